@@ -1,0 +1,65 @@
+"""Everything that depends on the JAX version, and small facts about avals. No other file asks for
+the version.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Tree = TypeVar("Tree")
+
+
+def accum_dtype(dtype: Any) -> Any:
+    """The dtype that sums over inputs of `dtype` run in: float64 stays float64, everything else is
+    float32.
+    """
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+
+
+def _manual_axis_type(x: Any) -> Any:
+    aval = jax.typeof(x)
+    return aval.manual_axis_type if hasattr(aval, "manual_axis_type") else aval.mat
+
+
+def varying_axes(*xs: Any) -> frozenset[str]:
+    """The manual mesh axes (inside `shard_map`) over which any of `xs` differs from device to
+    device.
+    """
+    return frozenset().union(*(_manual_axis_type(x).varying for x in xs if x is not None))
+
+
+def _vary_over(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def match_vary(tree: Tree, *like: Any) -> Tree:
+    """`tree` with every leaf varying over all the manual mesh axes that any of `like` varies over.
+
+    A scan whose carry starts from constants needs this inside `shard_map`: the constants do not
+        vary, the carry that the
+    body returns does.
+    """
+    axes = varying_axes(*like)
+    return jax.tree.map(lambda x: _vary_over(x, axes), tree) if axes else tree
+
+
+def out_aval(shape: Sequence[int], dtype: Any, *like: Any) -> jax.ShapeDtypeStruct:
+    """The aval of a custom call's result that varies over the manual mesh axes of its operands
+    `like`.
+    """
+    axes = varying_axes(*like)
+    if not axes:
+        return jax.ShapeDtypeStruct(tuple(shape), dtype)
+    widest = match_vary(next(x for x in like if x is not None), *like)
+    sharding = NamedSharding(jax.typeof(widest).sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(
+        tuple(shape), dtype, sharding=sharding, manual_axis_type=_manual_axis_type(widest)
+    )

@@ -1,0 +1,79 @@
+"""Chunked evaluation: what keeps the XLA implementations inside a byte budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Carry = TypeVar("Carry")
+
+# Bytes of intermediates that one chunk may hold. Large enough to keep a GPU's matrix units busy,
+# small enough that a laptop runs the same code; the platform is not known while tracing, so one
+# number serves both.
+BUDGET = 128 * 2**20
+
+
+def chunk_length(total: int, bytes_per_item: int, budget: int | None = None) -> int:
+    """How many of `total` items, each needing `bytes_per_item` of intermediates, fit the budget; at
+    least one.
+
+    Prefers a divisor of `total` no smaller than half of what fits, since a remainder chunk costs a
+    second compilation.
+    """
+    fits = max(1, (BUDGET if budget is None else budget) // max(1, bytes_per_item))
+    if fits >= total:
+        return max(1, total)
+    return next((c for c in range(fits, fits // 2, -1) if total % c == 0), fits)
+
+
+def scan_chunks(
+    body: Callable[..., tuple[Carry, tuple[Any, ...]]],
+    carry: Carry,
+    xs: tuple[jax.Array | None, ...],
+    *,
+    axis: int = 1,
+    chunk: int,
+) -> tuple[Carry, tuple[Any, ...]]:
+    """Runs `carry, ys = body(carry, *chunks)` over consecutive chunks of `xs` along `axis`.
+
+    Nothing is padded: a remainder runs as a shorter chunk of its own. `xs` and `ys` may hold None,
+        which stays None. Inside
+    `shard_map` the starting carry must vary as the body's does (`compat.match_vary`).
+
+    Args:
+        body: takes the carry and one chunk of each of `xs`, returns the new carry and a tuple of
+            arrays.
+        carry: any pytree.
+        xs: arrays of equal length along `axis`, or None.
+        axis: the axis that is split, in `xs` and in the arrays that `body` returns.
+        chunk: items per chunk.
+
+    Returns:
+        The last carry, and the chunks' results concatenated along `axis`.
+    """
+    total = next(x.shape[axis] for x in xs if x is not None)
+    whole = total // chunk
+    if total <= chunk or whole == 0:
+        return body(carry, *xs)
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jax.lax.slice_in_dim(x, 0, whole * chunk, axis=axis)
+        x = x.reshape(*x.shape[:axis], whole, chunk, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    def join(y: jax.Array) -> jax.Array:
+        y = jnp.moveaxis(y, 0, axis)
+        return y.reshape(*y.shape[:axis], whole * chunk, *y.shape[axis + 2 :])
+
+    carry, ys = jax.lax.scan(lambda c, x: body(c, *x), carry, jax.tree.map(split, xs))
+    ys = jax.tree.map(join, ys)
+    if whole * chunk < total:
+        rest = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, whole * chunk, total, axis=axis), xs)
+        carry, tail = body(carry, *rest)
+        ys = jax.tree.map(lambda y, t: jnp.concatenate([y, t], axis=axis), ys, tail)
+    return carry, ys

@@ -1,0 +1,49 @@
+"""How close is close enough: tolerances of the whole suite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def assert_matches(got: Any, want: Any, tol: float = 1e-4, what: str = "") -> None:
+    """Trees of equal arrays up to `tol` of the largest magnitude, with equal shapes, dtypes,
+    infinities and NaNs.
+    """
+    got_leaves, want_leaves = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert len(got_leaves) == len(want_leaves), what
+    for i, (g, w) in enumerate(zip(got_leaves, want_leaves, strict=True)):
+        name = f"{what} leaf {i}"
+        assert g.shape == w.shape, f"{name}: shape {g.shape}, want {w.shape}"
+        assert g.dtype == w.dtype, f"{name}: dtype {g.dtype}, want {w.dtype}"
+        g64, w64 = np.asarray(g, np.float64), np.asarray(w, np.float64)
+        finite = np.isfinite(w64)
+        np.testing.assert_array_equal(g64[~finite], w64[~finite], err_msg=name)
+        scale = np.abs(w64[finite]).max(initial=0.0)
+        worst = np.abs(g64[finite] - w64[finite]).max(initial=0.0)
+        assert worst <= tol * scale + tol * 1e-2, f"{name}: off by {worst}, largest value {scale}"
+
+
+def assert_as_good_as(got: Any, low: Any, exact: Any, factor: float = 3.0, what: str = "") -> None:
+    """The error of `got` is at most `factor` times that of `low`, the plain formula in the same low
+    precision.
+
+    Args:
+        got: what is tested, in low precision.
+        low: the same mathematics evaluated in low precision by plain means.
+        exact: the same mathematics in float32 or better.
+        factor: 3 for outputs, 4 for gradients.
+        what: shown when it fails.
+    """
+    g, lo, ex = (np.asarray(x, np.float64) for x in (got, low, exact))
+    np.testing.assert_array_equal(np.isfinite(g), np.isfinite(ex), err_msg=what)
+    finite = np.isfinite(ex)
+    g, lo, ex = g[finite], lo[finite], ex[finite]
+    allowed = factor * np.abs(lo - ex).max(initial=0.0) + 1e-6
+    worst = np.abs(g - ex).max(initial=0.0)
+    assert worst <= allowed, f"{what}: off by {worst}, allowed {allowed}"
+    norm = (g * g + ex * ex).sum()
+    cosine = 1 - 2 * (g * ex).sum() / norm if norm > 0 else 0.0
+    assert cosine < 1e-5, f"{what}: cosine difference {cosine}"
