@@ -14,6 +14,10 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
+# Test processes share one GPU, and float32 tolerances assume float32 products.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+
 import jax
 import numpy as np
 import pytest

@@ -132,8 +132,8 @@ class Plan:
         own = set(itertools.chain(*array))
         return tuple(itertools.chain(*(where[f] for f in where if f not in own)))
 
-    def rule(self) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-        """Shardy's rule, the factors it must replicate, and those summed out of every result."""
+    def rule(self) -> dict[str, Any]:
+        """What `custom_partitioning.def_partition` wants to know: Shardy's rule and its factors."""
         fresh = (f"u{i}" for i in itertools.count())
 
         def text(arrays: list[list[Axis]]) -> str:
@@ -146,9 +146,15 @@ class Plan:
 
         rule = f"{text(self.operands)} -> {text(self.results)}"
         names = list(dict.fromkeys(re.findall(r"\w+", rule)))
-        used = set(itertools.chain(*itertools.chain(*self.results)))
-        whole = tuple(n for n in names if n not in self.shardable)
-        return rule, whole, tuple(n for n in names if n in self.shardable and n not in used)
+        axes = list(itertools.chain(*self.operands, *self.results))
+        alone = {axis[0] for axis in axes if len(axis) == 1}
+        kept = set(itertools.chain(*itertools.chain(*self.results)))
+        return {
+            "sharding_rule": rule,
+            "need_replication_factors": tuple(n for n in names if n not in self.shardable),
+            "reduction_factors": tuple(n for n in names if n in self.shardable and n not in kept),
+            **{n: self.sizes[n] for axis in axes for n in axis if n not in alone},
+        }
 
 
 def partitioned(
@@ -207,13 +213,7 @@ def partitioned(
             lowered = lambda *blocks: summed_locally(plan, where, blocks)  # noqa: E731
             return mesh, lowered, out_shardings, in_shardings
 
-        rule, whole, reduced = plan.rule()
-        op.def_partition(
-            partition=partition,
-            sharding_rule=rule,
-            need_replication_factors=whole,
-            reduction_factors=reduced,
-        )
+        op.def_partition(partition=partition, **plan.rule())
         return op(*args)
 
     def call(*args: jax.Array) -> tuple[Any, ...]:
