@@ -1,0 +1,18 @@
+// What every kernel's launcher shares. Nothing in cuda/ knows of JAX or XLA.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace jax_dsa {
+
+// Element types of kernel inputs that come in more than one.
+enum class DType { kBF16, kF16, kF32 };
+
+template <typename Int>
+__host__ __device__ constexpr Int ceil_div(Int a, Int b) {
+  return (a + b - 1) / b;
+}
+
+}  // namespace jax_dsa

@@ -1,0 +1,145 @@
+"""FP8 block quantisation and the matmul of its results, in plain JAX."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jaxtyping import Array, Float
+
+    from jax_dsa.ops.fp8 import MatmulOptions, QuantizeOptions
+
+MAX_E4M3 = 448.0
+MIN_AMAX = 1e-4
+
+
+def _split(x: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """float32 `x` as the sum of two of 12 significant bits, whose products are exact."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    high = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFF000), jnp.float32)
+    return high, x - high
+
+
+def divide(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
+    """float32 a / b, correctly rounded: XLA's own division is not, everywhere.
+
+    XLA turns a division by a constant into a multiplication by its rounded reciprocal, and divides
+    to within 2 ulp on a GPU. e4m3 has so few bits that quotients often lie right between two codes,
+    and the kernel, every backend and any other implementation have to fall to the same side. So the
+    excess of the quotient is computed, without rounding, and taken off.
+    """
+    quotient = a / b
+    q_high, q_low = _split(quotient)
+    b_high, b_low = _split(b)
+    excess = ((q_high * b_high - a) + q_high * b_low + q_low * b_high) + q_low * b_low
+    return quotient - excess / b
+
+
+def _round_up_to_power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(0x007FFFFF)
+    up = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFF800000), jnp.float32)
+    return jnp.where(jnp.isnan(x), x, up)
+
+
+def _reduce_blocks(x: Array, block: tuple[int, int], reduce: Callable[..., Array]) -> Array:
+    """Reduces every block of the last two axes (the last, for blocks of one row) to one element.
+
+    Shorter blocks at the ends are filled up with zeros.
+    """
+    for axis, size in ((x.ndim - 1, block[1]), (x.ndim - 2, block[0])):
+        if size == 1:
+            continue
+        blocks = -(-x.shape[axis] // size)
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (0, blocks * size - x.shape[axis])
+        x = jnp.pad(x, padding)
+        x = reduce(x.reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :]), axis=axis + 1)
+    return x
+
+
+def _expand_blocks(scale: Array, shape: tuple[int, ...], block: tuple[int, int]) -> Array:
+    """Every block's scale for each of its elements, in an array of `shape`."""
+    for axis, size in ((len(shape) - 1, block[1]), (len(shape) - 2, block[0])):
+        if size != 1:
+            scale = jnp.repeat(scale, size, axis)
+            scale = jax.lax.slice_in_dim(scale, 0, shape[axis], axis=axis)
+    return scale
+
+
+def quantize(
+    options: QuantizeOptions, x: Float[Array, "b ... R C"]
+) -> tuple[Float[Array, "b ... R C"], Float[Array, "b ... I J"]]:
+    """The e4m3 codes and the blocks' scales."""
+    amax = _reduce_blocks(jnp.abs(x), options.block, jnp.max).astype(jnp.float32)
+    scale = divide(jnp.maximum(amax, MIN_AMAX), jnp.full_like(amax, MAX_E4M3))
+    if options.power_of_two_scale:
+        scale = _round_up_to_power_of_two(scale)
+    quotient = divide(x.astype(jnp.float32), _expand_blocks(scale, x.shape, options.block))
+    return jnp.clip(quotient, -MAX_E4M3, MAX_E4M3).astype(jnp.float8_e4m3fn), scale
+
+
+def _dequantized(
+    q: Float[Array, "... R C"], scale: Float[Array, "... I J"], block: tuple[int, int], dtype: Any
+) -> Float[Array, "... R C"]:
+    x = jax.lax.stop_gradient(q).astype(jnp.float32) * _expand_blocks(scale, q.shape, block)
+    return x.astype(dtype)
+
+
+def dequantize_fwd(
+    options: QuantizeOptions, q: Float[Array, "b ... R C"], scale: Float[Array, "b ... I J"]
+) -> tuple[Float[Array, "b ... R C"]]:
+    """The codes times their blocks' scales."""
+    return (_dequantized(q, scale, options.block, options.dtype),)
+
+
+def dequantize_bwd(
+    options: QuantizeOptions, q: Float[Array, "b ... R C"], dx: Float[Array, "b ... R C"]
+) -> tuple[Float[Array, "b ... I J"]]:
+    """The scales' cotangent."""
+    product = q.astype(jnp.float32) * dx.astype(jnp.float32)
+    return (_reduce_blocks(product, options.block, jnp.sum),)
+
+
+def matmul_fwd(
+    options: MatmulOptions,
+    a: Float[Array, "b ... K"],
+    a_scale: Float[Array, "b ... J"],
+    b: Float[Array, "b N K"],
+    b_scale: Float[Array, "b I J"],
+) -> tuple[Float[Array, "b ... N"]]:
+    """a @ b^T of the dequantised operands."""
+    a = _dequantized(a, a_scale, (1, options.block), jnp.float32)
+    b = _dequantized(b, b_scale, (options.block, options.block), jnp.float32)
+    return (matmul(a, b).astype(options.dtype),)
+
+
+def matmul(a: Float[Array, "b ... K"], b: Float[Array, "b N K"]) -> Float[Array, "b ... N"]:
+    """a @ b^T, accumulated in float32."""
+    return jnp.einsum("b...k,bnk->b...n", a, b, preferred_element_type=jnp.float32)
+
+
+def matmul_bwd_a(
+    options: MatmulOptions,
+    dout: Float[Array, "b ... N"],
+    b: Float[Array, "b N K"],
+    b_scale: Float[Array, "b I J"],
+) -> tuple[Float[Array, "b ... K"]]:
+    """The cotangent of the dequantised a, by a matmul in the output's dtype."""
+    b = _dequantized(b, b_scale, (options.block, options.block), dout.dtype)
+    return (matmul(dout, b.swapaxes(-1, -2)),)
+
+
+def matmul_bwd_b(
+    options: MatmulOptions,
+    dout: Float[Array, "b ... N"],
+    a: Float[Array, "b ... K"],
+    a_scale: Float[Array, "b ... J"],
+) -> tuple[Float[Array, "b N K"]]:
+    """The cotangent of the dequantised b, by a matmul in the output's dtype."""
+    a = _dequantized(a, a_scale, (1, options.block), dout.dtype)
+    return (jnp.einsum("b...n,b...k->bnk", dout, a, preferred_element_type=jnp.float32),)

@@ -1,0 +1,71 @@
+"""FP8 quantisation block by block, and the matmul of its results in float64."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+
+def quantize_row(x: np.ndarray, block: int, power_of_two_scale: bool) -> tuple:
+    """Codes and scales of one row."""
+    x = x.astype(np.float32)
+    codes, scales = [], []
+    for start in range(0, len(x), block):
+        part = x[start : start + block]
+        amax = np.maximum(np.abs(part).max(), np.float32(1e-4))
+        scale = amax / np.float32(448)
+        if power_of_two_scale:
+            mantissa, exponent = math.frexp(scale)
+            scale = np.float32(math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent))
+        codes.append(np.clip(part / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn))
+        scales.append(scale)
+    empty = np.zeros(0, ml_dtypes.float8_e4m3fn)
+    return np.concatenate([empty, *codes]), np.array(scales, np.float32)
+
+
+def quantize(x: np.ndarray, block: int = 128, power_of_two_scale: bool = False) -> tuple:
+    """Codes and scales of an array, row by row."""
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    blocks = math.ceil(x.shape[-1] / block)
+    codes = np.zeros(rows.shape, ml_dtypes.float8_e4m3fn)
+    scales = np.zeros((len(rows), blocks), np.float32)
+    for i, row in enumerate(rows):
+        codes[i], scales[i] = quantize_row(row, block, power_of_two_scale)
+    return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], blocks)
+
+
+def quantize_tiles(x: np.ndarray, rows: int, cols: int) -> tuple:
+    """Codes and scales of a matrix in tiles: each tile is one block of one long row."""
+    shape = (math.ceil(x.shape[0] / rows), math.ceil(x.shape[1] / cols))
+    codes = np.zeros(x.shape, ml_dtypes.float8_e4m3fn)
+    scales = np.zeros(shape, np.float32)
+    for i in range(shape[0]):
+        for j in range(shape[1]):
+            at = (slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols))
+            tile = x[at]
+            flat, scale = quantize_row(tile.reshape(-1), tile.size, False)
+            codes[at], scales[i, j] = flat.reshape(tile.shape), scale[0]
+    return codes, scales
+
+
+def dequantize(codes: np.ndarray, scales: np.ndarray, rows: int, cols: int) -> np.ndarray:
+    """A matrix of codes times its scales, in float64."""
+    out = codes.astype(np.float64)
+    for r in range(out.shape[0]):
+        for c in range(out.shape[1]):
+            out[r, c] *= float(scales[r // rows, c // cols])
+    return out
+
+
+def matmul(a: np.ndarray, a_scale: np.ndarray, b: np.ndarray, b_scale: np.ndarray) -> np.ndarray:
+    """The product as a sum over blocks of 128, in float64."""
+    out = np.zeros((a.shape[0], b.shape[0]))
+    for m in range(a.shape[0]):
+        for n in range(b.shape[0]):
+            for j in range(a_scale.shape[1]):
+                k = slice(128 * j, 128 * (j + 1))
+                dot = a[m, k].astype(np.float64) @ b[n, k].astype(np.float64)
+                out[m, n] += float(a_scale[m, j]) * float(b_scale[n // 128, j]) * dot
+    return out

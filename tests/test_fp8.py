@@ -1,0 +1,349 @@
+"""FP8 quantisation, its inverse, its straight-through form, and the matmul."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from compare import assert_matches
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracles import fp8 as oracle
+
+from jax_dsa.ops.fp8 import dequantize_fp8, fake_quantize_fp8, fp8_matmul, quantize_fp8
+
+DTYPES = pytest.mark.parametrize(
+    "dtype", [ml_dtypes.bfloat16, np.float16, np.float32], ids=["bf16", "f16", "f32"]
+)
+MODES = pytest.mark.parametrize("power_of_two_scale", [False, True], ids=["any", "pow2"])
+E4M3_STEP = 2.0**-4  # half a step between codes, relative to the lower one
+
+
+def random(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    """Rows of very different sizes."""
+    size = np.exp(2 * rng.normal(size=(*shape[:-1], 1)))
+    return (rng.normal(size=shape) * size).clip(-6e4, 6e4).astype(dtype)
+
+
+def bits(codes: Any) -> np.ndarray:
+    """Codes as integers; a NaN's sign does not matter."""
+    raw = np.asarray(codes).view(np.uint8)
+    return np.where(raw & 0x7F == 0x7F, 0x7F, raw)
+
+
+def assert_same(got: tuple, want: tuple) -> None:
+    np.testing.assert_array_equal(np.asarray(got[1]), np.asarray(want[1]))
+    np.testing.assert_array_equal(bits(got[0]), bits(want[0]))
+
+
+@DTYPES
+@MODES
+@pytest.mark.parametrize("cols", [1, 7, 128, 213, 384])
+def test_matches_oracle(
+    dtype: Any, power_of_two_scale: bool, cols: int, rng: np.random.Generator
+) -> None:
+    x = random(rng, 5, 3, cols, dtype=dtype)
+    got = quantize_fp8(jnp.asarray(x), power_of_two_scale=power_of_two_scale)
+    assert got[0].dtype == jnp.float8_e4m3fn and got[0].shape == x.shape
+    assert_same(got, oracle.quantize(x, 128, power_of_two_scale))
+
+
+def every_bf16_quotient() -> np.ndarray:
+    """Each row is divided by the scale of its first element, all 128 significands each."""
+    significands = (1 + np.arange(128) / 128).astype(ml_dtypes.bfloat16)
+    x = np.broadcast_to(significands / 2, (128, 128)).copy()
+    x[:, 0] = significands
+    return np.concatenate([x, -x])
+
+
+@MODES
+def test_every_bf16_quotient_rounds_as_ieee_division(power_of_two_scale: bool) -> None:
+    x = every_bf16_quotient()
+    got = quantize_fp8(jnp.asarray(x), power_of_two_scale=power_of_two_scale)
+    assert_same(got, oracle.quantize(x, 128, power_of_two_scale))
+
+
+@pytest.mark.parametrize("block", [1, 3, 16, 500])
+def test_other_blocks(block: int, rng: np.random.Generator) -> None:
+    x = random(rng, 4, 50)
+    assert_same(quantize_fp8(jnp.asarray(x), block=block), oracle.quantize(x, block))
+
+
+@pytest.mark.parametrize("shape", [(256, 128), (130, 200), (3, 5)])
+def test_tiles(shape: tuple, rng: np.random.Generator) -> None:
+    x = random(rng, *shape)
+    got = quantize_fp8(jnp.asarray(x), block=(128, 128))
+    assert_same(got, oracle.quantize_tiles(x, 128, 128))
+    stacked = quantize_fp8(jnp.asarray(x)[None], block=(128, 128))
+    assert_same((stacked[0][0], stacked[1][0]), got)
+
+
+def test_special_values() -> None:
+    x = np.zeros((5, 300), np.float32)
+    x[0, :4] = [-0.0, 1e-40, -1e-40, 2e-5]  # smaller than the smallest amax
+    x[1, 130] = np.nan
+    x[2, 5] = -np.inf
+    x[3, :2] = [3.4e38, -3.4e38]
+    x[:, 299] = 1.0
+    codes, scales = quantize_fp8(jnp.asarray(x))
+    nans = np.zeros((5, 300), bool)
+    nans[1, 128:256] = nans[2, :128] = True
+    np.testing.assert_array_equal(np.isnan(np.asarray(codes, np.float32)), nans)
+    np.testing.assert_array_equal(np.isnan(scales), nans[:, [0, 128, 256]])
+    finite = [0, 3, 4]
+    want = oracle.quantize(x[finite])
+    assert_same((np.asarray(codes)[finite], np.asarray(scales)[finite]), want)
+    assert bits(codes)[0, 0] == 0x80  # -0 stays -0
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 128), (4, 0), (2, 0, 7)])
+def test_empty(shape: tuple) -> None:
+    codes, scales = quantize_fp8(jnp.zeros(shape, jnp.bfloat16))
+    assert codes.shape == shape
+    assert scales.shape == (*shape[:-1], -(-shape[-1] // 128))
+    assert dequantize_fp8(codes, scales).shape == shape
+    w = jnp.zeros((6, shape[-1]), jnp.bfloat16)
+    out = fp8_matmul(codes, scales, w, None)
+    assert out.shape == (*shape[:-1], 6) and not np.asarray(out, np.float32).any()
+
+
+def test_rank_does_not_matter(rng: np.random.Generator) -> None:
+    x = jnp.asarray(random(rng, 24, 150))
+    codes, scales = quantize_fp8(x)
+    one = quantize_fp8(x[0])
+    assert_same(one, (codes[0], scales[0]))
+    many = quantize_fp8(x.reshape(2, 3, 1, 4, 150))
+    assert_same((many[0].reshape(24, 150), many[1].reshape(24, 2)), (codes, scales))
+
+
+@hypothesis.given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 40)),
+    block=st.integers(1, 50),
+    power_of_two_scale=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+@hypothesis.settings(max_examples=8, deadline=None)
+def test_round_trip_is_within_half_a_step(
+    shape: tuple, block: int, power_of_two_scale: bool, seed: int
+) -> None:
+    x = random(np.random.default_rng(seed), *shape)
+    codes, scales = quantize_fp8(jnp.asarray(x), block=block, power_of_two_scale=power_of_two_scale)
+    back = dequantize_fp8(codes, scales, block=block)
+    # Subnormal codes are 2^-9 of the scale apart.
+    step = np.maximum(E4M3_STEP * np.abs(x), 2.0**-10 * np.repeat(scales, block, 1)[:, : shape[1]])
+    assert (np.abs(np.asarray(back) - x) <= step * 1.0001).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_dequantize(dtype: Any, rng: np.random.Generator) -> None:
+    x = random(rng, 70, 300)
+    codes, scales = quantize_fp8(jnp.asarray(x), block=(64, 128), power_of_two_scale=True)
+    got = dequantize_fp8(codes, scales, block=(64, 128), dtype=dtype)
+    assert got.dtype == dtype
+    want = oracle.dequantize(np.asarray(codes), np.asarray(scales), 64, 128)
+    np.testing.assert_array_equal(np.asarray(got, np.float64), want)  # exact in bf16 too
+
+
+def test_dequantize_gradient_of_the_scales(rng: np.random.Generator) -> None:
+    codes, scales = quantize_fp8(jnp.asarray(random(rng, 3, 20)), block=8)
+    weights = jnp.asarray(random(rng, 3, 20))
+    got = jax.grad(lambda s: (dequantize_fp8(codes, s, block=8) * weights).sum())(scales)
+    product = np.asarray(codes, np.float64) * np.asarray(weights)
+    want = np.stack([product[:, j : j + 8].sum(1) for j in (0, 8, 16)], axis=1)
+    assert_matches(got, want.astype(np.float32))
+
+
+@DTYPES
+def test_fake_quantize(dtype: Any, rng: np.random.Generator) -> None:
+    x = jnp.asarray(random(rng, 6, 200, dtype=dtype))
+    want = dequantize_fp8(*quantize_fp8(x), dtype=x.dtype)
+    y, vjp = jax.vjp(fake_quantize_fp8, x)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(want))
+    ct = jnp.asarray(random(rng, 6, 200, dtype=dtype))
+    np.testing.assert_array_equal(np.asarray(vjp(ct)[0]), np.asarray(ct))
+
+
+def test_a_gradient_through_the_codes_is_refused() -> None:
+    x = jnp.ones((2, 4))
+    through = lambda x: dequantize_fp8(*quantize_fp8(x)).sum()  # noqa: E731
+    with pytest.raises(TypeError, match=r"quantize_fp8.*fake_quantize_fp8.*stop_gradient"):
+        jax.grad(through)(x)
+    with pytest.raises(TypeError, match="quantize_fp8"):
+        jax.grad(lambda x: quantize_fp8(x)[1].sum())(x)
+    frozen = jax.grad(lambda x: (x * through(jax.lax.stop_gradient(x))).sum())(x)
+    np.testing.assert_array_equal(np.asarray(frozen), np.full((2, 4), 8.0))
+    unused = jax.grad(lambda x: ((x * x).sum(), quantize_fp8(x)), has_aux=True)(x)[0]
+    np.testing.assert_array_equal(np.asarray(unused), 2 * np.asarray(x))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 256, 256), (5, 130, 300), (1, 1, 1)])
+def test_matmul_matches_oracle(m: int, n: int, k: int, rng: np.random.Generator) -> None:
+    a, b = random(rng, m, k), random(rng, n, k)
+    a_codes, a_scales = quantize_fp8(jnp.asarray(a))
+    b_codes, b_scales = quantize_fp8(jnp.asarray(b), block=(128, 128))
+    quantised = (a_codes, a_scales, b_codes, b_scales)
+    want = oracle.matmul(*(np.asarray(x) for x in quantised)).astype(np.float32)
+    assert_matches(fp8_matmul(*quantised, dtype=jnp.float32), want, 1e-5)
+    assert fp8_matmul(*quantised).dtype == jnp.bfloat16
+    assert_matches(fp8_matmul(jnp.asarray(a), None, jnp.asarray(b), None), want, 1e-5)
+    mixed = fp8_matmul(jnp.asarray(a)[None], None, b_codes, b_scales)
+    assert_matches(mixed, want[None], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_matmul_gradients(dtype: Any, rng: np.random.Generator) -> None:
+    a = jnp.asarray(random(rng, 2, 5, 150), dtype)
+    b = jnp.asarray(random(rng, 140, 150), dtype)
+    ct = jnp.asarray(rng.normal(size=(2, 5, 140)), dtype)
+    da, db = jax.vjp(lambda a, b: fp8_matmul(a, None, b, None), a, b)[1](ct)
+    assert da.dtype == db.dtype == dtype
+    a_hat = np.asarray(dequantize_fp8(*quantize_fp8(a)), np.float64)
+    codes = quantize_fp8(b, block=(128, 128))
+    b_hat = np.asarray(dequantize_fp8(*codes, block=(128, 128)), np.float64)
+    g = np.asarray(ct, np.float64)
+    tol = 1e-5 if dtype == jnp.float32 else 1e-2
+    assert_matches(np.asarray(da, np.float64), np.einsum("umn,nk->umk", g, b_hat), tol)
+    assert_matches(np.asarray(db, np.float64), np.einsum("umn,umk->nk", g, a_hat), tol)
+    # What comes quantised is constant; the other operand has the same gradient as before.
+    only_a = jax.grad(lambda a: (fp8_matmul(a, None, *codes) * ct).astype(jnp.float32).sum())(a)
+    assert_matches(only_a, da, tol)
+
+
+X = np.zeros((4, 256), np.float32)
+CODES = np.zeros((4, 256), ml_dtypes.float8_e4m3fn)
+SCALE = np.zeros((4, 2), np.float32)
+W = np.zeros((8, 256), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: quantize_fp8([1.0]), TypeError, "quantize_fp8: argument 'x' is list"),
+        (lambda: quantize_fp8(np.float32(1)), ValueError, "'x' has shape \\(\\)"),
+        (lambda: quantize_fp8(X.astype(np.int32)), TypeError, "'x' has dtype int32, want bfloat16"),
+        (lambda: quantize_fp8(CODES), TypeError, "'x' has dtype float8_e4m3fn"),
+        (lambda: quantize_fp8(X, block=0), ValueError, "'block' is 0, want .*int >= 1"),
+        (lambda: quantize_fp8(X, block=1.5), TypeError, "'block' is 1.5"),
+        (lambda: quantize_fp8(X, block=(1, 2, 3)), ValueError, "'block' is .*pair"),
+        (lambda: quantize_fp8(X, block=(0, 2)), ValueError, "'block' is 0"),
+        (lambda: quantize_fp8(X[0], block=(2, 2)), ValueError, "'x' has shape .256,., want .R, C"),
+        (lambda: quantize_fp8(X, power_of_two_scale=1), TypeError, "'power_of_two_scale' is 1"),
+        (lambda: quantize_fp8(X, implementation="gpu"), ValueError, "'implementation' is 'gpu'"),
+        (
+            lambda: quantize_fp8(X, block=64, implementation="cuda"),
+            NotImplementedError,
+            "quantize_fp8: implementation='cuda' is not available here.*'xla'",
+        ),
+        (lambda: dequantize_fp8(X, SCALE), TypeError, "dequantize_fp8: argument 'x'.*float8_e4m3"),
+        (lambda: dequantize_fp8(CODES, SCALE[:, :1]), ValueError, "'scale'.*want .4, 2"),
+        (lambda: dequantize_fp8(CODES, SCALE, block=64), ValueError, "'scale'.*want .4, 4"),
+        (lambda: dequantize_fp8(CODES, SCALE.astype(np.float16)), TypeError, "'scale'.*float32"),
+        (lambda: dequantize_fp8(CODES, SCALE, dtype=jnp.int8), ValueError, "'dtype' is 'int8'"),
+        (
+            lambda: dequantize_fp8(CODES, SCALE, implementation="cuda"),
+            NotImplementedError,
+            "dequantize_fp8.*no CUDA kernel",
+        ),
+        (lambda: fake_quantize_fp8(CODES), TypeError, "fake_quantize_fp8: argument 'x'"),
+        (lambda: fp8_matmul(CODES, None, W, None), TypeError, "fp8_matmul: argument 'a'.*bfloat16"),
+        (lambda: fp8_matmul(X, SCALE, W, None), TypeError, "'a' has dtype float32, want float8"),
+        (lambda: fp8_matmul(CODES, SCALE[:3], W, None), ValueError, "'a_scale'.*want .4, 2"),
+        (lambda: fp8_matmul(X, None, W[:, :5], None), ValueError, "'b' has shape .8, 5.*K=256"),
+        (lambda: fp8_matmul(X, None, W[None], None), ValueError, "'b' has shape .1, 8, 256"),
+        (lambda: fp8_matmul(X, None, CODES, SCALE), ValueError, "'b_scale'.*want .1, 2"),
+        (lambda: fp8_matmul(X, None, W, SCALE), TypeError, "'b' has dtype float32"),
+        (lambda: fp8_matmul(X, None, W, None, dtype=np.int32), ValueError, "'dtype' is 'int32'"),
+        (
+            lambda: fp8_matmul(X, None, W, None, implementation="cuda"),
+            NotImplementedError,
+            "fp8_matmul.*no CUDA kernel",
+        ),
+    ],
+)
+def test_messages(call: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+# The kernel, against the XLA implementation on the host and on the GPU.
+
+
+def on_cpu(x: np.ndarray, **options: Any) -> tuple:
+    with jax.default_device(jax.devices("cpu")[0]):
+        return quantize_fp8(jnp.asarray(x), implementation="xla", **options)
+
+
+@pytest.mark.gpu
+@DTYPES
+@MODES
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 128), (62, 7168), (213, 576), (65, 136), (33, 129), (7, 5), (1, 1), (2, 3, 4, 1000)],
+    ids=str,
+)
+def test_kernel_equals_xla(
+    dtype: Any, power_of_two_scale: bool, shape: tuple, rng: np.random.Generator
+) -> None:
+    x = random(rng, *shape, dtype=dtype)
+    x.reshape(-1)[rng.integers(0, x.size, 3)] = [np.nan, np.inf, -0.0]
+    options = {"power_of_two_scale": power_of_two_scale}
+    got = quantize_fp8(jnp.asarray(x), implementation="cuda", **options)
+    assert_same(got, on_cpu(x, **options))
+    assert_same(quantize_fp8(jnp.asarray(x), implementation="xla", **options), got)
+
+
+@pytest.mark.gpu
+@MODES
+def test_kernel_rounds_every_bf16_quotient_as_ieee_division(power_of_two_scale: bool) -> None:
+    x = every_bf16_quotient()
+    got = quantize_fp8(jnp.asarray(x), power_of_two_scale=power_of_two_scale, implementation="cuda")
+    assert_same(got, oracle.quantize(x, 128, power_of_two_scale))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(0,), (0, 128), (4, 0)])
+def test_kernel_on_empty_arrays(shape: tuple) -> None:
+    codes, scales = quantize_fp8(jnp.zeros(shape, jnp.bfloat16), implementation="cuda")
+    assert codes.shape == shape and scales.shape == (*shape[:-1], -(-shape[-1] // 128))
+
+
+@pytest.mark.gpu
+def test_kernel_is_what_runs_by_default(rng: np.random.Generator) -> None:
+    x = jnp.asarray(random(rng, 8, 300))
+    assert "jax_dsa.quantize_fp8.v1" in jax.jit(quantize_fp8).lower(x).compile().as_text()
+    assert "jax_dsa.quantize_fp8.v1" not in (
+        jax.jit(lambda x: quantize_fp8(x, block=64)).lower(x).compile().as_text()
+    )
+
+
+@pytest.mark.gpu
+def test_kernel_under_vmap_and_on_meshes(rng: np.random.Generator) -> None:
+    x = random(rng, 8, 6, 300, dtype=ml_dtypes.bfloat16)
+    want = on_cpu(x)
+    kernel = lambda x: quantize_fp8(x, implementation="cuda")  # noqa: E731
+    assert_same(jax.vmap(jax.vmap(kernel))(jnp.asarray(x)), want)
+    assert_same(jax.jit(jax.vmap(kernel, in_axes=1, out_axes=1))(jnp.asarray(x)), want)
+    gpus = jax.devices()
+    count = max(n for n in (1, 2, 4, 8) if n <= len(gpus))
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((count,), ("x",), axis_types=(axis_type,), devices=gpus[:count])
+        with jax.set_mesh(mesh):
+            sharded = jax.device_put(x, NamedSharding(mesh, P("x")))
+            assert_same(jax.jit(kernel)(sharded), want)
+            mapped = jax.shard_map(kernel, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+            assert_same(jax.jit(mapped)(sharded), want)
+
+
+@pytest.mark.gpu
+def test_kernel_past_two_to_the_31_elements() -> None:
+    rows = 2**31 // 7168 + 1000
+    x = jax.random.normal(jax.random.key(0), (rows, 7168), jnp.bfloat16)
+    codes, scales = jax.jit(lambda x: quantize_fp8(x, implementation="cuda"))(x)
+    tail = slice(rows - 500, rows)
+    assert_same((codes[tail], scales[tail]), on_cpu(np.asarray(x[tail])))

@@ -1,0 +1,109 @@
+"""The build backend: scikit-build-core, with the CUDA extension only where it can be of use.
+
+The extension `jax_dsa._cuda` is built when `nvcc` and an NVIDIA driver are both found, or when the
+environment says so: `JAX_DSA_CUDA=ON` builds it (or fails, saying what is missing), `OFF` never
+does. Without it the wheel is pure Python: CMake does not run and nothing is compiled.
+
+The FFI headers come from the oldest jaxlib that the package supports, because XLA loads a kernel
+only if it was built against an API version no newer than its own. `JAX_DSA_FFI_INCLUDE` names
+another directory to take them from, for machines that cannot download that jaxlib.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from scikit_build_core import build as _backend
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+OLDEST_JAXLIB = "jaxlib==0.10.2"
+
+build_sdist = _backend.build_sdist
+get_requires_for_build_sdist = _backend.get_requires_for_build_sdist
+
+
+def _wants_cuda() -> bool:
+    asked = os.environ.get("JAX_DSA_CUDA", "AUTO").upper()
+    if asked in ("ON", "1", "TRUE"):
+        return True
+    if asked in ("OFF", "0", "FALSE"):
+        return False
+    if asked != "AUTO":
+        raise SystemExit(f"JAX_DSA_CUDA: got {asked!r}, want ON, OFF or AUTO")
+    driver = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists()
+    return bool(driver and (os.environ.get("CUDACXX") or shutil.which("nvcc")))
+
+
+def _settings(config_settings: dict[str, Any] | None) -> dict[str, Any]:
+    settings = dict(config_settings or {})
+    if not _wants_cuda():
+        return settings | {"wheel.cmake": "false"}
+    settings["wheel.py-api"] = "cp312"  # the stable ABI; without effect in older Pythons
+    include = os.environ.get("JAX_DSA_FFI_INCLUDE")
+    if include:
+        settings["cmake.define.JAX_DSA_FFI_INCLUDE"] = include
+    return settings
+
+
+def _requires() -> list[str]:
+    if not _wants_cuda():
+        return []
+    headers = [] if os.environ.get("JAX_DSA_FFI_INCLUDE") else [OLDEST_JAXLIB]
+    return ["nanobind>=2.4", *headers]
+
+
+def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
+    """PEP 517 hook."""
+    return _backend.get_requires_for_build_wheel(_settings(config_settings)) + _requires()
+
+
+def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
+    """PEP 660 hook."""
+    return _backend.get_requires_for_build_editable(_settings(config_settings)) + _requires()
+
+
+def prepare_metadata_for_build_wheel(
+    metadata_directory: str, config_settings: dict[str, Any] | None = None
+) -> str:
+    """PEP 517 hook."""
+    return _backend.prepare_metadata_for_build_wheel(metadata_directory, _settings(config_settings))
+
+
+def prepare_metadata_for_build_editable(
+    metadata_directory: str, config_settings: dict[str, Any] | None = None
+) -> str:
+    """PEP 660 hook."""
+    return _backend.prepare_metadata_for_build_editable(
+        metadata_directory, _settings(config_settings)
+    )
+
+
+def build_wheel(
+    wheel_directory: str,
+    config_settings: dict[str, Any] | None = None,
+    metadata_directory: str | None = None,
+) -> str:
+    """PEP 517 hook."""
+    return _backend.build_wheel(wheel_directory, _settings(config_settings), metadata_directory)
+
+
+def build_editable(
+    wheel_directory: str,
+    config_settings: dict[str, Any] | None = None,
+    metadata_directory: str | None = None,
+) -> str:
+    """PEP 660 hook."""
+    return _backend.build_editable(wheel_directory, _settings(config_settings), metadata_directory)
