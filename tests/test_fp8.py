@@ -54,17 +54,24 @@ def test_matches_oracle(
     assert_same(got, oracle.quantize(x, 128, power_of_two_scale))
 
 
-def every_bf16_quotient() -> np.ndarray:
-    """Each row is divided by the scale of its first element, all 128 significands each."""
-    significands = (1 + np.arange(128) / 128).astype(ml_dtypes.bfloat16)
-    x = np.broadcast_to(significands / 2, (128, 128)).copy()
-    x[:, 0] = significands
-    return np.concatenate([x, -x])
+def every_quotient(dtype: Any) -> np.ndarray:
+    """Blocks that divide every significand by the scale of every amax significand, up to powers of
+    two: amax first, then up to 127 others.
+    """
+    count = 128 if dtype == ml_dtypes.bfloat16 else 1024
+    significands = 1 + np.arange(count) / count
+    rows = np.resize(significands / 2, (-(-count // 127), 127))
+    blocks = np.stack([np.insert(rows, 0, amax, axis=1) for amax in significands])
+    return blocks.reshape(-1, 128).astype(dtype)
 
 
+EXACT = pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "f16"])
+
+
+@EXACT
 @MODES
-def test_every_bf16_quotient_rounds_as_ieee_division(power_of_two_scale: bool) -> None:
-    x = every_bf16_quotient()
+def test_every_quotient_rounds_as_ieee_division(dtype: Any, power_of_two_scale: bool) -> None:
+    x = every_quotient(dtype)
     got = quantize_fp8(jnp.asarray(x), power_of_two_scale=power_of_two_scale)
     assert_same(got, oracle.quantize(x, 128, power_of_two_scale))
 
@@ -299,11 +306,17 @@ def test_kernel_equals_xla(
 
 
 @pytest.mark.gpu
+@EXACT
 @MODES
-def test_kernel_rounds_every_bf16_quotient_as_ieee_division(power_of_two_scale: bool) -> None:
-    x = every_bf16_quotient()
-    got = quantize_fp8(jnp.asarray(x), power_of_two_scale=power_of_two_scale, implementation="cuda")
-    assert_same(got, oracle.quantize(x, 128, power_of_two_scale))
+def test_kernel_rounds_every_quotient_as_ieee_division(
+    dtype: Any, power_of_two_scale: bool
+) -> None:
+    x = every_quotient(dtype)
+    for implementation in ("cuda", "xla"):
+        got = quantize_fp8(
+            jnp.asarray(x), power_of_two_scale=power_of_two_scale, implementation=implementation
+        )
+        assert_same(got, oracle.quantize(x, 128, power_of_two_scale))
 
 
 @pytest.mark.gpu

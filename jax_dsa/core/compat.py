@@ -24,13 +24,13 @@ def accum_dtype(dtype: Any) -> Any:
 
 
 def _manual_axis_type(x: Any) -> Any:
-    aval = jax.typeof(x)
+    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
     return aval.manual_axis_type if hasattr(aval, "manual_axis_type") else aval.mat
 
 
 def varying_axes(*xs: Any) -> frozenset[str]:
-    """The manual mesh axes (inside `shard_map`) over which any of `xs` differs from device to
-    device.
+    """The manual mesh axes (inside `shard_map`) over which any of `xs`, arrays or their avals,
+    differs from device to device.
     """
     return frozenset().union(*(_manual_axis_type(x).varying for x in xs if x is not None))
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -120,7 +119,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _fit_cotangent(ct: jax.Array | None, primal: Any) -> jax.Array:
-    """`ct` with the type of `primal`: dtype, broadcast batch axis, and the mesh axes it varies or
+    """`ct` with the type of the aval `primal`: dtype, broadcast batch axis, and the mesh axes it varies or
     is sharded over.
     """
     if ct is None:
@@ -130,17 +129,15 @@ def _fit_cotangent(ct: jax.Array | None, primal: Any) -> jax.Array:
     if ct.shape != primal.shape:  # the pass broadcast a batch axis of 1
         ct = ct.sum(0, keepdims=True)
     ct = compat.match_vary(ct.astype(primal.dtype), primal)
-    sharding = jax.typeof(primal).sharding
-    return ct if jax.typeof(ct).sharding == sharding else jax.reshard(ct, sharding)
+    same = jax.typeof(ct).sharding == primal.sharding
+    return ct if same else jax.reshard(ct, primal.sharding)
 
 
-def _guarded(name: str, x: Any) -> Any:
-    """`x`, whose derivative raises: what the backward pass reads is not differentiated a second
-    time.
-    """
-    guard = jax.custom_jvp(lambda x: x)
+def _guarded(name: str, saved: Any, operands: Any) -> Any:
+    """`saved`, raising where `operands` are differentiated: the backward pass reads it as constant."""
+    guard = jax.custom_jvp(lambda saved, operands: saved)
     guard.defjvp(no_second_derivative(name))
-    return guard(x) if _is_float(x) else x
+    return guard(saved, operands)
 
 
 def differentiable(
@@ -160,44 +157,42 @@ def differentiable(
             cotangent.
     """
 
-    @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-    def core(options: Any, implementation: Any, operands: tuple[Any, ...]) -> Outputs:
-        return fwd(options, implementation, *operands)[0]
+    # The forward pass runs on constants, and `attached` then gives its float outputs their tangents.
+    # Integer outputs stay outside: a JVP rule cannot name their tangents' type inside shard_map.
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def attached(static: Any, operands: Any, residuals: Any, outputs: Any) -> Any:
+        return outputs
 
-    @core.defjvp
-    def _(options: Any, implementation: Any, primals: Any, tangents: Any) -> Any:
-        (operands,), (operand_tangents,) = primals, tangents
-        outputs, residuals = fwd(options, implementation, *operands)
+    @attached.defjvp
+    def _(static: Any, primals: Any, tangents: Any) -> Any:
+        (options, implementation, moving, count), (operands, residuals, outputs) = static, primals
         inputs = [i for i, x in enumerate(operands) if _is_float(x)]
-        moving = [i for i, y in enumerate(outputs) if _is_float(y)]
-        saved, tree = jax.tree.flatten((operands, residuals))
+        avals = [jax.typeof(operands[i]) for i in inputs]
+        saved, tree = jax.tree.flatten(residuals)
 
         def transpose(saved: Any, cts: Any) -> list[jax.Array]:
-            operands, residuals = jax.tree.unflatten(tree, saved)
             given = dict(zip(moving, cts, strict=True))
-            full = tuple(given.get(i) for i in range(len(outputs)))
-            grads = bwd(options, implementation, residuals, full)
-            return [_fit_cotangent(grads[i], operands[i]) for i in inputs]
+            full = tuple(given.get(i) for i in range(count))
+            grads = bwd(options, implementation, jax.tree.unflatten(tree, saved), full)
+            return [_fit_cotangent(grads[i], a) for i, a in zip(inputs, avals, strict=True)]
 
-        moved = dict(
-            zip(
-                moving,
-                _tangent_p.bind(
-                    *(_guarded(name, x) for x in saved),
-                    *(operand_tangents[i] for i in inputs),
-                    name=name,
-                    transpose=transpose,
-                    saved=len(saved),
-                    avals=tuple(jax.typeof(outputs[i]) for i in moving),
-                ),
-                strict=True,
-            )
+        moved = _tangent_p.bind(
+            *_guarded(name, saved, operands),
+            *(tangents[0][i] for i in inputs),
+            name=name,
+            transpose=transpose,
+            saved=len(saved),
+            avals=tuple(jax.typeof(y) for y in outputs),
         )
+        return outputs, moved
 
-        def rest(y: Any) -> Any:
-            return None if y is None else SymbolicZero(jax.typeof(y).to_tangent_aval())
-
-        return outputs, tuple(moved[i] if i in moved else rest(y) for i, y in enumerate(outputs))
+    def core(options: Any, implementation: Any, operands: tuple[Any, ...]) -> Outputs:
+        outputs, residuals = fwd(options, implementation, *jax.lax.stop_gradient(operands))
+        moving = tuple(i for i, y in enumerate(outputs) if _is_float(y))
+        static = (options, implementation, moving, len(outputs))
+        floats = attached(static, operands, residuals, [outputs[i] for i in moving])
+        given = dict(zip(moving, floats, strict=True))
+        return tuple(given.get(i, y) for i, y in enumerate(outputs))
 
     # Called outside jit, an operator would be traced anew every time.
     jitted = jax.jit(core, static_argnums=(0, 1))

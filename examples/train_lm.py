@@ -1,0 +1,8 @@
+"""`make demo`: trains a small decoder with sparse attention on Python's own sources."""
+
+import sys
+
+from jax_dsa.training.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m jax_dsa.bench --help`."""

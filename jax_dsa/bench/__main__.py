@@ -1,0 +1,149 @@
+"""Times every operator's implementations side by side, against ceilings measured in the same run.
+
+Device time: dispatch from Python does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import pathlib
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import jax
+from tqdm import tqdm
+
+from jax_dsa.bench import report, timing
+from jax_dsa.bench.case import shrunk
+from jax_dsa.bench.ceilings import ceilings
+from jax_dsa.bench.registry import OPERATORS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jax_dsa.bench.case import Case
+    from jax_dsa.bench.report import Row
+
+    Function = Callable[..., Any]
+
+
+def _parse(argv: list[str] | None, operators: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m jax_dsa.bench", description=__doc__)
+    parser.add_argument("operators", nargs="*", metavar="operator", help=", ".join(operators))
+    parser.add_argument("--list", action="store_true", help="list the cases and stop")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="only the lines of --list that match"
+    )
+    parser.add_argument(
+        "--csv", type=pathlib.Path, metavar="PATH", help="a .csv file, or a folder: one an operator"
+    )
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE.png")
+    parser.add_argument(
+        "--scale", type=int, default=1, help="divide long axes by this, for machines without a GPU"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, help="length of each of the five measurements"
+    )
+    parser.add_argument("--commit", default=report.commit(), help="for the CSV, if git cannot say")
+    args = parser.parse_args(argv)
+    unknown = set(args.operators) - set(operators)
+    if unknown:
+        parser.error(f"no operator {', '.join(sorted(unknown))}; there are {', '.join(operators)}")
+    return args
+
+
+def _implementations(case: Case) -> dict[str, Function]:
+    """Functions of the case's arguments, by name."""
+    own = {name: functools.partial(case.call, implementation=name) for name in ("cuda", "xla")}
+    on_gpu = jax.default_backend() == "gpu"
+    return own | {name: fn for name, fn in case.peers.items() if on_gpu or name != "cudnn"}
+
+
+def _prepare(case: Case, fn: Function, key: jax.Array) -> tuple[Function, tuple]:
+    """What to time, and its arguments."""
+    args = case.make(key)
+    if not case.diff:
+        return fn, args
+
+    def forward(*moving: Any) -> Any:
+        full = list(args)
+        for i, x in zip(case.diff, moving, strict=True):
+            full[i] = x
+        return fn(*full)
+
+    outs, pullback = jax.vjp(forward, *(args[i] for i in case.diff))
+    cotangents = jax.tree.map(lambda y: jax.random.normal(key, y.shape, y.dtype), outs)
+    return (lambda pull, ct: pull(ct)), (pullback, cotangents)
+
+
+def _measure(case: Case, fn: Function, seconds: float) -> float:
+    """Device seconds of one call."""
+    keys = jax.random.split(jax.random.key(0), timing.MAX_ROTATION)
+    target, first = _prepare(case, fn, keys[0])
+    count = timing.rotation(timing.tree_bytes(first))
+    sets = [first, *(_prepare(case, fn, key)[1] for key in keys[1:count])]
+    return timing.device_seconds(target, sets, seconds)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; the exit status is 1 if a case failed."""
+    args = _parse(argv, list(OPERATORS))
+    size = functools.partial(shrunk, args.scale)
+    chosen = [
+        (case, name, fn)
+        for operator in args.operators or OPERATORS
+        for case in OPERATORS[operator](size)
+        for name, fn in _implementations(case).items()
+        if re.search(args.only, f"{case.label} {name}")
+    ]
+    if args.list:
+        print("\n".join(f"{case.label} {name}" for case, name, _ in chosen))
+        return 0
+
+    rows: list[Row] = []
+    found: dict[str, float] = {}
+    unavailable: set[str] = set()
+    failed = False
+    limits = {
+        n: c for n, c in ceilings(args.scale).items() if any(x.ceiling == n for x, *_ in chosen)
+    }
+    work = [(c, "xla", functools.partial(c.call, implementation="xla")) for c in limits.values()]
+    progress = tqdm(work + chosen, unit="case", disable=None)
+    try:
+        for case, name, fn in progress:
+            progress.set_description(f"{case.label} {name}")
+            try:
+                seconds = _measure(case, fn, args.seconds)
+            except NotImplementedError as error:
+                unavailable.add(str(error))
+                continue
+            except Exception as error:
+                failed = True
+                tqdm.write(f"{case.label} {name} FAILED: {error}", file=sys.stderr)
+                continue
+            if case.operator in limits:
+                found[case.operator] = report.rate(case, seconds) or 0.0
+            rows.append(report.row(case, name, seconds, found.get(case.ceiling), args.commit))
+    except KeyboardInterrupt:
+        failed = True
+    finally:
+        progress.close()
+        for line in sorted(unavailable):
+            print(line, file=sys.stderr)
+        _publish(rows, args.csv, args.plot)
+    return int(failed)
+
+
+def _publish(rows: list[Row], csv: pathlib.Path | None, plot: pathlib.Path | None) -> None:
+    print(report.table(rows))
+    for path in report.write_csv(rows, csv) if csv else []:
+        print(f"wrote {path}")
+    if plot:
+        report.write_plot(rows, plot)
+        print(f"wrote {plot}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

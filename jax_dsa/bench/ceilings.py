@@ -1,0 +1,54 @@
+"""What the device can do, measured by the same clock as the operators."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.bench.case import BF16, COPY, FP8, Case, normal
+
+MATMUL = {"M": 8192, "N": 8192, "K": 8192}
+COPIED = 2**30  # bytes
+
+
+def _matmul(a: jax.Array, b: jax.Array, *, implementation: str) -> jax.Array:
+    del implementation
+    return jnp.einsum("mk,nk->mn", a, b)
+
+
+def _fp8_matmul(a: jax.Array, b: jax.Array, scale: jax.Array, *, implementation: str) -> jax.Array:
+    """The pattern that XLA turns into one library call with a scale for each tensor."""
+    del implementation
+    a, b = a.astype(jnp.bfloat16) * scale, b.astype(jnp.bfloat16) * scale
+    return jnp.einsum("mk,nk->mn", a, b)
+
+
+def _copy(x: jax.Array, *, implementation: str) -> jax.Array:
+    """Reads and writes every byte; XLA would see through a plain copy."""
+    del implementation
+    return x ^ jnp.uint32(1)
+
+
+def ceilings(scale: int = 1) -> dict[str, Case]:
+    """The ceilings as cases, by their names."""
+    dims = {letter: size // scale for letter, size in MATMUL.items()}
+    m, n, k = dims.values()
+    elements = COPIED // 4 // scale
+
+    def operands(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        a, b = jax.random.split(key)
+        return normal(a, m, k), normal(b, n, k)
+
+    def fp8_operands(key: jax.Array) -> tuple:
+        a, b = (x.astype(jnp.float8_e4m3fn) for x in operands(key))
+        return a, b, jnp.bfloat16(0.5)
+
+    def words(key: jax.Array) -> tuple:
+        return (jax.random.bits(key, (elements,), jnp.uint32),)
+
+    flops = 2 * m * n * k
+    return {
+        BF16: Case(BF16, "fwd", dims, "bf16", operands, _matmul, flops, BF16),
+        FP8: Case(FP8, "fwd", dims, "fp8", fp8_operands, _fp8_matmul, flops, FP8),
+        COPY: Case(COPY, "fwd", {"C": elements}, "u32", words, _copy, 8 * elements, COPY),
+    }

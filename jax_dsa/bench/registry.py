@@ -1,0 +1,324 @@
+"""The shapes that are measured, by operator, and how much work each is."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_dsa
+from jax_dsa.bench.case import (
+    BF16,
+    COPY,
+    FP8,
+    Case,
+    causal_selection,
+    normal,
+    visible_pairs,
+)
+from jax_dsa.ops.htree_decode import HTreeCache, htree_decode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from jax_dsa.bench.case import Dims, Scale
+
+
+def rows(count: int, length: int, dtype: Any, key: jax.Array) -> tuple[jax.Array]:
+    """Normal values."""
+    return (normal(key, count, length, dtype=dtype),)
+
+
+def sparse_mla(size: Scale) -> Iterator[Case]:
+    """Causal random selections; all K slots count."""
+
+    def case(step: str, dims: Dims) -> Case:
+        t, s, n, d, k = (dims[x] for x in "TSNDK")
+        e = min(512, d)
+
+        def make(key: jax.Array) -> tuple:
+            a, b, c = jax.random.split(key, 3)
+            picks = causal_selection(c, t, s, k)[None, :, None]
+            return normal(a, 1, t, n, d), normal(b, 1, s, 1, d), picks
+
+        call = functools.partial(
+            jax_dsa.sparse_mla, value_dim=e, deterministic=step == "bwd-deterministic"
+        )
+        work = 2 * t * n * k * (d + e if step == "fwd" else 3 * d + 2 * e)
+        diff = () if step == "fwd" else (0, 1)
+        return Case("sparse_mla", step, dims, "bf16", make, call, work, BF16, diff)
+
+    for s in (8192, 32768, 131072):
+        yield case("fwd", size(T=4096, S=s, N=128, D=576, K=2048))
+    yield case("fwd", size(T=4096, S=8192, N=64, D=576, K=2048))
+    yield case("fwd", size(T=4096, S=8192, N=64, D=512, K=512))
+    yield case("fwd", size(T=4096, S=8192, N=128, D=512, K=1024))
+    for s in (4096, 8192, 131072):
+        yield case("bwd", size(T=4096, S=s, N=128, D=576, K=2048))
+    for s in (4096, 8192):
+        yield case("bwd", size(T=4096, S=s, N=64, D=576, K=2048))
+        yield case("bwd-deterministic", size(T=4096, S=s, N=128, D=576, K=2048))
+
+
+def attn_dist(size: Scale) -> Iterator[Case]:
+    """The same selections, all heads in groups of 64."""
+
+    dims = size(T=4096, S=4096, N=128, D=576, K=2048)
+    t, s, n, d, k = (dims[x] for x in "TSNDK")
+
+    def make(key: jax.Array) -> tuple:
+        a, b, c = jax.random.split(key, 3)
+        picks = causal_selection(c, t, s, k)[None, :, None]
+        lse = jnp.full((1, t, n), jnp.log(k), jnp.float32)
+        return normal(a, 1, t, n, d), normal(b, 1, s, 1, d), picks, lse
+
+    yield Case("attn_dist", "fwd", dims, "bf16", make, jax_dsa.attn_dist, 2 * t * n * k * d, BF16)
+
+
+def indexer(size: Scale) -> Iterator[Case]:
+    """Logits, logits with their top-k ("topk"), and the backward pass over selected keys."""
+
+    def make(dims: Dims, dtype: str, key: jax.Array) -> tuple:
+        t, s, j, c = (dims[x] for x in "TSJC")
+        a, b, d = jax.random.split(key, 3)
+        q, k = normal(a, 1, t, j, c), normal(b, 1, s, c)
+        weights = normal(d, 1, t, j, dtype=jnp.float32)
+        ends = (s - t + 1 + jnp.arange(t, dtype=jnp.int32))[None]
+        if dtype == "bf16":
+            return q, k, weights, ends
+        (q, q_scale), (k, k_scale) = jax_dsa.quantize_fp8(q), jax_dsa.quantize_fp8(k)
+        return q, k, weights * q_scale[..., 0], ends, k_scale[..., 0]
+
+    def logits(q: Any, k: Any, weights: Any, ends: Any, k_scale: Any = None, **kwargs: Any) -> Any:
+        return jax_dsa.indexer_logits(q, k, weights, ends=ends, k_scale=k_scale, **kwargs)
+
+    def select(top_k: int, q: Any, k: Any, weights: Any, ends: Any, *scale: Any, **kw: Any) -> Any:
+        k_scale = scale[0] if scale else None
+        return jax_dsa.indexer_topk(q, k, weights, top_k, ends=ends, k_scale=k_scale, **kw)
+
+    def selected_logits(top_k: int, *args: Any, **kwargs: Any) -> Any:
+        return select(top_k, *args, **kwargs)[1]
+
+    for dtype, t, s, j in (
+        ("fp8", 4096, 8192, 64),
+        ("fp8", 4096, 32768, 64),
+        ("fp8", 4096, 8192, 32),
+        ("bf16", 8192, 8192, 64),
+    ):
+        dims = size(T=t, S=s, J=j, C=128)
+        work = 2 * j * 128 * visible_pairs(dims["T"], dims["S"])
+        ceiling = FP8 if dtype == "fp8" else BF16
+        build = functools.partial(make, dims, dtype)
+        yield Case("indexer", "fwd", dims, dtype, build, logits, work, ceiling)
+
+    for dtype, s in (("fp8", 8192), ("fp8", 32768), ("bf16", 8192)):
+        dims = size(T=4096, S=s, J=64, C=128, K=2048)
+        work = 2 * 64 * 128 * visible_pairs(dims["T"], dims["S"])
+        ceiling = FP8 if dtype == "fp8" else BF16
+        build = functools.partial(make, dims, dtype)
+        call = functools.partial(select, dims["K"])
+        yield Case("indexer", "fwd", dims, dtype, build, call, work, ceiling, note="topk")
+
+    dims = size(T=4096, S=8192, J=64, C=128, K=2048)
+    yield Case(
+        "indexer",
+        "bwd",
+        dims,
+        "bf16",
+        functools.partial(make, dims, "bf16"),
+        functools.partial(selected_logits, dims["K"]),
+        6 * dims["T"] * dims["K"] * 64 * 128,
+        BF16,
+        diff=(0, 1, 2),
+    )
+
+
+def topk(size: Scale) -> Iterator[Case]:
+    """Rows of normal values; counted by bytes."""
+
+    def lax_top_k(k: int, x: jax.Array) -> jax.Array:
+        return jax.lax.top_k(x, k)[1]
+
+    for r, s in ((64, 32768), (4096, 8192), (4096, 32768), (1024, 131072)):
+        dims = size(R=r, S=s, K=2048)
+        r, s, k = dims.values()
+        yield Case(
+            "topk",
+            "fwd",
+            dims,
+            "f32",
+            functools.partial(rows, r, s, jnp.float32),
+            functools.partial(jax_dsa.topk, k=k),
+            4 * r * (s + k),
+            COPY,
+            peers={"lax.top_k": functools.partial(lax_top_k, k)},
+        )
+
+
+def _cudnn(is_causal: bool) -> Any:
+    return functools.partial(
+        jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn"
+    )
+
+
+def masked_attention(size: Scale) -> Iterator[Case]:
+    """Dense, causal, and block masks, of which only the active tiles count."""
+
+    def make(dims: Dims, key: jax.Array) -> tuple:
+        shapes = [(1, dims[x], dims["N"], dims["D"]) for x in "TSS"]
+        return tuple(
+            normal(k, *shape) for k, shape in zip(jax.random.split(key, 3), shapes, strict=True)
+        )
+
+    def tiles(empty: int, dims: Dims, key: jax.Array) -> tuple:
+        """A mask of whole tiles of 128x128, random ones of which are empty, the same for all heads.
+        Every row of tiles has its diagonal, and the same number of others.
+        """
+        rows, cols = -(-dims["T"] // 128), -(-dims["S"] // 128)
+        keep = max(1, cols * (100 - empty) // 100)
+        score = jax.random.uniform(key, (rows, cols)) + jnp.eye(rows, cols)
+        kept = score >= jax.lax.top_k(score, keep)[0][:, -1:]
+        mask = jnp.repeat(jnp.repeat(kept, 128, 0), 128, 1)[None, None, : dims["T"], : dims["S"]]
+        return *make(dims, key), jax_dsa.make_block_mask(mask)
+
+    def blocks(q: Any, k: Any, v: Any, block_mask: Any, **kwargs: Any) -> Any:
+        return jax_dsa.masked_attention(q, k, v, block_mask=block_mask, **kwargs)
+
+    for step, factor in (("fwd", 4), ("bwd", 10)):
+        diff = () if step == "fwd" else (0, 1, 2)
+        for causal in (False, True):
+            dims = size(T=16384, S=16384, N=16, D=128)
+            t, s, n, d = dims.values()
+            yield Case(
+                "masked_attention",
+                step,
+                dims,
+                "bf16",
+                functools.partial(make, dims),
+                functools.partial(jax_dsa.masked_attention, is_causal=causal),
+                factor * n * d * (visible_pairs(t, s) if causal else t * s),
+                BF16,
+                diff,
+                peers={"cudnn": _cudnn(causal)},
+                note="causal" if causal else "dense",
+            )
+        for empty in (75, 90):
+            dims = size(T=8192, S=8192, N=16, D=128)
+            t, s, n, d = dims.values()
+            kept = max(1, -(-s // 128) * (100 - empty) // 100) * 128
+            yield Case(
+                "masked_attention",
+                step,
+                dims,
+                "bf16",
+                functools.partial(tiles, empty, dims),
+                blocks,
+                factor * n * d * t * min(s, kept),
+                BF16,
+                diff,
+                note=f"empty{empty}",
+            )
+
+
+def mqa_decode(size: Scale) -> Iterator[Case]:
+    """One query a request, K and V in one cache."""
+
+    for b, s, n, d in (
+        (64, 8192, 64, 576),
+        (64, 8192, 64, 512),
+        (64, 8192, 128, 576),
+        (1, 640, 128, 576),
+    ):
+        dims = size(B=b, S=s, N=n, D=d)
+        s, d = dims["S"], dims["D"]
+        e = min(512, d)
+
+        def make(key: jax.Array, b: int = b, s: int = s, n: int = n, d: int = d) -> tuple:
+            a, c = jax.random.split(key)
+            return normal(a, b, 1, n, d), normal(c, b, s, 1, d)
+
+        # One KV head for N queries: below about 128 heads reading it takes longer than its matmuls.
+        by_bytes = n <= 64
+        work = b * (2 * s * d + 2 * n * (d + e)) if by_bytes else 2 * b * n * s * (d + e)
+        call = functools.partial(jax_dsa.mqa_decode, value_dim=e)
+        ceiling = COPY if by_bytes else BF16
+        yield Case("mqa_decode", "fwd", dims, "bf16", make, call, work, ceiling)
+
+
+def fp8(size: Scale) -> Iterator[Case]:
+    """Quantisation, counted by bytes, and the matmul."""
+
+    for m in (4096, 8 * 4096, 65536):
+        dims = size(M=m, C=7168)
+        m, c = dims.values()
+        for power_of_two_scale in (False, True):
+            yield Case(
+                "fp8",
+                "fwd",
+                dims,
+                "bf16",
+                functools.partial(rows, m, c, jnp.bfloat16),
+                functools.partial(jax_dsa.quantize_fp8, power_of_two_scale=power_of_two_scale),
+                m * (3 * c + 4 * -(-c // 128)),
+                COPY,
+                note="pow2" if power_of_two_scale else "",
+            )
+    for m, n, k in ((4096, 7168, 2048), (4096, 4096, 7168), (8192, 8192, 8192)):
+        dims = size(M=m, N=n, K=k)
+        m, n, k = dims.values()
+
+        def make(key: jax.Array, m: int = m, n: int = n, k: int = k) -> tuple:
+            a, b = jax.random.split(key)
+            weights = jax_dsa.quantize_fp8(normal(b, n, k), block=(128, 128))
+            return *jax_dsa.quantize_fp8(normal(a, m, k)), *weights
+
+        yield Case("fp8", "fwd", dims, "fp8", make, jax_dsa.fp8_matmul, 2 * m * n * k, FP8)
+
+
+def htree(size: Scale) -> Iterator[Case]:
+    """Prefill and decode against dense attention; no work is counted."""
+
+    def make(dims: Dims, key: jax.Array) -> tuple:
+        heads = (dims["N"], dims["G"], dims["G"])
+        return tuple(
+            normal(k, 1, dims["T"], h, dims["D"])
+            for k, h in zip(jax.random.split(key, 3), heads, strict=True)
+        )
+
+    def make_cache(dims: Dims, key: jax.Array) -> tuple:
+        q, k, v = make(dims, key)
+        cache = HTreeCache.empty(1, dims["T"], dims["D"], groups=dims["G"])
+        return q[:, -1:], cache.append(k, v)
+
+    def last_query(q: Any, cache: HTreeCache) -> Any:
+        return _cudnn(False)(q, cache.k[:, : cache.capacity], cache.v[:, : cache.capacity])
+
+    for t in (32768, 131072):
+        dims = size(T=t, N=16, G=2, D=128)
+        build = functools.partial(make, dims)
+        peers = {"cudnn": _cudnn(True)}
+        for step, diff in (("fwd", ()), ("bwd", (0, 1, 2))):
+            call = jax_dsa.htree_attention
+            yield Case("htree", step, dims, "bf16", build, call, None, BF16, diff, peers)
+    for t in (16384, 131072):
+        dims = size(T=t, N=16, G=2, D=128)
+        yield Case(
+            "htree",
+            "fwd",
+            dims,
+            "bf16",
+            functools.partial(make_cache, dims),
+            htree_decode,
+            None,
+            COPY,
+            peers={"cudnn": last_query},
+            note="decode",
+        )
+
+
+OPERATORS: dict[str, Callable[[Scale], Iterator[Case]]] = {
+    f.__name__: f
+    for f in (fp8, topk, indexer, sparse_mla, attn_dist, masked_attention, mqa_decode, htree)
+}

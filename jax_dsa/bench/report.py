@@ -1,0 +1,139 @@
+"""Rows of results as a table, as CSV and as a plot."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import pathlib
+import subprocess
+from typing import TYPE_CHECKING
+
+import jax
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jax_dsa.bench.case import Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measurement. The fields are the CSV's columns; `step` is its `pass`."""
+
+    operator: str
+    step: str
+    case: str
+    dtype: str
+    implementation: str
+    milliseconds: float
+    tflops: float | None
+    gbytes_per_s: float | None
+    ceiling: str
+    ratio: float | None
+    device: str
+    jax: str
+    commit: str
+
+
+COLUMNS = ["pass" if f.name == "step" else f.name for f in dataclasses.fields(Row)]
+
+
+def rate(case: Case, seconds: float) -> float | None:
+    """Work over time, in TFLOPS or, if the ceiling is the copy, GB/s."""
+    if case.work is None:
+        return None
+    return case.work / seconds / (1e9 if case.ceiling == "copy" else 1e12)
+
+
+def row(case: Case, implementation: str, seconds: float, ceiling: float | None, commit: str) -> Row:
+    """The row of one measurement, `ceiling` in the case's unit."""
+    got = rate(case, seconds)
+    by_bytes = case.ceiling == "copy"
+    unit = "GB/s" if by_bytes else "TFLOPS"
+    return Row(
+        case.operator,
+        case.step,
+        case.name,
+        case.dtype,
+        implementation,
+        seconds * 1e3,
+        None if by_bytes else got,
+        got if by_bytes else None,
+        f"{case.ceiling} {ceiling:.4g} {unit}" if got and ceiling else "",
+        got / ceiling if got and ceiling else None,
+        jax.devices()[0].device_kind,
+        jax.__version__,
+        commit,
+    )
+
+
+def _cells(r: Row) -> list[str]:
+    return [
+        "" if v is None else f"{v:.5g}" if isinstance(v, float) else str(v)
+        for v in dataclasses.astuple(r)
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows in aligned columns, without what is the same in all."""
+    shown = COLUMNS[: COLUMNS.index("device")]
+    lines = [shown, *(_cells(r)[: len(shown)] for r in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(shown))]
+    return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(x, widths)).rstrip() for x in lines)
+
+
+def write_csv(rows: Sequence[Row], path: pathlib.Path) -> list[pathlib.Path]:
+    """Writes all rows to the file `path`, or into the folder `path` one file an operator."""
+    if path.suffix == ".csv":
+        files = {path: list(rows)}
+    else:
+        files = {}
+        for r in rows:
+            files.setdefault(path / f"{r.operator}.csv", []).append(r)
+    for file, members in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("w", newline="") as f:
+            csv.writer(f, lineterminator="\n").writerows([COLUMNS, *map(_cells, members)])
+    return list(files)
+
+
+def write_plot(rows: Sequence[Row], path: pathlib.Path) -> None:
+    """Bars of each case's share of its ceiling, implementations side by side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    def label(r: Row) -> str:
+        return f"{r.operator} {r.step} {r.dtype}\n{r.case}"
+
+    rows = [r for r in rows if r.ratio is not None]
+    labels = list(dict.fromkeys(map(label, rows)))
+    names = list(dict.fromkeys(r.implementation for r in rows))
+    height = 0.8 / max(1, len(names))
+    figure, axes = plt.subplots(figsize=(10, 1.5 + 0.55 * len(labels)), layout="constrained")
+    for i, name in enumerate(names):
+        mine = [r for r in rows if r.implementation == name]
+        at = [labels.index(label(r)) + i * height for r in mine]
+        bars = axes.barh(at, [r.ratio or 0.0 for r in mine], height, label=name)
+        axes.bar_label(bars, [f"{r.milliseconds:.3g} ms" for r in mine], padding=3, fontsize=7)
+    axes.set_yticks([y + 0.4 - height / 2 for y in range(len(labels))], labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("share of the ceiling measured in the same run")
+    axes.set_title(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def commit() -> str:
+    """The commit that is measured, "-dirty" if changed since; "unknown" outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        here = pathlib.Path(__file__).parent
+        return subprocess.run(
+            command, cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

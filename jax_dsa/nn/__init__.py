@@ -1,0 +1,29 @@
+"""Flax NNX modules with DeepSeek sparse attention; needs the extra `flax`."""
+
+from jax_dsa.nn.attention import AttentionAux, DSAttention, MLAProjections, SparseMLA
+from jax_dsa.nn.cache import DecoderCache, LayerCache
+from jax_dsa.nn.config import AttentionConfig, DecoderConfig
+from jax_dsa.nn.decoder import Block, DecoderLM, SwiGLU
+from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
+from jax_dsa.nn.linen import linen_dsattention
+from jax_dsa.nn.rotary import RopeLayout, hadamard, rope
+
+__all__ = [
+    "AttentionAux",
+    "AttentionConfig",
+    "Block",
+    "DSAttention",
+    "DecoderCache",
+    "DecoderConfig",
+    "DecoderLM",
+    "IndexerInputs",
+    "LayerCache",
+    "LightningIndexer",
+    "MLAProjections",
+    "RopeLayout",
+    "SparseMLA",
+    "SwiGLU",
+    "hadamard",
+    "linen_dsattention",
+    "rope",
+]

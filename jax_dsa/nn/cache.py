@@ -1,0 +1,72 @@
+"""Key caches of the decoder: pytrees of arrays, for jit, scan and sharding as they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.serving.caches import FlatCache
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+    from jax_dsa.nn.config import AttentionConfig, DecoderConfig
+    from jax_dsa.nn.indexer import IndexerInputs
+    from jax_dsa.serving.caches import PagedCache
+
+
+class LayerCache(NamedTuple):
+    """One layer's keys of up to S tokens of each request."""
+
+    kv: FlatCache | PagedCache
+    """What attention reads; its `lengths` count the tokens."""
+    index_k: Float[Array, "B S C"]
+    index_k_scale: Float[Array, "B S"] | None
+    """Only with a quantised indexer."""
+
+    @classmethod
+    def empty(
+        cls, config: AttentionConfig, batch: int, capacity: int, *, fp8: bool = False
+    ) -> LayerCache:
+        """Room for `capacity` tokens of each of `batch` requests; `fp8` as in `FlatCache.empty`."""
+        c = config
+        kv = FlatCache.empty(batch, capacity, c.kv_rank + c.rope_dim, dtype=c.dtype, fp8=fp8)
+        index_dtype = jnp.float8_e4m3fn if c.index_fp8 else c.dtype
+        return cls(
+            kv,
+            jnp.zeros((batch, capacity, c.index_dim), index_dtype),
+            jnp.zeros((batch, capacity), jnp.float32) if c.index_fp8 else None,
+        )
+
+    @property
+    def lengths(self) -> Int[Array, "B"]:
+        """How many tokens of each request are in the cache."""
+        return self.kv.lengths
+
+    def append(self, kv: Float[Array, "B T 1 D"], index: IndexerInputs) -> LayerCache:
+        """The cache with T more tokens of each request; those beyond the capacity are dropped."""
+        rows = self.lengths[:, None] + jnp.arange(kv.shape[1], dtype=jnp.int32)
+
+        def write(cache: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.vmap(lambda c, r, n: c.at[r].set(n, mode="drop"))(cache, rows, new)
+
+        scale = self.index_k_scale
+        if scale is not None and index.k_scale is not None:
+            scale = write(scale, index.k_scale)
+        return LayerCache(self.kv.append(kv), write(self.index_k, index.k), scale)
+
+
+class DecoderCache(NamedTuple):
+    """The caches of all layers."""
+
+    layers: tuple[LayerCache, ...]
+
+    @classmethod
+    def empty(
+        cls, config: DecoderConfig, batch: int, capacity: int, *, fp8: bool = False
+    ) -> DecoderCache:
+        """Room for `capacity` tokens of each of `batch` requests; `fp8` as in `FlatCache.empty`."""
+        layer = LayerCache.empty(config.attention, batch, capacity, fp8=fp8)
+        return cls(tuple(layer for _ in range(config.num_layers)))

@@ -1,0 +1,78 @@
+"""Sizes and switches of the attention modules and of the decoder built of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jax_dsa.nn.rotary import RopeLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """One DeepSeek-style attention layer: multi-head latent attention (MLA) with a lightning
+    indexer.
+
+    A token's cache entry is its latent vector and its rotary key, D = kv_rank + rope_dim numbers,
+    and the indexer's key.
+    """
+
+    model_dim: int
+    num_heads: int
+    q_rank: int
+    """Width of the latent that the queries of attention and indexer are both projected from."""
+    kv_rank: int
+    """E, width of the latent that keys and values are projected from."""
+    nope_dim: int
+    """Part of each head's query and key without position."""
+    rope_dim: int
+    """Part with rotary position, one key shared by all heads."""
+    v_dim: int
+    index_heads: int
+    index_dim: int
+    index_rope_dim: int
+    top_k: int
+    rope_base: float = 10000.0
+    rope_layout: RopeLayout = "interleaved"
+    index_rope_layout: RopeLayout = "half"
+    index_hadamard: bool = False
+    index_fp8: bool = False
+    """Quantises the indexer's queries and keys to float8_e4m3fn. It stops their gradient:
+    for inference."""
+    norm_eps: float = 1e-6
+    dtype: Any = jnp.float32
+    """Of activations and caches; parameters are float32."""
+
+    def __post_init__(self) -> None:
+        """Rejects sizes that no layer can be built of."""
+        for name in ("rope_dim", "index_rope_dim"):
+            if getattr(self, name) % 2:
+                raise ValueError(f"AttentionConfig: {name} is {getattr(self, name)}, want even")
+        if self.index_rope_dim > self.index_dim:
+            raise ValueError(
+                f"AttentionConfig: index_rope_dim is {self.index_rope_dim}, want at most "
+                f"index_dim = {self.index_dim}"
+            )
+        if self.index_hadamard and self.index_dim & (self.index_dim - 1):
+            raise ValueError(
+                f"AttentionConfig: index_dim is {self.index_dim}, want a power of two for "
+                f"index_hadamard"
+            )
+
+    @property
+    def scale(self) -> float:
+        """Of the attention scores: (nope_dim + rope_dim)^-1/2, whichever form computes them."""
+        return float((self.nope_dim + self.rope_dim) ** -0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder-only language model of pre-norm blocks: attention, then a SwiGLU layer."""
+
+    attention: AttentionConfig
+    vocab: int
+    num_layers: int
+    mlp_dim: int

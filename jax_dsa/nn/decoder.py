@@ -1,0 +1,125 @@
+"""A small decoder-only language model with sparse attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_dsa.nn.attention import DSAttention
+from jax_dsa.nn.cache import DecoderCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jaxtyping import Array, Float, Int
+
+    from jax_dsa.nn.attention import AttentionAux
+    from jax_dsa.nn.cache import LayerCache
+    from jax_dsa.nn.config import DecoderConfig
+
+
+class SwiGLU(nnx.Module):
+    """Gated feed-forward layer: `down(silu(gate(x)) * up(x))` (Shazeer, 2020)."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        dim, dtype = config.attention.model_dim, config.attention.dtype
+        self.gate_up = nnx.Linear(dim, 2 * config.mlp_dim, use_bias=False, dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(config.mlp_dim, dim, use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+        """Hidden states to hidden states."""
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(jax.nn.silu(gate) * up)
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block: attention, then SwiGLU."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        a = config.attention
+        norm = {"epsilon": a.norm_eps, "dtype": a.dtype, "rngs": rngs}
+        self.attention_norm = nnx.RMSNorm(a.model_dim, **norm)
+        self.attention = DSAttention(a, rngs=rngs)
+        self.mlp_norm = nnx.RMSNorm(a.model_dim, **norm)
+        self.mlp = SwiGLU(config, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T M"], *, sparse: bool = True
+    ) -> tuple[Float[Array, "B T M"], AttentionAux]:
+        """Hidden states to hidden states, and what the attention found."""
+        y, aux = self.attention(self.attention_norm(x), sparse=sparse)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), aux
+
+    def decode(
+        self, x: Float[Array, "B T M"], cache: LayerCache
+    ) -> tuple[Float[Array, "B T M"], LayerCache]:
+        """`__call__` for the T tokens after those in the cache."""
+        y, cache = self.attention.decode(self.attention_norm(x), cache)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class DecoderLM(nnx.Module):
+    """Embedding, blocks, final norm and vocabulary projection."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        a = config.attention
+        self.embed = nnx.Embed(config.vocab, a.model_dim, dtype=a.dtype, rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = nnx.RMSNorm(a.model_dim, epsilon=a.norm_eps, dtype=a.dtype, rngs=rngs)
+        self.head = nnx.Linear(a.model_dim, config.vocab, use_bias=False, dtype=a.dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        sparse: bool = True,
+        remat_policy: Callable[..., Any] | None = None,
+    ) -> tuple[Float[Array, "B T V"], list[AttentionAux]]:
+        """Next-token logits in float32, and each layer's attention results.
+
+        Args:
+            tokens: int32 token numbers.
+            sparse: see `DSAttention`.
+            remat_policy: recompute each block in the backward pass except for what this policy of
+                `jax.checkpoint` saves (`jax_dsa.training.remat_policy` makes one by name); None
+                saves everything.
+        """
+        x = self.embed(tokens)
+        layers = []
+        for block in self.blocks:
+            graph, params = nnx.split(block)
+
+            def run(
+                params: Any, x: jax.Array, graph: Any = graph
+            ) -> tuple[jax.Array, AttentionAux]:
+                return nnx.merge(graph, params)(x, sparse=sparse)
+
+            if remat_policy is not None:
+                run = jax.checkpoint(run, policy=remat_policy)
+            x, aux = run(params, x)
+            layers.append(aux)
+        return self._logits(x), layers
+
+    def init_cache(self, batch: int, capacity: int, *, fp8: bool = False) -> DecoderCache:
+        """Room for `capacity` tokens of each of `batch` requests; `fp8` as in `FlatCache.empty`."""
+        return DecoderCache.empty(self.config, batch, capacity, fp8=fp8)
+
+    def decode(
+        self, tokens: Int[Array, "B T"], cache: DecoderCache
+    ) -> tuple[Float[Array, "B T V"], DecoderCache]:
+        """Logits of each request's next T tokens, and the cache with them in it."""
+        x = self.embed(tokens)
+        layers = []
+        for block, old in zip(self.blocks, cache.layers, strict=True):
+            x, new = block.decode(x, old)
+            layers.append(new)
+        return self._logits(x), DecoderCache(tuple(layers))
+
+    def _logits(self, x: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
+        return self.head(self.norm(x)).astype(jnp.float32)

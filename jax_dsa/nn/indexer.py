@@ -1,0 +1,76 @@
+"""The lightning indexer's projections: everything before `jax_dsa.indexer_topk`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_dsa.nn.rotary import hadamard, rope
+from jax_dsa.ops.fp8 import quantize_fp8
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+    from jax_dsa.nn.config import AttentionConfig
+
+
+class IndexerInputs(NamedTuple):
+    """Operands of the indexer operators."""
+
+    q: Float[Array, "B T J C"]
+    k: Float[Array, "B T C"]
+    weights: Float[Array, "B T J"]
+    k_scale: Float[Array, "B T"] | None
+
+
+class LightningIndexer(nnx.Module):
+    """Projects hidden states to the indexer's queries, keys and head weights.
+
+    Layer norm on the keys, rotary position on the first `index_rope_dim` elements, then optionally
+    the Hadamard rotation and quantisation. Both inputs are cut off with `stop_gradient`: whatever
+    loss is put on the results trains the indexer alone.
+
+    Source: DeepSeek-V3.2 (2025), section 2.
+    """
+
+    def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        c = config
+        wide = c.index_heads * c.index_dim
+        self.wq = nnx.Linear(c.q_rank, wide, use_bias=False, dtype=c.dtype, rngs=rngs)
+        self.wk = nnx.Linear(c.model_dim, c.index_dim, use_bias=False, dtype=c.dtype, rngs=rngs)
+        self.k_norm = nnx.LayerNorm(c.index_dim, epsilon=c.norm_eps, dtype=c.dtype, rngs=rngs)
+        # The weights decide between close scores and are few: float32 throughout.
+        self.weights = nnx.Linear(c.model_dim, c.index_heads, use_bias=False, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T M"],
+        q_latent: Float[Array, "B T Q"],
+        positions: Int[Array, "B T"],
+    ) -> IndexerInputs:
+        """The operands for hidden states `x` and the attention's query latent."""
+        c = self.config
+        x, q_latent = jax.lax.stop_gradient((x, q_latent))
+        q = self.wq(q_latent).reshape(*x.shape[:2], c.index_heads, c.index_dim)
+        q = self._rotate(q, positions)
+        k = self._rotate(self.k_norm(self.wk(x)), positions)
+        weights = self.weights(x.astype(jnp.float32)) * (c.index_heads * c.index_dim) ** -0.5
+        if not c.index_fp8:
+            return IndexerInputs(q, k, weights, None)
+        q8, q_scale = quantize_fp8(jax.lax.stop_gradient(q), block=c.index_dim)
+        k8, k_scale = quantize_fp8(jax.lax.stop_gradient(k), block=c.index_dim)
+        # relu(a x) = a relu(x) for a > 0, so the queries' scale moves into the weights.
+        return IndexerInputs(q8, k8, weights * q_scale[..., 0], k_scale[..., 0])
+
+    def _rotate(
+        self, x: Float[Array, "B T *H C"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T *H C"]:
+        c = self.config
+        head, tail = jnp.split(x, [c.index_rope_dim], axis=-1)
+        head = rope(head, positions, base=c.rope_base, layout=c.index_rope_layout)
+        x = jnp.concatenate([head, tail], axis=-1)
+        return hadamard(x) if c.index_hadamard else x

@@ -1,0 +1,190 @@
+"""The lightning indexer: which keys a query should attend to."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_dsa.core.checks import FLOAT32, FLOATS, Args
+from jax_dsa.core.op import Pass, differentiable
+from jax_dsa.ops.topk import key_ranges
+from jax_dsa.reference import indexer as reference
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+    from jax_dsa.core.checks import Implementation
+
+FP8 = jnp.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexerOptions:
+    """Static options of `indexer_logits` and, with `top_k`, of `indexer_topk`."""
+
+    relu: bool
+    top_k: int = 0
+
+
+# q, k, weights, k_scale; then starts and ends; results dq, dk, dweights, dk_scale.
+_INPUTS = "b t j c, b s c, b t j, b s"
+LOGITS_FWD = Pass(
+    "indexer_logits_fwd",
+    f"{_INPUTS}, b t, b t -> b t s",
+    reference.indexer_logits_fwd,
+    shardable="b t",
+)
+LOGITS_BWD = Pass(
+    "indexer_logits_bwd",
+    f"{_INPUTS}, b t, b t, b t s -> {_INPUTS}",
+    reference.indexer_logits_bwd,
+    shardable="b t",
+)
+TOPK_FWD = Pass(
+    "indexer_topk_fwd",
+    f"{_INPUTS}, b t, b t -> b t k, b t k",
+    reference.indexer_topk_fwd,
+    shardable="b t",
+)
+TOPK_BWD = Pass(
+    "indexer_topk_bwd",
+    f"{_INPUTS}, b t k, b t k -> {_INPUTS}",
+    reference.indexer_topk_bwd,
+    shardable="b t",
+)
+
+
+def _logits_fwd(options: IndexerOptions, implementation: Any, *operands: Any) -> Any:
+    return LOGITS_FWD(options, *operands, implementation=implementation), operands
+
+
+def _logits_bwd(
+    options: IndexerOptions, implementation: Any, operands: Any, cotangents: Any
+) -> Any:
+    grads = LOGITS_BWD(options, *operands, *cotangents, implementation=implementation)
+    return *in_dtypes(grads, operands), None, None
+
+
+def _topk_fwd(options: IndexerOptions, implementation: Any, *operands: Any) -> Any:
+    indices, logits = TOPK_FWD(options, *operands, implementation=implementation)
+    indices = checkpoint_name(indices, "dsa_topk_indices")
+    return (indices, logits), (*operands[:4], indices)
+
+
+def _topk_bwd(options: IndexerOptions, implementation: Any, residuals: Any, cotangents: Any) -> Any:
+    grads = TOPK_BWD(options, *residuals, cotangents[1], implementation=implementation)
+    return *in_dtypes(grads, residuals), None, None
+
+
+def in_dtypes(grads: Any, inputs: Any) -> list[Array | None]:
+    """The gradients in their inputs' dtypes, now that those of keys are summed over the devices."""
+    pairs = zip(grads, inputs, strict=False)
+    return [None if g is None else reference.rounded(g, x.dtype) for g, x in pairs]
+
+
+_indexer_logits = differentiable("indexer_logits", _logits_fwd, _logits_bwd)
+_indexer_topk = differentiable("indexer_topk", _topk_fwd, _topk_bwd)
+
+
+def indexer_logits(
+    q: Float[Array, "B T J C"],
+    k: Float[Array, "B S C"],
+    weights: Float[Array, "B T J"],
+    *,
+    k_scale: Float[Array, "B S"] | None = None,
+    starts: Int[Array, "B T"] | None = None,
+    ends: Int[Array, "B T"] | None = None,
+    relu: bool = True,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T S"]:
+    """How much every query wants every key, by the lightning indexer.
+
+    `I[t,s] = k_scale[s] * sum_j weights[t,j] * relu(q[t,j] . k[s])`, from DeepSeek-V3.2
+    (DeepSeek-AI, 2025). Keys outside a query's range get
+    -inf. All of q, k, weights and k_scale are differentiable; relu's derivative at 0 is 0. The
+    batch axis may be absent from all arguments.
+
+    Args:
+        q: queries of J heads; bfloat16, float16, float32 or float8_e4m3fn, whose scale belongs into
+            `weights`.
+        k: keys, one head, of q's dtype.
+        weights: float32 weight of each head for each query.
+        k_scale: float32 scale of each key, for FP8 keys.
+        starts: int32, each query's first key; default 0. Clipped to 0..S.
+        ends: int32, one past each query's last key; default S, that is, not causal. Clipped to
+            0..S. Causal is `query_start + t + 1`.
+        relu: False leaves the relu out.
+        implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
+
+    Returns:
+        float32 logits. NaN or Inf in a key reaches no logit but its own, and none if it is in no
+        range.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or range.
+        NotImplementedError: `implementation="cuda"` cannot run this call here.
+    """
+    args, operands = _checked("indexer_logits", q, k, weights, k_scale, starts, ends)
+    options = IndexerOptions(relu=args.flag("relu", relu))
+    return args.restore(*_indexer_logits(options, args.implementation(implementation), *operands))
+
+
+def indexer_topk(
+    q: Float[Array, "B T J C"],
+    k: Float[Array, "B S C"],
+    weights: Float[Array, "B T J"],
+    top_k: int,
+    *,
+    k_scale: Float[Array, "B S"] | None = None,
+    starts: Int[Array, "B T"] | None = None,
+    ends: Int[Array, "B T"] | None = None,
+    relu: bool = True,
+    implementation: Implementation | None = None,
+) -> tuple[Int[Array, "B T K"], Float[Array, "B T K"]]:
+    """The `top_k` keys of the largest `indexer_logits` for every query, without a [T, S] array.
+
+    The same set as `topk(indexer_logits(...), top_k)`, in bounded memory, forward and backward. The
+    indices are named "dsa_topk_indices" for remat policies.
+
+    Args:
+        q, k, weights, k_scale, starts, ends, relu: as in `indexer_logits`.
+        top_k: how many keys to select, >= 0; may exceed S.
+        implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
+
+    Returns:
+        indices: int32, ascending, valid ones first, then -1.
+        logits: float32, -inf where the index is -1; differentiable, through the selected keys only.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or range.
+        NotImplementedError: `implementation="cuda"` cannot run this call here.
+    """
+    args, operands = _checked("indexer_topk", q, k, weights, k_scale, starts, ends)
+    options = IndexerOptions(
+        relu=args.flag("relu", relu),
+        top_k=args.integer("top_k", top_k, 0),
+    )
+    return args.restore(*_indexer_topk(options, args.implementation(implementation), *operands))
+
+
+def _checked(
+    op: str, q: Any, k: Any, weights: Any, k_scale: Any, starts: Any, ends: Any
+) -> tuple[Args, tuple[Any, ...]]:
+    args = Args(op, "q", q, "B T J C")
+    q, k, weights, k_scale = index_arrays(args, ("q", q), ("k", k), weights, k_scale)
+    return args, (q, k, weights, k_scale, *key_ranges(args, starts, ends))
+
+
+def index_arrays(
+    args: Args, q: tuple[str, Any], k: tuple[str, Any], weights: Any, k_scale: Any
+) -> tuple[Array, Array, Array, Array | None]:
+    """The indexer's checked inputs; q and k come with their arguments' names."""
+    queries = args.array(*q, "B T J C", (*FLOATS, FP8))
+    keys = args.array(*k, "B S C", (queries.dtype,))
+    weights = args.array("weights", weights, "B T J", FLOAT32)
+    if k_scale is not None:
+        k_scale = args.array("k_scale", k_scale, "B S", FLOAT32)
+    return queries, keys, weights, k_scale

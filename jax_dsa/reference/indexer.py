@@ -1,0 +1,297 @@
+"""The lightning indexer, streamed over queries.
+
+    x[t,j,s] = q[t,j] . k[s]        I[t,s] = k_scale[s] * sum_j w[t,j] * relu(x[t,j,s])
+
+With g = dL/dI and the gates a[t,j,s] = g[t,s] * [x > 0], all gradients follow from two products,
+
+    h[t,j] = sum_s  a[t,j,s] * k_scale[s] * k[s]        f[s] = sum_tj a[t,j,s] * w[t,j] * q[t,j]
+
+    dq[t,j] = w[t,j] * h[t,j]                           dk[s]       = k_scale[s] * f[s]
+    dw[t,j] = q[t,j] . h[t,j]                           dk_scale[s] = k[s] . f[s]
+
+since relu(x) = [x > 0] * x is linear in q and in k once the gates are fixed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.core import compat
+from jax_dsa.core.streaming import chunk_length, scan_chunks
+from jax_dsa.reference.topk import BYTES_PER_POSITION, select, values_at, visible
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jaxtyping import Array, Bool, Float, Int
+
+    from jax_dsa.ops.indexer import IndexerOptions
+
+Gradients = tuple["Array | None", ...]
+
+# Eight times a score's own four bytes, for its gate and temporaries of both, and because chunks that
+# leave a CPU's caches are slow: scores that fill half of the budget took twice the time there.
+_BYTES_PER_SCORE = 32
+
+
+def stream_queries(
+    body: Callable[..., tuple[Any, tuple[Any, ...]]],
+    carry: tuple[Array, ...],
+    keys: tuple[Array | None, ...],
+    queries: tuple[Array | None, ...],
+    bytes_per_query: int,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Runs `carry, ys = body(carry, keys, *queries)` over chunks of queries and of batch entries.
+
+    Args:
+        body: takes the carry and `keys` of some batch entries, and a chunk of their queries'
+            arrays.
+        carry: arrays [B, ...] that accumulate over the queries.
+        keys: arrays [B, ...] that every query of a batch entry sees, or None.
+        queries: arrays [B, T, ...].
+        bytes_per_query: what one query needs in temporaries.
+
+    Returns:
+        The carry after the last chunk, and the results ys [B, T, ...].
+    """
+    batch, total = next(x.shape[:2] for x in queries if x is not None)
+    # Many queries of few batch entries a chunk, rather than the other way round: that reads the
+    # keys less often.
+    entries = chunk_length(batch, total * bytes_per_query)
+    chunk = chunk_length(total, entries * bytes_per_query)
+    n, m = len(carry), len(carry) + len(keys)
+
+    def some_entries(_: tuple[()], *arrays: Any) -> tuple[tuple[()], tuple[Any, ...]]:
+        first, own, queries = arrays[:n], arrays[n:m], arrays[m:]
+        first = compat.match_vary(first, *arrays)
+        last, ys = scan_chunks(lambda c, *x: body(c, own, *x), first, queries, chunk=chunk)
+        return (), (*last, *ys)
+
+    _, outs = scan_chunks(some_entries, (), (*carry, *keys, *queries), axis=0, chunk=entries)
+    return outs[:n], outs[n:]
+
+
+def score_bytes(heads: int, size: int) -> int:
+    """The temporaries of one query's scores, gates and logits."""
+    return (heads + 1) * size * _BYTES_PER_SCORE
+
+
+def scores(q: Array, k: Array) -> Float[Array, "B T J S"]:
+    """q . k for every head, before the relu."""
+    # bfloat16 holds every FP8 value, and every device multiplies it.
+    dtype = jnp.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+    return jnp.einsum(
+        "btjc,bsc->btjs",
+        q.astype(dtype),
+        k.astype(dtype),
+        preferred_element_type=compat.accum_dtype(dtype),
+    )
+
+
+def combine(
+    options: IndexerOptions,
+    x: Float[Array, "B T J S"],
+    weights: Float[Array, "B T J"],
+    k_scale: Float[Array, "B S"] | None,
+    mask: Bool[Array, "B T S"],
+) -> Float[Array, "B T S"]:
+    """The logits of the scores `x`, -inf where `mask` is false."""
+    x = jax.nn.relu(x) if options.relu else x
+    logits = jnp.sum(x * weights.astype(x.dtype)[..., None], axis=2)
+    if k_scale is not None:
+        logits = logits * k_scale.astype(x.dtype)[:, None]
+    return jnp.where(mask, logits, -jnp.inf)
+
+
+def gradients(
+    options: IndexerOptions,
+    x: Float[Array, "B T J S"],
+    q: Float[Array, "B T J C"],
+    k: Float[Array, "B S C"],
+    weights: Float[Array, "B T J"],
+    k_scale: Float[Array, "B S"] | None,
+    g: Float[Array, "B T S"],
+) -> tuple[Float[Array, "B S C"], Float[Array, "B T J C"], Float[Array, "B T J"]]:
+    """f, dq, dw of the file's head comment, for g that is 0 wherever a key is not used."""
+    gates = g.astype(x.dtype)[:, :, None]
+    gates = jnp.where(x > 0, gates, 0) if options.relu else jnp.broadcast_to(gates, x.shape)
+    q, k, weights = q.astype(x.dtype), k.astype(x.dtype), weights.astype(x.dtype)
+    if k_scale is not None:
+        k = k * k_scale.astype(x.dtype)[..., None]
+    h = jnp.einsum("btjs,bsc->btjc", gates, _finite(k))
+    f = jnp.einsum("btjs,btjc->bsc", gates, q * weights[..., None])
+    return f, h * weights[..., None], jnp.sum(q * h, axis=-1)
+
+
+def key_gradients(
+    f: Float[Array, "B S C"], k: Float[Array, "B S C"], k_scale: Float[Array, "B S"] | None
+) -> tuple[Float[Array, "B S C"], Float[Array, "B S"] | None]:
+    """dk and dk_scale from f."""
+    if k_scale is None:
+        return f, None
+    k, k_scale = k.astype(f.dtype), k_scale.astype(f.dtype)
+    return f * _finite(k_scale)[..., None], jnp.sum(_finite(k) * f, axis=-1)
+
+
+def rounded(gradient: Array, dtype: Any) -> Array:
+    """`gradient` in `dtype`, saturated where FP8 would make NaN of what it cannot hold."""
+    if jnp.dtype(dtype).itemsize == 1:
+        largest = float(jnp.finfo(dtype).max)
+        gradient = jnp.clip(gradient, -largest, largest)
+    return gradient.astype(dtype)
+
+
+def _finite(k: Array) -> Array:
+    """Zeros for NaN and Inf: what no query uses of a key is multiplied by 0, which must stay 0.
+
+    Where a query does use one, its logit, and with that its g, is not finite either.
+    """
+    return jnp.where(jnp.isfinite(k), k, 0)
+
+
+def indexer_logits_fwd(
+    options: IndexerOptions,
+    q: Float[Array, "B T J C"],
+    k: Float[Array, "B S C"],
+    weights: Float[Array, "B T J"],
+    k_scale: Float[Array, "B S"] | None,
+    starts: Int[Array, "B T"],
+    ends: Int[Array, "B T"],
+) -> tuple[Array]:
+    """Logits [B, T, S]."""
+    return _stream_logits(options, q, k, weights, k_scale, starts, ends, lambda x: (x,))
+
+
+def indexer_topk_fwd(
+    options: IndexerOptions,
+    q: Float[Array, "B T J C"],
+    k: Float[Array, "B S C"],
+    weights: Float[Array, "B T J"],
+    k_scale: Float[Array, "B S"] | None,
+    starts: Int[Array, "B T"],
+    ends: Int[Array, "B T"],
+) -> tuple[Array, Array]:
+    """The indices [B, T, K] of the largest logits, and the logits there."""
+
+    def selected(logits: Array) -> tuple[Array, Array]:
+        batch, queries, size = logits.shape
+        indices = select(logits.reshape(batch * queries, size), options.top_k)
+        indices = indices.reshape(batch, queries, options.top_k)
+        return indices, values_at(logits, indices)
+
+    return _stream_logits(options, q, k, weights, k_scale, starts, ends, selected)
+
+
+def _stream_logits(
+    options: IndexerOptions,
+    q: Array,
+    k: Array,
+    weights: Array,
+    k_scale: Array | None,
+    starts: Array,
+    ends: Array,
+    finish: Callable[[Array], tuple[Array, ...]],
+) -> Any:
+    """What `finish` makes of the logits, given those of many queries at a time.
+
+    The chunks of queries that it gets are larger than those whose scores fit the budget, since
+    selecting takes some forty steps however few the rows are.
+    """
+    size = k.shape[1]
+    keys, queries = (k, k_scale), (q, weights, starts, ends)
+
+    def few(_: tuple[()], keys: Any, q: Array, weights: Array, starts: Array, ends: Array) -> Any:
+        k, k_scale = keys
+        mask = visible(starts, ends, size)
+        return (), (combine(options, scores(q, k), weights, k_scale, mask),)
+
+    def many(_: tuple[()], keys: Any, *queries: Array) -> Any:
+        _, (logits,) = stream_queries(few, (), keys, queries, score_bytes(q.shape[2], size))
+        # Behind the barrier the logits are computed alike, bit for bit, whatever `finish` does.
+        return (), finish(jax.lax.optimization_barrier(logits))
+
+    return stream_queries(many, (), keys, queries, size * BYTES_PER_POSITION)[1]
+
+
+def indexer_logits_bwd(
+    options: IndexerOptions,
+    q: Float[Array, "B T J C"],
+    k: Float[Array, "B S C"],
+    weights: Float[Array, "B T J"],
+    k_scale: Float[Array, "B S"] | None,
+    starts: Int[Array, "B T"],
+    ends: Int[Array, "B T"],
+    g: Float[Array, "B T S"],
+) -> Gradients:
+    """dq, dk, dweights, dk_scale."""
+    size = k.shape[1]
+
+    def body(
+        carry: Any, keys: Any, q: Array, weights: Array, starts: Array, ends: Array, g: Array
+    ) -> Any:
+        (f,), (k, k_scale) = carry, keys
+        g = jnp.where(visible(starts, ends, size), g, 0)
+        df, dq, dw = gradients(options, scores(q, k), q, k, weights, k_scale, g)
+        return (f + df,), (rounded(dq, q.dtype), dw.astype(weights.dtype))
+
+    return _stream_gradients(
+        body, k, k_scale, (q, weights, starts, ends, g), score_bytes(q.shape[2], size)
+    )
+
+
+def indexer_topk_bwd(
+    options: IndexerOptions,
+    q: Float[Array, "B T J C"],
+    k: Float[Array, "B S C"],
+    weights: Float[Array, "B T J"],
+    k_scale: Float[Array, "B S"] | None,
+    indices: Int[Array, "B T K"],
+    g: Float[Array, "B T K"],
+) -> Gradients:
+    """dq, dk, dweights, dk_scale, from the gradient of the selected logits."""
+    (size, channels), heads, slots = k.shape[1:], q.shape[2], indices.shape[2]
+    if size == 0:  # nothing to gather from
+        zeros = jnp.zeros_like
+        return zeros(q), zeros(k), zeros(weights), None if k_scale is None else zeros(k_scale)
+
+    def body(carry: Any, keys: Any, q: Array, weights: Array, indices: Array, g: Array) -> Any:
+        (f,), (k, k_scale) = carry, keys
+        entry = jnp.arange(q.shape[0])[:, None, None]
+        used = jnp.maximum(indices, 0)
+
+        def alone(x: Array) -> Array:
+            """Every query as a batch entry of its own, whose keys are those that it selected."""
+            return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+        own_q, own_w = alone(q)[:, None], alone(weights)[:, None]
+        own_k = alone(k[entry, used])
+        own_scale = None if k_scale is None else alone(k_scale[entry, used])
+        own_g = alone(jnp.where(indices >= 0, g, 0))[:, None]
+        x = scores(own_q, own_k)
+        df, dq, dw = gradients(options, x, own_q, own_k, own_w, own_scale, own_g)
+        where = jnp.where(indices >= 0, indices, size)
+        f = f.at[entry, where].add(df.reshape(*indices.shape, channels), mode="drop")
+        return (f,), (
+            rounded(dq, q.dtype).reshape(q.shape),
+            dw.astype(weights.dtype).reshape(weights.shape),
+        )
+
+    cost = score_bytes(heads, slots) + slots * channels * _BYTES_PER_SCORE
+    return _stream_gradients(body, k, k_scale, (q, weights, indices, g), cost)
+
+
+def _stream_gradients(
+    body: Callable[..., Any],
+    k: Array,
+    k_scale: Array | None,
+    queries: tuple[Array, ...],
+    cost: int,
+) -> Gradients:
+    """dq, dk, dweights, dk_scale from a body that accumulates f."""
+    f = jnp.zeros(k.shape, compat.accum_dtype(k.dtype))
+    (f,), (dq, dw) = stream_queries(body, (f,), (k, k_scale), queries, cost)
+    dk, dk_scale = key_gradients(f, k, k_scale)
+    return dq, dk, dw, dk_scale

@@ -1,0 +1,30 @@
+"""Training with sparse attention: losses, stages, metrics, remat policies; needs the extra
+`examples`.
+
+The demo (`examples/train_lm.py`) is built of these; `trainer`, `report` and `cli` are its own.
+"""
+
+from jax_dsa.training.config import PRESETS, TrainConfig
+from jax_dsa.training.losses import INDEXER, indexer_loss, next_token_loss
+from jax_dsa.training.metrics import attention_mass, mass_recall, random_indices, recency_indices
+from jax_dsa.training.remat import RESIDUALS, remat_policy
+from jax_dsa.training.sampling import generate
+from jax_dsa.training.steps import Learner, Program, TrainState
+
+__all__ = [
+    "INDEXER",
+    "PRESETS",
+    "RESIDUALS",
+    "Learner",
+    "Program",
+    "TrainConfig",
+    "TrainState",
+    "attention_mass",
+    "generate",
+    "indexer_loss",
+    "mass_recall",
+    "next_token_loss",
+    "random_indices",
+    "recency_indices",
+    "remat_policy",
+]

@@ -1,0 +1,142 @@
+"""What a training run consists of, and the two presets of the demo."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+
+from jax_dsa.nn import AttentionConfig, DecoderConfig
+from jax_dsa.training.data import VOCAB
+
+Stage = Literal["dense", "warmup", "sparse"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One run: `dense_steps` of dense attention, `warmup_steps` of the indexer alone,
+    `sparse_steps` of both.
+
+    DeepSeek-V3.2 starts from a trained dense model; the dense stage makes one. Step numbers count
+    batches over all stages.
+    """
+
+    model: DecoderConfig
+    seq_len: int
+    batch_size: int
+    dense_steps: int
+    warmup_steps: int
+    sparse_steps: int
+    learning_rate: float
+    indexer_learning_rate: float
+    ramp_steps: int
+    """Steps over which each optimiser's learning rate rises from zero."""
+    remat: str
+    """See `jax_dsa.training.remat_policy`."""
+    log_every: int
+    probe_every: int
+    """Steps between validations on `probe_sequences`; every stage also ends with one."""
+    probe_sequences: int
+    eval_sequences: int
+    """Validation sequences of the final table."""
+    eval_batch: int
+    checkpoint_every: int
+    sample_tokens: int
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    final_learning_rate: float = 0.1
+    """Share of the learning rate that the decay during the sparse stage ends at."""
+    seed: int = 0
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all stages."""
+        return self.dense_steps + self.warmup_steps + self.sparse_steps
+
+    @property
+    def sparse_start(self) -> int:
+        """The first step of the sparse stage."""
+        return self.dense_steps + self.warmup_steps
+
+    def stage(self, step: int) -> Stage:
+        """The stage that step number `step` belongs to."""
+        if step < self.dense_steps:
+            return "dense"
+        return "warmup" if step < self.sparse_start else "sparse"
+
+
+def cpu_preset() -> TrainConfig:
+    """A model of a million parameters that two CPU cores train in a few minutes."""
+    attention = AttentionConfig(
+        model_dim=128,
+        num_heads=4,
+        q_rank=96,
+        kv_rank=64,
+        nope_dim=32,
+        rope_dim=16,
+        v_dim=32,
+        index_heads=4,
+        index_dim=32,
+        index_rope_dim=16,
+        top_k=16,
+    )
+    return TrainConfig(
+        model=DecoderConfig(attention, vocab=VOCAB, num_layers=3, mlp_dim=384),
+        seq_len=256,
+        batch_size=4,
+        dense_steps=800,
+        warmup_steps=150,
+        sparse_steps=200,
+        learning_rate=3e-3,
+        indexer_learning_rate=3e-3,
+        ramp_steps=40,
+        remat="none",
+        log_every=10,
+        probe_every=100,
+        probe_sequences=16,
+        eval_sequences=128,
+        eval_batch=16,
+        checkpoint_every=250,
+        sample_tokens=400,
+    )
+
+
+def h200_preset() -> TrainConfig:
+    """Sequences of 8192 tokens with 2048 selected keys in bfloat16, for one large GPU."""
+    attention = AttentionConfig(
+        model_dim=1024,
+        num_heads=16,
+        q_rank=768,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        v_dim=128,
+        index_heads=16,
+        index_dim=64,
+        index_rope_dim=32,
+        top_k=2048,
+        dtype=jnp.bfloat16,
+    )
+    return TrainConfig(
+        model=DecoderConfig(attention, vocab=VOCAB, num_layers=8, mlp_dim=2816),
+        seq_len=8192,
+        batch_size=2,
+        dense_steps=300,
+        warmup_steps=60,
+        sparse_steps=60,
+        learning_rate=6e-4,
+        indexer_learning_rate=1e-3,
+        ramp_steps=30,
+        remat="attention",
+        log_every=5,
+        probe_every=60,
+        probe_sequences=2,
+        eval_sequences=8,
+        eval_batch=1,
+        checkpoint_every=100,
+        sample_tokens=600,
+    )
+
+
+PRESETS = {"cpu": cpu_preset, "h200": h200_preset}

@@ -1,0 +1,88 @@
+"""What a run is judged by, on validation text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_dsa.ops.indexer import indexer_topk
+from jax_dsa.ops.topk import topk
+from jax_dsa.training.losses import next_token_loss
+from jax_dsa.training.metrics import attention_mass, mass_recall, random_indices, recency_indices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from jaxtyping import Array, Float, Int
+
+    from jax_dsa.training.steps import Params, Program, TrainState
+
+SELECTIONS = ("indexer", "random", "recency", "best")
+
+
+class Evaluator:
+    """Losses and recalls of a program's states on batches [B, seq_len + 1] of tokens."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._loss = jax.jit(self._loss_of, static_argnames="sparse")
+        self._selection = jax.jit(self._selection_of)
+
+    def loss(
+        self, backbone: Params, indexer: Params, batches: Iterable[np.ndarray], *, sparse: bool
+    ) -> float:
+        """Mean next-token loss in nats, with sparse or dense attention."""
+        losses = [self._loss(backbone, indexer, b, sparse=sparse) for b in batches]
+        return float(jnp.stack(losses).mean())
+
+    def selection(self, state: TrainState, batches: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+        """Along a forward pass with dense attention, per layer: "kl", the warm-up loss, and the
+        `mass_recall` of the indexer's selection ("indexer") beside three of the same size: "random"
+        keys, the "recency" window, and the keys of largest mass ("best"), which is all that any
+        selection of that size can hold.
+        """
+        step = int(state.step)
+        results = [
+            self._selection(
+                state.backbone.params,
+                state.indexer.params,
+                jax.random.fold_in(jax.random.wrap_key_data(state.rng), step + i),
+                batch,
+            )
+            for i, batch in enumerate(batches)
+        ]
+        return {k: np.mean([np.asarray(r[k]) for r in results], axis=0) for k in results[0]}
+
+    def _loss_of(
+        self, backbone: Params, indexer: Params, tokens: jax.Array, *, sparse: bool
+    ) -> jax.Array:
+        logits, _ = self.program.model(backbone, indexer)(tokens[:, :-1], sparse=sparse)
+        return next_token_loss(logits, tokens[:, 1:])
+
+    def _selection_of(
+        self, backbone: Params, indexer: Params, key: jax.Array, tokens: Int[Array, "B T"]
+    ) -> dict[str, Float[Array, "L"]]:
+        model = self.program.model(backbone, indexer)
+        config = model.config.attention
+        _, layers = model(tokens[:, :-1], sparse=False)
+        batch, length = tokens[:, :-1].shape
+        ends = jnp.broadcast_to(jnp.arange(1, length + 1, dtype=jnp.int32), (batch, length))
+        found: list[dict[str, jax.Array]] = []
+        for layer in layers:
+            mass = attention_mass(layer.q, layer.kv, layer.lse, scale=config.scale)
+            index = layer.indexer
+            chosen, _ = indexer_topk(
+                index.q, index.k, index.weights, config.top_k, k_scale=index.k_scale, ends=ends
+            )
+            selections = {
+                "indexer": chosen,
+                "random": random_indices(key, batch, length, config.top_k),
+                "recency": recency_indices(batch, length, config.top_k),
+                "best": cast("Array", topk(mass, config.top_k, ends=ends)),
+            }
+            recalls = {name: mass_recall(mass, i) for name, i in selections.items()}
+            found.append({"kl": layer.kl, **recalls})
+        return jax.tree.map(lambda *x: jnp.stack(x), *found)

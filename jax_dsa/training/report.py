@@ -1,0 +1,251 @@
+"""What a finished run shows: a table, checks of what it claims, a sample, and the curves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jax_dsa.training.data import BOS
+from jax_dsa.training.evaluate import SELECTIONS
+from jax_dsa.training.sampling import generate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from jax_dsa.training.trainer import Trainer
+
+TOLERANCE = 1.02
+"""Sparse attention's validation loss may be this much of dense attention's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """Measured on the validation files, over all evaluation sequences."""
+
+    dense: float
+    """Loss of the trained model with dense attention in place of the sparse one."""
+    sparse: float
+    """Loss of the trained model."""
+    control: float
+    """Loss of the backbone trained on the same batches with dense attention throughout."""
+    recall: dict[str, np.ndarray]
+    """Of each selection, per layer."""
+    warmup_kl: tuple[float, float]
+    """Before and after the warm-up, on the probe sequences."""
+    tokens_per_second: dict[str, float]
+    """Median of each stage."""
+
+    def checks(self) -> list[tuple[bool, str]]:
+        """What the run is to show, and whether it did."""
+        before, after = self.warmup_kl
+        recall = {name: float(layers.mean()) for name, layers in self.recall.items()}
+
+        def missed_less(other: str) -> tuple[bool, str]:
+            missed, reference = 1 - recall["indexer"], 1 - recall[other]
+            return missed < reference / 2, (
+                f"the indexer misses less than half the attention mass that {other} keys miss: "
+                f"{missed:.3f} < {reference:.3f} / 2"
+            )
+
+        def within(name: str, loss: float) -> tuple[bool, str]:
+            return self.sparse <= TOLERANCE * loss, (
+                f"sparse validation loss within 2 % of {name}: {self.sparse:.4f} against "
+                f"{loss:.4f} ({self.sparse / loss - 1:+.2%})"
+            )
+
+        return [
+            (after < before / 2, f"warm-up KL more than halved: {before:.3f} to {after:.3f}"),
+            missed_less("random"),
+            missed_less("recency"),
+            within("the same model with dense attention", self.dense),
+            within("the model trained with dense attention throughout", self.control),
+        ]
+
+
+def evaluate(trainer: Trainer) -> Results:
+    """Evaluates a finished run."""
+    state, config = trainer.state, trainer.config
+    batches = trainer.validation(config.eval_sequences)
+    backbone, indexer = state.backbone.params, state.indexer.params
+    loss = trainer.evaluator.loss
+    rows = trainer.log.rows()
+    kl = {int(r["step"]): float(r["validation_kl"]) for r in rows if r["validation_kl"]}
+    rates = {
+        stage: [
+            float(r["tokens_per_second"])
+            for r in rows
+            if r["stage"] == stage and r["tokens_per_second"]
+        ]
+        for stage in ("dense", "warmup", "sparse")
+    }
+    return Results(
+        dense=loss(backbone, indexer, batches, sparse=False),
+        sparse=loss(backbone, indexer, batches, sparse=True),
+        control=loss(state.control.params, indexer, batches, sparse=False),
+        recall={
+            k: v for k, v in trainer.evaluator.selection(state, batches).items() if k in SELECTIONS
+        },
+        warmup_kl=(kl[config.dense_steps], kl[config.sparse_start]),
+        tokens_per_second={k: statistics.median(v) if v else math.nan for k, v in rates.items()},
+    )
+
+
+def table(results: Results, trainer: Trainer) -> str:
+    """The results as text."""
+    config = trainer.config
+    top_k, length = config.model.attention.top_k, config.seq_len
+
+    def loss(name: str, value: float) -> tuple[str, str, str]:
+        return name, f"{value:.4f}", f"{value / math.log(2):.4f}"
+
+    losses = [
+        ("validation loss", "nats/byte", "bits/byte"),
+        loss(f"sparse attention, top {top_k} of up to {length} keys", results.sparse),
+        loss("same model, dense attention", results.dense),
+        loss("control: dense attention throughout", results.control),
+    ]
+    layers = [f"layer {i}" for i in range(config.model.num_layers)]
+    names = {
+        "indexer": "trained indexer",
+        "recency": f"last {top_k} keys",
+        "random": "random keys",
+        "best": "best possible",
+    }
+    recalls = [("top-k mass recall", "mean", *layers)] + [
+        (title, *(f"{x:.3f}" for x in (results.recall[key].mean(), *results.recall[key])))
+        for key, title in names.items()
+    ]
+    rates = [
+        ("tokens/s", *results.tokens_per_second),
+        ("median", *(f"{x:,.0f}" for x in results.tokens_per_second.values())),
+    ]
+    checks = [f"{'PASS' if ok else 'FAIL'}  {text}" for ok, text in results.checks()]
+    return "\n\n".join([_grid(losses), _grid(recalls), _grid(rates), "\n".join(checks)])
+
+
+def _grid(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+
+    def line(row: tuple[str, ...]) -> str:
+        cells = [row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:])]
+        return "  ".join(cells)
+
+    head, *body = rows
+    return "\n".join([line(head), "-" * len(line(head)), *map(line, body)])
+
+
+def sample(trainer: Trainer, *, prompt_bytes: int = 200) -> tuple[str, str]:
+    """The beginning of a validation file, and the model's continuation of it."""
+    config, tokens = trainer.config, trainer.corpus.validation
+    length = min(prompt_bytes, config.seq_len // 2)
+    starts = np.flatnonzero(tokens == BOS)
+    long = [s for s, e in zip(starts, [*starts[1:], len(tokens)]) if e - s > length]
+    prompt = (
+        tokens[long[0] :][:length].astype(np.int32) if long else tokens[:length].astype(np.int32)
+    )
+    state = trainer.state
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), config.total_steps)
+
+    @jax.jit
+    def decode(backbone: Any, indexer: Any, prompt: jax.Array) -> jax.Array:
+        model = trainer.program.model(backbone, indexer)
+        return generate(model, prompt, config.sample_tokens, key, temperature=0.7)
+
+    out = decode(state.backbone.params, state.indexer.params, prompt[None])
+    return _text(prompt), _text(np.asarray(out[0]))
+
+
+def _text(tokens: np.ndarray) -> str:
+    """Up to the end of the file, printable."""
+    body = tokens[1:] if len(tokens) and tokens[0] == BOS else tokens
+    ends = np.flatnonzero(body == BOS)
+    body = body[: ends[0]] if len(ends) else body
+    text = bytes(int(t) for t in body).decode("utf-8", "replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
+def plot(trainer: Trainer, results: Results, path: Path) -> None:
+    """Draws the run's curves."""
+    from matplotlib.figure import Figure
+
+    config = trainer.config
+    rows = trainer.log.rows()
+    stages = {
+        "dense": (0, config.dense_steps, "#f2f2f2", "dense attention"),
+        "warmup": (config.dense_steps, config.sparse_start, "#fdf0d5", "indexer warm-up"),
+        "sparse": (config.sparse_start, config.total_steps, "#e3eefa", "sparse attention"),
+    }
+
+    def series(column: str, stage: str | None = None) -> tuple[list[int], list[float]]:
+        kept = [r for r in rows if r[column] and stage in (None, r["stage"])]
+        return [int(r["step"]) for r in kept], [float(r[column]) for r in kept]
+
+    blue, orange, green, grey = "#1f5fa8", "#d9730d", "#2c7a4b", "#777777"
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    axes = figure.subplots(2, 2)
+    (loss, kl), (recall, rate) = axes
+
+    for stage in ("dense", "warmup", "sparse"):
+        label = "training batches" if stage == "dense" else None
+        loss.plot(*series("lm_loss", stage), color=blue, alpha=0.3, lw=1, label=label)
+    loss.plot(
+        *series("validation_dense"), "o-", color=grey, ms=4, label="validation, dense attention"
+    )
+    loss.plot(
+        *series("validation_sparse"), "s-", color=blue, ms=4, label="validation, sparse attention"
+    )
+    loss.plot(
+        *series("validation_control"), "^--", color=orange, ms=4, label="validation, dense control"
+    )
+    best = min((*series("lm_loss")[1], results.sparse))
+    loss.set(title="Language model loss", ylabel="nats per byte", ylim=(best - 0.1, best + 2.0))
+
+    kl.plot(*series("kl"), color=green, alpha=0.5, lw=1, label="training batches")
+    kl.plot(*series("validation_kl"), "o-", color=green, ms=4, label="validation, all keys")
+    kl.set(title="Indexer KL, mean of the layers", ylabel="nats", yscale="log")
+
+    colors = {"best": grey, "indexer": blue, "recency": orange, "random": "#a33b3b"}
+    top_k = config.model.attention.top_k
+    labels = {
+        "best": "best possible",
+        "indexer": "indexer",
+        "recency": f"last {top_k} keys",
+        "random": f"{top_k} random keys",
+    }
+    for name, color in colors.items():
+        line = "--" if name == "best" else "o-"
+        recall.plot(*series(f"recall_{name}"), line, color=color, ms=4, label=labels[name])
+    recall.set(
+        title=f"Share of dense attention mass on {top_k} selected keys",
+        ylabel="recall",
+        ylim=(0, 1.02),
+    )
+
+    for stage in stages:
+        rate.plot(*series("tokens_per_second", stage), color=blue, lw=1)
+    rate.set(title="Training speed", ylabel="tokens per second")
+    rate.set_ylim(bottom=0)
+
+    for axis in axes.flat:
+        for start, end, color, _ in stages.values():
+            axis.axvspan(start, end, color=color, lw=0, zorder=0)
+        axis.set(xlabel="step", xlim=(0, config.total_steps))
+        axis.spines[["top", "right"]].set_visible(False)
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend(frameon=False, fontsize=9)
+    for start, end, _, title in stages.values():
+        rate.text(
+            (start + end) / 2,
+            0.02,
+            title,
+            transform=rate.get_xaxis_transform(),
+            ha="center",
+            fontsize=9,
+        )
+    figure.savefig(path, dpi=130)

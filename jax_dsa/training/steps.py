@@ -1,0 +1,180 @@
+"""The state of a run and the one step that each stage repeats."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jax_dsa.nn import DecoderLM
+from jax_dsa.training.losses import INDEXER, indexer_loss, next_token_loss
+from jax_dsa.training.remat import remat_policy
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+    from jaxtyping import Array, Int
+
+    from jax_dsa.training.config import TrainConfig
+
+Params = Any  # a tree of nnx variables
+
+
+class Learner(NamedTuple):
+    """Parameters and their optimiser's state."""
+
+    params: Params
+    opt: Any
+
+
+class TrainState(NamedTuple):
+    """All that a checkpoint has to hold for a run to go on as if it had not stopped."""
+
+    step: Int[Array, ""]
+    """Steps done, which is also the number of the next batch."""
+    rng: Array
+    """Key of the run's random draws; each use folds the step in."""
+    backbone: Learner
+    indexer: Learner
+    control: Learner
+    """What sparse training is compared with: a copy of the backbone, made at the first sparse step,
+    that goes on with dense attention on the same batches. It means nothing before that step.
+    """
+
+
+class Program:
+    """The pure functions of one run: its first state, and the step of each stage."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        model = nnx.eval_shape(lambda: DecoderLM(config.model, rngs=nnx.Rngs(0)))
+        self._graph: Any = nnx.graphdef(model)
+        self.backbone_optimizer = _optimizer(
+            config, config.learning_rate, config.dense_steps, config.sparse_steps
+        )
+        self.indexer_optimizer = _optimizer(
+            config, config.indexer_learning_rate, config.warmup_steps, config.sparse_steps
+        )
+        self._dense = jax.jit(self._dense_update, donate_argnums=0)
+        self._warmup = jax.jit(self._warmup_update, donate_argnums=0)
+        self._sparse = jax.jit(self._sparse_update, donate_argnums=(0, 1))
+
+    def init(self) -> TrainState:
+        """The state before the first step."""
+        init_key, run_key = jax.random.split(jax.random.key(self.config.seed))
+        model = DecoderLM(self.config.model, rngs=nnx.Rngs(init_key))
+        indexer, backbone = nnx.state(model, INDEXER, ...)
+        learner = Learner(backbone, self.backbone_optimizer.init(backbone))
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            rng=jax.random.key_data(run_key),
+            backbone=learner,
+            indexer=Learner(indexer, self.indexer_optimizer.init(indexer)),
+            control=_copy(learner),
+        )
+
+    def step(self, state: TrainState, tokens: ArrayLike) -> tuple[TrainState, dict[str, Array]]:
+        """The state after one more batch [B, seq_len + 1] of tokens, and the batch's losses.
+
+        The given state's arrays are given up. "lm_loss" is always there, "kl" (mean of the layers)
+        once the indexers learn, "control_loss" in the sparse stage.
+        """
+        backbone, indexer, control = state.backbone, state.indexer, state.control
+        step = int(state.step)
+        stage = self.config.stage(step)
+        if stage == "dense":
+            backbone, lm = self._dense(backbone, indexer.params, tokens)
+            losses = {"lm_loss": lm}
+        elif stage == "warmup":
+            indexer, lm, kl = self._warmup(indexer, backbone.params, tokens)
+            losses = {"lm_loss": lm, "kl": kl}
+        else:
+            if step == self.config.sparse_start:
+                control = _copy(backbone)
+            control, control_loss = self._dense(control, indexer.params, tokens)
+            backbone, indexer, lm, kl = self._sparse(backbone, indexer, tokens)
+            losses = {"lm_loss": lm, "kl": kl, "control_loss": control_loss}
+        return TrainState(state.step + 1, state.rng, backbone, indexer, control), losses
+
+    def model(self, backbone: Params, indexer: Params) -> DecoderLM:
+        """The model with these parameters."""
+        return nnx.merge(self._graph, indexer, backbone)
+
+    def _losses(
+        self, backbone: Params, indexer: Params, tokens: jax.Array, sparse: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        logits, layers = self.model(backbone, indexer)(
+            tokens[:, :-1], sparse=sparse, remat_policy=remat_policy(self.config.remat)
+        )
+        return next_token_loss(logits, tokens[:, 1:]), indexer_loss(layers)
+
+    def _dense_update(
+        self, backbone: Learner, indexer: Params, tokens: jax.Array
+    ) -> tuple[Learner, jax.Array]:
+        lm, grads = jax.value_and_grad(lambda p: self._losses(p, indexer, tokens, False)[0])(
+            backbone.params
+        )
+        return _update(self.backbone_optimizer, backbone, grads), lm
+
+    def _warmup_update(
+        self, indexer: Learner, backbone: Params, tokens: jax.Array
+    ) -> tuple[Learner, jax.Array, jax.Array]:
+        def loss(params: Params) -> tuple[jax.Array, jax.Array]:
+            lm, kl = self._losses(backbone, params, tokens, False)
+            return kl, lm
+
+        (kl, lm), grads = jax.value_and_grad(loss, has_aux=True)(indexer.params)
+        indexer = _update(self.indexer_optimizer, indexer, grads)
+        return indexer, lm, kl / self.config.model.num_layers
+
+    def _sparse_update(
+        self, backbone: Learner, indexer: Learner, tokens: jax.Array
+    ) -> tuple[Learner, Learner, jax.Array, jax.Array]:
+        def loss(
+            backbone: Params, indexer: Params
+        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            lm, kl = self._losses(backbone, indexer, tokens, True)
+            return lm + kl, (lm, kl)
+
+        # One backward pass for both losses: their gradients do not mix, nor do the norms that each
+        # optimiser clips by.
+        (_, (lm, kl)), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+            backbone.params, indexer.params
+        )
+        backbone = _update(self.backbone_optimizer, backbone, grads[0])
+        indexer = _update(self.indexer_optimizer, indexer, grads[1])
+        return backbone, indexer, lm, kl / self.config.model.num_layers
+
+
+def _copy(learner: Learner) -> Learner:
+    return jax.tree.map(jnp.copy, learner)
+
+
+def _optimizer(
+    config: TrainConfig, peak: float, flat_steps: int, decay_steps: int
+) -> optax.GradientTransformation:
+    """AdamW whose learning rate rises, stays, and falls along a cosine during the sparse stage."""
+    ramp = min(config.ramp_steps, flat_steps)
+    schedule = optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, peak, max(1, ramp)),
+            optax.cosine_decay_schedule(peak, max(1, decay_steps), config.final_learning_rate),
+        ],
+        [flat_steps],
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            schedule,
+            b2=0.98,
+            weight_decay=config.weight_decay,
+            mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+        ),
+    )
+
+
+def _update(optimizer: optax.GradientTransformation, learner: Learner, grads: Params) -> Learner:
+    updates, opt = optimizer.update(grads, learner.opt, learner.params)
+    return Learner(optax.apply_updates(learner.params, updates), opt)

@@ -1,0 +1,233 @@
+"""The loop: batches, steps, progress, probes, checkpoints; a step's end is where it stops."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import jax
+from tqdm import tqdm
+
+from jax_dsa.training.checkpoint import Checkpoints
+from jax_dsa.training.data import Batches, Corpus, validation_batches
+from jax_dsa.training.evaluate import SELECTIONS, Evaluator
+from jax_dsa.training.steps import Program
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from jax_dsa.training.config import TrainConfig
+
+RECALLS = tuple(f"recall_{name}" for name in SELECTIONS)
+COLUMNS = (
+    "step",
+    "stage",
+    "tokens",
+    "seconds",
+    "tokens_per_second",
+    "lm_loss",
+    "kl",
+    "control_loss",
+    "validation_dense",
+    "validation_sparse",
+    "validation_control",
+    "validation_kl",
+    *RECALLS,
+)
+Row = dict[str, Any]
+
+
+class Trainer:
+    """One run in a folder: `metrics.csv` and `checkpoints/`.
+
+    A folder that has a checkpoint is gone on with, and must be of the same configuration.
+    """
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, folder: Path) -> None:
+        self.config, self.corpus, self.folder = config, corpus, folder
+        self.program = Program(config)
+        self.evaluator = Evaluator(self.program)
+        self.batches = Batches(corpus.train, config.seq_len + 1, config.batch_size, config.seed)
+        self.checkpoints = Checkpoints(folder / "checkpoints")
+        self.log = Log(folder / "metrics.csv")
+        self.state = self.program.init()
+        self.seconds = 0.0
+        self._resume()
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return int(self.state.step)
+
+    def run(self) -> bool:
+        """Trains until the end, or SIGINT: then to the end of the step. Says if all is done."""
+        config = self.config
+        bar = tqdm(total=config.total_steps, initial=self.step, unit="step", dynamic_ncols=True)
+        clock = Clock()
+        probe: Row = {}
+        with bar, _interrupts() as stop:
+            for step in range(self.step, config.total_steps):
+                stage = config.stage(step)
+                bar.set_description(stage)
+                self.state, metrics = self.program.step(self.state, self.batches[step])
+                done = step + 1
+                stage_ends = done == config.total_steps or config.stage(done) != stage
+                compiled = step in (0, config.dense_steps, config.sparse_start)
+                logs = done % config.log_every == 0 or stage_ends or compiled
+                bar.update()
+                if logs:
+                    jax.block_until_ready(metrics)
+                    row = {"step": done, "stage": stage} | jax.tree.map(float, metrics)
+                    # The first step of a stage waits for the compiler; its time says nothing.
+                    rate = clock.rate(done, config.seq_len * config.batch_size)
+                    row["tokens_per_second"] = "" if compiled else rate
+                    row["tokens"] = done * config.seq_len * config.batch_size
+                    if stage_ends or done % config.probe_every == 0:
+                        probe = self.probe(stage)
+                        row |= probe
+                        bar.clear()
+                    row["seconds"] = self.seconds + clock.total()
+                    self.log.append(row)
+                    bar.set_postfix_str(_postfix(row, probe))
+                    clock.skip(done)
+                if stop.is_set or done % config.checkpoint_every == 0 or stage_ends:
+                    self.save(clock.total())
+                    clock.skip(done)
+                if stop.is_set:
+                    break
+        self.seconds += clock.total()
+        self.checkpoints.close()
+        return self.step == config.total_steps
+
+    def probe(self, stage: str) -> Row:
+        """Losses and recalls on a few validation sequences."""
+        config, state, loss = self.config, self.state, self.evaluator.loss
+        batches = self.validation(config.probe_sequences)
+        backbone, indexer = state.backbone.params, state.indexer.params
+        row: Row = {"validation_dense": loss(backbone, indexer, batches, sparse=False)}
+        found = self.evaluator.selection(state, batches)
+        row["validation_kl"] = float(found["kl"].mean())
+        row |= {f"recall_{name}": float(found[name].mean()) for name in SELECTIONS}
+        if stage != "dense":
+            row["validation_sparse"] = loss(backbone, indexer, batches, sparse=True)
+        if stage == "sparse":
+            row["validation_control"] = loss(state.control.params, indexer, batches, sparse=False)
+        return row
+
+    def validation(self, sequences: int) -> list[Any]:
+        """Batches of validation windows spread over the validation files."""
+        c = self.config
+        size = min(c.eval_batch, sequences)
+        return validation_batches(self.corpus.validation, c.seq_len + 1, size, sequences)
+
+    def save(self, seconds: float) -> None:
+        """Starts to write a checkpoint."""
+        facts = {"config": _fingerprint(self.config), "seconds": self.seconds + seconds}
+        self.checkpoints.save(self.state, facts)
+
+    def _resume(self) -> None:
+        step = self.checkpoints.latest()
+        if step is None:
+            self.log.keep_until(0)
+            return
+        facts = self.checkpoints.facts(step)
+        if facts["config"] != _fingerprint(self.config):
+            raise ValueError(
+                f"Trainer: the run in {self.folder} has another configuration: got "
+                f"{_fingerprint(self.config)}, want {facts['config']}"
+            )
+        self.state = self.checkpoints.restore(step, self.state)
+        self.seconds = facts["seconds"]
+        self.log.keep_until(step)
+
+
+class Clock:
+    """Time since training (re)started, and the rate of the steps since the last mark."""
+
+    def __init__(self) -> None:
+        self._began = self._marked = time.perf_counter()
+        self._step: int | None = None
+
+    def total(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._began
+
+    def rate(self, step: int, tokens: int) -> float:
+        """Tokens a second since the last mark, `tokens` being those of one step."""
+        steps = step - (step - 1 if self._step is None else self._step)
+        return steps * tokens / (time.perf_counter() - self._marked)
+
+    def skip(self, step: int) -> None:
+        """Counts from this moment, after step `step`, on."""
+        self._step, self._marked = step, time.perf_counter()
+
+
+class Log:
+    """The metrics file, a row every few steps."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def rows(self) -> list[dict[str, str]]:
+        """What is in the file, as text."""
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    def keep_until(self, step: int) -> None:
+        """Drops the rows of later steps; makes the file if there is none."""
+        rows = [r for r in self.rows() if int(r["step"]) <= step]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def append(self, row: Row) -> None:
+        """Adds a row; columns that it lacks stay empty."""
+        shown = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, COLUMNS).writerow(shown)
+
+
+class _Stop:
+    is_set = False
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[_Stop]:
+    """Turns the first SIGINT into a request to stop; a second one interrupts at once, as usual."""
+    stop = _Stop()
+
+    def handle(*_: Any) -> None:
+        stop.is_set = True
+        signal.signal(signal.SIGINT, previous)
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _fingerprint(config: TrainConfig) -> str:
+    """Everything that a run's numbers depend on, as text."""
+    return repr(dataclasses.asdict(config))
+
+
+def _postfix(row: Row, probe: Row) -> str:
+    parts = []
+    if row["tokens_per_second"]:
+        parts.append(f"{row['tokens_per_second']:,.0f} tok/s")
+    parts.append(f"LM {row['lm_loss']:.3f}")
+    if "kl" in row:
+        parts.append(f"KL {row['kl']:.3f}")
+    if "recall_indexer" in probe:
+        parts.append(f"recall {probe['recall_indexer']:.3f}")
+    return ", ".join(parts)

@@ -1,0 +1,41 @@
+"""`dsa_attention`, one call for each batch entry: its KL, a scalar, could not leave a shard_map
+over the batch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from cases import TransformCase
+from jax_dsa.ops.dsa_attention import dsa_attention
+
+B, T, N, G, D, E, S, J, C, K = 8, 8, 8, 1, 6, 4, 12, 2, 4, 5
+
+
+def make_args(rng: np.random.Generator) -> tuple:
+    shapes = (B, T, N, D), (B, S, G, D), (B, T, J, C), (B, S, C), (B, T, J)
+    return tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes)
+
+
+def attend(q, kv, index_q, index_k, index_weights):
+    return dsa_attention(
+        q, kv, index_q, index_k, index_weights, top_k=K, value_dim=E, query_start=S - T
+    )
+
+
+QUERY, WHOLE = P(None, "x"), P()
+CASES = [
+    TransformCase(
+        "dsa_attention",
+        jax.vmap(attend),
+        make_args,
+        (0, 1, 2, 3, 4),
+        {
+            "batch": (P("x"),) * 5,
+            "query": (QUERY, WHOLE, QUERY, WHOLE, QUERY),
+            "head": (P(None, None, "x"), WHOLE, WHOLE, WHOLE, WHOLE),
+        },
+    ),
+]

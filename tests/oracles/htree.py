@@ -1,0 +1,128 @@
+"""Hierarchical tree attention in float64, one query and one head group at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def layers(x: np.ndarray, compression: int, top_k: int) -> list[np.ndarray]:
+    """Tokens x [S, ...] and means over them, up to a layer of <= compression * top_k nodes."""
+    tree = [x]
+    while len(tree[-1]) > compression * top_k:
+        below = tree[-1]
+        means = [below[i : i + compression].mean(0) for i in range(0, len(below), compression)]
+        tree.append(np.stack(means))
+    return tree
+
+
+def rope(x: np.ndarray, place: int, base: float) -> np.ndarray:
+    """x [D] turned to `place`."""
+    half = len(x) // 2
+    out = np.empty_like(x)
+    for i in range(half):
+        angle = place * base ** (-2 * i / len(x))
+        out[i] = x[i] * np.cos(angle) - x[i + half] * np.sin(angle)
+        out[i + half] = x[i + half] * np.cos(angle) + x[i] * np.sin(angle)
+    return out
+
+
+def query(q, k, v, position, compression, top_k, scale, base, choice=None):
+    """One query's heads q [M, D] over one group's tree (lists of layers k, v).
+
+    `choice`, if given, holds for each layer the nodes to select.
+
+    Returns out [M, E], lse [M], and for each layer the candidates and the selected nodes.
+    """
+    scores = [[] for _ in q]  # of what is accumulated, by head
+    values = []
+    candidates, selected = [None] * len(k), [[] for _ in k]
+    for level in reversed(range(len(k))):
+        last = position // compression**level
+        if level == len(k) - 1:
+            nodes = list(range(last + 1))
+        else:
+            nodes = [
+                parent * compression + slot
+                for parent in selected[level + 1]
+                for slot in range(compression)
+                if parent * compression + slot <= last
+            ]
+        candidates[level] = nodes
+        n = len(nodes)
+        turned = [rope(head, n - 1, base) for head in q]
+        scored = nodes if level == 0 else nodes[:-1]
+        s = np.array(
+            [
+                [scale * (h @ rope(k[level][c], i, base)) for h in turned]
+                for i, c in enumerate(scored)
+            ]
+        )
+        if level and n:
+            importance = [np.logaddexp.reduce(row) for row in s]
+            order = sorted(range(n - 1), key=lambda i: (-importance[i], i))
+            best = sorted(order[: top_k - 1])
+            selected[level] = [nodes[i] for i in best] + [last]
+            if choice is not None:
+                selected[level] = list(choice[level])
+        for i, node in enumerate(scored):
+            if node not in selected[level]:
+                values.append(v[level][node])
+                for head in range(len(q)):
+                    scores[head].append(s[i, head])
+    lse = np.array([np.logaddexp.reduce(row) if row else -np.inf for row in scores])
+    out = np.zeros((len(q), v[0].shape[-1]))
+    for head, row in enumerate(scores):
+        for s, value in zip(row, values, strict=True):
+            out[head] += np.exp(s - lse[head]) * value
+    return out, lse, candidates, selected
+
+
+def attention(q, k, v, *, compression, top_k, scale=None, rope_base=10000.0, choice=None):
+    """q [B, T, N, D], k [B, T, G, D], v [B, T, G, E].
+
+    `choice`, if given, maps (b, t, g) to the nodes to select in each layer.
+
+    Returns out [B, T, N, E], lse [B, T, N], and {(b, t, g): (candidates, selected)}, each a list of
+    lists by layer.
+    """
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    batch, tokens, heads, dim = q.shape
+    groups = k.shape[2]
+    size = heads // groups
+    scale = dim**-0.5 if scale is None else scale
+    out = np.zeros((batch, tokens, heads, v.shape[-1]))
+    lse = np.zeros((batch, tokens, heads))
+    seen = {}
+    for b in range(batch):
+        for g in range(groups):
+            tree = [layers(x[b, :, g], compression, top_k) for x in (k, v)]
+            for t in range(tokens):
+                own = slice(g * size, (g + 1) * size)
+                out[b, t, own], lse[b, t, own], *seen[b, t, g] = query(
+                    q[b, t, own],
+                    *tree,
+                    t,
+                    compression,
+                    top_k,
+                    scale,
+                    rope_base,
+                    None if choice is None else choice[b, t, g],
+                )
+    return out, lse, seen
+
+
+def dense(q, k, v, *, scale=None, rope_base=10000.0):
+    """Causal attention with RoPE by position."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    batch, tokens, heads, dim = q.shape
+    size = heads // k.shape[2]
+    scale = dim**-0.5 if scale is None else scale
+    out = np.zeros((batch, tokens, heads, v.shape[-1]))
+    for b, t, n in np.ndindex(batch, tokens, heads):
+        turned = rope(q[b, t, n], t, rope_base)
+        s = np.array(
+            [scale * (turned @ rope(k[b, i, n // size], i, rope_base)) for i in range(t + 1)]
+        )
+        p = np.exp(s - s.max())
+        out[b, t, n] = (p / p.sum()) @ v[b, : t + 1, n // size]
+    return out

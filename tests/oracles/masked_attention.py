@@ -1,0 +1,109 @@
+"""Masked attention in numpy float64, one score at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def counts(
+    shape: tuple[int, int, int, int],
+    groups: int,
+    *,
+    mask: Any = None,
+    is_causal: bool = False,
+    causal_alignment: str = "top_left",
+    window: tuple[int, int] | None = None,
+    q_segments: Any = None,
+    kv_segments: Any = None,
+    lengths: Any = None,
+    kv_indices: Any = None,
+) -> np.ndarray:
+    """How often each key counts for each query, [B, N, T, S]: 2 if `kv_indices` has it twice."""
+    _, heads, queries, keys = shape
+    out = np.zeros(shape, np.int64)
+    for b, n, t, s in np.ndindex(*shape):
+        g = n // (heads // groups)
+        length = keys if lengths is None else min(max(int(lengths[b]), 0), keys)
+        position = t + (length - queries if causal_alignment == "bottom_right" else 0)
+        visible = s < length
+        if is_causal and s > position:
+            visible = False
+        if window is not None and not position - window[0] <= s <= position + window[1]:
+            visible = False
+        if q_segments is not None and q_segments[b, t] != kv_segments[b, s]:
+            visible = False
+        if mask is not None and not at(mask, b, n, t, s, shape):
+            visible = False
+        times = 1 if kv_indices is None else int(np.sum(kv_indices[b, g] == s))
+        out[b, n, t, s] = times if visible else 0
+    return out
+
+
+def at(x: Any, b: int, n: int, t: int, s: int, shape: tuple[int, int, int, int]) -> Any:
+    """The entry of a mask or bias [1|B, 1|G|N, 1|T, S] for one score."""
+    h = n // (shape[1] // x.shape[1])
+    return x[b if x.shape[0] > 1 else 0, h, t if x.shape[2] > 1 else 0, s]
+
+
+def attention(
+    q: Any, k: Any, v: Any, bias: Any, count: np.ndarray, scale: float, softcap: float | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """out [B, T, N, D], lse [B, T, N], probs [B, N, T, S]."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    batch, heads, queries, keys = count.shape
+    out = np.zeros(q.shape)
+    lse = np.full(q.shape[:3], -np.inf)
+    probs = np.zeros(count.shape)
+    for b, n, t in np.ndindex(batch, heads, queries):
+        g = n // (heads // k.shape[2])
+        seen = [s for s in range(keys) if count[b, n, t, s]]
+        if not seen:
+            continue
+        logits = [logit(q, k, bias, b, n, g, t, s, count.shape, scale, softcap) for s in seen]
+        peak = max(logits)
+        weights = [count[b, n, t, s] * np.exp(x - peak) for s, x in zip(seen, logits)]
+        lse[b, t, n] = peak + np.log(sum(weights))
+        for s, w in zip(seen, weights):
+            probs[b, n, t, s] = w / sum(weights)
+            out[b, t, n] += probs[b, n, t, s] * v[b, s, g]
+    return out, lse, probs
+
+
+def logit(
+    q: Any, k: Any, bias: Any, b: int, n: int, g: int, t: int, s: int, shape: Any,
+    scale: float, softcap: float | None,
+) -> float:  # fmt: skip
+    x = scale * np.dot(q[b, t, n], k[b, s, g])
+    if bias is not None:
+        x += np.float64(at(bias, b, n, t, s, shape))
+    return x if softcap is None else softcap * np.tanh(x / softcap)
+
+
+def gradients(
+    q: Any, k: Any, v: Any, bias: Any, count: np.ndarray, scale: float, softcap: float | None,
+    dout: Any, dlse: Any,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:  # fmt: skip
+    """Of q, k, v and bias, by the chain rule score by score."""
+    q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in (q, k, v, dout, dlse))
+    out, _, probs = attention(q, k, v, bias, count, scale, softcap)
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    dbias = None if bias is None else np.zeros(bias.shape)
+    for b, n, t, s in np.ndindex(*count.shape):
+        if not count[b, n, t, s]:
+            continue
+        g = n // (q.shape[2] // k.shape[2])
+        p = probs[b, n, t, s]
+        dx = p * (np.dot(dout[b, t, n], v[b, s, g] - out[b, t, n]) + dlse[b, t, n])
+        if softcap is not None:
+            x = logit(q, k, bias, b, n, g, t, s, count.shape, scale, softcap)
+            dx *= 1 - (x / softcap) ** 2
+        dv[b, s, g] += p * dout[b, t, n]
+        dq[b, t, n] += scale * dx * k[b, s, g]
+        dk[b, s, g] += scale * dx * q[b, t, n]
+        if dbias is not None:
+            h = n // (q.shape[2] // dbias.shape[1])
+            own = (b if dbias.shape[0] > 1 else 0, h, t if dbias.shape[2] > 1 else 0, s)
+            dbias[own] += dx
+    return dq, dk, dv, dbias

@@ -1,0 +1,253 @@
+"""`attn_dist` against the float64 oracle, and at its edges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_as_good_as, assert_matches
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+from oracles import attn_dist as oracle
+from oracles import sparse_mla as attention
+
+from jax_dsa.core import streaming
+from jax_dsa.ops.attn_dist import Options, attn_dist
+from jax_dsa.ops.sparse_mla import sparse_mla
+from jax_dsa.reference import attn_dist as reference
+from jax_dsa.reference.sparse_mla import query_bytes
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+B, T, S, N, G, D, K = 2, 5, 11, 12, 2, 10, 9
+
+
+def inputs(
+    rng: np.random.Generator,
+    dtype: Any = np.float32,
+    t: int = T,
+    s: int = S,
+    k: int = K,
+    g: int = G,
+) -> tuple:
+    """q, kv, indices (with duplicates and invalid ones, one row of only those) and their lse."""
+    q = rng.normal(size=(B, t, N, D)).astype(dtype)
+    kv = rng.normal(size=(B, s, g, D)).astype(dtype)
+    indices = rng.integers(0, max(s, 1), size=(B, t, g, k)).astype(np.int32)
+    bad = np.array([INT_MIN, -1, s, INT_MAX], np.int32)
+    indices = np.where(rng.random(indices.shape) < 0.3, rng.choice(bad, indices.shape), indices)
+    indices[0, t // 2] = -1
+    _, lse = attention.sparse_mla(q, kv, indices, value_dim=1, scale=D**-0.5)
+    return q, kv, indices, lse.astype(dtype)
+
+
+CASES = {
+    "six": {"head_group": 6},
+    "two": {"head_group": 2},
+    "one": {"head_group": 1, "scale": 0.7},
+    "causal": {"head_group": 3, "is_causal": True, "query_start": 4},
+    "compressed": {"head_group": 6, "is_causal": True, "query_start": 20, "key_stride": 3},
+    "length": {
+        "head_group": 6,
+        "topk_length": np.array([[9, 0, 1, -5, 99], [8, 7, 6, 5, 4]], np.int32),
+    },
+    "sinks": {"head_group": 6, "sinks": np.array([0.5, -1, np.inf, -np.inf, 3, 0] * 2, np.float32)},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+def test_forward(options: dict, rng: np.random.Generator) -> None:
+    args = inputs(rng)
+    want = oracle.attn_dist(*args, **{"scale": D**-0.5, **options})
+    assert_matches(attn_dist(*args, **options), want.astype(np.float32), tol=1e-5)
+
+
+def test_all_heads(rng: np.random.Generator) -> None:
+    args = inputs(rng, g=1)
+    want = oracle.attn_dist(*args, scale=D**-0.5, head_group=None)
+    got = attn_dist(*args, head_group=None)
+    assert got.shape == (B, T, K)
+    assert_matches(got, want.astype(np.float32), tol=1e-5)
+    assert_matches(attn_dist(*args, head_group=4).sum(1), got, tol=1e-5)
+
+
+def test_the_default_group_is_64_heads(rng: np.random.Generator) -> None:
+    q, kv, indices, _ = inputs(rng, g=1)
+    q = np.tile(q, (1, 1, 11, 1))[:, :, :128]
+    _, lse = sparse_mla(q, kv, indices, value_dim=4, return_lse=True)
+    dist = attn_dist(q, kv, indices, lse)
+    assert dist.shape == (B, 2, T, K)
+    rows = np.asarray(dist.sum(-1))
+    valid = np.broadcast_to(((indices >= 0) & (indices < S)).any(-1)[:, :, 0][:, None], rows.shape)
+    np.testing.assert_allclose(rows[valid], 64, rtol=1e-5)
+    assert np.all(rows[~valid] == 0)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_gradients_against_finite_differences(sinks: bool, rng: np.random.Generator) -> None:
+    q, kv, indices, lse = inputs(rng, np.float64, t=3)
+    lse = np.where(np.isfinite(lse), lse + rng.normal(size=lse.shape), 1.0)
+    bias = rng.normal(size=N) if sinks else None
+
+    def fn(q: Any, kv: Any, lse: Any, bias: Any) -> Any:
+        return attn_dist(q, kv, indices, lse, head_group=3, sinks=bias, deterministic=sinks)
+
+    with jax.enable_x64(True):
+        args = tuple(None if x is None else jnp.asarray(x) for x in (q, kv, lse, bias))
+        assert fn(*args).dtype == jnp.float64
+        check_grads(fn, args, order=1, modes=["rev"], atol=1e-7, rtol=1e-7, eps=1e-5)
+
+
+def test_rows_and_sinks_without_weight(rng: np.random.Generator) -> None:
+    q, kv, indices, lse = inputs(rng)
+    lse[1, 1] = -np.inf  # a row that another shard found empty
+    sinks = np.array([np.inf, -np.inf, 0.0] * 4, np.float32)
+
+    def fn(q: Any, kv: Any, lse: Any, sinks: Any) -> Any:
+        return attn_dist(q, kv, indices, lse, head_group=1, sinks=sinks)
+
+    dist, pull = jax.vjp(fn, q, kv, lse, sinks)
+    assert np.all(np.asarray(dist[0, :, T // 2]) == 0)
+    assert np.all(np.asarray(dist[1, :, 1]) == 0)
+    assert np.all(np.asarray(dist[:, 0::3]) == 0)
+    grads = pull(jnp.ones_like(dist))
+    assert all(np.isfinite(g).all() for g in grads)
+    dq, _, dlse, dsinks = grads
+    assert np.all(np.asarray(dq[1, 1]) == 0) and np.all(np.asarray(dlse[1, 1]) == 0)
+    assert np.all(np.asarray(dsinks).reshape(4, 3)[:, :2] == 0)
+
+
+def test_keys_that_no_slot_selects(rng: np.random.Generator) -> None:
+    q, kv, indices, lse = inputs(rng)
+    length = rng.integers(0, K, size=(B, T)).astype(np.int32)
+    indices[..., K - 1] = 0  # beyond every row's length
+    indices[..., : K - 1][indices[..., : K - 1] == 0] = 1
+    indices[indices == S - 1] = -1
+    lse[np.isneginf(lse)] = 0
+    bad = kv.copy()
+    bad[:, [0, S - 1]] = np.nan
+
+    def run(kv: Any) -> Any:
+        fn = lambda *a: attn_dist(a[0], a[1], indices, a[2], head_group=6, topk_length=length)  # noqa: E731
+        dist, pull = jax.vjp(fn, q, kv, lse)
+        return dist, *pull(dist)
+
+    for a, b in zip(run(kv), run(bad), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_low_precision(rng: np.random.Generator) -> None:
+    q, kv, indices, lse = inputs(rng, g=1)
+    indices = np.where((indices < 0) | (indices >= S), 0, indices)
+    low = jnp.asarray(q, jnp.bfloat16), jnp.asarray(kv, jnp.bfloat16)
+    exact = tuple(np.asarray(x, np.float32) for x in low)
+    lse = np.where(np.isfinite(lse), lse, 0).astype(np.float32)
+
+    def plain(q: Any, kv: Any) -> Any:
+        rows = jax.vmap(lambda x, i: x[i])(kv[:, :, 0], indices[:, :, 0])
+        s = jnp.einsum("btnd,btkd->btnk", q, rows) * jnp.asarray(D**-0.5, q.dtype)
+        return jnp.exp(s - lse[..., None].astype(q.dtype)).astype(jnp.float32).sum(2)
+
+    def run(fn: Any, args: Any) -> tuple:
+        out, pull = jax.vjp(fn, *args)
+        return out, *pull(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+
+    ours = run(lambda q, kv: attn_dist(q, kv, indices, lse, head_group=None), low)
+    for i, (got, lo, ex) in enumerate(zip(ours, run(plain, low), run(plain, exact), strict=True)):
+        assert got.dtype == (jnp.bfloat16 if i else jnp.float32)
+        assert_as_good_as(got, lo, ex, factor=4 if i else 3, what=("dist", "dq", "dkv")[i])
+
+
+@pytest.mark.parametrize(("t", "s", "k"), [(1, 11, 9), (0, 11, 9), (5, 0, 9), (5, 11, 0)])
+def test_sizes(t: int, s: int, k: int, rng: np.random.Generator) -> None:
+    q, kv, indices, lse = inputs(rng, t=max(t, 1), s=s, k=k)
+    args = q[:, :t], kv, indices[:, :t], lse[:, :t]
+    want = oracle.attn_dist(*args, scale=D**-0.5, head_group=6)
+    got, pull = jax.vjp(
+        lambda *a: attn_dist(a[0], a[1], args[2], a[2], head_group=6), q[:, :t], kv, args[3]
+    )
+    assert_matches(got, want.astype(np.float32), tol=1e-5)
+    assert [g.shape for g in pull(got)] == [args[0].shape, kv.shape, args[3].shape]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_chunks_of_queries(
+    deterministic: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, kv, indices, lse = (jnp.asarray(x) for x in inputs(rng))
+    operands = q, kv, indices, lse, None, jnp.full((B, T), 5, jnp.int32), jnp.ones((B, N))
+    options = Options(scale=0.3, head_group=3, deterministic=deterministic)
+
+    def run() -> tuple:
+        (dist,) = reference.attn_dist_fwd(options, *operands)
+        return dist, *reference.attn_dist_bwd(options, *operands, jnp.cos(dist))
+
+    whole = jax.jit(run)()
+    monkeypatch.setattr(streaming, "BUDGET", 2 * query_bytes(q, indices, 16, 16))  # 2 + 2 + 1
+    assert_matches(jax.jit(lambda: run())(), whole, tol=1e-6)
+
+
+def test_without_batch_axis(rng: np.random.Generator) -> None:
+    q, kv, indices, lse = inputs(rng)
+    want = attn_dist(q, kv, indices, lse, head_group=6, is_causal=True, query_start=3)
+    for b in range(B):
+        got = attn_dist(
+            q[b], kv[b], indices[b], lse[b], head_group=6, is_causal=True, query_start=3
+        )
+        assert_matches(got, want[b], tol=1e-6)
+
+
+GOOD = {
+    "q": np.zeros((B, T, N, D), np.float32),
+    "kv": np.zeros((B, S, G, D), np.float32),
+    "indices": np.zeros((B, T, G, K), np.int32),
+    "lse": np.zeros((B, T, N), np.float32),
+}
+WRONG = {
+    "q": ({"q": np.zeros(4, np.float32)}, ValueError, "'q' has shape"),
+    "q dtype": ({"q": np.zeros((B, T, N, D), np.int32)}, TypeError, "'q' has dtype int32"),
+    "kv": ({"kv": np.zeros((B, S, G, D + 1), np.float32)}, ValueError, "'kv'.*D=10"),
+    "kv dtype": ({"kv": jnp.zeros((B, S, G, D), jnp.float16)}, TypeError, "'kv'.*float32"),
+    "heads": ({"kv": np.zeros((B, S, 5, D), np.float32)}, ValueError, "N=12.*G=5.*multiple"),
+    "indices": ({"indices": np.zeros((B, T, 1, K), np.int32)}, ValueError, "'indices'.*G=2"),
+    "indices dtype": ({"indices": np.zeros((B, T, G, K))}, TypeError, "'indices'.*int32"),
+    "lse": ({"lse": np.zeros((B, N, T), np.float32)}, ValueError, "'lse'.*T=5"),
+    "lse dtype": ({"lse": jnp.zeros((B, T, N), jnp.bfloat16)}, TypeError, "'lse'.*float32"),
+    "scale": ({"scale": np.inf}, ValueError, "'scale' is inf"),
+    "head_group": ({"head_group": 64}, ValueError, "'head_group' is 64.*divisor of N/G=6"),
+    "head_group 4": ({"head_group": 4}, ValueError, "'head_group' is 4.*divisor of N/G=6"),
+    "head_group 0": ({"head_group": 0}, ValueError, "'head_group' is 0"),
+    "head_group type": ({"head_group": 2.0}, TypeError, "'head_group'"),
+    "head_group None": ({"head_group": None}, ValueError, "'head_group' is None.*G=2 KV groups"),
+    "is_causal": ({"is_causal": "no"}, TypeError, "'is_causal'"),
+    "query_start": ({"query_start": 1.5}, TypeError, "'query_start'"),
+    "key_stride": ({"key_stride": -1}, ValueError, "'key_stride' is -1"),
+    "topk_length": ({"topk_length": np.zeros((B, K), np.int32)}, ValueError, "'topk_length'.*T=5"),
+    "sinks": ({"sinks": np.zeros((B, N), np.float32)}, ValueError, "'sinks'"),
+    "deterministic": ({"deterministic": 1}, TypeError, "'deterministic'"),
+    "implementation": ({"implementation": "tpu"}, ValueError, "'implementation' is 'tpu'"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
+def test_misuse(change: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=f"attn_dist: .*{message}"):
+        attn_dist(**{**GOOD, "head_group": 6, **change})
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_any_wrong_shape_is_refused(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(GOOD)))
+    shape = list(GOOD[name].shape)
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    shape[axis] = data.draw(st.integers(0, 20).filter(lambda n: n != shape[axis]))
+    bad = {**GOOD, name: np.zeros(shape, GOOD[name].dtype)}
+    if (name, axis) in (("kv", 1), ("indices", 3)):
+        assert attn_dist(**bad, head_group=6).shape == (B, 2, T, bad["indices"].shape[3])
+    else:
+        with pytest.raises(ValueError, match="attn_dist: argument"):
+            attn_dist(**bad, head_group=6)

@@ -1,0 +1,120 @@
+"""The benchmark's command line and its clock, at sizes that a CPU can take."""
+
+from __future__ import annotations
+
+import csv
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dsa.bench import timing
+from jax_dsa.bench.__main__ import main
+from jax_dsa.bench.case import causal_selection, visible_pairs
+from jax_dsa.bench.registry import OPERATORS
+
+COLUMNS = (
+    "operator,pass,case,dtype,implementation,milliseconds,tflops,gbytes_per_s,ceiling,ratio,"
+    "device,jax,commit"
+)
+TINY = ["--scale", "512", "--seconds", "0.001", "--commit", "abc"]
+
+
+def rows(path: pathlib.Path) -> list[dict[str, str]]:
+    assert path.read_text().splitlines()[0] == COLUMNS
+    with path.open() as f:
+        return list(csv.DictReader(f))
+
+
+def test_csv_table_and_plot(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results.csv"
+    plot = tmp_path / "plot.png"
+    only = r"(M8-C14|M16-N16-K16) .* xla"
+    assert main(["fp8", *TINY, "--only", only, "--csv", str(out), "--plot", str(plot)]) == 0
+    found = {(r["operator"], r["case"]): r for r in rows(out)}
+    assert list(found) == [
+        ("fp8-matmul", "M16-N16-K16"),
+        ("copy", "C524288"),
+        ("fp8", "M8-C14"),
+        ("fp8", "M16-N16-K16"),
+    ]
+    for r in found.values():
+        assert float(r["milliseconds"]) > 0 and float(r["ratio"]) > 0
+        assert (r["pass"], r["implementation"], r["commit"]) == ("fwd", "xla", "abc")
+        assert (r["device"], r["jax"]) == (jax.devices()[0].device_kind, jax.__version__)
+    by_bytes, by_flops = found["fp8", "M8-C14"], found["fp8", "M16-N16-K16"]
+    assert by_bytes["tflops"] == "" and by_bytes["ceiling"].endswith("GB/s")
+    assert by_flops["gbytes_per_s"] == "" and by_flops["ceiling"].endswith("TFLOPS")
+    moved = 8 * (3 * 14 + 4)  # bytes
+    rate = moved / float(by_bytes["milliseconds"]) * 1e-6
+    np.testing.assert_allclose(float(by_bytes["gbytes_per_s"]), rate, rtol=1e-3)
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    assert "M16-N16-K16" in capsys.readouterr().out
+
+
+def test_a_folder_gets_a_file_for_each_operator(tmp_path: pathlib.Path) -> None:
+    only = "R8-S64-K8 .* (xla|lax)|M8-C14 .* xla"
+    assert main(["topk", "fp8", *TINY, "--only", only, "--csv", str(tmp_path)]) == 0
+    assert {r["implementation"] for r in rows(tmp_path / "topk.csv")} == {"xla", "lax.top_k"}
+    assert {p.stem for p in tmp_path.iterdir()} == {"copy", "fp8", "topk"}
+
+
+def test_a_backward_pass(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "bwd.csv"
+    only = "bwd T8-S8-N64-.* xla"
+    assert main(["sparse_mla", *TINY, "--only", only, "--csv", str(out)]) == 0
+    assert [r["pass"] for r in rows(out)] == ["fwd", "bwd"]  # the ceiling, the case
+
+
+def test_what_has_no_kernel_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fp8", *TINY, "--only", "M8-N14-K8 .* cuda"]) == 0
+    assert "fp8_matmul_fwd" in capsys.readouterr().err
+
+
+def test_list_names_every_operator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines} == set(OPERATORS)
+    for wanted in (
+        "sparse_mla fwd T4096-S8192-N128-D576-K2048 bf16 cuda",
+        "sparse_mla bwd-deterministic T4096-S8192-N128-D576-K2048 bf16 xla",
+        "topk fwd R64-S32768-K2048 f32 lax.top_k",
+        "fp8 fwd M4096-C7168 bf16 cuda",
+    ):
+        assert wanted in lines
+    assert len(lines) == len(set(lines))
+
+
+def test_an_unknown_operator_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["sparse_mlb"])
+    assert "no operator sparse_mlb; there are" in capsys.readouterr().err
+
+
+def test_the_timed_loop_runs_every_call() -> None:
+    """XLA neither hoists nor merges the calls, nor drops one whose result looks unused."""
+    seen = []
+
+    def fn(x: jax.Array) -> jax.Array:
+        def count(value: Any) -> Any:
+            seen.append(float(value[0]))
+            return value
+
+        return jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    sets = [(jnp.full(4, 1.0),), (jnp.full(4, 2.0),)]
+    jax.jit(lambda sets: timing._loop(fn, 5, sets))(sets).block_until_ready()
+    assert sorted(seen) == [1.0] * 5 + [2.0] * 5
+
+
+def test_selections_are_causal_and_distinct() -> None:
+    picks = np.asarray(causal_selection(jax.random.key(1), queries=6, keys=10, picks=7))
+    for t, row in enumerate(picks):
+        visible = 10 - 6 + 1 + t
+        valid = row[row >= 0]
+        assert len(valid) == min(7, visible) == len(set(valid.tolist()))
+        assert valid.max() < visible and (np.diff(valid) > 0).all()
+    assert visible_pairs(6, 10) == sum(10 - 6 + 1 + t for t in range(6))

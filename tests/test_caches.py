@@ -1,0 +1,294 @@
+"""Caches, and `sparse_mla_decode` and `mqa_decode` over them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_matches
+
+from jax_dsa.ops.mqa_decode import mqa_decode
+from jax_dsa.ops.sparse_mla import sparse_mla, sparse_mla_decode
+from jax_dsa.serving import FlatCache, PagedCache, pack_records, unpack_records
+
+B, T, N, G, D, E, K, PAGE, ROOM = 3, 2, 4, 2, 10, 6, 7, 4, 5
+S = PAGE * ROOM
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+
+
+def rows(rng: np.random.Generator, t: int, dim: int = D) -> jax.Array:
+    return jnp.asarray(rng.normal(size=(B, t, G, dim)), jnp.float32)
+
+
+def empty(kind: str, rng: np.random.Generator, dim: int = D, **options: Any) -> Any:
+    if kind == "flat":
+        return FlatCache.empty(B, S, dim, groups=G, **options)
+    cache = PagedCache.empty(B * ROOM + 3, PAGE, B, ROOM, dim, groups=G, **options)
+    pages = rng.permutation(B * ROOM + 3)[: B * ROOM].reshape(B, ROOM)
+    return dataclasses.replace(cache, page_table=jnp.asarray(pages, jnp.int32))
+
+
+def contents(cache: Any) -> np.ndarray:
+    """What the cache stores, [B, S, G, ...], whatever it is."""
+    if isinstance(cache, FlatCache):
+        return np.asarray(cache.data)
+    pages, table = np.asarray(cache.pages), np.asarray(cache.page_table)
+    return pages[table].reshape(B, S, *pages.shape[2:])
+
+
+BOTH = pytest.mark.parametrize("kind", ["flat", "paged"])
+
+
+@BOTH
+def test_append(kind: str, rng: np.random.Generator) -> None:
+    """Prompts of different lengths, single tokens, then more than fits: against lists."""
+    cache = empty(kind, rng, dtype=jnp.float32)
+    want: list[list[np.ndarray]] = [[] for _ in range(B)]
+    append = jax.jit(lambda cache, new, counts: cache.append(new, counts))
+    for t, counts in ((6, [6, 0, 3]), (1, None), (1, None), (14, [14, 14, 99])):
+        new = rows(rng, t)
+        cache = append(cache, new, None if counts is None else jnp.asarray(counts, jnp.int32))
+        for b in range(B):
+            want[b] = (want[b] + list(new[b, : t if counts is None else counts[b]]))[:S]
+        assert cache.lengths.dtype == jnp.int32
+        np.testing.assert_array_equal(cache.lengths, [len(x) for x in want])
+        for b in range(B):
+            np.testing.assert_array_equal(
+                contents(cache)[b, : len(want[b])],
+                np.stack(want[b]) if want[b] else np.zeros((0, G, D)),
+            )
+            assert not contents(cache)[b, len(want[b]) :].any()
+    assert cache.capacity == S and cache.lengths.tolist() == [20, 16, 19]
+
+
+@BOTH
+def test_update_drops_what_lies_outside(kind: str, rng: np.random.Generator) -> None:
+    cache = empty(kind, rng, dtype=jnp.bfloat16).append(rows(rng, 5))
+    positions = jnp.asarray([[4, 0], [-1, S], [INT_MAX, INT_MIN]], jnp.int32)
+    new = rows(rng, 2)
+    after = cache.update(new, positions)
+    want = contents(cache).copy()
+    want[0, [4, 0]] = np.asarray(new[0].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(contents(after), want)
+    np.testing.assert_array_equal(after.lengths, cache.lengths)
+
+
+def test_tokens_without_a_page(rng: np.random.Generator) -> None:
+    cache = empty("paged", rng, dtype=jnp.float32)
+    table = cache.page_table.at[0, 1].set(-1).at[2, 0].set(99)
+    cache = dataclasses.replace(cache, page_table=table).append(rows(rng, 7))
+    q = jnp.asarray(rng.normal(size=(B, T, N, D)), jnp.float32)
+    every = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, T, G, S))
+    out, lse = sparse_mla_decode(q, cache, every, value_dim=E, return_lse=True)
+    seen = [range(4), range(7), range(4, 7)]
+    for b in range(B):
+        kv = contents(dataclasses.replace(cache, page_table=table.clip(0, 17)))[
+            b : b + 1, list(seen[b])
+        ]
+        picks = every[b : b + 1, ..., : len(seen[b])]
+        want = sparse_mla(q[b : b + 1], kv, picks, value_dim=E, return_lse=True)
+        assert_matches((out[b : b + 1], lse[b : b + 1]), want, tol=1e-5)
+
+
+def test_without_batch_axis(rng: np.random.Generator) -> None:
+    new = rows(rng, 3)
+    for kind in ("flat", "paged"):
+        cache = empty(kind, rng, dtype=jnp.float32)
+        want = cache.append(new)
+        q, indices = jnp.ones((B, T, N, D)), jnp.ones((B, T, G, K), jnp.int32)
+        out = sparse_mla_decode(q, want, indices, value_dim=E)
+        for b in range(B):
+            names = ("lengths", "data" if kind == "flat" else "page_table")
+            mine = {name: getattr(cache, name)[b] for name in names}
+            one = dataclasses.replace(cache, **mine).append(new[b])
+            assert one.lengths == 3
+            got = sparse_mla_decode(q[b], one, indices[b], value_dim=E)
+            assert_matches(got, out[b], tol=1e-6)
+
+
+def filled(kind: str, rng: np.random.Generator, dim: int = D, **options: Any) -> Any:
+    """A cache of requests of lengths 20, 9 and 1."""
+    lengths = jnp.asarray([20, 9, 1], jnp.int32)
+    return empty(kind, rng, dim, **options).append(rows(rng, S, dim), lengths)
+
+
+def picks(rng: np.random.Generator) -> jax.Array:
+    bad = np.array([INT_MIN, -1, S, INT_MAX], np.int32)
+    chosen = rng.integers(0, S, size=(B, T, G, K))
+    chosen = np.where(rng.random(chosen.shape) < 0.2, rng.choice(bad, size=chosen.shape), chosen)
+    return jnp.asarray(chosen, jnp.int32)
+
+
+@BOTH
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_decode_is_sparse_mla_over_what_is_cached(
+    kind: str, is_causal: bool, rng: np.random.Generator
+) -> None:
+    cache, indices = filled(kind, rng, dtype=jnp.float32), picks(rng)
+    q = jnp.asarray(rng.normal(size=(B, T, N, D)), jnp.float32)
+    options = {
+        "value_dim": E,
+        "scale": 0.4,
+        "topk_length": jnp.asarray([[7, 3], [5, 7], [7, 7]], jnp.int32),
+        "sinks": jnp.asarray([0.1, 1.0, -jnp.inf, 2.0], jnp.float32),
+        "return_lse": True,
+    }
+    ends = cache.lengths[:, None] - (jnp.asarray([1, 0]) if is_causal else 0)
+    visible = jnp.where(indices < ends[:, :, None, None], indices, -1)
+    want = sparse_mla(q, contents(cache), visible, **options)
+    got = jax.jit(lambda *a: sparse_mla_decode(*a, is_causal=is_causal, **options))(
+        q, cache, indices
+    )
+    assert_matches(got, want, tol=1e-6)
+
+
+@BOTH
+def test_decode_reads_only_selected_rows(kind: str, rng: np.random.Generator) -> None:
+    cache, indices = filled(kind, rng, dtype=jnp.float32), picks(rng)
+    indices = jnp.where(indices == 2, 3, indices)
+    q = jnp.asarray(rng.normal(size=(B, T, N, D)), jnp.float32)
+    want = sparse_mla_decode(q, cache, indices, value_dim=E)
+    stored = contents(cache)
+    poison = jnp.full((B, S, G, D), jnp.nan)
+    where = np.arange(S)[None] >= np.asarray(cache.lengths)[:, None]
+    where[:, 2] = True
+    positions = jnp.asarray(np.where(where, np.arange(S), -1), jnp.int32)
+    poisoned = cache.update(poison, positions)
+    assert np.isnan(contents(poisoned)).any() and not np.isnan(stored).any()
+    np.testing.assert_array_equal(sparse_mla_decode(q, poisoned, indices, value_dim=E), want)
+
+
+def test_gradients_of_a_cache(rng: np.random.Generator) -> None:
+    """Flat and paged caches agree, and integers have none."""
+    flat, indices = filled("flat", rng, dtype=jnp.float32), picks(rng)
+    paged = empty("paged", rng, dtype=jnp.float32)
+    every = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
+    paged = dataclasses.replace(paged.update(flat.data, every), lengths=flat.lengths)
+    q = jnp.asarray(rng.normal(size=(B, T, N, D)), jnp.float32)
+
+    def loss(q: jax.Array, cache: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(sparse_mla_decode(q, cache, indices, value_dim=E)))
+
+    dq, dflat = jax.grad(loss, argnums=(0, 1), allow_int=True)(q, flat)
+    dq_paged, dpaged = jax.grad(loss, argnums=(0, 1), allow_int=True)(q, paged)
+    assert_matches(dq_paged, dq, tol=1e-5)
+    got = np.asarray(dpaged.pages)[np.asarray(paged.page_table)].reshape(B, S, G, D)
+    assert_matches(got, np.asarray(dflat.data), tol=1e-5)
+    assert np.abs(got).max() > 0
+
+
+def test_records_keep_their_layout(rng: np.random.Generator) -> None:
+    """512 e4m3 bytes, 4 little-endian float32 scales, 64 bfloat16: what others read and write."""
+    values = rng.normal(size=(5, 576)).astype(np.float32) * np.exp(rng.normal(size=(5, 1)) * 4)
+    values[1, :128] = 0
+    records = np.asarray(pack_records(jnp.asarray(values)))
+    assert records.shape == (5, 656) and records.dtype == np.uint8
+    latent = records[:, :512].view(jnp.float8_e4m3fn).astype(np.float32).reshape(5, 4, 128)
+    scale = records[:, 512:528].copy().view("<f4")
+    rope = records[:, 528:].copy().view(jnp.bfloat16)
+    blocks = values[:, :512].reshape(5, 4, 128)
+    np.testing.assert_array_equal(np.frexp(scale)[0], 0.5)
+    amax = np.maximum(np.abs(blocks).max(-1), 1e-4)
+    assert np.all(scale >= amax / 448) and np.all(scale < 2 * amax / 448 * (1 + 1e-6))
+    # Half a unit of e4m3: 2^-4 of the value, or 2^-10 of the scale where it is subnormal.
+    error = np.abs(latent * scale[..., None] - blocks)
+    assert np.all(error <= np.maximum(np.abs(blocks) * 2**-4, scale[..., None] * 2**-10))
+    np.testing.assert_array_equal(rope, values[:, 512:].astype(jnp.bfloat16))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        got = np.asarray(unpack_records(jnp.asarray(records), dtype), np.float32)
+        np.testing.assert_array_equal(got[:, :512], (latent * scale[..., None]).reshape(5, 512))
+        np.testing.assert_array_equal(got[:, 512:], rope.astype(np.float32))
+
+
+@BOTH
+def test_fp8_cache(kind: str, rng: np.random.Generator) -> None:
+    """Decode over records is decode over the rows they hold; q has a gradient."""
+    cache, indices = filled(kind, rng, 576, fp8=True), picks(rng)
+    q = jnp.asarray(rng.normal(size=(B, T, N, 576)), jnp.float32)
+    held = unpack_records(jnp.asarray(contents(cache)), jnp.float32)
+    visible = jnp.where(indices < cache.lengths[:, None, None, None], indices, -1)
+    want, pull = jax.vjp(lambda q: sparse_mla(q, held, visible), q)
+    got, pull_fp8 = jax.vjp(lambda q: sparse_mla_decode(q, cache, indices), q)
+    assert_matches(got, want, tol=1e-6)
+    assert_matches(pull_fp8(got), pull(got), tol=1e-5)
+    store = cache.data if kind == "flat" else cache.pages
+    assert store.dtype == jnp.uint8 and store.shape[-1] == 656
+
+    table = {} if kind == "flat" else {"page_table": cache.page_table}
+    dense = mqa_decode(q, store, lengths=cache.lengths, num_splits=2, **table)
+    assert_matches(dense, mqa_decode(q, held, lengths=cache.lengths), tol=1e-5)
+    low = mqa_decode(q.astype(jnp.bfloat16), store, lengths=cache.lengths, **table)
+    assert low[0].dtype == jnp.bfloat16 and low[0].shape == (B, T, N, 512)
+
+
+def test_misuse_of_caches() -> None:
+    flat, paged = (
+        FlatCache.empty(B, S, D, groups=G),
+        PagedCache.empty(9, PAGE, B, ROOM, D, groups=G),
+    )
+    new = jnp.zeros((B, 1, G, D))
+    for name, cache in (("FlatCache", flat), ("PagedCache", paged)):
+        for call, error, message in (
+            (lambda c=cache: c.append(new[..., 1:]), ValueError, "append: argument 'rows'.*R=10"),
+            (lambda c=cache: c.append(new[:1]), ValueError, "append: argument 'rows'.*B=3"),
+            (lambda c=cache: c.append(new.astype(jnp.int32)), TypeError, "'rows' has dtype int32"),
+            (lambda c=cache: c.append(None), TypeError, "'rows' is NoneType"),
+            (lambda c=cache: c.append(new, jnp.ones(2, jnp.int32)), ValueError, "'counts'.*B=3"),
+            (lambda c=cache: c.update(new, jnp.ones((B, 2), jnp.int32)), ValueError, "'rows'.*T=2"),
+            (lambda c=cache: c.update(new, jnp.ones((B, 1))), TypeError, "'positions'.*int32"),
+        ):
+            with pytest.raises(error, match=f"{name}.*{message}"):
+                call()
+    with pytest.raises(ValueError, match=r"FlatCache\.empty: argument 'dim' is 10, want 576"):
+        FlatCache.empty(B, S, D, fp8=True)
+    with pytest.raises(ValueError, match=r"pack_records: argument 'rows'.*576"):
+        pack_records(jnp.zeros((3, 512)))
+
+
+GOOD_Q, GOOD_INDICES = np.zeros((B, T, N, D), np.float32), np.zeros((B, T, G, K), np.int32)
+GOOD_CACHE = FlatCache(np.zeros((B, S, G, D), np.float32), np.zeros(B, np.int32))
+GOOD_PAGES = PagedCache(
+    np.zeros((9, PAGE, G, D), np.float32), np.zeros((B, ROOM), np.int32), np.zeros(B, np.int32)
+)
+WRONG = {
+    "q": ({"q": np.zeros(3, np.float32)}, ValueError, "'q' has shape"),
+    "cache": ({"cache": GOOD_CACHE.data}, TypeError, "'cache' is ndarray, want a FlatCache or"),
+    "dtype": ({"q": GOOD_Q.astype(jnp.bfloat16)}, TypeError, "'cache.data'.*bfloat16 or uint8"),
+    "dim": ({"q": GOOD_Q[..., 1:]}, ValueError, "'cache'.*D=9"),
+    "heads": ({"q": GOOD_Q[:, :, :3]}, ValueError, "N=3.*G=2.*multiple"),
+    "batch": ({"q": GOOD_Q[:1], "indices": GOOD_INDICES[:1]}, ValueError, "'cache.data'.*B=1"),
+    "lengths": (
+        {"cache": FlatCache(GOOD_CACHE.data, np.zeros(2, np.int32))},
+        ValueError,
+        "'cache.lengths'",
+    ),
+    "table": (
+        {"cache": dataclasses.replace(GOOD_PAGES, page_table=np.zeros(3, np.int32))},
+        ValueError,
+        "'cache.page_table'.*B=3",
+    ),
+    "pages": (
+        {"cache": dataclasses.replace(GOOD_PAGES, pages=GOOD_PAGES.pages[0])},
+        ValueError,
+        "'cache.pages' has shape",
+    ),
+    "indices": ({"indices": GOOD_INDICES[..., 0]}, ValueError, "'indices'"),
+    "topk_length": ({"topk_length": np.zeros((T, B), np.int32)}, ValueError, "'topk_length'"),
+    "value_dim": ({"value_dim": 0}, ValueError, "'value_dim' is 0"),
+    "scale": ({"scale": "x"}, TypeError, "'scale'"),
+    "is_causal": ({"is_causal": 1}, TypeError, "'is_causal'"),
+    "sinks": ({"sinks": np.zeros(2, np.float32)}, ValueError, "'sinks'.*N=4"),
+    "return_lse": ({"return_lse": 1}, TypeError, "'return_lse'"),
+    "implementation": ({"implementation": 1}, ValueError, "'implementation' is 1"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
+def test_misuse_of_decode(change: dict, error: type, message: str) -> None:
+    args = {"q": GOOD_Q, "cache": GOOD_CACHE, "indices": GOOD_INDICES, "value_dim": E}
+    with pytest.raises(error, match=f"sparse_mla_decode: .*{message}"):
+        sparse_mla_decode(**{**args, **change})

@@ -1,0 +1,338 @@
+"""`indexer_logits` and `indexer_topk` against loops in float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from compare import assert_as_good_as, assert_matches
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+from oracles import indexer as oracle
+from oracles import topk as topk_oracle
+
+import jax_dsa
+from jax_dsa import indexer_logits, indexer_topk, topk
+from jax_dsa.core import streaming
+from jax_dsa.ops.indexer import IndexerOptions
+from jax_dsa.reference import indexer as reference
+
+FP8 = ml_dtypes.float8_e4m3fn
+
+
+def inputs(rng, B=2, T=5, J=3, C=4, S=9, dtype=np.float32):
+    q, k = (rng.normal(size=s).astype(dtype) for s in ((B, T, J, C), (B, S, C)))
+    return q, k, rng.normal(size=(B, T, J)).astype(np.float32)
+
+
+def options_of(rng, B=2, T=5, S=9):
+    """A scale for every key, and ranges of which some are empty, clipped or reversed."""
+    starts, ends = (rng.integers(-2, S + 3, size=(B, T)).astype(np.int32) for _ in range(2))
+    starts[0, 0], ends[0, 0] = -(2**31), 2**31 - 1
+    k_scale = np.exp(rng.normal(size=(B, S))).astype(np.float32)
+    return {"k_scale": k_scale, "starts": starts, "ends": ends}
+
+
+def gathered(logits, indices):
+    return np.where(indices >= 0, np.take_along_axis(logits, np.maximum(indices, 0), -1), -np.inf)
+
+
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"T": 1, "J": 1, "C": 1, "S": 1}, {}, {"B": 1, "T": 13, "J": 5, "C": 7, "S": 62}],
+    ids=["ones", "small", "odd"],
+)
+def test_logits(sizes, relu, rng):
+    arrays = inputs(rng, **sizes)
+    shape = dict(zip("BTS", (*arrays[0].shape[:2], arrays[1].shape[1]), strict=True))
+    for options in ({}, options_of(rng, **shape)):
+        got = indexer_logits(*arrays, relu=relu, **options)
+        want = oracle.indexer_logits(*arrays, relu=relu, **options)
+        assert_matches(got, want.astype(np.float32), 1e-5)
+
+
+def test_selection_is_top_k_of_the_logits(rng):
+    """Its set is bit for bit that of the two operators one after the other."""
+    arrays, options = inputs(rng, T=7, S=40), options_of(rng, T=7, S=40)
+    for k in (3, 50):
+        indices, logits = indexer_topk(*arrays, k, **options)
+        whole = indexer_logits(*arrays, **options)
+        want, values = topk(whole, k, return_values=True)
+        np.testing.assert_array_equal(indices, want)
+        np.testing.assert_array_equal(logits, values)
+        exact = oracle.indexer_logits(*arrays, **options)
+        np.testing.assert_array_equal(indices, topk_oracle.topk(exact, k))
+
+
+@pytest.mark.parametrize("budget", [1, 30_000, 10**9])
+def test_chunks(budget, rng, monkeypatch):
+    """No chunk, some with a remainder, one query of one batch entry: one result, and in every case
+    the selection is bit for bit that of the logits.
+    """
+    B, T, S, K = 3, 7, 33, 6
+    q, k, weights = inputs(rng, B=B, T=T, S=S)
+    chosen = options_of(rng, B=B, T=T, S=S)
+    scale, *ranges = chosen["k_scale"], chosen["starts"], chosen["ends"]
+    options = IndexerOptions(relu=True, top_k=K)
+    monkeypatch.setattr(streaming, "BUDGET", budget)
+
+    def run(fn, *args):
+        return jax.jit(lambda *a: fn(options, *a))(q, k, weights, scale, *args)
+
+    (logits,) = run(reference.indexer_logits_fwd, *ranges)
+    exact = oracle.indexer_logits(q, k, weights, **chosen)
+    assert_matches(logits, exact.astype(np.float32), 1e-5)
+    indices, selected = run(reference.indexer_topk_fwd, *ranges)
+    np.testing.assert_array_equal(indices, topk(logits, K))
+    np.testing.assert_array_equal(selected, gathered(np.asarray(logits), np.asarray(indices)))
+
+    g = rng.normal(size=(B, T, S)).astype(np.float32)
+    seen = np.where(np.isfinite(exact), g, 0)
+    want = oracle.indexer_gradients(q, k, weights, seen, k_scale=scale)
+    got = run(reference.indexer_logits_bwd, *ranges, g)
+    assert_matches(got, tuple(w.astype(np.float32) for w in want), 1e-5)
+
+    picked = np.zeros_like(g)
+    for i in np.ndindex(B, T):
+        for s in np.asarray(indices)[i]:
+            picked[(*i, s)] = g[(*i, s)] if s >= 0 else picked[(*i, s)]
+    want = oracle.indexer_gradients(q, k, weights, picked, k_scale=scale)
+    got = run(reference.indexer_topk_bwd, indices, gathered(g, np.asarray(indices)))
+    assert_matches(got, tuple(w.astype(np.float32) for w in want), 1e-5)
+
+
+def test_workspace_is_bounded():
+    """Neither direction of `indexer_topk` compiles to temporaries of the size of [B, T, J, S], nor
+    of [B, T, S].
+    """
+    B, T, J, C, S, K = 2, 4096, 4, 8, 8192, 16
+    shapes = [(B, T, J, C), (B, S, C), (B, T, J)]
+
+    def loss(q, k, weights):
+        indices, logits = indexer_topk(q, k, weights, K)
+        return jnp.sum(jnp.where(indices >= 0, logits, 0))
+
+    arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(*arrays).compile()
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    assert temporaries < 2 * streaming.BUDGET
+    assert temporaries < B * T * S * 4
+
+
+@pytest.mark.parametrize("relu", [True, False])
+def test_gradients_against_finite_differences(relu, rng):
+    with jax.enable_x64(True):
+        q, k, weights = (jnp.asarray(x, jnp.float64) for x in inputs(rng, B=1, T=3, S=5))
+        chosen = options_of(rng, B=1, T=3, S=5)
+        scale = jnp.asarray(chosen.pop("k_scale"), jnp.float64)
+        g = jnp.asarray(rng.normal(size=(1, 3, 5)))
+
+        def dense(q, k, weights, scale):
+            logits = indexer_logits(q, k, weights, k_scale=scale, relu=relu, **chosen)
+            return jnp.sum(jnp.where(jnp.isfinite(logits), jnp.sin(logits), 0) * g)
+
+        def sparse(q, k, weights, scale):
+            logits = indexer_topk(q, k, weights, 2, k_scale=scale, relu=relu, **chosen)[1]
+            return jnp.sum(jnp.where(jnp.isfinite(logits), jnp.sin(logits), 0) * g[..., :2])
+
+        for fn in (dense, sparse):
+            check_grads(jax.jit(fn), (q, k, weights, scale), 1, ["rev"], eps=1e-7, rtol=1e-5)
+
+
+def test_relu_has_no_gradient_at_zero():
+    q, k = np.zeros((1, 1, 1, 2), np.float32), np.ones((1, 1, 2), np.float32)
+    weights = np.ones((1, 1, 1), np.float32)
+    for fn in (indexer_logits, lambda *a: indexer_topk(*a, 1)[1]):
+        grads = jax.grad(lambda *a, fn=fn: fn(*a).sum(), argnums=(0, 1, 2))(q, k, weights)
+        assert all((np.asarray(g) == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_keys_out_of_range_do_not_matter(poison, rng):
+    """Bit for bit, forward and backward, in the logits and in the selection."""
+    q, k, weights = inputs(rng, S=12)
+    starts, ends = np.full((2, 5), 2, np.int32), np.full((2, 5), 9, np.int32)
+    poisoned = k.copy()
+    poisoned[:, :2] = poisoned[:, 9:] = poison
+    scale = np.ones((2, 12), np.float32)
+    bad_scale = np.where(np.isfinite(poisoned[..., 0]), scale, np.nan)
+
+    def dense(q, k, weights, scale):
+        logits = indexer_logits(q, k, weights, k_scale=scale, starts=starts, ends=ends)
+        return jnp.sum(jnp.where(jnp.isfinite(logits), logits, 0)), logits
+
+    def sparse(q, k, weights, scale):
+        out = indexer_topk(q, k, weights, 9, k_scale=scale, starts=starts, ends=ends)
+        return jnp.sum(jnp.where(out[0] >= 0, out[1], 0)), out
+
+    for fn in (dense, sparse):
+        run = jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2, 3), has_aux=True))
+        for a, b in zip(
+            jax.tree.leaves(run(q, k, weights, scale)),
+            jax.tree.leaves(run(q, poisoned, weights, bad_scale)),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_nan_key_in_range_stays_in_its_column(rng):
+    q, k, weights = inputs(rng)
+    k[:, 4] = np.nan
+    logits = np.asarray(indexer_logits(q, k, weights))
+    assert np.isnan(logits[..., 4]).all()
+    assert np.isfinite(np.delete(logits, 4, axis=-1)).all()
+    assert not (np.asarray(indexer_topk(q, k, weights, 9)[0]) == 4).any()
+
+
+def test_bfloat16(rng):
+    q, k, weights = inputs(rng, J=8, C=32, S=20)
+    q16, k16 = (jnp.asarray(x, jnp.bfloat16) for x in (q, k))
+    g = rng.normal(size=(2, 5, 20)).astype(np.float32)
+
+    def plain(q, k, weights):
+        x = jnp.maximum(jnp.einsum("btjc,bsc->btjs", q, k), 0)
+        return jnp.einsum("btjs,btj->bts", x, weights.astype(x.dtype))
+
+    def grads(fn, *args):
+        return jax.jit(jax.grad(lambda *a: (fn(*a) * g).sum(), argnums=(0, 1, 2)))(*args)
+
+    exact = (np.asarray(q16, np.float32), np.asarray(k16, np.float32), weights)
+    got, low = indexer_logits(q16, k16, weights), plain(q16, k16, weights)
+    assert got.dtype == jnp.float32
+    assert_as_good_as(got, low, plain(*exact))
+    for name, a, b, c in zip(
+        ("dq", "dk", "dw"),
+        grads(indexer_logits, q16, k16, weights),
+        grads(plain, q16, k16, weights),
+        grads(plain, *exact),
+        strict=True,
+    ):
+        assert a.dtype == b.dtype
+        assert_as_good_as(a, b, c, 4.0, name)
+
+
+def test_float8(rng):
+    """Products of FP8 values are exact; gradients come in FP8, saturated."""
+    q, k, weights = inputs(rng, dtype=FP8)
+    scale = np.exp(rng.normal(size=(2, 9))).astype(np.float32)
+    got = indexer_logits(q, k, weights, k_scale=scale)
+    want = oracle.indexer_logits(q, k, weights, k_scale=scale)
+    assert_matches(got, want.astype(np.float32), 1e-6)
+
+    def loss(q, k, weights):
+        return 1e4 * jnp.sum(indexer_topk(q, k, weights, 3, k_scale=scale)[1])
+
+    dq, dk, dw = jax.grad(loss, argnums=(0, 1, 2))(*(jnp.asarray(x) for x in (q, k, weights)))
+    assert dq.dtype == dk.dtype == FP8 and dw.dtype == jnp.float32
+    for x in (dq, dk):
+        assert np.abs(np.asarray(x, np.float32)).max() == 448
+        assert np.isfinite(np.asarray(x, np.float32)).all()
+
+
+def test_no_batch_axis(rng):
+    arrays, options = inputs(rng, B=1), options_of(rng, B=1)
+    single = [x[0] for x in arrays]
+    single_options = {name: x[0] for name, x in options.items()}
+    got = indexer_logits(*single, **single_options)
+    np.testing.assert_array_equal(got, indexer_logits(*arrays, **options)[0])
+    got = indexer_topk(*single, 3, **single_options)
+    for a, b in zip(got, indexer_topk(*arrays, 3, **options), strict=True):
+        np.testing.assert_array_equal(a, b[0])
+
+
+@pytest.mark.parametrize("empty", ["B", "T", "J", "S"])
+def test_empty_axes(empty, rng):
+    arrays = [jnp.asarray(x) for x in inputs(rng, **{empty: 0})]
+    (B, T), S = arrays[0].shape[:2], arrays[1].shape[1]
+    logits = indexer_logits(*arrays)
+    np.testing.assert_array_equal(logits, np.zeros((B, T, S)))
+    indices, selected = indexer_topk(*arrays, 3)
+    assert indices.shape == selected.shape == (B, T, 3)
+    grads = jax.grad(lambda *a: indexer_topk(*a, 3)[1].sum(), argnums=(0, 1, 2))(*arrays)
+    for g, x in zip(grads, arrays, strict=True):
+        np.testing.assert_array_equal(g, np.zeros(x.shape))
+
+
+def test_no_key_to_select():
+    arrays = [jnp.ones((1, 2, 1, 3)), jnp.ones((1, 4, 3)), jnp.ones((1, 2, 1))]
+    ends = jnp.zeros((1, 2), jnp.int32)
+    indices, logits = indexer_topk(*arrays, 2, ends=ends)
+    assert (np.asarray(indices) == -1).all() and (np.asarray(logits) == -np.inf).all()
+    loss = lambda *a: jnp.sum(jnp.exp(indexer_topk(*a, 2, ends=ends)[1]))  # noqa: E731
+    for g in jax.grad(loss, argnums=(0, 1, 2))(*arrays):
+        assert (np.asarray(g) == 0).all()
+    assert indexer_topk(*arrays, 0)[0].shape == (1, 2, 0)
+
+
+Q, K_, W = (
+    np.zeros((2, 3, 2, 4), np.float32),
+    np.zeros((2, 5, 4), np.float32),
+    np.zeros((2, 3, 2), np.float32),
+)
+ROWS = np.zeros((2, 3), np.int32)
+
+
+@pytest.mark.parametrize(
+    "call", [indexer_logits, lambda *a, **o: indexer_topk(*a, 2, **o)], ids=["logits", "topk"]
+)
+@pytest.mark.parametrize(
+    ("error", "name", "args", "options"),
+    [
+        (TypeError, "q", ([0.0], K_, W), {}),
+        (ValueError, "q", (Q[0, 0], K_, W), {}),
+        (TypeError, "q", (Q.astype(np.int32), K_, W), {}),
+        (TypeError, "k", (Q, K_.astype(np.float16), W), {}),
+        (ValueError, "k", (Q, K_[:1], W), {}),
+        (ValueError, "k", (Q, K_[..., :3], W), {}),
+        (ValueError, "k", (Q[0], K_, W), {}),
+        (TypeError, "weights", (Q, K_, W.astype(np.float16)), {}),
+        (ValueError, "weights", (Q, K_, W[..., :1]), {}),
+        (TypeError, "k_scale", (Q, K_, W), {"k_scale": 1.0}),
+        (ValueError, "k_scale", (Q, K_, W), {"k_scale": W[..., 0]}),
+        (TypeError, "starts", (Q, K_, W), {"starts": W[..., 0]}),
+        (ValueError, "starts", (Q, K_, W), {"starts": ROWS[:, :2]}),
+        (ValueError, "ends", (Q, K_, W), {"ends": ROWS[0]}),
+        (TypeError, "relu", (Q, K_, W), {"relu": 1}),
+        (ValueError, "implementation", (Q, K_, W), {"implementation": "jnp"}),
+    ],
+)
+def test_misuse(call, error, name, args, options):
+    with pytest.raises(error, match=rf"^indexer_(logits|topk): argument '{name}' .*want"):
+        call(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "top_k"), [(ValueError, -1), (TypeError, 2.0), (TypeError, None)]
+)
+def test_misuse_of_top_k(error, top_k):
+    with pytest.raises(error, match=r"^indexer_topk: argument 'top_k' .*want"):
+        indexer_topk(Q, K_, W, top_k)
+
+
+def test_cuda_on_request_or_an_error():
+    with pytest.raises(NotImplementedError, match=r"indexer_logits.*implementation='xla'"):
+        indexer_logits(Q, K_, W, implementation="cuda")
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_one_wrong_axis_is_named(data):
+    """Any one axis of any argument made longer: an error that names an argument."""
+    arrays = {"q": Q, "k": K_, "weights": W, "k_scale": K_[..., 0], "starts": ROWS, "ends": ROWS}
+    name = data.draw(st.sampled_from(sorted(arrays)))
+    axis = data.draw(st.integers(0, arrays[name].ndim - 1))
+    # S and T of q's and k's own are free; what must agree with them then is what is named.
+    shape = list(arrays[name].shape)
+    shape[axis] += 1
+    arrays[name] = np.zeros(shape, arrays[name].dtype)
+    with pytest.raises(ValueError, match=r"^indexer_logits: argument '\w+' has shape"):
+        indexer_logits(arrays.pop("q"), arrays.pop("k"), arrays.pop("weights"), **arrays)
+
+
+def test_are_exported_under_their_names():
+    assert jax_dsa.indexer_logits is indexer_logits
+    assert jax_dsa.indexer_topk is indexer_topk

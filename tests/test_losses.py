@@ -1,0 +1,374 @@
+"""`indexer_kl_loss` and `dense_indexer_kl_loss` against loops in float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_as_good_as, assert_matches
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from oracles import indexer as indexer_oracle
+from oracles import losses as oracle
+
+import jax_dsa
+from jax_dsa import dense_indexer_kl_loss, indexer_kl_loss
+from jax_dsa.core import streaming
+from jax_dsa.ops.indexer import IndexerOptions
+from jax_dsa.ops.losses import DenseOptions
+from jax_dsa.reference import losses as reference
+
+INF, NAN = np.inf, np.nan
+
+
+def slots(rng, shape=(2, 5, 7)):
+    """Logits that end in -inf, some rows all of them; a teacher that is 0 at places."""
+    filled = np.arange(shape[-1]) < rng.integers(0, shape[-1] + 1, size=(*shape[:-1], 1))
+    logits = np.where(filled, 3 * rng.normal(size=shape), -INF).astype(np.float32)
+    teacher = (rng.exponential(size=shape) * (rng.random(shape) < 0.8)).astype(np.float32)
+    return logits, teacher
+
+
+def index_inputs(rng, B=2, T=5, J=2, C=3, S=8, N=4, G=2, D=3):
+    shapes = [(B, T, J, C), (B, S, C), (B, T, J), (B, T, N, D), (B, S, G, D)]
+    return tuple(rng.normal(size=s).astype(np.float32) for s in shapes)
+
+
+value_and_grad = jax.jit(jax.value_and_grad(indexer_kl_loss))
+
+
+def test_sparse_loss_and_gradient(rng):
+    logits, teacher = slots(rng)
+    loss, grad = value_and_grad(logits, teacher)
+    want, want_grad = oracle.kl_rows(logits, teacher, logits > -INF)
+    assert loss.shape == () and loss.dtype == jnp.float32
+    assert_matches(loss, np.float32(want), 1e-5)
+    assert_matches(grad, want_grad.astype(np.float32), 1e-5)
+
+
+def test_valid_restricts_both_sides(rng):
+    logits, teacher = slots(rng)
+    logits = np.maximum(logits, -5)
+    valid = rng.random(logits.shape) < 0.6
+    valid[0, 0] = False
+    dirty = [
+        np.where(valid, x, bad).astype(np.float32) for x in (logits, teacher) for bad in (NAN, INF)
+    ]
+    want, want_grad = oracle.kl_rows(logits, teacher, valid)
+    for x, p in ((logits, teacher), (dirty[0], dirty[2]), (dirty[1], dirty[3])):
+        loss, grad = value_and_grad(x, p, valid)
+        assert_matches((loss, grad), (np.float32(want), want_grad.astype(np.float32)), 1e-5)
+
+
+def test_only_rows_with_slots_and_teacher_mass_count():
+    logits = np.array([[0.0, 1.0], [-INF, -INF], [0.0, 1.0], [2.0, -INF]], np.float32)
+    teacher = np.array([[1.0, 3.0], [1.0, 1.0], [0.0, 0.0], [5.0, 5.0]], np.float32)
+    loss, grad = value_and_grad(logits, teacher)  # rows 0 and 3; the latter's KL is 0
+    q = np.exp(logits[0]) / np.exp(logits[0]).sum()
+    assert_matches(loss, np.float32((0.25 * np.log(0.25 / q[0]) + 0.75 * np.log(0.75 / q[1])) / 2))
+    np.testing.assert_allclose(grad[0], (q - [0.25, 0.75]) / 2, rtol=1e-5)
+    np.testing.assert_array_equal(grad[1:], np.zeros((3, 2)))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (0, 4), (3, 0), (2, 0, 4), (0, 3, 4)])
+def test_no_row_counts(shape):
+    loss, grad = value_and_grad(np.full(shape, -INF, np.float32), np.ones(shape, np.float32))
+    assert loss == 0
+    np.testing.assert_array_equal(grad, np.zeros(shape))
+
+
+def test_a_valid_slot_of_logit_minus_inf():
+    logits, valid = np.array([[0.0, -INF, 1.0]], np.float32), np.ones((1, 3), bool)
+    loss, grad = value_and_grad(logits, np.array([[1.0, 0.0, 1.0]], np.float32), valid)
+    assert np.isfinite(loss) and np.isfinite(grad).all()
+    loss, grad = value_and_grad(logits, np.array([[1.0, 1.0, 1.0]], np.float32), valid)
+    assert loss == INF
+    np.testing.assert_allclose(grad[0, 1], -1 / 3, rtol=1e-6)
+    loss, grad = value_and_grad(
+        np.full((1, 3), -INF, np.float32), np.ones((1, 3), np.float32), valid
+    )
+    assert loss == INF
+    np.testing.assert_allclose(grad, np.full((1, 3), -1 / 3), rtol=1e-6)
+
+
+def test_small_gradients_survive():
+    """Where log(pred + eps) would round them away: probabilities of 1e-20."""
+    logits = np.array([[0.0, -46.0, -46.0]], np.float32)
+    teacher = np.array([[1.0, 3e-20, 0.0]], np.float32)
+    _, grad = value_and_grad(logits, teacher)
+    _, want = oracle.kl_rows(logits, teacher, np.ones((1, 3), bool))
+    np.testing.assert_allclose(grad[0, 1:], want[0, 1:], rtol=1e-5)
+
+
+def test_far_apart_logits_and_tiny_teachers_stay_finite():
+    logits = np.array([[3e38, -3e38], [1e4, -1e4]], np.float32)
+    loss, grad = value_and_grad(logits, np.array([[1e-38, 0.0], [1e30, 0.0]], np.float32))
+    assert loss == 0
+    np.testing.assert_array_equal(grad, np.zeros((2, 2)))
+
+
+def test_the_teacher_gets_no_gradient(rng):
+    logits, teacher = slots(rng)
+    assert (np.asarray(jax.grad(indexer_kl_loss, argnums=1)(logits, teacher)) == 0).all()
+    inputs = index_inputs(rng)
+    for grad in jax.grad(dense_indexer_kl_loss, argnums=(3, 4))(*inputs):
+        assert (np.asarray(grad) == 0).all()
+
+
+def test_low_precision_logits(rng):
+    logits, teacher = slots(rng)
+    low = jnp.asarray(logits, jnp.bfloat16)
+    loss, grad = value_and_grad(low, teacher)
+    want, want_grad = value_and_grad(low.astype(jnp.float32), teacher)
+    assert loss == want
+    np.testing.assert_array_equal(grad, want_grad.astype(jnp.bfloat16))
+
+
+def test_gradients_against_finite_differences(rng):
+    with jax.enable_x64(True):
+        logits, teacher = (x.astype(np.float64) for x in slots(rng, (3, 4)))
+        logits = np.maximum(logits, -4)
+        check_grads(lambda x: indexer_kl_loss(x, teacher) ** 2, (logits,), 1, ["rev"], rtol=1e-6)
+        inputs = [x.astype(np.float64) for x in index_inputs(rng, B=1, T=3, S=4)]
+        scale = np.exp(rng.normal(size=(1, 4)))
+
+        def dense(index_q, index_k, weights, k_scale):
+            args = (index_q, index_k, weights, *inputs[3:])
+            return dense_indexer_kl_loss(*args, k_scale=k_scale, query_start=1) ** 2
+
+        check_grads(jax.jit(dense), (*inputs[:3], scale), 1, ["rev"], eps=1e-7, rtol=1e-5)
+
+
+OPTIONS = {
+    "default": {},
+    "not causal": {"is_causal": False, "scale": 0.3},
+    "later queries": {"query_start": 3, "relu": False},
+    "each its start": {"query_start": np.array([-2, 5], np.int32)},
+    "ranges": {
+        "starts": np.array([[0, 1, 2, 3, 4], [9, 0, -3, 2, 0]], np.int32),
+        "ends": np.array([[8, 8, 2, 4, 99], [9, 1, 3, 3, 0]], np.int32),
+        "query_start": 2,
+    },
+}
+
+
+def dense_oracle(inputs, k_scale, options):
+    """The loss and the four gradients."""
+    (B, T), S, D = inputs[0].shape[:2], inputs[1].shape[1], inputs[3].shape[-1]
+    starts, ends = options.get("starts", np.zeros((B, T))), options.get("ends", np.full((B, T), S))
+    if options.get("is_causal", True):
+        first = np.broadcast_to(options.get("query_start", 0), (B,))
+        ends = np.minimum(ends, first[:, None] + np.arange(T) + 1)
+    relu = options.get("relu", True)
+    loss, g = oracle.dense_kl(
+        *inputs,
+        scale=options.get("scale", D**-0.5),
+        starts=starts,
+        ends=ends,
+        k_scale=k_scale,
+        relu=relu,
+    )
+    return loss, indexer_oracle.indexer_gradients(*inputs[:3], g, k_scale=k_scale, relu=relu)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_dense_loss_and_gradients(name, rng):
+    inputs, options = index_inputs(rng), OPTIONS[name]
+    k_scale = np.exp(rng.normal(size=(2, 8))).astype(np.float32)
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(trained):
+        *index, scale = trained
+        return dense_indexer_kl_loss(*index, *inputs[3:], k_scale=scale, **options)
+
+    loss, grads = run((*inputs[:3], k_scale))
+    want, want_grads = dense_oracle(inputs, k_scale, options)
+    assert loss.shape == () and loss.dtype == jnp.float32
+    assert_matches(loss, np.float32(want), 1e-5)
+    assert_matches(grads, tuple(g.astype(np.float32) for g in want_grads), 1e-5)
+
+
+@pytest.mark.parametrize("budget", [1, 5_000])
+def test_chunks(budget, rng, monkeypatch):
+    inputs = index_inputs(rng, B=3, T=7)
+    index_q, index_k, weights, q, kv = inputs
+    starts, ends = np.zeros((3, 7), np.int32), np.tile(np.arange(1, 8, dtype=np.int32), (3, 1))
+    options = DenseOptions(IndexerOptions(relu=True), scale=3**-0.5)
+    monkeypatch.setattr(streaming, "BUDGET", budget)
+    kl, rows, *grads = jax.jit(lambda *a: reference.dense_indexer_kl_loss_fwd(options, *a))(
+        index_q, index_k, weights, None, starts, ends, q, kv
+    )
+    want, want_grads = dense_oracle(inputs, None, {})
+    np.testing.assert_array_equal(rows, [7, 7, 7])
+    assert_matches(kl.sum() / 21, np.float32(want), 1e-5)
+    assert grads[3] is None
+    got = tuple(np.asarray(x) / np.float32(21) for x in grads[:3])
+    assert_matches(got, tuple(x.astype(np.float32) for x in want_grads[:3]), 1e-5)
+
+
+def test_workspace_is_bounded():
+    """Less than one array [B, T, S], forward and backward."""
+    B, T, S = 2, 4096, 8192
+    shapes = [(B, T, 2, 8), (B, S, 8), (B, T, 2), (B, T, 4, 8), (B, S, 1, 8)]
+    run = jax.jit(jax.value_and_grad(dense_indexer_kl_loss, argnums=(0, 1, 2)))
+    compiled = run.lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < min(2 * streaming.BUDGET, B * T * S * 4)
+
+
+@pytest.mark.parametrize("poison", [NAN, INF])
+def test_keys_that_no_query_sees_do_not_matter(poison, rng):
+    """Bit for bit: the loss is causal, so that keys from T on are never seen."""
+    inputs = index_inputs(rng)
+    poisoned = [x.copy() for x in inputs]
+    poisoned[1][:, 5:] = poisoned[4][:, 5:] = poison
+    run = jax.jit(jax.value_and_grad(dense_indexer_kl_loss, argnums=(0, 1, 2)))
+    for a, b in zip(jax.tree.leaves(run(*inputs)), jax.tree.leaves(run(*poisoned)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_queries_that_see_no_key_do_not_count(rng):
+    inputs = index_inputs(rng)
+    run = jax.jit(
+        jax.value_and_grad(dense_indexer_kl_loss, argnums=(0, 1, 2)), static_argnames="query_start"
+    )
+    loss, grads = run(*inputs, query_start=-2)
+    want, _ = dense_oracle(inputs, None, {"query_start": -2})
+    assert_matches(loss, np.float32(want), 1e-5)
+    assert (np.asarray(grads[0])[:, :2] == 0).all() and (np.asarray(grads[2])[:, :2] == 0).all()
+    loss, grads = run(*inputs, query_start=-9)
+    assert loss == 0
+    assert all((np.asarray(g) == 0).all() for g in grads)
+
+
+def test_bfloat16(rng):
+    inputs = [jnp.asarray(x, jnp.bfloat16) for x in index_inputs(rng, J=4, C=16, D=16)]
+    inputs[2] = inputs[2].astype(jnp.float32)
+    exact = [x.astype(jnp.float32) for x in inputs]
+
+    def plain(index_q, index_k, weights, q, kv):
+        """What one would write, in the dtype of the inputs."""
+        mask = np.tril(np.ones((5, 8), bool))
+        kv = jnp.repeat(kv, 2, axis=2)
+        s = jnp.einsum("btnd,bsnd->btns", q, kv) * 0.25
+        p = jax.nn.softmax(jnp.where(mask[:, None], s, -INF), axis=-1).mean(2)
+        x = jax.nn.relu(jnp.einsum("btjc,bsc->btjs", index_q, index_k))
+        logits = jnp.einsum("btjs,btj->bts", x, weights.astype(x.dtype))
+        log_q = jax.nn.log_softmax(jnp.where(mask, logits, -INF), axis=-1)
+        return jnp.where(mask, p * (jnp.log(jnp.where(mask, p, 1)) - log_q), 0).sum(-1).mean()
+
+    run = lambda fn, x: jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2)))(*x)  # noqa: E731
+    got, low, want = run(dense_indexer_kl_loss, inputs), run(plain, inputs), run(plain, exact)
+    assert abs(got[0] - want[0]) <= 3 * abs(float(low[0]) - want[0]) + 1e-4
+    for name, a, b, c in zip(("dq", "dk", "dw"), got[1], low[1], want[1], strict=True):
+        assert a.dtype == b.dtype
+        assert_as_good_as(a, b, c, 4.0, name)
+
+
+def test_inside_shard_map(rng, cpus):
+    """Each device's loss is that of its rows; here all rows count, so that the mean is the loss."""
+    inputs = index_inputs(rng)
+    mesh = jax.make_mesh((2,), ("x",), devices=cpus[:2], axis_types=(AxisType.Auto,))
+
+    @jax.shard_map(mesh=mesh, in_specs=P("x"), out_specs=P())
+    def mean_of_two(*local):
+        teacher, logits = jnp.exp(local[2]), local[0][..., 0]
+        both = indexer_kl_loss(logits, teacher) + dense_indexer_kl_loss(*local)
+        return jax.lax.pmean(both, "x")
+
+    def whole(*args):
+        return indexer_kl_loss(args[0][..., 0], jnp.exp(args[2])) + dense_indexer_kl_loss(*args)
+
+    run = lambda fn: jax.jit(jax.value_and_grad(fn, argnums=(0, 1)))(*inputs)  # noqa: E731
+    assert_matches(run(mean_of_two), run(whole), 1e-5)
+
+
+def test_no_batch_axis_and_empty_batch(rng):
+    inputs = index_inputs(rng, B=1)
+    got = dense_indexer_kl_loss(*(x[0] for x in inputs))
+    np.testing.assert_array_equal(got, dense_indexer_kl_loss(*inputs))
+    assert dense_indexer_kl_loss(*(x[:0] for x in inputs)) == 0
+    logits, teacher = slots(rng)
+    flat = [x.reshape(10, 7) for x in (logits, teacher)]
+    assert_matches(indexer_kl_loss(*flat), indexer_kl_loss(logits, teacher), 1e-6)
+
+
+X = np.zeros((2, 3, 4), np.float32)
+NAMES = ("index_q", "index_k", "weights", "q", "kv")
+DENSE = dict(zip(NAMES, index_inputs(np.random.default_rng(0)), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "args"),
+    [
+        (TypeError, "logits", ([1.0], X)),
+        (ValueError, "logits", (X[0, 0], X[0, 0])),
+        (TypeError, "logits", (X.astype(np.int32), X)),
+        (ValueError, "teacher", (X, X[..., :2])),
+        (TypeError, "teacher", (X, X > 0)),
+        (ValueError, "valid", (X, X, X[0] > 0)),
+        (TypeError, "valid", (X, X, X)),
+    ],
+)
+def test_misuse_of_the_sparse_loss(error, name, args):
+    with pytest.raises(error, match=rf"^indexer_kl_loss: argument '{name}' .*want"):
+        indexer_kl_loss(*args)
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "change"),
+    [
+        (TypeError, "index_q", {"index_q": 1.0}),
+        (ValueError, "index_q", {"index_q": DENSE["weights"][0]}),
+        (ValueError, "index_k", {"index_k": DENSE["index_k"][..., :2]}),
+        (TypeError, "weights", {"weights": DENSE["weights"].astype(np.float16)}),
+        (ValueError, "weights", {"weights": DENSE["weights"][..., :1]}),
+        (ValueError, "q", {"q": DENSE["q"][:, :2]}),
+        (TypeError, "q", {"q": DENSE["q"].astype(np.int32)}),
+        (TypeError, "kv", {"kv": DENSE["kv"].astype(np.float16)}),
+        (ValueError, "kv", {"kv": DENSE["kv"][:, :7]}),
+        (ValueError, "kv", {"kv": DENSE["kv"][:, :, [0, 0, 0]]}),
+        (TypeError, "scale", {"scale": "1"}),
+        (ValueError, "scale", {"scale": NAN}),
+        (TypeError, "is_causal", {"is_causal": None}),
+        (TypeError, "query_start", {"query_start": 0.5}),
+        (ValueError, "query_start", {"query_start": np.zeros(3, np.int32)}),
+        (ValueError, "k_scale", {"k_scale": X[..., 0]}),
+        (TypeError, "starts", {"starts": 0}),
+        (ValueError, "ends", {"ends": np.zeros((2, 4), np.int32)}),
+        (TypeError, "relu", {"relu": "yes"}),
+        (ValueError, "implementation", {"implementation": "pallas"}),
+    ],
+)
+def test_misuse_of_the_dense_loss(error, name, change):
+    arrays = {**DENSE, **{n: x for n, x in change.items() if n in NAMES}}
+    options = {n: x for n, x in change.items() if n not in NAMES}
+    with pytest.raises(error, match=rf"^dense_indexer_kl_loss: argument '{name}' .*want"):
+        dense_indexer_kl_loss(*arrays.values(), **options)
+
+
+def test_cuda_on_request_or_an_error():
+    with pytest.raises(NotImplementedError, match=r"^indexer_kl_loss.*implementation='xla'"):
+        indexer_kl_loss(X, X, implementation="cuda")
+    with pytest.raises(NotImplementedError, match=r"^dense_indexer_kl_loss.*'xla'"):
+        dense_indexer_kl_loss(*DENSE.values(), implementation="cuda")
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=4), st.lists(st.integers(0, 3), max_size=4))
+def test_any_two_shapes_work_or_say_why_not(a, b):
+    call = lambda: indexer_kl_loss(jnp.zeros(a), jnp.ones(b))  # noqa: E731
+    if a == b and len(a) in (2, 3):
+        assert np.isfinite(call())
+    else:
+        with pytest.raises(ValueError, match=r"^indexer_kl_loss: argument '(logits|teacher)' has"):
+            call()
+
+
+def test_are_exported_under_their_names():
+    assert jax_dsa.indexer_kl_loss is indexer_kl_loss
+    assert jax_dsa.dense_indexer_kl_loss is dense_indexer_kl_loss

@@ -1,0 +1,330 @@
+"""Modules: rotations, both forms of latent attention, caches, the Linen bridge, remat."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_matches
+from flax import nnx
+from quick import compile_quickly  # noqa: F401
+
+import jax_dsa
+from jax_dsa import nn
+from jax_dsa.nn.cache import LayerCache
+from jax_dsa.training.remat import RESIDUALS, SELECTION, remat_policy
+
+B, T, M = 2, 12, 16
+CONFIG = nn.AttentionConfig(
+    model_dim=M,
+    num_heads=2,
+    q_rank=12,
+    kv_rank=8,
+    nope_dim=6,
+    rope_dim=4,
+    v_dim=5,
+    index_heads=3,
+    index_dim=8,
+    index_rope_dim=4,
+    top_k=5,
+)
+DECODER = nn.DecoderConfig(CONFIG, vocab=11, num_layers=2, mlp_dim=24)
+
+
+def hidden(rng, *shape):
+    return jnp.asarray(rng.normal(size=shape or (B, T, M)), jnp.float32)
+
+
+def positions(start=0):
+    return jnp.broadcast_to(jnp.arange(start, start + T, dtype=jnp.int32), (B, T))
+
+
+@functools.cache
+def attention(**changes):
+    return nn.DSAttention(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def decoder():
+    return nn.DecoderLM(DECODER, rngs=nnx.Rngs(0))
+
+
+def attend(module, x, sparse=True):
+    return jax.jit(lambda x: module(x, sparse=sparse))(x)
+
+
+def decode(module, x, cache):
+    return jax.jit(lambda x, cache: module.decode(x, cache))(x, cache)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_rope_rotates_complex_numbers(rng, layout):
+    x = rng.normal(size=(B, T, 3, 8)).astype(np.float32)
+    first, second = (x[..., :4], x[..., 4:]) if layout == "half" else (x[..., ::2], x[..., 1::2])
+    turn = np.exp(1j * np.arange(5, 5 + T)[:, None, None] * 100.0 ** (-np.arange(4) / 4))
+    z = (first + 1j * second) * turn
+    got = np.asarray(nn.rope(x, positions(5), base=100.0, layout=layout))
+    got = (got[..., :4], got[..., 4:]) if layout == "half" else (got[..., ::2], got[..., 1::2])
+    np.testing.assert_allclose(got[0] + 1j * got[1], z, atol=1e-5)
+
+
+def test_rope_layouts_differ_by_a_permutation_only(rng):
+    x = hidden(rng, B, T, 8)
+    order = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # pairs of "half", made neighbours
+    half = nn.rope(x, positions(), layout="half")
+    assert_matches(half[..., order], nn.rope(x[..., order], positions(), layout="interleaved"))
+    assert np.abs(half - nn.rope(x, positions(), layout="interleaved")).max() > 0.1
+
+
+def test_rope_scores_depend_on_distance_alone(rng):
+    q, k = hidden(rng, B, T, 8), hidden(rng, B, T, 8)
+    for layout in ("half", "interleaved"):
+        near, far = (
+            jnp.einsum("btc,bsc->bts", *(nn.rope(x, positions(p), layout=layout) for x in (q, k)))
+            for p in (0, 1000)
+        )
+        assert_matches(near, far, 1e-3)
+
+
+def test_hadamard_is_orthogonal():
+    h = np.asarray(nn.hadamard(jnp.eye(16)))
+    np.testing.assert_allclose(h @ h.T, np.eye(16), atol=1e-6)
+    np.testing.assert_allclose(np.abs(h), 0.25, rtol=1e-6)
+
+
+def test_misuse():
+    x = jnp.zeros((B, T, 6))
+    with pytest.raises(ValueError, match="'layout' is 'whole', want 'half' or 'interleaved'"):
+        nn.rope(x, positions(), layout="whole")
+    with pytest.raises(ValueError, match="want an even last axis"):
+        nn.rope(x[..., :5], positions())
+    with pytest.raises(ValueError, match="want a power of two last"):
+        nn.hadamard(x)
+    with pytest.raises(ValueError, match="rope_dim is 3, want even"):
+        dataclasses.replace(CONFIG, rope_dim=3)
+    with pytest.raises(ValueError, match="index_rope_dim is 10, want at most index_dim = 8"):
+        dataclasses.replace(CONFIG, index_rope_dim=10)
+    with pytest.raises(ValueError, match="index_dim is 6, want a power of two"):
+        dataclasses.replace(CONFIG, index_dim=6, index_hadamard=True)
+
+
+def index_logits(module, x):
+    @jax.jit
+    def run(x):
+        p = module.mla.project(x, positions())
+        index = module.indexer(x, p.q_latent, positions())
+        return jax_dsa.indexer_logits(index.q, index.k, index.weights, k_scale=index.k_scale)
+
+    return run(x)
+
+
+def test_hadamard_and_fp8_leave_the_indexers_scores(rng):
+    x = hidden(rng)
+    plain, turned = (attention(index_hadamard=h) for h in (False, True))
+    want = index_logits(plain, x)
+    assert_matches(index_logits(turned, x), want, 1e-4)
+    got = index_logits(attention(index_fp8=True, index_hadamard=True), x)
+    assert 0 < np.abs(got - want).max() < 0.1 * np.abs(want).max()
+
+
+def test_the_indexer_passes_no_gradient_on(rng):
+    module, x = attention(), hidden(rng)
+    latent = hidden(rng, B, T, CONFIG.q_rank)
+
+    @jax.jit
+    def total(x, latent):
+        index = module.indexer(x, latent, positions())
+        return sum(jnp.sin(y).sum() for y in index if y is not None)
+
+    for grad in jax.grad(total, argnums=(0, 1))(x, latent):
+        assert (np.asarray(grad) == 0).all()
+
+
+def test_with_all_keys_selected_both_forms_agree(rng):
+    x = hidden(rng)
+    module = attention(top_k=T)
+    (sparse, aux), (dense, dense_aux) = attend(module, x), attend(module, x, sparse=False)
+    assert_matches(sparse, dense, 1e-4)
+    assert_matches(aux.lse, dense_aux.lse, 1e-4)
+    assert_matches(aux.kl, dense_aux.kl, 1e-4)
+    assert dense_aux.indices is None and aux.indices.shape == (B, T, T)
+
+
+def test_value_heads_of_any_width(rng):
+    """Wider than the keys'; narrower is the other tests' case."""
+    x = hidden(rng)
+    module = attention(top_k=T, v_dim=14)
+    assert_matches(attend(module, x)[0], attend(module, x, sparse=False)[0], 1e-4)
+
+
+def test_attention_is_causal(rng):
+    x = hidden(rng)
+    later = x.at[:, 7:].add(1.0)
+    for sparse in (True, False):
+        run = jax.jit(lambda x, sparse=sparse: attention()(x, sparse=sparse)[0])
+        before, after = run(x), run(later)
+        np.testing.assert_array_equal(before[:, :7], after[:, :7])
+        assert (np.asarray(before[:, 7:]) != np.asarray(after[:, 7:])).any()
+
+
+def decode_in_chunks(model, tokens, cache, chunks):
+    step = jax.jit(lambda tokens, cache: model.decode(tokens, cache))
+    logits = []
+    for n in chunks:
+        out, cache = step(tokens[:, :n], cache)
+        tokens = tokens[:, n:]
+        logits.append(out)
+    return jnp.concatenate(logits, 1), cache
+
+
+def test_cached_decode_equals_the_full_forward(rng):
+    model = decoder()
+    tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
+    want, _ = jax.jit(lambda t: model(t))(tokens)
+    for chunks in ((T,), (9, 1, 1, 1)):
+        got, cache = decode_in_chunks(model, tokens, model.init_cache(B, T + 2), chunks)
+        assert_matches(got, want, 1e-4, str(chunks))
+        np.testing.assert_array_equal(cache.layers[0].lengths, [T, T])
+
+
+def after(lengths, x):
+    """Where the tokens of `x` [B, S, ...] lie behind the lengths."""
+    behind = jnp.arange(x.shape[1]) >= lengths[:, None]
+    return behind.reshape(*behind.shape, *(1,) * (x.ndim - 2))
+
+
+def test_decode_of_requests_of_different_lengths(rng):
+    """Each row of a cache goes on from its own length."""
+    model = decoder()
+    tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
+    want, _ = jax.jit(lambda t: model(t))(tokens)
+    short, long = 4, 9
+    full, cache = decode_in_chunks(model, tokens, model.init_cache(B, T), (T,))
+    assert_matches(full, want, 1e-4)
+    # What lies behind a request's length is never read, so cutting the lengths is a shorter
+    # prefill.
+    cut = jnp.array([short, long], jnp.int32)
+    layers = [c._replace(kv=dataclasses.replace(c.kv, lengths=cut)) for c in cache.layers]
+    cache = jax.tree.map(
+        lambda x: x if x.dtype == jnp.int32 else jnp.where(after(cut, x), jnp.nan, x),
+        nn.DecoderCache(tuple(layers)),
+    )
+    new = jnp.stack([tokens[0, short : short + 3], tokens[1, long : long + 3]])
+    got, cache = decode(model, new, cache)
+    assert_matches(got, jnp.stack([want[0, short : short + 3], want[1, long : long + 3]]), 1e-4)
+    np.testing.assert_array_equal(cache.layers[-1].lengths, [short + 3, long + 3])
+
+
+def test_decode_with_a_quantised_indexer(rng):
+    module, x = attention(index_fp8=True), hidden(rng)
+    want, aux = attend(module, x)
+    got, cache = decode(module, x, LayerCache.empty(module.config, B, T))
+    assert cache.index_k.dtype == jnp.float8_e4m3fn and cache.index_k_scale.shape == (B, T)
+    assert_matches(got, want, 1e-4)
+    assert aux.indices.shape == (B, T, 5)
+
+
+def test_a_cache_of_fp8_records(rng):
+    """The 656-byte record asks for 512 + 64 numbers a token."""
+    module = attention(kv_rank=512, rope_dim=64)
+    x = hidden(rng)
+    want, _ = attend(module, x)
+    got, cache = decode(module, x, LayerCache.empty(module.config, B, T, fp8=True))
+    assert cache.kv.data.shape == (B, T, 1, 656) and cache.kv.data.dtype == jnp.uint8
+    assert 0 < np.abs(got - want).max() < 0.1 * np.abs(want).max()
+
+
+def test_a_full_cache_drops_what_comes(rng):
+    module, x = attention(), hidden(rng)
+    _, cache = decode(module, x, LayerCache.empty(CONFIG, B, T - 2))
+    np.testing.assert_array_equal(cache.lengths, [T - 2] * B)
+    _, exact = decode(module, x[:, : T - 2], LayerCache.empty(CONFIG, B, T - 2))
+    assert_matches(cache, exact)
+
+
+def test_linen_bridge(rng):
+    x = hidden(rng)
+    linen = nn.linen_dsattention(CONFIG)
+    variables = jax.jit(linen.init)(jax.random.key(0), x)
+    assert set(variables) == {"params"}
+    run = jax.jit(functools.partial(linen.apply, mutable=False))
+    y, aux = run(variables, x)
+    twin = nnx.clone(attention())
+    state = nnx.to_pure_dict(nnx.state(twin, nnx.Param))
+    nnx.update(twin, jax.tree.map(lambda _, p: p, state, variables["params"]))
+    want, want_aux = attend(twin, x)
+    assert_matches((y, aux.kl), (want, want_aux.kl))
+    decoding = jax.jit(functools.partial(linen.apply, nnx_method="decode"))
+    decoded, _ = decoding(variables, x, LayerCache.empty(CONFIG, B, T))
+    assert_matches(decoded, want, 1e-4)
+
+    grads = jax.grad(lambda variables: run(variables, x)[1].kl)(variables)["params"]
+    assert any((np.asarray(g) != 0).any() for g in jax.tree.leaves(grads["indexer"]))
+    assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(grads["mla"]))
+
+
+def test_remat_policies_keep_gradients_and_selection(rng):
+    module, x = attention(), hidden(rng)
+    graph, params = nnx.split(module)
+
+    def run(params, x):
+        y, aux = nnx.merge(graph, params)(jnp.sin(x))
+        return jnp.sin(y).sum() + aux.kl, aux.indices
+
+    def differentiated(policy):
+        fn = run if policy == "none" else jax.checkpoint(run, policy=remat_policy(policy))
+        return jax.jit(jax.grad(fn, argnums=(0, 1), has_aux=True))(params, x)
+
+    want, indices = differentiated("none")
+    for policy in ("full", "selection", "attention"):
+        got, again = differentiated(policy)
+        assert_matches(got, want, 1e-5, policy)
+        np.testing.assert_array_equal(again, indices)
+    with pytest.raises(ValueError, match="'name' is 'some', want one of"):
+        remat_policy("some")
+
+
+def test_the_decoder_rematerialises_each_block():
+    tokens = jnp.zeros((B, T), jnp.int32)
+    graph, params = nnx.split(decoder())
+
+    def blocks(policy):
+        def loss(params):
+            model = nnx.merge(graph, params)
+            return model(tokens, remat_policy=remat_policy(policy))[0].sum()
+
+        return str(jax.make_jaxpr(jax.grad(loss))(params)).count("prevent_cse=True")
+
+    assert blocks("none") == 0 and blocks("selection") == DECODER.num_layers
+
+
+@pytest.mark.parametrize(
+    ("policy", "once"), [("full", ()), ("selection", SELECTION), ("attention", RESIDUALS)]
+)
+def test_what_remat_policies_compute_once(rng, policy, once):
+    module, x = attention(), hidden(rng)
+    graph, params = nnx.split(module)
+
+    @functools.partial(jax.checkpoint, policy=remat_policy(policy))
+    def run(params):
+        y, aux = nnx.merge(graph, params)(jnp.sin(x))
+        return jnp.sin(y).sum() + aux.kl
+
+    program = str(jax.make_jaxpr(jax.grad(run))(params))
+    for name in RESIDUALS:
+        assert program.count(f"name[name={name}]") == (1 if name in once else 2), name
+
+
+def test_bfloat16(rng):
+    module = attention(dtype=jnp.bfloat16)
+    x = hidden(rng).astype(jnp.bfloat16)
+    y, aux = attend(module, x)
+    assert y.dtype == aux.q.dtype == aux.kv.dtype == jnp.bfloat16
+    assert aux.lse.dtype == aux.kl.dtype == aux.indexer.weights.dtype == jnp.float32
+    assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(nnx.state(module, nnx.Param)))
+    want, _ = attend(attention(), x.astype(jnp.float32))
+    assert np.abs(y.astype(jnp.float32) - want).mean() < 0.1 * np.abs(want).mean()

@@ -1,0 +1,340 @@
+"""`sparse_mla` against the float64 oracle, and at its edges. Decode: test_caches.py."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_as_good_as, assert_matches
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
+from jax.test_util import check_grads
+from oracles import sparse_mla as oracle
+
+from jax_dsa.core import streaming
+from jax_dsa.ops.sparse_mla import Options, sparse_mla
+from jax_dsa.reference import sparse_mla as reference
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+B, T, S, N, G, D, E, K = 2, 7, 11, 6, 2, 10, 6, 9
+
+
+def inputs(
+    rng: np.random.Generator,
+    dtype: Any = np.float32,
+    t: int = T,
+    s: int = S,
+    k: int = K,
+    g: int = G,
+) -> tuple:
+    """q, kv, and indices with duplicates, every kind of invalid one, and a row of only those."""
+    q = rng.normal(size=(B, t, N, D)).astype(dtype)
+    kv = rng.normal(size=(B, s, g, D)).astype(dtype)
+    indices = rng.integers(0, max(s, 1), size=(B, t, g, k)).astype(np.int32)
+    bad = np.array([INT_MIN, -1, s, INT_MAX], np.int32)
+    wrong = rng.random(indices.shape) < 0.3
+    indices = np.where(wrong, rng.choice(bad, size=indices.shape), indices)
+    indices[0, t // 2] = rng.choice(bad, size=(g, k))
+    return q, kv, indices
+
+
+def both(q: Any, kv: Any, indices: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+    return sparse_mla(q, kv, indices, value_dim=E, return_lse=True, **options)
+
+
+def grads(args: tuple, dout: Any, dlse: Any, sinks: Any = None, **options: Any) -> tuple:
+    """Gradients of q, kv and the sinks for the given cotangents."""
+
+    def fn(q: Any, kv: Any, sinks: Any) -> Any:
+        return both(q, kv, args[2], sinks=sinks, **options)
+
+    return jax.vjp(fn, args[0], args[1], sinks)[1]((dout, dlse))
+
+
+CASES = {
+    "plain": {},
+    "scale": {"scale": 0.7},
+    "causal": {"is_causal": True, "query_start": 4},
+    "causal-before-all-keys": {"is_causal": True, "query_start": -4},
+    "compressed": {"is_causal": True, "query_start": np.array([9, 20], np.int32), "key_stride": 3},
+    "length": {"topk_length": np.array([[9, 0, 1, 5, 3, -2, 99], [8, 7, 6, 5, 4, 3, 2]], np.int32)},
+    "sinks": {"sinks": np.array([0.5, -1.0, np.inf, -np.inf, 3.0, 0.0], np.float32)},
+}
+EACH = pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+
+
+def test_oracle_on_a_case_done_by_hand() -> None:
+    q, kv = np.array([[[[2.0]]]]), np.array([[[[1.0]], [[3.0]], [[7.0]]]])
+    out, lse = oracle.sparse_mla(q, kv, np.array([[[[0, 1, -1, 0]]]]), value_dim=1, scale=0.5)
+    e1, e3 = np.exp(1.0), np.exp(3.0)
+    np.testing.assert_allclose(out, (2 * e1 * 1 + e3 * 3) / (2 * e1 + e3))
+    np.testing.assert_allclose(lse, np.log(2 * e1 + e3))
+
+
+@EACH
+def test_forward(options: dict, rng: np.random.Generator) -> None:
+    args = inputs(rng)
+    want = oracle.sparse_mla(*args, value_dim=E, **{"scale": D**-0.5, **options})
+    assert_matches(both(*args, **options), tuple(x.astype(np.float32) for x in want), tol=1e-5)
+
+
+@EACH
+def test_gradients(options: dict, rng: np.random.Generator) -> None:
+    args = inputs(rng)
+    dout = rng.normal(size=(B, T, N, E)).astype(np.float32)
+    dlse = rng.normal(size=(B, T, N)).astype(np.float32)
+    got = grads(args, dout, dlse, **options)
+    filled = {"scale": D**-0.5, **options}
+    want = oracle.sparse_mla_grads(*args, dout, dlse, value_dim=E, **filled)
+    want = want if "sinks" in options else want[:2]
+    got = got if "sinks" in options else got[:2]
+    assert_matches(got, tuple(x.astype(np.float32) for x in want), tol=1e-5)
+
+
+def test_gradients_against_finite_differences(rng: np.random.Generator) -> None:
+    q, kv, indices = inputs(rng, np.float64, t=3)
+    sinks = rng.normal(size=N)
+
+    def fn(q: Any, kv: Any, sinks: Any) -> Any:
+        out, lse = both(q, kv, indices, sinks=sinks, is_causal=True, query_start=5)
+        return out, jnp.where(jnp.isfinite(lse), lse, 0)
+
+    with jax.enable_x64(True):
+        args = tuple(jnp.asarray(x) for x in (q, kv, sinks))
+        assert fn(*args)[0].dtype == jnp.float64
+        check_grads(fn, args, order=1, modes=["rev"], atol=1e-7, rtol=1e-7, eps=1e-5)
+
+
+def test_a_row_without_a_valid_slot(rng: np.random.Generator) -> None:
+    q, kv, indices = inputs(rng)
+    sinks = np.array([0.0, np.inf, -np.inf, 1.0, 0.0, 0.0], np.float32)
+    row = T // 2
+    out, lse = both(q, kv, indices, sinks=sinks)
+    assert np.all(np.asarray(out[0, row]) == 0) and np.all(np.asarray(lse[0, row]) == -np.inf)
+    dq, dkv, dsinks = grads(
+        (q, kv, np.full_like(indices, -1)), jnp.ones_like(out), jnp.ones_like(lse), sinks
+    )
+    for g in (dq, dkv, dsinks):
+        assert np.all(np.asarray(g) == 0)
+
+
+@pytest.mark.parametrize(
+    ("poison", "deterministic"), [(np.nan, False), (np.inf, True), (-np.inf, False)]
+)
+def test_keys_that_no_slot_selects(
+    poison: float, deterministic: bool, rng: np.random.Generator
+) -> None:
+    q, kv, indices = inputs(rng)
+    length = rng.integers(0, K, size=(B, T)).astype(np.int32)
+    indices[..., K - 1] = 0  # beyond every row's length
+    indices[..., : K - 1][indices[..., : K - 1] == 0] = 1
+    indices[indices == S - 1] = -1
+    bad = kv.copy()
+    bad[:, [0, S - 1]] = poison
+    cotangents = rng.normal(size=(B, T, N, E)), rng.normal(size=(B, T, N))
+    cotangents = tuple(x.astype(np.float32) for x in cotangents)
+    options = {"topk_length": length, "deterministic": deterministic}
+    for a, b in zip(both(q, kv, indices, **options), both(q, bad, indices, **options), strict=True):
+        np.testing.assert_array_equal(a, b)
+    clean = grads((q, kv, indices), *cotangents, **options)
+    dirty = grads((q, bad, indices), *cotangents, **options)
+    for a, b in zip(clean[:2], dirty[:2], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.all(np.asarray(dirty[1])[:, [0, S - 1]] == 0)
+
+
+def test_a_poisoned_key_reaches_only_who_selects_it(rng: np.random.Generator) -> None:
+    q, kv, indices = inputs(rng)
+    indices[indices == 3] = 4
+    indices[1, 2, 0, 0] = 3
+    kv[1, 3] = np.nan
+    out, lse = both(q, kv, indices)
+    hit = np.zeros((B, T, N), bool)
+    hit[1, 2, : N // G] = True
+    np.testing.assert_array_equal(np.isnan(lse), hit)
+    np.testing.assert_array_equal(np.isnan(out).all(-1), hit)
+    np.testing.assert_array_equal(np.isnan(out).any(-1), hit)
+
+
+def test_duplicates_count_once_per_occurrence(rng: np.random.Generator) -> None:
+    q, kv, _ = inputs(rng, g=1)
+    once = np.zeros((B, T, 1, 1), np.int32)
+    out, lse = both(q, kv, np.repeat(once, 4, axis=-1))
+    single, single_lse = both(q, kv, once)
+    assert_matches(out, single, tol=1e-6)
+    assert_matches(lse, single_lse + np.log(4).astype(np.float32), tol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision(dtype: Any, rng: np.random.Generator) -> None:
+    q, kv, indices = inputs(rng, t=13, g=1)
+    low = jnp.asarray(q, dtype), jnp.asarray(kv, dtype)
+    exact = tuple(np.asarray(x, np.float32) for x in low)
+    dout = jnp.asarray(rng.normal(size=(B, 13, N, E)), dtype)
+    indices = np.where((indices < 0) | (indices >= S), 0, indices)
+
+    def plain(q: Any, kv: Any) -> Any:
+        rows = jax.vmap(lambda x, i: x[i])(kv[:, :, 0], indices[:, :, 0])
+        s = jnp.einsum("btnd,btkd->btnk", q, rows) * jnp.asarray(D**-0.5, q.dtype)
+        return jnp.einsum("btnk,btke->btne", jax.nn.softmax(s), rows[..., :E])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(fn: Any, args: Any) -> tuple:
+        out, pull = jax.vjp(fn, *args)
+        return out, *pull(dout.astype(out.dtype))
+
+    ours = run(lambda q, kv: sparse_mla(q, kv, indices, value_dim=E), low)
+    names = ("out", "dq", "dkv")
+    for name, got, lo, ex in zip(names, ours, run(plain, low), run(plain, exact), strict=True):
+        assert got.dtype == dtype
+        assert_as_good_as(got, lo, ex, factor=3 if name == "out" else 4, what=name)
+
+
+@pytest.mark.parametrize(
+    ("t", "s", "k"), [(1, 11, 9), (62, 11, 3), (0, 11, 9), (7, 0, 9), (7, 11, 0)]
+)
+def test_sizes(t: int, s: int, k: int, rng: np.random.Generator) -> None:
+    args = inputs(rng, t=max(t, 1), s=s, k=k)
+    args = args[0][:, :t], args[1], args[2][:, :t]
+    want = oracle.sparse_mla(*args, value_dim=E, scale=D**-0.5)
+    got = both(*args)
+    assert_matches(got, tuple(x.astype(np.float32) for x in want), tol=1e-5)
+    dq, dkv, _ = grads(args, *(jnp.ones_like(x) for x in got))
+    assert dq.shape == args[0].shape and dkv.shape == args[1].shape
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_chunks_of_queries(
+    deterministic: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, kv, indices = inputs(rng)
+    dout, dlse = (jnp.asarray(rng.normal(size=x), jnp.float32) for x in ((B, T, N, E), (B, T, N)))
+    options = Options(scale=0.3, value_dim=E, deterministic=deterministic)
+    length, sinks = jnp.full((B, T), 5, jnp.int32), jnp.ones((B, N))
+    operands = jnp.asarray(q), jnp.asarray(kv), jnp.asarray(indices), None, length, sinks
+
+    def run() -> tuple:
+        out, lse = reference.sparse_mla_fwd(options, *operands)
+        return out, lse, *reference.sparse_mla_bwd(options, *operands, out, lse, dout, dlse)
+
+    whole = jax.jit(run)()
+    per_query = reference.query_bytes(q, indices, 8, 12)
+    monkeypatch.setattr(streaming, "BUDGET", 3 * per_query)  # 3 + 3 + 1 queries
+    assert_matches(jax.jit(lambda: run())(), whole, tol=1e-6)
+
+
+def test_memory_is_bounded(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing as large as the gathered rows of all queries exists in either pass."""
+    queries, keys, heads, dim, k = 64, 32, 4, 32, 32
+    q = jnp.zeros((1, queries, heads, dim))
+    kv = jnp.zeros((1, keys, 1, dim))
+    indices = jnp.zeros((1, queries, 1, k), jnp.int32)
+    out, lse = jnp.zeros((1, queries, heads, dim)), jnp.zeros((1, queries, heads))
+    monkeypatch.setattr(streaming, "BUDGET", 4 * k * dim * 8)
+
+    def sizes(jaxpr: Any) -> Any:
+        for eqn in jaxpr.eqns:
+            yield from (v.aval.size for v in eqn.outvars if hasattr(v.aval, "size"))
+            for sub in jaxprs_in_params(eqn.params):
+                yield from sizes(sub)
+
+    options = Options(scale=1.0, value_dim=dim)
+    operands = q, kv, indices, None, None, None
+    for fn, args in (
+        (reference.sparse_mla_fwd, operands),
+        (reference.sparse_mla_bwd, (*operands, out, lse, out, lse)),
+    ):
+        largest = max(sizes(jax.make_jaxpr(lambda *a, fn=fn: fn(options, *a))(*args).jaxpr))
+        assert largest <= max(queries * heads * dim, 4 * k * dim)
+
+
+def test_deterministic_repeats_itself(rng: np.random.Generator) -> None:
+    args = inputs(rng, s=3)
+    dout, dlse = jnp.ones((B, T, N, E)), jnp.ones((B, T, N))
+    first, again = (grads(args, dout, dlse, deterministic=True)[:2] for _ in range(2))
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert_matches(first, grads(args, dout, dlse)[:2], tol=1e-5)
+
+
+def test_without_batch_axis(rng: np.random.Generator) -> None:
+    q, kv, indices = inputs(rng)
+    length = np.full((B, T), 5, np.int32)
+    out, lse = both(q, kv, indices, topk_length=length, is_causal=True, query_start=np.int32(3))
+    for b in range(B):
+        one = both(
+            q[b], kv[b], indices[b], topk_length=length[b], is_causal=True, query_start=jnp.int32(3)
+        )
+        assert_matches(one, (out[b], lse[b]), tol=1e-6)
+
+
+def test_traced_query_start_and_single_result(rng: np.random.Generator) -> None:
+    args = inputs(rng)
+    fn = jax.jit(lambda start: sparse_mla(*args, value_dim=E, is_causal=True, query_start=start))
+    for start in (0, 6):
+        want, _ = both(*args, is_causal=True, query_start=start)
+        assert_matches(fn(jnp.int32(start)), want, tol=1e-6)
+
+
+GOOD = {
+    "q": np.zeros((B, T, N, D), np.float32),
+    "kv": np.zeros((B, S, G, D), np.float32),
+    "indices": np.zeros((B, T, G, K), np.int32),
+}
+WRONG = {
+    "q rank": ({"q": np.zeros(4, np.float32)}, ValueError, "'q' has shape"),
+    "q dtype": ({"q": np.zeros((B, T, N, D), np.int32)}, TypeError, "'q' has dtype int32"),
+    "q type": ({"q": [1.0]}, TypeError, "'q' is list"),
+    "kv shape": ({"kv": np.zeros((B, S, G, D + 1), np.float32)}, ValueError, "'kv'.*D=10"),
+    "kv batch": ({"kv": np.zeros((1, S, G, D), np.float32)}, ValueError, "'kv'.*B=2"),
+    "kv dtype": ({"kv": jnp.zeros((B, S, G, D), jnp.bfloat16)}, TypeError, "'kv'.*float32"),
+    "heads": ({"kv": np.zeros((B, S, 4, D), np.float32)}, ValueError, "N=6.*G=4.*multiple"),
+    "no groups": ({"kv": np.zeros((B, S, 0, D), np.float32)}, ValueError, "N=6.*G=0.*multiple"),
+    "indices shape": ({"indices": np.zeros((B, T, K), np.int32)}, ValueError, "'indices'"),
+    "indices group": ({"indices": np.zeros((B, T, 1, K), np.int32)}, ValueError, "'indices'.*G=2"),
+    "indices dtype": ({"indices": np.zeros((B, T, G, K))}, TypeError, "'indices'.*int32"),
+    "value_dim": ({"value_dim": D + 1}, ValueError, "'value_dim' is 11, want.* int in 1..10"),
+    "value_dim default": ({"value_dim": 512}, ValueError, "'value_dim' is 512"),
+    "value_dim type": ({"value_dim": 2.0}, TypeError, "'value_dim'.*want an int"),
+    "scale": ({"scale": np.nan}, ValueError, "'scale' is nan"),
+    "scale type": ({"scale": "1"}, TypeError, "'scale'"),
+    "is_causal": ({"is_causal": 1}, TypeError, "'is_causal'.*want a bool"),
+    "query_start": ({"query_start": np.zeros(3, np.int32)}, ValueError, "'query_start'"),
+    "query_start type": ({"query_start": 0.5}, TypeError, "'query_start'"),
+    "key_stride": ({"key_stride": 0}, ValueError, "'key_stride' is 0"),
+    "topk_length": ({"topk_length": np.zeros((B, 1), np.int32)}, ValueError, "'topk_length'.*T=7"),
+    "topk_length type": ({"topk_length": 3}, TypeError, "'topk_length' is int, want an array"),
+    "sinks": ({"sinks": np.zeros(5, np.float32)}, ValueError, "'sinks'.*N=6"),
+    "sinks dtype": ({"sinks": jnp.zeros(N, jnp.bfloat16)}, TypeError, "'sinks'.*float32"),
+    "deterministic": ({"deterministic": None}, TypeError, "'deterministic'"),
+    "return_lse": ({"return_lse": "yes"}, TypeError, "'return_lse'"),
+    "implementation": ({"implementation": "gpu"}, ValueError, "'implementation' is 'gpu'"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
+def test_misuse(change: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=f"sparse_mla: .*{message}"):
+        sparse_mla(**{**GOOD, "value_dim": E, **change})
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_any_wrong_shape_is_refused(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(GOOD)))
+    shape = list(GOOD[name].shape)
+    axis = data.draw(st.integers(0, 3))
+    free = {"q": (), "kv": (1,), "indices": (3,)}[name]
+    shape[axis] = data.draw(st.integers(0, 20).filter(lambda n: n != shape[axis]))
+    allowed = axis in free or (name == "q" and axis == 2 and shape[2] % G == 0)
+    bad = {**GOOD, name: np.zeros(shape, GOOD[name].dtype)}
+    if allowed:
+        assert sparse_mla(**bad, value_dim=E).shape == (*bad["q"].shape[:3], E)
+    else:
+        with pytest.raises(ValueError, match="sparse_mla: argument"):
+            sparse_mla(**bad, value_dim=E)

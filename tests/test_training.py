@@ -1,0 +1,327 @@
+"""Training: whose gradient is whose, the data's order, recall, exact checkpoints, the demo."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_matches
+from flax import nnx
+from quick import compile_quickly  # noqa: F401
+
+from jax_dsa import nn, training
+from jax_dsa.training import cli, report
+from jax_dsa.training import trainer as trainer_module
+from jax_dsa.training.data import BOS, VOCAB, Batches, Corpus, load_corpus, validation_batches
+from jax_dsa.training.evaluate import Evaluator
+from jax_dsa.training.steps import Program
+
+ATTENTION = nn.AttentionConfig(
+    model_dim=16,
+    num_heads=2,
+    q_rank=12,
+    kv_rank=8,
+    nope_dim=6,
+    rope_dim=4,
+    v_dim=6,
+    index_heads=2,
+    index_dim=8,
+    index_rope_dim=4,
+    top_k=4,
+)
+CONFIG = dataclasses.replace(
+    training.PRESETS["cpu"](),
+    model=nn.DecoderConfig(ATTENTION, vocab=VOCAB, num_layers=1, mlp_dim=16),
+    seq_len=24,
+    batch_size=2,
+    dense_steps=3,
+    warmup_steps=6,
+    sparse_steps=4,
+    ramp_steps=1,
+    log_every=2,
+    probe_every=4,
+    probe_sequences=2,
+    eval_sequences=4,
+    eval_batch=2,
+    checkpoint_every=100,
+    sample_tokens=5,
+)
+STAGES = {"dense": 0, "warmup": 3, "sparse": 9}
+
+
+@functools.cache
+def shared_program(config):
+    """Compiled once for all tests."""
+    return Program(config)
+
+
+@functools.cache
+def shared_evaluator(program):
+    return Evaluator(program)
+
+
+@pytest.fixture(autouse=True)
+def share(monkeypatch):
+    monkeypatch.setattr(trainer_module, "Program", shared_program)
+    monkeypatch.setattr(trainer_module, "Evaluator", shared_evaluator)
+
+
+@functools.cache
+def corpus():
+    rng = np.random.default_rng(0)
+    words = [rng.integers(97, 123, size=4) for _ in range(20)]
+    text = [np.concatenate([[BOS], *(words[i] for i in rng.integers(0, 20, 60))]) for _ in range(8)]
+    train, validation = np.concatenate(text[:6]), np.concatenate(text[6:])
+    return Corpus(train.astype(np.uint16), validation.astype(np.uint16), (6, 2))
+
+
+def tokens(number=0):
+    return Batches(corpus().train, CONFIG.seq_len + 1, CONFIG.batch_size, 0)[number]
+
+
+def leaves(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def all_equal(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_each_loss_reaches_exactly_its_own_parameters(sparse):
+    program = shared_program(CONFIG)
+    state = program.init()
+
+    @jax.jit
+    def gradients(params, tokens):
+        losses, pull = jax.vjp(lambda p: program._losses(*p, tokens, sparse), params)
+        one, zero = jnp.ones_like(losses[0]), jnp.zeros_like(losses[0])
+        return pull((one, zero))[0], pull((zero, one))[0]
+
+    lm, kl = gradients((state.backbone.params, state.indexer.params), tokens())
+    for (backbone, indexer), (own, other) in ((lm, (0, 1)), (kl, (1, 0))):
+        grads = backbone, indexer
+        assert all(np.any(g != 0) for g in leaves(grads[own]))
+        assert all(np.all(g == 0) for g in leaves(grads[other]))
+
+
+def test_the_split_of_parameters():
+    model = nn.DecoderLM(CONFIG.model, rngs=nnx.Rngs(0))
+    _, indexer, backbone = nnx.split(model, training.INDEXER, ...)
+    assert all("indexer" in path for path, _ in nnx.to_flat_state(indexer))
+    assert not any("indexer" in path for path, _ in nnx.to_flat_state(backbone))
+    assert len(leaves(indexer)) == len(leaves(nnx.state(model.blocks[0].attention.indexer)))
+
+
+def test_what_each_stage_changes():
+    program = shared_program(CONFIG)
+    for stage, step in STAGES.items():
+        before = program.init()._replace(step=jnp.asarray(step, jnp.int32))
+        old = jax.tree.map(np.asarray, before)
+        after, losses = program.step(before, tokens())
+        assert int(after.step) == step + 1
+        assert all_equal(after.backbone, old.backbone) == (stage == "warmup")
+        assert all_equal(after.indexer, old.indexer) == (stage == "dense")
+        assert all_equal(after.control, old.control) == (stage != "sparse")
+        assert {"dense": 1, "warmup": 2, "sparse": 3}[stage] == len(losses)
+
+
+def test_warmup_lowers_the_kl():
+    config = dataclasses.replace(CONFIG, dense_steps=0, warmup_steps=60, indexer_learning_rate=1e-2)
+    program = shared_program(config)
+    state, kls = program.init(), []
+    for _ in range(60):
+        state, losses = program.step(state, tokens())
+        kls.append(float(losses["kl"]))
+    assert kls[-1] < kls[0] / 2
+
+
+def test_files_are_split_by_their_path(tmp_path):
+    for i in range(60):
+        (tmp_path / f"sub{i % 3}").mkdir(exist_ok=True)
+        (tmp_path / f"sub{i % 3}" / f"m{i}.py").write_text(f"x = {i}\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "skipped.py").write_text("nothing")
+    first = load_corpus(tmp_path)
+    assert sum(first.files) == 60 and min(first.files) > 0
+    both = np.concatenate([first.train, first.validation])
+    assert (both == BOS).sum() == 60 and both.dtype == np.uint16
+    (tmp_path / "sub0" / "new.py").write_text("y = 0\n")
+    again = load_corpus(tmp_path)
+    old, new = (sorted(bytes(c.validation.astype(np.uint8)).split(b"\0")) for c in (first, again))
+    assert set(old) <= set(new)  # no file changes sides when one is added
+    with pytest.raises(FileNotFoundError, match="too few Python sources below"):
+        load_corpus(tmp_path / "tests")
+
+
+def test_the_standard_library_is_there():
+    found = load_corpus()
+    assert found.files[0] > 100 and found.files[1] > 5 and len(found.train) > 2e6
+
+
+def test_batches_are_a_function_of_their_number():
+    stream = np.arange(100, dtype=np.uint16)
+    batches = Batches(stream, 7, 4, seed=1)  # 14 windows
+    rows = np.concatenate([batches[i] for i in range(7)])  # two epochs
+    for epoch in (rows[:14], rows[14:]):
+        assert sorted(epoch[:, 0]) == list(range(0, 98, 7))
+    assert (rows[:14] != rows[14:]).any()
+    np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(7))
+    fresh = Batches(stream, 7, 4, seed=1)
+    for i in (5, 0, 3):
+        np.testing.assert_array_equal(fresh[i], rows[4 * i : 4 * i + 4])
+    assert (Batches(stream, 7, 4, seed=2)[0] != rows[:4]).any()
+    with pytest.raises(ValueError, match="want at least batch_size = 15"):
+        Batches(stream, 7, 15, seed=1)
+
+
+def test_validation_batches():
+    stream = np.arange(100, dtype=np.uint16)
+    batches = validation_batches(stream, 10, 2, 5)
+    np.testing.assert_array_equal(np.concatenate(batches)[:, 0], [0, 20, 50, 70])
+    assert len(validation_batches(stream, 10, 2, 1000)) == 5
+    with pytest.raises(ValueError, match="want at least batch_size = 11"):
+        validation_batches(stream, 10, 11, 11)
+
+
+def test_attention_mass_and_recall(rng):
+    B, T, N, D, K = 2, 9, 3, 4, 3
+    q = rng.normal(size=(B, T, N, D)).astype(np.float32)
+    kv = rng.normal(size=(B, T, 1, D)).astype(np.float32)
+    scores = np.einsum("btnd,bsd->btns", q, kv[:, :, 0]) * 0.7
+    scores = np.where(np.arange(T) <= np.arange(T)[:, None, None], scores, -np.inf)
+    want = np.asarray(jax.nn.softmax(scores, -1)).mean(2)
+    lse = jax.nn.logsumexp(scores, -1)
+    mass = training.attention_mass(q, kv, lse, scale=0.7)
+    assert_matches(mass, want, 1e-5)
+
+    recent = training.recency_indices(B, T, K)
+    np.testing.assert_array_equal(recent[0, :4], [[-1, -1, 0], [-1, 0, 1], [0, 1, 2], [1, 2, 3]])
+    by_hand = np.mean([want[b, t, t - 2 : t + 1].sum() for b in range(B) for t in range(K, T)])
+    np.testing.assert_allclose(training.mass_recall(mass, recent), by_hand, rtol=1e-5)
+
+    drawn = np.asarray(training.random_indices(jax.random.key(0), 400, T, K))
+    for t in range(T):
+        rows = drawn[:, t]
+        assert (np.sort(rows[rows >= 0].reshape(400, -1), -1) <= t).all()
+        assert ((rows >= 0).sum(-1) == min(K, t + 1)).all()
+        assert all(len(set(r[r >= 0])) == (r >= 0).sum() for r in rows)
+    share = np.bincount(drawn[:, T - 1].ravel(), minlength=T) / 400
+    assert np.abs(share - K / T).max() < 0.12
+    everything = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T, T))
+    assert training.mass_recall(mass, everything) == 0  # no query had to choose
+
+
+def test_generate_is_greedy_decoding():
+    program = shared_program(CONFIG)
+    state = program.init()
+    model = program.model(state.backbone.params, state.indexer.params)
+    prompt = jnp.asarray(tokens()[:, :6])
+
+    def run(steps, temperature):
+        key = jax.random.key(0)
+        return jax.jit(
+            lambda: training.generate(model, prompt, steps, key, temperature=temperature)
+        )()
+
+    got = run(4, 0)
+    seen = jnp.concatenate([prompt, got], axis=1)[:, :-1]
+    logits = jax.jit(lambda seen: model(seen)[0])(seen)
+    np.testing.assert_array_equal(got, logits[:, 5:].argmax(-1))
+    assert run(1, 1.0).shape == (2, 1)
+    with pytest.raises(ValueError, match="'steps' is 0, want at least 1"):
+        training.generate(model, prompt, 0, jax.random.key(0))
+
+
+def interrupt_at(monkeypatch, number):
+    """Sends SIGINT while the batch of that number is fetched."""
+    fetch = Batches.__getitem__
+
+    def fetching(self, i):
+        if i == number:
+            signal.raise_signal(signal.SIGINT)
+        return fetch(self, i)
+
+    monkeypatch.setattr(Batches, "__getitem__", fetching)
+
+
+def timeless(rows):
+    return [{k: v for k, v in r.items() if "second" not in k} for r in rows]
+
+
+def test_an_interrupted_run_goes_on_exactly(tmp_path, monkeypatch):
+    whole = trainer_module.Trainer(CONFIG, corpus(), tmp_path / "whole")
+    assert whole.run()
+    for number in (1, 10):  # within the dense stage, then within the sparse one
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, number)
+            part = trainer_module.Trainer(CONFIG, corpus(), tmp_path / "part")
+            assert not part.run() and part.step == number + 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    last = trainer_module.Trainer(CONFIG, corpus(), tmp_path / "part")
+    assert last.step == 11 and last.run()
+    assert jax.tree.structure(last.state) == jax.tree.structure(whole.state)
+    assert all_equal(last.state, whole.state)
+    full = {r["step"]: r for r in timeless(whole.log.rows())}
+    resumed = {r["step"]: r for r in timeless(last.log.rows())}
+    assert resumed == full and len(last.log.rows()) == len(full)
+
+    other = dataclasses.replace(CONFIG, seed=1)
+    with pytest.raises(ValueError, match="has another configuration"):
+        trainer_module.Trainer(other, corpus(), tmp_path / "part")
+
+
+def test_rows_after_the_checkpoint_are_dropped(tmp_path):
+    log = trainer_module.Log(tmp_path / "metrics.csv")
+    log.keep_until(0)
+    for step in (2, 4, 6):
+        log.append({"step": step, "stage": "dense", "lm_loss": 1 / 3})
+    log.keep_until(4)
+    assert [r["step"] for r in log.rows()] == ["2", "4"]
+    assert log.rows()[0]["lm_loss"] == "0.333333" and log.rows()[0]["kl"] == ""
+
+
+def results(**changes):
+    recall = {"indexer": 0.9, "random": 0.3, "recency": 0.7, "best": 0.95}
+    found = report.Results(
+        dense=2.0,
+        sparse=2.03,
+        control=2.0,
+        recall={k: np.full(2, v) for k, v in recall.items()},
+        warmup_kl=(1.0, 0.4),
+        tokens_per_second={"dense": 1.0},
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def test_checks_can_fail():
+    assert [ok for ok, _ in results().checks()] == [True] * 5
+    bad = results(
+        warmup_kl=(1.0, 0.6),
+        dense=1.98,
+        control=1.9,
+        recall=results().recall | {"indexer": np.full(2, 0.5)},
+    )
+    assert [ok for ok, _ in bad.checks()] == [False] * 5
+
+
+def test_the_demo(tmp_path, monkeypatch, capsys):
+    """The command line from start to end, and once more from its checkpoint."""
+    monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)
+    monkeypatch.setattr(cli, "load_corpus", corpus)
+    command = ["--run-dir", str(tmp_path / "run"), "--sparse-steps", "4"]
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5)
+        assert cli.main(command) == 130
+    assert "stopped after step 6; the same command goes on from there" in capsys.readouterr().out
+    assert cli.main(command) == 0
+    out = capsys.readouterr().out
+    for text in ("going on from step 6", "validation loss", "top-k mass recall", "tokens/s"):
+        assert text in out
+    assert out.count("PASS") + out.count("FAIL") == 5
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
