@@ -17,6 +17,8 @@ nb::capsule capsule(XLA_FFI_Handler* handler) {
 nb::dict targets() {
   nb::dict out;
   out["jax_dsa.quantize_fp8.v1"] = capsule(QuantizeFp8);
+  out["jax_dsa.sparse_mla_fwd.v1"] = capsule(SparseMlaFwd);
+  out["jax_dsa.topk_fwd.v1"] = capsule(TopkFwd);
   return out;
 }
 

@@ -4,3 +4,5 @@
 #include "xla/ffi/api/ffi.h"
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizeFp8);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SparseMlaFwd);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TopkFwd);

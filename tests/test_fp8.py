@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import fp8 as oracle
 
+import jax_dsa
 from jax_dsa.ops.fp8 import dequantize_fp8, fake_quantize_fp8, fp8_matmul, quantize_fp8
 
 DTYPES = pytest.mark.parametrize(
@@ -174,6 +175,24 @@ def test_fake_quantize(dtype: Any, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(np.asarray(y), np.asarray(want))
     ct = jnp.asarray(random(rng, 6, 200, dtype=dtype))
     np.testing.assert_array_equal(np.asarray(vjp(ct)[0]), np.asarray(ct))
+
+
+def test_fake_quantize_under_transforms(rng: np.random.Generator) -> None:
+    x = jnp.asarray(random(rng, 3, 4, 40))
+    value = lambda x: fake_quantize_fp8(x, block=16)  # noqa: E731
+    loss = lambda x: (value(x) ** 3).sum()  # noqa: E731
+    want = 3 * np.asarray(value(x)) ** 2
+    assert_matches(jax.jit(jax.vmap(jax.grad(loss)))(x), want)
+    assert_matches(jax.grad(lambda x: jax.vmap(loss)(x).sum())(x), want)
+    assert_matches(jax.grad(jax.checkpoint(loss))(x), want)
+    total = lambda x: jax.lax.scan(lambda c, y: (c + loss(y), None), 0.0, x)[0]  # noqa: E731
+    assert_matches(jax.grad(total)(x), want)
+    with pytest.raises(NotImplementedError, match="plain_xla"):
+        jax.grad(lambda x: jax.grad(loss)(x).sum())(x)
+    with jax_dsa.plain_xla():
+        assert_matches(jax.grad(loss)(x), want)
+        second = jax.grad(lambda x: jax.grad(loss)(x).sum())(x)
+        assert_matches(second, 6 * np.asarray(value(x)))
 
 
 def test_a_gradient_through_the_codes_is_refused() -> None:

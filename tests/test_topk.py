@@ -183,7 +183,11 @@ ROWS = np.zeros((2, 3), np.int32)
         (ValueError, "argument 'ends' has shape", lambda: topk(X, 1, ends=ROWS[..., None])),
         (TypeError, "argument 'return_values' is 1", lambda: topk(X, 1, return_values=1)),
         (ValueError, "'implementation' is 'gpu'", lambda: topk(X, 1, implementation="gpu")),
-        (NotImplementedError, "implementation='xla'", lambda: topk(X, 1, implementation="cuda")),
+        (
+            NotImplementedError,
+            "implementation='xla'",
+            lambda: topk(X.astype(np.float16), 1, implementation="cuda"),
+        ),
     ],
 )
 def test_misuse(error, message, call):

@@ -80,8 +80,10 @@ class Args:
             raise TypeError(
                 f"{self.op}: argument '{name}' is {type(x).__name__}, want an array of {names}"
             )
-        # As `jnp.asarray` will see it: 64-bit NumPy arrays are 32-bit ones unless JAX runs in x64.
-        if jax.dtypes.canonicalize_dtype(x.dtype) not in [jnp.dtype(d) for d in dtypes]:
+        dtype = x.dtype
+        if np.issubdtype(dtype, np.floating):  # NumPy's float64 is float32 unless JAX runs in x64
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        if dtype not in [jnp.dtype(d) for d in dtypes]:
             raise TypeError(f"{self.op}: argument '{name}' has dtype {x.dtype}, want {names}")
         return jnp.asarray(x)
 

@@ -12,20 +12,22 @@ if TYPE_CHECKING:
 
 Carry = TypeVar("Carry")
 
-# Bytes of intermediates that one chunk may hold. Large enough to keep a GPU's matrix units busy,
-# small enough that a laptop runs the same code; the platform is not known while tracing, so one
-# number serves both.
+# Bytes of intermediates that one chunk may hold: at most BUDGET, which keeps a GPU's matrix units
+# busy; less where the whole is small, since a CPU is several times faster on chunks that stay in
+# its caches, down to CACHED. The platform is not known while tracing.
 BUDGET = 128 * 2**20
+CACHED = 8 * 2**20
+_CHUNKS = 64
 
 
-def chunk_length(total: int, bytes_per_item: int, budget: int | None = None) -> int:
-    """How many of `total` items, each needing `bytes_per_item` of intermediates, fit the budget; at
-    least one.
+def chunk_length(total: int, bytes_per_item: int) -> int:
+    """How many of `total` items, each needing `bytes_per_item` of intermediates, make a chunk.
 
-    Prefers a divisor of `total` no smaller than half of what fits, since a remainder chunk costs a
-    second compilation.
+    At least one. Prefers a divisor of `total` no smaller than half of what fits, since a remainder
+    chunk costs a second compilation.
     """
-    fits = max(1, (BUDGET if budget is None else budget) // max(1, bytes_per_item))
+    budget = min(BUDGET, max(CACHED, total * bytes_per_item // _CHUNKS))
+    fits = max(1, budget // max(1, bytes_per_item))
     if fits >= total:
         return max(1, total)
     return next((c for c in range(fits, fits // 2, -1) if total % c == 0), fits)

@@ -6,9 +6,11 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_dsa.core.checks import FLOAT32, FLOATS, INT32, Args
+from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.reference import sparse_mla as reference
 from jax_dsa.serving.caches import FlatCache, PagedCache, physical_rows
@@ -29,11 +31,34 @@ class Options:
     deterministic: bool = False
 
 
+# What the kernel covers, as in cuda/sparse_mla/sparse_mla.h.
+_KERNEL_DIMS = (576, 512)
+_KERNEL_VALUE_DIM = 512
+
+
+def _kernel_supports(options: Options, q: Any, kv: Any, *_: Any) -> str | None:
+    if q.dtype != jnp.bfloat16 or kv.dtype != jnp.bfloat16:
+        return f"it takes bfloat16, got q of {q.dtype} and kv of {kv.dtype}"
+    if q.shape[3] not in _KERNEL_DIMS:
+        return f"it has D=576 and D=512, got D={q.shape[3]}"
+    if options.value_dim != _KERNEL_VALUE_DIM:
+        return f"it has value_dim={_KERNEL_VALUE_DIM}, got {options.value_dim}"
+    if options.scale <= 0:
+        return f"it takes scale > 0, got {options.scale}"
+    return None
+
+
 # "r" is kv's row: its D values, or the bytes of an FP8 record.
 _FWD = Pass(
     "sparse_mla_fwd",
     "b t (g m) d, b s g r, b t g k, b t, b t, b (g m) -> b t (g m) e, b t (g m)",
     reference.sparse_mla_fwd,
+    kernel=Kernel(
+        target="jax_dsa.sparse_mla_fwd.v1",
+        limits="bfloat16; D 576 or 512, value_dim 512; scale > 0",
+        supported=_kernel_supports,
+        attrs=lambda o, *_: {"scale": np.float32(o.scale)},
+    ),
 )
 _BWD = Pass(
     "sparse_mla_bwd",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from jax_dsa.core.checks import FLOATS, INT32, Args
+from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.reference import topk as reference
 
@@ -27,11 +28,32 @@ class TopkOptions:
     return_values: bool
 
 
+# The kernel's limits, as cuda/topk/topk.h has them.
+_KERNEL_SELECTED = 4096
+_KERNEL_SIZE = 2**31 - 1 - 2**16
+
+
+def _kernel_supports(options: TopkOptions, x: Any, *_: Any) -> str | None:
+    if x.dtype != jnp.float32:
+        return f"it takes float32, got {x.dtype}"
+    selected = min(options.k, options.size)
+    if selected > _KERNEL_SELECTED:
+        return f"it selects at most {_KERNEL_SELECTED} values of a row, want {selected}"
+    if options.size > _KERNEL_SIZE:
+        return f"it takes rows of at most {_KERNEL_SIZE} values, got {options.size}"
+    return None
+
+
 FWD = Pass(
     "topk_fwd",
     lambda o: "b t s, b t, b t -> " + ("b t k, b t k" if o.return_values else "b t k"),
     reference.topk_fwd,
     shardable="b t",
+    kernel=Kernel(
+        target="jax_dsa.topk_fwd.v1",
+        limits=f"float32 rows; k up to {_KERNEL_SELECTED}",
+        supported=_kernel_supports,
+    ),
 )
 BWD = Pass("topk_bwd", "b t k, b t k -> b t s", reference.topk_bwd, shardable="b t")
 

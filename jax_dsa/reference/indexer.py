@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 
 Gradients = tuple["Array | None", ...]
 
-# Eight times a score's own four bytes, for its gate and temporaries of both, and because chunks that
-# leave a CPU's caches are slow: scores that fill half of the budget took twice the time there.
-_BYTES_PER_SCORE = 32
+# Four times a score's own four bytes, for its gate and temporaries of both.
+_BYTES_PER_SCORE = 16
 
 
 def stream_queries(

@@ -90,7 +90,6 @@ class Trainer:
                     if stage_ends or done % config.probe_every == 0:
                         probe = self.probe(stage)
                         row |= probe
-                        bar.clear()
                     row["seconds"] = self.seconds + clock.total()
                     self.log.append(row)
                     bar.set_postfix_str(_postfix(row, probe))

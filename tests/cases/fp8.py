@@ -28,7 +28,7 @@ def quantize(x, power_of_two_scale):
     return quantize_fp8(x, block=BLOCK, power_of_two_scale=power_of_two_scale)
 
 
-# Squared: by itself it is linear to JAX, and has a second derivative, zero.
+# Squared: alone it is linear to JAX, and its second derivative a zero that nothing computes.
 def fake_quantize(x):
     return fake_quantize_fp8(x, block=(4, BLOCK)) ** 2
 

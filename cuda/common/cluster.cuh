@@ -1,0 +1,35 @@
+// Thread-block clusters: rank, barrier, and the peers' shared memory.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_dsa {
+
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+__device__ __forceinline__ int cluster_size() {
+  uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return static_cast<int>(size);
+}
+
+// Waits for the cluster's blocks and orders their shared memory. It costs each warp a fence of all
+// memory: use few.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The address in block `rank` of what `p` is in this block's shared memory.
+template <typename T>
+__device__ __forceinline__ T* cluster_peer(T* p, int rank) {
+  uint64_t there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(p), "r"(rank));
+  return reinterpret_cast<T*>(there);
+}
+
+}  // namespace jax_dsa

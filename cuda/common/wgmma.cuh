@@ -1,0 +1,126 @@
+// wgmma with bf16 operands and f32 accumulators, and the descriptors of 128-byte-swizzled tiles.
+//
+// Tiles are made of blocks of 64 columns: a block's row is 128 bytes, row r's 16-byte chunk c lies
+// at chunk c ^ (r % 8), and eight rows (1024 bytes, so aligned) are the swizzle's period. The same
+// bytes serve as
+//   K-major operand (the 64 columns are contracted): the stride offset leads to the next eight
+//     rows, 16 columns are 32 bytes;
+//   MN-major operand (the rows are contracted): the leading offset leads to the next 64 columns,
+//     the stride offset to the next eight rows, 16 rows are 2048 bytes.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_dsa {
+
+inline constexpr uint64_t kSwizzle128B = uint64_t{1} << 62;
+
+// Adding bytes / 16 to a descriptor moves its start.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t leading_bytes,
+                                                     uint32_t stride_bytes) {
+  return kSwizzle128B | uint64_t{stride_bytes >> 4} << 32 | uint64_t{leading_bytes >> 4} << 16 |
+         (address & 0x3ffff) >> 4;
+}
+__device__ __forceinline__ uint64_t k_major_descriptor(uint32_t address) {
+  return wgmma_descriptor(address, 16, 1024);  // the leading offset is not used
+}
+__device__ __forceinline__ uint64_t mn_major_descriptor(uint32_t address, uint32_t block_bytes) {
+  return wgmma_descriptor(address, block_bytes, 1024);
+}
+
+// Before the first wgmma, and again whenever registers of one were touched by anything else.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Waits until at most `kPending` committed groups are unfinished.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from moving uses of accumulators across a wait.
+template <int kN>
+__device__ __forceinline__ void wgmma_pin(float (&d)[kN]) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// clang-format off
+#define JAX_DSA_ACC8(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+  "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define JAX_DSA_ACC32(d, i) \
+  JAX_DSA_ACC8(d, i), JAX_DSA_ACC8(d, i + 8), JAX_DSA_ACC8(d, i + 16), JAX_DSA_ACC8(d, i + 24)
+
+// d [64, 64] (+)= a b^T: both K-major in shared memory.
+__device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], uint64_t a,
+    uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, p, 1, 1, 0, 0;\n}\n"
+      : JAX_DSA_ACC32(d, 0)
+      : "l"(a), "l"(b), "r"(int{accumulate}));
+}
+
+// d [64, 64] (+)= a b^T: a in registers, b K-major in shared memory.
+__device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], const uint32_t (&a)[4],
+    uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+      : JAX_DSA_ACC32(d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
+}
+
+// d [64, 256] (+)= a b: a K-major and b [16, 256] MN-major in shared memory.
+__device__ __forceinline__ void wgmma_m64n256k16_mn(float (&d)[128], uint64_t a,
+    uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+      " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
+      " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
+      " %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
+      " %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
+      " %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
+      " %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "%128, %129, p, 1, 1, 0, 1;\n}\n"
+      : JAX_DSA_ACC32(d, 0), JAX_DSA_ACC32(d, 32), JAX_DSA_ACC32(d, 64), JAX_DSA_ACC32(d, 96)
+      : "l"(a), "l"(b), "r"(int{accumulate}));
+}
+
+// d [64, 256] (+)= a b: a in registers, b [16, 256] MN-major in shared memory.
+__device__ __forceinline__ void wgmma_m64n256k16_mn(float (&d)[128], const uint32_t (&a)[4],
+    uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+      " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
+      " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
+      " %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
+      " %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
+      " %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
+      " %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "{%128, %129, %130, %131}, %132, p, 1, 1, 1;\n}\n"
+      : JAX_DSA_ACC32(d, 0), JAX_DSA_ACC32(d, 32), JAX_DSA_ACC32(d, 64), JAX_DSA_ACC32(d, 96)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
+}
+
+#undef JAX_DSA_ACC32
+#undef JAX_DSA_ACC8
+// clang-format on
+
+}  // namespace jax_dsa

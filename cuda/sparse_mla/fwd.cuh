@@ -1,0 +1,287 @@
+// Sparse MLA, forward: for one query and 64 of its heads at a time,
+//
+//     s_i = scale * q . kv[idx_i]          lse = log sum_i exp(s_i)
+//     out = gate * sum_i exp(s_i - lse) kv[idx_i, :512]    gate = 1 / (1 + exp(sink - lse))
+//
+// Blocks are persistent and take work items (query, group of keys, 64 heads) in turn, so that an
+// item's first keys travel while the one before is written out. The selected keys come in tiles of
+// 64, an even and an odd one in flight.
+//
+// Warpgroups:
+//   0 (left)   scores and softmax of the even tiles; columns 0..255 of the output
+//   1 (right)  scores and softmax of the odd tiles; columns 256..511 of the output
+//   2          gathers Q and the keys, 16 bytes a cp.async
+// Both of the first two multiply every tile's probabilities P with their half of its values: their
+// own P from registers, the other's from shared memory. While one is in its softmax the tensor
+// cores have the other's products to do.
+//
+// Running maximum: P of a tile is relative to a reference of its row that follows the maximum
+// lazily - it moves only when a score exceeds it by 2^8, so the accumulators are rarely rescaled
+// and P stays in [0, 256]. The tiles' references form one chain (even, odd, even, ...) and both
+// warpgroups add the tiles in this order, so each accumulator only ever follows it.
+//
+// Shared memory, in blocks of 64 rows by 64 columns of bf16 (8 KiB, 128-byte swizzle; see
+// common/wgmma.cuh):
+//   q      D/64 blocks
+//   keys   2 tiles of 9 blocks; P of a tile takes its ninth once the scores have used it
+//   stage  1 KiB a warp, through which outputs leave in 64-byte pieces
+//   and references, row sums, validity bits and mbarriers, ~3 KiB
+// A key tile fills and drains in parts. It is freed by rows, 0..31 before 32..63, in the order in
+// which the products with V read them; the scores wait for columns, the owner's half of the values
+// before the others with the ninth block.
+#pragma once
+
+#include "common/wgmma.cuh"
+#include "sparse_mla/fwd_plan.cuh"
+#include "sparse_mla/fwd_producer.cuh"
+#include "sparse_mla/fwd_rows.cuh"
+
+namespace jax_dsa::sparse_mla {
+
+// Warpgroup kSide.
+template <int kD, int kSide>
+__device__ void consume(const SparseMlaFwdParams& p, Shared<kD>& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int row = warp * 16 + lane / 4;
+  const float scale_log2 = p.scale * kLog2E;
+  const int items = item_count(p);
+  const uint64_t q = k_major_descriptor(smem_address(shared.q));
+  const uint64_t own_keys = k_major_descriptor(smem_address(shared.keys[kSide]));
+  const uint64_t others_p =
+      k_major_descriptor(smem_address(shared.keys[1 - kSide][kProbabilities]));
+  // Where this lane stores its row of an 8x8 matrix of P, without the swizzled chunk.
+  const uint32_t own_p =
+      smem_address(shared.keys[kSide][kProbabilities]) + (warp * 16 + lane % 16) * 128;
+
+  float o[128] = {};
+  float s[32];
+  uint32_t probabilities[4][4];
+  float factor[2];
+  uint64_t valid = 0;  // of the tile whose scores are in `s`
+  Rows rows = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
+  uint32_t item_parity = 0, key_parity = 0;
+  int previous = -1;  // the item whose results are in `o` and `rows`
+
+  const auto arrive = [&](uint64_t* barrier) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barrier);
+  };
+  // Starts Q K^T of the next own tile; `turns` if the even tile has an odd one to let pass.
+  const auto start_scores = [&](bool turns) {
+    if (kSide == 1) named_barrier_sync<256>(kTurn);
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      // No proxy fence here (it takes 2 % of the time): a cp.async that completes on an mbarrier
+      // has reached shared memory, which is all that wgmma needs.
+      mbarrier_wait(&shared.key_full[kSide][part], key_parity);
+      if (part == 0) valid = *reinterpret_cast<const uint64_t*>(shared.valid[kSide]);
+      wgmma_fence();
+#pragma unroll
+      for (int block = 0; block < kD / 64; ++block) {
+        const bool mine = block < 8 && block / 4 == kSide;
+        if (mine != (part == 0)) continue;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const uint64_t offset = block * (kBlockBytes / 16) + k * 2;
+          const bool first = block == kSide * 4 && k == 0;
+          wgmma_m64n64k16(s, q + offset, own_keys + offset, !first);
+        }
+      }
+    }
+    wgmma_commit();
+    if (kSide == 0 && turns) named_barrier_arrive<256>(kTurn);
+    key_parity ^= 1;
+  };
+  const auto finish_scores = [&](bool last) {
+    wgmma_wait<0>();
+    wgmma_pin(s);
+    if (last) arrive(&shared.q_free);
+  };
+  // The owner's P, to registers and to shared memory. Returns whether the accumulator must be
+  // scaled by `factor`.
+  const auto own_softmax = [&](bool last, auto between, auto before_store) {
+    const bool moved = softmax(s, valid, scale_log2, rows, probabilities, factor, between);
+    before_store();
+    // P replaces keys, which the scores of all four warps must have used.
+    if constexpr (kD > 512) named_barrier_sync<128>(kEvenScored + kSide);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int chunk = (2 * k + lane / 16) ^ (lane % 8);
+      store_matrix_x4(own_p + chunk * 16, probabilities[k][0], probabilities[k][1],
+                      probabilities[k][2], probabilities[k][3]);
+    }
+    if (lane % 4 == 0) {
+      shared.reference[kSide][row] = rows.reference[0];
+      shared.reference[kSide][row + 8] = rows.reference[1];
+    }
+    if (last) shared.sum[kSide][threadIdx.x % 128] = make_float2(rows.sum[0], rows.sum[1]);
+    fence_async_proxy();
+    named_barrier_arrive<256>(kSide == 0 ? kEvenReady : kOddReady);
+    return moved;
+  };
+  // Waits for the other's P and follows its references.
+  const auto follow = [&](bool last) {
+    named_barrier_sync<256>(kSide == 0 ? kOddReady : kEvenReady);
+    const float to[2] = {shared.reference[1 - kSide][row], shared.reference[1 - kSide][row + 8]};
+    if (__any_sync(~0u, to[0] != rows.reference[0] || to[1] != rows.reference[1])) {
+      rows.move(to, factor);
+      scale_rows(o, factor);
+    }
+    if (last) {
+      const float2 sum = shared.sum[1 - kSide][threadIdx.x % 128];
+      rows.others[0] = sum.x;
+      rows.others[1] = sum.y;
+    }
+  };
+  const auto values = [&](int parity) {
+    return mn_major_descriptor(smem_address(shared.keys[parity][kSide * 4]), kBlockBytes);
+  };
+  // Both products come in two groups of 32 keys, whose rows can then be refilled one half after the
+  // other.
+  const auto multiply_own = [&](bool accumulate) {
+    const uint64_t v = values(kSide);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma_m64n256k16_mn(o, probabilities[k], v + k * (16 * 128 / 16), k > 0 || accumulate);
+      if (k % 2 == 1) wgmma_commit();
+    }
+  };
+  const auto multiply_others = [&](int half, bool accumulate) {
+    const uint64_t v = values(1 - kSide);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int k = half * 2 + i;
+      wgmma_m64n256k16_mn(o, others_p + k * 2, v + k * (16 * 128 / 16), i > 0 || accumulate);
+    }
+    wgmma_commit();
+  };
+  const auto finish_half = [&](int parity) {
+    wgmma_wait<1>();
+    arrive(&shared.key_free[parity][0]);
+  };
+  const auto finish_rest = [&](int parity) {
+    wgmma_wait<0>();
+    wgmma_pin(o);
+    arrive(&shared.key_free[parity][1]);
+  };
+  const auto nothing = [] {};
+
+  // Results leave late, so that the next item's first scores can run beside.
+  const auto write_previous = [&] {
+    if (previous < 0) return;
+    const Item item(p, previous);
+    const int64_t head = item.token * p.heads + item.head + row;
+    const int rows_left = item.heads - row;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float total = rows.sum[r] + rows.others[r];
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      const bool empty = total == 0.f;
+      const float lse = empty ? -INFINITY : (rows.reference[r] + log2f(total)) * kLn2;
+      factor[r] = empty ? 0.f : 1.f / total;
+      if (r * 8 < rows_left) {
+        if (p.sinks) {
+          const float sink =
+              p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + row + r * 8];
+          if (!empty) factor[r] /= 1.f + exp2_approx((sink - lse) * kLog2E);
+        }
+        if (kSide == 0 && lane % 4 == 0) p.lse[head + r * 8] = lse;
+      }
+    }
+    auto* out = static_cast<__nv_bfloat16*>(p.out) + head * kSparseMlaValueDim + kSide * 256;
+    store_rows(o, factor, smem_address(shared.stage[kSide * 4 + warp]), out, rows_left);
+    rows = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
+    previous = -1;
+  };
+
+  for (int number = blockIdx.x;; number += gridDim.x) {
+    int tiles = 0;
+    if (number < items) {
+      mbarrier_wait(&shared.q_full, item_parity);
+      item_parity ^= 1;
+      tiles = shared.tiles;
+      if (tiles <= kSide) arrive(&shared.q_free);
+    }
+    if (tiles <= kSide) write_previous();
+    if (number >= items) break;
+
+    if constexpr (kSide == 0) {
+      for (int tile = 0; tile < tiles; tile += 2) {
+        const bool odd = tile + 1 < tiles, last = tile + 2 >= tiles;
+        start_scores(odd);
+        if (tile == 0) write_previous();
+        finish_scores(last);
+        if (own_softmax(last, nothing, nothing)) scale_rows(o, factor);
+        multiply_own(tile > 0);
+        finish_half(0);
+        finish_rest(0);
+        if (odd) {
+          follow(tile + 3 >= tiles);
+          multiply_others(0, true);
+          multiply_others(1, true);
+          finish_half(1);
+          finish_rest(1);
+        }
+      }
+    } else {
+      for (int tile = 0; tile + 1 < tiles; tile += 2) {
+        const bool last = tile + 3 >= tiles;
+        start_scores(true);
+        if (tile == 0) write_previous();
+        finish_scores(last);
+        follow(tile + 2 >= tiles);
+        // Half of the product first: more would fill the queue of wgmma and hold up the softmax.
+        multiply_others(0, tile > 0);
+        const bool moved =
+            own_softmax(last, [&] { multiply_others(1, true); }, [&] { finish_half(0); });
+        finish_rest(0);
+        if (moved) scale_rows(o, factor);
+        multiply_own(true);
+        finish_half(1);
+        finish_rest(1);
+      }
+      if (tiles % 2 == 1) {
+        follow(true);
+        multiply_others(0, tiles > 1);
+        multiply_others(1, true);
+        finish_half(0);
+        finish_rest(0);
+      }
+    }
+    previous = number;
+  }
+}
+
+template <int kD>
+__global__ void __launch_bounds__(kThreads, 1)
+    fwd_kernel(const __grid_constant__ SparseMlaFwdParams p) {
+  extern __shared__ uint8_t raw[];
+  auto& shared = *reinterpret_cast<Shared<kD>*>(raw);
+  if (threadIdx.x == 0) {
+    mbarrier_init(&shared.q_full, 128 + 1);
+    mbarrier_init(&shared.q_free, 8);
+    for (int parity = 0; parity < 2; ++parity) {
+      mbarrier_init(&shared.key_full[parity][0], 128 + 4);
+      mbarrier_init(&shared.key_full[parity][1], 128);
+      for (int half = 0; half < 2; ++half) mbarrier_init(&shared.key_free[parity][half], 8);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  const int warpgroup = threadIdx.x / 128;
+  if (warpgroup == 0) {
+    raise_registers<216>();
+    consume<kD, 0>(p, shared);
+  } else if (warpgroup == 1) {
+    raise_registers<216>();
+    consume<kD, 1>(p, shared);
+  } else {
+    lower_registers<72>();
+    produce<kD>(p, shared);
+  }
+}
+
+}  // namespace jax_dsa::sparse_mla

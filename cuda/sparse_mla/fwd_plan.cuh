@@ -1,0 +1,66 @@
+// What the warpgroups of the sparse MLA forward kernel share. See fwd.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "common/types.h"
+#include "sparse_mla/sparse_mla.h"
+
+namespace jax_dsa::sparse_mla {
+
+inline constexpr int kHeads = 64;     // heads of an item
+inline constexpr int kTile = 64;      // keys of a tile
+inline constexpr int kThreads = 384;  // three warpgroups
+inline constexpr int kBlockBytes = 64 * 128;
+inline constexpr int kKeyBlocks = 9;
+inline constexpr int kProbabilities = 8;  // the block of a key tile that P replaces
+inline constexpr float kLazyMargin = 8.f;
+inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+// 0 is __syncthreads.
+enum NamedBarrier {
+  kEvenReady = 1,  // P and the references of an even tile are in shared memory
+  kOddReady,       // ... of an odd tile
+  kTurn,           // an even tile's scores are under way. The odd tile's come second, so that each
+                   // softmax has the other tile's scores or products beside it.
+  kEvenScored,     // the even tile's scores have used its keys; an odd tile's: the next number
+};
+
+template <int kD>
+struct alignas(1024) Shared {
+  uint8_t q[kD / 64][kBlockBytes];
+  uint8_t keys[2][kKeyBlocks][kBlockBytes];
+  float reference[2][kHeads];   // by owner of the tile, log2 units
+  float2 sum[2][128];           // by owner, of every thread; written with an item's last tiles
+  uint8_t stage[8][1024];       // each warp's, for its output
+  uint8_t valid[2][kTile / 8];  // bit r % 8 of [r / 8]: key row r counts
+  int tiles;                    // of the item whose Q is here
+  uint64_t q_full, q_free;
+  // By tile parity, and
+  uint64_t key_full[2][2];  // the owner's half of the value columns; all columns
+  uint64_t key_free[2][2];  // rows 0..31 but for the ninth block; everything
+};
+
+struct Item {
+  int64_t token;  // batch * queries + query
+  int batch, group, head, heads;
+
+  __device__ Item(const SparseMlaFwdParams& p, int number) {
+    const int per_group = p.heads / p.groups;
+    const int tiles = ceil_div(per_group, kHeads);
+    const int rest = number / tiles;
+    group = rest % p.groups;
+    token = rest / p.groups;
+    batch = static_cast<int>(token) / static_cast<int>(p.queries);
+    const int first = (number - rest * tiles) * kHeads;
+    head = group * per_group + first;
+    heads = min(per_group - first, kHeads);
+  }
+};
+
+__host__ __device__ inline int64_t item_count(const SparseMlaFwdParams& p) {
+  return p.batch * p.queries * p.groups * ceil_div(p.heads / p.groups, kHeads);
+}
+
+}  // namespace jax_dsa::sparse_mla

@@ -1,0 +1,51 @@
+// Which top-k kernel runs a call: short rows in registers; many rows a block each, a wide one if
+// they are long; few long rows a cluster each.
+
+#include <algorithm>
+
+#include "topk/fwd.cuh"
+#include "topk/resident.cuh"
+
+namespace jax_dsa {
+namespace {
+
+constexpr int kMaxRanks = 8;  // of a portable cluster
+constexpr int64_t kMinPart = int64_t{1}
+                             << 15;  // logits that make another block worth its synchronisation
+constexpr int64_t kLong = int64_t{1} << 16;  // from where a wide block is faster, whatever the rows
+
+int capacity_for(int64_t wanted, int64_t tile) {
+  return static_cast<int>(ceil_div(wanted + std::max(wanted, tile), int64_t{4}) * 4);
+}
+
+}  // namespace
+
+cudaError_t launch_topk(const TopkParams& p, cudaStream_t stream) {
+  if (p.rows == 0 || p.k == 0) return cudaSuccess;
+  const int64_t wanted = std::min(p.k, p.size);
+  if (wanted > kTopkMaxSelected || p.size > kTopkMaxSize) return cudaErrorInvalidValue;
+  if (p.rows > INT32_MAX / kMaxRanks) return cudaErrorInvalidValue;
+  if (topk::fits<topk::Resident>(p)) return topk::launch_resident<topk::Resident>(p, stream);
+  int device, sms;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
+
+  const int64_t resident = int64_t{sms} * topk::Wide::kBlocksPerSm;
+  int ranks = 1;
+  while (ranks < kMaxRanks && p.rows * ranks * 2 <= resident && p.size >= 2 * ranks * kMinPart) {
+    ranks *= 2;
+  }
+  if (ranks > 1) {
+    return topk::launch<topk::Latency>(p, capacity_for(wanted, topk::Latency::kTile), ranks,
+                                       stream);
+  }
+  if (p.rows <= resident || p.size >= kLong) {
+    return topk::launch<topk::Wide>(p, capacity_for(wanted, topk::Wide::kTile), 1, stream);
+  }
+  return topk::launch<topk::Throughput>(p, capacity_for(wanted, topk::Throughput::kTile), 1,
+                                        stream);
+}
+
+}  // namespace jax_dsa

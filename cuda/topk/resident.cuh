@@ -1,0 +1,312 @@
+// Top-k of f32 rows short enough for the registers of one block.
+//
+// Every thread holds kVec quads of the row. The k-th largest is first bracketed by ranks k +- 4
+// standard deviations of a sample, one logit in 4 of half of the quads; then one pass counts what
+// lies above the bracket and histograms what lies in it, and brackets again until 32 keys or fewer
+// are left (select.cuh). A bracket that missed is replaced by the whole range. Ties that must go
+// are struck out in the registers, by position. Then every thread's share of the output is placed
+// by a prefix sum, staged in shared memory and copied out.
+//
+// Shared memory: Scratch, then the output's indices [min(k, size)]. Values, if wanted, are read
+// again.
+#pragma once
+
+#include "topk/fwd.cuh"
+
+namespace jax_dsa::topk {
+
+template <int kThreads_, int kVec_, int kBlocksPerSm_>
+struct ResidentTraits {
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kVec = kVec_;
+  static constexpr int kBlocksPerSm = kBlocksPerSm_;
+  static constexpr int kSize =
+      4 * kThreads * kVec;  // positions that fit, up to 3 of them before the row
+  static constexpr int kQuads = kThreads * kVec;
+  static_assert(kVec % 4 == 0, "a word counts four quads");
+};
+
+using Resident = ResidentTraits<256, 8, 4>;
+
+template <typename T>
+struct Held {
+  static constexpr int kThreads = T::kThreads;
+  static constexpr int kVec = T::kVec;
+  using L = List<kThreads>;
+
+  float x[kVec][4];
+
+  // Keys within [low, high], to their bins; returns how many of the thread's lie above.
+  __device__ __forceinline__ unsigned fill_bins(int low, int high, int shift) const {
+    const uint32_t bins = smem_address(L::scratch().bins);
+    const unsigned range = static_cast<unsigned>(high) - static_cast<unsigned>(low);
+    const float top = value_of(high);
+    unsigned above = 0;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        count_above(top, above, x[v][j], 1);
+        const unsigned distance =
+            static_cast<unsigned>(key_of(x[v][j])) - static_cast<unsigned>(low);
+        increment_within(bins, distance, range, shift);
+      }
+    }
+    return above;
+  }
+
+  static __device__ __forceinline__ int shift_for(int low, int high) {
+    return max(0, 32 - __clz(static_cast<unsigned>(high) - static_cast<unsigned>(low)) - kBinBits);
+  }
+
+  // A bracket [low, high] for the `wanted`-th largest, from a sample of one position in 8.
+  __device__ __forceinline__ void guess(int wanted, int& low, int& high) const {
+    const float mean = wanted / 8.f;
+    const float margin = kGuessDeviations * (mean * rsqrtf(mean)) + kGuessDeviations;
+    const uint32_t bins = smem_address(L::scratch().bins);
+    const int shift = shift_for(low, high);
+    const unsigned range = static_cast<unsigned>(high) - static_cast<unsigned>(low);
+#pragma unroll
+    for (int v = 0; v < kVec; v += 2) {
+      const unsigned distance = static_cast<unsigned>(key_of(x[v][0])) - static_cast<unsigned>(low);
+      increment_within(bins, distance, range, shift);
+    }
+    __syncthreads();
+    const int upper = max(static_cast<int>(mean - margin), 0);
+    const int4 lowest = L::find_bin(static_cast<int>(mean + margin) + 1, max(upper, 1));
+    const int4 highest = L::scratch().found[1];
+    const auto edge = [&](int bin) {
+      return static_cast<int>(static_cast<unsigned>(low) + (static_cast<unsigned>(bin) << shift));
+    };
+    if (upper > 0 && highest.z > 0) high = min(high, edge(highest.x) + ((1 << shift) - 1));
+    if (lowest.z > 0) low = edge(lowest.x);
+  }
+
+  // The cut in [low, high] by one histogram that is linear in the value, at half the instructions a
+  // logit; false if the bracket missed or 1023 bins do not tell enough.
+  __device__ __forceinline__ bool find_linear(int wanted, int low, int high, Cut& cut) const {
+    constexpr float kMagic =
+        8388608.f;  // 2^23: a float from here on is an integer, in its lowest bits
+    typename L::Scratch& s = L::scratch();
+    const float bottom = value_of(low), top = value_of(high);
+    const float width = __fsub_rn(top, bottom);
+    if (!(width > 1e-30f && width < INFINITY)) return false;
+    float scale = __fdividef(kBins - 2, width);
+    const auto place_of = [&](float x) {  // rises with x; 0 to 1023 past kMagic within the bracket
+      return __float_as_int(__fmaf_rn(__fsub_rn(x, bottom), scale, kMagic));
+    };
+    const uint32_t bins = smem_address(s.bins) - 4u * __float_as_uint(kMagic);
+    unsigned own = 0;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        // Outside the bracket to no_bin, since a predicated increment becomes a branch around one.
+        const bool is_above = x[v][j] > top, is_within = x[v][j] >= bottom && !is_above;
+        count_above(top, own, x[v][j], 1);
+        const int place = is_within ? place_of(x[v][j]) : __float_as_int(kMagic) + kBins;
+        asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(bins + 4 * place) : "memory");
+      }
+    }
+    L::keep(L::base(), scale);
+    const int above = L::sum_warps(L::base(), __reduce_add_sync(kAllLanes, own), 1).y;
+    const int4 found = L::find_bin(wanted - above);
+    if (above >= wanted || found.z == 0 || found.z > kFew) return false;
+    const int place = __float_as_int(kMagic) + found.x;
+    scale = L::reload(L::base());
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      bool here[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) here[j] = place_of(x[v][j]) == place && x[v][j] <= top;
+      if (here[0] || here[1] || here[2] || here[3]) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (here[j]) s.few[atomicAdd(&s.few_count, 1)] = key_of(x[v][j]);
+        }
+      }
+    }
+    cut = L::rank_few(found.z, wanted - above - found.y);
+    return true;
+  }
+
+  // The cut that leaves the `wanted` largest; everything that can be selected, if there are not
+  // that many.
+  __device__ __forceinline__ Cut find_cut(int wanted) const {
+    constexpr int kBottom = kLowestKey + 1, kTop = 0x7f800000;
+    typename L::Scratch& s = L::scratch();
+    int low = kBottom, high = kTop;
+    guess(wanted, low, high);
+    Cut cut;
+    if (find_linear(wanted, low, high, cut)) return cut;
+    int parity = 0;
+#pragma unroll 1
+    for (;; parity ^= 1) {
+      const int shift = shift_for(low, high);
+      const unsigned own = fill_bins(low, high, shift);
+      const int above = L::sum_warps(L::base(), __reduce_add_sync(kAllLanes, own), parity).y;
+      const int4 found = L::find_bin(wanted - above);
+      if (above >= wanted || found.z == 0) {  // not in the bracket
+        if (low == kBottom && high == kTop) return {kLowestKey, 0};
+        low = kBottom, high = kTop;
+        continue;
+      }
+      const int left = found.z, rank = wanted - above - found.y;
+      low =
+          static_cast<int>(static_cast<unsigned>(low) + (static_cast<unsigned>(found.x) << shift));
+      high = min(high, low + ((1 << shift) - 1));
+      if (left == rank) return {low - 1, 0};
+      if (shift == 0) return {low, rank};
+      if (left > kFew) continue;
+      const float bottom = value_of(low), top = value_of(high);
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (x[v][j] >= bottom && x[v][j] <= top) {
+            s.few[atomicAdd(&s.few_count, 1)] = key_of(x[v][j]);
+          }
+        }
+      }
+      return L::rank_few(left, rank);
+    }
+  }
+
+  // Where a thread's share of something counted by quads goes: totals of each quad's row of 32
+  // lanes, and what comes before this lane in it, a byte each; and what comes before the warp.
+  struct Places {
+    unsigned totals[kVec / 4], before[kVec / 4];
+    int2 warps;
+  };
+  template <typename Count>
+  static __device__ __forceinline__ Places place(const Count& count, int parity) {
+    Places places;
+    int all = 0;
+#pragma unroll
+    for (int w = 0; w < kVec / 4; ++w) {
+      unsigned counts = 0;
+#pragma unroll
+      for (int v = 0; v < 4; ++v) count(4 * w + v, counts, 1u << (8 * v));
+      const unsigned inclusive = inclusive_scan(counts);
+      places.totals[w] = __shfl_sync(kAllLanes, inclusive, 31);
+      places.before[w] = inclusive - counts;
+      all = __dp4a(places.totals[w], 0x01010101u, static_cast<unsigned>(all));
+    }
+    places.warps = L::sum_warps(L::base(), all, parity);
+    return places;
+  }
+
+  // Strikes out what equals the cut beyond its first `ties`; the cut that then remains.
+  __device__ __forceinline__ int strike_ties(Cut cut) {
+    const float tied = value_of(cut.key);
+    const Places places = place(
+        [&](int v, unsigned& sum, unsigned step) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) sum += x[v][j] == tied ? step : 0;
+        },
+        0);
+    int base = places.warps.x;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      int seen = base + __byte_perm(places.before[v / 4], 0, 0x4440 + v % 4);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const bool is_tied = x[v][j] == tied;
+        if (is_tied && seen >= cut.ties) x[v][j] = -INFINITY;
+        seen += is_tied;
+      }
+      base += __byte_perm(places.totals[v / 4], 0, 0x4440 + v % 4);
+    }
+    return cut.key - 1;
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
+    resident_kernel(const __grid_constant__ TopkParams p) {
+  using L = List<T::kThreads>;
+  const int64_t row = p.rows - 1 - blockIdx.x;
+  const int size = static_cast<int>(p.size);
+  const int start = p.starts ? min(max(p.starts[row], 0), size) : 0;
+  const int end = p.ends ? max(min(p.ends[row], size), start) : size;
+  const int wanted = static_cast<int>(min(p.k, static_cast<int64_t>(end - start)));
+  int count = 0;
+  if (wanted > 0) {
+    const float* logits = p.logits + row * p.size;
+    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(logits) / sizeof(float) % 4);
+    const Run run = {logits - shift, shift, start + shift, end + shift};
+    const int quad = quad_of<T>(0, 0);
+    Held<T> held;
+    float4 x[T::kVec];
+    load_tile<T>(run, 0, x);
+#pragma unroll
+    for (int v = 0; v < T::kVec; ++v) {
+      held.x[v][0] = x[v].x, held.x[v][1] = x[v].y, held.x[v][2] = x[v].z, held.x[v][3] = x[v].w;
+    }
+    L::init();
+    __syncthreads();
+    int above = kLowestKey;
+    if (wanted < end - start) {
+      const Cut cut = held.find_cut(wanted);
+      above = cut.ties > 0 ? held.strike_ties(cut) : cut.key;
+    }
+    float cut = value_of(above);
+    L::keep(L::base(), cut);
+    const auto places = Held<T>::place(
+        [&](int v, unsigned& sum, unsigned step) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) count_above(cut, sum, held.x[v][j], step);
+        },
+        1);
+    count = places.warps.y;
+    cut = L::reload(L::base());
+    const uint32_t list = L::base() + sizeof(typename L::Scratch);
+    const int at = 4 * quad - shift;
+    uint32_t to_row = list + places.warps.x * 4;
+#pragma unroll
+    for (int v = 0; v < T::kVec; ++v) {
+      uint32_t to = to_row + __byte_perm(places.before[v / 4], 0, 0x4440 + v % 4) * 4;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) append_index_above(cut, to, held.x[v][j], at + 128 * v + j);
+      to_row += __byte_perm(places.totals[v / 4], 0, 0x4440 + v % 4) * 4;
+    }
+  }
+  __syncthreads();  // the list is written
+
+  const int* list = reinterpret_cast<const int*>(L::entries());
+  int32_t* indices = p.indices + row * p.k;
+  if (count == p.k && p.k % 4 == 0 && reinterpret_cast<uintptr_t>(indices) % 16 == 0) {
+    for (int i = threadIdx.x; i < count / 4; i += T::kThreads) {
+      reinterpret_cast<int4*>(indices)[i] = reinterpret_cast<const int4*>(list)[i];
+    }
+  } else {
+    for (int i = threadIdx.x; i < count; i += T::kThreads) indices[i] = list[i];
+    for (int64_t i = count + threadIdx.x; i < p.k; i += T::kThreads) indices[i] = -1;
+  }
+  if (p.values) {
+    float* values = p.values + row * p.k;
+    for (int i = threadIdx.x; i < count; i += T::kThreads)
+      values[i] = p.logits[row * p.size + list[i]];
+    for (int64_t i = count + threadIdx.x; i < p.k; i += T::kThreads) values[i] = -INFINITY;
+  }
+}
+
+// Whether every row fits, whatever its alignment.
+template <typename T>
+bool fits(const TopkParams& p) {
+  const bool aligned = p.size % 4 == 0 && reinterpret_cast<uintptr_t>(p.logits) % 16 == 0;
+  return p.size + (aligned ? 0 : 3) <= T::kSize;
+}
+
+template <typename T>
+cudaError_t launch_resident(const TopkParams& p, cudaStream_t stream) {
+  const size_t bytes =
+      sizeof(Scratch<T::kThreads>) + static_cast<size_t>(p.k < p.size ? p.k : p.size) * sizeof(int);
+  const cudaError_t status = cudaFuncSetAttribute(
+      resident_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  if (status != cudaSuccess) return status;
+  resident_kernel<T><<<static_cast<unsigned>(p.rows), T::kThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace jax_dsa::topk

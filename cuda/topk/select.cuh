@@ -1,0 +1,416 @@
+// A list of (value, index) in shared memory, cut down in place to its k largest values.
+//
+// A float's key is an int that orders as the value does, with -0 at +0: the magnitude's bits,
+// negated below zero. The k-th largest key is found by histograms of 1024 bins, each spread over
+// the range that the one before left (at first the list's own minimum to maximum, so that no
+// distribution puts everything into a few bins); when 32 keys or fewer are left they are ranked
+// directly.
+//
+// The list is in ascending index order and stays so: what is kept moves to places given by a prefix
+// sum. So ties go to the lower index and nothing depends on the order in which threads run; atomics
+// only count.
+//
+// Shared memory is addressed by 32-bit addresses and predicated stores: the kernels are bound by
+// instruction issue, and the compiler would branch around every store and compute its base anew.
+#pragma once
+
+#include <climits>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/ptx.cuh"
+
+namespace jax_dsa::topk {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kBinBits = 10;
+constexpr int kBins = 1 << kBinBits;
+constexpr int kFew = 32;                 // keys that a warp ranks directly
+constexpr int kLowestKey = -0x7f800000;  // of -inf
+constexpr int kEntryBytes = 8;           // a float and its index
+
+__device__ __forceinline__ int key_of(float x) {
+  const int bits = __float_as_int(x);
+  return bits < 0 ? -(bits & INT_MAX) : bits;
+}
+__device__ __forceinline__ float value_of(int key) {
+  return __int_as_float(key < 0 ? INT_MIN | -key : key);
+}
+
+// Keeps the keys above `key`, and the first `ties` of those that equal it.
+struct Cut {
+  int key;
+  int ties;
+};
+
+// Two entries: value, index, value, index.
+__device__ __forceinline__ int4 load_entries(uint32_t from) {
+  int4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ float load_value(uint32_t from) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+  return x;
+}
+// Increments word distance >> shift of `bins`, if distance <= range.
+__device__ __forceinline__ void increment_within(uint32_t bins, unsigned distance, unsigned range,
+                                                 int shift) {
+  asm volatile(
+      "{\n"
+      ".reg .pred within;\n"
+      "setp.le.u32 within, %0, %1;\n"
+      "@within red.shared.add.u32 [%2], 1;\n"
+      "}\n" ::"r"(distance),
+      "r"(range), "r"(bins + 4 * (distance >> shift))
+      : "memory");
+}
+// Stores an entry and moves on, if `keep`.
+__device__ __forceinline__ void append_if(bool keep, uint32_t& to, float value, int index) {
+  asm volatile(
+      "{\n"
+      ".reg .pred keep;\n"
+      "setp.ne.s32 keep, %1, 0;\n"
+      "@keep st.shared.v2.b32 [%0], {%2, %3};\n"
+      "@keep add.u32 %0, %0, 8;\n"
+      "}\n"
+      : "+r"(to)
+      : "r"(static_cast<int>(keep)), "r"(__float_as_int(value)), "r"(index)
+      : "memory");
+}
+// The same, if the value exceeds `cut`: false for NaN.
+__device__ __forceinline__ void append_above(float cut, uint32_t& to, float value, int index) {
+  asm volatile(
+      "{\n"
+      ".reg .pred keep;\n"
+      "setp.gt.f32 keep, %2, %1;\n"
+      "@keep st.shared.v2.b32 [%0], {%3, %4};\n"
+      "@keep add.u32 %0, %0, 8;\n"
+      "}\n"
+      : "+r"(to)
+      : "f"(cut), "f"(value), "r"(__float_as_int(value)), "r"(index)
+      : "memory");
+}
+// Adds `step` to `sum` if the value exceeds `cut`.
+__device__ __forceinline__ void count_above(float cut, unsigned& sum, float value, unsigned step) {
+  asm("{\n"
+      ".reg .pred keep;\n"
+      "setp.gt.f32 keep, %2, %1;\n"
+      "@keep add.u32 %0, %0, %3;\n"
+      "}\n"
+      : "+r"(sum)
+      : "f"(cut), "f"(value), "r"(step));
+}
+
+// The same, of an index alone.
+__device__ __forceinline__ void append_index_above(float cut, uint32_t& to, float value,
+                                                   int index) {
+  asm volatile(
+      "{\n"
+      ".reg .pred keep;\n"
+      "setp.gt.f32 keep, %2, %1;\n"
+      "@keep st.shared.b32 [%0], %3;\n"
+      "@keep add.u32 %0, %0, 4;\n"
+      "}\n"
+      : "+r"(to)
+      : "f"(cut), "f"(value), "r"(index)
+      : "memory");
+}
+
+// Over the lanes of a warp.
+__device__ __forceinline__ int inclusive_scan(int x) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    asm volatile(
+        "{\n"
+        ".reg .pred has;\n"
+        ".reg .s32 other;\n"
+        "shfl.sync.up.b32 other|has, %0, %1, 0, 0xffffffff;\n"
+        "@has add.s32 %0, %0, other;\n"
+        "}\n"
+        : "+r"(x)
+        : "r"(d));
+  }
+  return x;
+}
+
+// Shared memory besides the list, which follows it.
+template <int kThreads>
+struct alignas(16) Scratch {
+  static constexpr int kWarps = kThreads / 32;
+  int append_sums[2][kWarps];  // two, so that one barrier a step is enough
+  int bins[kBins];             // zero between uses
+  int no_bin[4];               // takes increments that no bin should
+  int few[kFew];
+  int few_count;  // zero between uses
+  int counts[2];  // of a block's list after each attempt, for the cluster
+  int2 bounds[kWarps];
+  float same[kWarps];  // see reload
+  int scan_sums[kWarps];
+  int4 found[2];
+};
+
+template <int kThreads>
+struct List {
+  static constexpr int kWarps = kThreads / 32;
+  using Scratch = Scratch<kThreads>;
+
+  static __device__ __forceinline__ Scratch& scratch() {
+    extern __shared__ __align__(16) unsigned char shared[];
+    return *reinterpret_cast<Scratch*>(shared);
+  }
+  static __device__ __forceinline__ float2* entries() {
+    extern __shared__ __align__(16) unsigned char shared[];
+    return reinterpret_cast<float2*>(shared + sizeof(Scratch));
+  }
+
+  static __device__ __forceinline__ void init() {
+    for (int i = threadIdx.x; i < kBins; i += kThreads) scratch().bins[i] = 0;
+    if (threadIdx.x == 0) scratch().few_count = 0;
+  }
+
+  // The address of all of shared memory, which the compiler takes for a value that it must not
+  // compute anew.
+  static __device__ __forceinline__ uint32_t base() {
+    uint32_t address;
+    asm volatile("mov.u32 %0, %1;" : "=r"(address) : "r"(smem_address(&scratch())));
+    return address;
+  }
+
+  // Keeps a number that is the same in a warp's lanes where `reload` reads it. What is computed
+  // from the number read back is computed again: dozens of comparisons held over a barrier would
+  // cost more than making them twice.
+  static __device__ __forceinline__ void keep(uint32_t base, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(same_address(base)), "f"(x) : "memory");
+  }
+  static __device__ __forceinline__ float reload(uint32_t base) {
+    float x;
+    asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(x) : "r"(same_address(base)) : "memory");
+    return x;
+  }
+  static __device__ __forceinline__ uint32_t same_address(uint32_t base) {
+    return base + static_cast<uint32_t>(offsetof(Scratch, same)) + threadIdx.x / 32 * 4;
+  }
+
+  // The sums over the warps before this one and over all warps, of a number that each warp holds.
+  // One barrier; consecutive calls alternate `parity`.
+  static __device__ __forceinline__ int2 sum_warps(uint32_t base, int of_this_warp, int parity) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint32_t sums = base + parity * (kWarps * 4);  // of append_sums, which is first
+    asm volatile(
+        "{\n"
+        ".reg .pred first;\n"
+        "setp.eq.s32 first, %0, 0;\n"
+        "@first st.shared.b32 [%1], %2;\n"
+        "}\n" ::"r"(lane),
+        "r"(sums + warp * 4), "r"(of_this_warp)
+        : "memory");
+    __syncthreads();
+    int x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(sums + lane % kWarps * 4) : "memory");
+    return {static_cast<int>(__reduce_add_sync(kAllLanes, lane < warp ? x : 0)),
+            static_cast<int>(__reduce_add_sync(kAllLanes, x)) / (32 / kWarps)};  // read that often
+  }
+
+  // The cut that leaves the `wanted` largest of the `count` values that lie `stride` bytes apart
+  // from `from`, which are more than `wanted`; up to `slack` more may be left. low and high bound
+  // the keys that this thread has seen, every key being seen by one. All must be written before a
+  // barrier.
+  static __device__ __forceinline__ Cut find_cut(uint32_t from, int stride, int count, int wanted,
+                                                 int slack, int low, int high) {
+    Scratch& s = scratch();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    low = __reduce_min_sync(kAllLanes, low);
+    high = __reduce_max_sync(kAllLanes, high);
+    if (lane == 0) s.bounds[warp] = {low, high};
+    __syncthreads();
+    const int2 bounds = s.bounds[lane % kWarps];
+    low = __reduce_min_sync(kAllLanes, bounds.x);
+    high = __reduce_max_sync(kAllLanes, bounds.y);
+
+    const uint32_t bins = smem_address(s.bins);
+    const uint32_t first = from + threadIdx.x * stride, end = from + count * stride;
+    const uint32_t step = kThreads * stride;
+#pragma unroll 1
+    for (;;) {
+      const unsigned range = static_cast<unsigned>(high) - static_cast<unsigned>(low);
+      const int shift = max(0, 32 - __clz(range) - kBinBits);
+      const auto note = [&](float x) {
+        const unsigned distance = static_cast<unsigned>(key_of(x)) - static_cast<unsigned>(low);
+        increment_within(bins, distance, range, shift);
+      };
+      uint32_t at = first;
+      for (; at + 3 * step < end; at += 4 * step) {
+        float x[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[j] = load_value(at + j * step);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) note(x[j]);
+      }
+#pragma unroll 1
+      for (; at < end; at += step) note(load_value(at));
+      __syncthreads();
+      const int4 found = find_bin(wanted);
+      const int left = found.z;
+      wanted -= found.y;
+      low = static_cast<int>(low + (static_cast<unsigned>(found.x) << shift));
+      high = min(high, low + ((1 << shift) - 1));
+      if (left - wanted <= slack) return {low - 1, 0};
+      if (shift == 0) return {low, wanted};
+      if (left <= kFew) break;
+    }
+
+    // Few enough to rank directly.
+    const unsigned range = static_cast<unsigned>(high) - static_cast<unsigned>(low);
+#pragma unroll 4
+    for (uint32_t at = first; at < end; at += step) {
+      const int key = key_of(load_value(at));
+      const unsigned distance = static_cast<unsigned>(key) - static_cast<unsigned>(low);
+      if (distance <= range) s.few[atomicAdd(&s.few_count, 1)] = key;
+    }
+    return rank_few(s.found[0].z, wanted);
+  }
+
+  // The cut that leaves the `wanted` largest of the `left` keys in few.
+  static __device__ __forceinline__ Cut rank_few(int left, int wanted) {
+    Scratch& s = scratch();
+    const int lane = threadIdx.x % 32;
+    __syncthreads();  // few is written
+    const int key = lane < left ? s.few[lane] : INT_MIN;
+    int greater = 0, equal = 0;
+#pragma unroll 4
+    for (int i = 0; i < left; ++i) {
+      const int other = s.few[i];
+      greater += other > key;
+      equal += other == key;
+    }
+    const bool is_cut = lane < left && greater < wanted && wanted <= greater + equal;
+    const int chosen = __ffs(__ballot_sync(kAllLanes, is_cut)) - 1;
+    const int cut = __shfl_sync(kAllLanes, key, chosen);
+    const int ties = wanted - __shfl_sync(kAllLanes, greater, chosen);
+    __syncthreads();  // all have read few
+    if (threadIdx.x == 0) s.few_count = 0;
+    // Without a tie to break, the plain form.
+    if (ties == __shfl_sync(kAllLanes, equal, chosen)) return {cut - 1, 0};
+    return {cut, ties};
+  }
+
+  // Clears the bins, having found the one that holds the `wanted`-th largest: its number, how many
+  // keys lie in higher bins, and in it; all 0 if there are fewer keys. found[1] is the same for the
+  // `other`-th.
+  static __device__ __forceinline__ int4 find_bin(int wanted, int other = 0) {
+    constexpr int kEach = kBins / kThreads;  // 2, 4 or 8
+    Scratch& s = scratch();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first = kBins - (threadIdx.x + 1) * kEach;  // the highest bins are thread 0's
+    int2* own = reinterpret_cast<int2*>(&s.bins[first]);
+    int bin[kEach];
+    int sum = 0;
+#pragma unroll
+    for (int v = 0; v < kEach / 2; ++v) {
+      const int2 x = own[v];
+      bin[2 * v] = x.x, bin[2 * v + 1] = x.y;
+      sum += x.x + x.y;
+    }
+#pragma unroll
+    for (int v = 0; v < kEach / 2; ++v) own[v] = {};
+    const int inclusive = inclusive_scan(sum);
+    if (lane == 31) s.scan_sums[warp] = inclusive;
+    __syncthreads();
+    const int before = lane < warp ? s.scan_sums[lane] : 0;
+    const int above = __reduce_add_sync(kAllLanes, before) + inclusive - sum;
+    const auto note = [&](int rank, int4& found) {
+      if (threadIdx.x == kThreads - 1 && rank > above + sum) found = {};
+      if (above < rank && rank <= above + sum) {
+        int a = above;
+#pragma unroll
+        for (int j = kEach - 1; j >= 0; --j) {
+          if (a < rank && rank <= a + bin[j]) found = {first + j, a, bin[j], 0};
+          a += bin[j];
+        }
+      }
+    };
+    note(wanted, s.found[0]);
+    if (other > 0) note(other, s.found[1]);
+    __syncthreads();
+    return s.found[0];
+  }
+
+  // Cuts the list in place. Every round reads, passes a barrier, and writes at or before where it
+  // read.
+  template <bool kTies>
+  static __device__ __forceinline__ void compress(uint32_t base, int count, Cut cut) {
+    const uint32_t list = base + sizeof(Scratch);
+    const float cut_value = value_of(cut.key);
+    int kept = 0;                   // without ties: of the rounds before; with: those above, and
+    [[maybe_unused]] int tied = 0;  // those that tie
+    int parity = 0;
+#pragma unroll 1
+    for (int round = 0; round < count; round += 4 * kThreads, parity ^= 1) {
+      const int i = round + 4 * threadIdx.x;
+      const uint32_t from = list + i * kEntryBytes;
+      int4 a = {}, b = {};
+      if (i < count) a = load_entries(from), b = load_entries(from + 2 * kEntryBytes);
+      const int none = __float_as_int(-INFINITY);  // never above a cut
+      const int bits[4] = {i < count ? a.x : none, i + 1 < count ? a.z : none,
+                           i + 2 < count ? b.x : none, i + 3 < count ? b.z : none};
+      const int index[4] = {a.y, a.w, b.y, b.w};
+      unsigned sums = 0;  // above in the low half, tied in the high half
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        count_above(cut_value, sums, __int_as_float(bits[j]), 1);
+        if constexpr (kTies) sums += (__int_as_float(bits[j]) == cut_value) << 16;
+      }
+      const int inclusive = inclusive_scan(sums);
+      const int2 warps = sum_warps(base, __shfl_sync(kAllLanes, inclusive, 31), parity);
+      const int before = warps.x + inclusive - sums;
+      if constexpr (kTies) {
+        int above = kept + (before & 0xffff), ties = tied + (before >> 16);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float x = __int_as_float(bits[j]);
+          const bool is_tied = x == cut_value, is_above = x > cut_value;
+          uint32_t to = list + (above + min(ties, cut.ties)) * kEntryBytes;
+          append_if(is_above || (is_tied && ties < cut.ties), to, x, index[j]);
+          above += is_above;
+          ties += is_tied;
+        }
+        kept += warps.y & 0xffff;
+        tied += warps.y >> 16;
+      } else {
+        uint32_t to = list + (kept + before) * kEntryBytes;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) append_above(cut_value, to, __int_as_float(bits[j]), index[j]);
+        kept += warps.y;
+      }
+    }
+  }
+
+  // Cuts the list of `count` entries to its `wanted` largest; returns the key that later entries
+  // must exceed.
+  static __device__ __noinline__ int cut_to(int count, int wanted) {
+    const uint32_t base = List::base(), list = base + sizeof(Scratch);
+    __syncthreads();  // the list is written
+    int low = INT_MAX, high = INT_MIN;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const int key = key_of(load_value(list + i * kEntryBytes));
+      low = min(low, key);
+      high = max(high, key);
+    }
+    const Cut cut = find_cut(list, kEntryBytes, count, wanted, 0, low, high);
+    if (cut.ties == 0) {
+      compress<false>(base, count, cut);
+    } else {
+      compress<true>(base, count, cut);
+    }
+    __syncthreads();
+    return cut.key;
+  }
+};
+
+}  // namespace jax_dsa::topk
