@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True, scope="module")
 def compile_quickly() -> Iterator[None]:
     """Halves the time that a module's tests take: XLA optimises little. Import it to use it."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

@@ -73,8 +73,15 @@ EXACT = pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=[
 @MODES
 def test_every_quotient_rounds_as_ieee_division(dtype: Any, power_of_two_scale: bool) -> None:
     x = every_quotient(dtype)
-    got = quantize_fp8(jnp.asarray(x), power_of_two_scale=power_of_two_scale)
-    assert_same(got, oracle.quantize(x, 128, power_of_two_scale))
+    want = oracle.quantize(x, 128, power_of_two_scale)
+    assert_same(quantize_fp8(jnp.asarray(x), power_of_two_scale=power_of_two_scale), want)
+    # Each block twice, as a tile of two rows: there XLA multiplies by the scale's reciprocal.
+    twice = jnp.stack([x, x], axis=1)
+    codes, scales = jax.jit(
+        lambda x: quantize_fp8(x, block=(2, 128), power_of_two_scale=power_of_two_scale)
+    )(twice)
+    for row in range(2):
+        assert_same((codes[:, row], scales[:, 0]), want)
 
 
 @pytest.mark.parametrize("block", [1, 3, 16, 500])

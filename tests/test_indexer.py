@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches
+from compare import assert_as_good_as, assert_matches, assert_unmoved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
@@ -171,12 +171,7 @@ def test_keys_out_of_range_do_not_matter(poison, rng):
 
     for fn in (dense, sparse):
         run = jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2, 3), has_aux=True))
-        for a, b in zip(
-            jax.tree.leaves(run(q, k, weights, scale)),
-            jax.tree.leaves(run(q, poisoned, weights, bad_scale)),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(a, b)
+        assert_unmoved(run(q, k, weights, scale), run(q, poisoned, weights, bad_scale))
 
 
 def test_a_nan_key_in_range_stays_in_its_column(rng):
@@ -221,7 +216,7 @@ def test_float8(rng):
     scale = np.exp(rng.normal(size=(2, 9))).astype(np.float32)
     got = indexer_logits(q, k, weights, k_scale=scale)
     want = oracle.indexer_logits(q, k, weights, k_scale=scale)
-    assert_matches(got, want.astype(np.float32), 1e-6)
+    assert_matches(got, want.astype(np.float32), 1e-5)
 
     def loss(q, k, weights):
         return 1e4 * jnp.sum(indexer_topk(q, k, weights, 3, k_scale=scale)[1])
