@@ -14,6 +14,7 @@ from oracles.indexer import indexer_logits
 from oracles.losses import kl_rows
 from oracles.sparse_mla import sparse_mla
 from oracles.topk import topk, values
+from quick import compile_quickly  # noqa: F401
 
 from jax_dsa import dsa_attention
 

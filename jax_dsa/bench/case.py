@@ -79,7 +79,7 @@ def causal_selection(key: jax.Array, queries: int, keys: int, picks: int) -> jax
     visible = keys - queries + 1 + jnp.arange(queries)[:, None]
     slots = jnp.arange(picks)
     low, high = slots * visible // picks, (slots + 1) * visible // picks
-    drawn = low + (jax.random.uniform(key, (queries, picks)) * (high - low)).astype(jnp.int32)
+    drawn = jax.random.randint(key, (queries, picks), low, high)
     return jnp.where(visible > picks, drawn, jnp.where(slots < visible, slots, -1))
 
 

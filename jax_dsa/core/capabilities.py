@@ -74,7 +74,8 @@ def _why_no_cuda() -> str:
 
 
 @functools.cache
-def _passes() -> tuple[Pass, ...]:
+def passes() -> tuple[Pass, ...]:
+    """Every pass of every operator, by name."""
     modules = [
         importlib.import_module(f"jax_dsa.ops.{m.name}") for m in pkgutil.iter_modules(ops.__path__)
     ]
@@ -94,4 +95,4 @@ def capabilities() -> Capabilities:
             return Capability(p.name, False, "no CUDA kernel yet")
         return Capability(p.name, not here, here or p.kernel.limits)
 
-    return Capabilities(here, tuple(one(p) for p in _passes()))
+    return Capabilities(here, tuple(one(p) for p in passes()))

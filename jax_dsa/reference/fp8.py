@@ -18,26 +18,37 @@ MAX_E4M3 = 448.0
 MIN_AMAX = 1e-4
 
 
-def _split(x: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """float32 `x` as the sum of two of 12 significant bits, whose products are exact."""
+def _split(x: Float[Array, "..."], low: int) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """float32 `x` as the sum of its leading bits and its `low` last ones.
+
+    From the bits, and not as `x - leading`: were x a product, the compiler could fuse it into that
+    subtraction, unrounded.
+    """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    high = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFF000), jnp.float32)
-    return high, x - high
+
+    def masked(mask: int) -> Array:
+        return jax.lax.bitcast_convert_type(bits & jnp.uint32(mask), jnp.float32)
+
+    last = (1 << low) - 1
+    exponent = 0xFF800000
+    return masked(0xFFFFFFFF - last), masked(exponent + last) - masked(exponent)
 
 
 def divide(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
     """float32 a / b, correctly rounded: XLA's own division is not, everywhere.
 
-    XLA turns a division by a constant into a multiplication by its rounded reciprocal, and divides
-    to within 2 ulp on a GPU. e4m3 has so few bits that quotients often lie right between two codes,
-    and the kernel, every backend and any other implementation have to fall to the same side. So the
-    excess of the quotient is computed, without rounding, and taken off.
+    XLA turns a division by a constant, or by what is broadcast, into a multiplication by the
+    rounded reciprocal, and its GPU division may be 2 ulp off. e4m3 has so few bits that quotients
+    often lie right between two codes, and the kernel, every backend and any other implementation
+    have to fall to the same side. So the excess of the quotient is computed, without rounding, and
+    taken off.
     """
     quotient = a / b
-    q_high, q_low = _split(quotient)
-    b_high, b_low = _split(b)
+    q_high, q_low = _split(quotient, 12)  # halves of 12 bits: their products are exact
+    b_high, b_low = _split(b, 12)
     excess = ((q_high * b_high - a) + q_high * b_low + q_low * b_high) + q_low * b_low
-    return quotient - excess / b
+    leading, last = _split(quotient, 1)
+    return leading + (last - excess / b)
 
 
 def _round_up_to_power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -75,7 +86,12 @@ def quantize(
     options: QuantizeOptions, x: Float[Array, "b ... R C"]
 ) -> tuple[Float[Array, "b ... R C"], Float[Array, "b ... I J"]]:
     """The e4m3 codes and the blocks' scales."""
-    amax = _reduce_blocks(jnp.abs(x), options.block, jnp.max).astype(jnp.float32)
+    # As integers, which order as magnitudes do with NaN on top: XLA's maximum of floats drops NaN
+    # on some CPUs.
+    bits = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+    magnitude = jax.lax.bitcast_convert_type(jnp.abs(x), bits)
+    amax = _reduce_blocks(magnitude, options.block, jnp.max)
+    amax = jax.lax.bitcast_convert_type(amax, x.dtype).astype(jnp.float32)
     scale = divide(jnp.maximum(amax, MIN_AMAX), jnp.full_like(amax, MAX_E4M3))
     if options.power_of_two_scale:
         scale = _round_up_to_power_of_two(scale)

@@ -40,12 +40,13 @@ def htree_build_fwd(
 
 def htree_build_bwd(
     options: Options, dk: Float[Array, "B nodes G D"], dv: Float[Array, "B nodes G E"]
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """Gradients of the `options.capacity` tokens, from those of all nodes."""
     assert options.capacity is not None
     size = (options.capacity, options.compression, options.top_k)
-    return htree_tree.spread(dk, *size).astype(dk.dtype), htree_tree.spread(dv, *size).astype(
-        dv.dtype
+    return tuple(
+        htree_tree.spread(x.astype(compat.accum_dtype(x.dtype)), *size).astype(x.dtype)
+        for x in (dk, dv)
     )
 
 
@@ -70,18 +71,12 @@ def htree_fwd(
         out [B, T, N, E] in q's dtype; lse [B, T, N]; selected int32 [B, T, G, layers - 1, K]: in
         [..., l - 1, :] the ordinals of the candidates selected in layer l, ascending, then -1.
     """
-    chunk, rows = _chunks(options, q, k, v)
+    nodes = Nodes.of(options, k, v)
 
-    def attend(carry: Any, q: Array, k: Array, v: Array, positions: Array) -> Any:
-        nodes = Nodes.of(options, k, v)
-        return streaming.scan_chunks(
-            lambda carry, *xs: (carry, _attend(options, nodes, *xs)),
-            carry,
-            (q, positions),
-            chunk=chunk,
-        )
+    def body(carry: Any, nodes: Nodes, *xs: Array) -> Any:
+        return carry, _attend(options, nodes, *xs)
 
-    return streaming.scan_chunks(attend, (), (q, k, v, positions), axis=0, chunk=rows)[1]
+    return _scan(body, (), nodes, (q, positions), query_bytes(options, q, k, v))[1]
 
 
 def htree_bwd(
@@ -97,25 +92,20 @@ def htree_bwd(
     dlse: Float[Array, "B T N"],
 ) -> tuple[Array, Array, Array]:
     """Gradients of q, k and v; `selected`, `out` and `lse` are what `htree_fwd` returned."""
-    chunk, rows = _chunks(options, q, k, v)
+    nodes = Nodes.of(options, k, v)
+    dtype = compat.accum_dtype(k.dtype)
+    grads = (jnp.zeros(nodes.k.shape, dtype), jnp.zeros(nodes.v.shape, dtype))
+    xs = (q, positions, selected, out, lse, dout, dlse)
 
-    def attend(carry: Any, q: Array, k: Array, v: Array, *xs: Array) -> Any:
-        nodes = Nodes.of(options, k, v)
-        dtype = compat.accum_dtype(k.dtype)
-        grads = (jnp.zeros(nodes.k.shape, dtype), jnp.zeros(nodes.v.shape, dtype))
-        (dk, dv), (dq,) = streaming.scan_chunks(
-            lambda grads, *xs: _attend_transposed(options, nodes, grads, *xs),
-            compat.match_vary(grads, q, k, v, *xs),
-            (q, *xs),
-            chunk=chunk,
-        )
-        if options.capacity is None:
-            size = (k.shape[1], options.compression, options.top_k)
-            dk, dv = htree_tree.spread(dk, *size), htree_tree.spread(dv, *size)
-        return carry, (dq, dk.astype(k.dtype), dv.astype(v.dtype))
+    def body(grads: Any, nodes: Nodes, *xs: Array) -> Any:
+        return _attend_transposed(options, nodes, grads, *xs)
 
-    xs = (q, k, v, positions, selected, out, lse, dout, dlse)
-    return streaming.scan_chunks(attend, (), xs, axis=0, chunk=rows)[1]
+    grads = compat.match_vary(grads, k, v, *xs)
+    (dk, dv), (dq,) = _scan(body, grads, nodes, xs, query_bytes(options, q, k, v))
+    if options.capacity is None:
+        size = (k.shape[1], options.compression, options.top_k)
+        dk, dv = htree_tree.spread(dk, *size), htree_tree.spread(dv, *size)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 def query_bytes(options: Options, q: Array, k: Array, v: Array) -> int:
@@ -130,12 +120,23 @@ def query_bytes(options: Options, q: Array, k: Array, v: Array) -> int:
     return cost
 
 
-def _chunks(options: Options, q: Array, k: Array, v: Array) -> tuple[int, int]:
-    """How many queries, and how many rows of the batch, are worked on together."""
-    batch, queries = q.shape[:2]
-    cost = query_bytes(options, q, k, v)
+def _scan(body: Any, carry: Any, nodes: Nodes, xs: tuple[Array, ...], cost: int) -> Any:
+    """`carry, ys = body(carry, nodes, *chunks)` over chunks of xs [B, T, ...].
+
+    Queries of one row of the batch, which share keys, come first. Nodes are not split, since that
+    would copy a whole cache for the few rows that decoding reads.
+    """
+    batch, queries = xs[0].shape[:2]
     chunk = streaming.chunk_length(queries, cost)
-    return chunk, streaming.chunk_length(batch, cost * chunk)
+
+    def rows(carry: Any, row: Array, *xs: Array) -> Any:
+        some = nodes.rows(row)
+        step = lambda carry, *xs: body(carry, some, *xs)  # noqa: E731
+        return streaming.scan_chunks(step, carry, xs, chunk=chunk)
+
+    row = jnp.arange(batch)
+    size = streaming.chunk_length(batch, cost * chunk)
+    return streaming.scan_chunks(rows, carry, (row, *xs), axis=0, chunk=size)
 
 
 def _attend(

@@ -168,6 +168,7 @@ class Nodes:
         layers: where the layers lie.
         compression: children per node.
         k, v: all nodes.
+        row: the rows of the batch, of k and v, that the queries belong to.
         cos, sin: RoPE by ordinal, in the dtype that sums run in.
         top_keys, top_values: the top layer's, rotated, without non-finite parts.
         key_poison: of each top key the non-finite part, summed over D.
@@ -179,12 +180,13 @@ class Nodes:
     compression: int
     k: Float[Array, "B nodes G D"]
     v: Float[Array, "B nodes G E"]
+    row: Int[Array, "R"]
     cos: Float[Array, "W D/2"]
     sin: Float[Array, "W D/2"]
-    top_keys: Float[Array, "B W G D"]
-    top_values: Float[Array, "B W G E"]
-    key_poison: Float[Array, "B 1 G 1 W"]
-    value_poison: Float[Array, "B W+1 G E"]
+    top_keys: Float[Array, "R W G D"]
+    top_values: Float[Array, "R W G E"]
+    key_poison: Float[Array, "R 1 G 1 W"]
+    value_poison: Float[Array, "R W+1 G E"]
 
     @classmethod
     def of(cls, options: Options, k: Array, v: Array) -> Nodes:
@@ -209,7 +211,15 @@ class Nodes:
         key_poison = jnp.swapaxes(key_poison.astype(dtype).sum(-1), 1, 2)[:, None, :, None]
         value_poison = jnp.cumsum(value_poison.astype(dtype), axis=1)
         value_poison = jnp.pad(value_poison, ((0, 0), (1, 0), (0, 0), (0, 0)))
-        return cls(layers, r, k, v, cos, sin, keys, values, key_poison, value_poison)
+        row = jnp.arange(k.shape[0])
+        return cls(layers, r, k, v, row, cos, sin, keys, values, key_poison, value_poison)
+
+    def rows(self, row: Int[Array, "R"]) -> Nodes:
+        """The same for queries of just these rows of the batch, or for all of them in order."""
+        if row.size == self.row.size:
+            return self
+        names = "top_keys", "top_values", "key_poison", "value_poison"
+        return dataclasses.replace(self, row=row, **{n: getattr(self, n)[row] for n in names})
 
     def tables(self, ordinals: Int[Array, "B T"]) -> tuple[Array, Array]:
         """cos and sin for queries [B, T, G, M, D] at these ordinals."""
@@ -248,7 +258,7 @@ class Nodes:
         """The gradient of all keys or values, and `update`, that of one layer's `Columns`."""
         size, start = self.layers[level]
         if parents is None:
-            return grad.at[:, start : start + size].add(update)
+            return grad.at[self.row, start : start + size].add(update)
         update = update.reshape(*parents.shape, self.compression, grad.shape[-1])
         blocks = htree_tree.blocks(grad, self.compression)
         blocks = blocks.at[self._place(level, parents)].add(update, mode="drop")
@@ -262,7 +272,7 @@ class Nodes:
 
     def _place(self, level: int, parents: Array) -> tuple[Any, ...]:
         """Where the children of `parents` lie in the blocks of siblings; past the end for -1."""
-        b, _, g = jnp.ix_(*(jnp.arange(n) for n in parents.shape[:3]))
+        b, _, g = jnp.ix_(self.row, *(jnp.arange(n) for n in parents.shape[1:3]))
         block = self.layers[level].start // self.compression + parents
         block = jnp.where(parents < 0, self.k.shape[1], block)
         return b[..., None], block, slice(None), g[..., None]

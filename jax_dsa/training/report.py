@@ -140,22 +140,25 @@ def _grid(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join([line(head), "-" * len(line(head)), *map(line, body)])
 
 
-def sample(trainer: Trainer, *, prompt_bytes: int = 200) -> tuple[str, str]:
-    """The beginning of a validation file, and the model's continuation of it."""
+def sample(trainer: Trainer) -> tuple[str, str]:
+    """The beginning of a validation file, and the model's continuation of it.
+
+    Together no longer than the sequences of training: the model knows no position beyond.
+    """
     config, tokens = trainer.config, trainer.corpus.validation
-    length = min(prompt_bytes, config.seq_len // 2)
+    length = min(300, config.seq_len // 3)
+    steps = min(config.sample_tokens, config.seq_len - length)
     starts = np.flatnonzero(tokens == BOS)
     long = [s for s, e in zip(starts, [*starts[1:], len(tokens)]) if e - s > length]
-    prompt = (
-        tokens[long[0] :][:length].astype(np.int32) if long else tokens[:length].astype(np.int32)
-    )
+    first = long[0] if long else 0
+    prompt = tokens[first : first + length].astype(np.int32)
     state = trainer.state
     key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), config.total_steps)
 
     @jax.jit
     def decode(backbone: Any, indexer: Any, prompt: jax.Array) -> jax.Array:
         model = trainer.program.model(backbone, indexer)
-        return generate(model, prompt, config.sample_tokens, key, temperature=0.7)
+        return generate(model, prompt, steps, key, temperature=0.7)
 
     out = decode(state.backbone.params, state.indexer.params, prompt[None])
     return _text(prompt), _text(np.asarray(out[0]))
@@ -170,82 +173,87 @@ def _text(tokens: np.ndarray) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 
+STAGES = {
+    "dense": ("#f2f2f2", "dense attention"),
+    "warmup": ("#fdf0d5", "indexer warm-up"),
+    "sparse": ("#e3eefa", "sparse attention"),
+}
+BLUE, ORANGE, GREEN, RED, GREY = "#1f5fa8", "#d9730d", "#2c7a4b", "#a33b3b", "#777777"
+
+
 def plot(trainer: Trainer, results: Results, path: Path) -> None:
     """Draws the run's curves."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    config = trainer.config
-    rows = trainer.log.rows()
-    stages = {
-        "dense": (0, config.dense_steps, "#f2f2f2", "dense attention"),
-        "warmup": (config.dense_steps, config.sparse_start, "#fdf0d5", "indexer warm-up"),
-        "sparse": (config.sparse_start, config.total_steps, "#e3eefa", "sparse attention"),
-    }
-
-    def series(column: str, stage: str | None = None) -> tuple[list[int], list[float]]:
-        kept = [r for r in rows if r[column] and stage in (None, r["stage"])]
-        return [int(r["step"]) for r in kept], [float(r[column]) for r in kept]
-
-    blue, orange, green, grey = "#1f5fa8", "#d9730d", "#2c7a4b", "#777777"
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    axes = figure.subplots(2, 2)
-    (loss, kl), (recall, rate) = axes
-
-    for stage in ("dense", "warmup", "sparse"):
-        label = "training batches" if stage == "dense" else None
-        loss.plot(*series("lm_loss", stage), color=blue, alpha=0.3, lw=1, label=label)
-    loss.plot(
-        *series("validation_dense"), "o-", color=grey, ms=4, label="validation, dense attention"
-    )
-    loss.plot(
-        *series("validation_sparse"), "s-", color=blue, ms=4, label="validation, sparse attention"
-    )
-    loss.plot(
-        *series("validation_control"), "^--", color=orange, ms=4, label="validation, dense control"
-    )
-    best = min((*series("lm_loss")[1], results.sparse))
-    loss.set(title="Language model loss", ylabel="nats per byte", ylim=(best - 0.1, best + 2.0))
-
-    kl.plot(*series("kl"), color=green, alpha=0.5, lw=1, label="training batches")
-    kl.plot(*series("validation_kl"), "o-", color=green, ms=4, label="validation, all keys")
-    kl.set(title="Indexer KL, mean of the layers", ylabel="nats", yscale="log")
-
-    colors = {"best": grey, "indexer": blue, "recency": orange, "random": "#a33b3b"}
+    config, rows = trainer.config, trainer.log.rows()
+    bounds = (0, config.dense_steps, config.sparse_start, config.total_steps)
     top_k = config.model.attention.top_k
-    labels = {
-        "best": "best possible",
-        "indexer": "indexer",
-        "recency": f"last {top_k} keys",
-        "random": f"{top_k} random keys",
+    names = {
+        "best": ("best possible", GREY),
+        "indexer": ("indexer", BLUE),
+        "recency": (f"last {top_k} keys", ORANGE),
+        "random": ("random keys", RED),
     }
-    for name, color in colors.items():
+
+    def series(column: str, stage: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+        kept = [r for r in rows if r[column] and stage in (None, r["stage"])]
+        return np.array([int(r["step"]) for r in kept]), np.array([float(r[column]) for r in kept])
+
+    def draw_batches(axis: Any, column: str, color: str) -> None:
+        """Training batches, stage by stage, and their moving average."""
+        for stage in STAGES:
+            steps, values = series(column, stage)
+            if len(values):
+                label = "training batches, smoothed" if stage == "warmup" else None
+                axis.plot(steps, values, color=color, alpha=0.15, lw=1)
+                axis.plot(steps, _smooth(values), color=color, alpha=0.6, lw=1.2, label=label)
+
+    figure = Figure(figsize=(12, 8.4), layout="constrained")
+    (loss, kl), (recall, layers) = figure.subplots(2, 2)
+
+    draw_batches(loss, "lm_loss", BLUE)
+    dense, sparse = series("validation_dense"), series("validation_sparse")
+    loss.plot(*dense, "o-", color=GREY, ms=4, label="validation, dense attention")
+    loss.plot(*sparse, "s-", color=BLUE, ms=4, label="validation, sparse attention")
+    control = series("validation_control")
+    loss.plot(*control, "^--", color=ORANGE, ms=4, label="validation, dense control")
+    low = min(dense[1].min(), results.sparse)
+    loss.set(title="Language model loss", ylabel="nats per byte", ylim=(low - 0.25, low + 1.5))
+
+    draw_batches(kl, "kl", GREEN)
+    kl.plot(*series("validation_kl"), "o-", color=GREEN, ms=4, label="validation, all keys")
+    kl.set(title="Indexer KL, mean of the layers", ylabel="nats", ylim=(0, None))
+
+    for name, (label, color) in names.items():
         line = "--" if name == "best" else "o-"
-        recall.plot(*series(f"recall_{name}"), line, color=color, ms=4, label=labels[name])
-    recall.set(
-        title=f"Share of dense attention mass on {top_k} selected keys",
-        ylabel="recall",
-        ylim=(0, 1.02),
-    )
+        recall.plot(*series(f"recall_{name}"), line, color=color, ms=4, label=label)
+    title = f"Share of dense attention's mass on {top_k} selected keys"
+    recall.set(title=title, ylabel="recall, mean of the layers", ylim=(0, 1.02))
 
-    for stage in stages:
-        rate.plot(*series("tokens_per_second", stage), color=blue, lw=1)
-    rate.set(title="Training speed", ylabel="tokens per second")
-    rate.set_ylim(bottom=0)
-
-    for axis in axes.flat:
-        for start, end, color, _ in stages.values():
+    for axis in (loss, kl, recall):
+        for start, end, (color, _) in zip(bounds, bounds[1:], STAGES.values(), strict=False):
             axis.axvspan(start, end, color=color, lw=0, zorder=0)
         axis.set(xlabel="step", xlim=(0, config.total_steps))
+        axis.legend(frameon=False, fontsize=9)
+
+    for i, (name, (label, color)) in enumerate(names.items()):
+        places = np.arange(config.model.num_layers) + 0.2 * (i - 1.5)
+        layers.bar(places, results.recall[name], 0.18, color=color, label=label)
+    ticks = np.arange(config.model.num_layers)
+    layers.set(title="The same by layer, at the end", ylabel="recall", ylim=(0, 1.25))
+    layers.set_yticks(np.linspace(0, 1, 6))
+    layers.set_xticks(ticks, [f"layer {i}" for i in ticks])
+    layers.legend(frameon=False, fontsize=9, ncols=4, loc="upper center")
+
+    for axis in (loss, kl, recall, layers):
         axis.spines[["top", "right"]].set_visible(False)
-        if axis.get_legend_handles_labels()[1]:
-            axis.legend(frameon=False, fontsize=9)
-    for start, end, _, title in stages.values():
-        rate.text(
-            (start + end) / 2,
-            0.02,
-            title,
-            transform=rate.get_xaxis_transform(),
-            ha="center",
-            fontsize=9,
-        )
+    patches = [Patch(color=color, label=label) for color, label in STAGES.values()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
+
+
+def _smooth(values: np.ndarray, width: int = 7) -> np.ndarray:
+    """Mean over the neighbours, fewer of them near the ends."""
+    half = width // 2
+    return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
