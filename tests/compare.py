@@ -44,9 +44,13 @@ def assert_as_good_as(got: Any, low: Any, exact: Any, factor: float = 3.0, what:
     allowed = factor * np.abs(lo - ex).max(initial=0.0) + 1e-6
     worst = np.abs(g - ex).max(initial=0.0)
     assert worst <= allowed, f"{what}: off by {worst}, allowed {allowed}"
-    norm = (g * g + ex * ex).sum()
-    cosine = 1 - 2 * (g * ex).sum() / norm if norm > 0 else 0.0
-    assert cosine < 1e-5, f"{what}: cosine difference {cosine}"
+
+    def cosine(x: np.ndarray) -> float:
+        norm = (x * x + ex * ex).sum()
+        return 1 - 2 * (x * ex).sum() / norm if norm > 0 else 0.0
+
+    allowed = max(1e-5, factor * cosine(lo))
+    assert cosine(g) < allowed, f"{what}: cosine difference {cosine(g)}, allowed {allowed}"
 
 
 def assert_unmoved(got: Any, want: Any) -> None:

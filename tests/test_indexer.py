@@ -52,7 +52,9 @@ def test_logits(sizes, relu, rng):
     for options in ({}, options_of(rng, **shape)):
         got = indexer_logits(*arrays, relu=relu, **options)
         want = oracle.indexer_logits(*arrays, relu=relu, **options)
-        assert_matches(got, want.astype(np.float32), 1e-5)
+        # A GPU's FP8 tensor cores, which XLA may choose, keep fewer bits of a sum than float32 has.
+    tol = 1e-6 if jax.default_backend() == "cpu" else 1e-4
+    assert_matches(got, want.astype(np.float32), tol)
 
 
 def test_selection_is_top_k_of_the_logits(rng):
@@ -211,12 +213,14 @@ def test_bfloat16(rng):
 
 
 def test_float8(rng):
-    """Products of FP8 values are exact; gradients come in FP8, saturated."""
+    """Products of FP8 values are exact, their sums nearly so; gradients come in FP8, saturated."""
     q, k, weights = inputs(rng, dtype=FP8)
     scale = np.exp(rng.normal(size=(2, 9))).astype(np.float32)
     got = indexer_logits(q, k, weights, k_scale=scale)
     want = oracle.indexer_logits(q, k, weights, k_scale=scale)
-    assert_matches(got, want.astype(np.float32), 1e-5)
+    # A GPU's FP8 tensor cores, which XLA may choose, keep fewer bits of a sum than float32 has.
+    tol = 1e-6 if jax.default_backend() == "cpu" else 1e-4
+    assert_matches(got, want.astype(np.float32), tol)
 
     def loss(q, k, weights):
         return 1e4 * jnp.sum(indexer_topk(q, k, weights, 3, k_scale=scale)[1])

@@ -1,16 +1,19 @@
-// wgmma of two K-major operands in shared memory with 128 or 256 columns, bf16 or e4m3, f32 accumulators; descriptors of tiles
-// whose rows are 32, 64 or 128 bytes, swizzled over the same width. A step contracts 32 bytes of each row.
+// wgmma of two K-major operands in shared memory, bf16 or e4m3, with f32 accumulators of 128 or 256
+// columns; descriptors of tiles whose rows are 32, 64 or 128 bytes, swizzled over the same width.
+// An instruction contracts 32 bytes of every row.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_dsa {
 
-// Eight rows (256, 512 or 1024 bytes, so aligned) are the swizzle's period. Adding bytes / 16 moves the start.
+// Eight rows (256, 512 or 1024 bytes, so aligned) are the swizzle's period. Adding bytes / 16 moves
+// the start.
 template <int kRowBytes>
 __device__ __forceinline__ uint64_t k_major_rows_descriptor(uint32_t address) {
   constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
-  return kSwizzle << 62 | uint64_t{kRowBytes * 8 >> 4} << 32 | uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
+  return kSwizzle << 62 | uint64_t{kRowBytes * 8 >> 4} << 32 | uint64_t{1} << 16 |
+         (address & 0x3ffff) >> 4;
 }
 
 // clang-format off

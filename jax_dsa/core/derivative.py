@@ -119,8 +119,8 @@ def _is_float(x: Any) -> bool:
 
 
 def _fit_cotangent(ct: jax.Array | None, primal: Any) -> jax.Array:
-    """`ct` with the type of the aval `primal`: dtype, broadcast batch axis, and the mesh axes it varies or
-    is sharded over.
+    """`ct` with the type of the aval `primal`: dtype, broadcast batch axis, and the mesh axes that
+    it varies over or is sharded over.
     """
     if ct is None:
         return compat.match_vary(jnp.zeros(primal.shape, primal.dtype), primal)
@@ -134,7 +134,7 @@ def _fit_cotangent(ct: jax.Array | None, primal: Any) -> jax.Array:
 
 
 def _guarded(name: str, saved: Any, operands: Any) -> Any:
-    """`saved`, raising where `operands` are differentiated: the backward pass reads it as constant."""
+    """`saved`, raising where `operands` are differentiated: it is read as a constant."""
     guard = jax.custom_jvp(lambda saved, operands: saved)
     guard.defjvp(no_second_derivative(name))
     return guard(saved, operands)
@@ -157,7 +157,7 @@ def differentiable(
             cotangent.
     """
 
-    # The forward pass runs on constants, and `attached` then gives its float outputs their tangents.
+    # The forward pass runs on constants; `attached` then gives its float outputs their tangents.
     # Integer outputs stay outside: a JVP rule cannot name their tangents' type inside shard_map.
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
     def attached(static: Any, operands: Any, residuals: Any, outputs: Any) -> Any:
@@ -176,8 +176,9 @@ def differentiable(
             grads = bwd(options, implementation, jax.tree.unflatten(tree, saved), full)
             return [_fit_cotangent(grads[i], a) for i, a in zip(inputs, avals, strict=True)]
 
+        saved, outputs = _guarded(name, (saved, outputs), operands)
         moved = _tangent_p.bind(
-            *_guarded(name, saved, operands),
+            *saved,
             *(tangents[0][i] for i in inputs),
             name=name,
             transpose=transpose,

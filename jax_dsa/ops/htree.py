@@ -176,8 +176,8 @@ def htree_attention(
         NotImplementedError: forward mode, gradients of gradients, or `implementation="cuda"` for
             what it does not cover.
 
-    Source: this library's specification; Native Sparse Attention (Yuan et al., 2025) is the
-    one-level relative.
+    Related: Native Sparse Attention (Yuan et al., 2025), which selects among the means of one
+    layer of blocks.
     """
     args = Args("htree_attention", "q", q, "B T N D")
     implementation = args.implementation(implementation)

@@ -48,7 +48,7 @@ def divide(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."
     b_high, b_low = _split(b, 12)
     excess = ((q_high * b_high - a) + q_high * b_low + q_low * b_high) + q_low * b_low
     leading, last = _split(quotient, 1)
-    return leading + (last - excess / b)
+    return leading - (excess / b - last)  # in this order -0 stays -0
 
 
 def _round_up_to_power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -96,7 +96,9 @@ def quantize(
     if options.power_of_two_scale:
         scale = _round_up_to_power_of_two(scale)
     quotient = divide(x.astype(jnp.float32), _expand_blocks(scale, x.shape, options.block))
-    return jnp.clip(quotient, -MAX_E4M3, MAX_E4M3).astype(jnp.float8_e4m3fn), scale
+    q = jnp.clip(quotient, -MAX_E4M3, MAX_E4M3).astype(jnp.float8_e4m3fn)
+    # XLA may drop a conversion that the next one undoes, and a quantisation with it.
+    return jax.lax.optimization_barrier(q), scale
 
 
 def _dequantized(

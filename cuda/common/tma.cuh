@@ -1,0 +1,87 @@
+// TMA: copies of boxes of a tensor into shared memory, with zeros for what lies outside the tensor.
+// The encoder of tensor maps is asked of the driver at run time, so that nothing links libcuda.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/ptx.cuh"
+
+namespace jax_dsa {
+
+// ---- host --------------------------------------------------------------------------------------
+
+// A tensor of `kRank` dimensions, the innermost first, dense in memory, that is copied in boxes.
+// 16 <= box[0] * element size <= 128 is the swizzle's width. Addresses and the innermost extent are
+// multiples of 16 bytes.
+template <int kRank>
+cudaError_t encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int element_bytes,
+                              const void* base, const int64_t (&dims)[kRank],
+                              const int (&box)[kRank]) {
+  static void* const encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
+                                         &result) != cudaSuccess ||
+        result != cudaDriverEntryPointSuccess) {
+      return static_cast<void*>(nullptr);
+    }
+    return found;
+  }();
+  if (encode == nullptr) return cudaErrorCallRequiresNewerDriver;
+  cuuint64_t extents[kRank], strides[kRank];
+  cuuint32_t boxes[kRank], steps[kRank];
+  uint64_t stride = element_bytes;
+  for (int i = 0; i < kRank; ++i) {
+    extents[i] = dims[i];
+    boxes[i] = box[i];
+    steps[i] = 1;
+    stride *= dims[i];
+    strides[i] = stride;
+  }
+  const int row = box[0] * element_bytes;
+  const CUtensorMapSwizzle swizzle = row == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : row == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                 : CU_TENSOR_MAP_SWIZZLE_32B;
+  const CUresult status = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+      map, type, kRank, const_cast<void*>(base), extents, strides, boxes, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// ---- device ------------------------------------------------------------------------------------
+
+// This thread's arrival, and the bytes that copies will complete in this phase.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// The box at coordinates (x, y, z[, w]), innermost first; completes on `barrier`.
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int x,
+                                         int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(smem_address(to)),
+      "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int x,
+                                         int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(smem_address(to)),
+      "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+}  // namespace jax_dsa

@@ -1,0 +1,26 @@
+// Entry point of the indexer's forward kernels; they are compiled by dtype, side by side.
+
+#include "indexer/indexer.h"
+
+namespace jax_dsa {
+
+namespace indexer {
+template <IndexerDType kDType>
+cudaError_t launch_channels(const IndexerFwdParams& p, cudaStream_t stream);
+extern template cudaError_t launch_channels<IndexerDType::kBF16>(const IndexerFwdParams&,
+                                                                 cudaStream_t);
+extern template cudaError_t launch_channels<IndexerDType::kE4M3>(const IndexerFwdParams&,
+                                                                 cudaStream_t);
+}  // namespace indexer
+
+cudaError_t launch_indexer_fwd(const IndexerFwdParams& p, cudaStream_t stream) {
+  if (p.batch == 0 || p.queries == 0 || p.keys == 0) return cudaSuccess;
+  // The last tile of keys ends below 2^31, too.
+  if (p.keys > INT32_MAX - 4096 || p.heads < 1 || p.heads > kIndexerMaxHeads) {
+    return cudaErrorInvalidValue;
+  }
+  return p.dtype == IndexerDType::kBF16 ? indexer::launch_channels<IndexerDType::kBF16>(p, stream)
+                                        : indexer::launch_channels<IndexerDType::kE4M3>(p, stream);
+}
+
+}  // namespace jax_dsa

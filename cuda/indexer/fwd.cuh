@@ -1,0 +1,456 @@
+// Lightning indexer, forward: for every query t and key s
+//
+//     out[t,s] = k_scale[s] * sum_j w[t,j] * relu(q[t,j] . k[s])    if starts[t] <= s < ends[t]
+//                -inf                                               otherwise
+//
+// Keys are the rows of a product and (query, head) pairs its columns: a warpgroup multiplies a tile
+// of 64 keys with kN = 256 columns, 4 queries of 64 heads (8 of 32, 16 of 16; fewer heads are
+// padded with weight 0). A column's weight is the same for all keys, so that the weights of a
+// warpgroup's queries stay in registers, 64 a thread. What follows the product is then a maximum
+// and an FMA for every accumulator, and the sum over heads is in each thread but for the last step
+// over four lanes.
+//
+// Warpgroups: two multiply, each with its own queries and both with the same keys; while one is in
+// its sums the tensor cores have the other's product. The third has one warp that copies queries
+// and keys (TMA), and three that write -inf where no product is needed.
+//
+// Work: `kQueries` queries, both warpgroups', are an item; its key tiles are those that any of its
+// queries sees. All items' key tiles in order are cut into equal shares, one a block: each block
+// sums up the items' counts itself, which takes microseconds and needs no other kernel and no
+// workspace. The -inf between the items' tiles and the rows' ends are dealt out separately.
+//
+// Shared memory: q, one or two items ahead (64 KiB each in fp8, 128 KiB in bf16, at 128 channels);
+// keys in a ring of tiles, 8 or 6. Rows of 128 bytes or less, swizzled; wider rows in blocks.
+#pragma once
+
+#include <climits>
+
+#include "common/ptx.cuh"
+#include "common/tma.cuh"
+#include "common/types.h"
+#include "common/wgmma.cuh"
+#include "common/wgmma_rows.cuh"
+#include "indexer/indexer.h"
+
+namespace jax_dsa::indexer {
+
+inline constexpr int kTile = 64;  // keys
+
+// kHeads: heads with padding; kN: columns of a warpgroup's product.
+// kTurns: two warpgroups issue their products alternately.
+template <IndexerDType kDType_, int kChannels, int kHeads_, int kN_ = 256, int kWarpgroups_ = 2,
+          bool kTurns_ = kWarpgroups_ == 2>
+struct Traits {
+  static constexpr bool kTurns = kTurns_;
+  static constexpr IndexerDType kDType = kDType_;
+  static constexpr int kHeads = kHeads_, kN = kN_, kWarpgroups = kWarpgroups_;
+  static constexpr int kElementBytes = kDType == IndexerDType::kBF16 ? 2 : 1;
+  static constexpr int kChannelBytes = kChannels * kElementBytes;
+  static constexpr int kRowBytes = kChannelBytes < 128 ? kChannelBytes : 128;
+  static constexpr int kBlocks = kChannelBytes / kRowBytes;
+  static constexpr int kOwnQueries = kN / kHeads;  // of a warpgroup
+  static constexpr int kQueries = kOwnQueries * kWarpgroups;
+  static constexpr int kQBytes = kWarpgroups * kN * kChannelBytes;
+  static constexpr int kKeyBytes = kTile * kChannelBytes;
+  static constexpr int kQStages = kQBytes > 64 * 1024 ? 1 : 2;
+  static constexpr int kKeyStages = kKeyBytes > 8 * 1024 ? 6 : 8;
+  static constexpr int kMathThreads = kWarpgroups * 128, kThreads = kMathThreads + 128;
+  static constexpr int kMathRegisters = kWarpgroups == 2 ? 224 : 104;
+  static constexpr int kOtherRegisters = kWarpgroups == 2 ? 56 : 64;
+  // Registers move within what the block was launched with; asking for more waits for ever.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kMathRegisters * kWarpgroups + kOtherRegisters <=
+                kLaunchRegisters * (kWarpgroups + 1));
+  static constexpr int kFillWarps = 3;
+  static_assert(kQueries <= 32 && kOwnQueries >= 2);
+};
+
+// 0 is __syncthreads; a warpgroup's turn to issue is the barrier kTurn plus its number.
+enum NamedBarrier { kTurn = 1 };
+
+// A block's part of the key tiles of all items.
+struct Share {
+  int64_t item;  // the first
+  int skip;      // tiles of the first item that are an earlier block's
+  int64_t tiles;
+};
+
+template <typename Tr>
+struct alignas(1024) Shared {
+  uint8_t q[Tr::kQStages][Tr::kBlocks][Tr::kWarpgroups][Tr::kN * Tr::kRowBytes];
+  uint8_t k[Tr::kKeyStages][Tr::kBlocks][kTile * Tr::kRowBytes];
+  uint64_t q_full[Tr::kQStages], q_free[Tr::kQStages];
+  uint64_t k_full[Tr::kKeyStages], k_free[Tr::kKeyStages];
+  int64_t warp_sums[Tr::kThreads / 32];
+  Share share;
+};
+
+// ---- work --------------------------------------------------------------------------------------
+
+// A range of key tiles; first == last == 0 if there are none.
+struct Tiles {
+  int first, last;
+};
+
+// Adds query `t` of `batch` to the keys [low, high) seen.
+__device__ __forceinline__ void see(const IndexerFwdParams& p, int64_t batch, int64_t t, int& low,
+                                    int& high) {
+  const int64_t at = batch * p.queries + t;
+  const int start = max(__ldg(p.starts + at), 0);
+  const int end = min(__ldg(p.ends + at), static_cast<int>(p.keys));
+  if (start < end) {
+    low = min(low, start);
+    high = max(high, end);
+  }
+}
+
+__device__ __forceinline__ Tiles tiles_of(int low, int high) {
+  return low < high ? Tiles{low / kTile, ceil_div(high, kTile)} : Tiles{0, 0};
+}
+
+// The key tiles that any of `count` queries sees; called by whole warps.
+__device__ __forceinline__ Tiles tiles_seen(const IndexerFwdParams& p, int64_t batch, int64_t query,
+                                            int count) {
+  const int lane = threadIdx.x % 32;
+  int low = INT_MAX, high = 0;
+  if (lane < count && query + lane < p.queries) see(p, batch, query + lane, low, high);
+  return tiles_of(__reduce_min_sync(~0u, low), __reduce_max_sync(~0u, high));
+}
+
+// The items of a block's share, one after the other.
+template <typename Tr>
+struct Walk {
+  const IndexerFwdParams& p;
+  int64_t item, left;
+  int skip;
+  int64_t batch, query;  // of the current item
+  Tiles tiles;           // of the current item, those of this block
+
+  __device__ Walk(const IndexerFwdParams& p, const Share& share)
+      : p(p), item(share.item), left(share.tiles), skip(share.skip) {}
+
+  __device__ bool next() {
+    while (left > 0) {
+      const int64_t per_batch = ceil_div(p.queries, int64_t{Tr::kQueries});
+      batch = item / per_batch;
+      query = (item - batch * per_batch) * Tr::kQueries;
+      ++item;
+      tiles = tiles_seen(p, batch, query, Tr::kQueries);
+      tiles.first += skip;
+      skip = 0;
+      if (tiles.last - tiles.first > left) tiles.last = tiles.first + static_cast<int>(left);
+      left -= tiles.last - tiles.first;
+      if (tiles.first < tiles.last) return true;
+    }
+    return false;
+  }
+};
+
+template <typename Tr>
+__device__ int tile_count(const IndexerFwdParams& p, int64_t item, int64_t per_batch) {
+  const int64_t batch = item / per_batch, query = (item - batch * per_batch) * Tr::kQueries;
+  int low = INT_MAX, high = 0;
+#pragma unroll 4
+  for (int i = 0; i < Tr::kQueries; ++i) {
+    if (query + i < p.queries) see(p, batch, query + i, low, high);
+  }
+  const Tiles tiles = tiles_of(low, high);
+  return tiles.last - tiles.first;
+}
+
+// Finds this block's share; called by all threads.
+template <typename Tr>
+__device__ void find_share(const IndexerFwdParams& p, Shared<Tr>& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t per_batch = ceil_div(p.queries, int64_t{Tr::kQueries});
+  const int64_t items = p.batch * per_batch;
+  const int64_t chunk = ceil_div(items, int64_t{Tr::kThreads});
+  const int64_t first = min(chunk * threadIdx.x, items), last = min(first + chunk, items);
+  int64_t own = 0;
+  for (int64_t item = first; item < last; ++item) own += tile_count<Tr>(p, item, per_batch);
+  int64_t up_to = own;  // of the warp's lanes so far, then of all threads before this one
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int64_t other = __shfl_up_sync(~0u, up_to, step);
+    if (lane >= step) up_to += other;
+  }
+  if (lane == 31) shared.warp_sums[warp] = up_to;
+  if (threadIdx.x == 0) shared.share = {0, 0, 0};
+  __syncthreads();
+  int64_t total = 0;
+  up_to -= own;
+  for (int i = 0; i < Tr::kThreads / 32; ++i) {
+    if (i < warp) up_to += shared.warp_sums[i];
+    total += shared.warp_sums[i];
+  }
+  const int64_t each = total / gridDim.x, more = total % gridDim.x, block = blockIdx.x;
+  const int64_t begin = each * block + min(block, more);
+  const int64_t tiles = each + (block < more ? 1 : 0);
+  if (tiles > 0 && up_to <= begin && begin < up_to + own) {
+    int64_t item = first, before = up_to;
+    for (;;) {
+      const int count = tile_count<Tr>(p, item, per_batch);
+      if (begin < before + count) break;
+      before += count;
+      ++item;
+    }
+    shared.share = {item, static_cast<int>(begin - before), tiles};
+  }
+  __syncthreads();
+}
+
+// ---- copies ------------------------------------------------------------------------------------
+
+template <typename Tr>
+__device__ void copy(const IndexerFwdParams& p, const CUtensorMap& q_map, const CUtensorMap& k_map,
+                     Shared<Tr>& shared) {
+  const bool leader = threadIdx.x % 32 == 0;
+  constexpr int kRowElements = Tr::kRowBytes / Tr::kElementBytes;
+  int q_stage = 0, k_stage = 0;
+  uint32_t q_parity = 1, k_parity = 1;
+  for (Walk<Tr> walk(p, shared.share); walk.next();) {
+    const int batch = static_cast<int>(walk.batch), query = static_cast<int>(walk.query);
+    mbarrier_wait(&shared.q_free[q_stage], q_parity);
+    if (leader) {
+      mbarrier_arrive_expect(&shared.q_full[q_stage], Tr::kQBytes);
+      for (int block = 0; block < Tr::kBlocks; ++block) {
+        for (int i = 0; i < Tr::kWarpgroups; ++i) {
+          tma_load(shared.q[q_stage][block][i], &q_map, &shared.q_full[q_stage],
+                   block * kRowElements, 0, query + i * Tr::kOwnQueries, batch);
+        }
+      }
+    }
+    if (++q_stage == Tr::kQStages) q_stage = 0, q_parity ^= 1;
+    for (int tile = walk.tiles.first; tile < walk.tiles.last; ++tile) {
+      mbarrier_wait(&shared.k_free[k_stage], k_parity);
+      if (leader) {
+        mbarrier_arrive_expect(&shared.k_full[k_stage], Tr::kKeyBytes);
+#pragma unroll
+        for (int block = 0; block < Tr::kBlocks; ++block) {
+          tma_load(shared.k[k_stage][block], &k_map, &shared.k_full[k_stage], block * kRowElements,
+                   tile * kTile, batch);
+        }
+      }
+      if (++k_stage == Tr::kKeyStages) k_stage = 0, k_parity ^= 1;
+    }
+  }
+}
+
+// ---- -inf --------------------------------------------------------------------------------------
+
+// -inf to out[first .. last), by a warp; 16 bytes a lane where the address allows.
+__device__ __forceinline__ void fill_row(float* out, int first, int last) {
+  const int lane = threadIdx.x % 32;
+  if (first >= last) return;
+  const int odd = static_cast<int>(reinterpret_cast<uintptr_t>(out + first) / 4 % 4);
+  const int body = min(first + (4 - odd) % 4, last), tail = body + (last - body) / 4 * 4;
+  if (lane < body - first) __stcs(out + first + lane, -INFINITY);
+  const float4 x = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+  for (int i = body + 4 * lane; i < tail; i += 128) __stcs(reinterpret_cast<float4*>(out + i), x);
+  if (lane < last - tail) __stcs(out + tail + lane, -INFINITY);
+}
+
+// The rows' parts before and after their item's key tiles, in pieces of one item and kPiece keys,
+// dealt out to the blocks in turn.
+template <typename Tr>
+__device__ void fill(const IndexerFwdParams& p, int warp) {
+  constexpr int kPiece = 4096;
+  const int64_t per_batch = ceil_div(p.queries, int64_t{Tr::kQueries});
+  const int64_t per_item = ceil_div(p.keys, int64_t{kPiece});
+  const int64_t pieces = p.batch * per_batch * per_item;
+  for (int64_t piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
+    const int64_t item = piece / per_item, batch = item / per_batch;
+    const int64_t query = (item - batch * per_batch) * Tr::kQueries;
+    const Tiles tiles = tiles_seen(p, batch, query, Tr::kQueries);
+    const int64_t first = (piece - item * per_item) * kPiece;
+    const int64_t last = min(first + kPiece, p.keys);
+    const int64_t low = min(int64_t{tiles.first} * kTile, p.keys);
+    const int64_t high = min(int64_t{tiles.last} * kTile, p.keys);
+    for (int i = warp; i < Tr::kQueries && query + i < p.queries; i += Tr::kFillWarps) {
+      float* const row = p.out + (batch * p.queries + query + i) * p.keys;
+      fill_row(row, static_cast<int>(first), static_cast<int>(min(last, low)));
+      fill_row(row, static_cast<int>(max(first, high)), static_cast<int>(last));
+    }
+  }
+}
+
+// ---- products ----------------------------------------------------------------------------------
+
+// A maximum that keeps NaN, as relu has to.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float x;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+}
+
+template <typename Tr>
+__device__ __forceinline__ void multiply(float (&d)[Tr::kN / 2], uint64_t k, uint64_t q) {
+#pragma unroll
+  for (int i = 0; i < Tr::kChannelBytes / 32; ++i) {
+    constexpr int kSteps = Tr::kRowBytes / 32;
+    const int block = i / kSteps, step = i % kSteps * 32;
+    const uint64_t a = k + ((block * kTile * Tr::kRowBytes + step) >> 4);
+    const uint64_t b = q + ((block * Tr::kWarpgroups * Tr::kN * Tr::kRowBytes + step) >> 4);
+    if constexpr (Tr::kDType == IndexerDType::kBF16) {
+      wgmma_bf16(d, a, b, i > 0);
+    } else {
+      wgmma_e4m3(d, a, b, i > 0);
+    }
+  }
+}
+
+// From a thread's accumulators - rows r and r + 8, columns 2 * (lane % 4) + {0, 1} of each eight -
+// the sums of w * relu(x) over heads: lane % 4 = 2 * b + a gets row r + 8 * a of queries 2 * h + b.
+template <typename Tr>
+__device__ __forceinline__ void sum_heads(const float (&x)[Tr::kN / 2],
+                                          const float (&w)[Tr::kN / 4], float floor,
+                                          float (&sum)[Tr::kOwnQueries / 2]) {
+  constexpr int kGroups = Tr::kHeads / 8;  // of eight columns, of one query
+  float part[Tr::kOwnQueries][2];
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+#pragma unroll
+      for (int query = 0; query < Tr::kOwnQueries; ++query) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int i = query * kGroups + g;
+          const float y = max_nan(x[4 * i + 2 * r + e], floor);
+          float& s = part[query][r];
+          s = g + e == 0 ? w[2 * i] * y : fmaf(w[2 * i + e], y, s);
+        }
+      }
+    }
+  }
+  const bool a = threadIdx.x & 1, b = threadIdx.x & 2;
+  float row[Tr::kOwnQueries];
+#pragma unroll
+  for (int query = 0; query < Tr::kOwnQueries; ++query) {
+    const float other = __shfl_xor_sync(~0u, a ? part[query][0] : part[query][1], 1);
+    row[query] = (a ? part[query][1] : part[query][0]) + other;
+  }
+#pragma unroll
+  for (int h = 0; h < Tr::kOwnQueries / 2; ++h) {
+    const float other = __shfl_xor_sync(~0u, b ? row[2 * h] : row[2 * h + 1], 2);
+    sum[h] = (b ? row[2 * h + 1] : row[2 * h]) + other;
+  }
+}
+
+template <typename Tr>
+__device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
+  constexpr int kOwn = Tr::kOwnQueries;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / 128;
+  const int own_row = warp * 16 + lane / 4 + lane % 2 * 8, own_query = lane / 2 % 2;
+  const float floor = p.relu ? 0.f : -INFINITY;
+  const int keys = static_cast<int>(p.keys);
+  const uint64_t q = k_major_rows_descriptor<Tr::kRowBytes>(smem_address(shared.q[0][0][group]));
+  const uint64_t k = k_major_rows_descriptor<Tr::kRowBytes>(smem_address(shared.k[0]));
+  int q_stage = 0, k_stage = 0;
+  uint32_t q_parity = 0, k_parity = 0;
+  if (Tr::kTurns && group == 1) named_barrier_arrive<256>(kTurn);
+
+  for (Walk<Tr> walk(p, shared.share); walk.next();) {
+    const int64_t query = walk.query + group * kOwn;
+    const int64_t token = walk.batch * p.queries + query;
+    const int queries = static_cast<int>(min(max(p.queries - query, int64_t{0}), int64_t{kOwn}));
+    const Tiles needed = tiles_seen(p, walk.batch, query, kOwn);
+    float w[Tr::kN / 4];
+#pragma unroll
+    for (int i = 0; i < Tr::kN / 4; ++i) {
+      const int column = i / 2 * 8 + i % 2, head = column % Tr::kHeads + lane % 4 * 2;
+      const bool there = column / Tr::kHeads < queries && head < p.heads;
+      w[i] = there ? __ldg(p.weights + (token + column / Tr::kHeads) * p.heads + head) : 0.f;
+    }
+    int start[kOwn / 2];
+    uint32_t length[kOwn / 2];  // a key is seen if key - start < length
+#pragma unroll
+    for (int h = 0; h < kOwn / 2; ++h) {
+      const bool there = 2 * h + own_query < queries;
+      start[h] = there ? __ldg(p.starts + token + 2 * h + own_query) : 0;
+      length[h] = there ? max(__ldg(p.ends + token + 2 * h + own_query) - start[h], 0) : 0;
+    }
+    int key = walk.tiles.first * kTile + own_row;
+    float* out = p.out + (token + own_query) * p.keys + key;
+    const float* scale_from = p.k_scale ? p.k_scale + walk.batch * p.keys : nullptr;
+
+    mbarrier_wait(&shared.q_full[q_stage], q_parity);
+    const uint64_t own_q = q + q_stage * (Tr::kQBytes >> 4);
+    for (int tile = walk.tiles.first; tile < walk.tiles.last; ++tile) {
+      float sum[kOwn / 2];
+      float scale = 1.f;
+      mbarrier_wait(&shared.k_full[k_stage], k_parity);
+      // Else both might issue at once, have their products interleaved, and then both be in their
+      // sums with nothing on the tensor cores; nothing would ever move them apart.
+      if constexpr (Tr::kTurns) named_barrier_sync<256>(kTurn + group);
+      if (tile >= needed.first && tile < needed.last) {
+        float x[Tr::kN / 2];
+        wgmma_fence();
+        multiply<Tr>(x, k + k_stage * (Tr::kKeyBytes >> 4), own_q);
+        wgmma_commit();
+        if constexpr (Tr::kTurns) named_barrier_arrive<256>(kTurn + 1 - group);
+        if (scale_from != nullptr && key < keys) scale = __ldg(scale_from + key);
+        wgmma_wait<0>();
+        wgmma_pin(x);
+        if (lane == 0) mbarrier_arrive(&shared.k_free[k_stage]);
+        sum_heads<Tr>(x, w, floor, sum);
+      } else {
+        if constexpr (Tr::kTurns) named_barrier_arrive<256>(kTurn + 1 - group);
+        if (lane == 0) mbarrier_arrive(&shared.k_free[k_stage]);
+#pragma unroll
+        for (int h = 0; h < kOwn / 2; ++h) sum[h] = -INFINITY;
+      }
+      if (++k_stage == Tr::kKeyStages) k_stage = 0, k_parity ^= 1;
+      if (key < keys) {
+#pragma unroll
+        for (int h = 0; h < kOwn / 2; ++h) {
+          const bool seen = static_cast<uint32_t>(key - start[h]) < length[h];
+          if (2 * h + own_query < queries) {
+            __stcs(out + 2 * h * p.keys, seen ? sum[h] * scale : -INFINITY);
+          }
+        }
+      }
+      key += kTile;
+      out += kTile;
+    }
+    if (lane == 0) mbarrier_arrive(&shared.q_free[q_stage]);
+    if (++q_stage == Tr::kQStages) q_stage = 0, q_parity ^= 1;
+  }
+  if (Tr::kTurns && group == 0) named_barrier_sync<256>(kTurn);  // the turn after the last
+}
+
+template <typename Tr>
+__global__ void __launch_bounds__(Tr::kThreads, 1)
+    fwd_kernel(const IndexerFwdParams p, const __grid_constant__ CUtensorMap q_map,
+               const __grid_constant__ CUtensorMap k_map) {
+  extern __shared__ uint8_t raw[];
+  auto& shared = *reinterpret_cast<Shared<Tr>*>(raw);
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(&q_map);
+    tma_prefetch_map(&k_map);
+    for (int i = 0; i < Tr::kQStages; ++i) {
+      mbarrier_init(&shared.q_full[i], 1);
+      mbarrier_init(&shared.q_free[i], Tr::kMathThreads / 32);
+    }
+    for (int i = 0; i < Tr::kKeyStages; ++i) {
+      mbarrier_init(&shared.k_full[i], 1);
+      mbarrier_init(&shared.k_free[i], Tr::kMathThreads / 32);
+    }
+    mbarrier_init_fence();
+  }
+  find_share<Tr>(p, shared);
+  if (threadIdx.x < Tr::kMathThreads) {
+    raise_registers<Tr::kMathRegisters>();
+    math<Tr>(p, shared);
+  } else {
+    lower_registers<Tr::kOtherRegisters>();
+    const int warp = threadIdx.x / 32 - Tr::kMathThreads / 32;
+    if (warp == 0) {
+      copy<Tr>(p, q_map, k_map, shared);
+    } else {
+      fill<Tr>(p, warp - 1);
+    }
+  }
+}
+
+}  // namespace jax_dsa::indexer

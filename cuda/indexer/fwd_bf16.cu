@@ -1,0 +1,7 @@
+#include "indexer/launch.cuh"
+
+namespace jax_dsa::indexer {
+
+template cudaError_t launch_channels<IndexerDType::kBF16>(const IndexerFwdParams&, cudaStream_t);
+
+}  // namespace jax_dsa::indexer

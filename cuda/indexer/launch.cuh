@@ -1,0 +1,68 @@
+// Launches a forward kernel of given traits.
+#pragma once
+
+#include <algorithm>
+
+#include "indexer/fwd.cuh"
+
+namespace jax_dsa::indexer {
+
+template <typename Tr>
+cudaError_t launch(const IndexerFwdParams& p, cudaStream_t stream) {
+  int device = 0, processors = 0;
+  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
+  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+      e != cudaSuccess) {
+    return e;
+  }
+  const auto kernel = fwd_kernel<Tr>;
+  constexpr int kBytes = sizeof(Shared<Tr>);
+  static_assert(kBytes <= 227 * 1024);
+  if (cudaError_t e =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+      e != cudaSuccess) {
+    return e;
+  }
+  constexpr int kRowElements = Tr::kRowBytes / Tr::kElementBytes;
+  constexpr auto kType = Tr::kDType == IndexerDType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                           : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  CUtensorMap q, k;
+  if (cudaError_t e = encode_tensor_map<4>(&q, kType, Tr::kElementBytes, p.q,
+                                           {p.channels, p.heads, p.queries, p.batch},
+                                           {kRowElements, Tr::kHeads, Tr::kOwnQueries, 1});
+      e != cudaSuccess) {
+    return e;
+  }
+  if (cudaError_t e = encode_tensor_map<3>(&k, kType, Tr::kElementBytes, p.k,
+                                           {p.channels, p.keys, p.batch}, {kRowElements, kTile, 1});
+      e != cudaSuccess) {
+    return e;
+  }
+  const int64_t items = p.batch * ceil_div(p.queries, int64_t{Tr::kQueries});
+  const int64_t tiles = items * ceil_div(p.keys, int64_t{kTile});
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, processors));
+  kernel<<<grid, Tr::kThreads, kBytes, stream>>>(p, q, k);
+  return cudaGetLastError();
+}
+
+template <IndexerDType kDType, int kChannels>
+cudaError_t launch_heads(const IndexerFwdParams& p, cudaStream_t stream) {
+  if (p.heads <= 16) return launch<Traits<kDType, kChannels, 16>>(p, stream);
+  if (p.heads <= 32) return launch<Traits<kDType, kChannels, 32>>(p, stream);
+  return launch<Traits<kDType, kChannels, 64>>(p, stream);
+}
+
+template <IndexerDType kDType>
+cudaError_t launch_channels(const IndexerFwdParams& p, cudaStream_t stream) {
+  switch (p.channels) {
+    case 32:
+      return launch_heads<kDType, 32>(p, stream);
+    case 64:
+      return launch_heads<kDType, 64>(p, stream);
+    case 128:
+      return launch_heads<kDType, 128>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jax_dsa::indexer
