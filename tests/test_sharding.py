@@ -10,6 +10,7 @@ import pytest
 from cases.registry import CASES
 from compare import assert_matches
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from quick import compile_quickly  # noqa: F401
 from test_transforms import grad, loss, outputs
 
 ROUTES = [(case, route) for case in CASES for route in case.specs]

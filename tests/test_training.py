@@ -141,6 +141,33 @@ def test_warmup_lowers_the_kl():
     assert kls[-1] < kls[0] / 2
 
 
+def shapes_in(jaxpr):
+    """Shapes of everything that a program computes, at any depth."""
+    for equation in jaxpr.eqns:
+        yield from (v.aval.shape for v in equation.outvars if hasattr(v.aval, "shape"))
+        for part in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(part, "jaxpr", part)
+            if hasattr(inner, "eqns"):
+                yield from shapes_in(inner)
+
+
+def test_the_large_preset_keeps_no_array_of_queries_by_keys():
+    config = training.PRESETS["h200"]()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
+    program = Program(config)
+    state = jax.eval_shape(program.init)
+    length = config.seq_len
+    batch = jax.ShapeDtypeStruct((config.batch_size, length + 1), jnp.int32)
+    updates = (
+        (program._dense, (state.backbone, state.indexer.params)),
+        (program._warmup, (state.indexer, state.backbone.params)),
+        (program._sparse, (state.backbone, state.indexer)),
+    )
+    for update, learners in updates:
+        for shape in shapes_in(jax.make_jaxpr(update)(*learners, batch).jaxpr):
+            assert sum(n >= length for n in shape) <= 1, shape
+
+
 def test_files_are_split_by_their_path(tmp_path):
     for i in range(60):
         (tmp_path / f"sub{i % 3}").mkdir(exist_ok=True)

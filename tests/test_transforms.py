@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cases.registry import CASES
 from compare import assert_matches
+from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa.core.capabilities import passes

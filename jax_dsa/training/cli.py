@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     prompt, continuation = report.sample(trainer)
     picture = folder / "curves.png"
     report.plot(trainer, results, picture)
-    print(f"\nA validation file's beginning | the model's continuation:\n\n{prompt}|{continuation}")
+    print(f"\nValidation text | the model's continuation:\n\n{prompt}|{continuation}")
     print(f"\n{report.table(results, trainer)}")
     print(f"\n{trainer.seconds:.0f} s of training; {trainer.log.path}, {picture}")
     return 0

@@ -141,24 +141,24 @@ def _grid(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def sample(trainer: Trainer) -> tuple[str, str]:
-    """The beginning of a validation file, and the model's continuation of it.
+    """Validation text up to the name of a method, and the model's continuation of it.
 
     Together no longer than the sequences of training: the model knows no position beyond.
     """
     config, tokens = trainer.config, trainer.corpus.validation
     length = min(300, config.seq_len // 3)
     steps = min(config.sample_tokens, config.seq_len - length)
-    starts = np.flatnonzero(tokens == BOS)
-    long = [s for s, e in zip(starts, [*starts[1:], len(tokens)]) if e - s > length]
-    first = long[0] if long else 0
-    prompt = tokens[first : first + length].astype(np.int32)
+    mark = b"\n    def "
+    found = tokens.astype(np.uint8).tobytes().find(mark, length)
+    end = found + len(mark) if found >= 0 else length
+    prompt = tokens[end - length : end].astype(np.int32)
     state = trainer.state
     key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), config.total_steps)
 
     @jax.jit
     def decode(backbone: Any, indexer: Any, prompt: jax.Array) -> jax.Array:
         model = trainer.program.model(backbone, indexer)
-        return generate(model, prompt, steps, key, temperature=0.7)
+        return generate(model, prompt, steps, key, temperature=0.8)
 
     out = decode(state.backbone.params, state.indexer.params, prompt[None])
     return _text(prompt), _text(np.asarray(out[0]))

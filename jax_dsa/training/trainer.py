@@ -137,8 +137,8 @@ class Trainer:
         facts = self.checkpoints.facts(step)
         if facts["config"] != _fingerprint(self.config):
             raise ValueError(
-                f"Trainer: the run in {self.folder} has another configuration: got "
-                f"{_fingerprint(self.config)}, want {facts['config']}"
+                f"Trainer: the run in {self.folder} has another configuration; choose another "
+                f"folder or delete it: got {_fingerprint(self.config)}, want {facts['config']}"
             )
         self.state = self.checkpoints.restore(step, self.state)
         self.seconds = facts["seconds"]
