@@ -43,18 +43,14 @@ def test_mesh(
         assert_matches(compiled(*args), want)
 
 
-@EACH_ROUTE
-def test_inside_shard_map(
-    case: Any, route: str, rng: np.random.Generator, cpus: list[jax.Device]
-) -> None:
+@pytest.mark.parametrize("case", [c for c in CASES if "batch" in c.specs], ids=lambda c: c.name)
+def test_inside_shard_map(case: Any, rng: np.random.Generator, cpus: list[jax.Device]) -> None:
     """The operator on arrays that are local already, differentiated from outside, on one of two
     mesh axes.
     """
-    if route != "batch":
-        return
     host = case.make_args(rng)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=cpus)
-    specs = case.specs[route]
+    specs = case.specs["batch"]
     out_specs = PartitionSpec("x")
     local = jax.shard_map(
         lambda *args: outputs(case, *args),
