@@ -10,6 +10,13 @@ __device__ __forceinline__ uint32_t smem_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// The block's dynamic shared memory.
+template <typename T>
+__device__ __forceinline__ T& dynamic_shared() {
+  extern __shared__ uint8_t raw[];
+  return *reinterpret_cast<T*>(raw);
+}
+
 // ---- mbarrier ----------------------------------------------------------------------------------
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {

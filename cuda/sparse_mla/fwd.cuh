@@ -258,8 +258,7 @@ __device__ void consume(const SparseMlaFwdParams& p, Shared<kD>& shared) {
 template <int kD>
 __global__ void __launch_bounds__(kThreads, 1)
     fwd_kernel(const __grid_constant__ SparseMlaFwdParams p) {
-  extern __shared__ uint8_t raw[];
-  auto& shared = *reinterpret_cast<Shared<kD>*>(raw);
+  auto& shared = dynamic_shared<Shared<kD>>();
   if (threadIdx.x == 0) {
     mbarrier_init(&shared.q_full, 128 + 1);
     mbarrier_init(&shared.q_free, 8);

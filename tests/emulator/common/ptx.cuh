@@ -1,0 +1,175 @@
+// cuda/common/ptx.cuh for the emulator.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "emulator.h"
+
+namespace jax_dsa {
+
+inline uint32_t smem_address(const void* p) { return emulator::shared_offset(p); }
+
+template <typename T>
+T& dynamic_shared() {
+  static_assert(sizeof(T) <= emulator::kSharedBytes);
+  return *reinterpret_cast<T*>(emulator::self().block->shared);
+}
+
+// ---- mbarrier ----------------------------------------------------------------------------------
+
+inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+  emulator::mbarrier(barrier) = {static_cast<uint16_t>(arrivals), static_cast<int16_t>(arrivals), 0,
+                                 0};
+}
+inline void mbarrier_init_fence() {}
+inline void mbarrier_arrive(uint64_t* barrier) {
+  --emulator::mbarrier(barrier).missing;
+  emulator::mbarrier(barrier).settle();
+}
+inline void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+  emulator::mbarrier(barrier).bytes += bytes;
+  mbarrier_arrive(barrier);
+}
+inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  emulator::wait_until("mbarrier at", emulator::shared_offset(barrier),
+                       [=] { return emulator::mbarrier(barrier).phase != parity; });
+}
+
+// ---- copies ------------------------------------------------------------------------------------
+
+inline void cp_async_16(uint32_t to, const void* from, bool valid, uint64_t) {
+  uint8_t* target = emulator::shared_at(to);
+  if (to % 16) emulator::fail("cp.async to a misaligned address");
+  emulator::self().copies.push_back([=] {
+    if (valid) {
+      memcpy(target, from, 16);
+    } else {
+      memset(target, 0, 16);
+    }
+  });
+}
+inline void cp_async_arrive(uint64_t* barrier) {
+  emulator::later([barrier, copies = std::move(emulator::self().copies)] {
+    for (const auto& copy : copies) copy();
+    mbarrier_arrive(barrier);
+  });
+  emulator::self().copies.clear();
+}
+
+inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t = 0) {
+  if (emulator::shared_offset(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) {
+    emulator::fail("a misaligned bulk copy");
+  }
+  emulator::later([=] {
+    memcpy(to, from, bytes);
+    emulator::mbarrier(barrier).bytes -= bytes;
+    emulator::mbarrier(barrier).settle();
+  });
+}
+
+namespace detail {
+struct Stores {  // of one thread
+  std::vector<std::function<void()>> open;
+  int64_t committed = 0, done = 0;
+};
+inline Stores& stores() {
+  static std::map<emulator::Fiber*, Stores> all;
+  return all[&emulator::self()];
+}
+}  // namespace detail
+
+inline void bulk_store(void* to, const void* from, uint32_t bytes) {
+  if (emulator::shared_offset(from) % 16 || reinterpret_cast<uintptr_t>(to) % 16 || bytes % 16) {
+    emulator::fail("a misaligned bulk copy");
+  }
+  detail::stores().open.push_back([=] { memcpy(to, from, bytes); });
+}
+inline void bulk_commit() {
+  auto* stores = &detail::stores();
+  ++stores->committed;
+  emulator::later([stores, open = std::move(stores->open)] {
+    for (const auto& store : open) store();
+    ++stores->done;
+  });
+  stores->open.clear();
+}
+template <int kPending>
+void bulk_wait_read() {
+  auto* stores = &detail::stores();
+  const int64_t want = stores->committed - kPending;
+  emulator::wait_until("bulk stores", 0, [=] { return stores->done >= want; });
+}
+template <int kPending>
+void bulk_wait() {
+  bulk_wait_read<kPending>();
+}
+
+inline uint64_t l2_policy_evict_first() { return 0; }
+inline uint64_t l2_policy_evict_last() { return 0; }
+inline void prefetch_l2(const void*, uint32_t) {}
+
+inline int load_now(const int* from, bool valid, int otherwise) {
+  return valid ? *from : otherwise;
+}
+inline void store_16(void* to, const uint32_t (&x)[4], bool valid) {
+  if (valid) memcpy(to, x, 16);
+}
+inline void load_shared_16(uint32_t from, uint32_t (&x)[4]) {
+  memcpy(x, emulator::shared_at(from), 16);
+}
+
+// ---- ordering ----------------------------------------------------------------------------------
+
+inline void fence_async_proxy() {}
+
+template <int kThreads>
+void named_barrier_sync(int id) {
+  emulator::sync(emulator::self().block->named[id], kThreads, "named barrier", id);
+}
+template <int kThreads>
+void named_barrier_arrive(int id) {
+  emulator::arrive(emulator::self().block->named[id], kThreads);
+}
+
+// ---- registers and arithmetic ------------------------------------------------------------------
+
+template <int kRegisters>
+void raise_registers() {}
+template <int kRegisters>
+void lower_registers() {}
+
+inline float exp2_approx(float x) { return std::exp2(x); }
+
+inline uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat16 x[2] = {__float2bfloat16(low), __float2bfloat16(high)};
+  uint32_t packed;
+  memcpy(&packed, x, 4);
+  return packed;
+}
+
+inline void red_add(float* to, float x, float y, float z, float w) {
+  to[0] += x, to[1] += y, to[2] += z, to[3] += w;
+}
+
+inline void store_matrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const uint32_t x[4] = {a, b, c, d};
+  const int lane = emulator::self().thread % 32;
+  for (int i = 0; i < 4; ++i) {
+    const uint64_t* rows = emulator::exchange(row);
+    memcpy(emulator::shared_at(static_cast<uint32_t>(rows[i * 8 + lane / 4]) + lane % 4 * 4), &x[i],
+           4);
+  }
+  emulator::exchange(0);
+}
+inline void load_matrix_x4(uint32_t row, uint32_t (&x)[4]) {
+  const int lane = emulator::self().thread % 32;
+  for (int i = 0; i < 4; ++i) {
+    const uint64_t* rows = emulator::exchange(row);
+    memcpy(&x[i], emulator::shared_at(static_cast<uint32_t>(rows[i * 8 + lane / 4]) + lane % 4 * 4),
+           4);
+  }
+}
+
+}  // namespace jax_dsa
