@@ -3,11 +3,12 @@
 // common/ beside this file take the place of those in cuda/common/; a kernel that reaches the
 // hardware only through them compiles unchanged.
 //
-// Asynchronous work (wgmma, cp.async, bulk copies) happens either as early or as late as the
-// program allows, by `Options::late`: what a missing wait or a barrier in the wrong place would
-// let through shows as a wrong result in one of the two, and a deadlock ends the program with the
-// fibers' positions. The order in which warps run follows `Options::seed`. What this cannot see:
-// rounding of the tensor cores, missing proxy fences, time.
+// Asynchronous work happens either as early or as late as the program allows, wgmma by
+// `Options::late_wgmma`, copies by `Options::late_copies`, each warp for itself: what a missing
+// wait or a barrier in the wrong place would let through shows as a wrong result in one of the four
+// combinations, and a deadlock ends the program with the fibers' positions. The order in which
+// warps run follows `Options::seed`. What this cannot see: rounding of the tensor cores, missing
+// proxy fences, time.
 #pragma once
 
 #include <ucontext.h>
@@ -26,7 +27,7 @@
 namespace emulator {
 
 struct Options {
-  bool late = false;
+  bool late_wgmma = false, late_copies = false;
   uint64_t seed = 0;
 };
 
@@ -74,7 +75,6 @@ struct Block {
   std::vector<Fiber> fibers;
   Barrier everyone, named[kNamedBarriers];
   std::vector<Exchange> warps;
-  std::vector<Barrier> warpgroups;
 };
 
 struct Machine {
@@ -83,8 +83,8 @@ struct Machine {
   ucontext_t scheduler;
   Fiber* current = nullptr;
   unsigned threads = 0, blocks = 0;
-  uint64_t progress = 0;                      // counts events that may release a waiting fiber
-  std::deque<std::function<void()>> pending;  // asynchronous work not yet done
+  uint64_t progress = 0;                       // counts events that may release a waiting fiber
+  std::vector<std::function<void()>> pending;  // asynchronous work not yet done
   std::function<void()> kernel;
 };
 
@@ -124,7 +124,7 @@ inline void sync(Barrier& barrier, unsigned expected, const char* what, uint64_t
 
 // Asynchronous work: at once, or when nothing else can happen.
 inline void later(std::function<void()> work) {
-  if (machine.options.late) {
+  if (machine.options.late_copies) {
     machine.pending.push_back(std::move(work));
   } else {
     work();
@@ -171,7 +171,6 @@ inline void launch(unsigned blocks, unsigned threads, const Options& options,
     while (reinterpret_cast<uintptr_t>(block->shared) % 1024) ++block->shared;
     block->fibers = std::vector<Fiber>(threads);
     block->warps = std::vector<Exchange>((threads + 31) / 32);
-    block->warpgroups = std::vector<Barrier>((threads + 127) / 128);
     for (unsigned t = 0; t < threads; ++t) {
       Fiber& f = block->fibers[t];
       f.thread = t;
@@ -205,8 +204,12 @@ inline void launch(unsigned blocks, unsigned threads, const Options& options,
     if (all_done) break;
     if (machine.progress != before) continue;
     if (machine.pending.empty()) report_deadlock(resident);
-    machine.pending.front()();
-    machine.pending.pop_front();
+    do {  // any of it, and often several at once
+      std::swap(machine.pending[machine.random() % machine.pending.size()], machine.pending.back());
+      const auto work = std::move(machine.pending.back());
+      machine.pending.pop_back();
+      work();
+    } while (!machine.pending.empty() && machine.random() % 16);
     ++machine.progress;
   }
   for (auto& work : machine.pending) work();
@@ -283,65 +286,56 @@ inline float operand(const uint8_t* shared, uint64_t descriptor, bool transposed
   return bf16_at(shared + swizzled);
 }
 
-// The `number`-th instruction of the oldest group, for the whole warpgroup.
-inline void execute(Block& block, unsigned warpgroup, const std::vector<Wgmma*>& lanes) {
+// One instruction, the part of one warp.
+inline void execute(Block& block, const Wgmma* const (&lanes)[32], unsigned warp) {
   const Wgmma& op = *lanes[0];
-  static float a[64][16], b[256][16], product[64][256];
-  for (int t = 0; t < 128; ++t) {
-    const Wgmma& x = *lanes[t];
+  static float a[16][16], b[16][256];
+  for (int lane = 0; lane < 32; ++lane) {
+    const Wgmma& x = *lanes[lane];
     if (x.n != op.n || x.a_in_registers != op.a_in_registers || x.b != op.b ||
         x.accumulate != op.accumulate || (!op.a_in_registers && x.a != op.a)) {
-      fail("wgmma: the threads of a warpgroup disagree");
+      fail("wgmma: the threads of a warp disagree");
     }
     if (!op.a_in_registers) continue;
-    const int row = t / 32 * 16 + t % 32 / 4, column = t % 4 * 2;
     for (int i = 0; i < 4; ++i) {
       for (int half = 0; half < 2; ++half) {
-        a[row + i % 2 * 8][column + i / 2 * 8 + half] = bf16_of(x.a_registers[i], half);
+        a[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8 + half] = bf16_of(x.a_registers[i], half);
       }
     }
   }
   for (int k = 0; k < 16; ++k) {
-    if (!op.a_in_registers) {
-      for (int m = 0; m < 64; ++m) a[m][k] = operand(block.shared, op.a, op.a_transposed, m, k);
+    for (int m = 0; m < 16 && !op.a_in_registers; ++m) {
+      a[m][k] = operand(block.shared, op.a, op.a_transposed, warp % 4 * 16 + m, k);
     }
-    for (int n = 0; n < op.n; ++n) b[n][k] = operand(block.shared, op.b, op.b_transposed, n, k);
+    for (int n = 0; n < op.n; ++n) b[k][n] = operand(block.shared, op.b, op.b_transposed, n, k);
   }
-  for (int m = 0; m < 64; ++m) {
+  for (int m = 0; m < 16; ++m) {
+    float sums[256] = {};
+    for (int k = 0; k < 16; ++k) {
+      for (int n = 0; n < op.n; ++n) sums[n] += a[m][k] * b[k][n];
+    }
     for (int n = 0; n < op.n; ++n) {
-      float sum = 0;
-      for (int k = 0; k < 16; ++k) sum += a[m][k] * b[n][k];
-      product[m][n] = sum;
-    }
-  }
-  for (int t = 0; t < 128; ++t) {
-    const int row = t / 32 * 16 + t % 32 / 4, column = t % 4 * 2;
-    float* d = lanes[t]->d;
-    for (int i = 0; i < op.n / 2; ++i) {
-      const float x = product[row + i / 2 % 2 * 8][i / 4 * 8 + column + i % 2];
-      d[i] = op.accumulate ? d[i] + x : x;
+      float& d = lanes[m % 8 * 4 + n % 8 / 2]->d[n / 8 * 4 + m / 8 * 2 + n % 2];
+      d = op.accumulate ? d + sums[n] : sums[n];
     }
   }
 }
 
-// Executes the oldest group of all threads of the warpgroup.
-inline void execute_group(Block& block, unsigned warpgroup) {
-  Fiber* first = &block.fibers[warpgroup * 128];
+// Executes the oldest group of the warp.
+inline void execute_group(Block& block, unsigned warp) {
+  Fiber* first = &block.fibers[warp * 32];
   const size_t count = first->groups.front().size();
   for (size_t i = 0; i < count; ++i) {
-    std::vector<Wgmma*> lanes;
-    for (int t = 0; t < 128; ++t) {
-      if (first[t].groups.empty() || first[t].groups.front().size() != count) {
-        fail("wgmma: the threads of a warpgroup issued different groups");
+    const Wgmma* lanes[32];
+    for (int lane = 0; lane < 32; ++lane) {
+      if (first[lane].groups.empty() || first[lane].groups.front().size() != count) {
+        fail("wgmma: the threads of a warp issued different groups");
       }
-      lanes.push_back(&first[t].groups.front()[i]);
+      lanes[lane] = &first[lane].groups.front()[i];
     }
-    execute(block, warpgroup, lanes);
+    execute(block, lanes, warp);
   }
-  for (int t = 0; t < 128; ++t) {
-    first[t].groups.pop_front();
-    ++first[t].executed;
-  }
+  for (int lane = 0; lane < 32; ++lane) first[lane].groups.pop_front();
   ++machine.progress;
 }
 
@@ -349,29 +343,32 @@ inline void commit() {
   Fiber& f = self();
   f.groups.push_back(std::move(f.open));
   f.open.clear();
-  ++f.issued;
-  if (machine.options.late) return;
-  Fiber* first = &f.block->fibers[f.thread / 128 * 128];
-  for (int t = 0; t < 128; ++t) {
-    if (first[t].issued < f.issued) return;
+  const unsigned warp = f.thread / 32;
+  exchange(0);
+  if (!machine.options.late_wgmma && f.thread % 32 == 0) {
+    while (!f.groups.empty()) execute_group(*f.block, warp);
   }
-  execute_group(*f.block, f.thread / 128);
+  exchange(0);
 }
 
-inline void wait_groups(int pending) {
+inline void wait_groups(size_t pending) {
   Fiber& f = self();
   if (!f.open.empty()) fail("wgmma: a wait with uncommitted instructions");
-  const unsigned warpgroup = f.thread / 128;
-  const int64_t want = f.issued - pending;
-  Barrier& barrier = f.block->warpgroups[warpgroup];
-  const uint64_t generation = barrier.generation;
-  const bool last = barrier.arrived == 127;
-  if (last) {
-    while (f.executed < want) execute_group(*f.block, warpgroup);
+  exchange(0);
+  if (f.thread % 32 == 0) {
+    bool done = false;
+    auto finish = [&] {
+      while (f.groups.size() > pending) execute_group(*f.block, f.thread / 32);
+      done = true;
+    };
+    if (machine.options.late_wgmma && f.groups.size() > pending) {
+      machine.pending.push_back(finish);
+      wait_until("wgmma", 0, [&] { return done; });
+    } else {
+      finish();
+    }
   }
-  arrive(barrier, 128);
-  wait_until("wgmma wait of warpgroup", warpgroup,
-             [&] { return barrier.generation != generation; });
+  exchange(0);
 }
 
 // ---- shared memory -----------------------------------------------------------------------------

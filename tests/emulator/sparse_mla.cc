@@ -134,8 +134,9 @@ int failures = 0;
 
 void report(const char* what, const Case& c, const emulator::Options& options, bool good,
             std::initializer_list<Error> errors) {
-  printf("%-4s %-4s %-28s %s seed %llu ", good ? "ok" : "BAD", what, c.name,
-         options.late ? "late " : "early", (unsigned long long)options.seed);
+  printf("%-4s %-4s %-20s %s %s seed %llu ", good ? "ok" : "BAD", what, c.name,
+         options.late_wgmma ? "late wgmma, " : "early wgmma,",
+         options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed);
   for (const Error& e : errors) printf(" %.1e of %.1e", e.worst, e.top);
   printf("\n");
   fflush(stdout);
@@ -184,7 +185,7 @@ int main(int argc, char** argv) {
   const uint64_t seeds = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
   for (const Case& c : kCases) {
     for (uint64_t seed = 1; seed <= seeds; ++seed) {
-      for (bool late : {false, true}) forward(c, {late, seed});
+      for (int late = 0; late < 4; ++late) forward(c, {late % 2 == 1, late / 2 == 1, seed});
     }
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);

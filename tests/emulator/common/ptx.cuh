@@ -42,13 +42,18 @@ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
 inline void cp_async_16(uint32_t to, const void* from, bool valid, uint64_t) {
   uint8_t* target = emulator::shared_at(to);
   if (to % 16) emulator::fail("cp.async to a misaligned address");
-  emulator::self().copies.push_back([=] {
+  const auto copy = [=] {
     if (valid) {
       memcpy(target, from, 16);
     } else {
       memset(target, 0, 16);
     }
-  });
+  };
+  if (emulator::machine.options.late_copies) {
+    emulator::self().copies.push_back(copy);
+  } else {
+    copy();
+  }
 }
 inline void cp_async_arrive(uint64_t* barrier) {
   emulator::later([barrier, copies = std::move(emulator::self().copies)] {
