@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include "ffi/targets.h"
+#include "sparse_mla/sparse_mla_decode.h"
 
 namespace nb = nanobind;
 
@@ -16,10 +17,22 @@ nb::capsule capsule(XLA_FFI_Handler* handler) {
 // Target name -> handler.
 nb::dict targets() {
   nb::dict out;
+  out["jax_dsa.attn_dist_fwd.v1"] = capsule(AttnDistFwd);
+  out["jax_dsa.indexer_logits_fwd.v1"] = capsule(IndexerLogitsFwd);
+  out["jax_dsa.indexer_topk_bwd.v1"] = capsule(IndexerTopkBwd);
   out["jax_dsa.quantize_fp8.v1"] = capsule(QuantizeFp8);
+  out["jax_dsa.sparse_mla_bwd.v1"] = capsule(SparseMlaBwd);
+  out["jax_dsa.sparse_mla_decode.v1"] = capsule(SparseMlaDecode);
   out["jax_dsa.sparse_mla_fwd.v1"] = capsule(SparseMlaFwd);
+  out["jax_dsa.sparse_mla_sum_rows.v1"] = capsule(SparseMlaSumRows);
   out["jax_dsa.topk_fwd.v1"] = capsule(TopkFwd);
   return out;
+}
+
+// Asked while tracing, maybe on a machine without a GPU: as for the 132 multiprocessors of an H100
+// or H200.
+int sparse_mla_decode_splits(int64_t items, int slots) {
+  return jax_dsa::sparse_mla_decode_splits(items, slots, 132);
 }
 
 }  // namespace
@@ -27,4 +40,5 @@ nb::dict targets() {
 NB_MODULE(_cuda, m) {
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("targets", &targets);
+  m.def("sparse_mla_decode_splits", &sparse_mla_decode_splits);
 }

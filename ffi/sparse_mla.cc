@@ -2,29 +2,12 @@
 
 #include "sparse_mla/sparse_mla.h"
 
-#include <limits>
-
 #include "ffi/common.h"
+#include "ffi/sparse_mla_shape.h"
 #include "ffi/targets.h"
 
 namespace jax_dsa {
 namespace {
-
-// An absent operand arrives as an empty array of rank 1.
-bool present(const ffi::AnyBuffer& x) { return x.dimensions().size() > 1; }
-
-// Checks an optional operand and gives its data, null if absent.
-template <typename T>
-ffi::Error optional_data(const char* op, const char* name, const ffi::AnyBuffer& x,
-                         ffi::DataType dtype, std::initializer_list<int64_t> dims, const T** data) {
-  *data = nullptr;
-  if (!present(x)) return ffi::Error::Success();
-  if (x.element_type() != dtype)
-    return invalid_argument(op, std::string(name) + " has a wrong dtype");
-  DSA_FFI_RETURN_IF_ERROR(check_shape(op, name, x.dimensions(), {}, dims));
-  *data = static_cast<const T*>(x.untyped_data());
-  return ffi::Error::Success();
-}
 
 // q [B, T, N, D], kv [B, S, G, D], indices [B, T, G, K], ends [B, T]?, topk_length [B, T]?, sinks
 // [B, N]?
@@ -35,20 +18,10 @@ ffi::Error sparse_mla_fwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
                           ffi::Result<ffi::Buffer<ffi::BF16>> out,
                           ffi::Result<ffi::Buffer<ffi::F32>> lse, float scale) {
   constexpr const char* kOp = "sparse_mla_fwd";
-  if (q.dimensions().size() != 4) return invalid_argument(kOp, "q is not of rank 4");
-  if (kv.dimensions().size() != 4) return invalid_argument(kOp, "kv is not of rank 4");
-  if (indices.dimensions().size() != 4) return invalid_argument(kOp, "indices is not of rank 4");
-  const int64_t batch = q.dimensions()[0], queries = q.dimensions()[1], heads = q.dimensions()[2];
-  const int64_t dim = q.dimensions()[3], keys = kv.dimensions()[1], groups = kv.dimensions()[2];
-  const int64_t slots = indices.dimensions()[3];
-  if (dim != 576 && dim != 512) return invalid_argument(kOp, "D is neither 576 nor 512");
-  if (groups == 0 || heads % groups != 0) return invalid_argument(kOp, "N is no multiple of G");
-  if (!(scale > 0.f)) return invalid_argument(kOp, "the scale is not positive");
-  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  if (heads > kMax || slots > kMax) return invalid_argument(kOp, "N or K exceeds 2^31 - 1");
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "kv", kv.dimensions(), {}, {batch, keys, groups, dim}));
-  DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "indices", indices.dimensions(), {}, {batch, queries, groups, slots}));
+  SparseMlaShape shape;
+  DSA_FFI_RETURN_IF_ERROR(SparseMlaShape::read(kOp, q.dimensions(), kv.dimensions(),
+                                               indices.dimensions(), scale, &shape));
+  const int64_t batch = shape.batch, queries = shape.queries, heads = shape.heads;
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "out", out->dimensions(), {},
                                       {batch, queries, heads, int64_t{kSparseMlaValueDim}}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse->dimensions(), {}, {batch, queries, heads}));
@@ -62,13 +35,13 @@ ffi::Error sparse_mla_fwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
       .indices = indices.typed_data(),
       .out = out->untyped_data(),
       .lse = lse->typed_data(),
-      .batch = batch,
-      .queries = queries,
-      .keys = keys,
-      .heads = static_cast<int>(heads),
-      .groups = static_cast<int>(groups),
-      .slots = static_cast<int>(slots),
-      .dim = static_cast<int>(dim),
+      .batch = shape.batch,
+      .queries = shape.queries,
+      .keys = shape.keys,
+      .heads = shape.heads,
+      .groups = shape.groups,
+      .slots = shape.slots,
+      .dim = shape.dim,
       .sinks_stride = static_cast<int>(sinks_batch == 1 ? 0 : heads),
       .scale = scale,
   };

@@ -17,6 +17,13 @@ __device__ __forceinline__ T& dynamic_shared() {
   return *reinterpret_cast<T*>(raw);
 }
 
+// threadIdx.x, read here: what follows from it is not kept in registers from before.
+__device__ __forceinline__ int thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 // ---- mbarrier ----------------------------------------------------------------------------------
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
@@ -93,6 +100,91 @@ __device__ __forceinline__ int load_now(const int* from, bool valid, int otherwi
   return x;
 }
 
+// 16 bytes at from + kOffset likewise, or zeros.
+template <int kOffset>
+__device__ __forceinline__ void load_16_now(const void* from, bool valid, uint32_t (&x)[4]) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4 + %6];\n}\n"
+      : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3])
+      : "l"(from), "r"(int{valid}), "n"(kOffset));
+}
+
+__device__ __forceinline__ float load_now(const float* from, bool valid, float otherwise) {
+  float x;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, %3;\n"
+      "@p ld.global.nc.b32 %0, [%1];\n}\n"
+      : "=f"(x)
+      : "l"(from), "r"(int{valid}), "f"(otherwise));
+  return x;
+}
+
+// ---- bulk copies -------------------------------------------------------------------------------
+
+// `bytes` (a multiple of 16, like the addresses) to shared memory; counts as so many bytes of the
+// barrier's phase.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem_address(to)),
+      "l"(from), "r"(bytes), "r"(smem_address(barrier))
+      : "memory");
+}
+// This thread's arrival, and the bytes that copies will complete in this phase.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+// From shared to global memory, in this thread's open group.
+__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(smem_address(from)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until this thread's stores have read shared memory; or are written.
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// ---- between blocks ----------------------------------------------------------------------------
+
+// Adds one, after everything this thread has written or seen written, bulk stores included.
+__device__ __forceinline__ void counter_add(uint32_t* counter) {
+  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+// Waits until the counter is `count` or more, before anything this thread reads afterwards, by bulk
+// loads too.
+__device__ __forceinline__ void counter_wait(const uint32_t* counter, uint32_t count) {
+  uint32_t x;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(counter) : "memory");
+  } while (x < count);
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// Adds to four floats in global memory, 16-byte aligned, if `valid`.
+__device__ __forceinline__ void red_add(float* to, float x, float y, float z, float w, bool valid) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+      "@p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(to),
+      "f"(x), "f"(y), "f"(z), "f"(w), "r"(int{valid})
+      : "memory");
+}
+
+// ---- ordinary copies ---------------------------------------------------------------------------
+
 // 16 bytes to global memory if `valid`, not to be kept in caches.
 __device__ __forceinline__ void store_16(void* to, const uint32_t (&x)[4], bool valid) {
   asm volatile(
@@ -106,6 +198,12 @@ __device__ __forceinline__ void load_shared_16(uint32_t from, uint32_t (&x)[4]) 
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(from)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t to, const uint32_t (&x)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
                : "memory");
 }
 
@@ -144,11 +242,48 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// A maximum that keeps NaN, as relu has to.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float x;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+}
+
 // Two floats as bf16, `low` in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+__device__ __forceinline__ float2 unpack_bf16(uint32_t packed) {
+  return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+}
+
+// Four e4m3 values, exactly.
+__device__ __forceinline__ void unpack_e4m3(uint32_t packed, float (&x)[4]) {
+  asm("{\n.reg .b16 low, high, a, b, c, d;\n.reg .b32 ab, cd;\n"
+      "mov.b32 {low, high}, %4;\n"
+      "cvt.rn.f16x2.e4m3x2 ab, low;\ncvt.rn.f16x2.e4m3x2 cd, high;\n"
+      "mov.b32 {a, b}, ab;\nmov.b32 {c, d}, cd;\n"
+      "cvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\ncvt.f32.f16 %2, c;\ncvt.f32.f16 %3, d;\n}\n"
+      : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+      : "r"(packed));
+}
+
+// 16 bits each of the top bits of bytes 2 * kHalf (in the lower half) and 2 * kHalf + 1 of x.
+template <int kHalf>
+__device__ __forceinline__ uint32_t spread_top_bits(uint32_t x) {
+  uint32_t y;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "n"(kHalf == 0 ? 0x9988 : 0xbbaa));
+  return y;
+}
+
+// Of two bf16: 0xffff in place of each that is > 0, else 0.
+__device__ __forceinline__ uint32_t positive_bf16(uint32_t packed) {
+  uint32_t mask;
+  asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(packed), "r"(0));
+  return mask;
 }
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.

@@ -54,14 +54,6 @@ cudaError_t encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int el
 
 // ---- device ------------------------------------------------------------------------------------
 
-// This thread's arrival, and the bytes that copies will complete in this phase.
-__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
-      "r"(bytes)
-      : "memory");
-}
-
 __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

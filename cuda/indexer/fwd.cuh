@@ -276,13 +276,6 @@ __device__ void fill(const IndexerFwdParams& p, int warp) {
 
 // ---- products ----------------------------------------------------------------------------------
 
-// A maximum that keeps NaN, as relu has to.
-__device__ __forceinline__ float max_nan(float a, float b) {
-  float x;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
-  return x;
-}
-
 template <typename Tr>
 __device__ __forceinline__ void multiply(float (&d)[Tr::kN / 2], uint64_t k, uint64_t q) {
 #pragma unroll
@@ -423,8 +416,7 @@ template <typename Tr>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
     fwd_kernel(const IndexerFwdParams p, const __grid_constant__ CUtensorMap q_map,
                const __grid_constant__ CUtensorMap k_map) {
-  extern __shared__ uint8_t raw[];
-  auto& shared = *reinterpret_cast<Shared<Tr>*>(raw);
+  auto& shared = dynamic_shared<Shared<Tr>>();
   if (threadIdx.x == 0) {
     tma_prefetch_map(&q_map);
     tma_prefetch_map(&k_map);

@@ -30,4 +30,36 @@ struct IndexerFwdParams {
 
 cudaError_t launch_indexer_fwd(const IndexerFwdParams& params, cudaStream_t stream);
 
+inline constexpr int kIndexerBwdMaxSlots = 8192;
+
+// The size of `gates` in words, for `tokens` (batch * queries) of so many slots each.
+constexpr int64_t indexer_bwd_gates_words(int64_t tokens, int64_t slots) {
+  return tokens * ((slots + 63) / 64 * 64);
+}
+
+// The gradients of the logits at each query's own selection of keys. A slot counts if
+// 0 <= index < keys.
+struct IndexerBwdParams {
+  const void* q;           // [batch, queries, heads, channels], bf16; 16-byte aligned
+  const void* k;           // [batch, keys, channels], bf16; 16-byte aligned
+  const float* weights;    // [batch, queries, heads]
+  const float* k_scale;    // [batch, keys], or null: 1
+  const int32_t* indices;  // [batch, queries, slots]
+  const float* grad;       // [batch, queries, slots]: dL / dlogits
+  void* dq;                // [batch, queries, heads, channels], bf16
+  float* dk;               // [batch, keys, channels]
+  float* dweights;         // [batch, queries, heads]
+  float* dk_scale;         // [batch, keys]; null if k_scale is
+  uint64_t* gates;         // workspace of indexer_bwd_gates_words
+  int64_t batch;
+  int64_t queries;
+  int64_t keys;
+  int slots;     // 0 .. kIndexerBwdMaxSlots
+  int heads;     // 1 .. 64
+  int channels;  // 32, 64 or 128
+  bool relu;
+};
+
+cudaError_t launch_indexer_bwd(const IndexerBwdParams& params, cudaStream_t stream);
+
 }  // namespace jax_dsa

@@ -38,9 +38,37 @@
 
 namespace jax_dsa::sparse_mla {
 
-// Warpgroup kSide.
-template <int kD, int kSide>
-__device__ void consume(const SparseMlaFwdParams& p, Shared<kD>& shared) {
+// One warpgroup's half of an item's results: its columns of the output, and from the left one lse.
+template <int kSide>
+__device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int number,
+                                              const float (&o)[128], const Rows& rows,
+                                              uint32_t stage) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  const Item item(p, number);
+  const int64_t head = item.token * p.heads + item.head + row;
+  const int rows_left = item.heads - row;
+  float factor[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float total = rows.total(r);
+    const bool empty = total == 0.f;
+    const float lse = rows.lse(r, total);
+    factor[r] = empty ? 0.f : 1.f / total;
+    if (r * 8 < rows_left) {
+      if (p.sinks) {
+        const float sink = p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + row + r * 8];
+        if (!empty) factor[r] /= 1.f + exp2_approx((sink - lse) * kLog2E);
+      }
+      if (kSide == 0 && lane % 4 == 0) p.lse[head + r * 8] = lse;
+    }
+  }
+  auto* out = static_cast<__nv_bfloat16*>(p.out) + head * kSparseMlaValueDim + kSide * 256;
+  store_rows<kSparseMlaValueDim>(o, factor, stage, out, rows_left);
+}
+
+// Warpgroup kSide. `Params` has `item_count` and `write_results`.
+template <int kD, int kSide, typename Params>
+__device__ void consume(const Params& p, Shared<kD>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int row = warp * 16 + lane / 4;
   const float scale_log2 = p.scale * kLog2E;
@@ -171,28 +199,7 @@ __device__ void consume(const SparseMlaFwdParams& p, Shared<kD>& shared) {
   // Results leave late, so that the next item's first scores can run beside.
   const auto write_previous = [&] {
     if (previous < 0) return;
-    const Item item(p, previous);
-    const int64_t head = item.token * p.heads + item.head + row;
-    const int rows_left = item.heads - row;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float total = rows.sum[r] + rows.others[r];
-      total += __shfl_xor_sync(~0u, total, 1);
-      total += __shfl_xor_sync(~0u, total, 2);
-      const bool empty = total == 0.f;
-      const float lse = empty ? -INFINITY : (rows.reference[r] + log2f(total)) * kLn2;
-      factor[r] = empty ? 0.f : 1.f / total;
-      if (r * 8 < rows_left) {
-        if (p.sinks) {
-          const float sink =
-              p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + row + r * 8];
-          if (!empty) factor[r] /= 1.f + exp2_approx((sink - lse) * kLog2E);
-        }
-        if (kSide == 0 && lane % 4 == 0) p.lse[head + r * 8] = lse;
-      }
-    }
-    auto* out = static_cast<__nv_bfloat16*>(p.out) + head * kSparseMlaValueDim + kSide * 256;
-    store_rows(o, factor, smem_address(shared.stage[kSide * 4 + warp]), out, rows_left);
+    write_results<kSide>(p, previous, o, rows, smem_address(shared.stage[kSide * 4 + warp]));
     rows = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
     previous = -1;
   };
@@ -256,9 +263,7 @@ __device__ void consume(const SparseMlaFwdParams& p, Shared<kD>& shared) {
 }
 
 template <int kD>
-__global__ void __launch_bounds__(kThreads, 1)
-    fwd_kernel(const __grid_constant__ SparseMlaFwdParams p) {
-  auto& shared = dynamic_shared<Shared<kD>>();
+__device__ void initialise(Shared<kD>& shared) {
   if (threadIdx.x == 0) {
     mbarrier_init(&shared.q_full, 128 + 1);
     mbarrier_init(&shared.q_free, 8);
@@ -270,6 +275,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_init_fence();
   }
   __syncthreads();
+}
+
+template <int kD>
+__global__ void __launch_bounds__(kThreads, 1)
+    fwd_kernel(const __grid_constant__ SparseMlaFwdParams p) {
+  auto& shared = dynamic_shared<Shared<kD>>();
+  initialise(shared);
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     raise_registers<216>();

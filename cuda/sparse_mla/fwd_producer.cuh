@@ -13,6 +13,11 @@ struct Gather {
   const char* from[4];
   bool valid[4];
 
+  __device__ Gather(int warp, int sub, int chunk) {
+    offset[0] = (warp * 8 + sub) * 128 + (chunk ^ sub) * 16;
+    offset[1] = (warp * 8 + 4 + sub) * 128 + (chunk ^ (sub + 4)) * 16;
+  }
+
   __device__ static int row(int warp, int i, int sub) {
     return i / 2 * 32 + warp * 8 + i % 2 * 4 + sub;
   }
@@ -26,6 +31,15 @@ struct Gather {
         cp_async_16(to + block * kBlockBytes + kHalf * 4096 + offset[i % 2], from[i] + block * 128,
                     valid[i], policy);
       }
+    }
+  }
+
+  // All rows of one block.
+  __device__ void copy_block(uint32_t to, int block, uint64_t policy) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      cp_async_16(to + block * kBlockBytes + i / 2 * 4096 + offset[i % 2], from[i] + block * 128,
+                  valid[i], policy);
     }
   }
 };
@@ -56,6 +70,21 @@ struct Slots {
   }
 };
 
+// The item's Q, with zeros for heads that it has not.
+template <int kD>
+__device__ void gather_queries(const SparseMlaFwdParams& p, const Item& item, Gather& gather,
+                               int sub, int chunk, Shared<kD>& shared, uint64_t policy) {
+  const char* q = static_cast<const char*>(p.q) + (item.token * p.heads + item.head) * kD * 2;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = Gather::row(threadIdx.x / 32 % 4, i, sub);
+    gather.valid[i] = row < item.heads;
+    gather.from[i] = q + (gather.valid[i] ? row * (kD * 2) : 0) + chunk * 16;
+  }
+  gather.template copy<0, kD / 64, 0>(smem_address(shared.q), policy);
+  gather.template copy<0, kD / 64, 1>(smem_address(shared.q), policy);
+}
+
 template <int kD>
 __device__ void produce(const SparseMlaFwdParams& p, Shared<kD>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -63,9 +92,7 @@ __device__ void produce(const SparseMlaFwdParams& p, Shared<kD>& shared) {
   const uint64_t keep = l2_policy_evict_last(), drop = l2_policy_evict_first();
   const int items = item_count(p);
   const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // whose index this lane reads
-  Gather gather;
-  gather.offset[0] = (warp * 8 + sub) * 128 + (chunk ^ sub) * 16;
-  gather.offset[1] = (warp * 8 + 4 + sub) * 128 + (chunk ^ (sub + 4)) * 16;
+  Gather gather(warp, sub, chunk);
   uint32_t item_parity = 0, parity[2] = {0, 0};
 
   for (int number = blockIdx.x; number < items; number += gridDim.x, item_parity ^= 1) {
@@ -83,17 +110,7 @@ __device__ void produce(const SparseMlaFwdParams& p, Shared<kD>& shared) {
       shared.tiles = tiles;
       mbarrier_arrive(&shared.q_full);
     }
-    if (tiles > 0) {
-      const char* q = static_cast<const char*>(p.q) + (item.token * p.heads + item.head) * kD * 2;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = Gather::row(warp, i, sub);
-        gather.valid[i] = row < item.heads;
-        gather.from[i] = q + (gather.valid[i] ? row * (kD * 2) : 0) + chunk * 16;
-      }
-      gather.template copy<0, kD / 64, 0>(smem_address(shared.q), drop);
-      gather.template copy<0, kD / 64, 1>(smem_address(shared.q), drop);
-    }
+    if (tiles > 0) gather_queries(p, item, gather, sub, chunk, shared, drop);
     cp_async_arrive(&shared.q_full);
 
     const int64_t stride = int64_t{p.groups} * kD * 2;

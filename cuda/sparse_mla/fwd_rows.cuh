@@ -25,6 +25,16 @@ struct Rows {
       reference[r] = to[r];
     }
   }
+  // Row r's sum over all keys, near the end; 0 if none counted.
+  __device__ float total(int r) const {
+    float x = sum[r] + others[r];
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+  }
+  // Its natural logarithm, of what the reference stands for too.
+  __device__ float lse(int r, float total) const {
+    return total == 0.f ? -INFINITY : (reference[r] + log2f(total)) * kLn2;
+  }
   // What to subtract from a score: 2^(-inf - finite(-inf)) = 0.
   __device__ static float finite(float reference) {
     return reference == -INFINITY ? 0.f : reference;
@@ -87,15 +97,16 @@ __device__ __forceinline__ bool softmax(float (&s)[32], uint64_t valid, float sc
 }
 
 // Stores the warp's 16 rows of the accumulator as bf16, 32 columns at a time through `stage`, which
-// has rows of 64 bytes whose 16-byte chunks are swizzled. `out` is the row lane / 4. A factor of 0
-// makes zeros of anything.
-__device__ __forceinline__ void store_rows(const float (&o)[128], const float (&factor)[2],
+// has rows of 64 bytes whose 16-byte chunks are swizzled. `out` is the row lane / 4 of rows kStride
+// long. A factor of 0 makes zeros of anything.
+template <int kStride, int kN>
+__device__ __forceinline__ void store_rows(const float (&o)[kN], const float (&factor)[2],
                                            uint32_t stage, __nv_bfloat16* out, int rows_left) {
   const int lane = threadIdx.x % 32;
   const uint32_t to = stage + lane % 16 * 64;
   const uint32_t mask[2] = {factor[0] == 0.f ? 0u : ~0u, factor[1] == 0.f ? 0u : ~0u};
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < kN / 16; ++i) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       uint32_t x[4];
@@ -116,7 +127,7 @@ __device__ __forceinline__ void store_rows(const float (&o)[128], const float (&
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      store_16(out + r * 8 * kSparseMlaValueDim + i * 32 + lane % 4 * 8, x[r], r * 8 < rows_left);
+      store_16(out + r * 8 * kStride + i * 32 + lane % 4 * 8, x[r], r * 8 < rows_left);
     }
     __syncwarp();
   }

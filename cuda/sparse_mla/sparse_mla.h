@@ -30,6 +30,58 @@ struct SparseMlaFwdParams {
   float scale;  // > 0
 };
 
+// The gradients of the forward pass. With P = exp(scale * q . kv - lse):
+//   dS = P (dout . v - delta) scale    dq = dS kv    dkv = dS^T q, and P^T dout in the values
+// A sink's gate is a factor of `dout`, in `delta` too.
+struct SparseMlaBwdParams {
+  const void* q;               // as in the forward pass, up to `topk_length`
+  const void* kv;              //
+  const int32_t* indices;      //
+  const int32_t* ends;         //
+  const int32_t* topk_length;  //
+  const void* dout;            // [batch, queries, heads, 512], bf16
+  const float* lse;            // [batch, queries, heads]
+  const float* delta;          // [batch, queries, heads]: sum(out * dout) - dlse
+  void* dq;                    // [batch, queries, heads, dim], bf16
+  // Either dkv, summed in an order that differs from run to run, or if by_rows its summands, for
+  // `launch_sparse_mla_sum_rows`; the other is not touched.
+  float* dkv;      // [batch, keys, groups, dim]
+  void* rows;      // [batch, queries, groups, slots up to a multiple of 64, dim], bf16
+  void* counters;  // sparse_mla_bwd_counter_bytes
+  void* images;    // sparse_mla_bwd_image_bytes, aligned to 16
+  int64_t batch;
+  int64_t queries;
+  int64_t keys;
+  int heads;  // a multiple of groups
+  int groups;
+  int slots;
+  int dim;  // 576 or 512
+  float scale;
+  bool by_rows;
+  // Work is given out in tickets; a row's P and dS are read about so many after they are written.
+  // Twice as many as run at a time is enough not to wait; more takes more workspace.
+  int tickets_behind = 264;
+};
+
 cudaError_t launch_sparse_mla_fwd(const SparseMlaFwdParams& params, cudaStream_t stream);
+
+// Sizes of the backward pass's workspace and rows.
+int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& params);
+int64_t sparse_mla_bwd_row_count(const SparseMlaBwdParams& params);
+int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams& params);
+
+cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& params, cudaStream_t stream);
+
+// Adds rows to keys, in the order given: bit-identical on every run.
+struct SparseMlaSumRowsParams {
+  const void* rows;       // [row_count, dim], bf16
+  const int32_t* order;   // [row_count]: rows, those of key 0 first
+  const int32_t* starts;  // [keys + 1]: where in `order` each key's rows begin and end
+  float* dkv;             // [keys, dim], added to
+  int64_t keys;
+  int dim;  // 576 or 512
+};
+
+cudaError_t launch_sparse_mla_sum_rows(const SparseMlaSumRowsParams& params, cudaStream_t stream);
 
 }  // namespace jax_dsa

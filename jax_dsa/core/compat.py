@@ -44,8 +44,7 @@ def match_vary(tree: Tree, *like: Any) -> Tree:
     """`tree` with every leaf varying over all the manual mesh axes that any of `like` varies over.
 
     A scan whose carry starts from constants needs this inside `shard_map`: the constants do not
-        vary, the carry that the
-    body returns does.
+    vary, the carry that the body returns does.
     """
     axes = varying_axes(*like)
     return jax.tree.map(lambda x: _vary_over(x, axes), tree) if axes else tree

@@ -115,9 +115,8 @@ class Plan:
                 got.append(queue.pop(0))
             if got:
                 out[factor] = tuple(got)
-            if (
-                left != 1
-            ):  # a minor factor of a major one that is still whole is not a block of the axis
+            # A minor factor of a major one that is still whole is not a block of the axis.
+            if left != 1:
                 break
         return out
 
@@ -165,9 +164,9 @@ def partitioned(
     """`fun` made aware of meshes.
 
     Three routes, by the mesh that is current while tracing: an Explicit axis leads through
-        `shard_map`, since anything else
-    would gather its operands; a Manual axis means that the arrays are already local; and an Auto
-    mesh, or none, leaves the decision to the compiler through `custom_partitioning`.
+    `shard_map`, since anything else would gather its operands; a Manual axis means that the arrays
+    are already local; and an Auto mesh, or none, leaves the decision to the compiler through
+    `custom_partitioning`.
 
     Args:
         fun: takes arrays, returns a tuple of arrays and Nones.

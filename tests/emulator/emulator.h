@@ -11,8 +11,11 @@
 // proxy fences, time.
 #pragma once
 
+#include <cuda_runtime_api.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -44,7 +47,9 @@ struct Wgmma {
 };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t start;
+  jmp_buf context;  // switches faster than ucontext_t, which asks the kernel for signal masks
+  bool started = false;
   std::unique_ptr<char[]> stack;
   unsigned thread;
   struct Block* block;
@@ -80,11 +85,11 @@ struct Block {
 struct Machine {
   Options options;
   std::mt19937_64 random;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   Fiber* current = nullptr;
   unsigned threads = 0, blocks = 0;
-  uint64_t progress = 0;                       // counts events that may release a waiting fiber
-  std::vector<std::function<void()>> pending;  // asynchronous work not yet done
+  uint64_t progress = 0;  // counts events that may release a waiting fiber
+  std::vector<std::function<void()>> pending, stores;  // asynchronous work not yet done
   std::function<void()> kernel;
 };
 
@@ -98,7 +103,16 @@ inline Machine machine;
 
 // ---- fibers ------------------------------------------------------------------------------------
 
-inline void yield() { swapcontext(&machine.current->context, &machine.scheduler); }
+inline void yield() {
+  if (!_setjmp(machine.current->context)) _longjmp(machine.scheduler, 1);
+}
+inline void resume(Fiber& f) {
+  machine.current = &f;
+  if (_setjmp(machine.scheduler)) return;
+  if (f.started) _longjmp(f.context, 1);
+  f.started = true;
+  setcontext(&f.start);
+}
 
 template <typename Ready>
 void wait_until(const char* what, uint64_t at, Ready ready) {
@@ -123,9 +137,9 @@ inline void sync(Barrier& barrier, unsigned expected, const char* what, uint64_t
 }
 
 // Asynchronous work: at once, or when nothing else can happen.
-inline void later(std::function<void()> work) {
+inline void later(std::function<void()> work, bool stores = false) {
   if (machine.options.late_copies) {
-    machine.pending.push_back(std::move(work));
+    (stores ? machine.stores : machine.pending).push_back(std::move(work));
   } else {
     work();
     ++machine.progress;
@@ -152,20 +166,21 @@ inline void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks) {
   fail("no fiber can go on");
 }
 
-// Runs `kernel` in `blocks` blocks at the same time.
-inline void launch(unsigned blocks, unsigned threads, const Options& options,
-                   std::function<void()> kernel) {
+// Runs `blocks` blocks of a larger grid, from `first` on, at the same time.
+inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads,
+                const Options& options, std::function<void()> kernel) {
   machine.options = options;
   machine.random.seed(options.seed);
   machine.threads = threads;
-  machine.blocks = blocks;
+  machine.blocks = grid;
   machine.kernel = std::move(kernel);
   machine.pending.clear();
+  machine.stores.clear();
   std::vector<std::unique_ptr<Block>> resident;
   for (unsigned b = 0; b < blocks; ++b) {
     auto block = std::make_unique<Block>();
-    block->index = b;
-    block->memory = std::make_unique<uint8_t[]>(kSharedBytes + 1024);
+    block->index = first + b;
+    block->memory = std::make_unique_for_overwrite<uint8_t[]>(kSharedBytes + 1024);
     memset(block->memory.get(), 0xff, kSharedBytes + 1024);  // NaN
     block->shared = block->memory.get();
     while (reinterpret_cast<uintptr_t>(block->shared) % 1024) ++block->shared;
@@ -175,12 +190,12 @@ inline void launch(unsigned blocks, unsigned threads, const Options& options,
       Fiber& f = block->fibers[t];
       f.thread = t;
       f.block = block.get();
-      f.stack = std::make_unique<char[]>(kStackBytes);
-      getcontext(&f.context);
-      f.context.uc_stack.ss_sp = f.stack.get();
-      f.context.uc_stack.ss_size = kStackBytes;
-      f.context.uc_link = nullptr;
-      makecontext(&f.context, fiber_main, 0);
+      f.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
+      getcontext(&f.start);
+      f.start.uc_stack.ss_sp = f.stack.get();
+      f.start.uc_stack.ss_size = kStackBytes;
+      f.start.uc_link = nullptr;
+      makecontext(&f.start, fiber_main, 0);
     }
     resident.push_back(std::move(block));
   }
@@ -197,27 +212,41 @@ inline void launch(unsigned blocks, unsigned threads, const Options& options,
         Fiber& f = block.fibers[t];
         if (f.done) continue;
         all_done = false;
-        machine.current = &f;
-        swapcontext(&machine.scheduler, &f.context);
+        resume(f);
       }
     }
     if (all_done) break;
     if (machine.progress != before) continue;
-    if (machine.pending.empty()) report_deadlock(resident);
-    do {  // any of it, and often several at once
-      std::swap(machine.pending[machine.random() % machine.pending.size()], machine.pending.back());
-      const auto work = std::move(machine.pending.back());
-      machine.pending.pop_back();
+    // Any of the work that waits, and often several pieces at once; stores last of all.
+    auto& from = machine.pending.empty() ? machine.stores : machine.pending;
+    if (from.empty()) report_deadlock(resident);
+    do {
+      std::swap(from[machine.random() % from.size()], from.back());
+      const auto work = std::move(from.back());
+      from.pop_back();
       work();
-    } while (!machine.pending.empty() && machine.random() % 16);
+    } while (!from.empty() && machine.random() % 16);
     ++machine.progress;
   }
   for (auto& work : machine.pending) work();
+  for (auto& work : machine.stores) work();
   for (const auto& block : resident) {
     for (const Fiber& f : block->fibers) {
       if (!f.open.empty()) fail("wgmma without a commit");
     }
   }
+}
+
+// Runs `kernel` in `blocks` blocks at the same time.
+inline void launch(unsigned blocks, unsigned threads, const Options& options,
+                   std::function<void()> kernel) {
+  run(0, blocks, blocks, threads, options, std::move(kernel));
+}
+
+// One block after the other, of a kernel whose blocks know nothing of each other.
+inline void launch_in_turn(unsigned blocks, unsigned threads, const Options& options,
+                           const std::function<void()>& kernel) {
+  for (unsigned b = 0; b < blocks; ++b) run(b, 1, blocks, threads, options, kernel);
 }
 
 // ---- collectives of a warp ---------------------------------------------------------------------
@@ -272,24 +301,40 @@ inline float bf16_of(uint32_t packed, int half) {
   return y;
 }
 
-// Element (mn, k) of a 128-byte-swizzled operand of bf16.
-inline float operand(const uint8_t* shared, uint64_t descriptor, bool transposed, int mn, int k) {
+inline float e4m3_at(const uint8_t* p) {
+  const int exponent = *p >> 3 & 15, mantissa = *p & 7;
+  const float size = (*p & 127) == 127 ? NAN
+                     : exponent        ? std::ldexp(8.f + mantissa, exponent - 10)
+                                       : std::ldexp(float(mantissa), -9);
+  return *p & 128 ? -size : size;
+}
+
+// `address` in a tile whose rows of 128 bytes (mode 1), 64 (2) or 32 (3) are swizzled.
+inline uint32_t swizzled(uint32_t address, int mode) {
+  return address ^ (address >> 7 & 7 >> (mode - 1)) << 4;
+}
+
+// Element (mn, k) of an operand of bf16 or, K-major, of e4m3.
+inline float operand(const uint8_t* shared, uint64_t descriptor, bool transposed, int bytes, int mn,
+                     int k) {
   const uint32_t start = (descriptor & 0x3fff) << 4;
   const uint32_t leading = (descriptor >> 16 & 0x3fff) << 4;
   const uint32_t stride = (descriptor >> 32 & 0x3fff) << 4;
-  if (descriptor >> 62 != 1) fail("wgmma: only 128-byte swizzle is emulated");
+  const int mode = descriptor >> 62, row = 256 >> mode;
+  if (mode == 0 || (mode != 1 && transposed)) fail("wgmma: a layout that is not emulated");
   const uint32_t address =
       transposed ? start + mn / 64 * leading + k / 8 * stride + k % 8 * 128 + mn % 64 * 2
-                 : start + mn / 8 * stride + mn % 8 * 128 + k * 2;
-  const uint32_t swizzled = address ^ (address >> 7 & 7) << 4;
-  if (swizzled + 2 > kSharedBytes) fail("wgmma reads outside shared memory");
-  return bf16_at(shared + swizzled);
+                 : start + mn / 8 * stride + mn % 8 * row + k * bytes;
+  const uint32_t at = swizzled(address, mode);
+  if (at + bytes > kSharedBytes) fail("wgmma reads outside shared memory");
+  return bytes == 2 ? bf16_at(shared + at) : e4m3_at(shared + at);
 }
 
 // One instruction, the part of one warp.
 inline void execute(Block& block, const Wgmma* const (&lanes)[32], unsigned warp) {
   const Wgmma& op = *lanes[0];
-  static float a[16][16], b[16][256];
+  static float a[16][32], b[32][256];
+  const int bytes = 32 / op.k;  // of an element
   for (int lane = 0; lane < 32; ++lane) {
     const Wgmma& x = *lanes[lane];
     if (x.n != op.n || x.a_in_registers != op.a_in_registers || x.b != op.b ||
@@ -303,15 +348,17 @@ inline void execute(Block& block, const Wgmma* const (&lanes)[32], unsigned warp
       }
     }
   }
-  for (int k = 0; k < 16; ++k) {
+  for (int k = 0; k < op.k; ++k) {
     for (int m = 0; m < 16 && !op.a_in_registers; ++m) {
-      a[m][k] = operand(block.shared, op.a, op.a_transposed, warp % 4 * 16 + m, k);
+      a[m][k] = operand(block.shared, op.a, op.a_transposed, bytes, warp % 4 * 16 + m, k);
     }
-    for (int n = 0; n < op.n; ++n) b[k][n] = operand(block.shared, op.b, op.b_transposed, n, k);
+    for (int n = 0; n < op.n; ++n) {
+      b[k][n] = operand(block.shared, op.b, op.b_transposed, bytes, n, k);
+    }
   }
   for (int m = 0; m < 16; ++m) {
     float sums[256] = {};
-    for (int k = 0; k < 16; ++k) {
+    for (int k = 0; k < op.k; ++k) {
       for (int n = 0; n < op.n; ++n) sums[n] += a[m][k] * b[k][n];
     }
     for (int n = 0; n < op.n; ++n) {
@@ -389,12 +436,15 @@ inline uint8_t* shared_at(uint32_t offset) {
 // ---- what CUDA declares ------------------------------------------------------------------------
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #undef __grid_constant__
 #define __grid_constant__
+#undef __noinline__
+#define __noinline__
 
 namespace emulator {
 struct ThreadIndex {
@@ -440,18 +490,54 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   return value;
 }
 template <typename T>
-T __shfl_sync(unsigned, T value, int lane) {
+T __shfl_sync(unsigned, T value, int lane, int width = 32) {
   static_assert(sizeof(T) <= 8);
   uint64_t bits = 0;
   memcpy(&bits, &value, sizeof(T));
-  bits = emulator::exchange(bits)[lane % 32];
+  const int first = emulator::self().thread % 32 / width * width;
+  bits = emulator::exchange(bits)[first + lane % width];
   memcpy(&value, &bits, sizeof(T));
   return value;
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int step) {
+  const int lane = emulator::self().thread % 32;
+  return __shfl_sync(~0u, value, lane < step ? lane : lane - step);
 }
 inline unsigned __ballot_sync(unsigned, bool value) {
   const uint64_t* all = emulator::exchange(value);
   unsigned bits = 0;
   for (int i = 0; i < 32; ++i) bits |= unsigned(all[i]) << i;
+  return bits;
+}
+inline unsigned __match_any_sync(unsigned, int value) {
+  const uint64_t* all = emulator::exchange(static_cast<uint32_t>(value));
+  unsigned bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= unsigned(static_cast<int>(all[i]) == value) << i;
+  return bits;
+}
+inline int __reduce_min_sync(unsigned, int value) {
+  const uint64_t* all = emulator::exchange(static_cast<uint32_t>(value));
+  int least = value;
+  for (int i = 0; i < 32; ++i) least = std::min(least, static_cast<int>(all[i]));
+  return least;
+}
+inline int __reduce_max_sync(unsigned, int value) {
+  const uint64_t* all = emulator::exchange(static_cast<uint32_t>(value));
+  int most = value;
+  for (int i = 0; i < 32; ++i) most = std::max(most, static_cast<int>(all[i]));
+  return most;
+}
+inline int __reduce_add_sync(unsigned, int value) {
+  const uint64_t* all = emulator::exchange(static_cast<uint32_t>(value));
+  uint32_t sum = 0;
+  for (int i = 0; i < 32; ++i) sum += static_cast<uint32_t>(all[i]);
+  return static_cast<int>(sum);
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  const uint64_t* all = emulator::exchange(value);
+  unsigned bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]);
   return bits;
 }
 inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
@@ -460,6 +546,12 @@ inline bool __all_sync(unsigned mask, bool value) { return __ballot_sync(mask, v
 template <typename T>
 T __ldg(const T* p) {
   return *p;
+}
+inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+template <typename T>
+void __stcs(T* p, T x) {
+  *p = x;
 }
 inline float __fdividef(float a, float b) { return a / b; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }

@@ -1,134 +1,13 @@
 // The sparse MLA kernels on the emulator, against float64.
-#include <climits>
-#include <string>
-
+#include "sparse_mla/bwd.cuh"
 #include "sparse_mla/fwd.cuh"
+#include "sparse_mla/sum_rows.cuh"
+#include "sparse_mla_problem.h"
 
 namespace {
 
-using bf16 = __nv_bfloat16;
 using namespace jax_dsa;
-
-struct Case {
-  const char* name;
-  int batch, queries, keys, heads, groups, dim, slots;
-  bool adversarial = false, ends = false, lengths = false;
-  int sinks = 0;  // 1: [N], 2: [B, N]
-  float q_size = 1.f;
-};
-
-struct Problem {
-  Case c;
-  std::vector<bf16> q, kv;
-  std::vector<int32_t> indices, ends, lengths;
-  std::vector<float> sinks;
-  float scale;
-
-  bool counts(int64_t token, int group, int slot) const {
-    const int key = index(token, group, slot);
-    return key >= 0 && key < c.keys && (!c.ends || key < ends[token]) &&
-           (!c.lengths || slot < lengths[token]);
-  }
-  int index(int64_t token, int group, int slot) const {
-    return indices[(token * c.groups + group) * c.slots + slot];
-  }
-  const bf16* key(int64_t token, int group, int slot) const {
-    return &kv[((token / c.queries * c.keys + index(token, group, slot)) * c.groups + group) *
-               c.dim];
-  }
-};
-
-Problem make(const Case& c, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::normal_distribution<float> normal;
-  Problem p = {c};
-  const int64_t tokens = int64_t{c.batch} * c.queries;
-  p.scale = 1 / std::sqrt(float(c.dim));
-  p.q.resize(tokens * c.heads * c.dim);
-  p.kv.resize(int64_t{c.batch} * c.keys * c.groups * c.dim + 8);
-  for (auto& x : p.q) x = __float2bfloat16(normal(random) * c.q_size);
-  for (auto& x : p.kv) x = __float2bfloat16(normal(random));
-  p.indices.resize(tokens * c.groups * c.slots);
-  const int odd[] = {INT_MIN, -1, c.keys, INT_MAX, 0, c.keys - 1};
-  for (auto& x : p.indices) {
-    x = c.keys ? static_cast<int>(random() % c.keys) : 0;
-    if (c.adversarial && random() % 2) x = odd[random() % 6];
-  }
-  for (int64_t t = 0; t < tokens; ++t) {
-    p.ends.push_back(static_cast<int>(random() % (c.keys + 20)) - 5);
-    p.lengths.push_back(static_cast<int>(random() % (c.slots + 9)) - 4);
-    if (c.adversarial && t % 5 == 3) {
-      for (int i = 0; i < c.groups * c.slots; ++i) {
-        p.indices[t * c.groups * c.slots + i] = odd[random() % 4];
-      }
-    }
-  }
-  p.sinks.resize(c.sinks == 2 ? c.batch * c.heads : c.heads);
-  for (size_t i = 0; i < p.sinks.size(); ++i) {
-    p.sinks[i] = i % 7 == 2 ? INFINITY : i % 7 == 4 ? -INFINITY : normal(random) * 2;
-  }
-  // NaN in every key that no slot selects.
-  std::vector<bool> used(int64_t{c.batch} * c.keys * c.groups);
-  for (int64_t t = 0; t < tokens; ++t) {
-    for (int g = 0; g < c.groups; ++g) {
-      for (int k = 0; k < c.slots; ++k) {
-        if (p.counts(t, g, k)) used[(p.key(t, g, k) - p.kv.data()) / c.dim] = true;
-      }
-    }
-  }
-  for (size_t r = 0; r < used.size(); ++r) {
-    for (int i = 0; i < c.dim && !used[r]; ++i) p.kv[r * c.dim + i] = __float2bfloat16(NAN);
-  }
-  return p;
-}
-
-// Of one (token, head).
-struct Row {
-  std::vector<double> score, out;
-  double lse, gate;
-};
-
-Row attend(const Problem& p, int64_t token, int head) {
-  const Case& c = p.c;
-  const int group = head / (c.heads / c.groups);
-  Row row = {std::vector<double>(c.slots, -INFINITY), std::vector<double>(512), -INFINITY, 1};
-  const bf16* q = &p.q[(token * c.heads + head) * c.dim];
-  double top = -INFINITY, total = 0;
-  for (int k = 0; k < c.slots; ++k) {
-    if (!p.counts(token, group, k)) continue;
-    double sum = 0;
-    for (int d = 0; d < c.dim; ++d) {
-      sum += double(__bfloat162float(q[d])) * __bfloat162float(p.key(token, group, k)[d]);
-    }
-    row.score[k] = sum * p.scale;
-    top = std::max(top, row.score[k]);
-  }
-  if (top == -INFINITY) return row;
-  for (double s : row.score) total += std::exp(s - top);
-  row.lse = top + std::log(total);
-  if (c.sinks) {
-    const double sink = p.sinks[(c.sinks == 2 ? token / c.queries * c.heads : 0) + head];
-    row.gate = 1 / (1 + std::exp(sink - row.lse));
-  }
-  for (int k = 0; k < c.slots; ++k) {
-    if (row.score[k] == -INFINITY) continue;
-    const double weight = row.gate * std::exp(row.score[k] - row.lse);
-    for (int d = 0; d < 512; ++d) {
-      row.out[d] += weight * __bfloat162float(p.key(token, group, k)[d]);
-    }
-  }
-  return row;
-}
-
-struct Error {
-  double worst = 0, top = 0;
-  void add(double got, double want) {
-    const double e = got == want ? 0 : std::fabs(got - want);
-    worst = std::max(worst, std::isnan(e) ? INFINITY : e);
-    if (std::isfinite(want)) top = std::max(top, std::fabs(want));
-  }
-  bool good(double relative) const { return worst <= relative * top + 1e-6; }
-};
+using namespace sparse_mla_problem;
 
 int failures = 0;
 
@@ -169,10 +48,80 @@ void forward(const Case& c, const emulator::Options& options) {
   report("fwd", c, options, lse_error.good(1e-4) && out_error.good(6e-3), {lse_error, out_error});
 }
 
+void backward(const Case& c, const emulator::Options& options) {
+  const Problem x = make(c, options.seed);
+  const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
+  const Gradients want = differentiate(x, options.seed);
+  std::vector<bf16> dq(rows * c.dim, __float2bfloat16(NAN));
+  std::vector<float> dkv(want.dkv.size());
+  SparseMlaBwdParams p = {};
+  p.q = x.q.data(), p.kv = x.kv.data(), p.indices = x.indices.data();
+  p.ends = c.ends ? x.ends.data() : nullptr;
+  p.topk_length = c.lengths ? x.lengths.data() : nullptr;
+  p.dout = want.dout.data(), p.lse = want.lse.data(), p.delta = want.delta.data();
+  p.dq = dq.data(), p.dkv = dkv.data();
+  p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
+  p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
+  p.tickets_behind = 5;  // so that few queries wrap around the ring
+  const sparse_mla::BwdWork work(p);
+  std::vector<uint32_t> counters(sparse_mla::kTicketWords + work.rows * 2);
+  std::vector<uint4> images(work.image_blocks() * sparse_mla::kBlockBytes / 16);
+  memset(images.data(), 0xff, images.size() * 16);
+  p.counters = counters.data(), p.images = images.data();
+  const auto run = [&]<bool kRows>() {
+    std::fill(counters.begin(), counters.end(), 0);
+    emulator::launch(2, sparse_mla::kThreads, options, [&] {
+      c.dim == 576 ? sparse_mla::bwd_kernel<576, kRows>(p) : sparse_mla::bwd_kernel<512, kRows>(p);
+    });
+  };
+  run.template operator()<false>();
+  Error dq_error, dkv_error;
+  for (size_t i = 0; i < dq.size(); ++i) dq_error.add(__bfloat162float(dq[i]), want.dq[i]);
+  for (size_t i = 0; i < dkv.size(); ++i) dkv_error.add(dkv[i], want.dkv[i]);
+  report("bwd", c, options, dq_error.good(2e-2) && dkv_error.good(2e-2), {dq_error, dkv_error});
+
+  // The same by rows, which are summed afterwards.
+  const int padded = work.slot_tiles * sparse_mla::kTile;
+  std::vector<bf16> summands(work.rows * padded * c.dim, __float2bfloat16(NAN));
+  std::vector<std::vector<int>> lists(int64_t{c.batch} * c.keys * c.groups);
+  for (int64_t r = 0; r < work.rows; ++r) {
+    const int64_t token = r / c.groups;
+    const int group = r % c.groups;
+    for (int k = 0; k < c.slots; ++k) {
+      if (!x.counts(token, group, k)) continue;
+      lists[(x.key(token, group, k) - x.kv.data()) / c.dim].push_back(r * padded + k);
+    }
+  }
+  std::vector<int> order, starts = {0};
+  for (const auto& list : lists) {
+    order.insert(order.end(), list.begin(), list.end());
+    starts.push_back(static_cast<int>(order.size()));
+  }
+  std::fill(dkv.begin(), dkv.end(), 0.f);
+  std::fill(dq.begin(), dq.end(), __float2bfloat16(NAN));
+  p.rows = summands.data(), p.by_rows = true;
+  run.template operator()<true>();
+  const SparseMlaSumRowsParams sum = {.rows = summands.data(),
+                                      .order = order.data(),
+                                      .starts = starts.data(),
+                                      .dkv = dkv.data(),
+                                      .keys = static_cast<int64_t>(lists.size()),
+                                      .dim = c.dim};
+  const int keys = sparse_mla::kSumKeys;
+  emulator::launch_in_turn((sum.keys + keys - 1) / keys, keys * c.dim / 8, options, [&] {
+    c.dim == 576 ? sparse_mla::sum_rows_kernel<576>(sum) : sparse_mla::sum_rows_kernel<512>(sum);
+  });
+  dq_error = dkv_error = {};
+  for (size_t i = 0; i < dq.size(); ++i) dq_error.add(__bfloat162float(dq[i]), want.dq[i]);
+  for (size_t i = 0; i < dkv.size(); ++i) dkv_error.add(dkv[i], want.dkv[i]);
+  report("rows", c, options, dq_error.good(2e-2) && dkv_error.good(2e-2), {dq_error, dkv_error});
+}
+
 const Case kCases[] = {
     {"one tile", 1, 1, 64, 64, 1, 576, 64},
     {"four tiles", 1, 2, 300, 64, 1, 576, 256},
     {"D 512, odd tiles", 1, 3, 300, 128, 1, 512, 150},
+    {"nine queries", 1, 9, 90, 64, 1, 512, 64},
     {"adversarial", 2, 3, 90, 40, 1, 576, 131, true, true, true, 2},
     {"sharp", 1, 3, 200, 64, 1, 576, 320, false, true, false, 1, 12.f},
     {"groups", 1, 3, 70, 6, 3, 512, 77, true, false, true, 1},
@@ -185,7 +134,11 @@ int main(int argc, char** argv) {
   const uint64_t seeds = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
   for (const Case& c : kCases) {
     for (uint64_t seed = 1; seed <= seeds; ++seed) {
-      for (int late = 0; late < 4; ++late) forward(c, {late % 2 == 1, late / 2 == 1, seed});
+      for (int late = 0; late < 4; ++late) {
+        const emulator::Options options = {late % 2 == 1, late / 2 == 1, seed};
+        forward(c, options);
+        backward(c, options);
+      }
     }
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);

@@ -17,6 +17,8 @@ T& dynamic_shared() {
   return *reinterpret_cast<T*>(emulator::self().block->shared);
 }
 
+inline int thread_index() { return static_cast<int>(emulator::self().thread); }
+
 // ---- mbarrier ----------------------------------------------------------------------------------
 
 inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
@@ -63,7 +65,7 @@ inline void cp_async_arrive(uint64_t* barrier) {
   emulator::self().copies.clear();
 }
 
-inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t = 0) {
+inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   if (emulator::shared_offset(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) {
     emulator::fail("a misaligned bulk copy");
   }
@@ -94,21 +96,27 @@ inline void bulk_store(void* to, const void* from, uint32_t bytes) {
 inline void bulk_commit() {
   auto* stores = &detail::stores();
   ++stores->committed;
-  emulator::later([stores, open = std::move(stores->open)] {
+  const auto work = [stores, open = std::move(stores->open)] {
     for (const auto& store : open) store();
     ++stores->done;
-  });
+  };
+  emulator::later(work, true);
   stores->open.clear();
 }
-template <int kPending>
-void bulk_wait_read() {
+inline void bulk_wait_read() {
   auto* stores = &detail::stores();
-  const int64_t want = stores->committed - kPending;
-  emulator::wait_until("bulk stores", 0, [=] { return stores->done >= want; });
+  emulator::wait_until("bulk stores", 0, [=] { return stores->done == stores->committed; });
 }
-template <int kPending>
-void bulk_wait() {
-  bulk_wait_read<kPending>();
+inline void bulk_wait() { bulk_wait_read(); }
+
+// ---- between blocks ----------------------------------------------------------------------------
+
+inline void counter_add(uint32_t* counter) {
+  ++*counter;
+  ++emulator::machine.progress;
+}
+inline void counter_wait(const uint32_t* counter, uint32_t count) {
+  emulator::wait_until("counter", count, [=] { return *counter >= count; });
 }
 
 inline uint64_t l2_policy_evict_first() { return 0; }
@@ -118,11 +126,24 @@ inline void prefetch_l2(const void*, uint32_t) {}
 inline int load_now(const int* from, bool valid, int otherwise) {
   return valid ? *from : otherwise;
 }
+template <int kOffset>
+void load_16_now(const void* from, bool valid, uint32_t (&x)[4]) {
+  memset(x, 0, 16);
+  if (valid) memcpy(x, static_cast<const char*>(from) + kOffset, 16);
+}
+inline float load_now(const float* from, bool valid, float otherwise) {
+  return valid ? *from : otherwise;
+}
 inline void store_16(void* to, const uint32_t (&x)[4], bool valid) {
   if (valid) memcpy(to, x, 16);
 }
 inline void load_shared_16(uint32_t from, uint32_t (&x)[4]) {
   memcpy(x, emulator::shared_at(from), 16);
+}
+
+inline void store_shared_16(uint32_t to, const uint32_t (&x)[4]) {
+  if (to % 16) emulator::fail("a misaligned store");
+  memcpy(emulator::shared_at(to), x, 16);
 }
 
 // ---- ordering ----------------------------------------------------------------------------------
@@ -147,6 +168,8 @@ void lower_registers() {}
 
 inline float exp2_approx(float x) { return std::exp2(x); }
 
+inline float max_nan(float a, float b) { return a > b || std::isnan(a) ? a : b; }
+
 inline uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat16 x[2] = {__float2bfloat16(low), __float2bfloat16(high)};
   uint32_t packed;
@@ -154,8 +177,33 @@ inline uint32_t pack_bf16(float low, float high) {
   return packed;
 }
 
-inline void red_add(float* to, float x, float y, float z, float w) {
-  to[0] += x, to[1] += y, to[2] += z, to[3] += w;
+inline float2 unpack_bf16(uint32_t packed) {
+  return make_float2(emulator::bf16_of(packed, 0), emulator::bf16_of(packed, 1));
+}
+
+inline void unpack_e4m3(uint32_t packed, float (&x)[4]) {
+  for (int i = 0; i < 4; ++i) {
+    const int bits = packed >> (8 * i) & 0xff, exponent = bits >> 3 & 15, mantissa = bits & 7;
+    x[i] = (bits & 0x7f) == 0x7f ? NAN
+           : exponent == 0       ? std::ldexp(float(mantissa), -9)
+                                 : std::ldexp(float(8 + mantissa), exponent - 10);
+    if (bits & 0x80) x[i] = -x[i];
+  }
+}
+
+inline uint32_t positive_bf16(uint32_t packed) {
+  const float2 x = unpack_bf16(packed);
+  return (x.x > 0 ? 0xffffu : 0) | (x.y > 0 ? 0xffff0000u : 0);
+}
+
+template <int kHalf>
+uint32_t spread_top_bits(uint32_t x) {
+  const uint32_t low = x >> (16 * kHalf + 7) & 1, high = x >> (16 * kHalf + 15) & 1;
+  return low * 0xffffu | high * 0xffff0000u;
+}
+
+inline void red_add(float* to, float x, float y, float z, float w, bool valid) {
+  if (valid) to[0] += x, to[1] += y, to[2] += z, to[3] += w;
 }
 
 inline void store_matrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

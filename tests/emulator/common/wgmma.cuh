@@ -53,5 +53,19 @@ inline void wgmma_m64n256k16_mn(float (&d)[128], const uint32_t (&a)[4], uint64_
                                 bool accumulate) {
   detail::issue(d, a, b, accumulate, true);
 }
+inline void wgmma_m64n64k16_mn(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
+                               bool accumulate) {
+  detail::issue(d, a, b, accumulate, true);
+}
+inline void wgmma_m64n128k16_mn(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
+                                bool accumulate) {
+  detail::issue(d, a, b, accumulate, true);
+}
+inline void wgmma_m64n64k16_mn_mn(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
+  detail::issue(d, a, b, accumulate, true, true);
+}
+inline void wgmma_m64n256k16_mn_mn(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
+  detail::issue(d, a, b, accumulate, true, true);
+}
 
 }  // namespace jax_dsa

@@ -1,0 +1,312 @@
+// Tests the sparse MLA backward kernel against float64 on the CPU, then times it.
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o sparse_mla_bwd_check \
+//       benchmarks/micro/sparse_mla_bwd_check.cu cuda/sparse_mla/fwd.cu cuda/sparse_mla/bwd.cu
+//   ./sparse_mla_bwd_check [test|small|bench|profile]
+// Wrong dq with right dkv, or the reverse, tells the two kinds of work items apart; both wrong
+// means wrong P or dS.
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "../../tests/emulator/sparse_mla_problem.h"
+#include "sparse_mla/sparse_mla.h"
+
+using namespace jax_dsa;
+using namespace sparse_mla_problem;
+
+#define CHECK(x)                                                               \
+  do {                                                                         \
+    cudaError_t e = (x);                                                       \
+    if (e != cudaSuccess) {                                                    \
+      printf("%s:%d %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e)); \
+      exit(1);                                                                 \
+    }                                                                          \
+  } while (0)
+
+template <typename T>
+T* device(size_t n) {
+  T* p = nullptr;
+  CHECK(cudaMalloc(&p, std::max<size_t>(n * sizeof(T), 16)));
+  return p;
+}
+template <typename T>
+T* upload(const std::vector<T>& v) {
+  T* p = device<T>(v.size());
+  CHECK(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return p;
+}
+template <typename T>
+std::vector<T> download(const T* p, size_t n) {
+  std::vector<T> v(n);
+  CHECK(cudaMemcpy(v.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
+  return v;
+}
+void allocate_workspace(SparseMlaBwdParams& p) {
+  p.counters = device<uint8_t>(sparse_mla_bwd_counter_bytes(p));
+  p.images = device<uint8_t>(sparse_mla_bwd_image_bytes(p));
+}
+
+// Which rows belong to which key, in order.
+SparseMlaSumRowsParams sum_rows_of(const Problem& x, const SparseMlaBwdParams& p) {
+  const Case& c = x.c;
+  const int64_t tokens = int64_t{c.batch} * c.queries;
+  const int64_t padded = tokens ? sparse_mla_bwd_row_count(p) / (tokens * c.groups) : 0;
+  std::vector<std::vector<int>> lists(int64_t{c.batch} * c.keys * c.groups);
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int g = 0; g < c.groups; ++g) {
+      for (int k = 0; k < c.slots; ++k) {
+        if (!x.counts(t, g, k)) continue;
+        lists[(x.key(t, g, k) - x.kv.data()) / c.dim].push_back((t * c.groups + g) * padded + k);
+      }
+    }
+  }
+  std::vector<int> order, starts = {0};
+  for (const auto& list : lists) {
+    order.insert(order.end(), list.begin(), list.end());
+    starts.push_back(static_cast<int>(order.size()));
+  }
+  SparseMlaSumRowsParams sum = {};
+  sum.order = upload(order), sum.starts = upload(starts);
+  sum.keys = static_cast<int64_t>(lists.size()), sum.dim = c.dim;
+  return sum;
+}
+SparseMlaSumRowsParams with(SparseMlaSumRowsParams sum, const SparseMlaBwdParams& p) {
+  sum.rows = p.rows, sum.dkv = p.dkv;
+  return sum;
+}
+
+bool run_case(const Case& c, uint64_t seed) {
+  const Problem x = make(c, seed);
+  const Gradients want = differentiate(x, seed);
+  SparseMlaBwdParams p = {};
+  p.q = upload(x.q), p.kv = upload(x.kv), p.indices = upload(x.indices);
+  p.ends = c.ends ? upload(x.ends) : nullptr;
+  p.topk_length = c.lengths ? upload(x.lengths) : nullptr;
+  p.dout = upload(want.dout), p.lse = upload(want.lse), p.delta = upload(want.delta);
+  p.dq = device<bf16>(want.dq.size()), p.dkv = device<float>(want.dkv.size());
+  p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
+  p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
+  allocate_workspace(p);
+  // Twice by reductions; twice by rows, which must repeat bit for bit.
+  const SparseMlaSumRowsParams sum = sum_rows_of(x, p);
+  p.rows = device<bf16>(sparse_mla_bwd_row_count(p) * c.dim);
+
+  bool good = true;
+  std::vector<bf16> dq_before;
+  std::vector<float> dkv_before;
+  for (int run = 0; run < 4; ++run) {
+    const bool rows = run >= 2;
+    CHECK(cudaMemset(p.dq, 0xff, want.dq.size() * 2));
+    CHECK(cudaMemset(p.dkv, rows ? 0 : 0xff, want.dkv.size() * 4));
+    CHECK(cudaMemset(p.rows, 0xff, sparse_mla_bwd_row_count(p) * c.dim * 2));
+    CHECK(cudaMemset(p.counters, 0xff, sparse_mla_bwd_counter_bytes(p)));
+    CHECK(cudaMemset(p.images, 0xff, sparse_mla_bwd_image_bytes(p)));
+    p.by_rows = rows;
+    CHECK(launch_sparse_mla_bwd(p, nullptr));
+    if (rows) CHECK(launch_sparse_mla_sum_rows(with(sum, p), nullptr));
+    CHECK(cudaDeviceSynchronize());
+    const auto dq = download(static_cast<bf16*>(p.dq), want.dq.size());
+    const auto dkv = download(p.dkv, want.dkv.size());
+    Error dq_error, dkv_error;
+    for (size_t i = 0; i < dq.size(); ++i) dq_error.add(__bfloat162float(dq[i]), want.dq[i]);
+    for (size_t i = 0; i < dkv.size(); ++i) dkv_error.add(dkv[i], want.dkv[i]);
+    const bool same = run < 3 || (!memcmp(dq.data(), dq_before.data(), dq.size() * 2) &&
+                                  !memcmp(dkv.data(), dkv_before.data(), dkv.size() * 4));
+    const bool right = dq_error.good(2e-2) && dkv_error.good(2e-2) && same;
+    printf("%-4s %-24s %s  dq err %.2e of %.2e  dkv err %.2e of %.2e%s\n", right ? "ok" : "BAD",
+           c.name, rows ? "rows      " : "reductions", dq_error.worst, dq_error.top,
+           dkv_error.worst, dkv_error.top, same ? "" : "  DIFFERS");
+    good = good && right;
+    dq_before = dq, dkv_before = dkv;
+  }
+  fflush(stdout);
+  for (const void* a :
+       {p.q, p.kv, (const void*)p.indices, (const void*)p.ends, (const void*)p.topk_length, p.dout,
+        (const void*)p.lse, (const void*)p.delta, (const void*)p.dq, (const void*)p.dkv,
+        (const void*)p.counters, (const void*)p.images, (const void*)p.rows, (const void*)sum.order,
+        (const void*)sum.starts}) {
+    CHECK(cudaFree(const_cast<void*>(a)));
+  }
+  return good;
+}
+
+// ---- timing ------------------------------------------------------------------------------------
+
+__device__ inline uint64_t mix(uint64_t x) {
+  x += 0x9e3779b97f4a7c15ull;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+// About normal, unit variance.
+__global__ void fill_random(bf16* x, int64_t n, uint64_t seed) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const uint64_t h = mix(seed * 0x1000003 + i);
+    int sum = 0;
+    for (int k = 0; k < 4; ++k) sum += static_cast<int>(h >> (16 * k) & 0xffff);
+    x[i] = __float2bfloat16(static_cast<float>(sum - 131070) / 37837.f);
+  }
+}
+// Query t sees visible_first + t keys; its slots are distinct and ascending where there are enough.
+__global__ void fill_indices(int32_t* indices, int queries, int slots, int visible_first) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < int64_t{queries} * slots;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const int visible = visible_first + static_cast<int>(i / slots) + 1;
+    const int slot = i % slots;
+    indices[i] = visible <= slots ? (slot < visible ? slot : -1)
+                                  : (int)((slot + (mix(i) >> 12) * 0x1p-52) * visible / slots);
+  }
+}
+__global__ void fill_delta(float* delta, const bf16* out, const bf16* dout) {
+  float sum = 0;
+  for (int i = threadIdx.x; i < 512; i += 32) {
+    const int64_t at = blockIdx.x * int64_t{512} + i;
+    sum += __bfloat162float(out[at]) * __bfloat162float(dout[at]);
+  }
+  for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (threadIdx.x == 0) delta[blockIdx.x] = sum;
+}
+
+template <typename F>
+float milliseconds(F launch) {
+  cudaEvent_t a, b;
+  CHECK(cudaEventCreate(&a));
+  CHECK(cudaEventCreate(&b));
+  std::vector<float> ms;
+  for (int turn = 0; turn < 2; ++turn) {
+    usleep(150000);
+    for (int i = 0; i < 5; ++i) {
+      CHECK(cudaEventRecord(a));
+      launch();
+      CHECK(cudaEventRecord(b));
+      CHECK(cudaEventSynchronize(b));
+      float x;
+      CHECK(cudaEventElapsedTime(&x, a, b));
+      if (i > 0) ms.push_back(x);
+    }
+  }
+  std::sort(ms.begin(), ms.end());
+  return ms[ms.size() / 2];
+}
+
+// Causal, the queries at the end of the keys.
+void bench(int T, int S, int N, int D, int K) {
+  const int64_t nq = int64_t{T} * N * D, no = int64_t{T} * N * 512;
+  bf16 *q = device<bf16>(nq), *kv = device<bf16>(int64_t{S} * D);
+  bf16 *out = device<bf16>(no), *dout = device<bf16>(no);
+  float *lse = device<float>(int64_t{T} * N), *delta = device<float>(int64_t{T} * N);
+  int32_t* indices = device<int32_t>(int64_t{T} * K);
+  fill_random<<<1024, 256>>>(q, nq, 1);
+  fill_random<<<1024, 256>>>(kv, int64_t{S} * D, 2);
+  fill_random<<<1024, 256>>>(dout, no, 3);
+  fill_indices<<<1024, 256>>>(indices, T, K, S - T);
+  SparseMlaFwdParams f = {};
+  f.q = q, f.kv = kv, f.indices = indices, f.out = out, f.lse = lse;
+  f.batch = 1, f.queries = T, f.keys = S, f.heads = N, f.groups = 1, f.slots = K, f.dim = D;
+  f.scale = 1.f / std::sqrt(static_cast<float>(D));
+  SparseMlaBwdParams p = {};
+  p.q = q, p.kv = kv, p.indices = indices, p.dout = dout, p.lse = lse, p.delta = delta;
+  p.dq = device<bf16>(nq), p.dkv = device<float>(int64_t{S} * D);
+  p.batch = 1, p.queries = T, p.keys = S, p.heads = N, p.groups = 1, p.slots = K, p.dim = D;
+  p.scale = f.scale;
+  allocate_workspace(p);
+  const float fwd = milliseconds([&] { CHECK(launch_sparse_mla_fwd(f, nullptr)); });
+  fill_delta<<<T * N, 32>>>(delta, out, dout);
+  const float bwd = milliseconds([&] { CHECK(launch_sparse_mla_bwd(p, nullptr)); });
+  // By rows, 512 queries at a time; the sort that finds each key's rows is not in the time.
+  const int chunk = std::min(T, 512);
+  std::vector<SparseMlaSumRowsParams> sums;
+  SparseMlaBwdParams r = p;
+  r.queries = chunk, r.by_rows = true;
+  r.rows = device<bf16>(sparse_mla_bwd_row_count(r) * D);
+  const std::vector<int32_t> selected = download(indices, int64_t{T} * K);
+  for (int first = 0; first < T; first += chunk) {
+    std::vector<int> starts(S + 1), order;
+    const int64_t padded = sparse_mla_bwd_row_count(r) / chunk;
+    for (int64_t i = 0; i < int64_t{chunk} * K; ++i) {
+      const int key = selected[int64_t{first} * K + i];
+      if (key >= 0) ++starts[key + 1];
+    }
+    for (int key = 0; key < S; ++key) starts[key + 1] += starts[key];
+    std::vector<int> next(starts.begin(), starts.end() - 1);
+    order.resize(starts[S]);
+    for (int64_t i = 0; i < int64_t{chunk} * K; ++i) {
+      const int key = selected[int64_t{first} * K + i];
+      if (key >= 0) order[next[key]++] = i / K * padded + i % K;
+    }
+    SparseMlaSumRowsParams sum = {};
+    sum.rows = r.rows, sum.dkv = p.dkv, sum.keys = S, sum.dim = D;
+    sum.order = upload(order), sum.starts = upload(starts);
+    sums.push_back(sum);
+  }
+  const float by_rows = milliseconds([&] {
+    CHECK(cudaMemsetAsync(p.dkv, 0, int64_t{S} * D * 4));
+    for (size_t i = 0; i < sums.size(); ++i) {
+      const int64_t first = i * chunk;
+      SparseMlaBwdParams part = r;
+      part.queries = std::min<int64_t>(chunk, T - first);
+      part.q = q + first * N * D, part.dq = static_cast<bf16*>(p.dq) + first * N * D;
+      part.dout = dout + first * N * 512, part.indices = indices + first * K;
+      part.lse = lse + first * N, part.delta = delta + first * N;
+      CHECK(launch_sparse_mla_bwd(part, nullptr));
+      CHECK(launch_sparse_mla_sum_rows(sums[i], nullptr));
+    }
+  });
+  const double pairs = 2e-9 * T * N * K, flops = pairs * (3 * D + 2 * 512);
+  printf("T%d-S%d-N%d-D%d-K%d  fwd %.3f ms %.0f TFLOPS  bwd %.3f ms %.0f  by rows %.3f ms %.0f\n",
+         T, S, N, D, K, fwd, pairs * (D + 512) / fwd, bwd, flops / bwd, by_rows, flops / by_rows);
+  fflush(stdout);
+  for (void* a : {(void*)q, (void*)kv, (void*)out, (void*)dout, (void*)lse, (void*)delta,
+                  (void*)indices, p.dq, (void*)p.dkv, p.counters, p.images, r.rows}) {
+    CHECK(cudaFree(a));
+  }
+  for (const auto& sum : sums) {
+    CHECK(cudaFree(const_cast<int32_t*>(sum.order)));
+    CHECK(cudaFree(const_cast<int32_t*>(sum.starts)));
+  }
+}
+
+int main(int argc, char** argv) {
+  const std::string what = argc > 1 ? argv[1] : "test";
+  const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 20240607;
+  printf("seed %llu\n", (unsigned long long)seed);
+  const Case cases[] = {
+      {"one tile", 1, 1, 64, 64, 1, 576, 64},
+      {"four tiles", 1, 2, 300, 64, 1, 576, 256},
+      {"two head tiles", 1, 62, 300, 128, 1, 576, 150},
+      {"D 512", 1, 213, 300, 128, 1, 512, 130},
+      {"three head tiles", 1, 5, 300, 160, 1, 576, 200},
+      {"adversarial", 2, 62, 333, 96, 1, 576, 201, true, true, false, 2},
+      {"adversarial, lengths", 3, 31, 100, 40, 1, 512, 131, true, false, true, 1},
+      {"groups", 2, 41, 300, 40, 4, 576, 300, true, false, false, 1},
+      {"sharp", 1, 9, 700, 128, 1, 576, 320, false, true, true, 1, 12.f},
+      {"one head a group", 1, 7, 99, 5, 5, 512, 77, true, false, true},
+      {"no slots", 1, 5, 10, 16, 1, 576, 0},
+      {"no keys", 1, 5, 0, 16, 1, 576, 66},
+      {"one slot", 1, 300, 50, 16, 1, 576, 1, true},
+      {"K 2048", 1, 2, 4096, 128, 1, 576, 2048},
+  };
+  if (what == "test" || what == "small") {
+    int bad = 0;
+    for (const Case& c : cases) {
+      if (what == "small" && int64_t{c.batch} * c.queries * c.heads * c.slots > 500000) continue;
+      bad += !run_case(c, seed);
+    }
+    printf(bad ? "FAILED %d\n" : "all good\n", bad);
+    return bad != 0;
+  }
+  if (what == "profile") {
+    bench(1024, 8192, 128, 576, 2048);
+    return 0;
+  }
+  for (int heads : {128, 64}) {
+    for (int keys : {4096, 8192, 32768, 131072}) bench(4096, keys, heads, 576, 2048);
+  }
+  bench(4096, 8192, 64, 512, 512);
+  bench(4096, 8192, 128, 512, 1024);
+  return 0;
+}

@@ -1,0 +1,330 @@
+// attn_dist, forward: for one query at a time, over the heads n of each head group,
+//
+//     out_i = sum_n gate_n * exp(scale * q_n . kv[idx_i] - lse_n)
+//     gate_n = 1 / (1 + exp(sink_n - lse_n))
+//
+// Heads are the rows of a product and keys its columns: a head tile is 64 heads, a key tile 64 of
+// the selected keys. The heads of a tile are those of one head group, or of two or four small ones,
+// each padded to 32 or 16 rows (a warp has 16). A head group that is larger than a tile takes
+// several, and its sums are joined.
+//
+// Blocks are persistent and take work items (query, group of keys, and a head group if it is larger
+// than a tile) in turn; the items that are left for fewer than all blocks are cut by key tiles. An
+// item's head tiles are passed over in pairs: both of a pair are held in
+// registers, and every selected key is fetched once for the two.
+//
+// Warpgroups:
+//   0, 1  a head tile each, both with all key tiles; of a single head tile the even and the odd key
+//         tiles. They take turns on the tensor cores: one exponentiates and sums while the other's
+//         product runs.
+//   2     gathers head tiles and key tiles, 16 bytes a cp.async
+//
+// Sums: a thread has 2 rows and 16 columns of a product. Adding its rows leaves 16 values, one a
+// column; in three exchanges between lanes that differ in their rows each passes on half of its
+// columns, until a lane has two columns of the warp's 16 rows. The warps' sums meet in shared
+// memory. The gate's logarithm is added to lse. Nothing depends on the order in which warps run, so
+// results repeat bit for bit.
+//
+// Shared memory: a ring of three tiles of 64 rows, in blocks of 64 columns of bf16 (8 KiB, 128-byte
+// swizzle; see common/wgmma.cuh); for a pass over an item one or two head tiles go through it,
+// which the warpgroups copy to their registers, then its key tiles. Sums of the warps (4 KiB),
+// validity bits, mbarriers.
+#pragma once
+
+#include "attn_dist/fwd_plan.cuh"
+#include "common/ptx.cuh"
+#include "common/wgmma.cuh"
+
+namespace jax_dsa::attn_dist {
+
+// ---- gather ------------------------------------------------------------------------------------
+
+template <int kD>
+__device__ void produce(const AttnDistFwdParams& p, Shared<kD>& shared) {
+  using sparse_mla::Gather;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int chunk = lane % 8, sub = lane / 8;
+  const uint64_t keep = l2_policy_evict_last(), drop = l2_policy_evict_first();
+  const Layout layout(p);
+  const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // whose index this lane reads
+  Gather gather(warp, sub, chunk);
+  Ring ring;
+  // Fills the next tile, once it is free; `note` is what one lane a warp writes beside it.
+  const auto fill = [&](uint64_t policy, bool copies, auto note) {
+    uint64_t (&full)[2] = shared.full[ring.stage];
+    mbarrier_wait(&shared.free[ring.stage], ring.parity ^ 1);
+    if (lane == 0) {
+      note(ring.stage);
+      mbarrier_arrive(&full[0]);
+    }
+    if (copies) {
+      const uint32_t to = smem_address(shared.tiles[ring.stage]);
+      gather.template copy<0, kFirstPart, 0>(to, policy);
+      gather.template copy<0, kFirstPart, 1>(to, policy);
+      cp_async_arrive(&full[0]);
+      gather.template copy<kFirstPart, kD / 64, 0>(to, policy);
+      gather.template copy<kFirstPart, kD / 64, 1>(to, policy);
+      cp_async_arrive(&full[1]);
+    } else {
+      mbarrier_arrive(&full[0]);
+      mbarrier_arrive(&full[1]);
+    }
+    ring.advance();
+  };
+
+  for (Pieces pieces(p); pieces.next();) {
+    const Item item(p, layout, pieces.number);
+    sparse_mla::Slots slots;
+    slots.row = p.indices + (item.token * p.groups + item.group) * p.slots;
+    slots.length = p.topk_length ? min(p.slots, __ldg(p.topk_length + item.token)) : p.slots;
+    slots.length = min(slots.length, pieces.last * kTile);
+    slots.limit = min(p.keys, int64_t{INT32_MAX});
+    if (p.ends) slots.limit = min(slots.limit, __ldg(p.ends + item.token));
+    const int tiles = max(slots.tiles(lane) - pieces.first, 0);
+    const char* const q = static_cast<const char*>(p.q) + item.token * p.heads * (kD * 2);
+    const int64_t stride = int64_t{p.groups} * kD * 2;
+    const char* const kv = static_cast<const char*>(p.kv) + item.batch * p.keys * stride +
+                           item.group * (kD * 2) + chunk * 16;
+    for (int head_tile = 0; head_tile < layout.tiles; ++head_tile) {
+      const HeadTile heads(p, layout, item, head_tile);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int head = heads.head(p, layout, Gather::row(warp, i, sub));
+        gather.valid[i] = head >= 0;
+        gather.from[i] = q + int64_t{max(head, 0)} * (kD * 2) + chunk * 16;
+      }
+      fill(drop, tiles > 0, [&](int stage) {
+        if (warp == 0) shared.key_tiles[stage] = tiles;
+      });
+      // Keys follow the second tile of a pair, and the last.
+      if (head_tile % 2 == 0 && head_tile + 1 < layout.tiles) continue;
+      const int own = pieces.first * kTile + slot;
+      int index = slots.index(own);
+      for (int tile = 0; tile < tiles; ++tile) {
+        const bool counts = slots.counts(index);
+        const uint32_t bits = __ballot_sync(~0u, counts) & 0xffff;
+        const int safe = counts ? index : 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          gather.valid[i] = bits >> (i * 4 + sub) & 1;
+          gather.from[i] = kv + __shfl_sync(~0u, safe, i * 4 + sub) * stride;
+        }
+        if (tile + 1 < tiles) index = slots.index(own + (tile + 1) * kTile);
+        fill(keep, true, [&](int stage) {
+          shared.valid[stage][warp] = bits;
+          shared.valid[stage][warp + 4] = bits >> 8;
+        });
+      }
+    }
+  }
+}
+
+// ---- products and sums -------------------------------------------------------------------------
+
+// What to add to the scores of a head in log2 units, so that their powers are gated probabilities;
+// -inf if they are to be 0 whatever the scores are.
+__device__ __forceinline__ float score_offset(const AttnDistFwdParams& p, const Item& item,
+                                              int head) {
+  if (head < 0) return -INFINITY;
+  const float lse = __ldg(p.lse + item.token * p.heads + head) * kLog2E;
+  if (lse == -INFINITY) return lse;
+  if (p.sinks == nullptr) return -lse;
+  const float sink = __ldg(p.sinks + int64_t{item.batch} * p.sinks_stride + head) * kLog2E;
+  const float x = sink - lse;
+  return -(lse + (x > 30.f ? x : log2f(1.f + exp2_approx(x))));
+}
+
+// Adds what lanes that differ in the bit 2 * kHalf have of the first 2 * kHalf sums: the lower lane
+// gets the first half of them, the upper one the second.
+template <int kHalf>
+__device__ __forceinline__ void exchange_half(float (&sum)[16]) {
+  const bool upper = threadIdx.x & (2 * kHalf);
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float passed = upper ? sum[i] : sum[i + kHalf];
+    const float kept = upper ? sum[i + kHalf] : sum[i];
+    sum[i] = kept + __shfl_xor_sync(~0u, passed, 2 * kHalf);
+  }
+}
+
+// This lane's columns 2 * lane + {0, 1} of the sum over the warp's rows of exp2(scores).
+__device__ __forceinline__ float2 sum_rows(float (&s)[32], float scale_log2,
+                                           const float (&offset)[2]) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) s[i] = exp2_approx(fmaf(s[i], scale_log2, offset[i / 2 % 2]));
+  const bool off[2] = {offset[0] == -INFINITY, offset[1] == -INFINITY};
+  if (__any_sync(~0u, off[0] || off[1])) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) s[i] = off[i / 2 % 2] ? 0.f : s[i];
+  }
+  float sum[16];  // by column: 8 * (i / 2) + 2 * (lane % 4) + i % 2
+#pragma unroll
+  for (int i = 0; i < 16; ++i) sum[i] = s[i / 2 * 4 + i % 2] + s[i / 2 * 4 + 2 + i % 2];
+  exchange_half<8>(sum);
+  exchange_half<4>(sum);
+  exchange_half<2>(sum);
+  return make_float2(sum[0], sum[1]);
+}
+
+template <int kWarps>
+__device__ __forceinline__ float sum_warps(const float* sums) {
+  float x[kWarps];
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) x[i] = sums[i * kTile];
+  float total = x[0];
+#pragma unroll
+  for (int i = 1; i < kWarps; ++i) total += x[i];
+  return total;
+}
+__device__ __forceinline__ float sum_warps(const float* sums, int warps) {
+  return warps == 4   ? sum_warps<4>(sums)
+         : warps == 8 ? sum_warps<8>(sums)
+         : warps == 2 ? sum_warps<2>(sums)
+                      : sum_warps<1>(sums);
+}
+
+// Warpgroup `side`.
+template <int kD>
+__device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int row = warp * 16 + lane / 4;
+  const int column = threadIdx.x % kTile, first_sum = threadIdx.x % 128 / kTile;
+  const float scale_log2 = p.scale * kLog2E;
+  const Layout layout(p);
+  const int warps = layout.joint ? 8 : layout.rows / 16;  // of a sum
+  uint32_t q[kD / 16][4];
+  float s[32];
+  Ring ring;
+  int buffer = 0;  // of the next sums
+
+  const auto release = [&](int arrivals) {  // a warp's, of the tile
+    __syncwarp();
+    if (lane < arrivals) mbarrier_arrive(&shared.free[ring.stage]);
+  };
+  const auto wait_for = [&](int part) {
+    mbarrier_wait(&shared.full[ring.stage][part], ring.parity);
+  };
+  const auto load_heads = [&] {
+    const uint32_t from = smem_address(shared.tiles[ring.stage]) + (warp * 16 + lane % 16) * 128;
+#pragma unroll
+    for (int i = 0; i < kD / 16; ++i) {
+      if (i == kFirstPart * 4) wait_for(1);
+      const int chunk = (i % 4 * 2 + lane / 16) ^ (lane % 8);
+      load_matrix_x4(from + i / 4 * kBlockBytes + chunk * 16, q[i]);
+    }
+  };
+  const auto multiply = [&] {
+    // The same in all lanes, which the compiler has to know: descriptors are in uniform registers.
+    const int stage = __shfl_sync(~0u, ring.stage, 0);
+    const uint64_t keys = k_major_descriptor(smem_address(shared.tiles[stage]));
+#pragma unroll
+    for (int i = 0; i < kD / 16; ++i) {
+      if (i == kFirstPart * 4) wait_for(1);
+      if (i % (kFirstPart * 4) == 0) wgmma_fence();
+      wgmma_m64n64k16(s, q[i], keys + i / 4 * (kBlockBytes / 16) + i % 4 * 2, i > 0);
+      // The other's first product queues behind the last ones here.
+      if (i == kD / 16 - 3) named_barrier_arrive<256>(kTurn + 1 - side);
+    }
+    wgmma_commit();
+  };
+
+  // Turns alternate from the first tile to the last, so that neither warpgroup is ever two products
+  // ahead. This is also what makes it safe to pass over tiles in the ring that the other one uses,
+  // without waiting for them, and to reuse a buffer of joined sums.
+  if (side == 1) named_barrier_arrive<256>(kTurn + 0);
+  for (Pieces pieces(p); pieces.next();) {
+    const Item item(p, layout, pieces.number);
+    const int slots = min(p.slots, pieces.last * kTile) - pieces.first * kTile;
+    for (int head_tile = 0; head_tile < layout.tiles; head_tile += 2) {
+      const bool pair = head_tile + 1 < layout.tiles;
+      const HeadTile heads(p, layout, item, head_tile + (pair ? side : 0));
+      const float offset[2] = {score_offset(p, item, heads.head(p, layout, row)),
+                               score_offset(p, item, heads.head(p, layout, row + 8))};
+      const bool writes = !layout.joint || side == 1;
+      float* const out =
+          p.out +
+          ((item.batch * int64_t{p.heads / p.head_group} + heads.sum) * p.queries + item.query) *
+              p.slots +
+          pieces.first * kTile;
+      const int64_t stride = p.queries * p.slots;  // between sums
+
+      if (pair && side == 1) ring.advance();
+      wait_for(0);
+      const int tiles = shared.key_tiles[ring.stage];
+      load_heads();
+      release(pair ? 2 : 1);
+      ring.advance();
+      if (pair && side == 0) ring.advance();
+
+      // Slots after the last that counts.
+      if (!layout.joint || (side == 1 && head_tile == 0)) {
+        for (int sum = 0; sum < heads.sums; ++sum) {
+          const int start = tiles * kTile + threadIdx.x % 128 + (pair ? 0 : side * 128);
+          for (int i = start; i < slots; i += pair ? 128 : 256) out[sum * stride + i] = 0.f;
+        }
+      }
+      const int step = pair ? 1 : 2, first_tile = pair ? 0 : side;
+      if (first_tile > 0 && tiles > 0) ring.advance();
+      for (int tile = first_tile; tile < tiles; tile += step) {
+        wait_for(0);
+        const bool counts = shared.valid[ring.stage][column / 8] >> (column % 8) & 1;
+        named_barrier_sync<256>(kTurn + side);
+        multiply();
+        wgmma_wait<0>();
+        wgmma_pin(s);
+        release(step);
+        ring.advance();
+        if (!pair && tile + 1 < tiles) ring.advance();
+
+        reinterpret_cast<float2*>(shared.sums[buffer][side * 4 + warp])[lane] =
+            sum_rows(s, scale_log2, offset);
+        if (!layout.joint) {
+          named_barrier_sync<128>(kSummed + side);
+        } else if (side == 1) {
+          named_barrier_sync<256>(kJoined + buffer);
+        } else {
+          named_barrier_arrive<256>(kJoined + buffer);
+        }
+        const int at = tile * kTile + column;
+        for (int sum = first_sum; writes && sum < heads.sums && at < slots; sum += 2) {
+          const int first = layout.joint ? 0 : side * 4 + sum * warps;
+          const float total = sum_warps(&shared.sums[buffer][first][column], warps);
+          float* const to = out + sum * stride + at;
+          *to = counts ? head_tile > 0 && layout.joint ? *to + total : total : 0.f;
+        }
+        buffer ^= 1;
+      }
+      if (!pair && side == 1 && tiles % 2 == 1) {  // a turn without a tile
+        named_barrier_sync<256>(kTurn + 1);
+        named_barrier_arrive<256>(kTurn + 0);
+      }
+    }
+  }
+  // Takes the last turn, so that no barrier is left with arrivals.
+  if (side == 0) named_barrier_sync<256>(kTurn + 0);
+}
+
+template <int kD>
+__global__ void __launch_bounds__(kThreads, 1)
+    fwd_kernel(const __grid_constant__ AttnDistFwdParams p) {
+  auto& shared = dynamic_shared<Shared<kD>>();
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(&shared.full[stage][0], 128 + 4);
+      mbarrier_init(&shared.full[stage][1], 128);
+      mbarrier_init(&shared.free[stage], 8);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  const int warpgroup = threadIdx.x / 128;
+  if (warpgroup < 2) {
+    raise_registers<216>();
+    consume<kD>(p, shared, warpgroup);
+  } else {
+    lower_registers<72>();
+    produce<kD>(p, shared);
+  }
+}
+
+}  // namespace jax_dsa::attn_dist

@@ -1,0 +1,77 @@
+// Launcher of the indexer's backward kernels.
+
+#include <algorithm>
+
+#include "indexer/bwd_keys.cuh"
+#include "indexer/bwd_queries.cuh"
+#include "indexer/indexer.h"
+
+namespace jax_dsa {
+namespace {
+
+template <typename Kernel>
+cudaError_t allow_shared(Kernel kernel, int bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+template <int kC>
+cudaError_t launch(const IndexerBwdParams& p, cudaStream_t stream) {
+  using namespace indexer_bwd;
+  int device = 0, processors = 0;
+  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
+  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+      e != cudaSuccess) {
+    return e;
+  }
+  const auto queries = queries_kernel<kC>;
+  const auto keys = keys_kernel<kC, kKeyWindow>;
+  constexpr int kQueryBytes = sizeof(QueryShared<kC>);
+  constexpr int kKeyBytes = sizeof(KeyShared<kC, kKeyWindow>);
+  static_assert(kQueryBytes <= 227 * 1024 && kKeyBytes <= 227 * 1024);
+  if (cudaError_t e = allow_shared(queries, kQueryBytes); e != cudaSuccess) return e;
+  if (cudaError_t e = allow_shared(keys, kKeyBytes); e != cudaSuccess) return e;
+
+  const int64_t tokens = p.batch * p.queries;
+  const auto pairs = static_cast<unsigned>(std::min<int64_t>((tokens + 1) / 2, processors));
+  queries<<<pairs, kQueryThreads, kQueryBytes, stream>>>(p);
+  if (p.slots == 0 || p.keys == 0) return cudaGetLastError();
+
+  // Few groups of queries are cut by windows of keys, so that every processor gets some.
+  const int64_t windows = ceil_div(p.keys, int64_t{kKeyWindow});
+  const auto parts =
+      static_cast<int>(std::min(windows, ceil_div(int64_t{2} * processors, key_item_count(p, 1))));
+  const int64_t items = key_item_count(p, parts);
+  if (items > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, processors));
+  keys<<<blocks, kKeyThreads, kKeyBytes, stream>>>(p, parts);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_indexer_bwd(const IndexerBwdParams& p, cudaStream_t stream) {
+  if (p.keys > INT32_MAX - 4096 || p.heads < 1 || p.heads > kIndexerMaxHeads || p.slots < 0 ||
+      p.slots > kIndexerBwdMaxSlots || (p.k_scale == nullptr) != (p.dk_scale == nullptr)) {
+    return cudaErrorInvalidValue;
+  }
+  if (p.channels != 32 && p.channels != 64 && p.channels != 128) return cudaErrorInvalidValue;
+  const int64_t rows = p.batch * p.keys;
+  if (rows > 0) {
+    if (cudaError_t e = cudaMemsetAsync(p.dk, 0, rows * p.channels * sizeof(float), stream);
+        e != cudaSuccess) {
+      return e;
+    }
+  }
+  if (p.batch > 0 && p.queries > 0) {
+    const cudaError_t e = p.channels == 128 ? launch<128>(p, stream) : launch<64>(p, stream);
+    if (e != cudaSuccess) return e;
+  }
+  if (rows > 0 && p.k_scale != nullptr) {
+    const auto blocks = static_cast<unsigned>(ceil_div(rows, int64_t{8}));
+    indexer_bwd::scale_kernel<<<blocks, 256, 0, stream>>>(p);
+    return cudaGetLastError();
+  }
+  return cudaSuccess;
+}
+
+}  // namespace jax_dsa

@@ -1,0 +1,91 @@
+// Launcher of the sparse MLA backward kernel.
+
+#include <algorithm>
+
+#include "sparse_mla/bwd.cuh"
+#include "sparse_mla/sparse_mla.h"
+#include "sparse_mla/sum_rows.cuh"
+
+namespace jax_dsa {
+namespace {
+
+template <int kD, bool kRows>
+cudaError_t launch(const SparseMlaBwdParams& p, cudaStream_t stream) {
+  int device = 0, processors = 0;
+  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
+  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+      e != cudaSuccess) {
+    return e;
+  }
+  const auto kernel = sparse_mla::bwd_kernel<kD, kRows>;
+  constexpr int kBytes = sizeof(sparse_mla::BwdShared<kD>);
+  static_assert(kBytes <= 227 * 1024);
+  if (cudaError_t e =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+      e != cudaSuccess) {
+    return e;
+  }
+  const int64_t tickets = sparse_mla::BwdWork(p).tickets();
+  if (tickets > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(tickets, processors));
+  kernel<<<grid, sparse_mla::kThreads, kBytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& p) {
+  return sparse_mla::kTicketWords * 4 +
+         sparse_mla::BwdWork(p).rows * int64_t{sizeof(sparse_mla::BwdCounters)};
+}
+
+int64_t sparse_mla_bwd_row_count(const SparseMlaBwdParams& p) {
+  const sparse_mla::BwdWork work(p);
+  return work.rows * work.slot_tiles * sparse_mla::kTile;
+}
+
+int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams& p) {
+  return sparse_mla::BwdWork(p).image_blocks() * sparse_mla::kBlockBytes;
+}
+
+cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& p, cudaStream_t stream) {
+  if (p.groups <= 0 || p.heads % p.groups != 0 || !(p.scale > 0.f)) return cudaErrorInvalidValue;
+  const int64_t dkv = p.batch * p.keys * p.groups * p.dim;
+  if (dkv > 0 && !p.by_rows) {
+    if (cudaError_t e = cudaMemsetAsync(p.dkv, 0, dkv * sizeof(float), stream); e != cudaSuccess) {
+      return e;
+    }
+  }
+  if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
+  if (cudaError_t e = cudaMemsetAsync(p.counters, 0, sparse_mla_bwd_counter_bytes(p), stream);
+      e != cudaSuccess) {
+    return e;
+  }
+  switch (p.dim) {
+    case 576:
+      return p.by_rows ? launch<576, true>(p, stream) : launch<576, false>(p, stream);
+    case 512:
+      return p.by_rows ? launch<512, true>(p, stream) : launch<512, false>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t launch_sparse_mla_sum_rows(const SparseMlaSumRowsParams& p, cudaStream_t stream) {
+  if (p.keys == 0) return cudaSuccess;
+  const int64_t blocks = ceil_div(p.keys, int64_t{sparse_mla::kSumKeys});
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  const auto grid = static_cast<unsigned>(blocks);
+  switch (p.dim) {
+    case 576:
+      sparse_mla::sum_rows_kernel<576><<<grid, sparse_mla::kSumKeys * 72, 0, stream>>>(p);
+      break;
+    case 512:
+      sparse_mla::sum_rows_kernel<512><<<grid, sparse_mla::kSumKeys * 64, 0, stream>>>(p);
+      break;
+    default:
+      return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace jax_dsa

@@ -1,0 +1,96 @@
+// Sparse MLA, backward. For the slots i of a query and its heads,
+//
+//     P_i = exp(scale q . k_i - lse)         dS_i = scale P_i (dout . v_i - delta)
+//     dq = sum_i dS_i k_i                    dkv[idx_i] += dS_i q, and P_i dout in the values
+//
+// dq gathers per query and keeps what belongs to 64 heads; dkv scatters, and the fewer reductions
+// into global memory the better, so it wants all heads at once. Both do not fit one block. So there
+// are two kinds of work items, which run side by side on different multiprocessors, the first bound
+// by the tensor cores, the second by the reductions:
+//   queries' kind (bwd_queries.cuh): 64 heads of a query: P, dS and dq; P and dS go to memory
+//   keys' kind (bwd_keys.cuh): 128 heads of a query, half of the columns: dkv
+// Persistent blocks take items by tickets, in an order in which a query's items of the second kind
+// follow `lag` queries behind those of the first. An item waits only for items of lower tickets:
+// for what it reads to be written, and for the place where it writes to have been read, the P and
+// dS of `ring` rows having room. So whatever blocks are resident, all waits end.
+//
+// Warpgroups: two that multiply, one that copies (roles at the top of each kind's file).
+// Shared memory, in blocks of 64 rows by 64 columns of bf16 (8 KiB, 128-byte swizzle; see
+// common/wgmma.cuh), for D 576:
+//   queries' kind   q 9, dout 8, one key tile 9, P and dS of a tile 2: 28 blocks
+//   keys' kind      of two head tiles q 5 and dout 4, images of P and dS 4 a warpgroup: 26 blocks
+#pragma once
+
+#include "sparse_mla/bwd_keys.cuh"
+#include "sparse_mla/bwd_queries.cuh"
+
+namespace jax_dsa::sparse_mla {
+
+template <int kD, bool kRows>
+__global__ void __launch_bounds__(kThreads, 1)
+    bwd_kernel(const __grid_constant__ SparseMlaBwdParams p) {
+  auto& shared = dynamic_shared<BwdShared<kD>>();
+  constexpr int kBlocks = kD / 64;
+  if (threadIdx.x == 0) {
+    mbarrier_init(&shared.rows_full, 128 + 1);
+    for (int i = 0; i < kBlocks; ++i) {
+      mbarrier_init(&shared.block_full[i], i == block_order(0) ? 128 + 4 : 128);
+      mbarrier_init(&shared.block_free[i], 4);
+    }
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(&shared.image_full[i], 1);
+      mbarrier_init(&shared.image_free[i], 4);
+    }
+    mbarrier_init_fence();
+  }
+  auto* const next_ticket = static_cast<uint32_t*>(p.counters);
+  const int warpgroup = threadIdx.x / 128;
+  // Of rows_full; of the blocks of key tiles; of the images.
+  uint32_t item_parity = 0, key_parity = 0, image_parity = 0;
+
+  // Runs the items; `first` and `second` are the two kinds' parts of a warpgroup.
+  const auto run = [&](auto queries, auto keys) {
+    for (;;) {
+      fence_async_proxy();  // what ordinary accesses touched may next be the target of a copy
+      __syncthreads();
+      if (threadIdx.x == 0) shared.ticket = static_cast<int>(atomicAdd(next_ticket, 1u));
+      __syncthreads();
+      const BwdWork work(p);  // not kept in registers meanwhile
+      if (shared.ticket >= work.tickets()) return;
+      const BwdItem item(work, shared.ticket);
+      if (item.keys) {
+        keys(work, item);
+      } else {
+        queries(work, item);
+      }
+    }
+  };
+  if (warpgroup == 0) {
+    raise_registers<224>();
+    run(
+        [&](const BwdWork& work, const BwdItem& item) {
+          consume_queries<kD, 0>(p, work, item, shared, item_parity, key_parity);
+        },
+        [&](const BwdWork& work, const BwdItem& item) {
+          consume_keys<kD, kRows, 0>(p, work, item, shared, item_parity, image_parity);
+        });
+  } else if (warpgroup == 1) {
+    raise_registers<224>();
+    run(
+        [&](const BwdWork& work, const BwdItem& item) {
+          consume_queries<kD, 1>(p, work, item, shared, item_parity, key_parity);
+        },
+        [&](const BwdWork& work, const BwdItem& item) {
+          consume_keys<kD, kRows, 1>(p, work, item, shared, item_parity, image_parity);
+        });
+  } else {
+    lower_registers<56>();
+    run([&](const BwdWork& work,
+            const BwdItem& item) { produce_queries<kD>(p, work, item, shared, key_parity); },
+        [&](const BwdWork& work, const BwdItem& item) {
+          produce_keys<kD>(p, work, item, shared, image_parity);
+        });
+  }
+}
+
+}  // namespace jax_dsa::sparse_mla

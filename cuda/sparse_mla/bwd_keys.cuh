@@ -1,0 +1,167 @@
+// Items of the keys' kind of the sparse MLA backward kernel: for one half of the columns, over the
+// tiles of 64 slots of a row,
+//
+//     dkv[slot] += sum over up to 128 heads of dS[slot] q + P[slot] dout
+//
+// with slots as rows of the products, so that one reduction into global memory serves all heads.
+// Half 0 has columns 0..255 and the ninth block, half 1 columns 256..511. The two multiplying
+// warpgroups take the tiles in turns, so that one reduces while the other multiplies. Or, if kRows,
+// the sums are stored as rows of their own, in bf16, for sum_rows.cuh. See bwd.cuh.
+#pragma once
+
+#include "common/wgmma.cuh"
+#include "sparse_mla/bwd_plan.cuh"
+#include "sparse_mla/fwd_rows.cuh"
+
+namespace jax_dsa::sparse_mla {
+
+struct KeysItem {
+  int half, first_tile, head_tiles;
+
+  __device__ KeysItem(const BwdWork& work, const BwdItem& item)
+      : half(item.part % 2),
+        first_tile(item.part / 2 * kKeyTiles),
+        head_tiles(min(work.head_tiles - first_tile, kKeyTiles)) {}
+};
+
+// Copies the columns of q and dout, and P and dS once they are written.
+template <int kD>
+__device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, const BwdItem& item,
+                             BwdShared<kD>& shared, uint32_t& parity) {
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
+  const int chunk = lane % 8, sub = lane / 8;
+  const uint64_t drop = l2_policy_evict_first();
+  const KeysItem keys(work, item);
+  auto& to = shared.keys;
+  Gather gather(warp, sub, chunk);
+  const int tiles = slots_of(p, item.row).tiles(lane);
+
+  for (int tile = 0; tile < keys.head_tiles && tiles > 0; ++tile) {
+    const HeadTile heads(p, item.row, keys.first_tile + tile);
+    const auto copy_columns = [&](const void* from, int row_blocks, int first, int count,
+                                  void* block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = Gather::row(warp, i, sub);
+        gather.valid[i] = row < heads.heads;
+        gather.from[i] = static_cast<const char*>(from) +
+                         (heads.first + (gather.valid[i] ? row : 0)) * row_blocks * 128 +
+                         first * 128 + chunk * 16;
+      }
+      for (int i = 0; i < count; ++i) gather.copy_block(smem_address(block), i, drop);
+    };
+    copy_columns(p.q, kD / 64, keys.half * 4, 4, to.q[tile]);
+    if (kD > 512 && keys.half == 0) copy_columns(p.q, kD / 64, 8, 1, to.q[tile][4]);
+    copy_columns(p.dout, 8, keys.half * 4, 4, to.dout[tile]);
+  }
+  cp_async_arrive(&shared.rows_full);
+  if (thread % 128 != 0) return;
+  shared.tiles = tiles;
+  mbarrier_arrive(&shared.rows_full);
+  BwdCounters& counters = bwd_counters(p)[item.row];
+  // Eight warps store a head tile. All tiles of the row are waited for, whichever are read here.
+  counter_wait(&counters.written, 8 * work.head_tiles);
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int turn = tile % 2;
+    mbarrier_wait(&shared.image_free[turn], (parity >> turn & 1) ^ 1);
+    parity ^= 1u << turn;
+    mbarrier_arrive_expect(&shared.image_full[turn], keys.head_tiles * kTileImages * kBlockBytes);
+    for (int i = 0; i < keys.head_tiles; ++i) {
+      bulk_load(to.images[turn][i],
+                image(p, work, item.row, keys.first_tile + i) + tile * kTileImages * kBlockBytes,
+                kTileImages * kBlockBytes, &shared.image_full[turn]);
+    }
+  }
+  for (int turn = 0; turn < 2; ++turn) {
+    mbarrier_wait(&shared.image_free[turn], (parity >> turn & 1) ^ 1);
+  }
+  counter_add(&counters.read);
+}
+
+// Adds the warp's 16 rows of an accumulator to global memory. A thread holds two
+// columns of two rows; it gives one row's to its neighbour and adds four columns of the other:
+// `to` is where.
+template <int kN>
+__device__ __forceinline__ void reduce_rows(const float (&x)[kN], float* to, bool counts) {
+  const bool odd = threadIdx.x % 2 == 1;
+#pragma unroll
+  for (int i = 0; i < kN; i += 4) {
+    const float a = __shfl_xor_sync(~0u, odd ? x[i] : x[i + 2], 1);
+    const float b = __shfl_xor_sync(~0u, odd ? x[i + 1] : x[i + 3], 1);
+    red_add(to + i * 2, odd ? a : x[i], odd ? b : x[i + 1], odd ? x[i + 2] : a, odd ? x[i + 3] : b,
+            counts);
+  }
+}
+
+// Warpgroup kSide takes the tiles of its parity. kNinth: half 0 of D 576.
+template <int kD, bool kRows, int kSide, bool kNinth>
+__device__ void consume_half(const SparseMlaBwdParams& p, const BwdWork& work, const BwdItem& item,
+                             BwdShared<kD>& shared, uint32_t& item_parity, uint32_t& parity) {
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
+  const KeysItem keys(work, item);
+  auto& at = shared.keys;
+  const Slots slots = slots_of(p, item.row);
+  // The slot of a tile whose row this lane adds.
+  const int slot = warp * 16 + lane / 4 + lane % 2 * 8;
+  const int64_t stride = int64_t{p.groups} * kD;
+  float* const dkv = p.dkv + item.row / p.groups / p.queries * p.keys * stride +
+                     item.row % p.groups * kD + lane % 4 / 2 * 4;
+
+  mbarrier_wait(&shared.rows_full, item_parity);
+  item_parity ^= 1;
+  const int tiles = shared.tiles;
+  for (int tile = kSide; tile < tiles; tile += 2, parity ^= 1) {
+    const int index = slots.index(tile * kTile + slot);
+    float values[128] = {}, rest[kNinth ? 32 : 4] = {};
+    mbarrier_wait(&shared.image_full[kSide], parity);
+    for (int head_tile = 0; head_tile < keys.head_tiles; ++head_tile) {
+      const uint64_t probabilities =
+          mn_major_descriptor(smem_address(at.images[kSide][head_tile][0]), kBlockBytes);
+      const uint64_t gradients =
+          mn_major_descriptor(smem_address(at.images[kSide][head_tile][1]), kBlockBytes);
+      const uint64_t q = mn_major_descriptor(smem_address(at.q[head_tile]), kBlockBytes);
+      const uint64_t q_ninth = mn_major_descriptor(smem_address(at.q[head_tile][4]), kBlockBytes);
+      const uint64_t dout = mn_major_descriptor(smem_address(at.dout[head_tile]), kBlockBytes);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint64_t step = k * (16 * 128 / 16);
+        wgmma_m64n256k16_mn_mn(values, gradients + step, q + step, true);
+        wgmma_m64n256k16_mn_mn(values, probabilities + step, dout + step, true);
+        if constexpr (kNinth) wgmma_m64n64k16_mn_mn(rest, gradients + step, q_ninth + step, true);
+      }
+      wgmma_commit();
+    }
+    wgmma_wait<0>();
+    wgmma_pin(values);
+    if constexpr (kNinth) wgmma_pin(rest);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(&shared.image_free[kSide]);
+
+    if constexpr (kRows) {
+      const float one[2] = {1.f, 1.f};
+      const uint32_t stage = smem_address(at.stage[kSide * 4 + warp]);
+      auto* const to = static_cast<__nv_bfloat16*>(p.rows) +
+                       ((item.row * work.slot_tiles + tile) * kTile + warp * 16 + lane / 4) * kD;
+      store_rows<kD>(values, one, stage, to + keys.half * 256, kTile);
+      if constexpr (kNinth) store_rows<kD>(rest, one, stage, to + 512, kTile);
+    } else {
+      const bool counts = slots.counts(index);
+      float* const to = dkv + (counts ? index : 0) * stride;
+      reduce_rows(values, to + keys.half * 256, counts);
+      if constexpr (kNinth) reduce_rows(rest, to + 512, counts);
+    }
+  }
+}
+
+template <int kD, bool kRows, int kSide>
+__device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, const BwdItem& item,
+                             BwdShared<kD>& shared, uint32_t& item_parity, uint32_t& parity) {
+  if (kD > 512 && item.part % 2 == 0) {
+    consume_half<kD, kRows, kSide, (kD > 512)>(p, work, item, shared, item_parity, parity);
+  } else {
+    consume_half<kD, kRows, kSide, false>(p, work, item, shared, item_parity, parity);
+  }
+}
+
+}  // namespace jax_dsa::sparse_mla

@@ -1,0 +1,70 @@
+// Launcher of the sparse MLA decode kernels.
+
+#include <algorithm>
+
+#include "sparse_mla/decode.cuh"
+
+namespace jax_dsa {
+namespace {
+
+template <int kD, bool kRecords, typename Params>
+cudaError_t launch(const Params& p, int processors, cudaStream_t stream) {
+  const auto kernel = sparse_mla::decode_kernel<kD, kRecords, Params>;
+  constexpr int kBytes = sizeof(sparse_mla::Shared<kD>);
+  static_assert(kBytes <= 227 * 1024);
+  if (cudaError_t e =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+      e != cudaSuccess) {
+    return e;
+  }
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(item_count(p), processors));
+  kernel<<<grid, sparse_mla::kThreads, kBytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <typename Params>
+cudaError_t launch_parts(const Params& p, int processors, cudaStream_t stream) {
+  if (p.records) return launch<576, true>(p, processors, stream);
+  return p.dim == 576 ? launch<576, false>(p, processors, stream)
+                      : launch<512, false>(p, processors, stream);
+}
+
+bool valid(const SparseMlaDecodeParams& p) {
+  if (p.groups <= 0 || p.heads % p.groups != 0 || !(p.scale > 0.f)) return false;
+  if (p.dim != 576 && (p.dim != 512 || p.records)) return false;
+  if (p.splits < 1 || p.splits > kSparseMlaMaxSplits) return false;
+  if (p.splits > 1 && (p.partial == nullptr || p.partial_lse == nullptr)) return false;
+  // Slots are numbered a few tiles past a row's end.
+  if (p.slots > INT32_MAX - 8 * sparse_mla::kTile * kSparseMlaMaxSplits) return false;
+  if (p.page_table == nullptr) return true;
+  return p.page_size > 0 && p.pages >= 0 && p.page_slots >= 0 &&
+         int64_t{p.pages} * p.page_size <= INT32_MAX &&
+         p.keys == int64_t{p.page_slots} * p.page_size;
+}
+
+}  // namespace
+
+cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& params, cudaStream_t stream) {
+  if (params.batch == 0 || params.queries == 0 || params.heads == 0) return cudaSuccess;
+  if (!valid(params)) return cudaErrorInvalidValue;
+  const sparse_mla::Decode p(params);
+  const int64_t items = sparse_mla_decode_items(p.batch, p.queries, p.heads, p.groups);
+  const int64_t merges = items * sparse_mla::merge_strips(p) * sparse_mla::kMergeBlocks;
+  if (item_count(p) > INT32_MAX - 4096 || merges > INT32_MAX) return cudaErrorInvalidValue;
+  int device = 0, processors = 0;
+  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
+  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+      e != cudaSuccess) {
+    return e;
+  }
+  if (p.splits == 1) return launch_parts(p, processors, stream);
+  if (cudaError_t e = launch_parts(sparse_mla::SplitDecode(params), processors, stream);
+      e != cudaSuccess) {
+    return e;
+  }
+  sparse_mla::merge_kernel<<<static_cast<unsigned>(merges), sparse_mla::kMergeThreads,
+                             sizeof(sparse_mla::MergeShared), stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace jax_dsa

@@ -1,0 +1,120 @@
+// The indexer's forward kernels on the emulator, against float64.
+#include <climits>
+#include <string>
+
+#include "indexer/fwd.cuh"
+
+namespace {
+
+using namespace jax_dsa;
+
+struct Case {
+  const char* name;
+  int batch, queries, keys, heads;
+  bool scale = false, relu = true;
+};
+
+template <IndexerDType kDType>
+struct Element;
+template <>
+struct Element<IndexerDType::kBF16> {
+  using Type = __nv_bfloat16;
+  static Type random(uint64_t bits, float x) { return __float2bfloat16(x); }
+  static double value(Type x) { return __bfloat162float(x); }
+  static Type nan() { return __float2bfloat16(NAN); }
+};
+template <>
+struct Element<IndexerDType::kE4M3> {
+  using Type = uint8_t;
+  static Type random(uint64_t bits, float) { return bits % 64 | bits % 2 << 7; }  // up to 1.875
+  static double value(Type x) { return emulator::e4m3_at(&x); }
+  static Type nan() { return 0x7f; }
+};
+
+int failures = 0;
+
+template <IndexerDType kDType, int kChannels, int kHeads>
+void run(const Case& c, const emulator::Options& options) {
+  using Tr = indexer::Traits<kDType, kChannels, kHeads>;
+  using E = Element<kDType>;
+  std::mt19937_64 random(options.seed);
+  std::normal_distribution<float> normal;
+  const int64_t tokens = int64_t{c.batch} * c.queries, keys = int64_t{c.batch} * c.keys;
+  std::vector<typename E::Type> q(tokens * c.heads * kChannels + 16), k(keys * kChannels + 16);
+  std::vector<float> weights(tokens * c.heads), scale(keys), out(tokens * c.keys + 4, 7.f);
+  for (auto& x : q) x = E::random(random(), normal(random));
+  for (auto& x : k) x = E::random(random(), normal(random));
+  for (auto& x : weights) x = normal(random);
+  for (auto& x : scale) x = normal(random);
+  std::vector<int32_t> starts, ends;
+  for (int64_t t = 0; t < tokens; ++t) {
+    starts.push_back(t % 3 ? 0 : static_cast<int>(random() % (c.keys + 9)) - 4);
+    ends.push_back(t % 7 == 5 ? -3 : static_cast<int>(random() % (c.keys + 9)));
+  }
+  const auto seen = [&](int64_t t, int s) { return s >= starts[t] && s < ends[t]; };
+  for (int64_t key = 0; key < keys; ++key) {
+    bool used = false;
+    for (int t = 0; t < c.queries; ++t) used |= seen(key / c.keys * c.queries + t, key % c.keys);
+    for (int i = 0; i < kChannels && !used; ++i) k[key * kChannels + i] = E::nan();
+  }
+
+  IndexerFwdParams p = {};
+  p.q = q.data(), p.k = k.data(), p.weights = weights.data();
+  p.k_scale = c.scale ? scale.data() : nullptr;
+  p.starts = starts.data(), p.ends = ends.data(), p.out = out.data();
+  p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
+  p.channels = kChannels, p.dtype = kDType, p.relu = c.relu;
+  constexpr int kRowElements = Tr::kRowBytes / Tr::kElementBytes;
+  const CUtensorMap q_map =
+      tensor_map(Tr::kElementBytes, p.q, {kChannels, c.heads, c.queries, c.batch},
+                 {kRowElements, kHeads, Tr::kOwnQueries, 1});
+  const CUtensorMap k_map = tensor_map(Tr::kElementBytes, p.k, {kChannels, c.keys, c.batch, 1},
+                                       {kRowElements, indexer::kTile, 1, 1});
+  emulator::launch(2, Tr::kThreads, options, [&] { indexer::fwd_kernel<Tr>(p, q_map, k_map); });
+
+  double worst = 0, top = 0;
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int s = 0; s < c.keys; ++s) {
+      const int64_t key = t / c.queries * c.keys + s;
+      double want = 0;
+      for (int j = 0; j < c.heads; ++j) {
+        double x = 0;
+        for (int i = 0; i < kChannels; ++i) {
+          x += E::value(q[(t * c.heads + j) * kChannels + i]) * E::value(k[key * kChannels + i]);
+        }
+        want += weights[t * c.heads + j] * (c.relu ? std::max(x, 0.) : x);
+      }
+      want = seen(t, s) ? c.scale ? want * scale[key] : want : -INFINITY;
+      const double e = out[t * c.keys + s] == want ? 0 : std::fabs(out[t * c.keys + s] - want);
+      worst = std::max(worst, std::isnan(e) ? INFINITY : e);
+      if (seen(t, s)) top = std::max(top, std::fabs(want));
+    }
+  }
+  for (int i = 0; i < 4; ++i) worst += std::fabs(out[tokens * c.keys + i] - 7.f);
+  const bool good = worst <= 1e-5 * top + 1e-6;
+  printf("%-4s %-16s %s %s seed %llu  %.1e of %.1e\n", good ? "ok" : "BAD", c.name,
+         options.late_wgmma ? "late wgmma, " : "early wgmma,",
+         options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
+         worst, top);
+  fflush(stdout);
+  failures += !good;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  using enum IndexerDType;
+  const uint64_t seeds = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
+  for (uint64_t seed = 1; seed <= seeds; ++seed) {
+    for (int late = 0; late < 4; ++late) {
+      const emulator::Options options = {late % 2 == 1, late / 2 == 1, seed};
+      run<kBF16, 128, 64>({"bf16 J64 C128", 2, 21, 450, 64}, options);
+      run<kE4M3, 128, 64>({"e4m3 J40 C128", 1, 19, 700, 40, true}, options);
+      run<kE4M3, 64, 32>({"e4m3 J32 C64", 1, 35, 150, 32, true, false}, options);
+      run<kE4M3, 32, 16>({"e4m3 J9 C32", 1, 70, 130, 9}, options);
+      run<kBF16, 32, 16>({"bf16 J16 C32", 1, 40, 100, 16, false, false}, options);
+    }
+  }
+  printf(failures ? "FAILED %d\n" : "all good\n", failures);
+  return failures != 0;
+}

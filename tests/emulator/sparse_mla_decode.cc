@@ -1,0 +1,98 @@
+// The sparse MLA decode kernels on the emulator, against float64.
+#include "emulator.h"
+#include "sparse_mla/decode.cuh"
+#include "sparse_mla_cache.h"
+
+namespace {
+
+using namespace jax_dsa;
+using namespace sparse_mla_problem;
+
+struct DecodeCase {
+  Case c;
+  Layout layout;
+  int splits;
+};
+
+int failures = 0;
+
+template <typename Params>
+void attend_parts(const Params& p, const emulator::Options& options) {
+  emulator::launch(3, sparse_mla::kThreads, options, [&] {
+    p.records      ? sparse_mla::decode_kernel<576, true>(p)
+    : p.dim == 576 ? sparse_mla::decode_kernel<576, false>(p)
+                   : sparse_mla::decode_kernel<512, false>(p);
+  });
+}
+
+void run(const DecodeCase& tried, const emulator::Options& options) {
+  const Case& c = tried.c;
+  Problem x = make(c, options.seed);
+  const Cache cache = store(x, tried.layout, options.seed);
+  const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
+  std::vector<bf16> out(rows * 512, __float2bfloat16(NAN));
+  std::vector<float> lse(rows, NAN);
+  const int64_t items = sparse_mla_decode_items(c.batch, c.queries, c.heads, c.groups);
+  std::vector<float4> partial(sparse_mla_decode_partial_count(items, tried.splits) / 4,
+                              make_float4(NAN, NAN, NAN, NAN));
+  std::vector<float> partial_lse(sparse_mla_decode_lse_count(items, tried.splits), NAN);
+  SparseMlaDecodeParams p = decode_shapes(x, tried.layout, cache, tried.splits);
+  p.q = x.q.data(), p.kv = cache.rows.data(), p.indices = cache.indices.data();
+  p.ends = c.ends ? x.ends.data() : nullptr;
+  p.topk_length = c.lengths ? x.lengths.data() : nullptr;
+  p.sinks = c.sinks ? x.sinks.data() : nullptr;
+  p.page_table = tried.layout.page_size > 0 ? cache.page_table.data() : nullptr;
+  p.out = out.data(), p.lse = lse.data();
+  p.partial = reinterpret_cast<float*>(partial.data()), p.partial_lse = partial_lse.data();
+  if (tried.splits == 1) {
+    attend_parts(sparse_mla::Decode(p), options);
+  } else {
+    const sparse_mla::SplitDecode split(p);
+    attend_parts(split, options);
+    emulator::launch_in_turn(items * sparse_mla::merge_strips(split) * sparse_mla::kMergeBlocks,
+                             sparse_mla::kMergeThreads, options,
+                             [&] { sparse_mla::merge_kernel(split); });
+  }
+  Error lse_error, out_error;
+  for (int64_t r = 0; r < rows; ++r) {
+    const Row want = attend(x, r / c.heads, r % c.heads);
+    lse_error.add(lse[r], want.lse);
+    for (int d = 0; d < 512; ++d) out_error.add(__bfloat162float(out[r * 512 + d]), want.out[d]);
+  }
+  const bool good = lse_error.good(1e-4) && out_error.good(6e-3);
+  printf("%-4s %-24s %2d parts, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e\n",
+         good ? "ok" : "BAD", c.name, tried.splits,
+         options.late_wgmma ? "late wgmma, " : "early wgmma,",
+         options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
+         lse_error.worst, lse_error.top, out_error.worst, out_error.top);
+  fflush(stdout);
+  failures += !good;
+}
+
+// name, B, T, S, N, G, D, K, adversarial, ends, lengths, sinks, size of q; records, page size,
+// holes
+const DecodeCase kCases[] = {
+    {{"whole", 1, 2, 100, 64, 1, 576, 200}, {}, 1},
+    {{"a tile a part", 1, 1, 300, 64, 1, 576, 192}, {}, 3},
+    {{"adversarial", 2, 2, 90, 20, 1, 576, 331, true, true, true, 2}, {}, 3},
+    {{"D 512, groups, sharp", 1, 2, 70, 6, 3, 512, 200, false, true, false, 1, 12.f}, {}, 2},
+    {{"more parts than tiles", 1, 1, 70, 70, 1, 512, 70, false, false, false, 1}, {}, 5},
+    {{"no slots", 1, 2, 10, 16, 1, 576, 0}, {}, 2},
+    {{"pages", 2, 1, 91, 16, 1, 576, 400, true, true, true, 1}, {false, 7, true}, 2},
+    {{"pages, whole", 2, 1, 90, 16, 2, 512, 130, true, true}, {false, 15, true}, 1},
+    {{"records", 2, 2, 90, 40, 1, 576, 331, true, true, true, 2}, {true}, 1},
+    {{"records in pages", 1, 2, 96, 32, 2, 576, 333, true, false, true, 0}, {true, 16, true}, 2},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const uint64_t seeds = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
+  for (const DecodeCase& c : kCases) {
+    for (uint64_t seed = 1; seed <= seeds; ++seed) {
+      for (int late = 0; late < 4; ++late) run(c, {late % 2 == 1, late / 2 == 1, seed});
+    }
+  }
+  printf(failures ? "FAILED %d\n" : "all good\n", failures);
+  return failures != 0;
+}

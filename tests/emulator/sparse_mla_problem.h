@@ -1,0 +1,202 @@
+// Random problems for sparse MLA and their float64 results: what the tests of its kernels share, on
+// the emulator and on a GPU.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace sparse_mla_problem {
+
+using bf16 = __nv_bfloat16;
+
+struct Case {
+  const char* name;
+  int batch, queries, keys, heads, groups, dim, slots;
+  bool adversarial = false, ends = false, lengths = false;
+  int sinks = 0;  // 1: [N], 2: [B, N]
+  float q_size = 1.f;
+};
+
+struct Problem {
+  Case c;
+  std::vector<bf16> q, kv;
+  std::vector<int32_t> indices, ends, lengths;
+  std::vector<float> sinks;
+  float scale;
+
+  bool counts(int64_t token, int group, int slot) const {
+    const int key = index(token, group, slot);
+    return key >= 0 && key < c.keys && (!c.ends || key < ends[token]) &&
+           (!c.lengths || slot < lengths[token]);
+  }
+  int index(int64_t token, int group, int slot) const {
+    return indices[(token * c.groups + group) * c.slots + slot];
+  }
+  const bf16* key(int64_t token, int group, int slot) const {
+    return &kv[((token / c.queries * c.keys + index(token, group, slot)) * c.groups + group) *
+               c.dim];
+  }
+};
+
+inline Problem make(const Case& c, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  Problem p = {c};
+  const int64_t tokens = int64_t{c.batch} * c.queries;
+  p.scale = 1 / std::sqrt(float(c.dim));
+  p.q.resize(tokens * c.heads * c.dim);
+  p.kv.resize(int64_t{c.batch} * c.keys * c.groups * c.dim + 8);
+  for (auto& x : p.q) x = __float2bfloat16(normal(random) * c.q_size);
+  for (auto& x : p.kv) x = __float2bfloat16(normal(random));
+  p.indices.resize(tokens * c.groups * c.slots);
+  const int odd[] = {INT_MIN, -1, c.keys, INT_MAX, 0, c.keys - 1};
+  for (auto& x : p.indices) {
+    x = c.keys ? static_cast<int>(random() % c.keys) : 0;
+    if (c.adversarial && random() % 2) x = odd[random() % 6];
+  }
+  for (int64_t t = 0; t < tokens; ++t) {
+    p.ends.push_back(static_cast<int>(random() % (c.keys + 20)) - 5);
+    p.lengths.push_back(static_cast<int>(random() % (c.slots + 9)) - 4);
+    if (c.adversarial && t % 5 == 3) {
+      for (int i = 0; i < c.groups * c.slots; ++i) {
+        p.indices[t * c.groups * c.slots + i] = odd[random() % 4];
+      }
+    }
+  }
+  p.sinks.resize(c.sinks == 2 ? c.batch * c.heads : c.heads);
+  for (size_t i = 0; i < p.sinks.size(); ++i) {
+    p.sinks[i] = i % 7 == 2 ? INFINITY : i % 7 == 4 ? -INFINITY : normal(random) * 2;
+  }
+  // NaN in every key that no slot selects.
+  std::vector<bool> used(int64_t{c.batch} * c.keys * c.groups);
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int g = 0; g < c.groups; ++g) {
+      for (int k = 0; k < c.slots; ++k) {
+        if (p.counts(t, g, k)) used[(p.key(t, g, k) - p.kv.data()) / c.dim] = true;
+      }
+    }
+  }
+  for (size_t r = 0; r < used.size(); ++r) {
+    for (int i = 0; i < c.dim && !used[r]; ++i) p.kv[r * c.dim + i] = __float2bfloat16(NAN);
+  }
+  return p;
+}
+
+// Of one (token, head).
+struct Row {
+  std::vector<double> score, out;  // -inf in slots that do not count; the gated output
+  double lse, gate;
+};
+
+inline Row attend(const Problem& p, int64_t token, int head) {
+  const Case& c = p.c;
+  const int group = head / (c.heads / c.groups);
+  Row row = {std::vector<double>(c.slots, -INFINITY), std::vector<double>(512), -INFINITY, 1};
+  const bf16* q = &p.q[(token * c.heads + head) * c.dim];
+  double top = -INFINITY, total = 0;
+  for (int k = 0; k < c.slots; ++k) {
+    if (!p.counts(token, group, k)) continue;
+    double sum = 0;
+    for (int d = 0; d < c.dim; ++d) {
+      sum += double(__bfloat162float(q[d])) * __bfloat162float(p.key(token, group, k)[d]);
+    }
+    row.score[k] = sum * p.scale;
+    top = std::max(top, row.score[k]);
+  }
+  if (top == -INFINITY) return row;
+  for (double s : row.score) total += std::exp(s - top);
+  row.lse = top + std::log(total);
+  if (c.sinks) {
+    const double sink = p.sinks[(c.sinks == 2 ? token / c.queries * c.heads : 0) + head];
+    row.gate = 1 / (1 + std::exp(sink - row.lse));
+  }
+  for (int k = 0; k < c.slots; ++k) {
+    if (row.score[k] == -INFINITY) continue;
+    const double weight = row.gate * std::exp(row.score[k] - row.lse);
+    for (int d = 0; d < 512; ++d) {
+      row.out[d] += weight * __bfloat162float(p.key(token, group, k)[d]);
+    }
+  }
+  return row;
+}
+
+// Of a result.
+struct Error {
+  double worst = 0, top = 0;
+  void add(double got, double want) {
+    const double e = got == want ? 0 : std::fabs(got - want);
+    worst = std::max(worst, std::isnan(e) ? INFINITY : e);
+    if (std::isfinite(want)) top = std::max(top, std::fabs(want));
+  }
+  bool good(double relative) const { return worst <= relative * top + 1e-6; }
+};
+
+// Upstream gradients and what they should become.
+struct Gradients {
+  std::vector<bf16> dout;         // with the gate of a sink as a factor
+  std::vector<float> lse, delta;  // as the kernel takes them
+  std::vector<double> dq, dkv;
+};
+
+inline Gradients differentiate(const Problem& x, uint64_t seed) {
+  const Case& c = x.c;
+  const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
+  Gradients g;
+  g.dout.resize(rows * 512);
+  g.lse.resize(rows);
+  g.delta.resize(rows);
+  g.dq.resize(rows * c.dim);
+  g.dkv.resize(int64_t{c.batch} * c.keys * c.groups * c.dim);
+  const int workers = std::max(1u, std::thread::hardware_concurrency());
+  std::vector<std::vector<double>> parts(workers);
+  std::vector<std::thread> threads;
+  for (int worker = 0; worker < workers; ++worker) {
+    threads.emplace_back([&, worker] {
+      std::vector<double>& dkv = parts[worker];
+      dkv.resize(g.dkv.size());
+      for (int64_t r = worker; r < rows; r += workers) {
+        std::mt19937_64 random(seed * 1000003 + r);
+        std::normal_distribution<float> normal;
+        const int64_t token = r / c.heads;
+        const int head = r % c.heads, group = head / (c.heads / c.groups);
+        const Row row = attend(x, token, head);
+        double delta = -normal(random);  // dlse
+        double dout[512];
+        for (int d = 0; d < 512; ++d) {
+          g.dout[r * 512 + d] = __float2bfloat16(normal(random) * row.gate);
+          dout[d] = __bfloat162float(g.dout[r * 512 + d]);
+          delta += dout[d] * row.out[d];
+        }
+        g.lse[r] = row.lse;
+        g.delta[r] = delta;
+        for (int k = 0; k < c.slots; ++k) {
+          if (row.score[k] == -INFINITY) continue;
+          const double p = std::exp(row.score[k] - row.lse);
+          const bf16* key = x.key(token, group, k);
+          double dp = 0;
+          for (int d = 0; d < 512; ++d) dp += dout[d] * __bfloat162float(key[d]);
+          const double ds = p * (dp - delta) * x.scale;
+          double* dkey = &dkv[key - x.kv.data()];
+          for (int d = 0; d < c.dim; ++d) {
+            g.dq[r * c.dim + d] += ds * __bfloat162float(key[d]);
+            dkey[d] += ds * __bfloat162float(x.q[r * c.dim + d]) + (d < 512 ? p * dout[d] : 0);
+          }
+        }
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& part : parts) {
+    for (size_t i = 0; i < part.size(); ++i) g.dkv[i] += part[i];
+  }
+  return g;
+}
+
+}  // namespace sparse_mla_problem
