@@ -12,6 +12,7 @@ from compare import assert_matches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import masked_attention as oracle
+from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa.ops.block_mask import (

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_matches
+from quick import compile_quickly  # noqa: F401
 
 from jax_dsa.ops.mqa_decode import mqa_decode
 from jax_dsa.ops.sparse_mla import sparse_mla, sparse_mla_decode

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
 from oracles import htree as oracle
+from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa.core import streaming

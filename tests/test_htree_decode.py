@@ -14,6 +14,7 @@ import pytest
 from compare import assert_matches
 from jax.test_util import check_grads
 from oracles import htree as oracle
+from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa.ops.htree import htree_attention, htree_build

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 from oracles import mqa_decode as oracle
+from quick import compile_quickly  # noqa: F401
 
 from jax_dsa.core import streaming
 from jax_dsa.ops.mqa_decode import Options, merge_attention, mqa_decode

@@ -34,6 +34,20 @@ struct Options {
   uint64_t seed = 0;
 };
 
+// What to try a program's case `number` under. Without an argument, two of the four combinations of
+// early and late, the others for the next case; with an argument n, all four with n seeds.
+inline std::vector<Options> schedules(int argc, char** argv, size_t number) {
+  if (argc < 2) {
+    const bool odd = number % 2 == 1;
+    return {{odd, false, 1}, {!odd, true, 2}};
+  }
+  std::vector<Options> all;
+  for (uint64_t seed = 1; seed <= strtoull(argv[1], nullptr, 10); ++seed) {
+    for (int late = 0; late < 4; ++late) all.push_back({late % 2 == 1, late / 2 == 1, seed});
+  }
+  return all;
+}
+
 inline constexpr int kSharedBytes = 227 * 1024;
 inline constexpr int kStackBytes = 64 * 1024;
 inline constexpr int kNamedBarriers = 16;

@@ -104,16 +104,12 @@ void run(const Case& c, const emulator::Options& options) {
 
 int main(int argc, char** argv) {
   using enum IndexerDType;
-  const uint64_t seeds = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
-  for (uint64_t seed = 1; seed <= seeds; ++seed) {
-    for (int late = 0; late < 4; ++late) {
-      const emulator::Options options = {late % 2 == 1, late / 2 == 1, seed};
-      run<kBF16, 128, 64>({"bf16 J64 C128", 2, 21, 450, 64}, options);
-      run<kE4M3, 128, 64>({"e4m3 J40 C128", 1, 19, 700, 40, true}, options);
-      run<kE4M3, 64, 32>({"e4m3 J32 C64", 1, 35, 150, 32, true, false}, options);
-      run<kE4M3, 32, 16>({"e4m3 J9 C32", 1, 70, 130, 9}, options);
-      run<kBF16, 32, 16>({"bf16 J16 C32", 1, 40, 100, 16, false, false}, options);
-    }
+  for (const auto& options : emulator::schedules(argc, argv, 0)) {
+    run<kBF16, 128, 64>({"bf16 J64 C128", 2, 21, 450, 64}, options);
+    run<kE4M3, 128, 64>({"e4m3 J40 C128", 1, 19, 700, 40, true}, options);
+    run<kE4M3, 64, 32>({"e4m3 J32 C64", 1, 35, 150, 32, true, false}, options);
+    run<kE4M3, 32, 16>({"e4m3 J9 C32", 1, 70, 130, 9}, options);
+    run<kBF16, 32, 16>({"bf16 J16 C32", 1, 40, 100, 16, false, false}, options);
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

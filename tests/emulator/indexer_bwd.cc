@@ -196,13 +196,9 @@ const Case kCases[] = {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const uint64_t seeds = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
   for (const Case& c : kCases) {
-    for (uint64_t seed = 1; seed <= seeds; ++seed) {
-      for (int late = 0; late < 4; ++late) {
-        const emulator::Options options = {late % 2 == 1, late / 2 == 1, seed};
-        c.channels == 128 ? run<128, 128>(c, options) : run<64, 64>(c, options);
-      }
+    for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) {
+      c.channels == 128 ? run<128, 128>(c, options) : run<64, 64>(c, options);
     }
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);

@@ -131,14 +131,10 @@ const Case kCases[] = {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const uint64_t seeds = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
   for (const Case& c : kCases) {
-    for (uint64_t seed = 1; seed <= seeds; ++seed) {
-      for (int late = 0; late < 4; ++late) {
-        const emulator::Options options = {late % 2 == 1, late / 2 == 1, seed};
-        forward(c, options);
-        backward(c, options);
-      }
+    for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) {
+      forward(c, options);
+      backward(c, options);
     }
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);

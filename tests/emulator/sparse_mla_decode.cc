@@ -87,11 +87,8 @@ const DecodeCase kCases[] = {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const uint64_t seeds = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
   for (const DecodeCase& c : kCases) {
-    for (uint64_t seed = 1; seed <= seeds; ++seed) {
-      for (int late = 0; late < 4; ++late) run(c, {late % 2 == 1, late / 2 == 1, seed});
-    }
+    for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options);
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

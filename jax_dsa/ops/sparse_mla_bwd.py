@@ -1,0 +1,132 @@
+"""The backward pass of `sparse_mla` on its CUDA kernels: what surrounds them.
+
+No pass uses it yet: the kernels have only run on the emulator (docs/design/sparse_mla.md).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_dsa.core import compat, ffi
+from jax_dsa.core.streaming import scan_chunks
+from jax_dsa.reference import sparse_mla as reference
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jaxtyping import Array, Bool, Float, Int
+
+    from jax_dsa.ops.sparse_mla import Options
+
+# As in cuda/sparse_mla: heads and slots of a tile, bytes of a tile's P and dS, and how many tickets
+# behind the one kind of work the other follows.
+_TILE = 64
+_IMAGE_BYTES = 2 * _TILE * _TILE * 2
+_TICKETS_BEHIND = 264
+
+# Bytes of the rows that a deterministic sum stores at a time.
+ROWS_BUDGET = 1 << 30
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _workspace(q: Any, indices: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The kernel's counters and images."""
+    B, T, N, _ = q.shape
+    G, K = indices.shape[2:]
+    rows, head_tiles = B * T * G, _ceil_div(N // G, _TILE)
+    lag = min(rows, _ceil_div(_TICKETS_BEHIND, head_tiles + 2 * _ceil_div(head_tiles, 2)))
+    images = 2 * lag * head_tiles * _ceil_div(K, _TILE) * _IMAGE_BYTES
+    return (
+        jax.ShapeDtypeStruct((16 + 8 * rows,), jnp.uint8),
+        jax.ShapeDtypeStruct((images,), jnp.uint8),
+    )
+
+
+def _kernel(
+    options: Options, operands: Sequence[Any], gradient: jax.ShapeDtypeStruct, by_rows: bool
+) -> tuple[Any, Any]:
+    """dq, and dkv or the rows that it is the sum of."""
+    q, _, indices = operands[:3]
+    dq, summed, *_ = ffi.handler(
+        "jax_dsa.sparse_mla_bwd.v1",
+        operands,
+        [jax.ShapeDtypeStruct(q.shape, q.dtype), gradient, *_workspace(q, indices)],
+        {"scale": np.float32(options.scale), "by_rows": np.bool_(by_rows)},
+    )
+    return dq, summed
+
+
+def _rows_by_key(
+    indices: Int[Array, "B T G K"], valid: Bool[Array, "B T G K"], keys: int, padded: int
+) -> tuple[Int[Array, "R"], Int[Array, "BSG1"]]:
+    """Every key's rows: a stable order of all rows by key, and where each key's begin in it."""
+    B, _, G, K = indices.shape
+    b = jnp.arange(B, dtype=jnp.int32)[:, None, None, None]
+    g = jnp.arange(G, dtype=jnp.int32)[:, None]
+    nowhere = B * keys * G
+    key = jnp.where(valid, (b * keys + indices) * G + g, nowhere)
+    key = jnp.pad(key, [(0, 0)] * 3 + [(0, padded - K)], constant_values=nowhere)
+    # Unsigned, which XLA sorts by radix on a GPU.
+    key = key.reshape(-1).astype(jnp.uint32)
+    row = jnp.arange(key.size, dtype=jnp.int32)
+    key, order = jax.lax.sort((key, row), num_keys=1, is_stable=True)
+    starts = jnp.searchsorted(key, jnp.arange(nowhere + 1, dtype=jnp.uint32))
+    return order, starts.astype(jnp.int32)
+
+
+def sparse_mla_bwd(
+    options: Options,
+    avals: Sequence[Any],
+    q: Float[Array, "B T N D"],
+    kv: Float[Array, "B S G D"],
+    indices: Int[Array, "B T G K"],
+    ends: Int[Array, "B T"] | None,
+    topk_length: Int[Array, "B T"] | None,
+    sinks: Float[Array, "B N"] | None,
+    out: Float[Array, "B T N E"],
+    lse: Float[Array, "B T N"],
+    dout: Float[Array, "B T N E"],
+    dlse: Float[Array, "B T N"],
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """`reference.sparse_mla_bwd` on the kernels, which know no sinks: their gate scales `dout`."""
+    B, S, G, D = kv.shape
+    inner = jnp.einsum("btne,btne->btn", dout, out, preferred_element_type=jnp.float32)
+    gate = reference.sink_gate(sinks, reference.grouped(lse, G))
+    dsinks = None
+    if gate is not None:
+        gate = gate.reshape(lse.shape)
+        dsinks = -jnp.sum((1 - gate) * inner, axis=1)
+        dout = (dout * gate[..., None]).astype(dout.dtype)
+        inner = jnp.einsum("btne,btne->btn", dout, out, preferred_element_type=jnp.float32)
+    delta = inner - dlse
+    if not options.deterministic:
+        operands = q, kv, indices, ends, topk_length, dout, lse, delta
+        dq, dkv = _kernel(options, operands, avals[1], by_rows=False)
+        return dq, dkv, dsinks
+
+    padded = _ceil_div(indices.shape[3], _TILE) * _TILE
+
+    def chunk(dkv: Any, q: Any, indices: Any, ends: Any, topk_length: Any, *rest: Any) -> Any:
+        count = B * q.shape[1] * G * padded
+        operands = q, kv, indices, ends, topk_length, *rest
+        aval = jax.ShapeDtypeStruct((count, D), q.dtype)
+        dq, rows = _kernel(options, operands, aval, by_rows=True)
+        valid = reference.valid_slots(indices, ends, topk_length, S)
+        order, starts = _rows_by_key(indices, valid, S, padded)
+        shape = jax.ShapeDtypeStruct(dkv.shape, dkv.dtype)
+        target = "jax_dsa.sparse_mla_sum_rows.v1"
+        (dkv,) = ffi.handler(target, (rows, order, starts, dkv), [shape], {}, {3: 0})
+        return dkv, (dq,)
+
+    xs = q, indices, ends, topk_length, dout, lse, delta
+    dkv = compat.match_vary(jnp.zeros((B * S * G, D), jnp.float32), kv, *xs)
+    size = max(1, min(q.shape[1], ROWS_BUDGET // max(1, B * G * padded * D * 2)))
+    dkv, (dq,) = scan_chunks(chunk, dkv, xs, chunk=size)
+    return dq, dkv.reshape(B, S, G, D), dsinks
