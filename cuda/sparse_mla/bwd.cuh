@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Of rows_full; of the blocks of key tiles; of the images.
   uint32_t item_parity = 0, key_parity = 0, image_parity = 0;
 
-  // Runs the items; `first` and `second` are the two kinds' parts of a warpgroup.
+  // Runs the items; `queries` and `keys` are a warpgroup's parts of the two kinds.
   const auto run = [&](auto queries, auto keys) {
     for (;;) {
       fence_async_proxy();  // what ordinary accesses touched may next be the target of a copy

@@ -78,9 +78,8 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
   counter_add(&counters.read);
 }
 
-// Adds the warp's 16 rows of an accumulator to global memory. A thread holds two
-// columns of two rows; it gives one row's to its neighbour and adds four columns of the other:
-// `to` is where.
+// Adds the warp's 16 rows of an accumulator to global memory. A thread holds two columns of two
+// rows; it gives one row's to its neighbour and adds four columns of the other: `to` is where.
 template <int kN>
 __device__ __forceinline__ void reduce_rows(const float (&x)[kN], float* to, bool counts) {
   const bool odd = threadIdx.x % 2 == 1;

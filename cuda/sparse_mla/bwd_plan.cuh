@@ -10,7 +10,6 @@
 
 namespace jax_dsa::sparse_mla {
 
-inline constexpr int kBlockElements = kBlockBytes / 2;
 inline constexpr int kTileImages = 2;  // P and dS of 64 heads and 64 slots, a block each
 inline constexpr int kKeyTiles = 2;    // head tiles that an item of the keys' kind contracts
 // The order in which the blocks of a key tile are used and come free: both warpgroups own one half
