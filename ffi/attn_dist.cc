@@ -2,9 +2,8 @@
 
 #include "attn_dist/attn_dist.h"
 
-#include <limits>
-
 #include "ffi/common.h"
+#include "ffi/sparse_mla_shape.h"
 #include "ffi/targets.h"
 
 namespace jax_dsa {
@@ -18,19 +17,11 @@ ffi::Error attn_dist_fwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Buf
                          ffi::AnyBuffer ends, ffi::AnyBuffer topk_length, ffi::AnyBuffer sinks,
                          ffi::Result<ffi::Buffer<ffi::F32>> out, float scale) {
   constexpr const char* kOp = "attn_dist_fwd";
-  if (q.dimensions().size() != 4) return invalid_argument(kOp, "q is not of rank 4");
-  if (kv.dimensions().size() != 4) return invalid_argument(kOp, "kv is not of rank 4");
-  if (indices.dimensions().size() != 4) return invalid_argument(kOp, "indices is not of rank 4");
-  const int64_t batch = q.dimensions()[0], queries = q.dimensions()[1], heads = q.dimensions()[2];
-  const int64_t dim = q.dimensions()[3], keys = kv.dimensions()[1], groups = kv.dimensions()[2];
-  const int64_t slots = indices.dimensions()[3];
-  if (dim != 576 && dim != 512) return invalid_argument(kOp, "D is neither 576 nor 512");
-  if (groups == 0 || heads % groups != 0) return invalid_argument(kOp, "N is no multiple of G");
-  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  if (heads > kMax || slots > kMax) return invalid_argument(kOp, "N or K exceeds 2^31 - 1");
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "kv", kv.dimensions(), {}, {batch, keys, groups, dim}));
+  SparseMlaShape shape;
   DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "indices", indices.dimensions(), {}, {batch, queries, groups, slots}));
+      SparseMlaShape::read(kOp, q.dimensions(), kv.dimensions(), indices.dimensions(), &shape));
+  const int64_t batch = shape.batch, queries = shape.queries, heads = shape.heads;
+  const int64_t groups = shape.groups, slots = shape.slots;
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse.dimensions(), {}, {batch, queries, heads}));
   int64_t sums = 1;
   if (out->dimensions().size() == 4) {
@@ -56,12 +47,12 @@ ffi::Error attn_dist_fwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Buf
       .out = out->typed_data(),
       .batch = batch,
       .queries = queries,
-      .keys = keys,
-      .heads = static_cast<int>(heads),
-      .groups = static_cast<int>(groups),
+      .keys = shape.keys,
+      .heads = shape.heads,
+      .groups = shape.groups,
       .head_group = static_cast<int>(heads / sums),
-      .slots = static_cast<int>(slots),
-      .dim = static_cast<int>(dim),
+      .slots = shape.slots,
+      .dim = shape.dim,
       .sinks_stride = static_cast<int>(sinks_batch == 1 ? 0 : heads),
       .scale = scale,
   };

@@ -21,8 +21,9 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
                           ffi::Result<ffi::Buffer<ffi::U8>> images, float scale, bool by_rows) {
   constexpr const char* kOp = "sparse_mla_bwd";
   SparseMlaShape shape;
-  DSA_FFI_RETURN_IF_ERROR(SparseMlaShape::read(kOp, q.dimensions(), kv.dimensions(),
-                                               indices.dimensions(), scale, &shape));
+  DSA_FFI_RETURN_IF_ERROR(
+      SparseMlaShape::read(kOp, q.dimensions(), kv.dimensions(), indices.dimensions(), &shape));
+  if (!(scale > 0.f)) return invalid_argument(kOp, "the scale is not positive");
   const int64_t batch = shape.batch, queries = shape.queries, heads = shape.heads;
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dout", dout.dimensions(), {},
                                       {batch, queries, heads, int64_t{kSparseMlaValueDim}}));

@@ -1,4 +1,4 @@
-// The dimensions that the handlers of sparse MLA read off q, kv and indices.
+// The dimensions that the handlers of sparse MLA and attn_dist read off q, kv and indices.
 #pragma once
 
 #include <limits>
@@ -14,7 +14,7 @@ struct SparseMlaShape {
   // From q [B, T, N, D], kv [B, S, G, D], indices [B, T, G, K].
   static ffi::Error read(const char* op, ffi::AnyBuffer::Dimensions q,
                          ffi::AnyBuffer::Dimensions kv, ffi::AnyBuffer::Dimensions indices,
-                         float scale, SparseMlaShape* shape) {
+                         SparseMlaShape* shape) {
     if (q.size() != 4) return invalid_argument(op, "q is not of rank 4");
     if (kv.size() != 4) return invalid_argument(op, "kv is not of rank 4");
     if (indices.size() != 4) return invalid_argument(op, "indices is not of rank 4");
@@ -22,7 +22,6 @@ struct SparseMlaShape {
     const int64_t keys = kv[1], groups = kv[2], slots = indices[3];
     if (dim != 576 && dim != 512) return invalid_argument(op, "D is neither 576 nor 512");
     if (groups == 0 || heads % groups != 0) return invalid_argument(op, "N is no multiple of G");
-    if (!(scale > 0.f)) return invalid_argument(op, "the scale is not positive");
     constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
     if (heads > kMax || slots > kMax) return invalid_argument(op, "N or K exceeds 2^31 - 1");
     DSA_FFI_RETURN_IF_ERROR(check_shape(op, "kv", kv, {}, {batch, keys, groups, dim}));

@@ -17,25 +17,11 @@
 #include <vector>
 
 #include "attn_dist/fwd.cuh"
+#include "check.cuh"
 
 using jax_dsa::AttnDistFwdParams;
 using bf16 = __nv_bfloat16;
 
-#define CHECK(x)                                                               \
-  do {                                                                         \
-    cudaError_t e = (x);                                                       \
-    if (e != cudaSuccess) {                                                    \
-      printf("%s:%d %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e)); \
-      exit(1);                                                                 \
-    }                                                                          \
-  } while (0)
-
-__host__ __device__ inline uint64_t mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15ull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
 // About normal, unit variance, exactly reproducible on the host.
 __host__ __device__ inline bf16 random_value(uint64_t seed, int64_t i, float size) {
   const uint64_t h = mix(seed * 0x1000003 + i);
@@ -57,19 +43,6 @@ __global__ void poison_rows(bf16* kv, const uint8_t* used, int64_t rows, int dim
   for (int64_t r = blockIdx.x; r < rows; r += gridDim.x)
     if (!used[r])
       for (int i = threadIdx.x; i < dim; i += blockDim.x) kv[r * dim + i] = __float2bfloat16(NAN);
-}
-
-template <typename T>
-T* device(size_t n) {
-  T* p = nullptr;
-  CHECK(cudaMalloc(&p, std::max<size_t>(n * sizeof(T), 16)));
-  return p;
-}
-template <typename T>
-T* upload(const std::vector<T>& v) {
-  T* p = device<T>(v.size());
-  CHECK(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return p;
 }
 
 using Launch = cudaError_t (*)(const AttnDistFwdParams&);

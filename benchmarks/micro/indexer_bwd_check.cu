@@ -18,26 +18,12 @@
 #include <string>
 #include <vector>
 
+#include "check.cuh"
 #include "indexer/bwd_keys.cuh"
 
 using jax_dsa::IndexerBwdParams;
 using bf16 = __nv_bfloat16;
 
-#define CHECK(x)                                                               \
-  do {                                                                         \
-    cudaError_t e = (x);                                                       \
-    if (e != cudaSuccess) {                                                    \
-      printf("%s:%d %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e)); \
-      exit(1);                                                                 \
-    }                                                                          \
-  } while (0)
-
-__host__ __device__ inline uint64_t mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15ull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
 // About normal, unit variance, exactly reproducible on the host.
 __host__ __device__ inline float random_value(uint64_t seed, int64_t i) {
   const uint64_t h = mix(seed * 0x1000003 + i);
@@ -72,25 +58,6 @@ __global__ void choose(int32_t* indices, int T, int S, int K, uint64_t seed, boo
     if (r * (visible - s) < K - taken) indices[t * K + taken++] = s;
   }
   while (taken < K) indices[t * K + taken++] = -1;
-}
-
-template <typename T>
-T* device(size_t n) {
-  T* p = nullptr;
-  CHECK(cudaMalloc(&p, std::max<size_t>(n * sizeof(T), 16)));
-  return p;
-}
-template <typename T>
-T* upload(const std::vector<T>& v) {
-  T* p = device<T>(v.size());
-  CHECK(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return p;
-}
-template <typename T>
-std::vector<T> download(const T* p, size_t n) {
-  std::vector<T> v(n);
-  CHECK(cudaMemcpy(v.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
-  return v;
 }
 
 // ---- test --------------------------------------------------------------------------------------

@@ -15,28 +15,14 @@
 #include <string>
 #include <vector>
 
+#include "check.cuh"
 #include "indexer/launch.cuh"
 
 using jax_dsa::IndexerDType;
 using jax_dsa::IndexerFwdParams;
 
-#define CHECK(x)                                                               \
-  do {                                                                         \
-    cudaError_t e = (x);                                                       \
-    if (e != cudaSuccess) {                                                    \
-      printf("%s:%d %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e)); \
-      exit(1);                                                                 \
-    }                                                                          \
-  } while (0)
-
 constexpr uint32_t kPoison = 0x7fc0dead;  // a NaN that no arithmetic makes
 
-__host__ __device__ inline uint64_t mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15ull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
 // About normal, unit variance.
 __host__ __device__ inline float random_value(uint64_t seed, int64_t i) {
   const uint64_t h = mix(seed * 0x1000003 + i);
@@ -140,18 +126,6 @@ __global__ void scan(const uint32_t* x, const uint32_t* other, int64_t n, Errors
   }
 }
 
-template <typename T>
-T* device(size_t n) {
-  T* p = nullptr;
-  CHECK(cudaMalloc(&p, std::max<size_t>(n * sizeof(T), 16)));
-  return p;
-}
-template <typename T>
-T* upload(const std::vector<T>& v) {
-  T* p = device<T>(v.size());
-  CHECK(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return p;
-}
 template <typename T>
 std::vector<T> download(const void* p, size_t n) {
   std::vector<T> v(n);

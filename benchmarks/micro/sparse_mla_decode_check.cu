@@ -9,38 +9,11 @@
 #include <string>
 
 #include "../../tests/emulator/sparse_mla_cache.h"
+#include "check.cuh"
 #include "sparse_mla/sparse_mla_decode.h"
 
 using namespace jax_dsa;
 using namespace sparse_mla_problem;
-
-#define CHECK(x)                                                               \
-  do {                                                                         \
-    cudaError_t e = (x);                                                       \
-    if (e != cudaSuccess) {                                                    \
-      printf("%s:%d %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e)); \
-      exit(1);                                                                 \
-    }                                                                          \
-  } while (0)
-
-template <typename T>
-T* device(size_t n) {
-  T* p = nullptr;
-  CHECK(cudaMalloc(&p, std::max<size_t>(n * sizeof(T), 16)));
-  return p;
-}
-template <typename T>
-T* upload(const std::vector<T>& v) {
-  T* p = device<T>(v.size());
-  CHECK(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return p;
-}
-template <typename T>
-std::vector<T> download(const T* p, size_t n) {
-  std::vector<T> v(n);
-  CHECK(cudaMemcpy(v.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
-  return v;
-}
 
 int processors() {
   int n = 0;
@@ -145,12 +118,6 @@ const DecodeCase kCases[] = {
 
 // ---- bench -------------------------------------------------------------------------------------
 
-__host__ __device__ inline uint64_t mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15ull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
 __global__ void fill_bf16(bf16* x, int64_t n, uint64_t seed) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
        i += int64_t{gridDim.x} * blockDim.x) {

@@ -74,12 +74,8 @@ __device__ void produce(const AttnDistFwdParams& p, Shared<kD>& shared) {
 
   for (Pieces pieces(p); pieces.next();) {
     const Item item(p, layout, pieces.number);
-    sparse_mla::Slots slots;
-    slots.row = p.indices + (item.token * p.groups + item.group) * p.slots;
-    slots.length = p.topk_length ? min(p.slots, __ldg(p.topk_length + item.token)) : p.slots;
+    sparse_mla::Slots slots(p, item.token, item.group);
     slots.length = min(slots.length, pieces.last * kTile);
-    slots.limit = min(p.keys, int64_t{INT32_MAX});
-    if (p.ends) slots.limit = min(slots.limit, __ldg(p.ends + item.token));
     const int tiles = max(slots.tiles(lane) - pieces.first, 0);
     const char* const q = static_cast<const char*>(p.q) + item.token * p.heads * (kD * 2);
     const int64_t stride = int64_t{p.groups} * kD * 2;

@@ -112,13 +112,7 @@ struct HeadTile {
 
 // The indices of one row of queries.
 __device__ inline Slots slots_of(const SparseMlaBwdParams& p, int64_t row) {
-  const int64_t token = row / p.groups;
-  Slots slots;
-  slots.row = p.indices + row * p.slots;
-  slots.length = p.topk_length ? min(p.slots, __ldg(p.topk_length + token)) : p.slots;
-  slots.limit = static_cast<int>(min(p.keys, int64_t{INT32_MAX}));
-  if (p.ends) slots.limit = min(slots.limit, __ldg(p.ends + token));
-  return slots;
+  return Slots(p, row / p.groups, static_cast<int>(row % p.groups));
 }
 
 template <int kD>

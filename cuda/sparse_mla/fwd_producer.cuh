@@ -50,6 +50,14 @@ struct Slots {
   int length;
   int limit;  // keys below this count
 
+  template <typename Params>
+  __device__ Slots(const Params& p, int64_t token, int group)
+      : row(p.indices + (token * p.groups + group) * p.slots),
+        length(p.topk_length ? min(p.slots, __ldg(p.topk_length + token)) : p.slots),
+        limit(static_cast<int>(min(p.keys, int64_t{INT32_MAX}))) {
+    if (p.ends) limit = min(limit, __ldg(p.ends + token));
+  }
+
   __device__ int index(int slot) const { return load_now(row + slot, slot < length, -1); }
   __device__ bool counts(int index) const { return index >= 0 && index < limit; }
 
@@ -97,11 +105,7 @@ __device__ void produce(const SparseMlaFwdParams& p, Shared<kD>& shared) {
 
   for (int number = blockIdx.x; number < items; number += gridDim.x, item_parity ^= 1) {
     const Item item(p, number);
-    Slots slots;
-    slots.row = p.indices + (item.token * p.groups + item.group) * p.slots;
-    slots.length = p.topk_length ? min(p.slots, __ldg(p.topk_length + item.token)) : p.slots;
-    slots.limit = min(p.keys, int64_t{INT32_MAX});
-    if (p.ends) slots.limit = min(slots.limit, __ldg(p.ends + item.token));
+    const Slots slots(p, item.token, item.group);
     const int tiles = slots.tiles(lane);
     int index = slots.index(slot);
 
