@@ -27,13 +27,17 @@ void allocate_workspace(SparseMlaBwdParams& p) {
 SparseMlaSumRowsParams sum_rows_of(const Problem& x, const SparseMlaBwdParams& p) {
   const Case& c = x.c;
   const int64_t tokens = int64_t{c.batch} * c.queries;
-  const int64_t padded = tokens ? sparse_mla_bwd_row_count(p) / (tokens * c.groups) : 0;
+  const int64_t pairs = (c.heads / c.groups + 127) / 128;
+  const int64_t padded = tokens ? sparse_mla_bwd_row_count(p) / (tokens * c.groups * pairs) : 0;
   std::vector<std::vector<int>> lists(int64_t{c.batch} * c.keys * c.groups);
   for (int64_t t = 0; t < tokens; ++t) {
     for (int g = 0; g < c.groups; ++g) {
       for (int k = 0; k < c.slots; ++k) {
         if (!x.counts(t, g, k)) continue;
-        lists[(x.key(t, g, k) - x.kv.data()) / c.dim].push_back((t * c.groups + g) * padded + k);
+        for (int pair = 0; pair < pairs; ++pair) {
+          lists[(x.key(t, g, k) - x.kv.data()) / c.dim].push_back(
+              ((t * c.groups + g) * pairs + pair) * padded + k);
+        }
       }
     }
   }

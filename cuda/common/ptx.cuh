@@ -10,6 +10,13 @@ __device__ __forceinline__ uint32_t smem_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// to + offset, for cp_async_16. ptxas 13.0 may leave an address as register + uniform register, and
+// encodes a cp.async of such an address as an illegal instruction; the larger of the sum and the
+// offset, which is the sum, cannot be split. tests/test_machine_code.py looks for such addresses.
+__device__ __forceinline__ uint32_t whole_sum(uint32_t to, uint32_t offset) {
+  return max(to + offset, offset);
+}
+
 // The block's dynamic shared memory.
 template <typename T>
 __device__ __forceinline__ T& dynamic_shared() {
@@ -205,6 +212,16 @@ __device__ __forceinline__ void store_shared_16(uint32_t to, const uint32_t (&x)
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
                : "memory");
+}
+
+__device__ __forceinline__ void load_shared_16(uint32_t from, float (&x)[4]) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared_8(uint32_t to, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
 // ---- ordering ----------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& p) {
 
 int64_t sparse_mla_bwd_row_count(const SparseMlaBwdParams& p) {
   const sparse_mla::BwdWork work(p);
-  return work.rows * work.slot_tiles * sparse_mla::kTile;
+  return work.rows * work.pairs * work.slot_tiles * sparse_mla::kTile;
 }
 
 int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams& p) {

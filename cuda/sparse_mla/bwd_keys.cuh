@@ -78,17 +78,38 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
   counter_add(&counters.read);
 }
 
-// Adds the warp's 16 rows of an accumulator to global memory. A thread holds two columns of two
-// rows; it gives one row's to its neighbour and adds four columns of the other: `to` is where.
+// Adds the warp's 16 rows of an accumulator to global memory, 8 rows by 32 columns at a time through
+// `stage`, so that eight lanes have 128 bytes of a row side by side: reductions of 32 bytes run at 60 %
+// of the rate. In the stage chunk c of row r is at chunk c ^ r. Of this lane's columns to[i] is where
+// those of row 4 * i + lane / 8 belong, if bit i of `counts` is set.
 template <int kN>
-__device__ __forceinline__ void reduce_rows(const float (&x)[kN], float* to, bool counts) {
-  const bool odd = threadIdx.x % 2 == 1;
+__device__ __forceinline__ void reduce_rows(const float (&x)[kN], uint32_t stage,
+                                            float* const (&to)[4], int columns, uint32_t counts) {
+  const int lane = threadIdx.x % 32, row = lane / 4;
+  const uint32_t write = stage + row * 128 + lane % 2 * 8;
 #pragma unroll
-  for (int i = 0; i < kN; i += 4) {
-    const float a = __shfl_xor_sync(~0u, odd ? x[i] : x[i + 2], 1);
-    const float b = __shfl_xor_sync(~0u, odd ? x[i + 1] : x[i + 3], 1);
-    red_add(to + i * 2, odd ? a : x[i], odd ? b : x[i + 1], odd ? x[i + 2] : a, odd ? x[i + 3] : b,
-            counts);
+  for (int i = 0; i < kN / 16; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int at = i * 16 + j * 4 + half * 2;
+        store_shared_8(write + ((2 * j + lane % 4 / 2) ^ row) * 16, x[at], x[at + 1]);
+      }
+      __syncwarp();
+      float sum[2][4];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int from = k * 4 + lane / 8;
+        load_shared_16(stage + from * 128 + ((lane % 8) ^ from) * 16, sum[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        red_add(to[half * 2 + k] + columns + i * 32, sum[k][0], sum[k][1], sum[k][2], sum[k][3],
+                counts >> (half * 2 + k) & 1);
+      }
+      __syncwarp();
+    }
   }
 }
 
@@ -100,11 +121,11 @@ __device__ void consume_half(const SparseMlaBwdParams& p, const BwdWork& work, c
   const KeysItem keys(work, item);
   auto& at = shared.keys;
   const Slots slots = slots_of(p, item.row);
-  // The slot of a tile whose row this lane adds.
-  const int slot = warp * 16 + lane / 4 + lane % 2 * 8;
+  const int slot = warp * 16 + lane % 16;  // of a tile, whose index this lane loads
+  const uint32_t stage = smem_address(at.stage[kSide * 4 + warp]);
   const int64_t stride = int64_t{p.groups} * kD;
   float* const dkv = p.dkv + item.row / p.groups / p.queries * p.keys * stride +
-                     item.row % p.groups * kD + lane % 4 / 2 * 4;
+                     item.row % p.groups * kD + lane % 8 * 4;
 
   mbarrier_wait(&shared.rows_full, item_parity);
   item_parity ^= 1;
@@ -139,16 +160,22 @@ __device__ void consume_half(const SparseMlaBwdParams& p, const BwdWork& work, c
 
     if constexpr (kRows) {
       const float one[2] = {1.f, 1.f};
-      const uint32_t stage = smem_address(at.stage[kSide * 4 + warp]);
+      const int64_t of_pair = item.row * work.pairs + item.part / 2;
       auto* const to = static_cast<__nv_bfloat16*>(p.rows) +
-                       ((item.row * work.slot_tiles + tile) * kTile + warp * 16 + lane / 4) * kD;
+                       ((of_pair * work.slot_tiles + tile) * kTile + warp * 16 + lane / 4) * kD;
       store_rows<kD>(values, one, stage, to + keys.half * 256, kTile);
       if constexpr (kNinth) store_rows<kD>(rest, one, stage, to + 512, kTile);
     } else {
-      const bool counts = slots.counts(index);
-      float* const to = dkv + (counts ? index : 0) * stride;
-      reduce_rows(values, to + keys.half * 256, counts);
-      if constexpr (kNinth) reduce_rows(rest, to + 512, counts);
+      float* to[4];
+      uint32_t counts = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = __shfl_sync(~0u, index, i * 4 + lane / 8);
+        counts |= uint32_t{slots.counts(key)} << i;
+        to[i] = dkv + (slots.counts(key) ? key : 0) * stride;
+      }
+      reduce_rows(values, stage, to, keys.half * 256, counts);
+      if constexpr (kNinth) reduce_rows(rest, stage, to, 512, counts);
     }
   }
 }

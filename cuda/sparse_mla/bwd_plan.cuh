@@ -130,7 +130,7 @@ struct alignas(1024) BwdShared {
     uint8_t q[kKeyTiles][5][kBlockBytes];  // half of the value columns; the ninth block
     uint8_t dout[kKeyTiles][4][kBlockBytes];
     uint8_t images[2][kKeyTiles][kTileImages][kBlockBytes];  // by warpgroup
-    uint8_t stage[8][1024];                                  // each warp's, for its rows
+    uint8_t stage[8][1024];                                  // each warp's, for its sums
   };
   union {
     Queries queries;

@@ -235,8 +235,14 @@ __device__ void consume_queries(const SparseMlaBwdParams& p, const BwdWork& work
     bulk_wait();
     counter_add(&bwd_counters(p)[item.row].written);
   }
+  // The gradients leave through this warp's rows of the image, which the other warp of the pair must
+  // have loaded: P before the last barrier, dS now.
+  if constexpr (kSide == 0) {
+    named_barrier_arrive<64>(kProbabilitiesReady + warp);
+  } else {
+    named_barrier_sync<64>(kProbabilitiesReady + warp);
+  }
   __syncwarp();
-  // The gradients leave through this warp's rows of the image.
   const float one[2] = {1.f, 1.f};
   auto* out = static_cast<__nv_bfloat16*>(p.dq) + (heads.first + row) * kD;
 #pragma unroll

@@ -28,8 +28,8 @@ struct Gather {
     for (int block = kFirst; block < kLast; ++block) {
 #pragma unroll
       for (int i = 2 * kHalf; i < 2 * kHalf + 2; ++i) {
-        cp_async_16(to + block * kBlockBytes + kHalf * 4096 + offset[i % 2], from[i] + block * 128,
-                    valid[i], policy);
+        cp_async_16(whole_sum(to, offset[i % 2]) + block * kBlockBytes + kHalf * 4096,
+                    from[i] + block * 128, valid[i], policy);
       }
     }
   }
@@ -38,8 +38,8 @@ struct Gather {
   __device__ void copy_block(uint32_t to, int block, uint64_t policy) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      cp_async_16(to + block * kBlockBytes + i / 2 * 4096 + offset[i % 2], from[i] + block * 128,
-                  valid[i], policy);
+      cp_async_16(whole_sum(to, offset[i % 2]) + block * kBlockBytes + i / 2 * 4096,
+                  from[i] + block * 128, valid[i], policy);
     }
   }
 };

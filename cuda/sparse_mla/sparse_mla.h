@@ -46,7 +46,8 @@ struct SparseMlaBwdParams {
   // Either dkv, summed in an order that differs from run to run, or if by_rows its summands, for
   // `launch_sparse_mla_sum_rows`; the other is not touched.
   float* dkv;      // [batch, keys, groups, dim]
-  void* rows;      // [batch, queries, groups, slots up to a multiple of 64, dim], bf16
+  void* rows;      // [batch, queries, groups, heads of a group over 128 (ceil),
+                   //  slots up to a multiple of 64, dim], bf16
   void* counters;  // sparse_mla_bwd_counter_bytes
   void* images;    // sparse_mla_bwd_image_bytes, aligned to 16
   int64_t batch;

@@ -64,15 +64,23 @@ def _kernel(
 
 
 def _rows_by_key(
-    indices: Int[Array, "B T G K"], valid: Bool[Array, "B T G K"], keys: int, padded: int
+    indices: Int[Array, "B T G K"],
+    valid: Bool[Array, "B T G K"],
+    keys: int,
+    parts: int,
+    padded: int,
 ) -> tuple[Int[Array, "R"], Int[Array, "BSG1"]]:
-    """Every key's rows: a stable order of all rows by key, and where each key's begin in it."""
+    """Every key's rows: a stable order of all rows by key, and where each key's begin in it.
+
+    A slot has `parts` rows, of 128 heads each.
+    """
     B, _, G, K = indices.shape
     b = jnp.arange(B, dtype=jnp.int32)[:, None, None, None]
     g = jnp.arange(G, dtype=jnp.int32)[:, None]
     nowhere = B * keys * G
     key = jnp.where(valid, (b * keys + indices) * G + g, nowhere)
     key = jnp.pad(key, [(0, 0)] * 3 + [(0, padded - K)], constant_values=nowhere)
+    key = jnp.broadcast_to(key[:, :, :, None], (*key.shape[:3], parts, padded))
     # Unsigned, which XLA sorts by radix on a GPU.
     key = key.reshape(-1).astype(jnp.uint32)
     row = jnp.arange(key.size, dtype=jnp.int32)
@@ -112,14 +120,15 @@ def sparse_mla_bwd(
         return dq, dkv, dsinks
 
     padded = _ceil_div(indices.shape[3], _TILE) * _TILE
+    parts = _ceil_div(q.shape[2] // G, 2 * _TILE)
 
     def chunk(dkv: Any, q: Any, indices: Any, ends: Any, topk_length: Any, *rest: Any) -> Any:
-        count = B * q.shape[1] * G * padded
+        count = B * q.shape[1] * G * parts * padded
         operands = q, kv, indices, ends, topk_length, *rest
         aval = jax.ShapeDtypeStruct((count, D), q.dtype)
         dq, rows = _kernel(options, operands, aval, by_rows=True)
         valid = reference.valid_slots(indices, ends, topk_length, S)
-        order, starts = _rows_by_key(indices, valid, S, padded)
+        order, starts = _rows_by_key(indices, valid, S, parts, padded)
         shape = jax.ShapeDtypeStruct(dkv.shape, dkv.dtype)
         target = "jax_dsa.sparse_mla_sum_rows.v1"
         (dkv,) = ffi.handler(target, (rows, order, starts, dkv), [shape], {}, {3: 0})
@@ -127,6 +136,6 @@ def sparse_mla_bwd(
 
     xs = q, indices, ends, topk_length, dout, lse, delta
     dkv = compat.match_vary(jnp.zeros((B * S * G, D), jnp.float32), kv, *xs)
-    size = max(1, min(q.shape[1], ROWS_BUDGET // max(1, B * G * padded * D * 2)))
+    size = max(1, min(q.shape[1], ROWS_BUDGET // max(1, B * G * parts * padded * D * 2)))
     dkv, (dq,) = scan_chunks(chunk, dkv, xs, chunk=size)
     return dq, dkv.reshape(B, S, G, D), dsinks

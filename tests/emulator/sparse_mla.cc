@@ -82,14 +82,17 @@ void backward(const Case& c, const emulator::Options& options) {
 
   // The same by rows, which are summed afterwards.
   const int padded = work.slot_tiles * sparse_mla::kTile;
-  std::vector<bf16> summands(work.rows * padded * c.dim, __float2bfloat16(NAN));
+  std::vector<bf16> summands(work.rows * work.pairs * padded * c.dim, __float2bfloat16(NAN));
   std::vector<std::vector<int>> lists(int64_t{c.batch} * c.keys * c.groups);
   for (int64_t r = 0; r < work.rows; ++r) {
     const int64_t token = r / c.groups;
     const int group = r % c.groups;
     for (int k = 0; k < c.slots; ++k) {
       if (!x.counts(token, group, k)) continue;
-      lists[(x.key(token, group, k) - x.kv.data()) / c.dim].push_back(r * padded + k);
+      for (int pair = 0; pair < work.pairs; ++pair) {
+        lists[(x.key(token, group, k) - x.kv.data()) / c.dim].push_back(
+            (r * work.pairs + pair) * padded + k);
+      }
     }
   }
   std::vector<int> order, starts = {0};
@@ -125,6 +128,7 @@ const Case kCases[] = {
     {"adversarial", 2, 3, 90, 40, 1, 576, 131, true, true, true, 2},
     {"sharp", 1, 3, 200, 64, 1, 576, 320, false, true, false, 1, 12.f},
     {"groups", 1, 3, 70, 6, 3, 512, 77, true, false, true, 1},
+    {"three head tiles", 1, 3, 60, 160, 1, 512, 80},
     {"no slots", 1, 3, 10, 16, 1, 576, 0},
 };
 

@@ -10,6 +10,7 @@
 namespace jax_dsa {
 
 inline uint32_t smem_address(const void* p) { return emulator::shared_offset(p); }
+inline uint32_t whole_sum(uint32_t to, uint32_t offset) { return to + offset; }
 
 template <typename T>
 T& dynamic_shared() {
@@ -137,13 +138,19 @@ inline float load_now(const float* from, bool valid, float otherwise) {
 inline void store_16(void* to, const uint32_t (&x)[4], bool valid) {
   if (valid) memcpy(to, x, 16);
 }
-inline void load_shared_16(uint32_t from, uint32_t (&x)[4]) {
+template <typename T>
+void load_shared_16(uint32_t from, T (&x)[4]) {
   memcpy(x, emulator::shared_at(from), 16);
 }
 
 inline void store_shared_16(uint32_t to, const uint32_t (&x)[4]) {
   if (to % 16) emulator::fail("a misaligned store");
   memcpy(emulator::shared_at(to), x, 16);
+}
+inline void store_shared_8(uint32_t to, float x, float y) {
+  if (to % 8) emulator::fail("a misaligned store");
+  const float both[2] = {x, y};
+  memcpy(emulator::shared_at(to), both, 8);
 }
 
 // ---- ordering ----------------------------------------------------------------------------------

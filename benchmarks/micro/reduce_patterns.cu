@@ -1,0 +1,86 @@
+// How fast f32 is added to scattered rows of 576, by how a warp's 32 lanes share out the rows.
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o reduce_patterns \
+//       benchmarks/micro/reduce_patterns.cu
+// red.v4 with 2, 4, 8 or 32 lanes side by side in a row (32, 64, 128 or 512 bytes of it), and
+// cp.reduce.async.bulk of 1 KiB. Random rows among S; 4 or 8 warps on each of the multiprocessors.
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "check.cuh"
+#include "common/ptx.cuh"
+
+using namespace jax_dsa;
+
+constexpr int kColumns = 576;
+
+// A group of kLanes lanes adds 256 columns to one row after the other.
+template <int kLanes>
+__global__ void reduce(float* to, const int* rows, int rows_a_warp) {
+  const int lane = threadIdx.x % 32, warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  const int* mine = rows + int64_t{warp} * rows_a_warp;
+  for (int row = lane / kLanes; row < rows_a_warp; row += 32 / kLanes) {
+    float* at = to + int64_t{__ldg(mine + row)} * kColumns + lane % kLanes * 4;
+#pragma unroll
+    for (int i = 0; i < 256; i += kLanes * 4) red_add(at + i, 1.f, 2.f, 3.f, 4.f, true);
+  }
+}
+
+__global__ void reduce_bulk(float* to, const int* rows, int rows_a_warp) {
+  __shared__ alignas(128) float values[8][256];
+  const int lane = threadIdx.x % 32, warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  const int* mine = rows + int64_t{warp} * rows_a_warp;
+  for (int i = lane; i < 256; i += 32) values[threadIdx.x / 32][i] = 1.f;
+  fence_async_proxy();
+  __syncwarp();
+  if (lane != 0) return;
+  for (int row = 0; row < rows_a_warp; ++row) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 1024;" ::"l"(
+            to + int64_t{__ldg(mine + row)} * kColumns),
+        "r"(smem_address(values[threadIdx.x / 32]))
+        : "memory");
+    if (row % 16 == 15) {
+      bulk_commit();
+      asm volatile("cp.async.bulk.wait_group.read 2;" ::: "memory");
+    }
+  }
+  bulk_commit();
+  bulk_wait();
+}
+
+int main() {
+  const int processors = 132, rows_a_warp = 8192;
+  for (int keys : {4096, 8192, 32768, 131072}) {
+    for (int warps : {4, 8}) {
+      const int64_t count = int64_t{processors} * warps * rows_a_warp;
+      std::vector<int> rows(count);
+      for (int64_t i = 0; i < count; ++i) rows[i] = mix(i) % keys;
+      int* d_rows = upload(rows);
+      float* to = device<float>(int64_t{keys} * kColumns);
+      CHECK(cudaMemset(to, 0, int64_t{keys} * kColumns * 4));
+      const auto time = [&](auto kernel) {
+        cudaEvent_t a, b;
+        CHECK(cudaEventCreate(&a));
+        CHECK(cudaEventCreate(&b));
+        float best = 1e9f;
+        for (int run = 0; run < 4; ++run) {
+          CHECK(cudaEventRecord(a));
+          kernel<<<processors, warps * 32>>>(to, d_rows, rows_a_warp);
+          CHECK(cudaEventRecord(b));
+          CHECK(cudaEventSynchronize(b));
+          float ms;
+          CHECK(cudaEventElapsedTime(&ms, a, b));
+          best = ms < best ? ms : best;
+        }
+        return count * 1024. / best * 1e-9;
+      };
+      printf("S%-6d %d warps  TB/s: 32 B %.2f  64 B %.2f  128 B %.2f  512 B %.2f  bulk 1 KiB %.2f\n",
+             keys, warps, time(reduce<2>), time(reduce<4>), time(reduce<8>), time(reduce<32>),
+             time(reduce_bulk));
+      CHECK(cudaFree(d_rows));
+      CHECK(cudaFree(to));
+    }
+  }
+  return 0;
+}
