@@ -75,6 +75,11 @@ def status() -> tuple[bool, str]:
     return _STATUS
 
 
+def extension() -> Any:
+    """The loaded extension."""
+    return importlib.import_module("jax_dsa._cuda")
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """A CUDA kernel that implements a pass.
@@ -87,6 +92,9 @@ class Kernel:
             call. Operands have shapes and dtypes, perhaps no values; absent ones are None.
         attrs: `(options, *operands)` -> the handler's attributes, as numpy scalars of its types.
         workspace: `(options, *operands)` -> what the kernel needs besides its results.
+        composed: `(options, avals, *operands)` -> results, where the pass is more than one call of
+            one handler; it reaches handlers through `handler`, and `attrs` and `workspace` are not
+            used.
     """
 
     target: str
@@ -94,6 +102,7 @@ class Kernel:
     supported: Callable[..., str | None]
     attrs: Callable[..., dict[str, np.generic]] = lambda *_: {}
     workspace: Callable[..., tuple[jax.ShapeDtypeStruct, ...]] = lambda *_: ()
+    composed: Callable[..., tuple[jax.Array | None, ...]] | None = None
 
     def call(
         self,
@@ -102,6 +111,8 @@ class Kernel:
         avals: Sequence[jax.ShapeDtypeStruct | None],
     ) -> tuple[jax.Array | None, ...]:
         """Runs the kernel; an absent operand or result (None) reaches it as an empty array."""
+        if self.composed is not None:
+            return self.composed(options, avals, *operands)
         results = handler(
             self.target,
             operands,

@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from jax_dsa.core.checks import FLOAT32, FLOATS, Args
+from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.ops.sparse_mla import (
     causal_ends,
@@ -52,7 +56,30 @@ def _bwd_dims(options: Options) -> str:
     return f"{operands}, {dist} -> {q}, {kv}, {lse}, {sinks}"
 
 
-_FWD = Pass("attn_dist_fwd", _fwd_dims, reference.attn_dist_fwd, shardable="b t g h m")
+# What the kernel covers, as in cuda/attn_dist/attn_dist.h.
+_KERNEL_DIMS = (576, 512)
+
+
+def _kernel_supports(options: Options, q: Any, kv: Any, *_: Any) -> str | None:
+    if q.dtype != jnp.bfloat16 or kv.dtype != jnp.bfloat16:
+        return f"it takes bfloat16, got q of {q.dtype} and kv of {kv.dtype}"
+    if q.shape[3] not in _KERNEL_DIMS:
+        return f"it has D=576 and D=512, got D={q.shape[3]}"
+    return None
+
+
+_FWD = Pass(
+    "attn_dist_fwd",
+    _fwd_dims,
+    reference.attn_dist_fwd,
+    shardable="b t g h m",
+    kernel=Kernel(
+        target="jax_dsa.attn_dist_fwd.v1",
+        limits="bfloat16; D 576 or 512",
+        supported=_kernel_supports,
+        attrs=lambda o, *_: {"scale": np.float32(o.scale)},
+    ),
+)
 _BWD = Pass("attn_dist_bwd", _bwd_dims, reference.attn_dist_bwd, shardable="b t g h m")
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_dsa.core.checks import FLOAT32, FLOATS, Args
+from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.ops.topk import key_ranges
 from jax_dsa.reference import indexer as reference
@@ -29,6 +32,47 @@ class IndexerOptions:
     top_k: int = 0
 
 
+# What the kernels cover, as in cuda/indexer/indexer.h.
+_KERNEL_CHANNELS = (32, 64, 128)
+_KERNEL_HEADS = 64
+_KERNEL_KEYS = 2**31 - 1 - 4096
+_KERNEL_SLOTS = 8192
+
+
+def _shapes_supported(q: Any, k: Any) -> str | None:
+    if q.shape[3] not in _KERNEL_CHANNELS:
+        return f"it has C in {_KERNEL_CHANNELS}, got C={q.shape[3]}"
+    if not 1 <= q.shape[2] <= _KERNEL_HEADS:
+        return f"it has J in 1..{_KERNEL_HEADS}, got J={q.shape[2]}"
+    if k.shape[1] > _KERNEL_KEYS:
+        return f"it takes S up to {_KERNEL_KEYS}, got S={k.shape[1]}"
+    return None
+
+
+def _fwd_supported(options: IndexerOptions, q: Any, k: Any, *_: Any) -> str | None:
+    if q.dtype not in (jnp.bfloat16, FP8):
+        return f"it takes bfloat16 or float8_e4m3fn, got {q.dtype}"
+    return _shapes_supported(q, k)
+
+
+def _topk_bwd_supported(
+    options: IndexerOptions, q: Any, k: Any, weights: Any, k_scale: Any, indices: Any, *_: Any
+) -> str | None:
+    if q.dtype != jnp.bfloat16:
+        return f"it takes bfloat16, got {q.dtype}"
+    if indices.shape[2] > _KERNEL_SLOTS:
+        return f"it takes K up to {_KERNEL_SLOTS}, got K={indices.shape[2]}"
+    return _shapes_supported(q, k)
+
+
+def _gates(
+    options: IndexerOptions, q: Any, k: Any, weights: Any, k_scale: Any, indices: Any, *_: Any
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """One bit per slot and head: where the score is positive."""
+    batch, queries, slots = indices.shape
+    return (jax.ShapeDtypeStruct((batch, queries, -(-slots // 64) * 64, 2), jnp.uint32),)
+
+
 # q, k, weights, k_scale; then starts and ends; results dq, dk, dweights, dk_scale.
 _INPUTS = "b t j c, b s c, b t j, b s"
 LOGITS_FWD = Pass(
@@ -36,6 +80,12 @@ LOGITS_FWD = Pass(
     f"{_INPUTS}, b t, b t -> b t s",
     reference.indexer_logits_fwd,
     shardable="b t",
+    kernel=Kernel(
+        target="jax_dsa.indexer_logits_fwd.v1",
+        limits="bfloat16 or float8_e4m3fn; J <= 64; C 32, 64 or 128",
+        supported=_fwd_supported,
+        attrs=lambda o, *_: {"relu": np.bool_(o.relu)},
+    ),
 )
 LOGITS_BWD = Pass(
     "indexer_logits_bwd",
@@ -54,6 +104,13 @@ TOPK_BWD = Pass(
     f"{_INPUTS}, b t k, b t k -> {_INPUTS}",
     reference.indexer_topk_bwd,
     shardable="b t",
+    kernel=Kernel(
+        target="jax_dsa.indexer_topk_bwd.v1",
+        limits="bfloat16; J <= 64; C 32, 64 or 128; K <= 8192",
+        supported=_topk_bwd_supported,
+        attrs=lambda o, *_: {"relu": np.bool_(o.relu)},
+        workspace=_gates,
+    ),
 )
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_dsa.core import ffi
 from jax_dsa.core.checks import FLOAT32, FLOATS, INT32, Args
 from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
+from jax_dsa.ops.sparse_mla_bwd import sparse_mla_bwd
 from jax_dsa.reference import sparse_mla as reference
-from jax_dsa.serving.caches import FlatCache, PagedCache, physical_rows
+from jax_dsa.serving.caches import FlatCache, PagedCache
 
 if TYPE_CHECKING:
-    import jax
     from jaxtyping import Array, Float, Int
 
     from jax_dsa.core.checks import Implementation
@@ -24,11 +26,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options of the passes."""
+    """Static options of the passes; `page_size` counts only if there is a page table."""
 
     scale: float
     value_dim: int
     deterministic: bool = False
+    page_size: int = 1
 
 
 # What the kernel covers, as in cuda/sparse_mla/sparse_mla.h.
@@ -46,6 +49,40 @@ def _kernel_supports(options: Options, q: Any, kv: Any, *_: Any) -> str | None:
     if options.scale <= 0:
         return f"it takes scale > 0, got {options.scale}"
     return None
+
+
+def _decode_kernel_supports(options: Options, q: Any, kv: Any, *_: Any) -> str | None:
+    if kv.dtype != jnp.uint8:
+        return _kernel_supports(options, q, kv)
+    rows = jax.ShapeDtypeStruct((1, 1, 1, q.shape[3]), q.dtype)
+    return _kernel_supports(options, q, rows)  # the shape of records is checked already
+
+
+def _splits(q: Any, kv: Any, indices: Any) -> tuple[int, int]:
+    """How many (query, group, 64 heads) there are, and into how many parts each is split."""
+    B, T, N, _ = q.shape
+    G = kv.shape[2]
+    items = B * T * G * -(-(N // G) // 64)
+    return items, ffi.extension().sparse_mla_decode_splits(items, indices.shape[3])
+
+
+def _decode_attrs(options: Options, q: Any, kv: Any, indices: Any, *_: Any) -> dict[str, Any]:
+    return {
+        "scale": np.float32(options.scale),
+        "page_size": np.int32(options.page_size),
+        "splits": np.int32(_splits(q, kv, indices)[1]),
+    }
+
+
+def _decode_workspace(options: Options, q: Any, kv: Any, indices: Any, *_: Any) -> tuple[Any, ...]:
+    items, splits = _splits(q, kv, indices)
+    if splits == 1:
+        return ()
+    rows = (items, splits, 64)
+    return (
+        jax.ShapeDtypeStruct((*rows, _KERNEL_VALUE_DIM), jnp.float32),
+        jax.ShapeDtypeStruct(rows, jnp.float32),
+    )
 
 
 # "r" is kv's row: its D values, or the bytes of an FP8 record.
@@ -66,7 +103,54 @@ _BWD = Pass(
     "b t (g m) e, b t (g m), b t (g m) e, b t (g m) "
     "-> b t (g m) d, b s g r, b (g m)",
     reference.sparse_mla_bwd,
+    kernel=Kernel(
+        target="jax_dsa.sparse_mla_bwd.v1",
+        limits="bfloat16; D 576 or 512, value_dim 512; scale > 0",
+        supported=_kernel_supports,
+        composed=sparse_mla_bwd,
+    ),
 )
+
+
+# Pages are one batch row that all requests share.
+_DECODE_OPERANDS = "b t (g m) d, b s g r, b t g k, b t, b t, b (g m), b p"
+_DECODE_FWD = Pass(
+    "sparse_mla_decode_fwd",
+    f"{_DECODE_OPERANDS} -> b t (g m) e, b t (g m)",
+    reference.sparse_mla_decode_fwd,
+    shared=(1,),
+    kernel=Kernel(
+        target="jax_dsa.sparse_mla_decode.v1",
+        limits="bfloat16, or FP8 records; D 576 (512 in bfloat16), value_dim 512; scale > 0",
+        supported=_decode_kernel_supports,
+        attrs=_decode_attrs,
+        workspace=_decode_workspace,
+    ),
+)
+_DECODE_BWD = Pass(
+    "sparse_mla_decode_bwd",
+    f"{_DECODE_OPERANDS}, b t (g m) e, b t (g m), b t (g m) e, b t (g m) "
+    "-> b t (g m) d, b s g r, b (g m)",
+    reference.sparse_mla_decode_bwd,
+    shared=(1,),
+)
+
+
+def _decode_fwd(options: Options, implementation: Any, *operands: Any) -> tuple[Any, Any]:
+    out, lse = _DECODE_FWD(options, *operands, implementation=implementation)
+    out, lse = checkpoint_name(out, "dsa_out"), checkpoint_name(lse, "dsa_lse")
+    return (out, lse), (*operands, out, lse)
+
+
+def _decode_bwd(
+    options: Options, implementation: Any, residuals: Any, cotangents: Any
+) -> tuple[Any, ...]:
+    grads = _DECODE_BWD(options, *residuals, *cotangents, implementation=implementation)
+    dq, dkv, dsinks = grads
+    return dq, dkv, None, None, None, dsinks, None
+
+
+_sparse_mla_decode = differentiable("sparse_mla_decode", _decode_fwd, _decode_bwd)
 
 
 def _fwd(options: Options, implementation: Any, *operands: Any) -> tuple[Any, Any]:
@@ -258,10 +342,12 @@ def sparse_mla_decode(
             f"want a FlatCache or a PagedCache"
         )
     batch, queries, heads, dim = q.shape
-    paged = isinstance(cache, PagedCache)
+    table, page_size = None, 1
     if isinstance(cache, PagedCache):
         kv = args.array("cache.pages", cache.pages, "P L G R", (q.dtype, jnp.uint8))
         table = args.array("cache.page_table", cache.page_table, "B M", INT32)
+        page_size = kv.shape[1]
+        kv = kv.reshape(1, kv.shape[0] * page_size, *kv.shape[2:])
     else:
         kv = args.array("cache.data", cache.data, "B S G R", (q.dtype, jnp.uint8))
     check_row(args, "cache", kv, dim)
@@ -274,21 +360,9 @@ def sparse_mla_decode(
     options = Options(
         scale=default_scale(args, scale, dim),
         value_dim=args.integer("value_dim", value_dim, 1, dim),
+        page_size=page_size,
     )
     sinks = shared_sinks(args, sinks)
-    if not paged:
-        out, lse = _sparse_mla(options, implementation, q, kv, indices, ends, topk_length, sinks)
-    else:
-        # A page belongs to no request: all become one, with B*T queries and the pool for keys.
-        visible = jnp.where(indices < ends[:, :, None, None], indices, -1)
-        rows = physical_rows(kv, table, visible)
-        pool = kv.reshape(1, kv.shape[0] * kv.shape[1], *kv.shape[2:])
-
-        def one(x: Any) -> Any:
-            return None if x is None else x.reshape(batch * queries, *x.shape[2:])[None]
-
-        operands = one(q), pool, one(rows), None, one(topk_length), sinks
-        out, lse = _sparse_mla(options, implementation, *operands)
-        out = out[0].reshape(batch, queries, heads, value_dim)
-        lse = lse[0].reshape(batch, queries, heads)
+    operands = q, kv, indices, ends, topk_length, sinks, table
+    out, lse = _sparse_mla_decode(options, implementation, *operands)
     return args.restore(out, lse) if args.flag("return_lse", return_lse) else args.restore(out)

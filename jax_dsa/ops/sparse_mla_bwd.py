@@ -1,7 +1,4 @@
-"""The backward pass of `sparse_mla` on its CUDA kernels: what surrounds them.
-
-No pass uses it yet: the kernels have only run on the emulator (docs/design/sparse_mla.md).
-"""
+"""The backward pass of `sparse_mla` on its CUDA kernels: what surrounds them."""
 
 from __future__ import annotations
 

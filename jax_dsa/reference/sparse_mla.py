@@ -65,11 +65,13 @@ def valid_slots(
 
 
 def _addresses(
-    indices: Int[Array, "B T G K"], valid: Bool[Array, "B T G K"], keys: int
+    indices: Int[Array, "B T G K"], valid: Bool[Array, "B T G K"], batch: int, keys: int
 ) -> tuple[Array, Array, Array]:
-    """What to index `kv` with. Invalid slots point past its end: reads fill, writes drop."""
+    """What to index `kv` with, of which there may be one for all requests. Invalid slots point past
+    its end: reads fill, writes drop.
+    """
     B, _, G, _ = indices.shape
-    b = jnp.arange(B, dtype=jnp.int32)[:, None, None, None]
+    b = jnp.arange(B if batch == B else 1, dtype=jnp.int32)[:, None, None, None]
     g = jnp.arange(G, dtype=jnp.int32)[:, None]
     return b, jnp.where(valid, indices, keys), g
 
@@ -80,7 +82,7 @@ def gather_rows(
     """The selected rows of `kv`, zeros for invalid slots; FP8 records are unpacked to `dtype`."""
     if kv.shape[1] == 0:
         kv = jnp.zeros((kv.shape[0], 1, *kv.shape[2:]), kv.dtype)
-    rows = kv.at[_addresses(indices, valid, kv.shape[1])].get(mode="fill", fill_value=0)
+    rows = kv.at[_addresses(indices, valid, *kv.shape[:2])].get(mode="fill", fill_value=0)
     return unpack_records(rows, dtype) if rows.dtype == jnp.uint8 else rows
 
 
@@ -99,11 +101,11 @@ def scatter_rows(
     once: a sort and several more passes over the rows.
     """
     if not deterministic:
-        return total.at[_addresses(indices, valid, total.shape[1])].add(rows, mode="drop")
+        return total.at[_addresses(indices, valid, *total.shape[:2])].add(rows, mode="drop")
     B, T, G, K, D = rows.shape
     if T * K == 0:
         return total
-    _, keys, _ = _addresses(indices, valid, total.shape[1])
+    _, keys, _ = _addresses(indices, valid, *total.shape[:2])
     keys = keys.transpose(0, 2, 1, 3).reshape(B, G, T * K)
     rows = rows.transpose(0, 2, 1, 3, 4).reshape(B, G, T * K, D)
     order = jnp.argsort(keys, axis=-1, stable=True)
@@ -118,7 +120,7 @@ def scatter_rows(
     change = keys[..., 1:] != keys[..., :-1]
     starts, ends = jnp.concatenate([edge, change], -1), jnp.concatenate([change, edge], -1)
     _, sums = jax.lax.associative_scan(add, (starts, rows), axis=2)
-    address = _addresses(keys[:, None], ends[:, None], total.shape[1])
+    address = _addresses(keys[:, None], ends[:, None], *total.shape[:2])
     return total.at[address].add(sums[:, None], mode="drop")
 
 
@@ -181,7 +183,7 @@ def sparse_mla_fwd(
 ) -> tuple[Float[Array, "B T N E"], Float[Array, "B T N"]]:
     """Output in q's dtype, and log-sum-exp without the sink.
 
-    `kv` is [B, S, G, D] in q's dtype, or uint8 FP8 records.
+    `kv` is [B, S, G, D] in q's dtype, or uint8 FP8 records; or has a batch axis of one.
     """
     G, S = indices.shape[2], kv.shape[1]
 
@@ -237,7 +239,7 @@ def sparse_mla_bwd(
     acc = compat.accum_dtype(q.dtype)
     has_dkv = kv.dtype != jnp.uint8
     carry = (
-        jnp.zeros((B, S, G, D), acc) if has_dkv else None,
+        jnp.zeros((kv.shape[0], S, G, D), acc) if has_dkv else None,
         None if sinks is None else jnp.zeros((B, N), acc),
     )
 
@@ -273,6 +275,63 @@ def sparse_mla_bwd(
     size = chunk_length(q.shape[1], per_query)
     (dkv, dsinks), (dq,) = scan_chunks(chunk, carry, xs, chunk=size)
     return dq, dkv, dsinks
+
+
+def _in_pool(
+    options: Options, kv: Array, indices: Array, ends: Array | None, page_table: Array | None
+) -> tuple[Array, Array | None]:
+    """Indices and ends within `kv`, from those within each request."""
+    if page_table is None:
+        return indices, ends
+    visible = indices if ends is None else jnp.where(indices < ends[:, :, None, None], indices, -1)
+    size = options.page_size
+    return physical_rows(kv.shape[1] // size, size, page_table, visible), None
+
+
+def sparse_mla_decode_fwd(
+    options: Options,
+    q: Float[Array, "B T N D"],
+    kv: Array,
+    indices: Int[Array, "B T G K"],
+    ends: Int[Array, "B T"] | None,
+    topk_length: Int[Array, "B T"] | None,
+    sinks: Float[Array, "B N"] | None,
+    page_table: Int[Array, "B M"] | None,
+) -> tuple[Float[Array, "B T N E"], Float[Array, "B T N"]]:
+    """`sparse_mla_fwd` over a cache; with a page table, over its pool [1, P * page_size, G, D]."""
+    indices, ends = _in_pool(options, kv, indices, ends, page_table)
+    return sparse_mla_fwd(options, q, kv, indices, ends, topk_length, sinks)
+
+
+def sparse_mla_decode_bwd(
+    options: Options,
+    q: Float[Array, "B T N D"],
+    kv: Array,
+    indices: Int[Array, "B T G K"],
+    ends: Int[Array, "B T"] | None,
+    topk_length: Int[Array, "B T"] | None,
+    sinks: Float[Array, "B N"] | None,
+    page_table: Int[Array, "B M"] | None,
+    *results_and_cotangents: Array,
+) -> tuple[Array, Array | None, Array | None]:
+    """`sparse_mla_bwd` over a cache."""
+    indices, ends = _in_pool(options, kv, indices, ends, page_table)
+    return sparse_mla_bwd(
+        options, q, kv, indices, ends, topk_length, sinks, *results_and_cotangents
+    )
+
+
+def physical_rows(
+    num_pages: int, size: int, page_table: Int[Array, "B R"], positions: Int[Array, "B *n"]
+) -> Int[Array, "B *n"]:
+    """Where tokens lie in a pool of pages, in rows; -1 where no page is mapped."""
+
+    def look_up(table: jax.Array, positions: jax.Array) -> jax.Array:
+        page = table.at[positions // size].get(mode="fill", fill_value=-1)
+        mapped = (positions >= 0) & (page >= 0) & (page < num_pages)
+        return jnp.where(mapped, page * size + positions % size, -1)
+
+    return jax.vmap(look_up)(page_table, positions)
 
 
 def _widened(x: Float[Array, "B T G m E"], dim: int) -> Float[Array, "B T G m D"]:

@@ -22,6 +22,7 @@ from jax_dsa.reference.sparse_mla import (
     RECORD_BYTES,
     RECORD_DIM,
     RECORD_LATENT,
+    physical_rows,
     unpack_records,
 )
 
@@ -54,20 +55,6 @@ def _storage(cls: type, dim: int, dtype: Any, fp8: bool) -> tuple[int, Any]:
             f"{cls.__name__}.empty: argument 'dim' is {dim}, want {RECORD_DIM} with fp8=True"
         )
     return (RECORD_BYTES, jnp.uint8) if fp8 else (dim, dtype)
-
-
-def physical_rows(
-    pages: jax.Array, page_table: Int[Array, "B R"], positions: Int[Array, "B *n"]
-) -> Int[Array, "B *n"]:
-    """Where tokens lie in `pages`, in rows through all of them; -1 where no page is mapped."""
-    num_pages, size = pages.shape[:2]
-
-    def look_up(table: jax.Array, positions: jax.Array) -> jax.Array:
-        page = table.at[positions // size].get(mode="fill", fill_value=-1)
-        mapped = (positions >= 0) & (page >= 0) & (page < num_pages)
-        return jnp.where(mapped, page * size + positions % size, -1)
-
-    return jax.vmap(look_up)(page_table, positions)
 
 
 class _Cache:
@@ -201,7 +188,7 @@ class PagedCache(_Cache):
         table = args.array("page_table", self.page_table, "B M", INT32)
         rows = _encoded(args, rows, pages, "B T G R")
         pool = pages.reshape(pages.shape[0] * pages.shape[1], *pages.shape[2:])
-        where = physical_rows(pages, table, positions)
+        where = physical_rows(pages.shape[0], pages.shape[1], table, positions)
         where = jnp.where(where < 0, pool.shape[0], where)
         # Requests may be sharded where the pool is not, and an Explicit mesh wants it said.
         sharding = jax.typeof(pool).sharding
