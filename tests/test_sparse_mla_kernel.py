@@ -1,7 +1,8 @@
-"""The sparse MLA forward kernel against the XLA implementation in float32."""
+"""The sparse MLA kernels (forward, backward, decode) against the XLA implementation in float32."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 from compare import assert_as_good_as, assert_matches
 
-from jax_dsa import sparse_mla
+from jax_dsa import sparse_mla, sparse_mla_decode
+from jax_dsa.serving import FlatCache, PagedCache
 
 pytestmark = pytest.mark.gpu
 
@@ -114,22 +116,88 @@ def test_in_a_replayed_program(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(np.asarray(program(*args)), np.asarray(want))
 
 
-def test_gradients_go_with_the_kernels_statistics(rng: np.random.Generator) -> None:
-    """Forward by the kernel, backward by XLA from its out and lse."""
-    q, kv, indices = inputs(rng, t=20, s=300, n=64, d=576, k=128)
-    kv = jnp.nan_to_num(kv)
+def gradients(
+    implementation: str,
+    dtype: Any,
+    q: Any,
+    kv: Any,
+    indices: Any,
+    sinks: Any = None,
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    """Of a loss in which out and lse both count."""
 
-    def grads(implementation: str | None, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        def loss(q: jax.Array, kv: jax.Array) -> jax.Array:
-            out = sparse_mla(q, kv, indices, implementation=implementation)
-            return jnp.sin(out.astype(jnp.float32)).sum()
+    def loss(q: jax.Array, kv: jax.Array, sinks: Any) -> jax.Array:
+        out, lse = sparse_mla(
+            q, kv, indices, sinks=sinks, return_lse=True, implementation=implementation, **options
+        )
+        lse = jnp.where(jnp.isfinite(lse), lse, 0)
+        return jnp.sin(out.astype(jnp.float32) * 3).sum() + jnp.cos(lse).sum()
 
-        return jax.grad(loss, argnums=(0, 1))(q.astype(dtype), kv.astype(dtype))
+    operands = q.astype(dtype), kv.astype(dtype), sinks
+    return jax.grad(loss, argnums=(0, 1) if sinks is None else (0, 1, 2))(*operands)
 
-    got = grads(None, jnp.bfloat16)
-    low, exact = grads("xla", jnp.bfloat16), grads("xla", jnp.float32)
-    for g, lo, ex in zip(got, low, exact, strict=True):
-        assert_as_good_as(g, lo, ex, factor=4.0)
+
+def compare_gradients(*args: Any, **options: Any) -> None:
+    got = gradients("cuda", jnp.bfloat16, *args, **options)
+    low = gradients("xla", jnp.bfloat16, *args, **options)
+    exact = gradients("xla", jnp.float32, *args, **options)
+    for name, g, lo, ex in zip(("dq", "dkv", "dsinks"), got, low, exact, strict=False):
+        assert g.dtype == lo.dtype
+        assert_as_good_as(g, lo, ex, factor=4.0, what=name)
+
+
+BACKWARD_SHAPES = {name: x for name, x in SHAPES.items() if name != "many queries"} | {
+    "160 heads": {"t": 5, "s": 300, "n": 160, "d": 576, "k": 200},
+    "many queries": {"b": 1, "t": 70000, "s": 200, "n": 2, "d": 512, "k": 4},
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", BACKWARD_SHAPES)
+def test_gradients(name: str, deterministic: bool, rng: np.random.Generator) -> None:
+    compare_gradients(*inputs(rng, **BACKWARD_SHAPES[name]), deterministic=deterministic)
+
+
+def test_gradients_with_options(rng: np.random.Generator) -> None:
+    q, kv, indices = inputs(rng, t=62, s=500, n=64, d=576, k=300)
+    length = jnp.asarray(rng.integers(-1, 320, (2, 62)), jnp.int32)
+    sinks = rng.standard_normal(64).astype(np.float32)
+    sinks[:2] = -np.inf, np.inf
+    compare_gradients(q, kv, indices, is_causal=True, query_start=100, topk_length=length)
+    compare_gradients(q, kv, indices, jnp.asarray(sinks), scale=0.02, topk_length=length)
+
+
+@pytest.mark.parametrize("empty", ["k", "s", "t", "b"])
+def test_gradients_of_empty_axes(empty: str) -> None:
+    shape = {"b": 2, "t": 3, "s": 5, "k": 4} | {empty: 0}
+    q = jnp.ones((shape["b"], shape["t"], 64, 576), jnp.bfloat16)
+    kv = jnp.ones((shape["b"], shape["s"], 1, 576), jnp.bfloat16)
+    indices = jnp.zeros((shape["b"], shape["t"], 1, shape["k"]), jnp.int32)
+    for deterministic in (False, True):
+        dq, dkv = gradients("cuda", q.dtype, q, kv, indices, deterministic=deterministic)
+        assert not np.any(np.asarray(dq, np.float32)) and not np.any(np.asarray(dkv, np.float32))
+
+
+def test_deterministic_gradients_repeat(rng: np.random.Generator) -> None:
+    args = inputs(rng, t=200, s=300, n=128, d=576, k=256)
+    first = gradients("cuda", jnp.bfloat16, *args, deterministic=True)
+    for _ in range(5):
+        again = gradients("cuda", jnp.bfloat16, *args, deterministic=True)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), first, again)
+
+
+def test_gradients_in_a_replayed_program(rng: np.random.Generator) -> None:
+    """The kernel's counters must start anew in every replay."""
+
+    def step(q: jax.Array, kv: jax.Array, indices: jax.Array) -> Any:
+        return gradients("cuda", q.dtype, q, kv, indices, deterministic=True)
+
+    program = jax.jit(step)
+    for _ in range(6):
+        args = inputs(rng, t=16, s=200, n=64, d=576, k=64)
+        want = step(*args)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), program(*args), want)
 
 
 def test_more_than_2_31_key_elements() -> None:
@@ -154,7 +222,55 @@ def test_what_the_kernel_does_not_cover(rng: np.random.Generator) -> None:
         lambda: sparse_mla(
             q[..., :500], kv[..., :500], indices, value_dim=400, implementation="cuda"
         ),
-        lambda: jax.grad(lambda q: sparse_mla(q, kv, indices, implementation="cuda").sum())(q),
     ):
         with pytest.raises(NotImplementedError, match="implementation='xla'"):
             call()
+
+
+def decode_inputs(
+    rng: np.random.Generator, *, b: int, t: int, s: int, n: int, k: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """q, rows for a cache, indices with invalid ones, and requests' lengths."""
+    q, kv, indices = inputs(rng, b=b, t=t, s=s, n=n, d=576, k=k)
+    lengths = jnp.asarray(rng.integers(t, s + 1, b), jnp.int32)
+    return q, jnp.nan_to_num(kv), indices, lengths
+
+
+DECODE_SHAPES = {
+    "one request": {"b": 1, "t": 1, "s": 3000, "n": 128, "k": 2048},
+    "few slots": {"b": 3, "t": 2, "s": 500, "n": 64, "k": 70},
+    "many requests": {"b": 70, "t": 1, "s": 700, "n": 128, "k": 640},
+    "few heads": {"b": 8, "t": 4, "s": 900, "n": 16, "k": 300},
+}
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("paged", [False, True], ids=["flat", "paged"])
+@pytest.mark.parametrize("name", DECODE_SHAPES)
+def test_decode(name: str, paged: bool, fp8: bool, rng: np.random.Generator) -> None:
+    q, rows, indices, lengths = decode_inputs(rng, **DECODE_SHAPES[name])
+    b, s = rows.shape[:2]
+    if paged:
+        pages = -(-s // 64)
+        order = jnp.asarray(
+            rng.permutation(b * pages + 3)[: b * pages].reshape(b, pages), jnp.int32
+        )
+        cache = PagedCache.empty(b * pages + 3, 64, b, pages, fp8=fp8)
+        cache = dataclasses.replace(cache, page_table=order).append(rows)
+    else:
+        cache = FlatCache.empty(b, s, fp8=fp8).append(rows)
+    cache = dataclasses.replace(cache, lengths=lengths)
+
+    def run(implementation: str, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        own = cache
+        if dtype == jnp.float32 and not fp8:
+            own = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.bfloat16 else x, cache)
+        return sparse_mla_decode(
+            q.astype(dtype), own, indices, return_lse=True, implementation=implementation
+        )
+
+    out, lse = run("cuda", jnp.bfloat16)
+    low, _ = run("xla", jnp.bfloat16)
+    exact, exact_lse = run("xla", jnp.float32)
+    assert_as_good_as(out, low, exact, what="out")
+    assert_matches(lse, exact_lse, tol=5e-3 if fp8 else 2e-5, what="lse")

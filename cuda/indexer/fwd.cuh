@@ -39,9 +39,12 @@ inline constexpr int kTile = 64;  // keys
 // kHeads: heads with padding; kN: columns of a warpgroup's product.
 // kTurns: two warpgroups issue their products alternately.
 template <IndexerDType kDType_, int kChannels, int kHeads_, int kN_ = 256, int kWarpgroups_ = 2,
-          bool kTurns_ = kWarpgroups_ == 2>
+          bool kTurns_ = kWarpgroups_ == 2, bool kSums_ = false>
 struct Traits {
   static constexpr bool kTurns = kTurns_;
+  // Odd columns' relu(x) as (x + |x|) / 2, half of it in their weights: additions run at twice the
+  // rate of maxima. It makes NaN of -inf, which products of e4m3 cannot be.
+  static constexpr bool kSums = kSums_;
   static constexpr IndexerDType kDType = kDType_;
   static constexpr int kHeads = kHeads_, kN = kN_, kWarpgroups = kWarpgroups_;
   static constexpr int kElementBytes = kDType == IndexerDType::kBF16 ? 2 : 1;
@@ -68,11 +71,14 @@ struct Traits {
 // 0 is __syncthreads; a warpgroup's turn to issue is the barrier kTurn plus its number.
 enum NamedBarrier { kTurn = 1 };
 
-// A block's part of the key tiles of all items.
+// What an item costs before its first tile, in tiles: its queries and weights must come.
+inline constexpr int kItemCost = 2;
+
+// A block's part of the work of all items, in tiles.
 struct Share {
   int64_t item;  // the first
-  int skip;      // tiles of the first item that are an earlier block's
-  int64_t tiles;
+  int skip;      // of the first item, an earlier block's
+  int64_t work;
 };
 
 template <typename Tr>
@@ -127,7 +133,7 @@ struct Walk {
   Tiles tiles;           // of the current item, those of this block
 
   __device__ Walk(const IndexerFwdParams& p, const Share& share)
-      : p(p), item(share.item), left(share.tiles), skip(share.skip) {}
+      : p(p), item(share.item), left(share.work), skip(share.skip) {}
 
   __device__ bool next() {
     while (left > 0) {
@@ -136,10 +142,13 @@ struct Walk {
       query = (item - batch * per_batch) * Tr::kQueries;
       ++item;
       tiles = tiles_seen(p, batch, query, Tr::kQueries);
-      tiles.first += skip;
+      if (tiles.first == tiles.last) continue;
+      const int work = kItemCost + tiles.last - tiles.first;
+      const int end = static_cast<int>(min(skip + left, int64_t{work}));
+      left -= end - skip;
+      tiles.last = tiles.first + max(end - kItemCost, 0);
+      tiles.first += max(skip - kItemCost, 0);
       skip = 0;
-      if (tiles.last - tiles.first > left) tiles.last = tiles.first + static_cast<int>(left);
-      left -= tiles.last - tiles.first;
       if (tiles.first < tiles.last) return true;
     }
     return false;
@@ -147,7 +156,7 @@ struct Walk {
 };
 
 template <typename Tr>
-__device__ int tile_count(const IndexerFwdParams& p, int64_t item, int64_t per_batch) {
+__device__ int item_work(const IndexerFwdParams& p, int64_t item, int64_t per_batch) {
   const int64_t batch = item / per_batch, query = (item - batch * per_batch) * Tr::kQueries;
   int low = INT_MAX, high = 0;
 #pragma unroll 4
@@ -155,7 +164,7 @@ __device__ int tile_count(const IndexerFwdParams& p, int64_t item, int64_t per_b
     if (query + i < p.queries) see(p, batch, query + i, low, high);
   }
   const Tiles tiles = tiles_of(low, high);
-  return tiles.last - tiles.first;
+  return tiles.first < tiles.last ? kItemCost + tiles.last - tiles.first : 0;
 }
 
 // Finds this block's share; called by all threads.
@@ -167,7 +176,7 @@ __device__ void find_share(const IndexerFwdParams& p, Shared<Tr>& shared) {
   const int64_t chunk = ceil_div(items, int64_t{Tr::kThreads});
   const int64_t first = min(chunk * threadIdx.x, items), last = min(first + chunk, items);
   int64_t own = 0;
-  for (int64_t item = first; item < last; ++item) own += tile_count<Tr>(p, item, per_batch);
+  for (int64_t item = first; item < last; ++item) own += item_work<Tr>(p, item, per_batch);
   int64_t up_to = own;  // of the warp's lanes so far, then of all threads before this one
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -185,16 +194,16 @@ __device__ void find_share(const IndexerFwdParams& p, Shared<Tr>& shared) {
   }
   const int64_t each = total / gridDim.x, more = total % gridDim.x, block = blockIdx.x;
   const int64_t begin = each * block + min(block, more);
-  const int64_t tiles = each + (block < more ? 1 : 0);
-  if (tiles > 0 && up_to <= begin && begin < up_to + own) {
+  const int64_t work = each + (block < more ? 1 : 0);
+  if (work > 0 && up_to <= begin && begin < up_to + own) {
     int64_t item = first, before = up_to;
     for (;;) {
-      const int count = tile_count<Tr>(p, item, per_batch);
+      const int count = item_work<Tr>(p, item, per_batch);
       if (begin < before + count) break;
       before += count;
       ++item;
     }
-    shared.share = {item, static_cast<int>(begin - before), tiles};
+    shared.share = {item, static_cast<int>(begin - before), work};
   }
   __syncthreads();
 }
@@ -309,7 +318,8 @@ __device__ __forceinline__ void sum_heads(const float (&x)[Tr::kN / 2],
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int i = query * kGroups + g;
-          const float y = max_nan(x[4 * i + 2 * r + e], floor);
+          const float score = x[4 * i + 2 * r + e];
+          const float y = Tr::kSums && e == 1 ? score + fabsf(score) : max_nan(score, floor);
           float& s = part[query][r];
           s = g + e == 0 ? w[2 * i] * y : fmaf(w[2 * i + e], y, s);
         }
@@ -354,6 +364,7 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
       const int column = i / 2 * 8 + i % 2, head = column % Tr::kHeads + lane % 4 * 2;
       const bool there = column / Tr::kHeads < queries && head < p.heads;
       w[i] = there ? __ldg(p.weights + (token + column / Tr::kHeads) * p.heads + head) : 0.f;
+      if (Tr::kSums && i % 2 == 1) w[i] *= 0.5f;
     }
     int start[kOwn / 2];
     uint32_t length[kOwn / 2];  // a key is seen if key - start < length

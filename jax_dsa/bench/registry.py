@@ -19,6 +19,7 @@ from jax_dsa.bench.case import (
     visible_pairs,
 )
 from jax_dsa.ops.htree_decode import HTreeCache, htree_decode
+from jax_dsa.serving.caches import RECORD_BYTES, FlatCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,6 +61,28 @@ def sparse_mla(size: Scale) -> Iterator[Case]:
     for s in (4096, 8192):
         yield case("bwd", size(T=4096, S=s, N=64, D=576, K=2048))
         yield case("bwd-deterministic", size(T=4096, S=s, N=128, D=576, K=2048))
+    yield from sparse_mla_decode(size)
+
+
+def sparse_mla_decode(size: Scale) -> Iterator[Case]:
+    """One new token a request; counted by the bytes of the selected keys."""
+
+    def make(dims: Dims, fp8: bool, key: jax.Array) -> tuple:
+        b, s, n, d, k = (dims[x] for x in "BSNDK")
+        x, y, z = jax.random.split(key, 3)
+        picks = jnp.broadcast_to(causal_selection(z, 1, s, k)[None, :, None], (b, 1, 1, k))
+        cache = FlatCache.empty(b, s, d, fp8=fp8).append(normal(y, b, s, 1, d))
+        return normal(x, b, 1, n, d), cache, picks
+
+    for fp8 in (False, True):
+        for b in (1, 8, 64, 128):
+            dims = size(B=b, T=1, S=8192, N=128, D=576, K=2048)
+            n, d, k = (dims[x] for x in "NDK")
+            work = b * (k * (RECORD_BYTES if fp8 else 2 * d) + 2 * n * (d + 512))
+            build = functools.partial(make, dims, fp8)
+            call = jax_dsa.sparse_mla_decode
+            dtype = "fp8" if fp8 else "bf16"
+            yield Case("sparse_mla", "fwd", dims, dtype, build, call, work, COPY, note="decode")
 
 
 def attn_dist(size: Scale) -> Iterator[Case]:
@@ -105,6 +128,7 @@ def indexer(size: Scale) -> Iterator[Case]:
         ("fp8", 4096, 8192, 64),
         ("fp8", 4096, 32768, 64),
         ("fp8", 4096, 8192, 32),
+        ("fp8", 8192, 131072, 64),
         ("bf16", 8192, 8192, 64),
     ):
         dims = size(T=t, S=s, J=j, C=128)
@@ -113,8 +137,13 @@ def indexer(size: Scale) -> Iterator[Case]:
         build = functools.partial(make, dims, dtype)
         yield Case("indexer", "fwd", dims, dtype, build, logits, work, ceiling)
 
-    for dtype, s in (("fp8", 8192), ("fp8", 32768), ("bf16", 8192)):
-        dims = size(T=4096, S=s, J=64, C=128, K=2048)
+    for dtype, t, s in (
+        ("fp8", 4096, 8192),
+        ("fp8", 4096, 32768),
+        ("fp8", 8192, 131072),
+        ("bf16", 4096, 8192),
+    ):
+        dims = size(T=t, S=s, J=64, C=128, K=2048)
         work = 2 * 64 * 128 * visible_pairs(dims["T"], dims["S"])
         ceiling = FP8 if dtype == "fp8" else BF16
         build = functools.partial(make, dims, dtype)
@@ -141,7 +170,7 @@ def topk(size: Scale) -> Iterator[Case]:
     def lax_top_k(k: int, x: jax.Array) -> jax.Array:
         return jax.lax.top_k(x, k)[1]
 
-    for r, s in ((64, 32768), (4096, 8192), (4096, 32768), (1024, 131072)):
+    for r, s in ((64, 32768), (4096, 8192), (4096, 32768), (1024, 131072), (8192, 131072)):
         dims = size(R=r, S=s, K=2048)
         r, s, k = dims.values()
         yield Case(

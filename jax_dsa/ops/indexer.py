@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_dsa.core import ffi
 from jax_dsa.core.checks import FLOAT32, FLOATS, Args
 from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
-from jax_dsa.ops.topk import key_ranges
+from jax_dsa.core.streaming import BUDGET
+from jax_dsa.ops.topk import TopkOptions, key_ranges
+from jax_dsa.ops.topk import kernel_supports as selects
 from jax_dsa.reference import indexer as reference
 
 if TYPE_CHECKING:
@@ -53,6 +56,41 @@ def _fwd_supported(options: IndexerOptions, q: Any, k: Any, *_: Any) -> str | No
     if q.dtype not in (jnp.bfloat16, FP8):
         return f"it takes bfloat16 or float8_e4m3fn, got {q.dtype}"
     return _shapes_supported(q, k)
+
+
+def _topk_fwd_supported(options: IndexerOptions, q: Any, k: Any, *rest: Any) -> str | None:
+    selected = TopkOptions(k=options.top_k, size=k.shape[1], return_values=True)
+    row = jax.ShapeDtypeStruct((k.shape[1],), jnp.float32)
+    return _fwd_supported(options, q, k, *rest) or selects(selected, row)
+
+
+def _select_by_kernels(
+    options: IndexerOptions,
+    avals: Any,
+    q: Array,
+    k: Array,
+    weights: Array,
+    k_scale: Array | None,
+    starts: Array,
+    ends: Array,
+) -> Any:
+    """The logits of as many queries as 128 MiB hold at a time, and their selection."""
+
+    def some(_: tuple[()], keys: Any, q: Any, weights: Any, starts: Any, ends: Any) -> Any:
+        queries, size = q.shape[:2], k.shape[1]
+        (logits,) = ffi.handler(
+            "jax_dsa.indexer_logits_fwd.v1",
+            (q, keys[0], weights, keys[1], starts, ends),
+            [jax.ShapeDtypeStruct((*queries, size), jnp.float32)],
+            {"relu": np.bool_(options.relu)},
+        )
+        selected = (*queries, options.top_k)
+        results = [jax.ShapeDtypeStruct(selected, x) for x in (jnp.int32, jnp.float32)]
+        return (), ffi.handler("jax_dsa.topk_fwd.v1", (logits, starts, ends), results, {})
+
+    queries = (q, weights, starts, ends)
+    cost = max(1, k.shape[1]) * 4
+    return reference.stream_queries(some, (), (k, k_scale), queries, cost, least=BUDGET)[1]
 
 
 def _topk_bwd_supported(
@@ -98,6 +136,12 @@ TOPK_FWD = Pass(
     f"{_INPUTS}, b t, b t -> b t k, b t k",
     reference.indexer_topk_fwd,
     shardable="b t",
+    kernel=Kernel(
+        target="jax_dsa.indexer_logits_fwd.v1",
+        limits="bfloat16 or float8_e4m3fn; J <= 64; C 32, 64 or 128; top_k <= 4096",
+        supported=_topk_fwd_supported,
+        composed=_select_by_kernels,
+    ),
 )
 TOPK_BWD = Pass(
     "indexer_topk_bwd",

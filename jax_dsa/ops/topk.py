@@ -33,7 +33,8 @@ _KERNEL_SELECTED = 4096
 _KERNEL_SIZE = 2**31 - 1 - 2**16
 
 
-def _kernel_supports(options: TopkOptions, x: Any, *_: Any) -> str | None:
+def kernel_supports(options: TopkOptions, x: Any, *_: Any) -> str | None:
+    """None, or why the kernel does not select from rows like those of `x`."""
     if x.dtype != jnp.float32:
         return f"it takes float32, got {x.dtype}"
     selected = min(options.k, options.size)
@@ -52,7 +53,7 @@ FWD = Pass(
     kernel=Kernel(
         target="jax_dsa.topk_fwd.v1",
         limits=f"float32 rows; k up to {_KERNEL_SELECTED}",
-        supported=_kernel_supports,
+        supported=kernel_supports,
     ),
 )
 BWD = Pass("topk_bwd", "b t k, b t k -> b t s", reference.topk_bwd, shardable="b t")

@@ -1,0 +1,100 @@
+"""The attn_dist kernel against the XLA implementation in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_as_good_as, assert_matches
+
+from jax_dsa import attn_dist, sparse_mla
+
+pytestmark = pytest.mark.gpu
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+
+
+def inputs(
+    rng: np.random.Generator, *, b: int = 2, t: int, s: int, n: int, g: int = 1, d: int, k: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, kv with NaN in the last two keys, and indices with every kind of invalid one."""
+    q = rng.standard_normal((b, t, n, d), np.float32)
+    kv = rng.standard_normal((b, s, g, d), np.float32)
+    indices = rng.integers(0, max(s - 2, 1), (b, t, g, k)).astype(np.int32)
+    hit = rng.random(indices.shape) < 0.1
+    indices[hit] = rng.choice(np.array([INT_MIN, -1, s, INT_MAX], np.int32), hit.sum())
+    indices[0, t // 2] = -1
+    kv[:, max(s - 2, 1) :] = np.nan
+    return jnp.asarray(q, jnp.bfloat16), jnp.asarray(kv, jnp.bfloat16), jnp.asarray(indices)
+
+
+def compare(q: jax.Array, kv: jax.Array, indices: jax.Array, **options: Any) -> None:
+    exact_q, exact_kv = q.astype(jnp.float32), kv.astype(jnp.float32)
+    shared = {x: y for x, y in options.items() if x != "head_group"}
+    _, lse = sparse_mla(exact_q, exact_kv, indices, return_lse=True, implementation="xla", **shared)
+    got = attn_dist(q, kv, indices, lse, implementation="cuda", **options)
+    want = attn_dist(exact_q, exact_kv, indices, lse, implementation="xla", **options)
+    assert_matches(got, want, tol=2e-5, what="dist")
+    again = attn_dist(q, jnp.nan_to_num(kv), indices, lse, implementation="cuda", **options)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(again))
+
+
+SHAPES = {
+    "one query": ({"t": 1, "s": 300, "n": 128, "d": 576, "k": 100}, 64),
+    "no tile is whole": ({"t": 62, "s": 777, "n": 64, "d": 576, "k": 130}, 32),
+    "D 512": ({"t": 213, "s": 500, "n": 128, "d": 512, "k": 256}, 64),
+    "all heads": ({"t": 33, "s": 400, "n": 128, "d": 576, "k": 200}, None),
+    "few heads": ({"t": 33, "s": 400, "n": 6, "d": 576, "k": 64}, 2),
+    "192 heads": ({"t": 9, "s": 400, "n": 192, "d": 576, "k": 192}, None),
+    "groups": ({"t": 20, "s": 300, "n": 32, "g": 2, "d": 576, "k": 70}, 16),
+    "K 2048": ({"t": 70, "s": 4096, "n": 128, "d": 576, "k": 2048}, 64),
+    "more slots than keys": ({"t": 8, "s": 20, "n": 64, "d": 576, "k": 200}, 64),
+    "many queries": ({"b": 1, "t": 70000, "s": 2000, "n": 8, "d": 512, "k": 16}, 8),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name: str, rng: np.random.Generator) -> None:
+    shape, head_group = SHAPES[name]
+    compare(*inputs(rng, **shape), head_group=head_group)
+
+
+def test_options(rng: np.random.Generator) -> None:
+    q, kv, indices = inputs(rng, t=62, s=500, n=64, d=576, k=300)
+    length = jnp.asarray(rng.integers(-1, 320, (2, 62)), jnp.int32)
+    sinks = rng.standard_normal(64).astype(np.float32)
+    sinks[:2] = -np.inf, np.inf
+    compare(q, kv, indices, scale=0.01)
+    compare(q, kv, indices, is_causal=True, query_start=jnp.array([3, 400]), key_stride=2)
+    compare(q, kv, indices, sinks=jnp.asarray(sinks), topk_length=length, head_group=None)
+
+
+@pytest.mark.parametrize("empty", ["k", "s", "t", "b"])
+def test_empty_axes(empty: str) -> None:
+    shape = {"b": 2, "t": 3, "s": 5, "k": 4} | {empty: 0}
+    q = jnp.ones((shape["b"], shape["t"], 64, 576), jnp.bfloat16)
+    kv = jnp.ones((shape["b"], shape["s"], 1, 576), jnp.bfloat16)
+    indices = jnp.zeros((shape["b"], shape["t"], 1, shape["k"]), jnp.int32)
+    lse = jnp.zeros((shape["b"], shape["t"], 64), jnp.float32)
+    dist = attn_dist(q, kv, indices, lse, implementation="cuda")
+    assert dist.shape == (shape["b"], 1, shape["t"], shape["k"]) and not np.any(np.asarray(dist))
+
+
+def test_gradients_are_those_of_the_xla_implementation(rng: np.random.Generator) -> None:
+    q, kv, indices = inputs(rng, t=20, s=300, n=64, d=576, k=128)
+    kv = jnp.nan_to_num(kv)
+    lse = jnp.full((2, 20, 64), 5.0)
+
+    def grads(implementation: str | None, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        def loss(q: jax.Array, kv: jax.Array) -> jax.Array:
+            return jnp.sin(attn_dist(q, kv, indices, lse, implementation=implementation)).sum()
+
+        return jax.grad(loss, argnums=(0, 1))(q.astype(dtype), kv.astype(dtype))
+
+    got = grads(None, jnp.bfloat16)
+    low, exact = grads("xla", jnp.bfloat16), grads("xla", jnp.float32)
+    for g, lo, ex in zip(got, low, exact, strict=True):
+        assert_as_good_as(g, lo, ex, factor=4.0)

@@ -1,0 +1,158 @@
+"""The indexer's kernels against the XLA implementation in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_as_good_as, assert_matches
+
+from jax_dsa import indexer_logits, indexer_topk, quantize_fp8, topk
+
+pytestmark = pytest.mark.gpu
+
+FP8 = jnp.float8_e4m3fn
+
+
+def inputs(
+    rng: np.random.Generator, *, b: int = 2, t: int, s: int, j: int, c: int, dtype: Any
+) -> dict[str, Any]:
+    """Random ranges, some empty; NaN in the last two keys, which no range has."""
+    q = jnp.asarray(rng.standard_normal((b, t, j, c)), jnp.bfloat16)
+    k = jnp.asarray(rng.standard_normal((b, s, c)), jnp.bfloat16)
+    weights = jnp.asarray(rng.standard_normal((b, t, j)), jnp.float32)
+    starts = rng.integers(-5, s, (b, t)).astype(np.int32)
+    ends = np.minimum(rng.integers(-5, s + 5, (b, t)), s - 2).astype(np.int32)
+    starts[:, ::2] = 0
+    given = {"starts": jnp.asarray(starts), "ends": jnp.asarray(ends), "k_scale": None}
+    if dtype == FP8:
+        (q, scale), (k, k_scale) = quantize_fp8(q, block=(1, c)), quantize_fp8(k, block=(1, c))
+        weights = weights * scale[..., 0]
+        given["k_scale"] = k_scale[..., 0].at[:, -2:].set(jnp.nan)
+    return given | {"q": q, "k": k.at[:, -2:].set(jnp.nan), "weights": weights}
+
+
+def logits(given: dict[str, Any], implementation: str, dtype: Any = None, **options: Any) -> Any:
+    given = dict(given)
+    if dtype is not None:
+        given |= {"q": given["q"].astype(dtype), "k": given["k"].astype(dtype)}
+    return indexer_logits(**given, implementation=implementation, **options)
+
+
+SHAPES = {
+    "J 64": {"t": 130, "s": 1111, "j": 64, "c": 128},
+    "J 32": {"t": 130, "s": 1111, "j": 32, "c": 128},
+    "J 16, C 64": {"t": 62, "s": 400, "j": 16, "c": 64},
+    "J 5, C 32": {"t": 62, "s": 403, "j": 5, "c": 32},
+    "one query": {"b": 5, "t": 1, "s": 3001, "j": 64, "c": 128},
+    "few keys": {"t": 213, "s": 7, "j": 64, "c": 64},
+    "many queries": {"b": 1, "t": 70000, "s": 70, "j": 8, "c": 32},
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits(name: str, dtype: Any, rng: np.random.Generator) -> None:
+    given = inputs(rng, **SHAPES[name], dtype=dtype)
+    # The tensor cores add e4m3 products with fewer bits than f32 has.
+    tol = 2e-5 if dtype == jnp.bfloat16 else 1e-3
+    for relu in (True, False):
+        got = logits(given, "cuda", relu=relu)
+        assert_matches(got, logits(given, "xla", jnp.float32, relu=relu), tol=tol)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(logits(given, "cuda", relu=relu)))
+
+
+@pytest.mark.parametrize("empty", ["t", "s", "b"])
+def test_empty_axes(empty: str) -> None:
+    shape = {"b": 2, "t": 3, "s": 5} | {empty: 0}
+    q = jnp.ones((shape["b"], shape["t"], 64, 128), jnp.bfloat16)
+    k = jnp.ones((shape["b"], shape["s"], 128), jnp.bfloat16)
+    weights = jnp.ones((shape["b"], shape["t"], 64))
+    got = indexer_logits(q, k, weights, implementation="cuda")
+    assert got.shape == tuple(shape.values())
+    indices, values = indexer_topk(q, k, weights, 7, implementation="cuda")
+    assert indices.shape == values.shape == (shape["b"], shape["t"], 7)
+    if empty == "s":
+        assert np.all(np.asarray(indices) == -1) and np.all(np.asarray(values) == -np.inf)
+
+
+def test_more_than_2_31_logits() -> None:
+    a, b, c = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(a, (1, 70000, 8, 32), jnp.bfloat16)
+    k = jax.random.normal(b, (1, 31000, 32), jnp.bfloat16)
+    weights = jax.random.normal(c, (1, 70000, 8))
+    got = indexer_logits(q, k, weights, implementation="cuda")[:, -3:]
+    want = indexer_logits(q[:, -3:], k, weights[:, -3:], implementation="cuda")
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("k", [1, 100, 2048])
+def test_topk_is_that_of_the_logits(k: int, dtype: Any, rng: np.random.Generator) -> None:
+    given = inputs(rng, t=300, s=3000, j=64, c=128, dtype=dtype)
+    want, values = topk(logits(given, "cuda"), k, return_values=True, implementation="cuda")
+    for _ in range(20):
+        got = indexer_topk(**given, top_k=k, implementation="cuda")
+        np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want))
+        np.testing.assert_array_equal(np.asarray(got[1]), np.asarray(values))
+
+
+def test_topk_in_chunks(rng: np.random.Generator) -> None:
+    """More logits than are kept at a time."""
+    given = inputs(rng, b=3, t=700, s=40000, j=8, c=32, dtype=jnp.bfloat16)
+    got, _ = indexer_topk(**given, top_k=64, implementation="cuda")
+    want = topk(logits(given, "cuda"), 64, implementation="cuda")
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+BACKWARD_SHAPES = {
+    "J 64": {"t": 130, "s": 1111, "j": 64, "c": 128, "k": 300},
+    "J 5, C 32": {"t": 62, "s": 403, "j": 5, "c": 32, "k": 77},
+    "C 64": {"t": 213, "s": 900, "j": 32, "c": 64, "k": 64},
+    "one query": {"b": 5, "t": 1, "s": 3001, "j": 64, "c": 128, "k": 2048},
+    "more slots than keys": {"t": 20, "s": 30, "j": 64, "c": 128, "k": 130},
+}
+
+
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("with_scale", [False, True])
+@pytest.mark.parametrize("name", BACKWARD_SHAPES)
+def test_gradients_of_selected_logits(
+    name: str, with_scale: bool, relu: bool, rng: np.random.Generator
+) -> None:
+    shape = dict(BACKWARD_SHAPES[name])
+    top_k = shape.pop("k")
+    given = inputs(rng, **shape, dtype=jnp.bfloat16)
+    given["k"] = jnp.nan_to_num(given["k"])
+    if with_scale:
+        given["k_scale"] = jnp.asarray(rng.uniform(0.5, 2, given["k"].shape[:2]), jnp.float32)
+    moving = [x for x in ("q", "k", "weights", "k_scale") if given[x] is not None]
+
+    def gradients(implementation: str, dtype: Any) -> Any:
+        operands = {x: given[x] for x in moving}
+        operands |= {x: given[x].astype(dtype) for x in ("q", "k")}
+
+        def loss(operands: dict[str, Any]) -> jax.Array:
+            _, values = indexer_topk(
+                **(given | operands), top_k=top_k, relu=relu, implementation=implementation
+            )
+            return jnp.sin(jnp.where(jnp.isfinite(values), values, 0) / 30).sum()
+
+        return jax.grad(loss)(operands)
+
+    got = gradients("cuda", jnp.bfloat16)
+    low, exact = gradients("xla", jnp.bfloat16), gradients("xla", jnp.float32)
+    for x in moving:
+        assert got[x].dtype == low[x].dtype
+        assert_as_good_as(got[x], low[x], exact[x], factor=4.0, what=x)
+
+
+def test_in_a_replayed_program(rng: np.random.Generator) -> None:
+    program = jax.jit(lambda given: indexer_topk(**given, top_k=64, implementation="cuda"))
+    for _ in range(6):
+        given = inputs(rng, t=30, s=500, j=64, c=128, dtype=jnp.bfloat16)
+        want = indexer_topk(**given, top_k=64, implementation="cuda")
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), program(given), want)
