@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -34,11 +35,20 @@ def inputs(
 def compare(q: jax.Array, kv: jax.Array, indices: jax.Array, **options: Any) -> None:
     exact_q, exact_kv = q.astype(jnp.float32), kv.astype(jnp.float32)
     shared = {x: y for x, y in options.items() if x != "head_group"}
-    _, lse = sparse_mla(exact_q, exact_kv, indices, return_lse=True, implementation="xla", **shared)
-    got = attn_dist(q, kv, indices, lse, implementation="cuda", **options)
-    want = attn_dist(exact_q, exact_kv, indices, lse, implementation="xla", **options)
-    assert_matches(got, want, tol=2e-5, what="dist")
-    again = attn_dist(q, jnp.nan_to_num(kv), indices, lse, implementation="cuda", **options)
+
+    @jax.jit
+    def statistics() -> jax.Array:
+        call = functools.partial(sparse_mla, return_lse=True, implementation="xla", **shared)
+        return call(exact_q, exact_kv, indices)[1]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation: str, q: jax.Array, kv: jax.Array) -> jax.Array:
+        return attn_dist(q, kv, indices, lse, implementation=implementation, **options)
+
+    lse = statistics()
+    got = run("cuda", q, kv)
+    assert_matches(got, run("xla", exact_q, exact_kv), tol=2e-5, what="dist")
+    again = run("cuda", q, jnp.nan_to_num(kv))
     np.testing.assert_array_equal(np.asarray(got), np.asarray(again))
 
 

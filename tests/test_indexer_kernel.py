@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from compare import assert_as_good_as, assert_matches
 
 from jax_dsa import indexer_logits, indexer_topk, quantize_fp8, topk
+from jax_dsa.ops.indexer import TOPK_BWD, IndexerOptions
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +41,8 @@ def logits(given: dict[str, Any], implementation: str, dtype: Any = None, **opti
     given = dict(given)
     if dtype is not None:
         given |= {"q": given["q"].astype(dtype), "k": given["k"].astype(dtype)}
-    return indexer_logits(**given, implementation=implementation, **options)
+    call = functools.partial(indexer_logits, implementation=implementation, **options)
+    return jax.jit(lambda given: call(**given))(given)
 
 
 SHAPES = {
@@ -94,8 +97,9 @@ def test_more_than_2_31_logits() -> None:
 def test_topk_is_that_of_the_logits(k: int, dtype: Any, rng: np.random.Generator) -> None:
     given = inputs(rng, t=300, s=3000, j=64, c=128, dtype=dtype)
     want, values = topk(logits(given, "cuda"), k, return_values=True, implementation="cuda")
+    select = jax.jit(lambda given: indexer_topk(**given, top_k=k, implementation="cuda"))
     for _ in range(20):
-        got = indexer_topk(**given, top_k=k, implementation="cuda")
+        got = select(given)
         np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want))
         np.testing.assert_array_equal(np.asarray(got[1]), np.asarray(values))
 
@@ -123,31 +127,32 @@ BACKWARD_SHAPES = {
 def test_gradients_of_selected_logits(
     name: str, with_scale: bool, relu: bool, rng: np.random.Generator
 ) -> None:
+    """On given selections: which keys are selected last hangs on the logits' last bits."""
     shape = dict(BACKWARD_SHAPES[name])
-    top_k = shape.pop("k")
+    slots = shape.pop("k")
     given = inputs(rng, **shape, dtype=jnp.bfloat16)
-    given["k"] = jnp.nan_to_num(given["k"])
+    k, k_scale = jnp.nan_to_num(given["k"]), None
     if with_scale:
-        given["k_scale"] = jnp.asarray(rng.uniform(0.5, 2, given["k"].shape[:2]), jnp.float32)
-    moving = [x for x in ("q", "k", "weights", "k_scale") if given[x] is not None]
+        k_scale = jnp.asarray(rng.uniform(0.5, 2, k.shape[:2]), jnp.float32)
+    batch, queries = given["weights"].shape[:2]
+    indices = np.full((batch, queries, slots), -1, np.int32)
+    for row in indices.reshape(-1, slots):
+        count = rng.integers(0, min(slots, shape["s"]) + 1)
+        row[:count] = np.sort(rng.choice(shape["s"], count, replace=False))
+    g = jnp.asarray(rng.standard_normal(indices.shape), jnp.float32)
+    options = IndexerOptions(relu=relu, top_k=slots)
 
+    @functools.partial(jax.jit, static_argnums=(0, 1))
     def gradients(implementation: str, dtype: Any) -> Any:
-        operands = {x: given[x] for x in moving}
-        operands |= {x: given[x].astype(dtype) for x in ("q", "k")}
-
-        def loss(operands: dict[str, Any]) -> jax.Array:
-            _, values = indexer_topk(
-                **(given | operands), top_k=top_k, relu=relu, implementation=implementation
-            )
-            return jnp.sin(jnp.where(jnp.isfinite(values), values, 0) / 30).sum()
-
-        return jax.grad(loss)(operands)
+        operands = given["q"].astype(dtype), k.astype(dtype), given["weights"], k_scale
+        grads = TOPK_BWD(options, *operands, indices, g, implementation=implementation)
+        return [x for x in grads if x is not None]
 
     got = gradients("cuda", jnp.bfloat16)
     low, exact = gradients("xla", jnp.bfloat16), gradients("xla", jnp.float32)
-    for x in moving:
-        assert got[x].dtype == low[x].dtype
-        assert_as_good_as(got[x], low[x], exact[x], factor=4.0, what=x)
+    for name, x, lo, ex in zip(("dq", "dk", "dweights", "dk_scale"), got, low, exact, strict=False):
+        assert x.dtype == lo.dtype
+        assert_as_good_as(x, lo, ex, factor=4.0, what=name)
 
 
 def test_in_a_replayed_program(rng: np.random.Generator) -> None:

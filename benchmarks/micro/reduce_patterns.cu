@@ -75,9 +75,10 @@ int main() {
         }
         return count * 1024. / best * 1e-9;
       };
-      printf("S%-6d %d warps  TB/s: 32 B %.2f  64 B %.2f  128 B %.2f  512 B %.2f  bulk 1 KiB %.2f\n",
-             keys, warps, time(reduce<2>), time(reduce<4>), time(reduce<8>), time(reduce<32>),
-             time(reduce_bulk));
+      printf(
+          "S%-6d %d warps  TB/s: 32 B %.2f  64 B %.2f  128 B %.2f  512 B %.2f  bulk 1 KiB %.2f\n",
+          keys, warps, time(reduce<2>), time(reduce<4>), time(reduce<8>), time(reduce<32>),
+          time(reduce_bulk));
       CHECK(cudaFree(d_rows));
       CHECK(cudaFree(to));
     }

@@ -4,17 +4,17 @@
 //                -inf                                               otherwise
 //
 // Keys are the rows of a product and (query, head) pairs its columns: a warpgroup multiplies a tile
-// of 64 keys with kN = 256 columns, 4 queries of 64 heads (8 of 32, 16 of 16; fewer heads are
-// padded with weight 0). A column's weight is the same for all keys, so that the weights of a
-// warpgroup's queries stay in registers, 64 a thread. What follows the product is then a maximum
-// and an FMA for every accumulator, and the sum over heads is in each thread but for the last step
-// over four lanes.
+// of 64 keys with kN columns, for kN = 256 that is 4 queries of 64 heads (8 of 32, 16 of 16; fewer
+// heads are padded with weight 0). A column's weight is the same for all keys, so that the weights
+// of a warpgroup's queries stay in registers, kN / 4 a thread. What follows the product is then a
+// relu and an FMA for every accumulator, and the sum over heads is in each thread but for the last
+// step over four lanes.
 //
-// Warpgroups: two multiply, each with its own queries and both with the same keys; while one is in
-// its sums the tensor cores have the other's product. The third has one warp that copies queries
-// and keys (TMA), and three that write -inf where no product is needed.
+// Warpgroups: two of kN = 256 multiply, or four of 128, each with its own queries and all with the
+// same keys; while one is in its sums the tensor cores have another's product. The last has one
+// warp that copies queries and keys (TMA), and three that write -inf where no product is needed.
 //
-// Work: `kQueries` queries, both warpgroups', are an item; its key tiles are those that any of its
+// Work: `kQueries` queries, all warpgroups', are an item; its key tiles are those that any of its
 // queries sees. All items' key tiles in order are cut into equal shares, one a block: each block
 // sums up the items' counts itself, which takes microseconds and needs no other kernel and no
 // workspace. The -inf between the items' tiles and the rows' ends are dealt out separately.
@@ -36,17 +36,17 @@ namespace jax_dsa::indexer {
 
 inline constexpr int kTile = 64;  // keys
 
-// kHeads: heads with padding; kN: columns of a warpgroup's product.
-// kTurns: two warpgroups issue their products alternately.
-template <IndexerDType kDType_, int kChannels, int kHeads_, int kN_ = 256, int kWarpgroups_ = 2,
-          bool kTurns_ = kWarpgroups_ == 2, bool kSums_ = false>
+// kHeads: heads with padding; kWarpgroups: 2 or 4 that multiply.
+template <IndexerDType kDType_, int kChannels, int kHeads_, int kWarpgroups_ = 2, int kSums_ = 1>
 struct Traits {
-  static constexpr bool kTurns = kTurns_;
+  static constexpr int kN = 512 / kWarpgroups_;  // columns of a warpgroup's product
+  // Two warpgroups issue their products alternately.
+  static constexpr bool kTurns = kWarpgroups_ == 2;
   // Odd columns' relu(x) as (x + |x|) / 2, half of it in their weights: additions run at twice the
   // rate of maxima. It makes NaN of -inf, which products of e4m3 cannot be.
-  static constexpr bool kSums = kSums_;
+  static constexpr int kSums = kDType_ == IndexerDType::kE4M3 ? kSums_ : 0;
   static constexpr IndexerDType kDType = kDType_;
-  static constexpr int kHeads = kHeads_, kN = kN_, kWarpgroups = kWarpgroups_;
+  static constexpr int kHeads = kHeads_, kWarpgroups = kWarpgroups_;
   static constexpr int kElementBytes = kDType == IndexerDType::kBF16 ? 2 : 1;
   static constexpr int kChannelBytes = kChannels * kElementBytes;
   static constexpr int kRowBytes = kChannelBytes < 128 ? kChannelBytes : 128;
@@ -303,9 +303,9 @@ __device__ __forceinline__ void multiply(float (&d)[Tr::kN / 2], uint64_t k, uin
 
 // From a thread's accumulators - rows r and r + 8, columns 2 * (lane % 4) + {0, 1} of each eight -
 // the sums of w * relu(x) over heads: lane % 4 = 2 * b + a gets row r + 8 * a of queries 2 * h + b.
-template <typename Tr>
+template <typename Tr, bool kRelu>
 __device__ __forceinline__ void sum_heads(const float (&x)[Tr::kN / 2],
-                                          const float (&w)[Tr::kN / 4], float floor,
+                                          const float (&w)[Tr::kN / 4],
                                           float (&sum)[Tr::kOwnQueries / 2]) {
   constexpr int kGroups = Tr::kHeads / 8;  // of eight columns, of one query
   float part[Tr::kOwnQueries][2];
@@ -319,7 +319,9 @@ __device__ __forceinline__ void sum_heads(const float (&x)[Tr::kN / 2],
         for (int r = 0; r < 2; ++r) {
           const int i = query * kGroups + g;
           const float score = x[4 * i + 2 * r + e];
-          const float y = Tr::kSums && e == 1 ? score + fabsf(score) : max_nan(score, floor);
+          const float y = e >= 2 - Tr::kSums ? score + (kRelu ? fabsf(score) : score)
+                          : kRelu            ? max_nan(score, 0.f)
+                                             : score;
           float& s = part[query][r];
           s = g + e == 0 ? w[2 * i] * y : fmaf(w[2 * i + e], y, s);
         }
@@ -345,7 +347,6 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
   constexpr int kOwn = Tr::kOwnQueries;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / 128;
   const int own_row = warp * 16 + lane / 4 + lane % 2 * 8, own_query = lane / 2 % 2;
-  const float floor = p.relu ? 0.f : -INFINITY;
   const int keys = static_cast<int>(p.keys);
   const uint64_t q = k_major_rows_descriptor<Tr::kRowBytes>(smem_address(shared.q[0][0][group]));
   const uint64_t k = k_major_rows_descriptor<Tr::kRowBytes>(smem_address(shared.k[0]));
@@ -364,7 +365,7 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
       const int column = i / 2 * 8 + i % 2, head = column % Tr::kHeads + lane % 4 * 2;
       const bool there = column / Tr::kHeads < queries && head < p.heads;
       w[i] = there ? __ldg(p.weights + (token + column / Tr::kHeads) * p.heads + head) : 0.f;
-      if (Tr::kSums && i % 2 == 1) w[i] *= 0.5f;
+      if (i % 2 >= 2 - Tr::kSums) w[i] *= 0.5f;
     }
     int start[kOwn / 2];
     uint32_t length[kOwn / 2];  // a key is seen if key - start < length
@@ -397,7 +398,11 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
         wgmma_wait<0>();
         wgmma_pin(x);
         if (lane == 0) mbarrier_arrive(&shared.k_free[k_stage]);
-        sum_heads<Tr>(x, w, floor, sum);
+        if (p.relu) {
+          sum_heads<Tr, true>(x, w, sum);
+        } else {
+          sum_heads<Tr, false>(x, w, sum);
+        }
       } else {
         if constexpr (Tr::kTurns) named_barrier_arrive<256>(kTurn + 1 - group);
         if (lane == 0) mbarrier_arrive(&shared.k_free[k_stage]);

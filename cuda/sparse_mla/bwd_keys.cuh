@@ -78,10 +78,10 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
   counter_add(&counters.read);
 }
 
-// Adds the warp's 16 rows of an accumulator to global memory, 8 rows by 32 columns at a time through
-// `stage`, so that eight lanes have 128 bytes of a row side by side: reductions of 32 bytes run at 60 %
-// of the rate. In the stage chunk c of row r is at chunk c ^ r. Of this lane's columns to[i] is where
-// those of row 4 * i + lane / 8 belong, if bit i of `counts` is set.
+// Adds the warp's 16 rows of an accumulator to global memory, 8 rows by 32 columns at a time
+// through `stage`, so that eight lanes have 128 bytes of a row side by side: reductions of 32 bytes
+// run at 60 % of the rate. In the stage chunk c of row r is at chunk c ^ r. Of this lane's columns
+// to[i] is where those of row 4 * i + lane / 8 belong, if bit i of `counts` is set.
 template <int kN>
 __device__ __forceinline__ void reduce_rows(const float (&x)[kN], uint32_t stage,
                                             float* const (&to)[4], int columns, uint32_t counts) {
