@@ -2,7 +2,7 @@
 
     python benchmarks/dsa_layer.py --queries 8192 --keys 8192 [--implementation xla]
 
-`dsa_attention` with its indexer loss: N 128, D 576, K 2048, J 64, C 128, bfloat16, the queries at the
+`dsa_attention` with its indexer loss: N 128, D 576, K 2048, J 64, C 128, bfloat16, queries at the
 end of the context. The memory is JAX's own count, so a process measures one layer.
 """
 
