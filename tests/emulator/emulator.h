@@ -7,7 +7,8 @@
 // `Options::late_wgmma`, copies by `Options::late_copies`, each warp for itself: what a missing
 // wait or a barrier in the wrong place would let through shows as a wrong result in one of the four
 // combinations, and a deadlock ends the program with the fibers' positions. The order in which
-// warps run follows `Options::seed`. What this cannot see: rounding of the tensor cores, missing
+// warps run follows `Options::seed`; now and then a warp stands still until the others need it, as
+// one does on a GPU that waits for instructions. What this cannot see: rounding of the tensor cores, missing
 // proxy fences, time.
 #pragma once
 
@@ -214,6 +215,7 @@ inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads
     resident.push_back(std::move(block));
   }
   const unsigned warps = (threads + 31) / 32 * blocks;
+  std::vector<bool> asleep(warps);
   std::vector<unsigned> order(warps);
   for (unsigned i = 0; i < warps; ++i) order[i] = i;
   for (;;) {
@@ -221,6 +223,10 @@ inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads
     bool all_done = true;
     std::shuffle(order.begin(), order.end(), machine.random);
     for (unsigned i : order) {
+      if (asleep[i]) {
+        all_done = false;
+        continue;
+      }
       Block& block = *resident[i % blocks];
       for (unsigned t = i / blocks * 32; t < std::min(threads, (i / blocks + 1) * 32); ++t) {
         Fiber& f = block.fibers[t];
@@ -230,7 +236,14 @@ inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads
       }
     }
     if (all_done) break;
-    if (machine.progress != before) continue;
+    if (machine.progress != before) {
+      if (machine.random() % 4 == 0) asleep[machine.random() % warps] = true;
+      continue;
+    }
+    if (std::find(asleep.begin(), asleep.end(), true) != asleep.end()) {
+      std::fill(asleep.begin(), asleep.end(), false);
+      continue;
+    }
     // Any of the work that waits, and often several pieces at once; stores last of all.
     auto& from = machine.pending.empty() ? machine.stores : machine.pending;
     if (from.empty()) report_deadlock(resident);
