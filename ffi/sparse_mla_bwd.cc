@@ -76,10 +76,10 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
   return launch_status(kOp, launch_sparse_mla_bwd(params, stream));
 }
 
-// rows [R, D] bf16, order [R], starts [S + 1] int32, dkv [S, D] f32, which shares its memory with
+// rows [R, D] bf16, order [R] int32, key [R] uint32, dkv [S, D] f32, which shares its memory with
 // the result -> dkv
 ffi::Error sparse_mla_sum_rows(cudaStream_t stream, ffi::Buffer<ffi::BF16> rows,
-                               ffi::Buffer<ffi::S32> order, ffi::Buffer<ffi::S32> starts,
+                               ffi::Buffer<ffi::S32> order, ffi::Buffer<ffi::U32> key,
                                ffi::Buffer<ffi::F32> dkv, ffi::Result<ffi::Buffer<ffi::F32>> out) {
   constexpr const char* kOp = "sparse_mla_sum_rows";
   if (rows.dimensions().size() != 2) return invalid_argument(kOp, "rows is not of rank 2");
@@ -90,7 +90,7 @@ ffi::Error sparse_mla_sum_rows(cudaStream_t stream, ffi::Buffer<ffi::BF16> rows,
     return invalid_argument(kOp, "more than 2^31 - 1 rows");
   }
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "order", order.dimensions(), {}, {count}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "starts", starts.dimensions(), {}, {keys + 1}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "key", key.dimensions(), {}, {count}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dkv", dkv.dimensions(), {}, {keys, dim}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "the result", out->dimensions(), {}, {keys, dim}));
   if (out->untyped_data() != dkv.untyped_data()) {
@@ -99,8 +99,9 @@ ffi::Error sparse_mla_sum_rows(cudaStream_t stream, ffi::Buffer<ffi::BF16> rows,
   const SparseMlaSumRowsParams params = {
       .rows = rows.untyped_data(),
       .order = order.typed_data(),
-      .starts = starts.typed_data(),
+      .key = key.typed_data(),
       .dkv = out->typed_data(),
+      .row_count = count,
       .keys = keys,
       .dim = static_cast<int>(dim),
   };
@@ -134,7 +135,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SparseMlaSumRows, jax_dsa::sparse_mla_sum_rows,
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::BF16>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

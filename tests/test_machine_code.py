@@ -21,8 +21,8 @@ def disassembler() -> str | None:
 
 
 def test_no_copy_has_an_address_that_the_assembler_breaks() -> None:
-    """ptxas 13.0 makes an illegal instruction of a cp.async whose shared-memory address is a register
-    plus a uniform register (`whole_sum` in cuda/common/ptx.cuh keeps it from that).
+    """ptxas 13.0 makes an illegal instruction of a cp.async whose shared-memory address is a
+    register plus a uniform register (`whole_sum` in cuda/common/ptx.cuh keeps it from that).
     """
     built = pytest.importorskip("jax_dsa._cuda", reason="built without the extension").__file__
     tool = disassembler()

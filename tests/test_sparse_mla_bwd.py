@@ -23,8 +23,7 @@ def handler(
 ) -> tuple[Any, ...]:
     """The handlers' contracts."""
     if target == "jax_dsa.sparse_mla_sum_rows.v1":
-        rows, order, starts, dkv = operands
-        key = jnp.searchsorted(starts, jnp.arange(order.size), side="right") - 1
+        rows, order, key, dkv = operands
         summed = rows.astype(jnp.float32)[order]
         return (dkv.at[key].add(summed, mode="drop"),)
     q, kv, indices, ends, topk_length, dout, lse, delta = operands

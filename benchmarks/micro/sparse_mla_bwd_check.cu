@@ -41,14 +41,16 @@ SparseMlaSumRowsParams sum_rows_of(const Problem& x, const SparseMlaBwdParams& p
       }
     }
   }
-  std::vector<int> order, starts = {0};
+  std::vector<int> order;
+  std::vector<uint32_t> key;
   for (const auto& list : lists) {
     order.insert(order.end(), list.begin(), list.end());
-    starts.push_back(static_cast<int>(order.size()));
+    key.resize(order.size(), &list - lists.data());
   }
   SparseMlaSumRowsParams sum = {};
-  sum.order = upload(order), sum.starts = upload(starts);
-  sum.keys = static_cast<int64_t>(lists.size()), sum.dim = c.dim;
+  sum.order = upload(order), sum.key = upload(key);
+  sum.row_count = static_cast<int64_t>(order.size()), sum.keys = static_cast<int64_t>(lists.size()),
+  sum.dim = c.dim;
   return sum;
 }
 SparseMlaSumRowsParams with(SparseMlaSumRowsParams sum, const SparseMlaBwdParams& p) {
@@ -105,7 +107,7 @@ bool run_case(const Case& c, uint64_t seed) {
        {p.q, p.kv, (const void*)p.indices, (const void*)p.ends, (const void*)p.topk_length, p.dout,
         (const void*)p.lse, (const void*)p.delta, (const void*)p.dq, (const void*)p.dkv,
         (const void*)p.counters, (const void*)p.images, (const void*)p.rows, (const void*)sum.order,
-        (const void*)sum.starts}) {
+        (const void*)sum.key}) {
     CHECK(cudaFree(const_cast<void*>(a)));
   }
   return good;
@@ -206,13 +208,17 @@ void bench(int T, int S, int N, int D, int K) {
     for (int key = 0; key < S; ++key) starts[key + 1] += starts[key];
     std::vector<int> next(starts.begin(), starts.end() - 1);
     order.resize(starts[S]);
+    std::vector<uint32_t> key_of(starts[S]);
+    for (int key = 0; key < S; ++key) {
+      std::fill(key_of.begin() + starts[key], key_of.begin() + starts[key + 1], key);
+    }
     for (int64_t i = 0; i < int64_t{chunk} * K; ++i) {
       const int key = selected[int64_t{first} * K + i];
       if (key >= 0) order[next[key]++] = i / K * padded + i % K;
     }
     SparseMlaSumRowsParams sum = {};
     sum.rows = r.rows, sum.dkv = p.dkv, sum.keys = S, sum.dim = D;
-    sum.order = upload(order), sum.starts = upload(starts);
+    sum.order = upload(order), sum.key = upload(key_of), sum.row_count = starts[S];
     sums.push_back(sum);
   }
   const float by_rows = milliseconds([&] {
@@ -238,7 +244,7 @@ void bench(int T, int S, int N, int D, int K) {
   }
   for (const auto& sum : sums) {
     CHECK(cudaFree(const_cast<int32_t*>(sum.order)));
-    CHECK(cudaFree(const_cast<int32_t*>(sum.starts)));
+    CHECK(cudaFree(const_cast<uint32_t*>(sum.key)));
   }
 }
 

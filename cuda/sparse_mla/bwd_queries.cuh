@@ -235,8 +235,8 @@ __device__ void consume_queries(const SparseMlaBwdParams& p, const BwdWork& work
     bulk_wait();
     counter_add(&bwd_counters(p)[item.row].written);
   }
-  // The gradients leave through this warp's rows of the image, which the other warp of the pair must
-  // have loaded: P before the last barrier, dS now.
+  // The gradients leave through this warp's rows of the image, which the other warp of the pair
+  // must have loaded: P before the last barrier, dS now.
   if constexpr (kSide == 0) {
     named_barrier_arrive<64>(kProbabilitiesReady + warp);
   } else {

@@ -75,10 +75,11 @@ cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& params, cudaStream_t
 
 // Adds rows to keys, in the order given: bit-identical on every run.
 struct SparseMlaSumRowsParams {
-  const void* rows;       // [row_count, dim], bf16
-  const int32_t* order;   // [row_count]: rows, those of key 0 first
-  const int32_t* starts;  // [keys + 1]: where in `order` each key's rows begin and end
-  float* dkv;             // [keys, dim], added to
+  const void* rows;      // [row_count, dim], bf16
+  const int32_t* order;  // [row_count]: rows, those of key 0 first
+  const uint32_t* key;   // [row_count]: whose row order[i] is, ascending; `keys` or more: no key's
+  float* dkv;            // [keys, dim], added to
+  int64_t row_count;     // below 2^31
   int64_t keys;
   int dim;  // 576 or 512
 };

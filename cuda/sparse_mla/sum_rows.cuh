@@ -15,13 +15,27 @@ namespace jax_dsa::sparse_mla {
 inline constexpr int kSumKeys = 4;    // of a block
 inline constexpr int kSumUnroll = 4;  // rows on their way at the same time
 
+// The first row of `key` or of a later one.
+__device__ inline int first_row(const SparseMlaSumRowsParams& p, int64_t key) {
+  int low = 0, high = static_cast<int>(p.row_count);
+  while (low < high) {
+    const int middle = low + (high - low) / 2;
+    if (p.key[middle] < key) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
 template <int kD>
 __global__ void __launch_bounds__(kSumKeys* kD / 8)
     sum_rows_kernel(const __grid_constant__ SparseMlaSumRowsParams p) {
   constexpr int kLanes = kD / 8;
   const int64_t key = blockIdx.x * int64_t{kSumKeys} + threadIdx.x / kLanes;
   if (key >= p.keys) return;
-  const int begin = p.starts[key], end = p.starts[key + 1];
+  const int begin = first_row(p, key), end = first_row(p, key + 1);
   if (begin >= end) return;
   const int column = threadIdx.x % kLanes * 8;
   const char* const rows = static_cast<const char*>(p.rows) + column * 2;

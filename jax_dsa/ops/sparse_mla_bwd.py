@@ -73,8 +73,8 @@ def _rows_by_key(
     keys: int,
     parts: int,
     padded: int,
-) -> tuple[Int[Array, "R"], Int[Array, "BSG1"]]:
-    """Every key's rows: a stable order of all rows by key, and where each key's begin in it.
+) -> tuple[Int[Array, "R"], Int[Array, "R"]]:
+    """A stable order of all rows by key, and the keys in that order; those of no key come last.
 
     A slot has `parts` rows, of 128 heads each.
     """
@@ -89,8 +89,7 @@ def _rows_by_key(
     key = key.reshape(-1).astype(jnp.uint32)
     row = jnp.arange(key.size, dtype=jnp.int32)
     key, order = jax.lax.sort((key, row), num_keys=1, is_stable=True)
-    starts = jnp.searchsorted(key, jnp.arange(nowhere + 1, dtype=jnp.uint32))
-    return order, starts.astype(jnp.int32)
+    return order, key
 
 
 def sparse_mla_bwd(
@@ -132,10 +131,10 @@ def sparse_mla_bwd(
         aval = jax.ShapeDtypeStruct((count, D), q.dtype)
         dq, rows = _kernel(options, operands, aval, by_rows=True)
         valid = reference.valid_slots(indices, ends, topk_length, S)
-        order, starts = _rows_by_key(indices, valid, S, parts, padded)
+        order, key = _rows_by_key(indices, valid, S, parts, padded)
         shape = jax.ShapeDtypeStruct(dkv.shape, dkv.dtype)
         target = "jax_dsa.sparse_mla_sum_rows.v1"
-        (dkv,) = ffi.handler(target, (rows, order, starts, dkv), [shape], {}, {3: 0})
+        (dkv,) = ffi.handler(target, (rows, order, key, dkv), [shape], {}, {3: 0})
         return dkv, (dq,)
 
     xs = q, indices, ends, topk_length, dout, lse, delta

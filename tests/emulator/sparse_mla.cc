@@ -95,10 +95,11 @@ void backward(const Case& c, const emulator::Options& options) {
       }
     }
   }
-  std::vector<int> order, starts = {0};
+  std::vector<int> order;
+  std::vector<uint32_t> key;
   for (const auto& list : lists) {
     order.insert(order.end(), list.begin(), list.end());
-    starts.push_back(static_cast<int>(order.size()));
+    key.resize(order.size(), &list - lists.data());
   }
   std::fill(dkv.begin(), dkv.end(), 0.f);
   std::fill(dq.begin(), dq.end(), __float2bfloat16(NAN));
@@ -106,8 +107,9 @@ void backward(const Case& c, const emulator::Options& options) {
   run.template operator()<true>();
   const SparseMlaSumRowsParams sum = {.rows = summands.data(),
                                       .order = order.data(),
-                                      .starts = starts.data(),
+                                      .key = key.data(),
                                       .dkv = dkv.data(),
+                                      .row_count = static_cast<int64_t>(order.size()),
                                       .keys = static_cast<int64_t>(lists.size()),
                                       .dim = c.dim};
   const int keys = sparse_mla::kSumKeys;
