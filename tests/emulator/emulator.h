@@ -8,8 +8,8 @@
 // wait or a barrier in the wrong place would let through shows as a wrong result in one of the four
 // combinations, and a deadlock ends the program with the fibers' positions. The order in which
 // warps run follows `Options::seed`; now and then a warp stands still until the others need it, as
-// one does on a GPU that waits for instructions. What this cannot see: rounding of the tensor cores, missing
-// proxy fences, time.
+// one does on a GPU that waits for instructions. What this cannot see: rounding of the tensor
+// cores, missing proxy fences, time.
 #pragma once
 
 #include <cuda_runtime_api.h>
