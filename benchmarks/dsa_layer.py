@@ -1,6 +1,6 @@
-"""Time and peak memory of one DSA layer's forward and backward pass, on the GPU that JAX finds.
+"""Time and peak memory of one DSA layer, forward and backward, on the GPU that JAX finds.
 
-    python benchmarks/dsa_layer.py --queries 8192 --keys 8192 [--implementation xla]
+    python benchmarks/dsa_layer.py --queries 8192 --keys 8192 [--forward] [--implementation xla]
 
 `dsa_attention` with its indexer loss: N 128, D 576, K 2048, J 64, C 128, bfloat16, queries at the
 end of the context. The memory is JAX's own count, so a process measures one layer.
@@ -30,6 +30,7 @@ def main() -> None:
         "--implementation", choices=["cuda", "xla"], help="default: jax_dsa chooses"
     )
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--forward", action="store_true", help="without the backward pass")
     args = parser.parse_args()
     t, s = args.queries, args.keys
     device = jax.devices()[0]
@@ -45,33 +46,39 @@ def main() -> None:
             jax.random.normal(e, (1, t, INDEX_HEADS)) / 64,
         )
 
-    @jax.jit
-    def layer(cotangent: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def layer(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, aux = jax_dsa.dsa_attention(
+            *operands,
+            top_k=TOP_K,
+            query_start=s - t,
+            deterministic=args.deterministic,
+            implementation=args.implementation,
+        )
+        return out, aux.kl
+
+    def gradients(cotangent: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
         def loss(*operands: jax.Array) -> jax.Array:
-            out, aux = jax_dsa.dsa_attention(
-                *operands,
-                top_k=TOP_K,
-                query_start=s - t,
-                deterministic=args.deterministic,
-                implementation=args.implementation,
-            )
-            return jnp.vdot(out.astype(jnp.float32), cotangent.astype(jnp.float32)) + aux.kl
+            out, kl = layer(*operands)
+            return jnp.vdot(out.astype(jnp.float32), cotangent.astype(jnp.float32)) + kl
 
         return jax.grad(loss, argnums=tuple(range(5)))(*operands)
 
     operands = inputs(jax.random.key(0))
-    cotangent = jax.random.normal(jax.random.key(1), (1, t, HEADS, VALUE_DIM), jnp.bfloat16)
-    given = sum(x.nbytes for x in (*operands, cotangent))
-    program = layer.lower(cotangent, *operands).compile()
-    jax.block_until_ready(program(cotangent, *operands))
+    if not args.forward:
+        cotangent = jax.random.normal(jax.random.key(1), (1, t, HEADS, VALUE_DIM), jnp.bfloat16)
+        operands = (cotangent, *operands)
+    given = sum(x.nbytes for x in operands)
+    program = jax.jit(layer if args.forward else gradients).lower(*operands).compile()
+    jax.block_until_ready(program(*operands))
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        jax.block_until_ready(program(cotangent, *operands))
+        jax.block_until_ready(program(*operands))
         seconds.append(time.perf_counter() - start)
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     print(
-        f"T{t} S{s} {args.implementation or 'default'}{' deterministic' * args.deterministic}: "
+        f"T{t} S{s} {args.implementation or 'default'}{' deterministic' * args.deterministic}"
+        f"{' forward' * args.forward}: "
         f"{1e3 * sorted(seconds)[2]:.1f} ms; peak {peak / 2**30:.2f} GiB, of which inputs "
         f"{given / 2**30:.2f} GiB; one [T, S] float32 array would be {4 * t * s / 2**30:.2f} GiB; "
         f"{device.device_kind}, JAX {jax.__version__}"

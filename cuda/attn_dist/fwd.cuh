@@ -217,7 +217,7 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
     for (int i = 0; i < kD / 16; ++i) {
       if (i == kFirstPart * 4) wait_for(1);
       if (i % (kFirstPart * 4) == 0) wgmma_fence();
-      wgmma_m64n64k16(s, q[i], keys + i / 4 * (kBlockBytes / 16) + i % 4 * 2, i > 0);
+      wgmma_bf16<kKMajor>(s, q[i], keys + i / 4 * (kBlockBytes / 16) + i % 4 * 2, i > 0);
       // The other's first product queues behind the last ones here.
       if (i == kD / 16 - 3) named_barrier_arrive<256>(kTurn + 1 - side);
     }

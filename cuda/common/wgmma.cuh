@@ -1,4 +1,4 @@
-// wgmma with bf16 operands and f32 accumulators, and the descriptors of 128-byte-swizzled tiles.
+// wgmma with bf16 or e4m3 operands and f32 accumulators, and the descriptors of swizzled tiles.
 //
 // Tiles are made of blocks of 64 columns: a block's row is 128 bytes, row r's 16-byte chunk c lies
 // at chunk c ^ (r % 8), and eight rows (1024 bytes, so aligned) are the swizzle's period. The same
@@ -7,6 +7,7 @@
 //     rows, 16 columns are 32 bytes;
 //   MN-major operand (the rows are contracted): the leading offset leads to the next 64 columns,
 //     the stride offset to the next eight rows, 16 rows are 2048 bytes.
+// Narrower K-major tiles have rows of 32 or 64 bytes, swizzled over that width.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +27,13 @@ __device__ __forceinline__ uint64_t k_major_descriptor(uint32_t address) {
 }
 __device__ __forceinline__ uint64_t mn_major_descriptor(uint32_t address, uint32_t block_bytes) {
   return wgmma_descriptor(address, block_bytes, 1024);
+}
+// K-major, rows of 32, 64 or 128 bytes; eight of them, so aligned, are the swizzle's period.
+template <int kRowBytes>
+__device__ __forceinline__ uint64_t k_major_rows_descriptor(uint32_t address) {
+  constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+  return kSwizzle << 62 | uint64_t{kRowBytes * 8 >> 4} << 32 | uint64_t{1} << 16 |
+         (address & 0x3ffff) >> 4;
 }
 
 // Before the first wgmma, and again whenever registers of one were touched by anything else.
@@ -49,138 +57,110 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kN]) {
 }
 
 // clang-format off
+#define JAX_DSA_REGISTERS_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define JAX_DSA_REGISTERS_64 JAX_DSA_REGISTERS_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define JAX_DSA_REGISTERS_128 JAX_DSA_REGISTERS_64 ", " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define JAX_DSA_ACC8(d, i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define JAX_DSA_ACC32(d, i) \
   JAX_DSA_ACC8(d, i), JAX_DSA_ACC8(d, i + 8), JAX_DSA_ACC8(d, i + 16), JAX_DSA_ACC8(d, i + 24)
+#define JAX_DSA_ACC64(d) JAX_DSA_ACC32(d, 0), JAX_DSA_ACC32(d, 32)
+#define JAX_DSA_ACC128(d) JAX_DSA_ACC64(d), JAX_DSA_ACC32(d, 64), JAX_DSA_ACC32(d, 96)
 
-// d [64, 64] (+)= a b^T: both K-major in shared memory.
-__device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], uint64_t a,
-    uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%32, %33, p, 1, 1, 0, 0;\n}\n"
-      : JAX_DSA_ACC32(d, 0)
-      : "l"(a), "l"(b), "r"(int{accumulate}));
+// `operands` are the numbers of a and b, `predicate` that of the accumulate flag, `majors` those of
+// the operands' orders.
+#define JAX_DSA_WGMMA(shape_and_types, registers, operands, predicate, majors) \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, " predicate ", 0;\n" \
+  "wgmma.mma_async.sync.aligned." shape_and_types " {" registers "}, " operands ", p, 1, 1" \
+  majors ";\n}\n"
+
+// Whose elements lie side by side: those that are contracted, or the rows of a and columns of b.
+enum Major { kKMajor = 0, kMNMajor = 1 };
+
+// d [64, n] (+)= a [64, 16] b [16, n], bf16, both in shared memory; d has n / 2 elements a thread.
+template <Major kA, Major kB, int kD>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[kD], uint64_t a, uint64_t b,
+                                           bool accumulate) {
+  if constexpr (kD == 32) {
+    asm volatile(JAX_DSA_WGMMA("m64n64k16.f32.bf16.bf16", JAX_DSA_REGISTERS_32,
+                               "%32, %33", "%34", ", %35, %36")
+        : JAX_DSA_ACC32(d, 0)
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(kA), "n"(kB));
+  } else if constexpr (kD == 64) {
+    asm volatile(JAX_DSA_WGMMA("m64n128k16.f32.bf16.bf16", JAX_DSA_REGISTERS_64,
+                               "%64, %65", "%66", ", %67, %68")
+        : JAX_DSA_ACC64(d)
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(kA), "n"(kB));
+  } else {
+    static_assert(kD == 128);
+    asm volatile(JAX_DSA_WGMMA("m64n256k16.f32.bf16.bf16", JAX_DSA_REGISTERS_128,
+                               "%128, %129", "%130", ", %131, %132")
+        : JAX_DSA_ACC128(d)
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(kA), "n"(kB));
+  }
 }
 
-// d [64, 64] (+)= a b^T: a in registers, b K-major in shared memory.
-__device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], const uint32_t (&a)[4],
-    uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
-      : JAX_DSA_ACC32(d, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
+// The same with a in registers.
+template <Major kB, int kD>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[kD], const uint32_t (&a)[4], uint64_t b,
+                                           bool accumulate) {
+  if constexpr (kD == 32) {
+    asm volatile(JAX_DSA_WGMMA("m64n64k16.f32.bf16.bf16", JAX_DSA_REGISTERS_32,
+                               "{%32, %33, %34, %35}, %36", "%37", ", %38")
+        : JAX_DSA_ACC32(d, 0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}),
+          "n"(kB));
+  } else if constexpr (kD == 64) {
+    asm volatile(JAX_DSA_WGMMA("m64n128k16.f32.bf16.bf16", JAX_DSA_REGISTERS_64,
+                               "{%64, %65, %66, %67}, %68", "%69", ", %70")
+        : JAX_DSA_ACC64(d)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}),
+          "n"(kB));
+  } else {
+    static_assert(kD == 128);
+    asm volatile(JAX_DSA_WGMMA("m64n256k16.f32.bf16.bf16", JAX_DSA_REGISTERS_128,
+                               "{%128, %129, %130, %131}, %132", "%133", ", %134")
+        : JAX_DSA_ACC128(d)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}),
+          "n"(kB));
+  }
 }
 
-// d [64, 256] (+)= a b: a K-major and b [16, 256] MN-major in shared memory.
-__device__ __forceinline__ void wgmma_m64n256k16_mn(float (&d)[128], uint64_t a,
-    uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-      " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-      " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
-      " %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
-      " %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
-      " %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
-      " %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, p, 1, 1, 0, 1;\n}\n"
-      : JAX_DSA_ACC32(d, 0), JAX_DSA_ACC32(d, 32), JAX_DSA_ACC32(d, 64), JAX_DSA_ACC32(d, 96)
-      : "l"(a), "l"(b), "r"(int{accumulate}));
+// d [64, n] (+)= a [64, 32] b [32, n], e4m3, both K-major in shared memory.
+template <int kD>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[kD], uint64_t a, uint64_t b,
+                                           bool accumulate) {
+  if constexpr (kD == 64) {
+    asm volatile(JAX_DSA_WGMMA("m64n128k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_64,
+                               "%64, %65", "%66", "")
+        : JAX_DSA_ACC64(d)
+        : "l"(a), "l"(b), "r"(int{accumulate}));
+  } else {
+    static_assert(kD == 128);
+    asm volatile(JAX_DSA_WGMMA("m64n256k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_128,
+                               "%128, %129", "%130", "")
+        : JAX_DSA_ACC128(d)
+        : "l"(a), "l"(b), "r"(int{accumulate}));
+  }
 }
 
-// d [64, 256] (+)= a b: a in registers, b [16, 256] MN-major in shared memory.
-__device__ __forceinline__ void wgmma_m64n256k16_mn(float (&d)[128], const uint32_t (&a)[4],
-    uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-      " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-      " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
-      " %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
-      " %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
-      " %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
-      " %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "{%128, %129, %130, %131}, %132, p, 1, 1, 1;\n}\n"
-      : JAX_DSA_ACC32(d, 0), JAX_DSA_ACC32(d, 32), JAX_DSA_ACC32(d, 64), JAX_DSA_ACC32(d, 96)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
-}
-
-// d [64, 64] (+)= a b: a in registers, b [16, 64] MN-major in shared memory.
-__device__ __forceinline__ void wgmma_m64n64k16_mn(float (&d)[32], const uint32_t (&a)[4],
-    uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}\n"
-      : JAX_DSA_ACC32(d, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
-}
-
-// d [64, 128] (+)= a b: a in registers, b [16, 128] MN-major in shared memory.
-__device__ __forceinline__ void wgmma_m64n128k16_mn(float (&d)[64], const uint32_t (&a)[4],
-    uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-      " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-      " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
-      : JAX_DSA_ACC32(d, 0), JAX_DSA_ACC32(d, 32)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
-}
-
-// d [64, 64] (+)= a^T b: a [16, 64] and b [16, 64] MN-major in shared memory.
-__device__ __forceinline__ void wgmma_m64n64k16_mn_mn(float (&d)[32], uint64_t a,
-    uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%32, %33, p, 1, 1, 1, 1;\n}\n"
-      : JAX_DSA_ACC32(d, 0)
-      : "l"(a), "l"(b), "r"(int{accumulate}));
-}
-
-// d [64, 256] (+)= a^T b: a [16, 64] and b [16, 256] MN-major in shared memory.
-__device__ __forceinline__ void wgmma_m64n256k16_mn_mn(float (&d)[128], uint64_t a,
-    uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-      " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-      " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
-      " %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
-      " %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
-      " %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
-      " %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, p, 1, 1, 1, 1;\n}\n"
-      : JAX_DSA_ACC32(d, 0), JAX_DSA_ACC32(d, 32), JAX_DSA_ACC32(d, 64), JAX_DSA_ACC32(d, 96)
-      : "l"(a), "l"(b), "r"(int{accumulate}));
-}
-
+#undef JAX_DSA_WGMMA
+#undef JAX_DSA_ACC128
+#undef JAX_DSA_ACC64
 #undef JAX_DSA_ACC32
 #undef JAX_DSA_ACC8
+#undef JAX_DSA_REGISTERS_128
+#undef JAX_DSA_REGISTERS_64
+#undef JAX_DSA_REGISTERS_32
 // clang-format on
 
 }  // namespace jax_dsa

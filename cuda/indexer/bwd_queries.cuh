@@ -164,16 +164,6 @@ __device__ void gather(const IndexerBwdParams& p, QueryShared<kC>& shared) {
 
 // ---- products ----------------------------------------------------------------------------------
 
-// d += h k, for 16 keys.
-__device__ __forceinline__ void multiply_keys(float (&d)[64], const uint32_t (&h)[4], uint64_t k,
-                                              bool accumulate) {
-  wgmma_m64n128k16_mn(d, h, k, accumulate);
-}
-__device__ __forceinline__ void multiply_keys(float (&d)[32], const uint32_t (&h)[4], uint64_t k,
-                                              bool accumulate) {
-  wgmma_m64n64k16_mn(d, h, k, accumulate);
-}
-
 // Bit 8 * (i % 2) + 2 * (i / 2 % 2) + 4 * (i / 4) + r + 16 * e of a lane's word is its gate of head
 // 8 r + lane / 4 and key 8 i + 2 * (lane % 4) + e; afterwards, with l for i, of head 8 r + l and
 // key 8 * (lane / 4) + 2 * (lane % 4) + e.
@@ -222,7 +212,7 @@ __device__ void multiply(const IndexerBwdParams& p, QueryShared<kC>& shared) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kC / 16; ++i) {
-      wgmma_m64n64k16(scores, q[i], k + i / 4 * (kBlockBytes / 16) + i % 4 * 2, i > 0);
+      wgmma_bf16<kKMajor>(scores, q[i], k + i / 4 * (kBlockBytes / 16) + i % 4 * 2, i > 0);
     }
     wgmma_commit();
     ahead.advance();
@@ -263,7 +253,7 @@ __device__ void multiply(const IndexerBwdParams& p, QueryShared<kC>& shared) {
     const uint64_t k = by_key + stage.index * kStageStep;
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) multiply_keys(dq, h[i], k + i * (2048 / 16), i > 0 || accumulate);
+    for (int i = 0; i < 4; ++i) wgmma_bf16<kMNMajor>(dq, h[i], k + i * (2048 / 16), i > 0 || accumulate);
     wgmma_commit();
     stage.advance();
   };

@@ -29,7 +29,6 @@
 #include "common/tma.cuh"
 #include "common/types.h"
 #include "common/wgmma.cuh"
-#include "common/wgmma_rows.cuh"
 #include "indexer/indexer.h"
 
 namespace jax_dsa::indexer {
@@ -294,7 +293,7 @@ __device__ __forceinline__ void multiply(float (&d)[Tr::kN / 2], uint64_t k, uin
     const uint64_t a = k + ((block * kTile * Tr::kRowBytes + step) >> 4);
     const uint64_t b = q + ((block * Tr::kWarpgroups * Tr::kN * Tr::kRowBytes + step) >> 4);
     if constexpr (Tr::kDType == IndexerDType::kBF16) {
-      wgmma_bf16(d, a, b, i > 0);
+      wgmma_bf16<kKMajor, kKMajor>(d, a, b, i > 0);
     } else {
       wgmma_e4m3(d, a, b, i > 0);
     }

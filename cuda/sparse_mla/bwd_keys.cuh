@@ -146,9 +146,10 @@ __device__ void consume_half(const SparseMlaBwdParams& p, const BwdWork& work, c
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const uint64_t step = k * (16 * 128 / 16);
-        wgmma_m64n256k16_mn_mn(values, gradients + step, q + step, true);
-        wgmma_m64n256k16_mn_mn(values, probabilities + step, dout + step, true);
-        if constexpr (kNinth) wgmma_m64n64k16_mn_mn(rest, gradients + step, q_ninth + step, true);
+        wgmma_bf16<kMNMajor, kMNMajor>(values, gradients + step, q + step, true);
+        wgmma_bf16<kMNMajor, kMNMajor>(values, probabilities + step, dout + step, true);
+        if constexpr (kNinth)
+          wgmma_bf16<kMNMajor, kMNMajor>(rest, gradients + step, q_ninth + step, true);
       }
       wgmma_commit();
     }

@@ -151,7 +151,7 @@ __device__ void consume_queries(const SparseMlaBwdParams& p, const BwdWork& work
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const uint64_t offset = block * (kBlockBytes / 16) + k * 2;
-        wgmma_m64n64k16(s, rows + offset, keys + offset, i > 0 || k > 0);
+        wgmma_bf16<kKMajor, kKMajor>(s, rows + offset, keys + offset, i > 0 || k > 0);
       }
     }
     wgmma_commit();
@@ -217,7 +217,7 @@ __device__ void consume_queries(const SparseMlaBwdParams& p, const BwdWork& work
       const uint64_t v = mn_major_descriptor(smem_address(at.keys[own_block(i)]), kBlockBytes);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        wgmma_m64n64k16_mn(dq[i], ds[k], v + k * (16 * 128 / 16), true);
+        wgmma_bf16<kMNMajor>(dq[i], ds[k], v + k * (16 * 128 / 16), true);
       }
       wgmma_commit();
       if (i > 0) {

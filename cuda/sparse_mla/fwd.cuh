@@ -112,7 +112,7 @@ __device__ void consume(const Params& p, Shared<kD>& shared) {
         for (int k = 0; k < 4; ++k) {
           const uint64_t offset = block * (kBlockBytes / 16) + k * 2;
           const bool first = block == kSide * 4 && k == 0;
-          wgmma_m64n64k16(s, q + offset, own_keys + offset, !first);
+          wgmma_bf16<kKMajor, kKMajor>(s, q + offset, own_keys + offset, !first);
         }
       }
     }
@@ -171,7 +171,7 @@ __device__ void consume(const Params& p, Shared<kD>& shared) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      wgmma_m64n256k16_mn(o, probabilities[k], v + k * (16 * 128 / 16), k > 0 || accumulate);
+      wgmma_bf16<kMNMajor>(o, probabilities[k], v + k * (16 * 128 / 16), k > 0 || accumulate);
       if (k % 2 == 1) wgmma_commit();
     }
   };
@@ -181,7 +181,8 @@ __device__ void consume(const Params& p, Shared<kD>& shared) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int k = half * 2 + i;
-      wgmma_m64n256k16_mn(o, others_p + k * 2, v + k * (16 * 128 / 16), i > 0 || accumulate);
+      wgmma_bf16<kKMajor, kMNMajor>(o, others_p + k * 2, v + k * (16 * 128 / 16),
+                                    i > 0 || accumulate);
     }
     wgmma_commit();
   };

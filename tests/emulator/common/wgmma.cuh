@@ -17,6 +17,12 @@ inline uint64_t k_major_descriptor(uint32_t address) { return wgmma_descriptor(a
 inline uint64_t mn_major_descriptor(uint32_t address, uint32_t block_bytes) {
   return wgmma_descriptor(address, block_bytes, 1024);
 }
+template <int kRowBytes>
+uint64_t k_major_rows_descriptor(uint32_t address) {
+  constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+  return kSwizzle << 62 | uint64_t{kRowBytes * 8 >> 4} << 32 | uint64_t{1} << 16 |
+         (address & 0x3ffff) >> 4;
+}
 
 inline void wgmma_fence() {}
 inline void wgmma_commit() { emulator::commit(); }
@@ -27,45 +33,22 @@ void wgmma_wait() {
 template <int kN>
 void wgmma_pin(float (&)[kN]) {}
 
-namespace detail {
-template <int kN>
-void issue(float (&d)[kN], uint64_t a, uint64_t b, bool accumulate, bool a_mn, bool b_mn) {
-  emulator::self().open.push_back(
-      {d, 2 * kN, 16, false, a_mn, b_mn, accumulate, a, b, {0, 0, 0, 0}});
-}
-template <int kN>
-void issue(float (&d)[kN], const uint32_t (&a)[4], uint64_t b, bool accumulate, bool b_mn) {
-  emulator::self().open.push_back(
-      {d, 2 * kN, 16, true, false, b_mn, accumulate, 0, b, {a[0], a[1], a[2], a[3]}});
-}
-}  // namespace detail
+enum Major { kKMajor = 0, kMNMajor = 1 };
 
-inline void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
-  detail::issue(d, a, b, accumulate, false, false);
+template <Major kA, Major kB, int kD>
+void wgmma_bf16(float (&d)[kD], uint64_t a, uint64_t b, bool accumulate) {
+  emulator::self().open.push_back(
+      {d, 2 * kD, 16, false, kA == kMNMajor, kB == kMNMajor, accumulate, a, b, {0, 0, 0, 0}});
 }
-inline void wgmma_m64n64k16(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  detail::issue(d, a, b, accumulate, false);
+template <Major kB, int kD>
+void wgmma_bf16(float (&d)[kD], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  emulator::self().open.push_back(
+      {d, 2 * kD, 16, true, false, kB == kMNMajor, accumulate, 0, b, {a[0], a[1], a[2], a[3]}});
 }
-inline void wgmma_m64n256k16_mn(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
-  detail::issue(d, a, b, accumulate, false, true);
-}
-inline void wgmma_m64n256k16_mn(float (&d)[128], const uint32_t (&a)[4], uint64_t b,
-                                bool accumulate) {
-  detail::issue(d, a, b, accumulate, true);
-}
-inline void wgmma_m64n64k16_mn(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
-                               bool accumulate) {
-  detail::issue(d, a, b, accumulate, true);
-}
-inline void wgmma_m64n128k16_mn(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
-                                bool accumulate) {
-  detail::issue(d, a, b, accumulate, true);
-}
-inline void wgmma_m64n64k16_mn_mn(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
-  detail::issue(d, a, b, accumulate, true, true);
-}
-inline void wgmma_m64n256k16_mn_mn(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
-  detail::issue(d, a, b, accumulate, true, true);
+template <int kD>
+void wgmma_e4m3(float (&d)[kD], uint64_t a, uint64_t b, bool accumulate) {
+  emulator::self().open.push_back(
+      {d, 2 * kD, 32, false, false, false, accumulate, a, b, {0, 0, 0, 0}});
 }
 
 }  // namespace jax_dsa

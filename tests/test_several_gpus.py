@@ -1,0 +1,101 @@
+"""The kernels on two GPUs, sharded over batch entries, queries or heads: as on one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_matches
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_dsa import attn_dist, indexer_logits, indexer_topk, sparse_mla
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.gpu
+
+B, T, S, N, D, K, J, C = 2, 66, 500, 128, 576, 192, 64, 128
+
+
+def attend(q: jax.Array, kv: jax.Array, indices: jax.Array) -> tuple[jax.Array, ...]:
+    """Output, statistics and gradients."""
+
+    def loss(q: jax.Array, kv: jax.Array) -> tuple[jax.Array, Any]:
+        out, lse = sparse_mla(q, kv, indices, return_lse=True, implementation="cuda")
+        return jnp.sin(out.astype(jnp.float32)).sum() + jnp.cos(lse).sum(), (out, lse)
+
+    grads, outs = jax.grad(loss, argnums=(0, 1), has_aux=True)(q, kv)
+    return *outs, *grads
+
+
+def distribution(q: jax.Array, kv: jax.Array, indices: jax.Array) -> tuple[jax.Array, ...]:
+    lse = jnp.full(q.shape[:3], 5.0)
+    return (attn_dist(q, kv, indices, lse, implementation="cuda"),)
+
+
+def select(q: jax.Array, k: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
+    def loss(q: jax.Array, k: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+        indices, values = indexer_topk(q, k, weights, K, implementation="cuda")
+        return jnp.sin(values / 30).sum(), (indices, values)
+
+    grads, outs = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, weights)
+    return *outs, *grads
+
+
+def score(q: jax.Array, k: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
+    return (indexer_logits(q, k, weights, implementation="cuda"),)
+
+
+def attention_inputs(rng: np.random.Generator) -> tuple[jax.Array, ...]:
+    q = jnp.asarray(rng.standard_normal((B, T, N, D)), jnp.bfloat16)
+    kv = jnp.asarray(rng.standard_normal((B, S, 1, D)), jnp.bfloat16)
+    return q, kv, jnp.asarray(rng.integers(-5, S, (B, T, 1, K)), jnp.int32)
+
+
+def indexer_inputs(rng: np.random.Generator) -> tuple[jax.Array, ...]:
+    q = jnp.asarray(rng.standard_normal((B, T, J, C)), jnp.bfloat16)
+    k = jnp.asarray(rng.standard_normal((B, S, C)), jnp.bfloat16)
+    return q, k, jnp.asarray(rng.standard_normal((B, T, J)), jnp.float32)
+
+
+BATCH, QUERIES = (P("x"),) * 3, (P(None, "x"), P(), P(None, "x"))
+ROUTES = {
+    "sparse_mla-batch": (attend, attention_inputs, BATCH),
+    "sparse_mla-queries": (attend, attention_inputs, QUERIES),
+    "sparse_mla-heads": (attend, attention_inputs, (P(None, None, "x"), P(), P())),
+    "attn_dist-batch": (distribution, attention_inputs, BATCH),
+    "attn_dist-queries": (distribution, attention_inputs, QUERIES),
+    "attn_dist-heads": (distribution, attention_inputs, (P(None, None, "x"), P(), P())),
+    "indexer_logits-batch": (score, indexer_inputs, BATCH),
+    "indexer_logits-queries": (score, indexer_inputs, QUERIES),
+    "indexer_topk-batch": (select, indexer_inputs, BATCH),
+    "indexer_topk-queries": (select, indexer_inputs, QUERIES),
+}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_two_gpus(route: str, axis_type: Any, rng: np.random.Generator) -> None:
+    devices = [d for d in jax.devices() if d.platform == "gpu"][:2]
+    if len(devices) < 2:
+        pytest.skip("one GPU")
+    call: Callable[..., tuple[jax.Array, ...]]
+    call, make, specs = ROUTES[route]
+    host = make(rng)
+    want = jax.jit(call)(*host)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(axis_type,), devices=devices)
+    with jax.set_mesh(mesh):
+        args = [
+            jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
+            for x, spec in zip(host, specs, strict=True)
+        ]
+        compiled = jax.jit(call).lower(*args).compile()
+        assert "all-gather" not in compiled.as_text()
+        got = compiled(*args)
+    # Sums over heads or queries are added in another order.
+    assert_matches(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), tol=8e-3)
