@@ -94,18 +94,18 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[kD], uint64_t a, uint64_t 
     asm volatile(JAX_DSA_WGMMA("m64n64k16.f32.bf16.bf16", JAX_DSA_REGISTERS_32,
                                "%32, %33", "%34", ", %35, %36")
         : JAX_DSA_ACC32(d, 0)
-        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(kA), "n"(kB));
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}));
   } else if constexpr (kD == 64) {
     asm volatile(JAX_DSA_WGMMA("m64n128k16.f32.bf16.bf16", JAX_DSA_REGISTERS_64,
                                "%64, %65", "%66", ", %67, %68")
         : JAX_DSA_ACC64(d)
-        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(kA), "n"(kB));
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}));
   } else {
     static_assert(kD == 128);
     asm volatile(JAX_DSA_WGMMA("m64n256k16.f32.bf16.bf16", JAX_DSA_REGISTERS_128,
                                "%128, %129", "%130", ", %131, %132")
         : JAX_DSA_ACC128(d)
-        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(kA), "n"(kB));
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}));
   }
 }
 
@@ -118,20 +118,20 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[kD], const uint32_t (&a)[4
                                "{%32, %33, %34, %35}, %36", "%37", ", %38")
         : JAX_DSA_ACC32(d, 0)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}),
-          "n"(kB));
+          "n"(int{kB}));
   } else if constexpr (kD == 64) {
     asm volatile(JAX_DSA_WGMMA("m64n128k16.f32.bf16.bf16", JAX_DSA_REGISTERS_64,
                                "{%64, %65, %66, %67}, %68", "%69", ", %70")
         : JAX_DSA_ACC64(d)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}),
-          "n"(kB));
+          "n"(int{kB}));
   } else {
     static_assert(kD == 128);
     asm volatile(JAX_DSA_WGMMA("m64n256k16.f32.bf16.bf16", JAX_DSA_REGISTERS_128,
                                "{%128, %129, %130, %131}, %132", "%133", ", %134")
         : JAX_DSA_ACC128(d)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}),
-          "n"(kB));
+          "n"(int{kB}));
   }
 }
 

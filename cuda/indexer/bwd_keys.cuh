@@ -316,7 +316,7 @@ __device__ void add_tile(const IndexerBwdParams& p, const KeyItem& item, int win
     const uint64_t wq = mn_major_descriptor(smem_address(shared.wq[member]), kBlockBytes);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) multiply_keys(d, h[i], wq + i * (2048 / 16), true);
+    for (int i = 0; i < 4; ++i) wgmma_bf16<kMNMajor>(d, h[i], wq + i * (2048 / 16), true);
     wgmma_commit();
     if (next < 0) break;
     member = next;
