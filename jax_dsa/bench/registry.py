@@ -101,14 +101,17 @@ def attn_dist(size: Scale) -> Iterator[Case]:
 
 
 def indexer(size: Scale) -> Iterator[Case]:
-    """Logits, logits with their top-k ("topk"), and the backward pass over selected keys."""
+    """Logits, logits with their top-k ("topk", and "decode" for one new token a request, counted by
+    the bytes of the keys), and the backward pass over selected keys.
+    """
 
     def make(dims: Dims, dtype: str, key: jax.Array) -> tuple:
+        n = dims.get("B", 1)
         t, s, j, c = (dims[x] for x in "TSJC")
         a, b, d = jax.random.split(key, 3)
-        q, k = normal(a, 1, t, j, c), normal(b, 1, s, c)
-        weights = normal(d, 1, t, j, dtype=jnp.float32)
-        ends = (s - t + 1 + jnp.arange(t, dtype=jnp.int32))[None]
+        q, k = normal(a, n, t, j, c), normal(b, n, s, c)
+        weights = normal(d, n, t, j, dtype=jnp.float32)
+        ends = jnp.tile(s - t + 1 + jnp.arange(t, dtype=jnp.int32), (n, 1))
         if dtype == "bf16":
             return q, k, weights, ends
         (q, q_scale), (k, k_scale) = jax_dsa.quantize_fp8(q), jax_dsa.quantize_fp8(k)
@@ -149,6 +152,14 @@ def indexer(size: Scale) -> Iterator[Case]:
         build = functools.partial(make, dims, dtype)
         call = functools.partial(select, dims["K"])
         yield Case("indexer", "fwd", dims, dtype, build, call, work, ceiling, note="topk")
+
+    for b in (1, 8, 64, 128):
+        for s in (8192, 131072):
+            dims = size(B=b, T=1, S=s, J=64, C=128, K=2048)
+            work = b * dims["S"] * (dims["C"] + 4)
+            build = functools.partial(make, dims, "fp8")
+            call = functools.partial(select, dims["K"])
+            yield Case("indexer", "fwd", dims, "fp8", build, call, work, COPY, note="decode")
 
     dims = size(T=4096, S=8192, J=64, C=128, K=2048)
     yield Case(
