@@ -1,35 +1,19 @@
 // Launcher of the attn_dist forward kernels.
 
-#include <algorithm>
-
 #include "attn_dist/attn_dist.h"
 #include "attn_dist/fwd.cuh"
+#include "common/launch.cuh"
 
 namespace jax_dsa {
 namespace {
 
 template <int kD>
 cudaError_t launch(const AttnDistFwdParams& p, cudaStream_t stream) {
-  int device = 0, processors = 0;
-  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-      e != cudaSuccess) {
-    return e;
-  }
-  const auto kernel = attn_dist::fwd_kernel<kD>;
-  constexpr int kBytes = sizeof(attn_dist::Shared<kD>);
-  static_assert(kBytes <= 227 * 1024);
-  if (cudaError_t e =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-      e != cudaSuccess) {
-    return e;
-  }
   const int64_t items = attn_dist::item_count(p);
   if (items > INT32_MAX - 4096) return cudaErrorInvalidValue;
   const int64_t tiles = items * ceil_div(p.slots, attn_dist::kTile);
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, processors));
-  kernel<<<grid, attn_dist::kThreads, kBytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_persistent<attn_dist::Shared<kD>>(attn_dist::fwd_kernel<kD>, tiles,
+                                                  attn_dist::kThreads, stream, p);
 }
 
 }  // namespace

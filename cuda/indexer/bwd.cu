@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/launch.cuh"
 #include "indexer/bwd_keys.cuh"
 #include "indexer/bwd_queries.cuh"
 #include "indexer/indexer.h"
@@ -9,42 +10,25 @@
 namespace jax_dsa {
 namespace {
 
-template <typename Kernel>
-cudaError_t allow_shared(Kernel kernel, int bytes) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
-
 template <int kC>
 cudaError_t launch(const IndexerBwdParams& p, cudaStream_t stream) {
   using namespace indexer_bwd;
-  int device = 0, processors = 0;
-  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-      e != cudaSuccess) {
+  const int64_t tokens = p.batch * p.queries;
+  if (cudaError_t e = launch_persistent<QueryShared<kC>>(queries_kernel<kC>, (tokens + 1) / 2,
+                                                         kQueryThreads, stream, p);
+      e != cudaSuccess || p.slots == 0 || p.keys == 0) {
     return e;
   }
-  const auto queries = queries_kernel<kC>;
-  const auto keys = keys_kernel<kC, kKeyWindow>;
-  constexpr int kQueryBytes = sizeof(QueryShared<kC>);
-  constexpr int kKeyBytes = sizeof(KeyShared<kC, kKeyWindow>);
-  static_assert(kQueryBytes <= 227 * 1024 && kKeyBytes <= 227 * 1024);
-  if (cudaError_t e = allow_shared(queries, kQueryBytes); e != cudaSuccess) return e;
-  if (cudaError_t e = allow_shared(keys, kKeyBytes); e != cudaSuccess) return e;
-
-  const int64_t tokens = p.batch * p.queries;
-  const auto pairs = static_cast<unsigned>(std::min<int64_t>((tokens + 1) / 2, processors));
-  queries<<<pairs, kQueryThreads, kQueryBytes, stream>>>(p);
-  if (p.slots == 0 || p.keys == 0) return cudaGetLastError();
-
   // Few groups of queries are cut by windows of keys, so that every processor gets some.
+  int processors = 0;
+  if (cudaError_t e = processor_count(&processors); e != cudaSuccess) return e;
   const int64_t windows = ceil_div(p.keys, int64_t{kKeyWindow});
   const auto parts =
       static_cast<int>(std::min(windows, ceil_div(int64_t{2} * processors, key_item_count(p, 1))));
   const int64_t items = key_item_count(p, parts);
   if (items > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, processors));
-  keys<<<blocks, kKeyThreads, kKeyBytes, stream>>>(p, parts);
-  return cudaGetLastError();
+  return launch_persistent<KeyShared<kC, kKeyWindow>>(keys_kernel<kC, kKeyWindow>, items,
+                                                      kKeyThreads, stream, p, parts);
 }
 
 }  // namespace

@@ -253,7 +253,8 @@ __device__ void multiply(const IndexerBwdParams& p, QueryShared<kC>& shared) {
     const uint64_t k = by_key + stage.index * kStageStep;
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) wgmma_bf16<kMNMajor>(dq, h[i], k + i * (2048 / 16), i > 0 || accumulate);
+    for (int i = 0; i < 4; ++i)
+      wgmma_bf16<kMNMajor>(dq, h[i], k + i * (2048 / 16), i > 0 || accumulate);
     wgmma_commit();
     stage.advance();
   };

@@ -1,28 +1,13 @@
 // Launches a forward kernel of given traits.
 #pragma once
 
-#include <algorithm>
-
+#include "common/launch.cuh"
 #include "indexer/fwd.cuh"
 
 namespace jax_dsa::indexer {
 
 template <typename Tr>
 cudaError_t launch(const IndexerFwdParams& p, cudaStream_t stream) {
-  int device = 0, processors = 0;
-  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-      e != cudaSuccess) {
-    return e;
-  }
-  const auto kernel = fwd_kernel<Tr>;
-  constexpr int kBytes = sizeof(Shared<Tr>);
-  static_assert(kBytes <= 227 * 1024);
-  if (cudaError_t e =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-      e != cudaSuccess) {
-    return e;
-  }
   constexpr int kRowElements = Tr::kRowBytes / Tr::kElementBytes;
   constexpr auto kType = Tr::kDType == IndexerDType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                            : CU_TENSOR_MAP_DATA_TYPE_UINT8;
@@ -40,9 +25,7 @@ cudaError_t launch(const IndexerFwdParams& p, cudaStream_t stream) {
   }
   const int64_t items = p.batch * ceil_div(p.queries, int64_t{Tr::kQueries});
   const int64_t tiles = items * ceil_div(p.keys, int64_t{kTile});
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, processors));
-  kernel<<<grid, Tr::kThreads, kBytes, stream>>>(p, q, k);
-  return cudaGetLastError();
+  return launch_persistent<Shared<Tr>>(fwd_kernel<Tr>, tiles, Tr::kThreads, stream, p, q, k);
 }
 
 template <IndexerDType kDType, int kChannels>

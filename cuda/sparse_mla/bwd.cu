@@ -1,7 +1,6 @@
 // Launcher of the sparse MLA backward kernel.
 
-#include <algorithm>
-
+#include "common/launch.cuh"
 #include "sparse_mla/bwd.cuh"
 #include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sum_rows.cuh"
@@ -11,25 +10,10 @@ namespace {
 
 template <int kD, bool kRows>
 cudaError_t launch(const SparseMlaBwdParams& p, cudaStream_t stream) {
-  int device = 0, processors = 0;
-  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-      e != cudaSuccess) {
-    return e;
-  }
-  const auto kernel = sparse_mla::bwd_kernel<kD, kRows>;
-  constexpr int kBytes = sizeof(sparse_mla::BwdShared<kD>);
-  static_assert(kBytes <= 227 * 1024);
-  if (cudaError_t e =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-      e != cudaSuccess) {
-    return e;
-  }
   const int64_t tickets = sparse_mla::BwdWork(p).tickets();
   if (tickets > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(tickets, processors));
-  kernel<<<grid, sparse_mla::kThreads, kBytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_persistent<sparse_mla::BwdShared<kD>>(sparse_mla::bwd_kernel<kD, kRows>, tickets,
+                                                      sparse_mla::kThreads, stream, p);
 }
 
 }  // namespace

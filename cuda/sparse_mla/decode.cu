@@ -1,32 +1,21 @@
 // Launcher of the sparse MLA decode kernels.
 
-#include <algorithm>
-
+#include "common/launch.cuh"
 #include "sparse_mla/decode.cuh"
 
 namespace jax_dsa {
 namespace {
 
 template <int kD, bool kRecords, typename Params>
-cudaError_t launch(const Params& p, int processors, cudaStream_t stream) {
-  const auto kernel = sparse_mla::decode_kernel<kD, kRecords, Params>;
-  constexpr int kBytes = sizeof(sparse_mla::Shared<kD>);
-  static_assert(kBytes <= 227 * 1024);
-  if (cudaError_t e =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-      e != cudaSuccess) {
-    return e;
-  }
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(item_count(p), processors));
-  kernel<<<grid, sparse_mla::kThreads, kBytes, stream>>>(p);
-  return cudaGetLastError();
+cudaError_t launch(const Params& p, cudaStream_t stream) {
+  return launch_persistent<sparse_mla::Shared<kD>>(sparse_mla::decode_kernel<kD, kRecords, Params>,
+                                                   item_count(p), sparse_mla::kThreads, stream, p);
 }
 
 template <typename Params>
-cudaError_t launch_parts(const Params& p, int processors, cudaStream_t stream) {
-  if (p.records) return launch<576, true>(p, processors, stream);
-  return p.dim == 576 ? launch<576, false>(p, processors, stream)
-                      : launch<512, false>(p, processors, stream);
+cudaError_t launch_parts(const Params& p, cudaStream_t stream) {
+  if (p.records) return launch<576, true>(p, stream);
+  return p.dim == 576 ? launch<576, false>(p, stream) : launch<512, false>(p, stream);
 }
 
 bool valid(const SparseMlaDecodeParams& p) {
@@ -51,15 +40,8 @@ cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& params, cudaSt
   const int64_t items = sparse_mla_decode_items(p.batch, p.queries, p.heads, p.groups);
   const int64_t merges = items * sparse_mla::merge_strips(p) * sparse_mla::kMergeBlocks;
   if (item_count(p) > INT32_MAX - 4096 || merges > INT32_MAX) return cudaErrorInvalidValue;
-  int device = 0, processors = 0;
-  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-      e != cudaSuccess) {
-    return e;
-  }
-  if (p.splits == 1) return launch_parts(p, processors, stream);
-  if (cudaError_t e = launch_parts(sparse_mla::SplitDecode(params), processors, stream);
-      e != cudaSuccess) {
+  if (p.splits == 1) return launch_parts(p, stream);
+  if (cudaError_t e = launch_parts(sparse_mla::SplitDecode(params), stream); e != cudaSuccess) {
     return e;
   }
   sparse_mla::merge_kernel<<<static_cast<unsigned>(merges), sparse_mla::kMergeThreads,

@@ -1,7 +1,6 @@
 // Launcher of the sparse MLA forward kernels.
 
-#include <algorithm>
-
+#include "common/launch.cuh"
 #include "sparse_mla/fwd.cuh"
 #include "sparse_mla/sparse_mla.h"
 
@@ -10,25 +9,10 @@ namespace {
 
 template <int kD>
 cudaError_t launch(const SparseMlaFwdParams& p, cudaStream_t stream) {
-  int device = 0, processors = 0;
-  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-      e != cudaSuccess) {
-    return e;
-  }
-  const auto kernel = sparse_mla::fwd_kernel<kD>;
-  constexpr int kBytes = sizeof(sparse_mla::Shared<kD>);
-  static_assert(kBytes <= 227 * 1024);
-  if (cudaError_t e =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-      e != cudaSuccess) {
-    return e;
-  }
   const int64_t items = sparse_mla::item_count(p);
   if (items > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(items, processors));
-  kernel<<<grid, sparse_mla::kThreads, kBytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_persistent<sparse_mla::Shared<kD>>(sparse_mla::fwd_kernel<kD>, items,
+                                                   sparse_mla::kThreads, stream, p);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/launch.cuh"
 #include "topk/fwd.cuh"
 #include "topk/resident.cuh"
 
@@ -26,11 +27,8 @@ cudaError_t launch_topk(const TopkParams& p, cudaStream_t stream) {
   if (wanted > kTopkMaxSelected || p.size > kTopkMaxSize) return cudaErrorInvalidValue;
   if (p.rows > INT32_MAX / kMaxRanks) return cudaErrorInvalidValue;
   if (topk::fits<topk::Resident>(p)) return topk::launch_resident<topk::Resident>(p, stream);
-  int device, sms;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (status != cudaSuccess) return status;
+  int sms = 0;
+  if (cudaError_t e = processor_count(&sms); e != cudaSuccess) return e;
 
   const int64_t resident = int64_t{sms} * topk::Wide::kBlocksPerSm;
   int ranks = 1;
