@@ -20,13 +20,16 @@ CACHED = 8 * 2**20
 _CHUNKS = 64
 
 
-def chunk_length(total: int, bytes_per_item: int, *, least: int = CACHED) -> int:
+def chunk_length(
+    total: int, bytes_per_item: int, *, least: int = CACHED, most: int = BUDGET
+) -> int:
     """How many of `total` items, each needing `bytes_per_item` of intermediates, make a chunk.
 
     At least one. Prefers a divisor of `total` no smaller than half of what fits, since a remainder
-    chunk costs a second compilation. Fewer than `least` bytes are not worth a chunk.
+    chunk costs a second compilation. A chunk has at most `most` bytes, and `least` or more where
+    there are as many.
     """
-    budget = min(BUDGET, max(least, total * bytes_per_item // _CHUNKS))
+    budget = min(most, max(least, total * bytes_per_item // _CHUNKS))
     fits = max(1, budget // max(1, bytes_per_item))
     if fits >= total:
         return max(1, total)

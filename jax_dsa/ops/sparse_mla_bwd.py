@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core import compat, ffi
-from jax_dsa.core.streaming import scan_chunks
+from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.reference import sparse_mla as reference
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ _TILE = 64
 _IMAGE_BYTES = 2 * _TILE * _TILE * 2
 _TICKETS_BEHIND = 264
 
-# Bytes of the rows that a deterministic sum stores at a time.
-ROWS_BUDGET = 1 << 30
+# Bytes of the rows that a deterministic sum stores at a time: 512 queries of 2048 slots.
+ROWS_BUDGET = 5 << 28
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -139,6 +139,7 @@ def sparse_mla_bwd(
 
     xs = q, indices, ends, topk_length, dout, lse, delta
     dkv = compat.match_vary(jnp.zeros((B * S * G, D), jnp.float32), kv, *xs)
-    size = max(1, min(q.shape[1], ROWS_BUDGET // max(1, B * G * parts * padded * D * 2)))
+    per_query = B * G * parts * padded * D * 2
+    size = chunk_length(q.shape[1], per_query, least=ROWS_BUDGET, most=ROWS_BUDGET)
     dkv, (dq,) = scan_chunks(chunk, dkv, xs, chunk=size)
     return dq, dkv.reshape(B, S, G, D), dsinks
