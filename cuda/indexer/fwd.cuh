@@ -344,7 +344,9 @@ __device__ __forceinline__ void sum_heads(const float (&x)[Tr::kN / 2],
 template <typename Tr>
 __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
   constexpr int kOwn = Tr::kOwnQueries;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / 128;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  // The same in all lanes, which the compiler has to know: descriptors are in uniform registers.
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const int own_row = warp * 16 + lane / 4 + lane % 2 * 8, own_query = lane / 2 % 2;
   const int keys = static_cast<int>(p.keys);
   const uint64_t q = k_major_rows_descriptor<Tr::kRowBytes>(smem_address(shared.q[0][0][group]));
@@ -368,11 +370,13 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
     }
     int start[kOwn / 2];
     uint32_t length[kOwn / 2];  // a key is seen if key - start < length
+    int limit[kOwn / 2];        // keys below it have an output
 #pragma unroll
     for (int h = 0; h < kOwn / 2; ++h) {
       const bool there = 2 * h + own_query < queries;
       start[h] = there ? __ldg(p.starts + token + 2 * h + own_query) : 0;
       length[h] = there ? max(__ldg(p.ends + token + 2 * h + own_query) - start[h], 0) : 0;
+      limit[h] = there ? keys : 0;
     }
     int key = walk.tiles.first * kTile + own_row;
     float* out = p.out + (token + own_query) * p.keys + key;
@@ -409,14 +413,10 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
         for (int h = 0; h < kOwn / 2; ++h) sum[h] = -INFINITY;
       }
       if (++k_stage == Tr::kKeyStages) k_stage = 0, k_parity ^= 1;
-      if (key < keys) {
 #pragma unroll
-        for (int h = 0; h < kOwn / 2; ++h) {
-          const bool seen = static_cast<uint32_t>(key - start[h]) < length[h];
-          if (2 * h + own_query < queries) {
-            __stcs(out + 2 * h * p.keys, seen ? sum[h] * scale : -INFINITY);
-          }
-        }
+      for (int h = 0; h < kOwn / 2; ++h) {
+        const bool seen = static_cast<uint32_t>(key - start[h]) < length[h];
+        if (key < limit[h]) __stcs(out + 2 * h * p.keys, seen ? sum[h] * scale : -INFINITY);
       }
       key += kTile;
       out += kTile;
