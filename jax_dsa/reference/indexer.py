@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_dsa.core import compat
-from jax_dsa.core.streaming import CACHED, chunk_length, scan_chunks
+from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.reference.topk import BYTES_PER_POSITION, select, values_at, visible
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def stream_queries(
     keys: tuple[Array | None, ...],
     queries: tuple[Array | None, ...],
     bytes_per_query: int,
-    least: int = CACHED,
+    least: int | None = None,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Runs `carry, ys = body(carry, keys, *queries)` over chunks of queries and of batch entries.
 
