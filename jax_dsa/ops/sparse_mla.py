@@ -136,35 +136,27 @@ _DECODE_BWD = Pass(
 )
 
 
-def _decode_fwd(options: Options, implementation: Any, *operands: Any) -> tuple[Any, Any]:
-    out, lse = _DECODE_FWD(options, *operands, implementation=implementation)
-    out, lse = checkpoint_name(out, "dsa_out"), checkpoint_name(lse, "dsa_lse")
-    return (out, lse), (*operands, out, lse)
+def _attention(name: str, forward: Pass, backward: Pass) -> Any:
+    """The two passes joined; their operands start with q, kv, indices, ends, topk_length, sinks."""
+
+    def fwd(options: Options, implementation: Any, *operands: Any) -> tuple[Any, Any]:
+        out, lse = forward(options, *operands, implementation=implementation)
+        out, lse = checkpoint_name(out, "dsa_out"), checkpoint_name(lse, "dsa_lse")
+        return (out, lse), (*operands, out, lse)
+
+    def bwd(
+        options: Options, implementation: Any, residuals: Any, cotangents: Any
+    ) -> tuple[Any, ...]:
+        grads = backward(options, *residuals, *cotangents, implementation=implementation)
+        dq, dkv, dsinks = grads
+        no_more = (None,) * (len(residuals) - 2 - 6)  # but out, lse and the six
+        return dq, dkv, None, None, None, dsinks, *no_more
+
+    return differentiable(name, fwd, bwd)
 
 
-def _decode_bwd(
-    options: Options, implementation: Any, residuals: Any, cotangents: Any
-) -> tuple[Any, ...]:
-    grads = _DECODE_BWD(options, *residuals, *cotangents, implementation=implementation)
-    dq, dkv, dsinks = grads
-    return dq, dkv, None, None, None, dsinks, None
-
-
-_sparse_mla_decode = differentiable("sparse_mla_decode", _decode_fwd, _decode_bwd)
-
-
-def _fwd(options: Options, implementation: Any, *operands: Any) -> tuple[Any, Any]:
-    out, lse = _FWD(options, *operands, implementation=implementation)
-    out, lse = checkpoint_name(out, "dsa_out"), checkpoint_name(lse, "dsa_lse")
-    return (out, lse), (*operands, out, lse)
-
-
-def _bwd(options: Options, implementation: Any, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    dq, dkv, dsinks = _BWD(options, *residuals, *cotangents, implementation=implementation)
-    return dq, dkv, None, None, None, dsinks
-
-
-_sparse_mla = differentiable("sparse_mla", _fwd, _bwd)
+_sparse_mla = _attention("sparse_mla", _FWD, _BWD)
+_sparse_mla_decode = _attention("sparse_mla_decode", _DECODE_FWD, _DECODE_BWD)
 
 
 def check_heads(args: Args, keys: str, heads: int, groups: int) -> None:
