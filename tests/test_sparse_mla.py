@@ -337,3 +337,14 @@ def test_any_wrong_shape_is_refused(data: st.DataObject) -> None:
     else:
         with pytest.raises(ValueError, match="sparse_mla: argument"):
             sparse_mla(**bad, value_dim=E)
+
+
+def test_row_products_are_of_the_values_that_arrays_hold(rng: np.random.Generator) -> None:
+    """Rounding is part of the program, whatever XLA fuses."""
+    x = jnp.asarray(rng.normal(size=(64, 512)), jnp.float32)
+    out = jnp.asarray(rng.normal(size=(64, 512)), jnp.bfloat16)
+
+    def products(x: jax.Array) -> jax.Array:
+        return reference.row_products(jnp.cos(x).astype(jnp.bfloat16), out)
+
+    np.testing.assert_allclose(jax.jit(products)(x), products(x), rtol=0, atol=1e-4)

@@ -46,13 +46,6 @@ def _workspace(q: Any, indices: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
     )
 
 
-def _inner(dout: Float[Array, "B T N E"], out: Float[Array, "B T N E"]) -> Float[Array, "B T N"]:
-    """sum(dout * out) in float32: what it is subtracted from may leave little of it, and a GPU's
-    batched dot product of bfloat16 is not that exact.
-    """
-    return jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-
-
 def _kernel(
     options: Options, operands: Sequence[Any], gradient: jax.ShapeDtypeStruct, by_rows: bool
 ) -> tuple[Any, Any]:
@@ -108,14 +101,14 @@ def sparse_mla_bwd(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """`reference.sparse_mla_bwd` on the kernels, which know no sinks: their gate scales `dout`."""
     B, S, G, D = kv.shape
-    inner = _inner(dout, out)
+    inner = reference.row_products(dout, out)
     gate = reference.sink_gate(sinks, reference.grouped(lse, G))
     dsinks = None
     if gate is not None:
         gate = gate.reshape(lse.shape)
         dsinks = -jnp.sum((1 - gate) * inner, axis=1)
         dout = (dout * gate[..., None]).astype(dout.dtype)
-        inner = _inner(dout, out)
+        inner = reference.row_products(dout, out)
     delta = inner - dlse
     if not options.deterministic:
         operands = q, kv, indices, ends, topk_length, dout, lse, delta

@@ -15,7 +15,13 @@ import jax.numpy as jnp
 
 from jax_dsa.core import compat
 from jax_dsa.core.streaming import chunk_length, scan_chunks
-from jax_dsa.reference.sparse_mla import grouped, probabilities, sink_gate, unpack_records
+from jax_dsa.reference.sparse_mla import (
+    grouped,
+    probabilities,
+    row_products,
+    sink_gate,
+    unpack_records,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -186,7 +192,7 @@ def mqa_decode_bwd(
     q, dout, lse, dlse = (grouped(x, G) for x in (q, dout, lse, dlse))
     E = dout.shape[-1]
     dout = dout.astype(q.dtype)
-    inner = jnp.sum(dout.astype(acc) * grouped(out, G).astype(acc), axis=-1)
+    inner = row_products(dout, grouped(out, G))
     gate = sink_gate(sinks, lse)
     has_dk = k.dtype != jnp.uint8
 

@@ -142,6 +142,22 @@ def grouped(x: Array, groups: int) -> Array:
     return x.reshape(B, T, groups, N // groups, *x.shape[3:])
 
 
+def row_products(dout: Float[Array, "*b E"], out: Float[Array, "*b E"]) -> Float[Array, "*b"]:
+    """sum(dout * out, -1), of the values that these arrays hold.
+
+    Where `dout` has just been rounded, XLA may leave that out here (`xla_allow_excess_precision`)
+    but not where a kernel reads it. The two sums that are then subtracted from each other, one of
+    them this, would be of different numbers; an explicit rounding stays.
+    """
+    acc = compat.accum_dtype(out.dtype)
+
+    def exact(x: Array) -> Array:
+        info = jnp.finfo(x.dtype)
+        return jax.lax.reduce_precision(x.astype(acc), info.nexp, info.nmant)
+
+    return jnp.sum(exact(dout) * exact(out), axis=-1)
+
+
 def scores(
     scale: float,
     q: Float[Array, "B T G m D"],
@@ -252,7 +268,7 @@ def sparse_mla_bwd(
         dp = jnp.einsum(
             "btgme,btgke->btgmk", dout, rows[..., : options.value_dim], preferred_element_type=acc
         )
-        inner = jnp.sum(dout.astype(acc) * grouped(out, G).astype(acc), axis=-1)
+        inner = row_products(dout, grouped(out, G))
         gate = sink_gate(sinks, lse)
         dp -= inner[..., None]
         weighted = p if gate is None else p * gate[..., None]
