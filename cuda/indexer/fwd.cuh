@@ -39,8 +39,9 @@ inline constexpr int kTile = 64;  // keys
 template <IndexerDType kDType_, int kChannels, int kHeads_, int kWarpgroups_ = 2, int kSums_ = 1>
 struct Traits {
   static constexpr int kN = 512 / kWarpgroups_;  // columns of a warpgroup's product
-  // Two warpgroups issue their products alternately.
-  static constexpr bool kTurns = kWarpgroups_ == 2;
+  // How many steps before its product's end a warpgroup lets its partner multiply. A second pair
+  // of warpgroups fills the gap that two taking strict turns leave.
+  static constexpr int kEarly = kWarpgroups_ == 2 ? 1 : 0;
   // Odd columns' relu(x) as (x + |x|) / 2, half of it in their weights: additions run at twice the
   // rate of maxima. It makes NaN of -inf, which products of e4m3 cannot be.
   static constexpr int kSums = kDType_ == IndexerDType::kE4M3 ? kSums_ : 0;
@@ -57,8 +58,8 @@ struct Traits {
   static constexpr int kQStages = kQBytes > 64 * 1024 ? 1 : 2;
   static constexpr int kKeyStages = kKeyBytes > 8 * 1024 ? 6 : 8;
   static constexpr int kMathThreads = kWarpgroups * 128, kThreads = kMathThreads + 128;
-  static constexpr int kMathRegisters = kWarpgroups == 2 ? 224 : 104;
-  static constexpr int kOtherRegisters = kWarpgroups == 2 ? 56 : 64;
+  static constexpr int kMathRegisters = kWarpgroups == 2 ? 224 : 112;
+  static constexpr int kOtherRegisters = kWarpgroups == 2 ? 56 : 32;
   // Registers move within what the block was launched with; asking for more waits for ever.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kMathRegisters * kWarpgroups + kOtherRegisters <=
@@ -67,7 +68,7 @@ struct Traits {
   static_assert(kQueries <= 32 && kOwnQueries >= 2);
 };
 
-// 0 is __syncthreads; a warpgroup's turn to issue is the barrier kTurn plus its number.
+// 0 is __syncthreads; a warpgroup's turn to multiply is the barrier kTurn plus its number.
 enum NamedBarrier { kTurn = 1 };
 
 // What an item costs before its first tile, in tiles: its queries and weights must come.
@@ -284,12 +285,14 @@ __device__ void fill(const IndexerFwdParams& p, int warp) {
 
 // ---- products ----------------------------------------------------------------------------------
 
+// Starts the product; its last kEarly steps are a group of their own.
 template <typename Tr>
 __device__ __forceinline__ void multiply(float (&d)[Tr::kN / 2], uint64_t k, uint64_t q) {
+  constexpr int kSteps = Tr::kChannelBytes / 32;
 #pragma unroll
-  for (int i = 0; i < Tr::kChannelBytes / 32; ++i) {
-    constexpr int kSteps = Tr::kRowBytes / 32;
-    const int block = i / kSteps, step = i % kSteps * 32;
+  for (int i = 0; i < kSteps; ++i) {
+    if (i == kSteps - Tr::kEarly) wgmma_commit();
+    const int block = i * 32 / Tr::kRowBytes, step = i * 32 % Tr::kRowBytes;
     const uint64_t a = k + ((block * kTile * Tr::kRowBytes + step) >> 4);
     const uint64_t b = q + ((block * Tr::kWarpgroups * Tr::kN * Tr::kRowBytes + step) >> 4);
     if constexpr (Tr::kDType == IndexerDType::kBF16) {
@@ -298,6 +301,7 @@ __device__ __forceinline__ void multiply(float (&d)[Tr::kN / 2], uint64_t k, uin
       wgmma_e4m3(d, a, b, i > 0);
     }
   }
+  wgmma_commit();
 }
 
 // From a thread's accumulators - rows r and r + 8, columns 2 * (lane % 4) + {0, 1} of each eight -
@@ -353,7 +357,11 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
   const uint64_t k = k_major_rows_descriptor<Tr::kRowBytes>(smem_address(shared.k[0]));
   int q_stage = 0, k_stage = 0;
   uint32_t q_parity = 0, k_parity = 0;
-  if (Tr::kTurns && group == 1) named_barrier_arrive<256>(kTurn);
+  // Were both of a pair to multiply at once, they would have their products interleaved, and then
+  // both be in their sums with nothing on the tensor cores; nothing would ever move them apart.
+  constexpr int kHalf = Tr::kWarpgroups / 2;
+  const int own_turn = kTurn + group, partners_turn = kTurn + (group ^ kHalf);
+  if (group >= kHalf) named_barrier_arrive<256>(partners_turn);
 
   for (Walk<Tr> walk(p, shared.share); walk.next();) {
     const int64_t query = walk.query + group * kOwn;
@@ -388,16 +396,14 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
       float sum[kOwn / 2];
       float scale = 1.f;
       mbarrier_wait(&shared.k_full[k_stage], k_parity);
-      // Else both might issue at once, have their products interleaved, and then both be in their
-      // sums with nothing on the tensor cores; nothing would ever move them apart.
-      if constexpr (Tr::kTurns) named_barrier_sync<256>(kTurn + group);
+      named_barrier_sync<256>(own_turn);
       if (tile >= needed.first && tile < needed.last) {
         float x[Tr::kN / 2];
         wgmma_fence();
         multiply<Tr>(x, k + k_stage * (Tr::kKeyBytes >> 4), own_q);
-        wgmma_commit();
-        if constexpr (Tr::kTurns) named_barrier_arrive<256>(kTurn + 1 - group);
         if (scale_from != nullptr && key < keys) scale = __ldg(scale_from + key);
+        wgmma_wait<(Tr::kEarly > 0)>();
+        named_barrier_arrive<256>(partners_turn);
         wgmma_wait<0>();
         wgmma_pin(x);
         if (lane == 0) mbarrier_arrive(&shared.k_free[k_stage]);
@@ -407,7 +413,7 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
           sum_heads<Tr, false>(x, w, sum);
         }
       } else {
-        if constexpr (Tr::kTurns) named_barrier_arrive<256>(kTurn + 1 - group);
+        named_barrier_arrive<256>(partners_turn);
         if (lane == 0) mbarrier_arrive(&shared.k_free[k_stage]);
 #pragma unroll
         for (int h = 0; h < kOwn / 2; ++h) sum[h] = -INFINITY;
@@ -424,7 +430,7 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
     if (lane == 0) mbarrier_arrive(&shared.q_free[q_stage]);
     if (++q_stage == Tr::kQStages) q_stage = 0, q_parity ^= 1;
   }
-  if (Tr::kTurns && group == 0) named_barrier_sync<256>(kTurn);  // the turn after the last
+  if (group < kHalf) named_barrier_sync<256>(own_turn);  // the turn after the last
 }
 
 template <typename Tr>
