@@ -2,7 +2,9 @@
 
 #include "indexer/indexer.h"
 
+#include <algorithm>
 #include <limits>
+#include <tuple>
 
 #include "ffi/common.h"
 #include "ffi/targets.h"
@@ -37,31 +39,27 @@ ffi::Error read_sizes(const char* op, Dims q_dims, Dims k_dims, Dims weights_dim
   return check_shape(op, "weights", weights_dims, {}, {batch, queries, heads});
 }
 
-// q [B, T, J, C], k [B, S, C], weights [B, T, J], k_scale [B, S]?, starts [B, T], ends [B, T]
-// -> out [B, T, S]
-ffi::Error indexer_logits_fwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, F32 weights,
-                              ffi::AnyBuffer k_scale, S32 starts, S32 ends, ffi::Result<F32> out,
-                              bool relu) {
-  constexpr const char* kOp = "indexer_logits_fwd";
+// Checks the forward kernels' operands, and gathers them.
+ffi::Error read_operands(const char* op, ffi::AnyBuffer q, ffi::AnyBuffer k, F32 weights,
+                         ffi::AnyBuffer k_scale, S32 starts, S32 ends, bool relu,
+                         IndexerFwdParams* params) {
   const ffi::DataType dtype = q.element_type();
-  if (k.element_type() != dtype) return invalid_argument(kOp, "k has another dtype than q");
+  if (k.element_type() != dtype) return invalid_argument(op, "k has another dtype than q");
   if (dtype != ffi::DataType::BF16 && dtype != ffi::DataType::F8E4M3FN) {
-    return invalid_argument(kOp, "q is neither bf16 nor e4m3");
+    return invalid_argument(op, "q is neither bf16 nor e4m3");
   }
   Sizes sizes;
   DSA_FFI_RETURN_IF_ERROR(
-      read_sizes(kOp, q.dimensions(), k.dimensions(), weights.dimensions(), &sizes));
+      read_sizes(op, q.dimensions(), k.dimensions(), weights.dimensions(), &sizes));
   const auto& [batch, queries, keys, heads, channels] = sizes;
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "starts", starts.dimensions(), {}, {batch, queries}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "ends", ends.dimensions(), {}, {batch, queries}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "out", out->dimensions(), {}, {batch, queries, keys}));
-  IndexerFwdParams params = {
+  DSA_FFI_RETURN_IF_ERROR(check_shape(op, "starts", starts.dimensions(), {}, {batch, queries}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(op, "ends", ends.dimensions(), {}, {batch, queries}));
+  *params = {
       .q = q.untyped_data(),
       .k = k.untyped_data(),
       .weights = weights.typed_data(),
       .starts = starts.typed_data(),
       .ends = ends.typed_data(),
-      .out = out->typed_data(),
       .batch = batch,
       .queries = queries,
       .keys = keys,
@@ -70,9 +68,48 @@ ffi::Error indexer_logits_fwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuf
       .dtype = dtype == ffi::DataType::BF16 ? IndexerDType::kBF16 : IndexerDType::kE4M3,
       .relu = relu,
   };
+  return optional_data(op, "k_scale", k_scale, ffi::DataType::F32, {batch, keys}, &params->k_scale);
+}
+
+// q [B, T, J, C], k [B, S, C], weights [B, T, J], k_scale [B, S]?, starts [B, T], ends [B, T]
+// -> out [B, T, S]
+ffi::Error indexer_logits_fwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, F32 weights,
+                              ffi::AnyBuffer k_scale, S32 starts, S32 ends, ffi::Result<F32> out,
+                              bool relu) {
+  constexpr const char* kOp = "indexer_logits_fwd";
+  IndexerFwdParams params;
+  DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, q, k, weights, k_scale, starts, ends, relu, &params));
   DSA_FFI_RETURN_IF_ERROR(
-      optional_data(kOp, "k_scale", k_scale, ffi::DataType::F32, {batch, keys}, &params.k_scale));
+      check_shape(kOp, "out", out->dimensions(), {}, {params.batch, params.queries, params.keys}));
+  params.out = out->typed_data();
   return launch_status(kOp, launch_indexer_fwd(params, stream));
+}
+
+// The operands of indexer_logits_fwd
+// -> indices and values [B, T, K], workspace of any size >= S
+ffi::Error indexer_topk_fwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, F32 weights,
+                            ffi::AnyBuffer k_scale, S32 starts, S32 ends, ffi::Result<S32> indices,
+                            ffi::Result<F32> values, ffi::Result<F32> logits, bool relu) {
+  constexpr const char* kOp = "indexer_topk_fwd";
+  IndexerTopkParams params;
+  DSA_FFI_RETURN_IF_ERROR(
+      read_operands(kOp, q, k, weights, k_scale, starts, ends, relu, &params.logits));
+  const auto& [batch, queries, keys] =
+      std::tie(params.logits.batch, params.logits.queries, params.logits.keys);
+  if (indices->dimensions().size() != 3) return invalid_argument(kOp, "indices is not of rank 3");
+  params.k = indices->dimensions()[2];
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(kOp, "indices", indices->dimensions(), {}, {batch, queries, params.k}));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(kOp, "values", values->dimensions(), {}, {batch, queries, params.k}));
+  params.logits.out = logits->typed_data();
+  params.capacity = static_cast<int64_t>(logits->element_count());
+  if (params.capacity < std::max<int64_t>(keys, 1)) {
+    return invalid_argument(kOp, "the workspace has no room for a query's logits");
+  }
+  params.indices = indices->typed_data();
+  params.values = values->typed_data();
+  return launch_status(kOp, launch_indexer_topk(params, stream));
 }
 
 // q [B, T, J, C], k [B, S, C], weights [B, T, J], k_scale [B, S]?, indices and grad [B, T, K]
@@ -140,6 +177,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(IndexerLogitsFwd, jax_dsa::indexer_logits_fwd,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<jax_dsa::S32>()
                                   .Arg<jax_dsa::S32>()
+                                  .Ret<jax_dsa::F32>()
+                                  .Attr<bool>("relu"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(IndexerTopkFwd, jax_dsa::indexer_topk_fwd,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<jax_dsa::F32>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<jax_dsa::S32>()
+                                  .Arg<jax_dsa::S32>()
+                                  .Ret<jax_dsa::S32>()
+                                  .Ret<jax_dsa::F32>()
                                   .Ret<jax_dsa::F32>()
                                   .Attr<bool>("relu"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -20,6 +20,7 @@ nb::dict targets() {
   out["jax_dsa.attn_dist_fwd.v1"] = capsule(AttnDistFwd);
   out["jax_dsa.indexer_logits_fwd.v1"] = capsule(IndexerLogitsFwd);
   out["jax_dsa.indexer_topk_bwd.v1"] = capsule(IndexerTopkBwd);
+  out["jax_dsa.indexer_topk_fwd.v1"] = capsule(IndexerTopkFwd);
   out["jax_dsa.quantize_fp8.v1"] = capsule(QuantizeFp8);
   out["jax_dsa.sparse_mla_bwd.v1"] = capsule(SparseMlaBwd);
   out["jax_dsa.sparse_mla_decode.v1"] = capsule(SparseMlaDecode);

@@ -104,9 +104,10 @@ def test_topk_is_that_of_the_logits(k: int, dtype: Any, rng: np.random.Generator
         np.testing.assert_array_equal(np.asarray(got[1]), np.asarray(values))
 
 
-def test_topk_in_chunks(rng: np.random.Generator) -> None:
-    """More logits than are kept at a time."""
-    given = inputs(rng, b=3, t=700, s=40000, j=8, c=32, dtype=jnp.bfloat16)
+@pytest.mark.parametrize(("b", "t"), [(3, 700), (2, 1900)], ids=["entries", "queries"])
+def test_topk_in_chunks(b: int, t: int, rng: np.random.Generator) -> None:
+    """More logits than are in memory at a time."""
+    given = inputs(rng, b=b, t=t, s=40000, j=8, c=32, dtype=jnp.bfloat16)
     got, _ = indexer_topk(**given, top_k=64, implementation="cuda")
     want = topk(logits(given, "cuda"), 64, implementation="cuda")
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))

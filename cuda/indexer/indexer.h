@@ -30,6 +30,18 @@ struct IndexerFwdParams {
 
 cudaError_t launch_indexer_fwd(const IndexerFwdParams& params, cudaStream_t stream);
 
+// Top-k of the logits. Logits of whole batch entries or of a part of one entry's queries are in
+// memory at a time.
+struct IndexerTopkParams {
+  IndexerFwdParams logits;  // `out` is the workspace
+  int64_t capacity;         // of `out`, in words: `keys` or more
+  int32_t* indices;         // [batch, queries, k]
+  float* values;            // [batch, queries, k]
+  int64_t k;                // as in TopkParams
+};
+
+cudaError_t launch_indexer_topk(const IndexerTopkParams& params, cudaStream_t stream);
+
 inline constexpr int kIndexerBwdMaxSlots = 8192;
 
 // The size of `gates` in words, for `tokens` (batch * queries) of so many slots each.

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_dsa.core import ffi
 from jax_dsa.core.checks import FLOAT32, FLOATS, Args
 from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
-from jax_dsa.core.streaming import BUDGET
 from jax_dsa.ops.topk import TopkOptions, key_ranges
 from jax_dsa.ops.topk import kernel_supports as selects
 from jax_dsa.reference import indexer as reference
@@ -41,6 +39,9 @@ _KERNEL_HEADS = 64
 _KERNEL_KEYS = 2**31 - 1 - 4096
 _KERNEL_SLOTS = 8192
 
+# Bytes of logits that `indexer_topk`'s kernels have in memory at a time.
+LOGITS_BUDGET = 256 * 10**6
+
 
 def _shapes_supported(q: Any, k: Any) -> str | None:
     if q.shape[3] not in _KERNEL_CHANNELS:
@@ -64,33 +65,13 @@ def _topk_fwd_supported(options: IndexerOptions, q: Any, k: Any, *rest: Any) -> 
     return _fwd_supported(options, q, k, *rest) or selects(selected, row)
 
 
-def _select_by_kernels(
-    options: IndexerOptions,
-    avals: Any,
-    q: Array,
-    k: Array,
-    weights: Array,
-    k_scale: Array | None,
-    starts: Array,
-    ends: Array,
-) -> Any:
-    """The logits of as many queries as 128 MiB hold at a time, and their selection."""
-
-    def some(_: tuple[()], keys: Any, q: Any, weights: Any, starts: Any, ends: Any) -> Any:
-        queries, size = q.shape[:2], k.shape[1]
-        (logits,) = ffi.handler(
-            "jax_dsa.indexer_logits_fwd.v1",
-            (q, keys[0], weights, keys[1], starts, ends),
-            [jax.ShapeDtypeStruct((*queries, size), jnp.float32)],
-            {"relu": np.bool_(options.relu)},
-        )
-        selected = (*queries, options.top_k)
-        results = [jax.ShapeDtypeStruct(selected, x) for x in (jnp.int32, jnp.float32)]
-        return (), ffi.handler("jax_dsa.topk_fwd.v1", (logits, starts, ends), results, {})
-
-    queries = (q, weights, starts, ends)
-    cost = max(1, k.shape[1]) * 4
-    return reference.stream_queries(some, (), (k, k_scale), queries, cost, least=BUDGET)[1]
+def _some_logits(
+    options: IndexerOptions, q: Any, k: Any, *_: Any
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Those of as many queries as fit, which the kernels select from in turn."""
+    keys = max(1, k.shape[1])
+    queries = min(q.shape[0] * q.shape[1], LOGITS_BUDGET // (4 * keys))
+    return (jax.ShapeDtypeStruct((max(1, queries) * keys,), jnp.float32),)
 
 
 def _topk_bwd_supported(
@@ -137,10 +118,11 @@ TOPK_FWD = Pass(
     reference.indexer_topk_fwd,
     shardable="b t",
     kernel=Kernel(
-        target="jax_dsa.indexer_logits_fwd.v1",
+        target="jax_dsa.indexer_topk_fwd.v1",
         limits="bfloat16 or float8_e4m3fn; J <= 64; C 32, 64 or 128; top_k <= 4096",
         supported=_topk_fwd_supported,
-        composed=_select_by_kernels,
+        attrs=lambda o, *_: {"relu": np.bool_(o.relu)},
+        workspace=_some_logits,
     ),
 )
 TOPK_BWD = Pass(

@@ -42,7 +42,6 @@ def stream_queries(
     keys: tuple[Array | None, ...],
     queries: tuple[Array | None, ...],
     bytes_per_query: int,
-    least: int | None = None,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Runs `carry, ys = body(carry, keys, *queries)` over chunks of queries and of batch entries.
 
@@ -53,7 +52,6 @@ def stream_queries(
         keys: arrays [B, ...] that every query of a batch entry sees, or None.
         queries: arrays [B, T, ...].
         bytes_per_query: what one query needs in temporaries.
-        least: as in `chunk_length`.
 
     Returns:
         The carry after the last chunk, and the results ys [B, T, ...].
@@ -61,8 +59,8 @@ def stream_queries(
     batch, total = next(x.shape[:2] for x in queries if x is not None)
     # Many queries of few batch entries a chunk, rather than the other way round: that reads the
     # keys less often.
-    entries = chunk_length(batch, total * bytes_per_query, least=least)
-    chunk = chunk_length(total, entries * bytes_per_query, least=least)
+    entries = chunk_length(batch, total * bytes_per_query)
+    chunk = chunk_length(total, entries * bytes_per_query)
     n, m = len(carry), len(carry) + len(keys)
 
     def some_entries(_: tuple[()], *arrays: Any) -> tuple[tuple[()], tuple[Any, ...]]:

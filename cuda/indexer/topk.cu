@@ -1,0 +1,54 @@
+// Selection without all logits in memory: the indexer's and top-k's kernels in turn, over as many
+// queries as the workspace has room for.
+
+#include <algorithm>
+
+#include "common/types.h"
+#include "indexer/indexer.h"
+#include "topk/topk.h"
+
+namespace jax_dsa {
+
+cudaError_t launch_indexer_topk(const IndexerTopkParams& p, cudaStream_t stream) {
+  const IndexerFwdParams& all = p.logits;
+  const int64_t row = std::max<int64_t>(all.keys, 1);
+  const int64_t fit = p.capacity / row;  // queries
+  if (fit < 1) return cudaErrorInvalidValue;
+  // Whole batch entries where one fits, else even parts of one; indexer items are of 8 queries.
+  const int64_t entries = std::max<int64_t>(fit / std::max<int64_t>(all.queries, 1), 1);
+  int64_t count = all.queries;
+  if (count > fit) {
+    const int64_t even = ceil_div(count, ceil_div(count, fit));
+    count = std::min(ceil_div(even, int64_t{8}) * 8, fit);
+  }
+  const int element = all.dtype == IndexerDType::kBF16 ? 2 : 1;
+  for (int64_t batch = 0; batch < all.batch; batch += entries) {
+    for (int64_t query = 0; query < all.queries; query += count) {
+      const int64_t token = batch * all.queries + query;
+      IndexerFwdParams some = all;
+      some.batch = std::min(entries, all.batch - batch);
+      some.queries = std::min(count, all.queries - query);
+      some.q = static_cast<const char*>(all.q) + token * all.heads * all.channels * element;
+      some.k = static_cast<const char*>(all.k) + batch * all.keys * all.channels * element;
+      some.weights += token * all.heads;
+      if (all.k_scale != nullptr) some.k_scale += batch * all.keys;
+      some.starts += token;
+      some.ends += token;
+      if (cudaError_t e = launch_indexer_fwd(some, stream); e != cudaSuccess) return e;
+      const TopkParams selection = {
+          .logits = some.out,
+          .starts = some.starts,
+          .ends = some.ends,
+          .indices = p.indices + token * p.k,
+          .values = p.values + token * p.k,
+          .rows = some.batch * some.queries,
+          .size = all.keys,
+          .k = p.k,
+      };
+      if (cudaError_t e = launch_topk(selection, stream); e != cudaSuccess) return e;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace jax_dsa
