@@ -17,6 +17,13 @@ __device__ __forceinline__ uint32_t whole_sum(uint32_t to, uint32_t offset) {
   return max(to + offset, offset);
 }
 
+// `x`, which is the same in all lanes, in a uniform register; where it comes from is hidden from
+// the assembler, which would otherwise compute it anew at each use.
+template <typename T>
+__device__ __forceinline__ T uniform(T x) {
+  return __shfl_sync(~0u, x, 0);
+}
+
 // The block's dynamic shared memory.
 template <typename T>
 __device__ __forceinline__ T& dynamic_shared() {

@@ -36,6 +36,12 @@ __device__ __forceinline__ uint64_t k_major_rows_descriptor(uint32_t address) {
          (address & 0x3ffff) >> 4;
 }
 
+// The descriptor of what lies `bytes` further on. Its lower half has room for any shared-memory
+// address.
+__device__ __forceinline__ uint64_t moved(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & ~uint64_t{UINT32_MAX}) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
+
 // Before the first wgmma, and again whenever registers of one were touched by anything else.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -293,8 +293,8 @@ __device__ __forceinline__ void multiply(float (&d)[Tr::kN / 2], uint64_t k, uin
   for (int i = 0; i < kSteps; ++i) {
     if (i == kSteps - Tr::kEarly) wgmma_commit();
     const int block = i * 32 / Tr::kRowBytes, step = i * 32 % Tr::kRowBytes;
-    const uint64_t a = k + ((block * kTile * Tr::kRowBytes + step) >> 4);
-    const uint64_t b = q + ((block * Tr::kWarpgroups * Tr::kN * Tr::kRowBytes + step) >> 4);
+    const uint64_t a = moved(k, block * kTile * Tr::kRowBytes + step);
+    const uint64_t b = moved(q, block * Tr::kWarpgroups * Tr::kN * Tr::kRowBytes + step);
     if constexpr (Tr::kDType == IndexerDType::kBF16) {
       wgmma_bf16<kKMajor, kKMajor>(d, a, b, i > 0);
     } else {
@@ -308,7 +308,7 @@ __device__ __forceinline__ void multiply(float (&d)[Tr::kN / 2], uint64_t k, uin
 // the sums of w * relu(x) over heads: lane % 4 = 2 * b + a gets row r + 8 * a of queries 2 * h + b.
 template <typename Tr, bool kRelu>
 __device__ __forceinline__ void sum_heads(const float (&x)[Tr::kN / 2],
-                                          const float (&w)[Tr::kN / 4],
+                                          const float (&w)[Tr::kN / 4], int lane,
                                           float (&sum)[Tr::kOwnQueries / 2]) {
   constexpr int kGroups = Tr::kHeads / 8;  // of eight columns, of one query
   float part[Tr::kOwnQueries][2];
@@ -331,7 +331,7 @@ __device__ __forceinline__ void sum_heads(const float (&x)[Tr::kN / 2],
       }
     }
   }
-  const bool a = threadIdx.x & 1, b = threadIdx.x & 2;
+  const bool a = lane & 1, b = lane & 2;
   float row[Tr::kOwnQueries];
 #pragma unroll
   for (int query = 0; query < Tr::kOwnQueries; ++query) {
@@ -348,13 +348,14 @@ __device__ __forceinline__ void sum_heads(const float (&x)[Tr::kN / 2],
 template <typename Tr>
 __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
   constexpr int kOwn = Tr::kOwnQueries;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  // The same in all lanes, which the compiler has to know: descriptors are in uniform registers.
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int warp = threadIdx.x / 32 % 4, group = uniform(static_cast<int>(threadIdx.x / 128));
+  const int lane = __shfl_sync(~0u, threadIdx.x % 32, threadIdx.x % 32);  // kept, as `uniform` is
   const int own_row = warp * 16 + lane / 4 + lane % 2 * 8, own_query = lane / 2 % 2;
   const int keys = static_cast<int>(p.keys);
-  const uint64_t q = k_major_rows_descriptor<Tr::kRowBytes>(smem_address(shared.q[0][0][group]));
-  const uint64_t k = k_major_rows_descriptor<Tr::kRowBytes>(smem_address(shared.k[0]));
+  const uint64_t q =
+      uniform(k_major_rows_descriptor<Tr::kRowBytes>(smem_address(shared.q[0][0][group])));
+  const uint64_t k = uniform(k_major_rows_descriptor<Tr::kRowBytes>(smem_address(shared.k[0])));
+  const bool scaled = uniform(static_cast<int>(p.k_scale != nullptr));
   int q_stage = 0, k_stage = 0;
   uint32_t q_parity = 0, k_parity = 0;
   // Were both of a pair to multiply at once, they would have their products interleaved, and then
@@ -367,7 +368,6 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
     const int64_t query = walk.query + group * kOwn;
     const int64_t token = walk.batch * p.queries + query;
     const int queries = static_cast<int>(min(max(p.queries - query, int64_t{0}), int64_t{kOwn}));
-    const Tiles needed = tiles_seen(p, walk.batch, query, kOwn);
     float w[Tr::kN / 4];
 #pragma unroll
     for (int i = 0; i < Tr::kN / 4; ++i) {
@@ -388,35 +388,31 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
     }
     int key = walk.tiles.first * kTile + own_row;
     float* out = p.out + (token + own_query) * p.keys + key;
-    const float* scale_from = p.k_scale ? p.k_scale + walk.batch * p.keys : nullptr;
+    const auto scale_from =
+        uniform(reinterpret_cast<uint64_t>(p.k_scale + (scaled ? walk.batch * p.keys : 0)));
 
     mbarrier_wait(&shared.q_full[q_stage], q_parity);
-    const uint64_t own_q = q + q_stage * (Tr::kQBytes >> 4);
-    for (int tile = walk.tiles.first; tile < walk.tiles.last; ++tile) {
+    const uint64_t own_q = moved(q, q_stage * Tr::kQBytes);
+    for (int left = uniform(walk.tiles.last - walk.tiles.first); left > 0; --left) {
       float sum[kOwn / 2];
       float scale = 1.f;
       mbarrier_wait(&shared.k_full[k_stage], k_parity);
       named_barrier_sync<256>(own_turn);
-      if (tile >= needed.first && tile < needed.last) {
-        float x[Tr::kN / 2];
-        wgmma_fence();
-        multiply<Tr>(x, k + k_stage * (Tr::kKeyBytes >> 4), own_q);
-        if (scale_from != nullptr && key < keys) scale = __ldg(scale_from + key);
-        wgmma_wait<(Tr::kEarly > 0)>();
-        named_barrier_arrive<256>(partners_turn);
-        wgmma_wait<0>();
-        wgmma_pin(x);
-        if (lane == 0) mbarrier_arrive(&shared.k_free[k_stage]);
-        if (p.relu) {
-          sum_heads<Tr, true>(x, w, sum);
-        } else {
-          sum_heads<Tr, false>(x, w, sum);
-        }
+      float x[Tr::kN / 2];
+      wgmma_fence();
+      multiply<Tr>(x, moved(k, k_stage * Tr::kKeyBytes), own_q);
+      if (scaled && key < limit[0]) {
+        scale = __ldg(reinterpret_cast<const float*>(scale_from) + key);
+      }
+      wgmma_wait<(Tr::kEarly > 0)>();
+      named_barrier_arrive<256>(partners_turn);
+      wgmma_wait<0>();
+      wgmma_pin(x);
+      if (lane == 0) mbarrier_arrive(&shared.k_free[k_stage]);
+      if (p.relu) {
+        sum_heads<Tr, true>(x, w, lane, sum);
       } else {
-        named_barrier_arrive<256>(partners_turn);
-        if (lane == 0) mbarrier_arrive(&shared.k_free[k_stage]);
-#pragma unroll
-        for (int h = 0; h < kOwn / 2; ++h) sum[h] = -INFINITY;
+        sum_heads<Tr, false>(x, w, lane, sum);
       }
       if (++k_stage == Tr::kKeyStages) k_stage = 0, k_parity ^= 1;
 #pragma unroll

@@ -52,9 +52,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto run = [&](auto queries, auto keys) {
     for (;;) {
       fence_async_proxy();  // what ordinary accesses touched may next be the target of a copy
-      __syncthreads();
+      named_barrier_sync<kThreads>(kNextItem);
       if (threadIdx.x == 0) shared.ticket = static_cast<int>(atomicAdd(next_ticket, 1u));
-      __syncthreads();
+      named_barrier_sync<kThreads>(kNextItem);
       const BwdWork work(p);  // not kept in registers meanwhile
       if (shared.ticket >= work.tickets()) return;
       const BwdItem item(work, shared.ticket);

@@ -144,7 +144,8 @@ struct alignas(1024) BwdShared {
   uint64_t image_full[2], image_free[2];  // by warpgroup
 };
 
-// Named barriers of one warp of each of the first two warpgroups; 0 is __syncthreads.
-enum BwdBarrier { kProbabilitiesReady = 1, kGradientsReady = 5 };  // and the warp's number
+// Named barriers. The first two are of one warp of each of the first two warpgroups, whose number is
+// to be added; the third of all threads, which __syncthreads is not for: their code differs.
+enum BwdBarrier { kProbabilitiesReady = 1, kGradientsReady = 5, kNextItem = 9 };
 
 }  // namespace jax_dsa::sparse_mla

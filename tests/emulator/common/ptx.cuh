@@ -13,6 +13,13 @@ inline uint32_t smem_address(const void* p) { return emulator::shared_offset(p);
 inline uint32_t whole_sum(uint32_t to, uint32_t offset) { return to + offset; }
 
 template <typename T>
+T uniform(T x) {
+  const T first = __shfl_sync(~0u, x, 0);
+  if (first != x) emulator::fail("a uniform value differs between lanes");
+  return first;
+}
+
+template <typename T>
 T& dynamic_shared() {
   static_assert(sizeof(T) <= emulator::kSharedBytes);
   return *reinterpret_cast<T*>(emulator::self().block->shared);

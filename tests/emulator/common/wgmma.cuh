@@ -24,6 +24,10 @@ uint64_t k_major_rows_descriptor(uint32_t address) {
          (address & 0x3ffff) >> 4;
 }
 
+inline uint64_t moved(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & ~uint64_t{UINT32_MAX}) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
+
 inline void wgmma_fence() {}
 inline void wgmma_commit() { emulator::commit(); }
 template <int kPending>
