@@ -201,16 +201,14 @@ struct Data {
   }
 };
 
-using Launch = cudaError_t (*)(const IndexerFwdParams&, cudaStream_t);
-
-bool run_case(const Case& c, Launch launch, uint64_t seed) {
+bool run_case(const Case& c, uint64_t seed) {
   Data data(c, seed);
   IndexerFwdParams& p = data.p;
   const bool small = data.out_size < 20000000;
   Errors* errors = device<Errors>(1);
   CHECK(cudaMemset(errors, 0, sizeof(Errors)));
   fill_word<<<1024, 256>>>(reinterpret_cast<uint32_t*>(p.out), data.out_size, kPoison);
-  CHECK(launch(p, nullptr));
+  CHECK(jax_dsa::launch_indexer_fwd(p, nullptr));
   CHECK(cudaDeviceSynchronize());
   std::vector<int64_t> tokens;
   const int64_t step = std::max<int64_t>(1, data.out_size * c.J * c.C / 3000000000);
@@ -223,7 +221,7 @@ bool run_case(const Case& c, Launch launch, uint64_t seed) {
     first = p.out;
     p.out = device<float>(data.out_size);
     fill_word<<<1024, 256>>>(reinterpret_cast<uint32_t*>(p.out), data.out_size, kPoison);
-    CHECK(launch(p, nullptr));
+    CHECK(jax_dsa::launch_indexer_fwd(p, nullptr));
   }
   scan<<<1024, 256>>>(reinterpret_cast<uint32_t*>(p.out), reinterpret_cast<uint32_t*>(first),
                       data.out_size, errors);
@@ -270,25 +268,7 @@ bool run_case(const Case& c, Launch launch, uint64_t seed) {
   return good;
 }
 
-struct Variant {
-  const char* name;
-  Launch bf16_64, fp8_64, fp8_32;
-};
-template <IndexerDType kD, int kHeads, int kWarpgroups, int kSums>
-constexpr Launch kLaunch =
-    jax_dsa::indexer::launch<jax_dsa::indexer::Traits<kD, 128, kHeads, kWarpgroups, kSums>>;
 constexpr auto kBF16 = IndexerDType::kBF16, kE4M3 = IndexerDType::kE4M3;
-const Variant kVariants[] = {
-    {"as dispatched", jax_dsa::launch_indexer_fwd, jax_dsa::launch_indexer_fwd,
-     jax_dsa::launch_indexer_fwd},
-    {"2 warpgroups", kLaunch<kBF16, 64, 2, 1>, kLaunch<kE4M3, 64, 2, 1>, kLaunch<kE4M3, 32, 2, 1>},
-    {"4 warpgroups", kLaunch<kBF16, 64, 4, 1>, kLaunch<kE4M3, 64, 4, 1>, kLaunch<kE4M3, 32, 4, 1>},
-    {"2, all by sums", nullptr, kLaunch<kE4M3, 64, 2, 2>, kLaunch<kE4M3, 32, 2, 2>},
-    {"4, all by sums", nullptr, kLaunch<kE4M3, 64, 4, 2>, kLaunch<kE4M3, 32, 4, 2>},
-};
-Launch of(const Variant& v, const Case& c) {
-  return c.dtype == kBF16 ? v.bf16_64 : c.J == 64 ? v.fp8_64 : v.fp8_32;
-}
 
 template <typename F>
 std::vector<float> time_ms(int count, F run) {
@@ -312,24 +292,18 @@ void bench(const Case& c) {
   Data data(c, 5);
   double pairs = 0;
   for (int64_t i = 0; i < data.tokens; ++i) pairs += std::max(0, data.ends[i] - data.starts[i]);
-  std::vector<std::vector<float>> ms(std::size(kVariants));
+  std::vector<float> ms;
   for (int turn = 0; turn < 3; ++turn) {
-    for (size_t v = 0; v < std::size(kVariants); ++v) {
-      if (!of(kVariants[v], c)) continue;
-      usleep(100000);  // the device cools down
-      for (float x : time_ms(5, [&] { CHECK(of(kVariants[v], c)(data.p, nullptr)); })) {
-        ms[v].push_back(x);
-      }
+    usleep(100000);  // the device cools down
+    for (float x : time_ms(5, [&] { CHECK(jax_dsa::launch_indexer_fwd(data.p, nullptr)); })) {
+      ms.push_back(x);
     }
   }
-  for (size_t v = 0; v < std::size(kVariants); ++v) {
-    if (ms[v].empty()) continue;
-    std::sort(ms[v].begin(), ms[v].end());
-    const double flops = pairs * 2 * c.J * c.C * 1e-9;
-    const float mid = ms[v][ms[v].size() / 2];
-    printf("%-28s %-22s %.3f ms  %.0f TFLOPS (best %.0f, worst %.0f)\n", c.name, kVariants[v].name,
-           mid, flops / mid, flops / ms[v][0], flops / ms[v].back());
-  }
+  std::sort(ms.begin(), ms.end());
+  const double flops = pairs * 2 * c.J * c.C * 1e-9;
+  const float mid = ms[ms.size() / 2];
+  printf("%-28s %.3f ms  %.0f TFLOPS (best %.0f, worst %.0f)\n", c.name, mid, flops / mid,
+         flops / ms[0], flops / ms.back());
 }
 
 void bench_copy() {
@@ -380,11 +354,7 @@ int main(int argc, char** argv) {
     for (const Case& c : cases) {
       const int64_t work = int64_t{c.B} * c.T * c.S;
       if (what == "small" && work > 30000) continue;
-      bad += !run_case(c, jax_dsa::launch_indexer_fwd, seed);
-      const Launch other = of(kVariants[1], c);
-      if (other && c.C == 128 && what == "test" && (c.J == 64 || (c.J == 32 && c.dtype == kE4M3))) {
-        bad += !run_case(c, other, seed);
-      }
+      bad += !run_case(c, seed);
     }
     printf(bad ? "FAILED %d\n" : "all good\n", bad);
     return bad != 0;

@@ -4,15 +4,16 @@
 //                -inf                                               otherwise
 //
 // Keys are the rows of a product and (query, head) pairs its columns: a warpgroup multiplies a tile
-// of 64 keys with kN columns, for kN = 256 that is 4 queries of 64 heads (8 of 32, 16 of 16; fewer
+// of 64 keys with kN columns: 128 are 2 queries of 64 heads, 256 are 8 of 32 or 16 of 16 (fewer
 // heads are padded with weight 0). A column's weight is the same for all keys, so that the weights
 // of a warpgroup's queries stay in registers, kN / 4 a thread. What follows the product is then a
 // relu and an FMA for every accumulator, and the sum over heads is in each thread but for the last
 // step over four lanes.
 //
-// Warpgroups: two of kN = 256 multiply, or four of 128, each with its own queries and all with the
-// same keys; while one is in its sums the tensor cores have another's product. The last has one
-// warp that copies queries and keys (TMA), and three that write -inf where no product is needed.
+// Warpgroups: four of kN = 128 multiply, or two of 256, each with its own queries and all with the
+// same keys. They are pairs of which one multiplies while the other is in its sums. The last has
+// one warp that copies queries and keys (TMA), and three that write -inf where no product is
+// needed.
 //
 // Work: `kQueries` queries, all warpgroups', are an item; its key tiles are those that any of its
 // queries sees. All items' key tiles in order are cut into equal shares, one a block: each block
@@ -35,18 +36,20 @@ namespace jax_dsa::indexer {
 
 inline constexpr int kTile = 64;  // keys
 
-// kHeads: heads with padding; kWarpgroups: 2 or 4 that multiply.
-template <IndexerDType kDType_, int kChannels, int kHeads_, int kWarpgroups_ = 2, int kSums_ = 1>
+// kHeads: heads with padding, 16, 32 or 64.
+template <IndexerDType kDType_, int kChannels, int kHeads_>
 struct Traits {
-  static constexpr int kN = 512 / kWarpgroups_;  // columns of a warpgroup's product
+  // Those that multiply. Four have no registers for many queries each.
+  static constexpr int kWarpgroups = kHeads_ == 64 ? 4 : 2;
+  static constexpr int kN = 512 / kWarpgroups;  // columns of a warpgroup's product
   // How many steps before its product's end a warpgroup lets its partner multiply. A second pair
   // of warpgroups fills the gap that two taking strict turns leave.
-  static constexpr int kEarly = kWarpgroups_ == 2 ? 1 : 0;
-  // Odd columns' relu(x) as (x + |x|) / 2, half of it in their weights: additions run at twice the
-  // rate of maxima. It makes NaN of -inf, which products of e4m3 cannot be.
-  static constexpr int kSums = kDType_ == IndexerDType::kE4M3 ? kSums_ : 0;
+  static constexpr int kEarly = kWarpgroups == 2 ? 1 : 0;
+  // relu(x) as (x + |x|) / 2, half of it in the weights: additions run at twice the rate of maxima.
+  // It makes NaN of -inf, which products of e4m3 cannot be.
+  static constexpr bool kSums = kDType_ == IndexerDType::kE4M3;
   static constexpr IndexerDType kDType = kDType_;
-  static constexpr int kHeads = kHeads_, kWarpgroups = kWarpgroups_;
+  static constexpr int kHeads = kHeads_;
   static constexpr int kElementBytes = kDType == IndexerDType::kBF16 ? 2 : 1;
   static constexpr int kChannelBytes = kChannels * kElementBytes;
   static constexpr int kRowBytes = kChannelBytes < 128 ? kChannelBytes : 128;
@@ -322,9 +325,9 @@ __device__ __forceinline__ void sum_heads(const float (&x)[Tr::kN / 2],
         for (int r = 0; r < 2; ++r) {
           const int i = query * kGroups + g;
           const float score = x[4 * i + 2 * r + e];
-          const float y = e >= 2 - Tr::kSums ? score + (kRelu ? fabsf(score) : score)
-                          : kRelu            ? max_nan(score, 0.f)
-                                             : score;
+          const float y = Tr::kSums ? score + (kRelu ? fabsf(score) : score)
+                          : kRelu   ? max_nan(score, 0.f)
+                                    : score;
           float& s = part[query][r];
           s = g + e == 0 ? w[2 * i] * y : fmaf(w[2 * i + e], y, s);
         }
@@ -374,7 +377,7 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
       const int column = i / 2 * 8 + i % 2, head = column % Tr::kHeads + lane % 4 * 2;
       const bool there = column / Tr::kHeads < queries && head < p.heads;
       w[i] = there ? __ldg(p.weights + (token + column / Tr::kHeads) * p.heads + head) : 0.f;
-      if (i % 2 >= 2 - Tr::kSums) w[i] *= 0.5f;
+      if (Tr::kSums) w[i] *= 0.5f;
     }
     int start[kOwn / 2];
     uint32_t length[kOwn / 2];  // a key is seen if key - start < length

@@ -32,9 +32,7 @@ template <IndexerDType kDType, int kChannels>
 cudaError_t launch_heads(const IndexerFwdParams& p, cudaStream_t stream) {
   if (p.heads <= 16) return launch<Traits<kDType, kChannels, 16>>(p, stream);
   if (p.heads <= 32) return launch<Traits<kDType, kChannels, 32>>(p, stream);
-  // Four warpgroups are faster in fp8 for 64 heads, slower in bf16 and for fewer.
-  constexpr int kWarpgroups = kDType == IndexerDType::kE4M3 ? 4 : 2;
-  return launch<Traits<kDType, kChannels, 64, kWarpgroups>>(p, stream);
+  return launch<Traits<kDType, kChannels, 64>>(p, stream);
 }
 
 template <IndexerDType kDType>

@@ -37,12 +37,15 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(&shared.block_full[i], i == block_order(0) ? 128 + 4 : 128);
       mbarrier_init(&shared.block_free[i], 4);
     }
+    mbarrier_init(&shared.item_done, kThreads / 32);
+    mbarrier_init(&shared.ticket_full, 1);
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(&shared.image_full[i], 1);
       mbarrier_init(&shared.image_free[i], 4);
     }
     mbarrier_init_fence();
   }
+  __syncthreads();
   auto* const next_ticket = static_cast<uint32_t*>(p.counters);
   const int warpgroup = threadIdx.x / 128;
   // Of rows_full; of the blocks of key tiles; of the images.
@@ -50,11 +53,19 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // Runs the items; `queries` and `keys` are a warpgroup's parts of the two kinds.
   const auto run = [&](auto queries, auto keys) {
-    for (;;) {
+    for (uint32_t parity = 0;; parity ^= 1) {
       fence_async_proxy();  // what ordinary accesses touched may next be the target of a copy
-      named_barrier_sync<kThreads>(kNextItem);
-      if (threadIdx.x == 0) shared.ticket = static_cast<int>(atomicAdd(next_ticket, 1u));
-      named_barrier_sync<kThreads>(kNextItem);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.item_done);
+      if (threadIdx.x < 32) {
+        mbarrier_wait(&shared.item_done, parity);
+        if (threadIdx.x == 0) {
+          shared.ticket = static_cast<int>(atomicAdd(next_ticket, 1u));
+          mbarrier_arrive(&shared.ticket_full);
+        }
+        __syncwarp();
+      }
+      mbarrier_wait(&shared.ticket_full, parity);
       const BwdWork work(p);  // not kept in registers meanwhile
       if (shared.ticket >= work.tickets()) return;
       const BwdItem item(work, shared.ticket);

@@ -142,10 +142,11 @@ struct alignas(1024) BwdShared {
   uint64_t rows_full;  // Q and dO of the item are here
   uint64_t block_full[kBlocks], block_free[kBlocks];
   uint64_t image_full[2], image_free[2];  // by warpgroup
+  uint64_t item_done, ticket_full;
 };
 
-// Named barriers. The first two are of one warp of each of the first two warpgroups, whose number is
-// to be added; the third of all threads, which __syncthreads is not for: their code differs.
-enum BwdBarrier { kProbabilitiesReady = 1, kGradientsReady = 5, kNextItem = 9 };
+// Named barriers of one warp of each of the first two warpgroups, whose number is to be added; 0 is
+// __syncthreads.
+enum BwdBarrier { kProbabilitiesReady = 1, kGradientsReady = 5 };
 
 }  // namespace jax_dsa::sparse_mla
