@@ -145,6 +145,20 @@ def test_gradients_against_finite_differences(relu, rng):
             check_grads(jax.jit(fn), (q, k, weights, scale), 1, ["rev"], eps=1e-7, rtol=1e-5)
 
 
+def test_deterministic_gradients(rng):
+    """The same sums, in an order of their own."""
+    arrays, options = inputs(rng, T=9, S=20), options_of(rng, T=9, S=20)
+
+    def gradients(deterministic):
+        def loss(*arrays):
+            logits = indexer_topk(*arrays, 6, deterministic=deterministic, **options)[1]
+            return jnp.sum(jnp.where(jnp.isfinite(logits), jnp.sin(logits), 0))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
+
+    assert_matches(gradients(True), gradients(False), 1e-6)
+
+
 def test_relu_has_no_gradient_at_zero():
     q, k = np.zeros((1, 1, 1, 2), np.float32), np.ones((1, 1, 2), np.float32)
     weights = np.ones((1, 1, 1), np.float32)

@@ -52,7 +52,7 @@ struct Traits {
 };
 
 using Throughput = Traits<256, 2, 5, false>;
-using Wide = Traits<512, 4, 2, false>;
+using Wide = Traits<512, 4, kTopkLongRowsAtOnce, false>;
 using Latency = Traits<512, 4, 2, true>;
 
 // A run of a row's candidates. Positions are counted from the aligned address `base`.

@@ -88,7 +88,7 @@ def dsa_attention(
             lesser of both ends.
         index_k_scale: float32 scale of each quantised indexer key.
         sinks: float32 attention sinks; they enter `out`, not `aux.lse`, and not the teacher.
-        deterministic: bit-identical gradients on every run.
+        deterministic: bit-identical gradients on every run; the indexer's are then XLA's.
         implementation: None chooses per operator; "cuda" and "xla" insist.
 
     Returns:
@@ -135,6 +135,7 @@ def dsa_attention(
         k_scale=index_k_scale,
         starts=starts,
         ends=ends,
+        deterministic=deterministic,
         implementation=implementation,
     )
     # The selection is already inside [starts, ends), so nothing below needs a mask.

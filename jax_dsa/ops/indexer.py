@@ -27,10 +27,11 @@ FP8 = jnp.float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class IndexerOptions:
-    """Static options of `indexer_logits` and, with `top_k`, of `indexer_topk`."""
+    """Static options of `indexer_logits` and, with the others, of `indexer_topk`."""
 
     relu: bool
     top_k: int = 0
+    deterministic: bool = False
 
 
 # What the kernels cover, as in cuda/indexer/indexer.h.
@@ -39,8 +40,9 @@ _KERNEL_HEADS = 64
 _KERNEL_KEYS = 2**31 - 1 - 4096
 _KERNEL_SLOTS = 8192
 
-# Bytes of logits that `indexer_topk`'s kernels have in memory at a time.
-LOGITS_BUDGET = 256 * 10**6
+# Bytes of logits that `indexer_topk`'s kernels have in memory at a time: at 131072 keys, the two
+# rows that each of 132 multiprocessors selects from at once.
+LOGITS_BUDGET = 144 * 10**6
 
 
 def _shapes_supported(q: Any, k: Any) -> str | None:
@@ -77,6 +79,8 @@ def _some_logits(
 def _topk_bwd_supported(
     options: IndexerOptions, q: Any, k: Any, weights: Any, k_scale: Any, indices: Any, *_: Any
 ) -> str | None:
+    if options.deterministic:
+        return "its sums over a key's slots have no fixed order (deterministic=True)"
     if q.dtype != jnp.bfloat16:
         return f"it takes bfloat16, got {q.dtype}"
     if indices.shape[2] > _KERNEL_SLOTS:
@@ -225,6 +229,7 @@ def indexer_topk(
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
     relu: bool = True,
+    deterministic: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Int[Array, "B T K"], Float[Array, "B T K"]]:
     """The `top_k` keys of the largest `indexer_logits` for every query, without a [T, S] array.
@@ -235,6 +240,8 @@ def indexer_topk(
     Args:
         q, k, weights, k_scale, starts, ends, relu: as in `indexer_logits`.
         top_k: how many keys to select, >= 0; may exceed S.
+        deterministic: gradients that are bit-identical from run to run; on XLA only. The selection
+            always is.
         implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
 
     Returns:
@@ -249,6 +256,7 @@ def indexer_topk(
     options = IndexerOptions(
         relu=args.flag("relu", relu),
         top_k=args.integer("top_k", top_k, 0),
+        deterministic=args.flag("deterministic", deterministic),
     )
     return args.restore(*_indexer_topk(options, args.implementation(implementation), *operands))
 

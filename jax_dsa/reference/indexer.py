@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from jax_dsa.core import compat
 from jax_dsa.core.streaming import chunk_length, scan_chunks
+from jax_dsa.reference.sparse_mla import scatter_rows
 from jax_dsa.reference.topk import BYTES_PER_POSITION, select, values_at, visible
 
 if TYPE_CHECKING:
@@ -271,14 +272,17 @@ def indexer_topk_bwd(
         own_g = alone(jnp.where(indices >= 0, g, 0))[:, None]
         x = scores(own_q, own_k)
         df, dq, dw = gradients(options, x, own_q, own_k, own_w, own_scale, own_g)
-        where = jnp.where(indices >= 0, indices, size)
-        f = f.at[entry, where].add(df.reshape(*indices.shape, channels), mode="drop")
+        df = df.reshape(*indices.shape, channels)
+        slots = (x[:, :, None] for x in (indices, indices >= 0, df))
+        f = scatter_rows(f[:, :, None], *slots, deterministic=options.deterministic)[:, :, 0]
         return (f,), (
             rounded(dq, q.dtype).reshape(q.shape),
             dw.astype(weights.dtype).reshape(weights.shape),
         )
 
-    cost = score_bytes(heads, slots) + slots * channels * _BYTES_PER_SCORE
+    # A fixed order of the sums takes sorted rows and their partial sums besides.
+    row_bytes = (6 if options.deterministic else 1) * channels * _BYTES_PER_SCORE
+    cost = score_bytes(heads, slots) + slots * row_bytes
     return _stream_gradients(body, k, k_scale, (q, weights, indices, g), cost)
 
 
