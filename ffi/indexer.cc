@@ -22,8 +22,10 @@ struct Sizes {
   int64_t batch, queries, keys, heads, channels;
 };
 
-// Checks q [B, T, J, C], k [B, S, C] and weights [B, T, J].
-ffi::Error read_sizes(const char* op, Dims q_dims, Dims k_dims, Dims weights_dims, Sizes* sizes) {
+// Checks q [B, T, J, C], k [B, S, C] - a pool of S keys may be all requests' - and weights [B, T,
+// J].
+ffi::Error read_sizes(const char* op, Dims q_dims, Dims k_dims, Dims weights_dims, Sizes* sizes,
+                      bool paged = false) {
   if (q_dims.size() != 4) return invalid_argument(op, "q is not of rank 4");
   if (k_dims.size() != 3) return invalid_argument(op, "k is not of rank 3");
   *sizes = {q_dims[0], q_dims[1], k_dims[1], q_dims[2], q_dims[3]};
@@ -35,14 +37,15 @@ ffi::Error read_sizes(const char* op, Dims q_dims, Dims k_dims, Dims weights_dim
   if (keys > std::numeric_limits<int32_t>::max() - 4096) {
     return invalid_argument(op, "S exceeds 2^31 - 4097");
   }
-  DSA_FFI_RETURN_IF_ERROR(check_shape(op, "k", k_dims, {}, {batch, keys, channels}));
+  const int64_t pools = paged && k_dims[0] == 1 ? 1 : batch;
+  DSA_FFI_RETURN_IF_ERROR(check_shape(op, "k", k_dims, {}, {pools, keys, channels}));
   return check_shape(op, "weights", weights_dims, {}, {batch, queries, heads});
 }
 
 // Checks the forward kernels' operands, and gathers them.
 ffi::Error read_operands(const char* op, ffi::AnyBuffer q, ffi::AnyBuffer k, F32 weights,
                          ffi::AnyBuffer k_scale, S32 starts, S32 ends, bool relu,
-                         IndexerFwdParams* params) {
+                         IndexerFwdParams* params, bool paged = false) {
   const ffi::DataType dtype = q.element_type();
   if (k.element_type() != dtype) return invalid_argument(op, "k has another dtype than q");
   if (dtype != ffi::DataType::BF16 && dtype != ffi::DataType::F8E4M3FN) {
@@ -50,7 +53,7 @@ ffi::Error read_operands(const char* op, ffi::AnyBuffer q, ffi::AnyBuffer k, F32
   }
   Sizes sizes;
   DSA_FFI_RETURN_IF_ERROR(
-      read_sizes(op, q.dimensions(), k.dimensions(), weights.dimensions(), &sizes));
+      read_sizes(op, q.dimensions(), k.dimensions(), weights.dimensions(), &sizes, paged));
   const auto& [batch, queries, keys, heads, channels] = sizes;
   DSA_FFI_RETURN_IF_ERROR(check_shape(op, "starts", starts.dimensions(), {}, {batch, queries}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(op, "ends", ends.dimensions(), {}, {batch, queries}));
@@ -68,7 +71,8 @@ ffi::Error read_operands(const char* op, ffi::AnyBuffer q, ffi::AnyBuffer k, F32
       .dtype = dtype == ffi::DataType::BF16 ? IndexerDType::kBF16 : IndexerDType::kE4M3,
       .relu = relu,
   };
-  return optional_data(op, "k_scale", k_scale, ffi::DataType::F32, {batch, keys}, &params->k_scale);
+  return optional_data(op, "k_scale", k_scale, ffi::DataType::F32, {k.dimensions()[0], keys},
+                       &params->k_scale);
 }
 
 // q [B, T, J, C], k [B, S, C], weights [B, T, J], k_scale [B, S]?, starts [B, T], ends [B, T]
@@ -85,15 +89,36 @@ ffi::Error indexer_logits_fwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuf
   return launch_status(kOp, launch_indexer_fwd(params, stream));
 }
 
-// The operands of indexer_logits_fwd
+// The operands of indexer_logits_fwd; with page_table [B, R] k is [1 or B, pool, C], k_scale
+// likewise
 // -> indices and values [B, T, K], workspace of any size >= S
 ffi::Error indexer_topk_fwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, F32 weights,
-                            ffi::AnyBuffer k_scale, S32 starts, S32 ends, ffi::Result<S32> indices,
-                            ffi::Result<F32> values, ffi::Result<F32> logits, bool relu) {
+                            ffi::AnyBuffer k_scale, S32 starts, S32 ends, ffi::AnyBuffer page_table,
+                            ffi::Result<S32> indices, ffi::Result<F32> values,
+                            ffi::Result<F32> logits, bool relu, int64_t page_size) {
   constexpr const char* kOp = "indexer_topk_fwd";
   IndexerTopkParams params;
+  const bool paged = present(page_table);
   DSA_FFI_RETURN_IF_ERROR(
-      read_operands(kOp, q, k, weights, k_scale, starts, ends, relu, &params.logits));
+      read_operands(kOp, q, k, weights, k_scale, starts, ends, relu, &params.logits, paged));
+  if (paged) {
+    IndexerFwdParams& p = params.logits;
+    if (page_table.dimensions().size() != 2) {
+      return invalid_argument(kOp, "page_table is not of rank 2");
+    }
+    p.pages_per_request = page_table.dimensions()[1];
+    DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "page_table", page_table, ffi::DataType::S32,
+                                          {p.batch, p.pages_per_request}, &p.page_table));
+    if (page_size <= 0 || page_size % kIndexerPageMultiple != 0 ||
+        page_size >
+            std::numeric_limits<int32_t>::max() / std::max(p.pages_per_request, int64_t{1})) {
+      return invalid_argument(kOp, "page_size is not a multiple of 64, or too large");
+    }
+    p.page_size = static_cast<int>(page_size);
+    p.pools = k.dimensions()[0];
+    p.pool_keys = p.keys;
+    p.keys = p.pages_per_request * page_size;
+  }
   const auto& [batch, queries, keys] =
       std::tie(params.logits.batch, params.logits.queries, params.logits.keys);
   if (indices->dimensions().size() != 3) return invalid_argument(kOp, "indices is not of rank 3");
@@ -190,10 +215,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(IndexerTopkFwd, jax_dsa::indexer_topk_fwd,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<jax_dsa::S32>()
                                   .Arg<jax_dsa::S32>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<jax_dsa::S32>()
                                   .Ret<jax_dsa::F32>()
                                   .Ret<jax_dsa::F32>()
-                                  .Attr<bool>("relu"),
+                                  .Attr<bool>("relu")
+                                  .Attr<int64_t>("page_size"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(IndexerTopkBwd, jax_dsa::indexer_topk_bwd,

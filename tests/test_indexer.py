@@ -70,6 +70,62 @@ def test_selection_is_top_k_of_the_logits(rng):
         np.testing.assert_array_equal(indices, topk_oracle.topk(exact, k))
 
 
+def paged(rng, k, page, k_scale=None):
+    """A pool with the keys' pages in any order, some of them not mapped; and which keys are."""
+    batch, size, channels = k.shape
+    own = size // page
+    pages = batch * own + 2
+    table = rng.permutation(pages)[: batch * own].reshape(batch, own).astype(np.int32)
+    pool, scales = np.full((pages, page, channels), np.nan, k.dtype), np.full((pages, page), np.nan)
+    pool[table] = k.reshape(batch, own, page, channels)
+    if k_scale is not None:
+        scales[table] = k_scale.reshape(batch, own, page)
+    hole = rng.random(table.shape) < 0.3
+    table[hole] = rng.choice([-1, pages, 2**31 - 1, -(2**31)], hole.sum())
+    scales = None if k_scale is None else scales.astype(np.float32)
+    return pool, scales, table, np.repeat(~hole, page, axis=1)
+
+
+@pytest.mark.parametrize("with_scale", [False, True])
+def test_pages(with_scale, rng):
+    """The selection from the keys that are there, each where its page table has it."""
+    q, k, weights = inputs(rng, B=3, S=40)
+    ranges = options_of(rng, B=3, S=40)
+    scale = ranges.pop("k_scale")
+    scale = scale if with_scale else None
+    pool, scales, table, there = paged(rng, k, 8, scale)
+    got = indexer_topk(q, pool, weights, 7, k_scale=scales, page_table=table, **ranges)
+    logits = np.asarray(indexer_logits(q, k, weights, k_scale=scale, **ranges))
+    want = topk(np.where(there[:, None], logits, -np.inf), 7, return_values=True)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+    def call(q, pool, scales, weights, table):
+        return indexer_topk(q, pool, weights, 7, k_scale=scales, page_table=table)
+
+    if with_scale:
+        one = [call(q[i], pool, scales, weights[i], table[i]) for i in range(3)]
+        one = jax.tree.map(lambda *x: np.stack(x), *one)
+        mapped = jax.vmap(call, in_axes=(0, None, None, 0, 0))(q, pool, scales, weights, table)
+        jax.tree.map(np.testing.assert_array_equal, mapped, one)
+        pools = np.stack([pool, pool[::-1]]), np.stack([scales, scales[::-1]])
+        each = [call(q, pools[0][i], pools[1][i], weights, table) for i in range(2)]
+        mapped = jax.vmap(call, in_axes=(None, 0, 0, None, None))(q, *pools, weights, table)
+        jax.tree.map(
+            np.testing.assert_array_equal, mapped, jax.tree.map(lambda *x: np.stack(x), *each)
+        )
+
+
+def test_pages_have_no_gradient(rng):
+    q, k, weights = inputs(rng, B=2, S=8)
+    pool, _, table, _ = paged(rng, k, 4)
+    with pytest.raises(NotImplementedError, match="indexer_topk: gradients through a page table"):
+        jax.grad(lambda q: indexer_topk(q, pool, weights, 3, page_table=table)[1].sum())(q)
+    with pytest.raises(ValueError, match="indexer_topk: argument 'page_table'"):
+        indexer_topk(q, pool, weights, 3, page_table=table[:1])
+    with pytest.raises(ValueError, match="indexer_topk: argument 'k' is 0"):
+        indexer_topk(q, pool[:, :0], weights, 3, page_table=table)
+
+
 @pytest.mark.parametrize("budget", [1, 30_000, 10**9])
 def test_chunks(budget, rng, monkeypatch):
     """No chunk, some with a remainder, one query of one batch entry: one result, and in every case

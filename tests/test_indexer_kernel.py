@@ -113,6 +113,32 @@ def test_topk_in_chunks(b: int, t: int, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(("t", "page"), [(1, 64), (3, 192), (30, 64)])
+def test_pages(t: int, page: int, dtype: Any, rng: np.random.Generator) -> None:
+    """As from a cache without pages, but for the keys on pages that are not there."""
+    batch, own = 5, 8
+    given = inputs(rng, b=batch, t=t, s=own * page, j=64, c=128, dtype=dtype)
+    k, k_scale = given.pop("k"), given.pop("k_scale")
+    pages = batch * own + 3
+    table = rng.permutation(pages)[: batch * own].reshape(batch, own).astype(np.int32)
+
+    def pool(x: jax.Array) -> jax.Array:
+        empty = jnp.full((pages, page, *x.shape[2:]), jnp.nan, x.dtype)
+        return empty.at[table].set(x.reshape(batch, own, page, *x.shape[2:]))
+
+    hole = rng.random(table.shape) < 0.2
+    holes = np.where(hole, rng.choice([-1, pages, 2**31 - 1], table.shape), table)
+    given["page_table"] = jnp.asarray(holes, jnp.int32)
+    scales = None if k_scale is None else pool(k_scale)
+    got = indexer_topk(**given, k=pool(k), k_scale=scales, top_k=100, implementation="cuda")
+    del given["page_table"]
+    whole = logits(given | {"k": k, "k_scale": k_scale}, "cuda")
+    there = jnp.asarray(np.repeat(~hole, page, axis=1))[:, None]
+    want = topk(jnp.where(there, whole, -jnp.inf), 100, return_values=True, implementation="cuda")
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, want)
+
+
 BACKWARD_SHAPES = {
     "J 64": {"t": 130, "s": 1111, "j": 64, "c": 128, "k": 300},
     "J 5, C 32": {"t": 62, "s": 403, "j": 5, "c": 32, "k": 77},

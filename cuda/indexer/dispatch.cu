@@ -19,6 +19,11 @@ cudaError_t launch_indexer_fwd(const IndexerFwdParams& p, cudaStream_t stream) {
   if (p.keys > INT32_MAX - 4096 || p.heads < 1 || p.heads > kIndexerMaxHeads) {
     return cudaErrorInvalidValue;
   }
+  if (p.page_table != nullptr &&
+      (p.page_size <= 0 || p.page_size % kIndexerPageMultiple != 0 || p.pool_keys <= 0 ||
+       p.pool_keys > INT32_MAX - 4096 || p.keys != p.pages_per_request * p.page_size)) {
+    return cudaErrorInvalidValue;
+  }
   return p.dtype == IndexerDType::kBF16 ? indexer::launch_channels<IndexerDType::kBF16>(p, stream)
                                         : indexer::launch_channels<IndexerDType::kE4M3>(p, stream);
 }

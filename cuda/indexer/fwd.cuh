@@ -36,9 +36,10 @@ namespace jax_dsa::indexer {
 
 inline constexpr int kTile = 64;  // keys
 
-// kHeads: heads with padding, 16, 32 or 64.
-template <IndexerDType kDType_, int kChannels, int kHeads_>
+// kHeads: heads with padding, 16, 32 or 64; kPaged: keys in pages of whole tiles.
+template <IndexerDType kDType_, int kChannels, int kHeads_, bool kPaged_>
 struct Traits {
+  static constexpr bool kPaged = kPaged_;
   // Those that multiply. Four have no registers for many queries each.
   static constexpr int kWarpgroups = kHeads_ == 64 ? 4 : 2;
   static constexpr int kN = 512 / kWarpgroups;  // columns of a warpgroup's product
@@ -115,6 +116,14 @@ __device__ __forceinline__ void see(const IndexerFwdParams& p, int64_t batch, in
 
 __device__ __forceinline__ Tiles tiles_of(int low, int high) {
   return low < high ? Tiles{low / kTile, ceil_div(high, kTile)} : Tiles{0, 0};
+}
+
+// Where a tile of a request's keys lies in its pool; beyond the pool if its page is not there.
+__device__ __forceinline__ int row_in_pool(const IndexerFwdParams& p, int64_t batch, int tile) {
+  const int per_page = p.page_size / kTile;
+  const int page = __ldg(p.page_table + batch * p.pages_per_request + tile / per_page);
+  const bool there = page >= 0 && page < p.pool_keys / p.page_size;
+  return there ? page * p.page_size + tile % per_page * kTile : static_cast<int>(p.pool_keys);
 }
 
 // The key tiles that any of `count` queries sees; called by whole warps.
@@ -237,10 +246,12 @@ __device__ void copy(const IndexerFwdParams& p, const CUtensorMap& q_map, const 
       mbarrier_wait(&shared.k_free[k_stage], k_parity);
       if (leader) {
         mbarrier_arrive_expect(&shared.k_full[k_stage], Tr::kKeyBytes);
+        const int row = Tr::kPaged ? row_in_pool(p, walk.batch, tile) : tile * kTile;
+        const int pool = Tr::kPaged && p.pools == 1 ? 0 : batch;
 #pragma unroll
         for (int block = 0; block < Tr::kBlocks; ++block) {
           tma_load(shared.k[k_stage][block], &k_map, &shared.k_full[k_stage], block * kRowElements,
-                   tile * kTile, batch);
+                   row, pool);
         }
       }
       if (++k_stage == Tr::kKeyStages) k_stage = 0, k_parity ^= 1;
@@ -391,8 +402,11 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
     }
     int key = walk.tiles.first * kTile + own_row;
     float* out = p.out + (token + own_query) * p.keys + key;
+    const int64_t of_batch = !Tr::kPaged    ? walk.batch * p.keys
+                             : p.pools == 1 ? 0
+                                            : walk.batch * p.pool_keys;
     const auto scale_from =
-        uniform(reinterpret_cast<uint64_t>(p.k_scale + (scaled ? walk.batch * p.keys : 0)));
+        uniform(reinterpret_cast<uint64_t>(p.k_scale + (scaled ? of_batch : 0)));
 
     mbarrier_wait(&shared.q_full[q_stage], q_parity);
     const uint64_t own_q = moved(q, q_stage * Tr::kQBytes);
@@ -404,8 +418,15 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
       float x[Tr::kN / 2];
       wgmma_fence();
       multiply<Tr>(x, moved(k, k_stage * Tr::kKeyBytes), own_q);
-      if (scaled && key < limit[0]) {
-        scale = __ldg(reinterpret_cast<const float*>(scale_from) + key);
+      int place = key;  // among the scales
+      bool there = key < limit[0];
+      if constexpr (Tr::kPaged) {
+        place = row_in_pool(p, walk.batch, walk.tiles.last - left);
+        there = there && place < p.pool_keys;
+        place += own_row;
+      }
+      if (scaled && there) {
+        scale = __ldg(reinterpret_cast<const float*>(scale_from) + place);
       }
       wgmma_wait<(Tr::kEarly > 0)>();
       named_barrier_arrive<256>(partners_turn);
@@ -420,7 +441,8 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
       if (++k_stage == Tr::kKeyStages) k_stage = 0, k_parity ^= 1;
 #pragma unroll
       for (int h = 0; h < kOwn / 2; ++h) {
-        const bool seen = static_cast<uint32_t>(key - start[h]) < length[h];
+        const bool seen =
+            static_cast<uint32_t>(key - start[h]) < length[h] && (!Tr::kPaged || there);
         if (key < limit[h]) __stcs(out + 2 * h * p.keys, seen ? sum[h] * scale : -INFINITY);
       }
       key += kTile;

@@ -10,6 +10,7 @@ namespace jax_dsa {
 enum class IndexerDType { kBF16, kE4M3 };
 
 inline constexpr int kIndexerMaxHeads = 64;
+inline constexpr int kIndexerPageMultiple = 64;
 
 struct IndexerFwdParams {
   const void* q;          // [batch, queries, heads, channels], of `dtype`; 16-byte aligned
@@ -26,6 +27,14 @@ struct IndexerFwdParams {
   int channels;  // 32, 64 or 128
   IndexerDType dtype;
   bool relu;
+  // With a page table `keys` is pages_per_request * page_size, `k` [pools, pool_keys, channels] and
+  // `k_scale` [pools, pool_keys]: a request's keys lie in pages of a pool, its own or the only one.
+  const int32_t* page_table;  // [batch, pages_per_request], or null; others than a page of the pool
+                              // are not there
+  int64_t pools;              // 1 or `batch`
+  int64_t pool_keys;
+  int64_t pages_per_request;
+  int page_size;  // a multiple of kIndexerPageMultiple
 };
 
 cudaError_t launch_indexer_fwd(const IndexerFwdParams& params, cudaStream_t stream);

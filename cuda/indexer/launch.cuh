@@ -18,8 +18,10 @@ cudaError_t launch(const IndexerFwdParams& p, cudaStream_t stream) {
       e != cudaSuccess) {
     return e;
   }
+  const int64_t keys = Tr::kPaged ? p.pool_keys : p.keys;
   if (cudaError_t e = encode_tensor_map<3>(&k, kType, Tr::kElementBytes, p.k,
-                                           {p.channels, p.keys, p.batch}, {kRowElements, kTile, 1});
+                                           {p.channels, keys, Tr::kPaged ? p.pools : p.batch},
+                                           {kRowElements, kTile, 1});
       e != cudaSuccess) {
     return e;
   }
@@ -28,22 +30,28 @@ cudaError_t launch(const IndexerFwdParams& p, cudaStream_t stream) {
   return launch_persistent<Shared<Tr>>(fwd_kernel<Tr>, tiles, Tr::kThreads, stream, p, q, k);
 }
 
-template <IndexerDType kDType, int kChannels>
+template <IndexerDType kDType, int kChannels, bool kPaged>
 cudaError_t launch_heads(const IndexerFwdParams& p, cudaStream_t stream) {
-  if (p.heads <= 16) return launch<Traits<kDType, kChannels, 16>>(p, stream);
-  if (p.heads <= 32) return launch<Traits<kDType, kChannels, 32>>(p, stream);
-  return launch<Traits<kDType, kChannels, 64>>(p, stream);
+  if (p.heads <= 16) return launch<Traits<kDType, kChannels, 16, kPaged>>(p, stream);
+  if (p.heads <= 32) return launch<Traits<kDType, kChannels, 32, kPaged>>(p, stream);
+  return launch<Traits<kDType, kChannels, 64, kPaged>>(p, stream);
+}
+
+template <IndexerDType kDType, int kChannels>
+cudaError_t launch_layout(const IndexerFwdParams& p, cudaStream_t stream) {
+  return p.page_table ? launch_heads<kDType, kChannels, true>(p, stream)
+                      : launch_heads<kDType, kChannels, false>(p, stream);
 }
 
 template <IndexerDType kDType>
 cudaError_t launch_channels(const IndexerFwdParams& p, cudaStream_t stream) {
   switch (p.channels) {
     case 32:
-      return launch_heads<kDType, 32>(p, stream);
+      return launch_layout<kDType, 32>(p, stream);
     case 64:
-      return launch_heads<kDType, 64>(p, stream);
+      return launch_layout<kDType, 64>(p, stream);
     case 128:
-      return launch_heads<kDType, 128>(p, stream);
+      return launch_layout<kDType, 128>(p, stream);
   }
   return cudaErrorInvalidValue;
 }

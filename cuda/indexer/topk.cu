@@ -17,8 +17,8 @@ cudaError_t launch_indexer_topk(const IndexerTopkParams& p, cudaStream_t stream)
   if (fit < 1) return cudaErrorInvalidValue;
   int processors = 0;
   if (cudaError_t e = processor_count(&processors); e != cudaSuccess) return e;
-  // Whole batch entries where one fits, else even parts of one. The parts leave no processor idle in
-  // top-k, if they can; indexer items are of 8 queries.
+  // Whole batch entries where one fits, else even parts of one. The parts leave no processor idle
+  // in top-k, if they can; indexer items are of 8 queries.
   const int64_t entries = std::max<int64_t>(fit / std::max<int64_t>(all.queries, 1), 1);
   int64_t count = all.queries;
   if (count > fit) {
@@ -35,9 +35,15 @@ cudaError_t launch_indexer_topk(const IndexerTopkParams& p, cudaStream_t stream)
       some.batch = std::min(entries, all.batch - batch);
       some.queries = std::min(count, all.queries - query);
       some.q = static_cast<const char*>(all.q) + token * all.heads * all.channels * element;
-      some.k = static_cast<const char*>(all.k) + batch * all.keys * all.channels * element;
       some.weights += token * all.heads;
-      if (all.k_scale != nullptr) some.k_scale += batch * all.keys;
+      const bool paged = all.page_table != nullptr;
+      if (paged) some.page_table += batch * all.pages_per_request;
+      if (!paged || all.pools > 1) {
+        const int64_t before = batch * (paged ? all.pool_keys : all.keys);
+        some.k = static_cast<const char*>(all.k) + before * all.channels * element;
+        if (all.k_scale != nullptr) some.k_scale += before;
+        if (paged) some.pools = some.batch;
+      }
       some.starts += token;
       some.ends += token;
       if (cudaError_t e = launch_indexer_fwd(some, stream); e != cudaSuccess) return e;

@@ -102,7 +102,7 @@ def attn_dist(size: Scale) -> Iterator[Case]:
 
 def indexer(size: Scale) -> Iterator[Case]:
     """Logits, logits with their top-k ("topk", and "decode" for one new token a request, counted by
-    the bytes of the keys), and the backward pass over selected keys.
+    the bytes of the keys, with a cache of pages "paged"), and the backward pass over selected keys.
     """
 
     def make(dims: Dims, dtype: str, key: jax.Array) -> tuple:
@@ -117,12 +117,20 @@ def indexer(size: Scale) -> Iterator[Case]:
         (q, q_scale), (k, k_scale) = jax_dsa.quantize_fp8(q), jax_dsa.quantize_fp8(k)
         return q, k, weights * q_scale[..., 0], ends, k_scale[..., 0]
 
+    def make_paged(dims: Dims, key: jax.Array) -> tuple:
+        """The pages, of 64 keys, in any order."""
+        q, k, weights, ends, k_scale = make(dims, "fp8", key)
+        batch, size = k_scale.shape
+        table = jax.random.permutation(key, batch * size // 64).astype(jnp.int32)
+        pages = k.reshape(-1, 64, k.shape[2]), k_scale.reshape(-1, 64)
+        return q, pages[0], weights, ends, pages[1], table.reshape(batch, -1)
+
     def logits(q: Any, k: Any, weights: Any, ends: Any, k_scale: Any = None, **kwargs: Any) -> Any:
         return jax_dsa.indexer_logits(q, k, weights, ends=ends, k_scale=k_scale, **kwargs)
 
-    def select(top_k: int, q: Any, k: Any, weights: Any, ends: Any, *scale: Any, **kw: Any) -> Any:
-        k_scale = scale[0] if scale else None
-        return jax_dsa.indexer_topk(q, k, weights, top_k, ends=ends, k_scale=k_scale, **kw)
+    def select(top_k: int, q: Any, k: Any, weights: Any, ends: Any, *rest: Any, **kw: Any) -> Any:
+        optional = dict(zip(("k_scale", "page_table"), rest, strict=False))
+        return jax_dsa.indexer_topk(q, k, weights, top_k, ends=ends, **optional, **kw)
 
     def selected_logits(top_k: int, *args: Any, **kwargs: Any) -> Any:
         return select(top_k, *args, **kwargs)[1]
@@ -160,6 +168,8 @@ def indexer(size: Scale) -> Iterator[Case]:
             build = functools.partial(make, dims, "fp8")
             call = functools.partial(select, dims["K"])
             yield Case("indexer", "fwd", dims, "fp8", build, call, work, COPY, note="decode")
+            build = functools.partial(make_paged, dims)
+            yield Case("indexer", "fwd", dims, "fp8", build, call, work, COPY, note="paged")
 
     dims = size(T=4096, S=8192, J=64, C=128, K=2048)
     yield Case(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_dsa.core.checks import FLOAT32, FLOATS, Args
+from jax_dsa.core.checks import FLOAT32, FLOATS, INT32, Args
 from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.ops.topk import TopkOptions, key_ranges
@@ -32,6 +32,8 @@ class IndexerOptions:
     relu: bool
     top_k: int = 0
     deterministic: bool = False
+    page_size: int = 0
+    """Of a key pool's pages; 0 without a page table."""
 
 
 # What the kernels cover, as in cuda/indexer/indexer.h.
@@ -39,6 +41,7 @@ _KERNEL_CHANNELS = (32, 64, 128)
 _KERNEL_HEADS = 64
 _KERNEL_KEYS = 2**31 - 1 - 4096
 _KERNEL_SLOTS = 8192
+_KERNEL_PAGE = 64
 
 # Bytes of logits that `indexer_topk`'s kernels have in memory at a time: at 131072 keys, the two
 # rows that each of 132 multiprocessors selects from at once.
@@ -61,17 +64,28 @@ def _fwd_supported(options: IndexerOptions, q: Any, k: Any, *_: Any) -> str | No
     return _shapes_supported(q, k)
 
 
+def _keys(options: IndexerOptions, k: Any, page_table: Any) -> int:
+    """S: how many keys a request may have."""
+    return k.shape[1] if page_table is None else page_table.shape[1] * options.page_size
+
+
 def _topk_fwd_supported(options: IndexerOptions, q: Any, k: Any, *rest: Any) -> str | None:
-    selected = TopkOptions(k=options.top_k, size=k.shape[1], return_values=True)
-    row = jax.ShapeDtypeStruct((k.shape[1],), jnp.float32)
+    *_, page_table = rest
+    size = _keys(options, k, page_table)
+    if options.page_size % _KERNEL_PAGE != 0:
+        return f"it takes pages of a multiple of {_KERNEL_PAGE} keys, got {options.page_size}"
+    if page_table is not None and not 0 < k.shape[1] <= _KERNEL_KEYS:
+        return f"it takes pools of 1 to {_KERNEL_KEYS} keys, got {k.shape[1]}"
+    selected = TopkOptions(k=options.top_k, size=size, return_values=True)
+    row = jax.ShapeDtypeStruct((size,), jnp.float32)
     return _fwd_supported(options, q, k, *rest) or selects(selected, row)
 
 
 def _some_logits(
-    options: IndexerOptions, q: Any, k: Any, *_: Any
+    options: IndexerOptions, q: Any, k: Any, *rest: Any
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Those of as many queries as fit, which the kernels select from in turn."""
-    keys = max(1, k.shape[1])
+    keys = max(1, _keys(options, k, rest[-1]))
     queries = min(q.shape[0] * q.shape[1], LOGITS_BUDGET // (4 * keys))
     return (jax.ShapeDtypeStruct((max(1, queries) * keys,), jnp.float32),)
 
@@ -118,14 +132,15 @@ LOGITS_BWD = Pass(
 )
 TOPK_FWD = Pass(
     "indexer_topk_fwd",
-    f"{_INPUTS}, b t, b t -> b t k, b t k",
+    f"{_INPUTS}, b t, b t, b r -> b t k, b t k",
     reference.indexer_topk_fwd,
     shardable="b t",
+    shared=(1, 3),
     kernel=Kernel(
         target="jax_dsa.indexer_topk_fwd.v1",
         limits="bfloat16 or float8_e4m3fn; J <= 64; C 32, 64 or 128; top_k <= 4096",
         supported=_topk_fwd_supported,
-        attrs=lambda o, *_: {"relu": np.bool_(o.relu)},
+        attrs=lambda o, *_: {"relu": np.bool_(o.relu), "page_size": np.int64(o.page_size)},
         workspace=_some_logits,
     ),
 )
@@ -162,8 +177,12 @@ def _topk_fwd(options: IndexerOptions, implementation: Any, *operands: Any) -> A
 
 
 def _topk_bwd(options: IndexerOptions, implementation: Any, residuals: Any, cotangents: Any) -> Any:
+    if options.page_size:
+        raise NotImplementedError(
+            "indexer_topk: gradients through a page table are not supported; gather the keys"
+        )
     grads = TOPK_BWD(options, *residuals, cotangents[1], implementation=implementation)
-    return *in_dtypes(grads, residuals), None, None
+    return *in_dtypes(grads, residuals), None, None, None
 
 
 def in_dtypes(grads: Any, inputs: Any) -> list[Array | None]:
@@ -214,7 +233,9 @@ def indexer_logits(
         TypeError, ValueError: an argument has the wrong type, shape or range.
         NotImplementedError: `implementation="cuda"` cannot run this call here.
     """
-    args, operands = _checked("indexer_logits", q, k, weights, k_scale, starts, ends)
+    args = Args("indexer_logits", "q", q, "B T J C")
+    inputs = index_arrays(args, ("q", q), ("k", k), weights, k_scale)
+    operands = *inputs, *key_ranges(args, starts, ends)
     options = IndexerOptions(relu=args.flag("relu", relu))
     return args.restore(*_indexer_logits(options, args.implementation(implementation), *operands))
 
@@ -229,6 +250,7 @@ def indexer_topk(
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
     relu: bool = True,
+    page_table: Int[Array, "B R"] | None = None,
     deterministic: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Int[Array, "B T K"], Float[Array, "B T K"]]:
@@ -240,6 +262,9 @@ def indexer_topk(
     Args:
         q, k, weights, k_scale, starts, ends, relu: as in `indexer_logits`.
         top_k: how many keys to select, >= 0; may exceed S.
+        page_table: int32, for decoding: entry r is the page of a request's keys r*L to r*L + L-1,
+            out of `k` [P, L, C] and `k_scale` [P, L], P pages of L keys; S is R * L. Keys on a page
+            outside 0..P-1 are not seen. There is no gradient with it.
         deterministic: gradients that are bit-identical from run to run; on XLA only. The selection
             always is.
         implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
@@ -252,30 +277,42 @@ def indexer_topk(
         TypeError, ValueError: an argument has the wrong type, shape or range.
         NotImplementedError: `implementation="cuda"` cannot run this call here.
     """
-    args, operands = _checked("indexer_topk", q, k, weights, k_scale, starts, ends)
+    args = Args("indexer_topk", "q", q, "B T J C")
+    layout = "B S" if page_table is None else "P L"
+    q, k, weights, k_scale = index_arrays(args, ("q", q), ("k", k), weights, k_scale, layout)
+    page_size = 0
+    if page_table is not None:
+        pages, page_size, channels = k.shape
+        args.option("k", page_size, page_size > 0, "pages of at least one key")
+        page_table = args.array("page_table", page_table, "B M", INT32)
+        args.sizes["S"] = page_table.shape[1] * page_size
+        # The pool is one batch entry, which all requests share.
+        k = k.reshape(1, pages * page_size, channels)
+        k_scale = None if k_scale is None else k_scale.reshape(1, pages * page_size)
+    operands = q, k, weights, k_scale, *key_ranges(args, starts, ends), page_table
     options = IndexerOptions(
         relu=args.flag("relu", relu),
         top_k=args.integer("top_k", top_k, 0),
         deterministic=args.flag("deterministic", deterministic),
+        page_size=page_size,
     )
     return args.restore(*_indexer_topk(options, args.implementation(implementation), *operands))
 
 
-def _checked(
-    op: str, q: Any, k: Any, weights: Any, k_scale: Any, starts: Any, ends: Any
-) -> tuple[Args, tuple[Any, ...]]:
-    args = Args(op, "q", q, "B T J C")
-    q, k, weights, k_scale = index_arrays(args, ("q", q), ("k", k), weights, k_scale)
-    return args, (q, k, weights, k_scale, *key_ranges(args, starts, ends))
-
-
 def index_arrays(
-    args: Args, q: tuple[str, Any], k: tuple[str, Any], weights: Any, k_scale: Any
+    args: Args,
+    q: tuple[str, Any],
+    k: tuple[str, Any],
+    weights: Any,
+    k_scale: Any,
+    layout: str = "B S",
 ) -> tuple[Array, Array, Array, Array | None]:
-    """The indexer's checked inputs; q and k come with their arguments' names."""
+    """The indexer's checked inputs; q and k come with their arguments' names, k with its axes
+    before C.
+    """
     queries = args.array(*q, "B T J C", (*FLOATS, FP8))
-    keys = args.array(*k, "B S C", (queries.dtype,))
+    keys = args.array(*k, f"{layout} C", (queries.dtype,))
     weights = args.array("weights", weights, "B T J", FLOAT32)
     if k_scale is not None:
-        k_scale = args.array("k_scale", k_scale, "B S", FLOAT32)
+        k_scale = args.array("k_scale", k_scale, layout, FLOAT32)
     return queries, keys, weights, k_scale

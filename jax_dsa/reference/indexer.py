@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jax_dsa.core import compat
 from jax_dsa.core.streaming import chunk_length, scan_chunks
-from jax_dsa.reference.sparse_mla import scatter_rows
+from jax_dsa.reference.sparse_mla import physical_rows, scatter_rows
 from jax_dsa.reference.topk import BYTES_PER_POSITION, select, values_at, visible
 
 if TYPE_CHECKING:
@@ -162,7 +162,8 @@ def indexer_logits_fwd(
     ends: Int[Array, "B T"],
 ) -> tuple[Array]:
     """Logits [B, T, S]."""
-    return _stream_logits(options, q, k, weights, k_scale, starts, ends, lambda x: (x,))
+    queries = q, weights, starts, ends
+    return _stream_logits(options, queries, (k, k_scale), k.shape[1], lambda x: (x,))
 
 
 def indexer_topk_fwd(
@@ -173,8 +174,12 @@ def indexer_topk_fwd(
     k_scale: Float[Array, "B S"] | None,
     starts: Int[Array, "B T"],
     ends: Int[Array, "B T"],
+    page_table: Int[Array, "B R"] | None = None,
 ) -> tuple[Array, Array]:
-    """The indices [B, T, K] of the largest logits, and the logits there."""
+    """The indices [B, T, K] of the largest logits, and the logits there.
+
+    With a page table k and k_scale have a pool's axis in place of S, and perhaps a batch axis of 1.
+    """
 
     def selected(logits: Array) -> tuple[Array, Array]:
         batch, queries, size = logits.shape
@@ -182,34 +187,50 @@ def indexer_topk_fwd(
         indices = indices.reshape(batch, queries, options.top_k)
         return indices, values_at(logits, indices)
 
-    return _stream_logits(options, q, k, weights, k_scale, starts, ends, selected)
+    queries = q, weights, starts, ends
+    if page_table is None:
+        return _stream_logits(options, queries, (k, k_scale), k.shape[1], selected)
+    batch, pages = page_table.shape
+    size, pool = pages * options.page_size, k.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+    rows = physical_rows(pool // options.page_size, options.page_size, page_table, positions)
+    entry = jnp.arange(batch)[:, None] if k.shape[0] == batch else jnp.zeros((1, 1), jnp.int32)
+    entry = jnp.broadcast_to(entry, (batch, 1))
+
+    def gathered(entry: Array, rows: Array) -> Any:
+        where = entry, jnp.where(rows < 0, pool, rows)
+        own = (
+            None if x is None else x.at[where].get(mode="fill", fill_value=0) for x in (k, k_scale)
+        )
+        return *own, rows >= 0
+
+    return _stream_logits(options, queries, (entry, rows), size, selected, gathered)
 
 
 def _stream_logits(
     options: IndexerOptions,
-    q: Array,
-    k: Array,
-    weights: Array,
-    k_scale: Array | None,
-    starts: Array,
-    ends: Array,
+    queries: tuple[Array, ...],
+    keys: tuple[Array | None, ...],
+    size: int,
     finish: Callable[[Array], tuple[Array, ...]],
+    load: Callable[..., Any] = lambda k, k_scale: (k, k_scale, None),
 ) -> Any:
     """What `finish` makes of the logits, given those of many queries at a time.
 
     The chunks of queries that it gets are larger than those whose scores fit the budget, since
-    selecting takes some forty steps however few the rows are.
+    selecting takes some forty steps however few the rows are. `load` makes of `keys` the indexer's
+    keys, their scales, and which of them are there.
     """
-    size = k.shape[1]
-    keys, queries = (k, k_scale), (q, weights, starts, ends)
 
     def few(_: tuple[()], keys: Any, q: Array, weights: Array, starts: Array, ends: Array) -> Any:
-        k, k_scale = keys
+        k, k_scale, there = load(*keys)
         mask = visible(starts, ends, size)
+        mask = mask if there is None else mask & there[:, None]
         return (), (combine(options, scores(q, k), weights, k_scale, mask),)
 
     def many(_: tuple[()], keys: Any, *queries: Array) -> Any:
-        _, (logits,) = stream_queries(few, (), keys, queries, score_bytes(q.shape[2], size))
+        cost = score_bytes(queries[0].shape[2], size)
+        _, (logits,) = stream_queries(few, (), keys, queries, cost)
         # Behind the barrier the logits are computed alike, bit for bit, whatever `finish` does.
         return (), finish(jax.lax.optimization_barrier(logits))
 

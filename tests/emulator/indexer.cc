@@ -35,7 +35,7 @@ int failures = 0;
 
 template <IndexerDType kDType, int kChannels, int kHeads>
 void run(const Case& c, const emulator::Options& options) {
-  using Tr = indexer::Traits<kDType, kChannels, kHeads>;
+  using Tr = indexer::Traits<kDType, kChannels, kHeads, false>;
   using E = Element<kDType>;
   std::mt19937_64 random(options.seed);
   std::normal_distribution<float> normal;
