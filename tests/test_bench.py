@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsa.bench import timing
+from jax_dsa.bench import report, timing
 from jax_dsa.bench.__main__ import main
 from jax_dsa.bench.case import causal_selection, visible_pairs
 from jax_dsa.bench.registry import OPERATORS
@@ -53,6 +53,17 @@ def test_csv_table_and_plot(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtur
     np.testing.assert_allclose(float(by_bytes["gbytes_per_s"]), rate, rtol=1e-3)
     assert plot.read_bytes()[:4] == b"\x89PNG"
     assert "M16-N16-K16" in capsys.readouterr().out
+
+
+def test_speed_ups_are_over_the_same_problem() -> None:
+    def row(case: str, implementation: str, milliseconds: float) -> report.Row:
+        rest = (None, None, "", None, "", "", "")
+        return report.Row("topk", "fwd", case, "f32", implementation, milliseconds, *rest)
+
+    rows = [row("S8", "cuda", 2.0), row("S8", "xla", 5.0), row("S8", "lax.top_k", 84.0)]
+    rows += [row("S9", "cuda", 1.0), row("S7", "xla", 3.0)]
+    want = "topk fwd S8 f32: 2.5 times as fast as xla, 42 times as fast as lax.top_k"
+    assert report.speed_ups(rows) == want
 
 
 def test_a_folder_gets_a_file_for_each_operator(tmp_path: pathlib.Path) -> None:

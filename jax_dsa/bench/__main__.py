@@ -138,6 +138,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _publish(rows: list[Row], csv: pathlib.Path | None, plot: pathlib.Path | None) -> None:
     print(report.table(rows))
+    if compared := report.speed_ups(rows):
+        print(f"\n{compared}")
     for path in report.write_csv(rows, csv) if csv else []:
         print(f"wrote {path}")
     if plot:

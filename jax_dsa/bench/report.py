@@ -82,6 +82,27 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(x, widths)).rstrip() for x in lines)
 
 
+def speed_ups(rows: Sequence[Row]) -> str:
+    """A line for each case that the kernel shares with another implementation: how many times as
+    fast it is.
+    """
+    lines = []
+    for own in rows:
+        others = [
+            f"{r.milliseconds / own.milliseconds:.3g} times as fast as {r.implementation}"
+            for r in rows
+            if own.implementation == "cuda" != r.implementation and _problem(r) == _problem(own)
+        ]
+        if others:
+            case = f"{own.operator} {own.step} {own.case} {own.dtype}"
+            lines.append(f"{case}: {', '.join(others)}")
+    return "\n".join(lines)
+
+
+def _problem(r: Row) -> tuple[str, str, str, str]:
+    return r.operator, r.step, r.case, r.dtype
+
+
 def write_csv(rows: Sequence[Row], path: pathlib.Path) -> list[pathlib.Path]:
     """Writes all rows to the file `path`, or into the folder `path` one file an operator."""
     if path.suffix == ".csv":
