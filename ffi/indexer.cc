@@ -116,7 +116,8 @@ ffi::Error indexer_topk_fwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffe
     }
     p.page_size = static_cast<int>(page_size);
     p.pools = k.dimensions()[0];
-    p.pool_keys = p.keys;
+    if (p.keys % page_size != 0) return invalid_argument(kOp, "the pool is not of whole pages");
+    p.pages = static_cast<int>(p.keys / page_size);
     p.keys = p.pages_per_request * page_size;
   }
   const auto& [batch, queries, keys] =

@@ -20,8 +20,9 @@ cudaError_t launch_indexer_fwd(const IndexerFwdParams& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (p.page_table != nullptr &&
-      (p.page_size <= 0 || p.page_size % kIndexerPageMultiple != 0 || p.pool_keys <= 0 ||
-       p.pool_keys > INT32_MAX - 4096 || p.keys != p.pages_per_request * p.page_size)) {
+      (p.page_size <= 0 || p.page_size % kIndexerPageMultiple != 0 || p.pages <= 0 ||
+       int64_t{p.pages} * p.page_size > INT32_MAX - 4096 ||
+       p.keys != p.pages_per_request * p.page_size)) {
     return cudaErrorInvalidValue;
   }
   return p.dtype == IndexerDType::kBF16 ? indexer::launch_channels<IndexerDType::kBF16>(p, stream)

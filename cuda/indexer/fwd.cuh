@@ -122,8 +122,8 @@ __device__ __forceinline__ Tiles tiles_of(int low, int high) {
 __device__ __forceinline__ int row_in_pool(const IndexerFwdParams& p, int64_t batch, int tile) {
   const int per_page = p.page_size / kTile;
   const int page = __ldg(p.page_table + batch * p.pages_per_request + tile / per_page);
-  const bool there = page >= 0 && page < p.pool_keys / p.page_size;
-  return there ? page * p.page_size + tile % per_page * kTile : static_cast<int>(p.pool_keys);
+  const bool there = page >= 0 && page < p.pages;
+  return (there ? page : p.pages) * p.page_size + (there ? tile % per_page * kTile : 0);
 }
 
 // The key tiles that any of `count` queries sees; called by whole warps.
@@ -404,13 +404,21 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
     float* out = p.out + (token + own_query) * p.keys + key;
     const int64_t of_batch = !Tr::kPaged    ? walk.batch * p.keys
                              : p.pools == 1 ? 0
-                                            : walk.batch * p.pool_keys;
+                                            : walk.batch * p.pages * p.page_size;
     const auto scale_from =
         uniform(reinterpret_cast<uint64_t>(p.k_scale + (scaled ? of_batch : 0)));
 
     mbarrier_wait(&shared.q_full[q_stage], q_parity);
     const uint64_t own_q = moved(q, q_stage * Tr::kQBytes);
-    for (int left = uniform(walk.tiles.last - walk.tiles.first); left > 0; --left) {
+    int left = uniform(walk.tiles.last - walk.tiles.first);
+    for (; queries == 0 && left > 0; --left) {  // the item has queries for other warpgroups only
+      mbarrier_wait(&shared.k_full[k_stage], k_parity);
+      named_barrier_sync<256>(own_turn);
+      named_barrier_arrive<256>(partners_turn);
+      if (lane == 0) mbarrier_arrive(&shared.k_free[k_stage]);
+      if (++k_stage == Tr::kKeyStages) k_stage = 0, k_parity ^= 1;
+    }
+    for (; left > 0; --left) {
       float sum[kOwn / 2];
       float scale = 1.f;
       mbarrier_wait(&shared.k_full[k_stage], k_parity);
@@ -422,7 +430,7 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
       bool there = key < limit[0];
       if constexpr (Tr::kPaged) {
         place = row_in_pool(p, walk.batch, walk.tiles.last - left);
-        there = there && place < p.pool_keys;
+        there = there && place < p.pages * p.page_size;
         place += own_row;
       }
       if (scaled && there) {

@@ -27,12 +27,13 @@ struct IndexerFwdParams {
   int channels;  // 32, 64 or 128
   IndexerDType dtype;
   bool relu;
-  // With a page table `keys` is pages_per_request * page_size, `k` [pools, pool_keys, channels] and
-  // `k_scale` [pools, pool_keys]: a request's keys lie in pages of a pool, its own or the only one.
+  // With a page table `keys` is pages_per_request * page_size, `k` [pools, pages, page_size,
+  // channels] and `k_scale` without the channels: a request's keys lie in pages of a pool, its own
+  // or the only one.
   const int32_t* page_table;  // [batch, pages_per_request], or null; others than a page of the pool
                               // are not there
   int64_t pools;              // 1 or `batch`
-  int64_t pool_keys;
+  int pages;                  // of a pool
   int64_t pages_per_request;
   int page_size;  // a multiple of kIndexerPageMultiple
 };

@@ -18,7 +18,7 @@ cudaError_t launch(const IndexerFwdParams& p, cudaStream_t stream) {
       e != cudaSuccess) {
     return e;
   }
-  const int64_t keys = Tr::kPaged ? p.pool_keys : p.keys;
+  const int64_t keys = Tr::kPaged ? int64_t{p.pages} * p.page_size : p.keys;
   if (cudaError_t e = encode_tensor_map<3>(&k, kType, Tr::kElementBytes, p.k,
                                            {p.channels, keys, Tr::kPaged ? p.pools : p.batch},
                                            {kRowElements, kTile, 1});

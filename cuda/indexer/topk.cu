@@ -39,7 +39,7 @@ cudaError_t launch_indexer_topk(const IndexerTopkParams& p, cudaStream_t stream)
       const bool paged = all.page_table != nullptr;
       if (paged) some.page_table += batch * all.pages_per_request;
       if (!paged || all.pools > 1) {
-        const int64_t before = batch * (paged ? all.pool_keys : all.keys);
+        const int64_t before = batch * (paged ? int64_t{all.pages} * all.page_size : all.keys);
         some.k = static_cast<const char*>(all.k) + before * all.channels * element;
         if (all.k_scale != nullptr) some.k_scale += before;
         if (paged) some.pools = some.batch;

@@ -33,9 +33,10 @@ struct Element<IndexerDType::kE4M3> {
 
 int failures = 0;
 
-template <IndexerDType kDType, int kChannels, int kHeads>
+// Paged: `c.keys` is a multiple of a page, that is a tile; a request's second page is not there.
+template <IndexerDType kDType, int kChannels, int kHeads, bool kPaged = false>
 void run(const Case& c, const emulator::Options& options) {
-  using Tr = indexer::Traits<kDType, kChannels, kHeads, false>;
+  using Tr = indexer::Traits<kDType, kChannels, kHeads, kPaged>;
   using E = Element<kDType>;
   std::mt19937_64 random(options.seed);
   std::normal_distribution<float> normal;
@@ -51,7 +52,9 @@ void run(const Case& c, const emulator::Options& options) {
     starts.push_back(t % 3 ? 0 : static_cast<int>(random() % (c.keys + 9)) - 4);
     ends.push_back(t % 7 == 5 ? -3 : static_cast<int>(random() % (c.keys + 9)));
   }
-  const auto seen = [&](int64_t t, int s) { return s >= starts[t] && s < ends[t]; };
+  const auto seen = [&](int64_t t, int s) {
+    return s >= starts[t] && s < ends[t] && !(kPaged && s / indexer::kTile == 1);
+  };
   for (int64_t key = 0; key < keys; ++key) {
     bool used = false;
     for (int t = 0; t < c.queries; ++t) used |= seen(key / c.keys * c.queries + t, key % c.keys);
@@ -64,11 +67,28 @@ void run(const Case& c, const emulator::Options& options) {
   p.starts = starts.data(), p.ends = ends.data(), p.out = out.data();
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
   p.channels = kChannels, p.dtype = kDType, p.relu = c.relu;
+  const int per_request = c.keys / indexer::kTile, pages = c.batch * per_request + 2;
+  std::vector<int32_t> table(c.batch * per_request);
+  std::vector<typename E::Type> pool(int64_t{pages} * indexer::kTile * kChannels + 16, E::nan());
+  std::vector<float> pool_scale(int64_t{pages} * indexer::kTile, NAN);
+  if constexpr (kPaged) {
+    constexpr int kPage = indexer::kTile * kChannels;
+    for (int i = 0; i < c.batch * per_request; ++i) {
+      const int page = pages - 2 - i;
+      table[i] = i % per_request == 1 ? (i < per_request ? -1 : pages) : page;
+      std::copy_n(&k[int64_t{i} * kPage], kPage, &pool[int64_t{page} * kPage]);
+      std::copy_n(&scale[i * indexer::kTile], indexer::kTile, &pool_scale[page * indexer::kTile]);
+    }
+    p.k = pool.data(), p.k_scale = c.scale ? pool_scale.data() : nullptr;
+    p.page_table = table.data(), p.pools = 1, p.pages = pages;
+    p.pages_per_request = per_request, p.page_size = indexer::kTile;
+  }
   constexpr int kRowElements = Tr::kRowBytes / Tr::kElementBytes;
   const CUtensorMap q_map =
       tensor_map(Tr::kElementBytes, p.q, {kChannels, c.heads, c.queries, c.batch},
                  {kRowElements, kHeads, Tr::kOwnQueries, 1});
-  const CUtensorMap k_map = tensor_map(Tr::kElementBytes, p.k, {kChannels, c.keys, c.batch, 1},
+  const int k_rows = kPaged ? pages * indexer::kTile : c.keys, k_entries = kPaged ? 1 : c.batch;
+  const CUtensorMap k_map = tensor_map(Tr::kElementBytes, p.k, {kChannels, k_rows, k_entries, 1},
                                        {kRowElements, indexer::kTile, 1, 1});
   emulator::launch(2, Tr::kThreads, options, [&] { indexer::fwd_kernel<Tr>(p, q_map, k_map); });
 
@@ -110,6 +130,8 @@ int main(int argc, char** argv) {
     run<kE4M3, 64, 32>({"e4m3 J32 C64", 1, 35, 150, 32, true, false}, options);
     run<kE4M3, 32, 16>({"e4m3 J9 C32", 1, 70, 130, 9}, options);
     run<kBF16, 32, 16>({"bf16 J16 C32", 1, 40, 100, 16, false, false}, options);
+    run<kE4M3, 128, 64, true>({"e4m3 J64 paged", 2, 3, 256, 64, true}, options);
+    run<kBF16, 64, 32, true>({"bf16 J32 paged", 3, 5, 192, 32}, options);
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;
