@@ -36,6 +36,17 @@ def select(q, k, weights):
     return indexer_topk(q, k, weights, K)
 
 
+def make_paged_args(rng: np.random.Generator) -> tuple:
+    """A pool of 7 pages of 4 keys, three pages a request, some of which are not there."""
+    q, _, weights = make_args(rng)
+    table = jnp.asarray(rng.integers(-1, 8, size=(B, 3)), jnp.int32)
+    return q, floats(rng, 7, 4, C), weights, jnp.exp(floats(rng, 7, 4)), table
+
+
+def select_from_pages(q, k, weights, k_scale, page_table):
+    return indexer_topk(q, k, weights, K, k_scale=k_scale, page_table=page_table)
+
+
 CASES = [
     TransformCase(
         "indexer_logits",
@@ -53,5 +64,15 @@ CASES = [
         make_args,
         (0, 1, 2),
         {"batch": (P("x"),) * 3, "query": (P(None, "x"), P(), P(None, "x"))},
+    ),
+    TransformCase(
+        "indexer_topk-pages",
+        select_from_pages,
+        make_paged_args,
+        (),
+        {
+            "batch": (P("x"), P(), P("x"), P(), P("x")),
+            "query": (P(None, "x"), P(), P(None, "x"), P(), P()),
+        },
     ),
 ]
