@@ -97,7 +97,7 @@ def test_pages(with_scale, rng):
     got = indexer_topk(q, pool, weights, 7, k_scale=scales, page_table=table, **ranges)
     logits = np.asarray(indexer_logits(q, k, weights, k_scale=scale, **ranges))
     want = topk(np.where(there[:, None], logits, -np.inf), 7, return_values=True)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert_matches(got, want, 1e-6)
 
     def call(q, pool, scales, weights, table):
         return indexer_topk(q, pool, weights, 7, k_scale=scales, page_table=table)
@@ -106,13 +106,11 @@ def test_pages(with_scale, rng):
         one = [call(q[i], pool, scales, weights[i], table[i]) for i in range(3)]
         one = jax.tree.map(lambda *x: np.stack(x), *one)
         mapped = jax.vmap(call, in_axes=(0, None, None, 0, 0))(q, pool, scales, weights, table)
-        jax.tree.map(np.testing.assert_array_equal, mapped, one)
+        assert_matches(mapped, one, 1e-6)
         pools = np.stack([pool, pool[::-1]]), np.stack([scales, scales[::-1]])
         each = [call(q, pools[0][i], pools[1][i], weights, table) for i in range(2)]
         mapped = jax.vmap(call, in_axes=(None, 0, 0, None, None))(q, *pools, weights, table)
-        jax.tree.map(
-            np.testing.assert_array_equal, mapped, jax.tree.map(lambda *x: np.stack(x), *each)
-        )
+        assert_matches(mapped, jax.tree.map(lambda *x: np.stack(x), *each), 1e-6)
 
 
 def test_pages_have_no_gradient(rng):

@@ -282,6 +282,7 @@ def timeless(rows):
 
 
 def test_an_interrupted_run_goes_on_exactly(tmp_path, monkeypatch):
+    handler = signal.getsignal(signal.SIGINT)
     whole = trainer_module.Trainer(CONFIG, corpus(), tmp_path / "whole")
     assert whole.run()
     for number in (1, 10):  # within the dense stage, then within the sparse one
@@ -289,7 +290,7 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path, monkeypatch):
             interrupt_at(patch, number)
             part = trainer_module.Trainer(CONFIG, corpus(), tmp_path / "part")
             assert not part.run() and part.step == number + 1
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     last = trainer_module.Trainer(CONFIG, corpus(), tmp_path / "part")
     assert last.step == 11 and last.run()
     assert jax.tree.structure(last.state) == jax.tree.structure(whole.state)
