@@ -120,6 +120,9 @@ def test_pages_have_no_gradient(rng):
         jax.grad(lambda q: indexer_topk(q, pool, weights, 3, page_table=table)[1].sum())(q)
     with pytest.raises(ValueError, match="indexer_topk: argument 'page_table'"):
         indexer_topk(q, pool, weights, 3, page_table=table[:1])
+    large = jax.ShapeDtypeStruct((2, 2**29), jnp.int32)
+    with pytest.raises(ValueError, match="indexer_topk: argument 'page_table' is 2147483648"):
+        jax.eval_shape(lambda table: indexer_topk(q, pool, weights, 3, page_table=table), large)
     with pytest.raises(ValueError, match="indexer_topk: argument 'k' is 0"):
         indexer_topk(q, pool[:, :0], weights, 3, page_table=table)
 

@@ -285,7 +285,8 @@ def indexer_topk(
         pages, page_size, channels = k.shape
         args.option("k", page_size, page_size > 0, "pages of at least one key")
         page_table = args.array("page_table", page_table, "B M", INT32)
-        args.sizes["S"] = page_table.shape[1] * page_size
+        size = args.sizes["S"] = page_table.shape[1] * page_size
+        args.option("page_table", size, size < 2**31, "R with R * L below 2**31")
         # The pool is one batch entry, which all requests share.
         k = k.reshape(1, pages * page_size, channels)
         k_scale = None if k_scale is None else k_scale.reshape(1, pages * page_size)
