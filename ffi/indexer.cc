@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <tuple>
 
 #include "ffi/common.h"
 #include "ffi/targets.h"
@@ -98,11 +97,11 @@ ffi::Error indexer_topk_fwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffe
                             ffi::Result<F32> logits, bool relu, int64_t page_size) {
   constexpr const char* kOp = "indexer_topk_fwd";
   IndexerTopkParams params;
+  IndexerFwdParams& p = params.logits;
   const bool paged = present(page_table);
   DSA_FFI_RETURN_IF_ERROR(
-      read_operands(kOp, q, k, weights, k_scale, starts, ends, relu, &params.logits, paged));
+      read_operands(kOp, q, k, weights, k_scale, starts, ends, relu, &p, paged));
   if (paged) {
-    IndexerFwdParams& p = params.logits;
     if (page_table.dimensions().size() != 2) {
       return invalid_argument(kOp, "page_table is not of rank 2");
     }
@@ -120,17 +119,15 @@ ffi::Error indexer_topk_fwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffe
     p.pages = static_cast<int>(p.keys / page_size);
     p.keys = p.pages_per_request * page_size;
   }
-  const auto& [batch, queries, keys] =
-      std::tie(params.logits.batch, params.logits.queries, params.logits.keys);
   if (indices->dimensions().size() != 3) return invalid_argument(kOp, "indices is not of rank 3");
   params.k = indices->dimensions()[2];
   DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "indices", indices->dimensions(), {}, {batch, queries, params.k}));
+      check_shape(kOp, "indices", indices->dimensions(), {}, {p.batch, p.queries, params.k}));
   DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "values", values->dimensions(), {}, {batch, queries, params.k}));
-  params.logits.out = logits->typed_data();
+      check_shape(kOp, "values", values->dimensions(), {}, {p.batch, p.queries, params.k}));
+  p.out = logits->typed_data();
   params.capacity = static_cast<int64_t>(logits->element_count());
-  if (params.capacity < std::max<int64_t>(keys, 1)) {
+  if (params.capacity < std::max<int64_t>(p.keys, 1)) {
     return invalid_argument(kOp, "the workspace has no room for a query's logits");
   }
   params.indices = indices->typed_data();
@@ -191,31 +188,27 @@ ffi::Error indexer_topk_bwd(cudaStream_t stream, BF16 q, BF16 k, F32 weights,
   return launch_status(kOp, launch_indexer_bwd(params, stream));
 }
 
+// The stream, and what `read_operands` reads.
+auto bind_operands() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<F32>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<S32>()
+      .Arg<S32>();
+}
+
 }  // namespace
 }  // namespace jax_dsa
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(IndexerLogitsFwd, jax_dsa::indexer_logits_fwd,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<jax_dsa::F32>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<jax_dsa::S32>()
-                                  .Arg<jax_dsa::S32>()
-                                  .Ret<jax_dsa::F32>()
-                                  .Attr<bool>("relu"),
+                              jax_dsa::bind_operands().Ret<jax_dsa::F32>().Attr<bool>("relu"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(IndexerTopkFwd, jax_dsa::indexer_topk_fwd,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<jax_dsa::F32>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<jax_dsa::S32>()
-                                  .Arg<jax_dsa::S32>()
+                              jax_dsa::bind_operands()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<jax_dsa::S32>()
                                   .Ret<jax_dsa::F32>()

@@ -20,18 +20,15 @@ CACHED = 8 * 2**20
 _CHUNKS = 64
 
 
-def chunk_length(
-    total: int, bytes_per_item: int, *, least: int | None = None, most: int | None = None
-) -> int:
+def chunk_length(total: int, bytes_per_item: int, *, budget: int | None = None) -> int:
     """How many of `total` items, each needing `bytes_per_item` of intermediates, make a chunk.
 
     At least one. Prefers a divisor of `total` no smaller than half of what fits, since a remainder
-    chunk costs a second compilation. A chunk has at most `most` bytes (default BUDGET), and `least`
-    or more where there are as many (default CACHED).
+    chunk costs a second compilation. A chunk has at most `budget` bytes: by default BUDGET, or less
+    where the whole is small.
     """
-    least = CACHED if least is None else least
-    most = BUDGET if most is None else most
-    budget = min(most, max(least, total * bytes_per_item // _CHUNKS))
+    if budget is None:
+        budget = min(BUDGET, max(CACHED, total * bytes_per_item // _CHUNKS))
     fits = max(1, budget // max(1, bytes_per_item))
     if fits >= total:
         return max(1, total)

@@ -133,6 +133,6 @@ def sparse_mla_bwd(
     xs = q, indices, ends, topk_length, dout, lse, delta
     dkv = compat.match_vary(jnp.zeros((B * S * G, D), jnp.float32), kv, *xs)
     per_query = B * G * parts * padded * D * 2
-    size = chunk_length(q.shape[1], per_query, least=ROWS_BUDGET, most=ROWS_BUDGET)
+    size = chunk_length(q.shape[1], per_query, budget=ROWS_BUDGET)
     dkv, (dq,) = scan_chunks(chunk, dkv, xs, chunk=size)
     return dq, dkv.reshape(B, S, G, D), dsinks
