@@ -11,14 +11,15 @@ namespace {
 // q [B, T, N, D], kv [B, S, G, D], indices [B, T, G, K], ends [B, T]?, topk_length [B, T]?, dout
 // [B, T, N, 512], lse, delta [B, T, N]
 // -> dq [B, T, N, D], and dkv [B, S, G, D] f32 or, if by_rows, rows [_, D] bf16; then workspace:
-//    counters and images, u8
+//    counters and images, u8, and order, s32
 ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Buffer<ffi::BF16> kv,
                           ffi::Buffer<ffi::S32> indices, ffi::AnyBuffer ends,
                           ffi::AnyBuffer topk_length, ffi::Buffer<ffi::BF16> dout,
                           ffi::Buffer<ffi::F32> lse, ffi::Buffer<ffi::F32> delta,
                           ffi::Result<ffi::Buffer<ffi::BF16>> dq, ffi::Result<ffi::AnyBuffer> dkv,
                           ffi::Result<ffi::Buffer<ffi::U8>> counters,
-                          ffi::Result<ffi::Buffer<ffi::U8>> images, float scale, bool by_rows) {
+                          ffi::Result<ffi::Buffer<ffi::U8>> images,
+                          ffi::Result<ffi::Buffer<ffi::S32>> order, float scale, bool by_rows) {
   constexpr const char* kOp = "sparse_mla_bwd";
   SparseMlaShape shape;
   DSA_FFI_RETURN_IF_ERROR(
@@ -41,6 +42,7 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
       .dq = dq->untyped_data(),
       .counters = counters->untyped_data(),
       .images = images->untyped_data(),
+      .order = order->typed_data(),
       .batch = shape.batch,
       .queries = shape.queries,
       .keys = shape.keys,
@@ -66,7 +68,8 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
     params.dkv = static_cast<float*>(dkv->untyped_data());
   }
   if (static_cast<int64_t>(counters->element_count()) < sparse_mla_bwd_counter_bytes(params) ||
-      static_cast<int64_t>(images->element_count()) < sparse_mla_bwd_image_bytes(params)) {
+      static_cast<int64_t>(images->element_count()) < sparse_mla_bwd_image_bytes(params) ||
+      static_cast<int64_t>(order->size_bytes()) < sparse_mla_bwd_order_bytes(params)) {
     return invalid_argument(kOp, "the workspace is too small");
   }
   DSA_FFI_RETURN_IF_ERROR(
@@ -126,6 +129,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SparseMlaBwd, jax_dsa::sparse_mla_bwd,
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::U8>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Attr<float>("scale")
                                   .Attr<bool>("by_rows"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -21,6 +21,7 @@ using namespace sparse_mla_problem;
 void allocate_workspace(SparseMlaBwdParams& p) {
   p.counters = device<uint8_t>(sparse_mla_bwd_counter_bytes(p));
   p.images = device<uint8_t>(sparse_mla_bwd_image_bytes(p));
+  p.order = device<int32_t>(sparse_mla_bwd_order_bytes(p) / 4);
 }
 
 // Which rows belong to which key, in order.
@@ -85,6 +86,7 @@ bool run_case(const Case& c, uint64_t seed) {
     CHECK(cudaMemset(p.counters, 0xff, sparse_mla_bwd_counter_bytes(p)));
     CHECK(cudaMemset(p.images, 0xff, sparse_mla_bwd_image_bytes(p)));
     p.by_rows = rows;
+    CHECK(cudaMemset(p.order, 0xff, sparse_mla_bwd_order_bytes(p)));
     CHECK(launch_sparse_mla_bwd(p, nullptr));
     if (rows) CHECK(launch_sparse_mla_sum_rows(with(sum, p), nullptr));
     CHECK(cudaDeviceSynchronize());
@@ -106,8 +108,8 @@ bool run_case(const Case& c, uint64_t seed) {
   for (const void* a :
        {p.q, p.kv, (const void*)p.indices, (const void*)p.ends, (const void*)p.topk_length, p.dout,
         (const void*)p.lse, (const void*)p.delta, (const void*)p.dq, (const void*)p.dkv,
-        (const void*)p.counters, (const void*)p.images, (const void*)p.rows, (const void*)sum.order,
-        (const void*)sum.key}) {
+        (const void*)p.counters, (const void*)p.images, (const void*)p.order, (const void*)p.rows,
+        (const void*)sum.order, (const void*)sum.key}) {
     CHECK(cudaFree(const_cast<void*>(a)));
   }
   return good;
@@ -238,8 +240,9 @@ void bench(int T, int S, int N, int D, int K) {
   printf("T%d-S%d-N%d-D%d-K%d  fwd %.3f ms %.0f TFLOPS  bwd %.3f ms %.0f  by rows %.3f ms %.0f\n",
          T, S, N, D, K, fwd, pairs * (D + 512) / fwd, bwd, flops / bwd, by_rows, flops / by_rows);
   fflush(stdout);
-  for (void* a : {(void*)q, (void*)kv, (void*)out, (void*)dout, (void*)lse, (void*)delta,
-                  (void*)indices, p.dq, (void*)p.dkv, p.counters, p.images, r.rows}) {
+  for (void* a :
+       {(void*)q, (void*)kv, (void*)out, (void*)dout, (void*)lse, (void*)delta, (void*)indices,
+        p.dq, (void*)p.dkv, p.counters, p.images, (void*)p.order, r.rows}) {
     CHECK(cudaFree(a));
   }
   for (const auto& sum : sums) {
@@ -263,6 +266,8 @@ int main(int argc, char** argv) {
       {"groups", 2, 41, 300, 40, 4, 576, 300, true, false, false, 1},
       {"sharp", 1, 9, 700, 128, 1, 576, 320, false, true, true, 1, 12.f},
       {"one head a group", 1, 7, 99, 5, 5, 512, 77, true, false, true},
+      {"selected by top-k", 2, 63, 900, 64, 1, 576, 600, false, false, false, 0, 1.f, true},
+      {"repeated keys", 1, 41, 200, 24, 1, 512, 1100, false, false, true},
       {"no slots", 1, 5, 10, 16, 1, 576, 0},
       {"no keys", 1, 5, 0, 16, 1, 576, 66},
       {"one slot", 1, 300, 50, 16, 1, 576, 1, true},

@@ -2,6 +2,7 @@
 
 #include "common/launch.cuh"
 #include "sparse_mla/bwd.cuh"
+#include "sparse_mla/bwd_order.cuh"
 #include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sum_rows.cuh"
 
@@ -11,7 +12,6 @@ namespace {
 template <int kD, bool kRows>
 cudaError_t launch(const SparseMlaBwdParams& p, cudaStream_t stream) {
   const int64_t tickets = sparse_mla::BwdWork(p).tickets();
-  if (tickets > INT32_MAX - 4096) return cudaErrorInvalidValue;
   return launch_persistent<sparse_mla::BwdShared<kD>>(sparse_mla::bwd_kernel<kD, kRows>, tickets,
                                                       sparse_mla::kThreads, stream, p);
 }
@@ -20,12 +20,17 @@ cudaError_t launch(const SparseMlaBwdParams& p, cudaStream_t stream) {
 
 int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& p) {
   return sparse_mla::kTicketWords * 4 +
-         sparse_mla::BwdWork(p).rows * int64_t{sizeof(sparse_mla::BwdCounters)};
+         sparse_mla::BwdWork(p).steps * int64_t{sizeof(sparse_mla::BwdCounters)};
+}
+
+int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& p) {
+  const sparse_mla::BwdWork work(p);
+  return work.shares(p) ? (work.rows * p.slots + work.steps) * 4 : 0;
 }
 
 int64_t sparse_mla_bwd_row_count(const SparseMlaBwdParams& p) {
   const sparse_mla::BwdWork work(p);
-  return work.rows * work.pairs * work.slot_tiles * sparse_mla::kTile;
+  return work.rows * work.row_sums() * work.slot_tiles * sparse_mla::kTile;
 }
 
 int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams& p) {
@@ -45,11 +50,28 @@ cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& p, cudaStream_t stre
       e != cudaSuccess) {
     return e;
   }
+  const sparse_mla::BwdWork work(p);
+  if (work.tickets() > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  SparseMlaBwdParams ordered = p;
+  ordered.order = nullptr;
+  if (work.shares(p)) {
+    const int room = sparse_mla::order_room(p.slots);
+    const int bytes = sparse_mla::order_shared_bytes(room);
+    if (cudaError_t e = cudaFuncSetAttribute(sparse_mla::order_kernel,
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        e != cudaSuccess) {
+      return e;
+    }
+    sparse_mla::order_kernel<<<static_cast<unsigned>(work.steps), sparse_mla::kOrderThreads, bytes,
+                               stream>>>(p, room);
+    if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
+    ordered.order = p.order, ordered.indices = p.order;
+  }
   switch (p.dim) {
     case 576:
-      return p.by_rows ? launch<576, true>(p, stream) : launch<576, false>(p, stream);
+      return p.by_rows ? launch<576, true>(ordered, stream) : launch<576, false>(ordered, stream);
     case 512:
-      return p.by_rows ? launch<512, true>(p, stream) : launch<512, false>(p, stream);
+      return p.by_rows ? launch<512, true>(ordered, stream) : launch<512, false>(ordered, stream);
   }
   return cudaErrorInvalidValue;
 }

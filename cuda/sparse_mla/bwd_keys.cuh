@@ -1,9 +1,10 @@
 // Items of the keys' kind of the sparse MLA backward kernel: for one half of the columns, over the
-// tiles of 64 slots of a row,
+// tiles of 64 slots of a step,
 //
 //     dkv[slot] += sum over up to 128 heads of dS[slot] q + P[slot] dout
 //
-// with slots as rows of the products, so that one reduction into global memory serves all heads.
+// with slots as rows of the products, so that one reduction into global memory serves all heads:
+// two head tiles of a row, or one each of two rows, in whose common tiles both have the same keys.
 // Half 0 has columns 0..255 and the ninth block, half 1 columns 256..511. The two multiplying
 // warpgroups take the tiles in turns, so that one reduces while the other multiplies. Or, if kRows,
 // the sums are stored as rows of their own, in bf16, for sum_rows.cuh. See bwd.cuh.
@@ -21,7 +22,7 @@ struct KeysItem {
   __device__ KeysItem(const BwdWork& work, const BwdItem& item)
       : half(item.part % 2),
         first_tile(item.part / 2 * kKeyTiles),
-        head_tiles(min(work.head_tiles - first_tile, kKeyTiles)) {}
+        head_tiles(min(work.sources() - first_tile, kKeyTiles)) {}
 };
 
 // Copies the columns of q and dout, and P and dS once they are written.
@@ -34,10 +35,21 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
   const KeysItem keys(work, item);
   auto& to = shared.keys;
   Gather gather(warp, sub, chunk);
-  const int tiles = slots_of(p, item.row).tiles(lane);
+  const auto source = [&](int i) {
+    const HeadTile heads(p, work, item.step, keys.first_tile + i);
+    const int64_t sums = int64_t{heads.row} * work.row_sums() + (i == 0 ? item.part / 2 : 0);
+    return TileList::Source{heads.tiles(p, lane), heads.slots(p),
+                            (heads.batch(p) * p.keys * p.groups + heads.group) * kD,
+                            sums * work.slot_tiles * kTile};
+  };
+  TileList list = {.head_tiles = keys.head_tiles, .source = {source(0), source(work.span - 1)}};
+  list.common = work.span == 1 ? list.source[0].tiles
+                : p.order      ? common_tiles(p, work)[item.step]
+                               : 0;
+  const int count = list.count();
 
-  for (int tile = 0; tile < keys.head_tiles && tiles > 0; ++tile) {
-    const HeadTile heads(p, item.row, keys.first_tile + tile);
+  for (int tile = 0; tile < keys.head_tiles && count > 0; ++tile) {
+    const HeadTile heads(p, work, item.step, keys.first_tile + tile);
     const auto copy_columns = [&](const void* from, int row_blocks, int first, int count,
                                   void* block) {
 #pragma unroll
@@ -56,19 +68,21 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
   }
   cp_async_arrive(&shared.rows_full);
   if (thread % 128 != 0) return;
-  shared.tiles = tiles;
+  shared.list = list;
   mbarrier_arrive(&shared.rows_full);
-  BwdCounters& counters = bwd_counters(p)[item.row];
-  // Eight warps store a head tile. All tiles of the row are waited for, whichever are read here.
-  counter_wait(&counters.written, 8 * work.head_tiles);
-  for (int tile = 0; tile < tiles; ++tile) {
-    const int turn = tile % 2;
+  BwdCounters& counters = bwd_counters(p)[item.step];
+  // Eight warps store a head tile. All tiles of the step are waited for, whichever are read here.
+  counter_wait(&counters.written, 8 * work.sources());
+  for (int n = 0; n < count; ++n) {
+    const int turn = n % 2;
+    int tile, first, number;
+    list.find(n, &tile, &first, &number);
     mbarrier_wait(&shared.image_free[turn], (parity >> turn & 1) ^ 1);
     parity ^= 1u << turn;
-    mbarrier_arrive_expect(&shared.image_full[turn], keys.head_tiles * kTileImages * kBlockBytes);
-    for (int i = 0; i < keys.head_tiles; ++i) {
+    mbarrier_arrive_expect(&shared.image_full[turn], number * kTileImages * kBlockBytes);
+    for (int i = first; i < first + number; ++i) {
       bulk_load(to.images[turn][i],
-                image(p, work, item.row, keys.first_tile + i) + tile * kTileImages * kBlockBytes,
+                image(p, work, item.step, keys.first_tile + i) + tile * kTileImages * kBlockBytes,
                 kTileImages * kBlockBytes, &shared.image_full[turn]);
     }
   }
@@ -120,21 +134,22 @@ __device__ void consume_half(const SparseMlaBwdParams& p, const BwdWork& work, c
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
   const KeysItem keys(work, item);
   auto& at = shared.keys;
-  const Slots slots = slots_of(p, item.row);
   const int slot = warp * 16 + lane % 16;  // of a tile, whose index this lane loads
   const uint32_t stage = smem_address(at.stage[kSide * 4 + warp]);
   const int64_t stride = int64_t{p.groups} * kD;
-  float* const dkv = p.dkv + item.row / p.groups / p.queries * p.keys * stride +
-                     item.row % p.groups * kD + lane % 8 * 4;
 
   mbarrier_wait(&shared.rows_full, item_parity);
   item_parity ^= 1;
-  const int tiles = shared.tiles;
-  for (int tile = kSide; tile < tiles; tile += 2, parity ^= 1) {
-    const int index = slots.index(tile * kTile + slot);
+  const int count = shared.list.count();
+  for (int n = kSide; n < count; n += 2, parity ^= 1) {
+    int tile, first, number;
+    shared.list.find(n, &tile, &first, &number);
+    const TileList::Source& source = shared.list.source[first];
+    const int index = source.slots.index(tile * kTile + slot);
     float values[128] = {}, rest[kNinth ? 32 : 4] = {};
     mbarrier_wait(&shared.image_full[kSide], parity);
-    for (int head_tile = 0; head_tile < keys.head_tiles; ++head_tile) {
+    for (int i = 0; i < number; ++i) {
+      const int head_tile = first + i;
       const uint64_t probabilities =
           mn_major_descriptor(smem_address(at.images[kSide][head_tile][0]), kBlockBytes);
       const uint64_t gradients =
@@ -161,19 +176,20 @@ __device__ void consume_half(const SparseMlaBwdParams& p, const BwdWork& work, c
 
     if constexpr (kRows) {
       const float one[2] = {1.f, 1.f};
-      const int64_t of_pair = item.row * work.pairs + item.part / 2;
       auto* const to = static_cast<__nv_bfloat16*>(p.rows) +
-                       ((of_pair * work.slot_tiles + tile) * kTile + warp * 16 + lane / 4) * kD;
+                       (source.sums + tile * kTile + warp * 16 + lane / 4) * kD;
       store_rows<kD>(values, one, stage, to + keys.half * 256, kTile);
       if constexpr (kNinth) store_rows<kD>(rest, one, stage, to + 512, kTile);
     } else {
+      float* const dkv = p.dkv + source.dkv + lane % 8 * 4;
       float* to[4];
       uint32_t counts = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int key = __shfl_sync(~0u, index, i * 4 + lane / 8);
-        counts |= uint32_t{slots.counts(key)} << i;
-        to[i] = dkv + (slots.counts(key) ? key : 0) * stride;
+        const bool exists = source.slots.counts(key);
+        counts |= uint32_t{exists} << i;
+        to[i] = dkv + (exists ? key : 0) * stride;
       }
       reduce_rows(values, stage, to, keys.half * 256, counts);
       if constexpr (kNinth) reduce_rows(rest, stage, to, 512, counts);

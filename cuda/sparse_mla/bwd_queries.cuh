@@ -27,11 +27,11 @@ __device__ void produce_queries(const SparseMlaBwdParams& p, const BwdWork& work
   const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // whose index this lane reads
   auto& to = shared.queries;
   Gather gather(warp, sub, chunk);
-  const Slots slots = slots_of(p, item.row);
-  const int tiles = slots.tiles(lane);
+  const HeadTile heads(p, work, item.step, item.part);
+  const Slots slots = heads.slots(p);
+  const int tiles = heads.tiles(p, lane);
   int index = slots.index(slot);
 
-  const HeadTile heads(p, item.row, item.part);
   const auto copy_rows = [&](const void* from, int blocks, void* block) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -48,18 +48,17 @@ __device__ void produce_queries(const SparseMlaBwdParams& p, const BwdWork& work
   }
   cp_async_arrive(&shared.rows_full);
   if (thread % 128 == 0) {
-    // Whose place in the ring this row takes must have been read.
-    if (item.row >= work.ring) {
-      counter_wait(&bwd_counters(p)[item.row - work.ring].read, work.keys_items());
+    // Whose place in the ring this step takes must have been read.
+    if (item.step >= work.ring) {
+      counter_wait(&bwd_counters(p)[item.step - work.ring].read, work.keys_items());
     }
     shared.tiles = tiles;
     mbarrier_arrive(&shared.rows_full);
   }
 
   const int64_t stride = int64_t{p.groups} * kD * 2;
-  const char* kv = static_cast<const char*>(p.kv) +
-                   item.row / p.groups / p.queries * p.keys * stride +
-                   item.row % p.groups * (kD * 2) + chunk * 16;
+  const char* kv = static_cast<const char*>(p.kv) + heads.batch(p) * p.keys * stride +
+                   heads.group * (kD * 2) + chunk * 16;
   for (int tile = 0; tile < tiles; ++tile, parity ^= 1) {
     const bool counts = slots.counts(index);
     const uint32_t bits = __ballot_sync(~0u, counts) & 0xffff;
@@ -117,9 +116,9 @@ __device__ void consume_queries(const SparseMlaBwdParams& p, const BwdWork& work
   const auto chunk = [&](int k) { return ((2 * k + lane / 16) ^ (lane % 8)) * 16; };
   // This warp's rows of the image, in shared and global memory.
   uint8_t* const stored = (kSide == 0 ? at.p : at.ds) + warp * 2048;
-  char* to = image(p, work, item.row, item.part) + kSide * kBlockBytes + warp * 2048;
+  char* to = image(p, work, item.step, item.part) + kSide * kBlockBytes + warp * 2048;
 
-  const HeadTile heads(p, item.row, item.part);
+  const HeadTile heads(p, work, item.step, item.part);
   float of_row[2];  // lse in log2 units, or delta
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -233,7 +232,7 @@ __device__ void consume_queries(const SparseMlaBwdParams& p, const BwdWork& work
 
   if (lane == 0) {
     bulk_wait();
-    counter_add(&bwd_counters(p)[item.row].written);
+    counter_add(&bwd_counters(p)[item.step].written);
   }
   // The gradients leave through this warp's rows of the image, which the other warp of the pair
   // must have loaded: P before the last barrier, dS now.

@@ -50,6 +50,7 @@ struct SparseMlaBwdParams {
                    //  slots up to a multiple of 64, dim], bf16
   void* counters;  // sparse_mla_bwd_counter_bytes
   void* images;    // sparse_mla_bwd_image_bytes, aligned to 16
+  int32_t* order;  // sparse_mla_bwd_order_bytes
   int64_t batch;
   int64_t queries;
   int64_t keys;
@@ -59,7 +60,7 @@ struct SparseMlaBwdParams {
   int dim;  // 576 or 512
   float scale;
   bool by_rows;
-  // Work is given out in tickets; a row's P and dS are read about so many after they are written.
+  // Work is given out in tickets; P and dS are read about so many after they are written.
   // Twice as many as run at a time is enough not to wait; more takes more workspace.
   int tickets_behind = 264;
 };
@@ -70,6 +71,7 @@ cudaError_t launch_sparse_mla_fwd(const SparseMlaFwdParams& params, cudaStream_t
 int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& params);
 int64_t sparse_mla_bwd_row_count(const SparseMlaBwdParams& params);
 int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams& params);
+int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& params);
 
 cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& params, cudaStream_t stream);
 

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
     from jax_dsa.ops.sparse_mla import Options
 
-# As in cuda/sparse_mla: heads and slots of a tile, bytes of a tile's P and dS, and how many tickets
-# behind the one kind of work the other follows.
+# As in cuda/sparse_mla: heads and slots of a tile, bytes of a tile's P and dS, how many tickets
+# behind the one kind of work the other follows, and up to how many slots are put in order.
 _TILE = 64
 _IMAGE_BYTES = 2 * _TILE * _TILE * 2
 _TICKETS_BEHIND = 264
+_ORDER_SLOTS = 8192
 
 # Bytes of the rows that a deterministic sum stores at a time: 512 queries of 2048 slots.
 ROWS_BUDGET = 5 << 28
@@ -33,16 +34,20 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _workspace(q: Any, indices: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The kernel's counters and images."""
+def _workspace(q: Any, indices: Any, by_rows: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The kernel's counters and images, and neighbouring queries' slots in a common order."""
     B, T, N, _ = q.shape
     G, K = indices.shape[2:]
     rows, head_tiles = B * T * G, _ceil_div(N // G, _TILE)
-    lag = min(rows, _ceil_div(_TICKETS_BEHIND, head_tiles + 2 * _ceil_div(head_tiles, 2)))
-    images = 2 * lag * head_tiles * _ceil_div(K, _TILE) * _IMAGE_BYTES
+    span = 2 if head_tiles == 1 else 1
+    steps, sources = _ceil_div(rows, span), span * head_tiles
+    lag = min(steps, _ceil_div(_TICKETS_BEHIND, sources + 2 * _ceil_div(sources, 2)))
+    images = 2 * lag * sources * _ceil_div(K, _TILE) * _IMAGE_BYTES
+    shares = span == 2 and rows > 1 and G == 1 and K <= _ORDER_SLOTS and not by_rows
     return (
-        jax.ShapeDtypeStruct((16 + 8 * rows,), jnp.uint8),
+        jax.ShapeDtypeStruct((16 + 8 * steps,), jnp.uint8),
         jax.ShapeDtypeStruct((images,), jnp.uint8),
+        jax.ShapeDtypeStruct((rows * K + steps if shares else 0,), jnp.int32),
     )
 
 
@@ -54,7 +59,7 @@ def _kernel(
     dq, summed, *_ = ffi.handler(
         "jax_dsa.sparse_mla_bwd.v1",
         operands,
-        [jax.ShapeDtypeStruct(q.shape, q.dtype), gradient, *_workspace(q, indices)],
+        [jax.ShapeDtypeStruct(q.shape, q.dtype), gradient, *_workspace(q, indices, by_rows)],
         {"scale": np.float32(options.scale), "by_rows": np.bool_(by_rows)},
     )
     return dq, summed

@@ -8,6 +8,7 @@
 #include <climits>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
@@ -22,6 +23,8 @@ struct Case {
   bool adversarial = false, ends = false, lengths = false;
   int sinks = 0;  // 1: [N], 2: [B, N]
   float q_size = 1.f;
+  bool sorted = false;   // distinct keys in ascending order, as top-k selects them
+  int shared_tiles = 0;  // at least so many that neighbouring queries have in common
 };
 
 struct Problem {
@@ -60,6 +63,13 @@ inline Problem make(const Case& c, uint64_t seed) {
   for (auto& x : p.indices) {
     x = c.keys ? static_cast<int>(random() % c.keys) : 0;
     if (c.adversarial && random() % 2) x = odd[random() % 6];
+  }
+  for (int64_t row = 0; row < tokens * c.groups && c.sorted; ++row) {
+    std::vector<int> all(c.keys), some;
+    std::iota(all.begin(), all.end(), 0);
+    std::sample(all.begin(), all.end(), std::back_inserter(some), c.slots, random);
+    some.resize(c.slots, -1);
+    std::copy(some.begin(), some.end(), p.indices.begin() + row * c.slots);
   }
   for (int64_t t = 0; t < tokens; ++t) {
     p.ends.push_back(static_cast<int>(random() % (c.keys + 20)) - 5);
