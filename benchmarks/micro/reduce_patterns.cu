@@ -2,9 +2,11 @@
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o reduce_patterns \
 //       benchmarks/micro/reduce_patterns.cu
 // red.v4 with 2, 4, 8 or 32 lanes side by side in a row (32, 64, 128 or 512 bytes of it), and
-// cp.reduce.async.bulk of 1 KiB. Random rows among S; 4 or 8 warps on each of the multiprocessors.
+// cp.reduce.async.bulk of 1 KiB. Random rows among S; 4 or 8 warps on each multiprocessor, or on a
+// half or a quarter of them: what one of them can reach, and what the L2.
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 #include <vector>
 
 #include "check.cuh"
@@ -50,9 +52,9 @@ __global__ void reduce_bulk(float* to, const int* rows, int rows_a_warp) {
 }
 
 int main() {
-  const int processors = 132, rows_a_warp = 8192;
+  const int rows_a_warp = 8192;
   for (int keys : {4096, 8192, 32768, 131072}) {
-    for (int warps : {4, 8}) {
+    for (const auto [processors, warps] : {std::pair{132, 4}, {132, 8}, {66, 8}, {33, 8}}) {
       const int64_t count = int64_t{processors} * warps * rows_a_warp;
       std::vector<int> rows(count);
       for (int64_t i = 0; i < count; ++i) rows[i] = mix(i) % keys;
@@ -76,9 +78,10 @@ int main() {
         return count * 1024. / best * 1e-9;
       };
       printf(
-          "S%-6d %d warps  TB/s: 32 B %.2f  64 B %.2f  128 B %.2f  512 B %.2f  bulk 1 KiB %.2f\n",
-          keys, warps, time(reduce<2>), time(reduce<4>), time(reduce<8>), time(reduce<32>),
-          time(reduce_bulk));
+          "S%-6d %3d x %d warps  TB/s: 32 B %.2f  64 B %.2f  128 B %.2f  512 B %.2f  bulk 1 KiB "
+          "%.2f\n",
+          keys, processors, warps, time(reduce<2>), time(reduce<4>), time(reduce<8>),
+          time(reduce<32>), time(reduce_bulk));
       CHECK(cudaFree(d_rows));
       CHECK(cudaFree(to));
     }
