@@ -162,10 +162,10 @@ def test_value_heads_of_any_width(rng):
 
 
 def test_attention_is_causal(rng):
-    x = hidden(rng)
+    module, x = attention(), hidden(rng)
     later = x.at[:, 7:].add(1.0)
     for sparse in (True, False):
-        run = jax.jit(lambda x, sparse=sparse: attention()(x, sparse=sparse)[0])
+        run = jax.jit(lambda x, sparse=sparse: module(x, sparse=sparse)[0])
         before, after = run(x), run(later)
         np.testing.assert_array_equal(before[:, :7], after[:, :7])
         assert (np.asarray(before[:, 7:]) != np.asarray(after[:, 7:])).any()

@@ -165,6 +165,28 @@ def test_gradients_with_options(rng: np.random.Generator) -> None:
     compare_gradients(q, kv, indices, jnp.asarray(sinks), scale=0.02, topk_length=length)
 
 
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_gradients_of_neighbouring_queries(heads: int, rng: np.random.Generator) -> None:
+    """Up to 64 heads share the sums of common keys, here of top-k's kind and in any order."""
+    q, kv, _ = inputs(rng, t=63, s=700, n=heads, d=576, k=8)
+    scores = rng.standard_normal((2, 1, 698)) + 0.5 * rng.standard_normal((2, 63, 698))
+    picks = np.sort(np.argsort(-scores)[:, :, :300])[:, :, None].astype(np.int32)
+    common = [
+        len(np.intersect1d(a, b)) for a, b in zip(picks[0, ::2], picks[0, 1::2], strict=False)
+    ]
+    assert min(common) >= 128
+    compare_gradients(q, kv, jnp.asarray(picks))
+    unsorted = rng.permuted(picks, axis=-1)
+    unsorted[:, ::7, :, ::5] = -1
+    compare_gradients(q, kv, jnp.asarray(unsorted))
+
+
+def test_gradients_of_many_slots(rng: np.random.Generator) -> None:
+    """Above 8192 the slots of neighbouring queries are not put in order."""
+    for slots in (8192, 8200):
+        compare_gradients(*inputs(rng, b=1, t=3, s=500, n=16, d=512, k=slots))
+
+
 @pytest.mark.parametrize("empty", ["k", "s", "t", "b"])
 def test_gradients_of_empty_axes(empty: str) -> None:
     shape = {"b": 2, "t": 3, "s": 5, "k": 4} | {empty: 0}
