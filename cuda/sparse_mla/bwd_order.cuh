@@ -55,7 +55,7 @@ struct KeyList {
 };
 
 inline int order_shared_bytes(int room) {
-  return (2 * KeyList::words(room) + kOrderThreads / 32) * 4;
+  return (3 * KeyList::words(room) + kOrderThreads / 32) * 4;
 }
 
 // The sum over the block, and over the threads before this one. `warps` has room for one a warp.
@@ -82,7 +82,8 @@ __global__ void __launch_bounds__(kOrderThreads)
     order_kernel(const __grid_constant__ SparseMlaBwdParams p, int room) {
   auto* const shared = &dynamic_shared<int32_t>();
   const KeyList lists[2] = {{shared, room}, {shared + KeyList::words(room), room}};
-  int* const warps = shared + 2 * KeyList::words(room);
+  const KeyList ordered = {shared + 2 * KeyList::words(room), room};
+  int* const warps = shared + 3 * KeyList::words(room);
   const BwdWork work(p);
   const int64_t step = blockIdx.x;
   const int thread = thread_index();
@@ -133,16 +134,20 @@ __global__ void __launch_bounds__(kOrderThreads)
   const int first = counts[0].x / kTile * kTile;  // so many matches come first
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
-    if (rows[side].heads == 0) continue;
-    int32_t* const to = p.order + int64_t{rows[side].row} * p.slots;
     int rank = counts[side].y;  // among the matches
     for (int i = 0; i < run; ++i) {
       const bool match = matches[side] >> i & 1;
       const int place = match && rank < first ? rank : first + begin + i - min(rank, first);
       rank += match;
-      const int32_t key = lists[side][begin + i];
-      if (place < p.slots) to[place] = key == kNoKey ? -1 : key;
+      ordered[place] = lists[side][begin + i];
     }
+    __syncthreads();
+    int32_t* const to = p.order + int64_t{rows[side].row} * p.slots;
+    for (int i = thread; i < p.slots && rows[side].heads > 0; i += kOrderThreads) {
+      const int32_t key = ordered[i];
+      to[i] = key == kNoKey ? -1 : key;
+    }
+    __syncthreads();
   }
   if (thread == 0) common_tiles(p, work)[step] = first / kTile;
 }
