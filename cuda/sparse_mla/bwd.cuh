@@ -9,10 +9,13 @@
 // by the tensor cores, the second by the reductions:
 //   queries' kind (bwd_queries.cuh): 64 heads of a query: P, dS and dq; P and dS go to memory
 //   keys' kind (bwd_keys.cuh): 128 heads of a query, half of the columns: dkv
-// Persistent blocks take items by tickets, in an order in which a query's items of the second kind
-// follow `lag` queries behind those of the first. An item waits only for items of lower tickets:
+// A query of up to 64 heads makes a step together with its neighbour: the second kind of item has
+// room for both, and the slots of keys that both select come first (bwd_order.cuh), to be reduced
+// once. Otherwise a query is a step of its own.
+// Persistent blocks take items by tickets, in an order in which a step's items of the second kind
+// follow `lag` steps behind those of the first. An item waits only for items of lower tickets:
 // for what it reads to be written, and for the place where it writes to have been read, the P and
-// dS of `ring` rows having room. So whatever blocks are resident, all waits end.
+// dS of `ring` steps having room. So whatever blocks are resident, all waits end.
 //
 // Warpgroups: two that multiply, one that copies (roles at the top of each kind's file).
 // Shared memory, in blocks of 64 rows by 64 columns of bf16 (8 KiB, 128-byte swizzle; see

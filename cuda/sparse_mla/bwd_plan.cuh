@@ -113,7 +113,7 @@ __device__ inline char* image(const SparseMlaBwdParams& p, const BwdWork& work, 
 // A head tile of a step: heads of one row, with their place in [batch, queries, heads, ...].
 struct HeadTile {
   int row, group;
-  int64_t token;  // query of a batch entry
+  int64_t token;  // batch * queries + query
   int64_t first;  // place of the first head
   int heads;      // at most 64; 0 if there is no such row
 

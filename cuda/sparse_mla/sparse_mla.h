@@ -50,7 +50,7 @@ struct SparseMlaBwdParams {
                    //  slots up to a multiple of 64, dim], bf16
   void* counters;  // sparse_mla_bwd_counter_bytes
   void* images;    // sparse_mla_bwd_image_bytes, aligned to 16
-  int32_t* order;  // sparse_mla_bwd_order_bytes
+  int32_t* order;  // sparse_mla_bwd_order_bytes; not touched if that is 0
   int64_t batch;
   int64_t queries;
   int64_t keys;
