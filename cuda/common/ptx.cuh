@@ -24,6 +24,23 @@ __device__ __forceinline__ T uniform(T x) {
   return __shfl_sync(~0u, x, 0);
 }
 
+// Sums over the lanes of a warp up to each.
+__device__ __forceinline__ int inclusive_scan(int x) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    asm volatile(
+        "{\n"
+        ".reg .pred has;\n"
+        ".reg .s32 other;\n"
+        "shfl.sync.up.b32 other|has, %0, %1, 0, 0xffffffff;\n"
+        "@has add.s32 %0, %0, other;\n"
+        "}\n"
+        : "+r"(x)
+        : "r"(d));
+  }
+  return x;
+}
+
 // The block's dynamic shared memory.
 template <typename T>
 __device__ __forceinline__ T& dynamic_shared() {

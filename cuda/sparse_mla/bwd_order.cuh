@@ -61,12 +61,7 @@ inline int order_shared_bytes(int room) {
 // The sum over the block, and over the threads before this one. `warps` has room for one a warp.
 __device__ inline int2 block_sum(int x, int* warps) {
   const int lane = thread_index() % 32, warp = thread_index() / 32;
-  int sum = x;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += before;
-  }
+  const int sum = inclusive_scan(x);
   if (lane == 31) warps[warp] = sum;
   __syncthreads();
   int all = 0, before = sum - x;

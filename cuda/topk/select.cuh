@@ -121,23 +121,6 @@ __device__ __forceinline__ void append_index_above(float cut, uint32_t& to, floa
       : "memory");
 }
 
-// Over the lanes of a warp.
-__device__ __forceinline__ int inclusive_scan(int x) {
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    asm volatile(
-        "{\n"
-        ".reg .pred has;\n"
-        ".reg .s32 other;\n"
-        "shfl.sync.up.b32 other|has, %0, %1, 0, 0xffffffff;\n"
-        "@has add.s32 %0, %0, other;\n"
-        "}\n"
-        : "+r"(x)
-        : "r"(d));
-  }
-  return x;
-}
-
 // Shared memory besides the list, which follows it.
 template <int kThreads>
 struct alignas(16) Scratch {

@@ -19,6 +19,13 @@ T uniform(T x) {
   return first;
 }
 
+inline int inclusive_scan(int x) {
+  const uint64_t* all = emulator::exchange(static_cast<uint32_t>(x));
+  int sum = 0;
+  for (unsigned i = 0; i <= emulator::self().thread % 32; ++i) sum += static_cast<int>(all[i]);
+  return sum;
+}
+
 template <typename T>
 T& dynamic_shared() {
   static_assert(sizeof(T) <= emulator::kSharedBytes);
