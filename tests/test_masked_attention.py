@@ -239,7 +239,7 @@ def test_chunks(case: tuple, rng: np.random.Generator, monkeypatch: pytest.Monke
     jax.clear_caches()
     got = all_of(lambda *a: masked_attention(*a, **options), arrays, douts)
     jax.clear_caches()
-    assert_matches(got, whole, 1e-6)
+    assert_matches(got, whole, 1e-5)  # sums in another order
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
