@@ -79,23 +79,18 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   };
-  if (warpgroup == 0) {
+  if (warpgroup < 2) {
     raise_registers<224>();
     run(
         [&](const BwdWork& work, const BwdItem& item) {
-          consume_queries<kD, 0>(p, work, item, shared, item_parity, key_parity);
+          if (warpgroup == 0) {
+            consume_queries<kD, 0>(p, work, item, shared, item_parity, key_parity);
+          } else {
+            consume_queries<kD, 1>(p, work, item, shared, item_parity, key_parity);
+          }
         },
         [&](const BwdWork& work, const BwdItem& item) {
-          consume_keys<kD, kRows, 0>(p, work, item, shared, item_parity, image_parity);
-        });
-  } else if (warpgroup == 1) {
-    raise_registers<224>();
-    run(
-        [&](const BwdWork& work, const BwdItem& item) {
-          consume_queries<kD, 1>(p, work, item, shared, item_parity, key_parity);
-        },
-        [&](const BwdWork& work, const BwdItem& item) {
-          consume_keys<kD, kRows, 1>(p, work, item, shared, item_parity, image_parity);
+          consume_keys<kD, kRows>(p, work, item, shared, warpgroup, item_parity, image_parity);
         });
   } else {
     lower_registers<56>();

@@ -5,9 +5,9 @@
 //
 // with slots as rows of the products, so that one reduction into global memory serves all heads:
 // two head tiles of a row, or one each of two rows, in whose common tiles both have the same keys.
-// Half 0 has columns 0..255 and the ninth block, half 1 columns 256..511. The two multiplying
-// warpgroups take the tiles in turns, so that one reduces while the other multiplies. Or, if kRows,
-// the sums are stored as rows of their own, in bf16, for sum_rows.cuh. See bwd.cuh.
+// Half 0 has columns 0..255 and the first 32 of the ninth block, half 1 the others. The two
+// multiplying warpgroups take the tiles in turns, so that one reduces while the other multiplies.
+// Or, if kRows, the sums are stored as rows of their own, in bf16, for sum_rows.cuh. See bwd.cuh.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -63,7 +63,7 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
       for (int i = 0; i < count; ++i) gather.copy_block(smem_address(block), i, drop);
     };
     copy_columns(p.q, kD / 64, keys.half * 4, 4, to.q[tile]);
-    if (kD > 512 && keys.half == 0) copy_columns(p.q, kD / 64, 8, 1, to.q[tile][4]);
+    if (kD > 512) copy_columns(p.q, kD / 64, 8, 1, to.q[tile][4]);
     copy_columns(p.dout, 8, keys.half * 4, 4, to.dout[tile]);
   }
   cp_async_arrive(&shared.rows_full);
@@ -94,8 +94,9 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
 
 // Adds the warp's 16 rows of an accumulator to global memory, 8 rows by 32 columns at a time
 // through `stage`, so that eight lanes have 128 bytes of a row side by side: reductions of 32 bytes
-// run at 60 % of the rate. In the stage chunk c of row r is at chunk c ^ r. Of this lane's columns
-// to[i] is where those of row 4 * i + lane / 8 belong, if bit i of `counts` is set.
+// run at 60 % of the rate. In the stage chunk c of row r is at chunk c ^ 2 (r % 4), so that the
+// quads of four rows store to different banks. Of this lane's columns to[i] is where those of row
+// 4 * i + lane / 8 belong, if bit i of `counts` is set.
 template <int kN>
 __device__ __forceinline__ void reduce_rows(const float (&x)[kN], uint32_t stage,
                                             float* const (&to)[4], int columns, uint32_t counts) {
@@ -108,14 +109,14 @@ __device__ __forceinline__ void reduce_rows(const float (&x)[kN], uint32_t stage
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int at = i * 16 + j * 4 + half * 2;
-        store_shared_8(write + ((2 * j + lane % 4 / 2) ^ row) * 16, x[at], x[at + 1]);
+        store_shared_8(write + ((2 * j + lane % 4 / 2) ^ row % 4 * 2) * 16, x[at], x[at + 1]);
       }
       __syncwarp();
       float sum[2][4];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const int from = k * 4 + lane / 8;
-        load_shared_16(stage + from * 128 + ((lane % 8) ^ from) * 16, sum[k]);
+        load_shared_16(stage + from * 128 + ((lane % 8) ^ from % 4 * 2) * 16, sum[k]);
       }
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
@@ -127,35 +128,39 @@ __device__ __forceinline__ void reduce_rows(const float (&x)[kN], uint32_t stage
   }
 }
 
-// Warpgroup kSide takes the tiles of its parity. kNinth: half 0 of D 576.
-template <int kD, bool kRows, int kSide, bool kNinth>
-__device__ void consume_half(const SparseMlaBwdParams& p, const BwdWork& work, const BwdItem& item,
-                             BwdShared<kD>& shared, uint32_t& item_parity, uint32_t& parity) {
+// Warpgroup `side` takes the tiles of its parity.
+template <int kD, bool kRows>
+__device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, const BwdItem& item,
+                             BwdShared<kD>& shared, int side, uint32_t& item_parity,
+                             uint32_t& parity) {
+  constexpr bool kNinth = kD > 512;
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
   const KeysItem keys(work, item);
   auto& at = shared.keys;
   const int slot = warp * 16 + lane % 16;  // of a tile, whose index this lane loads
-  const uint32_t stage = smem_address(at.stage[kSide * 4 + warp]);
+  const uint32_t stage = smem_address(at.stage[side * 4 + warp]);
   const int64_t stride = int64_t{p.groups} * kD;
 
   mbarrier_wait(&shared.rows_full, item_parity);
   item_parity ^= 1;
   const int count = shared.list.count();
-  for (int n = kSide; n < count; n += 2, parity ^= 1) {
+  for (int n = side; n < count; n += 2, parity ^= 1) {
     int tile, first, number;
     shared.list.find(n, &tile, &first, &number);
     const TileList::Source& source = shared.list.source[first];
     const int index = source.slots.index(tile * kTile + slot);
-    float values[128] = {}, rest[kNinth ? 32 : 4] = {};
-    mbarrier_wait(&shared.image_full[kSide], parity);
+    float values[128] = {}, rest[kNinth ? 16 : 4] = {};
+    mbarrier_wait(&shared.image_full[side], parity);
+#pragma unroll 1
     for (int i = 0; i < number; ++i) {
       const int head_tile = first + i;
       const uint64_t probabilities =
-          mn_major_descriptor(smem_address(at.images[kSide][head_tile][0]), kBlockBytes);
+          mn_major_descriptor(smem_address(at.images[side][head_tile][0]), kBlockBytes);
       const uint64_t gradients =
-          mn_major_descriptor(smem_address(at.images[kSide][head_tile][1]), kBlockBytes);
+          mn_major_descriptor(smem_address(at.images[side][head_tile][1]), kBlockBytes);
       const uint64_t q = mn_major_descriptor(smem_address(at.q[head_tile]), kBlockBytes);
-      const uint64_t q_ninth = mn_major_descriptor(smem_address(at.q[head_tile][4]), kBlockBytes);
+      const uint64_t q_ninth =
+          mn_major_descriptor(smem_address(at.q[head_tile][4]) + keys.half * 64, kBlockBytes);
       const uint64_t dout = mn_major_descriptor(smem_address(at.dout[head_tile]), kBlockBytes);
       wgmma_fence();
 #pragma unroll
@@ -172,14 +177,14 @@ __device__ void consume_half(const SparseMlaBwdParams& p, const BwdWork& work, c
     wgmma_pin(values);
     if constexpr (kNinth) wgmma_pin(rest);
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(&shared.image_free[kSide]);
+    if (lane == 0) mbarrier_arrive(&shared.image_free[side]);
 
     if constexpr (kRows) {
       const float one[2] = {1.f, 1.f};
       auto* const to = static_cast<__nv_bfloat16*>(p.rows) +
                        (source.sums + tile * kTile + warp * 16 + lane / 4) * kD;
       store_rows<kD>(values, one, stage, to + keys.half * 256, kTile);
-      if constexpr (kNinth) store_rows<kD>(rest, one, stage, to + 512, kTile);
+      if constexpr (kNinth) store_rows<kD>(rest, one, stage, to + 512 + keys.half * 32, kTile);
     } else {
       float* const dkv = p.dkv + source.dkv + lane % 8 * 4;
       float* to[4];
@@ -192,18 +197,8 @@ __device__ void consume_half(const SparseMlaBwdParams& p, const BwdWork& work, c
         to[i] = dkv + (exists ? key : 0) * stride;
       }
       reduce_rows(values, stage, to, keys.half * 256, counts);
-      if constexpr (kNinth) reduce_rows(rest, stage, to, 512, counts);
+      if constexpr (kNinth) reduce_rows(rest, stage, to, 512 + keys.half * 32, counts);
     }
-  }
-}
-
-template <int kD, bool kRows, int kSide>
-__device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, const BwdItem& item,
-                             BwdShared<kD>& shared, uint32_t& item_parity, uint32_t& parity) {
-  if (kD > 512 && item.part % 2 == 0) {
-    consume_half<kD, kRows, kSide, (kD > 512)>(p, work, item, shared, item_parity, parity);
-  } else {
-    consume_half<kD, kRows, kSide, false>(p, work, item, shared, item_parity, parity);
   }
 }
 
