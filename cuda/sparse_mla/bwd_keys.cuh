@@ -12,6 +12,7 @@
 
 #include "common/wgmma.cuh"
 #include "sparse_mla/bwd_plan.cuh"
+#include "sparse_mla/bwd_rows.cuh"
 #include "sparse_mla/fwd_rows.cuh"
 
 namespace jax_dsa::sparse_mla {
@@ -92,42 +93,6 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
   counter_add(&counters.read);
 }
 
-// Adds the warp's 16 rows of an accumulator to global memory, 8 rows by 32 columns at a time
-// through `stage`, so that eight lanes have 128 bytes of a row side by side: reductions of 32 bytes
-// run at 60 % of the rate. In the stage chunk c of row r is at chunk c ^ 2 (r % 4), so that the
-// quads of four rows store to different banks. Of this lane's columns to[i] is where those of row
-// 4 * i + lane / 8 belong, if bit i of `counts` is set.
-template <int kN>
-__device__ __forceinline__ void reduce_rows(const float (&x)[kN], uint32_t stage,
-                                            float* const (&to)[4], int columns, uint32_t counts) {
-  const int lane = threadIdx.x % 32, row = lane / 4;
-  const uint32_t write = stage + row * 128 + lane % 2 * 8;
-#pragma unroll
-  for (int i = 0; i < kN / 16; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int at = i * 16 + j * 4 + half * 2;
-        store_shared_8(write + ((2 * j + lane % 4 / 2) ^ row % 4 * 2) * 16, x[at], x[at + 1]);
-      }
-      __syncwarp();
-      float sum[2][4];
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int from = k * 4 + lane / 8;
-        load_shared_16(stage + from * 128 + ((lane % 8) ^ from % 4 * 2) * 16, sum[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        red_add(to[half * 2 + k] + columns + i * 32, sum[k][0], sum[k][1], sum[k][2], sum[k][3],
-                counts >> (half * 2 + k) & 1);
-      }
-      __syncwarp();
-    }
-  }
-}
-
 // Warpgroup `side` takes the tiles of its parity.
 template <int kD, bool kRows>
 __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, const BwdItem& item,
@@ -139,7 +104,6 @@ __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
   auto& at = shared.keys;
   const int slot = warp * 16 + lane % 16;  // of a tile, whose index this lane loads
   const uint32_t stage = smem_address(at.stage[side * 4 + warp]);
-  const int64_t stride = int64_t{p.groups} * kD;
 
   mbarrier_wait(&shared.rows_full, item_parity);
   item_parity ^= 1;
@@ -186,18 +150,20 @@ __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
       store_rows<kD>(values, one, stage, to + keys.half * 256, kTile);
       if constexpr (kNinth) store_rows<kD>(rest, one, stage, to + 512 + keys.half * 32, kTile);
     } else {
-      float* const dkv = p.dkv + source.dkv + lane % 8 * 4;
-      float* to[4];
-      uint32_t counts = 0;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int key = __shfl_sync(~0u, index, i * 4 + lane / 8);
-        const bool exists = source.slots.counts(key);
-        counts |= uint32_t{exists} << i;
-        to[i] = dkv + (exists ? key : 0) * stride;
+      KeyRows rows(p.dkv + source.dkv + keys.half * 256, int64_t{p.groups} * kD, source.slots,
+                   index);
+      const auto reduce = [&]<bool kAll>() {
+        reduce_rows<kAll>(values, stage, rows);
+        if constexpr (kNinth) {
+          rows.move(512 + keys.half * (32 - 256));
+          reduce_rows<kAll>(rest, stage, rows);
+        }
+      };
+      if (__all_sync(~0u, rows.counts == 15)) {
+        reduce.template operator()<true>();
+      } else {
+        reduce.template operator()<false>();
       }
-      reduce_rows(values, stage, to, keys.half * 256, counts);
-      if constexpr (kNinth) reduce_rows(rest, stage, to, 512 + keys.half * 32, counts);
     }
   }
 }

@@ -226,6 +226,9 @@ uint32_t spread_top_bits(uint32_t x) {
 inline void red_add(float* to, float x, float y, float z, float w, bool valid) {
   if (valid) to[0] += x, to[1] += y, to[2] += z, to[3] += w;
 }
+inline void red_add(float* to, float x, float y, float z, float w) {
+  red_add(to, x, y, z, w, true);
+}
 
 inline void store_matrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const uint32_t x[4] = {a, b, c, d};
