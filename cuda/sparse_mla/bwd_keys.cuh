@@ -108,11 +108,13 @@ __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
   mbarrier_wait(&shared.rows_full, item_parity);
   item_parity ^= 1;
   const int count = shared.list.count();
-  for (int n = side; n < count; n += 2, parity ^= 1) {
-    int tile, first, number;
+  int tile, first, number, index;
+  const auto find = [&](int n) {
     shared.list.find(n, &tile, &first, &number);
-    const TileList::Source& source = shared.list.source[first];
-    const int index = source.slots.index(tile * kTile + slot);
+    index = shared.list.source[first].slots.index(tile * kTile + slot);
+  };
+  if (side < count) find(side);
+  for (int n = side; n < count; n += 2, parity ^= 1) {
     float values[128] = {}, rest[kNinth ? 16 : 4] = {};
     mbarrier_wait(&shared.image_full[side], parity);
 #pragma unroll 1
@@ -137,6 +139,12 @@ __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
       }
       wgmma_commit();
     }
+    // What follows from the tile, and the next tile, are looked up before the reductions: whatever
+    // a warp asks of memory after them waits for them.
+    const TileList::Source& source = shared.list.source[first];
+    const int64_t row = source.sums + tile * kTile;
+    KeyRows rows(p.dkv + source.dkv + keys.half * 256, int64_t{p.groups} * kD, source.slots, index);
+    if (n + 2 < count) find(n + 2);
     wgmma_wait<0>();
     wgmma_pin(values);
     if constexpr (kNinth) wgmma_pin(rest);
@@ -146,12 +154,10 @@ __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
     if constexpr (kRows) {
       const float one[2] = {1.f, 1.f};
       auto* const to = static_cast<__nv_bfloat16*>(p.rows) +
-                       (source.sums + tile * kTile + warp * 16 + lane / 4) * kD;
+                       (row + warp * 16 + lane / 4) * kD;
       store_rows<kD>(values, one, stage, to + keys.half * 256, kTile);
       if constexpr (kNinth) store_rows<kD>(rest, one, stage, to + 512 + keys.half * 32, kTile);
     } else {
-      KeyRows rows(p.dkv + source.dkv + keys.half * 256, int64_t{p.groups} * kD, source.slots,
-                   index);
       const auto reduce = [&]<bool kAll>() {
         reduce_rows<kAll>(values, stage, rows);
         if constexpr (kNinth) {
