@@ -205,12 +205,13 @@ __device__ __forceinline__ void counter_wait(const uint32_t* counter, uint32_t c
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// Adds to four floats in global memory, 16-byte aligned, if `valid`.
+// Adds to four floats in global memory, 16-byte aligned.
 __device__ __forceinline__ void red_add(float* to, float x, float y, float z, float w) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z),
                "f"(w)
                : "memory");
 }
+// The same if `valid`.
 __device__ __forceinline__ void red_add(float* to, float x, float y, float z, float w, bool valid) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"

@@ -38,7 +38,7 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
   Gather gather(warp, sub, chunk);
   const auto source = [&](int i) {
     const HeadTile heads(p, work, item.step, keys.first_tile + i);
-    const int64_t sums = int64_t{heads.row} * work.row_sums() + (i == 0 ? item.part / 2 : 0);
+    const int64_t sums = int64_t{heads.row} * work.row_sums() + item.part / 2;
     return TileList::Source{heads.tiles(p, lane), heads.slots(p),
                             (heads.batch(p) * p.keys * p.groups + heads.group) * kD,
                             sums * work.slot_tiles * kTile};
@@ -93,7 +93,8 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
   counter_add(&counters.read);
 }
 
-// Warpgroup `side` takes the tiles of its parity.
+// Warpgroup `side` takes the tiles of its parity. Both warpgroups and both halves run the same
+// code, so that it stays in the instruction cache beside that of the queries' kind.
 template <int kD, bool kRows>
 __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, const BwdItem& item,
                              BwdShared<kD>& shared, int side, uint32_t& item_parity,
@@ -139,10 +140,10 @@ __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
       }
       wgmma_commit();
     }
-    // What follows from the tile, and the next tile, are looked up before the reductions: whatever
-    // a warp asks of memory after them waits for them.
+    // Where the sums go, and the next tile, are looked up before the reductions: whatever a warp
+    // asks of memory after them waits for them.
     const TileList::Source& source = shared.list.source[first];
-    const int64_t row = source.sums + tile * kTile;
+    const int64_t first_sum = source.sums + tile * kTile;
     KeyRows rows(p.dkv + source.dkv + keys.half * 256, int64_t{p.groups} * kD, source.slots, index);
     if (n + 2 < count) find(n + 2);
     wgmma_wait<0>();
@@ -153,8 +154,8 @@ __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
 
     if constexpr (kRows) {
       const float one[2] = {1.f, 1.f};
-      auto* const to = static_cast<__nv_bfloat16*>(p.rows) +
-                       (row + warp * 16 + lane / 4) * kD;
+      auto* const to =
+          static_cast<__nv_bfloat16*>(p.rows) + (first_sum + warp * 16 + lane / 4) * kD;
       store_rows<kD>(values, one, stage, to + keys.half * 256, kTile);
       if constexpr (kNinth) store_rows<kD>(rest, one, stage, to + 512 + keys.half * 32, kTile);
     } else {

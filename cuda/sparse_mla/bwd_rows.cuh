@@ -32,8 +32,9 @@ struct KeyRows {
 // Adds the warp's 16 rows of an accumulator to global memory, 8 rows by 32 columns at a time
 // through `stage`, so that eight lanes have 128 bytes of a row side by side: reductions of 32 bytes
 // run at 60 % of the rate. In the stage, 1 KiB and so aligned, chunk c of row r is at chunk
-// c ^ 2 (r % 4): the quads of four rows store to different banks. The next piece enters it before
-// one is reduced; a warp's accesses to shared memory happen in order. kAll: every row counts.
+// c ^ 2 (r % 4): the quads of four rows store to different banks. A piece is reduced when the next
+// one has been loaded from there, so that nothing waits for shared memory, nor for a reduction to
+// take its registers; a warp's accesses to shared memory happen in order. kAll: every row counts.
 template <bool kAll, int kN>
 __device__ __forceinline__ void reduce_rows(const float (&x)[kN], uint32_t stage,
                                             const KeyRows& rows) {
@@ -54,7 +55,7 @@ __device__ __forceinline__ void reduce_rows(const float (&x)[kN], uint32_t stage
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int i = piece % 2 * 2 + k;
-      const float(&y)[4] = sum[piece % 2][k];
+      const float (&y)[4] = sum[piece % 2][k];
       if (kAll || rows.counts >> i & 1) {
         red_add(rows.to[i] + piece / 2 * 32, y[0], y[1], y[2], y[3]);
       }
