@@ -1,8 +1,8 @@
 // How fast f32 is added to scattered rows of 576, by how a warp's 32 lanes share out the rows.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o reduce_patterns \
 //       benchmarks/micro/reduce_patterns.cu
-// red.v4 with 2, 4, 8 or 32 lanes side by side in a row (32, 64, 128 or 512 bytes of it), and
-// cp.reduce.async.bulk of 1 KiB. Random rows among S; 4 or 8 warps on each multiprocessor, or on a
+// red.v4 with 2, 4, 8 or 32 lanes side by side in a row (32, 64, 128 or 512 bytes of it); red.v2, red
+// and red.v4 with lanes in another order, 128 bytes of it; and cp.reduce.async.bulk of 1 KiB. Random rows among S; 4 or 8 warps on each multiprocessor, or on a
 // half or a quarter of them: what one of them can reach, and what the L2.
 #include <cstdio>
 #include <cstdlib>
@@ -16,15 +16,25 @@ using namespace jax_dsa;
 
 constexpr int kColumns = 576;
 
-// A group of kLanes lanes adds 256 columns to one row after the other.
-template <int kLanes>
+// A group of kLanes lanes adds 256 columns to one row after the other, kFloats a lane; the lanes'
+// numbers in the group are changed by an exclusive or with kOrder.
+template <int kLanes, int kFloats = 4, int kOrder = 0>
 __global__ void reduce(float* to, const int* rows, int rows_a_warp) {
   const int lane = threadIdx.x % 32, warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int* mine = rows + int64_t{warp} * rows_a_warp;
   for (int row = lane / kLanes; row < rows_a_warp; row += 32 / kLanes) {
-    float* at = to + int64_t{__ldg(mine + row)} * kColumns + lane % kLanes * 4;
+    float* at = to + int64_t{__ldg(mine + row)} * kColumns + (lane % kLanes ^ kOrder) * kFloats;
 #pragma unroll
-    for (int i = 0; i < 256; i += kLanes * 4) red_add(at + i, 1.f, 2.f, 3.f, 4.f, true);
+    for (int i = 0; i < 256; i += kLanes * kFloats) {
+      if constexpr (kFloats == 4) {
+        red_add(at + i, 1.f, 2.f, 3.f, 4.f);
+      } else if constexpr (kFloats == 2) {
+        asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(at + i), "f"(1.f), "f"(2.f)
+                     : "memory");
+      } else {
+        asm volatile("red.global.add.f32 [%0], %1;" ::"l"(at + i), "f"(1.f) : "memory");
+      }
+    }
   }
 }
 
@@ -78,10 +88,11 @@ int main() {
         return count * 1024. / best * 1e-9;
       };
       printf(
-          "S%-6d %3d x %d warps  TB/s: 32 B %.2f  64 B %.2f  128 B %.2f  512 B %.2f  bulk 1 KiB "
-          "%.2f\n",
+          "S%-6d %3d x %d warps  TB/s: 32 B %.2f  64 B %.2f  128 B %.2f  512 B %.2f  8 B a lane %.2f  "
+          "4 B %.2f  other orders %.2f %.2f  bulk 1 KiB %.2f\n",
           keys, processors, warps, time(reduce<2>), time(reduce<4>), time(reduce<8>),
-          time(reduce<32>), time(reduce_bulk));
+          time(reduce<32>), time(reduce<16, 2>), time(reduce<32, 1>), time(reduce<8, 4, 1>),
+          time(reduce<8, 4, 6>), time(reduce_bulk));
       CHECK(cudaFree(d_rows));
       CHECK(cudaFree(to));
     }
