@@ -89,9 +89,8 @@ int main() {
         return count * 1024. / best * 1e-9;
       };
       printf(
-          "S%-6d %3d x %d warps  TB/s: 32 B %.2f  64 B %.2f  128 B %.2f  512 B %.2f  8 B a lane "
-          "%.2f  "
-          "4 B %.2f  other orders %.2f %.2f  bulk 1 KiB %.2f\n",
+          "S%-6d %3d x %d warps  TB/s: 32 B %.2f  64 B %.2f  128 B %.2f  512 B %.2f  "
+          "8 B a lane %.2f  4 B a lane %.2f  other orders %.2f %.2f  bulk 1 KiB %.2f\n",
           keys, processors, warps, time(reduce<2>), time(reduce<4>), time(reduce<8>),
           time(reduce<32>), time(reduce<16, 2>), time(reduce<32, 1>), time(reduce<8, 4, 1>),
           time(reduce<8, 4, 6>), time(reduce_bulk));
