@@ -3,8 +3,8 @@
 //       benchmarks/micro/reduce_patterns.cu
 // red.v4 with 2, 4, 8 or 32 lanes side by side in a row (32, 64, 128 or 512 bytes of it); red.v2,
 // red and red.v4 with lanes in another order, 128 bytes of it; and cp.reduce.async.bulk of 1 KiB.
-// Random rows among S; 4 or 8 warps on each multiprocessor, or on a half or a quarter of them: what
-// one of them can reach, and what the L2.
+// Random rows among S; 4 or 8 warps on each multiprocessor, or on a half or a quarter of them, or on
+// one: what one of them can reach, and what the L2.
 #include <cstdio>
 #include <cstdlib>
 #include <utility>
@@ -65,7 +65,7 @@ __global__ void reduce_bulk(float* to, const int* rows, int rows_a_warp) {
 int main() {
   const int rows_a_warp = 8192;
   for (int keys : {4096, 8192, 32768, 131072}) {
-    for (const auto [processors, warps] : {std::pair{132, 4}, {132, 8}, {66, 8}, {33, 8}}) {
+    for (const auto [processors, warps] : {std::pair{132, 4}, {132, 8}, {66, 8}, {33, 8}, {1, 8}}) {
       const int64_t count = int64_t{processors} * warps * rows_a_warp;
       std::vector<int> rows(count);
       for (int64_t i = 0; i < count; ++i) rows[i] = mix(i) % keys;
