@@ -1,9 +1,10 @@
 // Whether reductions into global memory leave a multiprocessor's tensor cores alone.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o reduce_beside_wgmma \
 //       benchmarks/micro/reduce_beside_wgmma.cu
-// One warpgroup multiplies from shared memory (m64n256k16), the other one adds f32 to scattered rows
-// of 576, by red.v4 (128 bytes of a row by eight lanes) or by cp.reduce.async.bulk (256 bytes); each
-// alone, then both. If both take as long as the slower one, they do not disturb each other.
+// One warpgroup multiplies from shared memory (m64n256k16), the other one adds f32 to scattered
+// rows of 576, by red.v4 (128 bytes of a row by eight lanes) or by cp.reduce.async.bulk (256
+// bytes); each alone, then both. If both take as long as the slower one, they do not disturb each
+// other.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -115,7 +116,8 @@ int main() {
       return best;
     };
     const int products = 1200;
-    printf("%3d multiprocessors, us: wgmma alone %.0f", processors, 1e3 * time(run<kNone>, products));
+    printf("%3d multiprocessors, us: wgmma alone %.0f", processors,
+           1e3 * time(run<kNone>, products));
     printf("  red alone %.0f both %.0f", 1e3 * time(run<kRed>, 0), 1e3 * time(run<kRed>, products));
     printf("  bulk alone %.0f both %.0f", 1e3 * time(run<kBulk>, 0),
            1e3 * time(run<kBulk>, products));

@@ -3,8 +3,8 @@
 //       benchmarks/micro/reduce_patterns.cu
 // red.v4 with 2, 4, 8 or 32 lanes side by side in a row (32, 64, 128 or 512 bytes of it); red.v2,
 // red and red.v4 with lanes in another order, 128 bytes of it; and cp.reduce.async.bulk of 1 KiB.
-// Random rows among S; 4 or 8 warps on each multiprocessor, or on a half or a quarter of them, or on
-// one: what one of them can reach, and what the L2.
+// Random rows among S; 4 or 8 warps on each multiprocessor, or on a half or a quarter of them, or
+// on one: what one of them can reach, and what the L2.
 #include <cstdio>
 #include <cstdlib>
 #include <utility>
@@ -89,8 +89,8 @@ int main() {
         return count * 1024. / best * 1e-9;
       };
       printf(
-          "S%-6d %3d x %d warps  TB/s: 32 B %.2f  64 B %.2f  128 B %.2f  512 B %.2f  "
-          "8 B a lane %.2f  4 B a lane %.2f  other orders %.2f %.2f  bulk 1 KiB %.2f\n",
+          "S%-6d %3d x %d warps  TB/s: 32 B %.3f  64 B %.3f  128 B %.3f  512 B %.3f  "
+          "8 B a lane %.3f  4 B a lane %.3f  other orders %.3f %.3f  bulk 1 KiB %.3f\n",
           keys, processors, warps, time(reduce<2>), time(reduce<4>), time(reduce<8>),
           time(reduce<32>), time(reduce<16, 2>), time(reduce<32, 1>), time(reduce<8, 4, 1>),
           time(reduce<8, 4, 6>), time(reduce_bulk));
