@@ -9,14 +9,15 @@ namespace jax_dsa {
 namespace {
 
 // q [B, T, N, D], kv [B, S, G, D], indices [B, T, G, K], ends [B, T]?, topk_length [B, T]?, dout
-// [B, T, N, 512], lse, delta [B, T, N]
+// [B, T, N, 512], lse [B, T, N], out [B, T, N, 512], dlse [B, T, N]
 // -> dq [B, T, N, D], and dkv [B, S, G, D] f32 or, if by_rows, rows [_, D] bf16; then workspace:
 //    counters and images, u8, and order, s32
 ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Buffer<ffi::BF16> kv,
                           ffi::Buffer<ffi::S32> indices, ffi::AnyBuffer ends,
                           ffi::AnyBuffer topk_length, ffi::Buffer<ffi::BF16> dout,
-                          ffi::Buffer<ffi::F32> lse, ffi::Buffer<ffi::F32> delta,
-                          ffi::Result<ffi::Buffer<ffi::BF16>> dq, ffi::Result<ffi::AnyBuffer> dkv,
+                          ffi::Buffer<ffi::F32> lse, ffi::Buffer<ffi::BF16> out,
+                          ffi::Buffer<ffi::F32> dlse, ffi::Result<ffi::Buffer<ffi::BF16>> dq,
+                          ffi::Result<ffi::AnyBuffer> dkv,
                           ffi::Result<ffi::Buffer<ffi::U8>> counters,
                           ffi::Result<ffi::Buffer<ffi::U8>> images,
                           ffi::Result<ffi::Buffer<ffi::S32>> order, float scale, bool by_rows) {
@@ -29,8 +30,8 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dout", dout.dimensions(), {},
                                       {batch, queries, heads, int64_t{kSparseMlaValueDim}}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse.dimensions(), {}, {batch, queries, heads}));
-  DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "delta", delta.dimensions(), {}, {batch, queries, heads}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "out", out.dimensions(), dout.dimensions(), {}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dlse", dlse.dimensions(), {}, {batch, queries, heads}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dq", dq->dimensions(), q.dimensions(), {}));
   SparseMlaBwdParams params = {
       .q = q.untyped_data(),
@@ -38,7 +39,8 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
       .indices = indices.typed_data(),
       .dout = dout.untyped_data(),
       .lse = lse.typed_data(),
-      .delta = delta.typed_data(),
+      .out = out.untyped_data(),
+      .dlse = dlse.typed_data(),
       .dq = dq->untyped_data(),
       .counters = counters->untyped_data(),
       .images = images->untyped_data(),
@@ -124,6 +126,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SparseMlaBwd, jax_dsa::sparse_mla_bwd,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::BF16>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::BF16>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::BF16>>()
                                   .Ret<xla::ffi::AnyBuffer>()

@@ -26,7 +26,8 @@ def handler(
         rows, order, key, dkv = operands
         summed = rows.astype(jnp.float32)[order]
         return (dkv.at[key].add(summed, mode="drop"),)
-    q, kv, indices, ends, topk_length, dout, lse, delta = operands
+    q, kv, indices, ends, topk_length, dout, lse, out, dlse = operands
+    delta = jnp.sum(out * dout, axis=-1) - dlse
     valid = reference.valid_slots(indices, ends, topk_length, S)
     gathered = reference.gather_rows(kv, indices, valid, q.dtype)
     q, dout, lse, delta = (reference.grouped(x, G) for x in (q, dout, lse, delta))

@@ -66,7 +66,8 @@ bool run_case(const Case& c, uint64_t seed) {
   p.q = upload(x.q), p.kv = upload(x.kv), p.indices = upload(x.indices);
   p.ends = c.ends ? upload(x.ends) : nullptr;
   p.topk_length = c.lengths ? upload(x.lengths) : nullptr;
-  p.dout = upload(want.dout), p.lse = upload(want.lse), p.delta = upload(want.delta);
+  p.dout = upload(want.dout), p.lse = upload(want.lse), p.out = upload(want.out);
+  p.dlse = upload(want.dlse);
   p.dq = device<bf16>(want.dq.size()), p.dkv = device<float>(want.dkv.size());
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
   p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
@@ -107,7 +108,7 @@ bool run_case(const Case& c, uint64_t seed) {
   fflush(stdout);
   for (const void* a :
        {p.q, p.kv, (const void*)p.indices, (const void*)p.ends, (const void*)p.topk_length, p.dout,
-        (const void*)p.lse, (const void*)p.delta, (const void*)p.dq, (const void*)p.dkv,
+        (const void*)p.lse, p.out, (const void*)p.dlse, (const void*)p.dq, (const void*)p.dkv,
         (const void*)p.counters, (const void*)p.images, (const void*)p.order, (const void*)p.rows,
         (const void*)sum.order, (const void*)sum.key}) {
     CHECK(cudaFree(const_cast<void*>(a)));
@@ -137,16 +138,6 @@ __global__ void fill_indices(int32_t* indices, int queries, int slots, int visib
                                   : (int)((slot + (mix(i) >> 12) * 0x1p-52) * visible / slots);
   }
 }
-__global__ void fill_delta(float* delta, const bf16* out, const bf16* dout) {
-  float sum = 0;
-  for (int i = threadIdx.x; i < 512; i += 32) {
-    const int64_t at = blockIdx.x * int64_t{512} + i;
-    sum += __bfloat162float(out[at]) * __bfloat162float(dout[at]);
-  }
-  for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (threadIdx.x == 0) delta[blockIdx.x] = sum;
-}
-
 template <typename F>
 float milliseconds(F launch) {
   cudaEvent_t a, b;
@@ -174,7 +165,7 @@ void bench(int T, int S, int N, int D, int K) {
   const int64_t nq = int64_t{T} * N * D, no = int64_t{T} * N * 512;
   bf16 *q = device<bf16>(nq), *kv = device<bf16>(int64_t{S} * D);
   bf16 *out = device<bf16>(no), *dout = device<bf16>(no);
-  float *lse = device<float>(int64_t{T} * N), *delta = device<float>(int64_t{T} * N);
+  float *lse = device<float>(int64_t{T} * N), *dlse = device<float>(int64_t{T} * N);
   int32_t* indices = device<int32_t>(int64_t{T} * K);
   fill_random<<<1024, 256>>>(q, nq, 1);
   fill_random<<<1024, 256>>>(kv, int64_t{S} * D, 2);
@@ -185,13 +176,13 @@ void bench(int T, int S, int N, int D, int K) {
   f.batch = 1, f.queries = T, f.keys = S, f.heads = N, f.groups = 1, f.slots = K, f.dim = D;
   f.scale = 1.f / std::sqrt(static_cast<float>(D));
   SparseMlaBwdParams p = {};
-  p.q = q, p.kv = kv, p.indices = indices, p.dout = dout, p.lse = lse, p.delta = delta;
+  p.q = q, p.kv = kv, p.indices = indices, p.dout = dout, p.lse = lse, p.out = out, p.dlse = dlse;
   p.dq = device<bf16>(nq), p.dkv = device<float>(int64_t{S} * D);
   p.batch = 1, p.queries = T, p.keys = S, p.heads = N, p.groups = 1, p.slots = K, p.dim = D;
   p.scale = f.scale;
   allocate_workspace(p);
   const float fwd = milliseconds([&] { CHECK(launch_sparse_mla_fwd(f, nullptr)); });
-  fill_delta<<<T * N, 32>>>(delta, out, dout);
+  CHECK(cudaMemset(dlse, 0, int64_t{T} * N * 4));
   const float bwd = milliseconds([&] { CHECK(launch_sparse_mla_bwd(p, nullptr)); });
   // By rows, 512 queries at a time; the sort that finds each key's rows is not in the time.
   const int chunk = std::min(T, 512);
@@ -231,7 +222,8 @@ void bench(int T, int S, int N, int D, int K) {
       part.queries = std::min<int64_t>(chunk, T - first);
       part.q = q + first * N * D, part.dq = static_cast<bf16*>(p.dq) + first * N * D;
       part.dout = dout + first * N * 512, part.indices = indices + first * K;
-      part.lse = lse + first * N, part.delta = delta + first * N;
+      part.lse = lse + first * N, part.dlse = dlse + first * N;
+      part.out = out + first * N * 512;
       CHECK(launch_sparse_mla_bwd(part, nullptr));
       CHECK(launch_sparse_mla_sum_rows(sums[i], nullptr));
     }
@@ -241,8 +233,8 @@ void bench(int T, int S, int N, int D, int K) {
          T, S, N, D, K, fwd, pairs * (D + 512) / fwd, bwd, flops / bwd, by_rows, flops / by_rows);
   fflush(stdout);
   for (void* a :
-       {(void*)q, (void*)kv, (void*)out, (void*)dout, (void*)lse, (void*)delta, (void*)indices,
-        p.dq, (void*)p.dkv, p.counters, p.images, (void*)p.order, r.rows}) {
+       {(void*)q, (void*)kv, (void*)out, (void*)dout, (void*)lse, (void*)dlse, (void*)indices, p.dq,
+        (void*)p.dkv, p.counters, p.images, (void*)p.order, r.rows}) {
     CHECK(cudaFree(a));
   }
   for (const auto& sum : sums) {

@@ -196,6 +196,6 @@ struct alignas(1024) BwdShared {
 
 // Named barriers of one warp of each of the first two warpgroups, whose number is to be added; 0 is
 // __syncthreads.
-enum BwdBarrier { kProbabilitiesReady = 1, kGradientsReady = 5 };
+enum BwdBarrier { kProbabilitiesReady = 1, kGradientsReady = 5, kHalfReady = 9 };
 
 }  // namespace jax_dsa::sparse_mla

@@ -31,8 +31,9 @@ struct SparseMlaFwdParams {
 };
 
 // The gradients of the forward pass. With P = exp(scale * q . kv - lse):
+//   delta = sum(out * dout) - dlse
 //   dS = P (dout . v - delta) scale    dq = dS kv    dkv = dS^T q, and P^T dout in the values
-// A sink's gate is a factor of `dout`, in `delta` too.
+// A sink's gate is a factor of `dout`.
 struct SparseMlaBwdParams {
   const void* q;               // as in the forward pass, up to `topk_length`
   const void* kv;              //
@@ -41,7 +42,8 @@ struct SparseMlaBwdParams {
   const int32_t* topk_length;  //
   const void* dout;            // [batch, queries, heads, 512], bf16
   const float* lse;            // [batch, queries, heads]
-  const float* delta;          // [batch, queries, heads]: sum(out * dout) - dlse
+  const void* out;             // [batch, queries, heads, 512], bf16
+  const float* dlse;           // [batch, queries, heads]
   void* dq;                    // [batch, queries, heads, dim], bf16
   // Either dkv, summed in an order that differs from run to run, or if by_rows its summands, for
   // `launch_sparse_mla_sum_rows`; the other is not touched.

@@ -106,17 +106,14 @@ def sparse_mla_bwd(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """`reference.sparse_mla_bwd` on the kernels, which know no sinks: their gate scales `dout`."""
     B, S, G, D = kv.shape
-    inner = reference.row_products(dout, out)
     gate = reference.sink_gate(sinks, reference.grouped(lse, G))
     dsinks = None
     if gate is not None:
         gate = gate.reshape(lse.shape)
-        dsinks = -jnp.sum((1 - gate) * inner, axis=1)
+        dsinks = -jnp.sum((1 - gate) * reference.row_products(dout, out), axis=1)
         dout = (dout * gate[..., None]).astype(dout.dtype)
-        inner = reference.row_products(dout, out)
-    delta = inner - dlse
     if not options.deterministic:
-        operands = q, kv, indices, ends, topk_length, dout, lse, delta
+        operands = q, kv, indices, ends, topk_length, dout, lse, out, dlse
         dq, dkv = _kernel(options, operands, avals[1], by_rows=False)
         return dq, dkv, dsinks
 
@@ -135,7 +132,7 @@ def sparse_mla_bwd(
         (dkv,) = ffi.handler(target, (rows, order, key, dkv), [shape], {}, {3: 0})
         return dkv, (dq,)
 
-    xs = q, indices, ends, topk_length, dout, lse, delta
+    xs = q, indices, ends, topk_length, dout, lse, out, dlse
     dkv = compat.match_vary(jnp.zeros((B * S * G, D), jnp.float32), kv, *xs)
     per_query = B * G * parts * padded * D * 2
     size = chunk_length(q.shape[1], per_query, budget=ROWS_BUDGET)

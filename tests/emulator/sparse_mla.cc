@@ -59,7 +59,8 @@ void backward(const Case& c, const emulator::Options& options) {
   p.q = x.q.data(), p.kv = x.kv.data(), p.indices = x.indices.data();
   p.ends = c.ends ? x.ends.data() : nullptr;
   p.topk_length = c.lengths ? x.lengths.data() : nullptr;
-  p.dout = want.dout.data(), p.lse = want.lse.data(), p.delta = want.delta.data();
+  p.dout = want.dout.data(), p.lse = want.lse.data(), p.out = want.out.data();
+  p.dlse = want.dlse.data();
   p.dq = dq.data(), p.dkv = dkv.data();
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
   p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;

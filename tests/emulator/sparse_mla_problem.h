@@ -150,8 +150,9 @@ struct Error {
 
 // Upstream gradients and what they should become.
 struct Gradients {
-  std::vector<bf16> dout;         // with the gate of a sink as a factor
-  std::vector<float> lse, delta;  // as the kernel takes them
+  std::vector<bf16> dout;  // with the gate of a sink as a factor
+  std::vector<bf16> out;
+  std::vector<float> lse, dlse;
   std::vector<double> dq, dkv;
 };
 
@@ -161,7 +162,8 @@ inline Gradients differentiate(const Problem& x, uint64_t seed) {
   Gradients g;
   g.dout.resize(rows * 512);
   g.lse.resize(rows);
-  g.delta.resize(rows);
+  g.out.resize(rows * 512);
+  g.dlse.resize(rows);
   g.dq.resize(rows * c.dim);
   g.dkv.resize(int64_t{c.batch} * c.keys * c.groups * c.dim);
   const int workers = std::max(1u, std::thread::hardware_concurrency());
@@ -177,15 +179,16 @@ inline Gradients differentiate(const Problem& x, uint64_t seed) {
         const int64_t token = r / c.heads;
         const int head = r % c.heads, group = head / (c.heads / c.groups);
         const Row row = attend(x, token, head);
-        double delta = -normal(random);  // dlse
+        g.dlse[r] = normal(random);
+        double delta = -g.dlse[r];
         double dout[512];
         for (int d = 0; d < 512; ++d) {
           g.dout[r * 512 + d] = __float2bfloat16(normal(random) * row.gate);
           dout[d] = __bfloat162float(g.dout[r * 512 + d]);
-          delta += dout[d] * row.out[d];
+          g.out[r * 512 + d] = __float2bfloat16(row.out[d]);
+          delta += dout[d] * __bfloat162float(g.out[r * 512 + d]);
         }
         g.lse[r] = row.lse;
-        g.delta[r] = delta;
         for (int k = 0; k < c.slots; ++k) {
           if (row.score[k] == -INFINITY) continue;
           const double p = std::exp(row.score[k] - row.lse);
