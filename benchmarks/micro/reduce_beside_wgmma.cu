@@ -3,8 +3,8 @@
 //       benchmarks/micro/reduce_beside_wgmma.cu
 // One warpgroup multiplies from shared memory (m64n256k16), the other one adds f32 to scattered
 // rows of 576, by red.v4 (128 bytes of a row by eight lanes) or by cp.reduce.async.bulk (256
-// bytes); each alone, then both. If both take as long as the slower one, they do not disturb each
-// other.
+// bytes), or stores to them; each alone, then both. If both take as long as the slower one, they do
+// not disturb each other.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -100,20 +100,8 @@ int main() {
     const auto time = [&](auto kernel, int products) {
       CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  int{sizeof(Memory)}));
-      cudaEvent_t a, b;
-      CHECK(cudaEventCreate(&a));
-      CHECK(cudaEventCreate(&b));
-      float best = 1e9f;
-      for (int i = 0; i < 4; ++i) {
-        CHECK(cudaEventRecord(a));
-        kernel<<<processors, 256, sizeof(Memory)>>>(to, d_rows, rows_a_warp, products);
-        CHECK(cudaEventRecord(b));
-        CHECK(cudaEventSynchronize(b));
-        float ms;
-        CHECK(cudaEventElapsedTime(&ms, a, b));
-        best = ms < best ? ms : best;
-      }
-      return best;
+      return best_milliseconds(
+          [&] { kernel<<<processors, 256, sizeof(Memory)>>>(to, d_rows, rows_a_warp, products); });
     };
     const int products = 1200;
     printf("%3d multiprocessors, us: wgmma alone %.0f", processors,

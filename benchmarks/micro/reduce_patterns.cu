@@ -73,19 +73,8 @@ int main() {
       float* to = device<float>(int64_t{keys} * kColumns);
       CHECK(cudaMemset(to, 0, int64_t{keys} * kColumns * 4));
       const auto time = [&](auto kernel) {
-        cudaEvent_t a, b;
-        CHECK(cudaEventCreate(&a));
-        CHECK(cudaEventCreate(&b));
-        float best = 1e9f;
-        for (int run = 0; run < 4; ++run) {
-          CHECK(cudaEventRecord(a));
-          kernel<<<processors, warps * 32>>>(to, d_rows, rows_a_warp);
-          CHECK(cudaEventRecord(b));
-          CHECK(cudaEventSynchronize(b));
-          float ms;
-          CHECK(cudaEventElapsedTime(&ms, a, b));
-          best = ms < best ? ms : best;
-        }
+        const float best =
+            best_milliseconds([&] { kernel<<<processors, warps * 32>>>(to, d_rows, rows_a_warp); });
         return count * 1024. / best * 1e-9;
       };
       printf(

@@ -138,6 +138,7 @@ __global__ void fill_indices(int32_t* indices, int queries, int slots, int visib
                                   : (int)((slot + (mix(i) >> 12) * 0x1p-52) * visible / slots);
   }
 }
+
 template <typename F>
 float milliseconds(F launch) {
   cudaEvent_t a, b;
