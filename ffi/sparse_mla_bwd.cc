@@ -10,7 +10,8 @@ namespace {
 
 // q [B, T, N, D], kv [B, S, G, D], indices [B, T, G, K], ends [B, T]?, topk_length [B, T]?, dout
 // [B, T, N, 512], lse [B, T, N], out [B, T, N, 512], dlse [B, T, N]
-// -> dq [B, T, N, D], and dkv [B, S, G, D] f32 or, if by_rows, rows [_, D] bf16; then workspace:
+// -> dq [B, T, N, D], and dkv [B, S, G, D] f32 (columns at sparse_mla_dkv_place) or, if by_rows,
+// rows [_, D] bf16; then workspace:
 //    counters and images, u8, and order, s32
 ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Buffer<ffi::BF16> kv,
                           ffi::Buffer<ffi::S32> indices, ffi::AnyBuffer ends,

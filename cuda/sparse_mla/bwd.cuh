@@ -60,10 +60,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       fence_async_proxy();  // what ordinary accesses touched may next be the target of a copy
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.item_done);
-      if (threadIdx.x < 32) {
-        mbarrier_wait(&shared.item_done, parity);
-        if (threadIdx.x == 0) {
-          shared.ticket = static_cast<int>(atomicAdd(next_ticket, 1u));
+      if (threadIdx.x / 32 == 8) {  // of the warpgroup that is first to be done with an item
+        if (threadIdx.x % 32 == 0) {
+          const int ticket = static_cast<int>(atomicAdd(next_ticket, 1u));
+          mbarrier_wait(&shared.item_done, parity);
+          shared.ticket = ticket;
           mbarrier_arrive(&shared.ticket_full);
         }
         __syncwarp();
@@ -84,9 +85,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     run(
         [&](const BwdWork& work, const BwdItem& item) {
           if (warpgroup == 0) {
-            consume_queries<kD, 0>(p, work, item, shared, item_parity, key_parity);
+            make_gradients<kD>(p, work, item, shared, item_parity, key_parity);
           } else {
-            consume_queries<kD, 1>(p, work, item, shared, item_parity, key_parity);
+            sum_gradients<kD>(p, work, item, shared, item_parity);
           }
         },
         [&](const BwdWork& work, const BwdItem& item) {

@@ -72,8 +72,8 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
   shared.list = list;
   mbarrier_arrive(&shared.rows_full);
   BwdCounters& counters = bwd_counters(p)[item.step];
-  // Eight warps store a head tile. All tiles of the step are waited for, whichever are read here.
-  counter_wait(&counters.written, 8 * work.sources());
+  // Four warps store a head tile. All tiles of the step are waited for, whichever are read here.
+  counter_wait(&counters.written, 4 * work.sources());
   for (int n = 0; n < count; ++n) {
     const int turn = n % 2;
     int tile, first, number;
@@ -122,9 +122,8 @@ __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
     for (int i = 0; i < number; ++i) {
       const int head_tile = first + i;
       const uint64_t probabilities =
-          mn_major_descriptor(smem_address(at.images[side][head_tile][0]), kBlockBytes);
-      const uint64_t gradients =
-          mn_major_descriptor(smem_address(at.images[side][head_tile][1]), kBlockBytes);
+          k_major_descriptor(smem_address(at.images[side][head_tile][0]));
+      const uint64_t gradients = k_major_descriptor(smem_address(at.images[side][head_tile][1]));
       const uint64_t q = mn_major_descriptor(smem_address(at.q[head_tile]), kBlockBytes);
       const uint64_t q_ninth =
           mn_major_descriptor(smem_address(at.q[head_tile][4]) + keys.half * 64, kBlockBytes);
@@ -133,10 +132,10 @@ __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const uint64_t step = k * (16 * 128 / 16);
-        wgmma_bf16<kMNMajor, kMNMajor>(values, gradients + step, q + step, true);
-        wgmma_bf16<kMNMajor, kMNMajor>(values, probabilities + step, dout + step, true);
+        wgmma_bf16<kKMajor, kMNMajor>(values, gradients + k * 2, q + step, true);
+        wgmma_bf16<kKMajor, kMNMajor>(values, probabilities + k * 2, dout + step, true);
         if constexpr (kNinth)
-          wgmma_bf16<kMNMajor, kMNMajor>(rest, gradients + step, q_ninth + step, true);
+          wgmma_bf16<kKMajor, kMNMajor>(rest, gradients + k * 2, q_ninth + step, true);
       }
       wgmma_commit();
     }
@@ -160,10 +159,10 @@ __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
       if constexpr (kNinth) store_rows<kD>(rest, one, stage, to + 512 + keys.half * 32, kTile);
     } else {
       const auto reduce = [&]<bool kAll>() {
-        reduce_rows<kAll>(values, stage, rows);
+        reduce_rows<kAll>(values, rows);
         if constexpr (kNinth) {
           rows.move(512 + keys.half * (32 - 256));
-          reduce_rows<kAll>(rest, stage, rows);
+          reduce_rows<kAll>(rest, rows);
         }
       };
       if (__all_sync(~0u, rows.counts == 15)) {

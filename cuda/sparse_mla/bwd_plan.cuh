@@ -13,9 +13,11 @@ namespace jax_dsa::sparse_mla {
 inline constexpr int kTileImages = 2;     // P and dS of 64 heads and 64 slots, a block each
 inline constexpr int kKeyTiles = 2;       // head tiles that an item of the keys' kind contracts
 inline constexpr int kOrderSlots = 8192;  // queries of more slots share nothing
-// The order in which the blocks of a key tile are used and come free: both warpgroups own one half
-// of the value columns. The ninth block is the first one's, too.
-__host__ __device__ constexpr int block_order(int i) { return i == 8 ? 8 : i % 2 * 4 + i / 2; }
+// The order in which the blocks of a key tile are used and come free. The first warpgroup frees
+// those from 6 on, the second one the others.
+__host__ __device__ constexpr int block_order(int i) {
+  return i < 2 ? i : i < 4 ? i + 4 : i < 6 ? i - 2 : i < 8 ? i - 2 : 8;
+}
 
 // The counters start with the next ticket, in 16 bytes of its own.
 inline constexpr int kTicketWords = 4;
@@ -168,11 +170,11 @@ struct alignas(1024) BwdShared {
   static constexpr int kBlocks = kD / 64;
 
   struct Queries {
-    uint8_t q[kBlocks][kBlockBytes];
-    uint8_t dout[8][kBlockBytes];
+    uint8_t operand[kBlocks + 8][kBlockBytes];  // q and dout in turns; q's ninth block
     uint8_t keys[kBlocks][kBlockBytes];
-    uint8_t p[kBlockBytes];   // of the tile at hand, rows are heads
+    uint8_t p[kBlockBytes];   // of the tile at hand, rows are slots
     uint8_t ds[kBlockBytes];  // and dS
+    float2 of_head[kHeads];   // lse in log2 units, delta
   };
   struct Keys {
     uint8_t q[kKeyTiles][5][kBlockBytes];  // half of the value columns; the ninth block
@@ -194,8 +196,7 @@ struct alignas(1024) BwdShared {
   uint64_t item_done, ticket_full;
 };
 
-// Named barriers of one warp of each of the first two warpgroups, whose number is to be added; 0 is
-// __syncthreads.
-enum BwdBarrier { kProbabilitiesReady = 1, kGradientsReady = 5, kHalfReady = 9 };
+// Named barriers of the multiplying warpgroups; 0 is __syncthreads.
+enum BwdBarrier { kGradientsReady = 1, kGradientsRead, kHeadsReady, kFirstBlocksFree };
 
 }  // namespace jax_dsa::sparse_mla

@@ -45,11 +45,13 @@ __device__ void produce_queries(const SparseMlaBwdParams& p, const BwdWork& work
   };
   const auto copy_rows = [&](const void* from, int blocks, void* block) {
     rows_of(from, blocks);
-    for (int i = 0; i < blocks; ++i) gather.copy_block(smem_address(block), i, drop);
+    for (int i = 0; i < blocks; ++i) {  // every second block
+      gather.copy_block(smem_address(block) + i * kBlockBytes, i, drop);
+    }
   };
   if (tiles > 0) {
-    copy_rows(p.q, kBlocks, to.q);
-    copy_rows(p.dout, 8, to.dout);
+    copy_rows(p.q, kBlocks, to.operand[0]);
+    copy_rows(p.dout, 8, to.operand[1]);
   }
   cp_async_arrive(&shared.rows_full);
   if (thread % 128 == 0) {
@@ -99,15 +101,6 @@ __device__ void produce_queries(const SparseMlaBwdParams& p, const BwdWork& work
   }
 }
 
-// Zeroes the entries of slots that do not count, of one half of the slots.
-__device__ __forceinline__ void mask_slots(float (&x)[32], uint64_t valid, int half) {
-  const uint32_t bits = static_cast<uint32_t>(valid >> (half * 32)) >> threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    if (!(bits >> (i / 4 * 8 + i % 2) & 1)) x[half * 16 + i] = 0.f;
-  }
-}
-
 // Of a 64 x 64 accumulator, the elements of the diagonal in this thread's rows.
 __device__ __forceinline__ void diagonal(const float (&x)[32], float (&of_row)[2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = lane / 4;
@@ -123,188 +116,235 @@ __device__ __forceinline__ void diagonal(const float (&x)[32], float (&of_row)[2
   }
 }
 
-// Warpgroup kSide: 0 makes P and the gradients of columns 0..255 and of the ninth block, 1 makes dS
-// and the gradients of columns 256..511.
-template <int kD, int kSide>
-__device__ void consume_queries(const SparseMlaBwdParams& p, const BwdWork& work,
-                                const BwdItem& item, BwdShared<kD>& shared, uint32_t& item_parity,
-                                uint32_t& parity) {
-  constexpr int kOwn = kSide == 0 ? kD / 64 - 4 : 4;  // blocks of dq
-  constexpr int kUsed = kSide == 0 ? kD / 64 : 8;     // blocks contracted
-  const auto own_block = [](int i) { return i < 4 ? kSide * 4 + i : 8; };
+// What the two multiplying warpgroups share of their parts.
+template <int kD>
+struct QueriesPart {
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
-  const int row = warp * 16 + lane / 4;
+  const int row = warp * 16 + lane / 4;  // of an accumulator; this thread has row + 8, too
+  BwdShared<kD>& shared;
+
+  __device__ explicit QueriesPart(BwdShared<kD>& shared) : shared(shared) {}
+
+  __device__ void free_block(int block) const {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(&shared.block_free[block]);
+  }
+  // dq += dS k, in the columns of `dq` from `block` on.
+  template <int kN>
+  __device__ void multiply(float (&dq)[kN], int block) const {
+    const uint64_t ds = mn_major_descriptor(smem_address(shared.queries.ds), kBlockBytes);
+    const uint64_t keys =
+        mn_major_descriptor(smem_address(shared.queries.keys[block]), kBlockBytes);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint64_t step = k * (16 * 128 / 16);
+      wgmma_bf16<kMNMajor, kMNMajor>(dq, ds + step, keys + step, true);
+    }
+    wgmma_commit();
+  }
+  template <int kN>
+  __device__ void store(const SparseMlaBwdParams& p, const HeadTile& heads, const float (&dq)[kN],
+                        const uint8_t* image, int block) const {
+    const float one[2] = {1.f, 1.f};
+    auto* const out = static_cast<__nv_bfloat16*>(p.dq) + (heads.first + row) * kD;
+    store_rows<kD>(dq, one, smem_address(image) + warp * 2048, out + block * 64, heads.heads - row);
+  }
+};
+
+// The first warpgroup: P and dS, and dq from column 384 on.
+template <int kD>
+__device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
+                               const BwdItem& item, BwdShared<kD>& shared, uint32_t& item_parity,
+                               uint32_t& parity) {
+  constexpr int kBlocks = kD / 64;
+  const QueriesPart<kD> part(shared);
+  const int lane = part.lane, warp = part.warp, row = part.row;
   auto& at = shared.queries;
   const uint64_t keys = k_major_descriptor(smem_address(at.keys));
-  const uint64_t rows = k_major_descriptor(smem_address(kSide == 0 ? at.q : at.dout));
-  // Where this lane stores or loads its row of an 8x8 matrix, without the swizzled chunk.
+  const uint64_t operand = k_major_descriptor(smem_address(at.operand));
+  // Where this lane stores its row of an 8x8 matrix, without the swizzled chunk.
   const uint32_t matrix = (warp * 16 + lane % 16) * 128;
   const uint32_t p_matrix = smem_address(at.p) + matrix, ds_matrix = smem_address(at.ds) + matrix;
-  const auto chunk = [&](int k) { return ((2 * k + lane / 16) ^ (lane % 8)) * 16; };
-  // This warp's rows of the image, in shared and global memory.
-  uint8_t* const stored = (kSide == 0 ? at.p : at.ds) + warp * 2048;
-  char* to = image(p, work, item.step, item.part) + kSide * kBlockBytes + warp * 2048;
+  // This warp's slots of the images in global memory.
+  char* to = image(p, work, item.step, item.part) + warp * 2048;
 
   const HeadTile heads(p, work, item.step, item.part);
-  float of_row[2];  // lse in log2 units, or delta
+  float row_lse[2], row_dlse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool exists = row + r * 8 < heads.heads;
     const int64_t head = heads.first + (exists ? row + r * 8 : 0);
-    if constexpr (kSide == 0) {
-      const float lse = exists ? __ldg(p.lse + head) : INFINITY;
-      of_row[r] = lse == -INFINITY ? INFINITY : lse * kLog2E;  // no valid slot: P = 0
-    } else {
-      of_row[r] = exists ? __ldg(p.dlse + head) : 0.f;
-    }
+    const float x = exists ? __ldg(p.lse + head) : INFINITY;
+    row_lse[r] = x == -INFINITY ? INFINITY : x * kLog2E;  // no valid slot: P = 0
+    row_dlse[r] = exists ? __ldg(p.dlse + head) : 0.f;
   }
 
   mbarrier_wait(&shared.rows_full, item_parity);
   item_parity ^= 1;
   const int tiles = shared.tiles;
-  const auto free_block = [&](int block) {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(&shared.block_free[block]);
-  };
-  // Of this warpgroup's rows with those of a tile, of keys or out.
-  const auto multiply = [&](float (&s)[32], auto block_here) {
+  // Rows of a tile, of keys or out, with q and dout: 64 columns of each.
+  const auto multiply = [&](float (&s)[64], bool ninth, auto block_here, auto before_wait) {
 #pragma unroll
-    for (int i = 0; i < kD / 64; ++i) {
+    for (int i = 0; i < kBlocks; ++i) {
       const int block = block_order(i);
-      if (block >= kUsed) continue;
       mbarrier_wait(&shared.block_full[block], parity);
       if (i == 0) block_here();
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const uint64_t offset = block * (kBlockBytes / 16) + k * 2;
-        wgmma_bf16<kKMajor, kKMajor>(s, rows + offset, keys + offset, i > 0 || k > 0);
+        const uint64_t a = keys + block * (kBlockBytes / 16) + k * 2;
+        const uint64_t b = operand + 2 * block * (kBlockBytes / 16) + k * 2;
+        if (block < 8) {
+          wgmma_bf16<kKMajor, kKMajor>(s, a, b, i > 0 || k > 0);
+        } else if (ninth) {
+          wgmma_bf16<kKMajor, kKMajor>(reinterpret_cast<float (&)[32]>(s), a, b, true);
+        }
       }
     }
     wgmma_commit();
+    before_wait();
     wgmma_wait<0>();
     wgmma_pin(s);
   };
-  // delta = sum(out * dout) - dlse is the diagonal of dout out^T, by the instructions that make dP:
-  // of a query's only slot, dP - delta is zero. The other warpgroup only sees that out was here, so
-  // that no phase of the barriers passes it by.
   if (tiles > 0) {
-    if constexpr (kSide == 0) {
-#pragma unroll
-      for (int i = 0; i < kD / 64; ++i) mbarrier_wait(&shared.block_full[block_order(i)], parity);
-      named_barrier_arrive<64>(kHalfReady + warp);
-    } else {
-      float s[32];
-      multiply(s, [] {});
-      named_barrier_sync<64>(kHalfReady + warp);
-      for (int i = 0; i < kD / 64; ++i) free_block(block_order(i));
-      float products[2];
-      diagonal(s, products);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) of_row[r] = products[r] - of_row[r];
-    }
+    // delta = sum(out * dout) - dlse is the diagonal of out dout^T, by the instructions that make
+    // dP: of a query's only slot, dP - delta is zero.
+    float s[64], products[2];
+    multiply(s, false, [] {}, [] {});
     parity ^= 1;
+    for (int i = 0; i < kBlocks; ++i) part.free_block(block_order(i));
+    diagonal(reinterpret_cast<float (&)[32]>(s[32]), products);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (lane % 4 == 0) at.of_head[row + r * 8] = {row_lse[r], products[r] - row_dlse[r]};
+    }
+    named_barrier_sync<128>(kHeadsReady);
   }
-  float dq[kOwn][32] = {};
+  float dq[64] = {}, ninth[kBlocks > 8 ? 32 : 4] = {};
   const float scale_log2 = p.scale * kLog2E;
   for (int tile = 0; tile < tiles; ++tile, parity ^= 1) {
     uint64_t valid = 0;
-    float s[32];  // scores, or dP
-    multiply(s, [&] { valid = *reinterpret_cast<const uint64_t*>(shared.valid); });
+    float s[64];           // scores, dP
+    float2 of_head[2][4];  // of this thread's columns among 16, in turns
+    const auto load_heads = [&](int k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        of_head[k % 2][i] = at.of_head[k * 16 + i / 2 * 8 + lane % 4 * 2 + i % 2];
+      }
+    };
+    multiply(
+        s, true, [&] { valid = *reinterpret_cast<const uint64_t*>(shared.valid); },
+        [&] { load_heads(0); });
 
-    // Both images have left from here the tile before. What the other warpgroup waits for is stored
-    // as soon as there is half of it, and copied to memory afterwards.
+    // Both images have left from here the tile before.
     if (lane == 0) bulk_wait_read();
     __syncwarp();
-    uint32_t ds[4][4];
-    const auto store = [&](int k) {
+    if (valid != ~uint64_t{0}) {
+      const bool counts[2] = {(valid >> row & 1) != 0, (valid >> (row + 8) & 1) != 0};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ds[k][i] = pack_bf16(s[k * 8 + i * 2], s[k * 8 + i * 2 + 1]);
-      store_matrix_x4((kSide == 0 ? p_matrix : ds_matrix) + chunk(k), ds[k][0], ds[k][1], ds[k][2],
-                      ds[k][3]);
-    };
-    const auto store_image = [&] {
-      fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) {
-        bulk_store(to, stored, 2048);
-        bulk_commit();
+      for (int i = 0; i < 32; ++i) {
+        if (!counts[i / 2 % 2]) s[i] = -INFINITY;
       }
-      to += kTileImages * kBlockBytes;
-    };
-    if constexpr (kSide == 0) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int i = half * 16; i < half * 16 + 16; ++i) {
-          s[i] = exp2_approx(fmaf(s[i], scale_log2, -of_row[i / 2 % 2]));
-        }
-        if (valid != ~uint64_t{0}) mask_slots(s, valid, half);
-        store(half * 2);
-        store(half * 2 + 1);
-        named_barrier_arrive<64>((half == 0 ? kHalfReady : kProbabilitiesReady) + warp);
-      }
-      store_image();
-      named_barrier_sync<64>(kGradientsReady + warp);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) load_matrix_x4(ds_matrix + chunk(k), ds[k]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) s[i] = (s[i] - of_row[i / 2 % 2]) * p.scale;
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (k % 2 == 0) named_barrier_sync<64>((k == 0 ? kHalfReady : kProbabilitiesReady) + warp);
-        uint32_t probabilities[4];
-        load_matrix_x4(p_matrix + chunk(k), probabilities);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 pair = unpack_bf16(probabilities[j]);
-          s[k * 8 + j * 2] *= pair.x;
-          s[k * 8 + j * 2 + 1] *= pair.y;
-        }
-        store(k);
-      }
-      named_barrier_arrive<64>(kGradientsReady + warp);
-      store_image();
     }
-
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (k < 3) load_heads(k + 1);
+      uint32_t probabilities[4], gradients[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float x[2], y[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int here = k * 8 + i * 2 + j;
+          const float2 lse_delta = of_head[k % 2][i / 2 * 2 + j];
+          x[j] = exp2_approx(fmaf(s[here], scale_log2, -lse_delta.x));
+          y[j] = x[j] * ((s[32 + here] - lse_delta.y) * p.scale);
+        }
+        probabilities[i] = pack_bf16(x[0], x[1]);
+        gradients[i] = pack_bf16(y[0], y[1]);
+      }
+      const uint32_t chunk = ((2 * k + lane / 16) ^ (lane % 8)) * 16;
+      store_matrix_x4(p_matrix + chunk, probabilities[0], probabilities[1], probabilities[2],
+                      probabilities[3]);
+      store_matrix_x4(ds_matrix + chunk, gradients[0], gradients[1], gradients[2], gradients[3]);
+    }
+    fence_async_proxy();
+    named_barrier_sync<256>(kGradientsReady);
+    // What the next scores wait for first is multiplied first.
+    named_barrier_sync<256>(kFirstBlocksFree);
     wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const uint64_t v = mn_major_descriptor(smem_address(at.keys[own_block(i)]), kBlockBytes);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        wgmma_bf16<kMNMajor>(dq[i], ds[k], v + k * (16 * 128 / 16), true);
-      }
-      wgmma_commit();
-      if (i > 0) {
-        wgmma_wait<1>();
-        free_block(own_block(i - 1));
-      }
+    part.multiply(dq, 6);
+    if constexpr (kBlocks > 8) {
+      part.multiply(ninth, 8);
     }
+    if (lane == 0) {
+      bulk_store(to, at.p + warp * 2048, 2048);
+      bulk_store(to + kBlockBytes, at.ds + warp * 2048, 2048);
+      bulk_commit();
+    }
+    to += kTileImages * kBlockBytes;
+    wgmma_wait<(kBlocks > 8)>();
+    part.free_block(6);
+    part.free_block(7);
     wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) wgmma_pin(dq[i]);
-    free_block(own_block(kOwn - 1));
+    wgmma_pin(dq);
+    wgmma_pin(ninth);
+    if (kBlocks > 8) part.free_block(8);
   }
 
   if (lane == 0) {
     bulk_wait();
     counter_add(&bwd_counters(p)[item.step].written);
   }
-  // The gradients leave through this warp's rows of the image, which the other warp of the pair
-  // must have loaded: P before the last barrier, dS now.
-  if constexpr (kSide == 0) {
-    named_barrier_arrive<64>(kProbabilitiesReady + warp);
-  } else {
-    named_barrier_sync<64>(kProbabilitiesReady + warp);
-  }
   __syncwarp();
-  const float one[2] = {1.f, 1.f};
-  auto* out = static_cast<__nv_bfloat16*>(p.dq) + (heads.first + row) * kD;
+  named_barrier_arrive<256>(kGradientsRead);
+  // The gradients leave through the place of P.
+  part.store(p, heads, dq, at.p, 6);
+  if constexpr (kBlocks > 8) part.store(p, heads, ninth, at.p, 8);
+}
+
+// The second warpgroup: dq up to column 384.
+template <int kD>
+__device__ void sum_gradients(const SparseMlaBwdParams& p, const BwdWork& work, const BwdItem& item,
+                              BwdShared<kD>& shared, uint32_t& item_parity) {
+  const QueriesPart<kD> part(shared);
+  mbarrier_wait(&shared.rows_full, item_parity);
+  item_parity ^= 1;
+  const int tiles = shared.tiles;
+  float first[2][32] = {}, dq[2][64] = {};
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    named_barrier_sync<256>(kGradientsReady);
+    wgmma_fence();
+    // The next tile's first block is waited for first of all.
+    part.multiply(first[0], 0);
+    part.multiply(first[1], 1);
+    wgmma_wait<1>();
+    part.free_block(0);
+    part.multiply(dq[0], 2);
+    wgmma_wait<1>();
+    part.free_block(1);
+    named_barrier_arrive<256>(kFirstBlocksFree);
+    part.multiply(dq[1], 4);
+    wgmma_wait<1>();
+    part.free_block(2);
+    part.free_block(3);
+    wgmma_wait<0>();
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    store_rows<kD>(dq[i], one, smem_address(stored), out + own_block(i) * 64, heads.heads - row);
+    for (int i = 0; i < 2; ++i) {
+      wgmma_pin(first[i]);
+      wgmma_pin(dq[i]);
+    }
+    part.free_block(4);
+    part.free_block(5);
+  }
+  // The gradients leave through the place of dS, which both warpgroups must have read.
+  named_barrier_sync<256>(kGradientsRead);
+  const HeadTile heads(p, work, item.step, item.part);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    part.store(p, heads, first[i], shared.queries.ds, i);
+    part.store(p, heads, dq[i], shared.queries.ds, 2 + 2 * i);
   }
 }
 

@@ -47,7 +47,7 @@ struct SparseMlaBwdParams {
   void* dq;                    // [batch, queries, heads, dim], bf16
   // Either dkv, summed in an order that differs from run to run, or if by_rows its summands, for
   // `launch_sparse_mla_sum_rows`; the other is not touched.
-  float* dkv;      // [batch, keys, groups, dim]
+  float* dkv;      // [batch, keys, groups, dim], columns at `sparse_mla_dkv_place`
   void* rows;      // [batch, queries, groups, heads of a group over 128 (ceil),
                    //  slots up to a multiple of 64, dim], bf16
   void* counters;  // sparse_mla_bwd_counter_bytes
@@ -66,6 +66,12 @@ struct SparseMlaBwdParams {
   // Twice as many as run at a time is enough not to wait; more takes more workspace.
   int tickets_behind = 264;
 };
+
+// Where the backward kernel keeps a column of dkv: in every 16 columns, pairs 0 4 1 5 2 6 3 7, as
+// lanes have them.
+constexpr int sparse_mla_dkv_place(int column) {
+  return column / 16 * 16 + column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
+}
 
 cudaError_t launch_sparse_mla_fwd(const SparseMlaFwdParams& params, cudaStream_t stream);
 

@@ -65,6 +65,12 @@ def _kernel(
     return dq, summed
 
 
+def _in_order(dkv: Float[Array, "B S G D"]) -> Float[Array, "B S G D"]:
+    """Undoes `sparse_mla_dkv_place`: the kernel keeps pairs of 16 columns as 0 4 1 5 2 6 3 7."""
+    pairs = dkv.reshape(*dkv.shape[:-1], -1, 4, 2, 2)
+    return jnp.swapaxes(pairs, -3, -2).reshape(dkv.shape)
+
+
 def _rows_by_key(
     indices: Int[Array, "B T G K"],
     valid: Bool[Array, "B T G K"],
@@ -115,7 +121,7 @@ def sparse_mla_bwd(
     if not options.deterministic:
         operands = q, kv, indices, ends, topk_length, dout, lse, out, dlse
         dq, dkv = _kernel(options, operands, avals[1], by_rows=False)
-        return dq, dkv, dsinks
+        return dq, _in_order(dkv), dsinks
 
     padded = _ceil_div(indices.shape[3], _TILE) * _TILE
     parts = _ceil_div(q.shape[2] // G, 2 * _TILE)
