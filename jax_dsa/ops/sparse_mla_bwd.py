@@ -67,7 +67,7 @@ def _kernel(
 
 def _in_order(dkv: Float[Array, "B S G D"]) -> Float[Array, "B S G D"]:
     """Undoes `sparse_mla_dkv_place`: the kernel keeps pairs of 16 columns as 0 4 1 5 2 6 3 7."""
-    pairs = dkv.reshape(*dkv.shape[:-1], -1, 4, 2, 2)
+    pairs = dkv.reshape(*dkv.shape[:-1], dkv.shape[-1] // 16, 4, 2, 2)
     return jnp.swapaxes(pairs, -3, -2).reshape(dkv.shape)
 
 
