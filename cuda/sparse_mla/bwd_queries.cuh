@@ -8,8 +8,12 @@
 //
 // A key tile has one buffer, which empties and fills by blocks of 64 columns: dq frees them in the
 // order in which the next tile's scores and dP take them, so the gather runs beside the products.
-// out comes first, in the place of a key tile. The warps of the two warpgroups work in pairs, on
-// the same 16 heads.
+// out comes first, in the place of a key tile.
+//
+// The rows of scores and dP are slots, so that q and dout of 64 heads are the 128 columns of one
+// product and a thread has P and dS side by side. One warpgroup makes them; the other one, whose
+// registers are full of dq, only waits for dS. What lies by slots and heads is both an operand of
+// the keys' kind and, its rows contracted, of dq.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -101,22 +105,20 @@ __device__ void produce_queries(const SparseMlaBwdParams& p, const BwdWork& work
   }
 }
 
-// Of a 64 x 64 accumulator, the elements of the diagonal in this thread's rows.
-__device__ __forceinline__ void diagonal(const float (&x)[32], float (&of_row)[2]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = lane / 4;
+// Of a 64 x 64 accumulator, the diagonal's element in the warp's row lane / 4 + kRow: right in the
+// lanes whose lane % 4 is lane / 8, which have its column.
+template <int kRow>
+__device__ __forceinline__ float diagonal(const float* x) {
+  float mine = 0.f;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float mine = 0.f;  // which is right in the lane of the row that has the column
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const int at = (w * 2 + r) * 4 + r * 2;
-      if (w == warp) mine = row % 2 == 0 ? x[at] : x[at + 1];
-    }
-    of_row[r] = __shfl_sync(~0u, mine, row * 4 + row / 2);
+  for (int warp = 0; warp < 4; ++warp) {
+    const int at = (warp * 2 + kRow / 8) * 4 + kRow / 4;
+    if (warp == threadIdx.x / 32 % 4) mine = threadIdx.x / 4 % 2 == 0 ? x[at] : x[at + 1];
   }
+  return mine;
 }
 
-// What the two multiplying warpgroups share of their parts.
+// What the parts of the two multiplying warpgroups share.
 template <int kD>
 struct QueriesPart {
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
@@ -209,14 +211,13 @@ __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
   if (tiles > 0) {
     // delta = sum(out * dout) - dlse is the diagonal of out dout^T, by the instructions that make
     // dP: of a query's only slot, dP - delta is zero.
-    float s[64], products[2];
+    float s[64];
     multiply(s, false, [] {}, [] {});
     parity ^= 1;
     for (int i = 0; i < kBlocks; ++i) part.free_block(block_order(i));
-    diagonal(reinterpret_cast<float (&)[32]>(s[32]), products);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (lane % 4 == 0) at.of_head[row + r * 8] = {row_lse[r], products[r] - row_dlse[r]};
+    if (lane % 4 == lane / 8) {
+      at.of_head[row] = {row_lse[0], diagonal<0>(s + 32) - row_dlse[0]};
+      at.of_head[row + 8] = {row_lse[1], diagonal<8>(s + 32) - row_dlse[1]};
     }
     named_barrier_sync<128>(kHeadsReady);
   }
@@ -270,19 +271,17 @@ __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
     }
     fence_async_proxy();
     named_barrier_sync<256>(kGradientsReady);
-    // What the next scores wait for first is multiplied first.
-    named_barrier_sync<256>(kFirstBlocksFree);
-    wgmma_fence();
-    part.multiply(dq, 6);
-    if constexpr (kBlocks > 8) {
-      part.multiply(ninth, 8);
-    }
     if (lane == 0) {
       bulk_store(to, at.p + warp * 2048, 2048);
       bulk_store(to + kBlockBytes, at.ds + warp * 2048, 2048);
       bulk_commit();
     }
     to += kTileImages * kBlockBytes;
+    // What the next scores wait for first is multiplied first.
+    named_barrier_sync<256>(kFirstBlocksFree);
+    wgmma_fence();
+    part.multiply(dq, 6);
+    if constexpr (kBlocks > 8) part.multiply(ninth, 8);
     wgmma_wait<(kBlocks > 8)>();
     part.free_block(6);
     part.free_block(7);
@@ -316,7 +315,7 @@ __device__ void sum_gradients(const SparseMlaBwdParams& p, const BwdWork& work, 
   for (int tile = 0; tile < tiles; ++tile) {
     named_barrier_sync<256>(kGradientsReady);
     wgmma_fence();
-    // The next tile's first block is waited for first of all.
+    // The next tile's first blocks are waited for first of all.
     part.multiply(first[0], 0);
     part.multiply(first[1], 1);
     wgmma_wait<1>();
