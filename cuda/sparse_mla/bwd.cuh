@@ -40,66 +40,66 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(&shared.block_full[i], i == block_order(0) ? 128 + 4 : 128);
       mbarrier_init(&shared.block_free[i], 4);
     }
-    mbarrier_init(&shared.item_done, kThreads / 32);
-    mbarrier_init(&shared.ticket_full, 1);
+    mbarrier_init(&shared.item_done, 8);
+    mbarrier_init(&shared.operand_free, 4);
     for (int i = 0; i < 2; ++i) {
+      mbarrier_init(&shared.ticket_full[i], 1);
       mbarrier_init(&shared.image_full[i], 1);
       mbarrier_init(&shared.image_free[i], 4);
     }
     mbarrier_init_fence();
   }
   __syncthreads();
-  auto* const next_ticket = static_cast<uint32_t*>(p.counters);
   const int warpgroup = threadIdx.x / 128;
   // Of rows_full; of the blocks of key tiles; of the images.
   uint32_t item_parity = 0, key_parity = 0, image_parity = 0;
 
-  // Runs the items; `queries` and `keys` are a warpgroup's parts of the two kinds.
-  const auto run = [&](auto queries, auto keys) {
-    for (uint32_t parity = 0;; parity ^= 1) {
-      fence_async_proxy();  // what ordinary accesses touched may next be the target of a copy
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.item_done);
-      if (threadIdx.x / 32 == 8) {  // of the warpgroup that is first to be done with an item
-        if (threadIdx.x % 32 == 0) {
-          const int ticket = static_cast<int>(atomicAdd(next_ticket, 1u));
-          mbarrier_wait(&shared.item_done, parity);
-          shared.ticket = ticket;
-          mbarrier_arrive(&shared.ticket_full);
-        }
-        __syncwarp();
-      }
-      mbarrier_wait(&shared.ticket_full, parity);
-      const BwdWork work(p);  // not kept in registers meanwhile
-      if (shared.ticket >= work.tickets()) return;
-      const BwdItem item(work, shared.ticket);
-      if (item.keys) {
-        keys(work, item);
-      } else {
-        queries(work, item);
-      }
-    }
-  };
-  if (warpgroup < 2) {
-    raise_registers<224>();
-    run(
-        [&](const BwdWork& work, const BwdItem& item) {
-          if (warpgroup == 0) {
-            make_gradients<kD>(p, work, item, shared, item_parity, key_parity);
-          } else {
-            sum_gradients<kD>(p, work, item, shared, item_parity);
-          }
-        },
-        [&](const BwdWork& work, const BwdItem& item) {
-          consume_keys<kD, kRows>(p, work, item, shared, warpgroup, item_parity, image_parity);
-        });
-  } else {
+  // The warpgroup that copies takes an item as soon as it has copied all of the one before. It
+  // starts when that one is over, and if both are of the queries' kind, before.
+  if (warpgroup == 2) {
     lower_registers<56>();
-    run([&](const BwdWork& work,
-            const BwdItem& item) { produce_queries<kD>(p, work, item, shared, key_parity); },
-        [&](const BwdWork& work, const BwdItem& item) {
-          produce_keys<kD>(p, work, item, shared, image_parity);
-        });
+    uint32_t queries_parity = 1;
+    bool queries = false;
+    for (uint32_t n = 0;; ++n) {
+      const uint32_t parity = n % 2;
+      if (threadIdx.x % 128 == 0) {
+        shared.ticket[parity] = static_cast<int>(atomicAdd(static_cast<uint32_t*>(p.counters), 1u));
+        mbarrier_arrive(&shared.ticket_full[parity]);
+      }
+      __syncwarp();
+      mbarrier_wait(&shared.ticket_full[parity], n / 2 % 2);
+      const BwdWork work(p);
+      if (shared.ticket[parity] >= work.tickets()) return;
+      const BwdItem item(work, shared.ticket[parity]);
+      const bool follows = queries && !item.keys;
+      if (!follows) mbarrier_wait(&shared.item_done, parity);
+      if (item.keys) {
+        produce_keys<kD>(p, work, item, shared, image_parity);
+      } else {
+        mbarrier_wait(&shared.operand_free, queries_parity);
+        queries_parity ^= 1;
+        produce_queries<kD>(p, work, item, shared, key_parity,
+                            [&] { mbarrier_wait(&shared.item_done, parity); });
+      }
+      queries = !item.keys;
+    }
+  }
+  raise_registers<224>();
+  for (uint32_t n = 0;; ++n) {
+    fence_async_proxy();  // what ordinary accesses touched may next be the target of a copy
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.item_done);
+    mbarrier_wait(&shared.ticket_full[n % 2], n / 2 % 2);
+    const BwdWork work(p);  // not kept in registers meanwhile
+    if (shared.ticket[n % 2] >= work.tickets()) return;
+    const BwdItem item(work, shared.ticket[n % 2]);
+    if (item.keys) {
+      consume_keys<kD, kRows>(p, work, item, shared, warpgroup, item_parity, image_parity);
+    } else if (warpgroup == 0) {
+      make_gradients<kD>(p, work, item, shared, item_parity, key_parity);
+    } else {
+      sum_gradients<kD>(p, work, item, shared, item_parity);
+    }
   }
 }
 

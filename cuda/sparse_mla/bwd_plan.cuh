@@ -187,13 +187,15 @@ struct alignas(1024) BwdShared {
     Keys keys;
   };
   uint8_t valid[kTile / 8];  // bit r % 8 of [r / 8]: key row r of the tile counts
-  int ticket;
-  int tiles;           // of slots, of the item, if of the queries' kind
-  TileList list;       // or of the keys' kind
-  uint64_t rows_full;  // Q and dO of the item are here
+  int ticket[2];             // of this item and the next
+  int tiles;                 // of slots, of the item, if of the queries' kind
+  TileList list;             // or of the keys' kind
+  uint64_t rows_full;        // Q and dO of the item are here
   uint64_t block_full[kBlocks], block_free[kBlocks];
   uint64_t image_full[2], image_free[2];  // by warpgroup
-  uint64_t item_done, ticket_full;
+  uint64_t item_done;                     // of the multiplying warps, with what came before
+  uint64_t ticket_full[2];                // by item
+  uint64_t operand_free;  // q and dout of an item of the queries' kind have been read
 };
 
 // Named barriers of the multiplying warpgroups; 0 is __syncthreads.

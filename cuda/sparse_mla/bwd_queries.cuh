@@ -22,10 +22,12 @@
 
 namespace jax_dsa::sparse_mla {
 
-// Gathers q, dout, out and the keys.
-template <int kD>
+// Gathers q, dout, out and the keys. The item before may still be at its end until `wait_for_last`
+// returns, which one thread calls.
+template <int kD, typename F>
 __device__ void produce_queries(const SparseMlaBwdParams& p, const BwdWork& work,
-                                const BwdItem& item, BwdShared<kD>& shared, uint32_t& parity) {
+                                const BwdItem& item, BwdShared<kD>& shared, uint32_t& parity,
+                                F wait_for_last) {
   constexpr int kBlocks = kD / 64;
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
@@ -58,14 +60,6 @@ __device__ void produce_queries(const SparseMlaBwdParams& p, const BwdWork& work
     copy_rows(p.dout, 8, to.operand[1]);
   }
   cp_async_arrive(&shared.rows_full);
-  if (thread % 128 == 0) {
-    // Whose place in the ring this step takes must have been read.
-    if (item.step >= work.ring) {
-      counter_wait(&bwd_counters(p)[item.step - work.ring].read, work.keys_items());
-    }
-    shared.tiles = tiles;
-    mbarrier_arrive(&shared.rows_full);
-  }
 
   // out has its turn in the key tile's blocks first.
   const auto fill = [&](uint32_t bits, int blocks, uint64_t policy) {
@@ -87,6 +81,16 @@ __device__ void produce_queries(const SparseMlaBwdParams& p, const BwdWork& work
     rows_of(p.out, 8);
     fill(0, 8, drop);
   }
+  if (thread % 128 == 0) {
+    // Whose place in the ring this step takes must have been read.
+    if (item.step >= work.ring) {
+      counter_wait(&bwd_counters(p)[item.step - work.ring].read, work.keys_items());
+    }
+    wait_for_last();
+    shared.tiles = tiles;
+    mbarrier_arrive(&shared.rows_full);
+  }
+  __syncwarp();
 
   const int64_t stride = int64_t{p.groups} * kD * 2;
   const char* kv = static_cast<const char*>(p.kv) + heads.batch(p) * p.keys * stride +
@@ -221,6 +225,7 @@ __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
     }
     named_barrier_sync<128>(kHeadsReady);
   }
+  if (tiles == 0 && lane == 0) mbarrier_arrive(&shared.operand_free);
   float dq[64] = {}, ninth[kBlocks > 8 ? 32 : 4] = {};
   const float scale_log2 = p.scale * kLog2E;
   for (int tile = 0; tile < tiles; ++tile, parity ^= 1) {
@@ -238,7 +243,10 @@ __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
         [&] { load_heads(0); });
 
     // Both images have left from here the tile before.
-    if (lane == 0) bulk_wait_read();
+    if (lane == 0) {
+      if (tile + 1 == tiles) mbarrier_arrive(&shared.operand_free);
+      bulk_wait_read();
+    }
     __syncwarp();
     if (valid != ~uint64_t{0}) {
       const bool counts[2] = {(valid >> row & 1) != 0, (valid >> (row + 8) & 1) != 0};
@@ -271,17 +279,17 @@ __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
     }
     fence_async_proxy();
     named_barrier_sync<256>(kGradientsReady);
+    // What the next scores wait for first is multiplied first.
+    named_barrier_sync<256>(kFirstBlocksFree);
+    wgmma_fence();
+    part.multiply(dq, 6);
+    if constexpr (kBlocks > 8) part.multiply(ninth, 8);
     if (lane == 0) {
       bulk_store(to, at.p + warp * 2048, 2048);
       bulk_store(to + kBlockBytes, at.ds + warp * 2048, 2048);
       bulk_commit();
     }
     to += kTileImages * kBlockBytes;
-    // What the next scores wait for first is multiplied first.
-    named_barrier_sync<256>(kFirstBlocksFree);
-    wgmma_fence();
-    part.multiply(dq, 6);
-    if constexpr (kBlocks > 8) part.multiply(ninth, 8);
     wgmma_wait<(kBlocks > 8)>();
     part.free_block(6);
     part.free_block(7);
