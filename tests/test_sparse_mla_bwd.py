@@ -15,7 +15,10 @@ from jax_dsa.ops import sparse_mla_bwd as module
 from jax_dsa.ops.sparse_mla import Options
 from jax_dsa.reference import sparse_mla as reference
 
-B, T, S, N, G, D, E, K = 2, 5, 9, 6, 2, 12, 8, 7
+B, T, S, N, G, D, E, K = 2, 5, 9, 6, 2, 32, 24, 7
+
+# sparse_mla_dkv_place of cuda/sparse_mla/sparse_mla.h.
+PLACES = np.array([c // 16 * 16 + c % 8 // 2 * 4 + c // 8 % 2 * 2 + c % 2 for c in range(D)])
 
 
 def handler(
@@ -42,7 +45,8 @@ def handler(
         pad = [(0, 0)] * 3 + [(0, padded - K), (0, 0)]
         return dq, jnp.pad(rows, pad, constant_values=jnp.nan).reshape(avals[1].shape), 0, 0
     zeros = jnp.zeros((B, S, G, D))
-    return dq, reference.scatter_rows(zeros, indices, valid, rows, deterministic=False), 0, 0
+    dkv = reference.scatter_rows(zeros, indices, valid, rows, deterministic=False)
+    return dq, zeros.at[..., PLACES].set(dkv), 0, 0
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
