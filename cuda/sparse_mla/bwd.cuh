@@ -54,8 +54,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Of rows_full; of the blocks of key tiles; of the images.
   uint32_t item_parity = 0, key_parity = 0, image_parity = 0;
 
-  // The warpgroup that copies takes an item as soon as it has copied all of the one before. It
-  // starts when that one is over, and if both are of the queries' kind, before.
+  // The warpgroup that copies takes the next item when it has copied all of this one. It waits with
+  // its copies until this one is over, unless both are of the queries' kind: then q and dout have
+  // room after the last scores, and out in the key tile's blocks as dq frees them.
   if (warpgroup == 2) {
     lower_registers<56>();
     uint32_t queries_parity = 1;

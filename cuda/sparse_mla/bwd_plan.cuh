@@ -193,8 +193,9 @@ struct alignas(1024) BwdShared {
   uint64_t rows_full;        // Q and dO of the item are here
   uint64_t block_full[kBlocks], block_free[kBlocks];
   uint64_t image_full[2], image_free[2];  // by warpgroup
-  uint64_t item_done;                     // of the multiplying warps, with what came before
-  uint64_t ticket_full[2];                // by item
+  uint64_t item_done;                     // the multiplying warps are ready for the next item
+  // In turns: a warp may not yet have seen one ticket when the next one is here.
+  uint64_t ticket_full[2];
   uint64_t operand_free;  // q and dout of an item of the queries' kind have been read
 };
 
