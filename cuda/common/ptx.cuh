@@ -244,16 +244,6 @@ __device__ __forceinline__ void store_shared_16(uint32_t to, const uint32_t (&x)
                : "memory");
 }
 
-__device__ __forceinline__ void load_shared_16(uint32_t from, float (&x)[4]) {
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-               : "r"(from)
-               : "memory");
-}
-__device__ __forceinline__ void store_shared_8(uint32_t to, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
-}
-
 // ---- ordering ----------------------------------------------------------------------------------
 
 // Orders this thread's (and, through a barrier, others') ordinary shared-memory accesses with those

@@ -16,7 +16,7 @@ inline constexpr int kOrderSlots = 8192;  // queries of more slots share nothing
 // The order in which the blocks of a key tile are used and come free. The first warpgroup frees
 // those from 6 on, the second one the others.
 __host__ __device__ constexpr int block_order(int i) {
-  return i < 2 ? i : i < 4 ? i + 4 : i < 6 ? i - 2 : i < 8 ? i - 2 : 8;
+  return i < 2 || i == 8 ? i : i < 4 ? i + 4 : i - 2;
 }
 
 // The counters start with the next ticket, in 16 bytes of its own.

@@ -161,11 +161,6 @@ inline void store_shared_16(uint32_t to, const uint32_t (&x)[4]) {
   if (to % 16) emulator::fail("a misaligned store");
   memcpy(emulator::shared_at(to), x, 16);
 }
-inline void store_shared_8(uint32_t to, float x, float y) {
-  if (to % 8) emulator::fail("a misaligned store");
-  const float both[2] = {x, y};
-  memcpy(emulator::shared_at(to), both, 8);
-}
 
 // ---- ordering ----------------------------------------------------------------------------------
 
