@@ -223,6 +223,7 @@ __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
       at.of_head[row] = {row_lse[0], diagonal<0>(s + 32) - row_dlse[0]};
       at.of_head[row + 8] = {row_lse[1], diagonal<8>(s + 32) - row_dlse[1]};
     }
+    __syncwarp();
     named_barrier_sync<128>(kHeadsReady);
   }
   if (tiles == 0 && lane == 0) mbarrier_arrive(&shared.operand_free);
@@ -278,7 +279,8 @@ __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
       store_matrix_x4(ds_matrix + chunk, gradients[0], gradients[1], gradients[2], gradients[3]);
     }
     fence_async_proxy();
-    named_barrier_sync<256>(kGradientsReady);
+    named_barrier_arrive<256>(kGradientsReady);
+    named_barrier_sync<128>(kGradientsStored);
     // What the next scores wait for first is multiplied first.
     named_barrier_sync<256>(kFirstBlocksFree);
     wgmma_fence();
