@@ -8,8 +8,9 @@
 // wait or a barrier in the wrong place would let through shows as a wrong result in one of the four
 // combinations, and a deadlock ends the program with the fibers' positions. The order in which
 // warps run follows `Options::seed`; now and then a warp stands still until the others need it, as
-// one does on a GPU that waits for instructions. What this cannot see: rounding of the tensor
-// cores, missing proxy fences, time.
+// one does on a GPU that waits for instructions. Warps that wait at one barrier in different places
+// of the code end the program, too. What this cannot see: rounding of the tensor cores, missing
+// proxy fences, time.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,6 +27,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <source_location>
 #include <vector>
 
 namespace emulator {
@@ -80,6 +82,7 @@ struct Fiber {
 struct Barrier {
   unsigned arrived = 0;
   uint64_t generation = 0;
+  std::source_location place = {};  // where threads wait in this generation
 };
 
 // What the lanes of a warp show each other in a collective operation; two, taken in turns.
@@ -143,12 +146,24 @@ inline void arrive(Barrier& barrier, unsigned expected) {
   if (++barrier.arrived == expected) {
     barrier.arrived = 0;
     ++barrier.generation;
+    barrier.place = {};
   }
 }
 inline void sync(Barrier& barrier, unsigned expected, const char* what, uint64_t at) {
   const uint64_t generation = barrier.generation;
   arrive(barrier, expected);
   wait_until(what, at, [&] { return barrier.generation != generation; });
+}
+
+// A barrier of several warps, which is for threads that wait at the same instruction.
+inline void sync_warps(Barrier& barrier, unsigned expected, const char* what, uint64_t at,
+                       const std::source_location& place) {
+  if (barrier.place.line() == 0) barrier.place = place;
+  if (barrier.place.line() != place.line() ||
+      strcmp(barrier.place.function_name(), place.function_name()) != 0) {
+    fail("threads wait at one barrier in two places of the code");
+  }
+  sync(barrier, expected, what, at);
 }
 
 // Asynchronous work: at once, or when nothing else can happen.
@@ -501,8 +516,9 @@ inline const emulator::BlockIndex blockIdx;
 inline const emulator::GridSize gridDim;
 inline const emulator::BlockSize blockDim;
 
-inline void __syncthreads() {
-  emulator::sync(emulator::self().block->everyone, emulator::machine.threads, "__syncthreads", 0);
+inline void __syncthreads(const std::source_location& place = std::source_location::current()) {
+  emulator::sync_warps(emulator::self().block->everyone, emulator::machine.threads, "__syncthreads",
+                       0, place);
 }
 inline void __syncwarp(unsigned = ~0u) { emulator::exchange(0); }
 inline void __threadfence() {}

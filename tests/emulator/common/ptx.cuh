@@ -167,8 +167,9 @@ inline void store_shared_16(uint32_t to, const uint32_t (&x)[4]) {
 inline void fence_async_proxy() {}
 
 template <int kThreads>
-void named_barrier_sync(int id) {
-  emulator::sync(emulator::self().block->named[id], kThreads, "named barrier", id);
+void named_barrier_sync(int id,
+                        const std::source_location& place = std::source_location::current()) {
+  emulator::sync_warps(emulator::self().block->named[id], kThreads, "named barrier", id, place);
 }
 template <int kThreads>
 void named_barrier_arrive(int id) {
