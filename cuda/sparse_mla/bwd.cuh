@@ -54,12 +54,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Of rows_full; of the blocks of key tiles; of the images.
   uint32_t item_parity = 0, key_parity = 0, image_parity = 0;
 
-  // The warpgroup that copies takes the next item when it has copied all of this one. It waits with
-  // its copies until this one is over, unless both are of the queries' kind: then q and dout have
-  // room after the last scores, and out in the key tile's blocks as dq frees them.
+  // The warpgroup that copies takes the next item when it has copied all of this one, and copies q
+  // and dout while this one ends: the products of the keys' kind have read theirs by then, those of
+  // the queries' kind when the last scores are made. What else goes where this item still reads
+  // waits until it is over.
   if (warpgroup == 2) {
     lower_registers<56>();
-    uint32_t queries_parity = 1;
+    uint32_t queries_parity = 0;
     bool queries = false;
     for (uint32_t n = 0;; ++n) {
       const uint32_t parity = n % 2;
@@ -72,15 +73,15 @@ __global__ void __launch_bounds__(kThreads, 1)
       const BwdWork work(p);
       if (shared.ticket[parity] >= work.tickets()) return;
       const BwdItem item(work, shared.ticket[parity]);
-      const bool follows = queries && !item.keys;
-      if (!follows) mbarrier_wait(&shared.item_done, parity);
-      if (item.keys) {
-        produce_keys<kD>(p, work, item, shared, image_parity);
-      } else {
+      if (queries) {
         mbarrier_wait(&shared.operand_free, queries_parity);
         queries_parity ^= 1;
-        produce_queries<kD>(p, work, item, shared, key_parity,
-                            [&] { mbarrier_wait(&shared.item_done, parity); });
+      }
+      const auto wait_for_last = [&] { mbarrier_wait(&shared.item_done, parity); };
+      if (item.keys) {
+        produce_keys<kD>(p, work, item, shared, image_parity, wait_for_last);
+      } else {
+        produce_queries<kD>(p, work, item, shared, key_parity, wait_for_last);
       }
       queries = !item.keys;
     }

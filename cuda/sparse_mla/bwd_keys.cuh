@@ -26,10 +26,11 @@ struct KeysItem {
         head_tiles(min(work.sources() - first_tile, kKeyTiles)) {}
 };
 
-// Copies the columns of q and dout, and P and dS once they are written.
-template <int kD>
+// Copies the columns of q and dout, and P and dS once they are written. The item before may still be
+// at its end until `wait_for_last` returns.
+template <int kD, typename F>
 __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, const BwdItem& item,
-                             BwdShared<kD>& shared, uint32_t& parity) {
+                             BwdShared<kD>& shared, uint32_t& parity, F wait_for_last) {
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t drop = l2_policy_evict_first();
@@ -49,23 +50,27 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
                                : 0;
   const int count = list.count();
 
-  for (int tile = 0; tile < keys.head_tiles && count > 0; ++tile) {
+  const int head_tiles = count > 0 ? keys.head_tiles : 0;
+  const auto copy_columns = [&](int tile, const void* from, int row_blocks, int first, int count,
+                                void* block) {
     const HeadTile heads(p, work, item.step, keys.first_tile + tile);
-    const auto copy_columns = [&](const void* from, int row_blocks, int first, int count,
-                                  void* block) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = Gather::row(warp, i, sub);
-        gather.valid[i] = row < heads.heads;
-        gather.from[i] = static_cast<const char*>(from) +
-                         (heads.first + (gather.valid[i] ? row : 0)) * row_blocks * 128 +
-                         first * 128 + chunk * 16;
-      }
-      for (int i = 0; i < count; ++i) gather.copy_block(smem_address(block), i, drop);
-    };
-    copy_columns(p.q, kD / 64, keys.half * 4, 4, to.q[tile]);
-    if (kD > 512) copy_columns(p.q, kD / 64, 8, 1, to.q[tile][4]);
-    copy_columns(p.dout, 8, keys.half * 4, 4, to.dout[tile]);
+    for (int i = 0; i < 4; ++i) {
+      const int row = Gather::row(warp, i, sub);
+      gather.valid[i] = row < heads.heads;
+      gather.from[i] = static_cast<const char*>(from) +
+                       (heads.first + (gather.valid[i] ? row : 0)) * row_blocks * 128 +
+                       first * 128 + chunk * 16;
+    }
+    for (int i = 0; i < count; ++i) gather.copy_block(smem_address(block), i, drop);
+  };
+  for (int tile = 0; tile < head_tiles; ++tile) {
+    copy_columns(tile, p.q, kD / 64, keys.half * 4, 4, to.q[tile]);
+    copy_columns(tile, p.dout, 8, keys.half * 4, 4, to.dout[tile]);
+  }
+  wait_for_last();
+  for (int tile = 0; kD > 512 && tile < head_tiles; ++tile) {
+    copy_columns(tile, p.q, kD / 64, 8, 1, to.ninth[tile]);
   }
   cp_async_arrive(&shared.rows_full);
   if (thread % 128 != 0) return;
@@ -126,7 +131,7 @@ __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
       const uint64_t gradients = k_major_descriptor(smem_address(at.images[side][head_tile][1]));
       const uint64_t q = mn_major_descriptor(smem_address(at.q[head_tile]), kBlockBytes);
       const uint64_t q_ninth =
-          mn_major_descriptor(smem_address(at.q[head_tile][4]) + keys.half * 64, kBlockBytes);
+          mn_major_descriptor(smem_address(at.ninth[head_tile]) + keys.half * 64, kBlockBytes);
       const uint64_t dout = mn_major_descriptor(smem_address(at.dout[head_tile]), kBlockBytes);
       wgmma_fence();
 #pragma unroll

@@ -1,6 +1,7 @@
 // What the parts of the sparse MLA backward kernel share. See bwd.cuh.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "common/types.h"
@@ -177,8 +178,9 @@ struct alignas(1024) BwdShared {
     float2 of_head[kHeads];   // lse in log2 units, delta
   };
   struct Keys {
-    uint8_t q[kKeyTiles][5][kBlockBytes];  // half of the value columns; the ninth block
+    uint8_t q[kKeyTiles][4][kBlockBytes];  // half of the value columns
     uint8_t dout[kKeyTiles][4][kBlockBytes];
+    uint8_t ninth[kKeyTiles][kBlockBytes];  // q's ninth block
     uint8_t images[2][kKeyTiles][kTileImages][kBlockBytes];  // by warpgroup
     uint8_t stage[8][1024];                                  // each warp's, for its sums
   };
@@ -186,6 +188,8 @@ struct alignas(1024) BwdShared {
     Queries queries;
     Keys keys;
   };
+  // So q and dout have room as soon as those of the item before have been read.
+  static_assert(offsetof(Keys, ninth) <= offsetof(Queries, keys));
   uint8_t valid[kTile / 8];  // bit r % 8 of [r / 8]: key row r of the tile counts
   int ticket[2];             // of this item and the next
   int tiles;                 // of slots, of the item, if of the queries' kind
