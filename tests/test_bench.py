@@ -121,6 +121,13 @@ def test_the_timed_loop_runs_every_call() -> None:
     assert sorted(seen) == [1.0] * 5 + [2.0] * 5
 
 
+def test_the_device_rests_before_every_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests = []
+    monkeypatch.setattr(timing.time, "sleep", rests.append)
+    timing._seconds_a_call(lambda x: x + 1, [(jnp.zeros(8),)], 1e-6, 0.25)
+    assert rests == [0.25] * (1 + 3 + 1 + 5)  # once and several times, compiled first
+
+
 def test_selections_are_causal_and_distinct() -> None:
     picks = np.asarray(causal_selection(jax.random.key(1), queries=6, keys=10, picks=7))
     for t, row in enumerate(picks):

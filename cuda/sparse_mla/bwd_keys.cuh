@@ -26,8 +26,8 @@ struct KeysItem {
         head_tiles(min(work.sources() - first_tile, kKeyTiles)) {}
 };
 
-// Copies the columns of q and dout, and P and dS once they are written. The item before may still be
-// at its end until `wait_for_last` returns.
+// Copies the columns of q and dout, and P and dS once they are written. The item before may still
+// be at its end until `wait_for_last` returns.
 template <int kD, typename F>
 __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, const BwdItem& item,
                              BwdShared<kD>& shared, uint32_t& parity, F wait_for_last) {

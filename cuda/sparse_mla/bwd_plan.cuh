@@ -180,7 +180,7 @@ struct alignas(1024) BwdShared {
   struct Keys {
     uint8_t q[kKeyTiles][4][kBlockBytes];  // half of the value columns
     uint8_t dout[kKeyTiles][4][kBlockBytes];
-    uint8_t ninth[kKeyTiles][kBlockBytes];  // q's ninth block
+    uint8_t ninth[kKeyTiles][kBlockBytes];                   // q's ninth block
     uint8_t images[2][kKeyTiles][kTileImages][kBlockBytes];  // by warpgroup
     uint8_t stage[8][1024];                                  // each warp's, for its sums
   };

@@ -46,6 +46,14 @@ def _parse(argv: list[str] | None, operators: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=0.3, help="length of each of the five measurements"
     )
+    parser.add_argument(
+        "--rest",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="idle before each measurement; with short ones, the device keeps its clock, which "
+        "it lowers under steady load to stay within its power limit",
+    )
     parser.add_argument("--commit", default=report.commit(), help="for the CSV, if git cannot say")
     args = parser.parse_args(argv)
     unknown = set(args.operators) - set(operators)
@@ -78,13 +86,13 @@ def _prepare(case: Case, fn: Function, key: jax.Array) -> tuple[Function, tuple]
     return (lambda pull, ct: pull(ct)), (pullback, cotangents)
 
 
-def _measure(case: Case, fn: Function, seconds: float) -> float:
+def _measure(case: Case, fn: Function, seconds: float, rest: float) -> float:
     """Device seconds of one call."""
     keys = jax.random.split(jax.random.key(0), timing.MAX_ROTATION)
     target, first = _prepare(case, fn, keys[0])
     count = timing.rotation(timing.tree_bytes(first))
     sets = [first, *(_prepare(case, fn, key)[1] for key in keys[1:count])]
-    return timing.device_seconds(target, sets, seconds)
+    return timing.device_seconds(target, sets, seconds, rest)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         for case, name, fn in progress:
             progress.set_description(f"{case.label} {name}")
             try:
-                seconds = _measure(case, fn, args.seconds)
+                seconds = _measure(case, fn, args.seconds, args.rest)
             except NotImplementedError as error:
                 unavailable.add(str(error))
                 continue

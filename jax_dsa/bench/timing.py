@@ -45,10 +45,13 @@ def _loop(fn: Callable[..., Any], count: int, sets: Sequence[tuple]) -> jax.Arra
     )
 
 
-def _seconds_a_call(fn: Callable[..., Any], sets: Sequence[tuple], budget: float) -> float:
+def _seconds_a_call(
+    fn: Callable[..., Any], sets: Sequence[tuple], budget: float, rest: float = 0.0
+) -> float:
     run = jax.jit(functools.partial(_loop, fn), static_argnums=0)
 
     def wall(count: int) -> float:
+        time.sleep(rest)
         start = time.perf_counter()
         run(count, sets).block_until_ready()
         return time.perf_counter() - start
@@ -73,13 +76,16 @@ def _overhead() -> float:
     return _seconds_a_call(lambda x: x, [(jnp.zeros(8),)], 0.02)
 
 
-def device_seconds(fn: Callable[..., Any], sets: Sequence[tuple], budget: float = 0.3) -> float:
+def device_seconds(
+    fn: Callable[..., Any], sets: Sequence[tuple], budget: float = 0.3, rest: float = 0.0
+) -> float:
     """Seconds that one call of `fn` takes on the device.
 
     Args:
         fn: takes the arrays of one of `sets`, returns arrays. Traced with JAX.
         sets: inputs that the calls take in turn.
         budget: seconds to spend on one measurement, of which there are five.
+        rest: seconds to leave the device idle before each measurement.
     """
-    raw = _seconds_a_call(fn, sets, budget)
+    raw = _seconds_a_call(fn, sets, budget, rest)
     return raw - min(_overhead(), raw / 2)
