@@ -22,10 +22,9 @@ nb::dict targets() {
   out["jax_dsa.indexer_topk_bwd.v1"] = capsule(IndexerTopkBwd);
   out["jax_dsa.indexer_topk_fwd.v1"] = capsule(IndexerTopkFwd);
   out["jax_dsa.quantize_fp8.v1"] = capsule(QuantizeFp8);
-  out["jax_dsa.sparse_mla_bwd.v1"] = capsule(SparseMlaBwd);
+  out["jax_dsa.sparse_mla_bwd.v2"] = capsule(SparseMlaBwd);
   out["jax_dsa.sparse_mla_decode.v1"] = capsule(SparseMlaDecode);
   out["jax_dsa.sparse_mla_fwd.v1"] = capsule(SparseMlaFwd);
-  out["jax_dsa.sparse_mla_sum_rows.v1"] = capsule(SparseMlaSumRows);
   out["jax_dsa.topk_fwd.v1"] = capsule(TopkFwd);
   return out;
 }

@@ -1,5 +1,7 @@
 // Handlers of sparse MLA's backward pass.
 
+#include <algorithm>
+
 #include "ffi/common.h"
 #include "ffi/sparse_mla_shape.h"
 #include "ffi/targets.h"
@@ -10,18 +12,22 @@ namespace {
 
 // q [B, T, N, D], kv [B, S, G, D], indices [B, T, G, K], ends [B, T]?, topk_length [B, T]?, dout
 // [B, T, N, 512], lse [B, T, N], out [B, T, N, 512], dlse [B, T, N]
-// -> dq [B, T, N, D], and dkv [B, S, G, D] f32 (columns at sparse_mla_dkv_place) or, if by_rows,
-// rows [_, D] bf16; then workspace:
-//    counters and images, u8, and order, s32
+// and, if dkv is to be summed by rows, their order, s32, and keys, u32 (see sparse_mla.h)
+// -> dq [B, T, N, D], dkv [B, S, G, D] f32 (if not by rows, columns at sparse_mla_dkv_place); then
+// workspace:
+//    counters and images, u8, order, s32, and rows [R, D], bf16: as many queries' as have room are
+//    summed at a time
 ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Buffer<ffi::BF16> kv,
                           ffi::Buffer<ffi::S32> indices, ffi::AnyBuffer ends,
                           ffi::AnyBuffer topk_length, ffi::Buffer<ffi::BF16> dout,
                           ffi::Buffer<ffi::F32> lse, ffi::Buffer<ffi::BF16> out,
-                          ffi::Buffer<ffi::F32> dlse, ffi::Result<ffi::Buffer<ffi::BF16>> dq,
-                          ffi::Result<ffi::AnyBuffer> dkv,
+                          ffi::Buffer<ffi::F32> dlse, ffi::AnyBuffer row_order,
+                          ffi::AnyBuffer row_key, ffi::Result<ffi::Buffer<ffi::BF16>> dq,
+                          ffi::Result<ffi::Buffer<ffi::F32>> dkv,
                           ffi::Result<ffi::Buffer<ffi::U8>> counters,
                           ffi::Result<ffi::Buffer<ffi::U8>> images,
-                          ffi::Result<ffi::Buffer<ffi::S32>> order, float scale, bool by_rows) {
+                          ffi::Result<ffi::Buffer<ffi::S32>> order,
+                          ffi::Result<ffi::Buffer<ffi::BF16>> rows, float scale) {
   constexpr const char* kOp = "sparse_mla_bwd";
   SparseMlaShape shape;
   DSA_FFI_RETURN_IF_ERROR(
@@ -34,6 +40,7 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "out", out.dimensions(), dout.dimensions(), {}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dlse", dlse.dimensions(), {}, {batch, queries, heads}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dq", dq->dimensions(), q.dimensions(), {}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dkv", dkv->dimensions(), kv.dimensions(), {}));
   SparseMlaBwdParams params = {
       .q = q.untyped_data(),
       .kv = kv.untyped_data(),
@@ -43,32 +50,34 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
       .out = out.untyped_data(),
       .dlse = dlse.typed_data(),
       .dq = dq->untyped_data(),
+      .dkv = dkv->typed_data(),
+      .rows = rows->untyped_data(),
       .counters = counters->untyped_data(),
       .images = images->untyped_data(),
       .order = order->typed_data(),
       .batch = shape.batch,
       .queries = shape.queries,
       .keys = shape.keys,
+      .count = batch * queries,
       .heads = shape.heads,
       .groups = shape.groups,
       .slots = shape.slots,
       .dim = shape.dim,
       .scale = scale,
-      .by_rows = by_rows,
+      .by_rows = present(row_order),
   };
-  if (by_rows) {
-    if (dkv->element_type() != ffi::DataType::BF16) {
-      return invalid_argument(kOp, "rows are not bfloat16");
+  if (present(row_key) != params.by_rows) return invalid_argument(kOp, "row_key is missing");
+  const int64_t query_rows = sparse_mla_bwd_query_rows(params);
+  DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "row_order", row_order, ffi::DataType::S32,
+                                        {params.count, query_rows}, &params.row_order));
+  DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "row_key", row_key, ffi::DataType::U32,
+                                        {params.count, query_rows}, &params.row_key));
+  if (params.by_rows && params.count * query_rows > 0) {
+    if (rows->dimensions().size() != 2 || rows->dimensions()[1] != shape.dim) {
+      return invalid_argument(kOp, "rows are " + shape_string(rows->dimensions()));
     }
-    DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "rows", dkv->dimensions(), {},
-                                        {sparse_mla_bwd_row_count(params), int64_t{shape.dim}}));
-    params.rows = dkv->untyped_data();
-  } else {
-    if (dkv->element_type() != ffi::DataType::F32) {
-      return invalid_argument(kOp, "dkv is not float32");
-    }
-    DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dkv", dkv->dimensions(), kv.dimensions(), {}));
-    params.dkv = static_cast<float*>(dkv->untyped_data());
+    params.count = std::min(params.count, rows->dimensions()[0] / query_rows);
+    if (params.count == 0) return invalid_argument(kOp, "there is no room for a query's rows");
   }
   if (static_cast<int64_t>(counters->element_count()) < sparse_mla_bwd_counter_bytes(params) ||
       static_cast<int64_t>(images->element_count()) < sparse_mla_bwd_image_bytes(params) ||
@@ -80,38 +89,6 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
   DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "topk_length", topk_length, ffi::DataType::S32,
                                         {batch, queries}, &params.topk_length));
   return launch_status(kOp, launch_sparse_mla_bwd(params, stream));
-}
-
-// rows [R, D] bf16, order [R] int32, key [R] uint32, dkv [S, D] f32, which shares its memory with
-// the result -> dkv
-ffi::Error sparse_mla_sum_rows(cudaStream_t stream, ffi::Buffer<ffi::BF16> rows,
-                               ffi::Buffer<ffi::S32> order, ffi::Buffer<ffi::U32> key,
-                               ffi::Buffer<ffi::F32> dkv, ffi::Result<ffi::Buffer<ffi::F32>> out) {
-  constexpr const char* kOp = "sparse_mla_sum_rows";
-  if (rows.dimensions().size() != 2) return invalid_argument(kOp, "rows is not of rank 2");
-  if (dkv.dimensions().size() != 2) return invalid_argument(kOp, "dkv is not of rank 2");
-  const int64_t count = rows.dimensions()[0], dim = rows.dimensions()[1];
-  const int64_t keys = dkv.dimensions()[0];
-  if (count > std::numeric_limits<int32_t>::max()) {
-    return invalid_argument(kOp, "more than 2^31 - 1 rows");
-  }
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "order", order.dimensions(), {}, {count}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "key", key.dimensions(), {}, {count}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dkv", dkv.dimensions(), {}, {keys, dim}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "the result", out->dimensions(), {}, {keys, dim}));
-  if (out->untyped_data() != dkv.untyped_data()) {
-    return invalid_argument(kOp, "dkv and the result are different memory");
-  }
-  const SparseMlaSumRowsParams params = {
-      .rows = rows.untyped_data(),
-      .order = order.typed_data(),
-      .key = key.typed_data(),
-      .dkv = out->typed_data(),
-      .row_count = count,
-      .keys = keys,
-      .dim = static_cast<int>(dim),
-  };
-  return launch_status(kOp, launch_sparse_mla_sum_rows(params, stream));
 }
 
 }  // namespace
@@ -129,21 +106,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SparseMlaBwd, jax_dsa::sparse_mla_bwd,
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::BF16>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::BF16>>()
-                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::U8>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::U8>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Attr<float>("scale")
-                                  .Attr<bool>("by_rows"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SparseMlaSumRows, jax_dsa::sparse_mla_sum_rows,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::BF16>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::U32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>(),
+                                  .Ret<xla::ffi::Buffer<xla::ffi::BF16>>()
+                                  .Attr<float>("scale"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

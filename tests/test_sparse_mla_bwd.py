@@ -21,15 +21,9 @@ B, T, S, N, G, D, E, K = 2, 5, 9, 6, 2, 32, 24, 7
 PLACES = np.array([c // 16 * 16 + c % 8 // 2 * 4 + c // 8 % 2 * 2 + c % 2 for c in range(D)])
 
 
-def handler(
-    target: str, operands: Any, avals: Any, attrs: Any, aliases: Any = None
-) -> tuple[Any, ...]:
-    """The handlers' contracts."""
-    if target == "jax_dsa.sparse_mla_sum_rows.v1":
-        rows, order, key, dkv = operands
-        summed = rows.astype(jnp.float32)[order]
-        return (dkv.at[key].add(summed, mode="drop"),)
-    q, kv, indices, ends, topk_length, dout, lse, out, dlse = operands
+def handler(target: str, operands: Any, avals: Any, attrs: Any) -> tuple[Any, ...]:
+    """The handler's contract."""
+    q, kv, indices, ends, topk_length, dout, lse, out, dlse, order, key = operands
     delta = jnp.sum(out * dout, axis=-1) - dlse
     valid = reference.valid_slots(indices, ends, topk_length, S)
     gathered = reference.gather_rows(kv, indices, valid, q.dtype)
@@ -40,19 +34,42 @@ def handler(
     dq = jnp.einsum("btgmk,btgkd->btgmd", ds, gathered).reshape(avals[0].shape)
     rows = jnp.einsum("btgmk,btgmd->btgkd", ds, q)
     rows = rows.at[..., :E].add(jnp.einsum("btgmk,btgme->btgke", p, dout))
-    if attrs["by_rows"]:
-        padded = avals[1].shape[0] // (B * q.shape[1] * G)
-        pad = [(0, 0)] * 3 + [(0, padded - K), (0, 0)]
-        return dq, jnp.pad(rows, pad, constant_values=jnp.nan).reshape(avals[1].shape), 0, 0
+    if order is not None:
+        # Of so many queries at a time: their rows, in the order of their keys.
+        queries, query_rows = order.shape
+        count = avals[-1].shape[0] // query_rows
+        pad = [(0, 0)] * 3 + [(0, query_rows // G - K), (0, 0)]
+        rows = jnp.pad(rows, pad, constant_values=jnp.nan).reshape(queries, query_rows, D)
+        dkv = jnp.zeros((B * S * G, D))
+        for first in range(0, queries, count):
+            some = slice(first, first + count)
+            to = key[some].reshape(-1) - jnp.uint32(first // count * (B * S * G + 1))
+            ascending = (jnp.diff(to.astype(jnp.int32)) >= 0).all()
+            summed = rows[some].reshape(-1, D)[order[some].reshape(-1)]
+            summed = jnp.where(ascending, summed, jnp.nan)
+            dkv = dkv.at[to].add(summed, mode="drop")
+        return dq, dkv.reshape(B, S, G, D), 0, 0
     zeros = jnp.zeros((B, S, G, D))
     dkv = reference.scatter_rows(zeros, indices, valid, rows, deterministic=False)
     return dq, zeros.at[..., PLACES].set(dkv), 0, 0
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+ROW_BYTES = G * 64 * D * 2  # of a query
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "queries", "sorted_queries"),
+    [(False, 0, 0), (True, 3, 5), (True, 1, 2)],
+    ids=["reductions", "rows", "rows of two calls"],
+)
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_composition(
-    rng: np.random.Generator, monkeypatch: Any, deterministic: bool, with_sinks: bool
+    rng: np.random.Generator,
+    monkeypatch: Any,
+    deterministic: bool,
+    queries: int,
+    sorted_queries: int,
+    with_sinks: bool,
 ) -> None:
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -67,9 +84,20 @@ def test_composition(
     everything = *operands, out, lse, normal(B, T, N, E), normal(B, T, N)
     want = reference.sparse_mla_bwd(options, *everything)
     monkeypatch.setattr(module, "ffi", SimpleNamespace(handler=handler))
-    monkeypatch.setattr(module, "ROWS_BUDGET", 2 * B * G * 64 * D * 2)  # two queries at a time
+    monkeypatch.setattr(module, "ROWS_BUDGET", queries * ROW_BYTES)
+    monkeypatch.setattr(module, "SORT_BUDGET", sorted_queries * B * G * 64 * 24)
     got = module.sparse_mla_bwd(options, want, *everything)
     assert (got[2] is None) == (sinks is None)
     for x, y in zip(got, want, strict=True):
         if y is not None:
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_no_queries(monkeypatch: Any) -> None:
+    options = Options(scale=0.3, value_dim=E, deterministic=True)
+    shapes = (B, 0, N, D), (B, S, G, D), (B, 0, G, K), (B, 0, N, E), (B, 0, N)
+    q, kv, indices, out, lse = (jnp.zeros(shape) for shape in shapes)
+    operands = q, kv, indices.astype(jnp.int32), None, None, None, out, lse, out, lse
+    monkeypatch.setattr(module, "ffi", SimpleNamespace(handler=handler))
+    dq, dkv, _ = module.sparse_mla_bwd(options, (q, kv, None), *operands)
+    assert dq.shape == q.shape and dkv.shape == kv.shape and not dkv.any()

@@ -18,45 +18,11 @@
 using namespace jax_dsa;
 using namespace sparse_mla_problem;
 
+// For all queries, or if by_rows for `count` of them.
 void allocate_workspace(SparseMlaBwdParams& p) {
   p.counters = device<uint8_t>(sparse_mla_bwd_counter_bytes(p));
   p.images = device<uint8_t>(sparse_mla_bwd_image_bytes(p));
   p.order = device<int32_t>(sparse_mla_bwd_order_bytes(p) / 4);
-}
-
-// Which rows belong to which key, in order.
-SparseMlaSumRowsParams sum_rows_of(const Problem& x, const SparseMlaBwdParams& p) {
-  const Case& c = x.c;
-  const int64_t tokens = int64_t{c.batch} * c.queries;
-  const int64_t pairs = (c.heads / c.groups + 127) / 128;
-  const int64_t padded = tokens ? sparse_mla_bwd_row_count(p) / (tokens * c.groups * pairs) : 0;
-  std::vector<std::vector<int>> lists(int64_t{c.batch} * c.keys * c.groups);
-  for (int64_t t = 0; t < tokens; ++t) {
-    for (int g = 0; g < c.groups; ++g) {
-      for (int k = 0; k < c.slots; ++k) {
-        if (!x.counts(t, g, k)) continue;
-        for (int pair = 0; pair < pairs; ++pair) {
-          lists[(x.key(t, g, k) - x.kv.data()) / c.dim].push_back(
-              ((t * c.groups + g) * pairs + pair) * padded + k);
-        }
-      }
-    }
-  }
-  std::vector<int> order;
-  std::vector<uint32_t> key;
-  for (const auto& list : lists) {
-    order.insert(order.end(), list.begin(), list.end());
-    key.resize(order.size(), &list - lists.data());
-  }
-  SparseMlaSumRowsParams sum = {};
-  sum.order = upload(order), sum.key = upload(key);
-  sum.row_count = static_cast<int64_t>(order.size()), sum.keys = static_cast<int64_t>(lists.size()),
-  sum.dim = c.dim;
-  return sum;
-}
-SparseMlaSumRowsParams with(SparseMlaSumRowsParams sum, const SparseMlaBwdParams& p) {
-  sum.rows = p.rows, sum.dkv = p.dkv;
-  return sum;
 }
 
 bool run_case(const Case& c, uint64_t seed) {
@@ -71,25 +37,28 @@ bool run_case(const Case& c, uint64_t seed) {
   p.dq = device<bf16>(want.dq.size()), p.dkv = device<float>(want.dkv.size());
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
   p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
+  const int64_t queries = p.batch * p.queries, at_once = std::max<int64_t>(1, queries * 2 / 5);
+  p.count = queries;
   allocate_workspace(p);
-  // Twice by reductions; twice by rows, which must repeat bit for bit.
-  const SparseMlaSumRowsParams sum = sum_rows_of(x, p);
-  p.rows = device<bf16>(sparse_mla_bwd_row_count(p) * c.dim);
+  const RowOrder order = order_rows(x, at_once);
+  p.row_order = upload(order.order), p.row_key = upload(order.key);
+  const int64_t row_bytes = at_once * sparse_mla_bwd_query_rows(p) * c.dim * 2;
+  p.rows = device<uint8_t>(row_bytes);
 
+  // Twice by reductions; twice by rows, in three parts, which must repeat bit for bit.
   bool good = true;
   std::vector<bf16> dq_before;
   std::vector<float> dkv_before;
   for (int run = 0; run < 4; ++run) {
     const bool rows = run >= 2;
     CHECK(cudaMemset(p.dq, 0xff, want.dq.size() * 2));
-    CHECK(cudaMemset(p.dkv, rows ? 0 : 0xff, want.dkv.size() * 4));
-    CHECK(cudaMemset(p.rows, 0xff, sparse_mla_bwd_row_count(p) * c.dim * 2));
+    CHECK(cudaMemset(p.dkv, 0xff, want.dkv.size() * 4));
+    CHECK(cudaMemset(p.rows, 0xff, row_bytes));
+    p.by_rows = rows, p.count = rows ? at_once : queries;
     CHECK(cudaMemset(p.counters, 0xff, sparse_mla_bwd_counter_bytes(p)));
     CHECK(cudaMemset(p.images, 0xff, sparse_mla_bwd_image_bytes(p)));
-    p.by_rows = rows;
     CHECK(cudaMemset(p.order, 0xff, sparse_mla_bwd_order_bytes(p)));
     CHECK(launch_sparse_mla_bwd(p, nullptr));
-    if (rows) CHECK(launch_sparse_mla_sum_rows(with(sum, p), nullptr));
     CHECK(cudaDeviceSynchronize());
     const auto dq = download(static_cast<bf16*>(p.dq), want.dq.size());
     const auto dkv = download(p.dkv, want.dkv.size());
@@ -113,7 +82,7 @@ bool run_case(const Case& c, uint64_t seed) {
        {p.q, p.kv, (const void*)p.indices, (const void*)p.ends, (const void*)p.topk_length, p.dout,
         (const void*)p.lse, p.out, (const void*)p.dlse, (const void*)p.dq, (const void*)p.dkv,
         (const void*)p.counters, (const void*)p.images, (const void*)p.order, (const void*)p.rows,
-        (const void*)sum.order, (const void*)sum.key}) {
+        (const void*)p.row_order, (const void*)p.row_key}) {
     CHECK(cudaFree(const_cast<void*>(a)));
   }
   return good;
@@ -183,67 +152,28 @@ void bench(int T, int S, int N, int D, int K) {
   p.q = q, p.kv = kv, p.indices = indices, p.dout = dout, p.lse = lse, p.out = out, p.dlse = dlse;
   p.dq = device<bf16>(nq), p.dkv = device<float>(int64_t{S} * D);
   p.batch = 1, p.queries = T, p.keys = S, p.heads = N, p.groups = 1, p.slots = K, p.dim = D;
-  p.scale = f.scale;
+  p.scale = f.scale, p.count = T;
   allocate_workspace(p);
   const float fwd = milliseconds([&] { CHECK(launch_sparse_mla_fwd(f, nullptr)); });
   CHECK(cudaMemset(dlse, 0, int64_t{T} * N * 4));
   const float bwd = milliseconds([&] { CHECK(launch_sparse_mla_bwd(p, nullptr)); });
   // By rows, 512 queries at a time; the sort that finds each key's rows is not in the time.
-  const int chunk = std::min(T, 512);
-  std::vector<SparseMlaSumRowsParams> sums;
-  SparseMlaBwdParams r = p;
-  r.queries = chunk, r.by_rows = true;
-  r.rows = device<bf16>(sparse_mla_bwd_row_count(r) * D);
-  const std::vector<int32_t> selected = download(indices, int64_t{T} * K);
-  for (int first = 0; first < T; first += chunk) {
-    std::vector<int> starts(S + 1), order;
-    const int64_t padded = sparse_mla_bwd_row_count(r) / chunk;
-    for (int64_t i = 0; i < int64_t{chunk} * K; ++i) {
-      const int key = selected[int64_t{first} * K + i];
-      if (key >= 0) ++starts[key + 1];
-    }
-    for (int key = 0; key < S; ++key) starts[key + 1] += starts[key];
-    std::vector<int> next(starts.begin(), starts.end() - 1);
-    order.resize(starts[S]);
-    std::vector<uint32_t> key_of(starts[S]);
-    for (int key = 0; key < S; ++key) {
-      std::fill(key_of.begin() + starts[key], key_of.begin() + starts[key + 1], key);
-    }
-    for (int64_t i = 0; i < int64_t{chunk} * K; ++i) {
-      const int key = selected[int64_t{first} * K + i];
-      if (key >= 0) order[next[key]++] = i / K * padded + i % K;
-    }
-    SparseMlaSumRowsParams sum = {};
-    sum.rows = r.rows, sum.dkv = p.dkv, sum.keys = S, sum.dim = D;
-    sum.order = upload(order), sum.key = upload(key_of), sum.row_count = starts[S];
-    sums.push_back(sum);
-  }
-  const float by_rows = milliseconds([&] {
-    CHECK(cudaMemsetAsync(p.dkv, 0, int64_t{S} * D * 4));
-    for (size_t i = 0; i < sums.size(); ++i) {
-      const int64_t first = i * chunk;
-      SparseMlaBwdParams part = r;
-      part.queries = std::min<int64_t>(chunk, T - first);
-      part.q = q + first * N * D, part.dq = static_cast<bf16*>(p.dq) + first * N * D;
-      part.dout = dout + first * N * 512, part.indices = indices + first * K;
-      part.lse = lse + first * N, part.dlse = dlse + first * N;
-      part.out = out + first * N * 512;
-      CHECK(launch_sparse_mla_bwd(part, nullptr));
-      CHECK(launch_sparse_mla_sum_rows(sums[i], nullptr));
-    }
-  });
+  const Problem selected = {
+      .c = {.batch = 1, .queries = T, .keys = S, .heads = N, .groups = 1, .dim = D, .slots = K},
+      .indices = download(indices, int64_t{T} * K)};
+  const RowOrder order = order_rows(selected, 512);
+  p.row_order = upload(order.order), p.row_key = upload(order.key);
+  p.by_rows = true, p.count = 512;
+  p.rows = device<bf16>(p.count * sparse_mla_bwd_query_rows(p) * D);
+  const float by_rows = milliseconds([&] { CHECK(launch_sparse_mla_bwd(p, nullptr)); });
   const double pairs = 2e-9 * T * N * K, flops = pairs * (3 * D + 2 * 512);
   printf("T%d-S%d-N%d-D%d-K%d  fwd %.3f ms %.0f TFLOPS  bwd %.3f ms %.0f  by rows %.3f ms %.0f\n",
          T, S, N, D, K, fwd, pairs * (D + 512) / fwd, bwd, flops / bwd, by_rows, flops / by_rows);
   fflush(stdout);
-  for (void* a :
-       {(void*)q, (void*)kv, (void*)out, (void*)dout, (void*)lse, (void*)dlse, (void*)indices, p.dq,
-        (void*)p.dkv, p.counters, p.images, (void*)p.order, r.rows}) {
+  for (void* a : {(void*)q, (void*)kv, (void*)out, (void*)dout, (void*)lse, (void*)dlse,
+                  (void*)indices, p.dq, (void*)p.dkv, p.counters, p.images, (void*)p.order, p.rows,
+                  (void*)p.row_order, (void*)p.row_key}) {
     CHECK(cudaFree(a));
-  }
-  for (const auto& sum : sums) {
-    CHECK(cudaFree(const_cast<int32_t*>(sum.order)));
-    CHECK(cudaFree(const_cast<uint32_t*>(sum.key)));
   }
 }
 

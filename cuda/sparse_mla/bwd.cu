@@ -16,6 +16,63 @@ cudaError_t launch(const SparseMlaBwdParams& p, cudaStream_t stream) {
                                                       sparse_mla::kThreads, stream, p);
 }
 
+// The queries at hand: dq, and dkv by reductions or as rows.
+cudaError_t launch_part(SparseMlaBwdParams p, cudaStream_t stream) {
+  if (cudaError_t e = cudaMemsetAsync(p.counters, 0, sparse_mla_bwd_counter_bytes(p), stream);
+      e != cudaSuccess) {
+    return e;
+  }
+  const sparse_mla::BwdWork work(p);
+  if (work.tickets() > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  if (work.shares(p)) {
+    const int room = sparse_mla::order_room(p.slots);
+    const int bytes = sparse_mla::order_shared_bytes(room);
+    if (cudaError_t e = cudaFuncSetAttribute(sparse_mla::order_kernel,
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        e != cudaSuccess) {
+      return e;
+    }
+    sparse_mla::order_kernel<<<static_cast<unsigned>(work.steps), sparse_mla::kOrderThreads, bytes,
+                               stream>>>(p, room);
+    if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
+    p.indices = p.order;
+  } else {
+    p.order = nullptr;
+  }
+  switch (p.dim) {
+    case 576:
+      return p.by_rows ? launch<576, true>(p, stream) : launch<576, false>(p, stream);
+    case 512:
+      return p.by_rows ? launch<512, true>(p, stream) : launch<512, false>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+// Adds the rows of the queries at hand, which are part `part` of all.
+cudaError_t launch_sum_rows(const SparseMlaBwdParams& p, int64_t part, cudaStream_t stream) {
+  const int64_t before = p.first * sparse_mla_bwd_query_rows(p);
+  const int64_t rows = p.count * sparse_mla_bwd_query_rows(p), keys = p.batch * p.keys * p.groups;
+  if (rows == 0 || keys == 0) return cudaSuccess;
+  const int64_t blocks = ceil_div(keys, int64_t{sparse_mla::kSumKeys});
+  if (blocks > INT32_MAX || rows > INT32_MAX) return cudaErrorInvalidValue;
+  const auto grid = static_cast<unsigned>(blocks);
+  const sparse_mla::SumRowsParams sum = {
+      .rows = p.rows,
+      .order = p.row_order + before,
+      .key = p.row_key + before,
+      .dkv = p.dkv,
+      .first_key = part * (keys + 1),
+      .keys = keys,
+      .row_count = static_cast<int>(rows),
+  };
+  if (p.dim == 576) {
+    sparse_mla::sum_rows_kernel<576><<<grid, sparse_mla::kSumKeys * 72, 0, stream>>>(sum);
+  } else {
+    sparse_mla::sum_rows_kernel<512><<<grid, sparse_mla::kSumKeys * 64, 0, stream>>>(sum);
+  }
+  return cudaGetLastError();
+}
+
 }  // namespace
 
 int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& p) {
@@ -28,9 +85,9 @@ int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& p) {
   return work.shares(p) ? (work.rows * p.slots + work.steps) * 4 : 0;
 }
 
-int64_t sparse_mla_bwd_row_count(const SparseMlaBwdParams& p) {
+int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& p) {
   const sparse_mla::BwdWork work(p);
-  return work.rows * work.row_sums() * work.slot_tiles * sparse_mla::kTile;
+  return int64_t{p.groups} * work.row_sums() * work.slot_tiles * sparse_mla::kTile;
 }
 
 int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams& p) {
@@ -39,59 +96,23 @@ int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams& p) {
 
 cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& p, cudaStream_t stream) {
   if (p.groups <= 0 || p.heads % p.groups != 0 || !(p.scale > 0.f)) return cudaErrorInvalidValue;
-  const int64_t dkv = p.batch * p.keys * p.groups * p.dim;
-  if (dkv > 0 && !p.by_rows) {
+  const int64_t dkv = p.batch * p.keys * p.groups * p.dim, queries = p.batch * p.queries;
+  if (dkv > 0) {
     if (cudaError_t e = cudaMemsetAsync(p.dkv, 0, dkv * sizeof(float), stream); e != cudaSuccess) {
       return e;
     }
   }
-  if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
-  if (cudaError_t e = cudaMemsetAsync(p.counters, 0, sparse_mla_bwd_counter_bytes(p), stream);
-      e != cudaSuccess) {
-    return e;
+  if (queries == 0 || p.heads == 0) return cudaSuccess;
+  if (p.count <= 0 || (!p.by_rows && p.count != queries)) return cudaErrorInvalidValue;
+  for (int64_t first = 0; first < queries; first += p.count) {
+    SparseMlaBwdParams part = p;
+    part.first = first;
+    part.count = p.count < queries - first ? p.count : queries - first;
+    if (cudaError_t e = launch_part(part, stream); e != cudaSuccess) return e;
+    if (!p.by_rows) continue;
+    if (cudaError_t e = launch_sum_rows(part, first / p.count, stream); e != cudaSuccess) return e;
   }
-  const sparse_mla::BwdWork work(p);
-  if (work.tickets() > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  SparseMlaBwdParams ordered = p;
-  ordered.order = nullptr;
-  if (work.shares(p)) {
-    const int room = sparse_mla::order_room(p.slots);
-    const int bytes = sparse_mla::order_shared_bytes(room);
-    if (cudaError_t e = cudaFuncSetAttribute(sparse_mla::order_kernel,
-                                             cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-        e != cudaSuccess) {
-      return e;
-    }
-    sparse_mla::order_kernel<<<static_cast<unsigned>(work.steps), sparse_mla::kOrderThreads, bytes,
-                               stream>>>(p, room);
-    if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
-    ordered.order = p.order, ordered.indices = p.order;
-  }
-  switch (p.dim) {
-    case 576:
-      return p.by_rows ? launch<576, true>(ordered, stream) : launch<576, false>(ordered, stream);
-    case 512:
-      return p.by_rows ? launch<512, true>(ordered, stream) : launch<512, false>(ordered, stream);
-  }
-  return cudaErrorInvalidValue;
-}
-
-cudaError_t launch_sparse_mla_sum_rows(const SparseMlaSumRowsParams& p, cudaStream_t stream) {
-  if (p.keys == 0) return cudaSuccess;
-  const int64_t blocks = ceil_div(p.keys, int64_t{sparse_mla::kSumKeys});
-  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  const auto grid = static_cast<unsigned>(blocks);
-  switch (p.dim) {
-    case 576:
-      sparse_mla::sum_rows_kernel<576><<<grid, sparse_mla::kSumKeys * 72, 0, stream>>>(p);
-      break;
-    case 512:
-      sparse_mla::sum_rows_kernel<512><<<grid, sparse_mla::kSumKeys * 64, 0, stream>>>(p);
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaGetLastError();
+  return cudaSuccess;
 }
 
 }  // namespace jax_dsa

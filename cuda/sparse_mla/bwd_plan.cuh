@@ -41,7 +41,7 @@ struct BwdWork {
   int ring;        // steps whose P and dS have room at the same time
 
   __host__ __device__ explicit BwdWork(const SparseMlaBwdParams& p)
-      : rows(p.batch * p.queries * p.groups),
+      : rows(p.count * p.groups),
         head_tiles(ceil_div(p.heads / p.groups, kHeads)),
         span(head_tiles == 1 ? 2 : 1),
         slot_tiles(ceil_div(p.slots, kTile)) {
@@ -125,7 +125,7 @@ struct HeadTile {
     row = static_cast<int>(step * work.span + source / work.head_tiles);
     const bool exists = row < work.rows;
     if (!exists) --row;
-    token = row / p.groups, group = row % p.groups;
+    token = p.first + row / p.groups, group = row % p.groups;
     first = token * p.heads + group * per_group + tile * kHeads;
     heads = exists ? min(per_group - tile * kHeads, kHeads) : 0;
   }

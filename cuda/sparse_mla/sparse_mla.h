@@ -45,18 +45,27 @@ struct SparseMlaBwdParams {
   const void* out;             // [batch, queries, heads, 512], bf16
   const float* dlse;           // [batch, queries, heads]
   void* dq;                    // [batch, queries, heads, dim], bf16
-  // Either dkv, summed in an order that differs from run to run, or if by_rows its summands, for
-  // `launch_sparse_mla_sum_rows`; the other is not touched.
-  float* dkv;      // [batch, keys, groups, dim], columns at `sparse_mla_dkv_place`
-  void* rows;      // [batch, queries, groups, heads of a group over 128 (ceil),
-                   //  slots up to a multiple of 64, dim], bf16
+  // [batch, keys, groups, dim]: summed by reductions, in an order that differs from run to run,
+  // columns at `sparse_mla_dkv_place`; or if by_rows, bit-identical on every run, columns in order:
+  // the summands of `count` queries at a time, all batches' queries in a row, are stored as rows,
+  // and then those of each key are added.
+  float* dkv;
+  void* rows;  // [count, groups, heads of a group over 128 (ceil), slots up to a multiple of 64,
+               //  dim], bf16
+  // [batch * queries, ... as `rows`]: of every `count` queries, their rows in the order of their
+  // keys, those of no key last, by their places in `rows`; and those keys, in [batch, keys,
+  // groups], plus batch * keys * groups + 1 for every `count` queries before.
+  const int32_t* row_order;
+  const uint32_t* row_key;
   void* counters;  // sparse_mla_bwd_counter_bytes
   void* images;    // sparse_mla_bwd_image_bytes, aligned to 16
   int32_t* order;  // sparse_mla_bwd_order_bytes; not touched if that is 0
   int64_t batch;
   int64_t queries;
   int64_t keys;
-  int heads;  // a multiple of groups
+  int64_t count;      // queries at a time, of all batches; if not by_rows, all
+  int64_t first = 0;  // of those at hand
+  int heads;          // a multiple of groups
   int groups;
   int slots;
   int dim;  // 576 or 512
@@ -75,25 +84,12 @@ constexpr int sparse_mla_dkv_place(int column) {
 
 cudaError_t launch_sparse_mla_fwd(const SparseMlaFwdParams& params, cudaStream_t stream);
 
-// Sizes of the backward pass's workspace and rows.
+// Sizes of the backward pass's workspace, and how many rows a query has.
 int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& params);
-int64_t sparse_mla_bwd_row_count(const SparseMlaBwdParams& params);
+int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& params);
 int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams& params);
 int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& params);
 
 cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& params, cudaStream_t stream);
-
-// Adds rows to keys, in the order given: bit-identical on every run.
-struct SparseMlaSumRowsParams {
-  const void* rows;      // [row_count, dim], bf16
-  const int32_t* order;  // [row_count]: rows, those of key 0 first
-  const uint32_t* key;   // [row_count]: whose row order[i] is, ascending; `keys` or more: no key's
-  float* dkv;            // [keys, dim], added to
-  int64_t row_count;     // below 2^31
-  int64_t keys;
-  int dim;  // 576 or 512
-};
-
-cudaError_t launch_sparse_mla_sum_rows(const SparseMlaSumRowsParams& params, cudaStream_t stream);
 
 }  // namespace jax_dsa

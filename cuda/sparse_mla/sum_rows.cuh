@@ -2,25 +2,36 @@
 //
 //     dkv[key] += sum over its entries i, in order, of rows[order[i]]
 //
-// in f32. Eight columns a thread, so a row is 72 (or 64) threads' 16 bytes; a block has a few keys.
-// Lists are short (slots over keys, 128 for 1M slots and 8192 keys), and every row is read once:
-// bound by memory.
+// in f32, bit-identical on every run. Eight columns a thread, so a row is 72 (or 64) threads' 16
+// bytes; a block has a few keys. Lists are short (slots over keys, 128 for 1M slots and 8192 keys),
+// and every row is read once: bound by memory.
 #pragma once
 
+#include <cstdint>
+
 #include "common/ptx.cuh"
-#include "sparse_mla/sparse_mla.h"
 
 namespace jax_dsa::sparse_mla {
 
 inline constexpr int kSumKeys = 4;    // of a block
 inline constexpr int kSumUnroll = 4;  // rows on their way at the same time
 
+struct SumRowsParams {
+  const void* rows;      // [row_count, dim], bf16
+  const int32_t* order;  // [row_count]: rows, those of key 0 first
+  const uint32_t* key;   // [row_count]: whose row order[i] is, plus `first_key`, ascending
+  float* dkv;            // [keys, dim], added to
+  int64_t first_key;     // where keys start
+  int64_t keys;          // rows of those from first_key + keys on are no key's
+  int row_count;
+};
+
 // The first row of `key` or of a later one.
-__device__ inline int first_row(const SparseMlaSumRowsParams& p, int64_t key) {
-  int low = 0, high = static_cast<int>(p.row_count);
+__device__ inline int first_row(const SumRowsParams& p, int64_t key) {
+  int low = 0, high = p.row_count;
   while (low < high) {
     const int middle = low + (high - low) / 2;
-    if (p.key[middle] < key) {
+    if (p.key[middle] < p.first_key + key) {
       low = middle + 1;
     } else {
       high = middle;
@@ -31,7 +42,7 @@ __device__ inline int first_row(const SparseMlaSumRowsParams& p, int64_t key) {
 
 template <int kD>
 __global__ void __launch_bounds__(kSumKeys* kD / 8)
-    sum_rows_kernel(const __grid_constant__ SparseMlaSumRowsParams p) {
+    sum_rows_kernel(const __grid_constant__ SumRowsParams p) {
   constexpr int kLanes = kD / 8;
   const int64_t key = blockIdx.x * int64_t{kSumKeys} + threadIdx.x / kLanes;
   if (key >= p.keys) return;

@@ -127,18 +127,13 @@ def handler(
     operands: Sequence[jax.Array | None],
     avals: Sequence[jax.ShapeDtypeStruct | None],
     attrs: dict[str, np.generic],
-    aliases: dict[int, int] | None = None,
 ) -> tuple[jax.Array | None, ...]:
-    """Calls one handler; None among operands and results reaches it as an empty array.
-
-    `aliases`: operand -> the result that takes its memory.
-    """
+    """Calls one handler; None among operands and results reaches it as an empty array."""
     nothing = compat.match_vary(jnp.zeros(0, jnp.float32), *operands)
     absent = jax.ShapeDtypeStruct((0,), jnp.float32)
     given = [absent if a is None else a for a in avals]
     results = jax.ffi.ffi_call(
         target,
         [compat.out_aval(a.shape, a.dtype, *operands) for a in given],
-        input_output_aliases=aliases,
     )(*(nothing if x is None else x for x in operands), **attrs)
     return tuple(None if a is None else y for a, y in zip(avals, results, strict=True))

@@ -104,7 +104,7 @@ _BWD = Pass(
     "-> b t (g m) d, b s g r, b (g m)",
     reference.sparse_mla_bwd,
     kernel=Kernel(
-        target="jax_dsa.sparse_mla_bwd.v1",
+        target="jax_dsa.sparse_mla_bwd.v2",
         limits="bfloat16; D 576 or 512, value_dim 512; scale > 0",
         supported=_kernel_supports,
         composed=sparse_mla_bwd,

@@ -26,19 +26,34 @@ _IMAGE_BYTES = 2 * _TILE * _TILE * 2
 _TICKETS_BEHIND = 264
 _ORDER_SLOTS = 8192
 
-# Bytes of the rows that a deterministic sum stores at a time: 512 queries of 2048 slots.
+# Of a deterministic sum: bytes of the rows that are stored at a time (512 queries of 2048 slots),
+# and of what sorts the rows of one call of the kernel, 24 for each (8192 queries).
 ROWS_BUDGET = 5 << 28
+SORT_BUDGET = 3 << 27
 
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _workspace(q: Any, indices: Any, by_rows: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The kernel's counters and images, and neighbouring queries' slots in a common order."""
-    B, T, N, _ = q.shape
+def _parts(q: Any, indices: Any) -> int:
+    """Rows of a slot: the sums of 128 heads each of its group."""
+    return _ceil_div(q.shape[2] // indices.shape[2], 2 * _TILE)
+
+
+def _query_rows(q: Any, indices: Any) -> int:
+    """Rows of a query, whose slots are padded to whole tiles."""
     G, K = indices.shape[2:]
-    rows, head_tiles = B * T * G, _ceil_div(N // G, _TILE)
+    return G * _parts(q, indices) * _ceil_div(K, _TILE) * _TILE
+
+
+def _workspace(q: Any, indices: Any, count: int, by_rows: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The kernel's counters and images for `count` queries, neighbouring queries' slots in a common
+    order, and rows.
+    """
+    N, D = q.shape[2:]
+    G, K = indices.shape[2:]
+    rows, head_tiles = count * G, _ceil_div(N // G, _TILE)
     span = 2 if head_tiles == 1 else 1
     steps, sources = _ceil_div(rows, span), span * head_tiles
     lag = min(steps, _ceil_div(_TICKETS_BEHIND, sources + 2 * _ceil_div(sources, 2)))
@@ -48,21 +63,27 @@ def _workspace(q: Any, indices: Any, by_rows: bool) -> tuple[jax.ShapeDtypeStruc
         jax.ShapeDtypeStruct((16 + 8 * steps,), jnp.uint8),
         jax.ShapeDtypeStruct((images,), jnp.uint8),
         jax.ShapeDtypeStruct((rows * K + steps if shares else 0,), jnp.int32),
+        jax.ShapeDtypeStruct((count * _query_rows(q, indices) if by_rows else 0, D), q.dtype),
     )
 
 
 def _kernel(
-    options: Options, operands: Sequence[Any], gradient: jax.ShapeDtypeStruct, by_rows: bool
+    options: Options,
+    operands: Sequence[Any],
+    gradient: jax.ShapeDtypeStruct,
+    count: int,
+    rows: tuple[Any, Any] = (None, None),
 ) -> tuple[Any, Any]:
-    """dq, and dkv or the rows that it is the sum of."""
+    """dq and dkv; by rows if their order and keys are given, those of `count` queries at a time."""
     q, _, indices = operands[:3]
-    dq, summed, *_ = ffi.handler(
-        "jax_dsa.sparse_mla_bwd.v1",
-        operands,
-        [jax.ShapeDtypeStruct(q.shape, q.dtype), gradient, *_workspace(q, indices, by_rows)],
-        {"scale": np.float32(options.scale), "by_rows": np.bool_(by_rows)},
+    space = _workspace(q, indices, count, by_rows=rows[0] is not None)
+    dq, dkv, *_ = ffi.handler(
+        "jax_dsa.sparse_mla_bwd.v2",
+        [*operands, *rows],
+        [jax.ShapeDtypeStruct(q.shape, q.dtype), gradient, *space],
+        {"scale": np.float32(options.scale)},
     )
-    return dq, summed
+    return dq, dkv
 
 
 def _in_order(dkv: Float[Array, "B S G D"]) -> Float[Array, "B S G D"]:
@@ -76,23 +97,27 @@ def _rows_by_key(
     valid: Bool[Array, "B T G K"],
     keys: int,
     parts: int,
-    padded: int,
-) -> tuple[Int[Array, "R"], Int[Array, "R"]]:
-    """A stable order of all rows by key, and the keys in that order; those of no key come last.
+    count: int,
+) -> tuple[Int[Array, "B*T R"], Int[Array, "B*T R"]]:
+    """Of every `count` queries, a stable order of their rows by key, and the keys in that order.
 
-    A slot has `parts` rows, of 128 heads each.
+    A query has R rows: of each group `parts` (128 heads each) times the slots, up to a whole tile.
+    Rows of no key come last, and the keys of the next queries follow.
     """
-    B, _, G, K = indices.shape
+    B, T, G, K = indices.shape
     b = jnp.arange(B, dtype=jnp.int32)[:, None, None, None]
     g = jnp.arange(G, dtype=jnp.int32)[:, None]
     nowhere = B * keys * G
     key = jnp.where(valid, (b * keys + indices) * G + g, nowhere)
-    key = jnp.pad(key, [(0, 0)] * 3 + [(0, padded - K)], constant_values=nowhere)
-    key = jnp.broadcast_to(key[:, :, :, None], (*key.shape[:3], parts, padded))
+    key = jnp.pad(key, [(0, 0)] * 3 + [(0, -K % _TILE)], constant_values=nowhere)
+    key = jnp.broadcast_to(key[:, :, :, None], (*key.shape[:3], parts, key.shape[3]))
     # Unsigned, which XLA sorts by radix on a GPU.
-    key = key.reshape(-1).astype(jnp.uint32)
-    row = jnp.arange(key.size, dtype=jnp.int32)
-    key, order = jax.lax.sort((key, row), num_keys=1, is_stable=True)
+    R = G * parts * key.shape[-1]
+    query = jnp.arange(B * T, dtype=jnp.uint32)[:, None]
+    key = key.reshape(B * T, R).astype(jnp.uint32) + query // count * (nowhere + 1)
+    row = (query % count * R + jnp.arange(R, dtype=jnp.uint32)).astype(jnp.int32)
+    flat = key.reshape(-1), row.reshape(-1)
+    key, order = (x.reshape(B * T, R) for x in jax.lax.sort(flat, num_keys=1, is_stable=True))
     return order, key
 
 
@@ -120,27 +145,29 @@ def sparse_mla_bwd(
         dout = (dout * gate[..., None]).astype(dout.dtype)
     if not options.deterministic:
         operands = q, kv, indices, ends, topk_length, dout, lse, out, dlse
-        dq, dkv = _kernel(options, operands, avals[1], by_rows=False)
+        dq, dkv = _kernel(options, operands, avals[1], B * q.shape[1])
         return dq, _in_order(dkv), dsinks
 
-    padded = _ceil_div(indices.shape[3], _TILE) * _TILE
-    parts = _ceil_div(q.shape[2] // G, 2 * _TILE)
+    query_rows = _query_rows(q, indices)
 
     def chunk(dkv: Any, q: Any, indices: Any, ends: Any, topk_length: Any, *rest: Any) -> Any:
-        count = B * q.shape[1] * G * parts * padded
-        operands = q, kv, indices, ends, topk_length, *rest
-        aval = jax.ShapeDtypeStruct((count, D), q.dtype)
-        dq, rows = _kernel(options, operands, aval, by_rows=True)
+        queries = B * q.shape[1]
+        # As many as have room, or more if there are not enough numbers for their keys.
+        count = max(
+            1,
+            min(queries, ROWS_BUDGET // max(1, query_rows * D * 2)),
+            _ceil_div(queries * (B * S * G + 1), 2**31),
+        )
         valid = reference.valid_slots(indices, ends, topk_length, S)
-        order, key = _rows_by_key(indices, valid, S, parts, padded)
-        shape = jax.ShapeDtypeStruct(dkv.shape, dkv.dtype)
-        target = "jax_dsa.sparse_mla_sum_rows.v1"
-        (dkv,) = ffi.handler(target, (rows, order, key, dkv), [shape], {}, {3: 0})
-        return dkv, (dq,)
+        rows = _rows_by_key(indices, valid, S, _parts(q, indices), count)
+        operands = q, kv, indices, ends, topk_length, *rest
+        dq, more = _kernel(options, operands, avals[1], count, rows)
+        return more if dkv is None else dkv + more, (dq,)
 
     xs = q, indices, ends, topk_length, dout, lse, out, dlse
-    dkv = compat.match_vary(jnp.zeros((B * S * G, D), jnp.float32), kv, *xs)
-    per_query = B * G * parts * padded * D * 2
-    size = chunk_length(q.shape[1], per_query, budget=ROWS_BUDGET)
-    dkv, (dq,) = scan_chunks(chunk, dkv, xs, chunk=size)
-    return dq, dkv.reshape(B, S, G, D), dsinks
+    size = chunk_length(q.shape[1], B * query_rows * 24, budget=SORT_BUDGET)
+    zeros = None
+    if size < q.shape[1]:
+        zeros = compat.match_vary(jnp.zeros((B, S, G, D), jnp.float32), kv, *xs)
+    dkv, (dq,) = scan_chunks(chunk, zeros, xs, chunk=size)
+    return dq, dkv, dsinks

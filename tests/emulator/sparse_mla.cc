@@ -63,6 +63,7 @@ void backward(const Case& c, const emulator::Options& options) {
   p.dlse = want.dlse.data();
   p.dq = dq.data(), p.dkv = dkv.data();
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
+  p.count = p.batch * p.queries;
   p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
   p.tickets_behind = 5;  // so that few queries wrap around the ring
   const sparse_mla::BwdWork work(p);
@@ -75,7 +76,7 @@ void backward(const Case& c, const emulator::Options& options) {
   const auto run = [&]<bool kRows>() {
     std::fill(counters.begin(), counters.end(), 0);
     p.by_rows = kRows, p.indices = x.indices.data(), p.order = nullptr;
-    if (work.shares(p)) {
+    if (const sparse_mla::BwdWork work(p); work.shares(p)) {
       p.order = ordered.data();
       const int room = sparse_mla::order_room(c.slots);
       emulator::launch_in_turn(work.steps, sparse_mla::kOrderThreads, options,
@@ -98,43 +99,32 @@ void backward(const Case& c, const emulator::Options& options) {
          dq_error.good(2e-2) && dkv_error.good(2e-2) && shared_tiles >= c.shared_tiles,
          {dq_error, dkv_error});
 
-  // The same by rows, which are summed afterwards.
-  const int padded = work.slot_tiles * sparse_mla::kTile;
-  const int parts = work.row_sums();
-  std::vector<bf16> summands(work.rows * parts * padded * c.dim, __float2bfloat16(NAN));
-  std::vector<std::vector<int>> lists(int64_t{c.batch} * c.keys * c.groups);
-  for (int64_t r = 0; r < work.rows; ++r) {
-    const int64_t token = r / c.groups;
-    const int group = r % c.groups;
-    for (int k = 0; k < c.slots; ++k) {
-      if (!x.counts(token, group, k)) continue;
-      for (int part = 0; part < parts; ++part) {
-        lists[(x.key(token, group, k) - x.kv.data()) / c.dim].push_back(
-            (r * parts + part) * padded + k);
-      }
-    }
-  }
-  std::vector<int> order;
-  std::vector<uint32_t> key;
-  for (const auto& list : lists) {
-    order.insert(order.end(), list.begin(), list.end());
-    key.resize(order.size(), &list - lists.data());
-  }
+  // The same by rows of two queries at a time, which are summed afterwards.
   std::fill(dkv.begin(), dkv.end(), 0.f);
   std::fill(dq.begin(), dq.end(), __float2bfloat16(NAN));
+  const int64_t tokens = p.count, keys = int64_t{c.batch} * c.keys * c.groups, at_once = 2;
+  const RowOrder of_rows = order_rows(x, at_once);
+  const int64_t query_rows = tokens ? of_rows.order.size() / tokens : 0;
+  std::vector<bf16> summands(at_once * query_rows * c.dim);
   p.rows = summands.data();
-  run.template operator()<true>();
-  const SparseMlaSumRowsParams sum = {.rows = summands.data(),
-                                      .order = order.data(),
-                                      .key = key.data(),
-                                      .dkv = dkv.data(),
-                                      .row_count = static_cast<int64_t>(order.size()),
-                                      .keys = static_cast<int64_t>(lists.size()),
-                                      .dim = c.dim};
-  const int keys = sparse_mla::kSumKeys;
-  emulator::launch_in_turn((sum.keys + keys - 1) / keys, keys * c.dim / 8, options, [&] {
-    c.dim == 576 ? sparse_mla::sum_rows_kernel<576>(sum) : sparse_mla::sum_rows_kernel<512>(sum);
-  });
+  for (p.first = 0; p.first < tokens; p.first += at_once) {
+    p.count = std::min(at_once, tokens - p.first);
+    std::fill(summands.begin(), summands.end(), __float2bfloat16(NAN));
+    run.template operator()<true>();
+    const sparse_mla::SumRowsParams sum = {
+        .rows = summands.data(),
+        .order = of_rows.order.data() + p.first * query_rows,
+        .key = of_rows.key.data() + p.first * query_rows,
+        .dkv = dkv.data(),
+        .first_key = p.first / at_once * (keys + 1),
+        .keys = keys,
+        .row_count = static_cast<int>(p.count * query_rows),
+    };
+    const int block = sparse_mla::kSumKeys;
+    emulator::launch_in_turn((keys + block - 1) / block, block * c.dim / 8, options, [&] {
+      c.dim == 576 ? sparse_mla::sum_rows_kernel<576>(sum) : sparse_mla::sum_rows_kernel<512>(sum);
+    });
+  }
   dq_error = dkv_error = {};
   for (size_t i = 0; i < dq.size(); ++i) dq_error.add(__bfloat162float(dq[i]), want.dq[i]);
   for (size_t i = 0; i < dkv.size(); ++i) dkv_error.add(dkv[i], want.dkv[i]);

@@ -42,9 +42,12 @@ struct Problem {
   int index(int64_t token, int group, int slot) const {
     return indices[(token * c.groups + group) * c.slots + slot];
   }
+  // A slot's key, among those of all batches and groups.
+  int64_t key_row(int64_t token, int group, int slot) const {
+    return (token / c.queries * c.keys + index(token, group, slot)) * c.groups + group;
+  }
   const bf16* key(int64_t token, int group, int slot) const {
-    return &kv[((token / c.queries * c.keys + index(token, group, slot)) * c.groups + group) *
-               c.dim];
+    return &kv[key_row(token, group, slot) * c.dim];
   }
 };
 
@@ -89,7 +92,7 @@ inline Problem make(const Case& c, uint64_t seed) {
   for (int64_t t = 0; t < tokens; ++t) {
     for (int g = 0; g < c.groups; ++g) {
       for (int k = 0; k < c.slots; ++k) {
-        if (p.counts(t, g, k)) used[(p.key(t, g, k) - p.kv.data()) / c.dim] = true;
+        if (p.counts(t, g, k)) used[p.key_row(t, g, k)] = true;
       }
     }
   }
@@ -97,6 +100,36 @@ inline Problem make(const Case& c, uint64_t seed) {
     for (int i = 0; i < c.dim && !used[r]; ++i) p.kv[r * c.dim + i] = __float2bfloat16(NAN);
   }
   return p;
+}
+
+// The rows that the backward pass sums: of every `count` tokens in the order of their keys, see
+// `row_order` and `row_key` in sparse_mla.h.
+struct RowOrder {
+  std::vector<int32_t> order;
+  std::vector<uint32_t> key;
+};
+inline RowOrder order_rows(const Problem& p, int64_t count) {
+  const Case& c = p.c;
+  const int64_t tokens = int64_t{c.batch} * c.queries,
+                nowhere = int64_t{c.batch} * c.keys * c.groups;
+  const int parts = (c.heads / c.groups + 127) / 128, padded = (c.slots + 63) / 64 * 64;
+  RowOrder to;
+  for (int64_t first = 0; first < tokens; first += count) {
+    std::vector<std::vector<int>> lists(nowhere + 1);
+    int row = 0;
+    for (int64_t t = first; t < std::min(first + count, tokens); ++t) {
+      for (int i = 0; i < c.groups * parts * padded; ++i, ++row) {
+        const int group = i / (parts * padded), slot = i % padded;
+        const bool counts = slot < c.slots && p.counts(t, group, slot);
+        lists[counts ? p.key_row(t, group, slot) : nowhere].push_back(row);
+      }
+    }
+    for (const auto& list : lists) {
+      to.order.insert(to.order.end(), list.begin(), list.end());
+      to.key.resize(to.order.size(), first / count * (nowhere + 1) + (&list - lists.data()));
+    }
+  }
+  return to;
 }
 
 // Of one (token, head).
