@@ -146,6 +146,8 @@ def compare_gradients(*args: Any, deterministic: bool = False, **options: Any) -
 
 BACKWARD_SHAPES = {name: x for name, x in SHAPES.items() if name != "many queries"} | {
     "160 heads": {"t": 5, "s": 300, "n": 160, "d": 576, "k": 200},
+    "windows of the keys": {"t": 9, "s": 30000, "n": 64, "d": 576, "k": 700},
+    "windows, 128 heads": {"t": 5, "s": 30000, "n": 128, "d": 512, "k": 1100},
     "many queries": {"b": 1, "t": 70000, "s": 200, "n": 2, "d": 512, "k": 4},
 }
 

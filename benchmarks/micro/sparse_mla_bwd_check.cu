@@ -193,6 +193,8 @@ int main(int argc, char** argv) {
       {"sharp", 1, 9, 700, 128, 1, 576, 320, false, true, true, 1, 12.f},
       {"one head a group", 1, 7, 99, 5, 5, 512, 77, true, false, true},
       {"selected by top-k", 2, 63, 900, 64, 1, 576, 600, false, false, false, 0, 1.f, true},
+      {"windows", 1, 41, 12000, 64, 1, 576, 1100, false, false, true, 0, 1.f, true},
+      {"windows, two head tiles", 1, 11, 12000, 128, 1, 512, 1300},
       {"repeated keys", 1, 41, 200, 24, 1, 512, 1100, false, false, true},
       {"no slots", 1, 5, 10, 16, 1, 576, 0},
       {"no keys", 1, 5, 0, 16, 1, 576, 66},

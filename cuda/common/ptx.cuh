@@ -155,13 +155,13 @@ __device__ __forceinline__ float load_now(const float* from, bool valid, float o
 // ---- bulk copies -------------------------------------------------------------------------------
 
 // `bytes` (a multiple of 16, like the addresses) to shared memory; counts as so many bytes of the
-// barrier's phase.
+// barrier's phase. `policy` is of `l2_policy_*`.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes,
-                                          uint64_t* barrier) {
+                                          uint64_t* barrier, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(smem_address(to)),
-      "l"(from), "r"(bytes), "r"(smem_address(barrier))
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(smem_address(to)),
+      "l"(from), "r"(bytes), "r"(smem_address(barrier)), "l"(policy)
       : "memory");
 }
 // This thread's arrival, and the bytes that copies will complete in this phase.
@@ -172,10 +172,12 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32
       : "memory");
 }
 // From shared to global memory, in this thread's open group.
-__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-               "r"(smem_address(from)), "r"(bytes)
-               : "memory");
+__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t bytes,
+                                           uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
+      "r"(smem_address(from)), "r"(bytes), "l"(policy)
+      : "memory");
 }
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

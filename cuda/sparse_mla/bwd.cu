@@ -9,11 +9,13 @@
 namespace jax_dsa {
 namespace {
 
-template <int kD, bool kRows>
-cudaError_t launch(const SparseMlaBwdParams& p, cudaStream_t stream) {
-  const int64_t tickets = sparse_mla::BwdWork(p).tickets();
-  return launch_persistent<sparse_mla::BwdShared<kD>>(sparse_mla::bwd_kernel<kD, kRows>, tickets,
-                                                      sparse_mla::kThreads, stream, p);
+template <int kD>
+cudaError_t launch(const SparseMlaBwdParams& p, const sparse_mla::BwdWork& work,
+                   cudaStream_t stream) {
+  const auto kernel =
+      p.by_rows ? sparse_mla::bwd_kernel<kD, true> : sparse_mla::bwd_kernel<kD, false>;
+  return launch_persistent<sparse_mla::BwdShared<kD>>(kernel, work.tickets, sparse_mla::kThreads,
+                                                      stream, p, work);
 }
 
 // The queries at hand: dq, and dkv by reductions or as rows.
@@ -23,7 +25,7 @@ cudaError_t launch_part(SparseMlaBwdParams p, cudaStream_t stream) {
     return e;
   }
   const sparse_mla::BwdWork work(p);
-  if (work.tickets() > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  if (work.tickets > INT32_MAX - 4096) return cudaErrorInvalidValue;
   if (work.shares(p)) {
     const int room = sparse_mla::order_room(p.slots);
     const int bytes = sparse_mla::order_shared_bytes(room);
@@ -32,8 +34,8 @@ cudaError_t launch_part(SparseMlaBwdParams p, cudaStream_t stream) {
         e != cudaSuccess) {
       return e;
     }
-    sparse_mla::order_kernel<<<static_cast<unsigned>(work.steps), sparse_mla::kOrderThreads, bytes,
-                               stream>>>(p, room);
+    sparse_mla::order_kernel<<<work.steps, sparse_mla::kOrderThreads, bytes, stream>>>(p, work,
+                                                                                       room);
     if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
     p.indices = p.order;
   } else {
@@ -41,9 +43,9 @@ cudaError_t launch_part(SparseMlaBwdParams p, cudaStream_t stream) {
   }
   switch (p.dim) {
     case 576:
-      return p.by_rows ? launch<576, true>(p, stream) : launch<576, false>(p, stream);
+      return launch<576>(p, work, stream);
     case 512:
-      return p.by_rows ? launch<512, true>(p, stream) : launch<512, false>(p, stream);
+      return launch<512>(p, work, stream);
   }
   return cudaErrorInvalidValue;
 }

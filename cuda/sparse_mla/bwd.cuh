@@ -31,7 +31,7 @@ namespace jax_dsa::sparse_mla {
 
 template <int kD, bool kRows>
 __global__ void __launch_bounds__(kThreads, 1)
-    bwd_kernel(const __grid_constant__ SparseMlaBwdParams p) {
+    bwd_kernel(const __grid_constant__ SparseMlaBwdParams p, const __grid_constant__ BwdWork work) {
   auto& shared = dynamic_shared<BwdShared<kD>>();
   constexpr int kBlocks = kD / 64;
   if (threadIdx.x == 0) {
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_init(&shared.item_done, 8);
     mbarrier_init(&shared.operand_free, 4);
     for (int i = 0; i < 2; ++i) {
-      mbarrier_init(&shared.ticket_full[i], 1);
+      mbarrier_init(&shared.item_full[i], 1);
       mbarrier_init(&shared.image_full[i], 1);
       mbarrier_init(&shared.image_free[i], 4);
     }
@@ -65,14 +65,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (uint32_t n = 0;; ++n) {
       const uint32_t parity = n % 2;
       if (threadIdx.x % 128 == 0) {
-        shared.ticket[parity] = static_cast<int>(atomicAdd(static_cast<uint32_t*>(p.counters), 1u));
-        mbarrier_arrive(&shared.ticket_full[parity]);
+        shared.item[parity] = BwdItem(work, atomicAdd(static_cast<uint32_t*>(p.counters), 1u));
+        mbarrier_arrive(&shared.item_full[parity]);
       }
       __syncwarp();
-      mbarrier_wait(&shared.ticket_full[parity], n / 2 % 2);
-      const BwdWork work(p);
-      if (shared.ticket[parity] >= work.tickets()) return;
-      const BwdItem item(work, shared.ticket[parity]);
+      mbarrier_wait(&shared.item_full[parity], n / 2 % 2);
+      const BwdItem item = shared.item[parity];
+      if (item.over) return;
       if (queries) {
         mbarrier_wait(&shared.operand_free, queries_parity);
         queries_parity ^= 1;
@@ -91,10 +90,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_async_proxy();  // what ordinary accesses touched may next be the target of a copy
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.item_done);
-    mbarrier_wait(&shared.ticket_full[n % 2], n / 2 % 2);
-    const BwdWork work(p);  // not kept in registers meanwhile
-    if (shared.ticket[n % 2] >= work.tickets()) return;
-    const BwdItem item(work, shared.ticket[n % 2]);
+    mbarrier_wait(&shared.item_full[n % 2], n / 2 % 2);
+    const BwdItem item = shared.item[n % 2];
+    if (item.over) return;
     if (item.keys) {
       consume_keys<kD, kRows>(p, work, item, shared, warpgroup, item_parity, image_parity);
     } else if (warpgroup == 0) {

@@ -44,11 +44,10 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
                             (heads.batch(p) * p.keys * p.groups + heads.group) * kD,
                             sums * work.slot_tiles * kTile};
   };
-  TileList list = {.head_tiles = keys.head_tiles, .source = {source(0), source(work.span - 1)}};
-  list.common = work.span == 1 ? list.source[0].tiles
-                : p.order      ? common_tiles(p, work)[item.step]
-                               : 0;
-  const int count = list.count();
+  const TileList::Source first = source(0), second = source(work.span - 1);
+  const int common = work.span == 1 ? first.tiles : p.order ? common_tiles(p, work)[item.step] : 0;
+  const TileList list(keys.head_tiles, first, second, common, item.window, work.windows);
+  const int count = list.tiles();
 
   const int head_tiles = count > 0 ? keys.head_tiles : 0;
   const auto copy_columns = [&](int tile, const void* from, int row_blocks, int first, int count,
@@ -89,7 +88,7 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
     for (int i = first; i < first + number; ++i) {
       bulk_load(to.images[turn][i],
                 image(p, work, item.step, keys.first_tile + i) + tile * kTileImages * kBlockBytes,
-                kTileImages * kBlockBytes, &shared.image_full[turn]);
+                kTileImages * kBlockBytes, &shared.image_full[turn], drop);
     }
   }
   for (int turn = 0; turn < 2; ++turn) {
@@ -113,7 +112,7 @@ __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
 
   mbarrier_wait(&shared.rows_full, item_parity);
   item_parity ^= 1;
-  const int count = shared.list.count();
+  const int count = shared.list.tiles();
   int tile, first, number, index;
   const auto find = [&](int n) {
     shared.list.find(n, &tile, &first, &number);

@@ -74,13 +74,13 @@ __device__ inline int2 block_sum(int x, int* warps) {
 }
 
 __global__ void __launch_bounds__(kOrderThreads)
-    order_kernel(const __grid_constant__ SparseMlaBwdParams p, int room) {
+    order_kernel(const __grid_constant__ SparseMlaBwdParams p, const __grid_constant__ BwdWork work,
+                 int room) {
   auto* const shared = &dynamic_shared<int32_t>();
   const KeyList lists[2] = {{shared, room}, {shared + KeyList::words(room), room}};
   const KeyList ordered = {shared + 2 * KeyList::words(room), room};
   int* const warps = shared + 3 * KeyList::words(room);
-  const BwdWork work(p);
-  const int64_t step = blockIdx.x;
+  const int step = static_cast<int>(blockIdx.x);
   const int thread = thread_index();
   const HeadTile rows[2] = {{p, work, step, 0}, {p, work, step, 1}};
 

@@ -1,6 +1,7 @@
 // What the parts of the sparse MLA backward kernel share. See bwd.cuh.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -14,6 +15,7 @@ namespace jax_dsa::sparse_mla {
 inline constexpr int kTileImages = 2;     // P and dS of 64 heads and 64 slots, a block each
 inline constexpr int kKeyTiles = 2;       // head tiles that an item of the keys' kind contracts
 inline constexpr int kOrderSlots = 8192;  // queries of more slots share nothing
+inline constexpr int kWindowTiles = 8;    // of slots, at least, that a window has of a step
 // The order in which the blocks of a key tile are used and come free. The first warpgroup frees
 // those from 6 on, the second one the others.
 __host__ __device__ constexpr int block_order(int i) {
@@ -29,76 +31,91 @@ struct BwdCounters {
   uint32_t read;     // items of the keys' kind that have read them
 };
 
-// Sizes of the work, the same for launcher and kernel. A "row" is a query and group of keys, a
-// "step" one row, or two if a row has only one head tile.
+// Sizes of the work. A "row" is a query and group of keys, a "step" one row, or two if a row has
+// only one head tile.
 struct BwdWork {
-  int64_t rows, steps;
+  int64_t rows;
+  int64_t tickets;
+  int steps;
   int head_tiles;  // of a row
   int span;        // rows of a step
   int pairs;       // of a step's head tiles, ceil
   int slot_tiles;  // at most, of a row
+  int windows;     // parts of a step's tiles, for items of the second kind
   int lag;         // steps that the second kind of item follows behind the first
   int ring;        // steps whose P and dS have room at the same time
 
-  __host__ __device__ explicit BwdWork(const SparseMlaBwdParams& p)
+  explicit BwdWork(const SparseMlaBwdParams& p)
       : rows(p.count * p.groups),
         head_tiles(ceil_div(p.heads / p.groups, kHeads)),
         span(head_tiles == 1 ? 2 : 1),
+        pairs(ceil_div(sources(), kKeyTiles)),
         slot_tiles(ceil_div(p.slots, kTile)) {
-    steps = ceil_div(rows, int64_t{span});
-    pairs = ceil_div(sources(), kKeyTiles);
-    const int64_t round = ceil_div(p.tickets_behind, per_step());
-    lag = static_cast<int>(steps < round ? steps : round);
+    const int64_t steps = ceil_div(rows, int64_t{span});
+    const int most = std::max(1, span * slot_tiles / kWindowTiles);
+    const int64_t fit = ceil_div(p.keys * p.groups * p.dim * 4, p.window_bytes);
+    windows = p.by_rows ? 1 : static_cast<int>(std::clamp<int64_t>(fit, 1, most));
+    tickets = steps * per_step();
+    this->steps = static_cast<int>(steps);
+    const int64_t round = ceil_div(p.tickets_behind, sources() + window_items());
+    lag = static_cast<int>(std::min(steps, round));
     ring = 2 * lag;
   }
   __host__ __device__ int sources() const { return span * head_tiles; }  // head tiles of a step
-  __host__ __device__ int keys_items() const { return pairs * 2; }
+  __host__ __device__ int window_items() const { return pairs * 2; }     // of a step
+  __host__ __device__ int keys_items() const { return windows * window_items(); }
   __host__ __device__ int per_step() const { return sources() + keys_items(); }
-  __host__ __device__ int64_t tickets() const { return steps * per_step(); }
-  __host__ __device__ int64_t image_blocks() const {
-    return int64_t{ring} * sources() * slot_tiles * kTileImages;
-  }
   // Sums of 128 heads, or of fewer, that a slot of a row has.
   __host__ __device__ int row_sums() const { return ceil_div(head_tiles, kKeyTiles); }
+  int64_t image_blocks() const { return int64_t{ring} * sources() * slot_tiles * kTileImages; }
   // Whether a step's rows may share sums, by an order of their slots.
-  __host__ __device__ bool shares(const SparseMlaBwdParams& p) const {
+  bool shares(const SparseMlaBwdParams& p) const {
     return span == 2 && rows > 1 && p.groups == 1 && p.slots <= kOrderSlots && !p.by_rows;
   }
 };
 
 // One piece of work: of the queries' kind (P, dS and dQ of 64 heads), or of the keys' kind (dKV of
-// two head tiles, half of the columns).
+// two head tiles, half of the columns, the tiles of a window).
 struct BwdItem {
+  bool over;  // there is no more work
   bool keys;
-  int64_t step;
+  int step;
   int part;  // head tile of the step; or 2 * pair + half
+  int window;
 
-  // Steps start with their first kind, and `lag` steps later follows the second.
-  __device__ BwdItem(const BwdWork& work, int64_t ticket) {
-    const int64_t ramp = int64_t{work.lag} * work.sources();
+  // The first kind of `lag` steps, then in turns the first kind of one step more and as many items
+  // of the second kind as a step has. Those are in order within `lag` steps: the first window of
+  // each of them, the next window of each, and so on.
+  __device__ BwdItem(const BwdWork& work, unsigned ticket)
+      : over(ticket >= work.tickets), keys(false), step(0), part(0), window(0) {
+    if (over) return;
+    const unsigned sources = work.sources(), ramp = work.lag * sources;
     if (ticket < ramp) {
-      keys = false;
-      step = ticket / work.sources();
-      part = static_cast<int>(ticket % work.sources());
+      step = ticket / sources;
+      part = ticket % sources;
       return;
     }
     ticket -= ramp;
-    const int64_t both = work.steps - work.lag;
-    if (ticket < both * work.per_step()) {
-      step = ticket / work.per_step();
-      part = static_cast<int>(ticket % work.per_step());
-      keys = part >= work.sources();
-      if (keys) {
-        part -= work.sources();
-      } else {
-        step += work.lag;
-      }
+    // Of a turn: its step's items of the first kind, while there are any; then its share of the
+    // second kind's.
+    const unsigned both = work.steps - work.lag, in_both = both * work.per_step();
+    const unsigned rest = ticket - min(ticket, in_both);
+    ticket -= rest;
+    const unsigned turn = ticket / work.per_step() + rest / work.keys_items();
+    unsigned place = ticket % work.per_step() + rest % work.keys_items();
+    if (turn < both && place < sources) {
+      step = turn + work.lag;
+      part = place;
       return;
     }
-    ticket -= both * work.per_step();
     keys = true;
-    step = both + ticket / work.keys_items();
-    part = static_cast<int>(ticket % work.keys_items());
+    if (turn < both) place -= sources;
+    const unsigned first = turn / work.lag * work.lag, steps = min(work.lag, work.steps - first);
+    place += (turn - first) * work.keys_items();
+    window = place / (steps * work.window_items());
+    place %= steps * work.window_items();
+    step = first + place / work.window_items();
+    part = place % work.window_items();
   }
 };
 
@@ -107,7 +124,7 @@ __device__ inline BwdCounters* bwd_counters(const SparseMlaBwdParams& p) {
 }
 
 // Where P and dS of a step's head tile begin.
-__device__ inline char* image(const SparseMlaBwdParams& p, const BwdWork& work, int64_t step,
+__device__ inline char* image(const SparseMlaBwdParams& p, const BwdWork& work, int step,
                               int source) {
   const int64_t at = step % work.ring * work.sources() + source;
   return static_cast<char*>(p.images) + at * work.slot_tiles * kTileImages * kBlockBytes;
@@ -120,9 +137,9 @@ struct HeadTile {
   int64_t first;  // place of the first head
   int heads;      // at most 64; 0 if there is no such row
 
-  __device__ HeadTile(const SparseMlaBwdParams& p, const BwdWork& work, int64_t step, int source) {
+  __device__ HeadTile(const SparseMlaBwdParams& p, const BwdWork& work, int step, int source) {
     const int per_group = p.heads / p.groups, tile = source % work.head_tiles;
-    row = static_cast<int>(step * work.span + source / work.head_tiles);
+    row = step * work.span + source / work.head_tiles;
     const bool exists = row < work.rows;
     if (!exists) --row;
     token = p.first + row / p.groups, group = row % p.groups;
@@ -145,7 +162,8 @@ __device__ inline int32_t* common_tiles(const SparseMlaBwdParams& p, const BwdWo
 }
 
 // The tiles of slots of an item of the keys' kind, whose one or two head tiles are of the same row
-// and have all tiles in common, or of two rows that have the first `common` tiles in common.
+// and have all tiles in common, or of two rows that have the first tiles in common. So there are
+// three ranges: common tiles, others of the first row, others of the second row.
 struct TileList {
   struct Source {
     int tiles;
@@ -153,16 +171,32 @@ struct TileList {
     int64_t dkv;   // where the gradient of key 0 begins
     int64_t sums;  // or its row of slot 0
   };
-  int common;
   int head_tiles;
+  int end[3];     // of a range, in this list
+  int offset[3];  // from a place in this list to the tile
   Source source[2];
 
-  __device__ int count() const { return source[0].tiles + source[1].tiles - common; }
+  // Of each range, the window-th of `windows` parts.
+  __device__ TileList(int head_tiles, const Source& first, const Source& second, int common,
+                      int window, int windows)
+      : head_tiles(head_tiles), source{first, second} {
+    const int limits[3][2] = {{0, common}, {common, first.tiles}, {common, second.tiles}};
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const int size = limits[i][1] - limits[i][0], begin = size * window / windows;
+      offset[i] = limits[i][0] + begin - count;
+      count += size * (window + 1) / windows - begin;
+      end[i] = count;
+    }
+  }
+  __device__ int tiles() const { return end[2]; }
   // The n-th is tile `tile` of `number` head tiles from `first` on.
   __device__ void find(int n, int* tile, int* first, int* number) const {
-    *first = n < source[0].tiles ? 0 : 1;
-    *number = n < common ? head_tiles : 1;
-    *tile = n < source[0].tiles ? n : n - source[0].tiles + common;
+    const int range = (n >= end[0]) + (n >= end[1]);
+    *first = range / 2;
+    *number = range == 0 ? head_tiles : 1;
+    *tile = n + offset[range];
   }
 };
 
@@ -191,15 +225,15 @@ struct alignas(1024) BwdShared {
   // So q and dout have room as soon as those of the item before have been read.
   static_assert(offsetof(Keys, ninth) <= offsetof(Queries, keys));
   uint8_t valid[kTile / 8];  // bit r % 8 of [r / 8]: key row r of the tile counts
-  int ticket[2];             // of this item and the next
+  BwdItem item[2];           // this one and the next
   int tiles;                 // of slots, of the item, if of the queries' kind
   TileList list;             // or of the keys' kind
   uint64_t rows_full;        // Q and dO of the item are here
   uint64_t block_full[kBlocks], block_free[kBlocks];
   uint64_t image_full[2], image_free[2];  // by warpgroup
   uint64_t item_done;                     // the multiplying warps are ready for the next item
-  // In turns: a warp may not yet have seen one ticket when the next one is here.
-  uint64_t ticket_full[2];
+  // In turns: a warp may not yet have seen one item when the next one is here.
+  uint64_t item_full[2];
   uint64_t operand_free;  // q and dout of an item of the queries' kind have been read
 };
 

@@ -287,8 +287,9 @@ __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
     part.multiply(dq, 6);
     if constexpr (kBlocks > 8) part.multiply(ninth, 8);
     if (lane == 0) {
-      bulk_store(to, at.p + warp * 2048, 2048);
-      bulk_store(to + kBlockBytes, at.ds + warp * 2048, 2048);
+      const uint64_t drop = l2_policy_evict_first();
+      bulk_store(to, at.p + warp * 2048, 2048, drop);
+      bulk_store(to + kBlockBytes, at.ds + warp * 2048, 2048, drop);
       bulk_commit();
     }
     to += kTileImages * kBlockBytes;

@@ -74,6 +74,9 @@ struct SparseMlaBwdParams {
   // Work is given out in tickets; P and dS are read about so many after they are written.
   // Twice as many as run at a time is enough not to wait; more takes more workspace.
   int tickets_behind = 264;
+  // Reductions go into windows of the keys of about so many bytes of dkv in turn, if there are
+  // enough slots.
+  int64_t window_bytes = int64_t{20} << 20;
 };
 
 // Where the backward kernel keeps a column of dkv: in every 16 columns, pairs 0 4 1 5 2 6 3 7, as

@@ -65,7 +65,8 @@ void backward(const Case& c, const emulator::Options& options) {
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
   p.count = p.batch * p.queries;
   p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
-  p.tickets_behind = 5;  // so that few queries wrap around the ring
+  // So that few queries wrap around the ring, and few keys have windows.
+  p.tickets_behind = 5, p.window_bytes = 1;
   const sparse_mla::BwdWork work(p);
   std::vector<uint32_t> counters(sparse_mla::kTicketWords + work.steps * 2);
   std::vector<int32_t> ordered(work.rows * c.slots + work.steps);
@@ -76,16 +77,18 @@ void backward(const Case& c, const emulator::Options& options) {
   const auto run = [&]<bool kRows>() {
     std::fill(counters.begin(), counters.end(), 0);
     p.by_rows = kRows, p.indices = x.indices.data(), p.order = nullptr;
-    if (const sparse_mla::BwdWork work(p); work.shares(p)) {
+    const sparse_mla::BwdWork work(p);
+    if (work.shares(p)) {
       p.order = ordered.data();
       const int room = sparse_mla::order_room(c.slots);
       emulator::launch_in_turn(work.steps, sparse_mla::kOrderThreads, options,
-                               [&] { sparse_mla::order_kernel(p, room); });
+                               [&] { sparse_mla::order_kernel(p, work, room); });
       p.indices = p.order;
       for (int64_t i = 0; i < work.steps; ++i) shared_tiles += common_tiles(p, work)[i];
     }
     emulator::launch(2, sparse_mla::kThreads, options, [&] {
-      c.dim == 576 ? sparse_mla::bwd_kernel<576, kRows>(p) : sparse_mla::bwd_kernel<512, kRows>(p);
+      c.dim == 576 ? sparse_mla::bwd_kernel<576, kRows>(p, work)
+                   : sparse_mla::bwd_kernel<512, kRows>(p, work);
     });
   };
   run.template operator()<false>();
@@ -142,6 +145,8 @@ const Case kCases[] = {
     {"sharp", 1, 3, 200, 64, 1, 576, 320, false, true, false, 1, 12.f},
     {"groups", 1, 3, 70, 6, 3, 512, 77, true, false, true, 1},
     {"three head tiles", 1, 3, 60, 160, 1, 512, 80},
+    {"windows", 2, 3, 900, 64, 1, 512, 520, false, false, false, 0, 1.f, true, 3},
+    {"windows of two head tiles", 1, 1, 40, 72, 1, 512, 1030},
     {"no slots", 1, 3, 10, 16, 1, 576, 0},
 };
 

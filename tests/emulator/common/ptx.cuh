@@ -80,7 +80,7 @@ inline void cp_async_arrive(uint64_t* barrier) {
   emulator::self().copies.clear();
 }
 
-inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t) {
   if (emulator::shared_offset(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) {
     emulator::fail("a misaligned bulk copy");
   }
@@ -102,7 +102,7 @@ inline Stores& stores() {
 }
 }  // namespace detail
 
-inline void bulk_store(void* to, const void* from, uint32_t bytes) {
+inline void bulk_store(void* to, const void* from, uint32_t bytes, uint64_t) {
   if (emulator::shared_offset(from) % 16 || reinterpret_cast<uintptr_t>(to) % 16 || bytes % 16) {
     emulator::fail("a misaligned bulk copy");
   }
