@@ -16,12 +16,16 @@
 // follow `lag` steps behind those of the first. An item waits only for items of lower tickets:
 // for what it reads to be written, and for the place where it writes to have been read, the P and
 // dS of `ring` steps having room. So whatever blocks are resident, all waits end.
+// Into more keys than the L2 keeps, an item of the second kind reduces one window of its step's
+// tiles, and of `lag` steps the same windows follow each other: if slots are in the order of their
+// keys, as top-k's are, those go into the same part of dkv.
 //
 // Warpgroups: two that multiply, one that copies (roles at the top of each kind's file).
 // Shared memory, in blocks of 64 rows by 64 columns of bf16 (8 KiB, 128-byte swizzle; see
 // common/wgmma.cuh), for D 576:
 //   queries' kind   q 9, dout 8, one key tile 9, P and dS of a tile 2: 28 blocks
 //   keys' kind      of two head tiles q 5 and dout 4, images of P and dS 4 a warpgroup: 26 blocks
+// q and dout of any item come while the item before is at its end.
 #pragma once
 
 #include "sparse_mla/bwd_keys.cuh"
@@ -56,8 +60,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // The warpgroup that copies takes the next item when it has copied all of this one, and copies q
   // and dout while this one ends: the products of the keys' kind have read theirs by then, those of
-  // the queries' kind when the last scores are made. What else goes where this item still reads
-  // waits until it is over.
+  // the queries' kind when the last scores are made. What goes where this item still reads waits
+  // until it is over.
   if (warpgroup == 2) {
     lower_registers<56>();
     uint32_t queries_parity = 0;
