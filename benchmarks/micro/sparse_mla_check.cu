@@ -63,7 +63,7 @@ struct Variant {
 };
 const Variant kVariants[] = {
     {"shipped", launch_shipped},
-    {"one item a block", launch_one_item},
+    {"64 rows, one item a block", launch_one_item},
 };
 
 enum Mode { kValid, kAdversarial, kTails };
@@ -282,6 +282,13 @@ int main(int argc, char** argv) {
       {"tails, groups", 2, 41, 300, 40, 4, 576, 300, kTails, false, false, 1},
       {"tails, many items", 1, 600, 900, 65, 1, 576, 700, kTails, true},
       {"one head a group", 1, 7, 99, 5, 5, 512, 77, kTails, false, true},
+      {"16 heads, K 2048", 1, 3, 4096, 16, 1, 576, 2048},
+      {"16 heads, sharp, many items", 2, 413, 700, 16, 1, 576, 320, kValid, true, true, 1, true,
+       12.f},
+      {"9 heads, adversarial, lengths", 2, 162, 333, 9, 1, 512, 201, kAdversarial, true, true, 2},
+      {"32 heads, sharp", 1, 213, 700, 32, 1, 576, 320, kValid, true, false, 1, true, 12.f},
+      {"20 heads, tails", 1, 300, 900, 20, 1, 512, 700, kTails, false, true, 1},
+      {"16 heads, long keys", 1, 2, 4000000, 16, 1, 576, 512, kValid, false, false, 0, false},
       {"K 0", 1, 5, 10, 16, 1, 576, 0},
       {"S 0", 1, 5, 0, 16, 1, 576, 66},
       {"K 1", 1, 300, 50, 16, 1, 576, 1, kAdversarial},
@@ -315,5 +322,10 @@ int main(int argc, char** argv) {
   bench(4096, 8192, 64, 576, 2048, false, true);
   bench(4096, 8192, 64, 512, 512, false, true);
   bench(4096, 8192, 128, 512, 1024, false, false);
+  for (int heads : {16, 32}) {
+    for (int dim : {576, 512}) bench(4096, 8192, heads, dim, 2048, false, false);
+    bench(4096, 32768, heads, 576, 2048, false, false);
+    bench(4096, 131072, heads, 576, 2048, false, false);
+  }
   return 0;
 }

@@ -1,4 +1,5 @@
-// Launching persistent kernels: a block a multiprocessor, which share out the work themselves.
+// Launching persistent kernels: as many blocks as run at a time, which share out the work
+// themselves.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,6 +11,7 @@
 namespace jax_dsa {
 
 inline constexpr int kMaxSharedBytes = 227 * 1024;  // of a block
+inline constexpr int kReservedSharedBytes = 1024;   // of each block, beside its own
 
 inline cudaError_t processor_count(int* count) {
   int device = 0;
@@ -17,12 +19,13 @@ inline cudaError_t processor_count(int* count) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 
-// Fewer blocks than multiprocessors if there are fewer pieces of work; `Shared` is the kernel's
-// dynamic shared memory.
-template <typename Shared, typename... Params>
+// `kBlocks` blocks a multiprocessor, fewer if there are fewer pieces of work; `Shared` is the
+// kernel's dynamic shared memory.
+template <typename Shared, int kBlocks = 1, typename... Params>
 cudaError_t launch_persistent(void (*kernel)(Params...), int64_t pieces, int threads,
                               cudaStream_t stream, const std::type_identity_t<Params>&... params) {
-  static_assert(sizeof(Shared) <= kMaxSharedBytes);
+  static_assert(kBlocks * (sizeof(Shared) + kReservedSharedBytes) <=
+                kMaxSharedBytes + kReservedSharedBytes);
   int processors = 0;
   if (cudaError_t e = processor_count(&processors); e != cudaSuccess) return e;
   if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -30,7 +33,7 @@ cudaError_t launch_persistent(void (*kernel)(Params...), int64_t pieces, int thr
       e != cudaSuccess) {
     return e;
   }
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(pieces, processors));
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(pieces, int64_t{kBlocks} * processors));
   kernel<<<grid, threads, sizeof(Shared), stream>>>(params...);
   return cudaGetLastError();
 }

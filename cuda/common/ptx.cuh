@@ -258,6 +258,18 @@ template <int kThreads>
 __device__ __forceinline__ void named_barrier_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
+// The same, and tells whether any thread's `x` is true.
+template <int kThreads>
+__device__ __forceinline__ bool named_barrier_any(int id, bool x) {
+  int any;
+  asm volatile(
+      "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %3, 0;\n"
+      "bar.red.or.pred any, %1, %2, mine;\nselp.b32 %0, 1, 0, any;\n}\n"
+      : "=r"(any)
+      : "r"(id), "n"(kThreads), "r"(int{x})
+      : "memory");
+  return any;
+}
 template <int kThreads>
 __device__ __forceinline__ void named_barrier_arrive(int id) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
@@ -331,6 +343,14 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t row, uint32_t a, uint32
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
                "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
+}
+// Transposed: that address is where column l % 8 goes.
+__device__ __forceinline__ void store_matrix_x4_transposed(uint32_t column, uint32_t a, uint32_t b,
+                                                           uint32_t c, uint32_t d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(column),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
 }
 __device__ __forceinline__ void load_matrix_x4(uint32_t row, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -63,8 +63,8 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kN]) {
 }
 
 // clang-format off
-#define JAX_DSA_REGISTERS_16 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define JAX_DSA_REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define JAX_DSA_REGISTERS_16 JAX_DSA_REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAX_DSA_REGISTERS_32 JAX_DSA_REGISTERS_16 ", " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define JAX_DSA_REGISTERS_64 JAX_DSA_REGISTERS_32 ", " \
@@ -97,7 +97,12 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
 template <Major kA, Major kB, int kD>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[kD], uint64_t a, uint64_t b,
                                            bool accumulate) {
-  if constexpr (kD == 16) {
+  if constexpr (kD == 8) {
+    asm volatile(JAX_DSA_WGMMA("m64n16k16.f32.bf16.bf16", JAX_DSA_REGISTERS_8,
+                               "%8, %9", "%10", ", %11, %12")
+        : JAX_DSA_ACC8(d, 0)
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}));
+  } else if constexpr (kD == 16) {
     asm volatile(JAX_DSA_WGMMA("m64n32k16.f32.bf16.bf16", JAX_DSA_REGISTERS_16,
                                "%16, %17", "%18", ", %19, %20")
         : JAX_DSA_ACC8(d, 0), JAX_DSA_ACC8(d, 8)
@@ -174,6 +179,7 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[kD], uint64_t a, uint64_t 
 #undef JAX_DSA_REGISTERS_64
 #undef JAX_DSA_REGISTERS_32
 #undef JAX_DSA_REGISTERS_16
+#undef JAX_DSA_REGISTERS_8
 // clang-format on
 
 }  // namespace jax_dsa

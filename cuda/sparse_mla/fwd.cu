@@ -2,15 +2,26 @@
 
 #include "common/launch.cuh"
 #include "sparse_mla/fwd.cuh"
+#include "sparse_mla/fwd_few.cuh"
 #include "sparse_mla/sparse_mla.h"
 
 namespace jax_dsa {
 namespace {
 
+template <int kD, int kN>
+cudaError_t launch_few(const SparseMlaFwdParams& p, cudaStream_t stream) {
+  return launch_persistent<sparse_mla::FewShared<kD, kN>, sparse_mla::kFewBlocks>(
+      sparse_mla::fwd_few_kernel<kD, kN>, sparse_mla::item_count(p), sparse_mla::kFewThreads,
+      stream, p);
+}
+
 template <int kD>
 cudaError_t launch(const SparseMlaFwdParams& p, cudaStream_t stream) {
   const int64_t items = sparse_mla::item_count(p);
   if (items > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  const int heads = p.heads / p.groups;
+  if (heads <= 16) return launch_few<kD, 16>(p, stream);
+  if (heads <= 32) return launch_few<kD, 32>(p, stream);
   return launch_persistent<sparse_mla::Shared<kD>>(sparse_mla::fwd_kernel<kD>, items,
                                                    sparse_mla::kThreads, stream, p);
 }

@@ -34,13 +34,16 @@ struct Gather {
     }
   }
 
-  // All rows of one block.
-  __device__ void copy_block(uint32_t to, int block, uint64_t policy) const {
+  // All rows of one block, to block `at`.
+  __device__ void copy_block(uint32_t to, int at, int block, uint64_t policy) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      cp_async_16(whole_sum(to, offset[i % 2]) + block * kBlockBytes + i / 2 * 4096,
+      cp_async_16(whole_sum(to, offset[i % 2]) + at * kBlockBytes + i / 2 * 4096,
                   from[i] + block * 128, valid[i], policy);
     }
+  }
+  __device__ void copy_block(uint32_t to, int block, uint64_t policy) const {
+    copy_block(to, block, block, policy);
   }
 };
 

@@ -83,6 +83,8 @@ struct Barrier {
   unsigned arrived = 0;
   uint64_t generation = 0;
   std::source_location place = {};  // where threads wait in this generation
+  bool any = false;                 // of what threads have reported in this generation
+  bool told[2] = {};                // the same of the last two, by their parity
 };
 
 // What the lanes of a warp show each other in a collective operation; two, taken in turns.
@@ -145,6 +147,8 @@ inline void arrive(Barrier& barrier, unsigned expected) {
   ++machine.progress;
   if (++barrier.arrived == expected) {
     barrier.arrived = 0;
+    barrier.told[barrier.generation & 1] = barrier.any;
+    barrier.any = false;
     ++barrier.generation;
     barrier.place = {};
   }
@@ -164,6 +168,15 @@ inline void sync_warps(Barrier& barrier, unsigned expected, const char* what, ui
     fail("threads wait at one barrier in two places of the code");
   }
   sync(barrier, expected, what, at);
+}
+
+// The same, and tells whether any thread's `x` is true.
+inline bool any_of_warps(Barrier& barrier, unsigned expected, bool x, uint64_t at,
+                         const std::source_location& place) {
+  const uint64_t generation = barrier.generation;
+  barrier.any |= x;
+  sync_warps(barrier, expected, "named barrier", at, place);
+  return barrier.told[generation & 1];
 }
 
 // Asynchronous work: at once, or when nothing else can happen.

@@ -2,6 +2,7 @@
 #include "sparse_mla/bwd.cuh"
 #include "sparse_mla/bwd_order.cuh"
 #include "sparse_mla/fwd.cuh"
+#include "sparse_mla/fwd_few.cuh"
 #include "sparse_mla/sum_rows.cuh"
 #include "sparse_mla_problem.h"
 
@@ -37,9 +38,16 @@ void forward(const Case& c, const emulator::Options& options) {
   p.out = out.data(), p.lse = lse.data();
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
   p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
-  emulator::launch(2, sparse_mla::kThreads, options, [&] {
-    c.dim == 576 ? sparse_mla::fwd_kernel<576>(p) : sparse_mla::fwd_kernel<512>(p);
-  });
+  const auto run = [&]<int kD>() {
+    const int heads = c.heads / c.groups;
+    const bool few = heads <= 32;
+    emulator::launch(2, few ? sparse_mla::kFewThreads : sparse_mla::kThreads, options, [&] {
+      heads <= 16   ? sparse_mla::fwd_few_kernel<kD, 16>(p)
+      : heads <= 32 ? sparse_mla::fwd_few_kernel<kD, 32>(p)
+                    : sparse_mla::fwd_kernel<kD>(p);
+    });
+  };
+  c.dim == 576 ? run.template operator()<576>() : run.template operator()<512>();
   Error lse_error, out_error;
   for (int64_t r = 0; r < rows; ++r) {
     const Row want = attend(x, r / c.heads, r % c.heads);
@@ -148,6 +156,9 @@ const Case kCases[] = {
     {"windows", 2, 3, 900, 64, 1, 512, 520, false, false, false, 0, 1.f, true, 3},
     {"windows of two head tiles", 1, 1, 40, 72, 1, 512, 1030},
     {"no slots", 1, 3, 10, 16, 1, 576, 0},
+    {"16 heads, empty queries", 2, 5, 300, 16, 1, 512, 350, true, true, true, 2},
+    {"13 heads, sharp", 1, 9, 200, 13, 1, 576, 320, false, true, true, 1, 12.f},
+    {"32 heads, sharp", 1, 5, 200, 32, 1, 576, 210, true, false, true, 2, 12.f},
 };
 
 }  // namespace

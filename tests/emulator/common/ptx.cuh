@@ -172,6 +172,11 @@ void named_barrier_sync(int id,
   emulator::sync_warps(emulator::self().block->named[id], kThreads, "named barrier", id, place);
 }
 template <int kThreads>
+bool named_barrier_any(int id, bool x,
+                       const std::source_location& place = std::source_location::current()) {
+  return emulator::any_of_warps(emulator::self().block->named[id], kThreads, x, id, place);
+}
+template <int kThreads>
 void named_barrier_arrive(int id) {
   emulator::arrive(emulator::self().block->named[id], kThreads);
 }
@@ -233,6 +238,19 @@ inline void store_matrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c, ui
     const uint64_t* rows = emulator::exchange(row);
     memcpy(emulator::shared_at(static_cast<uint32_t>(rows[i * 8 + lane / 4]) + lane % 4 * 4), &x[i],
            4);
+  }
+  emulator::exchange(0);
+}
+inline void store_matrix_x4_transposed(uint32_t column, uint32_t a, uint32_t b, uint32_t c,
+                                       uint32_t d) {
+  const uint32_t x[4] = {a, b, c, d};
+  const int lane = emulator::self().thread % 32;
+  for (int i = 0; i < 4; ++i) {
+    const uint64_t* columns = emulator::exchange(column);
+    for (int j = 0; j < 2; ++j) {
+      const auto to = static_cast<uint32_t>(columns[i * 8 + lane % 4 * 2 + j]) + lane / 4 * 2;
+      memcpy(emulator::shared_at(to), reinterpret_cast<const char*>(&x[i]) + j * 2, 2);
+    }
   }
   emulator::exchange(0);
 }
