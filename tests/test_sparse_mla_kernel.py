@@ -57,6 +57,8 @@ SHAPES = {
     "D 512": {"t": 213, "s": 500, "n": 128, "d": 512, "k": 256},
     "few heads": {"t": 33, "s": 400, "n": 5, "d": 576, "k": 64},
     "one head": {"t": 33, "s": 400, "n": 1, "d": 512, "k": 65},
+    "16 heads": {"t": 70, "s": 4096, "n": 16, "d": 576, "k": 2048},
+    "32 heads": {"t": 300, "s": 400, "n": 32, "d": 576, "k": 200},
     "96 heads": {"t": 9, "s": 400, "n": 96, "d": 576, "k": 192},
     "groups": {"t": 20, "s": 300, "n": 32, "g": 2, "d": 576, "k": 70},
     "K 2048": {"t": 70, "s": 4096, "n": 128, "d": 576, "k": 2048},
@@ -71,10 +73,11 @@ def test_shapes(name: str, rng: np.random.Generator) -> None:
     compare(*inputs(rng, **SHAPES[name]))
 
 
-def test_options(rng: np.random.Generator) -> None:
-    q, kv, indices = inputs(rng, t=62, s=500, n=64, d=576, k=300)
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_options(heads: int, rng: np.random.Generator) -> None:
+    q, kv, indices = inputs(rng, t=62, s=500, n=heads, d=576, k=300)
     length = jnp.asarray(rng.integers(-1, 320, (2, 62)), jnp.int32)
-    sinks = rng.standard_normal(64).astype(np.float32)
+    sinks = rng.standard_normal(heads).astype(np.float32)
     sinks[:2] = -np.inf, np.inf
     compare(q, kv, indices, scale=0.01)
     compare(q, kv, indices, is_causal=True, query_start=100)
@@ -94,8 +97,11 @@ def test_empty_axes(empty: str, rng: np.random.Generator) -> None:
     assert np.all(np.asarray(out, np.float32) == 0) and np.all(np.asarray(lse) == -np.inf)
 
 
-def test_repeats_itself_and_ignores_what_nothing_selects(rng: np.random.Generator) -> None:
-    q, kv, indices = inputs(rng, t=100, s=1000, n=128, d=576, k=640)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_repeats_itself_and_ignores_what_nothing_selects(
+    heads: int, rng: np.random.Generator
+) -> None:
+    q, kv, indices = inputs(rng, t=100, s=1000, n=heads, d=576, k=640)
     first = sparse_mla(q, kv, indices, return_lse=True, implementation="cuda")
     clean = jnp.nan_to_num(kv)
     for keys in (kv, kv, kv, clean):

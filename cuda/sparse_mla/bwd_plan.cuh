@@ -240,7 +240,6 @@ struct alignas(1024) BwdShared {
 // Named barriers of the multiplying warpgroups; 0 is __syncthreads. Of two warpgroups, one waits.
 enum BwdBarrier {
   kHeadsReady = 1,   // in the first warpgroup
-  kGradientsStored,  // in the first warpgroup
   kGradientsReady,   // the second one waits
   kFirstBlocksFree,  // the first one waits
   kGradientsRead,    // the second one waits

@@ -280,8 +280,8 @@ __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
     }
     fence_async_proxy();
     named_barrier_arrive<256>(kGradientsReady);
-    named_barrier_sync<128>(kGradientsStored);
-    // What the next scores wait for first is multiplied first.
+    // What the next scores wait for first is multiplied first. The second warpgroup arrives after
+    // it has passed kGradientsReady, so all gradients are stored, too.
     named_barrier_sync<256>(kFirstBlocksFree);
     wgmma_fence();
     part.multiply(dq, 6);
