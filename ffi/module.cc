@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include "ffi/targets.h"
+#include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sparse_mla_decode.h"
 
 namespace nb = nanobind;
@@ -35,10 +36,22 @@ int sparse_mla_decode_splits(int64_t items, int slots) {
   return jax_dsa::sparse_mla_decode_splits(items, slots, 132);
 }
 
+// Bytes of the backward pass's counters, images and order, for `count` queries at a time.
+nb::tuple sparse_mla_bwd_workspace(int64_t batch, int64_t queries, int64_t keys, int heads,
+                                   int groups, int slots, int dim, int64_t count, bool by_rows) {
+  jax_dsa::SparseMlaBwdParams p = {};
+  p.batch = batch, p.queries = queries, p.keys = keys, p.count = count;
+  p.heads = heads, p.groups = groups, p.slots = slots, p.dim = dim, p.by_rows = by_rows;
+  return nb::make_tuple(jax_dsa::sparse_mla_bwd_counter_bytes(p),
+                        jax_dsa::sparse_mla_bwd_image_bytes(p),
+                        jax_dsa::sparse_mla_bwd_order_bytes(p));
+}
+
 }  // namespace
 
 NB_MODULE(_cuda, m) {
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("targets", &targets);
+  m.def("sparse_mla_bwd_workspace", &sparse_mla_bwd_workspace);
   m.def("sparse_mla_decode_splits", &sparse_mla_decode_splits);
 }

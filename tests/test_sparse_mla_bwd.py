@@ -55,6 +55,10 @@ def handler(target: str, operands: Any, avals: Any, attrs: Any) -> tuple[Any, ..
 
 
 ROW_BYTES = G * 64 * D * 2  # of a query
+KERNELS = SimpleNamespace(
+    handler=handler,
+    extension=lambda: SimpleNamespace(sparse_mla_bwd_workspace=lambda *_: (0, 0, 0)),
+)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +87,7 @@ def test_composition(
     out, lse = reference.sparse_mla_fwd(options, *operands)
     everything = *operands, out, lse, normal(B, T, N, E), normal(B, T, N)
     want = reference.sparse_mla_bwd(options, *everything)
-    monkeypatch.setattr(module, "ffi", SimpleNamespace(handler=handler))
+    monkeypatch.setattr(module, "ffi", KERNELS)
     monkeypatch.setattr(module, "ROWS_BUDGET", queries * ROW_BYTES)
     monkeypatch.setattr(module, "SORT_BUDGET", sorted_queries * B * G * 64 * 24)
     got = module.sparse_mla_bwd(options, want, *everything)
@@ -98,6 +102,6 @@ def test_no_queries(monkeypatch: Any) -> None:
     shapes = (B, 0, N, D), (B, S, G, D), (B, 0, G, K), (B, 0, N, E), (B, 0, N)
     q, kv, indices, out, lse = (jnp.zeros(shape) for shape in shapes)
     operands = q, kv, indices.astype(jnp.int32), None, None, None, out, lse, out, lse
-    monkeypatch.setattr(module, "ffi", SimpleNamespace(handler=handler))
+    monkeypatch.setattr(module, "ffi", KERNELS)
     dq, dkv, _ = module.sparse_mla_bwd(options, (q, kv, None), *operands)
     assert dq.shape == q.shape and dkv.shape == kv.shape and not dkv.any()

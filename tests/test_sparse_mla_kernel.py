@@ -86,14 +86,14 @@ def test_options(heads: int, rng: np.random.Generator) -> None:
     compare(q, kv, indices, sinks=jnp.asarray(sinks), topk_length=length)
 
 
-@pytest.mark.parametrize("empty", ["k", "s", "t", "b"])
+@pytest.mark.parametrize("empty", ["k", "s", "t", "b", "n"])
 def test_empty_axes(empty: str, rng: np.random.Generator) -> None:
     shape = {"b": 2, "t": 3, "s": 5, "n": 64, "d": 576, "k": 4} | {empty: 0}
-    q = jnp.ones((shape["b"], shape["t"], 64, 576), jnp.bfloat16)
+    q = jnp.ones((shape["b"], shape["t"], shape["n"], 576), jnp.bfloat16)
     kv = jnp.ones((shape["b"], shape["s"], 1, 576), jnp.bfloat16)
     indices = jnp.zeros((shape["b"], shape["t"], 1, shape["k"]), jnp.int32)
     out, lse = sparse_mla(q, kv, indices, return_lse=True, implementation="cuda")
-    assert out.shape == (shape["b"], shape["t"], 64, 512)
+    assert out.shape == (shape["b"], shape["t"], shape["n"], 512)
     assert np.all(np.asarray(out, np.float32) == 0) and np.all(np.asarray(lse) == -np.inf)
 
 
@@ -152,6 +152,9 @@ def compare_gradients(*args: Any, deterministic: bool = False, **options: Any) -
 
 BACKWARD_SHAPES = {name: x for name, x in SHAPES.items() if name != "many queries"} | {
     "160 heads": {"t": 5, "s": 300, "n": 160, "d": 576, "k": 200},
+    "packed queries": {"t": 64, "s": 900, "n": 16, "d": 576, "k": 500},
+    "packed, 8 heads": {"t": 48, "s": 400, "n": 8, "d": 512, "k": 300},
+    "packed, windows": {"t": 30, "s": 30000, "n": 32, "d": 576, "k": 700},
     "windows of the keys": {"t": 9, "s": 30000, "n": 64, "d": 576, "k": 700},
     "windows, 128 heads": {"t": 5, "s": 30000, "n": 128, "d": 512, "k": 1100},
     "many queries": {"b": 1, "t": 70000, "s": 200, "n": 2, "d": 512, "k": 4},
@@ -195,10 +198,10 @@ def test_gradients_of_many_slots(rng: np.random.Generator) -> None:
         compare_gradients(*inputs(rng, b=1, t=3, s=500, n=16, d=512, k=slots))
 
 
-@pytest.mark.parametrize("empty", ["k", "s", "t", "b"])
+@pytest.mark.parametrize("empty", ["k", "s", "t", "b", "n"])
 def test_gradients_of_empty_axes(empty: str) -> None:
-    shape = {"b": 2, "t": 3, "s": 5, "k": 4} | {empty: 0}
-    q = jnp.ones((shape["b"], shape["t"], 64, 576), jnp.bfloat16)
+    shape = {"b": 2, "t": 3, "s": 5, "k": 4, "n": 64} | {empty: 0}
+    q = jnp.ones((shape["b"], shape["t"], shape["n"], 576), jnp.bfloat16)
     kv = jnp.ones((shape["b"], shape["s"], 1, 576), jnp.bfloat16)
     indices = jnp.zeros((shape["b"], shape["t"], 1, shape["k"]), jnp.int32)
     for deterministic in (False, True):

@@ -18,10 +18,14 @@
 using namespace jax_dsa;
 using namespace sparse_mla_problem;
 
-// For all queries, or if by_rows for `count` of them.
-void allocate_workspace(SparseMlaBwdParams& p) {
-  p.counters = device<uint8_t>(sparse_mla_bwd_counter_bytes(p));
-  p.images = device<uint8_t>(sparse_mla_bwd_image_bytes(p));
+// For all queries, and for `at_once` of them by rows.
+void allocate_workspace(SparseMlaBwdParams& p, int64_t at_once) {
+  SparseMlaBwdParams rows = p;
+  rows.by_rows = true, rows.count = at_once;
+  p.counters = device<uint8_t>(
+      std::max(sparse_mla_bwd_counter_bytes(p), sparse_mla_bwd_counter_bytes(rows)));
+  p.images =
+      device<uint8_t>(std::max(sparse_mla_bwd_image_bytes(p), sparse_mla_bwd_image_bytes(rows)));
   p.order = device<int32_t>(sparse_mla_bwd_order_bytes(p) / 4);
 }
 
@@ -39,7 +43,7 @@ bool run_case(const Case& c, uint64_t seed) {
   p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
   const int64_t queries = p.batch * p.queries, at_once = std::max<int64_t>(1, queries * 2 / 5);
   p.count = queries;
-  allocate_workspace(p);
+  allocate_workspace(p, at_once);
   const RowOrder order = order_rows(x, at_once);
   p.row_order = upload(order.order), p.row_key = upload(order.key);
   const int64_t row_bytes = at_once * sparse_mla_bwd_query_rows(p) * c.dim * 2;
@@ -153,7 +157,7 @@ void bench(int T, int S, int N, int D, int K) {
   p.dq = device<bf16>(nq), p.dkv = device<float>(int64_t{S} * D);
   p.batch = 1, p.queries = T, p.keys = S, p.heads = N, p.groups = 1, p.slots = K, p.dim = D;
   p.scale = f.scale, p.count = T;
-  allocate_workspace(p);
+  allocate_workspace(p, 512);
   const float fwd = milliseconds([&] { CHECK(launch_sparse_mla_fwd(f, nullptr)); });
   CHECK(cudaMemset(dlse, 0, int64_t{T} * N * 4));
   const float bwd = milliseconds([&] { CHECK(launch_sparse_mla_bwd(p, nullptr)); });
@@ -200,6 +204,13 @@ int main(int argc, char** argv) {
       {"no keys", 1, 5, 0, 16, 1, 576, 66},
       {"one slot", 1, 300, 50, 16, 1, 576, 1, true},
       {"K 2048", 1, 2, 4096, 128, 1, 576, 2048},
+      {"16 heads", 1, 64, 900, 16, 1, 576, 600, false, false, false, 0, 1.f, true},
+      {"16 heads, adversarial", 2, 60, 333, 16, 1, 576, 201, true, true, true, 2},
+      {"16 heads, K 2048", 1, 8, 4096, 16, 1, 576, 2048},
+      {"16 heads, windows", 1, 64, 40000, 16, 1, 576, 1100, false, false, true, 0, 1.f, true},
+      {"8 heads, repeated keys", 1, 64, 200, 8, 1, 512, 700, false, false, true},
+      {"24 heads, sharp", 2, 62, 700, 24, 1, 576, 320, false, true, true, 1, 12.f},
+      {"32 heads", 1, 62, 4096, 32, 1, 512, 2048, false, true, false, 0, 1.f, true},
   };
   if (what == "test" || what == "small") {
     int bad = 0;
@@ -216,6 +227,9 @@ int main(int argc, char** argv) {
   }
   for (int heads : {128, 64}) {
     for (int keys : {4096, 8192, 32768, 131072}) bench(4096, keys, heads, 576, 2048);
+  }
+  for (int heads : {16, 32}) {
+    for (int keys : {4096, 8192, 131072}) bench(4096, keys, heads, 576, 2048);
   }
   bench(4096, 8192, 64, 512, 512);
   bench(4096, 8192, 128, 512, 1024);

@@ -1,8 +1,11 @@
 // Launcher of the sparse MLA backward kernel.
 
+#include <type_traits>
+
 #include "common/launch.cuh"
 #include "sparse_mla/bwd.cuh"
 #include "sparse_mla/bwd_order.cuh"
+#include "sparse_mla/bwd_pack.cuh"
 #include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sum_rows.cuh"
 
@@ -12,31 +15,54 @@ namespace {
 template <int kD>
 cudaError_t launch(const SparseMlaBwdParams& p, const sparse_mla::BwdWork& work,
                    cudaStream_t stream) {
-  const auto kernel =
-      p.by_rows ? sparse_mla::bwd_kernel<kD, true> : sparse_mla::bwd_kernel<kD, false>;
+  const auto kernel = p.by_rows       ? sparse_mla::bwd_kernel<kD, true, false>
+                      : p.member_bits ? sparse_mla::bwd_kernel<kD, false, true>
+                                      : sparse_mla::bwd_kernel<kD, false, false>;
   return launch_persistent<sparse_mla::BwdShared<kD>>(kernel, work.tickets, sparse_mla::kThreads,
                                                       stream, p, work);
 }
 
-// The queries at hand: dq, and dkv by reductions or as rows.
-cudaError_t launch_part(SparseMlaBwdParams p, cudaStream_t stream) {
-  if (cudaError_t e = cudaMemsetAsync(p.counters, 0, sparse_mla_bwd_counter_bytes(p), stream);
+// A kernel that prepares slots, a block for each step.
+template <typename... Params>
+cudaError_t launch_slots(void (*kernel)(Params...), int64_t blocks, int shared_bytes,
+                         cudaStream_t stream, const std::type_identity_t<Params>&... params) {
+  if (cudaError_t e =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
       e != cudaSuccess) {
     return e;
   }
+  kernel<<<static_cast<unsigned>(blocks), sparse_mla::kOrderThreads, shared_bytes, stream>>>(
+      params...);
+  return cudaGetLastError();
+}
+
+// The queries at hand: dq, and dkv by reductions or as rows.
+cudaError_t launch_part(const SparseMlaBwdParams& unpacked, cudaStream_t stream) {
+  const int n = sparse_mla::packed_queries(unpacked);
+  SparseMlaBwdParams p = sparse_mla::packed(unpacked, n);
   const sparse_mla::BwdWork work(p);
   if (work.tickets > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  if (work.shares(p)) {
-    const int room = sparse_mla::order_room(p.slots);
-    const int bytes = sparse_mla::order_shared_bytes(room);
-    if (cudaError_t e = cudaFuncSetAttribute(sparse_mla::order_kernel,
-                                             cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (cudaError_t e = cudaMemsetAsync(p.counters, 0, sparse_mla::counter_bytes(work), stream);
+      e != cudaSuccess) {
+    return e;
+  }
+  if (n > 1) {
+    const int room = sparse_mla::order_room(unpacked.slots);
+    if (cudaError_t e =
+            launch_slots(sparse_mla::pack_kernel, p.count, sparse_mla::pack_shared_bytes(n * room),
+                         stream, unpacked, n, room, const_cast<int32_t*>(p.indices),
+                         const_cast<int32_t*>(p.topk_length));
         e != cudaSuccess) {
       return e;
     }
-    sparse_mla::order_kernel<<<work.steps, sparse_mla::kOrderThreads, bytes, stream>>>(p, work,
-                                                                                       room);
-    if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
+  }
+  if (work.shares(p)) {
+    const int room = sparse_mla::order_room(p.slots);
+    if (cudaError_t e = launch_slots(sparse_mla::order_kernel, work.steps,
+                                     sparse_mla::order_shared_bytes(room), stream, p, work, room);
+        e != cudaSuccess) {
+      return e;
+    }
     p.indices = p.order;
   } else {
     p.order = nullptr;
@@ -75,16 +101,21 @@ cudaError_t launch_sum_rows(const SparseMlaBwdParams& p, int64_t part, cudaStrea
   return cudaGetLastError();
 }
 
+SparseMlaBwdParams packed(const SparseMlaBwdParams& p) {
+  return sparse_mla::packed(p, sparse_mla::packed_queries(p));
+}
+
 }  // namespace
 
 int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& p) {
-  return sparse_mla::kTicketWords * 4 +
-         sparse_mla::BwdWork(p).steps * int64_t{sizeof(sparse_mla::BwdCounters)};
+  return sparse_mla::counter_bytes(sparse_mla::BwdWork(packed(p)));
 }
 
 int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& p) {
-  const sparse_mla::BwdWork work(p);
-  return work.shares(p) ? (work.rows * p.slots + work.steps) * 4 : 0;
+  const SparseMlaBwdParams at = packed(p);
+  const sparse_mla::BwdWork work(at);
+  const int64_t ordered = work.shares(at) ? sparse_mla::order_words(at, work) : 0;
+  return (ordered + sparse_mla::packed_words(at)) * 4;
 }
 
 int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& p) {
@@ -93,7 +124,7 @@ int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& p) {
 }
 
 int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams& p) {
-  return sparse_mla::BwdWork(p).image_blocks() * sparse_mla::kBlockBytes;
+  return sparse_mla::BwdWork(packed(p)).image_blocks() * sparse_mla::kBlockBytes;
 }
 
 cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& p, cudaStream_t stream) {

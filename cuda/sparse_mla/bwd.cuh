@@ -12,6 +12,7 @@
 // A query of up to 64 heads makes a step together with its neighbour: the second kind of item has
 // room for both, and the slots of keys that both select come first (bwd_order.cuh), to be reduced
 // once. Otherwise a query is a step of its own.
+// Neighbouring queries of few heads are packed into one of up to 64 heads first (bwd_pack.cuh).
 // Persistent blocks take items by tickets, in an order in which a step's items of the second kind
 // follow `lag` steps behind those of the first. An item waits only for items of lower tickets:
 // for what it reads to be written, and for the place where it writes to have been read, the P and
@@ -33,7 +34,7 @@
 
 namespace jax_dsa::sparse_mla {
 
-template <int kD, bool kRows>
+template <int kD, bool kRows, bool kPacked>
 __global__ void __launch_bounds__(kThreads, 1)
     bwd_kernel(const __grid_constant__ SparseMlaBwdParams p, const __grid_constant__ BwdWork work) {
   auto& shared = dynamic_shared<BwdShared<kD>>();
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (item.keys) {
         produce_keys<kD>(p, work, item, shared, image_parity, wait_for_last);
       } else {
-        produce_queries<kD>(p, work, item, shared, key_parity, wait_for_last);
+        produce_queries<kD, kPacked>(p, work, item, shared, key_parity, wait_for_last);
       }
       queries = !item.keys;
     }
@@ -98,9 +99,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     const BwdItem item = shared.item[n % 2];
     if (item.over) return;
     if (item.keys) {
-      consume_keys<kD, kRows>(p, work, item, shared, warpgroup, item_parity, image_parity);
+      consume_keys<kD, kRows, kPacked>(p, work, item, shared, warpgroup, item_parity, image_parity);
     } else if (warpgroup == 0) {
-      make_gradients<kD>(p, work, item, shared, item_parity, key_parity);
+      make_gradients<kD, kPacked>(p, work, item, shared, item_parity, key_parity);
     } else {
       sum_gradients<kD>(p, work, item, shared, item_parity);
     }

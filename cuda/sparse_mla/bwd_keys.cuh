@@ -99,7 +99,7 @@ __device__ void produce_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
 
 // Warpgroup `side` takes the tiles of its parity. Both warpgroups and both halves run the same
 // code, so that it stays in the instruction cache beside that of the queries' kind.
-template <int kD, bool kRows>
+template <int kD, bool kRows, bool kPacked>
 __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, const BwdItem& item,
                              BwdShared<kD>& shared, int side, uint32_t& item_parity,
                              uint32_t& parity) {
@@ -147,7 +147,8 @@ __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
     // asks of memory after them waits for them.
     const TileList::Source& source = shared.list.source[first];
     const int64_t first_sum = source.sums + tile * kTile;
-    KeyRows rows(p.dkv + source.dkv + keys.half * 256, int64_t{p.groups} * kD, source.slots, index);
+    KeyRows rows(p.dkv + source.dkv + keys.half * 256, int64_t{p.groups} * kD, source.slots, index,
+                 kPacked ? kMemberBits : 0);
     if (n + 2 < count) find(n + 2);
     wgmma_wait<0>();
     wgmma_pin(values);

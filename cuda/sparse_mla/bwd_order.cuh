@@ -24,27 +24,28 @@ inline int order_room(int slots) {
   return room;
 }
 
-// A list of so many keys in shared memory, skewed so that threads that walk through a run each are
-// at different banks.
+// A list of so many entries of keys in shared memory, skewed so that threads that walk through a
+// run each are at different banks.
 struct KeyList {
   int32_t* data;
   int room;
 
   __host__ __device__ static int words(int room) { return room + room / 32; }
   __device__ int32_t& operator[](unsigned i) const { return data[i + i / 32]; }
-  // How many of the sorted keys are less than `key`.
-  __device__ int rank(int32_t key) const {
+  // How many of the sorted entries are less than `entry`.
+  __device__ int rank(int32_t entry) const {
     int below = 0;
     for (int step = room; step > 0; step /= 2) {
-      if (below + step <= room && (*this)[below + step - 1] < key) below += step;
+      if (below + step <= room && (*this)[below + step - 1] < entry) below += step;
     }
     return below;
   }
-  __device__ void sort() const {  // bitonic, by the block
-    for (int run = 2; run <= room; run *= 2) {
+  // Bitonic, by the block; runs shorter than `first` are sorted, up and down in turns.
+  __device__ void sort(int first) const {
+    for (int run = first; run <= room; run *= 2) {
       for (int apart = run / 2; apart > 0; apart /= 2) {
         for (int i = thread_index(); i < room / 2; i += kOrderThreads) {
-          const int low = 2 * i - i % apart, high = low + apart;
+          const int low = 2 * i - (i & (apart - 1)), high = low + apart;
           const int32_t x = (*this)[low], y = (*this)[high];
           if ((x > y) == ((low & run) == 0)) (*this)[low] = y, (*this)[high] = x;
         }
@@ -83,6 +84,8 @@ __global__ void __launch_bounds__(kOrderThreads)
   const int step = static_cast<int>(blockIdx.x);
   const int thread = thread_index();
   const HeadTile rows[2] = {{p, work, step, 0}, {p, work, step, 1}};
+  const int bits = p.member_bits;  // below each key
+  const int32_t no_key = kNoKey >> bits;
 
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
@@ -99,8 +102,10 @@ __global__ void __launch_bounds__(kOrderThreads)
   for (int side = 0; side < 2; ++side) {
     const KeyList list = lists[side];
     int wrong = 0;
-    for (int i = max(begin, 1); i < begin + run; ++i) wrong += list[i - 1] > list[i];
-    if (block_sum(wrong, warps).x > 0) list.sort();
+    for (int i = max(begin, 1); i < begin + run; ++i) {
+      wrong += list[i - 1] >> bits > list[i] >> bits;
+    }
+    if (block_sum(wrong, warps).x > 0) list.sort(2);
   }
 
   const bool together = rows[0].batch(p) == rows[1].batch(p);
@@ -110,16 +115,16 @@ __global__ void __launch_bounds__(kOrderThreads)
   for (int side = 0; side < 2; ++side) {
     const KeyList own = lists[side], other = lists[1 - side];
     int at = room;
-    if (const int32_t key = own[begin]; together && key != kNoKey) {
-      at = other.rank(key);
-      if (begin > 0 && own[begin - 1] == key) {  // behind the matches in the threads before
-        at = min(at + begin - own.rank(key), other.rank(key + 1));
+    if (const int32_t key = own[begin] >> bits; together && key != no_key) {
+      at = other.rank(key << bits);
+      if (begin > 0 && own[begin - 1] >> bits == key) {  // behind the matches in the threads before
+        at = min(at + begin - own.rank(key << bits), other.rank((key + 1) << bits));
       }
     }
     for (int i = 0; i < run; ++i) {
-      const int32_t key = own[begin + i];
-      while (at < room && other[at] < key) ++at;
-      if (at < room && key != kNoKey && other[at] == key) {
+      const int32_t key = own[begin + i] >> bits;
+      while (at < room && other[at] >> bits < key) ++at;
+      if (at < room && key != no_key && other[at] >> bits == key) {
         matches[side] |= 1u << i;
         ++at;
       }
@@ -139,8 +144,8 @@ __global__ void __launch_bounds__(kOrderThreads)
     __syncthreads();
     int32_t* const to = p.order + int64_t{rows[side].row} * p.slots;
     for (int i = thread; i < p.slots && rows[side].heads > 0; i += kOrderThreads) {
-      const int32_t key = ordered[i];
-      to[i] = key == kNoKey ? -1 : key;
+      const int32_t entry = ordered[i];
+      to[i] = entry == kNoKey ? -1 : entry;
     }
     __syncthreads();
   }

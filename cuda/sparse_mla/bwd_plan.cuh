@@ -16,6 +16,8 @@ inline constexpr int kTileImages = 2;     // P and dS of 64 heads and 64 slots, 
 inline constexpr int kKeyTiles = 2;       // head tiles that an item of the keys' kind contracts
 inline constexpr int kOrderSlots = 8192;  // queries of more slots share nothing
 inline constexpr int kWindowTiles = 8;    // of slots, at least, that a window has of a step
+inline constexpr int kMemberHeads = 8;    // of packed queries, that share a bit below each index
+inline constexpr int kMemberBits = kHeads / kMemberHeads;
 // The order in which the blocks of a key tile are used and come free. The first warpgroup frees
 // those from 6 on, the second one the others.
 __host__ __device__ constexpr int block_order(int i) {
@@ -47,7 +49,7 @@ struct BwdWork {
 
   explicit BwdWork(const SparseMlaBwdParams& p)
       : rows(p.count * p.groups),
-        head_tiles(ceil_div(p.heads / p.groups, kHeads)),
+        head_tiles(std::max(1, ceil_div(p.heads / p.groups, kHeads))),
         span(head_tiles == 1 ? 2 : 1),
         pairs(ceil_div(sources(), kKeyTiles)),
         slot_tiles(ceil_div(p.slots, kTile)) {
@@ -119,6 +121,9 @@ struct BwdItem {
   }
 };
 
+inline int64_t counter_bytes(const BwdWork& work) {
+  return kTicketWords * 4 + work.steps * int64_t{sizeof(BwdCounters)};
+}
 __device__ inline BwdCounters* bwd_counters(const SparseMlaBwdParams& p) {
   return reinterpret_cast<BwdCounters*>(static_cast<uint32_t*>(p.counters) + kTicketWords);
 }
@@ -156,7 +161,11 @@ struct HeadTile {
   }
 };
 
-// For each step, how many tiles of slots its two rows have in common: after the ordered indices.
+// `order`: the indices in their new order, then for each step, how many tiles of slots its two rows
+// have in common.
+inline int64_t order_words(const SparseMlaBwdParams& p, const BwdWork& work) {
+  return work.rows * p.slots + work.steps;
+}
 __device__ inline int32_t* common_tiles(const SparseMlaBwdParams& p, const BwdWork& work) {
   return p.order + work.rows * p.slots;
 }
@@ -210,6 +219,7 @@ struct alignas(1024) BwdShared {
     uint8_t p[kBlockBytes];   // of the tile at hand, rows are slots
     uint8_t ds[kBlockBytes];  // and dS
     float2 of_head[kHeads];   // lse in log2 units, delta
+    uint8_t members[kTile];   // of the tile's slots: a bit for every 8 heads
   };
   struct Keys {
     uint8_t q[kKeyTiles][4][kBlockBytes];  // half of the value columns

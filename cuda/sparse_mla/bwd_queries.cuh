@@ -24,7 +24,7 @@ namespace jax_dsa::sparse_mla {
 
 // Gathers q, dout, out and the keys. The item before may still be at its end until `wait_for_last`
 // returns, which one thread calls.
-template <int kD, typename F>
+template <int kD, bool kPacked, typename F>
 __device__ void produce_queries(const SparseMlaBwdParams& p, const BwdWork& work,
                                 const BwdItem& item, BwdShared<kD>& shared, uint32_t& parity,
                                 F wait_for_last) {
@@ -62,15 +62,21 @@ __device__ void produce_queries(const SparseMlaBwdParams& p, const BwdWork& work
   cp_async_arrive(&shared.rows_full);
 
   // out has its turn in the key tile's blocks first.
-  const auto fill = [&](uint32_t bits, int blocks, uint64_t policy) {
+  const auto fill = [&](uint32_t bits, int members, int blocks, uint64_t policy) {
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       const int block = block_order(i);
       mbarrier_wait(&shared.block_free[block], parity ^ 1);
-      if (i == 0 && lane == 0) {
-        shared.valid[warp] = bits;
-        shared.valid[warp + 4] = bits >> 8;
-        mbarrier_arrive(&shared.block_full[block]);
+      if (i == 0) {
+        if constexpr (kPacked) {
+          if (lane < 16) to.members[slot] = members;
+          __syncwarp();
+        }
+        if (lane == 0) {
+          shared.valid[warp] = bits;
+          shared.valid[warp + 4] = bits >> 8;
+          mbarrier_arrive(&shared.block_full[block]);
+        }
       }
       if (block < blocks) gather.copy_block(smem_address(to.keys), block, policy);
       cp_async_arrive(&shared.block_full[block]);
@@ -79,7 +85,7 @@ __device__ void produce_queries(const SparseMlaBwdParams& p, const BwdWork& work
   };
   if (tiles > 0) {
     rows_of(p.out, 8);
-    fill(0, 8, drop);
+    fill(0, 0, 8, drop);
   }
   if (thread % 128 == 0) {
     // Whose place in the ring this step takes must have been read.
@@ -98,14 +104,14 @@ __device__ void produce_queries(const SparseMlaBwdParams& p, const BwdWork& work
   for (int tile = 0; tile < tiles; ++tile) {
     const bool counts = slots.counts(index);
     const uint32_t bits = __ballot_sync(~0u, counts) & 0xffff;
-    const int safe = counts ? index : 0;
+    const int safe = counts ? index >> (kPacked ? kMemberBits : 0) : 0, members = index;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       gather.valid[i] = bits >> (i * 4 + sub) & 1;
       gather.from[i] = kv + __shfl_sync(~0u, safe, i * 4 + sub) * stride;
     }
     if (tile + 1 < tiles) index = slots.index((tile + 1) * kTile + slot);
-    fill(bits, kBlocks, keep);
+    fill(bits, members, kBlocks, keep);
   }
 }
 
@@ -158,7 +164,7 @@ struct QueriesPart {
 };
 
 // The first warpgroup: P and dS, and dq from column 384 on.
-template <int kD>
+template <int kD, bool kPacked>
 __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
                                const BwdItem& item, BwdShared<kD>& shared, uint32_t& item_parity,
                                uint32_t& parity) {
@@ -231,6 +237,7 @@ __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
   const float scale_log2 = p.scale * kLog2E;
   for (int tile = 0; tile < tiles; ++tile, parity ^= 1) {
     uint64_t valid = 0;
+    uint32_t members[2];   // of this thread's slots
     float s[64];           // scores, dP
     float2 of_head[2][4];  // of this thread's columns among 16, in turns
     const auto load_heads = [&](int k) {
@@ -240,7 +247,11 @@ __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
       }
     };
     multiply(
-        s, true, [&] { valid = *reinterpret_cast<const uint64_t*>(shared.valid); },
+        s, true,
+        [&] {
+          valid = *reinterpret_cast<const uint64_t*>(shared.valid);
+          for (int r = 0; kPacked && r < 2; ++r) members[r] = at.members[row + r * 8];
+        },
         [&] { load_heads(0); });
 
     // Both images have left from here the tile before.
@@ -254,6 +265,12 @@ __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         if (!counts[i / 2 % 2]) s[i] = -INFINITY;
+      }
+    }
+    if constexpr (kPacked) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {  // of heads i / 4 * 8 and the next seven
+        if (!(members[i / 2 % 2] >> (i / 4) & 1)) s[i] = -INFINITY;
       }
     }
 #pragma unroll

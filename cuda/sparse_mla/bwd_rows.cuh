@@ -12,15 +12,16 @@ struct KeyRows {
   float* to[4];
   uint32_t counts;
 
-  // `index` is that of slot lane % 16.
-  __device__ KeyRows(float* dkv, int64_t stride, const Slots& slots, int index) : counts(0) {
+  // `index` is that of slot lane % 16, shifted by so many bits.
+  __device__ KeyRows(float* dkv, int64_t stride, const Slots& slots, int index, int bits)
+      : counts(0) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int key = __shfl_sync(~0u, index, i / 2 * 8 + lane / 8 * 2 + i % 2);
       const bool exists = slots.counts(key);
       counts |= uint32_t{exists} << i;
-      to[i] = dkv + lane % 8 * 4 + (exists ? key : 0) * stride;
+      to[i] = dkv + lane % 8 * 4 + (exists ? key >> bits : 0) * stride;
     }
   }
   __device__ void move(int columns) {

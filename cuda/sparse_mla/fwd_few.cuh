@@ -27,9 +27,9 @@
 
 namespace jax_dsa::sparse_mla {
 
-inline constexpr int kFewThreads = 256;      // two warpgroups
-inline constexpr int kFewBlocks = 2;         // of a multiprocessor
-inline constexpr int kFewConsumers = 1;      // named barrier of warpgroup 0
+inline constexpr int kFewThreads = 256;  // two warpgroups
+inline constexpr int kFewBlocks = 2;     // of a multiprocessor
+inline constexpr int kFewConsumers = 1;  // named barrier of warpgroup 0
 inline constexpr int kValueBlocks = kSparseMlaValueDim / 64;
 
 template <int kD, int kN>
@@ -349,8 +349,7 @@ __device__ void produce_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
         const int row = i + warp * 4 + sub;
         const bool has = row < item.heads;
         const char* from = q + (has ? row * (kD * 2) : 0);
-        const uint32_t to =
-            whole_sum(smem_address(shared.q), row * 128 + (chunk ^ row % 8) * 16);
+        const uint32_t to = whole_sum(smem_address(shared.q), row * 128 + (chunk ^ row % 8) * 16);
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
           cp_async_16(to + block * (kN * 128), from + block * 128, has, drop);

@@ -77,6 +77,9 @@ struct SparseMlaBwdParams {
   // Reductions go into windows of the keys of about so many bytes of dkv in turn, if there are
   // enough slots.
   int64_t window_bytes = int64_t{20} << 20;
+  // Where several queries are packed into one, which the launcher decides (bwd_pack.cuh): so many
+  // bits below each index, one for every 8 heads, say for which of them the key is selected.
+  int member_bits = 0;
 };
 
 // Where the backward kernel keeps a column of dkv: in every 16 columns, pairs 0 4 1 5 2 6 3 7, as

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
     from jax_dsa.ops.sparse_mla import Options
 
-# As in cuda/sparse_mla: heads and slots of a tile, bytes of a tile's P and dS, how many tickets
-# behind the one kind of work the other follows, and up to how many slots are put in order.
-_TILE = 64
-_IMAGE_BYTES = 2 * _TILE * _TILE * 2
-_TICKETS_BEHIND = 264
-_ORDER_SLOTS = 8192
+_TILE = 64  # slots of a tile, and heads, as in cuda/sparse_mla
 
 # Of a deterministic sum: bytes of the rows that are stored at a time (512 queries of 2048 slots),
 # and of what sorts the rows of one call of the kernel, 24 for each (8192 queries).
@@ -38,7 +33,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 def _parts(q: Any, indices: Any) -> int:
     """Rows of a slot: the sums of 128 heads each of its group."""
-    return _ceil_div(q.shape[2] // indices.shape[2], 2 * _TILE)
+    return max(1, _ceil_div(q.shape[2] // indices.shape[2], 2 * _TILE))
 
 
 def _query_rows(q: Any, indices: Any) -> int:
@@ -47,22 +42,20 @@ def _query_rows(q: Any, indices: Any) -> int:
     return G * _parts(q, indices) * _ceil_div(K, _TILE) * _TILE
 
 
-def _workspace(q: Any, indices: Any, count: int, by_rows: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The kernel's counters and images for `count` queries, neighbouring queries' slots in a common
-    order, and rows.
+def _workspace(
+    q: Any, kv: Any, indices: Any, count: int, by_rows: bool
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The kernel's counters, images, and slots in an order of its own, for `count` queries at a
+    time; and rows.
     """
-    N, D = q.shape[2:]
-    G, K = indices.shape[2:]
-    rows, head_tiles = count * G, _ceil_div(N // G, _TILE)
-    span = 2 if head_tiles == 1 else 1
-    steps, sources = _ceil_div(rows, span), span * head_tiles
-    lag = min(steps, _ceil_div(_TICKETS_BEHIND, sources + 2 * _ceil_div(sources, 2)))
-    images = 2 * lag * sources * _ceil_div(K, _TILE) * _IMAGE_BYTES
-    shares = span == 2 and rows > 1 and G == 1 and K <= _ORDER_SLOTS and not by_rows
+    (B, T, N, D), (S, G), K = q.shape, kv.shape[1:3], indices.shape[3]
+    counters, images, order = ffi.extension().sparse_mla_bwd_workspace(
+        B, T, S, N, G, K, D, count, by_rows
+    )
     return (
-        jax.ShapeDtypeStruct((16 + 8 * steps,), jnp.uint8),
+        jax.ShapeDtypeStruct((counters,), jnp.uint8),
         jax.ShapeDtypeStruct((images,), jnp.uint8),
-        jax.ShapeDtypeStruct((rows * K + steps if shares else 0,), jnp.int32),
+        jax.ShapeDtypeStruct((order // 4,), jnp.int32),
         jax.ShapeDtypeStruct((count * _query_rows(q, indices) if by_rows else 0, D), q.dtype),
     )
 
@@ -75,8 +68,8 @@ def _kernel(
     rows: tuple[Any, Any] = (None, None),
 ) -> tuple[Any, Any]:
     """dq and dkv; by rows if their order and keys are given, those of `count` queries at a time."""
-    q, _, indices = operands[:3]
-    space = _workspace(q, indices, count, by_rows=rows[0] is not None)
+    q, kv, indices = operands[:3]
+    space = _workspace(q, kv, indices, count, by_rows=rows[0] is not None)
     dq, dkv, *_ = ffi.handler(
         "jax_dsa.sparse_mla_bwd.v2",
         [*operands, *rows],

@@ -1,6 +1,7 @@
 // The sparse MLA kernels on the emulator, against float64.
 #include "sparse_mla/bwd.cuh"
 #include "sparse_mla/bwd_order.cuh"
+#include "sparse_mla/bwd_pack.cuh"
 #include "sparse_mla/fwd.cuh"
 #include "sparse_mla/fwd_few.cuh"
 #include "sparse_mla/sum_rows.cuh"
@@ -75,29 +76,45 @@ void backward(const Case& c, const emulator::Options& options) {
   p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
   // So that few queries wrap around the ring, and few keys have windows.
   p.tickets_behind = 5, p.window_bytes = 1;
-  const sparse_mla::BwdWork work(p);
-  std::vector<uint32_t> counters(sparse_mla::kTicketWords + work.steps * 2);
-  std::vector<int32_t> ordered(work.rows * c.slots + work.steps);
-  std::vector<uint4> images(work.image_blocks() * sparse_mla::kBlockBytes / 16);
-  memset(images.data(), 0xff, images.size() * 16);
-  p.counters = counters.data(), p.images = images.data();
   int shared_tiles = 0;
   const auto run = [&]<bool kRows>() {
-    std::fill(counters.begin(), counters.end(), 0);
-    p.by_rows = kRows, p.indices = x.indices.data(), p.order = nullptr;
+    SparseMlaBwdParams unpacked = p;
+    unpacked.by_rows = kRows;
+    const int n = sparse_mla::packed_queries(unpacked);
+    // Room for the slots twice, packed and in order.
+    std::vector<int32_t> order(2 * p.count * (p.slots + 1) + 2, -1);
+    unpacked.order = order.data();
+    SparseMlaBwdParams p = sparse_mla::packed(unpacked, n);
     const sparse_mla::BwdWork work(p);
-    if (work.shares(p)) {
-      p.order = ordered.data();
+    std::vector<uint32_t> counters(sparse_mla::counter_bytes(work) / 4);
+    std::vector<uint4> images(work.image_blocks() * sparse_mla::kBlockBytes / 16);
+    memset(images.data(), 0xff, images.size() * 16);
+    p.counters = counters.data(), p.images = images.data();
+    if (n > 1) {
       const int room = sparse_mla::order_room(c.slots);
+      emulator::launch_in_turn(p.count, sparse_mla::kOrderThreads, options, [&] {
+        sparse_mla::pack_kernel(unpacked, n, room, const_cast<int32_t*>(p.indices),
+                                const_cast<int32_t*>(p.topk_length));
+      });
+    }
+    if (work.shares(p)) {
+      const int room = sparse_mla::order_room(p.slots);
       emulator::launch_in_turn(work.steps, sparse_mla::kOrderThreads, options,
                                [&] { sparse_mla::order_kernel(p, work, room); });
       p.indices = p.order;
       for (int64_t i = 0; i < work.steps; ++i) shared_tiles += common_tiles(p, work)[i];
+    } else {
+      p.order = nullptr;
     }
-    emulator::launch(2, sparse_mla::kThreads, options, [&] {
-      c.dim == 576 ? sparse_mla::bwd_kernel<576, kRows>(p, work)
-                   : sparse_mla::bwd_kernel<512, kRows>(p, work);
-    });
+    const auto kernel = [&]<int kD>() {
+      emulator::launch(2, sparse_mla::kThreads, options, [&] {
+        if constexpr (!kRows) {
+          if (n > 1) return sparse_mla::bwd_kernel<kD, false, true>(p, work);
+        }
+        sparse_mla::bwd_kernel<kD, kRows, false>(p, work);
+      });
+    };
+    c.dim == 576 ? kernel.template operator()<576>() : kernel.template operator()<512>();
   };
   run.template operator()<false>();
   Error dq_error, dkv_error;
@@ -156,9 +173,12 @@ const Case kCases[] = {
     {"windows", 2, 3, 900, 64, 1, 512, 520, false, false, false, 0, 1.f, true, 3},
     {"windows of two head tiles", 1, 1, 40, 72, 1, 512, 1030},
     {"no slots", 1, 3, 10, 16, 1, 576, 0},
-    {"16 heads, empty queries", 2, 5, 300, 16, 1, 512, 350, true, true, true, 2},
+    {"16 heads", 1, 16, 700, 16, 1, 576, 330, false, false, false, 0, 1.f, true, 8},
+    {"16 heads, empty queries", 2, 12, 300, 16, 1, 512, 150, true, true, true, 2},
+    {"8 heads, repeated keys", 1, 16, 30, 8, 1, 576, 70, false, true},
     {"13 heads, sharp", 1, 9, 200, 13, 1, 576, 320, false, true, true, 1, 12.f},
-    {"32 heads, sharp", 1, 5, 200, 32, 1, 576, 210, true, false, true, 2, 12.f},
+    {"24 heads", 1, 6, 90, 24, 1, 512, 100, true, false, true, 1},
+    {"32 heads, sharp", 1, 6, 200, 32, 1, 576, 210, true, false, true, 2, 12.f},
 };
 
 }  // namespace
