@@ -105,3 +105,23 @@ def test_no_queries(monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "ffi", KERNELS)
     dq, dkv, _ = module.sparse_mla_bwd(options, (q, kv, None), *operands)
     assert dq.shape == q.shape and dkv.shape == kv.shape and not dkv.any()
+
+
+def test_workspace_of_the_kernel() -> None:
+    """As the launcher counts it: bytes of counters, images and ordered slots."""
+    extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
+
+    def workspace(queries: int, heads: int, slots: int = 2048, by_rows: bool = False) -> Any:
+        shape = (1, queries, 8192, heads, 1, slots, 576)
+        return extension.sparse_mla_bwd_workspace(*shape, queries, by_rows)
+
+    counters, images, order = workspace(4096, 64)
+    assert images == 2 * 66 * 2 * 32 * 2**14 and order == (4096 * 2048 + 2048) * 4
+    # Four queries of 16 heads are one, whose slots are stored twice.
+    packed_counters, packed_images, packed_order = workspace(4096, 16)
+    assert packed_images == 4 * images and packed_counters == 16 + (counters - 16) // 4
+    assert packed_order == (2 * 4096 * 2048 + 512 + 1024) * 4
+    assert workspace(4096, 12) == workspace(4096, 64)
+    assert workspace(4096, 16, by_rows=True)[2] == 0
+    for empty in ((0, 16), (4096, 0), (4096, 16, 0)):
+        assert all(x >= 0 for x in workspace(*empty))

@@ -48,13 +48,16 @@ cudaError_t launch_part(const SparseMlaBwdParams& unpacked, cudaStream_t stream)
   }
   if (n > 1) {
     const int room = sparse_mla::order_room(unpacked.slots);
+    int32_t* const slots = sparse_mla::packed_slots(p, work);
+    int32_t* const lengths = slots + p.count * p.slots;
     if (cudaError_t e =
             launch_slots(sparse_mla::pack_kernel, p.count, sparse_mla::pack_shared_bytes(n * room),
-                         stream, unpacked, n, room, const_cast<int32_t*>(p.indices),
-                         const_cast<int32_t*>(p.topk_length));
+                         stream, unpacked, n, room, slots, lengths);
         e != cudaSuccess) {
       return e;
     }
+    p.indices = slots;
+    p.topk_length = lengths;
   }
   if (work.shares(p)) {
     const int room = sparse_mla::order_room(p.slots);

@@ -15,21 +15,15 @@ namespace jax_dsa::sparse_mla {
 
 // How many neighbouring queries are packed.
 inline int packed_queries(const SparseMlaBwdParams& p) {
-  int n = p.groups == 1 && p.heads > 0 && p.heads % kMemberHeads == 0 && !p.by_rows && p.slots > 0 &&
-                  p.keys < INT32_MAX >> kMemberBits
+  int n = p.groups == 1 && p.heads > 0 && p.heads % kMemberHeads == 0 && !p.by_rows &&
+                  p.slots > 0 && p.keys < INT32_MAX >> kMemberBits
               ? std::max(1, kHeads / p.heads)
               : 1;
   while (n > 1 && (p.queries % n != 0 || n * order_room(p.slots) > kOrderSlots)) n /= 2;
   return n;
 }
 
-// Of a packed problem, the slots, and how many there are of each query.
-inline int64_t packed_words(const SparseMlaBwdParams& p) {
-  return p.member_bits ? p.count * (int64_t{p.slots} + 1) : 0;
-}
-
-// The problem with n queries packed into one; its slots lie at the end of p.order, so that what is
-// before is for their order.
+// The problem with n queries packed into one, but for its slots.
 inline SparseMlaBwdParams packed(SparseMlaBwdParams p, int n) {
   if (n == 1) return p;
   p.queries /= n;
@@ -38,10 +32,17 @@ inline SparseMlaBwdParams packed(SparseMlaBwdParams p, int n) {
   p.slots *= n;
   p.member_bits = kMemberBits;
   p.ends = nullptr;
-  const BwdWork work(p);
-  p.indices = p.order + (work.shares(p) ? order_words(p, work) : 0);
-  p.topk_length = p.indices + p.count * p.slots;
+  p.topk_length = nullptr;
   return p;
+}
+
+// Of a packed problem, the slots, and how many there are of each query. They lie in `order`, too,
+// behind what is put in order.
+inline int64_t packed_words(const SparseMlaBwdParams& p) {
+  return p.member_bits ? p.count * (int64_t{p.slots} + 1) : 0;
+}
+inline int32_t* packed_slots(const SparseMlaBwdParams& p, const BwdWork& work) {
+  return p.order + (work.shares(p) ? order_words(p, work) : 0);
 }
 
 inline int pack_shared_bytes(int room) {

@@ -92,10 +92,11 @@ void backward(const Case& c, const emulator::Options& options) {
     p.counters = counters.data(), p.images = images.data();
     if (n > 1) {
       const int room = sparse_mla::order_room(c.slots);
-      emulator::launch_in_turn(p.count, sparse_mla::kOrderThreads, options, [&] {
-        sparse_mla::pack_kernel(unpacked, n, room, const_cast<int32_t*>(p.indices),
-                                const_cast<int32_t*>(p.topk_length));
-      });
+      int32_t* const slots = sparse_mla::packed_slots(p, work);
+      int32_t* const lengths = slots + p.count * p.slots;
+      emulator::launch_in_turn(p.count, sparse_mla::kOrderThreads, options,
+                               [&] { sparse_mla::pack_kernel(unpacked, n, room, slots, lengths); });
+      p.indices = slots, p.topk_length = lengths;
     }
     if (work.shares(p)) {
       const int room = sparse_mla::order_room(p.slots);
