@@ -16,7 +16,7 @@ namespace jax_dsa::sparse_mla {
 // How many neighbouring queries are packed.
 inline int packed_queries(const SparseMlaBwdParams& p) {
   int n = p.groups == 1 && p.heads > 0 && p.heads % kMemberHeads == 0 && !p.by_rows &&
-                  p.slots > 0 && p.keys < INT32_MAX >> kMemberBits
+                  p.slots > 0 && p.slots <= kOrderSlots && p.keys < INT32_MAX >> kMemberBits
               ? std::max(1, kHeads / p.heads)
               : 1;
   while (n > 1 && (p.queries % n != 0 || n * order_room(p.slots) > kOrderSlots)) n /= 2;

@@ -190,8 +190,8 @@ __device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
   };
-  // P^T relative to the references, which every warp's scores wait for in shared memory; returns
-  // whether some warp has a score for which they are too low.
+  // Puts P^T, relative to the references, into shared memory and waits for that of the other warps.
+  // Returns whether some warp has a score for which the references are too low.
   const auto store_probabilities = [&](float (&sum)[kMine]) {
     uint32_t packed[kMine];
     bool exceeds = false;
