@@ -97,6 +97,26 @@ def test_composition(
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("keys", [S, 5461, 5462, 50000], ids=lambda x: f"{x} keys")
+def test_rows_by_key(rng: np.random.Generator, keys: int) -> None:
+    """Of 4 and 4 and 2 queries; keys of 16 bits up to 5461."""
+    indices = jnp.asarray(rng.integers(-2, keys + 2, size=(B, T, G, K)), jnp.int32)
+    valid = (indices >= 0) & (indices < keys)
+    order, key = module._rows_by_key(indices, valid, keys, 2, 4)
+    batch, group = np.arange(B)[:, None, None, None], np.arange(G)[:, None]
+    nowhere = B * keys * G
+    want = np.where(valid, (batch * keys + indices) * G + group, nowhere)
+    want = np.pad(want, [(0, 0)] * 3 + [(0, 64 - K)], constant_values=nowhere)
+    want = np.repeat(want[:, :, :, None], 2, axis=3).reshape(B * T, -1)
+    for first in range(0, B * T, 4):
+        some = want[first : first + 4].reshape(-1)
+        ascending = np.argsort(some, kind="stable")
+        np.testing.assert_array_equal(order[first : first + 4].reshape(-1), ascending)
+        moved = some[ascending] + first // 4 * (nowhere + 1)
+        np.testing.assert_array_equal(key[first : first + 4].reshape(-1), moved)
+    assert key.dtype == jnp.uint32
+
+
 def test_no_queries(monkeypatch: Any) -> None:
     options = Options(scale=0.3, value_dim=E, deterministic=True)
     shapes = (B, 0, N, D), (B, S, G, D), (B, 0, G, K), (B, 0, N, E), (B, 0, N)
