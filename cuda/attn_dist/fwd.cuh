@@ -48,17 +48,17 @@ __device__ void produce(const AttnDistFwdParams& p, Shared<kD>& shared) {
   const Layout layout(p);
   const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // whose index this lane reads
   Gather gather(warp, sub, chunk);
-  Ring ring;
+  RingPlace<kStages> ring;  // of the tile that comes next
   // Fills the next tile, once it is free; `note` is what one lane a warp writes beside it.
   const auto fill = [&](uint64_t policy, bool copies, auto note) {
-    uint64_t (&full)[2] = shared.full[ring.stage];
-    mbarrier_wait(&shared.free[ring.stage], ring.parity ^ 1);
+    uint64_t (&full)[2] = shared.full[ring.index];
+    mbarrier_wait(&shared.free[ring.index], ring.parity ^ 1);
     if (lane == 0) {
-      note(ring.stage);
+      note(ring.index);
       mbarrier_arrive(&full[0]);
     }
     if (copies) {
-      const uint32_t to = smem_address(shared.tiles[ring.stage]);
+      const uint32_t to = smem_address(shared.tiles[ring.index]);
       gather.template copy<0, kFirstPart, 0>(to, policy);
       gather.template copy<0, kFirstPart, 1>(to, policy);
       cp_async_arrive(&full[0]);
@@ -97,14 +97,7 @@ __device__ void produce(const AttnDistFwdParams& p, Shared<kD>& shared) {
       const int own = pieces.first * kTile + slot;
       int index = slots.index(own);
       for (int tile = 0; tile < tiles; ++tile) {
-        const bool counts = slots.counts(index);
-        const uint32_t bits = __ballot_sync(~0u, counts) & 0xffff;
-        const int safe = counts ? index : 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          gather.valid[i] = bits >> (i * 4 + sub) & 1;
-          gather.from[i] = kv + __shfl_sync(~0u, safe, i * 4 + sub) * stride;
-        }
+        const uint32_t bits = gather.aim(kv, stride, sub, index, slots.counts(index));
         if (tile + 1 < tiles) index = slots.index(own + (tile + 1) * kTile);
         fill(keep, true, [&](int stage) {
           shared.valid[stage][warp] = bits;
@@ -190,18 +183,18 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
   const int warps = layout.joint ? 8 : layout.rows / 16;  // of a sum
   uint32_t q[kD / 16][4];
   float s[32];
-  Ring ring;
-  int buffer = 0;  // of the next sums
+  RingPlace<kStages> ring;  // of the tile that comes next
+  int buffer = 0;           // of the next sums
 
   const auto release = [&](int arrivals) {  // a warp's, of the tile
     __syncwarp();
-    if (lane < arrivals) mbarrier_arrive(&shared.free[ring.stage]);
+    if (lane < arrivals) mbarrier_arrive(&shared.free[ring.index]);
   };
   const auto wait_for = [&](int part) {
-    mbarrier_wait(&shared.full[ring.stage][part], ring.parity);
+    mbarrier_wait(&shared.full[ring.index][part], ring.parity);
   };
   const auto load_heads = [&] {
-    const uint32_t from = smem_address(shared.tiles[ring.stage]) + (warp * 16 + lane % 16) * 128;
+    const uint32_t from = smem_address(shared.tiles[ring.index]) + (warp * 16 + lane % 16) * 128;
 #pragma unroll
     for (int i = 0; i < kD / 16; ++i) {
       if (i == kFirstPart * 4) wait_for(1);
@@ -211,7 +204,7 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
   };
   const auto multiply = [&] {
     // The same in all lanes, which the compiler has to know: descriptors are in uniform registers.
-    const int stage = __shfl_sync(~0u, ring.stage, 0);
+    const int stage = __shfl_sync(~0u, ring.index, 0);
     const uint64_t keys = k_major_descriptor(smem_address(shared.tiles[stage]));
 #pragma unroll
     for (int i = 0; i < kD / 16; ++i) {
@@ -246,7 +239,7 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
 
       if (pair && side == 1) ring.advance();
       wait_for(0);
-      const int tiles = shared.key_tiles[ring.stage];
+      const int tiles = shared.key_tiles[ring.index];
       load_heads();
       release(pair ? 2 : 1);
       ring.advance();
@@ -263,7 +256,7 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
       if (first_tile > 0 && tiles > 0) ring.advance();
       for (int tile = first_tile; tile < tiles; tile += step) {
         wait_for(0);
-        const bool counts = shared.valid[ring.stage][column / 8] >> (column % 8) & 1;
+        const bool counts = shared.valid[ring.index][column / 8] >> (column % 8) & 1;
         named_barrier_sync<256>(kTurn + side);
         multiply();
         wgmma_wait<0>();

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attn_dist/attn_dist.h"
+#include "common/ring.cuh"
 #include "common/types.h"
 #include "sparse_mla/fwd_producer.cuh"
 
@@ -34,16 +35,6 @@ struct alignas(1024) Shared {
   int key_tiles[kStages];             // with head tiles: how many key tiles follow
   uint64_t full[kStages][2];          // the first part; all
   uint64_t free[kStages];
-};
-
-// The tile that comes next.
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
 };
 
 // How the heads of one group of keys make head tiles and work items.

@@ -29,6 +29,7 @@
 #include <cuda_bf16.h>
 
 #include "common/ptx.cuh"
+#include "common/ring.cuh"
 #include "common/types.h"
 #include "common/wgmma.cuh"
 #include "indexer/indexer.h"
@@ -53,16 +54,6 @@ struct alignas(1024) QueryShared {
   int tiles[2];  // of the query that is in `q`
   uint64_t q_full[2], q_free[2];
   uint64_t key_full[2][kStages], key_free[2][kStages];
-};
-
-// A place in the ring of tiles.
-struct Stage {
-  int index = 0;
-  uint32_t parity = 0;
-
-  __device__ void advance() {
-    if (++index == kStages) index = 0, parity ^= 1;
-  }
 };
 
 // Tiles up to the last slot that counts; searched from the end, where rows are usually full.
@@ -105,7 +96,7 @@ __device__ void gather(const IndexerBwdParams& p, QueryShared<kC>& shared) {
                   valid && there, policy);
     }
   };
-  Stage stage;
+  RingPlace<kStages> stage;
   uint32_t q_parity = 1;
 
   for (int64_t token = blockIdx.x * 2 + side; token < tokens; token += gridDim.x * 2) {
@@ -198,7 +189,7 @@ __device__ void multiply(const IndexerBwdParams& p, QueryShared<kC>& shared) {
 
   uint32_t q[kC / 16][4], h[4][4];
   float dq[kC / 2], scores[32], dw[2];
-  Stage ahead, stage;  // of the next scores; of the tile at hand
+  RingPlace<kStages> ahead, stage;  // of the next scores; of the tile at hand
   uint32_t q_parity = 0;
   int turn = 0;
 

@@ -102,14 +102,8 @@ __device__ void produce_queries(const SparseMlaBwdParams& p, const BwdWork& work
   const char* kv = static_cast<const char*>(p.kv) + heads.batch(p) * p.keys * stride +
                    heads.group * (kD * 2) + chunk * 16;
   for (int tile = 0; tile < tiles; ++tile) {
-    const bool counts = slots.counts(index);
-    const uint32_t bits = __ballot_sync(~0u, counts) & 0xffff;
-    const int safe = counts ? index >> (kPacked ? kMemberBits : 0) : 0, members = index;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      gather.valid[i] = bits >> (i * 4 + sub) & 1;
-      gather.from[i] = kv + __shfl_sync(~0u, safe, i * 4 + sub) * stride;
-    }
+    const int key = index >> (kPacked ? kMemberBits : 0), members = index;
+    const uint32_t bits = gather.aim(kv, stride, sub, key, slots.counts(index));
     if (tile + 1 < tiles) index = slots.index((tile + 1) * kTile + slot);
     fill(bits, members, kBlocks, keep);
   }

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
     float factor = empty ? 0.f : 1.f / total;
     if (p.sinks && !empty && r < rows) {
       const float sink = p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + strip * 16 + r];
-      factor /= 1.f + exp2_approx((sink - sum) * kLog2E);
+      factor /= sink_divisor(sink, sum);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -57,7 +57,7 @@ __device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int n
     if (r * 8 < rows_left) {
       if (p.sinks) {
         const float sink = p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + row + r * 8];
-        if (!empty) factor[r] /= 1.f + exp2_approx((sink - lse) * kLog2E);
+        if (!empty) factor[r] /= sink_divisor(sink, lse);
       }
       if (kSide == 0 && lane % 4 == 0) p.lse[head + r * 8] = lse;
     }

@@ -20,6 +20,7 @@
 // four warps must agree on it; they do so where they wait for each other's P anyway.
 #pragma once
 
+#include "common/ring.cuh"
 #include "common/wgmma.cuh"
 #include "sparse_mla/fwd_plan.cuh"
 #include "sparse_mla/fwd_producer.cuh"
@@ -44,18 +45,6 @@ struct alignas(1024) FewShared {
   uint64_t q_full, q_free;
   uint64_t valid_full[2];
   uint64_t full[kRing], free[kRing];
-};
-
-// A block of the ring in one of its rounds.
-template <int kRing>
-struct RingPlace {
-  int slot = 0;
-  uint32_t parity = 0;  // of both of its barriers' phases in this round
-
-  __device__ RingPlace operator+(int blocks) const {
-    const int next = slot + blocks;  // at most one round further
-    return next < kRing ? RingPlace{next, parity} : RingPlace{next - kRing, parity ^ 1};
-  }
 };
 
 // State of a thread's heads: columns c and c + 1 of every eight, c = lane % 4 * 2.
@@ -131,7 +120,7 @@ __device__ void write_few(const SparseMlaFwdParams& p, int number, int tiles,
     if (head < item.heads) {
       if (p.sinks && !empty) {
         const float sink = p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + head];
-        factor[i] /= 1.f + exp2_approx((sink - lse) * kLog2E);
+        factor[i] /= sink_divisor(sink, lse);
       }
       if (threadIdx.x < 4) p.lse[first + head] = lse;
     }
@@ -256,9 +245,9 @@ __device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
         const Place place = at + i;
-        mbarrier_wait(&shared.full[place.slot], place.parity);
+        mbarrier_wait(&shared.full[place.index], place.parity);
         wgmma_fence();
-        const uint64_t a = keys + place.slot * (kBlockBytes / 16);
+        const uint64_t a = keys + place.index * (kBlockBytes / 16);
         const uint64_t b = q + (i < kLead ? kValueBlocks : i - kLead) * (kN * 128 / 16);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -270,12 +259,12 @@ __device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
       wgmma_pin(s);
       if (tile + 1 == tiles) arrive(&shared.q_free);
 #pragma unroll
-      for (int i = 0; i < kLead; ++i) arrive(&shared.free[(at + i).slot]);
+      for (int i = 0; i < kLead; ++i) arrive(&shared.free[(at + i).index]);
 
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) s[i] = valid[i / 2 % 2] ? s[i] * scale_log2 : -INFINITY;
       // All four warps have multiplied with the last tile's P.
-      mbarrier_wait(&shared.free[last.slot], last.parity);
+      mbarrier_wait(&shared.free[last.index], last.parity);
       float sum[kMine];
       if (store_probabilities(sum)) {
         move_references();
@@ -287,7 +276,7 @@ __device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
       wgmma_fence();
 #pragma unroll
       for (int m = 0; m < kValueBlocks; ++m) {
-        const uint64_t v = values + (at + (kLead + m)).slot * (kBlockBytes / 16);
+        const uint64_t v = values + (at + (kLead + m)).index * (kBlockBytes / 16);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           wgmma_bf16<kMNMajor, kKMajor>(o[m], v + k * (16 * 128 / 16), probabilities + k * 2,
@@ -296,8 +285,8 @@ __device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
         if (m % 2 == 1) wgmma_commit();
       }
       const auto free = [&](int pair) {
-        arrive(&shared.free[(at + (kLead + pair * 2)).slot]);
-        arrive(&shared.free[(at + (kLead + pair * 2 + 1)).slot]);
+        arrive(&shared.free[(at + (kLead + pair * 2)).index]);
+        arrive(&shared.free[(at + (kLead + pair * 2 + 1)).index]);
       };
       wgmma_wait<3>();
       free(0);
@@ -312,7 +301,7 @@ __device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
       last = at + (kBlocks - 1);
       at = at + kBlocks;
     }
-    mbarrier_wait(&shared.free[last.slot], last.parity);
+    mbarrier_wait(&shared.free[last.index], last.parity);
     write_few<kD, kN>(p, number, tiles, o, columns, shared);
   }
 }
@@ -362,18 +351,11 @@ __device__ void produce_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
     const char* kv = static_cast<const char*>(p.kv) + item.batch * p.keys * stride +
                      item.group * (kD * 2) + chunk * 16;
     for (int tile = 0; tile < tiles; ++tile, ++tile_number) {
-      const bool counts = slots.counts(index);
-      const uint32_t bits = __ballot_sync(~0u, counts) & 0xffff;
-      const int safe = counts ? index : 0;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        gather.valid[i] = bits >> (i * 4 + sub) & 1;
-        gather.from[i] = kv + __shfl_sync(~0u, safe, i * 4 + sub) * stride;
-      }
+      const uint32_t bits = gather.aim(kv, stride, sub, index, slots.counts(index));
       if (tile + 1 < tiles) index = slots.index((tile + 1) * kTile + slot);
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
-        mbarrier_wait(&shared.free[at.slot], at.parity ^ 1);
+        mbarrier_wait(&shared.free[at.index], at.parity ^ 1);
         // The ring has less than two tiles: that the last but one has freed a block means that
         // its bits have been read.
         if (i == 0 && lane == 0) {
@@ -382,9 +364,9 @@ __device__ void produce_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
           shared.valid[parity][warp + 4] = bits >> 8;
           mbarrier_arrive(&shared.valid_full[parity]);
         }
-        gather.copy_block(ring + at.slot * kBlockBytes, 0, i < kLead ? kValueBlocks : i - kLead,
+        gather.copy_block(ring + at.index * kBlockBytes, 0, i < kLead ? kValueBlocks : i - kLead,
                           keep);
-        cp_async_arrive(&shared.full[at.slot]);
+        cp_async_arrive(&shared.full[at.index]);
         at = at + 1;
       }
     }

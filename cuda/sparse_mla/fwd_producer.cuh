@@ -22,6 +22,20 @@ struct Gather {
     return i / 2 * 32 + warp * 8 + i % 2 * 4 + sub;
   }
 
+  // At the keys of a tile. Lanes 0..15 have the index of one of the warp's 16 slots each, in the
+  // order of `row`, and whether it counts; returns these bits.
+  __device__ __forceinline__ uint32_t aim(const char* kv, int64_t stride, int sub, int index,
+                                          bool counts) {
+    const uint32_t bits = __ballot_sync(~0u, counts) & 0xffff;
+    const int safe = counts ? index : 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      valid[i] = bits >> (i * 4 + sub) & 1;
+      from[i] = kv + __shfl_sync(~0u, safe, i * 4 + sub) * stride;
+    }
+    return bits;
+  }
+
   template <int kFirst, int kLast, int kHalf>
   __device__ void copy(uint32_t to, uint64_t policy) const {
 #pragma unroll
@@ -126,14 +140,7 @@ __device__ void produce(const SparseMlaFwdParams& p, Shared<kD>& shared) {
     const char* kv = static_cast<const char*>(p.kv) + item.batch * p.keys * stride +
                      item.group * (kD * 2) + chunk * 16;
     for (int tile = 0; tile < tiles; ++tile) {
-      const bool counts = slots.counts(index);
-      const uint32_t bits = __ballot_sync(~0u, counts) & 0xffff;
-      const int safe = counts ? index : 0;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        gather.valid[i] = bits >> (i * 4 + sub) & 1;
-        gather.from[i] = kv + __shfl_sync(~0u, safe, i * 4 + sub) * stride;
-      }
+      const uint32_t bits = gather.aim(kv, stride, sub, index, slots.counts(index));
       if (tile + 1 < tiles) index = slots.index((tile + 1) * kTile + slot);
 
       auto fill = [&]<int kParity>() {

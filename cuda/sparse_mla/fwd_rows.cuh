@@ -9,6 +9,11 @@
 
 namespace jax_dsa::sparse_mla {
 
+// What a sink divides the output by.
+__device__ __forceinline__ float sink_divisor(float sink, float lse) {
+  return 1.f + exp2_approx((sink - lse) * kLog2E);
+}
+
 // State of two rows of one warpgroup's accumulator: a thread has rows r and r + 8.
 struct Rows {
   float reference[2];  // log2 units; -inf before the first valid score

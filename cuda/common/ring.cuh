@@ -1,0 +1,25 @@
+// Places in a ring of buffers in shared memory, each with mbarriers for "full" and "free".
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace jax_dsa {
+
+template <int kBuffers>
+struct RingPlace {
+  int index = 0;
+  uint32_t parity = 0;  // of both barriers' phases in this round
+
+  __device__ void advance() {
+    if (++index == kBuffers) index = 0, parity ^= 1;
+  }
+  // So many buffers ahead, at most one round.
+  __device__ RingPlace operator+(int buffers) const {
+    const int next = index + buffers;
+    return next < kBuffers ? RingPlace{next, parity} : RingPlace{next - kBuffers, parity ^ 1};
+  }
+};
+
+}  // namespace jax_dsa
