@@ -225,11 +225,8 @@ int main(int argc, char** argv) {
     bench(1024, 8192, 128, 576, 2048);
     return 0;
   }
-  for (int heads : {128, 64}) {
+  for (int heads : {128, 64, 32, 16}) {
     for (int keys : {4096, 8192, 32768, 131072}) bench(4096, keys, heads, 576, 2048);
-  }
-  for (int heads : {16, 32}) {
-    for (int keys : {4096, 8192, 131072}) bench(4096, keys, heads, 576, 2048);
   }
   bench(4096, 8192, 64, 512, 512);
   bench(4096, 8192, 128, 512, 1024);

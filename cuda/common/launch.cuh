@@ -1,5 +1,4 @@
-// Launching persistent kernels: as many blocks as run at a time, which share out the work
-// themselves.
+// Launching kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,7 +18,21 @@ inline cudaError_t processor_count(int* count) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 
-// `kBlocks` blocks a multiprocessor, fewer if there are fewer pieces of work; `Shared` is the
+// With so much dynamic shared memory.
+template <typename... Params>
+cudaError_t launch_blocks(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes,
+                          cudaStream_t stream, const std::type_identity_t<Params>&... params) {
+  if (cudaError_t e =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+      e != cudaSuccess) {
+    return e;
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(params...);
+  return cudaGetLastError();
+}
+
+// Persistent kernels, whose blocks share out the work themselves: as many as run at a time,
+// `kBlocks` a multiprocessor, fewer if there are fewer pieces of work; `Shared` is the
 // kernel's dynamic shared memory.
 template <typename Shared, int kBlocks = 1, typename... Params>
 cudaError_t launch_persistent(void (*kernel)(Params...), int64_t pieces, int threads,
@@ -28,14 +41,8 @@ cudaError_t launch_persistent(void (*kernel)(Params...), int64_t pieces, int thr
                 kMaxSharedBytes + kReservedSharedBytes);
   int processors = 0;
   if (cudaError_t e = processor_count(&processors); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           static_cast<int>(sizeof(Shared)));
-      e != cudaSuccess) {
-    return e;
-  }
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(pieces, int64_t{kBlocks} * processors));
-  kernel<<<grid, threads, sizeof(Shared), stream>>>(params...);
-  return cudaGetLastError();
+  return launch_blocks(kernel, std::min(pieces, int64_t{kBlocks} * processors), threads,
+                       static_cast<int>(sizeof(Shared)), stream, params...);
 }
 
 }  // namespace jax_dsa

@@ -1,7 +1,5 @@
 // Launcher of the sparse MLA backward kernel.
 
-#include <type_traits>
-
 #include "common/launch.cuh"
 #include "sparse_mla/bwd.cuh"
 #include "sparse_mla/bwd_order.cuh"
@@ -22,20 +20,6 @@ cudaError_t launch(const SparseMlaBwdParams& p, const sparse_mla::BwdWork& work,
                                                       stream, p, work);
 }
 
-// A kernel that prepares slots, a block for each step.
-template <typename... Params>
-cudaError_t launch_slots(void (*kernel)(Params...), int64_t blocks, int shared_bytes,
-                         cudaStream_t stream, const std::type_identity_t<Params>&... params) {
-  if (cudaError_t e =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-      e != cudaSuccess) {
-    return e;
-  }
-  kernel<<<static_cast<unsigned>(blocks), sparse_mla::kOrderThreads, shared_bytes, stream>>>(
-      params...);
-  return cudaGetLastError();
-}
-
 // The queries at hand: dq, and dkv by reductions or as rows.
 cudaError_t launch_part(const SparseMlaBwdParams& unpacked, cudaStream_t stream) {
   const int n = sparse_mla::packed_queries(unpacked);
@@ -50,9 +34,9 @@ cudaError_t launch_part(const SparseMlaBwdParams& unpacked, cudaStream_t stream)
     const int room = sparse_mla::order_room(unpacked.slots);
     int32_t* const slots = sparse_mla::packed_slots(p, work);
     int32_t* const lengths = slots + p.count * p.slots;
-    if (cudaError_t e =
-            launch_slots(sparse_mla::pack_kernel, p.count, sparse_mla::pack_shared_bytes(n * room),
-                         stream, unpacked, n, room, slots, lengths);
+    if (cudaError_t e = launch_blocks(sparse_mla::pack_kernel, p.count, sparse_mla::kOrderThreads,
+                                      sparse_mla::pack_shared_bytes(n * room), stream, unpacked, n,
+                                      room, slots, lengths);
         e != cudaSuccess) {
       return e;
     }
@@ -61,8 +45,9 @@ cudaError_t launch_part(const SparseMlaBwdParams& unpacked, cudaStream_t stream)
   }
   if (work.shares(p)) {
     const int room = sparse_mla::order_room(p.slots);
-    if (cudaError_t e = launch_slots(sparse_mla::order_kernel, work.steps,
-                                     sparse_mla::order_shared_bytes(room), stream, p, work, room);
+    if (cudaError_t e =
+            launch_blocks(sparse_mla::order_kernel, work.steps, sparse_mla::kOrderThreads,
+                          sparse_mla::order_shared_bytes(room), stream, p, work, room);
         e != cudaSuccess) {
       return e;
     }
@@ -117,8 +102,7 @@ int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& p) {
 int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& p) {
   const SparseMlaBwdParams at = packed(p);
   const sparse_mla::BwdWork work(at);
-  const int64_t ordered = work.shares(at) ? sparse_mla::order_words(at, work) : 0;
-  return (ordered + sparse_mla::packed_words(at)) * 4;
+  return (sparse_mla::order_words(at, work) + sparse_mla::packed_words(at)) * 4;
 }
 
 int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& p) {

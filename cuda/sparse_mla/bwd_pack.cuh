@@ -42,7 +42,7 @@ inline int64_t packed_words(const SparseMlaBwdParams& p) {
   return p.member_bits ? p.count * (int64_t{p.slots} + 1) : 0;
 }
 inline int32_t* packed_slots(const SparseMlaBwdParams& p, const BwdWork& work) {
-  return p.order + (work.shares(p) ? order_words(p, work) : 0);
+  return p.order + order_words(p, work);
 }
 
 inline int pack_shared_bytes(int room) {

@@ -161,10 +161,10 @@ struct HeadTile {
   }
 };
 
-// `order`: the indices in their new order, then for each step, how many tiles of slots its two rows
-// have in common.
+// `order`, if rows share sums: the indices in their new order, then for each step, how many tiles
+// of slots its two rows have in common.
 inline int64_t order_words(const SparseMlaBwdParams& p, const BwdWork& work) {
-  return work.rows * p.slots + work.steps;
+  return work.shares(p) ? work.rows * p.slots + work.steps : 0;
 }
 __device__ inline int32_t* common_tiles(const SparseMlaBwdParams& p, const BwdWork& work) {
   return p.order + work.rows * p.slots;

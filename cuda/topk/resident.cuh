@@ -11,6 +11,7 @@
 // again.
 #pragma once
 
+#include "common/launch.cuh"
 #include "topk/fwd.cuh"
 
 namespace jax_dsa::topk {
@@ -302,11 +303,7 @@ template <typename T>
 cudaError_t launch_resident(const TopkParams& p, cudaStream_t stream) {
   const size_t bytes =
       sizeof(Scratch<T::kThreads>) + static_cast<size_t>(p.k < p.size ? p.k : p.size) * sizeof(int);
-  const cudaError_t status = cudaFuncSetAttribute(
-      resident_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  if (status != cudaSuccess) return status;
-  resident_kernel<T><<<static_cast<unsigned>(p.rows), T::kThreads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_blocks(resident_kernel<T>, p.rows, T::kThreads, static_cast<int>(bytes), stream, p);
 }
 
 }  // namespace jax_dsa::topk

@@ -41,8 +41,8 @@ void forward(const Case& c, const emulator::Options& options) {
   p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
   const auto run = [&]<int kD>() {
     const int heads = c.heads / c.groups;
-    const bool few = heads <= 32;
-    emulator::launch(2, few ? sparse_mla::kFewThreads : sparse_mla::kThreads, options, [&] {
+    const int threads = heads <= 32 ? sparse_mla::kFewThreads : sparse_mla::kThreads;
+    emulator::launch(2, threads, options, [&] {
       heads <= 16   ? sparse_mla::fwd_few_kernel<kD, 16>(p)
       : heads <= 32 ? sparse_mla::fwd_few_kernel<kD, 32>(p)
                     : sparse_mla::fwd_kernel<kD>(p);
@@ -81,11 +81,10 @@ void backward(const Case& c, const emulator::Options& options) {
     SparseMlaBwdParams unpacked = p;
     unpacked.by_rows = kRows;
     const int n = sparse_mla::packed_queries(unpacked);
-    // Room for the slots twice, packed and in order.
-    std::vector<int32_t> order(2 * p.count * (p.slots + 1) + 2, -1);
-    unpacked.order = order.data();
     SparseMlaBwdParams p = sparse_mla::packed(unpacked, n);
     const sparse_mla::BwdWork work(p);
+    std::vector<int32_t> order(order_words(p, work) + sparse_mla::packed_words(p), -1);
+    p.order = order.data();
     std::vector<uint32_t> counters(sparse_mla::counter_bytes(work) / 4);
     std::vector<uint4> images(work.image_blocks() * sparse_mla::kBlockBytes / 16);
     memset(images.data(), 0xff, images.size() * 16);
