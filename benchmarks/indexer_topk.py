@@ -41,13 +41,13 @@ def main() -> None:
         return q[0], k[0], weights, k[1][..., 0], (s - t + 1 + jnp.arange(t, dtype=jnp.int32))[None]
 
     def logits(q: Any, k: Any, weights: Any, k_scale: Any, ends: Any) -> jax.Array:
-        return jax_dsa.indexer_logits(q, k, weights, k_scale=k_scale, ends=ends)
+        return jax_dsa.indexer_logits(q, k, weights, index_k_scale=k_scale, ends=ends)
 
     def selected(x: Any, ends: Any) -> Any:
         return jax_dsa.topk(x, TOP_K, ends=ends, return_values=True)
 
     def both(q: Any, k: Any, weights: Any, k_scale: Any, ends: Any) -> Any:
-        return jax_dsa.indexer_topk(q, k, weights, TOP_K, k_scale=k_scale, ends=ends)
+        return jax_dsa.indexer_topk(q, k, weights, TOP_K, index_k_scale=k_scale, ends=ends)
 
     operands = inputs(jax.random.key(0))
     given = jax.jit(logits)(*operands), operands[-1]

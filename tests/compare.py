@@ -1,11 +1,22 @@
-"""How close is close enough: tolerances of the whole suite."""
+"""What tests share: how close is close enough, and what else may be taken for an array."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+
+class Variable:
+    """Holds an array and says so, as Flax's variables do."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self.value)
 
 
 def assert_matches(got: Any, want: Any, tol: float = 1e-4, what: str = "") -> None:

@@ -6,6 +6,7 @@ skipped all of them fails.
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 from typing import Any
@@ -36,6 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    # pytest collects garbage twice more, seconds each with all that JAX keeps, and xdist interrupts
+    # a worker that takes longer than five: a KeyboardInterrupt in a callback of the collector.
+    gc.collect()
+    gc.freeze()
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if not HAS_GPU or reporter is None or exitstatus != pytest.ExitCode.OK:
         return

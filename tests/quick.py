@@ -18,3 +18,11 @@ def compile_quickly() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def compile_fully(compile_quickly: None) -> Iterator[None]:
+    """For one test of such a module, where it is XLA's optimisations that might do harm."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)

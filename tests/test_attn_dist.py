@@ -15,11 +15,11 @@ from jax.test_util import check_grads
 from oracles import attn_dist as oracle
 from oracles import sparse_mla as attention
 
+from jax_dsa import attn_dist, sparse_mla
 from jax_dsa.core import streaming
-from jax_dsa.ops.attn_dist import Options, attn_dist
-from jax_dsa.ops.sparse_mla import sparse_mla
-from jax_dsa.reference import attn_dist as reference
-from jax_dsa.reference.sparse_mla import query_bytes
+from jax_dsa.core.rows import query_bytes
+from jax_dsa.ops.attn_dist import xla
+from jax_dsa.ops.attn_dist.spec import Operands, Options, Results
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 B, T, S, N, G, D, K = 2, 5, 11, 12, 2, 10, 9
@@ -74,12 +74,13 @@ def test_all_heads(rng: np.random.Generator) -> None:
     assert_matches(attn_dist(*args, head_group=4).sum(1), got, tol=1e-5)
 
 
-def test_the_default_group_is_64_heads(rng: np.random.Generator) -> None:
+def test_sums_of_64_heads(rng: np.random.Generator) -> None:
     q, kv, indices, _ = inputs(rng, g=1)
     q = np.tile(q, (1, 1, 11, 1))[:, :, :128]
     _, lse = sparse_mla(q, kv, indices, value_dim=4, return_lse=True)
-    dist = attn_dist(q, kv, indices, lse)
+    dist = attn_dist(q, kv, indices, lse, head_group=64)
     assert dist.shape == (B, 2, T, K)
+    assert_matches(attn_dist(q, kv, indices, lse), dist.sum(1), tol=1e-5)
     rows = np.asarray(dist.sum(-1))
     valid = np.broadcast_to(((indices >= 0) & (indices < S)).any(-1)[:, :, 0][:, None], rows.shape)
     np.testing.assert_allclose(rows[valid], 64, rtol=1e-5)
@@ -177,12 +178,13 @@ def test_chunks_of_queries(
     deterministic: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, kv, indices, lse = (jnp.asarray(x) for x in inputs(rng))
-    operands = q, kv, indices, lse, None, jnp.full((B, T), 5, jnp.int32), jnp.ones((B, N))
+    length, sinks = jnp.full((B, T), 5, jnp.int32), jnp.ones((B, N))
+    operands = Operands(q, kv, indices, lse, None, length, sinks)
     options = Options(scale=0.3, head_group=3, deterministic=deterministic)
 
     def run() -> tuple:
-        (dist,) = reference.attn_dist_fwd(options, *operands)
-        return dist, *reference.attn_dist_bwd(options, *operands, jnp.cos(dist))
+        (dist,) = xla.attn_dist_fwd(options, operands)
+        return dist, *xla.attn_dist_bwd(options, operands, Results(jnp.cos(dist)))
 
     whole = jax.jit(run)()
     monkeypatch.setattr(streaming, "BUDGET", 2 * query_bytes(q, indices, 16, 16))  # 2 + 2 + 1
@@ -220,7 +222,7 @@ WRONG = {
     "head_group 4": ({"head_group": 4}, ValueError, "'head_group' is 4.*divisor of N/G=6"),
     "head_group 0": ({"head_group": 0}, ValueError, "'head_group' is 0"),
     "head_group type": ({"head_group": 2.0}, TypeError, "'head_group'"),
-    "head_group None": ({"head_group": None}, ValueError, "'head_group' is None.*G=2 KV groups"),
+    "head_group None": ({"head_group": None}, ValueError, "'head_group' is None, want 6.*G=2 KV"),
     "is_causal": ({"is_causal": "no"}, TypeError, "'is_causal'"),
     "query_start": ({"query_start": 1.5}, TypeError, "'query_start'"),
     "key_stride": ({"key_stride": -1}, ValueError, "'key_stride' is -1"),

@@ -89,7 +89,7 @@ def test_empty_axes(empty: str) -> None:
     kv = jnp.ones((shape["b"], shape["s"], 1, 576), jnp.bfloat16)
     indices = jnp.zeros((shape["b"], shape["t"], 1, shape["k"]), jnp.int32)
     lse = jnp.zeros((shape["b"], shape["t"], 64), jnp.float32)
-    dist = attn_dist(q, kv, indices, lse, implementation="cuda")
+    dist = attn_dist(q, kv, indices, lse, head_group=64, implementation="cuda")
     assert dist.shape == (shape["b"], 1, shape["t"], shape["k"]) and not np.any(np.asarray(dist))
 
 

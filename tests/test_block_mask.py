@@ -44,6 +44,7 @@ def expanded(blocks: BlockMask) -> np.ndarray:
 
 def check(blocks: BlockMask, mask: np.ndarray) -> None:
     """Everything in the block mask follows from `mask` [B, H, T, S]."""
+    blocks = jax.tree.map(np.asarray, blocks)
     np.testing.assert_array_equal(expanded(blocks), mask)
     _, _, rows, columns = blocks.tiles.shape
     block_q, block_k = blocks.block_q, blocks.block_k
@@ -102,8 +103,12 @@ def test_of_a_function(rng: np.random.Generator) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "bottom-right": {"is_causal": True, "causal_alignment": "bottom_right"},
-    "window": {"window": (3, 1)},
-    "lengths": {"lengths": np.array([9, 23], i32), "causal_alignment": "bottom_right", "window": 4},
+    "window": {"local_window_size": (3, 1)},
+    "lengths": {
+        "key_value_seq_lengths": np.array([9, 23], i32),
+        "causal_alignment": "bottom_right",
+        "local_window_size": 4,
+    },
 }
 
 
@@ -112,10 +117,7 @@ def test_of_options(options: dict[str, Any], rng: np.random.Generator) -> None:
     shape = (2, 1, 11, 21)
     segments = rng.integers(0, 2, (2, 11)).astype(i32), rng.integers(0, 2, (2, 21)).astype(i32)
     blocks = make_block_mask(shape=shape, segment_ids=segments, block_q=3, block_k=8, **options)
-    chosen = dict(options)
-    if chosen.get("window") == 4:
-        chosen["window"] = (4, 4)
-    count = oracle.counts(shape, 1, q_segments=segments[0], kv_segments=segments[1], **chosen)
+    count = oracle.counts(shape, 1, q_segments=segments[0], kv_segments=segments[1], **options)
     check(blocks, count > 0)
 
 
@@ -127,19 +129,19 @@ def test_attention_takes_it_for_the_mask(rng: np.random.Generator) -> None:
     other = jnp.asarray(rng.random((2, 1, 1, 19)) < 0.8)
     blocks = make_block_mask(own, block_q=4, block_k=8)
 
-    def both(q: jax.Array, k: jax.Array, **masks: Any) -> tuple:
+    @jax.jit
+    def both(q: jax.Array, k: jax.Array, masks: dict) -> tuple:
         def loss(q: jax.Array, k: jax.Array) -> tuple:
             out, lse = masked_attention(q, k, k, **masks, is_causal=True, return_lse=True)
             return (out**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
 
         return jax.grad(loss, (0, 1), has_aux=True)(q, k)
 
-    want = both(q, k, mask=own & other)
-    assert_matches(both(q, k, mask=other, block_mask=blocks), want, 1e-6)
+    want = both(q, k, {"mask": own & other})
+    assert_matches(both(q, k, {"mask": other, "block_mask": blocks}), want, 1e-6)
     pair = jax.tree.map(lambda x: jnp.stack([x, x]), blocks)
-    got = jax.vmap(lambda q, k, m, b: both(q, k, mask=m, block_mask=b), (None, None, None, 0))(
-        q, k, other, pair
-    )
+    over = jax.vmap(both, (None, None, {"mask": None, "block_mask": 0}))
+    got = over(q, k, {"mask": other, "block_mask": pair})
     assert_matches(jax.tree.map(lambda x: x[1], got), want, 1e-6)
 
 
@@ -169,18 +171,18 @@ def test_relu_mask() -> None:
         min_size=2,
         max_size=2,
     ),
-    window=st.sampled_from([3, 9]),
+    top_k=st.sampled_from([3, 9]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
-def test_topk_masks(rows: list[list[float]], window: int, dtype: str) -> None:
+def test_topk_masks(rows: list[list[float]], top_k: int, dtype: str) -> None:
     """Against a stable sort by descending value, ties at the threshold and all."""
     bias = jnp.asarray(rows, dtype)[:, None]
-    mask, indices = topk_mask(bias, window), topk_indices(bias, window)
+    mask, indices = topk_mask(bias, top_k), topk_indices(bias, top_k)
     for i, row in enumerate(rows):
         usable = [s for s, x in enumerate(row) if x > -np.inf]
-        best = sorted(sorted(usable, key=lambda s: -row[s])[:window])
+        best = sorted(sorted(usable, key=lambda s: -row[s])[:top_k])
         assert np.flatnonzero(mask[i, 0]).tolist() == best
-        assert indices[i, 0].tolist() == best + [-1] * (window - len(best))
+        assert indices[i, 0].tolist() == best + [-1] * (top_k - len(best))
 
 
 def test_topk_mask_below_a_mask(rng: np.random.Generator) -> None:
@@ -203,7 +205,7 @@ def test_kept_keys_are_a_mask(rng: np.random.Generator) -> None:
 
     def grads(**how: Any) -> Any:
         fn = lambda *a: (jax_dsa.masked_attention(*a, **how, **options) ** 2).sum()  # noqa: E731
-        return jax.value_and_grad(fn, (0, 1, 2, 3))(q, k, v, bias)
+        return jax.jit(jax.value_and_grad(fn, (0, 1, 2, 3)))(q, k, v, bias)
 
     kept = grads(kv_indices=topk_indices(bias[:, :, 0], 5))
     assert_matches(kept, grads(mask=topk_mask(bias, 5)), 1e-5)
@@ -221,8 +223,13 @@ ERRORS = [
     ((lambda b, h, t, s: s,), {"shape": (1, 1, 4, 9)}, TypeError, "'mask' has dtype int32"),
     ((ARRAY,), {"block_q": 0}, ValueError, "'block_q' is 0"),
     ((ARRAY,), {"block_k": 12}, ValueError, "'block_k' is 12, want a multiple of 8"),
-    ((ARRAY,), {"window": "all"}, TypeError, "'window'"),
-    ((ARRAY,), {"lengths": np.ones(2, i32)}, ValueError, "'lengths' has shape.*B=1"),
+    ((ARRAY,), {"local_window_size": "all"}, TypeError, "'local_window_size'"),
+    (
+        (ARRAY,),
+        {"key_value_seq_lengths": np.ones(2, i32)},
+        ValueError,
+        "'key_value_seq_lengths' has shape.*B=1",
+    ),
     ((ARRAY,), {"segment_ids": np.ones((1, 4), i32)}, ValueError, "'segment_ids' has shape.*S=9"),
     ((ARRAY,), {"is_causal": None}, TypeError, "'is_causal'"),
     ((ARRAY,), {"causal_alignment": 1}, ValueError, "'causal_alignment' is 1"),
@@ -241,8 +248,8 @@ def test_misuse(args: tuple, options: dict, error: type[Exception], message: str
         (lambda: relu_mask([1.0]), TypeError, "relu_mask: argument 'bias' is list"),
         (lambda: relu_mask(ARRAY), TypeError, "relu_mask: argument 'bias' has dtype bool"),
         (lambda: topk_indices(np.float32(1), 2), ValueError, "topk_indices: argument 'bias'"),
-        (lambda: topk_indices(np.ones(4, f32), 0), ValueError, "topk_indices: argument 'window'"),
-        (lambda: topk_mask(np.ones(4, f32), 1.0), TypeError, "topk_mask: argument 'window' is 1.0"),
+        (lambda: topk_indices(np.ones(4, f32), 0), ValueError, "topk_indices: argument 'top_k'"),
+        (lambda: topk_mask(np.ones(4, f32), 1.0), TypeError, "topk_mask: argument 'top_k' is 1.0"),
         (lambda: topk_mask(np.ones(9, f32), 1, mask=1), TypeError, "topk_mask: argument 'mask'"),
         (lambda: topk_mask(np.ones(8, f32), 1, mask=ARRAY), ValueError, "'mask' has shape"),
     ],

@@ -12,9 +12,8 @@ import pytest
 from compare import assert_matches
 from quick import compile_quickly  # noqa: F401
 
-from jax_dsa.ops.mqa_decode import mqa_decode
-from jax_dsa.ops.sparse_mla import sparse_mla, sparse_mla_decode
-from jax_dsa.serving import FlatCache, PagedCache, pack_records, unpack_records
+from jax_dsa import FlatCache, PagedCache, mqa_decode, sparse_mla, sparse_mla_decode
+from jax_dsa.serving import pack_records, unpack_records
 
 B, T, N, G, D, E, K, PAGE, ROOM = 3, 2, 4, 2, 10, 6, 7, 4, 5
 S = PAGE * ROOM
@@ -219,10 +218,10 @@ def test_fp8_cache(kind: str, rng: np.random.Generator) -> None:
     store = cache.data if kind == "flat" else cache.pages
     assert store.dtype == jnp.uint8 and store.shape[-1] == 656
 
-    table = {} if kind == "flat" else {"page_table": cache.page_table}
-    dense = mqa_decode(q, store, lengths=cache.lengths, num_splits=2, **table)
-    assert_matches(dense, mqa_decode(q, held, lengths=cache.lengths), tol=1e-5)
-    low = mqa_decode(q.astype(jnp.bfloat16), store, lengths=cache.lengths, **table)
+    dense = mqa_decode(q, cache, num_splits=2, return_lse=True)
+    options = {"key_value_seq_lengths": cache.lengths, "return_lse": True}
+    assert_matches(dense, mqa_decode(q, held, **options), tol=1e-5)
+    low = mqa_decode(q.astype(jnp.bfloat16), cache, return_lse=True)
     assert low[0].dtype == jnp.bfloat16 and low[0].shape == (B, T, N, 512)
 
 
@@ -248,6 +247,13 @@ def test_misuse_of_caches() -> None:
         FlatCache.empty(B, S, D, fp8=True)
     with pytest.raises(ValueError, match=r"pack_records: argument 'rows'.*576"):
         pack_records(jnp.zeros((3, 512)))
+
+
+@BOTH
+def test_lengths_out_of_range(kind: str, rng: np.random.Generator) -> None:
+    lengths = jnp.asarray([INT_MAX, INT_MIN, S - 1], jnp.int32)
+    cache = dataclasses.replace(empty(kind, rng), lengths=lengths)
+    np.testing.assert_array_equal(cache.append(rows(rng, 3)).lengths, [S, 3, S])
 
 
 GOOD_Q, GOOD_INDICES = np.zeros((B, T, N, D), np.float32), np.zeros((B, T, G, K), np.int32)
@@ -277,7 +283,7 @@ WRONG = {
         ValueError,
         "'cache.pages' has shape",
     ),
-    "indices": ({"indices": GOOD_INDICES[..., 0]}, ValueError, "'indices'"),
+    "indices": ({"indices": GOOD_INDICES[..., 0, 0]}, ValueError, "'indices'"),
     "topk_length": ({"topk_length": np.zeros((T, B), np.int32)}, ValueError, "'topk_length'"),
     "value_dim": ({"value_dim": 0}, ValueError, "'value_dim' is 0"),
     "scale": ({"scale": "x"}, TypeError, "'scale'"),

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches, assert_unmoved
+from compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from oracles.attn_dist import attn_dist
 from oracles.indexer import indexer_logits
 from oracles.losses import kl_rows
@@ -27,15 +29,26 @@ def inputs(rng, B=B, T=T, S=S, N=N, G=1):
     return tuple(rng.normal(size=s).astype(np.float32) for s in shapes)
 
 
-def oracle(q, kv, index_q, index_k, index_weights, starts, ends, top_k=K, sinks=None, k_scale=None):
+def oracle(
+    q,
+    kv,
+    index_q,
+    index_k,
+    index_weights,
+    starts,
+    ends,
+    top_k=K,
+    sinks=None,
+    k_scale=None,
+    scale=D**-0.5,
+):
     """out, indices, kl and lse."""
     index = indexer_logits(
-        index_q, index_k, index_weights, starts=starts, ends=ends, k_scale=k_scale
+        index_q, index_k, index_weights, starts=starts, ends=ends, index_k_scale=k_scale
     )
     indices = topk(index, top_k)
     groups = kv.shape[2]
     shared = np.repeat(indices[:, :, None], groups, axis=2)
-    scale = q.shape[3] ** -0.5
     out, lse = sparse_mla(q, kv, shared, value_dim=E, scale=scale, sinks=sinks)
     teacher = attn_dist(q, kv, shared, lse, scale=scale, head_group=1).sum(1)
     kl, _ = kl_rows(values(index, indices), teacher, indices >= 0)
@@ -77,13 +90,13 @@ def test_options(rng):
     ends = rng.integers(0, S + 3, size=(B, T)).astype(np.int32)
     sinks = rng.normal(size=N).astype(np.float32)
     k_scale = np.exp(rng.normal(size=(B, S))).astype(np.float32)
-    more = {"starts": starts, "ends": ends, "sinks": sinks, "index_k_scale": k_scale}
+    more = {"starts": starts, "ends": ends, "sinks": sinks, "index_k_scale": k_scale, "scale": 0.7}
     for causal in (True, False):
         got = dsa_attention(
             *args, top_k=K, value_dim=E, query_start=2, is_causal=causal, deterministic=True, **more
         )
         stop = np.minimum(ends, limits(2)[1]) if causal else ends
-        assert_same(got, oracle(*args, starts, stop, sinks=sinks, k_scale=k_scale))
+        assert_same(got, oracle(*args, starts, stop, sinks=sinks, k_scale=k_scale, scale=0.7))
 
 
 def test_groups_share_the_selection(rng):
@@ -132,23 +145,29 @@ def losses(*args, **options):
 
 
 def test_the_losses_reach_exactly_their_own_inputs(rng):
-    args = inputs(rng)
-    for which, own in ((0, ("q", "kv")), (1, ("index_q", "index_k", "index_weights"))):
-        grads = jax.grad(lambda *a, i=which: losses(*a)[i], argnums=tuple(range(5)))(*args)
-        for name, grad in zip(NAMES, grads, strict=True):
+    @jax.jit
+    def gradients(*args):
+        _, back = jax.vjp(lambda *a: losses(*a[:5], sinks=a[5]), *args)
+        return back((1.0, 0.0)), back((0.0, 1.0))
+
+    of_each = gradients(*inputs(rng), jnp.zeros(N))
+    owners = ("q", "kv", "sinks"), ("index_q", "index_k", "index_weights")
+    for which, (own, grads) in enumerate(zip(owners, of_each, strict=True)):
+        for name, grad in zip((*NAMES, "sinks"), grads, strict=True):
             assert np.isfinite(grad).all()
             assert bool((np.asarray(grad) != 0).any()) == (name in own), (which, name)
-    sinks = jnp.zeros(N)
-    grads = [jax.grad(lambda s, i=i: losses(*args, sinks=s)[i])(sinks) for i in range(2)]
-    assert (np.asarray(grads[0]) != 0).all() and (np.asarray(grads[1]) == 0).all()
+    assert (np.asarray(of_each[0][5]) != 0).all()
 
 
 def test_one_backward_pass_gives_both_gradients(rng):
-    args = inputs(rng)
-    both = jax.grad(lambda *a: sum(losses(*a)), argnums=tuple(range(5)))(*args)
-    lm = jax.grad(lambda *a: losses(*a)[0], argnums=(0, 1))(*args)
-    kl = jax.grad(lambda *a: losses(*a)[1], argnums=(2, 3, 4))(*args)
-    assert_matches(both, (*lm, *kl), 1e-6)
+    @jax.jit
+    def gradients(*args):
+        both = jax.grad(lambda *a: sum(losses(*a)), argnums=tuple(range(5)))(*args)
+        lm = jax.grad(lambda *a: losses(*a)[0], argnums=(0, 1))(*args)
+        kl = jax.grad(lambda *a: losses(*a)[1], argnums=(2, 3, 4))(*args)
+        return both, (*lm, *kl)
+
+    assert_matches(*gradients(*inputs(rng)), 1e-6)
 
 
 def test_gradients_against_finite_differences(rng):
@@ -156,6 +175,7 @@ def test_gradients_against_finite_differences(rng):
     with jax.enable_x64(True):
         args = [x.astype(np.float64) for x in inputs(rng, B=1, T=3, S=5, N=2)]
 
+        @jax.jit
         def both(*args):
             out, aux = dsa_attention(*args, top_k=2, value_dim=E, query_start=2)
             return jnp.sin(out).sum() + jnp.cos(aux.lse).sum(), aux.kl, aux.indices
@@ -163,7 +183,7 @@ def test_gradients_against_finite_differences(rng):
         _, _, chosen = both(*args)
         step = 1e-6
         for which, mine in ((0, (0, 1)), (1, (2, 3, 4))):
-            grads = jax.grad(lambda *a, i=which: both(*a)[i], argnums=mine)(*args)
+            grads = jax.jit(jax.grad(lambda *a, i=which: both(*a)[i], argnums=mine))(*args)
             for i, grad in zip(mine, grads, strict=True):
                 direction = rng.normal(size=args[i].shape)
                 ends = [[*args[:i], args[i] + s * direction, *args[i + 1 :]] for s in (step, -step)]
@@ -186,6 +206,7 @@ def test_nan_in_keys_that_no_query_sees(rng):
     args = inputs(rng)
     ends = np.full((B, T), S - 2, np.int32)
 
+    @jax.jit
     def run(args):
         fn = lambda *a: sum(losses(*a, is_causal=False, ends=ends))  # noqa: E731
         return jax.value_and_grad(fn, argnums=tuple(range(5)))(*args)
@@ -198,6 +219,158 @@ def test_nan_in_keys_that_no_query_sees(rng):
     assert_unmoved((got, got_grads), (want, want_grads))
 
 
+@pytest.mark.parametrize("G", [1, 2])
+def test_a_selection_from_elsewhere(G, rng):
+    """What the indexer selects, given in another order: the same results and gradients, and without
+    the indexer's inputs those of the attention alone.
+    """
+    args = inputs(rng, G=G)
+    options = {"value_dim": E, "query_start": S - T}
+    _, chosen = dsa_attention(*args, top_k=K, **options)
+    order = rng.permuted(np.tile(np.arange(K), (B, T, 1)), axis=-1)
+    indices = np.take_along_axis(np.asarray(chosen.indices), order, -1)
+
+    def run(args, **selection):
+        def total(*args):
+            out, aux = dsa_attention(*args, **selection, **options)
+            return jnp.sin(out).sum() + jnp.cos(aux.lse).sum() + aux.kl, (out, aux)
+
+        numbers = tuple(range(len(args)))
+        grads, results = jax.jit(jax.grad(total, argnums=numbers, has_aux=True))(*args)
+        return results, grads
+
+    (out, aux), grads = run(args, top_k=K)
+    (again, same), same_grads = run(args, indices=indices)
+    np.testing.assert_array_equal(same.indices, indices)
+    assert_matches((again, same.lse, same.kl, same_grads), (out, aux.lse, aux.kl, grads), 1e-5)
+    (again, alone), own_grads = run(args[:2], indices=indices.astype(np.int64))
+    np.testing.assert_array_equal(alone.indices, indices)
+    assert alone.kl == 0 and alone.kl.dtype == jnp.float32
+    assert_matches((again, alone.lse, own_grads), (out, aux.lse, grads[:2]), 1e-5)
+
+
+def with_given(q, kv, index_q, index_k, index_weights, given, starts, ends, k_scale):
+    """The oracle's results for given indices, of which those that are not seen are dropped."""
+    seen = (given >= np.maximum(starts, 0)[..., None]) & (given < np.minimum(ends, S)[..., None])
+    indices = np.where(seen, given, -1)
+    shared = np.repeat(indices[:, :, None], kv.shape[2], axis=2)
+    out, lse = sparse_mla(q, kv, shared, value_dim=E, scale=D**-0.5)
+    teacher = attn_dist(q, kv, shared, lse, scale=D**-0.5, head_group=1).sum(1)
+    logits = indexer_logits(index_q, index_k, index_weights, index_k_scale=k_scale)
+    kl, _ = kl_rows(values(logits, indices), teacher, indices >= 0)
+    return out, indices, kl, lse
+
+
+@pytest.mark.parametrize("G", [1, 2])
+def test_slots_that_a_query_does_not_see_are_dropped(G, rng):
+    args = inputs(rng, G=G)
+    given = rng.integers(-3, S + 3, size=(B, T, 7)).astype(np.int32)
+    given[:, :, 0] = rng.choice([-(2**31), 2**31 - 1, S, -1, 0], size=(B, T))
+    given[1, 2] = -1
+    starts = rng.integers(-2, 4, size=(B, T)).astype(np.int32)
+    ends = rng.integers(2, S + 3, size=(B, T)).astype(np.int32)
+    k_scale = np.exp(rng.normal(size=(B, S))).astype(np.float32)
+    more = {"starts": starts, "ends": ends, "index_k_scale": k_scale}
+    for causal in (True, False):
+        stop = np.minimum(ends, limits(2)[1]) if causal else ends
+        got = dsa_attention(
+            *args, indices=given, value_dim=E, query_start=2, is_causal=causal, **more
+        )
+        assert_same(got, with_given(*args, given, starts, stop, k_scale))
+
+
+def test_nan_in_keys_that_a_given_selection_drops(rng):
+    """Key S - 1 is in every selection, and no query sees it."""
+    args = inputs(rng)
+    given = rng.integers(0, S, size=(B, T, K)).astype(np.int32)
+    given[:, :, 0] = S - 1
+
+    @jax.jit
+    def run(args):
+        def total(*args):
+            out, aux = dsa_attention(*args, indices=given, value_dim=E, query_start=S - T - 1)
+            return jnp.sin(out).sum() + aux.kl
+
+        return jax.value_and_grad(total, argnums=tuple(range(5)))(*args)
+
+    poisoned = [x.copy() for x in args]
+    for i in (1, 3):
+        poisoned[i][:, S - 1] = np.nan
+    got, want = run(poisoned), run(args)
+    assert np.isfinite(want[0])
+    assert_unmoved(got, want)
+
+
+def test_a_given_selection_under_vmap_and_on_a_mesh(rng, cpus):
+    args = [jnp.asarray(x) for x in inputs(rng, B=4, T=6)]
+    given = jnp.asarray(rng.integers(-1, S, size=(4, 6, K)), jnp.int32)
+    options = {"value_dim": E, "is_causal": False}
+
+    @jax.jit
+    def run(*args):
+        def total(*args):
+            out, aux = dsa_attention(*args, indices=given_, **options)
+            return jnp.sin(out).sum() + aux.kl, (out, aux)
+
+        *args, given_ = args
+        return jax.grad(total, argnums=tuple(range(5)), has_aux=True)(*args)
+
+    each = [run(*(x[i] for x in args), given[i]) for i in range(4)]
+    each = jax.tree.map(lambda *x: np.stack(x), *each)
+    assert_matches(jax.vmap(run)(*args, given), each, 1e-5)
+
+    want = run(*args, given)
+    queries = P(None, "x")
+    for axis_type, specs in (
+        (AxisType.Auto, (P("x"),) * 6),
+        (AxisType.Explicit, (queries, P(), queries, P(), queries, queries)),
+    ):
+        mesh = jax.make_mesh((2,), ("x",), devices=cpus[:2], axis_types=(axis_type,))
+        with jax.set_mesh(mesh):
+            sharded = [
+                jax.device_put(x, NamedSharding(mesh, spec))
+                for x, spec in zip((*args, given), specs, strict=True)
+            ]
+            compiled = run.lower(*sharded).compile()
+            assert "all-gather" not in compiled.as_text()
+            assert_matches(compiled(*sharded), want, 1e-5)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["selected", "given"])
+def test_deterministic_reaches_both_backward_passes(given, rng):
+    """Each sorts its slots, and none does without it."""
+    args = inputs(rng)
+    more = {"indices": np.zeros((B, T, K), np.int32)} if given else {"top_k": K}
+
+    def sorts(which, argument, deterministic):
+        def loss(*args):
+            out, aux = dsa_attention(*args, value_dim=E, deterministic=deterministic, **more)
+            return (jnp.sin(out).sum(), aux.kl)[which]
+
+        text = jax.jit(jax.grad(loss, argnums=argument)).lower(*args).as_text()
+        return "stablehlo.sort" in text
+
+    for which, name in enumerate(("kv", "index_k")):
+        for deterministic in (True, False):
+            assert sorts(which, NAMES.index(name), deterministic) == deterministic, name
+
+
+def test_variables_and_wide_integers(rng):
+    args = inputs(rng)
+    starts = rng.integers(-2, 4, size=(B, T))
+    ends = rng.integers(4, S + 3, size=(B, T))
+    ends[0, 0] = 2**40
+    more = {"starts": starts, "ends": ends, "query_start": np.array([3, 2**31 - 1])}
+    narrow = {n: np.minimum(x, 2**31 - 1).astype(np.int32) for n, x in more.items()}
+    want = dsa_attention(*args, top_k=K, value_dim=E, **narrow)
+    more = {n: Variable(np.minimum(x, 2**31 - 1)) for n, x in more.items()}
+    got = dsa_attention(*map(Variable, args), top_k=np.int64(K), value_dim=np.int16(E), **more)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    given = Variable(np.asarray(want[1].indices))
+    again = dsa_attention(*map(Variable, args), indices=given, value_dim=E, **more)
+    assert_matches(again, want, 1e-5)
+
+
 def test_queries_without_keys(rng):
     """They have no output, no gradient, and no part in the KL's mean."""
     args, ends = inputs(rng), limits(S - T)[1]
@@ -207,7 +380,7 @@ def test_queries_without_keys(rng):
         out, aux = dsa_attention(*args, top_k=K, value_dim=E, is_causal=False, ends=ends)
         return jnp.sin(out).sum() + aux.kl, (out, aux)
 
-    grads, got = jax.grad(run, argnums=(0, 1, 2, 3, 4), has_aux=True)(*args)
+    grads, got = jax.jit(jax.grad(run, argnums=(0, 1, 2, 3, 4), has_aux=True))(*args)
     assert_same(got, oracle(*args, np.zeros_like(ends), ends))
     out, aux = got
     assert (np.asarray(out[:, 1]) == 0).all() and (np.asarray(aux.lse[:, 1]) == -np.inf).all()
@@ -219,23 +392,37 @@ def test_queries_without_keys(rng):
 
 @pytest.mark.parametrize(("b", "t"), [(0, T), (B, 0)])
 def test_empty(rng, b, t):
-    out, aux = dsa_attention(*inputs(rng, B=b, T=t), top_k=K, value_dim=E)
+    args = inputs(rng, B=b, T=t)
+    out, aux = dsa_attention(*args, top_k=K, value_dim=E)
     assert out.shape == (b, t, N, E) and aux.indices.shape == (b, t, K) and aux.kl == 0
+    again, same = dsa_attention(*args, indices=aux.indices, value_dim=E)
+    assert again.shape == out.shape and same.indices.shape == (b, t, K) and same.kl == 0
 
 
+def test_an_empty_selection(rng):
+    out, aux = dsa_attention(*inputs(rng), indices=np.zeros((B, T, 0), np.int32), value_dim=E)
+    assert (np.asarray(out) == 0).all() and (np.asarray(aux.lse) == -np.inf).all() and aux.kl == 0
+
+
+PICKS, INDEX_Q = np.zeros((B, T, K), np.int32), np.zeros((B, T, J, C), np.float32)
+ALONE = {"top_k": None, "index_q": None, "index_k": None, "index_weights": None, "indices": PICKS}
 BAD = [
     ({"q": np.zeros((B, T, N, D), np.int32)}, TypeError, "'q' has dtype int32"),
     ({"q": np.zeros((T, D), np.float32)}, ValueError, "'q' has shape"),
     ({"q": [1.0]}, TypeError, "'q' is list"),
     ({"kv": np.zeros((B, S, 1, D + 1), np.float32)}, ValueError, "'kv' has shape"),
     ({"kv": jnp.zeros((B, S, 1, D), jnp.bfloat16)}, TypeError, "'kv' has dtype bfloat16"),
-    ({"kv": np.zeros((B, S, 3, D), np.float32)}, ValueError, "'kv' is 3, want G that divides N=4"),
+    (
+        {"kv": np.zeros((B, S, 3, D), np.float32)},
+        ValueError,
+        "'q' has N=4 heads and 'kv' has G=3, want N",
+    ),
     ({"index_q": np.zeros((B, T + 1, J, C), np.float32)}, ValueError, "'index_q' has shape"),
     ({"index_k": np.zeros((B, S + 1, C), np.float32)}, ValueError, "'index_k' has shape"),
     ({"index_k": np.zeros((B, S, C), np.float16)}, TypeError, "'index_k' has dtype float16"),
     ({"index_weights": np.zeros((B, T, J + 1), np.float32)}, ValueError, "'index_weights'"),
     ({"index_weights": jnp.zeros((B, T, J), jnp.bfloat16)}, TypeError, "'index_weights'"),
-    ({"top_k": 0}, ValueError, "'top_k' is 0, want int >= 1"),
+    ({"top_k": 0}, ValueError, "'top_k' is 0, want int in 1..2147483647"),
     ({"top_k": 2.0}, TypeError, "'top_k' is 2.0"),
     ({"value_dim": D + 1}, ValueError, "'value_dim' is 7"),
     ({"scale": "big"}, TypeError, "'scale' is 'big'"),
@@ -245,6 +432,15 @@ BAD = [
     ({"ends": np.zeros((B, T), np.float32)}, TypeError, "'ends' has dtype float32"),
     ({"index_k_scale": np.zeros((B, S, 1), np.float32)}, ValueError, "'index_k_scale' has shape"),
     ({"sinks": np.zeros(N + 1, np.float32)}, ValueError, "'sinks' has shape"),
+    ({"top_k": None}, ValueError, "'top_k' is None, want an int, or 'indices'"),
+    ({"indices": PICKS}, ValueError, "'top_k' is 4, want None beside 'indices'"),
+    (ALONE | {"indices": None, "top_k": K}, ValueError, "'index_q' is None, want an array, or 'in"),
+    (ALONE | {"index_q": INDEX_Q}, ValueError, "'index_k' is None, want an array, or 'indices'"),
+    (ALONE | {"index_k_scale": PICKS[:, 0]}, ValueError, "'index_q' is None, want an array"),
+    (ALONE | {"indices": PICKS[:, :, None]}, ValueError, "'indices' has shape .*want .B, T, K"),
+    (ALONE | {"indices": PICKS[:, 1:]}, ValueError, "'indices' has shape .*T=5"),
+    (ALONE | {"indices": PICKS.astype(np.float32)}, TypeError, "'indices' has dtype float32, wa"),
+    (ALONE | {"indices": [1]}, TypeError, "'indices' is list"),
     ({"deterministic": None}, TypeError, "'deterministic' is None"),
     ({"implementation": "tpu"}, ValueError, "'implementation' is 'tpu'"),
     ({"implementation": "cuda"}, NotImplementedError, "implementation='cuda' is not available"),

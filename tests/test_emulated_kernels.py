@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 PROGRAMS = sorted((ROOT / "tests" / "emulator").glob("*.cc"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
 def test_kernels_on_the_emulator(program: Path, tmp_path: Path) -> None:
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")

@@ -7,13 +7,13 @@ import runpy
 import jax
 import pytest
 
-from jax_dsa.core import ffi
+from jax_dsa.core import compat, ffi
 from jax_dsa.core.capabilities import capabilities
-from jax_dsa.ops.fp8 import QUANTIZE
+from jax_dsa.ops.quantize_fp8.api import QUANTIZE
 
 
 def test_the_runtime_has_a_version() -> None:
-    assert ffi._runtime_api() >= (0, 3)
+    assert compat.runtime_ffi_api() >= (0, 3)
 
 
 @pytest.mark.parametrize("runtime", [(0, 3), (0, 5)])

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import assert_matches
+from compare import Variable, assert_matches
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import fp8 as oracle
 
 import jax_dsa
-from jax_dsa.ops.fp8 import dequantize_fp8, fake_quantize_fp8, fp8_matmul, quantize_fp8
+from jax_dsa import dequantize_fp8, fake_quantize_fp8, fp8_matmul, quantize_fp8
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [ml_dtypes.bfloat16, np.float16, np.float32], ids=["bf16", "f16", "f32"]
@@ -302,6 +302,17 @@ W = np.zeros((8, 256), np.float32)
 def test_messages(call: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_variables(rng: np.random.Generator) -> None:
+    x, w = random(rng, 2, 3, 20), random(rng, 5, 20)
+    want = quantize_fp8(x, block=(2, 8))
+    assert_same(quantize_fp8(Variable(x), block=(2, 8)), want)
+    got = dequantize_fp8(*map(Variable, want), block=(2, 8))
+    np.testing.assert_array_equal(got, dequantize_fp8(*want, block=(2, 8)))
+    np.testing.assert_array_equal(fake_quantize_fp8(Variable(x)), fake_quantize_fp8(x))
+    got = fp8_matmul(*map(Variable, quantize_fp8(x)), Variable(w), None)
+    np.testing.assert_array_equal(got, fp8_matmul(*quantize_fp8(x), w, None))
 
 
 def test_nan_in_wide_rows(rng: np.random.Generator) -> None:

@@ -19,8 +19,8 @@ from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa.core import streaming
-from jax_dsa.ops.htree import Options, htree_attention, htree_select
-from jax_dsa.reference import htree as reference
+from jax_dsa.ops.htree import HTreeCache, htree_attention, htree_build, htree_select, xla
+from jax_dsa.ops.htree.spec import Operands, Options, Results
 
 B, T, N, G, D, E = 2, 62, 4, 2, 6, 5
 TREE = {"compression": 3, "top_k": 3}  # layers of 62, 21 and 7 nodes
@@ -63,6 +63,19 @@ def test_oracle_on_a_case_done_by_hand() -> None:
     assert seen[0, 3, 0] == [[[2, 3], [0, 1]], [[], [1]]]
     turned = oracle.rope(np.array([1.0, 1.0, 0.0, 0.0]), 3, base=100.0)
     np.testing.assert_allclose(turned, [np.cos(3), np.cos(0.3), np.sin(3), np.sin(0.3)])
+
+
+def test_defaults(rng: np.random.Generator) -> None:
+    """16 children a node, 512 nodes selected: one layer up to 8192 tokens, the dense attention."""
+    small = inputs(rng, t=20)
+    assert_matches(htree_attention(*small), oracle.dense(*small).astype(np.float32), tol=1e-5)
+    q, k = (jax.ShapeDtypeStruct((1, 8193, heads, D), jnp.float32) for heads in (N, G))
+    assert [x.shape[1] for x, _ in jax.eval_shape(htree_build, k, k)] == [8193, 513]
+    tokens, top = jax.eval_shape(htree_select, q, k)
+    assert tokens.candidates.shape[3] == 8192 and top.selected.shape[3] == 512
+    cache = jax.eval_shape(lambda: HTreeCache.empty(1, 8193, D))
+    assert [x.shape[1] for x, _ in jax.eval_shape(lambda c: c.layers, cache)] == [8193, 513]
+    assert cache.v.shape == cache.k.shape and cache.k.dtype == jnp.bfloat16
 
 
 CASES = {
@@ -254,13 +267,13 @@ def test_low_precision_of_a_tree(rng: np.random.Generator) -> None:
 
 
 def passes(args: tuple, cts: tuple, options: Options) -> Any:
-    """Both passes of the reference, traced anew."""
+    """Both passes of the XLA implementation, traced anew."""
 
     def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple:
         positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
-        out, lse, selected = reference.htree_fwd(options, q, k, v, positions)
-        residuals = positions, selected, out, lse
-        return out, lse, selected, *reference.htree_bwd(options, q, k, v, *residuals, dout, dlse)
+        x = Operands(q, k, v, positions)
+        y = xla.htree_fwd(options, x)
+        return *y, *xla.htree_bwd(options, x, y, Results(dout, dlse, None))
 
     return jax.jit(run), (*args, *cts)
 
@@ -272,7 +285,7 @@ def test_chunks(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> No
     run, operands = passes(args, cotangents(rng, t), options)
     whole = run(*operands)
     for queries in (11, t):
-        monkeypatch.setattr(streaming, "BUDGET", queries * reference.query_bytes(options, *args))
+        monkeypatch.setattr(streaming, "BUDGET", queries * xla.query_bytes(options, *args))
         run, operands = passes(args, operands[3:], options)
         assert_matches(run(*operands), whole, tol=1e-5)
 
@@ -281,7 +294,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No array of either pass is larger than the inputs or a chunk of 4 queries."""
     t, n, d, tree = 256, 4, 16, Options(compression=4, top_k=8)
     q, k = jnp.zeros((1, t, n, d)), jnp.zeros((1, t, 1, d))
-    monkeypatch.setattr(streaming, "BUDGET", 4 * reference.query_bytes(tree, q, k, k))
+    monkeypatch.setattr(streaming, "BUDGET", 4 * xla.query_bytes(tree, q, k, k))
 
     def sizes(jaxpr: Any) -> Any:
         for eqn in jaxpr.eqns:
@@ -319,7 +332,7 @@ WRONG = {
         ValueError,
         "even",
     ),
-    "heads": ({"q": np.zeros((B, 7, 3, D), f32)}, ValueError, "'q'.*N a multiple of G=2"),
+    "heads": ({"q": np.zeros((B, 7, 3, D), f32)}, ValueError, "'q'.*N=3.*G=2.*multiple of G"),
     "no groups": (
         {"k": np.zeros((B, 7, 0, D), f32), "v": np.zeros((B, 7, 0, E), f32)},
         ValueError,
@@ -330,10 +343,10 @@ WRONG = {
     "k dim": ({"k": np.zeros((B, 7, G, 8), f32)}, ValueError, "'k' has shape.*D=6"),
     "v groups": ({"v": np.zeros((B, 7, 1, E), f32)}, ValueError, "'v' has shape.*G=2"),
     "v type": ({"v": None}, TypeError, "'v' is NoneType"),
-    "compression": ({"compression": 1}, ValueError, "'compression' is 1, want int >= 2"),
+    "compression": ({"compression": 1}, ValueError, "'compression' is 1, want int in 2"),
     "compression type": ({"compression": 2.0}, TypeError, "'compression'.*want an int"),
-    "top_k": ({"top_k": 0}, ValueError, "'top_k' is 0, want int >= 1"),
-    "top_k type": ({"top_k": jnp.int32(3)}, TypeError, "'top_k'.*want an int"),
+    "top_k": ({"top_k": 0}, ValueError, "'top_k' is 0, want int in 1"),
+    "top_k type": ({"top_k": np.float32(3)}, TypeError, "'top_k'.*want an int"),
     "scale": ({"scale": np.nan}, ValueError, "'scale' is nan"),
     "scale type": ({"scale": "1"}, TypeError, "'scale'"),
     "rope_base": ({"rope_base": 0.0}, ValueError, "'rope_base' is 0.0, want a positive"),

@@ -17,8 +17,7 @@ from oracles import htree as oracle
 from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
-from jax_dsa.ops.htree import htree_attention, htree_build
-from jax_dsa.ops.htree_decode import HTreeCache, htree_decode
+from jax_dsa.ops.htree import HTreeCache, htree_attention, htree_build, htree_decode
 
 B, T, N, G, D, E, CAPACITY = 2, 23, 4, 2, 6, 5, 40
 TREE = {"compression": 3, "top_k": 2}  # 23 tokens: 23, 8, 3 nodes; 40 tokens: 40, 14, 5
@@ -101,6 +100,20 @@ def test_append_beyond_the_capacity(rng: np.random.Generator) -> None:
     cache = append(append(empty(), k, v), k, v)
     for b in range(B):
         assert_holds(cache, *(x[b, :CAPACITY] for x in twice), b)
+
+
+def test_lengths_out_of_range(rng: np.random.Generator) -> None:
+    """They count as the nearest end of 0..capacity, in decoding and in appending."""
+    q, k, v = inputs(rng)
+    full = append(append(empty(), k, v), k, v)
+    wrong = dataclasses.replace(full, lengths=jnp.asarray([2**31 - 1, -(2**31)], jnp.int32))
+    right = dataclasses.replace(full, lengths=jnp.asarray([CAPACITY, 0], jnp.int32))
+    for got, want in (
+        (append(wrong, k, v), append(right, k, v)),
+        (decode(q[:, :2], wrong), decode(q[:, :2], right)),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert append(wrong, k, v).lengths.tolist() == [CAPACITY, T]
 
 
 @pytest.mark.parametrize("capacity", [CAPACITY, 3 * CAPACITY])
@@ -208,7 +221,11 @@ def test_build_misuse(change: dict, error: type, message: str) -> None:
 
 DECODE = {
     "q": ({"q": np.zeros(3, f32)}, ValueError, "'q' has shape"),
-    "q heads": ({"q": np.zeros((B, 1, 3, D), f32)}, ValueError, "'q'.*multiple of G=2"),
+    "q heads": (
+        {"q": np.zeros((B, 1, 3, D), f32)},
+        ValueError,
+        "'q'.*'cache.k' has G=2.*multiple of G",
+    ),
     "q dim": ({"q": np.zeros((B, 1, N, 8), f32)}, ValueError, "'cache.k' has shape"),
     "q dtype": (
         {"q": np.zeros((B, 1, N, D), np.float16)},

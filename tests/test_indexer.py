@@ -7,18 +7,19 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches, assert_unmoved
+from compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 from oracles import indexer as oracle
 from oracles import topk as topk_oracle
+from quick import compile_fully, compile_quickly  # noqa: F401
 
 import jax_dsa
-from jax_dsa import indexer_logits, indexer_topk, topk
+from jax_dsa import FlatCache, PagedCache, indexer_logits, indexer_topk, topk
 from jax_dsa.core import streaming
-from jax_dsa.ops.indexer import IndexerOptions
-from jax_dsa.reference import indexer as reference
+from jax_dsa.ops.indexer import xla
+from jax_dsa.ops.indexer.spec import Logits, Operands, Options, Selected, Selection
 
 FP8 = ml_dtypes.float8_e4m3fn
 
@@ -33,7 +34,7 @@ def options_of(rng, B=2, T=5, S=9):
     starts, ends = (rng.integers(-2, S + 3, size=(B, T)).astype(np.int32) for _ in range(2))
     starts[0, 0], ends[0, 0] = -(2**31), 2**31 - 1
     k_scale = np.exp(rng.normal(size=(B, S))).astype(np.float32)
-    return {"k_scale": k_scale, "starts": starts, "ends": ends}
+    return {"index_k_scale": k_scale, "starts": starts, "ends": ends}
 
 
 def gathered(logits, indices):
@@ -52,11 +53,10 @@ def test_logits(sizes, relu, rng):
     for options in ({}, options_of(rng, **shape)):
         got = indexer_logits(*arrays, relu=relu, **options)
         want = oracle.indexer_logits(*arrays, relu=relu, **options)
-        # A GPU's FP8 tensor cores, which XLA may choose, keep fewer bits of a sum than float32 has.
-    tol = 1e-6 if jax.default_backend() == "cpu" else 1e-4
-    assert_matches(got, want.astype(np.float32), tol)
+        assert_matches(got, want.astype(np.float32), 1e-6)
 
 
+@pytest.mark.usefixtures("compile_fully")
 def test_selection_is_top_k_of_the_logits(rng):
     """Its set is bit for bit that of the two operators one after the other."""
     arrays, options = inputs(rng, T=7, S=40), options_of(rng, T=7, S=40)
@@ -68,6 +68,78 @@ def test_selection_is_top_k_of_the_logits(rng):
         np.testing.assert_array_equal(logits, values)
         exact = oracle.indexer_logits(*arrays, **options)
         np.testing.assert_array_equal(indices, topk_oracle.topk(exact, k))
+
+
+LAST = 2**31 - 1
+STARTS = {
+    "int": 4,
+    "before the keys": -3,
+    "largest": LAST,
+    "smallest": -LAST - 1,
+    "scalar": np.int64(2),
+    "of JAX": jnp.int32(LAST),
+    "each": np.array([3, LAST - 1], np.int32),
+    "wide": np.array([-(2**40), 2**40]),
+    "unsigned": np.array([2, 2**32 - 1], np.uint32),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_causal_queries(name, rng):
+    """They see what `ends` would let them see; no position overflows."""
+    arrays, options, query_start = inputs(rng), options_of(rng), STARTS[name]
+    first = np.broadcast_to(np.asarray(query_start, np.int64), 2)[:, None]
+    visible = np.clip(first + np.arange(5) + 1, 0, 9)
+    same = options | {"ends": np.minimum(options["ends"], visible).astype(np.int32)}
+    causal = options | {"is_causal": True, "query_start": query_start}
+    got, want = (indexer_logits(*arrays, **o) for o in (causal, same))
+    np.testing.assert_array_equal(got, want)
+    got, want = (indexer_topk(*arrays, 3, **o) for o in (causal, same))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_misuse_of_query_start(rng):
+    arrays = inputs(rng)
+    for call in (indexer_logits, lambda *a, **o: indexer_topk(*a, 3, **o)):
+        for error, start in ((ValueError, 2**31), (TypeError, 0.5), (ValueError, np.zeros(3, int))):
+            with pytest.raises(error, match=r"^indexer_(logits|topk): argument 'query_start' .*w"):
+                call(*arrays, is_causal=True, query_start=start)
+        with pytest.raises(TypeError, match="argument 'is_causal' is 1"):
+            call(*arrays, is_causal=1)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int16, np.uint8, np.uint64])
+def test_integers_of_any_width(dtype, rng):
+    """Beyond int32's range they are its ends."""
+    arrays, options = inputs(rng), options_of(rng)
+    info = np.iinfo(dtype)
+    starts = rng.integers(0, 4, size=(2, 5)).astype(dtype)
+    ends = rng.integers(4, 9, size=(2, 5)).astype(dtype)
+    starts[0, 0], ends[0, 0], ends[1, 1] = info.min, info.max, info.min
+    wide = {"starts": starts, "ends": ends}
+    narrow = {
+        n: np.clip(x.astype(object), -LAST - 1, LAST).astype(np.int32) for n, x in wide.items()
+    }
+    got = indexer_topk(*arrays, np.int64(3), **options | wide)
+    want = indexer_topk(*arrays, 3, **options | narrow)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    if dtype == np.int64:
+        with jax.enable_x64(True):
+            wide = {n: jnp.asarray(x) for n, x in wide.items()}
+            assert all(x.dtype == jnp.int64 for x in wide.values())
+            got = indexer_topk(*arrays, 3, **options | wide)
+        np.testing.assert_array_equal(got[0], want[0])
+
+
+def test_variables_are_arrays(rng):
+    """What says which array it is, as Flax's variables do, is taken for that array."""
+    arrays, options = inputs(rng), options_of(rng) | {"query_start": np.array([2, 5])}
+    variables = [Variable(x) for x in arrays], {n: Variable(x) for n, x in options.items()}
+    got = indexer_logits(*variables[0], is_causal=True, **variables[1])
+    np.testing.assert_array_equal(got, indexer_logits(*arrays, is_causal=True, **options))
+    got = indexer_topk(*variables[0], 3, is_causal=True, **variables[1])
+    want = indexer_topk(*arrays, 3, is_causal=True, **options)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def paged(rng, k, page, k_scale=None):
@@ -91,16 +163,19 @@ def test_pages(with_scale, rng):
     """The selection from the keys that are there, each where its page table has it."""
     q, k, weights = inputs(rng, B=3, S=40)
     ranges = options_of(rng, B=3, S=40)
-    scale = ranges.pop("k_scale")
+    scale = ranges.pop("index_k_scale")
     scale = scale if with_scale else None
     pool, scales, table, there = paged(rng, k, 8, scale)
-    got = indexer_topk(q, pool, weights, 7, k_scale=scales, page_table=table, **ranges)
-    logits = np.asarray(indexer_logits(q, k, weights, k_scale=scale, **ranges))
+    pool = pool[:, :, None]
+
+    def call(q, pool, scales, weights, table, **ranges):
+        cache = PagedCache(pool, table, jnp.full(q.shape[:-3], 40))
+        return indexer_topk(q, cache, weights, 7, index_k_scale=scales, **ranges)
+
+    got = call(q, pool, scales, weights, table, **ranges)
+    logits = np.asarray(indexer_logits(q, k, weights, index_k_scale=scale, **ranges))
     want = topk(np.where(there[:, None], logits, -np.inf), 7, return_values=True)
     assert_matches(got, want, 1e-6)
-
-    def call(q, pool, scales, weights, table):
-        return indexer_topk(q, pool, weights, 7, k_scale=scales, page_table=table)
 
     if with_scale:
         one = [call(q[i], pool, scales, weights[i], table[i]) for i in range(3)]
@@ -113,20 +188,99 @@ def test_pages(with_scale, rng):
         assert_matches(mapped, jax.tree.map(lambda *x: np.stack(x), *each), 1e-6)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_caches(is_causal, rng):
+    """The queries are the last tokens of each request: bounded by its length, and by their own
+    positions if they are causal. What lies behind does not matter.
+    """
+    q, k, weights = inputs(rng, B=4, T=3, S=24)
+    lengths = np.array([24, 2, 9, 99], np.int32)
+    options = options_of(rng, B=4, T=3, S=24)
+    scale = options.pop("index_k_scale")
+    held = np.minimum(lengths, 24)[:, None]
+    seen = held - 3 + np.arange(3) + 1 if is_causal else np.broadcast_to(held, (4, 3))
+    ends = np.minimum(options["ends"], seen).astype(np.int32)
+    logits = indexer_logits(q, k, weights, index_k_scale=scale, starts=options["starts"], ends=ends)
+    dirty = np.where(np.arange(24) < held, 1, np.nan).astype(np.float32)
+    k, scale = k * dirty[..., None], scale * dirty
+    pool, scales, table, there = paged(rng, k, 4, scale)
+    caches = (
+        (FlatCache(k[:, :, None], lengths), scale, np.ones_like(there)),
+        (PagedCache(pool[:, :, None], table, lengths), scales, there),
+    )
+    for cache, scale, there in caches:
+        given = options | {"index_k_scale": scale, "is_causal": is_causal}
+        got = indexer_topk(q, cache, weights, 6, **given)
+        want = topk(np.where(there[:, None], logits, -np.inf), 6, return_values=True)
+        assert_matches(got, want, 1e-6)
+
+
+def test_a_cache_of_one_request(rng):
+    q, k, weights = inputs(rng, B=1)
+    cache = FlatCache(k[:, :, None], np.array([6], np.int32))
+    single = jax.tree.map(lambda x: x[0], cache)
+    got = indexer_topk(q[0], single, weights[0], 3, is_causal=True)
+    want = indexer_topk(q, cache, weights, 3, is_causal=True)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b[0])
+
+
+def test_gradients_through_a_flat_cache(rng):
+    q, k, weights = inputs(rng)
+    lengths = np.array([9, 6], np.int32)
+    ends = (lengths[:, None] - 5 + np.arange(5) + 1).astype(np.int32)
+
+    def cached(q, k, weights):
+        cache = FlatCache(k[:, :, None], lengths)
+        return jnp.sum(jnp.exp(indexer_topk(q, cache, weights, 3, is_causal=True)[1]))
+
+    def plain(*arrays):
+        return jnp.sum(jnp.exp(indexer_topk(*arrays, 3, ends=ends)[1]))
+
+    got, want = (jax.grad(fn, argnums=(0, 1, 2))(q, k, weights) for fn in (cached, plain))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_misuse_of_caches(rng):
+    q, k, weights = inputs(rng)
+    flat = FlatCache(k[:, :, None], np.array([9, 6], np.int32))
+    paged = PagedCache(np.zeros((4, 3, 1, 4), np.float32), np.zeros((2, 3), np.int32), flat.lengths)
+    records = FlatCache(np.zeros((2, 9, 1, 4), np.uint8), flat.lengths)
+    groups = FlatCache(np.zeros((2, 9, 2, 4), np.float32), flat.lengths)
+    for error, message, cache, options in (
+        (ValueError, "'query_start' is 1, want 0 with a cache", flat, {"query_start": 1}),
+        (ValueError, "'index_k_scale' has shape", flat, {"index_k_scale": k[:, :3, 0]}),
+        (ValueError, "'index_k_scale' has shape", paged, {"index_k_scale": k[..., 0]}),
+        (TypeError, r"'index_k\.data' has dtype uint8, want float32", records, {}),
+        (ValueError, r"'index_k\.data' has shape .* want \[B, S, 1, C\]", groups, {}),
+        (ValueError, "'ends' has shape", paged, {"ends": np.zeros((2, 4), np.int32)}),
+    ):
+        with pytest.raises(error, match=rf"^indexer_topk: argument {message}"):
+            indexer_topk(q, cache, weights, 3, **options)
+    with pytest.raises(TypeError, match="indexer_logits: argument 'index_k' is FlatCache"):
+        indexer_logits(q, flat, weights)
+
+
 def test_pages_have_no_gradient(rng):
     q, k, weights = inputs(rng, B=2, S=8)
     pool, _, table, _ = paged(rng, k, 4)
+    pool = pool[:, :, None]
+
+    def call(q, pool, table):
+        return indexer_topk(q, PagedCache(pool, table, np.full(2, 8)), weights, 3)[1].sum()
+
     with pytest.raises(NotImplementedError, match="indexer_topk: gradients through a page table"):
-        jax.grad(lambda q: indexer_topk(q, pool, weights, 3, page_table=table)[1].sum())(q)
-    with pytest.raises(ValueError, match="indexer_topk: argument 'page_table'"):
-        indexer_topk(q, pool, weights, 3, page_table=table[:1])
+        jax.grad(call)(q, pool, table)
+    with pytest.raises(ValueError, match=r"indexer_topk: argument 'index_k.page_table' has shape"):
+        call(q, pool, table[:1])
     large = jax.ShapeDtypeStruct((2, 2**29), jnp.int32)
-    with pytest.raises(ValueError, match="indexer_topk: argument 'page_table' is 2147483648"):
-        jax.eval_shape(lambda table: indexer_topk(q, pool, weights, 3, page_table=table), large)
-    with pytest.raises(ValueError, match="indexer_topk: argument 'k' is 0"):
-        indexer_topk(q, pool[:, :0], weights, 3, page_table=table)
+    with pytest.raises(ValueError, match=r"argument 'index_k.page_table' is 2147483648, want room"):
+        jax.eval_shape(lambda table: call(q, pool, table), large)
+    with pytest.raises(ValueError, match="indexer_topk: argument 'index_k' is 0, want pages of"):
+        call(q, pool[:, :0], table)
 
 
+@pytest.mark.usefixtures("compile_fully")
 @pytest.mark.parametrize("budget", [1, 30_000, 10**9])
 def test_chunks(budget, rng, monkeypatch):
     """No chunk, some with a remainder, one query of one batch entry: one result, and in every case
@@ -134,36 +288,41 @@ def test_chunks(budget, rng, monkeypatch):
     """
     B, T, S, K = 3, 7, 33, 6
     q, k, weights = inputs(rng, B=B, T=T, S=S)
-    chosen = options_of(rng, B=B, T=T, S=S)
-    scale, *ranges = chosen["k_scale"], chosen["starts"], chosen["ends"]
-    options = IndexerOptions(relu=True, top_k=K)
+    ranges = options_of(rng, B=B, T=T, S=S)
+    scale = ranges["index_k_scale"]
+    x = Operands(q, k, weights, scale, ranges["starts"], ranges["ends"])
+    options = Options(relu=True, top_k=K)
     monkeypatch.setattr(streaming, "BUDGET", budget)
 
     def run(fn, *args):
-        return jax.jit(lambda *a: fn(options, *a))(q, k, weights, scale, *args)
+        return jax.jit(fn, static_argnums=0)(options, *args)
 
-    (logits,) = run(reference.indexer_logits_fwd, *ranges)
-    exact = oracle.indexer_logits(q, k, weights, **chosen)
+    (logits,) = run(xla.indexer_logits_fwd, x)
+    exact = oracle.indexer_logits(q, k, weights, **ranges)
     assert_matches(logits, exact.astype(np.float32), 1e-5)
-    indices, selected = run(reference.indexer_topk_fwd, *ranges)
+    indices, selected = run(xla.indexer_topk_fwd, x)
     np.testing.assert_array_equal(indices, topk(logits, K))
     np.testing.assert_array_equal(selected, gathered(np.asarray(logits), np.asarray(indices)))
+    chosen = Selected(q, k, weights, scale, indices)
+    assert_matches(run(xla.indexer_selected_fwd, chosen).logits, selected, 1e-5)
 
     g = rng.normal(size=(B, T, S)).astype(np.float32)
     seen = np.where(np.isfinite(exact), g, 0)
-    want = oracle.indexer_gradients(q, k, weights, seen, k_scale=scale)
-    got = run(reference.indexer_logits_bwd, *ranges, g)
+    want = oracle.indexer_gradients(q, k, weights, seen, index_k_scale=scale)
+    got = run(xla.indexer_logits_bwd, x, Logits(g))
     assert_matches(got, tuple(w.astype(np.float32) for w in want), 1e-5)
 
     picked = np.zeros_like(g)
     for i in np.ndindex(B, T):
         for s in np.asarray(indices)[i]:
             picked[(*i, s)] = g[(*i, s)] if s >= 0 else picked[(*i, s)]
-    want = oracle.indexer_gradients(q, k, weights, picked, k_scale=scale)
-    got = run(reference.indexer_topk_bwd, indices, gathered(g, np.asarray(indices)))
+    want = oracle.indexer_gradients(q, k, weights, picked, index_k_scale=scale)
+    dy = Selection(None, gathered(g, np.asarray(indices)))
+    got = run(xla.indexer_topk_bwd, chosen, dy)
     assert_matches(got, tuple(w.astype(np.float32) for w in want), 1e-5)
 
 
+@pytest.mark.usefixtures("compile_fully")
 def test_workspace_is_bounded():
     """Neither direction of `indexer_topk` compiles to temporaries of the size of [B, T, J, S], nor
     of [B, T, S].
@@ -187,15 +346,15 @@ def test_gradients_against_finite_differences(relu, rng):
     with jax.enable_x64(True):
         q, k, weights = (jnp.asarray(x, jnp.float64) for x in inputs(rng, B=1, T=3, S=5))
         chosen = options_of(rng, B=1, T=3, S=5)
-        scale = jnp.asarray(chosen.pop("k_scale"), jnp.float64)
+        scale = jnp.asarray(chosen.pop("index_k_scale"), jnp.float64)
         g = jnp.asarray(rng.normal(size=(1, 3, 5)))
 
         def dense(q, k, weights, scale):
-            logits = indexer_logits(q, k, weights, k_scale=scale, relu=relu, **chosen)
+            logits = indexer_logits(q, k, weights, index_k_scale=scale, relu=relu, **chosen)
             return jnp.sum(jnp.where(jnp.isfinite(logits), jnp.sin(logits), 0) * g)
 
         def sparse(q, k, weights, scale):
-            logits = indexer_topk(q, k, weights, 2, k_scale=scale, relu=relu, **chosen)[1]
+            logits = indexer_topk(q, k, weights, 2, index_k_scale=scale, relu=relu, **chosen)[1]
             return jnp.sum(jnp.where(jnp.isfinite(logits), jnp.sin(logits), 0) * g[..., :2])
 
         for fn in (dense, sparse):
@@ -203,7 +362,7 @@ def test_gradients_against_finite_differences(relu, rng):
 
 
 def test_deterministic_gradients(rng):
-    """The same sums, in an order of their own."""
+    """The same sums, in an order of their own, for which the slots are sorted."""
     arrays, options = inputs(rng, T=9, S=20), options_of(rng, T=9, S=20)
 
     def gradients(deterministic):
@@ -211,7 +370,9 @@ def test_deterministic_gradients(rng):
             logits = indexer_topk(*arrays, 6, deterministic=deterministic, **options)[1]
             return jnp.sum(jnp.where(jnp.isfinite(logits), jnp.sin(logits), 0))
 
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
+        lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays)
+        assert ("stablehlo.sort" in lowered.as_text()) == deterministic
+        return lowered.compile()(*arrays)
 
     assert_matches(gradients(True), gradients(False), 1e-6)
 
@@ -235,11 +396,11 @@ def test_keys_out_of_range_do_not_matter(poison, rng):
     bad_scale = np.where(np.isfinite(poisoned[..., 0]), scale, np.nan)
 
     def dense(q, k, weights, scale):
-        logits = indexer_logits(q, k, weights, k_scale=scale, starts=starts, ends=ends)
+        logits = indexer_logits(q, k, weights, index_k_scale=scale, starts=starts, ends=ends)
         return jnp.sum(jnp.where(jnp.isfinite(logits), logits, 0)), logits
 
     def sparse(q, k, weights, scale):
-        out = indexer_topk(q, k, weights, 9, k_scale=scale, starts=starts, ends=ends)
+        out = indexer_topk(q, k, weights, 9, index_k_scale=scale, starts=starts, ends=ends)
         return jnp.sum(jnp.where(out[0] >= 0, out[1], 0)), out
 
     for fn in (dense, sparse):
@@ -287,14 +448,14 @@ def test_float8(rng):
     """Products of FP8 values are exact, their sums nearly so; gradients come in FP8, saturated."""
     q, k, weights = inputs(rng, dtype=FP8)
     scale = np.exp(rng.normal(size=(2, 9))).astype(np.float32)
-    got = indexer_logits(q, k, weights, k_scale=scale)
-    want = oracle.indexer_logits(q, k, weights, k_scale=scale)
+    got = indexer_logits(q, k, weights, index_k_scale=scale)
+    want = oracle.indexer_logits(q, k, weights, index_k_scale=scale)
     # A GPU's FP8 tensor cores, which XLA may choose, keep fewer bits of a sum than float32 has.
     tol = 1e-6 if jax.default_backend() == "cpu" else 1e-4
     assert_matches(got, want.astype(np.float32), tol)
 
     def loss(q, k, weights):
-        return 1e4 * jnp.sum(indexer_topk(q, k, weights, 3, k_scale=scale)[1])
+        return 1e4 * jnp.sum(indexer_topk(q, k, weights, 3, index_k_scale=scale)[1])
 
     dq, dk, dw = jax.grad(loss, argnums=(0, 1, 2))(*(jnp.asarray(x) for x in (q, k, weights)))
     assert dq.dtype == dk.dtype == FP8 and dw.dtype == jnp.float32
@@ -344,6 +505,7 @@ Q, K_, W = (
     np.zeros((2, 3, 2), np.float32),
 )
 ROWS = np.zeros((2, 3), np.int32)
+NAMES = ("index_q", "index_k", "index_weights", "index_k_scale", "starts", "ends")
 
 
 @pytest.mark.parametrize(
@@ -352,17 +514,17 @@ ROWS = np.zeros((2, 3), np.int32)
 @pytest.mark.parametrize(
     ("error", "name", "args", "options"),
     [
-        (TypeError, "q", ([0.0], K_, W), {}),
-        (ValueError, "q", (Q[0, 0], K_, W), {}),
-        (TypeError, "q", (Q.astype(np.int32), K_, W), {}),
-        (TypeError, "k", (Q, K_.astype(np.float16), W), {}),
-        (ValueError, "k", (Q, K_[:1], W), {}),
-        (ValueError, "k", (Q, K_[..., :3], W), {}),
-        (ValueError, "k", (Q[0], K_, W), {}),
-        (TypeError, "weights", (Q, K_, W.astype(np.float16)), {}),
-        (ValueError, "weights", (Q, K_, W[..., :1]), {}),
-        (TypeError, "k_scale", (Q, K_, W), {"k_scale": 1.0}),
-        (ValueError, "k_scale", (Q, K_, W), {"k_scale": W[..., 0]}),
+        (TypeError, "index_q", ([0.0], K_, W), {}),
+        (ValueError, "index_q", (Q[0, 0], K_, W), {}),
+        (TypeError, "index_q", (Q.astype(np.int32), K_, W), {}),
+        (TypeError, "index_k", (Q, K_.astype(np.float16), W), {}),
+        (ValueError, "index_k", (Q, K_[:1], W), {}),
+        (ValueError, "index_k", (Q, K_[..., :3], W), {}),
+        (ValueError, "index_k", (Q[0], K_, W), {}),
+        (TypeError, "index_weights", (Q, K_, W.astype(np.float16)), {}),
+        (ValueError, "index_weights", (Q, K_, W[..., :1]), {}),
+        (TypeError, "index_k_scale", (Q, K_, W), {"index_k_scale": 1.0}),
+        (ValueError, "index_k_scale", (Q, K_, W), {"index_k_scale": W[..., 0]}),
         (TypeError, "starts", (Q, K_, W), {"starts": W[..., 0]}),
         (ValueError, "starts", (Q, K_, W), {"starts": ROWS[:, :2]}),
         (ValueError, "ends", (Q, K_, W), {"ends": ROWS[0]}),
@@ -392,7 +554,7 @@ def test_cuda_on_request_or_an_error():
 @given(st.data())
 def test_one_wrong_axis_is_named(data):
     """Any one axis of any argument made longer: an error that names an argument."""
-    arrays = {"q": Q, "k": K_, "weights": W, "k_scale": K_[..., 0], "starts": ROWS, "ends": ROWS}
+    arrays = dict(zip(NAMES, (Q, K_, W, K_[..., 0], ROWS, ROWS), strict=True))
     name = data.draw(st.sampled_from(sorted(arrays)))
     axis = data.draw(st.integers(0, arrays[name].ndim - 1))
     # S and T of q's and k's own are free; what must agree with them then is what is named.
@@ -400,7 +562,7 @@ def test_one_wrong_axis_is_named(data):
     shape[axis] += 1
     arrays[name] = np.zeros(shape, arrays[name].dtype)
     with pytest.raises(ValueError, match=r"^indexer_logits: argument '\w+' has shape"):
-        indexer_logits(arrays.pop("q"), arrays.pop("k"), arrays.pop("weights"), **arrays)
+        indexer_logits(**arrays)
 
 
 def test_are_exported_under_their_names():

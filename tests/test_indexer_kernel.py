@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from compare import assert_matches
 
-from jax_dsa import dsa_attention, indexer_logits, indexer_topk, quantize_fp8, topk
-from jax_dsa.ops.indexer import TOPK_BWD, IndexerOptions
+from jax_dsa import PagedCache, dsa_attention, indexer_logits, indexer_topk, quantize_fp8, topk
+from jax_dsa.core.call import Call
+from jax_dsa.ops.indexer.api import TOPK_BWD
+from jax_dsa.ops.indexer.spec import Options, Selected, Selection
 
 pytestmark = pytest.mark.gpu
 
@@ -29,18 +31,18 @@ def inputs(
     starts = rng.integers(-5, s, (b, t)).astype(np.int32)
     ends = np.minimum(rng.integers(-5, s + 5, (b, t)), s - 2).astype(np.int32)
     starts[:, ::2] = 0
-    given = {"starts": jnp.asarray(starts), "ends": jnp.asarray(ends), "k_scale": None}
+    given = {"starts": jnp.asarray(starts), "ends": jnp.asarray(ends), "index_k_scale": None}
     if dtype == FP8:
         (q, scale), (k, k_scale) = quantize_fp8(q, block=(1, c)), quantize_fp8(k, block=(1, c))
         weights = weights * scale[..., 0]
-        given["k_scale"] = k_scale[..., 0].at[:, -2:].set(jnp.nan)
-    return given | {"q": q, "k": k.at[:, -2:].set(jnp.nan), "weights": weights}
+        given["index_k_scale"] = k_scale[..., 0].at[:, -2:].set(jnp.nan)
+    k = k.at[:, -2:].set(jnp.nan)
+    return given | {"index_q": q, "index_k": k, "index_weights": weights}
 
 
 def logits(given: dict[str, Any], implementation: str, dtype: Any = None, **options: Any) -> Any:
-    given = dict(given)
     if dtype is not None:
-        given |= {"q": given["q"].astype(dtype), "k": given["k"].astype(dtype)}
+        given = given | {name: given[name].astype(dtype) for name in ("index_q", "index_k")}
     call = functools.partial(indexer_logits, implementation=implementation, **options)
     return jax.jit(lambda given: call(**given))(given)
 
@@ -119,7 +121,7 @@ def test_pages(t: int, page: int, dtype: Any, rng: np.random.Generator) -> None:
     """As from a cache without pages, but for the keys on pages that are not there."""
     batch, own = 5, 8
     given = inputs(rng, b=batch, t=t, s=own * page, j=64, c=128, dtype=dtype)
-    k, k_scale = given.pop("k"), given.pop("k_scale")
+    k, k_scale = given.pop("index_k"), given.pop("index_k_scale")
     pages = batch * own + 3
     table = rng.permutation(pages)[: batch * own].reshape(batch, own).astype(np.int32)
 
@@ -129,11 +131,13 @@ def test_pages(t: int, page: int, dtype: Any, rng: np.random.Generator) -> None:
 
     hole = rng.random(table.shape) < 0.2
     holes = np.where(hole, rng.choice([-1, pages, 2**31 - 1], table.shape), table)
-    given["page_table"] = jnp.asarray(holes, jnp.int32)
+    lengths = jnp.full(batch, own * page, jnp.int32)
+    cache = PagedCache(pool(k)[:, :, None], jnp.asarray(holes, jnp.int32), lengths)
     scales = None if k_scale is None else pool(k_scale)
-    got = indexer_topk(**given, k=pool(k), k_scale=scales, top_k=100, implementation="cuda")
-    del given["page_table"]
-    whole = logits(given | {"k": k, "k_scale": k_scale}, "cuda")
+    got = indexer_topk(
+        **given, index_k=cache, index_k_scale=scales, top_k=100, implementation="cuda"
+    )
+    whole = logits(given | {"index_k": k, "index_k_scale": k_scale}, "cuda")
     there = jnp.asarray(np.repeat(~hole, page, axis=1))[:, None]
     want = topk(jnp.where(there, whole, -jnp.inf), 100, return_values=True, implementation="cuda")
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, want)
@@ -144,6 +148,7 @@ BACKWARD_SHAPES = {
     "J 5, C 32": {"t": 62, "s": 403, "j": 5, "c": 32, "k": 77},
     "C 64": {"t": 213, "s": 900, "j": 32, "c": 64, "k": 64},
     "one query": {"b": 5, "t": 1, "s": 3001, "j": 64, "c": 128, "k": 2048},
+    "any slots": {"t": 50, "s": 300, "j": 64, "c": 128, "k": 200},
     "more slots than keys": {"t": 20, "s": 30, "j": 64, "c": 128, "k": 130},
 }
 
@@ -158,22 +163,24 @@ def test_gradients_of_selected_logits(
     shape = dict(BACKWARD_SHAPES[name])
     slots = shape.pop("k")
     given = inputs(rng, **shape, dtype=jnp.bfloat16)
-    k, k_scale = jnp.nan_to_num(given["k"]), None
+    k, k_scale = jnp.nan_to_num(given["index_k"]), None
     if with_scale:
         k_scale = jnp.asarray(rng.uniform(0.5, 2, k.shape[:2]), jnp.float32)
-    batch, queries = given["weights"].shape[:2]
+    batch, queries = given["index_weights"].shape[:2]
     indices = np.full((batch, queries, slots), -1, np.int32)
     for row in indices.reshape(-1, slots):
         count = rng.integers(0, min(slots, shape["s"]) + 1)
         row[:count] = np.sort(rng.choice(shape["s"], count, replace=False))
+    if name == "any slots":  # in any order, several of one key, empty ones in between
+        indices = rng.integers(-5, shape["s"] + 5, indices.shape).astype(np.int32)
     g = jnp.asarray(rng.standard_normal(indices.shape), jnp.float32)
-    options = IndexerOptions(relu=relu, top_k=slots)
+    options = Options(relu=relu, top_k=slots)
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def gradients(implementation: str, dtype: Any) -> Any:
-        operands = given["q"].astype(dtype), k.astype(dtype), given["weights"], k_scale
-        grads = TOPK_BWD(options, *operands, indices, g, implementation=implementation)
-        return [x for x in grads if x is not None]
+        q, weights = given["index_q"].astype(dtype), given["index_weights"]
+        x = Selected(q, k.astype(dtype), weights, k_scale, jnp.asarray(indices))
+        return TOPK_BWD(Call("indexer_topk", implementation), options, x, Selection(None, g))
 
     # The kernels round g and the weighted q to bfloat16, and dq.
     got, want = gradients("cuda", jnp.bfloat16), gradients("xla", jnp.bfloat16)
@@ -187,7 +194,8 @@ def test_deterministic_gradients_repeat(rng: np.random.Generator) -> None:
         jnp.asarray(rng.standard_normal((2, n, h, 576)), jnp.bfloat16)
         for n, h in ((200, 64), (600, 1))
     )
-    index = jnp.nan_to_num(given["q"]), jnp.nan_to_num(given["k"]), given["weights"]
+    index = [given[name] for name in ("index_q", "index_k", "index_weights")]
+    index[1] = jnp.nan_to_num(index[1])
 
     @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1, 2, 3, 4))

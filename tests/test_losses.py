@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches, assert_unmoved
+from compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from oracles import indexer as indexer_oracle
 from oracles import losses as oracle
+from quick import compile_fully, compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import dense_indexer_kl_loss, indexer_kl_loss
 from jax_dsa.core import streaming
-from jax_dsa.ops.indexer import IndexerOptions
-from jax_dsa.ops.losses import DenseOptions
-from jax_dsa.reference import losses as reference
+from jax_dsa.ops.losses import xla
+from jax_dsa.ops.losses.spec import DenseOperands, DenseOptions
 
 INF, NAN = np.inf, np.nan
 
@@ -119,6 +119,51 @@ def test_the_teacher_gets_no_gradient(rng):
         assert (np.asarray(grad) == 0).all()
 
 
+def test_the_teacher_is_a_constant_in_plain_xla_too(rng):
+    logits, teacher = slots(rng)
+    inputs = index_inputs(rng)
+    with jax_dsa.plain_xla():
+        grads = (
+            jax.grad(indexer_kl_loss, argnums=1)(logits, teacher),
+            *jax.grad(dense_indexer_kl_loss, argnums=(3, 4))(*inputs),
+        )
+    for grad in grads:
+        assert (np.asarray(grad) == 0).all()
+
+
+def test_nan_in_the_teacher_shows(rng):
+    """In the loss, and in its row's gradient alone."""
+    logits, teacher = rng.normal(size=(2, 3, 4)), rng.exponential(size=(2, 3, 4))
+    logits, teacher = logits.astype(np.float32), teacher.astype(np.float32)
+    teacher[1, 2, 0] = NAN
+    loss, grad = value_and_grad(logits, teacher)
+    assert np.isnan(loss)
+    np.testing.assert_array_equal(np.isnan(grad).any(-1), [[0, 0, 0], [0, 0, 1]])
+    inputs = index_inputs(rng)
+    inputs[3][1, 2, 0] = NAN
+    loss, grads = jax.value_and_grad(dense_indexer_kl_loss, argnums=(0, 2))(*inputs)
+    assert np.isnan(loss)
+    for grad in grads:
+        seen = np.isnan(grad).reshape(2, 5, -1).any(-1)
+        np.testing.assert_array_equal(seen, np.arange(10).reshape(2, 5) == 7)
+
+
+def test_variables_and_wide_integers(rng):
+    logits, teacher = slots(rng)
+    valid = logits > -INF
+    got = indexer_kl_loss(Variable(logits), Variable(teacher), Variable(valid))
+    assert got == indexer_kl_loss(logits, teacher, valid)
+    inputs, starts = index_inputs(rng), np.array([[0, 1, 2, 3, 4], [9, 0, -3, 2, 0]])
+    options = {"starts": starts, "ends": starts + 4, "query_start": np.array([2, 2**31 - 1])}
+    got = dense_indexer_kl_loss(
+        *map(Variable, inputs), **{n: Variable(x) for n, x in options.items()}
+    )
+    narrow = {n: x.astype(np.int32) for n, x in options.items()}
+    assert got == dense_indexer_kl_loss(*inputs, **narrow)
+    options["query_start"] = np.array([2, 9])  # past all keys, as 2**31 - 1 is
+    assert got == dense_indexer_kl_loss(*inputs, **options)
+
+
 def test_low_precision_logits(rng):
     logits, teacher = slots(rng)
     low = jnp.asarray(logits, jnp.bfloat16)
@@ -138,7 +183,7 @@ def test_gradients_against_finite_differences(rng):
 
         def dense(index_q, index_k, weights, k_scale):
             args = (index_q, index_k, weights, *inputs[3:])
-            return dense_indexer_kl_loss(*args, k_scale=k_scale, query_start=1) ** 2
+            return dense_indexer_kl_loss(*args, index_k_scale=k_scale, query_start=1) ** 2
 
         check_grads(jax.jit(dense), (*inputs[:3], scale), 1, ["rev"], eps=1e-7, rtol=1e-5)
 
@@ -169,10 +214,10 @@ def dense_oracle(inputs, k_scale, options):
         scale=options.get("scale", D**-0.5),
         starts=starts,
         ends=ends,
-        k_scale=k_scale,
+        index_k_scale=k_scale,
         relu=relu,
     )
-    return loss, indexer_oracle.indexer_gradients(*inputs[:3], g, k_scale=k_scale, relu=relu)
+    return loss, indexer_oracle.indexer_gradients(*inputs[:3], g, index_k_scale=k_scale, relu=relu)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -184,7 +229,7 @@ def test_dense_loss_and_gradients(name, rng):
     @jax.value_and_grad
     def run(trained):
         *index, scale = trained
-        return dense_indexer_kl_loss(*index, *inputs[3:], k_scale=scale, **options)
+        return dense_indexer_kl_loss(*index, *inputs[3:], index_k_scale=scale, **options)
 
     loss, grads = run((*inputs[:3], k_scale))
     want, want_grads = dense_oracle(inputs, k_scale, options)
@@ -198,11 +243,10 @@ def test_chunks(budget, rng, monkeypatch):
     inputs = index_inputs(rng, B=3, T=7)
     index_q, index_k, weights, q, kv = inputs
     starts, ends = np.zeros((3, 7), np.int32), np.tile(np.arange(1, 8, dtype=np.int32), (3, 1))
-    options = DenseOptions(IndexerOptions(relu=True), scale=3**-0.5)
+    options = DenseOptions(relu=True, scale=3**-0.5)
     monkeypatch.setattr(streaming, "BUDGET", budget)
-    kl, rows, *grads = jax.jit(lambda *a: reference.dense_indexer_kl_loss_fwd(options, *a))(
-        index_q, index_k, weights, None, starts, ends, q, kv
-    )
+    x = DenseOperands(index_q, index_k, weights, None, starts, ends, q, kv)
+    kl, rows, *grads = jax.jit(xla.dense_indexer_kl_loss_fwd, static_argnums=0)(options, x)
     want, want_grads = dense_oracle(inputs, None, {})
     np.testing.assert_array_equal(rows, [7, 7, 7])
     assert_matches(kl.sum() / 21, np.float32(want), 1e-5)
@@ -211,6 +255,7 @@ def test_chunks(budget, rng, monkeypatch):
     assert_matches(got, tuple(x.astype(np.float32) for x in want_grads[:3]), 1e-5)
 
 
+@pytest.mark.usefixtures("compile_fully")
 def test_workspace_is_bounded():
     """Less than one array [B, T, S], forward and backward."""
     B, T, S = 2, 4096, 8192
@@ -297,7 +342,7 @@ def test_no_batch_axis_and_empty_batch(rng):
 
 
 X = np.zeros((2, 3, 4), np.float32)
-NAMES = ("index_q", "index_k", "weights", "q", "kv")
+NAMES = ("index_q", "index_k", "index_weights", "q", "kv")
 DENSE = dict(zip(NAMES, index_inputs(np.random.default_rng(0)), strict=True))
 
 
@@ -322,21 +367,21 @@ def test_misuse_of_the_sparse_loss(error, name, args):
     ("error", "name", "change"),
     [
         (TypeError, "index_q", {"index_q": 1.0}),
-        (ValueError, "index_q", {"index_q": DENSE["weights"][0]}),
+        (ValueError, "index_q", {"index_q": DENSE["index_weights"][0]}),
         (ValueError, "index_k", {"index_k": DENSE["index_k"][..., :2]}),
-        (TypeError, "weights", {"weights": DENSE["weights"].astype(np.float16)}),
-        (ValueError, "weights", {"weights": DENSE["weights"][..., :1]}),
+        (TypeError, "index_weights", {"index_weights": DENSE["index_weights"].astype(np.float16)}),
+        (ValueError, "index_weights", {"index_weights": DENSE["index_weights"][..., :1]}),
         (ValueError, "q", {"q": DENSE["q"][:, :2]}),
         (TypeError, "q", {"q": DENSE["q"].astype(np.int32)}),
         (TypeError, "kv", {"kv": DENSE["kv"].astype(np.float16)}),
         (ValueError, "kv", {"kv": DENSE["kv"][:, :7]}),
-        (ValueError, "kv", {"kv": DENSE["kv"][:, :, [0, 0, 0]]}),
+        (ValueError, "q", {"kv": DENSE["kv"][:, :, [0, 0, 0]]}),
         (TypeError, "scale", {"scale": "1"}),
         (ValueError, "scale", {"scale": NAN}),
         (TypeError, "is_causal", {"is_causal": None}),
         (TypeError, "query_start", {"query_start": 0.5}),
         (ValueError, "query_start", {"query_start": np.zeros(3, np.int32)}),
-        (ValueError, "k_scale", {"k_scale": X[..., 0]}),
+        (ValueError, "index_k_scale", {"index_k_scale": X[..., 0]}),
         (TypeError, "starts", {"starts": 0}),
         (ValueError, "ends", {"ends": np.zeros((2, 4), np.int32)}),
         (TypeError, "relu", {"relu": "yes"}),

@@ -16,9 +16,10 @@ from quick import compile_quickly  # noqa: F401
 
 from jax_dsa.core import streaming
 from jax_dsa.ops.block_mask import make_block_mask
-from jax_dsa.ops.masked_attention import masked_attention, masked_attention_varlen
+from jax_dsa.ops.masked_attention import masked_attention, masked_attention_varlen, xla
+from jax_dsa.ops.masked_attention.spec import Operands, Options, Results
 
-B, T, S, N, G, D = 2, 5, 7, 4, 2, 8
+B, T, S, N, G, D, E = 2, 5, 7, 4, 2, 8, 6
 EXTREMES = (-(2**31), -1, S, 2**31 - 1)
 
 
@@ -26,9 +27,11 @@ def normal(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> ja
     return jnp.asarray(rng.normal(size=shape), dtype)
 
 
-def qkv(rng: np.random.Generator, dtype: Any = np.float32, groups: int = G) -> tuple:
-    kv = (normal(rng, B, S, groups, D, dtype=dtype) for _ in range(2))
-    return normal(rng, B, T, N, D, dtype=dtype), *kv
+def qkv(
+    rng: np.random.Generator, dtype: Any = np.float32, groups: int = G, value_dim: int = E
+) -> tuple:
+    shapes = (B, T, N, D), (B, S, groups, D), (B, S, groups, value_dim)
+    return tuple(normal(rng, *shape, dtype=dtype) for shape in shapes)
 
 
 @functools.lru_cache(maxsize=4)
@@ -59,11 +62,21 @@ CONFIGS = {
     "causal": ((1, 1, 1), None, {"is_causal": True, "softcap": 1.5}),
     "bottom-right": ((2, G, T), (1, N, 1), {"is_causal": True, "alignment": True}),
     "window": ((2, N, T), (2, G, T), {"window": (2, 1), "alignment": True, "softcap": 3.0}),
-    "lengths": ((1, N, 1), (2, 1, T), {"lengths": True, "alignment": True, "window": (3, 4)}),
-    "segments": ((2, 1, T), None, {"segments": True, "lengths": True}),
+    "lengths": (
+        (1, N, 1),
+        (2, 1, T),
+        {"lengths": (S - 3, S + 9), "alignment": True, "window": (3, 4)},
+    ),
+    "blocks": ((1, G, T), (2, N, T), {"blocks": True, "window": 3}),
+    "any lengths": (
+        None,
+        None,
+        {"lengths": (-(2**31), 2**31 - 1), "alignment": True, "window": (2**40, 0)},
+    ),
+    "segments": ((2, 1, T), None, {"segments": True, "lengths": (S - 3, S + 9)}),
     "kept": ((1, G, 1), None, {"kept": True, "is_causal": True, "alignment": True}),
     "kept-all": ((2, N, T), (1, G, T), {"kept": True, "segments": True, "softcap": 2.0}),
-    "kept-shared": ((1, 1, T), (1, 1, T), {"kept": True, "lengths": True}),
+    "kept-shared": ((1, 1, T), (1, 1, T), {"kept": True, "lengths": (S - 3, 2**40)}),
 }
 
 
@@ -74,9 +87,9 @@ def test_against_oracle(config: tuple, rng: np.random.Generator) -> None:
     if "alignment" in chosen:
         visible["causal_alignment"] = "bottom_right"
     if "window" in chosen:
-        visible["window"] = chosen["window"]
+        visible["local_window_size"] = chosen["window"]
     if "lengths" in chosen:
-        visible["lengths"] = np.array([S - 3, S + 9], np.int32)
+        visible["key_value_seq_lengths"] = np.array(chosen["lengths"])
     if "kept" in chosen:
         visible["kv_indices"] = rng.integers(-1, S + 1, (B, G, 9)).astype(np.int32)
         visible["kv_indices"][0, 0, :4] = EXTREMES
@@ -89,14 +102,17 @@ def test_against_oracle(config: tuple, rng: np.random.Generator) -> None:
     with jax.enable_x64(True):
         arrays = qkv(rng, np.float64)
         mask = None if mask_shape is None else jnp.asarray(rng.random((*mask_shape, S)) < 0.7)
+        masks = {"mask": mask}
+        if "blocks" in chosen:
+            masks = {"block_mask": make_block_mask(mask, block_q=2, block_k=8)}
         if bias_shape is not None:
             arrays = (*arrays, normal(rng, *bias_shape, S, dtype=np.float64))
-        douts = normal(rng, B, T, N, D, dtype=np.float64), normal(rng, B, T, N, dtype=np.float64)
+        douts = normal(rng, B, T, N, E, dtype=np.float64), normal(rng, B, T, N, dtype=np.float64)
 
         def fn(q: Any, k: Any, v: Any, bias: Any = None) -> tuple:
             return masked_attention(
-                q, k, v, bias, mask, softcap=softcap, return_lse=True, return_attn_probs=True,
-                **options,
+                q, k, v, bias, softcap=softcap, return_lse=True, return_attn_probs=True,
+                **masks, **options,
             )  # fmt: skip
 
         got, grads = all_of(fn, arrays, (*douts, 0))
@@ -123,26 +139,25 @@ def test_finite_differences(rng: np.random.Generator) -> None:
 
 
 def test_against_jax_nn(rng: np.random.Generator) -> None:
-    arrays = qkv(rng, groups=N)
+    arrays = qkv(rng, groups=N, value_dim=D)
     bias, mask = normal(rng, B, N, T, S), jnp.asarray(rng.random((B, 1, T, S)) < 0.8)
     lengths = jnp.asarray([3, S], jnp.int32)
     # A row without any key is uniform there and 0 here.
     mask = mask.at[..., 0].set(True)
-    options = {"scale": 0.3, "is_causal": True}
+    options = {
+        "scale": 0.3,
+        "is_causal": True,
+        "key_value_seq_lengths": lengths,
+        "local_window_size": (9, 0),
+    }
     douts = (normal(rng, B, T, N, D),)
     got = all_of(
-        lambda q, k, v, b: (
-            masked_attention(q, k, v, b, mask, lengths=lengths, window=(9, 0), **options),
-        ),
+        lambda q, k, v, b: (masked_attention(q, k, v, b, mask, **options),),
         (*arrays, bias),
         douts,
     )
     want = all_of(
-        lambda q, k, v, b: (
-            jax.nn.dot_product_attention(
-                q, k, v, b, mask, key_value_seq_lengths=lengths, local_window_size=(9, 0), **options
-            ),
-        ),
+        lambda q, k, v, b: (jax.nn.dot_product_attention(q, k, v, b, mask, **options),),
         (*arrays, bias),
         douts,
     )
@@ -153,7 +168,7 @@ def test_bfloat16(rng: np.random.Generator) -> None:
     dtype = jnp.bfloat16
     low = (*qkv(rng, dtype), normal(rng, 1, G, 1, S, dtype=dtype))
     exact = tuple(x.astype(jnp.float32) for x in low)
-    douts = (normal(rng, B, T, N, D, dtype=dtype), normal(rng, B, T, N))
+    douts = (normal(rng, B, T, N, E, dtype=dtype), normal(rng, B, T, N))
 
     def naive(q: Any, k: Any, v: Any, bias: Any) -> tuple:
         k, v, bias = (jnp.repeat(x, N // G, axis) for x, axis in ((k, 2), (v, 2), (bias, 1)))
@@ -180,10 +195,12 @@ def test_nan_that_no_query_sees(rng: np.random.Generator) -> None:
     q, k, v, bias = clean
     bad = jnp.where(seen.any((1, 2))[..., None, None], 0, jnp.nan)
     dirty = (q.at[:, 1].set(jnp.inf), k + bad, v - bad, jnp.where(seen, bias, jnp.nan))
-    douts = normal(rng, B, T, N, D), normal(rng, B, T, N)
+    douts = normal(rng, B, T, N, E), normal(rng, B, T, N)
 
     def fn(*arrays: Any) -> tuple:
-        return masked_attention(*arrays, mask, lengths=lengths, softcap=4.0, return_lse=True)
+        return masked_attention(
+            *arrays, mask, key_value_seq_lengths=lengths, softcap=4.0, return_lse=True
+        )
 
     outs, grads = all_of(fn, dirty, douts)
     assert_matches((outs, grads), all_of(fn, clean, douts), 0.0)
@@ -198,7 +215,7 @@ def test_nan_in_keys_that_are_not_kept(rng: np.random.Generator) -> None:
     kept = jnp.asarray(np.broadcast_to([3, 1, -1, 3, *EXTREMES], (B, G, 8)), jnp.int32)
     other = jnp.asarray([s not in (1, 3) for s in range(S)])[:, None, None]
     dirty = (arrays[0], *(jnp.where(other, jnp.nan, x) for x in arrays[1:]))
-    douts = normal(rng, B, T, N, D), normal(rng, B, T, N)
+    douts = normal(rng, B, T, N, E), normal(rng, B, T, N)
 
     def fn(*arrays: Any) -> tuple:
         return masked_attention(*arrays, kv_indices=kept, return_lse=True)
@@ -213,47 +230,45 @@ def test_nan_in_keys_that_are_not_kept(rng: np.random.Generator) -> None:
     assert_matches(got, same, 1e-5)
 
 
-CHUNKED = {
-    "kept": ({"mask": True, "kept": True}, (1, G, T)),
-    "block-mask": ({"blocks": True}, (B, 1, 1)),
-}
-
-
-@pytest.mark.parametrize("case", CHUNKED.values(), ids=CHUNKED.keys())
-def test_chunks(case: tuple, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["kept", "block-mask"])
+def test_chunks(kind: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny budget, which leaves chunks of 2 queries and a remainder of 1, changes nothing."""
-    chosen, bias_shape = case
-    arrays = (*qkv(rng), normal(rng, *bias_shape, S))
-    mask = jnp.asarray(rng.random((B, 1, T, S)) < 0.7)
+    mask: Any = jnp.asarray(rng.random((B, 1, T, S)) < 0.7)
     segments = jnp.asarray(rng.integers(0, 2, (B, T)), jnp.int32), jnp.zeros((B, S), jnp.int32)
-    options: dict[str, Any] = {"is_causal": True, "segment_ids": segments, "return_lse": True}
-    if "mask" in chosen:
-        options["mask"] = mask
-    if "kept" in chosen:
-        options["kv_indices"] = jnp.asarray(rng.integers(-1, S, (B, G, S)), jnp.int32)
-    if "blocks" in chosen:
-        options["block_mask"] = make_block_mask(mask, block_q=3, block_k=8)
-    douts = normal(rng, B, T, N, D), normal(rng, B, T, N)
-    whole = all_of(lambda *a: masked_attention(*a, **options), arrays, douts)
+    causal = jnp.zeros((1, T), jnp.int32), jnp.arange(1, T + 1, dtype=jnp.int32)[None]
+    kept = rows = tiles = bits = None
+    if kind == "kept":
+        kept = jnp.asarray(rng.integers(-1, S, (B, G, S)), jnp.int32)
+        bias_heads, bias = "g", normal(rng, 1, G, T, S)
+    else:
+        blocks = make_block_mask(mask, block_q=3, block_k=8)
+        mask, rows = None, jnp.arange(T, dtype=jnp.int32)[None]
+        tiles, bits = blocks.tiles, blocks.bits
+        bias_heads, bias = "x", normal(rng, B, 1, 1, S)
+    x = Operands(*qkv(rng), bias, mask, *causal, *segments, kept, rows, tiles, bits)
+    options = Options(0.4, None, bias_heads, "x", "x", deterministic=False)
+    dy = Results(normal(rng, B, T, N, E), normal(rng, B, T, N))
+
+    def run(x: Operands) -> tuple:
+        y = xla.masked_attention_fwd(options, x)
+        return y, xla.masked_attention_bwd(options, x, y, dy)
+
+    whole = jax.jit(run)(x)
     monkeypatch.setattr(streaming, "BUDGET", 5 * 4 * B * N * S * 2)
-    jax.clear_caches()
-    got = all_of(lambda *a: masked_attention(*a, **options), arrays, douts)
-    jax.clear_caches()
-    assert_matches(got, whole, 1e-5)  # sums in another order
+    assert_matches(jax.jit(lambda x: run(x))(x), whole, 1e-5)  # sums in another order
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient works in far less memory than all scores, with a bias of its own for each."""
-    q, k = jnp.zeros((2, 256, 4, 8)), jnp.zeros((2, 256, 2, 8))
-    bias, mask = jnp.zeros((1, 2, 256, 256)), jnp.ones((1, 1, 256, 256), bool)
+    # Shapes that no other test has, since what is traced already does not see the budget.
+    q, k, v = jnp.zeros((2, 252, 4, 8)), jnp.zeros((2, 252, 2, 8)), jnp.zeros((2, 252, 2, 7))
+    bias, mask = jnp.zeros((1, 2, 252, 252)), jnp.ones((1, 1, 252, 252), bool)
     monkeypatch.setattr(streaming, "BUDGET", 2**17)
-    jax.clear_caches()
 
     def loss(*arrays: Any) -> jax.Array:
         return masked_attention(*arrays, mask, is_causal=True).sum()
 
-    compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(q, k, k, bias).compile()
-    jax.clear_caches()
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(q, k, v, bias).compile()
     # The scores would take 2 MB; dbias, half a megabyte, may be copied.
     assert compiled.memory_analysis().temp_size_in_bytes < 1.2e6
 
@@ -263,15 +278,17 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     [(0, 3, 4, 2), (2, 0, 4, None), (2, 3, 0, None), (2, 3, 0, 2), (2, 3, 4, 0)],
 )
 def test_empty(b: int, t: int, s: int, w: int | None) -> None:
-    q, k, bias = jnp.ones((b, t, N, D)), jnp.ones((b, s, G, D)), jnp.ones((1, N, 1, s))
+    q, k, v = jnp.ones((b, t, N, D)), jnp.ones((b, s, G, D)), jnp.ones((b, s, G, E))
+    bias = jnp.ones((1, N, 1, s))
     kept = None if w is None else jnp.zeros((b, G, w), jnp.int32)
 
     def fn(*arrays: Any) -> tuple:
         return masked_attention(*arrays, kv_indices=kept, is_causal=True, return_lse=True)
 
-    (out, lse), grads = all_of(fn, (q, k, k, bias), (jnp.ones(q.shape), jnp.ones(q.shape[:3])))
-    assert out.shape == q.shape and lse.shape == q.shape[:3]
-    assert [g.shape for g in grads] == [x.shape for x in (q, k, k, bias)]
+    douts = jnp.ones((b, t, N, E)), jnp.ones((b, t, N))
+    (out, lse), grads = all_of(fn, (q, k, v, bias), douts)
+    assert out.shape == (b, t, N, E) and lse.shape == q.shape[:3]
+    assert [g.shape for g in grads] == [x.shape for x in (q, k, v, bias)]
     assert not any(np.asarray(x).any() for x in (out, *grads))
     assert np.all(np.asarray(lse) == -np.inf)
 
@@ -279,20 +296,21 @@ def test_empty(b: int, t: int, s: int, w: int | None) -> None:
 @pytest.mark.parametrize(("queries", "keys", "dtype"), [(1, 1, np.float32), (62, 213, np.float16)])
 def test_no_batch_axis(queries: int, keys: int, dtype: Any, rng: np.random.Generator) -> None:
     q = normal(rng, queries, N, D, dtype=dtype)
-    k, v = (normal(rng, keys, G, D, dtype=dtype) for _ in range(2))
+    k, v = (normal(rng, keys, G, dim, dtype=dtype) for dim in (D, E))
     bias = normal(rng, N, 1, keys, dtype=dtype)
     mask = jnp.asarray(rng.random((1, queries, keys)) < 0.9)
-    one = {"lengths": np.int32(keys - 1), "is_causal": True, "causal_alignment": "bottom_right"}
+    one = {"is_causal": True, "causal_alignment": "bottom_right"}
+    one["key_value_seq_lengths"] = np.int32(keys - 1)
     got = masked_attention(q, k, v, bias, mask, return_lse=True, return_attn_probs=True, **one)
     batched = (x[None] for x in (q, k, v, bias, mask))
-    one["lengths"] = np.array([keys - 1], np.int32)
+    one["key_value_seq_lengths"] = np.array([keys - 1], np.int32)
     want = masked_attention(*batched, return_lse=True, return_attn_probs=True, **one)
     assert_matches(got, tuple(x[0] for x in want), 1e-6)
     assert got[2].shape == (N, queries, keys)
     np.testing.assert_allclose(got[2].sum(-1), np.isfinite(got[1]).T, atol=1e-5)
 
 
-CU_Q, CU_K = np.array([0, 2, 2, 7], np.int32), np.array([1, 5, 6, 9], np.int32)
+CU_Q, CU_K = np.array([0, 2, 2, 7], np.int32), np.array([1, 5, 6, 9])
 
 
 @pytest.mark.parametrize(
@@ -300,7 +318,7 @@ CU_Q, CU_K = np.array([0, 2, 2, 7], np.int32), np.array([1, 5, 6, 9], np.int32)
     [
         {"is_causal": True, "kept": True},
         {"is_causal": True, "causal_alignment": "bottom_right", "blocks": True},
-        {"window": (1, 2), "causal_alignment": "bottom_right", "softcap": 2.0},
+        {"local_window_size": (1, 2), "causal_alignment": "bottom_right", "softcap": 2.0},
     ],
     ids=["causal", "bottom-right", "window"],
 )
@@ -317,18 +335,19 @@ def test_packed(options: dict[str, Any], rng: np.random.Generator) -> None:
     with jax.enable_x64(True):
         q = normal(rng, queries, N, D, dtype=np.float64).at[7:].set(np.nan)
         inside = (jnp.arange(keys) >= 1) & (jnp.arange(keys) < 9)
-        k, v = (normal(rng, keys, G, D, dtype=np.float64) for _ in range(2))
+        k, v = (normal(rng, keys, G, dim, dtype=np.float64) for dim in (D, E))
         k, v = (jnp.where(inside[:, None, None], x, np.nan) for x in (k, v))
         bias = normal(rng, G, 1, keys, dtype=np.float64)
-        douts = normal(rng, *q.shape, dtype=np.float64), normal(rng, queries, N, dtype=np.float64)
+        shapes = (queries, N, E), (queries, N)
+        douts = tuple(normal(rng, *shape, dtype=np.float64) for shape in shapes)
 
         def fn(q: Any, k: Any, v: Any, bias: Any) -> tuple:
             return masked_attention_varlen(
                 q, k, v, CU_Q, CU_K, bias=bias, kv_indices=kept, return_lse=True,
-                **mask_or_blocks, **chosen,
+                return_attn_probs=True, **mask_or_blocks, **chosen,
             )  # fmt: skip
 
-        got, grads = all_of(fn, (q, k, v, bias), douts)
+        got, grads = all_of(fn, (q, k, v, bias), (*douts, 0))
         arrays = [np.nan_to_num(np.asarray(x))[None] for x in (q, k, v, bias)]
         softcap = chosen.pop("softcap", None)
         count = np.zeros((1, N, queries, keys), np.int64)
@@ -337,7 +356,7 @@ def test_packed(options: dict[str, Any], rng: np.random.Generator) -> None:
             count[:, :, a:b, c:d] = oracle.counts(
                 (1, N, b - a, d - c), G, mask=mask[None, :, a:b, c:d], kv_indices=own, **chosen
             )
-        want = oracle.attention(*arrays, count, D**-0.5, softcap)[:2]
+        want = oracle.attention(*arrays, count, D**-0.5, softcap)
         numbers = [np.asarray(x)[None] for x in douts]
         want_grads = oracle.gradients(*arrays, count, D**-0.5, softcap, *numbers)
         assert_matches(got, tuple(x[0] for x in want), 1e-12, "outputs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,10 +34,10 @@ ERRORS = [
     ("q", [1.0], TypeError, "argument 'q' is list, want an array"),
     ("q", np.ones((T, D), f32), ValueError, "argument 'q' has shape"),
     ("q", np.ones((B, T, N, D), i32), TypeError, "argument 'q' has dtype int32"),
-    ("q", np.ones((B, T, 3, D), f32), ValueError, "argument 'k' has shape.*divisor of N=3"),
+    ("q", np.ones((B, T, 3, D), f32), ValueError, "argument 'q' has N=3.*G=2.*multiple of G"),
     ("k", np.ones((B, S, G, D), np.float16), TypeError, "argument 'k' has dtype float16"),
     ("k", np.ones((B, S, G, D + 1), f32), ValueError, "argument 'k' has shape.*D=8"),
-    ("k", np.ones((B, S, 0, D), f32), ValueError, "argument 'k' has shape"),
+    ("k", np.ones((B, S, 0, D), f32), ValueError, "argument 'q' has N=4.*'k' has G=0"),
     ("v", np.ones((B, S + 1, G, D), f32), ValueError, "argument 'v' has shape.*S=7"),
     ("v", None, TypeError, "argument 'v' is NoneType"),
     ("bias", np.ones((B, G, T, S), np.float16), TypeError, "argument 'bias' has dtype float16"),
@@ -48,14 +49,19 @@ ERRORS = [
     ("scale", np.inf, ValueError, "argument 'scale' is inf"),
     ("is_causal", 1, TypeError, "argument 'is_causal'"),
     ("causal_alignment", "top", ValueError, "argument 'causal_alignment' is 'top'"),
-    ("window", -1, ValueError, "argument 'window' is -1"),
-    ("window", 2.0, TypeError, "argument 'window' is 2.0"),
-    ("window", (1, 2, 3), ValueError, "argument 'window' is"),
+    ("local_window_size", -1, ValueError, "argument 'local_window_size' is -1"),
+    ("local_window_size", 2.0, TypeError, "argument 'local_window_size' is 2.0"),
+    ("local_window_size", (1, 2, 3), ValueError, r"argument 'local_window_size' is \(1, 2, 3\)"),
     ("segment_ids", np.ones((B, T), i32), ValueError, "argument 'segment_ids' has shape.*S=7"),
     ("segment_ids", (np.ones((B, T), i32),), ValueError, "argument 'segment_ids'"),
     ("segment_ids", (np.ones((B, T), i32), np.ones((B, S))), TypeError, "argument 'segment_ids'"),
-    ("lengths", 3, TypeError, "argument 'lengths' is int"),
-    ("lengths", np.ones(B + 1, i32), ValueError, "argument 'lengths' has shape"),
+    ("key_value_seq_lengths", 3, TypeError, "argument 'key_value_seq_lengths' is int"),
+    (
+        "key_value_seq_lengths",
+        np.ones(B + 1, i32),
+        ValueError,
+        "argument 'key_value_seq_lengths' has shape",
+    ),
     ("softcap", 0.0, ValueError, "argument 'softcap' is 0.0"),
     ("softcap", True, TypeError, "argument 'softcap'"),
     ("block_mask", np.ones((1, 1, 1, 1)), TypeError, "argument 'block_mask' is ndarray"),
@@ -110,18 +116,24 @@ def test_misuse_of_two_arguments() -> None:
     rank=st.booleans(),
 )
 def test_any_wrong_shape_is_named(name: str, axis: int, change: int, rank: bool) -> None:
-    """One axis longer or shorter, or one axis more, never gets as far as a computation."""
+    """One axis longer or shorter, or one axis more, never gets as far as a computation, and what
+    is legal does.
+    """
     arguments = valid_arguments()
     shape = list(arguments[name].shape)
+    legal = False
     if rank:
         shape.insert(axis, 1)
     else:
         shape[axis] += change
         allowed = [(1, B), (1, G, N), (1, T), (S,)][axis]
-        if name in ("bias", "mask") and shape[axis] in allowed:
-            return
-        if name == "q" and shape[2] % G == 0 and axis == 2:
-            return
+        legal = name in ("bias", "mask") and shape[axis] in allowed
+        legal |= name == "q" and axis == 2 and shape[2] % G == 0
+        legal |= name == "v" and axis == 3
     arguments[name] = jnp.zeros(shape, arguments[name].dtype)
+    if legal:
+        out = jax.eval_shape(masked_attention, **arguments)
+        assert out.shape == (*arguments["q"].shape[:3], arguments["v"].shape[3])
+        return
     with pytest.raises(ValueError, match=r"masked_attention: argument '[qkvbm]"):
         masked_attention(**arguments)

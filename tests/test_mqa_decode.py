@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -16,8 +17,9 @@ from oracles import mqa_decode as oracle
 from quick import compile_quickly  # noqa: F401
 
 from jax_dsa.core import streaming
-from jax_dsa.ops.mqa_decode import Options, merge_attention, mqa_decode
-from jax_dsa.reference import mqa_decode as reference
+from jax_dsa.ops.cache import FlatCache, PagedCache
+from jax_dsa.ops.mqa_decode import merge_attention, mqa_decode, xla
+from jax_dsa.ops.mqa_decode.spec import Operands, Options, Results
 
 B, T, S, N, G, D, E = 3, 3, 13, 6, 2, 10, 7
 PAGES, PAGE = 9, 4
@@ -28,18 +30,45 @@ def inputs(rng: np.random.Generator, dtype: Any = np.float32, t: int = T, g: int
     return tuple(rng.normal(size=shape).astype(dtype) for shape in shapes)
 
 
+both = functools.partial(mqa_decode, return_lse=True)
+
+
 def as_float32(xs: Any) -> tuple:
     return tuple(x.astype(np.float32) for x in xs)
 
 
+def lengths(*numbers: int) -> dict[str, np.ndarray]:
+    return {"key_value_seq_lengths": np.array(numbers, np.int32)}
+
+
+LEAST, MOST = -(2**31), 2**31 - 1
 CASES = {
     "all": {},
     "scale": {"scale": 0.7},
-    "lengths": {"lengths": np.array([13, 1, 0], np.int32)},
-    "beyond the cache": {"lengths": np.array([13, 14, 16], np.int32)},
-    "starts": {"lengths": np.array([13, 9, 5], np.int32), "starts": np.array([4, 8, -3], np.int32)},
-    "window": {"lengths": np.array([13, 4, 2], np.int32), "window": 3},
-    "windows": {"window": np.array([1, 20, 0], np.int32), "starts": np.array([0, 2, 0], np.int32)},
+    "lengths": lengths(13, 1, 0),
+    "beyond the cache": lengths(13, 14, 16),
+    "any lengths": lengths(MOST, LEAST, LEAST + 1),
+    "starts": {**lengths(13, 9, 5), "starts": np.array([4, 8, -3], np.int32)},
+    "starts of queries": {
+        **lengths(13, 9, 5),
+        "starts": np.array([[4, 12, 0], [MOST, LEAST, 8], [3, 4, 5]], np.int32),
+    },
+    "window": {**lengths(13, 4, 2), "local_window_size": 2},
+    "windows": {
+        "local_window_size": np.array([0, 19, -1], np.int32),
+        "starts": np.array([0, 2, 0], np.int32),
+    },
+    "any windows": {"local_window_size": np.array([MOST, LEAST, 12], np.int32)},
+    "widest window": {**lengths(MOST, 13, LEAST), "local_window_size": MOST},
+    "wide integers": {
+        "key_value_seq_lengths": np.array([2**40, -(2**40), 7]),
+        "starts": np.array([-(2**40), 0, 2]),
+        "local_window_size": np.array([2**40, 3, 4]),
+    },
+    "narrow integers": {
+        "key_value_seq_lengths": np.array([13, 9, 200], np.uint8),
+        "local_window_size": np.int64(5),
+    },
     "sinks": {"sinks": np.array([0.5, -1.0, np.inf, -np.inf, 3.0, 0.0], np.float32)},
 }
 
@@ -48,32 +77,56 @@ CASES = {
 def test_forward(options: dict, rng: np.random.Generator) -> None:
     q, k, v = inputs(rng)
     out, lse, _ = oracle.mqa_decode(q, k, v, **{"scale": D**-0.5, **options})
-    assert_matches(mqa_decode(q, k, v, **options), as_float32((out, lse)), tol=1e-5)
+    assert_matches(both(q, k, v, **options), as_float32((out, lse)), tol=1e-5)
+
+
+def test_wide_integers_of_jax(rng: np.random.Generator) -> None:
+    arrays, options = inputs(rng), CASES["wide integers"]
+    want = both(*arrays, **options)
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(x) for name, x in options.items()}
+        assert {x.dtype for x in wide.values()} == {jnp.dtype("int64")}
+        assert_matches(both(*arrays, **wide), want, tol=1e-6)
+
+
+def test_window_forms(rng: np.random.Generator) -> None:
+    """An int, (left, 0) and one for each request; under jit and vmap too."""
+    q, k, v = inputs(rng)
+    want = mqa_decode(q, k, v, local_window_size=3)
+    each = np.full(B, 3, np.int32)
+    for window in ((3, 0), [3, 0], (np.int64(3), 0), each):
+        np.testing.assert_array_equal(mqa_decode(q, k, v, local_window_size=window), want)
+    for over in (jax.jit, jax.vmap):
+        got = over(lambda q, k, v, n: mqa_decode(q, k, v, local_window_size=n))(q, k, v, each)
+        assert_matches(got, want, tol=1e-6)
 
 
 @pytest.mark.parametrize("num_splits", [2, 5, 99])
 def test_splits_change_nothing(num_splits: int, rng: np.random.Generator) -> None:
     q, k, v = inputs(rng)
-    options = {"lengths": np.array([13, 7, 2], np.int32), "window": 6}
-    want = mqa_decode(q, k, v, **options)
-    assert_matches(mqa_decode(q, k, v, num_splits=num_splits, **options), want, tol=1e-6)
+    options = {**lengths(13, 7, 2), "local_window_size": 5}
+    want = both(q, k, v, **options)
+    assert_matches(both(q, k, v, num_splits=num_splits, **options), want, tol=1e-6)
 
 
 def test_values_in_the_keys(rng: np.random.Generator) -> None:
     q, k, _ = inputs(rng)
-    want = mqa_decode(q, k, k[..., :E])
-    assert_matches(mqa_decode(q, k, value_dim=E), want, tol=1e-6)
-    assert_matches(mqa_decode(q, k, value_dim=E, return_lse=False), want[0], tol=1e-6)
+    want = both(q, k, k[..., :E])
+    assert_matches(both(q, k, value_dim=E), want, tol=1e-6)
+    assert_matches(mqa_decode(q, k, value_dim=E), want[0], tol=1e-6)
+    assert_matches(mqa_decode(q, k), mqa_decode(q, k, k), tol=1e-6)
+    wide = jax.ShapeDtypeStruct((1, 1, 1, 576), jnp.bfloat16)
+    assert jax.eval_shape(mqa_decode, wide, wide).shape == (1, 1, 1, 512)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_gradients_against_finite_differences(shared: bool, rng: np.random.Generator) -> None:
     q, k, v = inputs(rng, np.float64)
     sinks = rng.normal(size=N)
-    options = {"lengths": np.array([13, 7, 2], np.int32), "window": 6, "num_splits": 3}
+    options = {**lengths(13, 7, 2), "local_window_size": 5, "num_splits": 3}
 
     def fn(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        out, lse = mqa_decode(q, k, v, value_dim=E, sinks=sinks, **options)
+        out, lse = both(q, k, v, value_dim=E, sinks=sinks, **options)
         return out, jnp.where(jnp.isfinite(lse), lse, 0)
 
     with jax.enable_x64(True):
@@ -86,13 +139,16 @@ def test_gradients_against_finite_differences(shared: bool, rng: np.random.Gener
 
 def test_unnormalised(rng: np.random.Generator) -> None:
     q, k, v = inputs(rng)
-    options = {"lengths": np.array([13, 2, 0], np.int32)}
+    options = lengths(13, 2, 0)
     out, lse, top = oracle.mqa_decode(q, k, v, scale=D**-0.5, **options)
     total = np.where(top == -np.inf, 0, np.exp(lse - np.where(top == -np.inf, 0, top)))
     want = as_float32((out * total[..., None], top, total))
     low = tuple(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
     assert [x.dtype for x in mqa_decode(*low, normalize=False)] == [jnp.float32] * 3
-    assert_matches(mqa_decode(q, k, v, normalize=False, num_splits=4, **options), want, tol=1e-5)
+    got = mqa_decode(q, k, v, normalize=False, num_splits=4, **options)
+    assert_matches(got, want, tol=1e-5)
+    again = mqa_decode(q, k, v, normalize=False, num_splits=4, return_lse=True, **options)
+    jax.tree.map(np.testing.assert_array_equal, again, got)
 
 
 def test_unnormalised_gradients(rng: np.random.Generator) -> None:
@@ -104,7 +160,7 @@ def test_unnormalised_gradients(rng: np.random.Generator) -> None:
         o, m, total = mqa_decode(q, k, v, normalize=False)
         return o / total[..., None], m + jnp.log(total)
 
-    want, pull_want = jax.vjp(lambda *a: mqa_decode(*a), q, k, v)
+    want, pull_want = jax.vjp(both, q, k, v)
     got, pull_got = jax.vjp(by_parts, q, k, v)
     assert_matches(got, want, tol=1e-5)
     assert_matches(pull_got((dout, dlse)), pull_want((dout, dlse)), tol=1e-5)
@@ -125,23 +181,56 @@ def paged(rng: np.random.Generator) -> tuple:
 def test_pages(num_splits: int | None, rng: np.random.Generator) -> None:
     q = inputs(rng)[0]
     k, v, table, flat_k, flat_v, mapped = paged(rng)
-    options = {"lengths": np.array([20, 11, 0], np.int32), "starts": np.array([2, 0, 0], np.int32)}
-    out, lse, _ = oracle.mqa_decode(q, flat_k, flat_v, scale=D**-0.5, mapped=mapped, **options)
-    got = mqa_decode(q, k, v, page_table=table, num_splits=num_splits, **options)
-    assert_matches(got, as_float32((out, lse)), tol=1e-5)
+    held, starts = lengths(20, 11, 0), np.array([2, 0, 0], np.int32)
+    options = {"scale": D**-0.5, "mapped": mapped, "starts": starts, **held}
+    cache = PagedCache(k, table, *held.values())
+    for values, rows in ((v, flat_v), (None, flat_k)):
+        out, lse, _ = oracle.mqa_decode(q, flat_k, rows, **options)
+        got = both(q, cache, values, num_splits=num_splits, starts=starts)
+        assert_matches(got, as_float32((out, lse)), tol=1e-5)
+
+
+def test_flat_cache(rng: np.random.Generator) -> None:
+    """What is said of arrays holds of caches, with and without values of their own."""
+    q, k, v = inputs(rng)
+    held = lengths(13, 7, 0)
+    cache = FlatCache(k, *held.values())
+    for values in (v, None):
+        want = both(q, k, values, local_window_size=4, **held)
+        got = both(q, cache, values, local_window_size=4)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+    want = jax.grad(lambda k, v: mqa_decode(q, k, v, **held).sum(), (0, 1))(k, v)
+    of_cache = jax.jit(jax.grad(lambda c, v: mqa_decode(q, c, v).sum(), (0, 1), allow_int=True))
+    dcache, dv = of_cache(jax.tree.map(jnp.asarray, cache), v)
+    assert_matches((dcache.data, dv), want, tol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["flat", "paged"])
+def test_cache_of_one_request(kind: str, rng: np.random.Generator) -> None:
+    q, k, v = inputs(rng)
+    cache: Any = FlatCache(k, np.array([13, 7, 2], np.int32))
+    if kind == "paged":
+        k, v, table = paged(rng)[:3]
+        cache = PagedCache(k, table, np.array([20, 7, 2], np.int32))
+    want = both(q, cache, v)
+    for b in range(B):
+        if kind == "paged":
+            one = PagedCache(k, cache.page_table[b], cache.lengths[b]), v
+        else:
+            one = FlatCache(k[b], cache.lengths[b]), v[b]
+        assert_matches(both(q[b], *one), tuple(x[b] for x in want), tol=1e-6)
 
 
 def test_gradients_of_pages(rng: np.random.Generator) -> None:
     """A page's gradient is the sum over everyone who reads it."""
     q = inputs(rng)[0]
     k, v, table = paged(rng)[:3]
-    lengths = np.array([20, 11, 6], np.int32)
+    held = lengths(20, 11, 6)
     table = np.clip(table, 0, PAGES - 1)
     flat_k, flat_v = k[table].reshape(B, -1, G, D), v[table].reshape(B, -1, G, E)
-    got, pull = jax.vjp(
-        lambda *a: mqa_decode(*a, page_table=table, lengths=lengths, num_splits=2), q, k, v
-    )
-    want, pull_flat = jax.vjp(lambda *a: mqa_decode(*a, lengths=lengths), q, flat_k, flat_v)
+    cached = lambda k: PagedCache(k, table, *held.values())  # noqa: E731
+    got, pull = jax.vjp(lambda q, k, v: both(q, cached(k), v, num_splits=2), q, k, v)
+    want, pull_flat = jax.vjp(lambda *a: both(*a, **held), q, flat_k, flat_v)
     assert_matches(got, want, tol=1e-5)
     cotangent = jnp.ones_like(got[0]), jnp.ones_like(got[1])
     dq, dk, dv = pull(cotangent)
@@ -156,16 +245,16 @@ def test_gradients_of_pages(rng: np.random.Generator) -> None:
 def test_keys_that_nobody_sees(rng: np.random.Generator) -> None:
     """NaN in a key changes nothing for those who do not see it, and everything for those who do."""
     q, k, v = inputs(rng)
-    options = {"lengths": np.array([13, 9, 2], np.int32), "window": 4}
+    options = {**lengths(13, 9, 2), "local_window_size": 3}
     poisons = [(0, 12), (1, 2), (1, 9), (2, 5), (2, 12)]  # the first is seen by the last query only
     dout = rng.normal(size=(B, T, N, E)).astype(np.float32)
-    clean, pull = jax.vjp(lambda *a: mqa_decode(*a, return_lse=False, **options), q, k, v)
+    clean, pull = jax.vjp(lambda *a: mqa_decode(*a, **options), q, k, v)
     clean_grads = pull(dout)
     for what in ("k", "v"):
         bad_k, bad_v = k.copy(), v.copy()
         for b, j in poisons:
             {"k": bad_k, "v": bad_v}[what][b, j] = np.nan
-        out, pull = jax.vjp(lambda *a: mqa_decode(*a, return_lse=False, **options), q, bad_k, bad_v)
+        out, pull = jax.vjp(lambda *a: mqa_decode(*a, **options), q, bad_k, bad_v)
         dq, dk, dv = pull(dout)
         assert np.isnan(out[0, 2]).all() and np.isnan(dq[0, 2]).all()
         for got, want in ((out, clean), (dq, clean_grads[0])):
@@ -178,11 +267,9 @@ def test_keys_that_nobody_sees(rng: np.random.Generator) -> None:
 
 def test_a_request_without_a_key(rng: np.random.Generator) -> None:
     q, k, v = inputs(rng)
-    lengths = np.array([13, 0, 1], np.int32)
+    held = lengths(13, 0, 1)
     sinks = np.array([0.0, np.inf, -np.inf, 1.0, 2.0, 0.0], np.float32)
-    (out, lse), pull = jax.vjp(
-        lambda *a: mqa_decode(*a[:3], lengths=lengths, sinks=a[3]), q, k, v, sinks
-    )
+    (out, lse), pull = jax.vjp(lambda *a: both(*a[:3], sinks=a[3], **held), q, k, v, sinks)
     assert np.all(np.asarray(out[1]) == 0) and np.all(np.asarray(lse[1]) == -np.inf)
     assert np.all(np.asarray(lse[2, :2]) == -np.inf) and np.all(np.isfinite(lse[2, 2]))
     assert np.all(np.asarray(out[:, :, 1]) == 0)
@@ -205,7 +292,7 @@ def test_low_precision(rng: np.random.Generator) -> None:
         out, pull = jax.vjp(fn, *args)
         return out, *pull(jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype))
 
-    ours = run(lambda q, k: mqa_decode(q, k, value_dim=E, return_lse=False, num_splits=2), low)
+    ours = run(lambda q, k: mqa_decode(q, k, value_dim=E, num_splits=2), low)
     for i, (got, lo, ex) in enumerate(zip(ours, run(plain, low), run(plain, exact), strict=True)):
         assert got.dtype == jnp.bfloat16
         assert_as_good_as(got, lo, ex, factor=4 if i else 3, what=("out", "dq", "dk")[i])
@@ -214,12 +301,12 @@ def test_low_precision(rng: np.random.Generator) -> None:
 def test_chunks_of_keys(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (jnp.asarray(x) for x in inputs(rng))
     starts, ends = jnp.full((B, T), 2, jnp.int32), jnp.full((B, T), 12, jnp.int32)
-    operands = q, k, v, starts, ends, jnp.ones((B, N)), None
+    x = Operands(q, k, v, starts, ends, jnp.ones((B, N)), None)
     options = Options(scale=0.3, value_dim=E, num_splits=None, normalize=True)
 
     def run() -> tuple:
-        out, lse, _ = reference.mqa_decode_fwd(options, *operands)
-        return out, lse, *reference.mqa_decode_bwd(options, *operands, out, lse, jnp.cos(out), lse)
+        y = xla.mqa_decode_fwd(options, x)
+        return *y, *xla.mqa_decode_bwd(options, x, y, Results(jnp.cos(y.out), y.lse, None))
 
     whole = jax.jit(run)()
     monkeypatch.setattr(streaming, "BUDGET", 6 * B * (G * D * 16 + T * N * 24))  # 6 + 6 + 1 keys
@@ -229,9 +316,9 @@ def test_chunks_of_keys(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("empty", ["b", "t", "s", "pages", "table"])
 def test_empty(empty: str, rng: np.random.Generator) -> None:
     q, k, v = inputs(rng)
-    table = None
+    table, starts = None, np.zeros(B, np.int32)
     if empty == "b":
-        q, k, v = q[:0], k[:0], v[:0]
+        q, k, v, starts = q[:0], k[:0], v[:0], starts[:0]
     elif empty == "t":
         q = q[:, :0]
     elif empty == "s":
@@ -242,7 +329,12 @@ def test_empty(empty: str, rng: np.random.Generator) -> None:
             k, v = k[:0], v[:0]
         else:
             table = table[:, :0]
-    (out, lse), pull = jax.vjp(lambda *a: mqa_decode(*a, page_table=table), q, k, v)
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        keys = k if table is None else PagedCache(k, table, np.full(B, MOST, np.int32))
+        return both(q, keys, v, starts=starts)
+
+    (out, lse), pull = jax.vjp(run, q, k, v)
     assert out.shape == (*q.shape[:3], E) and lse.shape == q.shape[:3]
     assert np.all(np.asarray(out) == 0) and np.all(np.asarray(lse) == -np.inf)
     grads = pull((jnp.ones_like(out), jnp.ones_like(lse)))
@@ -252,12 +344,13 @@ def test_empty(empty: str, rng: np.random.Generator) -> None:
 
 def test_without_batch_axis(rng: np.random.Generator) -> None:
     q, k, v = inputs(rng)
-    lengths, windows = np.array([13, 7, 2], np.int32), np.array([3, 13, 1], np.int32)
-    want = mqa_decode(q, k, v, lengths=lengths, window=windows)
+    held, windows = np.array([13, 7, 2], np.int32), np.array([2, 12, -1], np.int32)
+    starts = np.array([[0, 11, 12], [6, 0, 0], [0, 0, 1]], np.int32)
+    want = both(q, k, v, key_value_seq_lengths=held, local_window_size=windows, starts=starts)
     for b in range(B):
-        got = mqa_decode(
-            q[b], k[b], v[b], lengths=lengths[b], window=windows[b : b + 1].reshape(())
-        )
+        window = windows[b : b + 1].reshape(())
+        one = {"local_window_size": window, "starts": starts[b]}
+        got = both(q[b], k[b], v[b], key_value_seq_lengths=held[b], **one)
         assert_matches(got, tuple(x[b] for x in want), tol=1e-6)
 
 
@@ -281,18 +374,15 @@ def test_merged_parts_are_the_whole(rng: np.random.Generator) -> None:
     starts = [np.full(B, s, np.int32) for s in (0, 4, 5)]
     ends = [4, 5, 13]
 
-    def whole(q: Any, k: Any, v: Any) -> Any:
-        return mqa_decode(q, k, v)
-
     def split(q: Any, k: Any, v: Any) -> Any:
         # A part has neither the keys before its start nor those cut away behind its end.
         parts = [
-            mqa_decode(q, k[:, :e], v[:, :e], starts=s, lengths=np.full(B, S, np.int32))
+            both(q, k[:, :e], v[:, :e], starts=s, **lengths(S, S, S))
             for s, e in zip(starts, ends, strict=True)
         ]
         return merge_attention(*zip(*parts, strict=True))
 
-    want, pull_want = jax.vjp(whole, q, k, v)
+    want, pull_want = jax.vjp(both, q, k, v)
     got, pull_got = jax.vjp(split, q, k, v)
     assert_matches(got, want, tol=1e-5)
     cotangent = tuple(jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in want)
@@ -306,6 +396,7 @@ def test_merge_gradients_to_second_order(rng: np.random.Generator) -> None:
         check_grads(jax.jit(merge_attention), args, order=2, modes=["rev"])
 
 
+ZERO = np.zeros(B, np.int32)
 GOOD = {
     "q": np.zeros((B, T, N, D), np.float32),
     "k": np.zeros((B, S, G, D), np.float32),
@@ -316,22 +407,80 @@ WRONG = {
     "q dtype": ({"q": np.zeros((B, T, N, D), np.int32)}, TypeError, "'q' has dtype int32"),
     "k": ({"k": np.zeros((B, S, G, D + 1), np.float32)}, ValueError, "'k'.*D=10"),
     "k batch": ({"k": np.zeros((1, S, G, D), np.float32)}, ValueError, "'k'.*B=3"),
-    "k dtype": ({"k": jnp.zeros((B, S, G, D), jnp.bfloat16)}, TypeError, "'k'.*float32 or uint8"),
-    "k records": ({"k": np.zeros((B, S, G, 656), np.uint8), "v": None}, ValueError, "'k'.*D=576"),
+    "k dtype": ({"k": jnp.zeros((B, S, G, D), jnp.bfloat16)}, TypeError, "'k'.*want float32"),
+    "k records": ({"k": np.zeros((B, S, G, 656), np.uint8), "v": None}, TypeError, "'k'.*float32"),
+    "cache records": (
+        {"k": FlatCache(np.zeros((B, S, G, 656), np.uint8), ZERO), "v": None},
+        ValueError,
+        "'k'.*D=576",
+    ),
+    "cache records and v": (
+        {
+            "q": np.zeros((B, T, N, 576), np.float32),
+            "k": FlatCache(np.zeros((B, S, G, 656), np.uint8), ZERO),
+        },
+        ValueError,
+        "'v' is an array, want None with FP8 records",
+    ),
+    "cache": ({"k": FlatCache(np.zeros((B, S, G, D + 1), np.float32), ZERO)}, ValueError, "D=10"),
+    "cache dtype": (
+        {"k": FlatCache(np.zeros((B, S, G, D), np.float16), ZERO)},
+        TypeError,
+        "'k.data'.*float32 or uint8",
+    ),
+    "cache lengths": (
+        {"k": FlatCache(np.zeros((B, S, G, D), np.float32), ZERO[:2])},
+        ValueError,
+        "'k.lengths'.*B=3",
+    ),
+    "cache and lengths": (
+        {"k": FlatCache(np.zeros((B, S, G, D), np.float32), ZERO), **lengths(1, 2, 3)},
+        ValueError,
+        "'key_value_seq_lengths'.*None with a cache",
+    ),
+    "v of pages": (
+        {"k": PagedCache(np.zeros((PAGES, PAGE, G, D), np.float32), np.zeros((B, 4), int), ZERO)},
+        ValueError,
+        "'v'.*P=9",
+    ),
     "heads": ({"k": np.zeros((B, S, 4, D), np.float32)}, ValueError, "N=6.*G=4.*multiple"),
     "v": ({"v": np.zeros((B, S + 1, G, E), np.float32)}, ValueError, "'v'.*S=13"),
     "v dtype": ({"v": np.zeros((B, S, G, E), np.float16)}, TypeError, "'v'.*float32"),
     "value_dim": ({"v": None, "value_dim": D + 1}, ValueError, "'value_dim' is 11"),
-    "value_dim type": ({"v": None, "value_dim": None}, TypeError, "'value_dim' is None"),
-    "lengths": ({"lengths": np.zeros((B, T), np.int32)}, ValueError, "'lengths'.*B=3"),
-    "lengths dtype": ({"lengths": np.zeros(B, np.float32)}, TypeError, "'lengths'.*int32"),
+    "value_dim type": ({"v": None, "value_dim": 7.0}, TypeError, "'value_dim' is 7.0"),
+    "value_dim beside v": ({"value_dim": E - 1}, ValueError, "'value_dim' is 6.*E=7 of 'v'"),
+    "lengths": (
+        {"key_value_seq_lengths": np.zeros((B, T), np.int32)},
+        ValueError,
+        "'key_value_seq_lengths'.*B=3",
+    ),
+    "lengths dtype": (
+        {"key_value_seq_lengths": np.zeros(B, np.float32)},
+        TypeError,
+        "'key_value_seq_lengths'.*int32",
+    ),
     "starts": ({"starts": np.zeros(2, np.int32)}, ValueError, "'starts'.*B=3"),
-    "window": ({"window": 0}, ValueError, "'window' is 0"),
-    "window type": ({"window": 2.5}, TypeError, "'window'"),
-    "windows": ({"window": np.ones(T + 1, np.int32)}, ValueError, "'window'.*B=3"),
+    "starts of queries": ({"starts": np.zeros((B, T + 1), np.int32)}, ValueError, "'starts'.*T=3"),
+    "window": ({"local_window_size": -1}, ValueError, "'local_window_size' is -1"),
+    "window type": ({"local_window_size": 2.5}, TypeError, "'local_window_size' is 2.5"),
+    "window pair": ({"local_window_size": (3, 1)}, ValueError, r"is \(3, 1\).*\(left, 0\)"),
+    "window of three": ({"local_window_size": (3, 0, 0)}, ValueError, r"is \(3, 0, 0\)"),
+    "windows": (
+        {"local_window_size": np.ones(T + 1, np.int32)},
+        ValueError,
+        "'local_window_size'.*B=3",
+    ),
     "sinks": ({"sinks": np.zeros(G, np.float32)}, ValueError, "'sinks'.*N=6"),
-    "page_table": ({"page_table": np.zeros((2, 4), np.int32)}, ValueError, "'page_table'.*B=3"),
-    "page_table type": ({"page_table": [[0]]}, TypeError, "'page_table' is list"),
+    "page_table": (
+        {"k": PagedCache(np.zeros((PAGES, PAGE, G, D), np.float32), np.zeros((2, 4), int), ZERO)},
+        ValueError,
+        "'k.page_table'.*B=3",
+    ),
+    "page_table type": (
+        {"k": PagedCache(np.zeros((PAGES, PAGE, G, D), np.float32), [[0]], ZERO)},
+        TypeError,
+        "'k.page_table' is list",
+    ),
     "scale": ({"scale": True}, TypeError, "'scale'"),
     "num_splits": ({"num_splits": 0}, ValueError, "'num_splits' is 0"),
     "normalize": ({"normalize": 0}, TypeError, "'normalize'"),
@@ -340,7 +489,7 @@ WRONG = {
         ValueError,
         "'sinks'.*normalize",
     ),
-    "return_lse": ({"normalize": False, "return_lse": False}, ValueError, "'return_lse' is False"),
+    "return_lse": ({"return_lse": 1}, TypeError, "'return_lse' is 1"),
     "implementation": ({"implementation": "cpu"}, ValueError, "'implementation' is 'cpu'"),
 }
 
@@ -385,7 +534,7 @@ def test_any_wrong_shape_is_refused(data: st.DataObject) -> None:
     bad = {**GOOD, name: np.zeros(shape, GOOD[name].dtype)}
     free = (name, axis) in (("q", 1), ("v", 3)) or (name == "q" and axis == 2 and shape[2] % G == 0)
     if free:
-        out, _ = mqa_decode(**bad)
+        out = jax.eval_shape(mqa_decode, **bad)
         assert out.shape == (*bad["q"].shape[:3], bad["v"].shape[3])
     else:
         with pytest.raises(ValueError, match="mqa_decode: argument"):

@@ -14,7 +14,7 @@ from flax import nnx
 from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
-from jax_dsa import nn
+from jax_dsa import nn, training
 from jax_dsa.nn.cache import LayerCache
 from jax_dsa.training.remat import RESIDUALS, SELECTION, remat_policy
 
@@ -33,6 +33,8 @@ CONFIG = nn.AttentionConfig(
     top_k=5,
 )
 DECODER = nn.DecoderConfig(CONFIG, vocab=11, num_layers=2, mlp_dim=24)
+# Four layers, of which the first and the last select.
+SHARING = dataclasses.replace(DECODER, num_layers=4, indexer_types=("full", "shared", "shared"))
 
 
 def hidden(rng, *shape):
@@ -49,8 +51,8 @@ def attention(**changes):
 
 
 @functools.cache
-def decoder():
-    return nn.DecoderLM(DECODER, rngs=nnx.Rngs(0))
+def decoder(config=DECODER):
+    return nn.DecoderLM(config, rngs=nnx.Rngs(0))
 
 
 def attend(module, x, sparse=True):
@@ -58,7 +60,8 @@ def attend(module, x, sparse=True):
 
 
 def decode(module, x, cache):
-    return jax.jit(lambda x, cache: module.decode(x, cache))(x, cache)
+    """What a module or a model makes of the next tokens, and the cache with them in it."""
+    return jax.jit(lambda x, cache: module.decode(x, cache)[:2])(x, cache)
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -110,6 +113,22 @@ def test_misuse():
         dataclasses.replace(CONFIG, index_rope_dim=10)
     with pytest.raises(ValueError, match="index_dim is 6, want a power of two"):
         dataclasses.replace(CONFIG, index_dim=6, index_hadamard=True)
+    for types in ((), ("shared", "full"), ("full", "none"), "full", ["full"]):
+        with pytest.raises(ValueError, match="want a tuple of 'full' and 'shared' that begins"):
+            dataclasses.replace(DECODER, indexer_types=types)
+    x = jnp.zeros((B, T, M))
+    for name in ("positions", "segment_ids"):
+        with pytest.raises(ValueError, match=rf"DSAttention: argument '{name}' has shape \(12,\)"):
+            attention()(x, **{name: jnp.zeros(T, jnp.int32)})
+    with pytest.raises(ValueError, match="'indices' is given, want None with sparse=False"):
+        attention()(x, indices=jnp.zeros((B, T, 1), jnp.int32), sparse=False)
+    shared = nn.DSAttention(CONFIG, "shared", rngs=nnx.Rngs(0))
+    cache = LayerCache.empty(CONFIG, B, T, indexer_type="shared")
+    for run in (lambda: shared(x), lambda: shared.decode(x, cache)):
+        with pytest.raises(ValueError, match="'indices' is None, want a selection"):
+            run()
+    with pytest.raises(ValueError, match="'indexer_type' is 'none', want 'full' or 'shared'"):
+        nn.DSAttention(CONFIG, "none", rngs=nnx.Rngs(0))
 
 
 def index_logits(module, x):
@@ -117,7 +136,7 @@ def index_logits(module, x):
     def run(x):
         p = module.mla.project(x, positions())
         index = module.indexer(x, p.q_latent, positions())
-        return jax_dsa.indexer_logits(index.q, index.k, index.weights, k_scale=index.k_scale)
+        return jax_dsa.indexer_logits(**index._asdict())
 
     return run(x)
 
@@ -161,6 +180,20 @@ def test_value_heads_of_any_width(rng):
     assert_matches(attend(module, x)[0], attend(module, x, sparse=False)[0], 1e-4)
 
 
+@pytest.mark.parametrize("shape", [(0, T), (B, 0)])
+def test_empty_batches_and_sequences(shape):
+    model, tokens = decoder(SHARING), jnp.zeros(shape, jnp.int32)
+    module, x = attention(), jnp.zeros((*shape, M))
+    for sparse in (True, False):
+        y, aux = module(x, segment_ids=tokens, sparse=sparse)
+        assert y.shape == x.shape and aux.kl == 0
+        gradient = jax.grad(lambda x, s=sparse: sum(jnp.sum(y) for y in module(x, sparse=s)[1][:2]))
+        assert gradient(x).shape == x.shape
+        assert model(tokens, sparse=sparse)[0].shape == (*shape, DECODER.vocab)
+    logits, cache = model.decode(tokens, model.init_cache(shape[0], 4))
+    assert logits.shape == (*shape, DECODER.vocab) and (cache.layers[0].lengths == 0).all()
+
+
 def test_attention_is_causal(rng):
     module, x = attention(), hidden(rng)
     later = x.at[:, 7:].add(1.0)
@@ -169,6 +202,132 @@ def test_attention_is_causal(rng):
         before, after = run(x), run(later)
         np.testing.assert_array_equal(before[:, :7], after[:, :7])
         assert (np.asarray(before[:, 7:]) != np.asarray(after[:, 7:])).any()
+
+
+def test_a_selection_from_elsewhere(rng):
+    """The layer that made it and one without an indexer attend to it alike."""
+    x, full = hidden(rng), attention()
+    shared = nn.DSAttention(CONFIG, "shared", rngs=nnx.Rngs(1))
+    nnx.update(shared.mla, nnx.state(full.mla))
+    want, aux = attend(full, x)
+    run = jax.jit(lambda module, x, indices: module(x, indices=indices))
+    for module in (full, shared):
+        got, again = run(module, x, aux.indices)
+        assert_matches((got, again.lse), (want, aux.lse))
+        np.testing.assert_array_equal(again.indices, aux.indices)
+    assert again.kl is None and again.indexer is None
+    assert_matches(run(full, x, aux.indices)[1].kl, aux.kl)
+    # An own indexer does not select then: keys 0 and 1 it is.
+    first = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (B, T, 2))
+    got, again = run(full, x, first)
+    assert np.abs(got - want).max() > 1e-3 and set(np.asarray(again.indices).ravel()) == {-1, 0, 1}
+    cached, cache, indices = jax.jit(lambda x, c: full.decode(x, c, indices=first))(
+        x, LayerCache.empty(CONFIG, B, T)
+    )
+    assert_matches(cached, got, 1e-4)
+    np.testing.assert_array_equal(indices, again.indices)
+    assert_matches(cache.index_k, again.indexer.index_k)
+
+
+def test_layers_that_reuse_a_selection(rng):
+    model = decoder(SHARING)
+    assert SHARING.layers == ("full", "shared", "shared", "full")
+    tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
+    logits, layers = jax.jit(lambda t: model(t))(tokens)
+    _, dense = jax.jit(lambda t: model(t, sparse=False))(tokens)
+    for found in (layers, dense):
+        assert [aux.kl is None for aux in found] == [False, True, True, False]
+        assert_matches(training.indexer_loss(found), found[0].kl + found[3].kl)
+    assert all(aux.indices is None for aux in dense)
+    for i, same in ((1, True), (2, True), (3, False)):
+        assert np.array_equal(layers[i].indices, layers[0].indices) == same
+    paths = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    assert {path[1] for path in paths if "indexer" in path} == {0, 3}
+
+    got, cache = decode_in_chunks(model, tokens, model.init_cache(B, T + 2), (9, 1, 1, 1))
+    assert_matches(got, logits, 1e-4)
+    assert [c.index_k is None for c in cache.layers] == [False, True, True, False]
+
+
+def test_remat_of_layers_that_reuse_a_selection(rng):
+    tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
+    graph, params = nnx.split(decoder(SHARING))
+
+    def gradients(policy):
+        def loss(params):
+            logits, layers = nnx.merge(graph, params)(tokens, remat_policy=remat_policy(policy))
+            return jnp.sin(logits).sum() + training.indexer_loss(layers)
+
+        return jax.jit(jax.grad(loss))(params)
+
+    assert_matches(gradients("full"), gradients("none"), 1e-5)
+
+
+# Two sequences of documents; the second document of the same number is another one.
+PACKED = ((7, 5), (2, 1), (7, 6)), ((0, 3), (1, 9))
+SEGMENT_IDS = jnp.asarray([np.repeat(*np.transpose(row)) for row in PACKED], jnp.int32)
+
+
+def documents():
+    """Where the packed documents lie: the sequence, the first token, the end."""
+    for b, row in enumerate(PACKED):
+        ends = np.cumsum([length for _, length in row])
+        yield from ((b, int(end) - length, int(end)) for end, (_, length) in zip(ends, row))
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_packed_documents_do_not_see_each_other(rng, sparse):
+    graph, params = nnx.split(attention())
+    x = hidden(rng)
+
+    def packed(params, x):
+        y, aux = nnx.merge(graph, params)(x, segment_ids=SEGMENT_IDS, sparse=sparse)
+        return jnp.sin(y).sum() + x.shape[0] * T * aux.kl, (y, aux)
+
+    def alone(params, x):
+        module, total, found = nnx.merge(graph, params), 0.0, []
+        for b, start, end in documents():
+            y, aux = module(x[b : b + 1, start:end], sparse=sparse)
+            total += jnp.sin(y).sum() + (end - start) * aux.kl
+            found.append((y, aux))
+        return total, found
+
+    (loss, (y, aux)), grads = jax.jit(jax.value_and_grad(packed, (0, 1), has_aux=True))(params, x)
+    (want, found), want_grads = jax.jit(jax.value_and_grad(alone, (0, 1), has_aux=True))(params, x)
+    assert_matches(loss, want, 1e-5)
+    assert_matches(grads, want_grads, 1e-4)
+    assert np.abs(np.asarray(grads[1])).max() > 1e-2
+    for (b, start, end), (own, own_aux) in zip(documents(), found, strict=True):
+        where = np.s_[b, start:end]
+        assert_matches(y[where], own[0], 1e-5)
+        assert_matches((aux.lse[where], aux.kv[where]), (own_aux.lse[0], own_aux.kv[0]), 1e-5)
+        if sparse:
+            indices = np.asarray(aux.indices[where])
+            np.testing.assert_array_equal(
+                np.where(indices < 0, -1, indices - start), own_aux.indices[0]
+            )
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_decoder_of_packed_documents(rng, sparse):
+    model = decoder(SHARING)
+    tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
+    got, _ = jax.jit(lambda t: model(t, segment_ids=SEGMENT_IDS, sparse=sparse))(tokens)
+    run = jax.jit(lambda t: model(t, sparse=sparse)[0])
+    for b, start, end in documents():
+        assert_matches(got[b, start:end], run(tokens[b : b + 1, start:end])[0], 1e-4)
+
+
+def test_positions_turn_queries_and_keys_alone(rng):
+    module, x = attention(), hidden(rng)
+    run = jax.jit(lambda x, places: module(x, positions=places))
+    want, aux = attend(module, x)
+    assert_matches(run(x, positions())[0], want)
+    far, far_aux = run(x, positions(40))
+    assert_matches(far, want, 1e-4)  # scores depend on distance alone
+    assert_matches(far_aux.kv[..., : CONFIG.kv_rank], aux.kv[..., : CONFIG.kv_rank])
+    assert np.abs(far_aux.kv - aux.kv).max() > 0.1
+    assert np.abs(run(x, 3 * positions())[0] - want).max() > 1e-3
 
 
 def decode_in_chunks(model, tokens, cache, chunks):
@@ -259,7 +418,7 @@ def test_linen_bridge(rng):
     want, want_aux = attend(twin, x)
     assert_matches((y, aux.kl), (want, want_aux.kl))
     decoding = jax.jit(functools.partial(linen.apply, nnx_method="decode"))
-    decoded, _ = decoding(variables, x, LayerCache.empty(CONFIG, B, T))
+    decoded, *_ = decoding(variables, x, LayerCache.empty(CONFIG, B, T))
     assert_matches(decoded, want, 1e-4)
 
     grads = jax.grad(lambda variables: run(variables, x)[1].kl)(variables)["params"]
@@ -324,7 +483,7 @@ def test_bfloat16(rng):
     x = hidden(rng).astype(jnp.bfloat16)
     y, aux = attend(module, x)
     assert y.dtype == aux.q.dtype == aux.kv.dtype == jnp.bfloat16
-    assert aux.lse.dtype == aux.kl.dtype == aux.indexer.weights.dtype == jnp.float32
+    assert aux.lse.dtype == aux.kl.dtype == aux.indexer.index_weights.dtype == jnp.float32
     assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(nnx.state(module, nnx.Param)))
     want, _ = attend(attention(), x.astype(jnp.float32))
     assert np.abs(y.astype(jnp.float32) - want).mean() < 0.1 * np.abs(want).mean()

@@ -35,7 +35,7 @@ def attend(q: jax.Array, kv: jax.Array, indices: jax.Array) -> tuple[jax.Array, 
 
 def distribution(q: jax.Array, kv: jax.Array, indices: jax.Array) -> tuple[jax.Array, ...]:
     lse = jnp.full(q.shape[:3], 5.0)
-    return (attn_dist(q, kv, indices, lse, implementation="cuda"),)
+    return (attn_dist(q, kv, indices, lse, head_group=64, implementation="cuda"),)
 
 
 def select(q: jax.Array, k: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:

@@ -66,3 +66,34 @@ def test_inside_shard_map(case: Any, rng: np.random.Generator, cpus: list[jax.De
     sharded = type(case)(case.name, local, case.make_args, case.diff, {})
     assert_matches(jax.jit(both_ways(sharded))(*args), both_ways(case)(*host))
     assert np.isfinite(loss(case, *host))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mapped", [None, "x"], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("case", [c for c in CASES if c.diff], ids=lambda c: c.name)
+def test_vmap_on_an_explicit_mesh(
+    case: Any, mapped: str | None, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    """vmap, vmap(grad) and grad(vmap) over an axis that the mesh shards, and over one that it does
+    not, beside a batch that it shards.
+    """
+    host = tuple(np.stack(x) for x in zip(*(case.make_args(rng) for _ in range(2)), strict=True))
+    mesh = jax.make_mesh((2, 4), ("x", "y"), devices=cpus)
+    whole = [PartitionSpec()] * len(host)
+    batch = case.specs.get("batch", whole)
+    specs = [PartitionSpec(mapped, "y" if "x" in spec else None) for spec in batch]
+    inner = grad(case)
+    total = lambda *a: jax.vmap(lambda *s: loss(case, *s))(*a).sum()  # noqa: E731
+
+    def all_three(*args: Any) -> Any:
+        return (
+            jax.vmap(lambda *a: outputs(case, *a))(*args),
+            jax.vmap(inner)(*args),
+            jax.grad(total, argnums=case.diff)(*args),
+        )
+
+    want = jax.jit(all_three)(*host)
+    with jax.set_mesh(mesh):
+        pairs = zip(host, specs, strict=True)
+        args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
+        assert_matches(jax.jit(all_three)(*args), want)

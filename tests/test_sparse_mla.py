@@ -16,9 +16,12 @@ from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
 from oracles import sparse_mla as oracle
 
+from jax_dsa import sparse_mla
 from jax_dsa.core import streaming
-from jax_dsa.ops.sparse_mla import Options, sparse_mla
-from jax_dsa.reference import sparse_mla as reference
+from jax_dsa.core.rows import query_bytes
+from jax_dsa.core.softmax import row_products
+from jax_dsa.ops.sparse_mla import xla
+from jax_dsa.ops.sparse_mla.spec import Operands, Options, Results
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 B, T, S, N, G, D, E, K = 2, 7, 11, 6, 2, 10, 6, 9
@@ -215,14 +218,15 @@ def test_chunks_of_queries(
     dout, dlse = (jnp.asarray(rng.normal(size=x), jnp.float32) for x in ((B, T, N, E), (B, T, N)))
     options = Options(scale=0.3, value_dim=E, deterministic=deterministic)
     length, sinks = jnp.full((B, T), 5, jnp.int32), jnp.ones((B, N))
-    operands = jnp.asarray(q), jnp.asarray(kv), jnp.asarray(indices), None, length, sinks
+    arrays = jnp.asarray(q), jnp.asarray(kv), jnp.asarray(indices)
+    operands = Operands(*arrays, topk_length=length, sinks=sinks)
 
     def run() -> tuple:
-        out, lse = reference.sparse_mla_fwd(options, *operands)
-        return out, lse, *reference.sparse_mla_bwd(options, *operands, out, lse, dout, dlse)
+        y = xla.sparse_mla_fwd(options, operands)
+        return *y, *xla.sparse_mla_bwd(options, operands, y, Results(dout, dlse))
 
     whole = jax.jit(run)()
-    per_query = reference.query_bytes(q, indices, 8, 12)
+    per_query = query_bytes(q, indices, 8, 12)
     monkeypatch.setattr(streaming, "BUDGET", 3 * per_query)  # 3 + 3 + 1 queries
     assert_matches(jax.jit(lambda: run())(), whole, tol=1e-6)
 
@@ -243,10 +247,10 @@ def test_memory_is_bounded(rng: np.random.Generator, monkeypatch: pytest.MonkeyP
                 yield from sizes(sub)
 
     options = Options(scale=1.0, value_dim=dim)
-    operands = q, kv, indices, None, None, None
+    operands, results = Operands(q, kv, indices), Results(out, lse)
     for fn, args in (
-        (reference.sparse_mla_fwd, operands),
-        (reference.sparse_mla_bwd, (*operands, out, lse, out, lse)),
+        (xla.sparse_mla_fwd, (operands,)),
+        (xla.sparse_mla_bwd, (operands, results, results)),
     ):
         largest = max(sizes(jax.make_jaxpr(lambda *a, fn=fn: fn(options, *a))(*args).jaxpr))
         assert largest <= max(queries * heads * dim, 4 * k * dim)
@@ -272,6 +276,60 @@ def test_without_batch_axis(rng: np.random.Generator) -> None:
         assert_matches(one, (out[b], lse[b]), tol=1e-6)
 
 
+def test_indices_that_all_groups_share(rng: np.random.Generator) -> None:
+    q, kv, indices = inputs(rng)
+    shared = indices[:, :, 0]
+    want = both(q, kv, np.stack([shared] * G, axis=2), is_causal=True, query_start=3)
+    got = both(q, kv, shared, is_causal=True, query_start=3)
+    assert_matches(got, want, tol=0)
+    single = both(q[1], kv[1], shared[1], is_causal=True, query_start=3)
+    assert_matches(single, (want[0][1], want[1][1]), tol=1e-6)
+
+
+def test_defaults_fit_what_is_passed(rng: np.random.Generator) -> None:
+    args = inputs(rng)
+    assert sparse_mla(*args).shape == (B, T, N, D)
+    wide = np.zeros((1, 1, 1, 576), np.float32)
+    assert sparse_mla(wide, wide, np.zeros((1, 1, 1), int)).shape == (1, 1, 1, 512)
+
+
+class Variable:
+    """An array by another name, as Flax's variables are."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self.value)
+
+
+def test_what_counts_as_an_array_or_a_number(rng: np.random.Generator) -> None:
+    q, kv, indices = inputs(rng)
+    length = np.full((B, T), 5)
+    options = {"is_causal": True, "query_start": 3, "scale": 0.5, "key_stride": 1}
+    want = both(q, kv, indices, topk_length=length.astype(np.int32), **options)
+    options = {
+        "query_start": np.int64(3),
+        "scale": jnp.float32(0.5),
+        "key_stride": np.int64(1),
+        "is_causal": np.True_,
+    }
+    wide = np.where(indices == INT_MAX, 2**40, indices.astype(np.int64))
+    got = both(Variable(q), Variable(kv), wide, topk_length=length, **options)
+    assert_matches(got, want, tol=0)
+
+
+@pytest.mark.parametrize("start", [INT_MAX, np.int64(2**31 - 1), np.array([INT_MAX] * B)])
+def test_the_last_positions_see_everything(start: Any, rng: np.random.Generator) -> None:
+    args = inputs(rng)
+    assert_matches(both(*args, is_causal=True, query_start=start), both(*args), tol=0)
+
+
+def test_positions_before_the_first_key_see_nothing(rng: np.random.Generator) -> None:
+    out, lse = both(*inputs(rng), is_causal=True, query_start=INT_MIN)
+    assert not out.any() and (lse == -jnp.inf).all()
+
+
 def test_traced_query_start_and_single_result(rng: np.random.Generator) -> None:
     args = inputs(rng)
     fn = jax.jit(lambda start: sparse_mla(*args, value_dim=E, is_causal=True, query_start=start))
@@ -294,7 +352,8 @@ WRONG = {
     "kv dtype": ({"kv": jnp.zeros((B, S, G, D), jnp.bfloat16)}, TypeError, "'kv'.*float32"),
     "heads": ({"kv": np.zeros((B, S, 4, D), np.float32)}, ValueError, "N=6.*G=4.*multiple"),
     "no groups": ({"kv": np.zeros((B, S, 0, D), np.float32)}, ValueError, "N=6.*G=0.*multiple"),
-    "indices shape": ({"indices": np.zeros((B, T, K), np.int32)}, ValueError, "'indices'"),
+    "indices shape": ({"indices": np.zeros((B, T), np.int32)}, ValueError, "'indices'.*B, T, G, K"),
+    "indices of all": ({"indices": np.zeros((B, 1, K), np.int32)}, ValueError, "'indices'.*T=7"),
     "indices group": ({"indices": np.zeros((B, T, 1, K), np.int32)}, ValueError, "'indices'.*G=2"),
     "indices dtype": ({"indices": np.zeros((B, T, G, K))}, TypeError, "'indices'.*int32"),
     "value_dim": ({"value_dim": D + 1}, ValueError, "'value_dim' is 11, want.* int in 1..10"),
@@ -345,6 +404,6 @@ def test_row_products_are_of_the_values_that_arrays_hold(rng: np.random.Generato
     out = jnp.asarray(rng.normal(size=(64, 512)), jnp.bfloat16)
 
     def products(x: jax.Array) -> jax.Array:
-        return reference.row_products(jnp.cos(x).astype(jnp.bfloat16), out)
+        return row_products(jnp.cos(x).astype(jnp.bfloat16), out)
 
     np.testing.assert_allclose(jax.jit(products)(x), products(x), rtol=0, atol=1e-4)

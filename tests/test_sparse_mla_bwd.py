@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from quick import compile_quickly  # noqa: F401
 
-from jax_dsa.ops import sparse_mla_bwd as module
-from jax_dsa.ops.sparse_mla import Options
-from jax_dsa.reference import sparse_mla as reference
+from jax_dsa.core.rows import gather_rows, scatter_rows, scores, valid_slots
+from jax_dsa.core.softmax import grouped, probabilities
+from jax_dsa.ops.sparse_mla import cuda, xla
+from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
 
 B, T, S, N, G, D, E, K = 2, 5, 9, 6, 2, 32, 24, 7
 
@@ -21,16 +22,16 @@ B, T, S, N, G, D, E, K = 2, 5, 9, 6, 2, 32, 24, 7
 PLACES = np.array([c // 16 * 16 + c % 8 // 2 * 4 + c // 8 % 2 * 2 + c % 2 for c in range(D)])
 
 
-def handler(target: str, operands: Any, avals: Any, attrs: Any) -> tuple[Any, ...]:
+def call(target: str, operands: Any, avals: Any, scale: np.float32) -> tuple[Any, ...]:
     """The handler's contract."""
     q, kv, indices, ends, topk_length, dout, lse, out, dlse, order, key = operands
     delta = jnp.sum(out * dout, axis=-1) - dlse
-    valid = reference.valid_slots(indices, ends, topk_length, S)
-    gathered = reference.gather_rows(kv, indices, valid, q.dtype)
-    q, dout, lse, delta = (reference.grouped(x, G) for x in (q, dout, lse, delta))
-    p = reference.probabilities(reference.scores(float(attrs["scale"]), q, gathered, valid), lse)
+    valid = valid_slots(indices, ends, topk_length, S)
+    gathered = gather_rows(kv, indices, valid, q.dtype)
+    q, dout, lse, delta = (grouped(x, G) for x in (q, dout, lse, delta))
+    p = probabilities(scores(float(scale), q, gathered, valid), lse)
     dp = jnp.einsum("btgme,btgke->btgmk", dout, gathered[..., :E])
-    ds = p * (dp - delta[..., None]) * float(attrs["scale"])
+    ds = p * (dp - delta[..., None]) * float(scale)
     dq = jnp.einsum("btgmk,btgkd->btgmd", ds, gathered).reshape(avals[0].shape)
     rows = jnp.einsum("btgmk,btgmd->btgkd", ds, q)
     rows = rows.at[..., :E].add(jnp.einsum("btgmk,btgme->btgke", p, dout))
@@ -50,13 +51,13 @@ def handler(target: str, operands: Any, avals: Any, attrs: Any) -> tuple[Any, ..
             dkv = dkv.at[to].add(summed, mode="drop")
         return dq, dkv.reshape(B, S, G, D), 0, 0
     zeros = jnp.zeros((B, S, G, D))
-    dkv = reference.scatter_rows(zeros, indices, valid, rows, deterministic=False)
+    dkv = scatter_rows(zeros, indices, valid, rows, deterministic=False)
     return dq, zeros.at[..., PLACES].set(dkv), 0, 0
 
 
 ROW_BYTES = G * 64 * D * 2  # of a query
 KERNELS = SimpleNamespace(
-    handler=handler,
+    call=call,
     extension=lambda: SimpleNamespace(sparse_mla_bwd_workspace=lambda *_: (0, 0, 0)),
 )
 
@@ -83,15 +84,14 @@ def test_composition(
     ends = jnp.asarray(rng.integers(0, S + 1, size=(B, T)), jnp.int32)
     lengths = jnp.asarray(rng.integers(0, K + 1, size=(B, T)), jnp.int32)
     sinks = jnp.tile(normal(1, N), (B, 1)).at[:, 0].set(jnp.inf) if with_sinks else None
-    operands = normal(B, T, N, D), normal(B, S, G, D), indices, ends, lengths, sinks
-    out, lse = reference.sparse_mla_fwd(options, *operands)
-    everything = *operands, out, lse, normal(B, T, N, E), normal(B, T, N)
-    want = reference.sparse_mla_bwd(options, *everything)
-    monkeypatch.setattr(module, "ffi", KERNELS)
-    monkeypatch.setattr(module, "ROWS_BUDGET", queries * ROW_BYTES)
-    monkeypatch.setattr(module, "SORT_BUDGET", sorted_queries * B * G * 64 * 24)
-    got = module.sparse_mla_bwd(options, want, *everything)
-    assert (got[2] is None) == (sinks is None)
+    x = Operands(normal(B, T, N, D), normal(B, S, G, D), indices, ends, lengths, sinks)
+    everything = x, xla.sparse_mla_fwd(options, x), Results(normal(B, T, N, E), normal(B, T, N))
+    want = xla.sparse_mla_bwd(options, *everything)
+    monkeypatch.setattr(cuda, "ffi", KERNELS)
+    monkeypatch.setattr(cuda, "ROWS_BUDGET", queries * ROW_BYTES)
+    monkeypatch.setattr(cuda, "SORT_BUDGET", sorted_queries * B * G * 64 * 24)
+    got = cuda.sparse_mla_bwd(options, want, *everything)
+    assert (got.sinks is None) == (sinks is None)
     for x, y in zip(got, want, strict=True):
         if y is not None:
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
@@ -102,7 +102,7 @@ def test_rows_by_key(rng: np.random.Generator, keys: int) -> None:
     """Of 4 and 4 and 2 queries; keys of 16 bits up to 5461."""
     indices = jnp.asarray(rng.integers(-2, keys + 2, size=(B, T, G, K)), jnp.int32)
     valid = (indices >= 0) & (indices < keys)
-    order, key = module._rows_by_key(indices, valid, keys, 2, 4)
+    order, key = cuda._rows_by_key(indices, valid, keys, 2, 4)
     batch, group = np.arange(B)[:, None, None, None], np.arange(G)[:, None]
     nowhere = B * keys * G
     want = np.where(valid, (batch * keys + indices) * G + group, nowhere)
@@ -121,9 +121,10 @@ def test_no_queries(monkeypatch: Any) -> None:
     options = Options(scale=0.3, value_dim=E, deterministic=True)
     shapes = (B, 0, N, D), (B, S, G, D), (B, 0, G, K), (B, 0, N, E), (B, 0, N)
     q, kv, indices, out, lse = (jnp.zeros(shape) for shape in shapes)
-    operands = q, kv, indices.astype(jnp.int32), None, None, None, out, lse, out, lse
-    monkeypatch.setattr(module, "ffi", KERNELS)
-    dq, dkv, _ = module.sparse_mla_bwd(options, (q, kv, None), *operands)
+    operands, results = Operands(q, kv, indices.astype(jnp.int32)), Results(out, lse)
+    monkeypatch.setattr(cuda, "ffi", KERNELS)
+    avals = Gradients(q, kv, None)
+    dq, dkv, _ = cuda.sparse_mla_bwd(options, avals, operands, results, results)
     assert dq.shape == q.shape and dkv.shape == kv.shape and not dkv.any()
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from compare import assert_as_good_as, assert_matches
 
-from jax_dsa import sparse_mla, sparse_mla_decode
-from jax_dsa.serving import FlatCache, PagedCache
+from jax_dsa import FlatCache, PagedCache, sparse_mla, sparse_mla_decode
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
+import platform
 import signal
+import sysconfig
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,15 @@ from quick import compile_quickly  # noqa: F401
 from jax_dsa import nn, training
 from jax_dsa.training import cli, report
 from jax_dsa.training import trainer as trainer_module
-from jax_dsa.training.data import BOS, VOCAB, Batches, Corpus, load_corpus, validation_batches
+from jax_dsa.training.data import (
+    BOS,
+    VOCAB,
+    Batches,
+    Corpus,
+    RunError,
+    load_corpus,
+    validation_batches,
+)
 from jax_dsa.training.evaluate import Evaluator
 from jax_dsa.training.steps import Program
 
@@ -77,7 +88,7 @@ def corpus():
     words = [rng.integers(97, 123, size=4) for _ in range(20)]
     text = [np.concatenate([[BOS], *(words[i] for i in rng.integers(0, 20, 60))]) for _ in range(8)]
     train, validation = np.concatenate(text[:6]), np.concatenate(text[6:])
-    return Corpus(train.astype(np.uint16), validation.astype(np.uint16), (6, 2))
+    return Corpus(train.astype(np.uint16), validation.astype(np.uint16), (6, 2), "words")
 
 
 def tokens(number=0):
@@ -131,6 +142,17 @@ def test_what_each_stage_changes():
         assert {"dense": 1, "warmup": 2, "sparse": 3}[stage] == len(losses)
 
 
+def test_layers_without_an_indexer_have_no_kl_but_a_recall():
+    model = dataclasses.replace(CONFIG.model, num_layers=3, indexer_types=("full", "shared"))
+    program = Program(dataclasses.replace(CONFIG, model=model))
+    state = program.init()._replace(step=jnp.asarray(STAGES["warmup"], jnp.int32))
+    found = Evaluator(program).selection(state, [tokens()])
+    assert found["kl"].shape == (2,) and found["indexer"].shape == found["best"].shape == (3,)
+    assert (found["indexer"] <= found["best"] + 1e-6).all() and (found["indexer"] > 0).all()
+    _, losses = program.step(state, tokens())
+    assert_matches(losses["kl"], found["kl"].mean(), 1e-5)
+
+
 def test_warmup_lowers_the_kl():
     config = dataclasses.replace(CONFIG, dense_steps=0, warmup_steps=60, indexer_learning_rate=1e-2)
     program = shared_program(config)
@@ -168,27 +190,65 @@ def test_the_large_preset_keeps_no_array_of_queries_by_keys():
             assert sum(n >= length for n in shape) <= 1, shape
 
 
-def test_files_are_split_by_their_path(tmp_path):
+@pytest.mark.parametrize("library", [True, False])
+def test_files_are_split_by_their_path(tmp_path, monkeypatch, library):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    load = load_corpus if library else functools.partial(load_corpus, tmp_path)
     for i in range(60):
         (tmp_path / f"sub{i % 3}").mkdir(exist_ok=True)
         (tmp_path / f"sub{i % 3}" / f"m{i}.py").write_text(f"x = {i}\n")
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "skipped.py").write_text("nothing")
-    first = load_corpus(tmp_path)
+    skipped = tmp_path / ("tests" if library else ".git")
+    skipped.mkdir()
+    (skipped / "skipped.py").write_text("nothing")
+    first = load()
     assert sum(first.files) == 60 and min(first.files) > 0
     both = np.concatenate([first.train, first.validation])
     assert (both == BOS).sum() == 60 and both.dtype == np.uint16
     (tmp_path / "sub0" / "new.py").write_text("y = 0\n")
-    again = load_corpus(tmp_path)
+    again = load()
     old, new = (sorted(bytes(c.validation.astype(np.uint8)).split(b"\0")) for c in (first, again))
     assert set(old) <= set(new)  # no file changes sides when one is added
-    with pytest.raises(FileNotFoundError, match="too few Python sources below"):
-        load_corpus(tmp_path / "tests")
+    assert first.fingerprint != again.fingerprint
+    with pytest.raises(RunError, match="too few text files below"):
+        load_corpus(skipped)
+
+
+def texts(corpus):
+    """The files of each half."""
+    halves = (corpus.train, corpus.validation)
+    parts = [np.split(half, np.flatnonzero(half == BOS))[1:] for half in halves]
+    return [[bytes(part[1:].astype(np.uint8)) for part in half] for half in parts]
+
+
+def test_which_files_of_a_folder_are_text(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "a.rst").write_text("größer")
+    (tmp_path / "b").write_bytes(b"\xff latin")
+    (tmp_path / "c.txt").write_text("")
+    for i in range(8):
+        (tmp_path / f"d{i}.txt").write_text(f"d{i}")
+    wanted = ["größer".encode(), b"\xff latin", b"", *(b"d%d" % i for i in range(8))]
+    alone = load_corpus(tmp_path)
+    (tmp_path / "picture.png").write_bytes(b"PNG\0\1")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "d1.txt")
+    for folder in (".hidden", "__pycache__", "runs"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "metrics.csv").write_text("skipped")
+    (tmp_path / ".hidden.txt").write_text("skipped")
+    found = load_corpus(tmp_path, exclude=tmp_path / "runs")
+    train, validation = texts(found)
+    assert sorted(train + validation) == sorted(wanted)
+    # Too few for one in twenty, yet one of them validates.
+    assert found.files == (len(train), len(validation)) and min(found.files) > 0
+    assert found.fingerprint == alone.fingerprint and found.name == str(tmp_path)
+    moved = dataclasses.replace(found, train=found.validation, validation=found.train)
+    assert moved.fingerprint != found.fingerprint
 
 
 def test_the_standard_library_is_there():
     found = load_corpus()
     assert found.files[0] > 100 and found.files[1] > 5 and len(found.train) > 2e6
+    assert platform.python_version() in found.name
 
 
 def test_batches_are_a_function_of_their_number():
@@ -263,6 +323,8 @@ def test_generate_is_greedy_decoding():
     assert run(1, 1.0).shape == (2, 1)
     with pytest.raises(ValueError, match="'steps' is 0, want at least 1"):
         training.generate(model, prompt, 0, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"'prompt' has shape \(2, 0\), want \[B, P >= 1\]"):
+        training.generate(model, prompt[:, :0], 1, jax.random.key(0))
 
 
 def interrupt_at(monkeypatch, number):
@@ -303,8 +365,16 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path, monkeypatch):
     assert resumed == full and len(last.log.rows()) == len(full)
 
     other = dataclasses.replace(CONFIG, seed=1)
-    with pytest.raises(ValueError, match="has another configuration"):
+    with pytest.raises(RunError, match=r"has another configuration.*: seed was 0, is 1\."):
         trainer_module.Trainer(other, corpus(), tmp_path / "part")
+    text = corpus().validation.copy()
+    text[-1] ^= 1
+    other = dataclasses.replace(corpus(), validation=text, name="other words")
+    refusal = r"corpus was words \(8 files.*\), is other words \(.*--restart or another --run-dir"
+    with pytest.raises(RunError, match=refusal):
+        trainer_module.Trainer(CONFIG, other, tmp_path / "part")
+    renamed = dataclasses.replace(corpus(), name="the same words")
+    assert trainer_module.Trainer(CONFIG, renamed, tmp_path / "part").step == 13
 
 
 def test_rows_after_the_checkpoint_are_dropped(tmp_path):
@@ -344,8 +414,15 @@ def test_checks_can_fail():
 def test_the_demo(tmp_path, monkeypatch, capsys):
     """The command line from start to end, and once more from its checkpoint."""
     monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)
-    monkeypatch.setattr(cli, "load_corpus", corpus)
-    command = ["--run-dir", str(tmp_path / "run"), "--sparse-steps", "4"]
+    asked = []
+
+    def load(*args, **keywords):
+        asked.append((args, keywords))
+        return corpus()
+
+    monkeypatch.setattr(cli, "load_corpus", load)
+    folder = tmp_path / "run"
+    command = ["--run-dir", str(folder), "--sparse-steps", "4", "--data", "books"]
     with monkeypatch.context() as patch:
         interrupt_at(patch, 5)
         assert cli.main(command) == 130
@@ -355,4 +432,23 @@ def test_the_demo(tmp_path, monkeypatch, capsys):
     for text in ("going on from step 6", "validation loss", "top-k mass recall", "tokens/s"):
         assert text in out
     assert out.count("PASS") + out.count("FAIL") == 5
-    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
+    assert (folder / "curves.png").stat().st_size > 10_000
+    assert asked[0] == ((pathlib.Path("books"),), {"exclude": folder})
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--seed", "1"])
+    assert "seed was 0, is 1" in capsys.readouterr().err
+    assert (folder / "curves.png").exists()
+
+
+def test_a_wrong_folder_does_not_restart_a_run(tmp_path, capsys):
+    (tmp_path / "kept").write_text("")
+    with pytest.raises(SystemExit):
+        cli.main(["--data", str(tmp_path / "none"), "--run-dir", str(tmp_path), "--restart"])
+    assert "too few text files" in capsys.readouterr().err
+    assert (tmp_path / "kept").exists()
+
+
+def test_a_corpus_that_is_too_small_fails_before_training(tmp_path):
+    small = dataclasses.replace(corpus(), validation=corpus().validation[:30])
+    with pytest.raises(RunError, match="30 tokens make 1 windows of 25, want at least"):
+        trainer_module.Trainer(CONFIG, small, tmp_path)

@@ -15,12 +15,7 @@ from compare import assert_matches
 from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
-from jax_dsa.core.capabilities import passes
 
-# Exporting refuses custom calls that it does not know, unless told.
-OWN_TARGETS = [
-    jax.export.DisabledSafetyCheck.custom_call(p.kernel.target) for p in passes() if p.kernel
-]
 ALL = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 DIFFERENTIABLE = pytest.mark.parametrize("case", [c for c in CASES if c.diff], ids=lambda c: c.name)
 
@@ -177,7 +172,7 @@ def test_what_is_not_supported_says_what_is(case: Any, rng: np.random.Generator)
 def test_export(case: Any, rng: np.random.Generator) -> None:
     args = case.make_args(rng)
     program = jax.jit(lambda *a: outputs(case, *a))
-    exported = jax.export.export(program, disabled_checks=OWN_TARGETS)(*args)
+    exported = jax.export.export(program, disabled_checks=jax_dsa.export_checks())(*args)
     again = jax.export.deserialize(exported.serialize())
     assert_matches(tuple(again.call(*args)), outputs(case, *args))
 

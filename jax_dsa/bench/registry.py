@@ -18,8 +18,7 @@ from jax_dsa.bench.case import (
     normal,
     visible_pairs,
 )
-from jax_dsa.ops.htree_decode import HTreeCache, htree_decode
-from jax_dsa.serving.caches import RECORD_BYTES, FlatCache
+from jax_dsa.core.layout import RECORD_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,7 +72,7 @@ def sparse_mla_decode(size: Scale) -> Iterator[Case]:
         b, s, n, d, k = (dims[x] for x in "BSNDK")
         x, y, z = jax.random.split(key, 3)
         picks = jnp.broadcast_to(causal_selection(z, 1, s, k)[None, :, None], (b, 1, 1, k))
-        cache = FlatCache.empty(b, s, d, fp8=fp8).append(normal(y, b, s, 1, d))
+        cache = jax_dsa.FlatCache.empty(b, s, d, fp8=fp8).append(normal(y, b, s, 1, d))
         return normal(x, b, 1, n, d), cache, picks
 
     for fp8 in (False, True):
@@ -99,7 +98,8 @@ def attn_dist(size: Scale) -> Iterator[Case]:
         lse = jnp.full((1, t, n), jnp.log(k), jnp.float32)
         return normal(a, 1, t, n, d), normal(b, 1, s, 1, d), picks, lse
 
-    yield Case("attn_dist", "fwd", dims, "bf16", make, jax_dsa.attn_dist, 2 * t * n * k * d, BF16)
+    call = functools.partial(jax_dsa.attn_dist, head_group=64)
+    yield Case("attn_dist", "fwd", dims, "bf16", make, call, 2 * t * n * k * d, BF16)
 
 
 def indexer(size: Scale) -> Iterator[Case]:
@@ -125,14 +125,19 @@ def indexer(size: Scale) -> Iterator[Case]:
         batch, size = k_scale.shape
         table = jax.random.permutation(key, batch * size // 64).astype(jnp.int32)
         pages = k.reshape(-1, 64, k.shape[2]), k_scale.reshape(-1, 64)
-        return q, pages[0], weights, ends, pages[1], table.reshape(batch, -1)
+        lengths = jnp.full(batch, size, jnp.int32)
+        cache = jax_dsa.PagedCache(pages[0][:, :, None], table.reshape(batch, -1), lengths)
+        return q, cache, weights, ends, pages[1]
 
     def logits(q: Any, k: Any, weights: Any, ends: Any, k_scale: Any = None, **kwargs: Any) -> Any:
-        return jax_dsa.indexer_logits(q, k, weights, ends=ends, k_scale=k_scale, **kwargs)
+        return jax_dsa.indexer_logits(q, k, weights, ends=ends, index_k_scale=k_scale, **kwargs)
 
-    def select(top_k: int, q: Any, k: Any, weights: Any, ends: Any, *rest: Any, **kw: Any) -> Any:
-        optional = dict(zip(("k_scale", "page_table"), rest, strict=False))
-        return jax_dsa.indexer_topk(q, k, weights, top_k, ends=ends, **optional, **kw)
+    def select(
+        top_k: int, q: Any, k: Any, weights: Any, ends: Any, k_scale: Any = None, **kwargs: Any
+    ) -> Any:
+        return jax_dsa.indexer_topk(
+            q, k, weights, top_k, ends=ends, index_k_scale=k_scale, **kwargs
+        )
 
     def selected_logits(top_k: int, *args: Any, **kwargs: Any) -> Any:
         return select(top_k, *args, **kwargs)[1]
@@ -202,7 +207,7 @@ def topk(size: Scale) -> Iterator[Case]:
             dims,
             "f32",
             functools.partial(rows, r, s, jnp.float32),
-            functools.partial(jax_dsa.topk, k=k),
+            functools.partial(jax_dsa.topk, top_k=k),
             4 * r * (s + k),
             COPY,
             peers={"lax.top_k": functools.partial(lax_top_k, k)},
@@ -341,10 +346,10 @@ def htree(size: Scale) -> Iterator[Case]:
 
     def make_cache(dims: Dims, key: jax.Array) -> tuple:
         q, k, v = make(dims, key)
-        cache = HTreeCache.empty(1, dims["T"], dims["D"], groups=dims["G"])
+        cache = jax_dsa.HTreeCache.empty(1, dims["T"], dims["D"], groups=dims["G"])
         return q[:, -1:], cache.append(k, v)
 
-    def last_query(q: Any, cache: HTreeCache) -> Any:
+    def last_query(q: Any, cache: jax_dsa.HTreeCache) -> Any:
         return _cudnn(False)(q, cache.k[:, : cache.capacity], cache.v[:, : cache.capacity])
 
     for t in (32768, 131072):
@@ -362,7 +367,7 @@ def htree(size: Scale) -> Iterator[Case]:
             dims,
             "bf16",
             functools.partial(make_cache, dims),
-            htree_decode,
+            jax_dsa.htree_decode,
             None,
             COPY,
             peers={"cudnn": last_query},

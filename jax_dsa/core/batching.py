@@ -15,56 +15,49 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-def folded(
-    fun: Callable[..., tuple[Any, ...]],
-    ranks: Sequence[int],
-    shared: Sequence[int],
-    mirrors: Sequence[int | None],
-) -> Callable[..., tuple[Any, ...]]:
-    """`fun` for operands with any number of axes before the batch axis: they become part of it, a
-    size of 1 broadcasts.
+def fold(
+    args: Sequence[jax.Array], lead_rank: int, shared: frozenset[int]
+) -> tuple[tuple[int, ...], int, list[jax.Array]]:
+    """`args` with `lead_rank` axes before the batch axis made part of it; sizes of 1 broadcast.
 
     Args:
-        fun: takes arrays, returns a tuple of arrays and Nones.
-        ranks: each operand's rank, the batch axis included.
-        shared: operands whose batch axis of one `fun` broadcasts itself; the others' is broadcast
-            before the call.
-        mirrors: for each result the shared operand whose batch axis it has (a gradient), or None.
+        args: arrays [*lead, b, ...].
+        lead_rank: how many axes lead.
+        shared: arguments whose batch axis of 1 stays, if no axis leads.
+
+    Returns:
+        The leading sizes, the batch size, and the folded arguments.
     """
-
-    def call(*args: jax.Array) -> tuple[Any, ...]:
-        lead_rank = args[0].ndim - ranks[0]
-        lead = jnp.broadcast_shapes(*(x.shape[:lead_rank] for x in args))
-        own = [x.shape[lead_rank] for x in args]
-        batch = next((b for b in own if b != 1), 1)
-
-        def fold(i: int, x: jax.Array) -> jax.Array:
-            if not lead and i in shared:
-                return x
-            full = (*lead, batch, *x.shape[lead_rank + 1 :])
-            return jnp.broadcast_to(x, full).reshape(
-                math.prod(lead) * batch, *full[lead_rank + 1 :]
-            )
-
-        outs = fun(*(fold(i, x) for i, x in enumerate(args)))
-        if not lead:
-            return outs
-
-        def unfold(y: jax.Array | None, mirror: int | None) -> jax.Array | None:
-            if y is None:
-                return None
-            y = y.reshape(*lead, batch, *y.shape[1:])
-            if mirror is not None and own[mirror] != batch:
-                y = y.sum(lead_rank, keepdims=True, dtype=y.dtype)
-            return y
-
-        return tuple(unfold(y, m) for y, m in zip(outs, mirrors, strict=True))
-
-    return call
+    lead = jnp.broadcast_shapes(*(x.shape[:lead_rank] for x in args)) if lead_rank else ()
+    batch = 1
+    for x in args:
+        batch = batch if x.shape[lead_rank] == 1 else x.shape[lead_rank]
+    rows = math.prod(lead) * batch
+    out = []
+    for i, x in enumerate(args):
+        own, tail = x.shape[: lead_rank + 1], x.shape[lead_rank + 1 :]
+        if own != (*lead, batch) and (lead or i not in shared):
+            x = jnp.broadcast_to(x, (*lead, batch, *tail))
+        out.append(x.reshape(rows, *tail) if lead else x)
+    return lead, batch, out
 
 
-def batched(fun: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """`fun`, which is `folded`, with a vmap that hands it the mapped axis as a leading axis."""
+def unfold(
+    y: jax.Array | None, lead: tuple[int, ...], batch: int, own: int | None
+) -> jax.Array | None:
+    """A result of folded arguments with the leading axes again; `own` is the batch axis that it
+    shall have, None for `batch`.
+    """
+    if y is None or not lead:
+        return y
+    y = y.reshape(*lead, batch, *y.shape[1:])
+    if own is not None and own != batch:
+        y = y.sum(len(lead), keepdims=True, dtype=y.dtype)
+    return y
+
+
+def batched(fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """`fun`, which takes any number of leading axes, with a vmap that hands it one more."""
     op = custom_vmap(fun)
 
     @op.def_vmap

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
-import pkgutil
+from typing import Any
 
 import jax
 
-from jax_dsa import ops
-from jax_dsa.core import ffi
-from jax_dsa.core.op import Pass
+from jax_dsa.core import compat, ffi
+from jax_dsa.core.op import Pass, passes
 from jax_dsa.version import __version__
 
 
@@ -45,7 +42,7 @@ class Capabilities:
     def __str__(self) -> str:
         kinds = sorted({d.device_kind for d in jax.devices()})
         lines = [
-            f"jax_dsa {__version__}, JAX {jax.__version__}, on {len(jax.devices())} x "
+            f"jax_dsa {__version__}, JAX {compat.VERSION}, on {len(jax.devices())} x "
             f"{', '.join(kinds)}",
             f"CUDA kernels: {f'no, because {self.cuda}' if self.cuda else 'yes'}",
             "XLA implementations: yes, for every operator",
@@ -73,24 +70,19 @@ def _why_no_cuda() -> str:
     return ""
 
 
-@functools.cache
-def passes() -> tuple[Pass, ...]:
-    """Every pass of every operator, by name."""
-    modules = [
-        importlib.import_module(f"jax_dsa.ops.{m.name}") for m in pkgutil.iter_modules(ops.__path__)
-    ]
-    found = {x.name: x for m in modules for x in vars(m).values() if isinstance(x, Pass)}
-    return tuple(found[name] for name in sorted(found))
-
-
 def capabilities() -> Capabilities:
     """Which CUDA kernels are available here and why the others are not.
 
     Asks JAX for its devices, so that it starts the backend.
+
+    Example:
+        >>> import jax_dsa
+        >>> {p.name for p in jax_dsa.capabilities().passes} >= {"topk_fwd", "sparse_mla_fwd"}
+        True
     """
     here = _why_no_cuda()
 
-    def one(p: Pass) -> Capability:
+    def one(p: Pass[Any, Any, Any]) -> Capability:
         if p.kernel is None:
             return Capability(p.name, False, "no CUDA kernel yet")
         return Capability(p.name, not here, here or p.kernel.limits)

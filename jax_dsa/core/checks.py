@@ -1,27 +1,41 @@
-"""Argument checks: a message names the operator, the argument, what it got and what it wants."""
+"""Argument checks: a message names the function that the user called, the argument, what it got and
+what it wants.
+"""
 
 from __future__ import annotations
 
+import operator
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_dsa.core.call import Call, in_plain_xla
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Implementation = Literal["cuda", "xla"]
+T = TypeVar("T")
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+WIDE_FLOATS = (jnp.float32, jnp.float64)
+FP8 = jnp.float8_e4m3fn
 INT32 = (jnp.int32,)
-FLOAT32 = (jnp.float32, jnp.float64)
 BOOL = (jnp.bool_,)
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
+def _names(dtypes: Sequence[Any]) -> str:
+    return " or ".join(jnp.dtype(d).name for d in dtypes)
+
+
+def as_array(x: Any) -> jax.Array | np.ndarray | np.generic | None:
+    """`x` if it is an array, or what it says it is (as Flax's variables do); None if neither."""
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
+        return x
+    convert = getattr(x, "__jax_array__", None)
+    return None if convert is None else convert()
 
 
 class Args:
@@ -29,9 +43,8 @@ class Args:
     its size.
 
     `lead` is the operand that decides whether the call has a batch axis: with one axis less than
-        `dims` says, the batch
-    axis "B" is absent from every argument, is added to what `array` returns, and `restore` drops it
-    from the results.
+    `dims` says, the batch axis "B" is absent from every argument, is added to what `array` returns,
+    and `restore` drops it from the results.
     """
 
     def __init__(self, op: str, name: str, lead: Any, dims: str) -> None:
@@ -39,14 +52,20 @@ class Args:
         self.sizes: dict[str, int] = {}
         self._bound_by: dict[str, str] = {}
         rank = len(dims.split())
-        if not _is_array(lead):
-            raise TypeError(f"{op}: argument '{name}' is {type(lead).__name__}, want an array")
+        given, lead = lead, as_array(lead)
+        if lead is None:
+            raise TypeError(f"{op}: argument '{name}' is {type(given).__name__}, want an array")
         if lead.ndim not in (rank, rank - 1):
             raise ValueError(
                 f"{op}: argument '{name}' has shape {lead.shape}, want {self._want(dims)} "
                 f"(or without the batch axis B)"
             )
         self.batched = lead.ndim == rank
+
+    @property
+    def batch(self) -> int:
+        """B, 1 without a batch axis."""
+        return self.sizes["B"] if self.batched else 1
 
     def array(self, name: str, x: Any, dims: str, dtypes: Sequence[Any]) -> jax.Array:
         """`x` as an array whose axes are `dims` (letters or numbers), batch axis added if the call
@@ -74,33 +93,51 @@ class Args:
         return x
 
     def typed(self, name: str, x: Any, dtypes: Sequence[Any]) -> jax.Array:
-        """`x` as an array of one of `dtypes`, whatever its shape."""
-        names = " or ".join(jnp.dtype(d).name for d in dtypes)
-        if not _is_array(x):
+        """`x` as an array of one of `dtypes`, whatever its shape. Integers of other widths become
+        int32 where that is wanted, and the ends of its range if they lie outside it.
+        """
+        given, x = x, as_array(x)
+        if x is None:
             raise TypeError(
-                f"{self.op}: argument '{name}' is {type(x).__name__}, want an array of {names}"
+                f"{self.op}: argument '{name}' is {type(given).__name__}, want an array of "
+                f"{_names(dtypes)}"
             )
         dtype = x.dtype
-        if np.issubdtype(dtype, np.floating):  # NumPy's float64 is float32 unless JAX runs in x64
-            dtype = jax.dtypes.canonicalize_dtype(dtype)
-        if dtype not in [jnp.dtype(d) for d in dtypes]:
-            raise TypeError(f"{self.op}: argument '{name}' has dtype {x.dtype}, want {names}")
-        return jnp.asarray(x)
+        if dtypes is INT32 and dtype != jnp.int32 and jnp.issubdtype(dtype, jnp.integer):
+            numbers: Any = np if isinstance(x, np.ndarray | np.generic) else jnp
+            own, info = jnp.iinfo(dtype), jnp.iinfo(jnp.int32)
+            low, high = max(info.min, own.min), min(info.max, own.max)
+            x = numbers.clip(x, low, high).astype(jnp.int32)
+        if isinstance(x, np.ndarray | np.generic):
+            x = jnp.asarray(x)  # whose float64 is float32 unless JAX runs in x64
+        if x.dtype not in dtypes:
+            raise TypeError(
+                f"{self.op}: argument '{name}' has dtype {dtype}, want {_names(dtypes)}"
+            )
+        return x
 
     def option(self, name: str, value: Any, ok: bool, want: str) -> None:
         """Raises ValueError unless `ok`."""
         if not ok:
             raise ValueError(f"{self.op}: argument '{name}' is {value!r}, want {want}")
 
+    def shape(self, name: str, x: Any, fits: bool, want: str) -> None:
+        """Raises ValueError unless the shape of `x` `fits`."""
+        if not fits:
+            raise ValueError(f"{self.op}: argument '{name}' has shape {x.shape}, want {want}")
+
     def integer(self, name: str, value: Any, low: int, high: int | None = None) -> int:
         """`value` as a static int in low..high."""
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        try:
+            if isinstance(value, bool | np.bool_):
+                raise TypeError
+            number = operator.index(value)
+        except TypeError:
             raise TypeError(
                 f"{self.op}: argument '{name}' is {value!r} ({type(value).__name__}), want an int"
-            )
-        number = int(value)
+            ) from None
         want = f">= {low}" if high is None else f"in {low}..{high}"
-        self.option(name, value, low <= number and (high is None or number <= high), f"int {want}")
+        self.option(name, number, low <= number and (high is None or number <= high), f"int {want}")
         return number
 
     def flag(self, name: str, value: Any) -> bool:
@@ -113,42 +150,33 @@ class Args:
 
     def real(self, name: str, value: Any) -> float:
         """`value` as a static finite float."""
-        number = isinstance(value, int | float | np.integer | np.floating)
-        if isinstance(value, bool) or not number:
+        x = value if isinstance(value, int | float) else as_array(value)
+        known = not isinstance(value, bool) and x is not None and np.ndim(x) == 0
+        if not known or isinstance(x, jax.core.Tracer) or np.asarray(x).dtype.kind not in "iufV":
             raise TypeError(
                 f"{self.op}: argument '{name}' is {value!r} ({type(value).__name__}), "
                 f"want a static float"
             )
-        self.option(name, value, bool(np.isfinite(value)), "a finite float")
-        return float(value)
+        number = float(x)  # type: ignore[arg-type]
+        self.option(name, number, bool(np.isfinite(number)), "a finite float")
+        return number
 
-    def query_positions(self, name: str, value: Any, batch: int, queries: int) -> jax.Array:
-        """int32 [B, T] positions `value + t`; `value` is an int, an int32 scalar, or int32 [B]."""
-        if not _is_array(value):
-            value = np.int32(self.integer(name, value, -(2**31), 2**31 - 1))
-        start = self.typed(name, value, INT32)
-        if start.shape not in ((), (batch,)):
-            raise ValueError(
-                f"{self.op}: argument '{name}' has shape {start.shape}, "
-                f"want an int, () or [B={batch}]"
-            )
-        rows = jnp.broadcast_to(start.reshape(-1, 1), (batch, 1))
-        return rows + jnp.arange(queries, dtype=jnp.int32)
-
-    def implementation(self, value: Any) -> Implementation | None:
-        """`value`, or what the environment variable JAX_DSA_IMPL says where `value` is None."""
-        name = "implementation"
+    def call(self, implementation: Any) -> Call:
+        """The call with the user's choice, or with that of the environment variable JAX_DSA_IMPL
+        where there is none.
+        """
+        name, value = "implementation", implementation
         if value is None:
             value, name = os.environ.get("JAX_DSA_IMPL") or None, "JAX_DSA_IMPL"
-        self.option(name, value, value in (None, "cuda", "xla"), "None, 'cuda' or 'xla'")
-        return value
+        known = value is None or (isinstance(value, str) and value in ("cuda", "xla"))
+        self.option(name, value, known, "None, 'cuda' or 'xla'")
+        return Call(self.op, "plain" if in_plain_xla() else value)
 
-    def restore(self, *results: jax.Array) -> Any:
-        """The results, without the batch axis if the call had none; a single one is not wrapped in
-        a tuple.
-        """
-        out = results if self.batched else tuple(r[0] for r in results)
-        return out[0] if len(out) == 1 else out
+    def restore(self, results: T) -> T:
+        """A tuple of results, without the batch axis if the call had none."""
+        if self.batched:
+            return results
+        return jax.tree.map(lambda x: x[0], results)
 
     def _want(self, dims: str) -> str:
         known = [

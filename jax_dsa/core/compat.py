@@ -1,9 +1,9 @@
-"""Everything that depends on the JAX version, and small facts about avals. No other file asks for
-the version.
-"""
+"""Everything that depends on the version of JAX, and small facts about dtypes and avals."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -15,12 +15,32 @@ if TYPE_CHECKING:
 
 Tree = TypeVar("Tree")
 
+VERSION = jax.__version__
+
+
+def runtime_ffi_api() -> tuple[int, int]:
+    """The FFI API version (major, minor) of the XLA that JAX runs on, from the header it ships."""
+    text = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    found = {
+        part: re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")
+    }
+    major, minor = (int(m.group(1)) if m else 0 for m in found.values())
+    return major, minor
+
 
 def accum_dtype(dtype: Any) -> Any:
     """The dtype that sums over inputs of `dtype` run in: float64 stays float64, everything else is
     float32.
     """
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+
+
+def saturated(x: jax.Array, dtype: Any) -> jax.Array:
+    """`x` in `dtype`; FP8 gets its largest value where it would make NaN of what it cannot hold."""
+    if jnp.dtype(dtype).itemsize == 1:
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -largest, largest)
+    return x.astype(dtype)
 
 
 def _manual_axis_type(x: Any) -> Any:
@@ -48,6 +68,24 @@ def match_vary(tree: Tree, *like: Any) -> Tree:
     """
     axes = varying_axes(*like)
     return jax.tree.map(lambda x: _vary_over(x, axes), tree) if axes else tree
+
+
+def shard_first(x: jax.Array, names: Any) -> jax.Array:
+    """`x` with its first axis sharded over the Explicit mesh axes `names`; as it is for None."""
+    if names is None:
+        return x
+    taken = {names} if isinstance(names, str) else set(names)
+    rest = [
+        None if s is None or taken & ({s} if isinstance(s, str) else set(s)) else s
+        for s in jax.typeof(x).sharding.spec[1:]
+    ]
+    return jax.reshard(x, PartitionSpec(names, *rest))
+
+
+def mapped_aval(aval: Any, size: int, names: Any) -> Any:
+    """`aval` with an axis in front, sharded over the Explicit mesh axes `names`."""
+    spec = PartitionSpec(names, *aval.sharding.spec)
+    return aval.update(shape=(size, *aval.shape), sharding=aval.sharding.update(spec=spec))
 
 
 def out_aval(shape: Sequence[int], dtype: Any, *like: Any) -> jax.ShapeDtypeStruct:

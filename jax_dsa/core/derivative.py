@@ -8,10 +8,8 @@ custom_vjp can only say that it is one.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,35 +17,16 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_dsa.core import compat
+from jax_dsa.core.spec import fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-Outputs = tuple[Any, ...]
+    from jax_dsa.core.call import Call
 
-_plain = contextvars.ContextVar("jax_dsa_plain_xla", default=False)
-
-
-@contextlib.contextmanager
-def plain_xla() -> Iterator[None]:
-    """Operators traced inside are plain JAX: the XLA implementation, without rules of ours for
-    autodiff, vmap and meshes.
-
-    For what those rules refuse, forward mode and gradients of gradients, and for checking them.
-    JAX's own rules keep every chunk's intermediates for the backward pass, so this is for moderate
-    sizes. It takes effect while tracing: a function that `jax.jit` has traced before stays as it
-    is. Works as a decorator too.
-    """
-    token = _plain.set(True)
-    try:
-        yield
-    finally:
-        _plain.reset(token)
-
-
-def in_plain_xla() -> bool:
-    """Whether `plain_xla` is in effect."""
-    return _plain.get()
+O = TypeVar("O")
+X = TypeVar("X", bound=tuple)
+Y = TypeVar("Y", bound=tuple)
 
 
 def _refuse(name: str, what: str) -> NoReturn:
@@ -87,21 +66,26 @@ def _transpose(
 def _batched(
     args: Sequence[Any], dims: Sequence[Any], *, name: str, transpose: Any, saved: int, avals: Any
 ) -> tuple[list[Any], list[int]]:
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    size, names = next(
+        (x.shape[d], jax.typeof(x).sharding.spec[d])
+        for x, d in zip(args, dims, strict=True)
+        if d is not None
+    )
 
-    # Every tangent is mapped, so that every cotangent is: what is not mapped would have to be
-    # summed.
+    # Map all tangents; an unmapped one's cotangent would need summing here.
     def mapped(x: Any, d: Any) -> jax.Array:
-        return jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        x = jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        return compat.shard_first(x, names)
 
     tangents = [mapped(x, d) for x, d in zip(args[saved:], dims[saved:], strict=True)]
+    each = jax.vmap(transpose, in_axes=(list(dims[:saved]), 0))
     outs = _tangent_p.bind(
         *args[:saved],
         *tangents,
         name=name,
-        transpose=jax.vmap(transpose, in_axes=(list(dims[:saved]), 0)),
+        transpose=lambda saved, cts: each(saved, [compat.shard_first(ct, names) for ct in cts]),
         saved=saved,
-        avals=tuple(a.update(shape=(size, *a.shape)) for a in avals),
+        avals=tuple(compat.mapped_aval(a, size, names) for a in avals),
     )
     return outs, [0] * len(outs)
 
@@ -128,7 +112,7 @@ def _fit_cotangent(ct: jax.Array | None, primal: Any) -> jax.Array:
     ct = jax.lax.psum(ct, axes) if axes else ct
     if ct.shape != primal.shape:  # the pass broadcast a batch axis of 1
         ct = ct.sum(0, keepdims=True)
-    ct = compat.match_vary(ct.astype(primal.dtype), primal)
+    ct = compat.match_vary(compat.saturated(ct, primal.dtype), primal)
     same = jax.typeof(ct).sharding == primal.sharding
     return ct if same else jax.reshard(ct, primal.sharding)
 
@@ -140,67 +124,78 @@ def _guarded(name: str, saved: Any, operands: Any) -> Any:
     return guard(saved, operands)
 
 
+def _all(operands: tuple, results: tuple) -> tuple[tuple, ...]:
+    return operands, results
+
+
 def differentiable(
     name: str,
-    fwd: Callable[..., tuple[Outputs, Any]],
-    bwd: Callable[..., Outputs],
-) -> Callable[..., Outputs]:
-    """Joins two passes to one differentiable operator `(options, implementation, *operands) ->
-    outputs`.
+    fwd: Callable[[Call, O, X], Y],
+    bwd: Callable[..., Any],
+    residuals: Callable[[X, Y], tuple[tuple, ...]] = _all,
+) -> Callable[[Call, O, X], Y]:
+    """Joins two passes to one differentiable operator `(call, options, operands) -> results`.
 
     Args:
-        name: the public function's name.
-        fwd: `(options, implementation, *operands) -> (outputs, residuals)`; operands and outputs
-            may be None.
-        bwd: `(options, implementation, residuals, cotangents) -> cotangents of the operands`, None
-            for those that have none. An output that is an integer, or None, has None for a
-            cotangent.
+        name: what compiled programs and profiles call it.
+        fwd: the forward pass, on a named tuple of operands.
+        bwd: the backward pass `(call, options, *residuals, cotangents) -> gradients`. The
+            cotangents are a tuple like the results, with None for an integer, a None, or a result
+            that is marked CONSTANT; the gradients are named like their operands.
+        residuals: the named tuples that the backward pass reads; by default operands and results.
     """
 
     # The forward pass runs on constants; `attached` then gives its float outputs their tangents.
     # Integer outputs stay outside: a JVP rule cannot name their tangents' type inside shard_map.
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-    def attached(static: Any, operands: Any, residuals: Any, outputs: Any) -> Any:
+    def attached(static: Any, operands: Any, saved: Any, outputs: Any) -> Any:
         return outputs
 
     @attached.defjvp
     def _(static: Any, primals: Any, tangents: Any) -> Any:
-        (options, implementation, moving, count), (operands, residuals, outputs) = static, primals
+        (call, options, moving, results), (operands, kept, outputs) = static, primals
         inputs = [i for i, x in enumerate(operands) if _is_float(x)]
+        names = operands._fields
         avals = [jax.typeof(operands[i]) for i in inputs]
-        saved, tree = jax.tree.flatten(residuals)
+        saved, tree = jax.tree.flatten(kept)
 
         def transpose(saved: Any, cts: Any) -> list[jax.Array]:
             given = dict(zip(moving, cts, strict=True))
-            full = tuple(given.get(i) for i in range(count))
-            grads = bwd(options, implementation, jax.tree.unflatten(tree, saved), full)
-            return [_fit_cotangent(grads[i], a) for i, a in zip(inputs, avals, strict=True)]
+            cotangents = results(*(given.get(i) for i in range(len(results._fields))))
+            grads = bwd(call, options, *jax.tree.unflatten(tree, saved), cotangents)
+            given = grads._asdict()
+            return [
+                _fit_cotangent(given.get(names[i]), a) for i, a in zip(inputs, avals, strict=True)
+            ]
 
-        saved, outputs = _guarded(name, (saved, outputs), operands)
+        saved, outputs = _guarded(call.op, (saved, outputs), operands)
         moved = _tangent_p.bind(
             *saved,
             *(tangents[0][i] for i in inputs),
-            name=name,
+            name=call.op,
             transpose=transpose,
             saved=len(saved),
             avals=tuple(jax.typeof(y) for y in outputs),
         )
         return outputs, moved
 
-    def core(options: Any, implementation: Any, operands: tuple[Any, ...]) -> Outputs:
-        outputs, residuals = fwd(options, implementation, *jax.lax.stop_gradient(operands))
-        moving = tuple(i for i, y in enumerate(outputs) if _is_float(y))
-        static = (options, implementation, moving, len(outputs))
-        floats = attached(static, operands, residuals, [outputs[i] for i in moving])
+    def core(call: Call, options: O, operands: X) -> Y:
+        if call.implementation == "plain":
+            return fwd(call, options, operands)
+        results = fwd(call, options, jax.lax.stop_gradient(operands))
+        moving = tuple(
+            [
+                i
+                for i, (f, y) in enumerate(zip(fields(type(results)), results, strict=True))
+                if _is_float(y) and not f.constant
+            ]
+        )
+        static = (call, options, moving, type(results))
+        kept = residuals(jax.lax.stop_gradient(operands), results)
+        floats = attached(static, operands, kept, [results[i] for i in moving])
         given = dict(zip(moving, floats, strict=True))
-        return tuple(given.get(i, y) for i, y in enumerate(outputs))
+        return type(results)(*(given.get(i, y) for i, y in enumerate(results)))
 
+    core.__name__ = name
     # Called outside jit, an operator would be traced anew every time.
-    jitted = jax.jit(core, static_argnums=(0, 1))
-
-    def call(options: Any, implementation: Any, *operands: Any) -> Outputs:
-        if in_plain_xla():
-            return fwd(options, "xla", *operands)[0]
-        return jitted(options, implementation, operands)
-
-    return call
+    return jax.jit(core, static_argnums=(0, 1))

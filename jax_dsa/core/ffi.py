@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,18 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy as np
-
-_HEADER = "xla/ffi/api/c_api.h"
-
-
-def _runtime_api() -> tuple[int, int]:
-    """The FFI API version (major, minor) of the XLA that JAX runs on, from the header it ships."""
-    text = (Path(jax.ffi.include_dir()) / _HEADER).read_text()
-    found = {
-        part: re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")
-    }
-    major, minor = (int(m.group(1)) if m else 0 for m in found.values())
-    return major, minor
 
 
 def _incompatible(built: tuple[int, int], runtime: tuple[int, int]) -> str:
@@ -59,7 +45,7 @@ def _load() -> tuple[bool, str]:
         )
     except ImportError as error:
         return False, f"the CUDA extension does not load: {error}"
-    why = _incompatible(extension.FFI_API_VERSION, _runtime_api())
+    why = _incompatible(extension.FFI_API_VERSION, compat.runtime_ffi_api())
     if why:
         return False, why
     for name, handler in extension.targets().items():
@@ -80,60 +66,59 @@ def extension() -> Any:
     return importlib.import_module("jax_dsa._cuda")
 
 
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What `jax.export.export` wants to be told of this package's kernels.
+
+    JAX exports a program only if it knows every custom call in it, or is told not to ask:
+
+    >>> import jax, jax.numpy as jnp, jax_dsa
+    >>> program = jax.jit(lambda x: jax_dsa.topk(x, 2))
+    >>> checks = jax_dsa.export_checks()
+    >>> exported = jax.export.export(program, disabled_checks=checks)(jnp.arange(8.0))
+    >>> exported.out_avals
+    (ShapedArray(int32[2]),)
+
+    Returns:
+        One entry for each kernel of the extension; none if there is no extension.
+    """
+    targets = extension().targets() if status()[0] else ()
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in sorted(targets)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """A CUDA kernel that implements a pass.
 
     Attributes:
-        target: the FFI target's name; its handler takes the pass's operands and results in order,
-            then the workspace as further results.
+        run: `(options, avals, *groups) -> results`: calls the handler, or several. `avals` are the
+            results' shapes and dtypes, in the results' named tuple.
+        supports: `(options, *groups)` -> None, or the reason why the kernel cannot run this call.
+            Operands have shapes and dtypes, perhaps no values; absent ones are None.
         limits: what it covers, in words: shown by `python -m jax_dsa`.
-        supported: `(options, *operands)` -> None, or the reason why the kernel cannot run this
-            call. Operands have shapes and dtypes, perhaps no values; absent ones are None.
-        attrs: `(options, *operands)` -> the handler's attributes, as numpy scalars of its types.
-        workspace: `(options, *operands)` -> what the kernel needs besides its results.
-        composed: `(options, avals, *operands)` -> results, where the pass is more than one call of
-            one handler; it reaches handlers through `handler`, and `attrs` and `workspace` are not
-            used.
     """
 
-    target: str
+    run: Callable[..., Any]
+    supports: Callable[..., str | None]
     limits: str
-    supported: Callable[..., str | None]
-    attrs: Callable[..., dict[str, np.generic]] = lambda *_: {}
-    workspace: Callable[..., tuple[jax.ShapeDtypeStruct, ...]] = lambda *_: ()
-    composed: Callable[..., tuple[jax.Array | None, ...]] | None = None
-
-    def call(
-        self,
-        options: Any,
-        operands: Sequence[jax.Array | None],
-        avals: Sequence[jax.ShapeDtypeStruct | None],
-    ) -> tuple[jax.Array | None, ...]:
-        """Runs the kernel; an absent operand or result (None) reaches it as an empty array."""
-        if self.composed is not None:
-            return self.composed(options, avals, *operands)
-        results = handler(
-            self.target,
-            operands,
-            [*avals, *self.workspace(options, *operands)],
-            self.attrs(options, *operands),
-        )
-        return results[: len(avals)]
 
 
-def handler(
+def call(
     target: str,
-    operands: Sequence[jax.Array | None],
-    avals: Sequence[jax.ShapeDtypeStruct | None],
-    attrs: dict[str, np.generic],
-) -> tuple[jax.Array | None, ...]:
-    """Calls one handler; None among operands and results reaches it as an empty array."""
+    operands: Sequence[Any],
+    avals: Sequence[Any],
+    **attrs: np.generic,
+) -> list[Any]:
+    """Calls one handler, which takes the operands and gives results like `avals` in their order.
+
+    Args:
+        target: its name, as the extension registers it.
+        operands, avals: arrays, and shapes with dtypes; None reaches the handler as an empty array.
+        attrs: numpy scalars of the types that it has them in.
+    """
     nothing = compat.match_vary(jnp.zeros(0, jnp.float32), *operands)
     absent = jax.ShapeDtypeStruct((0,), jnp.float32)
     given = [absent if a is None else a for a in avals]
     results = jax.ffi.ffi_call(
-        target,
-        [compat.out_aval(a.shape, a.dtype, *operands) for a in given],
-    )(*(nothing if x is None else x for x in operands), **attrs)
-    return tuple(None if a is None else y for a, y in zip(avals, results, strict=True))
+        target, [compat.out_aval(a.shape, a.dtype, *operands) for a in given]
+    )(*[nothing if x is None else x for x in operands], **attrs)
+    return [None if a is None else y for a, y in zip(avals, results, strict=True)]

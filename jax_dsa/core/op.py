@@ -1,71 +1,84 @@
-"""What every operator is made of: `Pass` (one direction of one operator) and `differentiable` (the
-two joined).
+"""What every operator is made of: `Pass`, one direction of one operator, which `differentiable`
+joins with the other.
 
-public function -> checks -> differentiable -> Pass: vmap -> mesh -> dispatch -> CUDA kernel | XLA
-implementation
+public function -> checks -> differentiable -> Pass: vmap -> mesh -> CUDA kernel | XLA
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+import itertools
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-from jax_dsa.core import batching, compat, ffi, partition
-from jax_dsa.core.derivative import differentiable, in_plain_xla, no_second_derivative
+from jax_dsa.core import batching, ffi, partition
+from jax_dsa.core.derivative import differentiable, no_second_derivative
+from jax_dsa.core.spec import Signature, fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from jax_dsa.core.checks import Implementation
+    from jax_dsa.core.call import Call
 
-__all__ = ["Pass", "differentiable"]
+__all__ = ["Pass", "differentiable", "passes"]
 
-Outputs = tuple[Any, ...]
+O = TypeVar("O")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_passes: dict[str, Pass[Any, Any, Any]] = {}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Pass:
+def passes() -> tuple[Pass[Any, Any, Any], ...]:
+    """Every pass of every operator, by name."""
+    return tuple(_passes[name] for name in sorted(_passes))
+
+
+class Pass(Generic[O, P, R]):
     """One pass of an operator, that vmaps and shards, on a CUDA kernel or on the XLA
     implementation.
 
     Attributes:
-        name: operator and direction, as in the FFI target and in error messages: "sparse_mla_fwd".
-        dims: the axes of every operand and result (see `partition`), or a function of the options
-            that gives them. The first axis of each is the batch axis "b", which vmap folds into; an
-            operand may have 1 there.
-        reference: the XLA implementation: `(options, *operands) -> tuple`, operands and results may
-            be None.
-        shardable: the factors of `dims` that may be sharded. Each result is the sum over those it
-            lacks.
-        shared: operands whose batch axis of 1 the implementations broadcast themselves, for arrays
-            too large to repeat. A result with the same dims is that operand's gradient and has its
-            batch axis.
+        name: operator and direction: "sparse_mla_fwd". The pass has it in compiled programs and in
+            profiles.
+        xla: the XLA implementation: `(options, *groups) -> results`. Its annotations are the
+            specification of the pass (see `spec`). The first axis of every operand and result is
+            the batch axis "b", which vmap folds into; an operand may have 1 there.
         kernel: the CUDA kernel, if there is one.
+        shardable: the factors that may be sharded. Each result is the sum over those it lacks.
     """
 
-    name: str
-    dims: str | Callable[[Any], str]
-    reference: Callable[..., Outputs]
-    shardable: str = "b t g m"
-    shared: tuple[int, ...] = ()
-    kernel: ffi.Kernel | None = None
-
-    def __call__(
+    def __init__(
         self,
-        options: Any,
-        *operands: jax.Array | None,
-        implementation: Implementation | None = None,
-    ) -> Outputs:
-        if implementation == "cuda":
-            self._require_kernel(options, operands)
-        present = tuple(x is not None for x in operands)
-        built = _built(self, options, implementation, present, in_plain_xla())
-        return built(*(x for x in operands if x is not None))
+        name: str,
+        xla: Callable[Concatenate[O, P], R],
+        *,
+        kernel: ffi.Kernel | None = None,
+        shardable: str = "b t g m",
+    ) -> None:
+        self.name = name
+        self.xla = xla
+        self.kernel = kernel
+        self.shardable = frozenset(shardable.split())
+        self.signature = Signature.of(xla)
+        _passes[name] = self
 
-    def _require_kernel(self, options: Any, operands: Sequence[jax.Array | None]) -> None:
+    def __call__(self, call: Call, options: O, *groups: P.args, **_: P.kwargs) -> R:
+        operands = list(itertools.chain(*groups))
+        if call.implementation == "cuda":
+            self._require_kernel(call, options, groups)
+        present = tuple([x is not None for x in operands])
+        built = _built(self, call, options, present)
+        outs = built(*[x for x in operands if x is not None])
+        results = self.signature.results
+        for i, field in enumerate(fields(results)):
+            if field.remat and outs[i] is not None:
+                outs[i] = checkpoint_name(outs[i], field.remat)
+        return results(*outs)
+
+    def _require_kernel(self, call: Call, options: O, groups: Any) -> None:
         """Raises unless the kernel can run this call: who asks for an implementation gets it or an
         error.
         """
@@ -73,80 +86,69 @@ class Pass:
         if self.kernel is None:
             why = "it has no CUDA kernel yet"
         elif loaded:
-            why = self.kernel.supported(options, *operands) or ""
+            why = self.kernel.supports(options, *groups) or ""
         if why:
             raise NotImplementedError(
-                f"{self.name}: implementation='cuda' is not available here: {why}; "
-                f"implementation='xla' covers this call"
+                f"{call.op}: implementation='cuda' is not available here for the pass "
+                f"{self.name}: {why}; implementation='xla' covers this call"
             )
-
-
-def _dispatch(
-    self: Pass, options: Any, implementation: Implementation | None
-) -> Callable[..., Outputs]:
-    """The pass on local, fully batched arrays: the kernel where there is one for the call, else the
-    XLA implementation.
-    """
-
-    def xla(*operands: Any) -> Outputs:
-        return self.reference(options, *operands)
-
-    def cuda(kernel: ffi.Kernel, *operands: Any) -> Outputs:
-        outs = jax.eval_shape(xla, *operands)
-        avals = [None if o is None else compat.out_aval(o.shape, o.dtype, *operands) for o in outs]
-        return kernel.call(options, operands, avals)
-
-    def call(*operands: Any) -> Outputs:
-        kernel = self.kernel
-        if implementation == "xla" or kernel is None or not ffi.status()[0]:
-            return xla(*operands)
-        if implementation == "cuda":
-            return cuda(kernel, *operands)
-        if kernel.supported(options, *operands) is not None:
-            return xla(*operands)
-        return jax.lax.platform_dependent(
-            *operands, cuda=functools.partial(cuda, kernel), default=xla
-        )
-
-    return call
 
 
 @functools.lru_cache(maxsize=1024)
 def _built(
-    self: Pass,
-    options: Any,
-    implementation: Implementation | None,
-    present: tuple[bool, ...],
-    plain: bool,
-) -> Callable[..., Outputs]:
-    dims = self.dims if isinstance(self.dims, str) else self.dims(options)
-    operand_axes, result_axes = partition.parse(dims)
-    if len(present) != len(operand_axes):
-        raise TypeError(f"{self.name}: {len(present)} operands for dims '{dims}'")
+    self: Pass[Any, Any, Any], call: Call, options: Any, present: tuple[bool, ...]
+) -> Callable[..., list[Any]]:
+    """The pass for the operands that are `present`, which it takes with any number of axes in
+    front.
+    """
+    signature = self.signature
     kept = [i for i, p in enumerate(present) if p]
-    position = {operand: arg for arg, operand in enumerate(kept)}
-    local = _dispatch(self, options, implementation)
+    axes = [signature.operands[i].axes_with(options) for i in kept]
+    shared = frozenset([n for n, i in enumerate(kept) if signature.operands[i].shared])
+    result_axes = []
+    mirrors = []  # of a gradient, which argument it belongs to, if that is shared
+    for f, i in zip(fields(signature.results), signature.mirrors, strict=True):
+        mine = kept.index(i) if i in kept else None
+        # That of an absent operand is absent too.
+        result_axes.append(f.axes_with(options) if mine is None else axes[mine])
+        mirrors.append(mine if mine in shared else None)
+    first_rank = len(axes[0])
 
+    def local(*args: jax.Array) -> list[jax.Array | None]:
+        own = args[0].ndim - first_rank
+        lead, batch, folded = batching.fold(args, own, shared)
+        given = iter(folded)
+        operands = iter([next(given) if p else None for p in present])
+        groups = [g(*itertools.islice(operands, len(g._fields))) for g in signature.groups]
+        outs = _implementation(self, call, options, groups)(*groups)
+        if not lead:
+            return list(outs)
+        sizes = [None if m is None else args[m].shape[own] for m in mirrors]
+        return [batching.unfold(y, lead, batch, n) for y, n in zip(outs, sizes, strict=True)]
+
+    if call.implementation == "plain":
+        return local
+    local.__name__ = self.name  # what compiled programs and profiles call it
     # jit keeps one trace for the shapes, the partitioner and the lowering to share.
-    @jax.jit
-    def with_nones(*args: jax.Array) -> Outputs:
-        given = iter(args)
-        return local(*(next(given) if p else None for p in present))
-
-    axes = [operand_axes[i] for i in kept]
-    shared = [i for i in self.shared if present[i]]
-    mirrors = [
-        next((position[i] for i in shared if operand_axes[i] == r), None) for r in result_axes
-    ]
-    ranks = [len(a) for a in axes]
-    fold = functools.partial(
-        batching.folded, ranks=ranks, shared=[position[i] for i in shared], mirrors=mirrors
-    )
-    if plain:
-        return fold(with_nones)
-    shardable = frozenset(self.shardable.split())
-    op = jax.custom_jvp(
-        batching.batched(fold(partition.partitioned(with_nones, (axes, result_axes), shardable)))
-    )
-    op.defjvp(no_second_derivative(self.name.rsplit("_", 1)[0]))
+    routed = partition.partitioned(jax.jit(local), axes, result_axes, self.shardable)
+    op = jax.custom_jvp(batching.batched(routed))
+    op.defjvp(no_second_derivative(call.op))
     return op
+
+
+def _implementation(
+    self: Pass[Any, Any, Any], call: Call, options: Any, groups: list[Any]
+) -> Callable[..., Any]:
+    """What computes the pass on local, fully batched arrays: the kernel where there is one for the
+    call, else the XLA implementation.
+    """
+    xla = functools.partial(self.xla, options)
+    kernel = self.kernel
+    if call.implementation in ("xla", "plain") or kernel is None or not ffi.status()[0]:
+        return xla
+    if call.implementation is None and kernel.supports(options, *groups) is not None:
+        return xla
+    cuda = functools.partial(kernel.run, options, jax.eval_shape(xla, *groups))
+    if call.implementation == "cuda":
+        return cuda
+    return functools.partial(jax.lax.platform_dependent, cuda=cuda, default=xla)

@@ -1,12 +1,15 @@
 """Flax NNX modules with DeepSeek sparse attention; needs the extra `flax`."""
 
-from jax_dsa.nn.attention import AttentionAux, DSAttention, MLAProjections, SparseMLA
-from jax_dsa.nn.cache import DecoderCache, LayerCache
-from jax_dsa.nn.config import AttentionConfig, DecoderConfig
-from jax_dsa.nn.decoder import Block, DecoderLM, SwiGLU
-from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
-from jax_dsa.nn.linen import linen_dsattention
-from jax_dsa.nn.rotary import RopeLayout, hadamard, rope
+from jax_dsa.core.extras import needs_extra
+
+with needs_extra("flax", __name__):
+    from jax_dsa.nn.attention import AttentionAux, DSAttention, MLAProjections, SparseMLA
+    from jax_dsa.nn.cache import DecoderCache, LayerCache
+    from jax_dsa.nn.config import AttentionConfig, DecoderConfig, IndexerType
+    from jax_dsa.nn.decoder import Block, DecoderLM, SwiGLU
+    from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
+    from jax_dsa.nn.linen import linen_dsattention
+    from jax_dsa.nn.rotary import RopeLayout, hadamard, rope
 
 __all__ = [
     "AttentionAux",
@@ -17,6 +20,7 @@ __all__ = [
     "DecoderConfig",
     "DecoderLM",
     "IndexerInputs",
+    "IndexerType",
     "LayerCache",
     "LightningIndexer",
     "MLAProjections",

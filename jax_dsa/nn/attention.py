@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_dsa.core.checks import FLOATS, INT32, Args
+from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
 from jax_dsa.nn.rotary import rope
 from jax_dsa.ops.dsa_attention import dsa_attention
@@ -17,10 +19,8 @@ from jax_dsa.ops.masked_attention import masked_attention
 from jax_dsa.ops.sparse_mla import sparse_mla_decode
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
-
     from jax_dsa.nn.cache import LayerCache
-    from jax_dsa.nn.config import AttentionConfig
+    from jax_dsa.nn.config import AttentionConfig, IndexerType
 
 
 class MLAProjections(NamedTuple):
@@ -36,14 +36,15 @@ class MLAProjections(NamedTuple):
 class AttentionAux(NamedTuple):
     """What attention found beside its output; under `jax.jit` unused parts cost nothing."""
 
-    kl: Float[Array, ""]
-    """The indexer's loss: over the selected keys if sparse, else over all visible keys."""
+    kl: Float[Array, ""] | None
+    """The indexer's loss: over the selected keys if sparse, else over all visible keys. None
+    without an indexer."""
     lse: Float[Array, "B T N"]
     indices: Int[Array, "B T K"] | None
     """The selection; None if dense."""
     q: Float[Array, "B T N D"]
     kv: Float[Array, "B T 1 D"]
-    indexer: IndexerInputs
+    indexer: IndexerInputs | None
 
 
 class SparseMLA(nnx.Module):
@@ -94,102 +95,165 @@ class SparseMLA(nnx.Module):
     def output(self, out: Float[Array, "B T N E"]) -> Float[Array, "B T M"]:
         """Hidden states from the attention's latent output."""
         values = jnp.einsum("btne,nev->btnv", out, self.w_uv.astype(self.config.dtype))
-        return self.wo(values.reshape(*out.shape[:2], -1))
+        return self._merged(values)
 
-    def dense(self, p: MLAProjections) -> tuple[Float[Array, "B T M"], Float[Array, "B T N"]]:
-        """Causal attention to all keys, in expanded form: hidden states and lse."""
+    def dense(
+        self, p: MLAProjections, starts: Int[Array, "B T"] | None = None
+    ) -> tuple[Float[Array, "B T M"], Float[Array, "B T N"]]:
+        """Causal attention to all keys of the same document, in expanded form: hidden states and
+        lse. `starts` are the first tokens of the tokens' documents.
+        """
         c = self.config
         latent, k_rope = jnp.split(p.kv[:, :, 0], [c.kv_rank], axis=-1)
         k_nope = jnp.einsum("bse,nep->bsnp", latent, self.w_uk.astype(c.dtype))
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], c.rope_dim))
         v = jnp.einsum("bse,nev->bsnv", latent, self.w_uv.astype(c.dtype))
-        # The operator takes one width for keys and values; zeros change neither scores nor values.
-        width = max(c.nope_dim + c.rope_dim, c.v_dim)
         q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
         k = jnp.concatenate([k_nope, k_rope], axis=-1)
-        q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (q, k, v))
-        out, lse = masked_attention(q, k, v, scale=c.scale, is_causal=True, return_lse=True)
-        return self.wo(out[..., : c.v_dim].reshape(*out.shape[:2], -1)), lse
+        out, lse = masked_attention(
+            q, k, v, scale=c.scale, is_causal=True, segment_ids=starts, return_lse=True
+        )
+        return self._merged(out), lse
+
+    def _merged(self, values: Float[Array, "B T N V"]) -> Float[Array, "B T M"]:
+        batch, length, heads, dim = values.shape
+        return self.wo(values.reshape(batch, length, heads * dim))
 
 
 class DSAttention(nnx.Module):
     """DeepSeek sparse attention: MLA over the keys that a lightning indexer selects.
 
     The indexer lies in the attribute `indexer`, which is all that its own loss, `aux.kl`, trains;
-    any other loss gives its parameters exactly zero gradient.
+    any other loss gives its parameters exactly zero gradient. With `indexer_type="shared"` there is
+    none, and the selection is another layer's.
     """
 
-    def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: AttentionConfig, indexer_type: IndexerType = "full", *, rngs: nnx.Rngs
+    ) -> None:
+        if indexer_type not in ("full", "shared"):
+            raise ValueError(
+                f"DSAttention: argument 'indexer_type' is {indexer_type!r}, want 'full' or 'shared'"
+            )
         self.config = config
         self.mla = SparseMLA(config, rngs=rngs)
-        self.indexer = LightningIndexer(config, rngs=rngs)
+        self.indexer = LightningIndexer(config, rngs=rngs) if indexer_type == "full" else None
 
     def __call__(
-        self, x: Float[Array, "B T M"], *, sparse: bool = True
+        self,
+        x: Float[Array, "B T M"],
+        *,
+        indices: Int[Array, "B T K"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        sparse: bool = True,
     ) -> tuple[Float[Array, "B T M"], AttentionAux]:
         """Causal attention among the tokens of `x`.
 
         Args:
             x: hidden states.
+            indices: a selection to attend to, as in `jax_dsa.dsa_attention`; by default the
+                indexer's. A layer without an indexer needs one.
+            positions: int32, for RoPE alone; by default each document counts from 0.
+            segment_ids: int32, for several documents in one sequence: a run of equal numbers is a
+                document, and its tokens see no others. By default a sequence is one document.
             sparse: attend to the selected keys. False attends to all of them, and its `aux.kl` is
                 the indexer's warm-up loss over all of them.
         """
         c = self.config
-        positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+        self._check_selection(indices, sparse)
+        positions, starts = _placed(x, positions, segment_ids)
         p = self.mla.project(x, positions)
-        index = self.indexer(x, p.q_latent, positions)
+        index = None if self.indexer is None else self.indexer(x, p.q_latent, positions)
+        inputs: dict[str, Any] = {} if index is None else index._asdict()
         q = self.mla.absorbed_queries(p)
         if sparse:
             out, dsa = dsa_attention(
                 q,
                 p.kv,
-                index.q,
-                index.k,
-                index.weights,
-                index_k_scale=index.k_scale,
-                top_k=c.top_k,
+                **inputs,
+                top_k=c.top_k if indices is None else None,
+                indices=indices,
                 value_dim=c.kv_rank,
                 scale=c.scale,
+                starts=starts,
             )
-            return self.mla.output(out), AttentionAux(dsa.kl, dsa.lse, dsa.indices, q, p.kv, index)
-        y, lse = self.mla.dense(p)
-        kl = dense_indexer_kl_loss(
-            index.q,
-            index.k,
-            index.weights,
-            *jax.lax.stop_gradient((q, p.kv)),
-            k_scale=index.k_scale,
-            scale=c.scale,
-        )
+            kl = None if index is None else dsa.kl
+            return self.mla.output(out), AttentionAux(kl, dsa.lse, dsa.indices, q, p.kv, index)
+        y, lse = self.mla.dense(p, starts)
+        kl = None
+        if index is not None:
+            queries, keys = jax.lax.stop_gradient((q, p.kv))
+            kl = dense_indexer_kl_loss(**inputs, q=queries, kv=keys, scale=c.scale, starts=starts)
         return y, AttentionAux(kl, lse, None, q, p.kv, index)
 
     def decode(
-        self, x: Float[Array, "B T M"], cache: LayerCache
-    ) -> tuple[Float[Array, "B T M"], LayerCache]:
+        self,
+        x: Float[Array, "B T M"],
+        cache: LayerCache,
+        *,
+        indices: Int[Array, "B T K"] | None = None,
+    ) -> tuple[Float[Array, "B T M"], LayerCache, Int[Array, "B T K"]]:
         """Sparse attention of each request's next T tokens to those in the cache and, causally, to
         each other.
 
         T = 1 is a decode step, T = the prompt's length a prefill, anything between a chunk of one.
-        The cache comes back with the new tokens in it.
+        The cache comes back with the new tokens in it, and then the selection: of `indices` what a
+        token sees or, by default, the indexer's.
         """
         c = self.config
+        self._check_selection(indices, True)
         positions = cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
         p = self.mla.project(x, positions)
-        index = self.indexer(x, p.q_latent, positions)
+        index = None if self.indexer is None else self.indexer(x, p.q_latent, positions)
         cache = cache.append(p.kv, index)
-        indices, _ = indexer_topk(
-            index.q,
-            cache.index_k,
-            index.weights,
-            c.top_k,
-            k_scale=cache.index_k_scale,
-            ends=positions + 1,
-        )
+        if indices is None:
+            assert index is not None and cache.index_k is not None
+            indices, _ = indexer_topk(
+                index.index_q,
+                cache.index_k,
+                index.index_weights,
+                c.top_k,
+                index_k_scale=cache.index_k_scale,
+                ends=positions + 1,
+            )
+        else:
+            indices = jnp.where(indices <= positions[..., None], indices, -1)
         out = sparse_mla_decode(
             self.mla.absorbed_queries(p),
             cache.kv,
-            indices[:, :, None],
+            indices,
             value_dim=c.kv_rank,
             scale=c.scale,
         )
-        return self.mla.output(out), cache
+        return self.mla.output(out), cache, indices
+
+    def _check_selection(self, indices: Array | None, sparse: bool) -> None:
+        if not sparse and indices is not None:
+            raise ValueError(
+                "DSAttention: argument 'indices' is given, want None with sparse=False"
+            )
+        if sparse and indices is None and self.indexer is None:
+            raise ValueError(
+                "DSAttention: argument 'indices' is None, want a selection for a layer whose "
+                "indexer is shared"
+            )
+
+
+def _placed(
+    x: Float[Array, "B T M"],
+    positions: Int[Array, "B T"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"] | None]:
+    """The tokens' positions, and the first tokens of their documents if there may be several."""
+    args = Args("DSAttention", "x", x, "B T M")
+    args.array("x", x, "B T M", FLOATS)
+    rows = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    starts = None
+    if segment_ids is not None:
+        ids = args.array("segment_ids", segment_ids, "B T", INT32)
+        begins = ids != jnp.roll(ids, 1, axis=1)
+        starts = jax.lax.cummax(jnp.where(begins, rows, 0), axis=1)
+    if positions is not None:
+        return args.array("positions", positions, "B T", INT32), starts
+    return rows if starts is None else rows - starts, starts

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_dsa.serving.caches import FlatCache
+from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.ops.cache import FlatCache
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
-
-    from jax_dsa.nn.config import AttentionConfig, DecoderConfig
+    from jax_dsa.nn.config import AttentionConfig, DecoderConfig, IndexerType
     from jax_dsa.nn.indexer import IndexerInputs
-    from jax_dsa.serving.caches import PagedCache
+    from jax_dsa.ops.cache import PagedCache
 
 
 class LayerCache(NamedTuple):
@@ -22,17 +21,26 @@ class LayerCache(NamedTuple):
 
     kv: FlatCache | PagedCache
     """What attention reads; its `lengths` count the tokens."""
-    index_k: Float[Array, "B S C"]
+    index_k: Float[Array, "B S C"] | None
+    """None in a layer without an indexer."""
     index_k_scale: Float[Array, "B S"] | None
     """Only with a quantised indexer."""
 
     @classmethod
     def empty(
-        cls, config: AttentionConfig, batch: int, capacity: int, *, fp8: bool = False
+        cls,
+        config: AttentionConfig,
+        batch: int,
+        capacity: int,
+        *,
+        indexer_type: IndexerType = "full",
+        fp8: bool = False,
     ) -> LayerCache:
         """Room for `capacity` tokens of each of `batch` requests; `fp8` as in `FlatCache.empty`."""
         c = config
         kv = FlatCache.empty(batch, capacity, c.kv_rank + c.rope_dim, dtype=c.dtype, fp8=fp8)
+        if indexer_type == "shared":
+            return cls(kv, None, None)
         index_dtype = jnp.float8_e4m3fn if c.index_fp8 else c.dtype
         return cls(
             kv,
@@ -45,17 +53,16 @@ class LayerCache(NamedTuple):
         """How many tokens of each request are in the cache."""
         return self.kv.lengths
 
-    def append(self, kv: Float[Array, "B T 1 D"], index: IndexerInputs) -> LayerCache:
+    def append(self, kv: Float[Array, "B T 1 D"], index: IndexerInputs | None) -> LayerCache:
         """The cache with T more tokens of each request; those beyond the capacity are dropped."""
         rows = self.lengths[:, None] + jnp.arange(kv.shape[1], dtype=jnp.int32)
 
         def write(cache: jax.Array, new: jax.Array) -> jax.Array:
             return jax.vmap(lambda c, r, n: c.at[r].set(n, mode="drop"))(cache, rows, new)
 
-        scale = self.index_k_scale
-        if scale is not None and index.k_scale is not None:
-            scale = write(scale, index.k_scale)
-        return LayerCache(self.kv.append(kv), write(self.index_k, index.k), scale)
+        old = self.index_k, self.index_k_scale
+        new = (None, None) if index is None else (index.index_k, index.index_k_scale)
+        return LayerCache(self.kv.append(kv), *jax.tree.map(write, old, new))
 
 
 class DecoderCache(NamedTuple):
@@ -68,5 +75,9 @@ class DecoderCache(NamedTuple):
         cls, config: DecoderConfig, batch: int, capacity: int, *, fp8: bool = False
     ) -> DecoderCache:
         """Room for `capacity` tokens of each of `batch` requests; `fp8` as in `FlatCache.empty`."""
-        layer = LayerCache.empty(config.attention, batch, capacity, fp8=fp8)
-        return cls(tuple(layer for _ in range(config.num_layers)))
+        a = config.attention
+        return cls(
+            tuple(
+                LayerCache.empty(a, batch, capacity, indexer_type=t, fp8=fp8) for t in config.layers
+            )
+        )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from jax_dsa.nn.rotary import RopeLayout
+
+IndexerType = Literal["full", "shared"]
+"""What a layer selects by: its own indexer, or the one of the last layer that has one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,3 +79,22 @@ class DecoderConfig:
     vocab: int
     num_layers: int
     mlp_dim: int
+    indexer_types: tuple[IndexerType, ...] = ("full",)
+    """Of the layers, from the first one on, and over again: "full" selects with an indexer of its
+    own, "shared" has none and attends to what the last "full" layer before it selected."""
+
+    def __post_init__(self) -> None:
+        """Rejects a pattern that leaves a layer without a selection."""
+        types = self.indexer_types
+        known = isinstance(types, tuple) and set(types) <= {"full", "shared"}
+        if not known or types[:1] != ("full",):
+            raise ValueError(
+                f"DecoderConfig: indexer_types is {types!r}, want a tuple of 'full' and 'shared' "
+                f"that begins with 'full'"
+            )
+
+    @property
+    def layers(self) -> tuple[IndexerType, ...]:
+        """The indexer type of each layer."""
+        types = self.indexer_types
+        return tuple(types[i % len(types)] for i in range(self.num_layers))

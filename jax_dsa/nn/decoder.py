@@ -8,17 +8,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.cache import DecoderCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jaxtyping import Array, Float, Int
-
     from jax_dsa.nn.attention import AttentionAux
     from jax_dsa.nn.cache import LayerCache
-    from jax_dsa.nn.config import DecoderConfig
+    from jax_dsa.nn.config import DecoderConfig, IndexerType
 
 
 class SwiGLU(nnx.Module):
@@ -38,29 +37,47 @@ class SwiGLU(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm residual block: attention, then SwiGLU."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: DecoderConfig, indexer_type: IndexerType = "full", *, rngs: nnx.Rngs
+    ) -> None:
         a = config.attention
         norm = {"epsilon": a.norm_eps, "dtype": a.dtype, "rngs": rngs}
         self.attention_norm = nnx.RMSNorm(a.model_dim, **norm)
-        self.attention = DSAttention(a, rngs=rngs)
+        self.attention = DSAttention(a, indexer_type, rngs=rngs)
         self.mlp_norm = nnx.RMSNorm(a.model_dim, **norm)
         self.mlp = SwiGLU(config, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T M"], *, sparse: bool = True
+        self,
+        x: Float[Array, "B T M"],
+        *,
+        indices: Int[Array, "B T K"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        sparse: bool = True,
     ) -> tuple[Float[Array, "B T M"], AttentionAux]:
-        """Hidden states to hidden states, and what the attention found."""
-        y, aux = self.attention(self.attention_norm(x), sparse=sparse)
+        """Hidden states to hidden states, and what the attention found; see `DSAttention`."""
+        y, aux = self.attention(
+            self.attention_norm(x),
+            indices=indices,
+            positions=positions,
+            segment_ids=segment_ids,
+            sparse=sparse,
+        )
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), aux
 
     def decode(
-        self, x: Float[Array, "B T M"], cache: LayerCache
-    ) -> tuple[Float[Array, "B T M"], LayerCache]:
-        """`__call__` for the T tokens after those in the cache."""
-        y, cache = self.attention.decode(self.attention_norm(x), cache)
+        self,
+        x: Float[Array, "B T M"],
+        cache: LayerCache,
+        *,
+        indices: Int[Array, "B T K"] | None = None,
+    ) -> tuple[Float[Array, "B T M"], LayerCache, Int[Array, "B T K"]]:
+        """`__call__` for the T tokens after those in the cache; see `DSAttention.decode`."""
+        y, cache, indices = self.attention.decode(self.attention_norm(x), cache, indices=indices)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), cache
+        return x + self.mlp(self.mlp_norm(x)), cache, indices
 
 
 class DecoderLM(nnx.Module):
@@ -70,7 +87,7 @@ class DecoderLM(nnx.Module):
         self.config = config
         a = config.attention
         self.embed = nnx.Embed(config.vocab, a.model_dim, dtype=a.dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.blocks = nnx.List([Block(config, kind, rngs=rngs) for kind in config.layers])
         self.norm = nnx.RMSNorm(a.model_dim, epsilon=a.norm_eps, dtype=a.dtype, rngs=rngs)
         self.head = nnx.Linear(a.model_dim, config.vocab, use_bias=False, dtype=a.dtype, rngs=rngs)
 
@@ -78,6 +95,8 @@ class DecoderLM(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
         sparse: bool = True,
         remat_policy: Callable[..., Any] | None = None,
     ) -> tuple[Float[Array, "B T V"], list[AttentionAux]]:
@@ -85,24 +104,27 @@ class DecoderLM(nnx.Module):
 
         Args:
             tokens: int32 token numbers.
-            sparse: see `DSAttention`.
+            positions, segment_ids, sparse: see `DSAttention`.
             remat_policy: recompute each block in the backward pass except for what this policy of
                 `jax.checkpoint` saves (`jax_dsa.training.remat_policy` makes one by name); None
                 saves everything.
         """
         x = self.embed(tokens)
-        layers = []
-        for block in self.blocks:
+        places = {"positions": positions, "segment_ids": segment_ids}
+        indices = None
+        layers: list[AttentionAux] = []
+        for block, kind in zip(self.blocks, self.config.layers, strict=True):
             graph, params = nnx.split(block)
 
             def run(
-                params: Any, x: jax.Array, graph: Any = graph
+                params: Any, x: jax.Array, arrays: dict[str, Any], graph: Any = graph
             ) -> tuple[jax.Array, AttentionAux]:
-                return nnx.merge(graph, params)(x, sparse=sparse)
+                return nnx.merge(graph, params)(x, **arrays, sparse=sparse)
 
             if remat_policy is not None:
                 run = jax.checkpoint(run, policy=remat_policy)
-            x, aux = run(params, x)
+            x, aux = run(params, x, {"indices": indices if kind == "shared" else None, **places})
+            indices = aux.indices
             layers.append(aux)
         return self._logits(x), layers
 
@@ -115,9 +137,11 @@ class DecoderLM(nnx.Module):
     ) -> tuple[Float[Array, "B T V"], DecoderCache]:
         """Logits of each request's next T tokens, and the cache with them in it."""
         x = self.embed(tokens)
+        indices: jax.Array | None = None
         layers = []
-        for block, old in zip(self.blocks, cache.layers, strict=True):
-            x, new = block.decode(x, old)
+        for block, kind, old in zip(self.blocks, self.config.layers, cache.layers, strict=True):
+            reused = indices if kind == "shared" else None
+            x, new, indices = block.decode(x, old, indices=reused)
             layers.append(new)
         return self._logits(x), DecoderCache(tuple(layers))
 

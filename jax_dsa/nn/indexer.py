@@ -8,22 +8,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.rotary import hadamard, rope
-from jax_dsa.ops.fp8 import quantize_fp8
+from jax_dsa.ops.quantize_fp8 import quantize_fp8
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
-
     from jax_dsa.nn.config import AttentionConfig
 
 
 class IndexerInputs(NamedTuple):
-    """Operands of the indexer operators."""
+    """The arguments, by name, that every operator with an indexer takes."""
 
-    q: Float[Array, "B T J C"]
-    k: Float[Array, "B T C"]
-    weights: Float[Array, "B T J"]
-    k_scale: Float[Array, "B T"] | None
+    index_q: Float[Array, "B T J C"]
+    index_k: Float[Array, "B T C"]
+    index_weights: Float[Array, "B T J"]
+    index_k_scale: Float[Array, "B T"] | None
 
 
 class LightningIndexer(nnx.Module):
@@ -52,7 +51,7 @@ class LightningIndexer(nnx.Module):
         q_latent: Float[Array, "B T Q"],
         positions: Int[Array, "B T"],
     ) -> IndexerInputs:
-        """The operands for hidden states `x` and the attention's query latent."""
+        """The arguments for hidden states `x` and the attention's query latent."""
         c = self.config
         x, q_latent = jax.lax.stop_gradient((x, q_latent))
         q = self.wq(q_latent).reshape(*x.shape[:2], c.index_heads, c.index_dim)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+from jax_dsa.core.typing import Array, Float, Int
 
 RopeLayout = Literal["half", "interleaved"]
 
@@ -23,9 +22,8 @@ def rope(
     """Rotates pair i of the last axis by `positions * base^(-2i/R)` radians; R is even.
 
     Layout "half" pairs element i with i + R/2, "interleaved" pairs 2i with 2i + 1. Weights trained
-    with one layout do not
-    work with the other: a model that is loaded with the wrong one still runs, and no longer finds
-        its keys.
+    with one layout do not work with the other: a model that is loaded with the wrong one still
+    runs, and no longer finds its keys.
 
     Source: RoFormer (Su et al., 2021). Computed in float32, returned in the dtype of `x`.
     """

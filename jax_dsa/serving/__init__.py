@@ -1,5 +1,5 @@
-"""What a decode step needs around the operators: key caches, flat and paged."""
+"""What a decode step needs around the operators: key caches, flat and paged, and FP8 records."""
 
-from jax_dsa.serving.caches import FlatCache, PagedCache, pack_records, unpack_records
+from jax_dsa.ops.cache import FlatCache, PagedCache, pack_records, unpack_records
 
 __all__ = ["FlatCache", "PagedCache", "pack_records", "unpack_records"]

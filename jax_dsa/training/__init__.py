@@ -4,12 +4,20 @@
 The demo (`examples/train_lm.py`) is built of these; `trainer`, `report` and `cli` are its own.
 """
 
-from jax_dsa.training.config import PRESETS, TrainConfig
-from jax_dsa.training.losses import INDEXER, indexer_loss, next_token_loss
-from jax_dsa.training.metrics import attention_mass, mass_recall, random_indices, recency_indices
-from jax_dsa.training.remat import RESIDUALS, remat_policy
-from jax_dsa.training.sampling import generate
-from jax_dsa.training.steps import Learner, Program, TrainState
+from jax_dsa.core.extras import needs_extra
+
+with needs_extra("examples", __name__):
+    from jax_dsa.training.config import PRESETS, TrainConfig
+    from jax_dsa.training.losses import INDEXER, indexer_loss, next_token_loss
+    from jax_dsa.training.metrics import (
+        attention_mass,
+        mass_recall,
+        random_indices,
+        recency_indices,
+    )
+    from jax_dsa.training.remat import RESIDUALS, remat_policy
+    from jax_dsa.training.sampling import generate
+    from jax_dsa.training.steps import Learner, Program, TrainState
 
 __all__ = [
     "INDEXER",

@@ -9,28 +9,34 @@ from pathlib import Path
 
 import jax
 
-from jax_dsa.training import report
-from jax_dsa.training.config import PRESETS
-from jax_dsa.training.data import load_corpus
-from jax_dsa.training.trainer import Trainer
+from jax_dsa.core.extras import needs_extra
+
+with needs_extra("examples", __name__):
+    from jax_dsa.training import report
+    from jax_dsa.training.config import PRESETS
+    from jax_dsa.training.data import RunError, load_corpus
+    from jax_dsa.training.trainer import Trainer
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the demo; 0 if it finished, 130 if it was interrupted and can be gone on with."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
     config = PRESETS[args.preset]()
     given = {k: getattr(args, k) for k in ("dense_steps", "warmup_steps", "sparse_steps", "seed")}
     config = dataclasses.replace(config, **{k: v for k, v in given.items() if v is not None})
     folder = args.run_dir or Path("runs") / args.preset
-    if args.restart:
-        shutil.rmtree(folder, ignore_errors=True)
-
-    corpus = load_corpus()
-    trainer = Trainer(config, corpus, folder)
+    try:
+        corpus = load_corpus(args.data, exclude=folder)
+        if args.restart:
+            shutil.rmtree(folder, ignore_errors=True)
+        trainer = Trainer(config, corpus, folder)
+    except RunError as error:
+        parser.error(str(error))
     size = sum(x.size for x in jax.tree.leaves(trainer.state.backbone.params))
     index = sum(x.size for x in jax.tree.leaves(trainer.state.indexer.params))
     print(
-        f"Python sources: {corpus.files[0]} files, {len(corpus.train) / 1e6:.1f} MB to train on; "
+        f"{corpus.name}: {corpus.files[0]} files, {len(corpus.train) / 1e6:.1f} MB to train on; "
         f"{corpus.files[1]} files, {len(corpus.validation) / 1e6:.1f} MB to validate on\n"
         f"model: {size / 1e6:.2f} M parameters and {index / 1e6:.2f} M in the indexers; "
         f"sequences of {config.seq_len} bytes, {config.model.attention.top_k} keys selected\n"
@@ -53,10 +59,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Trains a small decoder with sparse attention on Python's own sources. "
-        "Ctrl-C stops it at the end of the step, with a checkpoint; the same command then goes on."
+        description="Trains a small decoder with sparse attention, on Python's own sources or "
+        "any other text. Ctrl-C stops it at the end of the step, with a checkpoint; the same "
+        "command then goes on."
     )
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
+    parser.add_argument("--data", type=Path, help="folder of text, default Python's own sources")
     parser.add_argument("--run-dir", type=Path, help="default runs/PRESET")
     parser.add_argument("--restart", action="store_true", help="delete the run folder first")
     parser.add_argument("--seed", type=int)

@@ -1,8 +1,13 @@
-"""Real text that every machine has: the sources of Python's standard library, as bytes."""
+"""Text as bytes: a folder of it, or what every machine has, the sources of Python's standard
+library.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import platform
 import sysconfig
 import zlib
 from pathlib import Path
@@ -18,7 +23,7 @@ BOS = 256
 VOCAB = 257
 
 _VALIDATION_SHARE = 20  # one file in this many
-_SKIPPED = {
+_SKIPPED_SOURCES = {
     "site-packages",
     "dist-packages",
     "__pycache__",
@@ -32,6 +37,10 @@ _SKIPPED = {
 }
 
 
+class RunError(ValueError):
+    """A run that cannot begin, or go on, as asked; the message is for whoever asked."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """Token streams of the two halves of the split, each file preceded by `BOS`."""
@@ -40,32 +49,67 @@ class Corpus:
     validation: np.ndarray
     files: tuple[int, int]
     """How many files are in each half."""
+    name: str
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """The same for the same text, whatever its name."""
+        halves = self.train, self.validation
+        digest = hashlib.sha256(b"".join(hashlib.sha256(half.data).digest() for half in halves))
+        tokens = sum(len(half) for half in halves)
+        return f"{sum(self.files)} files, {tokens} tokens, sha256 {digest.hexdigest()[:16]}"
 
 
-def load_corpus(root: Path | None = None) -> Corpus:
-    """Reads every Python source below `root`, by default the running interpreter's standard
+def load_corpus(root: Path | None = None, *, exclude: Path | None = None) -> Corpus:
+    """Reads every text file below the folder `root`, by default the running interpreter's standard
     library.
 
+    Text is what has no byte 0, in any encoding. Links are skipped, and so are hidden files and
+    folders, `__pycache__`, and what lies below `exclude`; of the standard library, all that is not
+    source.
+
     A file is in the validation half if a checksum of its path says so: the split is the same on
-    every run, and does not change for the other files when one is added.
+    every run, and does not change for the other files when one is added, unless there are so few
+    that none would validate.
     """
-    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    halves: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    for path in _sources(root):
-        name = path.relative_to(root).as_posix()
-        text = np.frombuffer(path.read_bytes(), np.uint8).astype(np.uint16)
-        half = zlib.crc32(name.encode()) % _VALIDATION_SHARE == 0
-        halves[half].append(np.concatenate([np.array([BOS], np.uint16), text]))
-    if not halves[0] or not halves[1]:
-        raise FileNotFoundError(f"load_corpus: too few Python sources below {root} to split")
-    train, validation = (np.concatenate(half) for half in halves)
-    return Corpus(train, validation, (len(halves[0]), len(halves[1])))
+    if root is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        name = f"the standard library of Python {platform.python_version()}"
+        paths = _sources(root)
+    else:
+        name = str(root)
+        paths = _files(root, exclude)
+    files: list[tuple[int, np.ndarray]] = []
+    start = np.array([BOS], np.uint16)
+    for path in paths:
+        text = path.read_bytes()
+        if b"\0" not in text:
+            checksum = zlib.crc32(path.relative_to(root).as_posix().encode()) % _VALIDATION_SHARE
+            files.append((checksum, np.concatenate([start, np.frombuffer(text, np.uint8)])))
+    lowest = min((checksum for checksum, _ in files), default=0)  # 0, unless files are few
+    validation = [tokens for checksum, tokens in files if checksum == lowest]
+    train = [tokens for checksum, tokens in files if checksum != lowest]
+    if not train:
+        raise RunError(f"load_corpus: too few text files below {root} to split: got {len(files)}")
+    counts = len(train), len(validation)
+    return Corpus(np.concatenate(train), np.concatenate(validation), counts, name)
 
 
 def _sources(root: Path) -> Iterator[Path]:
     for path in sorted(root.rglob("*.py")):
         folders = set(path.relative_to(root).parts)
-        if not folders & _SKIPPED and not path.name.startswith("_sysconfigdata"):
+        if not folders & _SKIPPED_SOURCES and not path.name.startswith("_sysconfigdata"):
+            yield path
+
+
+def _files(root: Path, exclude: Path | None) -> Iterator[Path]:
+    excluded = None if exclude is None else exclude.resolve()
+    for path in sorted(root.rglob("*")):
+        parts = path.relative_to(root).parts
+        hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
+        if hidden or path.is_symlink() or not path.is_file():
+            continue
+        if excluded is None or not path.resolve().is_relative_to(excluded):
             yield path
 
 
@@ -80,7 +124,7 @@ class Batches:
         self.tokens, self.length, self.batch_size, self.seed = tokens, length, batch_size, seed
         self.windows = len(tokens) // length
         if self.windows < batch_size:
-            raise ValueError(
+            raise RunError(
                 f"Batches: {len(tokens)} tokens make {self.windows} windows of {length}, "
                 f"want at least batch_size = {batch_size}"
             )
@@ -108,7 +152,7 @@ def validation_batches(
     windows = len(tokens) // length
     sequences = min(sequences, windows) // batch_size * batch_size
     if sequences == 0:
-        raise ValueError(
+        raise RunError(
             f"validation_batches: {len(tokens)} tokens make {windows} windows of {length}, "
             f"want at least batch_size = {batch_size}"
         )

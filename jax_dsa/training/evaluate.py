@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.ops.indexer import indexer_topk
 from jax_dsa.ops.topk import topk
 from jax_dsa.training.losses import next_token_loss
@@ -15,8 +16,6 @@ from jax_dsa.training.metrics import attention_mass, mass_recall, random_indices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from jaxtyping import Array, Float, Int
 
     from jax_dsa.training.steps import Params, Program, TrainState
 
@@ -39,10 +38,10 @@ class Evaluator:
         return float(jnp.stack(losses).mean())
 
     def selection(self, state: TrainState, batches: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
-        """Along a forward pass with dense attention, per layer: "kl", the warm-up loss, and the
-        `mass_recall` of the indexer's selection ("indexer") beside three of the same size: "random"
-        keys, the "recency" window, and the keys of largest mass ("best"), which is all that any
-        selection of that size can hold.
+        """Along a forward pass with dense attention: "kl", the warm-up loss of each indexer, and
+        for each layer the `mass_recall` of the selection that it attends to ("indexer") beside
+        three of the same size: "random" keys, the "recency" window, and the keys of largest mass
+        ("best"), which is all that any selection of that size can hold.
         """
         step = int(state.step)
         results = [
@@ -64,7 +63,7 @@ class Evaluator:
 
     def _selection_of(
         self, backbone: Params, indexer: Params, key: jax.Array, tokens: Int[Array, "B T"]
-    ) -> dict[str, Float[Array, "L"]]:
+    ) -> dict[str, Float[Array, "..."]]:
         model = self.program.model(backbone, indexer)
         config = model.config.attention
         _, layers = model(tokens[:, :-1], sparse=False)
@@ -73,16 +72,16 @@ class Evaluator:
         found: list[dict[str, jax.Array]] = []
         for layer in layers:
             mass = attention_mass(layer.q, layer.kv, layer.lse, scale=config.scale)
-            index = layer.indexer
-            chosen, _ = indexer_topk(
-                index.q, index.k, index.weights, config.top_k, k_scale=index.k_scale, ends=ends
-            )
+            if layer.indexer is not None:
+                chosen, _ = indexer_topk(
+                    **layer.indexer._asdict(), top_k=config.top_k, is_causal=True
+                )
             selections = {
                 "indexer": chosen,
                 "random": random_indices(key, batch, length, config.top_k),
                 "recency": recency_indices(batch, length, config.top_k),
-                "best": cast("Array", topk(mass, config.top_k, ends=ends)),
+                "best": topk(mass, config.top_k, ends=ends),
             }
-            recalls = {name: mass_recall(mass, i) for name, i in selections.items()}
-            found.append({"kl": layer.kl, **recalls})
-        return jax.tree.map(lambda *x: jnp.stack(x), *found)
+            found.append({name: mass_recall(mass, i) for name, i in selections.items()})
+        recalls = jax.tree.map(lambda *x: jnp.stack(x), *found)
+        return recalls | {"kl": jnp.stack([x.kl for x in layers if x.kl is not None])}

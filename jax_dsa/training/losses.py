@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+from jax_dsa.core.typing import Array, Float, Int
 
+if TYPE_CHECKING:
     from jax_dsa.nn import AttentionAux
 
 INDEXER = nnx.PathContains("indexer")
@@ -27,8 +27,9 @@ def next_token_loss(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -
 
 
 def indexer_loss(layers: list[AttentionAux]) -> Float[Array, ""]:
-    """Sum of the layers' KL losses: the indexers' loss. Gives the backbone exactly zero gradient.
+    """Sum of the indexers' KL losses. Gives the backbone exactly zero gradient.
 
-    A sum because the layers' indexers are trained side by side, each on its own teacher.
+    A sum because the indexers are trained side by side, each on its own layer's attention; layers
+    without an indexer have no part in it.
     """
-    return jnp.stack([aux.kl for aux in layers]).sum()
+    return jnp.stack([aux.kl for aux in layers if aux.kl is not None]).sum()

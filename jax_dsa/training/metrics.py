@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
 import jax
 import jax.numpy as jnp
 
 from jax_dsa.core.streaming import chunk_length, scan_chunks
+from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.ops.topk import topk
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
 
 
 def attention_mass(
@@ -64,4 +60,4 @@ def random_indices(key: jax.Array, batch: int, length: int, top_k: int) -> Int[A
     """For each query `top_k` of the keys it sees, uniformly and without repetition."""
     scores = jax.random.uniform(key, (batch, length, length))
     ends = jnp.broadcast_to(jnp.arange(1, length + 1, dtype=jnp.int32), (batch, length))
-    return cast("Array", topk(scores, top_k, ends=ends))
+    return topk(scores, top_k, ends=ends)

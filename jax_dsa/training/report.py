@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from jax_dsa.training.data import BOS
 from jax_dsa.training.evaluate import SELECTIONS
@@ -141,7 +143,8 @@ def _grid(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def sample(trainer: Trainer) -> tuple[str, str]:
-    """Validation text up to the name of a method, and the model's continuation of it.
+    """Validation text, and the model's continuation of it. In Python's sources the text ends before
+    the name of a method.
 
     Together no longer than the sequences of training: the model knows no position beyond.
     """
@@ -183,9 +186,6 @@ BLUE, ORANGE, GREEN, RED, GREY = "#1f5fa8", "#d9730d", "#2c7a4b", "#a33b3b", "#7
 
 def plot(trainer: Trainer, results: Results, path: Path) -> None:
     """Draws the run's curves."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     config, rows = trainer.config, trainer.log.rows()
     bounds = (0, config.dense_steps, config.sparse_start, config.total_steps)
     top_k = config.model.attention.top_k

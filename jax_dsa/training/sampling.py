@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+from jax_dsa.core.typing import Array, Int
 
+if TYPE_CHECKING:
     from jax_dsa.nn import DecoderCache, DecoderLM
 
 
@@ -29,6 +29,8 @@ def generate(
     """
     if steps < 1:
         raise ValueError(f"generate: argument 'steps' is {steps}, want at least 1")
+    if prompt.shape[1] < 1:
+        raise ValueError(f"generate: argument 'prompt' has shape {prompt.shape}, want [B, P >= 1]")
 
     def pick(key: jax.Array, logits: jax.Array) -> jax.Array:
         if temperature == 0:

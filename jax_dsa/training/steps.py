@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jax_dsa.core.typing import Array, Int
 from jax_dsa.nn import DecoderLM
 from jax_dsa.training.losses import INDEXER, indexer_loss, next_token_loss
 from jax_dsa.training.remat import remat_policy
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
-    from jaxtyping import Array, Int
 
     from jax_dsa.training.config import TrainConfig
 
@@ -51,6 +51,7 @@ class Program:
         self.config = config
         model = nnx.eval_shape(lambda: DecoderLM(config.model, rngs=nnx.Rngs(0)))
         self._graph: Any = nnx.graphdef(model)
+        self._indexers = config.model.layers.count("full")
         self.backbone_optimizer = _optimizer(
             config, config.learning_rate, config.dense_steps, config.sparse_steps
         )
@@ -78,8 +79,8 @@ class Program:
     def step(self, state: TrainState, tokens: ArrayLike) -> tuple[TrainState, dict[str, Array]]:
         """The state after one more batch [B, seq_len + 1] of tokens, and the batch's losses.
 
-        The given state's arrays are given up. "lm_loss" is always there, "kl" (mean of the layers)
-        once the indexers learn, "control_loss" in the sparse stage.
+        The given state's arrays are given up. "lm_loss" is always there, "kl" (mean of the
+        indexers) once the indexers learn, "control_loss" in the sparse stage.
         """
         backbone, indexer, control = state.backbone, state.indexer, state.control
         step = int(state.step)
@@ -127,7 +128,7 @@ class Program:
 
         (kl, lm), grads = jax.value_and_grad(loss, has_aux=True)(indexer.params)
         indexer = _update(self.indexer_optimizer, indexer, grads)
-        return indexer, lm, kl / self.config.model.num_layers
+        return indexer, lm, kl / self._indexers
 
     def _sparse_update(
         self, backbone: Learner, indexer: Learner, tokens: jax.Array
@@ -145,7 +146,7 @@ class Program:
         )
         backbone = _update(self.backbone_optimizer, backbone, grads[0])
         indexer = _update(self.indexer_optimizer, indexer, grads[1])
-        return backbone, indexer, lm, kl / self.config.model.num_layers
+        return backbone, indexer, lm, kl / self._indexers
 
 
 def _copy(learner: Learner) -> Learner:

@@ -13,7 +13,7 @@ import jax
 from tqdm import tqdm
 
 from jax_dsa.training.checkpoint import Checkpoints
-from jax_dsa.training.data import Batches, Corpus, validation_batches
+from jax_dsa.training.data import Batches, Corpus, RunError, validation_batches
 from jax_dsa.training.evaluate import SELECTIONS, Evaluator
 from jax_dsa.training.steps import Program
 
@@ -45,7 +45,7 @@ Row = dict[str, Any]
 class Trainer:
     """One run in a folder: `metrics.csv` and `checkpoints/`.
 
-    A folder that has a checkpoint is gone on with, and must be of the same configuration.
+    A folder that has a checkpoint is gone on with; configuration and text must be the same.
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus, folder: Path) -> None:
@@ -55,6 +55,7 @@ class Trainer:
         self.batches = Batches(corpus.train, config.seq_len + 1, config.batch_size, config.seed)
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.log = Log(folder / "metrics.csv")
+        self.validation(config.eval_sequences)  # a corpus that is too small fails here
         self.state = self.program.init()
         self.seconds = 0.0
         self._resume()
@@ -126,7 +127,12 @@ class Trainer:
 
     def save(self, seconds: float) -> None:
         """Starts to write a checkpoint."""
-        facts = {"config": _fingerprint(self.config), "seconds": self.seconds + seconds}
+        facts = {
+            "config": _settings(dataclasses.asdict(self.config)),
+            "corpus": self.corpus.fingerprint,
+            "corpus_name": self.corpus.name,
+            "seconds": self.seconds + seconds,
+        }
         self.checkpoints.save(self.state, facts)
 
     def _resume(self) -> None:
@@ -135,10 +141,22 @@ class Trainer:
             self.log.keep_until(0)
             return
         facts = self.checkpoints.facts(step)
-        if facts["config"] != _fingerprint(self.config):
-            raise ValueError(
-                f"Trainer: the run in {self.folder} has another configuration; choose another "
-                f"folder or delete it: got {_fingerprint(self.config)}, want {facts['config']}"
+        old, new = facts["config"], _settings(dataclasses.asdict(self.config))
+        changes = [
+            f"{name} was {old.get(name)}, is {new.get(name)}"
+            for name in old | new
+            if old.get(name) != new.get(name)
+        ]
+        if facts["corpus"] != self.corpus.fingerprint:
+            changes.append(
+                f"corpus was {facts['corpus_name']} ({facts['corpus']}), "
+                f"is {self.corpus.name} ({self.corpus.fingerprint})"
+            )
+        if changes:
+            raise RunError(
+                f"Trainer: the run in {self.folder} has another configuration or corpus: "
+                f"{'; '.join(changes)}. Go on with what it has, or begin anew with --restart or "
+                f"another --run-dir"
             )
         self.state = self.checkpoints.restore(step, self.state)
         self.seconds = facts["seconds"]
@@ -215,9 +233,15 @@ def _interrupts() -> Iterator[_Stop]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _fingerprint(config: TrainConfig) -> str:
-    """Everything that a run's numbers depend on, as text."""
-    return repr(dataclasses.asdict(config))
+def _settings(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """The leaves of a configuration as text."""
+    settings: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            settings |= _settings(value, f"{prefix}{name}.")
+        else:
+            settings[prefix + name] = repr(value)
+    return settings
 
 
 def _postfix(row: Row, probe: Row) -> str:

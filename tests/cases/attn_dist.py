@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from cases import TransformCase
 from cases.sparse_mla import B, D, K, N, S, T, floats, picks
-from jax_dsa.ops.attn_dist import attn_dist
+from jax_dsa import attn_dist
 
 
 def make_args(rng: np.random.Generator) -> tuple:

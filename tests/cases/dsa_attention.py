@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from cases import TransformCase
-from jax_dsa.ops.dsa_attention import dsa_attention
+from jax_dsa import dsa_attention
 
 B, T, N, G, D, E, S, J, C, K = 8, 8, 8, 1, 6, 4, 12, 2, 4, 5
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from cases import TransformCase
-from jax_dsa.ops.fp8 import dequantize_fp8, fake_quantize_fp8, fp8_matmul, quantize_fp8
+from jax_dsa import dequantize_fp8, fake_quantize_fp8, fp8_matmul, quantize_fp8
 
 B, T, C, N, K = 8, 8, 128, 2048, 8
 BLOCK = 16

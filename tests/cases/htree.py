@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from cases import TransformCase
-from jax_dsa.ops.htree import htree_attention, htree_build
-from jax_dsa.ops.htree_decode import HTreeCache, htree_decode
+from jax_dsa import HTreeCache, htree_attention, htree_build, htree_decode
 
 B, T, D, E = 8, 8, 4, 3
 TREE = {"compression": 2, "top_k": 2}  # two layers

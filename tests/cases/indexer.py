@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from cases import TransformCase
-from jax_dsa.ops.indexer import indexer_logits, indexer_topk
+from jax_dsa import PagedCache, indexer_logits, indexer_topk
 
 B, T, J, C, S, K = 8, 8, 3, 5, 11, 4
 
@@ -29,7 +29,7 @@ def make_ranged_args(rng: np.random.Generator) -> tuple:
 
 
 def logits(q, k, weights, k_scale, starts, ends):
-    return indexer_logits(q, k, weights, k_scale=k_scale, starts=starts, ends=ends)
+    return indexer_logits(q, k, weights, index_k_scale=k_scale, starts=starts, ends=ends)
 
 
 def select(q, k, weights):
@@ -40,11 +40,13 @@ def make_paged_args(rng: np.random.Generator) -> tuple:
     """A pool of 7 pages of 4 keys, three pages a request, some of which are not there."""
     q, _, weights = make_args(rng)
     table = jnp.asarray(rng.integers(-1, 8, size=(B, 3)), jnp.int32)
-    return q, floats(rng, 7, 4, C), weights, jnp.exp(floats(rng, 7, 4)), table
+    lengths = jnp.asarray(rng.integers(0, 13, size=B), jnp.int32)
+    return q, floats(rng, 7, 4, 1, C), weights, jnp.exp(floats(rng, 7, 4)), table, lengths
 
 
-def select_from_pages(q, k, weights, k_scale, page_table):
-    return indexer_topk(q, k, weights, K, k_scale=k_scale, page_table=page_table)
+def select_from_pages(q, pages, weights, k_scale, table, lengths):
+    cache = PagedCache(pages, table, lengths)
+    return indexer_topk(q, cache, weights, K, index_k_scale=k_scale, is_causal=True)
 
 
 CASES = [
@@ -71,8 +73,8 @@ CASES = [
         make_paged_args,
         (),
         {
-            "batch": (P("x"), P(), P("x"), P(), P("x")),
-            "query": (P(None, "x"), P(), P(None, "x"), P(), P()),
+            "batch": (P("x"), P(), P("x"), P(), P("x"), P("x")),
+            "query": (P(None, "x"), P(), P(None, "x"), P(), P(), P()),
         },
     ),
 ]

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from cases import TransformCase
-from jax_dsa.ops.losses import dense_indexer_kl_loss, indexer_kl_loss
+from jax_dsa import dense_indexer_kl_loss, indexer_kl_loss
 
 B, T, K, S, J, C, N, G, D = 8, 8, 6, 9, 2, 4, 4, 2, 5
 

@@ -8,10 +8,16 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from cases import TransformCase
-from jax_dsa.ops.block_mask import make_block_mask, relu_mask, topk_indices, topk_mask
-from jax_dsa.ops.masked_attention import masked_attention, masked_attention_varlen
+from jax_dsa import (
+    make_block_mask,
+    masked_attention,
+    masked_attention_varlen,
+    relu_mask,
+    topk_indices,
+    topk_mask,
+)
 
-B, T, N, S, D, W = 8, 8, 8, 5, 4, 4
+B, T, N, S, D, E, W = 8, 8, 8, 5, 4, 3, 4
 
 
 def floats(rng: np.random.Generator, *shape: int) -> jnp.ndarray:
@@ -23,8 +29,8 @@ def integers(rng: np.random.Generator, low: int, high: int, *shape: int) -> jnp.
 
 
 def qkv(rng: np.random.Generator, groups: int) -> tuple:
-    kv = (floats(rng, B, S, groups, D) for _ in range(2))
-    return floats(rng, B, T, N, D), *kv
+    k, v = floats(rng, B, S, groups, D), floats(rng, B, S, groups, E)
+    return floats(rng, B, T, N, D), k, v
 
 
 def make_masked_args(rng: np.random.Generator) -> tuple:
@@ -35,7 +41,8 @@ def make_masked_args(rng: np.random.Generator) -> tuple:
 
 def attend_masked(q, k, v, bias, mask, lengths):
     options = {"is_causal": True, "causal_alignment": "bottom_right", "softcap": 2.0}
-    return masked_attention(q, k, v, bias, mask, lengths=lengths, return_lse=True, **options)
+    lengths = {"key_value_seq_lengths": lengths, "return_lse": True}
+    return masked_attention(q, k, v, bias, mask, **lengths, **options)
 
 
 def make_kept_args(rng: np.random.Generator) -> tuple:
@@ -64,12 +71,13 @@ def attend_block(q, k, v, bias):
 def make_packed_args(rng: np.random.Generator) -> tuple:
     cu_q = jnp.asarray([0, 3, 3, T - 1], jnp.int32)
     cu_k = jnp.asarray([1, 3, 4, S], jnp.int32)
-    kv = (floats(rng, S, 2, D) for _ in range(2))
-    return floats(rng, T, N, D), *kv, cu_q, cu_k, floats(rng, 2, 1, S)
+    k, v = floats(rng, S, 2, D), floats(rng, S, 2, E)
+    return floats(rng, T, N, D), k, v, cu_q, cu_k, floats(rng, 2, 1, S)
 
 
 def attend_packed(q, k, v, cu_q, cu_k, bias):
-    return masked_attention_varlen(q, k, v, cu_q, cu_k, bias=bias, window=(2, 1), return_lse=True)
+    window = {"local_window_size": (2, 1), "return_lse": True}
+    return masked_attention_varlen(q, k, v, cu_q, cu_k, bias=bias, **window)
 
 
 def make_mask_args(rng: np.random.Generator) -> tuple:
@@ -81,7 +89,9 @@ def make_mask_args(rng: np.random.Generator) -> tuple:
 def block_masks(mask, lengths, q_segments, kv_segments):
     segments = q_segments, kv_segments
     return jax.tree.leaves(
-        make_block_mask(mask, lengths=lengths, segment_ids=segments, block_q=3, block_k=8)
+        make_block_mask(
+            mask, key_value_seq_lengths=lengths, segment_ids=segments, block_q=3, block_k=8
+        )
     )
 
 

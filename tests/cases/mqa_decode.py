@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from cases import TransformCase
 from cases.sparse_mla import B, D, E, N, S, T, floats
-from jax_dsa.ops.mqa_decode import merge_attention, mqa_decode
+from jax_dsa import PagedCache, merge_attention, mqa_decode
 
 
 def lengths(rng: np.random.Generator, most: int = S) -> jnp.ndarray:
@@ -19,8 +19,11 @@ def make_args(rng: np.random.Generator) -> tuple:
     return floats(rng, B, T, N, D), floats(rng, B, S, 1, D), lengths(rng), floats(rng, 1, N)
 
 
+LATENT = {"value_dim": E, "num_splits": 3, "return_lse": True}
+
+
 def latent(q, k, lengths, sinks):
-    return mqa_decode(q, k, value_dim=E, lengths=lengths, sinks=sinks[0], num_splits=3)
+    return mqa_decode(q, k, **LATENT, key_value_seq_lengths=lengths, sinks=sinks[0])
 
 
 def make_grouped_args(rng: np.random.Generator) -> tuple:
@@ -28,7 +31,7 @@ def make_grouped_args(rng: np.random.Generator) -> tuple:
 
 
 def unnormalised(q, k, v):
-    return mqa_decode(q, k, v, window=5, normalize=False)
+    return mqa_decode(q, k, v, local_window_size=4, normalize=False)
 
 
 def make_paged_args(rng: np.random.Generator) -> tuple:
@@ -38,7 +41,8 @@ def make_paged_args(rng: np.random.Generator) -> tuple:
 
 
 def paged(q, k, v, table, lengths):
-    return mqa_decode(q, k, v, page_table=table, lengths=lengths, num_splits=2)
+    cache = PagedCache(k, table, lengths)
+    return mqa_decode(q, cache, v, num_splits=2, return_lse=True)
 
 
 def make_parts(rng: np.random.Generator) -> tuple:

@@ -7,8 +7,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from cases import TransformCase
-from jax_dsa.ops.sparse_mla import sparse_mla, sparse_mla_decode
-from jax_dsa.serving.caches import FlatCache, PagedCache
+from jax_dsa import FlatCache, PagedCache, sparse_mla, sparse_mla_decode
 
 B, T, N, D, E, S, K = 8, 8, 8, 6, 4, 12, 5
 

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from cases import TransformCase
-from jax_dsa.ops.topk import topk
+from jax_dsa import topk
 
 B, T, S, K = 8, 8, 37, 5
 

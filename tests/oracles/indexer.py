@@ -10,7 +10,7 @@ def indexer_logits(
     k: np.ndarray,
     weights: np.ndarray,
     *,
-    k_scale: np.ndarray | None = None,
+    index_k_scale: np.ndarray | None = None,
     starts: np.ndarray | None = None,
     ends: np.ndarray | None = None,
     relu: bool = True,
@@ -29,7 +29,9 @@ def indexer_logits(
                 for j in range(heads):
                     x = float(q[b, t, j] @ k[b, s])
                     total += weights[b, t, j] * (max(x, 0.0) if relu else x)
-                logits[b, t, s] = total * (1.0 if k_scale is None else float(k_scale[b, s]))
+                logits[b, t, s] = total * (
+                    1.0 if index_k_scale is None else float(index_k_scale[b, s])
+                )
     return logits
 
 
@@ -39,12 +41,14 @@ def indexer_gradients(
     weights: np.ndarray,
     g: np.ndarray,
     *,
-    k_scale: np.ndarray | None = None,
+    index_k_scale: np.ndarray | None = None,
     relu: bool = True,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """dq, dk, dweights, dk_scale for g = dL/dI, which is 0 wherever the logit is masked."""
     q, k, weights = (x.astype(np.float64) for x in (q, k, weights))
-    scale = np.ones(k.shape[:2]) if k_scale is None else k_scale.astype(np.float64)
+    scale = np.ones(k.shape[:2])
+    if index_k_scale is not None:
+        scale = index_k_scale.astype(np.float64)
     dq, dk, dw, dscale = (np.zeros_like(x) for x in (q, k, weights, scale))
     for b, t, s in zip(*np.nonzero(g), strict=True):
         for j in range(q.shape[2]):

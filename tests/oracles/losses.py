@@ -56,11 +56,11 @@ def dense_kl(
     scale: float,
     starts: np.ndarray,
     ends: np.ndarray,
-    k_scale: np.ndarray | None = None,
+    index_k_scale: np.ndarray | None = None,
     relu: bool = True,
 ) -> tuple[float, np.ndarray]:
     """The warm-up loss over keys [starts, ends), and its gradient with respect to the logits."""
     logits = indexer_logits(
-        index_q, index_k, weights, k_scale=k_scale, starts=starts, ends=ends, relu=relu
+        index_q, index_k, weights, index_k_scale=index_k_scale, starts=starts, ends=ends, relu=relu
     )
     return kl_rows(logits, attention_mass(q, kv, scale, starts, ends), logits > -np.inf)

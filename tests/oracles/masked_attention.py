@@ -14,23 +14,27 @@ def counts(
     mask: Any = None,
     is_causal: bool = False,
     causal_alignment: str = "top_left",
-    window: tuple[int, int] | None = None,
+    local_window_size: tuple[int, int] | int | None = None,
     q_segments: Any = None,
     kv_segments: Any = None,
-    lengths: Any = None,
+    key_value_seq_lengths: Any = None,
     kv_indices: Any = None,
 ) -> np.ndarray:
     """How often each key counts for each query, [B, N, T, S]: 2 if `kv_indices` has it twice."""
     _, heads, queries, keys = shape
     out = np.zeros(shape, np.int64)
+    if local_window_size is not None:
+        left, right = np.broadcast_to(local_window_size, 2).tolist()
     for b, n, t, s in np.ndindex(*shape):
         g = n // (heads // groups)
-        length = keys if lengths is None else min(max(int(lengths[b]), 0), keys)
+        length = keys
+        if key_value_seq_lengths is not None:
+            length = min(max(int(key_value_seq_lengths[b]), 0), keys)
         position = t + (length - queries if causal_alignment == "bottom_right" else 0)
         visible = s < length
         if is_causal and s > position:
             visible = False
-        if window is not None and not position - window[0] <= s <= position + window[1]:
+        if local_window_size is not None and not position - left <= s <= position + right:
             visible = False
         if q_segments is not None and q_segments[b, t] != kv_segments[b, s]:
             visible = False
@@ -50,10 +54,10 @@ def at(x: Any, b: int, n: int, t: int, s: int, shape: tuple[int, int, int, int])
 def attention(
     q: Any, k: Any, v: Any, bias: Any, count: np.ndarray, scale: float, softcap: float | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """out [B, T, N, D], lse [B, T, N], probs [B, N, T, S]."""
+    """out [B, T, N, E], lse [B, T, N], probs [B, N, T, S]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     batch, heads, queries, keys = count.shape
-    out = np.zeros(q.shape)
+    out = np.zeros((*q.shape[:3], v.shape[3]))
     lse = np.full(q.shape[:3], -np.inf)
     probs = np.zeros(count.shape)
     for b, n, t in np.ndindex(batch, heads, queries):

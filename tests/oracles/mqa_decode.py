@@ -26,9 +26,9 @@ def mqa_decode(
     v: np.ndarray,
     *,
     scale: float,
-    lengths: np.ndarray | None = None,
+    key_value_seq_lengths: np.ndarray | None = None,
     starts: np.ndarray | None = None,
-    window: np.ndarray | int | None = None,
+    local_window_size: np.ndarray | int | None = None,
     sinks: np.ndarray | None = None,
     mapped: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -40,10 +40,12 @@ def mqa_decode(
     lse, top = np.full((B, T, N), -np.inf), np.full((B, T, N), -np.inf)
     for b, t, n in np.ndindex(B, T, N):
         g = n // (N // G)
-        last = (S if lengths is None else int(lengths[b])) - T + t
-        first = 0 if starts is None else max(0, int(starts[b]))
-        if window is not None:
-            first = max(first, last - int(np.broadcast_to(window, B)[b]) + 1)
+        last = (S if key_value_seq_lengths is None else int(key_value_seq_lengths[b])) - T + t
+        first = 0
+        if starts is not None:
+            first = max(0, int(starts[b, t] if starts.ndim == 2 else starts[b]))
+        if local_window_size is not None:
+            first = max(first, last - int(np.broadcast_to(local_window_size, B)[b]))
         seen = [j for j in range(first, min(last + 1, S)) if mapped is None or mapped[b, j]]
         if not seen:
             continue

@@ -1,0 +1,214 @@
+"""Arguments that several operators have: one word, one meaning and one message each."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_dsa.core.checks import INT32, WIDE_FLOATS, Args, as_array
+from jax_dsa.core.typing import Array, ArrayLike, Float, Int
+
+CausalAlignment = Literal["top_left", "bottom_right"]
+Window = int | tuple[int, int]
+SegmentIds = Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
+
+CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
+
+
+def check_heads(args: Args, q: str, kv: str) -> None:
+    """Raises unless the N query heads divide evenly among the G heads of keys."""
+    heads, groups = args.sizes["N"], args.sizes["G"]
+    if groups == 0 or heads % groups:
+        raise ValueError(
+            f"{args.op}: argument '{q}' has N={heads} heads and '{kv}' has G={groups}, want N to "
+            f"be a multiple of G (heads are the axis before the last one)"
+        )
+
+
+def scale_or_default(args: Args, scale: Any) -> float:
+    """`scale`, or D^-1/2."""
+    if scale is not None:
+        return args.real("scale", scale)
+    return float(max(1, args.sizes["D"]) ** -0.5)
+
+
+def value_dim_or_default(args: Args, value_dim: Any) -> int:
+    """`value_dim`, or what MLA has: 512, or D where that is less."""
+    dim = args.sizes["D"]
+    return min(512, dim) if value_dim is None else args.integer("value_dim", value_dim, 1, dim)
+
+
+def shared_sinks(args: Args, sinks: Any) -> Float[Array, "1 N"] | None:
+    """The public [N] sinks as [1, N]: a pass broadcasts a batch axis of one."""
+    return None if sinks is None else args.array("sinks", sinks, "N", WIDE_FLOATS)[None]
+
+
+def selection(
+    args: Args, indices: Any, topk_length: Any
+) -> tuple[Int[Array, "B T G K"], Int[Array, "B T"] | None]:
+    """Checked `indices`, which all groups may share, and `topk_length`."""
+    shape = np.shape(as_array(indices))  # type: ignore[arg-type]
+    if len(shape) == 3 - (not args.batched):
+        shared = args.array("indices", indices, "B T K", INT32)
+        batch, queries, slots = shared.shape
+        indices = jnp.broadcast_to(shared[:, :, None], (batch, queries, args.sizes["G"], slots))
+    else:
+        indices = args.array("indices", indices, "B T G K", INT32)
+    if topk_length is not None:
+        topk_length = args.array("topk_length", topk_length, "B T", INT32)
+    return indices, topk_length
+
+
+def first_position(args: Args, query_start: Any) -> ArrayLike:
+    """`query_start`, an int, an int32 scalar, or int32 [B]; such that no position overflows."""
+    last = 2**31 - 1 - args.sizes["T"]
+    if as_array(query_start) is None:
+        number = args.integer("query_start", query_start, -(2**31), 2**31 - 1)
+        return np.full(1, min(number, last), np.int32)
+    start = args.typed("query_start", query_start, INT32)
+    if start.shape not in ((), (args.batch,)):
+        raise ValueError(
+            f"{args.op}: argument 'query_start' has shape {start.shape}, want an int, () or "
+            f"[B={args.batch}]"
+        )
+    return jnp.minimum(start.reshape(-1), last)
+
+
+def causal_ends(
+    args: Args, is_causal: Any, query_start: Any, key_stride: Any
+) -> Int[Array, "B T"] | None:
+    """One past the last key that each query sees, or None if it sees all."""
+    stride = args.integer("key_stride", key_stride, 1)
+    start = first_position(args, query_start)
+    if not args.flag("is_causal", is_causal):
+        return None
+    return _causal_ends(start, args.batch, args.sizes["T"], stride)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _causal_ends(start: Any, batch: int, queries: int, stride: int) -> Array:
+    ends = (start[:, None] + jnp.arange(1, queries + 1, dtype=jnp.int32)) // stride
+    return jnp.broadcast_to(ends, (batch, queries))
+
+
+def key_ranges(
+    args: Args,
+    starts: Any,
+    ends: Any,
+    is_causal: Any = False,
+    query_start: Any = 0,
+    lengths: Int[Array, "B"] | None = None,
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """The half-open range of keys that each query sees, clipped to 0..S; over a cache that holds
+    `lengths` tokens, of which the last T are the queries'.
+    """
+    causal = args.flag("is_causal", is_causal)
+    if lengths is None:
+        first = first_position(args, query_start)
+    else:
+        number = args.integer("query_start", query_start, -(2**31))
+        args.option("query_start", number, number == 0, "0 with a cache, whose lengths say it")
+        first = lengths
+    starts, ends = (
+        None if x is None else args.array(name, x, "B T", INT32)
+        for name, x in (("starts", starts), ("ends", ends))
+    )
+    shape = args.batch, args.sizes["T"]
+    given = starts, ends, first if causal else None, lengths
+    return _key_ranges(*given, shape, args.sizes["S"])
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _key_ranges(
+    starts: Array | None,
+    ends: Array | None,
+    first: Any,
+    lengths: Array | None,
+    shape: tuple[int, int],
+    size: int,
+) -> tuple[Array, Array]:
+    starts = jnp.zeros(shape, jnp.int32) if starts is None else jnp.clip(starts, 0, size)
+    ends = jnp.full(shape, size, jnp.int32) if ends is None else jnp.clip(ends, 0, size)
+    if lengths is not None:
+        lengths = jnp.clip(lengths, 0, size)
+        ends = jnp.minimum(ends, lengths[:, None])
+        first = None if first is None else lengths - shape[1]
+    if first is not None:
+        visible = first[:, None] + jnp.arange(1, shape[1] + 1, dtype=jnp.int32)
+        ends = jnp.clip(ends, 0, jnp.maximum(visible, 0))
+    return starts, ends
+
+
+def window_reach(
+    args: Args, is_causal: Any, causal_alignment: Any, local_window_size: Any
+) -> tuple[int | None, int | None]:
+    """How many keys before and after its own position a query sees; None for all."""
+    causal = args.flag("is_causal", is_causal)
+    known = isinstance(causal_alignment, str) and causal_alignment in CAUSAL_ALIGNMENTS
+    args.option("causal_alignment", causal_alignment, known, f"one of {CAUSAL_ALIGNMENTS}")
+    if local_window_size is None:
+        return None, 0 if causal else None
+    pair = local_window_size
+    pair = pair if isinstance(pair, tuple | list) else (pair, pair)
+    want = "an int or a pair (left, right)"
+    args.option("local_window_size", local_window_size, len(pair) == 2, want)
+    left, right = (args.integer("local_window_size", n, 0) for n in pair)
+    return left, 0 if causal else right
+
+
+def window_ranges(
+    args: Args,
+    is_causal: Any,
+    causal_alignment: Any,
+    local_window_size: Any,
+    key_value_seq_lengths: Any,
+) -> tuple[Int[Array, "1|B T"] | None, Int[Array, "1|B T"] | None]:
+    """The half-open range of keys that each query sees; None where nothing bounds it."""
+    left, right = window_reach(args, is_causal, causal_alignment, local_window_size)
+    lengths = key_value_seq_lengths
+    if lengths is not None:
+        lengths = args.array("key_value_seq_lengths", lengths, "B", INT32)
+    if left is None and right is None and lengths is None:
+        return None, None
+    sizes = args.sizes["T"], args.sizes["S"]
+    return _window_ranges(lengths, causal_alignment == "bottom_right", left, right, *sizes)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _window_ranges(
+    lengths: Array | None,
+    bottom_right: bool,
+    left: int | None,
+    right: int | None,
+    queries: int,
+    keys: int,
+) -> tuple[Array | None, Array | None]:
+    stop: Any = np.int32(keys)
+    if lengths is not None:
+        stop = jnp.clip(lengths, 0, keys)[:, None]
+    position = jnp.arange(queries, dtype=jnp.int32)[None]
+    if bottom_right:
+        position = position + (stop - queries)
+    starts = None if left is None else position - min(left, keys + queries)
+    ends = None if lengths is None else jnp.broadcast_to(stop, (stop.shape[0], queries))
+    if right is not None:
+        ends = jnp.minimum(position + min(right, keys + queries) + 1, stop)
+    starts, ends = (None if x is None else jnp.clip(x, 0, keys) for x in (starts, ends))
+    return starts, ends
+
+
+def segments(
+    args: Args, segment_ids: Any
+) -> tuple[Int[Array, "B T"] | None, Int[Array, "B S"] | None]:
+    """The segments of queries and keys, from one array for both or a pair."""
+    if segment_ids is None:
+        return None, None
+    pair = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids, segment_ids)
+    given = f"a {type(segment_ids).__name__} of {len(pair)}"
+    args.option("segment_ids", given, len(pair) == 2, "an array for both sides or a pair")
+    ids = [args.array("segment_ids", x, f"B {d}", INT32) for x, d in zip(pair, "TS", strict=True)]
+    return ids[0], ids[1]

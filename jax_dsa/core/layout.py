@@ -1,0 +1,41 @@
+"""How caches lie in memory: FP8 records of a token, and pages of a pool."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.core.typing import Array, Float, Int, UInt8
+
+# One token of an FP8 cache: 512 e4m3 values, their 4 f32 scales, then 64 bf16 RoPE values.
+RECORD_LATENT = 512
+RECORD_BLOCK = 128
+RECORD_ROPE = 64
+RECORD_DIM = RECORD_LATENT + RECORD_ROPE
+RECORD_BYTES = RECORD_LATENT + RECORD_LATENT // RECORD_BLOCK * 4 + RECORD_ROPE * 2
+
+
+def unpack_records(records: UInt8[Array, "... 656"], dtype: jnp.dtype) -> Float[Array, "... 576"]:
+    """The rows that FP8 cache records hold; exact in bfloat16, the scales being powers of two."""
+    lead = records.shape[:-1]
+    blocks = RECORD_LATENT // RECORD_BLOCK
+    latent, scale, rope = jnp.split(records, (RECORD_LATENT, RECORD_BYTES - 2 * RECORD_ROPE), -1)
+    latent = jax.lax.bitcast_convert_type(latent, jnp.float8_e4m3fn).astype(jnp.float32)
+    scale = jax.lax.bitcast_convert_type(scale.reshape(*lead, blocks, 4), jnp.float32)
+    rope = jax.lax.bitcast_convert_type(rope.reshape(*lead, RECORD_ROPE, 2), jnp.bfloat16)
+    latent = latent.reshape(*lead, blocks, RECORD_BLOCK) * scale[..., None]
+    latent = latent.reshape(*lead, RECORD_LATENT)
+    return jnp.concatenate([latent.astype(dtype), rope.astype(dtype)], axis=-1)
+
+
+def physical_rows(
+    num_pages: int, size: int, page_table: Int[Array, "B R"], positions: Int[Array, "B *n"]
+) -> Int[Array, "B *n"]:
+    """Where tokens lie in a pool of pages, in rows; -1 where no page is mapped."""
+
+    def look_up(table: jax.Array, positions: jax.Array) -> jax.Array:
+        page = table.at[positions // size].get(mode="fill", fill_value=-1)
+        mapped = (positions >= 0) & (page >= 0) & (page < num_pages)
+        return jnp.where(mapped, page * size + positions % size, -1)
+
+    return jax.vmap(look_up)(page_table, positions)

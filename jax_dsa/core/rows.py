@@ -1,0 +1,110 @@
+"""Rows of keys that queries select by index: which slots count, gathering and adding back.
+
+An invalid slot's row reads as zeros, and its score is -inf: so whatever is stored in keys that no
+slot selects stays out of every sum.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.core import compat
+from jax_dsa.core.layout import unpack_records
+from jax_dsa.core.typing import Array, Bool, Float, Int
+
+
+def valid_slots(
+    indices: Int[Array, "B T G K"],
+    ends: Int[Array, "B T"] | None,
+    topk_length: Int[Array, "B T"] | None,
+    keys: int,
+) -> Bool[Array, "B T G K"]:
+    """Which slots count: the first `topk_length` of a row, where they hold a visible key."""
+    valid = (indices >= 0) & (indices < keys)
+    if ends is not None:
+        valid &= indices < ends[:, :, None, None]
+    if topk_length is not None:
+        valid &= jnp.arange(indices.shape[3], dtype=jnp.int32) < topk_length[:, :, None, None]
+    return valid
+
+
+def _addresses(
+    indices: Int[Array, "B T G K"], valid: Bool[Array, "B T G K"], batch: int, keys: int
+) -> tuple[Array, Array, Array]:
+    """What to index `kv` with, of which there may be one for all requests. Invalid slots point past
+    its end: reads fill, writes drop.
+    """
+    B, _, G, _ = indices.shape
+    b = jnp.arange(B if batch == B else 1, dtype=jnp.int32)[:, None, None, None]
+    g = jnp.arange(G, dtype=jnp.int32)[:, None]
+    return b, jnp.where(valid, indices, keys), g
+
+
+def gather_rows(
+    kv: Array, indices: Int[Array, "B T G K"], valid: Bool[Array, "B T G K"], dtype: jnp.dtype
+) -> Float[Array, "B T G K D"]:
+    """The selected rows of `kv`, zeros for invalid slots; FP8 records are unpacked to `dtype`."""
+    if kv.shape[1] == 0:
+        kv = jnp.zeros((kv.shape[0], 1, *kv.shape[2:]), kv.dtype)
+    rows = kv.at[_addresses(indices, valid, *kv.shape[:2])].get(mode="fill", fill_value=0)
+    return unpack_records(rows, dtype) if rows.dtype == jnp.uint8 else rows
+
+
+def scatter_rows(
+    total: Float[Array, "B S G D"],
+    indices: Int[Array, "B T G K"],
+    valid: Bool[Array, "B T G K"],
+    rows: Float[Array, "B T G K D"],
+    *,
+    deterministic: bool,
+) -> Float[Array, "B S G D"]:
+    """`total` with each slot's row added to the key it selects.
+
+    A scatter-add's order is open on a GPU. The deterministic form sorts the slots by key, sums
+    equal keys in a tree whose shape depends on nothing but the indices, and adds each key's sum
+    once: a sort and several more passes over the rows.
+    """
+    if not deterministic:
+        return total.at[_addresses(indices, valid, *total.shape[:2])].add(rows, mode="drop")
+    B, T, G, K, D = rows.shape
+    if T * K == 0:
+        return total
+    _, keys, _ = _addresses(indices, valid, *total.shape[:2])
+    keys = keys.transpose(0, 2, 1, 3).reshape(B, G, T * K)
+    rows = rows.transpose(0, 2, 1, 3, 4).reshape(B, G, T * K, D)
+    order = jnp.argsort(keys, axis=-1, stable=True)
+    keys = jnp.take_along_axis(keys, order, axis=-1)
+    rows = jnp.take_along_axis(rows, order[..., None], axis=-2)
+
+    def add(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        (starts_l, sum_l), (starts_r, sum_r) = left, right
+        return starts_l | starts_r, jnp.where(starts_r[..., None], sum_r, sum_l + sum_r)
+
+    edge = jnp.ones((B, G, 1), bool)
+    change = keys[..., 1:] != keys[..., :-1]
+    starts, ends = jnp.concatenate([edge, change], -1), jnp.concatenate([change, edge], -1)
+    _, sums = jax.lax.associative_scan(add, (starts, rows), axis=2)
+    address = _addresses(keys[:, None], ends[:, None], *total.shape[:2])
+    return total.at[address].add(sums[:, None], mode="drop")
+
+
+def scores(
+    scale: float,
+    q: Float[Array, "B T G m D"],
+    rows: Float[Array, "B T G K D"],
+    valid: Bool[Array, "B T G K"],
+) -> Float[Array, "B T G m K"]:
+    """Scaled scores, -inf for invalid slots."""
+    s = jnp.einsum(
+        "btgmd,btgkd->btgmk", q, rows, preferred_element_type=compat.accum_dtype(q.dtype)
+    )
+    return jnp.where(valid[:, :, :, None], s * scale, -jnp.inf)
+
+
+def query_bytes(
+    q: Float[Array, "B T N D"], indices: Int[Array, "B T G K"], row_bytes: int, score_bytes: int
+) -> int:
+    """Bytes of intermediates for one query position of all batch rows."""
+    B, _, G, K = indices.shape
+    return B * K * (G * q.shape[3] * row_bytes + q.shape[2] * score_bytes)

@@ -1,0 +1,5 @@
+"""Attention probabilities over the selected keys."""
+
+from jax_dsa.ops.attn_dist.api import attn_dist
+
+__all__ = ["attn_dist"]

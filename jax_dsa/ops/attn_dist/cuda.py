@@ -1,0 +1,27 @@
+"""attn_dist on its CUDA kernel."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_dsa.core import ffi
+from jax_dsa.ops.attn_dist.spec import Operands, Options, Results
+
+# What the kernel covers, as in cuda/attn_dist/attn_dist.h.
+_DIMS = (576, 512)
+
+
+def supports(options: Options, x: Operands) -> str | None:
+    """None, or why the kernel does not run this call."""
+    if x.q.dtype != jnp.bfloat16 or x.kv.dtype != jnp.bfloat16:
+        return f"it takes bfloat16, got q of {x.q.dtype} and kv of {x.kv.dtype}"
+    if x.q.shape[3] not in _DIMS:
+        return f"it has D=576 and D=512, got D={x.q.shape[3]}"
+    return None
+
+
+def attn_dist_fwd(options: Options, avals: Results, x: Operands) -> Results:
+    """`xla.attn_dist_fwd`."""
+    scale = np.float32(options.scale)
+    return Results(*ffi.call("jax_dsa.attn_dist_fwd.v1", x, avals, scale=scale))

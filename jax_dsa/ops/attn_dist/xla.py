@@ -1,0 +1,106 @@
+"""XLA implementation of the attention distribution, summed over heads: what the indexer is taught.
+
+Per query and slot i of its row of indices, over the heads of a group, with p_i = exp(s_i - lse) and
+the sink's gate as in sparse MLA:
+
+    a_i = sum_heads gate * p_i
+    ds_i = da_i * gate * p_i
+    dlse = -sum_i da_i * gate^2 * p_i
+    dsink = -sum_i da_i * gate * (1 - gate) * p_i
+
+`lse` is an input, and its gradient is taken with the scores held fixed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_dsa.core import compat
+from jax_dsa.core.rows import gather_rows, query_bytes, scatter_rows, scores, valid_slots
+from jax_dsa.core.softmax import grouped, probabilities, sink_gate
+from jax_dsa.core.streaming import chunk_length, scan_chunks
+from jax_dsa.core.typing import Array
+from jax_dsa.ops.attn_dist.spec import Gradients, Operands, Options, Results
+
+
+def _heads_summed(head_group: int | None, heads: int) -> int:
+    """How many of the `heads` local heads of one KV group make one sum.
+
+    A shard that holds less than a head group holds part of one: the machinery adds the parts up.
+    """
+    return heads if head_group is None else min(head_group, heads)
+
+
+def attn_dist_fwd(options: Options, x: Operands) -> Results:
+    """The sums, [B, T, K] if options.head_group is None, else [B, H, T, K]."""
+    kv, sinks = x.kv, x.sinks
+    G, S = x.indices.shape[2], kv.shape[1]
+
+    def chunk(
+        carry: tuple[()], q: Array, indices: Array, lse: Array, ends: Any, topk_length: Any
+    ) -> Any:
+        valid = valid_slots(indices, ends, topk_length, S)
+        rows = gather_rows(kv, indices, valid, q.dtype)
+        lse = grouped(lse, G)
+        p = probabilities(scores(options.scale, grouped(q, G), rows, valid), lse)
+        gate = sink_gate(sinks, lse)
+        p = p if gate is None else p * gate[..., None]
+        B, T, _, m, K = p.shape
+        summed = _heads_summed(options.head_group, m)
+        p = p.reshape(B, T, q.shape[2] // summed, summed, K).sum(3)
+        return carry, (p,)
+
+    size = chunk_length(x.q.shape[1], query_bytes(x.q, x.indices, 2 * x.q.dtype.itemsize, 8))
+    xs = (x.q, x.indices, x.lse, x.ends, x.topk_length)
+    _, (dist,) = scan_chunks(chunk, (), xs, chunk=size)
+    return Results(dist[:, :, 0] if options.head_group is None else dist.swapaxes(1, 2))
+
+
+def attn_dist_bwd(options: Options, x: Operands, dy: Results) -> Gradients:
+    """Gradients of q, kv, lse and the sinks."""
+    kv, sinks = x.kv, x.sinks
+    B, _, N, D = x.q.shape
+    S, G = kv.shape[1], x.indices.shape[2]
+    acc = compat.accum_dtype(x.q.dtype)
+    carry = (jnp.zeros((B, S, G, D), acc), None if sinks is None else jnp.zeros((B, N), acc))
+    ddist = dy.dist[:, :, None] if options.head_group is None else dy.dist.swapaxes(1, 2)
+
+    def chunk(
+        carry: Any,
+        q: Array,
+        indices: Array,
+        lse: Array,
+        ends: Any,
+        topk_length: Any,
+        ddist: Array,
+    ) -> Any:
+        dkv, dsinks = carry
+        q, lse = grouped(q, G), grouped(lse, G)
+        valid = valid_slots(indices, ends, topk_length, S)
+        rows = gather_rows(kv, indices, valid, q.dtype)
+        p = probabilities(scores(options.scale, q, rows, valid), lse)
+        gate = sink_gate(sinks, lse)
+        p = p if gate is None else p * gate[..., None]
+        heads = q.shape[3] // (ddist.shape[2] // G)
+        dp = jnp.repeat(ddist, heads, axis=2).reshape(p.shape)
+        ds = jnp.where(valid[:, :, :, None], p * dp, 0)
+        dlse = -ds.sum(-1)
+        if gate is not None:
+            dsinks += jnp.sum(dlse * (1 - gate), axis=1).reshape(B, N)
+            dlse *= gate
+        ds = (ds * options.scale).astype(q.dtype)
+        dq = jnp.einsum("btgmk,btgkd->btgmd", ds, rows, preferred_element_type=acc)
+        drows = jnp.einsum("btgmk,btgmd->btgkd", ds, q, preferred_element_type=acc)
+        dkv = scatter_rows(dkv, indices, valid, drows, deterministic=options.deterministic)
+        flat = (*q.shape[:2], N)
+        return (dkv, dsinks), (dq.reshape(*flat, D).astype(q.dtype), dlse.reshape(flat))
+
+    moved = 6 if options.deterministic else 2
+    xs = (x.q, x.indices, x.lse, x.ends, x.topk_length, ddist)
+    carry = compat.match_vary(carry, kv, sinks, *xs)
+    per_query = query_bytes(x.q, x.indices, 2 * x.q.dtype.itemsize + 4 * moved, 16)
+    size = chunk_length(x.q.shape[1], per_query)
+    (dkv, dsinks), (dq, dlse) = scan_chunks(chunk, carry, xs, chunk=size)
+    return Gradients(q=dq, kv=dkv, lse=dlse, sinks=dsinks)

@@ -1,0 +1,96 @@
+"""Block masks in plain JAX, one row of tiles at a time: the mask is never held as a whole."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.core import compat
+from jax_dsa.core.typing import Array
+from jax_dsa.ops.block_mask.spec import (
+    Bits,
+    IndexOptions,
+    Indices,
+    Kinds,
+    Mask,
+    Operands,
+    Options,
+    Tiles,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def block_mask_classify(options: Options, x: Operands) -> Kinds:
+    """Which tiles hold any visible key, and which hold no hidden one."""
+    row = _row_of_tiles(options, x)
+
+    def classify(i: Array) -> tuple[Array, Array]:
+        visible, exists = row(i)
+        return visible.any((2, 4)), (visible == exists).all((2, 4))
+
+    occupied, full = jax.lax.map(classify, jnp.arange(options.rows, dtype=jnp.int32))
+    return Kinds(jnp.moveaxis(occupied, 0, 2), jnp.moveaxis(full, 0, 2))
+
+
+def block_mask_pack(options: Options, x: Operands, y: Tiles) -> Bits:
+    """The masks of the partial tiles, each in the slot that `tiles` has for it."""
+    tiles = y.tiles
+    row = _row_of_tiles(options, x)
+    batch, heads = tiles.shape[:2]
+    b, h = jnp.ogrid[:batch, :heads]
+
+    def pack(bits: Array, i: Array) -> tuple[Array, None]:
+        visible, _ = row(i)
+        packed = jnp.packbits(jnp.swapaxes(visible, 2, 3), axis=-1, bitorder="little")
+        slot = tiles[:, :, i]
+        slot = jnp.where(slot < 0, options.room, slot)
+        return bits.at[b[..., None], h[..., None], slot].set(packed, mode="drop"), None
+
+    shape = (batch, heads, options.room, options.block_q, options.block_k // 8)
+    bits = compat.match_vary(jnp.zeros(shape, jnp.uint8), tiles)
+    return Bits(jax.lax.scan(pack, bits, jnp.arange(options.rows, dtype=jnp.int32))[0])
+
+
+def _row_of_tiles(options: Options, x: Operands) -> Callable[[Array], tuple[Array, Array]]:
+    """Of row i: which keys are visible, and which exist, [B, H, block_q, J, block_k]."""
+    mask, starts, ends, q_segments, kv_segments = x
+    batch = jnp.broadcast_shapes((options.batch,), *(y.shape[:1] for y in x if y is not None))
+    heads = options.heads if mask is None else mask.shape[1]
+    shape = (*batch, heads, options.block_q, options.columns, options.block_k)
+    wide = jnp.arange(options.columns * options.block_k, dtype=jnp.int32)
+    # The last tiles overhang: what is beyond reads the last query or key, and is not there.
+    key = jnp.minimum(wide, options.keys - 1)
+
+    def row(i: Array) -> tuple[Array, Array]:
+        tall = i * options.block_q + jnp.arange(options.block_q, dtype=jnp.int32)
+        query = jnp.minimum(tall, options.queries - 1)
+        exists = (tall < options.queries)[:, None] & (wide < options.keys)
+        conditions: list[Any] = [exists, key < ends[:, None, query, None]]
+        if starts is not None:
+            conditions.append(key >= starts[:, None, query, None])
+        if q_segments is not None and kv_segments is not None:
+            conditions.append(q_segments[:, None, query, None] == kv_segments[:, None, None, key])
+        if mask is not None:
+            conditions.append((mask if mask.shape[2] == 1 else mask[:, :, query])[..., key])
+        if options.function is not None:
+            b, h = (jnp.arange(n, dtype=jnp.int32) for n in (options.batch, heads))
+            conditions.append(options.function(*jnp.ix_(b, h, query, key)))
+        visible = functools.reduce(operator.and_, conditions)
+        flat = (*shape[:3], wide.size)
+        both = (jnp.broadcast_to(y, flat).reshape(shape) for y in (visible, exists))
+        return next(both), next(both)
+
+    return row
+
+
+def index_mask(options: IndexOptions, x: Indices) -> Mask:
+    """True at `indices`."""
+    empty = jnp.zeros((*x.indices.shape[:2], options.size), bool)
+    indices = jnp.where(x.indices < 0, options.size, x.indices)  # -1 would be the last position
+    return Mask(jnp.put_along_axis(empty, indices, True, axis=-1, inplace=False, mode="drop"))

@@ -1,0 +1,267 @@
+"""Key caches for decoding, flat and paged: immutable pytrees, of which an append makes a new one.
+
+Operators that decode take a cache where others take keys. A cache holds each request's rows either
+as they are or as FP8 records of 656 bytes: 512 e4m3 values, 4 float32 power-of-two scales (one per
+128 values), 64 bfloat16 RoPE values. Requests are the batch axis; `lengths` says how many tokens
+each holds. A cache may also be a single request's, without that axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.core.checks import FLOATS, INT32, Args
+from jax_dsa.core.layout import (
+    RECORD_BYTES,
+    RECORD_DIM,
+    RECORD_LATENT,
+    physical_rows,
+    unpack_records,
+)
+from jax_dsa.core.typing import Array, Float, Int, UInt8
+from jax_dsa.ops.quantize_fp8.api import quantize_fp8
+
+__all__ = [
+    "CachedKeys",
+    "FlatCache",
+    "PagedCache",
+    "cached_keys",
+    "check_row",
+    "pack_records",
+    "unpack_records",
+]
+
+STORED = (*FLOATS, jnp.uint8)
+
+
+def pack_records(rows: Float[Array, "... 576"]) -> UInt8[Array, "... 656"]:
+    """Rows as FP8 cache records: 512 values quantised, the last 64 rounded to bfloat16."""
+    if rows.shape[-1] != RECORD_DIM:
+        raise ValueError(
+            f"pack_records: argument 'rows' has shape {rows.shape}, want [..., {RECORD_DIM}]"
+        )
+    values, scale = quantize_fp8(rows[..., :RECORD_LATENT], power_of_two_scale=True)
+    parts = (values, scale, rows[..., RECORD_LATENT:].astype(jnp.bfloat16))
+    as_bytes = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in parts)
+    lead = rows.shape[:-1]
+    flat = [x.reshape(*lead, math.prod(x.shape[len(lead) :])) for x in as_bytes]
+    return jnp.concatenate(flat, axis=-1)
+
+
+def _storage(cls: type, dim: int, dtype: Any, fp8: bool) -> tuple[int, Any]:
+    """What one row is stored as: how many elements of which dtype."""
+    if fp8 and dim != RECORD_DIM:
+        raise ValueError(
+            f"{cls.__name__}.empty: argument 'dim' is {dim}, want {RECORD_DIM} with fp8=True"
+        )
+    return (RECORD_BYTES, jnp.uint8) if fp8 else (dim, dtype)
+
+
+class _Cache:
+    """What both caches do alike."""
+
+    lengths: Int[Array, "B"]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a request may have."""
+        raise NotImplementedError
+
+    def append(self, rows: Float[Array, "B T G D"], counts: Int[Array, "B"] | None = None) -> Self:
+        """The cache with T more tokens of each request, or the first `counts` of them.
+
+        Rows are rounded to what the cache stores. Tokens for which there is no room are dropped.
+        """
+        args = Args(f"{type(self).__name__}.append", "rows", rows, "B T G D")
+        lengths = args.array("lengths", self.lengths, "B", INT32)
+        lengths = jnp.clip(lengths, 0, self.capacity)
+        queries = rows.shape[-3]
+        step = jnp.arange(queries, dtype=jnp.int32)
+        positions = lengths[:, None] + step
+        if counts is None:
+            lengths = jnp.minimum(lengths + queries, self.capacity)
+        else:
+            counts = args.array("counts", counts, "B", INT32)
+            positions = jnp.where(step < counts[:, None], positions, -1)
+            lengths = jnp.minimum(lengths + jnp.clip(counts, 0, queries), self.capacity)
+        return self._written(args, rows, positions, lengths=args.restore(lengths))
+
+    def update(self, rows: Float[Array, "B T G D"], positions: Int[Array, "B T"]) -> Self:
+        """The cache with rows written at given positions of each request; the lengths stay.
+
+        Rows are rounded to what the cache stores. Tokens for which there is no room are dropped.
+        """
+        args = Args(f"{type(self).__name__}.update", "rows", rows, "B T G D")
+        args.array("lengths", self.lengths, "B", INT32)
+        positions = args.array("positions", positions, "B T", INT32)
+        return self._written(args, rows, positions)
+
+    def _written(self, args: Args, rows: Any, positions: jax.Array, **changes: Any) -> Self:
+        """The cache with rows at positions [B, T], some of which may lie outside it."""
+        raise NotImplementedError
+
+
+def _encoded(args: Args, rows: Any, stored: jax.Array, dims: str) -> jax.Array:
+    """New rows as the cache stores them, checked against it."""
+    rows = args.typed("rows", rows, FLOATS)
+    rows = pack_records(rows) if stored.dtype == jnp.uint8 else rows.astype(stored.dtype)
+    return args.array("rows", rows, dims, (stored.dtype,))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FlatCache(_Cache):
+    """Room for S tokens of each request, side by side.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_dsa
+        >>> cache = jax_dsa.FlatCache.empty(batch=2, capacity=16, dim=96)
+        >>> cache = cache.append(jnp.ones((2, 3, 1, 96)))  # three tokens of each request
+        >>> cache.lengths
+        Array([3, 3], dtype=int32)
+    """
+
+    data: Float[Array, "B S G D"] | UInt8[Array, "B S G 656"]
+    lengths: Int[Array, "B"]
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        capacity: int,
+        dim: int = RECORD_DIM,
+        *,
+        groups: int = 1,
+        dtype: Any = jnp.bfloat16,
+        fp8: bool = False,
+    ) -> FlatCache:
+        """A cache without tokens; with `fp8` it holds records in place of rows of `dtype`."""
+        width, dtype = _storage(cls, dim, dtype, fp8)
+        data = jnp.zeros((batch, capacity, groups, width), dtype)
+        return cls(data, jnp.zeros(batch, jnp.int32))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a request may have."""
+        return self.data.shape[-3]
+
+    def _written(self, args: Args, rows: Any, positions: jax.Array, **changes: Any) -> Self:
+        data = args.array("data", self.data, "B S G R", STORED)
+        rows = _encoded(args, rows, data, "B T G R")
+        positions = jnp.where(positions < 0, data.shape[1], positions)
+        write = jax.vmap(lambda d, p, r: d.at[p].set(r, mode="drop"))
+        data = args.restore(write(data, positions, rows))
+        return dataclasses.replace(self, data=data, **changes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache(_Cache):
+    """Pages of L tokens from one pool, which a table deals out to the requests.
+
+    Entry r of a request's table is the page of its tokens r*L to r*L + L-1; anything outside 0..P-1
+    is not mapped. Which request has which page is for the caller to decide, before it appends:
+    `dataclasses.replace(cache, page_table=...)`.
+
+    Example:
+        >>> import dataclasses, jax.numpy as jnp, jax_dsa
+        >>> cache = jax_dsa.PagedCache.empty(8, 4, batch=2, pages_per_request=2, dim=96)
+        >>> cache = dataclasses.replace(cache, page_table=jnp.array([[5, 0], [2, 3]]))
+        >>> cache.append(jnp.ones((2, 6, 1, 96))).lengths
+        Array([6, 6], dtype=int32)
+    """
+
+    pages: Float[Array, "P L G D"] | UInt8[Array, "P L G 656"]
+    page_table: Int[Array, "B R"]
+    lengths: Int[Array, "B"]
+
+    @classmethod
+    def empty(
+        cls,
+        num_pages: int,
+        page_size: int,
+        batch: int,
+        pages_per_request: int,
+        dim: int = RECORD_DIM,
+        *,
+        groups: int = 1,
+        dtype: Any = jnp.bfloat16,
+        fp8: bool = False,
+    ) -> PagedCache:
+        """A pool of pages, none mapped; with `fp8` of records in place of rows of `dtype`."""
+        width, dtype = _storage(cls, dim, dtype, fp8)
+        pages = jnp.zeros((num_pages, page_size, groups, width), dtype)
+        table = jnp.full((batch, pages_per_request), -1, jnp.int32)
+        return cls(pages, table, jnp.zeros(batch, jnp.int32))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a request may have."""
+        return self.page_table.shape[-1] * self.pages.shape[-3]
+
+    def _written(self, args: Args, rows: Any, positions: jax.Array, **changes: Any) -> Self:
+        pages = args.array("pages", self.pages, "P L G R", STORED)
+        table = args.array("page_table", self.page_table, "B M", INT32)
+        rows = _encoded(args, rows, pages, "B T G R")
+        pool = pages.reshape(pages.shape[0] * pages.shape[1], *pages.shape[2:])
+        where = physical_rows(pages.shape[0], pages.shape[1], table, positions)
+        where = jnp.where(where < 0, pool.shape[0], where)
+        # Requests may be sharded where the pool is not, and an Explicit mesh wants it said.
+        sharding = jax.typeof(pool).sharding
+        pool = pool.at[where].set(rows, mode="drop", out_sharding=sharding)
+        return dataclasses.replace(self, pages=pool.reshape(pages.shape), **changes)
+
+
+class CachedKeys(NamedTuple):
+    """A cache as the operators that decode read it.
+
+    Attributes:
+        rows: [B, S, G, R], or a pool [1, P * L, G, R] of P pages, which all requests share.
+        lengths: tokens that each request holds.
+        page_table: of a paged cache.
+        page_size: L, 1 if it is not paged.
+    """
+
+    rows: Array
+    lengths: Int[Array, "B"]
+    page_table: Int[Array, "B M"] | None
+    page_size: int
+
+
+def cached_keys(args: Args, name: str, cache: Any, row: str, dtypes: Any) -> CachedKeys:
+    """The argument `name`, a cache of rows of the axes `row`. S is how many tokens a request may
+    have.
+    """
+    if isinstance(cache, PagedCache):
+        pages = args.array(f"{name}.pages", cache.pages, f"P L {row}", dtypes)
+        table = args.array(f"{name}.page_table", cache.page_table, "B M", INT32)
+        count, size = pages.shape[:2]
+        rows = pages.reshape(count * size, *pages.shape[2:])[None]
+        args.sizes["S"] = table.shape[1] * size
+    elif isinstance(cache, FlatCache):
+        rows = args.array(f"{name}.data", cache.data, f"B S {row}", dtypes)
+        table, size = None, 1
+    else:
+        raise TypeError(
+            f"{args.op}: argument '{name}' is {type(cache).__name__}, want a FlatCache or a "
+            f"PagedCache"
+        )
+    lengths = args.array(f"{name}.lengths", cache.lengths, "B", INT32)
+    return CachedKeys(rows, lengths, table, size)
+
+
+def check_row(args: Args, name: str, rows: Array) -> None:
+    """Raises unless `rows` have q's D values, or are FP8 records of that many."""
+    dim, records = args.sizes["D"], rows.dtype == jnp.uint8
+    want = RECORD_BYTES if records else dim
+    if rows.shape[-1] != want or (records and dim != RECORD_DIM):
+        rule = f"FP8 records of {want} bytes with D={RECORD_DIM}" if records else f"D={dim}"
+        raise ValueError(
+            f"{args.op}: argument '{name}' holds rows of {rows.shape[-1]} elements of "
+            f"{rows.dtype} for queries of D={dim}, want {rule}"
+        )

@@ -1,0 +1,162 @@
+"""The matmul of operands that are quantised to FP8 (e4m3) by blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.core.call import Call
+from jax_dsa.core.checks import Args
+from jax_dsa.core.op import Pass, differentiable
+from jax_dsa.core.typing import Array, Float, Implementation
+from jax_dsa.ops.fp8_matmul import xla
+from jax_dsa.ops.fp8_matmul.spec import (
+    A,
+    B,
+    Gradients,
+    Operands,
+    Options,
+    Product,
+    Results,
+    RowProduct,
+)
+from jax_dsa.ops.quantize_fp8 import spec as quantize
+from jax_dsa.ops.quantize_fp8.api import DEQUANTIZE_FWD, QUANTIZE, fake_quantize_fp8_op
+from jax_dsa.ops.quantize_fp8.spec import (
+    BLOCK,
+    E4M3,
+    INPUTS,
+    SCALES,
+    SHARDED_ROWS,
+    checked_dtype,
+    column_axis,
+    leading_axes,
+    leading_dims,
+    row_axis,
+)
+
+# The contracted axis stays whole in the forward pass, whose sum is rounded once, at the end.
+FWD = Pass("fp8_matmul_fwd", xla.fp8_matmul_fwd, shardable=f"{SHARDED_ROWS} i")
+BWD_A = Pass("fp8_matmul_bwd_a", xla.fp8_matmul_bwd_a, shardable=f"{SHARDED_ROWS} i j")
+BWD_B = Pass("fp8_matmul_bwd_b", xla.fp8_matmul_bwd_b, shardable=f"{SHARDED_ROWS} i j")
+
+
+def _fwd(call: Call, options: Options, x: Operands) -> Results:
+    if call.implementation == "plain":
+        return _plain(call, options, x)
+    (a, a_scale, b, b_scale) = x
+    if a_scale is None:
+        a, a_scale = QUANTIZE(call.auxiliary, options.a, quantize.Operands(a))
+    if b_scale is None:
+        b, b_scale = QUANTIZE(call.auxiliary, options.b, quantize.Operands(b))
+    (out,) = FWD(call, options, Operands(a, a_scale, b, b_scale))
+    return Results(out, a, a_scale, b, b_scale)
+
+
+def _plain(call: Call, options: Options, x: Operands) -> Results:
+    """The product in terms that JAX differentiates as `_bwd` does."""
+
+    def value(options: quantize.Options, x: Array, scale: Array | None) -> Array:
+        if scale is None:
+            operand = quantize.Operands(x.astype(jnp.float32))
+            return fake_quantize_fp8_op(call, options, operand).x
+        return DEQUANTIZE_FWD(call, options, quantize.Codes(x, jax.lax.stop_gradient(scale))).x
+
+    a, b = value(options.a, x.a, x.a_scale), value(options.b, x.b, x.b_scale)
+    out = xla.matmul(a, b).astype(options.dtype)
+    return Results(out, *x)  # type: ignore[arg-type]
+
+
+def _bwd(call: Call, options: Options, a: A, b: B, dy: Results) -> Gradients:
+    da = db = None
+    if not options.quantized[0]:
+        (da,) = BWD_A(call, options, Product(dy.out), b)
+    if not options.quantized[1]:
+        (db,) = BWD_B(call, options, RowProduct(dy.out), a)
+    return Gradients(da, db)
+
+
+# The operator without its checks.
+fp8_matmul_op = differentiable(
+    "fp8_matmul",
+    _fwd,
+    _bwd,
+    residuals=lambda x, y: (A(y.a, y.a_scale), B(y.b, y.b_scale)),
+)
+
+
+def fp8_matmul(
+    a: Float[Array, "... K"],
+    a_scale: Float[Array, "... J"] | None,
+    b: Float[Array, "N K"],
+    b_scale: Float[Array, "I J"] | None,
+    *,
+    power_of_two_scale: bool = False,
+    dtype: Any = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "... N"]:
+    """`a @ b.T` of block-quantised operands: activations by 1x128, weights by 128x128.
+
+    `out[m, n] = sum over blocks j of K: a_scale[m, j] * b_scale[n // 128, j] * sum over k in j:
+    a[m, k] * b[n, k]`, accumulated in float32 and rounded once.
+
+    An operand given without its scale is quantised here, and then has a gradient: straight through
+    its quantisation, from a matmul in the result's dtype (bf16 for bf16 models) with the other
+    operand's dequantised values. The backward pass keeps the codes, not the operand. Operands that
+    come quantised are constants.
+
+    Args:
+        a: float8_e4m3fn codes if `a_scale` is given, else bfloat16, float16 or float32; any leading
+            axes.
+        a_scale: float32, one for every 1x128 block of a; or None.
+        b: likewise; codes or not.
+        b_scale: float32, one for every 128x128 block of b; or None.
+        power_of_two_scale: for the operands that are quantised here.
+        dtype: of the result, bfloat16, float16 or float32; default a's, bfloat16 if a is codes.
+        implementation: None or "xla"; there is no kernel yet. XLA multiplies float32, on a GPU in
+            TF32 unless `jax.default_matmul_precision` says otherwise.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or range.
+        NotImplementedError: `implementation="cuda"`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_dsa
+        >>> a = jax.random.normal(jax.random.key(0), (4, 256), jnp.bfloat16)
+        >>> b = jax.random.normal(jax.random.key(1), (8, 256), jnp.bfloat16)
+        >>> weights = jax_dsa.quantize_fp8(b, block=(128, 128))
+        >>> jax_dsa.fp8_matmul(a, None, *weights).shape
+        (4, 8)
+    """
+    rows = leading_dims(a, "K")
+    args = Args("fp8_matmul", "a", a, rows)
+    call = args.call(implementation)
+    a = args.array("a", a, rows, INPUTS if a_scale is None else E4M3)
+    b = args.array("b", b, "N K", INPUTS if b_scale is None else E4M3)
+    blocks_n, blocks_k = (-(-n // BLOCK) for n in b.shape)
+    if a_scale is not None:
+        want = " ".join(map(str, (*a.shape[:-1], blocks_k)))
+        a_scale = args.array("a_scale", a_scale, want, SCALES)[None]
+    if b_scale is not None:
+        b_scale = args.array("b_scale", b_scale, f"{blocks_n} {blocks_k}", SCALES)[None]
+    power = args.flag("power_of_two_scale", power_of_two_scale)
+    if dtype is None:
+        dtype = jnp.bfloat16 if a_scale is not None else a.dtype
+
+    # In the plain XLA route the operands are dequantised to float32.
+    plain = {"power_of_two_scale": power, "dtype": jnp.float32}
+    (n, n_blocks), (k, k_blocks) = row_axis(b.shape[0], BLOCK), column_axis(b.shape[1], BLOCK)
+    options = Options(
+        dtype=checked_dtype(args, dtype),
+        quantized=(a_scale is not None, b_scale is not None),
+        a=quantize.Options.of(a.shape, (1, BLOCK), **plain),
+        b=quantize.Options.of(b.shape, (BLOCK, BLOCK), **plain),
+        rows=leading_axes(a.ndim - 1),
+        n=n,
+        n_blocks=n_blocks,
+        k=k,
+        k_blocks=k_blocks,
+    )
+    return fp8_matmul_op(call, options, Operands(a[None], a_scale, b[None], b_scale)).out[0]

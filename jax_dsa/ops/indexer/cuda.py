@@ -1,0 +1,107 @@
+"""The lightning indexer on its CUDA kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_dsa.core import ffi
+from jax_dsa.core.checks import FP8
+from jax_dsa.ops.indexer.spec import Gradients, Logits, Operands, Options, Selected, Selection
+from jax_dsa.ops.topk.cuda import selects
+
+# What the kernels cover, as in cuda/indexer/indexer.h.
+_CHANNELS = (32, 64, 128)
+_MAX_HEADS = 64
+_MAX_KEYS = 2**31 - 1 - 4096
+_MAX_SLOTS = 8192
+_PAGE = 64
+
+# Bytes of logits that `indexer_topk`'s kernels have in memory at a time: at 131072 keys, the two
+# rows that each of 132 multiprocessors selects from at once.
+LOGITS_BUDGET = 144 * 10**6
+
+
+def logits_fwd_supports(options: Options, x: Operands) -> str | None:
+    """None, or why the kernel of `indexer_logits` does not run this call."""
+    if x.q.dtype not in (jnp.bfloat16, FP8):
+        return f"it takes bfloat16 or float8_e4m3fn, got {x.q.dtype}"
+    return _shapes_supported(x.q, x.k)
+
+
+def topk_fwd_supports(options: Options, x: Operands) -> str | None:
+    """None, or why the kernels of `indexer_topk` do not run this call."""
+    if options.page_size % _PAGE != 0:
+        return f"it takes pages of a multiple of {_PAGE} keys, got {options.page_size}"
+    if x.page_table is not None and not 0 < x.k.shape[1] <= _MAX_KEYS:
+        return f"it takes pools of 1 to {_MAX_KEYS} keys, got {x.k.shape[1]}"
+    return logits_fwd_supports(options, x) or selects(options.top_k, _keys(options, x))
+
+
+def topk_bwd_supports(options: Options, x: Selected, dy: Selection) -> str | None:
+    """None, or why the kernel of the gradients of `indexer_topk` does not run this call."""
+    if options.deterministic:
+        return "its sums over a key's slots have no fixed order (deterministic=True)"
+    if x.q.dtype != jnp.bfloat16:
+        return f"it takes bfloat16, got {x.q.dtype}"
+    if x.indices.shape[2] > _MAX_SLOTS:
+        return f"it takes K up to {_MAX_SLOTS}, got K={x.indices.shape[2]}"
+    return _shapes_supported(x.q, x.k)
+
+
+def _shapes_supported(q: Any, k: Any) -> str | None:
+    if q.shape[3] not in _CHANNELS:
+        return f"it has C in {_CHANNELS}, got C={q.shape[3]}"
+    if not 1 <= q.shape[2] <= _MAX_HEADS:
+        return f"it has J in 1..{_MAX_HEADS}, got J={q.shape[2]}"
+    if k.shape[1] > _MAX_KEYS:
+        return f"it takes S up to {_MAX_KEYS}, got S={k.shape[1]}"
+    return None
+
+
+def _keys(options: Options, x: Operands) -> int:
+    """S: how many keys a request may have."""
+    if x.page_table is None:
+        return x.k.shape[1]
+    return x.page_table.shape[1] * options.page_size
+
+
+def indexer_logits_fwd(options: Options, avals: Logits, x: Operands) -> Logits:
+    """`xla.indexer_logits_fwd`."""
+    relu = np.bool_(options.relu)
+    return Logits(*ffi.call("jax_dsa.indexer_logits_fwd.v1", x[:6], avals, relu=relu))
+
+
+def indexer_topk_fwd(options: Options, avals: Selection, x: Operands) -> Selection:
+    """`xla.indexer_topk_fwd`. The kernels select in turn from the logits of as many queries as
+    fit.
+    """
+    keys = max(1, _keys(options, x))
+    queries = min(x.q.shape[0] * x.q.shape[1], LOGITS_BUDGET // (4 * keys))
+    some_logits = jax.ShapeDtypeStruct((max(1, queries) * keys,), jnp.float32)
+    indices, logits, _ = ffi.call(
+        "jax_dsa.indexer_topk_fwd.v1",
+        x,
+        [*avals, some_logits],
+        relu=np.bool_(options.relu),
+        page_size=np.int64(options.page_size),
+    )
+    return Selection(indices, logits)
+
+
+def indexer_topk_bwd(options: Options, avals: Gradients, x: Selected, dy: Selection) -> Gradients:
+    """`xla.indexer_topk_bwd`. Of every slot and head the kernels keep one bit: where the score is
+    positive.
+    """
+    batch, queries, slots = x.indices.shape
+    gates = jax.ShapeDtypeStruct((batch, queries, -(-slots // 64) * 64, 2), jnp.uint32)
+    *grads, _ = ffi.call(
+        "jax_dsa.indexer_topk_bwd.v1",
+        [*x, dy.logits],
+        [*avals, gates],
+        relu=np.bool_(options.relu),
+    )
+    return Gradients(*grads)

@@ -1,0 +1,83 @@
+"""What the indexer's losses take and give."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from jax_dsa.core.spec import CONSTANT, Remat
+from jax_dsa.core.typing import Array, Bool, Float, Int
+
+
+class Operands(NamedTuple):
+    """What the loss over selected keys reads.
+
+    Attributes:
+        valid: which slots take part.
+    """
+
+    logits: Float[Array, "b t k"]
+    teacher: Float[Array, "b t k"]
+    valid: Bool[Array, "b t k"]
+
+
+class Results(NamedTuple):
+    """Each row's KL, and whether the row counts.
+
+    The mean over rows is taken outside the passes: there it is one over all devices, and its
+    derivative brings each row's share.
+    """
+
+    kl: Float[Array, "b t"]
+    counts: Bool[Array, "b t"]
+
+
+class Gradients(NamedTuple):
+    """Of the loss over selected keys. The teacher is a constant."""
+
+    logits: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseOptions:
+    """Static options of the loss over all keys."""
+
+    relu: bool
+    scale: float
+
+
+class DenseOperands(NamedTuple):
+    """What the loss over all keys reads: the indexer's operands, and the attention's."""
+
+    index_q: Float[Array, "b t j c"]
+    index_k: Float[Array, "b s c"]
+    index_weights: Float[Array, "b t j"]
+    index_k_scale: Float[Array, "b s"] | None
+    starts: Int[Array, "b t"]
+    ends: Int[Array, "b t"]
+    q: Float[Array, "b t n d"]
+    kv: Float[Array, "b s g d"]
+
+
+class DenseResults(NamedTuple):
+    """KL, summed over the rows that count, how many do, and that sum's gradients, not rounded.
+
+    In one go, since the attention is by far the most of the work and its probabilities are too many
+    to keep for a backward pass, while the gradients are of the size of the inputs.
+    """
+
+    kl: Float[Array, "b"]
+    rows: Int[Array, "b"]
+    index_q: Float[Array, "b t j c", CONSTANT, Remat("dsa_kl_grads")]
+    index_k: Float[Array, "b s c", CONSTANT, Remat("dsa_kl_grads")]
+    index_weights: Float[Array, "b t j", CONSTANT, Remat("dsa_kl_grads")]
+    index_k_scale: Float[Array, "b s", CONSTANT, Remat("dsa_kl_grads")] | None
+
+
+class DenseGradients(NamedTuple):
+    """Of the loss over all keys."""
+
+    index_q: Array
+    index_k: Array
+    index_weights: Array
+    index_k_scale: Array | None

@@ -1,0 +1,126 @@
+"""The indexer's losses: KL(p || softmax(I)) of every query, p its normalised teacher.
+
+The gradient is formed directly, dL/dI = softmax(I) - p, where the derivative of a logarithm would
+lose the small ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.core import compat
+from jax_dsa.core.typing import Array, Bool, Float
+from jax_dsa.ops.indexer import spec as indexer
+from jax_dsa.ops.indexer.xla import (
+    combine,
+    gradients,
+    key_gradients,
+    score_bytes,
+    scores,
+    stream_queries,
+)
+from jax_dsa.ops.losses.spec import (
+    DenseOperands,
+    DenseOptions,
+    DenseResults,
+    Gradients,
+    Operands,
+    Results,
+)
+from jax_dsa.ops.topk.xla import visible
+
+
+def indexer_kl_loss_fwd(options: None, x: Operands) -> Results:
+    """Each row's KL, and whether the row counts."""
+    kl, counts, _ = _kl(*x)
+    return Results(kl, counts)
+
+
+def indexer_kl_loss_bwd(options: None, x: Operands, dy: Results) -> Gradients:
+    """The logits' gradient, from that of each row's KL."""
+    _, _, dlogits = _kl(*x)
+    return Gradients(logits=(dlogits * dy.kl[..., None]).astype(x.logits.dtype))
+
+
+def dense_indexer_kl_loss_fwd(options: DenseOptions, x: DenseOperands) -> DenseResults:
+    """The summed KL with its gradients."""
+    batch, size = x.kv.shape[:2]
+    own = indexer.Options(relu=options.relu)
+
+    def body(carry: tuple[Array, ...], keys: Any, *queries: Array) -> tuple[Any, tuple[Array, ...]]:
+        total, rows, f = carry
+        index_k, k_scale, kv = keys
+        index_q, weights, starts, ends, q = queries
+        mask = visible(starts, ends, size)
+        x = scores(index_q, index_k)
+        logits = combine(own, x, weights, k_scale, mask)
+        teacher = _attention(q, kv, options.scale, mask)
+        kl, counts, g = _kl(logits, teacher, mask)
+        df, dq, dw = gradients(own, x, index_q, index_k, weights, k_scale, g)
+        carry = (total + jnp.sum(kl, axis=1), rows + jnp.sum(counts, axis=1), f + df)
+        return carry, (dq, dw)
+
+    dtype = compat.accum_dtype(x.index_k.dtype)
+    (total, rows, f), (dq, dw) = stream_queries(
+        body,
+        (jnp.zeros(batch, dtype), jnp.zeros(batch, jnp.int32), jnp.zeros(x.index_k.shape, dtype)),
+        (x.index_k, x.index_k_scale, x.kv),
+        (x.index_q, x.index_weights, x.starts, x.ends, x.q),
+        score_bytes(x.index_q.shape[2] + x.q.shape[2], size),
+    )
+    dk, dk_scale = key_gradients(f, x.index_k, x.index_k_scale)
+    return DenseResults(total, rows, dq, dk, dw, dk_scale)
+
+
+def _attention(
+    q: Float[Array, "B T N D"],
+    kv: Float[Array, "B S G D"],
+    scale: float,
+    mask: Bool[Array, "B T S"],
+) -> Float[Array, "B T S"]:
+    """Softmax attention's probabilities, summed over the heads."""
+    batch, queries, heads, width = q.shape
+    groups = kv.shape[2]
+    s = jnp.einsum(
+        "btgmd,bsgd->btgms",
+        q.reshape(batch, queries, groups, heads // groups, width),
+        kv,
+        preferred_element_type=compat.accum_dtype(q.dtype),
+    )
+    _, p = _softmax(s * scale, mask[:, :, None, None])
+    return jnp.sum(p, axis=(2, 3))
+
+
+def _kl(
+    logits: Float[Array, "B T K"], teacher: Float[Array, "B T K"], valid: Bool[Array, "B T K"]
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], Float[Array, "B T K"]]:
+    """Each row's KL over its valid slots, whether the row counts, and the KL's gradient.
+
+    Rows without a valid slot or without teacher mass do not count: their KL and gradient are 0.
+    """
+    dtype = compat.accum_dtype(logits.dtype)
+    teacher = jnp.where(valid, teacher.astype(dtype), 0)
+    mass = jnp.sum(teacher, axis=-1)
+    counts = ~(mass <= 0)  # and not `mass > 0`: NaN in the teacher must show
+    p = teacher / jnp.where(counts, mass, 1)[..., None]
+    log_q, q = _softmax(logits.astype(dtype), valid)
+    held = ~(p <= 0)
+    kl = jnp.sum(jnp.where(held, p * (jnp.log(jnp.where(held, p, 1)) - log_q), 0), axis=-1)
+    used = valid & counts[..., None]
+    return jnp.where(counts, kl, 0), counts, jnp.where(used, q - p, 0)
+
+
+def _softmax(
+    x: Float[Array, "... K"], valid: Bool[Array, "... K"]
+) -> tuple[Float[Array, "... K"], Float[Array, "... K"]]:
+    """log softmax and softmax over the valid slots; -inf and 0 elsewhere, in empty rows too."""
+    x = jnp.where(valid, x, -jnp.inf)
+    largest = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)
+    x = x - jax.lax.stop_gradient(jnp.where(largest == -jnp.inf, 0, largest))
+    e = jnp.exp(x)
+    total = jnp.sum(e, axis=-1, keepdims=True)
+    total = jnp.where(total == 0, 1, total)
+    return x - jnp.log(total), e / total

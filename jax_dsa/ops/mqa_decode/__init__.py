@@ -1,0 +1,5 @@
+"""Decode attention over a whole cache."""
+
+from jax_dsa.ops.mqa_decode.api import merge_attention, mqa_decode
+
+__all__ = ["merge_attention", "mqa_decode"]

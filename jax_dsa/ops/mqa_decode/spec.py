@@ -1,0 +1,65 @@
+"""What decode attention takes and gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from jax_dsa.core.spec import CONSTANT, SHARED, Remat
+from jax_dsa.core.typing import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options; `page_size` counts only if there is a page table."""
+
+    scale: float
+    value_dim: int
+    num_splits: int | None
+    normalize: bool
+    page_size: int = 1
+
+
+class Operands(NamedTuple):
+    """What both passes read.
+
+    Attributes:
+        k: keys; r is a row's D values, or the bytes of an FP8 record. Pages are one batch row that
+            all requests share.
+        v: values, None where they are the first ones of a key.
+        starts, ends: the half-open range of keys that each query sees.
+        sinks: logits without a value.
+        page_table: the pages of each request, where `k` is a pool of pages.
+    """
+
+    q: Float[Array, "b t (g m) d"]
+    k: Float[Array, "b s g r", SHARED]
+    v: Float[Array, "b s g e", SHARED] | None
+    starts: Int[Array, "b t"]
+    ends: Int[Array, "b t"]
+    sinks: Float[Array, "b (g m)"] | None
+    page_table: Int[Array, "b p"] | None
+
+
+class Results(NamedTuple):
+    """Output, log-sum-exp without the sink, and, if options.normalize is False, the largest score,
+    which only sets the unit of a result that is not normalised.
+
+    The output is in q's dtype, or float32 if it is to be scaled further.
+    """
+
+    out: Float[Array, "b t (g m) e", Remat("dsa_out")]
+    lse: Float[Array, "b t (g m)", Remat("dsa_lse")]
+    top: Float[Array, "b t (g m)", CONSTANT] | None
+
+
+class Gradients(NamedTuple):
+    """Of q in its dtype; of k (none for FP8 records), v and the sinks in float32.
+
+    Those are sums that shards contribute to; they are rounded after the shards have been added.
+    """
+
+    q: Array
+    k: Array | None
+    v: Array | None
+    sinks: Array | None

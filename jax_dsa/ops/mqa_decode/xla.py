@@ -1,0 +1,220 @@
+"""XLA implementation of decode attention over a whole cache: online softmax by chunks of keys.
+
+The mathematics is sparse MLA's (see there) with the keys `starts <= j < ends` of each query in
+place of its indices. A chunk of keys is read, from pages if there is a page table, and serves all
+heads. Values that are not finite, which a masked score's zero would turn into NaN for every query,
+are kept out of the products and put back for the queries that see them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.core import compat
+from jax_dsa.core.layout import unpack_records
+from jax_dsa.core.softmax import grouped, probabilities, row_products, sink_gate
+from jax_dsa.core.streaming import chunk_length, scan_chunks
+from jax_dsa.core.typing import Array, Bool, Float, Int
+from jax_dsa.ops.mqa_decode.spec import Gradients, Operands, Options, Results
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    # A chunk's keys [B, L, G, D], values [B, L, G, E] and visibility [B, T, L].
+    Reader = Callable[[Int[Array, "1 n"]], tuple[Array, Array, Array]]
+
+
+def _reader(options: Options, x: Operands) -> tuple[Reader, int, int]:
+    """Reads consecutive items: pages if there is a page table, single keys if not.
+
+    Returns the reader, the number of items, and the keys in each.
+    """
+    q, k, v, starts, ends, _, page_table = x
+    page = options.page_size if page_table is not None else 1
+    pages = k.shape[1] // page
+
+    def rows(x: Array, items: Int[Array, "1 n"], table: Array | None) -> Array:
+        if table is None:
+            return jax.lax.dynamic_slice_in_dim(x, items[0, 0], items.shape[1], axis=1)
+        x = x.reshape(x.shape[0], pages, page, *x.shape[2:])
+        if x.shape[0] == 1:
+            x = jnp.take(x[0], table, axis=0, mode="clip")
+        else:
+            x = jax.vmap(lambda x, table: jnp.take(x, table, axis=0, mode="clip"))(x, table)
+        return x.reshape(x.shape[0], items.shape[1] * page, *x.shape[3:])
+
+    def read(items: Int[Array, "1 n"]) -> tuple[Array, Array, Array]:
+        first = items[0, 0]
+        key = first * page + jnp.arange(items.shape[1] * page, dtype=jnp.int32)
+        visible = (key >= starts[..., None]) & (key < ends[..., None])
+        table = None
+        if page_table is not None:
+            table = jax.lax.dynamic_slice_in_dim(page_table, first, items.shape[1], axis=1)
+            mapped = (table >= 0) & (table < pages)
+            visible &= jnp.repeat(mapped, page, axis=1)[:, None]
+        keys = rows(k, items, table)
+        keys = unpack_records(keys, q.dtype) if keys.dtype == jnp.uint8 else keys
+        values = keys[..., : options.value_dim] if v is None else rows(v, items, table)
+        return keys, values, visible
+
+    items = k.shape[1] if page_table is None else page_table.shape[1] if pages else 0
+    return read, items, page
+
+
+def _finite(x: Array) -> tuple[Array, Bool[Array, "B L G"]]:
+    """`x` with zeros for what is not finite, and which of its rows had such."""
+    ok = jnp.isfinite(x)
+    return jnp.where(ok, x, 0), ~ok.all(-1)
+
+
+def _scores(
+    scale: float,
+    q: Float[Array, "B T G m D"],
+    keys: Float[Array, "B L G D"],
+    visible: Bool[Array, "B T L"],
+) -> Float[Array, "B T G m L"]:
+    s = jnp.einsum("btgmd,blgd->btgml", q, keys, preferred_element_type=compat.accum_dtype(q.dtype))
+    return jnp.where(visible[:, :, None, None], s * scale, -jnp.inf)
+
+
+def _chunk(options: Options, q: Array, k: Array, items: int, page: int, score_bytes: int) -> int:
+    """Items per chunk: what fits the budget, at most a `num_splits`-th of all."""
+    B, T, N, D = q.shape
+    G = k.shape[2]
+    per_key = B * (G * D * 4 * q.dtype.itemsize + T * N * score_bytes)
+    fits = chunk_length(items, page * per_key)
+    return max(1, min(fits, -(-items // (options.num_splits or 1))))
+
+
+def mqa_decode_fwd(options: Options, x: Operands) -> Results:
+    """Output, log-sum-exp, largest score."""
+    q, k, v, _, _, sinks, _ = x
+    B, T, N, _ = q.shape
+    G = k.shape[2]
+    acc = compat.accum_dtype(q.dtype)
+    E = options.value_dim if v is None else v.shape[3]
+    read, items, page = _reader(options, x)
+    size = _chunk(options, q, k, items, page, 12)
+    q = grouped(q, G)
+
+    def chunk(carry: Any, items: Array) -> Any:
+        out, total, top, poisoned = carry
+        keys, values, visible = read(items)
+        s = _scores(options.scale, q, keys, visible)
+        new = jax.lax.stop_gradient(jnp.maximum(top, s.max(-1)))
+        base = jnp.where(new == -jnp.inf, 0, new)
+        shrink = jnp.exp(top - base)
+        p = jnp.exp(s - base[..., None])
+        values, bad = _finite(values)
+        part = jnp.einsum(
+            "btgml,blge->btgme", p.astype(values.dtype), values, preferred_element_type=acc
+        )
+        seen = jnp.einsum("btl,blg->btg", visible.astype(jnp.float32), bad.astype(jnp.float32))
+        out = out * shrink[..., None] + part
+        return (out, total * shrink + p.sum(-1), new, poisoned | (seen > 0)), ()
+
+    shape = (B, T, G, N // G)
+    carry = (
+        jnp.zeros((*shape, E), acc),
+        jnp.zeros(shape, acc),
+        jnp.full(shape, -jnp.inf, acc),
+        jnp.zeros((B, T, G), bool),
+    )
+    carry = compat.match_vary(carry, *x)
+    if items:
+        ids = jnp.arange(items, dtype=jnp.int32)[None]
+        carry, _ = scan_chunks(chunk, carry, (ids,), chunk=size)
+    out, total, top, poisoned = carry
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
+    out = jnp.where(poisoned[..., None, None], jnp.nan, out / total[..., None])
+    gate = sink_gate(sinks, lse)
+    out = out if gate is None else out * gate[..., None]
+    out = out.reshape(B, T, N, E)
+    lse, top = lse.reshape(B, T, N), top.reshape(B, T, N)
+    if options.normalize:
+        return Results(out.astype(q.dtype), lse, None)
+    return Results(out, lse, top)
+
+
+def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
+    """Gradients of q, k, v and the sinks."""
+    q, k, v, _, _, sinks, page_table = x
+    out, lse, _ = y
+    dout, dlse, _ = dy
+    B, T, N, D = q.shape
+    G = k.shape[2]
+    acc = compat.accum_dtype(q.dtype)
+    read, items, page = _reader(options, x)
+    ids = jnp.arange(items, dtype=jnp.int32)[None]
+    size = _chunk(options, q, k, items, page, 24)
+    q, dout, lse, dlse = (grouped(x, G) for x in (q, dout, lse, dlse))
+    E = dout.shape[-1]
+    dout = dout.astype(q.dtype)
+    inner = row_products(dout, grouped(out, G))
+    gate = sink_gate(sinks, lse)
+    has_dk = k.dtype != jnp.uint8
+
+    def put(total: Array, items: Array, rows: Array) -> Array:
+        if page_table is None:
+            return jax.lax.dynamic_update_slice_in_dim(total, rows, items[0, 0], axis=1)
+        pages = total.shape[1] // page
+        table = jax.lax.dynamic_slice_in_dim(page_table, items[0, 0], items.shape[1], axis=1)
+        table = jnp.where(table < 0, pages, table)
+        paged = total.reshape(total.shape[0], pages, page, *total.shape[2:])
+        rows = rows.reshape(B, items.shape[1], page, *rows.shape[2:])
+        b = jnp.arange(B)[:, None] if total.shape[0] == B else 0
+        return paged.at[b, table].add(rows, mode="drop").reshape(total.shape)
+
+    def chunk(carry: Any, items: Array) -> Any:
+        dq, dk, dv = carry
+        keys, values, visible = read(items)
+        p = probabilities(_scores(options.scale, q, keys, visible), lse)
+        dp = jnp.einsum("btgme,blge->btgml", dout, values, preferred_element_type=acc)
+        dp = jnp.where(visible[:, :, None, None], dp - inner[..., None], 0)
+        weighted = p if gate is None else p * gate[..., None]
+        ds = ((weighted * dp + p * dlse[..., None]) * options.scale).astype(q.dtype)
+        dq += jnp.einsum("btgml,blgd->btgmd", ds, _finite(keys)[0], preferred_element_type=acc)
+        if has_dk:
+            dkeys = jnp.einsum("btgml,btgmd->blgd", ds, q, preferred_element_type=acc)
+            weighted = weighted.astype(q.dtype)
+            dvalues = jnp.einsum("btgml,btgme->blge", weighted, dout, preferred_element_type=acc)
+            if v is None:
+                dkeys += jnp.pad(dvalues, [(0, 0)] * 3 + [(0, D - E)])
+            else:
+                dv = put(dv, items, dvalues)
+            dk = put(dk, items, dkeys)
+        return (dq, dk, dv), ()
+
+    carry = (
+        jnp.zeros(q.shape, acc),
+        jnp.zeros(k.shape, acc) if has_dk else None,
+        None if v is None else jnp.zeros(v.shape, acc),
+    )
+    carry = compat.match_vary(carry, *x, dout, dlse)
+    if items:
+        carry, _ = scan_chunks(chunk, carry, (ids,), chunk=size)
+    dq, dk, dv = carry
+    dsinks = None if gate is None else -jnp.sum((1 - gate) * inner, axis=1).reshape(B, N)
+    return Gradients(q=dq.reshape(B, T, N, D).astype(q.dtype), k=dk, v=dv, sinks=dsinks)
+
+
+def merge(
+    outs: Float[Array, "P ... E"], lses: Float[Array, "P ..."]
+) -> tuple[Float[Array, "... E"], Float[Array, "..."]]:
+    """The attention over the union of disjoint sets of keys, from the attention over each."""
+    acc = compat.accum_dtype(outs.dtype)
+    lses = lses.astype(acc)
+    top = jax.lax.stop_gradient(lses.max(0))
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = jnp.exp(lses - top)
+    total = weights.sum(0)
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
+    parts = jnp.where(lses[..., None] == -jnp.inf, 0, outs.astype(acc))
+    out = jnp.sum(weights[..., None] * parts, axis=0) / total[..., None]
+    return out.astype(outs.dtype), jnp.where(empty, -jnp.inf, top + jnp.log(total))

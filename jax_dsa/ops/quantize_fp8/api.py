@@ -1,0 +1,213 @@
+"""FP8 (e4m3) block quantisation and its inverse."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.core.call import Call
+from jax_dsa.core.checks import Args
+from jax_dsa.core.ffi import Kernel
+from jax_dsa.core.op import Pass, differentiable
+from jax_dsa.core.typing import Array, Float, Implementation
+from jax_dsa.ops.quantize_fp8 import cuda, xla
+from jax_dsa.ops.quantize_fp8.spec import (
+    BLOCK,
+    E4M3,
+    INPUTS,
+    SCALES,
+    SHARDED_ROWS,
+    Codes,
+    Gradients,
+    OnlyCodes,
+    Operands,
+    Options,
+    Values,
+    checked_dtype,
+    leading_dims,
+)
+
+Block = int | tuple[int, int]
+
+QUANTIZE = Pass(
+    "quantize_fp8",
+    xla.quantize_fp8,
+    shardable=f"{SHARDED_ROWS} i j",
+    kernel=Kernel(
+        cuda.quantize_fp8,
+        cuda.supports,
+        limits="bfloat16, float16 and float32; blocks of 1x128",
+    ),
+)
+DEQUANTIZE_FWD = Pass("dequantize_fp8_fwd", xla.dequantize_fp8_fwd, shardable=f"{SHARDED_ROWS} i j")
+DEQUANTIZE_BWD = Pass("dequantize_fp8_bwd", xla.dequantize_fp8_bwd, shardable=f"{SHARDED_ROWS} i j")
+
+
+def _quantize_fwd(call: Call, options: Options, x: Operands) -> Codes:
+    return QUANTIZE(call, options, jax.lax.stop_gradient(x))
+
+
+def _quantize_bwd(*_: Any) -> NoReturn:
+    raise TypeError(
+        "quantize_fp8: its results have no gradient (JAX would round their cotangents to e4m3). "
+        "Use fake_quantize_fp8, or give fp8_matmul the unquantised array: both pass gradients "
+        "straight through. Where no gradient is meant, quantise jax.lax.stop_gradient(x)"
+    )
+
+
+def _fake_quantize_fwd(call: Call, options: Options, x: Operands) -> Values:
+    codes = QUANTIZE(call, options, jax.lax.stop_gradient(x))
+    y = DEQUANTIZE_FWD(call.auxiliary, options, codes).x
+    if call.implementation == "plain":  # JAX differentiates it: with the gradient of x
+        y = y + (x.x - jax.lax.stop_gradient(x.x)).astype(y.dtype)
+    return Values(y)
+
+
+def _fake_quantize_bwd(call: Call, options: Options, dy: Values) -> Gradients:
+    return Gradients(dy.x)
+
+
+# The operators without their checks.
+quantize_fp8_op = differentiable(
+    "quantize_fp8", _quantize_fwd, _quantize_bwd, residuals=lambda x, y: ()
+)
+dequantize_fp8_op = differentiable(
+    "dequantize_fp8",
+    DEQUANTIZE_FWD,
+    DEQUANTIZE_BWD,
+    residuals=lambda x, y: (OnlyCodes(x.codes),),
+)
+fake_quantize_fp8_op = differentiable(
+    "fake_quantize_fp8", _fake_quantize_fwd, _fake_quantize_bwd, residuals=lambda x, y: ()
+)
+
+
+def _check_block(args: Args, block: Any) -> tuple[int, int]:
+    if not isinstance(block, tuple | list):
+        return 1, args.integer("block", block, 1)
+    args.option("block", block, len(block) == 2, "an int >= 1, or a pair of them: rows, columns")
+    return args.integer("block", block[0], 1), args.integer("block", block[1], 1)
+
+
+def _check_x(op: str, x: Any, block: Any, dtypes: Any) -> tuple[Args, Any, tuple[int, int]]:
+    """The array to quantise or to dequantise, and its blocks."""
+    dims = leading_dims(x, "C")
+    args = Args(op, "x", x, dims)
+    rows, cols = _check_block(args, block)
+    if rows != 1 and dims == "C":
+        dims = "R C"
+    return args, args.array("x", x, dims, dtypes), (rows, cols)
+
+
+def quantize_fp8(
+    x: Float[Array, "... C"],
+    *,
+    block: Block = BLOCK,
+    power_of_two_scale: bool = False,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "... C"], Float[Array, "... J"]]:
+    """Quantises to float8_e4m3fn with one scale for every block of elements.
+
+    For every block, `scale = max(max|x|, 1e-4) / 448` and `q = e4m3(x / scale)`, both divisions
+    correctly rounded and the conversion to the nearest code, ties to even: the same bits on every
+    device and implementation. This is the quantisation of DeepSeek-V3 (arXiv:2412.19437, section
+    3.3): blocks of 1x128 for activations and 128x128 for weights.
+
+    A block that holds a NaN or an infinity has NaN for its scale and in all its codes; other blocks
+    are not affected.
+
+    Args:
+        x: bfloat16, float16 or float32, with any leading axes or none.
+        block: elements of the last axis that share a scale; or a pair, rows and columns of the last
+            two axes. The last block of an axis may be shorter.
+        power_of_two_scale: round every scale up to a power of two, so that dividing by it is exact.
+        implementation: None (the kernel where there is one, else XLA), "cuda" or "xla". The kernel
+            has blocks of 1x128.
+
+    Returns:
+        The codes, float8_e4m3fn of x's shape, and the scales, float32, with ceil(C / block) for C
+        (and ceil(R / rows) for R).
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or range. A TypeError also if a
+            gradient reaches the results: see `fake_quantize_fp8`.
+        NotImplementedError: `implementation="cuda"` cannot run this call here.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_dsa
+        >>> codes, scale = jax_dsa.quantize_fp8(jnp.arange(256.0))
+        >>> codes.dtype.name, (scale * 448).round()  # the largest value of each block of 128
+        ('float8_e4m3fn', Array([127., 255.], dtype=float32))
+    """
+    args, x, block = _check_x("quantize_fp8", x, block, INPUTS)
+    call = args.call(implementation)
+    power = args.flag("power_of_two_scale", power_of_two_scale)
+    options = Options.of(x.shape, block, power_of_two_scale=power)
+    codes, scale = quantize_fp8_op(call, options, Operands(x[None]))
+    return codes[0], scale[0]
+
+
+def dequantize_fp8(
+    x: Float[Array, "... C"],
+    scale: Float[Array, "... J"],
+    *,
+    block: Block = BLOCK,
+    dtype: Any = jnp.float32,
+    implementation: Implementation | None = None,
+) -> Float[Array, "... C"]:
+    """The inverse of `quantize_fp8`: every code times its block's scale.
+
+    Differentiable in the scales. The codes are constants.
+
+    Args:
+        x: float8_e4m3fn codes.
+        scale: float32, the blocks' scales as `quantize_fp8` returns them.
+        block: that of the quantisation.
+        dtype: of the result: float32, bfloat16 or float16. With power-of-two scales all of them are
+            exact (float16 within its range).
+        implementation: None or "xla"; there is no kernel.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or range.
+        NotImplementedError: `implementation="cuda"`.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_dsa
+        >>> x = jnp.array([1.0, 2.0, 4.0])
+        >>> jax_dsa.dequantize_fp8(*jax_dsa.quantize_fp8(x, power_of_two_scale=True))
+        Array([1., 2., 4.], dtype=float32)
+    """
+    args, x, block = _check_x("dequantize_fp8", x, block, E4M3)
+    call = args.call(implementation)
+    options = Options.of(x.shape, block, dtype=checked_dtype(args, dtype))
+    shape = [*x.shape[:-1], -(-x.shape[-1] // block[1])]
+    if block[0] != 1:
+        shape[-2] = -(-shape[-2] // block[0])
+    scale = args.array("scale", scale, " ".join(map(str, shape)), SCALES)
+    return dequantize_fp8_op(call, options, Codes(x[None], scale[None])).x[0]
+
+
+def fake_quantize_fp8(
+    x: Float[Array, "... C"],
+    *,
+    block: Block = BLOCK,
+    power_of_two_scale: bool = False,
+    implementation: Implementation | None = None,
+) -> Float[Array, "... C"]:
+    """`x` rounded to what its FP8 quantisation holds, in x's dtype, with the gradient of `x`.
+
+    `dequantize_fp8(*quantize_fp8(x))` with a straight-through gradient: for training a model that
+    will run on quantised values. Arguments, limits and errors are those of `quantize_fp8`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_dsa
+        >>> jax.grad(lambda x: jax_dsa.fake_quantize_fp8(x).sum())(jnp.arange(3.0))
+        Array([1., 1., 1.], dtype=float32)
+    """
+    args, x, block = _check_x("fake_quantize_fp8", x, block, INPUTS)
+    call = args.call(implementation)
+    power = args.flag("power_of_two_scale", power_of_two_scale)
+    options = Options.of(x.shape, block, power_of_two_scale=power, dtype=x.dtype)
+    return fake_quantize_fp8_op(call, options, Operands(x[None])).x[0]

@@ -1,0 +1,212 @@
+"""Sparse MLA on its CUDA kernels: what they cover, and what surrounds them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_dsa.core import compat, ffi
+from jax_dsa.core.rows import valid_slots
+from jax_dsa.core.softmax import grouped, row_products, sink_gate
+from jax_dsa.core.streaming import chunk_length, scan_chunks
+from jax_dsa.core.typing import Array, Bool, Float, Int
+from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# What the kernels cover, as in cuda/sparse_mla/sparse_mla.h.
+_DIMS = (576, 512)
+_VALUE_DIM = 512
+_TILE = 64  # slots of a tile, and heads
+
+# Of a deterministic sum: bytes of the rows that are stored at a time (512 queries of 2048 slots),
+# and of what sorts the rows of one call of the kernel, 24 for each (8192 queries).
+ROWS_BUDGET = 5 << 28
+SORT_BUDGET = 3 << 27
+
+
+def supports(options: Options, x: Operands, *_: Results) -> str | None:
+    """None, or why the kernels of `sparse_mla` do not run this call."""
+    if x.kv.dtype != jnp.bfloat16:
+        return f"it takes bfloat16, got q of {x.q.dtype} and kv of {x.kv.dtype}"
+    return _queries_supported(options, x)
+
+
+def decode_supports(options: Options, x: Operands) -> str | None:
+    """None, or why the kernel of `sparse_mla_decode` does not run this call."""
+    # The shape of records is checked already.
+    return _queries_supported(options, x) if x.kv.dtype == jnp.uint8 else supports(options, x)
+
+
+def _queries_supported(options: Options, x: Operands) -> str | None:
+    if x.q.dtype != jnp.bfloat16:
+        return f"it takes bfloat16, got q of {x.q.dtype} and kv of {x.kv.dtype}"
+    if x.q.shape[3] not in _DIMS:
+        return f"it has D=576 and D=512, got D={x.q.shape[3]}"
+    if options.value_dim != _VALUE_DIM:
+        return f"it has value_dim={_VALUE_DIM}, got {options.value_dim}"
+    if options.scale <= 0:
+        return f"it takes scale > 0, got {options.scale}"
+    return None
+
+
+def sparse_mla_fwd(options: Options, avals: Results, x: Operands) -> Results:
+    """`xla.sparse_mla_fwd` of keys that are no pages."""
+    operands = x.q, x.kv, x.indices, x.ends, x.topk_length, x.sinks
+    scale = np.float32(options.scale)
+    return Results(*ffi.call("jax_dsa.sparse_mla_fwd.v1", operands, avals, scale=scale))
+
+
+def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
+    """`xla.sparse_mla_fwd` of few queries, whose slots are split among multiprocessors."""
+    B, T, N, _ = x.q.shape
+    G = x.kv.shape[2]
+    items = B * T * G * _ceil_div(N // G, _TILE)
+    splits = ffi.extension().sparse_mla_decode_splits(items, x.indices.shape[3])
+    rows = (items, splits, _TILE)
+    partial = [
+        jax.ShapeDtypeStruct((*rows, _VALUE_DIM), jnp.float32),
+        jax.ShapeDtypeStruct(rows, jnp.float32),
+    ]
+    out, lse, *_ = ffi.call(
+        "jax_dsa.sparse_mla_decode.v1",
+        x,
+        [*avals, *(partial if splits > 1 else ())],
+        scale=np.float32(options.scale),
+        page_size=np.int32(options.page_size),
+        splits=np.int32(splits),
+    )
+    return Results(out, lse)
+
+
+def sparse_mla_bwd(
+    options: Options, avals: Gradients, x: Operands, y: Results, dy: Results
+) -> Gradients:
+    """`xla.sparse_mla_bwd` on the kernels, which know no sinks: their gate scales `dout`."""
+    B, S, G, D = x.kv.shape
+    gate = sink_gate(x.sinks, grouped(y.lse, G))
+    dout, dsinks = dy.out, None
+    if gate is not None:
+        gate = gate.reshape(y.lse.shape)
+        dsinks = -jnp.sum((1 - gate) * row_products(dout, y.out), axis=1)
+        dout = (dout * gate[..., None]).astype(dout.dtype)
+    xs = x.q, x.indices, x.ends, x.topk_length, dout, y.lse, y.out, dy.lse
+    if not options.deterministic:
+        dq, dkv = _kernel(options, x.kv, xs, avals.kv, B * x.q.shape[1])
+        return Gradients(q=dq, kv=_in_order(dkv), sinks=dsinks)
+
+    query_rows = _query_rows(x.q, x.indices)
+
+    def chunk(dkv: Any, *xs: Any) -> Any:
+        q, indices, ends, topk_length = xs[:4]
+        queries = B * q.shape[1]
+        # As many as have room, or more if there are not enough numbers for their keys.
+        count = max(
+            1,
+            min(queries, ROWS_BUDGET // max(1, query_rows * D * 2)),
+            _ceil_div(queries * (B * S * G + 1), 2**31),
+        )
+        valid = valid_slots(indices, ends, topk_length, S)
+        rows = _rows_by_key(indices, valid, S, _parts(q, indices), count)
+        dq, more = _kernel(options, x.kv, xs, avals.kv, count, rows)
+        return more if dkv is None else dkv + more, (dq,)
+
+    size = chunk_length(x.q.shape[1], B * query_rows * 24, budget=SORT_BUDGET)
+    zeros = None
+    if size < x.q.shape[1]:
+        zeros = compat.match_vary(jnp.zeros((B, S, G, D), jnp.float32), x.kv, *xs)
+    dkv, (dq,) = scan_chunks(chunk, zeros, xs, chunk=size)
+    return Gradients(q=dq, kv=dkv, sinks=dsinks)
+
+
+def _kernel(
+    options: Options,
+    kv: Array,
+    xs: Sequence[Any],
+    gradient: Any,
+    count: int,
+    rows: tuple[Any, Any] = (None, None),
+) -> tuple[Any, Any]:
+    """dq and dkv; by rows if their order and keys are given, those of `count` queries at a time."""
+    q, indices, *rest = xs
+    space = _workspace(q, kv, indices, count, by_rows=rows[0] is not None)
+    dq, dkv, *_ = ffi.call(
+        "jax_dsa.sparse_mla_bwd.v2",
+        [q, kv, indices, *rest, *rows],
+        [jax.ShapeDtypeStruct(q.shape, q.dtype), gradient, *space],
+        scale=np.float32(options.scale),
+    )
+    return dq, dkv
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _parts(q: Any, indices: Any) -> int:
+    """Rows of a slot: the sums of 128 heads each of its group."""
+    return max(1, _ceil_div(q.shape[2] // indices.shape[2], 2 * _TILE))
+
+
+def _query_rows(q: Any, indices: Any) -> int:
+    """Rows of a query, whose slots are padded to whole tiles."""
+    G, K = indices.shape[2:]
+    return G * _parts(q, indices) * _ceil_div(K, _TILE) * _TILE
+
+
+def _workspace(
+    q: Any, kv: Any, indices: Any, count: int, by_rows: bool
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The kernel's counters, images, and slots in an order of its own, for `count` queries at a
+    time; and rows.
+    """
+    (B, T, N, D), (S, G), K = q.shape, kv.shape[1:3], indices.shape[3]
+    counters, images, order = ffi.extension().sparse_mla_bwd_workspace(
+        B, T, S, N, G, K, D, count, by_rows
+    )
+    return (
+        jax.ShapeDtypeStruct((counters,), jnp.uint8),
+        jax.ShapeDtypeStruct((images,), jnp.uint8),
+        jax.ShapeDtypeStruct((order // 4,), jnp.int32),
+        jax.ShapeDtypeStruct((count * _query_rows(q, indices) if by_rows else 0, D), q.dtype),
+    )
+
+
+def _in_order(dkv: Float[Array, "B S G D"]) -> Float[Array, "B S G D"]:
+    """Undoes `sparse_mla_dkv_place`: the kernel keeps pairs of 16 columns as 0 4 1 5 2 6 3 7."""
+    pairs = dkv.reshape(*dkv.shape[:-1], dkv.shape[-1] // 16, 4, 2, 2)
+    return jnp.swapaxes(pairs, -3, -2).reshape(dkv.shape)
+
+
+def _rows_by_key(
+    indices: Int[Array, "B T G K"],
+    valid: Bool[Array, "B T G K"],
+    keys: int,
+    parts: int,
+    count: int,
+) -> tuple[Int[Array, "B*T R"], Int[Array, "B*T R"]]:
+    """Of every `count` queries, a stable order of their rows by key, and the keys in that order.
+
+    A query has R rows: of each group `parts` (128 heads each) times the slots, up to a whole tile.
+    Rows of no key come last, and the keys of the next queries follow.
+    """
+    B, T, G, K = indices.shape
+    b = jnp.arange(B, dtype=jnp.int32)[:, None, None, None]
+    g = jnp.arange(G, dtype=jnp.int32)[:, None]
+    nowhere = B * keys * G
+    key = jnp.where(valid, (b * keys + indices) * G + g, nowhere)
+    key = jnp.pad(key, [(0, 0)] * 3 + [(0, -K % _TILE)], constant_values=nowhere)
+    key = jnp.broadcast_to(key[:, :, :, None], (*key.shape[:3], parts, key.shape[3]))
+    # Unsigned, which XLA sorts by radix on a GPU; in half as many passes if 16 bits hold all keys.
+    R = G * parts * key.shape[-1]
+    short = _ceil_div(B * T, count) * (nowhere + 1) <= 2**16
+    query = jnp.arange(B * T, dtype=jnp.uint32)[:, None]
+    key = key.reshape(B * T, R).astype(jnp.uint32) + query // count * (nowhere + 1)
+    row = (query % count * R + jnp.arange(R, dtype=jnp.uint32)).astype(jnp.int32)
+    flat = key.reshape(-1).astype(jnp.uint16 if short else jnp.uint32), row.reshape(-1)
+    key, order = (x.reshape(B * T, R) for x in jax.lax.sort(flat, num_keys=1, is_stable=True))
+    return order, key.astype(jnp.uint32)

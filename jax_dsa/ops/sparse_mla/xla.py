@@ -1,0 +1,138 @@
+"""XLA implementation of sparse MLA: dense attention on the gathered rows of a chunk of queries.
+
+Per query and head, over the valid slots i of its indices, with v_i the first E values of row i:
+
+    s_i = scale * q . kv[idx_i]      lse = log sum_i exp(s_i)      gate = 1 / (1 + exp(sink - lse))
+    p_i = exp(s_i - lse)             out = gate * sum_i p_i v_i
+
+    ds_i = p_i * (gate * (dout . v_i - dout . out) + dlse)
+    dsink = -(1 - gate) * dout . out
+
+where `out` is the gated output, so that neither the gate nor its inverse has to be kept. An invalid
+slot's row is read as zeros and its score as -inf, which keeps whatever is stored in unselected keys
+out of every sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.core import compat
+from jax_dsa.core.layout import physical_rows
+from jax_dsa.core.rows import gather_rows, query_bytes, scatter_rows, scores, valid_slots
+from jax_dsa.core.softmax import grouped, probabilities, row_products, sink_gate
+from jax_dsa.core.streaming import chunk_length, scan_chunks
+from jax_dsa.core.typing import Array, Float
+from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
+
+
+def sparse_mla_fwd(options: Options, x: Operands) -> Results:
+    """Output and log-sum-exp."""
+    x = _in_pool(options, x)
+    kv, sinks = x.kv, x.sinks
+    G, S = x.indices.shape[2], kv.shape[1]
+
+    def chunk(carry: tuple[()], q: Array, indices: Array, ends: Any, topk_length: Any) -> Any:
+        valid = valid_slots(indices, ends, topk_length, S)
+        rows = gather_rows(kv, indices, valid, q.dtype)
+        s = scores(options.scale, grouped(q, G), rows, valid)
+        top = jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf))
+        top = jnp.where(top == -jnp.inf, 0, top)
+        p = jnp.exp(s - top)
+        total = p.sum(-1)
+        empty = total == 0
+        total = jnp.where(empty, 1, total)
+        lse = jnp.where(empty, -jnp.inf, top[..., 0] + jnp.log(total))
+        out = jnp.einsum(
+            "btgmk,btgke->btgme",
+            p.astype(rows.dtype),
+            rows[..., : options.value_dim],
+            preferred_element_type=p.dtype,
+        )
+        out = out / total[..., None]
+        gate = sink_gate(sinks, lse)
+        out = out if gate is None else out * gate[..., None]
+        heads = q.shape[:3]
+        out = out.reshape(*heads, options.value_dim).astype(q.dtype)
+        return carry, (out, lse.reshape(heads))
+
+    per_query = query_bytes(x.q, x.indices, 2 * x.q.dtype.itemsize, 12)
+    size = chunk_length(x.q.shape[1], per_query)
+    xs = (x.q, x.indices, x.ends, x.topk_length)
+    return Results(*scan_chunks(chunk, (), xs, chunk=size)[1])
+
+
+def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
+    """Gradients of q, kv and the sinks."""
+    x = _in_pool(options, x)
+    kv, sinks = x.kv, x.sinks
+    B, _, N, D = x.q.shape
+    S, G = kv.shape[1], x.indices.shape[2]
+    acc = compat.accum_dtype(x.q.dtype)
+    has_dkv = kv.dtype != jnp.uint8
+    carry = (
+        jnp.zeros((kv.shape[0], S, G, D), acc) if has_dkv else None,
+        None if sinks is None else jnp.zeros((B, N), acc),
+    )
+
+    def chunk(
+        carry: Any,
+        q: Array,
+        indices: Array,
+        ends: Any,
+        topk_length: Any,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array,
+    ) -> Any:
+        dkv, dsinks = carry
+        q, dout, lse, dlse = (grouped(x, G) for x in (q, dout, lse, dlse))
+        valid = valid_slots(indices, ends, topk_length, S)
+        rows = gather_rows(kv, indices, valid, q.dtype)
+        p = probabilities(scores(options.scale, q, rows, valid), lse)
+        dp = jnp.einsum(
+            "btgme,btgke->btgmk", dout, rows[..., : options.value_dim], preferred_element_type=acc
+        )
+        inner = row_products(dout, grouped(out, G))
+        gate = sink_gate(sinks, lse)
+        dp -= inner[..., None]
+        weighted = p if gate is None else p * gate[..., None]
+        ds = ((weighted * dp + p * dlse[..., None]) * options.scale).astype(q.dtype)
+        dq = jnp.einsum("btgmk,btgkd->btgmd", ds, rows, preferred_element_type=acc)
+        if dkv is not None:
+            # ds^T q + p^T dout in one product: the heads' axis holds both pairs.
+            left = jnp.concatenate([ds, weighted.astype(q.dtype)], axis=3)
+            right = jnp.concatenate([q, _widened(dout, D)], axis=3)
+            drows = jnp.einsum("btgmk,btgmd->btgkd", left, right, preferred_element_type=acc)
+            dkv = scatter_rows(dkv, indices, valid, drows, deterministic=options.deterministic)
+        if gate is not None:
+            dsinks -= jnp.sum((1 - gate) * inner, axis=1).reshape(B, N)
+        return (dkv, dsinks), (dq.reshape(*dq.shape[:2], N, D).astype(q.dtype),)
+
+    moved = 6 if options.deterministic else 2
+    per_query = query_bytes(x.q, x.indices, 2 * x.q.dtype.itemsize + 4 * moved, 24)
+    xs = (x.q, x.indices, x.ends, x.topk_length, *y, *dy)
+    carry = compat.match_vary(carry, kv, sinks, *xs)
+    size = chunk_length(x.q.shape[1], per_query)
+    (dkv, dsinks), (dq,) = scan_chunks(chunk, carry, xs, chunk=size)
+    return Gradients(q=dq, kv=dkv, sinks=dsinks)
+
+
+def _in_pool(options: Options, x: Operands) -> Operands:
+    """`x` without its page table: indices within the pool in place of those within each request."""
+    if x.page_table is None:
+        return x
+    visible = x.indices
+    if x.ends is not None:
+        visible = jnp.where(visible < x.ends[:, :, None, None], visible, -1)
+    size = options.page_size
+    indices = physical_rows(x.kv.shape[1] // size, size, x.page_table, visible)
+    return x._replace(indices=indices, ends=None, page_table=None)
+
+
+def _widened(x: Float[Array, "B T G m E"], dim: int) -> Float[Array, "B T G m D"]:
+    return jnp.pad(x, [(0, 0)] * 4 + [(0, dim - x.shape[-1])])

@@ -1,0 +1,171 @@
+"""Exact top-k without a sort.
+
+A row's threshold, the k-th largest value, is found by bisection over the bits of an integer key
+that orders as the values do: one counting pass a bit. What lies above it is selected, ties fill up
+from the left, and the selection, packed to one bit a position, expands to ascending indices.
+Nothing is staged in a buffer that could overflow.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_dsa.core.streaming import chunk_length, scan_chunks
+from jax_dsa.core.typing import Array, Bool, Float, Int
+from jax_dsa.ops.topk.spec import Gradients, Operands, Options, Results, Selected
+
+_WORD = 32
+
+# Temporaries of a selection for each position of a row: value, key, what is counted, padded masks.
+BYTES_PER_POSITION = 16
+
+
+def visible(starts: Int[Array, "..."], ends: Int[Array, "..."], size: int) -> Bool[Array, "... S"]:
+    """Which of `size` positions lie in each row's half-open range."""
+    position = jnp.arange(size, dtype=jnp.int32)
+    return (position >= starts[..., None]) & (position < ends[..., None])
+
+
+def topk_fwd(options: Options, x: Operands) -> Results:
+    """Indices [B, T, K], and with `options.return_values` the values there."""
+    batch, queries, size = x.x.shape
+    count = batch * queries
+    rows = (x.x.reshape(count, size), x.starts.reshape(count), x.ends.reshape(count))
+    chunk = chunk_length(count, size * BYTES_PER_POSITION)
+
+    def body(carry: tuple[()], x: Array, starts: Array, ends: Array) -> tuple[tuple[()], tuple]:
+        indices = select(jnp.where(visible(starts, ends, size), x, -jnp.inf), options.top_k)
+        return carry, (indices, values_at(x, indices) if options.return_values else None)
+
+    _, outs = scan_chunks(body, (), rows, axis=0, chunk=chunk)
+    indices, values = outs
+    shape = batch, queries, options.top_k
+    return Results(indices.reshape(shape), None if values is None else values.reshape(shape))
+
+
+def topk_bwd(options: Options, selected: Selected, dy: Results) -> Gradients:
+    """The gradient of the values: each goes back to where it came from."""
+    assert dy.values is not None
+    return Gradients(scatter_values(selected.indices, dy.values, options.size))
+
+
+def values_at(x: Float[Array, "... S"], indices: Int[Array, "... K"]) -> Float[Array, "... K"]:
+    """The values at `indices`, -inf where an index is -1."""
+    if x.shape[-1] == 0:
+        return jnp.full(indices.shape, -jnp.inf, x.dtype)
+    values = jnp.take_along_axis(x, jnp.maximum(indices, 0), axis=-1, mode="promise_in_bounds")
+    return jnp.where(indices >= 0, values, -jnp.inf)
+
+
+def scatter_values(
+    indices: Int[Array, "B T K"], values: Float[Array, "B T K"], size: int
+) -> Float[Array, "B T S"]:
+    """Zeros [B, T, size] with each row's values added at its indices; those at -1 are dropped."""
+    batch, queries, k = indices.shape
+    where = jnp.where(indices >= 0, indices, size)  # negative ones would wrap around
+    rows = (where.reshape(batch * queries, k), values.reshape(batch * queries, k))
+
+    def row(index: Array, value: Array) -> Array:
+        return jnp.zeros(size, value.dtype).at[index].add(value, mode="drop")
+
+    return jax.vmap(row)(*rows).reshape(batch, queries, size)
+
+
+def select(x: Float[Array, "R S"], k: int) -> Int[Array, "R K"]:
+    """The k largest by (value descending, index ascending) of each row; ascending, -1 last."""
+    size = x.shape[1]
+    reach = min(k, size)
+    if reach == 0:
+        return jnp.full((x.shape[0], k), -1, jnp.int32)
+    keys, bits = _ordered_keys(x)
+    threshold = _kth_largest(keys, reach, bits)[:, None]
+    above = _pack(keys > threshold)
+    tied = _pack((keys == threshold) & (keys != -(2 ** (bits - 1))))
+
+    room = reach - jnp.sum(_popcount(above), axis=1, keepdims=True)
+    ties = _popcount(tied)
+    before = jnp.cumsum(ties, axis=1) - ties
+    indices = _positions(above | _first_bits(tied, room - before), reach)
+    return jnp.pad(indices, ((0, 0), (0, k - reach)), constant_values=-1)
+
+
+def _ordered_keys(x: Float[Array, "R S"]) -> tuple[Int[Array, "R S"], int]:
+    """Signed integers that order as the values do, NaN and -inf as the lowest; and their bits.
+
+    Integers, since comparisons of floats flush denormals to zero on some devices.
+    """
+    info = jnp.finfo(x.dtype)
+    bits = info.bits
+    raw = jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{bits}"))
+    magnitude = raw & np.array(2 ** (bits - 1) - 1, raw.dtype)
+    keys = jnp.where(raw < 0, -magnitude, magnitude)  # -0 joins +0
+    infinity = np.array(np.inf, x.dtype).view(raw.dtype)
+    lowest = np.array(-(2 ** (bits - 1)), raw.dtype)
+    keys = jnp.where((magnitude > infinity) | (keys == -infinity), lowest, keys)
+    return keys.astype(jnp.promote_types(jnp.int32, keys.dtype)), bits
+
+
+def _kth_largest(keys: Int[Array, "R S"], k: int, bits: int) -> Int[Array, "R"]:
+    """The largest t of `bits` bits that at least k of a row's keys reach."""
+    # Sums of floats vectorise on CPU where sums of integers do not; they are exact up to 2^24.
+    count = jnp.float32 if keys.shape[1] <= 2**24 else jnp.int32
+
+    def raise_bit(i: Array, t: Array) -> Array:
+        step = jax.lax.shift_left(jnp.ones((), keys.dtype), (bits - 1 - i).astype(keys.dtype))
+        higher = t + step  # the first step wraps from the lowest key to 0, at full width
+        reached = jnp.sum((keys >= higher[:, None]).astype(count), axis=1)
+        return jnp.where(reached >= k, higher, t)
+
+    start = jnp.full_like(keys[:, 0], -(2 ** (bits - 1)))
+    return jax.lax.fori_loop(0, bits, raise_bit, start)
+
+
+def _popcount(words: Int[Array, "..."]) -> Int[Array, "..."]:
+    return jax.lax.population_count(words).astype(jnp.int32)
+
+
+def _pack(mask: Bool[Array, "R S"]) -> Int[Array, "R W"]:
+    """32 positions a word, the first in the lowest bit."""
+    rows, size = mask.shape
+    words = -(-size // _WORD)
+    mask = jnp.pad(mask, ((0, 0), (0, words * _WORD - size))).reshape(rows, words, _WORD)
+    return jnp.sum(mask.astype(jnp.uint32) << jnp.arange(_WORD, dtype=jnp.uint32), axis=2)
+
+
+def _nth_bit(words: Int[Array, "..."], n: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Where each word's n-th set bit is, the lowest being the first; it must have that many."""
+    at = jnp.zeros(words.shape, jnp.uint32)
+    for width in (16, 8, 4, 2, 1):
+        low = _popcount(words & np.uint32(2**width - 1))
+        skip = n > low
+        at = jnp.where(skip, at + np.uint32(width), at)
+        n = jnp.where(skip, n - low, n)
+        words = jnp.where(skip, words >> np.uint32(width), words)
+    return at
+
+
+def _first_bits(words: Int[Array, "R W"], n: Int[Array, "R W"]) -> Int[Array, "R W"]:
+    """Each word with only its lowest n set bits."""
+    last = np.uint32(1) << _nth_bit(words, n)
+    return jnp.where(n >= _popcount(words), words, jnp.where(n > 0, words & (last | (last - 1)), 0))
+
+
+def _positions(words: Int[Array, "R W"], k: int) -> Int[Array, "R K"]:
+    """The positions of each row's set bits, ascending, then -1; at most k are set."""
+    ends = jnp.cumsum(_popcount(words), axis=1)
+    slot = jnp.arange(k, dtype=jnp.int32)
+
+    def word_of_slot(ends: Int[Array, "W"]) -> Int[Array, "K"]:
+        finished = jnp.zeros(k, jnp.int32).at[ends].add(1, mode="drop")
+        return jnp.minimum(jnp.cumsum(finished), ends.size - 1)
+
+    word = jax.vmap(word_of_slot)(ends)
+
+    def take(a: Array) -> Array:
+        return jnp.take_along_axis(a, word, axis=1, mode="promise_in_bounds")
+
+    nth = slot + 1 - take(ends - _popcount(words))
+    position = word * _WORD + _nth_bit(take(words), nth).astype(jnp.int32)
+    return jnp.where(slot < ends[:, -1:], position, -1)

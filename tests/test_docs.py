@@ -1,0 +1,49 @@
+"""The examples of the documentation run: those of docstrings, README, the quickstart and the
+operators' pages.
+"""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import pathlib
+import re
+from typing import Any
+
+import pytest
+from quick import compile_quickly  # noqa: F401
+
+import jax_dsa
+
+ROOT = pathlib.Path(__file__).parent.parent
+PUBLIC = [
+    getattr(jax_dsa, name)
+    for name in jax_dsa.__all__
+    if callable(getattr(jax_dsa, name)) and name not in ("BlockMask", "DSAAux", "HTreeSelection")
+]
+
+
+@pytest.mark.parametrize("public", PUBLIC, ids=lambda x: x.__name__)
+def test_docstring_example(public: Any) -> None:
+    finder = doctest.DocTestFinder(recurse=False)
+    text = inspect.getdoc(public) or ""
+    (example,) = finder.find(inspect.unwrap(public), public.__name__, globs={}) or [None]
+    assert example is not None and example.examples, f"{public.__name__} has no example: {text}"
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    runner.run(example)
+    assert runner.failures == 0
+
+
+PAGES = [
+    "README.md",
+    "docs/quickstart.md",
+    *sorted(f"docs/ops/{path.name}" for path in (ROOT / "docs/ops").glob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page(page: str) -> None:
+    """Its Python blocks run, one after the other."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    assert blocks
+    exec(compile("\n".join(blocks), page, "exec"), {})

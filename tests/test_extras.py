@@ -1,0 +1,46 @@
+"""What the package says where an optional dependency is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == {hidden!r}:
+            raise ModuleNotFoundError(f"No module named '{{name}}'", name=name)
+
+sys.meta_path.insert(0, Hide())
+import jax_dsa
+try:
+    {statement}
+except ModuleNotFoundError as error:
+    print(type(error.__cause__).__name__, error.name, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "hidden", "said"),
+    [
+        ("jax_dsa.nn", "flax", "jax_dsa.nn needs 'flax', which the extra 'flax' brings"),
+        ("import jax_dsa.nn", "flax", "jax_dsa.nn needs 'flax', which the extra 'flax' brings"),
+        ("jax_dsa.training", "flax", "jax_dsa.training needs 'flax', which the extra 'examples'"),
+        ("import jax_dsa.training", "optax", "jax_dsa.training needs 'optax', which the extra"),
+        (
+            "import jax_dsa.training.cli",
+            "orbax",
+            "jax_dsa.training.cli needs 'orbax', which the extra 'examples' brings",
+        ),
+    ],
+)
+def test_a_missing_extra_is_named(statement, hidden, said):
+    program = PROGRAM.format(statement=statement, hidden=hidden)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(f"ModuleNotFoundError {hidden}") and said in run.stdout
+    assert "pip install 'jax_dsa[" in run.stdout

@@ -1,0 +1,141 @@
+"""What keeps the package a house: who may import whom, how far a call is from a kernel, and what a
+user's tools see of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pathlib
+import subprocess
+import sys
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_dsa
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import call_path  # noqa: E402
+
+# Each may import those to its left; an operator's rooms follow one order inside.
+FLOORS = ("core", "ops", "nn", "serving", "training", "bench")
+ROOMS = ("spec", "xla", "cuda", "api")
+
+
+def floor(module: str) -> int:
+    return FLOORS.index(module.split(".")[0]) if module.split(".")[0] in FLOORS else len(FLOORS)
+
+
+def package_modules() -> list[tuple[str, set[str]]]:
+    """Every module of the package with what it imports of it."""
+    found = []
+    for path in sorted(call_path.PACKAGE.rglob("*.py")):
+        parts = path.relative_to(call_path.PACKAGE).with_suffix("").parts
+        name = ".".join(p for p in parts if p != "__init__")
+        found.append((name, set(call_path.imports(path))))
+    return found
+
+
+def test_no_import_goes_up() -> None:
+    upward = []
+    for name, imported in package_modules():
+        if name.split(".")[0] not in FLOORS:
+            continue  # the package itself and its command line
+        own = name.split(".")
+        for other in imported:
+            theirs = other.split(".")
+            if floor(other) > floor(name) and other != "version":
+                upward.append(f"{name} -> {other}")
+            if own[0] == theirs[0] == "ops" and len(own) == len(theirs) == 3:
+                mine, its = (ROOMS.index(x[2]) if x[2] in ROOMS else 0 for x in (own, theirs))
+                # A specification needs no implementation, and no implementation a public function.
+                if own[2] in ROOMS and (its > mine or (own[2] == "cuda" and theirs[2] == "xla")):
+                    upward.append(f"{name} -> {other}")
+    assert not upward
+
+
+def test_no_circle_of_imports() -> None:
+    assert call_path.import_circles() == []
+
+
+@pytest.mark.parametrize(("name", "most"), [("sparse_mla", 190), ("dsa_attention", 600)])
+def test_calls_for_a_first_trace(name: str, most: int) -> None:
+    fun, args = call_path.arguments(19)[name]
+    assert call_path.calls(fun, args).total() <= most
+
+
+def test_frames_to_the_kernel() -> None:
+    frames = call_path.frames()
+    assert frames[0].endswith(":sparse_mla") and len(frames) <= 7
+
+
+def test_operators_and_passes_have_their_names_in_compiled_programs() -> None:
+    q, kv = jnp.ones((1, 4, 2, 96)), jnp.ones((1, 8, 1, 96))
+    index = jnp.ones((1, 4, 2, 32)), jnp.ones((1, 8, 32)), jnp.ones((1, 4, 2))
+
+    def loss(q: Any, kv: Any, *index: Any) -> Any:
+        out, aux = jax_dsa.dsa_attention(q, kv, *index, top_k=3)
+        return jnp.square(out).sum() + aux.kl
+
+    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)))
+    text = program.lower(q, kv, *index).compile().as_text()
+    for name in ("sparse_mla", "indexer_topk"):
+        for step in ("fwd", "bwd"):
+            assert f"jit({name}_{step})" in text
+    for name in ("dsa_attention", "attn_dist_fwd", "indexer_kl_loss_fwd"):
+        assert f"jit({name})" in text
+
+
+PUBLIC = [getattr(jax_dsa, name) for name in jax_dsa.__all__]
+FUNCTIONS = [x for x in PUBLIC if inspect.isfunction(x)]
+CLASSES = [x for x in PUBLIC if inspect.isclass(x)]
+
+
+def test_dir_shows_what_is_public() -> None:
+    assert dir(jax_dsa) == sorted(jax_dsa.__all__)
+    with pytest.raises(AttributeError, match="'jax_dsa' has no attribute 'nothing'"):
+        getattr(jax_dsa, "nothing")  # noqa: B009
+
+
+@pytest.mark.parametrize("part", ["nn", "serving", "training"])
+def test_parts_load_when_they_are_used(part: str) -> None:
+    code = (
+        "import sys, jax_dsa\n"
+        f"assert 'jax_dsa.{part}' not in sys.modules\n"
+        f"assert jax_dsa.{part}.__all__ and 'jax_dsa.{part}' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_public_functions_tell_their_types(function: Any) -> None:
+    hints = typing.get_type_hints(function)
+    assert set(hints) == {*inspect.signature(function).parameters, "return"}
+    assert hints["return"] is not Any
+
+
+@pytest.mark.parametrize("public", [*FUNCTIONS, *CLASSES], ids=lambda f: f.__name__)
+def test_docstrings_refer_to_what_a_wheel_has(public: Any) -> None:
+    assert "docs/" not in (inspect.getdoc(public) or "")
+
+
+def test_the_package_is_typed() -> None:
+    assert (call_path.PACKAGE / "py.typed").exists()
+
+
+def test_the_users_file_calls_every_public_function() -> None:
+    text = (ROOT / "tests" / "typing" / "user.py").read_text()
+    missing = [f.__name__ for f in FUNCTIONS if f"jax_dsa.{f.__name__}(" not in text]
+    assert not missing
+
+
+def test_every_room_has_the_same_doors() -> None:
+    for path in sorted((call_path.PACKAGE / "ops").iterdir()):
+        if path.is_dir() and path.name != "__pycache__":
+            room = importlib.import_module(f"jax_dsa.ops.{path.name}")
+            assert room.__all__ and (path / "api.py").exists()
