@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import pathlib
 from typing import Any
 
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_dsa.bench.__main__ as bench
 from jax_dsa.bench import report, timing
 from jax_dsa.bench.__main__ import main
-from jax_dsa.bench.case import causal_selection, visible_pairs
+from jax_dsa.bench.case import causal_selection, shrunk, visible_pairs
 from jax_dsa.bench.registry import OPERATORS
 
 COLUMNS = (
@@ -73,6 +75,24 @@ def test_a_folder_gets_a_file_for_each_operator(tmp_path: pathlib.Path) -> None:
     assert {p.stem for p in tmp_path.iterdir()} == {"copy", "fp8", "topk"}
 
 
+def test_a_run_that_is_stopped_leaves_its_rows(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = iter([1e-3, 2e-3])
+
+    def measure(*_: Any) -> float:
+        for seconds in measured:
+            return seconds
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "_measure", measure)
+    out = tmp_path / "topk.csv"
+    assert main(["topk", *TINY, "--only", "R8-S64-K8 .* (xla|lax)", "--csv", str(out)]) == 1
+    assert [r["implementation"] for r in rows(out)] == ["xla", "xla"]  # the ceiling, the case
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["operator", "copy", "topk"]
+
+
 def test_a_backward_pass(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "bwd.csv"
     only = "bwd T8-S8-N64-.* xla"
@@ -97,6 +117,17 @@ def test_list_names_every_operator(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert wanted in lines
     assert len(lines) == len(set(lines))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_case_is_a_call_that_its_operator_takes(operator: str) -> None:
+    """Traced, not run."""
+    for case in OPERATORS[operator](functools.partial(shrunk, 64)):
+        outs = jax.eval_shape(
+            lambda key, case=case: case.call(*case.make(key), implementation="xla"),
+            jax.random.key(0),
+        )
+        assert jax.tree.leaves(outs), case.label
 
 
 def test_an_unknown_operator_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

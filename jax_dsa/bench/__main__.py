@@ -1,6 +1,6 @@
 """Times every operator's implementations side by side, against ceilings measured in the same run.
 
-Device time: dispatch from Python does not count.
+Device time: dispatch from Python does not count. Rows are printed and written as they come.
 """
 
 from __future__ import annotations
@@ -118,7 +118,10 @@ def main(argv: list[str] | None = None) -> int:
         n: c for n, c in ceilings(args.scale).items() if any(x.ceiling == n for x, *_ in chosen)
     }
     work = [(c, "xla", functools.partial(c.call, implementation="xla")) for c in limits.values()]
+    table = report.Table([case for case, *_ in work + chosen], [name for _, name, _ in chosen])
+    file = report.CSV(args.csv) if args.csv else None
     progress = tqdm(work + chosen, unit="case", disable=None)
+    tqdm.write(table.header())
     try:
         for case, name, fn in progress:
             progress.set_description(f"{case.label} {name}")
@@ -133,26 +136,26 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             if case.operator in limits:
                 found[case.operator] = report.rate(case, seconds) or 0.0
-            rows.append(report.row(case, name, seconds, found.get(case.ceiling), args.commit))
+            row = report.row(case, name, seconds, found.get(case.ceiling), args.commit)
+            rows.append(row)
+            tqdm.write(table.line(row))
+            sys.stdout.flush()
+            if file:
+                file.add(row)
     except KeyboardInterrupt:
         failed = True
     finally:
         progress.close()
         for line in sorted(unavailable):
             print(line, file=sys.stderr)
-        _publish(rows, args.csv, args.plot)
+        if compared := report.speed_ups(rows):
+            print(f"\n{compared}")
+        for path in file.files if file else []:
+            print(f"wrote {path}")
+        if args.plot:
+            report.write_plot(rows, args.plot)
+            print(f"wrote {args.plot}")
     return int(failed)
-
-
-def _publish(rows: list[Row], csv: pathlib.Path | None, plot: pathlib.Path | None) -> None:
-    print(report.table(rows))
-    if compared := report.speed_ups(rows):
-        print(f"\n{compared}")
-    for path in report.write_csv(rows, csv) if csv else []:
-        print(f"wrote {path}")
-    if plot:
-        report.write_plot(rows, plot)
-        print(f"wrote {plot}")
 
 
 if __name__ == "__main__":

@@ -74,12 +74,58 @@ def _cells(r: Row) -> list[str]:
     ]
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows in aligned columns, without what is the same in all."""
-    shown = COLUMNS[: COLUMNS.index("device")]
-    lines = [shown, *(_cells(r)[: len(shown)] for r in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(shown))]
-    return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(x, widths)).rstrip() for x in lines)
+_SHOWN = COLUMNS[: COLUMNS.index("device")]
+
+
+class Table:
+    """Aligned lines, one a row as it comes, without what is the same in all.
+
+    Args:
+        cases: those to come, whose names decide the widths.
+        implementations: the names of what they run on.
+    """
+
+    def __init__(self, cases: Sequence[Case], implementations: Sequence[str]) -> None:
+        wide = {
+            "operator": [c.operator for c in cases],
+            "case": [c.name for c in cases],
+            "pass": [c.step for c in cases],
+            "implementation": list(implementations),
+            "ceiling": [f"{c.ceiling} 1234.5 TFLOPS" for c in cases],
+        }
+        self._widths = [max(len(x) for x in (name, *wide.get(name, ()))) for name in _SHOWN]
+
+    def header(self) -> str:
+        """The names of the columns."""
+        return self._aligned(_SHOWN)
+
+    def line(self, row: Row) -> str:
+        """One row."""
+        return self._aligned(_cells(row)[: len(_SHOWN)])
+
+    def _aligned(self, cells: Sequence[str]) -> str:
+        return "  ".join(f"{c:<{w}}" for c, w in zip(cells, self._widths, strict=True)).rstrip()
+
+
+class CSV:
+    """The file `path`, or in the folder `path` one file an operator; a row is there once added."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self.files: list[pathlib.Path] = []
+
+    def add(self, row: Row) -> None:
+        """Appends a row; the first one of a file replaces what was there."""
+        own = self.path if self.path.suffix == ".csv" else self.path / f"{row.operator}.csv"
+        fresh = own not in self.files
+        if fresh:
+            own.parent.mkdir(parents=True, exist_ok=True)
+            self.files.append(own)
+        with own.open("w" if fresh else "a", newline="") as f:
+            writer = csv.writer(f, lineterminator="\n")
+            if fresh:
+                writer.writerow(COLUMNS)
+            writer.writerow(_cells(row))
 
 
 def speed_ups(rows: Sequence[Row]) -> str:
@@ -101,21 +147,6 @@ def speed_ups(rows: Sequence[Row]) -> str:
 
 def _problem(r: Row) -> tuple[str, str, str, str]:
     return r.operator, r.step, r.case, r.dtype
-
-
-def write_csv(rows: Sequence[Row], path: pathlib.Path) -> list[pathlib.Path]:
-    """Writes all rows to the file `path`, or into the folder `path` one file an operator."""
-    if path.suffix == ".csv":
-        files = {path: list(rows)}
-    else:
-        files = {}
-        for r in rows:
-            files.setdefault(path / f"{r.operator}.csv", []).append(r)
-    for file, members in files.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w", newline="") as f:
-            csv.writer(f, lineterminator="\n").writerows([COLUMNS, *map(_cells, members)])
-    return list(files)
 
 
 def write_plot(rows: Sequence[Row], path: pathlib.Path) -> None:
