@@ -1,16 +1,20 @@
-# make demo: train a small model with sparse attention on real text.  make test: run the tests.
+# make demo: train a small model with sparse attention on real text.  make test: run the tests that a
+# person waits for; make test-all: run all.
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test bench lint format venv clean
+.PHONY: demo test test-all bench lint format venv clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
 test: venv
+	$(BIN)/pytest -n $(WORKERS) -m "not slow" $(ARGS)
+
+test-all: venv
 	$(BIN)/pytest -n $(WORKERS) $(ARGS)
 
 bench: venv
@@ -20,6 +24,8 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict tests/typing
+	$(BIN)/pyright --pythonpath $(BIN)/python tests/typing
 	$(BIN)/clang-format --dry-run --Werror $(shell git ls-files "*.cu" "*.cuh" "*.h" "*.cc")
 
 format: venv
