@@ -11,7 +11,7 @@ template <int kD>
 cudaError_t launch(const AttnDistFwdParams& p, cudaStream_t stream) {
   const int64_t items = attn_dist::item_count(p);
   if (items > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  const int64_t tiles = items * ceil_div(p.slots, attn_dist::kTile);
+  const int64_t tiles = items * ceil_div(p.slots, kTile);
   return launch_persistent<attn_dist::Shared<kD>>(attn_dist::fwd_kernel<kD>, tiles,
                                                   attn_dist::kThreads, stream, p);
 }

@@ -26,7 +26,7 @@
 // results repeat bit for bit.
 //
 // Shared memory: a ring of three tiles of 64 rows, in blocks of 64 columns of bf16 (8 KiB, 128-byte
-// swizzle; see common/wgmma.cuh); for a pass over an item one or two head tiles go through it,
+// swizzle; see common/tile.cuh); for a pass over an item one or two head tiles go through it,
 // which the warpgroups copy to their registers, then its key tiles. Sums of the warps (4 KiB),
 // validity bits, mbarriers.
 #pragma once

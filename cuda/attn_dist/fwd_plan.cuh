@@ -6,15 +6,14 @@
 
 #include "attn_dist/attn_dist.h"
 #include "common/ring.cuh"
+#include "common/tile.cuh"
 #include "common/types.h"
 #include "sparse_mla/fwd_producer.cuh"
 
 namespace jax_dsa::attn_dist {
 
-using sparse_mla::kBlockBytes;
 using sparse_mla::kLog2E;
 using sparse_mla::kThreads;
-using sparse_mla::kTile;
 
 inline constexpr int kHeads = 64;  // rows of a head tile
 inline constexpr int kStages = 3;

@@ -37,8 +37,6 @@
 namespace jax_dsa::indexer_bwd {
 
 inline constexpr int kHeads = 64;  // with padding
-inline constexpr int kTile = 64;   // slots of a tile
-inline constexpr int kBlockBytes = 64 * 128;
 inline constexpr int kStages = 5;
 inline constexpr int kQueryThreads = 384;
 

@@ -34,8 +34,6 @@
 
 namespace jax_dsa::indexer {
 
-inline constexpr int kTile = 64;  // keys
-
 // kHeads: heads with padding, 16, 32 or 64; kPaged: keys in pages of whole tiles.
 template <IndexerDType kDType_, int kChannels, int kHeads_, bool kPaged_>
 struct Traits {

@@ -107,11 +107,11 @@ int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& p) {
 
 int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& p) {
   const sparse_mla::BwdWork work(p);
-  return int64_t{p.groups} * work.row_sums() * work.slot_tiles * sparse_mla::kTile;
+  return int64_t{p.groups} * work.row_sums() * work.slot_tiles * kTile;
 }
 
 int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams& p) {
-  return sparse_mla::BwdWork(packed(p)).image_blocks() * sparse_mla::kBlockBytes;
+  return sparse_mla::BwdWork(packed(p)).image_blocks() * kBlockBytes;
 }
 
 cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& p, cudaStream_t stream) {

@@ -23,7 +23,7 @@
 //
 // Warpgroups: two that multiply, one that copies (roles at the top of each kind's file).
 // Shared memory, in blocks of 64 rows by 64 columns of bf16 (8 KiB, 128-byte swizzle; see
-// common/wgmma.cuh), for D 576:
+// common/tile.cuh), for D 576:
 //   queries' kind   q 9, dout 8, one key tile 9, P and dS of a tile 2: 28 blocks
 //   keys' kind      of two head tiles q 5 and dout 4, images of P and dS 4 a warpgroup: 26 blocks
 // q and dout of any item come while the item before is at its end.

@@ -21,7 +21,7 @@
 // warpgroups add the tiles in this order, so each accumulator only ever follows it.
 //
 // Shared memory, in blocks of 64 rows by 64 columns of bf16 (8 KiB, 128-byte swizzle; see
-// common/wgmma.cuh):
+// common/tile.cuh):
 //   q      D/64 blocks
 //   keys   2 tiles of 9 blocks; P of a tile takes its ninth once the scores have used it
 //   stage  1 KiB a warp, through which outputs leave in 64-byte pieces

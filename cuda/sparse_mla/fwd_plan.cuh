@@ -3,15 +3,14 @@
 
 #include <cstdint>
 
+#include "common/tile.cuh"
 #include "common/types.h"
 #include "sparse_mla/sparse_mla.h"
 
 namespace jax_dsa::sparse_mla {
 
 inline constexpr int kHeads = 64;     // heads of an item
-inline constexpr int kTile = 64;      // keys of a tile
 inline constexpr int kThreads = 384;  // three warpgroups
-inline constexpr int kBlockBytes = 64 * 128;
 inline constexpr int kKeyBlocks = 9;
 inline constexpr int kProbabilities = 8;  // the block of a key tile that P replaces
 inline constexpr float kLazyMargin = 8.f;

@@ -53,7 +53,7 @@ void run(const Case& c, const emulator::Options& options) {
     ends.push_back(t % 7 == 5 ? -3 : static_cast<int>(random() % (c.keys + 9)));
   }
   const auto seen = [&](int64_t t, int s) {
-    return s >= starts[t] && s < ends[t] && !(kPaged && s / indexer::kTile == 1);
+    return s >= starts[t] && s < ends[t] && !(kPaged && s / kTile == 1);
   };
   for (int64_t key = 0; key < keys; ++key) {
     bool used = false;
@@ -67,29 +67,29 @@ void run(const Case& c, const emulator::Options& options) {
   p.starts = starts.data(), p.ends = ends.data(), p.out = out.data();
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
   p.channels = kChannels, p.dtype = kDType, p.relu = c.relu;
-  const int per_request = c.keys / indexer::kTile, pages = c.batch * per_request + 2;
+  const int per_request = c.keys / kTile, pages = c.batch * per_request + 2;
   std::vector<int32_t> table(c.batch * per_request);
-  std::vector<typename E::Type> pool(int64_t{pages} * indexer::kTile * kChannels + 16, E::nan());
-  std::vector<float> pool_scale(int64_t{pages} * indexer::kTile, NAN);
+  std::vector<typename E::Type> pool(int64_t{pages} * kTile * kChannels + 16, E::nan());
+  std::vector<float> pool_scale(int64_t{pages} * kTile, NAN);
   if constexpr (kPaged) {
-    constexpr int kPage = indexer::kTile * kChannels;
+    constexpr int kPage = kTile * kChannels;
     for (int i = 0; i < c.batch * per_request; ++i) {
       const int page = pages - 2 - i;
       table[i] = i % per_request == 1 ? (i < per_request ? -1 : pages) : page;
       std::copy_n(&k[int64_t{i} * kPage], kPage, &pool[int64_t{page} * kPage]);
-      std::copy_n(&scale[i * indexer::kTile], indexer::kTile, &pool_scale[page * indexer::kTile]);
+      std::copy_n(&scale[i * kTile], kTile, &pool_scale[page * kTile]);
     }
     p.k = pool.data(), p.k_scale = c.scale ? pool_scale.data() : nullptr;
     p.page_table = table.data(), p.pools = 1, p.pages = pages;
-    p.pages_per_request = per_request, p.page_size = indexer::kTile;
+    p.pages_per_request = per_request, p.page_size = kTile;
   }
   constexpr int kRowElements = Tr::kRowBytes / Tr::kElementBytes;
   const CUtensorMap q_map =
       tensor_map(Tr::kElementBytes, p.q, {kChannels, c.heads, c.queries, c.batch},
                  {kRowElements, kHeads, Tr::kOwnQueries, 1});
-  const int k_rows = kPaged ? pages * indexer::kTile : c.keys, k_entries = kPaged ? 1 : c.batch;
+  const int k_rows = kPaged ? pages * kTile : c.keys, k_entries = kPaged ? 1 : c.batch;
   const CUtensorMap k_map = tensor_map(Tr::kElementBytes, p.k, {kChannels, k_rows, k_entries, 1},
-                                       {kRowElements, indexer::kTile, 1, 1});
+                                       {kRowElements, kTile, 1, 1});
   emulator::launch(2, Tr::kThreads, options, [&] { indexer::fwd_kernel<Tr>(p, q_map, k_map); });
 
   double worst = 0, top = 0;

@@ -86,7 +86,7 @@ void backward(const Case& c, const emulator::Options& options) {
     std::vector<int32_t> order(order_words(p, work) + sparse_mla::packed_words(p), -1);
     p.order = order.data();
     std::vector<uint32_t> counters(sparse_mla::counter_bytes(work) / 4);
-    std::vector<uint4> images(work.image_blocks() * sparse_mla::kBlockBytes / 16);
+    std::vector<uint4> images(work.image_blocks() * kBlockBytes / 16);
     memset(images.data(), 0xff, images.size() * 16);
     p.counters = counters.data(), p.images = images.data();
     if (n > 1) {

@@ -3,30 +3,10 @@
 
 #include <cstdint>
 
+#include "common/tile.cuh"
 #include "emulator.h"
 
 namespace jax_dsa {
-
-inline constexpr uint64_t kSwizzle128B = uint64_t{1} << 62;
-
-inline uint64_t wgmma_descriptor(uint32_t address, uint32_t leading_bytes, uint32_t stride_bytes) {
-  return kSwizzle128B | uint64_t{stride_bytes >> 4} << 32 | uint64_t{leading_bytes >> 4} << 16 |
-         (address & 0x3ffff) >> 4;
-}
-inline uint64_t k_major_descriptor(uint32_t address) { return wgmma_descriptor(address, 16, 1024); }
-inline uint64_t mn_major_descriptor(uint32_t address, uint32_t block_bytes) {
-  return wgmma_descriptor(address, block_bytes, 1024);
-}
-template <int kRowBytes>
-uint64_t k_major_rows_descriptor(uint32_t address) {
-  constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
-  return kSwizzle << 62 | uint64_t{kRowBytes * 8 >> 4} << 32 | uint64_t{1} << 16 |
-         (address & 0x3ffff) >> 4;
-}
-
-inline uint64_t moved(uint64_t descriptor, uint32_t bytes) {
-  return (descriptor & ~uint64_t{UINT32_MAX}) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
-}
 
 inline void wgmma_fence() {}
 inline void wgmma_commit() { emulator::commit(); }
