@@ -41,7 +41,6 @@ namespace jax_dsa::attn_dist {
 
 template <int kD>
 __device__ void produce(const AttnDistFwdParams& p, Shared<kD>& shared) {
-  using sparse_mla::Gather;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last(), drop = l2_policy_evict_first();
@@ -74,9 +73,9 @@ __device__ void produce(const AttnDistFwdParams& p, Shared<kD>& shared) {
 
   for (Pieces pieces(p); pieces.next();) {
     const Item item(p, layout, pieces.number);
-    sparse_mla::Slots slots(p, item.token, item.group);
+    Slots slots(p, item.token, item.group);
     slots.length = min(slots.length, pieces.last * kTile);
-    const int tiles = max(slots.tiles(lane) - pieces.first, 0);
+    const int tiles = max(tiles_that_count(slots, lane) - pieces.first, 0);
     const char* const q = static_cast<const char*>(p.q) + item.token * p.heads * (kD * 2);
     const int64_t stride = int64_t{p.groups} * kD * 2;
     const char* const kv = static_cast<const char*>(p.kv) + item.batch * p.keys * stride +
@@ -99,10 +98,7 @@ __device__ void produce(const AttnDistFwdParams& p, Shared<kD>& shared) {
       for (int tile = 0; tile < tiles; ++tile) {
         const uint32_t bits = gather.aim(kv, stride, sub, index, slots.counts(index));
         if (tile + 1 < tiles) index = slots.index(own + (tile + 1) * kTile);
-        fill(keep, true, [&](int stage) {
-          shared.valid[stage][warp] = bits;
-          shared.valid[stage][warp + 4] = bits >> 8;
-        });
+        fill(keep, true, [&](int stage) { shared.valid[stage].set(warp, bits); });
       }
     }
   }
@@ -256,7 +252,7 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
       if (first_tile > 0 && tiles > 0) ring.advance();
       for (int tile = first_tile; tile < tiles; tile += step) {
         wait_for(0);
-        const bool counts = shared.valid[ring.index][column / 8] >> (column % 8) & 1;
+        const bool counts = shared.valid[ring.index][column];
         named_barrier_sync<256>(kTurn + side);
         multiply();
         wgmma_wait<0>();

@@ -5,17 +5,15 @@
 #include <cstdint>
 
 #include "attn_dist/attn_dist.h"
+#include "common/gather.cuh"
 #include "common/ring.cuh"
 #include "common/tile.cuh"
 #include "common/types.h"
-#include "sparse_mla/fwd_producer.cuh"
 
 namespace jax_dsa::attn_dist {
 
-using sparse_mla::kLog2E;
-using sparse_mla::kThreads;
-
-inline constexpr int kHeads = 64;  // rows of a head tile
+inline constexpr int kThreads = 384;  // three warpgroups
+inline constexpr int kHeads = 64;     // rows of a head tile
 inline constexpr int kStages = 3;
 inline constexpr int kFirstPart = 5;  // blocks of a tile that are waited for before the others
 
@@ -29,10 +27,10 @@ enum NamedBarrier {
 template <int kD>
 struct alignas(1024) Shared {
   uint8_t tiles[kStages][kD / 64][kBlockBytes];
-  float sums[2][8][kTile];            // by buffer and warp: of the warp's 16 heads
-  uint8_t valid[kStages][kTile / 8];  // bit r % 8 of [r / 8]: key row r counts
-  int key_tiles[kStages];             // with head tiles: how many key tiles follow
-  uint64_t full[kStages][2];          // the first part; all
+  float sums[2][8][kTile];  // by buffer and warp: of the warp's 16 heads
+  ValidRows valid[kStages];
+  int key_tiles[kStages];     // with head tiles: how many key tiles follow
+  uint64_t full[kStages][2];  // the first part; all
   uint64_t free[kStages];
 };
 

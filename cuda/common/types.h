@@ -1,4 +1,4 @@
-// What every kernel's launcher shares. Nothing in cuda/ knows of JAX or XLA.
+// Types and arithmetic that kernels and launchers share. Nothing in cuda/ knows of JAX or XLA.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,6 +9,9 @@ namespace jax_dsa {
 
 // Element types of kernel inputs that come in more than one.
 enum class DType { kBF16, kF16, kF32 };
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
 
 template <typename Int>
 __host__ __device__ constexpr Int ceil_div(Int a, Int b) {

@@ -28,6 +28,7 @@
 
 #include <cuda_bf16.h>
 
+#include "common/gather.cuh"
 #include "common/ptx.cuh"
 #include "common/ring.cuh"
 #include "common/types.h"
@@ -54,25 +55,6 @@ struct alignas(1024) QueryShared {
   uint64_t key_full[2][kStages], key_free[2][kStages];
 };
 
-// Tiles up to the last slot that counts; searched from the end, where rows are usually full.
-__device__ __forceinline__ int tiles_used(const int32_t* row, int slots, int keys, int lane) {
-  constexpr int kStep = 256;
-  for (int base = (slots - 1) / kStep * kStep; slots > 0 && base >= 0; base -= kStep) {
-    int found[kStep / 32], last = -1;
-#pragma unroll
-    for (int i = 0; i < kStep / 32; ++i) {
-      const int slot = base + 32 * i + lane;
-      found[i] = load_now(row + slot, slot < slots, -1);
-    }
-#pragma unroll
-    for (int i = 0; i < kStep / 32; ++i) {
-      if (__any_sync(~0u, found[i] >= 0 && found[i] < keys)) last = i;
-    }
-    if (last >= 0) return (base + 32 * last) / kTile + 1;
-  }
-  return 0;
-}
-
 // ---- gathering ---------------------------------------------------------------------------------
 
 template <int kC>
@@ -98,12 +80,12 @@ __device__ void gather(const IndexerBwdParams& p, QueryShared<kC>& shared) {
   uint32_t q_parity = 1;
 
   for (int64_t token = blockIdx.x * 2 + side; token < tokens; token += gridDim.x * 2) {
-    const int32_t* indices = p.indices + token * p.slots;
+    const Slots slots(p.indices + token * p.slots, p.slots, keys);
     const float* grad = p.grad + token * p.slots;
     const int64_t batch = token / p.queries;
-    const int tiles = tiles_used(indices, p.slots, keys, lane);
+    const int tiles = tiles_that_count(slots, lane);
     int slot = half * 32 + lane;
-    int index = load_now(indices + slot, slot < p.slots, -1);
+    int index = slots.index(slot);
     float g = load_now(grad + slot, slot < p.slots, 0.f);
 
     mbarrier_wait(&shared.q_free[side], q_parity);
@@ -125,13 +107,13 @@ __device__ void gather(const IndexerBwdParams& p, QueryShared<kC>& shared) {
     const char* k = static_cast<const char*>(p.k) + batch * p.keys * row_bytes + chunk * 16;
     asm("" : "+l"(k));  // or the batch is added to every key before it is multiplied
     for (int tile = 0; tile < tiles; ++tile) {
-      const bool counts = index >= 0 && index < keys;
+      const bool counts = slots.counts(index);
       const int key = counts ? index : 0;
       const uint32_t bits = __ballot_sync(~0u, counts) >> sub;
       float gate = counts ? g : 0.f;
       if (p.k_scale != nullptr && counts) gate *= __ldg(p.k_scale + batch * p.keys + index);
       slot += kTile;
-      index = load_now(indices + slot, slot < p.slots, -1);
+      index = slots.index(slot);
       g = load_now(grad + slot, slot < p.slots, 0.f);
 
       mbarrier_wait(&shared.key_free[side][stage.index], stage.parity ^ 1);

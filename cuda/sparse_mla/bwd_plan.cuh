@@ -5,9 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/gather.cuh"
 #include "common/types.h"
 #include "sparse_mla/fwd_plan.cuh"
-#include "sparse_mla/fwd_producer.cuh"
 #include "sparse_mla/sparse_mla.h"
 
 namespace jax_dsa::sparse_mla {
@@ -157,7 +157,7 @@ struct HeadTile {
   __device__ Slots slots(const SparseMlaBwdParams& p) const { return Slots(p, token, group); }
   // Of slots; by all lanes.
   __device__ int tiles(const SparseMlaBwdParams& p, int lane) const {
-    return heads > 0 ? slots(p).tiles(lane) : 0;
+    return heads > 0 ? tiles_that_count(slots(p), lane) : 0;
   }
 };
 
@@ -234,11 +234,11 @@ struct alignas(1024) BwdShared {
   };
   // So q and dout have room as soon as those of the item before have been read.
   static_assert(offsetof(Keys, ninth) <= offsetof(Queries, keys));
-  uint8_t valid[kTile / 8];  // bit r % 8 of [r / 8]: key row r of the tile counts
-  BwdItem item[2];           // this one and the next
-  int tiles;                 // of slots, of the item, if of the queries' kind
-  TileList list;             // or of the keys' kind
-  uint64_t rows_full;        // Q and dO of the item are here
+  ValidRows valid;     // of the tile at hand
+  BwdItem item[2];     // this one and the next
+  int tiles;           // of slots, of the item, if of the queries' kind
+  TileList list;       // or of the keys' kind
+  uint64_t rows_full;  // Q and dO of the item are here
   uint64_t block_full[kBlocks], block_free[kBlocks];
   uint64_t image_full[2], image_free[2];  // by warpgroup
   uint64_t item_done;                     // the multiplying warps are ready for the next item

@@ -73,8 +73,7 @@ __device__ void produce_queries(const SparseMlaBwdParams& p, const BwdWork& work
           __syncwarp();
         }
         if (lane == 0) {
-          shared.valid[warp] = bits;
-          shared.valid[warp + 4] = bits >> 8;
+          shared.valid.set(warp, bits);
           mbarrier_arrive(&shared.block_full[block]);
         }
       }
@@ -243,7 +242,7 @@ __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
     multiply(
         s, true,
         [&] {
-          valid = *reinterpret_cast<const uint64_t*>(shared.valid);
+          valid = shared.valid.all();
           for (int r = 0; kPacked && r < 2; ++r) members[r] = at.members[row + r * 8];
         },
         [&] { load_heads(0); });

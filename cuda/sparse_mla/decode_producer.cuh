@@ -12,49 +12,33 @@ namespace jax_dsa::sparse_mla {
 // row takes two loads, one after the other: those of the tiles to come travel beside this one's
 // keys.
 struct Selected {
-  const int32_t* slots;  // from the first tile on
+  Slots slots;           // from the part's first tile on
   const int32_t* table;  // of the request, or null
-  int left;              // slots from there on
-  int limit;             // keys below this count
 
   struct Place {
     int page, offset;
   };
 
-  __device__ Selected(const Decode& p, const Item& item, int split) {
-    slots = p.indices + (item.token * p.groups + item.group) * p.slots + split * kTile;
-    left = p.topk_length ? max(min(p.slots, __ldg(p.topk_length + item.token)), 0) : p.slots;
-    left -= split * kTile;
-    limit = min(p.keys, int64_t{INT32_MAX});
-    if (p.ends) limit = min(limit, __ldg(p.ends + item.token));
-    table = p.page_table ? p.page_table + int64_t{item.batch} * p.page_slots : nullptr;
+  __device__ Selected(const Decode& p, const Item& item, int split)
+      : slots(p, item.token, item.group),
+        table(p.page_table ? p.page_table + int64_t{item.batch} * p.page_slots : nullptr) {
+    slots.row += split * kTile;
+    slots.length = max(slots.length, 0) - split * kTile;
   }
 
-  // The index in a slot of the part's own tile.
-  __device__ int index(const Decode& p, int tile, int within) const {
-    const int slot = tile * p.splits * kTile + within;
-    return load_now(slots + slot, slot < left, -1);
+  // The index in row `row` of the part's tile that starts at slot `first` of its own.
+  __device__ int index(const Decode& p, int first, int row) const {
+    return slots.index(first * p.splits + row);
   }
-  // The part's tiles up to the last one with a slot that counts; searched from the end, where rows
-  // are usually full.
+  // The part's tiles up to the last one with a slot that counts.
   __device__ int tiles(const Decode& p, int lane) const {
-    constexpr int kStep = 4;
-    const int own = ceil_div(max(left, 0), kTile * p.splits);
-    for (int base = (own - 1) / kStep * kStep; own > 0 && base >= 0; base -= kStep) {
-      int found[2 * kStep], last = -1;
-#pragma unroll
-      for (int i = 0; i < 2 * kStep; ++i) found[i] = index(p, base + i / 2, i % 2 * 32 + lane);
-#pragma unroll
-      for (int i = 0; i < 2 * kStep; ++i) {
-        if (__any_sync(~0u, found[i] >= 0 && found[i] < limit)) last = i;
-      }
-      if (last >= 0) return base + last / 2 + 1;
-    }
-    return 0;
+    const int own = ceil_div(max(slots.length, 0), kTile * p.splits) * kTile;
+    return tiles_that_count(slots, own, lane,
+                            [&](int first, int row) { return index(p, first, row); });
   }
 
   __device__ Place place(const Decode& p, int index) const {
-    const bool counts = index >= 0 && index < limit;
+    const bool counts = slots.counts(index);
     if (!table) return {counts ? 0 : -1, index};
     const int page =
         static_cast<int>(uint64_t{static_cast<uint32_t>(index)} * p.page_factor >> p.page_shift);
@@ -175,8 +159,8 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
     const Part part(p, number);
     const Item item(p, part.item);
     const Selected selected(p, item, part.split);
-    const int first = selected.index(p, 0, slot), second = selected.index(p, 1, slot);
-    int index = selected.index(p, 2, slot);
+    const int first = selected.index(p, 0, slot), second = selected.index(p, kTile, slot);
+    int index = selected.index(p, 2 * kTile, slot);
     const int tiles = selected.tiles(p, lane);
     Selected::Place place = selected.place(p, first);
 
@@ -198,7 +182,7 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
       row = next;
       next = selected.find(p, place);
       place = selected.place(p, index);
-      index = selected.index(p, tile + 3, slot);
+      index = selected.index(p, (tile + 3) * kTile, slot);
       // Registers wait for what they load, so let it be in the L2 by then.
       if (kRecords && chunk < 4 && next >= 0) prefetch_l2(kv + offset(next), kRowBytes);
     };
@@ -206,8 +190,7 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
       // Bit r is that of row r % 8 of half r / 8 of the warp's.
       const uint32_t bits = __ballot_sync(~0u, __shfl_sync(~0u, row, lane % 4 * 8 + lane / 4) >= 0);
       if (lane == 0) {
-        shared.valid[parity][warp] = bits;
-        shared.valid[parity][warp + 4] = bits >> 8;
+        shared.valid[parity].set(warp, bits);
         mbarrier_arrive(&shared.key_full[parity][0]);
       }
     };

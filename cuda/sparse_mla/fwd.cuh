@@ -102,7 +102,7 @@ __device__ void consume(const Params& p, Shared<kD>& shared) {
       // No proxy fence here (it takes 2 % of the time): a cp.async that completes on an mbarrier
       // has reached shared memory, which is all that wgmma needs.
       mbarrier_wait(&shared.key_full[kSide][part], key_parity);
-      if (part == 0) valid = *reinterpret_cast<const uint64_t*>(shared.valid[kSide]);
+      if (part == 0) valid = shared.valid[kSide].all();
       wgmma_fence();
 #pragma unroll
       for (int block = 0; block < kD / 64; ++block) {

@@ -39,9 +39,9 @@ struct alignas(1024) FewShared {
   uint8_t q[kD / 64][kN * 128];
   uint8_t ring[kRing][kBlockBytes];
   uint8_t probabilities[kN * 128];
-  float exchange[4][kN];        // between the warps that multiply
-  uint8_t valid[2][kTile / 8];  // of even and odd tiles; bit r % 8 of [r / 8]: key row r counts
-  int tiles;                    // of the item whose Q is here
+  float exchange[4][kN];  // between the warps that multiply
+  ValidRows valid[2];     // of even and odd tiles
+  int tiles;              // of the item whose Q is here
   uint64_t q_full, q_free;
   uint64_t valid_full[2];
   uint64_t full[kRing], free[kRing];
@@ -241,7 +241,8 @@ __device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
       mbarrier_wait(&shared.valid_full[parity], tile_number / 2 % 2);
       bool valid[2];  // this thread's rows
 #pragma unroll
-      for (int r = 0; r < 2; ++r) valid[r] = shared.valid[parity][warp * 2 + r] >> (lane / 4) & 1;
+      for (int r = 0; r < 2; ++r)
+        valid[r] = shared.valid[parity].bytes[warp * 2 + r] >> (lane / 4) & 1;
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
         const Place place = at + i;
@@ -322,7 +323,7 @@ __device__ void produce_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
   for (int number = blockIdx.x; number < items; number += gridDim.x, item_parity ^= 1) {
     const Item item(p, number);
     const Slots slots(p, item.token, item.group);
-    const int tiles = slots.tiles(lane);
+    const int tiles = tiles_that_count(slots, lane);
     int index = slots.index(slot);
 
     mbarrier_wait(&shared.q_free, item_parity ^ 1);
@@ -360,8 +361,7 @@ __device__ void produce_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
         // its bits have been read.
         if (i == 0 && lane == 0) {
           const uint32_t parity = tile_number % 2;
-          shared.valid[parity][warp] = bits;
-          shared.valid[parity][warp + 4] = bits >> 8;
+          shared.valid[parity].set(warp, bits);
           mbarrier_arrive(&shared.valid_full[parity]);
         }
         gather.copy_block(ring + at.index * kBlockBytes, 0, i < kLead ? kValueBlocks : i - kLead,

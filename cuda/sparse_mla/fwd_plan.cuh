@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/gather.cuh"
 #include "common/tile.cuh"
 #include "common/types.h"
 #include "sparse_mla/sparse_mla.h"
@@ -14,8 +15,6 @@ inline constexpr int kThreads = 384;  // three warpgroups
 inline constexpr int kKeyBlocks = 9;
 inline constexpr int kProbabilities = 8;  // the block of a key tile that P replaces
 inline constexpr float kLazyMargin = 8.f;
-inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
 
 // 0 is __syncthreads.
 enum NamedBarrier {
@@ -30,11 +29,11 @@ template <int kD>
 struct alignas(1024) Shared {
   uint8_t q[kD / 64][kBlockBytes];
   uint8_t keys[2][kKeyBlocks][kBlockBytes];
-  float reference[2][kHeads];   // by owner of the tile, log2 units
-  float2 sum[2][128];           // by owner, of every thread; written with an item's last tiles
-  uint8_t stage[8][1024];       // each warp's, for its output
-  uint8_t valid[2][kTile / 8];  // bit r % 8 of [r / 8]: key row r counts
-  int tiles;                    // of the item whose Q is here
+  float reference[2][kHeads];  // by owner of the tile, log2 units
+  float2 sum[2][128];          // by owner, of every thread; written with an item's last tiles
+  uint8_t stage[8][1024];      // each warp's, for its output
+  ValidRows valid[2];          // by tile parity
+  int tiles;                   // of the item whose Q is here
   uint64_t q_full, q_free;
   // By tile parity, and
   uint64_t key_full[2][2];  // the owner's half of the value columns; all columns

@@ -2,100 +2,11 @@
 // fwd.cuh.
 #pragma once
 
+#include "common/gather.cuh"
 #include "common/ptx.cuh"
 #include "sparse_mla/fwd_plan.cuh"
 
 namespace jax_dsa::sparse_mla {
-
-// A lane copies one 16-byte chunk of two rows in each half of a tile, eight lanes a row.
-struct Gather {
-  uint32_t offset[2];  // within a block, for even and odd i
-  const char* from[4];
-  bool valid[4];
-
-  __device__ Gather(int warp, int sub, int chunk) {
-    offset[0] = (warp * 8 + sub) * 128 + (chunk ^ sub) * 16;
-    offset[1] = (warp * 8 + 4 + sub) * 128 + (chunk ^ (sub + 4)) * 16;
-  }
-
-  __device__ static int row(int warp, int i, int sub) {
-    return i / 2 * 32 + warp * 8 + i % 2 * 4 + sub;
-  }
-
-  // At the keys of a tile. Lanes 0..15 have the index of one of the warp's 16 slots each, in the
-  // order of `row`, and whether it counts; returns these bits.
-  __device__ __forceinline__ uint32_t aim(const char* kv, int64_t stride, int sub, int index,
-                                          bool counts) {
-    const uint32_t bits = __ballot_sync(~0u, counts) & 0xffff;
-    const int safe = counts ? index : 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      valid[i] = bits >> (i * 4 + sub) & 1;
-      from[i] = kv + __shfl_sync(~0u, safe, i * 4 + sub) * stride;
-    }
-    return bits;
-  }
-
-  template <int kFirst, int kLast, int kHalf>
-  __device__ void copy(uint32_t to, uint64_t policy) const {
-#pragma unroll
-    for (int block = kFirst; block < kLast; ++block) {
-#pragma unroll
-      for (int i = 2 * kHalf; i < 2 * kHalf + 2; ++i) {
-        cp_async_16(whole_sum(to, offset[i % 2]) + block * kBlockBytes + kHalf * 4096,
-                    from[i] + block * 128, valid[i], policy);
-      }
-    }
-  }
-
-  // All rows of one block, to block `at`.
-  __device__ void copy_block(uint32_t to, int at, int block, uint64_t policy) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      cp_async_16(whole_sum(to, offset[i % 2]) + at * kBlockBytes + i / 2 * 4096,
-                  from[i] + block * 128, valid[i], policy);
-    }
-  }
-  __device__ void copy_block(uint32_t to, int block, uint64_t policy) const {
-    copy_block(to, block, block, policy);
-  }
-};
-
-// One row of indices. (Of packed queries, indices shifted and members below them, see bwd_pack.cuh;
-// the limit is shifted, too, so whether a slot counts is the same question.)
-struct Slots {
-  const int32_t* row;
-  int length;
-  int limit;  // keys below this count
-
-  template <typename Params>
-  __device__ Slots(const Params& p, int64_t token, int group)
-      : row(p.indices + (token * p.groups + group) * p.slots),
-        length(p.topk_length ? min(p.slots, __ldg(p.topk_length + token)) : p.slots),
-        limit(static_cast<int>(min(p.keys, int64_t{INT32_MAX}))) {
-    if (p.ends) limit = min(limit, __ldg(p.ends + token));
-    if constexpr (requires { p.member_bits; }) limit <<= p.member_bits;
-  }
-
-  __device__ int index(int slot) const { return load_now(row + slot, slot < length, -1); }
-  __device__ bool counts(int index) const { return index >= 0 && index < limit; }
-
-  // Tiles up to the last slot that counts; searched from the end, where rows are usually full.
-  __device__ int tiles(int lane) const {
-    constexpr int kStep = 256;
-    for (int base = (length - 1) / kStep * kStep; length > 0 && base >= 0; base -= kStep) {
-      int found[kStep / 32], last = -1;
-#pragma unroll
-      for (int i = 0; i < kStep / 32; ++i) found[i] = index(base + 32 * i + lane);
-#pragma unroll
-      for (int i = 0; i < kStep / 32; ++i) {
-        if (__any_sync(~0u, counts(found[i]))) last = i;
-      }
-      if (last >= 0) return (base + 32 * last) / kTile + 1;
-    }
-    return 0;
-  }
-};
 
 // The item's Q, with zeros for heads that it has not.
 template <int kD>
@@ -125,7 +36,7 @@ __device__ void produce(const SparseMlaFwdParams& p, Shared<kD>& shared) {
   for (int number = blockIdx.x; number < items; number += gridDim.x, item_parity ^= 1) {
     const Item item(p, number);
     const Slots slots(p, item.token, item.group);
-    const int tiles = slots.tiles(lane);
+    const int tiles = tiles_that_count(slots, lane);
     int index = slots.index(slot);
 
     mbarrier_wait(&shared.q_free, item_parity ^ 1);
@@ -148,8 +59,7 @@ __device__ void produce(const SparseMlaFwdParams& p, Shared<kD>& shared) {
         const uint32_t to = smem_address(shared.keys[kParity]);
         mbarrier_wait(&shared.key_free[kParity][0], parity[kParity] ^ 1);
         if (lane == 0) {
-          shared.valid[kParity][warp] = bits;
-          shared.valid[kParity][warp + 4] = bits >> 8;
+          shared.valid[kParity].set(warp, bits);
           mbarrier_arrive(&shared.key_full[kParity][0]);
         }
         gather.template copy<0, 8, 0>(to, keep);
