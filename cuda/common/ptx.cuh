@@ -25,18 +25,24 @@ __device__ __forceinline__ T uniform(T x) {
 }
 
 // Sums over the lanes of a warp up to each.
-__device__ __forceinline__ int inclusive_scan(int x) {
+template <typename Int>
+__device__ __forceinline__ Int inclusive_scan(Int x) {
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
-    asm volatile(
-        "{\n"
-        ".reg .pred has;\n"
-        ".reg .s32 other;\n"
-        "shfl.sync.up.b32 other|has, %0, %1, 0, 0xffffffff;\n"
-        "@has add.s32 %0, %0, other;\n"
-        "}\n"
-        : "+r"(x)
-        : "r"(d));
+    if constexpr (sizeof(Int) == 4) {
+      asm volatile(
+          "{\n"
+          ".reg .pred has;\n"
+          ".reg .s32 other;\n"
+          "shfl.sync.up.b32 other|has, %0, %1, 0, 0xffffffff;\n"
+          "@has add.s32 %0, %0, other;\n"
+          "}\n"
+          : "+r"(x)
+          : "r"(d));
+    } else {
+      const Int other = __shfl_up_sync(~0u, x, d);
+      if (static_cast<int>(threadIdx.x % 32) >= d) x += other;
+    }
   }
   return x;
 }

@@ -7,10 +7,12 @@
 
 namespace jax_dsa {
 
+// Consumers start at {0, 0} and wait for "full" with `parity`. A producer waits for "free" with the
+// other parity, since its first round need not wait; it may start at {0, 1} instead.
 template <int kBuffers>
 struct RingPlace {
   int index = 0;
-  uint32_t parity = 0;  // of both barriers' phases in this round
+  uint32_t parity = 0;  // of the barriers' phases in this round
 
   __device__ void advance() {
     if (++index == kBuffers) index = 0, parity ^= 1;

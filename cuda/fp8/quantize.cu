@@ -14,6 +14,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include "common/ptx.cuh"
 #include "fp8/quantize.h"
 
 namespace jax_dsa {
@@ -42,13 +43,6 @@ __device__ float2 pair(const Chunk<__half>& chunk, int i) {
 __device__ float2 pair(const Chunk<__nv_bfloat16>& chunk, int i) {
   const uint32_t bits = reinterpret_cast<const uint32_t*>(chunk.v)[i];  // one instruction a half
   return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
-}
-
-// A NaN wins, so that it shows in the scale.
-__device__ float max_nan(float a, float b) {
-  float m;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
-  return m;
 }
 
 // 1 / x to within an ulp, for every scale there can be.
@@ -146,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, kVector ? 5 : 1)
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
     float2 v[kPerLane / 2];
-    float amax = kMinAmax;
+    float amax = kMinAmax;  // a NaN wins, so that it shows in the scale
 #pragma unroll
     for (int i = 0; i < kPerLane / 2; ++i) {
       v[i] = pair(chunk[u], i);

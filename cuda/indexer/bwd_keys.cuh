@@ -208,12 +208,7 @@ __device__ __noinline__ void find_rows(const IndexerBwdParams& p, KeyItem item, 
       count[i] = shared.bins[lane * kOwn + i];
       sum += count[i];
     }
-    int before = sum;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_sync(~0u, before, max(lane - d, 0));
-      if (lane >= d) before += other;
-    }
+    int before = inclusive_scan(sum);
     if (lane == 31) shared.rows = before;
     before -= sum;
 #pragma unroll

@@ -27,6 +27,7 @@
 #include <climits>
 
 #include "common/ptx.cuh"
+#include "common/ring.cuh"
 #include "common/tma.cuh"
 #include "common/types.h"
 #include "common/wgmma.cuh"
@@ -187,12 +188,7 @@ __device__ void find_share(const IndexerFwdParams& p, Shared<Tr>& shared) {
   const int64_t first = min(chunk * threadIdx.x, items), last = min(first + chunk, items);
   int64_t own = 0;
   for (int64_t item = first; item < last; ++item) own += item_work<Tr>(p, item, per_batch);
-  int64_t up_to = own;  // of the warp's lanes so far, then of all threads before this one
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int64_t other = __shfl_up_sync(~0u, up_to, step);
-    if (lane >= step) up_to += other;
-  }
+  int64_t up_to = inclusive_scan(own);  // of the warp's lanes, then of all threads before this one
   if (lane == 31) shared.warp_sums[warp] = up_to;
   if (threadIdx.x == 0) shared.share = {0, 0, 0};
   __syncthreads();
@@ -225,34 +221,34 @@ __device__ void copy(const IndexerFwdParams& p, const CUtensorMap& q_map, const 
                      Shared<Tr>& shared) {
   const bool leader = threadIdx.x % 32 == 0;
   constexpr int kRowElements = Tr::kRowBytes / Tr::kElementBytes;
-  int q_stage = 0, k_stage = 0;
-  uint32_t q_parity = 1, k_parity = 1;
+  RingPlace<Tr::kQStages> q_at = {0, 1};  // of what comes next, as `free` counts
+  RingPlace<Tr::kKeyStages> k_at = {0, 1};
   for (Walk<Tr> walk(p, shared.share); walk.next();) {
     const int batch = static_cast<int>(walk.batch), query = static_cast<int>(walk.query);
-    mbarrier_wait(&shared.q_free[q_stage], q_parity);
+    mbarrier_wait(&shared.q_free[q_at.index], q_at.parity);
     if (leader) {
-      mbarrier_arrive_expect(&shared.q_full[q_stage], Tr::kQBytes);
+      mbarrier_arrive_expect(&shared.q_full[q_at.index], Tr::kQBytes);
       for (int block = 0; block < Tr::kBlocks; ++block) {
         for (int i = 0; i < Tr::kWarpgroups; ++i) {
-          tma_load(shared.q[q_stage][block][i], &q_map, &shared.q_full[q_stage],
+          tma_load(shared.q[q_at.index][block][i], &q_map, &shared.q_full[q_at.index],
                    block * kRowElements, 0, query + i * Tr::kOwnQueries, batch);
         }
       }
     }
-    if (++q_stage == Tr::kQStages) q_stage = 0, q_parity ^= 1;
+    q_at.advance();
     for (int tile = walk.tiles.first; tile < walk.tiles.last; ++tile) {
-      mbarrier_wait(&shared.k_free[k_stage], k_parity);
+      mbarrier_wait(&shared.k_free[k_at.index], k_at.parity);
       if (leader) {
-        mbarrier_arrive_expect(&shared.k_full[k_stage], Tr::kKeyBytes);
+        mbarrier_arrive_expect(&shared.k_full[k_at.index], Tr::kKeyBytes);
         const int row = Tr::kPaged ? row_in_pool(p, walk.batch, tile) : tile * kTile;
         const int pool = Tr::kPaged && p.pools == 1 ? 0 : batch;
 #pragma unroll
         for (int block = 0; block < Tr::kBlocks; ++block) {
-          tma_load(shared.k[k_stage][block], &k_map, &shared.k_full[k_stage], block * kRowElements,
-                   row, pool);
+          tma_load(shared.k[k_at.index][block], &k_map, &shared.k_full[k_at.index],
+                   block * kRowElements, row, pool);
         }
       }
-      if (++k_stage == Tr::kKeyStages) k_stage = 0, k_parity ^= 1;
+      k_at.advance();
     }
   }
 }
@@ -368,8 +364,8 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
       uniform(k_major_rows_descriptor<Tr::kRowBytes>(smem_address(shared.q[0][0][group])));
   const uint64_t k = uniform(k_major_rows_descriptor<Tr::kRowBytes>(smem_address(shared.k[0])));
   const bool scaled = uniform(static_cast<int>(p.k_scale != nullptr));
-  int q_stage = 0, k_stage = 0;
-  uint32_t q_parity = 0, k_parity = 0;
+  RingPlace<Tr::kQStages> q_at;  // of what comes next
+  RingPlace<Tr::kKeyStages> k_at;
   // Were both of a pair to multiply at once, they would have their products interleaved, and then
   // both be in their sums with nothing on the tensor cores; nothing would ever move them apart.
   constexpr int kHalf = Tr::kWarpgroups / 2;
@@ -406,24 +402,24 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
     const auto scale_from =
         uniform(reinterpret_cast<uint64_t>(p.k_scale + (scaled ? of_batch : 0)));
 
-    mbarrier_wait(&shared.q_full[q_stage], q_parity);
-    const uint64_t own_q = moved(q, q_stage * Tr::kQBytes);
+    mbarrier_wait(&shared.q_full[q_at.index], q_at.parity);
+    const uint64_t own_q = moved(q, q_at.index * Tr::kQBytes);
     int left = uniform(walk.tiles.last - walk.tiles.first);
     for (; queries == 0 && left > 0; --left) {  // the item has queries for other warpgroups only
-      mbarrier_wait(&shared.k_full[k_stage], k_parity);
+      mbarrier_wait(&shared.k_full[k_at.index], k_at.parity);
       named_barrier_sync<256>(own_turn);
       named_barrier_arrive<256>(partners_turn);
-      if (lane == 0) mbarrier_arrive(&shared.k_free[k_stage]);
-      if (++k_stage == Tr::kKeyStages) k_stage = 0, k_parity ^= 1;
+      if (lane == 0) mbarrier_arrive(&shared.k_free[k_at.index]);
+      k_at.advance();
     }
     for (; left > 0; --left) {
       float sum[kOwn / 2];
       float scale = 1.f;
-      mbarrier_wait(&shared.k_full[k_stage], k_parity);
+      mbarrier_wait(&shared.k_full[k_at.index], k_at.parity);
       named_barrier_sync<256>(own_turn);
       float x[Tr::kN / 2];
       wgmma_fence();
-      multiply<Tr>(x, moved(k, k_stage * Tr::kKeyBytes), own_q);
+      multiply<Tr>(x, moved(k, k_at.index * Tr::kKeyBytes), own_q);
       int place = key;  // among the scales
       bool there = key < limit[0];
       if constexpr (Tr::kPaged) {
@@ -438,13 +434,13 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
       named_barrier_arrive<256>(partners_turn);
       wgmma_wait<0>();
       wgmma_pin(x);
-      if (lane == 0) mbarrier_arrive(&shared.k_free[k_stage]);
+      if (lane == 0) mbarrier_arrive(&shared.k_free[k_at.index]);
       if (p.relu) {
         sum_heads<Tr, true>(x, w, lane, sum);
       } else {
         sum_heads<Tr, false>(x, w, lane, sum);
       }
-      if (++k_stage == Tr::kKeyStages) k_stage = 0, k_parity ^= 1;
+      k_at.advance();
 #pragma unroll
       for (int h = 0; h < kOwn / 2; ++h) {
         const bool seen =
@@ -454,8 +450,8 @@ __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
       key += kTile;
       out += kTile;
     }
-    if (lane == 0) mbarrier_arrive(&shared.q_free[q_stage]);
-    if (++q_stage == Tr::kQStages) q_stage = 0, q_parity ^= 1;
+    if (lane == 0) mbarrier_arrive(&shared.q_free[q_at.index]);
+    q_at.advance();
   }
   if (group < kHalf) named_barrier_sync<256>(own_turn);  // the turn after the last
 }

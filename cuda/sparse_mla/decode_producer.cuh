@@ -164,13 +164,9 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
     const int tiles = selected.tiles(p, lane);
     Selected::Place place = selected.place(p, first);
 
-    mbarrier_wait(&shared.q_free, item_parity ^ 1);
-    if (threadIdx.x % 128 == 0) {
-      shared.tiles = tiles;
-      mbarrier_arrive(&shared.q_full);
-    }
-    if (tiles > 0) gather_queries(p, item, gather, sub, chunk, shared, l2_policy_evict_first());
-    cp_async_arrive(&shared.q_full);
+    begin_item(shared, item_parity, tiles, [&] {
+      gather_queries(p, item, gather, sub, chunk, shared, l2_policy_evict_first());
+    });
 
     const char* kv = static_cast<const char*>(p.kv) + item.group * kRowBytes +
                      item.batch * p.batch_rows * stride;

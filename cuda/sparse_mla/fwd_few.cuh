@@ -326,12 +326,7 @@ __device__ void produce_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
     const int tiles = tiles_that_count(slots, lane);
     int index = slots.index(slot);
 
-    mbarrier_wait(&shared.q_free, item_parity ^ 1);
-    if (threadIdx.x % 128 == 0) {
-      shared.tiles = tiles;
-      mbarrier_arrive(&shared.q_full);
-    }
-    if (tiles > 0) {  // with zeros for heads that the item has not
+    begin_item(shared, item_parity, tiles, [&] {  // with zeros for heads that the item has not
       const char* q = static_cast<const char*>(p.q) +
                       (item.token * p.heads + item.head) * (kD * 2) + chunk * 16;
 #pragma unroll
@@ -345,8 +340,7 @@ __device__ void produce_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
           cp_async_16(to + block * (kN * 128), from + block * 128, has, drop);
         }
       }
-    }
-    cp_async_arrive(&shared.q_full);
+    });
 
     const int64_t stride = int64_t{p.groups} * kD * 2;
     const char* kv = static_cast<const char*>(p.kv) + item.batch * p.keys * stride +

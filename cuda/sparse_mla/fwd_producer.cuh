@@ -8,6 +8,20 @@
 
 namespace jax_dsa::sparse_mla {
 
+// Begins an item: when the one before has used its Q, `copy_queries` copies this one's, which an
+// item without tiles does not need.
+template <typename Shared, typename Copy>
+__device__ __forceinline__ void begin_item(Shared& shared, uint32_t item_parity, int tiles,
+                                           Copy copy_queries) {
+  mbarrier_wait(&shared.q_free, item_parity ^ 1);
+  if (threadIdx.x % 128 == 0) {
+    shared.tiles = tiles;
+    mbarrier_arrive(&shared.q_full);
+  }
+  if (tiles > 0) copy_queries();
+  cp_async_arrive(&shared.q_full);
+}
+
 // The item's Q, with zeros for heads that it has not.
 template <int kD>
 __device__ void gather_queries(const SparseMlaFwdParams& p, const Item& item, Gather& gather,
@@ -39,13 +53,8 @@ __device__ void produce(const SparseMlaFwdParams& p, Shared<kD>& shared) {
     const int tiles = tiles_that_count(slots, lane);
     int index = slots.index(slot);
 
-    mbarrier_wait(&shared.q_free, item_parity ^ 1);
-    if (threadIdx.x % 128 == 0) {
-      shared.tiles = tiles;
-      mbarrier_arrive(&shared.q_full);
-    }
-    if (tiles > 0) gather_queries(p, item, gather, sub, chunk, shared, drop);
-    cp_async_arrive(&shared.q_full);
+    begin_item(shared, item_parity, tiles,
+               [&] { gather_queries(p, item, gather, sub, chunk, shared, drop); });
 
     const int64_t stride = int64_t{p.groups} * kD * 2;
     const char* kv = static_cast<const char*>(p.kv) + item.batch * p.keys * stride +

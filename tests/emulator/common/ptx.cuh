@@ -19,10 +19,11 @@ T uniform(T x) {
   return first;
 }
 
-inline int inclusive_scan(int x) {
-  const uint64_t* all = emulator::exchange(static_cast<uint32_t>(x));
-  int sum = 0;
-  for (unsigned i = 0; i <= emulator::self().thread % 32; ++i) sum += static_cast<int>(all[i]);
+template <typename Int>
+Int inclusive_scan(Int x) {
+  const uint64_t* all = emulator::exchange(static_cast<uint64_t>(x));
+  Int sum = 0;
+  for (unsigned i = 0; i <= emulator::self().thread % 32; ++i) sum += static_cast<Int>(all[i]);
   return sum;
 }
 
