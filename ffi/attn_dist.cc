@@ -3,7 +3,7 @@
 #include "attn_dist/attn_dist.h"
 
 #include "ffi/common.h"
-#include "ffi/sparse_mla_shape.h"
+#include "ffi/sparse_mla_operands.h"
 #include "ffi/targets.h"
 
 namespace jax_dsa {
@@ -17,12 +17,12 @@ ffi::Error attn_dist_fwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Buf
                          ffi::AnyBuffer ends, ffi::AnyBuffer topk_length, ffi::AnyBuffer sinks,
                          ffi::Result<ffi::Buffer<ffi::F32>> out, float scale) {
   constexpr const char* kOp = "attn_dist_fwd";
-  SparseMlaShape shape;
+  AttnDistFwdParams params = {};
+  DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, q, kv, indices, ends, topk_length, &params));
+  DSA_FFI_RETURN_IF_ERROR(read_sinks(kOp, sinks, &params));
+  const int64_t batch = params.batch, queries = params.queries, slots = params.slots;
   DSA_FFI_RETURN_IF_ERROR(
-      SparseMlaShape::read(kOp, q.dimensions(), kv.dimensions(), indices.dimensions(), &shape));
-  const int64_t batch = shape.batch, queries = shape.queries, heads = shape.heads;
-  const int64_t groups = shape.groups, slots = shape.slots;
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse.dimensions(), {}, {batch, queries, heads}));
+      check_shape(kOp, "lse", lse.dimensions(), {}, {batch, queries, params.heads}));
   int64_t sums = 1;
   if (out->dimensions().size() == 4) {
     sums = out->dimensions()[1];
@@ -32,36 +32,13 @@ ffi::Error attn_dist_fwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Buf
     DSA_FFI_RETURN_IF_ERROR(
         check_shape(kOp, "out", out->dimensions(), {}, {batch, queries, slots}));
   }
-  if (sums == 0 || sums % groups != 0 || heads % sums != 0) {
+  if (sums == 0 || sums % params.groups != 0 || params.heads % sums != 0) {
     return invalid_argument(kOp, "the number of sums is no multiple of G that divides N");
   }
-  const int64_t sinks_batch = present(sinks) ? sinks.dimensions()[0] : 1;
-  if (sinks_batch != 1 && sinks_batch != batch) {
-    return invalid_argument(kOp, "sinks has another batch size than q");
-  }
-  AttnDistFwdParams params = {
-      .q = q.untyped_data(),
-      .kv = kv.untyped_data(),
-      .indices = indices.typed_data(),
-      .lse = lse.typed_data(),
-      .out = out->typed_data(),
-      .batch = batch,
-      .queries = queries,
-      .keys = shape.keys,
-      .heads = shape.heads,
-      .groups = shape.groups,
-      .head_group = static_cast<int>(heads / sums),
-      .slots = shape.slots,
-      .dim = shape.dim,
-      .sinks_stride = static_cast<int>(sinks_batch == 1 ? 0 : heads),
-      .scale = scale,
-  };
-  DSA_FFI_RETURN_IF_ERROR(
-      optional_data(kOp, "ends", ends, ffi::DataType::S32, {batch, queries}, &params.ends));
-  DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "topk_length", topk_length, ffi::DataType::S32,
-                                        {batch, queries}, &params.topk_length));
-  DSA_FFI_RETURN_IF_ERROR(
-      optional_data(kOp, "sinks", sinks, ffi::DataType::F32, {sinks_batch, heads}, &params.sinks));
+  params.lse = lse.typed_data();
+  params.out = out->typed_data();
+  params.head_group = static_cast<int>(params.heads / sums);
+  params.scale = scale;
   return launch_status(kOp, launch_attn_dist_fwd(params, stream));
 }
 

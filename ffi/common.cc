@@ -1,6 +1,7 @@
 #include "ffi/common.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace jax_dsa {
 
@@ -31,15 +32,13 @@ ffi::Error invalid_argument(const char* op, const std::string& what) {
 
 ffi::Error check_shape(const char* op, const char* name, ffi::Span<const int64_t> dims,
                        ffi::Span<const int64_t> leading, std::initializer_list<int64_t> trailing) {
-  const size_t split = leading.size();
-  if (dims.size() == split + trailing.size() &&
-      std::equal(leading.begin(), leading.end(), dims.begin()) &&
-      std::equal(trailing.begin(), trailing.end(), dims.begin() + split)) {
+  std::vector<int64_t> want(leading.begin(), leading.end());
+  want.insert(want.end(), trailing);
+  if (std::equal(dims.begin(), dims.end(), want.begin(), want.end())) {
     return ffi::Error::Success();
   }
   return invalid_argument(op, std::string(name) + " has shape " + shape_string(dims) + ", want " +
-                                  shape_string(leading) + " and then " +
-                                  shape_string({trailing.begin(), trailing.size()}));
+                                  shape_string({want.data(), want.size()}));
 }
 
 ffi::Error launch_status(const char* op, cudaError_t status) {

@@ -3,7 +3,7 @@
 #include "sparse_mla/sparse_mla.h"
 
 #include "ffi/common.h"
-#include "ffi/sparse_mla_shape.h"
+#include "ffi/sparse_mla_operands.h"
 #include "ffi/targets.h"
 
 namespace jax_dsa {
@@ -18,40 +18,11 @@ ffi::Error sparse_mla_fwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
                           ffi::Result<ffi::Buffer<ffi::BF16>> out,
                           ffi::Result<ffi::Buffer<ffi::F32>> lse, float scale) {
   constexpr const char* kOp = "sparse_mla_fwd";
-  SparseMlaShape shape;
-  DSA_FFI_RETURN_IF_ERROR(
-      SparseMlaShape::read(kOp, q.dimensions(), kv.dimensions(), indices.dimensions(), &shape));
-  if (!(scale > 0.f)) return invalid_argument(kOp, "the scale is not positive");
-  const int64_t batch = shape.batch, queries = shape.queries, heads = shape.heads;
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "out", out->dimensions(), {},
-                                      {batch, queries, heads, int64_t{kSparseMlaValueDim}}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse->dimensions(), {}, {batch, queries, heads}));
-  const int64_t sinks_batch = present(sinks) ? sinks.dimensions()[0] : 1;
-  if (sinks_batch != 1 && sinks_batch != batch) {
-    return invalid_argument(kOp, "sinks has another batch size than q");
-  }
-  SparseMlaFwdParams params = {
-      .q = q.untyped_data(),
-      .kv = kv.untyped_data(),
-      .indices = indices.typed_data(),
-      .out = out->untyped_data(),
-      .lse = lse->typed_data(),
-      .batch = shape.batch,
-      .queries = shape.queries,
-      .keys = shape.keys,
-      .heads = shape.heads,
-      .groups = shape.groups,
-      .slots = shape.slots,
-      .dim = shape.dim,
-      .sinks_stride = static_cast<int>(sinks_batch == 1 ? 0 : heads),
-      .scale = scale,
-  };
-  DSA_FFI_RETURN_IF_ERROR(
-      optional_data(kOp, "ends", ends, ffi::DataType::S32, {batch, queries}, &params.ends));
-  DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "topk_length", topk_length, ffi::DataType::S32,
-                                        {batch, queries}, &params.topk_length));
-  DSA_FFI_RETURN_IF_ERROR(
-      optional_data(kOp, "sinks", sinks, ffi::DataType::F32, {sinks_batch, heads}, &params.sinks));
+  SparseMlaFwdParams params = {};
+  DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, q, kv, indices, ends, topk_length, &params));
+  DSA_FFI_RETURN_IF_ERROR(read_sinks(kOp, sinks, &params));
+  DSA_FFI_RETURN_IF_ERROR(read_results(kOp, out, lse, &params));
+  DSA_FFI_RETURN_IF_ERROR(read_scale(kOp, scale, &params));
   return launch_status(kOp, launch_sparse_mla_fwd(params, stream));
 }
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "ffi/common.h"
-#include "ffi/sparse_mla_shape.h"
+#include "ffi/sparse_mla_operands.h"
 #include "ffi/targets.h"
 #include "sparse_mla/sparse_mla.h"
 
@@ -29,11 +29,10 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
                           ffi::Result<ffi::Buffer<ffi::S32>> order,
                           ffi::Result<ffi::Buffer<ffi::BF16>> rows, float scale) {
   constexpr const char* kOp = "sparse_mla_bwd";
-  SparseMlaShape shape;
-  DSA_FFI_RETURN_IF_ERROR(
-      SparseMlaShape::read(kOp, q.dimensions(), kv.dimensions(), indices.dimensions(), &shape));
-  if (!(scale > 0.f)) return invalid_argument(kOp, "the scale is not positive");
-  const int64_t batch = shape.batch, queries = shape.queries, heads = shape.heads;
+  SparseMlaBwdParams params = {};
+  DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, q, kv, indices, ends, topk_length, &params));
+  DSA_FFI_RETURN_IF_ERROR(read_scale(kOp, scale, &params));
+  const int64_t batch = params.batch, queries = params.queries, heads = params.heads;
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dout", dout.dimensions(), {},
                                       {batch, queries, heads, int64_t{kSparseMlaValueDim}}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse.dimensions(), {}, {batch, queries, heads}));
@@ -41,31 +40,18 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dlse", dlse.dimensions(), {}, {batch, queries, heads}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dq", dq->dimensions(), q.dimensions(), {}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dkv", dkv->dimensions(), kv.dimensions(), {}));
-  SparseMlaBwdParams params = {
-      .q = q.untyped_data(),
-      .kv = kv.untyped_data(),
-      .indices = indices.typed_data(),
-      .dout = dout.untyped_data(),
-      .lse = lse.typed_data(),
-      .out = out.untyped_data(),
-      .dlse = dlse.typed_data(),
-      .dq = dq->untyped_data(),
-      .dkv = dkv->typed_data(),
-      .rows = rows->untyped_data(),
-      .counters = counters->untyped_data(),
-      .images = images->untyped_data(),
-      .order = order->typed_data(),
-      .batch = shape.batch,
-      .queries = shape.queries,
-      .keys = shape.keys,
-      .count = batch * queries,
-      .heads = shape.heads,
-      .groups = shape.groups,
-      .slots = shape.slots,
-      .dim = shape.dim,
-      .scale = scale,
-      .by_rows = present(row_order),
-  };
+  params.dout = dout.untyped_data();
+  params.lse = lse.typed_data();
+  params.out = out.untyped_data();
+  params.dlse = dlse.typed_data();
+  params.dq = dq->untyped_data();
+  params.dkv = dkv->typed_data();
+  params.rows = rows->untyped_data();
+  params.counters = counters->untyped_data();
+  params.images = images->untyped_data();
+  params.order = order->typed_data();
+  params.count = batch * queries;
+  params.by_rows = present(row_order);
   if (present(row_key) != params.by_rows) return invalid_argument(kOp, "row_key is missing");
   const int64_t query_rows = sparse_mla_bwd_query_rows(params);
   DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "row_order", row_order, ffi::DataType::S32,
@@ -73,7 +59,7 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
   DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "row_key", row_key, ffi::DataType::U32,
                                         {params.count, query_rows}, &params.row_key));
   if (params.by_rows && params.count * query_rows > 0) {
-    if (rows->dimensions().size() != 2 || rows->dimensions()[1] != shape.dim) {
+    if (rows->dimensions().size() != 2 || rows->dimensions()[1] != params.dim) {
       return invalid_argument(kOp, "rows are " + shape_string(rows->dimensions()));
     }
     params.count = std::min(params.count, rows->dimensions()[0] / query_rows);
@@ -84,10 +70,6 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
       static_cast<int64_t>(order->size_bytes()) < sparse_mla_bwd_order_bytes(params)) {
     return invalid_argument(kOp, "the workspace is too small");
   }
-  DSA_FFI_RETURN_IF_ERROR(
-      optional_data(kOp, "ends", ends, ffi::DataType::S32, {batch, queries}, &params.ends));
-  DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "topk_length", topk_length, ffi::DataType::S32,
-                                        {batch, queries}, &params.topk_length));
   return launch_status(kOp, launch_sparse_mla_bwd(params, stream));
 }
 

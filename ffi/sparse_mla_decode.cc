@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "ffi/common.h"
+#include "ffi/sparse_mla_operands.h"
 #include "ffi/targets.h"
 
 namespace jax_dsa {
@@ -22,56 +23,26 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi:
                              ffi::Result<ffi::Buffer<ffi::F32>> lse, ffi::RemainingRets workspace,
                              float scale, int32_t page_size, int32_t splits) {
   constexpr const char* kOp = "sparse_mla_decode";
-  if (q.dimensions().size() != 4) return invalid_argument(kOp, "q is not of rank 4");
-  if (kv.dimensions().size() != 4) return invalid_argument(kOp, "kv is not of rank 4");
-  if (indices.dimensions().size() != 4) return invalid_argument(kOp, "indices is not of rank 4");
-  const int64_t batch = q.dimensions()[0], queries = q.dimensions()[1], heads = q.dimensions()[2];
-  const int64_t dim = q.dimensions()[3], rows = kv.dimensions()[1], groups = kv.dimensions()[2];
-  const int64_t slots = indices.dimensions()[3];
   const bool records = kv.element_type() == ffi::DataType::U8, paged = present(page_table);
   if (!records && kv.element_type() != ffi::DataType::BF16) {
     return invalid_argument(kOp, "kv is neither bfloat16 nor uint8");
   }
-  if (dim != 576 && (dim != 512 || records)) {
-    return invalid_argument(kOp, "D is neither 576 nor (in bfloat16) 512");
-  }
-  if (groups == 0 || heads % groups != 0) return invalid_argument(kOp, "N is no multiple of G");
-  if (!(scale > 0.f)) return invalid_argument(kOp, "the scale is not positive");
-  if (splits < 1 || splits > kSparseMlaMaxSplits) return invalid_argument(kOp, "splits not 1..64");
-  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  if (heads > kMax || slots > kMax) return invalid_argument(kOp, "N or K exceeds 2^31 - 1");
-  const bool shared = paged || kv.dimensions()[0] == 1;
-  DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "kv", kv.dimensions(), {},
-                  {shared ? 1 : batch, rows, groups, records ? kSparseMlaRecordBytes : dim}));
-  DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "indices", indices.dimensions(), {}, {batch, queries, groups, slots}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "out", out->dimensions(), {},
-                                      {batch, queries, heads, int64_t{kSparseMlaValueDim}}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse->dimensions(), {}, {batch, queries, heads}));
-  const int64_t sinks_batch = present(sinks) ? sinks.dimensions()[0] : 1;
-  if (sinks_batch != 1 && sinks_batch != batch) {
-    return invalid_argument(kOp, "sinks has another batch size than q");
-  }
+  const bool shared = paged || (kv.dimensions().size() > 0 && kv.dimensions()[0] == 1);
   SparseMlaDecodeParams params = {};
-  params.q = q.untyped_data();
-  params.kv = kv.untyped_data();
-  params.indices = indices.typed_data();
-  params.out = out->untyped_data();
-  params.lse = lse->typed_data();
-  params.batch = batch;
-  params.queries = queries;
-  params.keys = rows;
-  params.heads = static_cast<int>(heads);
-  params.groups = static_cast<int>(groups);
-  params.slots = static_cast<int>(slots);
-  params.dim = static_cast<int>(dim);
-  params.sinks_stride = static_cast<int>(sinks_batch == 1 ? 0 : heads);
-  params.scale = scale;
+  DSA_FFI_RETURN_IF_ERROR(
+      read_operands(kOp, q, kv, indices, ends, topk_length, &params,
+                    {.shared = shared, .record_bytes = records ? kSparseMlaRecordBytes : 0}));
+  DSA_FFI_RETURN_IF_ERROR(read_sinks(kOp, sinks, &params));
+  DSA_FFI_RETURN_IF_ERROR(read_results(kOp, out, lse, &params));
+  DSA_FFI_RETURN_IF_ERROR(read_scale(kOp, scale, &params));
+  if (records && params.dim != 576) return invalid_argument(kOp, "D of records is not 576");
+  if (splits < 1 || splits > kSparseMlaMaxSplits) return invalid_argument(kOp, "splits not 1..64");
+  const int64_t batch = params.batch, queries = params.queries, rows = params.keys;
   params.batch_rows = shared ? 0 : rows;
   params.records = records;
   params.splits = splits;
   if (paged) {
+    constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
     const int64_t page_slots = page_table.dimensions()[1];
     if (page_size <= 0 || rows % page_size != 0 || rows > kMax || page_slots > kMax) {
       return invalid_argument(kOp, "kv's rows are no whole pages, or exceed 2^31 - 1");
@@ -83,12 +54,6 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi:
     params.page_slots = static_cast<int>(page_slots);
     params.keys = page_slots * page_size;
   }
-  DSA_FFI_RETURN_IF_ERROR(
-      optional_data(kOp, "ends", ends, ffi::DataType::S32, {batch, queries}, &params.ends));
-  DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "topk_length", topk_length, ffi::DataType::S32,
-                                        {batch, queries}, &params.topk_length));
-  DSA_FFI_RETURN_IF_ERROR(
-      optional_data(kOp, "sinks", sinks, ffi::DataType::F32, {sinks_batch, heads}, &params.sinks));
   if (splits > 1) {
     if (workspace.size() != 2) return invalid_argument(kOp, "wants a workspace of two arrays");
     const auto partial = workspace.get<ffi::Buffer<ffi::F32>>(0);
