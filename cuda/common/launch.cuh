@@ -7,18 +7,12 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/device.h"
+#include "common/limits.h"
+
 namespace jax_dsa {
 
-inline constexpr int kMaxSharedBytes = 227 * 1024;  // of a block
-inline constexpr int kReservedSharedBytes = 1024;   // of each block, beside its own
-
-inline cudaError_t processor_count(int* count) {
-  int device = 0;
-  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-}
-
-// With so much dynamic shared memory.
+// Blocks that know nothing of each other, with so much dynamic shared memory each.
 template <typename... Params>
 cudaError_t launch_blocks(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes,
                           cudaStream_t stream, const std::type_identity_t<Params>&... params) {
@@ -37,12 +31,16 @@ cudaError_t launch_blocks(void (*kernel)(Params...), int64_t blocks, int threads
 template <typename Shared, int kBlocks = 1, typename... Params>
 cudaError_t launch_persistent(void (*kernel)(Params...), int64_t pieces, int threads,
                               cudaStream_t stream, const std::type_identity_t<Params>&... params) {
-  static_assert(kBlocks * (sizeof(Shared) + kReservedSharedBytes) <=
-                kMaxSharedBytes + kReservedSharedBytes);
-  int processors = 0;
-  if (cudaError_t e = processor_count(&processors); e != cudaSuccess) return e;
-  return launch_blocks(kernel, std::min(pieces, int64_t{kBlocks} * processors), threads,
+  static_assert(shared_memory_fits(kBlocks, sizeof(Shared)));
+  Device device;
+  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  return launch_blocks(kernel, std::min(pieces, int64_t{kBlocks} * device.processors), threads,
                        static_cast<int>(sizeof(Shared)), stream, params...);
+}
+
+// Zeros, unless there are no bytes.
+inline cudaError_t clear(void* to, int64_t bytes, cudaStream_t stream) {
+  return bytes > 0 ? cudaMemsetAsync(to, 0, bytes, stream) : cudaSuccess;
 }
 
 }  // namespace jax_dsa

@@ -8,18 +8,14 @@
 #include <cstdint>
 
 #include "common/ptx.cuh"
+#include "common/tensor_box.h"
 
 namespace jax_dsa {
 
 // ---- host --------------------------------------------------------------------------------------
 
-// A tensor of `kRank` dimensions, the innermost first, dense in memory, that is copied in boxes.
-// 16 <= box[0] * element size <= 128 is the swizzle's width. Addresses and the innermost extent are
-// multiples of 16 bytes.
-template <int kRank>
-cudaError_t encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int element_bytes,
-                              const void* base, const int64_t (&dims)[kRank],
-                              const int (&box)[kRank]) {
+inline cudaError_t encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type,
+                                     const TensorBox& x) {
   static void* const encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -31,22 +27,12 @@ cudaError_t encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int el
     return found;
   }();
   if (encode == nullptr) return cudaErrorCallRequiresNewerDriver;
-  cuuint64_t extents[kRank], strides[kRank];
-  cuuint32_t boxes[kRank], steps[kRank];
-  uint64_t stride = element_bytes;
-  for (int i = 0; i < kRank; ++i) {
-    extents[i] = dims[i];
-    boxes[i] = box[i];
-    steps[i] = 1;
-    stride *= dims[i];
-    strides[i] = stride;
-  }
-  const int row = box[0] * element_bytes;
-  const CUtensorMapSwizzle swizzle = row == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-                                     : row == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                 : CU_TENSOR_MAP_SWIZZLE_32B;
+  const cuuint32_t steps[kMaxTensorRank] = {1, 1, 1, 1};
+  const CUtensorMapSwizzle swizzle = x.row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : x.row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                         : CU_TENSOR_MAP_SWIZZLE_32B;
   const CUresult status = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-      map, type, kRank, const_cast<void*>(base), extents, strides, boxes, steps,
+      map, type, x.rank, const_cast<void*>(x.base), x.extents, x.strides, x.box, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;

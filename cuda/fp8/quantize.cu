@@ -14,6 +14,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include "common/launch.cuh"
 #include "common/ptx.cuh"
 #include "fp8/quantize.h"
 
@@ -166,14 +167,11 @@ __global__ void __launch_bounds__(kThreads, kVector ? 5 : 1)
 template <typename T>
 cudaError_t launch(const QuantizeParams& p, cudaStream_t stream) {
   const int64_t blocks = p.rows * ceil_div(p.cols, int64_t{kQuantizeBlock});
-  const auto grid = static_cast<unsigned>(ceil_div(blocks, int64_t{kBlocksPerCta}));
+  const int64_t grid = ceil_div(blocks, int64_t{kBlocksPerCta});
   const auto address = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.q);
-  if (p.cols % kPerLane == 0 && address % 16 == 0) {
-    quantize_kernel<T, true><<<grid, kThreads, 0, stream>>>(p);
-  } else {
-    quantize_kernel<T, false><<<grid, kThreads, 0, stream>>>(p);
-  }
-  return cudaGetLastError();
+  const bool vector = p.cols % kPerLane == 0 && address % 16 == 0;
+  return launch_blocks(vector ? quantize_kernel<T, true> : quantize_kernel<T, false>, grid,
+                       kThreads, 0, stream, p);
 }
 
 }  // namespace

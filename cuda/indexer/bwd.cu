@@ -10,7 +10,7 @@
 namespace jax_dsa {
 namespace {
 
-template <int kC>
+template <int kC, int kWindow>
 cudaError_t launch(const IndexerBwdParams& p, cudaStream_t stream) {
   using namespace indexer_bwd;
   const int64_t tokens = p.batch * p.queries;
@@ -20,42 +20,42 @@ cudaError_t launch(const IndexerBwdParams& p, cudaStream_t stream) {
     return e;
   }
   // Few groups of queries are cut by windows of keys, so that every processor gets some.
-  int processors = 0;
-  if (cudaError_t e = processor_count(&processors); e != cudaSuccess) return e;
-  const int64_t windows = ceil_div(p.keys, int64_t{kKeyWindow});
-  const auto parts =
-      static_cast<int>(std::min(windows, ceil_div(int64_t{2} * processors, key_item_count(p, 1))));
+  Device device;
+  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  const int64_t windows = ceil_div(p.keys, int64_t{kWindow});
+  const auto parts = static_cast<int>(
+      std::min(windows, ceil_div(int64_t{2} * device.processors, key_item_count(p, 1))));
   const int64_t items = key_item_count(p, parts);
   if (items > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  return launch_persistent<KeyShared<kC, kKeyWindow>>(keys_kernel<kC, kKeyWindow>, items,
-                                                      kKeyThreads, stream, p, parts);
+  return launch_persistent<KeyShared<kC, kWindow>>(keys_kernel<kC, kWindow>, items, kKeyThreads,
+                                                   stream, p, parts);
 }
 
-}  // namespace
-
-cudaError_t launch_indexer_bwd(const IndexerBwdParams& p, cudaStream_t stream) {
+// kWindow: keys of a window.
+template <int kWindow>
+cudaError_t launch_windows(const IndexerBwdParams& p, cudaStream_t stream) {
   if (p.keys > INT32_MAX - 4096 || p.heads < 1 || p.heads > kIndexerMaxHeads || p.slots < 0 ||
       p.slots > kIndexerBwdMaxSlots || (p.k_scale == nullptr) != (p.dk_scale == nullptr)) {
     return cudaErrorInvalidValue;
   }
   if (p.channels != 32 && p.channels != 64 && p.channels != 128) return cudaErrorInvalidValue;
   const int64_t rows = p.batch * p.keys;
-  if (rows > 0) {
-    if (cudaError_t e = cudaMemsetAsync(p.dk, 0, rows * p.channels * sizeof(float), stream);
-        e != cudaSuccess) {
-      return e;
-    }
+  if (cudaError_t e = clear(p.dk, rows * p.channels * sizeof(float), stream); e != cudaSuccess) {
+    return e;
   }
   if (p.batch > 0 && p.queries > 0) {
-    const cudaError_t e = p.channels == 128 ? launch<128>(p, stream) : launch<64>(p, stream);
+    const cudaError_t e =
+        p.channels == 128 ? launch<128, kWindow>(p, stream) : launch<64, kWindow>(p, stream);
     if (e != cudaSuccess) return e;
   }
-  if (rows > 0 && p.k_scale != nullptr) {
-    const auto blocks = static_cast<unsigned>(ceil_div(rows, int64_t{8}));
-    indexer_bwd::scale_kernel<<<blocks, 256, 0, stream>>>(p);
-    return cudaGetLastError();
-  }
-  return cudaSuccess;
+  if (rows == 0 || p.k_scale == nullptr) return cudaSuccess;
+  return launch_blocks(indexer_bwd::scale_kernel, ceil_div(rows, int64_t{8}), 256, 0, stream, p);
+}
+
+}  // namespace
+
+cudaError_t launch_indexer_bwd(const IndexerBwdParams& p, cudaStream_t stream) {
+  return launch_windows<indexer_bwd::kKeyWindow>(p, stream);
 }
 
 }  // namespace jax_dsa

@@ -12,16 +12,18 @@ cudaError_t launch(const IndexerFwdParams& p, cudaStream_t stream) {
   constexpr auto kType = Tr::kDType == IndexerDType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                            : CU_TENSOR_MAP_DATA_TYPE_UINT8;
   CUtensorMap q, k;
-  if (cudaError_t e = encode_tensor_map<4>(&q, kType, Tr::kElementBytes, p.q,
-                                           {p.channels, p.heads, p.queries, p.batch},
-                                           {kRowElements, Tr::kHeads, Tr::kOwnQueries, 1});
+  if (cudaError_t e = encode_tensor_map(
+          &q, kType,
+          tensor_box<4>(Tr::kElementBytes, p.q, {p.channels, p.heads, p.queries, p.batch},
+                        {kRowElements, Tr::kHeads, Tr::kOwnQueries, 1}));
       e != cudaSuccess) {
     return e;
   }
   const int64_t keys = Tr::kPaged ? int64_t{p.pages} * p.page_size : p.keys;
-  if (cudaError_t e = encode_tensor_map<3>(&k, kType, Tr::kElementBytes, p.k,
-                                           {p.channels, keys, Tr::kPaged ? p.pools : p.batch},
-                                           {kRowElements, kTile, 1});
+  if (cudaError_t e = encode_tensor_map(
+          &k, kType,
+          tensor_box<3>(Tr::kElementBytes, p.k, {p.channels, keys, Tr::kPaged ? p.pools : p.batch},
+                        {kRowElements, kTile, 1}));
       e != cudaSuccess) {
     return e;
   }

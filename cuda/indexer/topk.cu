@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "common/launch.cuh"
+#include "common/device.h"
 #include "common/types.h"
 #include "indexer/indexer.h"
 #include "topk/topk.h"
@@ -15,14 +15,14 @@ cudaError_t launch_indexer_topk(const IndexerTopkParams& p, cudaStream_t stream)
   const int64_t row = std::max<int64_t>(all.keys, 1);
   const int64_t fit = p.capacity / row;  // queries
   if (fit < 1) return cudaErrorInvalidValue;
-  int processors = 0;
-  if (cudaError_t e = processor_count(&processors); e != cudaSuccess) return e;
+  Device device;
+  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
   // Whole batch entries where one fits, else even parts of one. The parts leave no processor idle
   // in top-k, if they can; indexer items are of 8 queries.
   const int64_t entries = std::max<int64_t>(fit / std::max<int64_t>(all.queries, 1), 1);
   int64_t count = all.queries;
   if (count > fit) {
-    const int64_t wave = int64_t{processors} * kTopkLongRowsAtOnce;
+    const int64_t wave = int64_t{device.processors} * kTopkLongRowsAtOnce;
     const int64_t most = fit < wave ? fit : fit / wave * wave;
     const int64_t even = ceil_div(count, ceil_div(count, most));
     count = std::min(ceil_div(even, int64_t{8}) * 8, most);

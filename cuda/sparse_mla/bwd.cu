@@ -26,7 +26,7 @@ cudaError_t launch_part(const SparseMlaBwdParams& unpacked, cudaStream_t stream)
   SparseMlaBwdParams p = sparse_mla::packed(unpacked, n);
   const sparse_mla::BwdWork work(p);
   if (work.tickets > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  if (cudaError_t e = cudaMemsetAsync(p.counters, 0, sparse_mla::counter_bytes(work), stream);
+  if (cudaError_t e = clear(p.counters, sparse_mla::counter_bytes(work), stream);
       e != cudaSuccess) {
     return e;
   }
@@ -71,7 +71,6 @@ cudaError_t launch_sum_rows(const SparseMlaBwdParams& p, int64_t part, cudaStrea
   if (rows == 0 || keys == 0) return cudaSuccess;
   const int64_t blocks = ceil_div(keys, int64_t{sparse_mla::kSumKeys});
   if (blocks > INT32_MAX || rows > INT32_MAX) return cudaErrorInvalidValue;
-  const auto grid = static_cast<unsigned>(blocks);
   const sparse_mla::SumRowsParams sum = {
       .rows = p.rows,
       .order = p.row_order + before,
@@ -81,12 +80,9 @@ cudaError_t launch_sum_rows(const SparseMlaBwdParams& p, int64_t part, cudaStrea
       .keys = keys,
       .row_count = static_cast<int>(rows),
   };
-  if (p.dim == 576) {
-    sparse_mla::sum_rows_kernel<576><<<grid, sparse_mla::kSumKeys * 72, 0, stream>>>(sum);
-  } else {
-    sparse_mla::sum_rows_kernel<512><<<grid, sparse_mla::kSumKeys * 64, 0, stream>>>(sum);
-  }
-  return cudaGetLastError();
+  const auto kernel =
+      p.dim == 576 ? sparse_mla::sum_rows_kernel<576> : sparse_mla::sum_rows_kernel<512>;
+  return launch_blocks(kernel, blocks, sparse_mla::kSumKeys * p.dim / 8, 0, stream, sum);
 }
 
 SparseMlaBwdParams packed(const SparseMlaBwdParams& p) {
@@ -117,11 +113,7 @@ int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams& p) {
 cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& p, cudaStream_t stream) {
   if (p.groups <= 0 || p.heads % p.groups != 0 || !(p.scale > 0.f)) return cudaErrorInvalidValue;
   const int64_t dkv = p.batch * p.keys * p.groups * p.dim, queries = p.batch * p.queries;
-  if (dkv > 0) {
-    if (cudaError_t e = cudaMemsetAsync(p.dkv, 0, dkv * sizeof(float), stream); e != cudaSuccess) {
-      return e;
-    }
-  }
+  if (cudaError_t e = clear(p.dkv, dkv * sizeof(float), stream); e != cudaSuccess) return e;
   if (queries == 0 || p.heads == 0) return cudaSuccess;
   if (p.count <= 0 || (!p.by_rows && p.count != queries)) return cudaErrorInvalidValue;
   for (int64_t first = 0; first < queries; first += p.count) {

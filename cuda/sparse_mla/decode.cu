@@ -44,9 +44,8 @@ cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& params, cudaSt
   if (cudaError_t e = launch_parts(sparse_mla::SplitDecode(params), stream); e != cudaSuccess) {
     return e;
   }
-  sparse_mla::merge_kernel<<<static_cast<unsigned>(merges), sparse_mla::kMergeThreads,
-                             sizeof(sparse_mla::MergeShared), stream>>>(p);
-  return cudaGetLastError();
+  return launch_blocks(sparse_mla::merge_kernel, merges, sparse_mla::kMergeThreads,
+                       sizeof(sparse_mla::MergeShared), stream, p);
 }
 
 }  // namespace jax_dsa

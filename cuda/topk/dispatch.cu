@@ -27,10 +27,10 @@ cudaError_t launch_topk(const TopkParams& p, cudaStream_t stream) {
   if (wanted > kTopkMaxSelected || p.size > kTopkMaxSize) return cudaErrorInvalidValue;
   if (p.rows > INT32_MAX / kMaxRanks) return cudaErrorInvalidValue;
   if (topk::fits<topk::Resident>(p)) return topk::launch_resident<topk::Resident>(p, stream);
-  int sms = 0;
-  if (cudaError_t e = processor_count(&sms); e != cudaSuccess) return e;
+  Device device;
+  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
 
-  const int64_t resident = int64_t{sms} * topk::Wide::kBlocksPerSm;
+  const int64_t resident = int64_t{device.processors} * topk::Wide::kBlocksPerSm;
   int ranks = 1;
   while (ranks < kMaxRanks && p.rows * ranks * 2 <= resident && p.size >= 2 * ranks * kMinPart) {
     ranks *= 2;

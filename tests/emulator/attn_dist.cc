@@ -1,7 +1,7 @@
 // The attn_dist kernel on the emulator, against float64.
 #include <climits>
 
-#include "attn_dist/fwd.cuh"
+#include "attn_dist/fwd.cu"
 
 namespace {
 
@@ -123,7 +123,7 @@ std::vector<double> expected(const Problem& x) {
   return out;
 }
 
-std::vector<float> run(const Problem& x, int blocks, const emulator::Options& options) {
+std::vector<float> run(const Problem& x, int processors, const emulator::Options& options) {
   const Case& c = x.c;
   std::vector<float> out(int64_t{c.batch} * (c.heads / c.head_group) * c.queries * c.slots, NAN);
   AttnDistFwdParams p = {};
@@ -136,9 +136,8 @@ std::vector<float> run(const Problem& x, int blocks, const emulator::Options& op
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
   p.groups = c.groups, p.head_group = c.head_group, p.slots = c.slots, p.dim = c.dim;
   p.scale = x.scale;
-  emulator::launch(blocks, attn_dist::kThreads, options, [&] {
-    c.dim == 576 ? attn_dist::fwd_kernel<576>(p) : attn_dist::fwd_kernel<512>(p);
-  });
+  emulator::machine.options = options, emulator::machine.processors = processors;
+  emulator::require(launch_attn_dist_fwd(p, nullptr));
   return out;
 }
 

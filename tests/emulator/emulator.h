@@ -1,7 +1,7 @@
 // Runs CUDA kernels on the CPU, block by block of cooperating fibers, so that their logic can be
 // tested where there is no GPU: barriers, pipelines, swizzled layouts, wgmma. The headers in
-// common/ beside this file take the place of those in cuda/common/; a kernel that reaches the
-// hardware only through them compiles unchanged.
+// common/ beside this file take the place of those in cuda/common/; a kernel and a launcher that
+// reach the hardware only through them compile unchanged.
 //
 // Asynchronous work happens either as early or as late as the program allows, wgmma by
 // `Options::late_wgmma`, copies by `Options::late_copies`, each warp for itself: what a missing
@@ -103,7 +103,8 @@ struct Block {
 };
 
 struct Machine {
-  Options options;
+  Options options;     // of the launches to come
+  int processors = 2;  // multiprocessors, with a block each
   std::mt19937_64 random;
   jmp_buf scheduler;
   Fiber* current = nullptr;
@@ -119,6 +120,10 @@ inline Machine machine;
   printf("emulator: %s\n", what);
   fflush(stdout);
   abort();
+}
+
+inline void require(cudaError_t status) {
+  if (status != cudaSuccess) fail("a launcher refused");
 }
 
 // ---- fibers ------------------------------------------------------------------------------------
@@ -211,9 +216,8 @@ inline void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks) {
 
 // Runs `blocks` blocks of a larger grid, from `first` on, at the same time.
 inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads,
-                const Options& options, std::function<void()> kernel) {
-  machine.options = options;
-  machine.random.seed(options.seed);
+                size_t shared_bytes, std::function<void()> kernel) {
+  machine.random.seed(machine.options.seed);
   machine.threads = threads;
   machine.blocks = grid;
   machine.kernel = std::move(kernel);
@@ -289,19 +293,22 @@ inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads
     for (const Fiber& f : block->fibers) {
       if (!f.open.empty()) fail("wgmma without a commit");
     }
+    for (size_t i = shared_bytes; i < kSharedBytes; ++i) {
+      if (block->shared[i] != 0xff) fail("a block wrote past its shared memory");
+    }
   }
 }
 
-// Runs `kernel` in `blocks` blocks at the same time.
-inline void launch(unsigned blocks, unsigned threads, const Options& options,
+// Runs `kernel` in `blocks` blocks at the same time, with so much dynamic shared memory each.
+inline void launch(unsigned blocks, unsigned threads, size_t shared_bytes,
                    std::function<void()> kernel) {
-  run(0, blocks, blocks, threads, options, std::move(kernel));
+  run(0, blocks, blocks, threads, shared_bytes, std::move(kernel));
 }
 
 // One block after the other, of a kernel whose blocks know nothing of each other.
-inline void launch_in_turn(unsigned blocks, unsigned threads, const Options& options,
+inline void launch_in_turn(unsigned blocks, unsigned threads, size_t shared_bytes,
                            const std::function<void()>& kernel) {
-  for (unsigned b = 0; b < blocks; ++b) run(b, 1, blocks, threads, options, kernel);
+  for (unsigned b = 0; b < blocks; ++b) run(b, 1, blocks, threads, shared_bytes, kernel);
 }
 
 // ---- collectives of a warp ---------------------------------------------------------------------
@@ -554,11 +561,6 @@ T __shfl_sync(unsigned, T value, int lane, int width = 32) {
   bits = emulator::exchange(bits)[first + lane % width];
   memcpy(&value, &bits, sizeof(T));
   return value;
-}
-template <typename T>
-T __shfl_up_sync(unsigned, T value, int step) {
-  const int lane = emulator::self().thread % 32;
-  return __shfl_sync(~0u, value, lane < step ? lane : lane - step);
 }
 inline unsigned __ballot_sync(unsigned, bool value) {
   const uint64_t* all = emulator::exchange(value);

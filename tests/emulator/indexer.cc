@@ -2,7 +2,7 @@
 #include <climits>
 #include <string>
 
-#include "indexer/fwd.cuh"
+#include "indexer/launch.cuh"
 
 namespace {
 
@@ -83,14 +83,8 @@ void run(const Case& c, const emulator::Options& options) {
     p.page_table = table.data(), p.pools = 1, p.pages = pages;
     p.pages_per_request = per_request, p.page_size = kTile;
   }
-  constexpr int kRowElements = Tr::kRowBytes / Tr::kElementBytes;
-  const CUtensorMap q_map =
-      tensor_map(Tr::kElementBytes, p.q, {kChannels, c.heads, c.queries, c.batch},
-                 {kRowElements, kHeads, Tr::kOwnQueries, 1});
-  const int k_rows = kPaged ? pages * kTile : c.keys, k_entries = kPaged ? 1 : c.batch;
-  const CUtensorMap k_map = tensor_map(Tr::kElementBytes, p.k, {kChannels, k_rows, k_entries, 1},
-                                       {kRowElements, kTile, 1, 1});
-  emulator::launch(2, Tr::kThreads, options, [&] { indexer::fwd_kernel<Tr>(p, q_map, k_map); });
+  emulator::machine.options = options;
+  emulator::require(indexer::launch<Tr>(p, nullptr));
 
   double worst = 0, top = 0;
   for (int64_t t = 0; t < tokens; ++t) {

@@ -3,8 +3,7 @@
 #include <climits>
 #include <string>
 
-#include "indexer/bwd_keys.cuh"
-#include "indexer/bwd_queries.cuh"
+#include "indexer/bwd.cu"
 
 namespace {
 
@@ -18,7 +17,6 @@ struct Case {
   int batch, queries, keys, heads, channels, slots;
   Mode mode = kDistinct;
   bool scale = false, relu = true;
-  int parts = 1;
 };
 
 struct Problem {
@@ -141,7 +139,7 @@ struct Error {
 
 int failures = 0;
 
-template <int kC, int kWindow>
+template <int kWindow>
 void run(const Case& c, const emulator::Options& options) {
   const Problem x = make(c, options.seed);
   const int64_t tokens = int64_t{c.batch} * c.queries, keys = int64_t{c.batch} * c.keys;
@@ -157,13 +155,8 @@ void run(const Case& c, const emulator::Options& options) {
   p.gates = gates.data();
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.slots = c.slots;
   p.heads = c.heads, p.channels = c.channels, p.relu = c.relu;
-  emulator::launch(2, indexer_bwd::kQueryThreads, options,
-                   [&] { indexer_bwd::queries_kernel<kC>(p); });
-  emulator::launch(2, indexer_bwd::kKeyThreads, options,
-                   [&] { indexer_bwd::keys_kernel<kC, kWindow>(p, c.parts); });
-  if (c.scale) {
-    emulator::launch((keys + 7) / 8, 256, options, [&] { indexer_bwd::scale_kernel(p); });
-  }
+  emulator::machine.options = options;
+  emulator::require(launch_windows<kWindow>(p, nullptr));
   const Gradients want = reference(x);
   Error dq_error, dw_error, dk_error, dk_scale_error;
   dq_error.add(dq, want.dq, 1. / 256);
@@ -189,7 +182,7 @@ const Case kCases[] = {
     {"groups", 2, 11, 300, 40, 128, 90},
     {"same keys", 1, 8, 200, 64, 128, 70, kSame},
     {"anything", 1, 9, 60, 33, 64, 50, kAnything, true},
-    {"no relu", 1, 9, 150, 17, 32, 80, kDistinct, true, false, 2},
+    {"no relu", 1, 9, 150, 17, 32, 80, kDistinct, true, false},
     {"no slots", 1, 3, 10, 16, 64, 0},
 };
 
@@ -198,7 +191,7 @@ const Case kCases[] = {
 int main(int argc, char** argv) {
   for (const Case& c : kCases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) {
-      c.channels == 128 ? run<128, 128>(c, options) : run<64, 64>(c, options);
+      c.channels == 128 ? run<128>(c, options) : run<64>(c, options);
     }
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);

@@ -1,10 +1,6 @@
 // The sparse MLA kernels on the emulator, against float64.
-#include "sparse_mla/bwd.cuh"
-#include "sparse_mla/bwd_order.cuh"
-#include "sparse_mla/bwd_pack.cuh"
-#include "sparse_mla/fwd.cuh"
-#include "sparse_mla/fwd_few.cuh"
-#include "sparse_mla/sum_rows.cuh"
+#include "sparse_mla/bwd.cu"
+#include "sparse_mla/fwd.cu"
 #include "sparse_mla_problem.h"
 
 namespace {
@@ -39,16 +35,8 @@ void forward(const Case& c, const emulator::Options& options) {
   p.out = out.data(), p.lse = lse.data();
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
   p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
-  const auto run = [&]<int kD>() {
-    const int heads = c.heads / c.groups;
-    const int threads = heads <= 32 ? sparse_mla::kFewThreads : sparse_mla::kThreads;
-    emulator::launch(2, threads, options, [&] {
-      heads <= 16   ? sparse_mla::fwd_few_kernel<kD, 16>(p)
-      : heads <= 32 ? sparse_mla::fwd_few_kernel<kD, 32>(p)
-                    : sparse_mla::fwd_kernel<kD>(p);
-    });
-  };
-  c.dim == 576 ? run.template operator()<576>() : run.template operator()<512>();
+  emulator::machine.options = options;
+  emulator::require(launch_sparse_mla_fwd(p, nullptr));
   Error lse_error, out_error;
   for (int64_t r = 0; r < rows; ++r) {
     const Row want = attend(x, r / c.heads, r % c.heads);
@@ -60,9 +48,9 @@ void forward(const Case& c, const emulator::Options& options) {
 
 void backward(const Case& c, const emulator::Options& options) {
   const Problem x = make(c, options.seed);
-  const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
+  const int64_t tokens = int64_t{c.batch} * c.queries;
   const Gradients want = differentiate(x, options.seed);
-  std::vector<bf16> dq(rows * c.dim, __float2bfloat16(NAN));
+  std::vector<bf16> dq(tokens * c.heads * c.dim), rows;
   std::vector<float> dkv(want.dkv.size());
   SparseMlaBwdParams p = {};
   p.q = x.q.data(), p.kv = x.kv.data(), p.indices = x.indices.data();
@@ -72,91 +60,44 @@ void backward(const Case& c, const emulator::Options& options) {
   p.dlse = want.dlse.data();
   p.dq = dq.data(), p.dkv = dkv.data();
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
-  p.count = p.batch * p.queries;
+  p.count = tokens;
   p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
   // So that few queries wrap around the ring, and few keys have windows.
   p.tickets_behind = 5, p.window_bytes = 1;
-  int shared_tiles = 0;
-  const auto run = [&]<bool kRows>() {
-    SparseMlaBwdParams unpacked = p;
-    unpacked.by_rows = kRows;
-    const int n = sparse_mla::packed_queries(unpacked);
-    SparseMlaBwdParams p = sparse_mla::packed(unpacked, n);
-    const sparse_mla::BwdWork work(p);
-    std::vector<int32_t> order(order_words(p, work) + sparse_mla::packed_words(p), -1);
-    p.order = order.data();
-    std::vector<uint32_t> counters(sparse_mla::counter_bytes(work) / 4);
-    std::vector<uint4> images(work.image_blocks() * kBlockBytes / 16);
-    memset(images.data(), 0xff, images.size() * 16);
-    p.counters = counters.data(), p.images = images.data();
-    if (n > 1) {
-      const int room = sparse_mla::order_room(c.slots);
-      int32_t* const slots = sparse_mla::packed_slots(p, work);
-      int32_t* const lengths = slots + p.count * p.slots;
-      emulator::launch_in_turn(p.count, sparse_mla::kOrderThreads, options,
-                               [&] { sparse_mla::pack_kernel(unpacked, n, room, slots, lengths); });
-      p.indices = slots, p.topk_length = lengths;
+  const auto check = [&](const char* what, auto place) {
+    std::fill(dq.begin(), dq.end(), __float2bfloat16(NAN));
+    std::fill(dkv.begin(), dkv.end(), NAN);
+    std::vector<uint32_t> counters(sparse_mla_bwd_counter_bytes(p) / 4, ~0u);
+    std::vector<uint4> images(sparse_mla_bwd_image_bytes(p) / 16, {~0u, ~0u, ~0u, ~0u});
+    std::vector<int32_t> order(sparse_mla_bwd_order_bytes(p) / 4, -1);
+    p.counters = counters.data(), p.images = images.data(), p.order = order.data();
+    emulator::machine.options = options;
+    emulator::require(launch_sparse_mla_bwd(p, nullptr));
+    Error dq_error, dkv_error;
+    for (size_t i = 0; i < dq.size(); ++i) dq_error.add(__bfloat162float(dq[i]), want.dq[i]);
+    for (size_t i = 0; i < dkv.size(); ++i) {
+      const int column = i % c.dim;
+      dkv_error.add(dkv[i - column + place(column)], want.dkv[i]);
     }
-    if (work.shares(p)) {
-      const int room = sparse_mla::order_room(p.slots);
-      emulator::launch_in_turn(work.steps, sparse_mla::kOrderThreads, options,
-                               [&] { sparse_mla::order_kernel(p, work, room); });
-      p.indices = p.order;
-      for (int64_t i = 0; i < work.steps; ++i) shared_tiles += common_tiles(p, work)[i];
-    } else {
-      p.order = nullptr;
+    int shared_tiles = 0;
+    const SparseMlaBwdParams one = packed(p);
+    const sparse_mla::BwdWork work(one);
+    for (int i = 0; work.shares(one) && i < work.steps; ++i) {
+      shared_tiles += common_tiles(one, work)[i];
     }
-    const auto kernel = [&]<int kD>() {
-      emulator::launch(2, sparse_mla::kThreads, options, [&] {
-        if constexpr (!kRows) {
-          if (n > 1) return sparse_mla::bwd_kernel<kD, false, true>(p, work);
-        }
-        sparse_mla::bwd_kernel<kD, kRows, false>(p, work);
-      });
-    };
-    c.dim == 576 ? kernel.template operator()<576>() : kernel.template operator()<512>();
+    const bool enough = p.by_rows || shared_tiles >= c.shared_tiles;
+    report(what, c, options, dq_error.good(2e-2) && dkv_error.good(2e-2) && enough,
+           {dq_error, dkv_error});
   };
-  run.template operator()<false>();
-  Error dq_error, dkv_error;
-  for (size_t i = 0; i < dq.size(); ++i) dq_error.add(__bfloat162float(dq[i]), want.dq[i]);
-  for (size_t i = 0; i < dkv.size(); ++i) {
-    const int column = i % c.dim;
-    dkv_error.add(dkv[i - column + sparse_mla_dkv_place(column)], want.dkv[i]);
-  }
-  report("bwd", c, options,
-         dq_error.good(2e-2) && dkv_error.good(2e-2) && shared_tiles >= c.shared_tiles,
-         {dq_error, dkv_error});
+  check("bwd", sparse_mla_dkv_place);
 
   // The same by rows of two queries at a time, which are summed afterwards.
-  std::fill(dkv.begin(), dkv.end(), 0.f);
-  std::fill(dq.begin(), dq.end(), __float2bfloat16(NAN));
-  const int64_t tokens = p.count, keys = int64_t{c.batch} * c.keys * c.groups, at_once = 2;
-  const RowOrder of_rows = order_rows(x, at_once);
-  const int64_t query_rows = tokens ? of_rows.order.size() / tokens : 0;
-  std::vector<bf16> summands(at_once * query_rows * c.dim);
-  p.rows = summands.data();
-  for (p.first = 0; p.first < tokens; p.first += at_once) {
-    p.count = std::min(at_once, tokens - p.first);
-    std::fill(summands.begin(), summands.end(), __float2bfloat16(NAN));
-    run.template operator()<true>();
-    const sparse_mla::SumRowsParams sum = {
-        .rows = summands.data(),
-        .order = of_rows.order.data() + p.first * query_rows,
-        .key = of_rows.key.data() + p.first * query_rows,
-        .dkv = dkv.data(),
-        .first_key = p.first / at_once * (keys + 1),
-        .keys = keys,
-        .row_count = static_cast<int>(p.count * query_rows),
-    };
-    const int block = sparse_mla::kSumKeys;
-    emulator::launch_in_turn((keys + block - 1) / block, block * c.dim / 8, options, [&] {
-      c.dim == 576 ? sparse_mla::sum_rows_kernel<576>(sum) : sparse_mla::sum_rows_kernel<512>(sum);
-    });
-  }
-  dq_error = dkv_error = {};
-  for (size_t i = 0; i < dq.size(); ++i) dq_error.add(__bfloat162float(dq[i]), want.dq[i]);
-  for (size_t i = 0; i < dkv.size(); ++i) dkv_error.add(dkv[i], want.dkv[i]);
-  report("rows", c, options, dq_error.good(2e-2) && dkv_error.good(2e-2), {dq_error, dkv_error});
+  p.by_rows = true;
+  p.count = std::min<int64_t>(tokens, 2);
+  const RowOrder of_rows = order_rows(x, p.count);
+  rows.assign(p.count * sparse_mla_bwd_query_rows(p) * c.dim, __float2bfloat16(NAN));
+  p.rows = rows.data(), p.row_order = of_rows.order.data(), p.row_key = of_rows.key.data();
+  check("rows", [](int column) { return column; });
 }
 
 const Case kCases[] = {

@@ -1,6 +1,6 @@
 // The sparse MLA decode kernels on the emulator, against float64.
 #include "emulator.h"
-#include "sparse_mla/decode.cuh"
+#include "sparse_mla/decode.cu"
 #include "sparse_mla_cache.h"
 
 namespace {
@@ -15,15 +15,6 @@ struct DecodeCase {
 };
 
 int failures = 0;
-
-template <typename Params>
-void attend_parts(const Params& p, const emulator::Options& options) {
-  emulator::launch(3, sparse_mla::kThreads, options, [&] {
-    p.records      ? sparse_mla::decode_kernel<576, true>(p)
-    : p.dim == 576 ? sparse_mla::decode_kernel<576, false>(p)
-                   : sparse_mla::decode_kernel<512, false>(p);
-  });
-}
 
 void run(const DecodeCase& tried, const emulator::Options& options) {
   const Case& c = tried.c;
@@ -44,15 +35,8 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
   p.page_table = tried.layout.page_size > 0 ? cache.page_table.data() : nullptr;
   p.out = out.data(), p.lse = lse.data();
   p.partial = reinterpret_cast<float*>(partial.data()), p.partial_lse = partial_lse.data();
-  if (tried.splits == 1) {
-    attend_parts(sparse_mla::Decode(p), options);
-  } else {
-    const sparse_mla::SplitDecode split(p);
-    attend_parts(split, options);
-    emulator::launch_in_turn(items * sparse_mla::merge_strips(split) * sparse_mla::kMergeBlocks,
-                             sparse_mla::kMergeThreads, options,
-                             [&] { sparse_mla::merge_kernel(split); });
-  }
+  emulator::machine.options = options, emulator::machine.processors = 3;
+  emulator::require(launch_sparse_mla_decode(p, nullptr));
   Error lse_error, out_error;
   for (int64_t r = 0; r < rows; ++r) {
     const Row want = attend(x, r / c.heads, r % c.heads);

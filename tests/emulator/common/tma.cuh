@@ -1,23 +1,17 @@
 // cuda/common/tma.cuh for the emulator: a tensor map is what it was encoded from.
 #pragma once
 
+#include <cuda.h>
+
 #include "common/ptx.cuh"
+#include "common/tensor_box.h"
 
 namespace jax_dsa {
 
-struct CUtensorMap {
-  const uint8_t* base;
-  int64_t dims[4];
-  int box[4];
-  int element_bytes;
-};
-
-// Dimensions beyond the tensor's are 1.
-inline CUtensorMap tensor_map(int element_bytes, const void* base, const int64_t (&dims)[4],
-                              const int (&box)[4]) {
-  CUtensorMap map = {static_cast<const uint8_t*>(base), {}, {}, element_bytes};
-  for (int i = 0; i < 4; ++i) map.dims[i] = dims[i], map.box[i] = box[i];
-  return map;
+inline cudaError_t encode_tensor_map(CUtensorMap* map, CUtensorMapDataType, const TensorBox& x) {
+  static_assert(sizeof x <= sizeof *map);
+  memcpy(map, &x, sizeof x);
+  return cudaSuccess;
 }
 
 inline void tma_prefetch_map(const CUtensorMap*) {}
@@ -26,21 +20,29 @@ inline void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int x,
                      int w = 0) {
   const uint32_t start = emulator::shared_offset(to);
   uint8_t* shared = emulator::self().block->shared;
-  const int row = map->box[0] * map->element_bytes;
-  const int mode = row == 128 ? 1 : row == 64 ? 2 : 3;
+  TensorBox tensor;
+  memcpy(&tensor, map, sizeof tensor);
+  const int row = tensor.row_bytes, mode = row == 128 ? 1 : row == 64 ? 2 : 3;
+  if (row != 128 && row != 64 && row != 32) emulator::fail("a TMA box of a wrong width");
   if (start % (8 * row)) emulator::fail("a misaligned TMA copy");
-  emulator::later([=, map = *map] {
+  emulator::later([=] {
     uint32_t bytes = 0;
-    for (int d = 0; d < map.box[3]; ++d) {
-      for (int c = 0; c < map.box[2]; ++c) {
-        for (int b = 0; b < map.box[1]; ++b) {
-          const bool there = y + b < map.dims[1] && z + c < map.dims[2] && w + d < map.dims[3];
-          const int64_t from =
-              (((w + d) * map.dims[2] + z + c) * map.dims[1] + y + b) * map.dims[0] + x;
+    const uint64_t at[] = {0, uint64_t(y), uint64_t(z), uint64_t(w)};
+    const auto size = [&](int i) { return i < tensor.rank ? tensor.box[i] : 1; };
+    for (uint32_t d = 0; d < size(3); ++d) {
+      for (uint32_t c = 0; c < size(2); ++c) {
+        for (uint32_t b = 0; b < size(1); ++b) {
+          const uint64_t place[] = {0, at[1] + b, at[2] + c, at[3] + d};
+          bool there = true;
+          uint64_t from = uint64_t(x) * tensor.element_bytes;
+          for (int i = 1; i < tensor.rank; ++i) {
+            there &= place[i] < tensor.extents[i];
+            from += place[i] * tensor.strides[i - 1];
+          }
           for (int i = 0; i < row; ++i, ++bytes) {
-            const bool inside = there && x + i / map.element_bytes < map.dims[0];
+            const bool inside = there && x + i / tensor.element_bytes < int64_t(tensor.extents[0]);
             shared[emulator::swizzled(start + bytes, mode)] =
-                inside ? map.base[from * map.element_bytes + i] : 0;
+                inside ? static_cast<const uint8_t*>(tensor.base)[from + i] : 0;
           }
         }
       }
