@@ -32,6 +32,7 @@
 #pragma once
 
 #include "attn_dist/fwd_plan.cuh"
+#include "common/limits.h"
 #include "common/ptx.cuh"
 #include "common/wgmma.cuh"
 
@@ -292,6 +293,8 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
 template <int kD>
 __global__ void __launch_bounds__(kThreads, 1)
     fwd_kernel(const __grid_constant__ AttnDistFwdParams p) {
+  constexpr int kConsumer = 216, kProducer = 72;
+  static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<Shared<kD>>();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
@@ -304,10 +307,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup < 2) {
-    raise_registers<216>();
+    raise_registers<kConsumer>();
     consume<kD>(p, shared, warpgroup);
   } else {
-    lower_registers<72>();
+    lower_registers<kProducer>();
     produce<kD>(p, shared);
   }
 }

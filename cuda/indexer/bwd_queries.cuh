@@ -29,6 +29,7 @@
 #include <cuda_bf16.h>
 
 #include "common/gather.cuh"
+#include "common/limits.h"
 #include "common/ptx.cuh"
 #include "common/ring.cuh"
 #include "common/types.h"
@@ -299,6 +300,8 @@ __device__ void multiply(const IndexerBwdParams& p, QueryShared<kC>& shared) {
 template <int kC>
 __global__ void __launch_bounds__(kQueryThreads, 1)
     queries_kernel(const __grid_constant__ IndexerBwdParams p) {
+  constexpr int kConsumer = 208, kProducer = 88;
+  static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<QueryShared<kC>>();
   if (threadIdx.x == 0) {
     for (int side = 0; side < 2; ++side) {
@@ -314,13 +317,13 @@ __global__ void __launch_bounds__(kQueryThreads, 1)
   __syncthreads();
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
-    raise_registers<208>();
+    raise_registers<kConsumer>();
     multiply<kC, 0>(p, shared);
   } else if (warpgroup == 1) {
-    raise_registers<208>();
+    raise_registers<kConsumer>();
     multiply<kC, 1>(p, shared);
   } else {
-    lower_registers<88>();
+    lower_registers<kProducer>();
     gather<kC>(p, shared);
   }
 }

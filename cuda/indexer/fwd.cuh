@@ -26,6 +26,7 @@
 
 #include <climits>
 
+#include "common/limits.h"
 #include "common/ptx.cuh"
 #include "common/ring.cuh"
 #include "common/tma.cuh"
@@ -63,10 +64,7 @@ struct Traits {
   static constexpr int kMathThreads = kWarpgroups * 128, kThreads = kMathThreads + 128;
   static constexpr int kMathRegisters = kWarpgroups == 2 ? 224 : 112;
   static constexpr int kOtherRegisters = kWarpgroups == 2 ? 56 : 32;
-  // Registers move within what the block was launched with; asking for more waits for ever.
-  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static_assert(kMathRegisters * kWarpgroups + kOtherRegisters <=
-                kLaunchRegisters * (kWarpgroups + 1));
+  static_assert(registers_fit(1, kWarpgroups, kMathRegisters, kOtherRegisters));
   static constexpr int kFillWarps = 3;
   static_assert(kQueries <= 32 && kOwnQueries >= 2);
 };

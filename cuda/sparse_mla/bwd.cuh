@@ -29,6 +29,7 @@
 // q and dout of any item come while the item before is at its end.
 #pragma once
 
+#include "common/limits.h"
 #include "sparse_mla/bwd_keys.cuh"
 #include "sparse_mla/bwd_queries.cuh"
 
@@ -37,6 +38,8 @@ namespace jax_dsa::sparse_mla {
 template <int kD, bool kRows, bool kPacked>
 __global__ void __launch_bounds__(kThreads, 1)
     bwd_kernel(const __grid_constant__ SparseMlaBwdParams p, const __grid_constant__ BwdWork work) {
+  constexpr int kConsumer = 224, kProducer = 56;
+  static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<BwdShared<kD>>();
   constexpr int kBlocks = kD / 64;
   if (threadIdx.x == 0) {
@@ -64,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // the queries' kind when the last scores are made. What goes where this item still reads waits
   // until it is over.
   if (warpgroup == 2) {
-    lower_registers<56>();
+    lower_registers<kProducer>();
     uint32_t queries_parity = 0;
     bool queries = false;
     for (uint32_t n = 0;; ++n) {
@@ -90,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       queries = !item.keys;
     }
   }
-  raise_registers<224>();
+  raise_registers<kConsumer>();
   for (uint32_t n = 0;; ++n) {
     fence_async_proxy();  // what ordinary accesses touched may next be the target of a copy
     __syncwarp();

@@ -13,6 +13,7 @@
 // columns. Parts are summed in order, so results are the same on every run.
 #pragma once
 
+#include "common/limits.h"
 #include "sparse_mla/decode_plan.cuh"
 #include "sparse_mla/decode_producer.cuh"
 #include "sparse_mla/fwd.cuh"
@@ -59,6 +60,7 @@ __device__ __forceinline__ void write_results(const SplitDecode& p, int number,
 template <int kD, bool kRecords, typename Params>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ Params p) {
   constexpr int kConsumer = kRecords ? 208 : 216, kProducer = kRecords ? 88 : 72;
+  static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<Shared<kD>>();
   initialise(shared);
   const int warpgroup = threadIdx.x / 128;

@@ -31,6 +31,7 @@
 // before the others with the ninth block.
 #pragma once
 
+#include "common/limits.h"
 #include "common/wgmma.cuh"
 #include "sparse_mla/fwd_plan.cuh"
 #include "sparse_mla/fwd_producer.cuh"
@@ -281,17 +282,19 @@ __device__ void initialise(Shared<kD>& shared) {
 template <int kD>
 __global__ void __launch_bounds__(kThreads, 1)
     fwd_kernel(const __grid_constant__ SparseMlaFwdParams p) {
+  constexpr int kConsumer = 216, kProducer = 72;
+  static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<Shared<kD>>();
   initialise(shared);
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
-    raise_registers<216>();
+    raise_registers<kConsumer>();
     consume<kD, 0>(p, shared);
   } else if (warpgroup == 1) {
-    raise_registers<216>();
+    raise_registers<kConsumer>();
     consume<kD, 1>(p, shared);
   } else {
-    lower_registers<72>();
+    lower_registers<kProducer>();
     produce<kD>(p, shared);
   }
 }

@@ -20,6 +20,7 @@
 // four warps must agree on it; they do so where they wait for each other's P anyway.
 #pragma once
 
+#include "common/limits.h"
 #include "common/ring.cuh"
 #include "common/wgmma.cuh"
 #include "sparse_mla/fwd_plan.cuh"
@@ -370,6 +371,8 @@ __device__ void produce_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
 template <int kD, int kN>
 __global__ void __launch_bounds__(kFewThreads, kFewBlocks)
     fwd_few_kernel(const __grid_constant__ SparseMlaFwdParams p) {
+  constexpr int kConsumer = 192, kProducer = 64;
+  static_assert(registers_fit(kFewBlocks, 1, kConsumer, kProducer));
   auto& shared = dynamic_shared<FewShared<kD, kN>>();
   if (threadIdx.x == 0) {
     mbarrier_init(&shared.q_full, 128 + 1);
@@ -381,10 +384,10 @@ __global__ void __launch_bounds__(kFewThreads, kFewBlocks)
   }
   __syncthreads();
   if (threadIdx.x / 128 == 0) {
-    raise_registers<192>();
+    raise_registers<kConsumer>();
     consume_few<kD, kN>(p, shared);
   } else {
-    lower_registers<64>();
+    lower_registers<kProducer>();
     produce_few<kD, kN>(p, shared);
   }
 }
