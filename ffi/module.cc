@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include "common/limits.h"
 #include "ffi/targets.h"
 #include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sparse_mla_decode.h"
@@ -30,10 +31,10 @@ nb::dict targets() {
   return out;
 }
 
-// Asked while tracing, maybe on a machine without a GPU: as for the 132 multiprocessors of an H100
-// or H200.
+// The most parts that decode may make, which sizes its workspace. Asked while tracing, maybe on a
+// machine without a GPU; the handler makes fewer on a device with fewer multiprocessors.
 int sparse_mla_decode_splits(int64_t items, int slots) {
-  return jax_dsa::sparse_mla_decode_splits(items, slots, 132);
+  return jax_dsa::sparse_mla_decode_splits(items, slots, jax_dsa::kMostProcessors);
 }
 
 // Bytes of the backward pass's counters, images and order, for `count` queries at a time.

@@ -2,8 +2,10 @@
 
 #include "sparse_mla/sparse_mla_decode.h"
 
+#include <algorithm>
 #include <limits>
 
+#include "common/device.h"
 #include "ffi/common.h"
 #include "ffi/sparse_mla_operands.h"
 #include "ffi/targets.h"
@@ -16,6 +18,7 @@ namespace {
 // K], ends [B, T]?, topk_length [B, T]?, sinks [B, N]?, page_table [B, M]?
 // -> out [B, T, N, 512], lse [B, T, N], and if splits > 1 the workspace partial
 //    [B * T * G * ceil(N / G / 64), splits, 64, 512] and partial_lse, the same without 512
+// `splits` is the most parts there may be; a device with few multiprocessors gets fewer.
 ffi::Error sparse_mla_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::AnyBuffer kv,
                              ffi::Buffer<ffi::S32> indices, ffi::AnyBuffer ends,
                              ffi::AnyBuffer topk_length, ffi::AnyBuffer sinks,
@@ -40,7 +43,6 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi:
   const int64_t batch = params.batch, queries = params.queries, rows = params.keys;
   params.batch_rows = shared ? 0 : rows;
   params.records = records;
-  params.splits = splits;
   if (paged) {
     constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
     const int64_t page_slots = page_table.dimensions()[1];
@@ -54,6 +56,7 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi:
     params.page_slots = static_cast<int>(page_slots);
     params.keys = page_slots * page_size;
   }
+  params.splits = 1;
   if (splits > 1) {
     if (workspace.size() != 2) return invalid_argument(kOp, "wants a workspace of two arrays");
     const auto partial = workspace.get<ffi::Buffer<ffi::F32>>(0);
@@ -68,6 +71,10 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi:
         check_shape(kOp, "partial_lse", y->dimensions(), {}, {items, splits, 64}));
     params.partial = x->typed_data();
     params.partial_lse = y->typed_data();
+    Device device;
+    if (cudaError_t e = current_device(&device); e != cudaSuccess) return launch_status(kOp, e);
+    params.splits =
+        std::min(splits, sparse_mla_decode_splits(items, params.slots, device.processors));
   }
   return launch_status(kOp, launch_sparse_mla_decode(params, stream));
 }

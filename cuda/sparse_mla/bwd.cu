@@ -24,7 +24,9 @@ cudaError_t launch(const SparseMlaBwdParams& p, const sparse_mla::BwdWork& work,
 cudaError_t launch_part(const SparseMlaBwdParams& unpacked, cudaStream_t stream) {
   const int n = sparse_mla::packed_queries(unpacked);
   SparseMlaBwdParams p = sparse_mla::packed(unpacked, n);
-  const sparse_mla::BwdWork work(p);
+  Device device;
+  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  const sparse_mla::BwdWork work(p, device);
   if (work.tickets > INT32_MAX - 4096) return cudaErrorInvalidValue;
   if (cudaError_t e = clear(p.counters, sparse_mla::counter_bytes(work), stream);
       e != cudaSuccess) {

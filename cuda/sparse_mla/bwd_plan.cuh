@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/device.h"
 #include "common/gather.cuh"
+#include "common/limits.h"
 #include "common/types.h"
 #include "sparse_mla/fwd_plan.cuh"
 #include "sparse_mla/sparse_mla.h"
@@ -33,6 +35,20 @@ struct BwdCounters {
   uint32_t read;     // items of the keys' kind that have read them
 };
 
+// Work is given out in tickets. An item that reads P and dS comes about so many after the one that
+// writes them. With fewer than two for each resident block readers stall; with more, only the
+// workspace grows, which is allocated before the device is known.
+inline int tickets_behind(const Device& device) {
+  return 2 * std::min(device.processors, kMostProcessors);
+}
+// Reductions go into windows of the keys of about so many bytes of dkv in turn, if there are enough
+// slots: 20 MiB are best on an H200, whose L2 has 60 and keeps P and dS, too. A smaller L2 has them
+// as long as they are two fifths of it, as of the 50 MiB of an H100.
+inline int64_t window_bytes(const Device& device) {
+  return std::min(int64_t{20} << 20, std::max<int64_t>(device.l2_bytes * 2 / 5, 1));
+}
+inline constexpr Device kLargestDevice = {kMostProcessors, int64_t{60} << 20};
+
 // Sizes of the work. A "row" is a query and group of keys, a "step" one row, or two if a row has
 // only one head tile.
 struct BwdWork {
@@ -47,7 +63,7 @@ struct BwdWork {
   int lag;         // steps that the second kind of item follows behind the first
   int ring;        // steps whose P and dS have room at the same time
 
-  explicit BwdWork(const SparseMlaBwdParams& p)
+  explicit BwdWork(const SparseMlaBwdParams& p, const Device& device = kLargestDevice)
       : rows(p.count * p.groups),
         head_tiles(std::max(1, ceil_div(p.heads / p.groups, kHeads))),
         span(head_tiles == 1 ? 2 : 1),
@@ -55,11 +71,11 @@ struct BwdWork {
         slot_tiles(ceil_div(p.slots, kTile)) {
     const int64_t steps = ceil_div(rows, int64_t{span});
     const int most = std::max(1, span * slot_tiles / kWindowTiles);
-    const int64_t fit = ceil_div(p.keys * p.groups * p.dim * 4, p.window_bytes);
+    const int64_t fit = ceil_div(p.keys * p.groups * p.dim * 4, window_bytes(device));
     windows = p.by_rows ? 1 : static_cast<int>(std::clamp<int64_t>(fit, 1, most));
     tickets = steps * per_step();
     this->steps = static_cast<int>(steps);
-    const int64_t round = ceil_div(p.tickets_behind, sources() + window_items());
+    const int64_t round = ceil_div(tickets_behind(device), sources() + window_items());
     lag = static_cast<int>(std::min(steps, round));
     ring = 2 * lag;
   }

@@ -71,12 +71,6 @@ struct SparseMlaBwdParams {
   int dim;  // 576 or 512
   float scale;
   bool by_rows;
-  // Work is given out in tickets; P and dS are read about so many after they are written.
-  // Twice as many as run at a time is enough not to wait; more takes more workspace.
-  int tickets_behind = 264;
-  // Reductions go into windows of the keys of about so many bytes of dkv in turn, if there are
-  // enough slots.
-  int64_t window_bytes = int64_t{20} << 20;
   // Where several queries are packed into one, which the launcher decides (bwd_pack.cuh): so many
   // bits below each index, one for every 8 heads, say for which of them the key is selected.
   int member_bits = 0;
@@ -90,7 +84,7 @@ constexpr int sparse_mla_dkv_place(int column) {
 
 cudaError_t launch_sparse_mla_fwd(const SparseMlaFwdParams& params, cudaStream_t stream);
 
-// Sizes of the backward pass's workspace, and how many rows a query has.
+// Sizes of the backward pass's workspace, enough for every device, and how many rows a query has.
 int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& params);
 int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& params);
 int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams& params);
