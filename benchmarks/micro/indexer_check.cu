@@ -1,6 +1,6 @@
 // Tests the indexer's forward kernels against a float64 reference, then times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o indexer_check \
-//       benchmarks/micro/indexer_check.cu cuda/indexer/*.cu
+//       benchmarks/micro/indexer_check.cu cuda/indexer/dispatch.cu cuda/indexer/fwd_*.cu
 //   ./indexer_check [test|small|bench|profile] [seed]
 // The reference runs on the GPU for every element of small cases; the CPU repeats some of it.
 #include <cuda_bf16.h>
