@@ -355,7 +355,8 @@ template <typename Tr>
 __device__ void math(const IndexerFwdParams& p, Shared<Tr>& shared) {
   constexpr int kOwn = Tr::kOwnQueries;
   const int warp = threadIdx.x / 32 % 4, group = uniform(static_cast<int>(threadIdx.x / 128));
-  const int lane = __shfl_sync(~0u, threadIdx.x % 32, threadIdx.x % 32);  // kept, as `uniform` is
+  // A shuffle with itself hides the value from ptxas, which would recompute it at every use.
+  const int lane = __shfl_sync(~0u, threadIdx.x % 32, threadIdx.x % 32);
   const int own_row = warp * 16 + lane / 4 + lane % 2 * 8, own_query = lane / 2 % 2;
   const int keys = static_cast<int>(p.keys);
   const uint64_t q =

@@ -6,20 +6,31 @@
 // dq gathers per query and keeps what belongs to 64 heads; dkv scatters, and the fewer reductions
 // into global memory the better, so it wants all heads at once. Both do not fit one block. So there
 // are two kinds of work items, which run side by side on different multiprocessors, the first bound
-// by the tensor cores, the second by the reductions:
-//   queries' kind (bwd_queries.cuh): 64 heads of a query: P, dS and dq; P and dS go to memory
-//   keys' kind (bwd_keys.cuh): 128 heads of a query, half of the columns: dkv
-// A query of up to 64 heads makes a step together with its neighbour: the second kind of item has
-// room for both, and the slots of keys that both select come first (bwd_order.cuh), to be reduced
-// once. Otherwise a query is a step of its own.
-// Neighbouring queries of few heads are packed into one of up to 64 heads first (bwd_pack.cuh).
-// Persistent blocks take items by tickets, in an order in which a step's items of the second kind
-// follow `lag` steps behind those of the first. An item waits only for items of lower tickets:
-// for what it reads to be written, and for the place where it writes to have been read, the P and
-// dS of `ring` steps having room. So whatever blocks are resident, all waits end.
-// Into more keys than the L2 keeps, an item of the second kind reduces one window of its step's
-// tiles, and of `lag` steps the same windows follow each other: if slots are in the order of their
-// keys, as top-k's are, those go into the same part of dkv.
+// by the tensor cores, the second by the reductions. The words:
+//   row      a query and group of keys
+//   step     two neighbouring rows of one head tile (up to 64 heads) each, or one row of more
+//   source   a head tile of a step
+//   image    P or dS of a source and a tile of 64 slots, in memory as it lies in shared memory
+//   item     what a block does at a time, of the
+//              queries' kind (bwd_queries.cuh): P, dS and dq of a source; writes its images
+//              keys' kind (bwd_keys.cuh): dkv of two sources, half of the columns, one window
+//   part     which of its step's an item is: the source; or the pair of sources and the half
+//   window   a part of a step's tiles of slots. If dkv exceeds what the L2 keeps, a step has
+//            several, and the same windows of neighbouring steps follow each other: where slots are
+//            in the order of their keys, as top-k's are, those reduce into the same part of dkv
+//   ticket   an item's number, in the order in which persistent blocks take items
+//   turn     of the tickets: the queries' kind of one step, then as many items of the keys' kind as
+//            a step has, of steps about `lag` before
+//   ring     the room for images, of 2 `lag` steps
+//   packed   neighbouring queries of few heads that are one query of up to 64 (bwd_pack.cuh)
+// The two rows of a step have the slots of keys that both select first (bwd_order.cuh), which are
+// reduced once for both. With `by_rows` nothing is reduced: sums of slots are stored (as "rows" of
+// their own) and then added in a fixed order (sum_rows.cuh). docs/design/sparse_mla.md has an
+// example in numbers.
+//
+// Deadlock-free: blocks take tickets in order, and an item waits only for its images to be written
+// or for its place in the ring to have been read, both by lower tickets. Blocks need not be
+// resident at the same time.
 //
 // Warpgroups: two that multiply, one that copies (roles at the top of each kind's file).
 // Shared memory, in blocks of 64 rows by 64 columns of bf16 (8 KiB, 128-byte swizzle; see

@@ -35,9 +35,9 @@ struct BwdCounters {
   uint32_t read;     // items of the keys' kind that have read them
 };
 
-// Work is given out in tickets. An item that reads P and dS comes about so many after the one that
-// writes them. With fewer than two for each resident block readers stall; with more, only the
-// workspace grows, which is allocated before the device is known.
+// The distance, in tickets, between the item that writes P and dS and the one that reads them.
+// Below two for each resident block readers stall; above, only the workspace grows, which is
+// allocated before the device is known.
 inline int tickets_behind(const Device& device) {
   return 2 * std::min(device.processors, kMostProcessors);
 }
@@ -49,19 +49,18 @@ inline int64_t window_bytes(const Device& device) {
 }
 inline constexpr Device kLargestDevice = {kMostProcessors, int64_t{60} << 20};
 
-// Sizes of the work. A "row" is a query and group of keys, a "step" one row, or two if a row has
-// only one head tile.
+// Sizes of the work, in the words of bwd.cuh.
 struct BwdWork {
   int64_t rows;
   int64_t tickets;
   int steps;
   int head_tiles;  // of a row
   int span;        // rows of a step
-  int pairs;       // of a step's head tiles, ceil
+  int pairs;       // of a step's sources, ceil
   int slot_tiles;  // at most, of a row
-  int windows;     // parts of a step's tiles, for items of the second kind
-  int lag;         // steps that the second kind of item follows behind the first
-  int ring;        // steps whose P and dS have room at the same time
+  int windows;     // of a step
+  int lag;         // steps that the keys' kind follows behind the queries' kind
+  int ring;        // steps whose images have room at the same time
 
   explicit BwdWork(const SparseMlaBwdParams& p, const Device& device = kLargestDevice)
       : rows(p.count * p.groups),
@@ -92,18 +91,15 @@ struct BwdWork {
   }
 };
 
-// One piece of work: of the queries' kind (P, dS and dQ of 64 heads), or of the keys' kind (dKV of
-// two head tiles, half of the columns, the tiles of a window).
 struct BwdItem {
   bool over;  // there is no more work
-  bool keys;
+  bool keys;  // which kind
   int step;
-  int part;  // head tile of the step; or 2 * pair + half
-  int window;
+  int part;    // source; or 2 * pair + half
+  int window;  // of the keys' kind
 
-  // The first kind of `lag` steps, then in turns the first kind of one step more and as many items
-  // of the second kind as a step has. Those are in order within `lag` steps: the first window of
-  // each of them, the next window of each, and so on.
+  // The queries' kind of `lag` steps, then turns. The keys' kind is in order within `lag` steps:
+  // the first window of each of them, the next window of each, and so on.
   __device__ BwdItem(const BwdWork& work, unsigned ticket)
       : over(ticket >= work.tickets), keys(false), step(0), part(0), window(0) {
     if (over) return;
@@ -114,8 +110,7 @@ struct BwdItem {
       return;
     }
     ticket -= ramp;
-    // Of a turn: its step's items of the first kind, while there are any; then its share of the
-    // second kind's.
+    // The last turns have the keys' kind only.
     const unsigned both = work.steps - work.lag, in_both = both * work.per_step();
     const unsigned rest = ticket - min(ticket, in_both);
     ticket -= rest;
@@ -144,7 +139,7 @@ __device__ inline BwdCounters* bwd_counters(const SparseMlaBwdParams& p) {
   return reinterpret_cast<BwdCounters*>(static_cast<uint32_t*>(p.counters) + kTicketWords);
 }
 
-// Where P and dS of a step's head tile begin.
+// Where the images of a step's source begin.
 __device__ inline char* image(const SparseMlaBwdParams& p, const BwdWork& work, int step,
                               int source) {
   const int64_t at = step % work.ring * work.sources() + source;

@@ -100,8 +100,9 @@ __device__ void consume(const Params& p, Shared<kD>& shared) {
     if (kSide == 1) named_barrier_sync<256>(kTurn);
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      // No proxy fence here (it takes 2 % of the time): a cp.async that completes on an mbarrier
-      // has reached shared memory, which is all that wgmma needs.
+      // PTX asks for a proxy fence here: cp.async is of the generic proxy, wgmma of the async one.
+      // It takes 2 % of the time. That wgmma sees copies whose mbarrier has completed is measured,
+      // not promised; all kernels here that gather by cp.async rely on it, and others' do, too.
       mbarrier_wait(&shared.key_full[kSide][part], key_parity);
       if (part == 0) valid = shared.valid[kSide].all();
       wgmma_fence();

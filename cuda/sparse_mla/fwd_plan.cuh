@@ -20,8 +20,8 @@ inline constexpr float kLazyMargin = 8.f;
 enum NamedBarrier {
   kEvenReady = 1,  // P and the references of an even tile are in shared memory
   kOddReady,       // ... of an odd tile
-  kTurn,           // an even tile's scores are under way. The odd tile's come second, so that each
-                   // softmax has the other tile's scores or products beside it.
+  kTurn,           // the even warpgroup has issued its scores; the odd one may issue its own
+                   // (staggers the softmaxes)
   kEvenScored,     // the even tile's scores have used its keys; an odd tile's: the next number
 };
 
