@@ -62,6 +62,7 @@ const DecodeCase kCases[] = {
     {{"D 512, groups, sharp", 1, 2, 70, 6, 3, 512, 200, false, true, false, 1, 12.f}, {}, 2},
     {{"more parts than tiles", 1, 1, 70, 70, 1, 512, 70, false, false, false, 1}, {}, 5},
     {{"no slots", 1, 2, 10, 16, 1, 576, 0}, {}, 2},
+    {{"40 parts", 1, 1, 400, 16, 1, 512, 2600, false, false, false, 1}, {}, 40},
     {{"pages", 2, 1, 91, 16, 1, 576, 400, true, true, true, 1}, {false, 7, true}, 2},
     {{"pages, whole", 2, 1, 90, 16, 2, 512, 130, true, true}, {false, 15, true}, 1},
     {{"records", 2, 2, 90, 40, 1, 576, 331, true, true, true, 2}, {true}, 1},
