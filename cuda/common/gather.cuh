@@ -10,9 +10,7 @@
 
 namespace jax_dsa {
 
-// One row of indices. (Of packed queries, indices shifted and members below them, see
-// sparse_mla/bwd_pack.cuh; the limit is shifted, too, so whether a slot counts is the same
-// question.)
+// One row of indices.
 struct Slots {
   const int32_t* row;
   int length;
@@ -28,7 +26,6 @@ struct Slots {
         length(p.topk_length ? min(p.slots, __ldg(p.topk_length + token)) : p.slots),
         limit(static_cast<int>(min(p.keys, int64_t{INT32_MAX}))) {
     if (p.ends) limit = min(limit, __ldg(p.ends + token));
-    if constexpr (requires { p.member_bits; }) limit <<= p.member_bits;
   }
 
   __device__ int index(int slot) const { return load_now(row + slot, slot < length, -1); }

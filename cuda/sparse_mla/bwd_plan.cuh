@@ -165,7 +165,13 @@ struct HeadTile {
   __device__ int64_t batch(const SparseMlaBwdParams& p) const {
     return static_cast<int>(token) / static_cast<int>(p.queries);
   }
-  __device__ Slots slots(const SparseMlaBwdParams& p) const { return Slots(p, token, group); }
+  // Packed indices are shifted, with members below them; with the limit shifted, too, whether a
+  // slot counts is the same question.
+  __device__ Slots slots(const SparseMlaBwdParams& p) const {
+    Slots slots(p, token, group);
+    slots.limit <<= p.member_bits;
+    return slots;
+  }
   // Of slots; by all lanes.
   __device__ int tiles(const SparseMlaBwdParams& p, int lane) const {
     return heads > 0 ? tiles_that_count(slots(p), lane) : 0;
