@@ -95,11 +95,22 @@ class Kernel:
         supports: `(options, *groups)` -> None, or the reason why the kernel cannot run this call.
             Operands have shapes and dtypes, perhaps no values; absent ones are None.
         limits: what it covers, in words: shown by `python -m jax_dsa`.
+        takes: the fields of the first group that it knows; None for all. One that it does not know
+            it would ignore.
     """
 
     run: Callable[..., Any]
     supports: Callable[..., str | None]
     limits: str
+    takes: tuple[str, ...] | None = None
+
+    def why_not(self, options: Any, *groups: Any) -> str | None:
+        """None, or the reason why it cannot run this call."""
+        given = () if self.takes is None else groups[0]._fields
+        for name in given:
+            if name not in (self.takes or ()) and getattr(groups[0], name) is not None:
+                return f"it does not take '{name}'"
+        return self.supports(options, *groups)
 
 
 def call(

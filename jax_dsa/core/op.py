@@ -37,7 +37,7 @@ def passes() -> tuple[Pass[Any, Any, Any], ...]:
 
 
 class Pass(Generic[O, P, R]):
-    """One pass of an operator, that vmaps and shards, on a CUDA kernel or on the XLA
+    """One pass of an operator. It vmaps and shards, and runs on a CUDA kernel or on the XLA
     implementation.
 
     Attributes:
@@ -79,14 +79,14 @@ class Pass(Generic[O, P, R]):
         return results(*outs)
 
     def _require_kernel(self, call: Call, options: O, groups: Any) -> None:
-        """Raises unless the kernel can run this call: who asks for an implementation gets it or an
-        error.
+        """Raises unless the kernel can run this call: a user who names an implementation gets it or
+        an error.
         """
         loaded, why = ffi.status()
         if self.kernel is None:
             why = "it has no CUDA kernel yet"
         elif loaded:
-            why = self.kernel.supports(options, *groups) or ""
+            why = self.kernel.why_not(options, *groups) or ""
         if why:
             raise NotImplementedError(
                 f"{call.op}: implementation='cuda' is not available here for the pass "
@@ -98,9 +98,7 @@ class Pass(Generic[O, P, R]):
 def _built(
     self: Pass[Any, Any, Any], call: Call, options: Any, present: tuple[bool, ...]
 ) -> Callable[..., list[Any]]:
-    """The pass for the operands that are `present`, which it takes with any number of axes in
-    front.
-    """
+    """The pass for the operands that are `present`, with any number of axes in front of theirs."""
     signature = self.signature
     kept = [i for i, p in enumerate(present) if p]
     axes = [signature.operands[i].axes_with(options) for i in kept]
@@ -109,7 +107,7 @@ def _built(
     mirrors = []  # of a gradient, which argument it belongs to, if that is shared
     for f, i in zip(fields(signature.results), signature.mirrors, strict=True):
         mine = kept.index(i) if i in kept else None
-        # That of an absent operand is absent too.
+        # The gradient of an absent operand is absent too.
         result_axes.append(f.axes_with(options) if mine is None else axes[mine])
         mirrors.append(mine if mine in shared else None)
     first_rank = len(axes[0])
@@ -146,7 +144,7 @@ def _implementation(
     kernel = self.kernel
     if call.implementation in ("xla", "plain") or kernel is None or not ffi.status()[0]:
         return xla
-    if call.implementation is None and kernel.supports(options, *groups) is not None:
+    if call.implementation is None and kernel.why_not(options, *groups) is not None:
         return xla
     cuda = functools.partial(kernel.run, options, jax.eval_shape(xla, *groups))
     if call.implementation == "cuda":

@@ -38,7 +38,7 @@ def chunk_length(total: int, bytes_per_item: int, *, budget: int | None = None) 
 def scan_chunks(
     body: Callable[..., tuple[Carry, tuple[Any, ...]]],
     carry: Carry,
-    xs: tuple[jax.Array | None, ...],
+    xs: tuple[Any, ...],
     *,
     axis: int = 1,
     chunk: int,
@@ -46,21 +46,21 @@ def scan_chunks(
     """Runs `carry, ys = body(carry, *chunks)` over consecutive chunks of `xs` along `axis`.
 
     Nothing is padded: a remainder runs as a shorter chunk of its own. `xs` and `ys` may hold None,
-        which stays None. Inside
-    `shard_map` the starting carry must vary as the body's does (`compat.match_vary`).
+    which stays None. Inside `shard_map` the starting carry must vary as the body's does
+    (`compat.match_vary`).
 
     Args:
         body: takes the carry and one chunk of each of `xs`, returns the new carry and a tuple of
             arrays.
         carry: any pytree.
-        xs: arrays of equal length along `axis`, or None.
+        xs: pytrees of arrays of equal length along `axis`.
         axis: the axis that is split, in `xs` and in the arrays that `body` returns.
         chunk: items per chunk.
 
     Returns:
         The last carry, and the chunks' results concatenated along `axis`.
     """
-    total = next(x.shape[axis] for x in xs if x is not None)
+    total = jax.tree.leaves(xs)[0].shape[axis]
     whole = total // chunk
     if total <= chunk or whole == 0:
         return body(carry, *xs)

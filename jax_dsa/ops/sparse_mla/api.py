@@ -29,6 +29,7 @@ FWD = Pass(
         cuda.sparse_mla_fwd,
         cuda.supports,
         limits="bfloat16; D 576 or 512, value_dim 512; scale > 0",
+        takes=cuda.TAKES,
     ),
 )
 BWD = Pass(
@@ -38,6 +39,7 @@ BWD = Pass(
         cuda.sparse_mla_bwd,
         cuda.supports,
         limits="bfloat16; D 576 or 512, value_dim 512; scale > 0",
+        takes=cuda.TAKES,
     ),
 )
 DECODE_FWD = Pass(
@@ -47,6 +49,7 @@ DECODE_FWD = Pass(
         cuda.sparse_mla_decode_fwd,
         cuda.decode_supports,
         limits="bfloat16, or FP8 records; D 576 (512 in bfloat16), value_dim 512; scale > 0",
+        takes=cuda.DECODE_TAKES,
     ),
 )
 DECODE_BWD = Pass("sparse_mla_decode_bwd", xla.sparse_mla_bwd)

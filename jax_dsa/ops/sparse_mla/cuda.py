@@ -18,7 +18,9 @@ from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# What the kernels cover, as in cuda/sparse_mla/sparse_mla.h.
+# What the kernels take, in their handlers' order, and cover, as in cuda/sparse_mla/sparse_mla.h.
+TAKES = ("q", "kv", "indices", "ends", "topk_length", "sinks")
+DECODE_TAKES = (*TAKES, "page_table")
 _DIMS = (576, 512)
 _VALUE_DIM = 512
 _TILE = 64  # slots of a tile, and heads
@@ -56,7 +58,7 @@ def _queries_supported(options: Options, x: Operands) -> str | None:
 
 def sparse_mla_fwd(options: Options, avals: Results, x: Operands) -> Results:
     """`xla.sparse_mla_fwd` of keys that are no pages."""
-    operands = x.q, x.kv, x.indices, x.ends, x.topk_length, x.sinks
+    operands = [getattr(x, name) for name in TAKES]
     scale = np.float32(options.scale)
     return Results(*ffi.call("jax_dsa.sparse_mla_fwd.v1", operands, avals, scale=scale))
 
@@ -74,7 +76,7 @@ def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Resu
     ]
     out, lse, *_ = ffi.call(
         "jax_dsa.sparse_mla_decode.v1",
-        x,
+        [getattr(x, name) for name in DECODE_TAKES],
         [*avals, *(partial if splits > 1 else ())],
         scale=np.float32(options.scale),
         page_size=np.int32(options.page_size),

@@ -25,7 +25,7 @@ from jax_dsa.core.layout import physical_rows
 from jax_dsa.core.rows import gather_rows, query_bytes, scatter_rows, scores, valid_slots
 from jax_dsa.core.softmax import grouped, probabilities, row_products, sink_gate
 from jax_dsa.core.streaming import chunk_length, scan_chunks
-from jax_dsa.core.typing import Array, Float
+from jax_dsa.core.typing import Array, Bool, Float
 from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
 
 
@@ -35,9 +35,9 @@ def sparse_mla_fwd(options: Options, x: Operands) -> Results:
     kv, sinks = x.kv, x.sinks
     G, S = x.indices.shape[2], kv.shape[1]
 
-    def chunk(carry: tuple[()], q: Array, indices: Array, ends: Any, topk_length: Any) -> Any:
-        valid = valid_slots(indices, ends, topk_length, S)
-        rows = gather_rows(kv, indices, valid, q.dtype)
+    def chunk(carry: tuple[()], x: Operands) -> Any:
+        q, valid = x.q, _valid(x, S)
+        rows = gather_rows(kv, x.indices, valid, q.dtype)
         s = scores(options.scale, grouped(q, G), rows, valid)
         top = jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf))
         top = jnp.where(top == -jnp.inf, 0, top)
@@ -61,8 +61,7 @@ def sparse_mla_fwd(options: Options, x: Operands) -> Results:
 
     per_query = query_bytes(x.q, x.indices, 2 * x.q.dtype.itemsize, 12)
     size = chunk_length(x.q.shape[1], per_query)
-    xs = (x.q, x.indices, x.ends, x.topk_length)
-    return Results(*scan_chunks(chunk, (), xs, chunk=size)[1])
+    return Results(*scan_chunks(chunk, (), (_of_queries(x),), chunk=size)[1])
 
 
 def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
@@ -78,26 +77,16 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
         None if sinks is None else jnp.zeros((B, N), acc),
     )
 
-    def chunk(
-        carry: Any,
-        q: Array,
-        indices: Array,
-        ends: Any,
-        topk_length: Any,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        dlse: Array,
-    ) -> Any:
+    def chunk(carry: Any, x: Operands, y: Results, dy: Results) -> Any:
         dkv, dsinks = carry
-        q, dout, lse, dlse = (grouped(x, G) for x in (q, dout, lse, dlse))
-        valid = valid_slots(indices, ends, topk_length, S)
-        rows = gather_rows(kv, indices, valid, q.dtype)
+        q, out, lse, dout, dlse = (grouped(a, G) for a in (x.q, *y, *dy))
+        valid = _valid(x, S)
+        rows = gather_rows(kv, x.indices, valid, q.dtype)
         p = probabilities(scores(options.scale, q, rows, valid), lse)
         dp = jnp.einsum(
             "btgme,btgke->btgmk", dout, rows[..., : options.value_dim], preferred_element_type=acc
         )
-        inner = row_products(dout, grouped(out, G))
+        inner = row_products(dout, out)
         gate = sink_gate(sinks, lse)
         dp -= inner[..., None]
         weighted = p if gate is None else p * gate[..., None]
@@ -108,18 +97,27 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
             left = jnp.concatenate([ds, weighted.astype(q.dtype)], axis=3)
             right = jnp.concatenate([q, _widened(dout, D)], axis=3)
             drows = jnp.einsum("btgmk,btgmd->btgkd", left, right, preferred_element_type=acc)
-            dkv = scatter_rows(dkv, indices, valid, drows, deterministic=options.deterministic)
+            dkv = scatter_rows(dkv, x.indices, valid, drows, deterministic=options.deterministic)
         if gate is not None:
             dsinks -= jnp.sum((1 - gate) * inner, axis=1).reshape(B, N)
         return (dkv, dsinks), (dq.reshape(*dq.shape[:2], N, D).astype(q.dtype),)
 
     moved = 6 if options.deterministic else 2
     per_query = query_bytes(x.q, x.indices, 2 * x.q.dtype.itemsize + 4 * moved, 24)
-    xs = (x.q, x.indices, x.ends, x.topk_length, *y, *dy)
-    carry = compat.match_vary(carry, kv, sinks, *xs)
+    carry = compat.match_vary(carry, *x, *y, *dy)
     size = chunk_length(x.q.shape[1], per_query)
-    (dkv, dsinks), (dq,) = scan_chunks(chunk, carry, xs, chunk=size)
+    (dkv, dsinks), (dq,) = scan_chunks(chunk, carry, (_of_queries(x), y, dy), chunk=size)
     return Gradients(q=dq, kv=dkv, sinks=dsinks)
+
+
+def _of_queries(x: Operands) -> Any:
+    """What there is for each query, which is walked in chunks."""
+    return x._replace(kv=None, sinks=None)  # type: ignore[arg-type]
+
+
+def _valid(x: Operands, keys: int) -> Bool[Array, "B T G K"]:
+    """Which slots count."""
+    return valid_slots(x.indices, x.ends, x.topk_length, keys)
 
 
 def _in_pool(options: Options, x: Operands) -> Operands:
