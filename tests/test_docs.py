@@ -47,3 +47,22 @@ def test_page(page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert blocks
     exec(compile("\n".join(blocks), page, "exec"), {})
+
+
+def test_links() -> None:
+    """They lead to files and headings that exist."""
+
+    def anchors(page: pathlib.Path) -> set[str]:
+        headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+        return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+    dead = []
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if link.startswith("http"):
+                continue
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                dead.append(f"{page.name}: {link}")
+    assert not dead

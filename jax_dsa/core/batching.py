@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def fold(
     args: Sequence[jax.Array], lead_rank: int, shared: frozenset[int]
 ) -> tuple[tuple[int, ...], int, list[jax.Array]]:
-    """`args` with `lead_rank` axes before the batch axis made part of it; sizes of 1 broadcast.
+    """`args` with the `lead_rank` axes in front folded into the batch axis; sizes of 1 broadcast.
 
     Args:
         args: arrays [*lead, b, ...].

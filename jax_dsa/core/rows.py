@@ -32,8 +32,8 @@ def valid_slots(
 def _addresses(
     indices: Int[Array, "B T G K"], valid: Bool[Array, "B T G K"], batch: int, keys: int
 ) -> tuple[Array, Array, Array]:
-    """What to index `kv` with, of which there may be one for all requests. Invalid slots point past
-    its end: reads fill, writes drop.
+    """What to index `kv` with, which all requests may share. Invalid slots point past its end:
+    reads fill, writes drop.
     """
     B, _, G, _ = indices.shape
     b = jnp.arange(B if batch == B else 1, dtype=jnp.int32)[:, None, None, None]
@@ -63,7 +63,7 @@ def scatter_rows(
 
     A scatter-add's order is open on a GPU. The deterministic form sorts the slots by key, sums
     equal keys in a tree whose shape depends on nothing but the indices, and adds each key's sum
-    once: a sort and several more passes over the rows.
+    once. That costs a sort and several more passes over the rows.
     """
     if not deterministic:
         return total.at[_addresses(indices, valid, *total.shape[:2])].add(rows, mode="drop")

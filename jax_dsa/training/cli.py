@@ -19,7 +19,7 @@ with needs_extra("examples", __name__):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the demo; 0 if it finished, 130 if it was interrupted and can be gone on with."""
+    """Runs the demo; 0 if it finished, 130 if it was interrupted and can be resumed."""
     parser = _parser()
     args = parser.parse_args(argv)
     config = PRESETS[args.preset]()

@@ -108,7 +108,7 @@ def indexer_logits(
 
     Args:
         index_q: queries of J heads; bfloat16, float16, float32 or float8_e4m3fn, whose scale
-            belongs into `index_weights`.
+            belongs in `index_weights`.
         index_k: keys, one head, of index_q's dtype.
         index_weights: float32 weight of each head for each query, with every constant factor
             (J^-1/2 C^-1/2, say) already multiplied in.
