@@ -1,4 +1,4 @@
-"""`make demo`: trains a small decoder with sparse attention on Python's own sources."""
+"""`make demo`: trains a small decoder with sparse attention on real text."""
 
 import sys
 
