@@ -238,7 +238,7 @@ def test_gradients_through_a_flat_cache(rng):
         return jnp.sum(jnp.exp(indexer_topk(*arrays, 3, ends=ends)[1]))
 
     got, want = (jax.grad(fn, argnums=(0, 1, 2))(q, k, weights) for fn in (cached, plain))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert_matches(got, want, tol=1e-6)  # a GPU's scattered additions have no fixed order
 
 
 def test_misuse_of_caches(rng):

@@ -356,13 +356,16 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path, monkeypatch):
     last = trainer_module.Trainer(CONFIG, corpus(), tmp_path / "part")
     assert last.step == 11 and last.run()
     assert jax.tree.structure(last.state) == jax.tree.structure(whole.state)
-    if jax.default_backend() == "cpu":  # a GPU's scattered additions have no fixed order
-        assert all_equal(last.state, whole.state)
-    else:
-        assert_matches(last.state.backbone.params, whole.state.backbone.params, tol=1e-2)
     full = {r["step"]: r for r in timeless(whole.log.rows())}
     resumed = {r["step"]: r for r in timeless(last.log.rows())}
-    assert resumed == full and len(last.log.rows()) == len(full)
+    assert resumed.keys() == full.keys() and len(last.log.rows()) == len(full)
+    if jax.default_backend() == "cpu":  # a GPU's scattered additions have no fixed order
+        assert all_equal(last.state, whole.state)
+        assert resumed == full
+    else:
+        assert_matches(last.state.backbone.params, whole.state.backbone.params, tol=1e-2)
+        losses = [[float(r["lm_loss"]) for r in rows.values()] for rows in (resumed, full)]
+        np.testing.assert_allclose(*losses, rtol=1e-2)
 
     other = dataclasses.replace(CONFIG, seed=1)
     with pytest.raises(RunError, match=r"has another configuration.*: seed was 0, is 1\."):
