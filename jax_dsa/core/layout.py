@@ -39,3 +39,11 @@ def physical_rows(
         return jnp.where(mapped, page * size + positions % size, -1)
 
     return jax.vmap(look_up)(page_table, positions)
+
+
+def put_rows(
+    rows: Float[Array, "B S *d"], positions: Int[Array, "B T"], new: Float[Array, "B T *d"]
+) -> Float[Array, "B S *d"]:
+    """`rows` with new ones at their positions; what lies outside 0..S-1 is dropped."""
+    where = jnp.where(positions < 0, rows.shape[1], positions)  # -1 would be the last one
+    return jax.vmap(lambda x, i, y: x.at[i].set(y, mode="drop"))(rows, where, new)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_dsa.core.layout import put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.ops.cache import FlatCache
 
@@ -55,14 +56,12 @@ class LayerCache(NamedTuple):
 
     def append(self, kv: Float[Array, "B T 1 D"], index: IndexerInputs | None) -> LayerCache:
         """The cache with T more tokens of each request; those beyond the capacity are dropped."""
-        rows = self.lengths[:, None] + jnp.arange(kv.shape[1], dtype=jnp.int32)
-
-        def write(cache: jax.Array, new: jax.Array) -> jax.Array:
-            return jax.vmap(lambda c, r, n: c.at[r].set(n, mode="drop"))(cache, rows, new)
-
+        positions = self.lengths[:, None] + jnp.arange(kv.shape[1], dtype=jnp.int32)
         old = self.index_k, self.index_k_scale
         new = (None, None) if index is None else (index.index_k, index.index_k_scale)
-        return LayerCache(self.kv.append(kv), *jax.tree.map(write, old, new))
+        return LayerCache(
+            self.kv.append(kv), *jax.tree.map(lambda x, y: put_rows(x, positions, y), old, new)
+        )
 
 
 class DecoderCache(NamedTuple):

@@ -21,6 +21,7 @@ from jax_dsa.core.layout import (
     RECORD_DIM,
     RECORD_LATENT,
     physical_rows,
+    put_rows,
     unpack_records,
 )
 from jax_dsa.core.typing import Array, Float, Int, UInt8
@@ -153,9 +154,7 @@ class FlatCache(_Cache):
     def _written(self, args: Args, rows: Any, positions: jax.Array, **changes: Any) -> Self:
         data = args.array("data", self.data, "B S G R", STORED)
         rows = _encoded(args, rows, data, "B T G R")
-        positions = jnp.where(positions < 0, data.shape[1], positions)
-        write = jax.vmap(lambda d, p, r: d.at[p].set(r, mode="drop"))
-        data = args.restore(write(data, positions, rows))
+        data = args.restore(put_rows(data, positions, rows))
         return dataclasses.replace(self, data=data, **changes)
 
 

@@ -231,11 +231,11 @@ def _visible(
             "local_window_size", local_window_size, right in ([], [0]), "an int or (left, 0)"
         )
         left = np.int32(args.integer("local_window_size", left, 0, 2**31 - 1))
-    return _key_ranges(lengths, starts, left, args.sizes["T"])
+    return _visible_ranges(lengths, starts, left, args.sizes["T"])
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _key_ranges(
+def _visible_ranges(
     lengths: Array, starts: Array | None, left: Array | None, queries: int
 ) -> tuple[Array, Array]:
     # In this order no position overflows. Lengths past the keys stay, since they say where the

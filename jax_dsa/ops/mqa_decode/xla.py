@@ -64,7 +64,7 @@ def _reader(options: Options, x: Operands) -> tuple[Reader, int, int]:
     return read, items, page
 
 
-def _finite(x: Array) -> tuple[Array, Bool[Array, "B L G"]]:
+def _split_finite(x: Array) -> tuple[Array, Bool[Array, "B L G"]]:
     """`x` with zeros for what is not finite, and which of its rows had such."""
     ok = jnp.isfinite(x)
     return jnp.where(ok, x, 0), ~ok.all(-1)
@@ -108,7 +108,7 @@ def mqa_decode_fwd(options: Options, x: Operands) -> Results:
         base = jnp.where(new == -jnp.inf, 0, new)
         shrink = jnp.exp(top - base)
         p = jnp.exp(s - base[..., None])
-        values, bad = _finite(values)
+        values, bad = _split_finite(values)
         part = jnp.einsum(
             "btgml,blge->btgme", p.astype(values.dtype), values, preferred_element_type=acc
         )
@@ -178,7 +178,9 @@ def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
         dp = jnp.where(visible[:, :, None, None], dp - inner[..., None], 0)
         weighted = p if gate is None else p * gate[..., None]
         ds = ((weighted * dp + p * dlse[..., None]) * options.scale).astype(q.dtype)
-        dq += jnp.einsum("btgml,blgd->btgmd", ds, _finite(keys)[0], preferred_element_type=acc)
+        dq += jnp.einsum(
+            "btgml,blgd->btgmd", ds, _split_finite(keys)[0], preferred_element_type=acc
+        )
         if has_dk:
             dkeys = jnp.einsum("btgml,btgmd->blgd", ds, q, preferred_element_type=acc)
             weighted = weighted.astype(q.dtype)
