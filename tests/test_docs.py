@@ -37,7 +37,10 @@ def test_docstring_example(public: Any) -> None:
 PAGES = [
     "README.md",
     "docs/quickstart.md",
-    *sorted(f"docs/ops/{path.name}" for path in (ROOT / "docs/ops").glob("*.md")),
+    *(
+        pytest.param(f"docs/ops/{path.name}", marks=pytest.mark.slow)
+        for path in sorted((ROOT / "docs" / "ops").glob("*.md"))
+    ),
 ]
 
 

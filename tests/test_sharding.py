@@ -43,6 +43,7 @@ def test_mesh(
         assert_matches(compiled(*args), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in CASES if "batch" in c.specs], ids=lambda c: c.name)
 def test_inside_shard_map(case: Any, rng: np.random.Generator, cpus: list[jax.Device]) -> None:
     """The operator on arrays that are local already, differentiated from outside, on one of two

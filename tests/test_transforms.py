@@ -74,6 +74,7 @@ def test_vmap_of_each_argument(case: Any, rng: np.random.Generator) -> None:
         assert_matches(got, stacked(lambda *a: outputs(case, *a), samples), what=f"argument {i}")
 
 
+@pytest.mark.slow
 @ALL
 def test_nested_vmap(case: Any, rng: np.random.Generator) -> None:
     first, second = two_samples(case, rng)
@@ -142,6 +143,7 @@ def test_remat(case: Any, rng: np.random.Generator) -> None:
         assert_matches(jax.jit(jax.grad(fn, argnums=case.diff))(*args), want, what=str(policy))
 
 
+@pytest.mark.slow
 @DIFFERENTIABLE
 def test_scan(case: Any, rng: np.random.Generator) -> None:
     samples = list(two_samples(case, rng))
