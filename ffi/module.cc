@@ -1,6 +1,7 @@
 // The Python module jax_dsa._cuda: what there is to register with XLA, and which FFI version it was
 // compiled against.
 
+#include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 
 #include "common/limits.h"
@@ -48,10 +49,31 @@ nb::tuple sparse_mla_bwd_workspace(int64_t batch, int64_t queries, int64_t keys,
                         jax_dsa::sparse_mla_bwd_order_bytes(p));
 }
 
+// (major, minor) of every GPU that this process sees, none without a driver: asked of the driver
+// alone, so that no JAX backend starts.
+nb::list compute_capabilities() {
+  nb::list out;
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+  for (int device = 0; device < count; ++device) {
+    int major = 0, minor = 0;
+    const cudaError_t failed[] = {
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
+    };
+    if (failed[0] == cudaSuccess && failed[1] == cudaSuccess) {
+      out.append(nb::make_tuple(major, minor));
+    }
+  }
+  cudaGetLastError();  // what failed here is nobody else's error
+  return out;
+}
+
 }  // namespace
 
 NB_MODULE(_cuda, m) {
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.def("compute_capabilities", &compute_capabilities);
   m.def("targets", &targets);
   m.def("sparse_mla_bwd_workspace", &sparse_mla_bwd_workspace);
   m.def("sparse_mla_decode_splits", &sparse_mla_decode_splits);

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import pathlib
 import runpy
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import jax_dsa
 from jax_dsa.core import compat, ffi
 from jax_dsa.core.capabilities import capabilities
 from jax_dsa.ops.quantize_fp8.api import QUANTIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 def test_the_runtime_has_a_version() -> None:
@@ -48,6 +57,73 @@ def test_capabilities(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)
     assert jax.__version__ in printed and found.cuda in printed
+
+
+class Extension:
+    """One that was built, on a machine with GPUs of these compute capabilities."""
+
+    def __init__(self, *capabilities: tuple[int, int]) -> None:
+        self.compute_capabilities = lambda: list(capabilities)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes the machine one with the extension and GPUs of these compute capabilities."""
+
+    def pretend(*capabilities: tuple[int, int]) -> None:
+        monkeypatch.setattr(ffi, "_LOADED", (True, ""))
+        monkeypatch.setattr(ffi, "extension", lambda: Extension(*capabilities))
+        ffi.status.cache_clear()
+
+    yield pretend
+    monkeypatch.undo()
+    ffi.status.cache_clear()
+
+
+QUERIES = itertools.count(3)  # a size of its own for every test, so that none finds a trace
+
+
+def text_for_gpus() -> str:
+    """Of a default call, as it is traced for any platform."""
+    queries = next(QUERIES)
+    q = jnp.ones((1, queries, 64, 576), jnp.bfloat16)
+    indices = jnp.zeros((1, queries, 2), jnp.int32)
+    return str(jax.make_jaxpr(lambda q: jax_dsa.sparse_mla(q, q[:, :, :1], indices))(q))
+
+
+@pytest.mark.parametrize("capabilities", [(), ((9, 0),), ((9, 0), (9, 0))])
+def test_kernels_are_for_hopper_or_for_another_machine(machine: Any, capabilities: tuple) -> None:
+    machine(*capabilities)
+    assert ffi.status() == (True, "")
+    assert "jax_dsa.sparse_mla_fwd.v1" in text_for_gpus()
+
+
+@pytest.mark.parametrize("found", [((8, 0),), ((12, 0),), ((9, 0), (10, 0))])
+def test_other_gpus_run_in_xla_and_say_why(machine: Any, found: tuple) -> None:
+    machine(*found)
+    assert "jax_dsa.sparse_mla_fwd.v1" not in text_for_gpus()
+    q = jnp.ones((1, 3, 64, 576), jnp.bfloat16)
+    other = ".".join(map(str, found[-1]))
+    with pytest.raises(NotImplementedError, match=f"sparse_mla: .*9.0.*GPUs of {other} here"):
+        jax_dsa.sparse_mla(q, q[:, :, :1], jnp.zeros((1, 3, 2), int), implementation="cuda")
+    assert other in str(capabilities())
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"), [("9.0\n", True), ("8.0\n9.0\n", True), ("8.9\n", False), ("", False)]
+)
+def test_auto_builds_kernels_for_hopper_alone(
+    monkeypatch: pytest.MonkeyPatch, found: str, wanted: bool
+) -> None:
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent.parent / "tools"))
+    backend = pytest.importorskip("build_backend")
+    result = SimpleNamespace(stdout=found)
+    monkeypatch.setattr(backend.subprocess, "run", lambda *_, **__: result)
+    monkeypatch.setenv("CUDACXX", "nvcc")
+    monkeypatch.delenv("JAX_DSA_CUDA", raising=False)
+    assert backend._wants_cuda() == wanted
+    monkeypatch.setenv("JAX_DSA_CUDA", "OFF")
+    assert not backend._wants_cuda()
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 """The build backend: scikit-build-core, with the CUDA extension only where it can be of use.
 
-The extension `jax_dsa._cuda` is built when `nvcc` and an NVIDIA driver are both found, or when the
+The extension `jax_dsa._cuda` is built when `nvcc` and a Hopper GPU are both found, or when the
 environment says so: `JAX_DSA_CUDA=ON` builds it (or fails, saying what is missing), `OFF` never
 does. Without it the wheel is pure Python: CMake does not run and nothing is compiled.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
+import subprocess
 from typing import Any
 
 from scikit_build_core import build as _backend
@@ -43,8 +43,17 @@ def _wants_cuda() -> bool:
         return False
     if asked != "AUTO":
         raise SystemExit(f"JAX_DSA_CUDA: got {asked!r}, want ON, OFF or AUTO")
-    driver = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists()
-    return bool(driver and (os.environ.get("CUDACXX") or shutil.which("nvcc")))
+    return bool((os.environ.get("CUDACXX") or shutil.which("nvcc")) and _has_hopper())
+
+
+def _has_hopper() -> bool:
+    """Whether the driver knows a GPU of compute capability 9.0."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "9.0" in found.stdout.split()
 
 
 def _settings(config_settings: dict[str, Any] | None) -> dict[str, Any]:

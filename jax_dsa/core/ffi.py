@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -53,12 +54,26 @@ def _load() -> tuple[bool, str]:
     return True, ""
 
 
-_STATUS = _load()
+_LOADED = _load()
+_HOPPER = (9, 0)
 
 
+@functools.cache
 def status() -> tuple[bool, str]:
-    """Whether the CUDA extension is loaded, and if not, why, with what to do about it."""
-    return _STATUS
+    """Whether the CUDA kernels can be used, and if not, why, with what to do about it.
+
+    They can where there is no GPU: a program may be compiled there for another machine.
+    """
+    if not _LOADED[0]:
+        return _LOADED
+    others = {tuple(c) for c in extension().compute_capabilities()} - {_HOPPER}
+    if not others:
+        return True, ""
+    found = ", ".join(f"{major}.{minor}" for major, minor in sorted(others))
+    return False, (
+        f"the kernels are compiled for Hopper (compute capability 9.0), and there are GPUs of "
+        f"{found} here; CUDA_VISIBLE_DEVICES can leave them out"
+    )
 
 
 def extension() -> Any:
@@ -81,7 +96,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     Returns:
         One entry for each kernel of the extension; none if there is no extension.
     """
-    targets = extension().targets() if status()[0] else ()
+    targets = extension().targets() if _LOADED[0] else ()
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in sorted(targets)]
 
 
