@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core.checks import INT32, WIDE_FLOATS, Args, as_array
+from jax_dsa.core.later import Later
 from jax_dsa.core.typing import Array, ArrayLike, Float, Int
 
 CausalAlignment = Literal["top_left", "bottom_right"]
@@ -78,18 +79,15 @@ def first_position(args: Args, query_start: Any) -> ArrayLike:
     return jnp.minimum(start.reshape(-1), last)
 
 
-def causal_ends(
-    args: Args, is_causal: Any, query_start: Any, key_stride: Any
-) -> Int[Array, "B T"] | None:
-    """One past the last key that each query sees, or None if it sees all."""
+def causal_ends(args: Args, is_causal: Any, query_start: Any, key_stride: Any) -> Any:
+    """One past the last key that each query sees, int32 [B, T], or None if it sees all."""
     stride = args.integer("key_stride", key_stride, 1)
     start = first_position(args, query_start)
     if not args.flag("is_causal", is_causal):
         return None
-    return _causal_ends(start, args.batch, args.sizes["T"], stride)
+    return Later(_causal_ends, (start,), (args.batch, args.sizes["T"], stride))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _causal_ends(start: Any, batch: int, queries: int, stride: int) -> Array:
     ends = (start[:, None] + jnp.arange(1, queries + 1, dtype=jnp.int32)) // stride
     return jnp.broadcast_to(ends, (batch, queries))
@@ -102,9 +100,9 @@ def key_ranges(
     is_causal: Any = False,
     query_start: Any = 0,
     lengths: Int[Array, "B"] | None = None,
-) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """The half-open range of keys that each query sees, clipped to 0..S; over a cache that holds
-    `lengths` tokens, of which the last T are the queries'.
+) -> tuple[Any, Any]:
+    """The half-open range of keys that each query sees, two int32 [B, T], clipped to 0..S; over a
+    cache that holds `lengths` tokens, of which the last T are the queries'.
     """
     causal = args.flag("is_causal", is_causal)
     if lengths is None:
@@ -117,21 +115,20 @@ def key_ranges(
         None if x is None else args.array(name, x, "B T", INT32)
         for name, x in (("starts", starts), ("ends", ends))
     )
-    shape = args.batch, args.sizes["T"]
-    given = starts, ends, first if causal else None, lengths
-    return _key_ranges(*given, shape, args.sizes["S"])
+    sizes = (args.batch, args.sizes["T"]), args.sizes["S"]
+    return (
+        Later(_range_starts, (starts,), sizes),
+        Later(_range_ends, (ends, first if causal else None, lengths), sizes),
+    )
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _key_ranges(
-    starts: Array | None,
-    ends: Array | None,
-    first: Any,
-    lengths: Array | None,
-    shape: tuple[int, int],
-    size: int,
-) -> tuple[Array, Array]:
-    starts = jnp.zeros(shape, jnp.int32) if starts is None else jnp.clip(starts, 0, size)
+def _range_starts(starts: Array | None, shape: tuple[int, int], size: int) -> Array:
+    return jnp.zeros(shape, jnp.int32) if starts is None else jnp.clip(starts, 0, size)
+
+
+def _range_ends(
+    ends: Array | None, first: Any, lengths: Array | None, shape: tuple[int, int], size: int
+) -> Array:
     ends = jnp.full(shape, size, jnp.int32) if ends is None else jnp.clip(ends, 0, size)
     if lengths is not None:
         lengths = jnp.clip(lengths, 0, size)
@@ -140,7 +137,7 @@ def _key_ranges(
     if first is not None:
         visible = first[:, None] + jnp.arange(1, shape[1] + 1, dtype=jnp.int32)
         ends = jnp.clip(ends, 0, jnp.maximum(visible, 0))
-    return starts, ends
+    return ends
 
 
 def window_reach(

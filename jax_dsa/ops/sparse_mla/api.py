@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax_dsa.core.arguments import (
     causal_ends,
     check_heads,
+    key_ranges,
     scale_or_default,
     selection,
     shared_sinks,
@@ -259,9 +260,7 @@ def sparse_mla_decode(
     check_row(args, "cache", keys.rows)
     check_heads(args, "q", "cache")
     indices, topk_length = selection(args, indices, topk_length)
-    ends = jnp.broadcast_to(keys.lengths[:, None], q.shape[:2])
-    if args.flag("is_causal", is_causal):
-        ends = ends - q.shape[1] + 1 + jnp.arange(q.shape[1], dtype=jnp.int32)
+    _, ends = key_ranges(args, None, None, is_causal, lengths=keys.lengths)
     options = Options(
         scale=scale_or_default(args, scale),
         value_dim=value_dim_or_default(args, value_dim),
