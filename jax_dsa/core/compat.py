@@ -52,7 +52,11 @@ def varying_axes(*xs: Any) -> frozenset[str]:
     """The manual mesh axes (inside `shard_map`) over which any of `xs`, arrays or their avals,
     differs from device to device.
     """
-    return frozenset().union(*(_manual_axis_type(x).varying for x in xs if x is not None))
+    axes: frozenset[str] = frozenset()
+    for x in xs:
+        if x is not None:
+            axes |= _manual_axis_type(x).varying
+    return axes
 
 
 def _vary_over(x: jax.Array, axes: frozenset[str]) -> jax.Array:
