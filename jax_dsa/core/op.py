@@ -140,12 +140,14 @@ def _implementation(
     """What computes the pass on local, fully batched arrays: the kernel where there is one for the
     call, else the XLA implementation.
     """
-    xla = functools.partial(self.xla, options)
+    xla: Any = functools.partial(self.xla, options)
     kernel = self.kernel
     if call.implementation in ("xla", "plain") or kernel is None or not ffi.status()[0]:
         return xla
     if call.implementation is None and kernel.why_not(options, *groups) is not None:
         return xla
+    # One trace for the results' shapes and for the branch of other platforms.
+    xla = jax.jit(functools.update_wrapper(xla, self.xla))
     cuda = functools.partial(kernel.run, options, jax.eval_shape(xla, *groups))
     if call.implementation == "cuda":
         return cuda
