@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches, assert_unmoved
+from compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
@@ -291,16 +291,6 @@ def test_defaults_fit_what_is_passed(rng: np.random.Generator) -> None:
     assert sparse_mla(*args).shape == (B, T, N, D)
     wide = np.zeros((1, 1, 1, 576), np.float32)
     assert sparse_mla(wide, wide, np.zeros((1, 1, 1), int)).shape == (1, 1, 1, 512)
-
-
-class Variable:
-    """An array by another name, as Flax's variables are."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __jax_array__(self) -> jax.Array:
-        return jnp.asarray(self.value)
 
 
 def test_what_counts_as_an_array_or_a_number(rng: np.random.Generator) -> None:
