@@ -1,21 +1,31 @@
 """Time and peak memory of one DSA layer, forward and backward, on the GPU that JAX finds.
 
     python benchmarks/dsa_layer.py --queries 8192 --keys 8192 [--forward] [--implementation xla]
+    python benchmarks/dsa_layer.py --keys 131072 --shard heads
 
 `dsa_attention` with its indexer loss: N 128, D 576, K 2048, J 64, C 128, bfloat16, queries at the
-end of the context. The memory is JAX's own count, so a process measures one layer.
+end of the context. The memory is JAX's own count, so a process measures one layer. `--shard` uses
+all GPUs and prints what they exchange; the memory is then that of the first one.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import time
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_dsa
 
+SHARDINGS = {
+    "heads": (P(None, None, "x"), P(), P(), P(), P()),
+    "queries": (P(None, "x"), P(), P(None, "x"), P(), P(None, "x")),
+    "keys": (P(None, "x"),) * 5,
+}
 HEADS, DIM, VALUE_DIM, TOP_K, INDEX_HEADS, INDEX_DIM = 128, 576, 512, 2048, 64, 128
 
 
@@ -31,6 +41,7 @@ def main() -> None:
     )
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--forward", action="store_true", help="without the backward pass")
+    parser.add_argument("--shard", choices=SHARDINGS, help="over all GPUs")
     args = parser.parse_args()
     t, s = args.queries, args.keys
     device = jax.devices()[0]
@@ -68,7 +79,21 @@ def main() -> None:
         cotangent = jax.random.normal(jax.random.key(1), (1, t, HEADS, VALUE_DIM), jnp.bfloat16)
         operands = (cotangent, *operands)
     given = sum(x.nbytes for x in operands)
+    if args.shard:
+        specs = SHARDINGS[args.shard]
+        specs = specs if args.forward else (specs[0], *specs)
+        mesh = jax.make_mesh((jax.device_count(),), ("x",))
+        operands = tuple(
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(operands, specs, strict=True)
+        )
+        jax.set_mesh(mesh)
     program = jax.jit(layer if args.forward else gradients).lower(*operands).compile()
+    found = re.findall(r"= (\S.*?) ((?:all|reduce|collective)-\w+)(?:-start)?\(", program.as_text())
+    for collective, shapes in sorted(
+        (name, re.sub(r"{.*?}", "", shapes)) for shapes, name in found
+    ):
+        print(f"  {collective} {shapes}")
     jax.block_until_ready(program(*operands))
     seconds = []
     for _ in range(5):
@@ -78,7 +103,8 @@ def main() -> None:
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     print(
         f"T{t} S{s} {args.implementation or 'default'}{' deterministic' * args.deterministic}"
-        f"{' forward' * args.forward}: "
+        f"{' forward' * args.forward}"
+        f"{f' {args.shard} on {jax.device_count()} GPUs' if args.shard else ''}: "
         f"{1e3 * sorted(seconds)[2]:.1f} ms; peak {peak / 2**30:.2f} GiB, of which inputs "
         f"{given / 2**30:.2f} GiB; one [T, S] float32 array would be {4 * t * s / 2**30:.2f} GiB; "
         f"{device.device_kind}, JAX {jax.__version__}"

@@ -1,22 +1,40 @@
-"""Every operator on meshes of eight devices: right, and without gathering what is sharded."""
+"""Every operator on meshes of eight devices: right, and without gathering what is sharded, but for
+what a route is known to gather.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.registry import CASES
 from compare import assert_matches
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from quick import compile_quickly  # noqa: F401
+from test_nn import DECODER
 from test_transforms import grad, loss, outputs
+
+import jax_dsa
+from jax_dsa import nn
 
 ROUTES = [(case, route) for case in CASES for route in case.specs]
 EACH_ROUTE = pytest.mark.parametrize(
     ("case", "route"), ROUTES, ids=[f"{case.name}-{route}" for case, route in ROUTES]
 )
+
+
+def exchanged(text: str, collective: str) -> set[tuple[int, ...]]:
+    """The shapes of what a compiled program exchanges by one kind of collective."""
+    results = re.findall(rf"= (\S.*?) {collective}(?:-start)?\(", text)
+    shapes = (re.findall(r"\w+\[([\d,]*)\]", result) for result in results)
+    return {tuple(map(int, filter(None, s.split(",")))) for found in shapes for s in found}
 
 
 def both_ways(case: Any) -> Any:
@@ -32,41 +50,92 @@ def test_mesh(
 ) -> None:
     host = case.make_args(rng)
     want = both_ways(case)(*host)
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,), devices=cpus)
+    count = 4 if route == "keys" else 8
+    mesh = jax.make_mesh((count,), ("x",), axis_types=(axis_type,), devices=cpus[:count])
     with jax.set_mesh(mesh):
         args = [
             jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
             for x, spec in zip(host, case.specs[route], strict=True)
         ]
         compiled = jax.jit(both_ways(case)).lower(*args).compile()
-        assert "all-gather" not in compiled.as_text()
+        text = compiled.as_text()
+        gathered = exchanged(text, "all-gather")
+        assert gathered == case.gathers.get(route, set())
+        if route == "keys":
+            # Gradients of what lay in blocks are summed into blocks.
+            keys = {x.shape for i, x in enumerate(host) if i in case.diff} & gathered
+            blocks = {(b, s // count, *rest) for b, s, *rest in keys}
+            assert exchanged(text, "reduce-scatter") == blocks
+            assert not exchanged(text, "all-reduce") & keys
         assert_matches(compiled(*args), want)
 
 
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+TWO_AXES = {
+    "manual-auto": (AUTO, AUTO, True),
+    "manual-explicit": (EXPLICIT, EXPLICIT, True),
+    "explicit-auto": (EXPLICIT, AUTO, False),
+    "auto-explicit": (AUTO, EXPLICIT, False),
+}
+
+
+def crossed(batch: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
+    """The spec that has the "x" of `batch`, and the "x" of `other` as "y"."""
+    pairs = itertools.zip_longest(batch, other)
+    return PartitionSpec(*(x or (y and "y") for x, y in pairs))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in CASES if "batch" in c.specs], ids=lambda c: c.name)
-def test_inside_shard_map(case: Any, rng: np.random.Generator, cpus: list[jax.Device]) -> None:
-    """The operator on arrays that are local already, differentiated from outside, on one of two
-    mesh axes.
+@pytest.mark.parametrize("types", TWO_AXES)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if "batch" in c.specs and len(c.specs) > 1], ids=lambda c: c.name
+)
+def test_two_axes(case: Any, types: str, rng: np.random.Generator, cpus: list[jax.Device]) -> None:
+    """The batch on one mesh axis, in a `shard_map` of the user's or not, queries or heads on one of
+    another type.
     """
     host = case.make_args(rng)
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=cpus)
-    specs = case.specs["batch"]
-    out_specs = PartitionSpec("x")
-    local = jax.shard_map(
-        lambda *args: outputs(case, *args),
-        mesh=mesh,
-        in_specs=specs,
-        out_specs=out_specs,
-        axis_names={"x"},
-    )
-    args = [
-        jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
-        for x, spec in zip(host, specs, strict=True)
-    ]
-    sharded = type(case)(case.name, local, case.make_args, case.diff, {})
-    assert_matches(jax.jit(both_ways(sharded))(*args), both_ways(case)(*host))
-    assert np.isfinite(loss(case, *host))
+    *axis_types, manual = TWO_AXES[types]
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=tuple(axis_types), devices=cpus)
+    batch, other = case.specs["batch"], next(case.specs[r] for r in case.specs if r != "batch")
+    fn = lambda *args: outputs(case, *args)  # noqa: E731
+    if manual:
+        fn = jax.shard_map(fn, in_specs=batch, out_specs=PartitionSpec("x"), axis_names={"x"})
+    sharded = dataclasses.replace(case, fn=fn)
+    with jax.set_mesh(mesh):
+        specs = map(crossed, batch, other)
+        args = [
+            jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
+            for x, spec in zip(host, specs, strict=True)
+        ]
+        compiled = jax.jit(both_ways(sharded)).lower(*args).compile()
+        # JAX gathers what an Explicit axis shards at the border of a shard_map over another axis.
+        if types != "manual-explicit":
+            assert not exchanged(compiled.as_text(), "all-gather")
+        assert_matches(compiled(*args), both_ways(case)(*host))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in CASES if c.name in ("sparse_mla", "topk", "htree_attention")],
+    ids=lambda c: c.name,
+)
+def test_plain_xla_on_an_explicit_mesh(
+    case: Any, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    def plain(*args: Any) -> Any:
+        with jax_dsa.plain_xla():
+            return both_ways(case)(*args)
+
+    host = case.make_args(rng)
+    mesh = jax.make_mesh((8,), ("x",), devices=cpus)
+    with jax.set_mesh(mesh):
+        for route in ("batch", "query"):
+            pairs = zip(host, case.specs[route], strict=True)
+            args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
+            compiled = jax.jit(plain).lower(*args).compile()
+            assert not exchanged(compiled.as_text(), "all-gather")
+            assert_matches(compiled(*args), both_ways(case)(*host))
 
 
 @pytest.mark.slow
@@ -98,3 +167,54 @@ def test_vmap_on_an_explicit_mesh(
         pairs = zip(host, specs, strict=True)
         args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
         assert_matches(jax.jit(all_three)(*args), want)
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("cache", ["flat", "htree"])
+def test_appending_to_a_sharded_cache(
+    cache: str, axis_type: Any, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    B, T, D = 8, 3, 4
+    new = [np.asarray(rng.normal(size=(B, T, 1, D)), np.float32) for _ in range(2)]
+    counts = rng.integers(0, T + 1, B).astype(np.int32)
+    if cache == "flat":
+        empty: Any = jax_dsa.FlatCache.empty(B, 8, D, dtype=jnp.float32)
+        append = lambda cache, k, v, counts: cache.append(k, counts)  # noqa: E731
+    else:
+        empty = jax_dsa.HTreeCache.empty(B, 8, D, compression=2, top_k=2, dtype=jnp.float32)
+        append = lambda cache, k, v, counts: cache.append(k, v, counts)  # noqa: E731
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,), devices=cpus)
+    args = (jax.tree.map(np.asarray, empty), *new, counts)
+    want = append(*jax.tree.map(jnp.asarray, args))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(args, NamedSharding(mesh, PartitionSpec("x")))
+        compiled = jax.jit(append).lower(*placed).compile()
+        assert "all-" not in compiled.as_text()
+        got = compiled(*placed)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(got), jax.tree.leaves(want))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+@pytest.mark.parametrize("spec", [("x",), (None, "x"), ("x", "y")], ids=str)
+def test_decoder_on_an_explicit_mesh(
+    spec: tuple, sparse: bool, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    """Loss and gradients of a decoder, with its tokens sharded over batch and sequence."""
+    tokens = rng.integers(0, DECODER.vocab, (4, 12)).astype(np.int32)
+    documents = np.sort(rng.integers(0, 3, (4, 12)), axis=1).astype(np.int32)
+    graph, params = nnx.split(nn.DecoderLM(DECODER, rngs=nnx.Rngs(0)))
+
+    def loss(params: Any, tokens: jax.Array, documents: jax.Array) -> jax.Array:
+        logits, layers = nnx.merge(graph, params)(tokens, segment_ids=documents, sparse=sparse)
+        return jnp.sin(logits).sum() + sum(layer.kl for layer in layers)
+
+    step = jax.jit(jax.value_and_grad(loss))
+    want = step(params, tokens, documents)
+    mesh = jax.make_mesh((2, 4), ("x", "y"), devices=cpus)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((tokens, documents), NamedSharding(mesh, PartitionSpec(*spec)))
+        params = jax.device_put(
+            jax.tree.map(np.asarray, params), NamedSharding(mesh, PartitionSpec())
+        )
+        assert_matches(step(params, *placed), want)

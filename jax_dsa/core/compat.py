@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax._src.sharding_impls import parse_flatten_op_sharding as specs_of
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 Tree = TypeVar("Tree")
+Fun = TypeVar("Fun", bound="Callable[..., Any]")
 
 VERSION = jax.__version__
 
@@ -72,6 +75,43 @@ def match_vary(tree: Tree, *like: Any) -> Tree:
     """
     axes = varying_axes(*like)
     return jax.tree.map(lambda x: _vary_over(x, axes), tree) if axes else tree
+
+
+def auto_mesh(
+    context: Any, mesh: Mesh, shardings: Sequence[Any]
+) -> tuple[Mesh, Mesh, Sequence[PartitionSpec | None]]:
+    """What `custom_partitioning` leaves out where only some axes of the mesh are Auto.
+
+    Args:
+        context: the abstract mesh that was current while tracing.
+        mesh: what a partition callback is given as its mesh.
+        shardings: what it is given of the arrays.
+
+    Returns:
+        The whole mesh, the mesh of its Auto axes alone, which the callback's shardings are of, and
+        the arrays' specs on that.
+    """
+    if not context.manual_axes:
+        return mesh, mesh, [getattr(s, "spec", None) for s in shardings]
+    devices = np.array(shardings[0]._device_assignment).reshape(context.axis_sizes)
+    first = tuple(slice(None) if n in context.auto_axes else 0 for n in context.axis_names)
+    auto = Mesh(devices[first], context.auto_axes)
+    blocks = [s._to_xla_hlo_sharding(0) for s in shardings]
+    return Mesh(devices, context.axis_names), auto, [specs_of(x, auto)[0] for x in blocks]
+
+
+def left_to_compiler(fun: Fun, like: Any) -> Fun:
+    """`fun`, which Explicit mesh axes stop, with those axes Auto inside; its result lies as `like`
+    does.
+    """
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return fun
+    return jax.sharding.auto_axes(fun, out_sharding=jax.typeof(like).sharding)
+
+
+def no_mesh() -> Any:
+    """A context without a mesh."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def shard_first(x: jax.Array, names: Any) -> jax.Array:

@@ -48,6 +48,8 @@ class Pass(Generic[O, P, R]):
             the batch axis "b", which vmap folds into; an operand may have 1 there.
         kernel: the CUDA kernel, if there is one.
         shardable: the factors that may be sharded. Each result is the sum over those it lacks.
+        spread: mesh axes that shard no operand split the queries, and the results are exchanged:
+            for work that outweighs its results, which the heads of a layer share.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class Pass(Generic[O, P, R]):
         *,
         kernel: ffi.Kernel | None = None,
         shardable: str = "b t g m",
+        spread: bool = False,
     ) -> None:
         self.name = name
         self.xla = xla
         self.kernel = kernel
         self.shardable = frozenset(shardable.split())
+        self.spread = spread
         self.signature = Signature.of(xla)
         _passes[name] = self
 
@@ -124,12 +128,13 @@ def _built(
         sizes = [None if m is None else args[m].shape[own] for m in mirrors]
         return [batching.unfold(y, lead, batch, n) for y, n in zip(outs, sizes, strict=True)]
 
+    declared = partition.Declared(axes, result_axes, self.shardable, self.spread)
     if call.implementation == "plain":
-        return local
+        return partition.over_explicit(local, declared)
     local.__name__ = self.name  # what compiled programs and profiles call it
     # jit keeps one trace for the shapes, the partitioner and the lowering to share.
-    routed = partition.partitioned(jax.jit(local), axes, result_axes, self.shardable)
-    op = jax.custom_jvp(batching.batched(routed))
+    routed = partition.over_auto(jax.jit(local), declared)
+    op = jax.custom_jvp(batching.batched(partition.over_explicit(routed, declared)))
     op.defjvp(no_second_derivative(call.op))
     return op
 

@@ -9,45 +9,169 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dsa.core import compat
+from jax_dsa.core.spec import Axes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
 
-    from jax_dsa.core.spec import Axes, Axis
+    from jax_dsa.core.spec import Axis
 
-Where = dict[str, tuple[str, ...]]  # the mesh axes that shard a factor
+Local = Callable[..., list[jax.Array | None]]
+"""A pass on arrays with any number of axes in front."""
+
+_SPREAD = ("t", "b")
+"""The factors, in order, that take a mesh axis which the factors it was meant for can't take."""
+
+
+class Part(NamedTuple):
+    """A mesh axis or a factor of one: device i of the axis has block `i // stride % size`.
+
+    A factor of an axis is what heads over more devices than groups need: with 2 groups of 8 heads
+    on 8 devices, the groups take a part of 2 with stride 4, the heads of a group the part of 4.
+    """
+
+    name: str
+    size: int
+    stride: int
+
+
+class Declared(NamedTuple):
+    """What a pass says of its arrays.
+
+    Attributes:
+        operands: the axes of just the operands that are present.
+        results: the axes of all results.
+        shardable: the factors that may be sharded.
+        spread: whether mesh axes that shard nothing split the work too.
+    """
+
+    operands: Sequence[Axes]
+    results: Sequence[Axes]
+    shardable: frozenset[str]
+    spread: bool
+
+
+Where = dict[str, tuple[Part, ...]]  # the parts that shard a factor
+
+
+class Placement(NamedTuple):
+    """Where one array lies: a block by its spec, of which a device needs the block by `cuts`."""
+
+    spec: PartitionSpec
+    cuts: tuple[tuple[Part, ...], ...]  # for each axis
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """This device's block of what the spec gives it."""
+        for axis, parts in enumerate(self.cuts):
+            if parts:
+                size = x.shape[axis] // math.prod(p.size for p in parts)
+                x = jax.lax.dynamic_slice_in_dim(x, _block(parts) * size, size, axis)
+        return x
+
+    def uncut(self, y: jax.Array) -> jax.Array:
+        """The inverse of `cut`, zeros where other devices have values."""
+        for axis, parts in enumerate(self.cuts):
+            if parts:
+                size = y.shape[axis]
+                whole = list(y.shape)
+                whole[axis] *= math.prod(p.size for p in parts)
+                zeros = compat.match_vary(jnp.zeros(whole, y.dtype), y)
+                start = _block(parts) * size
+                y = jax.lax.dynamic_update_slice_in_dim(zeros, y, start, axis)
+        return y
+
+
+def _block(parts: Sequence[Part]) -> jax.Array | int:
+    """Which block of an axis this device has."""
+    block: jax.Array | int = 0
+    for p in parts:
+        block = block * p.size + jax.lax.axis_index(p.name) // p.stride % p.size
+    return block
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """`parts`, neighbours of one mesh axis made one."""
+    out: list[Part] = []
+    for p in parts:
+        if out and out[-1].name == p.name and out[-1].stride == p.size * p.stride:
+            p = Part(p.name, out.pop().size * p.size, p.stride)
+        out.append(p)
+    return out
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How one call runs on one mesh.
+
+    Attributes:
+        operands, results: where they lie, to compute them.
+        sums: for each result, the mesh axes over which it is summed whole.
+        scatters: for each result, the mesh axes over which it is summed and kept in blocks, by the
+            axis that is cut.
+        wanted: the results' specs that the caller expects.
+    """
+
+    operands: list[Placement]
+    results: list[Placement]
+    sums: list[tuple[str, ...]]
+    scatters: list[dict[int, tuple[str, ...]]]
+    wanted: list[PartitionSpec]
+
+    def run(self, fun: Local, blocks: Any) -> list[jax.Array]:
+        """`fun` on this device's blocks, summed over the devices where need be."""
+        local = [p.cut(x) for p, x in zip(self.operands, blocks, strict=True)]
+        outs = _present(fun(*local))
+        for i, (place, sums) in enumerate(zip(self.results, self.sums, strict=True)):
+            y = place.uncut(outs[i])
+            for axis, names in self.scatters[i].items():
+                y = jax.lax.psum_scatter(y, names, scatter_dimension=axis, tiled=True)
+            outs[i] = jax.lax.psum(y, sums) if sums else y
+        return outs
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The factors of every axis of one call, with sizes: what its sharding is worked out on."""
+    """The factors of every axis of one call, with sizes: what its sharding is worked out on.
+
+    Attributes:
+        operands, results: the factors of their axes.
+        shapes: of the results.
+        sizes: of the factors.
+        shardable: the factors that may be sharded.
+        spread: whether mesh axes that shard nothing split the work too.
+    """
 
     operands: list[Axes]
     results: list[Axes]
+    shapes: list[tuple[int, ...]]
     sizes: dict[str, int]
     shardable: frozenset[str]
+    spread: bool
 
     @classmethod
-    def of(
-        cls,
-        operands: Sequence[Axes],
-        results: Sequence[Axes],
-        shapes: Sequence[tuple[int, ...]],
-        shardable: frozenset[str],
-    ) -> Plan:
-        """Solves the factor sizes; `shapes` are those of the operands, then of the results, with
-        as many leading axes in each as vmap put there.
-        """
-        lead = tuple((f"v{i}",) for i in range(len(shapes[0]) - len(operands[0])))
-        arrays = [lead + axes for axes in (*operands, *results)]
+    def of(cls, declared: Declared, args: Sequence[Any], outs: Sequence[Any]) -> Plan:
+        """Solves the factor sizes, with as many leading axes in each array as vmap put there."""
+        kept = [a for a, y in zip(declared.results, outs, strict=True) if y is not None]
+        shapes = [x.shape for x in (*args, *_present(outs))]
+        n = len(args)
+        lead = tuple((f"v{i}",) for i in range(len(shapes[0]) - len(declared.operands[0])))
+        arrays = [lead + axes for axes in (*declared.operands, *kept)]
         sizes: dict[str, int] = {}
         products = []
         for axes, shape in zip(arrays, shapes, strict=True):
@@ -72,61 +196,124 @@ class Plan:
                     axis = ()
                 actual.append(axis)
             arrays[i] = tuple(actual)
-        n = len(operands)
-        return cls(arrays[:n], arrays[n:], sizes, shardable.union(*lead))
+        shardable = declared.shardable.union(*lead)
+        return cls(arrays[:n], arrays[n:], shapes[n:], sizes, shardable, declared.spread)
 
-    def assign(self, mesh: Mapping[str, int], specs: Sequence[PartitionSpec | None]) -> Where:
-        """Which mesh axes shard which factor, read off the arrays' specs, operands first."""
-        taken: set[str] = set()
+    def layout(self, mesh: Mapping[str, int], specs: Sequence[PartitionSpec | None]) -> Layout:
+        """How the call runs on a mesh with axes of these sizes, where the arrays, operands first,
+        have these specs.
+
+        A mesh axis that shards factors the pass can split stays there. Any other that shards an
+        operand (keys by position, more devices than a head axis has blocks) splits queries or batch
+        entries, so that no two devices do the same work; the results go back to what the operands'
+        specs let a caller expect. A gradient whose operand lay in blocks is summed into blocks.
+        """
         where: Where = {}
-        for array, spec in zip(self.operands + self.results, specs, strict=False):
-            for axis, names in zip(array, tuple(spec or ()), strict=False):
-                names = (names,) if isinstance(names, str) else tuple(names or ())
-                if not names or any(f in where for f in axis) or taken & set(names):
-                    continue
-                for factor, got in self._split(axis, names, mesh).items():
-                    where[factor] = got
-                    taken.update(got)
-        return where
+        given: dict[Axis, tuple[str, ...]] = {}  # of axes that the operands had in blocks in vain
+        seen: dict[str, None] = {}  # the mesh axes that shard operands
+        for i, (array, spec) in enumerate(zip(self.operands + self.results, specs, strict=False)):
+            for axis, entry in zip(array, tuple(spec or ()), strict=False):
+                names = _names(entry)
+                taken = {p.name for parts in where.values() for p in parts}
+                if not any(f in where for f in axis) and not taken & set(names):
+                    where.update(self._split(axis, names, mesh))
+                if i < len(self.operands):
+                    seen.update(dict.fromkeys(names))
+                    if names and axis and not any(f in where for f in axis):
+                        given.setdefault(axis, names)
+
+        wanted = [self._wanted(a, where, given, mesh) for a in self.results]
+        taken = {p.name for parts in where.values() for p in parts}
+        for name in mesh if self.spread else seen:
+            if name not in taken and mesh[name] > 1:
+                self._give(name, where, mesh)
+
+        results = [_place(a, where, mesh) for a in self.results]
+        used = dict.fromkeys(p.name for parts in where.values() for p in parts)
+        sums, scatters = [], []
+        for i, (place, shape) in enumerate(zip(results, self.shapes, strict=True)):
+            entries = list(place.spec)
+            own = set(itertools.chain(*map(_names, entries)))
+            left = [n for n in used if n not in own]
+            blocks: dict[int, tuple[str, ...]] = {}
+            for cut, entry in enumerate(wanted[i]):
+                names = _names(entry)
+                fits = names and set(names) <= set(left) and entries[cut] is None
+                if fits and shape[cut] % math.prod(mesh[n] for n in names) == 0:
+                    blocks[cut] = entries[cut] = names
+                    left = [n for n in left if n not in names]
+            results[i] = place._replace(spec=PartitionSpec(*entries))
+            sums.append(tuple(left))
+            scatters.append(blocks)
+        operands = [_place(a, where, mesh) for a in self.operands]
+        return Layout(operands, results, sums, scatters, wanted)
 
     def _split(self, axis: Axis, names: tuple[str, ...], mesh: Mapping[str, int]) -> Where:
         """Deals the mesh axes of one array axis out to its factors, major first, as far as they
         divide.
         """
-        out: Where = {}
-        queue = list(names)
+        out: dict[str, list[Part]] = {}
+        queue = [(name, mesh[name]) for name in names]
         for factor in axis:
-            left, got = self.sizes[factor], []
-            while factor in self.shardable and queue and left % mesh[queue[0]] == 0:
-                left //= mesh[queue[0]]
-                got.append(queue.pop(0))
-            if got:
-                out[factor] = tuple(got)
+            left = self.sizes[factor]
+            while factor in self.shardable and queue:
+                name, rest = queue[0]
+                size = rest if left % rest == 0 else left
+                if left <= 1 < rest or rest % size:
+                    break
+                left //= size
+                out.setdefault(factor, []).append(Part(name, size, rest // size))
+                queue[:1] = [(name, rest // size)] if rest > size else []
             # A later factor may be split only if every earlier one is split completely; otherwise
             # shards are not contiguous.
             if left != 1:
                 break
-        return out
+        # A mesh axis that is dealt in part is not dealt at all.
+        torn = queue[0][0] if queue and queue[0][1] < mesh[queue[0][0]] else None
+        kept = {f: tuple(p for p in parts if p.name != torn) for f, parts in out.items()}
+        return {f: parts for f, parts in kept.items() if parts}
 
-    def spec(self, array: Axes, where: Where) -> PartitionSpec:
-        """The spec of an array under the assignment `where`."""
-        return PartitionSpec(
-            *[tuple(itertools.chain(*(where.get(f, ()) for f in axis))) or None for axis in array]
-        )
+    def _give(self, name: str, where: Where, mesh: Mapping[str, int]) -> None:
+        """Lets the mesh axis split queries or batch entries, if it divides them."""
+        for f in _SPREAD:
+            parts = where.get(f, ())
+            size = self.sizes.get(f, 0) // math.prod(p.size for p in parts)
+            if f in self.shardable and size and size % mesh[name] == 0:
+                where[f] = (*parts, Part(name, mesh[name], 1))
+                return
 
-    def summed(self, array: Axes, where: Where) -> tuple[str, ...]:
-        """The mesh axes over which the result `array` has to be summed."""
-        own = set(itertools.chain(*array))
-        return tuple(itertools.chain(*(where[f] for f in where if f not in own)))
+    def _wanted(
+        self,
+        array: Axes,
+        where: Where,
+        given: Mapping[Axis, tuple[str, ...]],
+        mesh: Mapping[str, int],
+    ) -> PartitionSpec:
+        """The spec that a caller expects of a result: as the operands' axes of the same factors."""
+        entries = list(_place(array, where, mesh).spec)
+        own = set(itertools.chain(*map(_names, entries)))
+        for i, axis in enumerate(array):
+            names = given.get(axis, ())
+            if names and entries[i] is None and not own & set(names):
+                entries[i] = names
+                own.update(names)
+        return PartitionSpec(*entries)
 
-    def rule(self) -> dict[str, Any]:
-        """What `custom_partitioning.def_partition` wants to know: Shardy's rule and its factors."""
+    def rule(self, mesh: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
+        """Shardy's rule and its factors, for a mesh with axes of these sizes."""
         texts: list[str] = []
         alone: set[str] = set()
+        free = set(self.shardable)
         fresh = itertools.count()
         for array in self.operands + self.results:
             tokens = []
             for axis in array:
+                # Shardy would deal a mesh axis out in parts, which no spec can say. Where it might,
+                # the product is one factor, which shares nothing with its own factors.
+                if any(self.sizes[f] % n for f in axis[:-1] for n in mesh.values()):
+                    if axis[0] in self.shardable:
+                        free.add("".join(axis))
+                    axis = ("".join(axis),)
                 if len(axis) == 1:
                     alone.add(axis[0])
                 tokens.append(" ".join(axis) if axis else f"u{next(fresh)}")
@@ -137,80 +324,102 @@ class Plan:
         rule = f"{', '.join(texts[:n])} -> {', '.join(texts[n:])}"
         names = dict.fromkeys(re.findall(r"\w+", rule))
         kept = set(re.findall(r"\w+", rule.partition("->")[2]))
-        return {
-            "sharding_rule": rule,
-            "need_replication_factors": tuple(x for x in names if x not in self.shardable),
-            "reduction_factors": tuple(x for x in names if x in self.shardable and x not in kept),
+        return rule, {
+            "need_replication_factors": tuple(x for x in names if x not in free),
+            "reduction_factors": tuple(x for x in names if x in free and x not in kept),
             **{f: self.sizes[f] for f in names if f in self.sizes and f not in alone},
         }
 
 
-def partitioned(
-    fun: Callable[..., list[jax.Array | None]],
-    operands: Sequence[Axes],
-    results: Sequence[Axes],
-    shardable: frozenset[str],
-) -> Callable[..., list[jax.Array | None]]:
-    """`fun` made aware of meshes.
+def _place(array: Axes, where: Where, mesh: Mapping[str, int]) -> Placement:
+    """Where an array lies under the assignment `where`."""
+    entries, cuts = [], []
+    for axis in array:
+        parts = _joined([p for f in axis for p in where.get(f, ())])
+        whole = list(itertools.takewhile(lambda p: p.size == mesh[p.name], parts))
+        entries.append(tuple(p.name for p in whole) or None)
+        cuts.append(tuple(parts[len(whole) :]))
+    return Placement(PartitionSpec(*entries), tuple(cuts))
 
-    Three routes, by the mesh that is current while tracing: an Explicit axis leads through
-    `shard_map`, since anything else would gather its operands; a Manual axis means that the arrays
-    are already local; and an Auto mesh, or none, leaves the decision to the compiler through
-    `custom_partitioning`.
 
-    Args:
-        fun: takes arrays, with any number of axes in front; returns a list of arrays and Nones.
-        operands: the axes of just the operands that are present.
-        results: the axes of all results.
-        shardable: factors that may be sharded.
+def over_explicit(fun: Local, declared: Declared) -> Local:
+    """`fun` on meshes with Explicit axes: through `shard_map`, since anything else would gather its
+    operands. The other axes are left to `fun`.
     """
-
-    def summed(plan: Plan, where: Where, args: Any) -> list[jax.Array]:
-        outs = [y for y in fun(*args) if y is not None]
-        sums = [plan.summed(a, where) for a in plan.results]
-        return [jax.lax.psum(y, n) if n else y for y, n in zip(outs, sums, strict=True)]
 
     def call(*args: jax.Array) -> list[jax.Array | None]:
         mesh = jax.sharding.get_abstract_mesh()
-        types = {} if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        if AxisType.Manual in types.values():
-            return fun(*compat.match_vary(args, *args))
-
-        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
-        given = jax.eval_shape(fun, *avals)
-        axes = [a for a, y in zip(results, given, strict=True) if y is not None]
-        shapes = [x.shape for x in (*avals, *given) if x is not None]
-        plan = Plan.of(operands, axes, shapes, shardable)
-        explicit = AxisType.Explicit in types.values()
-        outs = iter(_explicit(plan, mesh, args) if explicit else _auto(plan, args))
-        return [None if y is None else next(outs) for y in given]
-
-    def _explicit(plan: Plan, mesh: Any, args: Any) -> list[jax.Array]:
-        where = plan.assign(dict(mesh.shape), [jax.typeof(x).sharding.spec for x in args])
-        names = set(itertools.chain(*where.values()))
-        if not names:  # as where an outer vmap has the only sharded axis
-            args = [jax.reshard(x, PartitionSpec()) for x in args]
-            return [y for y in fun(*args) if y is not None]
-        in_specs = tuple(plan.spec(a, where) for a in plan.operands)
+        if not mesh.explicit_axes:
+            return fun(*args)
+        given = jax.eval_shape(fun, *_shapes(args))
+        sizes = {name: mesh.shape[name] for name in mesh.explicit_axes}
+        plan = Plan.of(declared, args, given)
+        layout = plan.layout(sizes, [jax.typeof(x).sharding.spec for x in args])
+        in_specs = tuple(p.spec for p in layout.operands)
         args = tuple(jax.reshard(x, s) for x, s in zip(args, in_specs, strict=True))
-        return jax.shard_map(
-            lambda *blocks: summed(plan, where, compat.match_vary(blocks, *blocks)),
-            in_specs=in_specs,
-            out_specs=[plan.spec(a, where) for a in plan.results],
-            axis_names=names,
-        )(*args)
-
-    def _auto(plan: Plan, args: Any) -> list[jax.Array]:
-        op = custom_partitioning(lambda *xs: [y for y in fun(*xs) if y is not None])
-
-        def partition(mesh: Any, arg_infos: Any, result_infos: Any) -> Any:
-            specs = [getattr(i.sharding, "spec", None) for i in (*arg_infos, *result_infos)]
-            where = plan.assign(dict(mesh.shape), specs)
-            in_shardings = tuple(NamedSharding(mesh, plan.spec(a, where)) for a in plan.operands)
-            out_shardings = [NamedSharding(mesh, plan.spec(a, where)) for a in plan.results]
-            return mesh, lambda *blocks: summed(plan, where, blocks), out_shardings, in_shardings
-
-        op.def_partition(partition=partition, **plan.rule())
-        return op(*args)
+        names = set(itertools.chain(*(_names(e) for spec in in_specs for e in spec)))
+        if names:
+            run = jax.shard_map(
+                lambda *blocks: layout.run(fun, compat.match_vary(blocks, *blocks)),
+                in_specs=in_specs,
+                out_specs=[p.spec for p in layout.results],
+                axis_names=names,
+            )
+        else:  # as where an outer vmap has the only sharded axis
+            run = lambda *xs: _present(fun(*xs))  # noqa: E731
+        outs = zip(run(*args), layout.wanted, strict=True)
+        return _like(given, [jax.reshard(y, spec) for y, spec in outs])
 
     return call
+
+
+def over_auto(fun: Local, declared: Declared) -> Local:
+    """`fun` on meshes with Auto axes, or where the mesh is not known yet: `custom_partitioning`
+    leaves the decision to the compiler. Over Manual axes the arrays are already local.
+    """
+
+    def call(*args: jax.Array) -> list[jax.Array | None]:
+        mesh = jax.sharding.get_abstract_mesh()
+        args = compat.match_vary(args, *args)
+        sizes = {name: mesh.shape[name] for name in mesh.auto_axes if mesh.shape[name] > 1}
+        if not mesh.empty and not sizes:
+            return fun(*args)
+        given = jax.eval_shape(fun, *_shapes(args))
+        plan = Plan.of(declared, args, given)
+
+        def partition(devices: Any, arg_infos: Any, result_infos: Any) -> Any:
+            shardings = [x.sharding for x in (*arg_infos, *result_infos)]
+            devices, auto, specs = compat.auto_mesh(mesh, devices, shardings)
+            layout = plan.layout(dict(auto.shape), specs)
+
+            def lower(*blocks: jax.Array) -> list[jax.Array]:
+                with compat.no_mesh():  # the caller's may have Explicit axes
+                    return layout.run(fun, blocks)
+
+            ins = tuple(NamedSharding(auto, p.spec) for p in layout.operands)
+            outs = [NamedSharding(auto, p.spec) for p in layout.results]
+            return devices, lower, outs, ins
+
+        op = custom_partitioning(lambda *xs: _present(fun(*xs)))
+        op.def_partition(
+            partition=partition,
+            sharding_rule=lambda devices, *_: plan.rule(sizes or dict(devices.shape)),
+            decode_shardings=not mesh.manual_axes,
+        )
+        return _like(given, op(*args))
+
+    return call
+
+
+def _shapes(args: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+
+
+def _present(outs: Sequence[Any]) -> list[Any]:
+    return [y for y in outs if y is not None]
+
+
+def _like(given: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+    """`outs` with None where `given` has it."""
+    rest = iter(outs)
+    return [None if y is None else next(rest) for y in given]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, INT32, Args
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
@@ -252,8 +253,14 @@ def _placed(
     starts = None
     if segment_ids is not None:
         ids = args.array("segment_ids", segment_ids, "B T", INT32)
-        begins = ids != jnp.roll(ids, 1, axis=1)
-        starts = jax.lax.cummax(jnp.where(begins, rows, 0), axis=1)
+        starts = compat.left_to_compiler(_document_starts, ids)(ids)
     if positions is not None:
         return args.array("positions", positions, "B T", INT32), starts
     return rows if starts is None else rows - starts, starts
+
+
+def _document_starts(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The first token of each token's document."""
+    begins = ids != jnp.roll(ids, 1, axis=1)
+    rows = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    return jax.lax.cummax(jnp.where(begins, rows, 0), axis=1)

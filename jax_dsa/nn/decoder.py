@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.attention import DSAttention
@@ -109,7 +110,7 @@ class DecoderLM(nnx.Module):
                 `jax.checkpoint` saves (`jax_dsa.training.remat_policy` makes one by name); None
                 saves everything.
         """
-        x = self.embed(tokens)
+        x = self._embed(tokens)
         places = {"positions": positions, "segment_ids": segment_ids}
         indices = None
         layers: list[AttentionAux] = []
@@ -136,7 +137,7 @@ class DecoderLM(nnx.Module):
         self, tokens: Int[Array, "B T"], cache: DecoderCache
     ) -> tuple[Float[Array, "B T V"], DecoderCache]:
         """Logits of each request's next T tokens, and the cache with them in it."""
-        x = self.embed(tokens)
+        x = self._embed(tokens)
         indices: jax.Array | None = None
         layers = []
         for block, kind, old in zip(self.blocks, self.config.layers, cache.layers, strict=True):
@@ -144,6 +145,12 @@ class DecoderLM(nnx.Module):
             x, new, indices = block.decode(x, old, indices=reused)
             layers.append(new)
         return self._logits(x), DecoderCache(tuple(layers))
+
+    def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
+        # On an Explicit mesh a lookup wants to be told where its rows go.
+        spec = jax.typeof(tokens).sharding.spec
+        explicit = jax.sharding.get_abstract_mesh().explicit_axes
+        return self.embed(tokens, PartitionSpec(*spec, None) if explicit else None)
 
     def _logits(self, x: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
         return self.head(self.norm(x)).astype(jnp.float32)

@@ -23,8 +23,9 @@ class TransformCase:
         make_args: arrays with a batch axis of 8 (and 8 queries and 8 heads where `specs` shards
             those).
         diff: the arguments to differentiate.
-        specs: for each route ("batch", "query", "head") the arguments' specs on a mesh of one axis
-            "x".
+        specs: for each route ("batch", "query", "head", "keys") the arguments' specs on a mesh of
+            one axis "x", of 8 devices, of 4 for the keys.
+        gathers: for a route, the shapes that it may gather; nothing by default.
     """
 
     name: str
@@ -32,3 +33,4 @@ class TransformCase:
     make_args: Callable[[np.random.Generator], tuple]
     diff: tuple[int, ...]
     specs: dict[str, tuple[PartitionSpec, ...]]
+    gathers: dict[str, set[tuple[int, ...]]] = dataclasses.field(default_factory=dict)

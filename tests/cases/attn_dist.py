@@ -60,7 +60,14 @@ ROUTES = {
 }
 
 CASES = [
-    TransformCase("attn_dist-all-heads", all_heads, make_args, (0, 1, 3), ROUTES),
+    TransformCase(
+        "attn_dist-all-heads",
+        all_heads,
+        make_args,
+        (0, 1, 3),
+        {**ROUTES, "keys": (P(None, "x"),) * 4},
+        {"keys": {(B, S, 1, D)}},
+    ),
     TransformCase("attn_dist-one-group", one_group, make_args, (0, 1, 3), ROUTES),
     TransformCase(
         "attn_dist-each-head-sinks",
@@ -74,6 +81,10 @@ CASES = [
         },
     ),
     TransformCase(
-        "attn_dist-groups", pairs, make_grouped_args, (0, 1, 3), {"batch": ROUTES["batch"]}
+        "attn_dist-groups",
+        pairs,
+        make_grouped_args,
+        (0, 1, 3),
+        {"batch": ROUTES["batch"], "head": ROUTES["head"]},
     ),
 ]

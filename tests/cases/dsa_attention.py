@@ -35,7 +35,13 @@ CASES = [
         {
             "rows": (P("x"),) * 5,
             "query": (QUERY, WHOLE, QUERY, WHOLE, QUERY),
-            "head": (P(None, None, "x"), WHOLE, WHOLE, WHOLE, WHOLE),
+            "shared": (P(None, None, "x"), WHOLE, WHOLE, WHOLE, WHOLE),
+            "keys": (QUERY, QUERY, QUERY, QUERY, QUERY),
+        },
+        {
+            # The heads share one selection: each device makes it for some queries.
+            "shared": {(B, T, K), (B, T, J, C), (B, T, J)},
+            "keys": {(B, S, G, D), (B, S, C)},
         },
     ),
 ]

@@ -25,6 +25,10 @@ def make_args(rng: np.random.Generator) -> tuple:
     return floats(rng, B, T, 16, D), floats(rng, B, T, 8, D), floats(rng, B, T, 8, E)
 
 
+def make_grouped_args(rng: np.random.Generator) -> tuple:
+    return floats(rng, B, T, 16, D), floats(rng, B, T, 2, D), floats(rng, B, T, 2, E)
+
+
 def attend(q, k, v):
     return htree_attention(q, k, v, **TREE, return_lse=True)
 
@@ -61,7 +65,22 @@ CASES = [
         attend,
         make_args,
         (0, 1, 2),
-        {"batch": (batch, batch, batch), "query": (query, P(), P()), "head": (head, head, head)},
+        {
+            "batch": (batch, batch, batch),
+            "query": (query, P(), P()),
+            "head": (head, head, head),
+            "keys": (query, query, query),
+        },
+        {"keys": {(B, T, 8, D), (B, T, 8, E)}},
+    ),
+    TransformCase(
+        "htree_attention-groups",
+        attend,
+        make_grouped_args,
+        (0, 1, 2),
+        # The heads of a group select together, so queries are split instead.
+        {"shared": (head, P(), P())},
+        {"shared": {(B, T, 2, 1, 2)}},
     ),
     TransformCase("htree_build", build, make_tokens, (0, 1), {"batch": (batch, batch)}),
     TransformCase(

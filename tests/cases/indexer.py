@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from cases import TransformCase
 from jax_dsa import PagedCache, indexer_logits, indexer_topk
 
-B, T, J, C, S, K = 8, 8, 3, 5, 11, 4
+B, T, J, C, S, K = 8, 8, 3, 5, 12, 4
 
 
 def floats(rng: np.random.Generator, *shape: int) -> jnp.ndarray:
@@ -65,7 +65,12 @@ CASES = [
         select,
         make_args,
         (0, 1, 2),
-        {"batch": (P("x"),) * 3, "query": (P(None, "x"), P(), P(None, "x"))},
+        {
+            "batch": (P("x"),) * 3,
+            "query": (P(None, "x"), P(), P(None, "x")),
+            "keys": (P(None, "x"),) * 3,
+        },
+        {"keys": {(B, S, C)}},
     ),
     TransformCase(
         "indexer_topk-pages",

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from cases import TransformCase
 from jax_dsa import dense_indexer_kl_loss, indexer_kl_loss
 
-B, T, K, S, J, C, N, G, D = 8, 8, 6, 9, 2, 4, 4, 2, 5
+B, T, K, S, J, C, N, G, D = 8, 8, 6, 12, 2, 4, 8, 2, 5
 
 
 def floats(rng: np.random.Generator, *shape: int) -> jnp.ndarray:
@@ -63,6 +63,12 @@ CASES = [
         {
             "rows": (P("x"),) * 6,
             "query": (P(None, "x"), P(), P(None, "x"), P(None, "x"), P(), P(None, "x")),
+            "keys": (P(None, "x"),) * 6,
+            "shared": (P(), P(), P(), P(None, None, "x"), P(), P()),
+        },
+        {
+            "keys": {(B, S, C), (B, S, G, D)},
+            "shared": {(B, T, J, C), (B, T, J)},
         },
     ),
 ]

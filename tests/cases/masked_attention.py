@@ -33,6 +33,14 @@ def qkv(rng: np.random.Generator, groups: int) -> tuple:
     return floats(rng, B, T, N, D), k, v
 
 
+def make_causal_args(rng: np.random.Generator) -> tuple:
+    return floats(rng, B, T, N, D), floats(rng, B, T, 2, D), floats(rng, B, T, 2, E)
+
+
+def attend_causal(q, k, v):
+    return masked_attention(q, k, v, is_causal=True, return_lse=True)
+
+
 def make_masked_args(rng: np.random.Generator) -> tuple:
     """Bias and mask are shared by the batch, in two different ways otherwise."""
     mask = jnp.asarray(rng.random((1, N, 1, S)) < 0.8)
@@ -105,6 +113,19 @@ def best(bias, mask):
 
 batch, query, head = P("x"), P(None, "x"), P(None, None, "x")
 CASES = [
+    TransformCase(
+        "masked_attention-causal",
+        attend_causal,
+        make_causal_args,
+        (0, 1, 2),
+        {
+            "batch": (batch, batch, batch),
+            "query": (query, P(), P()),
+            "head": (head, P(), P()),
+            "keys": (query, query, query),
+        },
+        {"keys": {(B, T, 2, D), (B, T, 2, E)}},
+    ),
     TransformCase(
         "masked_attention",
         attend_masked,

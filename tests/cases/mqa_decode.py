@@ -71,7 +71,7 @@ CASES = [
         unnormalised,
         make_grouped_args,
         (0, 1, 2),
-        {"batch": (P("x"), P("x"), P("x"))},
+        {"batch": (P("x"), P("x"), P("x")), "head": (P(None, None, "x"), P(), P())},
     ),
     TransformCase(
         "mqa_decode-paged",

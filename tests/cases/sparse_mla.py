@@ -83,7 +83,9 @@ CASES = [
             "batch": (P("x"), P("x"), P("x")),
             "query": (P(None, "x"), P(), P(None, "x")),
             "head": (P(None, None, "x"), P(), P()),
+            "keys": (P(None, "x"), P(None, "x"), P(None, "x")),
         },
+        {"keys": {(B, S, 1, D)}},
     ),
     TransformCase(
         "sparse_mla-masked-sinks",
@@ -101,7 +103,7 @@ CASES = [
         attend,
         make_grouped_args,
         (0, 1),
-        {"batch": (P("x"), P("x"), P("x"))},
+        {"batch": (P("x"), P("x"), P("x")), "head": (P(None, None, "x"), P(), P())},
     ),
     TransformCase(
         "sparse_mla_decode-flat",

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core import compat
+from jax_dsa.core.layout import put_rows
 from jax_dsa.core.typing import Array, Float, Int
 
 
@@ -101,13 +102,10 @@ def append(
     Only nodes above new tokens are pooled again. What lies past the end in `nodes` may be anything.
     """
     tokens = x.shape[1]
-    row = jnp.arange(x.shape[0])[:, None]
-    drop = nodes.shape[1]
     start, end = start[:, None], end[:, None]
 
     def put(nodes: Array, layer: Layer, node: Array, there: Array, value: Array) -> Array:
-        index = jnp.where(there, layer.start + node, drop)
-        return nodes.at[row, index].set(value.astype(nodes.dtype), mode="drop")
+        return put_rows(nodes, jnp.where(there, layer.start + node, -1), value.astype(nodes.dtype))
 
     node = start + jnp.arange(tokens, dtype=jnp.int32)
     nodes = put(nodes, layers[0], node, node < end, x)
@@ -117,8 +115,8 @@ def append(
         node = start // span + jnp.arange(touched, dtype=jnp.int32)
         size = -(-end // (span // compression))  # of the layer below, by now
         count = jnp.clip(size - node * compression, 0, compression)
-        block = jnp.minimum(below.start // compression + node, drop // compression - 1)
-        children = blocks(nodes, compression)[row, block]
+        block = jnp.minimum(below.start // compression + node, nodes.shape[1] // compression - 1)
+        children = jax.vmap(lambda x, i: x[i])(blocks(nodes, compression), block)
         alive = jnp.arange(compression) < count[:, :, None]
         children = jnp.where(alive[..., None, None], children, 0)
         total = children.sum(2, dtype=compat.accum_dtype(nodes.dtype))

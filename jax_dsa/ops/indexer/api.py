@@ -36,6 +36,7 @@ TOPK_FWD = Pass(
     "indexer_topk_fwd",
     xla.indexer_topk_fwd,
     shardable="b t",
+    spread=True,
     kernel=Kernel(
         cuda.indexer_topk_fwd,
         cuda.topk_fwd_supports,
@@ -46,13 +47,14 @@ TOPK_BWD = Pass(
     "indexer_topk_bwd",
     xla.indexer_topk_bwd,
     shardable="b t",
+    spread=True,
     kernel=Kernel(
         cuda.indexer_topk_bwd,
         cuda.topk_bwd_supports,
         limits="bfloat16; J <= 64; C 32, 64 or 128; K <= 8192",
     ),
 )
-SELECTED_FWD = Pass("indexer_selected_fwd", xla.indexer_selected_fwd, shardable="b t")
+SELECTED_FWD = Pass("indexer_selected_fwd", xla.indexer_selected_fwd, shardable="b t", spread=True)
 
 
 def _topk_bwd(call: Call, options: Options, x: Selected, dy: Selection) -> Gradients:

@@ -22,7 +22,9 @@ from jax_dsa.ops.losses.spec import (
 
 SPARSE_FWD = Pass("indexer_kl_loss_fwd", xla.indexer_kl_loss_fwd, shardable="b t")
 SPARSE_BWD = Pass("indexer_kl_loss_bwd", xla.indexer_kl_loss_bwd, shardable="b t")
-DENSE_FWD = Pass("dense_indexer_kl_loss_fwd", xla.dense_indexer_kl_loss_fwd, shardable="b t")
+DENSE_FWD = Pass(
+    "dense_indexer_kl_loss_fwd", xla.dense_indexer_kl_loss_fwd, shardable="b t", spread=True
+)
 
 
 def _dense_bwd(
