@@ -1,24 +1,17 @@
-"""Draws docs/images from the committed results of the benchmarks: `python docs/plots.py`.
-
-Only slots that hold a key count as work: the results' own rates count all K of a query.
-"""
+"""Draws docs/images from the committed results of the benchmarks: `python docs/plots.py`."""
 
 from __future__ import annotations
 
-import csv
-import pathlib
 import re
 
 import matplotlib
+from speed import CEILINGS, ROOT, Results, loaded
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-ROOT = pathlib.Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "h200"
 IMAGES = ROOT / "docs" / "images"
-
-Results = dict[str, dict[str, str]]
+COLORS = dict(zip(CEILINGS, ("#4477aa", "#228833", "#ccbb44"), strict=True))
 
 # Bars of the first figure, top down: a label, and the kernel's name in the results.
 BARS = {
@@ -38,19 +31,6 @@ BARS = {
     "top-k, 1024 rows of 131072": "topk fwd R1024-S131072-K2048 f32",
     "quantise to FP8, [65536, 7168]": "fp8 fwd M65536-C7168 bf16",
 }
-CEILINGS = {"bf16-matmul": "#4477aa", "fp8-matmul": "#228833", "copy": "#ccbb44"}
-
-
-def read() -> Results:
-    """The kernels' rows under a steady load, and those of the ceilings, by name."""
-    rows: Results = {}
-    for operator in ("attn_dist", "fp8", "indexer", "sparse_mla", "topk"):
-        with (RESULTS / f"{operator}.csv").open() as f:
-            for row in csv.DictReader(f):
-                if row["implementation"] == "cuda":
-                    name = " ".join(row[x] for x in ("operator", "pass", "case", "dtype"))
-                    rows[name] = row
-    return rows
 
 
 def sizes(name: str) -> dict[str, int]:
@@ -58,27 +38,17 @@ def sizes(name: str) -> dict[str, int]:
     return {letter: int(size) for letter, size in re.findall(r"\b([A-Z])(\d+)", name)}
 
 
-def filled(name: str) -> float:
-    """Which share of a sparse attention's slots holds a key: early queries see less than K."""
-    if not name.startswith(("sparse_mla", "attn_dist")):
-        return 1
-    dims = sizes(name)
-    t, s, k = (dims[x] for x in "TSK")
-    return sum(min(s - t + 1 + i, k) for i in range(t)) / (t * k)
-
-
 def ceilings(rows: Results) -> plt.Figure:
     """Each kernel's share of the ceiling that was measured in the same run."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    shown = [rows[name] for name in BARS.values()]
-    shares = [float(rows[name]["ratio"]) * filled(name) for name in BARS.values()]
-    colors = [CEILINGS[row["ceiling"].split()[0]] for row in shown]
-    axes.barh(list(BARS), shares, color=colors)
+    shown = [rows[name, "cuda"] for name in BARS.values()]
+    colors = [COLORS[row["ceiling"].split()[0]] for row in shown]
+    axes.barh(list(BARS), [float(row["ratio"]) for row in shown], color=colors)
     for i, row in enumerate(shown):
         axes.text(1.02, i, f"{float(row['milliseconds']):.3g} ms", va="center", fontsize=8)
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.8)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in CEILINGS.values()]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
     names = ["bf16 matmul", "fp8 matmul", "copy of memory"]
     figure.legend(handles, names, loc="outside upper center", ncols=3, title="ceiling")
     axes.set_xlim(0, 1.16)
@@ -95,12 +65,13 @@ def lengths(rows: Results) -> plt.Figure:
     select = [f"indexer fwd T{t}-S{s}-J64-C128-K2048-topk fp8" for t, s in zip(lasts, keys)]
 
     def microseconds(name: str) -> float:
-        return float(rows[name]["milliseconds"]) * 1e3 / sizes(name)["T"]
+        return float(rows[name, "cuda"]["milliseconds"]) * 1e3 / sizes(name)["T"]
 
     mla, index = ([microseconds(name) for name in names] for names in (attend, select))
     total = [a + b for a, b in zip(mla, index, strict=True)]
     # The last 4096 queries take 2 N (192 + 128) operations a visible key in multi-head form.
-    tflops = float(rows[attend[0]]["tflops"]) / float(rows[attend[0]]["ratio"])
+    first = rows[attend[0], "cuda"]
+    tflops = float(first["tflops"]) / float(first["ratio"])
     dense = [2 * 128 * (192 + 128) * (s - 4095 / 2) / tflops / 1e6 for s in keys]
     axes.plot(keys, dense, "ko--", label="dense attention at the speed of a matmul (by count)")
     axes.plot(keys, total, "o-", color="#aa3377", label="indexer, top-k and sparse MLA (measured)")
@@ -120,7 +91,7 @@ def main() -> None:
     # Fixed identifiers and no date, so that the same results make the same files.
     plt.rcParams["svg.hashsalt"] = "jax_dsa"
     IMAGES.mkdir(exist_ok=True)
-    rows = read()
+    rows = loaded()
     for draw in (ceilings, lengths):
         path = IMAGES / f"{draw.__name__}.svg"
         draw(rows).savefig(path, metadata={"Date": None})

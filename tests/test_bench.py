@@ -15,12 +15,12 @@ import pytest
 import jax_dsa.bench.__main__ as bench
 from jax_dsa.bench import report, timing
 from jax_dsa.bench.__main__ import main
-from jax_dsa.bench.case import causal_selection, shrunk, visible_pairs
+from jax_dsa.bench.case import Case, causal_selection, selected_pairs, shrunk, visible_pairs
 from jax_dsa.bench.registry import OPERATORS
 
 COLUMNS = (
-    "operator,pass,case,dtype,implementation,milliseconds,tflops,gbytes_per_s,ceiling,ratio,"
-    "device,jax,commit"
+    "operator,pass,case,dtype,implementation,milliseconds,tflops,tflops_all_slots,gbytes_per_s,"
+    "ceiling,ratio,device,jax,commit"
 )
 TINY = ["--scale", "512", "--seconds", "0.001", "--commit", "abc"]
 
@@ -57,9 +57,46 @@ def test_csv_table_and_plot(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtur
     assert "M16-N16-K16" in capsys.readouterr().out
 
 
+def case(label: str) -> Case:
+    operator = label.split()[0]
+    (found,) = [c for c in OPERATORS[operator](functools.partial(shrunk, 1)) if c.label == label]
+    return found
+
+
+def test_only_slots_with_a_key_count() -> None:
+    """Of T = S = 4096 a quarter has none."""
+    rates = {"bf16-matmul": 800e12}
+    for name in ("sparse_mla bwd", "attn_dist fwd"):
+        full = case(f"{name} T4096-S4096-N128-D576-K2048 bf16")
+        got = report.row(full, "cuda", 1e-3, rates, "")
+        assert got.tflops and got.tflops_all_slots and got.ratio
+        keys = np.asarray(causal_selection(jax.random.key(0), 4096, 4096, 2048)) >= 0
+        np.testing.assert_allclose(got.tflops / got.tflops_all_slots, keys.mean(), rtol=1e-12)
+        np.testing.assert_allclose(got.ratio, got.tflops / 800)
+    whole = report.row(
+        case("sparse_mla fwd T4096-S8192-N128-D576-K2048 bf16"), "cuda", 1e-3, rates, ""
+    )
+    assert whole.tflops == whole.tflops_all_slots
+
+
+def test_the_ceiling_is_the_one_that_takes_longest() -> None:
+    """128 heads are bound by the matmul, and by the copy where that is slow."""
+    decode = case("sparse_mla fwd B128-T1-S8192-N128-D576-K2048-decode bf16")
+    operations, moved = 2 * 128 * 2048 * 128 * 1088, 128 * (2048 * 1152 + 256 * 1088)
+    fast = report.row(decode, "cuda", 1e-4, {"bf16-matmul": 800e12, "copy": 4e12}, "")
+    slow = report.row(decode, "cuda", 1e-4, {"bf16-matmul": 800e12, "copy": 1e12}, "")
+    assert (fast.ceiling, slow.ceiling) == ("bf16-matmul 800 TFLOPS", "copy 1000 GB/s")
+    np.testing.assert_allclose(fast.ratio, operations / 800e12 / 1e-4)
+    np.testing.assert_allclose(slow.ratio, moved / 1e12 / 1e-4)
+    for row in (fast, slow):
+        np.testing.assert_allclose(row.tflops, operations / 1e8)
+        np.testing.assert_allclose(row.gbytes_per_s, moved / 1e5)
+    assert report.row(decode, "cuda", 1e-4, {}, "").ratio is None
+
+
 def test_speed_ups_are_over_the_same_problem() -> None:
     def row(case: str, implementation: str, milliseconds: float) -> report.Row:
-        rest = (None, None, "", None, "", "", "")
+        rest = (None, None, None, "", None, "", "", "")
         return report.Row("topk", "fwd", case, "f32", implementation, milliseconds, *rest)
 
     rows = [row("S8", "cuda", 2.0), row("S8", "xla", 5.0), row("S8", "lax.top_k", 84.0)]
@@ -166,4 +203,5 @@ def test_selections_are_causal_and_distinct() -> None:
         valid = row[row >= 0]
         assert len(valid) == min(7, visible) == len(set(valid.tolist()))
         assert valid.max() < visible and (np.diff(valid) > 0).all()
+    assert selected_pairs(6, 10, 7) == (picks >= 0).sum()
     assert visible_pairs(6, 10) == sum(10 - 6 + 1 + t for t in range(6))

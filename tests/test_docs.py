@@ -8,6 +8,7 @@ import doctest
 import inspect
 import pathlib
 import re
+import runpy
 from typing import Any
 
 import pytest
@@ -50,6 +51,13 @@ def test_page(page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert blocks
     exec(compile("\n".join(blocks), page, "exec"), {})
+
+
+def test_the_table_of_speeds_is_that_of_the_results() -> None:
+    """`python docs/speed.py` renews it."""
+    speed = runpy.run_path(str(ROOT / "docs" / "speed.py"))
+    readme = (ROOT / "README.md").read_text()
+    assert speed["table"]() in readme
 
 
 def test_links() -> None:

@@ -337,11 +337,14 @@ void bench(int T, int S, int J, int C, int K, bool alike, size_t variants) {
       }
     }
   }
+  const std::vector<int32_t> chosen = download(indices, ni);
+  const auto filled =
+      std::count_if(chosen.begin(), chosen.end(), [](int32_t index) { return index >= 0; });
+  const double flops = 6e-9 * filled * J * C;
   for (size_t v = 0; v < variants; ++v) {
     if (ms[v].empty()) continue;
     std::sort(ms[v].begin(), ms[v].end());
     const float mid = ms[v][ms[v].size() / 2];
-    const double flops = 6. * T * K * J * C * 1e-9;
     printf("T%d S%d J%d C%d K%d %-9s %-26s %.3f ms", T, S, J, C, K, alike ? "alike" : "random",
            kVariants[v].name, mid);
     if (v == 0) {

@@ -6,6 +6,7 @@
 // means wrong P or dS.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -170,7 +171,9 @@ void bench(int T, int S, int N, int D, int K) {
   p.by_rows = true, p.count = 512;
   p.rows = device<bf16>(p.count * sparse_mla_bwd_query_rows(p) * D);
   const float by_rows = milliseconds([&] { CHECK(launch_sparse_mla_bwd(p, nullptr)); });
-  const double pairs = 2e-9 * T * N * K, flops = pairs * (3 * D + 2 * 512);
+  const auto filled = std::count_if(selected.indices.begin(), selected.indices.end(),
+                                    [](int32_t index) { return index >= 0; });
+  const double pairs = 2e-9 * N * filled, flops = pairs * (3 * D + 2 * 512);
   printf("T%d-S%d-N%d-D%d-K%d  fwd %.3f ms %.0f TFLOPS  bwd %.3f ms %.0f  by rows %.3f ms %.0f\n",
          T, S, N, D, K, fwd, pairs * (D + 512) / fwd, bwd, flops / bwd, by_rows, flops / by_rows);
   fflush(stdout);

@@ -111,12 +111,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     rows: list[Row] = []
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}  # of the ceilings, operations or bytes a second
     unavailable: set[str] = set()
     failed = False
-    limits = {
-        n: c for n, c in ceilings(args.scale).items() if any(x.ceiling == n for x, *_ in chosen)
-    }
+    limits = {n: c for n, c in ceilings(args.scale).items() if any(n in x.work for x, *_ in chosen)}
     work = [(c, "xla", functools.partial(c.call, implementation="xla")) for c in limits.values()]
     table = report.Table([case for case, *_ in work + chosen], [name for _, name, _ in chosen])
     file = report.CSV(args.csv) if args.csv else None
@@ -135,8 +133,8 @@ def main(argv: list[str] | None = None) -> int:
                 tqdm.write(f"{case.label} {name} FAILED: {error}", file=sys.stderr)
                 continue
             if case.operator in limits:
-                found[case.operator] = report.rate(case, seconds) or 0.0
-            row = report.row(case, name, seconds, found.get(case.ceiling), args.commit)
+                rates[case.operator] = case.work[case.operator] / seconds
+            row = report.row(case, name, seconds, rates, args.commit)
             rows.append(row)
             tqdm.write(table.line(row))
             sys.stdout.flush()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     Scale = Callable[..., "Dims"]
 
@@ -30,11 +30,12 @@ class Case:
         make: random key -> the arguments, a tuple of pytrees of arrays.
         call: `(*arguments, implementation)` -> the outputs; for a backward pass only differentiable
             ones.
-        work: floating-point operations, or bytes if the ceiling is the copy; None: not counted.
-        ceiling: what the rate is compared with.
+        work: by ceiling what the case must do: floating-point operations of a matmul, bytes of the
+            copy. Slots without a key do not count. The ceiling that takes longest is the bound.
         diff: for a backward pass the arguments that have a gradient.
         peers: other implementations of the same: name -> function of the arguments.
         note: what the sizes do not say, for the case's name.
+        all_slots: the operations if every slot counted, as some peers' figures have it.
     """
 
     operator: str
@@ -43,11 +44,11 @@ class Case:
     dtype: str
     make: Callable[[jax.Array], tuple]
     call: Callable[..., Any]
-    work: float | None
-    ceiling: str
+    work: Mapping[str, float]
     diff: tuple[int, ...] = ()
     peers: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     note: str = ""
+    all_slots: float | None = None
 
     @property
     def name(self) -> str:
@@ -83,6 +84,11 @@ def causal_selection(key: jax.Array, queries: int, keys: int, picks: int) -> jax
     return jnp.where(visible > picks, drawn, jnp.where(slots < visible, slots, -1))
 
 
+def selected_pairs(queries: int, keys: int, picks: int) -> int:
+    """(query, key) pairs of a `causal_selection`: early queries see fewer keys than `picks`."""
+    return sum(min(keys - queries + 1 + t, picks) for t in range(queries))
+
+
 def visible_pairs(queries: int, keys: int) -> int:
     """(query, key) pairs under a causal mask whose last query sees all keys."""
-    return queries * (keys - queries) + queries * (queries + 1) // 2
+    return selected_pairs(queries, keys, keys)

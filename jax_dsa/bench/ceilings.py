@@ -47,7 +47,7 @@ def ceilings(scale: int = 1) -> dict[str, Case]:
 
     flops = 2 * m * n * k
     return {
-        BF16: Case(BF16, "fwd", dims, "bf16", operands, _matmul, flops, BF16),
-        FP8: Case(FP8, "fwd", dims, "fp8", fp8_operands, _fp8_matmul, flops, FP8),
-        COPY: Case(COPY, "fwd", {"C": elements}, "u32", words, _copy, 8 * elements, COPY),
+        BF16: Case(BF16, "fwd", dims, "bf16", operands, _matmul, {BF16: flops}),
+        FP8: Case(FP8, "fwd", dims, "fp8", fp8_operands, _fp8_matmul, {FP8: flops}),
+        COPY: Case(COPY, "fwd", {"C": elements}, "u32", words, _copy, {COPY: 8 * elements}),
     }

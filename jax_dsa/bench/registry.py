@@ -16,6 +16,7 @@ from jax_dsa.bench.case import (
     Case,
     causal_selection,
     normal,
+    selected_pairs,
     visible_pairs,
 )
 from jax_dsa.core.layout import RECORD_BYTES
@@ -32,7 +33,7 @@ def rows(count: int, length: int, dtype: Any, key: jax.Array) -> tuple[jax.Array
 
 
 def sparse_mla(size: Scale) -> Iterator[Case]:
-    """Causal random selections; all K slots count."""
+    """Causal random selections."""
 
     def case(step: str, dims: Dims) -> Case:
         t, s, n, d, k = (dims[x] for x in "TSNDK")
@@ -46,9 +47,18 @@ def sparse_mla(size: Scale) -> Iterator[Case]:
         call = functools.partial(
             jax_dsa.sparse_mla, value_dim=e, deterministic=step == "bwd-deterministic"
         )
-        work = 2 * t * n * k * (d + e if step == "fwd" else 3 * d + 2 * e)
-        diff = () if step == "fwd" else (0, 1)
-        return Case("sparse_mla", step, dims, "bf16", make, call, work, BF16, diff)
+        pair = 2 * n * (d + e if step == "fwd" else 3 * d + 2 * e)
+        return Case(
+            "sparse_mla",
+            step,
+            dims,
+            "bf16",
+            make,
+            call,
+            {BF16: pair * selected_pairs(t, s, k)},
+            diff=() if step == "fwd" else (0, 1),
+            all_slots=pair * t * k,
+        )
 
     for s in (8192, 32768, 131072):
         yield case("fwd", size(T=4096, S=s, N=128, D=576, K=2048))
@@ -66,7 +76,7 @@ def sparse_mla(size: Scale) -> Iterator[Case]:
 
 
 def sparse_mla_decode(size: Scale) -> Iterator[Case]:
-    """One new token a request; counted by the bytes of the selected keys."""
+    """One new token a request; many heads take longer than the bytes of the selected keys."""
 
     def make(dims: Dims, fp8: bool, key: jax.Array) -> tuple:
         b, s, n, d, k = (dims[x] for x in "BSNDK")
@@ -79,11 +89,14 @@ def sparse_mla_decode(size: Scale) -> Iterator[Case]:
         for b in (1, 8, 64, 128):
             dims = size(B=b, T=1, S=8192, N=128, D=576, K=2048)
             n, d, k = (dims[x] for x in "NDK")
-            work = b * (k * (RECORD_BYTES if fp8 else 2 * d) + 2 * n * (d + 512))
+            work = {
+                BF16: 2 * b * n * k * (d + 512),
+                COPY: b * (k * (RECORD_BYTES if fp8 else 2 * d) + 2 * n * (d + 512)),
+            }
             build = functools.partial(make, dims, fp8)
             call = jax_dsa.sparse_mla_decode
             dtype = "fp8" if fp8 else "bf16"
-            yield Case("sparse_mla", "fwd", dims, dtype, build, call, work, COPY, note="decode")
+            yield Case("sparse_mla", "fwd", dims, dtype, build, call, work, note="decode")
 
 
 def attn_dist(size: Scale) -> Iterator[Case]:
@@ -99,7 +112,8 @@ def attn_dist(size: Scale) -> Iterator[Case]:
         return normal(a, 1, t, n, d), normal(b, 1, s, 1, d), picks, lse
 
     call = functools.partial(jax_dsa.attn_dist, head_group=64)
-    yield Case("attn_dist", "fwd", dims, "bf16", make, call, 2 * t * n * k * d, BF16)
+    work, all_slots = 2 * n * d * selected_pairs(t, s, k), 2 * n * d * t * k
+    yield Case("attn_dist", "fwd", dims, "bf16", make, call, {BF16: work}, all_slots=all_slots)
 
 
 def indexer(size: Scale) -> Iterator[Case]:
@@ -150,10 +164,9 @@ def indexer(size: Scale) -> Iterator[Case]:
         ("bf16", 8192, 8192, 64),
     ):
         dims = size(T=t, S=s, J=j, C=128)
-        work = 2 * j * 128 * visible_pairs(dims["T"], dims["S"])
-        ceiling = FP8 if dtype == "fp8" else BF16
+        work = {FP8 if dtype == "fp8" else BF16: 2 * j * 128 * visible_pairs(dims["T"], dims["S"])}
         build = functools.partial(make, dims, dtype)
-        yield Case("indexer", "fwd", dims, dtype, build, logits, work, ceiling)
+        yield Case("indexer", "fwd", dims, dtype, build, logits, work)
 
     for dtype, t, s in (
         ("fp8", 4096, 8192),
@@ -162,21 +175,21 @@ def indexer(size: Scale) -> Iterator[Case]:
         ("bf16", 4096, 8192),
     ):
         dims = size(T=t, S=s, J=64, C=128, K=2048)
-        work = 2 * 64 * 128 * visible_pairs(dims["T"], dims["S"])
-        ceiling = FP8 if dtype == "fp8" else BF16
+        work = {FP8 if dtype == "fp8" else BF16: 2 * 64 * 128 * visible_pairs(dims["T"], dims["S"])}
         build = functools.partial(make, dims, dtype)
         call = functools.partial(select, dims["K"])
-        yield Case("indexer", "fwd", dims, dtype, build, call, work, ceiling, note="topk")
+        yield Case("indexer", "fwd", dims, dtype, build, call, work, note="topk")
 
     for b in (1, 8, 64, 128):
         for s in (8192, 131072):
             dims = size(B=b, T=1, S=s, J=64, C=128, K=2048)
-            work = b * dims["S"] * (dims["C"] + 4)
+            keys = b * dims["S"]
+            work = {FP8: 2 * 64 * 128 * keys, COPY: keys * (dims["C"] + 4)}
             build = functools.partial(make, dims, "fp8")
             call = functools.partial(select, dims["K"])
-            yield Case("indexer", "fwd", dims, "fp8", build, call, work, COPY, note="decode")
+            yield Case("indexer", "fwd", dims, "fp8", build, call, work, note="decode")
             build = functools.partial(make_paged, dims)
-            yield Case("indexer", "fwd", dims, "fp8", build, call, work, COPY, note="paged")
+            yield Case("indexer", "fwd", dims, "fp8", build, call, work, note="paged")
 
     dims = size(T=4096, S=8192, J=64, C=128, K=2048)
     yield Case(
@@ -186,9 +199,9 @@ def indexer(size: Scale) -> Iterator[Case]:
         "bf16",
         functools.partial(make, dims, "bf16"),
         functools.partial(selected_logits, dims["K"]),
-        6 * dims["T"] * dims["K"] * 64 * 128,
-        BF16,
+        {BF16: 6 * 64 * 128 * selected_pairs(dims["T"], dims["S"], dims["K"])},
         diff=(0, 1, 2),
+        all_slots=6 * 64 * 128 * dims["T"] * dims["K"],
     )
 
 
@@ -208,8 +221,7 @@ def topk(size: Scale) -> Iterator[Case]:
             "f32",
             functools.partial(rows, r, s, jnp.float32),
             functools.partial(jax_dsa.topk, top_k=k),
-            4 * r * (s + k),
-            COPY,
+            {COPY: 4 * r * (s + k)},
             peers={"lax.top_k": functools.partial(lax_top_k, k)},
         )
 
@@ -255,8 +267,7 @@ def masked_attention(size: Scale) -> Iterator[Case]:
                 "bf16",
                 functools.partial(make, dims),
                 functools.partial(jax_dsa.masked_attention, is_causal=causal),
-                factor * n * d * (visible_pairs(t, s) if causal else t * s),
-                BF16,
+                {BF16: factor * n * d * (visible_pairs(t, s) if causal else t * s)},
                 diff,
                 peers={"cudnn": _cudnn(causal)},
                 note="causal" if causal else "dense",
@@ -272,8 +283,7 @@ def masked_attention(size: Scale) -> Iterator[Case]:
                 "bf16",
                 functools.partial(tiles, empty, dims),
                 blocks,
-                factor * n * d * t * min(s, kept),
-                BF16,
+                {BF16: factor * n * d * t * min(s, kept)},
                 diff,
                 note=f"empty{empty}",
             )
@@ -297,11 +307,12 @@ def mqa_decode(size: Scale) -> Iterator[Case]:
             return normal(a, b, 1, n, d), normal(c, b, s, 1, d)
 
         # One KV head for N queries: below about 128 heads reading it takes longer than its matmuls.
-        by_bytes = n <= 64
-        work = b * (2 * s * d + 2 * n * (d + e)) if by_bytes else 2 * b * n * s * (d + e)
+        work = {
+            BF16: 2 * b * n * s * (d + e),
+            COPY: b * (2 * s * d + 2 * n * (d + e)),
+        }
         call = functools.partial(jax_dsa.mqa_decode, value_dim=e)
-        ceiling = COPY if by_bytes else BF16
-        yield Case("mqa_decode", "fwd", dims, "bf16", make, call, work, ceiling)
+        yield Case("mqa_decode", "fwd", dims, "bf16", make, call, work)
 
 
 def fp8(size: Scale) -> Iterator[Case]:
@@ -318,8 +329,7 @@ def fp8(size: Scale) -> Iterator[Case]:
                 "bf16",
                 functools.partial(rows, m, c, jnp.bfloat16),
                 functools.partial(jax_dsa.quantize_fp8, power_of_two_scale=power_of_two_scale),
-                m * (3 * c + 4 * -(-c // 128)),
-                COPY,
+                {COPY: m * (3 * c + 4 * -(-c // 128))},
                 note="pow2" if power_of_two_scale else "",
             )
     for m, n, k in ((4096, 7168, 2048), (4096, 4096, 7168), (8192, 8192, 8192)):
@@ -331,7 +341,7 @@ def fp8(size: Scale) -> Iterator[Case]:
             weights = jax_dsa.quantize_fp8(normal(b, n, k), block=(128, 128))
             return *jax_dsa.quantize_fp8(normal(a, m, k)), *weights
 
-        yield Case("fp8", "fwd", dims, "fp8", make, jax_dsa.fp8_matmul, 2 * m * n * k, FP8)
+        yield Case("fp8", "fwd", dims, "fp8", make, jax_dsa.fp8_matmul, {FP8: 2 * m * n * k})
 
 
 def htree(size: Scale) -> Iterator[Case]:
@@ -358,7 +368,7 @@ def htree(size: Scale) -> Iterator[Case]:
         peers = {"cudnn": _cudnn(True)}
         for step, diff in (("fwd", ()), ("bwd", (0, 1, 2))):
             call = jax_dsa.htree_attention
-            yield Case("htree", step, dims, "bf16", build, call, None, BF16, diff, peers)
+            yield Case("htree", step, dims, "bf16", build, call, {}, diff, peers)
     for t in (16384, 131072):
         dims = size(T=t, N=16, G=2, D=128)
         yield Case(
@@ -368,8 +378,7 @@ def htree(size: Scale) -> Iterator[Case]:
             "bf16",
             functools.partial(make_cache, dims),
             jax_dsa.htree_decode,
-            None,
-            COPY,
+            {},
             peers={"cudnn": last_query},
             note="decode",
         )

@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from jax_dsa.bench.case import COPY
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from jax_dsa.bench.case import Case
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement. The fields are the CSV's columns; `step` is its `pass`."""
+    """One measurement. The fields are the CSV's columns; `step` is its `pass`.
+
+    `tflops_all_slots` counts slots without a key, too, as some peers' figures do; `ceiling` is the
+    one that bounds the case, `ratio` the time at that ceiling over the time taken.
+    """
 
     operator: str
     step: str
@@ -27,6 +33,7 @@ class Row:
     implementation: str
     milliseconds: float
     tflops: float | None
+    tflops_all_slots: float | None
     gbytes_per_s: float | None
     ceiling: str
     ratio: float | None
@@ -38,18 +45,14 @@ class Row:
 COLUMNS = ["pass" if f.name == "step" else f.name for f in dataclasses.fields(Row)]
 
 
-def rate(case: Case, seconds: float) -> float | None:
-    """Work over time, in TFLOPS or, if the ceiling is the copy, GB/s."""
-    if case.work is None:
-        return None
-    return case.work / seconds / (1e9 if case.ceiling == "copy" else 1e12)
-
-
-def row(case: Case, implementation: str, seconds: float, ceiling: float | None, commit: str) -> Row:
-    """The row of one measurement, `ceiling` in the case's unit."""
-    got = rate(case, seconds)
-    by_bytes = case.ceiling == "copy"
-    unit = "GB/s" if by_bytes else "TFLOPS"
+def row(
+    case: Case, implementation: str, seconds: float, rates: Mapping[str, float], commit: str
+) -> Row:
+    """The row of one measurement; `rates` are the ceilings' operations or bytes a second."""
+    operations = [n for ceiling, n in case.work.items() if ceiling != COPY]
+    bound = max(
+        (x for x in case.work if x in rates), key=lambda x: case.work[x] / rates[x], default=None
+    )
     return Row(
         case.operator,
         case.step,
@@ -57,14 +60,19 @@ def row(case: Case, implementation: str, seconds: float, ceiling: float | None, 
         case.dtype,
         implementation,
         seconds * 1e3,
-        None if by_bytes else got,
-        got if by_bytes else None,
-        f"{case.ceiling} {ceiling:.4g} {unit}" if got and ceiling else "",
-        got / ceiling if got and ceiling else None,
+        operations[0] / seconds / 1e12 if operations else None,
+        case.all_slots / seconds / 1e12 if case.all_slots else None,
+        case.work[COPY] / seconds / 1e9 if COPY in case.work else None,
+        f"{bound} {_in_unit(bound, rates[bound])}" if bound else "",
+        case.work[bound] / rates[bound] / seconds if bound else None,
         jax.devices()[0].device_kind,
         jax.__version__,
         commit,
     )
+
+
+def _in_unit(ceiling: str, rate: float) -> str:
+    return f"{rate / 1e9:.4g} GB/s" if ceiling == COPY else f"{rate / 1e12:.4g} TFLOPS"
 
 
 def _cells(r: Row) -> list[str]:
@@ -91,7 +99,7 @@ class Table:
             "case": [c.name for c in cases],
             "pass": [c.step for c in cases],
             "implementation": list(implementations),
-            "ceiling": [f"{c.ceiling} 1234.5 TFLOPS" for c in cases],
+            "ceiling": [f"{ceiling} 1234.5 TFLOPS" for c in cases for ceiling in c.work],
         }
         self._widths = [max(len(x) for x in (name, *wide.get(name, ()))) for name in _SHOWN]
 

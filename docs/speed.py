@@ -1,0 +1,160 @@
+"""Writes README's table of speeds from the committed results: `python docs/speed.py`."""
+
+from __future__ import annotations
+
+import csv
+import pathlib
+import re
+from collections.abc import Sequence
+
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "h200"
+BETWEEN = "<!-- docs/speed.py -->\n", "<!-- -->\n"
+
+Row = dict[str, str]
+Results = dict[tuple[str, str], Row]  # by name and implementation
+CEILINGS = ("bf16-matmul", "fp8-matmul", "copy")
+
+# The table's lines: a label, and the names of what it shows in the results.
+LINES = {
+    "bf16 matmul / fp8 matmul, 8192 x 8192 x 8192": [
+        "bf16-matmul fwd M8192-N8192-K8192 bf16",
+        "fp8-matmul fwd M8192-N8192-K8192 fp8",
+    ],
+    "copy of 1 GiB, bytes read and written": ["copy fwd C268435456 u32"],
+    "sparse MLA forward, T4096 N128 D576 K2048, S8192 / S32768 / S131072": [
+        f"sparse_mla fwd T4096-S{s}-N128-D576-K2048 bf16" for s in (8192, 32768, 131072)
+    ],
+    "the same, S8192, N64 / N16": [
+        f"sparse_mla fwd T4096-S8192-N{n}-D576-K2048 bf16" for n in (64, 16)
+    ],
+    "sparse MLA backward, T4096 N128 D576 K2048, S4096 / S8192 / S131072": [
+        f"sparse_mla bwd T4096-S{s}-N128-D576-K2048 bf16" for s in (4096, 8192, 131072)
+    ],
+    "the same, `deterministic=True`, S4096 / S8192": [
+        f"sparse_mla bwd-deterministic T4096-S{s}-N128-D576-K2048 bf16" for s in (4096, 8192)
+    ],
+    "the same, N64, S4096 / S8192": [
+        f"sparse_mla bwd T4096-S{s}-N64-D576-K2048 bf16" for s in (4096, 8192)
+    ],
+    "the same, N16, S4096 / S8192": [
+        f"sparse_mla bwd T4096-S{s}-N16-D576-K2048 bf16" for s in (4096, 8192)
+    ],
+    "attn_dist, T4096 S4096 N128 D576 K2048": ["attn_dist fwd T4096-S4096-N128-D576-K2048 bf16"],
+    "decode, T1 N128 D576 K2048, 1 / 8 / 64 / 128 requests": [
+        f"sparse_mla fwd B{b}-T1-S8192-N128-D576-K2048-decode bf16" for b in (1, 8, 64, 128)
+    ],
+    "the same, FP8 records": [
+        f"sparse_mla fwd B{b}-T1-S8192-N128-D576-K2048-decode fp8" for b in (1, 8, 64, 128)
+    ],
+    "indexer fp8, T4096 J64 C128, S8192 / S32768": [
+        f"indexer fwd T4096-S{s}-J64-C128 fp8" for s in (8192, 32768)
+    ],
+    "indexer bf16, T8192 S8192 J64 C128": ["indexer fwd T8192-S8192-J64-C128 bf16"],
+    "indexer backward bf16, T4096 S8192 J64 C128 K2048": [
+        "indexer bwd T4096-S8192-J64-C128-K2048 bf16"
+    ],
+    "indexer and top-k, fp8 T8192 S131072 J64 C128 K2048": [
+        "indexer fwd T8192-S131072-J64-C128-K2048-topk fp8"
+    ],
+    "the same, decode T1 S131072, 1 / 8 / 64 / 128 requests": [
+        f"indexer fwd B{b}-T1-S131072-J64-C128-K2048-decode fp8" for b in (1, 8, 64, 128)
+    ],
+    "top-k, 4096 rows of 8192 / 32768, k 2048": [
+        f"topk fwd R4096-S{s}-K2048 f32" for s in (8192, 32768)
+    ],
+    "top-k, 1024 rows of 131072, k 2048": ["topk fwd R1024-S131072-K2048 f32"],
+    "quantise to FP8, [65536, 7168] bf16": ["fp8 fwd M65536-C7168 bf16"],
+}
+
+
+def read(*files: str) -> Results:
+    """The rows of those files, by name and implementation."""
+    rows: Results = {}
+    for file in files:
+        with (RESULTS / f"{file}.csv").open() as f:
+            for row in csv.DictReader(f):
+                name = " ".join(row[x] for x in ("operator", "pass", "case", "dtype"))
+                rows[name, row["implementation"]] = row
+    return rows
+
+
+def loaded() -> Results:
+    """What was measured under a steady load."""
+    return read("attn_dist", "fp8", "indexer", "sparse_mla", "topk")
+
+
+def rested() -> Results:
+    """What was measured with rests."""
+    return read("rested")
+
+
+def _times(rows: Sequence[Row | None]) -> str:
+    times = [row and float(row["milliseconds"]) for row in rows]
+    unit, factor = ("ms", 1) if max(x or 0 for x in times) >= 0.4 else ("us", 1000)
+    shown = [f"{x * factor:#.3g}".rstrip(".") if x else "-" for x in times]
+    return f"{' / '.join(shown)} {unit}"
+
+
+def _rates(rows: Sequence[Row]) -> str:
+    """In the unit of the ceiling; in brackets with the slots that hold no key, where there are."""
+    by_bytes = rows[0]["ceiling"].startswith("copy")
+
+    def rate(row: Row) -> str:
+        if by_bytes:
+            return f"{float(row['gbytes_per_s']) / 1000:.2f}"
+        tflops, every = float(row["tflops"]), float(row["tflops_all_slots"] or row["tflops"])
+        return f"{tflops:.0f}" + (f" ({every:.0f})" if every > 1.001 * tflops else "")
+
+    return " / ".join(map(rate, rows)) + (" TB/s" if by_bytes else " TFLOPS")
+
+
+def _shares(rows: Sequence[Row]) -> str:
+    (ceiling,) = {row["ceiling"].split("-")[0].split()[0] for row in rows}
+    return " / ".join(f"{float(row['ratio']):.2f}" for row in rows) + f" of {ceiling}"
+
+
+def _in_xla(rows: Results, names: Sequence[str]) -> str:
+    for kind, label in (("lax.top_k", "`lax.top_k` "), ("xla", "")):
+        found = [rows.get((name, kind)) for name in names]
+        if any(found):
+            return label + _times(found)
+    return "-"
+
+
+def table() -> str:
+    """README's table."""
+    now, rest = loaded(), rested()
+    lines = [
+        "| pass and shape | time | rate | of its ceiling | rested | of its ceiling | in XLA |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for label, names in LINES.items():
+        ceiling = names[0].split()[0] in CEILINGS
+        own = "xla" if ceiling else "cuda"
+        rows, rows_rested = ([x[name, own] for name in names] for x in (now, rest))
+        cells = [
+            label,
+            _times(rows),
+            _rates(rows),
+            "-" if ceiling else _shares(rows),
+            _rates(rows_rested),
+            "-" if ceiling else _shares(rows_rested),
+            "-" if ceiling else _in_xla(now, names),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def renewed(readme: str) -> str:
+    """README with the table as the results have it."""
+    first, last = map(re.escape, BETWEEN)
+    found = re.subn(f"(?<={first}).*?(?={last})", lambda _: table(), readme, flags=re.S)
+    if found[1] != 1:
+        raise ValueError(f"README has {found[1]} tables between {BETWEEN}, want 1")
+    return found[0]
+
+
+if __name__ == "__main__":
+    path = ROOT / "README.md"
+    path.write_text(renewed(path.read_text()))
