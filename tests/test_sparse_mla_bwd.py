@@ -63,15 +63,21 @@ KERNELS = SimpleNamespace(
 
 
 @pytest.mark.parametrize(
-    ("deterministic", "queries", "sorted_queries"),
-    [(False, 0, 0), (True, 3, 5), (True, 1, 2)],
-    ids=["reductions", "rows", "rows of two calls"],
+    ("deterministic", "rows_from", "queries", "sorted_queries"),
+    [
+        (False, S * G * D * 4 + 1, 3, 5),
+        (False, S * G * D * 4, 3, 5),
+        (True, S * G * D * 4 + 1, 3, 5),
+        (True, 0, 1, 2),
+    ],
+    ids=["reductions", "rows, which are faster", "rows", "rows of two calls"],
 )
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_composition(
     rng: np.random.Generator,
     monkeypatch: Any,
     deterministic: bool,
+    rows_from: int,
     queries: int,
     sorted_queries: int,
     with_sinks: bool,
@@ -87,14 +93,42 @@ def test_composition(
     x = Operands(normal(B, T, N, D), normal(B, S, G, D), indices, ends, lengths, sinks)
     everything = x, xla.sparse_mla_fwd(options, x), Results(normal(B, T, N, E), normal(B, T, N))
     want = xla.sparse_mla_bwd(options, *everything)
-    monkeypatch.setattr(cuda, "ffi", KERNELS)
+    by_rows = []
+
+    def counted(target: str, operands: Any, *args: Any, **kwargs: Any) -> Any:
+        by_rows.append(operands[-1] is not None)
+        return call(target, operands, *args, **kwargs)
+
+    monkeypatch.setattr(cuda, "ffi", SimpleNamespace(call=counted, extension=KERNELS.extension))
+    monkeypatch.setattr(cuda, "ROWS_FROM_FEW_HEADS", rows_from)
     monkeypatch.setattr(cuda, "ROWS_BUDGET", queries * ROW_BYTES)
     monkeypatch.setattr(cuda, "SORT_BUDGET", sorted_queries * B * G * 64 * 24)
     got = cuda.sparse_mla_bwd(options, want, *everything)
+    assert set(by_rows) == {deterministic or rows_from <= S * G * D * 4}
     assert (got.sinks is None) == (sinks is None)
     for x, y in zip(got, want, strict=True):
         if y is not None:
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wins"),
+    {
+        "the sums lie in the L2": ((1, 4096, 8192, 128, 2048), False),
+        "they do not": ((1, 4096, 131072, 128, 2048), True),
+        "those of few queries do": ((1, 4, 131072, 128, 2048), False),
+        "those of one batch entry do": ((16, 512, 8192, 128, 2048), False),
+        "few heads": ((1, 4096, 32768, 64, 2048), False),
+        "several calls": ((1, 32768, 131072, 128, 2048), True),
+        "several calls, no room for a second dkv": ((8, 32768, 131072, 128, 2048), False),
+    }.values(),
+)
+def test_the_default_is_the_faster_route(shape: tuple[int, ...], wins: bool) -> None:
+    b, t, s, n, k = shape
+    q = jax.ShapeDtypeStruct((b, t, n, 576), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct((b, s, 1, 576), jnp.bfloat16)
+    indices = jax.ShapeDtypeStruct((b, t, 1, k), jnp.int32)
+    assert cuda._rows_win(Operands(q, kv, indices)) == wins
 
 
 @pytest.mark.parametrize("keys", [S, 5461, 5462, 50000], ids=lambda x: f"{x} keys")

@@ -150,6 +150,7 @@ def compare_gradients(*args: Any, deterministic: bool = False, **options: Any) -
 
 
 BACKWARD_SHAPES = {name: x for name, x in SHAPES.items() if name != "many queries"} | {
+    "several batch entries": {"b": 5, "t": 7, "s": 300, "n": 128, "d": 576, "k": 200},
     "160 heads": {"t": 5, "s": 300, "n": 160, "d": 576, "k": 200},
     "packed queries": {"t": 64, "s": 900, "n": 16, "d": 576, "k": 500},
     "packed, 8 heads": {"t": 48, "s": 400, "n": 8, "d": 512, "k": 300},
@@ -214,6 +215,15 @@ def test_deterministic_gradients_repeat(rng: np.random.Generator) -> None:
     for _ in range(3):
         again = gradients("cuda", jnp.bfloat16, *args, deterministic=True)
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), first, again)
+
+
+def test_the_default_takes_the_faster_route(rng: np.random.Generator) -> None:
+    """Sums by rows where those of all keys exceed the L2."""
+    args = inputs(rng, b=1, t=64, s=40000, n=128, d=576, k=1100)
+    compare_gradients(*args)
+    default = gradients("cuda", jnp.bfloat16, *args)
+    by_rows = gradients("cuda", jnp.bfloat16, *args, deterministic=True)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), default, by_rows)
 
 
 def test_gradients_in_a_replayed_program(rng: np.random.Generator) -> None:

@@ -66,10 +66,13 @@ cudaError_t launch_part(const SparseMlaBwdParams& unpacked, cudaStream_t stream)
   return cudaErrorInvalidValue;
 }
 
-// Adds the rows of the queries at hand, which are part `part` of all.
+// Adds the rows of the queries at hand, which are part `part` of all, to the keys of their batch
+// entries.
 cudaError_t launch_sum_rows(const SparseMlaBwdParams& p, int64_t part, cudaStream_t stream) {
   const int64_t before = p.first * sparse_mla_bwd_query_rows(p);
-  const int64_t rows = p.count * sparse_mla_bwd_query_rows(p), keys = p.batch * p.keys * p.groups;
+  const int64_t rows = p.count * sparse_mla_bwd_query_rows(p), entry = p.keys * p.groups;
+  const int64_t from = p.first / p.queries, to = ceil_div(p.first + p.count, p.queries);
+  const int64_t keys = (to - from) * entry;
   if (rows == 0 || keys == 0) return cudaSuccess;
   const int64_t blocks = ceil_div(keys, int64_t{sparse_mla::kSumKeys});
   if (blocks > INT32_MAX || rows > INT32_MAX) return cudaErrorInvalidValue;
@@ -77,8 +80,8 @@ cudaError_t launch_sum_rows(const SparseMlaBwdParams& p, int64_t part, cudaStrea
       .rows = p.rows,
       .order = p.row_order + before,
       .key = p.row_key + before,
-      .dkv = p.dkv,
-      .first_key = part * (keys + 1),
+      .dkv = p.dkv + from * entry * p.dim,
+      .first_key = part * (p.batch * entry + 1) + from * entry,
       .keys = keys,
       .row_count = static_cast<int>(rows),
   };

@@ -66,7 +66,7 @@ def sparse_mla(size: Scale) -> Iterator[Case]:
         yield case("fwd", size(T=4096, S=8192, N=n, D=576, K=2048))
     yield case("fwd", size(T=4096, S=8192, N=64, D=512, K=512))
     yield case("fwd", size(T=4096, S=8192, N=128, D=512, K=1024))
-    for s in (4096, 8192, 131072):
+    for s in (4096, 8192, 32768, 131072):
         yield case("bwd", size(T=4096, S=s, N=128, D=576, K=2048))
     for s in (4096, 8192):
         yield case("bwd", size(T=4096, S=s, N=64, D=576, K=2048))

@@ -142,7 +142,8 @@ def sparse_mla(
             Default K.
         sinks: float32, logits that take part in the softmax's sum but have no value; +-inf are
             legal. `lse` excludes them.
-        deterministic: bit-identical gradients on every run.
+        deterministic: bit-identical gradients on every run. Without it the sum over the queries
+            that select a key is made in the way that is faster for the shapes.
         return_lse: also return `lse`.
         implementation: None chooses, "cuda" and "xla" insist.
 

@@ -30,6 +30,14 @@ _TILE = 64  # slots of a tile, and heads
 ROWS_BUDGET = 5 << 28
 SORT_BUDGET = 3 << 27
 
+# From so many bytes of sums on, of the keys that a batch entry's queries select, rows are faster
+# than reductions. Reductions are fast while the sums lie in the L2 (50 MB on an H100, 60 on an
+# H200); rows are written to memory and read again, however many keys there are. Up to 64 heads a
+# row costs as much as for 128, and reductions cost less: there is half of the work beside them, and
+# neighbouring queries share them. `benchmarks/backward_routes.py` measures where the two cross.
+ROWS_FROM = 48 << 20
+ROWS_FROM_FEW_HEADS = 192 << 20
+
 
 def supports(options: Options, x: Operands, *_: Results) -> str | None:
     """None, or why the kernels of `sparse_mla` do not run this call."""
@@ -97,7 +105,7 @@ def sparse_mla_bwd(
         dsinks = -jnp.sum((1 - gate) * row_products(dout, y.out), axis=1)
         dout = (dout * gate[..., None]).astype(dout.dtype)
     xs = x.q, x.indices, x.ends, x.topk_length, dout, y.lse, y.out, dy.lse
-    if not options.deterministic:
+    if not options.deterministic and not _rows_win(x):
         dq, dkv = _kernel(options, x.kv, xs, avals.kv, B * x.q.shape[1])
         return Gradients(q=dq, kv=_in_order(dkv), sinks=dsinks)
 
@@ -117,12 +125,32 @@ def sparse_mla_bwd(
         dq, more = _kernel(options, x.kv, xs, avals.kv, count, rows)
         return more if dkv is None else dkv + more, (dq,)
 
-    size = chunk_length(x.q.shape[1], B * query_rows * 24, budget=SORT_BUDGET)
+    size = _sorted_at_a_time(x)
     zeros = None
     if size < x.q.shape[1]:
         zeros = compat.match_vary(jnp.zeros((B, S, G, D), jnp.float32), x.kv, *xs)
     dkv, (dq,) = scan_chunks(chunk, zeros, xs, chunk=size)
     return Gradients(q=dq, kv=dkv, sinks=dsinks)
+
+
+def _sorted_at_a_time(x: Operands) -> int:
+    """Of each batch entry, the queries whose rows one call of the kernel has."""
+    B, T = x.q.shape[:2]
+    return chunk_length(T, B * _query_rows(x.q, x.indices) * 24, budget=SORT_BUDGET)
+
+
+def _rows_win(x: Operands) -> bool:
+    """Whether sums by rows are faster, by the shapes alone: the device is not known while tracing.
+
+    Several calls of the kernel need a second dkv, for what they add up: there is room for it if it
+    is no larger than the rows.
+    """
+    B, S, G, D = x.kv.shape
+    T, N = x.q.shape[1:3]
+    least = ROWS_FROM_FEW_HEADS if N // G <= _TILE else ROWS_FROM
+    if min(S, T * x.indices.shape[3]) * G * D * 4 < least:
+        return False
+    return _sorted_at_a_time(x) >= T or B * S * G * D * 4 <= ROWS_BUDGET
 
 
 def _kernel(

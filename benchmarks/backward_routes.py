@@ -1,0 +1,113 @@
+"""Both ways to sum the keys' gradients in sparse MLA's backward pass, on the GPU that JAX finds.
+
+    python benchmarks/backward_routes.py [--batch 4 --queries 1024] [--heads 16]
+
+By reductions in float32, and by rows in the order of their keys, which `deterministic=True` takes
+in any case; the sort counts. The two are timed in turn. The last lines say at which sizes of the
+sums rows are faster: `jax_dsa/ops/sparse_mla/cuda.py` has such sizes as `ROWS_FROM` for 128 heads,
+`ROWS_FROM_FEW_HEADS` for up to 64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.bench.case import causal_selection, normal, selected_pairs
+from jax_dsa.ops.sparse_mla import cuda
+from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DIM, VALUE_DIM = 576, 512
+CALLS, TURNS = 3, 3
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def of_queries(b: int, t: int, n: int) -> tuple[jax.Array, Results, Results]:
+    """Queries, results that could be theirs, and cotangents."""
+    w, x, y, z = jax.random.split(jax.random.key(0), 4)
+    out, dout = normal(x, b, t, n, VALUE_DIM), normal(y, b, t, n, VALUE_DIM)
+    lse, dlse = jnp.full((b, t, n), 8.0), jax.random.normal(z, (b, t, n))
+    return normal(w, b, t, n, DIM), Results(out, lse), Results(dout, dlse)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def selection(b: int, t: int, s: int, k: int) -> jax.Array:
+    """Random keys in ascending order, the queries at the end of the keys."""
+    keys = jax.random.split(jax.random.key(1), b)
+    return jax.vmap(lambda key: causal_selection(key, t, s, k))(keys)[:, :, None]
+
+
+def route(deterministic: bool, *operands: Any) -> Callable[[], Any]:
+    """The compiled call, on `operands`."""
+    options = Options(DIM**-0.5, VALUE_DIM, deterministic=deterministic)
+
+    def gradients(x: Operands, y: Results, dy: Results) -> Gradients:
+        dkv: Any = jax.ShapeDtypeStruct(x.kv.shape, jnp.float32)
+        return cuda.sparse_mla_bwd(options, Gradients(x.q, dkv, None), x, y, dy)
+
+    program = jax.jit(gradients).lower(*operands).compile()
+    jax.block_until_ready(program(*operands))
+    return functools.partial(program, *operands)
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Of one of several calls, back to back."""
+    start = time.perf_counter()
+    jax.block_until_ready([call() for _ in range(CALLS)][-1])
+    return (time.perf_counter() - start) / CALLS
+
+
+def main() -> None:
+    """Prints a line a shape, then where rows are faster."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--queries", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--heads", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--top-k", type=int, default=2048)
+    parser.add_argument(
+        "--keys", type=int, nargs="+", default=[8192, 16384, 24576, 32768, 65536, 131072]
+    )
+    args = parser.parse_args()
+    # Else the option that asks for reductions takes rows where they are thought to be faster.
+    cuda.ROWS_FROM = cuda.ROWS_FROM_FEW_HEADS = 2**62
+    b, k = args.batch, args.top_k
+    print(f"{jax.devices()[0].device_kind}, B{b} D{DIM} K{k}")
+    wins: dict[tuple[int, int], list[int]] = {}
+    for n, t in itertools.product(args.heads, args.queries):
+        q, y, dy = of_queries(b, t, n)
+        wins[n, t] = []
+        for s in args.keys:
+            if s < t:
+                continue
+            x = Operands(q, normal(jax.random.key(2), b, s, 1, DIM), selection(b, t, s, k))
+            routes = [route(False, x, y, dy), route(True, x, y, dy)]
+            times = [[seconds(call) for call in routes] for _ in range(TURNS)]
+            reductions, rows = (statistics.median(x) for x in zip(*times, strict=True))
+            work = 2 * b * n * selected_pairs(t, s, k) * (3 * DIM + 2 * VALUE_DIM) * 1e-12
+            size = s * DIM * 4 >> 20
+            if rows < reductions:
+                wins[n, t].append(size)
+            print(
+                f"N{n} T{t} S{s}, sums of {size} MiB: reductions {reductions * 1e3:.2f} ms "
+                f"({work / reductions:.0f} TFLOPS), rows {rows * 1e3:.2f} ms "
+                f"({work / rows:.0f} TFLOPS), {reductions / rows:.2f} times as fast",
+                flush=True,
+            )
+    for (n, t), sizes in wins.items():
+        print(f"N{n} T{t}: rows are faster at {sizes or 'no size'} MiB")
+
+
+if __name__ == "__main__":
+    main()
