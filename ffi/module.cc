@@ -26,16 +26,19 @@ nb::dict targets() {
   out["jax_dsa.indexer_topk_fwd.v1"] = capsule(IndexerTopkFwd);
   out["jax_dsa.quantize_fp8.v1"] = capsule(QuantizeFp8);
   out["jax_dsa.sparse_mla_bwd.v2"] = capsule(SparseMlaBwd);
-  out["jax_dsa.sparse_mla_decode.v1"] = capsule(SparseMlaDecode);
+  out["jax_dsa.sparse_mla_decode.v2"] = capsule(SparseMlaDecode);
   out["jax_dsa.sparse_mla_fwd.v1"] = capsule(SparseMlaFwd);
   out["jax_dsa.topk_fwd.v1"] = capsule(TopkFwd);
   return out;
 }
 
 // The most parts that decode may make, which sizes its workspace. Asked while tracing, maybe on a
-// machine without a GPU; the handler makes fewer on a device with fewer multiprocessors.
-int sparse_mla_decode_splits(int64_t items, int slots) {
-  return jax_dsa::sparse_mla_decode_splits(items, slots, jax_dsa::kMostProcessors);
+// machine without a GPU; the handler makes fewer on a device with fewer multiprocessors, unless
+// results must not depend on how many requests there are.
+int sparse_mla_decode_splits(int64_t items, int slots, bool batch_invariant) {
+  return batch_invariant
+             ? jax_dsa::sparse_mla_decode_invariant_splits(slots)
+             : jax_dsa::sparse_mla_decode_splits(items, slots, jax_dsa::kMostProcessors);
 }
 
 // Bytes of the backward pass's counters, images and order, for `count` queries at a time.

@@ -18,13 +18,14 @@ namespace {
 // K], ends [B, T]?, topk_length [B, T]?, sinks [B, N]?, page_table [B, M]?
 // -> out [B, T, N, 512], lse [B, T, N], and if splits > 1 the workspace partial
 //    [B * T * G * ceil(N / G / 64), splits, 64, 512] and partial_lse, the same without 512
-// `splits` is the most parts there may be; a device with few multiprocessors gets fewer.
+// `splits` is the most parts there may be; a device with few multiprocessors gets fewer, but for
+// `batch_invariant`.
 ffi::Error sparse_mla_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::AnyBuffer kv,
                              ffi::Buffer<ffi::S32> indices, ffi::AnyBuffer ends,
                              ffi::AnyBuffer topk_length, ffi::AnyBuffer sinks,
                              ffi::AnyBuffer page_table, ffi::Result<ffi::Buffer<ffi::BF16>> out,
                              ffi::Result<ffi::Buffer<ffi::F32>> lse, ffi::RemainingRets workspace,
-                             float scale, int32_t page_size, int32_t splits) {
+                             float scale, int32_t page_size, int32_t splits, bool batch_invariant) {
   constexpr const char* kOp = "sparse_mla_decode";
   const bool records = kv.element_type() == ffi::DataType::U8, paged = present(page_table);
   if (!records && kv.element_type() != ffi::DataType::BF16) {
@@ -73,8 +74,8 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi:
     params.partial_lse = y->typed_data();
     Device device;
     if (cudaError_t e = current_device(&device); e != cudaSuccess) return launch_status(kOp, e);
-    params.splits =
-        std::min(splits, sparse_mla_decode_splits(items, params.slots, device.processors));
+    const int fastest = sparse_mla_decode_splits(items, params.slots, device.processors);
+    params.splits = batch_invariant ? splits : std::min(splits, fastest);
   }
   return launch_status(kOp, launch_sparse_mla_decode(params, stream));
 }
@@ -97,5 +98,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SparseMlaDecode, jax_dsa::sparse_mla_decode,
                                   .RemainingRets()
                                   .Attr<float>("scale")
                                   .Attr<int32_t>("page_size")
-                                  .Attr<int32_t>("splits"),
+                                  .Attr<int32_t>("splits")
+                                  .Attr<bool>("batch_invariant"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

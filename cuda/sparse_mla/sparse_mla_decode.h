@@ -61,6 +61,14 @@ inline int sparse_mla_decode_splits(int64_t items, int slots, int processors) {
   return best;
 }
 
+// The same from the slots alone, so that a request's result is the same, bit for bit, whatever
+// others it is computed with and on whatever device: parts of 512 slots. One request would be
+// fastest with parts of 64, 64 requests with whole rows.
+inline int sparse_mla_decode_invariant_splits(int slots) {
+  const int splits = (slots + 511) / 512;
+  return splits < 1 ? 1 : splits < kSparseMlaMaxSplits ? splits : kSparseMlaMaxSplits;
+}
+
 cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& params, cudaStream_t stream);
 
 }  // namespace jax_dsa

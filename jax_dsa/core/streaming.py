@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Carry = TypeVar("Carry")
+X = TypeVar("X")
+Y = TypeVar("Y")
 
 # Bytes of intermediates that one chunk may hold: at most BUDGET, which keeps a GPU's matrix units
 # busy; less where the whole is small, since a CPU is several times faster on chunks that stay in
@@ -81,3 +83,30 @@ def scan_chunks(
         carry, tail = body(carry, *rest)
         ys = jax.tree.map(lambda y, t: jnp.concatenate([y, t], axis=axis), ys, tail)
     return carry, ys
+
+
+def entry_by_entry(fn: Callable[[X], Y], x: X) -> Y:
+    """`fn` of one batch entry after the other.
+
+    All at once, how a library's products add up, and so the last bits, may depend on how many
+    entries there are.
+
+    Args:
+        fn: takes and returns named tuples of arrays whose first axis is the batch's.
+        x: its argument; an array with a first axis of 1 is shared, None stays None.
+    """
+    arrays: Any = x
+    size = arrays[0].shape[0]
+    if size == 0:
+        return fn(x)
+
+    def entry(b: jax.Array) -> Any:
+        own = [
+            a if a is None or a.shape[0] == 1 else jax.lax.dynamic_slice_in_dim(a, b, 1)
+            for a in arrays
+        ]
+        return jax.tree.map(lambda y: y[0], fn(type(x)(*own)))
+
+    # Two turns at least: XLA unrolls a loop of one, and makes another program of it.
+    turns = jnp.minimum(jnp.arange(max(size, 2), dtype=jnp.int32), size - 1)
+    return jax.tree.map(lambda y: y[:size], jax.lax.map(entry, turns))

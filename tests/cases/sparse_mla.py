@@ -73,6 +73,11 @@ def decode_paged(q, pages, indices, table, lengths):
     return sparse_mla_decode(q, PagedCache(pages, table, lengths), indices, value_dim=E)
 
 
+def decode_invariant(q, pages, indices, table, lengths):
+    cache = PagedCache(pages, table, lengths)
+    return sparse_mla_decode(q, cache, indices, value_dim=E, batch_invariant=True)
+
+
 CASES = [
     TransformCase(
         "sparse_mla",
@@ -124,5 +129,12 @@ CASES = [
             "batch": (P("x"), P(), P("x"), P("x"), P("x")),
             "head": (P(None, None, "x"), P(), P(), P(), P()),
         },
+    ),
+    TransformCase(
+        "sparse_mla_decode-batch-invariant",
+        decode_invariant,
+        make_paged_args,
+        (0, 1),
+        {"batch": (P("x"), P(), P("x"), P("x"), P("x"))},
     ),
 ]

@@ -44,6 +44,7 @@ def decoding(q: Array, rows: Array, indices: Array) -> None:
     assert_type(paged.append(rows), PagedCache)
     assert_type(jax_dsa.sparse_mla_decode(q, flat, indices), Array)
     assert_type(jax_dsa.sparse_mla_decode(q, paged, indices, return_lse=True), tuple[Array, Array])
+    assert_type(jax_dsa.sparse_mla_decode(q, flat, indices, batch_invariant=True), Array)
     assert_type(jax_dsa.mqa_decode(q, rows), Array)
     out, lse = jax_dsa.mqa_decode(q, paged, return_lse=True)
     assert_type(jax_dsa.mqa_decode(q, rows, normalize=False), tuple[Array, Array, Array])

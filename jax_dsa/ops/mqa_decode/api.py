@@ -40,6 +40,7 @@ class _Keywords(TypedDict, total=False):
     sinks: Float[Array, "N"] | None
     scale: float | None
     num_splits: int | None
+    batch_invariant: bool
     implementation: Implementation | None
 
 
@@ -89,6 +90,7 @@ def mqa_decode(
     sinks: Float[Array, "N"] | None = None,
     scale: float | None = None,
     num_splits: int | None = None,
+    batch_invariant: bool = False,
     normalize: bool = True,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -123,6 +125,10 @@ def mqa_decode(
         scale: of the scores, default D^-1/2.
         num_splits: into how many parts, at least, the keys are cut and then combined; None chooses.
             Changes only rounding.
+        batch_invariant: a request's results are the same, bit for bit, whatever requests are
+            computed with it, and how many. Without it how its keys are cut, and so the last bits,
+            may depend on the batch size. Gradients are not covered. It costs time: one request is
+            computed after the other.
         normalize: False returns `(o, m, l)`, all float32, in place of `out`: with m the
             largest score, `o = sum_j exp(s_j - m) v_j` and `l = sum_j exp(s_j - m)` (l = 0 and
             m = -inf without a key). Gradients take m for a constant, which is right for everything
@@ -173,6 +179,7 @@ def mqa_decode(
         num_splits=None if num_splits is None else args.integer("num_splits", num_splits, 1),
         normalize=normalize,
         page_size=keys.page_size,
+        batch_invariant=args.flag("batch_invariant", batch_invariant),
     )
     sinks = shared_sinks(args, sinks)
     operands = Operands(q, keys.rows, v, starts, ends, sinks, keys.page_table)

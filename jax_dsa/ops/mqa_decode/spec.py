@@ -11,13 +11,16 @@ from jax_dsa.core.typing import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options; `page_size` counts only if there is a page table."""
+    """Static options; `page_size` counts only if there is a page table, `batch_invariant` only in
+    the forward pass.
+    """
 
     scale: float
     value_dim: int
     num_splits: int | None
     normalize: bool
     page_size: int = 1
+    batch_invariant: bool = False
 
 
 class Operands(NamedTuple):

@@ -8,6 +8,8 @@ are kept out of the products and put back for the queries that see them.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from jax_dsa.core import compat
 from jax_dsa.core.layout import unpack_records
 from jax_dsa.core.softmax import grouped, probabilities, row_products, sink_gate
-from jax_dsa.core.streaming import chunk_length, scan_chunks
+from jax_dsa.core.streaming import chunk_length, entry_by_entry, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.ops.mqa_decode.spec import Gradients, Operands, Options, Results
 
@@ -91,6 +93,9 @@ def _chunk(options: Options, q: Array, k: Array, items: int, page: int, score_by
 
 def mqa_decode_fwd(options: Options, x: Operands) -> Results:
     """Output, log-sum-exp, largest score."""
+    if options.batch_invariant:
+        alone = dataclasses.replace(options, batch_invariant=False)
+        return entry_by_entry(functools.partial(mqa_decode_fwd, alone), x)
     q, k, v, _, _, sinks, _ = x
     B, T, N, _ = q.shape
     G = k.shape[2]

@@ -71,6 +71,10 @@ class _Keywords(TypedDict, total=False):
     implementation: Implementation | None
 
 
+class _DecodeKeywords(_Keywords, total=False):
+    batch_invariant: bool
+
+
 class _SparseMLAKeywords(_Keywords, total=False):
     query_start: int | Int[Array, "*B"]
     key_stride: int
@@ -193,7 +197,7 @@ def sparse_mla_decode(
     indices: Indices,
     *,
     return_lse: Literal[False] = False,
-    **keywords: Unpack[_Keywords],
+    **keywords: Unpack[_DecodeKeywords],
 ) -> Float[Array, "B T N E"]: ...
 @overload
 def sparse_mla_decode(
@@ -202,7 +206,7 @@ def sparse_mla_decode(
     indices: Indices,
     *,
     return_lse: Literal[True],
-    **keywords: Unpack[_Keywords],
+    **keywords: Unpack[_DecodeKeywords],
 ) -> OutLSE: ...
 def sparse_mla_decode(
     q: Float[Array, "B T N D"],
@@ -214,6 +218,7 @@ def sparse_mla_decode(
     is_causal: bool = False,
     topk_length: Int[Array, "B T"] | None = None,
     sinks: Float[Array, "N"] | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N E"] | OutLSE:
@@ -234,6 +239,11 @@ def sparse_mla_decode(
             where the indices do not see to it.
         topk_length: as for `sparse_mla`.
         sinks: as for `sparse_mla`.
+        batch_invariant: a request's results are the same, bit for bit, whatever requests are
+            computed with it, and how many. Without it how a query's slots are split, and so the
+            last bits, may depend on the batch size. Gradients are not covered. It costs time: the
+            kernel makes parts of 512 slots whatever the batch, and XLA computes one request after
+            the other.
         return_lse: also return `lse`.
         implementation: None chooses, "cuda" and "xla" insist.
 
@@ -266,6 +276,7 @@ def sparse_mla_decode(
         scale=scale_or_default(args, scale),
         value_dim=value_dim_or_default(args, value_dim),
         page_size=keys.page_size,
+        batch_invariant=args.flag("batch_invariant", batch_invariant),
     )
     operands = Operands(
         q, keys.rows, indices, ends, topk_length, shared_sinks(args, sinks), keys.page_table

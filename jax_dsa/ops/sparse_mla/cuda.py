@@ -76,19 +76,22 @@ def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Resu
     B, T, N, _ = x.q.shape
     G = x.kv.shape[2]
     items = B * T * G * _ceil_div(N // G, _TILE)
-    splits = ffi.extension().sparse_mla_decode_splits(items, x.indices.shape[3])
+    splits = ffi.extension().sparse_mla_decode_splits(
+        items, x.indices.shape[3], options.batch_invariant
+    )
     rows = (items, splits, _TILE)
     partial = [
         jax.ShapeDtypeStruct((*rows, _VALUE_DIM), jnp.float32),
         jax.ShapeDtypeStruct(rows, jnp.float32),
     ]
     out, lse, *_ = ffi.call(
-        "jax_dsa.sparse_mla_decode.v1",
+        "jax_dsa.sparse_mla_decode.v2",
         [getattr(x, name) for name in DECODE_TAKES],
         [*avals, *(partial if splits > 1 else ())],
         scale=np.float32(options.scale),
         page_size=np.int32(options.page_size),
         splits=np.int32(splits),
+        batch_invariant=np.bool_(options.batch_invariant),
     )
     return Results(out, lse)
 

@@ -11,12 +11,15 @@ from jax_dsa.core.typing import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options; `page_size` counts only if there is a page table."""
+    """Static options; `page_size` counts only if there is a page table, `batch_invariant` only in
+    the forward pass of decoding.
+    """
 
     scale: float
     value_dim: int
     deterministic: bool = False
     page_size: int = 1
+    batch_invariant: bool = False
 
 
 class Operands(NamedTuple):

@@ -15,6 +15,8 @@ out of every sum.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ from jax_dsa.core import compat
 from jax_dsa.core.layout import physical_rows
 from jax_dsa.core.rows import gather_rows, query_bytes, scatter_rows, scores, valid_slots
 from jax_dsa.core.softmax import grouped, probabilities, row_products, sink_gate
-from jax_dsa.core.streaming import chunk_length, scan_chunks
+from jax_dsa.core.streaming import chunk_length, entry_by_entry, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float
 from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
 
@@ -32,6 +34,9 @@ from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
 def sparse_mla_fwd(options: Options, x: Operands) -> Results:
     """Output and log-sum-exp."""
     x = _in_pool(options, x)
+    if options.batch_invariant:
+        alone = dataclasses.replace(options, batch_invariant=False)
+        return entry_by_entry(functools.partial(sparse_mla_fwd, alone), x)
     kv, sinks = x.kv, x.sinks
     G, S = x.indices.shape[2], kv.shape[1]
 

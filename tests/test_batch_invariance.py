@@ -1,0 +1,173 @@
+"""Decoding with `batch_invariant=True`: a request's bits do not depend on the rest of the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_matches
+
+from jax_dsa import (
+    FlatCache,
+    PagedCache,
+    indexer_topk,
+    mqa_decode,
+    quantize_fp8,
+    sparse_mla_decode,
+)
+from jax_dsa.core import streaming
+from jax_dsa.ops.sparse_mla import cuda
+from jax_dsa.ops.sparse_mla.spec import Operands, Options, Results
+
+PAGE = 64
+
+
+def problem(
+    rng: np.random.Generator, *, b: int, s: int, n: int, k: int, paged: bool = False, **kind: Any
+) -> tuple[jax.Array, FlatCache | PagedCache, jax.Array]:
+    """q, a cache of requests of several lengths, and a selection with empty slots."""
+    q = jnp.asarray(rng.standard_normal((b, 1, n, 576)), jnp.bfloat16)
+    rows = jnp.asarray(rng.standard_normal((b, s, 1, 576)), jnp.bfloat16)
+    indices = jnp.asarray(rng.integers(-2, s + 2, (b, 1, k)), jnp.int32)
+    lengths = jnp.asarray(rng.integers(1, s + 1, b), jnp.int32)
+    if not paged:
+        return q, FlatCache.empty(b, s, **kind).append(rows, lengths), indices
+    pages = s // PAGE
+    cache = PagedCache.empty(b * pages, PAGE, b, pages, **kind)
+    table = jnp.asarray(rng.permutation(b * pages).reshape(b, pages), jnp.int32)
+    return q, dataclasses.replace(cache, page_table=table).append(rows, lengths), indices
+
+
+def first(count: int, cache: FlatCache | PagedCache) -> FlatCache | PagedCache:
+    """The first requests alone; pages are shared."""
+    if isinstance(cache, FlatCache):
+        return jax.tree.map(lambda a: a[:count], cache)
+    table, lengths = cache.page_table[:count], cache.lengths[:count]
+    return dataclasses.replace(cache, page_table=table, lengths=lengths)
+
+
+def differing(call: Any, sizes: Any, q: Any, cache: Any, *arrays: Any) -> list[int]:
+    """The batch sizes at which some request's results are not those of the whole batch."""
+    whole = jax.tree.map(np.asarray, call(q, cache, *arrays))
+    found = []
+    for count in sizes:
+        part = call(q[:count], first(count, cache), *[a[:count] for a in arrays])
+        if any((np.asarray(a) != b[:count]).any() for a, b in zip(part, whole, strict=True)):
+            found.append(count)
+    return found
+
+
+def programs(operator: Any, **options: Any) -> tuple[Any, Any]:
+    """The default, and batch invariance."""
+    call = functools.partial(operator, return_lse=True, **options)
+    return jax.jit(call), jax.jit(functools.partial(call, batch_invariant=True))
+
+
+@pytest.mark.parametrize(
+    ("paged", "fp8"), [(False, False), (True, True)], ids=["keys", "records in pages"]
+)
+def test_sparse_mla_decode(paged: bool, fp8: bool, rng: np.random.Generator) -> None:
+    args = problem(rng, b=5, s=320, n=8, k=160, paged=paged, fp8=fp8)
+    default, invariant = programs(sparse_mla_decode, implementation="xla")
+    assert not differing(invariant, (1, 3), *args)
+    for got, want in zip(invariant(*args), default(*args), strict=True):
+        assert_matches(got, want, tol=1e-2)
+    one_by_one = ["length=5" in str(program.trace(*args).jaxpr) for program in (default, invariant)]
+    assert one_by_one == [False, True]
+
+
+def test_mqa_decode(rng: np.random.Generator, monkeypatch: Any) -> None:
+    """By default the keys are cut into more chunks, the more requests there are."""
+    monkeypatch.setattr(streaming, "BUDGET", 2**20)
+    q, cache, _ = problem(rng, b=5, s=320, n=8, k=1)
+    default, invariant = programs(mqa_decode)
+    assert not differing(invariant, (1, 3), q, cache)
+    assert differing(default, (1, 3), q, cache)
+    for got, want in zip(invariant(q, cache), default(q, cache), strict=True):
+        assert_matches(got, want, tol=1e-2)
+
+
+def test_no_requests() -> None:
+    cache = FlatCache.empty(0, 8, 32, dtype=jnp.float32)
+    q, indices = jnp.ones((0, 1, 4, 32)), jnp.zeros((0, 1, 3), jnp.int32)
+    assert sparse_mla_decode(q, cache, indices, batch_invariant=True).shape == (0, 1, 4, 32)
+    assert mqa_decode(q, cache, batch_invariant=True).shape == (0, 1, 4, 32)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_what_the_kernel_is_told(batch_invariant: bool, monkeypatch: Any) -> None:
+    """Its handler may make fewer parts on a small device, but for batch invariance."""
+    asked, told = [], {}
+
+    def splits(*args: Any) -> int:
+        asked.append(args)
+        return 3
+
+    def call(target: str, operands: Any, avals: Any, **attrs: Any) -> Any:
+        told.update(attrs, shapes=[a.shape for a in avals])
+        return avals
+
+    extension = SimpleNamespace(sparse_mla_decode_splits=splits)
+    monkeypatch.setattr(cuda, "ffi", SimpleNamespace(call=call, extension=lambda: extension))
+    q, kv = jnp.zeros((5, 1, 128, 576), jnp.bfloat16), jnp.zeros((5, 9, 1, 576), jnp.bfloat16)
+    x = Operands(q, kv, jnp.zeros((5, 1, 1, 1100), jnp.int32))
+    avals = Results(jax.ShapeDtypeStruct((5, 1, 128, 512), q.dtype), jnp.zeros((5, 1, 128)))
+    options = Options(0.1, 512, batch_invariant=batch_invariant)
+    cuda.sparse_mla_decode_fwd(options, avals, x)
+    assert asked == [(10, 1100, batch_invariant)]
+    assert bool(told["batch_invariant"]) == batch_invariant and told["splits"] == 3
+    assert told["shapes"][2:] == [(10, 3, 64, 512), (10, 3, 64)]
+
+
+def test_parts_of_the_kernel() -> None:
+    """They depend on the slots alone."""
+    extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
+    for slots, parts in ((0, 1), (1, 1), (512, 1), (513, 2), (2048, 4), (2**20, 64)):
+        for items in (1, 2, 128, 4096):
+            assert extension.sparse_mla_decode_splits(items, slots, True) == parts
+    assert extension.sparse_mla_decode_splits(2, 2048, False) > 4
+    assert extension.sparse_mla_decode_splits(128, 2048, False) < 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("paged", [False, True], ids=["flat", "paged"])
+def test_the_kernel(paged: bool, fp8: bool, rng: np.random.Generator) -> None:
+    """Without the option the number of parts differs between 1 and 128 requests."""
+    args = problem(rng, b=128, s=2560, n=128, k=2048, paged=paged, fp8=fp8)
+    default, invariant = programs(sparse_mla_decode, implementation="cuda")
+    assert not differing(invariant, (1, 2, 7, 64), *args)
+    assert differing(default, (1, 2, 7, 64), *args)
+    assert_matches(invariant(*args)[1], default(*args)[1], tol=1e-5, what="lse")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_the_indexers_kernels(fp8: bool, rng: np.random.Generator) -> None:
+    """Every logit is a function of its own query and key."""
+    q = jnp.asarray(rng.standard_normal((64, 1, 64, 128)), jnp.bfloat16)
+    k = jnp.asarray(rng.standard_normal((64, 5000, 128)), jnp.bfloat16)
+    weights = jnp.asarray(rng.standard_normal((64, 1, 64)), jnp.float32)
+    ends = jnp.asarray(rng.integers(0, 5001, (64, 1)), jnp.int32)
+    scales: tuple = ()
+    if fp8:
+        (q, q_scale), (k, k_scale) = quantize_fp8(q), quantize_fp8(k)
+        weights, scales = weights * q_scale[..., 0], (k_scale[..., 0],)
+
+    @jax.jit
+    def select(*arrays: Any) -> Any:
+        q, k, weights, ends, *scale = arrays
+        options = {"index_k_scale": scale[0]} if scale else {}
+        return indexer_topk(q, k, weights, 2048, ends=ends, implementation="cuda", **options)
+
+    arrays = q, k, weights, ends, *scales
+    whole = [np.asarray(y) for y in select(*arrays)]
+    for count in (1, 2, 7, 63):
+        for got, want in zip(select(*[a[:count] for a in arrays]), whole, strict=True):
+            np.testing.assert_array_equal(np.asarray(got), want[:count])
