@@ -79,9 +79,17 @@ def main() -> None:
     parser.add_argument(
         "--keys", type=int, nargs="+", default=[8192, 16384, 24576, 32768, 65536, 131072]
     )
+    parser.add_argument(
+        "--rows-budget",
+        type=int,
+        default=cuda.ROWS_BUDGET >> 20,
+        metavar="MiB",
+        help="of rows stored at a time",
+    )
     args = parser.parse_args()
     # Else the option that asks for reductions takes rows where they are thought to be faster.
     cuda.ROWS_FROM = cuda.ROWS_FROM_FEW_HEADS = 2**62
+    cuda.ROWS_BUDGET = args.rows_budget << 20
     b, k = args.batch, args.top_k
     print(f"{jax.devices()[0].device_kind}, B{b} D{DIM} K{k}")
     wins: dict[tuple[int, int], list[int]] = {}
