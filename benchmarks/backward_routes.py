@@ -4,8 +4,7 @@
 
 By reductions in float32, and by rows in the order of their keys, which `deterministic=True` takes
 in any case; the sort counts. The two are timed in turn. The last lines say at which sizes of the
-sums rows are faster: `jax_dsa/ops/sparse_mla/cuda.py` has such sizes as `ROWS_FROM` for 128 heads,
-`ROWS_FROM_FEW_HEADS` for up to 64.
+sums rows are faster: `ROWS_FROM` in `jax_dsa/ops/sparse_mla/cuda.py` is such a size.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     # Else the option that asks for reductions takes rows where they are thought to be faster.
-    cuda.ROWS_FROM = cuda.ROWS_FROM_FEW_HEADS = 2**62
+    cuda.ROWS_FROM = 2**62
     cuda.ROWS_BUDGET = args.rows_budget << 20
     b, k = args.batch, args.top_k
     print(f"{jax.devices()[0].device_kind}, B{b} D{DIM} K{k}")

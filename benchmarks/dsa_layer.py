@@ -70,7 +70,7 @@ def main() -> None:
     def gradients(cotangent: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
         def loss(*operands: jax.Array) -> jax.Array:
             out, kl = layer(*operands)
-            return jnp.vdot(out.astype(jnp.float32), cotangent.astype(jnp.float32)) + kl
+            return jnp.sum(out.astype(jnp.float32) * cotangent.astype(jnp.float32)) + kl
 
         return jax.grad(loss, argnums=tuple(range(5)))(*operands)
 

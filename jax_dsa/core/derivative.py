@@ -114,8 +114,9 @@ def _fit_cotangent(ct: jax.Array | None, primal: Any) -> jax.Array:
     if ct.shape != primal.shape:  # the pass broadcast a batch axis of 1
         ct = ct.sum(0, keepdims=True)
     ct = compat.match_vary(compat.saturated(ct, primal.dtype), primal)
-    same = jax.typeof(ct).sharding == primal.sharding
-    return ct if same else jax.reshard(ct, primal.sharding)
+    # An array from before the mesh was set has no place on it.
+    fits = primal.sharding.mesh.empty or jax.typeof(ct).sharding == primal.sharding
+    return ct if fits else jax.reshard(ct, primal.sharding)
 
 
 def _guarded(name: str, saved: Any, operands: Any) -> Any:

@@ -130,11 +130,11 @@ def _built(
 
     declared = partition.Declared(axes, result_axes, self.shardable, self.spread)
     if call.implementation == "plain":
-        return partition.over_explicit(local, declared)
+        return partition.partitioned(local, declared, plain=True)
     local.__name__ = self.name  # what compiled programs and profiles call it
     # jit keeps one trace for the shapes, the partitioner and the lowering to share.
-    routed = partition.over_auto(jax.jit(local), declared)
-    op = jax.custom_jvp(batching.batched(partition.over_explicit(routed, declared)))
+    routed = partition.partitioned(jax.jit(local), declared)
+    op = jax.custom_jvp(batching.batched(routed))
     op.defjvp(no_second_derivative(call.op))
     return op
 

@@ -8,6 +8,7 @@ that occur in the operands but not in that result.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -342,47 +343,21 @@ def _place(array: Axes, where: Where, mesh: Mapping[str, int]) -> Placement:
     return Placement(PartitionSpec(*entries), tuple(cuts))
 
 
-def over_explicit(fun: Local, declared: Declared) -> Local:
-    """`fun` on meshes with Explicit axes: through `shard_map`, since anything else would gather its
-    operands. The other axes are left to `fun`.
+def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local:
+    """`fun` made aware of the mesh that is current while tracing; `plain` leaves Auto axes to the
+    compiler's own devices.
+
+    Auto axes, or a mesh that is not known yet, leave the decision to the compiler, through
+    `custom_partitioning`. Over Manual axes the arrays are already local.
     """
 
-    def call(*args: jax.Array) -> list[jax.Array | None]:
+    def call(*args: jax.Array, explicit: bool = True) -> list[jax.Array | None]:
         mesh = jax.sharding.get_abstract_mesh()
-        if not mesh.explicit_axes:
-            return fun(*args)
-        given = jax.eval_shape(fun, *_shapes(args))
-        sizes = {name: mesh.shape[name] for name in mesh.explicit_axes}
-        plan = Plan.of(declared, args, given)
-        layout = plan.layout(sizes, [jax.typeof(x).sharding.spec for x in args])
-        in_specs = tuple(p.spec for p in layout.operands)
-        args = tuple(jax.reshard(x, s) for x, s in zip(args, in_specs, strict=True))
-        names = set(itertools.chain(*(_names(e) for spec in in_specs for e in spec)))
-        if names:
-            run = jax.shard_map(
-                lambda *blocks: layout.run(fun, compat.match_vary(blocks, *blocks)),
-                in_specs=in_specs,
-                out_specs=[p.spec for p in layout.results],
-                axis_names=names,
-            )
-        else:  # as where an outer vmap has the only sharded axis
-            run = lambda *xs: _present(fun(*xs))  # noqa: E731
-        outs = zip(run(*args), layout.wanted, strict=True)
-        return _like(given, [jax.reshard(y, spec) for y, spec in outs])
-
-    return call
-
-
-def over_auto(fun: Local, declared: Declared) -> Local:
-    """`fun` on meshes with Auto axes, or where the mesh is not known yet: `custom_partitioning`
-    leaves the decision to the compiler. Over Manual axes the arrays are already local.
-    """
-
-    def call(*args: jax.Array) -> list[jax.Array | None]:
-        mesh = jax.sharding.get_abstract_mesh()
+        if explicit and mesh.explicit_axes:
+            return _over_explicit(functools.partial(call, explicit=False), declared, mesh, args)
         args = compat.match_vary(args, *args)
         sizes = {name: mesh.shape[name] for name in mesh.auto_axes if mesh.shape[name] > 1}
-        if not mesh.empty and not sizes:
+        if plain or not (mesh.empty or sizes):
             return fun(*args)
         given = jax.eval_shape(fun, *_shapes(args))
         plan = Plan.of(declared, args, given)
@@ -409,6 +384,31 @@ def over_auto(fun: Local, declared: Declared) -> Local:
         return _like(given, op(*args))
 
     return call
+
+
+def _over_explicit(fun: Local, declared: Declared, mesh: Any, args: Any) -> list[jax.Array | None]:
+    """`fun` on a mesh with Explicit axes: through `shard_map`, since anything else would gather its
+    operands. The other axes are left to `fun`.
+    """
+    given = jax.eval_shape(fun, *_shapes(args))
+    sizes = {name: mesh.shape[name] for name in mesh.explicit_axes}
+    layout = Plan.of(declared, args, given).layout(
+        sizes, [jax.typeof(x).sharding.spec for x in args]
+    )
+    in_specs = tuple(p.spec for p in layout.operands)
+    args = tuple(jax.reshard(x, s) for x, s in zip(args, in_specs, strict=True))
+    names = set(itertools.chain(*(_names(e) for spec in in_specs for e in spec)))
+    if names:
+        run = jax.shard_map(
+            lambda *blocks: layout.run(fun, compat.match_vary(blocks, *blocks)),
+            in_specs=in_specs,
+            out_specs=[p.spec for p in layout.results],
+            axis_names=names,
+        )
+    else:  # as where an outer vmap has the only sharded axis
+        run = lambda *xs: _present(fun(*xs))  # noqa: E731
+    outs = zip(run(*args), layout.wanted, strict=True)
+    return _like(given, [jax.reshard(y, spec) for y, spec in outs])
 
 
 def _shapes(args: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:

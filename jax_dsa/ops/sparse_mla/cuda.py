@@ -32,11 +32,9 @@ SORT_BUDGET = 3 << 27
 
 # From so many bytes of sums on, of the keys that a batch entry's queries select, rows are faster
 # than reductions. Reductions are fast while the sums lie in the L2 (50 MB on an H100, 60 on an
-# H200); rows are written to memory and read again, however many keys there are. Up to 64 heads a
-# row costs as much as for 128, and reductions cost less: there is half of the work beside them, and
-# neighbouring queries share them. `benchmarks/backward_routes.py` measures where the two cross.
-ROWS_FROM = 48 << 20
-ROWS_FROM_FEW_HEADS = 192 << 20
+# H200); rows are written to memory and read again, however many keys there are.
+# `benchmarks/backward_routes.py` measures where the two cross.
+ROWS_FROM = 64 << 20
 
 
 def supports(options: Options, x: Operands, *_: Results) -> str | None:
@@ -149,9 +147,8 @@ def _rows_win(x: Operands) -> bool:
     is no larger than the rows.
     """
     B, S, G, D = x.kv.shape
-    T, N = x.q.shape[1:3]
-    least = ROWS_FROM_FEW_HEADS if N // G <= _TILE else ROWS_FROM
-    if min(S, T * x.indices.shape[3]) * G * D * 4 < least:
+    T = x.q.shape[1]
+    if min(S, T * x.indices.shape[3]) * G * D * 4 < ROWS_FROM:
         return False
     return _sorted_at_a_time(x) >= T or B * S * G * D * 4 <= ROWS_BUDGET
 
