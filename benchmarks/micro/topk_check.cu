@@ -3,7 +3,7 @@
 //       benchmarks/micro/topk_check.cu cuda/topk/dispatch.cu
 //
 // topk_check test            every kernel against a stable order on the CPU, bit for bit
-// topk_check quick           a few small shapes of it, for compute-sanitizer
+// topk_check small           a few small shapes of it, for compute-sanitizer
 // topk_check bench [shape]   timings, for all shapes or one by number
 // topk_check once S V        three launches of variant V on shape S, for a profiler
 
@@ -344,27 +344,27 @@ int main(int argc, char** argv) {
     once(kShapes[atoi(argv[2])], variants()[atoi(argv[3])]);
     return 0;
   }
-  const bool quick = mode == "quick";
+  const bool small = mode == "small";
   const uint64_t seed = std::random_device{}();
   printf("seed %lu\n", seed);
   const auto all = variants();
   const std::vector<int64_t> sizes =
-      quick ? std::vector<int64_t>{213, 4096, 8191, 33003}
+      small ? std::vector<int64_t>{213, 4096, 8191, 33003}
             : std::vector<int64_t>{1, 3, 62, 213, 1000, 4097, 8192, 20001, 40004, 131075};
   for (const int64_t size : sizes) {
     for (const int64_t k :
-         quick ? std::vector<int64_t>{2048} : std::vector<int64_t>{1, 62, 512, 2048, 4096, 10000}) {
+         small ? std::vector<int64_t>{2048} : std::vector<int64_t>{1, 62, 512, 2048, 4096, 10000}) {
       for (int kind = 0; kind < static_cast<int>(Kind::kCount); ++kind) {
-        if (quick && kind % 3 != 2) continue;
+        if (small && kind % 3 != 2) continue;
         for (const bool ranges : {false, true}) {
-          const int64_t rows = quick ? 2 : size > 30000 ? 6 : 13;
+          const int64_t rows = small ? 2 : size > 30000 ? 6 : 13;
           test(rows, size, k, static_cast<Kind>(kind), ranges, seed + size + k, (size + k) % 4, 0,
                all, rows);
         }
       }
     }
   }
-  if (!quick) {
+  if (!small) {
     for (const Kind kind : {Kind::kDigits, Kind::kPlateau, Kind::kNormal})
       test(100, 33001, 2048, kind, true, seed, 1, 20, all, 20);
     test(3, (1 << 20) + 1, 4096, Kind::kNormal, true, seed, 1, 0, all, 3);

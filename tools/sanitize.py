@@ -1,0 +1,251 @@
+"""Runs the check programs of benchmarks/micro under compute-sanitizer's tools, on a Hopper GPU.
+
+    python tools/sanitize.py [--jobs 8] [--only sparse_mla] [--tools memcheck racecheck]
+
+A row for each run as it ends, then one table, then what racecheck reported and which program of
+benchmarks/micro/racecheck explains it. Such a program has the pattern of a report and no race: it
+explains if racecheck reports it all the same, and reports its control, which has one. The exit
+status is 1 if anything is left unexplained, ran into its time limit or gave wrong values.
+It needs nvcc, and compute-sanitizer in PATH or from PyPI's nvidia-cuda-sanitizer-api.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKS = sorted(ROOT.glob("benchmarks/micro/*_check.cu"))
+PATTERNS = sorted(ROOT.glob("benchmarks/micro/racecheck/*.cu"))
+TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
+
+# The pattern of a report, by the functions whose accesses it is about.
+EXPLANATIONS = {
+    frozenset(["sparse_mla/fwd.cuh:consume"]): "through_producer",
+    frozenset(["common/ptx.cuh:cp_async_16", "common/ptx.cuh:load_matrix_x4"]): "load_matrix",
+    frozenset(["indexer/bwd_queries.cuh:gather", "indexer/bwd_queries.cuh:multiply"]): (
+        "elected_arrival"
+    ),
+    frozenset(
+        ["sparse_mla/bwd_queries.cuh:make_gradients", "sparse_mla/bwd_queries.cuh:produce_queries"]
+    ): "over_two_barriers",
+}
+
+
+def build_command(source: Path, binary: Path, *options: str) -> list[str]:
+    """The build line at the head of a program, with its output at `binary`."""
+    head = source.read_text().split("#include")[0].replace("\n//", "\n")
+    line = re.search(r"nvcc (?:.*\\\n)*.*", head)
+    if line is None:
+        raise ValueError(f"{source}: no build line at its head")
+    words = shlex.split(line[0].replace("\\\n", " "))
+    words[0] = os.environ.get("CUDACXX") or "nvcc"
+    words[words.index("-o") + 1] = str(binary)
+    files = [str(f) for w in words for f in (sorted(ROOT.glob(w)) if "*" in w else [w])]
+    return [*files, *options]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A program under a tool."""
+
+    name: str
+    binary: Path
+    args: tuple[str, ...]
+    tool: str
+    control: bool = False  # has a race
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of it."""
+
+    run: Run
+    status: str  # ok, wrong values, timed out, no summary
+    errors: int
+    seconds: float
+    races: Counter[frozenset[str]]
+    output: str
+
+
+def function_at(path: str, line: int) -> str:
+    """The device function that a line of ours belongs to, as `sparse_mla/fwd.cuh:consume`."""
+    file = next((f for f in (ROOT / path, Path(path)) if f.is_file()), None)
+    if file is None:
+        return f"{path}:{line}"
+    place = file.resolve()
+    for base in (ROOT / "cuda", ROOT):
+        if place.is_relative_to(base):
+            place = place.relative_to(base)
+            break
+    lines = file.read_text().splitlines()
+    for i in range(min(line, len(lines)) - 1, -1, -1):
+        if re.search(r"\b__(device|global)__\b", lines[i]):
+            head = re.sub(r"__launch_bounds__\([^)]*\)", "", " ".join(lines[i : i + 3]))
+            name = re.search(r"([\w~]+|operator\W+)\(", head)
+            return f"{place}:{name[1]}" if name else f"{place}:{line}"
+    return f"{place}:{line}"
+
+
+def races(output: str) -> Counter[frozenset[str]]:
+    """How often racecheck reports each pair of functions."""
+    found: Counter[frozenset[str]] = Counter()
+    report = r"Race reported between \w+ access at (.*)\n(=+ +and \w+ access at .*\n?)+"
+    for match in re.finditer(report, output):
+        places = re.findall(r" in (\S+?):(\d+)", match[0])
+        found[frozenset(function_at(path, int(line)) for path, line in places)] += 1
+    return found
+
+
+def sanitizer() -> str:
+    """compute-sanitizer, of a CUDA toolkit or of PyPI's nvidia-cuda-sanitizer-api."""
+    wheels = importlib.util.find_spec("nvidia")
+    places = wheels.submodule_search_locations or [] if wheels else []
+    found = (str(x) for place in places for x in Path(place).rglob("bin/compute-sanitizer"))
+    return (
+        shutil.which("compute-sanitizer") or next(found, None) or sys.exit("no compute-sanitizer")
+    )
+
+
+def execute(run: Run, tool: str, timeout: float) -> Outcome:
+    """One run. Its process group is ended with it, and when its time is over."""
+    command = [tool, "--tool", run.tool, "--print-limit", "0", "--strip-paths", "no"]
+    command += ["--max-connections", "200", str(run.binary), *run.args]
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+        late = False
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, late = process.communicate()[0], True
+    seconds = time.monotonic() - start
+    summary = re.search(
+        r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazards? displayed", output
+    )
+    errors = int(summary[1] or summary[2]) if summary else 0
+    status = "ok"
+    if late:
+        status = "timed out"
+    elif summary is None:
+        status = "no summary"
+    elif process.returncode != 0 and not run.control and errors == 0:
+        status = "wrong values"
+    return Outcome(run, status, errors, seconds, races(output), output)
+
+
+def build(jobs: int, to: Path) -> None:
+    """All programs, the patterns with and without their race."""
+    to.mkdir(parents=True, exist_ok=True)
+    commands = [build_command(s, to / s.stem, "-lineinfo") for s in CHECKS + PATTERNS]
+    commands += [build_command(s, to / f"{s.stem}_race", "-lineinfo", "-DRACE") for s in PATTERNS]
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda c: subprocess.run(c, cwd=ROOT, check=True), commands))
+
+
+def runs(only: str, tools: list[str], built: Path) -> list[Run]:
+    """What to run, the longest first."""
+    checks = [s.stem for s in CHECKS if only in s.stem]
+    all_runs = [Run(n, built / n, ("small",), t) for t in TOOLS if t in tools for n in checks]
+    if "racecheck" in tools:
+        for name in (s.stem for s in PATTERNS):
+            all_runs.append(Run(name, built / name, (), "racecheck"))
+            all_runs.append(Run(name, built / f"{name}_race", (), "racecheck", control=True))
+    first = ("sparse_mla_bwd_check", "indexer_bwd_check")
+    return sorted(all_runs, key=lambda r: (TOOLS.index(r.tool), r.name not in first))
+
+
+def run_all(todo: list[Run], tool: str, jobs: int, timeout: float) -> list[Outcome]:
+    """So many at a time; a row for each as it ends, and what it printed in a file."""
+    outcomes = []
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        started = [pool.submit(execute, run, tool, timeout) for run in todo]
+        for done in concurrent.futures.as_completed(started):
+            o = done.result()
+            outcomes.append(o)
+            print(
+                f"{o.run.tool:10} {o.run.binary.name:28} {o.errors:5} errors {o.seconds:5.0f} s  "
+                f"{o.status}",
+                flush=True,
+            )
+            Path(f"{o.run.binary}.{o.run.tool}.log").write_text(o.output)
+    return outcomes
+
+
+def judge(outcomes: list[Outcome]) -> list[str]:
+    """Prints the table and the reports; returns what is wrong."""
+    wrong = []
+    cells: dict[str, dict[str, str]] = {}
+    patterns: dict[str, bool] = {s.stem: False for s in PATTERNS}
+    for o in outcomes:
+        name = f"{o.run.name} (with its race)" if o.run.control else o.run.name
+        values = re.search(r"\d+ of \d+ values wrong", o.output) if o.run.control else None
+        notes = [f"{o.seconds:.0f} s", *([values[0]] if values else [])]
+        notes += [o.status] if o.status != "ok" else []
+        cells.setdefault(name, {})[o.run.tool] = f"{o.errors} ({', '.join(notes)})"
+        if o.status != "ok":
+            wrong.append(f"{name}: {o.run.tool} {o.status}")
+        if o.run.control and o.errors == 0:
+            wrong.append(f"{name}: not reported")
+        if o.run.name in patterns and not o.run.control:
+            patterns[o.run.name] = o.errors > 0
+        if o.run.tool != "racecheck" and o.errors > 0:
+            wrong.append(f"{name}: {o.errors} errors of {o.run.tool}")
+    print("\n| program | " + " | ".join(TOOLS) + " |\n|---|" + "---|" * len(TOOLS))
+    for name, row in sorted(cells.items()):
+        print(f"| {name} | " + " | ".join(row.get(t, "-") for t in TOOLS) + " |")
+    print("\n| racecheck on | reports | between | explained by |\n|---|---|---|---|")
+    for o in outcomes:
+        if o.run.tool != "racecheck" or o.run.name in patterns:
+            continue
+        for pair, count in sorted(o.races.items(), key=str):
+            pattern, between = EXPLANATIONS.get(pair), " and ".join(sorted(pair))
+            explained = pattern is not None and patterns[pattern]
+            by = pattern if explained else f"no: {pattern} is clean" if pattern else "no"
+            print(f"| {o.run.name} | {count} | {between} | {by} |")
+            if not explained:
+                wrong.append(f"{o.run.name}: {between} is not explained")
+        if o.errors > 0 and not o.races:
+            wrong.append(f"{o.run.name}: reports of racecheck that were not understood")
+    return wrong
+
+
+def main() -> int:
+    """Builds, runs, prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds, of a run")
+    parser.add_argument("--only", default="", help="check programs whose name has this in it")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--build", type=Path, default=ROOT / "build" / "sanitize")
+    parser.add_argument("--built", action="store_true", help="takes the programs as they are there")
+    options = parser.parse_args()
+    tool = sanitizer()
+    if not options.built:
+        start = time.monotonic()
+        build(options.jobs, options.build)
+        print(f"built in {time.monotonic() - start:.0f} s", flush=True)
+    outcomes = run_all(
+        runs(options.only, options.tools, options.build), tool, options.jobs, options.timeout
+    )
+    wrong = judge(outcomes)
+    print("\n" + "\n".join(wrong or ["all good"]))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
