@@ -1,13 +1,18 @@
-"""What the compiler made of the kernels, read off the built extension: needs no GPU."""
+"""What the compiler makes of the kernels: needs nvcc, or the built extension, but no GPU."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = sorted(ROOT.glob("benchmarks/micro/**/*.cu"))
 
 
 def disassembler() -> str | None:
@@ -48,9 +53,32 @@ STACKS = {
 }
 
 
-def test_no_kernel_spills_more_registers_than_it_did() -> None:
-    stacks = dict(re.findall(r"Function (\w+):\s+REG:\d+ STACK:(\d+)", read("-res-usage")))
-    assert all(any(name in kernel for kernel in stacks) for name in STACKS)
-    for kernel, stack in stacks.items():
+@pytest.fixture
+def build_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("sanitize").build_command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
+def test_programs_compile_without_more_spills_or_a_serialised_wgmma(
+    program: Path, tmp_path: Path, build_command: Callable[..., list[str]]
+) -> None:
+    """By the build lines at their heads, which have all kernels in them."""
+    command = build_command(program, tmp_path / "program", "-Xptxas", "-v")
+    if shutil.which(command[0]) is None:
+        pytest.skip("no nvcc")
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-4000:]
+    said = built.stdout + built.stderr
+    assert "wgmma.mma_async instructions are serialized" not in said
+    stacks = re.findall(r"properties for (_ZN7jax_dsa\w+)\n +(\d+) bytes stack frame", said)
+    for kernel, stack in stacks:
         budget = max((most for name, most in STACKS.items() if name in kernel), default=0)
         assert int(stack) <= budget, kernel
+
+
+def test_programs_have_every_kernel(build_command: Callable[..., list[str]]) -> None:
+    built = {ROOT / word for p in PROGRAMS for word in build_command(p, p)}
+    launches_others = ROOT / "cuda" / "indexer" / "topk.cu"
+    assert set(ROOT.glob("cuda/*/*.cu")) - built == {launches_others}

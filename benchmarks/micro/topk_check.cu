@@ -16,12 +16,15 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "../../tests/emulator/topk_problem.h"
 #include "topk/fwd.cuh"
 #include "topk/resident.cuh"
 
 using namespace jax_dsa;
+using namespace topk_problem;
 
 #define CHECK(expr)                                                           \
   do {                                                                        \
@@ -71,66 +74,6 @@ std::vector<Variant> variants() {
 
 // ---- data --------------------------------------------------------------------------------------
 
-enum class Kind {
-  kNormal,
-  kRelu,
-  kPlateau,
-  kEqual,
-  kOneBin,
-  kSpecial,
-  kAscending,
-  kDescending,
-  kDigits,
-  kOutlier,
-  kComb,
-  kMinusInf,
-  kCount
-};
-const char* kNames[] = {"normal",    "relu",       "plateau", "equal",   "one bin", "special",
-                        "ascending", "descending", "digits",  "outlier", "comb",    "-inf"};
-
-__host__ __device__ uint32_t hash(uint64_t x) {
-  x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdull;
-  x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53ull;
-  return static_cast<uint32_t>(x >> 32);
-}
-
-__device__ float sample(Kind kind, uint64_t seed, int64_t row, int64_t i, int64_t size, int64_t k) {
-  const uint64_t id = seed * 0x9e3779b97f4a7c15ull + row * size + i;
-  const float u = (hash(2 * id) + 1.f) / 4294967808.f, v = hash(2 * id + 1) / 4294967296.f;
-  const float normal = sqrtf(-2 * logf(u)) * cospif(2 * v);
-  switch (kind) {
-    case Kind::kNormal:
-      return normal;
-    case Kind::kRelu:
-      return fmaxf(normal, 0.f);
-    case Kind::kPlateau:  // half of k positive, the rest 0 or -0
-      return u < .5f * k / size ? 1 + v : (v < .5f ? 0.f : -0.f);
-    case Kind::kEqual:
-      return -3.25f;
-    case Kind::kOneBin:
-      return 1 + .25f * v;
-    case Kind::kSpecial: {
-      const int which = hash(3 * id) % 12;
-      const float specials[] = {INFINITY, -INFINITY, NAN,   -NAN,   0.f,    -0.f,
-                                1e-45f,   -1e-45f,   3e38f, -3e38f, 1e-39f, normal};
-      return specials[which];
-    }
-    case Kind::kAscending:
-      return -1e3f + .01f * i;
-    case Kind::kDescending:
-      return -.01f * i;
-    case Kind::kDigits:
-      return floorf(5 * v) - 2;
-    case Kind::kOutlier:
-      return i == size / 2 ? 1e30f : 1 + .25f * v;
-    case Kind::kComb:  // as periodic as the sampling of a row may be
-      return i / 4 % 16 == row % 16 ? normal + 4 : normal;
-    default:
-      return -INFINITY;
-  }
-}
-
 __global__ void fill(float* x, Kind kind, uint64_t seed, int64_t rows, int64_t size, int64_t k) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * size;
        i += int64_t{gridDim.x} * blockDim.x) {
@@ -153,23 +96,8 @@ struct Array {
   void poison() { CHECK(cudaMemset(p, 0x7b, n * sizeof(T))); }
 };
 
-// ---- reference ---------------------------------------------------------------------------------
-
-std::vector<int> reference(const std::vector<float>& x, int64_t k, int start, int end) {
-  std::vector<int> order;
-  const int size = static_cast<int>(x.size());
-  for (int i = std::clamp(start, 0, size); i < std::clamp(end, 0, size); ++i) {
-    if (x[i] > -INFINITY) order.push_back(i);
-  }
-  const auto better = [&](int a, int b) { return x[a] > x[b] || (x[a] == x[b] && a < b); };
-  if (static_cast<int64_t>(order.size()) > k) {
-    std::nth_element(order.begin(), order.begin() + k, order.end(), better);
-    order.resize(k);
-  }
-  std::sort(order.begin(), order.end());
-  order.resize(k, -1);
-  return order;
-}
+// ---- test
+// ----------------------------------------------------------------------------------------
 
 int failures = 0, checked = 0;
 
@@ -180,16 +108,8 @@ void test(int64_t rows, int64_t size, int64_t k, Kind kind, bool ranges, uint64_
   float* x = store.p + offset;
   fill<<<1024, 256>>>(x, kind, seed, rows, size, k);
   CHECK(cudaGetLastError());
-  std::mt19937_64 rng(seed);
   std::vector<int> s(rows, 0), e(rows, static_cast<int>(size));
-  if (ranges) {
-    for (int64_t r = 0; r < rows; ++r) {
-      const auto draw = [&] { return static_cast<int>(rng() % (size + 1)); };
-      const int a = draw(), b = draw();
-      s[r] = r % 5 == 0 ? -7 : r % 7 == 0 ? INT_MIN : std::min(a, b);
-      e[r] = r % 6 == 1 ? INT_MAX : r % 11 == 3 ? s[r] - 1 : std::max(a, b);
-    }
-  }
+  if (ranges) std::tie(s, e) = random_ranges(rows, size, seed);
   CHECK(cudaMemcpy(starts.p, s.data(), rows * 4, cudaMemcpyHostToDevice));
   CHECK(cudaMemcpy(ends.p, e.data(), rows * 4, cudaMemcpyHostToDevice));
   std::vector<int64_t> which(std::min(rows, checked_rows));
@@ -222,13 +142,8 @@ void test(int64_t rows, int64_t size, int64_t k, Kind kind, bool ranges, uint64_
       for (size_t i = 0; i < which.size(); ++i) {
         const auto got = indices.host(which[i] * k, k);
         const auto got_values = values.host(which[i] * k, k);
-        bool good = got == want[i];
-        for (int64_t j = 0; j < k && good; ++j) {
-          const float expect = got[j] < 0 ? -INFINITY : logits[i][got[j]];
-          good = std::memcmp(&expect, &got_values[j], 4) == 0;
-        }
         ++checked;
-        if (!good && failures++ < 20) {
+        if (!good(logits[i], want[i], got.data(), got_values.data()) && failures++ < 20) {
           size_t at = 0;
           while (at < got.size() && got[at] == want[i][at]) ++at;
           printf(

@@ -25,6 +25,29 @@ cudaError_t launch_blocks(void (*kernel)(Params...), int64_t blocks, int threads
   return cudaGetLastError();
 }
 
+// The same in clusters of `ranks` blocks.
+template <typename... Params>
+cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int ranks, int threads,
+                            int shared_bytes, cudaStream_t stream,
+                            const std::type_identity_t<Params>&... params) {
+  if (cudaError_t e =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+      e != cudaSuccess) {
+    return e;
+  }
+  cudaLaunchAttribute size = {};
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = static_cast<unsigned>(clusters * ranks);
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &size;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params...);
+}
+
 // Persistent kernels, whose blocks share out the work themselves: as many as run at a time,
 // `kBlocks` a multiprocessor, fewer if there are fewer pieces of work; `Shared` is the
 // kernel's dynamic shared memory.

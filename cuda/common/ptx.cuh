@@ -299,6 +299,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// To within an ulp.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // A maximum that keeps NaN, as relu has to.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float x;

@@ -48,8 +48,7 @@ __device__ float2 pair(const Chunk<__nv_bfloat16>& chunk, int i) {
 
 // 1 / x to within an ulp, for every scale there can be.
 __device__ float reciprocal(float x) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  const float r = reciprocal_approx(x);
   return __fmaf_rn(__fmaf_rn(-x, r, 1.f), r, r);
 }
 

@@ -23,9 +23,8 @@
 // row's start, and a quad that reaches past the range is read element by element.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include "common/cluster.cuh"
+#include "common/launch.cuh"
 #include "common/types.h"
 #include "topk/select.cuh"
 #include "topk/topk.h"
@@ -46,7 +45,7 @@ struct Traits {
   static constexpr int kFirst = 8192;  // logits that the L2 is asked for while the guess is made
   static_assert(kVec <= 4, "a byte a quad in one word");
   static_assert(kTile >= kSample);
-  static constexpr size_t shared_bytes(int capacity) {
+  static constexpr int shared_bytes(int capacity) {
     return sizeof(Scratch<kThreads>) + capacity * kEntryBytes;
   }
 };
@@ -61,14 +60,6 @@ struct Run {
   int shift;        // position of the row's element 0, 0..3
   int first, last;  // positions, half open
 };
-
-__device__ __forceinline__ float4 load_aligned(const float* from) {
-  float4 x;
-  asm("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
-      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-      : "l"(from));
-  return x;
-}
 
 // -inf outside the run.
 __device__ __forceinline__ float4 load_quad(const Run& run, int quad) {
@@ -144,8 +135,7 @@ __device__ __forceinline__ void prefetch(const Run& run, int at, int count) {
   const int from = max(at, ceil_div(run.first, 4) * 4);
   const int size = (min(at + count, run.last) - from) / 4 * 4;
   if (size > 0) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(run.base + from),
-                 "r"(size * static_cast<int>(sizeof(float))));
+    prefetch_l2(run.base + from, size * static_cast<int>(sizeof(float)));
   }
 }
 
@@ -347,21 +337,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
 // Launches with `ranks` blocks a row (1 unless T::kCluster).
 template <typename T>
 cudaError_t launch(const TopkParams& p, int capacity, int ranks, cudaStream_t stream) {
-  const size_t bytes = T::shared_bytes(capacity);
-  const cudaError_t status = cudaFuncSetAttribute(
-      topk_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(p.rows * ranks);
-  config.blockDim = T::kThreads;
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = T::kCluster ? 1 : 0;
-  return cudaLaunchKernelEx(&config, topk_kernel<T>, p, capacity);
+  const int bytes = T::shared_bytes(capacity);
+  if constexpr (T::kCluster) {
+    return launch_clusters(topk_kernel<T>, p.rows, ranks, T::kThreads, bytes, stream, p, capacity);
+  } else {
+    return launch_blocks(topk_kernel<T>, p.rows, T::kThreads, bytes, stream, p, capacity);
+  }
 }
 
 }  // namespace jax_dsa::topk

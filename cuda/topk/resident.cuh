@@ -11,7 +11,6 @@
 // again.
 #pragma once
 
-#include "common/launch.cuh"
 #include "topk/fwd.cuh"
 
 namespace jax_dsa::topk {
@@ -106,7 +105,7 @@ struct Held {
         const bool is_above = x[v][j] > top, is_within = x[v][j] >= bottom && !is_above;
         count_above(top, own, x[v][j], 1);
         const int place = is_within ? place_of(x[v][j]) : __float_as_int(kMagic) + kBins;
-        asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(bins + 4 * place) : "memory");
+        increment(bins + 4 * place);
       }
     }
     L::keep(L::base(), scale);

@@ -10,8 +10,6 @@
 // sum. So ties go to the lower index and nothing depends on the order in which threads run; atomics
 // only count.
 //
-// Shared memory is addressed by 32-bit addresses and predicated stores: the kernels are bound by
-// instruction issue, and the compiler would branch around every store and compute its base anew.
 #pragma once
 
 #include <climits>
@@ -19,6 +17,7 @@
 #include <cstdint>
 
 #include "common/ptx.cuh"
+#include "topk/instructions.cuh"
 
 namespace jax_dsa::topk {
 
@@ -43,84 +42,6 @@ struct Cut {
   int ties;
 };
 
-// Two entries: value, index, value, index.
-__device__ __forceinline__ int4 load_entries(uint32_t from) {
-  int4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(from)
-               : "memory");
-  return x;
-}
-__device__ __forceinline__ float load_value(uint32_t from) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
-  return x;
-}
-// Increments word distance >> shift of `bins`, if distance <= range.
-__device__ __forceinline__ void increment_within(uint32_t bins, unsigned distance, unsigned range,
-                                                 int shift) {
-  asm volatile(
-      "{\n"
-      ".reg .pred within;\n"
-      "setp.le.u32 within, %0, %1;\n"
-      "@within red.shared.add.u32 [%2], 1;\n"
-      "}\n" ::"r"(distance),
-      "r"(range), "r"(bins + 4 * (distance >> shift))
-      : "memory");
-}
-// Stores an entry and moves on, if `keep`.
-__device__ __forceinline__ void append_if(bool keep, uint32_t& to, float value, int index) {
-  asm volatile(
-      "{\n"
-      ".reg .pred keep;\n"
-      "setp.ne.s32 keep, %1, 0;\n"
-      "@keep st.shared.v2.b32 [%0], {%2, %3};\n"
-      "@keep add.u32 %0, %0, 8;\n"
-      "}\n"
-      : "+r"(to)
-      : "r"(static_cast<int>(keep)), "r"(__float_as_int(value)), "r"(index)
-      : "memory");
-}
-// The same, if the value exceeds `cut`: false for NaN.
-__device__ __forceinline__ void append_above(float cut, uint32_t& to, float value, int index) {
-  asm volatile(
-      "{\n"
-      ".reg .pred keep;\n"
-      "setp.gt.f32 keep, %2, %1;\n"
-      "@keep st.shared.v2.b32 [%0], {%3, %4};\n"
-      "@keep add.u32 %0, %0, 8;\n"
-      "}\n"
-      : "+r"(to)
-      : "f"(cut), "f"(value), "r"(__float_as_int(value)), "r"(index)
-      : "memory");
-}
-// Adds `step` to `sum` if the value exceeds `cut`.
-__device__ __forceinline__ void count_above(float cut, unsigned& sum, float value, unsigned step) {
-  asm("{\n"
-      ".reg .pred keep;\n"
-      "setp.gt.f32 keep, %2, %1;\n"
-      "@keep add.u32 %0, %0, %3;\n"
-      "}\n"
-      : "+r"(sum)
-      : "f"(cut), "f"(value), "r"(step));
-}
-
-// The same, of an index alone.
-__device__ __forceinline__ void append_index_above(float cut, uint32_t& to, float value,
-                                                   int index) {
-  asm volatile(
-      "{\n"
-      ".reg .pred keep;\n"
-      "setp.gt.f32 keep, %2, %1;\n"
-      "@keep st.shared.b32 [%0], %3;\n"
-      "@keep add.u32 %0, %0, 4;\n"
-      "}\n"
-      : "+r"(to)
-      : "f"(cut), "f"(value), "r"(index)
-      : "memory");
-}
-
 // Shared memory besides the list, which follows it.
 template <int kThreads>
 struct alignas(16) Scratch {
@@ -140,15 +61,11 @@ struct alignas(16) Scratch {
 template <int kThreads>
 struct List {
   static constexpr int kWarps = kThreads / 32;
-  using Scratch = Scratch<kThreads>;
+  using Scratch = topk::Scratch<kThreads>;
 
-  static __device__ __forceinline__ Scratch& scratch() {
-    extern __shared__ __align__(16) unsigned char shared[];
-    return *reinterpret_cast<Scratch*>(shared);
-  }
+  static __device__ __forceinline__ Scratch& scratch() { return dynamic_shared<Scratch>(); }
   static __device__ __forceinline__ float2* entries() {
-    extern __shared__ __align__(16) unsigned char shared[];
-    return reinterpret_cast<float2*>(shared + sizeof(Scratch));
+    return reinterpret_cast<float2*>(&scratch() + 1);
   }
 
   static __device__ __forceinline__ void init() {
@@ -156,24 +73,16 @@ struct List {
     if (threadIdx.x == 0) scratch().few_count = 0;
   }
 
-  // The address of all of shared memory, which the compiler takes for a value that it must not
-  // compute anew.
-  static __device__ __forceinline__ uint32_t base() {
-    uint32_t address;
-    asm volatile("mov.u32 %0, %1;" : "=r"(address) : "r"(smem_address(&scratch())));
-    return address;
-  }
+  static __device__ __forceinline__ uint32_t base() { return hidden(smem_address(&scratch())); }
 
   // Keeps a number that is the same in a warp's lanes where `reload` reads it. What is computed
   // from the number read back is computed again: dozens of comparisons held over a barrier would
   // cost more than making them twice.
   static __device__ __forceinline__ void keep(uint32_t base, float x) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(same_address(base)), "f"(x) : "memory");
+    store_value(same_address(base), x);
   }
   static __device__ __forceinline__ float reload(uint32_t base) {
-    float x;
-    asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(x) : "r"(same_address(base)) : "memory");
-    return x;
+    return reload_value(same_address(base));
   }
   static __device__ __forceinline__ uint32_t same_address(uint32_t base) {
     return base + static_cast<uint32_t>(offsetof(Scratch, same)) + threadIdx.x / 32 * 4;
@@ -184,17 +93,9 @@ struct List {
   static __device__ __forceinline__ int2 sum_warps(uint32_t base, int of_this_warp, int parity) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint32_t sums = base + parity * (kWarps * 4);  // of append_sums, which is first
-    asm volatile(
-        "{\n"
-        ".reg .pred first;\n"
-        "setp.eq.s32 first, %0, 0;\n"
-        "@first st.shared.b32 [%1], %2;\n"
-        "}\n" ::"r"(lane),
-        "r"(sums + warp * 4), "r"(of_this_warp)
-        : "memory");
+    store_by_first(lane, sums + warp * 4, of_this_warp);
     __syncthreads();
-    int x;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(sums + lane % kWarps * 4) : "memory");
+    const int x = load_int(sums + lane % kWarps * 4);
     return {static_cast<int>(__reduce_add_sync(kAllLanes, lane < warp ? x : 0)),
             static_cast<int>(__reduce_add_sync(kAllLanes, x)) / (32 / kWarps)};  // read that often
   }

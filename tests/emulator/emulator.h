@@ -8,9 +8,10 @@
 // wait or a barrier in the wrong place would let through shows as a wrong result in one of the four
 // combinations, and a deadlock ends the program with the fibers' positions. The order in which
 // warps run follows `Options::seed`; now and then a warp stands still until the others need it, as
-// one does on a GPU that waits for instructions. Warps that wait at one barrier in different places
-// of the code end the program, too. What this cannot see: rounding of the tensor cores, missing
-// proxy fences, time.
+// one does on a GPU that waits for instructions. The blocks of a cluster run at the same time; the
+// shared memory of a block that has ended is overwritten, as if another one had it. Warps that wait
+// at one barrier in different places of the code end the program, too. What this cannot see:
+// rounding of the tensor cores, missing proxy fences, time.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -98,6 +99,7 @@ struct Block {
   std::unique_ptr<uint8_t[]> memory;
   uint8_t* shared;  // aligned to 1024
   std::vector<Fiber> fibers;
+  unsigned running;  // fibers
   Barrier everyone, named[kNamedBarriers];
   std::vector<Exchange> warps;
 };
@@ -109,7 +111,11 @@ struct Machine {
   jmp_buf scheduler;
   Fiber* current = nullptr;
   unsigned threads = 0, blocks = 0;
-  uint64_t progress = 0;  // counts events that may release a waiting fiber
+  size_t shared_bytes = 0;                       // of a block
+  unsigned ranks = 1;                            // blocks of a cluster
+  Barrier cluster;                               // of the one that runs
+  std::vector<std::unique_ptr<Block>> resident;  // blocks that run, those of a cluster in order
+  uint64_t progress = 0;                         // counts events that may release a waiting fiber
   std::vector<std::function<void()>> pending, stores;  // asynchronous work not yet done
   std::function<void()> kernel;
 };
@@ -198,12 +204,14 @@ inline void fiber_main() {
   machine.kernel();
   machine.current->done = true;
   ++machine.progress;
+  Block& block = *machine.current->block;
+  if (--block.running == 0) memset(block.shared, 0xff, machine.shared_bytes);
   yield();
 }
 
-inline void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks) {
+inline void report_deadlock() {
   printf("emulator: deadlock\n");
-  for (const auto& block : blocks) {
+  for (const auto& block : machine.resident) {
     for (const Fiber& f : block->fibers) {
       if (f.thread % 32 == 0 && !f.done) {
         printf("  block %u warp %u: %s %llu\n", block->index, f.thread / 32,
@@ -220,10 +228,13 @@ inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads
   machine.random.seed(machine.options.seed);
   machine.threads = threads;
   machine.blocks = grid;
+  machine.shared_bytes = shared_bytes;
+  machine.cluster = {};
   machine.kernel = std::move(kernel);
   machine.pending.clear();
   machine.stores.clear();
-  std::vector<std::unique_ptr<Block>> resident;
+  auto& resident = machine.resident;
+  resident.clear();
   for (unsigned b = 0; b < blocks; ++b) {
     auto block = std::make_unique<Block>();
     block->index = first + b;
@@ -232,6 +243,7 @@ inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads
     block->shared = block->memory.get();
     while (reinterpret_cast<uintptr_t>(block->shared) % 1024) ++block->shared;
     block->fibers = std::vector<Fiber>(threads);
+    block->running = threads;
     block->warps = std::vector<Exchange>((threads + 31) / 32);
     for (unsigned t = 0; t < threads; ++t) {
       Fiber& f = block->fibers[t];
@@ -278,7 +290,7 @@ inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads
     }
     // Any of the work that waits, and often several pieces at once; stores last of all.
     auto& from = machine.pending.empty() ? machine.stores : machine.pending;
-    if (from.empty()) report_deadlock(resident);
+    if (from.empty()) report_deadlock();
     do {
       std::swap(from[machine.random() % from.size()], from.back());
       const auto work = std::move(from.back());
@@ -297,6 +309,7 @@ inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads
       if (block->shared[i] != 0xff) fail("a block wrote past its shared memory");
     }
   }
+  resident.clear();
 }
 
 // Runs `kernel` in `blocks` blocks at the same time, with so much dynamic shared memory each.
@@ -309,6 +322,16 @@ inline void launch(unsigned blocks, unsigned threads, size_t shared_bytes,
 inline void launch_in_turn(unsigned blocks, unsigned threads, size_t shared_bytes,
                            const std::function<void()>& kernel) {
   for (unsigned b = 0; b < blocks; ++b) run(b, 1, blocks, threads, shared_bytes, kernel);
+}
+
+// One cluster of `ranks` blocks after the other.
+inline void launch_clusters(unsigned clusters, unsigned ranks, unsigned threads,
+                            size_t shared_bytes, const std::function<void()>& kernel) {
+  machine.ranks = ranks;
+  for (unsigned c = 0; c < clusters; ++c) {
+    run(c * ranks, ranks, clusters * ranks, threads, shared_bytes, kernel);
+  }
+  machine.ranks = 1;
 }
 
 // ---- collectives of a warp ---------------------------------------------------------------------
@@ -606,12 +629,36 @@ T __ldg(const T* p) {
   return *p;
 }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 template <typename T>
 void __stcs(T* p, T x) {
   *p = x;
 }
+using std::isnan;
+inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
+template <typename T>
+T __ldcs(const T* p) {
+  return *p;
+}
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
+  for (int i = 0; i < 32; i += 8) sum += (a >> i & 0xff) * (b >> i & 0xff);
+  return sum;
+}
+// Byte i of the result is the one of eight that digit i of `selector` numbers.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = uint64_t{high} << 32 | low;
+  unsigned x = 0;
+  for (int i = 0; i < 4; ++i) {
+    if (selector >> (4 * i) & 8) emulator::fail("a sign that __byte_perm does not emulate");
+    x |= static_cast<unsigned>(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  }
+  return x;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }

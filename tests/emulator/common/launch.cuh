@@ -19,6 +19,14 @@ cudaError_t launch_blocks(void (*kernel)(Params...), int64_t blocks, int threads
   return cudaSuccess;
 }
 
+template <typename... Params>
+cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int ranks, int threads,
+                            int shared_bytes, cudaStream_t,
+                            const std::type_identity_t<Params>&... params) {
+  emulator::launch_clusters(clusters, ranks, threads, shared_bytes, [&] { kernel(params...); });
+  return cudaSuccess;
+}
+
 // However many blocks share a multiprocessor, one does here.
 template <typename Shared, int kBlocks = 1, typename... Params>
 cudaError_t launch_persistent(void (*kernel)(Params...), int64_t pieces, int threads, cudaStream_t,

@@ -191,6 +191,8 @@ void lower_registers() {}
 
 inline float exp2_approx(float x) { return std::exp2(x); }
 
+inline float reciprocal_approx(float x) { return 1.f / x; }
+
 inline float max_nan(float a, float b) { return a > b || std::isnan(a) ? a : b; }
 
 inline uint32_t pack_bf16(float low, float high) {
