@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/launch.cuh"
+#include "common/tensor_map.h"
 #include "indexer/fwd.cuh"
 
 namespace jax_dsa::indexer {

@@ -1,18 +1,10 @@
-// cuda/common/tma.cuh for the emulator: a tensor map is what it was encoded from.
+// cuda/common/tma.cuh for the emulator.
 #pragma once
 
-#include <cuda.h>
-
 #include "common/ptx.cuh"
-#include "common/tensor_box.h"
+#include "common/tensor_map.h"
 
 namespace jax_dsa {
-
-inline cudaError_t encode_tensor_map(CUtensorMap* map, CUtensorMapDataType, const TensorBox& x) {
-  static_assert(sizeof x <= sizeof *map);
-  memcpy(map, &x, sizeof x);
-  return cudaSuccess;
-}
 
 inline void tma_prefetch_map(const CUtensorMap*) {}
 

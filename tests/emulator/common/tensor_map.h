@@ -1,0 +1,19 @@
+// cuda/common/tensor_map.h for the emulator: a tensor map is what it was encoded from.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+
+#include "common/tensor_box.h"
+
+namespace jax_dsa {
+
+inline cudaError_t encode_tensor_map(CUtensorMap* map, CUtensorMapDataType, const TensorBox& x) {
+  static_assert(sizeof x <= sizeof *map);
+  memcpy(map, &x, sizeof x);
+  return cudaSuccess;
+}
+
+}  // namespace jax_dsa
