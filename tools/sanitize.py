@@ -102,9 +102,9 @@ def function_at(path: str, line: int) -> str:
 def races(output: str) -> Counter[frozenset[str]]:
     """How often racecheck reports each pair of functions."""
     found: Counter[frozenset[str]] = Counter()
-    report = r"Race reported between \w+ access at (.*)\n(=+ +and \w+ access at .*\n?)+"
-    for match in re.finditer(report, output):
-        places = re.findall(r" in (\S+?):(\d+)", match[0])
+    for report in re.split(r"Race reported between", output)[1:]:
+        report = re.split(r"\n=+ *\n", report)[0]
+        places = re.findall(r"access at .* in (\S+?):(\d+)", report)
         found[frozenset(function_at(path, int(line)) for path, line in places)] += 1
     return found
 

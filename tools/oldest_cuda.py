@@ -1,0 +1,105 @@
+"""Compiles every kernel with the oldest CUDA that the project supports, without its nvcc.
+
+    pip install --no-deps --target build/cuda $(python tools/oldest_cuda.py)
+    python tools/oldest_cuda.py build/cuda
+
+PyPI has no nvcc of CUDA 12, but NVRTC, which is the same compiler and assembler for the device, and
+the headers. Host code is parsed with these headers: the launchers as the emulator runs them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A kernel of each template, by the header that has it.
+KERNELS = {
+    "attn_dist/fwd.cuh": ["attn_dist::fwd_kernel<576>"],
+    "indexer/bwd_keys.cuh": ["indexer_bwd::keys_kernel<128, 4096>"],
+    "indexer/bwd_queries.cuh": ["indexer_bwd::queries_kernel<128>"],
+    "indexer/fwd.cuh": [
+        "indexer::fwd_kernel<jax_dsa::indexer::Traits<jax_dsa::IndexerDType::kE4M3, 128, 64, true>>"
+    ],
+    "sparse_mla/bwd.cuh": ["sparse_mla::bwd_kernel<576, false, true>"],
+    "sparse_mla/bwd_order.cuh": ["sparse_mla::order_kernel"],
+    "sparse_mla/bwd_pack.cuh": ["sparse_mla::pack_kernel"],
+    "sparse_mla/decode.cuh": [
+        "sparse_mla::decode_kernel<576, true, jax_dsa::sparse_mla::Decode>",
+        "sparse_mla::merge_kernel",
+    ],
+    "sparse_mla/fwd.cuh": ["sparse_mla::fwd_kernel<576>"],
+    "sparse_mla/fwd_few.cuh": ["sparse_mla::fwd_few_kernel<576, 16>"],
+    "sparse_mla/sum_rows.cuh": ["sparse_mla::sum_rows_kernel<576>"],
+    "topk/resident.cuh": [
+        "topk::topk_kernel<jax_dsa::topk::Latency>",
+        "topk::resident_kernel<jax_dsa::topk::Resident>",
+    ],
+}
+
+
+def oldest() -> str:
+    """As CMakeLists.txt has it."""
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    found = re.search(r"CMAKE_CUDA_COMPILER_VERSION VERSION_LESS ([\d.]+)", cmake)
+    assert found
+    return found[1]
+
+
+def compile_kernels(nvrtc: ctypes.CDLL, header: str, names: list[str], include: list[Path]) -> str:
+    """What the compiler says; raises if it fails."""
+    program = ctypes.c_void_p()
+    source = f'#include "{header}"\n'.encode()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None)
+    for name in names:
+        nvrtc.nvrtcAddNameExpression(program, f"jax_dsa::{name}".encode())
+    options = ["-arch=sm_90a", "-std=c++20", "-default-device", *(f"-I{p}" for p in include)]
+    array = (ctypes.c_char_p * len(options))(*(x.encode() for x in options))
+    status = nvrtc.nvrtcCompileProgram(program, len(options), array)
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    said = log.value.decode()
+    if status != 0:
+        sys.exit(f"{header}: {said}")
+    return said
+
+
+def parse_host_code(include: list[Path]) -> None:
+    """The launchers, and what the emulator has of its own."""
+    flags = ["-std=c++20", "-fsyntax-only", "-w", *(f"-I{p}" for p in include)]
+    own = '#include "common/device.h"\n#include "common/tensor_map.h"\n'
+    command = ["c++", "-x", "c++", *flags, f"-I{ROOT / 'cuda'}", "-"]
+    subprocess.run(command, input=own, text=True, check=True)
+    emulator = ROOT / "tests" / "emulator"
+    for program in sorted(emulator.glob("*.cc")):
+        subprocess.run(["c++", *flags, f"-I{emulator}", f"-I{ROOT / 'cuda'}", program], check=True)
+
+
+def main() -> None:
+    """Without an argument, prints what pip is to install."""
+    if len(sys.argv) < 2:
+        parts = ("nvrtc", "runtime", "nvcc", "cccl")
+        print(*(f"nvidia-cuda-{part}-cu12=={oldest()}.*" for part in parts))
+        return
+    wheels = Path(sys.argv[1]).resolve() / "nvidia"
+    nvrtc = ctypes.CDLL(str(next(wheels.glob("cuda_nvrtc/lib/libnvrtc.so.*"))))
+    headers = [wheels / f"cuda_{part}" / "include" for part in ("runtime", "nvcc", "cccl")]
+    device = [ROOT / "tools" / "nvrtc", ROOT / "cuda", *headers]
+    for header, names in KERNELS.items():
+        start = time.monotonic()
+        said = compile_kernels(nvrtc, header, names, device)
+        serialised = ", wgmma serialised" if "are serialized" in said else ""
+        print(f"{header}: {time.monotonic() - start:.0f} s{serialised}", flush=True)
+    parse_host_code(headers)
+    print(f"CUDA {oldest()} compiles the kernels")
+
+
+if __name__ == "__main__":
+    main()
