@@ -6,8 +6,8 @@ import importlib
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -54,18 +54,18 @@ STACKS = {
 
 
 @pytest.fixture
-def build_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def sanitize(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module("sanitize").build_command
+    return importlib.import_module("sanitize")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
 def test_programs_compile_without_more_spills_or_a_serialised_wgmma(
-    program: Path, tmp_path: Path, build_command: Callable[..., list[str]]
+    program: Path, tmp_path: Path, sanitize: ModuleType
 ) -> None:
     """By the build lines at their heads, which have all kernels in them."""
-    command = build_command(program, tmp_path / "program", "-Xptxas", "-v")
+    command = sanitize.build_command(program, tmp_path / "program", "-Xptxas", "-v")
     if shutil.which(command[0]) is None:
         pytest.skip("no nvcc")
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -78,7 +78,32 @@ def test_programs_compile_without_more_spills_or_a_serialised_wgmma(
         assert int(stack) <= budget, kernel
 
 
-def test_programs_have_every_kernel(build_command: Callable[..., list[str]]) -> None:
-    built = {ROOT / word for p in PROGRAMS for word in build_command(p, p)}
+def test_programs_have_every_kernel(sanitize: ModuleType) -> None:
+    built = {ROOT / word for p in PROGRAMS for word in sanitize.build_command(p, p)}
     launches_others = ROOT / "cuda" / "indexer" / "topk.cu"
     assert set(ROOT.glob("cuda/*/*.cu")) - built == {launches_others}
+
+
+def line_of(path: Path, text: str) -> int:
+    return path.read_text().split(text)[0].count("\n") + 1
+
+
+def test_a_report_of_racecheck_is_about_two_functions(sanitize: ModuleType) -> None:
+    ptx = ROOT / "cuda" / "common" / "ptx.cuh"
+    write, read = line_of(ptx, '"cp.async.cg.'), line_of(ptx, '"ldmatrix.')
+    one = f"""
+========= Error: Race reported between Write access at void f<(int)576>(T1)+0x10 in {ptx}:{write}
+=========     and Read access at void g<(int)576>(T1)+0x20 in {ptx}:{read} [38 hazards]
+=========     and Read access at void g<(int)576>(T1)+0x40 in {ptx}:{read} [2 hazards]
+========= \n"""
+    pair = frozenset(["common/ptx.cuh:cp_async_16", "common/ptx.cuh:load_matrix_x4"])
+    assert sanitize.races(one + one) == {pair: 2}
+    assert sanitize.EXPLANATIONS[pair] == "load_matrix"
+
+
+def test_explanations_name_programs_and_functions_there_are(sanitize: ModuleType) -> None:
+    assert {p.stem for p in sanitize.PATTERNS} >= set(sanitize.EXPLANATIONS.values())
+    for place in frozenset[str]().union(*sanitize.EXPLANATIONS):
+        file = ROOT / "cuda" / place.split(":")[0]
+        lines = len(file.read_text().splitlines())
+        assert place in {sanitize.function_at(str(file), i) for i in range(1, lines + 1)}

@@ -26,6 +26,12 @@ __host__ __device__ inline uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
+inline int processors() {
+  int n = 0;
+  CHECK(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, 0));
+  return n;
+}
+
 template <typename T>
 T* device(size_t n) {
   T* p = nullptr;

@@ -262,26 +262,26 @@ bool run_case(const Case& c, uint64_t seed) {
 
 // ---- bench -------------------------------------------------------------------------------------
 
-using Launch = void (*)(const IndexerBwdParams&, int processors);
+using Launch = void (*)(const IndexerBwdParams&, int blocks);
 
 void launch_all(const IndexerBwdParams& p, int) { CHECK(jax_dsa::launch_indexer_bwd(p, nullptr)); }
 template <int kC>
-void launch_queries(const IndexerBwdParams& p, int processors) {
+void launch_queries(const IndexerBwdParams& p, int blocks) {
   using namespace jax_dsa::indexer_bwd;
   constexpr int kBytes = sizeof(QueryShared<kC>);
   CHECK(cudaFuncSetAttribute(queries_kernel<kC>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              kBytes));
-  queries_kernel<kC><<<processors, kQueryThreads, kBytes>>>(p);
+  queries_kernel<kC><<<blocks, kQueryThreads, kBytes>>>(p);
   CHECK(cudaGetLastError());
 }
 // Needs gates from before.
 template <int kC, int kWindow>
-void launch_keys(const IndexerBwdParams& p, int processors) {
+void launch_keys(const IndexerBwdParams& p, int blocks) {
   using namespace jax_dsa::indexer_bwd;
   constexpr int kBytes = sizeof(KeyShared<kC, kWindow>);
   const auto kernel = keys_kernel<kC, kWindow>;
   CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  kernel<<<processors, kKeyThreads, kBytes>>>(p, 1);
+  kernel<<<blocks, kKeyThreads, kBytes>>>(p, 1);
   CHECK(cudaGetLastError());
 }
 struct Variant {
@@ -315,8 +315,6 @@ void bench(int T, int S, int J, int C, int K, bool alike, size_t variants) {
   p.dq = dq, p.dk = dk, p.dweights = dw, p.gates = gates;
   p.batch = 1, p.queries = T, p.keys = S, p.slots = K, p.heads = J, p.channels = C;
   p.relu = true;
-  int processors = 0;
-  CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0));
   cudaEvent_t a, b;
   CHECK(cudaEventCreate(&a));
   CHECK(cudaEventCreate(&b));
@@ -328,7 +326,7 @@ void bench(int T, int S, int J, int C, int K, bool alike, size_t variants) {
       usleep(150000);
       for (int i = 0; i < 6; ++i) {
         CHECK(cudaEventRecord(a));
-        kVariants[v].launch(p, processors);
+        kVariants[v].launch(p, processors());
         CHECK(cudaEventRecord(b));
         CHECK(cudaEventSynchronize(b));
         float x;

@@ -90,8 +90,8 @@ __global__ void __launch_bounds__(256, 1)
 
 int main() {
   const int rows_a_warp = 4096, keys = 8192;
-  for (int processors : {132, 66, 8}) {
-    const int64_t count = int64_t{processors} * 4 * rows_a_warp;
+  for (int blocks : {processors(), processors() / 2, 8}) {
+    const int64_t count = int64_t{blocks} * 4 * rows_a_warp;
     std::vector<int> rows(count);
     for (int64_t i = 0; i < count; ++i) rows[i] = mix(i) % keys;
     int* d_rows = upload(rows);
@@ -101,11 +101,10 @@ int main() {
       CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  int{sizeof(Memory)}));
       return best_milliseconds(
-          [&] { kernel<<<processors, 256, sizeof(Memory)>>>(to, d_rows, rows_a_warp, products); });
+          [&] { kernel<<<blocks, 256, sizeof(Memory)>>>(to, d_rows, rows_a_warp, products); });
     };
     const int products = 1200;
-    printf("%3d multiprocessors, us: wgmma alone %.0f", processors,
-           1e3 * time(run<kNone>, products));
+    printf("%3d multiprocessors, us: wgmma alone %.0f", blocks, 1e3 * time(run<kNone>, products));
     printf("  red alone %.0f both %.0f", 1e3 * time(run<kRed>, 0), 1e3 * time(run<kRed>, products));
     printf("  bulk alone %.0f both %.0f", 1e3 * time(run<kBulk>, 0),
            1e3 * time(run<kBulk>, products));

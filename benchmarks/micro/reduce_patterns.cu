@@ -65,8 +65,10 @@ __global__ void reduce_bulk(float* to, const int* rows, int rows_a_warp) {
 int main() {
   const int rows_a_warp = 8192;
   for (int keys : {4096, 8192, 32768, 131072}) {
-    for (const auto [processors, warps] : {std::pair{132, 4}, {132, 8}, {66, 8}, {33, 8}, {1, 8}}) {
-      const int64_t count = int64_t{processors} * warps * rows_a_warp;
+    const int all = processors();
+    for (const auto [blocks, warps] :
+         {std::pair{all, 4}, {all, 8}, {all / 2, 8}, {all / 4, 8}, {1, 8}}) {
+      const int64_t count = int64_t{blocks} * warps * rows_a_warp;
       std::vector<int> rows(count);
       for (int64_t i = 0; i < count; ++i) rows[i] = mix(i) % keys;
       int* d_rows = upload(rows);
@@ -74,15 +76,15 @@ int main() {
       CHECK(cudaMemset(to, 0, int64_t{keys} * kColumns * 4));
       const auto time = [&](auto kernel) {
         const float best =
-            best_milliseconds([&] { kernel<<<processors, warps * 32>>>(to, d_rows, rows_a_warp); });
+            best_milliseconds([&] { kernel<<<blocks, warps * 32>>>(to, d_rows, rows_a_warp); });
         return count * 1024. / best * 1e-9;
       };
       printf(
           "S%-6d %3d x %d warps  TB/s: 32 B %.3f  64 B %.3f  128 B %.3f  512 B %.3f  "
           "8 B a lane %.3f  4 B a lane %.3f  other orders %.3f %.3f  bulk 1 KiB %.3f\n",
-          keys, processors, warps, time(reduce<2>), time(reduce<4>), time(reduce<8>),
-          time(reduce<32>), time(reduce<16, 2>), time(reduce<32, 1>), time(reduce<8, 4, 1>),
-          time(reduce<8, 4, 6>), time(reduce_bulk));
+          keys, blocks, warps, time(reduce<2>), time(reduce<4>), time(reduce<8>), time(reduce<32>),
+          time(reduce<16, 2>), time(reduce<32, 1>), time(reduce<8, 4, 1>), time(reduce<8, 4, 6>),
+          time(reduce_bulk));
       CHECK(cudaFree(d_rows));
       CHECK(cudaFree(to));
     }

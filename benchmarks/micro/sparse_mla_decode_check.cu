@@ -15,12 +15,6 @@
 using namespace jax_dsa;
 using namespace sparse_mla_problem;
 
-int processors() {
-  int n = 0;
-  CHECK(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, 0));
-  return n;
-}
-
 // ---- test --------------------------------------------------------------------------------------
 
 struct DecodeCase {
