@@ -6,9 +6,13 @@
 // sparse MLA forward kernel with P, references and sums.
 #include "pattern.cuh"
 
+struct Shared {
+  int box[32];
+};
+
 __global__ void pattern(const int* from, int* to) {
   constexpr int kFull = 1, kFree = 2;
-  __shared__ int box[32];
+  auto& [box] = dynamic_shared<Shared>();
   const int lane = threadIdx.x % 32;
   for (int round = 0; round < kRounds; ++round) {
     if (threadIdx.x < 32) {
@@ -24,4 +28,4 @@ __global__ void pattern(const int* from, int* to) {
   }
 }
 
-int main() { return run_pattern(pattern, 64, 32); }
+int main() { return run_pattern<Shared>(pattern, 64, 32); }

@@ -6,11 +6,14 @@
 // kernels that gather rows fill their tiles so.
 #include "pattern.cuh"
 
+struct Shared {
+  alignas(16) int box[128];
+  uint64_t full, free;
+};
+
 __global__ void pattern(const int* from, int* to) {
-  __shared__ alignas(16) int box[128];
-  __shared__ uint64_t barriers[2];
-  uint64_t &full = barriers[0], &free = barriers[1];
-  initialise(barriers, {32, 32});
+  auto& [box, full, free] = dynamic_shared<Shared>();
+  initialise(full, 32, free, 32);
   const int lane = threadIdx.x % 32;
   const uint64_t policy = l2_policy_evict_first();
   for (int round = 0; round < kRounds; ++round) {
@@ -27,4 +30,4 @@ __global__ void pattern(const int* from, int* to) {
   }
 }
 
-int main() { return run_pattern(pattern, 64, 128); }
+int main() { return run_pattern<Shared>(pattern, 64, 128); }

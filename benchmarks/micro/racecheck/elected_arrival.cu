@@ -6,11 +6,14 @@
 // producers of the indexer's backward pass with g, and consumers everywhere with tiles.
 #include "pattern.cuh"
 
+struct Shared {
+  int box[32];
+  uint64_t full, free;
+};
+
 __global__ void pattern(const int* from, int* to) {
-  __shared__ int box[32];
-  __shared__ uint64_t barriers[2];
-  uint64_t &full = barriers[0], &free = barriers[1];
-  initialise(barriers, {1, 1});
+  auto& [box, full, free] = dynamic_shared<Shared>();
+  initialise(full, 1, free, 1);
   const int lane = threadIdx.x % 32;
   const auto arrive = [&](uint64_t& barrier) {
     __syncwarp();
@@ -31,4 +34,4 @@ __global__ void pattern(const int* from, int* to) {
   }
 }
 
-int main() { return run_pattern(pattern, 64, 32); }
+int main() { return run_pattern<Shared>(pattern, 64, 32); }

@@ -6,11 +6,14 @@
 // do attn_dist and the indexer's backward pass with the heads that they keep in registers.
 #include "pattern.cuh"
 
+struct Shared {
+  alignas(16) int matrices[128];
+  uint64_t full, free;
+};
+
 __global__ void pattern(const int* from, int* to) {
-  __shared__ alignas(16) int matrices[128];
-  __shared__ uint64_t barriers[2];
-  uint64_t &full = barriers[0], &free = barriers[1];
-  initialise(barriers, {32, 1});
+  auto& [matrices, full, free] = dynamic_shared<Shared>();
+  initialise(full, 32, free, 1);
   const int lane = threadIdx.x % 32;
   const uint64_t policy = l2_policy_evict_first();
   const uint32_t row = smem_address(&matrices[lane * 4]);
@@ -34,4 +37,4 @@ __global__ void pattern(const int* from, int* to) {
   }
 }
 
-int main() { return run_pattern(pattern, 64, 128); }
+int main() { return run_pattern<Shared>(pattern, 64, 128); }

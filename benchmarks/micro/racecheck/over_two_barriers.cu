@@ -7,12 +7,15 @@
 // frees the tile's first blocks, and produce_queries writes the next.
 #include "pattern.cuh"
 
+struct Shared {
+  int valid[32];
+  uint64_t block_full, block_free;
+};
+
 __global__ void pattern(const int* from, int* to) {
   constexpr int kGradientsReady = 1;
-  __shared__ int valid[32];
-  __shared__ uint64_t barriers[2];
-  uint64_t &block_full = barriers[0], &block_free = barriers[1];
-  initialise(barriers, {1, 1});
+  auto& [valid, block_full, block_free] = dynamic_shared<Shared>();
+  initialise(block_full, 1, block_free, 1);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto arrive = [&](uint64_t& barrier) {
     __syncwarp();
@@ -35,4 +38,4 @@ __global__ void pattern(const int* from, int* to) {
   }
 }
 
-int main() { return run_pattern(pattern, 96, 32); }
+int main() { return run_pattern<Shared>(pattern, 96, 32); }

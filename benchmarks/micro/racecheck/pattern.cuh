@@ -17,11 +17,11 @@ inline constexpr bool kRace = false;
 #endif
 inline constexpr int kRounds = 64;
 
-// By one thread: `arrivals` for each barrier. A block barrier must follow.
-template <int kCount>
-__device__ void initialise(uint64_t (&barriers)[kCount], const int (&arrivals)[kCount]) {
+// Two mbarriers, with so many arrivals each.
+__device__ inline void initialise(uint64_t& a, int arrivals_a, uint64_t& b, int arrivals_b) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kCount; ++i) mbarrier_init(&barriers[i], arrivals[i]);
+    mbarrier_init(&a, arrivals_a);
+    mbarrier_init(&b, arrivals_b);
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -31,12 +31,13 @@ __device__ void initialise(uint64_t (&barriers)[kCount], const int (&arrivals)[k
 __device__ inline void dawdle() { __nanosleep(5000); }
 
 // Runs the pattern, which copies `words` numbers a round, and compares.
-inline int run_pattern(void (*pattern)(const int*, int*), int threads, int words) {
+template <typename Shared>
+int run_pattern(void (*pattern)(const int*, int*), int threads, int words) {
   std::vector<int> from(kRounds * words);
   for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<int>(mix(i) >> 33);
   int *in = upload(from), *out = device<int>(from.size());
   CHECK(cudaMemset(out, 0xff, from.size() * sizeof(int)));
-  pattern<<<1, threads>>>(in, out);
+  pattern<<<1, threads, sizeof(Shared)>>>(in, out);
   CHECK(cudaGetLastError());
   CHECK(cudaDeviceSynchronize());
   const std::vector<int> got = download(out, from.size());

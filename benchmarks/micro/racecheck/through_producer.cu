@@ -8,12 +8,15 @@
 // are here: the odd one has freed the tile before, having followed its references.
 #include "pattern.cuh"
 
+struct Shared {
+  int reference[32];
+  uint64_t key_full, key_free;
+};
+
 __global__ void pattern(const int* from, int* to) {
   constexpr int kReady = 1;
-  __shared__ int reference[32];
-  __shared__ uint64_t barriers[2];
-  uint64_t &key_full = barriers[0], &key_free = barriers[1];
-  initialise(barriers, {1, 1});
+  auto& [reference, key_full, key_free] = dynamic_shared<Shared>();
+  initialise(key_full, 1, key_free, 1);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto arrive = [&](uint64_t& barrier) {
     __syncwarp();
@@ -36,4 +39,4 @@ __global__ void pattern(const int* from, int* to) {
   }
 }
 
-int main() { return run_pattern(pattern, 96, 32); }
+int main() { return run_pattern<Shared>(pattern, 96, 32); }
