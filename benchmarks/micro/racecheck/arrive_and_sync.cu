@@ -1,10 +1,10 @@
 // bar.arrive by those who write or have read, bar.sync on the same barrier by those who wait.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o arrive_and_sync \
-//       benchmarks/micro/racecheck/arrive_and_sync.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Ibenchmarks/micro \
+//       -o arrive_and_sync benchmarks/micro/racecheck/arrive_and_sync.cu
 // Right: PTX orders the accesses of a thread before its bar.arrive before those of others after
 // their bar.sync, and both count towards the barrier's 64 threads. So do the two warpgroups of the
 // sparse MLA forward kernel with P, references and sums.
-#include "pattern.cuh"
+#include "racecheck/pattern.cuh"
 
 struct Shared {
   int box[32];

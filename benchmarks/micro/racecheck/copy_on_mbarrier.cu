@@ -1,10 +1,10 @@
 // cp.async whose completion is an arrival at an mbarrier, and ordinary loads after a wait there.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o copy_on_mbarrier \
-//       benchmarks/micro/racecheck/copy_on_mbarrier.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Ibenchmarks/micro \
+//       -o copy_on_mbarrier benchmarks/micro/racecheck/copy_on_mbarrier.cu
 // Right: cp.async.mbarrier.arrive.noinc arrives once all cp.async of its thread so far have
 // completed, all 32 arrivals end the phase, and who has waited for it sees what was copied. All
 // kernels that gather rows fill their tiles so.
-#include "pattern.cuh"
+#include "racecheck/pattern.cuh"
 
 struct Shared {
   alignas(16) int box[128];

@@ -1,10 +1,10 @@
 // One lane arrives at an mbarrier for its warp, after __syncwarp.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o elected_arrival \
-//       benchmarks/micro/racecheck/elected_arrival.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Ibenchmarks/micro \
+//       -o elected_arrival benchmarks/micro/racecheck/elected_arrival.cu
 // Right: __syncwarp orders the lanes' accesses before lane 0's arrival, which releases; the wait at
 // the other end acquires; and both orders are one, since causality order is transitive. So do the
 // producers of the indexer's backward pass with g, and consumers everywhere with tiles.
-#include "pattern.cuh"
+#include "racecheck/pattern.cuh"
 
 struct Shared {
   int box[32];

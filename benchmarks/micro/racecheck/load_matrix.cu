@@ -1,10 +1,10 @@
 // ldmatrix of what cp.async brought, and cp.async into what ldmatrix has read.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o load_matrix \
-//       benchmarks/micro/racecheck/load_matrix.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Ibenchmarks/micro \
+//       -o load_matrix benchmarks/micro/racecheck/load_matrix.cu
 // Right: the copies complete on `full`, as in copy_on_mbarrier.cu; lane 0 frees the matrices for
 // its warp, as in elected_arrival.cu, when ldmatrix, which is synchronous, has given the values. So
 // do attn_dist and the indexer's backward pass with the heads that they keep in registers.
-#include "pattern.cuh"
+#include "racecheck/pattern.cuh"
 
 struct Shared {
   alignas(16) int matrices[128];

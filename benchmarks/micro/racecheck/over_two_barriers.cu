@@ -1,11 +1,11 @@
 // A warp that has read tells a second one by bar.arrive, which tells the writer by an mbarrier.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o over_two_barriers \
-//       benchmarks/micro/racecheck/over_two_barriers.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Ibenchmarks/micro \
+//       -o over_two_barriers benchmarks/micro/racecheck/over_two_barriers.cu
 // Right: causality order is transitive, from the first warp's read over its bar.arrive, the second
 // one's bar.sync and lane 0's arrival, to the writer's wait and its next write. So does the sparse
 // MLA backward kernel with the validity of a tile's slots: make_gradients reads it, sum_gradients
 // frees the tile's first blocks, and produce_queries writes the next.
-#include "pattern.cuh"
+#include "racecheck/pattern.cuh"
 
 struct Shared {
   int valid[32];

@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "../check.cuh"
+#include "check.cuh"
 #include "common/ptx.cuh"
 
 using namespace jax_dsa;

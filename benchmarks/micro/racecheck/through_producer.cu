@@ -1,12 +1,12 @@
 // Two warps exchange data by bar.arrive and bar.sync; that it was read, the writer learns from a
 // third warp, which waits for the reader at one mbarrier and releases the writer by another.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o through_producer \
-//       benchmarks/micro/racecheck/through_producer.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Ibenchmarks/micro \
+//       -o through_producer benchmarks/micro/racecheck/through_producer.cu
 // Right: causality order is transitive, from the reader's read over __syncwarp, lane 0's arrival,
 // the third warp's wait and arrival, to the writer's wait and its next write. So the even warpgroup
 // of the sparse MLA forward and decode kernels may write new references once keys for its next tile
 // are here: the odd one has freed the tile before, having followed its references.
-#include "pattern.cuh"
+#include "racecheck/pattern.cuh"
 
 struct Shared {
   int reference[32];
