@@ -81,12 +81,14 @@ int main(int argc, char** argv) {
     // All high values are in the sample, so that the guess is too high and all is read again.
     run("throughput", {1, 1 << 15, 1000, true}, Kind::kComb, options, by<topk::Throughput>(1));
     run("cluster of 2", {1, 1 << 16, 2048, true}, Kind::kComb, options, by<topk::Latency>(2));
+    emulator::machine.processors = seed % 2 ? 2 : 16;
     // What the launcher chooses: with few rows of a long size, a cluster.
     for (const Case& c : {Case{2, 3, 5},
                           {5, 8192, 62},
                           {7, 8193, 4096},
                           {1, 1 << 16, 2048},
                           {1, 131075, 512},
+                          {1, 1 << 18, 700},
                           {2, 70000, 4096},
                           {0, 10, 3},
                           {3, 0, 2},
