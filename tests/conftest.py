@@ -19,6 +19,8 @@ os.environ["XLA_FLAGS"] = (
 
 # Test processes share one GPU, and float32 tolerances assume float32 products.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Many processes share the GPU: what one has freed, another may need.
+os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 import jax
