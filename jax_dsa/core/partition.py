@@ -12,15 +12,15 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dsa.core import compat
+from jax_dsa.core.placement import Layout, Local, Part, Placement, Where, names_of, present
 from jax_dsa.core.spec import Axes
 
 if TYPE_CHECKING:
@@ -28,23 +28,8 @@ if TYPE_CHECKING:
 
     from jax_dsa.core.spec import Axis
 
-Local = Callable[..., list[jax.Array | None]]
-"""A pass on arrays with any number of axes in front."""
-
 _SPREAD = ("t", "b")
 """The factors, in order, that take a mesh axis which the factors it was meant for can't take."""
-
-
-class Part(NamedTuple):
-    """A mesh axis or a factor of one: device i of the axis has block `i // stride % size`.
-
-    A factor of an axis is what heads over more devices than groups need: with 2 groups of 8 heads
-    on 8 devices, the groups take a part of 2 with stride 4, the heads of a group the part of 4.
-    """
-
-    name: str
-    size: int
-    stride: int
 
 
 class Declared(NamedTuple):
@@ -61,89 +46,6 @@ class Declared(NamedTuple):
     results: Sequence[Axes]
     shardable: frozenset[str]
     spread: bool
-
-
-Where = dict[str, tuple[Part, ...]]  # the parts that shard a factor
-
-
-class Placement(NamedTuple):
-    """Where one array lies: a block by its spec, of which a device needs the block by `cuts`."""
-
-    spec: PartitionSpec
-    cuts: tuple[tuple[Part, ...], ...]  # for each axis
-
-    def cut(self, x: jax.Array) -> jax.Array:
-        """This device's block of what the spec gives it."""
-        for axis, parts in enumerate(self.cuts):
-            if parts:
-                size = x.shape[axis] // math.prod(p.size for p in parts)
-                x = jax.lax.dynamic_slice_in_dim(x, _block(parts) * size, size, axis)
-        return x
-
-    def uncut(self, y: jax.Array) -> jax.Array:
-        """The inverse of `cut`, zeros where other devices have values."""
-        for axis, parts in enumerate(self.cuts):
-            if parts:
-                size = y.shape[axis]
-                whole = list(y.shape)
-                whole[axis] *= math.prod(p.size for p in parts)
-                zeros = compat.match_vary(jnp.zeros(whole, y.dtype), y)
-                start = _block(parts) * size
-                y = jax.lax.dynamic_update_slice_in_dim(zeros, y, start, axis)
-        return y
-
-
-def _block(parts: Sequence[Part]) -> jax.Array | int:
-    """Which block of an axis this device has."""
-    block: jax.Array | int = 0
-    for p in parts:
-        block = block * p.size + jax.lax.axis_index(p.name) // p.stride % p.size
-    return block
-
-
-def _joined(parts: Sequence[Part]) -> list[Part]:
-    """`parts`, neighbours of one mesh axis made one."""
-    out: list[Part] = []
-    for p in parts:
-        if out and out[-1].name == p.name and out[-1].stride == p.size * p.stride:
-            p = Part(p.name, out.pop().size * p.size, p.stride)
-        out.append(p)
-    return out
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How one call runs on one mesh.
-
-    Attributes:
-        operands, results: where they lie, to compute them.
-        sums: for each result, the mesh axes over which it is summed whole.
-        scatters: for each result, the mesh axes over which it is summed and kept in blocks, by the
-            axis that is cut.
-        wanted: the results' specs that the caller expects.
-    """
-
-    operands: list[Placement]
-    results: list[Placement]
-    sums: list[tuple[str, ...]]
-    scatters: list[dict[int, tuple[str, ...]]]
-    wanted: list[PartitionSpec]
-
-    def run(self, fun: Local, blocks: Any) -> list[jax.Array]:
-        """`fun` on this device's blocks, summed over the devices where need be."""
-        local = [p.cut(x) for p, x in zip(self.operands, blocks, strict=True)]
-        outs = _present(fun(*local))
-        for i, (place, sums) in enumerate(zip(self.results, self.sums, strict=True)):
-            y = place.uncut(outs[i])
-            for axis, names in self.scatters[i].items():
-                y = jax.lax.psum_scatter(y, names, scatter_dimension=axis, tiled=True)
-            outs[i] = jax.lax.psum(y, sums) if sums else y
-        return outs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +71,7 @@ class Plan:
     def of(cls, declared: Declared, args: Sequence[Any], outs: Sequence[Any]) -> Plan:
         """Solves the factor sizes, with as many leading axes in each array as vmap put there."""
         kept = [a for a, y in zip(declared.results, outs, strict=True) if y is not None]
-        shapes = [x.shape for x in (*args, *_present(outs))]
+        shapes = [x.shape for x in (*args, *present(outs))]
         n = len(args)
         lead = tuple((f"v{i}",) for i in range(len(shapes[0]) - len(declared.operands[0])))
         arrays = [lead + axes for axes in (*declared.operands, *kept)]
@@ -214,7 +116,7 @@ class Plan:
         seen: dict[str, None] = {}  # the mesh axes that shard operands
         for i, (array, spec) in enumerate(zip(self.operands + self.results, specs, strict=False)):
             for axis, entry in zip(array, tuple(spec or ()), strict=False):
-                names = _names(entry)
+                names = names_of(entry)
                 taken = {p.name for parts in where.values() for p in parts}
                 if not any(f in where for f in axis) and not taken & set(names):
                     where.update(self._split(axis, names, mesh))
@@ -229,16 +131,16 @@ class Plan:
             if name not in taken and mesh[name] > 1:
                 self._give(name, where, mesh)
 
-        results = [_place(a, where, mesh) for a in self.results]
+        results = [Placement.of(a, where, mesh) for a in self.results]
         used = dict.fromkeys(p.name for parts in where.values() for p in parts)
         sums, scatters = [], []
         for i, (place, shape) in enumerate(zip(results, self.shapes, strict=True)):
             entries = list(place.spec)
-            own = set(itertools.chain(*map(_names, entries)))
+            own = set(itertools.chain(*map(names_of, entries)))
             left = [n for n in used if n not in own]
             blocks: dict[int, tuple[str, ...]] = {}
             for cut, entry in enumerate(wanted[i]):
-                names = _names(entry)
+                names = names_of(entry)
                 fits = names and set(names) <= set(left) and entries[cut] is None
                 if fits and shape[cut] % math.prod(mesh[n] for n in names) == 0:
                     blocks[cut] = entries[cut] = names
@@ -246,7 +148,7 @@ class Plan:
             results[i] = place._replace(spec=PartitionSpec(*entries))
             sums.append(tuple(left))
             scatters.append(blocks)
-        operands = [_place(a, where, mesh) for a in self.operands]
+        operands = [Placement.of(a, where, mesh) for a in self.operands]
         return Layout(operands, results, sums, scatters, wanted)
 
     def _split(self, axis: Axis, names: tuple[str, ...], mesh: Mapping[str, int]) -> Where:
@@ -291,8 +193,8 @@ class Plan:
         mesh: Mapping[str, int],
     ) -> PartitionSpec:
         """The spec that a caller expects of a result: as the operands' axes of the same factors."""
-        entries = list(_place(array, where, mesh).spec)
-        own = set(itertools.chain(*map(_names, entries)))
+        entries = list(Placement.of(array, where, mesh).spec)
+        own = set(itertools.chain(*map(names_of, entries)))
         for i, axis in enumerate(array):
             names = given.get(axis, ())
             if names and entries[i] is None and not own & set(names):
@@ -332,17 +234,6 @@ class Plan:
         }
 
 
-def _place(array: Axes, where: Where, mesh: Mapping[str, int]) -> Placement:
-    """Where an array lies under the assignment `where`."""
-    entries, cuts = [], []
-    for axis in array:
-        parts = _joined([p for f in axis for p in where.get(f, ())])
-        whole = list(itertools.takewhile(lambda p: p.size == mesh[p.name], parts))
-        entries.append(tuple(p.name for p in whole) or None)
-        cuts.append(tuple(parts[len(whole) :]))
-    return Placement(PartitionSpec(*entries), tuple(cuts))
-
-
 def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local:
     """`fun` made aware of the mesh that is current while tracing; `plain` leaves Auto axes to the
     compiler's own devices.
@@ -375,7 +266,7 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
             outs = [NamedSharding(auto, p.spec) for p in layout.results]
             return devices, lower, outs, ins
 
-        op = custom_partitioning(lambda *xs: _present(fun(*xs)))
+        op = custom_partitioning(lambda *xs: present(fun(*xs)))
         op.def_partition(
             partition=partition,
             sharding_rule=lambda devices, *_: plan.rule(sizes or dict(devices.shape)),
@@ -397,7 +288,7 @@ def _over_explicit(fun: Local, declared: Declared, mesh: Any, args: Any) -> list
     )
     in_specs = tuple(p.spec for p in layout.operands)
     args = tuple(jax.reshard(x, s) for x, s in zip(args, in_specs, strict=True))
-    names = set(itertools.chain(*(_names(e) for spec in in_specs for e in spec)))
+    names = set(itertools.chain(*(names_of(e) for spec in in_specs for e in spec)))
     if names:
         run = jax.shard_map(
             lambda *blocks: layout.run(fun, compat.match_vary(blocks, *blocks)),
@@ -406,17 +297,13 @@ def _over_explicit(fun: Local, declared: Declared, mesh: Any, args: Any) -> list
             axis_names=names,
         )
     else:  # as where an outer vmap has the only sharded axis
-        run = lambda *xs: _present(fun(*xs))  # noqa: E731
+        run = lambda *xs: present(fun(*xs))  # noqa: E731
     outs = zip(run(*args), layout.wanted, strict=True)
     return _like(given, [jax.reshard(y, spec) for y, spec in outs])
 
 
 def _shapes(args: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
-
-
-def _present(outs: Sequence[Any]) -> list[Any]:
-    return [y for y in outs if y is not None]
 
 
 def _like(given: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
