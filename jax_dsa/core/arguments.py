@@ -89,7 +89,7 @@ def causal_ends(args: Args, is_causal: Any, query_start: Any, key_stride: Any) -
 
 
 def _causal_ends(start: Any, batch: int, queries: int, stride: int) -> Array:
-    ends = (start[:, None] + jnp.arange(1, queries + 1, dtype=jnp.int32)) // stride
+    ends = (start[:, None] + jnp.arange(1, queries + 1, dtype=jnp.int32)[None]) // stride
     return jnp.broadcast_to(ends, (batch, queries))
 
 
@@ -135,7 +135,7 @@ def _range_ends(
         ends = jnp.minimum(ends, lengths[:, None])
         first = None if first is None else lengths - shape[1]
     if first is not None:
-        visible = first[:, None] + jnp.arange(1, shape[1] + 1, dtype=jnp.int32)
+        visible = first[:, None] + jnp.arange(1, shape[1] + 1, dtype=jnp.int32)[None]
         ends = jnp.clip(ends, 0, jnp.maximum(visible, 0))
     return ends
 

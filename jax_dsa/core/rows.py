@@ -25,7 +25,8 @@ def valid_slots(
     if ends is not None:
         valid &= indices < ends[:, :, None, None]
     if topk_length is not None:
-        valid &= jnp.arange(indices.shape[3], dtype=jnp.int32) < topk_length[:, :, None, None]
+        slot = jnp.arange(indices.shape[3], dtype=jnp.int32).reshape(1, 1, 1, -1)
+        valid &= slot < topk_length[:, :, None, None]
     return valid
 
 

@@ -56,7 +56,8 @@ class LayerCache(NamedTuple):
 
     def append(self, kv: Float[Array, "B T 1 D"], index: IndexerInputs | None) -> LayerCache:
         """The cache with T more tokens of each request; those beyond the capacity are dropped."""
-        positions = self.lengths[:, None] + jnp.arange(kv.shape[1], dtype=jnp.int32)
+        step = jnp.arange(kv.shape[1], dtype=jnp.int32)[None]
+        positions = self.lengths[:, None] + step
         old = self.index_k, self.index_k_scale
         new = (None, None) if index is None else (index.index_k, index.index_k_scale)
         return LayerCache(

@@ -70,10 +70,11 @@ def _row_of_tiles(options: Options, x: Operands) -> Callable[[Array], tuple[Arra
     def row(i: Array) -> tuple[Array, Array]:
         tall = i * options.block_q + jnp.arange(options.block_q, dtype=jnp.int32)
         query = jnp.minimum(tall, options.queries - 1)
-        exists = (tall < options.queries)[:, None] & (wide < options.keys)
-        conditions: list[Any] = [exists, key < ends[:, None, query, None]]
+        exists = (tall < options.queries)[:, None] & (wide < options.keys)[None]
+        exists, column = exists[None, None], key[None, None, None]
+        conditions: list[Any] = [exists, column < ends[:, None, query, None]]
         if starts is not None:
-            conditions.append(key >= starts[:, None, query, None])
+            conditions.append(column >= starts[:, None, query, None])
         if q_segments is not None and kv_segments is not None:
             conditions.append(q_segments[:, None, query, None] == kv_segments[:, None, None, key])
         if mask is not None:

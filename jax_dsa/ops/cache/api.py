@@ -82,7 +82,7 @@ class _Cache:
         lengths = args.array("lengths", self.lengths, "B", INT32)
         lengths = jnp.clip(lengths, 0, self.capacity)
         queries = rows.shape[-3]
-        step = jnp.arange(queries, dtype=jnp.int32)
+        step = jnp.arange(queries, dtype=jnp.int32)[None]
         positions = lengths[:, None] + step
         if counts is None:
             lengths = jnp.minimum(lengths + queries, self.capacity)

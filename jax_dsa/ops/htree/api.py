@@ -323,7 +323,7 @@ def htree_decode(
     rotary = check_attention(args, "cache.k", scale, rope_base)
     options = check_tree(args, cache.compression, cache.top_k, capacity=cache.capacity, **rotary)
     queries = jnp.arange(-q.shape[1], 0, dtype=jnp.int32)
-    positions = jnp.maximum(lengths[:, None] + queries, -1)
+    positions = jnp.maximum(lengths[:, None] + queries[None], -1)
     out, lse, _ = htree_op(call, options, Operands(q, k, v, positions))
     out, lse = args.restore((out, lse))
     return (out, lse) if return_lse else out

@@ -41,7 +41,9 @@ def select(
     """Ordinals of the last and the top_k - 1 most important other candidates, ascending."""
     width = importance.shape[-1]  # in place of -1, until sorted
     last = count[:, :, None, None] - 1
-    others = jnp.where(jnp.arange(width) < last, importance, -jnp.inf)
+    others = jnp.where(
+        jnp.arange(width, dtype=jnp.int32).reshape(1, 1, 1, width) < last, importance, -jnp.inf
+    )
     _, best = jax.lax.top_k(others, top_k - 1)  # of equals the first
     best = jnp.where(best < last, best, width)
     last = jnp.broadcast_to(jnp.where(last < 0, width, last), (*best.shape[:-1], 1))
@@ -75,9 +77,11 @@ def inspect(
             nodes = jnp.arange(layers[level].size, dtype=jnp.int32)
             nodes = jnp.broadcast_to(nodes, (*selected.shape[:3], nodes.size))
         else:
-            nodes = parents[..., None] * compression + jnp.arange(compression, dtype=jnp.int32)
+            sibling = jnp.arange(compression, dtype=jnp.int32)
+            nodes = parents[..., None] * compression + sibling.reshape(1, 1, 1, 1, -1)
             nodes = nodes.reshape(*selected.shape[:3], top_k * compression)
-        candidate = jnp.arange(nodes.shape[-1]) < counts[level][:, :, None, None]
+        column = jnp.arange(nodes.shape[-1], dtype=jnp.int32).reshape(1, 1, 1, -1)
+        candidate = column < counts[level][:, :, None, None]
         nodes = jnp.where(candidate, nodes, -1)
         if level:
             parents = selected_nodes(selected[..., level - 1, :], parents, compression)
@@ -90,7 +94,11 @@ def inspect(
 def mark(ordinals: Int[Array, "B T G K"], width: int) -> Bool[Array, "B T G W"]:
     """Which of `width` columns are among `ordinals`."""
     b, t, g, _ = ordinals.shape
-    index = jnp.ix_(jnp.arange(b), jnp.arange(t), jnp.arange(g))
+    index = jnp.ix_(
+        jnp.arange(b, dtype=jnp.int32),
+        jnp.arange(t, dtype=jnp.int32),
+        jnp.arange(g, dtype=jnp.int32),
+    )
     index = (*(i[..., None] for i in index), jnp.where(ordinals < 0, width, ordinals))
     return jnp.zeros((b, t, g, width), bool).at[index].set(True, mode="drop")
 
@@ -98,6 +106,7 @@ def mark(ordinals: Int[Array, "B T G K"], width: int) -> Bool[Array, "B T G W"]:
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """RoPE, half split: rotates the pairs (x_i, x_{i + D/2}), in the dtype of the tables."""
     a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    cos, sin = (jnp.expand_dims(y, range(x.ndim - y.ndim)) for y in (cos, sin))
     # Stacked, since XLA fuses that on CPU and not the concatenation: 3 times as fast.
     return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-2).reshape(x.shape)
 
@@ -198,7 +207,7 @@ class Nodes:
         width = max(1, layers[0].size if len(layers) == 1 else r * top_k)
         half = k.shape[-1] // 2
         frequency = options.rope_base ** -(np.arange(half) / half)
-        angle = jnp.arange(width, dtype=dtype)[:, None] * frequency.astype(dtype)
+        angle = jnp.arange(width, dtype=dtype)[:, None] * frequency.astype(dtype)[None]
         cos, sin = jnp.cos(angle), jnp.sin(angle)
 
         size, start = layers[-1]
@@ -208,7 +217,7 @@ class Nodes:
         key_poison = jnp.swapaxes(key_poison.astype(dtype).sum(-1), 1, 2)[:, None, :, None]
         value_poison = jnp.cumsum(value_poison.astype(dtype), axis=1)
         value_poison = jnp.pad(value_poison, ((0, 0), (1, 0), (0, 0), (0, 0)))
-        row = jnp.arange(k.shape[0])
+        row = jnp.arange(k.shape[0], dtype=jnp.int32)
         return cls(layers, r, k, v, row, cos, sin, keys, values, key_poison, value_poison)
 
     def rows(self, row: Int[Array, "R"]) -> Nodes:
@@ -233,7 +242,7 @@ class Nodes:
         seen = (count if level == 0 else count - 1)[:, :, None]
         if parents is None:
             size = self.layers[level].size
-            visible = jnp.arange(size) < seen
+            visible = jnp.arange(size, dtype=jnp.int32)[None, None] < seen
             index = jnp.maximum(seen, 0)[..., None]
             poison = jnp.take_along_axis(self.value_poison, index, axis=1)[:, :, :, None]
             return Columns(
@@ -245,7 +254,7 @@ class Nodes:
                 (self.key_poison, poison),
             )
         keys, values = self._gather(self.k, level, parents), self._gather(self.v, level, parents)
-        visible = jnp.arange(keys.shape[3]) < seen
+        visible = jnp.arange(keys.shape[3], dtype=jnp.int32)[None, None] < seen
         there = visible[:, :, None, :, None]
         keys, values = jnp.where(there, keys, 0), jnp.where(there, values, 0)
         keys = rotate(keys, self.cos, self.sin).astype(keys.dtype)
@@ -269,7 +278,7 @@ class Nodes:
 
     def _place(self, level: int, parents: Array) -> tuple[Any, ...]:
         """Where the children of `parents` lie in the blocks of siblings; past the end for -1."""
-        b, _, g = jnp.ix_(self.row, *(jnp.arange(n) for n in parents.shape[1:3]))
+        b, _, g = jnp.ix_(self.row, *(jnp.arange(n, dtype=jnp.int32) for n in parents.shape[1:3]))
         block = self.layers[level].start // self.compression + parents
         block = jnp.where(parents < 0, self.k.shape[1], block)
         return b[..., None], block, slice(None), g[..., None]

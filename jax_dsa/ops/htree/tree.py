@@ -10,7 +10,7 @@ the children of node p of the next layer.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +48,10 @@ def node_count(layers: tuple[Layer, ...] | list[Layer], compression: int) -> int
     return last.start + -(-last.size // compression) * compression
 
 
-def _children(size: int, compression: int) -> np.ndarray:
+def _children(size: int, compression: int, dtype: Any) -> np.ndarray:
     """How many of a layer's `size` nodes belong to each parent: the last one gets what is left."""
     first = np.arange(0, size, compression)
-    return np.minimum(compression, size - first).reshape(-1, 1, 1)
+    return np.minimum(compression, size - first).reshape(1, -1, 1, 1).astype(dtype)
 
 
 def blocks(nodes: Array, compression: int) -> Array:
@@ -68,7 +68,7 @@ def build(x: Float[Array, "B S G D"], compression: int, top_k: int) -> Float[Arr
         fill = -layer.size % compression
         parts.append(jnp.pad(x, ((0, 0), (0, fill), (0, 0), (0, 0))))
         total = blocks(parts[-1], compression).sum(2, dtype=compat.accum_dtype(x.dtype))
-        x = (total / _children(layer.size, compression)).astype(x.dtype)
+        x = (total / _children(layer.size, compression, total.dtype)).astype(x.dtype)
     return jnp.concatenate(parts, axis=1)
 
 
@@ -83,7 +83,7 @@ def spread(
 
     grad = of(layers[-1])
     for layer in reversed(layers[:-1]):
-        share = grad / _children(layer.size, compression)
+        share = grad / _children(layer.size, compression, grad.dtype)
         share = jnp.repeat(share.astype(nodes.dtype), compression, axis=1)
         grad = of(layer) + share[:, : layer.size]
     return grad
@@ -107,19 +107,19 @@ def append(
     def put(nodes: Array, layer: Layer, node: Array, there: Array, value: Array) -> Array:
         return put_rows(nodes, jnp.where(there, layer.start + node, -1), value.astype(nodes.dtype))
 
-    node = start + jnp.arange(tokens, dtype=jnp.int32)
+    node = start + jnp.arange(tokens, dtype=jnp.int32)[None]
     nodes = put(nodes, layers[0], node, node < end, x)
     for level, (below, layer) in enumerate(itertools.pairwise(layers), start=1):
         span = compression**level
         touched = -(-(tokens - 1) // span) + 1
-        node = start // span + jnp.arange(touched, dtype=jnp.int32)
+        node = start // span + jnp.arange(touched, dtype=jnp.int32)[None]
         size = -(-end // (span // compression))  # of the layer below, by now
         count = jnp.clip(size - node * compression, 0, compression)
         block = jnp.minimum(below.start // compression + node, nodes.shape[1] // compression - 1)
         children = jax.vmap(lambda x, i: x[i])(blocks(nodes, compression), block)
-        alive = jnp.arange(compression) < count[:, :, None]
+        alive = jnp.arange(compression, dtype=jnp.int32)[None, None] < count[:, :, None]
         children = jnp.where(alive[..., None, None], children, 0)
         total = children.sum(2, dtype=compat.accum_dtype(nodes.dtype))
-        mean = total / jnp.maximum(count, 1)[:, :, None, None]
+        mean = total / jnp.maximum(count, 1).astype(total.dtype)[:, :, None, None]
         nodes = put(nodes, layer, node, count > 0, mean)
     return nodes

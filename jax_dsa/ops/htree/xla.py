@@ -104,7 +104,7 @@ def _scan(body: Any, carry: Any, nodes: Nodes, xs: tuple[Array, ...], cost: int)
         step = lambda carry, *xs: body(carry, some, *xs)  # noqa: E731
         return streaming.scan_chunks(step, carry, xs, chunk=chunk)
 
-    row = jnp.arange(batch)
+    row = jnp.arange(batch, dtype=jnp.int32)
     size = streaming.chunk_length(batch, cost * chunk)
     return streaming.scan_chunks(rows, carry, (row, *xs), axis=0, chunk=size)
 

@@ -168,7 +168,11 @@ def indexer_topk_fwd(options: Options, x: Operands) -> Selection:
     size, pool = pages * options.page_size, k.shape[1]
     positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
     rows = physical_rows(pool // options.page_size, options.page_size, page_table, positions)
-    entry = jnp.arange(batch)[:, None] if k.shape[0] == batch else jnp.zeros((1, 1), jnp.int32)
+    entry = (
+        jnp.arange(batch, dtype=jnp.int32)[:, None]
+        if k.shape[0] == batch
+        else jnp.zeros((1, 1), jnp.int32)
+    )
     entry = jnp.broadcast_to(entry, (batch, 1))
 
     def gathered(entry: Array, rows: Array) -> Any:
@@ -255,7 +259,7 @@ def _alone(x: Array) -> Array:
 
 def _selected_keys(k: Array, k_scale: Array | None, indices: Array) -> tuple[Array, Array | None]:
     """Keys and scales of each query alone; what lies at an empty slot counts for nothing."""
-    entry = jnp.arange(indices.shape[0])[:, None, None]
+    entry = jnp.arange(indices.shape[0], dtype=jnp.int32)[:, None, None]
     used = jnp.clip(indices, 0, k.shape[1] - 1)
     return _alone(k[entry, used]), None if k_scale is None else _alone(k_scale[entry, used])
 

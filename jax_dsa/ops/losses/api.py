@@ -48,7 +48,7 @@ dense_indexer_kl_loss_op = differentiable(
 
 def mean_over_rows(kl: Float[Array, "..."], rows: Int[Array, "..."]) -> Float[Array, ""]:
     """The mean of the rows' KL over those that count; 0 if there are none."""
-    return jnp.sum(kl) / jnp.maximum(jnp.sum(rows), 1)
+    return jnp.sum(kl) / jnp.maximum(jnp.sum(rows), 1).astype(kl.dtype)
 
 
 def indexer_kl_loss(

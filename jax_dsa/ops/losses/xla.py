@@ -60,7 +60,11 @@ def dense_indexer_kl_loss_fwd(options: DenseOptions, x: DenseOperands) -> DenseR
         teacher = _attention(q, kv, options.scale, mask)
         kl, counts, g = _kl(logits, teacher, mask)
         df, dq, dw = gradients(own, x, index_q, index_k, weights, k_scale, g)
-        carry = (total + jnp.sum(kl, axis=1), rows + jnp.sum(counts, axis=1), f + df)
+        carry = (
+            total + jnp.sum(kl, axis=1),
+            rows + jnp.sum(counts, axis=1, dtype=jnp.int32),
+            f + df,
+        )
         return carry, (dq, dw)
 
     dtype = compat.accum_dtype(x.index_k.dtype)

@@ -293,8 +293,11 @@ class _Keys:
             position = jnp.arange(total, dtype=jnp.int32).reshape(1, 1, 1, 1, total)
             return cls(k, v, total, position, segments)
         kept = indices.shape[2]
-        slots = jnp.arange(kept, dtype=jnp.int32)
-        head = jnp.arange(batch)[:, None, None], jnp.arange(groups)[:, None]
+        slots = jnp.arange(kept, dtype=jnp.int32).reshape(1, 1, kept)
+        head = (
+            jnp.arange(batch, dtype=jnp.int32)[:, None, None],
+            jnp.arange(groups, dtype=jnp.int32)[:, None],
+        )
         indices = jnp.where((indices >= 0) & (indices < total), indices, total)
         count = jnp.zeros((batch, groups, total), jnp.int32).at[*head, indices].add(1, mode="drop")
         entry = jnp.full((batch, groups, total), kept, jnp.int32)
@@ -316,7 +319,7 @@ class _Keys:
 
     def weigh(self, p: Array) -> Array:
         """Probabilities, times how often their keys were listed."""
-        return p if self.count is None else p * self.count
+        return p if self.count is None else p * self.count.astype(p.dtype)
 
     def select(self, x: Array) -> Array:
         """x [b g m t S] at the keys: [b g m t W]."""
@@ -359,7 +362,8 @@ def _block_rows(rows: Array, tiles: Array, bits: Array) -> Array:
     line = jnp.maximum(tile, 0) * block_q + rows % block_q
     length, columns = line.shape[3:]
     lines = _take(flat, line.reshape(*line.shape[:3], length * columns, 1), 3)
-    kept = (lines[..., None] >> jnp.arange(8, dtype=jnp.uint8)) % 2 == 1
+    bit = jnp.arange(8, dtype=jnp.uint8).reshape(*[1] * lines.ndim, 8)
+    kept = (lines[..., None] >> bit) % 2 == 1
     kept = kept.reshape(*line.shape, 8 * block_bytes)
     kept = (tile == FULL)[..., None] | ((tile >= 0)[..., None] & kept)
     return kept.reshape(*line.shape[:4], columns * 8 * block_bytes)

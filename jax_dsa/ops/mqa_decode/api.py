@@ -248,7 +248,7 @@ def _visible_ranges(
     # In this order no position overflows. Lengths past the keys stay, since they say where the
     # queries are: these keys may be the first part of all.
     last = jnp.maximum(lengths, 0)[:, None] - queries
-    ends = jnp.maximum(last + jnp.arange(1, queries + 1, dtype=jnp.int32), 0)
+    ends = jnp.maximum(last + jnp.arange(1, queries + 1, dtype=jnp.int32)[None], 0)
     first = jnp.zeros_like(ends)
     if starts is not None:
         first = jnp.maximum(first, starts if starts.ndim == 2 else starts[:, None])

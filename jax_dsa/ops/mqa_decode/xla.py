@@ -50,7 +50,7 @@ def _reader(options: Options, x: Operands) -> tuple[Reader, int, int]:
 
     def read(items: Int[Array, "1 n"]) -> tuple[Array, Array, Array]:
         first = items[0, 0]
-        key = first * page + jnp.arange(items.shape[1] * page, dtype=jnp.int32)
+        key = first * page + jnp.arange(items.shape[1] * page, dtype=jnp.int32)[None, None]
         visible = (key >= starts[..., None]) & (key < ends[..., None])
         table = None
         if page_table is not None:
@@ -172,7 +172,7 @@ def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
         table = jnp.where(table < 0, pages, table)
         paged = total.reshape(total.shape[0], pages, page, *total.shape[2:])
         rows = rows.reshape(B, items.shape[1], page, *rows.shape[2:])
-        b = jnp.arange(B)[:, None] if total.shape[0] == B else 0
+        b = jnp.arange(B, dtype=jnp.int32)[:, None] if total.shape[0] == B else 0
         return paged.at[b, table].add(rows, mode="drop").reshape(total.shape)
 
     def chunk(carry: Any, items: Array) -> Any:

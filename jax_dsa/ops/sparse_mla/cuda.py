@@ -104,7 +104,7 @@ def sparse_mla_bwd(
     if gate is not None:
         gate = gate.reshape(y.lse.shape)
         dsinks = -jnp.sum((1 - gate) * row_products(dout, y.out), axis=1)
-        dout = (dout * gate[..., None]).astype(dout.dtype)
+        dout = (dout.astype(gate.dtype) * gate[..., None]).astype(dout.dtype)
     xs = x.q, x.indices, x.ends, x.topk_length, dout, y.lse, y.out, dy.lse
     if not options.deterministic and not _rows_win(x):
         dq, dkv = _kernel(options, x.kv, xs, avals.kv, B * x.q.shape[1])
@@ -226,7 +226,7 @@ def _rows_by_key(
     """
     B, T, G, K = indices.shape
     b = jnp.arange(B, dtype=jnp.int32)[:, None, None, None]
-    g = jnp.arange(G, dtype=jnp.int32)[:, None]
+    g = jnp.arange(G, dtype=jnp.int32)[None, None, :, None]
     nowhere = B * keys * G
     key = jnp.where(valid, (b * keys + indices) * G + g, nowhere)
     key = jnp.pad(key, [(0, 0)] * 3 + [(0, -K % _TILE)], constant_values=nowhere)
@@ -236,7 +236,7 @@ def _rows_by_key(
     short = _ceil_div(B * T, count) * (nowhere + 1) <= 2**16
     query = jnp.arange(B * T, dtype=jnp.uint32)[:, None]
     key = key.reshape(B * T, R).astype(jnp.uint32) + query // count * (nowhere + 1)
-    row = (query % count * R + jnp.arange(R, dtype=jnp.uint32)).astype(jnp.int32)
+    row = (query % count * R + jnp.arange(R, dtype=jnp.uint32)[None]).astype(jnp.int32)
     flat = key.reshape(-1).astype(jnp.uint16 if short else jnp.uint32), row.reshape(-1)
     key, order = (x.reshape(B * T, R) for x in jax.lax.sort(flat, num_keys=1, is_stable=True))
     return order, key.astype(jnp.uint32)

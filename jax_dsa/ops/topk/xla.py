@@ -24,7 +24,7 @@ BYTES_PER_POSITION = 16
 
 def visible(starts: Int[Array, "..."], ends: Int[Array, "..."], size: int) -> Bool[Array, "... S"]:
     """Which of `size` positions lie in each row's half-open range."""
-    position = jnp.arange(size, dtype=jnp.int32)
+    position = jnp.arange(size, dtype=jnp.int32).reshape(*[1] * starts.ndim, size)
     return (position >= starts[..., None]) & (position < ends[..., None])
 
 
@@ -84,9 +84,9 @@ def select(x: Float[Array, "R S"], k: int) -> Int[Array, "R K"]:
     above = _pack(keys > threshold)
     tied = _pack((keys == threshold) & (keys != -(2 ** (bits - 1))))
 
-    room = reach - jnp.sum(_popcount(above), axis=1, keepdims=True)
+    room = reach - jnp.sum(_popcount(above), axis=1, dtype=jnp.int32, keepdims=True)
     ties = _popcount(tied)
-    before = jnp.cumsum(ties, axis=1) - ties
+    before = jnp.cumsum(ties, axis=1, dtype=jnp.int32) - ties
     indices = _positions(above | _first_bits(tied, room - before), reach)
     return jnp.pad(indices, ((0, 0), (0, k - reach)), constant_values=-1)
 
@@ -113,7 +113,7 @@ def _kth_largest(keys: Int[Array, "R S"], k: int, bits: int) -> Int[Array, "R"]:
     count = jnp.float32 if keys.shape[1] <= 2**24 else jnp.int32
 
     def raise_bit(i: Array, t: Array) -> Array:
-        step = jax.lax.shift_left(jnp.ones((), keys.dtype), (bits - 1 - i).astype(keys.dtype))
+        step = jax.lax.shift_left(jnp.ones((), keys.dtype), jnp.asarray(bits - 1 - i, keys.dtype))
         higher = t + step  # the first step wraps from the lowest key to 0, at full width
         reached = jnp.sum((keys >= higher[:, None]).astype(count), axis=1)
         return jnp.where(reached >= k, higher, t)
@@ -131,7 +131,8 @@ def _pack(mask: Bool[Array, "R S"]) -> Int[Array, "R W"]:
     rows, size = mask.shape
     words = -(-size // _WORD)
     mask = jnp.pad(mask, ((0, 0), (0, words * _WORD - size))).reshape(rows, words, _WORD)
-    return jnp.sum(mask.astype(jnp.uint32) << jnp.arange(_WORD, dtype=jnp.uint32), axis=2)
+    bit = jnp.arange(_WORD, dtype=jnp.uint32).reshape(1, 1, _WORD)
+    return jnp.sum(mask.astype(jnp.uint32) << bit, axis=2, dtype=jnp.uint32)
 
 
 def _nth_bit(words: Int[Array, "..."], n: Int[Array, "..."]) -> Int[Array, "..."]:
@@ -154,12 +155,12 @@ def _first_bits(words: Int[Array, "R W"], n: Int[Array, "R W"]) -> Int[Array, "R
 
 def _positions(words: Int[Array, "R W"], k: int) -> Int[Array, "R K"]:
     """The positions of each row's set bits, ascending, then -1; at most k are set."""
-    ends = jnp.cumsum(_popcount(words), axis=1)
-    slot = jnp.arange(k, dtype=jnp.int32)
+    ends = jnp.cumsum(_popcount(words), axis=1, dtype=jnp.int32)
+    slot = jnp.arange(k, dtype=jnp.int32)[None]
 
     def word_of_slot(ends: Int[Array, "W"]) -> Int[Array, "K"]:
         finished = jnp.zeros(k, jnp.int32).at[ends].add(1, mode="drop")
-        return jnp.minimum(jnp.cumsum(finished), ends.size - 1)
+        return jnp.minimum(jnp.cumsum(finished, dtype=jnp.int32), ends.size - 1)
 
     word = jax.vmap(word_of_slot)(ends)
 
