@@ -252,3 +252,16 @@ def test_any_wrong_shape_is_refused(data: st.DataObject) -> None:
     else:
         with pytest.raises(ValueError, match="attn_dist: argument"):
             attn_dist(**bad, head_group=6)
+
+
+@pytest.mark.parametrize("head_group", [None, 1])
+def test_no_heads(head_group: int | None, rng: np.random.Generator) -> None:
+    q, kv, indices, lse = inputs(rng)
+
+    def fn(*args: Any) -> Any:
+        return attn_dist(args[0], args[1][:, :, :1], indices[:, :, :1], args[2], **options)
+
+    options = {"head_group": head_group}
+    dist, pull = jax.vjp(fn, q[:, :, :0], kv, lse[:, :, :0])
+    assert dist.shape == (B, T, K) if head_group is None else (B, 0, T, K)
+    assert not dist.any() and not any(x.any() for x in pull(jnp.ones_like(dist)))

@@ -12,7 +12,15 @@ import pytest
 from compare import assert_matches
 from quick import compile_quickly  # noqa: F401
 
-from jax_dsa import FlatCache, PagedCache, mqa_decode, sparse_mla, sparse_mla_decode
+from jax_dsa import (
+    FlatCache,
+    HTreeCache,
+    PagedCache,
+    indexer_topk,
+    mqa_decode,
+    sparse_mla,
+    sparse_mla_decode,
+)
 from jax_dsa.serving import pack_records, unpack_records
 
 B, T, N, G, D, E, K, PAGE, ROOM = 3, 2, 4, 2, 10, 6, 7, 4, 5
@@ -247,6 +255,93 @@ def test_misuse_of_caches() -> None:
         FlatCache.empty(B, S, D, fp8=True)
     with pytest.raises(ValueError, match=r"pack_records: argument 'rows'.*576"):
         pack_records(jnp.zeros((3, 512)))
+
+
+def test_misuse_of_empty_caches() -> None:
+    flat, paged = FlatCache.empty, PagedCache.empty
+    for call, error, message in (
+        (lambda: flat(-1, S, D), ValueError, r"FlatCache\.empty: argument 'batch' is -1"),
+        (lambda: flat(B, 4.5, D), TypeError, r"FlatCache\.empty: argument 'capacity' is 4\.5"),
+        (lambda: flat(B, S, 0), ValueError, r"FlatCache\.empty: argument 'dim' is 0"),
+        (lambda: flat(B, S, 576, fp8=1), TypeError, r"FlatCache\.empty: argument 'fp8' is 1"),
+        (lambda: flat(B, S, D, groups=-1), ValueError, r"FlatCache\.empty: argument 'groups'"),
+        (lambda: paged(1, 0, B, 1, D), ValueError, r"PagedCache\.empty: argument 'page_size' is 0"),
+        (
+            lambda: paged(1, 2, None, 1, D),
+            TypeError,
+            r"PagedCache\.empty: argument 'batch' is None",
+        ),
+        (
+            lambda: paged(1, 2**20, 0, 2**12, D),
+            ValueError,
+            r"PagedCache\.empty: argument 'pages_per_request' is 4096, want int in 0\.\.2047",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+@pytest.mark.parametrize(("pages", "room"), [(3, 0), (0, 2), (0, 0)])
+def test_no_pages(pages: int, room: int, rng: np.random.Generator) -> None:
+    """An empty pool, an empty page table: nothing is kept, nothing is seen."""
+    shape = (pages, PAGE, 1, D)
+    cache = PagedCache(jnp.ones(shape), jnp.zeros((B, room), jnp.int32), jnp.zeros(B, jnp.int32))
+    new, q = jnp.ones((B, T, 1, D)), jnp.ones((B, T, N, D))
+    indices = jnp.zeros((B, T, K), jnp.int32)
+
+    def outs(new: Any, q: Any, pages: Any) -> Any:
+        after = dataclasses.replace(cache, pages=pages).append(new)
+        sparse = sparse_mla_decode(q, after, indices, return_lse=True)
+        return after.pages, *sparse, *mqa_decode(q, after, return_lse=True)
+
+    (kept, *results), pull = jax.vjp(outs, new, q, cache.pages)
+    np.testing.assert_array_equal(kept, cache.pages)
+    for out, lse in (results[:2], results[2:]):
+        assert not out.any() and (lse == -jnp.inf).all()
+    dnew, dq, dpages = pull((kept, *jax.tree.map(jnp.ones_like, results)))
+    assert not dnew.any() and not dq.any()
+    np.testing.assert_array_equal(dpages, cache.pages)
+    picked, logits = indexer_topk(q, cache.append(new), jnp.ones((B, T, N)), 2)
+    assert (picked == -1).all() and (logits == -jnp.inf).all()
+
+
+def test_pages_of_no_rows() -> None:
+    cache = PagedCache(
+        jnp.ones((3, 0, 1, D)), jnp.zeros((B, 1), jnp.int32), jnp.zeros(B, jnp.int32)
+    )
+    q = jnp.ones((B, T, N, D))
+    for op, call in (
+        ("PagedCache.append", lambda: cache.append(q[:, :, :1])),
+        ("sparse_mla_decode", lambda: sparse_mla_decode(q, cache, jnp.zeros((B, T, K), jnp.int32))),
+        ("mqa_decode", lambda: mqa_decode(q, cache)),
+        ("indexer_topk", lambda: indexer_topk(q, cache, jnp.ones((B, T, N)), 2)),
+    ):
+        with pytest.raises(ValueError, match=f"{op}: argument .*pages' .*at least one row"):
+            call()
+
+
+def test_room(rng: np.random.Generator) -> None:
+    """What a caller compares with what comes: in `jit` nothing can raise."""
+    k = rows(rng, 6)[:, :, :1]
+    tree = HTreeCache.empty(B, S, D, compression=2, top_k=2)
+    paged = empty("paged", rng)
+    paged = dataclasses.replace(paged, pages=paged.pages[:, :, :1])
+    for cache in (FlatCache.empty(B, S, D), paged, tree):
+        new = (k, k) if cache is tree else (k,)
+        append = jax.jit(lambda cache, counts, new=new: cache.append(*new, counts))
+        assert cache.room.tolist() == [S] * B
+        for _ in range(4):
+            cache = append(cache, jnp.asarray([6, 5, 0], jnp.int32))
+        assert cache.room.tolist() == [0, 0, S] and cache.lengths.tolist() == [S, S, 0]
+        below = dataclasses.replace(cache, lengths=jnp.asarray([INT_MIN, INT_MAX, 3], jnp.int32))
+        assert below.room.tolist() == [S, 0, S - 3]
+
+
+def test_caches_compare_and_hash_by_identity(rng: np.random.Generator) -> None:
+    tree = HTreeCache.empty(B, S, D)
+    for cache in (empty("flat", rng), empty("paged", rng), tree):
+        assert cache == cache and cache != dataclasses.replace(cache)
+        assert len({cache, cache}) == 1
 
 
 @BOTH

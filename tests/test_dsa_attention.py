@@ -399,6 +399,20 @@ def test_empty(rng, b, t):
     assert again.shape == out.shape and same.indices.shape == (b, t, K) and same.kl == 0
 
 
+def test_no_heads(rng):
+    q, *others = inputs(rng)
+
+    def fn(*args):
+        out, aux = dsa_attention(*args, top_k=K, value_dim=E)
+        return out, aux.lse, aux.kl
+
+    results, pull = jax.vjp(fn, q[:, :, :0], *others)
+    assert [y.shape for y in results] == [(B, T, 0, E), (B, T, 0), ()] and results[2] == 0
+    grads = pull(jax.tree.map(jnp.ones_like, results))
+    assert [g.shape for g in grads] == [(B, T, 0, D), *(x.shape for x in others)]
+    assert not any(np.asarray(g).any() for g in grads)
+
+
 def test_an_empty_selection(rng):
     out, aux = dsa_attention(*inputs(rng), indices=np.zeros((B, T, 0), np.int32), value_dim=E)
     assert (np.asarray(out) == 0).all() and (np.asarray(aux.lse) == -np.inf).all() and aux.kl == 0
@@ -421,7 +435,7 @@ BAD = [
     ({"index_k": np.zeros((B, S + 1, C), np.float32)}, ValueError, "'index_k' has shape"),
     ({"index_k": np.zeros((B, S, C), np.float16)}, TypeError, "'index_k' has dtype float16"),
     ({"index_weights": np.zeros((B, T, J + 1), np.float32)}, ValueError, "'index_weights'"),
-    ({"index_weights": jnp.zeros((B, T, J), jnp.bfloat16)}, TypeError, "'index_weights'"),
+    ({"index_weights": np.zeros((B, T, J), np.int32)}, TypeError, "'index_weights'"),
     ({"top_k": 0}, ValueError, "'top_k' is 0, want int in 1..2147483647"),
     ({"top_k": 2.0}, TypeError, "'top_k' is 2.0"),
     ({"value_dim": D + 1}, ValueError, "'value_dim' is 7"),

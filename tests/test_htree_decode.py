@@ -254,7 +254,7 @@ CACHE = {
     "head_dim": ({"head_dim": 6.0}, TypeError, "'head_dim'"),
     "value_dim": ({"value_dim": 0}, ValueError, "'value_dim' is 0"),
     "groups": ({"groups": 0}, ValueError, "'groups' is 0"),
-    "dtype": ({"dtype": jnp.int32}, TypeError, "'dtype' has dtype int32"),
+    "dtype": ({"dtype": jnp.int32}, ValueError, "'dtype' is 'int32'"),
     "compression": ({"compression": 1}, ValueError, "'compression' is 1"),
     "top_k": ({"top_k": 0}, ValueError, "'top_k' is 0"),
 }

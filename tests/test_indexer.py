@@ -276,7 +276,9 @@ def test_pages_have_no_gradient(rng):
     large = jax.ShapeDtypeStruct((2, 2**29), jnp.int32)
     with pytest.raises(ValueError, match=r"argument 'index_k.page_table' is 2147483648, want room"):
         jax.eval_shape(lambda table: call(q, pool, table), large)
-    with pytest.raises(ValueError, match="indexer_topk: argument 'index_k' is 0, want pages of"):
+    with pytest.raises(
+        ValueError, match=r"indexer_topk: argument 'index_k.pages' has shape .*at least one row"
+    ):
         call(q, pool[:, :0], table)
 
 
@@ -568,3 +570,19 @@ def test_one_wrong_axis_is_named(data):
 def test_are_exported_under_their_names():
     assert jax_dsa.indexer_logits is indexer_logits
     assert jax_dsa.indexer_topk is indexer_topk
+
+
+def test_weights_of_low_precision(rng):
+    q, k, weights = inputs(rng)
+    low = weights.astype(jnp.bfloat16)
+
+    def fn(weights):
+        logits = indexer_logits(q, k, weights)
+        return logits, indexer_topk(q, k, weights, 3)[1]
+
+    got, pull = jax.vjp(fn, low)
+    want, pull_wide = jax.vjp(fn, low.astype(jnp.float32))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    (grad,), (wide,) = pull(got), pull_wide(got)
+    assert grad.dtype == jnp.bfloat16
+    assert_matches(grad, wide.astype(jnp.bfloat16), tol=2**-7)  # two roundings

@@ -101,7 +101,9 @@ def test_hadamard_is_orthogonal():
 
 def test_misuse():
     x = jnp.zeros((B, T, 6))
-    with pytest.raises(ValueError, match="'layout' is 'whole', want 'half' or 'interleaved'"):
+    with pytest.raises(
+        ValueError, match="'layout' is 'whole', want one of \\('half', 'interleaved'"
+    ):
         nn.rope(x, positions(), layout="whole")
     with pytest.raises(ValueError, match="want an even last axis"):
         nn.rope(x[..., :5], positions())

@@ -68,7 +68,7 @@ def first_position(args: Args, query_start: Any) -> ArrayLike:
     """`query_start`, an int, an int32 scalar, or int32 [B]; such that no position overflows."""
     last = 2**31 - 1 - args.sizes["T"]
     if as_array(query_start) is None:
-        number = args.integer("query_start", query_start, -(2**31), 2**31 - 1)
+        number = args.integer("query_start", query_start, -(2**31))
         return np.full(1, min(number, last), np.int32)
     start = args.typed("query_start", query_start, INT32)
     if start.shape not in ((), (args.batch,)):
@@ -153,7 +153,7 @@ def window_reach(
     pair = pair if isinstance(pair, tuple | list) else (pair, pair)
     want = "an int or a pair (left, right)"
     args.option("local_window_size", local_window_size, len(pair) == 2, want)
-    left, right = (args.integer("local_window_size", n, 0) for n in pair)
+    left, right = (args.integer("local_window_size", n, 0, 2**63 - 1) for n in pair)
     return left, 0 if causal else right
 
 

@@ -4,6 +4,8 @@ what it wants.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import operator
 import os
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +25,8 @@ FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 WIDE_FLOATS = (jnp.float32, jnp.float64)
 FP8 = jnp.float8_e4m3fn
 INT32 = (jnp.int32,)
+_HUGE, _TINY = (float(getattr(jnp.finfo(jnp.float32), n)) for n in ("max", "tiny"))
+LARGEST = 2**31 - 1  # of sizes, positions and integer options: int32 holds them
 BOOL = (jnp.bool_,)
 
 
@@ -30,10 +34,27 @@ def _names(dtypes: Sequence[Any]) -> str:
     return " or ".join(jnp.dtype(d).name for d in dtypes)
 
 
+def _is_real(x: Any) -> bool:
+    if isinstance(x, int | float):
+        return True
+    return jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _shown(x: Any) -> str:
+    """`x` for a message; an array by its shape."""
+    if isinstance(x, jax.Array | np.ndarray):
+        return f"an array {x.dtype}{list(x.shape)}"
+    return repr(x)
+
+
+def _typed(x: Any) -> str:
+    return f"{_shown(x)} ({type(x).__name__})"
+
+
 def as_array(x: Any) -> jax.Array | np.ndarray | np.generic | None:
     """`x` if it is an array, or what it says it is (as Flax's variables do); None if neither."""
     if isinstance(x, jax.Array | np.ndarray | np.generic):
-        return x
+        return None if isinstance(x, np.ma.MaskedArray) else x  # JAX takes none
     convert = getattr(x, "__jax_array__", None)
     return None if convert is None else convert()
 
@@ -82,6 +103,8 @@ class Args:
             )
         for token, size in zip(tokens, x.shape, strict=True):
             want = int(token) if token.isdigit() else self.sizes.setdefault(token, size)
+            if isinstance(size, int) and size > LARGEST:
+                self.shape(name, x, False, "axes of less than 2**31")
             if size != want:
                 raise ValueError(
                     f"{self.op}: argument '{name}' has shape {x.shape}, want "
@@ -109,7 +132,8 @@ class Args:
             low, high = max(info.min, own.min), min(info.max, own.max)
             x = numbers.clip(x, low, high).astype(jnp.int32)
         if isinstance(x, np.ndarray | np.generic):
-            x = jnp.asarray(x)  # whose float64 is float32 unless JAX runs in x64
+            with contextlib.suppress(TypeError):  # a dtype that JAX has not is refused below
+                x = jnp.asarray(x)  # whose float64 is float32 unless JAX runs in x64
         if x.dtype not in dtypes:
             raise TypeError(
                 f"{self.op}: argument '{name}' has dtype {dtype}, want {_names(dtypes)}"
@@ -119,14 +143,14 @@ class Args:
     def option(self, name: str, value: Any, ok: bool, want: str) -> None:
         """Raises ValueError unless `ok`."""
         if not ok:
-            raise ValueError(f"{self.op}: argument '{name}' is {value!r}, want {want}")
+            raise ValueError(f"{self.op}: argument '{name}' is {_shown(value)}, want {want}")
 
     def shape(self, name: str, x: Any, fits: bool, want: str) -> None:
         """Raises ValueError unless the shape of `x` `fits`."""
         if not fits:
             raise ValueError(f"{self.op}: argument '{name}' has shape {x.shape}, want {want}")
 
-    def integer(self, name: str, value: Any, low: int, high: int | None = None) -> int:
+    def integer(self, name: str, value: Any, low: int, high: int = LARGEST) -> int:
         """`value` as a static int in low..high."""
         try:
             if isinstance(value, bool | np.bool_):
@@ -134,32 +158,42 @@ class Args:
             number = operator.index(value)
         except TypeError:
             raise TypeError(
-                f"{self.op}: argument '{name}' is {value!r} ({type(value).__name__}), want an int"
+                f"{self.op}: argument '{name}' is {_typed(value)}, want an int"
             ) from None
-        want = f">= {low}" if high is None else f"in {low}..{high}"
-        self.option(name, number, low <= number and (high is None or number <= high), f"int {want}")
+        self.option(name, number, low <= number <= high, f"int in {low}..{high}")
         return number
 
     def flag(self, name: str, value: Any) -> bool:
         """`value` as a static bool."""
         if not isinstance(value, bool | np.bool_):
-            raise TypeError(
-                f"{self.op}: argument '{name}' is {value!r} ({type(value).__name__}), want a bool"
-            )
+            raise TypeError(f"{self.op}: argument '{name}' is {_typed(value)}, want a bool")
         return bool(value)
 
     def real(self, name: str, value: Any) -> float:
-        """`value` as a static finite float."""
+        """`value` as a static float, which float32 holds without flushing it to 0."""
         x = value if isinstance(value, int | float) else as_array(value)
         known = not isinstance(value, bool) and x is not None and np.ndim(x) == 0
-        if not known or isinstance(x, jax.core.Tracer) or np.asarray(x).dtype.kind not in "iufV":
-            raise TypeError(
-                f"{self.op}: argument '{name}' is {value!r} ({type(value).__name__}), "
-                f"want a static float"
-            )
-        number = float(x)  # type: ignore[arg-type]
-        self.option(name, number, bool(np.isfinite(number)), "a finite float")
+        if not known or isinstance(x, jax.core.Tracer) or not _is_real(x):
+            raise TypeError(f"{self.op}: argument '{name}' is {_typed(value)}, want a static float")
+        try:
+            number = float(x)  # type: ignore[arg-type]
+        except OverflowError:  # of an int
+            number = math.inf
+        held = number == 0 or _TINY <= abs(number) <= _HUGE
+        self.option(name, number, held, "a finite float that float32 holds")
         return number
+
+    def dtype(self, name: str, value: Any, dtypes: Sequence[Any]) -> Any:
+        """`value`, anything that names a dtype, as one of `dtypes`."""
+        try:
+            dtype = jnp.dtype(value)
+        except TypeError:
+            raise TypeError(
+                f"{self.op}: argument '{name}' is {_shown(value)}, want {_names(dtypes)}"
+            ) from None
+        known = [jnp.dtype(d) for d in dtypes]
+        self.option(name, dtype.name, dtype in known, _names(dtypes))
+        return dtype
 
     def call(self, implementation: Any) -> Call:
         """The call with the user's choice, or with that of the environment variable JAX_DSA_IMPL

@@ -32,6 +32,8 @@ def physical_rows(
     num_pages: int, size: int, page_table: Int[Array, "B R"], positions: Int[Array, "B *n"]
 ) -> Int[Array, "B *n"]:
     """Where tokens lie in a pool of pages, in rows; -1 where no page is mapped."""
+    if page_table.shape[1] == 0:
+        return jnp.full_like(positions, -1)
 
     def look_up(table: jax.Array, positions: jax.Array) -> jax.Array:
         page = table.at[positions // size].get(mode="fill", fill_value=-1)
@@ -45,5 +47,7 @@ def put_rows(
     rows: Float[Array, "B S *d"], positions: Int[Array, "B T"], new: Float[Array, "B T *d"]
 ) -> Float[Array, "B S *d"]:
     """`rows` with new ones at their positions; what lies outside 0..S-1 is dropped."""
+    if rows.shape[1] == 0:  # no gradient could gather from it
+        return rows
     where = jnp.where(positions < 0, rows.shape[1], positions)  # -1 would be the last one
     return jax.vmap(lambda x, i, y: x.at[i].set(y, mode="drop"))(rows, where, new)

@@ -42,13 +42,16 @@ def _addresses(
     return b, jnp.where(valid, indices, keys), g
 
 
+def some_row(x: Array) -> Array:
+    """`x`, with a row of zeros if it has none: what gathers wants one to exist."""
+    return x if x.shape[1] else jnp.zeros((x.shape[0], 1, *x.shape[2:]), x.dtype)
+
+
 def gather_rows(
     kv: Array, indices: Int[Array, "B T G K"], valid: Bool[Array, "B T G K"], dtype: jnp.dtype
 ) -> Float[Array, "B T G K D"]:
     """The selected rows of `kv`, zeros for invalid slots; FP8 records are unpacked to `dtype`."""
-    if kv.shape[1] == 0:
-        kv = jnp.zeros((kv.shape[0], 1, *kv.shape[2:]), kv.dtype)
-    rows = kv.at[_addresses(indices, valid, *kv.shape[:2])].get(mode="fill", fill_value=0)
+    rows = some_row(kv).at[_addresses(indices, valid, *kv.shape[:2])].get(mode="fill", fill_value=0)
     return unpack_records(rows, dtype) if rows.dtype == jnp.uint8 else rows
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 
-if TYPE_CHECKING:
-    from jax_dsa.nn.rotary import RopeLayout
+from jax_dsa.core.checks import FLOATS, Args
+from jax_dsa.nn.rotary import ROPE_LAYOUTS, RopeLayout
 
 IndexerType = Literal["full", "shared"]
 """What a layer selects by: its own indexer, or the one of the last layer that has one."""
+
+_SIZES = (
+    *("model_dim", "num_heads", "q_rank", "kv_rank", "nope_dim", "v_dim"),
+    *("index_heads", "index_dim", "top_k"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +57,19 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         """Rejects sizes that no layer can be built of."""
+        args = Args("AttentionConfig", "", np.empty(0), "K")
+        for name in _SIZES:
+            args.integer(name, getattr(self, name), 1)
         for name in ("rope_dim", "index_rope_dim"):
+            args.integer(name, getattr(self, name), 0)
             if getattr(self, name) % 2:
                 raise ValueError(f"AttentionConfig: {name} is {getattr(self, name)}, want even")
+        for name in ("rope_layout", "index_rope_layout"):
+            layout = getattr(self, name)
+            args.option(name, layout, layout in ROPE_LAYOUTS, f"one of {ROPE_LAYOUTS}")
+        args.option("rope_base", self.rope_base, args.real("rope_base", self.rope_base) > 0, "> 0")
+        args.option("norm_eps", self.norm_eps, args.real("norm_eps", self.norm_eps) >= 0, ">= 0")
+        args.dtype("dtype", self.dtype, FLOATS)
         if self.index_rope_dim > self.index_dim:
             raise ValueError(
                 f"AttentionConfig: index_rope_dim is {self.index_rope_dim}, want at most "
@@ -84,7 +100,10 @@ class DecoderConfig:
     own, "shared" has none and attends to what the last "full" layer before it selected."""
 
     def __post_init__(self) -> None:
-        """Rejects a pattern that leaves a layer without a selection."""
+        """Rejects sizes below 1, and a pattern that leaves a layer without a selection."""
+        args = Args("DecoderConfig", "", np.empty(0), "K")
+        for name in ("vocab", "num_layers", "mlp_dim"):
+            args.integer(name, getattr(self, name), 1)
         types = self.indexer_types
         known = isinstance(types, tuple) and set(types) <= {"full", "shared"}
         if not known or types[:1] != ("full",):

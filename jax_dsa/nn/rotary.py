@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from jax_dsa.core.typing import Array, Float, Int
 
 RopeLayout = Literal["half", "interleaved"]
+ROPE_LAYOUTS = get_args(RopeLayout)
 
 
 def rope(
@@ -27,8 +28,8 @@ def rope(
 
     Source: RoFormer (Su et al., 2021). Computed in float32, returned in the dtype of `x`.
     """
-    if layout not in ("half", "interleaved"):
-        raise ValueError(f"rope: argument 'layout' is {layout!r}, want 'half' or 'interleaved'")
+    if layout not in ROPE_LAYOUTS:
+        raise ValueError(f"rope: argument 'layout' is {layout!r}, want one of {ROPE_LAYOUTS}")
     width = x.shape[-1]
     if width % 2:
         raise ValueError(f"rope: argument 'x' has shape {x.shape}, want an even last axis")

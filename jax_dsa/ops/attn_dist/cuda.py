@@ -16,6 +16,8 @@ def supports(options: Options, x: Operands) -> str | None:
     """None, or why the kernel does not run this call."""
     if x.q.dtype != jnp.bfloat16 or x.kv.dtype != jnp.bfloat16:
         return f"it takes bfloat16, got q of {x.q.dtype} and kv of {x.kv.dtype}"
+    if x.q.shape[2] == 0:
+        return "it takes at least one head"
     if x.q.shape[3] not in _DIMS:
         return f"it has D=576 and D=512, got D={x.q.shape[3]}"
     return None

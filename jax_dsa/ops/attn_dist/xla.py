@@ -30,7 +30,7 @@ def _heads_summed(head_group: int | None, heads: int) -> int:
 
     A shard that holds less than a head group holds part of one: the machinery adds the parts up.
     """
-    return heads if head_group is None else min(head_group, heads)
+    return heads if head_group is None else max(1, min(head_group, heads))
 
 
 def attn_dist_fwd(options: Options, x: Operands) -> Results:
@@ -49,7 +49,8 @@ def attn_dist_fwd(options: Options, x: Operands) -> Results:
         p = p if gate is None else p * gate[..., None]
         B, T, _, m, K = p.shape
         summed = _heads_summed(options.head_group, m)
-        p = p.reshape(B, T, q.shape[2] // summed, summed, K).sum(3)
+        sums = 1 if options.head_group is None else q.shape[2] // summed
+        p = p.reshape(B, T, sums, summed, K).sum(3)
         return carry, (p,)
 
     size = chunk_length(x.q.shape[1], query_bytes(x.q, x.indices, 2 * x.q.dtype.itemsize, 8))
@@ -83,8 +84,8 @@ def attn_dist_bwd(options: Options, x: Operands, dy: Results) -> Gradients:
         p = probabilities(scores(options.scale, q, rows, valid), lse)
         gate = sink_gate(sinks, lse)
         p = p if gate is None else p * gate[..., None]
-        heads = q.shape[3] // (ddist.shape[2] // G)
-        dp = jnp.repeat(ddist, heads, axis=2).reshape(p.shape)
+        summed = _heads_summed(options.head_group, q.shape[3])
+        dp = jnp.repeat(ddist, summed, axis=2).reshape(p.shape)
         ds = jnp.where(valid[:, :, :, None], p * dp, 0)
         dlse = -ds.sum(-1)
         if gate is not None:

@@ -73,8 +73,8 @@ def make_block_mask(
         is_causal, causal_alignment, local_window_size, segment_ids, key_value_seq_lengths: as in
             `masked_attention`, and combined with `mask`. What is in the block mask need not be said
             again there.
-        block_q: queries a tile.
-        block_k: keys a tile, a multiple of 8.
+        block_q: queries a tile, up to T (or 128).
+        block_k: keys a tile, a multiple of 8, up to S (or 128).
 
     Returns:
         The block mask, with a B or H of 1 if the mask is an array or None and nothing depends on
@@ -106,8 +106,8 @@ def make_block_mask(
     options = Options(
         queries=queries,
         keys=keys,
-        block_q=args.integer("block_q", block_q, 1),
-        block_k=args.integer("block_k", block_k, 8),
+        block_q=args.integer("block_q", block_q, 1, max(128, queries)),
+        block_k=args.integer("block_k", block_k, 8, max(128, keys + 7)),
     )
     args.option("block_k", block_k, block_k % 8 == 0, "a multiple of 8")
     starts, ends = window_ranges(
@@ -204,7 +204,7 @@ def topk_mask(
     """
     x = _rows_of("topk_mask", bias)
     args = _checks("topk_mask")
-    top_k = args.integer("top_k", top_k, 1, 2**31 - 1)
+    top_k = args.integer("top_k", top_k, 1)
     if mask is not None:
         mask = args.typed("mask", mask, BOOL)
         try:
@@ -238,7 +238,7 @@ def topk_indices(bias: Float[Array, "... S"], top_k: int) -> Int[Array, "... W"]
         Array([1, 2], dtype=int32)
     """
     x = _rows_of("topk_indices", bias)
-    return topk(x, _checks("topk_indices").integer("top_k", top_k, 1, 2**31 - 1))
+    return topk(x, _checks("topk_indices").integer("top_k", top_k, 1))
 
 
 def _checks(name: str) -> Args:

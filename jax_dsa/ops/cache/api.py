@@ -14,18 +14,20 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_dsa.core.checks import FLOATS, INT32, Args
+from jax_dsa.core import layout
+from jax_dsa.core.checks import FLOATS, FP8, INT32, LARGEST, Args
 from jax_dsa.core.layout import (
     RECORD_BYTES,
     RECORD_DIM,
     RECORD_LATENT,
     physical_rows,
     put_rows,
-    unpack_records,
 )
 from jax_dsa.core.typing import Array, Float, Int, UInt8
 from jax_dsa.ops.quantize_fp8.api import quantize_fp8
+from jax_dsa.ops.quantize_fp8.spec import INPUTS
 
 __all__ = [
     "CachedKeys",
@@ -41,11 +43,12 @@ STORED = (*FLOATS, jnp.uint8)
 
 
 def pack_records(rows: Float[Array, "... 576"]) -> UInt8[Array, "... 656"]:
-    """Rows as FP8 cache records: 512 values quantised, the last 64 rounded to bfloat16."""
-    if rows.shape[-1] != RECORD_DIM:
-        raise ValueError(
-            f"pack_records: argument 'rows' has shape {rows.shape}, want [..., {RECORD_DIM}]"
-        )
+    """Rows as FP8 cache records: 512 values quantised, the last 64 rounded to bfloat16.
+
+    Raises:
+        TypeError, ValueError: `rows` has the wrong type or shape.
+    """
+    rows = _rows_of("pack_records", "rows", rows, INPUTS, RECORD_DIM)
     values, scale = quantize_fp8(rows[..., :RECORD_LATENT], power_of_two_scale=True)
     parts = (values, scale, rows[..., RECORD_LATENT:].astype(jnp.bfloat16))
     as_bytes = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in parts)
@@ -54,13 +57,37 @@ def pack_records(rows: Float[Array, "... 576"]) -> UInt8[Array, "... 656"]:
     return jnp.concatenate(flat, axis=-1)
 
 
-def _storage(cls: type, dim: int, dtype: Any, fp8: bool) -> tuple[int, Any]:
-    """What one row is stored as: how many elements of which dtype."""
-    if fp8 and dim != RECORD_DIM:
-        raise ValueError(
-            f"{cls.__name__}.empty: argument 'dim' is {dim}, want {RECORD_DIM} with fp8=True"
-        )
-    return (RECORD_BYTES, jnp.uint8) if fp8 else (dim, dtype)
+def unpack_records(records: UInt8[Array, "... 656"], dtype: Any) -> Float[Array, "... 576"]:
+    """The rows that FP8 cache records hold; exact in bfloat16, the scales being powers of two.
+
+    Raises:
+        TypeError, ValueError: `records` has the wrong type or shape, or `dtype` is no float's.
+    """
+    records = _rows_of("unpack_records", "records", records, (jnp.uint8,), RECORD_BYTES)
+    return layout.unpack_records(records, _checks("unpack_records").dtype("dtype", dtype, FLOATS))
+
+
+def _checks(op: str) -> Args:
+    """Checks for a function without an operand that leads."""
+    return Args(op, "", np.empty(0), "K")
+
+
+def _rows_of(op: str, name: str, x: Any, dtypes: Any, width: int) -> Array:
+    """The argument `name`, of any rank."""
+    args = _checks(op)
+    x = args.typed(name, x, dtypes)
+    args.shape(name, x, x.shape[-1:] == (width,), f"[..., {width}]")
+    return x
+
+
+def _storage(args: Args, sizes: dict[str, Any], dim: Any, dtype: Any, fp8: Any) -> Array:
+    """Zeros of the axes `sizes`, at least 0 each, and what one row is stored as."""
+    shape = [args.integer(name, size, 0) for name, size in sizes.items()]
+    width, dtype = args.integer("dim", dim, 1), args.dtype("dtype", dtype, (*STORED, FP8))
+    if args.flag("fp8", fp8):
+        args.option("dim", dim, width == RECORD_DIM, f"{RECORD_DIM} with fp8=True")
+        width, dtype = RECORD_BYTES, jnp.uint8
+    return jnp.zeros((*shape, width), dtype)
 
 
 class _Cache:
@@ -73,10 +100,16 @@ class _Cache:
         """Tokens that a request may have."""
         raise NotImplementedError
 
+    @property
+    def room(self) -> Int[Array, "B"]:
+        """How many more tokens each request has room for; 0 where the cache is full."""
+        return self.capacity - jnp.clip(self.lengths, 0, self.capacity)
+
     def append(self, rows: Float[Array, "B T G D"], counts: Int[Array, "B"] | None = None) -> Self:
         """The cache with T more tokens of each request, or the first `counts` of them.
 
-        Rows are rounded to what the cache stores. Tokens for which there is no room are dropped.
+        Rows are rounded to what the cache stores. Tokens for which there is no `room` are dropped,
+        and the length stays at the capacity: a traced function cannot raise. Compare before.
         """
         args = Args(f"{type(self).__name__}.append", "rows", rows, "B T G D")
         lengths = args.array("lengths", self.lengths, "B", INT32)
@@ -110,12 +143,16 @@ class _Cache:
 def _encoded(args: Args, rows: Any, stored: jax.Array, dims: str) -> jax.Array:
     """New rows as the cache stores them, checked against it."""
     rows = args.typed("rows", rows, FLOATS)
-    rows = pack_records(rows) if stored.dtype == jnp.uint8 else rows.astype(stored.dtype)
+    if stored.dtype == jnp.uint8:
+        args.shape("rows", rows, rows.shape[-1:] == (RECORD_DIM,), f"[B, T, G, {RECORD_DIM}]")
+        low = rows.dtype if rows.dtype in INPUTS else jnp.float32
+        rows = pack_records(rows.astype(low))
+    rows = rows.astype(stored.dtype)
     return args.array("rows", rows, dims, (stored.dtype,))
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # equality of arrays is no bool
 class FlatCache(_Cache):
     """Room for S tokens of each request, side by side.
 
@@ -142,9 +179,10 @@ class FlatCache(_Cache):
         fp8: bool = False,
     ) -> FlatCache:
         """A cache without tokens; with `fp8` it holds records in place of rows of `dtype`."""
-        width, dtype = _storage(cls, dim, dtype, fp8)
-        data = jnp.zeros((batch, capacity, groups, width), dtype)
-        return cls(data, jnp.zeros(batch, jnp.int32))
+        args = _checks("FlatCache.empty")
+        sizes = {"batch": batch, "capacity": capacity, "groups": groups}
+        data = _storage(args, sizes, dim, dtype, fp8)
+        return cls(data, jnp.zeros(data.shape[0], jnp.int32))
 
     @property
     def capacity(self) -> int:
@@ -159,7 +197,7 @@ class FlatCache(_Cache):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # equality of arrays is no bool
 class PagedCache(_Cache):
     """Pages of L tokens from one pool, which a table deals out to the requests.
 
@@ -193,10 +231,14 @@ class PagedCache(_Cache):
         fp8: bool = False,
     ) -> PagedCache:
         """A pool of pages, none mapped; with `fp8` of records in place of rows of `dtype`."""
-        width, dtype = _storage(cls, dim, dtype, fp8)
-        pages = jnp.zeros((num_pages, page_size, groups, width), dtype)
-        table = jnp.full((batch, pages_per_request), -1, jnp.int32)
-        return cls(pages, table, jnp.zeros(batch, jnp.int32))
+        args = _checks("PagedCache.empty")
+        batch = args.integer("batch", batch, 0)
+        most = LARGEST // args.integer("page_size", page_size, 1)  # positions are int32
+        room = args.integer("pages_per_request", pages_per_request, 0, most)
+        args.integer("num_pages", num_pages, 0, most)
+        sizes = {"num_pages": num_pages, "page_size": page_size, "groups": groups}
+        pages = _storage(args, sizes, dim, dtype, fp8)
+        return cls(pages, jnp.full((batch, room), -1, jnp.int32), jnp.zeros(batch, jnp.int32))
 
     @property
     def capacity(self) -> int:
@@ -204,9 +246,11 @@ class PagedCache(_Cache):
         return self.page_table.shape[-1] * self.pages.shape[-3]
 
     def _written(self, args: Args, rows: Any, positions: jax.Array, **changes: Any) -> Self:
-        pages = args.array("pages", self.pages, "P L G R", STORED)
+        pages = _pages(args, "pages", self.pages, "G R", STORED)
         table = args.array("page_table", self.page_table, "B M", INT32)
         rows = _encoded(args, rows, pages, "B T G R")
+        if pages.shape[0] == 0:  # no gradient could gather from it
+            return dataclasses.replace(self, **changes)
         pool = pages.reshape(pages.shape[0] * pages.shape[1], *pages.shape[2:])
         where = physical_rows(pages.shape[0], pages.shape[1], table, positions)
         where = jnp.where(where < 0, pool.shape[0], where)
@@ -214,6 +258,13 @@ class PagedCache(_Cache):
         sharding = jax.typeof(pool).sharding
         pool = pool.at[where].set(rows, mode="drop", out_sharding=sharding)
         return dataclasses.replace(self, pages=pool.reshape(pages.shape), **changes)
+
+
+def _pages(args: Args, name: str, pages: Any, row: str, dtypes: Any) -> Array:
+    """The argument `name`, pages of rows of the axes `row`."""
+    pages = args.array(name, pages, f"P L {row}", dtypes)
+    args.shape(name, pages, pages.shape[1] > 0, "pages of at least one row")
+    return pages
 
 
 class CachedKeys(NamedTuple):
@@ -237,11 +288,13 @@ def cached_keys(args: Args, name: str, cache: Any, row: str, dtypes: Any) -> Cac
     have.
     """
     if isinstance(cache, PagedCache):
-        pages = args.array(f"{name}.pages", cache.pages, f"P L {row}", dtypes)
+        pages = _pages(args, f"{name}.pages", cache.pages, row, dtypes)
         table = args.array(f"{name}.page_table", cache.page_table, "B M", INT32)
         count, size = pages.shape[:2]
         rows = pages.reshape(count * size, *pages.shape[2:])[None]
         args.sizes["S"] = table.shape[1] * size
+        room = args.sizes["S"]
+        args.option(f"{name}.page_table", room, room < 2**31, "room for less than 2**31 rows")
     elif isinstance(cache, FlatCache):
         rows = args.array(f"{name}.data", cache.data, f"B S {row}", dtypes)
         table, size = None, 1

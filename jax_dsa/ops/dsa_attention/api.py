@@ -163,7 +163,7 @@ def dsa_attention(
         inputs = indexer_inputs(args, index_q, index_k, index_weights, index_k_scale)
     if indices is None:
         args.option("top_k", top_k, top_k is not None, "an int, or 'indices'")
-        top_k = args.integer("top_k", top_k, 1, 2**31 - 1)
+        top_k = args.integer("top_k", top_k, 1)
     else:
         args.option("top_k", top_k, top_k is None, "None beside 'indices', whose last axis it is")
         indices = args.array("indices", indices, "B T K", INT32)

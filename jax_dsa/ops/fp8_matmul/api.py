@@ -30,7 +30,6 @@ from jax_dsa.ops.quantize_fp8.spec import (
     INPUTS,
     SCALES,
     SHARDED_ROWS,
-    checked_dtype,
     column_axis,
     leading_axes,
     leading_dims,
@@ -149,7 +148,7 @@ def fp8_matmul(
     plain = {"power_of_two_scale": power, "dtype": jnp.float32}
     (n, n_blocks), (k, k_blocks) = row_axis(b.shape[0], BLOCK), column_axis(b.shape[1], BLOCK)
     options = Options(
-        dtype=checked_dtype(args, dtype),
+        dtype=args.dtype("dtype", dtype, INPUTS),
         quantized=(a_scale is not None, b_scale is not None),
         a=quantize.Options.of(a.shape, (1, BLOCK), **plain),
         b=quantize.Options.of(b.shape, (BLOCK, BLOCK), **plain),

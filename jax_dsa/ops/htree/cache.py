@@ -16,7 +16,7 @@ from jax_dsa.ops.htree.spec import check_tree
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # equality of arrays is no bool
 class HTreeCache:
     """The tree over the tokens of each request. A pytree; `empty` makes it.
 
@@ -70,7 +70,7 @@ class HTreeCache:
             compression, top_k: as for `htree_attention`.
         """
         args = Args("HTreeCache.empty", "dtype", np.empty(0), "K")
-        args.typed("dtype", np.empty(0, dtype), FLOATS)
+        dtype = args.dtype("dtype", dtype, FLOATS)
         options = check_tree(args, compression, top_k)
         capacity = args.integer("capacity", capacity, 1)
         layers = tree.tree_layers(capacity, options.compression, options.top_k)
@@ -96,8 +96,9 @@ class HTreeCache:
         """The cache with T more tokens of each request, or the first `counts` of them.
 
         Of layer l only about T / r^l nodes are computed anew. Keys and values are rounded to what
-        the cache stores. Tokens for which there is no room are dropped. Donate the old cache under
-        `jit`, or it is copied.
+        the cache stores. Tokens for which there is no `room` are dropped, and the length stays at
+        the capacity: a traced function cannot raise. Donate the old cache under `jit`, or it is
+        copied.
 
         Args:
             k: keys without RoPE.
@@ -119,6 +120,11 @@ class HTreeCache:
         v = tree.append(old_v, v, start, end, self._layers, self.compression)
         k, v, end = args.restore((k, v, end))
         return dataclasses.replace(self, k=k, v=v, lengths=end)
+
+    @property
+    def room(self) -> Int[Array, "B"]:
+        """How many more tokens each request has room for; 0 where the cache is full."""
+        return self.capacity - jnp.clip(self.lengths, 0, self.capacity)
 
     @property
     def layers(self) -> tuple[tuple[Array, Array], ...]:

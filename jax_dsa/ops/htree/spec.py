@@ -33,8 +33,8 @@ class Options:
 def check_tree(args: Args, compression: Any, top_k: Any, **others: Any) -> Options:
     """Checked options of a tree."""
     return Options(
-        args.integer("compression", compression, 2, 2**31 - 1),
-        args.integer("top_k", top_k, 1, 2**31 - 1),
+        args.integer("compression", compression, 2),
+        args.integer("top_k", top_k, 1),
         **others,
     )
 

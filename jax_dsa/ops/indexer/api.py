@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from jax_dsa.core.arguments import key_ranges
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import FLOATS, FP8, WIDE_FLOATS, Args
@@ -77,13 +79,19 @@ indexer_selected_op = differentiable(
 )
 
 
+def _weights(args: Args, index_weights: Any) -> Float[Array, "B T J"]:
+    """The argument of this name, in float32 at least."""
+    weights = args.array("index_weights", index_weights, "B T J", FLOATS)
+    return weights if weights.dtype in WIDE_FLOATS else weights.astype(jnp.float32)
+
+
 def indexer_inputs(
     args: Args, index_q: Any, index_k: Any, index_weights: Any, index_k_scale: Any
 ) -> IndexerInputs:
     """The arguments of these names."""
     q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
     k = args.array("index_k", index_k, "B S C", (q.dtype,))
-    weights = args.array("index_weights", index_weights, "B T J", WIDE_FLOATS)
+    weights = _weights(args, index_weights)
     if index_k_scale is not None:
         index_k_scale = args.array("index_k_scale", index_k_scale, "B S", WIDE_FLOATS)
     return IndexerInputs(q, k, weights, index_k_scale)
@@ -112,8 +120,8 @@ def indexer_logits(
         index_q: queries of J heads; bfloat16, float16, float32 or float8_e4m3fn, whose scale
             belongs in `index_weights`.
         index_k: keys, one head, of index_q's dtype.
-        index_weights: float32 weight of each head for each query, with every constant factor
-            (J^-1/2 C^-1/2, say) already multiplied in.
+        index_weights: weight of each head for each query, float32 (or bfloat16 or float16, which
+            become float32), with every constant factor (J^-1/2 C^-1/2, say) already multiplied in.
         index_k_scale: float32 scale of each key, for FP8 keys.
         is_causal: query t sees only keys up to its own position `query_start + t`.
         query_start: position of the first query among the keys: an int, a scalar, or one for each
@@ -208,7 +216,7 @@ def indexer_topk(
         q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
         keys = cached_keys(args, "index_k", index_k, "1 C", (q.dtype,))
         k = keys.rows[:, :, 0]
-        weights = args.array("index_weights", index_weights, "B T J", WIDE_FLOATS)
+        weights = _weights(args, index_weights)
         if index_k_scale is not None:
             layout = "B S" if keys.page_table is None else "P L"
             index_k_scale = args.array("index_k_scale", index_k_scale, layout, WIDE_FLOATS)
@@ -218,15 +226,12 @@ def indexer_topk(
         lengths = keys.lengths
         if keys.page_table is not None:
             page_table, page_size = keys.page_table, keys.page_size
-            size = args.sizes["S"]
-            args.option("index_k", size, page_size > 0, "pages of at least one key")
-            args.option("index_k.page_table", size, size < 2**31, "room for less than 2**31 keys")
     else:
         inputs = indexer_inputs(args, index_q, index_k, index_weights, index_k_scale)
     ranges = key_ranges(args, starts, ends, is_causal, query_start, lengths)
     options = Options(
         relu=args.flag("relu", relu),
-        top_k=args.integer("top_k", top_k, 0, 2**31 - 1),
+        top_k=args.integer("top_k", top_k, 0),
         deterministic=args.flag("deterministic", deterministic),
         page_size=page_size,
     )

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jax_dsa.core import compat
 from jax_dsa.core.layout import physical_rows
-from jax_dsa.core.rows import scatter_rows
+from jax_dsa.core.rows import scatter_rows, some_row
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float
 from jax_dsa.ops.indexer.spec import Gradients, Logits, Operands, Options, Selected, Selection
@@ -168,17 +168,14 @@ def indexer_topk_fwd(options: Options, x: Operands) -> Selection:
     size, pool = pages * options.page_size, k.shape[1]
     positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
     rows = physical_rows(pool // options.page_size, options.page_size, page_table, positions)
-    entry = (
-        jnp.arange(batch, dtype=jnp.int32)[:, None]
-        if k.shape[0] == batch
-        else jnp.zeros((1, 1), jnp.int32)
-    )
+    entry = jnp.arange(batch if k.shape[0] == batch else 1, dtype=jnp.int32)[:, None]
     entry = jnp.broadcast_to(entry, (batch, 1))
 
     def gathered(entry: Array, rows: Array) -> Any:
         where = entry, jnp.where(rows < 0, pool, rows)
         own = (
-            None if x is None else x.at[where].get(mode="fill", fill_value=0) for x in (k, k_scale)
+            None if x is None else some_row(x).at[where].get(mode="fill", fill_value=0)
+            for x in (k, k_scale)
         )
         return *own, rows >= 0
 

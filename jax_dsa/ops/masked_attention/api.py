@@ -156,7 +156,7 @@ def masked_attention(
         segment_ids: int32; queries see the keys of their own segment. One array for both sides if
             T == S, else a pair (of queries, of keys).
         key_value_seq_lengths: int32; keys from here on are hidden. They are clipped to 0..S.
-        softcap: > 0, or None.
+        softcap: in 1e-30..1e30, or None.
         block_mask: from `make_block_mask`; lets a kernel skip empty tiles.
         kv_indices: int32; the keys that each key head keeps for all queries, in any order; the
             others are hidden, and not read. Entries outside 0..S-1 are no keys; a key listed twice
@@ -378,8 +378,10 @@ def _attend(
         args.option("block_mask", given, block_mask is None, "None beside 'kv_indices'")
     rows, tiles, bits, tile_heads = _blocks(args, block_mask, q, k)
     if softcap is not None:
+        # Logits divided by a larger one, or a smaller one's inverse, are beyond float32's range.
         softcap = args.real("softcap", softcap)
-        args.option("softcap", softcap, softcap > 0, "None or > 0")
+        fits = 1e-30 <= softcap <= 1e30
+        args.option("softcap", softcap, fits, "None or a float in 1e-30..1e30")
     options = Options(
         scale=scale_or_default(args, scale),
         softcap=softcap,

@@ -171,7 +171,9 @@ def mqa_decode(
     else:
         v = _values(args, v, keys, q.dtype)
         given, value_dim = value_dim, v.shape[-1]
-        args.option("value_dim", given, given in (None, value_dim), f"None or E={value_dim} of 'v'")
+        if given is not None:
+            fits = args.integer("value_dim", given, 0) == value_dim
+            args.option("value_dim", given, fits, f"None or E={value_dim} of 'v'")
     starts, ends = _visible(args, keys.lengths, starts, local_window_size)
     options = Options(
         scale=scale_or_default(args, scale),
@@ -237,7 +239,7 @@ def _visible(
         args.option(
             "local_window_size", local_window_size, right in ([], [0]), "an int or (left, 0)"
         )
-        left = np.int32(args.integer("local_window_size", left, 0, 2**31 - 1))
+        left = np.int32(args.integer("local_window_size", left, 0))
     return _visible_ranges(lengths, starts, left, args.sizes["T"])
 
 

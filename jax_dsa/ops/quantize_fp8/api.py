@@ -25,7 +25,6 @@ from jax_dsa.ops.quantize_fp8.spec import (
     Operands,
     Options,
     Values,
-    checked_dtype,
     leading_dims,
 )
 
@@ -181,7 +180,7 @@ def dequantize_fp8(
     """
     args, x, block = _check_x("dequantize_fp8", x, block, E4M3)
     call = args.call(implementation)
-    options = Options.of(x.shape, block, dtype=checked_dtype(args, dtype))
+    options = Options.of(x.shape, block, dtype=args.dtype("dtype", dtype, INPUTS))
     shape = [*x.shape[:-1], -(-x.shape[-1] // block[1])]
     if block[0] != 1:
         shape[-2] = -(-shape[-2] // block[0])

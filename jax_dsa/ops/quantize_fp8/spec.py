@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_dsa.core.checks import Args, as_array
+from jax_dsa.core.checks import as_array
 from jax_dsa.core.typing import Array, Float
 
 BLOCK = 128  # of activations (1x128), of weights (128x128), and of the matmul's accumulation
@@ -96,11 +96,3 @@ def leading_dims(x: Any, last: str) -> str:
     """Dims of `x` for messages: any leading axes, then `last`."""
     extra = max(0, getattr(as_array(x), "ndim", 0) - len(last.split()))
     return " ".join([*(["B", "T", *(f"T{i}" for i in range(2, extra))][:extra]), last])
-
-
-def checked_dtype(args: Args, dtype: Any) -> Any:
-    """The dtype of a result."""
-    names = [jnp.dtype(d).name for d in INPUTS]
-    name = jnp.dtype(dtype).name
-    args.option("dtype", name, name in names, " or ".join(names))
-    return jnp.dtype(dtype)

@@ -46,6 +46,8 @@ def supports(options: Options, x: Operands, *_: Results) -> str | None:
 
 def decode_supports(options: Options, x: Operands) -> str | None:
     """None, or why the kernel of `sparse_mla_decode` does not run this call."""
+    if x.page_table is not None and 0 in x.page_table.shape[1:]:
+        return "it takes at least one page for a request"
     # The shape of records is checked already.
     return _queries_supported(options, x) if x.kv.dtype == jnp.uint8 else supports(options, x)
 
@@ -53,6 +55,8 @@ def decode_supports(options: Options, x: Operands) -> str | None:
 def _queries_supported(options: Options, x: Operands) -> str | None:
     if x.q.dtype != jnp.bfloat16:
         return f"it takes bfloat16, got q of {x.q.dtype} and kv of {x.kv.dtype}"
+    if x.q.shape[2] == 0:
+        return "it takes at least one head"
     if x.q.shape[3] not in _DIMS:
         return f"it has D=576 and D=512, got D={x.q.shape[3]}"
     if options.value_dim != _VALUE_DIM:

@@ -101,7 +101,7 @@ def topk(
     call = args.call(implementation)
     x = args.array("x", x, f"{rows} S", FLOATS)
     options = Options(
-        top_k=args.integer("top_k", top_k, 0, 2**31 - 1),
+        top_k=args.integer("top_k", top_k, 0),
         size=x.shape[-1],
         return_values=args.flag("return_values", return_values),
     )

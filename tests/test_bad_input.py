@@ -1,0 +1,216 @@
+"""What no operator takes: tables over those where the case and the message are the same."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_dsa
+from jax_dsa import nn
+from jax_dsa.serving import pack_records, unpack_records
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+B, T, N, S, D, K = 2, 3, 4, 5, 8, 2
+Q, KV = jnp.ones((B, T, N, D)), jnp.ones((B, S, 1, D))
+INDICES, LSE = jnp.zeros((B, T, K), jnp.int32), jnp.zeros((B, T, N))
+INDEX = jnp.ones((B, T, N, D)), jnp.ones((B, S, D)), jnp.ones((B, T, N))
+CODES = jax_dsa.quantize_fp8(Q)
+
+# Of each a call that takes the array in question.
+ARRAYS: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "topk 'x'": (lambda x: jax_dsa.topk(x, 1), Q),
+    "sparse_mla 'q'": (lambda x: jax_dsa.sparse_mla(x, KV, INDICES), Q),
+    "sparse_mla 'indices'": (lambda x: jax_dsa.sparse_mla(Q, KV, x), INDICES),
+    "dsa_attention 'index_k'": (
+        lambda x: jax_dsa.dsa_attention(Q, KV, INDEX[0], x, INDEX[2], top_k=1),
+        INDEX[1],
+    ),
+    "mqa_decode 'k'": (lambda x: jax_dsa.mqa_decode(Q, x), KV),
+    "masked_attention 'v'": (lambda x: jax_dsa.masked_attention(Q, KV, x), KV),
+    "htree_build 'k'": (lambda x: jax_dsa.htree_build(x, KV), KV),
+    "quantize_fp8 'x'": (jax_dsa.quantize_fp8, Q),
+    "pack_records 'rows'": (pack_records, jnp.zeros((2, 576))),
+    "unpack_records 'records'": (
+        functools.partial(unpack_records, dtype=jnp.float32),
+        jnp.zeros((2, 656), jnp.uint8),
+    ),
+    "FlatCache.append 'rows'": (jax_dsa.FlatCache.empty(B, S, D).append, KV),
+}
+NO_ARRAYS: dict[str, Callable[[Any], Any]] = {
+    "masked": lambda x: np.ma.masked_array(x, mask=np.zeros(x.shape, bool)),
+    "keys": lambda x: jax.random.split(jax.random.key(0), x.shape),
+    "texts": lambda x: np.full(x.shape, "1.0"),
+    "objects": lambda x: np.full(x.shape, None),
+    "dates": lambda x: np.zeros(x.shape, "datetime64[s]"),
+    "records": lambda x: np.zeros(x.shape, [("a", "f4")]),
+    "long": lambda x: np.zeros(x.shape, np.longdouble),
+    "list": lambda x: np.asarray(x).tolist(),
+}
+
+
+@pytest.mark.parametrize("made", NO_ARRAYS.values(), ids=NO_ARRAYS)
+@pytest.mark.parametrize("where", ARRAYS)
+def test_what_is_no_array_of_jax(where: str, made: Callable) -> None:
+    call, good = ARRAYS[where]
+    jax.block_until_ready(jax.tree.leaves(call(good)))
+    op, name = where.split()
+    with pytest.raises(TypeError, match=f"{op}: argument {name} (is|has dtype) .*want "):
+        call(made(np.asarray(good)))
+
+
+ATTENTION: dict[str, Callable[..., Any]] = {
+    "sparse_mla": lambda **o: jax_dsa.sparse_mla(Q, KV, INDICES, **o),
+    "attn_dist": lambda **o: jax_dsa.attn_dist(Q, KV, INDICES, LSE, **o),
+    "dsa_attention": lambda **o: jax_dsa.dsa_attention(Q, KV, *INDEX, top_k=1, **o),
+    "dense_indexer_kl_loss": lambda **o: jax_dsa.dense_indexer_kl_loss(*INDEX, Q, KV, **o),
+    "mqa_decode": lambda **o: jax_dsa.mqa_decode(Q, KV, **o),
+    "masked_attention": lambda **o: jax_dsa.masked_attention(Q, KV, KV, **o),
+    "htree_attention": lambda **o: jax_dsa.htree_attention(Q, KV[:, :T], KV[:, :T], **o),
+}
+
+
+@pytest.mark.parametrize("op", ATTENTION)
+def test_scales_that_float32_does_not_hold(op: str) -> None:
+    for scale in (1e39, np.float64(-1e39), 1e-46, 10**400):
+        with pytest.raises(ValueError, match=f"{op}: argument 'scale' is .*float32"):
+            ATTENTION[op](scale=scale)
+    with pytest.raises(TypeError, match=f"{op}: argument 'scale' is an array key"):
+        ATTENTION[op](scale=jax.random.key(0))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(ATTENTION[op](scale=0.0)))
+
+
+def test_other_floats() -> None:
+    for softcap in (1e38, 1e-31):
+        with pytest.raises(ValueError, match=r"masked_attention: argument 'softcap'.*1e-30"):
+            ATTENTION["masked_attention"](softcap=softcap)
+    with pytest.raises(ValueError, match=r"htree_attention: argument 'rope_base'.*float32"):
+        ATTENTION["htree_attention"](rope_base=1e39)
+
+
+MOST = 2**31
+INTEGERS: dict[str, Callable[[Any], Any]] = {
+    "topk 'top_k'": lambda n: jax_dsa.topk(Q, n),
+    "indexer_topk 'top_k'": lambda n: jax_dsa.indexer_topk(*INDEX, n),
+    "dsa_attention 'top_k'": lambda n: jax_dsa.dsa_attention(Q, KV, *INDEX, top_k=n),
+    "topk_mask 'top_k'": lambda n: jax_dsa.topk_mask(Q, n),
+    "htree_build 'top_k'": lambda n: jax_dsa.htree_build(KV, KV, top_k=n),
+    "htree_build 'compression'": lambda n: jax_dsa.htree_build(KV, KV, compression=n),
+    "sparse_mla 'key_stride'": lambda n: ATTENTION["sparse_mla"](is_causal=True, key_stride=n),
+    "attn_dist 'head_group'": lambda n: ATTENTION["attn_dist"](head_group=n),
+    "mqa_decode 'num_splits'": lambda n: ATTENTION["mqa_decode"](num_splits=n),
+    "quantize_fp8 'block'": lambda n: jax_dsa.quantize_fp8(Q, block=n),
+    "make_block_mask 'block_q'": lambda n: jax_dsa.make_block_mask(shape=(1, 1, 8, 8), block_q=n),
+    "make_block_mask 'block_k'": lambda n: jax_dsa.make_block_mask(shape=(1, 1, 8, 8), block_k=n),
+    "make_block_mask 'shape'": lambda n: jax_dsa.make_block_mask(shape=(0, 1, n, 8)),
+    "FlatCache.empty 'capacity'": lambda n: jax_dsa.FlatCache.empty(0, n),
+    "FlatCache.empty 'groups'": lambda n: jax_dsa.FlatCache.empty(0, 1, groups=n),
+    "PagedCache.empty 'num_pages'": lambda n: jax_dsa.PagedCache.empty(n, 1, 0, 0),
+    "PagedCache.empty 'page_size'": lambda n: jax_dsa.PagedCache.empty(0, n, 0, 1),
+    "PagedCache.empty 'pages_per_request'": lambda n: jax_dsa.PagedCache.empty(0, 2, 0, n // 2),
+    "HTreeCache.empty 'capacity'": lambda n: jax_dsa.HTreeCache.empty(0, n, 4),
+}
+
+
+@pytest.mark.parametrize("where", INTEGERS)
+def test_integers_beyond_int32(where: str) -> None:
+    op, name = where.split()
+    for number in (MOST, np.uint64(2**63), 2**70):
+        with pytest.raises(ValueError, match=f"{op}: argument {name} is .*, want int in"):
+            INTEGERS[where](number)
+
+
+def test_axes_beyond_int32() -> None:
+    rows = np.empty((0, MOST), np.float32)
+    for call in (
+        lambda: jax_dsa.topk(rows, 1),
+        lambda: jax_dsa.mqa_decode(Q[:0], rows[..., None, None]),
+        lambda: jax_dsa.quantize_fp8(rows),
+    ):
+        with pytest.raises(ValueError, match=r"has shape \(0, 2147483648.*less than 2\*\*31"):
+            call()
+
+
+def test_small_integers_of_numpy() -> None:
+    """Whose products would overflow, were they not made ints."""
+    for kind in (np.int8, np.uint8):
+        built = jax_dsa.htree_build(KV, KV, compression=kind(16), top_k=kind(16))
+        assert [k.shape for k, _ in built] == [KV.shape]
+    with pytest.raises(ValueError, match=r"want int in 0\.\.2147483647"):
+        jax_dsa.topk(Q, np.uint64(2**63))
+
+
+DTYPES: dict[str, Callable[[Any], Any]] = {
+    "dequantize_fp8": lambda d: jax_dsa.dequantize_fp8(*CODES, dtype=d),
+    "fp8_matmul": lambda d: jax_dsa.fp8_matmul(Q, None, Q[0, 0], None, dtype=d),
+    "unpack_records": lambda d: unpack_records(jnp.zeros((1, 656), jnp.uint8), d),
+    "FlatCache.empty": lambda d: jax_dsa.FlatCache.empty(1, 1, dtype=d),
+    "PagedCache.empty": lambda d: jax_dsa.PagedCache.empty(1, 1, 1, 1, dtype=d),
+    "HTreeCache.empty": lambda d: jax_dsa.HTreeCache.empty(1, 1, 4, dtype=d),
+}
+
+
+@pytest.mark.parametrize("op", DTYPES)
+def test_dtypes(op: str) -> None:
+    for dtype, error in (("wrong", TypeError), (np.ones(3), TypeError), (jnp.int32, ValueError)):
+        with pytest.raises(error, match=f"{op}: argument 'dtype' is .*, want bfloat16 or"):
+            DTYPES[op](dtype)
+    assert jax.tree.leaves(DTYPES[op]("bfloat16"))[0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "implementation", [np.array(["cuda", "xla"]), jnp.ones(3), ["xla"], b"xla"]
+)
+def test_implementations(implementation: Any) -> None:
+    for op, call in ATTENTION.items():
+        with pytest.raises(ValueError, match=f"{op}: argument 'implementation' is .*'xla'"):
+            call(implementation=implementation)
+
+
+def test_value_dim_beside_values() -> None:
+    for value_dim, error in ((3, ValueError), (8.0, TypeError), ("8", TypeError), (D, None)):
+        call = functools.partial(jax_dsa.mqa_decode, Q, KV, KV, value_dim=value_dim)
+        if error is None:
+            assert call().shape == Q.shape
+            continue
+        with pytest.raises(error, match="mqa_decode: argument 'value_dim'"):
+            call()
+
+
+CONFIG = {"model_dim": 8, "num_heads": 2, "q_rank": 4, "kv_rank": 4, "nope_dim": 4, "rope_dim": 2}
+CONFIG |= {"v_dim": 4, "index_heads": 2, "index_dim": 4, "index_rope_dim": 2, "top_k": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        *((name, 0, ValueError) for name in CONFIG if not name.endswith("rope_dim")),
+        *((name, -2, ValueError) for name in CONFIG),
+        *((name, 2.0, TypeError) for name in CONFIG),
+        *(("rope_base", x, ValueError) for x in (0.0, -1.0, np.nan, 1e39)),
+        ("norm_eps", -1e-6, ValueError),
+        ("rope_layout", "whole", ValueError),
+        ("index_rope_layout", ["half"], ValueError),
+        ("dtype", jnp.int32, ValueError),
+        ("dtype", "wrong", TypeError),
+    ],
+)
+def test_attention_config(name: str, value: Any, error: type[Exception]) -> None:
+    nn.AttentionConfig(**CONFIG)
+    with pytest.raises(error, match=f"AttentionConfig: argument '{name}' is"):
+        nn.AttentionConfig(**(CONFIG | {name: value}))
+
+
+@pytest.mark.parametrize("name", ["vocab", "num_layers", "mlp_dim"])
+def test_decoder_config(name: str) -> None:
+    sizes = {"vocab": 5, "num_layers": 1, "mlp_dim": 8}
+    attention = nn.AttentionConfig(**CONFIG)
+    assert nn.DecoderConfig(attention, **sizes).layers == ("full",)
+    with pytest.raises(ValueError, match=f"DecoderConfig: argument '{name}' is 0"):
+        nn.DecoderConfig(attention, **(sizes | {name: 0}))
