@@ -523,7 +523,7 @@ NAMES = ("index_q", "index_k", "index_weights", "index_k_scale", "starts", "ends
         (ValueError, "index_k", (Q, K_[:1], W), {}),
         (ValueError, "index_k", (Q, K_[..., :3], W), {}),
         (ValueError, "index_k", (Q[0], K_, W), {}),
-        (TypeError, "index_weights", (Q, K_, W.astype(np.float16)), {}),
+        (TypeError, "index_weights", (Q, K_, W.astype(np.int32)), {}),
         (ValueError, "index_weights", (Q, K_, W[..., :1]), {}),
         (TypeError, "index_k_scale", (Q, K_, W), {"index_k_scale": 1.0}),
         (ValueError, "index_k_scale", (Q, K_, W), {"index_k_scale": W[..., 0]}),

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import min_dim
 
-from jax_dsa.core.checks import INT32, WIDE_FLOATS, Args, as_array
+from jax_dsa.core.checks import INT32, LARGEST, WIDE_FLOATS, Args, as_array
 from jax_dsa.core.later import Later
 from jax_dsa.core.typing import Array, ArrayLike, Float, Int
 
@@ -17,12 +18,17 @@ CausalAlignment = Literal["top_left", "bottom_right"]
 Window = int | tuple[int, int]
 SegmentIds = Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
 
+# For what shapes the program itself.
+NO_SYMBOL = "numbers, no symbols: export once for each size"
+
 CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
 
 
 def check_heads(args: Args, q: str, kv: str) -> None:
     """Raises unless the N query heads divide evenly among the G heads of keys."""
     heads, groups = args.sizes["N"], args.sizes["G"]
+    numbers = isinstance(heads, int) and isinstance(groups, int)
+    args.option(q, f"N={heads} heads and G={groups} groups", numbers, NO_SYMBOL)
     if groups == 0 or heads % groups:
         raise ValueError(
             f"{args.op}: argument '{q}' has N={heads} heads and '{kv}' has G={groups}, want N to "
@@ -34,6 +40,7 @@ def scale_or_default(args: Args, scale: Any) -> float:
     """`scale`, or D^-1/2."""
     if scale is not None:
         return args.real("scale", scale)
+    args.option("scale", scale, isinstance(args.sizes["D"], int), "a float where D is symbolic")
     return float(max(1, args.sizes["D"]) ** -0.5)
 
 
@@ -66,10 +73,10 @@ def selection(
 
 def first_position(args: Args, query_start: Any) -> ArrayLike:
     """`query_start`, an int, an int32 scalar, or int32 [B]; such that no position overflows."""
-    last = 2**31 - 1 - args.sizes["T"]
+    last = LARGEST - args.sizes["T"]
     if as_array(query_start) is None:
-        number = args.integer("query_start", query_start, -(2**31))
-        return np.full(1, min(number, last), np.int32)
+        first = np.full(1, args.integer("query_start", query_start, -(2**31)), np.int32)
+        return np.minimum(first, last) if isinstance(last, int) else jnp.minimum(first, last)
     start = args.typed("query_start", query_start, INT32)
     if start.shape not in ((), (args.batch,)):
         raise ValueError(
@@ -184,16 +191,16 @@ def _window_ranges(
     queries: int,
     keys: int,
 ) -> tuple[Array | None, Array | None]:
-    stop: Any = np.int32(keys)
+    stop: Any = jnp.asarray(keys, jnp.int32)
     if lengths is not None:
         stop = jnp.clip(lengths, 0, keys)[:, None]
     position = jnp.arange(queries, dtype=jnp.int32)[None]
     if bottom_right:
         position = position + (stop - queries)
-    starts = None if left is None else position - min(left, keys + queries)
+    starts = None if left is None else position - min_dim(left, keys + queries)
     ends = None if lengths is None else jnp.broadcast_to(stop, (stop.shape[0], queries))
     if right is not None:
-        ends = jnp.minimum(position + min(right, keys + queries) + 1, stop)
+        ends = jnp.minimum(position + min_dim(right, keys + queries) + 1, stop)
     starts, ends = (None if x is None else jnp.clip(x, 0, keys) for x in (starts, ends))
     return starts, ends
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -125,6 +126,8 @@ class Kernel:
         for name in given:
             if name not in (self.takes or ()) and getattr(groups[0], name) is not None:
                 return f"it does not take '{name}'"
+        if any(not isinstance(n, int) for x in chain(*groups) if x is not None for n in x.shape):
+            return "it takes no symbolic sizes"
         return self.supports(options, *groups)
 
 

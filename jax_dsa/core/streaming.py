@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import max_dim, min_dim
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +28,11 @@ def chunk_length(total: int, bytes_per_item: int, *, budget: int | None = None) 
 
     At least one. Prefers a divisor of `total` no smaller than half of what fits, since a remainder
     chunk costs a second compilation. A chunk has at most `budget` bytes: by default BUDGET, or less
-    where the whole is small.
+    where the whole is small. Where `jax.export` has symbols for sizes, the length is a formula.
     """
+    if not (isinstance(total, int) and isinstance(bytes_per_item, int)):
+        fits = (budget or BUDGET) // max_dim(1, bytes_per_item)
+        return min_dim(total, max_dim(1, fits))
     if budget is None:
         budget = min(BUDGET, max(CACHED, total * bytes_per_item // _CHUNKS))
     fits = max(1, budget // max(1, bytes_per_item))
@@ -63,6 +67,8 @@ def scan_chunks(
         The last carry, and the chunks' results concatenated along `axis`.
     """
     total = jax.tree.leaves(xs)[0].shape[axis]
+    if not (isinstance(total, int) and isinstance(chunk, int)):
+        return _loop_over_chunks(body, carry, xs, axis, chunk)
     whole = total // chunk
     if total <= chunk or whole == 0:
         return body(carry, *xs)
@@ -83,6 +89,42 @@ def scan_chunks(
         carry, tail = body(carry, *rest)
         ys = jax.tree.map(lambda y, t: jnp.concatenate([y, t], axis=axis), ys, tail)
     return carry, ys
+
+
+def _loop_over_chunks(
+    body: Callable[..., tuple[Carry, tuple[Any, ...]]],
+    carry: Carry,
+    xs: tuple[Any, ...],
+    axis: int,
+    chunk: Any,
+) -> tuple[Carry, tuple[Any, ...]]:
+    """`scan_chunks` where sizes are symbolic: a scan would want to know that it has a step. JAX has
+    no derivative of this loop; the operators have their own.
+    """
+    total = jax.tree.leaves(xs)[0].shape[axis]
+    whole = (total - 1) // chunk  # leaves at least one for the last chunk
+
+    def step(state: tuple[Carry, Any], start: Any, size: Any) -> tuple[Carry, Any]:
+        carry, ys = state
+        carry, parts = body(carry, *jax.tree.map(lambda x: cut(x, start, size), xs))
+        return carry, jax.tree.map(lambda y, part: put(y, part, start), ys, parts)
+
+    def cut(x: jax.Array, start: Any, size: Any) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+
+    def put(y: jax.Array, part: jax.Array, start: Any) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(y, part, start, axis)
+
+    def first(carry: Carry, *xs: Any) -> Any:
+        return body(carry, *jax.tree.map(lambda x: cut(x, 0, chunk), xs))[1]
+
+    parts = jax.eval_shape(first, carry, *xs)
+    ys = jax.tree.map(
+        lambda y: jnp.zeros((*y.shape[:axis], total, *y.shape[axis + 1 :]), y.dtype), parts
+    )
+    number, length = (jnp.asarray(n, jnp.int32) for n in (whole, chunk))
+    state = jax.lax.fori_loop(0, number, lambda i, s: step(s, i * length, chunk), (carry, ys))
+    return step(state, number * length, total - whole * chunk)
 
 
 def entry_by_entry(fn: Callable[[X], Y], x: X) -> Y:

@@ -92,6 +92,9 @@ def _row_of_tiles(options: Options, x: Operands) -> Callable[[Array], tuple[Arra
 
 def index_mask(options: IndexOptions, x: Indices) -> Mask:
     """True at `indices`."""
-    empty = jnp.zeros((*x.indices.shape[:2], options.size), bool)
-    indices = jnp.where(x.indices < 0, options.size, x.indices)  # -1 would be the last position
-    return Mask(jnp.put_along_axis(empty, indices, True, axis=-1, inplace=False, mode="drop"))
+
+    def row(indices: Array) -> Array:
+        indices = jnp.where(indices < 0, options.size, indices)  # -1 would be the last position
+        return jnp.zeros(options.size, bool).at[indices].set(True, mode="drop")
+
+    return Mask(jax.vmap(jax.vmap(row))(x.indices))

@@ -294,7 +294,8 @@ def cached_keys(args: Args, name: str, cache: Any, row: str, dtypes: Any) -> Cac
         rows = pages.reshape(count * size, *pages.shape[2:])[None]
         args.sizes["S"] = table.shape[1] * size
         room = args.sizes["S"]
-        args.option(f"{name}.page_table", room, room < 2**31, "room for less than 2**31 rows")
+        fits = not isinstance(room, int) or room <= LARGEST
+        args.option(f"{name}.page_table", room, fits, "room for less than 2**31 rows")
     elif isinstance(cache, FlatCache):
         rows = args.array(f"{name}.data", cache.data, f"B S {row}", dtypes)
         table, size = None, 1

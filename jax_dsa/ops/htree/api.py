@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from jax_dsa.core.arguments import check_heads, scale_or_default
+from jax_dsa.core.arguments import NO_SYMBOL, check_heads, scale_or_default
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.op import Pass, differentiable
@@ -49,6 +49,12 @@ def check_attention(args: Args, keys: str, scale: Any, rope_base: Any) -> dict[s
     rope_base = args.real("rope_base", rope_base)
     args.option("rope_base", rope_base, rope_base > 0, "a positive float")
     return {"scale": scale_or_default(args, scale), "rope_base": rope_base}
+
+
+def _check_tokens(args: Args, name: str, letter: str) -> None:
+    """Raises for a symbolic number of tokens, on which the layers of the tree depend."""
+    size = args.sizes[letter]
+    args.option(name, f"{letter}={size} tokens", isinstance(size, int), NO_SYMBOL)
 
 
 class _Keywords(TypedDict, total=False):
@@ -150,6 +156,7 @@ def htree_attention(
     return_lse = args.flag("return_lse", return_lse)
     q = args.array("q", q, "B T N D", FLOATS)
     k = args.array("k", k, "B T G D", (q.dtype,))
+    _check_tokens(args, "k", "T")
     v = args.array("v", v, "B T G E", (q.dtype,))
     options = check_tree(args, compression, top_k, **check_attention(args, "k", scale, rope_base))
     out, lse, _ = htree_op(call, options, Operands(q, k, v, _positions(q)))
@@ -192,6 +199,7 @@ def htree_build(
     args = Args("htree_build", "k", k, "B S G D")
     call = args.call(implementation)
     k = args.array("k", k, "B S G D", FLOATS)
+    _check_tokens(args, "k", "S")
     v = args.array("v", v, "B S G E", (k.dtype,))
     options = check_tree(args, compression, top_k, capacity=k.shape[1])
     built = htree_build_op(call, options, Tokens(k, v))
@@ -237,6 +245,7 @@ def htree_select(
     call = args.call(implementation)
     q = args.array("q", q, "B T N D", FLOATS)
     k = args.array("k", k, "B T G D", (q.dtype,))
+    _check_tokens(args, "k", "T")
     options = check_tree(args, compression, top_k, **check_attention(args, "k", scale, rope_base))
     return tuple(HTreeSelection(*args.restore(view)) for view in _inspect(call, options, q, k))
 

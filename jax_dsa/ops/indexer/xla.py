@@ -58,6 +58,8 @@ def stream_queries(
     # Many queries of few batch entries a chunk, rather than the other way round: that reads the
     # keys less often.
     entries = chunk_length(batch, total * bytes_per_query)
+    if not isinstance(entries, int):  # a formula in the formula below would be slow to export
+        entries = 1
     chunk = chunk_length(total, entries * bytes_per_query)
     n, m = len(carry), len(carry) + len(keys)
 
@@ -203,13 +205,20 @@ def _stream_logits(
         mask = mask if there is None else mask & there[:, None]
         return (), (combine(options, scores(q, k), weights, k_scale, mask),)
 
+    scores_cost = score_bytes(queries[0].shape[2], size)
+    # With symbolic sizes both chunks are the same one, for the same reason as above.
+    nested = all(isinstance(n, int) for n in (size, *queries[0].shape))
+
     def many(_: tuple[()], keys: Any, *queries: Array) -> Any:
-        cost = score_bytes(queries[0].shape[2], size)
-        _, (logits,) = stream_queries(few, (), keys, queries, cost)
+        if nested:
+            _, (logits,) = stream_queries(few, (), keys, queries, scores_cost)
+        else:
+            _, (logits,) = few((), keys, *queries)
         # Behind the barrier the logits are computed alike, bit for bit, whatever `finish` does.
         return (), finish(jax.lax.optimization_barrier(logits))
 
-    return stream_queries(many, (), keys, queries, size * BYTES_PER_POSITION)[1]
+    cost = size * BYTES_PER_POSITION + (0 if nested else scores_cost)
+    return stream_queries(many, (), keys, queries, cost)[1]
 
 
 def indexer_logits_bwd(options: Options, x: Operands, dy: Logits) -> Gradients:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+from jax.core import min_dim
 
 from jax_dsa.core.arguments import (
     CausalAlignment,
@@ -302,7 +303,8 @@ def masked_attention_varlen(
     q, k, v = _arrays(args, q, k, v)
     cu_q = args.array("cu_seqlens_q", cu_seqlens_q, "R+1", INT32)
     cu_k = args.array("cu_seqlens_k", cu_seqlens_k, "R+1", INT32)
-    args.shape("cu_seqlens_q", cu_q, cu_q.size > 1, "[R+1] with R >= 1")
+    fits = isinstance(cu_q.size, int) and cu_q.size > 1
+    args.shape("cu_seqlens_q", cu_q, fits, "[R+1] with a number R >= 1, no symbol")
     left, right = window_reach(args, is_causal, causal_alignment, local_window_size)
     starts, ends = _packed_ranges(
         q.shape[1], k.shape[1], cu_q, cu_k, causal_alignment == "bottom_right", left, right
@@ -349,9 +351,9 @@ def _packed_ranges(
     position = first + row - q_first
     if bottom_right:
         position += (stop - first) - (q_stop - q_first)
-    starts = first if left is None else jnp.maximum(first, position - min(left, keys + queries))
+    starts = first if left is None else jnp.maximum(first, position - min_dim(left, keys + queries))
     if right is not None:
-        stop = jnp.minimum(stop, position + min(right, keys + queries) + 1)
+        stop = jnp.minimum(stop, position + min_dim(right, keys + queries) + 1)
     return jnp.clip(starts, 0, keys), jnp.where(inside, jnp.clip(stop, 0, keys), 0)
 
 

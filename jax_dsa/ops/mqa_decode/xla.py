@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import max_dim, min_dim
 
 from jax_dsa.core import compat
 from jax_dsa.core.layout import unpack_records
@@ -88,7 +89,7 @@ def _chunk(options: Options, q: Array, k: Array, items: int, page: int, score_by
     G = k.shape[2]
     per_key = B * (G * D * 4 * q.dtype.itemsize + T * N * score_bytes)
     fits = chunk_length(items, page * per_key)
-    return max(1, min(fits, -(-items // (options.num_splits or 1))))
+    return max_dim(1, min_dim(fits, -(-items // (options.num_splits or 1))))
 
 
 def mqa_decode_fwd(options: Options, x: Operands) -> Results:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
+from jax_dsa.core.arguments import NO_SYMBOL
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import Args
 from jax_dsa.core.ffi import Kernel
@@ -97,7 +98,10 @@ def _check_x(op: str, x: Any, block: Any, dtypes: Any) -> tuple[Args, Any, tuple
     rows, cols = _check_block(args, block)
     if rows != 1 and dims == "C":
         dims = "R C"
-    return args, args.array("x", x, dims, dtypes), (rows, cols)
+    x = args.array("x", x, dims, dtypes)
+    blocked = x.shape[-1:] if rows == 1 else x.shape[-2:]
+    args.shape("x", x, all(isinstance(n, int) for n in blocked), f"blocks of {NO_SYMBOL}")
+    return args, x, (rows, cols)
 
 
 def quantize_fp8(

@@ -76,7 +76,7 @@ def scatter_values(
 def select(x: Float[Array, "R S"], k: int) -> Int[Array, "R K"]:
     """The k largest by (value descending, index ascending) of each row; ascending, -1 last."""
     size = x.shape[1]
-    reach = min(k, size)
+    reach = min(k, size) if isinstance(size, int) else k
     if reach == 0:
         return jnp.full((x.shape[0], k), -1, jnp.int32)
     keys, bits = _ordered_keys(x)
@@ -110,7 +110,8 @@ def _ordered_keys(x: Float[Array, "R S"]) -> tuple[Int[Array, "R S"], int]:
 def _kth_largest(keys: Int[Array, "R S"], k: int, bits: int) -> Int[Array, "R"]:
     """The largest t of `bits` bits that at least k of a row's keys reach."""
     # Sums of floats vectorise on CPU where sums of integers do not; they are exact up to 2^24.
-    count = jnp.float32 if keys.shape[1] <= 2**24 else jnp.int32
+    size = keys.shape[1]
+    count = jnp.float32 if isinstance(size, int) and size <= 2**24 else jnp.int32
 
     def raise_bit(i: Array, t: Array) -> Array:
         step = jax.lax.shift_left(jnp.ones((), keys.dtype), jnp.asarray(bits - 1 - i, keys.dtype))
