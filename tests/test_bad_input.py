@@ -12,6 +12,7 @@ import pytest
 
 import jax_dsa
 from jax_dsa import nn
+from jax_dsa.core import ffi
 from jax_dsa.serving import pack_records, unpack_records
 
 if TYPE_CHECKING:
@@ -214,3 +215,28 @@ def test_decoder_config(name: str) -> None:
     assert nn.DecoderConfig(attention, **sizes).layers == ("full",)
     with pytest.raises(ValueError, match=f"DecoderConfig: argument '{name}' is 0"):
         nn.DecoderConfig(attention, **(sizes | {name: 0}))
+
+
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("topk_mask", lambda: jax_dsa.topk_mask(Q, 1)),
+        ("topk_indices", lambda: jax_dsa.topk_indices(Q, 1)),
+        ("fake_quantize_fp8", lambda: jax_dsa.fake_quantize_fp8(Q)),
+        ("pack_records", lambda: pack_records(jnp.zeros((2, 576)))),
+        (
+            "PagedCache.append",
+            lambda: jax_dsa.PagedCache.empty(1, 1, 1, 1, fp8=True).append(
+                jnp.zeros((1, 1, 1, 576))
+            ),
+        ),
+    ],
+)
+def test_errors_name_the_function_that_was_called(
+    op: str, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not one that it is made of."""
+    monkeypatch.setattr(ffi, "status", lambda: (False, "a test says so"))
+    monkeypatch.setenv("JAX_DSA_IMPL", "cuda")
+    with pytest.raises(NotImplementedError, match=f"^{op}: .*a test says so"):
+        call()

@@ -35,7 +35,7 @@ from jax_dsa.ops.block_mask.spec import (
     Options,
     Tiles,
 )
-from jax_dsa.ops.topk.api import topk
+from jax_dsa.ops.topk.api import topk_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -211,7 +211,7 @@ def topk_mask(
             x = jnp.where(mask, x, -jnp.inf)
         except ValueError:
             args.shape("mask", mask, False, f"one that broadcasts against bias {x.shape}")
-    kept = topk(x, top_k)
+    kept = topk_of("topk_mask", "bias", x, top_k)
     rows = (x.shape[0], math.prod(x.shape[1:-1])) if x.ndim > 1 else (1, 1)
     call = args.call("xla")
     indices = Indices(kept.reshape(*rows, top_k))
@@ -238,7 +238,8 @@ def topk_indices(bias: Float[Array, "... S"], top_k: int) -> Int[Array, "... W"]
         Array([1, 2], dtype=int32)
     """
     x = _rows_of("topk_indices", bias)
-    return topk(x, _checks("topk_indices").integer("top_k", top_k, 1))
+    top_k = _checks("topk_indices").integer("top_k", top_k, 1)
+    return topk_of("topk_indices", "bias", x, top_k)
 
 
 def _checks(name: str) -> Args:

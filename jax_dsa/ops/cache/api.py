@@ -19,6 +19,7 @@ import numpy as np
 from jax_dsa.core import layout
 from jax_dsa.core.checks import FLOATS, FP8, INT32, LARGEST, Args
 from jax_dsa.core.layout import (
+    RECORD_BLOCK,
     RECORD_BYTES,
     RECORD_DIM,
     RECORD_LATENT,
@@ -26,8 +27,8 @@ from jax_dsa.core.layout import (
     put_rows,
 )
 from jax_dsa.core.typing import Array, Float, Int, UInt8
-from jax_dsa.ops.quantize_fp8.api import quantize_fp8
-from jax_dsa.ops.quantize_fp8.spec import INPUTS
+from jax_dsa.ops.quantize_fp8.api import quantize_fp8_op
+from jax_dsa.ops.quantize_fp8.spec import INPUTS, Operands, Options
 
 __all__ = [
     "CachedKeys",
@@ -49,8 +50,15 @@ def pack_records(rows: Float[Array, "... 576"]) -> UInt8[Array, "... 656"]:
         TypeError, ValueError: `rows` has the wrong type or shape.
     """
     rows = _rows_of("pack_records", "rows", rows, INPUTS, RECORD_DIM)
-    values, scale = quantize_fp8(rows[..., :RECORD_LATENT], power_of_two_scale=True)
-    parts = (values, scale, rows[..., RECORD_LATENT:].astype(jnp.bfloat16))
+    return _packed(_checks("pack_records"), rows)
+
+
+def _packed(args: Args, rows: Float[Array, "... 576"]) -> UInt8[Array, "... 656"]:
+    """`pack_records` without its checks, as part of what `args` belong to."""
+    latent = rows[None, ..., :RECORD_LATENT]
+    options = Options.of(latent.shape[1:], (1, RECORD_BLOCK), power_of_two_scale=True)
+    values, scale = quantize_fp8_op(args.call(None), options, Operands(latent))
+    parts = (values[0], scale[0], rows[..., RECORD_LATENT:].astype(jnp.bfloat16))
     as_bytes = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in parts)
     lead = rows.shape[:-1]
     flat = [x.reshape(*lead, math.prod(x.shape[len(lead) :])) for x in as_bytes]
@@ -146,7 +154,7 @@ def _encoded(args: Args, rows: Any, stored: jax.Array, dims: str) -> jax.Array:
     if stored.dtype == jnp.uint8:
         args.shape("rows", rows, rows.shape[-1:] == (RECORD_DIM,), f"[B, T, G, {RECORD_DIM}]")
         low = rows.dtype if rows.dtype in INPUTS else jnp.float32
-        rows = pack_records(rows.astype(low))
+        rows = _packed(args, rows.astype(low))
     rows = rows.astype(stored.dtype)
     return args.array("rows", rows, dims, (stored.dtype,))
 

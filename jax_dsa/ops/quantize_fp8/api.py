@@ -49,9 +49,9 @@ def _quantize_fwd(call: Call, options: Options, x: Operands) -> Codes:
     return QUANTIZE(call, options, jax.lax.stop_gradient(x))
 
 
-def _quantize_bwd(*_: Any) -> NoReturn:
+def _quantize_bwd(call: Call, *_: Any) -> NoReturn:
     raise TypeError(
-        "quantize_fp8: its results have no gradient (JAX would round their cotangents to e4m3). "
+        f"{call.op}: its results have no gradient (JAX would round their cotangents to e4m3). "
         "Use fake_quantize_fp8, or give fp8_matmul the unquantised array: both pass gradients "
         "straight through. Where no gradient is meant, quantise jax.lax.stop_gradient(x)"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -94,12 +94,26 @@ def topk(
         Array([[2, 4],
                [0, 2]], dtype=int32)
     """
+    return topk_of("topk", "x", x, top_k, starts, ends, return_values, implementation)
+
+
+def topk_of(
+    op: str,
+    name: str,
+    x: Any,
+    top_k: Any,
+    starts: Any = None,
+    ends: Any = None,
+    return_values: Any = False,
+    implementation: Any = None,
+) -> Any:
+    """`topk` as part of the public function `op`, whose argument `name` the rows are."""
     rank = getattr(as_array(x), "ndim", 1)
     leading = ["B", "T", *(f"T{i}" for i in range(2, rank))][: max(1, rank - 1)]
     rows = " ".join(leading)
-    args = Args("topk", "x", x, f"{rows} S")
+    args = Args(op, name, x, f"{rows} S")
     call = args.call(implementation)
-    x = args.array("x", x, f"{rows} S", FLOATS)
+    x = args.array(name, x, f"{rows} S", FLOATS)
     options = Options(
         top_k=args.integer("top_k", top_k, 0),
         size=x.shape[-1],
