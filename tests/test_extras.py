@@ -32,6 +32,16 @@ except ModuleNotFoundError as error:
         ("jax_dsa.training", "flax", "jax_dsa.training needs 'flax', which the extra 'examples'"),
         ("import jax_dsa.training", "optax", "jax_dsa.training needs 'optax', which the extra"),
         (
+            "import jax_dsa.bench.__main__",
+            "tqdm",
+            "jax_dsa.bench needs 'tqdm', which the extra 'be",
+        ),
+        (
+            "from jax_dsa.bench import report; report.write_plot([], None)",
+            "matplotlib",
+            "jax_dsa.bench --plot needs 'matplotlib', which the extra 'bench' brings",
+        ),
+        (
             "import jax_dsa.training.cli",
             "orbax",
             "jax_dsa.training.cli needs 'orbax', which the extra 'examples' brings",

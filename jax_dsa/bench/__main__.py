@@ -13,12 +13,15 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import jax
-from tqdm import tqdm
 
 from jax_dsa.bench import report, timing
 from jax_dsa.bench.case import shrunk
 from jax_dsa.bench.ceilings import ceilings
 from jax_dsa.bench.registry import OPERATORS
+from jax_dsa.core.extras import needs_extra
+
+with needs_extra("bench", "jax_dsa.bench"):
+    from tqdm import tqdm
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jax_dsa.bench.case import COPY
+from jax_dsa.core.extras import needs_extra
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -159,10 +160,11 @@ def _problem(r: Row) -> tuple[str, str, str, str]:
 
 def write_plot(rows: Sequence[Row], path: pathlib.Path) -> None:
     """Bars of each case's share of its ceiling, implementations side by side."""
-    import matplotlib
+    with needs_extra("bench", "jax_dsa.bench --plot"):
+        import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
 
     def label(r: Row) -> str:
         return f"{r.operator} {r.step} {r.dtype}\n{r.case}"
