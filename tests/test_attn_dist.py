@@ -263,5 +263,5 @@ def test_no_heads(head_group: int | None, rng: np.random.Generator) -> None:
 
     options = {"head_group": head_group}
     dist, pull = jax.vjp(fn, q[:, :, :0], kv, lse[:, :, :0])
-    assert dist.shape == (B, T, K) if head_group is None else (B, 0, T, K)
+    assert dist.shape == ((B, T, K) if head_group is None else (B, 0, T, K))
     assert not dist.any() and not any(x.any() for x in pull(jnp.ones_like(dist)))
