@@ -102,6 +102,23 @@ def test_gradients_against_finite_differences(sinks: bool, rng: np.random.Genera
         check_grads(fn, args, order=1, modes=["rev"], atol=1e-7, rtol=1e-7, eps=1e-5)
 
 
+def test_deterministic_gradients(rng: np.random.Generator) -> None:
+    """The same sums, in an order of their own, for which the slots are sorted."""
+    q, kv, indices, lse = inputs(rng)
+
+    def gradient(deterministic: bool) -> Any:
+        options = {"head_group": 3, "deterministic": deterministic}
+
+        def loss(kv: Any) -> jax.Array:
+            return jnp.sin(attn_dist(q, kv, indices, lse, **options)).sum()
+
+        lowered = jax.jit(jax.grad(loss)).lower(kv)
+        assert ("stablehlo.sort" in lowered.as_text()) == deterministic
+        return lowered.compile()(kv)
+
+    assert_matches(gradient(True), gradient(False), tol=1e-5)
+
+
 def test_rows_and_sinks_without_weight(rng: np.random.Generator) -> None:
     q, kv, indices, lse = inputs(rng)
     lse[1, 1] = -np.inf  # a row that another shard found empty

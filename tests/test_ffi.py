@@ -109,6 +109,21 @@ def test_other_gpus_run_in_xla_and_say_why(machine: Any, found: tuple) -> None:
     assert other in str(capabilities())
 
 
+def test_the_environment_speaks_where_a_call_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = jax_dsa.indexer_kl_loss  # which has no kernel on any machine
+    x = jnp.ones((2, 3))
+    monkeypatch.setenv("JAX_DSA_IMPL", "cuda")
+    with pytest.raises(NotImplementedError, match=r"^indexer_kl_loss.*implementation='cuda'"):
+        loss(x, x)
+    assert loss(x, x, implementation="xla") == 0
+    monkeypatch.setenv("JAX_DSA_IMPL", "fast")
+    with pytest.raises(ValueError, match="'JAX_DSA_IMPL' is 'fast', want None, 'cuda' or 'xla'"):
+        loss(x, x)
+    for chosen in ("xla", ""):
+        monkeypatch.setenv("JAX_DSA_IMPL", chosen)
+        assert loss(x, x) == 0
+
+
 @pytest.mark.parametrize(
     ("found", "wanted"), [("9.0\n", True), ("8.0\n9.0\n", True), ("8.9\n", False), ("", False)]
 )

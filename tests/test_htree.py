@@ -203,10 +203,13 @@ def test_importance_is_over_all_heads_of_a_group() -> None:
 
 @pytest.mark.parametrize("t", [T, 9], ids=["three layers", "one layer"])
 def test_gradients_are_those_of_plain_autodiff(t: int, rng: np.random.Generator) -> None:
+    """Of both results, and of each alone."""
     args, (dout, dlse) = inputs(rng, t=t), cotangents(rng, t)
-    with jax_dsa.plain_xla():
-        want = jax.jit(lambda args: jax.vjp(both, *args)[1]((dout, dlse)))(args)
-    assert_matches(grads(args, dout, dlse), want, tol=1e-5)
+    plain = jax.jit(lambda args, cts: jax.vjp(both, *args)[1](cts))
+    for cts in ((dout, dlse), (dout, 0 * dlse), (0 * dout, dlse)):
+        with jax_dsa.plain_xla():
+            want = plain(args, cts)
+        assert_matches(grads(args, *cts), want, tol=1e-5)
 
 
 def test_gradients_against_finite_differences(rng: np.random.Generator) -> None:

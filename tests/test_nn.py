@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from compare import assert_matches
 from flax import nnx
+from oracles import nn as oracle
 from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
@@ -180,6 +181,53 @@ def test_value_heads_of_any_width(rng):
     x = hidden(rng)
     module = attention(top_k=T, v_dim=14)
     assert_matches(attend(module, x)[0], attend(module, x, sparse=False)[0], 1e-4)
+
+
+def chosen(indices):
+    """Indices as a mask [B, T, T]."""
+    return (np.asarray(indices)[..., None] == np.arange(T)).any(-2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "rope_base": 100.0,
+            "rope_layout": "half",
+            "index_rope_layout": "interleaved",
+            "norm_eps": 0.1,
+        },
+        {"index_hadamard": True, "index_rope_dim": 8},
+    ],
+    ids=["defaults", "changed", "hadamard"],
+)
+@pytest.mark.parametrize("sparse", [True, False])
+def test_the_decoder_against_numpy(rng, changes, sparse):
+    """With parameters that no initialiser would give: norms that scale, and shift."""
+    config = dataclasses.replace(
+        DECODER,
+        attention=dataclasses.replace(CONFIG, **changes),
+        num_layers=3,
+        indexer_types=("full", "full", "shared"),
+    )
+    model = nn.DecoderLM(config, rngs=nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    params = jax.tree.map(
+        lambda x: x + jnp.asarray(rng.normal(size=x.shape, scale=0.3), x.dtype), params
+    )
+    nnx.update(model, params)
+    tokens = rng.integers(0, 11, size=(B, T)).astype(np.int32)
+    logits, layers = jax.jit(lambda t: model(t, sparse=sparse))(tokens)
+    exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    want, masks, losses = oracle.decoder(exact, config, tokens, sparse=sparse)
+    for aux, mask, kl in zip(layers, masks, losses, strict=True):
+        assert (aux.kl is None) == (kl is None)
+        if kl is not None:
+            np.testing.assert_allclose(aux.kl, kl, rtol=1e-3)
+        if sparse:
+            np.testing.assert_array_equal(chosen(aux.indices), mask)
+    assert_matches(logits, want.astype(np.float32), 1e-3)
 
 
 @pytest.mark.parametrize("shape", [(0, T), (B, 0)])
@@ -383,10 +431,13 @@ def test_decode_of_requests_of_different_lengths(rng):
 def test_decode_with_a_quantised_indexer(rng):
     module, x = attention(index_fp8=True), hidden(rng)
     want, aux = attend(module, x)
-    got, cache = decode(module, x, LayerCache.empty(module.config, B, T))
-    assert cache.index_k.dtype == jnp.float8_e4m3fn and cache.index_k_scale.shape == (B, T)
-    assert_matches(got, want, 1e-4)
-    assert aux.indices.shape == (B, T, 5)
+    cache, got = LayerCache.empty(module.config, B, T + 2), []
+    assert cache.index_k.dtype == jnp.float8_e4m3fn and cache.index_k_scale.shape == (B, T + 2)
+    for chunk in jnp.split(x, 3, axis=1):
+        out, cache = decode(module, chunk, cache)
+        got.append(out)
+    assert_matches(jnp.concatenate(got, 1), want, 1e-4)
+    assert_matches(cache.index_k_scale[:, :T], aux.indexer.index_k_scale)
 
 
 def test_a_cache_of_fp8_records(rng):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import pathlib
@@ -140,6 +141,107 @@ def test_what_each_stage_changes():
         assert all_equal(after.indexer, old.indexer) == (stage == "dense")
         assert all_equal(after.control, old.control) == (stage != "sparse")
         assert {"dense": 1, "warmup": 2, "sparse": 3}[stage] == len(losses)
+
+
+def cross_entropy(logits, tokens):
+    """Nats a token of a batch [B, T + 1], from the logits of its first T."""
+    logits = np.asarray(logits, np.float64)
+    right = np.take_along_axis(logits, np.asarray(tokens)[:, 1:, None], -1)[..., 0]
+    return np.mean(np.log(np.exp(logits).sum(-1)) - right)
+
+
+class AdamW:
+    """AdamW on a list of arrays, one update at a time, with the schedule that a run has."""
+
+    def __init__(self, params, config, peak, flat_steps):
+        self.params = leaves(params)
+        self.moments = [[np.zeros_like(p)] * 2 for p in self.params]
+        self.config, self.peak, self.flat_steps, self.count = config, peak, flat_steps, 0
+
+    def rate(self):
+        c, count, flat = self.config, self.count, self.flat_steps
+        if count < flat:
+            return self.peak * min(1, count / min(c.ramp_steps, flat))
+        fallen = (1 - np.cos(np.pi * min(1, (count - flat) / c.sparse_steps))) / 2
+        return self.peak * (1 - (1 - c.final_learning_rate) * fallen)
+
+    def update(self, grads):
+        grads, c, rate = leaves(grads), self.config, self.rate()
+        self.count += 1
+        norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in grads))
+        assert norm > 2 * c.clip_norm  # so that it is clipped
+        for i, (p, g) in enumerate(zip(self.params, grads, strict=True)):
+            g = g * (c.clip_norm / norm)
+            first, second = self.moments[i]
+            first, second = 0.9 * first + 0.1 * g, 0.98 * second + 0.02 * g * g
+            self.moments[i] = [first, second]
+            step = first / (1 - 0.9**self.count)
+            step = step / (np.sqrt(second / (1 - 0.98**self.count)) + 1e-8)
+            decay = c.weight_decay * p if p.ndim > 1 else 0
+            self.params[i] = p - rate * (step + decay)
+
+
+def test_a_run_by_hand():
+    """Three steps of each stage: whose losses, gradients, clipping, rates and decay they are."""
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(CONFIG.model, num_layers=2),
+        dense_steps=3,
+        warmup_steps=3,
+        sparse_steps=3,
+        ramp_steps=2,
+        clip_norm=0.01,
+    )
+    program = shared_program(config)
+    state = program.init()
+    backbone = control = AdamW(state.backbone.params, config, config.learning_rate, 3)
+    indexer = AdamW(state.indexer.params, config, config.indexer_learning_rate, 3)
+    trees = [jax.tree.structure(x) for x in (state.backbone.params, state.indexer.params)]
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def differentiated(backbone, indexer, tokens, sparse):
+        """The losses, the first one's gradient of the backbone, the second one's of the indexers."""
+
+        def losses(*params):
+            model = program.model(*map(jax.tree.unflatten, trees, params))
+            logits, layers = model(tokens[:, :-1], sparse=sparse)
+            loss = jax.nn.logsumexp(logits, -1)
+            loss -= jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+            return loss.mean(), layers[0].kl + layers[1].kl
+
+        (lm, kl), pull = jax.vjp(losses, backbone, indexer)
+        one, zero = jnp.ones(()), jnp.zeros(())
+        return (lm, kl / 2), pull((one, zero))[0], pull((zero, one))[1]
+
+    for step in range(9):
+        stage, batch = config.stage(step), tokens(step)
+        if step == 6:
+            control = copy.deepcopy(backbone)
+        sparse, shared = stage == "sparse", indexer.params[:]
+        (lm, kl), *grads = differentiated(backbone.params, shared, batch, sparse)
+        want = {"lm_loss": lm}
+        if stage != "warmup":
+            backbone.update(grads[0])
+        if stage != "dense":
+            want["kl"] = kl
+            indexer.update(grads[1])
+        if stage == "sparse":
+            (want["control_loss"], _), grads, _ = differentiated(
+                control.params, shared, batch, False
+            )
+            control.update(grads)
+        old = [leaves(x.params) for x in (state.backbone, state.indexer, state.control)]
+        state, losses = program.step(state, batch)
+        assert losses.keys() == want.keys()
+        for name in want:
+            np.testing.assert_allclose(losses[name], want[name], rtol=1e-4, err_msg=name)
+        new = state.backbone, state.indexer, state.control
+        hands = (backbone, indexer) if step < 6 else (backbone, indexer, control)
+        for learner, hand, previous in zip(new, hands, old, strict=False):
+            for got, exact, was in zip(leaves(learner.params), hand.params, previous, strict=True):
+                # Where a gradient is all rounding, so is its direction: on average, then.
+                off, moved = np.abs(got - exact).mean(), np.abs(exact - was).mean()
+                assert off <= 0.01 * moved + 1e-7, (step, got.shape)
 
 
 def test_layers_without_an_indexer_have_no_kl_but_a_recall():
@@ -317,6 +419,8 @@ def test_generate_is_greedy_decoding():
         )()
 
     got = run(4, 0)
+    np.testing.assert_array_equal(run(4, 1e-6), got)
+    assert (run(4, 1e6) != got).any()
     seen = jnp.concatenate([prompt, got], axis=1)[:, :-1]
     logits = jax.jit(lambda seen: model(seen)[0])(seen)
     np.testing.assert_array_equal(got, logits[:, 5:].argmax(-1))
@@ -414,6 +518,63 @@ def test_checks_can_fail():
     assert [ok for ok, _ in bad.checks()] == [False] * 5
 
 
+def check_what_it_says(out, trainer):
+    """The printed results and the last row of the log, computed again from the final state."""
+    state, program = trainer.state, trainer.program
+    models = [
+        program.model(x.params, state.indexer.params) for x in (state.backbone, state.control)
+    ]
+
+    @functools.partial(jax.jit, static_argnums=(0, 2))
+    def run(which, tokens, sparse):
+        return models[which](tokens[:, :-1], sparse=sparse)
+
+    def losses(sequences):
+        batches = trainer.validation(sequences)
+        return [
+            np.mean([cross_entropy(run(which, b, sparse)[0], b) for b in batches])
+            for which, sparse in ((0, True), (0, False), (1, False))
+        ]
+
+    def recalls(batch):
+        """Of keys that need no key of a random generator."""
+        _, layers = run(0, batch, False)
+        _, sparse = run(0, batch, True)
+        (dense,), (own,) = layers, sparse  # one layer, so both attend with the same inputs
+        mass = training.attention_mass(dense.q, dense.kv, dense.lse, scale=ATTENTION.scale)
+        size = mass.shape[:2], ATTENTION.top_k
+        recent = training.recency_indices(*size[0], size[1])
+        best = jnp.sort(mass, -1)[..., -size[1] :].sum(-1)[:, size[1] :].mean()
+        parts = (training.mass_recall(mass, i) for i in (own.indices, recent))
+        return [*(float(x) for x in parts), float(best), float(dense.kl)]
+
+    row, shown = trainer.log.rows()[-1], losses(CONFIG.probe_sequences)
+    assert len({f"{x:.4f}" for x in shown}) == 3
+    for name, value in zip(("sparse", "dense", "control"), shown, strict=True):
+        np.testing.assert_allclose(float(row[f"validation_{name}"]), value, rtol=1e-4)
+    found = np.mean([recalls(b) for b in trainer.validation(CONFIG.probe_sequences)], axis=0)
+    columns = ("recall_indexer", "recall_recency", "recall_best", "validation_kl")
+    for name, value in zip(columns, found, strict=True):
+        np.testing.assert_allclose(float(row[name]), value, rtol=1e-4, err_msg=name)
+    assert int(row["step"]) * CONFIG.seq_len * CONFIG.batch_size == int(row["tokens"])
+
+    sparse, dense, control = losses(CONFIG.eval_sequences)
+    for title, value in (
+        ("sparse attention, top 4 of up to 24 keys", sparse),
+        ("same model, dense attention", dense),
+        ("control: dense attention throughout", control),
+    ):
+        line = next(x for x in out.splitlines() if x.startswith(title)).removeprefix(title)
+        np.testing.assert_allclose(
+            [float(x) for x in line.split()], [value, value / np.log(2)], 1e-3
+        )
+    verdicts = [x[:4] for x in out.splitlines() if x[:4] in ("PASS", "FAIL")]
+    assert len(verdicts) == 5
+    assert verdicts[3:] == ["PASS" if sparse <= 1.02 * x else "FAIL" for x in (dense, control)]
+    missed = 1 - np.mean([recalls(b) for b in trainer.validation(CONFIG.eval_sequences)], axis=0)
+    assert verdicts[2] == ("PASS" if missed[0] < missed[1] / 2 else "FAIL")
+
+
 def test_the_demo(tmp_path, monkeypatch, capsys):
     """The command line from start to end, and once more from its checkpoint."""
     monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)
@@ -434,7 +595,7 @@ def test_the_demo(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     for text in ("going on from step 6", "validation loss", "top-k mass recall", "tokens/s"):
         assert text in out
-    assert out.count("PASS") + out.count("FAIL") == 5
+    check_what_it_says(out, trainer_module.Trainer(CONFIG, corpus(), folder))
     assert (folder / "curves.png").stat().st_size > 10_000
     assert asked[0] == ((pathlib.Path("books"),), {"exclude": folder})
     with pytest.raises(SystemExit):
