@@ -98,6 +98,25 @@ def test_kernels_are_for_hopper_or_for_another_machine(machine: Any, capabilitie
     assert "jax_dsa.sparse_mla_fwd.v1" in text_for_gpus()
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["selected", "given"])
+def test_a_wish_for_kernels_leaves_steps_beside_them_free(machine: Any, given: bool) -> None:
+    """The loss has no kernel: `implementation="cuda"` does not ask for one."""
+    machine((9, 0))
+    queries = next(QUERIES)
+    q = jnp.ones((1, queries, 64, 576), jnp.bfloat16)
+    index = q[:, :, :16, :64], q[:, :, 0, :64], jnp.ones((1, queries, 16))
+    indices = jnp.zeros((1, queries, 2), jnp.int32)
+    which: dict[str, Any] = {"indices": indices} if given else {"top_k": 2}
+
+    def kl(q: Any) -> Any:
+        kv = q[:, :, :1]
+        return jax_dsa.dsa_attention(q, kv, *index, **which, implementation="cuda")[1].kl
+
+    text = str(jax.make_jaxpr(kl)(q))
+    assert "jax_dsa.attn_dist_fwd.v1" in text
+    assert ("jax_dsa.indexer_topk_fwd.v1" in text) == (not given)
+
+
 @pytest.mark.parametrize("found", [((8, 0),), ((12, 0),), ((9, 0), (10, 0))])
 def test_other_gpus_run_in_xla_and_say_why(machine: Any, found: tuple) -> None:
     machine(*found)

@@ -265,6 +265,20 @@ def test_keys_that_nobody_sees(rng: np.random.Generator) -> None:
             assert np.isfinite(got[0, :9]).all()  # the poisoned query sees keys 9 to 12
 
 
+@pytest.mark.parametrize("key", [2, 10])
+def test_nan_in_one_of_several_parts(key: int, rng: np.random.Generator) -> None:
+    """In the values of one group, in the first part of three or in the last."""
+    q, k, v = inputs(rng)
+    clean, lse = both(q, k, v, num_splits=3)
+    v[1, key, 0] = np.nan
+    out, again = both(q, k, v, num_splits=3)
+    hit = np.zeros(out.shape, bool)
+    hit[1, :, : N // G] = True
+    np.testing.assert_array_equal(np.isnan(out), hit)
+    np.testing.assert_array_equal(np.where(hit, clean, out), clean)
+    np.testing.assert_array_equal(again, lse)
+
+
 def test_a_request_without_a_key(rng: np.random.Generator) -> None:
     q, k, v = inputs(rng)
     held = lengths(13, 0, 1)

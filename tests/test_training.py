@@ -200,7 +200,7 @@ def test_a_run_by_hand():
 
     @functools.partial(jax.jit, static_argnums=3)
     def differentiated(backbone, indexer, tokens, sparse):
-        """The losses, the first one's gradient of the backbone, the second one's of the indexers."""
+        """Both losses, and of each the gradient of what it trains."""
 
         def losses(*params):
             model = program.model(*map(jax.tree.unflatten, trees, params))
@@ -248,9 +248,13 @@ def test_layers_without_an_indexer_have_no_kl_but_a_recall():
     model = dataclasses.replace(CONFIG.model, num_layers=3, indexer_types=("full", "shared"))
     program = Program(dataclasses.replace(CONFIG, model=model))
     state = program.init()._replace(step=jnp.asarray(STAGES["warmup"], jnp.int32))
-    found = Evaluator(program).selection(state, [tokens()])
+    evaluator = Evaluator(program)
+    found = evaluator.selection(state, [tokens()])
     assert found["kl"].shape == (2,) and found["indexer"].shape == found["best"].shape == (3,)
     assert (found["indexer"] <= found["best"] + 1e-6).all() and (found["indexer"] > 0).all()
+    twice = evaluator.selection(state, [tokens()] * 2)
+    assert_matches(twice["indexer"], found["indexer"], 1e-6)
+    assert (twice["random"] != found["random"]).all()  # other keys for every batch
     _, losses = program.step(state, tokens())
     assert_matches(losses["kl"], found["kl"].mean(), 1e-5)
 
@@ -420,7 +424,8 @@ def test_generate_is_greedy_decoding():
 
     got = run(4, 0)
     np.testing.assert_array_equal(run(4, 1e-6), got)
-    assert (run(4, 1e6) != got).any()
+    drawn = np.asarray(run(4, 1e6))
+    assert (drawn != drawn[:, :1]).any(1).all()  # each token by a key of its own
     seen = jnp.concatenate([prompt, got], axis=1)[:, :-1]
     logits = jax.jit(lambda seen: model(seen)[0])(seen)
     np.testing.assert_array_equal(got, logits[:, 5:].argmax(-1))
@@ -458,6 +463,7 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path, monkeypatch):
             assert not part.run() and part.step == number + 1
     assert signal.getsignal(signal.SIGINT) is handler
     last = trainer_module.Trainer(CONFIG, corpus(), tmp_path / "part")
+    assert 0 < last.seconds <= part.seconds
     assert last.step == 11 and last.run()
     assert jax.tree.structure(last.state) == jax.tree.structure(whole.state)
     full = {r["step"]: r for r in timeless(whole.log.rows())}
@@ -482,6 +488,17 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path, monkeypatch):
         trainer_module.Trainer(CONFIG, other, tmp_path / "part")
     renamed = dataclasses.replace(corpus(), name="the same words")
     assert trainer_module.Trainer(CONFIG, renamed, tmp_path / "part").step == 13
+
+
+def test_a_rate_is_of_the_steps_since_the_last_mark(monkeypatch):
+    now = 10.0
+    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: now)
+    clock = trainer_module.Clock()
+    now = 12.0
+    assert clock.rate(7, 100) == 50  # the one step since the run went on
+    clock.skip(7)
+    now = 16.0
+    assert clock.rate(10, 100) == 75 and clock.total() == 6
 
 
 def test_rows_after_the_checkpoint_are_dropped(tmp_path):
@@ -568,6 +585,9 @@ def check_what_it_says(out, trainer):
         np.testing.assert_allclose(
             [float(x) for x in line.split()], [value, value / np.log(2)], 1e-3
         )
+    kl = {int(r["step"]): float(r["validation_kl"] or "nan") for r in trainer.log.rows()}
+    before, after = kl[CONFIG.dense_steps], kl[CONFIG.sparse_start]
+    assert f"warm-up KL more than halved: {before:.3f} to {after:.3f}" in out
     verdicts = [x[:4] for x in out.splitlines() if x[:4] in ("PASS", "FAIL")]
     assert len(verdicts) == 5
     assert verdicts[3:] == ["PASS" if sparse <= 1.02 * x else "FAIL" for x in (dense, control)]

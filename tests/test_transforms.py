@@ -106,8 +106,12 @@ def test_vmap_of_grad_and_grad_of_vmap(case: Any, rng: np.random.Generator) -> N
     both = tuple(jnp.stack(xs) for xs in zip(*samples, strict=True))
     want = stacked(grad(case), samples)
     assert_matches(jax.jit(jax.vmap(grad(case)))(*both), want, what="vmap(grad)")
-    total = lambda *a: jax.vmap(lambda *s: loss(case, *s))(*a).sum()  # noqa: E731
-    assert_matches(jax.jit(jax.grad(total, argnums=case.diff))(*both), want, what="grad(vmap)")
+    # Mapped behind the batch axis, where the gradients belong, too.
+    total = lambda *a: jax.vmap(lambda *s: loss(case, *s), 1)(*a).sum()  # noqa: E731
+    behind = [jnp.moveaxis(x, 0, 1) for x in both]
+    got = jax.jit(jax.grad(total, argnums=case.diff))(*behind)
+    got = jax.tree.map(lambda g: jnp.moveaxis(g, 1, 0), got)
+    assert_matches(got, want, what="grad(vmap)")
     if len(both) == 1:
         return
     # One argument unmapped: its gradient is the sum over the mapped axis.
