@@ -12,6 +12,8 @@ struct Case {
   const char* name;
   int batch, queries, keys, heads;
   bool scale = false, relu = true;
+  int page_tiles = 1;      // if paged
+  bool own_pools = false;  // one for each request
 };
 
 template <IndexerDType kDType>
@@ -33,7 +35,7 @@ struct Element<IndexerDType::kE4M3> {
 
 int failures = 0;
 
-// Paged: `c.keys` is a multiple of a page, that is a tile; a request's second page is not there.
+// Paged: `c.keys` is a multiple of a page; a request's second page is not there.
 template <IndexerDType kDType, int kChannels, int kHeads, bool kPaged = false>
 void run(const Case& c, const emulator::Options& options) {
   using Tr = indexer::Traits<kDType, kChannels, kHeads, kPaged>;
@@ -52,8 +54,9 @@ void run(const Case& c, const emulator::Options& options) {
     starts.push_back(t % 3 ? 0 : static_cast<int>(random() % (c.keys + 9)) - 4);
     ends.push_back(t % 7 == 5 ? -3 : static_cast<int>(random() % (c.keys + 9)));
   }
+  const int page_size = c.page_tiles * kTile;
   const auto seen = [&](int64_t t, int s) {
-    return s >= starts[t] && s < ends[t] && !(kPaged && s / kTile == 1);
+    return s >= starts[t] && s < ends[t] && !(kPaged && s / page_size == 1);
   };
   for (int64_t key = 0; key < keys; ++key) {
     bool used = false;
@@ -67,21 +70,23 @@ void run(const Case& c, const emulator::Options& options) {
   p.starts = starts.data(), p.ends = ends.data(), p.out = out.data();
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
   p.channels = kChannels, p.dtype = kDType, p.relu = c.relu;
-  const int per_request = c.keys / kTile, pages = c.batch * per_request + 2;
+  const int per_request = c.keys / page_size, pools = c.own_pools ? c.batch : 1;
+  const int pages = c.batch / pools * per_request + 2;
   std::vector<int32_t> table(c.batch * per_request);
-  std::vector<typename E::Type> pool(int64_t{pages} * kTile * kChannels + 16, E::nan());
-  std::vector<float> pool_scale(int64_t{pages} * kTile, NAN);
+  std::vector<typename E::Type> pool(int64_t{pools} * pages * page_size * kChannels + 16, E::nan());
+  std::vector<float> pool_scale(int64_t{pools} * pages * page_size, NAN);
   if constexpr (kPaged) {
-    constexpr int kPage = kTile * kChannels;
+    const int elements = page_size * kChannels;
     for (int i = 0; i < c.batch * per_request; ++i) {
-      const int page = pages - 2 - i;
+      const int page = pages - 2 - (c.own_pools ? i % per_request : i);
+      const int at = (c.own_pools ? i / per_request * pages : 0) + page;
       table[i] = i % per_request == 1 ? (i < per_request ? -1 : pages) : page;
-      std::copy_n(&k[int64_t{i} * kPage], kPage, &pool[int64_t{page} * kPage]);
-      std::copy_n(&scale[i * kTile], kTile, &pool_scale[page * kTile]);
+      std::copy_n(&k[int64_t{i} * elements], elements, &pool[int64_t{at} * elements]);
+      std::copy_n(&scale[i * page_size], page_size, &pool_scale[at * page_size]);
     }
     p.k = pool.data(), p.k_scale = c.scale ? pool_scale.data() : nullptr;
-    p.page_table = table.data(), p.pools = 1, p.pages = pages;
-    p.pages_per_request = per_request, p.page_size = kTile;
+    p.page_table = table.data(), p.pools = pools, p.pages = pages;
+    p.pages_per_request = per_request, p.page_size = page_size;
   }
   emulator::machine.options = options;
   emulator::require(indexer::launch<Tr>(p, nullptr));
@@ -126,6 +131,7 @@ int main(int argc, char** argv) {
     run<kBF16, 32, 16>({"bf16 J16 C32", 1, 40, 100, 16, false, false}, options);
     run<kE4M3, 128, 64, true>({"e4m3 J64 paged", 2, 3, 256, 64, true}, options);
     run<kBF16, 64, 32, true>({"bf16 J32 paged", 3, 5, 192, 32}, options);
+    run<kE4M3, 64, 32, true>({"e4m3 J32 pools", 2, 3, 384, 32, true, true, 2, true}, options);
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;
