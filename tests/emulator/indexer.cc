@@ -129,6 +129,7 @@ int main(int argc, char** argv) {
     run<kE4M3, 64, 32>({"e4m3 J32 C64", 1, 35, 150, 32, true, false}, options);
     run<kE4M3, 32, 16>({"e4m3 J9 C32", 1, 70, 130, 9}, options);
     run<kBF16, 32, 16>({"bf16 J16 C32", 1, 40, 100, 16, false, false}, options);
+    run<kBF16, 32, 16>({"bf16 one query", 7, 1, 129, 16}, options);
     run<kE4M3, 128, 64, true>({"e4m3 J64 paged", 2, 3, 256, 64, true}, options);
     run<kBF16, 64, 32, true>({"bf16 J32 paged", 3, 5, 192, 32}, options);
     run<kE4M3, 64, 32, true>({"e4m3 J32 pools", 2, 3, 384, 32, true, true, 2, true}, options);
