@@ -258,6 +258,24 @@ def test_chunks(kind: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyP
     assert_matches(jax.jit(lambda x: run(x))(x), whole, 1e-5)  # sums in another order
 
 
+def test_a_sum_over_chunks_is_rounded_once(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a bfloat16 bias that 300 queries share, one of them a chunk."""
+    monkeypatch.setattr(streaming, "BUDGET", 1)
+    q, k, v = (normal(rng, 1, n, 1, D).astype(jnp.bfloat16) for n in (300, 5, 5))
+    bias = normal(rng, 1, 1, 1, 5).astype(jnp.bfloat16)
+
+    def total(q: Any, k: Any, v: Any, bias: Any) -> jax.Array:
+        return masked_attention(q, k, v, bias, return_lse=True)[1].sum()
+
+    got = jax.jit(jax.grad(total, 3))(q, k, v, bias)
+    wide = [x.astype(jnp.float32) for x in (q, k, v, bias)]
+    want = jax.jit(jax.grad(total, 3))(*wide)
+    assert got.dtype == jnp.bfloat16
+    assert_matches(got.astype(jnp.float32), want, 5e-3)
+
+
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient works in far less memory than all scores, with a bias of its own for each."""
     # Shapes that no other test has, since what is traced already does not see the budget.

@@ -448,6 +448,10 @@ def test_a_cache_of_fp8_records(rng):
     got, cache = decode(module, x, LayerCache.empty(module.config, B, T, fp8=True))
     assert cache.kv.data.shape == (B, T, 1, 656) and cache.kv.data.dtype == jnp.uint8
     assert 0 < np.abs(got - want).max() < 0.1 * np.abs(want).max()
+    config = dataclasses.replace(SHARING, attention=module.config)
+    model = nnx.eval_shape(lambda: nn.DecoderLM(config, rngs=nnx.Rngs(0)))
+    for layer, kind in zip(model.init_cache(B, T, fp8=True).layers, SHARING.layers, strict=True):
+        assert layer.kv.data.dtype == jnp.uint8 and (layer.index_k is None) == (kind == "shared")
 
 
 def test_a_full_cache_drops_what_comes(rng):
