@@ -215,6 +215,27 @@ def test_a_gradient_through_the_codes_is_refused() -> None:
     np.testing.assert_array_equal(np.asarray(unused), 2 * np.asarray(x))
 
 
+def test_codes_on_an_explicit_mesh_are_constants(
+    rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    """Their gradient is zero, and lies where they do."""
+    w = jnp.asarray(rng.normal(size=(8, 256)), jnp.float32)
+    mesh = jax.make_mesh((8,), ("x",), devices=cpus)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(
+            rng.normal(size=(8, 256)).astype(np.float32), NamedSharding(mesh, P("x"))
+        )
+        codes, scale = quantize_fp8(x)
+
+        def total(codes: jax.Array) -> jax.Array:
+            product = fp8_matmul(codes, scale, w, None, dtype=jnp.float32)
+            return product.sum() + dequantize_fp8(codes, scale).sum()
+
+        grad = jax.jit(jax.grad(total))(codes)
+        assert grad.sharding == codes.sharding and grad.dtype == codes.dtype
+        assert not np.asarray(grad, np.float32).any()
+
+
 @pytest.mark.parametrize(("m", "n", "k"), [(3, 256, 256), (5, 130, 300), (1, 1, 1)])
 def test_matmul_matches_oracle(m: int, n: int, k: int, rng: np.random.Generator) -> None:
     a, b = random(rng, m, k), random(rng, n, k)

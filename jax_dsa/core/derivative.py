@@ -108,7 +108,7 @@ def _fit_cotangent(ct: jax.Array | None, primal: Any) -> jax.Array:
     it varies over or is sharded over.
     """
     if ct is None:
-        return compat.match_vary(jnp.zeros(primal.shape, primal.dtype), primal)
+        ct = jnp.zeros(primal.shape, primal.dtype)
     axes = tuple(sorted(compat.varying_axes(ct) - compat.varying_axes(primal)))
     ct = jax.lax.psum(ct, axes) if axes else ct
     if ct.shape != primal.shape:  # the pass broadcast a batch axis of 1
