@@ -99,20 +99,21 @@ def test_tiles(shape: tuple, rng: np.random.Generator) -> None:
     assert_same((stacked[0][0], stacked[1][0]), got)
 
 
-def test_special_values() -> None:
+@pytest.mark.parametrize("power_of_two_scale", [False, True])
+def test_special_values(power_of_two_scale: bool) -> None:
     x = np.zeros((5, 300), np.float32)
     x[0, :4] = [-0.0, 1e-40, -1e-40, 2e-5]  # smaller than the smallest amax
     x[1, 130] = np.nan
     x[2, 5] = -np.inf
     x[3, :2] = [3.4e38, -3.4e38]
     x[:, 299] = 1.0
-    codes, scales = quantize_fp8(jnp.asarray(x))
+    codes, scales = quantize_fp8(jnp.asarray(x), power_of_two_scale=power_of_two_scale)
     nans = np.zeros((5, 300), bool)
     nans[1, 128:256] = nans[2, :128] = True
     np.testing.assert_array_equal(np.isnan(np.asarray(codes, np.float32)), nans)
     np.testing.assert_array_equal(np.isnan(scales), nans[:, [0, 128, 256]])
     finite = [0, 3, 4]
-    want = oracle.quantize(x[finite])
+    want = oracle.quantize(x[finite], power_of_two_scale=power_of_two_scale)
     assert_same((np.asarray(codes)[finite], np.asarray(scales)[finite]), want)
     assert bits(codes)[0, 0] == 0x80  # -0 stays -0
 

@@ -377,6 +377,8 @@ def test_positions_turn_queries_and_keys_alone(rng):
     assert_matches(far, want, 1e-4)  # scores depend on distance alone
     assert_matches(far_aux.kv[..., : CONFIG.kv_rank], aux.kv[..., : CONFIG.kv_rank])
     assert np.abs(far_aux.kv - aux.kv).max() > 0.1
+    for turned, plain in zip(far_aux.indexer[:2], aux.indexer[:2], strict=True):
+        assert np.abs(turned - plain).max() > 0.1
     assert np.abs(run(x, 3 * positions())[0] - want).max() > 1e-3
 
 
@@ -478,6 +480,12 @@ def test_linen_bridge(rng):
     decoded, *_ = decoding(variables, x, LayerCache.empty(CONFIG, B, T))
     assert_matches(decoded, want, 1e-4)
 
+    shared = jax.eval_shape(
+        nn.linen_dsattention(CONFIG, "shared").init, jax.random.key(0), x, indices=aux.indices
+    )
+    assert (
+        "indexer" not in shared["params"] and shared["params"].keys() < variables["params"].keys()
+    )
     grads = jax.grad(lambda variables: run(variables, x)[1].kl)(variables)["params"]
     assert any((np.asarray(g) != 0).any() for g in jax.tree.leaves(grads["indexer"]))
     assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(grads["mla"]))

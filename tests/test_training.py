@@ -501,6 +501,25 @@ def test_a_rate_is_of_the_steps_since_the_last_mark(monkeypatch):
     assert clock.rate(10, 100) == 75 and clock.total() == 6
 
 
+def test_a_second_interrupt_is_not_held_back():
+    with trainer_module._interrupts() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.is_set
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_text_ends_with_its_file():
+    a, b = b"ab"
+    for tokens, text in (
+        ((BOS, a, b, BOS, a, BOS), "ab"),
+        ((a, BOS, b, BOS), "a"),
+        ((a, 10, 7, b), "a\n\ufffdb"),
+        ((), ""),
+    ):
+        assert report._text(np.array(tokens, np.int32)) == text
+
+
 def test_rows_after_the_checkpoint_are_dropped(tmp_path):
     log = trainer_module.Log(tmp_path / "metrics.csv")
     log.keep_until(0)
@@ -574,6 +593,9 @@ def check_what_it_says(out, trainer):
     for name, value in zip(columns, found, strict=True):
         np.testing.assert_allclose(float(row[name]), value, rtol=1e-4, err_msg=name)
     assert int(row["step"]) * CONFIG.seq_len * CONFIG.batch_size == int(row["tokens"])
+
+    prompt = corpus().validation[1 : CONFIG.seq_len // 3]  # behind the token that begins a file
+    assert f"continuation:\n\n{bytes(prompt.astype(np.uint8)).decode()}|" in out
 
     sparse, dense, control = losses(CONFIG.eval_sequences)
     for title, value in (
