@@ -15,6 +15,7 @@ from compare import assert_matches
 from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
+from jax_dsa.core.call import in_plain_xla
 
 ALL = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 DIFFERENTIABLE = pytest.mark.parametrize("case", [c for c in CASES if c.diff], ids=lambda c: c.name)
@@ -172,6 +173,16 @@ def test_what_is_not_supported_says_what_is(case: Any, rng: np.random.Generator)
     ):
         with pytest.raises(NotImplementedError, match=r"XLA implementation.*plain_xla"):
             transform()
+
+
+def test_plain_xla_ends_with_its_block() -> None:
+    with jax_dsa.plain_xla():
+        with jax_dsa.plain_xla():
+            pass
+        assert in_plain_xla()
+    with pytest.raises(ZeroDivisionError), jax_dsa.plain_xla():
+        1 / 0  # noqa: B018
+    assert not in_plain_xla()
 
 
 @ALL
