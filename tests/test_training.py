@@ -18,6 +18,7 @@ from compare import assert_matches
 from flax import nnx
 from quick import compile_quickly  # noqa: F401
 
+import jax_dsa
 from jax_dsa import nn, training
 from jax_dsa.training import cli, report
 from jax_dsa.training import trainer as trainer_module
@@ -252,6 +253,13 @@ def test_layers_without_an_indexer_have_no_kl_but_a_recall():
     found = evaluator.selection(state, [tokens()])
     assert found["kl"].shape == (2,) and found["indexer"].shape == found["best"].shape == (3,)
     assert (found["indexer"] <= found["best"] + 1e-6).all() and (found["indexer"] > 0).all()
+    trained = program.model(state.backbone.params, state.indexer.params)
+    _, layers = jax.jit(lambda t: trained(t, sparse=False))(tokens()[:, :-1])
+    for layer, selecting, recall in zip(layers, (0, 0, 2), found["indexer"], strict=True):
+        mass = training.attention_mass(layer.q, layer.kv, layer.lse, scale=ATTENTION.scale)
+        index = layers[selecting].indexer._asdict()
+        chosen, _ = jax_dsa.indexer_topk(**index, top_k=ATTENTION.top_k, is_causal=True)
+        np.testing.assert_allclose(recall, training.mass_recall(mass, chosen), rtol=1e-4)
     twice = evaluator.selection(state, [tokens()] * 2)
     assert_matches(twice["indexer"], found["indexer"], 1e-6)
     assert (twice["random"] != found["random"]).all()  # other keys for every batch
