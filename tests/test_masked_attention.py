@@ -71,7 +71,7 @@ CONFIGS = {
     "any lengths": (
         None,
         None,
-        {"lengths": (-(2**31), 2**31 - 1), "alignment": True, "window": (2**40, 0)},
+        {"lengths": (-(2**31), 2**31 - 1), "alignment": True, "window": (2**40, 2**31 - 1)},
     ),
     "segments": ((2, 1, T), None, {"segments": True, "lengths": (S - 3, S + 9)}),
     "kept": ((1, G, 1), None, {"kept": True, "is_causal": True, "alignment": True}),

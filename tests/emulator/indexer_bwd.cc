@@ -76,6 +76,7 @@ Problem make(const Case& c, uint64_t seed) {
     }
   }
   for (size_t r = 0; r < used.size(); ++r) {
+    if (!used[r]) p.k_scale[r] = NAN;
     for (int i = 0; i < c.channels && !used[r]; ++i) {
       p.k[r * c.channels + i] = __float2bfloat16(NAN);
     }
@@ -118,7 +119,7 @@ Gradients reference(const Problem& p) {
     for (int i = 0; i < c.channels; ++i) {
       const double k = double(p.k[key * c.channels + i]);
       if (std::isfinite(k)) out.dk_scale[key] += out.dk[key * c.channels + i] * k;
-      out.dk[key * c.channels + i] *= p.k_scale[key];
+      out.dk[key * c.channels + i] *= std::isfinite(p.k_scale[key]) ? p.k_scale[key] : 0;
     }
   }
   return out;
