@@ -119,6 +119,15 @@ def test_deterministic_gradients(rng: np.random.Generator) -> None:
     assert_matches(gradient(True), gradient(False), tol=1e-5)
 
 
+def test_slots_that_do_not_count_are_zero_beside_nan(rng: np.random.Generator) -> None:
+    q, kv, indices, lse = inputs(rng)
+    dist = np.asarray(attn_dist(q, kv, indices, np.full_like(lse, np.nan), head_group=3))
+    counts = ((indices >= 0) & (indices < S)).transpose(0, 2, 1, 3)  # of the groups
+    counts = np.repeat(counts, dist.shape[1] // counts.shape[1], axis=1)
+    np.testing.assert_array_equal(np.isnan(dist), counts)
+    assert np.all(dist[~counts] == 0)
+
+
 def test_rows_and_sinks_without_weight(rng: np.random.Generator) -> None:
     q, kv, indices, lse = inputs(rng)
     lse[1, 1] = -np.inf  # a row that another shard found empty
