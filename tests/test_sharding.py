@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from quick import compile_quickly  # noqa: F401
 from test_nn import DECODER
-from test_transforms import grad, loss, outputs
+from test_transforms import grad, loss, outputs, weighted
 
 import jax_dsa
 from jax_dsa import nn
@@ -218,3 +218,63 @@ def test_decoder_on_an_explicit_mesh(
             jax.tree.map(np.asarray, params), NamedSharding(mesh, PartitionSpec())
         )
         assert_matches(step(params, *placed), want)
+
+
+WHOLE = {
+    # 24 heads of 3 groups over 8 devices: neither the groups nor the heads of one divide.
+    "heads": (
+        lambda q, kv, i: jax_dsa.sparse_mla(q, kv, i, value_dim=4, return_lse=True),
+        [(2, 4, 24, 6), (2, 5, 3, 6)],
+        [PartitionSpec(None, None, "x"), PartitionSpec(), PartitionSpec()],
+    ),
+    "heads that select together": (
+        lambda q, k, i: jax_dsa.htree_attention(q, k, k, compression=2, top_k=2, return_lse=True),
+        [(2, 9, 16, 4), (2, 9, 2, 4)],
+        [PartitionSpec(None, None, "x"), PartitionSpec(), PartitionSpec()],
+    ),
+    "keys that are selected": (
+        lambda q, kv, i: jax_dsa.sparse_mla(q, kv, i, value_dim=4, return_lse=True),
+        [(2, 4, 3, 6), (2, 8, 3, 6)],
+        [PartitionSpec(), PartitionSpec(None, "x"), PartitionSpec()],
+    ),
+    "keys by position": (
+        lambda q, k, i: (jnp.exp(jax_dsa.indexer_logits(q, k, q[..., 0], is_causal=True)),),
+        [(2, 5, 3, 6), (2, 8, 6)],
+        [PartitionSpec(), PartitionSpec(None, "x"), PartitionSpec()],
+    ),
+    "columns of a block": (
+        lambda x, y, i: (jax_dsa.fake_quantize_fp8(x) ** 2, jnp.sin(y)),
+        [(3, 256), (2, 2)],
+        [PartitionSpec(None, "x"), PartitionSpec(), PartitionSpec()],
+    ),
+    "a row's values": (
+        lambda x, y, i: (jax_dsa.topk(x, 3, return_values=True)[1], jnp.sin(y)),
+        [(3, 16), (2, 2)],
+        [PartitionSpec(None, "x"), PartitionSpec(), PartitionSpec()],
+    ),
+    # Both operands' rows over the same devices, where the product can have one of them.
+    "rows of both": (
+        lambda a, b, i: (jax_dsa.fp8_matmul(a, None, b, None),),
+        [(8, 256), (1024, 256)],
+        [PartitionSpec("x"), PartitionSpec("x"), PartitionSpec()],
+    ),
+}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("case", WHOLE)
+def test_what_a_mesh_does_not_divide(
+    case: str, axis_type: Any, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    """It stays whole, and the results are right."""
+    fn, shapes, specs = WHOLE[case]
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    arrays.append(rng.integers(0, 5, size=(2, 4, 3, 3)).astype(np.int32))
+    total = lambda *a: sum(map(weighted, fn(*a)))  # noqa: E731
+    run = jax.jit(lambda *a: (fn(*a), jax.grad(total, (0, 1))(*a)))
+    want = run(*arrays)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,), devices=cpus)
+    with jax.set_mesh(mesh):
+        pairs = zip(arrays, specs, strict=True)
+        args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
+        assert_matches(run(*args), want)

@@ -248,8 +248,8 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
             return _over_explicit(functools.partial(call, explicit=False), declared, mesh, args)
         args = compat.match_vary(args, *args)
         sizes = {name: mesh.shape[name] for name in mesh.auto_axes if mesh.shape[name] > 1}
-        # Without jit there is no program to partition.
-        if plain or jax.config.jax_disable_jit or not (mesh.empty or sizes):
+        without_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]  # nothing to partition
+        if plain or without_jit or not (mesh.empty or sizes):
             return fun(*args)
         given = jax.eval_shape(fun, *_shapes(args))
         plan = Plan.of(declared, args, given)
