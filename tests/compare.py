@@ -19,9 +19,11 @@ class Variable:
         return jnp.asarray(self.value)
 
 
-def assert_matches(got: Any, want: Any, tol: float = 1e-4, what: str = "") -> None:
-    """Trees of equal arrays up to `tol` of the largest magnitude, with equal shapes, dtypes,
-    infinities and NaNs.
+def assert_matches(
+    got: Any, want: Any, tol: float = 1e-4, what: str = "", least: float = 1e-2
+) -> None:
+    """Trees of equal arrays up to `tol` of the largest magnitude plus `least`, with equal shapes,
+    dtypes, infinities and NaNs.
     """
     got_leaves, want_leaves = jax.tree.leaves(got), jax.tree.leaves(want)
     assert len(got_leaves) == len(want_leaves), what
@@ -34,7 +36,7 @@ def assert_matches(got: Any, want: Any, tol: float = 1e-4, what: str = "") -> No
         np.testing.assert_array_equal(g64[~finite], w64[~finite], err_msg=name)
         scale = np.abs(w64[finite]).max(initial=0.0)
         worst = np.abs(g64[finite] - w64[finite]).max(initial=0.0)
-        assert worst <= tol * scale + tol * 1e-2, f"{name}: off by {worst}, largest value {scale}"
+        assert worst <= tol * (scale + least), f"{name}: off by {worst}, largest value {scale}"
 
 
 def assert_as_good_as(got: Any, low: Any, exact: Any, factor: float = 3.0, what: str = "") -> None:

@@ -19,6 +19,8 @@ def quantize_row(x: np.ndarray, block: int, power_of_two_scale: bool) -> tuple:
         if power_of_two_scale:
             mantissa, exponent = math.frexp(scale)
             scale = np.float32(math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent))
+        if not np.isfinite(part).all():
+            scale = np.float32(np.nan)
         codes.append(np.clip(part / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn))
         scales.append(scale)
     empty = np.zeros(0, ml_dtypes.float8_e4m3fn)
@@ -36,7 +38,7 @@ def quantize(x: np.ndarray, block: int = 128, power_of_two_scale: bool = False) 
     return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], blocks)
 
 
-def quantize_tiles(x: np.ndarray, rows: int, cols: int) -> tuple:
+def quantize_tiles(x: np.ndarray, rows: int, cols: int, power_of_two_scale: bool = False) -> tuple:
     """Codes and scales of a matrix in tiles: each tile is one block of one long row."""
     shape = (math.ceil(x.shape[0] / rows), math.ceil(x.shape[1] / cols))
     codes = np.zeros(x.shape, ml_dtypes.float8_e4m3fn)
@@ -45,7 +47,7 @@ def quantize_tiles(x: np.ndarray, rows: int, cols: int) -> tuple:
         for j in range(shape[1]):
             at = (slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols))
             tile = x[at]
-            flat, scale = quantize_row(tile.reshape(-1), tile.size, False)
+            flat, scale = quantize_row(tile.reshape(-1), tile.size, power_of_two_scale)
             codes[at], scales[i, j] = flat.reshape(tile.shape), scale[0]
     return codes, scales
 

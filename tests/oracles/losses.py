@@ -17,11 +17,12 @@ def kl_rows(logits: np.ndarray, teacher: np.ndarray, valid: np.ndarray) -> tuple
             continue
         p = np.array([float(teacher[i][s]) / mass for s in slots])
         x = np.array([float(logits[i][s]) for s in slots])
-        largest = max(x)
-        e = np.exp(x - largest) if largest > -np.inf else np.zeros(len(x))
+        largest = np.max(x)  # NaN if one is
+        e = np.exp(x - largest) if largest != -np.inf else np.zeros(len(x))
         with np.errstate(divide="ignore"):
-            log_q = x - largest - np.log(np.sum(e)) if largest > -np.inf else x
-        losses.append(sum(a * (np.log(a) - b) for a, b in zip(p, log_q, strict=True) if a > 0))
+            log_q = x - largest - np.log(np.sum(e)) if largest != -np.inf else x
+        held = [(a, b) for a, b in zip(p, log_q, strict=True) if not a <= 0]
+        losses.append(sum(a * (np.log(a) - b) for a, b in held))
         gradient[i][slots] = np.exp(log_q) - p
         rows.append(i)
     return (sum(losses) / len(rows) if rows else 0.0), gradient / max(1, len(rows))

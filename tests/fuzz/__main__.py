@@ -1,0 +1,67 @@
+"""The fuzzer's command line, in the folder `tests`: `python -m fuzz --calls 100000`; or one case,
+as a failure names it: `python -m fuzz topk value 17`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+import time
+
+import jax
+import tqdm
+
+import fuzz
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=fuzz.__doc__)
+    parser.add_argument("case", nargs="*", help="run one case: operator, kind and seed")
+    parser.add_argument("--calls", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--operators", nargs="*", default=(), choices=[*fuzz.GENERATORS])
+    args = parser.parse_args()
+    # Compiling takes most of the time.
+    jax.config.update("jax_disable_most_optimizations", True)
+    if args.case:
+        operator, kind, seed = args.case
+        outcome = fuzz.Case(operator, kind, int(seed)).run()
+        print(outcome)
+        return outcome not in fuzz.RIGHT
+    return many(args.calls, args.seed, tuple(args.operators))
+
+
+def many(calls: int, seed: int, operators: tuple[str, ...]) -> int:
+    """Runs that many cases; a failure is printed as it comes, a table at the end."""
+    start = time.perf_counter()
+    outcomes: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    with tqdm.tqdm(total=calls, unit="call", mininterval=5) as bar:
+        for case in fuzz.cases(calls, seed, operators):
+            outcome = case.run()
+            if outcome not in fuzz.RIGHT:
+                bar.write(outcome, file=sys.stdout)
+                sys.stdout.flush()
+                outcome = "wrong"
+            outcomes[case.operator, case.kind, outcome] += 1
+            bar.update()
+    print(f"{outcomes.total()} calls in {time.perf_counter() - start:.0f} s")
+    print("| operator |" + "".join(f" {kind} |" for kind in fuzz.KINDS))
+    print("| --- |" + " --- |" * len(fuzz.KINDS))
+    for operator in fuzz.GENERATORS:
+        cells = [_cell(outcomes, operator, kind) for kind in fuzz.KINDS]
+        if any(cells):
+            print(f"| {operator} |" + "".join(f" {cell} |" for cell in cells))
+    wrong = sum(n for (_, _, outcome), n in outcomes.items() if outcome == "wrong")
+    print(f"{wrong} wrong")
+    return wrong > 0
+
+
+def _cell(outcomes: collections.Counter, operator: str, kind: str) -> str:
+    """How many calls passed, were refused, and are wrong."""
+    counts = {o: outcomes[operator, kind, o] for o in (*fuzz.RIGHT, "wrong")}
+    return ", ".join(f"{n} {o}" for o, n in counts.items() if n)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""The kinds of cases: each draws calls, and raises where one is not as it has to be."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from compare import assert_matches
+
+from fuzz.draw import Call, Draw, is_float
+from fuzz.misuse import mistakes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+REFUSALS = (TypeError, ValueError, NotImplementedError)
+STEP = 1e-5  # of finite differences: their error is its square
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError inside what takes longer; only the main thread can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def assert_right(call: Call, got: Any, want: Any) -> None:
+    """Every leaf of a result, up to rounding."""
+    leaves = jax.tree.leaves(got)
+    assert len(leaves) == len(call.dtypes), f"{len(leaves)} results, want {len(call.dtypes)}"
+    for i, (g, w, dtype) in enumerate(zip(leaves, want, call.dtypes, strict=True)):
+        w = np.asarray(w).astype(dtype)
+        assert_matches(g, w, call.tolerance(dtype), f"result {i}", least=1.0)
+
+
+def assert_refused_well(call: Call, error: Exception, names: set[str]) -> None:
+    """The message names the function and one of the arguments."""
+    text = f"{type(error).__name__}: {error}"
+    assert isinstance(error, REFUSALS), text
+    assert str(error).startswith(f"{call.name}: "), f"names no {call.name}: {text}"
+    assert any(f"'{n}" in str(error) or f".{n}'" in str(error) for n in names), (
+        f"names none of {sorted(names)}: {text}"
+    )
+
+
+def value(case: Any) -> str:
+    """Results against the oracle, mostly under jit."""
+    call, c, _ = case.draw()
+    run = functools.partial(call.fn, **call.options)
+    if c.chance(0.8):
+        run = case.compiled(run)
+    assert_right(call, run(**call.arrays), call.results())
+    return "passed"
+
+
+def edge(case: Any) -> str:
+    """Empty axes and extreme options: right or refused, and then the gradients' shapes."""
+    call, _, _ = case.draw()
+    try:
+        got = case.compiled(functools.partial(call.fn, **call.options))(**call.arrays)
+    except REFUSALS as e:
+        assert_refused_well(call, e, set(call.kwargs))
+        return "refused"
+    assert_right(call, got, call.results())
+    if call.diff:
+        point, rest = _split(call)
+        grads = jax.eval_shape(functools.partial(_pull_back, call, rest), point, None)
+        for name, x in point.items():
+            assert jax.tree.map(np.shape, grads[name]) == jax.tree.map(np.shape, x), name
+    return "passed"
+
+
+def _split(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments that may have gradients, and the others."""
+    names = (*call.diff, *call.constant)
+    point = {n: x for n, x in call.kwargs.items() if n in names}
+    return point, {n: x for n, x in call.kwargs.items() if n not in names}
+
+
+def _floats(call: Call, results: Any) -> list[Any]:
+    """The leaves that have cotangents."""
+    leaves = jax.tree.leaves(results)
+    return [y for y, dtype in zip(leaves, call.dtypes, strict=True) if is_float(dtype)]
+
+
+def _pull_back(call: Call, rest: Any, point: dict[str, Any], cotangents: Any) -> dict[str, Any]:
+    y, pull = jax.vjp(lambda x: _floats(call, call.fn(**x, **rest)), point)
+    if cotangents is None:
+        cotangents = jax.tree.map(lambda y: np.ones(y.shape, y.dtype), y)
+    return pull(cotangents)[0]
+
+
+def gradient(case: Any) -> str:
+    """Gradients against finite differences of the oracle, each along one direction; NaN in what
+    nothing reads has no effect on them.
+    """
+    call, _, r = case.draw()
+    _poison(call, r)
+    base = [np.asarray(y) for y in _floats(call, call.results())]
+    cotangents = [
+        np.where(np.isfinite(y), r.rng.normal(size=y.shape), 0).astype(dtype)
+        for y, dtype in zip(base, [d for d in call.dtypes if is_float(d)], strict=True)
+    ]
+    point, rest = _split(call)
+    options = {n: x for n, x in rest.items() if n in call.options}
+    run = case.compiled(
+        lambda point, arrays, cts: _pull_back(call, {**arrays, **options}, point, cts)
+    )
+    grads = run(point, {n: x for n, x in rest.items() if n not in options}, cotangents)
+
+    def loss(moved: dict[str, Any]) -> float:
+        results = _floats(call, call.results(call.kwargs, **moved))
+        return sum(
+            float(np.where(np.isfinite(y0), w.astype(np.float64) * np.nan_to_num(y), 0).sum())
+            for w, y0, y in zip(cotangents, base, results, strict=True)
+        )
+
+    for name in call.constant:
+        assert not np.any(np.asarray(grads[name], np.float64)), f"{name} has a gradient"
+    for name in call.diff:
+        x = np.asarray(call.kwargs[name])
+        g = np.asarray(grads[name], np.float64)
+        assert g.shape == x.shape and grads[name].dtype == x.dtype, name
+        finite = np.isfinite(np.asarray(x, np.float64))
+        assert np.isfinite(g).all(), f"the gradient of {name} is not finite"
+        assert not g[~finite].any(), f"{name}: a gradient where nothing is read"
+        u = np.where(finite, r.rng.normal(size=x.shape), 0)
+        ahead, behind = (
+            loss({name: np.asarray(x, np.float64) + step * u}) for step in (STEP, -STEP)
+        )
+        want = (ahead - behind) / (2 * STEP)
+        got = float((g * u).sum())
+        allowed = call.gradient_tolerance() + STEP * 1e-2
+        size = np.linalg.norm(g) * np.linalg.norm(u) + 1
+        assert abs(got - want) <= allowed * size, (
+            f"gradient of {name}: {got} along a direction, want {want}; may be off by "
+            f"{allowed * size}"
+        )
+    return "passed"
+
+
+def _poison(call: Call, r: Draw) -> None:
+    """NaN in one row of an argument, if that changes no result."""
+    for name in call.poison:
+        x = call.kwargs[name]
+        if x.ndim < 2 or not x.size:
+            continue
+        bad = x.copy()
+        bad[tuple(r.rng.integers(n) for n in x.shape[:-1])] = np.nan
+        before, after = (call.results(**{name: y}) for y in (x, bad))
+        if all(np.array_equal(a, b, equal_nan=True) for a, b in zip(before, after, strict=True)):
+            call.kwargs[name] = bad
+
+
+def vmap(case: Any) -> str:
+    """Under vmap, each argument mapped along any axis or not at all, against the oracle one by
+    one.
+    """
+    first, c, _ = case.draw()
+    calls = [first, *(case.draw(i)[0] for i in range(1, c.one(1, 2, 3)))]
+    axes = {n: _random_axes(x, c) for n, x in first.arrays.items()}
+    if not any(a is not None for a in jax.tree.leaves(axes)):
+        axes[next(iter(axes))] = jax.tree.map(lambda _: 0, first.arrays[next(iter(axes))])
+
+    def choose(leaf_axes: Any, *xs: Any) -> Any:
+        return xs[0] if leaf_axes is None else np.stack(xs, leaf_axes)
+
+    none = {"is_leaf": lambda x: x is None}
+    mapped = jax.tree.map(choose, axes, *[call.arrays for call in calls], **none)
+    run = case.compiled(
+        jax.vmap(lambda arrays: first.fn(**first.options, **arrays), in_axes=(axes,))
+    )
+    got = run(mapped)
+    for i, call in enumerate(calls):
+        own = jax.tree.map(
+            lambda a, x, y: x if a is None else y, axes, first.arrays, call.arrays, **none
+        )
+        want = first.results(**own)
+        try:
+            assert_right(call, [y[i] for y in jax.tree.leaves(got)], want)
+        except AssertionError as e:
+            raise AssertionError(f"element {i} of {len(calls)}, in_axes {axes}: {e}") from None
+    return "passed"
+
+
+def _random_axes(x: Any, c: Draw) -> Any:
+    """An axis, or None, for every leaf."""
+    return jax.tree.map(lambda leaf: c.one(None, *range(-leaf.ndim - 1, leaf.ndim + 1)), x)
+
+
+def misuse(case: Any) -> str:
+    """A call with one mistake is refused while it is traced."""
+    call, _, r = case.draw()
+    kwargs, names, may_pass = mistakes(call, r)
+    try:
+        jax.eval_shape(lambda: call.fn(**kwargs))
+    except Exception as e:
+        assert_refused_well(call, e, names)
+        return "refused"
+    name = next((n for n in names if kwargs[n] is not call.kwargs.get(n)), "")
+    assert may_pass, f"takes {name} = {kwargs[name]!r}"
+    return "passed"
+
+
+# How many cases of each kind share a configuration, and with that a compilation.
+KINDS: dict[Callable[[Any], str], int] = {value: 12, gradient: 6, vmap: 4, edge: 2, misuse: 5}

@@ -1,0 +1,124 @@
+"""Wrong arguments, made from the annotations of a public function: they say what it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fuzz.annotations import dims_of, kinds_of
+from fuzz.draw import Call, Draw
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Values, and the kinds of annotations that may take them; everything else has to refuse them.
+POOL: tuple[tuple[Any, str], ...] = (
+    (None, "NoneType"),
+    (True, "bool"),
+    (np.bool_(False), "bool"),
+    (0, "int float"),
+    (-1, "position float"),
+    (2**31, "int float"),
+    (2**70, "int float"),
+    (10**400, "int"),
+    (np.uint64(2**63), "int float"),
+    (np.int8(-3), "position float"),
+    (0.5, "float"),
+    (float("nan"), ""),
+    (float("-inf"), ""),
+    (np.float64(1e39), "float"),
+    ("text", ""),
+    (b"xla", ""),
+    ((), ""),
+    ((1, 2, 3), ""),
+    ((1, None), ""),
+    ([0.5], ""),
+    ({"a": 1}, ""),
+    ({1}, ""),
+    (object(), ""),
+    (int, ""),
+    (1 + 1j, ""),
+    (slice(None), ""),
+    (np.zeros(3), ""),
+    (np.array("text"), ""),
+    (np.array(None, object), ""),
+    (np.datetime64("2026-01-01"), ""),
+    (np.ma.masked_array([1.0, 2.0], [False, True]), ""),
+)
+
+
+def mistakes(call: Call, r: Draw) -> tuple[dict[str, Any], set[str], bool]:
+    """The arguments with a mistake in one, the names of which a message has to have one, and
+    whether the call may go through all the same.
+    """
+    hints = typing.get_type_hints(call.fn, include_extras=True)
+    names = [n for n in inspect.signature(call.fn).parameters if n != "self"]
+    name = r.one(*names)
+    value = call.kwargs.get(name)
+    if dataclasses.is_dataclass(value):
+        return _mistake_inside(call, name, value, r)
+    if isinstance(value, np.ndarray) and r.chance(0.7):
+        wrong, others = _wrong_array(call, hints, name, value, r)
+        return {**call.kwargs, name: wrong}, {name, *others}, False
+    wrong, takers = r.one(*POOL)
+    if r.chance(0.05):
+        wrong, takers = jax.random.key(0), ""
+    may_pass = bool(kinds_of(hints[name]) & set(takers.split()))
+    # What was absent may be missed beside what is there now.
+    blamed = set(names) if value is None else {name}
+    return {**call.kwargs, name: wrong}, blamed, may_pass
+
+
+def _mistake_inside(
+    call: Call, name: str, value: Any, r: Draw
+) -> tuple[dict[str, Any], set[str], bool]:
+    """With a mistake in one of the arrays of a cache or a block mask."""
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    inner = r.one(*[n for n, x in fields.items() if hasattr(x, "dtype")])
+    wrong = r.one("text", None, *(make(np.asarray(fields[inner])) for make in _WRONG_TYPES))
+    changed = dataclasses.replace(value, **{inner: wrong})
+    return {**call.kwargs, name: changed}, {name, inner}, False
+
+
+def _other_dtype(x: np.ndarray) -> np.ndarray:
+    return np.zeros(x.shape, bool if x.dtype != bool else np.int32)
+
+
+_WRONG_TYPES: tuple[Callable[[np.ndarray], Any], ...] = (
+    _other_dtype,
+    lambda x: np.zeros(x.shape, np.complex64),
+    lambda x: np.full(x.shape, "text"),
+    lambda x: np.full(x.shape, None, object),
+    lambda x: jnp.zeros(x.shape, jnp.float8_e5m2),
+    lambda x: jax.random.split(jax.random.key(0), x.shape),
+    lambda x: np.ma.masked_array(np.asarray(x, np.float32), np.ones(x.shape, bool)),
+    lambda x: x.astype(np.float32).tolist(),
+)
+
+
+def _wrong_array(
+    call: Call, hints: dict[str, Any], name: str, x: np.ndarray, r: Draw
+) -> tuple[Any, set[str]]:
+    """Another array, or what is none; and the other arguments that the message may blame."""
+    bound: dict[str, set[str]] = {}
+    for other, value in call.kwargs.items():
+        for dims in dims_of(hints.get(other)):
+            if isinstance(value, np.ndarray) and len(dims) == value.ndim:
+                for letter in dims:
+                    bound.setdefault(letter, set()).add(other)
+    own = [dims for dims in dims_of(hints[name]) if len(dims) == x.ndim]
+    shared = [i for dims in own for i, d in enumerate(dims) if d.isalpha() and len(bound[d]) > 1]
+    if shared and r.chance(0.5):
+        axis = r.one(*shared)
+        return np.repeat(x, 2, axis) if x.shape[axis] else x, bound[own[0][axis]]
+    if not any("..." in dims for dims in dims_of(hints[name])) and r.chance(0.3):
+        everyone = set().union(*bound.values())
+        scalar = "position" not in kinds_of(hints[name]) and r.chance()
+        return np.zeros((), x.dtype) if scalar else x[None, None, None], everyone
+    return r.one(*_WRONG_TYPES)(x), set()

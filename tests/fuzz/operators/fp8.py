@@ -1,0 +1,144 @@
+"""FP8 quantisation, exact to the bit, its inverse, and the matmul of its results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from fuzz.draw import Call, Draw, bf16, e4m3, f16, f32
+from oracles import fp8 as oracle
+
+from jax_dsa import dequantize_fp8, fake_quantize_fp8, fp8_matmul, quantize_fp8
+
+
+def draw_block(c: Draw) -> Any:
+    if c.kernel:
+        return 128
+    return c.one(c.integer(4), c.integer(1), 128, (1, 4), (c.integer(2), 3), [2, 4], (4, 1))
+
+
+def pair(block: Any) -> tuple[int, int]:
+    """Rows and columns of a block."""
+    rows, cols = block if isinstance(block, tuple | list) else (1, block)
+    return int(rows), int(cols)
+
+
+def draw_values(c: Draw, r: Draw, *shape: int) -> np.ndarray:
+    """Of all magnitudes; hostile ones with NaN and infinities."""
+    x = r.rng.normal(size=shape) * 10.0 ** r.rng.integers(-6, 4, size=(*shape[:-1], 1))
+    if r.hostile and r.chance(0.3):
+        special = r.rng.choice([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40], shape)
+        x = np.where(r.rng.random(shape) < 0.1, special, x)
+    return x.astype(c.one(f32, f32, bf16, f16))
+
+
+def draw_shape(c: Draw, block: Any) -> tuple[int, ...]:
+    """Any leading axes, rows if blocks have them, columns."""
+    *leading, rows, cols = c.dims({"C": (128, 200)}, A=2, B=3, R=5, C=9)
+    if pair(block)[0] == 1:
+        return (*[*leading, rows][c.one(0, 1, 2, 3) :], cols)
+    return (*leading[c.one(0, 1, 2) :], rows, cols)
+
+
+def quantized(x: np.ndarray, block: Any, power_of_two_scale: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales."""
+    rows, cols = pair(block)
+    if rows == 1:
+        return oracle.quantize(x, cols, bool(power_of_two_scale))
+    (R, C), lead = x.shape[-2:], x.shape[:-2]
+    codes = np.zeros(x.shape, e4m3)
+    scales = np.zeros((*lead, -(-R // rows), -(-C // cols)), np.float32)
+    for i in np.ndindex(*lead):
+        codes[i], scales[i] = oracle.quantize_tiles(x[i], rows, cols, bool(power_of_two_scale))
+    return codes, scales
+
+
+def values(codes: np.ndarray, scales: np.ndarray, block: Any) -> np.ndarray:
+    """What they stand for."""
+    rows, cols = pair(block)
+    scales = np.repeat(np.asarray(scales, np.float64), cols, -1)[..., : codes.shape[-1]]
+    if rows > 1:
+        scales = np.repeat(scales, rows, -2)[..., : codes.shape[-2], :]
+    return np.asarray(codes, np.float64) * scales
+
+
+def draw_quantize(c: Draw, r: Draw) -> Call:
+    block = draw_block(c)
+    kwargs = {
+        "x": draw_values(c, r, *draw_shape(c, block)),
+        "block": block,
+        "power_of_two_scale": c.flag(),
+    }
+    return Call(quantize_fp8, kwargs, lambda **x: quantized(**x), (e4m3, f32), exact=True)
+
+
+def draw_dequantize(c: Draw, r: Draw) -> Call:
+    block, dtype = draw_block(c), c.one(f32, f32, bf16, f16)
+    codes, scales = quantized(draw_values(c, r, *draw_shape(c, block)), block, c.flag())
+
+    def want(x: Any, scale: Any, block: Any, dtype: Any) -> list[np.ndarray]:
+        return [values(x, scale, block)]
+
+    kwargs = {"x": codes, "scale": scales, "block": block, "dtype": c.one(dtype, dtype.type)}
+    return Call(dequantize_fp8, kwargs, want, (dtype,), diff=("scale",))
+
+
+def draw_fake_quantize(c: Draw, r: Draw) -> Call:
+    block = draw_block(c)
+    x = draw_values(c, r, *draw_shape(c, block))
+    kwargs = {"x": x, "block": block, "power_of_two_scale": c.flag()}
+
+    def hold(x: Any, **options: Any) -> dict[str, Any]:
+        y = values(*quantized(x, **options), options["block"])
+        return {"offset": y - np.asarray(x, np.float64)}
+
+    def want(x: Any, offset: Any, **_: Any) -> list[np.ndarray]:
+        return [np.asarray(x, np.float64) + offset]
+
+    return Call(fake_quantize_fp8, kwargs, want, (x.dtype,), diff=("x",), hold=hold)
+
+
+def draw_fp8_matmul(c: Draw, r: Draw) -> Call:
+    *leading, K, N = c.dims(A=2, B=3, K=140, N=140)
+    a = r.floats(c.one(f32, bf16, f16), *leading[c.one(0, 1, 2) :], K)
+    b = r.floats(c.one(a.dtype, f32, bf16), N, K)
+    power = c.flag()
+    kwargs = {
+        **{"a": a, "a_scale": None, "b": b, "b_scale": None},
+        "power_of_two_scale": power,
+        "dtype": c.one(None, f32, bf16, np.float16),
+    }
+    for name, block in (("a", 128), ("b", (128, 128))):
+        if c.chance():
+            codes, scales = quantized(kwargs[name], block, power)
+            kwargs |= {name: codes, f"{name}_scale": scales}
+    diff = tuple(n for n in "ab" if kwargs[f"{n}_scale"] is None)
+    dtype = kwargs["dtype"]
+    if dtype is None:
+        dtype = a.dtype if "a" in diff else bf16
+
+    def operand(x: Any, scale: Any, block: Any, power: Any) -> np.ndarray:
+        return values(*((x, scale) if scale is not None else quantized(x, block, power)), block)
+
+    def hold(a: Any, a_scale: Any, b: Any, b_scale: Any, **x: Any) -> dict[str, Any]:
+        power = x["power_of_two_scale"]
+        left, right = operand(a, a_scale, 128, power), operand(b, b_scale, (128, 128), power)
+        return {"left": left, "right": right, "a0": a, "b0": b}
+
+    def want(a: Any, b: Any, left: Any, right: Any, a0: Any, b0: Any, **_: Any) -> list[np.ndarray]:
+        # Straight through: each operand moves as itself, the other stays as it is quantised.
+        moved = (
+            np.asarray(x, np.float64) - np.asarray(y, np.float64) for x, y in ((a, a0), (b, b0))
+        )
+        da, db = (np.nan_to_num(x) for x in moved)
+        return [left @ right.T + da @ right.T + left @ db.T]
+
+    return Call(fp8_matmul, kwargs, want, (np.dtype(dtype),), diff=diff, hold=hold, peak=30.0)
+
+
+GENERATORS = {
+    "quantize_fp8": draw_quantize,
+    "dequantize_fp8": draw_dequantize,
+    "fake_quantize_fp8": draw_fake_quantize,
+    "fp8_matmul": draw_fp8_matmul,
+}

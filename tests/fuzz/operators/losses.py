@@ -1,0 +1,183 @@
+"""What trains the indexer, and DeepSeek Sparse Attention as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from fuzz.draw import Call, Draw, f64, i32, peak, without_batch
+from fuzz.operators.indexer import (
+    KERNEL,
+    draw_inputs,
+    draw_ranges,
+    gradients,
+    logits_of,
+    ranges,
+    result_dtype,
+)
+from fuzz.operators.sparse_mla import wide
+from oracles import attn_dist, losses, sparse_mla
+from oracles import topk as topk_oracle
+
+from jax_dsa import dense_indexer_kl_loss, dsa_attention, indexer_kl_loss
+
+INDEXER = "index_q", "index_k", "index_weights", "index_k_scale"
+
+
+def scale_of(scale: Any, dim: int) -> float:
+    return max(1, dim) ** -0.5 if scale is None else float(scale)
+
+
+def draw_indexer_kl_loss(c: Draw, r: Draw) -> Call:
+    B, T, K = c.dims(B=3, T=4, K=6)
+    dtype = c.dtype()
+    logits, teacher = r.floats(dtype, B, T, K), r.rng.gamma(1, size=(B, T, K))
+    logits[r.rng.random((B, T, K)) < r.one(0, 0.3, 1)] = -np.inf
+    teacher[r.rng.random((B, T, K)) < r.one(0, 0.3)] = 0
+    if r.hostile and r.chance():
+        teacher[tuple(r.rng.integers(max(1, n)) for n in teacher.shape) if teacher.size else ()] = (
+            np.nan
+        )
+    teacher = teacher.astype(c.one(dtype, wide(dtype)))
+    kwargs = {
+        "logits": logits,
+        "teacher": teacher,
+        "valid": r.bools(B, T, K) if c.chance() else None,
+    }
+    if c.gradient and kwargs["valid"] is not None:  # where the loss is infinite it has no gradient
+        kwargs["valid"] &= logits > -np.inf
+
+    def want(logits: Any, teacher: Any, valid: Any) -> list[np.ndarray]:
+        valid = np.asarray(logits, np.float64) > -np.inf if valid is None else valid
+        return [np.asarray(losses.kl_rows(logits, teacher, valid)[0])]
+
+    call = Call(
+        indexer_kl_loss,
+        kwargs,
+        want,
+        (wide(dtype),),
+        diff=("logits",),
+        constant=("teacher",),
+        peak=10.0,
+    )
+    return without_batch(call) if B == 1 and c.chance() else call
+
+
+def draw_dense_indexer_kl_loss(c: Draw, r: Draw) -> Call:
+    B, T, S, J, C, G, M, D = c.dims(B=3, T=4, S=8, J=2, C=3, G=2, M=2, D=5)
+    dtype = c.dtype()
+    index = draw_inputs(c, r, B, T, S, J, C)
+    if f64 in (dtype, index["index_q"].dtype):
+        dtype = f64
+        index = {n: x if x is None else x.astype(f64) for n, x in index.items()}
+    kwargs = {
+        **index,
+        "q": r.floats(dtype, B, T, G * M, D),
+        "kv": r.floats(dtype, B, S, G, D),
+        "scale": c.scale(),
+        **draw_ranges(c, r, B, T, S),
+        "relu": c.flag(0.8),
+    }
+
+    def want(q: Any, kv: Any, scale: Any, **index: Any) -> list[np.ndarray]:
+        logits = logits_of(**index)
+        which = {n: index[n] for n in ("is_causal", "query_start", "starts", "ends")}
+        starts, ends = ranges(logits.shape, **which)
+        teacher = losses.attention_mass(q, kv, scale_of(scale, q.shape[3]), starts, ends)
+        s = np.arange(logits.shape[2])
+        valid = (s >= starts[..., None]) & (s < ends[..., None])
+        return [np.asarray(losses.kl_rows(logits, teacher, valid)[0])]
+
+    call = Call(
+        dense_indexer_kl_loss,
+        kwargs,
+        want,
+        (result_dtype(kwargs),),
+        diff=gradients(kwargs),
+        constant=("q", "kv"),
+        poison=("index_k", "kv"),
+        peak=30.0 + peak(kwargs["scale"], kwargs["q"], kwargs["kv"]),
+    )
+    return without_batch(call) if B == 1 and c.chance() else call
+
+
+def draw_dsa_attention(c: Draw, r: Draw) -> Call:
+    """With the indexer's selection, or with one that is given, with or without a loss."""
+    on_kernel = {**KERNEL, "G": (1,), "M": (64,), "D": (576,)}
+    B, T, S, J, C, G, M, D = c.dims(on_kernel, B=3, T=4, S=8, J=2, C=3, G=2, M=2, D=5)
+    dtype = c.dtype()
+    index = draw_inputs(c, r, B, T, S, J, C)
+    if f64 in (dtype, index["index_q"].dtype):
+        dtype = f64
+        index = {n: x if x is None else x.astype(f64) for n, x in index.items()}
+    given = c.chance(0.3)
+    if given and c.chance():
+        index = dict.fromkeys(index)
+    K = c.below(S + 2)
+    kwargs = {
+        "q": r.floats(dtype, B, T, G * M, D),
+        "kv": r.floats(dtype, B, S, G, D),
+        **index,
+        "top_k": None if given else c.integer(K),
+        "indices": r.positions(S, B, T, K) if given else None,
+        "value_dim": 512 if c.kernel else c.one(None, c.integer(c.below(D))),
+        "scale": c.scale(),
+        **draw_ranges(c, r, B, T, S),
+        "sinks": r.limits(wide(dtype), G * M) if c.chance() else None,
+        "deterministic": c.flag(),
+    }
+    indexed = index["index_q"] is not None
+
+    def logits(kwargs: dict[str, Any]) -> np.ndarray:
+        names = (*INDEXER, "is_causal", "query_start", "starts", "ends")
+        return logits_of(**{n: kwargs[n] for n in names}, relu=True)
+
+    def hold(**x: Any) -> dict[str, Any]:
+        if x["indices"] is None:
+            selected = topk_oracle.topk(logits(x), int(x["top_k"]))
+        else:
+            shape = *x["q"].shape[:2], x["kv"].shape[1]
+            which = {n: x[n] for n in ("is_causal", "query_start", "starts", "ends")}
+            starts, ends = ranges(shape, **which)
+            seen = (x["indices"] >= starts[..., None]) & (x["indices"] < ends[..., None])
+            selected = np.where(seen, x["indices"], -1)
+        slots = np.repeat(selected[:, :, None], x["kv"].shape[2], 2)
+        scale = scale_of(x["scale"], x["q"].shape[3])
+        _, lse = sparse_mla.sparse_mla(x["q"], x["kv"], slots, value_dim=1, scale=scale)
+        group = max(1, x["q"].shape[2] // max(1, x["kv"].shape[2]))
+        teacher = attn_dist.attn_dist(
+            x["q"], x["kv"], slots, lse, scale=scale, head_group=group
+        ).sum(1)
+        return {"slots": slots, "selected": selected, "teacher": teacher}
+
+    def want(slots: Any, selected: Any, teacher: Any, **x: Any) -> list[np.ndarray]:
+        scale, D = scale_of(x["scale"], x["q"].shape[3]), x["q"].shape[3]
+        E = min(512, D) if x["value_dim"] is None else int(x["value_dim"])
+        out, lse = sparse_mla.sparse_mla(
+            x["q"], x["kv"], slots, value_dim=E, scale=scale, sinks=x["sinks"]
+        )
+        kl = 0.0
+        if indexed:
+            chosen = topk_oracle.values(logits(x), selected)
+            kl = losses.kl_rows(chosen, teacher, selected >= 0)[0]
+        return [out, selected, np.asarray(kl), lse]
+
+    sums = wide(dtype)
+    call = Call(
+        dsa_attention,
+        kwargs,
+        want,
+        (dtype, i32, sums, sums),
+        diff=("q", "kv", *(n for n in (*INDEXER, "sinks") if kwargs[n] is not None)),
+        poison=("kv",),
+        hold=hold,
+        peak=30.0 + peak(kwargs["scale"], kwargs["q"], kwargs["kv"]),
+    )
+    return without_batch(call) if B == 1 and c.chance() else call
+
+
+GENERATORS = {
+    "indexer_kl_loss": draw_indexer_kl_loss,
+    "dense_indexer_kl_loss": draw_dense_indexer_kl_loss,
+    "dsa_attention": draw_dsa_attention,
+}

@@ -1,0 +1,240 @@
+"""Attention under masks and biases, its packed form, and block masks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from fuzz.draw import INT_MAX, Call, Draw, peak, without_batch
+from fuzz.operators.sparse_mla import wide
+from oracles import masked_attention as oracle
+
+from jax_dsa import BlockMask, make_block_mask, masked_attention, masked_attention_varlen
+
+
+def draw_window(c: Draw) -> dict[str, Any]:
+    """What says which positions are visible."""
+    sizes = [c.integer(0), c.integer(2), (1, 0), (0, 3), (INT_MAX, 1), [2, 2]]
+    return {
+        "is_causal": c.flag(),
+        "causal_alignment": c.one("top_left", "bottom_right"),
+        "local_window_size": c.one(None, None, *sizes, *([2**31, 2**70] if c.edge else [])),
+    }
+
+
+def draw_softcap(c: Draw) -> Any:
+    return c.one(None, None, 2.0, 3, np.float32(30), *([1e-30, 1e38, 1e300] if c.edge else []))
+
+
+def draw_blocks(c: Draw, r: Draw, B: int, N: int, G: int, T: int, S: int) -> Any:
+    """A block mask of random bools."""
+    shape = c.one(1, B), c.one(1, G, N), T, S
+    return jax.tree.map(np.asarray, _blocks(r.bools(*shape), c.one(2, 3, 128), c.one(8, 16)))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _blocks(mask: Any, block_q: int, block_k: int) -> BlockMask:
+    """Traced, so that its room does not depend on the mask."""
+    return make_block_mask(mask, block_q=block_q, block_k=block_k)
+
+
+def expanded(blocks: Any) -> Any:
+    """The mask [1|B, 1|H, T, S] that a block mask stands for."""
+    tiles, (bq, bk) = jnp.asarray(blocks.tiles), (blocks.block_q, blocks.block_k)
+    B, H, I, J = tiles.shape
+    bits = jnp.unpackbits(jnp.asarray(blocks.bits), axis=-1, bitorder="little").astype(bool)
+    b, h = jnp.ix_(jnp.arange(B), jnp.arange(H))
+    partial = bits[b[..., None, None], h[..., None, None], jnp.maximum(tiles, 0)]
+    whole = jnp.where((tiles >= 0)[..., None, None], partial, (tiles == -1)[..., None, None])
+    mask = jnp.swapaxes(whole, 3, 4).reshape(B, H, I * bq, J * bk)
+    return mask[:, :, : blocks.query_length, : blocks.key_length]
+
+
+def window_of(window: Any) -> Any:
+    """As the oracle has it, in ints that numpy takes."""
+    if window is None:
+        return None
+    pair = window if isinstance(window, tuple | list) else (window, window)
+    return tuple(min(int(n), 2**40) for n in pair)
+
+
+def attended(
+    x: dict[str, Any], count: np.ndarray, kwargs: dict[str, Any], probs: bool
+) -> list[np.ndarray]:
+    """What is asked for of out, lse and probabilities."""
+    scale, softcap = kwargs["scale"], kwargs["softcap"]
+    scale = max(1, x["q"].shape[3]) ** -0.5 if scale is None else float(scale)
+    out, lse, p = oracle.attention(
+        x["q"], x["k"], x["v"], x["bias"], count, scale, None if softcap is None else float(softcap)
+    )
+    return [out, *([lse] if kwargs["return_lse"] else []), *([p] if probs else [])]
+
+
+def draw_common(c: Draw, r: Draw, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, Any]:
+    """What both functions have, with a batch axis."""
+    B, T, S, G, M, D, E = shape
+    N = G * M
+    per_score = [(c.one(1, B), c.one(1, G, N), c.one(1, T), S) for _ in range(2)]
+    blocks = draw_blocks(c, r, B, N, G, T, S) if c.chance(0.3) else None
+    kept = blocks is None and c.chance(0.4)
+    return {
+        "q": r.floats(dtype, B, T, N, D),
+        "k": r.floats(dtype, B, S, G, D),
+        "v": r.floats(dtype, B, S, G, E),
+        "bias": r.floats(dtype, *per_score[0]) if c.chance() else None,
+        "mask": r.bools(*per_score[1]) if c.chance() else None,
+        "scale": c.scale(),
+        **draw_window(c),
+        "softcap": draw_softcap(c),
+        "block_mask": blocks,
+        "kv_indices": r.positions(S, B, G, c.below(5)) if kept else None,
+        "deterministic": c.flag(),
+        "return_lse": c.flag(),
+        "return_attn_probs": c.flag(0.3),
+    }
+
+
+def whole_mask(x: dict[str, Any], shape: tuple[int, ...]) -> np.ndarray:
+    """`mask` and `block_mask` together, for every score."""
+    mask = np.ones(shape, bool)
+    blocks = None if x["block_mask"] is None else np.asarray(expanded(x["block_mask"]))
+    for own in (x["mask"], blocks):
+        if own is not None:
+            heads = np.repeat(own, shape[1] // max(1, own.shape[1]), 1)
+            mask = mask & heads
+    return mask
+
+
+def finish(c: Draw, call: Call, dtype: np.dtype) -> Call:
+    """With what both functions have."""
+    x, sums = call.kwargs, wide(dtype)
+    call.dtypes = (dtype, *[sums] * (int(x["return_lse"]) + int(x["return_attn_probs"])))
+    call.diff = ("q", "k", "v", *(["bias"] if x["bias"] is not None else []))
+    call.poison = ("k", "v")
+    call.peak = peak(x["scale"], x["q"], x["k"]) + 4
+    return call
+
+
+def draw_masked_attention(c: Draw, r: Draw) -> Call:
+    B, T, S, *_ = shape = c.dims(B=2, T=5, S=7, G=2, M=2, D=5, E=4)
+    dtype = c.dtype()
+    ids = (
+        r.rng.integers(0, 2, (B, T)).astype(np.int32),
+        r.rng.integers(0, 2, (B, S)).astype(np.int32),
+    )
+    kwargs = {
+        **draw_common(c, r, tuple(shape), dtype),
+        "segment_ids": c.one(None, ids, *([ids[0]] if T == S else [])),
+        "key_value_seq_lengths": r.positions(S, B) if c.chance() else None,
+    }
+    if c.gradient:  # the probabilities have none
+        kwargs["return_attn_probs"] = False
+
+    def want(**x: Any) -> list[np.ndarray]:
+        B, T, N, _ = x["q"].shape
+        ids = x["segment_ids"]
+        pair = (None, None) if ids is None else ids if isinstance(ids, tuple) else (ids, ids)
+        count = oracle.counts(
+            (B, N, T, x["k"].shape[1]),
+            x["k"].shape[2],
+            mask=whole_mask(x, (B, N, T, x["k"].shape[1])),
+            is_causal=x["is_causal"],
+            causal_alignment=x["causal_alignment"],
+            local_window_size=window_of(x["local_window_size"]),
+            q_segments=pair[0],
+            kv_segments=pair[1],
+            key_value_seq_lengths=x["key_value_seq_lengths"],
+            kv_indices=x["kv_indices"],
+        )
+        return attended(x, count, x, bool(x["return_attn_probs"]))
+
+    call = finish(c, Call(masked_attention, kwargs, want, ()), dtype)
+    return without_batch(call) if B == 1 and c.chance() else call
+
+
+def draw_masked_attention_varlen(c: Draw, r: Draw) -> Call:
+    T, S, *_ = shape = c.dims(T=8, S=8, G=2, M=2, D=5, E=4)
+    dtype, R = c.dtype(), c.below(3)
+    whole = draw_common(c, r, (1, *shape), dtype)
+    names = "q", "k", "v", "bias", "mask", "kv_indices"
+    kwargs = {n: x[0] if n in names and x is not None else x for n, x in whole.items()}
+    for name, size in (("cu_seqlens_q", T), ("cu_seqlens_k", S)):
+        kwargs[name] = np.sort(r.rng.integers(0, size + 1, R + 1)).astype(np.int32)
+    if c.gradient:
+        kwargs["return_attn_probs"] = False
+
+    def want(cu_seqlens_q: Any, cu_seqlens_k: Any, **x: Any) -> list[np.ndarray]:
+        x = {n: y[None] if n in names and y is not None else y for n, y in x.items()}
+        T, N, S, G = *x["q"].shape[1:3], *x["k"].shape[1:3]
+        mask, count = whole_mask(x, (1, N, T, S)), np.zeros((1, N, T, S), np.int64)
+        cuts = (np.asarray(cu).tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
+        for a, b, first, last in zip(*(z for cu in cuts for z in (cu[:-1], cu[1:])), strict=True):
+            kept = x["kv_indices"]
+            count[:, :, a:b, first:last] = oracle.counts(
+                (1, N, b - a, last - first),
+                G,
+                mask=mask[:, :, a:b, first:last],
+                is_causal=x["is_causal"],
+                causal_alignment=x["causal_alignment"],
+                local_window_size=window_of(x["local_window_size"]),
+                kv_indices=None if kept is None else kept.astype(np.int64) - first,
+            )
+        return [y[0] for y in attended(x, count, x, bool(x["return_attn_probs"]))]
+
+    return finish(c, Call(masked_attention_varlen, kwargs, want, ()), dtype)
+
+
+@functools.wraps(make_block_mask)
+def expanded_block_mask(**kwargs: Any) -> Any:
+    """What is made, as a mask of the shape that was asked for."""
+    blocks = make_block_mask(**kwargs)
+    shape = kwargs["mask"].shape if kwargs["shape"] is None else kwargs["shape"]
+    return jnp.broadcast_to(expanded(blocks), tuple(int(n) for n in shape))
+
+
+def draw_make_block_mask(c: Draw, r: Draw) -> Call:
+    B, H, T, S = c.dims(B=2, H=3, T=6, S=19)
+    mask = r.bools(c.one(1, B), c.one(1, H), c.one(1, T), S) if c.chance(0.7) else None
+    if mask is not None and c.chance():
+        mask = r.bools(B, H, T, S)
+    ids = (
+        r.rng.integers(0, 2, (B, T)).astype(np.int32),
+        r.rng.integers(0, 2, (B, S)).astype(np.int32),
+    )
+    full = mask is not None and mask.shape == (B, H, T, S)
+    kwargs = {
+        "mask": mask,
+        "shape": None if full and c.chance() else tuple(map(c.integer, (B, H, T, S))),
+        **draw_window(c),
+        "segment_ids": c.one(None, ids),
+        "key_value_seq_lengths": r.positions(S, B) if mask is None or c.chance() else None,
+        "block_q": c.integer(c.one(1, 2, 3, 100)),
+        "block_k": c.integer(c.one(8, 16, 24)),
+    }
+
+    def want(**x: Any) -> list[np.ndarray]:
+        shape = (B, H, T, S)
+        count = oracle.counts(
+            shape,
+            max(1, H),
+            mask=None if x["mask"] is None else np.broadcast_to(x["mask"], shape),
+            is_causal=x["is_causal"],
+            causal_alignment=x["causal_alignment"],
+            local_window_size=window_of(x["local_window_size"]),
+            q_segments=None if x["segment_ids"] is None else x["segment_ids"][0],
+            kv_segments=None if x["segment_ids"] is None else x["segment_ids"][1],
+            key_value_seq_lengths=x["key_value_seq_lengths"],
+        )
+        return [count > 0]
+
+    return Call(expanded_block_mask, kwargs, want, (np.dtype(bool),))
+
+
+GENERATORS = {
+    "masked_attention": draw_masked_attention,
+    "masked_attention_varlen": draw_masked_attention_varlen,
+    "make_block_mask": draw_make_block_mask,
+}

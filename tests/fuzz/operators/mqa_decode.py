@@ -1,0 +1,110 @@
+"""Decode attention over a whole cache, and the merge of its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from fuzz.draw import INT_MAX, Call, Draw, peak, without_batch
+from fuzz.operators.sparse_mla import cached_rows, draw_cache, wide
+from oracles import mqa_decode as oracle
+
+from jax_dsa import FlatCache, PagedCache, merge_attention, mqa_decode
+
+
+def draw_mqa_decode(c: Draw, r: Draw) -> Call:
+    B, T, S, G, M, D, E = c.dims(B=3, T=3, S=10, G=2, M=3, D=6, E=5)
+    dtype = c.dtype()
+    k: Any = r.floats(dtype, B, S, G, D)
+    if c.chance():
+        k = draw_cache(c, r, (G, D), B, dtype)
+    rows = k if isinstance(k, np.ndarray) else k.data if isinstance(k, FlatCache) else k.pages
+    v = r.floats(dtype, *rows.shape[:-1], E) if c.chance() else None
+    normalize = c.flag(0.7)
+    given = isinstance(k, np.ndarray) and c.chance(0.7)
+    sinks = r.limits(wide(dtype), G * M) if normalize and c.chance() else None
+    kwargs = {
+        "q": r.floats(dtype, B, T, G * M, D),
+        "k": k,
+        "v": v,
+        "value_dim": c.one(None, c.integer(c.below(D))) if v is None else c.one(None, E),
+        "key_value_seq_lengths": r.positions(S + 2, B) if given else None,
+        "starts": c.one(None, r.positions(S, B), r.positions(S, B, T)),
+        "local_window_size": c.one(None, c.integer(3), (2, 0), INT_MAX, r.positions(S, B)),
+        "sinks": sinks,
+        "scale": c.scale(),
+        "num_splits": c.one(None, c.integer(c.below(5)), c.integer(100)),
+        "normalize": normalize,
+        "return_lse": c.flag(),
+    }
+
+    def visible(k: Any, lengths: Any) -> tuple[Any, Any, Any]:
+        rows, there = (k, None) if isinstance(k, np.ndarray) else cached_rows(k)
+        if not isinstance(k, np.ndarray):
+            lengths = k.lengths
+        return rows, there, lengths if lengths is None else np.maximum(lengths, 0)
+
+    def attended(
+        q: Any, k: Any, v: Any, value_dim: Any, key_value_seq_lengths: Any, starts: Any,
+        local_window_size: Any, sinks: Any, scale: Any, **_: Any,
+    ) -> Any:  # fmt: skip
+        rows, there, lengths = visible(k, key_value_seq_lengths)
+        if v is None:
+            values = rows[..., : min(512, rows.shape[-1]) if value_dim is None else int(value_dim)]
+        elif isinstance(k, PagedCache):
+            values = oracle.unpaged(v, np.asarray(k.page_table))[0]
+        else:
+            values = v
+        window = local_window_size
+        window = window[0] if isinstance(window, tuple) else window
+        window = None if window is None else np.asarray(window).astype(np.int64)
+        scale = max(1, q.shape[3]) ** -0.5 if scale is None else float(scale)
+        return oracle.mqa_decode(
+            q, rows, values, scale=scale, key_value_seq_lengths=lengths, starts=starts,
+            local_window_size=window, sinks=sinks, mapped=there,
+        )  # fmt: skip
+
+    def hold(**kwargs: Any) -> dict[str, Any]:
+        return {"top": attended(**kwargs)[2]}
+
+    def want(top: Any, normalize: Any, return_lse: Any, **kwargs: Any) -> list[np.ndarray]:
+        out, lse, _ = attended(**kwargs)
+        if normalize:
+            return [out, lse] if return_lse else [out]
+        total = np.where(top == -np.inf, 0, np.exp(lse - np.where(top == -np.inf, 0, top)))
+        return [out * total[..., None], top, total]
+
+    results = [dtype, wide(dtype)] if kwargs["return_lse"] else [dtype]
+    call = Call(
+        mqa_decode,
+        kwargs,
+        want,
+        tuple(results if normalize else [wide(dtype)] * 3),
+        diff=(
+            "q",
+            *(["k"] if isinstance(k, np.ndarray) else []),
+            *(n for n in ("v", "sinks") if kwargs[n] is not None),
+        ),
+        poison=("k",) if isinstance(k, np.ndarray) else (),
+        hold=hold,
+        peak=peak(kwargs["scale"], kwargs["q"], rows),
+    )
+    return without_batch(call) if B == 1 and c.chance() and not isinstance(k, PagedCache) else call
+
+
+def draw_merge_attention(c: Draw, r: Draw) -> Call:
+    P, *shape, E = c.dims(P=3, B=2, T=3, N=3, E=4)
+    dtype = c.dtype()
+    shape = shape[c.one(0, 1, 2, 3) :]
+    outs = r.floats(dtype, P, *shape, E)
+    lses = r.limits(wide(dtype), P, *shape)
+    lses = np.where(lses == np.inf, -np.inf, lses)
+
+    def want(outs: Any, lses: Any) -> list[np.ndarray]:
+        return list(oracle.merge_attention(np.asarray(outs, np.float64), np.asarray(lses)))
+
+    kwargs = {"outs": outs, "lses": lses}
+    return Call(merge_attention, kwargs, want, (dtype, wide(dtype)), diff=("outs", "lses"))
+
+
+GENERATORS = {"mqa_decode": draw_mqa_decode, "merge_attention": draw_merge_attention}

@@ -1,0 +1,204 @@
+"""Sparse MLA, its decode form over caches, and the distribution of its attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from fuzz.draw import INT_MAX, INT_MIN, Call, Draw, f32, f64, peak, without_batch
+from oracles import attn_dist as dist_oracle
+from oracles import sparse_mla as oracle
+from oracles.mqa_decode import unpaged
+
+from jax_dsa import FlatCache, PagedCache, attn_dist, sparse_mla, sparse_mla_decode
+
+KERNEL = {"T": (1, 5), "S": (70, 200), "G": (1,), "M": (4, 64, 70), "D": (512, 576), "K": (5, 130)}
+
+
+def wide(dtype: np.dtype) -> np.dtype:
+    """What sums are in."""
+    return f64 if dtype == f64 else f32
+
+
+def draw_start(c: Draw, r: Draw, batch: int, keys: int) -> Any:
+    """The first query's position, in all its forms."""
+    ends = INT_MIN, -1, keys, INT_MAX - 1, INT_MAX
+    number = c.integer(c.one(0, 1, int(c.rng.integers(-2, keys + 2)), c.one(*ends)))
+    return c.one(number, r.positions(keys), r.positions(keys, batch))
+
+
+def whole(start: Any) -> Any:
+    """Python ints, which have no ends."""
+    return [int(x) for x in start] if np.ndim(start) else int(start)
+
+
+def draw_slots(c: Draw, r: Draw, batch: int, queries: int, groups: int, keys: int, K: int) -> dict:
+    """What says which slots count."""
+    shape = (batch, queries, K) if c.chance(0.3) else (batch, queries, groups, K)
+    return {
+        "indices": r.positions(keys, *shape),
+        "topk_length": r.positions(K, batch, queries) if c.chance() else None,
+    }
+
+
+def draw_causal(c: Draw, r: Draw, batch: int, keys: int) -> dict[str, Any]:
+    """What says which keys are visible."""
+    return {
+        "is_causal": c.flag(),
+        "query_start": draw_start(c, r, batch, keys),
+        "key_stride": c.integer(c.one(1, 1, 2, 3, *([INT_MAX] if c.edge else []))),
+    }
+
+
+def oracle_options(kwargs: dict[str, Any], dim: int, groups: int) -> dict[str, Any]:
+    """The options of `sparse_mla` and `attn_dist` as the oracles have them."""
+    x = dict(kwargs)
+    x["scale"] = max(1, dim) ** -0.5 if x["scale"] is None else float(x["scale"])
+    if x["indices"].ndim == 3:
+        x["indices"] = np.repeat(x["indices"][:, :, None], groups, 2)
+    if "query_start" in x:
+        x["query_start"] = whole(x["query_start"])
+        x["key_stride"] = int(x["key_stride"])
+    return {n: v for n, v in x.items() if n not in ("deterministic", "return_lse")}
+
+
+def draw_sparse_mla(c: Draw, r: Draw) -> Call:
+    B, T, S, G, M, D, K = c.dims(KERNEL, B=3, T=4, S=12, G=2, M=3, D=6, K=6)
+    dtype = c.dtype()
+    E = c.one(None, c.integer(c.below(D)))
+    kwargs = {
+        "q": r.floats(dtype, B, T, G * M, D),
+        "kv": r.floats(dtype, B, S, G, D),
+        "value_dim": 512 if c.kernel else E,
+        "scale": c.scale(),
+        "deterministic": c.flag(),
+        "return_lse": c.flag(0.7),
+        "sinks": r.limits(wide(dtype), G * M) if c.chance() else None,
+        **draw_slots(c, r, B, T, G, S, K),
+        **draw_causal(c, r, B, S),
+    }
+
+    def want(q: Any, kv: Any, value_dim: Any, return_lse: Any, **others: Any) -> list[np.ndarray]:
+        E = min(512, q.shape[3]) if value_dim is None else int(value_dim)
+        options = oracle_options(others, q.shape[3], kv.shape[2])
+        out, lse = oracle.sparse_mla(q, kv, value_dim=E, **options)
+        return [out, lse] if return_lse else [out]
+
+    call = Call(
+        sparse_mla,
+        kwargs,
+        want,
+        (dtype, wide(dtype)) if kwargs["return_lse"] else (dtype,),
+        diff=("q", "kv", *(["sinks"] if kwargs["sinks"] is not None else [])),
+        poison=("kv",),
+        peak=peak(kwargs["scale"], kwargs["q"], kwargs["kv"]),
+    )
+    return without_batch(call) if B == 1 and c.chance() else call
+
+
+def draw_cache(c: Draw, r: Draw, rows: tuple[int, ...], batch: int, dtype: Any) -> Any:
+    """A flat or a paged cache of rows, with room for at least one token unless at the edge."""
+    if c.chance():
+        (S,) = c.dims({"S": (70, 200)}, S=10)
+        return FlatCache(r.floats(dtype, batch, S, *rows), r.positions(S, batch))
+    P, L, R = c.dims({"P": (9,), "L": (64,), "R": (1, 3)}, P=6, L=4, R=3)
+    table = r.positions(P, batch, R)
+    return PagedCache(r.floats(dtype, P, L, *rows), table, r.positions(R * L, batch))
+
+
+def cached_rows(cache: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [B, S, ...] of a cache, and which of them are there."""
+    if isinstance(cache, FlatCache):
+        data = np.asarray(cache.data)
+        return data, np.ones(data.shape[:2], bool)
+    return unpaged(np.asarray(cache.pages), np.asarray(cache.page_table))
+
+
+def draw_sparse_mla_decode(c: Draw, r: Draw) -> Call:
+    B, T, G, M, D, K = c.dims(KERNEL, B=3, T=3, G=2, M=3, D=6, K=6)
+    dtype = c.dtype()
+    cache = draw_cache(c, r, (G, D), B, dtype)
+    kwargs = {
+        "q": r.floats(dtype, B, T, G * M, D),
+        "cache": cache,
+        "value_dim": 512 if c.kernel else c.one(None, c.integer(c.below(D))),
+        "scale": c.scale(),
+        "is_causal": c.flag(),
+        "return_lse": c.flag(0.7),
+        "sinks": r.limits(wide(dtype), G * M) if c.chance() else None,
+        **draw_slots(c, r, B, T, G, cache.capacity, K),
+    }
+
+    def want(
+        q: Any, cache: Any, value_dim: Any, return_lse: Any, is_causal: Any, **others: Any
+    ) -> list[np.ndarray]:
+        E = min(512, q.shape[3]) if value_dim is None else int(value_dim)
+        rows, there = cached_rows(cache)
+        options = oracle_options(others, q.shape[3], rows.shape[2])
+        lengths = np.clip(cache.lengths.astype(np.int64), 0, rows.shape[1])
+        indices = options["indices"]
+        b = np.arange(len(indices))[:, None, None, None]
+        t = np.arange(indices.shape[1])[:, None, None]
+        seen = (indices >= 0) & (indices < lengths[b])
+        if is_causal:
+            seen &= indices <= lengths[b] - indices.shape[1] + t
+        inside = np.clip(indices, 0, max(0, rows.shape[1] - 1))
+        if rows.shape[1]:
+            seen &= there[b, inside]
+        options["indices"] = np.where(seen, indices, -1)
+        out, lse = oracle.sparse_mla(q, rows, value_dim=E, **options)
+        return [out, lse] if return_lse else [out]
+
+    rows = cache.data if isinstance(cache, FlatCache) else cache.pages
+    call = Call(
+        sparse_mla_decode,
+        kwargs,
+        want,
+        (dtype, wide(dtype)) if kwargs["return_lse"] else (dtype,),
+        diff=("q", *(["sinks"] if kwargs["sinks"] is not None else [])),
+        peak=peak(kwargs["scale"], kwargs["q"], rows),
+    )
+    return without_batch(call) if B == 1 and c.chance() else call
+
+
+def draw_attn_dist(c: Draw, r: Draw) -> Call:
+    B, T, S, G, M, D, K = c.dims(KERNEL, B=3, T=4, S=12, G=2, M=4, D=6, K=6)
+    dtype = c.dtype()
+    divisors = [m for m in range(1, M + 1) if M % m == 0]
+    kwargs = {
+        "q": r.floats(dtype, B, T, G * M, D),
+        "kv": r.floats(dtype, B, S, G, D),
+        "lse": r.floats(wide(dtype), B, T, G * M) + 2,
+        "scale": c.scale(),
+        "head_group": c.one(*([None] if G == 1 else []), *map(c.integer, divisors or [1])),
+        "deterministic": c.flag(),
+        "sinks": r.limits(wide(dtype), G * M) if c.chance() else None,
+        **draw_slots(c, r, B, T, G, S, K),
+        **draw_causal(c, r, B, S),
+    }
+    if r.hostile:
+        kwargs["lse"] = np.where(r.rng.random((B, T, G * M)) < 0.2, -np.inf, kwargs["lse"])
+        kwargs["lse"] = kwargs["lse"].astype(wide(dtype))
+
+    def want(q: Any, kv: Any, lse: Any, head_group: Any, **others: Any) -> list[np.ndarray]:
+        options = oracle_options(others, q.shape[3], kv.shape[2])
+        group = None if head_group is None else int(head_group)
+        return [dist_oracle.attn_dist(q, kv, lse=lse, head_group=group, **options)]
+
+    call = Call(
+        attn_dist,
+        kwargs,
+        want,
+        (wide(dtype),),
+        diff=("q", "kv", "lse", *(["sinks"] if kwargs["sinks"] is not None else [])),
+        poison=("kv",),
+        peak=peak(kwargs["scale"], kwargs["q"], kwargs["kv"]),
+    )
+    return without_batch(call) if B == 1 and c.chance() else call
+
+
+GENERATORS = {
+    "sparse_mla": draw_sparse_mla,
+    "sparse_mla_decode": draw_sparse_mla_decode,
+    "attn_dist": draw_attn_dist,
+}

@@ -1,0 +1,20 @@
+"""The fuzzer's first ten thousand calls. `python -m fuzz --help`, in this folder, says how to run
+more of them, and others.
+"""
+
+from __future__ import annotations
+
+import fuzz
+import pytest
+from quick import compile_quickly  # noqa: F401
+
+CALLS = 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", fuzz.GENERATORS)
+def test_fuzz(operator: str) -> None:
+    share = CALLS // len(fuzz.GENERATORS)
+    outcomes = [case.run() for case in fuzz.cases(share, operators=(operator,))]
+    wrong = [outcome for outcome in outcomes if outcome not in fuzz.RIGHT]
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(outcomes)} are wrong", *wrong])
