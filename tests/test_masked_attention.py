@@ -210,6 +210,17 @@ def test_nan_that_no_query_sees(rng: np.random.Generator) -> None:
     assert np.all(np.asarray(grads[3])[~np.broadcast_to(seen, bias.shape)] == 0)
 
 
+def test_nan_that_a_query_sees_shows(rng: np.random.Generator) -> None:
+    """In all that there is of this query: its output, its probabilities and its gradient."""
+    q, k, v = qkv(rng)
+    fn = functools.partial(masked_attention, return_lse=True, return_attn_probs=True)
+    dirty = q.at[0, 2].set(jnp.nan), k, v
+    (out, lse, probs), dq = fn(*dirty), jax.grad(lambda q: fn(q, k, v)[0].sum())(dirty[0])
+    for y in (out, lse, probs.swapaxes(1, 2), dq):
+        rows = np.isnan(np.asarray(y)).reshape(B, T, -1)
+        assert rows[0, 2].all() and rows.sum() == rows[0, 2].size
+
+
 def test_nan_in_keys_that_are_not_kept(rng: np.random.Generator) -> None:
     arrays = qkv(rng)
     kept = jnp.asarray(np.broadcast_to([3, 1, -1, 3, *EXTREMES], (B, G, 8)), jnp.int32)

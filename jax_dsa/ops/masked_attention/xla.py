@@ -74,7 +74,7 @@ def masked_attention_bwd(options: Options, x: Operands, y: Results, dy: Results)
         carry: Any, numbers: Array, q: Array, dout: Array, lse: Array, delta: Array, *each: Any
     ) -> tuple[Any, tuple[Array]]:
         chunk = queries.at(numbers, each)
-        alive = lse > -jnp.inf
+        alive = lse != -jnp.inf
         visible = chunk.visible(keys)
         k, v = keys.seen(visible)
         visible = alive if visible is None else alive & visible
@@ -121,7 +121,7 @@ def masked_attention_probs(options: Options, x: Operands, y: LSE) -> Probabiliti
         visible = chunk.visible(keys)
         k = keys.seen(visible)[0]
         scores = _scores(options, q, k, chunk.bias_on(keys, visible))
-        alive = lse > -jnp.inf
+        alive = lse != -jnp.inf
         p = jnp.exp(scores - jnp.where(alive, lse, 0))
         p = jnp.where(alive if visible is None else alive & visible, p, 0)
         return (), (keys.put(keys.weigh(p)),)
