@@ -147,6 +147,17 @@ def test_rows_and_sinks_without_weight(rng: np.random.Generator) -> None:
     assert np.all(np.asarray(dsinks).reshape(4, 3)[:, :2] == 0)
 
 
+def test_slots_that_do_not_count_are_0_beside_nan(rng: np.random.Generator) -> None:
+    """A sink's share of a NaN is NaN, but not theirs."""
+    q, kv, indices, lse = inputs(rng)
+    lse[0, 1] = np.nan
+    sinks = np.zeros(N, np.float32)
+    got = np.asarray(attn_dist(q, kv, indices, lse, head_group=6, sinks=sinks))
+    empty = (indices < 0) | (indices >= S)
+    assert empty[0, 1].any() and not got[0, :, 1][empty[0, 1]].any()
+    assert np.isnan(got[0, :, 1][~empty[0, 1]]).all()
+
+
 def test_keys_that_no_slot_selects(rng: np.random.Generator) -> None:
     q, kv, indices, lse = inputs(rng)
     length = rng.integers(0, K, size=(B, T)).astype(np.int32)

@@ -46,7 +46,8 @@ def attn_dist_fwd(options: Options, x: Operands) -> Results:
         lse = grouped(lse, G)
         p = probabilities(scores(options.scale, grouped(q, G), rows, valid), lse)
         gate = sink_gate(sinks, lse)
-        p = p if gate is None else p * gate[..., None]
+        if gate is not None:  # which may be NaN
+            p = jnp.where(valid[:, :, :, None], p * gate[..., None], 0)
         B, T, _, m, K = p.shape
         summed = _heads_summed(options.head_group, m)
         sums = 1 if options.head_group is None else q.shape[2] // summed
