@@ -29,14 +29,18 @@ WITHOUT_GRADIENT = {
     *("HTreeCache.append", "htree_decode", "htree_select", "make_block_mask", "quantize_fp8"),
     *("topk_indices", "topk_mask"),
 }
+WITH_KERNEL = (
+    *("topk", "indexer_logits", "indexer_topk", "sparse_mla", "sparse_mla_decode", "attn_dist"),
+    *("dsa_attention", "quantize_fp8"),
+)
 KINDS = {kind.__name__: kind for kind in kinds.KINDS}
 SHARING = {kind.__name__: count for kind, count in kinds.KINDS.items()}
+RIGHT = ("passed", "refused", "no kernel")
 TIME_LIMIT = 120.0  # s for one case
 
-
-# How many cases an operator has of each kind in a round; a case of misuse compiles nothing.
-RIGHT = ("passed", "refused")
+# How many cases of each kind an operator has in a round.
 ROUND = {"value": 12, "gradient": 6, "vmap": 4, "edge": 4, "misuse": 10}
+KERNEL_ROUND = {"kernel": 60, "kernel_gradient": 40}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +68,11 @@ class Case:
         call = GENERATORS[self.operator](config, contents)
         return call, config, contents
 
-    def compiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, compiled once for the configuration."""
-        if self.key not in _compiled:
+    def compiled(self, run: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+        """`run`, compiled once for the configuration; `name` tells it from others."""
+        if any(key[0] != self.key for key in _compiled):
             _compiled.clear()
-            _compiled[self.key] = jax.jit(run)
-        return _compiled[self.key]
+        return _compiled.setdefault((self.key, name), jax.jit(run))
 
     def run(self) -> str:
         """What came of it: "passed", "refused" where that is right, or what is wrong."""
@@ -81,17 +84,20 @@ class Case:
             return f"{self}: {type(e).__name__}: {text[:500]}"
 
 
-_compiled: dict[tuple[str, str, int], Callable[..., Any]] = {}
+_compiled: dict[Any, Callable[..., Any]] = {}
 
 
-def cases(calls: int, seed: int = 0, operators: tuple[str, ...] = ()) -> Iterator[Case]:
-    """About that many cases of all operators, or of some, in rounds; with seeds from `seed` on."""
-    some = operators or tuple(GENERATORS)
+def cases(
+    calls: int, seed: int = 0, operators: tuple[str, ...] = (), kernels: bool = False
+) -> Iterator[Case]:
+    """That many cases of all operators, or of some, in rounds; with seeds from `seed` on. On a GPU
+    `kernels` compares kernels with the XLA implementations.
+    """
     plan = [
         (operator, kind, count)
-        for operator in some
-        for kind, count in ROUND.items()
-        if kind != "gradient" or operator not in WITHOUT_GRADIENT
+        for operator in operators or (WITH_KERNEL if kernels else GENERATORS)
+        for kind, count in (KERNEL_ROUND if kernels else ROUND).items()
+        if "gradient" not in kind or operator not in WITHOUT_GRADIENT
     ]
     for turn in itertools.count():
         for operator, kind, count in plan:

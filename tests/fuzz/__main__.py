@@ -8,6 +8,7 @@ import argparse
 import collections
 import sys
 import time
+from collections.abc import Iterator
 
 import jax
 import tqdm
@@ -21,23 +22,27 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--operators", nargs="*", default=(), choices=[*fuzz.GENERATORS])
+    parser.add_argument(
+        "--kernels", action="store_true", help="kernels against the XLA implementations, on a GPU"
+    )
     args = parser.parse_args()
-    # Compiling takes most of the time.
-    jax.config.update("jax_disable_most_optimizations", True)
+    # Compiling takes most of the time, and float32 tolerances assume float32 products.
+    jax.config.update("jax_disable_most_optimizations", not args.kernels)
+    jax.config.update("jax_default_matmul_precision", "highest")
     if args.case:
         operator, kind, seed = args.case
         outcome = fuzz.Case(operator, kind, int(seed)).run()
         print(outcome)
         return outcome not in fuzz.RIGHT
-    return many(args.calls, args.seed, tuple(args.operators))
+    return many(fuzz.cases(args.calls, args.seed, tuple(args.operators), args.kernels), args.calls)
 
 
-def many(calls: int, seed: int, operators: tuple[str, ...]) -> int:
-    """Runs that many cases; a failure is printed as it comes, a table at the end."""
+def many(cases: Iterator[fuzz.Case], calls: int) -> int:
+    """Runs all cases; a failure is printed as it comes, a table at the end."""
     start = time.perf_counter()
     outcomes: collections.Counter[tuple[str, str, str]] = collections.Counter()
     with tqdm.tqdm(total=calls, unit="call", mininterval=5) as bar:
-        for case in fuzz.cases(calls, seed, operators):
+        for case in cases:
             outcome = case.run()
             if outcome not in fuzz.RIGHT:
                 bar.write(outcome, file=sys.stdout)

@@ -37,6 +37,7 @@ class Call:
         poison: those that may hold NaN where nothing reads them.
         hold: what the derivative takes for constant (a selection, a teacher), by name.
         peak: the largest magnitude in an exponent.
+        low: what is rounded to this dtype on the way to wider results.
         exact: whether every leaf is free of rounding.
     """
 
@@ -49,6 +50,7 @@ class Call:
     poison: tuple[str, ...] = ()
     hold: Callable[..., dict[str, Any]] | None = None
     peak: float = 1.0
+    low: np.dtype | None = None
     exact: bool = False
 
     @property
@@ -89,7 +91,8 @@ class Call:
         if self.exact or not is_float(dtype):
             return 0.0
         inner = np.finfo(f64 if self.x64 else f32).eps
-        return roundings * (_eps(dtype) + 8 * inner * (1 + self.peak))
+        own = max(_eps(d) for d in (dtype, self.low or dtype))
+        return roundings * (own + 8 * inner * (1 + self.peak))
 
     def gradient_tolerance(self) -> float:
         """Of gradients, which read results that were rounded to the coarsest dtype."""
@@ -121,11 +124,12 @@ class Draw:
         kernel: draw dims and dtypes that the CUDA kernels take.
     """
 
-    def __init__(self, operator: str, kind: str, *seeds: int, kernel: bool = False) -> None:
+    def __init__(self, operator: str, kind: str, *seeds: int) -> None:
         words = [zlib.crc32(word.encode()) for word in (operator, kind)]
         self.rng = np.random.default_rng([*words, *seeds])
-        self.gradient, self.edge = kind == "gradient", kind == "edge"
-        self.hostile, self.kernel = kind in ("value", "vmap"), kernel
+        self.gradient, self.edge = "gradient" in kind, kind == "edge"
+        self.hostile = kind in ("value", "vmap", "kernel")
+        self.kernel = kind.startswith("kernel")
 
     def chance(self, p: float = 0.5) -> bool:
         """True with probability `p`."""

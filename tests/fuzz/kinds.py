@@ -214,10 +214,51 @@ def misuse(case: Any) -> str:
     except Exception as e:
         assert_refused_well(call, e, names)
         return "refused"
-    name = next((n for n in names if kwargs[n] is not call.kwargs.get(n)), "")
-    assert may_pass, f"takes {name} = {kwargs[name]!r}"
+    changed = {n: x for n, x in kwargs.items() if x is not call.kwargs.get(n)}
+    assert may_pass, f"takes {changed}"
+    return "passed"
+
+
+def kernel(case: Any) -> str:
+    """The CUDA kernel's results against those of the XLA implementation, on a GPU."""
+    call, _, _ = case.draw()
+    try:
+        jax.eval_shape(lambda: call.fn(**call.kwargs, implementation="cuda"))
+    except NotImplementedError:
+        return "no kernel"
+    got, want = (
+        case.compiled(functools.partial(call.fn, **call.options, implementation=name), name)(
+            **call.arrays
+        )
+        for name in ("cuda", "xla")
+    )
+    assert_right(call, got, jax.tree.leaves(want))
+    return "passed"
+
+
+def kernel_gradient(case: Any) -> str:
+    """Gradients where kernels run what they can, against those of the XLA implementation."""
+    call, _, r = case.draw()
+    point, rest = _split(call)
+    arrays = {n: x for n, x in rest.items() if n in call.arrays}
+    options = {n: x for n, x in rest.items() if n not in arrays}
+    shapes = jax.eval_shape(lambda: _floats(call, call.fn(**call.kwargs, implementation="xla")))
+    cotangents = [r.rng.normal(size=y.shape).astype(y.dtype) for y in shapes]
+    got, want = (
+        case.compiled(
+            lambda point, arrays, cts, name=name: _pull_back(
+                call, {**arrays, **options, "implementation": name}, point, cts
+            ),
+            str(name),
+        )(point, arrays, cotangents)
+        for name in (None, "xla")
+    )
+    assert_matches(got, want, call.gradient_tolerance(), "gradients", least=1.0)
     return "passed"
 
 
 # How many cases of each kind share a configuration, and with that a compilation.
-KINDS: dict[Callable[[Any], str], int] = {value: 12, gradient: 6, vmap: 4, edge: 2, misuse: 5}
+KINDS: dict[Callable[[Any], str], int] = {
+    **{value: 12, gradient: 6, vmap: 4, edge: 2, misuse: 5},
+    **{kernel: 60, kernel_gradient: 40},
+}

@@ -6,16 +6,9 @@ from typing import Any
 
 import numpy as np
 from fuzz.draw import Call, Draw, bf16, f16, f32, i32
-from oracles import fp8
+from oracles.cache import packed
 
 from jax_dsa import FlatCache, PagedCache
-
-
-def records(rows: np.ndarray) -> np.ndarray:
-    """FP8 records of rows [..., 576]."""
-    codes, scales = fp8.quantize(rows[..., :512], 128, True)
-    parts = codes, scales.astype(np.float32), rows[..., 512:].astype(bf16)
-    return np.concatenate([np.ascontiguousarray(x).view(np.uint8) for x in parts], -1)
 
 
 def draw_cache(c: Draw, r: Draw, kind: type, B: int, G: int, dim: int, fp8: bool) -> Any:
@@ -41,7 +34,7 @@ def draw_cache(c: Draw, r: Draw, kind: type, B: int, G: int, dim: int, fp8: bool
 def written(cache: Any, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """The cache's rows with new ones at positions [B, T]."""
     data = (cache.data if isinstance(cache, FlatCache) else cache.pages).copy()
-    new = records(rows) if data.dtype == np.uint8 else rows.astype(data.dtype)
+    new = packed(rows) if data.dtype == np.uint8 else rows.astype(data.dtype)
     for b, t in np.ndindex(*positions.shape):
         p = int(positions[b, t])
         if isinstance(cache, FlatCache):

@@ -15,13 +15,16 @@ from jax_dsa import FlatCache, PagedCache, merge_attention, mqa_decode
 def draw_mqa_decode(c: Draw, r: Draw) -> Call:
     B, T, S, G, M, D, E = c.dims(B=3, T=3, S=10, G=2, M=3, D=6, E=5)
     dtype = c.dtype()
+    cached = c.chance()
+    records = cached and not c.gradient and c.chance(0.3)
+    D = 576 if records else D
     k: Any = r.floats(dtype, B, S, G, D)
-    if c.chance():
-        k = draw_cache(c, r, (G, D), B, dtype)
-    rows = k if isinstance(k, np.ndarray) else k.data if isinstance(k, FlatCache) else k.pages
-    v = r.floats(dtype, *rows.shape[:-1], E) if c.chance() else None
+    if cached:
+        k = draw_cache(c, r, (G, D), B, np.uint8 if records else dtype)
+    rows = k if not cached else k.data if isinstance(k, FlatCache) else k.pages
+    v = r.floats(dtype, *rows.shape[:-1], E) if not records and c.chance() else None
     normalize = c.flag(0.7)
-    given = isinstance(k, np.ndarray) and c.chance(0.7)
+    given = not cached and c.chance(0.7)
     sinks = r.limits(wide(dtype), G * M) if normalize and c.chance() else None
     kwargs = {
         "q": r.floats(dtype, B, T, G * M, D),
@@ -82,12 +85,13 @@ def draw_mqa_decode(c: Draw, r: Draw) -> Call:
         tuple(results if normalize else [wide(dtype)] * 3),
         diff=(
             "q",
-            *(["k"] if isinstance(k, np.ndarray) else []),
+            *(["k"] if not cached else []),
             *(n for n in ("v", "sinks") if kwargs[n] is not None),
         ),
-        poison=("k",) if isinstance(k, np.ndarray) else (),
+        poison=() if cached else ("k",),
         hold=hold,
-        peak=peak(kwargs["scale"], kwargs["q"], rows),
+        low=dtype,
+        peak=peak(kwargs["scale"], kwargs["q"], cached_rows(k)[0] if cached else k),
     )
     return without_batch(call) if B == 1 and c.chance() and not isinstance(k, PagedCache) else call
 

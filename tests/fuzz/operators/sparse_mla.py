@@ -8,6 +8,7 @@ import numpy as np
 from fuzz.draw import INT_MAX, INT_MIN, Call, Draw, f32, f64, peak, without_batch
 from oracles import attn_dist as dist_oracle
 from oracles import sparse_mla as oracle
+from oracles.cache import packed, unpacked
 from oracles.mqa_decode import unpaged
 
 from jax_dsa import FlatCache, PagedCache, attn_dist, sparse_mla, sparse_mla_decode
@@ -97,27 +98,37 @@ def draw_sparse_mla(c: Draw, r: Draw) -> Call:
 
 
 def draw_cache(c: Draw, r: Draw, rows: tuple[int, ...], batch: int, dtype: Any) -> Any:
-    """A flat or a paged cache of rows, with room for at least one token unless at the edge."""
+    """A flat or a paged cache of rows, with room for at least one token unless at the edge; with
+    uint8 for its dtype of FP8 records.
+    """
+
+    def draw_rows(*shape: int) -> np.ndarray:
+        if dtype == np.uint8:
+            return packed(r.floats(f32, *shape, *rows))
+        return r.floats(dtype, *shape, *rows)
+
     if c.chance():
         (S,) = c.dims({"S": (70, 200)}, S=10)
-        return FlatCache(r.floats(dtype, batch, S, *rows), r.positions(S, batch))
+        return FlatCache(draw_rows(batch, S), r.positions(S, batch))
     P, L, R = c.dims({"P": (9,), "L": (64,), "R": (1, 3)}, P=6, L=4, R=3)
-    table = r.positions(P, batch, R)
-    return PagedCache(r.floats(dtype, P, L, *rows), table, r.positions(R * L, batch))
+    return PagedCache(draw_rows(P, L), r.positions(P, batch, R), r.positions(R * L, batch))
 
 
 def cached_rows(cache: Any) -> tuple[np.ndarray, np.ndarray]:
     """Rows [B, S, ...] of a cache, and which of them are there."""
     if isinstance(cache, FlatCache):
         data = np.asarray(cache.data)
-        return data, np.ones(data.shape[:2], bool)
-    return unpaged(np.asarray(cache.pages), np.asarray(cache.page_table))
+        rows, there = data, np.ones(data.shape[:2], bool)
+    else:
+        rows, there = unpaged(np.asarray(cache.pages), np.asarray(cache.page_table))
+    return unpacked(rows) if rows.dtype == np.uint8 else rows, there
 
 
 def draw_sparse_mla_decode(c: Draw, r: Draw) -> Call:
     B, T, G, M, D, K = c.dims(KERNEL, B=3, T=3, G=2, M=3, D=6, K=6)
-    dtype = c.dtype()
-    cache = draw_cache(c, r, (G, D), B, dtype)
+    dtype, records = c.dtype(), not c.gradient and c.chance(0.2)
+    D = 576 if records else D
+    cache = draw_cache(c, r, (G, D), B, np.uint8 if records else dtype)
     kwargs = {
         "q": r.floats(dtype, B, T, G * M, D),
         "cache": cache,
@@ -149,14 +160,13 @@ def draw_sparse_mla_decode(c: Draw, r: Draw) -> Call:
         out, lse = oracle.sparse_mla(q, rows, value_dim=E, **options)
         return [out, lse] if return_lse else [out]
 
-    rows = cache.data if isinstance(cache, FlatCache) else cache.pages
     call = Call(
         sparse_mla_decode,
         kwargs,
         want,
         (dtype, wide(dtype)) if kwargs["return_lse"] else (dtype,),
         diff=("q", *(["sinks"] if kwargs["sinks"] is not None else [])),
-        peak=peak(kwargs["scale"], kwargs["q"], rows),
+        peak=peak(kwargs["scale"], kwargs["q"], cached_rows(cache)[0]),
     )
     return without_batch(call) if B == 1 and c.chance() else call
 
