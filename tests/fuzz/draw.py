@@ -97,7 +97,7 @@ class Call:
     def gradient_tolerance(self) -> float:
         """Of gradients, which read results that were rounded to the coarsest dtype."""
         floats = [x.dtype for x in jax.tree.leaves(self.arrays) if is_float(x.dtype)]
-        return max(self.tolerance(dtype, roundings=16) for dtype in floats)
+        return max(self.tolerance(dtype, roundings=32) for dtype in floats)
 
 
 def _eps(dtype: Any) -> float:
@@ -206,8 +206,8 @@ class Draw:
         """int32 from -1 to `size`, with the ends of int32 among them."""
         x = self.rng.integers(-1, size + 1, size=shape, endpoint=True)
         if self.chance():
-            ends = [INT_MIN, INT_MIN + 1, INT_MIN + size, -1, INT_MAX - size, INT_MAX - 1, INT_MAX]
-            x = np.where(self.rng.random(shape) < 0.3, self.rng.choice(ends, shape), x)
+            ends = [INT_MIN, INT_MIN, INT_MIN + 1, -1, INT_MAX - size, INT_MAX - 1, INT_MAX]
+            x = np.where(self.rng.random(shape) < 0.5, self.rng.choice(ends, shape), x)
         return x.astype(i32)
 
     def maybe(self, draw: Callable[..., Any], *args: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import signal
 import threading
@@ -14,6 +15,7 @@ from compare import assert_matches
 
 from fuzz.draw import Call, Draw, is_float
 from fuzz.misuse import mistakes
+from jax_dsa import BlockMask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,7 +78,8 @@ def edge(case: Any) -> str:
     try:
         got = case.compiled(functools.partial(call.fn, **call.options))(**call.arrays)
     except REFUSALS as e:
-        assert_refused_well(call, e, set(call.kwargs))
+        inside = (vars(x) for x in call.kwargs.values() if dataclasses.is_dataclass(x))
+        assert_refused_well(call, e, set(call.kwargs).union(*inside))
         return "refused"
     assert_right(call, got, call.results())
     if call.diff:
@@ -148,7 +151,7 @@ def gradient(case: Any) -> str:
         want = (ahead - behind) / (2 * STEP)
         got = float((g * u).sum())
         allowed = call.gradient_tolerance() + STEP * 1e-2
-        size = np.linalg.norm(g) * np.linalg.norm(u) + 1
+        size = np.linalg.norm(g) * np.sqrt(np.mean(u * u)) + 1  # of a sum of random signs
         assert abs(got - want) <= allowed * size, (
             f"gradient of {name}: {got} along a direction, want {want}; may be off by "
             f"{allowed * size}"
@@ -201,8 +204,16 @@ def vmap(case: Any) -> str:
 
 
 def _random_axes(x: Any, c: Draw) -> Any:
-    """An axis, or None, for every leaf."""
-    return jax.tree.map(lambda leaf: c.one(None, *range(-leaf.ndim - 1, leaf.ndim + 1)), x)
+    """An axis, or None, for every leaf; a block mask's belong together."""
+    absent = isinstance(x, BlockMask) and c.chance()
+
+    def choose(leaf: Any) -> int | None:
+        axes = range(-leaf.ndim - 1, leaf.ndim + 1)
+        if isinstance(x, BlockMask):
+            return None if absent else c.one(*axes)
+        return c.one(None, *axes)
+
+    return jax.tree.map(choose, x)
 
 
 def misuse(case: Any) -> str:

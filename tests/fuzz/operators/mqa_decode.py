@@ -32,8 +32,10 @@ def draw_mqa_decode(c: Draw, r: Draw) -> Call:
         "v": v,
         "value_dim": c.one(None, c.integer(c.below(D))) if v is None else c.one(None, E),
         "key_value_seq_lengths": r.positions(S + 2, B) if given else None,
-        "starts": c.one(None, r.positions(S, B), r.positions(S, B, T)),
-        "local_window_size": c.one(None, c.integer(3), (2, 0), INT_MAX, r.positions(S, B)),
+        "starts": c.one(None, None, None, r.positions(S, B), r.positions(S, B, T)),
+        "local_window_size": c.one(
+            None, None, None, None, c.integer(3), (2, 0), INT_MAX, r.positions(S, B)
+        ),
         "sinks": sinks,
         "scale": c.scale(),
         "num_splits": c.one(None, c.integer(c.below(5)), c.integer(100)),
