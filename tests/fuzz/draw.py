@@ -174,12 +174,16 @@ class Draw:
         choices += [1e-300, 1e30, 1e39, 1e308, -(10**39)] if self.edge else []
         return self.one(*choices)
 
+    def normal(self, dtype: np.dtype, *shape: int) -> np.ndarray:
+        """Normal floats."""
+        return self.rng.normal(size=shape).astype(dtype)
+
     def floats(self, dtype: np.dtype, *shape: int) -> np.ndarray:
         """Normal ones; hostile ones have NaN in some rows."""
-        x = self.rng.normal(size=shape)
+        x = self.normal(dtype, *shape)
         if self.hostile and self.chance(0.3) and len(shape) > 1:
             x[self.rng.random(shape[:-1]) < 0.1] = np.nan
-        return x.astype(dtype)
+        return x
 
     def odd(self, dtype: np.dtype, *shape: int) -> np.ndarray:
         """-3, -1, 1 or 3: products and sums of them are exact, ties are many, and a sum of an odd

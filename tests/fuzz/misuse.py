@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 POOL: tuple[tuple[Any, str], ...] = (
     (None, "NoneType"),
     (True, "bool"),
-    (np.bool_(False), "bool"),
     (0, "int float"),
     (-1, "position float"),
     (2**31, "int float"),
@@ -116,9 +115,8 @@ def _wrong_array(
     shared = [i for dims in own for i, d in enumerate(dims) if d.isalpha() and len(bound[d]) > 1]
     if shared and r.chance(0.5):
         axis = r.one(*shared)
-        return np.repeat(x, 2, axis) if x.shape[axis] else x, bound[own[0][axis]]
+        return np.repeat(x, 2, axis), bound[own[0][axis]]
     if not any("..." in dims for dims in dims_of(hints[name])) and r.chance(0.3):
-        everyone = set().union(*bound.values())
         scalar = "position" not in kinds_of(hints[name]) and r.chance()
-        return np.zeros((), x.dtype) if scalar else x[None, None, None], everyone
+        return np.zeros((), x.dtype) if scalar else x[None, None, None], set(hints)
     return r.one(*_WRONG_TYPES)(x), set()

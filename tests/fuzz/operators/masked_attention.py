@@ -83,7 +83,7 @@ def draw_common(c: Draw, r: Draw, shape: tuple[int, ...], dtype: np.dtype) -> di
     return {
         "q": r.floats(dtype, B, T, N, D),
         "k": r.floats(dtype, B, S, G, D),
-        "v": r.floats(dtype, B, S, G, E),
+        "v": r.normal(dtype, B, S, G, E),  # what one query sees, others may too
         "bias": r.floats(dtype, *per_score[0]) if c.chance() else None,
         "mask": r.bools(*per_score[1]) if c.chance() else None,
         "scale": c.scale(),
