@@ -45,6 +45,8 @@ def expanded(blocks: Any) -> Any:
     """The mask [1|B, 1|H, T, S] that a block mask stands for."""
     tiles, (bq, bk) = jnp.asarray(blocks.tiles), (blocks.block_q, blocks.block_k)
     B, H, I, J = tiles.shape
+    if not tiles.size:
+        return jnp.zeros((B, H, blocks.query_length, blocks.key_length), bool)
     bits = jnp.unpackbits(jnp.asarray(blocks.bits), axis=-1, bitorder="little").astype(bool)
     b, h = jnp.ix_(jnp.arange(B), jnp.arange(H))
     partial = bits[b[..., None, None], h[..., None, None], jnp.maximum(tiles, 0)]
