@@ -94,10 +94,10 @@ class Call:
         own = max(_eps(d) for d in (dtype, self.low or dtype))
         return roundings * (own + 8 * inner * (1 + self.peak))
 
-    def gradient_tolerance(self) -> float:
+    def gradient_tolerance(self, roundings: float = 32) -> float:
         """Of gradients, which read results that were rounded to the coarsest dtype."""
         floats = [x.dtype for x in jax.tree.leaves(self.arrays) if is_float(x.dtype)]
-        return max(self.tolerance(dtype, roundings=32) for dtype in floats)
+        return max(self.tolerance(dtype, roundings) for dtype in floats)
 
 
 def _eps(dtype: Any) -> float:
