@@ -140,12 +140,12 @@ class Draw:
         return choices[self.rng.integers(len(choices))]
 
     def dims(self, on_kernel: dict[str, tuple[int, ...]] | None = None, **most: int) -> list[int]:
-        """Sizes from 1 to `most` each; at the edge one or two of them 0."""
+        """Sizes from 1 to `most` each; at the edge up to two of them 0."""
         sizes = {name: int(self.rng.integers(1, high + 1)) for name, high in most.items()}
         if self.kernel:
             sizes |= {name: self.one(*choices) for name, choices in (on_kernel or {}).items()}
         if self.edge:
-            empty = self.rng.permutation(list(sizes))[: self.one(0, 1, 1, 1, 2)]
+            empty = self.rng.permutation(list(sizes))[: self.one(0, 0, 1, 1, 2)]
             sizes |= dict.fromkeys(empty.tolist(), 0)
         return list(sizes.values())
 

@@ -143,7 +143,7 @@ def draw_dsa_attention(c: Draw, r: Draw) -> Call:
             selected = np.where(seen, x["indices"], -1)
         slots = np.repeat(selected[:, :, None], x["kv"].shape[2], 2)
         scale = scale_of(x["scale"], x["q"].shape[3])
-        _, lse = sparse_mla.sparse_mla(x["q"], x["kv"], slots, value_dim=1, scale=scale)
+        _, lse = sparse_mla.sparse_mla(x["q"], x["kv"], slots, value_dim=0, scale=scale)
         group = max(1, x["q"].shape[2] // max(1, x["kv"].shape[2]))
         teacher = attn_dist.attn_dist(
             x["q"], x["kv"], slots, lse, scale=scale, head_group=group
