@@ -145,7 +145,7 @@ class Draw:
         if self.kernel:
             sizes |= {name: self.one(*choices) for name, choices in (on_kernel or {}).items()}
         if self.edge:
-            empty = self.rng.permutation(list(sizes))[: self.one(0, 0, 1, 1, 2)]
+            empty = self.rng.permutation(list(sizes))[: self.one(0, 0, 0, 1, 2)]
             sizes |= dict.fromkeys(empty.tolist(), 0)
         return list(sizes.values())
 

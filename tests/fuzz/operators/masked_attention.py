@@ -26,9 +26,9 @@ def draw_window(c: Draw) -> dict[str, Any]:
 
 
 def draw_softcap(c: Draw) -> Any:
-    return c.one(
-        None, None, 2.0, 3, np.float32(30), *([1e-30, 1e38, 1e38, 1e300] if c.edge else [])
-    )
+    if c.edge:
+        return c.one(None, 1e-30, 1e38, 1e38, 1e300)
+    return c.one(None, None, 2.0, 3, np.float32(30))
 
 
 def draw_blocks(c: Draw, r: Draw, B: int, N: int, G: int, T: int, S: int) -> Any:
