@@ -44,7 +44,7 @@ POOL: tuple[tuple[Any, str], ...] = (
     (int, ""),
     (1 + 1j, ""),
     (slice(None), ""),
-    (np.zeros(3), ""),
+    (np.zeros(3, np.complex64), ""),
     (np.array("text"), ""),
     (np.array(None, object), ""),
     (np.datetime64("2026-01-01"), ""),
