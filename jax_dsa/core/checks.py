@@ -187,7 +187,7 @@ class Args:
         """`value`, anything that names a dtype, as one of `dtypes`."""
         try:
             dtype = jnp.dtype(value)
-        except TypeError:
+        except (TypeError, ValueError):
             raise TypeError(
                 f"{self.op}: argument '{name}' is {_shown(value)}, want {_names(dtypes)}"
             ) from None

@@ -449,4 +449,6 @@ def _blocks(args: Args, mask: BlockMask | None, q: Array, k: Array) -> tuple[Any
     want = f"one of shape [1|{batch}, 1|{groups}|{heads}, {queries}, {keys}]"
     args.option("block_mask", got, fits, want)
     rows = jnp.arange(queries, dtype=jnp.int32)[None]
-    return rows, mask.tiles, mask.bits, _head_factors(got[1], groups, heads)
+    tiles = args.typed("block_mask.tiles", mask.tiles, INT32)
+    bits = args.typed("block_mask.bits", mask.bits, (jnp.uint8,))
+    return rows, tiles, bits, _head_factors(got[1], groups, heads)

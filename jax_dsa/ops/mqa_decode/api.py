@@ -309,7 +309,7 @@ def _stacked(name: str, parts: Any) -> jax.Array:
     """The parts along a new first axis, unless they are stacked already."""
     op = "merge_attention"
     if isinstance(parts, list | tuple):
-        if any(not isinstance(x, jax.Array | np.ndarray) for x in parts):
+        if any(as_array(x) is None for x in parts):
             raise TypeError(f"{op}: argument '{name}' is a sequence, want arrays for its items")
         kinds = {(x.shape, x.dtype.name) for x in parts}
         if len(kinds) != 1:
@@ -317,8 +317,8 @@ def _stacked(name: str, parts: Any) -> jax.Array:
             raise ValueError(
                 f"{op}: argument '{name}' holds {got}, want arrays of one shape and dtype"
             )
-        return jnp.stack(parts)
-    if not isinstance(parts, jax.Array | np.ndarray):
+        return _of_jax(name, jnp.stack, parts, kinds.pop()[1])
+    if as_array(parts) is None:
         raise TypeError(
             f"{op}: argument '{name}' is {type(parts).__name__}, want an array or a list of arrays"
         )
@@ -326,4 +326,14 @@ def _stacked(name: str, parts: Any) -> jax.Array:
         raise ValueError(
             f"{op}: argument '{name}' has shape {parts.shape}, want parts along the first axis"
         )
-    return jnp.asarray(parts)
+    return _of_jax(name, jnp.asarray, parts, parts.dtype)
+
+
+def _of_jax(name: str, make: Any, parts: Any, dtype: Any) -> jax.Array:
+    """`make(parts)`, whose dtype JAX may not have."""
+    try:
+        return make(parts)
+    except TypeError:
+        raise TypeError(
+            f"merge_attention: argument '{name}' has dtype {dtype}, want floats"
+        ) from None
