@@ -369,7 +369,7 @@ def test_misuse_of_the_sparse_loss(error, name, args):
         (TypeError, "index_q", {"index_q": 1.0}),
         (ValueError, "index_q", {"index_q": DENSE["index_weights"][0]}),
         (ValueError, "index_k", {"index_k": DENSE["index_k"][..., :2]}),
-        (TypeError, "index_weights", {"index_weights": DENSE["index_weights"].astype(np.float16)}),
+        (TypeError, "index_weights", {"index_weights": DENSE["index_weights"].astype(np.int32)}),
         (ValueError, "index_weights", {"index_weights": DENSE["index_weights"][..., :1]}),
         (ValueError, "q", {"q": DENSE["q"][:, :2]}),
         (TypeError, "q", {"q": DENSE["q"].astype(np.int32)}),
