@@ -128,7 +128,9 @@ def test_the_default_is_the_faster_route(shape: tuple[int, ...], wins: bool) -> 
     q = jax.ShapeDtypeStruct((b, t, n, 576), jnp.bfloat16)
     kv = jax.ShapeDtypeStruct((b, s, 1, 576), jnp.bfloat16)
     indices = jax.ShapeDtypeStruct((b, t, 1, k), jnp.int32)
-    assert cuda._rows_win(Operands(q, kv, indices)) == wins
+    x = Operands(q, kv, indices)
+    assert cuda.sums_by_rows(Options(1.0, 512, deterministic=False), x) == wins
+    assert cuda.sums_by_rows(Options(1.0, 512, deterministic=True), x)
 
 
 @pytest.mark.parametrize("keys", [S, 5461, 5462, 50000], ids=lambda x: f"{x} keys")

@@ -74,13 +74,22 @@ class Pass(Generic[O, P, R]):
         if call.implementation == "cuda":
             self._require_kernel(call, options, groups)
         present = tuple([x is not None for x in operands])
-        built = _built(self, call, options, present)
+        built = _built(self, call, options, present, self._queries_first(call, options, groups))
         outs = built(*[x for x in operands if x is not None])
         results = self.signature.results
         for i, field in enumerate(fields(results)):
             if field.remat and outs[i] is not None:
                 outs[i] = checkpoint_name(outs[i], field.remat)
         return results(*outs)
+
+    def _queries_first(self, call: Call, options: O, groups: Any) -> bool:
+        """Whether the call has a kernel that would rather have all heads of some queries."""
+        kernel = self.kernel
+        if kernel is None or kernel.queries_first is None or not ffi.status()[0]:
+            return False
+        if call.implementation in ("xla", "plain") or kernel.why_not(options, *groups) is not None:
+            return False
+        return kernel.queries_first(options, *groups)
 
     def _require_kernel(self, call: Call, options: O, groups: Any) -> None:
         """Raises unless the kernel can run this call: a user who names an implementation gets it or
@@ -100,7 +109,11 @@ class Pass(Generic[O, P, R]):
 
 @functools.lru_cache(maxsize=1024)
 def _built(
-    self: Pass[Any, Any, Any], call: Call, options: Any, present: tuple[bool, ...]
+    self: Pass[Any, Any, Any],
+    call: Call,
+    options: Any,
+    present: tuple[bool, ...],
+    queries_first: bool,
 ) -> Callable[..., list[Any]]:
     """The pass for the operands that are `present`, with any number of axes in front of theirs."""
     signature = self.signature
@@ -128,7 +141,7 @@ def _built(
         sizes = [None if m is None else args[m].shape[own] for m in mirrors]
         return [batching.unfold(y, lead, batch, n) for y, n in zip(outs, sizes, strict=True)]
 
-    declared = partition.Declared(axes, result_axes, self.shardable, self.spread)
+    declared = partition.Declared(axes, result_axes, self.shardable, self.spread, queries_first)
     if call.implementation == "plain":
         return partition.partitioned(local, declared, plain=True)
     local.__name__ = self.name  # what compiled programs and profiles call it

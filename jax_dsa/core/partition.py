@@ -40,12 +40,14 @@ class Declared(NamedTuple):
         results: the axes of all results.
         shardable: the factors that may be sharded.
         spread: whether mesh axes that shard nothing split the work too.
+        queries_first: whether mesh axes that shard heads had better split the queries.
     """
 
     operands: Sequence[Axes]
     results: Sequence[Axes]
     shardable: frozenset[str]
     spread: bool
+    queries_first: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +58,7 @@ class Plan:
         operands, results: the factors of their axes.
         shapes: of the results.
         sizes: of the factors.
-        shardable: the factors that may be sharded.
-        spread: whether mesh axes that shard nothing split the work too.
+        shardable, spread, queries_first: as in `Declared`.
     """
 
     operands: list[Axes]
@@ -66,6 +67,7 @@ class Plan:
     sizes: dict[str, int]
     shardable: frozenset[str]
     spread: bool
+    queries_first: bool
 
     @classmethod
     def of(cls, declared: Declared, args: Sequence[Any], outs: Sequence[Any]) -> Plan:
@@ -99,8 +101,8 @@ class Plan:
                     axis = ()
                 actual.append(axis)
             arrays[i] = tuple(actual)
-        shardable = declared.shardable.union(*lead)
-        return cls(arrays[:n], arrays[n:], shapes[n:], sizes, shardable, declared.spread)
+        can = declared.shardable.union(*lead)
+        return cls(arrays[:n], arrays[n:], shapes[n:], sizes, can, *declared[3:])
 
     def layout(self, mesh: Mapping[str, int], specs: Sequence[PartitionSpec | None]) -> Layout:
         """How the call runs on a mesh with axes of these sizes, where the arrays, operands first,
@@ -111,26 +113,10 @@ class Plan:
         entries, so that no two devices do the same work; the results go back to what the operands'
         specs let a caller expect. A gradient whose operand lay in blocks is summed into blocks.
         """
-        where: Where = {}
-        given: dict[Axis, tuple[str, ...]] = {}  # of axes that the operands had in blocks in vain
-        seen: dict[str, None] = {}  # the mesh axes that shard operands
-        for i, (array, spec) in enumerate(zip(self.operands + self.results, specs, strict=False)):
-            for axis, entry in zip(array, tuple(spec or ()), strict=False):
-                names = names_of(entry)
-                taken = {p.name for parts in where.values() for p in parts}
-                if not any(f in where for f in axis) and not taken & set(names):
-                    where.update(self._split(axis, names, mesh))
-                if i < len(self.operands):
-                    seen.update(dict.fromkeys(names))
-                    if names and axis and not any(f in where for f in axis):
-                        given.setdefault(axis, names)
-
-        wanted = [self._wanted(a, where, given, mesh) for a in self.results]
-        taken = {p.name for parts in where.values() for p in parts}
-        for name in mesh if self.spread else seen:
-            if name not in taken and mesh[name] > 1:
-                self._give(name, where, mesh)
-
+        first = self.shardable - {"m"} if self.queries_first else self.shardable
+        where, wanted, idle = self._deal(mesh, specs, first)
+        if idle and self.queries_first:
+            where, wanted, _ = self._deal(mesh, specs, self.shardable)
         results = [Placement.of(a, where, mesh) for a in self.results]
         used = dict.fromkeys(p.name for parts in where.values() for p in parts)
         sums, scatters = [], []
@@ -151,7 +137,43 @@ class Plan:
         operands = [Placement.of(a, where, mesh) for a in self.operands]
         return Layout(operands, results, sums, scatters, wanted)
 
-    def _split(self, axis: Axis, names: tuple[str, ...], mesh: Mapping[str, int]) -> Where:
+    def _deal(
+        self,
+        mesh: Mapping[str, int],
+        specs: Sequence[PartitionSpec | None],
+        shardable: frozenset[str],
+    ) -> tuple[Where, list[PartitionSpec], set[str]]:
+        """Which mesh axes shard which factors, the specs that a caller expects of the results, and
+        the mesh axes of operands for which there is nothing to do.
+        """
+        where: Where = {}
+        given: dict[Axis, tuple[str, ...]] = {}  # of axes that the operands had in blocks in vain
+        seen: dict[str, None] = {}  # the mesh axes that shard operands
+        for i, (array, spec) in enumerate(zip(self.operands + self.results, specs, strict=False)):
+            for axis, entry in zip(array, tuple(spec or ()), strict=False):
+                names = names_of(entry)
+                taken = {p.name for parts in where.values() for p in parts}
+                if not any(f in where for f in axis) and not taken & set(names):
+                    where.update(self._split(axis, names, mesh, shardable))
+                if i < len(self.operands):
+                    seen.update(dict.fromkeys(names))
+                    if names and axis and not any(f in where for f in axis):
+                        given.setdefault(axis, names)
+        wanted = [self._wanted(a, where, given, mesh) for a in self.results]
+        taken = {p.name for parts in where.values() for p in parts}
+        for name in mesh if self.spread else seen:
+            if name not in taken and mesh[name] > 1:
+                self._give(name, where, mesh)
+        taken = {p.name for parts in where.values() for p in parts}
+        return where, wanted, {n for n in seen if mesh[n] > 1} - taken
+
+    def _split(
+        self,
+        axis: Axis,
+        names: tuple[str, ...],
+        mesh: Mapping[str, int],
+        shardable: frozenset[str],
+    ) -> Where:
         """Deals the mesh axes of one array axis out to its factors, major first, as far as they
         divide.
         """
@@ -159,7 +181,7 @@ class Plan:
         queue = [(name, mesh[name]) for name in names]
         for factor in axis:
             left = self.sizes[factor]
-            while factor in self.shardable and queue:
+            while factor in shardable and queue:
                 name, rest = queue[0]
                 size = rest if left % rest == 0 else left
                 if left <= 1 < rest or rest % size:

@@ -110,7 +110,7 @@ def sparse_mla_bwd(
         dsinks = -jnp.sum((1 - gate) * row_products(dout, y.out), axis=1)
         dout = (dout.astype(gate.dtype) * gate[..., None]).astype(dout.dtype)
     xs = x.q, x.indices, x.ends, x.topk_length, dout, y.lse, y.out, dy.lse
-    if not options.deterministic and not _rows_win(x):
+    if not sums_by_rows(options, x):
         dq, dkv = _kernel(options, x.kv, xs, avals.kv, B * x.q.shape[1])
         return Gradients(q=dq, kv=_in_order(dkv), sinks=dsinks)
 
@@ -144,14 +144,20 @@ def _sorted_at_a_time(x: Operands) -> int:
     return chunk_length(T, B * _query_rows(x.q, x.indices) * 24, budget=SORT_BUDGET)
 
 
-def _rows_win(x: Operands) -> bool:
-    """Whether sums by rows are faster, by the shapes alone: the device is not known while tracing.
+def sums_by_rows(options: Options, x: Operands, *_: Results) -> bool:
+    """Whether the keys' gradients are sums by rows: for bits that repeat, or because those are
+    faster, by the shapes alone, since the device is not known while tracing.
+
+    A row is the sum over all heads that a device has. So where heads are sharded, it is cheaper to
+    give each device all heads of some queries: fewer rows, by two exchanges of all queries.
 
     Several calls of the kernel need a second dkv, for what they add up: there is room for it if it
     is no larger than the rows.
     """
     B, S, G, D = x.kv.shape
     T = x.q.shape[1]
+    if options.deterministic:
+        return True
     if min(S, T * x.indices.shape[3]) * G * D * 4 < ROWS_FROM:
         return False
     return _sorted_at_a_time(x) >= T or B * S * G * D * 4 <= ROWS_BUDGET
