@@ -7,34 +7,36 @@
 #include "racecheck/pattern.cuh"
 
 struct Shared {
-  alignas(16) int matrices[128];
-  uint64_t full, free;
+  alignas(16) int matrices[2][512];
+  uint64_t full[2], free[2];
 };
 
 __global__ void pattern(const int* from, int* to) {
   auto& [matrices, full, free] = dynamic_shared<Shared>();
-  initialise(full, 32, free, 1);
-  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 2; ++i) initialise(full[i], 128, free[i], 4);
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
   const uint64_t policy = l2_policy_evict_first();
-  const uint32_t row = smem_address(&matrices[lane * 4]);
   const auto arrive = [&](uint64_t& barrier) {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(&barrier);
   };
   for (int round = 0; round < kRounds; ++round) {
-    if (threadIdx.x < 32) {
-      mbarrier_wait(&free, round % 2 ^ 1);
-      cp_async_16(row, from + round * 128 + lane * 4, true, policy);
-      cp_async_arrive(&full);
+    const int stage = round % 2, parity = round / 2 % 2;
+    const uint32_t row = whole_sum(smem_address(matrices[stage]), thread * 16);
+    if (threadIdx.x < 128) {
+      mbarrier_wait(&free[stage], parity ^ 1);
+      cp_async_16(row, from + round * 512 + thread * 4, true, policy);
+      cp_async_arrive(&full[stage]);
     } else {
-      mbarrier_wait(&full, round % 2);
-      if (kRace) arrive(free), dawdle();
-      uint32_t x[4];  // of a row of each matrix, by 4 lanes
+      mbarrier_wait(&full[stage], parity);
+      if (kRace) arrive(free[stage]), dawdle();
+      uint32_t x[4];  // of a row of each of the warp's matrices, by 4 lanes
       load_matrix_x4(row, x);
-      if (!kRace) arrive(free);
-      for (int i = 0; i < 4; ++i) to[round * 128 + i * 32 + lane] = static_cast<int>(x[i]);
+      if (!kRace) arrive(free[stage]);
+      int* const own = to + round * 512 + warp * 128 + lane;
+      for (int i = 0; i < 4; ++i) own[i * 32] = static_cast<int>(x[i]);
     }
   }
 }
 
-int main() { return run_pattern<Shared>(pattern, 64, 128); }
+int main() { return run_pattern<Shared>(pattern, 256, 512); }
