@@ -33,14 +33,34 @@ TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
 
 # The pattern of a report, by the functions whose accesses it is about.
 EXPLANATIONS = {
-    frozenset(["sparse_mla/fwd.cuh:consume"]): "through_producer",
+    frozenset(["attn_dist/fwd.cuh:consume", "attn_dist/fwd.cuh:produce"]): "beside_copies",
+    frozenset(["common/gather.cuh:operator[]", "common/gather.cuh:set"]): "beside_copies",
     frozenset(["common/ptx.cuh:cp_async_16", "common/ptx.cuh:load_matrix_x4"]): "load_matrix",
+    frozenset(["indexer/bwd_keys.cuh:find_rows"]): "any_of_several",
     frozenset(["indexer/bwd_queries.cuh:gather", "indexer/bwd_queries.cuh:multiply"]): (
         "elected_arrival"
     ),
+    frozenset(["sparse_mla/fwd.cuh:consume"]): "through_producer",
+    frozenset(["common/gather.cuh:set", "sparse_mla/fwd_few.cuh:consume_few"]): "elected_writer",
+    frozenset(["sparse_mla/fwd_few.cuh:consume_few", "sparse_mla/fwd_producer.cuh:begin_item"]): (
+        "beside_copies"
+    ),
+    # In the backward kernel the way back is that of over_two_barriers.
+    frozenset(["common/gather.cuh:all", "common/gather.cuh:set"]): "beside_copies",
     frozenset(
         ["sparse_mla/bwd_queries.cuh:make_gradients", "sparse_mla/bwd_queries.cuh:produce_queries"]
     ): "over_two_barriers",
+    frozenset(["sparse_mla/bwd.cuh:bwd_kernel"]): "in_turns",
+    frozenset(["common/gather.cuh:index", "sparse_mla/bwd_keys.cuh:produce_keys"]): "beside_copies",
+    frozenset(["sparse_mla/bwd_keys.cuh:consume_keys", "sparse_mla/bwd_keys.cuh:produce_keys"]): (
+        "beside_copies"
+    ),
+    frozenset(["sparse_mla/bwd_keys.cuh:produce_keys", "sparse_mla/bwd_plan.cuh:find"]): (
+        "beside_copies"
+    ),
+    frozenset(["sparse_mla/bwd_keys.cuh:produce_keys", "sparse_mla/bwd_plan.cuh:tiles"]): (
+        "beside_copies"
+    ),
 }
 
 

@@ -1,6 +1,7 @@
 // What the programs beside this file share. Each is one pattern of synchronisation that the kernels
 // use, right by the PTX memory model, in few lines: what racecheck says of it, it says of the
-// kernels. With -DRACE a barrier is arrived at before the access that it is for, which is a race.
+// kernels. With -DRACE a barrier comes before the access that it is for, or is left out, or a place
+// is used again too early, which is a race.
 #pragma once
 
 #include <cstring>
