@@ -50,6 +50,7 @@ EXPLANATIONS = {
     frozenset(
         ["sparse_mla/bwd_queries.cuh:make_gradients", "sparse_mla/bwd_queries.cuh:produce_queries"]
     ): "over_two_barriers",
+    frozenset(["sparse_mla/bwd.cuh:bwd_kernel"]): "in_turns",
     frozenset(["common/gather.cuh:index", "sparse_mla/bwd_keys.cuh:produce_keys"]): "beside_copies",
     frozenset(["sparse_mla/bwd_keys.cuh:consume_keys", "sparse_mla/bwd_keys.cuh:produce_keys"]): (
         "beside_copies"

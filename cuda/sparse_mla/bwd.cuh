@@ -91,6 +91,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_wait(&shared.item_full[parity], n / 2 % 2);
       const BwdItem item = shared.item[parity];
       if (item.over) return;
+      // No warp may be an item behind: others' copies for this one would count as its arrivals at
+      // `rows_full` for the last one, and it could miss a phase of `item_done`.
+      named_barrier_sync<128>(kItemTaken);
       if (queries) {
         mbarrier_wait(&shared.operand_free, queries_parity);
         queries_parity ^= 1;

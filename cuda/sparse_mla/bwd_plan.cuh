@@ -264,12 +264,13 @@ struct alignas(1024) BwdShared {
   uint64_t operand_free;  // q and dout of an item of the queries' kind have been read
 };
 
-// Named barriers of the multiplying warpgroups; 0 is __syncthreads. Of two warpgroups, one waits.
+// Named barriers; 0 is __syncthreads. Of two multiplying warpgroups, one waits.
 enum BwdBarrier {
   kHeadsReady = 1,   // in the first warpgroup
   kGradientsReady,   // the second one waits
   kFirstBlocksFree,  // the first one waits
   kGradientsRead,    // the second one waits
+  kItemTaken,        // in the warpgroup that copies
 };
 
 }  // namespace jax_dsa::sparse_mla

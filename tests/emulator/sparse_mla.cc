@@ -111,6 +111,7 @@ const Case kCases[] = {
     {"three head tiles", 1, 3, 60, 160, 1, 512, 80},
     {"windows", 2, 3, 900, 64, 1, 512, 520, false, false, false, 0, 1.f, true, 3},
     {"windows of two head tiles", 1, 1, 40, 72, 1, 512, 1030},
+    {"steps without slots", 1, 240, 5, 64, 1, 512, 4, false, true, true},
     {"no slots", 1, 3, 10, 16, 1, 576, 0},
     {"16 heads", 1, 16, 700, 16, 1, 576, 330, false, false, false, 0, 1.f, true, 8},
     {"16 heads, empty queries", 2, 12, 300, 16, 1, 512, 150, true, true, true, 2},
