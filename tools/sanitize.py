@@ -159,7 +159,7 @@ def execute(run: Run, tool: str, timeout: float) -> Outcome:
         status = "timed out"
     elif summary is None:
         status = "no summary"
-    elif process.returncode != 0 and not run.control:
+    elif process.returncode != 0:
         status = "wrong values"
     return Outcome(run, status, errors, seconds, races(output), output)
 
