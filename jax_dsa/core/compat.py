@@ -79,25 +79,31 @@ def match_vary(tree: Tree, *like: Any) -> Tree:
 
 def auto_mesh(
     context: Any, mesh: Mesh, shardings: Sequence[Any]
-) -> tuple[Mesh, Mesh, Sequence[PartitionSpec | None]]:
-    """What `custom_partitioning` leaves out where only some axes of the mesh are Auto.
+) -> tuple[Mesh, Mesh, list[PartitionSpec | None]]:
+    """What a partition callback of `custom_partitioning` is not told.
 
     Args:
         context: the abstract mesh that was current while tracing.
-        mesh: what a partition callback is given as its mesh.
-        shardings: what it is given of the arrays.
+        mesh: what the callback is given as its mesh: nothing inside a `shard_map`.
+        shardings: what it is given of the arrays, as the compiler says it.
 
     Returns:
-        The whole mesh, the mesh of its Auto axes alone, which the callback's shardings are of, and
-        the arrays' specs on that.
+        The whole mesh; the mesh of its Auto axes alone, which the callback's shardings are of; and
+        the arrays' specs on that, None where no spec says what the compiler does: it may deal a
+        mesh axis out in parts.
     """
-    if not context.manual_axes:
-        return mesh, mesh, [getattr(s, "spec", None) for s in shardings]
-    devices = np.array(shardings[0]._device_assignment).reshape(context.axis_sizes)
-    first = tuple(slice(None) if n in context.auto_axes else 0 for n in context.axis_names)
-    auto = Mesh(devices[first], context.auto_axes)
-    blocks = [s._to_xla_hlo_sharding(0) for s in shardings]
-    return Mesh(devices, context.axis_names), auto, [specs_of(x, auto)[0] for x in blocks]
+    auto = mesh
+    if context.manual_axes:
+        devices = np.array(shardings[0]._device_assignment).reshape(context.axis_sizes)
+        first = tuple(slice(None) if n in context.auto_axes else 0 for n in context.axis_names)
+        mesh, auto = Mesh(devices, context.axis_names), Mesh(devices[first], context.auto_axes)
+    specs: list[PartitionSpec | None] = []
+    for sharding in shardings:
+        try:
+            specs.append(specs_of(sharding._to_xla_hlo_sharding(0), auto)[0])
+        except ValueError:
+            specs.append(None)
+    return mesh, auto, specs
 
 
 def left_to_compiler(fun: Fun, like: Any) -> Fun:

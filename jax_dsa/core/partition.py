@@ -227,22 +227,21 @@ class Plan:
     def rule(self, mesh: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
         """Shardy's rule and its factors, for a mesh with axes of these sizes."""
         texts: list[str] = []
+        sizes: dict[str, int] = {}  # of all factors
         alone: set[str] = set()
         free = set(self.shardable)
         fresh = itertools.count()
         for array in self.operands + self.results:
             tokens = []
             for axis in array:
-                # Shardy would deal a mesh axis out in parts, which no spec can say. Where it might,
-                # the product is one factor, which shares nothing with its own factors.
-                if any(self.sizes[f] % n for f in axis[:-1] for n in mesh.values()):
-                    if axis[0] in self.shardable:
-                        free.add("".join(axis))
-                    axis = ("".join(axis),)
-                if len(axis) == 1:
-                    alone.add(axis[0])
-                tokens.append(" ".join(axis) if axis else f"u{next(fresh)}")
-                if len(axis) > 1:
+                factors = self._joined(axis, mesh)
+                sizes.update(factors)
+                if not self.shardable.isdisjoint(axis[:1]):
+                    free.update(list(factors)[:1])
+                if len(factors) == 1:
+                    alone.update(factors)
+                tokens.append(" ".join(factors) if axis else f"u{next(fresh)}")
+                if len(factors) > 1:
                     tokens[-1] = f"({tokens[-1]})"
             texts.append(" ".join(tokens))
         n = len(self.operands)
@@ -252,8 +251,20 @@ class Plan:
         return rule, {
             "need_replication_factors": tuple(x for x in names if x not in free),
             "reduction_factors": tuple(x for x in names if x in free and x not in kept),
-            **{f: self.sizes[f] for f in names if f in self.sizes and f not in alone},
+            **{f: sizes[f] for f in names if f in sizes and f not in alone},
         }
+
+    def _joined(self, axis: Axis, mesh: Mapping[str, int]) -> dict[str, int]:
+        """The factors of an axis for Shardy, with sizes: the first ones as one, as many as the mesh
+        axes need to divide it. Shardy would deal a mesh axis out in parts, which no spec can say.
+        """
+        first = min(1, len(axis))
+        size = math.prod(self.sizes[f] for f in axis[:first])
+        while first < len(axis) and any(size % n for n in mesh.values()):
+            size *= self.sizes[axis[first]]
+            first += 1
+        joined = {"".join(axis[:first]): size} if axis else {}
+        return joined | {f: self.sizes[f] for f in axis[first:]}
 
 
 def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local:
@@ -293,7 +304,7 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
         op.def_partition(
             partition=partition,
             sharding_rule=lambda devices, *_: plan.rule(sizes or dict(devices.shape)),
-            decode_shardings=not mesh.manual_axes,
+            decode_shardings=False,
         )
         return _like(given, op(*args))
 
