@@ -143,7 +143,8 @@ class Draw:
         """Sizes from 1 to `most` each; at the edge up to two of them 0."""
         sizes = {name: int(self.rng.integers(1, high + 1)) for name, high in most.items()}
         if self.kernel:
-            sizes |= {name: self.one(*choices) for name, choices in (on_kernel or {}).items()}
+            own = {n: choices for n, choices in (on_kernel or {}).items() if n in sizes}
+            sizes |= {name: self.one(*choices) for name, choices in own.items()}
         if self.edge:
             empty = self.rng.permutation(list(sizes))[: self.one(0, 0, 0, 1, 2)]
             sizes |= dict.fromkeys(empty.tolist(), 0)

@@ -57,7 +57,8 @@ def mistakes(call: Call, r: Draw) -> tuple[dict[str, Any], set[str], bool]:
     whether the call may go through all the same.
     """
     hints = typing.get_type_hints(call.fn, include_extras=True)
-    names = [n for n in inspect.signature(call.fn).parameters if n != "self"]
+    parameters = inspect.signature(call.fn).parameters
+    names = [n for n in parameters if n != "self"]
     name = r.one(*names)
     value = call.kwargs.get(name)
     if dataclasses.is_dataclass(value):
@@ -68,10 +69,19 @@ def mistakes(call: Call, r: Draw) -> tuple[dict[str, Any], set[str], bool]:
     wrong, takers = r.one(*POOL)
     if r.chance(0.05):
         wrong, takers = jax.random.key(0), ""
-    may_pass = bool(kinds_of(hints[name]) & set(takers.split()))
-    # What was absent may be missed beside what is there now.
-    blamed = set(names) if value is None else {name}
+    may_pass = (
+        bool(kinds_of(hints[name]) & set(takers.split()))
+        or wrong is parameters[name].default
+        or (isinstance(wrong, np.integer) and _may_be_scalar(hints[name]))
+    )
+    # What was absent, or is now, may be missed beside the others.
+    blamed = set(names) if value is None or wrong is None else {name}
     return {**call.kwargs, name: wrong}, blamed, may_pass
+
+
+def _may_be_scalar(hint: Any) -> bool:
+    """Whether an array may have no axis where the batch axis is absent."""
+    return any(set(dims) <= {"B", "..."} for dims in dims_of(hint))
 
 
 def _mistake_inside(
@@ -105,18 +115,27 @@ def _wrong_array(
     call: Call, hints: dict[str, Any], name: str, x: np.ndarray, r: Draw
 ) -> tuple[Any, set[str]]:
     """Another array, or what is none; and the other arguments that the message may blame."""
-    bound: dict[str, set[str]] = {}
+    bound: dict[str, dict[str, int]] = {}
     for other, value in call.kwargs.items():
         for dims in dims_of(hints.get(other)):
             if isinstance(value, np.ndarray) and len(dims) == value.ndim:
-                for letter in dims:
-                    bound.setdefault(letter, set()).add(other)
+                for letter, size in zip(dims, value.shape, strict=True):
+                    bound.setdefault(letter, {})[other] = size
     own = [dims for dims in dims_of(hints[name]) if len(dims) == x.ndim]
-    shared = [i for dims in own for i, d in enumerate(dims) if d.isalpha() and len(bound[d]) > 1]
+    shared = [
+        i
+        for dims in own
+        for i, d in enumerate(dims)
+        if d.isalpha()
+        and len(bound[d]) > 1
+        # Beside "..." an axis of one may be there to be broadcast.
+        and ("..." not in dims or min(bound[d].values()) > 1)
+    ]
     if shared and r.chance(0.5):
         axis = r.one(*shared)
-        return np.repeat(x, 2, axis), bound[own[0][axis]]
+        return np.repeat(x, 2, axis), set(bound[own[0][axis]])
     if not any("..." in dims for dims in dims_of(hints[name])) and r.chance(0.3):
         scalar = "position" not in kinds_of(hints[name]) and r.chance()
+        scalar &= not _may_be_scalar(hints[name])
         return np.zeros((), x.dtype) if scalar else x[None, None, None], set(hints)
     return r.one(*_WRONG_TYPES)(x), set()

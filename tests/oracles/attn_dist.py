@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from oracles.sparse_mla import gate, selections
+from oracles.sparse_mla import gate, selections, slot_scores
 
 
 def attn_dist(
@@ -21,14 +21,14 @@ def attn_dist(
 ) -> np.ndarray:
     """[B, N / head_group, T, K], or [B, T, K] if head_group is None."""
     B, T, N, _ = q.shape
-    heads = N if head_group is None else head_group
+    heads, sums = (N, 1) if head_group is None else (head_group, N // head_group)
     q, kv = q.astype(np.float64), kv.astype(np.float64)
-    dist = np.zeros((B, N // heads, T, indices.shape[3]))
+    dist = np.zeros((B, sums, T, indices.shape[3]))
     for (b, t, n), g, slots in selections(q, kv, indices, **which):
         if lse[b, t, n] == -np.inf:
             continue
         share = 1.0 if sinks is None else gate(sinks[n], lse[b, t, n])
-        for i, j in slots:
-            s = scale * q[b, t, n] @ kv[b, j, g]
+        scores = slot_scores(q[b, t, n], kv[b, :, g], slots, scale)
+        for (i, _), s in zip(slots, scores, strict=True):
             dist[b, n // heads, t, i] += share * np.exp(s - lse[b, t, n])
     return dist[:, 0] if head_group is None else dist

@@ -38,6 +38,15 @@ def selections(
         yield (b, t, n), g, valid_keys(indices[b, t, g], S, end, length)
 
 
+def slot_scores(
+    q: np.ndarray, kv: np.ndarray, slots: list[tuple[int, int]], scale: float
+) -> np.ndarray:
+    """Of one query and one head; the same to the last bit wherever they are needed, since a huge
+    scale makes much of a bit.
+    """
+    return np.array([scale * float(q @ kv[j]) for _, j in slots])
+
+
 def gate(sink: float, lse: float) -> float:
     """1 / (1 + exp(sink - lse)) with its limits."""
     if sink == np.inf or lse == -np.inf:
@@ -63,7 +72,7 @@ def sparse_mla(
         if not slots:
             continue
         rows = np.stack([kv[b, j, g] for _, j in slots])
-        s = scale * rows @ q[b, t, n]
+        s = slot_scores(q[b, t, n], kv[b, :, g], slots, scale)
         top = s.max()
         lse[b, t, n] = top + np.log(np.exp(s - top).sum())
         out[b, t, n] = np.exp(s - lse[b, t, n]) @ rows[:, :value_dim]

@@ -133,7 +133,10 @@ def draw_fp8_matmul(c: Draw, r: Draw) -> Call:
         da, db = (np.nan_to_num(x) for x in moved)
         return [left @ right.T + da @ right.T + left @ db.T]
 
-    return Call(fp8_matmul, kwargs, want, (np.dtype(dtype),), diff=diff, hold=hold, peak=30.0)
+    dtype = np.dtype(dtype)
+    return Call(
+        fp8_matmul, kwargs, want, (dtype,), diff=diff, hold=hold, peak=30.0, low=dtype
+    )  # gradients are products in the result's dtype
 
 
 GENERATORS = {

@@ -33,7 +33,8 @@ def draw_dims(c: Draw) -> list[int]:
 
 def draw_rotary(c: Draw) -> dict[str, Any]:
     """Options of the scores."""
-    bases = [10000.0, 10000, np.float32(100), *([1e-30, 1e30, 1e300] if c.edge else [])]
+    # A base below 1 turns far: float32 holds no angle of 1e15.
+    bases = [10000.0, 10000, np.float32(100), *([0.5, 1e30, 1e300] if c.edge else [])]
     return {"scale": c.scale(), "rope_base": c.one(*bases)}
 
 
@@ -92,12 +93,12 @@ def draw_htree_select(c: Draw, r: Draw) -> Call:
     if kwargs["compression"] > 16 or kwargs["top_k"] > 16:
         kwargs |= {"compression": 4, "top_k": 8}
 
+    tree = {n: int(kwargs[n]) for n in ("compression", "top_k")}
+    sizes = [len(x) for x in oracle.layers(np.zeros(T), **tree)]
+
     def want(q: Any, k: Any, **others: Any) -> list[np.ndarray]:
         options = options_of(others)
         _, _, seen = oracle.attention(q, k, k, **options)
-        sizes = [
-            len(x) for x in oracle.layers(np.zeros(T), options["compression"], options["top_k"])
-        ]
         results = []
         for layer, size in enumerate(sizes):
             widths = (
@@ -112,8 +113,7 @@ def draw_htree_select(c: Draw, r: Draw) -> Call:
                 results.append(rows)
         return results
 
-    leaves = len(want(**kwargs)) if min(B, T, G, M, D) else 2
-    return Call(htree_select, kwargs, want, (i32,) * leaves)
+    return Call(htree_select, kwargs, want, (i32,) * 2 * len(sizes))
 
 
 def tree_of(x: np.ndarray, compression: int, top_k: int) -> list[np.ndarray]:

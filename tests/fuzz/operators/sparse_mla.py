@@ -51,14 +51,15 @@ def draw_causal(c: Draw, r: Draw, batch: int, keys: int) -> dict[str, Any]:
     }
 
 
-def oracle_options(kwargs: dict[str, Any], dim: int, groups: int) -> dict[str, Any]:
+def oracle_options(kwargs: dict[str, Any], q: np.ndarray, groups: int) -> dict[str, Any]:
     """The options of `sparse_mla` and `attn_dist` as the oracles have them."""
     x = dict(kwargs)
-    x["scale"] = max(1, dim) ** -0.5 if x["scale"] is None else float(x["scale"])
+    x["scale"] = max(1, q.shape[3]) ** -0.5 if x["scale"] is None else float(x["scale"])
     if x["indices"].ndim == 3:
         x["indices"] = np.repeat(x["indices"][:, :, None], groups, 2)
     if "query_start" in x:
-        x["query_start"] = whole(x["query_start"])
+        # Positions end where int32 does, and the queries' last one is as far as they go.
+        x["query_start"] = np.minimum(whole(x["query_start"]), INT_MAX - q.shape[1])
         x["key_stride"] = int(x["key_stride"])
     return {n: v for n, v in x.items() if n not in ("deterministic", "return_lse")}
 
@@ -81,7 +82,7 @@ def draw_sparse_mla(c: Draw, r: Draw) -> Call:
 
     def want(q: Any, kv: Any, value_dim: Any, return_lse: Any, **others: Any) -> list[np.ndarray]:
         E = min(512, q.shape[3]) if value_dim is None else int(value_dim)
-        options = oracle_options(others, q.shape[3], kv.shape[2])
+        options = oracle_options(others, q, kv.shape[2])
         out, lse = oracle.sparse_mla(q, kv, value_dim=E, **options)
         return [out, lse] if return_lse else [out]
 
@@ -145,7 +146,7 @@ def draw_sparse_mla_decode(c: Draw, r: Draw) -> Call:
     ) -> list[np.ndarray]:
         E = min(512, q.shape[3]) if value_dim is None else int(value_dim)
         rows, there = cached_rows(cache)
-        options = oracle_options(others, q.shape[3], rows.shape[2])
+        options = oracle_options(others, q, rows.shape[2])
         lengths = np.clip(cache.lengths.astype(np.int64), 0, rows.shape[1])
         indices = options["indices"]
         b = np.arange(len(indices))[:, None, None, None]
@@ -191,7 +192,7 @@ def draw_attn_dist(c: Draw, r: Draw) -> Call:
         kwargs["lse"] = kwargs["lse"].astype(wide(dtype))
 
     def want(q: Any, kv: Any, lse: Any, head_group: Any, **others: Any) -> list[np.ndarray]:
-        options = oracle_options(others, q.shape[3], kv.shape[2])
+        options = oracle_options(others, q, kv.shape[2])
         group = None if head_group is None else int(head_group)
         return [dist_oracle.attn_dist(q, kv, lse=lse, head_group=group, **options)]
 
