@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -84,6 +86,40 @@ def test_misuse(name: str, value: Any, error: type[Exception], message: str) -> 
         error, match="masked_attention.*" + message.removeprefix("masked_attention.*")
     ):
         masked_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (lambda x: x[..., None], ValueError),
+        (lambda x: x.astype(np.float32), TypeError),
+        (lambda x: "text", TypeError),
+        (lambda x: None, TypeError),
+    ],
+    ids=["axes", "dtype", "text", "none"],
+)
+@pytest.mark.parametrize(
+    "leaf", ["tiles", "bits", "num_kv_tiles", "kv_tiles", "num_q_tiles", "q_tiles"]
+)
+def test_leaves_of_a_block_mask(
+    leaf: str, wrong: Callable[[np.ndarray], Any], error: type[Exception]
+) -> None:
+    arguments = valid_arguments()
+    blocks = make_block_mask(arguments.pop("mask"), block_q=2, block_k=8)
+    blocks = dataclasses.replace(blocks, **{leaf: wrong(np.asarray(getattr(blocks, leaf)))})
+    with pytest.raises(error, match=rf"masked_attention: argument 'block_mask\.{leaf}'"):
+        masked_attention(**arguments, block_mask=blocks)
+
+
+def test_block_mask_of_parts_that_do_not_fit() -> None:
+    arguments = valid_arguments()
+    mask = arguments.pop("mask")
+    blocks, other = (make_block_mask(mask, block_q=n, block_k=8) for n in (2, 5))
+    mixed = dataclasses.replace(blocks, kv_tiles=other.kv_tiles)
+    with pytest.raises(
+        ValueError, match=r"argument 'block_mask.kv_tiles' has shape \(2, 1, 1, 1\)"
+    ):
+        masked_attention(**arguments, block_mask=mixed)
 
 
 def test_misuse_of_two_arguments() -> None:

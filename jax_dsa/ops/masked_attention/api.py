@@ -444,11 +444,14 @@ def _blocks(args: Args, mask: BlockMask | None, q: Array, k: Array) -> tuple[Any
             f"{args.op}: argument 'block_mask' is {type(mask).__name__}, want a BlockMask"
         )
     (batch, queries, heads, _), (_, keys, groups, _) = q.shape, k.shape
-    got = (*mask.tiles.shape[:2], mask.query_length, mask.key_length)
+    tiles = args.array("block_mask.tiles", mask.tiles, "b h i j", INT32)
+    bits = args.array("block_mask.bits", mask.bits, "b h p r c", (jnp.uint8,))
+    lists = {"num_kv_tiles": "i", "kv_tiles": "i j", "num_q_tiles": "j", "q_tiles": "j i"}
+    for name, dims in lists.items():
+        args.array(f"block_mask.{name}", getattr(mask, name), f"b h {dims}", INT32)
+    got = (*tiles.shape[:2], mask.query_length, mask.key_length)
     fits = got[0] in (1, batch) and got[1] in (1, groups, heads) and got[2:] == (queries, keys)
     want = f"one of shape [1|{batch}, 1|{groups}|{heads}, {queries}, {keys}]"
     args.option("block_mask", got, fits, want)
     rows = jnp.arange(queries, dtype=jnp.int32)[None]
-    tiles = args.typed("block_mask.tiles", mask.tiles, INT32)
-    bits = args.typed("block_mask.bits", mask.bits, (jnp.uint8,))
     return rows, tiles, bits, _head_factors(got[1], groups, heads)
