@@ -478,6 +478,7 @@ WRONG = {
     "window": ({"local_window_size": -1}, ValueError, "'local_window_size' is -1"),
     "window type": ({"local_window_size": 2.5}, TypeError, "'local_window_size' is 2.5"),
     "window pair": ({"local_window_size": (3, 1)}, ValueError, r"is \(3, 1\).*\(left, 0\)"),
+    "window of none": ({"local_window_size": ()}, ValueError, r"is \(\), want an int or"),
     "window of three": ({"local_window_size": (3, 0, 0)}, ValueError, r"is \(3, 0, 0\)"),
     "windows": (
         {"local_window_size": np.ones(T + 1, np.int32)},

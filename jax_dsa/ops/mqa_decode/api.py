@@ -235,11 +235,12 @@ def _visible(
     if array is not None and array.ndim == args.batched:
         left = args.array("local_window_size", array, "B", INT32)
     elif left is not None:
-        left, *right = left if isinstance(left, tuple | list) else (left,)
-        args.option(
-            "local_window_size", local_window_size, right in ([], [0]), "an int or (left, 0)"
-        )
-        left = np.int32(args.integer("local_window_size", left, 0))
+        want = "an int or (left, 0)"
+        pair = left if isinstance(left, tuple | list) else (left, 0)
+        args.option("local_window_size", local_window_size, len(pair) == 2, want)
+        left, right = (args.integer("local_window_size", n, 0) for n in pair)
+        args.option("local_window_size", local_window_size, right == 0, want)
+        left = np.int32(left)
     return _visible_ranges(lengths, starts, left, args.sizes["T"])
 
 
