@@ -31,6 +31,8 @@
 // validity bits, mbarriers.
 #pragma once
 
+#include <cfloat>
+
 #include "attn_dist/fwd_plan.cuh"
 #include "common/limits.h"
 #include "common/ptx.cuh"
@@ -117,7 +119,8 @@ __device__ __forceinline__ float score_offset(const AttnDistFwdParams& p, const 
   if (p.sinks == nullptr) return -lse;
   const float sink = __ldg(p.sinks + int64_t{item.batch} * p.sinks_stride + head) * kLog2E;
   const float x = sink - lse;
-  return -(lse + (x > 30.f ? x : log2f(1.f + exp2_approx(x))));
+  // Under an infinite sink finite, for then a score that is NaN has to show.
+  return -(lse + (x > 30.f ? fminf(x, FLT_MAX) : log2f(1.f + exp2_approx(x))));
 }
 
 // Adds what lanes that differ in the bit 2 * kHalf have of the first 2 * kHalf sums: the lower lane

@@ -15,6 +15,7 @@ struct Case {
   int sinks = 0;          // 1: [N], 2: [B, N]
   float scale = 0.f;      // 0: D^-1/2
   bool infinite = false;  // every row selects a key with an infinite element
+  bool nan = false;       // a third of the heads have NaN in their queries
 };
 
 struct Problem {
@@ -83,6 +84,7 @@ Problem make(const Case& c, uint64_t seed) {
       p.kv[(b / c.groups * c.keys * c.groups + b % c.groups) * c.dim] = __float2bfloat16(INFINITY);
     }
   }
+  for (int64_t i = 2; c.nan && i < tokens * c.heads; i += 3) p.q[i * c.dim] = __float2bfloat16(NAN);
   p.sinks.resize(c.sinks == 2 ? c.batch * c.heads : c.heads);
   for (size_t i = 0; i < p.sinks.size(); ++i) {
     p.sinks[i] = i % 7 == 2 ? INFINITY : i % 7 == 4 ? -INFINITY : normal(random) * 2;
@@ -153,7 +155,8 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
     if (i == 0) first = got;
     double worst = 0, top = 0;
     for (size_t i = 0; i < want.size(); ++i) {
-      const double error = got[i] == want[i] ? 0 : std::fabs(got[i] - want[i]) / (want[i] + 1e-3);
+      const bool equal = got[i] == want[i] || (std::isnan(got[i]) && std::isnan(want[i]));
+      const double error = equal ? 0 : std::fabs(got[i] - want[i]) / (want[i] + 1e-3);
       worst = std::max(worst, std::isnan(error) ? INFINITY : error);
       if (want[i] == 0 && got[i] != 0) worst = INFINITY;
       top = std::max(top, want[i]);
@@ -180,6 +183,8 @@ const Case kCases[] = {
     {"groups, small sums", 1, 3, 70, 36, 2, 3, 512, 77, true, false, true, 1},
     {"every head by itself", 1, 2, 70, 9, 1, 1, 512, 65, false, false, false, 1},
     {"infinite key", 1, 2, 40, 9, 1, 3, 512, 20, false, false, false, 0, 0.f, true},
+    {"NaN under infinite sinks", 1, 3, 70, 9, 1, 1, 512, 65, false, false, false, 1, 0.f, false,
+     true},
     {"no slots", 1, 3, 10, 16, 1, 16, 576, 0},
     {"no keys", 1, 9, 0, 128, 1, 64, 576, 70},
 };
