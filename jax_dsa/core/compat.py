@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.core import get_axis_env
 from jax._src.sharding_impls import parse_flatten_op_sharding as specs_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -113,6 +114,11 @@ def left_to_compiler(fun: Fun, like: Any) -> Fun:
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return fun
     return jax.sharding.auto_axes(fun, out_sharding=jax.typeof(like).sharding)
+
+
+def mapped_mesh_axes() -> frozenset[str]:
+    """The Explicit mesh axes that shard an axis which a `vmap` around this maps."""
+    return frozenset(get_axis_env().explicit_mesh_axis_names)
 
 
 def no_mesh() -> Any:

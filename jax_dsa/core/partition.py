@@ -316,7 +316,8 @@ def _over_explicit(fun: Local, declared: Declared, mesh: Any, args: Any) -> list
     operands. The other axes are left to `fun`.
     """
     given = jax.eval_shape(fun, *_shapes(args))
-    sizes = {name: mesh.shape[name] for name in mesh.explicit_axes}
+    taken = compat.mapped_mesh_axes()
+    sizes = {name: mesh.shape[name] for name in mesh.explicit_axes if name not in taken}
     layout = Plan.of(declared, args, given).layout(
         sizes, [jax.typeof(x).sharding.spec for x in args]
     )

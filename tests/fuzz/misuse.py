@@ -41,7 +41,7 @@ POOL: tuple[tuple[Any, str], ...] = (
     ({"a": 1}, ""),
     ({1}, ""),
     (object(), ""),
-    (int, ""),
+    (..., ""),
     (1 + 1j, ""),
     (slice(None), ""),
     (np.zeros(3, np.complex64), ""),
