@@ -31,8 +31,6 @@
 // validity bits, mbarriers.
 #pragma once
 
-#include <cfloat>
-
 #include "attn_dist/fwd_plan.cuh"
 #include "common/limits.h"
 #include "common/ptx.cuh"
@@ -120,7 +118,7 @@ __device__ __forceinline__ float score_offset(const AttnDistFwdParams& p, const 
   const float sink = __ldg(p.sinks + int64_t{item.batch} * p.sinks_stride + head) * kLog2E;
   const float x = sink - lse;
   // Under an infinite sink finite, for then a score that is NaN has to show.
-  return -(lse + (x > 30.f ? fminf(x, FLT_MAX) : log2f(1.f + exp2_approx(x))));
+  return -(lse + (x > 30.f ? fminf(x, 0x1p127f) : log2f(1.f + exp2_approx(x))));
 }
 
 // Adds what lanes that differ in the bit 2 * kHalf have of the first 2 * kHalf sums: the lower lane
