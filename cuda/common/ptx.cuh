@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "common/types.h"
+
 namespace jax_dsa {
 
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
@@ -318,6 +320,18 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+// The same as f16.
+__device__ __forceinline__ uint32_t pack_f16(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+template <DType kType>
+__device__ __forceinline__ uint32_t pack_16(float low, float high) {
+  static_assert(kType == DType::kBF16 || kType == DType::kF16);
+  return kType == DType::kBF16 ? pack_bf16(low, high) : pack_f16(low, high);
 }
 
 __device__ __forceinline__ float2 unpack_bf16(uint32_t packed) {

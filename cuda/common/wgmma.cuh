@@ -1,10 +1,11 @@
-// wgmma with bf16 or e4m3 operands, in tiles of common/tile.cuh or in registers, and f32
+// wgmma with bf16, f16 or e4m3 operands, in tiles of common/tile.cuh or in registers, and f32
 // accumulators.
 #pragma once
 
 #include <cstdint>
 
 #include "common/tile.cuh"
+#include "common/types.h"
 
 namespace jax_dsa {
 
@@ -36,6 +37,11 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kN]) {
 #define JAX_DSA_REGISTERS_64 JAX_DSA_REGISTERS_32 ", " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define JAX_DSA_REGISTERS_48 JAX_DSA_REGISTERS_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define JAX_DSA_REGISTERS_96 JAX_DSA_REGISTERS_64 ", " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define JAX_DSA_REGISTERS_128 JAX_DSA_REGISTERS_64 ", " \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
@@ -59,63 +65,94 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kN]) {
 // Whose elements lie side by side: those that are contracted, or the rows of a and columns of b.
 enum Major { kKMajor = 0, kMNMajor = 1 };
 
-// d [64, n] (+)= a [64, 16] b [16, n], bf16, both in shared memory; d has n / 2 elements a thread.
-template <Major kA, Major kB, int kD>
-__device__ __forceinline__ void wgmma_bf16(float (&d)[kD], uint64_t a, uint64_t b,
-                                           bool accumulate) {
+// The same instruction for bf16 and f16; `shape` is "m64n...k16".
+#define JAX_DSA_WGMMA_16(shape, registers, operands, predicate, majors, ...) \
+  if constexpr (kType == DType::kBF16) { \
+    asm volatile(JAX_DSA_WGMMA(shape ".f32.bf16.bf16", registers, operands, predicate, majors) \
+        : __VA_ARGS__); \
+  } else { \
+    static_assert(kType == DType::kF16); \
+    asm volatile(JAX_DSA_WGMMA(shape ".f32.f16.f16", registers, operands, predicate, majors) \
+        : __VA_ARGS__); \
+  }
+
+// d [64, n] (+)= a [64, 16] b [16, n], both in shared memory; d has n / 2 elements a thread.
+template <DType kType, Major kA, Major kB, int kD>
+__device__ __forceinline__ void wgmma_16(float (&d)[kD], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (kD == 8) {
-    asm volatile(JAX_DSA_WGMMA("m64n16k16.f32.bf16.bf16", JAX_DSA_REGISTERS_8,
-                               "%8, %9", "%10", ", %11, %12")
-        : JAX_DSA_ACC8(d, 0)
-        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}));
+    JAX_DSA_WGMMA_16("m64n16k16", JAX_DSA_REGISTERS_8, "%8, %9", "%10", ", %11, %12",
+        JAX_DSA_ACC8(d, 0)
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}))
   } else if constexpr (kD == 16) {
-    asm volatile(JAX_DSA_WGMMA("m64n32k16.f32.bf16.bf16", JAX_DSA_REGISTERS_16,
-                               "%16, %17", "%18", ", %19, %20")
-        : JAX_DSA_ACC8(d, 0), JAX_DSA_ACC8(d, 8)
-        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}));
+    JAX_DSA_WGMMA_16("m64n32k16", JAX_DSA_REGISTERS_16, "%16, %17", "%18", ", %19, %20",
+        JAX_DSA_ACC8(d, 0), JAX_DSA_ACC8(d, 8)
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}))
   } else if constexpr (kD == 32) {
-    asm volatile(JAX_DSA_WGMMA("m64n64k16.f32.bf16.bf16", JAX_DSA_REGISTERS_32,
-                               "%32, %33", "%34", ", %35, %36")
-        : JAX_DSA_ACC32(d, 0)
-        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}));
+    JAX_DSA_WGMMA_16("m64n64k16", JAX_DSA_REGISTERS_32, "%32, %33", "%34", ", %35, %36",
+        JAX_DSA_ACC32(d, 0)
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}))
+  } else if constexpr (kD == 48) {
+    JAX_DSA_WGMMA_16("m64n96k16", JAX_DSA_REGISTERS_48, "%48, %49", "%50", ", %51, %52",
+        JAX_DSA_ACC32(d, 0), JAX_DSA_ACC8(d, 32), JAX_DSA_ACC8(d, 40)
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}))
   } else if constexpr (kD == 64) {
-    asm volatile(JAX_DSA_WGMMA("m64n128k16.f32.bf16.bf16", JAX_DSA_REGISTERS_64,
-                               "%64, %65", "%66", ", %67, %68")
-        : JAX_DSA_ACC64(d)
-        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}));
+    JAX_DSA_WGMMA_16("m64n128k16", JAX_DSA_REGISTERS_64, "%64, %65", "%66", ", %67, %68",
+        JAX_DSA_ACC64(d)
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}))
+  } else if constexpr (kD == 96) {
+    JAX_DSA_WGMMA_16("m64n192k16", JAX_DSA_REGISTERS_96, "%96, %97", "%98", ", %99, %100",
+        JAX_DSA_ACC64(d), JAX_DSA_ACC32(d, 64)
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}))
   } else {
     static_assert(kD == 128);
-    asm volatile(JAX_DSA_WGMMA("m64n256k16.f32.bf16.bf16", JAX_DSA_REGISTERS_128,
-                               "%128, %129", "%130", ", %131, %132")
-        : JAX_DSA_ACC128(d)
-        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}));
+    JAX_DSA_WGMMA_16("m64n256k16", JAX_DSA_REGISTERS_128, "%128, %129", "%130", ", %131, %132",
+        JAX_DSA_ACC128(d)
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}))
   }
 }
 
 // The same with a in registers.
+template <DType kType, Major kB, int kD>
+__device__ __forceinline__ void wgmma_16(float (&d)[kD], const uint32_t (&a)[4], uint64_t b,
+                                         bool accumulate) {
+  if constexpr (kD == 32) {
+    JAX_DSA_WGMMA_16("m64n64k16", JAX_DSA_REGISTERS_32,
+        "{%32, %33, %34, %35}, %36", "%37", ", %38",
+        JAX_DSA_ACC32(d, 0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{kB}))
+  } else if constexpr (kD == 48) {
+    JAX_DSA_WGMMA_16("m64n96k16", JAX_DSA_REGISTERS_48,
+        "{%48, %49, %50, %51}, %52", "%53", ", %54",
+        JAX_DSA_ACC32(d, 0), JAX_DSA_ACC8(d, 32), JAX_DSA_ACC8(d, 40)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{kB}))
+  } else if constexpr (kD == 64) {
+    JAX_DSA_WGMMA_16("m64n128k16", JAX_DSA_REGISTERS_64,
+        "{%64, %65, %66, %67}, %68", "%69", ", %70",
+        JAX_DSA_ACC64(d)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{kB}))
+  } else if constexpr (kD == 96) {
+    JAX_DSA_WGMMA_16("m64n192k16", JAX_DSA_REGISTERS_96,
+        "{%96, %97, %98, %99}, %100", "%101", ", %102",
+        JAX_DSA_ACC64(d), JAX_DSA_ACC32(d, 64)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{kB}))
+  } else {
+    static_assert(kD == 128);
+    JAX_DSA_WGMMA_16("m64n256k16", JAX_DSA_REGISTERS_128,
+        "{%128, %129, %130, %131}, %132", "%133", ", %134",
+        JAX_DSA_ACC128(d)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{kB}))
+  }
+}
+
+template <Major kA, Major kB, int kD>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[kD], uint64_t a, uint64_t b,
+                                           bool accumulate) {
+  wgmma_16<DType::kBF16, kA, kB>(d, a, b, accumulate);
+}
 template <Major kB, int kD>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[kD], const uint32_t (&a)[4], uint64_t b,
                                            bool accumulate) {
-  if constexpr (kD == 32) {
-    asm volatile(JAX_DSA_WGMMA("m64n64k16.f32.bf16.bf16", JAX_DSA_REGISTERS_32,
-                               "{%32, %33, %34, %35}, %36", "%37", ", %38")
-        : JAX_DSA_ACC32(d, 0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}),
-          "n"(int{kB}));
-  } else if constexpr (kD == 64) {
-    asm volatile(JAX_DSA_WGMMA("m64n128k16.f32.bf16.bf16", JAX_DSA_REGISTERS_64,
-                               "{%64, %65, %66, %67}, %68", "%69", ", %70")
-        : JAX_DSA_ACC64(d)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}),
-          "n"(int{kB}));
-  } else {
-    static_assert(kD == 128);
-    asm volatile(JAX_DSA_WGMMA("m64n256k16.f32.bf16.bf16", JAX_DSA_REGISTERS_128,
-                               "{%128, %129, %130, %131}, %132", "%133", ", %134")
-        : JAX_DSA_ACC128(d)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}),
-          "n"(int{kB}));
-  }
+  wgmma_16<DType::kBF16, kB>(d, a, b, accumulate);
 }
 
 // d [64, n] (+)= a [64, 32] b [32, n], e4m3, both K-major in shared memory.
@@ -136,13 +173,16 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[kD], uint64_t a, uint64_t 
   }
 }
 
+#undef JAX_DSA_WGMMA_16
 #undef JAX_DSA_WGMMA
 #undef JAX_DSA_ACC128
 #undef JAX_DSA_ACC64
 #undef JAX_DSA_ACC32
 #undef JAX_DSA_ACC8
 #undef JAX_DSA_REGISTERS_128
+#undef JAX_DSA_REGISTERS_96
 #undef JAX_DSA_REGISTERS_64
+#undef JAX_DSA_REGISTERS_48
 #undef JAX_DSA_REGISTERS_32
 #undef JAX_DSA_REGISTERS_16
 #undef JAX_DSA_REGISTERS_8

@@ -59,6 +59,7 @@ inline constexpr int kNamedBarriers = 16;
 struct Wgmma {
   float* d;
   int n, k;  // columns; contracted elements
+  bool f16;  // the elements of two bytes
   bool a_in_registers, a_transposed, b_transposed, accumulate;
   uint64_t a, b;  // descriptors
   uint32_t a_registers[4];
@@ -386,6 +387,18 @@ inline float bf16_of(uint32_t packed, int half) {
   return y;
 }
 
+inline float f16_of(uint32_t packed, int half) {
+  _Float16 x;
+  const uint16_t bits = half ? packed >> 16 : packed & 0xffff;
+  memcpy(&x, &bits, 2);
+  return static_cast<float>(x);
+}
+inline float f16_at(const uint8_t* p) {
+  uint16_t x;
+  memcpy(&x, p, 2);
+  return f16_of(x, 0);
+}
+
 inline float e4m3_at(const uint8_t* p) {
   const int exponent = *p >> 3 & 15, mantissa = *p & 7;
   const float size = (*p & 127) == 127 ? NAN
@@ -399,9 +412,10 @@ inline uint32_t swizzled(uint32_t address, int mode) {
   return address ^ (address >> 7 & 7 >> (mode - 1)) << 4;
 }
 
-// Element (mn, k) of an operand of bf16 or, K-major, of e4m3.
-inline float operand(const uint8_t* shared, uint64_t descriptor, bool transposed, int bytes, int mn,
-                     int k) {
+// Element (mn, k) of an operand of bf16 or f16 or, K-major, of e4m3.
+inline float operand(const uint8_t* shared, const Wgmma& op, uint64_t descriptor, bool transposed,
+                     int mn, int k) {
+  const int bytes = 32 / op.k;
   const uint32_t start = (descriptor & 0x3fff) << 4;
   const uint32_t leading = (descriptor >> 16 & 0x3fff) << 4;
   const uint32_t stride = (descriptor >> 32 & 0x3fff) << 4;
@@ -412,14 +426,13 @@ inline float operand(const uint8_t* shared, uint64_t descriptor, bool transposed
                  : start + mn / 8 * stride + mn % 8 * row + k * bytes;
   const uint32_t at = swizzled(address, mode);
   if (at + bytes > kSharedBytes) fail("wgmma reads outside shared memory");
-  return bytes == 2 ? bf16_at(shared + at) : e4m3_at(shared + at);
+  return bytes == 1 ? e4m3_at(shared + at) : op.f16 ? f16_at(shared + at) : bf16_at(shared + at);
 }
 
 // One instruction, the part of one warp.
 inline void execute(Block& block, const Wgmma* const (&lanes)[32], unsigned warp) {
   const Wgmma& op = *lanes[0];
   static float a[16][32], b[32][256];
-  const int bytes = 32 / op.k;  // of an element
   for (int lane = 0; lane < 32; ++lane) {
     const Wgmma& x = *lanes[lane];
     if (x.n != op.n || x.a_in_registers != op.a_in_registers || x.b != op.b ||
@@ -429,16 +442,17 @@ inline void execute(Block& block, const Wgmma* const (&lanes)[32], unsigned warp
     if (!op.a_in_registers) continue;
     for (int i = 0; i < 4; ++i) {
       for (int half = 0; half < 2; ++half) {
-        a[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8 + half] = bf16_of(x.a_registers[i], half);
+        a[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8 + half] =
+            (op.f16 ? f16_of : bf16_of)(x.a_registers[i], half);
       }
     }
   }
   for (int k = 0; k < op.k; ++k) {
     for (int m = 0; m < 16 && !op.a_in_registers; ++m) {
-      a[m][k] = operand(block.shared, op.a, op.a_transposed, bytes, warp % 4 * 16 + m, k);
+      a[m][k] = operand(block.shared, op, op.a, op.a_transposed, warp % 4 * 16 + m, k);
     }
     for (int n = 0; n < op.n; ++n) {
-      b[k][n] = operand(block.shared, op.b, op.b_transposed, bytes, n, k);
+      b[k][n] = operand(block.shared, op, op.b, op.b_transposed, n, k);
     }
   }
   for (int m = 0; m < 16; ++m) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/types.h"
 #include "emulator.h"
 
 namespace jax_dsa {
@@ -200,6 +201,17 @@ inline uint32_t pack_bf16(float low, float high) {
   uint32_t packed;
   memcpy(&packed, x, 4);
   return packed;
+}
+
+inline uint32_t pack_f16(float low, float high) {
+  const _Float16 x[2] = {static_cast<_Float16>(low), static_cast<_Float16>(high)};
+  uint32_t packed;
+  memcpy(&packed, x, 4);
+  return packed;
+}
+template <DType kType>
+uint32_t pack_16(float low, float high) {
+  return kType == DType::kBF16 ? pack_bf16(low, high) : pack_f16(low, high);
 }
 
 inline float2 unpack_bf16(uint32_t packed) {

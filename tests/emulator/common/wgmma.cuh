@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/tile.cuh"
+#include "common/types.h"
 #include "emulator.h"
 
 namespace jax_dsa {
@@ -19,20 +20,46 @@ void wgmma_pin(float (&)[kN]) {}
 
 enum Major { kKMajor = 0, kMNMajor = 1 };
 
+template <DType kType, Major kA, Major kB, int kD>
+void wgmma_16(float (&d)[kD], uint64_t a, uint64_t b, bool accumulate) {
+  emulator::self().open.push_back({d,
+                                   2 * kD,
+                                   16,
+                                   kType == DType::kF16,
+                                   false,
+                                   kA == kMNMajor,
+                                   kB == kMNMajor,
+                                   accumulate,
+                                   a,
+                                   b,
+                                   {0, 0, 0, 0}});
+}
+template <DType kType, Major kB, int kD>
+void wgmma_16(float (&d)[kD], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  emulator::self().open.push_back({d,
+                                   2 * kD,
+                                   16,
+                                   kType == DType::kF16,
+                                   true,
+                                   false,
+                                   kB == kMNMajor,
+                                   accumulate,
+                                   0,
+                                   b,
+                                   {a[0], a[1], a[2], a[3]}});
+}
 template <Major kA, Major kB, int kD>
 void wgmma_bf16(float (&d)[kD], uint64_t a, uint64_t b, bool accumulate) {
-  emulator::self().open.push_back(
-      {d, 2 * kD, 16, false, kA == kMNMajor, kB == kMNMajor, accumulate, a, b, {0, 0, 0, 0}});
+  wgmma_16<DType::kBF16, kA, kB>(d, a, b, accumulate);
 }
 template <Major kB, int kD>
 void wgmma_bf16(float (&d)[kD], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  emulator::self().open.push_back(
-      {d, 2 * kD, 16, true, false, kB == kMNMajor, accumulate, 0, b, {a[0], a[1], a[2], a[3]}});
+  wgmma_16<DType::kBF16, kB>(d, a, b, accumulate);
 }
 template <int kD>
 void wgmma_e4m3(float (&d)[kD], uint64_t a, uint64_t b, bool accumulate) {
   emulator::self().open.push_back(
-      {d, 2 * kD, 32, false, false, false, accumulate, a, b, {0, 0, 0, 0}});
+      {d, 2 * kD, 32, false, false, false, false, accumulate, a, b, {0, 0, 0, 0}});
 }
 
 }  // namespace jax_dsa

@@ -1,0 +1,101 @@
+// What the warpgroups of the masked attention forward kernel share: tile sizes, work items, shared
+// memory. See fwd.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "common/limits.h"
+#include "common/ring.cuh"
+#include "common/tile.cuh"
+#include "masked_attention/mask.cuh"
+
+namespace jax_dsa::masked_attention {
+
+inline constexpr int kThreads = 384;      // three warpgroups
+inline constexpr int kBuilders = 96;      // threads that make a tile's bits: three warps
+inline constexpr int kStageBytes = 1024;  // a warp's way out
+
+// kD, kE: the most dims of queries and keys, and of values. kGeneral: scores are softcapped, or
+// their scale is not positive.
+template <DType kType_, int kD_, int kE_, bool kGeneral_>
+struct FwdTraits {
+  static constexpr DType kType = kType_;
+  static constexpr int kD = kD_, kE = kE_;
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr int kKeys = kE > 128 ? 64 : 128;  // of a tile
+  static constexpr int kDBlocks = ceil_div(kD, 64), kEBlocks = ceil_div(kE, 64);
+  static constexpr int kQBlockBytes = kQueryTile * 128, kKeyBlockBytes = kKeys * 128;
+  static constexpr int kStages = kD + kE <= 128 ? 4 : 2;
+  // How many steps of 16 dims of its queries a warpgroup keeps in registers: each saves the tensor
+  // cores 2 KiB of shared memory a tile, and takes four registers a thread.
+  static constexpr int kHeldSteps = kD + kE <= 256 ? kD / 16 : kE > 128 ? 4 : 0;
+  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
+  static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
+};
+
+// 0 is __syncthreads.
+enum NamedBarrier {
+  kTurn = 1,   // warpgroup kTurn + i may issue its products
+  kBuilt = 3,  // the builders know which keys any query sees
+};
+
+// What a block does at a time: the queries from `query` on of one head.
+struct Item {
+  int batch, head, query;
+  bool over;  // there are no more items
+  bool some;  // its queries see any tile
+};
+
+// What lies in a stage of the ring.
+struct Stage {
+  int batch, head, query;
+  int key;  // the first; -1 if there are no more
+  bool partial;
+  bool last;  // of its item
+};
+
+template <typename Tr>
+struct alignas(1024) Shared {
+  uint8_t q[Tr::kDBlocks][Tr::kQBlockBytes];
+  uint8_t k[Tr::kStages][Tr::kDBlocks][Tr::kKeyBlockBytes];
+  uint8_t v[Tr::kStages][Tr::kEBlocks][Tr::kKeyBlockBytes];
+  uint8_t out[8][kStageBytes];
+  uint32_t bits[Tr::kStages][kQueryTile][Tr::kKeys / 32];  // of partial tiles
+  uint32_t seen[kBuilders / 32][Tr::kKeys / 32];           // of a partial tile's keys, by any query
+  Stage stage[Tr::kStages];
+  Item item;
+  uint64_t q_full, q_free;
+  // A stage's description; its keys with their bits; its values, and that unseen ones are zero.
+  uint64_t listed[Tr::kStages], k_full[Tr::kStages], k_free[Tr::kStages];
+  uint64_t v_full[Tr::kStages], v_clean[Tr::kStages], v_free[Tr::kStages];
+};
+
+// How the items are numbered: heads come in sections whose keys and values the L2 holds; within
+// a section, the last queries of all its heads come first, as they see most where masks are causal.
+struct Work {
+  int64_t items;
+  int query_tiles;
+  int section;  // heads of a section
+
+  Work(const MaskedAttentionFwdParams& p, int64_t l2_bytes) {
+    query_tiles = static_cast<int>(ceil_div(p.queries, int64_t{kQueryTile}));
+    const int64_t heads = p.batch * p.heads, per_group = p.heads / p.groups;
+    items = heads * query_tiles;
+    const int64_t group_bytes = p.keys * (p.dim + p.value_dim) * 2;
+    const int64_t groups = l2_bytes / 2 / (group_bytes > 0 ? group_bytes : 1);
+    const int64_t fit = (groups > 0 ? groups : 1) * per_group;
+    section = static_cast<int>(fit < heads ? fit : heads);
+  }
+
+  __device__ Item item(const MaskedAttentionFwdParams& p, unsigned number) const {
+    if (number >= items) return {0, 0, 0, true, false};
+    const int64_t before = int64_t{number} / (int64_t{section} * query_tiles) * section;
+    const int heads = static_cast<int>(min(int64_t{section}, p.batch * p.heads - before));
+    const int rest = static_cast<int>(number - before * query_tiles), tile = rest / heads;
+    const int64_t head = before + (rest - tile * heads), batch = head / p.heads;
+    return {static_cast<int>(batch), static_cast<int>(head - batch * p.heads),
+            (query_tiles - 1 - tile) * kQueryTile, false, false};
+  }
+};
+
+}  // namespace jax_dsa::masked_attention

@@ -1,0 +1,162 @@
+// The warpgroup of the masked attention forward kernel that copies queries, keys and values, and
+// makes the bits of partial tiles. See fwd.cuh.
+#pragma once
+
+#include "common/tma.cuh"
+#include "masked_attention/fwd_plan.cuh"
+
+namespace jax_dsa::masked_attention {
+
+// The first warp: takes items, lists their tiles and copies them.
+template <typename Tr>
+__device__ void copy(const MaskedAttentionFwdParams& p, const Work& work, const Bounds& bounds,
+                     const CUtensorMap& q_map, const CUtensorMap& k_map, const CUtensorMap& v_map,
+                     Shared<Tr>& shared) {
+  const bool leader = threadIdx.x % 32 == 0;
+  auto* const ticket = static_cast<unsigned*>(p.workspace);
+  RingPlace<Tr::kStages> ring = {0, 1};  // of what comes next, as `free` counts
+  for (uint32_t q_parity = 1;; q_parity ^= 1) {
+    unsigned number = 0;
+    if (leader) number = atomicAdd(ticket, 1u);
+    Item item = work.item(p, __shfl_sync(~0u, number, 0));
+    if (item.over) {
+      mbarrier_wait(&shared.k_free[ring.index], ring.parity);
+      mbarrier_wait(&shared.q_free, q_parity);
+      if (leader) {
+        shared.stage[ring.index].key = -1;
+        mbarrier_arrive(&shared.listed[ring.index]);
+        shared.item = item;
+        mbarrier_arrive(&shared.q_full);
+      }
+      return;
+    }
+    const int keys = static_cast<int>(p.keys);
+    const int64_t query_tile = int64_t{item.batch} * work.query_tiles + item.query / kQueryTile;
+    KeyTiles<Tr::kKeys> tiles(
+        p.mask, bounds.queries ? bounds.queries + query_tile : nullptr,
+        bounds.segments ? bounds.segments + int64_t{item.batch} * ceil_div(keys, kKeyTile)
+                        : nullptr,
+        p.mask.map_rows ? map_tiles(p.mask, item.batch, item.head, p.heads) : nullptr, keys);
+    item.some = tiles.more();
+
+    mbarrier_wait(&shared.q_free, q_parity);
+    if (leader) {
+      shared.item = item;
+      if (item.some) {
+        mbarrier_arrive_expect(&shared.q_full, Tr::kDBlocks * Tr::kQBlockBytes);
+        for (int block = 0; block < Tr::kDBlocks; ++block) {
+          tma_load(shared.q[block], &q_map, &shared.q_full, block * 64, item.head, item.query,
+                   item.batch);
+        }
+      } else {
+        mbarrier_arrive(&shared.q_full);
+      }
+    }
+    const int group = item.head / (p.heads / p.groups);
+    while (tiles.more()) {
+      const int key = tiles.tile() * Tr::kKeys;
+      const bool partial = tiles.partial();
+      tiles.pass();
+      const bool last = !tiles.more();
+      const int at = ring.index;
+      mbarrier_wait(&shared.k_free[at], ring.parity);
+      if (leader) {
+        shared.stage[at] = {item.batch, item.head, item.query, key, partial, last};
+        mbarrier_arrive(&shared.listed[at]);
+        mbarrier_arrive_expect(&shared.k_full[at], Tr::kDBlocks * Tr::kKeyBlockBytes);
+        for (int block = 0; block < Tr::kDBlocks; ++block) {
+          tma_load(shared.k[at][block], &k_map, &shared.k_full[at], block * 64, group, key,
+                   item.batch);
+        }
+      }
+      mbarrier_wait(&shared.v_free[at], ring.parity);
+      if (leader) {
+        mbarrier_arrive_expect(&shared.v_full[at], Tr::kEBlocks * Tr::kKeyBlockBytes);
+        for (int block = 0; block < Tr::kEBlocks; ++block) {
+          tma_load(shared.v[at][block], &v_map, &shared.v_full[at], block * 64, group, key,
+                   item.batch);
+        }
+      }
+      ring.advance();
+    }
+  }
+}
+
+// Puts zeros in the rows of a tile of values whose bit is not set.
+template <typename Tr>
+__device__ void clear_unseen(uint8_t (&v)[Tr::kEBlocks][Tr::kKeyBlockBytes],
+                             const uint32_t (&seen)[Tr::kKeys / 32], int thread) {
+  const uint32_t zero[4] = {0, 0, 0, 0};
+  for (int i = thread; i < Tr::kKeys * 8; i += kBuilders) {
+    const int row = i / 8;
+    uint32_t word = seen[0];
+#pragma unroll
+    for (int w = 1; w < Tr::kKeys / 32; ++w) word = row / 32 == w ? seen[w] : word;
+    if (word >> (row % 32) & 1) continue;
+#pragma unroll
+    for (int block = 0; block < Tr::kEBlocks; ++block) {
+      store_shared_16(smem_address(v[block]) + i * 16, zero);
+    }
+  }
+}
+
+// The other three warps: make the bits of partial tiles. Keys that no query of the tile sees may
+// hold anything, and 0 * NaN is NaN: their values become zeros.
+template <typename Tr>
+__device__ void build(const MaskedAttentionFwdParams& p, Shared<Tr>& shared, int thread) {
+  constexpr int kWords = Tr::kKeys / 32;
+  const int lane = thread % 32, warp = thread / 32, keys = static_cast<int>(p.keys);
+  for (RingPlace<Tr::kStages> ring;; ring.advance()) {
+    const int at = ring.index;
+    mbarrier_wait(&shared.listed[at], ring.parity);
+    const Stage stage = shared.stage[at];
+    if (stage.key < 0) return;
+    bool clean = true;
+    if (stage.partial) {
+      const int32_t* const map =
+          p.mask.map_rows ? map_tiles(p.mask, stage.batch, stage.head, p.heads) : nullptr;
+      uint32_t seen[kWords] = {};
+      for (int row = thread; row < kQueryTile; row += kBuilders) {
+        uint32_t bits[kWords] = {};
+        if (stage.query + row < p.queries) {
+          query_bits<Tr::kKeys>(p.mask, map, stage.batch, stage.query + row, p.queries, stage.key,
+                                keys, bits);
+        }
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          shared.bits[at][row][w] = bits[w];
+          seen[w] |= bits[w];
+        }
+      }
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        seen[w] = __reduce_or_sync(~0u, seen[w]);
+        if (lane == w) shared.seen[warp][w] = seen[w];
+      }
+      named_barrier_sync<kBuilders>(kBuilt);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        seen[w] = 0;
+        for (int i = 0; i < kBuilders / 32; ++i) seen[w] |= shared.seen[i][w];
+        // Beyond the last key there are zeros already.
+        seen[w] |= ~low_bits(keys - stage.key - 32 * w);
+        clean = clean && seen[w] == ~0u;
+      }
+      named_barrier_sync<kBuilders>(kBuilt);  // before `seen` is written again
+      if (lane == 0) mbarrier_arrive(&shared.k_full[at]);
+      if (!clean) {
+        mbarrier_wait(&shared.v_full[at], ring.parity);
+        clear_unseen<Tr>(shared.v[at], seen, thread);
+        fence_async_proxy();
+        __syncwarp();
+      }
+    } else if (lane == 0) {
+      mbarrier_arrive(&shared.k_full[at]);
+    }
+    // The last values must be used, or their readers would miss a phase.
+    mbarrier_wait(&shared.v_free[at], ring.parity ^ 1);
+    if (lane == 0) mbarrier_arrive(&shared.v_clean[at]);
+  }
+}
+
+}  // namespace jax_dsa::masked_attention
