@@ -338,6 +338,20 @@ __device__ __forceinline__ float2 unpack_bf16(uint32_t packed) {
   return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
 }
 
+__device__ __forceinline__ float2 unpack_f16(uint32_t packed) {
+  float2 x;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+      "cvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
+      : "=f"(x.x), "=f"(x.y)
+      : "r"(packed));
+  return x;
+}
+template <DType kType>
+__device__ __forceinline__ float2 unpack_16(uint32_t packed) {
+  static_assert(kType == DType::kBF16 || kType == DType::kF16);
+  return kType == DType::kBF16 ? unpack_bf16(packed) : unpack_f16(packed);
+}
+
 // Four e4m3 values, exactly.
 __device__ __forceinline__ void unpack_e4m3(uint32_t packed, float (&x)[4]) {
   asm("{\n.reg .b16 low, high, a, b, c, d;\n.reg .b32 ab, cd;\n"

@@ -31,12 +31,20 @@ __device__ void copy(const MaskedAttentionFwdParams& p, const Work& work, const 
       return;
     }
     const int keys = static_cast<int>(p.keys);
-    const int64_t query_tile = int64_t{item.batch} * work.query_tiles + item.query / kQueryTile;
-    KeyTiles<Tr::kKeys> tiles(
-        p.mask, bounds.queries ? bounds.queries + query_tile : nullptr,
+    const QueryBounds* const q =
+        bounds.queries
+            ? bounds.queries + int64_t{item.batch} * work.query_tiles + item.query / kQueryTile
+            : nullptr;
+    const SegmentBounds* const segments =
         bounds.segments ? bounds.segments + int64_t{item.batch} * ceil_div(keys, kKeyTile)
-                        : nullptr,
-        p.mask.map_rows ? map_tiles(p.mask, item.batch, item.head, p.heads) : nullptr, keys);
+                        : nullptr;
+    const int32_t* const map =
+        p.mask.map_rows ? map_tiles(p.mask, item.batch, item.head, p.heads) : nullptr;
+    const int start = q ? max(q->min_start, 0) : 0, end = q ? min(q->max_end, keys) : keys;
+    const bool any = start < end;
+    TileWalk tiles(any ? start / Tr::kKeys : 0, any ? ceil_div(end, Tr::kKeys) : 0, [&](int tile) {
+      return key_tile<Tr::kKeys>(p.mask, q, segments, map, keys, tile);
+    });
     item.some = tiles.more();
 
     mbarrier_wait(&shared.q_free, q_parity);

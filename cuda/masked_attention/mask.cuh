@@ -10,6 +10,7 @@
 
 namespace jax_dsa::masked_attention {
 
+inline constexpr int kThreads = 384;    // of the kernels: three warpgroups
 inline constexpr int kQueryTile = 128;  // of the bounds
 inline constexpr int kKeyTile = 128;
 
@@ -25,7 +26,7 @@ struct SegmentBounds {
   int min, max;
 };
 
-// What prepare_kernel finds out; null where nothing is to be known.
+// What bounds_kernel finds out; null where nothing is to be known.
 struct Bounds {
   const QueryBounds* queries;     // [batch, tiles of queries]
   const SegmentBounds* segments;  // [batch, tiles of keys]
@@ -37,17 +38,17 @@ __host__ __device__ inline bool has_query_bounds(const AttentionMask& m) {
 
 // ---- bounds ------------------------------------------------------------------------------------
 
-inline constexpr int kPrepareThreads = kQueryTile;
+inline constexpr int kBoundsThreads = kQueryTile;
 
-struct PrepareShared {
-  int least[kPrepareThreads / 32][4], most[kPrepareThreads / 32][4];  // of a warp's
+struct BoundsShared {
+  int least[kBoundsThreads / 32][4], most[kBoundsThreads / 32][4];  // of a warp's
 };
 
 // The bounds of one tile of queries, or of the segments of one tile of keys.
-__global__ void __launch_bounds__(kPrepareThreads)
-    prepare_kernel(const __grid_constant__ AttentionMask m, int64_t batch, int64_t queries,
-                   int64_t keys, QueryBounds* query_bounds, SegmentBounds* segment_bounds) {
-  auto& shared = dynamic_shared<PrepareShared>();
+__global__ void __launch_bounds__(kBoundsThreads)
+    bounds_kernel(const __grid_constant__ AttentionMask m, int64_t batch, int64_t queries,
+                  int64_t keys, QueryBounds* query_bounds, SegmentBounds* segment_bounds) {
+  auto& shared = dynamic_shared<BoundsShared>();
   const int64_t query_tiles = ceil_div(queries, int64_t{kQueryTile});
   const int64_t key_tiles = ceil_div(keys, int64_t{kKeyTile});
   const bool of_queries = blockIdx.x < batch * query_tiles;
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   if (threadIdx.x > 0) return;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    for (int w = 0; w < kPrepareThreads / 32; ++w) {
+    for (int w = 0; w < kBoundsThreads / 32; ++w) {
       low[i] = min(low[i], shared.least[w][i]);
       high[i] = max(high[i], shared.most[w][i]);
     }
@@ -133,44 +134,35 @@ __device__ __forceinline__ Tile key_tile(const AttentionMask& m, const QueryBoun
   return full ? Tile::kFull : Tile::kPartial;
 }
 
-// The tiles of keys that a tile of queries sees, in ascending order, 32 looked at a time; used by
-// whole warps.
-template <int kKeys>
-class KeyTiles {
+// The tiles of first..stop that are not empty, in ascending order; `kind` says what a tile is. 32
+// are looked at a time, by a whole warp.
+template <typename Kind>
+class TileWalk {
  public:
-  __device__ KeyTiles(const AttentionMask& m, const QueryBounds* q, const SegmentBounds* segments,
-                      const int32_t* map, int keys)
-      : m(m), q(q), segments(segments), map(map), keys(keys) {
-    const int start = q ? max(q->min_start, 0) : 0, end = q ? min(q->max_end, keys) : keys;
-    at = start < end ? start / kKeys : 0;
-    stop = start < end ? ceil_div(end, kKeys) : 0;
+  __device__ __forceinline__ TileWalk(int first, int stop, Kind kind)
+      : kind(kind), at(first), stop(stop) {
     look();
   }
   // Whether there is another one; it is `tile()`.
   __device__ bool more() const { return some != 0; }
   __device__ int tile() const { return at - 32 + __ffs(some) - 1; }
   __device__ bool partial() const { return partly >> (__ffs(some) - 1) & 1; }
-  __device__ void pass() {
+  __device__ __forceinline__ void pass() {
     some &= some - 1;
     look();
   }
 
  private:
-  const AttentionMask& m;
-  const QueryBounds* q;
-  const SegmentBounds* segments;
-  const int32_t* map;
-  int keys;
+  Kind kind;
   int at, stop;                   // of the tiles not looked at
   unsigned some = 0, partly = 0;  // of the 32 before `at`: those to come; those that are partial
 
-  __device__ void look() {
+  __device__ __forceinline__ void look() {
     while (some == 0 && at < stop) {
       const int tile = at + static_cast<int>(threadIdx.x % 32);
-      const Tile kind =
-          tile < stop ? key_tile<kKeys>(m, q, segments, map, keys, tile) : Tile::kEmpty;
-      some = __ballot_sync(~0u, kind != Tile::kEmpty);
-      partly = __ballot_sync(~0u, kind == Tile::kPartial);
+      const Tile x = tile < stop ? kind(tile) : Tile::kEmpty;
+      some = __ballot_sync(~0u, x != Tile::kEmpty);
+      partly = __ballot_sync(~0u, x == Tile::kPartial);
       at += 32;
     }
   }

@@ -52,6 +52,35 @@ struct MaskedAttentionFwdParams {
   float softcap;  // 0 for none
 };
 
+struct MaskedAttentionBwdParams {
+  const void* q;      // [batch, queries, heads, dim]
+  const void* k;      // [batch, keys, groups, dim]
+  const void* v;      // [batch, keys, groups, value_dim]
+  const void* out;    // [batch, queries, heads, value_dim]
+  const float* lse;   // [batch, queries, heads]
+  const void* dout;   // like out
+  const float* dlse;  // like lse
+  void* dq;           // like q
+  void* dk;           // like k
+  void* dv;           // like v
+  void* workspace;    // masked_attention_bwd_workspace_bytes, 16-byte aligned
+  AttentionMask mask;
+  int64_t batch;
+  int64_t queries;
+  int64_t keys;
+  int heads;
+  int groups;
+  int dim;
+  int value_dim;
+  DType dtype;
+  float scale;
+  float softcap;
+};
+
+int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& params);
+cudaError_t launch_masked_attention_bwd(const MaskedAttentionBwdParams& params,
+                                        cudaStream_t stream);
+
 int64_t masked_attention_fwd_workspace_bytes(const MaskedAttentionFwdParams& params);
 cudaError_t launch_masked_attention_fwd(const MaskedAttentionFwdParams& params,
                                         cudaStream_t stream);

@@ -218,6 +218,14 @@ inline float2 unpack_bf16(uint32_t packed) {
   return make_float2(emulator::bf16_of(packed, 0), emulator::bf16_of(packed, 1));
 }
 
+inline float2 unpack_f16(uint32_t packed) {
+  return make_float2(emulator::f16_of(packed, 0), emulator::f16_of(packed, 1));
+}
+template <DType kType>
+float2 unpack_16(uint32_t packed) {
+  return kType == DType::kBF16 ? unpack_bf16(packed) : unpack_f16(packed);
+}
+
 inline void unpack_e4m3(uint32_t packed, float (&x)[4]) {
   for (int i = 0; i < 4; ++i) {
     const int bits = packed >> (8 * i) & 0xff, exponent = bits >> 3 & 15, mantissa = bits & 7;

@@ -1,0 +1,99 @@
+// Launcher of the masked attention backward kernels.
+
+#include "masked_attention/bwd.cuh"
+#include "masked_attention/launch.h"
+#include "masked_attention/masked_attention.h"
+
+namespace jax_dsa {
+namespace {
+
+using namespace masked_attention;
+
+// The dims of the template that takes these.
+int template_dim(const MaskedAttentionBwdParams& p) {
+  return p.dim <= 64 && p.value_dim <= 64 ? 64 : 128;
+}
+
+template <typename Tr>
+cudaError_t launch_keys(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
+                        cudaStream_t stream) {
+  Device device;
+  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  const BwdWork work(p, device.l2_bytes);
+  if (work.items == 0) return cudaSuccess;
+  if (work.items > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  Bounds bounds;
+  if (cudaError_t e = find_bounds(p, w.queries, w.segments, &bounds, stream); e != cudaSuccess) {
+    return e;
+  }
+  struct {
+    CUtensorMap* map;
+    const void* x;
+    int64_t length;
+    int heads, dim, rows;
+  } const arrays[] = {
+      {nullptr, p.q, p.queries, p.heads, p.dim, kStepQueries},
+      {nullptr, p.k, p.keys, p.groups, p.dim, Tr::kKeys},
+      {nullptr, p.v, p.keys, p.groups, p.value_dim, Tr::kKeys},
+      {nullptr, p.dout, p.queries, p.heads, p.value_dim, kStepQueries},
+  };
+  CUtensorMap maps[4];
+  for (int i = 0; i < 4; ++i) {
+    const auto& a = arrays[i];
+    if (cudaError_t e =
+            encode_rows(&maps[i], p.dtype, a.x, p.batch, a.length, a.heads, a.dim, a.rows);
+        e != cudaSuccess) {
+      return e;
+    }
+  }
+  return launch_persistent<BwdShared<Tr>>(bwd_kernel<Tr>, work.items, kThreads, stream, p, work, w,
+                                          bounds, maps[0], maps[1], maps[2], maps[3]);
+}
+
+template <typename Tr>
+cudaError_t launch(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
+  const BwdWorkspace w(p, Tr::kD);
+  const int64_t steps = ceil_div(p.queries, int64_t{kStepQueries});
+  const int64_t blocks = p.batch * p.heads * steps;
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  if (cudaError_t e = clear(w.ticket, 16, stream); e != cudaSuccess) return e;
+  if (blocks > 0) {
+    if (cudaError_t e = launch_blocks(rows_kernel<Tr::kType>, blocks, kRowsThreads, kStepQueries,
+                                      stream, p, w, steps, Tr::kD);
+        e != cudaSuccess) {
+      return e;
+    }
+  }
+  if (cudaError_t e = launch_keys<Tr>(p, w, stream); e != cudaSuccess) return e;
+  if (blocks == 0) return cudaSuccess;
+  return launch_blocks(dq_kernel<Tr::kType, Tr::kD>, blocks, kRowsThreads, 8 * 1024, stream, p,
+                       w.dq, steps);
+}
+
+template <DType kType, bool kGeneral>
+cudaError_t launch_dims(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
+  if (template_dim(p) == 64) return launch<BwdTraits<kType, 64, 64, kGeneral>>(p, stream);
+  return launch<BwdTraits<kType, 128, 128, kGeneral>>(p, stream);
+}
+
+}  // namespace
+
+int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& p) {
+  return BwdWorkspace(p, template_dim(p)).bytes;
+}
+
+cudaError_t launch_masked_attention_bwd(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
+  if (!dims_fit(p) || p.dim > 128 || p.value_dim > 128) return cudaErrorInvalidValue;
+  const bool general = p.softcap > 0.f || !(p.scale > 0.f);
+  if (p.dtype == DType::kBF16) {
+    return general ? launch_dims<DType::kBF16, true>(p, stream)
+                   : launch_dims<DType::kBF16, false>(p, stream);
+  }
+  if (p.dtype == DType::kF16) {
+    return general ? launch_dims<DType::kF16, true>(p, stream)
+                   : launch_dims<DType::kF16, false>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jax_dsa

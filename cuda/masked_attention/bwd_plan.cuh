@@ -1,0 +1,139 @@
+// What the warpgroups of the masked attention backward kernel share: tile sizes, work items, the
+// workspace, shared memory. See bwd.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "common/limits.h"
+#include "common/ring.cuh"
+#include "common/tile.cuh"
+#include "masked_attention/mask.cuh"
+
+namespace jax_dsa::masked_attention {
+
+inline constexpr int kStepQueries = 64;
+
+// kD, kE: the most dims of queries and keys, and of values. kGeneral: scores are softcapped, or
+// their scale is not positive.
+template <DType kType_, int kD_, int kE_, bool kGeneral_>
+struct BwdTraits {
+  static constexpr DType kType = kType_;
+  static constexpr int kD = kD_, kE = kE_;
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr int kKeys = 128;  // of an item
+  static constexpr int kDBlocks = ceil_div(kD, 64), kEBlocks = ceil_div(kE, 64);
+  static constexpr int kKeyBlockBytes = kKeys * 128, kQBlockBytes = kStepQueries * 128;
+  static constexpr int kStages = 2;
+  static constexpr int kOwnColumns = kD / 2;  // of dq, a warpgroup's
+  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
+  static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
+};
+
+// 0 is __syncthreads.
+enum BwdNamedBarrier {
+  kGradients = 1,  // both warpgroups' gradients of scores are in shared memory
+  kBwdBuilt = 2,   // the builders know which keys any query sees
+};
+
+// What a block does at a time: 128 keys of one group.
+struct BwdItem {
+  int batch, group, key;
+  bool over;  // there are no more items
+  bool some;  // any query sees its keys
+};
+
+// What lies in a stage of the ring: 64 queries of one head.
+struct BwdStage {
+  int head, query;
+  bool partial;
+  bool last;  // of its item
+};
+
+template <typename Tr>
+struct alignas(1024) BwdShared {
+  uint8_t k[Tr::kDBlocks][Tr::kKeyBlockBytes];
+  uint8_t v[Tr::kEBlocks][Tr::kKeyBlockBytes];
+  uint8_t q[Tr::kStages][Tr::kDBlocks][Tr::kQBlockBytes];
+  uint8_t dout[Tr::kStages][Tr::kEBlocks][Tr::kQBlockBytes];
+  uint8_t ds[2][Tr::kKeys * kStepQueries * 2];  // [keys, queries]
+  uint8_t out[8][1024];
+  float lse[Tr::kStages][kStepQueries];  // log2 units
+  float delta[Tr::kStages][kStepQueries];
+  uint32_t bits[Tr::kStages][Tr::kKeys][kStepQueries / 32];  // of partial tiles
+  uint32_t seen[3][Tr::kKeys / 32];  // of a partial tile's keys, by a warp's queries
+  uint32_t unseen[Tr::kKeys / 32];   // of the item's keys
+  BwdStage stage[Tr::kStages];
+  BwdItem item;
+  uint64_t item_full, kv_full, kv_clean, kv_free;
+  // A stage's description; its arrays; its bits, and that unseeing queries are zero.
+  uint64_t listed[Tr::kStages], q_full[Tr::kStages], dout_full[Tr::kStages];
+  uint64_t checked[Tr::kStages], free[Tr::kStages];
+};
+
+// How the items are numbered: groups come in sections whose queries the L2 holds; within a section,
+// the first keys of all its groups come first, as most queries see them where masks are causal.
+struct BwdWork {
+  int64_t items;
+  int64_t steps;  // of 64 queries, of a head
+  int key_tiles;
+  int section;  // groups of a section
+
+  BwdWork(const MaskedAttentionBwdParams& p, int64_t l2_bytes) {
+    key_tiles = static_cast<int>(ceil_div(p.keys, int64_t{kKeyTile}));
+    steps = ceil_div(p.queries, int64_t{kStepQueries});
+    const int64_t groups = p.batch * p.groups, per_group = p.heads / p.groups;
+    items = groups * key_tiles;
+    // q and dout, and dq in f32.
+    const int64_t group_bytes = per_group * p.queries * (p.dim * 6 + p.value_dim * 2);
+    const int64_t fit = l2_bytes / 2 / (group_bytes > 0 ? group_bytes : 1);
+    section = static_cast<int>(fit < 1 ? 1 : fit < groups ? fit : groups);
+  }
+
+  __device__ BwdItem item(const MaskedAttentionBwdParams& p, unsigned number) const {
+    if (number >= items) return {0, 0, 0, true, false};
+    const int64_t before = int64_t{number} / (int64_t{section} * key_tiles) * section;
+    const int groups = static_cast<int>(min(int64_t{section}, p.batch * p.groups - before));
+    const int rest = static_cast<int>(number - before * key_tiles), tile = rest / groups;
+    const int64_t group = before + (rest - tile * groups), batch = group / p.groups;
+    return {static_cast<int>(batch), static_cast<int>(group - batch * p.groups), tile * kKeyTile,
+            false, false};
+  }
+};
+
+// The parts of the workspace. Arrays by query have a step's queries side by side, with those that
+// are not there: [batch, heads, steps, ...].
+struct BwdWorkspace {
+  unsigned* ticket;  // 16 bytes of its own
+  QueryBounds* queries;
+  SegmentBounds* segments;
+  float* lse;      // [.., 64]; log2 units; +inf for queries that see nothing or are not there
+  float* delta;    // [.., 64]; 0 for those
+  uint64_t* dead;  // [..]; a bit for each query that sees nothing
+  float* dq;       // [.., kD * 64], as the accumulators lie; see add_dq
+  int64_t bytes;
+
+  BwdWorkspace(const MaskedAttentionBwdParams& p, int template_dim) {
+    char* const base = static_cast<char*>(p.workspace);
+    int64_t at = 0;
+    const auto take = [&](int64_t size) {
+      char* const part = base + at;
+      at += ceil_div(size, int64_t{128}) * 128;
+      return part;
+    };
+    const int64_t steps = p.batch * p.heads * ceil_div(p.queries, int64_t{kStepQueries});
+    ticket = reinterpret_cast<unsigned*>(take(16));
+    const bool bounded = has_query_bounds(p.mask);
+    queries = reinterpret_cast<QueryBounds*>(take(
+        bounded ? p.batch * ceil_div(p.queries, int64_t{kQueryTile}) * sizeof(QueryBounds) : 0));
+    segments = reinterpret_cast<SegmentBounds*>(take(
+        p.mask.kv_segments ? p.batch * ceil_div(p.keys, int64_t{kKeyTile}) * sizeof(SegmentBounds)
+                           : 0));
+    lse = reinterpret_cast<float*>(take(steps * kStepQueries * 4));
+    delta = reinterpret_cast<float*>(take(steps * kStepQueries * 4));
+    dead = reinterpret_cast<uint64_t*>(take(steps * 8));
+    dq = reinterpret_cast<float*>(take(steps * kStepQueries * template_dim * 4));
+    bytes = at;
+  }
+};
+
+}  // namespace jax_dsa::masked_attention

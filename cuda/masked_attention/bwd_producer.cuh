@@ -1,0 +1,235 @@
+// The warpgroup of the masked attention backward kernel that copies, and makes the bits of partial
+// tiles. See bwd.cuh.
+#pragma once
+
+#include "common/tma.cuh"
+#include "masked_attention/bwd_plan.cuh"
+
+namespace jax_dsa::masked_attention {
+
+inline constexpr int kBwdBuilders = 96;
+
+// The map's tiles for a head, if there is a map.
+__device__ __forceinline__ const int32_t* head_map(const MaskedAttentionBwdParams& p, int batch,
+                                                   int head) {
+  return p.mask.map_rows ? map_tiles(p.mask, batch, head, p.heads) : nullptr;
+}
+
+// The first warp: takes items, lists the steps of each and copies them.
+template <typename Tr>
+__device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, const BwdWorkspace& w,
+                     const Bounds& bounds, const CUtensorMap& q_map, const CUtensorMap& k_map,
+                     const CUtensorMap& v_map, const CUtensorMap& dout_map, BwdShared<Tr>& shared) {
+  const bool leader = threadIdx.x % 32 == 0;
+  const uint64_t keep = l2_policy_evict_last();
+  const int keys = static_cast<int>(p.keys), per_group = p.heads / p.groups;
+  const int query_tiles = static_cast<int>(ceil_div(p.queries, int64_t{kQueryTile}));
+  RingPlace<Tr::kStages> ring = {0, 1};
+  for (uint32_t parity = 1;; parity ^= 1) {
+    unsigned number = 0;
+    if (leader) number = atomicAdd(w.ticket, 1u);
+    BwdItem item = work.item(p, __shfl_sync(~0u, number, 0));
+    const QueryBounds* const q =
+        bounds.queries ? bounds.queries + int64_t{item.batch} * query_tiles : nullptr;
+    const SegmentBounds* const segments =
+        bounds.segments ? bounds.segments + int64_t{item.batch} * work.key_tiles : nullptr;
+    // Tiles of 128 queries of the group's heads.
+    TileWalk tiles(0, item.over ? 0 : per_group * query_tiles, [&](int n) {
+      const int head = n / query_tiles, tile = n - head * query_tiles;
+      return key_tile<Tr::kKeys>(p.mask, q ? q + tile : nullptr, segments,
+                                 head_map(p, item.batch, item.group * per_group + head), keys,
+                                 item.key / Tr::kKeys);
+    });
+    item.some = tiles.more();
+    mbarrier_wait(&shared.kv_free, parity);
+    if (leader) {
+      shared.item = item;
+      mbarrier_arrive(&shared.item_full);
+      if (item.some) {
+        mbarrier_arrive_expect(&shared.kv_full, (Tr::kDBlocks + Tr::kEBlocks) * Tr::kKeyBlockBytes);
+        for (int block = 0; block < Tr::kDBlocks; ++block) {
+          tma_load(shared.k[block], &k_map, &shared.kv_full, block * 64, item.group, item.key,
+                   item.batch);
+        }
+        for (int block = 0; block < Tr::kEBlocks; ++block) {
+          tma_load(shared.v[block], &v_map, &shared.kv_full, block * 64, item.group, item.key,
+                   item.batch);
+        }
+      }
+    }
+    if (item.over) return;
+    while (tiles.more()) {
+      const int n = tiles.tile(), tile = n % query_tiles;
+      const int head = item.group * per_group + n / query_tiles;
+      const bool partial = tiles.partial();
+      tiles.pass();
+      const bool more = tiles.more();
+      for (int query = tile * kQueryTile; query < min(int64_t{tile + 1} * kQueryTile, p.queries);
+           query += kStepQueries) {
+        const int at = ring.index;
+        mbarrier_wait(&shared.free[at], ring.parity);
+        if (leader) {
+          const bool second = query % kQueryTile > 0 || query + kStepQueries >= p.queries;
+          shared.stage[at] = {head, query, partial, !more && second};
+          mbarrier_arrive(&shared.listed[at]);
+          const int64_t step =
+              (int64_t{item.batch} * p.heads + head) * work.steps + query / kStepQueries;
+          mbarrier_arrive_expect(&shared.q_full[at],
+                                 Tr::kDBlocks * Tr::kQBlockBytes + kStepQueries * 4);
+          for (int block = 0; block < Tr::kDBlocks; ++block) {
+            tma_load(shared.q[at][block], &q_map, &shared.q_full[at], block * 64, head, query,
+                     item.batch);
+          }
+          bulk_load(shared.lse[at], w.lse + step * kStepQueries, kStepQueries * 4,
+                    &shared.q_full[at], keep);
+          mbarrier_arrive_expect(&shared.dout_full[at],
+                                 Tr::kEBlocks * Tr::kQBlockBytes + kStepQueries * 4);
+          for (int block = 0; block < Tr::kEBlocks; ++block) {
+            tma_load(shared.dout[at][block], &dout_map, &shared.dout_full[at], block * 64, head,
+                     query, item.batch);
+          }
+          bulk_load(shared.delta[at], w.delta + step * kStepQueries, kStepQueries * 4,
+                    &shared.dout_full[at], keep);
+        }
+        ring.advance();
+      }
+    }
+  }
+}
+
+// Puts zeros in the rows of a tile whose bit is set in `rows`.
+template <int kRows, int kBlocks>
+__device__ void clear_rows(uint8_t (&x)[kBlocks][kRows * 128], const uint32_t* rows, int thread) {
+  const uint32_t zero[4] = {0, 0, 0, 0};
+  for (int i = thread; i < kRows * 8; i += kBwdBuilders) {
+    if (!(rows[i / 256] >> (i / 8 % 32) & 1)) continue;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      store_shared_16(smem_address(x[block]) + i * 16, zero);
+    }
+  }
+}
+
+// Finds out in shared.unseen which of an item's keys no query sees; returns whether there are any.
+// It looks at partial tiles only until it has seen all keys. Called by all builders.
+template <typename Tr>
+__device__ bool find_unseen(const MaskedAttentionBwdParams& p, const BwdWork& work,
+                            const Bounds& bounds, const BwdItem& item, BwdShared<Tr>& shared,
+                            int thread) {
+  constexpr int kWords = Tr::kKeys / 32;
+  static_assert(kWords <= 32);
+  const int lane = thread % 32, word = lane % kWords;
+  const int keys = static_cast<int>(p.keys), per_group = p.heads / p.groups;
+  const int query_tiles = static_cast<int>(ceil_div(p.queries, int64_t{kQueryTile}));
+  if (bounds.queries == nullptr) return false;
+  const QueryBounds* const q = bounds.queries + int64_t{item.batch} * query_tiles;
+  const SegmentBounds* const segments =
+      bounds.segments ? bounds.segments + int64_t{item.batch} * work.key_tiles : nullptr;
+  uint32_t unseen = low_bits(keys - item.key - 32 * word);  // a word a lane
+  for (int n = 0; n < per_group * query_tiles; ++n) {
+    const int tile = n % query_tiles;
+    const int32_t* const map = head_map(p, item.batch, item.group * per_group + n / query_tiles);
+    const Tile kind =
+        key_tile<Tr::kKeys>(p.mask, q + tile, segments, map, keys, item.key / Tr::kKeys);
+    if (kind == Tile::kEmpty) continue;
+    if (kind == Tile::kFull) return false;
+    uint32_t seen[kWords] = {};
+    for (int row = thread; row < kQueryTile; row += kBwdBuilders) {
+      const int query = tile * kQueryTile + row;
+      if (query >= p.queries) break;
+      uint32_t bits[kWords];
+      query_bits<Tr::kKeys>(p.mask, map, item.batch, query, p.queries, item.key, keys, bits);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) seen[w] |= bits[w];
+    }
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      seen[w] = __reduce_or_sync(~0u, seen[w]);
+      if (lane == w) shared.seen[thread / 32][w] = seen[w];
+    }
+    named_barrier_sync<kBwdBuilders>(kBwdBuilt);
+    for (int i = 0; i < kBwdBuilders / 32; ++i) unseen &= ~shared.seen[i][word];
+    named_barrier_sync<kBwdBuilders>(kBwdBuilt);  // before `seen` is written again
+    if (!__any_sync(~0u, unseen != 0)) return false;
+  }
+  if (thread < kWords) shared.unseen[thread] = unseen;
+  named_barrier_sync<kBwdBuilders>(kBwdBuilt);
+  return true;
+}
+
+// The bits of a step's queries, by key: a warp takes 32 queries at a time.
+template <typename Tr>
+__device__ void build_bits(const MaskedAttentionBwdParams& p, const BwdItem& item,
+                           const BwdStage& stage, uint32_t (&to)[Tr::kKeys][kStepQueries / 32],
+                           int warp, int lane) {
+  constexpr int kWords = Tr::kKeys / 32;
+  for (int half = warp; half < kStepQueries / 32; half += kBwdBuilders / 32) {
+    const int query = stage.query + half * 32 + lane;
+    uint32_t bits[kWords] = {};
+    if (query < p.queries) {
+      query_bits<Tr::kKeys>(p.mask, head_map(p, item.batch, stage.head), item.batch, query,
+                            p.queries, item.key, static_cast<int>(p.keys), bits);
+    }
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      uint32_t mine = 0;
+      for (int i = 0; i < 32; ++i) {
+        const uint32_t column = __ballot_sync(~0u, bits[w] >> i & 1);
+        mine = lane == i ? column : mine;
+      }
+      to[w * 32 + lane][half] = mine;
+    }
+  }
+}
+
+// The other three warps. Keys that no query sees, and queries that see no key, may hold anything,
+// and 0 * NaN is NaN: they become zeros.
+template <typename Tr>
+__device__ void build(const MaskedAttentionBwdParams& p, const BwdWork& work, const BwdWorkspace& w,
+                      const Bounds& bounds, BwdShared<Tr>& shared, int thread) {
+  const int lane = thread % 32, warp = thread / 32;
+  RingPlace<Tr::kStages> ring;
+  const auto arrive = [&](uint64_t* barrier) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barrier);
+  };
+  uint32_t kv_parity = 0;
+  for (uint32_t parity = 0;; parity ^= 1) {
+    mbarrier_wait(&shared.item_full, parity);
+    const BwdItem item = shared.item;
+    if (item.over) return;
+    if (!item.some) {
+      arrive(&shared.kv_free);
+      continue;
+    }
+    if (find_unseen(p, work, bounds, item, shared, thread)) {
+      mbarrier_wait(&shared.kv_full, kv_parity);
+      clear_rows<Tr::kKeys, Tr::kDBlocks>(shared.k, shared.unseen, thread);
+      fence_async_proxy();
+    }
+    kv_parity ^= 1;
+    arrive(&shared.kv_clean);
+    for (bool last = false; !last; ring.advance()) {
+      const int at = ring.index;
+      mbarrier_wait(&shared.listed[at], ring.parity);
+      const BwdStage stage = shared.stage[at];
+      last = stage.last;
+      if (stage.partial) build_bits<Tr>(p, item, stage, shared.bits[at], warp, lane);
+      const uint64_t* const dead = w.dead +
+                                   (int64_t{item.batch} * p.heads + stage.head) * work.steps +
+                                   stage.query / kStepQueries;
+      if (*dead != 0) {
+        const auto* const rows = reinterpret_cast<const uint32_t*>(dead);
+        mbarrier_wait(&shared.q_full[at], ring.parity);
+        mbarrier_wait(&shared.dout_full[at], ring.parity);
+        clear_rows<kStepQueries, Tr::kDBlocks>(shared.q[at], rows, thread);
+        clear_rows<kStepQueries, Tr::kEBlocks>(shared.dout[at], rows, thread);
+        fence_async_proxy();
+      }
+      arrive(&shared.checked[at]);
+    }
+    arrive(&shared.kv_free);
+  }
+}
+
+}  // namespace jax_dsa::masked_attention

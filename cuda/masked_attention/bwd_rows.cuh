@@ -1,0 +1,95 @@
+// What comes before and after the masked attention backward kernel, query by query.
+#pragma once
+
+#include "common/store_rows.cuh"
+#include "masked_attention/bwd_plan.cuh"
+
+namespace jax_dsa::masked_attention {
+
+inline constexpr int kRowsThreads = 256;
+
+// lse, delta = sum(out * dout) - dlse and `dead` of a step's 64 queries; sets dq to zero. A warp
+// takes a query at a time.
+template <DType kType>
+__global__ void __launch_bounds__(kRowsThreads)
+    rows_kernel(const __grid_constant__ MaskedAttentionBwdParams p,
+                const __grid_constant__ BwdWorkspace w, int64_t steps, int dq_dim) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t number = blockIdx.x, pair = number / steps, step = number - pair * steps;
+  const int64_t batch = pair / p.heads, head = pair - batch * p.heads;
+  for (int i = warp; i < kStepQueries; i += kRowsThreads / 32) {
+    const int64_t query = step * kStepQueries + i;
+    float lse = INFINITY, delta = 0.f;
+    bool dead = false;
+    if (query < p.queries) {
+      const int64_t row = (batch * p.queries + query) * p.heads + head;
+      lse = p.lse[row];
+      dead = lse == -INFINITY;
+      const auto* const out = static_cast<const uint16_t*>(p.out) + row * p.value_dim;
+      const auto* const dout = static_cast<const uint16_t*>(p.dout) + row * p.value_dim;
+      float sum = 0.f;
+      for (int e = lane * 8; e < p.value_dim; e += 256) {
+        uint32_t x[4], y[4];
+        load_16_now<0>(out + e, true, x);
+        load_16_now<0>(dout + e, true, y);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 a = unpack_16<kType>(x[j]), b = unpack_16<kType>(y[j]);
+          sum += a.x * b.x + a.y * b.y;
+        }
+      }
+#pragma unroll
+      for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+      delta = dead ? 0.f : sum - p.dlse[row];
+      lse = dead ? INFINITY : lse * kLog2E;
+    }
+    if (lane == 0) {
+      w.lse[number * kStepQueries + i] = lse;
+      w.delta[number * kStepQueries + i] = delta;
+      dynamic_shared<bool[kStepQueries]>()[i] = dead;
+    }
+  }
+  const float4 zero = {0.f, 0.f, 0.f, 0.f};
+  auto* const dq = reinterpret_cast<float4*>(w.dq + number * kStepQueries * dq_dim);
+  for (int i = threadIdx.x; i < kStepQueries * dq_dim / 4; i += kRowsThreads) dq[i] = zero;
+  __syncthreads();
+  if (warp > 0) return;
+  const auto& all = dynamic_shared<bool[kStepQueries]>();
+  const uint64_t low = __ballot_sync(~0u, all[lane]), high = __ballot_sync(~0u, all[lane + 32]);
+  if (lane == 0) w.dead[number] = high << 32 | low;
+}
+
+// dq has the accumulators of a step's two warpgroups one after the other: of each, four floats of
+// all 128 threads side by side.
+template <int kN>
+__device__ __forceinline__ float* dq_place(float* dq, int64_t step, int side) {
+  return dq + (step * 2 + side) * (kN * 128) + threadIdx.x % 128 * 4;
+}
+
+// dq of a step's 64 queries, scaled and rounded.
+template <DType kType, int kD>
+__global__ void __launch_bounds__(kRowsThreads)
+    dq_kernel(const __grid_constant__ MaskedAttentionBwdParams p, float* dq, int64_t steps) {
+  constexpr int kN = kD / 4;  // of a thread
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, side = threadIdx.x / 128;
+  const int64_t number = blockIdx.x, pair = number / steps, step = number - pair * steps;
+  const int64_t batch = pair / p.heads, head = pair - batch * p.heads;
+  const float* const from = dq_place<kN>(dq, number, side);
+  float x[kN];
+#pragma unroll
+  for (int i = 0; i < kN / 4; ++i) {
+    const float4 y = __ldcs(reinterpret_cast<const float4*>(from + i * 512));
+    x[4 * i] = y.x, x[4 * i + 1] = y.y, x[4 * i + 2] = y.z, x[4 * i + 3] = y.w;
+  }
+  auto& stage = dynamic_shared<uint8_t[8][1024]>();
+  const int64_t query = step * kStepQueries + warp * 16 + lane / 4;
+  const int64_t row = (batch * p.queries + query) * p.heads + head;
+  const float factor[2] = {p.scale, p.scale};
+  store_rows<kType>(x, factor, smem_address(stage[threadIdx.x / 32]),
+                    static_cast<uint16_t*>(p.dq) + row * p.dim + side * (kD / 2),
+                    int64_t{p.heads} * p.dim,
+                    static_cast<int>(max(min(p.queries - query, int64_t{64}), int64_t{0})),
+                    p.dim - side * (kD / 2));
+}
+
+}  // namespace jax_dsa::masked_attention

@@ -1,0 +1,34 @@
+// What both passes of masked attention do to scores as accumulators have them.
+#pragma once
+
+#include "common/ptx.cuh"
+
+namespace jax_dsa::masked_attention {
+
+// y of scores x, in natural units.
+__device__ __forceinline__ float softcapped(float x, float softcap, float inverse) {
+  // tanh(z) = 1 - 2 / (1 + exp(2 z)), without its cancellation near 0.
+  const float z = x * inverse, e = exp2_approx(-2.f * kLog2E * fabsf(z));
+  const float far = (1.f - e) * reciprocal_approx(1.f + e);
+  const float z2 = z * z;
+  const float near = fabsf(z) * (1.f + z2 * (-1.f / 3.f + z2 * (2.f / 15.f - z2 * (17.f / 315.f))));
+  const float t = fabsf(z) < 0.1f ? near : far;
+  return softcap * copysignf(t, z);
+}
+
+// -inf for scores whose bit is not set; `row` has the bits of the thread's row, those of the row
+// eight further on follow after eight rows.
+template <int kScores>
+__device__ __forceinline__ void hide(float (&s)[kScores], const uint32_t (*row)[kScores / 16]) {
+  const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int w = 0; w < kScores / 16; ++w) {
+    const uint32_t bits[2] = {row[0][w] >> column, row[8][w] >> column};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (!(bits[i / 2 % 2] >> (i / 4 * 8 + i % 2) & 1)) s[w * 16 + i] = -INFINITY;
+    }
+  }
+}
+
+}  // namespace jax_dsa::masked_attention
