@@ -11,7 +11,9 @@ using namespace masked_attention;
 
 // The dims of the template that takes these.
 int template_dim(const MaskedAttentionBwdParams& p) {
-  return p.dim <= 64 && p.value_dim <= 64 ? 64 : 128;
+  if (p.dim <= 64 && p.value_dim <= 64) return 64;
+  if (p.dim > 192 || p.value_dim > 128) return 256;
+  return p.dim <= 128 ? 128 : 192;
 }
 
 template <typename Tr>
@@ -19,7 +21,7 @@ cudaError_t launch_keys(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
                         cudaStream_t stream) {
   Device device;
   if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
-  const BwdWork work(p, device.l2_bytes);
+  const BwdWork work(p, Tr::kKeys, device.l2_bytes);
   if (work.items == 0) return cudaSuccess;
   if (work.items > INT32_MAX - 4096) return cudaErrorInvalidValue;
   Bounds bounds;
@@ -59,21 +61,29 @@ cudaError_t launch(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
   if (cudaError_t e = clear(w.ticket, 16, stream); e != cudaSuccess) return e;
   if (blocks > 0) {
     if (cudaError_t e = launch_blocks(rows_kernel<Tr::kType>, blocks, kRowsThreads, kStepQueries,
-                                      stream, p, w, steps, Tr::kD);
+                                      stream, p, w, steps, Tr::kD, lse_factor<Tr>(p));
         e != cudaSuccess) {
       return e;
     }
   }
   if (cudaError_t e = launch_keys<Tr>(p, w, stream); e != cudaSuccess) return e;
   if (blocks == 0) return cudaSuccess;
-  return launch_blocks(dq_kernel<Tr::kType, Tr::kD>, blocks, kRowsThreads, 8 * 1024, stream, p,
-                       w.dq, steps);
+  return launch_blocks(dq_kernel<Tr::kType, Tr::kParts, Tr::kPartColumns>, blocks, 128 * Tr::kParts,
+                       4 * Tr::kParts * 1024, stream, p, w.dq, steps);
 }
 
 template <DType kType, bool kGeneral>
 cudaError_t launch_dims(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
-  if (template_dim(p) == 64) return launch<BwdTraits<kType, 64, 64, kGeneral>>(p, stream);
-  return launch<BwdTraits<kType, 128, 128, kGeneral>>(p, stream);
+  switch (template_dim(p)) {
+    case 64:
+      return launch<BwdTraits<kType, 64, 64, kGeneral>>(p, stream);
+    case 128:
+      return launch<BwdTraits<kType, 128, 128, kGeneral>>(p, stream);
+    case 192:
+      return launch<BwdTraits<kType, 192, 128, kGeneral>>(p, stream);
+    default:
+      return launch<BwdTraits<kType, 256, 256, kGeneral>>(p, stream);
+  }
 }
 
 }  // namespace
@@ -83,7 +93,7 @@ int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& p) 
 }
 
 cudaError_t launch_masked_attention_bwd(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
-  if (!dims_fit(p) || p.dim > 128 || p.value_dim > 128) return cudaErrorInvalidValue;
+  if (!dims_fit(p)) return cudaErrorInvalidValue;
   const bool general = p.softcap > 0.f || !(p.scale > 0.f);
   if (p.dtype == DType::kBF16) {
     return general ? launch_dims<DType::kBF16, true>(p, stream)

@@ -16,6 +16,7 @@
 //   0, 1  64 keys each: P and dS of a step, dk and dv; and half of the columns of dq
 //   2     its first warp lists the steps of an item, 64 queries each, and copies (TMA); the
 //         other three make the bits of partial tiles (bwd_producer.cuh)
+// Dims beyond 192 are dealt out otherwise (bwd_wide.cuh).
 //
 // Shared memory, in blocks of 64 columns (128-byte swizzle; see common/tile.cuh), for D = E = 128:
 //   k, v     128 rows each, 64 KiB
@@ -25,32 +26,38 @@
 // and lse, delta, bits, descriptions of items and steps, mbarriers.
 #pragma once
 
+#include <type_traits>
+
 #include "common/wgmma.cuh"
 #include "masked_attention/bwd_producer.cuh"
 #include "masked_attention/bwd_rows.cuh"
+#include "masked_attention/bwd_wide.cuh"
 #include "masked_attention/scores.cuh"
 
 namespace jax_dsa::masked_attention {
 
 // Warpgroup `side`.
 template <typename Tr>
-__device__ void consume(const MaskedAttentionBwdParams& p, const BwdWork& work,
-                        const BwdWorkspace& w, BwdShared<Tr>& shared, int side) {
+__device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
+                        BwdShared<Tr>& shared, int side) {
   constexpr int kScores = kStepQueries / 2, kSteps = kStepQueries / 16;
-  constexpr int kOwn = Tr::kOwnColumns / 2;  // of dq, a thread's
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int row = side * 64 + warp * 16 + lane / 4;  // of the item's keys
-  const float scale_log2 = Tr::kGeneral ? kLog2E : p.scale * kLog2E;
+  constexpr int kPart = Tr::kPartColumns / 2;  // of a part of dq, a thread's
+  // What follows from the thread's number is worked out anew in each step: registers are scarce.
+  const auto lane_now = [] { return thread_index() & 31; };
+  const auto row_now = [&](int row) {  // of the item's keys
+    return side * 64 + (thread_index() >> 5 & 3) * 16 + row;
+  };
+  const float scale_log2 = p.scale * kLog2E;
   const float cap_inverse = Tr::kGeneral && p.softcap > 0.f ? 1.f / p.softcap : 0.f;
   const uint64_t own_keys = k_major_descriptor(smem_address(shared.k) + side * kBlockBytes);
   const uint64_t own_values = k_major_descriptor(smem_address(shared.v) + side * kBlockBytes);
-  // The columns of the keys that this warpgroup's part of dq takes.
-  const uint64_t columns = mn_major_descriptor(
-      smem_address(shared.k) + side * Tr::kOwnColumns / 64 * Tr::kKeyBlockBytes +
-          side * Tr::kOwnColumns % 64 * 2,
-      Tr::kKeyBlockBytes);
-  // Where this lane stores its row of an 8x8 matrix of dS, without the swizzled chunk.
-  const uint32_t own_ds = smem_address(shared.ds) + (side * 64 + warp * 16 + lane % 16) * 128;
+  // The keys' columns of a part of dq, from key `key` on.
+  const auto part_keys = [&](int part, int key) {
+    const int column = part * Tr::kPartColumns;
+    return mn_major_descriptor(
+        smem_address(shared.k) + column / 64 * Tr::kKeyBlockBytes + column % 64 * 2 + key * 128,
+        Tr::kKeyBlockBytes);
+  };
 
   float dk[Tr::kD / 2], dv[Tr::kE / 2];
   RingPlace<Tr::kStages> ring;
@@ -58,36 +65,44 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWork& work,
 
   const auto arrive = [&](uint64_t* barrier) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(barrier);
+    if (lane_now() == 0) mbarrier_arrive(barrier);
   };
 
   // One step: 64 queries of a head. Returns whether it is its item's last.
-  const auto step = [&](const BwdItem& item, bool accumulate) {
+  const auto step = [&](bool accumulate) {
     const int at = uniform(ring.index);
-    float s[kScores], dp[kScores];
+    const uint32_t q_at = smem_address(shared.q[at]), dout_at = smem_address(shared.dout[at]);
     mbarrier_wait(&shared.q_full[at], ring.parity);
     mbarrier_wait(&shared.checked[at], ring.parity);
-    const uint32_t q_at = smem_address(shared.q[at]), dout_at = smem_address(shared.dout[at]);
+    const bool partial = shared.stage[at].partial;
+
+    float s[kScores], dp[kScores];
+    if constexpr (!Tr::kGeneral) start_at(s, shared.lse[at]);
+    if constexpr (!Tr::kInTurn) start_at(dp, shared.delta[at]);
     const uint64_t q = k_major_descriptor(q_at), dout = k_major_descriptor(dout_at);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Tr::kD / 16; ++i) {
       wgmma_16<Tr::kType, kKMajor, kKMajor>(
           s, own_keys + i / 4 * (Tr::kKeyBlockBytes / 16) + i % 4 * 2,
-          q + i / 4 * (Tr::kQBlockBytes / 16) + i % 4 * 2, i > 0);
+          q + i / 4 * (Tr::kQBlockBytes / 16) + i % 4 * 2, i > 0 || !Tr::kGeneral);
     }
     wgmma_commit();
-    mbarrier_wait(&shared.dout_full[at], ring.parity);
+    const auto multiply_values = [&] {
+      mbarrier_wait(&shared.dout_full[at], ring.parity);
+      wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < Tr::kE / 16; ++i) {
-      wgmma_16<Tr::kType, kKMajor, kKMajor>(
-          dp, own_values + i / 4 * (Tr::kKeyBlockBytes / 16) + i % 4 * 2,
-          dout + i / 4 * (Tr::kQBlockBytes / 16) + i % 4 * 2, i > 0);
-    }
-    wgmma_commit();
-    const BwdStage stage = shared.stage[at];
-    wgmma_wait<1>();
+      for (int i = 0; i < Tr::kE / 16; ++i) {
+        wgmma_16<Tr::kType, kKMajor, kKMajor>(
+            dp, own_values + i / 4 * (Tr::kKeyBlockBytes / 16) + i % 4 * 2,
+            dout + i / 4 * (Tr::kQBlockBytes / 16) + i % 4 * 2, true);
+      }
+      wgmma_commit();
+    };
+    if constexpr (!Tr::kInTurn) multiply_values();
+    wgmma_wait<Tr::kInTurn ? 0 : 1>();
     wgmma_pin(s);
+
     if constexpr (Tr::kGeneral) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
@@ -95,113 +110,152 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWork& work,
         if (p.softcap > 0.f) s[i] = softcapped(s[i], p.softcap, cap_inverse);
       }
     }
-    if (stage.partial) hide(s, &shared.bits[at][row]);
-#pragma unroll
-    for (int i = 0; i < kScores; i += 4) {
-      const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[at][i * 2 + lane % 4 * 2]);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        s[i + 2 * r] = exp2_approx(fmaf(s[i + 2 * r], scale_log2, -lse.x));
-        s[i + 2 * r + 1] = exp2_approx(fmaf(s[i + 2 * r + 1], scale_log2, -lse.y));
-      }
-    }
+    if (partial) hide(s, &shared.bits[at][row_now(lane_now() / 4)]);
+    const auto lse_of = [&](int i) {  // of the queries of scores i and i + 1
+      return *reinterpret_cast<const float2*>(&shared.lse[at][i / 4 * 8 + lane_now() % 4 * 2]);
+    };
+    const int lane = lane_now();
+    const uint32_t own_row = row_now(lane % 16) * 128;
+    const auto chunk = [&](int k) { return own_row + ((2 * k + lane / 16) ^ (lane % 8)) * 16; };
     uint32_t probabilities[kSteps][4], gradients[kSteps][4];
 #pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
-      probabilities[i / 8][i / 2 % 4] = pack_16<Tr::kType>(s[i], s[i + 1]);
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int i = 8 * k + 2 * j;
+        if constexpr (Tr::kGeneral) {
+          const float2 lse = lse_of(i);
+          s[i] = exp2_approx(fmaf(s[i], kLog2E, -lse.x));
+          s[i + 1] = exp2_approx(fmaf(s[i + 1], kLog2E, -lse.y));
+        } else {
+          s[i] = exp2_approx(s[i] * scale_log2);
+          s[i + 1] = exp2_approx(s[i + 1] * scale_log2);
+        }
+        probabilities[k][j] = pack_16<Tr::kType>(s[i], s[i + 1]);
+      }
+      if constexpr (Tr::kInTurn) {
+        store_matrix_x4(smem_address(shared.p) + chunk(k), probabilities[k][0], probabilities[k][1],
+                        probabilities[k][2], probabilities[k][3]);
+      }
+    }
+
+    if constexpr (Tr::kInTurn) {
+      start_at(dp, shared.delta[at]);
+      multiply_values();
     }
     wgmma_wait<0>();
     wgmma_pin(dp);
-#pragma unroll
-    for (int i = 0; i < kScores; i += 4) {
-      const float2 delta =
-          *reinterpret_cast<const float2*>(&shared.delta[at][i * 2 + lane % 4 * 2]);
-      float2 lse;
-      if constexpr (Tr::kGeneral) {
-        lse = *reinterpret_cast<const float2*>(&shared.lse[at][i * 2 + lane % 4 * 2]);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float x = s[i + j] * (dp[i + j] - (j % 2 ? delta.y : delta.x));
-        dp[i + j] = x;
-        if constexpr (Tr::kGeneral) {
-          if (p.softcap > 0.f) {
-            // y / softcap, as the probability tells it.
-            const float t = (log2f(s[i + j]) + (j % 2 ? lse.y : lse.x)) * (kLn2 * cap_inverse);
-            dp[i + j] = s[i + j] > 0.f ? x * (1.f - t * t) : 0.f;
-          }
-        }
-      }
-    }
-    if (stage.partial) {
-      // Whatever a hidden value or a query that does not see it may hold.
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) dp[i] = s[i] == 0.f ? 0.f : dp[i];
-    }
-#pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
-      gradients[i / 8][i / 2 % 4] = pack_16<Tr::kType>(dp[i], dp[i + 1]);
-    }
-
-    // Two buffers: that both warpgroups have come to the barrier of one step tells that they have
-    // read dS of the step before.
-    const uint32_t to = own_ds + ds_buffer * sizeof(shared.ds[0]);
+    const uint32_t ds_at = smem_address(shared.ds[ds_buffer]);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      const int chunk = (2 * k + lane / 16) ^ (lane % 8);
-      store_matrix_x4(to + chunk * 16, gradients[k][0], gradients[k][1], gradients[k][2],
+      if constexpr (Tr::kInTurn)
+        load_matrix_x4(smem_address(shared.p) + chunk(k), probabilities[k]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int i = 8 * k + 2 * j;
+        const float2 x =
+            Tr::kInTurn ? unpack_16<Tr::kType>(probabilities[k][j]) : make_float2(s[i], s[i + 1]);
+        float a = x.x * dp[i], b = x.y * dp[i + 1];
+        if constexpr (Tr::kGeneral) {
+          if (p.softcap > 0.f) {
+            // y / softcap, as the probabilities tell it.
+            const float2 lse = lse_of(i);
+            const float t = (log2f(x.x) + lse.x) * (kLn2 * cap_inverse);
+            const float u = (log2f(x.y) + lse.y) * (kLn2 * cap_inverse);
+            a = x.x > 0.f ? a * (1.f - t * t) : 0.f, b = x.y > 0.f ? b * (1.f - u * u) : 0.f;
+          }
+        }
+        // Whatever a hidden value, or a query that does not see it, may hold.
+        if (partial) a = x.x == 0.f ? 0.f : a, b = x.y == 0.f ? 0.f : b;
+        gradients[k][j] = pack_16<Tr::kType>(a, b);
+      }
+      store_matrix_x4(ds_at + chunk(k), gradients[k][0], gradients[k][1], gradients[k][2],
                       gradients[k][3]);
     }
     fence_async_proxy();
+
     const uint64_t dout_rows = mn_major_descriptor(dout_at, Tr::kQBlockBytes);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      wgmma_16<Tr::kType, kMNMajor>(dv, probabilities[k], dout_rows + k * (16 * 128 / 16),
-                                    k > 0 || accumulate);
-    }
-    wgmma_commit();
-    named_barrier_sync<256>(kGradients);
-    float dq[kOwn];
-    wgmma_fence();
-    const uint64_t ds = mn_major_descriptor(
-        smem_address(shared.ds) + ds_buffer * sizeof(shared.ds[0]), sizeof(shared.ds[0]));
-#pragma unroll
-    for (int k = 0; k < Tr::kKeys / 16; ++k) {
-      wgmma_16<Tr::kType, kMNMajor, kMNMajor>(dq, ds + k * (16 * 128 / 16),
-                                              columns + k * (16 * 128 / 16), k > 0);
-    }
-    wgmma_commit();
     const uint64_t q_rows = mn_major_descriptor(q_at, Tr::kQBlockBytes);
+    const uint64_t ds = mn_major_descriptor(ds_at, sizeof(shared.ds[0]));
+    const auto add_to_dv = [&] {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      wgmma_16<Tr::kType, kMNMajor>(dk, gradients[k], q_rows + k * (16 * 128 / 16),
-                                    k > 0 || accumulate);
+      for (int k = 0; k < kSteps; ++k) {
+        const uint64_t b = dout_rows + k * (16 * 128 / 16);
+        if constexpr (Tr::kInTurn) {
+          const uint64_t a = k_major_descriptor(smem_address(shared.p) + side * kBlockBytes);
+          wgmma_16<Tr::kType, kKMajor, kMNMajor>(dv, a + k * 2, b, k > 0 || accumulate);
+        } else {
+          wgmma_16<Tr::kType, kMNMajor>(dv, probabilities[k], b, k > 0 || accumulate);
+        }
+      }
+      wgmma_commit();
+    };
+    const auto add_to_dk = [&] {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        const uint64_t b = q_rows + k * (16 * 128 / 16);
+        if constexpr (Tr::kInTurn) {
+          const uint64_t a = k_major_descriptor(ds_at + side * kBlockBytes);
+          wgmma_16<Tr::kType, kKMajor, kMNMajor>(dk, a + k * 2, b, k > 0 || accumulate);
+        } else {
+          wgmma_16<Tr::kType, kMNMajor>(dk, gradients[k], b, k > 0 || accumulate);
+        }
+      }
+      wgmma_commit();
+    };
+    float dq[kPart];
+    // Part `part` of dq, over kCount keys from `key` on.
+    const auto multiply_keys = [&]<int kCount>(std::integral_constant<int, kCount>, int part,
+                                               int key) {
+      const uint64_t a = moved(ds, key * 128), b = part_keys(part, key);
+#pragma unroll
+      for (int k = 0; k < kCount / 16; ++k) {
+        wgmma_16<Tr::kType, kMNMajor, kMNMajor>(dq, a + k * (16 * 128 / 16),
+                                                b + k * (16 * 128 / 16), k > 0);
+      }
+      wgmma_commit();
+    };
+    const auto add_part = [&](int part) {
+      wgmma_pin(dq);
+      float* const sum = dq_place<kPart>(w.dq, shared.stage[at].step * Tr::kParts + part);
+#pragma unroll
+      for (int i = 0; i < kPart; i += 4) {
+        red_add(sum + i * 128, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+      }
+    };
+    // There are two buffers of dS: that both warpgroups have come to the barrier of one step tells
+    // that they have read dS of the step before.
+    wgmma_fence();
+    if constexpr (!Tr::kInTurn) add_to_dv();
+    named_barrier_sync<256>(kGradients);
+    if constexpr (Tr::kInTurn) {
+      wgmma_fence();
+      add_to_dv();
+      multiply_keys(std::integral_constant<int, 64>(), 2, side * 64);
+      wgmma_wait<0>();
+      add_part(2);
     }
-    wgmma_commit();
+    wgmma_fence();
+    multiply_keys(std::integral_constant<int, Tr::kKeys>(), side, 0);
+    add_to_dk();
     wgmma_wait<1>();
-    wgmma_pin(dq);
-    const int64_t number =
-        (int64_t{item.batch} * p.heads + stage.head) * work.steps + stage.query / kStepQueries;
-    float* const sum = dq_place<kOwn>(w.dq, number, side);
-#pragma unroll
-    for (int i = 0; i < kOwn; i += 4) {
-      red_add(sum + i * 128, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-    }
+    add_part(side);
     wgmma_wait<0>();
     wgmma_pin(dk);
     wgmma_pin(dv);
+    const bool last = shared.stage[at].last;
     arrive(&shared.free[at]);
     ring.advance();
     ds_buffer ^= 1;
-    return stage.last;
+    return last;
   };
 
   const auto write_results = [&](const BwdItem& item) {
+    const int lane = lane_now(), row = row_now(lane / 4);
     const int64_t key = int64_t{item.batch} * p.keys + item.key + row;
     const int64_t at = key * p.groups + item.group;
     const int rows_left = static_cast<int>(min(p.keys - item.key, int64_t{Tr::kKeys})) - row;
-    const uint32_t stage = smem_address(shared.out[side * 4 + warp]);
+    const uint32_t stage = smem_address(shared.out[thread_index() / 32]);
     const float dk_factor[2] = {item.some ? p.scale : 0.f, item.some ? p.scale : 0.f};
     const float dv_factor[2] = {item.some ? 1.f : 0.f, item.some ? 1.f : 0.f};
     store_rows<Tr::kType>(dk, dk_factor, stage, static_cast<uint16_t*>(p.dk) + at * p.dim,
@@ -213,14 +267,14 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWork& work,
   uint32_t kv_parity = 0;
   for (uint32_t parity = 0;; parity ^= 1) {
     mbarrier_wait(&shared.item_full, parity);
-    const BwdItem item = shared.item;
-    if (item.over) return;
-    if (item.some) {
+    if (shared.item.over) return;
+    if (shared.item.some) {
       mbarrier_wait(&shared.kv_full, kv_parity);
       mbarrier_wait(&shared.kv_clean, kv_parity);
       kv_parity ^= 1;
-      for (bool accumulate = false; !step(item, accumulate);) accumulate = true;
+      for (bool accumulate = false; !step(accumulate);) accumulate = true;
     }
+    const BwdItem item = shared.item;
     arrive(&shared.kv_free);
     write_results(item);
   }
@@ -253,7 +307,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup < 2) {
     raise_registers<Tr::kConsumerRegisters>();
-    consume<Tr>(p, work, w, shared, warpgroup);
+    if constexpr (Tr::kWide) {
+      consume_wide<Tr>(p, w, shared, warpgroup);
+    } else {
+      consume<Tr>(p, w, shared, warpgroup);
+    }
   } else {
     lower_registers<Tr::kProducerRegisters>();
     const int thread = threadIdx.x % 128;

@@ -20,11 +20,17 @@ struct BwdTraits {
   static constexpr DType kType = kType_;
   static constexpr int kD = kD_, kE = kE_;
   static constexpr bool kGeneral = kGeneral_;
-  static constexpr int kKeys = 128;  // of an item
+  static constexpr bool kWide = kD > 192 || kE > 128;
+  static constexpr int kKeys = kWide ? 64 : 128;  // of an item
   static constexpr int kDBlocks = ceil_div(kD, 64), kEBlocks = ceil_div(kE, 64);
   static constexpr int kKeyBlockBytes = kKeys * 128, kQBlockBytes = kStepQueries * 128;
   static constexpr int kStages = 2;
-  static constexpr int kOwnColumns = kD / 2;  // of dq, a warpgroup's
+  // dq is made in parts of so many columns: one a warpgroup, and a third whose sums over keys the
+  // warpgroups share.
+  static constexpr int kParts = kD > 128 && !kWide ? 3 : 2, kPartColumns = kD / kParts;
+  // Whether the products of scores and of dout with values follow each other, and probabilities go
+  // through shared memory, for want of registers.
+  static constexpr bool kInTurn = kD > 128 && !kWide;
   static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
   static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
 };
@@ -33,6 +39,9 @@ struct BwdTraits {
 enum BwdNamedBarrier {
   kGradients = 1,  // both warpgroups' gradients of scores are in shared memory
   kBwdBuilt = 2,   // the builders know which keys any query sees
+  // Of dims beyond 192:
+  kProbabilities = 3,  // the first warpgroup's are in shared memory
+  kOwnGradients = 4,   // all threads of the second have written theirs
 };
 
 // What a block does at a time: 128 keys of one group.
@@ -46,7 +55,8 @@ struct BwdItem {
 struct BwdStage {
   int head, query;
   bool partial;
-  bool last;  // of its item
+  bool last;     // of its item
+  int64_t step;  // its number among those of all heads
 };
 
 template <typename Tr>
@@ -55,9 +65,11 @@ struct alignas(1024) BwdShared {
   uint8_t v[Tr::kEBlocks][Tr::kKeyBlockBytes];
   uint8_t q[Tr::kStages][Tr::kDBlocks][Tr::kQBlockBytes];
   uint8_t dout[Tr::kStages][Tr::kEBlocks][Tr::kQBlockBytes];
-  uint8_t ds[2][Tr::kKeys * kStepQueries * 2];  // [keys, queries]
+  uint8_t ds[Tr::kWide ? 1 : 2][Tr::kKeys * kStepQueries * 2];  // [keys, queries]
+  // Probabilities, like ds, where they go through shared memory.
+  uint8_t p[Tr::kInTurn || Tr::kWide ? Tr::kKeys * kStepQueries * 2 : 1024];
   uint8_t out[8][1024];
-  float lse[Tr::kStages][kStepQueries];  // log2 units
+  float lse[Tr::kStages][kStepQueries];
   float delta[Tr::kStages][kStepQueries];
   uint32_t bits[Tr::kStages][Tr::kKeys][kStepQueries / 32];  // of partial tiles
   uint32_t seen[3][Tr::kKeys / 32];  // of a partial tile's keys, by a warp's queries
@@ -78,8 +90,11 @@ struct BwdWork {
   int key_tiles;
   int section;  // groups of a section
 
-  BwdWork(const MaskedAttentionBwdParams& p, int64_t l2_bytes) {
-    key_tiles = static_cast<int>(ceil_div(p.keys, int64_t{kKeyTile}));
+  int keys;  // of a tile
+
+  BwdWork(const MaskedAttentionBwdParams& p, int keys_per_tile, int64_t l2_bytes) {
+    keys = keys_per_tile;
+    key_tiles = static_cast<int>(ceil_div(p.keys, int64_t{keys}));
     steps = ceil_div(p.queries, int64_t{kStepQueries});
     const int64_t groups = p.batch * p.groups, per_group = p.heads / p.groups;
     items = groups * key_tiles;
@@ -95,10 +110,17 @@ struct BwdWork {
     const int groups = static_cast<int>(min(int64_t{section}, p.batch * p.groups - before));
     const int rest = static_cast<int>(number - before * key_tiles), tile = rest / groups;
     const int64_t group = before + (rest - tile * groups), batch = group / p.groups;
-    return {static_cast<int>(batch), static_cast<int>(group - batch * p.groups), tile * kKeyTile,
-            false, false};
+    return {static_cast<int>(batch), static_cast<int>(group - batch * p.groups), tile * keys, false,
+            false};
   }
 };
+
+// What a logarithm is multiplied by to be subtracted from what exp2 takes, if scores are general,
+// or from unscaled scores.
+template <typename Tr>
+float lse_factor(const MaskedAttentionBwdParams& p) {
+  return Tr::kGeneral ? kLog2E : 1.f / p.scale;
+}
 
 // The parts of the workspace. Arrays by query have a step's queries side by side, with those that
 // are not there: [batch, heads, steps, ...].
@@ -106,7 +128,7 @@ struct BwdWorkspace {
   unsigned* ticket;  // 16 bytes of its own
   QueryBounds* queries;
   SegmentBounds* segments;
-  float* lse;      // [.., 64]; log2 units; +inf for queries that see nothing or are not there
+  float* lse;      // [.., 64]; see lse_factor; +inf for queries that see nothing or are not there
   float* delta;    // [.., 64]; 0 for those
   uint64_t* dead;  // [..]; a bit for each query that sees nothing
   float* dq;       // [.., kD * 64], as the accumulators lie; see add_dq

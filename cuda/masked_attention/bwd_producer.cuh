@@ -32,7 +32,8 @@ __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, con
     const QueryBounds* const q =
         bounds.queries ? bounds.queries + int64_t{item.batch} * query_tiles : nullptr;
     const SegmentBounds* const segments =
-        bounds.segments ? bounds.segments + int64_t{item.batch} * work.key_tiles : nullptr;
+        bounds.segments ? bounds.segments + int64_t{item.batch} * ceil_div(keys, kKeyTile)
+                        : nullptr;
     // Tiles of 128 queries of the group's heads.
     TileWalk tiles(0, item.over ? 0 : per_group * query_tiles, [&](int n) {
       const int head = n / query_tiles, tile = n - head * query_tiles;
@@ -70,26 +71,25 @@ __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, con
         mbarrier_wait(&shared.free[at], ring.parity);
         if (leader) {
           const bool second = query % kQueryTile > 0 || query + kStepQueries >= p.queries;
-          shared.stage[at] = {head, query, partial, !more && second};
-          mbarrier_arrive(&shared.listed[at]);
           const int64_t step =
               (int64_t{item.batch} * p.heads + head) * work.steps + query / kStepQueries;
+          shared.stage[at] = {head, query, partial, !more && second, step};
+          mbarrier_arrive(&shared.listed[at]);
           mbarrier_arrive_expect(&shared.q_full[at],
-                                 Tr::kDBlocks * Tr::kQBlockBytes + kStepQueries * 4);
+                                 Tr::kDBlocks * Tr::kQBlockBytes + 2 * kStepQueries * 4);
           for (int block = 0; block < Tr::kDBlocks; ++block) {
             tma_load(shared.q[at][block], &q_map, &shared.q_full[at], block * 64, head, query,
                      item.batch);
           }
           bulk_load(shared.lse[at], w.lse + step * kStepQueries, kStepQueries * 4,
                     &shared.q_full[at], keep);
-          mbarrier_arrive_expect(&shared.dout_full[at],
-                                 Tr::kEBlocks * Tr::kQBlockBytes + kStepQueries * 4);
+          bulk_load(shared.delta[at], w.delta + step * kStepQueries, kStepQueries * 4,
+                    &shared.q_full[at], keep);
+          mbarrier_arrive_expect(&shared.dout_full[at], Tr::kEBlocks * Tr::kQBlockBytes);
           for (int block = 0; block < Tr::kEBlocks; ++block) {
             tma_load(shared.dout[at][block], &dout_map, &shared.dout_full[at], block * 64, head,
                      query, item.batch);
           }
-          bulk_load(shared.delta[at], w.delta + step * kStepQueries, kStepQueries * 4,
-                    &shared.dout_full[at], keep);
         }
         ring.advance();
       }
@@ -124,7 +124,7 @@ __device__ bool find_unseen(const MaskedAttentionBwdParams& p, const BwdWork& wo
   if (bounds.queries == nullptr) return false;
   const QueryBounds* const q = bounds.queries + int64_t{item.batch} * query_tiles;
   const SegmentBounds* const segments =
-      bounds.segments ? bounds.segments + int64_t{item.batch} * work.key_tiles : nullptr;
+      bounds.segments ? bounds.segments + int64_t{item.batch} * ceil_div(keys, kKeyTile) : nullptr;
   uint32_t unseen = low_bits(keys - item.key - 32 * word);  // a word a lane
   for (int n = 0; n < per_group * query_tiles; ++n) {
     const int tile = n % query_tiles;
@@ -215,9 +215,7 @@ __device__ void build(const MaskedAttentionBwdParams& p, const BwdWork& work, co
       const BwdStage stage = shared.stage[at];
       last = stage.last;
       if (stage.partial) build_bits<Tr>(p, item, stage, shared.bits[at], warp, lane);
-      const uint64_t* const dead = w.dead +
-                                   (int64_t{item.batch} * p.heads + stage.head) * work.steps +
-                                   stage.query / kStepQueries;
+      const uint64_t* const dead = w.dead + stage.step;
       if (*dead != 0) {
         const auto* const rows = reinterpret_cast<const uint32_t*>(dead);
         mbarrier_wait(&shared.q_full[at], ring.parity);

@@ -13,7 +13,8 @@ inline constexpr int kRowsThreads = 256;
 template <DType kType>
 __global__ void __launch_bounds__(kRowsThreads)
     rows_kernel(const __grid_constant__ MaskedAttentionBwdParams p,
-                const __grid_constant__ BwdWorkspace w, int64_t steps, int dq_dim) {
+                const __grid_constant__ BwdWorkspace w, int64_t steps, int dq_dim,
+                float lse_factor) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t number = blockIdx.x, pair = number / steps, step = number - pair * steps;
   const int64_t batch = pair / p.heads, head = pair - batch * p.heads;
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kRowsThreads)
 #pragma unroll
       for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
       delta = dead ? 0.f : sum - p.dlse[row];
-      lse = dead ? INFINITY : lse * kLog2E;
+      lse = dead ? INFINITY : lse * lse_factor;
     }
     if (lane == 0) {
       w.lse[number * kStepQueries + i] = lse;
@@ -59,37 +60,38 @@ __global__ void __launch_bounds__(kRowsThreads)
   if (lane == 0) w.dead[number] = high << 32 | low;
 }
 
-// dq has the accumulators of a step's two warpgroups one after the other: of each, four floats of
-// all 128 threads side by side.
+// dq has the accumulators of a step's parts one after the other: of each, four floats of all 128
+// threads side by side. `part` counts those of all steps.
 template <int kN>
-__device__ __forceinline__ float* dq_place(float* dq, int64_t step, int side) {
-  return dq + (step * 2 + side) * (kN * 128) + threadIdx.x % 128 * 4;
+__device__ __forceinline__ float* dq_place(float* dq, int64_t part) {
+  return dq + part * (kN * 128) + threadIdx.x % 128 * 4;
 }
 
 // dq of a step's 64 queries, scaled and rounded.
-template <DType kType, int kD>
-__global__ void __launch_bounds__(kRowsThreads)
+template <DType kType, int kParts, int kPartColumns>
+__global__ void __launch_bounds__(128 * kParts)
     dq_kernel(const __grid_constant__ MaskedAttentionBwdParams p, float* dq, int64_t steps) {
-  constexpr int kN = kD / 4;  // of a thread
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, side = threadIdx.x / 128;
+  constexpr int kN = kPartColumns / 2;  // of a thread
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, part = threadIdx.x / 128;
   const int64_t number = blockIdx.x, pair = number / steps, step = number - pair * steps;
   const int64_t batch = pair / p.heads, head = pair - batch * p.heads;
-  const float* const from = dq_place<kN>(dq, number, side);
+  const float* const from = dq_place<kN>(dq, number * kParts + part);
   float x[kN];
 #pragma unroll
-  for (int i = 0; i < kN / 4; ++i) {
-    const float4 y = __ldcs(reinterpret_cast<const float4*>(from + i * 512));
-    x[4 * i] = y.x, x[4 * i + 1] = y.y, x[4 * i + 2] = y.z, x[4 * i + 3] = y.w;
+  for (int i = 0; i < kN; i += 4) {
+    const float4 y = __ldcs(reinterpret_cast<const float4*>(from + i * 128));
+    x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
   }
-  auto& stage = dynamic_shared<uint8_t[8][1024]>();
   const int64_t query = step * kStepQueries + warp * 16 + lane / 4;
   const int64_t row = (batch * p.queries + query) * p.heads + head;
+  const int rows_left =
+      static_cast<int>(min(p.queries - step * kStepQueries, int64_t{kStepQueries})) -
+      (warp * 16 + lane / 4);
   const float factor[2] = {p.scale, p.scale};
+  auto& stage = dynamic_shared<uint8_t[4 * kParts][1024]>();
   store_rows<kType>(x, factor, smem_address(stage[threadIdx.x / 32]),
-                    static_cast<uint16_t*>(p.dq) + row * p.dim + side * (kD / 2),
-                    int64_t{p.heads} * p.dim,
-                    static_cast<int>(max(min(p.queries - query, int64_t{64}), int64_t{0})),
-                    p.dim - side * (kD / 2));
+                    static_cast<uint16_t*>(p.dq) + row * p.dim + part * kPartColumns,
+                    int64_t{p.heads} * p.dim, rows_left, p.dim - part * kPartColumns);
 }
 
 }  // namespace jax_dsa::masked_attention

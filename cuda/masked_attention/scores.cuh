@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/ptx.cuh"
+#include "common/wgmma.cuh"
 
 namespace jax_dsa::masked_attention {
 
@@ -29,6 +30,19 @@ __device__ __forceinline__ void hide(float (&s)[kScores], const uint32_t (*row)[
       if (!(bits[i / 2 % 2] >> (i / 4 * 8 + i % 2) & 1)) s[w * 16 + i] = -INFINITY;
     }
   }
+}
+
+// Sums over keys or values start at what is to be subtracted from them, which has a value for each
+// query, a column.
+template <int kScores>
+__device__ __forceinline__ void start_at(float (&x)[kScores], const float (&queries)[kScores * 2]) {
+  const auto* const from = reinterpret_cast<const float2*>(&queries[(thread_index() & 3) * 2]);
+#pragma unroll
+  for (int i = 0; i < kScores; i += 4) {
+    const float2 y = from[i];
+    x[i] = x[i + 2] = -y.x, x[i + 1] = x[i + 3] = -y.y;
+  }
+  wgmma_pin(x);
 }
 
 }  // namespace jax_dsa::masked_attention

@@ -1,0 +1,219 @@
+// The masked attention backward kernel's products for dims beyond 192. See bwd.cuh.
+//
+// dk and dv of 64 keys fill the registers of both warpgroups, so an item has 64 keys and each
+// warpgroup has half of the columns of dk, dv and dq. The first makes P, the second dS: each needs
+// the other's, through shared memory.
+#pragma once
+
+#include "common/store_rows.cuh"
+#include "common/wgmma.cuh"
+#include "masked_attention/bwd_rows.cuh"
+#include "masked_attention/scores.cuh"
+
+namespace jax_dsa::masked_attention {
+
+// Warpgroup `side`.
+template <typename Tr>
+__device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
+                             BwdShared<Tr>& shared, int side) {
+  constexpr int kScores = kStepQueries / 2, kSteps = kStepQueries / 16;
+  constexpr int kDHalf = Tr::kD / 2, kEHalf = Tr::kE / 2;
+  static_assert(kDHalf % 64 == 0 && kEHalf % 64 == 0 && Tr::kKeys == 64);
+  const float scale_log2 = p.scale * kLog2E;
+  const float cap_inverse = Tr::kGeneral && p.softcap > 0.f ? 1.f / p.softcap : 0.f;
+
+  float dk[kDHalf / 2], dv[kEHalf / 2];
+  RingPlace<Tr::kStages> ring;
+
+  const auto lane_now = [] { return thread_index() & 31; };
+  const auto row_now = [](int row) { return (thread_index() >> 5 & 3) * 16 + row; };
+  const auto arrive = [&](uint64_t* barrier) {
+    __syncwarp();
+    if (lane_now() == 0) mbarrier_arrive(barrier);
+  };
+  // a [64, kDim] b [64, kDim]^T of two tiles, added to x.
+  const auto multiply_rows = [&]<int kDim>(std::integral_constant<int, kDim>, float (&x)[kScores],
+                                           const void* a, int a_block, const void* b, int b_block,
+                                           bool accumulate) {
+    const uint64_t left = k_major_descriptor(smem_address(a));
+    const uint64_t right = k_major_descriptor(smem_address(b));
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kDim / 16; ++i) {
+      wgmma_16<Tr::kType, kKMajor, kKMajor>(x, left + i / 4 * (a_block / 16) + i % 4 * 2,
+                                            right + i / 4 * (b_block / 16) + i % 4 * 2,
+                                            i > 0 || accumulate);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_pin(x);
+  };
+
+  // One step: 64 queries of a head. Returns whether it is its item's last.
+  const auto step = [&](bool accumulate) {
+    const int at = uniform(ring.index);
+    const bool partial = shared.stage[at].partial;
+    const auto lse_of = [&](int i) {  // of the queries of scores i and i + 1
+      return *reinterpret_cast<const float2*>(&shared.lse[at][i / 4 * 8 + lane_now() % 4 * 2]);
+    };
+    const int lane = lane_now();
+    const uint32_t own_row = row_now(lane % 16) * 128;
+    const auto chunk = [&](int k) { return own_row + ((2 * k + lane / 16) ^ (lane % 8)) * 16; };
+    const uint32_t p_at = smem_address(shared.p), ds_at = smem_address(shared.ds[0]);
+    uint32_t probabilities[kSteps][4];
+    float x[kScores];
+    if (side == 0) {
+      if constexpr (!Tr::kGeneral) start_at(x, shared.lse[at]);
+      multiply_rows(std::integral_constant<int, Tr::kD>(), x, shared.k, Tr::kKeyBlockBytes,
+                    shared.q[at], Tr::kQBlockBytes, !Tr::kGeneral);
+      if constexpr (Tr::kGeneral) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+          x[i] *= p.scale;
+          if (p.softcap > 0.f) x[i] = softcapped(x[i], p.softcap, cap_inverse);
+        }
+      }
+      if (partial) hide(x, &shared.bits[at][row_now(lane_now() / 4)]);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int i = 8 * k + 2 * j;
+          if constexpr (Tr::kGeneral) {
+            const float2 lse = lse_of(i);
+            x[i] = fmaf(x[i], kLog2E, -lse.x), x[i + 1] = fmaf(x[i + 1], kLog2E, -lse.y);
+          } else {
+            x[i] *= scale_log2, x[i + 1] *= scale_log2;
+          }
+          probabilities[k][j] = pack_16<Tr::kType>(exp2_approx(x[i]), exp2_approx(x[i + 1]));
+        }
+        store_matrix_x4(p_at + chunk(k), probabilities[k][0], probabilities[k][1],
+                        probabilities[k][2], probabilities[k][3]);
+      }
+      mbarrier_wait(&shared.dout_full[at], ring.parity);
+      named_barrier_arrive<256>(kProbabilities);
+    } else {
+      start_at(x, shared.delta[at]);
+      mbarrier_wait(&shared.dout_full[at], ring.parity);
+      multiply_rows(std::integral_constant<int, Tr::kE>(), x, shared.v, Tr::kKeyBlockBytes,
+                    shared.dout[at], Tr::kQBlockBytes, true);
+      // The first has read dS of the step before when it comes here.
+      named_barrier_sync<256>(kProbabilities);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        load_matrix_x4(p_at + chunk(k), probabilities[k]);
+        uint32_t gradients[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int i = 8 * k + 2 * j;
+          const float2 y = unpack_16<Tr::kType>(probabilities[k][j]);
+          float a = y.x * x[i], b = y.y * x[i + 1];
+          if constexpr (Tr::kGeneral) {
+            if (p.softcap > 0.f) {
+              // y / softcap, as the probabilities tell it.
+              const float2 lse = lse_of(i);
+              const float t = (log2f(y.x) + lse.x) * (kLn2 * cap_inverse);
+              const float u = (log2f(y.y) + lse.y) * (kLn2 * cap_inverse);
+              a = y.x > 0.f ? a * (1.f - t * t) : 0.f, b = y.y > 0.f ? b * (1.f - u * u) : 0.f;
+            }
+          }
+          // Whatever a hidden value, or a query that does not see it, may hold.
+          if (partial) a = y.x == 0.f ? 0.f : a, b = y.y == 0.f ? 0.f : b;
+          gradients[j] = pack_16<Tr::kType>(a, b);
+        }
+        store_matrix_x4(ds_at + chunk(k), gradients[0], gradients[1], gradients[2], gradients[3]);
+      }
+      fence_async_proxy();
+      named_barrier_arrive<256>(kGradients);
+    }
+
+    const uint64_t dout_half =
+        mn_major_descriptor(smem_address(shared.dout[at][side * kEHalf / 64]), Tr::kQBlockBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      wgmma_16<Tr::kType, kMNMajor>(dv, probabilities[k], dout_half + k * (16 * 128 / 16),
+                                    k > 0 || accumulate);
+    }
+    wgmma_commit();
+    if (side == 0) {
+      named_barrier_sync<256>(kGradients);
+    } else {
+      named_barrier_sync<128>(kOwnGradients);
+    }
+    wgmma_wait<0>();  // dq takes the registers of the probabilities
+    wgmma_pin(dv);
+    float dq[kDHalf / 2];
+    const uint64_t ds_columns = mn_major_descriptor(ds_at, sizeof(shared.ds[0]));
+    const uint64_t ds_rows = k_major_descriptor(ds_at);
+    const uint64_t k_half =
+        mn_major_descriptor(smem_address(shared.k[side * kDHalf / 64]), Tr::kKeyBlockBytes);
+    const uint64_t q_half =
+        mn_major_descriptor(smem_address(shared.q[at][side * kDHalf / 64]), Tr::kQBlockBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      const uint64_t next = k * (16 * 128 / 16);
+      wgmma_16<Tr::kType, kMNMajor, kMNMajor>(dq, ds_columns + next, k_half + next, k > 0);
+    }
+    wgmma_commit();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      wgmma_16<Tr::kType, kKMajor, kMNMajor>(dk, ds_rows + k * 2, q_half + k * (16 * 128 / 16),
+                                             k > 0 || accumulate);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    wgmma_pin(dq);
+    float* const sum = dq_place<kDHalf / 2>(w.dq, shared.stage[at].step * Tr::kParts + side);
+#pragma unroll
+    for (int i = 0; i < kDHalf / 2; i += 4) {
+      red_add(sum + i * 128, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    }
+    wgmma_wait<0>();
+    wgmma_pin(dk);
+    wgmma_pin(dv);
+    const bool last = shared.stage[at].last;
+    arrive(&shared.free[at]);
+    ring.advance();
+    return last;
+  };
+
+  const auto write_results = [&](const BwdItem& item) {
+    const int row = row_now(lane_now() / 4);
+    const int64_t at = (int64_t{item.batch} * p.keys + item.key + row) * p.groups + item.group;
+    const int rows_left = static_cast<int>(min(p.keys - item.key, int64_t{Tr::kKeys})) - row;
+    const uint32_t stage = smem_address(shared.out[thread_index() / 32]);
+    const float dk_factor[2] = {item.some ? p.scale : 0.f, item.some ? p.scale : 0.f};
+    const float dv_factor[2] = {item.some ? 1.f : 0.f, item.some ? 1.f : 0.f};
+    store_rows<Tr::kType>(dk, dk_factor, stage,
+                          static_cast<uint16_t*>(p.dk) + at * p.dim + side * kDHalf,
+                          int64_t{p.groups} * p.dim, rows_left, p.dim - side * kDHalf);
+    store_rows<Tr::kType>(dv, dv_factor, stage,
+                          static_cast<uint16_t*>(p.dv) + at * p.value_dim + side * kEHalf,
+                          int64_t{p.groups} * p.value_dim, rows_left, p.value_dim - side * kEHalf);
+  };
+
+  uint32_t kv_parity = 0;
+  for (uint32_t parity = 0;; parity ^= 1) {
+    mbarrier_wait(&shared.item_full, parity);
+    if (shared.item.over) return;
+    if (shared.item.some) {
+      mbarrier_wait(&shared.kv_full, kv_parity);
+      mbarrier_wait(&shared.kv_clean, kv_parity);
+      kv_parity ^= 1;
+      bool accumulate = false, last = false;
+      while (!last) {
+        mbarrier_wait(&shared.q_full[ring.index], ring.parity);
+        mbarrier_wait(&shared.checked[ring.index], ring.parity);
+        last = step(accumulate);
+        accumulate = true;
+      }
+    }
+    const BwdItem item = shared.item;
+    arrive(&shared.kv_free);
+    write_results(item);
+  }
+}
+
+}  // namespace jax_dsa::masked_attention
