@@ -11,7 +11,6 @@
 
 namespace jax_dsa::masked_attention {
 
-inline constexpr int kThreads = 384;      // three warpgroups
 inline constexpr int kBuilders = 96;      // threads that make a tile's bits: three warps
 inline constexpr int kStageBytes = 1024;  // a warp's way out
 
