@@ -30,9 +30,12 @@ cudaError_t find_bounds(const Params& p, QueryBounds* query_bounds, SegmentBound
                        p.mask, p.batch, p.queries, p.keys, query_bounds, segment_bounds);
 }
 
-// Boxes of `rows` rows and 64 columns of one head of x [batch, length, heads, dim].
+// Boxes of `rows` rows and 64 columns of one head of x [batch, length, heads, dim]. There is no map
+// of an empty array, and no copy of it.
 inline cudaError_t encode_rows(CUtensorMap* map, DType dtype, const void* x, int64_t batch,
                                int64_t length, int heads, int dim, int rows) {
+  *map = {};
+  if (batch == 0 || length == 0 || heads == 0) return cudaSuccess;
   return encode_tensor_map(
       map,
       dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,

@@ -12,6 +12,9 @@ namespace jax_dsa {
 
 inline cudaError_t encode_tensor_map(CUtensorMap* map, CUtensorMapDataType, const TensorBox& x) {
   static_assert(sizeof x <= sizeof *map);
+  for (int i = 0; i < x.rank; ++i) {
+    if (x.extents[i] == 0) return cudaErrorInvalidValue;  // as the driver does
+  }
   memcpy(map, &x, sizeof x);
   return cudaSuccess;
 }
