@@ -45,7 +45,7 @@ struct BoundsShared {
 };
 
 // The bounds of one tile of queries, or of the segments of one tile of keys.
-__global__ void __launch_bounds__(kBoundsThreads)
+static __global__ void __launch_bounds__(kBoundsThreads)
     bounds_kernel(const __grid_constant__ AttentionMask m, int64_t batch, int64_t queries,
                   int64_t keys, QueryBounds* query_bounds, SegmentBounds* segment_bounds) {
   auto& shared = dynamic_shared<BoundsShared>();
