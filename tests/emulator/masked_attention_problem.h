@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <climits>
 #include <cmath>
 #include <cstdint>
@@ -178,5 +179,151 @@ inline AttentionProblem make_attention(const AttentionCase& c, uint64_t seed) {
   }
   return p;
 }
+
+// ---- what comes out ----------------------------------------------------------------------------
+
+struct Attended {
+  std::vector<double> out, lse;
+};
+
+inline Attended attend(const AttentionProblem& x) {
+  const AttentionCase& c = x.c;
+  Attended y;
+  const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
+  y.out.resize(rows * c.value_dim), y.lse.resize(rows, -INFINITY);
+  std::vector<double> scores(c.keys);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int n = row % c.heads, t = row / c.heads % c.queries, b = row / c.heads / c.queries;
+    double top = -INFINITY, total = 0;
+    for (int s = 0; s < c.keys; ++s) {
+      scores[s] = x.visible(b, n, t, s) ? x.score(b, n, t, s) : -INFINITY;
+      top = std::max(top, scores[s]);
+    }
+    if (top == -INFINITY) continue;
+    for (int s = 0; s < c.keys; ++s) {
+      if (scores[s] == -INFINITY) continue;
+      const double p = std::exp(scores[s] - top);
+      total += p;
+      const int64_t key = (int64_t{b} * c.keys + s) * c.groups + n / (c.heads / c.groups);
+      for (int e = 0; e < c.value_dim; ++e) {
+        y.out[row * c.value_dim + e] += p * x.at(x.v, key * c.value_dim + e);
+      }
+    }
+    for (int e = 0; e < c.value_dim; ++e) y.out[row * c.value_dim + e] /= total;
+    y.lse[row] = top + std::log(total);
+  }
+  return y;
+}
+
+struct Gradients {
+  std::vector<double> dq, dk, dv;
+};
+
+// The forward pass's results, and what comes back for them.
+struct Given {
+  std::vector<uint16_t> out, dout;
+  std::vector<float> lse, dlse;
+};
+
+inline Given make_given(const AttentionProblem& x, uint64_t seed) {
+  const AttentionCase& c = x.c;
+  std::mt19937_64 random(seed + 1000);
+  std::normal_distribution<float> normal;
+  const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
+  Given y;
+  y.out.resize(rows * c.value_dim + 8), y.dout.resize(rows * c.value_dim + 8);
+  y.lse.resize(rows, -INFINITY), y.dlse.resize(rows);
+  std::vector<double> out(c.value_dim);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int n = row % c.heads, t = row / c.heads % c.queries, b = row / c.heads / c.queries;
+    double total = 0;
+    std::fill(out.begin(), out.end(), 0);
+    for (int s = 0; s < c.keys; ++s) {
+      if (!x.visible(b, n, t, s)) continue;
+      const double p = std::exp(x.score(b, n, t, s));
+      const int64_t key = (int64_t{b} * c.keys + s) * c.groups + n / (c.heads / c.groups);
+      total += p;
+      for (int e = 0; e < c.value_dim; ++e) out[e] += p * x.at(x.v, key * c.value_dim + e);
+    }
+    if (total > 0) y.lse[row] = static_cast<float>(std::log(total));
+    y.dlse[row] = normal(random);
+    for (int e = 0; e < c.value_dim; ++e) {
+      y.out[row * c.value_dim + e] = to_16(c.dtype, total > 0 ? out[e] / total : 0);
+      y.dout[row * c.value_dim + e] = to_16(c.dtype, total > 0 ? normal(random) : NAN);
+    }
+    if (total == 0) y.dlse[row] = NAN;
+  }
+  return y;
+}
+
+inline Gradients differentiate(const AttentionProblem& x, const Given& given) {
+  const AttentionCase& c = x.c;
+  Gradients y;
+  const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
+  const int64_t keys = int64_t{c.batch} * c.keys * c.groups;
+  y.dq.resize(rows * c.dim), y.dk.resize(keys * c.dim), y.dv.resize(keys * c.value_dim);
+  for (int64_t row = 0; row < rows; ++row) {
+    if (given.lse[row] == -INFINITY) continue;
+    const int n = row % c.heads, t = row / c.heads % c.queries, b = row / c.heads / c.queries;
+    double delta = -given.dlse[row];
+    for (int e = 0; e < c.value_dim; ++e) {
+      const int64_t i = row * c.value_dim + e;
+      delta += double(x.at(given.out, i)) * x.at(given.dout, i);
+    }
+    for (int s = 0; s < c.keys; ++s) {
+      if (!x.visible(b, n, t, s)) continue;
+      const int64_t key = (int64_t{b} * c.keys + s) * c.groups + n / (c.heads / c.groups);
+      const double score = x.score(b, n, t, s), p = std::exp(score - given.lse[row]);
+      double dp = 0;
+      for (int e = 0; e < c.value_dim; ++e) {
+        const double g = x.at(given.dout, row * c.value_dim + e);
+        dp += g * x.at(x.v, key * c.value_dim + e);
+        y.dv[key * c.value_dim + e] += p * g;
+      }
+      double ds = p * (dp - delta) * x.scale;
+      if (c.softcap > 0) ds *= 1 - score / c.softcap * (score / c.softcap);
+      for (int d = 0; d < c.dim; ++d) {
+        y.dq[row * c.dim + d] += ds * x.at(x.k, key * c.dim + d);
+        y.dk[key * c.dim + d] += ds * x.at(x.q, row * c.dim + d);
+      }
+    }
+  }
+  return y;
+}
+
+// The largest error, relative to values above 1.
+inline double difference(DType dtype, const std::vector<uint16_t>& got,
+                         const std::vector<double>& want) {
+  double worst = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    const double error = std::fabs(from_16(dtype, got[i]) - want[i]) / (1 + std::fabs(want[i]));
+    worst = std::max(worst, std::isnan(error) ? INFINITY : error);
+  }
+  return worst;
+}
+
+inline const AttentionCase kAttentionCases[] = {
+    {"one query, one key", 1, 1, 1, 1, 1, 64, 64},
+    {"dense", 1, 200, 300, 2, 1, 128, 128},
+    {"dense, whole tiles", 1, 256, 256, 1, 1, 64, 64},
+    {"causal", 1, 300, 300, 2, 2, 128, 128, kCausal},
+    {"shared causal, f16, softcap", 2, 200, 200, 2, 1, 96, 96, kShared, false, 0, 1, 128,
+     DType::kF16, 2.f},
+    {"window, 192 and 128", 1, 200, 200, 2, 1, 192, 128, kWindow},
+    {"256 dims", 1, 150, 200, 2, 1, 256, 256, kCausal},
+    {"200 dims, segments, softcap", 1, 150, 100, 1, 1, 200, 136, kRandom, true, 0, 1, 128,
+     DType::kF16, 3.f},
+    {"random ranges, odd dims", 2, 213, 333, 2, 2, 72, 40, kRandom},
+    {"segments and ranges", 2, 213, 213, 1, 1, 64, 64, kRandom, true},
+    {"map of all heads", 2, 300, 400, 2, 2, 64, 64, kNoRanges, false, 1, 1},
+    {"map of each head, shifted", 1, 200, 300, 4, 2, 64, 64, kCausal, false, 4, 1, 128,
+     DType::kBF16, 0.f, 0.f, 70},
+    {"map of groups, blocks of 40", 2, 150, 300, 4, 2, 64, 64, kNoRanges, true, 2, 2, 40,
+     DType::kF16},
+    {"negative scale", 1, 100, 150, 1, 1, 64, 64, kCausal, false, 0, 1, 128, DType::kBF16, 0.f,
+     -0.2f},
+    {"no keys", 1, 130, 0, 2, 1, 128, 128},
+    {"no queries", 1, 0, 130, 2, 1, 128, 128},
+};
 
 }  // namespace jax_dsa
