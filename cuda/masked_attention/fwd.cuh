@@ -130,7 +130,7 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
   const auto start_scores = [&] {
     const int at = uniform(k_ring.index);
     mbarrier_wait(&shared.k_full[at], k_ring.parity);
-    named_barrier_sync<256>(kTurn + kSide);
+    if constexpr (Tr::kTurns) named_barrier_sync<256>(kTurn + kSide);
     const uint64_t keys = k_major_descriptor(smem_address(shared.k[at]));
     wgmma_fence();
 #pragma unroll
@@ -163,7 +163,9 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
     }
     wgmma_commit();
   };
-  const auto pass_turn = [&] { named_barrier_arrive<256>(kTurn + 1 - kSide); };
+  const auto pass_turn = [&] {
+    if constexpr (Tr::kTurns) named_barrier_arrive<256>(kTurn + 1 - kSide);
+  };
   // What the scores, which are there, make of the tile; frees its keys. Returns whether the
   // accumulator must be scaled by `factor`, and whether the tile is its item's last.
   const auto use_scores = [&](bool& last) {
@@ -215,7 +217,7 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
   };
 
   // Turns alternate from the first tile to the last.
-  if (kSide == 1) named_barrier_arrive<256>(kTurn + 0);
+  if (Tr::kTurns && kSide == 1) named_barrier_arrive<256>(kTurn + 0);
   for (;; q_parity ^= 1) {
     mbarrier_wait(&shared.q_full, q_parity);
     const Item item = shared.item;
@@ -256,7 +258,7 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
     write_results(item, true);
   }
   // Takes the last turn, so that no barrier is left with arrivals.
-  if (kSide == 0) named_barrier_sync<256>(kTurn + 0);
+  if (Tr::kTurns && kSide == 0) named_barrier_sync<256>(kTurn + 0);
 }
 
 template <typename Tr>

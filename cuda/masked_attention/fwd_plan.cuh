@@ -14,9 +14,16 @@ namespace jax_dsa::masked_attention {
 inline constexpr int kBuilders = 96;      // threads that make a tile's bits: three warps
 inline constexpr int kStageBytes = 1024;  // a warp's way out
 
+// How many steps of 16 dims of its queries a warpgroup keeps in registers: each saves the tensor
+// cores 2 KiB of shared memory a tile, and takes four registers a thread.
+constexpr int held_steps(int dim, int value_dim) {
+  return dim + value_dim <= 256 ? dim / 16 : value_dim > 128 ? 4 : 0;
+}
+
 // kD, kE: the most dims of queries and keys, and of values. kGeneral: scores are softcapped, or
-// their scale is not positive.
-template <DType kType_, int kD_, int kE_, bool kGeneral_>
+// their scale is not positive. kTurns: the warpgroups take turns with their products.
+template <DType kType_, int kD_, int kE_, bool kGeneral_, int kHeldSteps_ = held_steps(kD_, kE_),
+          bool kTurns_ = true>
 struct FwdTraits {
   static constexpr DType kType = kType_;
   static constexpr int kD = kD_, kE = kE_;
@@ -25,9 +32,8 @@ struct FwdTraits {
   static constexpr int kDBlocks = ceil_div(kD, 64), kEBlocks = ceil_div(kE, 64);
   static constexpr int kQBlockBytes = kQueryTile * 128, kKeyBlockBytes = kKeys * 128;
   static constexpr int kStages = kD + kE <= 128 ? 4 : 2;
-  // How many steps of 16 dims of its queries a warpgroup keeps in registers: each saves the tensor
-  // cores 2 KiB of shared memory a tile, and takes four registers a thread.
-  static constexpr int kHeldSteps = kD + kE <= 256 ? kD / 16 : kE > 128 ? 4 : 0;
+  static constexpr int kHeldSteps = kHeldSteps_;
+  static constexpr bool kTurns = kTurns_;
   static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
   static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
 };
