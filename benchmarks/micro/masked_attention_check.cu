@@ -1,6 +1,7 @@
 // Tests the masked attention kernels against float64 on the CPU, then times them.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o masked_attention_check
-//       benchmarks/micro/masked_attention_check.cu cuda/masked_attention/bwd.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o masked_attention_check \
+//       benchmarks/micro/masked_attention_check.cu cuda/masked_attention/fwd.cu \
+//       cuda/masked_attention/bwd.cu
 //   ./masked_attention_check [test|small|bench|variants|profile] [part of a case's name]
 // `small` is for compute-sanitizer; `variants` times the forward kernel with other traits.
 #include <algorithm>
@@ -11,7 +12,7 @@
 
 #include "../../tests/emulator/masked_attention_problem.h"
 #include "check.cuh"
-#include "masked_attention/fwd.cu"
+#include "masked_attention/fwd_launch.h"
 
 namespace jax_dsa {
 namespace {
@@ -286,7 +287,8 @@ void time_variants(const Bench& b, std::initializer_list<const char*> names) {
   auto name = names.begin();
   (
       [&] {
-        const double ms = milliseconds([&] { CHECK(launch<Tr>(x.forward, nullptr)); });
+        const double ms =
+            milliseconds([&] { CHECK(masked_attention::launch<Tr>(x.forward, nullptr)); });
         printf("%-32s %-24s %8.3f ms %6.0f TFLOPS\n", b.name, *name++, ms,
                x.pairs * b.heads * 2e-9 * (b.dim + b.value_dim) / ms);
         fflush(stdout);
