@@ -80,6 +80,17 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
+// At the same barrier of the cluster's block `rank`, after all that this thread has done.
+__device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, int rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(
+          smem_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+
 // Waits until the phase of the given parity has completed.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(

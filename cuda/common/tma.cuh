@@ -31,4 +31,16 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint6
       : "memory");
 }
 
+// The box to the same place in all blocks of the cluster whose bits are in `ranks`; completes on
+// the same barrier in each of them.
+__device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap* map,
+                                                   uint64_t* barrier, uint16_t ranks, int x, int y,
+                                                   int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem_address(to)),
+      "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "r"(z), "h"(ranks)
+      : "memory");
+}
+
 }  // namespace jax_dsa

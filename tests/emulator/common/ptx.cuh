@@ -51,6 +51,10 @@ inline void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
   emulator::mbarrier(barrier).bytes += bytes;
   mbarrier_arrive(barrier);
 }
+inline void mbarrier_arrive_at(uint64_t* barrier, int rank) {
+  mbarrier_arrive(reinterpret_cast<uint64_t*>(emulator::machine.resident[rank]->shared +
+                                              emulator::shared_offset(barrier)));
+}
 inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   emulator::wait_until("mbarrier at", emulator::shared_offset(barrier),
                        [=] { return emulator::mbarrier(barrier).phase != parity; });

@@ -1,0 +1,142 @@
+// FP8 matmul for few rows, bound by reading b: a cluster's blocks have one tile of 64 or 128 rows
+// and 128 columns, and each of them a part of K. They add up their sums, in the order of their
+// ranks, by reading each other's shared memory.
+//
+// One warpgroup multiplies. Two blocks share a multiprocessor, with 96 KiB of stages each, so that
+// enough bytes are on their way; the sums of a tile take the place of the stages.
+#pragma once
+
+#include "common/launch.cuh"
+#include "common/tensor_map.h"
+#include "fp8/matmul.cuh"
+#include "fp8/matmul_tile.cuh"
+
+namespace jax_dsa::fp8 {
+
+inline constexpr int kSumStride = kColumns + 8;  // floats; eight rows start in different banks
+
+// The only item of a block.
+template <typename Tr>
+struct OneItem {
+  Item item;
+  bool left = true;
+
+  __device__ explicit OneItem(const Fp8MatmulParams& p) {
+    const Tiles<Tr> tiles(p);
+    const int ranks = cluster_size(), rank = cluster_rank();
+    const int tile = static_cast<int>(blockIdx.x) / ranks, of_batch = tiles.rows * tiles.columns;
+    const int batch = tile / of_batch, within = tile - batch * of_batch;
+    const int column = within / tiles.rows, row = within - column * tiles.rows;
+    const int64_t blocks = ceil_div(p.k, int64_t{kDepth});
+    item = {batch, row * Tr::kRows, column * kColumns, static_cast<int>(blocks * rank / ranks),
+            static_cast<int>(blocks * (rank + 1) / ranks)};
+  }
+  __device__ bool next() {
+    const bool is = left;
+    left = false;
+    return is;
+  }
+};
+
+template <typename Tr>
+__device__ void math(const Item& item, Ring<Tr>& ring, float* sums) {
+  Multiplier<Tr> multiplier(ring);
+  const int lane = multiplier.lane, own_row = multiplier.own_row;
+  float sum[Tr::kHalves][64] = {};
+  for (int left = item.last - item.first; left > 0; --left) multiplier.add(sum);
+  named_barrier_sync<Tr::kMathThreads>(kMath);  // all products have read their stages
+#pragma unroll
+  for (int h = 0; h < Tr::kHalves; ++h) {
+#pragma unroll
+    for (int g = 0; g < 16; ++g) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float* const to = sums + (own_row + 64 * h + 8 * r) * kSumStride + 8 * g + lane % 4 * 2;
+        *reinterpret_cast<float2*>(to) = {sum[h][4 * g + 2 * r], sum[h][4 * g + 2 * r + 1]};
+      }
+    }
+  }
+}
+
+template <typename T>
+struct alignas(4 * sizeof(T)) Four {
+  T x[4];
+};
+
+// Adds up the tile's sums and stores them: this block's part of them, four columns a thread.
+template <typename Tr, typename T>
+__device__ void reduce(const Fp8MatmulParams& p, const Item& item, const float* sums) {
+  constexpr int kChunks = kColumns / 4;
+  const int ranks = cluster_size();
+  const int rows = static_cast<int>(min(p.m - item.row, int64_t{Tr::kRows}));
+  T* const out = static_cast<T*>(p.out) + (item.batch * p.m + item.row) * p.n + item.column;
+  for (int i = cluster_rank() * Tr::kMathThreads + threadIdx.x; i < rows * kChunks;
+       i += ranks * Tr::kMathThreads) {
+    const int row = i / kChunks, column = i % kChunks * 4;
+    const float* const from = sums + row * kSumStride + column;
+    float4 x = {};
+    for (int rank = 0; rank < ranks; ++rank) {
+      const float4 y = *reinterpret_cast<const float4*>(cluster_peer(from, rank));
+      x = {x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w};
+    }
+    const Four<T> rounded = {static_cast<T>(x.x), static_cast<T>(x.y), static_cast<T>(x.z),
+                             static_cast<T>(x.w)};
+    const int64_t there = p.n - item.column - column;
+    T* const to = out + row * p.n + column;
+    if (p.n % 4 == 0) {
+      if (there > 0) *reinterpret_cast<Four<T>*>(to) = rounded;
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (j < there) to[j] = rounded.x[j];
+      }
+    }
+  }
+}
+
+template <typename Tr>
+__global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
+    few_kernel(const __grid_constant__ Fp8MatmulParams p, const __grid_constant__ CUtensorMap a_map,
+               const __grid_constant__ CUtensorMap b_map) {
+  static_assert(Tr::kRows * kSumStride * sizeof(float) <= Tr::kStages * Tr::kStageBytes);
+  auto& ring = dynamic_shared<Ring<Tr>>();
+  auto* const sums = reinterpret_cast<float*>(&ring);
+  const OneItem<Tr> one(p);
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(&a_map);
+    tma_prefetch_map(&b_map);
+    ring.init();
+  }
+  __syncthreads();
+  if (threadIdx.x < Tr::kMathThreads) {
+    raise_registers<Tr::kMathRegisters>();
+    math<Tr>(one.item, ring, sums);
+  } else {
+    lower_registers<Tr::kOtherRegisters>();
+    produce<Tr>(one, p, a_map, b_map, ring);
+  }
+  cluster_sync();
+  if (threadIdx.x < Tr::kMathThreads) {  // the others have few registers
+    if (p.dtype == DType::kF32) {
+      reduce<Tr, float>(p, one.item, sums);
+    } else if (p.dtype == DType::kBF16) {
+      reduce<Tr, __nv_bfloat16>(p, one.item, sums);
+    } else {
+      reduce<Tr, __half>(p, one.item, sums);
+    }
+  }
+  cluster_sync();  // no block ends before its sums are read
+}
+
+// K in `parts` parts, 8 at most.
+template <typename Tr>
+cudaError_t launch_few(const Fp8MatmulParams& p, int parts, cudaStream_t stream) {
+  static_assert(shared_memory_fits(Tr::kBlocks, sizeof(Ring<Tr>)));
+  CUtensorMap a, b;
+  if (cudaError_t e = encode_maps<Tr>(p, &a, &b); e != cudaSuccess) return e;
+  const Tiles<Tr> tiles(p);
+  return launch_clusters(few_kernel<Tr>, tiles.all, parts, Tr::kThreads, sizeof(Ring<Tr>), stream,
+                         p, a, b);
+}
+
+}  // namespace jax_dsa::fp8

@@ -1,0 +1,43 @@
+// Which kernel multiplies, with which tiles.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "fp8/matmul.h"
+
+namespace jax_dsa::fp8 {
+
+struct Plan {
+  bool few;   // rows; else:
+  bool pair;  // of blocks in a cluster
+  int rows;   // of a tile
+  int parts;  // of K, of few rows
+};
+
+inline Plan plan(const Fp8MatmulParams& p, int processors) {
+  const auto tiles = [&](int64_t rows, int64_t columns) {
+    return p.batch * ceil_div(p.m, rows) * ceil_div(p.n, columns);
+  };
+  if (p.m <= 128 || 2 * tiles(128, 128) <= processors) {
+    // Blocks for three quarters of the places, two on a multiprocessor, with four blocks of K each.
+    const int rows = p.m <= 64 ? 64 : 128;
+    int parts = 1;
+    while (parts < 8 && 2 * tiles(rows, 128) * parts < 3 * processors &&
+           ceil_div(p.k, int64_t{128}) >= 8 * parts) {
+      parts *= 2;
+    }
+    return {true, false, rows, parts};
+  }
+  // A pair has an even number of tiles' columns.
+  const int64_t columns = ceil_div(p.n, int64_t{128});
+  const bool pair = columns % 2 == 0 || columns > 16;
+  const int64_t places = std::max(processors / (pair ? 2 : 1), 1);
+  const auto rounds = [&](int rows) {
+    return ceil_div(tiles(rows, pair ? 256 : 128), places) * rows;
+  };
+  // Tiles of 128 rows read a third more for each product.
+  return {false, pair, 20 * rounds(256) <= 23 * rounds(128) ? 256 : 128, 1};
+}
+
+}  // namespace jax_dsa::fp8

@@ -1,0 +1,274 @@
+// What the FP8 matmul's two kernels share: a ring of stages in shared memory, each with a block of
+// 128 of K, and the three roles around it: one warp copies codes (TMA), two or three bring scales,
+// one or two warpgroups multiply.
+//
+// A tensor core adds e4m3 products in less than f32, so the sum over a block is multiplied by its
+// scales and added in the FP32 units ("promoted"). A warpgroup has two sets of accumulators: those
+// of one product of 64 rows and 128 columns, and the sums of all its rows.
+#pragma once
+
+#include "common/cluster.cuh"
+#include "common/limits.h"
+#include "common/ptx.cuh"
+#include "common/ring.cuh"
+#include "common/tma.cuh"
+#include "common/types.h"
+#include "common/wgmma.cuh"
+#include "fp8/matmul.h"
+
+namespace jax_dsa::fp8 {
+
+inline constexpr int kDepth = 128;    // elements of K in a stage: a block, and a row of 128 bytes
+inline constexpr int kColumns = 128;  // of a tile, the rows of b in a stage
+
+// kGroups: warpgroups that multiply, each kHalves times 64 rows. kRanks: blocks of a cluster that
+// have the same rows of a, of which each copies a part to all. kBRows: blocks of b are 1x128.
+// kTurns: the warpgroups multiply by turns.
+template <int kGroups_, int kHalves_, int kRanks_, bool kBRows_, bool kTurns_>
+struct Traits {
+  static constexpr int kGroups = kGroups_, kHalves = kHalves_, kRanks = kRanks_;
+  static constexpr bool kBRows = kBRows_, kTurns = kTurns_;
+  static_assert(kGroups == 2 || !kTurns);
+  static constexpr int kBlocks = kGroups == 2 ? 1 : 2;  // on a multiprocessor
+  static constexpr int kRows = 64 * kHalves * kGroups;
+  static constexpr int kStageBytes = (kRows + kColumns) * kDepth;
+  static constexpr int kStages = 192 * 1024 / kBlocks / kStageBytes;
+  static constexpr int kMathThreads = 128 * kGroups, kThreads = kMathThreads + 128;
+  static constexpr int kMathRegisters = kGroups == 2 ? 224 : 208,
+                       kOtherRegisters = kGroups == 2 ? 56 : 40;
+  static_assert(registers_fit(kBlocks, kGroups, kMathRegisters, kOtherRegisters));
+  static constexpr int kScaleWarps = 2;  // those that bring scales of a; another brings b's
+  static constexpr int kFullArrivals = 1 + kScaleWarps + kBRows;
+};
+
+template <typename Tr>
+struct alignas(1024) Ring {
+  uint8_t a[Tr::kStages][Tr::kRows * kDepth];
+  uint8_t b[Tr::kStages][kColumns * kDepth];
+  float scale[Tr::kStages][Tr::kRows];  // of a's rows; unless kBRows times that of b's block
+  float b_scale[Tr::kStages][Tr::kBRows ? kColumns : 1];
+  uint64_t full[Tr::kStages], free[Tr::kStages];
+
+  // By one thread, before a barrier of the cluster.
+  __device__ void init() {
+    for (int i = 0; i < Tr::kStages; ++i) {
+      mbarrier_init(&full[i], Tr::kFullArrivals);
+      mbarrier_init(&free[i], Tr::kMathThreads / 32 * Tr::kRanks);
+    }
+    mbarrier_init_fence();
+  }
+};
+
+// A tile of the product, or some of the blocks of K of one.
+struct Item {
+  int batch;
+  int row, column;  // the first
+  int first, last;  // blocks
+};
+
+// ---- copies ------------------------------------------------------------------------------------
+
+// `Walk` has the items of this block, one after the other: next() goes to the next `item`.
+template <typename Tr, typename Walk>
+__device__ void copy(Walk walk, const CUtensorMap& a_map, const CUtensorMap& b_map,
+                     Ring<Tr>& ring) {
+  constexpr int kPart = Tr::kRows / Tr::kRanks;
+  const bool leader = threadIdx.x % 32 == 0;
+  const int part = Tr::kRanks > 1 ? cluster_rank() * kPart : 0;
+  RingPlace<Tr::kStages> at = {0, 1};
+  while (walk.next()) {
+    const Item& item = walk.item;
+    for (int block = item.first; block < item.last; ++block, at.advance()) {
+      mbarrier_wait(&ring.free[at.index], at.parity);
+      if (!leader) continue;
+      uint64_t* const full = &ring.full[at.index];
+      uint8_t* const a = ring.a[at.index] + part * kDepth;
+      mbarrier_arrive_expect(full, Tr::kStageBytes);
+      if constexpr (Tr::kRanks > 1) {
+        constexpr uint16_t kAll = (1 << Tr::kRanks) - 1;
+        tma_load_multicast(a, &a_map, full, kAll, block * kDepth, item.row + part, item.batch);
+      } else {
+        tma_load(a, &a_map, full, block * kDepth, item.row, item.batch);
+      }
+      tma_load(ring.b[at.index], &b_map, full, block * kDepth, item.column, item.batch);
+    }
+  }
+}
+
+// ---- scales ------------------------------------------------------------------------------------
+
+// kCount scales from `from` on, zeros if !valid.
+template <int kCount>
+__device__ __forceinline__ void load_scales(const float* from, bool valid, float (&x)[kCount]) {
+  if constexpr (kCount == 4) {
+    const float4 y = valid ? __ldg(reinterpret_cast<const float4*>(from)) : float4{};
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  } else {
+    static_assert(kCount == 1);
+    x[0] = valid ? __ldg(from) : 0.f;
+  }
+}
+
+// By the warps beside the copying one, of which `warp` is the number among those of one operand: kB
+// says whose. Lanes have rows side by side, and read kCount blocks of a row at a time, whose scales
+// lie side by side, too.
+template <typename Tr, bool kB, int kCount, typename Walk>
+__device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring, int warp) {
+  constexpr int kLanes = 32 * (kB ? 1 : Tr::kScaleWarps);
+  constexpr int kOwn = (kB ? kColumns : Tr::kRows) / kLanes;
+  const int lane = threadIdx.x % 32, own = warp * 32 + lane;
+  const int blocks = static_cast<int>(ceil_div(p.k, int64_t{kDepth}));
+  const int64_t rows = kB ? p.n : p.m;
+  RingPlace<Tr::kStages> at = {0, 1};
+  while (walk.next()) {
+    const Item& item = walk.item;
+    const int64_t row = (kB ? item.column : item.row) + own;
+    const float* const from = (kB ? p.b_scale : p.a_scale) + (item.batch * rows + row) * blocks;
+    const int there = static_cast<int>(min(rows - row, int64_t{kLanes * kOwn}));
+    const float* const of_tile =
+        p.b_scale +
+        (item.batch * ceil_div(p.n, int64_t{kColumns}) + item.column / kColumns) * blocks;
+    for (int block = item.first / kCount * kCount; block < item.last; block += kCount) {
+      float x[kOwn][kCount];
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        load_scales(from + int64_t{i * kLanes} * blocks + block, i * kLanes < there, x[i]);
+      }
+      if constexpr (!Tr::kBRows) {
+        float y[kCount];
+        load_scales(of_tile + block, item.column < p.n, y);
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+          for (int j = 0; j < kCount; ++j) x[i][j] *= y[j];
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        if (block + j < item.first || block + j >= item.last) continue;
+        mbarrier_wait(&ring.free[at.index], at.parity);
+        float* const to = kB ? ring.b_scale[at.index] : ring.scale[at.index];
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) to[own + kLanes * i] = x[i][j];
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(&ring.full[at.index]);
+        at.advance();
+      }
+    }
+  }
+}
+
+template <typename Tr, bool kB, typename Walk>
+__device__ void bring_scales(const Walk& walk, const Fp8MatmulParams& p, Ring<Tr>& ring, int warp) {
+  const auto address = reinterpret_cast<uintptr_t>(kB ? p.b_scale : p.a_scale) |
+                       reinterpret_cast<uintptr_t>(p.b_scale);
+  if (ceil_div(p.k, int64_t{kDepth}) % 4 == 0 && address % 16 == 0) {
+    bring_scales<Tr, kB, 4>(walk, p, ring, warp);
+  } else {
+    bring_scales<Tr, kB, 1>(walk, p, ring, warp);
+  }
+}
+
+// What the last warpgroup does.
+template <typename Tr, typename Walk>
+__device__ void produce(const Walk& walk, const Fp8MatmulParams& p, const CUtensorMap& a_map,
+                        const CUtensorMap& b_map, Ring<Tr>& ring) {
+  const int warp = threadIdx.x / 32 - Tr::kMathThreads / 32;
+  if (warp == 0) {
+    copy<Tr>(walk, a_map, b_map, ring);
+  } else if (warp <= Tr::kScaleWarps) {
+    bring_scales<Tr, false>(walk, p, ring, warp - 1);
+  } else if (Tr::kBRows) {
+    bring_scales<Tr, true>(walk, p, ring, 0);
+  }
+}
+
+// ---- products ----------------------------------------------------------------------------------
+
+// 0 is __syncthreads; a warpgroup's turn to multiply is the barrier kTurn plus its number.
+enum NamedBarrier { kTurn = 1, kMath = 3 };
+
+// A multiplying warpgroup's view of the ring.
+template <typename Tr>
+struct Multiplier {
+  // How many steps of 32 before its product's end a warpgroup lets the other one multiply.
+  static constexpr int kEarly = Tr::kTurns ? 1 : 0;
+  static constexpr int kSteps = kDepth / 32;
+
+  Ring<Tr>& ring;
+  RingPlace<Tr::kStages> at;
+  int lane, group;
+  int own_row;    // in the tile, of this thread's first element
+  uint64_t a, b;  // descriptors, of stage 0
+
+  __device__ explicit Multiplier(Ring<Tr>& ring)
+      : ring(ring),
+        lane(threadIdx.x % 32),
+        group(uniform(static_cast<int>(threadIdx.x / 128))),
+        own_row(group * Tr::kHalves * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4),
+        a(uniform(k_major_descriptor(smem_address(ring.a[0]) + group * Tr::kHalves * kBlockBytes))),
+        b(uniform(k_major_descriptor(smem_address(ring.b[0])))) {}
+
+  // The second warpgroup begins by giving the first its turn, and the first ends by taking one.
+  __device__ void begin() const {
+    if (Tr::kTurns && group == 1) named_barrier_arrive<256>(kTurn);
+  }
+  __device__ void end() const {
+    if (Tr::kTurns && group == 0) named_barrier_sync<256>(kTurn);
+  }
+
+  // Adds the next stage's product, times its scales.
+  __device__ __forceinline__ void add(float (&sum)[Tr::kHalves][64]) {
+    mbarrier_wait(&ring.full[at.index], at.parity);
+    const float* const scale = ring.scale[at.index] + own_row;
+    const uint64_t stage_a = moved(a, at.index * Tr::kRows * kDepth);
+    const uint64_t stage_b = moved(b, at.index * kColumns * kDepth);
+#pragma unroll
+    for (int h = 0; h < Tr::kHalves; ++h) {
+      const float own[2] = {scale[64 * h], scale[64 * h + 8]};
+      float d[64];
+      if (Tr::kTurns) named_barrier_sync<256>(kTurn + group);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        if (kEarly > 0 && i == kSteps - kEarly) wgmma_commit();
+        wgmma_e4m3(d, moved(stage_a, h * kBlockBytes + 32 * i), moved(stage_b, 32 * i), i > 0);
+      }
+      wgmma_commit();
+      if constexpr (Tr::kTurns) {
+        wgmma_wait<1>();
+        named_barrier_arrive<256>(kTurn + (group ^ 1));
+      }
+      wgmma_wait<0>();
+      wgmma_pin(d);
+      promote(d, own, sum[h]);
+    }
+    __syncwarp();
+    if constexpr (Tr::kRanks > 1) {
+      if (lane < Tr::kRanks) mbarrier_arrive_at(&ring.free[at.index], lane);
+    } else {
+      if (lane == 0) mbarrier_arrive(&ring.free[at.index]);
+    }
+    at.advance();
+  }
+
+  // A thread's accumulators are rows r and r + 8, columns 2 * (lane % 4) + {0, 1} of each eight.
+  __device__ __forceinline__ void promote(const float (&d)[64], const float (&own)[2],
+                                          float (&sum)[64]) const {
+#pragma unroll
+    for (int g = 0; g < 16; ++g) {
+      float2 of_b = {1.f, 1.f};
+      if constexpr (Tr::kBRows) {
+        of_b = reinterpret_cast<const float2*>(ring.b_scale[at.index])[4 * g + lane % 4];
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float x = d[4 * g + i];
+        if constexpr (Tr::kBRows) x *= i % 2 == 0 ? of_b.x : of_b.y;
+        sum[4 * g + i] = fmaf(own[i / 2], x, sum[4 * g + i]);
+      }
+    }
+  }
+};
+
+}  // namespace jax_dsa::fp8

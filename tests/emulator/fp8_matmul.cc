@@ -1,0 +1,62 @@
+// The FP8 matmul's kernels on the emulator, against float64.
+#include "fp8/matmul.cu"
+#include "fp8_matmul_problem.h"
+
+namespace {
+
+using namespace fp8_matmul_problem;
+using namespace jax_dsa::fp8;
+
+int failures = 0;
+
+template <typename Launch>
+void run(const Case& c, const emulator::Options& options, Launch launch) {
+  const Problem x(c, options.seed);
+  std::vector<uint8_t> out(x.out_bytes() + kGuard, kPoison);
+  emulator::machine.options = options;
+  emulator::require(launch(
+      x.params(x.a.data(), x.a_scale.data(), x.b.data(), x.b_scale.data(), out.data()), nullptr));
+  const double error = x.error(out, 1e-6);
+  printf("%-4s %-24s %s %s seed %llu  %.2f of what is allowed\n", error <= 1 ? "ok" : "BAD", c.name,
+         options.late_wgmma ? "late wgmma, " : "early wgmma,",
+         options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
+         error);
+  fflush(stdout);
+  failures += !(error <= 1);
+}
+
+template <int kParts, typename Tr>
+cudaError_t few(const Fp8MatmulParams& p, cudaStream_t stream) {
+  return launch_few<Tr>(p, kParts, stream);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  size_t number = 0;
+  const auto all = [&](const Case& c, auto launch) {
+    for (const auto& options : emulator::schedules(argc, argv, number++)) run(c, options, launch);
+  };
+  using enum DType;
+  // Two blocks of a cluster, tiles of 256 rows; 9 rows of tiles are a group and a part of one.
+  all({"256 rows", 1, 300, 400, 656}, launch<Traits<2, 2, 2, false, true>>);
+  all({"256 rows, b by rows", 2, 260, 130, 272, kF32, true}, launch<Traits<2, 2, 2, true, true>>);
+  all({"256 rows, no turns", 1, 257, 264, 144, kF16}, launch<Traits<2, 2, 2, false, false>>);
+  all({"256 rows, one block", 1, 513, 128, 384, kF32}, launch<Traits<2, 2, 1, false, true>>);
+  all({"128 rows", 1, 1100, 272, 128}, launch<Traits<2, 1, 2, false, true>>);
+  all({"128 rows, odd N", 2, 129, 131, 1040}, launch<Traits<2, 1, 2, false, true>>);
+  all({"128 rows, b by rows", 1, 140, 57, 528, kF32, true}, launch<Traits<2, 1, 1, true, true>>);
+  all({"64 rows", 1, 16, 260, 640}, few<4, Traits<1, 1, 1, false, false>>);
+  all({"64 rows, more parts than K", 1, 1, 131, 272, kF32}, few<8, Traits<1, 1, 1, false, false>>);
+  all({"64 rows, b by rows", 2, 70, 129, 400, kF16, true}, few<2, Traits<1, 1, 1, true, false>>);
+  all({"128 rows in parts", 1, 128, 133, 1536}, few<2, Traits<1, 2, 1, false, false>>);
+  all({"128 rows, b by rows", 1, 100, 136, 384, kBF16, true}, few<1, Traits<1, 2, 1, true, false>>);
+  all({"planned, few", 1, 64, 128, 2048}, jax_dsa::launch_fp8_matmul);
+  all({"planned, many", 1, 140, 384, 256}, jax_dsa::launch_fp8_matmul);
+  all({"planned, many, b by rows", 1, 140, 384, 256, kF32, true}, jax_dsa::launch_fp8_matmul);
+  all({"no K", 1, 5, 7, 0}, jax_dsa::launch_fp8_matmul);
+  all({"no rows", 1, 0, 7, 128}, jax_dsa::launch_fp8_matmul);
+  all({"no columns", 1, 5, 0, 128}, jax_dsa::launch_fp8_matmul);
+  printf(failures ? "FAILED %d\n" : "all good\n", failures);
+  return failures != 0;
+}
