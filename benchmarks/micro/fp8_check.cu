@@ -1,34 +1,124 @@
-// Tests the FP8 quantiser against the CPU, bit for bit; `python -m jax_dsa.bench` times it.
+// Tests the FP8 quantisers and dequantisation against the CPU, bit for bit, then times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o fp8_check \
-//       benchmarks/micro/fp8_check.cu cuda/fp8/quantize.cu
-//   ./fp8_check
+//       benchmarks/micro/fp8_check.cu cuda/fp8/quantize.cu cuda/fp8/quantize_tiles.cu \
+//       cuda/fp8/dequantize.cu
+//   ./fp8_check [test|small|bench] [seed]
+#include <algorithm>
+#include <ctime>
+#include <string>
+
 #include "../../tests/emulator/fp8_problem.h"
 #include "check.cuh"
 
 using namespace fp8_problem;
 
-bool run_case(const Case& c) {
-  const Problem x = make(c, 1);
-  const int element = c.dtype == DType::kF32 ? 4 : 2;
-  uint8_t* const from = device<uint8_t>(x.bytes.size() + c.offset * element);
-  uint8_t* const to = device<uint8_t>(x.codes.size() + c.offset);
-  float* const scales = device<float>(x.scales.size());
-  uint8_t* const x_from = from + c.offset * element;
-  CHECK(cudaMemcpy(x_from, x.bytes.data(), x.bytes.size(), cudaMemcpyHostToDevice));
-  CHECK(cudaMemset(to, 0xff, x.codes.size() + c.offset));
-  CHECK(jax_dsa::launch_quantize(
-      {x_from, to + c.offset, scales, c.rows, c.cols, c.dtype, c.power_of_two}, nullptr));
-  CHECK(cudaDeviceSynchronize());
-  const bool right =
-      good(x, download(to + c.offset, x.codes.size()), download(scales, x.scales.size()));
-  printf("%-4s %s\n", right ? "ok" : "BAD", c.name);
-  for (void* p : {(void*)from, (void*)to, (void*)scales}) CHECK(cudaFree(p));
-  return right;
+struct Memory {
+  static constexpr uint8_t kPoison = 0xff;  // NaN where it is read
+  std::vector<void*> all;
+
+  ~Memory() {
+    for (void* p : all) CHECK(cudaFree(p));
+  }
+  uint8_t* room(size_t bytes, int offset) {
+    uint8_t* const p = device<uint8_t>(bytes + offset);
+    all.push_back(p);
+    CHECK(cudaMemset(p, kPoison, bytes + offset));
+    return p + offset;
+  }
+  const uint8_t* put(const std::vector<uint8_t>& x, int offset) {
+    uint8_t* const to = room(x.size(), offset);
+    CHECK(cudaMemcpy(to, x.data(), x.size(), cudaMemcpyHostToDevice));
+    return to;
+  }
+  template <typename T>
+  std::vector<T> get(const T* from, size_t n) {
+    return download(from, n);
+  }
+  void require(cudaError_t status) {
+    CHECK(status);
+    CHECK(cudaDeviceSynchronize());
+  }
+};
+
+__global__ void fill(uint32_t* x, int64_t n) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    // Two bf16, or an f32, of sizes from 2^-3 to 2.
+    x[i] = static_cast<uint32_t>(mix(i)) & 0x81ff81ffu | 0x3e003e00u;
+  }
 }
 
-int main() {
-  int bad = 0;
-  for (const Case& c : kCases) bad += !run_case(c);
-  printf(bad ? "FAILED %d\n" : "all good\n", bad);
-  return bad != 0;
+double copy_rate = 0;  // bytes read and written, a second
+
+template <typename F>
+void bench(const std::string& name, double bytes, F launch) {
+  const float ms = best_milliseconds([&] {
+    for (int i = 0; i < 5; ++i) CHECK(launch());
+  });
+  const double rate = 5e3 * bytes / ms;
+  if (copy_rate == 0) copy_rate = rate;
+  printf("%-34s %8.1f us  %.2f TB/s, %.2f of the copy\n", name.c_str(), 200 * ms, rate * 1e-12,
+         rate / copy_rate);
+}
+
+void bench_all(int64_t rows, int64_t cols) {
+  const int64_t n = rows * cols;
+  auto* const x = device<uint8_t>(n * 4);
+  auto *const q = device<uint8_t>(n), *const q_t = device<uint8_t>(n);
+  auto *const scale = device<float>(n / 128), *const scale_t = device<float>(n / 128);
+  fill<<<1024, 256>>>(reinterpret_cast<uint32_t*>(x), n);
+  const std::string shape = "[" + std::to_string(rows) + ", " + std::to_string(cols) + "] ";
+  for (const bool f32 : {false, true}) {
+    const DType dtype = f32 ? DType::kF32 : DType::kBF16;
+    const std::string of = shape + (f32 ? "f32 " : "bf16 ");
+    const double values = double(n) * bytes_of(dtype), scales = double(n) / 32;
+    bench(of + "rows", values + n + scales, [&] {
+      return jax_dsa::launch_quantize({x, q, scale, rows, cols, dtype, false}, nullptr);
+    });
+    bench(of + "tiles", values + n, [&] {
+      return jax_dsa::launch_quantize_tiles({x, q, scale, 1, rows, cols, dtype, false}, nullptr);
+    });
+    bench(of + "transpose", values + 2 * (n + scales), [&] {
+      return jax_dsa::launch_quantize_transpose(
+          {x, q, scale, q_t, scale_t, 1, rows, cols, dtype, false}, nullptr);
+    });
+    bench(of + "dequantise", values + n + scales, [&] {
+      return jax_dsa::launch_dequantize({q, scale, x, 1, rows, cols, 1, dtype}, nullptr);
+    });
+    bench(of + "dequantise tiles", values + n, [&] {
+      return jax_dsa::launch_dequantize({q, scale, x, 1, rows, cols, 128, dtype}, nullptr);
+    });
+    fill<<<1024, 256>>>(reinterpret_cast<uint32_t*>(x), n);
+  }
+  CHECK(cudaDeviceSynchronize());
+  for (void* p : {(void*)x, (void*)q, (void*)q_t, (void*)scale, (void*)scale_t}) {
+    CHECK(cudaFree(p));
+  }
+}
+
+int main(int argc, char** argv) {
+  const std::string what = argc > 1 ? argv[1] : "test";
+  const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : time(nullptr);
+  setvbuf(stdout, nullptr, _IOLBF, 0);
+  printf("seed %llu\n", (unsigned long long)seed);
+  if (what != "bench") {
+    int bad = 0;
+    for (const Case& c : kCases) {
+      Memory memory;
+      const bool right = run(c, seed, memory);
+      printf("%-4s %s\n", right ? "ok" : "BAD", c.name);
+      bad += !right;
+    }
+    printf(bad ? "FAILED %d\n" : "all good\n", bad);
+    return bad != 0;
+  }
+  const size_t bytes = size_t{1} << 30;
+  auto *const a = device<uint8_t>(bytes), *const b = device<uint8_t>(bytes);
+  bench("device copy", 2. * bytes,
+        [&] { return cudaMemcpyAsync(b, a, bytes, cudaMemcpyDeviceToDevice); });
+  CHECK(cudaFree(a));
+  CHECK(cudaFree(b));
+  bench_all(8192, 8192);
+  bench_all(32768, 7168);
+  return 0;
 }

@@ -8,12 +8,10 @@
 // for each warp to turn its accumulators into rows of 128 bytes.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "common/launch.cuh"
 #include "common/tensor_map.h"
 #include "fp8/matmul_tile.cuh"
+#include "fp8/pack.cuh"
 
 namespace jax_dsa::fp8 {
 
@@ -64,14 +62,6 @@ struct Walk {
   }
 };
 
-__device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
-  return pack_bf16(low, high);
-}
-__device__ __forceinline__ uint32_t pack(float low, float high, __half) {
-  const __half2 x = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&x);
-}
-
 // A warp's sums of 16 rows, from `row`, and 128 columns in f32, straight from the registers: four
 // lanes fill a sector.
 __device__ __forceinline__ void store_f32(const Fp8MatmulParams& p, const Item& item, int row,
@@ -108,8 +98,8 @@ __device__ __forceinline__ void store_16_bits(const Fp8MatmulParams& p, const It
 #pragma unroll
     for (int j = 0; j < 4; ++j) {  // 16 columns: four 8x8 matrices
       const float* const x = sum + 32 * half + 8 * j;
-      store_matrix_x4(address + at(lane % 16, 2 * j + lane / 16), pack(x[0], x[1], T{}),
-                      pack(x[2], x[3], T{}), pack(x[4], x[5], T{}), pack(x[6], x[7], T{}));
+      store_matrix_x4(address + at(lane % 16, 2 * j + lane / 16), pack<T>(x[0], x[1]),
+                      pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
     }
     __syncwarp();
     const int64_t first = int64_t{item.column} + 64 * half;
@@ -120,9 +110,7 @@ __device__ __forceinline__ void store_16_bits(const Fp8MatmulParams& p, const It
         const int64_t n = first + lane % 8 * 8;
         uint32_t x[4];
         load_shared_16(address + at(r, lane % 8), x);
-        if (row + r < p.m && n < p.n) {
-          *reinterpret_cast<uint4*>(out + r * p.n + n) = {x[0], x[1], x[2], x[3]};
-        }
+        store_16(out + r * p.n + n, x, row + r < p.m && n < p.n);
       }
     } else {
 #pragma unroll 1

@@ -37,6 +37,28 @@ __device__ __forceinline__ float2 pair(const Chunk<__nv_bfloat16>& chunk, int i)
   return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
 }
 
+// Magnitudes of the same pair as it lies, of which maxima cost an instruction for two elements.
+__device__ __forceinline__ float2 magnitudes(const Chunk<float>& chunk, int i) {
+  return {fabsf(chunk.v[2 * i]), fabsf(chunk.v[2 * i + 1])};
+}
+__device__ __forceinline__ __half2 magnitudes(const Chunk<__half>& chunk, int i) {
+  return __habs2(reinterpret_cast<const __half2*>(chunk.v)[i]);
+}
+__device__ __forceinline__ __nv_bfloat162 magnitudes(const Chunk<__nv_bfloat16>& chunk, int i) {
+  return __habs2(reinterpret_cast<const __nv_bfloat162*>(chunk.v)[i]);
+}
+// The larger ones; a NaN wins.
+__device__ __forceinline__ float2 larger(float2 a, float2 b) {
+  return {max_nan(a.x, b.x), max_nan(a.y, b.y)};
+}
+__device__ __forceinline__ __half2 larger(__half2 a, __half2 b) { return __hmax2_nan(a, b); }
+__device__ __forceinline__ __nv_bfloat162 larger(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return __hmax2_nan(a, b);
+}
+__device__ __forceinline__ float2 widened(float2 x) { return x; }
+__device__ __forceinline__ float2 widened(__half2 x) { return __half22float2(x); }
+__device__ __forceinline__ float2 widened(__nv_bfloat162 x) { return __bfloat1622float2(x); }
+
 // 1 / x to within an ulp, for every scale there can be.
 __device__ __forceinline__ float reciprocal(float x) {
   const float r = reciprocal_approx(x);

@@ -1,5 +1,5 @@
-// Problems of the FP8 quantiser, and what must come of them bit for bit; also used by
-// benchmarks/micro.
+// Problems of the FP8 quantisers and of dequantisation, and what must come of them bit for bit;
+// also used by benchmarks/micro.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,11 +12,15 @@
 #include <random>
 #include <vector>
 
+#include "fp8/dequantize.h"
 #include "fp8/quantize.h"
+#include "fp8/quantize_tiles.h"
 
 namespace fp8_problem {
 
 using jax_dsa::DType;
+
+enum Kind { kRows, kTiles, kTranspose, kDequantize, kDequantizeTiles };
 
 struct Case {
   const char* name;
@@ -24,6 +28,8 @@ struct Case {
   DType dtype;
   bool power_of_two;
   int offset = 0;  // of the first element, from an aligned address
+  Kind kind = kRows;
+  int64_t batch = 1;
 };
 
 inline const Case kCases[] = {
@@ -36,13 +42,39 @@ inline const Case kCases[] = {
     {"f32, one column", 300, 1, DType::kF32, true},
     {"f32, many rows", 513, 136, DType::kF32, false},
     {"no rows", 0, 128, DType::kF32, false},
+    {"tiles, bf16", 256, 256, DType::kBF16, false, 0, kTiles},
+    {"tiles, f16, short", 130, 200, DType::kF16, true, 0, kTiles, 2},
+    {"tiles, f32, short", 300, 136, DType::kF32, false, 0, kTiles},
+    {"tiles, bf16, odd columns", 77, 131, DType::kBF16, true, 0, kTiles, 3},
+    {"tiles, f32, misaligned", 5, 128, DType::kF32, false, 1, kTiles},
+    {"tiles, no columns", 5, 0, DType::kF32, false, 0, kTiles},
+    {"transpose, bf16", 256, 256, DType::kBF16, false, 0, kTranspose},
+    {"transpose, f16, short", 136, 200, DType::kF16, true, 0, kTranspose, 2},
+    {"transpose, f32, short", 296, 136, DType::kF32, false, 0, kTranspose},
+    {"transpose, bf16, odd rows", 77, 136, DType::kBF16, true, 0, kTranspose, 2},
+    {"transpose, f16, odd columns", 136, 131, DType::kF16, false, 0, kTranspose},
+    {"transpose, bf16, misaligned", 128, 128, DType::kBF16, false, 5, kTranspose},
+    {"transpose, one element", 1, 1, DType::kF32, false, 0, kTranspose},
+    {"transpose, no rows", 0, 5, DType::kF32, false, 0, kTranspose},
+    {"dequantise, bf16", 9, 640, DType::kBF16, false, 0, kDequantize},
+    {"dequantise, f16, short", 21, 200, DType::kF16, true, 0, kDequantize},
+    {"dequantise, f32, odd columns", 13, 333, DType::kF32, false, 0, kDequantize},
+    {"dequantise, f32, misaligned", 5, 256, DType::kF32, false, 3, kDequantize},
+    {"dequantise tiles, bf16", 300, 264, DType::kBF16, false, 0, kDequantizeTiles, 2},
+    {"dequantise tiles, f32, odd", 131, 77, DType::kF32, false, 0, kDequantizeTiles, 3},
+    {"dequantise tiles, no rows", 0, 77, DType::kF32, false, 0, kDequantizeTiles},
 };
+
+inline int bytes_of(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
 
 struct Problem {
   std::vector<float> x;  // exactly as `bytes`
   std::vector<uint8_t> bytes;
   std::vector<uint8_t> codes;
   std::vector<float> scales;
+  // Of the transpose; or, of dequantisation, what `x` and `bytes` are.
+  std::vector<uint8_t> codes_transposed;
+  std::vector<float> scales_transposed;
 };
 
 // The code nearest to x, of two the even one; those beyond 448 become 448.
@@ -60,63 +92,192 @@ inline uint8_t e4m3(float x) {
   return static_cast<uint8_t>(best | (std::signbit(x) ? 0x80 : 0));
 }
 
+// `x` as bytes of `dtype`, and back.
+inline float append(std::vector<uint8_t>& bytes, DType dtype, float x) {
+  const __half half = __float2half(x);
+  const __nv_bfloat16 bf16 = __float2bfloat16(x);
+  const void* from = dtype == DType::kF32   ? static_cast<const void*>(&x)
+                     : dtype == DType::kF16 ? static_cast<const void*>(&half)
+                                            : &bf16;
+  const auto* first = static_cast<const uint8_t*>(from);
+  bytes.insert(bytes.end(), first, first + bytes_of(dtype));
+  return dtype == DType::kF32   ? x
+         : dtype == DType::kF16 ? __half2float(half)
+                                : __bfloat162float(bf16);
+}
+
+inline float scale_of(float amax, bool power_of_two) {
+  float scale = amax / 448.f;
+  if (power_of_two && !std::isnan(scale)) {
+    int exponent;
+    const float fraction = std::frexp(scale, &exponent);
+    scale = std::ldexp(1.f, fraction == 0.5f ? exponent - 1 : exponent);
+  }
+  return scale;
+}
+
+// Codes and scales of x [batch, rows, cols] by blocks of `height` rows and 128 columns.
+inline void quantize(const std::vector<float>& x, int64_t batch, int64_t rows, int64_t cols,
+                     int64_t height, bool power_of_two, std::vector<uint8_t>& codes,
+                     std::vector<float>& scales) {
+  codes.resize(x.size());
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t row = 0; row < rows; row += height) {
+      for (int64_t col = 0; col < cols; col += 128) {
+        const auto each = [&](auto visit) {
+          for (int64_t r = row; r < std::min(row + height, rows); ++r) {
+            for (int64_t c = col; c < std::min(col + 128, cols); ++c) {
+              visit((b * rows + r) * cols + c);
+            }
+          }
+        };
+        float amax = 1e-4f;
+        each([&](int64_t i) {
+          if (std::isnan(x[i]) || std::fabs(x[i]) > amax) amax = std::fabs(x[i]);
+        });
+        each([&](int64_t i) {
+          if (std::isnan(x[i])) amax = NAN;
+        });
+        const float scale = scale_of(amax, power_of_two);
+        scales.push_back(scale);
+        each([&](int64_t i) { codes[i] = e4m3(x[i] / scale); });
+      }
+    }
+  }
+}
+
+inline float e4m3_value(uint8_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  const float size = (code & 127) == 127 ? NAN
+                     : exponent          ? std::ldexp(8.f + mantissa, exponent - 10)
+                                         : std::ldexp(float(mantissa), -9);
+  return code & 128 ? -size : size;
+}
+
 // Rows of very different sizes, with zeros, denormals and NaN.
 inline Problem make(const Case& c, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal;
   Problem p;
-  const int64_t blocks = (c.cols + 127) / 128;
-  for (int64_t row = 0; row < c.rows; ++row) {
+  for (int64_t row = 0; row < c.batch * c.rows; ++row) {
     const float size = row % 7 == 3 ? 1e-6f : row % 7 == 5 ? 0.f : std::exp(2 * normal(random));
     for (int64_t col = 0; col < c.cols; ++col) {
       const bool nan = row % 11 == 6 && random() % 200 == 0;
       const bool power = row % 7 == 1 && col % 128 == 0;  // so that the scale is a power of two
       const float small = row % 7 == 1 ? 1.f : size;
       const float x = nan ? NAN : power ? 448.f : std::fmin(normal(random) * small, 6e4f);
-      const __half half = __float2half(x);
-      const __nv_bfloat16 bf16 = __float2bfloat16(x);
-      p.x.push_back(c.dtype == DType::kF32   ? x
-                    : c.dtype == DType::kF16 ? __half2float(half)
-                                             : __bfloat162float(bf16));
-      const void* from = c.dtype == DType::kF32   ? static_cast<const void*>(&x)
-                         : c.dtype == DType::kF16 ? static_cast<const void*>(&half)
-                                                  : &bf16;
-      const auto* first = static_cast<const uint8_t*>(from);
-      p.bytes.insert(p.bytes.end(), first, first + (c.dtype == DType::kF32 ? 4 : 2));
+      p.x.push_back(append(p.bytes, c.dtype, x));
     }
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t first = row * c.cols + block * 128;
-      const int64_t last = row * c.cols + std::min(block * 128 + 128, c.cols);
-      float amax = 1e-4f;
-      for (int64_t i = first; i < last; ++i) {
-        if (std::isnan(p.x[i]) || std::fabs(p.x[i]) > amax) amax = std::fabs(p.x[i]);
-        if (std::isnan(amax)) break;
-      }
-      float scale = amax / 448.f;
-      if (c.power_of_two && !std::isnan(scale)) {
-        int exponent;
-        const float fraction = std::frexp(scale, &exponent);
-        scale = std::ldexp(1.f, fraction == 0.5f ? exponent - 1 : exponent);
-      }
-      p.scales.push_back(scale);
-      for (int64_t i = first; i < last; ++i) p.codes.push_back(e4m3(p.x[i] / scale));
+  }
+  const bool tiles = c.kind == kTiles || c.kind == kDequantizeTiles;
+  const int64_t height = tiles ? 128 : 1;
+  quantize(p.x, c.batch, c.rows, c.cols, height, c.power_of_two, p.codes, p.scales);
+  if (c.kind == kTranspose) {
+    std::vector<float> transposed;
+    for (int64_t i = 0; i < static_cast<int64_t>(p.x.size()); ++i) {
+      const int64_t line = i / c.rows, b = line / c.cols;
+      transposed.push_back(p.x[(b * c.rows + i % c.rows) * c.cols + line % c.cols]);
+    }
+    quantize(transposed, c.batch, c.cols, c.rows, 1, c.power_of_two, p.codes_transposed,
+             p.scales_transposed);
+  }
+  if (c.kind == kDequantize || c.kind == kDequantizeTiles) {
+    p.bytes.clear();
+    const int64_t across = (c.cols + 127) / 128, down = (c.rows + height - 1) / height;
+    for (int64_t i = 0; i < static_cast<int64_t>(p.x.size()); ++i) {
+      const int64_t row = i / c.cols, b = row / c.rows;
+      const int64_t block = (b * down + row % c.rows / height) * across + i % c.cols / 128;
+      p.x[i] = append(p.bytes, c.dtype, e4m3_value(p.codes[i]) * p.scales[block]);
     }
   }
   return p;
 }
 
-// Whether codes and scales are right; a NaN's sign does not matter.
-inline bool good(const Problem& p, const std::vector<uint8_t>& codes,
-                 const std::vector<float>& scales) {
-  for (size_t i = 0; i < p.codes.size(); ++i) {
-    const bool nan = (p.codes[i] & 0x7f) == 0x7f && (codes[i] & 0x7f) == 0x7f;
-    if (!nan && codes[i] != p.codes[i]) return false;
-  }
-  for (size_t i = 0; i < p.scales.size(); ++i) {
-    const bool nan = std::isnan(p.scales[i]) && std::isnan(scales[i]);
-    if (!nan && scales[i] != p.scales[i]) return false;
+inline bool same(const std::vector<float>& got, const std::vector<float>& want) {
+  for (size_t i = 0; i < want.size(); ++i) {
+    if (got[i] != want[i] && !(std::isnan(got[i]) && std::isnan(want[i]))) return false;
   }
   return true;
+}
+// A NaN's sign does not matter.
+inline bool same(const std::vector<uint8_t>& got, const std::vector<uint8_t>& want) {
+  for (size_t i = 0; i < want.size(); ++i) {
+    if (got[i] != want[i] && ((got[i] & 0x7f) != 0x7f || (want[i] & 0x7f) != 0x7f)) return false;
+  }
+  return true;
+}
+inline bool same_values(const std::vector<uint8_t>& got, const Problem& p, DType dtype) {
+  const size_t size = bytes_of(dtype);
+  for (size_t i = 0; i < p.x.size(); ++i) {
+    if (std::isnan(p.x[i])) {
+      uint32_t bits = 0;
+      std::memcpy(&bits, got.data() + i * size, size);
+      const uint32_t infinity = dtype == DType::kF32   ? 0x7f800000u
+                                : dtype == DType::kF16 ? 0x7c00u
+                                                       : 0x7f80u;
+      if ((bits & (size == 4 ? 0x7fffffffu : 0x7fffu)) <= infinity) return false;
+    } else if (std::memcmp(got.data() + i * size, p.bytes.data() + i * size, size) != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Runs a case. `Memory` has put(vector), an array of so many bytes' contents at an address that is
+// `offset` past an aligned one, room(bytes, offset) for results, poisoned, and get<T>(address, n).
+template <typename Memory>
+bool run(const Case& c, uint64_t seed, Memory& memory) {
+  const Problem p = make(c, seed);
+  const int element = bytes_of(c.dtype), offset = c.offset;
+  const size_t n = p.codes.size();
+  const auto scales_as_bytes = [](const std::vector<float>& x) {
+    std::vector<uint8_t> bytes(x.size() * 4);
+    std::memcpy(bytes.data(), x.data(), bytes.size());
+    return bytes;
+  };
+  constexpr size_t kGuard = 16;
+  bool good = true;
+  const auto unharmed = [&](const uint8_t* end) {
+    for (const uint8_t x : memory.template get<uint8_t>(end, kGuard)) good &= x == Memory::kPoison;
+  };
+  if (c.kind == kDequantize || c.kind == kDequantizeTiles) {
+    const auto* codes = memory.put(p.codes, offset);
+    const auto* scales = memory.put(scales_as_bytes(p.scales), 0);
+    auto* x = memory.room(n * element + kGuard, offset * element);
+    memory.require(
+        jax_dsa::launch_dequantize({codes, reinterpret_cast<const float*>(scales), x, c.batch,
+                                    c.rows, c.cols, c.kind == kDequantize ? 1 : 128, c.dtype},
+                                   nullptr));
+    good &= same_values(memory.template get<uint8_t>(x, n * element), p, c.dtype);
+    unharmed(x + n * element);
+    return good;
+  }
+  const auto* x = memory.put(p.bytes, offset * element);
+  auto* codes = memory.room(n + kGuard, offset);
+  auto* scales = memory.room(p.scales.size() * 4 + kGuard, 0);
+  auto* to = reinterpret_cast<float*>(scales);
+  if (c.kind == kRows) {
+    memory.require(jax_dsa::launch_quantize(
+        {x, codes, to, c.batch * c.rows, c.cols, c.dtype, c.power_of_two}, nullptr));
+  } else if (c.kind == kTiles) {
+    memory.require(jax_dsa::launch_quantize_tiles(
+        {x, codes, to, c.batch, c.rows, c.cols, c.dtype, c.power_of_two}, nullptr));
+  } else {
+    auto* codes_t = memory.room(n + kGuard, offset);
+    auto* scales_t = memory.room(p.scales_transposed.size() * 4 + kGuard, 0);
+    auto* to_t = reinterpret_cast<float*>(scales_t);
+    memory.require(jax_dsa::launch_quantize_transpose(
+        {x, codes, to, codes_t, to_t, c.batch, c.rows, c.cols, c.dtype, c.power_of_two}, nullptr));
+    good &= same(memory.template get<uint8_t>(codes_t, n), p.codes_transposed);
+    good &= same(memory.template get<float>(to_t, p.scales_transposed.size()), p.scales_transposed);
+    unharmed(codes_t + n);
+    unharmed(scales_t + p.scales_transposed.size() * 4);
+  }
+  good &= same(memory.template get<uint8_t>(codes, n), p.codes);
+  good &= same(memory.template get<float>(to, p.scales.size()), p.scales);
+  unharmed(codes + n);
+  unharmed(scales + p.scales.size() * 4);
+  return good;
 }
 
 }  // namespace fp8_problem

@@ -1,0 +1,121 @@
+// x = q * scale, rounded to x's dtype, for blocks of 1x128 or 128x128.
+//
+// Bound by memory. Threads share out blocks as in quantize.cu: sixteen lanes a block, 8 codes a
+// lane (an 8-byte load, a store of 16 or 32 bytes), all loads before the first use.
+
+#include "common/launch.cuh"
+#include "fp8/dequantize.h"
+#include "fp8/pack.cuh"
+#include "fp8/quantize.cuh"
+
+namespace jax_dsa {
+namespace {
+
+using namespace fp8;
+
+template <bool kVector>
+__device__ __forceinline__ uint2 load_codes(const uint8_t* block, int lane, int width) {
+  uint2 codes = {};
+  if constexpr (kVector) {
+    if (lane * kPerLane < width) {
+      codes = __ldcs(reinterpret_cast<const uint2*>(block + lane * kPerLane));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const uint32_t code = lane + i * kLanes < width ? block[lane + i * kLanes] : 0;
+      (i < 4 ? codes.x : codes.y) |= code << (i % 4 * 8);
+    }
+  }
+  return codes;
+}
+
+// Eight values side by side.
+__device__ __forceinline__ void store_8(float* to, const float (&x)[kPerLane]) {
+  reinterpret_cast<float4*>(to)[0] = {x[0], x[1], x[2], x[3]};
+  reinterpret_cast<float4*>(to)[1] = {x[4], x[5], x[6], x[7]};
+}
+template <typename T>
+__device__ __forceinline__ void store_8(T* to, const float (&x)[kPerLane]) {
+  const uint32_t words[4] = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]),
+                             pack<T>(x[6], x[7])};
+  store_16(to, words, true);
+}
+
+template <bool kVector, typename T>
+__device__ __forceinline__ void store_values(T* block, int lane, int width,
+                                             const float (&x)[kPerLane]) {
+  if constexpr (kVector) {
+    if (lane * kPerLane < width) store_8(block + lane * kPerLane, x);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      if (lane + i * kLanes < width) block[lane + i * kLanes] = static_cast<T>(x[i]);
+    }
+  }
+}
+
+// kTiles: blocks are of 128 rows.
+template <typename T, bool kVector, bool kTiles>
+__global__ void __launch_bounds__(kThreads, kVector ? 5 : 1)
+    dequantize_kernel(const __grid_constant__ DequantizeParams p) {
+  const int lane = threadIdx.x % kLanes;
+  const Places at(p.batch * p.rows, p.cols);
+  const int64_t per_row = ceil_div(p.cols, int64_t{kQuantizeBlock});
+  uint2 codes[kUnroll];
+  float scale[kUnroll];
+  int64_t row = at.row, column = at.column, batch = kTiles ? row / p.rows : 0;
+  if (kTiles) row -= batch * p.rows;
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    codes[u] = load_codes<kVector>(p.q + at.start + at.offset[u], lane, at.width[u]);
+    int64_t block = at.first + u;
+    if constexpr (kTiles) {
+      const int64_t down = ceil_div(p.rows, int64_t{kQuantizeBlock});
+      block = (batch * down + row / kQuantizeBlock) * per_row + column;
+      if (++column == per_row) {
+        column = 0;
+        if (++row == p.rows) row = 0, ++batch;
+      }
+    }
+    scale[u] = u < at.count ? __ldg(p.scale + block) : 0.f;
+  }
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    float code[2][4], x[kPerLane];
+    unpack_e4m3(codes[u].x, code[0]);
+    unpack_e4m3(codes[u].y, code[1]);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) x[i] = code[i / 4][i % 4] * scale[u];
+    store_values<kVector>(static_cast<T*>(p.x) + at.start + at.offset[u], lane, at.width[u], x);
+  }
+}
+
+template <typename T>
+cudaError_t launch(const DequantizeParams& p, cudaStream_t stream) {
+  const auto address = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.q);
+  const bool vector = p.cols % kPerLane == 0 && address % 16 == 0;
+  const auto kernel =
+      p.block_rows == 1
+          ? (vector ? dequantize_kernel<T, true, false> : dequantize_kernel<T, false, false>)
+          : (vector ? dequantize_kernel<T, true, true> : dequantize_kernel<T, false, true>);
+  return launch_blocks(kernel, place_ctas(p.batch * p.rows, p.cols), kThreads, 0, stream, p);
+}
+
+}  // namespace
+
+cudaError_t launch_dequantize(const DequantizeParams& p, cudaStream_t stream) {
+  if (p.batch == 0 || p.rows == 0 || p.cols == 0) return cudaSuccess;
+  if (p.block_rows != 1 && p.block_rows != kQuantizeBlock) return cudaErrorInvalidValue;
+  switch (p.dtype) {
+    case DType::kBF16:
+      return launch<__nv_bfloat16>(p, stream);
+    case DType::kF16:
+      return launch<__half>(p, stream);
+    case DType::kF32:
+      return launch<float>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jax_dsa

@@ -1,0 +1,282 @@
+// Quantisation by tiles of 128 rows and 128 columns: a block of threads each, which reads a tile
+// once and keeps it in registers, eight rows and eight columns a thread.
+//
+// Bound by memory: a tile of bf16 is 32 KiB on its way for each block. Maxima of rows are found by
+// shuffles, maxima of columns and of tiles through shared memory. Transposed codes pass through
+// shared memory, too: a column's 128 codes are 16 pieces of 8, which lie swizzled by the columns'
+// number, so that threads side by side find different banks.
+//
+// Rows (or, transposed, columns) that do not start at 16-byte boundaries take element-wise
+// accesses.
+
+#include "common/launch.cuh"
+#include "fp8/quantize.cuh"
+#include "fp8/quantize_tiles.h"
+
+namespace jax_dsa {
+namespace {
+
+using namespace fp8;
+
+constexpr int kTile = kQuantizeBlock;             // rows and columns
+constexpr int kRows = kTile * kLanes / kThreads;  // of a thread
+static_assert(kRows == 8 && kPerLane == 8);
+
+// Blocks of threads on a multiprocessor, which leave registers for a tile.
+template <typename T, bool kVector>
+constexpr int kCtas = !kVector         ? 1
+                      : sizeof(T) == 2 ? 3
+                                       : 2;
+
+// A block's tile, and a thread's part of it.
+struct Tile {
+  int across, down;        // tiles of a batch
+  int batch, row, column;  // of the tile, in tiles
+  int height, width;       // less at the ends
+  int lane, own_row;       // rows `own_row` to own_row + 7 of the tile
+
+  template <typename Params>
+  __device__ explicit Tile(const Params& p)
+      : across(static_cast<int>(ceil_div(p.cols, int64_t{kTile}))),
+        down(static_cast<int>(ceil_div(p.rows, int64_t{kTile}))),
+        lane(threadIdx.x % kLanes),
+        own_row(threadIdx.x / kLanes * kRows) {
+    const int tile = static_cast<int>(blockIdx.x), line = tile / across;
+    column = tile - line * across;
+    batch = line / down, row = line - batch * down;
+    height = clamp(p.rows - int64_t{row} * kTile, kTile);
+    width = clamp(p.cols - int64_t{column} * kTile, kTile);
+  }
+
+  // Of this thread's first row.
+  template <typename Params>
+  __device__ int64_t start(const Params& p) const {
+    return (batch * p.rows + int64_t{row} * kTile + own_row) * p.cols + int64_t{column} * kTile;
+  }
+  __device__ int width_of(int i) const { return own_row + i < height ? width : 0; }
+};
+
+template <bool kVector, typename T, typename Params>
+__device__ __forceinline__ void load_tile(const Params& p, const Tile& tile,
+                                          Chunk<T> (&chunk)[kRows]) {
+  const T* from = static_cast<const T*>(p.x) + tile.start(p);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i, from += p.cols) {
+    chunk[i] = load<kVector>(from, tile.lane, tile.width_of(i));
+  }
+}
+
+// What follows from `chunk` after this is not computed before, nor kept from before: the registers
+// are then enough to load all rows before the first is used.
+template <typename T>
+__device__ __forceinline__ void hold(Chunk<T>& chunk) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(chunk) / 4); ++i) {
+    asm volatile("" : "+r"(reinterpret_cast<uint32_t*>(&chunk)[i]));
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint2 codes_of(const Chunk<T>& chunk, const Scale& scale) {
+  float2 v[kPerLane / 2];
+#pragma unroll
+  for (int i = 0; i < kPerLane / 2; ++i) v[i] = scale.divided(pair(chunk, i));
+  return {to_e4m3(v[0], v[1]), to_e4m3(v[2], v[3])};
+}
+
+// ---- a scale for each tile ---------------------------------------------------------------------
+
+template <typename T, bool kVector>
+__global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
+    tiles_kernel(const __grid_constant__ QuantizeTilesParams p) {
+  auto& largest = dynamic_shared<float[kThreads / 32]>();
+  const Tile tile(p);
+  Chunk<T> chunk[kRows];
+  load_tile<kVector>(p, tile, chunk);
+  auto own = magnitudes(chunk[0], 0);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kPerLane / 2; ++j) own = larger(own, magnitudes(chunk[i], j));
+  }
+  float amax = max_magnitude(kMinAmax, widened(own));
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+    amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
+  }
+  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = amax;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kThreads / 32; ++i) amax = max_nan(amax, largest[i]);
+  const Scale scale(amax, p.power_of_two_scale);
+  uint8_t* to = p.q + tile.start(p);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i, to += p.cols) {
+    store<kVector>(to, tile.lane, tile.width_of(i), codes_of(chunk[i], scale));
+  }
+  if (threadIdx.x == 0) p.scale[blockIdx.x] = scale.scale;
+}
+
+// ---- both layouts ------------------------------------------------------------------------------
+
+struct alignas(16) TransposeShared {
+  uint8_t transposed[kTile * kTile];
+  float largest[kThreads / 32][kTile];  // of each column, by each warp
+  float scales[kTile], inverses[kTile];
+};
+
+// Byte of codes of the rows 8 * piece.. of a column.
+__device__ __forceinline__ int transposed_at(int column, int piece) {
+  return column * kTile + ((piece ^ column / kPerLane) * kRows);
+}
+
+template <typename T, bool kVector>
+__global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
+    transpose_kernel(const __grid_constant__ QuantizeTransposeParams p) {
+  auto& [transposed, largest, scales, inverses] = dynamic_shared<TransposeShared>();
+  const Tile tile(p);
+  Chunk<T> chunk[kRows];
+  load_tile<kVector>(p, tile, chunk);
+
+  decltype(magnitudes(chunk[0], 0)) of_columns[kPerLane / 2];
+#pragma unroll
+  for (int j = 0; j < kPerLane / 2; ++j) {
+    of_columns[j] = magnitudes(chunk[0], j);
+#pragma unroll
+    for (int i = 1; i < kRows; ++i) of_columns[j] = larger(of_columns[j], magnitudes(chunk[i], j));
+  }
+#pragma unroll
+  for (int j = 0; j < kPerLane / 2; ++j) {
+    float2 amax = widened(of_columns[j]);
+    amax = larger(amax, {__shfl_xor_sync(0xffffffffu, amax.x, kLanes),
+                         __shfl_xor_sync(0xffffffffu, amax.y, kLanes)});
+    if (threadIdx.x % 32 < kLanes) {
+      largest[threadIdx.x / 32][element<kVector>(tile.lane, 2 * j)] = amax.x;
+      largest[threadIdx.x / 32][element<kVector>(tile.lane, 2 * j + 1)] = amax.y;
+    }
+  }
+  __syncthreads();
+
+  uint8_t* to = p.q + tile.start(p);
+  const int64_t row = tile.batch * p.rows + int64_t{tile.row} * kTile + tile.own_row;
+  float* scale_to = p.scale + row * tile.across + tile.column;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i, to += p.cols, scale_to += tile.across) {
+    hold(chunk[i]);
+    auto of_row = magnitudes(chunk[i], 0);
+#pragma unroll
+    for (int j = 1; j < kPerLane / 2; ++j) of_row = larger(of_row, magnitudes(chunk[i], j));
+    float amax = max_magnitude(kMinAmax, widened(of_row));
+#pragma unroll
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+      amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
+    }
+    const Scale scale(amax, p.power_of_two_scale);
+    store<kVector>(to, tile.lane, tile.width_of(i), codes_of(chunk[i], scale));
+    if (tile.lane == 0 && tile.own_row + i < tile.height) *scale_to = scale.scale;
+  }
+
+  if (threadIdx.x < kTile) {
+    float amax = kMinAmax;
+#pragma unroll
+    for (int i = 0; i < kThreads / 32; ++i) amax = max_nan(amax, largest[i][threadIdx.x]);
+    const Scale scale(amax, p.power_of_two_scale);
+    scales[threadIdx.x] = scale.scale;
+    inverses[threadIdx.x] = scale.inverse;
+    if (static_cast<int>(threadIdx.x) < tile.width) {
+      const int64_t column = tile.batch * p.cols + int64_t{tile.column} * kTile + threadIdx.x;
+      p.scale_transposed[column * tile.down + tile.row] = scale.scale;
+    }
+  }
+  __syncthreads();
+
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) hold(chunk[i]);
+#pragma unroll
+  for (int j = 0; j < kPerLane / 2; ++j) {
+    float2 v[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) v[i] = pair(chunk[i], j);
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int column = element<kVector>(tile.lane, 2 * j + side);
+      const Scale scale(scales[column], inverses[column]);
+      float2 y[kRows / 2];
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) {
+        y[i] = side == 0 ? scale.divided({v[2 * i].x, v[2 * i + 1].x})
+                         : scale.divided({v[2 * i].y, v[2 * i + 1].y});
+      }
+      *reinterpret_cast<uint2*>(transposed + transposed_at(column, threadIdx.x / kLanes)) = {
+          to_e4m3(y[0], y[1]), to_e4m3(y[2], y[3])};
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kTile; i += kThreads / kLanes) {
+    const int column = i + threadIdx.x / kLanes;
+    if (column >= tile.width) continue;
+    const int64_t line = tile.batch * p.cols + int64_t{tile.column} * kTile + column;
+    uint8_t* const to = p.q_transposed + line * p.rows + int64_t{tile.row} * kTile;
+    if constexpr (kVector) {
+      const auto* from = transposed + transposed_at(column, tile.lane);
+      store<true>(to, tile.lane, tile.height, *reinterpret_cast<const uint2*>(from));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
+        const int row = element<false>(tile.lane, j);
+        const int at = transposed_at(column, row / kRows) + row % kRows;
+        if (row < tile.height) to[row] = transposed[at];
+      }
+    }
+  }
+}
+
+template <typename Params>
+int64_t tiles(const Params& p) {
+  return p.batch * ceil_div(p.rows, int64_t{kTile}) * ceil_div(p.cols, int64_t{kTile});
+}
+
+template <typename T>
+cudaError_t launch(const QuantizeTilesParams& p, cudaStream_t stream) {
+  const auto address = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.q);
+  const bool vector = p.cols % kPerLane == 0 && address % 16 == 0;
+  return launch_blocks(vector ? tiles_kernel<T, true> : tiles_kernel<T, false>, tiles(p), kThreads,
+                       sizeof(float[kThreads / 32]), stream, p);
+}
+
+template <typename T>
+cudaError_t launch(const QuantizeTransposeParams& p, cudaStream_t stream) {
+  const auto address = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.q) |
+                       reinterpret_cast<uintptr_t>(p.q_transposed);
+  const bool vector = (p.cols | p.rows) % kPerLane == 0 && address % 16 == 0;
+  return launch_blocks(vector ? transpose_kernel<T, true> : transpose_kernel<T, false>, tiles(p),
+                       kThreads, sizeof(TransposeShared), stream, p);
+}
+
+template <typename Params>
+cudaError_t launch_dtype(const Params& p, cudaStream_t stream) {
+  if (p.batch == 0 || p.rows == 0 || p.cols == 0) return cudaSuccess;
+  if (tiles(p) > INT32_MAX) return cudaErrorInvalidValue;
+  switch (p.dtype) {
+    case DType::kBF16:
+      return launch<__nv_bfloat16>(p, stream);
+    case DType::kF16:
+      return launch<__half>(p, stream);
+    case DType::kF32:
+      return launch<float>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t launch_quantize_tiles(const QuantizeTilesParams& p, cudaStream_t stream) {
+  return launch_dtype(p, stream);
+}
+
+cudaError_t launch_quantize_transpose(const QuantizeTransposeParams& p, cudaStream_t stream) {
+  return launch_dtype(p, stream);
+}
+
+}  // namespace jax_dsa

@@ -1,0 +1,40 @@
+// Quantisation to e4m3 by tiles of 128 rows and 128 columns: with a scale for each tile, or for
+// each row and for each column of a tile.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/types.h"
+
+namespace jax_dsa {
+
+// For weights: a scale for each tile.
+struct QuantizeTilesParams {
+  const void* x;  // [batch, rows, cols], of `dtype`
+  uint8_t* q;     // [batch, rows, cols], e4m3
+  float* scale;   // [batch, ceil(rows / 128), ceil(cols / 128)]
+  int64_t batch, rows, cols;
+  DType dtype;
+  bool power_of_two_scale;  // round every scale up to a power of two
+};
+
+cudaError_t launch_quantize_tiles(const QuantizeTilesParams& params, cudaStream_t stream);
+
+// For what is multiplied along its columns and along its rows: x and its transpose, each with a
+// scale for every 1x128 block of a row.
+struct QuantizeTransposeParams {
+  const void* x;            // [batch, rows, cols], of `dtype`
+  uint8_t* q;               // [batch, rows, cols], e4m3
+  float* scale;             // [batch, rows, ceil(cols / 128)]
+  uint8_t* q_transposed;    // [batch, cols, rows], e4m3
+  float* scale_transposed;  // [batch, cols, ceil(rows / 128)]
+  int64_t batch, rows, cols;
+  DType dtype;
+  bool power_of_two_scale;
+};
+
+cudaError_t launch_quantize_transpose(const QuantizeTransposeParams& params, cudaStream_t stream);
+
+}  // namespace jax_dsa
