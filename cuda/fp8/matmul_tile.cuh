@@ -41,12 +41,17 @@ struct Traits {
   static constexpr int kFullArrivals = 1 + kScaleWarps + kBRows;
 };
 
+// Where scales of b are that are by rows: a multiplying thread's four of 16 columns side by side.
+__device__ __forceinline__ int b_scale_at(int column) {
+  return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
+}
+
 template <typename Tr>
 struct alignas(1024) Ring {
   uint8_t a[Tr::kStages][Tr::kRows * kDepth];
   uint8_t b[Tr::kStages][kColumns * kDepth];
   float scale[Tr::kStages][Tr::kRows];  // of a's rows; unless kBRows times that of b's block
-  float b_scale[Tr::kStages][Tr::kBRows ? kColumns : 1];
+  alignas(16) float b_scale[Tr::kStages][Tr::kBRows ? kColumns : 1];  // by b_scale_at
   uint64_t full[Tr::kStages], free[Tr::kStages];
 
   // By one thread, before a barrier of the cluster.
@@ -147,9 +152,15 @@ __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring
       for (int j = 0; j < kCount; ++j) {
         if (block + j < item.first || block + j >= item.last) continue;
         mbarrier_wait(&ring.free[at.index], at.parity);
-        float* const to = kB ? ring.b_scale[at.index] : ring.scale[at.index];
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) to[own + kLanes * i] = x[i][j];
+        for (int i = 0; i < kOwn; ++i) {
+          const int to = own + kLanes * i;
+          if constexpr (kB) {
+            ring.b_scale[at.index][b_scale_at(to)] = x[i][j];
+          } else {
+            ring.scale[at.index][to] = x[i][j];
+          }
+        }
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&ring.full[at.index]);
         at.advance();
@@ -256,16 +267,16 @@ struct Multiplier {
   __device__ __forceinline__ void promote(const float (&d)[64], const float (&own)[2],
                                           float (&sum)[64]) const {
 #pragma unroll
-    for (int g = 0; g < 16; ++g) {
-      float2 of_b = {1.f, 1.f};
+    for (int g = 0; g < 8; ++g) {  // 16 columns
+      uint32_t of_b[4];
       if constexpr (Tr::kBRows) {
-        of_b = reinterpret_cast<const float2*>(ring.b_scale[at.index])[4 * g + lane % 4];
+        load_shared_16(smem_address(ring.b_scale[at.index]) + 64 * g + lane % 4 * 16, of_b);
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float x = d[4 * g + i];
-        if constexpr (Tr::kBRows) x *= i % 2 == 0 ? of_b.x : of_b.y;
-        sum[4 * g + i] = fmaf(own[i / 2], x, sum[4 * g + i]);
+      for (int i = 0; i < 8; ++i) {
+        float scale = own[i / 2 % 2];
+        if constexpr (Tr::kBRows) scale *= __uint_as_float(of_b[i / 4 * 2 + i % 2]);
+        sum[8 * g + i] = fmaf(scale, d[8 * g + i], sum[8 * g + i]);
       }
     }
   }
