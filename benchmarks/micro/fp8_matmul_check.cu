@@ -12,8 +12,7 @@
 
 #include "../../tests/emulator/fp8_matmul_problem.h"
 #include "check.cuh"
-#include "fp8/matmul.cuh"
-#include "fp8/matmul_few.cuh"
+#include "fp8/matmul_launch.cuh"
 #include "fp8/matmul_plan.h"
 
 using namespace fp8_matmul_problem;

@@ -1,7 +1,6 @@
 // Entry point of the FP8 matmul.
 
-#include "fp8/matmul.cuh"
-#include "fp8/matmul_few.cuh"
+#include "fp8/matmul_launch.cuh"
 #include "fp8/matmul_plan.h"
 
 namespace jax_dsa {

@@ -8,8 +8,6 @@
 // for each warp to turn its accumulators into rows of 128 bytes.
 #pragma once
 
-#include "common/launch.cuh"
-#include "common/tensor_map.h"
 #include "fp8/matmul_tile.cuh"
 #include "fp8/pack.cuh"
 
@@ -176,32 +174,6 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
     produce<Tr>(Walk<Tr>(p), p, a_map, b_map, shared.ring);
   }
   if (Tr::kRanks > 1) cluster_sync();  // the other block still writes here
-}
-
-// Maps of the operands, for boxes of so many rows.
-template <typename Tr>
-cudaError_t encode_maps(const Fp8MatmulParams& p, CUtensorMap* a, CUtensorMap* b) {
-  if (cudaError_t e = encode_tensor_map(
-          a, CU_TENSOR_MAP_DATA_TYPE_UINT8,
-          tensor_box<3>(1, p.a, {p.k, p.m, p.batch}, {kDepth, Tr::kRows / Tr::kRanks, 1}));
-      e != cudaSuccess) {
-    return e;
-  }
-  return encode_tensor_map(b, CU_TENSOR_MAP_DATA_TYPE_UINT8,
-                           tensor_box<3>(1, p.b, {p.k, p.n, p.batch}, {kDepth, kColumns, 1}));
-}
-
-template <typename Tr>
-cudaError_t launch(const Fp8MatmulParams& p, cudaStream_t stream) {
-  static_assert(shared_memory_fits(Tr::kBlocks, sizeof(Shared<Tr>)));
-  CUtensorMap a, b;
-  if (cudaError_t e = encode_maps<Tr>(p, &a, &b); e != cudaSuccess) return e;
-  Device device;
-  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
-  const Tiles<Tr> tiles(p);
-  const int clusters = std::min(tiles.all, std::max(device.processors / Tr::kRanks, 1));
-  return launch_clusters(matmul_kernel<Tr>, clusters, Tr::kRanks, Tr::kThreads, sizeof(Shared<Tr>),
-                         stream, p, a, b);
 }
 
 }  // namespace jax_dsa::fp8

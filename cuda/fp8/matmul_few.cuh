@@ -6,8 +6,6 @@
 // enough bytes are on their way; the sums of a tile take the place of the stages.
 #pragma once
 
-#include "common/launch.cuh"
-#include "common/tensor_map.h"
 #include "fp8/matmul.cuh"
 #include "fp8/matmul_tile.cuh"
 
@@ -126,17 +124,6 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
     }
   }
   cluster_sync();  // no block ends before its sums are read
-}
-
-// K in `parts` parts, 8 at most.
-template <typename Tr>
-cudaError_t launch_few(const Fp8MatmulParams& p, int parts, cudaStream_t stream) {
-  static_assert(shared_memory_fits(Tr::kBlocks, sizeof(Ring<Tr>)));
-  CUtensorMap a, b;
-  if (cudaError_t e = encode_maps<Tr>(p, &a, &b); e != cudaSuccess) return e;
-  const Tiles<Tr> tiles(p);
-  return launch_clusters(few_kernel<Tr>, tiles.all, parts, Tr::kThreads, sizeof(Ring<Tr>), stream,
-                         p, a, b);
 }
 
 }  // namespace jax_dsa::fp8

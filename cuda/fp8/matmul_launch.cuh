@@ -1,0 +1,50 @@
+// Launches the FP8 matmul's kernels with given traits.
+#pragma once
+
+#include <algorithm>
+
+#include "common/launch.cuh"
+#include "common/tensor_map.h"
+#include "fp8/matmul.cuh"
+#include "fp8/matmul_few.cuh"
+
+namespace jax_dsa::fp8 {
+
+// Maps of the operands, for boxes of so many rows.
+template <typename Tr>
+cudaError_t encode_maps(const Fp8MatmulParams& p, CUtensorMap* a, CUtensorMap* b) {
+  if (cudaError_t e = encode_tensor_map(
+          a, CU_TENSOR_MAP_DATA_TYPE_UINT8,
+          tensor_box<3>(1, p.a, {p.k, p.m, p.batch}, {kDepth, Tr::kRows / Tr::kRanks, 1}));
+      e != cudaSuccess) {
+    return e;
+  }
+  return encode_tensor_map(b, CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                           tensor_box<3>(1, p.b, {p.k, p.n, p.batch}, {kDepth, kColumns, 1}));
+}
+
+template <typename Tr>
+cudaError_t launch(const Fp8MatmulParams& p, cudaStream_t stream) {
+  static_assert(shared_memory_fits(Tr::kBlocks, sizeof(Shared<Tr>)));
+  CUtensorMap a, b;
+  if (cudaError_t e = encode_maps<Tr>(p, &a, &b); e != cudaSuccess) return e;
+  Device device;
+  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  const Tiles<Tr> tiles(p);
+  const int clusters = std::min(tiles.all, std::max(device.processors / Tr::kRanks, 1));
+  return launch_clusters(matmul_kernel<Tr>, clusters, Tr::kRanks, Tr::kThreads, sizeof(Shared<Tr>),
+                         stream, p, a, b);
+}
+
+// K in `parts` parts, 8 at most.
+template <typename Tr>
+cudaError_t launch_few(const Fp8MatmulParams& p, int parts, cudaStream_t stream) {
+  static_assert(shared_memory_fits(Tr::kBlocks, sizeof(Ring<Tr>)));
+  CUtensorMap a, b;
+  if (cudaError_t e = encode_maps<Tr>(p, &a, &b); e != cudaSuccess) return e;
+  const Tiles<Tr> tiles(p);
+  return launch_clusters(few_kernel<Tr>, tiles.all, parts, Tr::kThreads, sizeof(Ring<Tr>), stream,
+                         p, a, b);
+}
+
+}  // namespace jax_dsa::fp8
