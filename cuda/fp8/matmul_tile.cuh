@@ -20,14 +20,18 @@ namespace jax_dsa::fp8 {
 
 inline constexpr int kDepth = 128;    // elements of K in a stage: a block, and a row of 128 bytes
 inline constexpr int kColumns = 128;  // of a tile, the rows of b in a stage
+inline constexpr int kFree = -1;      // no turns
 
 // kGroups: warpgroups that multiply, each kHalves times 64 rows. kRanks: blocks of a cluster that
 // have the same rows of a, of which each copies a part to all. kBRows: blocks of b are 1x128.
-// kTurns: the warpgroups multiply by turns.
-template <int kGroups_, int kHalves_, int kRanks_, bool kBRows_, bool kTurns_>
+// kEarly: two warpgroups multiply by turns, and so many steps of 32 before its product's end one
+// lets the other multiply; kFree: they multiply as they come.
+template <int kGroups_, int kHalves_, int kRanks_, bool kBRows_, int kEarly_>
 struct Traits {
   static constexpr int kGroups = kGroups_, kHalves = kHalves_, kRanks = kRanks_;
-  static constexpr bool kBRows = kBRows_, kTurns = kTurns_;
+  static constexpr bool kBRows = kBRows_;
+  static constexpr int kEarly = kEarly_;
+  static constexpr bool kTurns = kEarly != kFree;
   static_assert(kGroups == 2 || !kTurns);
   static constexpr int kBlocks = kGroups == 2 ? 1 : 2;  // on a multiprocessor
   static constexpr int kRows = 64 * kHalves * kGroups;
@@ -202,8 +206,6 @@ enum NamedBarrier { kTurn = 1, kMath = 3 };
 // A multiplying warpgroup's view of the ring.
 template <typename Tr>
 struct Multiplier {
-  // How many steps of 32 before its product's end a warpgroup lets the other one multiply.
-  static constexpr int kEarly = Tr::kTurns ? 1 : 0;
   static constexpr int kSteps = kDepth / 32;
 
   Ring<Tr>& ring;
@@ -242,12 +244,12 @@ struct Multiplier {
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        if (kEarly > 0 && i == kSteps - kEarly) wgmma_commit();
+        if (Tr::kEarly > 0 && i == kSteps - Tr::kEarly) wgmma_commit();
         wgmma_e4m3(d, moved(stage_a, h * kBlockBytes + 32 * i), moved(stage_b, 32 * i), i > 0);
       }
       wgmma_commit();
       if constexpr (Tr::kTurns) {
-        wgmma_wait<1>();
+        wgmma_wait<(Tr::kEarly > 0)>();
         named_barrier_arrive<256>(kTurn + (group ^ 1));
       }
       wgmma_wait<0>();
