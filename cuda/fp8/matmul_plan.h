@@ -20,10 +20,11 @@ inline Plan plan(const Fp8MatmulParams& p, int processors) {
     return p.batch * ceil_div(p.m, rows) * ceil_div(p.n, columns);
   };
   if (p.m <= 128 || 2 * tiles(128, 128) <= processors) {
-    // Blocks for three quarters of the places, two on a multiprocessor, with four blocks of K each.
+    // Five blocks for every four multiprocessors, which have two places each; four blocks of K or
+    // more in each.
     const int rows = p.m <= 64 ? 64 : 128;
     int parts = 1;
-    while (parts < 8 && 2 * tiles(rows, 128) * parts < 3 * processors &&
+    while (parts < 8 && 4 * tiles(rows, 128) * parts < 5 * processors &&
            ceil_div(p.k, int64_t{128}) >= 8 * parts) {
       parts *= 2;
     }

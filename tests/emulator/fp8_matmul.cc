@@ -30,9 +30,26 @@ cudaError_t few(const Fp8MatmulParams& p, cudaStream_t stream) {
   return launch_few<Tr>(p, kParts, stream);
 }
 
+// What 132 multiprocessors shall do.
+void expect(int64_t m, int64_t n, int64_t k, const Plan& want) {
+  const Plan got = plan({.batch = 1, .m = m, .n = n, .k = k}, 132);
+  const bool good = got.few == want.few && got.pair == want.pair && got.rows == want.rows &&
+                    got.parts == want.parts;
+  printf("%-4s plan of %lld %lld %lld\n", good ? "ok" : "BAD", (long long)m, (long long)n,
+         (long long)k);
+  failures += !good;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  expect(8192, 8192, 8192, {false, true, 256, 1});
+  expect(256, 7168, 7168, {false, true, 128, 1});
+  expect(100000, 128, 512, {false, false, 256, 1});
+  expect(16, 7168, 7168, {true, false, 64, 4});
+  expect(128, 24576, 1536, {true, false, 128, 1});
+  expect(256, 2112, 7168, {true, false, 128, 8});
+  expect(1, 128, 128, {true, false, 64, 1});
   size_t number = 0;
   const auto all = [&](const Case& c, auto launch) {
     for (const auto& options : emulator::schedules(argc, argv, number++)) run(c, options, launch);
