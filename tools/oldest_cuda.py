@@ -28,6 +28,14 @@ KERNELS = {
     "indexer/fwd.cuh": [
         "indexer::fwd_kernel<jax_dsa::indexer::Traits<jax_dsa::IndexerDType::kE4M3, 128, 64, true>>"
     ],
+    "masked_attention/bwd.cuh": [
+        f"masked_attention::bwd_kernel<jax_dsa::masked_attention::BwdTraits<{dims}, false>>"
+        for dims in ("jax_dsa::DType::kBF16, 192, 128", "jax_dsa::DType::kF16, 256, 256")
+    ],
+    "masked_attention/fwd.cuh": [
+        "masked_attention::fwd_kernel<jax_dsa::masked_attention::FwdTraits<"
+        "jax_dsa::DType::kBF16, 128, 128, true>>"
+    ],
     "sparse_mla/bwd.cuh": ["sparse_mla::bwd_kernel<576, false, true>"],
     "sparse_mla/bwd_order.cuh": ["sparse_mla::order_kernel"],
     "sparse_mla/bwd_pack.cuh": ["sparse_mla::pack_kernel"],
