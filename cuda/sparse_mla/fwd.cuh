@@ -67,9 +67,19 @@ __device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int n
   store_rows<DType::kBF16>(o, factor, stage, out, kSparseMlaValueDim, rows_left, 256);
 }
 
-// Warpgroup kSide. `Params` has `item_count` and `write_results`.
-template <int kD, int kSide, typename Params>
-__device__ void consume(const Params& p, Shared<kD>& shared) {
+// -inf in the scores of warpgroup kSide's tile that do not count; `valid` are those of its keys that
+// do.
+template <int kSide, typename Shared>
+__device__ __forceinline__ void hide_scores(const SparseMlaFwdParams&, const Shared&,
+                                            uint64_t valid, float (&s)[32]) {
+  hide_columns(s, valid);
+}
+
+// Warpgroup kSide. `Params` has a factor of scores, and functions which say what items there are
+// and what becomes of their scores and results: `first_item`, `item_step`, `item_count`,
+// `lazy_margin`, `hide_scores`, `write_results`.
+template <int kD, int kSide, typename Params, typename Notes>
+__device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int row = warp * 16 + lane / 4;
   const float scale_log2 = p.scale * kLog2E;
@@ -130,7 +140,9 @@ __device__ void consume(const Params& p, Shared<kD>& shared) {
   // The owner's P, to registers and to shared memory. Returns whether the accumulator must be
   // scaled by `factor`.
   const auto own_softmax = [&](bool last, auto between, auto before_store) {
-    const bool moved = softmax(s, valid, scale_log2, rows, probabilities, factor, between);
+    hide_scores<kSide>(p, shared, valid, s);
+    const bool moved =
+        softmax(s, scale_log2, lazy_margin(p), rows, probabilities, factor, between);
     before_store();
     // P replaces keys, which the scores of all four warps must have used.
     if constexpr (kD > 512) named_barrier_sync<128>(kEvenScored + kSide);
@@ -207,12 +219,12 @@ __device__ void consume(const Params& p, Shared<kD>& shared) {
     previous = -1;
   };
 
-  for (int number = blockIdx.x;; number += gridDim.x) {
+  for (int number = first_item(p);; number += item_step(p)) {
     int tiles = 0;
     if (number < items) {
       mbarrier_wait(&shared.q_full, item_parity);
       item_parity ^= 1;
-      tiles = shared.tiles;
+      tiles = shared.notes.tiles;
       if (tiles <= kSide) arrive(&shared.q_free);
     }
     if (tiles <= kSide) write_previous();
@@ -265,8 +277,8 @@ __device__ void consume(const Params& p, Shared<kD>& shared) {
   }
 }
 
-template <int kD>
-__device__ void initialise(Shared<kD>& shared) {
+template <int kD, typename Notes>
+__device__ void initialise(Shared<kD, Notes>& shared) {
   if (threadIdx.x == 0) {
     mbarrier_init(&shared.q_full, 128 + 1);
     mbarrier_init(&shared.q_free, 8);

@@ -42,7 +42,7 @@ struct alignas(1024) FewShared {
   uint8_t probabilities[kN * 128];
   float exchange[4][kN];  // between the warps that multiply
   ValidRows valid[2];     // of even and odd tiles
-  int tiles;              // of the item whose Q is here
+  Tiles notes;
   uint64_t q_full, q_free;
   uint64_t valid_full[2];
   uint64_t full[kRing], free[kRing];
@@ -232,7 +232,7 @@ __device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
   for (int number = blockIdx.x; number < items; number += gridDim.x) {
     mbarrier_wait(&shared.q_full, item_parity);
     item_parity ^= 1;
-    const int tiles = shared.tiles;
+    const int tiles = shared.notes.tiles;
     if (tiles == 0) arrive(&shared.q_free);
 #pragma unroll
     for (int i = 0; i < kMine; ++i) columns.reference[i] = -INFINITY, columns.sum[i] = 0.f;

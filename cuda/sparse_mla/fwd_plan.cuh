@@ -25,7 +25,13 @@ enum NamedBarrier {
   kEvenScored,     // the even tile's scores have used its keys; an odd tile's: the next number
 };
 
-template <int kD>
+// What the producer tells of an item.
+struct Tiles {
+  int tiles;  // of the item whose Q is here
+};
+
+// `Notes` has what `Tiles` has.
+template <int kD, typename Notes = Tiles>
 struct alignas(1024) Shared {
   uint8_t q[kD / 64][kBlockBytes];
   uint8_t keys[2][kKeyBlocks][kBlockBytes];
@@ -33,7 +39,7 @@ struct alignas(1024) Shared {
   float2 sum[2][128];          // by owner, of every thread; written with an item's last tiles
   uint8_t stage[8][1024];      // each warp's, for its output
   ValidRows valid[2];          // by tile parity
-  int tiles;                   // of the item whose Q is here
+  Notes notes;
   uint64_t q_full, q_free;
   // By tile parity, and
   uint64_t key_full[2][2];  // the owner's half of the value columns; all columns
@@ -60,5 +66,12 @@ struct Item {
 __host__ __device__ inline int64_t item_count(const SparseMlaFwdParams& p) {
   return p.batch * p.queries * p.groups * ceil_div(p.heads / p.groups, kHeads);
 }
+
+// A block takes the items first_item, first_item + item_step, ... below item_count.
+__device__ inline int first_item(const SparseMlaFwdParams&) { return blockIdx.x; }
+__device__ inline int item_step(const SparseMlaFwdParams&) { return gridDim.x; }
+
+// How far, in log2 units, scores may exceed their row's reference before it moves.
+__device__ constexpr float lazy_margin(const SparseMlaFwdParams&) { return kLazyMargin; }
 
 }  // namespace jax_dsa::sparse_mla

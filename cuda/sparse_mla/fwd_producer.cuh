@@ -15,7 +15,7 @@ __device__ __forceinline__ void begin_item(Shared& shared, uint32_t item_parity,
                                            Copy copy_queries) {
   mbarrier_wait(&shared.q_free, item_parity ^ 1);
   if (threadIdx.x % 128 == 0) {
-    shared.tiles = tiles;
+    shared.notes.tiles = tiles;
     mbarrier_arrive(&shared.q_full);
   }
   if (tiles > 0) copy_queries();

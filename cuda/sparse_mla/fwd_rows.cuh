@@ -52,13 +52,8 @@ __device__ __forceinline__ void scale_rows(float (&o)[128], const float (&factor
   for (int i = 0; i < 128; ++i) o[i] *= factor[i / 2 % 2];
 }
 
-// Turns a tile's scores into probabilities, as operands of the next product. Advances `rows`; where
-// this moved a reference of the warp's rows, returns true and gives the factor that the accumulator
-// needs. Calls `between` halfway.
-template <typename F>
-__device__ __forceinline__ bool softmax(float (&s)[32], uint64_t valid, float scale_log2,
-                                        Rows& rows, uint32_t (&probabilities)[4][4],
-                                        float (&factor)[2], F between) {
+// -inf in the columns of a tile's scores that do not count.
+__device__ __forceinline__ void hide_columns(float (&s)[32], uint64_t valid) {
   if (valid != ~uint64_t{0}) {
     const int column = threadIdx.x % 4 * 2;
     const uint32_t low = static_cast<uint32_t>(valid) >> column;
@@ -69,6 +64,15 @@ __device__ __forceinline__ bool softmax(float (&s)[32], uint64_t valid, float sc
       if (!(bits >> (i / 4 % 4 * 8 + i % 2) & 1)) s[i] = -INFINITY;
     }
   }
+}
+
+// Turns a tile's scores into probabilities, as operands of the next product. Advances `rows`; where
+// this moved a reference of the warp's rows, returns true and gives the factor that the accumulator
+// needs. Calls `between` halfway.
+template <typename F>
+__device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float margin, Rows& rows,
+                                        uint32_t (&probabilities)[4][4], float (&factor)[2],
+                                        F between) {
   float top[4];  // by i % 4, for instructions that need not wait for each other
 #pragma unroll
   for (int i = 0; i < 4; ++i) top[i] = s[i];
@@ -81,7 +85,7 @@ __device__ __forceinline__ bool softmax(float (&s)[32], uint64_t valid, float sc
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
     m *= scale_log2;
-    to[r] = m > rows.reference[r] + kLazyMargin ? m : rows.reference[r];
+    to[r] = m > rows.reference[r] + margin ? m : rows.reference[r];
   }
   const bool moved = __any_sync(~0u, to[0] != rows.reference[0] || to[1] != rows.reference[1]);
   if (moved) rows.move(to, factor);
