@@ -32,20 +32,42 @@ namespace jax_dsa::sparse_mla {
 inline constexpr int kFewThreads = 256;  // two warpgroups
 inline constexpr int kFewBlocks = 2;     // of a multiprocessor
 inline constexpr int kFewConsumers = 1;  // named barrier of warpgroup 0
-inline constexpr int kValueBlocks = kSparseMlaValueDim / 64;
 
-template <int kD, int kN>
+// kN heads; values are the first kE of a key's kD dimensions, or if they lie apart, rows of kE.
+template <int kD_, int kN_, int kE_ = kSparseMlaValueDim, bool kApart_ = false>
+struct FewTraits {
+  static constexpr int kD = kD_, kN = kN_, kE = kE_;
+  static constexpr bool kApart = kApart_;
+  static constexpr int kScored = kD / 64;  // blocks of a tile that the scores use, its first ones
+  static constexpr int kValues = kE / 64;  // ... that hold values, its last ones
+  static constexpr int kLead = kApart ? kScored : kScored - kValues;  // ... before the values
+  static constexpr int kBlocks = kLead + kValues;
+  // As many as two blocks of a multiprocessor have room for, beside Q, P and 1 KiB.
+  static constexpr int kRing =
+      ((kMaxSharedBytes + kReservedSharedBytes) / kFewBlocks - kReservedSharedBytes - 1024 -
+       (kScored + 1) * kN * 128) /
+      kBlockBytes;
+  // Tiles whose bits are kept: that a block of the ring is free again means that the bits of the
+  // tile so many before have been read.
+  static constexpr int kBits = ceil_div(kRing, kBlocks) < 2 ? 2 : ceil_div(kRing, kBlocks);
+
+  // The columns of a tile's i-th scored block.
+  __host__ __device__ static constexpr int columns(int i) {
+    return kApart ? i : (i + kValues) % kScored;
+  }
+};
+
+template <typename Tr, typename Notes = Tiles>
 struct alignas(1024) FewShared {
-  static constexpr int kRing = kN == 16 ? 11 : 9;
-  uint8_t q[kD / 64][kN * 128];
-  uint8_t ring[kRing][kBlockBytes];
-  uint8_t probabilities[kN * 128];
-  float exchange[4][kN];  // between the warps that multiply
-  ValidRows valid[2];     // of even and odd tiles
-  Tiles notes;
+  uint8_t q[Tr::kScored][Tr::kN * 128];
+  uint8_t ring[Tr::kRing][kBlockBytes];
+  uint8_t probabilities[Tr::kN * 128];
+  float exchange[4][Tr::kN];  // between the warps that multiply
+  ValidRows valid[Tr::kBits];
+  Notes notes;
   uint64_t q_full, q_free;
-  uint64_t valid_full[2];
-  uint64_t full[kRing], free[kRing];
+  uint64_t valid_full[Tr::kBits];
+  uint64_t full[Tr::kRing], free[Tr::kRing];
 };
 
 // State of a thread's heads: columns c and c + 1 of every eight, c = lane % 4 * 2.
@@ -59,6 +81,16 @@ struct Columns {
   __device__ static constexpr int of(int element) { return element / 4 * 2 + element % 2; }
   __device__ static int head(int i) {
     return i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
+  }
+};
+
+// Which of this thread's rows of a tile count.
+struct CountingRows {
+  bool counts[2];
+
+  __device__ CountingRows(const ValidRows& valid, int warp, int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) counts[r] = valid.bytes[warp * 2 + r] >> (lane / 4) & 1;
   }
 };
 
@@ -98,10 +130,25 @@ __device__ __forceinline__ uint32_t transposed_place(uint32_t block) {
   return block + row * 128 + (chunk ^ row % 8) * 16;
 }
 
-template <int kD, int kN>
+template <typename Shared>
+__device__ __forceinline__ CountingRows counting_rows(const SparseMlaFwdParams&,
+                                                      const Shared& shared, int slot, int warp,
+                                                      int lane) {
+  return CountingRows(shared.valid[slot], warp, lane);
+}
+// Scores in log2 units, -inf for those that do not count.
+template <int kN>
+__device__ __forceinline__ void hide_scores(const SparseMlaFwdParams&, const CountingRows& rows,
+                                            float scale_log2, float (&s)[kN]) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) s[i] = rows.counts[i / 2 % 2] ? s[i] * scale_log2 : -INFINITY;
+}
+
+template <typename Tr, typename Notes>
 __device__ void write_few(const SparseMlaFwdParams& p, int number, int tiles,
-                          const float (&o)[kValueBlocks][kN / 2], Columns<kN>& columns,
-                          FewShared<kD, kN>& shared) {
+                          const float (&o)[Tr::kValues][Tr::kN / 2], Columns<Tr::kN>& columns,
+                          FewShared<Tr, Notes>& shared) {
+  constexpr int kN = Tr::kN;
   constexpr int kMine = Columns<kN>::kHeadsOfThread;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const Item item(p, number);
@@ -136,7 +183,7 @@ __device__ void write_few(const SparseMlaFwdParams& p, int number, int tiles,
   auto* out = static_cast<__nv_bfloat16*>(p.out) + (first + row) * kSparseMlaValueDim + warp * 16 +
               half * 8;
 #pragma unroll
-  for (int m = 0; m < kValueBlocks; ++m) {
+  for (int m = 0; m < Tr::kValues; ++m) {
     uint32_t packed[kN / 4];
 #pragma unroll
     for (int i = 0; i < kN / 2; i += 2) {
@@ -155,11 +202,21 @@ __device__ void write_few(const SparseMlaFwdParams& p, int number, int tiles,
   }
 }
 
-template <int kD, int kN>
-__device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shared) {
-  constexpr int kBlocks = kD / 64, kLead = kBlocks - kValueBlocks;
+// Calls free(pair) when the products of that pair of blocks are done, of the last kPending + 1.
+template <int kPending, int kPairs, typename F>
+__device__ __forceinline__ void free_in_turn(F free) {
+  wgmma_wait<kPending>();
+  free(kPairs - 1 - kPending);
+  if constexpr (kPending > 0) free_in_turn<kPending - 1, kPairs>(free);
+}
+
+// See `consume` in fwd.cuh; here `counting_rows`, `hide_scores` and `write_few` say what becomes of
+// scores and results.
+template <typename Tr, typename Params, typename Notes>
+__device__ void consume_few(const Params& p, FewShared<Tr, Notes>& shared) {
+  constexpr int kN = Tr::kN, kValues = Tr::kValues, kLead = Tr::kLead, kBlocks = Tr::kBlocks;
   constexpr int kMine = Columns<kN>::kHeadsOfThread;
-  using Place = RingPlace<FewShared<kD, kN>::kRing>;
+  using Place = RingPlace<Tr::kRing>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const float scale_log2 = p.scale * kLog2E;
   const int items = item_count(p);
@@ -169,11 +226,11 @@ __device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
   const uint64_t values = mn_major_descriptor(smem_address(shared.ring), kBlockBytes);
   const uint32_t own_part = transposed_place(smem_address(shared.probabilities));
 
-  float o[kValueBlocks][kN / 2] = {};
+  float o[kValues][kN / 2] = {};
   float s[kN / 2];
   Columns<kN> columns;
   Place at;                                        // of the next tile's first block
-  Place last = {FewShared<kD, kN>::kRing - 1, 1};  // of the last one's last
+  Place last = {Tr::kRing - 1, 1};  // of the last one's last
   uint32_t item_parity = 0, tile_number = 0;
 
   const auto arrive = [&](uint64_t* barrier) {
@@ -193,7 +250,7 @@ __device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int mine = Columns<kN>::of(i + j);
-        exceeds |= s[i + j] > columns.reference[mine] + kLazyMargin;
+        exceeds |= s[i + j] > columns.reference[mine] + lazy_margin(p);
         x[j] = exp2_approx(s[i + j] - Rows::finite(columns.reference[mine]));
         sum[mine] += x[j];
       }
@@ -217,19 +274,19 @@ __device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const float from = columns.reference[i];
-      const float to = top[i] > from + kLazyMargin ? top[i] : from;
+      const float to = top[i] > from + lazy_margin(p) ? top[i] : from;
       factor[i] = exp2_approx(from - Rows::finite(to));
       columns.sum[i] *= factor[i];
       columns.reference[i] = to;
     }
 #pragma unroll
-    for (int m = 0; m < kValueBlocks; ++m) {
+    for (int m = 0; m < kValues; ++m) {
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) o[m][i] *= factor[Columns<kN>::of(i)];
     }
   };
 
-  for (int number = blockIdx.x; number < items; number += gridDim.x) {
+  for (int number = first_item(p); number < items; number += item_step(p)) {
     mbarrier_wait(&shared.q_full, item_parity);
     item_parity ^= 1;
     const int tiles = shared.notes.tiles;
@@ -238,19 +295,16 @@ __device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
     for (int i = 0; i < kMine; ++i) columns.reference[i] = -INFINITY, columns.sum[i] = 0.f;
 
     for (int tile = 0; tile < tiles; ++tile, ++tile_number) {
-      const uint32_t parity = tile_number % 2;
-      mbarrier_wait(&shared.valid_full[parity], tile_number / 2 % 2);
-      bool valid[2];  // this thread's rows
+      const uint32_t slot = tile_number % Tr::kBits;
+      mbarrier_wait(&shared.valid_full[slot], tile_number / Tr::kBits % 2);
+      const auto rows = counting_rows(p, shared, slot, warp, lane);
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
-        valid[r] = shared.valid[parity].bytes[warp * 2 + r] >> (lane / 4) & 1;
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
+      for (int i = 0; i < Tr::kScored; ++i) {
         const Place place = at + i;
         mbarrier_wait(&shared.full[place.index], place.parity);
         wgmma_fence();
         const uint64_t a = keys + place.index * (kBlockBytes / 16);
-        const uint64_t b = q + (i < kLead ? kValueBlocks : i - kLead) * (kN * 128 / 16);
+        const uint64_t b = q + Tr::columns(i) * (kN * 128 / 16);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           wgmma_bf16<kKMajor, kKMajor>(s, a + k * 2, b + k * 2, i > 0 || k > 0);
@@ -263,8 +317,7 @@ __device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
 #pragma unroll
       for (int i = 0; i < kLead; ++i) arrive(&shared.free[(at + i).index]);
 
-#pragma unroll
-      for (int i = 0; i < kN / 2; ++i) s[i] = valid[i / 2 % 2] ? s[i] * scale_log2 : -INFINITY;
+      hide_scores(p, rows, scale_log2, s);
       // All four warps have multiplied with the last tile's P.
       mbarrier_wait(&shared.free[last.index], last.parity);
       float sum[kMine];
@@ -277,40 +330,35 @@ __device__ void consume_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
 
       wgmma_fence();
 #pragma unroll
-      for (int m = 0; m < kValueBlocks; ++m) {
+      for (int m = 0; m < kValues; ++m) {
         const uint64_t v = values + (at + (kLead + m)).index * (kBlockBytes / 16);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           wgmma_bf16<kMNMajor, kKMajor>(o[m], v + k * (16 * 128 / 16), probabilities + k * 2,
                                         tile > 0 || k > 0);
         }
-        if (m % 2 == 1) wgmma_commit();
+        if (m % 2 == 1 || m + 1 == kValues) wgmma_commit();
       }
-      const auto free = [&](int pair) {
-        arrive(&shared.free[(at + (kLead + pair * 2)).index]);
-        arrive(&shared.free[(at + (kLead + pair * 2 + 1)).index]);
-      };
-      wgmma_wait<3>();
-      free(0);
-      wgmma_wait<2>();
-      free(1);
-      wgmma_wait<1>();
-      free(2);
-      wgmma_wait<0>();
+      constexpr int kPairs = ceil_div(kValues, 2);
+      free_in_turn<kPairs - 1, kPairs>([&](int pair) {
+        if (pair == kPairs - 1) {
 #pragma unroll
-      for (int m = 0; m < kValueBlocks; ++m) wgmma_pin(o[m]);
-      free(3);
+          for (int m = 0; m < kValues; ++m) wgmma_pin(o[m]);
+        }
+        arrive(&shared.free[(at + (kLead + pair * 2)).index]);
+        if (pair * 2 + 1 < kValues) arrive(&shared.free[(at + (kLead + pair * 2 + 1)).index]);
+      });
       last = at + (kBlocks - 1);
       at = at + kBlocks;
     }
     mbarrier_wait(&shared.free[last.index], last.parity);
-    write_few<kD, kN>(p, number, tiles, o, columns, shared);
+    write_few(p, number, tiles, o, columns, shared);
   }
 }
 
-template <int kD, int kN>
-__device__ void produce_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shared) {
-  constexpr int kBlocks = kD / 64, kLead = kBlocks - kValueBlocks;
+template <typename Tr>
+__device__ void produce_few(const SparseMlaFwdParams& p, FewShared<Tr>& shared) {
+  constexpr int kD = Tr::kD, kN = Tr::kN, kBlocks = Tr::kBlocks;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last(), drop = l2_policy_evict_first();
@@ -318,7 +366,7 @@ __device__ void produce_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
   const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // whose index this lane reads
   const uint32_t ring = smem_address(shared.ring);
   Gather gather(warp, sub, chunk);
-  RingPlace<FewShared<kD, kN>::kRing> at;
+  RingPlace<Tr::kRing> at;
   uint32_t item_parity = 0, tile_number = 0;
 
   for (int number = blockIdx.x; number < items; number += gridDim.x, item_parity ^= 1) {
@@ -352,15 +400,12 @@ __device__ void produce_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
         mbarrier_wait(&shared.free[at.index], at.parity ^ 1);
-        // The ring has less than two tiles: that the last but one has freed a block means that
-        // its bits have been read.
         if (i == 0 && lane == 0) {
-          const uint32_t parity = tile_number % 2;
-          shared.valid[parity].set(warp, bits);
-          mbarrier_arrive(&shared.valid_full[parity]);
+          const uint32_t slot = tile_number % Tr::kBits;
+          shared.valid[slot].set(warp, bits);
+          mbarrier_arrive(&shared.valid_full[slot]);
         }
-        gather.copy_block(ring + at.index * kBlockBytes, 0, i < kLead ? kValueBlocks : i - kLead,
-                          keep);
+        gather.copy_block(ring + at.index * kBlockBytes, 0, Tr::columns(i), keep);
         cp_async_arrive(&shared.full[at.index]);
         at = at + 1;
       }
@@ -368,12 +413,8 @@ __device__ void produce_few(const SparseMlaFwdParams& p, FewShared<kD, kN>& shar
   }
 }
 
-template <int kD, int kN>
-__global__ void __launch_bounds__(kFewThreads, kFewBlocks)
-    fwd_few_kernel(const __grid_constant__ SparseMlaFwdParams p) {
-  constexpr int kConsumer = 192, kProducer = 64;
-  static_assert(registers_fit(kFewBlocks, 1, kConsumer, kProducer));
-  auto& shared = dynamic_shared<FewShared<kD, kN>>();
+template <typename Tr, typename Notes>
+__device__ void initialise(FewShared<Tr, Notes>& shared) {
   if (threadIdx.x == 0) {
     mbarrier_init(&shared.q_full, 128 + 1);
     mbarrier_init(&shared.q_free, 4);
@@ -383,12 +424,21 @@ __global__ void __launch_bounds__(kFewThreads, kFewBlocks)
     mbarrier_init_fence();
   }
   __syncthreads();
+}
+
+template <int kD, int kN>
+__global__ void __launch_bounds__(kFewThreads, kFewBlocks)
+    fwd_few_kernel(const __grid_constant__ SparseMlaFwdParams p) {
+  constexpr int kConsumer = 192, kProducer = 64;
+  static_assert(registers_fit(kFewBlocks, 1, kConsumer, kProducer));
+  auto& shared = dynamic_shared<FewShared<FewTraits<kD, kN>>>();
+  initialise(shared);
   if (threadIdx.x / 128 == 0) {
     raise_registers<kConsumer>();
-    consume_few<kD, kN>(p, shared);
+    consume_few(p, shared);
   } else {
     lower_registers<kProducer>();
-    produce_few<kD, kN>(p, shared);
+    produce_few(p, shared);
   }
 }
 
