@@ -2,6 +2,8 @@
 // barriers, register budgets. wgmma has a header of its own.
 #pragma once
 
+#include <cuda_bf16.h>
+
 #include <cstdint>
 
 #include "common/types.h"
@@ -91,6 +93,13 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, int rank) 
       : "memory");
 }
 
+// So many arrivals.
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
 // Waits until the phase of the given parity has completed.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
@@ -120,6 +129,11 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
 __device__ __forceinline__ void cp_async_arrive(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier))
                : "memory");
+}
+
+// Waits until all cp.async of this thread have landed.
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 __device__ __forceinline__ uint64_t l2_policy_evict_first() {
@@ -249,6 +263,22 @@ __device__ __forceinline__ void store_16(void* to, const uint32_t (&x)[4], bool 
       "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
       "@p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(to),
       "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(int{valid})
+      : "memory");
+}
+
+// Two floats to global memory if `valid`, likewise: as they are, or as bf16.
+__device__ __forceinline__ void store_pair(float* to, float a, float b, bool valid) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.cs.v2.f32 [%0], {%1, %2};\n}\n" ::"l"(
+          to),
+      "f"(a), "f"(b), "r"(int{valid})
+      : "memory");
+}
+__device__ __forceinline__ void store_pair(__nv_bfloat16* to, float a, float b, bool valid) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b32 x;\nsetp.ne.b32 p, %3, 0;\n"
+      "cvt.rn.bf16x2.f32 x, %2, %1;\n@p st.global.cs.b32 [%0], x;\n}\n" ::"l"(to),
+      "f"(a), "f"(b), "r"(int{valid})
       : "memory");
 }
 

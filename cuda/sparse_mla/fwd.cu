@@ -11,9 +11,9 @@ namespace {
 template <int kD, int kN>
 cudaError_t launch_few(const SparseMlaFwdParams& p, cudaStream_t stream) {
   using Shared = sparse_mla::FewShared<sparse_mla::FewTraits<kD, kN>>;
-  return launch_persistent<Shared, sparse_mla::kFewBlocks>(
-      sparse_mla::fwd_few_kernel<kD, kN>, sparse_mla::item_count(p), sparse_mla::kFewThreads,
-      stream, p);
+  return launch_persistent<Shared, sparse_mla::kFewBlocks>(sparse_mla::fwd_few_kernel<kD, kN>,
+                                                           sparse_mla::item_count(p),
+                                                           sparse_mla::kFewThreads, stream, p);
 }
 
 template <int kD>

@@ -67,8 +67,8 @@ __device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int n
   store_rows<DType::kBF16>(o, factor, stage, out, kSparseMlaValueDim, rows_left, 256);
 }
 
-// -inf in the scores of warpgroup kSide's tile that do not count; `valid` are those of its keys that
-// do.
+// -inf in the scores of warpgroup kSide's tile that do not count; `valid` are those of its keys
+// that do.
 template <int kSide, typename Shared>
 __device__ __forceinline__ void hide_scores(const SparseMlaFwdParams&, const Shared&,
                                             uint64_t valid, float (&s)[32]) {
@@ -141,8 +141,7 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   // scaled by `factor`.
   const auto own_softmax = [&](bool last, auto between, auto before_store) {
     hide_scores<kSide>(p, shared, valid, s);
-    const bool moved =
-        softmax(s, scale_log2, lazy_margin(p), rows, probabilities, factor, between);
+    const bool moved = softmax(s, scale_log2, lazy_margin(p), rows, probabilities, factor, between);
     before_store();
     // P replaces keys, which the scores of all four warps must have used.
     if constexpr (kD > 512) named_barrier_sync<128>(kEvenScored + kSide);

@@ -43,13 +43,13 @@ struct FewTraits {
   static constexpr int kLead = kApart ? kScored : kScored - kValues;  // ... before the values
   static constexpr int kBlocks = kLead + kValues;
   // As many as two blocks of a multiprocessor have room for, beside Q, P and 1 KiB.
-  static constexpr int kRing =
-      ((kMaxSharedBytes + kReservedSharedBytes) / kFewBlocks - kReservedSharedBytes - 1024 -
-       (kScored + 1) * kN * 128) /
-      kBlockBytes;
-  // Tiles whose bits are kept: that a block of the ring is free again means that the bits of the
-  // tile so many before have been read.
-  static constexpr int kBits = ceil_div(kRing, kBlocks) < 2 ? 2 : ceil_div(kRing, kBlocks);
+  static constexpr int kRoom = ((kMaxSharedBytes + kReservedSharedBytes) / kFewBlocks -
+                                kReservedSharedBytes - 1024 - (kScored + 1) * kN * 128) /
+                               kBlockBytes;
+  static constexpr int kRing = kRoom < 12 ? kRoom : 12;
+  // Tiles whose bits are kept: when a tile's first block comes to the ring, a value block of the tile
+  // so many before has been used.
+  static constexpr int kBits = ceil_div(kRing + kLead, kBlocks);
 
   // The columns of a tile's i-th scored block.
   __host__ __device__ static constexpr int columns(int i) {
@@ -229,7 +229,7 @@ __device__ void consume_few(const Params& p, FewShared<Tr, Notes>& shared) {
   float o[kValues][kN / 2] = {};
   float s[kN / 2];
   Columns<kN> columns;
-  Place at;                                        // of the next tile's first block
+  Place at;                         // of the next tile's first block
   Place last = {Tr::kRing - 1, 1};  // of the last one's last
   uint32_t item_parity = 0, tile_number = 0;
 

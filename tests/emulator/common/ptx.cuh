@@ -47,6 +47,10 @@ inline void mbarrier_arrive(uint64_t* barrier) {
   --emulator::mbarrier(barrier).missing;
   emulator::mbarrier(barrier).settle();
 }
+inline void mbarrier_arrive(uint64_t* barrier, uint32_t arrivals) {
+  emulator::mbarrier(barrier).missing -= static_cast<int16_t>(arrivals);
+  emulator::mbarrier(barrier).settle();
+}
 inline void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
   emulator::mbarrier(barrier).bytes += bytes;
   mbarrier_arrive(barrier);
@@ -83,6 +87,12 @@ inline void cp_async_arrive(uint64_t* barrier) {
     for (const auto& copy : copies) copy();
     mbarrier_arrive(barrier);
   });
+  emulator::self().copies.clear();
+}
+
+// Those that have announced an arrival may still be on their way.
+inline void cp_async_wait() {
+  for (const auto& copy : emulator::self().copies) copy();
   emulator::self().copies.clear();
 }
 
@@ -157,6 +167,12 @@ inline float load_now(const float* from, bool valid, float otherwise) {
 }
 inline void store_16(void* to, const uint32_t (&x)[4], bool valid) {
   if (valid) memcpy(to, x, 16);
+}
+inline void store_pair(float* to, float a, float b, bool valid) {
+  if (valid) to[0] = a, to[1] = b;
+}
+inline void store_pair(__nv_bfloat16* to, float a, float b, bool valid) {
+  if (valid) to[0] = __float2bfloat16(a), to[1] = __float2bfloat16(b);
 }
 template <typename T>
 void load_shared_16(uint32_t from, T (&x)[4]) {

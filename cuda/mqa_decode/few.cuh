@@ -1,0 +1,194 @@
+// Decode attention of up to 32 rows, queries times heads, of a group at a time. The warpgroup that
+// multiplies, its shared memory and its barriers are those of sparse MLA's forward kernel for few
+// heads (sparse_mla/fwd_few.cuh), with keys as the rows of the products; values may lie apart from
+// the keys. Two blocks share a multiprocessor. What differs is which keys there are (plan.cuh), how
+// they come (tiles.cuh) and where results go: a piece's to the merge kernel, an item's that is
+// whole to `out`.
+#pragma once
+
+#include "mqa_decode/tiles.cuh"
+#include "sparse_mla/fwd_few.cuh"
+
+namespace jax_dsa::mqa_decode {
+
+inline constexpr int kFewThreads = sparse_mla::kFewThreads;
+inline constexpr int kFewBlocks = sparse_mla::kFewBlocks;
+
+template <typename Tr>
+using FewNotes = Notes<Tr::kBits, kFewThreads>;
+template <typename Tr>
+using FewShared = sparse_mla::FewShared<Tr, FewNotes<Tr>>;
+
+// Which of this thread's rows of a tile count, and where to look for whom.
+struct SeenRows : sparse_mla::CountingRows {
+  int slot;
+};
+template <typename Shared>
+__device__ __forceinline__ SeenRows counting_rows(const Work<Shared>&, const Shared& shared,
+                                                  int slot, int warp, int lane) {
+  return {{shared.valid[slot], warp, lane}, slot};
+}
+template <typename Shared, int kN>
+__device__ __forceinline__ void hide_scores(const Work<Shared>& w, const SeenRows& rows,
+                                            float scale_log2, float (&s)[kN]) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) s[i] = rows.counts[i / 2 % 2] ? s[i] * scale_log2 : -INFINITY;
+  const MixedTile tile = w.notes().mixed[rows.slot];
+  if (tile.key < 0) return;
+  using Columns = sparse_mla::Columns<kN * 2>;
+  const int warp = thread_index() / 32 % 4, lane = thread_index() % 32;
+  const int key = tile.key + warp * 16 + lane / 4;
+  const sparse_mla::CountingRows bad(w.notes().bad[rows.slot], warp, lane);
+#pragma unroll
+  for (int c = 0; c < Columns::kHeadsOfThread; ++c) {
+    const Range range(w.p, tile, Columns::head(c));
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      if (Columns::of(i) != c) continue;
+      const int r = i / 2 % 2;
+      if (!range.has(key + r * 8)) {
+        s[i] = -INFINITY;
+      } else if (bad.counts[r]) {
+        s[i] = NAN;
+      }
+    }
+  }
+}
+
+template <typename Shared, typename Tr>
+__device__ void write_few(const Work<Shared>& w, int number, int tiles,
+                          const float (&o)[Tr::kValues][Tr::kN / 2],
+                          sparse_mla::Columns<Tr::kN>& columns,
+                          sparse_mla::FewShared<Tr, FewNotes<Tr>>& shared) {
+  constexpr int kN = Tr::kN;
+  using Columns = sparse_mla::Columns<kN>;
+  const Decode& p = w.p;
+  const Piece piece = w.piece(number);
+  // Between two exchanges there must be another barrier, which only tiles have.
+  if (tiles > 0) {
+    sparse_mla::over_rows<kN>(columns.sum, shared.exchange, [](float a, float b) { return a + b; });
+  }
+  const int dim = thread_index() / 32 % 4 * 16 + thread_index() % 32 / 4;
+#pragma unroll
+  for (int c = 0; c < Columns::kHeadsOfThread; ++c) {
+    const int row = Columns::head(c);
+    if (piece.row + row >= p.rows) continue;
+    const int place = p.place(piece.batch, piece.group, piece.row + row);
+    const float factor =
+        end_row(p, piece, kN, row, place, columns.reference[c], columns.sum[c], threadIdx.x < 4);
+    const auto store = [&](auto* to) {
+#pragma unroll
+      for (int m = 0; m < Tr::kValues; ++m) {
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) {
+          if (Columns::of(i) != c) continue;
+          to[m * 64 + dim + i / 2 % 2 * 8] = factor == 0.f ? 0.f : o[m][i] * factor;
+        }
+      }
+    };
+    if (piece.slot >= 0 || p.top) {
+      store(row_of_floats(p, piece, kN, row, place));
+    } else {
+      store(static_cast<__nv_bfloat16*>(p.out) + int64_t{place} * Tr::kE);
+    }
+  }
+}
+
+template <typename Tr>
+__device__ void produce_few(const Decode& p, const CUtensorMap& k_map, const CUtensorMap& v_map,
+                            FewShared<Tr>& shared) {
+  constexpr int kBlocks = Tr::kBlocks;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const uint64_t drop = l2_policy_evict_first();
+  const bool leader = threadIdx.x % 128 == 0;
+  const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // whose place this lane looks up
+  const uint32_t ring = smem_address(shared.ring);
+  Gather gather(warp, lane / 8, lane % 8);
+  using Place = RingPlace<Tr::kRing>;
+  Place at;
+  RingPlace<Tr::kBits> bits_at;
+
+  for (Walk walk(p, shared.notes.share, Tr::kN); walk.next();) {
+    const Piece& piece = walk.piece;
+    const int tiles = walk.tiles;
+    const Keys keys(p, walk);
+    int page = keys.page(slot);
+    if (leader) shared.notes.pieces[walk.number % kPieces] = piece;
+    sparse_mla::begin_item(shared, walk.number % 2, tiles, [&] {
+      copy_queries<Tr::kD, Tr::kN>(p, piece, smem_address(shared.q), drop);
+    });
+
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int key = keys.first + tile * kTile, row = keys.row(tile * kTile + slot, page);
+      const bool by_all = keys.seen.by_all(key), mixed = !by_all && p.queries > 1;
+      const bool boxes = p.tuning.boxes && by_all && row >= 0;
+      if (tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
+      const uint32_t bits = aim(p, keys, piece, p.k, Tr::kD, row, gather);
+      const auto publish = [&] {
+        if (leader) shared.notes.mixed[bits_at.index] = {mixed ? key : -1, piece.batch, piece.row};
+        if (lane == 0) {
+          shared.valid[bits_at.index].set(warp, bits);
+          mbarrier_arrive(&shared.valid_full[bits_at.index]);
+        }
+      };
+      const Place start = at;
+#pragma unroll 1
+      for (int i = 0; i < kBlocks; ++i, at.advance()) {
+        const bool value = Tr::kApart && i >= Tr::kLead;
+        const int block = value ? i - Tr::kLead : Tr::columns(i);
+        uint64_t* const full = &shared.full[at.index];
+        if (Tr::kApart && i == Tr::kLead) aim(p, keys, piece, p.v, Tr::kE, row, gather);
+        mbarrier_wait(&shared.free[at.index], at.parity ^ 1);
+        if (i == 0 && !mixed) publish();
+        if (!boxes) {
+          gather.copy_block(ring + at.index * kBlockBytes, 0, block, drop);
+          if (!mixed) cp_async_arrive(full);
+        } else if (leader) {
+          mbarrier_arrive_expect(full, kBlockBytes);
+          mbarrier_arrive(full, 127);
+          tma_load(shared.ring[at.index], value ? &v_map : &k_map, full, block * 64, piece.group,
+                   row, p.batch_rows > 0 ? piece.batch : 0);
+        }
+      }
+      if (mixed) {
+        cp_async_wait();
+        uint32_t rows = 0;
+#pragma unroll 1
+        for (int i = Tr::kLead; i < kBlocks; ++i) {
+          rows |= drop_not_finite(gather, ring + (start + i).index * kBlockBytes);
+        }
+        const uint32_t bad = bits_of_rows(rows);
+        if (lane == 0) shared.notes.bad[bits_at.index].set(warp, bad);
+        fence_async_proxy();
+        publish();
+#pragma unroll 1
+        for (int i = 0; i < kBlocks; ++i) mbarrier_arrive(&shared.full[(start + i).index]);
+      }
+      bits_at.advance();
+    }
+  }
+}
+
+template <typename Tr>
+__global__ void __launch_bounds__(kFewThreads, kFewBlocks)
+    few_kernel(const __grid_constant__ Decode p, const __grid_constant__ CUtensorMap k_map,
+               const __grid_constant__ CUtensorMap v_map) {
+  constexpr int kConsumer = 192, kProducer = 64;
+  static_assert(registers_fit(kFewBlocks, 1, kConsumer, kProducer));
+  auto& shared = dynamic_shared<FewShared<Tr>>();
+  if (threadIdx.x == 0 && p.tuning.boxes) {
+    tma_prefetch_map(&k_map);
+    if (Tr::kApart) tma_prefetch_map(&v_map);
+  }
+  sparse_mla::initialise(shared);
+  find_share(p, shared.notes.scratch, shared.notes.share);
+  if (threadIdx.x / 128 == 0) {
+    raise_registers<kConsumer>();
+    sparse_mla::consume_few(Work<FewShared<Tr>>(p), shared);
+  } else {
+    lower_registers<kProducer>();
+    produce_few<Tr>(p, k_map, v_map, shared);
+  }
+}
+
+}  // namespace jax_dsa::mqa_decode

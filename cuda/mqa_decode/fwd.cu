@@ -1,0 +1,68 @@
+// Launcher of the mqa_decode kernels.
+
+#include "mqa_decode/few.cuh"
+#include "mqa_decode/launch.cuh"
+#include "mqa_decode/wide.cuh"
+
+namespace jax_dsa {
+namespace {
+
+template <int kD>
+cudaError_t launch_wide(const MqaDecodeParams& p, cudaStream_t stream) {
+  using namespace mqa_decode;
+  return launch<WideShared<kD>, 1>(wide_kernel<kD>, p, kWideRows, kBoxRows, kWideThreads, stream);
+}
+
+template <typename Tr>
+cudaError_t launch_few(const MqaDecodeParams& p, cudaStream_t stream) {
+  using namespace mqa_decode;
+  return launch<FewShared<Tr>, kFewBlocks>(few_kernel<Tr>, p, Tr::kN, kTile, kFewThreads, stream);
+}
+
+template <int kD, int kE, bool kApart>
+cudaError_t launch_rows(const MqaDecodeParams& p, cudaStream_t stream) {
+  switch (mqa_decode_rows(p.queries, p.heads, p.groups, p.dim)) {
+    case 16:
+      return launch_few<sparse_mla::FewTraits<kD, 16, kE, kApart>>(p, stream);
+    case 32:
+      return launch_few<sparse_mla::FewTraits<kD, 32, kE, kApart>>(p, stream);
+  }
+  if constexpr (kApart) {
+    return cudaErrorInvalidValue;
+  } else {
+    return launch_wide<kD>(p, stream);
+  }
+}
+
+bool valid(const MqaDecodeParams& p) {
+  if (p.groups <= 0 || p.heads % p.groups != 0 || !(p.scale > 0.f)) return false;
+  if (p.queries * p.batch * p.heads > INT32_MAX || p.keys > INT32_MAX - kTile) return false;
+  if (p.v ? p.value_dim != p.dim : p.value_dim != kSparseMlaValueDim) return false;
+  if (p.top && p.sinks) return false;
+  if (p.page_table == nullptr) return true;
+  return p.page_size > 0 && p.pages >= 0 && p.page_slots >= 0 &&
+         int64_t{p.pages} * p.page_size <= INT32_MAX &&
+         p.keys == int64_t{p.page_slots} * p.page_size && p.batch_rows == 0;
+}
+
+}  // namespace
+
+cudaError_t launch_mqa_decode(const MqaDecodeParams& p, cudaStream_t stream) {
+  if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
+  if (!valid(p)) return cudaErrorInvalidValue;
+  if (p.v == nullptr) {
+    if (p.dim == 576) return launch_rows<576, 512, false>(p, stream);
+    return p.dim == 512 ? launch_rows<512, 512, false>(p, stream) : cudaErrorInvalidValue;
+  }
+  switch (p.dim) {
+    case 64:
+      return launch_rows<64, 64, true>(p, stream);
+    case 128:
+      return launch_rows<128, 128, true>(p, stream);
+    case 256:
+      return launch_rows<256, 256, true>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jax_dsa

@@ -1,0 +1,230 @@
+// Who does what in the mqa_decode kernels.
+//
+// An item is a request, a group and a pass: its tiles of 64 keys, and so many row tiles at a time
+// as a team has blocks. All items in order, each of its tiles and kItemCost, are cut into equal
+// shares, one a team; the blocks of a team have the same share, each another row tile, and so read
+// the same keys at the same time. Each block adds up the requests' tiles itself, from the lengths
+// that are on the device: that takes microseconds, another kernel before would take longer.
+//
+// What a share has of an item is a piece. Pieces that are not whole leave results for the merge
+// kernel: of each block at most two, the end of an item that an earlier team began and the
+// beginning of one that a later team ends. Where whole items fit the teams nearly as well, none is
+// cut.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <cstdint>
+
+#include "common/ptx.cuh"
+#include "common/tile.cuh"
+#include "common/types.h"
+#include "mqa_decode/mqa_decode.h"
+
+namespace jax_dsa::mqa_decode {
+
+inline constexpr int kItemCost = 2;  // in tiles: until an item's first keys are there, and its end
+inline constexpr int kMaxMembers = 8;
+inline constexpr int kMaxTeams = 2 * kMostProcessors;
+
+// The parameters, and what the launcher derives from them.
+struct Decode : MqaDecodeParams {
+  int per_group;  // heads
+  int rows;       // of a group: queries, and in each its heads
+  int members, passes, teams;
+
+  Decode(const MqaDecodeParams& p, int tile_rows, int blocks) : MqaDecodeParams(p) {
+    per_group = heads / groups;
+    rows = static_cast<int>(p.queries) * per_group;
+    const int tiles = ceil_div(rows, tile_rows);
+    const auto items_a_time = [&](int n) { return double(blocks / n) / ceil_div(tiles, n); };
+    double best = 0;
+    members = 1;
+    for (int n = 1; n <= std::min({tiles, kMaxMembers, blocks}); ++n) {
+      // The keys of a larger team are read less often.
+      if (items_a_time(n) >= 0.95 * best) members = n;
+      best = std::max(best, items_a_time(n));
+    }
+    passes = ceil_div(tiles, members);
+    teams = blocks / members;
+  }
+
+  __device__ int team() const { return blockIdx.x / members; }
+  __device__ int member() const { return blockIdx.x % members; }
+  // Where a row of a group lies among [batch, queries, heads].
+  __device__ int place(int batch, int group, int row) const {
+    const int query = row / per_group, head = group * per_group + row - query * per_group;
+    return (batch * static_cast<int>(queries) + query) * heads + head;
+  }
+};
+
+// The keys that some of a request's queries see, low..high-1, and those that all do.
+struct Seen {
+  int low = INT_MAX, high = 0;
+  int low_of_all = 0, high_of_all = INT_MAX;
+
+  __device__ void add(const Decode& p, int64_t token) {
+    const int start = max(__ldg(p.starts + token), 0);
+    const int end = min(__ldg(p.ends + token), static_cast<int>(p.keys));
+    if (start < end) {
+      low = min(low, start);
+      high = max(high, end);
+    }
+    low_of_all = max(low_of_all, start);
+    high_of_all = min(high_of_all, end);
+  }
+  __device__ int first() const { return low < high ? low / kTile * kTile : 0; }
+  __device__ int tiles() const { return low < high ? ceil_div(high - first(), kTile) : 0; }
+  // Of the tile from `key` on.
+  __device__ bool by_all(int key) const { return low_of_all <= key && key <= high_of_all - kTile; }
+};
+
+// By a thread; or, faster, by a whole warp.
+__device__ inline Seen seen_by_thread(const Decode& p, int64_t batch) {
+  Seen x;
+  for (int t = 0; t < p.queries; ++t) x.add(p, batch * p.queries + t);
+  return x;
+}
+__device__ inline Seen seen_by_warp(const Decode& p, int64_t batch) {
+  Seen x;
+  for (int t = threadIdx.x % 32; t < p.queries; t += 32) x.add(p, batch * p.queries + t);
+  x.low = __reduce_min_sync(~0u, x.low);
+  x.high = __reduce_max_sync(~0u, x.high);
+  x.low_of_all = __reduce_max_sync(~0u, x.low_of_all);
+  x.high_of_all = __reduce_min_sync(~0u, x.high_of_all);
+  return x;
+}
+
+// Of an item of this request.
+__device__ inline int cost(const Seen& x) { return kItemCost + x.tiles(); }
+
+// A place in the order of all work.
+struct Position {
+  int item;
+  int before;  // how much of the item's cost comes before
+};
+
+// A team's share.
+struct Share {
+  Position first, last;
+  int work;
+  int whole;  // what every item is taken to cost so that none is cut; or 0
+
+  __device__ int pieces() const { return work > 0 ? last.item - first.item + 1 : 0; }
+};
+
+template <int kThreads>
+struct ShareScratch {
+  int sums[kThreads / 32], tops[kThreads / 32];
+};
+
+// Finds this block's share, and if its last item is cut there and begins with it, writes down for
+// the merge kernel which item it is and of how many parts. Called by all threads; `scratch` may be
+// used for other things afterwards.
+template <int kThreads>
+__device__ void find_share(const Decode& p, ShareScratch<kThreads>& scratch, Share& share) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int batch = static_cast<int>(p.batch), per_request = p.groups * p.passes;
+  const int chunk = ceil_div(batch, kThreads);
+  const int first = min(chunk * static_cast<int>(threadIdx.x), batch),
+            last = min(first + chunk, batch);
+  int own = 0, top = 0;
+  for (int b = first; b < last; ++b) {
+    const int its = cost(seen_by_thread(p, b));
+    own += its * per_request;
+    top = max(top, its);
+  }
+  int up_to = inclusive_scan(own);
+  top = __reduce_max_sync(~0u, top);
+  if (lane == 31) scratch.sums[warp] = up_to, scratch.tops[warp] = top;
+  __syncthreads();
+  up_to -= own;
+  int total = 0;
+  for (int i = 0; i < kThreads / 32; ++i) {
+    if (i < warp) up_to += scratch.sums[i];
+    total += scratch.sums[i];
+    top = max(top, scratch.tops[i]);
+  }
+  int each = total / p.teams, more = total % p.teams;  // `more` teams have one more
+  const int items = batch * per_request, items_a_team = ceil_div(items, p.teams);
+  const bool whole = int64_t{items_a_team} * top <= each + p.tuning.merge_cost;
+  if (whole) {
+    own = (last - first) * per_request * top;
+    up_to = first * per_request * top;
+    total = items * top;
+    each = items_a_team * top;
+    more = 0;
+  }
+  const int team = p.team();
+  const int begin = min(each * team + min(team, more), total);
+  const int end = min(begin + each + (team < more ? 1 : 0), total);
+  if (threadIdx.x == 0) {
+    share.work = end - begin;
+    share.whole = whole ? top : 0;
+    if (p.member() == 0) p.cuts[team] = make_int2(0, 0);
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const int at = i == 0 ? begin : end - 1;
+    if (begin == end || at < up_to || at >= up_to + own) continue;
+    int b = first, before = up_to, its;
+    for (;; ++b, before += its * per_request) {
+      its = whole ? top : cost(seen_by_thread(p, b));
+      if (at < before + its * per_request) break;
+    }
+    const int item = (at - before) / its, item_begin = before + item * its;
+    (i == 0 ? share.first : share.last) = {b * per_request + item, at - item_begin};
+    const int item_end = item_begin + its;
+    if (i == 1 && p.member() == 0 && item_begin >= begin && item_end > end) {
+      const int longer = more * (each + 1), rest = item_end - 1 - longer;
+      const int last_team = rest < 0 ? (item_end - 1) / (each + 1) : more + rest / each;
+      p.cuts[team] = make_int2(b * per_request + item, last_team - team + 1);
+    }
+  }
+  __syncthreads();
+}
+
+// What consumers have to know of a piece.
+struct Piece {
+  int batch, group, row;  // the first of its row tile
+  int slot;               // for its partial results; -1: they are final
+};
+// Results are written after the next pieces' keys have come.
+inline constexpr int kPieces = 4;
+
+// The pieces of a block's share; by a whole warp.
+struct Walk {
+  const Decode& p;
+  const Share& share;
+  int tile_rows;
+  int number = -1;  // of the piece
+  int left;
+  Seen seen;
+  Piece piece;
+  int first, tiles;  // the piece's first key and its tiles
+
+  __device__ Walk(const Decode& p, const Share& share, int tile_rows)
+      : p(p), share(share), tile_rows(tile_rows), left(share.work) {}
+
+  __device__ bool next() {
+    if (left <= 0) return false;
+    const int item = share.first.item + ++number;
+    const int per_request = p.groups * p.passes, batch = item / per_request;
+    const int rest = item - batch * per_request, group = rest / p.passes;
+    const int row = ((rest - group * p.passes) * p.members + p.member()) * tile_rows;
+    if (number == 0 || batch != piece.batch) seen = seen_by_warp(p, batch);
+    const int begin = number == 0 ? share.first.before : 0;
+    const int all = share.whole ? share.whole : cost(seen);
+    const int stop = left < all - begin ? begin + left : all;
+    left -= stop - begin;
+    const bool final = begin == 0 && stop == all;
+    piece = {batch, group, row, final ? -1 : static_cast<int>(blockIdx.x) * 2 + (begin == 0)};
+    const int from = max(begin - kItemCost, 0);
+    first = seen.first() + from * kTile;
+    tiles = row < p.rows ? max(min(stop - kItemCost, seen.tiles()) - from, 0) : 0;
+    return true;
+  }
+};
+
+}  // namespace jax_dsa::mqa_decode
