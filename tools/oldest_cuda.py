@@ -36,6 +36,12 @@ KERNELS = {
         "masked_attention::fwd_kernel<jax_dsa::masked_attention::FwdTraits<"
         "jax_dsa::DType::kBF16, 128, 128, true>>"
     ],
+    "mqa_decode/few.cuh": [
+        "mqa_decode::few_kernel<jax_dsa::sparse_mla::FewTraits<576, 16>>",
+        "mqa_decode::few_kernel<jax_dsa::sparse_mla::FewTraits<128, 32, 128, true>>",
+    ],
+    "mqa_decode/merge.cuh": ["mqa_decode::merge_kernel"],
+    "mqa_decode/wide.cuh": ["mqa_decode::wide_kernel<576>"],
     "sparse_mla/bwd.cuh": ["sparse_mla::bwd_kernel<576, false, true>"],
     "sparse_mla/bwd_order.cuh": ["sparse_mla::order_kernel"],
     "sparse_mla/bwd_pack.cuh": ["sparse_mla::pack_kernel"],

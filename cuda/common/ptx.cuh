@@ -132,9 +132,7 @@ __device__ __forceinline__ void cp_async_arrive(uint64_t* barrier) {
 }
 
 // Waits until all cp.async of this thread have landed.
-__device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
+__device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ uint64_t l2_policy_evict_first() {
   uint64_t policy;

@@ -48,10 +48,8 @@ cudaError_t launch(void (*kernel)(Decode, Maps...), const MqaDecodeParams& param
     e = launch_blocks(kernel, blocks, threads, sizeof(Shared), stream, p, maps[0], maps[1]);
   }
   if (e != cudaSuccess || p.teams == 1) return e;
-  const int64_t rows = blocks * tile_rows * ceil_div(p.value_dim, kMergeColumns);
-  const int64_t merges = std::min(rows / (kMergeThreads / 32), int64_t{8} * device.processors);
-  return launch_blocks(merge_kernel, merges, kMergeThreads, sizeof(MergeShared), stream, p,
-                       tile_rows);
+  return launch_blocks(merge_kernel, int64_t{kMergeBlocks} * device.processors, kMergeThreads,
+                       sizeof(MergeShared), stream, p, tile_rows);
 }
 
 }  // namespace jax_dsa::mqa_decode

@@ -2,9 +2,14 @@
 //
 //     lse = log sum_p exp(lse_p)      out = gate * sum_p exp(lse_p - lse) out_p
 //
-// A warp has 128 columns of a row at a time. Parts are summed in order, so results are the same on
-// every run.
+// A warp has some columns of a row at a time: 128 where parts are few, so that a row is soon done;
+// 32 where they are many, so that more loads are under way. Parts are summed in order, so results
+// are the same on every run.
 #pragma once
+
+#include <cuda_bf16.h>
+
+#include <type_traits>
 
 #include "common/ptx.cuh"
 #include "mqa_decode/plan.cuh"
@@ -13,14 +18,15 @@
 namespace jax_dsa::mqa_decode {
 
 inline constexpr int kMergeThreads = 128;
-inline constexpr int kMergeColumns = 128;  // of a warp
+inline constexpr int kMergeBlocks = 6;  // of a multiprocessor
+inline constexpr int kFewParts = 8;
 inline constexpr int kTeamsOfLane = (kMaxTeams + 31) / 32;
 
 struct Cut {
   int team, item, parts;
 };
 struct MergeShared {
-  int count;
+  int count, parts;  // cuts; parts of the one that has most
   Cut cuts[kMaxTeams];
 };
 
@@ -33,9 +39,10 @@ __device__ inline void find_cuts(const Decode& p, MergeShared& shared) {
     const int team = i * 32 + lane;
     found[i] = team < p.teams ? p.cuts[team] : make_int2(0, 0);
   }
-  int count = 0;
+  int count = 0, parts = 0;
 #pragma unroll
   for (int i = 0; i < kTeamsOfLane; ++i) {
+    parts = max(parts, found[i].y);
     const uint32_t has = __ballot_sync(~0u, found[i].y > 0);
     if (found[i].y > 0) {
       const int before = __popc(has & ((1u << lane) - 1));
@@ -43,18 +50,20 @@ __device__ inline void find_cuts(const Decode& p, MergeShared& shared) {
     }
     count += __popc(has);
   }
-  if (lane == 0) shared.count = count;
+  parts = __reduce_max_sync(~0u, parts);
+  if (lane == 0) shared.count = count, shared.parts = parts;
 }
 
-// `row` of a row tile of `tile_rows`, the columns from `column` on, four a lane; by a warp.
-__device__ inline void merge_row(const Decode& p, const Cut& cut, int member, int tile_rows,
-                                 int row, int column) {
+// `row` of a row tile of `tile_rows`, the columns from `column` on, kWidth a lane; by a warp.
+template <int kWidth>
+__device__ __forceinline__ void merge_row(const Decode& p, const Cut& cut, int member,
+                                          int tile_rows, int row, int column) {
   const int lane = threadIdx.x % 32;
   const int per_request = p.groups * p.passes, batch = cut.item / per_request;
   const int rest = cut.item - batch * per_request, group = rest / p.passes;
   const int row_of_group = ((rest - group * p.passes) * p.members + member) * tile_rows + row;
   if (row_of_group >= p.rows) return;
-  column += lane * 4;
+  column += lane * kWidth;
   const bool has = column < p.value_dim;
   // The first part begins its item, the others go on with it.
   const auto part_row = [&](int part) {
@@ -62,14 +71,15 @@ __device__ inline void merge_row(const Decode& p, const Cut& cut, int member, in
     return int64_t{slot} * tile_rows + row;
   };
   // Some parts' loads at a time, the first of them before anything waits.
-  constexpr int kBatch = 16;
-  float4 x[kBatch];
+  constexpr int kBatch = 32 / kWidth;
+  using Columns = std::conditional_t<kWidth == 4, float4, float>;
+  Columns x[kBatch];
   const auto load = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       if (has && first + i < cut.parts) {
         const float* from = p.partial + part_row(first + i) * p.value_dim + column;
-        x[i] = *reinterpret_cast<const float4*>(from);
+        x[i] = *reinterpret_cast<const Columns*>(from);
       }
     }
   };
@@ -113,30 +123,29 @@ __device__ inline void merge_row(const Decode& p, const Cut& cut, int member, in
     if (p.top) p.top[place] = highest;
   }
 
-  float y[4] = {};
+  float y[kWidth] = {};
 #pragma unroll
-  for (int i = 0; i < kTeamsOfLane; ++i) {
+  for (int first = 0; first < kTeamsOfLane * 32; first += kBatch) {
+    if (first >= cut.parts) break;
+    if (first > 0) load(first);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int first = i * 32 + half * kBatch;
-      if (first >= cut.parts) continue;
-      if (first > 0) load(first);
+    for (int i = 0; i < kBatch; ++i) {
+      const float its = __shfl_sync(~0u, weight[(first + i) / 32], (first + i) % 32) * factor;
+      if (first + i >= cut.parts) continue;
+      const auto* columns = reinterpret_cast<const float*>(&x[i]);
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        const float its = __shfl_sync(~0u, weight[i], half * kBatch + k) * factor;
-        // A part without weight may be anything.
-        if (first + k >= cut.parts || its == 0.f) continue;
-        y[0] += its * x[k].x;
-        y[1] += its * x[k].y;
-        y[2] += its * x[k].z;
-        y[3] += its * x[k].w;
-      }
+      for (int j = 0; j < kWidth; ++j) y[j] += its * columns[j];
     }
   }
+  if (!has) return;
   const int64_t at = int64_t{place} * p.value_dim + column;
   const auto store = [&](auto* to) {
-    store_pair(to, y[0], y[1], has);
-    store_pair(to + 2, y[2], y[3], has);
+    if constexpr (kWidth == 4) {
+      store_pair(to, y[0], y[1], true);
+      store_pair(to + 2, y[2], y[3], true);
+    } else {
+      *to = y[0];
+    }
   };
   if (p.top) {
     store(static_cast<float*>(p.out) + at);
@@ -145,20 +154,29 @@ __device__ inline void merge_row(const Decode& p, const Cut& cut, int member, in
   }
 }
 
-__global__ void __launch_bounds__(kMergeThreads)
-    merge_kernel(const __grid_constant__ Decode p, int tile_rows) {
-  auto& shared = dynamic_shared<MergeShared>();
-  if (threadIdx.x < 32) find_cuts(p, shared);
-  __syncthreads();
+template <int kWidth>
+__device__ void merge_rows(const Decode& p, const MergeShared& shared, int tile_rows) {
   constexpr int kWarps = kMergeThreads / 32;
-  const int slices = ceil_div(p.value_dim, kMergeColumns);
+  const int slices = ceil_div(p.value_dim, 32 * kWidth);
   const int per_member = tile_rows * slices, per_cut = per_member * p.members;
   const int jobs = shared.count * per_cut;
   for (int job = blockIdx.x * kWarps + threadIdx.x / 32; job < jobs; job += gridDim.x * kWarps) {
     const int cut = job / per_cut, rest = job - cut * per_cut, member = rest / per_member;
     const int row = (rest - member * per_member) / slices;
     const int slice = rest - member * per_member - row * slices;
-    merge_row(p, shared.cuts[cut], member, tile_rows, row, slice * kMergeColumns);
+    merge_row<kWidth>(p, shared.cuts[cut], member, tile_rows, row, slice * 32 * kWidth);
+  }
+}
+
+__global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
+    merge_kernel(const __grid_constant__ Decode p, int tile_rows) {
+  auto& shared = dynamic_shared<MergeShared>();
+  if (threadIdx.x < 32) find_cuts(p, shared);
+  __syncthreads();
+  if (shared.parts <= kFewParts) {
+    merge_rows<4>(p, shared, tile_rows);
+  } else {
+    merge_rows<1>(p, shared, tile_rows);
   }
 }
 

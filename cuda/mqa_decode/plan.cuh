@@ -40,7 +40,7 @@ struct Decode : MqaDecodeParams {
     const auto items_a_time = [&](int n) { return double(blocks / n) / ceil_div(tiles, n); };
     double best = 0;
     members = 1;
-    for (int n = 1; n <= std::min({tiles, kMaxMembers, blocks}); ++n) {
+    for (int n = 1; n <= std::min(std::min(tiles, kMaxMembers), blocks); ++n) {
       // The keys of a larger team are read less often.
       if (items_a_time(n) >= 0.95 * best) members = n;
       best = std::max(best, items_a_time(n));

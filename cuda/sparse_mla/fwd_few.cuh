@@ -47,8 +47,8 @@ struct FewTraits {
                                 kReservedSharedBytes - 1024 - (kScored + 1) * kN * 128) /
                                kBlockBytes;
   static constexpr int kRing = kRoom < 12 ? kRoom : 12;
-  // Tiles whose bits are kept: when a tile's first block comes to the ring, a value block of the tile
-  // so many before has been used.
+  // Tiles whose bits are kept: when a tile's first block comes to the ring, a value block of the
+  // tile so many before has been used.
   static constexpr int kBits = ceil_div(kRing + kLead, kBlocks);
 
   // The columns of a tile's i-th scored block.
@@ -331,7 +331,11 @@ __device__ void consume_few(const Params& p, FewShared<Tr, Notes>& shared) {
       wgmma_fence();
 #pragma unroll
       for (int m = 0; m < kValues; ++m) {
-        const uint64_t v = values + (at + (kLead + m)).index * (kBlockBytes / 16);
+        const Place place = at + (kLead + m);
+        if constexpr (Tr::kApart) {  // else the scores have waited
+          mbarrier_wait(&shared.full[place.index], place.parity);
+        }
+        const uint64_t v = values + place.index * (kBlockBytes / 16);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           wgmma_bf16<kMNMajor, kKMajor>(o[m], v + k * (16 * 128 / 16), probabilities + k * 2,

@@ -47,11 +47,12 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
     }
     errors.add(x, attend(x, r / c.heads, r % c.heads), got, lse[r], top[r]);
   }
-  int cut = 0;
-  for (const int2& x : cuts) cut += x.y > 0;
+  int cut = 0, parts = 0;
+  for (const int2& x : cuts) cut += x.y > 0, parts = std::max(parts, x.y);
   const bool good = errors.good();
-  printf("%-4s %-32s %2d cut, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e%s\n",
-         good ? "ok" : "BAD", c.name, cut, options.late_wgmma ? "late wgmma, " : "early wgmma,",
+  printf("%-4s %-32s %2d cut in up to %2d, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e%s\n",
+         good ? "ok" : "BAD", c.name, cut, parts,
+         options.late_wgmma ? "late wgmma, " : "early wgmma,",
          options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
          errors.lse.worst, errors.lse.top, errors.out.worst, errors.out.top,
          errors.poison ? "" : "  poison lost");
@@ -121,6 +122,10 @@ const DecodeCase kCases[] = {
      3,
      kCopies},
     {{"apart 64", 3, 1, 600, 9, 1, 64, {.apart = true, .normalized = false}}, 3, kCut},
+    {{"many parts", 1, 1, 900, 64, 1, 576, {.sinks = 1, .full = true}}, 12, kCut},
+    {{"few, many parts, floats", 1, 1, 2600, 4, 1, 512, {.normalized = false, .full = true}},
+     20,
+     kCut},
     {{"no keys", 2, 2, 0, 40, 1, 576}, 3, kCut},
     {{"few, no keys", 3, 1, 0, 4, 2, 128, {.apart = true}}, 3, kCut},
 };

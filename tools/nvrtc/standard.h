@@ -34,5 +34,6 @@ using cuda::std::size_t, cuda::std::uintptr_t;
 using cuda::std::uint16_t, cuda::std::uint32_t, cuda::std::uint64_t, cuda::std::uint8_t;
 
 #define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fffffff)
 #undef offsetof
 #define offsetof(type, member) 0  // NVRTC has none that is constant; nothing runs
