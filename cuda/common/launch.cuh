@@ -25,7 +25,25 @@ cudaError_t launch_blocks(void (*kernel)(Params...), int64_t blocks, int threads
   return cudaGetLastError();
 }
 
-// The same in clusters of `ranks` blocks.
+// Blocks that may begin while the stream's kernel before runs: as soon as all of its blocks have
+// called `let_next_begin`. They wait for its results by `wait_for_previous`.
+template <typename... Params>
+cudaError_t launch_behind(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes,
+                          cudaStream_t stream, const std::type_identity_t<Params>&... params) {
+  cudaLaunchAttribute behind = {};
+  behind.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  behind.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = static_cast<unsigned>(blocks);
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &behind;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params...);
+}
+
+// Blocks in clusters of `ranks` blocks.
 template <typename... Params>
 cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int ranks, int threads,
                             int shared_bytes, cudaStream_t stream,

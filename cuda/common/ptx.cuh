@@ -253,6 +253,16 @@ __device__ __forceinline__ void red_add(float* to, float x, float y, float z, fl
       : "memory");
 }
 
+// ---- between kernels ---------------------------------------------------------------------------
+
+// See `launch_behind` in common/launch.cuh.
+__device__ __forceinline__ void let_next_begin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_previous() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // ---- ordinary copies ---------------------------------------------------------------------------
 
 // 16 bytes to global memory if `valid`, not to be kept in caches.

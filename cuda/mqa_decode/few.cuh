@@ -181,6 +181,7 @@ __global__ void __launch_bounds__(kFewThreads, kFewBlocks)
     if (Tr::kApart) tma_prefetch_map(&v_map);
   }
   sparse_mla::initialise(shared);
+  let_next_begin();
   find_share(p, shared.notes.scratch, shared.notes.share);
   if (threadIdx.x / 128 == 0) {
     raise_registers<kConsumer>();

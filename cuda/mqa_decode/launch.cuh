@@ -26,7 +26,7 @@ cudaError_t launch(void (*kernel)(Decode, Maps...), const MqaDecodeParams& param
   if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
   Decode p(params, tile_rows, kBlocks * std::min(device.processors, kMostProcessors));
   const int64_t tiles = ceil_div(p.keys, int64_t{kTile}) + kItemCost + 1;
-  if (p.batch * p.groups * p.passes * tiles > INT32_MAX) return cudaErrorInvalidValue;
+  if ((p.batch * p.groups * p.passes + kMaxTeams) * tiles > INT32_MAX) return cudaErrorInvalidValue;
   // A tile must not cross a page.
   if (p.page_table && p.page_size % kTile != 0) p.tuning.boxes = false;
   if (p.keys == 0 || (p.page_table && p.pages == 0)) p.tuning.boxes = false;
@@ -48,8 +48,10 @@ cudaError_t launch(void (*kernel)(Decode, Maps...), const MqaDecodeParams& param
     e = launch_blocks(kernel, blocks, threads, sizeof(Shared), stream, p, maps[0], maps[1]);
   }
   if (e != cudaSuccess || p.teams == 1) return e;
-  return launch_blocks(merge_kernel, int64_t{kMergeBlocks} * device.processors, kMergeThreads,
-                       sizeof(MergeShared), stream, p, tile_rows);
+  const auto launch_merge =
+      p.tuning.overlap ? launch_behind<Decode, int> : launch_blocks<Decode, int>;
+  return launch_merge(merge_kernel, int64_t{kMergeBlocks} * device.processors, kMergeThreads,
+                      sizeof(MergeShared), stream, p, tile_rows);
 }
 
 }  // namespace jax_dsa::mqa_decode

@@ -171,6 +171,7 @@ __device__ void merge_rows(const Decode& p, const MergeShared& shared, int tile_
 __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     merge_kernel(const __grid_constant__ Decode p, int tile_rows) {
   auto& shared = dynamic_shared<MergeShared>();
+  wait_for_previous();
   if (threadIdx.x < 32) find_cuts(p, shared);
   __syncthreads();
   if (shared.parts <= kFewParts) {

@@ -16,7 +16,8 @@ struct MqaDecodeTuning {
   bool boxes =
       true;       // whole tiles of keys by TMA where they lie side by side; else 16 bytes a copy
   int ahead = 4;  // tiles by which keys are fetched into the L2 before they are copied
-  int merge_cost = 6;  // of cutting requests at all, in tiles: below this, none is cut
+  int merge_cost = 6;   // of cutting requests at all, in tiles: below this, none is cut
+  bool overlap = true;  // the merge kernel is launched while the other still runs
 };
 
 // Query t of request b sees the keys starts[b, t] <= j < ends[b, t], of those that there are.

@@ -203,6 +203,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   auto& shared = dynamic_shared<WideShared<kD>>();
   if (threadIdx.x == 0 && p.tuning.boxes) tma_prefetch_map(&k_map);
   sparse_mla::initialise(shared);
+  let_next_begin();
   find_share(p, shared.notes.scratch, shared.notes.share);
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
