@@ -343,10 +343,11 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecode
     std::sort(us.begin(), us.end());
     const double mid = us[us.size() / 2];
     printf(
-        "  %-7s ahead %d merge %-7d %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = %.2f of the "
+        "  %-7s ahead %d merge %-7d %s %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = %.2f of the "
         "copy  %.0f TFLOPS = %.2f of products\n",
-        tuning.boxes ? "boxes," : "copies,", tuning.ahead, tuning.merge_cost, mid, us[0], us.back(),
-        bytes / mid * 1e-6, bytes / mid * 1e-6 / ceilings.copy, flops / mid * 1e-6,
+        tuning.boxes ? "boxes," : "copies,", tuning.ahead, tuning.merge_cost,
+        tuning.overlap ? "at once" : "in turn", mid, us[0], us.back(), bytes / mid * 1e-6,
+        bytes / mid * 1e-6 / ceilings.copy, flops / mid * 1e-6,
         flops / mid * 1e-6 / ceilings.products);
     fflush(stdout);
     CHECK(cudaGraphExecDestroy(calls));
@@ -365,7 +366,7 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "test";
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 20240607;
   printf("seed %llu\n", (unsigned long long)seed);
-  const MqaDecodeTuning usual, cut = {true, 2, 0}, copies = {false, 0, 0};
+  const MqaDecodeTuning usual, cut = {true, 2, 0}, copies = {false, 0, 0, false};
   if (what == "test" || what == "small") {
     int bad = 0;
     for (const Case& c : kCases) {
@@ -385,6 +386,8 @@ int main(int argc, char** argv) {
   const auto with = [](bool boxes, int ahead, int merge_cost) {
     return MqaDecodeTuning{boxes, ahead, merge_cost};
   };
+  MqaDecodeTuning in_turn;
+  in_turn.overlap = false;
   constexpr int kNever = 1 << 20;
   // What decides: how keys come, how far ahead, and when requests are cut.
   bench({64, 1, 8192, 128, 1, 576}, ceilings,
@@ -395,10 +398,12 @@ int main(int argc, char** argv) {
   bench({64, 1, 65536, 128, 1, 576, 0, false, true}, ceilings,
         {usual, with(true, 0, 6), with(true, 4, kNever)});
   for (int B : {1, 8}) {
-    bench({B, 1, 8192, 128, 1, 576}, ceilings, {usual, with(true, 0, 6), with(true, 2, 6)});
+    bench({B, 1, 8192, 128, 1, 576}, ceilings,
+          {usual, in_turn, with(true, 0, 6), with(true, 2, 6)});
   }
   for (int B : {64, 128}) {
-    bench({B, 1, 8192, 16, 1, 576}, ceilings, {usual, with(false, 0, 6), with(true, 0, 0)});
+    bench({B, 1, 8192, 16, 1, 576}, ceilings,
+          {usual, in_turn, with(false, 0, 6), with(true, 0, 0)});
   }
   const std::vector<MqaDecodeTuning> one = {usual};
   for (int B : {1, 8}) bench({B, 1, 8192, 16, 1, 576}, ceilings, one);

@@ -334,6 +334,7 @@ __device__ void consume_few(const Params& p, FewShared<Tr, Notes>& shared) {
         const Place place = at + (kLead + m);
         if constexpr (Tr::kApart) {  // else the scores have waited
           mbarrier_wait(&shared.full[place.index], place.parity);
+          wgmma_fence();
         }
         const uint64_t v = values + place.index * (kBlockBytes / 16);
 #pragma unroll
