@@ -42,7 +42,8 @@ bool valid(const MqaDecodeParams& p) {
   if (p.page_table == nullptr) return true;
   return p.page_size > 0 && p.pages >= 0 && p.page_slots >= 0 &&
          int64_t{p.pages} * p.page_size <= INT32_MAX &&
-         p.keys == int64_t{p.page_slots} * p.page_size && p.batch_rows == 0;
+         p.keys == int64_t{p.page_slots} * p.page_size &&
+         (p.batch_rows == 0 || p.batch_rows == int64_t{p.pages} * p.page_size);
 }
 
 }  // namespace

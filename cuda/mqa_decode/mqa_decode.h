@@ -40,7 +40,7 @@ struct MqaDecodeParams {
   int64_t batch;
   int64_t queries;
   int64_t keys;        // of a request
-  int64_t batch_rows;  // from one request's rows to the next's: keys; 0 where all share them
+  int64_t batch_rows;  // from one request's rows to the next's; 0 where all share them
   int heads;           // a multiple of groups
   int groups;
   int dim;        // without v: 576 or 512. With v: 64, 128 or 256

@@ -65,7 +65,7 @@ struct Seen {
 
   __device__ void add(const Decode& p, int64_t token) {
     const int start = max(__ldg(p.starts + token), 0);
-    const int end = min(__ldg(p.ends + token), static_cast<int>(p.keys));
+    const int end = max(min(__ldg(p.ends + token), static_cast<int>(p.keys)), 0);
     if (start < end) {
       low = min(low, start);
       high = max(high, end);

@@ -87,6 +87,8 @@ const DecodeCase kCases[] = {
       {.page_size = 7, .holes = true, .starts = 1, .q_size = 12.f}},
      3,
      kCut},
+    {{"pools", 3, 1, 256, 40, 1, 576, {.page_size = 64, .holes = true, .pools = true}}, 3, kCut},
+    {{"few, pools", 3, 2, 210, 12, 1, 512, {.page_size = 7, .pools = true}}, 3, kCut},
     {{"floats", 3, 2, 260, 33, 1, 576, {.window = 130, .normalized = false}}, 3, kCut},
     {{"few", 4, 1, 400, 16, 1, 576, {.sinks = 1}}, 3, kCut},
     {{"few, one request", 1, 1, 700, 16, 1, 576, {.full = true}}, 4, kCut},

@@ -21,6 +21,7 @@ struct Extras {
   bool apart = false;      // values of their own, as wide as keys
   int page_size = 0;       // 0: flat. Else a divisor of the number of keys
   bool holes = false;      // some pages are not mapped
+  bool pools = false;      // each request has pages of its own
   int window = -1;         // keys before its own that a query sees; -1: all
   int starts = 0;          // 1: of each request, 2: of each query, at random
   int sinks = 0;           // 1: [N], 2: [B, N]
@@ -50,8 +51,9 @@ struct Problem {
   int64_t row(int batch, int key) const {
     if (c.with.page_size == 0) return (c.with.shared ? 0 : int64_t{batch} * c.keys) + key;
     const int page = page_table[batch * (c.keys / c.with.page_size) + key / c.with.page_size];
-    return page < 0 || page >= pages ? -1
-                                     : int64_t{page} * c.with.page_size + key % c.with.page_size;
+    if (page < 0 || page >= pages) return -1;
+    const int64_t pool = c.with.pools ? int64_t{batch} * pages : 0;
+    return (pool + page) * c.with.page_size + key % c.with.page_size;
   }
   bool sees(int64_t token, int key) const { return starts[token] <= key && key < ends[token]; }
   const bf16* key(int64_t row, int group) const { return &k[(row * c.groups + group) * c.dim]; }
@@ -69,7 +71,7 @@ inline Problem make(const Case& c, uint64_t seed) {
   if (c.with.page_size > 0) {
     const int slots = c.batch * (c.keys / c.with.page_size);
     p.pages = slots + 3;
-    rows = int64_t{p.pages} * c.with.page_size;
+    rows = int64_t{p.pages} * c.with.page_size * (c.with.pools ? c.batch : 1);
     std::vector<int32_t> free;
     for (int i = 0; i < p.pages; ++i) free.push_back(i);
     std::shuffle(free.begin(), free.end(), random);
@@ -100,7 +102,7 @@ inline Problem make(const Case& c, uint64_t seed) {
       if (c.with.starts == 2) start = static_cast<int>(random() % (length + 3)) - 1;
       if (c.with.window >= 0) start = std::max(start, at - c.with.window);
       p.starts.push_back(c.with.starts && t % 5 == 4 ? INT_MIN : start);
-      p.ends.push_back(at + 1);
+      p.ends.push_back(c.with.starts == 2 && random() % 4 == 0 ? INT_MIN : at + 1);
     }
   }
   p.sinks.resize(c.with.sinks == 2 ? c.batch * c.heads : c.heads);
@@ -222,6 +224,7 @@ inline jax_dsa::MqaDecodeParams shapes(const Problem& x) {
   p.groups = c.groups, p.dim = c.dim, p.value_dim = x.value_dim(), p.scale = x.scale;
   p.sinks_stride = c.with.sinks == 2 ? c.heads : 0;
   p.batch_rows = c.with.page_size > 0 || c.with.shared ? 0 : c.keys;
+  if (c.with.pools) p.batch_rows = int64_t{x.pages} * c.with.page_size;
   p.pages = x.pages, p.page_size = c.with.page_size;
   p.page_slots = c.with.page_size > 0 ? c.keys / c.with.page_size : 0;
   return p;
