@@ -128,6 +128,8 @@ const DecodeCase kCases[] = {
     {{"few, many parts, floats", 1, 1, 2600, 4, 1, 512, {.normalized = false, .full = true}},
      20,
      kCut},
+    {{"requests", 300, 1, 70, 2, 1, 64, {.apart = true}}, 3, kCut},
+    {{"requests, whole", 300, 1, 70, 2, 1, 64, {.apart = true}}, 5, kWhole},
     {{"no keys", 2, 2, 0, 40, 1, 576}, 3, kCut},
     {{"few, no keys", 3, 1, 0, 4, 2, 128, {.apart = true}}, 3, kCut},
 };
