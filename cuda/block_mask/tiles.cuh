@@ -1,0 +1,324 @@
+// Reads a mask once, tile by tile, and says of each tile whether it is empty or full, or what its
+// bits are.
+//
+// Bound by memory: a key costs a byte read and at most an eighth of one written. A block takes a
+// strip: one row of tiles, as many of them as a warp's lanes cover with kKeys keys each, or one
+// that is wider. Rows go to warps in turn. A warp reads 32 * kKeys consecutive bytes of a row with
+// one instruction and has kInFlight rows under way; it does not read what is hidden already. A lane
+// makes bits of its keys (dp4a: four bytes times four weights) and notes which of them were seen in
+// any row, and which were hidden in any; two ballots a warp and one exchange between the warps make
+// kinds of tiles of these notes. No tile is in two blocks, and nothing is atomic.
+#pragma once
+
+#include <cstdint>
+
+#include "block_mask/block_mask.h"
+#include "common/launch.cuh"
+#include "common/ptx.cuh"
+
+namespace jax_dsa::block_mask {
+
+// kKeys: of a lane. 16 are one load, and want rows, tiles and strips that begin at multiples of 16
+// bytes; 8 are eight loads. kInFlight: rows under way. kGeneral: there are segments or another map.
+template <int kKeys_, int kInFlight_, int kWarps_, int kBlocks_, bool kGeneral_>
+struct Traits {
+  static constexpr int kKeys = kKeys_, kInFlight = kInFlight_, kWarps = kWarps_;
+  static constexpr int kBlocks = kBlocks_;
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr int kThreads = 32 * kWarps, kWarpKeys = 32 * kKeys;
+  static_assert(kKeys == 16 || kKeys == 8);
+};
+
+// The tiles of a result, and how they are shared out.
+struct Strips {
+  int rows, columns;  // of tiles
+  int tiles;          // of a strip
+  int count;          // of a row of tiles
+
+  Strips(const BlockMaskParams& p, int warp_keys)
+      : rows(static_cast<int>(ceil_div(p.queries, int64_t{p.block_q}))),
+        columns(static_cast<int>(ceil_div(p.keys, int64_t{p.block_k}))),
+        tiles(std::max(1, warp_keys / p.block_k)),
+        count(ceil_div(columns, tiles)) {}
+  int64_t blocks(const BlockMaskParams& p) const { return p.batch * p.heads * rows * count; }
+};
+
+// ---- results -----------------------------------------------------------------------------------
+
+struct Classify {
+  bool* occupied;
+  bool* full;
+  static constexpr bool kKinds = true, kBits = false;
+  __device__ void put(int64_t tile, int, bool some, bool all) const {
+    occupied[tile] = some;
+    full[tile] = all;
+  }
+};
+
+struct Pack {
+  const int32_t* tiles;
+  uint8_t* bits;
+  int64_t slots;
+  static constexpr bool kKinds = false, kBits = true;
+  __device__ int slot(int64_t tile, int) const {
+    const int slot = __ldg(tiles + tile);
+    return slot < slots ? slot : -1;
+  }
+};
+
+struct Compress {
+  int32_t* tiles;
+  uint8_t* bits;
+  int64_t slots;
+  static constexpr bool kKinds = true, kBits = true;
+  __device__ int slot(int64_t, int number) const { return number; }
+  __device__ void put(int64_t tile, int number, bool some, bool all) const {
+    tiles[tile] = !some ? -2 : all ? -1 : number;
+  }
+};
+
+// ---- a lane's keys -----------------------------------------------------------------------------
+
+// Bits for the first n of kKeys keys, for n in any range.
+template <int kKeys>
+__device__ __forceinline__ uint32_t first_bits(int n) {
+  return (1u << min(max(n, 0), kKeys)) - 1;
+}
+
+// The bytes of a lane's keys.
+template <int kKeys>
+struct Bytes;
+
+template <>
+struct Bytes<16> {
+  uint32_t x[4];
+
+  __device__ __forceinline__ void load(const uint8_t* from, uint32_t wanted) {
+    load_16_now<0>(from, wanted != 0, x);
+  }
+  __device__ __forceinline__ uint32_t bits() const {
+    const uint32_t low = __dp4a(x[1], 0x80402010u, __dp4a(x[0], 0x08040201u, 0u));
+    const uint32_t high = __dp4a(x[3], 0x80402010u, __dp4a(x[2], 0x08040201u, 0u));
+    return low | high << 8;
+  }
+};
+
+template <>
+struct Bytes<8> {
+  uint32_t x[8];
+
+  __device__ __forceinline__ void load(const uint8_t* from, uint32_t wanted) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = wanted >> i & 1 ? __ldg(from + i) : 0;
+  }
+  __device__ __forceinline__ uint32_t bits() const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) bits |= x[i] << i;
+    return bits;
+  }
+};
+
+// What of a lane's keys a head's queries see, but for the mask. Lane u of a warp looks after the
+// u-th of the rows under way.
+template <typename Tr>
+class Others {
+ public:
+  __device__ __forceinline__ Others(const BlockMaskParams& p, int64_t entry, int head, int key)
+      : m(p.others), entry(entry), queries(p.queries), key(key), keys(static_cast<int>(p.keys)) {
+    if constexpr (Tr::kGeneral) {
+      if (m.kv_segments) {
+#pragma unroll
+        for (int i = 0; i < Tr::kKeys; ++i) {
+          segment[i] = __ldg(m.kv_segments + entry * keys + min(key + i, keys - 1));
+        }
+      }
+      if (m.map_rows) {
+        const int64_t b = m.map_batch == 1 ? 0 : entry;
+        const int64_t map = b * m.map_heads + head / (p.heads / m.map_heads);
+        tiles = m.tiles + map * m.tile_rows * m.tile_columns;
+        bits = m.bits + map * m.slots * m.block_q * (m.block_k / 8);
+      }
+    }
+  }
+
+  // For this lane's row.
+  __device__ __forceinline__ void look(int64_t query, bool valid) {
+    const int64_t range = entry * m.range_stride + query;
+    start = load_now(m.starts + range, valid && m.starts, 0);
+    end = load_now(m.ends + range, valid && m.ends, keys);
+    if constexpr (Tr::kGeneral) {
+      segment_of_query = load_now(m.q_segments + entry * queries + query, valid && m.q_segments, 0);
+      map_row = load_now(m.map_rows + entry * m.map_rows_stride + query, valid && m.map_rows, 0);
+    }
+  }
+
+  // Those of `wanted` that the query of row u sees, for a whole warp.
+  __device__ __forceinline__ uint32_t seen(uint32_t wanted, int u) const {
+    wanted &= first_bits(__shfl_sync(~0u, end, u)) & ~first_bits(__shfl_sync(~0u, start, u));
+    if constexpr (Tr::kGeneral) {
+      if (m.kv_segments) {
+        const int own = __shfl_sync(~0u, segment_of_query, u);
+        uint32_t same = 0;
+#pragma unroll
+        for (int i = 0; i < Tr::kKeys; ++i) same |= uint32_t{segment[i] == own} << i;
+        wanted &= same;
+      }
+      if (m.map_rows) {
+        const int row = __shfl_sync(~0u, map_row, u), tile_row = row / m.block_q;
+#pragma unroll
+        for (int i = 0; i < Tr::kKeys; i += 8) {
+          const uint32_t visible = wanted >> i & 0xff ? mapped(tile_row, row, key + i) : 0;
+          wanted &= visible << i | ~(0xffu << i);
+        }
+      }
+    }
+    return wanted;
+  }
+
+ private:
+  const AttentionMask& m;
+  const int64_t entry, queries;
+  const int key, keys;
+  int segment[Tr::kGeneral ? Tr::kKeys : 1];
+  const int32_t* tiles;
+  const uint8_t* bits;
+  int start, end, segment_of_query, map_row;
+
+  // Bits for the lane's keys before `stop`.
+  __device__ __forceinline__ uint32_t first_bits(int stop) const {
+    return block_mask::first_bits<Tr::kKeys>(min(max(stop, 0), keys) - key);
+  }
+  // The map's bits of eight keys.
+  __device__ __forceinline__ uint32_t mapped(int tile_row, int row, int at) const {
+    const int column = at / m.block_k;
+    const int kind = __ldg(tiles + int64_t{tile_row} * m.tile_columns + column);
+    if (kind < 0 || kind >= m.slots) return kind == -1 ? 0xff : 0;
+    const int64_t line = int64_t{kind} * m.block_q + (row - tile_row * m.block_q);
+    return __ldg(bits + line * (m.block_k / 8) + (at - column * m.block_k) / 8);
+  }
+};
+
+// ---- the kernel --------------------------------------------------------------------------------
+
+template <typename Tr>
+struct Shared {
+  uint32_t seen[Tr::kWarps], hidden[Tr::kWarps];  // a bit for each lane
+};
+
+template <typename Tr, typename Out>
+__global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
+    tiles_kernel(const __grid_constant__ BlockMaskParams p, const __grid_constant__ Strips strips,
+                 const __grid_constant__ Out out) {
+  constexpr int kKeys = Tr::kKeys, kInFlight = Tr::kInFlight, kWarps = Tr::kWarps;
+  const int lane = threadIdx.x % 32, warp = uniform(static_cast<int>(threadIdx.x) / 32);
+  const unsigned block = blockIdx.x, line = block / strips.count, which = line / strips.rows;
+  const int column = (block - line * strips.count) * strips.tiles;
+  const int tile_row = line - which * strips.rows;
+  const int64_t entry = which / p.heads;
+  const int head = which - static_cast<int>(entry) * p.heads;
+
+  // Of a lane: its tile, if its keys are in one, and where the tile's bits go.
+  const int of_strip = strips.tiles == 1 ? 0 : lane * kKeys / p.block_k;
+  bool mine = of_strip < strips.tiles && column + of_strip < strips.columns;
+  const int64_t tile = int64_t{line} * strips.columns + column + of_strip;
+  const int line_bytes = p.block_k / 8;
+  uint8_t* to = nullptr;
+  if constexpr (Out::kBits) {
+    const int slot = mine ? out.slot(tile, tile_row * strips.columns + column + of_strip) : -1;
+    mine = slot >= 0;
+    to = out.bits + (which * out.slots + slot) * p.block_q * line_bytes;
+  }
+  if constexpr (!Out::kKinds) {
+    if (!__any_sync(~0u, mine)) return;
+  }
+
+  const int64_t first_query = int64_t{tile_row} * p.block_q, left = p.queries - first_query;
+  const int there_rows = static_cast<int>(min(left, int64_t{p.block_q}));
+  const int rows = Out::kBits ? p.block_q : there_rows;
+  const bool by_query = p.mask && p.mask_queries > 1;
+  const uint8_t* mask = p.mask;
+  if (mask) {
+    const int64_t of_head =
+        (p.mask_batch == 1 ? 0 : entry) * p.mask_heads + head / (p.heads / p.mask_heads);
+    mask += (of_head * p.mask_queries + (by_query ? first_query : 0)) * p.keys;
+  }
+
+  const int span = strips.tiles * p.block_k;
+  uint32_t notes = 0;  // of the lane's keys: seen in any row; above them, hidden in any
+  for (int at = lane * kKeys; at - lane * kKeys < span; at += Tr::kWarpKeys) {
+    const bool active = mine && at < span;
+    const int key = column * p.block_k + at;
+    const uint32_t there = active ? first_bits<kKeys>(static_cast<int>(p.keys) - key) : 0;
+    Others<Tr> others(p, entry, head, key);
+    uint32_t common = there;
+    if (mask && !by_query) {
+      Bytes<kKeys> x;
+      x.load(mask + key, there);
+      common &= x.bits();
+    }
+    uint8_t* const byte = to + (at - of_strip * p.block_k) / 8;
+    for (int first = warp; first < rows; first += kWarps * kInFlight) {
+      const int looked = first + lane * kWarps;
+      others.look(first_query + looked, lane < kInFlight && looked < there_rows);
+      uint32_t seen[kInFlight];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        seen[u] = others.seen(first + u * kWarps < there_rows ? common : 0, u);
+      }
+      if (by_query) {
+        Bytes<kKeys> x[kInFlight];
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+          x[u].load(mask + int64_t{first + u * kWarps} * p.keys + key, seen[u]);
+        }
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) seen[u] &= x[u].bits();
+      }
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        const int row = first + u * kWarps;
+        const uint32_t hidden = row < there_rows ? there ^ seen[u] : 0;
+        notes |= seen[u] | hidden << 16;
+        if constexpr (Out::kBits) {
+          if (active && row < rows) {
+            uint8_t* const here = byte + int64_t{row} * line_bytes;
+            if constexpr (kKeys == 16) {
+              *reinterpret_cast<uint16_t*>(here) = static_cast<uint16_t>(seen[u]);
+            } else {
+              *here = static_cast<uint8_t>(seen[u]);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  if constexpr (Out::kKinds) {
+    auto& shared = dynamic_shared<Shared<Tr>>();
+    const uint32_t some = __ballot_sync(~0u, (notes & 0xffff) != 0);
+    const uint32_t not_all = __ballot_sync(~0u, notes >> 16 != 0);
+    if (lane == 0) shared.seen[warp] = some, shared.hidden[warp] = not_all;
+    __syncthreads();
+    const int number = static_cast<int>(threadIdx.x);  // of a tile in the strip
+    if (number >= strips.tiles || column + number >= strips.columns) return;
+    uint32_t seen = 0, hidden = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) seen |= shared.seen[w], hidden |= shared.hidden[w];
+    const int lanes = p.block_k / kKeys;
+    const uint32_t own =
+        strips.tiles == 1 ? ~0u : ((1u << lanes) - 1) << (number * lanes);  // its lanes
+    out.put(int64_t{line} * strips.columns + column + number,
+            tile_row * strips.columns + column + number, (seen & own) != 0, (hidden & own) == 0);
+  }
+}
+
+template <typename Tr, typename Out>
+cudaError_t launch(const BlockMaskParams& p, const Out& out, cudaStream_t stream) {
+  const Strips strips(p, Tr::kWarpKeys);
+  if (strips.blocks(p) > INT32_MAX) return cudaErrorInvalidValue;
+  return launch_blocks(tiles_kernel<Tr, Out>, strips.blocks(p), Tr::kThreads, sizeof(Shared<Tr>),
+                       stream, p, strips, out);
+}
+
+}  // namespace jax_dsa::block_mask
