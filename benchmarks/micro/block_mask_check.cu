@@ -56,13 +56,15 @@ void check(const Case& c, uint64_t seed) {
   {
     const Poisoned<uint8_t> occupied(x.occupied.size()), full(x.full.size()), bits(x.bits.size());
     const Poisoned<int32_t> all_tiles(x.tiles.size());
-    const Poisoned<uint8_t> all_bits(x.all_bits.size());
+    const Poisoned<uint8_t> all_bits(x.all_bits.size()), first_bits(x.first_bits.size());
     CHECK(launch_block_mask_classify(p, reinterpret_cast<bool*>(occupied.p),
                                      reinterpret_cast<bool*>(full.p), nullptr));
     CHECK(launch_block_mask_pack(p, tiles, bits.p, x.slots, nullptr));
+    CHECK(launch_block_mask_pack(p, tiles, first_bits.p, 1, nullptr));
     CHECK(launch_block_mask_compress(p, all_tiles.p, all_bits.p, nullptr));
     CHECK(cudaDeviceSynchronize());
-    const bool classified = occupied.is(x.occupied) && full.is(x.full), packed = bits.is(x.bits);
+    const bool classified = occupied.is(x.occupied) && full.is(x.full);
+    const bool packed = bits.is(x.bits) && first_bits.is(x.first_bits);
     const bool compressed = all_tiles.is(x.all_tiles) && all_bits.is(x.all_bits);
     if (!classified || !packed || !compressed) {
       ++failures;

@@ -138,6 +138,11 @@ class Others {
         const int64_t map = b * m.map_heads + head / (p.heads / m.map_heads);
         tiles = m.tiles + map * m.tile_rows * m.tile_columns;
         bits = m.bits + map * m.slots * m.block_q * (m.block_k / 8);
+#pragma unroll
+        for (int i = 0; i < Tr::kKeys / 8; ++i) {
+          column[i] = (key + 8 * i) / m.block_k;
+          byte[i] = (key + 8 * i - column[i] * m.block_k) / 8;
+        }
       }
     }
   }
@@ -149,31 +154,33 @@ class Others {
     end = load_now(m.ends + range, valid && m.ends, keys);
     if constexpr (Tr::kGeneral) {
       segment_of_query = load_now(m.q_segments + entry * queries + query, valid && m.q_segments, 0);
-      map_row = load_now(m.map_rows + entry * m.map_rows_stride + query, valid && m.map_rows, 0);
+      if (m.map_rows) {
+        const int row = load_now(m.map_rows + entry * m.map_rows_stride + query, valid, 0);
+        map_row = row / m.block_q;
+        map_line = row - map_row * m.block_q;
+      }
     }
   }
 
-  // Those of `wanted` that the query of row u sees, for a whole warp.
-  __device__ __forceinline__ uint32_t seen(uint32_t wanted, int u) const {
-    wanted &= first_bits(__shfl_sync(~0u, end, u)) & ~first_bits(__shfl_sync(~0u, start, u));
+  // Leaves of `wanted` what the rows' queries see, for a whole warp.
+  __device__ __forceinline__ void narrow(uint32_t (&wanted)[Tr::kInFlight]) const {
+#pragma unroll
+    for (int u = 0; u < Tr::kInFlight; ++u) {
+      wanted[u] &= first_bits(__shfl_sync(~0u, end, u)) & ~first_bits(__shfl_sync(~0u, start, u));
+    }
     if constexpr (Tr::kGeneral) {
       if (m.kv_segments) {
-        const int own = __shfl_sync(~0u, segment_of_query, u);
-        uint32_t same = 0;
 #pragma unroll
-        for (int i = 0; i < Tr::kKeys; ++i) same |= uint32_t{segment[i] == own} << i;
-        wanted &= same;
-      }
-      if (m.map_rows) {
-        const int row = __shfl_sync(~0u, map_row, u), tile_row = row / m.block_q;
+        for (int u = 0; u < Tr::kInFlight; ++u) {
+          const int own = __shfl_sync(~0u, segment_of_query, u);
+          uint32_t same = 0;
 #pragma unroll
-        for (int i = 0; i < Tr::kKeys; i += 8) {
-          const uint32_t visible = wanted >> i & 0xff ? mapped(tile_row, row, key + i) : 0;
-          wanted &= visible << i | ~(0xffu << i);
+          for (int i = 0; i < Tr::kKeys; ++i) same |= uint32_t{segment[i] == own} << i;
+          wanted[u] &= same;
         }
       }
+      if (m.map_rows) narrow_by_map(wanted);
     }
-    return wanted;
   }
 
  private:
@@ -183,19 +190,43 @@ class Others {
   int segment[Tr::kGeneral ? Tr::kKeys : 1];
   const int32_t* tiles;
   const uint8_t* bits;
-  int start, end, segment_of_query, map_row;
+  int column[Tr::kKeys / 8], byte[Tr::kKeys / 8];       // of the map's tiles; in one
+  int start, end, segment_of_query, map_row, map_line;  // the map's row of tiles; in one
 
   // Bits for the lane's keys before `stop`.
   __device__ __forceinline__ uint32_t first_bits(int stop) const {
     return block_mask::first_bits<Tr::kKeys>(min(max(stop, 0), keys) - key);
   }
-  // The map's bits of eight keys.
-  __device__ __forceinline__ uint32_t mapped(int tile_row, int row, int at) const {
-    const int column = at / m.block_k;
-    const int kind = __ldg(tiles + int64_t{tile_row} * m.tile_columns + column);
-    if (kind < 0 || kind >= m.slots) return kind == -1 ? 0xff : 0;
-    const int64_t line = int64_t{kind} * m.block_q + (row - tile_row * m.block_q);
-    return __ldg(bits + line * (m.block_k / 8) + (at - column * m.block_k) / 8);
+  // All kinds of tiles are under way before the first bits, and these before their use.
+  __device__ __forceinline__ void narrow_by_map(uint32_t (&wanted)[Tr::kInFlight]) const {
+    constexpr int kBytes = Tr::kKeys / 8;
+    int kind[Tr::kInFlight][kBytes];
+    uint32_t visible[Tr::kInFlight][kBytes];
+#pragma unroll
+    for (int u = 0; u < Tr::kInFlight; ++u) {
+      const int32_t* const row = tiles + int64_t{__shfl_sync(~0u, map_row, u)} * m.tile_columns;
+#pragma unroll
+      for (int i = 0; i < kBytes; ++i) {
+        kind[u][i] = load_now(row + column[i], wanted[u] >> (8 * i) & 0xff, -2);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < Tr::kInFlight; ++u) {
+      const int line = __shfl_sync(~0u, map_line, u);
+#pragma unroll
+      for (int i = 0; i < kBytes; ++i) {
+        const bool partial = kind[u][i] >= 0 && kind[u][i] < m.slots;
+        const int64_t at = (int64_t{kind[u][i]} * m.block_q + line) * (m.block_k / 8) + byte[i];
+        visible[u][i] = partial ? __ldg(bits + at) : kind[u][i] == -1 ? 0xff : 0;
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < Tr::kInFlight; ++u) {
+#pragma unroll
+      for (int i = 0; i < kBytes; ++i) {
+        wanted[u] &= visible[u][i] << (8 * i) | ~(0xffu << (8 * i));
+      }
+    }
   }
 };
 
@@ -264,8 +295,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
       uint32_t seen[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        seen[u] = others.seen(first + u * kWarps < there_rows ? common : 0, u);
+        seen[u] = first + u * kWarps < there_rows ? common : 0;
       }
+      others.narrow(seen);
       if (by_query) {
         Bytes<kKeys> x[kInFlight];
 #pragma unroll

@@ -39,13 +39,16 @@ bool good(const Case& c, const emulator::Options& options) {
   });
   emulator::machine.options = options;
   Result occupied(x.occupied.size()), full(x.full.size()), bits(x.bits.size());
-  Result tiles(x.tiles.size() * 4), all_bits(x.all_bits.size());
+  Result tiles(x.tiles.size() * 4), all_bits(x.all_bits.size()), first_bits(x.first_bits.size());
   emulator::require(launch_block_mask_classify(p, occupied.at<bool>(), full.at<bool>(), nullptr));
   emulator::require(
       launch_block_mask_pack(p, x.tiles.data(), bits.at<uint8_t>(), x.slots, nullptr));
   emulator::require(
       launch_block_mask_compress(p, tiles.at<int32_t>(), all_bits.at<uint8_t>(), nullptr));
-  const bool right[] = {occupied.is(x.occupied) && full.is(x.full), bits.is(x.bits),
+  emulator::require(
+      launch_block_mask_pack(p, x.tiles.data(), first_bits.at<uint8_t>(), 1, nullptr));
+  const bool right[] = {occupied.is(x.occupied) && full.is(x.full),
+                        bits.is(x.bits) && first_bits.is(x.first_bits),
                         tiles.is(x.all_tiles) && all_bits.is(x.all_bits)};
   int kinds[3] = {};
   for (const int tile : x.tiles) ++kinds[tile < 0 ? tile + 2 : 2];

@@ -101,6 +101,7 @@ struct Problem {
   std::vector<uint8_t> occupied, full;  // [batch, heads, tile_rows, tile_columns]
   std::vector<int32_t> tiles, all_tiles;
   std::vector<uint8_t> bits, all_bits;  // of packing, and of compressing
+  std::vector<uint8_t> first_bits;      // of packing into one slot: other tiles go nowhere
 
   bool in_map(int b, int h, int t, int s) const {
     const int64_t which = (c.map_batch == 1 ? 0 : b) * c.map_heads + h / (c.heads / c.map_heads);
@@ -186,6 +187,10 @@ inline void solve(Problem& x) {
     if (x.tiles[i] < 0) continue;
     std::copy_n(x.all_bits.data() + i * tile_bytes, tile_bytes,
                 x.bits.data() + (i / tiles * x.slots + x.tiles[i]) * tile_bytes);
+  }
+  for (int64_t m = 0; m < maps; ++m) {
+    const auto first = x.bits.begin() + m * x.slots * tile_bytes;
+    x.first_bits.insert(x.first_bits.end(), first, first + tile_bytes);
   }
 }
 
