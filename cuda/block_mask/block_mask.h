@@ -12,7 +12,8 @@ namespace jax_dsa {
 
 inline constexpr int64_t kBlockMaskMaxLength = int64_t{1} << 30;  // of queries, and of keys
 
-// What tiles are made of. The results have all of `batch` and `heads`.
+// What tiles are made of. The results have all of `batch` and `heads`. Of the mask's memory, every
+// 16 bytes of which any belong to it are read as a whole.
 struct BlockMaskParams {
   const uint8_t* mask;   // [mask_batch, mask_heads, mask_queries, keys], 0 or 1; null hides nothing
   int64_t mask_batch;    // 1 or batch
@@ -28,7 +29,7 @@ struct BlockMaskParams {
 };
 
 // The tiles of the results are [batch, heads, ceil(queries / block_q), ceil(keys / block_k)]. The
-// functions return cudaErrorInvalidValue if a length is above its limit.
+// functions return cudaErrorInvalidValue if a length is above its limit, or tiles are above 2^31.
 
 // Which tiles hold any visible key, and which no hidden one.
 cudaError_t launch_block_mask_classify(const BlockMaskParams& params, bool* occupied, bool* full,

@@ -8,35 +8,36 @@ namespace {
 
 using namespace block_mask;
 
-constexpr int kWarps = 8;  // of a block
+constexpr int kWarps = 4;  // of a block
+
+int64_t tiles_of_map(const BlockMaskParams& p) {
+  return ceil_div(p.queries, int64_t{p.block_q}) * ceil_div(p.keys, int64_t{p.block_k});
+}
 
 bool fits(const BlockMaskParams& p) {
   const AttentionMask& m = p.others;
-  const bool tiles = p.block_q > 0 && p.block_q <= kBlockMaskMaxLength && p.block_k > 0 &&
-                     p.block_k <= kBlockMaskMaxLength && p.block_k % 8 == 0;
+  const bool blocks = p.block_q > 0 && p.block_q <= kBlockMaskMaxLength && p.block_k > 0 &&
+                      p.block_k <= kBlockMaskMaxLength && p.block_k % 8 == 0;
   const bool mask = !p.mask || (p.mask_heads > 0 && p.heads % p.mask_heads == 0);
   const bool map = !m.map_rows || (m.block_q > 0 && m.block_k > 0 && m.block_k % 8 == 0 &&
                                    m.map_heads > 0 && p.heads % m.map_heads == 0);
-  return tiles && mask && map && p.queries <= kBlockMaskMaxLength && p.keys <= kBlockMaskMaxLength;
+  return blocks && mask && map && p.queries <= kBlockMaskMaxLength &&
+         p.keys <= kBlockMaskMaxLength && tiles_of_map(p) <= INT32_MAX;
 }
 
 bool empty(const BlockMaskParams& p) {
   return p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
 }
 
-// Of 8 rows under way a lane has 128 bytes, of 4 it has 32 loads of one.
 template <typename Out>
 cudaError_t launch_width(const BlockMaskParams& p, const Out& out, cudaStream_t stream) {
-  const bool wide =
-      p.block_k % 16 == 0 &&
-      (!p.mask || (p.keys % 16 == 0 && reinterpret_cast<uintptr_t>(p.mask) % 16 == 0));
   const bool general = p.others.kv_segments || p.others.map_rows;
-  if (wide) {
-    return general ? launch<Traits<16, 8, kWarps, 2, true>>(p, out, stream)
-                   : launch<Traits<16, 8, kWarps, 3, false>>(p, out, stream);
+  if (p.block_k % 16 == 0) {
+    return general ? launch<Traits<16, 4, kWarps, 4, true>>(p, out, stream)
+                   : launch<Traits<16, 8, kWarps, 5, false>>(p, out, stream);
   }
-  return general ? launch<Traits<8, 4, kWarps, 2, true>>(p, out, stream)
-                 : launch<Traits<8, 4, kWarps, 3, false>>(p, out, stream);
+  return general ? launch<Traits<8, 4, kWarps, 4, true>>(p, out, stream)
+                 : launch<Traits<8, 8, kWarps, 5, false>>(p, out, stream);
 }
 
 }  // namespace
@@ -62,10 +63,7 @@ cudaError_t launch_block_mask_compress(const BlockMaskParams& p, int32_t* tiles,
                                        cudaStream_t stream) {
   if (empty(p)) return cudaSuccess;
   if (!fits(p)) return cudaErrorInvalidValue;
-  const int64_t rows = ceil_div(p.queries, int64_t{p.block_q});
-  const int64_t columns = ceil_div(p.keys, int64_t{p.block_k});
-  if (rows * columns > INT32_MAX) return cudaErrorInvalidValue;
-  return launch_width(p, Compress{tiles, bits, rows * columns}, stream);
+  return launch_width(p, Compress{tiles, bits, tiles_of_map(p)}, stream);
 }
 
 }  // namespace jax_dsa

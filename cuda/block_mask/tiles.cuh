@@ -3,11 +3,12 @@
 //
 // Bound by memory: a key costs a byte read and at most an eighth of one written. A block takes a
 // strip: one row of tiles, as many of them as a warp's lanes cover with kKeys keys each, or one
-// that is wider. Rows go to warps in turn. A warp reads 32 * kKeys consecutive bytes of a row with
-// one instruction and has kInFlight rows under way; it does not read what is hidden already. A lane
-// makes bits of its keys (dp4a: four bytes times four weights) and notes which of them were seen in
-// any row, and which were hidden in any; two ballots a warp and one exchange between the warps make
-// kinds of tiles of these notes. No tile is in two blocks, and nothing is atomic.
+// that is wider. Its rows go to its warps in turn. A warp reads the 32 * kKeys bytes of a row with
+// one instruction and has kInFlight rows under way; it does not read what is hidden already. Loads
+// are of aligned chunks, wherever a row begins: a lane makes bits of its chunk (dp4a: four bytes
+// times four weights), and shifts them and the next lane's into place. It notes which of its keys
+// were seen in any row, and which were hidden in any; two ballots a warp and one exchange between
+// the warps make kinds of tiles of these notes. No tile is in two blocks, and nothing is atomic.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,8 @@
 
 namespace jax_dsa::block_mask {
 
-// kKeys: of a lane. 16 are one load, and want rows, tiles and strips that begin at multiples of 16
-// bytes; 8 are eight loads. kInFlight: rows under way. kGeneral: there are segments or another map.
+// kKeys: of a lane, 16 or 8; tiles are as many wide, or a multiple. kInFlight: rows under way.
+// kBlocks: of a multiprocessor. kGeneral: there are segments or a map, too.
 template <int kKeys_, int kInFlight_, int kWarps_, int kBlocks_, bool kGeneral_>
 struct Traits {
   static constexpr int kKeys = kKeys_, kInFlight = kInFlight_, kWarps = kWarps_;
@@ -85,36 +86,24 @@ __device__ __forceinline__ uint32_t first_bits(int n) {
   return (1u << min(max(n, 0), kKeys)) - 1;
 }
 
-// The bytes of a lane's keys.
+// As many bytes as a lane has keys, from an address that is a multiple of that: 0 or 1 each.
 template <int kKeys>
-struct Bytes;
+struct Chunk {
+  uint32_t x[kKeys / 4];
 
-template <>
-struct Bytes<16> {
-  uint32_t x[4];
-
-  __device__ __forceinline__ void load(const uint8_t* from, uint32_t wanted) {
-    load_16_now<0>(from, wanted != 0, x);
-  }
-  __device__ __forceinline__ uint32_t bits() const {
-    const uint32_t low = __dp4a(x[1], 0x80402010u, __dp4a(x[0], 0x08040201u, 0u));
-    const uint32_t high = __dp4a(x[3], 0x80402010u, __dp4a(x[2], 0x08040201u, 0u));
-    return low | high << 8;
-  }
-};
-
-template <>
-struct Bytes<8> {
-  uint32_t x[8];
-
-  __device__ __forceinline__ void load(const uint8_t* from, uint32_t wanted) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = wanted >> i & 1 ? __ldg(from + i) : 0;
+  __device__ __forceinline__ void load(const uint8_t* from, bool valid) {
+    if constexpr (kKeys == 16) {
+      load_16_now<0>(from, valid, x);
+    } else {
+      load_8_now(from, valid, x);
+    }
   }
   __device__ __forceinline__ uint32_t bits() const {
     uint32_t bits = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) bits |= x[i] << i;
+    for (int i = 0; i < kKeys / 4; i += 2) {
+      bits |= __dp4a(x[i + 1], 0x80402010u, __dp4a(x[i], 0x08040201u, 0u)) << (4 * i);
+    }
     return bits;
   }
 };
@@ -253,7 +242,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
   const int of_strip = strips.tiles == 1 ? 0 : lane * kKeys / p.block_k;
   bool mine = of_strip < strips.tiles && column + of_strip < strips.columns;
   const int64_t tile = int64_t{line} * strips.columns + column + of_strip;
-  const int line_bytes = p.block_k / 8;
+  const int64_t line_bytes = p.block_k / 8;
   uint8_t* to = nullptr;
   if constexpr (Out::kBits) {
     const int slot = mine ? out.slot(tile, tile_row * strips.columns + column + of_strip) : -1;
@@ -277,16 +266,20 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
 
   const int span = strips.tiles * p.block_k;
   uint32_t notes = 0;  // of the lane's keys: seen in any row; above them, hidden in any
-  for (int at = lane * kKeys; at - lane * kKeys < span; at += Tr::kWarpKeys) {
+  for (int part = 0; part < span; part += Tr::kWarpKeys) {
+    const int at = part + lane * kKeys;  // from the strip's first key
     const bool active = mine && at < span;
-    const int key = column * p.block_k + at;
-    const uint32_t there = active ? first_bits<kKeys>(static_cast<int>(p.keys) - key) : 0;
+    const int first_key = column * p.block_k + part, key = column * p.block_k + at;
+    const int left_keys = static_cast<int>(p.keys) - first_key;
+    const uint32_t there = active ? first_bits<kKeys>(left_keys - lane * kKeys) : 0;
     Others<Tr> others(p, entry, head, key);
     uint32_t common = there;
     if (mask && !by_query) {
-      Bytes<kKeys> x;
-      x.load(mask + key, there);
-      common &= x.bits();
+      common = 0;
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) {
+        if (there >> i & 1) common |= uint32_t{__ldg(mask + key + i)} << i;
+      }
     }
     uint8_t* const byte = to + (at - of_strip * p.block_k) / 8;
     for (int first = warp; first < rows; first += kWarps * kInFlight) {
@@ -299,28 +292,42 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
       }
       others.narrow(seen);
       if (by_query) {
-        Bytes<kKeys> x[kInFlight];
+        // Chunks begin up to 15 bytes before a row's keys; a lane's are in its own and the next.
+        Chunk<kKeys> x[kInFlight], last;  // lane u's last is the one after those of row u
+        int before[kInFlight];
+        const uint8_t* from = mask + first * p.keys + first_key;
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u, from += kWarps * p.keys) {
+          before[u] = reinterpret_cast<uintptr_t>(from) % kKeys;
+          const uint32_t also = __shfl_up_sync(~0u, seen[u], 1);
+          const bool wanted = seen[u] || (also && before[u] > 0);
+          x[u].load(from + (lane * kKeys - before[u]),
+                    wanted && lane * kKeys - before[u] < left_keys);
+        }
+        from = mask + looked * p.keys + first_key;
+        const int own_before = reinterpret_cast<uintptr_t>(from) % kKeys;
+        last.load(from + (Tr::kWarpKeys - own_before), lane < kInFlight && looked < there_rows &&
+                                                           own_before > 0 &&
+                                                           Tr::kWarpKeys - own_before < left_keys);
+        const uint32_t last_bits = last.bits();
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
-          x[u].load(mask + int64_t{first + u * kWarps} * p.keys + key, seen[u]);
+          const uint32_t bits = x[u].bits(), next = __shfl_down_sync(~0u, bits, 1);
+          const uint32_t after_all = __shfl_sync(~0u, last_bits, u);
+          seen[u] &= (bits | (lane == 31 ? after_all : next) << kKeys) >> before[u];
         }
-#pragma unroll
-        for (int u = 0; u < kInFlight; ++u) seen[u] &= x[u].bits();
       }
+      uint8_t* here = byte + first * line_bytes;
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
+      for (int u = 0; u < kInFlight; ++u, here += kWarps * line_bytes) {
         const int row = first + u * kWarps;
         const uint32_t hidden = row < there_rows ? there ^ seen[u] : 0;
         notes |= seen[u] | hidden << 16;
-        if constexpr (Out::kBits) {
-          if (active && row < rows) {
-            uint8_t* const here = byte + int64_t{row} * line_bytes;
-            if constexpr (kKeys == 16) {
-              *reinterpret_cast<uint16_t*>(here) = static_cast<uint16_t>(seen[u]);
-            } else {
-              *here = static_cast<uint8_t>(seen[u]);
-            }
-          }
+        if (!Out::kBits || !active || row >= rows) continue;
+        if constexpr (kKeys == 16) {
+          *reinterpret_cast<uint16_t*>(here) = static_cast<uint16_t>(seen[u]);
+        } else {
+          *here = static_cast<uint8_t>(seen[u]);
         }
       }
     }

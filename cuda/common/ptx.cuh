@@ -173,6 +173,15 @@ __device__ __forceinline__ void load_16_now(const void* from, bool valid, uint32
       : "l"(from), "r"(int{valid}), "n"(kOffset));
 }
 
+// Eight bytes likewise.
+__device__ __forceinline__ void load_8_now(const void* from, bool valid, uint32_t (&x)[2]) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];\n}\n"
+      : "=&r"(x[0]), "=&r"(x[1])
+      : "l"(from), "r"(int{valid}));
+}
+
 __device__ __forceinline__ float load_now(const float* from, bool valid, float otherwise) {
   float x;
   asm volatile(

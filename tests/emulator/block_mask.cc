@@ -1,10 +1,27 @@
 // The kernel that makes tiles of masks on the emulator, bit for bit.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include "block_mask/dispatch.cu"
 #include "block_mask_problem.h"
 
 namespace {
 
 using namespace block_mask_problem;
+
+// A copy of an operand, after which there is nothing to read. It stays.
+template <typename T>
+const T* guarded(const std::vector<T>& from) {
+  const size_t page = sysconf(_SC_PAGESIZE), bytes = from.size() * sizeof(T);
+  const size_t pages = (bytes + page - 1) / page * page;
+  void* const all =
+      mmap(nullptr, pages + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (all == MAP_FAILED) emulator::fail("no memory");
+  auto* const stop = static_cast<uint8_t*>(all) + pages;
+  if (mprotect(stop, page, PROT_NONE) != 0) emulator::fail("no guard");
+  memcpy(stop - bytes, from.data(), bytes);
+  return reinterpret_cast<const T*>(stop - bytes);
+}
 
 // Bytes of a result, poisoned, with some before and after it that must stay.
 class Result {
@@ -31,22 +48,17 @@ class Result {
 
 bool good(const Case& c, const emulator::Options& options) {
   const Problem x = make(c, options.seed);
-  std::vector<std::vector<uint4>> copies;
-  const BlockMaskParams p = params(x, [&]<typename T>(const std::vector<T>& from) {
-    copies.emplace_back(from.size() * sizeof(T) / 16 + 1);
-    memcpy(copies.back().data(), from.data(), from.size() * sizeof(T));
-    return reinterpret_cast<const T*>(copies.back().data());
-  });
+  const BlockMaskParams p = params(x, [](const auto& from) { return guarded(from); });
   emulator::machine.options = options;
   Result occupied(x.occupied.size()), full(x.full.size()), bits(x.bits.size());
   Result tiles(x.tiles.size() * 4), all_bits(x.all_bits.size()), first_bits(x.first_bits.size());
   emulator::require(launch_block_mask_classify(p, occupied.at<bool>(), full.at<bool>(), nullptr));
   emulator::require(
-      launch_block_mask_pack(p, x.tiles.data(), bits.at<uint8_t>(), x.slots, nullptr));
+      launch_block_mask_pack(p, guarded(x.tiles), bits.at<uint8_t>(), x.slots, nullptr));
   emulator::require(
       launch_block_mask_compress(p, tiles.at<int32_t>(), all_bits.at<uint8_t>(), nullptr));
   emulator::require(
-      launch_block_mask_pack(p, x.tiles.data(), first_bits.at<uint8_t>(), 1, nullptr));
+      launch_block_mask_pack(p, guarded(x.tiles), first_bits.at<uint8_t>(), 1, nullptr));
   const bool right[] = {occupied.is(x.occupied) && full.is(x.full),
                         bits.is(x.bits) && first_bits.is(x.first_bits),
                         tiles.is(x.all_tiles) && all_bits.is(x.all_bits)};

@@ -107,7 +107,7 @@ struct Problem {
     const int64_t which = (c.map_batch == 1 ? 0 : b) * c.map_heads + h / (c.heads / c.map_heads);
     const int row = rows[t], i = row / c.map_block_q, j = s / c.map_block_k;
     const int kind = map_tiles[(which * map_rows + i) * map_columns + j];
-    if (kind < 0) return kind == -1;
+    if (kind < 0 || kind >= map_slots) return kind == -1;
     const int64_t line = (which * map_slots + kind) * c.map_block_q + row % c.map_block_q;
     return map_bits[line * (c.map_block_k / 8) + s % c.map_block_k / 8] >> (s % 8) & 1;
   }
@@ -236,8 +236,11 @@ inline Problem make(const Case& c, uint64_t seed) {
     for (int64_t m = 0; m < maps; ++m) {
       int next = 0;
       for (int64_t i = 0; i < x.map_slots; ++i) {
-        const int kind = static_cast<int>(random() % 4);
-        x.map_tiles[m * x.map_slots + i] = kind == 0 ? -2 : kind == 1 ? -1 : next++;
+        const int kind = static_cast<int>(random() % 8);  // one in eight has its bits nowhere
+        x.map_tiles[m * x.map_slots + i] = kind < 2    ? -2
+                                           : kind < 4  ? -1
+                                           : kind == 4 ? INT_MAX
+                                                       : next++;
       }
     }
     for (auto& bits : x.map_bits) bits = static_cast<uint8_t>(random());

@@ -599,6 +599,16 @@ T __shfl_sync(unsigned, T value, int lane, int width = 32) {
   memcpy(&value, &bits, sizeof(T));
   return value;
 }
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int lanes) {
+  const int lane = static_cast<int>(emulator::self().thread % 32);
+  return __shfl_sync(~0u, value, lane < lanes ? lane : lane - lanes);
+}
+template <typename T>
+T __shfl_down_sync(unsigned, T value, int lanes) {
+  const int lane = static_cast<int>(emulator::self().thread % 32);
+  return __shfl_sync(~0u, value, lane + lanes < 32 ? lane + lanes : lane);
+}
 inline unsigned __ballot_sync(unsigned, bool value) {
   const uint64_t* all = emulator::exchange(value);
   unsigned bits = 0;

@@ -163,8 +163,16 @@ inline int load_now(const int* from, bool valid, int otherwise) {
 }
 template <int kOffset>
 void load_16_now(const void* from, bool valid, uint32_t (&x)[4]) {
+  if (valid && (reinterpret_cast<uintptr_t>(from) + kOffset) % 16) {
+    emulator::fail("a misaligned load");
+  }
   memset(x, 0, 16);
   if (valid) memcpy(x, static_cast<const char*>(from) + kOffset, 16);
+}
+inline void load_8_now(const void* from, bool valid, uint32_t (&x)[2]) {
+  if (valid && reinterpret_cast<uintptr_t>(from) % 8) emulator::fail("a misaligned load");
+  memset(x, 0, 8);
+  if (valid) memcpy(x, from, 8);
 }
 inline float load_now(const float* from, bool valid, float otherwise) {
   return valid ? *from : otherwise;
