@@ -48,8 +48,9 @@ void check(const Case& c, uint64_t seed) {
   const Problem x = make(c, seed);
   std::vector<void*> copies;
   const BlockMaskParams p = params(x, [&]<typename T>(const std::vector<T>& from) {
-    const size_t bytes = from.size() * sizeof(T);
-    void* const to = device<uint8_t>((bytes + 15) / 16 * 16);
+    const size_t bytes = from.size() * sizeof(T), whole = (bytes + 15) / 16 * 16;
+    void* const to = device<uint8_t>(whole);
+    CHECK(cudaMemset(to, 0xff, whole));
     CHECK(cudaMemcpy(to, from.data(), bytes, cudaMemcpyHostToDevice));
     copies.push_back(to);
     return static_cast<const T*>(to);

@@ -86,7 +86,8 @@ __device__ __forceinline__ uint32_t first_bits(int n) {
   return (1u << min(max(n, 0), kKeys)) - 1;
 }
 
-// As many bytes as a lane has keys, from an address that is a multiple of that: 0 or 1 each.
+// As many bytes as a lane has keys, from an address that is a multiple of that. Bytes beside the
+// mask may be anything, so only the lowest bit of each counts: no byte reaches another's bit.
 template <int kKeys>
 struct Chunk {
   uint32_t x[kKeys / 4];
@@ -99,10 +100,12 @@ struct Chunk {
     }
   }
   __device__ __forceinline__ uint32_t bits() const {
+    constexpr uint32_t kLowest = 0x01010101u;
     uint32_t bits = 0;
 #pragma unroll
     for (int i = 0; i < kKeys / 4; i += 2) {
-      bits |= __dp4a(x[i + 1], 0x80402010u, __dp4a(x[i], 0x08040201u, 0u)) << (4 * i);
+      const uint32_t low = __dp4a(x[i] & kLowest, 0x08040201u, 0u);
+      bits |= __dp4a(x[i + 1] & kLowest, 0x80402010u, low) << (4 * i);
     }
     return bits;
   }
@@ -278,7 +281,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
       common = 0;
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
-        if (there >> i & 1) common |= uint32_t{__ldg(mask + key + i)} << i;
+        if (there >> i & 1) common |= (__ldg(mask + key + i) & 1u) << i;
       }
     }
     uint8_t* const byte = to + (at - of_strip * p.block_k) / 8;

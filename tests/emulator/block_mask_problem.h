@@ -199,7 +199,7 @@ inline Problem make(const Case& c, uint64_t seed) {
   std::mt19937_64 random(seed);
   Problem x = {c};
   const int64_t lines = int64_t{c.mask_batch} * c.mask_heads * c.mask_queries;
-  x.mask.resize(c.offset);
+  x.mask.resize(c.offset, 0xff);  // what is before it is no mask
   for (int64_t line = 0; line < lines; ++line) {
     for (int s = 0; s < c.keys; ++s) {
       const int kind = (s / std::max(c.block_k, 8) + line / c.block_q) % 5;
