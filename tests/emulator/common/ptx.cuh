@@ -317,5 +317,15 @@ inline void load_matrix_x4(uint32_t row, uint32_t (&x)[4]) {
            4);
   }
 }
+inline void load_matrix_x4_transposed(uint32_t row, uint32_t (&r)[4]) {
+  const int lane = emulator::self().thread % 32;
+  for (int i = 0; i < 4; ++i) {
+    const uint64_t* rows = emulator::exchange(row);
+    for (int j = 0; j < 2; ++j) {
+      const auto from = static_cast<uint32_t>(rows[i * 8 + lane % 4 * 2 + j]) + lane / 4 * 2;
+      memcpy(reinterpret_cast<char*>(&r[i]) + j * 2, emulator::shared_at(from), 2);
+    }
+  }
+}
 
 }  // namespace jax_dsa

@@ -1,0 +1,33 @@
+// The products of single warps: mma with bf16 or f16 operands in registers and f32 accumulators.
+#pragma once
+
+#include <cstdint>
+
+#include "common/types.h"
+
+namespace jax_dsa {
+
+// d [16, 8] += a [16, 16] b [16, 8]. A lane has, with row = lane / 4 and column = lane % 4 * 2, two
+// neighbours a register: of a (row, column), (row + 8, column), (row, column + 8) and
+// (row + 8, column + 8); of b, transposed, (row, column) and (row, column + 8); of d the floats at
+// (row, column + {0, 1}) and (row + 8, column + {0, 1}).
+template <DType kType>
+__device__ __forceinline__ void mma_16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                       uint32_t b1) {
+  static_assert(kType == DType::kBF16 || kType == DType::kF16);
+  if constexpr (kType == DType::kBF16) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+}  // namespace jax_dsa

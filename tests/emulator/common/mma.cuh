@@ -1,0 +1,40 @@
+// cuda/common/mma.cuh for the emulator.
+#pragma once
+
+#include <cstdint>
+
+#include "common/types.h"
+#include "emulator.h"
+
+namespace jax_dsa {
+
+template <DType kType>
+void mma_16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const auto value = [](uint64_t packed, int half) {
+    const auto bits = static_cast<uint32_t>(packed);
+    return kType == DType::kBF16 ? emulator::bf16_of(bits, half) : emulator::f16_of(bits, half);
+  };
+  const int lane = emulator::self().thread % 32;
+  float rows[2][16], columns[2][16];  // this lane's
+  for (int i = 0; i < 4; ++i) {
+    const uint64_t* all = emulator::exchange(a[i]);
+    for (int k = 0; k < 8; ++k) {
+      rows[i % 2][i / 2 * 8 + k] = value(all[lane / 4 * 4 + k / 2], k % 2);
+    }
+  }
+  for (int i = 0; i < 2; ++i) {
+    const uint64_t* all = emulator::exchange(i == 0 ? b0 : b1);
+    for (int column = 0; column < 2; ++column) {
+      for (int k = 0; k < 8; ++k) {
+        columns[column][i * 8 + k] = value(all[(lane % 4 * 2 + column) * 4 + k / 2], k % 2);
+      }
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    float sum = 0;
+    for (int k = 0; k < 16; ++k) sum += rows[i / 2][k] * columns[i % 2][k];
+    d[i] += sum;
+  }
+}
+
+}  // namespace jax_dsa
