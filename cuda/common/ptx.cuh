@@ -28,6 +28,14 @@ __device__ __forceinline__ T uniform(T x) {
   return __shfl_sync(~0u, x, 0);
 }
 
+// `x`, which the compiler takes for a value that it must not compute anew; what follows from it is
+// computed after this.
+__device__ __forceinline__ uint32_t hidden(uint32_t x) {
+  uint32_t y;
+  asm volatile("mov.u32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // Sums over the lanes of a warp up to each.
 template <typename Int>
 __device__ __forceinline__ Int inclusive_scan(Int x) {

@@ -18,13 +18,6 @@ __device__ __forceinline__ float4 load_aligned(const float* from) {
   return x;
 }
 
-// `x`, which the compiler takes for a value that it must not compute anew.
-__device__ __forceinline__ uint32_t hidden(uint32_t x) {
-  uint32_t y;
-  asm volatile("mov.u32 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
 // Two entries: value, index, value, index.
 __device__ __forceinline__ int4 load_entries(uint32_t from) {
   int4 x;

@@ -20,6 +20,8 @@ T uniform(T x) {
   return first;
 }
 
+inline uint32_t hidden(uint32_t x) { return x; }
+
 template <typename Int>
 Int inclusive_scan(Int x) {
   const uint64_t* all = emulator::exchange(static_cast<uint64_t>(x));

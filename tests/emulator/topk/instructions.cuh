@@ -19,7 +19,6 @@ inline float4 load_aligned(const float* from) {
   memcpy(&x, from, 16);
   return x;
 }
-inline uint32_t hidden(uint32_t x) { return x; }
 
 inline int4 load_entries(uint32_t from) { return shared_word<int4>(from); }
 inline float load_value(uint32_t from) { return shared_word<float>(from); }

@@ -1,0 +1,242 @@
+// The attention: one softmax over what the queries of a thread block did not select, all layers.
+//
+// Thread block, producer, ring: walk.cuh. A warp has 16 heads of one query, whose fragments and
+// outputs stay in registers, as in FlashAttention-2: a block's scores are, packed, the operand of
+// the product with its values. Probabilities are relative to a reference of their head, which
+// follows the maximum only when it is exceeded by a margin.
+//
+// What does not count has the score -inf. Of a query's last block, though, rows past the query may
+// hold anything: there values are replaced by zeros on their way to registers.
+#pragma once
+
+#include "htree/walk.cuh"
+
+namespace jax_dsa::htree {
+
+inline constexpr float kLazyMargin = 8.f;  // log2 units
+
+template <int kD, int kR>
+struct alignas(1024) AttendShared {
+  Ring<kR, kNodeBytes<kD, kR>> ring;
+  uint8_t turns[kWarps][2][Turns<kD>::kBytes];
+};
+
+// Of a lane's heads lane / 4 and 8 more.
+struct Softmax {
+  float reference[2] = {-INFINITY, -INFINITY};  // log2 units
+  float sum[2] = {};                            // of this lane's probabilities
+
+  __device__ static float finite(float x) { return x == -INFINITY ? 0.f : x; }
+
+  // Scores to probabilities. Moves the references, and the outputs with them, if a score of the
+  // warp's is too high.
+  template <int kTiles, int kOut>
+  __device__ __forceinline__ void apply(float (&s)[kTiles][4], float (&o)[kOut][4]) {
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) top[j / 2] = fmaxf(top[j / 2], s[i][j]);
+    }
+    if (__any_sync(~0u, top[0] > reference[0] + kLazyMargin ||
+                            top[1] > reference[1] + kLazyMargin)) {
+      float factor[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
+        const float to = top[r] > reference[r] + kLazyMargin ? top[r] : reference[r];
+        factor[r] = exp2_approx(reference[r] - finite(to));
+        sum[r] *= factor[r];
+        reference[r] = to;
+      }
+#pragma unroll
+      for (int i = 0; i < kOut; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) o[i][j] *= factor[j / 2];
+      }
+    }
+    const float shift[2] = {finite(reference[0]), finite(reference[1])};
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        s[i][j] = exp2_approx(s[i][j] - shift[j / 2]);
+        sum[j / 2] += s[i][j];
+      }
+    }
+  }
+};
+
+// o [16 heads, D] += probabilities [16, r] times the block's values, of which the first `rows` are
+// there.
+template <int kD, int kR, bool kPartial>
+__device__ __forceinline__ void multiply_values(float (&o)[kD / 8][4], const float (&s)[kR / 8][4],
+                                                uint32_t values, int rows) {
+  constexpr int kSteps = ceil_div(kR, 16);
+  const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    uint32_t a[4] = {}, mask[2];
+#pragma unroll
+    for (int i = 0; i < (kR == 8 ? 1 : 2); ++i) {
+      a[2 * i] = pack_bf16(s[2 * step + i][0], s[2 * step + i][1]);
+      a[2 * i + 1] = pack_bf16(s[2 * step + i][2], s[2 * step + i][3]);
+      const int key = step * 16 + i * 8 + lane % 4 * 2;
+      mask[i] = (key < rows ? 0xffffu : 0) | (key + 1 < rows ? 0xffff0000u : 0);
+    }
+    const auto clean = [&](uint32_t& x, int half) {
+      if constexpr (kPartial) x &= mask[half];
+    };
+    if constexpr (kR == 8) {
+      const uint32_t from = values + place<kD>(row, matrix);
+#pragma unroll
+      for (int i = 0; i < kD / 32; ++i) {
+        uint32_t b[4];  // 8 dimensions each
+        load_matrix_x4_transposed(further(from, i * 4), b);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          clean(b[j], 0);
+          mma_16<DType::kBF16>(o[i * 4 + j], a, b[j], 0);
+        }
+      }
+    } else {
+      const uint32_t from = values + place<kD>(step * 16 + matrix % 2 * 8 + row, matrix / 2);
+#pragma unroll
+      for (int i = 0; i < kD / 16; ++i) {
+        uint32_t b[4];  // both halves of the keys, of 8 dimensions, then of the next 8
+        load_matrix_x4_transposed(further(from, i * 2), b);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) clean(b[j], j % 2);
+        mma_16<DType::kBF16>(o[i * 2], a, b[0], b[1]);
+        mma_16<DType::kBF16>(o[i * 2 + 1], a, b[2], b[3]);
+      }
+    }
+  }
+}
+
+template <int kD, int kR>
+__global__ void __launch_bounds__(kThreads, 1)
+    attend_kernel(const __grid_constant__ Pass pass) {
+  constexpr int kRowBytes = kD * 2;
+  auto& shared = dynamic_shared<AttendShared<kD, kR>>();
+  const HTreeFwdParams& p = pass.p;
+  const Tile tile(pass);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) {
+    shared.ring.init();
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  RingPlace<Ring<kR, kNodeBytes<kD, kR>>::kStages> at;
+  if (warp >= kWarps) {
+    lower_registers<kProducerRegisters>();
+    if (warp > kWarps) return;
+    const int position = tile.position(pass, lane);
+    const int64_t row = tile.row + min(lane, tile.queries - 1);
+    const int64_t first = (tile.batch * p.groups + tile.group) * pass.layers.blocks;
+    for (int layer = pass.layers.count - 1; layer >= 0; --layer) {
+      const bool top = layer + 1 == pass.layers.count;
+      const int32_t* const list =
+          top ? nullptr : pass.chunk.nodes + (layer * pass.chunk.rows + row) * p.top_k;
+      produce(shared.ring, at,
+              static_cast<const uint8_t*>(p.tree) +
+                  (first + pass.layers.first[layer]) * kNodeBytes<kD, kR>,
+              kNodeBytes<kD, kR>, list, ceil_div(candidates<kR>(pass, position, layer), kR));
+    }
+    return;
+  }
+
+  raise_registers<htree::kRegisters>();
+  const int parts = pass.warps_per_query(), heads = static_cast<int>(p.heads / p.groups);
+  const int query = warp / parts, first_head = warp % parts * kHeads;
+  const bool there = query < tile.queries;
+  const int position = tile.position(pass, query);
+  const int64_t row = tile.row + min(query, tile.queries - 1);
+  const int heads_left = there ? heads - first_head : 0;
+  const int64_t head = (there ? tile.token(pass, query) : 0) * p.heads + tile.group * heads +
+                       first_head;  // the warp's first, of [B, T, N]
+  const float scale_log2 = p.scale * kLog2E;
+
+  uint32_t q[kD / 16][4];
+#pragma unroll
+  for (int j = 0; j < kD / 16; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int own = lane / 4 + i % 2 * 8, column = j * 16 + i / 2 * 8 + lane % 4 * 2;
+      const bool has = own < heads_left;
+      q[j][i] = static_cast<uint32_t>(load_now(
+          reinterpret_cast<const int*>(static_cast<const char*>(p.q) +
+                                       (head + (has ? own : 0)) * kRowBytes + column * 2),
+          has, 0));
+    }
+  }
+  float o[kD / 8][4] = {};
+  Softmax softmax;
+  Turns<kD> turns(p.rotations, shared.turns[warp]);
+  for (int layer = pass.layers.count - 1; layer >= 0; --layer) {
+    const int n = candidates<kR>(pass, position, layer);
+    int left = layer ? n - 1 : n;  // candidates to be seen, from the block on that comes next
+    const int32_t* mask = nullptr;
+    if (layer) {
+      mask = reinterpret_cast<const int32_t*>(pass.chunk.masks) +
+             ((layer - 1) * pass.chunk.rows + row) * p.top_k;
+    }
+    // What is selected of the next block, loaded one ahead.
+    const auto fetch = [&] {
+      const bool has = layer && left >= 0;
+      return static_cast<uint32_t>(load_now(mask, has, 0));
+    };
+    uint32_t selected = fetch();
+    turns.begin(n - 1);
+    consume(shared.ring, at, query, [&](uint32_t block) {
+      float s[kR / 8][4];
+      multiply_keys<kD, kR>(s, block, turns.next(kR), [&](int j, uint32_t (&a)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = hidden(q[j][i]);  // not unpacked beforehand
+      });
+      const int rows = left;
+      const uint32_t hides = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
+      left -= kR;
+      ++mask;
+      selected = fetch();
+#pragma unroll
+      for (int i = 0; i < kR / 8; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int key = i * 8 + lane % 4 * 2 + j % 2;
+          s[i][j] = hides >> key & 1 ? -INFINITY : s[i][j] * scale_log2;
+        }
+      }
+      softmax.apply(s, o);
+      const uint32_t values = block + kNodeBytes<kD, kR> / 2;
+      if (rows < kR) {
+        multiply_values<kD, kR, true>(o, s, values, rows);
+      } else {
+        multiply_values<kD, kR, false>(o, s, values, kR);
+      }
+    });
+  }
+
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float total = softmax.sum[r];
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    const int own = lane / 4 + r * 8;
+    if (own >= heads_left) continue;
+    const bool empty = total == 0.f;
+    const float factor = empty ? 0.f : 1.f / total;
+    auto* const out = static_cast<uint32_t*>(p.out) + ((head + own) * kD + lane % 4 * 2) / 2;
+#pragma unroll
+    for (int i = 0; i < kD / 8; ++i) {
+      out[i * 4] = pack_bf16(o[i][2 * r] * factor, o[i][2 * r + 1] * factor);
+    }
+    if (lane % 4 == 0) {
+      p.lse[head + own] = empty ? -INFINITY : (softmax.reference[r] + log2f(total)) * kLn2;
+    }
+  }
+}
+
+}  // namespace jax_dsa::htree

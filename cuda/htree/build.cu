@@ -1,0 +1,77 @@
+// Launcher of the kernels that build the tree.
+
+#include <cmath>
+
+#include "common/launch.cuh"
+#include "htree/build.cuh"
+
+namespace jax_dsa {
+namespace {
+
+template <int kD, int kR>
+cudaError_t launch(const HTreeBuildParams& p, cudaStream_t stream) {
+  using namespace htree;
+  const int half = kD / 2;
+  const int64_t pairs = p.compression * p.top_k * half;
+  const HTreeLayers layers = htree_layers(p.tokens, p.compression, p.top_k);
+  const int64_t groups = p.batch * p.groups;
+  if (ceil_div(p.tokens, int64_t{kR} * kR) * groups > INT32_MAX) return cudaErrorInvalidValue;
+  if (cudaError_t e = launch_blocks(rotations_kernel, ceil_div(pairs, int64_t{256}), 256, 0, stream,
+                                    p.rotations, pairs, half, std::log2(p.rope_base));
+      e != cudaSuccess) {
+    return e;
+  }
+  if (groups == 0 || p.tokens == 0) return cudaSuccess;
+  BuildPass pass = {};
+  pass.layers = layers;
+  pass.k = static_cast<const __nv_bfloat16*>(p.k), pass.v = static_cast<const __nv_bfloat16*>(p.v);
+  pass.node_stride = p.groups * kD, pass.group_stride = kD;
+  pass.batch_stride = p.tokens * pass.node_stride;
+  pass.above = static_cast<__nv_bfloat16*>(p.workspace);
+  pass.tree = static_cast<uint8_t*>(p.tree), pass.rotations = p.rotations;
+  pass.groups = static_cast<int>(p.groups);
+  for (pass.layer = 0; pass.layer < layers.count; pass.layer += 2) {
+    const int64_t spans = ceil_div(layers.size[pass.layer], int64_t{kR} * kR);
+    if (cudaError_t e =
+            launch_blocks(build_kernel<kD, kR>, spans * groups, kBuildThreads<kD, kR>,
+                          static_cast<int>(sizeof(BuildShared<kD, kR>)), stream, pass);
+        e != cudaSuccess) {
+      return e;
+    }
+    if (pass.layer + 2 >= layers.count) break;
+    const int64_t nodes = layers.size[pass.layer + 2];
+    pass.k = pass.above, pass.v = pass.above + kD;
+    pass.node_stride = 2 * kD, pass.group_stride = nodes * 2 * kD;
+    pass.batch_stride = p.groups * pass.group_stride;
+    pass.above += groups * nodes * 2 * kD;
+  }
+  return cudaSuccess;
+}
+
+template <int kD>
+cudaError_t launch(const HTreeBuildParams& p, cudaStream_t stream) {
+  switch (p.compression) {
+    case 8:
+      return launch<kD, 8>(p, stream);
+    case 16:
+      return launch<kD, 16>(p, stream);
+    case 32:
+      return launch<kD, 32>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t launch_htree_build(const HTreeBuildParams& p, cudaStream_t stream) {
+  if (p.top_k < 1 || p.top_k > 1024) return cudaErrorInvalidValue;
+  switch (p.dim) {
+    case 64:
+      return launch<64>(p, stream);
+    case 128:
+      return launch<128>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jax_dsa

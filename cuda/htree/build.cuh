@@ -1,0 +1,136 @@
+// The tree: all layers pooled from the tokens' keys and values, keys rotated by their slots.
+//
+// A thread block takes the nodes below one node two layers up, r^2 of them, from `source`. Teams of
+// D / 4 threads have a block of siblings each: a thread 8 columns of the keys, or of the values.
+// They write its rows, and their mean, rounded, is a row of the layer above; the thread block's
+// r means are a block of it. Its mean in turn goes, unrotated, to `above`, which is the source of
+// the next pass.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "common/ptx.cuh"
+#include "htree/htree.h"
+
+namespace jax_dsa::htree {
+
+struct BuildPass {
+  HTreeLayers layers;
+  int layer;               // of the source
+  const __nv_bfloat16* k;  // the source's first keys and values
+  const __nv_bfloat16* v;
+  int64_t batch_stride, group_stride, node_stride;  // of both, in elements
+  __nv_bfloat16* above;                             // [B, G, nodes, 2, D], if there is such a layer
+  uint8_t* tree;
+  const float* rotations;
+  int groups;
+};
+
+// (cos, sin) of position * base^(-i / half).
+__global__ void rotations_kernel(float* table, int64_t count, int half, double log2_base) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i >= count) return;
+  const double angle =
+      static_cast<double>(i / half) * exp2(-log2_base * static_cast<double>(i % half) / half);
+  table[2 * i] = static_cast<float>(cos(angle));
+  table[2 * i + 1] = static_cast<float>(sin(angle));
+}
+
+template <int kD, int kR>
+inline constexpr int kBuildThreads = kR * kD / 4;
+
+template <int kD, int kR>
+struct BuildShared {
+  uint32_t means[kR][kD / 4][4];  // of each team's thread
+};
+
+template <int kD, int kR>
+__global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1)
+    build_kernel(const __grid_constant__ BuildPass p) {
+  constexpr int kTeam = kD / 4;
+  constexpr int64_t kNodeBytes = kR * kD * 2 * 2;
+  auto& shared = dynamic_shared<BuildShared<kD, kR>>();
+  const int team = threadIdx.x / kTeam, member = threadIdx.x % kTeam;
+  const bool is_value = member >= kTeam / 2;
+  const int chunk = member % (kTeam / 2), column = chunk * 8;
+  const bool is_upper = column >= kD / 2;  // of a key's pairs
+  const int64_t size = p.layers.size[p.layer];
+  const int64_t spans = ceil_div(size, int64_t{kR} * kR);
+  const int64_t span = blockIdx.x % spans, bg = blockIdx.x / spans;
+  uint8_t* const tree = p.tree + bg * p.layers.blocks * kNodeBytes;
+  const __nv_bfloat16* const source = (is_value ? p.v : p.k) + bg / p.groups * p.batch_stride +
+                                      bg % p.groups * p.group_stride + column;
+
+  // Row `slot` of a block; all threads of a warp come here together.
+  const auto write = [&](int64_t block, int slot, const uint32_t (&x)[4], bool valid) {
+    const float* const turn = p.rotations + (int64_t{slot} * (kD / 2) + column % (kD / 2)) * 2;
+    uint32_t y[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t partner = __shfl_xor_sync(~0u, x[i], kD / 16);
+      const float4 cs = __ldg(reinterpret_cast<const float4*>(turn) + i);
+      const float2 a = unpack_bf16(x[i]), b = unpack_bf16(partner);
+      const float sign = is_upper ? 1.f : -1.f;
+      const uint32_t rotated =
+          pack_bf16(a.x * cs.x + sign * (b.x * cs.y), a.y * cs.z + sign * (b.y * cs.w));
+      y[i] = is_value ? x[i] : rotated;
+    }
+    uint8_t* const to = tree + block * kNodeBytes + (is_value ? kNodeBytes / 2 : 0) +
+                        slot * (kD * 2) + (chunk ^ slot % 8) * 16;
+    if (valid) *reinterpret_cast<uint4*>(to) = make_uint4(y[0], y[1], y[2], y[3]);
+  };
+  const auto add = [](float (&sum)[8], const uint32_t (&x)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 y = unpack_bf16(x[i]);
+      sum[2 * i] += y.x, sum[2 * i + 1] += y.y;
+    }
+  };
+  const auto mean = [](const float (&sum)[8], int count, uint32_t (&x)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = count > 0 ? pack_bf16(sum[2 * i] / count, sum[2 * i + 1] / count) : 0;
+    }
+  };
+
+  const int64_t block = span * kR + team;
+  const int count = static_cast<int>(max(min(size - block * kR, int64_t{kR}), int64_t{0}));
+  float sum[8] = {};
+  constexpr int kAtOnce = kBuildThreads<kD, kR> == 1024 ? 4 : 8;  // by the registers
+#pragma unroll 1
+  for (int first = 0; first < kR; first += kAtOnce) {
+    uint32_t x[kAtOnce][4];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const bool valid = first + i < count;
+      const int64_t node = valid ? block * kR + first + i : 0;
+      load_16_now<0>(source + node * p.node_stride, valid, x[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      write(p.layers.first[p.layer] + block, first + i, x[i], count > 0);
+      add(sum, x[i]);
+    }
+  }
+  if (p.layer + 1 == p.layers.count) return;
+
+  uint32_t x[4];
+  mean(sum, count, x);
+  write(p.layers.first[p.layer + 1] + span, team, x, true);
+  if (p.layer + 2 == p.layers.count) return;
+
+#pragma unroll
+  for (int i = 0; i < 4; ++i) shared.means[team][member][i] = x[i];
+  __syncthreads();
+  if (team > 0) return;
+  const int64_t nodes = p.layers.size[p.layer + 1] - span * kR;
+  const int means = static_cast<int>(min(nodes, int64_t{kR}));
+  float above[8] = {};
+  for (int i = 0; i < means; ++i) add(above, shared.means[i][member]);
+  mean(above, means, x);
+  uint32_t* const to = reinterpret_cast<uint32_t*>(
+      p.above + ((bg * p.layers.size[p.layer + 2] + span) * 2 + is_value) * kD + column);
+  *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
+}
+
+}  // namespace jax_dsa::htree

@@ -1,0 +1,77 @@
+// Hierarchical tree attention (docs/ops/htree.md): the tree's layout and what the launchers take.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/types.h"
+
+namespace jax_dsa {
+
+inline constexpr int kHTreeMaxLayers = 12;
+
+// Layer 0 is the tokens, the last one has at most compression * top_k nodes. A block is `compression`
+// siblings; all layers lie on one axis of blocks, each from `first` on.
+struct HTreeLayers {
+  int count;
+  int64_t size[kHTreeMaxLayers];   // in nodes
+  int64_t first[kHTreeMaxLayers];  // in blocks
+  int64_t blocks;                  // of all layers
+
+  __host__ __device__ constexpr int64_t layer_blocks(int layer) const {
+    return (layer + 1 < count ? first[layer + 1] : blocks) - first[layer];
+  }
+};
+constexpr HTreeLayers htree_layers(int64_t tokens, int64_t compression, int64_t top_k) {
+  HTreeLayers x = {};
+  for (int64_t size = tokens;; size = ceil_div(size, compression)) {
+    x.size[x.count] = size;
+    x.first[x.count++] = x.blocks;
+    x.blocks += ceil_div(size, compression);
+    if (size <= compression * top_k) return x;
+  }
+}
+
+struct HTreeBuildParams {
+  const void* k;  // [B, T, G, D], bf16
+  const void* v;  // the same
+  // [B, G, blocks, 2, compression, D]: a block's keys, rotated by their slots in it, then its
+  // values; a row's 16-byte chunk c lies at c ^ (row % 8).
+  void* tree;
+  float* rotations;  // [compression * top_k, D / 2, 2]: cos and sin by ordinal
+  void* workspace;   // of htree_build_workspace
+  int64_t batch, tokens, groups, dim, compression, top_k;
+  double rope_base;
+};
+// Bytes: layers 2, 4, ... as [B, G, nodes, 2, D], not rotated.
+constexpr int64_t htree_build_workspace(const HTreeBuildParams& p) {
+  const HTreeLayers layers = htree_layers(p.tokens, p.compression, p.top_k);
+  int64_t nodes = 0;
+  for (int i = 2; i < layers.count; i += 2) nodes += layers.size[i];
+  return p.batch * p.groups * nodes * 2 * p.dim * 2;
+}
+
+struct HTreeFwdParams {
+  const void* q;             // [B, T, N, D], bf16
+  const int32_t* positions;  // [B, T], the tokens that queries stand at; below 0: none
+  const void* tree;
+  const float* rotations;
+  void* out;          // [B, T, N, D], bf16
+  float* lse;         // [B, T, N]
+  int32_t* selected;  // [B, T, G, layers - 1, top_k], ordinals, ascending, then -1; null: not wanted
+  void* workspace;    // 256-byte aligned
+  int64_t workspace_bytes;
+  int64_t batch, queries, heads, groups, tokens, dim, compression, top_k;
+  float scale;
+};
+
+// cudaErrorInvalidValue for what is not there: D is 64 or 128, compression 8, 16 or 32, top_k at
+// most 1024, up to 192 heads a group; and for a workspace that is too small for a query.
+cudaError_t launch_htree_build(const HTreeBuildParams& params, cudaStream_t stream);
+cudaError_t launch_htree_fwd(const HTreeFwdParams& params, cudaStream_t stream);
+
+// Bytes that the workspace has to have for so many queries of a group at a time.
+int64_t htree_fwd_workspace(const HTreeFwdParams& params, int64_t rows);
+
+}  // namespace jax_dsa

@@ -1,0 +1,284 @@
+// What the scores and the attention share: a thread block's queries, its walk over the blocks that
+// they selected, and the products of rotated queries with a block's keys.
+//
+// The queries are of one group of heads. Warp kWarps is the producer: its lane i has the list of
+// query i's nodes, ascending, and all lanes together pass over the union of the lists. The block of
+// children of each node is copied once, with a word of who takes it. Kernels differ in what of a
+// block they copy and in what their warps do with the ones they take.
+#pragma once
+
+#include <climits>
+#include <cmath>
+
+#include "common/launch.cuh"
+#include "common/mma.cuh"
+#include "common/ptx.cuh"
+#include "common/ring.cuh"
+#include "htree/htree.h"
+
+namespace jax_dsa::htree {
+
+inline constexpr int kWarps = 12;  // that multiply: one, two, three, four or six a query
+inline constexpr int kThreads = (kWarps + 4) * 32;
+inline constexpr int kRegisters = 160;         // of those that multiply
+inline constexpr int kProducerRegisters = 32;  // of the last warpgroup, three of whose warps rest
+static_assert(registers_fit(1, kWarps / 4, kRegisters, kProducerRegisters));
+inline constexpr int kHeads = 16;      // of a warp
+inline constexpr int kStageRows = 64;  // of a stage's blocks
+inline constexpr int kRingBytes = 160 * 1024;
+
+// Some of the queries, and what the passes leave each other about them. A row is a (batch entry,
+// group, query) of these, in that order.
+struct Chunk {
+  int first_batch, batch;
+  int64_t first_query, queries;
+  int64_t rows;
+
+  float* importance;  // [rows, width], by ordinal
+  int64_t width;
+  int32_t* ends;      // [rows], ordinal of the last candidate
+  int32_t* ordinals;  // [rows, K - 1], of the most important others
+  int32_t* nodes;     // [layers - 1, rows, K]: what is selected in layers 1, 2, ...; then -1
+  uint32_t* masks;    // [layers - 1, rows, K]: bit i of word o: ordinal r o + i is selected
+};
+
+struct Pass {
+  HTreeFwdParams p;
+  HTreeLayers layers;
+  Chunk chunk;
+
+  __host__ __device__ int warps_per_query() const {
+    return static_cast<int>(ceil_div(p.heads / p.groups, int64_t{kHeads}));
+  }
+  __host__ __device__ int queries_per_block() const { return kWarps / warps_per_query(); }
+  int64_t blocks() const {
+    return ceil_div(chunk.queries, int64_t{queries_per_block()}) * chunk.batch * p.groups;
+  }
+};
+
+// How many candidates the query at a token has in a layer.
+template <int kR>
+__device__ __forceinline__ int candidates(const Pass& pass, int position, int layer) {
+  if (position < 0) return 0;
+  constexpr int kBits = kR == 8 ? 3 : kR == 16 ? 4 : 5;
+  int at = pass.layers.count - 1;
+  int n = (position >> (kBits * at)) + 1;
+  while (at-- > layer) {
+    n = kR * (min(n, static_cast<int>(pass.p.top_k)) - 1) + (position >> (kBits * at)) % kR + 1;
+  }
+  return n;
+}
+
+// The queries of this thread block.
+struct Tile {
+  int64_t batch, group, first;  // first: query of the chunk
+  int queries;
+  int64_t row;  // of the first query
+
+  __device__ explicit Tile(const Pass& pass) {
+    const int size = pass.queries_per_block();
+    const int64_t tiles = ceil_div(pass.chunk.queries, int64_t{size});
+    const int64_t bg = blockIdx.x / tiles;
+    first = blockIdx.x % tiles * size;
+    queries = static_cast<int>(min(pass.chunk.queries - first, int64_t{size}));
+    batch = pass.chunk.first_batch + bg / pass.p.groups;
+    group = bg % pass.p.groups;
+    row = bg * pass.chunk.queries + first;
+  }
+  // Of [B, T].
+  __device__ int64_t token(const Pass& pass, int query) const {
+    return batch * pass.p.queries + pass.chunk.first_query + first + query;
+  }
+  __device__ int position(const Pass& pass, int query) const {
+    return query < queries ? __ldg(pass.p.positions + token(pass, query)) : -1;
+  }
+};
+
+template <int kD, int kR>
+inline constexpr int kNodeBytes = kR * kD * 2 * 2;  // of a block in memory
+
+// `kBytes` of each block are copied.
+template <int kR, int kBytes_>
+struct alignas(1024) Ring {
+  static constexpr int kBytes = kBytes_;
+  static constexpr int kBlocks = kStageRows / kR;  // of a stage
+  static constexpr int kStages = kRingBytes / (kBlocks * kBytes);
+  uint8_t blocks[kStages][kBlocks][kBytes];
+  uint32_t takers[kStages][kBlocks];  // bit i: query i
+  int last[kStages];                  // whether the layer ends
+  uint64_t full[kStages], free[kStages];
+
+  __device__ void init() {
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(&full[i], 1);
+      mbarrier_init(&free[i], kWarps);
+    }
+  }
+};
+
+// One layer, by the producer: lane i's query takes `count` blocks, those of the nodes in `list` or,
+// in the top layer, the first ones. `tree` is the layer's first block.
+template <typename Ring>
+__device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t* tree,
+                        int64_t node_bytes, const int32_t* list, int count) {
+  const int lane = threadIdx.x % 32;
+  const uint64_t keep = l2_policy_evict_last();
+  const auto fetch = [&](int i) {
+    if (list == nullptr) return i < count ? i : INT_MAX;
+    const int node = load_now(list + i, i < count, -1);
+    return node < 0 ? INT_MAX : node;
+  };
+  int next = 1;
+  int node = fetch(0), upcoming = fetch(1);  // one ahead, to hide the load
+  bool last;
+  do {
+    int own = INT_MAX, blocks = 0;
+    uint32_t takers = 0;
+    int least = __reduce_min_sync(~0u, node);
+#pragma unroll
+    for (int i = 0; i < Ring::kBlocks; ++i) {
+      if (least == INT_MAX) continue;
+      const bool takes = node == least;
+      const uint32_t all = __ballot_sync(~0u, takes);
+      if (lane == i) own = least, takers = all;
+      if (takes) node = upcoming, upcoming = fetch(++next);
+      ++blocks;
+      least = __reduce_min_sync(~0u, node);
+    }
+    last = least == INT_MAX;
+    mbarrier_wait(&ring.free[at.index], at.parity ^ 1);
+    if (lane < Ring::kBlocks) ring.takers[at.index][lane] = takers;
+    if (lane == 0) ring.last[at.index] = last;
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive_expect(&ring.full[at.index], blocks * Ring::kBytes);
+    __syncwarp();
+    if (own != INT_MAX) {
+      bulk_load(ring.blocks[at.index][lane], tree + own * node_bytes, Ring::kBytes,
+                &ring.full[at.index], keep);
+    }
+    at.advance();
+  } while (!last);
+}
+
+// One layer, by a warp that multiplies: take(block) for each block that `query` takes, in order.
+template <typename Ring, typename Take>
+__device__ __forceinline__ void consume(Ring& ring, RingPlace<Ring::kStages>& at, int query,
+                                        Take take) {
+  bool last;
+  do {
+    mbarrier_wait(&ring.full[at.index], at.parity);
+    last = ring.last[at.index] != 0;
+#pragma unroll 1
+    for (int i = 0; i < Ring::kBlocks; ++i) {
+      if (ring.takers[at.index][i] >> query & 1) take(smem_address(ring.blocks[at.index][i]));
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.free[at.index]);
+    at.advance();
+  } while (!last);
+}
+
+// cos and sin of a warp's rotations, one block after the other: each is loaded one ahead, a part a
+// lane, and shared through one of two buffers.
+template <int kD>
+struct Turns {
+  static constexpr int kBytes = kD / 2 * 8;  // of a rotation
+  const float4* table;                       // this lane's part
+  uint32_t buffers;
+  int position = 0;
+  int parity = 0;
+  float4 upcoming = {};
+
+  __device__ Turns(const float* rotations, uint8_t (&buffers)[2][kBytes])
+      : table(reinterpret_cast<const float4*>(rotations) + threadIdx.x % 32),
+        buffers(smem_address(buffers)) {}
+
+  // The first is at `first`.
+  __device__ void begin(int first) {
+    position = first;
+    load();
+  }
+  // Where the next one is; the one after that is `step` less.
+  __device__ uint32_t next(int step) {
+    const uint32_t buffer = buffers + parity * kBytes;
+    parity ^= 1;
+    const uint32_t bits[4] = {__float_as_uint(upcoming.x), __float_as_uint(upcoming.y),
+                              __float_as_uint(upcoming.z), __float_as_uint(upcoming.w)};
+    if (has_part()) store_shared_16(buffer + threadIdx.x % 32 * 16, bits);
+    __syncwarp();
+    position -= step;
+    load();
+    return buffer;
+  }
+
+ private:
+  __device__ static bool has_part() { return static_cast<int>(threadIdx.x % 32) < kBytes / 16; }
+  __device__ void load() {
+    if (position >= 0 && has_part()) upcoming = __ldg(table + int64_t{position} * (kBytes / 16));
+  }
+};
+
+// Fragments j and j + D / 32 of 16 heads' queries, rotated in place.
+template <int kD>
+__device__ __forceinline__ void rotate(uint32_t (&low)[4], uint32_t (&high)[4], uint32_t turn,
+                                       int j) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t bits[4];  // cos, sin, cos, sin
+    load_shared_16(turn + (j * 16 + half * 8 + threadIdx.x % 4 * 2) * 8, bits);
+    const float cs[4] = {__uint_as_float(bits[0]), __uint_as_float(bits[1]),
+                         __uint_as_float(bits[2]), __uint_as_float(bits[3])};
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      const float2 x = unpack_bf16(low[i]), y = unpack_bf16(high[i]);
+      low[i] = pack_bf16(x.x * cs[0] - y.x * cs[1], x.y * cs[2] - y.y * cs[3]);
+      high[i] = pack_bf16(y.x * cs[0] + x.x * cs[1], y.y * cs[2] + x.y * cs[3]);
+    }
+  }
+}
+
+// Where 16-byte chunk c of a row lies in a block (or in queries, which are swizzled likewise).
+template <int kD>
+__device__ __forceinline__ uint32_t place(int row, int c) {
+  return row * (kD * 2) + c / 8 * 128 + ((c % 8) ^ (row % 8)) * 16;
+}
+// The place that is `chunks` further on, if that changes only bits of c that are 0.
+__device__ __forceinline__ uint32_t further(uint32_t from, int chunks) {
+  return (from ^ chunks % 8 * 16) + chunks / 8 * 128;
+}
+
+// s [16 heads, r keys] = queries, rotated, times the block's keys. load(j, a) gives fragment j of
+// the queries: dimensions 16 j to 16 j + 15.
+template <int kD, int kR, typename Load>
+__device__ __forceinline__ void multiply_keys(float (&s)[kR / 8][4], uint32_t block, uint32_t turn,
+                                              Load load) {
+  const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
+#pragma unroll
+  for (int i = 0; i < kR / 8; ++i) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
+#pragma unroll
+  for (int j = 0; j < kD / 32; ++j) {
+    uint32_t low[4], high[4], b[4];
+    load(j, low);
+    load(j + kD / 32, high);
+    rotate<kD>(low, high, turn, j);
+    if constexpr (kR == 8) {  // of both fragments
+      const uint32_t keys = block + place<kD>(row, matrix / 2 * (kD / 16) + matrix % 2);
+      load_matrix_x4(further(keys, j * 2), b);
+      mma_16<DType::kBF16>(s[0], low, b[0], b[1]);
+      mma_16<DType::kBF16>(s[0], high, b[2], b[3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kR / 16; ++i) {
+        const uint32_t keys = block + place<kD>(i * 16 + matrix / 2 * 8 + row, matrix % 2);
+        load_matrix_x4(further(keys, j * 2), b);
+        mma_16<DType::kBF16>(s[2 * i], low, b[0], b[1]);
+        mma_16<DType::kBF16>(s[2 * i + 1], low, b[2], b[3]);
+        load_matrix_x4(further(keys, (j + kD / 32) * 2), b);
+        mma_16<DType::kBF16>(s[2 * i], high, b[0], b[1]);
+        mma_16<DType::kBF16>(s[2 * i + 1], high, b[2], b[3]);
+      }
+    }
+  }
+}
+
+}  // namespace jax_dsa::htree

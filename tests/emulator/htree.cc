@@ -1,0 +1,174 @@
+// Hierarchical tree attention on the emulator, against float64: the tree, the selection, the
+// outputs.
+#include <cstdio>
+
+#include "topk/dispatch.cu"
+#include "htree/build.cu"
+#include "htree/fwd.cu"
+#include "htree_problem.h"
+
+namespace {
+
+using namespace jax_dsa;
+using namespace htree_problem;
+
+int failures = 0;
+
+template <typename T>
+struct Aligned {  // for copies of 16 bytes
+  std::vector<float4> store;
+  explicit Aligned(int64_t n) : store(n * sizeof(T) / 16 + 1, {NAN, NAN, NAN, NAN}) {}
+  T* get() { return reinterpret_cast<T*>(store.data()); }
+};
+
+// Nodes of the tree that differ from those of the problem by more than a rounding.
+int64_t wrong_rows(const Problem& p, const uint8_t* tree) {
+  const Case& c = p.c;
+  const int r = c.compression;
+  int64_t wrong = 0;
+  for (int bg = 0; bg < c.batch * c.groups; ++bg) {
+    for (int l = 0; l < p.layers.count; ++l) {
+      for (int64_t i = 0; i < p.layers.layer_blocks(l) * r; ++i) {
+        const bool there = i < p.layers.size[l];
+        const std::vector<float> zeros(c.dim);
+        const auto row = [&](const std::vector<std::vector<float>>& x) {
+          return there ? &x[l][i * c.dim] : zeros.data();
+        };
+        const auto keys = rotated(p, row(p.trees[bg].k), i % r, true);
+        const int64_t block = bg * p.layers.blocks + p.layers.first[l] + i / r;
+        for (int half = 0; half < 2; ++half) {
+          for (int d = 0; d < c.dim; ++d) {
+            const double want = half ? row(p.trees[bg].v)[d] : keys[d];
+            bf16 x;
+            memcpy(&x, tree + ((block * 2 + half) * r + i % r) * c.dim * 2 +
+                           ((d / 8) ^ (i % r % 8)) * 16 + d % 8 * 2, 2);
+            const double got = __bfloat162float(x);
+            if (std::isnan(want) ? !std::isnan(got) : !(error(got, want) <= std::fabs(want) / 128 + 1e-5)) {
+              ++wrong;
+              break;
+            }
+          }
+        }
+      }
+    }
+  }
+  return wrong;
+}
+
+// Rows whose selection in layer 1 is not exactly that of the importances that the pass left.
+int64_t inexact_rows(const Problem& p, HTreeFwdParams params, const int32_t* selected) {
+  const Case& c = p.c;
+  if (p.layers.count < 2) return 0;
+  Chunk chunk = {};
+  chunk.rows = int64_t{c.batch} * c.queries * c.groups;
+  divide(params, p.layers.count, chunk);
+  int64_t wrong = 0;
+  for (int64_t row = 0; row < chunk.rows; ++row) {
+    const int64_t bg = row / c.queries, t = row % c.queries, b = bg / c.groups, g = bg % c.groups;
+    const int n = p.candidates(p.positions[p.token(b, t)], 1);
+    std::vector<int> order(std::max(n - 1, 0));
+    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    const float* x = chunk.importance + row * chunk.width;
+    std::stable_sort(order.begin(), order.end(), [&](int i, int j) { return x[i] > x[j]; });
+    order.resize(std::min<size_t>(order.size(), c.top_k - 1));
+    if (n > 0) order.push_back(n - 1);
+    std::sort(order.begin(), order.end());
+    order.resize(c.top_k, -1);
+    const int32_t* got = selected + (p.token(b, t) * c.groups + g) * (p.layers.count - 1) * c.top_k;
+    wrong += !std::equal(order.begin(), order.end(), got);
+  }
+  return wrong;
+}
+
+void check(const Case& c, const std::vector<emulator::Options>& schedules) {
+  const Problem x = make(c, schedules[0].seed);
+  const int64_t nodes = x.layers.blocks * c.compression * 2 * c.dim * c.batch * c.groups;
+  const int64_t slots = int64_t{c.batch} * c.queries * c.groups * (x.layers.count - 1) * c.top_k;
+  const int64_t heads = int64_t{c.batch} * c.queries * c.heads;
+  std::vector<bf16> first;
+  for (size_t i = 0; i < schedules.size(); ++i) {
+    const emulator::Options& options = schedules[i];
+    emulator::machine.options = options, emulator::machine.processors = 2;
+    Aligned<bf16> k(x.k.size()), v(x.k.size()), q(x.q.size());
+    std::copy(x.k.begin(), x.k.end(), k.get());
+    std::copy(x.v.begin(), x.v.end(), v.get());
+    std::copy(x.q.begin(), x.q.end(), q.get());
+    HTreeBuildParams build = {};
+    build.batch = c.batch, build.tokens = c.tokens, build.groups = c.groups, build.dim = c.dim;
+    build.compression = c.compression, build.top_k = c.top_k, build.rope_base = x.rope_base;
+    Aligned<bf16> tree(nodes);
+    Aligned<float> rotations(int64_t{c.compression} * c.top_k * c.dim);
+    Aligned<uint8_t> raw(htree_build_workspace(build));
+    build.k = k.get(), build.v = v.get(), build.tree = tree.get();
+    build.rotations = rotations.get(), build.workspace = raw.get();
+    emulator::require(launch_htree_build(build, nullptr));
+    const int64_t wrong = wrong_rows(x, reinterpret_cast<uint8_t*>(tree.get()));
+
+    HTreeFwdParams p = {};
+    std::vector<bf16> out(heads * c.dim, __float2bfloat16(NAN));
+    std::vector<float> lse(heads, NAN);
+    std::vector<int32_t> selected(slots, -7);
+    p.q = q.get(), p.positions = x.positions.data(), p.tree = tree.get();
+    p.rotations = rotations.get(), p.out = out.data(), p.lse = lse.data();
+    p.selected = selected.data(), p.batch = c.batch, p.queries = c.queries, p.heads = c.heads;
+    p.groups = c.groups, p.tokens = c.tokens, p.dim = c.dim, p.compression = c.compression;
+    p.top_k = c.top_k, p.scale = x.scale;
+    const int64_t rows = int64_t{c.batch} * c.queries * c.groups;
+    p.workspace_bytes = htree_fwd_workspace(p, c.chunk ? c.chunk : rows);
+    Aligned<uint8_t> workspace(p.workspace_bytes);
+    p.workspace = workspace.get();
+    emulator::require(launch_htree_fwd(p, nullptr));
+
+    Findings found;
+    const int per = c.heads / c.groups;
+    for (int b = 0; b < c.batch; ++b) {
+      for (int t = 0; t < c.queries; ++t) {
+        for (int g = 0; g < c.groups; ++g) {
+          const int64_t head = x.token(b, t) * c.heads + g * per;
+          const int64_t row = (x.token(b, t) * c.groups + g) * (x.layers.count - 1) * c.top_k;
+          found += check(x, b, t, g, selected.data() + row, &out[head * c.dim], &lse[head]);
+        }
+      }
+    }
+    const int64_t inexact = c.chunk ? 0 : inexact_rows(x, p, selected.data());
+    if (i == 0) first = out;
+    const bool same = memcmp(first.data(), out.data(), out.size() * sizeof(bf16)) == 0;
+    const bool good = wrong == 0 && inexact == 0 && found.partition && found.complete &&
+                      found.gap < 2e-3 && found.close < 0.012 && found.exact < 0.08 &&
+                      found.lse < 2e-3 && same;
+    printf("%-4s %-26s %d layers %s %s seed %llu  out %.1e (%.1e), lse %.1e, gap %.1e%s%s%s%s%s\n",
+           good ? "ok" : "BAD", c.name, x.layers.count,
+           options.late_wgmma ? "late wgmma, " : "early wgmma,",
+           options.late_copies ? "late copies, " : "early copies,",
+           (unsigned long long)options.seed, found.close, found.exact, found.lse, found.gap,
+           wrong ? "  WRONG TREE" : "", inexact ? "  INEXACT SELECTION" : "",
+           found.partition ? "" : "  NO PARTITION", found.complete ? "" : "  INCOMPLETE",
+           same ? "" : "  DIFFERS");
+    fflush(stdout);
+    failures += !good;
+  }
+}
+
+const Case kCases[] = {
+    {"tokens alone", 1, 40, 40, 16, 1, 128, 16, 4},
+    {"one token", 1, 1, 1, 16, 1, 128, 16, 4},
+    {"two layers", 1, 100, 14, 16, 1, 128, 16, 3, 91},
+    {"three layers", 1, 1100, 13, 16, 1, 128, 16, 4, 1090},
+    {"all queries, groups", 2, 70, 70, 6, 2, 64, 8, 4},
+    {"four layers, K 2", 1, 1300, 9, 5, 1, 64, 8, 2, 1243},
+    {"five layers, K 1", 1, 4200, 5, 16, 1, 64, 8, 1, 4181},
+    {"blocks of 32", 1, 2400, 7, 3, 1, 128, 32, 2, 2400},
+    {"blocks of 8, 20 heads", 2, 300, 7, 40, 2, 128, 8, 4, 290, true},
+    {"40 heads in chunks", 1, 500, 11, 80, 2, 64, 16, 4, 480, true, -0.2f, 1, false, 6},
+    {"192 heads", 1, 200, 3, 192, 1, 64, 16, 3, 200},
+    {"ties, sharp", 1, 700, 13, 16, 1, 128, 16, 5, 650, false, 0.f, 6, true},
+    {"no queries", 1, 30, 0, 16, 1, 128, 16, 4},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (const Case& c : kCases) check(c, emulator::schedules(argc, argv, &c - kCases));
+  printf(failures ? "FAILED %d\n" : "all good\n", failures);
+  return failures != 0;
+}

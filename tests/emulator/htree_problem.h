@@ -1,0 +1,258 @@
+// Random problems of hierarchical tree attention, and what a query has to give in float64. For the
+// emulator and for benchmarks/micro/htree_check.cu.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "htree/htree.h"
+
+namespace htree_problem {
+
+using bf16 = __nv_bfloat16;
+
+struct Case {
+  const char* name;
+  int batch, tokens, queries, heads, groups, dim, compression, top_k;
+  int end = 0;        // queries are at random tokens below it, and tokens from there on are NaN; 0: all
+  bool none = false;  // a third of the queries stand at no token
+  float scale = 0.f;  // 0: D^-1/2
+  float size = 1.f;   // of the queries
+  bool ties = false;  // keys of half of the blocks are 0
+  int chunk = 0;      // rows that the workspace is for; 0: all
+};
+
+inline float rounded(double x) { return __bfloat162float(__float2bfloat16(static_cast<float>(x))); }
+
+struct Problem {
+  Case c;
+  jax_dsa::HTreeLayers layers;
+  std::vector<bf16> q, k, v;
+  std::vector<int32_t> positions;
+  float scale;
+  double rope_base = 10000;
+  // Pooled keys and values, rounded, by (batch entry, group): all layers in turn, [nodes, D].
+  struct Tree {
+    std::vector<std::vector<float>> k, v;
+  };
+  std::vector<Tree> trees;
+
+  int64_t token(int b, int t) const { return int64_t{b} * c.queries + t; }
+  const Tree& tree(int b, int g) const { return trees[b * c.groups + g]; }
+  int candidates(int position, int layer) const {
+    if (position < 0) return 0;
+    int64_t n = 0, span = 1;
+    for (int l = 1; l < layers.count; ++l) span *= c.compression;
+    for (int l = layers.count - 1; l >= layer; --l, span /= c.compression) {
+      const int parents = static_cast<int>(std::min<int64_t>(n, c.top_k));
+      n = l + 1 == layers.count
+              ? position / span + 1
+              : c.compression * (parents - 1) + position / span % c.compression + 1;
+    }
+    return static_cast<int>(n);
+  }
+};
+
+inline Problem make(const Case& c, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  Problem p = {c, jax_dsa::htree_layers(c.tokens, c.compression, c.top_k)};
+  p.scale = c.scale ? c.scale : 1 / std::sqrt(float(c.dim));
+  const int64_t row = int64_t{c.groups} * c.dim;
+  p.q.resize(int64_t{c.batch} * c.queries * c.heads * c.dim);
+  p.k.resize(int64_t{c.batch} * c.tokens * row);
+  p.v.resize(p.k.size());
+  for (auto& x : p.q) x = __float2bfloat16(c.size * normal(random));
+  for (auto* x : {&p.k, &p.v}) {
+    for (auto& y : *x) y = __float2bfloat16(normal(random));
+  }
+  const int end = c.end ? c.end : c.tokens;
+  bool zero = false;
+  for (int64_t b = 0; b < c.batch; ++b) {
+    for (int64_t t = 0; t < c.tokens; ++t) {
+      const int64_t at = (b * c.tokens + t) * row;
+      if (t % c.compression == 0) zero = c.ties && random() % 2;
+      for (int64_t i = 0; i < row && zero; ++i) p.k[at + i] = __float2bfloat16(0.f);
+      for (int64_t i = 0; i < row && t >= end; ++i) {
+        p.k[at + i] = p.v[at + i] = __float2bfloat16(NAN);
+      }
+    }
+    for (int t = 0; t < c.queries; ++t) {
+      int position = c.end || c.queries != c.tokens ? static_cast<int>(random() % end) : t;
+      if (t == 0) position = end - 1;
+      p.positions.push_back(c.none && random() % 3 == 0 ? -1 : position);
+    }
+  }
+  if (c.none && !p.positions.empty()) p.positions.back() = -1;
+  for (int i = 0; i < c.batch * c.groups; ++i) {
+    Problem::Tree tree;
+    for (int l = 0; l < p.layers.count; ++l) {
+      for (auto* to : {&tree.k, &tree.v}) {
+        const bool keys = to == &tree.k;
+        std::vector<float> layer(p.layers.size[l] * c.dim);
+        for (int64_t j = 0; j < p.layers.size[l]; ++j) {
+          for (int d = 0; d < c.dim; ++d) {
+            float& x = layer[j * c.dim + d];
+            if (l == 0) {
+              const int64_t at =
+                  ((i / c.groups * int64_t{c.tokens} + j) * c.groups + i % c.groups) * c.dim + d;
+              x = __bfloat162float(keys ? p.k[at] : p.v[at]);
+              continue;
+            }
+            const int64_t first = j * c.compression;
+            const int64_t count = std::min<int64_t>(c.compression, p.layers.size[l - 1] - first);
+            float sum = 0;
+            for (int64_t s = 0; s < count; ++s) sum += to->back()[(first + s) * c.dim + d];
+            x = rounded(sum / static_cast<float>(count));
+          }
+        }
+        to->push_back(std::move(layer));
+      }
+    }
+    p.trees.push_back(std::move(tree));
+  }
+  return p;
+}
+
+// x, rotated.
+inline std::vector<double> rotated(const Problem& p, const float* x, double ordinal, bool round) {
+  const int half = p.c.dim / 2;
+  std::vector<double> y(p.c.dim);
+  for (int i = 0; i < half; ++i) {
+    const double angle = ordinal * std::pow(p.rope_base, -double(i) / half);
+    const double c = std::cos(angle), s = std::sin(angle);
+    y[i] = x[i] * c - x[i + half] * s;
+    y[i + half] = x[i + half] * c + x[i] * s;
+    if (round) y[i] = rounded(y[i]), y[i + half] = rounded(y[i + half]);
+  }
+  return y;
+}
+
+// Scores of a layer's candidate for all heads of a group, exactly or with the kernel's roundings.
+inline std::vector<double> scores(const Problem& p, int b, int t, int g, int layer, int64_t node,
+                                  int ordinal, int n, bool round) {
+  const Case& c = p.c;
+  const int heads = c.heads / c.groups, slot = ordinal % c.compression;
+  const float* key = &p.tree(b, g).k[layer][node * c.dim];
+  const auto k = rotated(p, key, round ? slot : ordinal, round);
+  std::vector<double> s;
+  for (int h = 0; h < heads; ++h) {
+    std::vector<float> row(c.dim);
+    for (int d = 0; d < c.dim; ++d) {
+      row[d] = __bfloat162float(p.q[(p.token(b, t) * c.heads + g * heads + h) * c.dim + d]);
+    }
+    const auto q = rotated(p, row.data(), n - 1 - (round ? ordinal - slot : 0), round);
+    double sum = 0;
+    for (int d = 0; d < c.dim; ++d) sum += q[d] * k[d];
+    s.push_back(sum * p.scale);
+  }
+  return s;
+}
+
+struct Findings {
+  double exact = 0, close = 0;  // outputs' errors against float64; with the kernel's roundings
+  double lse = 0;
+  double gap = 0;  // by which a candidate that was left exceeds one that was selected
+  bool partition = true, complete = true;
+
+  void operator+=(const Findings& x) {
+    for (auto part : {&Findings::exact, &Findings::close, &Findings::lse, &Findings::gap}) {
+      this->*part = std::max(this->*part, x.*part);
+    }
+    partition &= x.partition, complete &= x.complete;
+  }
+};
+inline double error(double got, double want) {
+  if (got == want) return 0;
+  const double x = std::fabs(got - want);
+  return std::isnan(x) ? INFINITY : x;
+}
+
+// One query and group. `selected` is [layers - 1, K]; the outputs of its heads lie one behind the
+// other. Selections are taken as they are, if they are ones that may be made.
+inline Findings check(const Problem& p, int b, int t, int g, const int32_t* selected,
+                      const bf16* out, const float* lse) {
+  const Case& c = p.c;
+  const int heads = c.heads / c.groups, position = p.positions[p.token(b, t)];
+  Findings found;
+  std::vector<std::vector<double>> score[2];  // [counted][head]
+  std::vector<const float*> values;
+  std::vector<int64_t> parents;
+  int64_t span = 1, covered = 0;
+  for (int l = 1; l < p.layers.count; ++l) span *= c.compression;
+  for (int l = p.layers.count - 1; l >= 0; --l, span /= c.compression) {
+    const int n = p.candidates(position, l);
+    std::vector<int64_t> nodes(n);
+    for (int i = 0; i < n; ++i) {
+      nodes[i] = l + 1 == p.layers.count
+                     ? i
+                     : parents[i / c.compression] * c.compression + i % c.compression;
+    }
+    std::vector<bool> is_selected(n);
+    parents.clear();
+    if (l > 0) {
+      const int32_t* row = selected + (l - 1) * c.top_k;
+      const int count = std::min(n, c.top_k);
+      for (int i = 0; i < c.top_k; ++i) {
+        const bool good = i < count ? row[i] < n && row[i] >= 0 && (i == 0 || row[i] > row[i - 1])
+                                    : row[i] == -1;
+        found.complete &= good;
+        if (!good) return found;
+        if (i < count) is_selected[row[i]] = true, parents.push_back(nodes[row[i]]);
+      }
+      if (n > 0) found.complete &= bool(is_selected[n - 1]);
+    }
+    double least = INFINITY, most = -INFINITY;  // importance of those selected; of the others
+    for (int i = 0; i < n; ++i) {
+      if (l > 0 && i == n - 1) continue;
+      const auto exact = scores(p, b, t, g, l, nodes[i], i, n, false);
+      const auto close = scores(p, b, t, g, l, nodes[i], i, n, true);
+      if (l > 0) {
+        const double peak = *std::max_element(close.begin(), close.end());
+        double sum = 0;
+        for (double x : close) sum += std::exp(x - peak);
+        const double importance = peak + std::log(sum);
+        (is_selected[i] ? least : most) =
+            is_selected[i] ? std::min(least, importance) : std::max(most, importance);
+      }
+      if (is_selected[i]) continue;
+      score[0].push_back(exact), score[1].push_back(close);
+      values.push_back(&p.tree(b, g).v[l][nodes[i] * c.dim]);
+      covered += l == 0 ? 1 : span;
+    }
+    found.gap = std::max(found.gap, most - least);
+  }
+  found.partition = covered == position + 1;
+
+  for (int h = 0; h < heads; ++h) {
+    for (int kind = 0; kind < 2; ++kind) {
+      double peak = -INFINITY, total = 0;
+      for (const auto& s : score[kind]) peak = std::max(peak, s[h]);
+      std::vector<double> want(c.dim);
+      for (size_t i = 0; i < values.size(); ++i) {
+        const double x = std::exp(score[kind][i][h] - peak);
+        total += x;
+        for (int d = 0; d < c.dim; ++d) want[d] += x * values[i][d];
+      }
+      double& worst = kind == 0 ? found.exact : found.close;
+      for (int d = 0; d < c.dim; ++d) {
+        const double x = values.empty() ? 0 : want[d] / total;
+        const double off = error(__bfloat162float(out[h * c.dim + d]), x);
+        worst = std::max(worst, off / std::max(1., std::fabs(x)));
+      }
+      if (kind == 1) {
+        const double x = values.empty() ? -INFINITY : peak + std::log(total);
+        found.lse = std::max(found.lse, error(lse[h], x));
+      }
+    }
+  }
+  return found;
+}
+
+}  // namespace htree_problem
