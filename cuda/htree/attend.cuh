@@ -38,8 +38,8 @@ struct Softmax {
 #pragma unroll
       for (int j = 0; j < 4; ++j) top[j / 2] = fmaxf(top[j / 2], s[i][j]);
     }
-    if (__any_sync(~0u, top[0] > reference[0] + kLazyMargin ||
-                            top[1] > reference[1] + kLazyMargin)) {
+    if (__any_sync(~0u,
+                   top[0] > reference[0] + kLazyMargin || top[1] > reference[1] + kLazyMargin)) {
       float factor[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -115,13 +115,29 @@ __device__ __forceinline__ void multiply_values(float (&o)[kD / 8][4], const flo
   }
 }
 
+// What a warp has, likewise computed where it is constructed.
+struct Part {
+  int query, position, heads;  // heads: how many of its 16 there are
+  int64_t row;                 // of the chunk
+  int64_t head;                // the first one, of [B, T, N]
+
+  __device__ explicit Part(const Pass& pass) {
+    const Tile tile(pass);
+    const int warp = thread_index() / 32, first = warp % pass.parts * kHeads;
+    query = warp / pass.parts;
+    position = tile.position(pass, query);
+    const bool there = query < tile.queries;
+    heads = there ? pass.group_heads - first : 0;
+    row = tile.row + (there ? query : 0);
+    head = (there ? tile.token(pass, query) : 0) * pass.p.heads + tile.group * pass.group_heads +
+           first;
+  }
+};
+
 template <int kD, int kR>
-__global__ void __launch_bounds__(kThreads, 1)
-    attend_kernel(const __grid_constant__ Pass pass) {
-  constexpr int kRowBytes = kD * 2;
+__global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_constant__ Pass pass) {
   auto& shared = dynamic_shared<AttendShared<kD, kR>>();
   const HTreeFwdParams& p = pass.p;
-  const Tile tile(pass);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     shared.ring.init();
@@ -133,6 +149,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp >= kWarps) {
     lower_registers<kProducerRegisters>();
     if (warp > kWarps) return;
+    const Tile tile(pass);
     const int position = tile.position(pass, lane);
     const int64_t row = tile.row + min(lane, tile.queries - 1);
     const int64_t first = (tile.batch * p.groups + tile.group) * pass.layers.blocks;
@@ -149,39 +166,33 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   raise_registers<htree::kRegisters>();
-  const int parts = pass.warps_per_query(), heads = static_cast<int>(p.heads / p.groups);
-  const int query = warp / parts, first_head = warp % parts * kHeads;
-  const bool there = query < tile.queries;
-  const int position = tile.position(pass, query);
-  const int64_t row = tile.row + min(query, tile.queries - 1);
-  const int heads_left = there ? heads - first_head : 0;
-  const int64_t head = (there ? tile.token(pass, query) : 0) * p.heads + tile.group * heads +
-                       first_head;  // the warp's first, of [B, T, N]
   const float scale_log2 = p.scale * kLog2E;
 
   uint32_t q[kD / 16][4];
+  const Part part(pass);
 #pragma unroll
-  for (int j = 0; j < kD / 16; ++j) {
+  for (int r = 0; r < 2; ++r) {
+    const int own = lane / 4 + r * 8;
+    const bool has = own < part.heads;
+    const int* const from =
+        static_cast<const int*>(p.q) + ((part.head + (has ? own : 0)) * kD) / 2 + lane % 4;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int own = lane / 4 + i % 2 * 8, column = j * 16 + i / 2 * 8 + lane % 4 * 2;
-      const bool has = own < heads_left;
-      q[j][i] = static_cast<uint32_t>(load_now(
-          reinterpret_cast<const int*>(static_cast<const char*>(p.q) +
-                                       (head + (has ? own : 0)) * kRowBytes + column * 2),
-          has, 0));
+    for (int j = 0; j < kD / 16; ++j) {
+      q[j][r] = static_cast<uint32_t>(load_now(from + j * 8, has, 0));
+      q[j][r + 2] = static_cast<uint32_t>(load_now(from + j * 8 + 4, has, 0));
     }
   }
   float o[kD / 8][4] = {};
   Softmax softmax;
   Turns<kD> turns(p.rotations, shared.turns[warp]);
   for (int layer = pass.layers.count - 1; layer >= 0; --layer) {
-    const int n = candidates<kR>(pass, position, layer);
+    const Part mine(pass);
+    const int n = candidates<kR>(pass, mine.position, layer);
     int left = layer ? n - 1 : n;  // candidates to be seen, from the block on that comes next
     const int32_t* mask = nullptr;
     if (layer) {
       mask = reinterpret_cast<const int32_t*>(pass.chunk.masks) +
-             ((layer - 1) * pass.chunk.rows + row) * p.top_k;
+             ((layer - 1) * pass.chunk.rows + mine.row) * p.top_k;
     }
     // What is selected of the next block, loaded one ahead.
     const auto fetch = [&] {
@@ -189,16 +200,18 @@ __global__ void __launch_bounds__(kThreads, 1)
       return static_cast<uint32_t>(load_now(mask, has, 0));
     };
     uint32_t selected = fetch();
-    turns.begin(n - 1);
-    consume(shared.ring, at, query, [&](uint32_t block) {
-      float s[kR / 8][4];
-      multiply_keys<kD, kR>(s, block, turns.next(kR), [&](int j, uint32_t (&a)[4]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = hidden(q[j][i]);  // not unpacked beforehand
-      });
+    turns.load(n - 1);
+    consume(shared.ring, at, mine.query, [&](uint32_t block) {
       const int rows = left;
-      const uint32_t hides = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
       left -= kR;
+      float s[kR / 8][4];
+      multiply_keys<kD, kR>(s, block, turns.next(layer ? left : left - 1),
+                            [&](int j, uint32_t (&a)[4]) {
+#pragma unroll
+                              for (int i = 0; i < 4; ++i)
+                                a[i] = hidden(q[j][i]);  // not unpacked beforehand
+                            });
+      const uint32_t hides = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
       ++mask;
       selected = fetch();
 #pragma unroll
@@ -219,22 +232,24 @@ __global__ void __launch_bounds__(kThreads, 1)
     });
   }
 
+  const Part own_part(pass);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float total = softmax.sum[r];
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
     const int own = lane / 4 + r * 8;
-    if (own >= heads_left) continue;
+    if (own >= own_part.heads) continue;
     const bool empty = total == 0.f;
     const float factor = empty ? 0.f : 1.f / total;
-    auto* const out = static_cast<uint32_t*>(p.out) + ((head + own) * kD + lane % 4 * 2) / 2;
+    auto* const out =
+        static_cast<uint32_t*>(p.out) + ((own_part.head + own) * kD + lane % 4 * 2) / 2;
 #pragma unroll
     for (int i = 0; i < kD / 8; ++i) {
       out[i * 4] = pack_bf16(o[i][2 * r] * factor, o[i][2 * r + 1] * factor);
     }
     if (lane % 4 == 0) {
-      p.lse[head + own] = empty ? -INFINITY : (softmax.reference[r] + log2f(total)) * kLn2;
+      p.lse[own_part.head + own] = empty ? -INFINITY : (softmax.reference[r] + log2f(total)) * kLn2;
     }
   }
 }

@@ -99,6 +99,9 @@ cudaError_t launch_htree_fwd(const HTreeFwdParams& p, cudaStream_t stream) {
   Pass pass = {};
   pass.p = p;
   pass.layers = htree_layers(p.tokens, p.compression, p.top_k);
+  pass.group_heads = static_cast<int>(p.heads / p.groups);
+  pass.parts = ceil_div(pass.group_heads, htree::kHeads);
+  pass.tile = htree::kWarps / pass.parts;
 
   // Whole batch entries where one fits, else even parts of one, in whole waves of thread blocks.
   int64_t rows = p.batch * p.queries * p.groups;
@@ -112,8 +115,7 @@ cudaError_t launch_htree_fwd(const HTreeFwdParams& p, cudaStream_t stream) {
   const int64_t entries = std::max<int64_t>(fit / p.queries, 1);
   int64_t count = std::min(fit, p.queries);
   if (count < p.queries) {
-    const int64_t wave =
-        std::max<int64_t>(device.processors / p.groups, 1) * pass.queries_per_block();
+    const int64_t wave = std::max<int64_t>(device.processors / p.groups, 1) * pass.tile;
     if (count >= wave) count = count / wave * wave;
   }
   for (int64_t batch = 0; batch < p.batch; batch += entries) {
@@ -124,6 +126,7 @@ cudaError_t launch_htree_fwd(const HTreeFwdParams& p, cudaStream_t stream) {
       chunk.first_query = query;
       chunk.queries = std::min(count, p.queries - query);
       chunk.rows = chunk.batch * p.groups * chunk.queries;
+      pass.tiles = static_cast<int>(ceil_div(chunk.queries, int64_t{pass.tile}));
       divide(p, pass.layers.count, chunk);
       const cudaError_t e = p.dim == 128  ? run<128>(pass, stream)
                             : p.dim == 64 ? run<64>(pass, stream)

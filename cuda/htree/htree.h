@@ -11,8 +11,8 @@ namespace jax_dsa {
 
 inline constexpr int kHTreeMaxLayers = 12;
 
-// Layer 0 is the tokens, the last one has at most compression * top_k nodes. A block is `compression`
-// siblings; all layers lie on one axis of blocks, each from `first` on.
+// Layer 0 is the tokens, the last one has at most compression * top_k nodes. A block is
+// `compression` siblings; all layers lie on one axis of blocks, each from `first` on.
 struct HTreeLayers {
   int count;
   int64_t size[kHTreeMaxLayers];   // in nodes
@@ -57,10 +57,11 @@ struct HTreeFwdParams {
   const int32_t* positions;  // [B, T], the tokens that queries stand at; below 0: none
   const void* tree;
   const float* rotations;
-  void* out;          // [B, T, N, D], bf16
-  float* lse;         // [B, T, N]
-  int32_t* selected;  // [B, T, G, layers - 1, top_k], ordinals, ascending, then -1; null: not wanted
-  void* workspace;    // 256-byte aligned
+  void* out;   // [B, T, N, D], bf16
+  float* lse;  // [B, T, N]
+  int32_t*
+      selected;     // [B, T, G, layers - 1, top_k], ordinals, ascending, then -1; null: not wanted
+  void* workspace;  // 256-byte aligned
   int64_t workspace_bytes;
   int64_t batch, queries, heads, groups, tokens, dim, compression, top_k;
   float scale;

@@ -1,11 +1,11 @@
 // The importance of a layer's candidates: logsumexp over the heads of the group of their scores, in
 // log2 units.
 //
-// Thread block, producer, ring: walk.cuh. All heads of a query meet in one warp, 16 at a time, their
-// queries in shared memory; of the warps that a query has, each takes every so many-th block. A lane
-// has heads lane / 4 and 8 more of two columns in eight; it keeps a maximum and a sum for each
-// column, and in three exchanges lanes that differ in heads join theirs, each passing on half of
-// its columns as long as it has two.
+// Thread block, producer, ring: walk.cuh. All heads of a query meet in one warp, 16 at a time,
+// their queries in shared memory; of the warps that a query has, each takes every so many-th block.
+// A lane has heads lane / 4 and 8 more of two columns in eight; it keeps a maximum and a sum for
+// each column, and in three exchanges lanes that differ in heads join theirs, each passing on half
+// of its columns as long as it has two.
 //
 // The last candidate is not scored: it is selected whatever it holds.
 #pragma once
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const HTreeFwdParams& p = pass.p;
   const Tile tile(pass);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int parts = pass.warps_per_query(), heads = static_cast<int>(p.heads / p.groups);
+  const int parts = pass.parts, heads = pass.group_heads;
 
   for (int i = threadIdx.x; i < kWarps * kHeads * (kD / 8); i += kThreads) {
     const int chunk = i % (kD / 8), row = i / (kD / 8) % kHeads, part = i / (kD / 8) / kHeads;
@@ -107,21 +107,19 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   raise_registers<htree::kRegisters>();
   const int query = warp / parts, part = warp % parts;
-  const int n = query < tile.queries
-                    ? candidates<kR>(pass, tile.position(pass, query), layer)
-                    : 0;
+  const int n = query < tile.queries ? candidates<kR>(pass, tile.position(pass, query), layer) : 0;
   const int64_t row = tile.row + min(query, tile.queries - 1);
   if (query < tile.queries && part == 0 && lane == 0) pass.chunk.ends[row] = max(n - 1, 0);
   float* const importance = pass.chunk.importance + row * pass.chunk.width;
   const float scale_log2 = p.scale * kLog2E;
   const uint32_t queries = smem_address(shared.q[query * parts < kWarps ? query * parts : 0]);
   Turns<kD> turns(p.rotations, shared.turns[warp]);
-  turns.begin(n - 1 - kR * part);
+  turns.load(n - 1 - kR * part);
   int ordinal = 0;  // of the block that comes next
   consume(shared.ring, at, query, [&](uint32_t block) {
     const int first = kR * ordinal;
     if (ordinal++ % parts != part) return;
-    const uint32_t turn = turns.next(kR * parts);
+    const uint32_t turn = turns.next(n - 1 - first - kR * parts);
     Sum sums[kColumns];
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) sums[i] = {-INFINITY, 0.f};

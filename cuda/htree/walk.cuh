@@ -46,14 +46,12 @@ struct Pass {
   HTreeFwdParams p;
   HTreeLayers layers;
   Chunk chunk;
+  int group_heads;  // M
+  int parts;        // warps of a query
+  int tile;         // queries of a thread block
+  int tiles;        // of the queries of a batch entry and group
 
-  __host__ __device__ int warps_per_query() const {
-    return static_cast<int>(ceil_div(p.heads / p.groups, int64_t{kHeads}));
-  }
-  __host__ __device__ int queries_per_block() const { return kWarps / warps_per_query(); }
-  int64_t blocks() const {
-    return ceil_div(chunk.queries, int64_t{queries_per_block()}) * chunk.batch * p.groups;
-  }
+  int64_t blocks() const { return int64_t{tiles} * chunk.batch * p.groups; }
 };
 
 // How many candidates the query at a token has in a layer.
@@ -69,25 +67,25 @@ __device__ __forceinline__ int candidates(const Pass& pass, int position, int la
   return n;
 }
 
-// The queries of this thread block.
+// The queries of this thread block. Computed where it is constructed: nothing of it needs to be
+// held over a walk.
 struct Tile {
-  int64_t batch, group, first;  // first: query of the chunk
+  int batch, group, first;  // first: query of the chunk
   int queries;
   int64_t row;  // of the first query
 
   __device__ explicit Tile(const Pass& pass) {
-    const int size = pass.queries_per_block();
-    const int64_t tiles = ceil_div(pass.chunk.queries, int64_t{size});
-    const int64_t bg = blockIdx.x / tiles;
-    first = blockIdx.x % tiles * size;
-    queries = static_cast<int>(min(pass.chunk.queries - first, int64_t{size}));
-    batch = pass.chunk.first_batch + bg / pass.p.groups;
-    group = bg % pass.p.groups;
+    const uint32_t block = hidden(blockIdx.x), groups = static_cast<uint32_t>(pass.p.groups);
+    const uint32_t bg = block / pass.tiles;
+    first = static_cast<int>(block % pass.tiles) * pass.tile;
+    queries = static_cast<int>(min(pass.chunk.queries - first, int64_t{pass.tile}));
+    batch = pass.chunk.first_batch + static_cast<int>(bg / groups);
+    group = static_cast<int>(bg % groups);
     row = bg * pass.chunk.queries + first;
   }
   // Of [B, T].
   __device__ int64_t token(const Pass& pass, int query) const {
-    return batch * pass.p.queries + pass.chunk.first_query + first + query;
+    return int64_t{batch} * pass.p.queries + pass.chunk.first_query + first + query;
   }
   __device__ int position(const Pass& pass, int query) const {
     return query < queries ? __ldg(pass.p.positions + token(pass, query)) : -1;
@@ -167,11 +165,11 @@ __device__ __forceinline__ void consume(Ring& ring, RingPlace<Ring::kStages>& at
   bool last;
   do {
     mbarrier_wait(&ring.full[at.index], at.parity);
-    last = ring.last[at.index] != 0;
 #pragma unroll 1
     for (int i = 0; i < Ring::kBlocks; ++i) {
       if (ring.takers[at.index][i] >> query & 1) take(smem_address(ring.blocks[at.index][i]));
     }
+    last = ring.last[at.index] != 0;
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.free[at.index]);
     at.advance();
@@ -185,7 +183,6 @@ struct Turns {
   static constexpr int kBytes = kD / 2 * 8;  // of a rotation
   const float4* table;                       // this lane's part
   uint32_t buffers;
-  int position = 0;
   int parity = 0;
   float4 upcoming = {};
 
@@ -193,29 +190,24 @@ struct Turns {
       : table(reinterpret_cast<const float4*>(rotations) + threadIdx.x % 32),
         buffers(smem_address(buffers)) {}
 
-  // The first is at `first`.
-  __device__ void begin(int first) {
-    position = first;
-    load();
+  // Loads the one by `position`.
+  __device__ __forceinline__ void load(int position) {
+    if (position >= 0 && has_part()) upcoming = __ldg(table + int64_t{position} * (kBytes / 16));
   }
-  // Where the next one is; the one after that is `step` less.
-  __device__ uint32_t next(int step) {
+  // Where the one is that was loaded; loads the next.
+  __device__ __forceinline__ uint32_t next(int position) {
     const uint32_t buffer = buffers + parity * kBytes;
     parity ^= 1;
     const uint32_t bits[4] = {__float_as_uint(upcoming.x), __float_as_uint(upcoming.y),
                               __float_as_uint(upcoming.z), __float_as_uint(upcoming.w)};
     if (has_part()) store_shared_16(buffer + threadIdx.x % 32 * 16, bits);
     __syncwarp();
-    position -= step;
-    load();
+    load(position);
     return buffer;
   }
 
  private:
   __device__ static bool has_part() { return static_cast<int>(threadIdx.x % 32) < kBytes / 16; }
-  __device__ void load() {
-    if (position >= 0 && has_part()) upcoming = __ldg(table + int64_t{position} * (kBytes / 16));
-  }
 };
 
 // Fragments j and j + D / 32 of 16 heads' queries, rotated in place.

@@ -2,10 +2,10 @@
 // outputs.
 #include <cstdio>
 
-#include "topk/dispatch.cu"
 #include "htree/build.cu"
 #include "htree/fwd.cu"
 #include "htree_problem.h"
+#include "topk/dispatch.cu"
 
 namespace {
 
@@ -40,10 +40,13 @@ int64_t wrong_rows(const Problem& p, const uint8_t* tree) {
           for (int d = 0; d < c.dim; ++d) {
             const double want = half ? row(p.trees[bg].v)[d] : keys[d];
             bf16 x;
-            memcpy(&x, tree + ((block * 2 + half) * r + i % r) * c.dim * 2 +
-                           ((d / 8) ^ (i % r % 8)) * 16 + d % 8 * 2, 2);
+            memcpy(&x,
+                   tree + ((block * 2 + half) * r + i % r) * c.dim * 2 +
+                       ((d / 8) ^ (i % r % 8)) * 16 + d % 8 * 2,
+                   2);
             const double got = __bfloat162float(x);
-            if (std::isnan(want) ? !std::isnan(got) : !(error(got, want) <= std::fabs(want) / 128 + 1e-5)) {
+            if (std::isnan(want) ? !std::isnan(got)
+                                 : !(error(got, want) <= std::fabs(want) / 128 + 1e-5)) {
               ++wrong;
               break;
             }

@@ -20,7 +20,7 @@ using bf16 = __nv_bfloat16;
 struct Case {
   const char* name;
   int batch, tokens, queries, heads, groups, dim, compression, top_k;
-  int end = 0;        // queries are at random tokens below it, and tokens from there on are NaN; 0: all
+  int end = 0;  // queries are at random tokens below it, and tokens from there on are NaN; 0: all
   bool none = false;  // a third of the queries stand at no token
   float scale = 0.f;  // 0: D^-1/2
   float size = 1.f;   // of the queries
@@ -200,8 +200,8 @@ inline Findings check(const Problem& p, int b, int t, int g, const int32_t* sele
       const int32_t* row = selected + (l - 1) * c.top_k;
       const int count = std::min(n, c.top_k);
       for (int i = 0; i < c.top_k; ++i) {
-        const bool good = i < count ? row[i] < n && row[i] >= 0 && (i == 0 || row[i] > row[i - 1])
-                                    : row[i] == -1;
+        const bool good =
+            i < count ? row[i] < n && row[i] >= 0 && (i == 0 || row[i] > row[i - 1]) : row[i] == -1;
         found.complete &= good;
         if (!good) return found;
         if (i < count) is_selected[row[i]] = true, parents.push_back(nodes[row[i]]);
