@@ -15,10 +15,10 @@ namespace jax_dsa::htree {
 
 inline constexpr float kLazyMargin = 8.f;  // log2 units
 
-template <int kD, int kR>
+template <typename S, int kD, int kR>
 struct alignas(1024) AttendShared {
-  Ring<kR, kNodeBytes<kD, kR>> ring;
-  uint8_t turns[kWarps][2][Turns<kD>::kBytes];
+  Ring<S, kR, kNodeBytes<kD, kR>> ring;
+  uint8_t turns[S::kWarps][2][Turns<kD>::kBytes];
 };
 
 // Of a lane's heads lane / 4 and 8 more.
@@ -134,9 +134,9 @@ struct Part {
   }
 };
 
-template <int kD, int kR>
-__global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_constant__ Pass pass) {
-  auto& shared = dynamic_shared<AttendShared<kD, kR>>();
+template <typename S, int kD, int kR>
+__global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_constant__ Pass pass) {
+  auto& shared = dynamic_shared<AttendShared<S, kD, kR>>();
   const HTreeFwdParams& p = pass.p;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
@@ -145,10 +145,10 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_consta
   }
   __syncthreads();
 
-  RingPlace<Ring<kR, kNodeBytes<kD, kR>>::kStages> at;
-  if (warp >= kWarps) {
-    lower_registers<kProducerRegisters>();
-    if (warp > kWarps) return;
+  RingPlace<Ring<S, kR, kNodeBytes<kD, kR>>::kStages> at;
+  if (warp >= S::kWarps) {
+    lower_registers<S::kProducerRegisters>();
+    if (warp > S::kWarps) return;
     const Tile tile(pass);
     const int position = tile.position(pass, lane);
     const int64_t row = tile.row + min(lane, tile.queries - 1);
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_consta
     return;
   }
 
-  raise_registers<htree::kRegisters>();
+  raise_registers<S::kRegisters>();
   const float scale_log2 = p.scale * kLog2E;
 
   uint32_t q[kD / 16][4];

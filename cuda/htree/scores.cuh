@@ -14,12 +14,12 @@
 
 namespace jax_dsa::htree {
 
-template <int kD, int kR>
+template <typename S, int kD, int kR>
 struct alignas(1024) ScoresShared {
-  Ring<kR, kR * kD * 2> ring;
-  uint8_t turns[kWarps][2][Turns<kD>::kBytes];
+  Ring<S, kR, kR * kD * 2> ring;
+  uint8_t turns[S::kWarps][2][Turns<kD>::kBytes];
   // Of query i the warps' parts from i * warps_per_query on: 16 heads each, swizzled like blocks.
-  uint8_t q[kWarps][kHeads * kD * 2];
+  uint8_t q[S::kWarps][kHeads * kD * 2];
 };
 
 // 2^scores summed: peak + log2(sum).
@@ -62,17 +62,17 @@ __device__ __forceinline__ void join(Sum (&x)[kColumns]) {
   }
 }
 
-template <int kD, int kR>
-__global__ void __launch_bounds__(kThreads, 1)
+template <typename S, int kD, int kR>
+__global__ void __launch_bounds__(S::kThreads, 1)
     scores_kernel(const __grid_constant__ Pass pass, int layer) {
   constexpr int kRowBytes = kD * 2, kColumns = kR / 4;
-  auto& shared = dynamic_shared<ScoresShared<kD, kR>>();
+  auto& shared = dynamic_shared<ScoresShared<S, kD, kR>>();
   const HTreeFwdParams& p = pass.p;
   const Tile tile(pass);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int parts = pass.parts, heads = pass.group_heads;
 
-  for (int i = threadIdx.x; i < kWarps * kHeads * (kD / 8); i += kThreads) {
+  for (int i = threadIdx.x; i < S::kWarps * kHeads * (kD / 8); i += S::kThreads) {
     const int chunk = i % (kD / 8), row = i / (kD / 8) % kHeads, part = i / (kD / 8) / kHeads;
     const int query = part / parts, head = part % parts * kHeads + row;
     const bool has = query < tile.queries && head < heads;
@@ -87,10 +87,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
-  RingPlace<Ring<kR, kR * kD * 2>::kStages> at;
-  if (warp >= kWarps) {
-    lower_registers<kProducerRegisters>();
-    if (warp > kWarps) return;
+  RingPlace<Ring<S, kR, kR * kD * 2>::kStages> at;
+  if (warp >= S::kWarps) {
+    lower_registers<S::kProducerRegisters>();
+    if (warp > S::kWarps) return;
     const int n = candidates<kR>(pass, tile.position(pass, lane), layer);
     const int32_t* list = nullptr;
     if (layer + 1 < pass.layers.count) {
@@ -105,14 +105,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
 
-  raise_registers<htree::kRegisters>();
+  raise_registers<S::kRegisters>();
   const int query = warp / parts, part = warp % parts;
   const int n = query < tile.queries ? candidates<kR>(pass, tile.position(pass, query), layer) : 0;
   const int64_t row = tile.row + min(query, tile.queries - 1);
   if (query < tile.queries && part == 0 && lane == 0) pass.chunk.ends[row] = max(n - 1, 0);
   float* const importance = pass.chunk.importance + row * pass.chunk.width;
   const float scale_log2 = p.scale * kLog2E;
-  const uint32_t queries = smem_address(shared.q[query * parts < kWarps ? query * parts : 0]);
+  const uint32_t queries = smem_address(shared.q[query * parts < S::kWarps ? query * parts : 0]);
   Turns<kD> turns(p.rotations, shared.turns[warp]);
   turns.load(n - 1 - kR * part);
   int ordinal = 0;  // of the block that comes next

@@ -1,10 +1,10 @@
 // What the scores and the attention share: a thread block's queries, its walk over the blocks that
 // they selected, and the products of rotated queries with a block's keys.
 //
-// The queries are of one group of heads. Warp kWarps is the producer: its lane i has the list of
-// query i's nodes, ascending, and all lanes together pass over the union of the lists. The block of
-// children of each node is copied once, with a word of who takes it. Kernels differ in what of a
-// block they copy and in what their warps do with the ones they take.
+// The queries are of one group of heads. The warp behind those that multiply is the producer: its
+// lane i has the list of query i's nodes, ascending, and all lanes together pass over the union of
+// the lists. The block of children of each node is copied once, with a word of who takes it.
+// Kernels differ in what of a block they copy and in what their warps do with the ones they take.
 #pragma once
 
 #include <climits>
@@ -18,14 +18,21 @@
 
 namespace jax_dsa::htree {
 
-inline constexpr int kWarps = 12;  // that multiply: one, two, three, four or six a query
-inline constexpr int kThreads = (kWarps + 4) * 32;
-inline constexpr int kRegisters = 160;         // of those that multiply
-inline constexpr int kProducerRegisters = 32;  // of the last warpgroup, three of whose warps rest
-static_assert(registers_fit(1, kWarps / 4, kRegisters, kProducerRegisters));
-inline constexpr int kHeads = 16;      // of a warp
-inline constexpr int kStageRows = 64;  // of a stage's blocks
+inline constexpr int kHeads = 16;  // of a warp
 inline constexpr int kRingBytes = 160 * 1024;
+
+// How a thread block is made up: warps that multiply, their registers, rows of a stage's blocks.
+template <int kWarps_, int kRegisters_, int kStageRows_>
+struct Shape {
+  static constexpr int kWarps = kWarps_;
+  static constexpr int kThreads = (kWarps + 4) * 32;  // of the last four warps one is the producer
+  static constexpr int kRegisters = kRegisters_;
+  static constexpr int kProducerRegisters = 32;
+  static constexpr int kStageRows = kStageRows_;
+  static_assert(kWarps % 4 == 0 && registers_fit(1, kWarps / 4, kRegisters, kProducerRegisters));
+};
+// Its twelve warps are one, two, three, four or six a query.
+using Shipped = Shape<12, 160, 64>;
 
 // Some of the queries, and what the passes leave each other about them. A row is a (batch entry,
 // group, query) of these, in that order.
@@ -96,10 +103,10 @@ template <int kD, int kR>
 inline constexpr int kNodeBytes = kR * kD * 2 * 2;  // of a block in memory
 
 // `kBytes` of each block are copied.
-template <int kR, int kBytes_>
+template <typename S, int kR, int kBytes_>
 struct alignas(1024) Ring {
   static constexpr int kBytes = kBytes_;
-  static constexpr int kBlocks = kStageRows / kR;  // of a stage
+  static constexpr int kBlocks = S::kStageRows / kR;  // of a stage
   static constexpr int kStages = kRingBytes / (kBlocks * kBytes);
   uint8_t blocks[kStages][kBlocks][kBytes];
   uint32_t takers[kStages][kBlocks];  // bit i: query i
@@ -109,7 +116,7 @@ struct alignas(1024) Ring {
   __device__ void init() {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&full[i], 1);
-      mbarrier_init(&free[i], kWarps);
+      mbarrier_init(&free[i], S::kWarps);
     }
   }
 };

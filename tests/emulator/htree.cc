@@ -62,9 +62,9 @@ int64_t wrong_rows(const Problem& p, const uint8_t* tree) {
 int64_t inexact_rows(const Problem& p, HTreeFwdParams params, const int32_t* selected) {
   const Case& c = p.c;
   if (p.layers.count < 2) return 0;
-  Chunk chunk = {};
+  htree::Chunk chunk = {};
   chunk.rows = int64_t{c.batch} * c.queries * c.groups;
-  divide(params, p.layers.count, chunk);
+  htree::divide(params, p.layers.count, chunk);
   int64_t wrong = 0;
   for (int64_t row = 0; row < chunk.rows; ++row) {
     const int64_t bg = row / c.queries, t = row % c.queries, b = bg / c.groups, g = bg % c.groups;

@@ -1,0 +1,86 @@
+// The forward's passes: how they share the workspace, and their launches.
+#pragma once
+
+#include "common/launch.cuh"
+#include "htree/attend.cuh"
+#include "htree/list.cuh"
+#include "htree/scores.cuh"
+#include "topk/topk.h"
+
+namespace jax_dsa::htree {
+
+// Parts of the workspace, one behind the other.
+struct Parts {
+  char* at;
+  template <typename T>
+  void take(T*& part, int64_t elements) {
+    part = reinterpret_cast<T*>(at);
+    at += ceil_div(elements * int64_t{sizeof(T)}, int64_t{256}) * 256;
+  }
+};
+
+// Takes the workspace apart; returns its size.
+inline int64_t divide(const HTreeFwdParams& p, int64_t layers, Chunk& chunk) {
+  char* const start = static_cast<char*>(p.workspace);
+  Parts parts = {start};
+  if (layers < 2) return 0;
+  chunk.width = p.compression * p.top_k;
+  parts.take(chunk.importance, chunk.rows * chunk.width);
+  parts.take(chunk.ends, chunk.rows);
+  parts.take(chunk.ordinals, chunk.rows * (p.top_k - 1));
+  parts.take(chunk.nodes, chunk.rows * p.top_k * (layers - 1));
+  parts.take(chunk.masks, chunk.rows * p.top_k * (layers - 1));
+  return parts.at - start;
+}
+
+// For thread blocks of shape S, no chunk yet.
+template <typename S>
+Pass make_pass(const HTreeFwdParams& p) {
+  Pass pass = {};
+  pass.p = p;
+  pass.layers = htree_layers(p.tokens, p.compression, p.top_k);
+  pass.group_heads = static_cast<int>(p.heads / p.groups);
+  pass.parts = ceil_div(pass.group_heads, kHeads);
+  pass.tile = S::kWarps / pass.parts;
+  return pass;
+}
+
+inline void set_chunk(Pass& pass, int64_t batch, int64_t entries, int64_t query, int64_t count) {
+  const HTreeFwdParams& p = pass.p;
+  Chunk& chunk = pass.chunk;
+  chunk.first_batch = static_cast<int>(batch);
+  chunk.batch = static_cast<int>(entries);
+  chunk.first_query = query;
+  chunk.queries = count;
+  chunk.rows = entries * p.groups * count;
+  pass.tiles = static_cast<int>(ceil_div(count, int64_t{pass.tile}));
+  divide(p, pass.layers.count, chunk);
+}
+
+template <typename S, int kD, int kR>
+cudaError_t launch_scores(const Pass& pass, int layer, cudaStream_t stream) {
+  return launch_blocks(scores_kernel<S, kD, kR>, pass.blocks(), S::kThreads,
+                       static_cast<int>(sizeof(ScoresShared<S, kD, kR>)), stream, pass, layer);
+}
+
+inline cudaError_t launch_best(const Pass& pass, cudaStream_t stream) {
+  TopkParams best = {};
+  best.logits = pass.chunk.importance, best.ends = pass.chunk.ends;
+  best.indices = pass.chunk.ordinals;
+  best.rows = pass.chunk.rows, best.size = pass.chunk.width, best.k = pass.p.top_k - 1;
+  return launch_topk(best, stream);
+}
+
+template <int kR>
+cudaError_t launch_list(const Pass& pass, int layer, cudaStream_t stream) {
+  return launch_blocks(list_kernel<kR>, pass.chunk.rows, kListThreads,
+                       static_cast<int>(pass.p.top_k) * 4, stream, pass, layer);
+}
+
+template <typename S, int kD, int kR>
+cudaError_t launch_attend(const Pass& pass, cudaStream_t stream) {
+  return launch_blocks(attend_kernel<S, kD, kR>, pass.blocks(), S::kThreads,
+                       static_cast<int>(sizeof(AttendShared<S, kD, kR>)), stream, pass);
+}
+
+}  // namespace jax_dsa::htree
