@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1)
   const int64_t block = span * kR + team;
   const int count = static_cast<int>(max(min(size - block * kR, int64_t{kR}), int64_t{0}));
   float sum[8] = {};
-  constexpr int kAtOnce = kBuildThreads<kD, kR> == 1024 ? 4 : 8;  // by the registers
+  constexpr int kAtOnce = kBuildThreads<kD, kR> == 1024 ? 2 : 8;  // by the registers
 #pragma unroll 1
   for (int first = 0; first < kR; first += kAtOnce) {
     uint32_t x[kAtOnce][4];

@@ -1,0 +1,297 @@
+// Tests hierarchical tree attention's forward kernels against float64 on the CPU, then times them.
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o htree_check \
+//       benchmarks/micro/htree_check.cu cuda/htree/build.cu cuda/htree/fwd.cu cuda/topk/dispatch.cu
+//   ./htree_check [test|small|bench|once] [seed or T]
+// Of what `test` prints: a wrong tree explains all else; then "gap" (a candidate was left that is
+// more important than one selected: scores), "inexact" (top-k or lists) and "out" (attention).
+// `bench` times every pass, for shapes of thread blocks, on queries that select each by itself and
+// on neighbours that select the same.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "../../tests/emulator/htree_problem.h"
+#include "check.cuh"
+#include "htree/launch.cuh"
+
+using namespace jax_dsa;
+using namespace htree_problem;
+
+namespace {
+
+// What lies on the device for a call.
+struct Call {
+  HTreeBuildParams build = {};
+  HTreeFwdParams p = {};
+  std::vector<void*> memory;
+
+  template <typename T>
+  T* allocate(int64_t n) {
+    T* x = device<T>(n);
+    CHECK(cudaMemset(x, 0xff, std::max<int64_t>(n * sizeof(T), 1)));
+    memory.push_back(x);
+    return x;
+  }
+  Call(int64_t batch, int64_t tokens, int64_t queries, int64_t heads, int64_t groups, int64_t dim,
+       int64_t compression, int64_t top_k, bool wants_selected, int64_t rows) {
+    build.batch = p.batch = batch, build.tokens = p.tokens = tokens;
+    build.groups = p.groups = groups, build.dim = p.dim = dim;
+    build.compression = p.compression = compression, build.top_k = p.top_k = top_k;
+    build.rope_base = 10000;
+    p.queries = queries, p.heads = heads, p.scale = 1.f / std::sqrt(static_cast<float>(dim));
+    const HTreeLayers layers = htree_layers(tokens, compression, top_k);
+    build.k = allocate<bf16>(batch * tokens * groups * dim);
+    build.v = allocate<bf16>(batch * tokens * groups * dim);
+    build.tree = allocate<bf16>(batch * groups * layers.blocks * 2 * compression * dim);
+    build.rotations = allocate<float>(compression * top_k * dim);
+    build.workspace = allocate<uint8_t>(htree_build_workspace(build));
+    p.q = allocate<bf16>(batch * queries * heads * dim);
+    p.positions = allocate<int32_t>(batch * queries);
+    p.tree = build.tree, p.rotations = build.rotations;
+    p.out = allocate<bf16>(batch * queries * heads * dim);
+    p.lse = allocate<float>(batch * queries * heads);
+    const int64_t slots = batch * queries * groups * (layers.count - 1) * top_k;
+    if (wants_selected) p.selected = allocate<int32_t>(slots);
+    p.workspace_bytes = htree_fwd_workspace(p, rows ? rows : batch * queries * groups);
+    p.workspace = allocate<uint8_t>(p.workspace_bytes);
+  }
+  ~Call() {
+    for (void* x : memory) CHECK(cudaFree(x));
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+};
+
+template <typename T>
+void put(const void* to, const std::vector<T>& x) {
+  CHECK(cudaMemcpy(const_cast<void*>(to), x.data(), x.size() * sizeof(T), cudaMemcpyHostToDevice));
+}
+
+bool run_case(const Case& c, uint64_t seed, int samples) {
+  const Problem x = make(c, seed);
+  Call call(c.batch, c.tokens, c.queries, c.heads, c.groups, c.dim, c.compression, c.top_k, true,
+            c.chunk);
+  HTreeFwdParams& p = call.p;
+  p.scale = x.scale;
+  put(call.build.k, x.k), put(call.build.v, x.v), put(p.q, x.q), put(p.positions, x.positions);
+  CHECK(launch_htree_build(call.build, nullptr));
+  const int64_t layers = x.layers.count - 1, heads = c.heads / c.groups;
+  const int64_t tokens = int64_t{c.batch} * c.queries, slots = tokens * c.groups * layers * c.top_k;
+  std::vector<bf16> out[2];
+  std::vector<float> lse;
+  std::vector<int32_t> selected;
+  for (auto& got : out) {
+    CHECK(cudaMemset(p.out, 0xff, tokens * c.heads * c.dim * 2));
+    CHECK(launch_htree_fwd(p, nullptr));
+    CHECK(cudaDeviceSynchronize());
+    got = download(static_cast<bf16*>(p.out), tokens * c.heads * c.dim);
+    lse = download(p.lse, tokens * c.heads);
+    selected = download(p.selected, slots);
+  }
+  const bool same = memcmp(out[0].data(), out[1].data(), out[0].size() * 2) == 0;
+
+  Findings found;
+  for (int i = 0; i < samples && i < tokens; ++i) {
+    const int64_t token = samples >= tokens ? i : i == 0 ? 0 : mix(seed + i) % tokens;
+    for (int g = 0; g < c.groups; ++g) {
+      const int64_t head = token * c.heads + g * heads;
+      found += check(x, static_cast<int>(token / c.queries), static_cast<int>(token % c.queries), g,
+                     selected.data() + (token * c.groups + g) * layers * c.top_k,
+                     &out[1][head * c.dim], &lse[head]);
+    }
+  }
+  int64_t inexact = 0;
+  if (layers > 0 && c.chunk == 0 && tokens > 0) {
+    htree::Pass pass = htree::make_pass<htree::Shipped>(p);
+    htree::set_chunk(pass, 0, c.batch, 0, c.queries);
+    const auto importance = download(pass.chunk.importance, pass.chunk.rows * pass.chunk.width);
+    for (int64_t row = 0; row < pass.chunk.rows; ++row) {
+      const int64_t bg = row / c.queries, t = row % c.queries, b = bg / c.groups;
+      const int64_t at = (x.token(b, t) * c.groups + bg % c.groups) * layers * c.top_k;
+      inexact += !selects_exactly(x, b, t, &importance[row * pass.chunk.width], &selected[at]);
+    }
+  }
+  const bool good = inexact == 0 && found.good() && same;
+  printf("%-4s %-26s T %d, %d layers: out %.1e (exactly %.1e), lse %.1e, gap %.1e%s%s%s%s\n",
+         good ? "ok" : "BAD", c.name, c.tokens, x.layers.count, found.close, found.exact, found.lse,
+         found.gap, inexact ? "  INEXACT SELECTION" : "", found.partition ? "" : "  NO PARTITION",
+         found.complete ? "" : "  INCOMPLETE", same ? "" : "  DIFFERS");
+  fflush(stdout);
+  return good;
+}
+
+// ---- timing ------------------------------------------------------------------------------------
+
+__global__ void fill(bf16* x, int64_t n, uint64_t seed, int64_t row, int64_t repeats, float noise) {
+  const auto normal = [](uint64_t h) {  // about
+    int sum = 0;
+    for (int k = 0; k < 4; ++k) sum += static_cast<int>(h >> (16 * k) & 0xffff);
+    return static_cast<float>(sum - 131070) / 37837.f;
+  };
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t shared = i / row / repeats * row + i % row;
+    x[i] = __float2bfloat16(normal(mix(seed * 0x1000003 + shared)) +
+                            (noise > 0 ? noise * normal(mix(~seed * 0x1000003 + i)) : 0.f));
+  }
+}
+__global__ void count_up(int32_t* x, int64_t n) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
+       i += int64_t{gridDim.x} * blockDim.x)
+    x[i] = static_cast<int32_t>(i);
+}
+
+struct Timer {
+  std::vector<std::pair<cudaEvent_t, cudaEvent_t>> spans;
+  template <typename F>
+  void operator()(F launch) {
+    cudaEvent_t a, b;
+    CHECK(cudaEventCreate(&a));
+    CHECK(cudaEventCreate(&b));
+    CHECK(cudaEventRecord(a));
+    CHECK(launch());
+    CHECK(cudaEventRecord(b));
+    spans.push_back({a, b});
+  }
+  float total() {
+    float sum = 0;
+    for (auto [a, b] : spans) {
+      float ms;
+      CHECK(cudaEventSynchronize(b));
+      CHECK(cudaEventElapsedTime(&ms, a, b));
+      CHECK(cudaEventDestroy(a));
+      CHECK(cudaEventDestroy(b));
+      sum += ms;
+    }
+    spans.clear();
+    return sum;
+  }
+};
+
+// Of what the thread blocks gather below the top layer, how much it would be query by query.
+double overlap(const htree::Pass& pass) {
+  const int64_t k = pass.p.top_k;
+  const auto nodes = download(pass.chunk.nodes, pass.chunk.rows * k);  // of layer 0's blocks
+  double taken = 0, gathered = 0;
+  for (int64_t row = 0; row + pass.tile <= pass.chunk.rows && row < 50 * pass.tile;
+       row += pass.tile) {
+    std::vector<int32_t> all(nodes.begin() + row * k, nodes.begin() + (row + pass.tile) * k);
+    all.erase(std::remove(all.begin(), all.end(), -1), all.end());
+    std::sort(all.begin(), all.end());
+    taken += all.size();
+    gathered += std::unique(all.begin(), all.end()) - all.begin();
+  }
+  return gathered > 0 ? taken / gathered : 1;
+}
+
+template <typename S>
+void time_shape(const char* name, const HTreeFwdParams& p, int64_t queries) {
+  htree::Pass pass = htree::make_pass<S>(p);
+  Timer all, scores, best, list, attend;
+  double shared = 1;
+  for (int run = 0; run < 2; ++run) {  // the first warms up
+    for (int64_t first = 0; first < p.queries; first += queries) {
+      htree::set_chunk(pass, 0, 1, first, std::min(queries, p.queries - first));
+      all([&] {
+        for (int layer = pass.layers.count - 1; layer > 0; --layer) {
+          scores([&] { return htree::launch_scores<S, 128, 16>(pass, layer, nullptr); });
+          best([&] { return htree::launch_best(pass, nullptr); });
+          list([&] { return htree::launch_list<16>(pass, layer, nullptr); });
+        }
+        attend([&] { return htree::launch_attend<S, 128, 16>(pass, nullptr); });
+        return cudaSuccess;
+      });
+      if (run == 1 && first + queries >= p.queries && pass.layers.count > 1) shared = overlap(pass);
+    }
+    const float sum = all.total(), a = scores.total(), b = best.total(), c = list.total(),
+                d = attend.total();
+    if (run == 0) continue;
+    double pairs[2] = {};  // (query, block): all, of layers that select
+    for (int64_t t = 0; t < p.queries; t += 37) {
+      int64_t n = 0;
+      for (int l = pass.layers.count - 1; l >= 0; --l) {
+        const int64_t last = t >> (4 * l);
+        n = l + 1 == pass.layers.count ? last + 1
+                                       : 16 * (std::min<int64_t>(n, p.top_k) - 1) + last % 16 + 1;
+        pairs[0] += 37. * (n + 15) / 16;
+        if (l > 0) pairs[1] += 37. * (n + 15) / 16;
+      }
+    }
+    const double cycles = 132 * 1.7e6;  // a millisecond, at about the clock under load
+    printf(
+        "  %-22s %8.2f ms: scores %.2f (%.0f cycles a block), top-k %.2f, lists %.2f, attention "
+        "%.2f (%.0f cycles a block); selections overlap %.2f times\n",
+        name, sum, a, pairs[1] > 0 ? a * cycles / pairs[1] : 0., b, c, d, d * cycles / pairs[0],
+        shared);
+    fflush(stdout);
+  }
+}
+
+void bench(int64_t tokens, bool once) {
+  const int64_t heads = 16, queries = 6336;  // at a time: 4 waves on 132 multiprocessors
+  Call call(1, tokens, tokens, heads, 1, 128, 16, 512, false, queries);
+  HTreeFwdParams& p = call.p;
+  auto* const q = static_cast<bf16*>(const_cast<void*>(p.q));
+  const int64_t row = 128, n = tokens * row;
+  fill<<<2048, 256>>>(static_cast<bf16*>(const_cast<void*>(call.build.k)), n, 1, row, 1, 0.f);
+  fill<<<2048, 256>>>(static_cast<bf16*>(const_cast<void*>(call.build.v)), n, 2, row, 1, 0.f);
+  count_up<<<1024, 256>>>(const_cast<int32_t*>(p.positions), tokens);
+  CHECK(cudaGetLastError());
+  const float build = best_milliseconds([&] { CHECK(launch_htree_build(call.build, nullptr)); });
+  const float copy = best_milliseconds(
+      [&] { CHECK(cudaMemcpyAsync(p.out, p.q, n * 2 * 2, cudaMemcpyDeviceToDevice)); });
+  printf("T %lld N16 G1 D128 r16 K512: build %.3f ms; a copy as large as k and v %.3f ms\n",
+         (long long)tokens, build, copy);
+  for (const bool alike : {false, true}) {
+    fill<<<2048, 256>>>(q, n * heads, 3, row * heads, alike ? 64 : 1, alike ? 0.1f : 0.f);
+    CHECK(cudaGetLastError());
+    printf(" %s\n", alike ? "neighbours alike" : "every query by itself");
+    time_shape<htree::Shipped>("12 warps, 64 rows", p, queries);
+    if (once) return;
+    if (tokens > 300000) continue;
+    time_shape<htree::Shape<12, 160, 32>>("12 warps, 32 rows", p, queries);
+    time_shape<htree::Shape<8, 232, 64>>("8 warps, 64 rows", p, queries);
+  }
+}
+
+const Case kLargeCases[] = {
+    {"one token", 1, 1, 1, 16, 1, 128, 16, 512},
+    {"15 tokens", 1, 15, 15, 16, 1, 128, 16, 512},
+    {"16 tokens", 1, 16, 16, 16, 1, 128, 16, 512},
+    {"17 tokens", 2, 17, 17, 32, 2, 64, 16, 512},
+    {"dense", 1, 8191, 600, 16, 1, 128, 16, 512, 8191},
+    {"one layer more", 1, 8193, 600, 16, 1, 128, 16, 512, 8193},
+    {"ties", 1, 20000, 1000, 16, 1, 128, 16, 512, 19990, false, 0.f, 1, true},
+    {"sharp", 1, 20000, 600, 16, 1, 128, 16, 512, 19990, false, 0.f, 4},
+    {"all queries, in chunks", 1, 9000, 9000, 4, 1, 64, 16, 512, 0, false, 0.f, 1, false, 5000},
+    {"K 1024, r 8", 2, 9001, 300, 40, 2, 128, 8, 1024, 9000, true},
+    {"K 64, r 32", 1, 70000, 300, 64, 1, 128, 32, 64, 69000},
+    {"three layers", 1, 131073, 300, 16, 1, 128, 16, 512, 131073},
+    {"K 64, four layers", 1, 300001, 300, 16, 1, 64, 16, 64, 299990},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string what = argc > 1 ? argv[1] : "test";
+  const uint64_t number = argc > 2 ? strtoull(argv[2], nullptr, 10) : 0;
+  if (what == "test" || what == "small") {
+    const uint64_t seed = number ? number : 20261123;
+    printf("seed %llu\n", (unsigned long long)seed);
+    int bad = 0;
+    for (const Case& c : kSmallCases) bad += !run_case(c, seed, 1000);
+    for (const Case& c : kLargeCases) {
+      if (what == "test") bad += !run_case(c, seed, 4);
+    }
+    printf(bad ? "FAILED %d\n" : "all good\n", bad);
+    return bad != 0;
+  }
+  if (number) {
+    bench(static_cast<int64_t>(number), what == "once");
+    return 0;
+  }
+  for (const int64_t tokens : {16384, 65536, 131072, 262144, 1048576}) bench(tokens, false);
+  return 0;
+}
