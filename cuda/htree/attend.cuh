@@ -9,6 +9,8 @@
 // hold anything: there values are replaced by zeros on their way to registers.
 #pragma once
 
+#include <type_traits>
+
 #include "htree/walk.cuh"
 
 namespace jax_dsa::htree {
@@ -18,7 +20,7 @@ inline constexpr float kLazyMargin = 8.f;  // log2 units
 template <typename S, int kD, int kR>
 struct alignas(1024) AttendShared {
   Ring<S, kR, kNodeBytes<kD, kR>> ring;
-  uint8_t turns[S::kWarps][2][Turns<kD>::kBytes];
+  uint8_t turns[S::kWarps][Turns<kD>::kBytes];
 };
 
 // Of a lane's heads lane / 4 and 8 more.
@@ -134,6 +136,25 @@ struct Part {
   }
 };
 
+// Fragments of the warp's queries, zeros for heads that it has not.
+template <int kD>
+__device__ __forceinline__ void load_queries(const Pass& pass, const Part& part,
+                                             uint32_t (&q)[kD / 16][4]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int own = lane / 4 + r * 8;
+    const bool has = own < part.heads;
+    const int* const from =
+        static_cast<const int*>(pass.p.q) + (part.head + (has ? own : 0)) * kD / 2 + lane % 4;
+#pragma unroll
+    for (int j = 0; j < kD / 16; ++j) {
+      q[j][r] = static_cast<uint32_t>(load_now(from + j * 8, has, 0));
+      q[j][r + 2] = static_cast<uint32_t>(load_now(from + j * 8 + 4, has, 0));
+    }
+  }
+}
+
 template <typename S, int kD, int kR>
 __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_constant__ Pass pass) {
   auto& shared = dynamic_shared<AttendShared<S, kD, kR>>();
@@ -169,19 +190,6 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
   const float scale_log2 = p.scale * kLog2E;
 
   uint32_t q[kD / 16][4];
-  const Part part(pass);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int own = lane / 4 + r * 8;
-    const bool has = own < part.heads;
-    const int* const from =
-        static_cast<const int*>(p.q) + ((part.head + (has ? own : 0)) * kD) / 2 + lane % 4;
-#pragma unroll
-    for (int j = 0; j < kD / 16; ++j) {
-      q[j][r] = static_cast<uint32_t>(load_now(from + j * 8, has, 0));
-      q[j][r + 2] = static_cast<uint32_t>(load_now(from + j * 8 + 4, has, 0));
-    }
-  }
   float o[kD / 8][4] = {};
   Softmax softmax;
   Turns<kD> turns(p.rotations, shared.turns[warp]);
@@ -201,35 +209,51 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
     };
     uint32_t selected = fetch();
     turns.load(n - 1);
-    consume(shared.ring, at, mine.query, [&](uint32_t block) {
-      const int rows = left;
-      left -= kR;
-      float s[kR / 8][4];
-      multiply_keys<kD, kR>(s, block, turns.next(layer ? left : left - 1),
-                            [&](int j, uint32_t (&a)[4]) {
+    // In the top layer all keys meet the same queries; below, each block's meet their own.
+    const bool top = layer + 1 == pass.layers.count;
+    if (top || layer + 2 == pass.layers.count) load_queries<kD>(pass, mine, q);
+    if (top) {
+      const uint32_t turn = turns.next(-1);
 #pragma unroll
-                              for (int i = 0; i < 4; ++i)
-                                a[i] = hidden(q[j][i]);  // not unpacked beforehand
-                            });
-      const uint32_t hides = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
-      ++mask;
-      selected = fetch();
+      for (int j = 0; j < kD / 32; ++j) rotate<kD>(q[j], q[j + kD / 32], turn, j);
+    }
+    const auto walk = [&](auto rotates) {
+      constexpr bool kRotates = decltype(rotates)::value;
+      consume(shared.ring, at, mine.query, [&](uint32_t block) {
+        const int rows = left;
+        left -= kR;
+        float s[kR / 8][4];
+        const uint32_t turn = kRotates ? turns.next(layer ? left : left - 1) : 0;
+        multiply_keys<kD, kR, kRotates>(s, block, turn, [&](int j, uint32_t (&a)[4]) {
+        // Not to be unpacked beforehand.
 #pragma unroll
-      for (int i = 0; i < kR / 8; ++i) {
+          for (int i = 0; i < 4; ++i) a[i] = hidden(q[j][i]);
+        });
+        const uint32_t hides = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
+        ++mask;
+        selected = fetch();
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int key = i * 8 + lane % 4 * 2 + j % 2;
-          s[i][j] = hides >> key & 1 ? -INFINITY : s[i][j] * scale_log2;
+        for (int i = 0; i < kR / 8; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int key = i * 8 + lane % 4 * 2 + j % 2;
+            s[i][j] = hides >> key & 1 ? -INFINITY : s[i][j] * scale_log2;
+          }
         }
-      }
-      softmax.apply(s, o);
-      const uint32_t values = block + kNodeBytes<kD, kR> / 2;
-      if (rows < kR) {
-        multiply_values<kD, kR, true>(o, s, values, rows);
-      } else {
-        multiply_values<kD, kR, false>(o, s, values, kR);
-      }
-    });
+        softmax.apply(s, o);
+        const uint32_t values = block + kNodeBytes<kD, kR> / 2;
+        if (rows < kR) {
+          multiply_values<kD, kR, true>(o, s, values, rows);
+        } else {
+          multiply_values<kD, kR, false>(o, s, values, kR);
+        }
+      });
+    };
+    if (top) {
+      walk(std::false_type());
+    } else {
+      walk(std::true_type());
+    }
   }
 
   const Part own_part(pass);

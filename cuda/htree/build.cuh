@@ -1,4 +1,4 @@
-// The tree: all layers pooled from the tokens' keys and values, keys rotated by their slots.
+// The tree: all layers pooled from the tokens' keys and values, keys rotated.
 //
 // A thread block takes the nodes below one node two layers up, r^2 of them, from `source`. Teams of
 // D / 4 threads have a block of siblings each: a thread 8 columns of the keys, or of the values.
@@ -61,9 +61,11 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1)
   const __nv_bfloat16* const source = (is_value ? p.v : p.k) + bg / p.groups * p.batch_stride +
                                       bg % p.groups * p.group_stride + column;
 
-  // Row `slot` of a block; all threads of a warp come here together.
-  const auto write = [&](int64_t block, int slot, const uint32_t (&x)[4], bool valid) {
-    const float* const turn = p.rotations + (int64_t{slot} * (kD / 2) + column % (kD / 2)) * 2;
+  // Row `slot` of a layer's block; all threads of a warp come here together.
+  const auto write = [&](int layer, int64_t block, int slot, const uint32_t (&x)[4], bool valid) {
+    const bool top = layer + 1 == p.layers.count;
+    const int64_t ordinal = top && valid ? block * kR + slot : slot;
+    const float* const turn = p.rotations + (ordinal * (kD / 2) + column % (kD / 2)) * 2;
     uint32_t y[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -75,8 +77,8 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1)
           pack_bf16(a.x * cs.x + sign * (b.x * cs.y), a.y * cs.z + sign * (b.y * cs.w));
       y[i] = is_value ? x[i] : rotated;
     }
-    uint8_t* const to = tree + block * kNodeBytes + (is_value ? kNodeBytes / 2 : 0) +
-                        slot * (kD * 2) + (chunk ^ slot % 8) * 16;
+    uint8_t* const to = tree + (p.layers.first[layer] + block) * kNodeBytes +
+                        (is_value ? kNodeBytes / 2 : 0) + slot * (kD * 2) + (chunk ^ slot % 8) * 16;
     if (valid) *reinterpret_cast<uint4*>(to) = make_uint4(y[0], y[1], y[2], y[3]);
   };
   const auto add = [](float (&sum)[8], const uint32_t (&x)[4]) {
@@ -108,7 +110,7 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1)
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      write(p.layers.first[p.layer] + block, first + i, x[i], count > 0);
+      write(p.layer, block, first + i, x[i], count > 0);
       add(sum, x[i]);
     }
   }
@@ -116,7 +118,7 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1)
 
   uint32_t x[4];
   mean(sum, count, x);
-  write(p.layers.first[p.layer + 1] + span, team, x, true);
+  write(p.layer + 1, span, team, x, true);
   if (p.layer + 2 == p.layers.count) return;
 
 #pragma unroll

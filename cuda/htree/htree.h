@@ -36,8 +36,9 @@ constexpr HTreeLayers htree_layers(int64_t tokens, int64_t compression, int64_t 
 struct HTreeBuildParams {
   const void* k;  // [B, T, G, D], bf16
   const void* v;  // the same
-  // [B, G, blocks, 2, compression, D]: a block's keys, rotated by their slots in it, then its
-  // values; a row's 16-byte chunk c lies at c ^ (row % 8).
+  // [B, G, blocks, 2, compression, D]: a block's keys, then its values; a row's 16-byte chunk c
+  // lies at c ^ (row % 8). Keys of the top layer are rotated by their ordinals, which are the same
+  // for all queries, others by their slots in the block.
   void* tree;
   float* rotations;  // [compression * top_k, D / 2, 2]: cos and sin by ordinal
   void* workspace;   // of htree_build_workspace

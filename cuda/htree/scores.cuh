@@ -10,6 +10,8 @@
 // The last candidate is not scored: it is selected whatever it holds.
 #pragma once
 
+#include <type_traits>
+
 #include "htree/walk.cuh"
 
 namespace jax_dsa::htree {
@@ -17,7 +19,7 @@ namespace jax_dsa::htree {
 template <typename S, int kD, int kR>
 struct alignas(1024) ScoresShared {
   Ring<S, kR, kR * kD * 2> ring;
-  uint8_t turns[S::kWarps][2][Turns<kD>::kBytes];
+  uint8_t turns[S::kWarps][Turns<kD>::kBytes];
   // Of query i the warps' parts from i * warps_per_query on: 16 heads each, swizzled like blocks.
   uint8_t q[S::kWarps][kHeads * kD * 2];
 };
@@ -114,39 +116,63 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const float scale_log2 = p.scale * kLog2E;
   const uint32_t queries = smem_address(shared.q[query * parts < S::kWarps ? query * parts : 0]);
   Turns<kD> turns(p.rotations, shared.turns[warp]);
+  const bool top = layer + 1 == pass.layers.count;
+  if (top) {  // all keys meet the same queries: the warp rotates its part of them
+    turns.load(n - 1);
+    const uint32_t turn = turns.next(-1);
+    const uint32_t own = smem_address(shared.q[warp]) + place<kD>(lane % 16, lane / 16);
+#pragma unroll
+    for (int j = 0; j < kD / 32; ++j) {
+      uint32_t low[4], high[4];
+      load_matrix_x4(further(own, j * 2), low);
+      load_matrix_x4(further(own, (j + kD / 32) * 2), high);
+      rotate<kD>(low, high, turn, j);
+      store_matrix_x4(further(own, j * 2), low[0], low[1], low[2], low[3]);
+      store_matrix_x4(further(own, (j + kD / 32) * 2), high[0], high[1], high[2], high[3]);
+    }
+    named_barrier_sync<S::kWarps * 32>(1);
+  }
   turns.load(n - 1 - kR * part);
   int ordinal = 0;  // of the block that comes next
-  consume(shared.ring, at, query, [&](uint32_t block) {
-    const int first = kR * ordinal;
-    if (ordinal++ % parts != part) return;
-    const uint32_t turn = turns.next(n - 1 - first - kR * parts);
-    Sum sums[kColumns];
+  const auto walk = [&](auto rotates) {
+    constexpr bool kRotates = decltype(rotates)::value;
+    consume(shared.ring, at, query, [&](uint32_t block) {
+      const int first = kR * ordinal;
+      if (ordinal++ % parts != part) return;
+      const uint32_t turn = kRotates ? turns.next(n - 1 - first - kR * parts) : 0;
+      Sum sums[kColumns];
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) sums[i] = {-INFINITY, 0.f};
+      for (int i = 0; i < kColumns; ++i) sums[i] = {-INFINITY, 0.f};
 #pragma unroll 1
-    for (int heads_before = 0; heads_before < heads; heads_before += kHeads) {
-      const uint32_t from = queries + heads_before * kRowBytes + place<kD>(lane % 16, lane / 16);
-      float s[kR / 8][4];
-      multiply_keys<kD, kR>(s, block, turn, [&](int j, uint32_t (&a)[4]) {
-        load_matrix_x4(further(from, j * 2), a);
-      });
-      const int head = heads_before + lane / 4;
+      for (int heads_before = 0; heads_before < heads; heads_before += kHeads) {
+        const uint32_t from = queries + heads_before * kRowBytes + place<kD>(lane % 16, lane / 16);
+        float s[kR / 8][4];
+        multiply_keys<kD, kR, kRotates>(s, block, turn, [&](int j, uint32_t (&a)[4]) {
+          load_matrix_x4(further(from, j * 2), a);
+        });
+        const int head = heads_before + lane / 4;
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        const float a = head < heads ? s[i / 2][i % 2] * scale_log2 : -INFINITY;
-        const float b = head + 8 < heads ? s[i / 2][i % 2 + 2] * scale_log2 : -INFINITY;
-        sums[i] = sums[i] + Sum::of(a, b);
+        for (int i = 0; i < kColumns; ++i) {
+          const float a = head < heads ? s[i / 2][i % 2] * scale_log2 : -INFINITY;
+          const float b = head + 8 < heads ? s[i / 2][i % 2 + 2] * scale_log2 : -INFINITY;
+          sums[i] = sums[i] + Sum::of(a, b);
+        }
       }
-    }
-    join<kColumns, 16>(sums);
-    // Which column that is: the bits of lane / 4 from the highest on choose halves.
-    constexpr int kBits = kColumns == 8 ? 3 : kColumns == 4 ? 2 : 1;
-    const int mine = lane / 4 >> (3 - kBits);
-    const int at_column = mine / 2 * 8 + lane % 4 * 2 + mine % 2;
-    if ((lane / 4 & ((8 >> kBits) - 1)) == 0 && first + at_column < n - 1) {
-      importance[first + at_column] = sums[0].peak + log2f(sums[0].sum);
-    }
-  });
+      join<kColumns, 16>(sums);
+      // Which column that is: the bits of lane / 4 from the highest on choose halves.
+      constexpr int kBits = kColumns == 8 ? 3 : kColumns == 4 ? 2 : 1;
+      const int mine = lane / 4 >> (3 - kBits);
+      const int at_column = mine / 2 * 8 + lane % 4 * 2 + mine % 2;
+      if ((lane / 4 & ((8 >> kBits) - 1)) == 0 && first + at_column < n - 1) {
+        importance[first + at_column] = sums[0].peak + log2f(sums[0].sum);
+      }
+    });
+  };
+  if (top) {
+    walk(std::false_type());
+  } else {
+    walk(std::true_type());
+  }
 }
 
 }  // namespace jax_dsa::htree

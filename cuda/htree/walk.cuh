@@ -183,19 +183,18 @@ __device__ __forceinline__ void consume(Ring& ring, RingPlace<Ring::kStages>& at
   } while (!last);
 }
 
-// cos and sin of a warp's rotations, one block after the other: each is loaded one ahead, a part a
-// lane, and shared through one of two buffers.
+// cos and sin of a warp's rotations, one after the other: each is loaded one ahead, a part a lane,
+// and shared through `buffer`.
 template <int kD>
 struct Turns {
   static constexpr int kBytes = kD / 2 * 8;  // of a rotation
   const float4* table;                       // this lane's part
-  uint32_t buffers;
-  int parity = 0;
+  uint32_t buffer;
   float4 upcoming = {};
 
-  __device__ Turns(const float* rotations, uint8_t (&buffers)[2][kBytes])
+  __device__ Turns(const float* rotations, uint8_t (&buffer)[kBytes])
       : table(reinterpret_cast<const float4*>(rotations) + threadIdx.x % 32),
-        buffers(smem_address(buffers)) {}
+        buffer(smem_address(buffer)) {}
 
   // Loads the one by `position`.
   __device__ __forceinline__ void load(int position) {
@@ -203,10 +202,9 @@ struct Turns {
   }
   // Where the one is that was loaded; loads the next.
   __device__ __forceinline__ uint32_t next(int position) {
-    const uint32_t buffer = buffers + parity * kBytes;
-    parity ^= 1;
     const uint32_t bits[4] = {__float_as_uint(upcoming.x), __float_as_uint(upcoming.y),
                               __float_as_uint(upcoming.z), __float_as_uint(upcoming.w)};
+    __syncwarp();  // all have read the one before
     if (has_part()) store_shared_16(buffer + threadIdx.x % 32 * 16, bits);
     __syncwarp();
     load(position);
@@ -246,9 +244,9 @@ __device__ __forceinline__ uint32_t further(uint32_t from, int chunks) {
   return (from ^ chunks % 8 * 16) + chunks / 8 * 128;
 }
 
-// s [16 heads, r keys] = queries, rotated, times the block's keys. load(j, a) gives fragment j of
-// the queries: dimensions 16 j to 16 j + 15.
-template <int kD, int kR, typename Load>
+// s [16 heads, r keys] = queries times the block's keys. load(j, a) gives fragment j of the
+// queries, dimensions 16 j to 16 j + 15, which are then rotated if they are to be.
+template <int kD, int kR, bool kRotates, typename Load>
 __device__ __forceinline__ void multiply_keys(float (&s)[kR / 8][4], uint32_t block, uint32_t turn,
                                               Load load) {
   const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
@@ -259,7 +257,7 @@ __device__ __forceinline__ void multiply_keys(float (&s)[kR / 8][4], uint32_t bl
     uint32_t low[4], high[4], b[4];
     load(j, low);
     load(j + kD / 32, high);
-    rotate<kD>(low, high, turn, j);
+    if constexpr (kRotates) rotate<kD>(low, high, turn, j);
     if constexpr (kR == 8) {  // of both fragments
       const uint32_t keys = block + place<kD>(row, matrix / 2 * (kD / 16) + matrix % 2);
       load_matrix_x4(further(keys, j * 2), b);

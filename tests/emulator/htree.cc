@@ -34,7 +34,9 @@ int64_t wrong_rows(const Problem& p, const uint8_t* tree) {
         const auto row = [&](const std::vector<std::vector<float>>& x) {
           return there ? &x[l][i * c.dim] : zeros.data();
         };
-        const auto keys = rotated(p, row(p.trees[bg].k), i % r, true);
+        const bool top = l + 1 == p.layers.count;
+        const auto keys =
+            rotated(p, row(p.trees[bg].k), static_cast<double>(top ? i : i % r), true);
         const int64_t block = bg * p.layers.blocks + p.layers.first[l] + i / r;
         for (int half = 0; half < 2; ++half) {
           for (int d = 0; d < c.dim; ++d) {
