@@ -69,7 +69,7 @@ void put(const void* to, const std::vector<T>& x) {
   CHECK(cudaMemcpy(const_cast<void*>(to), x.data(), x.size() * sizeof(T), cudaMemcpyHostToDevice));
 }
 
-bool run_case(const Case& c, uint64_t seed, int samples) {
+bool run_case(const Case& c, uint64_t seed, int64_t samples) {
   const Problem x = make(c, seed);
   Call call(c.batch, c.tokens, c.queries, c.heads, c.groups, c.dim, c.compression, c.top_k, true,
             c.chunk);
@@ -93,31 +93,32 @@ bool run_case(const Case& c, uint64_t seed, int samples) {
   const bool same = memcmp(out[0].data(), out[1].data(), out[0].size() * 2) == 0;
 
   Findings found;
-  for (int i = 0; i < samples && i < tokens; ++i) {
-    const int64_t token = samples >= tokens ? i : i == 0 ? 0 : mix(seed + i) % tokens;
-    for (int g = 0; g < c.groups; ++g) {
-      const int64_t head = token * c.heads + g * heads;
-      found += check(x, static_cast<int>(token / c.queries), static_cast<int>(token % c.queries), g,
-                     selected.data() + (token * c.groups + g) * layers * c.top_k,
-                     &out[1][head * c.dim], &lse[head]);
-    }
-  }
   int64_t inexact = 0;
+  htree::Pass pass = htree::make_pass<htree::Shipped>(p);
+  std::vector<float> importance;
   if (layers > 0 && c.chunk == 0 && tokens > 0) {
-    htree::Pass pass = htree::make_pass<htree::Shipped>(p);
     htree::set_chunk(pass, 0, c.batch, 0, c.queries);
-    const auto importance = download(pass.chunk.importance, pass.chunk.rows * pass.chunk.width);
-    for (int64_t row = 0; row < pass.chunk.rows; ++row) {
-      const int64_t bg = row / c.queries, t = row % c.queries, b = bg / c.groups;
-      const int64_t at = (x.token(b, t) * c.groups + bg % c.groups) * layers * c.top_k;
-      inexact += !selects_exactly(x, b, t, &importance[row * pass.chunk.width], &selected[at]);
-    }
+    importance = download(pass.chunk.importance, pass.chunk.rows * pass.chunk.width);
+  }
+  const int64_t rows = tokens * c.groups, step = std::max<int64_t>(rows / samples, 1);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int b = static_cast<int>(row / c.queries / c.groups),
+              t = static_cast<int>(row % c.queries);
+    const int g = static_cast<int>(row / c.queries % c.groups);
+    const int64_t head = x.token(b, t) * c.heads + g * heads;
+    const int32_t* chosen = selected.data() + (x.token(b, t) * c.groups + g) * layers * c.top_k;
+    const float* own = importance.empty() ? nullptr : &importance[row * pass.chunk.width];
+    inexact += own && !selects_exactly(x, b, t, own, chosen);
+    if (row % step == 0) found += check(x, b, t, g, chosen, &out[1][head * c.dim], &lse[head], own);
   }
   const bool good = inexact == 0 && found.good() && same;
-  printf("%-4s %-26s T %d, %d layers: out %.1e (exactly %.1e), lse %.1e, gap %.1e%s%s%s%s\n",
-         good ? "ok" : "BAD", c.name, c.tokens, x.layers.count, found.close, found.exact, found.lse,
-         found.gap, inexact ? "  INEXACT SELECTION" : "", found.partition ? "" : "  NO PARTITION",
-         found.complete ? "" : "  INCOMPLETE", same ? "" : "  DIFFERS");
+  printf(
+      "%-4s %-26s T %d, %d layers: out %.1e (exactly %.1e), lse %.1e, gap %.1e, importance "
+      "%.1e%s%s%s%s\n",
+      good ? "ok" : "BAD", c.name, c.tokens, x.layers.count, found.close, found.exact, found.lse,
+      found.gap, found.importance, inexact ? "  INEXACT SELECTION" : "",
+      found.partition ? "" : "  NO PARTITION", found.complete ? "" : "  INCOMPLETE",
+      same ? "" : "  DIFFERS");
   fflush(stdout);
   return good;
 }

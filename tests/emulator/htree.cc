@@ -60,22 +60,6 @@ int64_t wrong_rows(const Problem& p, const uint8_t* tree) {
   return wrong;
 }
 
-// Rows whose selection in layer 1 is not exactly that of the importances that the pass left.
-int64_t inexact_rows(const Problem& p, HTreeFwdParams params, const int32_t* selected) {
-  const Case& c = p.c;
-  if (p.layers.count < 2) return 0;
-  htree::Chunk chunk = {};
-  chunk.rows = int64_t{c.batch} * c.queries * c.groups;
-  htree::divide(params, p.layers.count, chunk);
-  int64_t wrong = 0;
-  for (int64_t row = 0; row < chunk.rows; ++row) {
-    const int64_t bg = row / c.queries, t = row % c.queries, b = bg / c.groups, g = bg % c.groups;
-    const int64_t at = (p.token(b, t) * c.groups + g) * (p.layers.count - 1) * c.top_k;
-    wrong += !selects_exactly(p, b, t, chunk.importance + row * chunk.width, selected + at);
-  }
-  return wrong;
-}
-
 void check(const Case& c, const std::vector<emulator::Options>& schedules) {
   const Problem x = make(c, schedules[0].seed);
   const int64_t nodes = x.layers.blocks * c.compression * 2 * c.dim * c.batch * c.groups;
@@ -116,28 +100,33 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
     emulator::require(launch_htree_fwd(p, nullptr));
 
     Findings found;
-    const int per = c.heads / c.groups;
-    for (int b = 0; b < c.batch; ++b) {
-      for (int t = 0; t < c.queries; ++t) {
-        for (int g = 0; g < c.groups; ++g) {
-          const int64_t head = x.token(b, t) * c.heads + g * per;
-          const int64_t row = (x.token(b, t) * c.groups + g) * (x.layers.count - 1) * c.top_k;
-          found += check(x, b, t, g, selected.data() + row, &out[head * c.dim], &lse[head]);
-        }
-      }
+    int64_t inexact = 0;
+    htree::Chunk chunk = {};
+    chunk.rows = rows;
+    if (c.chunk == 0) htree::divide(p, x.layers.count, chunk);
+    for (int64_t row = 0; row < rows; ++row) {
+      const int b = static_cast<int>(row / c.queries / c.groups),
+                t = static_cast<int>(row % c.queries);
+      const int g = static_cast<int>(row / c.queries % c.groups);
+      const int64_t head = x.token(b, t) * c.heads + g * (c.heads / c.groups);
+      const int64_t at = (x.token(b, t) * c.groups + g) * (x.layers.count - 1) * c.top_k;
+      const float* importance = chunk.importance ? chunk.importance + row * chunk.width : nullptr;
+      found += check(x, b, t, g, selected.data() + at, &out[head * c.dim], &lse[head], importance);
+      inexact += importance && !selects_exactly(x, b, t, importance, selected.data() + at);
     }
-    const int64_t inexact = c.chunk ? 0 : inexact_rows(x, p, selected.data());
     if (i == 0) first = out;
     const bool same = memcmp(first.data(), out.data(), out.size() * sizeof(bf16)) == 0;
     const bool good = wrong == 0 && inexact == 0 && found.good() && same;
-    printf("%-4s %-26s %d layers %s %s seed %llu  out %.1e (%.1e), lse %.1e, gap %.1e%s%s%s%s%s\n",
-           good ? "ok" : "BAD", c.name, x.layers.count,
-           options.late_wgmma ? "late wgmma, " : "early wgmma,",
-           options.late_copies ? "late copies, " : "early copies,",
-           (unsigned long long)options.seed, found.close, found.exact, found.lse, found.gap,
-           wrong ? "  WRONG TREE" : "", inexact ? "  INEXACT SELECTION" : "",
-           found.partition ? "" : "  NO PARTITION", found.complete ? "" : "  INCOMPLETE",
-           same ? "" : "  DIFFERS");
+    printf(
+        "%-4s %-26s %d layers %s %s seed %llu  out %.1e (%.1e), lse %.1e, gap %.1e, importance "
+        "%.1e%s%s%s%s%s\n",
+        good ? "ok" : "BAD", c.name, x.layers.count,
+        options.late_wgmma ? "late wgmma, " : "early wgmma,",
+        options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
+        found.close, found.exact, found.lse, found.gap, found.importance,
+        wrong ? "  WRONG TREE" : "", inexact ? "  INEXACT SELECTION" : "",
+        found.partition ? "" : "  NO PARTITION", found.complete ? "" : "  INCOMPLETE",
+        same ? "" : "  DIFFERS");
     fflush(stdout);
     failures += !good;
   }

@@ -179,13 +179,16 @@ struct Findings {
   double exact = 0, close = 0;  // outputs' errors against float64; with the kernel's roundings
   double lse = 0;
   double gap = 0;  // by which a candidate that was left exceeds one that was selected
+  double importance = 0;
   bool partition = true, complete = true;
 
   bool good() const {
-    return partition && complete && gap < 2e-3 && close < 0.012 && exact < 0.08 && lse < 2e-3;
+    return partition && complete && gap < 2e-3 && close < 0.012 && exact < 0.08 && lse < 2e-3 &&
+           importance < 2e-3;
   }
   void operator+=(const Findings& x) {
-    for (auto part : {&Findings::exact, &Findings::close, &Findings::lse, &Findings::gap}) {
+    for (auto part : {&Findings::exact, &Findings::close, &Findings::lse, &Findings::gap,
+                      &Findings::importance}) {
       this->*part = std::max(this->*part, x.*part);
     }
     partition &= x.partition, complete &= x.complete;
@@ -200,7 +203,7 @@ inline double error(double got, double want) {
 // One query and group. `selected` is [layers - 1, K]; the outputs of its heads lie one behind the
 // other. Selections are taken as they are, if they are ones that may be made.
 inline Findings check(const Problem& p, int b, int t, int g, const int32_t* selected,
-                      const bf16* out, const float* lse) {
+                      const bf16* out, const float* lse, const float* importance) {
   const Case& c = p.c;
   const int heads = c.heads / c.groups, position = p.positions[p.token(b, t)];
   Findings found;
@@ -248,9 +251,12 @@ inline Findings check(const Problem& p, int b, int t, int g, const int32_t* sele
         const double peak = *std::max_element(close.begin(), close.end());
         double sum = 0;
         for (double x : close) sum += std::exp(x - peak);
-        const double importance = peak + std::log(sum);
+        const double want = peak + std::log(sum);
         (is_selected[i] ? least : most) =
-            is_selected[i] ? std::min(least, importance) : std::max(most, importance);
+            is_selected[i] ? std::min(least, want) : std::max(most, want);
+        if (l == 1 && importance) {
+          found.importance = std::max(found.importance, error(importance[i] * std::log(2.), want));
+        }
       }
       if (is_selected[i]) continue;
       score[0].push_back(exact), score[1].push_back(close);
