@@ -47,6 +47,7 @@ def test_no_copy_has_an_address_that_the_assembler_breaks() -> None:
 STACKS = {
     "fp813matmul_kernel": 8,
     "htree13attend_kernel": 48,
+    "htree13attend_kernel": 56,
     "htree16rotations_kernel": 40,
     "indexer10fwd_kernel": 88,
     "masked_attention10bwd_kernel": 120,
