@@ -175,13 +175,10 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
     const int64_t row = tile.row + min(lane, tile.queries - 1);
     const int64_t first = (tile.batch * p.groups + tile.group) * pass.layers.blocks;
     for (int layer = pass.layers.count - 1; layer >= 0; --layer) {
-      const bool top = layer + 1 == pass.layers.count;
-      const int32_t* const list =
-          top ? nullptr : pass.chunk.nodes + (layer * pass.chunk.rows + row) * p.top_k;
       produce(shared.ring, at,
               static_cast<const uint8_t*>(p.tree) +
                   (first + pass.layers.first[layer]) * kNodeBytes<kD, kR>,
-              kNodeBytes<kD, kR>, list, ceil_div(candidates<kR>(pass, position, layer), kR));
+              kNodeBytes<kD, kR>, Blocks::of<kR>(pass, position, row, layer));
     }
     return;
   }
@@ -209,10 +206,10 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
     };
     uint32_t selected = fetch();
     turns.load(n - 1);
-    // In the top layer all keys meet the same queries; below, each block's meet their own.
-    const bool top = layer + 1 == pass.layers.count;
-    if (top || layer + 2 == pass.layers.count) load_queries<kD>(pass, mine, q);
-    if (top) {
+    // All early blocks meet the same queries; of the others each meets its own.
+    const bool early = is_early<kR>(pass, mine.position, layer);
+    load_queries<kD>(pass, mine, q);
+    if (early) {
       const uint32_t turn = turns.next(-1);
 #pragma unroll
       for (int j = 0; j < kD / 32; ++j) rotate<kD>(q[j], q[j + kD / 32], turn, j);
@@ -249,7 +246,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
         }
       });
     };
-    if (top) {
+    if (early) {
       walk(std::false_type());
     } else {
       walk(std::true_type());

@@ -63,23 +63,29 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1)
 
   // Row `slot` of a layer's block; all threads of a warp come here together.
   const auto write = [&](int layer, int64_t block, int slot, const uint32_t (&x)[4], bool valid) {
-    const bool top = layer + 1 == p.layers.count;
-    const int64_t ordinal = top && valid ? block * kR + slot : slot;
-    const float* const turn = p.rotations + (ordinal * (kD / 2) + column % (kD / 2)) * 2;
-    uint32_t y[4];
+    uint32_t partner[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t partner = __shfl_xor_sync(~0u, x[i], kD / 16);
-      const float4 cs = __ldg(reinterpret_cast<const float4*>(turn) + i);
-      const float2 a = unpack_bf16(x[i]), b = unpack_bf16(partner);
-      const float sign = is_upper ? 1.f : -1.f;
-      const uint32_t rotated =
-          pack_bf16(a.x * cs.x + sign * (b.x * cs.y), a.y * cs.z + sign * (b.y * cs.w));
-      y[i] = is_value ? x[i] : rotated;
-    }
-    uint8_t* const to = tree + (p.layers.first[layer] + block) * kNodeBytes +
-                        (is_value ? kNodeBytes / 2 : 0) + slot * (kD * 2) + (chunk ^ slot % 8) * 16;
-    if (valid) *reinterpret_cast<uint4*>(to) = make_uint4(y[0], y[1], y[2], y[3]);
+    for (int i = 0; i < 4; ++i) partner[i] = __shfl_xor_sync(~0u, x[i], kD / 16);
+    const auto put = [&](int64_t place, int64_t ordinal) {
+      const float* const turn = p.rotations + (ordinal * (kD / 2) + column % (kD / 2)) * 2;
+      uint32_t y[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float4 cs = __ldg(reinterpret_cast<const float4*>(turn) + i);
+        const float2 a = unpack_bf16(x[i]), b = unpack_bf16(partner[i]);
+        const float sign = is_upper ? 1.f : -1.f;
+        const uint32_t rotated =
+            pack_bf16(a.x * cs.x + sign * (b.x * cs.y), a.y * cs.z + sign * (b.y * cs.w));
+        y[i] = is_value ? x[i] : rotated;
+      }
+      uint8_t* const to = tree + (p.layers.first[layer] + place) * kNodeBytes +
+                          (is_value ? kNodeBytes / 2 : 0) + slot * (kD * 2) +
+                          (chunk ^ slot % 8) * 16;
+      *reinterpret_cast<uint4*>(to) = make_uint4(y[0], y[1], y[2], y[3]);
+    };
+    const int64_t early = p.layers.early[layer];
+    if (valid && block < early) put(block, block * kR + slot);
+    if (valid && layer + 1 < p.layers.count) put(early + block, slot);
   };
   const auto add = [](float (&sum)[8], const uint32_t (&x)[4]) {
 #pragma unroll

@@ -12,24 +12,28 @@ namespace jax_dsa {
 inline constexpr int kHTreeMaxLayers = 12;
 
 // Layer 0 is the tokens, the last one has at most compression * top_k nodes. A block is
-// `compression` siblings; all layers lie on one axis of blocks, each from `first` on.
+// `compression` siblings. Of every layer the first top_k blocks lie in memory, then, but of the
+// last layer, all blocks, each layer from block `first` on: whose candidates begin a layer, as of
+// queries that are early enough, or in the last layer of all, has them at ordinals that are the
+// nodes' own numbers.
 struct HTreeLayers {
   int count;
   int64_t size[kHTreeMaxLayers];   // in nodes
   int64_t first[kHTreeMaxLayers];  // in blocks
+  int64_t early[kHTreeMaxLayers];  // how many blocks there are by ordinal; the others follow
   int64_t blocks;                  // of all layers
-
-  __host__ __device__ constexpr int64_t layer_blocks(int layer) const {
-    return (layer + 1 < count ? first[layer + 1] : blocks) - first[layer];
-  }
 };
 constexpr HTreeLayers htree_layers(int64_t tokens, int64_t compression, int64_t top_k) {
   HTreeLayers x = {};
   for (int64_t size = tokens;; size = ceil_div(size, compression)) {
+    const bool last = size <= compression * top_k;
+    const int64_t blocks = ceil_div(size, compression);
     x.size[x.count] = size;
-    x.first[x.count++] = x.blocks;
-    x.blocks += ceil_div(size, compression);
-    if (size <= compression * top_k) return x;
+    x.first[x.count] = x.blocks;
+    x.early[x.count] = last ? blocks : top_k;
+    x.blocks += last ? blocks : top_k + blocks;
+    ++x.count;
+    if (last) return x;
   }
 }
 
@@ -37,8 +41,8 @@ struct HTreeBuildParams {
   const void* k;  // [B, T, G, D], bf16
   const void* v;  // the same
   // [B, G, blocks, 2, compression, D]: a block's keys, then its values; a row's 16-byte chunk c
-  // lies at c ^ (row % 8). Keys of the top layer are rotated by their ordinals, which are the same
-  // for all queries, others by their slots in the block.
+  // lies at c ^ (row % 8). Keys are rotated, in the early blocks by the nodes' numbers, in the
+  // others by their slots in the block.
   void* tree;
   float* rotations;  // [compression * top_k, D / 2, 2]: cos and sin by ordinal
   void* workspace;   // of htree_build_workspace

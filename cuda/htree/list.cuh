@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kListThreads)
 
   const int32_t* const others = chunk.ordinals + row * (k - 1);
   const int64_t place = ((layer - 1) * chunk.rows + row) * k;
-  const bool top = layer + 1 == pass.layers.count;
+  const bool early = is_early<kR>(pass, __ldg(p.positions + token), layer);
   const int32_t* const parents = chunk.nodes + (layer * chunk.rows + row) * k;
   for (int i = threadIdx.x; i < k; i += kListThreads) {
     int ordinal = i + 1 < k ? others[i] : -1;
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kListThreads)
     int node = -1;
     if (ordinal >= 0) {
       const int slot = ordinal % kR;
-      node = top ? ordinal : parents[ordinal / kR] * kR + slot;
+      node = early ? ordinal : parents[ordinal / kR] * kR + slot;
       atomicAdd(&bits[ordinal / kR], 1u << slot);
     }
     chunk.nodes[place + i] = node;

@@ -93,31 +93,27 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (warp >= S::kWarps) {
     lower_registers<S::kProducerRegisters>();
     if (warp > S::kWarps) return;
-    const int n = candidates<kR>(pass, tile.position(pass, lane), layer);
-    const int32_t* list = nullptr;
-    if (layer + 1 < pass.layers.count) {
-      const int64_t row = layer * pass.chunk.rows + tile.row + min(lane, tile.queries - 1);
-      list = pass.chunk.nodes + row * p.top_k;
-    }
+    const int64_t row = tile.row + min(lane, tile.queries - 1);
     const int64_t first = (tile.batch * p.groups + tile.group) * pass.layers.blocks;
     produce(shared.ring, at,
             static_cast<const uint8_t*>(p.tree) +
                 (first + pass.layers.first[layer]) * kNodeBytes<kD, kR>,
-            kNodeBytes<kD, kR>, list, ceil_div(n, kR));
+            kNodeBytes<kD, kR>, Blocks::of<kR>(pass, tile.position(pass, lane), row, layer));
     return;
   }
 
   raise_registers<S::kRegisters>();
   const int query = warp / parts, part = warp % parts;
-  const int n = query < tile.queries ? candidates<kR>(pass, tile.position(pass, query), layer) : 0;
+  const int position = tile.position(pass, query);
+  const int n = candidates<kR>(pass, position, layer);
   const int64_t row = tile.row + min(query, tile.queries - 1);
   if (query < tile.queries && part == 0 && lane == 0) pass.chunk.ends[row] = max(n - 1, 0);
   float* const importance = pass.chunk.importance + row * pass.chunk.width;
   const float scale_log2 = p.scale * kLog2E;
   const uint32_t queries = smem_address(shared.q[query * parts < S::kWarps ? query * parts : 0]);
   Turns<kD> turns(p.rotations, shared.turns[warp]);
-  const bool top = layer + 1 == pass.layers.count;
-  if (top) {  // all keys meet the same queries: the warp rotates its part of them
+  const bool early = is_early<kR>(pass, position, layer);
+  if (early) {  // all blocks meet the same queries: the warp rotates its part of them
     turns.load(n - 1);
     const uint32_t turn = turns.next(-1);
     const uint32_t own = smem_address(shared.q[warp]) + place<kD>(lane % 16, lane / 16);
@@ -130,8 +126,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       store_matrix_x4(further(own, j * 2), low[0], low[1], low[2], low[3]);
       store_matrix_x4(further(own, (j + kD / 32) * 2), high[0], high[1], high[2], high[3]);
     }
-    named_barrier_sync<S::kWarps * 32>(1);
   }
+  named_barrier_sync<S::kWarps * 32>(1);
   turns.load(n - 1 - kR * part);
   int ordinal = 0;  // of the block that comes next
   const auto walk = [&](auto rotates) {
@@ -168,7 +164,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
     });
   };
-  if (top) {
+  if (early) {
     walk(std::false_type());
   } else {
     walk(std::true_type());

@@ -74,6 +74,14 @@ __device__ __forceinline__ int candidates(const Pass& pass, int position, int la
   return n;
 }
 
+// Whether these are the layer's first nodes, whatever the query selects above: it then meets the
+// early blocks, so that its result does not depend on how many tokens follow.
+template <int kR>
+__device__ __forceinline__ bool is_early(const Pass& pass, int position, int layer) {
+  constexpr int kBits = kR == 8 ? 3 : kR == 16 ? 4 : 5;
+  return position >> (kBits * layer) < kR * static_cast<int>(pass.p.top_k);
+}
+
 // The queries of this thread block. Computed where it is constructed: nothing of it needs to be
 // held over a walk.
 struct Tile {
@@ -121,20 +129,38 @@ struct alignas(1024) Ring {
   }
 };
 
-// One layer, by the producer: lane i's query takes `count` blocks, those of the nodes in `list` or,
-// in the top layer, the first ones. `tree` is the layer's first block.
-template <typename Ring>
-__device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t* tree,
-                        int64_t node_bytes, const int32_t* list, int count) {
-  const int lane = threadIdx.x % 32;
-  const uint64_t keep = l2_policy_evict_last();
-  const auto fetch = [&](int i) {
+// A query's blocks of a layer: `count` of them, those of the nodes in `list`; the early ones if
+// that is null.
+struct Blocks {
+  const int32_t* list;
+  int count;
+  int early;  // how many blocks lie before those that nodes have
+
+  template <int kR>
+  static __device__ Blocks of(const Pass& pass, int position, int64_t row, int layer) {
+    Blocks x = {nullptr, ceil_div(candidates<kR>(pass, position, layer), kR),
+                static_cast<int>(pass.layers.early[layer])};
+    if (!is_early<kR>(pass, position, layer)) {
+      x.list = pass.chunk.nodes + (layer * pass.chunk.rows + row) * pass.p.top_k;
+    }
+    return x;
+  }
+  // The i-th one's number; INT_MAX if there is none.
+  __device__ int operator[](int i) const {
     if (list == nullptr) return i < count ? i : INT_MAX;
     const int node = load_now(list + i, i < count, -1);
-    return node < 0 ? INT_MAX : node;
-  };
+    return node < 0 ? INT_MAX : early + node;
+  }
+};
+
+// One layer, by the producer: lane i has query i's blocks. `tree` is the layer's first one.
+template <typename Ring>
+__device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t* tree,
+                        int64_t node_bytes, const Blocks& blocks_of) {
+  const int lane = threadIdx.x % 32;
+  const uint64_t keep = l2_policy_evict_last();
   int next = 1;
-  int node = fetch(0), upcoming = fetch(1);  // one ahead, to hide the load
+  int node = blocks_of[0], upcoming = blocks_of[1];  // one ahead, to hide the load
   bool last;
   do {
     int own = INT_MAX, blocks = 0;
@@ -146,7 +172,7 @@ __device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t*
       const bool takes = node == least;
       const uint32_t all = __ballot_sync(~0u, takes);
       if (lane == i) own = least, takers = all;
-      if (takes) node = upcoming, upcoming = fetch(++next);
+      if (takes) node = upcoming, upcoming = blocks_of[++next];
       ++blocks;
       least = __reduce_min_sync(~0u, node);
     }

@@ -28,16 +28,18 @@ int64_t wrong_rows(const Problem& p, const uint8_t* tree) {
   int64_t wrong = 0;
   for (int bg = 0; bg < c.batch * c.groups; ++bg) {
     for (int l = 0; l < p.layers.count; ++l) {
-      for (int64_t i = 0; i < p.layers.layer_blocks(l) * r; ++i) {
+      const int64_t end = l + 1 < p.layers.count ? p.layers.first[l + 1] : p.layers.blocks;
+      for (int64_t at = 0; at < (end - p.layers.first[l]) * r; ++at) {
+        const bool early = at / r < p.layers.early[l];
+        const int64_t i = early ? at : at - p.layers.early[l] * r;
         const bool there = i < p.layers.size[l];
         const std::vector<float> zeros(c.dim);
         const auto row = [&](const std::vector<std::vector<float>>& x) {
           return there ? &x[l][i * c.dim] : zeros.data();
         };
-        const bool top = l + 1 == p.layers.count;
         const auto keys =
-            rotated(p, row(p.trees[bg].k), static_cast<double>(top ? i : i % r), true);
-        const int64_t block = bg * p.layers.blocks + p.layers.first[l] + i / r;
+            rotated(p, row(p.trees[bg].k), static_cast<double>(early ? i : i % r), true);
+        const int64_t block = bg * p.layers.blocks + p.layers.first[l] + at / r;
         for (int half = 0; half < 2; ++half) {
           for (int d = 0; d < c.dim; ++d) {
             const double want = half ? row(p.trees[bg].v)[d] : keys[d];

@@ -238,15 +238,15 @@ inline Findings check(const Problem& p, int b, int t, int g, const int32_t* sele
     const auto exact_queries = queries(p, b, t, g, n - 1, false);
     std::vector<std::vector<double>> close_queries;  // of a block
     for (int i = 0; i < n; ++i) {
-      const bool top = l + 1 == p.layers.count;
+      const bool early = position / span < c.compression * c.top_k;
       if (i % c.compression == 0) {
-        close_queries = queries(p, b, t, g, n - 1 - (top ? 0 : i), true);
+        close_queries = queries(p, b, t, g, n - 1 - (early ? 0 : i), true);
       }
       if (l > 0 && i == n - 1) continue;
       const float* key = &p.tree(b, g).k[l][nodes[i] * c.dim];
       const auto exact = scores(p, exact_queries, rotated(p, key, i, false));
       const auto close =
-          scores(p, close_queries, rotated(p, key, top ? i : i % c.compression, true));
+          scores(p, close_queries, rotated(p, key, early ? i : i % c.compression, true));
       if (l > 0) {
         const double peak = *std::max_element(close.begin(), close.end());
         double sum = 0;
