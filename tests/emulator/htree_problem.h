@@ -297,6 +297,8 @@ inline const Case kSmallCases[] = {
     {"one token", 1, 1, 1, 16, 1, 128, 16, 4},
     {"two layers", 1, 100, 14, 16, 1, 128, 16, 3, 91},
     {"three layers", 1, 1100, 13, 16, 1, 128, 16, 4, 1090},
+    {"early in three layers", 1, 1100, 9, 16, 1, 128, 16, 4, 60},
+    {"not as early", 1, 1100, 13, 16, 1, 128, 16, 4, 1000},
     {"all queries, groups", 2, 70, 70, 6, 2, 64, 8, 4},
     {"four layers, K 2", 1, 1300, 9, 5, 1, 64, 8, 2, 1243},
     {"five layers, K 1", 1, 4200, 5, 16, 1, 64, 8, 1, 4181},
