@@ -63,7 +63,7 @@ cudaError_t launch(const HTreeBuildParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_htree_build(const HTreeBuildParams& p, cudaStream_t stream) {
-  if (p.top_k < 1 || p.top_k > 1024) return cudaErrorInvalidValue;
+  if (p.top_k < 1 || p.top_k > kHTreeMaxTopK) return cudaErrorInvalidValue;
   switch (p.dim) {
     case 64:
       return launch<64>(p, stream);

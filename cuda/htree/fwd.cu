@@ -11,6 +11,8 @@ namespace {
 using htree::Pass;
 using htree::Shipped;
 
+static_assert(kHTreeMaxGroupHeads == Shipped::kWarps * htree::kHeads);
+
 template <int kD, int kR>
 cudaError_t run(const Pass& pass, cudaStream_t stream) {
   if (pass.blocks() > INT32_MAX || pass.chunk.rows > INT32_MAX) return cudaErrorInvalidValue;
@@ -50,8 +52,8 @@ int64_t htree_fwd_workspace(const HTreeFwdParams& p, int64_t rows) {
 
 cudaError_t launch_htree_fwd(const HTreeFwdParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
-  if (p.groups <= 0 || p.heads % p.groups != 0 ||
-      p.heads / p.groups > Shipped::kWarps * htree::kHeads || p.top_k < 1 || p.top_k > 1024 ||
+  if (p.groups <= 0 || p.heads % p.groups != 0 || p.heads / p.groups > kHTreeMaxGroupHeads ||
+      p.top_k < 1 || p.top_k > kHTreeMaxTopK ||
       (p.compression != 8 && p.compression != 16 && p.compression != 32)) {
     return cudaErrorInvalidValue;
   }

@@ -49,6 +49,13 @@ struct HTreeBuildParams {
   int64_t batch, tokens, groups, dim, compression, top_k;
   double rope_base;
 };
+constexpr int64_t htree_tree_bytes(const HTreeBuildParams& p) {
+  const HTreeLayers layers = htree_layers(p.tokens, p.compression, p.top_k);
+  return p.batch * p.groups * layers.blocks * 2 * p.compression * p.dim * 2;
+}
+constexpr int64_t htree_rotation_bytes(const HTreeBuildParams& p) {
+  return p.compression * p.top_k * p.dim * 4;
+}
 // Bytes: layers 2, 4, ... as [B, G, nodes, 2, D], not rotated.
 constexpr int64_t htree_build_workspace(const HTreeBuildParams& p) {
   const HTreeLayers layers = htree_layers(p.tokens, p.compression, p.top_k);
@@ -72,8 +79,11 @@ struct HTreeFwdParams {
   float scale;
 };
 
-// cudaErrorInvalidValue for what is not there: D is 64 or 128, compression 8, 16 or 32, top_k at
-// most 1024, up to 192 heads a group; and for a workspace that is too small for a query.
+inline constexpr int64_t kHTreeMaxTopK = 1024;
+inline constexpr int64_t kHTreeMaxGroupHeads = 192;
+
+// cudaErrorInvalidValue for what is not there: D is 64 or 128, compression 8, 16 or 32; and for a
+// workspace that is too small for a query.
 cudaError_t launch_htree_build(const HTreeBuildParams& params, cudaStream_t stream);
 cudaError_t launch_htree_fwd(const HTreeFwdParams& params, cudaStream_t stream);
 
