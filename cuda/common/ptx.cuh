@@ -307,6 +307,13 @@ __device__ __forceinline__ void store_pair(__nv_bfloat16* to, float a, float b, 
       : "memory");
 }
 
+// Four floats to global memory, 16-byte aligned; the compiler may split a store of a float4.
+__device__ __forceinline__ void store_4(float* to, const float (&x)[4]) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+
 __device__ __forceinline__ void load_shared_16(uint32_t from, uint32_t (&x)[4]) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -364,6 +371,13 @@ __device__ __forceinline__ void lower_registers() {
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// log2(x), of denormals too.
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -188,6 +188,11 @@ inline void store_pair(float* to, float a, float b, bool valid) {
 inline void store_pair(__nv_bfloat16* to, float a, float b, bool valid) {
   if (valid) to[0] = __float2bfloat16(a), to[1] = __float2bfloat16(b);
 }
+
+inline void store_4(float* to, const float (&x)[4]) {
+  if (reinterpret_cast<uintptr_t>(to) % 16) emulator::fail("a misaligned store");
+  memcpy(to, x, 16);
+}
 template <typename T>
 void load_shared_16(uint32_t from, T (&x)[4]) {
   memcpy(x, emulator::shared_at(from), 16);
@@ -225,6 +230,8 @@ template <int kRegisters>
 void lower_registers() {}
 
 inline float exp2_approx(float x) { return std::exp2(x); }
+
+inline float log2_approx(float x) { return std::log2(x); }
 
 inline float reciprocal_approx(float x) { return 1.f / x; }
 

@@ -1,0 +1,234 @@
+// The KL of rows of logits x and teachers t, with its gradient, in one pass over memory:
+//
+//     M = sum_i t_i        p_i = t_i / M        q_i = exp(x_i - m) / sum_j exp(x_j - m)
+//     kl = sum_i p_i (log p_i - log q_i)        dkl / dx_i = q_i - p_i
+//
+// over the slots that take part. A block takes a row. A row that its registers hold is read once;
+// a longer one is read a second time, mostly from the L2. A thread has the maximum and the sum of
+// its own slots; lanes join theirs by shuffles, and warps through shared memory. All orders are
+// fixed.
+//
+// Bound by memory: 12 bytes a slot. Every load of a row is issued before the first use.
+#pragma once
+
+#include <cstdint>
+
+#include "common/ptx.cuh"
+#include "common/types.h"
+#include "losses/losses.h"
+
+namespace jax_dsa::losses {
+
+// What a part of a row amounts to: the largest logit, the sum of exp(x - largest), the teacher's
+// sum. The exponentials of a part without a finite logit are relative to 0.
+struct Totals {
+  float largest, sum, mass;
+
+  __device__ float base() const { return largest == -INFINITY ? 0.f : largest; }
+  // And not mass > 0: NaN in the teacher must show.
+  __device__ bool counts() const { return !(mass <= 0.f); }
+
+  __device__ void join(const Totals& other) {
+    const Totals own = *this;
+    largest = fmaxf(own.largest, other.largest);
+    sum = own.sum * exp2_approx((own.largest - base()) * kLog2E) +
+          other.sum * exp2_approx((other.largest - base()) * kLog2E);
+    mass = own.mass + other.mass;
+  }
+};
+
+template <int kThreads>
+struct KlShared {
+  Totals totals[kThreads / 32];
+  float kl[kThreads / 32];
+};
+
+// Which slots take part: those with a logit above -inf, or marked as valid, or in the row's range.
+enum class Mask { kLogits, kValid, kRanges };
+
+template <int kPerThread>
+struct Slots {
+  float x[kPerThread], t[kPerThread];
+  uint32_t used;  // bit i: slot i takes part; others have x = -inf, t = 0
+};
+
+// A thread has kPerThread of kStep slots at a time, in pieces of kWidth neighbours. kHeld: kStep
+// slots are all of a row.
+template <Mask kMask, int kThreads, int kPerThread, int kWidth, bool kHeld>
+struct KlRow {
+  static_assert(kPerThread <= 32 && (kWidth == 4 || kWidth == 1));
+  static constexpr int kStep = kThreads * kPerThread;
+
+  const float* logits;
+  const float* teacher;
+  const bool* valid;
+  float* grad;
+  int low, high;  // where slots may take part
+
+  __device__ KlRow(const KlRowsParams& p, int64_t row)
+      : logits(p.logits + row * p.slots),
+        teacher(p.teacher + row * p.slots),
+        valid(p.valid + row * p.slots),
+        grad(p.grad + row * p.slots),
+        low(0),
+        high(static_cast<int>(p.slots)) {
+    if (kMask == Mask::kRanges) {
+      low = max(__ldg(p.starts + row), 0);
+      high = min(__ldg(p.ends + row), high);
+    }
+  }
+
+  // Where a thread's slots from the i-th on lie, of those from `base` on.
+  __device__ static int piece(int base, int i) {
+    return base + (i / kWidth * kThreads + static_cast<int>(threadIdx.x)) * kWidth;
+  }
+
+  __device__ void load(int base, Slots<kPerThread>& s) const {
+    uint32_t marks[kPerThread / kWidth];  // a byte a slot
+#pragma unroll
+    for (int i = 0; i < kPerThread; i += kWidth) {
+      const int at = piece(base, i);
+      if constexpr (kWidth == 4) {
+        float4 x = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, t = {};
+        marks[i / 4] = 0;
+        if (at < high) {
+          const auto* from = reinterpret_cast<const float4*>(logits + at);
+          const auto* taught = reinterpret_cast<const float4*>(teacher + at);
+          x = kHeld ? __ldcs(from) : *from, t = kHeld ? __ldcs(taught) : *taught;
+          if (kMask == Mask::kValid) {
+            marks[i / 4] = *reinterpret_cast<const uint32_t*>(valid + at);
+          }
+        }
+        s.x[i] = x.x, s.x[i + 1] = x.y, s.x[i + 2] = x.z, s.x[i + 3] = x.w;
+        s.t[i] = t.x, s.t[i + 1] = t.y, s.t[i + 2] = t.z, s.t[i + 3] = t.w;
+      } else {
+        s.x[i] = at < high ? logits[at] : -INFINITY;
+        s.t[i] = at < high ? teacher[at] : 0.f;
+        marks[i] = kMask == Mask::kValid && at < high ? valid[at] : 0;
+      }
+    }
+    s.used = 0;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int at = piece(base, i) + i % kWidth;
+      const bool used = kMask == Mask::kLogits  ? s.x[i] > -INFINITY
+                        : kMask == Mask::kValid ? (marks[i / kWidth] >> (i % kWidth * 8) & 1) != 0
+                                                : at >= low && at < high;
+      s.used |= used ? 1u << i : 0u;
+      s.x[i] = used ? s.x[i] : -INFINITY;
+      s.t[i] = used ? s.t[i] : 0.f;
+    }
+  }
+
+  __device__ static Totals totals(const Slots<kPerThread>& s) {
+    Totals all = {-INFINITY, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) all.largest = fmaxf(all.largest, s.x[i]);
+    const float base = all.base();
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      all.sum += exp2_approx((s.x[i] - base) * kLog2E);
+      all.mass += s.t[i];
+    }
+    return all;
+  }
+
+  // Writes the gradient and returns the thread's part of the KL in log2 units.
+  __device__ float finish(int base, const Slots<kPerThread>& s, const Totals& all) const {
+    const bool counts = all.counts();
+    const float largest = all.base(), log2_sum = all.sum == 0.f ? 0.f : log2_approx(all.sum);
+    const float up = all.mass < 0x1p-100f ? 0x1p100f : 1.f;  // or the inverse could be infinite
+    const float inverse = counts ? 1.f / (all.mass * up) : 0.f;
+    float kl = 0.f;
+#pragma unroll
+    for (int i = 0; i < kPerThread; i += kWidth) {
+      float g[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const float taught = s.t[i + j] * up * inverse;
+        const float log2_q = fmaf(s.x[i + j] - largest, kLog2E, -log2_sum);
+        const float term = fmaf(taught, log2_approx(taught) - log2_q, kl);
+        if (!(taught <= 0.f)) kl = term;
+        g[j] = counts && (s.used >> (i + j) & 1) ? exp2_approx(log2_q) - taught : 0.f;
+      }
+      const int at = piece(base, i);
+      if (at >= high) continue;
+      if constexpr (kWidth == 4) {
+        store_4(grad + at, g);
+      } else {
+        grad[at] = g[0];
+      }
+    }
+    return kl;
+  }
+};
+
+template <Mask kMask, int kThreads, int kPerThread, int kWidth, bool kHeld>
+__global__ void __launch_bounds__(kThreads) kl_rows_kernel(const __grid_constant__ KlRowsParams p) {
+  using Row = KlRow<kMask, kThreads, kPerThread, kWidth, kHeld>;
+  auto& shared = dynamic_shared<KlShared<kThreads>>();
+  constexpr int kWarps = kThreads / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Row row(p, blockIdx.x);
+  const int first = row.low / kWidth * kWidth;
+
+  Slots<kPerThread> slots;
+  row.load(first, slots);
+  Totals all = Row::totals(slots);
+  if constexpr (!kHeld) {
+    for (int base = first + Row::kStep; base < row.high; base += Row::kStep) {
+      row.load(base, slots);
+      all.join(Row::totals(slots));
+    }
+  }
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) {
+    all.join({__shfl_xor_sync(~0u, all.largest, d), __shfl_xor_sync(~0u, all.sum, d),
+              __shfl_xor_sync(~0u, all.mass, d)});
+  }
+  if (lane == 0) shared.totals[warp] = all;
+  __syncthreads();
+  all = shared.totals[0];
+#pragma unroll
+  for (int i = 1; i < kWarps; ++i) all.join(shared.totals[i]);
+
+  float kl = 0.f;
+  if constexpr (kHeld) {
+    kl = row.finish(first, slots, all);
+  } else {
+    for (int base = first; base < row.high; base += Row::kStep) {
+      row.load(base, slots);
+      kl += row.finish(base, slots, all);
+    }
+  }
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) kl += __shfl_xor_sync(~0u, kl, d);
+  if (lane == 0) shared.kl[warp] = kl;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    kl = shared.kl[0];
+    for (int i = 1; i < kWarps; ++i) kl += shared.kl[i];
+    p.kl[blockIdx.x] = kl * kLn2;
+    p.counts[blockIdx.x] = all.counts();
+  }
+}
+
+// From the last row to the first: the kernel that wrote x left its last rows in the L2.
+template <int kThreads, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    scale_rows_kernel(const __grid_constant__ ScaleRowsParams p) {
+  const int64_t row = p.rows - 1 - blockIdx.x;
+  const float factor = __ldg(p.factor + row);
+  const float* x = p.x + row * p.slots;
+  float* out = p.out + row * p.slots;
+  for (int64_t i = threadIdx.x * kWidth; i < p.slots; i += kThreads * kWidth) {
+    if constexpr (kWidth == 4) {
+      const float4 four = *reinterpret_cast<const float4*>(x + i);
+      store_4(out + i, {four.x * factor, four.y * factor, four.z * factor, four.w * factor});
+    } else {
+      out[i] = x[i] * factor;
+    }
+  }
+}
+
+}  // namespace jax_dsa::losses

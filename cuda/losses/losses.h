@@ -1,0 +1,40 @@
+// The indexer's losses: KL(p || softmax(I)) of every query, p its normalised teacher.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace jax_dsa {
+
+// Rows of logits and of teachers, which need not be normalised. A slot takes part if it is valid
+// (without `valid`: if its logit is above -inf), or with ranges if starts[row] <= slot < ends[row].
+// A row counts if its teacher's sum is not 0; the others have a KL and a gradient of 0.
+struct KlRowsParams {
+  const float* logits;    // [rows, slots]
+  const float* teacher;   // [rows, slots], >= 0
+  const bool* valid;      // [rows, slots], or null
+  const int32_t* starts;  // [rows], or null; null if `valid` is not
+  const int32_t* ends;    // [rows]; null if `starts` is
+  float* kl;              // [rows]
+  bool* counts;           // [rows]
+  float* grad;            // [rows, slots]: d kl / d logits; may be `logits`. With ranges no more
+                          // than their slots and up to three on each side, which get 0, are written
+  int64_t rows;
+  int64_t slots;
+};
+
+cudaError_t launch_kl_rows(const KlRowsParams& params, cudaStream_t stream);
+
+// Row by row what the loss's gradient makes of the logits'.
+struct ScaleRowsParams {
+  const float* x;       // [rows, slots]
+  const float* factor;  // [rows]
+  float* out;           // [rows, slots]; may be x
+  int64_t rows;
+  int64_t slots;
+};
+
+cudaError_t launch_scale_rows(const ScaleRowsParams& params, cudaStream_t stream);
+
+}  // namespace jax_dsa
