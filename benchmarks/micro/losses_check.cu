@@ -1,6 +1,6 @@
 // Tests the kernels of the indexer's losses against float64 on the CPU, then times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o losses_check \
-//       benchmarks/micro/losses_check.cu cuda/losses/kl_rows.cu
+//       benchmarks/micro/losses_check.cu cuda/losses/*.cu
 //   ./losses_check [test|small|bench]
 // Rates of rows count the bytes of logits, teacher and gradient, 12 a slot; the copy's, those read
 // and written.

@@ -19,11 +19,9 @@
 //         product runs.
 //   2     gathers head tiles and key tiles, 16 bytes a cp.async
 //
-// Sums: a thread has 2 rows and 16 columns of a product. Adding its rows leaves 16 values, one a
-// column; in three exchanges between lanes that differ in their rows each passes on half of its
-// columns, until a lane has two columns of the warp's 16 rows. The warps' sums meet in shared
-// memory. The gate's logarithm is added to lse. Nothing depends on the order in which warps run, so
-// results repeat bit for bit.
+// Sums: over a warp's 16 rows in its lanes (heads.cuh), then the warps' sums meet in shared memory.
+// The gate's logarithm is added to lse. Nothing depends on the order in which warps run, so results
+// repeat bit for bit.
 //
 // Shared memory: a ring of three tiles of 64 rows, in blocks of 64 columns of bf16 (8 KiB, 128-byte
 // swizzle; see common/tile.cuh); for a pass over an item one or two head tiles go through it,
@@ -32,9 +30,9 @@
 #pragma once
 
 #include "attn_dist/fwd_plan.cuh"
+#include "attn_dist/heads.cuh"
 #include "common/limits.h"
 #include "common/ptx.cuh"
-#include "common/wgmma.cuh"
 
 namespace jax_dsa::attn_dist {
 
@@ -121,55 +119,6 @@ __device__ __forceinline__ float score_offset(const AttnDistFwdParams& p, const 
   return -(lse + (x > 30.f ? fminf(x, 0x1p127f) : log2f(1.f + exp2_approx(x))));
 }
 
-// Adds what lanes that differ in the bit 2 * kHalf have of the first 2 * kHalf sums: the lower lane
-// gets the first half of them, the upper one the second.
-template <int kHalf>
-__device__ __forceinline__ void exchange_half(float (&sum)[16]) {
-  const bool upper = threadIdx.x & (2 * kHalf);
-#pragma unroll
-  for (int i = 0; i < kHalf; ++i) {
-    const float passed = upper ? sum[i] : sum[i + kHalf];
-    const float kept = upper ? sum[i + kHalf] : sum[i];
-    sum[i] = kept + __shfl_xor_sync(~0u, passed, 2 * kHalf);
-  }
-}
-
-// This lane's columns 2 * lane + {0, 1} of the sum over the warp's rows of exp2(scores).
-__device__ __forceinline__ float2 sum_rows(float (&s)[32], float scale_log2,
-                                           const float (&offset)[2]) {
-#pragma unroll
-  for (int i = 0; i < 32; ++i) s[i] = exp2_approx(fmaf(s[i], scale_log2, offset[i / 2 % 2]));
-  const bool off[2] = {offset[0] == -INFINITY, offset[1] == -INFINITY};
-  if (__any_sync(~0u, off[0] || off[1])) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) s[i] = off[i / 2 % 2] ? 0.f : s[i];
-  }
-  float sum[16];  // by column: 8 * (i / 2) + 2 * (lane % 4) + i % 2
-#pragma unroll
-  for (int i = 0; i < 16; ++i) sum[i] = s[i / 2 * 4 + i % 2] + s[i / 2 * 4 + 2 + i % 2];
-  exchange_half<8>(sum);
-  exchange_half<4>(sum);
-  exchange_half<2>(sum);
-  return make_float2(sum[0], sum[1]);
-}
-
-template <int kWarps>
-__device__ __forceinline__ float sum_warps(const float* sums) {
-  float x[kWarps];
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) x[i] = sums[i * kTile];
-  float total = x[0];
-#pragma unroll
-  for (int i = 1; i < kWarps; ++i) total += x[i];
-  return total;
-}
-__device__ __forceinline__ float sum_warps(const float* sums, int warps) {
-  return warps == 4   ? sum_warps<4>(sums)
-         : warps == 8 ? sum_warps<8>(sums)
-         : warps == 2 ? sum_warps<2>(sums)
-                      : sum_warps<1>(sums);
-}
-
 // Warpgroup `side`.
 template <int kD>
 __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side) {
@@ -191,28 +140,12 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
   const auto wait_for = [&](int part) {
     mbarrier_wait(&shared.full[ring.index][part], ring.parity);
   };
-  const auto load_heads = [&] {
-    const uint32_t from = smem_address(shared.tiles[ring.index]) + (warp * 16 + lane % 16) * 128;
-#pragma unroll
-    for (int i = 0; i < kD / 16; ++i) {
-      if (i == kFirstPart * 4) wait_for(1);
-      const int chunk = (i % 4 * 2 + lane / 16) ^ (lane % 8);
-      load_matrix_x4(from + i / 4 * kBlockBytes + chunk * 16, q[i]);
-    }
-  };
   const auto multiply = [&] {
     // The same in all lanes, which the compiler has to know: descriptors are in uniform registers.
     const int stage = __shfl_sync(~0u, ring.index, 0);
-    const uint64_t keys = k_major_descriptor(smem_address(shared.tiles[stage]));
-#pragma unroll
-    for (int i = 0; i < kD / 16; ++i) {
-      if (i == kFirstPart * 4) wait_for(1);
-      if (i % (kFirstPart * 4) == 0) wgmma_fence();
-      wgmma_bf16<kKMajor>(s, q[i], keys + i / 4 * (kBlockBytes / 16) + i % 4 * 2, i > 0);
-      // The other's first product queues behind the last ones here.
-      if (i == kD / 16 - 3) named_barrier_arrive<256>(kTurn + 1 - side);
-    }
-    wgmma_commit();
+    multiply_heads<kD, kFirstPart>(
+        s, q, smem_address(shared.tiles[stage]), [&] { wait_for(1); },
+        [&] { named_barrier_arrive<256>(kTurn + 1 - side); });
   };
 
   // Turns alternate from the first tile to the last, so that neither warpgroup is ever two products
@@ -238,7 +171,7 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
       if (pair && side == 1) ring.advance();
       wait_for(0);
       const int tiles = shared.key_tiles[ring.index];
-      load_heads();
+      load_heads<kD, kFirstPart>(q, smem_address(shared.tiles[ring.index]), [&] { wait_for(1); });
       release(pair ? 2 : 1);
       ring.advance();
       if (pair && side == 0) ring.advance();

@@ -37,4 +37,22 @@ struct ScaleRowsParams {
 
 cudaError_t launch_scale_rows(const ScaleRowsParams& params, cudaStream_t stream);
 
+// Dense softmax attention's probabilities, summed over all heads.
+struct TeacherParams {
+  const void* q;          // [batch, queries, heads, dim], bf16; 16-byte aligned
+  const void* kv;         // [batch, keys, groups, dim], bf16; 16-byte aligned
+  const int32_t* starts;  // [batch, queries]; a query sees the keys start <= s < end
+  const int32_t* ends;    // [batch, queries]
+  float* out;             // [batch, queries, keys]; written where a key is seen
+  int64_t batch;
+  int64_t queries;
+  int64_t keys;
+  int heads;   // a multiple of groups
+  int groups;  // of keys
+  int dim;     // 576 or 512
+  float scale;
+};
+
+cudaError_t launch_teacher(const TeacherParams& params, cudaStream_t stream);
+
 }  // namespace jax_dsa
