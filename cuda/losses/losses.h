@@ -55,4 +55,37 @@ struct TeacherParams {
 
 cudaError_t launch_teacher(const TeacherParams& params, cudaStream_t stream);
 
+// The gradients of the indexer's logits at all keys that a query sees, of bf16 q and k, in a fixed
+// order of sums.
+inline constexpr int kIndexGradsSegment = 128;  // queries whose part of dk is summed apart
+inline constexpr int kIndexGradsKeys = 128;     // keys of a block
+
+struct IndexGradsParams {
+  const void* q;          // [batch, queries, heads, channels], bf16; 16-byte aligned
+  const void* k;          // [batch, keys, channels], bf16; 16-byte aligned
+  const float* weights;   // [batch, queries, heads]
+  const float* k_scale;   // [batch, keys], or null: 1
+  const int32_t* starts;  // [batch, queries]; a query sees the keys start <= s < end
+  const int32_t* ends;    // [batch, queries]
+  const float* grad;      // [batch, queries, keys]: dL / dlogits; not read where no key is seen
+  float* dq;              // [batch, queries, heads, channels]
+  float* dk;              // [batch, keys, channels]
+  float* dweights;        // [batch, queries, heads]
+  float* dk_scale;        // [batch, keys]; null if k_scale is
+  float* parts;           // workspace [segments, batch, keys, channels], segments of
+                          // kIndexGradsSegment queries
+  bool* used;             // workspace [segments, batch, blocks of keys]: which parts there are
+  int64_t batch;
+  int64_t queries;
+  int64_t keys;
+  int heads;     // 1 .. 64
+  int channels;  // 32, 64 or 128
+  bool relu;
+  // The queries may be some of all: dk is that of the earlier ones, without k_scale, unless these
+  // are the `first`, and is complete after the `last`.
+  bool first, last;
+};
+
+cudaError_t launch_index_grads(const IndexGradsParams& params, cudaStream_t stream);
+
 }  // namespace jax_dsa

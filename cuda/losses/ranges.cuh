@@ -45,4 +45,32 @@ __device__ __forceinline__ Tiles tiles_seen(const Params& p, int64_t batch, int6
   return low < high ? Tiles{low / kTile, ceil_div(high, kTile), low, high} : Tiles{0, 0, 0, 0};
 }
 
+// A block's items of `count` neighbouring queries that see a key, the last queries first and every
+// other round backwards, so that under causality all blocks have about the same number of tiles.
+struct QueryItems {
+  int batch, query;  // of the item; its first query
+  Tiles tiles;
+
+  template <typename Params>
+  __device__ bool next(const Params& p, int count) {
+    const int per_batch = static_cast<int>(ceil_div(p.queries, int64_t{count}));
+    const int items = static_cast<int>(p.batch) * per_batch, blocks = gridDim.x;
+    for (; round * blocks < items; ++round) {
+      const int own = round % 2 ? blocks - 1 - blockIdx.x : blockIdx.x;
+      const int item = items - 1 - round * blocks - own;
+      if (item < 0) continue;
+      batch = item / per_batch;
+      query = (item - batch * per_batch) * count;
+      tiles = tiles_seen(p, batch, query, count);
+      if (tiles.first == tiles.last) continue;
+      ++round;
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  int round = 0;
+};
+
 }  // namespace jax_dsa

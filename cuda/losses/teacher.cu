@@ -9,7 +9,7 @@ namespace {
 
 template <int kD>
 cudaError_t launch(const TeacherParams& p, cudaStream_t stream) {
-  const int64_t items = p.batch * teacher::items_of_batch(p);
+  const int64_t items = p.batch * ceil_div(p.queries, int64_t{teacher::Layout(p).queries});
   if (items > INT32_MAX - 4096) return cudaErrorInvalidValue;
   return launch_persistent<teacher::Shared<kD>>(teacher::teacher_kernel<kD>, items,
                                                 teacher::kThreads, stream, p);

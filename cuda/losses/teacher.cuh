@@ -12,8 +12,7 @@
 // sees pass by twice: first each thread has the largest score and the sum of powers of its own
 // columns, which four lanes join at the end; then the powers are summed over rows.
 //
-// Blocks are persistent. They take items in turn, the last queries first and every other round
-// backwards, so that under causality all have about the same number of tiles.
+// Blocks are persistent and take items in turn (ranges.cuh).
 //
 // Warpgroups:
 //   0, 1  64 rows each, both with all key tiles. They take turns on the tensor cores: one
@@ -81,36 +80,6 @@ struct Layout {
   __device__ int head(int r, int pass) const { return pass * 2 * kRows + r % rows; }
 };
 
-__host__ __device__ inline int64_t items_of_batch(const TeacherParams& p) {
-  return ceil_div(p.queries, int64_t{Layout(p).queries});
-}
-
-// A block's items that see a key.
-struct Items {
-  int batch, query;  // of the item; its first query
-  Tiles tiles;
-
-  __device__ bool next(const TeacherParams& p, const Layout& layout) {
-    const int per_batch = static_cast<int>(items_of_batch(p)), blocks = gridDim.x;
-    const int items = static_cast<int>(p.batch) * per_batch;
-    for (; round * blocks < items; ++round) {
-      const int own = round % 2 ? blocks - 1 - blockIdx.x : blockIdx.x;
-      const int item = items - 1 - round * blocks - own;
-      if (item < 0) continue;
-      batch = item / per_batch;
-      query = (item - batch * per_batch) * layout.queries;
-      tiles = tiles_seen(p, batch, query, layout.queries);
-      if (tiles.first == tiles.last) continue;
-      ++round;
-      return true;
-    }
-    return false;
-  }
-
- private:
-  int round = 0;
-};
-
 // ---- copies ------------------------------------------------------------------------------------
 
 template <int kD>
@@ -135,7 +104,7 @@ __device__ void produce(const TeacherParams& p, Shared<kD>& shared) {
     ring.advance();
   };
 
-  for (Items items; items.next(p, layout);) {
+  for (QueryItems items; items.next(p, layout.queries);) {
     const Tiles tiles = items.tiles;
     const int64_t token = items.batch * p.queries + items.query;
     const char* const q = static_cast<const char*>(p.q) + token * p.heads * (kD * 2) + chunk * 16;
@@ -255,7 +224,7 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
   // ahead. This is also what makes it safe to pass over the other's head tile in the ring, without
   // waiting for it, and to reuse a buffer of joined sums.
   if (side == 1) named_barrier_arrive<256>(kTurn + 0);
-  for (Items items; items.next(p, layout);) {
+  for (QueryItems items; items.next(p, layout.queries);) {
     const Tiles tiles = items.tiles;
     const Range seen = range_of(p, items.batch, items.query + own_query);
     for (int pass = 0; pass < p.groups * layout.passes; ++pass) {

@@ -1,0 +1,50 @@
+// Launcher of the gradients of the indexer's logits at all keys.
+
+#include "common/launch.cuh"
+#include "losses/index_grads.cuh"
+#include "losses/losses.h"
+
+namespace jax_dsa {
+namespace {
+
+using namespace index_grads;
+
+template <int kC>
+cudaError_t launch(const IndexGradsParams& p, cudaStream_t stream) {
+  const int64_t pairs = p.batch * ceil_div(p.queries, int64_t{2});
+  const int64_t blocks = ceil_div(p.queries, int64_t{kIndexGradsSegment}) * p.batch *
+                         ceil_div(p.keys, int64_t{kIndexGradsKeys});
+  if (pairs > INT32_MAX - 4096 || blocks > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  if (cudaError_t e = launch_persistent<Shared<kC>>(index_grads_kernel<kC, Of::kQueries>, pairs,
+                                                    kThreads, stream, p);
+      e != cudaSuccess) {
+    return e;
+  }
+  return launch_persistent<Shared<kC>>(index_grads_kernel<kC, Of::kKeys>, blocks, kThreads, stream,
+                                       p);
+}
+
+}  // namespace
+
+cudaError_t launch_index_grads(const IndexGradsParams& p, cudaStream_t stream) {
+  if (p.keys > INT32_MAX - 4096 || p.queries > INT32_MAX - 4096 || p.heads < 1 ||
+      p.heads > index_grads::kRows || (p.k_scale == nullptr) != (p.dk_scale == nullptr) ||
+      (p.channels != 32 && p.channels != 64 && p.channels != 128)) {
+    return cudaErrorInvalidValue;
+  }
+  const int64_t tokens = p.batch * p.queries, rows = p.batch * p.keys;
+  if (tokens > 0) {
+    if (cudaError_t e = launch_blocks(clear_queries_kernel, tokens, 256, 0, stream, p);
+        e != cudaSuccess) {
+      return e;
+    }
+  }
+  if (tokens > 0 && rows > 0) {
+    const cudaError_t e = p.channels == 128 ? launch<128>(p, stream) : launch<64>(p, stream);
+    if (e != cudaSuccess) return e;
+  }
+  if (rows == 0) return cudaSuccess;
+  return launch_blocks(sum_parts_kernel, ceil_div(rows, int64_t{8}), 256, 0, stream, p);
+}
+
+}  // namespace jax_dsa
