@@ -45,6 +45,13 @@ cudaError_t launch_kl_rows(const KlRowsParams& p, cudaStream_t stream) {
   return vector ? launch_mask<4>(p, stream) : launch_mask<1>(p, stream);
 }
 
+cudaError_t launch_sum_kl(const SumKlParams& p, cudaStream_t stream) {
+  constexpr int kThreads = 256;
+  if (p.batch == 0) return cudaSuccess;
+  return launch_blocks(losses::sum_kl_kernel<kThreads>, p.batch, kThreads,
+                       sizeof(losses::SumShared<kThreads>), stream, p);
+}
+
 cudaError_t launch_scale_rows(const ScaleRowsParams& p, cudaStream_t stream) {
   if (p.rows > INT32_MAX) return cudaErrorInvalidValue;
   if (p.rows == 0 || p.slots == 0) return cudaSuccess;

@@ -43,6 +43,12 @@ struct KlShared {
   float kl[kThreads / 32];
 };
 
+template <int kThreads>
+struct SumShared {
+  float total[kThreads / 32];
+  int counted[kThreads / 32];
+};
+
 // Which slots take part: those with a logit above -inf, or marked as valid, or in the row's range.
 enum class Mask { kLogits, kValid, kRanges };
 
@@ -211,6 +217,38 @@ __global__ void __launch_bounds__(kThreads) kl_rows_kernel(const __grid_constant
     p.kl[blockIdx.x] = kl * kLn2;
     p.counts[blockIdx.x] = all.counts();
   }
+}
+
+// A block a batch entry: each thread adds rows in order, then lanes and warps join theirs.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) sum_kl_kernel(const __grid_constant__ SumKlParams p) {
+  auto& shared = dynamic_shared<SumShared<kThreads>>();
+  const int64_t first = blockIdx.x * p.rows;
+  float total = 0.f;
+  int counted = 0;
+  for (int64_t row = threadIdx.x; row < p.rows; row += kThreads) {
+    total += p.kl[first + row];
+    counted += p.counts[first + row];
+  }
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) {
+    total += __shfl_xor_sync(~0u, total, d);
+    counted += __shfl_xor_sync(~0u, counted, d);
+  }
+  if (threadIdx.x % 32 == 0) {
+    shared.total[threadIdx.x / 32] = total;
+    shared.counted[threadIdx.x / 32] = counted;
+  }
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  total = p.add ? p.total[blockIdx.x] : 0.f;
+  counted = p.add ? p.counted[blockIdx.x] : 0;
+  for (int i = 0; i < kThreads / 32; ++i) {
+    total += shared.total[i];
+    counted += shared.counted[i];
+  }
+  p.total[blockIdx.x] = total;
+  p.counted[blockIdx.x] = counted;
 }
 
 // From the last row to the first: the kernel that wrote x left its last rows in the L2.

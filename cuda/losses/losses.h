@@ -26,6 +26,19 @@ struct KlRowsParams {
 
 cudaError_t launch_kl_rows(const KlRowsParams& params, cudaStream_t stream);
 
+// Sums of the rows' KL and counts, `rows` of each batch entry.
+struct SumKlParams {
+  const float* kl;     // [batch, rows]
+  const bool* counts;  // [batch, rows]
+  float* total;        // [batch]
+  int32_t* counted;    // [batch]
+  int64_t batch;
+  int64_t rows;
+  bool add;  // to what is there
+};
+
+cudaError_t launch_sum_kl(const SumKlParams& params, cudaStream_t stream);
+
 // Row by row what the loss's gradient makes of the logits'.
 struct ScaleRowsParams {
   const float* x;       // [rows, slots]
@@ -87,5 +100,28 @@ struct IndexGradsParams {
 };
 
 cudaError_t launch_index_grads(const IndexGradsParams& params, cudaStream_t stream);
+
+// The warm-up loss with its gradients: the KL summed over the rows that count, how many do, and the
+// gradients of that sum. Logits and teachers of whole batch entries or of a part of one entry's
+// queries are in memory at a time.
+struct DenseLossParams {
+  IndexGradsParams index;  // without grad, parts, used, first and last
+  TeacherParams teacher;   // without `out`; the sizes and ranges are those of `index`
+  float* kl;               // [batch]
+  int32_t* rows;           // [batch]
+  void* workspace;         // 256-byte aligned
+  int64_t capacity;        // of the workspace: dense_loss_bytes of one query or more
+};
+
+// What so many queries of each of `batch` entries need.
+constexpr int64_t dense_loss_bytes(int64_t batch, int64_t queries, int64_t keys, int64_t channels) {
+  const int64_t parts = (queries + kIndexGradsSegment - 1) / kIndexGradsSegment * batch;
+  const int64_t key_blocks = (keys + kIndexGradsKeys - 1) / kIndexGradsKeys;
+  // Five arrays begin at multiples of 256 bytes.
+  return batch * queries * (2 * 4 * keys + 4 + 1) + parts * (keys * channels * 4 + key_blocks) +
+         6 * 256;
+}
+
+cudaError_t launch_dense_loss(const DenseLossParams& params, cudaStream_t stream);
 
 }  // namespace jax_dsa

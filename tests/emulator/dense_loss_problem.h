@@ -5,9 +5,10 @@
 #include <cuda_bf16.h>
 
 #include <algorithm>
-#include <climits>
+#include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <random>
 #include <vector>
 
@@ -86,8 +87,8 @@ inline Problem make(const Case& c, uint64_t seed) {
       p.ends.push_back(static_cast<int>(t % c.queries) + std::max(c.keys - c.queries, 0) + 1);
     } else {
       const int keys = c.keys;
-      p.starts.push_back(t % 5 == 4 ? INT_MIN : static_cast<int>(random() % (keys + 9)) - 5);
-      p.ends.push_back(t % 5 == 4 ? INT_MAX
+      p.starts.push_back(t % 5 == 4 ? -9 : static_cast<int>(random() % (keys + 9)) - 5);
+      p.ends.push_back(t % 5 == 4 ? keys + 9
                        : t % 5 == 3
                            ? p.starts.back() - 2
                            : p.starts.back() + 1 + static_cast<int>(random() % (keys + 1)));
@@ -190,6 +191,96 @@ inline double difference(const std::vector<float>& got, const std::vector<double
     top = std::max(top, std::fabs(want[i]));
   }
   return worst / top;
+}
+
+// The loss summed over the rows that count, and its gradients.
+struct Loss {
+  std::vector<double> kl;  // [batch]
+  std::vector<int> rows;   // [batch]
+  Gradients gradients;
+};
+
+inline Loss loss(const Problem& p) {
+  const Case& c = p.c;
+  const std::vector<double> taught = teacher(p), logits = index_logits(p);
+  std::vector<double> grad(taught.size());
+  Loss out;
+  out.kl.resize(c.batch), out.rows.resize(c.batch);
+  for (int64_t t = 0; t < p.tokens(); ++t) {
+    if (p.low(t) >= p.high(t)) continue;
+    double largest = -INFINITY, sum = 0;
+    for (int s = p.low(t); s < p.high(t); ++s) {
+      largest = std::max(largest, logits[t * c.keys + s]);
+    }
+    for (int s = p.low(t); s < p.high(t); ++s) sum += std::exp(logits[t * c.keys + s] - largest);
+    for (int s = p.low(t); s < p.high(t); ++s) {
+      const double log_q = logits[t * c.keys + s] - largest - std::log(sum);
+      const double own = taught[t * c.keys + s] / c.heads;
+      if (own > 0) out.kl[t / c.queries] += own * (std::log(own) - log_q);
+      grad[t * c.keys + s] = std::exp(log_q) - own;
+    }
+    out.rows[t / c.queries] += 1;
+  }
+  out.gradients = index_gradients(p, grad);
+  return out;
+}
+
+// What the kernels make of it, poisoned before.
+struct Results {
+  std::vector<float> kl, q, k, weights, k_scale;
+  std::vector<int32_t> rows;
+
+  explicit Results(const Problem& p)
+      : kl(p.c.batch, NAN),
+        q(p.index_q.size(), NAN),
+        k(p.index_k.size(), NAN),
+        weights(p.weights.size(), NAN),
+        k_scale(p.k_scale.size(), NAN),
+        rows(p.c.batch, -7) {}
+
+  bool operator==(const Results& other) const {
+    const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
+      return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](float x, float y) {
+        return std::bit_cast<uint32_t>(x) == std::bit_cast<uint32_t>(y);
+      });
+    };
+    return same(kl, other.kl) && same(q, other.q) && same(k, other.k) &&
+           same(weights, other.weights) && same(k_scale, other.k_scale) && rows == other.rows;
+  }
+};
+
+// The loss's, in this machine's memory and without a workspace.
+inline jax_dsa::DenseLossParams params(const Problem& x, Results& to) {
+  const Case& c = x.c;
+  jax_dsa::DenseLossParams p = {};
+  p.index.q = x.index_q.data(), p.index.k = x.index_k.data();
+  p.index.weights = x.weights.data(), p.index.k_scale = c.scaled ? x.k_scale.data() : nullptr;
+  p.index.starts = x.starts.data(), p.index.ends = x.ends.data();
+  p.index.dq = to.q.data(), p.index.dk = to.k.data(), p.index.dweights = to.weights.data();
+  p.index.dk_scale = c.scaled ? to.k_scale.data() : nullptr;
+  p.index.batch = c.batch, p.index.queries = c.queries, p.index.keys = c.keys;
+  p.index.heads = c.index_heads, p.index.channels = c.channels, p.index.relu = c.relu;
+  p.teacher.q = x.q.data(), p.teacher.kv = x.kv.data();
+  p.teacher.heads = c.heads, p.teacher.groups = c.groups, p.teacher.dim = c.dim;
+  p.teacher.scale = x.scale;
+  p.kl = to.kl.data(), p.rows = to.rows.data();
+  return p;
+}
+
+// Prints how far the results are off, and returns whether that is near enough.
+inline bool report(const char* name, const Problem& p, const Loss& want, const Results& got) {
+  const double kl = difference(got.kl, want.kl), q = difference(got.q, want.gradients.q);
+  const double k = difference(got.k, want.gradients.k);
+  const double weights = difference(got.weights, want.gradients.weights);
+  const double k_scale = difference(got.k_scale, want.gradients.k_scale);
+  bool rows = true;
+  for (int b = 0; b < p.c.batch; ++b) rows = rows && got.rows[b] == want.rows[b];
+  // bf16 has 8 bits: each number that is multiplied is off by up to 2^-9 of itself.
+  const bool good = kl < 1e-5 && q < 4e-3 && k < 4e-3 && weights < 1e-4 && k_scale < 4e-3 && rows;
+  printf("%-4s %-24s KL %.1e dq %.1e dk %.1e dw %.1e dk_scale %.1e%s\n", good ? "ok" : "BAD", name,
+         kl, q, k, weights, k_scale, rows ? "" : "  ROWS DIFFER");
+  fflush(stdout);
+  return good;
 }
 
 }  // namespace dense_loss_problem

@@ -5,24 +5,10 @@
 using namespace dense_loss_problem;
 using jax_dsa::IndexGradsParams;
 
-struct Results {
-  std::vector<float> q, k, weights, k_scale;
-
-  bool operator==(const Results& other) const {
-    const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
-      return memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-    };
-    return same(q, other.q) && same(k, other.k) && same(weights, other.weights) &&
-           same(k_scale, other.k_scale);
-  }
-};
-
 // The queries of one batch entry in two launches, or all at once.
 Results run(const Problem& x, const std::vector<float>& grad, bool cut) {
   const Case& c = x.c;
-  Results r;
-  r.q.assign(x.index_q.size(), NAN), r.k.assign(x.index_k.size(), NAN);
-  r.weights.assign(x.weights.size(), NAN), r.k_scale.assign(x.k_scale.size(), NAN);
+  Results r(x);
   const int64_t segments = c.queries / jax_dsa::kIndexGradsSegment + 1;
   const int64_t blocks = c.keys / jax_dsa::kIndexGradsKeys + 1;
   std::vector<float> parts(segments * x.index_k.size(), NAN);
@@ -65,7 +51,7 @@ int main(int argc, char** argv) {
       wanted_grad.push_back(grad.back());
     }
     const Gradients want = index_gradients(x, wanted_grad);
-    Results first;
+    Results first(x);
     for (size_t i = 0; i < schedules.size(); ++i) {
       emulator::machine.options = schedules[i], emulator::machine.processors = 2 + i % 2;
       const Results got = run(x, grad, false);

@@ -1,0 +1,122 @@
+// The warm-up loss: its kernels in turn, over as many queries as the workspace has room for.
+
+#include <algorithm>
+
+#include "common/device.h"
+#include "common/types.h"
+#include "indexer/indexer.h"
+#include "losses/losses.h"
+
+namespace jax_dsa {
+namespace {
+
+// Takes the next so many bytes of the workspace.
+template <typename T>
+T* take(char*& at, int64_t count) {
+  T* const x = reinterpret_cast<T*>(at);
+  at += ceil_div(count * int64_t{sizeof(T)}, int64_t{256}) * 256;
+  return x;
+}
+
+// `count` queries, from `query` on, of `entries` batch entries from `batch` on. All of them, if
+// there are several entries.
+cudaError_t launch_some(const DenseLossParams& all, int64_t batch, int64_t entries, int64_t query,
+                        int64_t count, cudaStream_t stream) {
+  const int64_t tokens = entries * count, before = batch * all.index.queries + query;
+  IndexGradsParams index = all.index;
+  const int64_t keys = index.keys, rows = batch * keys;
+  const int64_t segments = ceil_div(count, int64_t{kIndexGradsSegment}) * entries;
+
+  char* at = static_cast<char*>(all.workspace);
+  float* const logits = take<float>(at, tokens * keys);
+  float* const taught = take<float>(at, tokens * keys);
+  index.parts = take<float>(at, segments * keys * index.channels);
+  index.used = take<bool>(at, segments * ceil_div(keys, int64_t{kIndexGradsKeys}));
+  float* const kl = take<float>(at, tokens);
+  bool* const counts = take<bool>(at, tokens);
+  if (at - static_cast<char*>(all.workspace) > all.capacity) return cudaErrorInvalidValue;
+
+  const int64_t values = index.heads * index.channels;
+  index.q = static_cast<const char*>(index.q) + before * values * 2;
+  index.k = static_cast<const char*>(index.k) + rows * index.channels * 2;
+  index.weights += before * index.heads;
+  index.starts += before, index.ends += before;
+  index.grad = logits;
+  index.dq += before * values, index.dweights += before * index.heads;
+  index.dk += rows * index.channels;
+  if (index.k_scale != nullptr) index.k_scale += rows, index.dk_scale += rows;
+  index.batch = entries, index.queries = count;
+  index.first = query == 0, index.last = query + count == all.index.queries;
+
+  TeacherParams teacher = all.teacher;
+  teacher.q = static_cast<const char*>(teacher.q) + before * teacher.heads * teacher.dim * 2;
+  teacher.kv = static_cast<const char*>(teacher.kv) + rows * teacher.groups * teacher.dim * 2;
+  teacher.starts = index.starts, teacher.ends = index.ends, teacher.out = taught;
+  teacher.batch = entries, teacher.queries = count, teacher.keys = keys;
+
+  IndexerFwdParams scores = {};
+  scores.q = index.q, scores.k = index.k, scores.weights = index.weights;
+  scores.k_scale = index.k_scale, scores.starts = index.starts, scores.ends = index.ends;
+  scores.out = logits, scores.batch = entries, scores.queries = count, scores.keys = keys;
+  scores.heads = index.heads, scores.channels = index.channels;
+  scores.dtype = IndexerDType::kBF16, scores.relu = index.relu;
+
+  const KlRowsParams rows_of = {.logits = logits,
+                                .teacher = taught,
+                                .starts = index.starts,
+                                .ends = index.ends,
+                                .kl = kl,
+                                .counts = counts,
+                                .grad = logits,
+                                .rows = tokens,
+                                .slots = keys};
+  const SumKlParams sums = {.kl = kl,
+                            .counts = counts,
+                            .total = all.kl + batch,
+                            .counted = all.rows + batch,
+                            .batch = entries,
+                            .rows = count,
+                            .add = query > 0};
+  if (cudaError_t e = launch_teacher(teacher, stream); e != cudaSuccess) return e;
+  if (cudaError_t e = launch_indexer_fwd(scores, stream); e != cudaSuccess) return e;
+  if (cudaError_t e = launch_kl_rows(rows_of, stream); e != cudaSuccess) return e;
+  if (cudaError_t e = launch_sum_kl(sums, stream); e != cudaSuccess) return e;
+  return launch_index_grads(index, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_dense_loss(const DenseLossParams& p, cudaStream_t stream) {
+  const int64_t batch = p.index.batch, queries = p.index.queries, keys = p.index.keys;
+  const auto fits = [&](int64_t entries, int64_t count) {
+    return dense_loss_bytes(entries, count, keys, p.index.channels) <= p.capacity;
+  };
+  if (batch == 0) return cudaSuccess;
+  if (queries == 0) return launch_some(p, 0, batch, 0, 0, stream);
+  if (!fits(1, 1)) return cudaErrorInvalidValue;
+  // Whole batch entries where one fits, else parts of one: as many queries as there are processors,
+  // or a multiple, so that none is idle while the teacher is made.
+  int64_t entries = 1, count = queries;
+  if (fits(1, queries)) {
+    while (entries < batch && fits(entries + 1, queries)) ++entries;
+  } else {
+    Device device;
+    if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+    int64_t most = 1;
+    for (int64_t step = int64_t{1} << 30; step > 0; step /= 2) {
+      if (fits(1, most + step)) most += step;
+    }
+    const int64_t processors = device.processors;
+    count = most < processors ? most : most / processors * processors;
+  }
+  for (int64_t entry = 0; entry < batch; entry += entries) {
+    for (int64_t query = 0; query < queries; query += count) {
+      const cudaError_t e = launch_some(p, entry, std::min(entries, batch - entry), query,
+                                        std::min(count, queries - query), stream);
+      if (e != cudaSuccess) return e;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace jax_dsa
