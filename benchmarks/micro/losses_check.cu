@@ -184,8 +184,9 @@ bool run_dense(const dense_loss_problem::Case& c) {
   const Loss want = loss(x);
   Results first(x);
   bool good = true;
-  const int64_t all = jax_dsa::dense_loss_bytes(c.batch, c.queries, c.keys, c.channels);
-  const int64_t part = jax_dsa::dense_loss_bytes(1, (c.queries + 2) / 3, c.keys, c.channels);
+  const int64_t all = jax_dsa::dense_loss_bytes(c.batch, c.queries, c.keys, c.channels, c.heads);
+  const int64_t part =
+      jax_dsa::dense_loss_bytes(1, (c.queries + 2) / 3, c.keys, c.channels, c.heads);
   for (int run = 0; run < 3; ++run) {  // the last in chunks
     const int64_t capacity = run < 2 ? all : part;
     Results got(x);
@@ -280,7 +281,7 @@ void bench_dense(int T, int S, int N, int D, int J, int C, bool apart) {
   const double teacher_work = 4e-12 * pairs * N * D, index_work = 2e-12 * pairs * J * C;
   printf("warm-up loss: T%d S%d N%d D%d J%d C%d, causal\n", T, S, N, D, J, C);
   std::vector<Timed> all;
-  const int64_t whole = dense_loss_bytes(1, T, S, C);
+  const int64_t whole = dense_loss_bytes(1, T, S, C, N);
   char* const workspace = device<char>(std::min(whole, int64_t{1} << 30));
   memory.push_back(workspace);
   for (const int64_t mib : {128, 256, 512, 1024}) {
@@ -298,7 +299,8 @@ void bench_dense(int T, int S, int N, int D, int J, int C, bool apart) {
     auto* const counts = device<bool>(T);
     memory.push_back(counts);
     TeacherParams teacher = p.teacher;
-    teacher.batch = 1, teacher.queries = T, teacher.keys = S, teacher.out = taught;
+    teacher.batch = 1, teacher.queries = T, teacher.keys = S, teacher.out = taught,
+    teacher.offsets = floats(int64_t{T} * N);
     teacher.starts = starts, teacher.ends = ends;
     IndexerFwdParams scores = {};
     scores.q = p.index.q, scores.k = p.index.k, scores.weights = p.index.weights;

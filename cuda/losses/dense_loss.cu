@@ -32,6 +32,7 @@ cudaError_t launch_some(const DenseLossParams& all, int64_t batch, int64_t entri
   float* const taught = take<float>(at, tokens * keys);
   index.parts = take<float>(at, segments * keys * index.channels);
   index.used = take<bool>(at, segments * ceil_div(keys, int64_t{kIndexGradsKeys}));
+  float* const offsets = take<float>(at, tokens * all.teacher.heads);
   float* const kl = take<float>(at, tokens);
   bool* const counts = take<bool>(at, tokens);
   if (at - static_cast<char*>(all.workspace) > all.capacity) return cudaErrorInvalidValue;
@@ -52,6 +53,7 @@ cudaError_t launch_some(const DenseLossParams& all, int64_t batch, int64_t entri
   teacher.q = static_cast<const char*>(teacher.q) + before * teacher.heads * teacher.dim * 2;
   teacher.kv = static_cast<const char*>(teacher.kv) + rows * teacher.groups * teacher.dim * 2;
   teacher.starts = index.starts, teacher.ends = index.ends, teacher.out = taught;
+  teacher.offsets = offsets;
   teacher.batch = entries, teacher.queries = count, teacher.keys = keys;
 
   IndexerFwdParams scores = {};
@@ -89,7 +91,7 @@ cudaError_t launch_some(const DenseLossParams& all, int64_t batch, int64_t entri
 cudaError_t launch_dense_loss(const DenseLossParams& p, cudaStream_t stream) {
   const int64_t batch = p.index.batch, queries = p.index.queries, keys = p.index.keys;
   const auto fits = [&](int64_t entries, int64_t count) {
-    return dense_loss_bytes(entries, count, keys, p.index.channels) <= p.capacity;
+    return dense_loss_bytes(entries, count, keys, p.index.channels, p.teacher.heads) <= p.capacity;
   };
   if (batch == 0) return cudaSuccess;
   if (queries == 0) return launch_some(p, 0, batch, 0, 0, stream);

@@ -7,10 +7,9 @@
 namespace jax_dsa {
 namespace {
 
-using namespace index_grads;
-
 template <int kC>
 cudaError_t launch(const IndexGradsParams& p, cudaStream_t stream) {
+  using namespace index_grads;
   const int64_t pairs = p.batch * ceil_div(p.queries, int64_t{2});
   const int64_t blocks = ceil_div(p.queries, int64_t{kIndexGradsSegment}) * p.batch *
                          ceil_div(p.keys, int64_t{kIndexGradsKeys});
@@ -34,7 +33,7 @@ cudaError_t launch_index_grads(const IndexGradsParams& p, cudaStream_t stream) {
   }
   const int64_t tokens = p.batch * p.queries, rows = p.batch * p.keys;
   if (tokens > 0) {
-    if (cudaError_t e = launch_blocks(clear_queries_kernel, tokens, 256, 0, stream, p);
+    if (cudaError_t e = launch_blocks(index_grads::clear_queries_kernel, tokens, 256, 0, stream, p);
         e != cudaSuccess) {
       return e;
     }
@@ -44,7 +43,8 @@ cudaError_t launch_index_grads(const IndexGradsParams& p, cudaStream_t stream) {
     if (e != cudaSuccess) return e;
   }
   if (rows == 0) return cudaSuccess;
-  return launch_blocks(sum_parts_kernel, ceil_div(rows, int64_t{8}), 256, 0, stream, p);
+  return launch_blocks(index_grads::sum_parts_kernel, ceil_div(rows, int64_t{8}), 256, 0, stream,
+                       p);
 }
 
 }  // namespace jax_dsa

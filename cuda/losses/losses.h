@@ -57,12 +57,13 @@ struct TeacherParams {
   const int32_t* starts;  // [batch, queries]; a query sees the keys start <= s < end
   const int32_t* ends;    // [batch, queries]
   float* out;             // [batch, queries, keys]; written where a key is seen
+  float* offsets;         // workspace [batch, queries, heads] for dims up to 256
   int64_t batch;
   int64_t queries;
   int64_t keys;
   int heads;   // a multiple of groups
   int groups;  // of keys
-  int dim;     // 576 or 512
+  int dim;     // 576 or 512, whose groups may have many heads; 64, 128, 192 or 256
   float scale;
 };
 
@@ -106,7 +107,7 @@ cudaError_t launch_index_grads(const IndexGradsParams& params, cudaStream_t stre
 // queries are in memory at a time.
 struct DenseLossParams {
   IndexGradsParams index;  // without grad, parts, used, first and last
-  TeacherParams teacher;   // without `out`; the sizes and ranges are those of `index`
+  TeacherParams teacher;   // without workspace; the sizes and ranges are those of `index`
   float* kl;               // [batch]
   int32_t* rows;           // [batch]
   void* workspace;         // 256-byte aligned
@@ -114,12 +115,13 @@ struct DenseLossParams {
 };
 
 // What so many queries of each of `batch` entries need.
-constexpr int64_t dense_loss_bytes(int64_t batch, int64_t queries, int64_t keys, int64_t channels) {
+constexpr int64_t dense_loss_bytes(int64_t batch, int64_t queries, int64_t keys, int64_t channels,
+                                   int64_t heads) {
   const int64_t parts = (queries + kIndexGradsSegment - 1) / kIndexGradsSegment * batch;
   const int64_t key_blocks = (keys + kIndexGradsKeys - 1) / kIndexGradsKeys;
-  // Five arrays begin at multiples of 256 bytes.
-  return batch * queries * (2 * 4 * keys + 4 + 1) + parts * (keys * channels * 4 + key_blocks) +
-         6 * 256;
+  // Seven arrays begin at multiples of 256 bytes.
+  return batch * queries * (2 * 4 * keys + 4 * heads + 4 + 1) +
+         parts * (keys * channels * 4 + key_blocks) + 7 * 256;
 }
 
 cudaError_t launch_dense_loss(const DenseLossParams& params, cudaStream_t stream);

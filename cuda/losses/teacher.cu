@@ -1,8 +1,11 @@
 // Launcher of the teacher's kernels.
 
+#include <algorithm>
+
 #include "common/launch.cuh"
 #include "losses/losses.h"
 #include "losses/teacher.cuh"
+#include "losses/teacher_heads.cuh"
 
 namespace jax_dsa {
 namespace {
@@ -13,6 +16,21 @@ cudaError_t launch(const TeacherParams& p, cudaStream_t stream) {
   if (items > INT32_MAX - 4096) return cudaErrorInvalidValue;
   return launch_persistent<teacher::Shared<kD>>(teacher::teacher_kernel<kD>, items,
                                                 teacher::kThreads, stream, p);
+}
+
+// In multi-head form.
+template <int kD>
+cudaError_t launch_heads(const TeacherParams& p, cudaStream_t stream) {
+  using namespace teacher_heads;
+  const int64_t first = item_count(p, Pass::kLogSumExp), second = item_count(p, Pass::kSums);
+  if (std::max(first, second) > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  if (cudaError_t e = launch_persistent<Shared<kD>>(teacher_heads_kernel<kD, Pass::kLogSumExp>,
+                                                    first, kThreads, stream, p);
+      e != cudaSuccess) {
+    return e;
+  }
+  return launch_persistent<Shared<kD>>(teacher_heads_kernel<kD, Pass::kSums>, second, kThreads,
+                                       stream, p);
 }
 
 }  // namespace
@@ -27,6 +45,14 @@ cudaError_t launch_teacher(const TeacherParams& p, cudaStream_t stream) {
       return launch<576>(p, stream);
     case 512:
       return launch<512>(p, stream);
+    case 256:
+      return launch_heads<256>(p, stream);
+    case 192:
+      return launch_heads<192>(p, stream);
+    case 128:
+      return launch_heads<128>(p, stream);
+    case 64:
+      return launch_heads<64>(p, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -32,6 +32,7 @@
 #include "common/ptx.cuh"
 #include "common/ring.cuh"
 #include "losses/losses.h"
+#include "losses/powers.cuh"
 #include "losses/ranges.cuh"
 
 namespace jax_dsa::teacher {
@@ -141,48 +142,6 @@ __device__ void produce(const TeacherParams& p, Shared<kD>& shared) {
 
 // ---- products ----------------------------------------------------------------------------------
 
-// The largest of some scores, and the sum of powers of two relative to it (to 0, if it is -inf).
-struct Powers {
-  float largest = -INFINITY, sum = 0.f;
-
-  __device__ float base(float x) const { return x == -INFINITY ? 0.f : x; }
-  __device__ void rescale(float to) {
-    sum *= exp2_approx(largest - base(to));
-    largest = to;
-  }
-  __device__ void join(int lanes) {
-    Powers other = {__shfl_xor_sync(~0u, largest, lanes), __shfl_xor_sync(~0u, sum, lanes)};
-    const float both = fmaxf(largest, other.largest);
-    rescale(both);
-    other.rescale(both);
-    sum += other.sum;
-  }
-};
-
-// Adds a thread's scores to those of its two rows; x[i] is of key first + 8 * (i / 4) + i % 2.
-__device__ __forceinline__ void add_scores(float (&x)[32], float scale_log2, int first, Range seen,
-                                           bool whole, Powers (&rows)[2]) {
-  if (whole) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) x[i] *= scale_log2;
-  } else {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      x[i] = seen.has(first + i / 4 * 8 + i % 2) ? x[i] * scale_log2 : -INFINITY;
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float largest = rows[r].largest;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) largest = fmaxf(largest, x[i / 2 * 4 + 2 * r + i % 2]);
-    rows[r].rescale(largest);
-    const float base = rows[r].base(largest);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) rows[r].sum += exp2_approx(x[i / 2 * 4 + 2 * r + i % 2] - base);
-  }
-}
-
 // Warpgroup `side`.
 template <int kD>
 __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
@@ -240,17 +199,17 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
         multiply();
         const int first = tile * kTile;
         const bool whole = seen.low <= first && first + kTile <= seen.high;
-        add_scores(s, scale_log2, first + lane % 4 * 2, seen, whole, rows);
+        add_scores(s, scale_log2, first + lane % 4 * 2, whole, rows,
+                   [&](int, int key) { return seen.has(key); });
       }
-      float offset[2];  // of scores in log2 units; -inf makes their powers 0 whatever they are
+      float offset[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         rows[r].join(1);
         rows[r].join(2);
         const int row = side * kRows + warp * 16 + lane / 4 + 8 * r;
         const bool there = layout.head(row, pass % layout.passes) < layout.heads;
-        const float lse = rows[r].base(rows[r].largest) + log2_approx(rows[r].sum);
-        offset[r] = there && lse != -INFINITY ? -lse : -INFINITY;
+        offset[r] = there ? rows[r].offset() : -INFINITY;
       }
 
       for (int tile = tiles.first; tile < tiles.last; ++tile) {

@@ -26,9 +26,10 @@ int main(int argc, char** argv) {
     const Problem x = make(c, schedules[0].seed);
     const Loss want = loss(x);
     // All queries at once; an entry at a time; parts of an entry.
-    const int64_t all = jax_dsa::dense_loss_bytes(c.batch, c.queries, c.keys, c.channels);
-    const int64_t entry = jax_dsa::dense_loss_bytes(1, c.queries, c.keys, c.channels);
-    const int64_t part = jax_dsa::dense_loss_bytes(1, (c.queries + 2) / 3, c.keys, c.channels);
+    const int64_t all = jax_dsa::dense_loss_bytes(c.batch, c.queries, c.keys, c.channels, c.heads);
+    const int64_t entry = jax_dsa::dense_loss_bytes(1, c.queries, c.keys, c.channels, c.heads);
+    const int64_t part =
+        jax_dsa::dense_loss_bytes(1, (c.queries + 2) / 3, c.keys, c.channels, c.heads);
     for (const int64_t capacity : {all, entry, part}) {
       emulator::machine.options = schedules[0], emulator::machine.processors = 2;
       Results got(x);

@@ -14,9 +14,10 @@ int main(int argc, char** argv) {
     for (size_t i = 0; i < schedules.size(); ++i) {
       emulator::machine.options = schedules[i], emulator::machine.processors = 2 + i % 2;
       std::vector<float> got(want.size(), NAN);
+      std::vector<float> offsets(x.tokens() * c.heads, NAN);
       emulator::require(jax_dsa::launch_teacher(
-          {x.q.data(), x.kv.data(), x.starts.data(), x.ends.data(), got.data(), c.batch, c.queries,
-           c.keys, c.heads, c.groups, c.dim, x.scale},
+          {x.q.data(), x.kv.data(), x.starts.data(), x.ends.data(), got.data(), offsets.data(),
+           c.batch, c.queries, c.keys, c.heads, c.groups, c.dim, x.scale},
           nullptr));
       double worst = 0;
       for (size_t k = 0; k < want.size(); ++k) {
