@@ -42,6 +42,18 @@ KERNELS = {
     ],
     "mqa_decode/merge.cuh": ["mqa_decode::merge_kernel"],
     "mqa_decode/wide.cuh": ["mqa_decode::wide_kernel<576>"],
+    "losses/index_grads.cuh": [
+        "index_grads::index_grads_kernel<128, jax_dsa::index_grads::Of::kKeys>"
+    ],
+    "losses/kl_rows.cuh": [
+        "losses::kl_rows_kernel<jax_dsa::losses::Mask::kLogits, 128, 16, 4, true>",
+        "losses::scale_rows_kernel<128, 4>",
+        "losses::sum_kl_kernel<256>",
+    ],
+    "losses/teacher.cuh": ["teacher::teacher_kernel<576>"],
+    "losses/teacher_heads.cuh": [
+        "teacher_heads::teacher_heads_kernel<192, jax_dsa::teacher_heads::Pass::kSums>"
+    ],
     "sparse_mla/bwd.cuh": ["sparse_mla::bwd_kernel<576, false, true>"],
     "sparse_mla/bwd_order.cuh": ["sparse_mla::order_kernel"],
     "sparse_mla/bwd_pack.cuh": ["sparse_mla::pack_kernel"],

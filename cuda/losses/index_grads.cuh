@@ -29,6 +29,7 @@
 // swizzle), each with the numbers that g, ks and w make of it; the rows that stay.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
 #include "common/gather.cuh"

@@ -110,7 +110,7 @@ struct DenseLossParams {
   TeacherParams teacher;   // without workspace; the sizes and ranges are those of `index`
   float* kl;               // [batch]
   int32_t* rows;           // [batch]
-  void* workspace;         // 256-byte aligned
+  void* workspace;         // 16-byte aligned
   int64_t capacity;        // of the workspace: dense_loss_bytes of one query or more
 };
 

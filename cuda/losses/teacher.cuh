@@ -24,7 +24,7 @@
 // mbarriers.
 #pragma once
 
-#include <climits>
+#include <cstdint>
 
 #include "attn_dist/heads.cuh"
 #include "common/gather.cuh"

@@ -11,7 +11,8 @@
 // ring of tiles of 64 rows, which queries and keys go through in the order in which they are used.
 #pragma once
 
-#include <algorithm>
+#include <climits>
+#include <cstdint>
 
 #include "attn_dist/heads.cuh"
 #include "common/gather.cuh"
