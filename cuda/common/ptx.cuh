@@ -133,6 +133,13 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
       : "memory");
 }
 
+// 4 bytes likewise.
+__device__ __forceinline__ void cp_async_4(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
+
 // One of the barrier's arrivals, made when all cp.async of this thread so far have landed.
 __device__ __forceinline__ void cp_async_arrive(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier))

@@ -22,6 +22,15 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint6
       "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
+// With a policy of `l2_policy_*`.
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int x,
+                                         int y, int z, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem_address(to)),
+      "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "r"(z), "l"(policy)
+      : "memory");
+}
 __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int x,
                                          int y, int z, int w) {
   asm volatile(

@@ -45,12 +45,23 @@ __device__ __forceinline__ Tiles tiles_of(int low, int high) {
   return low < high ? Tiles{low / kTile, ceil_div(high, kTile)} : Tiles{0, 0};
 }
 
-// Where a tile of a request's keys lies in its pool; beyond the pool if its page is not there.
-__device__ __forceinline__ int row_in_pool(const IndexerFwdParams& p, int64_t batch, int tile) {
+// Where a request's page table has the page of a tile of its keys.
+__device__ __forceinline__ const int32_t* page_entry(const IndexerFwdParams& p, int64_t batch,
+                                                     int tile) {
   const int per_page = p.page_size / kTile;
-  const int page = __ldg(p.page_table + batch * p.pages_per_request + tile / per_page);
-  const bool there = page >= 0 && page < p.pages;
+  return p.page_table + batch * p.pages_per_request + tile / per_page;
+}
+__device__ __forceinline__ bool is_page(const IndexerFwdParams& p, int page) {
+  return page >= 0 && page < p.pages;
+}
+// Where the tile lies in its pool; beyond the pool if its page is not there.
+__device__ __forceinline__ int row_in_pool(const IndexerFwdParams& p, int tile, int page) {
+  const bool there = is_page(p, page);
+  const int per_page = p.page_size / kTile;
   return (there ? page : p.pages) * p.page_size + (there ? tile % per_page * kTile : 0);
+}
+__device__ __forceinline__ int row_in_pool(const IndexerFwdParams& p, int64_t batch, int tile) {
+  return row_in_pool(p, tile, __ldg(page_entry(p, batch, tile)));
 }
 
 // The key tiles that any of `count` queries sees; called by whole warps.

@@ -1,14 +1,16 @@
-// Launches a forward kernel of given traits.
+// Launches the forward kernels.
 #pragma once
 
 #include "common/launch.cuh"
 #include "common/tensor_map.h"
+#include "indexer/decode.cuh"
 #include "indexer/fwd.cuh"
 
 namespace jax_dsa::indexer {
 
-template <typename Tr>
-cudaError_t launch(const IndexerFwdParams& p, cudaStream_t stream) {
+template <typename Tr, typename Memory>
+cudaError_t launch(void (*kernel)(IndexerFwdParams, CUtensorMap, CUtensorMap),
+                   const IndexerFwdParams& p, cudaStream_t stream) {
   constexpr int kRowElements = Tr::kRowBytes / Tr::kElementBytes;
   constexpr auto kType = Tr::kDType == IndexerDType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                            : CU_TENSOR_MAP_DATA_TYPE_UINT8;
@@ -20,30 +22,53 @@ cudaError_t launch(const IndexerFwdParams& p, cudaStream_t stream) {
       e != cudaSuccess) {
     return e;
   }
-  const int64_t keys = Tr::kPaged ? int64_t{p.pages} * p.page_size : p.keys;
+  const bool paged = p.page_table != nullptr;
+  const int64_t keys = paged ? int64_t{p.pages} * p.page_size : p.keys;
   if (cudaError_t e = encode_tensor_map(
           &k, kType,
-          tensor_box<3>(Tr::kElementBytes, p.k, {p.channels, keys, Tr::kPaged ? p.pools : p.batch},
+          tensor_box<3>(Tr::kElementBytes, p.k, {p.channels, keys, paged ? p.pools : p.batch},
                         {kRowElements, kTile, 1}));
       e != cudaSuccess) {
     return e;
   }
   const int64_t items = p.batch * ceil_div(p.queries, int64_t{Tr::kQueries});
   const int64_t tiles = items * ceil_div(p.keys, int64_t{kTile});
-  return launch_persistent<Shared<Tr>>(fwd_kernel<Tr>, tiles, Tr::kThreads, stream, p, q, k);
+  return launch_persistent<Memory>(kernel, tiles, Tr::kThreads, stream, p, q, k);
+}
+
+template <typename Tr>
+cudaError_t launch_fwd(const IndexerFwdParams& p, cudaStream_t stream) {
+  return launch<Tr, Shared<Tr>>(fwd_kernel<Tr>, p, stream);
+}
+
+template <typename Tr>
+cudaError_t launch_decode(const IndexerFwdParams& p, cudaStream_t stream) {
+  return launch<Tr, DecodeShared<Tr>>(decode_kernel<Tr>, p, stream);
 }
 
 template <IndexerDType kDType, int kChannels, bool kPaged>
 cudaError_t launch_heads(const IndexerFwdParams& p, cudaStream_t stream) {
-  if (p.heads <= 16) return launch<Traits<kDType, kChannels, 16, kPaged>>(p, stream);
-  if (p.heads <= 32) return launch<Traits<kDType, kChannels, 32, kPaged>>(p, stream);
-  return launch<Traits<kDType, kChannels, 64, kPaged>>(p, stream);
+  if (p.heads <= 16) return launch_fwd<Traits<kDType, kChannels, 16, kPaged>>(p, stream);
+  if (p.heads <= 32) return launch_fwd<Traits<kDType, kChannels, 32, kPaged>>(p, stream);
+  return launch_fwd<Traits<kDType, kChannels, 64, kPaged>>(p, stream);
 }
 
 template <IndexerDType kDType, int kChannels>
 cudaError_t launch_layout(const IndexerFwdParams& p, cudaStream_t stream) {
   return p.page_table ? launch_heads<kDType, kChannels, true>(p, stream)
                       : launch_heads<kDType, kChannels, false>(p, stream);
+}
+
+// Of the kernels that would do, that with the fewest columns.
+template <IndexerDType kDType, int kChannels>
+cudaError_t launch_few_queries(const IndexerFwdParams& p, cudaStream_t stream) {
+  if (p.heads <= 16) return launch_decode<DecodeTraits<kDType, kChannels, 16, 4>>(p, stream);
+  if (p.heads <= 32) {
+    return p.queries <= 2 ? launch_decode<DecodeTraits<kDType, kChannels, 32, 2>>(p, stream)
+                          : launch_decode<DecodeTraits<kDType, kChannels, 32, 4>>(p, stream);
+  }
+  return p.queries == 1 ? launch_decode<DecodeTraits<kDType, kChannels, 64, 1>>(p, stream)
+                        : launch_decode<DecodeTraits<kDType, kChannels, 64, 4>>(p, stream);
 }
 
 template <IndexerDType kDType>

@@ -12,7 +12,7 @@ struct Case {
   const char* name;
   int batch, queries, keys, heads;
   bool scale = false, relu = true;
-  int page_tiles = 1;      // if paged
+  int page_tiles = 0;      // of a page; 0: flat
   bool own_pools = false;  // one for each request
 };
 
@@ -35,10 +35,11 @@ struct Element<IndexerDType::kE4M3> {
 
 int failures = 0;
 
+using Launch = cudaError_t (*)(const IndexerFwdParams&, cudaStream_t);
+
 // Paged: `c.keys` is a multiple of a page; a request's second page is not there.
-template <IndexerDType kDType, int kChannels, int kHeads, bool kPaged = false>
-void run(const Case& c, const emulator::Options& options) {
-  using Tr = indexer::Traits<kDType, kChannels, kHeads, kPaged>;
+template <IndexerDType kDType, int kChannels>
+void run(Launch launch, const Case& c, const emulator::Options& options) {
   using E = Element<kDType>;
   std::mt19937_64 random(options.seed);
   std::normal_distribution<float> normal;
@@ -54,14 +55,16 @@ void run(const Case& c, const emulator::Options& options) {
     starts.push_back(t % 3 ? 0 : static_cast<int>(random() % (c.keys + 9)) - 4);
     ends.push_back(t % 7 == 5 ? -3 : static_cast<int>(random() % (c.keys + 9)));
   }
-  const int page_size = c.page_tiles * kTile;
+  const bool paged = c.page_tiles > 0;
+  const int page_size = paged ? c.page_tiles * kTile : c.keys;
   const auto seen = [&](int64_t t, int s) {
-    return s >= starts[t] && s < ends[t] && !(kPaged && s / page_size == 1);
+    return s >= starts[t] && s < ends[t] && !(paged && s / page_size == 1);
   };
   for (int64_t key = 0; key < keys; ++key) {
     bool used = false;
     for (int t = 0; t < c.queries; ++t) used |= seen(key / c.keys * c.queries + t, key % c.keys);
     for (int i = 0; i < kChannels && !used; ++i) k[key * kChannels + i] = E::nan();
+    if (!used) scale[key] = NAN;
   }
 
   IndexerFwdParams p = {};
@@ -75,7 +78,7 @@ void run(const Case& c, const emulator::Options& options) {
   std::vector<int32_t> table(c.batch * per_request);
   std::vector<typename E::Type> pool(int64_t{pools} * pages * page_size * kChannels + 16, E::nan());
   std::vector<float> pool_scale(int64_t{pools} * pages * page_size, NAN);
-  if constexpr (kPaged) {
+  if (paged) {
     const int elements = page_size * kChannels;
     for (int i = 0; i < c.batch * per_request; ++i) {
       const int page = pages - 2 - (c.own_pools ? i % per_request : i);
@@ -89,7 +92,7 @@ void run(const Case& c, const emulator::Options& options) {
     p.pages_per_request = per_request, p.page_size = page_size;
   }
   emulator::machine.options = options;
-  emulator::require(indexer::launch<Tr>(p, nullptr));
+  emulator::require(launch(p, nullptr));
 
   double worst = 0, top = 0;
   for (int64_t t = 0; t < tokens; ++t) {
@@ -119,20 +122,41 @@ void run(const Case& c, const emulator::Options& options) {
   failures += !good;
 }
 
+template <IndexerDType kDType, int kChannels, int kHeads, bool kPaged = false>
+void run_fwd(const Case& c, const emulator::Options& options) {
+  using Tr = indexer::Traits<kDType, kChannels, kHeads, kPaged>;
+  run<kDType, kChannels>(indexer::launch_fwd<Tr>, c, options);
+}
+
+template <IndexerDType kDType, int kChannels>
+void run_decode(const Case& c, const emulator::Options& options) {
+  run<kDType, kChannels>(indexer::launch_few_queries<kDType, kChannels>, c, options);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   using enum IndexerDType;
   for (const auto& options : emulator::schedules(argc, argv, 0)) {
-    run<kBF16, 128, 64>({"bf16 J64 C128", 2, 21, 450, 64}, options);
-    run<kE4M3, 128, 64>({"e4m3 J40 C128", 1, 19, 700, 40, true}, options);
-    run<kE4M3, 64, 32>({"e4m3 J32 C64", 1, 35, 150, 32, true, false}, options);
-    run<kE4M3, 32, 16>({"e4m3 J9 C32", 1, 70, 130, 9}, options);
-    run<kBF16, 32, 16>({"bf16 J16 C32", 1, 40, 100, 16, false, false}, options);
-    run<kBF16, 32, 16>({"bf16 one query", 7, 1, 129, 16}, options);
-    run<kE4M3, 128, 64, true>({"e4m3 J64 paged", 2, 3, 256, 64, true}, options);
-    run<kBF16, 64, 32, true>({"bf16 J32 paged", 3, 5, 192, 32}, options);
-    run<kE4M3, 64, 32, true>({"e4m3 J32 pools", 2, 3, 384, 32, true, true, 2, true}, options);
+    run_fwd<kBF16, 128, 64>({"bf16 J64 C128", 2, 21, 450, 64}, options);
+    run_fwd<kE4M3, 128, 64>({"e4m3 J40 C128", 1, 19, 700, 40, true}, options);
+    run_fwd<kE4M3, 64, 32>({"e4m3 J32 C64", 1, 35, 150, 32, true, false}, options);
+    run_fwd<kE4M3, 32, 16>({"e4m3 J9 C32", 1, 70, 130, 9}, options);
+    run_fwd<kBF16, 32, 16>({"bf16 J16 C32", 1, 40, 100, 16, false, false}, options);
+    run_fwd<kBF16, 32, 16>({"bf16 one query", 7, 1, 129, 16}, options);
+    run_fwd<kE4M3, 128, 64, true>({"e4m3 J64 paged", 2, 3, 256, 64, true, true, 1}, options);
+    run_fwd<kBF16, 64, 32, true>({"bf16 J32 paged", 3, 5, 192, 32, false, true, 1}, options);
+    run_fwd<kE4M3, 64, 32, true>({"e4m3 J32 pools", 2, 3, 384, 32, true, true, 2, true}, options);
+    run_decode<kE4M3, 128>({"decode T1 J64", 5, 1, 1300, 64, true}, options);
+    run_decode<kBF16, 128>({"decode bf16 J50", 3, 1, 700, 50, false, false}, options);
+    run_decode<kE4M3, 128>({"decode T2 paged", 4, 2, 512, 64, true, true, 2}, options);
+    run_decode<kE4M3, 128>({"decode T3 pools", 2, 3, 768, 40, true, false, 1, true}, options);
+    run_decode<kBF16, 128>({"decode T4 paged", 3, 4, 384, 64, true, true, 1}, options);
+    run_decode<kE4M3, 64>({"decode T4 J32", 3, 4, 450, 32, true}, options);
+    run_decode<kBF16, 64>({"decode T1 J20", 9, 1, 129, 20}, options);
+    run_decode<kE4M3, 32>({"decode T3 J9", 40, 3, 70, 9, true}, options);
+    run_decode<kBF16, 32>({"decode T1 J16", 2, 1, 1001, 16, true, false}, options);
+    run_decode<kE4M3, 32>({"decode one key", 3, 1, 1, 1}, options);
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

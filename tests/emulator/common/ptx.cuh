@@ -68,14 +68,18 @@ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
 
 // ---- copies ------------------------------------------------------------------------------------
 
-inline void cp_async_16(uint32_t to, const void* from, bool valid, uint64_t) {
+namespace detail {
+template <int kBytes>
+void cp_async(uint32_t to, const void* from, bool valid) {
   uint8_t* target = emulator::shared_at(to);
-  if (to % 16) emulator::fail("cp.async to a misaligned address");
+  if (to % kBytes || reinterpret_cast<uintptr_t>(from) % kBytes) {
+    emulator::fail("a misaligned cp.async");
+  }
   const auto copy = [=] {
     if (valid) {
-      memcpy(target, from, 16);
+      memcpy(target, from, kBytes);
     } else {
-      memset(target, 0, 16);
+      memset(target, 0, kBytes);
     }
   };
   if (emulator::machine.options.late_copies) {
@@ -83,6 +87,13 @@ inline void cp_async_16(uint32_t to, const void* from, bool valid, uint64_t) {
   } else {
     copy();
   }
+}
+}  // namespace detail
+inline void cp_async_16(uint32_t to, const void* from, bool valid, uint64_t) {
+  detail::cp_async<16>(to, from, valid);
+}
+inline void cp_async_4(uint32_t to, const void* from, bool valid) {
+  detail::cp_async<4>(to, from, valid);
 }
 inline void cp_async_arrive(uint64_t* barrier) {
   emulator::later([barrier, copies = std::move(emulator::self().copies)] {

@@ -70,5 +70,9 @@ inline void tma_load_multicast(void* to, const CUtensorMap* map, uint64_t* barri
     detail::load(emulator::machine.resident[rank]->shared, to, map, barrier, x, y, z, 0);
   }
 }
+inline void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int x, int y, int z,
+                     uint64_t) {
+  tma_load(to, map, barrier, x, y, z);
+}
 
 }  // namespace jax_dsa
