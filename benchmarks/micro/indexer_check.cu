@@ -1,13 +1,16 @@
 // Tests the indexer's forward kernels against a float64 reference, then times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o indexer_check \
-//       benchmarks/micro/indexer_check.cu cuda/indexer/dispatch.cu cuda/indexer/fwd_*.cu
-//   ./indexer_check [test|small|bench|profile] [seed]
+//       benchmarks/micro/indexer_check.cu cuda/indexer/dispatch.cu cuda/indexer/fwd_*.cu \
+//       cuda/topk/dispatch.cu
+//   ./indexer_check [test|small|bench|decode|profile] [seed]
+// `decode` times the kernels for few queries beside those for many, `bench` the latter.
 // The reference runs on the GPU for every element of small cases; the CPU repeats some of it.
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -17,6 +20,7 @@
 
 #include "check.cuh"
 #include "indexer/launch.cuh"
+#include "topk/topk.h"
 
 using jax_dsa::IndexerDType;
 using jax_dsa::IndexerFwdParams;
@@ -72,12 +76,20 @@ __global__ void poison_keys(void* k, float* scale, const uint8_t* state, Indexer
   }
 }
 
+// Where a request's key lies, -1 if its page is not there.
+__host__ __device__ inline int64_t key_row(const IndexerFwdParams& p, int64_t batch, int64_t s) {
+  if (p.page_table == nullptr) return batch * p.keys + s;
+  const int page = p.page_table[batch * p.pages_per_request + s / p.page_size];
+  return page >= 0 && page < p.pages ? page * int64_t{p.page_size} + s % p.page_size : -1;
+}
+
 // The logit and the sum of its terms' absolute values, by which errors are measured.
 __host__ __device__ inline void logit(const IndexerFwdParams& p, int64_t token, int64_t s,
                                       double& value, double& size) {
   const int64_t batch = token / p.queries;
   value = size = 0;
-  if (s < p.starts[token] || s >= p.ends[token]) {
+  const int64_t row = key_row(p, batch, s);
+  if (s < p.starts[token] || s >= p.ends[token] || row < 0) {
     value = -INFINITY;
     return;
   }
@@ -85,7 +97,7 @@ __host__ __device__ inline void logit(const IndexerFwdParams& p, int64_t token, 
     double x = 0, a = 0;
     for (int c = 0; c < p.channels; ++c) {
       const double y = double{load(p.q, p.dtype, (token * p.heads + j) * p.channels + c)} *
-                       double{load(p.k, p.dtype, (batch * p.keys + s) * p.channels + c)};
+                       double{load(p.k, p.dtype, row * p.channels + c)};
       x += y;
       a += fabs(y);
     }
@@ -93,7 +105,7 @@ __host__ __device__ inline void logit(const IndexerFwdParams& p, int64_t token, 
     value += double{p.weights[token * p.heads + j]} * x;
     size += fabs(double{p.weights[token * p.heads + j]}) * a;
   }
-  const double scale = p.k_scale ? p.k_scale[batch * p.keys + s] : 1.f;
+  const double scale = p.k_scale ? p.k_scale[row] : 1.f;
   value *= scale;
   size *= scale;
 }
@@ -140,6 +152,7 @@ struct Case {
   int B, T, S, J, C;
   Ranges ranges = kCausal;
   bool relu = true, scale = true, poison = true;
+  int page = 0;  // keys of a page; 0: flat. Every seventh page is not there
 };
 
 void make_ranges(const Case& c, uint64_t seed, std::vector<int>& starts, std::vector<int>& ends) {
@@ -159,11 +172,23 @@ void make_ranges(const Case& c, uint64_t seed, std::vector<int>& starts, std::ve
 
 struct Data {
   IndexerFwdParams p = {};
-  std::vector<int> starts, ends;
+  std::vector<int> starts, ends, table;
   int64_t tokens, keys, q_size, k_size, out_size;
 
   Data(const Case& c, uint64_t seed) {
     tokens = int64_t{c.B} * c.T, keys = int64_t{c.B} * c.S;
+    if (c.page > 0) {
+      p.page_size = c.page, p.pages_per_request = c.S / c.page, p.pools = 1;
+      const int needed = static_cast<int>(c.B * p.pages_per_request);
+      p.pages = needed + 3, keys = int64_t{p.pages} * c.page;
+      std::vector<int> free(p.pages);
+      for (int i = 0; i < p.pages; ++i) free[i] = i;
+      for (int i = p.pages - 1; i > 0; --i) std::swap(free[i], free[mix(seed + i) % (i + 1)]);
+      const int odd[] = {-1, INT_MIN, p.pages, INT_MAX};
+      for (int i = 0; i < needed; ++i) {
+        table.push_back(c.poison && i % 7 == 3 ? odd[i / 7 % 4] : free[i]);
+      }
+    }
     q_size = tokens * c.J * c.C, k_size = keys * c.C, out_size = tokens * c.S;
     const int bytes = c.dtype == IndexerDType::kBF16 ? 2 : 1;
     void *q = device<char>(q_size * bytes), *k = device<char>(k_size * bytes);
@@ -173,6 +198,7 @@ struct Data {
     p.starts = upload(starts), p.ends = upload(ends), p.out = device<float>(out_size);
     p.batch = c.B, p.queries = c.T, p.keys = c.S, p.heads = c.J, p.channels = c.C;
     p.dtype = c.dtype, p.relu = c.relu;
+    if (c.page > 0) p.page_table = table.data();
     fill<<<1024, 256>>>(q, c.dtype, q_size, seed + 1);
     fill<<<1024, 256>>>(k, c.dtype, k_size, seed + 2);
     fill_f32<<<1024, 256>>>(w, tokens * c.J, seed + 3, false);
@@ -180,8 +206,10 @@ struct Data {
     if (c.poison) {
       std::vector<uint8_t> state(keys, 1);
       for (int64_t i = 0; i < tokens; ++i) {
-        uint8_t* of = state.data() + i / c.T * c.S;
-        for (int s = starts[i]; s < ends[i]; ++s) of[s] = 0;
+        for (int s = starts[i]; s < ends[i]; ++s) {
+          const int64_t row = key_row(p, i / c.T, s);
+          if (row >= 0) state[row] = 0;
+        }
       }
       for (int64_t s = 0; s < keys; s += 37) {
         if (state[s] == 0) state[s] = 2;
@@ -191,24 +219,28 @@ struct Data {
       CHECK(cudaDeviceSynchronize());
       CHECK(cudaFree(there));
     }
+    if (c.page > 0) p.page_table = upload(table);
     CHECK(cudaDeviceSynchronize());
   }
   ~Data() {
-    for (const void* x : {p.q, p.k, (const void*)p.weights, (const void*)p.k_scale,
-                          (const void*)p.starts, (const void*)p.ends, (const void*)p.out}) {
+    for (const void* x :
+         {p.q, p.k, (const void*)p.weights, (const void*)p.k_scale, (const void*)p.starts,
+          (const void*)p.ends, (const void*)p.out, (const void*)p.page_table}) {
       CHECK(cudaFree(const_cast<void*>(x)));
     }
   }
 };
 
-bool run_case(const Case& c, uint64_t seed) {
+using Launch = cudaError_t (*)(const IndexerFwdParams&, cudaStream_t);
+
+bool run_case(const Case& c, uint64_t seed, Launch launch) {
   Data data(c, seed);
   IndexerFwdParams& p = data.p;
   const bool small = data.out_size < 20000000;
   Errors* errors = device<Errors>(1);
   CHECK(cudaMemset(errors, 0, sizeof(Errors)));
   fill_word<<<1024, 256>>>(reinterpret_cast<uint32_t*>(p.out), data.out_size, kPoison);
-  CHECK(jax_dsa::launch_indexer_fwd(p, nullptr));
+  CHECK(launch(p, nullptr));
   CHECK(cudaDeviceSynchronize());
   std::vector<int64_t> tokens;
   const int64_t step = std::max<int64_t>(1, data.out_size * c.J * c.C / 3000000000);
@@ -221,7 +253,7 @@ bool run_case(const Case& c, uint64_t seed) {
     first = p.out;
     p.out = device<float>(data.out_size);
     fill_word<<<1024, 256>>>(reinterpret_cast<uint32_t*>(p.out), data.out_size, kPoison);
-    CHECK(jax_dsa::launch_indexer_fwd(p, nullptr));
+    CHECK(launch(p, nullptr));
   }
   scan<<<1024, 256>>>(reinterpret_cast<uint32_t*>(p.out), reinterpret_cast<uint32_t*>(first),
                       data.out_size, errors);
@@ -241,6 +273,7 @@ bool run_case(const Case& c, uint64_t seed) {
     h.q = q.data(), h.k = k.data(), h.weights = w.data();
     h.k_scale = p.k_scale ? scale.data() : nullptr;
     h.starts = data.starts.data(), h.ends = data.ends.data();
+    if (p.page_table) h.page_table = data.table.data();
     for (int i = 0; i < 200; ++i) {
       const int64_t at = mix(seed + 77 + i) % data.out_size;
       double value, size;
@@ -256,8 +289,9 @@ bool run_case(const Case& c, uint64_t seed) {
   std::memcpy(&worst, &e.worst, 4);
   const bool good =
       !e.unwritten && !e.wrong_inf && !e.wrong_nan && !e.changed && !cpu_bad && worst <= allowed;
-  printf("%-4s %-34s B%d T%d S%d J%d C%d %s: error %.1e", good ? "ok" : "BAD", c.name, c.B, c.T,
-         c.S, c.J, c.C, c.dtype == IndexerDType::kBF16 ? "bf16" : "e4m3", worst);
+  printf("%-4s %-6s %-30s B%d T%d S%d J%d C%d %s: error %.1e", good ? "ok" : "BAD",
+         launch == jax_dsa::launch_indexer_decode ? "few" : "", c.name, c.B, c.T, c.S, c.J, c.C,
+         c.dtype == IndexerDType::kBF16 ? "bf16" : "e4m3", worst);
   if (!good) {
     printf("  unwritten %llu, inf %llu, nan %llu, changed %llu, cpu %d", e.unwritten, e.wrong_inf,
            e.wrong_nan, e.changed, cpu_bad);
@@ -306,15 +340,109 @@ void bench(const Case& c) {
          flops / ms[0], flops / ms.back());
 }
 
-void bench_copy() {
+double bench_copy() {
   const size_t bytes = size_t{1} << 30;
   char *a = device<char>(bytes), *b = device<char>(bytes);
   std::vector<float> ms =
       time_ms(7, [&] { CHECK(cudaMemcpyAsync(b, a, bytes, cudaMemcpyDeviceToDevice)); });
   std::sort(ms.begin(), ms.end());
-  printf("device copy %.2f TB/s\n", 2. * bytes / ms[3] * 1e-9);
+  const double rate = 2. * bytes / ms[3] * 1e-9;
+  printf("device copy %.2f TB/s\n", rate);
   CHECK(cudaFree(a));
   CHECK(cudaFree(b));
+  return rate;
+}
+
+// ---- few queries -------------------------------------------------------------------------------
+
+// Microseconds a call, in a graph of calls that take turns over so many caches that none is in the
+// L2. A call is launched with the set's number.
+template <typename F>
+float graph_us(int sets, F launch) {
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t calls;
+  CHECK(cudaStreamCreate(&stream));
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  const int count = std::max(sets, 8);
+  for (int i = 0; i < count; ++i) launch(i % sets, stream);
+  CHECK(cudaStreamEndCapture(stream, &graph));
+  CHECK(cudaGraphInstantiate(&calls, graph, 0));
+  cudaEvent_t a, b;
+  CHECK(cudaEventCreate(&a));
+  CHECK(cudaEventCreate(&b));
+  std::vector<float> us;
+  for (int i = 0; i < 12; ++i) {
+    CHECK(cudaEventRecord(a, stream));
+    CHECK(cudaGraphLaunch(calls, stream));
+    CHECK(cudaEventRecord(b, stream));
+    CHECK(cudaEventSynchronize(b));
+    float ms;
+    CHECK(cudaEventElapsedTime(&ms, a, b));
+    if (i >= 2) us.push_back(ms * 1e3f / count);
+  }
+  CHECK(cudaGraphExecDestroy(calls));
+  CHECK(cudaGraphDestroy(graph));
+  CHECK(cudaStreamDestroy(stream));
+  std::sort(us.begin(), us.end());
+  return us[us.size() / 2];
+}
+
+template <IndexerDType kDType>
+void bench_few(int B, int T, int S, int J, int page, double rate) {
+  using namespace jax_dsa::indexer;
+  constexpr int kC = 128, kK = 2048;
+  const Case c = {"", kDType, B, T, S, J, kC, kFull, true, kDType == kE4M3, false, page};
+  const int64_t row_bytes = kC * (kDType == kBF16 ? 2 : 1);
+  const int64_t bytes = int64_t{B} * S * (row_bytes + (c.scale ? 4 : 0));
+  const int sets = static_cast<int>(std::clamp<int64_t>((int64_t{200} << 20) / bytes, 1, 32));
+  // One pool for all sets, each of which has its own pages, or its own batch.
+  Case all = c;
+  all.B = B * sets;
+  Data data(all, 5);
+  int32_t* indices = device<int32_t>(data.tokens * kK);
+  float* values = device<float>(data.tokens * kK);
+  const auto of_set = [&](int set) {
+    IndexerFwdParams p = data.p;
+    p.batch = B;
+    const int64_t request = int64_t{set} * B, token = request * T;
+    p.q = static_cast<const char*>(p.q) + token * J * row_bytes;
+    p.weights += token * J, p.starts += token, p.ends += token, p.out += token * S;
+    if (page > 0) {
+      p.page_table += request * p.pages_per_request;
+    } else {
+      p.k = static_cast<const char*>(p.k) + request * S * row_bytes;
+      if (p.k_scale) p.k_scale += request * S;
+    }
+    return p;
+  };
+  const auto logits = [&](Launch launch) {
+    return graph_us(sets, [&](int set, cudaStream_t s) { CHECK(launch(of_set(set), s)); });
+  };
+  const auto select = [&](int set, cudaStream_t s) {
+    const IndexerFwdParams p = of_set(set);
+    const int64_t at = int64_t{set} * B * T * kK;
+    CHECK(jax_dsa::launch_topk(
+        {p.out, p.starts, p.ends, indices + at, values + at, int64_t{B} * T, S, kK}, s));
+  };
+  const float many = logits(launch_layout<kDType, kC>);
+  const float few = logits(jax_dsa::launch_indexer_decode);
+  const float topk = graph_us(sets, select);
+  const float both = graph_us(sets, [&](int set, cudaStream_t s) {
+    CHECK(jax_dsa::launch_indexer_decode(of_set(set), s));
+    select(set, s);
+  });
+  const double floor_us = bytes / rate * 1e-6;
+  printf("%s B%d T%d S%d J%d %s: %.1f us of keys; many %.1f, few %.1f us (%.2f of the copy), ",
+         kDType == kBF16 ? "bf16" : "e4m3", B, T, S, J, page ? "paged" : "flat", floor_us, many,
+         few, floor_us / few);
+  if (J == 64 && T == 1) {
+    const float two = logits(launch_decode<DecodeTraits<kDType, kC, 64, 1, 2>>);
+    printf("with two warpgroups %.1f, ", two);
+  }
+  printf("top-k %.1f, few and top-k %.1f us\n", topk, both);
+  CHECK(cudaFree(indices));
+  CHECK(cudaFree(values));
 }
 
 int main(int argc, char** argv) {
@@ -347,6 +475,16 @@ int main(int argc, char** argv) {
       {"many items", kE4M3, 1, 4000, 4001, 64, 128, kCausal},
       {"many items", kBF16, 2, 2050, 3001, 64, 128, kRandom},
       {"many items", kE4M3, 7, 900, 1025, 32, 64, kPacked},
+      {"one query", kE4M3, 3, 1, 4099, 64, 128, kRandom},
+      {"one query, pages", kE4M3, 130, 1, 1024, 64, 128, kRandom, true, true, true, 64},
+      {"two queries, pages", kE4M3, 5, 2, 2304, 64, 128, kRandom, false, true, true, 128},
+      {"three queries", kBF16, 4, 3, 777, 64, 128, kRandom},
+      {"four queries, pages", kBF16, 3, 4, 1344, 63, 128, kRandom, true, true, true, 192},
+      {"four queries", kE4M3, 7, 4, 1001, 32, 64, kCausal},
+      {"two queries", kBF16, 9, 2, 333, 20, 32, kRandom, true, false},
+      {"three queries, few heads", kE4M3, 200, 3, 130, 9, 128, kRandom},
+      {"nothing seen, few queries", kE4M3, 9, 2, 901, 64, 128, kNone},
+      {"small, pages", kE4M3, 3, 2, 448, 64, 128, kRandom, true, true, true, 64},
       {"beyond 2^31", kE4M3, 1, 32771, 65601, 3, 32, kCausal, true, true, false},
   };
   if (what == "test" || what == "small") {
@@ -354,7 +492,10 @@ int main(int argc, char** argv) {
     for (const Case& c : cases) {
       const int64_t work = int64_t{c.B} * c.T * c.S;
       if (what == "small" && work > 30000) continue;
-      bad += !run_case(c, seed);
+      bad += !run_case(c, seed, jax_dsa::launch_indexer_fwd);
+      if (c.T <= jax_dsa::kIndexerDecodeQueries) {
+        bad += !run_case(c, seed, jax_dsa::launch_indexer_decode);
+      }
     }
     printf(bad ? "FAILED %d\n" : "all good\n", bad);
     return bad != 0;
@@ -366,7 +507,19 @@ int main(int argc, char** argv) {
     CHECK(cudaDeviceSynchronize());
     return 0;
   }
-  bench_copy();
+  const double rate = bench_copy();
+  if (what == "decode") {
+    for (int S : {8192, 131072}) {
+      for (int B : {1, 8, 64, 128}) bench_few<kE4M3>(B, 1, S, 64, 64, rate);
+    }
+    for (int T : {2, 3, 4}) bench_few<kE4M3>(64, T, 65536, 64, 64, rate);
+    bench_few<kE4M3>(64, 1, 131072, 32, 64, rate);
+    bench_few<kE4M3>(64, 4, 131072, 32, 64, rate);
+    bench_few<kE4M3>(64, 1, 131072, 64, 0, rate);
+    for (int S : {8192, 131072}) bench_few<kBF16>(64, 1, S, 64, 64, rate);
+    bench_few<kBF16>(64, 4, 65536, 64, 0, rate);
+    return 0;
+  }
   bench(fp8);
   bench({"fp8 T4096 S32768 J64", kE4M3, 1, 4096, 32768, 64, 128, kFull, true, true, false});
   bench({"fp8 T4096 S8192 J32", kE4M3, 1, 4096, 8192, 32, 128, kFull, true, true, false});

@@ -6,14 +6,15 @@ namespace jax_dsa {
 
 namespace indexer {
 template <IndexerDType kDType>
-cudaError_t launch_channels(const IndexerFwdParams& p, cudaStream_t stream);
-extern template cudaError_t launch_channels<IndexerDType::kBF16>(const IndexerFwdParams&,
+cudaError_t launch_channels(const IndexerFwdParams& p, bool few, cudaStream_t stream);
+extern template cudaError_t launch_channels<IndexerDType::kBF16>(const IndexerFwdParams&, bool,
                                                                  cudaStream_t);
-extern template cudaError_t launch_channels<IndexerDType::kE4M3>(const IndexerFwdParams&,
+extern template cudaError_t launch_channels<IndexerDType::kE4M3>(const IndexerFwdParams&, bool,
                                                                  cudaStream_t);
-}  // namespace indexer
 
-cudaError_t launch_indexer_fwd(const IndexerFwdParams& p, cudaStream_t stream) {
+namespace {
+
+cudaError_t launch(const IndexerFwdParams& p, bool few, cudaStream_t stream) {
   if (p.batch == 0 || p.queries == 0 || p.keys == 0) return cudaSuccess;
   // The last tile of keys ends below 2^31, too.
   if (p.keys > INT32_MAX - 4096 || p.heads < 1 || p.heads > kIndexerMaxHeads) {
@@ -25,8 +26,20 @@ cudaError_t launch_indexer_fwd(const IndexerFwdParams& p, cudaStream_t stream) {
        p.keys != p.pages_per_request * p.page_size)) {
     return cudaErrorInvalidValue;
   }
-  return p.dtype == IndexerDType::kBF16 ? indexer::launch_channels<IndexerDType::kBF16>(p, stream)
-                                        : indexer::launch_channels<IndexerDType::kE4M3>(p, stream);
+  return p.dtype == IndexerDType::kBF16 ? launch_channels<IndexerDType::kBF16>(p, few, stream)
+                                        : launch_channels<IndexerDType::kE4M3>(p, few, stream);
+}
+
+}  // namespace
+}  // namespace indexer
+
+cudaError_t launch_indexer_fwd(const IndexerFwdParams& p, cudaStream_t stream) {
+  return indexer::launch(p, false, stream);
+}
+
+cudaError_t launch_indexer_decode(const IndexerFwdParams& p, cudaStream_t stream) {
+  if (p.queries > kIndexerDecodeQueries) return cudaErrorInvalidValue;
+  return indexer::launch(p, true, stream);
 }
 
 }  // namespace jax_dsa

@@ -2,6 +2,7 @@
 
 namespace jax_dsa::indexer {
 
-template cudaError_t launch_channels<IndexerDType::kE4M3>(const IndexerFwdParams&, cudaStream_t);
+template cudaError_t launch_channels<IndexerDType::kE4M3>(const IndexerFwdParams&, bool,
+                                                          cudaStream_t);
 
 }  // namespace jax_dsa::indexer

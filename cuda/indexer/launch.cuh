@@ -71,15 +71,21 @@ cudaError_t launch_few_queries(const IndexerFwdParams& p, cudaStream_t stream) {
                         : launch_decode<DecodeTraits<kDType, kChannels, 64, 4>>(p, stream);
 }
 
+template <IndexerDType kDType, int kChannels>
+cudaError_t launch_queries(const IndexerFwdParams& p, bool few, cudaStream_t stream) {
+  return few ? launch_few_queries<kDType, kChannels>(p, stream)
+             : launch_layout<kDType, kChannels>(p, stream);
+}
+
 template <IndexerDType kDType>
-cudaError_t launch_channels(const IndexerFwdParams& p, cudaStream_t stream) {
+cudaError_t launch_channels(const IndexerFwdParams& p, bool few, cudaStream_t stream) {
   switch (p.channels) {
     case 32:
-      return launch_layout<kDType, 32>(p, stream);
+      return launch_queries<kDType, 32>(p, few, stream);
     case 64:
-      return launch_layout<kDType, 64>(p, stream);
+      return launch_queries<kDType, 64>(p, few, stream);
     case 128:
-      return launch_layout<kDType, 128>(p, stream);
+      return launch_queries<kDType, 128>(p, few, stream);
   }
   return cudaErrorInvalidValue;
 }
