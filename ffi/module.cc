@@ -21,10 +21,14 @@ nb::capsule capsule(XLA_FFI_Handler* handler) {
 nb::dict targets() {
   nb::dict out;
   out["jax_dsa.attn_dist_fwd.v1"] = capsule(AttnDistFwd);
+  out["jax_dsa.dequantize_fp8.v1"] = capsule(DequantizeFp8);
+  out["jax_dsa.fp8_matmul.v1"] = capsule(Fp8Matmul);
   out["jax_dsa.indexer_logits_fwd.v1"] = capsule(IndexerLogitsFwd);
   out["jax_dsa.indexer_topk_bwd.v1"] = capsule(IndexerTopkBwd);
   out["jax_dsa.indexer_topk_fwd.v1"] = capsule(IndexerTopkFwd);
   out["jax_dsa.quantize_fp8.v1"] = capsule(QuantizeFp8);
+  out["jax_dsa.quantize_fp8_tiles.v1"] = capsule(QuantizeFp8Tiles);
+  out["jax_dsa.quantize_fp8_transpose.v1"] = capsule(QuantizeFp8Transpose);
   out["jax_dsa.sparse_mla_bwd.v2"] = capsule(SparseMlaBwd);
   out["jax_dsa.sparse_mla_decode.v2"] = capsule(SparseMlaDecode);
   out["jax_dsa.sparse_mla_fwd.v1"] = capsule(SparseMlaFwd);
