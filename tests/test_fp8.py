@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import hypothesis
@@ -18,6 +19,9 @@ from oracles import fp8 as oracle
 
 import jax_dsa
 from jax_dsa import dequantize_fp8, fake_quantize_fp8, fp8_matmul, quantize_fp8
+from jax_dsa.core import ffi
+from jax_dsa.ops.fp8_matmul import cuda as matmul_kernels
+from jax_dsa.ops.fp8_matmul.spec import Operands, Product
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [ml_dtypes.bfloat16, np.float16, np.float32], ids=["bf16", "f16", "f32"]
@@ -244,11 +248,34 @@ def test_matmul_matches_oracle(m: int, n: int, k: int, rng: np.random.Generator)
     b_codes, b_scales = quantize_fp8(jnp.asarray(b), block=(128, 128))
     quantised = (a_codes, a_scales, b_codes, b_scales)
     want = oracle.matmul(*(np.asarray(x) for x in quantised)).astype(np.float32)
-    assert_matches(fp8_matmul(*quantised, dtype=jnp.float32), want, 1e-5)
-    assert fp8_matmul(*quantised).dtype == jnp.bfloat16
-    assert_matches(fp8_matmul(jnp.asarray(a), None, jnp.asarray(b), None), want, 1e-5)
-    mixed = fp8_matmul(jnp.asarray(a)[None], None, b_codes, b_scales)
+    matmul = functools.partial(fp8_matmul, implementation="xla")
+    assert_matches(matmul(*quantised, dtype=jnp.float32), want, 1e-5)
+    assert matmul(*quantised).dtype == jnp.bfloat16
+    assert_matches(matmul(jnp.asarray(a), None, jnp.asarray(b), None), want, 1e-5)
+    mixed = matmul(jnp.asarray(a)[None], None, b_codes, b_scales)
     assert_matches(mixed, want[None], 1e-5)
+
+
+@pytest.mark.parametrize("k", [128, 130, 300, 1])
+def test_rows_reach_the_matmul_kernel_as_tma_wants_them(
+    k: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their length is a multiple of 16 bytes, and the product is the same."""
+    a, b = (jnp.asarray(random(rng, n, k)) for n in (3, 5))
+    quantised = (*quantize_fp8(a), *quantize_fp8(b, block=(128, 128)))
+
+    def call(target: str, operands: Any, avals: Any) -> list[jax.Array]:
+        a, a_scale, b, b_scale = (x[0] for x in operands)
+        assert a.shape[-1] == b.shape[-1] == -(-k // 16) * 16
+        out = fp8_matmul(a, a_scale, b, b_scale, dtype=avals.out.dtype, implementation="xla")
+        return [out[None]]
+
+    monkeypatch.setattr(ffi, "call", call)
+    operands = Operands(*(x[None] for x in quantised))
+    avals = Product(jax.ShapeDtypeStruct((1, 3, 5), jnp.float32))
+    got = matmul_kernels.fp8_matmul_fwd(None, avals, operands)
+    want = fp8_matmul(*quantised, dtype=jnp.float32, implementation="xla")
+    assert_matches(got.out[0], want, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -301,9 +328,14 @@ W = np.zeros((8, 256), np.float32)
         (lambda: dequantize_fp8(CODES, SCALE.astype(np.float16)), TypeError, "'scale'.*float32"),
         (lambda: dequantize_fp8(CODES, SCALE, dtype=jnp.int8), ValueError, "'dtype' is 'int8'"),
         (
-            lambda: dequantize_fp8(CODES, SCALE, implementation="cuda"),
+            lambda: dequantize_fp8(CODES, SCALE, block=(2, 128), implementation="cuda"),
+            ValueError,
+            "'scale'.*want .2, 2",
+        ),
+        (
+            lambda: dequantize_fp8(CODES, SCALE[:2], block=(2, 128), implementation="cuda"),
             NotImplementedError,
-            "dequantize_fp8.*no CUDA kernel",
+            "dequantize_fp8: implementation='cuda' is not available here.*'xla'",
         ),
         (lambda: fake_quantize_fp8(CODES), TypeError, "fake_quantize_fp8: argument 'x'"),
         (lambda: fp8_matmul(CODES, None, W, None), TypeError, "fp8_matmul: argument 'a'.*bfloat16"),
@@ -315,9 +347,11 @@ W = np.zeros((8, 256), np.float32)
         (lambda: fp8_matmul(X, None, W, SCALE), TypeError, "'b' has dtype float32"),
         (lambda: fp8_matmul(X, None, W, None, dtype=np.int32), ValueError, "'dtype' is 'int32'"),
         (
-            lambda: fp8_matmul(X, None, W, None, implementation="cuda"),
+            lambda: jax.grad(lambda x: fp8_matmul(x, None, W, None, implementation="cuda").sum())(
+                X
+            ),
             NotImplementedError,
-            "fp8_matmul.*no CUDA kernel",
+            "fp8_matmul: implementation='cuda' is not available here.*'xla'",
         ),
     ],
 )
@@ -427,3 +461,126 @@ def test_kernel_past_two_to_the_31_elements() -> None:
     codes, scales = jax.jit(lambda x: quantize_fp8(x, implementation="cuda"))(x)
     tail = slice(rows - 500, rows)
     assert_same((codes[tail], scales[tail]), on_cpu(np.asarray(x[tail])))
+
+
+TILED = pytest.mark.parametrize(
+    "shape", [(256, 384), (130, 200), (77, 131), (3, 5), (1, 1), (2, 3, 300, 136)], ids=str
+)
+
+
+@pytest.mark.gpu
+@DTYPES
+@MODES
+@TILED
+def test_kernel_of_tiles_equals_xla(
+    dtype: Any, power_of_two_scale: bool, shape: tuple, rng: np.random.Generator
+) -> None:
+    x = random(rng, *shape, dtype=dtype)
+    x.reshape(-1)[rng.integers(0, x.size, 3)] = [np.nan, np.inf, -0.0]
+    options = {"block": (128, 128), "power_of_two_scale": power_of_two_scale}
+    got = quantize_fp8(jnp.asarray(x), implementation="cuda", **options)
+    assert_same(got, on_cpu(x, **options))
+
+
+@pytest.mark.gpu
+@DTYPES
+@TILED
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)], ids=str)
+def test_kernel_of_dequantisation_equals_xla(
+    dtype: Any, shape: tuple, block: tuple, rng: np.random.Generator
+) -> None:
+    x = random(rng, *shape)
+    x.reshape(-1)[rng.integers(0, x.size)] = np.nan
+    codes = quantize_fp8(jnp.asarray(x), block=block)
+    got, want = (
+        dequantize_fp8(*codes, block=block, dtype=dtype, implementation=i) for i in ("cuda", "xla")
+    )
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(0, 128), (4, 0), (2, 0, 7)], ids=str)
+def test_other_kernels_on_empty_arrays(shape: tuple) -> None:
+    for block in ((1, 128), (128, 128)):
+        codes = quantize_fp8(jnp.zeros(shape, jnp.bfloat16), block=block)
+        assert dequantize_fp8(*codes, block=block, implementation="cuda").shape == shape
+    w = jnp.zeros((6, shape[-1]), jnp.bfloat16)
+    out = fp8_matmul(jnp.ones(shape, jnp.bfloat16), None, w, None, implementation="cuda")
+    assert out.shape == (*shape[:-1], 6) and not np.asarray(out, np.float32).any()
+
+
+def product(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of the values that are multiplied, in float64, and the sums of the terms' magnitudes."""
+    a = np.asarray(dequantize_fp8(*quantize_fp8(jnp.asarray(a))), np.float64)
+    tiles = (128, 128)
+    b_codes = quantize_fp8(jnp.asarray(b), block=tiles)
+    b = np.asarray(dequantize_fp8(*b_codes, block=tiles), np.float64)
+    return a @ b.swapaxes(-1, -2), np.abs(a) @ np.abs(b).swapaxes(-1, -2)
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (3, 256, 256),
+        (5, 130, 300),
+        (1, 1, 1),
+        (16, 2112, 7168),
+        (128, 300, 1000),
+        (300, 400, 656),
+        (1000, 1500, 520),
+        (700, 2049, 1039),
+    ],
+    ids=str,
+)
+def test_matmul_kernel(dtype: Any, shape: tuple, rng: np.random.Generator) -> None:
+    m, n, k = shape
+    small = 1e-2 if dtype == np.float16 else 1.0  # or products are too large for float16
+    a, b = (random(rng, m, k) * small).astype(dtype), (random(rng, n, k) * small)
+    if m > 4 and n > 4:
+        a[2, k // 2] = b[3, 0] = np.nan  # in a block of a's, and in a tile of b's
+    want, size = product(a, b)
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    got = fp8_matmul(a, None, b, None, implementation="cuda")
+    assert got.dtype == dtype
+    got = np.asarray(got, np.float64)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    # The tensor cores add products in less than float32.
+    allowed = 3e-4 * size + float(jnp.finfo(dtype).eps) * np.abs(want) + 1e-6
+    assert (np.abs(got - want) <= allowed)[~np.isnan(want)].all()
+    again = fp8_matmul(a, None, b, None, implementation="cuda")
+    np.testing.assert_array_equal(np.asarray(again, np.float64), got)
+
+
+@pytest.mark.gpu
+def test_matmul_kernel_under_vmap_and_on_meshes(rng: np.random.Generator) -> None:
+    a, b = random(rng, 8, 40, 300), random(rng, 8, 256, 300)
+    want, size = product(a, b)
+
+    def check(got: jax.Array) -> None:
+        assert (np.abs(np.asarray(got, np.float64) - want) <= 3e-4 * size + 1e-6).all()
+
+    kernel = lambda a, b: fp8_matmul(a, None, b, None, implementation="cuda")  # noqa: E731
+    check(jax.vmap(kernel)(jnp.asarray(a), jnp.asarray(b)))
+    gpus = jax.devices()
+    count = max(n for n in (1, 2) if n <= len(gpus))
+    want, size = product(a, b[0])
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((count,), ("x",), axis_types=(axis_type,), devices=gpus[:count])
+        with jax.set_mesh(mesh):
+            for specs in ((P("x"), P()), (P(), P("x"))):
+                placed = (
+                    jax.device_put(x, NamedSharding(mesh, p))
+                    for x, p in zip((a, b[0]), specs, strict=True)
+                )
+                check(jax.jit(kernel)(*placed))
+
+
+@pytest.mark.gpu
+def test_kernels_of_the_matmul_run_by_default(rng: np.random.Generator) -> None:
+    x, w = (jnp.asarray(random(rng, n, 300)) for n in (8, 16))
+    text = jax.jit(lambda x, w: fp8_matmul(x, None, w, None)).lower(x, w).compile().as_text()
+    for target in ("quantize_fp8", "quantize_fp8_tiles", "fp8_matmul"):
+        assert f"jax_dsa.{target}.v1" in text

@@ -31,7 +31,7 @@ WITHOUT_GRADIENT = {
 }
 WITH_KERNEL = (
     *("topk", "indexer_logits", "indexer_topk", "sparse_mla", "sparse_mla_decode", "attn_dist"),
-    *("dsa_attention", "quantize_fp8"),
+    *("dsa_attention", "quantize_fp8", "dequantize_fp8"),
 )
 KINDS = {kind.__name__: kind for kind in kinds.KINDS}
 SHARING = {kind.__name__: count for kind, count in kinds.KINDS.items()}

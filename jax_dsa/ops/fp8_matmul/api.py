@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import Args
+from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation
-from jax_dsa.ops.fp8_matmul import xla
+from jax_dsa.ops.fp8_matmul import cuda, xla
 from jax_dsa.ops.fp8_matmul.spec import (
     A,
     B,
@@ -37,7 +38,12 @@ from jax_dsa.ops.quantize_fp8.spec import (
 )
 
 # The contracted axis stays whole in the forward pass, whose sum is rounded once, at the end.
-FWD = Pass("fp8_matmul_fwd", xla.fp8_matmul_fwd, shardable=f"{SHARDED_ROWS} i")
+FWD = Pass(
+    "fp8_matmul_fwd",
+    xla.fp8_matmul_fwd,
+    shardable=f"{SHARDED_ROWS} i",
+    kernel=Kernel(cuda.fp8_matmul_fwd, cuda.supports, limits="any shape; the gradients are XLA's"),
+)
 BWD_A = Pass("fp8_matmul_bwd_a", xla.fp8_matmul_bwd_a, shardable=f"{SHARDED_ROWS} i j")
 BWD_B = Pass("fp8_matmul_bwd_b", xla.fp8_matmul_bwd_b, shardable=f"{SHARDED_ROWS} i j")
 
@@ -114,12 +120,13 @@ def fp8_matmul(
         b_scale: float32, one for every 128x128 block of b; or None.
         power_of_two_scale: for the operands that are quantised here.
         dtype: of the result, bfloat16, float16 or float32; default a's, bfloat16 if a is codes.
-        implementation: None or "xla"; there is no kernel yet. XLA multiplies float32, on a GPU in
-            TF32 unless `jax.default_matmul_precision` says otherwise.
+        implementation: None (the kernels where they are, else XLA), "cuda" or "xla". The kernels
+            promote to float32 every 128 of K. XLA multiplies float32, on a GPU in TF32 unless
+            `jax.default_matmul_precision` says otherwise. Gradients are XLA's, so "cuda" has none.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or range.
-        NotImplementedError: `implementation="cuda"`.
+        NotImplementedError: `implementation="cuda"` cannot run this call here.
 
     Example:
         >>> import jax, jax.numpy as jnp, jax_dsa

@@ -31,17 +31,20 @@ from jax_dsa.ops.quantize_fp8.spec import (
 
 Block = int | tuple[int, int]
 
+_LIMITS = "bfloat16, float16 and float32; blocks of 1x128 and 128x128"
+
 QUANTIZE = Pass(
     "quantize_fp8",
     xla.quantize_fp8,
     shardable=f"{SHARDED_ROWS} i j",
-    kernel=Kernel(
-        cuda.quantize_fp8,
-        cuda.supports,
-        limits="bfloat16, float16 and float32; blocks of 1x128",
-    ),
+    kernel=Kernel(cuda.quantize_fp8, cuda.supports, limits=_LIMITS),
 )
-DEQUANTIZE_FWD = Pass("dequantize_fp8_fwd", xla.dequantize_fp8_fwd, shardable=f"{SHARDED_ROWS} i j")
+DEQUANTIZE_FWD = Pass(
+    "dequantize_fp8_fwd",
+    xla.dequantize_fp8_fwd,
+    shardable=f"{SHARDED_ROWS} i j",
+    kernel=Kernel(cuda.dequantize_fp8_fwd, cuda.supports, limits=_LIMITS),
+)
 DEQUANTIZE_BWD = Pass("dequantize_fp8_bwd", xla.dequantize_fp8_bwd, shardable=f"{SHARDED_ROWS} i j")
 
 
@@ -126,8 +129,8 @@ def quantize_fp8(
         block: elements of the last axis that share a scale; or a pair, rows and columns of the last
             two axes. The last block of an axis may be shorter.
         power_of_two_scale: round every scale up to a power of two, so that dividing by it is exact.
-        implementation: None (the kernel where there is one, else XLA), "cuda" or "xla". The kernel
-            has blocks of 1x128.
+        implementation: None (the kernel where there is one, else XLA), "cuda" or "xla". The kernels
+            have blocks of 1x128 and 128x128.
 
     Returns:
         The codes, float8_e4m3fn of x's shape, and the scales, float32, with ceil(C / block) for C
@@ -170,11 +173,11 @@ def dequantize_fp8(
         block: that of the quantisation.
         dtype: of the result: float32, bfloat16 or float16. With power-of-two scales all of them are
             exact (float16 within its range).
-        implementation: None or "xla"; there is no kernel.
+        implementation: as of `quantize_fp8`.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or range.
-        NotImplementedError: `implementation="cuda"`.
+        NotImplementedError: `implementation="cuda"` cannot run this call here.
 
     Example:
         >>> import jax.numpy as jnp, jax_dsa

@@ -1,24 +1,31 @@
-"""FP8 quantisation on its CUDA kernel."""
+"""FP8 quantisation and its inverse on their CUDA kernels."""
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core import ffi
-from jax_dsa.ops.quantize_fp8.spec import BLOCK, INPUTS, Codes, Operands, Options
+from jax_dsa.ops.quantize_fp8.spec import BLOCK, Codes, Operands, Options, Values
+
+_ROWS, _TILES = (1, BLOCK), (BLOCK, BLOCK)
 
 
-def supports(options: Options, x: Operands) -> str | None:
-    """None, or why the kernel does not run this call."""
-    if options.block != (1, BLOCK):
-        return f"it has blocks of 1x{BLOCK}, got {options.block[0]}x{options.block[1]}"
-    if x.x.dtype not in [jnp.dtype(d) for d in INPUTS]:
-        return f"it takes bfloat16, float16 and float32, got {x.x.dtype}"
+def supports(options: Options, x: Operands | Codes) -> str | None:
+    """None, or why the kernels do not run this call: either direction."""
+    if options.block not in (_ROWS, _TILES):
+        rows, columns = options.block
+        return f"it has blocks of 1x{BLOCK} and {BLOCK}x{BLOCK}, got {rows}x{columns}"
     return None
 
 
 def quantize_fp8(options: Options, avals: Codes, x: Operands) -> Codes:
     """`xla.quantize_fp8`."""
+    tiles = "_tiles" if options.block == _TILES else ""
     power = np.bool_(options.power_of_two_scale)
-    return Codes(*ffi.call("jax_dsa.quantize_fp8.v1", x, avals, power_of_two_scale=power))
+    return Codes(*ffi.call(f"jax_dsa.quantize_fp8{tiles}.v1", x, avals, power_of_two_scale=power))
+
+
+def dequantize_fp8_fwd(options: Options, avals: Values, x: Codes) -> Values:
+    """`xla.dequantize_fp8_fwd`."""
+    tiles = np.bool_(options.block == _TILES)
+    return Values(*ffi.call("jax_dsa.dequantize_fp8.v1", x, avals, tiles=tiles))

@@ -13,7 +13,7 @@ from jax_dsa import dequantize_fp8, fake_quantize_fp8, fp8_matmul, quantize_fp8
 
 def draw_block(c: Draw) -> Any:
     if c.kernel:
-        return 128
+        return c.one(128, (128, 128))
     return c.one(c.integer(4), c.integer(1), 128, (1, 4), (c.integer(2), 3), [2, 4], (4, 1))
 
 
@@ -34,7 +34,7 @@ def draw_values(c: Draw, r: Draw, *shape: int) -> np.ndarray:
 
 def draw_shape(c: Draw, block: Any) -> tuple[int, ...]:
     """Any leading axes, rows if blocks have them, columns."""
-    *leading, rows, cols = c.dims({"C": (128, 200)}, A=2, B=3, R=5, C=9)
+    *leading, rows, cols = c.dims({"R": (3, 130), "C": (128, 200)}, A=2, B=3, R=5, C=9)
     if pair(block)[0] == 1:
         return (*[*leading, rows][c.one(0, 1, 2, 3) :], cols)
     return (*leading[c.one(0, 1, 2) :], rows, cols)

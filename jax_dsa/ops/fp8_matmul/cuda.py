@@ -1,0 +1,38 @@
+"""The FP8 matmul on its CUDA kernels."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.core import ffi
+from jax_dsa.core.typing import Array, Float
+from jax_dsa.ops.fp8_matmul.spec import Operands, Options, Product
+
+_MOST = 2**31 - 4097  # of an axis, as in cuda/fp8/matmul.cu
+_ROW = 16  # bytes: what the length of a row is a multiple of
+
+
+def supports(options: Options, x: Operands) -> str | None:
+    """None, or why the kernels do not run this call."""
+    rows = 1
+    for size in x.a.shape[1:-1]:
+        rows *= size
+    if max(rows, x.a.shape[0], *x.b.shape[1:]) > _MOST:
+        return f"it takes sizes up to {_MOST}"
+    return None
+
+
+def _whole_rows(codes: Float[Array, "... K"]) -> Float[Array, "... k"]:
+    """The codes with zeros up to a length of rows that TMA copies."""
+    padding = -codes.shape[-1] % _ROW
+    if padding == 0:
+        return codes
+    widths = [(0, 0, 0)] * (codes.ndim - 1) + [(0, padding, 0)]
+    return jax.lax.pad(codes, jnp.zeros((), codes.dtype), widths)
+
+
+def fp8_matmul_fwd(options: Options, avals: Product, x: Operands) -> Product:
+    """`xla.fp8_matmul_fwd`."""
+    given = x._replace(a=_whole_rows(x.a), b=_whole_rows(x.b))
+    return Product(*ffi.call("jax_dsa.fp8_matmul.v1", given, avals))
