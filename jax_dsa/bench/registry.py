@@ -332,7 +332,24 @@ def fp8(size: Scale) -> Iterator[Case]:
                 {COPY: m * (3 * c + 4 * -(-c // 128))},
                 note="pow2" if power_of_two_scale else "",
             )
-    for m, n, k in ((4096, 7168, 2048), (4096, 4096, 7168), (8192, 8192, 8192)):
+    for m, c in ((8192, 8192), (4 * 8192, 7168)):
+        dims = size(M=m, C=c)
+        m, c = dims.values()
+        x, tiles = functools.partial(rows, m, c, jnp.bfloat16), (128, 128)
+        quantize = functools.partial(jax_dsa.quantize_fp8, block=tiles)
+        dequantize = functools.partial(jax_dsa.dequantize_fp8, dtype=jnp.bfloat16)
+        yield Case("fp8", "fwd", dims, "bf16", x, quantize, {COPY: 3 * m * c}, note="tiles")
+
+        def codes(key: jax.Array, x: Callable[..., tuple] = x) -> tuple:
+            return jax_dsa.quantize_fp8(*x(key))
+
+        work = {COPY: m * (3 * c + 4 * -(-c // 128))}
+        yield Case("fp8", "fwd", dims, "bf16", codes, dequantize, work, note="dequantise")
+    for m, n, k in (
+        *((4096, 7168, 2048), (4096, 4096, 7168), (8192, 8192, 8192)),
+        *((4000, 7000, 2000), (16, 7168, 7168), (128, 7168, 7168)),
+    ):
+        few = m <= 128  # rows: bound by reading b
         dims = size(M=m, N=n, K=k)
         m, n, k = dims.values()
 
@@ -341,7 +358,8 @@ def fp8(size: Scale) -> Iterator[Case]:
             weights = jax_dsa.quantize_fp8(normal(b, n, k), block=(128, 128))
             return *jax_dsa.quantize_fp8(normal(a, m, k)), *weights
 
-        yield Case("fp8", "fwd", dims, "fp8", make, jax_dsa.fp8_matmul, {FP8: 2 * m * n * k})
+        work = {COPY: (m + n) * k + 2 * m * n} if few else {FP8: 2 * m * n * k}
+        yield Case("fp8", "fwd", dims, "fp8", make, jax_dsa.fp8_matmul, work)
 
 
 def htree(size: Scale) -> Iterator[Case]:
