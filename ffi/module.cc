@@ -23,6 +23,9 @@ nb::dict targets() {
   out["jax_dsa.attn_dist_fwd.v1"] = capsule(AttnDistFwd);
   out["jax_dsa.dequantize_fp8.v1"] = capsule(DequantizeFp8);
   out["jax_dsa.fp8_matmul.v1"] = capsule(Fp8Matmul);
+  out["jax_dsa.block_mask_classify.v1"] = capsule(BlockMaskClassify);
+  out["jax_dsa.block_mask_compress.v1"] = capsule(BlockMaskCompress);
+  out["jax_dsa.block_mask_pack.v1"] = capsule(BlockMaskPack);
   out["jax_dsa.indexer_logits_fwd.v1"] = capsule(IndexerLogitsFwd);
   out["jax_dsa.indexer_topk_bwd.v1"] = capsule(IndexerTopkBwd);
   out["jax_dsa.indexer_topk_fwd.v1"] = capsule(IndexerTopkFwd);
