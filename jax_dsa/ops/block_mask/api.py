@@ -19,9 +19,10 @@ from jax_dsa.core.arguments import (
     window_ranges,
 )
 from jax_dsa.core.checks import BOOL, FLOATS, Args
+from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass
 from jax_dsa.core.typing import Array, Bool, Float, Int
-from jax_dsa.ops.block_mask import xla
+from jax_dsa.ops.block_mask import cuda, xla
 from jax_dsa.ops.block_mask.spec import (
     EMPTY,
     FULL,
@@ -40,8 +41,19 @@ from jax_dsa.ops.topk.api import topk_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CLASSIFY = Pass("block_mask_classify", xla.block_mask_classify, shardable="b h")
-PACK = Pass("block_mask_pack", xla.block_mask_pack, shardable="b h")
+_LIMITS = "arrays, ranges and segments; no mask function"
+CLASSIFY = Pass(
+    "block_mask_classify",
+    xla.block_mask_classify,
+    kernel=Kernel(cuda.block_mask_classify, cuda.supports, limits=_LIMITS),
+    shardable="b h",
+)
+PACK = Pass(
+    "block_mask_pack",
+    xla.block_mask_pack,
+    kernel=Kernel(cuda.block_mask_pack, cuda.supports, limits=_LIMITS),
+    shardable="b h",
+)
 INDEX_MASK = Pass("topk_mask", xla.index_mask, shardable="b t")
 
 
@@ -67,7 +79,8 @@ def make_block_mask(
     Args:
         mask: True keeps. An array, a function, or None if the other arguments say it all. The
             function takes batch, head, query and key numbers, int32 arrays that broadcast against
-            each other, and returns bools that broadcast with them.
+            each other, and returns bools that broadcast with them. An array has a kernel, a
+            function has none.
         shape: (B, H, T, S) of the attention, by default the shape of the array `mask`, which must
             broadcast to it.
         is_causal, causal_alignment, local_window_size, segment_ids, key_value_seq_lengths: as in
@@ -116,7 +129,7 @@ def make_block_mask(
     if ends is None:
         ends = jnp.full((1, queries), keys, jnp.int32)
     operands = Operands(array, starts, ends, *segments(args, segment_ids))
-    call = args.call("xla")
+    call = args.call(None)
     classify: Callable[[Options, Operands], Kinds] = functools.partial(CLASSIFY, call)
     pack: Callable[[Options, Operands, Tiles], Bits] = functools.partial(PACK, call)
     if callable(mask):

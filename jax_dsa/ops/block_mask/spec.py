@@ -118,6 +118,20 @@ class Bits(NamedTuple):
     bits: UInt8[Array, "b h p r c"]
 
 
+class Map(NamedTuple):
+    """A block mask as the kernels of attention read it.
+
+    Attributes:
+        rows: each query's row in it.
+        tiles: EMPTY, FULL or a slot in `bits`.
+        bits: of the tiles that have a slot.
+    """
+
+    rows: Int[Array, "b t"]
+    tiles: Int[Array, "b h i j"]
+    bits: UInt8[Array, "b h p r c"]
+
+
 @dataclasses.dataclass(frozen=True)
 class IndexOptions:
     """Static options of a mask from indices: how many keys there are."""

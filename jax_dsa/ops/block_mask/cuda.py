@@ -1,0 +1,112 @@
+"""Block masks on their CUDA kernel, and masks of single calls as what attention's kernels read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_dsa.core import ffi
+from jax_dsa.core.typing import Array, Bool, Int
+from jax_dsa.ops.block_mask.spec import Bits, Kinds, Map, Operands, Options, Tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# The kernel's limits, as cuda/block_mask/block_mask.h has them.
+_MAX_LENGTH = 2**30
+_MAX_TILES = 2**31 - 1
+
+
+def supports(options: Options, *_: Any) -> str | None:
+    """None, or why the kernel does not run this call."""
+    longest = max(options.queries, options.keys)
+    if options.function is not None:
+        return "it reads arrays, and there is a mask function"
+    if longest > _MAX_LENGTH:
+        return f"it takes T and S up to {_MAX_LENGTH}, got {longest}"
+    if options.rows * options.columns > _MAX_TILES:
+        return f"it takes up to {_MAX_TILES} tiles, got {options.rows * options.columns}"
+    return None
+
+
+def block_mask_classify(options: Options, avals: Kinds, x: Operands) -> Kinds:
+    """`xla.block_mask_classify`."""
+    sizes = {"block_q": np.int64(options.block_q), "block_k": np.int64(options.block_k)}
+    operands = _operands(x, avals.occupied.shape[0])
+    return Kinds(
+        *ffi.call("jax_dsa.block_mask_classify.v1", operands, avals, **_lengths(options), **sizes)
+    )
+
+
+def block_mask_pack(options: Options, avals: Bits, x: Operands, y: Tiles) -> Bits:
+    """`xla.block_mask_pack`."""
+    operands = [*_operands(x, avals.bits.shape[0]), y.tiles]
+    return Bits(*ffi.call("jax_dsa.block_mask_pack.v1", operands, avals, **_lengths(options)))
+
+
+def compress(
+    mask: Bool[Array, "1|B H 1|T S"],
+    queries: int,
+    *,
+    starts: Int[Array, "1|B T"] | None = None,
+    ends: Int[Array, "1|B T"] | None = None,
+    other: Map | None = None,
+    block_q: int = 128,
+    block_k: int = 128,
+) -> Map:
+    """The mask as a map that has bits for every tile, which reads it once.
+
+    Attention's passes then read an eighth of its bytes. A mask that all queries share becomes one
+    row, which all of them have.
+
+    Args:
+        mask: True keeps. If there are other heads in `other`, one number divides the other.
+        queries: T.
+        starts, ends: ranges of keys beyond which the mask need not be read. Keys there may or may
+            not be visible in the result.
+        other: a map to combine with the mask.
+        block_q, block_k: queries and keys a tile.
+    """
+    batch, heads, mask_rows, keys = mask.shape
+    rows = jnp.arange(queries, dtype=jnp.int32)[None]
+    if other is not None:
+        batch = max(batch, other.tiles.shape[0], other.rows.shape[0])
+        heads = max(heads, other.tiles.shape[1])
+    elif mask_rows == 1:
+        rows = jnp.zeros_like(rows)
+        queries = block_q = 1
+        starts = ends = None
+    # Ranges of each batch entry would make a map of each.
+    ranges = [None if x is None or x.shape[0] > batch else x for x in (starts, ends)]
+    tiles = (batch, heads, -(-queries // block_q), -(-keys // block_k))
+    bits = (batch, heads, tiles[2] * tiles[3], block_q, block_k // 8)
+    made = ffi.call(
+        "jax_dsa.block_mask_compress.v1",
+        [mask, *_alike(*ranges), None, None, *(other or (None, None, None))],
+        [jax.ShapeDtypeStruct(tiles, jnp.int32), jax.ShapeDtypeStruct(bits, jnp.uint8)],
+        queries=np.int64(queries),
+        keys=np.int64(keys),
+    )
+    return Map(rows, *made)
+
+
+def _operands(x: Operands, batch: int) -> Sequence[Array | None]:
+    """In the handlers' order; there is no other map."""
+    pair = [
+        None if y is None else jnp.broadcast_to(y, (batch, y.shape[1]))
+        for y in (x.q_segments, x.kv_segments)
+    ]
+    return [x.mask, *_alike(x.starts, x.ends), *pair, None, None, None]
+
+
+def _alike(*ranges: Array | None) -> Sequence[Array | None]:
+    """Starts and ends, both of each batch entry or both shared."""
+    shape = jnp.broadcast_shapes(*(x.shape for x in ranges if x is not None))
+    return [None if x is None else jnp.broadcast_to(x, shape) for x in ranges]
+
+
+def _lengths(options: Options) -> dict[str, np.generic]:
+    return {"queries": np.int64(options.queries), "keys": np.int64(options.keys)}
