@@ -19,7 +19,10 @@ from jax_dsa.bench.case import (
     selected_pairs,
     visible_pairs,
 )
+from jax_dsa.core.call import Call
 from jax_dsa.core.layout import RECORD_BYTES
+from jax_dsa.ops.block_mask.api import CLASSIFY
+from jax_dsa.ops.block_mask.spec import Operands, Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -289,6 +292,24 @@ def masked_attention(size: Scale) -> Iterator[Case]:
             )
 
 
+def block_mask(size: Scale) -> Iterator[Case]:
+    """Which tiles of a random mask are empty or full: bound by its bytes."""
+
+    def make(dims: Dims, key: jax.Array) -> tuple:
+        return (jax.random.bernoulli(key, shape=(1, 1, dims["T"], dims["S"])),)
+
+    def classify(mask: jax.Array, implementation: Any) -> Any:
+        queries, keys = mask.shape[2:]
+        x = Operands(mask, None, jnp.full((1, queries), keys, jnp.int32), None, None)
+        return CLASSIFY(
+            Call("make_block_mask", implementation), Options(queries, keys, 128, 128), x
+        )
+
+    dims = size(T=32768, S=32768)
+    work = {COPY: dims["T"] * dims["S"]}
+    yield Case("block_mask", "fwd", dims, "bool", functools.partial(make, dims), classify, work)
+
+
 def mqa_decode(size: Scale) -> Iterator[Case]:
     """One query a request, K and V in one cache."""
 
@@ -404,5 +425,15 @@ def htree(size: Scale) -> Iterator[Case]:
 
 OPERATORS: dict[str, Callable[[Scale], Iterator[Case]]] = {
     f.__name__: f
-    for f in (fp8, topk, indexer, sparse_mla, attn_dist, masked_attention, mqa_decode, htree)
+    for f in (
+        fp8,
+        topk,
+        indexer,
+        sparse_mla,
+        attn_dist,
+        masked_attention,
+        block_mask,
+        mqa_decode,
+        htree,
+    )
 }
