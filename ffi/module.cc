@@ -6,6 +6,7 @@
 
 #include "common/limits.h"
 #include "ffi/targets.h"
+#include "mqa_decode/mqa_decode.h"
 #include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sparse_mla_decode.h"
 
@@ -29,6 +30,7 @@ nb::dict targets() {
   out["jax_dsa.indexer_logits_fwd.v1"] = capsule(IndexerLogitsFwd);
   out["jax_dsa.indexer_topk_bwd.v1"] = capsule(IndexerTopkBwd);
   out["jax_dsa.indexer_topk_fwd.v1"] = capsule(IndexerTopkFwd);
+  out["jax_dsa.mqa_decode.v1"] = capsule(MqaDecode);
   out["jax_dsa.quantize_fp8.v1"] = capsule(QuantizeFp8);
   out["jax_dsa.quantize_fp8_tiles.v1"] = capsule(QuantizeFp8Tiles);
   out["jax_dsa.quantize_fp8_transpose.v1"] = capsule(QuantizeFp8Transpose);
@@ -59,6 +61,13 @@ nb::tuple sparse_mla_bwd_workspace(int64_t batch, int64_t queries, int64_t keys,
                         jax_dsa::sparse_mla_bwd_order_bytes(p));
 }
 
+// Rows of the partial results of mqa_decode, and entries of its list of cuts.
+nb::tuple mqa_decode_workspace(int64_t queries, int heads, int groups, int dim) {
+  const jax_dsa::MqaDecodeWorkspace room =
+      jax_dsa::mqa_decode_workspace(jax_dsa::mqa_decode_rows(queries, heads, groups, dim));
+  return nb::make_tuple(room.rows, room.cuts);
+}
+
 // (major, minor) of every GPU that this process sees, none without a driver: asked of the driver
 // alone, so that no JAX backend starts.
 nb::list compute_capabilities() {
@@ -85,6 +94,7 @@ NB_MODULE(_cuda, m) {
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("compute_capabilities", &compute_capabilities);
   m.def("targets", &targets);
+  m.def("mqa_decode_workspace", &mqa_decode_workspace);
   m.def("sparse_mla_bwd_workspace", &sparse_mla_bwd_workspace);
   m.def("sparse_mla_decode_splits", &sparse_mla_decode_splits);
 }

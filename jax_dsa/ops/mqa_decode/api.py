@@ -17,13 +17,22 @@ from jax_dsa.core.arguments import (
     value_dim_or_default,
 )
 from jax_dsa.core.checks import FLOATS, INT32, WIDE_FLOATS, Args, as_array
+from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.cache.api import CachedKeys, FlatCache, PagedCache, cached_keys, check_row
-from jax_dsa.ops.mqa_decode import xla
+from jax_dsa.ops.mqa_decode import cuda, xla
 from jax_dsa.ops.mqa_decode.spec import Operands, Options
 
-FWD = Pass("mqa_decode_fwd", xla.mqa_decode_fwd)
+FWD = Pass(
+    "mqa_decode_fwd",
+    xla.mqa_decode_fwd,
+    kernel=Kernel(
+        cuda.mqa_decode_fwd,
+        cuda.supports,
+        limits="bfloat16; D 576 or 512 with value_dim 512 and no v, D=E 64, 128 or 256 with v",
+    ),
+)
 BWD = Pass("mqa_decode_bwd", xla.mqa_decode_bwd)
 
 # The operator without its checks.

@@ -1,0 +1,73 @@
+"""Decode attention over a whole cache on its CUDA kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_dsa.core import ffi
+from jax_dsa.core.streaming import entry_by_entry
+from jax_dsa.ops.mqa_decode.spec import Operands, Options, Results
+
+# What the kernels cover, as in cuda/mqa_decode/mqa_decode.h.
+_LATENT_DIMS = (576, 512)  # of keys whose first values are the values
+_VALUE_DIM = 512
+_DIMS = (64, 128, 256)  # of keys, and of values of their own
+_MAX_ROWS = 2**31 - 1 - 64
+
+
+def supports(options: Options, x: Operands) -> str | None:
+    """None, or why the kernels do not run this call."""
+    dtypes = {a.dtype for a in (x.q, x.k, x.v) if a is not None}
+    if dtypes != {jnp.dtype(jnp.bfloat16)}:
+        return f"it takes bfloat16, got {', '.join(sorted(d.name for d in dtypes))}"
+    B, T, N, D = x.q.shape
+    if N == 0:
+        return "it takes at least one head"
+    if x.v is None and (D not in _LATENT_DIMS or options.value_dim != _VALUE_DIM):
+        return (
+            f"without v it has D in {_LATENT_DIMS} and value_dim={_VALUE_DIM}, got D={D} and "
+            f"value_dim={options.value_dim}"
+        )
+    if x.v is not None and (D not in _DIMS or x.v.shape[3] != D):
+        return f"with v it has D=E in {_DIMS}, got D={D} and E={x.v.shape[3]}"
+    if options.scale <= 0:
+        return f"it takes scale > 0, got {options.scale}"
+    rows = max(B * T * N, x.k.shape[1])
+    if rows > _MAX_ROWS:
+        return f"it takes up to {_MAX_ROWS} keys, and queries times heads, got {rows}"
+    return None
+
+
+def mqa_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
+    """`xla.mqa_decode_fwd`; how keys are split depends on all requests, unless each is alone."""
+    if options.batch_invariant:
+        alone = dataclasses.replace(options, batch_invariant=False)
+
+        def some(x: Operands) -> Results:
+            outs = (
+                a if a is None else jax.ShapeDtypeStruct((x.q.shape[0], *a.shape[1:]), a.dtype)
+                for a in avals
+            )
+            return mqa_decode_fwd(alone, Results(*outs), x)  # type: ignore[arg-type]
+
+        return entry_by_entry(some, x)
+    _, T, N, D = x.q.shape
+    rows, cuts = ffi.extension().mqa_decode_workspace(T, N, x.k.shape[2], D)
+    workspace = (
+        jax.ShapeDtypeStruct((rows, avals.out.shape[3]), jnp.float32),
+        jax.ShapeDtypeStruct((rows, 2), jnp.float32),
+        jax.ShapeDtypeStruct((cuts, 2), jnp.int32),
+    )
+    operands = x.q, x.k, x.v, x.starts, x.ends, x.sinks, x.page_table
+    out, lse, top, *_ = ffi.call(
+        "jax_dsa.mqa_decode.v1",
+        operands,
+        [*avals, *workspace],
+        scale=np.float32(options.scale),
+        page_size=np.int32(options.page_size),
+    )
+    return Results(out, lse, top)
