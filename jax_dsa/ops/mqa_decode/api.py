@@ -132,11 +132,11 @@ def mqa_decode(
         sinks: float32, logits that take part in the softmax's sum but have no value; +-inf are
             legal. `lse` excludes them.
         scale: of the scores, default D^-1/2.
-        num_splits: into how many parts, at least, the keys are cut and then combined; None chooses.
-            Changes only rounding.
+        num_splits: into how many parts, at least, XLA cuts the keys, which are then combined; None
+            chooses, and so do the kernels. Changes only rounding.
         batch_invariant: a request's results are the same, bit for bit, whatever requests are
             computed with it, and how many. Without it how its keys are cut, and so the last bits,
-            may depend on the batch size. Gradients are not covered. It costs time: one request is
+            may depend on the others. Gradients are not covered. It costs time: one request is
             computed after the other.
         normalize: False returns `(o, m, l)`, all float32, in place of `out`: with m the
             largest score, `o = sum_j exp(s_j - m) v_j` and `l = sum_j exp(s_j - m)` (l = 0 and
