@@ -488,11 +488,10 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t row, uint32_t (&r)[4]) {
 }
 // Transposed: a lane gets of each matrix column lane / 4, of rows lane % 4 * 2 and the next.
 __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t row, uint32_t (&r)[4]) {
-  asm volatile(
-      "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-      : "r"(row)
-      : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
+               : "memory");
 }
 
 }  // namespace jax_dsa

@@ -9,8 +9,8 @@
 namespace jax_dsa::indexer {
 
 template <typename Tr, typename Memory>
-cudaError_t launch(void (*kernel)(IndexerFwdParams, CUtensorMap, CUtensorMap),
-                   const IndexerFwdParams& p, cudaStream_t stream) {
+cudaError_t launch_kernel(void (*kernel)(IndexerFwdParams, CUtensorMap, CUtensorMap),
+                          const IndexerFwdParams& p, cudaStream_t stream) {
   constexpr int kRowElements = Tr::kRowBytes / Tr::kElementBytes;
   constexpr auto kType = Tr::kDType == IndexerDType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                            : CU_TENSOR_MAP_DATA_TYPE_UINT8;
@@ -38,12 +38,12 @@ cudaError_t launch(void (*kernel)(IndexerFwdParams, CUtensorMap, CUtensorMap),
 
 template <typename Tr>
 cudaError_t launch_fwd(const IndexerFwdParams& p, cudaStream_t stream) {
-  return launch<Tr, Shared<Tr>>(fwd_kernel<Tr>, p, stream);
+  return launch_kernel<Tr, Shared<Tr>>(fwd_kernel<Tr>, p, stream);
 }
 
 template <typename Tr>
 cudaError_t launch_decode(const IndexerFwdParams& p, cudaStream_t stream) {
-  return launch<Tr, DecodeShared<Tr>>(decode_kernel<Tr>, p, stream);
+  return launch_kernel<Tr, DecodeShared<Tr>>(decode_kernel<Tr>, p, stream);
 }
 
 template <IndexerDType kDType, int kChannels, bool kPaged>

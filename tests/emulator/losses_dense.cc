@@ -4,7 +4,7 @@
 
 namespace jax_dsa::indexer {
 template <>
-cudaError_t launch_channels<IndexerDType::kE4M3>(const IndexerFwdParams&, cudaStream_t) {
+cudaError_t launch_channels<IndexerDType::kE4M3>(const IndexerFwdParams&, bool, cudaStream_t) {
   return cudaErrorInvalidValue;  // not called, and long to compile
 }
 }  // namespace jax_dsa::indexer
