@@ -54,7 +54,7 @@ STACKS = {
     "mqa_decode10few_kernel": 8,
     "mqa_decode11wide_kernel": 16,
     "sparse_mla10bwd_kernel": 224,
-    "sparse_mla13decode_kernel": 24,
+    "sparse_mla13decode_kernel": 80,
     "topk11topk_kernel": 16,
     "topk15resident_kernel": 64,
 }

@@ -8,8 +8,10 @@
 #include <cstdlib>
 #include <string>
 
+#include "../../tests/emulator/record_values.h"
 #include "../../tests/emulator/sparse_mla_cache.h"
 #include "check.cuh"
+#include "sparse_mla/records.cuh"
 #include "sparse_mla/sparse_mla_decode.h"
 
 using namespace jax_dsa;
@@ -71,8 +73,10 @@ bool run_case(const DecodeCase& tried, uint64_t seed) {
     }
   }
   int64_t nans = 0;
-  for (bf16 v : got[0]) nans += std::isnan(__bfloat162float(v));
-  for (float v : got_lse[0]) nans += std::isnan(v);
+  if (tried.layout.scales != kWithNans) {
+    for (bf16 v : got[0]) nans += std::isnan(__bfloat162float(v));
+    for (float v : got_lse[0]) nans += std::isnan(v);
+  }
   const bool good = same && nans == 0 && lse_error.good(3e-4) && out_error.good(6e-3);
   printf("%-4s %-28s %2d parts  lse %.1e of %.1e  out %.1e of %.1e  nan %lld  %s\n",
          good ? "ok" : "BAD", c.name, splits, lse_error.worst, lse_error.top, out_error.worst,
@@ -99,6 +103,9 @@ const DecodeCase kCases[] = {
     {{"pages, whole", 2, 1, 90, 16, 2, 512, 130, true, true}, {false, 15, true}, 1},
     {{"records", 3, 2, 90, 40, 1, 576, 331, true, true, true, 2}, {true}, 1},
     {{"records in pages", 1, 2, 96, 32, 2, 576, 333, true, false, true}, {true, 16, true}, 2},
+    {{"records, any scales", 1, 2, 90, 16, 1, 576, 200}, {true, 0, false, kLeast}, 1},
+    {{"records, wide scales", 1, 1, 90, 16, 1, 576, 270}, {true, 0, false, kWide}, 2},
+    {{"records with NaN", 3, 3, 90, 16, 1, 576, 40}, {true, 0, false, kWithNans}, 1},
     {{"one request", 1, 1, 4096, 128, 1, 576, 2048}, {}, 0},
     {{"one request, records, pages", 1, 1, 4096, 128, 1, 576, 2048}, {true, 64}, 0},
     {{"8 requests", 8, 1, 3000, 128, 1, 576, 2048, true, true, true, 1}, {}, 0},
@@ -110,6 +117,32 @@ const DecodeCase kCases[] = {
     {{"64 parts", 1, 1, 5000, 16, 1, 576, 4200, true}, {}, 64},
 };
 
+__global__ void unpack_pieces(const record_values::Piece* pieces, uint32_t* values, int count) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  sparse_mla::unpack_values(pieces[i].codes, pieces[i].scale, [&](int j, const uint32_t (&y)[4]) {
+    for (int m = 0; m < 4; ++m) values[i * 16 + j * 4 + m] = y[m];
+  });
+}
+
+bool run_values() {
+  const auto pieces = record_values::pieces();
+  const int count = static_cast<int>(pieces.size());
+  record_values::Piece* from = upload(pieces);
+  auto* to = device<uint32_t>(count * 16);
+  unpack_pieces<<<(count + 127) / 128, 128>>>(from, to, count);
+  CHECK(cudaGetLastError());
+  const auto values = download(to, count * 16);
+  int wrong = 0;
+  for (int i = 0; i < count; ++i) {
+    wrong += record_values::wrong(pieces[i], reinterpret_cast<const uint16_t*>(&values[i * 16]));
+  }
+  printf("%-4s values of records: %d of %d wrong\n", wrong ? "BAD" : "ok", wrong, 32 * count);
+  CHECK(cudaFree(from));
+  CHECK(cudaFree(to));
+  return wrong == 0;
+}
+
 // ---- bench -------------------------------------------------------------------------------------
 
 __global__ void fill_bf16(bf16* x, int64_t n, uint64_t seed) {
@@ -120,13 +153,13 @@ __global__ void fill_bf16(bf16* x, int64_t n, uint64_t seed) {
         (float(h & 0xffff) + float(h >> 16 & 0xffff) + float(h >> 32 & 0xffff) - 98302.f) / 32768);
   }
 }
-// Records of e4m3 values in +-1.875, scales 1, and bf16 values likewise.
-__global__ void fill_records(uint8_t* x, int64_t records, uint64_t seed) {
+// Records of e4m3 values in +-1.875, all scales the same, and bf16 values likewise.
+__global__ void fill_records(uint8_t* x, int64_t records, float scale, uint64_t seed) {
   for (int64_t r = blockIdx.x; r < records; r += gridDim.x) {
     uint8_t* record = x + r * kSparseMlaRecordBytes;
     for (int d = threadIdx.x; d < 512; d += blockDim.x) record[d] = mix(seed + r * 512 + d) & 0xbf;
     for (int i = threadIdx.x; i < 4; i += blockDim.x) {
-      reinterpret_cast<float*>(record + 512)[i] = 1.f;
+      reinterpret_cast<float*>(record + 512)[i] = scale;
     }
     for (int i = threadIdx.x; i < 64; i += blockDim.x) {
       reinterpret_cast<uint16_t*>(record + 528)[i] = (mix(seed + r * 64 + i) & 0x807f) | 0x3f00;
@@ -169,20 +202,22 @@ double copy_rate() {
   return 2. * kBytes / best * 1e-9;  // TB/s
 }
 
-enum Kind { kFlat, kPages, kRecords };
-const char* const kKinds[] = {"bf16", "bf16 pages", "fp8 pages"};
+enum Kind { kFlat, kPages, kRecords, kOddRecords };
+const char* const kKinds[] = {"bf16", "bf16 pages", "fp8 pages",
+                              "fp8 pages, scales no powers of two"};
 
 // Microseconds a call in a graph of calls that take turns over enough selections to miss the L2,
 // for the rule's number of parts and those around it.
 void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
   constexpr int kPageSize = 64;
-  const int row_bytes = kind == kRecords ? kSparseMlaRecordBytes : D * 2;
+  const bool records = kind == kRecords || kind == kOddRecords;
+  const int row_bytes = records ? kSparseMlaRecordBytes : D * 2;
   const int64_t rows = int64_t{B} * S, tokens = int64_t{B} * T;
   const int64_t selected = tokens * K * row_bytes;
   const int sets = static_cast<int>(std::clamp<int64_t>((int64_t{200} << 20) / selected, 2, 32));
   auto* kv = device<uint8_t>(rows * row_bytes);
-  if (kind == kRecords) {
-    fill_records<<<2048, 128>>>(kv, rows, 1);
+  if (records) {
+    fill_records<<<2048, 128>>>(kv, rows, kind == kOddRecords ? 0.9f : 1.f, 1);
   } else {
     fill_bf16<<<2048, 256>>>(reinterpret_cast<bf16*>(kv), rows * D, 1);
   }
@@ -212,7 +247,7 @@ void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
     SparseMlaDecodeParams p = {};
     p.q = q, p.kv = kv, p.out = out, p.lse = lse, p.partial = partial, p.partial_lse = partial_lse;
     p.batch = B, p.queries = T, p.keys = S, p.heads = N, p.groups = 1, p.slots = K, p.dim = D;
-    p.scale = 1 / std::sqrt(float(D)), p.records = kind == kRecords, p.splits = splits;
+    p.scale = 1 / std::sqrt(float(D)), p.records = records, p.splits = splits;
     p.batch_rows = kind == kFlat ? S : 0;
     if (kind != kFlat) {
       p.page_table = table;
@@ -264,7 +299,7 @@ int main(int argc, char** argv) {
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 20240607;
   printf("seed %llu\n", (unsigned long long)seed);
   if (what == "test" || what == "small") {
-    int bad = 0;
+    int bad = !run_values();
     for (const DecodeCase& c : kCases) {
       if (what == "small" && int64_t{c.c.batch} * c.c.slots > 1500) continue;
       bad += !run_case(c, seed);
@@ -281,6 +316,9 @@ int main(int argc, char** argv) {
   for (Kind kind : {kFlat, kPages, kRecords}) {
     for (int B : {1, 8, 64, 128}) bench(B, 1, 32768, 128, 576, 2048, kind, rate);
   }
+  bench(64, 1, 32768, 128, 576, 2048, kOddRecords, rate);
+  for (int B : {64, 128}) bench(B, 1, 8192, 128, 576, 2048, kRecords, rate);
+  for (int B : {64, 128}) bench(B, 1, 8192, 64, 576, 2048, kRecords, rate);
   for (int N : {16, 64}) {
     for (int B : {1, 64}) {
       bench(B, 1, 32768, N, 576, 2048, kFlat, rate);

@@ -133,6 +133,13 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
       : "memory");
 }
 
+// 16 bytes likewise, of which the L2 fetches no neighbours.
+__device__ __forceinline__ void cp_async_16_alone(uint32_t to, const void* from, bool valid,
+                                                  uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
+               "l"(from), "r"(valid ? 16 : 0), "l"(policy)
+               : "memory");
+}
 // 4 bytes likewise.
 __device__ __forceinline__ void cp_async_4(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
@@ -456,6 +463,21 @@ __device__ __forceinline__ uint32_t spread_top_bits(uint32_t x) {
   uint32_t y;
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "n"(kHalf == 0 ? 0x9988 : 0xbbaa));
   return y;
+}
+
+// Bytes 2 * kHalf (in the lower half) and 2 * kHalf + 1 of x, each with its sign in 16 bits.
+template <int kHalf>
+__device__ __forceinline__ uint32_t sign_extended_bytes(uint32_t x) {
+  uint32_t y;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "n"(kHalf == 0 ? 0x9180 : 0xb3a2));
+  return y;
+}
+
+// Two products of bf16, subnormals included.
+__device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
 }
 
 // Of two bf16: 0xffff in place of each that is > 0, else 0.

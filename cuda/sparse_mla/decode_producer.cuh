@@ -5,6 +5,7 @@
 #include "common/ptx.cuh"
 #include "sparse_mla/decode_plan.cuh"
 #include "sparse_mla/fwd_producer.cuh"
+#include "sparse_mla/records.cuh"
 
 namespace jax_dsa::sparse_mla {
 
@@ -51,94 +52,47 @@ struct Selected {
   }
 };
 
-// What a thread has of a tile of records on its way: of one row, 16 of the values of each scale,
-// and one of the scales; or of two rows, 8 of the last 64 values.
+// A thread has a quarter of two rows of a tile of records: of 16-byte chunk lane % 4 of each block
+// (64 values) the row lane / 4 of its warp's eight, in either half of the tile. The values of one
+// scale are a step: a chunk of two blocks.
 struct Unpacking {
-  uint32_t values[4][4];
-  int scale;
+  uint32_t codes[8];
 };
 
-// The steps of a tile of records: for each half of its rows, values of the thread's two (see
-// Gather) and the last 64 values of both. As many as take turns in two buffers.
-inline constexpr int kSteps = 6;
-__host__ __device__ constexpr bool step_is_last(int step) { return step % 3 == 2; }
-__host__ __device__ constexpr int step_row(int step) { return step / 3 * 2 + step % 3 % 2; }
-
-// `row` is the cache's of row threadIdx.x % 4 (see Gather) of this thread's eight lanes, -1 if
-// there is none.
-template <int kStep>
-__device__ __forceinline__ void load_step(const char* kv, uint32_t stride, int row, Unpacking& x) {
-  const uint32_t chunk = threadIdx.x % 8;
-  if constexpr (step_is_last(kStep)) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int its = __shfl_sync(~0u, row, step_row(kStep) + i, 8);
-      const uint64_t offset = uint64_t{static_cast<uint32_t>(its)} * stride;
-      load_16_now<528>(kv + offset + chunk * 16, its >= 0, x.values[i]);
-    }
-  } else {
-    const int its = __shfl_sync(~0u, row, step_row(kStep), 8);
-    const char* record = kv + uint64_t{static_cast<uint32_t>(its)} * stride;
-    const char* from = record + chunk * 16;
-    load_16_now<0>(from, its >= 0, x.values[0]);
-    load_16_now<128>(from, its >= 0, x.values[1]);
-    load_16_now<256>(from, its >= 0, x.values[2]);
-    load_16_now<384>(from, its >= 0, x.values[3]);
-    // The first four lanes have the scales.
-    x.scale = load_now(reinterpret_cast<const int*>(record + 512) + chunk, its >= 0, 0);
-  }
+inline constexpr int kSteps = 8, kStepsAhead = 3, kStepsHeld = kStepsAhead + 1;
+static_assert(kSteps % kStepsHeld == 0);
+__host__ __device__ constexpr int record_row(int warp, int half, int lane) {
+  return half * 32 + warp * 8 + lane / 4;
 }
 
-// Where a thread puts what it unpacked of its even and odd rows, in shared memory: the addresses
-// for the even tile of keys.
-struct Unpacked {
-  uint32_t values[2][2];  // in the first block of the thread's values: either of its chunks
-  uint32_t last[2];       // in the ninth block
+// Loads step kStep % 4 of a record; `from` is the thread's first chunk of it.
+template <int kStep>
+__device__ __forceinline__ void load_step(const char* from, bool valid, Unpacking& x) {
+  constexpr int kScale = kStep % 4;
+  uint32_t (&low)[4] = reinterpret_cast<uint32_t (&)[4]>(x.codes[0]);
+  uint32_t (&high)[4] = reinterpret_cast<uint32_t (&)[4]>(x.codes[4]);
+  load_16_now<kScale * 128>(from, valid, low);
+  load_16_now<kScale * 128 + 64>(from, valid, high);
+}
 
-  // 16 values are two chunks. Lanes 4..7 of a row store the second one first: the first ones fall
-  // on the banks of lanes 0..3.
+// A chunk of 16 values becomes two in bf16. Those of neighbouring rows fall on different banks.
+struct Unpacked {
+  uint32_t chunk[2];  // in the first block, of the tile's first half
+
   __device__ explicit Unpacked(uint32_t keys) {
-    const int warp = threadIdx.x / 32 % 4, sub = threadIdx.x / 8 % 4, chunk = threadIdx.x % 8;
-#pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      const int r = odd * 4 + sub;
-      const uint32_t row = keys + (warp * 8 + r) * 128;
-      const int first = chunk % 4 * 2 + chunk / 4;
-      values[odd][0] = row + chunk / 4 * kBlockBytes + (first ^ r) * 16;
-      values[odd][1] = row + chunk / 4 * kBlockBytes + (first ^ 1 ^ r) * 16;
-      last[odd] = row + 8 * kBlockBytes + (chunk ^ r) * 16;
-    }
+    const int lane = threadIdx.x % 32, row = record_row(threadIdx.x / 32 % 4, 0, lane);
+    for (int i = 0; i < 2; ++i) chunk[i] = keys + row * 128 + ((lane % 4 * 2 + i) ^ row % 8) * 16;
   }
 };
 
-// The same as bf16, `tile` bytes on.
+// `tile` bytes on.
 template <int kStep>
-__device__ __forceinline__ void store_step(const Unpacked& to, uint32_t tile, const Unpacking& x) {
-  constexpr int i = step_row(kStep), kHalf = i / 2 * 4096;
-  if constexpr (step_is_last(kStep)) {
-#pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      store_shared_16(to.last[odd] + tile + kHalf, x.values[odd]);
-    }
-  } else {
-    const bool second_first = threadIdx.x % 8 >= 4;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float scale = __int_as_float(__shfl_sync(~0u, x.scale, j, 8));
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        uint32_t y[4];
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          float v[4];
-          unpack_e4m3(second_first ? x.values[j][2 - 2 * k + m] : x.values[j][2 * k + m], v);
-          y[2 * m] = pack_bf16(v[0] * scale, v[1] * scale);
-          y[2 * m + 1] = pack_bf16(v[2] * scale, v[3] * scale);
-        }
-        store_shared_16(to.values[i % 2][k] + tile + kHalf + 2 * j * kBlockBytes, y);
-      }
-    }
-  }
+__device__ __forceinline__ void store_step(const Unpacked& to, uint32_t tile, const Unpacking& x,
+                                           float scale) {
+  constexpr int kTo = kStep / 4 * 4096 + kStep % 4 * 2 * kBlockBytes;
+  unpack_values(x.codes, scale, [&](int i, const uint32_t (&y)[4]) {
+    store_shared_16(to.chunk[i % 2] + tile + kTo + i / 2 * kBlockBytes, y);
+  });
 }
 
 template <int kD, bool kRecords>
@@ -148,7 +102,8 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last();
   const int items = item_count(p);
-  const int slot = Gather::row(warp, lane % 4, sub);  // whose index this lane reads
+  // Whose index this lane reads.
+  const int slot = kRecords ? record_row(warp, lane % 2, lane) : Gather::row(warp, lane % 4, sub);
   const uint32_t stride = p.groups * kRowBytes;
   Gather gather(warp, sub, chunk);
   const Unpacked unpacked(smem_address(shared.keys));
@@ -180,20 +135,50 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
       place = selected.place(p, index);
       index = selected.index(p, (tile + 3) * kTile, slot);
       // Registers wait for what they load, so let it be in the L2 by then.
-      if (kRecords && chunk < 4 && next >= 0) prefetch_l2(kv + offset(next), kRowBytes);
+      if (kRecords && lane % 4 < 2 && next >= 0) prefetch_l2(kv + offset(next), kRowBytes);
     };
     const auto publish = [&](int parity) {
       // Bit r is that of row r % 8 of half r / 8 of the warp's.
-      const uint32_t bits = __ballot_sync(~0u, __shfl_sync(~0u, row, lane % 4 * 8 + lane / 4) >= 0);
+      const int from = kRecords ? lane % 8 * 4 + lane / 8 : lane % 4 * 8 + lane / 4;
+      const uint32_t bits = __ballot_sync(~0u, __shfl_sync(~0u, row, from) >= 0);
       if (lane == 0) {
         shared.valid[parity].set(warp, bits);
         mbarrier_arrive(&shared.key_full[parity][0]);
       }
     };
-    Unpacking travelling[2];
+    Unpacking travelling[kStepsHeld];
+    const char* from = kv;  // of the record that is being loaded, this thread's first chunk
+    bool valid = false;
+    float scales[2];  // one of those of the thread's rows
+    const auto load = [&]<int kStep>() {
+      if constexpr (kStep % 4 == 0) {
+        const int its = __shfl_sync(~0u, row, kStep / 4, 4);
+        valid = its >= 0;
+        const char* record = kv + offset(max(its, 0));
+        from = record + lane % 4 * 16;
+        scales[kStep / 4] =
+            load_now(reinterpret_cast<const float*>(record + 512) + lane % 4, valid, 1.f);
+      }
+      load_step<kStep>(from, valid, travelling[kStep % kStepsHeld]);
+    };
+    // The last 64 values, which are bf16 already.
+    const auto copy_last = [&](uint32_t tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int its = __shfl_sync(~0u, row, half, 4);
+        const char* last = kv + offset(max(its, 0)) + 528 + lane % 4 * 32;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t to = whole_sum(unpacked.chunk[i], tile);
+          cp_async_16_alone(to + 8 * kBlockBytes + half * 4096, last + i * 16, its >= 0, keep);
+        }
+      }
+    };
     if (kRecords && tiles > 0) {
       advance(0);
-      load_step<0>(kv, stride, row, travelling[0]);
+      load.template operator()<0>();
+      load.template operator()<1>();
+      load.template operator()<2>();
     }
     for (int tile = 0; tile < tiles; ++tile) {
       const uint32_t free = ~phases >> tile % 2 & 1;
@@ -218,20 +203,25 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
         gather.template copy<8, kD / 64, 1>(to, keep);
         cp_async_arrive(&shared.key_full[kParity][1]);
       };
-      // Each step's bytes are under way while those of the step before are unpacked.
+      // The bytes of the steps to come are under way while those of one are unpacked.
       const auto unpack = [&](int parity) {
+        const uint32_t to = parity * (kKeyBlocks * kBlockBytes);
         mbarrier_wait(&shared.key_free[parity][0], free);
         publish(parity);
         const auto step = [&]<int kStep>() {
-          if constexpr (kStep == 2) mbarrier_wait(&shared.key_free[parity][1], free);
-          Unpacking& coming = travelling[(kStep + 1) % 2];
-          if constexpr (kStep + 1 < kSteps) {
-            load_step<kStep + 1>(kv, stride, row, coming);
-          } else if (tile + 1 < tiles) {
-            advance(tile + 1);
-            load_step<0>(kv, stride, row, coming);
+          constexpr int kNext = kStep + kStepsAhead;
+          if constexpr (kStep == kSteps / 2) {
+            mbarrier_wait(&shared.key_free[parity][1], free);
+            copy_last(to);
           }
-          store_step<kStep>(unpacked, parity * (kKeyBlocks * kBlockBytes), travelling[kStep % 2]);
+          if constexpr (kNext < kSteps) {
+            load.template operator()<kNext>();
+          } else if (tile + 1 < tiles) {
+            if constexpr (kNext == kSteps) advance(tile + 1);
+            load.template operator()<kNext - kSteps>();
+          }
+          const float scale = __shfl_sync(~0u, scales[kStep / 4], kStep % 4, 4);
+          store_step<kStep>(unpacked, to, travelling[kStep % kStepsHeld], scale);
         };
         step.template operator()<0>();
         step.template operator()<1>();
@@ -239,10 +229,12 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
         step.template operator()<3>();
         step.template operator()<4>();
         step.template operator()<5>();
+        step.template operator()<6>();
+        step.template operator()<7>();
         // Ordinary stores, which wgmma reads.
         fence_async_proxy();
         mbarrier_arrive(&shared.key_full[parity][0]);
-        mbarrier_arrive(&shared.key_full[parity][1]);
+        cp_async_arrive(&shared.key_full[parity][1]);
       };
       if constexpr (kRecords) {
         unpack(tile % 2);

@@ -10,10 +10,15 @@
 
 namespace sparse_mla_problem {
 
+// Of records: the least powers of two; the least; powers of two that do not fit their values, and
+// others; the first with a NaN here and there among the values.
+enum Scales { kLeastPowers, kLeast, kWide, kWithNans };
+
 struct Layout {
   bool records = false;
   int page_size = 0;   // 0: flat. Else a divisor of the number of keys
   bool holes = false;  // some pages are not mapped
+  Scales scales = kLeastPowers;
 };
 
 struct Cache {
@@ -22,16 +27,20 @@ struct Cache {
   int pages = 0, page_slots = 0;
 };
 
-inline void round_to_record(bf16* key, uint8_t* record) {
+inline void round_to_record(bf16* key, uint8_t* record, Scales kind, uint64_t random) {
+  const float wide[] = {0x1p7f, 0x1p8f, 0x1p-3f, 0x1p-126f, 0x1.8p-9f};
   float scales[4];
   for (int i = 0; i < 4; ++i) {
     float top = 1e-4f;
     for (int d = 0; d < 128; ++d) {
       top = std::fmax(top, std::fabs(__bfloat162float(key[i * 128 + d])));
     }
-    scales[i] = std::exp2(std::ceil(std::log2(top / 448)));
+    scales[i] = kind == kWide    ? wide[(random + i) % 5]
+                : kind == kLeast ? top / 448
+                                 : std::exp2(std::ceil(std::log2(top / 448)));
     for (int d = i * 128; d < i * 128 + 128; ++d) {
-      const __nv_fp8_e4m3 x(__bfloat162float(key[d]) / scales[i]);
+      __nv_fp8_e4m3 x(__bfloat162float(key[d]) / scales[i]);
+      if (kind == kWithNans && random % 64 == 0 && d == random / 64 % 512) x.__x |= 0x7f;
       record[d] = x.__x;
       key[d] = __float2bfloat16(float(x) * scales[i]);
     }
@@ -75,7 +84,7 @@ inline Cache store(Problem& p, const Layout& layout, uint64_t seed) {
         bf16* key = &p.kv[((int64_t{b} * c.keys + s) * c.groups + g) * c.dim];
         uint8_t* to = &cache.rows[(row * c.groups + g) * row_bytes];
         if (layout.records) {
-          round_to_record(key, to);
+          round_to_record(key, to, layout.scales, random());
         } else {
           std::memcpy(to, key, row_bytes);
         }

@@ -1,5 +1,6 @@
 // The sparse MLA decode kernels on the emulator, against float64.
 #include "emulator.h"
+#include "record_values.h"
 #include "sparse_mla/decode.cu"
 #include "sparse_mla_cache.h"
 
@@ -90,11 +91,30 @@ const DecodeCase kCases[] = {
     {{"pages, whole", 2, 1, 90, 16, 2, 512, 130, true, true}, {false, 15, true}, 1},
     {{"records", 2, 2, 90, 40, 1, 576, 331, true, true, true, 2}, {true}, 1},
     {{"records in pages", 1, 2, 96, 32, 2, 576, 333, true, false, true, 0}, {true, 16, true}, 2},
+    {{"records, any scales", 1, 2, 90, 16, 1, 576, 200}, {true, 0, false, kLeast}, 1},
+    {{"records, wide scales", 1, 1, 90, 16, 1, 576, 270}, {true, 0, false, kWide}, 2},
+    {{"records with NaN", 3, 3, 90, 16, 1, 576, 40}, {true, 0, false, kWithNans}, 1},
 };
+
+void run_values() {
+  int wrong = 0;
+  const auto pieces = record_values::pieces();
+  for (const auto& piece : pieces) {
+    uint32_t values[16];
+    sparse_mla::unpack_values(piece.codes, piece.scale, [&](int i, const uint32_t (&y)[4]) {
+      std::copy_n(y, 4, values + 4 * i);
+    });
+    wrong += record_values::wrong(piece, reinterpret_cast<const uint16_t*>(values));
+  }
+  printf("%-4s values of records: %d of %zu wrong\n", wrong ? "BAD" : "ok", wrong,
+         32 * pieces.size());
+  failures += wrong > 0;
+}
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  run_values();
   for (const DecodeCase& c : kCases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options);
   }

@@ -174,7 +174,8 @@ inline Row attend(const Problem& p, int64_t token, int head) {
 struct Error {
   double worst = 0, top = 0;
   void add(double got, double want) {
-    const double e = got == want ? 0 : std::fabs(got - want);
+    const bool same = got == want || (std::isnan(got) && std::isnan(want));
+    const double e = same ? 0 : std::fabs(got - want);
     worst = std::max(worst, std::isnan(e) ? INFINITY : e);
     if (std::isfinite(want)) top = std::max(top, std::fabs(want));
   }

@@ -92,6 +92,9 @@ void cp_async(uint32_t to, const void* from, bool valid) {
 inline void cp_async_16(uint32_t to, const void* from, bool valid, uint64_t) {
   detail::cp_async<16>(to, from, valid);
 }
+inline void cp_async_16_alone(uint32_t to, const void* from, bool valid, uint64_t) {
+  detail::cp_async<16>(to, from, valid);
+}
 inline void cp_async_4(uint32_t to, const void* from, bool valid) {
   detail::cp_async<4>(to, from, valid);
 }
@@ -291,6 +294,17 @@ inline void unpack_e4m3(uint32_t packed, float (&x)[4]) {
 inline uint32_t positive_bf16(uint32_t packed) {
   const float2 x = unpack_bf16(packed);
   return (x.x > 0 ? 0xffffu : 0) | (x.y > 0 ? 0xffff0000u : 0);
+}
+
+template <int kHalf>
+uint32_t sign_extended_bytes(uint32_t x) {
+  const auto of = [&](int i) { return static_cast<uint16_t>(static_cast<int8_t>(x >> (8 * i))); };
+  return of(2 * kHalf) | uint32_t{of(2 * kHalf + 1)} << 16;
+}
+
+inline uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+  const float2 x = unpack_bf16(a), y = unpack_bf16(b);
+  return pack_bf16(x.x * y.x, x.y * y.y);
 }
 
 template <int kHalf>
