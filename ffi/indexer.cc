@@ -85,6 +85,7 @@ ffi::Error indexer_logits_fwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuf
   DSA_FFI_RETURN_IF_ERROR(
       check_shape(kOp, "out", out->dimensions(), {}, {params.batch, params.queries, params.keys}));
   params.out = out->typed_data();
+  params.whole_rows = true;
   return launch_status(kOp, launch_indexer_fwd(params, stream));
 }
 

@@ -197,7 +197,7 @@ struct Data {
     p.q = q, p.k = k, p.weights = w, p.k_scale = c.scale ? scale : nullptr;
     p.starts = upload(starts), p.ends = upload(ends), p.out = device<float>(out_size);
     p.batch = c.B, p.queries = c.T, p.keys = c.S, p.heads = c.J, p.channels = c.C;
-    p.dtype = c.dtype, p.relu = c.relu;
+    p.dtype = c.dtype, p.relu = c.relu, p.whole_rows = true;
     if (c.page > 0) p.page_table = table.data();
     fill<<<1024, 256>>>(q, c.dtype, q_size, seed + 1);
     fill<<<1024, 256>>>(k, c.dtype, k_size, seed + 2);
@@ -407,6 +407,7 @@ void bench_few(int B, int T, int S, int J, int page, double rate) {
     p.batch = B;
     const int64_t request = int64_t{set} * B, token = request * T;
     p.q = static_cast<const char*>(p.q) + token * J * row_bytes;
+    p.whole_rows = false;
     p.weights += token * J, p.starts += token, p.ends += token, p.out += token * S;
     if (page > 0) {
       p.page_table += request * p.pages_per_request;

@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (group < Tr::kWarpgroups) {
     raise_registers<Tr::kMathRegisters>();
     math<Tr>(p, shared, group);
-    fill<Tr>(p, threadIdx.x / 32);
+    if (p.whole_rows) fill<Tr>(p, threadIdx.x / 32);
   } else {
     lower_registers<Tr::kOtherRegisters>();
     const int warp = threadIdx.x / 32 % 4;

@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     const int warp = threadIdx.x / 32 - Tr::kMathThreads / 32;
     if (warp == 0) {
       copy<Tr>(p, q_map, k_map, shared);
-    } else {
+    } else if (p.whole_rows) {
       fill<Tr>(p, warp - 1);
     }
   }

@@ -20,7 +20,7 @@ struct IndexerFwdParams {
   const float* k_scale;   // [batch, keys], or null: 1
   const int32_t* starts;  // [batch, queries]; a query sees the keys start <= s < end
   const int32_t* ends;    // [batch, queries]
-  float* out;             // [batch, queries, keys]; -inf for the keys not seen
+  float* out;             // [batch, queries, keys]; -inf for the keys not seen, see `whole_rows`
   int64_t batch;
   int64_t queries;
   int64_t keys;
@@ -28,6 +28,9 @@ struct IndexerFwdParams {
   int channels;  // 32, 64 or 128
   IndexerDType dtype;
   bool relu;
+  // Whether all keys outside a query's range get -inf. Else some are not written: for who reads
+  // `out` within the ranges only. A key on a page that is not there gets it within them.
+  bool whole_rows;
   // With a page table `keys` is pages_per_request * page_size, `k` [pools, pages, page_size,
   // channels] and `k_scale` without the channels: a request's keys lie in pages of a pool, its own
   // or the only one.

@@ -32,6 +32,7 @@ cudaError_t launch_indexer_topk(const IndexerTopkParams& p, cudaStream_t stream)
     for (int64_t query = 0; query < all.queries; query += count) {
       const int64_t token = batch * all.queries + query;
       IndexerFwdParams some = all;
+      some.whole_rows = false;  // top-k reads what lies within the ranges
       some.batch = std::min(entries, all.batch - batch);
       some.queries = std::min(count, all.queries - query);
       some.q = static_cast<const char*>(all.q) + token * all.heads * all.channels * element;

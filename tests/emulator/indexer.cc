@@ -14,6 +14,7 @@ struct Case {
   bool scale = false, relu = true;
   int page_tiles = 0;      // of a page; 0: flat
   bool own_pools = false;  // one for each request
+  bool whole_rows = true;
 };
 
 template <IndexerDType kDType>
@@ -72,7 +73,7 @@ void run(Launch launch, const Case& c, const emulator::Options& options) {
   p.k_scale = c.scale ? scale.data() : nullptr;
   p.starts = starts.data(), p.ends = ends.data(), p.out = out.data();
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
-  p.channels = kChannels, p.dtype = kDType, p.relu = c.relu;
+  p.channels = kChannels, p.dtype = kDType, p.relu = c.relu, p.whole_rows = c.whole_rows;
   const int per_request = c.keys / page_size, pools = c.own_pools ? c.batch : 1;
   const int pages = c.batch / pools * per_request + 2;
   std::vector<int32_t> table(c.batch * per_request);
@@ -97,6 +98,7 @@ void run(Launch launch, const Case& c, const emulator::Options& options) {
   double worst = 0, top = 0;
   for (int64_t t = 0; t < tokens; ++t) {
     for (int s = 0; s < c.keys; ++s) {
+      if (!c.whole_rows && (s < starts[t] || s >= ends[t])) continue;
       const int64_t key = t / c.queries * c.keys + s;
       double want = 0;
       for (int j = 0; j < c.heads; ++j) {
@@ -147,6 +149,9 @@ int main(int argc, char** argv) {
     run_fwd<kE4M3, 128, 64, true>({"e4m3 J64 paged", 2, 3, 256, 64, true, true, 1}, options);
     run_fwd<kBF16, 64, 32, true>({"bf16 J32 paged", 3, 5, 192, 32, false, true, 1}, options);
     run_fwd<kE4M3, 64, 32, true>({"e4m3 J32 pools", 2, 3, 384, 32, true, true, 2, true}, options);
+    run_fwd<kE4M3, 64, 32, true>({"ranges only", 2, 9, 384, 32, true, true, 2, false, false},
+                                 options);
+    run_decode<kE4M3, 64>({"decode, ranges", 4, 2, 768, 32, true, true, 1, false, false}, options);
     run_decode<kE4M3, 128>({"decode T1 J64", 5, 1, 1300, 64, true}, options);
     run_decode<kBF16, 128>({"decode bf16 J50", 3, 1, 700, 50, false, false}, options);
     run_decode<kE4M3, 128>({"decode T2 paged", 4, 2, 512, 64, true, true, 2}, options);
