@@ -53,6 +53,10 @@ SHAPES = {
     "J 16, C 64": {"t": 62, "s": 400, "j": 16, "c": 64},
     "J 5, C 32": {"t": 62, "s": 403, "j": 5, "c": 32},
     "one query": {"b": 5, "t": 1, "s": 3001, "j": 64, "c": 128},
+    "two queries": {"b": 70, "t": 2, "s": 333, "j": 64, "c": 128},
+    "four queries": {"b": 3, "t": 4, "s": 1111, "j": 50, "c": 128},
+    "four queries, J 32": {"b": 3, "t": 4, "s": 700, "j": 32, "c": 64},
+    "three queries, J 9": {"b": 3, "t": 3, "s": 200, "j": 9, "c": 32},
     "few keys": {"t": 213, "s": 7, "j": 64, "c": 64},
     "many queries": {"b": 1, "t": 70000, "s": 70, "j": 8, "c": 32},
 }
@@ -82,6 +86,17 @@ def test_empty_axes(empty: str) -> None:
     assert indices.shape == values.shape == (shape["b"], shape["t"], 7)
     if empty == "s":
         assert np.all(np.asarray(indices) == -1) and np.all(np.asarray(values) == -np.inf)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("few", [1, 2, 4])
+def test_few_queries_get_the_bits_of_many(few: int, dtype: Any, rng: np.random.Generator) -> None:
+    """Which has another kernel."""
+    given = inputs(rng, t=40, s=1111, j=64, c=128, dtype=dtype)
+    whole = logits(given, "cuda")
+    queries = ("index_q", "index_weights", "starts", "ends")
+    some = logits(given | {name: given[name][:, -few:] for name in queries}, "cuda")
+    np.testing.assert_array_equal(np.asarray(some), np.asarray(whole[:, -few:]))
 
 
 def test_more_than_2_31_logits() -> None:
@@ -116,7 +131,7 @@ def test_topk_in_chunks(b: int, t: int, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])
-@pytest.mark.parametrize(("t", "page"), [(1, 64), (3, 192), (30, 64)])
+@pytest.mark.parametrize(("t", "page"), [(1, 64), (2, 128), (3, 192), (30, 64)])
 def test_pages(t: int, page: int, dtype: Any, rng: np.random.Generator) -> None:
     """As from a cache without pages, but for the keys on pages that are not there."""
     batch, own = 5, 8

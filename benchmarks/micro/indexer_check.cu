@@ -231,16 +231,14 @@ struct Data {
   }
 };
 
-using Launch = cudaError_t (*)(const IndexerFwdParams&, cudaStream_t);
-
-bool run_case(const Case& c, uint64_t seed, Launch launch) {
+bool run_case(const Case& c, uint64_t seed) {
   Data data(c, seed);
   IndexerFwdParams& p = data.p;
   const bool small = data.out_size < 20000000;
   Errors* errors = device<Errors>(1);
   CHECK(cudaMemset(errors, 0, sizeof(Errors)));
   fill_word<<<1024, 256>>>(reinterpret_cast<uint32_t*>(p.out), data.out_size, kPoison);
-  CHECK(launch(p, nullptr));
+  CHECK(jax_dsa::launch_indexer_fwd(p, nullptr));
   CHECK(cudaDeviceSynchronize());
   std::vector<int64_t> tokens;
   const int64_t step = std::max<int64_t>(1, data.out_size * c.J * c.C / 3000000000);
@@ -253,7 +251,7 @@ bool run_case(const Case& c, uint64_t seed, Launch launch) {
     first = p.out;
     p.out = device<float>(data.out_size);
     fill_word<<<1024, 256>>>(reinterpret_cast<uint32_t*>(p.out), data.out_size, kPoison);
-    CHECK(launch(p, nullptr));
+    CHECK(jax_dsa::launch_indexer_fwd(p, nullptr));
   }
   scan<<<1024, 256>>>(reinterpret_cast<uint32_t*>(p.out), reinterpret_cast<uint32_t*>(first),
                       data.out_size, errors);
@@ -289,9 +287,8 @@ bool run_case(const Case& c, uint64_t seed, Launch launch) {
   std::memcpy(&worst, &e.worst, 4);
   const bool good =
       !e.unwritten && !e.wrong_inf && !e.wrong_nan && !e.changed && !cpu_bad && worst <= allowed;
-  printf("%-4s %-6s %-30s B%d T%d S%d J%d C%d %s: error %.1e", good ? "ok" : "BAD",
-         launch == jax_dsa::launch_indexer_decode ? "few" : "", c.name, c.B, c.T, c.S, c.J, c.C,
-         c.dtype == IndexerDType::kBF16 ? "bf16" : "e4m3", worst);
+  printf("%-4s %-34s B%d T%d S%d J%d C%d %s: error %.1e", good ? "ok" : "BAD", c.name, c.B, c.T,
+         c.S, c.J, c.C, c.dtype == IndexerDType::kBF16 ? "bf16" : "e4m3", worst);
   if (!good) {
     printf("  unwritten %llu, inf %llu, nan %llu, changed %llu, cpu %d", e.unwritten, e.wrong_inf,
            e.wrong_nan, e.changed, cpu_bad);
@@ -388,6 +385,8 @@ float graph_us(int sets, F launch) {
   return us[us.size() / 2];
 }
 
+using Launch = cudaError_t (*)(const IndexerFwdParams&, cudaStream_t);
+
 template <IndexerDType kDType>
 void bench_few(int B, int T, int S, int J, int page, double rate) {
   using namespace jax_dsa::indexer;
@@ -427,10 +426,10 @@ void bench_few(int B, int T, int S, int J, int page, double rate) {
         {p.out, p.starts, p.ends, indices + at, values + at, int64_t{B} * T, S, kK}, s));
   };
   const float many = logits(launch_layout<kDType, kC>);
-  const float few = logits(jax_dsa::launch_indexer_decode);
+  const float few = logits(jax_dsa::launch_indexer_fwd);
   const float topk = graph_us(sets, select);
   const float both = graph_us(sets, [&](int set, cudaStream_t s) {
-    CHECK(jax_dsa::launch_indexer_decode(of_set(set), s));
+    CHECK(jax_dsa::launch_indexer_fwd(of_set(set), s));
     select(set, s);
   });
   const double floor_us = bytes / rate * 1e-6;
@@ -493,10 +492,7 @@ int main(int argc, char** argv) {
     for (const Case& c : cases) {
       const int64_t work = int64_t{c.B} * c.T * c.S;
       if (what == "small" && work > 30000) continue;
-      bad += !run_case(c, seed, jax_dsa::launch_indexer_fwd);
-      if (c.T <= jax_dsa::kIndexerDecodeQueries) {
-        bad += !run_case(c, seed, jax_dsa::launch_indexer_decode);
-      }
+      bad += !run_case(c, seed);
     }
     printf(bad ? "FAILED %d\n" : "all good\n", bad);
     return bad != 0;

@@ -11,10 +11,9 @@ extern template cudaError_t launch_channels<IndexerDType::kBF16>(const IndexerFw
                                                                  cudaStream_t);
 extern template cudaError_t launch_channels<IndexerDType::kE4M3>(const IndexerFwdParams&, bool,
                                                                  cudaStream_t);
+}  // namespace indexer
 
-namespace {
-
-cudaError_t launch(const IndexerFwdParams& p, bool few, cudaStream_t stream) {
+cudaError_t launch_indexer_fwd(const IndexerFwdParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.queries == 0 || p.keys == 0) return cudaSuccess;
   // The last tile of keys ends below 2^31, too.
   if (p.keys > INT32_MAX - 4096 || p.heads < 1 || p.heads > kIndexerMaxHeads) {
@@ -26,20 +25,10 @@ cudaError_t launch(const IndexerFwdParams& p, bool few, cudaStream_t stream) {
        p.keys != p.pages_per_request * p.page_size)) {
     return cudaErrorInvalidValue;
   }
-  return p.dtype == IndexerDType::kBF16 ? launch_channels<IndexerDType::kBF16>(p, few, stream)
-                                        : launch_channels<IndexerDType::kE4M3>(p, few, stream);
-}
-
-}  // namespace
-}  // namespace indexer
-
-cudaError_t launch_indexer_fwd(const IndexerFwdParams& p, cudaStream_t stream) {
-  return indexer::launch(p, false, stream);
-}
-
-cudaError_t launch_indexer_decode(const IndexerFwdParams& p, cudaStream_t stream) {
-  if (p.queries > kIndexerDecodeQueries) return cudaErrorInvalidValue;
-  return indexer::launch(p, true, stream);
+  const bool few = p.queries <= kIndexerDecodeQueries;
+  return p.dtype == IndexerDType::kBF16
+             ? indexer::launch_channels<IndexerDType::kBF16>(p, few, stream)
+             : indexer::launch_channels<IndexerDType::kE4M3>(p, few, stream);
 }
 
 }  // namespace jax_dsa

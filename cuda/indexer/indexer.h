@@ -11,7 +11,7 @@ enum class IndexerDType { kBF16, kE4M3 };
 
 inline constexpr int kIndexerMaxHeads = 64;
 inline constexpr int kIndexerPageMultiple = 64;
-inline constexpr int kIndexerDecodeQueries = 4;
+inline constexpr int kIndexerDecodeQueries = 4;  // of a request, have a kernel of their own
 
 struct IndexerFwdParams {
   const void* q;          // [batch, queries, heads, channels], of `dtype`; 16-byte aligned
@@ -43,8 +43,6 @@ struct IndexerFwdParams {
 };
 
 cudaError_t launch_indexer_fwd(const IndexerFwdParams& params, cudaStream_t stream);
-// The same for up to kIndexerDecodeQueries queries a request.
-cudaError_t launch_indexer_decode(const IndexerFwdParams& params, cudaStream_t stream);
 
 // Top-k of the logits. Logits of whole batch entries or of a part of one entry's queries are in
 // memory at a time.
