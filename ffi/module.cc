@@ -7,6 +7,7 @@
 #include "common/limits.h"
 #include "ffi/targets.h"
 #include "mqa_decode/mqa_decode.h"
+#include "masked_attention/masked_attention.h"
 #include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sparse_mla_decode.h"
 
@@ -31,6 +32,8 @@ nb::dict targets() {
   out["jax_dsa.indexer_topk_bwd.v1"] = capsule(IndexerTopkBwd);
   out["jax_dsa.indexer_topk_fwd.v1"] = capsule(IndexerTopkFwd);
   out["jax_dsa.mqa_decode.v1"] = capsule(MqaDecode);
+  out["jax_dsa.masked_attention_bwd.v1"] = capsule(MaskedAttentionBwd);
+  out["jax_dsa.masked_attention_fwd.v1"] = capsule(MaskedAttentionFwd);
   out["jax_dsa.quantize_fp8.v1"] = capsule(QuantizeFp8);
   out["jax_dsa.quantize_fp8_tiles.v1"] = capsule(QuantizeFp8Tiles);
   out["jax_dsa.quantize_fp8_transpose.v1"] = capsule(QuantizeFp8Transpose);
@@ -39,6 +42,24 @@ nb::dict targets() {
   out["jax_dsa.sparse_mla_fwd.v1"] = capsule(SparseMlaFwd);
   out["jax_dsa.topk_fwd.v1"] = capsule(TopkFwd);
   return out;
+}
+
+// Bytes of the workspace of masked attention's kernels: of the forward one, of the backward ones.
+// `bounded`: queries have ranges, segments or rows of a map; `segmented`: they have segments.
+nb::tuple masked_attention_workspaces(int64_t batch, int64_t queries, int64_t keys, int heads,
+                                      int groups, int dim, int value_dim, bool bounded,
+                                      bool segmented) {
+  static const int32_t given = 0;  // all that is asked of a mask's parts is which there are
+  const auto sized = [&](auto p) {
+    p.batch = batch, p.queries = queries, p.keys = keys;
+    p.heads = heads, p.groups = groups, p.dim = dim, p.value_dim = value_dim;
+    p.mask.ends = bounded ? &given : nullptr;
+    p.mask.q_segments = p.mask.kv_segments = segmented ? &given : nullptr;
+    return p;
+  };
+  return nb::make_tuple(
+      jax_dsa::masked_attention_fwd_workspace_bytes(sized(jax_dsa::MaskedAttentionFwdParams{})),
+      jax_dsa::masked_attention_bwd_workspace_bytes(sized(jax_dsa::MaskedAttentionBwdParams{})));
 }
 
 // The most parts that decode may make, which sizes its workspace. Asked while tracing, maybe on a
@@ -93,6 +114,7 @@ nb::list compute_capabilities() {
 NB_MODULE(_cuda, m) {
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("compute_capabilities", &compute_capabilities);
+  m.def("masked_attention_workspaces", &masked_attention_workspaces);
   m.def("targets", &targets);
   m.def("mqa_decode_workspace", &mqa_decode_workspace);
   m.def("sparse_mla_bwd_workspace", &sparse_mla_bwd_workspace);
