@@ -19,17 +19,37 @@ from jax_dsa.core.arguments import (
     window_reach,
 )
 from jax_dsa.core.checks import BOOL, FLOATS, INT32, Args
+from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Bool, Float, Implementation, Int
 from jax_dsa.ops.block_mask.spec import BlockMask
-from jax_dsa.ops.masked_attention import xla
+from jax_dsa.ops.masked_attention import cuda, xla
 from jax_dsa.ops.masked_attention.spec import LSE, Operands, Options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FWD = Pass("masked_attention_fwd", xla.masked_attention_fwd)
-BWD = Pass("masked_attention_bwd", xla.masked_attention_bwd)
+_LIMITS = "bfloat16 or float16; D and E multiples of 8 up to {}; no bias, no mask but a block mask"
+FWD = Pass(
+    "masked_attention_fwd",
+    xla.masked_attention_fwd,
+    kernel=Kernel(
+        cuda.masked_attention_fwd,
+        cuda.supports,
+        limits=_LIMITS.format(cuda.MOST_DIMS),
+        takes=cuda.TAKES,
+    ),
+)
+BWD = Pass(
+    "masked_attention_bwd",
+    xla.masked_attention_bwd,
+    kernel=Kernel(
+        cuda.masked_attention_bwd,
+        cuda.bwd_supports,
+        limits=_LIMITS.format(cuda.BWD_MOST_DIMS) + "; not deterministic",
+        takes=cuda.TAKES,
+    ),
+)
 PROBS = Pass("masked_attention_probs", xla.masked_attention_probs)
 
 # The operator without its checks.

@@ -1,0 +1,196 @@
+"""Masked attention on its CUDA kernels: what they cover, and what surrounds them."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_dsa.core import compat, ffi
+from jax_dsa.core.rows import gather_rows, scatter_rows
+from jax_dsa.core.typing import Array, Bool, Float, Int
+from jax_dsa.ops.masked_attention.spec import Gradients, Operands, Options, Results
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# What the kernels take; `kv_indices` is seen to here.
+TAKES = (
+    "q", "k", "v", "starts", "ends", "q_segments", "kv_segments", "kv_indices",
+    "rows", "tiles", "bits",
+)  # fmt: skip
+
+# What they cover, as in cuda/masked_attention/masked_attention.h.
+_DTYPES = (jnp.bfloat16, jnp.float16)
+MOST_DIMS, BWD_MOST_DIMS = 256, 128
+_BLOCK_K = 128
+_MOST_ROWS = 2**31 - 1 - 4096
+
+
+def supports(options: Options, x: Operands) -> str | None:
+    """None, or why the forward kernel does not run this call."""
+    del options
+    return _why_not(x, MOST_DIMS)
+
+
+def bwd_supports(options: Options, x: Operands, *_: Results) -> str | None:
+    """None, or why the backward kernel does not run this call."""
+    if options.deterministic:
+        return "its sums over a query's keys have no fixed order (deterministic=True)"
+    return _why_not(x, BWD_MOST_DIMS)
+
+
+def _why_not(x: Operands, most: int) -> str | None:
+    (T, _, D), S, E = x.q.shape[1:], x.k.shape[1], x.v.shape[3]
+    if x.q.dtype not in _DTYPES:
+        return f"it takes bfloat16 or float16, got {x.q.dtype}"
+    if not all(0 < dim <= most and dim % 8 == 0 for dim in (D, E)):
+        return f"it takes multiples of 8 up to {most} for D and E, got D={D}, E={E}"
+    if max(T, S) > _MOST_ROWS:
+        return f"it takes T and S up to {_MOST_ROWS}, got T={T}, S={S}"
+    if x.bits is not None and 8 * x.bits.shape[4] % _BLOCK_K != 0:
+        got = 8 * x.bits.shape[4]
+        return f"it takes block masks whose block_k is a multiple of {_BLOCK_K}, got {got}"
+    return None
+
+
+def masked_attention_fwd(options: Options, avals: Results, x: Operands) -> Results:
+    """`xla.masked_attention_fwd`."""
+    del avals
+    if x.kv_indices is None:
+        return _forward(options, x)
+    groups = x.k.shape[2]
+    out, lse = _forward(options, _Kept.of(x, x.kv_indices).operands)
+    return Results(_joined(out, groups), _joined(lse, groups))
+
+
+def masked_attention_bwd(
+    options: Options, avals: Gradients, x: Operands, y: Results, dy: Results
+) -> Gradients:
+    """`xla.masked_attention_bwd`."""
+    if x.kv_indices is None:
+        return _backward(options, x, y, dy)
+    groups, kept = x.k.shape[2], _Kept.of(x, x.kv_indices)
+    y, dy = (Results(*(_split(z, groups) for z in given)) for given in (y, dy))
+    dq, dk, dv, _ = _backward(options, kept.operands, y, dy)
+    dk, dv = (
+        kept.spread(rows, like, deterministic=options.deterministic)
+        for rows, like in ((dk, avals.k), (dv, avals.v))
+    )
+    return Gradients(_joined(dq, groups), dk, dv, None)
+
+
+def _forward(options: Options, x: Operands) -> Results:
+    """Without `kv_indices`."""
+    space, _ = _workspaces(x)
+    out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
+    lse = jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
+    *results, _ = ffi.call(
+        "jax_dsa.masked_attention_fwd.v1", _operands(x), [out, lse, space], **_numbers(options)
+    )
+    return Results(*results)
+
+
+def _backward(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
+    """Without `kv_indices`."""
+    _, space = _workspaces(x)
+    dq, dk, dv, _ = ffi.call(
+        "jax_dsa.masked_attention_bwd.v1",
+        [*_operands(x), *y, *dy],
+        [x.q, x.k, x.v, space],
+        **_numbers(options),
+    )
+    return Gradients(dq, dk, dv, None)
+
+
+def _operands(x: Operands) -> Sequence[Any]:
+    """In the handlers' order. Starts and ends are of each batch entry, or shared, alike."""
+    shape = jnp.broadcast_shapes(*(b.shape for b in (x.starts, x.ends) if b is not None))
+    starts, ends = (None if b is None else jnp.broadcast_to(b, shape) for b in (x.starts, x.ends))
+    return x.q, x.k, x.v, starts, ends, x.q_segments, x.kv_segments, x.rows, x.tiles, x.bits
+
+
+def _numbers(options: Options) -> dict[str, np.generic]:
+    return {"scale": np.float32(options.scale), "softcap": np.float32(options.softcap or 0)}
+
+
+def _workspaces(x: Operands) -> list[jax.ShapeDtypeStruct]:
+    """The forward kernel's and the backward kernel's."""
+    (B, T, N, D), (S, G), E = x.q.shape, x.k.shape[1:3], x.v.shape[3]
+    segmented = x.q_segments is not None
+    bounded = segmented or any(b is not None for b in (x.starts, x.ends, x.rows))
+    sizes = ffi.extension().masked_attention_workspaces(B, T, S, N, G, D, E, bounded, segmented)
+    return [jax.ShapeDtypeStruct((size,), jnp.uint8) for size in sizes]
+
+
+def _split(x: Array, groups: int) -> Array:
+    """[B, T, N, ...] -> [B*G, T, N/G, ...]"""
+    B, T, N, *rest = x.shape
+    x = x.reshape(B, T, groups, N // groups, *rest)
+    return jnp.swapaxes(x, 1, 2).reshape(B * groups, T, N // groups, *rest)
+
+
+def _joined(x: Array, groups: int) -> Array:
+    """The inverse of `_split`."""
+    rows, T, M, *rest = x.shape
+    x = x.reshape(rows // groups, groups, T, M, *rest)
+    return jnp.swapaxes(x, 1, 2).reshape(rows // groups, T, groups * M, *rest)
+
+
+class _Kept(NamedTuple):
+    """A call with `kv_indices` as one without: each group is a batch entry, B*G in all, and has the
+    keys that it keeps, in ascending order. What was a range of keys is then a range of those.
+
+    Attributes:
+        operands: of that call.
+        position: where its keys lie in 0..S-1; last come entries that are no keys, with S.
+        valid: which are keys.
+    """
+
+    operands: Operands
+    position: Int[Array, "B 1 G W"]
+    valid: Bool[Array, "B 1 G W"]
+
+    @classmethod
+    def of(cls, x: Operands, indices: Int[Array, "B G W"]) -> _Kept:
+        (B, T), (S, G) = x.q.shape[:2], x.k.shape[1:3]
+        position = jnp.sort(jnp.where((indices >= 0) & (indices < S), indices, S))[:, None]
+        valid = position < S
+
+        def rows(y: Float[Array, "B S G D"]) -> Float[Array, "B*G W 1 D"]:
+            kept = gather_rows(y, position, valid, y.dtype)
+            return kept.reshape(B * G, kept.shape[3], 1, y.shape[3])
+
+        def before(bound: Int[Array, "1|B T"]) -> Int[Array, "B*G T"]:
+            """How many kept keys lie before each query's bound."""
+            bound = jnp.broadcast_to(jnp.minimum(bound, S)[:, None], (B, G, T))
+            find = functools.partial(jnp.searchsorted, method="sort")
+            count = jax.vmap(jax.vmap(find))(position[:, 0], bound)
+            return count.astype(jnp.int32).reshape(B * G, T)
+
+        q_segments, kv_segments = x.q_segments, x.kv_segments
+        if q_segments is not None and kv_segments is not None:
+            q_segments = jnp.repeat(q_segments, G, axis=0)
+            wide = jnp.broadcast_to(kv_segments[:, :, None, None], (B, S, G, 1))
+            kv_segments = rows(wide)[..., 0, 0]
+        operands = x._replace(
+            q=_split(x.q, G),
+            k=rows(x.k),
+            v=rows(x.v),
+            starts=None if x.starts is None else before(x.starts),
+            ends=before(jnp.full((1, T), S, jnp.int32) if x.ends is None else x.ends),
+            q_segments=q_segments,
+            kv_segments=kv_segments,
+            kv_indices=None,
+        )
+        return cls(operands, position, valid)
+
+    def spread(self, rows: Array, like: Any, *, deterministic: bool) -> Array:
+        """Gradients of k or v from those of the kept rows; a key listed twice gets the sum."""
+        rows = rows.astype(jnp.float32).reshape(*self.position.shape, rows.shape[3])
+        total = compat.match_vary(jnp.zeros(like.shape, jnp.float32), rows)
+        total = scatter_rows(total, self.position, self.valid, rows, deterministic=deterministic)
+        return total.astype(like.dtype)

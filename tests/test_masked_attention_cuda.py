@@ -1,0 +1,233 @@
+"""What surrounds the kernels of masked attention, with the XLA implementation in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_matches
+from quick import compile_quickly  # noqa: F401
+
+from jax_dsa import make_block_mask, masked_attention
+from jax_dsa.core import ffi
+from jax_dsa.ops.masked_attention import cuda, xla
+from jax_dsa.ops.masked_attention.api import BWD, FWD
+from jax_dsa.ops.masked_attention.spec import Operands, Options, Results
+
+B, T, S, N, G, D, E, W = 2, 6, 9, 4, 2, 8, 16, 7
+OPTIONS = Options(0.3, None, "x", "x", "x", deterministic=False)
+FORWARD, BACKWARD = "jax_dsa.masked_attention_fwd.v1", "jax_dsa.masked_attention_bwd.v1"
+FIELDS = ("q", "k", "v", "starts", "ends", "q_segments", "kv_segments", "rows", "tiles", "bits")
+
+
+def call(target: str, operands: Any, avals: Any, scale: np.float32, softcap: np.float32) -> Any:
+    """The handlers' contract."""
+    assert isinstance(scale, np.float32) and isinstance(softcap, np.float32)
+    given = dict(zip(FIELDS, operands[: len(FIELDS)], strict=True))
+    starts, ends = given["starts"], given["ends"]
+    if starts is not None and ends is not None:
+        assert starts.shape == ends.shape  # one stride serves both
+    absent = dict.fromkeys(set(Operands._fields) - set(FIELDS))
+    x = Operands(**given, **absent)
+    heads = "x" if x.tiles is None else {1: "x", G: "g", N: "(g m)"}[x.tiles.shape[1]]
+    own = dataclasses.replace(
+        OPTIONS, scale=float(scale), softcap=float(softcap) or None, tile_heads=heads
+    )
+    if target == FORWARD:
+        results = xla.masked_attention_fwd(own, x)
+    else:
+        assert target == BACKWARD
+        y, dy = Results(*operands[-4:-2]), Results(*operands[-2:])
+        *results, _ = xla.masked_attention_bwd(own, x, y, dy)
+    *shapes, space = avals
+    assert [(a.shape, a.dtype) for a in shapes] == [(y.shape, y.dtype) for y in results]
+    assert space.dtype == jnp.uint8 and space.shape == (64 if target == FORWARD else 128,)
+    return [*results, None]
+
+
+def extension() -> SimpleNamespace:
+    return SimpleNamespace(masked_attention_workspaces=lambda *_: (64, 128))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "ffi", SimpleNamespace(call=call, extension=extension))
+
+
+def integers(rng: np.random.Generator, low: int, high: int, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.integers(low, high, shape), jnp.int32)
+
+
+def qkv(rng: np.random.Generator, **sizes: int) -> tuple[jax.Array, ...]:
+    b, t, s = (sizes.get(x, size) for x, size in (("b", B), ("t", T), ("s", S)))
+    shapes = (b, t, N, D), (b, s, G, D), (b, s, G, E)
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+
+
+def problem(rng: np.random.Generator, **given: Any) -> Operands:
+    q, k, v = qkv(rng)
+    return Operands(**(dict.fromkeys(Operands._fields) | {"q": q, "k": k, "v": v} | given))
+
+
+def both_ways(rng: np.random.Generator, options: Options, x: Operands) -> None:
+    """The composition does what the XLA implementation does."""
+    y = xla.masked_attention_fwd(options, x)
+    assert_matches(cuda.masked_attention_fwd(options, y, x), y, 1e-5)
+    dy = Results(*(jnp.asarray(rng.normal(size=z.shape), jnp.float32) for z in y))
+    want = xla.masked_attention_bwd(options, x, y, dy)
+    assert_matches(cuda.masked_attention_bwd(options, want, x, y, dy), want, 1e-5)
+
+
+def random_ranges(rng: np.random.Generator, starts: int, ends: int) -> dict[str, Any]:
+    first = integers(rng, 0, S, starts, T)
+    return {"starts": first, "ends": integers(rng, 0, S + 1, ends, T)}
+
+
+def segments(rng: np.random.Generator) -> dict[str, Any]:
+    return {"q_segments": integers(rng, 0, 2, B, T), "kv_segments": integers(rng, 0, 2, B, S)}
+
+
+MASKS: dict[str, Any] = {
+    "none": lambda rng: {},
+    "ends": lambda rng: {"ends": integers(rng, 0, S + 1, B, T)},
+    "starts": lambda rng: {"starts": integers(rng, 0, S, 1, T)},
+    "ranges of all": lambda rng: random_ranges(rng, 1, 1),
+    "starts of all, ends of each": lambda rng: random_ranges(rng, 1, B),
+    "starts of each, ends of all": lambda rng: random_ranges(rng, B, 1),
+    "segments": segments,
+    "segments and ranges": lambda rng: segments(rng) | random_ranges(rng, B, B),
+}
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["all keys", "kept keys"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_composition(mask: str, kept: bool, rng: np.random.Generator, kernels: None) -> None:
+    given = MASKS[mask](rng)
+    if kept:
+        indices = rng.integers(-1, S + 1, (B, G, W)).astype(np.int32)
+        indices[0, 0] = (3, -(2**31), 3, S, 2**31 - 1, -1, 0)  # one key twice
+        given["kv_indices"] = jnp.asarray(indices)
+    options = dataclasses.replace(OPTIONS, softcap=2.0 if mask == "segments" else None)
+    both_ways(rng, options, problem(rng, **given))
+
+
+@pytest.mark.parametrize("heads", [1, G, N])
+def test_composition_of_a_block_mask(heads: int, rng: np.random.Generator, kernels: None) -> None:
+    blocks = make_block_mask(jnp.asarray(rng.random((1, heads, T, S)) < 0.6), block_q=4, block_k=8)
+    rows = jnp.arange(T, dtype=jnp.int32)[None]
+    factors = {1: "x", G: "g", N: "(g m)"}[heads]
+    options = dataclasses.replace(OPTIONS, tile_heads=factors)
+    both_ways(rng, options, problem(rng, rows=rows, tiles=blocks.tiles, bits=blocks.bits))
+
+
+def test_keys_that_are_not_kept_are_not_read(rng: np.random.Generator, kernels: None) -> None:
+    x = problem(rng, kv_indices=jnp.asarray([[[3, 1, 3, -1], [S, 3, 1, 1]]] * B, jnp.int32))
+    other = np.array([s not in (1, 3) for s in range(S)])[:, None, None]
+    dirty = x._replace(k=jnp.where(other, jnp.nan, x.k), v=jnp.where(other, jnp.inf, x.v))
+    y = xla.masked_attention_fwd(OPTIONS, x)
+    got = cuda.masked_attention_fwd(OPTIONS, y, dirty)
+    assert_matches(got, y, 1e-5)
+    grads = cuda.masked_attention_bwd(OPTIONS, x, dirty, y, y)
+    assert_matches(grads, xla.masked_attention_bwd(OPTIONS, x, y, y), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("b", "t", "s", "w"), [(0, T, S, W), (B, 0, S, W), (B, T, 0, W), (B, T, S, 0), (B, T, 0, None)]
+)
+def test_empty_axes(
+    b: int, t: int, s: int, w: int | None, rng: np.random.Generator, kernels: None
+) -> None:
+    q, k, v = qkv(rng, b=b, t=t, s=s)
+    kept = None if w is None else jnp.zeros((b, G, w), jnp.int32)
+    ends = jnp.full((b, t), s, jnp.int32)
+    ids = jnp.zeros((b, t), jnp.int32), jnp.zeros((b, s), jnp.int32)
+    given = dict(zip(("q_segments", "kv_segments"), ids, strict=True))
+    starts = jnp.zeros((1, t), jnp.int32)
+    x = problem(rng, q=q, k=k, v=v, kv_indices=kept, starts=starts, ends=ends, **given)
+    both_ways(rng, OPTIONS, x)
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the extension were there."""
+    monkeypatch.setattr(ffi, "status", lambda: (True, ""))
+    monkeypatch.setattr(ffi, "extension", extension)
+
+
+def shaped(t: int, d: int, e: int, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
+    """q, k and v. Every test has a length of its own, so that none finds a trace."""
+    shapes = (1, t, 4, d), (1, t, 2, d), (1, t, 2, e)
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+
+
+def traced(arrays: tuple[Any, ...], **options: Any) -> str:
+    """Forward and backward pass."""
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return masked_attention(q, k, v, **options).astype(jnp.float32).sum()
+
+    return str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*arrays))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_kernels_run_what_they_cover(dtype: Any, loaded: None) -> None:
+    for options in ({}, {"is_causal": True, "softcap": 30.0}, {"implementation": "cuda"}):
+        text = traced(shaped(20, 64, 128, dtype), **options)
+        assert FORWARD in text and BACKWARD in text
+
+
+def test_passes_choose_independently(loaded: None) -> None:
+    text = traced(shaped(21, 64, 64), deterministic=True)
+    assert FORWARD in text and BACKWARD not in text
+    with pytest.raises(NotImplementedError, match=r"masked_attention_bwd: .*deterministic=True"):
+        traced(shaped(21, 64, 64), deterministic=True, implementation="cuda")
+    wide = cuda.BWD_MOST_DIMS + 8
+    assert wide <= cuda.MOST_DIMS
+    text = traced(shaped(22, wide, 64))
+    assert FORWARD in text and BACKWARD not in text
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "float32": ({"dtype": jnp.float32}, "bfloat16 or float16, got float32"),
+    "D 12": ({"d": 12}, "multiples of 8 up to 256 for D and E, got D=12, E=64"),
+    "E 264": ({"e": 264}, "got D=64, E=264"),
+    "many queries": ({"t": 2**31 - 1}, "T and S up to"),
+    "small blocks": (
+        {"bits": jax.ShapeDtypeStruct((1, 1, 1, 128, 8), jnp.uint8)},
+        "block_k is a multiple of 128, got 64",
+    ),
+    "bias": ({"bias": jax.ShapeDtypeStruct((1, 1, 1, 20), jnp.bfloat16)}, "not take 'bias'"),
+    "mask": ({"mask": jax.ShapeDtypeStruct((1, 1, 1, 20), bool)}, "not take 'mask'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_kernels_do_not_cover(name: str) -> None:
+    given, why = REFUSED[name]
+    given = {"t": 20, "d": 64, "e": 64, "dtype": jnp.bfloat16} | given
+    q, k, v = shaped(*(given.pop(n) for n in ("t", "d", "e")), given.pop("dtype"))
+    x = Operands(**(dict.fromkeys(Operands._fields) | {"q": q, "k": k, "v": v} | given))
+    for kernel in (FWD.kernel, BWD.kernel):
+        assert kernel is not None
+        said = kernel.why_not(OPTIONS, x) or ""
+        assert why.replace("256", "128" if kernel is BWD.kernel else "256") in said
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["all keys", "kept keys"])
+def test_lowers_for_a_gpu(kept: bool) -> None:
+    """With the extension, on a machine without a GPU, too."""
+    pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
+    indices = jnp.zeros((1, 2, 3), jnp.int32) if kept else None
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        out = masked_attention(q, k, v, is_causal=True, kv_indices=indices, implementation="cuda")
+        return out.astype(jnp.float32).sum()
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*shaped(23, 64, 64))
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    assert FORWARD in text and BACKWARD in text
