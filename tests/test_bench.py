@@ -16,6 +16,7 @@ import jax_dsa.bench.__main__ as bench
 from jax_dsa.bench import report, timing
 from jax_dsa.bench.__main__ import main
 from jax_dsa.bench.case import Case, causal_selection, selected_pairs, shrunk, visible_pairs
+from jax_dsa.bench.masked_attention import document_bounds
 from jax_dsa.bench.registry import OPERATORS
 
 COLUMNS = (
@@ -77,6 +78,36 @@ def test_only_slots_with_a_key_count() -> None:
         case("sparse_mla fwd T4096-S8192-N128-D576-K2048 bf16"), "cuda", 1e-3, rates, ""
     )
     assert whole.tflops == whole.tflops_all_slots
+
+
+NOTES = {"dense": 512, "causal": 512, "window": 512, "varlen": 512, "empty75": 32, "random": 64}
+
+
+@pytest.mark.parametrize(("note", "scale"), NOTES.items())
+def test_only_keys_that_a_query_sees_count(note: str, scale: int) -> None:
+    cases = OPERATORS["masked_attention"](functools.partial(shrunk, scale))
+    one = next(c for c in cases if c.note == note)
+
+    def seen(key: jax.Array) -> jax.Array:
+        _, probs = one.call(*one.make(key), return_attn_probs=True, implementation="xla")
+        return (probs > 0).sum()
+
+    want = 4 * one.dims["D"] * int(jax.jit(seen)(jax.random.key(0)))
+    np.testing.assert_allclose(one.work["bf16-matmul"], want, rtol=0.05 * (note == "random"))
+
+
+def test_a_pass_counts_its_products() -> None:
+    """Two of keys' and values' dims forward; backward scores again, and three of D and two of E."""
+    pairs = visible_pairs(8192, 8192) * 128
+    for step, dims in (("fwd", 192 + 128), ("bwd", 3 * 192 + 2 * 128)):
+        wide = case(f"masked_attention {step} T8192-S8192-N128-D192-E128-causal bf16")
+        assert wide.work["bf16-matmul"] == 2 * dims * pairs
+
+
+def test_documents_are_uneven() -> None:
+    lengths = np.diff(document_bounds(262144, 64))
+    assert lengths.sum() == 262144 and lengths.size == 64
+    assert 120 < lengths.min() < 136 and 16000 < lengths.max() < 16500
 
 
 def test_the_ceiling_is_the_one_that_takes_longest() -> None:

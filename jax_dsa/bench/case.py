@@ -92,3 +92,13 @@ def selected_pairs(queries: int, keys: int, picks: int) -> int:
 def visible_pairs(queries: int, keys: int) -> int:
     """(query, key) pairs under a causal mask whose last query sees all keys."""
     return selected_pairs(queries, keys, keys)
+
+
+def cudnn(is_causal: bool, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+    """cuDNN's attention through `jax.nn`, which wants values of the keys' dims: they are padded."""
+    e = v.shape[3]
+    v = jnp.pad(v, [(0, 0)] * 3 + [(0, k.shape[3] - e)])
+    out = jax.nn.dot_product_attention(
+        q, k, v, is_causal=is_causal, implementation="cudnn", **options
+    )
+    return out[..., :e]

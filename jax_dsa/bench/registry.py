@@ -15,11 +15,13 @@ from jax_dsa.bench.case import (
     FP8,
     Case,
     causal_selection,
+    cudnn,
     normal,
     selected_pairs,
     visible_pairs,
 )
 from jax_dsa.core.call import Call
+from jax_dsa.bench.masked_attention import masked_attention
 from jax_dsa.core.layout import RECORD_BYTES
 from jax_dsa.ops.block_mask.api import CLASSIFY
 from jax_dsa.ops.block_mask.spec import Operands, Options
@@ -400,12 +402,12 @@ def htree(size: Scale) -> Iterator[Case]:
         return q[:, -1:], cache.append(k, v)
 
     def last_query(q: Any, cache: jax_dsa.HTreeCache) -> Any:
-        return _cudnn(False)(q, cache.k[:, : cache.capacity], cache.v[:, : cache.capacity])
+        return cudnn(False, q, cache.k[:, : cache.capacity], cache.v[:, : cache.capacity])
 
     for t in (32768, 131072):
         dims = size(T=t, N=16, G=2, D=128)
         build = functools.partial(make, dims)
-        peers = {"cudnn": _cudnn(True)}
+        peers: dict[str, Any] = {"cudnn": functools.partial(cudnn, True)}
         for step, diff in (("fwd", ()), ("bwd", (0, 1, 2))):
             call = jax_dsa.htree_attention
             yield Case("htree", step, dims, "bf16", build, call, {}, diff, peers)

@@ -1,0 +1,148 @@
+"""What is measured of `masked_attention`, and how much work each case is."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_dsa
+from jax_dsa.bench.case import BF16, Case, cudnn, normal, selected_pairs, visible_pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from jax_dsa.bench.case import Dims, Scale
+
+
+def masked_attention(size: Scale) -> Iterator[Case]:
+    """Dense and causal attention, a causal window, packed documents, block masks of which only the
+    active tiles count, and a random mask, of which half of the scores count.
+    """
+    for step in ("fwd", "bwd"):
+        yield _dense(step, size(T=16384, S=16384, N=16, D=128))
+        yield _causal(step, size(T=16384, S=16384, N=16, D=128))
+        yield _causal(step, size(T=8192, S=8192, N=128, D=192, E=128))
+        yield _causal(step, size(T=8192, S=8192, N=32, G=8, D=128))
+        yield _causal(step, size(T=8192, S=8192, N=32, D=64))
+        yield _causal(step, size(T=8192, S=8192, N=16, D=256))
+        for empty in (75, 90):
+            yield _tiles(step, size(T=8192, S=8192, N=16, D=128), empty)
+        yield _packed(step, size(T=262144, S=262144, R=64, N=16, D=128))
+        yield _window(step, size(T=131072, S=131072, W=4096, N=16, D=128))
+    yield _random("fwd", size(T=8192, S=8192, N=16, D=128))
+
+
+def _case(
+    step: str,
+    dims: Dims,
+    note: str,
+    pairs: int,
+    call: Callable[..., Any],
+    make: Callable[[Dims, jax.Array], tuple] | None = None,
+    peer: Callable[..., Any] | None = None,
+    all_pairs: int | None = None,
+) -> Case:
+    """`pairs` of a query and a key that it sees count; `all_pairs` have to be looked at."""
+    n, d = dims["N"], dims["D"]
+    e = dims.get("E", d)
+    pair = 2 * n * (d + e if step == "fwd" else 3 * d + 2 * e)
+    return Case(
+        "masked_attention",
+        step,
+        dims,
+        "bf16",
+        functools.partial(make or _qkv, dims),
+        call,
+        {BF16: pair * pairs},
+        diff=() if step == "fwd" else (0, 1, 2),
+        peers={"cudnn": peer} if peer else {},
+        note=note,
+        all_slots=pair * all_pairs if all_pairs else None,
+    )
+
+
+def _qkv(dims: Dims, key: jax.Array) -> tuple:
+    t, s, n, d = (dims[x] for x in "TSND")
+    groups, e = dims.get("G", n), dims.get("E", d)
+    shapes = (1, t, n, d), (1, s, groups, d), (1, s, groups, e)
+    keys = jax.random.split(key, 3)
+    return tuple(normal(k, *shape) for k, shape in zip(keys, shapes, strict=True))
+
+
+def _dense(step: str, dims: Dims) -> Case:
+    pairs, peer = dims["T"] * dims["S"], functools.partial(cudnn, False)
+    return _case(step, dims, "dense", pairs, jax_dsa.masked_attention, peer=peer)
+
+
+def _causal(step: str, dims: Dims) -> Case:
+    call = functools.partial(jax_dsa.masked_attention, is_causal=True)
+    pairs, peer = visible_pairs(dims["T"], dims["S"]), functools.partial(cudnn, True)
+    return _case(step, dims, "causal", pairs, call, peer=peer)
+
+
+def _window(step: str, dims: Dims) -> Case:
+    """Each query sees its own key and those before it, W in all."""
+    window: Any = {"local_window_size": (dims["W"] - 1, 0)}
+    call = functools.partial(jax_dsa.masked_attention, is_causal=True, **window)
+    pairs = selected_pairs(dims["T"], dims["S"], dims["W"])
+    return _case(step, dims, "window", pairs, call, peer=functools.partial(cudnn, True, **window))
+
+
+def document_bounds(tokens: int, count: int) -> np.ndarray:
+    """[count + 1] bounds of packed documents in any order; of 64, the shortest has about 1/2048 of
+    the tokens, the longest 1/16.
+    """
+    lengths = 1 / 2048 + (1 / 16 - 1 / 2048) * np.linspace(0, 1, count) ** 3.17
+    ends = np.cumsum(np.random.default_rng(0).permutation(lengths))
+    return np.rint(np.append(0, ends) / ends[-1] * tokens).astype(np.int32)
+
+
+def _packed(step: str, dims: Dims) -> Case:
+    """Causal attention of R documents. `jax.nn` has no packed sequences for cuDNN."""
+    bounds = document_bounds(dims["T"], dims["R"])
+
+    def make(dims: Dims, key: jax.Array) -> tuple:
+        return *(x[0] for x in _qkv(dims, key)), jnp.asarray(bounds), jnp.asarray(bounds)
+
+    call = functools.partial(jax_dsa.masked_attention_varlen, is_causal=True)
+    pairs = sum(visible_pairs(length, length) for length in np.diff(bounds).tolist())
+    return _case(step, dims, "varlen", pairs, call, make)
+
+
+def _in_blocks(q: Any, k: Any, v: Any, block_mask: Any, *_: Any, **kwargs: Any) -> Any:
+    return jax_dsa.masked_attention(q, k, v, block_mask=block_mask, **kwargs)
+
+
+def _tiles(step: str, dims: Dims, empty: int) -> Case:
+    """A mask of whole tiles of 128x128, random ones of which are empty, the same for all heads.
+    Every row of tiles has its diagonal, and the same number of others.
+    """
+    rows, columns = -(-dims["T"] // 128), -(-dims["S"] // 128)
+    keep = max(1, columns * (100 - empty) // 100)
+
+    def make(dims: Dims, key: jax.Array) -> tuple:
+        score = jax.random.uniform(key, (rows, columns)) + jnp.eye(rows, columns)
+        kept = score >= jax.lax.top_k(score, keep)[0][:, -1:]
+        mask = jnp.repeat(jnp.repeat(kept, 128, 0), 128, 1)[None, None, : dims["T"], : dims["S"]]
+        return *_qkv(dims, key), jax_dsa.make_block_mask(mask)
+
+    pairs = dims["T"] * min(dims["S"], keep * 128)
+    return _case(step, dims, f"empty{empty}", pairs, _in_blocks, make)
+
+
+def _random(step: str, dims: Dims) -> Case:
+    """Half of all scores, and no tile empty or full. cuDNN takes the mask as it is."""
+
+    def make(dims: Dims, key: jax.Array) -> tuple:
+        mask = jax.random.bernoulli(key, 0.5, (1, 1, dims["T"], dims["S"]))
+        return *_qkv(dims, key), jax_dsa.make_block_mask(mask), mask
+
+    def peer(q: Any, k: Any, v: Any, _: Any, mask: Any) -> Any:
+        return cudnn(False, q, k, v, mask=mask)
+
+    scores = dims["T"] * dims["S"]
+    return _case(step, dims, "random", scores // 2, _in_blocks, make, peer, all_pairs=scores)
