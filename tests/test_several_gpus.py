@@ -12,7 +12,7 @@ from compare import assert_matches
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsa import attn_dist, indexer_logits, indexer_topk, sparse_mla
+from jax_dsa import attn_dist, indexer_logits, indexer_topk, masked_attention, sparse_mla
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +51,22 @@ def score(q: jax.Array, k: jax.Array, weights: jax.Array) -> tuple[jax.Array, ..
     return (indexer_logits(q, k, weights, implementation="cuda"),)
 
 
+def attend_to_all(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    """Output, statistics and gradients; causal, as queries know their positions where they go."""
+
+    def loss(*arrays: jax.Array) -> tuple[jax.Array, Any]:
+        out, lse = masked_attention(*arrays, is_causal=True, return_lse=True, implementation="cuda")
+        return jnp.sin(out.astype(jnp.float32)).sum() + jnp.cos(lse).sum(), (out, lse)
+
+    grads, outs = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    return *outs, *grads
+
+
+def head_inputs(rng: np.random.Generator) -> tuple[jax.Array, ...]:
+    shapes = (B, 4 * T, 16, 128), (B, S, 4, 128), (B, S, 4, 64)
+    return tuple(jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+
+
 def attention_inputs(rng: np.random.Generator) -> tuple[jax.Array, ...]:
     q = jnp.asarray(rng.standard_normal((B, T, N, D)), jnp.bfloat16)
     kv = jnp.asarray(rng.standard_normal((B, S, 1, D)), jnp.bfloat16)
@@ -71,6 +87,10 @@ ROUTES = {
     "attn_dist-batch": (distribution, attention_inputs, BATCH),
     "attn_dist-queries": (distribution, attention_inputs, QUERIES),
     "attn_dist-heads": (distribution, attention_inputs, (P(None, None, "x"), P(), P())),
+    "masked_attention-batch": (attend_to_all, head_inputs, BATCH),
+    "masked_attention-queries": (attend_to_all, head_inputs, (P(None, "x"), P(), P())),
+    "masked_attention-heads": (attend_to_all, head_inputs, (P(None, None, "x"),) * 3),
+    "masked_attention-query heads": (attend_to_all, head_inputs, (P(None, None, "x"), P(), P())),
     "indexer_logits-batch": (score, indexer_inputs, BATCH),
     "indexer_logits-queries": (score, indexer_inputs, QUERIES),
     "indexer_topk-batch": (select, indexer_inputs, BATCH),

@@ -14,6 +14,9 @@ from oracles import masked_attention as oracle
 
 from jax_dsa import BlockMask, make_block_mask, masked_attention, masked_attention_varlen
 
+# What the kernels take.
+KERNEL = {"T": (1, 62, 213), "S": (1, 70, 300), "M": (1, 3), "D": (64, 72, 128), "E": (40, 64, 128)}
+
 
 def draw_window(c: Draw) -> dict[str, Any]:
     """What says which positions are visible."""
@@ -34,7 +37,9 @@ def draw_softcap(c: Draw) -> Any:
 def draw_blocks(c: Draw, r: Draw, B: int, N: int, G: int, T: int, S: int) -> Any:
     """A block mask of random bools."""
     shape = c.one(1, B), c.one(1, G, N), T, S
-    return jax.tree.map(np.asarray, _blocks(r.bools(*shape), c.one(2, 3, 128), c.one(8, 16)))
+    return jax.tree.map(
+        np.asarray, _blocks(r.bools(*shape), c.one(2, 3, 128), 128 if c.kernel else c.one(8, 16))
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -88,16 +93,16 @@ def draw_common(c: Draw, r: Draw, shape: tuple[int, ...], dtype: np.dtype) -> di
         "q": r.floats(dtype, B, T, N, D),
         "k": r.floats(dtype, B, S, G, D),
         "v": r.normal(dtype, B, S, G, E),  # what one query sees, others may too
-        "bias": r.floats(dtype, *per_score[0]) if c.chance() else None,
-        "mask": r.bools(*per_score[1]) if c.chance() else None,
+        "bias": r.floats(dtype, *per_score[0]) if c.chance() and not c.kernel else None,
+        "mask": r.bools(*per_score[1]) if c.chance() and not c.kernel else None,
         "scale": c.scale(),
         **draw_window(c),
         "softcap": draw_softcap(c),
         "block_mask": blocks,
-        "kv_indices": r.positions(S, B, G, c.below(5)) if kept else None,
+        "kv_indices": r.positions(S, B, G, 70 if c.kernel else c.below(5)) if kept else None,
         "deterministic": c.flag(),
         "return_lse": c.flag(),
-        "return_attn_probs": c.flag(0.3),
+        "return_attn_probs": c.flag(0.0 if c.kernel else 0.3),
     }
 
 
@@ -123,7 +128,7 @@ def finish(c: Draw, call: Call, dtype: np.dtype) -> Call:
 
 
 def draw_masked_attention(c: Draw, r: Draw) -> Call:
-    B, T, S, *_ = shape = c.dims(B=2, T=5, S=7, G=2, M=2, D=5, E=4)
+    B, T, S, *_ = shape = c.dims(KERNEL, B=2, T=5, S=7, G=2, M=2, D=5, E=4)
     dtype = c.dtype()
     ids = (
         r.rng.integers(0, 2, (B, T)).astype(np.int32),
@@ -160,7 +165,7 @@ def draw_masked_attention(c: Draw, r: Draw) -> Call:
 
 
 def draw_masked_attention_varlen(c: Draw, r: Draw) -> Call:
-    T, S, *_ = shape = c.dims(T=8, S=8, G=2, M=2, D=5, E=4)
+    T, S, *_ = shape = c.dims(KERNEL, T=8, S=8, G=2, M=2, D=5, E=4)
     dtype, R = c.dtype(), c.below(3)
     whole = draw_common(c, r, (1, *shape), dtype)
     names = "q", "k", "v", "bias", "mask", "kv_indices"
