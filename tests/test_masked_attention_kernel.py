@@ -13,7 +13,6 @@ from compare import assert_as_good_as, assert_matches
 from oracles import masked_attention as oracle
 
 from jax_dsa import make_block_mask, masked_attention, masked_attention_varlen
-from jax_dsa.ops.masked_attention.cuda import BWD_MOST_DIMS
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +42,7 @@ def integers(rng: np.random.Generator, low: int, high: int, *shape: int) -> jax.
 
 
 class Run(NamedTuple):
-    """What a call gives; gradients where all of them have a kernel."""
+    """What a call gives, and gradients."""
 
     out: jax.Array
     lse: jax.Array
@@ -71,8 +70,6 @@ def run(
             seen = jnp.where(jnp.isfinite(lse), lse, 0)
             return jnp.sin(out.astype(jnp.float32) * 3).sum() + jnp.cos(seen).sum(), (out, lse)
 
-        if max(x.shape[-1] for x in arrays) > BWD_MOST_DIMS:
-            return Run(*loss(*arrays)[1], ())
         grads, outs = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*arrays)
         return Run(*outs, grads)
 

@@ -29,14 +29,17 @@ from jax_dsa.ops.masked_attention.spec import LSE, Operands, Options
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_LIMITS = "bfloat16 or float16; D and E multiples of 8 up to {}; no bias, no mask but a block mask"
+_LIMITS = (
+    f"bfloat16 or float16; D and E multiples of 8 up to {cuda.MOST_DIMS}; no bias, no mask but a "
+    f"block mask"
+)
 FWD = Pass(
     "masked_attention_fwd",
     xla.masked_attention_fwd,
     kernel=Kernel(
         cuda.masked_attention_fwd,
         cuda.supports,
-        limits=_LIMITS.format(cuda.MOST_DIMS),
+        limits=_LIMITS,
         takes=cuda.TAKES,
     ),
 )
@@ -46,7 +49,7 @@ BWD = Pass(
     kernel=Kernel(
         cuda.masked_attention_bwd,
         cuda.bwd_supports,
-        limits=_LIMITS.format(cuda.BWD_MOST_DIMS) + "; not deterministic",
+        limits=f"{_LIMITS}; not deterministic",
         takes=cuda.TAKES,
     ),
 )

@@ -25,7 +25,7 @@ TAKES = (
 
 # What they cover, as in cuda/masked_attention/masked_attention.h.
 _DTYPES = (jnp.bfloat16, jnp.float16)
-MOST_DIMS, BWD_MOST_DIMS = 256, 128
+MOST_DIMS = 256
 _BLOCK_K = 128
 _MOST_ROWS = 2**31 - 1 - 4096
 
@@ -33,28 +33,24 @@ _MOST_ROWS = 2**31 - 1 - 4096
 def supports(options: Options, x: Operands) -> str | None:
     """None, or why the forward kernel does not run this call."""
     del options
-    return _why_not(x, MOST_DIMS)
-
-
-def bwd_supports(options: Options, x: Operands, *_: Results) -> str | None:
-    """None, or why the backward kernel does not run this call."""
-    if options.deterministic:
-        return "its sums over a query's keys have no fixed order (deterministic=True)"
-    return _why_not(x, BWD_MOST_DIMS)
-
-
-def _why_not(x: Operands, most: int) -> str | None:
     (T, _, D), S, E = x.q.shape[1:], x.k.shape[1], x.v.shape[3]
     if x.q.dtype not in _DTYPES:
         return f"it takes bfloat16 or float16, got {x.q.dtype}"
-    if not all(0 < dim <= most and dim % 8 == 0 for dim in (D, E)):
-        return f"it takes multiples of 8 up to {most} for D and E, got D={D}, E={E}"
+    if not all(0 < dim <= MOST_DIMS and dim % 8 == 0 for dim in (D, E)):
+        return f"it takes multiples of 8 up to {MOST_DIMS} for D and E, got D={D}, E={E}"
     if max(T, S) > _MOST_ROWS:
         return f"it takes T and S up to {_MOST_ROWS}, got T={T}, S={S}"
     if x.bits is not None and 8 * x.bits.shape[4] % _BLOCK_K != 0:
         got = 8 * x.bits.shape[4]
         return f"it takes block masks whose block_k is a multiple of {_BLOCK_K}, got {got}"
     return None
+
+
+def bwd_supports(options: Options, x: Operands, *_: Results) -> str | None:
+    """None, or why the backward kernel does not run this call."""
+    if options.deterministic:
+        return "its sums over a query's keys have no fixed order (deterministic=True)"
+    return supports(options, x)
 
 
 def masked_attention_fwd(options: Options, avals: Results, x: Operands) -> Results:
