@@ -20,8 +20,8 @@ from jax_dsa.bench.case import (
     selected_pairs,
     visible_pairs,
 )
-from jax_dsa.core.call import Call
 from jax_dsa.bench.masked_attention import masked_attention
+from jax_dsa.core.call import Call
 from jax_dsa.core.layout import RECORD_BYTES
 from jax_dsa.ops.block_mask.api import CLASSIFY
 from jax_dsa.ops.block_mask.spec import Operands, Options
@@ -229,69 +229,6 @@ def topk(size: Scale) -> Iterator[Case]:
             {COPY: 4 * r * (s + k)},
             peers={"lax.top_k": functools.partial(lax_top_k, k)},
         )
-
-
-def _cudnn(is_causal: bool) -> Any:
-    return functools.partial(
-        jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn"
-    )
-
-
-def masked_attention(size: Scale) -> Iterator[Case]:
-    """Dense, causal, and block masks, of which only the active tiles count."""
-
-    def make(dims: Dims, key: jax.Array) -> tuple:
-        shapes = [(1, dims[x], dims["N"], dims["D"]) for x in "TSS"]
-        return tuple(
-            normal(k, *shape) for k, shape in zip(jax.random.split(key, 3), shapes, strict=True)
-        )
-
-    def tiles(empty: int, dims: Dims, key: jax.Array) -> tuple:
-        """A mask of whole tiles of 128x128, random ones of which are empty, the same for all heads.
-        Every row of tiles has its diagonal, and the same number of others.
-        """
-        rows, cols = -(-dims["T"] // 128), -(-dims["S"] // 128)
-        keep = max(1, cols * (100 - empty) // 100)
-        score = jax.random.uniform(key, (rows, cols)) + jnp.eye(rows, cols)
-        kept = score >= jax.lax.top_k(score, keep)[0][:, -1:]
-        mask = jnp.repeat(jnp.repeat(kept, 128, 0), 128, 1)[None, None, : dims["T"], : dims["S"]]
-        return *make(dims, key), jax_dsa.make_block_mask(mask)
-
-    def blocks(q: Any, k: Any, v: Any, block_mask: Any, **kwargs: Any) -> Any:
-        return jax_dsa.masked_attention(q, k, v, block_mask=block_mask, **kwargs)
-
-    for step, factor in (("fwd", 4), ("bwd", 10)):
-        diff = () if step == "fwd" else (0, 1, 2)
-        for causal in (False, True):
-            dims = size(T=16384, S=16384, N=16, D=128)
-            t, s, n, d = dims.values()
-            yield Case(
-                "masked_attention",
-                step,
-                dims,
-                "bf16",
-                functools.partial(make, dims),
-                functools.partial(jax_dsa.masked_attention, is_causal=causal),
-                {BF16: factor * n * d * (visible_pairs(t, s) if causal else t * s)},
-                diff,
-                peers={"cudnn": _cudnn(causal)},
-                note="causal" if causal else "dense",
-            )
-        for empty in (75, 90):
-            dims = size(T=8192, S=8192, N=16, D=128)
-            t, s, n, d = dims.values()
-            kept = max(1, -(-s // 128) * (100 - empty) // 100) * 128
-            yield Case(
-                "masked_attention",
-                step,
-                dims,
-                "bf16",
-                functools.partial(tiles, empty, dims),
-                blocks,
-                {BF16: factor * n * d * t * min(s, kept)},
-                diff,
-                note=f"empty{empty}",
-            )
 
 
 def block_mask(size: Scale) -> Iterator[Case]:
