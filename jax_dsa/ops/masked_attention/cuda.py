@@ -12,14 +12,16 @@ import numpy as np
 from jax_dsa.core import compat, ffi
 from jax_dsa.core.rows import gather_rows, scatter_rows
 from jax_dsa.core.typing import Array, Bool, Float, Int
+from jax_dsa.ops.block_mask.cuda import compress
+from jax_dsa.ops.block_mask.spec import Map
 from jax_dsa.ops.masked_attention.spec import Gradients, Operands, Options, Results
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# What the kernels take; `kv_indices` is seen to here.
+# What the kernels take; `mask` and `kv_indices` are seen to here.
 TAKES = (
-    "q", "k", "v", "starts", "ends", "q_segments", "kv_segments", "kv_indices",
+    "q", "k", "v", "mask", "starts", "ends", "q_segments", "kv_segments", "kv_indices",
     "rows", "tiles", "bits",
 )  # fmt: skip
 
@@ -40,6 +42,8 @@ def supports(options: Options, x: Operands) -> str | None:
         return f"it takes multiples of 8 up to {MOST_DIMS} for D and E, got D={D}, E={E}"
     if max(T, S) > _MOST_ROWS:
         return f"it takes T and S up to {_MOST_ROWS}, got T={T}, S={S}"
+    if x.mask is not None and x.kv_indices is not None:
+        return "it takes 'mask' or 'kv_indices'"
     if x.bits is not None and 8 * x.bits.shape[4] % _BLOCK_K != 0:
         got = 8 * x.bits.shape[4]
         return f"it takes block masks whose block_k is a multiple of {_BLOCK_K}, got {got}"
@@ -81,6 +85,7 @@ def masked_attention_bwd(
 
 def _forward(options: Options, x: Operands) -> Results:
     """Without `kv_indices`."""
+    x = _mapped(x)
     space, _ = _workspaces(x)
     out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
     lse = jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
@@ -92,6 +97,7 @@ def _forward(options: Options, x: Operands) -> Results:
 
 def _backward(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
     """Without `kv_indices`."""
+    x = _mapped(x)
     _, space = _workspaces(x)
     dq, dk, dv, _ = ffi.call(
         "jax_dsa.masked_attention_bwd.v1",
@@ -100,6 +106,16 @@ def _backward(options: Options, x: Operands, y: Results, dy: Results) -> Gradien
         **_numbers(options),
     )
     return Gradients(dq, dk, dv, None)
+
+
+def _mapped(x: Operands) -> Operands:
+    """With the mask as a map in tiles, which the kernels read, joined to the one that is given."""
+    if x.mask is None:
+        return x
+    given = x.rows, x.tiles, x.bits
+    other = None if any(y is None for y in given) else Map(*given)
+    rows, tiles, bits = compress(x.mask, x.q.shape[1], starts=x.starts, ends=x.ends, other=other)
+    return x._replace(mask=None, rows=rows, tiles=tiles, bits=bits)
 
 
 def _operands(x: Operands) -> Sequence[Any]:
