@@ -59,8 +59,10 @@ inline void set_chunk(Pass& pass, int64_t batch, int64_t entries, int64_t query,
 
 template <typename S, int kD, int kR>
 cudaError_t launch_scores(const Pass& pass, int layer, cudaStream_t stream) {
-  return launch_blocks(scores_kernel<S, kD, kR>, pass.blocks(), S::kThreads,
-                       static_cast<int>(sizeof(ScoresShared<S, kD, kR>)), stream, pass, layer);
+  constexpr int kShared = sizeof(ScoresShared<S, kD, kR>);
+  static_assert(shared_memory_fits(1, kShared));
+  return launch_blocks(scores_kernel<S, kD, kR>, pass.blocks(), S::kThreads, kShared, stream, pass,
+                       layer);
 }
 
 inline cudaError_t launch_best(const Pass& pass, cudaStream_t stream) {
@@ -79,8 +81,9 @@ cudaError_t launch_list(const Pass& pass, int layer, cudaStream_t stream) {
 
 template <typename S, int kD, int kR>
 cudaError_t launch_attend(const Pass& pass, cudaStream_t stream) {
-  return launch_blocks(attend_kernel<S, kD, kR>, pass.blocks(), S::kThreads,
-                       static_cast<int>(sizeof(AttendShared<S, kD, kR>)), stream, pass);
+  constexpr int kShared = sizeof(AttendShared<S, kD, kR>);
+  static_assert(shared_memory_fits(1, kShared));
+  return launch_blocks(attend_kernel<S, kD, kR>, pass.blocks(), S::kThreads, kShared, stream, pass);
 }
 
 }  // namespace jax_dsa::htree
