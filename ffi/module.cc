@@ -4,10 +4,13 @@
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+
 #include "common/limits.h"
 #include "ffi/targets.h"
 #include "mqa_decode/mqa_decode.h"
 #include "masked_attention/masked_attention.h"
+#include "htree/htree.h"
 #include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sparse_mla_decode.h"
 
@@ -28,6 +31,7 @@ nb::dict targets() {
   out["jax_dsa.block_mask_classify.v1"] = capsule(BlockMaskClassify);
   out["jax_dsa.block_mask_compress.v1"] = capsule(BlockMaskCompress);
   out["jax_dsa.block_mask_pack.v1"] = capsule(BlockMaskPack);
+  out["jax_dsa.htree_fwd.v1"] = capsule(HTreeFwd);
   out["jax_dsa.indexer_logits_fwd.v1"] = capsule(IndexerLogitsFwd);
   out["jax_dsa.indexer_topk_bwd.v1"] = capsule(IndexerTopkBwd);
   out["jax_dsa.indexer_topk_fwd.v1"] = capsule(IndexerTopkFwd);
@@ -87,6 +91,20 @@ nb::tuple mqa_decode_workspace(int64_t queries, int heads, int groups, int dim) 
   const jax_dsa::MqaDecodeWorkspace room =
       jax_dsa::mqa_decode_workspace(jax_dsa::mqa_decode_rows(queries, heads, groups, dim));
   return nb::make_tuple(room.rows, room.cuts);
+// Bytes of the tree, of rotations, and of the workspaces of the build and of the attention: for all
+// queries at a time, or as many as `budget` bytes have room for, at least one.
+nb::tuple htree_workspace(int64_t batch, int64_t tokens, int64_t queries, int64_t groups,
+                          int64_t dim, int64_t compression, int64_t top_k, int64_t budget) {
+  jax_dsa::HTreeBuildParams build = {};
+  build.batch = batch, build.tokens = tokens, build.groups = groups, build.dim = dim;
+  build.compression = compression, build.top_k = top_k;
+  jax_dsa::HTreeFwdParams fwd = {};
+  fwd.tokens = tokens, fwd.compression = compression, fwd.top_k = top_k;
+  const int64_t all = jax_dsa::htree_fwd_workspace(fwd, batch * queries * groups);
+  const int64_t least = jax_dsa::htree_fwd_workspace(fwd, groups);
+  return nb::make_tuple(jax_dsa::htree_tree_bytes(build), jax_dsa::htree_rotation_bytes(build),
+                        jax_dsa::htree_build_workspace(build),
+                        std::max(std::min(all, budget), least));
 }
 
 // (major, minor) of every GPU that this process sees, none without a driver: asked of the driver
@@ -117,6 +135,7 @@ NB_MODULE(_cuda, m) {
   m.def("masked_attention_workspaces", &masked_attention_workspaces);
   m.def("targets", &targets);
   m.def("mqa_decode_workspace", &mqa_decode_workspace);
+  m.def("htree_workspace", &htree_workspace);
   m.def("sparse_mla_bwd_workspace", &sparse_mla_bwd_workspace);
   m.def("sparse_mla_decode_splits", &sparse_mla_decode_splits);
 }
