@@ -19,7 +19,7 @@ from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa.core import streaming
-from jax_dsa.ops.htree import HTreeCache, htree_attention, htree_build, htree_select, xla
+from jax_dsa.ops.htree import HTreeCache, cuda, htree_attention, htree_build, htree_select, xla
 from jax_dsa.ops.htree.spec import Operands, Options, Results
 
 B, T, N, G, D, E = 2, 62, 4, 2, 6, 5
@@ -370,9 +370,34 @@ def test_misuse(change: dict, error: type, message: str) -> None:
             htree_select(**arguments)
 
 
-def test_no_kernel_yet() -> None:
+def test_calls_that_the_kernels_do_not_cover() -> None:
     with pytest.raises(NotImplementedError, match=r"htree_fwd.*implementation='xla'"):
         htree_attention(**GOOD, **TREE, implementation="cuda")
+
+
+NOT_COVERED = {
+    "cache": ({"capacity": 100}, {}),
+    "bfloat16": ({}, {"dtype": jnp.float16}),
+    "D=256": ({}, {"d": 256}),
+    "E=32": ({}, {"e": 32}),
+    "compression": ({"compression": 4}, {}),
+    "top_k": ({"top_k": 1025}, {}),
+    "heads": ({}, {"n": 400}),
+}
+
+
+@pytest.mark.parametrize(("why", "case"), NOT_COVERED.items(), ids=NOT_COVERED.keys())
+def test_kernels_say_what_they_do_not_cover(why: str, case: Any) -> None:
+    def supports(options: dict, shapes: dict) -> str | None:
+        s = {"n": 8, "d": 64, "e": 64, "dtype": jnp.bfloat16, **shapes}
+        rows = ((s["n"], s["d"]), (2, s["d"]), (2, s["e"]))
+        q, k, v = (jax.ShapeDtypeStruct((1, 100, *row), s["dtype"]) for row in rows)
+        positions = jax.ShapeDtypeStruct((1, 100), jnp.int32)
+        chosen = Options(**{"compression": 16, "top_k": 512, **options})
+        return cuda.supports(chosen, Operands(q, k, v, positions))
+
+    assert supports({}, {}) is None
+    assert why in (supports(*case) or "")
 
 
 @settings(max_examples=20, deadline=None)

@@ -11,14 +11,24 @@ import jax.numpy as jnp
 from jax_dsa.core.arguments import NO_SYMBOL, check_heads, scale_or_default
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import FLOATS, Args
+from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
-from jax_dsa.ops.htree import nodes, tree, xla
+from jax_dsa.ops.htree import cuda, nodes, tree, xla
 from jax_dsa.ops.htree.cache import HTreeCache
 from jax_dsa.ops.htree.spec import Operands, Options, Tokens, check_tree
 
 # The heads of a group select together: they are not split.
-FWD = Pass("htree_fwd", xla.htree_fwd, shardable="b t g")
+FWD = Pass(
+    "htree_fwd",
+    xla.htree_fwd,
+    shardable="b t g",
+    kernel=Kernel(
+        cuda.htree_fwd,
+        cuda.supports,
+        limits="bfloat16; D = E 64 or 128; compression 8, 16 or 32; top_k to 1024; no cache",
+    ),
+)
 BWD = Pass("htree_bwd", xla.htree_bwd, shardable="b t g")
 BUILD_FWD = Pass("htree_build_fwd", xla.htree_build_fwd, shardable="b g")
 BUILD_BWD = Pass("htree_build_bwd", xla.htree_build_bwd, shardable="b g")
