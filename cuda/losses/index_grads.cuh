@@ -46,7 +46,7 @@ namespace jax_dsa::index_grads {
 inline constexpr int kRows = 64;  // that stay in a warpgroup; heads are padded to so many
 inline constexpr int kStages = 6;
 inline constexpr int kThreads = 384;
-static_assert(kIndexGradsKeys == 2 * kRows);
+static_assert(kIndexGradsKeys == 2 * kRows && kIndexGradsSegment <= 128);
 
 enum class Of { kQueries, kKeys };  // whose gradients are made: what stays
 
@@ -142,6 +142,24 @@ __device__ __forceinline__ Factors factors(const IndexGradsParams& p, const Item
           sees ? __ldg(p.grad + token * p.keys + item.key + i) : 0.f};
 }
 
+// What the item reads of `grad` to the L2: a factor is loaded no more than a tile ahead.
+__device__ __forceinline__ void prefetch_grads(const IndexGradsParams& p,
+                                               const Items<Of::kQueries>& item, int i) {
+  const Range seen = range_of(p, item.batch, item.query + i);
+  if (i >= 2 || seen.low >= seen.high) return;
+  const int low = seen.low / 4 * 4, high = ceil_div(seen.high, 4) * 4;
+  prefetch_l2(p.grad + (item.batch * p.queries + item.query + i) * p.keys + low, (high - low) * 4);
+}
+
+__device__ __forceinline__ void prefetch_grads(const IndexGradsParams& p,
+                                               const Items<Of::kKeys>& item, int i) {
+  const int query = item.tiles.first + i;
+  if (query >= item.tiles.last) return;
+  const int64_t keys = min(p.keys - item.key, int64_t{kIndexGradsKeys});
+  prefetch_l2(p.grad + (item.batch * p.queries + query) * p.keys + item.key,
+              static_cast<uint32_t>(keys) * 4);
+}
+
 template <int kC, Of kOf>
 __device__ void copy(const IndexGradsParams& p, Shared<kC>& shared) {
   const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
@@ -184,6 +202,7 @@ __device__ void copy(const IndexGradsParams& p, Shared<kC>& shared) {
       seen[0] = range_of(p, item.batch, item.query);
       seen[1] = range_of(p, item.batch, item.query + 1);
     }
+    if (p.keys % 4 == 0) prefetch_grads(p, item, thread);
     Factors next = factors(p, item, tiles.first, thread);
 #pragma unroll
     for (int side = 0; side < 2; ++side) {

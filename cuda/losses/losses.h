@@ -81,7 +81,8 @@ struct IndexGradsParams {
   const float* k_scale;   // [batch, keys], or null: 1
   const int32_t* starts;  // [batch, queries]; a query sees the keys start <= s < end
   const int32_t* ends;    // [batch, queries]
-  const float* grad;      // [batch, queries, keys]: dL / dlogits; not read where no key is seen
+  const float* grad;      // [batch, queries, keys]: dL / dlogits, 16-byte aligned; not used where
+                          // no key is seen
   float* dq;              // [batch, queries, heads, channels]
   float* dk;              // [batch, keys, channels]
   float* dweights;        // [batch, queries, heads]

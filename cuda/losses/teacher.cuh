@@ -226,7 +226,8 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
         const int key = tile * kTile + column;
         for (int sum = first_sum; (side == 1 || !joint) && sum < sums; sum += 2) {
           const int query = items.query + (joint ? 0 : side * sums + sum);
-          if (!range_of(p, items.batch, query).has(key)) continue;
+          const Range range = sums == 1 ? seen : range_of(p, items.batch, query);
+          if (!range.has(key)) continue;
           const float* from = &shared.sums[buffer][joint ? 0 : side * 4 + sum * warps][column];
           const float total = attn_dist::sum_warps(from, warps);
           float* const to = p.out + (items.batch * p.queries + query) * p.keys + key;
