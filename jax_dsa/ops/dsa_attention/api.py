@@ -59,13 +59,13 @@ def _dsa_attention(call: Call, options: Options, x: Operands) -> tuple[Array, DS
     q, kv, constant = jax.lax.stop_gradient((x.q, x.kv, lse))
     taught = attn_dist.Operands(q, kv, shared, constant, None, None, None)
     teacher = attn_dist_op(call, teach, taught).dist.sum(1)
-    # The loss's residuals: a remat policy that keeps them spares the indexer and the teacher a
-    # second run.
+    # What the loss's gradient is made of: a remat policy that keeps them spares the indexer and the
+    # teacher a second run.
     logits = checkpoint_name(logits, "dsa_topk_logits")
     teacher = checkpoint_name(teacher, "dsa_teacher")
     compared = losses.Operands(logits, teacher, indices >= 0)
-    kl, counts = indexer_kl_loss_op(call.auxiliary, None, compared)
-    return out, DSAAux(indices, mean_over_rows(kl, counts), lse)
+    kl = indexer_kl_loss_op(call.auxiliary, None, compared)
+    return out, DSAAux(indices, mean_over_rows(kl.kl, kl.counts), lse)
 
 
 _dsa_attention.__name__ = "dsa_attention"  # what compiled programs and profiles call it

@@ -18,6 +18,7 @@ from jax_dsa.ops.losses.spec import (
     DenseOptions,
     DenseResults,
     Operands,
+    Saved,
 )
 
 SPARSE_FWD = Pass("indexer_kl_loss_fwd", xla.indexer_kl_loss_fwd, shardable="b t")
@@ -36,7 +37,7 @@ def _dense_bwd(
 
 # The operators without their checks.
 indexer_kl_loss_op = differentiable(
-    "indexer_kl_loss", SPARSE_FWD, SPARSE_BWD, residuals=lambda x, y: (x,)
+    "indexer_kl_loss", SPARSE_FWD, SPARSE_BWD, residuals=lambda x, y: (Saved(y.grad),)
 )
 dense_indexer_kl_loss_op = differentiable(
     "dense_indexer_kl_loss",
@@ -62,8 +63,8 @@ def indexer_kl_loss(
 
     p is the teacher, normalised over the row's valid slots, to which the softmax is restricted too.
     The loss of the sparse stage of DeepSeek-V3.2 (DeepSeek-AI, 2025). Its gradient,
-    `(softmax(logits) - p) / rows`, is formed directly. The teacher gets none. The batch axis may be
-    absent from all arguments.
+    `(softmax(logits) - p) / rows`, is formed directly, along with the loss. The teacher gets none.
+    The batch axis may be absent from all arguments.
 
     Args:
         logits: the indexer's logits of the selected keys, as from `indexer_topk`.
@@ -90,10 +91,10 @@ def indexer_kl_loss(
     call = args.call(implementation)
     logits = args.array("logits", logits, "B T K", FLOATS)
     teacher = args.array("teacher", teacher, "B T K", FLOATS)
-    valid = logits > -jnp.inf if valid is None else args.array("valid", valid, "B T K", BOOL)
+    valid = None if valid is None else args.array("valid", valid, "B T K", BOOL)
     teacher = jax.lax.stop_gradient(teacher)
-    kl, counts = indexer_kl_loss_op(call, None, Operands(logits, teacher, valid))
-    return mean_over_rows(kl, counts)
+    results = indexer_kl_loss_op(call, None, Operands(logits, teacher, valid))
+    return mean_over_rows(results.kl, results.counts)
 
 
 def dense_indexer_kl_loss(

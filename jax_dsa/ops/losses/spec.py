@@ -13,16 +13,16 @@ class Operands(NamedTuple):
     """What the loss over selected keys reads.
 
     Attributes:
-        valid: which slots take part.
+        valid: which slots take part; None: those with a logit above -inf.
     """
 
     logits: Float[Array, "b t k"]
     teacher: Float[Array, "b t k"]
-    valid: Bool[Array, "b t k"]
+    valid: Bool[Array, "b t k"] | None
 
 
 class Results(NamedTuple):
-    """Each row's KL, and whether the row counts.
+    """Each row's KL, whether the row counts, and the gradient of its KL, not rounded.
 
     The mean over rows is taken outside the passes: there it is one over all devices, and its
     derivative brings each row's share.
@@ -30,6 +30,13 @@ class Results(NamedTuple):
 
     kl: Float[Array, "b t"]
     counts: Bool[Array, "b t"]
+    grad: Float[Array, "b t k", CONSTANT]
+
+
+class Saved(NamedTuple):
+    """What the backward pass reads: the gradients that came with the rows' KL."""
+
+    logits: Float[Array, "b t k"]
 
 
 class Gradients(NamedTuple):

@@ -29,20 +29,20 @@ from jax_dsa.ops.losses.spec import (
     Gradients,
     Operands,
     Results,
+    Saved,
 )
 from jax_dsa.ops.topk.xla import visible
 
 
 def indexer_kl_loss_fwd(options: None, x: Operands) -> Results:
-    """Each row's KL, and whether the row counts."""
-    kl, counts, _ = _kl(*x)
-    return Results(kl, counts)
+    """Each row's KL, whether the row counts, and the KL's gradient."""
+    valid = x.logits > -jnp.inf if x.valid is None else x.valid
+    return Results(*_kl(x.logits, x.teacher, valid))
 
 
-def indexer_kl_loss_bwd(options: None, x: Operands, dy: Results) -> Gradients:
+def indexer_kl_loss_bwd(options: None, x: Saved, dy: Results) -> Gradients:
     """The logits' gradient, from that of each row's KL."""
-    _, _, dlogits = _kl(*x)
-    return Gradients(logits=(dlogits * dy.kl[..., None]).astype(x.logits.dtype))
+    return Gradients(logits=x.logits * dy.kl[..., None])
 
 
 def dense_indexer_kl_loss_fwd(options: DenseOptions, x: DenseOperands) -> DenseResults:
