@@ -11,6 +11,7 @@
 #include "mqa_decode/mqa_decode.h"
 #include "masked_attention/masked_attention.h"
 #include "htree/htree.h"
+#include "losses/losses.h"
 #include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sparse_mla_decode.h"
 
@@ -32,6 +33,9 @@ nb::dict targets() {
   out["jax_dsa.block_mask_compress.v1"] = capsule(BlockMaskCompress);
   out["jax_dsa.block_mask_pack.v1"] = capsule(BlockMaskPack);
   out["jax_dsa.htree_fwd.v1"] = capsule(HTreeFwd);
+  out["jax_dsa.dense_indexer_kl_loss_fwd.v1"] = capsule(DenseIndexerKlLossFwd);
+  out["jax_dsa.indexer_kl_loss_bwd.v1"] = capsule(IndexerKlLossBwd);
+  out["jax_dsa.indexer_kl_loss_fwd.v1"] = capsule(IndexerKlLossFwd);
   out["jax_dsa.indexer_logits_fwd.v1"] = capsule(IndexerLogitsFwd);
   out["jax_dsa.indexer_topk_bwd.v1"] = capsule(IndexerTopkBwd);
   out["jax_dsa.indexer_topk_fwd.v1"] = capsule(IndexerTopkFwd);
@@ -133,6 +137,7 @@ NB_MODULE(_cuda, m) {
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("compute_capabilities", &compute_capabilities);
   m.def("masked_attention_workspaces", &masked_attention_workspaces);
+  m.def("dense_loss_bytes", &jax_dsa::dense_loss_bytes);
   m.def("targets", &targets);
   m.def("mqa_decode_workspace", &mqa_decode_workspace);
   m.def("htree_workspace", &htree_workspace);

@@ -129,8 +129,8 @@ def test_other_gpus_run_in_xla_and_say_why(machine: Any, found: tuple) -> None:
 
 
 def test_the_environment_speaks_where_a_call_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = jax_dsa.indexer_kl_loss  # which has no kernel on any machine
-    x = jnp.ones((2, 3))
+    loss = jax_dsa.indexer_kl_loss
+    x = jnp.ones((2, 3), jnp.float16)  # which its kernel takes on no machine
     monkeypatch.setenv("JAX_DSA_IMPL", "cuda")
     with pytest.raises(NotImplementedError, match=r"^indexer_kl_loss.*implementation='cuda'"):
         loss(x, x)

@@ -138,6 +138,7 @@ def call(
     target: str,
     operands: Sequence[Any],
     avals: Sequence[Any],
+    aliases: dict[int, int] | None = None,
     **attrs: np.generic,
 ) -> list[Any]:
     """Calls one handler, which takes the operands and gives results like `avals` in their order.
@@ -145,12 +146,16 @@ def call(
     Args:
         target: its name, as the extension registers it.
         operands, avals: arrays, and shapes with dtypes; None reaches the handler as an empty array.
+        aliases: the numbers of operands that results may replace in memory, and of the results;
+            XLA copies an operand that is read later.
         attrs: numpy scalars of the types that it has them in.
     """
     nothing = compat.match_vary(jnp.zeros(0, jnp.float32), *operands)
     absent = jax.ShapeDtypeStruct((0,), jnp.float32)
     given = [absent if a is None else a for a in avals]
     results = jax.ffi.ffi_call(
-        target, [compat.out_aval(a.shape, a.dtype, *operands) for a in given]
+        target,
+        [compat.out_aval(a.shape, a.dtype, *operands) for a in given],
+        input_output_aliases=aliases,
     )(*[nothing if x is None else x for x in operands], **attrs)
     return [None if a is None else y for a, y in zip(avals, results, strict=True)]

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax_dsa.core.arguments import check_heads, key_ranges, scale_or_default
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import BOOL, FLOATS, Args
+from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Bool, Float, Implementation, Int
 from jax_dsa.ops.indexer.api import indexer_inputs
-from jax_dsa.ops.losses import xla
+from jax_dsa.ops.losses import cuda, xla
 from jax_dsa.ops.losses.spec import (
     DenseGradients,
     DenseOperands,
@@ -21,10 +22,28 @@ from jax_dsa.ops.losses.spec import (
     Saved,
 )
 
-SPARSE_FWD = Pass("indexer_kl_loss_fwd", xla.indexer_kl_loss_fwd, shardable="b t")
-SPARSE_BWD = Pass("indexer_kl_loss_bwd", xla.indexer_kl_loss_bwd, shardable="b t")
+SPARSE_FWD = Pass(
+    "indexer_kl_loss_fwd",
+    xla.indexer_kl_loss_fwd,
+    shardable="b t",
+    kernel=Kernel(cuda.indexer_kl_loss_fwd, cuda.fwd_supports, limits="float32"),
+)
+SPARSE_BWD = Pass(
+    "indexer_kl_loss_bwd",
+    xla.indexer_kl_loss_bwd,
+    shardable="b t",
+    kernel=Kernel(cuda.indexer_kl_loss_bwd, cuda.bwd_supports, limits="float32"),
+)
 DENSE_FWD = Pass(
-    "dense_indexer_kl_loss_fwd", xla.dense_indexer_kl_loss_fwd, shardable="b t", spread=True
+    "dense_indexer_kl_loss_fwd",
+    xla.dense_indexer_kl_loss_fwd,
+    shardable="b t",
+    spread=True,
+    kernel=Kernel(
+        cuda.dense_indexer_kl_loss_fwd,
+        cuda.dense_fwd_supports,
+        limits="bfloat16; D 576, 512, 256, 192, 128 or 64; C 128, 64 or 32; J to 64",
+    ),
 )
 
 

@@ -1,0 +1,99 @@
+"""The indexer's losses on their CUDA kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_dsa.core import ffi
+from jax_dsa.ops.losses.spec import (
+    DenseOperands,
+    DenseOptions,
+    DenseResults,
+    Gradients,
+    Operands,
+    Results,
+    Saved,
+)
+
+# What the kernels cover, as in cuda/losses/losses.h.
+_MAX_SLOTS = 2**31 - 1 - 16384
+_DIMS = (576, 512, 256, 192, 128, 64)
+_CHANNELS = (32, 64, 128)
+_MAX_INDEX_HEADS = 64
+
+# Bytes of logits, teachers and parts of gradients that the dense loss's kernels have in memory at a
+# time: at 32768 keys, those of some 1300 queries.
+DENSE_BUDGET = 512 * 2**20
+
+
+def fwd_supports(options: None, x: Operands) -> str | None:
+    """None, or why the kernel of `indexer_kl_loss` does not run this call."""
+    if x.logits.dtype != jnp.float32 or x.teacher.dtype != jnp.float32:
+        return f"it takes float32, got logits of {x.logits.dtype}, teacher of {x.teacher.dtype}"
+    return _slots_supported(x.logits)
+
+
+def bwd_supports(options: None, x: Saved, dy: Results) -> str | None:
+    """None, or why the kernel of the loss's gradient does not run this call."""
+    if x.logits.dtype != jnp.float32:
+        return f"it takes float32, got {x.logits.dtype}"
+    return _slots_supported(x.logits)
+
+
+def _slots_supported(x: Any) -> str | None:
+    return None if x.shape[2] <= _MAX_SLOTS else f"it takes K up to {_MAX_SLOTS}, got {x.shape[2]}"
+
+
+def dense_fwd_supports(options: DenseOptions, x: DenseOperands) -> str | None:
+    """None, or why the kernels of `dense_indexer_kl_loss` do not run this call."""
+    if any(a.dtype != jnp.bfloat16 for a in (x.index_q, x.index_k, x.q, x.kv)):
+        dtypes = ", ".join(str(a.dtype) for a in (x.index_q, x.index_k, x.q, x.kv))
+        return f"it takes bfloat16, got index_q, index_k, q, kv of {dtypes}"
+    heads, channels = x.index_q.shape[2:]
+    if channels not in _CHANNELS:
+        return f"it has C in {_CHANNELS}, got C={channels}"
+    if not 1 <= heads <= _MAX_INDEX_HEADS:
+        return f"it has J in 1..{_MAX_INDEX_HEADS}, got J={heads}"
+    if x.q.shape[2] == 0:
+        return "it takes at least one head"
+    if x.q.shape[3] not in _DIMS:
+        return f"it has D in {_DIMS}, got D={x.q.shape[3]}"
+    if max(x.q.shape[1], x.kv.shape[1]) > _MAX_SLOTS:
+        return f"it takes T and S up to {_MAX_SLOTS}, got T={x.q.shape[1]}, S={x.kv.shape[1]}"
+    return None
+
+
+def indexer_kl_loss_fwd(options: None, avals: Results, x: Operands) -> Results:
+    """`xla.indexer_kl_loss_fwd`."""
+    return Results(*ffi.call("jax_dsa.indexer_kl_loss_fwd.v1", x, avals))
+
+
+def indexer_kl_loss_bwd(options: None, avals: Gradients, x: Saved, dy: Results) -> Gradients:
+    """`xla.indexer_kl_loss_bwd`, over the gradients that came with the loss."""
+    args = x.logits, dy.kl
+    return Gradients(*ffi.call("jax_dsa.indexer_kl_loss_bwd.v1", args, avals, aliases={0: 0}))
+
+
+def dense_indexer_kl_loss_fwd(
+    options: DenseOptions, avals: DenseResults, x: DenseOperands
+) -> DenseResults:
+    """`xla.dense_indexer_kl_loss_fwd`, as many queries at a time as the budget has room for."""
+    batch, queries, heads, _ = x.q.shape
+    keys, channels = x.index_k.shape[1:]
+
+    def need(batch: int, queries: int) -> int:
+        return int(ffi.extension().dense_loss_bytes(batch, queries, keys, channels, heads))
+
+    size = max(need(1, 1), min(need(batch, queries), DENSE_BUDGET))
+    *results, _ = ffi.call(
+        "jax_dsa.dense_indexer_kl_loss_fwd.v1",
+        x,
+        [*avals, jax.ShapeDtypeStruct((size,), jnp.uint8)],
+        relu=np.bool_(options.relu),
+        scale=np.float32(options.scale),
+    )
+    return DenseResults(*results)
