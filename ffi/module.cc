@@ -8,10 +8,10 @@
 
 #include "common/limits.h"
 #include "ffi/targets.h"
-#include "mqa_decode/mqa_decode.h"
-#include "masked_attention/masked_attention.h"
 #include "htree/htree.h"
 #include "losses/losses.h"
+#include "masked_attention/masked_attention.h"
+#include "mqa_decode/mqa_decode.h"
 #include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sparse_mla_decode.h"
 
@@ -27,21 +27,21 @@ nb::capsule capsule(XLA_FFI_Handler* handler) {
 nb::dict targets() {
   nb::dict out;
   out["jax_dsa.attn_dist_fwd.v1"] = capsule(AttnDistFwd);
-  out["jax_dsa.dequantize_fp8.v1"] = capsule(DequantizeFp8);
-  out["jax_dsa.fp8_matmul.v1"] = capsule(Fp8Matmul);
   out["jax_dsa.block_mask_classify.v1"] = capsule(BlockMaskClassify);
   out["jax_dsa.block_mask_compress.v1"] = capsule(BlockMaskCompress);
   out["jax_dsa.block_mask_pack.v1"] = capsule(BlockMaskPack);
-  out["jax_dsa.htree_fwd.v1"] = capsule(HTreeFwd);
   out["jax_dsa.dense_indexer_kl_loss_fwd.v1"] = capsule(DenseIndexerKlLossFwd);
+  out["jax_dsa.dequantize_fp8.v1"] = capsule(DequantizeFp8);
+  out["jax_dsa.fp8_matmul.v1"] = capsule(Fp8Matmul);
+  out["jax_dsa.htree_fwd.v1"] = capsule(HTreeFwd);
   out["jax_dsa.indexer_kl_loss_bwd.v1"] = capsule(IndexerKlLossBwd);
   out["jax_dsa.indexer_kl_loss_fwd.v1"] = capsule(IndexerKlLossFwd);
   out["jax_dsa.indexer_logits_fwd.v1"] = capsule(IndexerLogitsFwd);
   out["jax_dsa.indexer_topk_bwd.v1"] = capsule(IndexerTopkBwd);
   out["jax_dsa.indexer_topk_fwd.v1"] = capsule(IndexerTopkFwd);
-  out["jax_dsa.mqa_decode.v1"] = capsule(MqaDecode);
   out["jax_dsa.masked_attention_bwd.v1"] = capsule(MaskedAttentionBwd);
   out["jax_dsa.masked_attention_fwd.v1"] = capsule(MaskedAttentionFwd);
+  out["jax_dsa.mqa_decode.v1"] = capsule(MqaDecode);
   out["jax_dsa.quantize_fp8.v1"] = capsule(QuantizeFp8);
   out["jax_dsa.quantize_fp8_tiles.v1"] = capsule(QuantizeFp8Tiles);
   out["jax_dsa.quantize_fp8_transpose.v1"] = capsule(QuantizeFp8Transpose);
@@ -95,6 +95,8 @@ nb::tuple mqa_decode_workspace(int64_t queries, int heads, int groups, int dim) 
   const jax_dsa::MqaDecodeWorkspace room =
       jax_dsa::mqa_decode_workspace(jax_dsa::mqa_decode_rows(queries, heads, groups, dim));
   return nb::make_tuple(room.rows, room.cuts);
+}
+
 // Bytes of the tree, of rotations, and of the workspaces of the build and of the attention: for all
 // queries at a time, or as many as `budget` bytes have room for, at least one.
 nb::tuple htree_workspace(int64_t batch, int64_t tokens, int64_t queries, int64_t groups,
@@ -136,11 +138,11 @@ nb::list compute_capabilities() {
 NB_MODULE(_cuda, m) {
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("compute_capabilities", &compute_capabilities);
-  m.def("masked_attention_workspaces", &masked_attention_workspaces);
   m.def("dense_loss_bytes", &jax_dsa::dense_loss_bytes);
-  m.def("targets", &targets);
-  m.def("mqa_decode_workspace", &mqa_decode_workspace);
   m.def("htree_workspace", &htree_workspace);
+  m.def("masked_attention_workspaces", &masked_attention_workspaces);
+  m.def("mqa_decode_workspace", &mqa_decode_workspace);
   m.def("sparse_mla_bwd_workspace", &sparse_mla_bwd_workspace);
   m.def("sparse_mla_decode_splits", &sparse_mla_decode_splits);
+  m.def("targets", &targets);
 }
