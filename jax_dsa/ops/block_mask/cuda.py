@@ -34,7 +34,10 @@ def supports(options: Options, *_: Any) -> str | None:
 
 def block_mask_classify(options: Options, avals: Kinds, x: Operands) -> Kinds:
     """`xla.block_mask_classify`."""
-    sizes = {"block_q": np.int64(options.block_q), "block_k": np.int64(options.block_k)}
+    sizes: dict[str, Any] = {
+        "block_q": np.int64(options.block_q),
+        "block_k": np.int64(options.block_k),
+    }
     operands = _operands(x, avals.occupied.shape[0])
     return Kinds(
         *ffi.call("jax_dsa.block_mask_classify.v1", operands, avals, **_lengths(options), **sizes)
@@ -108,5 +111,5 @@ def _alike(*ranges: Array | None) -> Sequence[Array | None]:
     return [None if x is None else jnp.broadcast_to(x, shape) for x in ranges]
 
 
-def _lengths(options: Options) -> dict[str, np.generic]:
+def _lengths(options: Options) -> dict[str, Any]:
     return {"queries": np.int64(options.queries), "keys": np.int64(options.keys)}

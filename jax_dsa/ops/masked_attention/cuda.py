@@ -112,8 +112,9 @@ def _mapped(x: Operands) -> Operands:
     """With the mask as a map in tiles, which the kernels read, joined to the one that is given."""
     if x.mask is None:
         return x
-    given = x.rows, x.tiles, x.bits
-    other = None if any(y is None for y in given) else Map(*given)
+    other = None
+    if x.rows is not None and x.tiles is not None and x.bits is not None:
+        other = Map(x.rows, x.tiles, x.bits)
     rows, tiles, bits = compress(x.mask, x.q.shape[1], starts=x.starts, ends=x.ends, other=other)
     return x._replace(mask=None, rows=rows, tiles=tiles, bits=bits)
 
@@ -125,7 +126,7 @@ def _operands(x: Operands) -> Sequence[Any]:
     return x.q, x.k, x.v, starts, ends, x.q_segments, x.kv_segments, x.rows, x.tiles, x.bits
 
 
-def _numbers(options: Options) -> dict[str, np.generic]:
+def _numbers(options: Options) -> dict[str, Any]:
     return {"scale": np.float32(options.scale), "softcap": np.float32(options.softcap or 0)}
 
 
