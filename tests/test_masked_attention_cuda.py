@@ -15,9 +15,10 @@ from quick import compile_quickly  # noqa: F401
 
 from jax_dsa import make_block_mask, masked_attention
 from jax_dsa.core import ffi
+from jax_dsa.ops.block_mask import cuda as block_mask_cuda
 from jax_dsa.ops.masked_attention import cuda, xla
 from jax_dsa.ops.masked_attention.api import BWD, FWD
-from jax_dsa.ops.masked_attention.spec import Operands, Options, Results
+from jax_dsa.ops.masked_attention.spec import LSE, Operands, Options, Results
 
 B, T, S, N, G, D, E, W = 2, 6, 9, 4, 2, 8, 16, 7
 OPTIONS = Options(0.3, None, "x", "x", "x", deterministic=False)
@@ -50,6 +51,36 @@ def call(target: str, operands: Any, avals: Any, scale: np.float32, softcap: np.
     return [*results, None]
 
 
+def compress_call(target: str, operands: Any, avals: Any, **lengths: np.generic) -> Any:
+    """The contract of the kernel that compresses masks: bits for every tile."""
+    assert target == "jax_dsa.block_mask_compress.v1"
+    mask, starts, ends, _, _, rows, tiles, bits = operands
+    (batch, heads, i, j), (*_, block_q, _) = (a.shape for a in avals)
+    queries, keys = int(lengths["queries"]), int(lengths["keys"])
+    visible = jnp.broadcast_to(mask[:, :, : queries or 1], (mask.shape[0], heads, queries, keys))
+    for bound, inside in ((starts, jnp.greater_equal), (ends, jnp.less)):
+        if bound is not None:
+            visible &= inside(jnp.arange(keys), bound[:, None, :queries, None])
+    if rows is not None:
+        q = jnp.zeros((1, queries, heads, 1))
+        x = Operands(**(dict.fromkeys(Operands._fields) | {"rows": rows, "tiles": tiles}))
+        x = x._replace(q=q, k=jnp.zeros((1, keys, heads, 1)), v=q, bits=bits)
+        visible &= (
+            xla.masked_attention_probs(
+                dataclasses.replace(OPTIONS, tile_heads="(g m)" if tiles.shape[1] > 1 else "x"),
+                x._replace(v=x.k),
+                LSE(jnp.zeros((1, queries, heads))),
+            ).probs
+            > 0
+        )
+    room = ((0, 0), (0, 0), (0, i * block_q - queries), (0, j * 128 - keys))
+    visible = jnp.pad(jnp.broadcast_to(visible, (batch, *visible.shape[1:])), room)
+    visible = visible.reshape(batch, heads, i, block_q, j, 128).swapaxes(3, 4)
+    packed = jnp.packbits(visible, axis=-1, bitorder="little")
+    slots = jnp.broadcast_to(jnp.arange(i * j, dtype=jnp.int32).reshape(i, j), avals[0].shape)
+    return [slots, packed.reshape(avals[1].shape)]
+
+
 def extension() -> SimpleNamespace:
     return SimpleNamespace(masked_attention_workspaces=lambda *_: (64, 128))
 
@@ -57,6 +88,7 @@ def extension() -> SimpleNamespace:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "ffi", SimpleNamespace(call=call, extension=extension))
+    monkeypatch.setattr(block_mask_cuda, "ffi", SimpleNamespace(call=compress_call))
 
 
 def integers(rng: np.random.Generator, low: int, high: int, *shape: int) -> jax.Array:
@@ -123,6 +155,23 @@ def test_composition_of_a_block_mask(heads: int, rng: np.random.Generator, kerne
     factors = {1: "x", G: "g", N: "(g m)"}[heads]
     options = dataclasses.replace(OPTIONS, tile_heads=factors)
     both_ways(rng, options, problem(rng, rows=rows, tiles=blocks.tiles, bits=blocks.bits))
+
+
+@pytest.mark.parametrize("beside", ["nothing", "ranges", "block mask"])
+@pytest.mark.parametrize("rows", [1, T])
+@pytest.mark.parametrize("heads", [1, G, N])
+def test_composition_of_a_mask(
+    heads: int, rows: int, beside: str, rng: np.random.Generator, kernels: None
+) -> None:
+    given: dict[str, Any] = {"mask": jnp.asarray(rng.random((B, heads, rows, S)) < 0.6)}
+    if beside == "ranges":
+        given |= random_ranges(rng, B, 1)
+    elif beside == "block mask":
+        blocks = make_block_mask(jnp.asarray(rng.random((1, 1, T, S)) < 0.6), block_q=4, block_k=8)
+        given |= {"tiles": blocks.tiles, "bits": blocks.bits}
+        given["rows"] = jnp.arange(T, dtype=jnp.int32)[None]
+    options = dataclasses.replace(OPTIONS, mask_heads={1: "x", G: "g", N: "(g m)"}[heads])
+    both_ways(rng, options, problem(rng, **given))
 
 
 def test_keys_that_are_not_kept_are_not_read(rng: np.random.Generator, kernels: None) -> None:
@@ -198,7 +247,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "block_k is a multiple of 128, got 64",
     ),
     "bias": ({"bias": jax.ShapeDtypeStruct((1, 1, 1, 20), jnp.bfloat16)}, "not take 'bias'"),
-    "mask": ({"mask": jax.ShapeDtypeStruct((1, 1, 1, 20), bool)}, "not take 'mask'"),
+    "mask and kept keys": (
+        {
+            "mask": jax.ShapeDtypeStruct((1, 1, 1, 20), bool),
+            "kv_indices": jax.ShapeDtypeStruct((1, 1, 4), jnp.int32),
+        },
+        "'mask' or 'kv_indices'",
+    ),
 }
 
 

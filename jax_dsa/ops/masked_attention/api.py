@@ -29,10 +29,7 @@ from jax_dsa.ops.masked_attention.spec import LSE, Operands, Options
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_LIMITS = (
-    f"bfloat16 or float16; D and E multiples of 8 up to {cuda.MOST_DIMS}; no bias, no mask but a "
-    f"block mask"
-)
+_LIMITS = f"bfloat16 or float16; D and E multiples of 8 up to {cuda.MOST_DIMS}; no bias"
 FWD = Pass(
     "masked_attention_fwd",
     xla.masked_attention_fwd,
