@@ -152,8 +152,7 @@ struct QueriesPart {
                         const uint8_t* image, int block) const {
     const float one[2] = {1.f, 1.f};
     auto* const out = static_cast<__nv_bfloat16*>(p.dq) + (heads.first + row) * kD;
-    store_rows<DType::kBF16>(dq, one, smem_address(image) + warp * 2048, out + block * 64, kD,
-                             heads.heads - row, 64);
+    store_rows<kD>(dq, one, smem_address(image) + warp * 2048, out + block * 64, heads.heads - row);
   }
 };
 

@@ -64,7 +64,7 @@ __device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int n
     }
   }
   auto* out = static_cast<__nv_bfloat16*>(p.out) + head * kSparseMlaValueDim + kSide * 256;
-  store_rows<DType::kBF16>(o, factor, stage, out, kSparseMlaValueDim, rows_left, 256);
+  store_rows<kSparseMlaValueDim>(o, factor, stage, out, rows_left);
 }
 
 // -inf in the scores of warpgroup kSide's tile that do not count; `valid` are those of its keys

@@ -5,7 +5,6 @@
 #include <cuda_bf16.h>
 
 #include "common/ptx.cuh"
-#include "common/store_rows.cuh"
 #include "sparse_mla/fwd_plan.cuh"
 
 namespace jax_dsa::sparse_mla {
@@ -104,6 +103,43 @@ __device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float 
   rows.sum[0] += sum[0] + sum[1];
   rows.sum[1] += sum[2] + sum[3];
   return moved;
+}
+
+// Stores the warp's 16 rows of the accumulator as bf16, 32 columns at a time through `stage`, which
+// has rows of 64 bytes whose 16-byte chunks are swizzled. `out` is the row lane / 4 of rows kStride
+// long. A factor of 0 makes zeros of anything.
+template <int kStride, int kN>
+__device__ __forceinline__ void store_rows(const float (&o)[kN], const float (&factor)[2],
+                                           uint32_t stage, __nv_bfloat16* out, int rows_left) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t to = stage + lane % 16 * 64;
+  const uint32_t mask[2] = {factor[0] == 0.f ? 0u : ~0u, factor[1] == 0.f ? 0u : ~0u};
+#pragma unroll
+  for (int i = 0; i < kN / 16; ++i) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      uint32_t x[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int at = i * 16 + k * 8 + j * 2;
+        x[j] = pack_bf16(o[at] * factor[j % 2], o[at + 1] * factor[j % 2]) & mask[j % 2];
+      }
+      const int chunk = (2 * k + lane / 16) ^ (lane % 8 / 2);
+      store_matrix_x4(to + chunk * 16, x[0], x[1], x[2], x[3]);
+    }
+    __syncwarp();
+    uint32_t x[2][4];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int chunk = lane % 4 ^ (lane / 8);
+      load_shared_16(stage + (r * 8 + lane / 4) * 64 + chunk * 16, x[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      store_16(out + r * 8 * kStride + i * 32 + lane % 4 * 8, x[r], r * 8 < rows_left);
+    }
+    __syncwarp();
+  }
 }
 
 }  // namespace jax_dsa::sparse_mla
