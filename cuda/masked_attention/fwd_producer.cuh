@@ -127,17 +127,19 @@ __device__ void build(const MaskedAttentionFwdParams& p, Shared<Tr>& shared, int
       }
       named_barrier_sync<kBuilders>(kBuilt);  // also before `seen` is written again
       if (lane == 0) mbarrier_arrive(&shared.k_full[at]);
+      // The last values must be used: their phase would pass for this one's, here and at their
+      // readers.
+      mbarrier_wait(&shared.v_free[at], ring.parity ^ 1);
       if (!clean) {
         mbarrier_wait(&shared.v_full[at], ring.parity);
         clear_rows<Tr::kKeys, Tr::kEBlocks>(shared.v[at], shared.unseen, thread);
         fence_async_proxy();
         __syncwarp();
       }
-    } else if (lane == 0) {
-      mbarrier_arrive(&shared.k_full[at]);
+    } else {
+      if (lane == 0) mbarrier_arrive(&shared.k_full[at]);
+      mbarrier_wait(&shared.v_free[at], ring.parity ^ 1);
     }
-    // The last values must be used, or their readers would miss a phase.
-    mbarrier_wait(&shared.v_free[at], ring.parity ^ 1);
     if (lane == 0) mbarrier_arrive(&shared.v_clean[at]);
   }
 }
