@@ -107,15 +107,7 @@ cudaError_t launch(const DequantizeParams& p, cudaStream_t stream) {
 cudaError_t launch_dequantize(const DequantizeParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.rows == 0 || p.cols == 0) return cudaSuccess;
   if (p.block_rows != 1 && p.block_rows != kQuantizeBlock) return cudaErrorInvalidValue;
-  switch (p.dtype) {
-    case DType::kBF16:
-      return launch<__nv_bfloat16>(p, stream);
-    case DType::kF16:
-      return launch<__half>(p, stream);
-    case DType::kF32:
-      return launch<float>(p, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_element_type(p.dtype, [&]<typename T>() { return launch<T>(p, stream); });
 }
 
 }  // namespace jax_dsa

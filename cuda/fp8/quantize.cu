@@ -66,15 +66,7 @@ cudaError_t launch(const QuantizeParams& p, cudaStream_t stream) {
 
 cudaError_t launch_quantize(const QuantizeParams& p, cudaStream_t stream) {
   if (p.rows == 0 || p.cols == 0) return cudaSuccess;
-  switch (p.dtype) {
-    case DType::kBF16:
-      return launch<__nv_bfloat16>(p, stream);
-    case DType::kF16:
-      return launch<__half>(p, stream);
-    case DType::kF32:
-      return launch<float>(p, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_element_type(p.dtype, [&]<typename T>() { return launch<T>(p, stream); });
 }
 
 }  // namespace jax_dsa

@@ -184,4 +184,18 @@ inline int64_t place_ctas(int64_t rows, int64_t cols) {
   return ceil_div(rows * ceil_div(cols, int64_t{kQuantizeBlock}), int64_t{kBlocksPerCta});
 }
 
+// Calls f<element type>().
+template <typename F>
+cudaError_t with_element_type(DType dtype, F f) {
+  switch (dtype) {
+    case DType::kBF16:
+      return f.template operator()<__nv_bfloat16>();
+    case DType::kF16:
+      return f.template operator()<__half>();
+    case DType::kF32:
+      return f.template operator()<float>();
+  }
+  return cudaErrorInvalidValue;
+}
+
 }  // namespace jax_dsa::fp8

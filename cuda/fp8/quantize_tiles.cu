@@ -258,15 +258,7 @@ template <typename Params>
 cudaError_t launch_dtype(const Params& p, cudaStream_t stream) {
   if (p.batch == 0 || p.rows == 0 || p.cols == 0) return cudaSuccess;
   if (tiles(p) > INT32_MAX) return cudaErrorInvalidValue;
-  switch (p.dtype) {
-    case DType::kBF16:
-      return launch<__nv_bfloat16>(p, stream);
-    case DType::kF16:
-      return launch<__half>(p, stream);
-    case DType::kF32:
-      return launch<float>(p, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_element_type(p.dtype, [&]<typename T>() { return launch<T>(p, stream); });
 }
 
 }  // namespace

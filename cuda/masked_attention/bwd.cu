@@ -28,16 +28,15 @@ cudaError_t launch_keys(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
   if (cudaError_t e = find_bounds(p, w.queries, w.segments, &bounds, stream); e != cudaSuccess) {
     return e;
   }
-  struct {
-    CUtensorMap* map;
+  const struct {
     const void* x;
     int64_t length;
     int heads, dim, rows;
-  } const arrays[] = {
-      {nullptr, p.q, p.queries, p.heads, p.dim, kStepQueries},
-      {nullptr, p.k, p.keys, p.groups, p.dim, Tr::kKeys},
-      {nullptr, p.v, p.keys, p.groups, p.value_dim, Tr::kKeys},
-      {nullptr, p.dout, p.queries, p.heads, p.value_dim, kStepQueries},
+  } arrays[] = {
+      {p.q, p.queries, p.heads, p.dim, kStepQueries},
+      {p.k, p.keys, p.groups, p.dim, Tr::kKeys},
+      {p.v, p.keys, p.groups, p.value_dim, Tr::kKeys},
+      {p.dout, p.queries, p.heads, p.value_dim, kStepQueries},
   };
   CUtensorMap maps[4];
   for (int i = 0; i < 4; ++i) {
@@ -94,16 +93,8 @@ int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& p) 
 
 cudaError_t launch_masked_attention_bwd(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
   if (!dims_fit(p)) return cudaErrorInvalidValue;
-  const bool general = p.softcap > 0.f || !(p.scale > 0.f);
-  if (p.dtype == DType::kBF16) {
-    return general ? launch_dims<DType::kBF16, true>(p, stream)
-                   : launch_dims<DType::kBF16, false>(p, stream);
-  }
-  if (p.dtype == DType::kF16) {
-    return general ? launch_dims<DType::kF16, true>(p, stream)
-                   : launch_dims<DType::kF16, false>(p, stream);
-  }
-  return cudaErrorInvalidValue;
+  return launch_kind(
+      p, [&]<DType kType, bool kGeneral>() { return launch_dims<kType, kGeneral>(p, stream); });
 }
 
 }  // namespace jax_dsa

@@ -104,11 +104,7 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     wgmma_pin(s);
 
     if constexpr (Tr::kGeneral) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        s[i] *= p.scale;
-        if (p.softcap > 0.f) s[i] = softcapped(s[i], p.softcap, cap_inverse);
-      }
+      cap_scores(s, p.scale, p.softcap, cap_inverse);
     }
     if (partial) hide(s, &shared.bits[at][row_now(lane_now() / 4)]);
     const auto lse_of = [&](int i) {  // of the queries of scores i and i + 1
@@ -155,19 +151,9 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
         const int i = 8 * k + 2 * j;
         const float2 x =
             Tr::kInTurn ? unpack_16<Tr::kType>(probabilities[k][j]) : make_float2(s[i], s[i + 1]);
-        float a = x.x * dp[i], b = x.y * dp[i + 1];
-        if constexpr (Tr::kGeneral) {
-          if (p.softcap > 0.f) {
-            // y / softcap, as the probabilities tell it.
-            const float2 lse = lse_of(i);
-            const float t = (log2f(x.x) + lse.x) * (kLn2 * cap_inverse);
-            const float u = (log2f(x.y) + lse.y) * (kLn2 * cap_inverse);
-            a = x.x > 0.f ? a * (1.f - t * t) : 0.f, b = x.y > 0.f ? b * (1.f - u * u) : 0.f;
-          }
-        }
-        // Whatever a hidden value, or a query that does not see it, may hold.
-        if (partial) a = x.x == 0.f ? 0.f : a, b = x.y == 0.f ? 0.f : b;
-        gradients[k][j] = pack_16<Tr::kType>(a, b);
+        const float2 ds = score_gradients(x, make_float2(dp[i], dp[i + 1]), partial, cap_inverse,
+                                          [&] { return lse_of(i); });
+        gradients[k][j] = pack_16<Tr::kType>(ds.x, ds.y);
       }
       store_matrix_x4(ds_at + chunk(k), gradients[k][0], gradients[k][1], gradients[k][2],
                       gradients[k][3]);
@@ -217,11 +203,7 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     };
     const auto add_part = [&](int part) {
       wgmma_pin(dq);
-      float* const sum = dq_place<kPart>(w.dq, shared.stage[at].step * Tr::kParts + part);
-#pragma unroll
-      for (int i = 0; i < kPart; i += 4) {
-        red_add(sum + i * 128, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-      }
+      add_dq(dq, w.dq, shared.stage[at].step * Tr::kParts + part);
     };
     // There are two buffers of dS: that both warpgroups have come to the barrier of one step tells
     // that they have read dS of the step before.
@@ -250,34 +232,10 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     return last;
   };
 
-  const auto write_results = [&](const BwdItem& item) {
-    const int lane = lane_now(), row = row_now(lane / 4);
-    const int64_t key = int64_t{item.batch} * p.keys + item.key + row;
-    const int64_t at = key * p.groups + item.group;
-    const int rows_left = static_cast<int>(min(p.keys - item.key, int64_t{Tr::kKeys})) - row;
-    const uint32_t stage = smem_address(shared.out[thread_index() / 32]);
-    const float dk_factor[2] = {item.some ? p.scale : 0.f, item.some ? p.scale : 0.f};
-    const float dv_factor[2] = {item.some ? 1.f : 0.f, item.some ? 1.f : 0.f};
-    store_rows<Tr::kType>(dk, dk_factor, stage, static_cast<uint16_t*>(p.dk) + at * p.dim,
-                          int64_t{p.groups} * p.dim, rows_left, p.dim);
-    store_rows<Tr::kType>(dv, dv_factor, stage, static_cast<uint16_t*>(p.dv) + at * p.value_dim,
-                          int64_t{p.groups} * p.value_dim, rows_left, p.value_dim);
-  };
-
-  uint32_t kv_parity = 0;
-  for (uint32_t parity = 0;; parity ^= 1) {
-    mbarrier_wait(&shared.item_full, parity);
-    if (shared.item.over) return;
-    if (shared.item.some) {
-      mbarrier_wait(&shared.kv_full, kv_parity);
-      mbarrier_wait(&shared.kv_clean, kv_parity);
-      kv_parity ^= 1;
-      for (bool accumulate = false; !step(accumulate);) accumulate = true;
-    }
-    const BwdItem item = shared.item;
-    arrive(&shared.kv_free);
-    write_results(item);
-  }
+  walk_items(shared, step, [&](const BwdItem& item) {
+    store_keys<Tr::kType>(p, item, dk, dv, row_now(lane_now() / 4), Tr::kKeys, 0, 0,
+                          shared.out[thread_index() / 32]);
+  });
 }
 
 template <typename Tr>
@@ -288,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
                const __grid_constant__ CUtensorMap dout_map) {
   auto& shared = dynamic_shared<BwdShared<Tr>>();
-  constexpr int kBuilderWarps = kBwdBuilders / 32;
+  constexpr int kBuilderWarps = kBuilders / 32;
   if (threadIdx.x == 0) {
     mbarrier_init(&shared.item_full, 1);
     mbarrier_init(&shared.kv_full, 1);
@@ -318,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (thread < 32) {
       copy<Tr>(p, work, w, bounds, q_map, k_map, v_map, dout_map, shared);
     } else {
-      build<Tr>(p, work, w, bounds, shared, thread - 32);
+      build<Tr>(p, w, bounds, shared, thread - 32);
     }
   }
 }

@@ -72,8 +72,8 @@ struct alignas(1024) BwdShared {
   float lse[Tr::kStages][kStepQueries];
   float delta[Tr::kStages][kStepQueries];
   uint32_t bits[Tr::kStages][Tr::kKeys][kStepQueries / 32];  // of partial tiles
-  uint32_t seen[3][Tr::kKeys / 32];  // of a partial tile's keys, by a warp's queries
-  uint32_t unseen[Tr::kKeys / 32];   // of the item's keys
+  uint32_t seen[kBuilders / 32][Tr::kKeys / 32];  // of a partial tile's keys, by a warp's queries
+  uint32_t unseen[Tr::kKeys / 32];                // of the item's keys
   BwdStage stage[Tr::kStages];
   BwdItem item;
   uint64_t item_full, kv_full, kv_clean, kv_free;
@@ -88,9 +88,8 @@ struct BwdWork {
   int64_t items;
   int64_t steps;  // of 64 queries, of a head
   int key_tiles;
+  int keys;     // of a tile
   int section;  // groups of a section
-
-  int keys;  // of a tile
 
   BwdWork(const MaskedAttentionBwdParams& p, int keys_per_tile, int64_t l2_bytes) {
     keys = keys_per_tile;
@@ -144,12 +143,8 @@ struct BwdWorkspace {
     };
     const int64_t steps = p.batch * p.heads * ceil_div(p.queries, int64_t{kStepQueries});
     ticket = reinterpret_cast<unsigned*>(take(16));
-    const bool bounded = has_query_bounds(p.mask);
-    queries = reinterpret_cast<QueryBounds*>(take(
-        bounded ? p.batch * ceil_div(p.queries, int64_t{kQueryTile}) * sizeof(QueryBounds) : 0));
-    segments = reinterpret_cast<SegmentBounds*>(take(
-        p.mask.kv_segments ? p.batch * ceil_div(p.keys, int64_t{kKeyTile}) * sizeof(SegmentBounds)
-                           : 0));
+    queries = reinterpret_cast<QueryBounds*>(take(bounded_query_tiles(p) * sizeof(QueryBounds)));
+    segments = reinterpret_cast<SegmentBounds*>(take(bounded_key_tiles(p) * sizeof(SegmentBounds)));
     lse = reinterpret_cast<float*>(take(steps * kStepQueries * 4));
     delta = reinterpret_cast<float*>(take(steps * kStepQueries * 4));
     dead = reinterpret_cast<uint64_t*>(take(steps * 8));

@@ -7,14 +7,6 @@
 
 namespace jax_dsa::masked_attention {
 
-inline constexpr int kBwdBuilders = 96;
-
-// The map's tiles for a head, if there is a map.
-__device__ __forceinline__ const int32_t* head_map(const MaskedAttentionBwdParams& p, int batch,
-                                                   int head) {
-  return p.mask.map_rows ? map_tiles(p.mask, batch, head, p.heads) : nullptr;
-}
-
 // The first warp: takes items, lists the steps of each and copies them.
 template <typename Tr>
 __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, const BwdWorkspace& w,
@@ -37,9 +29,10 @@ __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, con
     // Tiles of 128 queries of the group's heads.
     TileWalk tiles(0, item.over ? 0 : per_group * query_tiles, [&](int n) {
       const int head = n / query_tiles, tile = n - head * query_tiles;
-      return key_tile<Tr::kKeys>(p.mask, q ? q + tile : nullptr, segments,
-                                 head_map(p, item.batch, item.group * per_group + head), keys,
-                                 item.key / Tr::kKeys);
+      return key_tile<Tr::kKeys>(
+          p.mask, q ? q + tile : nullptr, segments,
+          map_tiles(p.mask, item.batch, item.group * per_group + head, p.heads), keys,
+          item.key / Tr::kKeys);
     });
     item.some = tiles.more();
     mbarrier_wait(&shared.kv_free, parity);
@@ -97,25 +90,11 @@ __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, con
   }
 }
 
-// Puts zeros in the rows of a tile whose bit is set in `rows`.
-template <int kRows, int kBlocks>
-__device__ void clear_rows(uint8_t (&x)[kBlocks][kRows * 128], const uint32_t* rows, int thread) {
-  const uint32_t zero[4] = {0, 0, 0, 0};
-  for (int i = thread; i < kRows * 8; i += kBwdBuilders) {
-    if (!(rows[i / 256] >> (i / 8 % 32) & 1)) continue;
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      store_shared_16(smem_address(x[block]) + i * 16, zero);
-    }
-  }
-}
-
 // Finds out in shared.unseen which of an item's keys no query sees; returns whether there are any.
 // It looks at partial tiles only until it has seen all keys. Called by all builders.
 template <typename Tr>
-__device__ bool find_unseen(const MaskedAttentionBwdParams& p, const BwdWork& work,
-                            const Bounds& bounds, const BwdItem& item, BwdShared<Tr>& shared,
-                            int thread) {
+__device__ bool find_unseen(const MaskedAttentionBwdParams& p, const Bounds& bounds,
+                            const BwdItem& item, BwdShared<Tr>& shared, int thread) {
   constexpr int kWords = Tr::kKeys / 32;
   static_assert(kWords <= 32);
   const int lane = thread % 32, word = lane % kWords;
@@ -128,13 +107,14 @@ __device__ bool find_unseen(const MaskedAttentionBwdParams& p, const BwdWork& wo
   uint32_t unseen = low_bits(keys - item.key - 32 * word);  // a word a lane
   for (int n = 0; n < per_group * query_tiles; ++n) {
     const int tile = n % query_tiles;
-    const int32_t* const map = head_map(p, item.batch, item.group * per_group + n / query_tiles);
+    const int32_t* const map =
+        map_tiles(p.mask, item.batch, item.group * per_group + n / query_tiles, p.heads);
     const Tile kind =
         key_tile<Tr::kKeys>(p.mask, q + tile, segments, map, keys, item.key / Tr::kKeys);
     if (kind == Tile::kEmpty) continue;
     if (kind == Tile::kFull) return false;
     uint32_t seen[kWords] = {};
-    for (int row = thread; row < kQueryTile; row += kBwdBuilders) {
+    for (int row = thread; row < kQueryTile; row += kBuilders) {
       const int query = tile * kQueryTile + row;
       if (query >= p.queries) break;
       uint32_t bits[kWords];
@@ -142,18 +122,14 @@ __device__ bool find_unseen(const MaskedAttentionBwdParams& p, const BwdWork& wo
 #pragma unroll
       for (int w = 0; w < kWords; ++w) seen[w] |= bits[w];
     }
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      seen[w] = __reduce_or_sync(~0u, seen[w]);
-      if (lane == w) shared.seen[thread / 32][w] = seen[w];
-    }
-    named_barrier_sync<kBwdBuilders>(kBwdBuilt);
-    for (int i = 0; i < kBwdBuilders / 32; ++i) unseen &= ~shared.seen[i][word];
-    named_barrier_sync<kBwdBuilders>(kBwdBuilt);  // before `seen` is written again
+    show_seen(seen, shared.seen, thread);
+    named_barrier_sync<kBuilders>(kBwdBuilt);
+    for (int i = 0; i < kBuilders / 32; ++i) unseen &= ~shared.seen[i][word];
+    named_barrier_sync<kBuilders>(kBwdBuilt);  // before `seen` is written again
     if (!__any_sync(~0u, unseen != 0)) return false;
   }
   if (thread < kWords) shared.unseen[thread] = unseen;
-  named_barrier_sync<kBwdBuilders>(kBwdBuilt);
+  named_barrier_sync<kBuilders>(kBwdBuilt);
   return true;
 }
 
@@ -163,12 +139,12 @@ __device__ void build_bits(const MaskedAttentionBwdParams& p, const BwdItem& ite
                            const BwdStage& stage, uint32_t (&to)[Tr::kKeys][kStepQueries / 32],
                            int warp, int lane) {
   constexpr int kWords = Tr::kKeys / 32;
-  for (int half = warp; half < kStepQueries / 32; half += kBwdBuilders / 32) {
+  for (int half = warp; half < kStepQueries / 32; half += kBuilders / 32) {
     const int query = stage.query + half * 32 + lane;
     uint32_t bits[kWords] = {};
     if (query < p.queries) {
-      query_bits<Tr::kKeys>(p.mask, head_map(p, item.batch, stage.head), item.batch, query,
-                            p.queries, item.key, static_cast<int>(p.keys), bits);
+      query_bits<Tr::kKeys>(p.mask, map_tiles(p.mask, item.batch, stage.head, p.heads), item.batch,
+                            query, p.queries, item.key, static_cast<int>(p.keys), bits);
     }
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
@@ -185,7 +161,7 @@ __device__ void build_bits(const MaskedAttentionBwdParams& p, const BwdItem& ite
 // The other three warps. Keys that no query sees, and queries that see no key, may hold anything,
 // and 0 * NaN is NaN: they become zeros.
 template <typename Tr>
-__device__ void build(const MaskedAttentionBwdParams& p, const BwdWork& work, const BwdWorkspace& w,
+__device__ void build(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
                       const Bounds& bounds, BwdShared<Tr>& shared, int thread) {
   const int lane = thread % 32, warp = thread / 32;
   RingPlace<Tr::kStages> ring;
@@ -202,7 +178,7 @@ __device__ void build(const MaskedAttentionBwdParams& p, const BwdWork& work, co
       arrive(&shared.kv_free);
       continue;
     }
-    if (find_unseen(p, work, bounds, item, shared, thread)) {
+    if (find_unseen(p, bounds, item, shared, thread)) {
       mbarrier_wait(&shared.kv_full, kv_parity);
       clear_rows<Tr::kKeys, Tr::kDBlocks>(shared.k, shared.unseen, thread);
       fence_async_proxy();

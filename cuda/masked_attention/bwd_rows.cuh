@@ -67,6 +67,55 @@ __device__ __forceinline__ float* dq_place(float* dq, int64_t part) {
   return dq + part * (kN * 128) + threadIdx.x % 128 * 4;
 }
 
+// Adds a thread's accumulators of a part.
+template <int kN>
+__device__ __forceinline__ void add_dq(const float (&x)[kN], float* dq, int64_t part) {
+  float* const sum = dq_place<kN>(dq, part);
+#pragma unroll
+  for (int i = 0; i < kN; i += 4) {
+    red_add(sum + i * 128, x[i], x[i + 1], x[i + 2], x[i + 3]);
+  }
+}
+
+// Stores a warp's rows of dk and dv of an item's keys: the columns from dk_column and dv_column on.
+// `row` is the thread's, `rows` how many keys an item has.
+template <DType kType, int kK, int kV>
+__device__ __forceinline__ void store_keys(const MaskedAttentionBwdParams& p, const BwdItem& item,
+                                           const float (&dk)[kK], const float (&dv)[kV], int row,
+                                           int rows, int dk_column, int dv_column, uint8_t* stage) {
+  const int64_t at = (int64_t{item.batch} * p.keys + item.key + row) * p.groups + item.group;
+  const int rows_left = static_cast<int>(min(p.keys - item.key, int64_t{rows})) - row;
+  const float dk_factor[2] = {item.some ? p.scale : 0.f, item.some ? p.scale : 0.f};
+  const float dv_factor[2] = {item.some ? 1.f : 0.f, item.some ? 1.f : 0.f};
+  store_rows<kType>(dk, dk_factor, smem_address(stage),
+                    static_cast<uint16_t*>(p.dk) + at * p.dim + dk_column,
+                    int64_t{p.groups} * p.dim, rows_left, p.dim - dk_column);
+  store_rows<kType>(dv, dv_factor, smem_address(stage),
+                    static_cast<uint16_t*>(p.dv) + at * p.value_dim + dv_column,
+                    int64_t{p.groups} * p.value_dim, rows_left, p.value_dim - dv_column);
+}
+
+// A multiplying warp's way through the items: `step(accumulate)` does a step and tells whether it
+// was its item's last, `store(item)` stores what came of them.
+template <typename Tr, typename Step, typename Store>
+__device__ __forceinline__ void walk_items(BwdShared<Tr>& shared, Step step, Store store) {
+  uint32_t kv_parity = 0;
+  for (uint32_t parity = 0;; parity ^= 1) {
+    mbarrier_wait(&shared.item_full, parity);
+    if (shared.item.over) return;
+    if (shared.item.some) {
+      mbarrier_wait(&shared.kv_full, kv_parity);
+      mbarrier_wait(&shared.kv_clean, kv_parity);
+      kv_parity ^= 1;
+      for (bool accumulate = false; !step(accumulate);) accumulate = true;
+    }
+    const BwdItem item = shared.item;
+    __syncwarp();
+    if ((thread_index() & 31) == 0) mbarrier_arrive(&shared.kv_free);
+    store(item);
+  }
+}
+
 // dq of a step's 64 queries, scaled and rounded.
 template <DType kType, int kParts, int kPartColumns>
 __global__ void __launch_bounds__(128 * kParts)

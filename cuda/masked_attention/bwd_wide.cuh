@@ -52,6 +52,8 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
   // One step: 64 queries of a head. Returns whether it is its item's last.
   const auto step = [&](bool accumulate) {
     const int at = uniform(ring.index);
+    mbarrier_wait(&shared.q_full[at], ring.parity);
+    mbarrier_wait(&shared.checked[at], ring.parity);
     const bool partial = shared.stage[at].partial;
     const auto lse_of = [&](int i) {  // of the queries of scores i and i + 1
       return *reinterpret_cast<const float2*>(&shared.lse[at][i / 4 * 8 + lane_now() % 4 * 2]);
@@ -67,11 +69,7 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
       multiply_rows(std::integral_constant<int, Tr::kD>(), x, shared.k, Tr::kKeyBlockBytes,
                     shared.q[at], Tr::kQBlockBytes, !Tr::kGeneral);
       if constexpr (Tr::kGeneral) {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-          x[i] *= p.scale;
-          if (p.softcap > 0.f) x[i] = softcapped(x[i], p.softcap, cap_inverse);
-        }
+        cap_scores(x, p.scale, p.softcap, cap_inverse);
       }
       if (partial) hide(x, &shared.bits[at][row_now(lane_now() / 4)]);
 #pragma unroll
@@ -107,19 +105,9 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
         for (int j = 0; j < 4; ++j) {
           const int i = 8 * k + 2 * j;
           const float2 y = unpack_16<Tr::kType>(probabilities[k][j]);
-          float a = y.x * x[i], b = y.y * x[i + 1];
-          if constexpr (Tr::kGeneral) {
-            if (p.softcap > 0.f) {
-              // y / softcap, as the probabilities tell it.
-              const float2 lse = lse_of(i);
-              const float t = (log2f(y.x) + lse.x) * (kLn2 * cap_inverse);
-              const float u = (log2f(y.y) + lse.y) * (kLn2 * cap_inverse);
-              a = y.x > 0.f ? a * (1.f - t * t) : 0.f, b = y.y > 0.f ? b * (1.f - u * u) : 0.f;
-            }
-          }
-          // Whatever a hidden value, or a query that does not see it, may hold.
-          if (partial) a = y.x == 0.f ? 0.f : a, b = y.y == 0.f ? 0.f : b;
-          gradients[j] = pack_16<Tr::kType>(a, b);
+          const float2 ds = score_gradients(y, make_float2(x[i], x[i + 1]), partial, cap_inverse,
+                                            [&] { return lse_of(i); });
+          gradients[j] = pack_16<Tr::kType>(ds.x, ds.y);
         }
         store_matrix_x4(ds_at + chunk(k), gradients[0], gradients[1], gradients[2], gradients[3]);
       }
@@ -165,11 +153,7 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
     wgmma_commit();
     wgmma_wait<1>();
     wgmma_pin(dq);
-    float* const sum = dq_place<kDHalf / 2>(w.dq, shared.stage[at].step * Tr::kParts + side);
-#pragma unroll
-    for (int i = 0; i < kDHalf / 2; i += 4) {
-      red_add(sum + i * 128, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-    }
+    add_dq(dq, w.dq, shared.stage[at].step * Tr::kParts + side);
     wgmma_wait<0>();
     wgmma_pin(dk);
     wgmma_pin(dv);
@@ -179,41 +163,10 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
     return last;
   };
 
-  const auto write_results = [&](const BwdItem& item) {
-    const int row = row_now(lane_now() / 4);
-    const int64_t at = (int64_t{item.batch} * p.keys + item.key + row) * p.groups + item.group;
-    const int rows_left = static_cast<int>(min(p.keys - item.key, int64_t{Tr::kKeys})) - row;
-    const uint32_t stage = smem_address(shared.out[thread_index() / 32]);
-    const float dk_factor[2] = {item.some ? p.scale : 0.f, item.some ? p.scale : 0.f};
-    const float dv_factor[2] = {item.some ? 1.f : 0.f, item.some ? 1.f : 0.f};
-    store_rows<Tr::kType>(dk, dk_factor, stage,
-                          static_cast<uint16_t*>(p.dk) + at * p.dim + side * kDHalf,
-                          int64_t{p.groups} * p.dim, rows_left, p.dim - side * kDHalf);
-    store_rows<Tr::kType>(dv, dv_factor, stage,
-                          static_cast<uint16_t*>(p.dv) + at * p.value_dim + side * kEHalf,
-                          int64_t{p.groups} * p.value_dim, rows_left, p.value_dim - side * kEHalf);
-  };
-
-  uint32_t kv_parity = 0;
-  for (uint32_t parity = 0;; parity ^= 1) {
-    mbarrier_wait(&shared.item_full, parity);
-    if (shared.item.over) return;
-    if (shared.item.some) {
-      mbarrier_wait(&shared.kv_full, kv_parity);
-      mbarrier_wait(&shared.kv_clean, kv_parity);
-      kv_parity ^= 1;
-      bool accumulate = false, last = false;
-      while (!last) {
-        mbarrier_wait(&shared.q_full[ring.index], ring.parity);
-        mbarrier_wait(&shared.checked[ring.index], ring.parity);
-        last = step(accumulate);
-        accumulate = true;
-      }
-    }
-    const BwdItem item = shared.item;
-    arrive(&shared.kv_free);
-    write_results(item);
-  }
+  walk_items(shared, step, [&](const BwdItem& item) {
+    store_keys<Tr::kType>(p, item, dk, dv, row_now(lane_now() / 4), Tr::kKeys, side * kDHalf,
+                          side * kEHalf, shared.out[thread_index() / 32]);
+  });
 }
 
 }  // namespace jax_dsa::masked_attention

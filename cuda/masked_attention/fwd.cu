@@ -32,16 +32,8 @@ int64_t masked_attention_fwd_workspace_bytes(const MaskedAttentionFwdParams& p) 
 cudaError_t launch_masked_attention_fwd(const MaskedAttentionFwdParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
   if (!dims_fit(p)) return cudaErrorInvalidValue;
-  const bool general = p.softcap > 0.f || !(p.scale > 0.f);
-  if (p.dtype == DType::kBF16) {
-    return general ? launch_dims<DType::kBF16, true>(p, stream)
-                   : launch_dims<DType::kBF16, false>(p, stream);
-  }
-  if (p.dtype == DType::kF16) {
-    return general ? launch_dims<DType::kF16, true>(p, stream)
-                   : launch_dims<DType::kF16, false>(p, stream);
-  }
-  return cudaErrorInvalidValue;
+  return launch_kind(
+      p, [&]<DType kType, bool kGeneral>() { return launch_dims<kType, kGeneral>(p, stream); });
 }
 
 }  // namespace jax_dsa

@@ -174,11 +174,7 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
     const bool partial = shared.stage[at].partial;
     last = shared.stage[at].last;
     if constexpr (Tr::kGeneral) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        s[i] *= p.scale;
-        if (p.softcap > 0.f) s[i] = softcapped(s[i], p.softcap, cap_inverse);
-      }
+      cap_scores(s, p.scale, p.softcap, cap_inverse);
     }
     if (partial) hide(s, &shared.bits[at][row]);
     arrive(&shared.k_free[at]);

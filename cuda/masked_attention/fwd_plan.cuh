@@ -11,7 +11,6 @@
 
 namespace jax_dsa::masked_attention {
 
-inline constexpr int kBuilders = 96;      // threads that make a tile's bits: three warps
 inline constexpr int kStageBytes = 1024;  // a warp's way out
 
 // How many steps of 16 dims of its queries a warpgroup keeps in registers: each saves the tensor
@@ -67,6 +66,7 @@ struct alignas(1024) Shared {
   uint8_t out[8][kStageBytes];
   uint32_t bits[Tr::kStages][kQueryTile][Tr::kKeys / 32];  // of partial tiles
   uint32_t seen[kBuilders / 32][Tr::kKeys / 32];           // of a partial tile's keys, by any query
+  uint32_t unseen[Tr::kKeys / 32];
   Stage stage[Tr::kStages];
   Item item;
   uint64_t q_full, q_free;

@@ -38,8 +38,7 @@ __device__ void copy(const MaskedAttentionFwdParams& p, const Work& work, const 
     const SegmentBounds* const segments =
         bounds.segments ? bounds.segments + int64_t{item.batch} * ceil_div(keys, kKeyTile)
                         : nullptr;
-    const int32_t* const map =
-        p.mask.map_rows ? map_tiles(p.mask, item.batch, item.head, p.heads) : nullptr;
+    const int32_t* const map = map_tiles(p.mask, item.batch, item.head, p.heads);
     const int start = q ? max(q->min_start, 0) : 0, end = q ? min(q->max_end, keys) : keys;
     const bool any = start < end;
     TileWalk tiles(any ? start / Tr::kKeys : 0, any ? ceil_div(end, Tr::kKeys) : 0, [&](int tile) {
@@ -90,30 +89,12 @@ __device__ void copy(const MaskedAttentionFwdParams& p, const Work& work, const 
   }
 }
 
-// Puts zeros in the rows of a tile of values whose bit is not set.
-template <typename Tr>
-__device__ void clear_unseen(uint8_t (&v)[Tr::kEBlocks][Tr::kKeyBlockBytes],
-                             const uint32_t (&seen)[Tr::kKeys / 32], int thread) {
-  const uint32_t zero[4] = {0, 0, 0, 0};
-  for (int i = thread; i < Tr::kKeys * 8; i += kBuilders) {
-    const int row = i / 8;
-    uint32_t word = seen[0];
-#pragma unroll
-    for (int w = 1; w < Tr::kKeys / 32; ++w) word = row / 32 == w ? seen[w] : word;
-    if (word >> (row % 32) & 1) continue;
-#pragma unroll
-    for (int block = 0; block < Tr::kEBlocks; ++block) {
-      store_shared_16(smem_address(v[block]) + i * 16, zero);
-    }
-  }
-}
-
 // The other three warps: make the bits of partial tiles. Keys that no query of the tile sees may
 // hold anything, and 0 * NaN is NaN: their values become zeros.
 template <typename Tr>
 __device__ void build(const MaskedAttentionFwdParams& p, Shared<Tr>& shared, int thread) {
   constexpr int kWords = Tr::kKeys / 32;
-  const int lane = thread % 32, warp = thread / 32, keys = static_cast<int>(p.keys);
+  const int lane = thread % 32, keys = static_cast<int>(p.keys);
   for (RingPlace<Tr::kStages> ring;; ring.advance()) {
     const int at = ring.index;
     mbarrier_wait(&shared.listed[at], ring.parity);
@@ -121,8 +102,7 @@ __device__ void build(const MaskedAttentionFwdParams& p, Shared<Tr>& shared, int
     if (stage.key < 0) return;
     bool clean = true;
     if (stage.partial) {
-      const int32_t* const map =
-          p.mask.map_rows ? map_tiles(p.mask, stage.batch, stage.head, p.heads) : nullptr;
+      const int32_t* const map = map_tiles(p.mask, stage.batch, stage.head, p.heads);
       uint32_t seen[kWords] = {};
       for (int row = thread; row < kQueryTile; row += kBuilders) {
         uint32_t bits[kWords] = {};
@@ -136,33 +116,30 @@ __device__ void build(const MaskedAttentionFwdParams& p, Shared<Tr>& shared, int
           seen[w] |= bits[w];
         }
       }
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        seen[w] = __reduce_or_sync(~0u, seen[w]);
-        if (lane == w) shared.seen[warp][w] = seen[w];
-      }
+      show_seen(seen, shared.seen, thread);
       named_barrier_sync<kBuilders>(kBuilt);
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        seen[w] = 0;
-        for (int i = 0; i < kBuilders / 32; ++i) seen[w] |= shared.seen[i][w];
-        // Beyond the last key there are zeros already.
-        seen[w] |= ~low_bits(keys - stage.key - 32 * w);
-        clean = clean && seen[w] == ~0u;
+        uint32_t unseen = low_bits(keys - stage.key - 32 * w);  // beyond them are zeros
+        for (int i = 0; i < kBuilders / 32; ++i) unseen &= ~shared.seen[i][w];
+        if (thread == w) shared.unseen[w] = unseen;
+        clean = clean && unseen == 0;
       }
-      named_barrier_sync<kBuilders>(kBuilt);  // before `seen` is written again
+      named_barrier_sync<kBuilders>(kBuilt);  // also before `seen` is written again
       if (lane == 0) mbarrier_arrive(&shared.k_full[at]);
+      // The last values must be used: their phase would pass for this one's, here and at their
+      // readers.
+      mbarrier_wait(&shared.v_free[at], ring.parity ^ 1);
       if (!clean) {
         mbarrier_wait(&shared.v_full[at], ring.parity);
-        clear_unseen<Tr>(shared.v[at], seen, thread);
+        clear_rows<Tr::kKeys, Tr::kEBlocks>(shared.v[at], shared.unseen, thread);
         fence_async_proxy();
         __syncwarp();
       }
-    } else if (lane == 0) {
-      mbarrier_arrive(&shared.k_full[at]);
+    } else {
+      if (lane == 0) mbarrier_arrive(&shared.k_full[at]);
+      mbarrier_wait(&shared.v_free[at], ring.parity ^ 1);
     }
-    // The last values must be used, or their readers would miss a phase.
-    mbarrier_wait(&shared.v_free[at], ring.parity ^ 1);
     if (lane == 0) mbarrier_arrive(&shared.v_clean[at]);
   }
 }

@@ -7,16 +7,6 @@
 
 namespace jax_dsa::masked_attention {
 
-// The bounds that a mask needs: of how many tiles of queries and of keys.
-template <typename Params>
-int64_t bounded_query_tiles(const Params& p) {
-  return has_query_bounds(p.mask) ? p.batch * ceil_div(p.queries, int64_t{kQueryTile}) : 0;
-}
-template <typename Params>
-int64_t bounded_key_tiles(const Params& p) {
-  return p.mask.kv_segments ? p.batch * ceil_div(p.keys, int64_t{kKeyTile}) : 0;
-}
-
 // Finds the bounds, in arrays of so many tiles.
 template <typename Params>
 cudaError_t find_bounds(const Params& p, QueryBounds* query_bounds, SegmentBounds* segment_bounds,
@@ -51,6 +41,23 @@ bool dims_fit(const Params& p) {
                                    m.map_heads > 0 && p.heads % m.map_heads == 0);
   return p.groups > 0 && p.heads % p.groups == 0 && dim(p.dim) && dim(p.value_dim) &&
          p.queries <= kMost && p.keys <= kMost && p.batch <= kMost && map;
+}
+
+// Calls launch<dtype, general>(), where scores are general if they are softcapped or their scale is
+// not positive.
+template <typename Params, typename Launch>
+cudaError_t launch_kind(const Params& p, Launch launch) {
+  const bool general = p.softcap > 0.f || !(p.scale > 0.f);
+  switch (p.dtype) {
+    case DType::kBF16:
+      return general ? launch.template operator()<DType::kBF16, true>()
+                     : launch.template operator()<DType::kBF16, false>();
+    case DType::kF16:
+      return general ? launch.template operator()<DType::kF16, true>()
+                     : launch.template operator()<DType::kF16, false>();
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
 }  // namespace jax_dsa::masked_attention

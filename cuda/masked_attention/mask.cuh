@@ -13,6 +13,7 @@ namespace jax_dsa::masked_attention {
 inline constexpr int kThreads = 384;    // of the kernels: three warpgroups
 inline constexpr int kQueryTile = 128;  // of the bounds
 inline constexpr int kKeyTile = 128;
+inline constexpr int kBuilders = 96;  // threads that make bits: three warps
 
 // What the queries of a tile see, at most and at least. Queries that see nothing count for the
 // least alone.
@@ -34,6 +35,16 @@ struct Bounds {
 
 __host__ __device__ inline bool has_query_bounds(const AttentionMask& m) {
   return m.starts || m.ends || m.q_segments || m.map_rows;
+}
+
+// The bounds that a mask needs: of how many tiles of queries and of keys.
+template <typename Params>
+int64_t bounded_query_tiles(const Params& p) {
+  return has_query_bounds(p.mask) ? p.batch * ceil_div(p.queries, int64_t{kQueryTile}) : 0;
+}
+template <typename Params>
+int64_t bounded_key_tiles(const Params& p) {
+  return p.mask.kv_segments ? p.batch * ceil_div(p.keys, int64_t{kKeyTile}) : 0;
 }
 
 // ---- bounds ------------------------------------------------------------------------------------
@@ -98,9 +109,10 @@ static __global__ void __launch_bounds__(kBoundsThreads)
 
 enum class Tile { kEmpty, kFull, kPartial };
 
-// The map's tiles for a head, from row `row` on.
+// The map's tiles for a head; null if there is no map.
 __device__ __forceinline__ const int32_t* map_tiles(const AttentionMask& m, int64_t entry, int head,
                                                     int heads) {
+  if (!m.map_rows) return nullptr;
   const int64_t b = m.map_batch == 1 ? 0 : entry;
   const int64_t h = head / (heads / m.map_heads);
   return m.tiles + (b * m.map_heads + h) * m.tile_rows * m.tile_columns;
@@ -215,6 +227,30 @@ __device__ __forceinline__ void query_bits(const AttentionMask& m, const int32_t
                                                             first % m.block_k / 8);
 #pragma unroll
       for (int w = 0; w < kKeys / 32; ++w) bits[w] &= __ldg(words + w);
+    }
+  }
+}
+
+// Shows the keys that a builder's rows have seen to the others: `all` has a row for each warp.
+template <int kWords>
+__device__ __forceinline__ void show_seen(uint32_t (&seen)[kWords],
+                                          uint32_t (&all)[kBuilders / 32][kWords], int thread) {
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    seen[w] = __reduce_or_sync(~0u, seen[w]);
+    if (thread % 32 == w) all[thread / 32][w] = seen[w];
+  }
+}
+
+// Puts zeros in the rows of a tile whose bit is set in `rows`; by all builders.
+template <int kRows, int kBlocks>
+__device__ void clear_rows(uint8_t (&x)[kBlocks][kRows * 128], const uint32_t* rows, int thread) {
+  const uint32_t zero[4] = {0, 0, 0, 0};
+  for (int i = thread; i < kRows * 8; i += kBuilders) {
+    if (!(rows[i / 256] >> (i / 8 % 32) & 1)) continue;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      store_shared_16(smem_address(x[block]) + i * 16, zero);
     }
   }
 }

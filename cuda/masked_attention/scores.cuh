@@ -45,4 +45,33 @@ __device__ __forceinline__ void start_at(float (&x)[kScores], const float (&quer
   wgmma_pin(x);
 }
 
+// y of all scores, for general ones.
+template <int kScores>
+__device__ __forceinline__ void cap_scores(float (&s)[kScores], float scale, float softcap,
+                                           float inverse) {
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    s[i] *= scale;
+    if (softcap > 0.f) s[i] = softcapped(s[i], softcap, inverse);
+  }
+}
+
+// dS of two neighbouring scores from their probabilities x and from dout . v - delta. `inverse` is
+// that of a softcap, 0 if there is none; `lse()` gives their queries' logarithms. Where scores are
+// hidden, dp may be anything.
+template <typename Lse>
+__device__ __forceinline__ float2 score_gradients(float2 x, float2 dp, bool partial, float inverse,
+                                                  Lse lse) {
+  float2 ds = {x.x * dp.x, x.y * dp.y};
+  if (inverse > 0.f) {
+    // y / softcap, as the probabilities tell it.
+    const float2 z = lse();
+    const float t = (log2f(x.x) + z.x) * (kLn2 * inverse);
+    const float u = (log2f(x.y) + z.y) * (kLn2 * inverse);
+    ds.x = x.x > 0.f ? ds.x * (1.f - t * t) : 0.f, ds.y = x.y > 0.f ? ds.y * (1.f - u * u) : 0.f;
+  }
+  if (partial) ds.x = x.x == 0.f ? 0.f : ds.x, ds.y = x.y == 0.f ? 0.f : ds.y;
+  return ds;
+}
+
 }  // namespace jax_dsa::masked_attention

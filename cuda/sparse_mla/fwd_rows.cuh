@@ -107,7 +107,8 @@ __device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float 
 
 // Stores the warp's 16 rows of the accumulator as bf16, 32 columns at a time through `stage`, which
 // has rows of 64 bytes whose 16-byte chunks are swizzled. `out` is the row lane / 4 of rows kStride
-// long. A factor of 0 makes zeros of anything.
+// long. A factor of 0 makes zeros of anything. common/store_rows.cuh does this for any stride; with
+// it ptxas 13.0 serialises products of the backward pass.
 template <int kStride, int kN>
 __device__ __forceinline__ void store_rows(const float (&o)[kN], const float (&factor)[2],
                                            uint32_t stage, __nv_bfloat16* out, int rows_left) {
