@@ -23,6 +23,11 @@ def counts(
     """How often each key counts for each query, [B, N, T, S]: 2 if `kv_indices` has it twice."""
     _, heads, queries, keys = shape
     out = np.zeros(shape, np.int64)
+    # Numbers of arrays on a device would come one transfer at a time.
+    mask, q_segments, kv_segments, key_value_seq_lengths, kv_indices = (
+        None if x is None else np.asarray(x)
+        for x in (mask, q_segments, kv_segments, key_value_seq_lengths, kv_indices)
+    )
     if local_window_size is not None:
         left, right = np.broadcast_to(local_window_size, 2).tolist()
     for b, n, t, s in np.ndindex(*shape):
