@@ -32,7 +32,7 @@ from jax_dsa.training.data import (
     validation_batches,
 )
 from jax_dsa.training.evaluate import Evaluator
-from jax_dsa.training.steps import Program
+from jax_dsa.training.steps import Batch, Program
 
 ATTENTION = nn.AttentionConfig(
     model_dim=16,
@@ -68,9 +68,14 @@ STAGES = {"dense": 0, "warmup": 3, "sparse": 9}
 
 
 @functools.cache
-def shared_program(config):
-    """Compiled once for all tests."""
+def compiled_program(config):
     return Program(config)
+
+
+def shared_program(config, mesh=None):
+    """Compiled once for all tests; they run on one device."""
+    assert mesh is None or mesh.size == 1
+    return compiled_program(config)
 
 
 @functools.cache
@@ -111,12 +116,13 @@ def test_each_loss_reaches_exactly_its_own_parameters(sparse):
     state = program.init()
 
     @jax.jit
-    def gradients(params, tokens):
-        losses, pull = jax.vjp(lambda p: program._losses(*p, tokens, sparse), params)
+    def gradients(params, batch):
+        losses, pull = jax.vjp(lambda p: program._losses(*p, batch, sparse), params)
         one, zero = jnp.ones_like(losses[0]), jnp.zeros_like(losses[0])
         return pull((one, zero))[0], pull((zero, one))[0]
 
-    lm, kl = gradients((state.backbone.params, state.indexer.params), tokens())
+    batch = program.place(tokens())
+    lm, kl = gradients((state.backbone.params, state.indexer.params), batch)
     for (backbone, indexer), (own, other) in ((lm, (0, 1)), (kl, (1, 0))):
         grads = backbone, indexer
         assert all(np.any(g != 0) for g in leaves(grads[own]))
@@ -291,9 +297,10 @@ def test_the_large_preset_keeps_no_array_of_queries_by_keys():
     config = training.PRESETS["h200"]()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
     program = Program(config)
-    state = jax.eval_shape(program.init)
+    state = jax.eval_shape(program._first_state)
     length = config.seq_len
-    batch = jax.ShapeDtypeStruct((config.batch_size, length + 1), jnp.int32)
+    row = jax.ShapeDtypeStruct((config.batch_size, length), jnp.int32)
+    batch = Batch(inputs=row, targets=row)
     updates = (
         (program._dense, (state.backbone, state.indexer.params)),
         (program._warmup, (state.indexer, state.backbone.params)),
@@ -640,6 +647,7 @@ def test_the_demo(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "load_corpus", load)
     folder = tmp_path / "run"
     command = ["--run-dir", str(folder), "--sparse-steps", "4", "--data", "books"]
+    command += ["--mesh", "data=1"]
     with monkeypatch.context() as patch:
         interrupt_at(patch, 5)
         assert cli.main(command) == 130

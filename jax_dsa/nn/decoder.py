@@ -16,6 +16,8 @@ from jax_dsa.nn.cache import DecoderCache
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from jax.sharding import Sharding
+
     from jax_dsa.nn.attention import AttentionAux
     from jax_dsa.nn.cache import LayerCache
     from jax_dsa.nn.config import DecoderConfig, IndexerType
@@ -100,6 +102,7 @@ class DecoderLM(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         sparse: bool = True,
         remat_policy: Callable[..., Any] | None = None,
+        activation_sharding: Sharding | None = None,
     ) -> tuple[Float[Array, "B T V"], list[AttentionAux]]:
         """Next-token logits in float32, and each layer's attention results.
 
@@ -109,8 +112,16 @@ class DecoderLM(nnx.Module):
             remat_policy: recompute each block in the backward pass except for what this policy of
                 `jax.checkpoint` saves (`jax_dsa.training.remat_policy` makes one by name); None
                 saves everything.
+            activation_sharding: of the hidden states [B, T, M] between the blocks, on a mesh with
+                Auto axes. Without it the compiler may shard them as it does the parameters.
         """
-        x = self._embed(tokens)
+
+        def placed(x: jax.Array) -> jax.Array:
+            if activation_sharding is None:
+                return x
+            return jax.lax.with_sharding_constraint(x, activation_sharding)
+
+        x = placed(self._embed(tokens))
         places = {"positions": positions, "segment_ids": segment_ids}
         indices = None
         layers: list[AttentionAux] = []
@@ -125,7 +136,7 @@ class DecoderLM(nnx.Module):
             if remat_policy is not None:
                 run = jax.checkpoint(run, policy=remat_policy)
             x, aux = run(params, x, {"indices": indices if kind == "shared" else None, **places})
-            indices = aux.indices
+            x, indices = placed(x), aux.indices
             layers.append(aux)
         return self._logits(x), layers
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -15,7 +16,11 @@ with needs_extra("examples", __name__):
     from jax_dsa.training import report
     from jax_dsa.training.config import PRESETS
     from jax_dsa.training.data import RunError, load_corpus
+    from jax_dsa.training.mesh import AXES, make_mesh
     from jax_dsa.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         corpus = load_corpus(args.data, exclude=folder)
         if args.restart:
             shutil.rmtree(folder, ignore_errors=True)
-        trainer = Trainer(config, corpus, folder)
+        mesh = make_mesh(args.mesh)
+        trainer = Trainer(config, corpus, folder, mesh)
     except RunError as error:
         parser.error(str(error))
     size = sum(x.size for x in jax.tree.leaves(trainer.state.backbone.params))
@@ -40,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{corpus.files[1]} files, {len(corpus.validation) / 1e6:.1f} MB to validate on\n"
         f"model: {size / 1e6:.2f} M parameters and {index / 1e6:.2f} M in the indexers; "
         f"sequences of {config.seq_len} bytes, {config.model.attention.top_k} keys selected\n"
-        f"device: {jax.devices()[0].device_kind}; run folder: {folder}"
+        f"{_devices(mesh)}; run folder: {folder}"
         + (f"; going on from step {trainer.step}" if trainer.step else "")
     )
     if not trainer.run():
@@ -68,6 +74,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", type=Path, help="default runs/PRESET")
     parser.add_argument("--restart", action="store_true", help="delete the run folder first")
     parser.add_argument("--seed", type=int)
+    parser.add_argument(
+        "--mesh",
+        type=_mesh_sizes,
+        metavar="AXIS=SIZE,...",
+        help=f"sizes of the axes {', '.join(AXES)}; default 1, and for data all devices left",
+    )
     for stage in ("dense", "warmup", "sparse"):
         parser.add_argument(f"--{stage}-steps", type=int, help=f"length of the {stage} stage")
     return parser
+
+
+def _mesh_sizes(text: str) -> dict[str, int]:
+    pairs = (entry.split("=") for entry in text.split(","))
+    return {name: int(size) for name, size in pairs}
+
+
+def _devices(mesh: Mesh) -> str:
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
+    kind = mesh.devices.flat[0].device_kind
+    return f"{mesh.size} devices ({kind}): {axes}" if axes else f"device: {kind}"

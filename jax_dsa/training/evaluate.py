@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.core.typing import Array, Float
 from jax_dsa.ops.indexer import indexer_topk
 from jax_dsa.ops.topk import topk
 from jax_dsa.training.losses import next_token_loss
@@ -17,7 +17,7 @@ from jax_dsa.training.metrics import attention_mass, mass_recall, random_indices
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from jax_dsa.training.steps import Params, Program, TrainState
+    from jax_dsa.training.steps import Batch, Params, Program, TrainState
 
 SELECTIONS = ("indexer", "random", "recency", "best")
 
@@ -34,8 +34,11 @@ class Evaluator:
         self, backbone: Params, indexer: Params, batches: Iterable[np.ndarray], *, sparse: bool
     ) -> float:
         """Mean next-token loss in nats, with sparse or dense attention."""
-        losses = [self._loss(backbone, indexer, b, sparse=sparse) for b in batches]
-        return float(jnp.stack(losses).mean())
+        with jax.set_mesh(self.program.mesh):
+            losses = [
+                self._loss(backbone, indexer, self.program.place(b), sparse=sparse) for b in batches
+            ]
+        return float(np.mean([float(loss) for loss in losses]))
 
     def selection(self, state: TrainState, batches: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
         """Along a forward pass with dense attention: "kl", the warm-up loss of each indexer, and
@@ -44,31 +47,31 @@ class Evaluator:
         ("best"), which is all that any selection of that size can hold.
         """
         step = int(state.step)
-        results = [
-            self._selection(
-                state.backbone.params,
-                state.indexer.params,
-                jax.random.fold_in(jax.random.wrap_key_data(state.rng), step + i),
-                batch,
-            )
-            for i, batch in enumerate(batches)
-        ]
+        with jax.set_mesh(self.program.mesh):
+            results = [
+                self._selection(
+                    state.backbone.params,
+                    state.indexer.params,
+                    jax.random.fold_in(jax.random.wrap_key_data(state.rng), step + i),
+                    self.program.place(batch),
+                )
+                for i, batch in enumerate(batches)
+            ]
         return {k: np.mean([np.asarray(r[k]) for r in results], axis=0) for k in results[0]}
 
     def _loss_of(
-        self, backbone: Params, indexer: Params, tokens: jax.Array, *, sparse: bool
+        self, backbone: Params, indexer: Params, batch: Batch, *, sparse: bool
     ) -> jax.Array:
-        logits, _ = self.program.model(backbone, indexer)(tokens[:, :-1], sparse=sparse)
-        return next_token_loss(logits, tokens[:, 1:])
+        logits, _ = self.program.logits(backbone, indexer, batch, sparse=sparse)
+        return next_token_loss(logits, batch.targets)
 
     def _selection_of(
-        self, backbone: Params, indexer: Params, key: jax.Array, tokens: Int[Array, "B T"]
+        self, backbone: Params, indexer: Params, key: jax.Array, batch: Batch
     ) -> dict[str, Float[Array, "..."]]:
-        model = self.program.model(backbone, indexer)
-        config = model.config.attention
-        _, layers = model(tokens[:, :-1], sparse=False)
-        batch, length = tokens[:, :-1].shape
-        ends = jnp.broadcast_to(jnp.arange(1, length + 1, dtype=jnp.int32), (batch, length))
+        config = self.program.config.model.attention
+        _, layers = self.program.logits(backbone, indexer, batch, sparse=False)
+        rows, length = batch.inputs.shape
+        ends = jnp.broadcast_to(jnp.arange(1, length + 1, dtype=jnp.int32), (rows, length))
         found: list[dict[str, jax.Array]] = []
         for layer in layers:
             mass = attention_mass(layer.q, layer.kv, layer.lse, scale=config.scale)
@@ -78,8 +81,8 @@ class Evaluator:
                 )
             selections = {
                 "indexer": chosen,
-                "random": random_indices(key, batch, length, config.top_k),
-                "recency": recency_indices(batch, length, config.top_k),
+                "random": random_indices(key, rows, length, config.top_k),
+                "recency": recency_indices(rows, length, config.top_k),
                 "best": topk(mass, config.top_k, ends=ends),
             }
             found.append({name: mass_recall(mass, i) for name, i in selections.items()})

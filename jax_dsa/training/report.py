@@ -163,7 +163,8 @@ def sample(trainer: Trainer) -> tuple[str, str]:
         model = trainer.program.model(backbone, indexer)
         return generate(model, prompt, steps, key, temperature=0.8)
 
-    out = decode(state.backbone.params, state.indexer.params, prompt[None])
+    with jax.set_mesh(trainer.program.mesh):
+        out = decode(state.backbone.params, state.indexer.params, prompt[None])
     return _text(prompt), _text(np.asarray(out[0]))
 
 

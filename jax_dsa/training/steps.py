@@ -9,17 +9,29 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jax_dsa.core.typing import Array, Int
+from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn import DecoderLM
+from jax_dsa.training.data import RunError
 from jax_dsa.training.losses import INDEXER, indexer_loss, next_token_loss
+from jax_dsa.training.mesh import BATCH, annotate, fitted, make_mesh, shardings
 from jax_dsa.training.remat import remat_policy
 
 if TYPE_CHECKING:
-    from jax.typing import ArrayLike
+    import numpy as np
+    from jax.sharding import Mesh
 
+    from jax_dsa.nn import AttentionAux
     from jax_dsa.training.config import TrainConfig
 
 Params = Any  # a tree of nnx variables
+
+
+class Batch(NamedTuple):
+    """Sequences on the mesh's devices."""
+
+    inputs: Int[Array, "B T"]
+    targets: Int[Array, "B T"]
+    """The token that follows each of the inputs."""
 
 
 class Learner(NamedTuple):
@@ -45,12 +57,16 @@ class TrainState(NamedTuple):
 
 
 class Program:
-    """The pure functions of one run: its first state, and the step of each stage."""
+    """The pure functions of one run: its first state, and the step of each stage.
 
-    def __init__(self, config: TrainConfig) -> None:
+    They run on `mesh`, by default one device; see `jax_dsa.training.mesh`.
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh | None = None) -> None:
         self.config = config
-        model = nnx.eval_shape(lambda: DecoderLM(config.model, rngs=nnx.Rngs(0)))
-        self._graph: Any = nnx.graphdef(model)
+        self.mesh = make_mesh({"data": 1}) if mesh is None else mesh
+        self._check_sizes()
+        self._graph: Any = nnx.graphdef(nnx.eval_shape(lambda: self._first_model(nnx.Rngs(0))))
         self._indexers = config.model.layers.count("full")
         self.backbone_optimizer = _optimizer(
             config, config.learning_rate, config.dense_steps, config.sparse_steps
@@ -58,25 +74,38 @@ class Program:
         self.indexer_optimizer = _optimizer(
             config, config.indexer_learning_rate, config.warmup_steps, config.sparse_steps
         )
-        self._dense = jax.jit(self._dense_update, donate_argnums=0)
-        self._warmup = jax.jit(self._warmup_update, donate_argnums=0)
-        self._sparse = jax.jit(self._sparse_update, donate_argnums=(0, 1))
+        places = shardings(jax.eval_shape(self._first_state), self.mesh)
+        whole = places.step
+        self._init = jax.jit(self._first_state, out_shardings=places)
+        self._dense = jax.jit(
+            self._dense_update, donate_argnums=0, out_shardings=(places.backbone, whole)
+        )
+        self._warmup = jax.jit(
+            self._warmup_update, donate_argnums=0, out_shardings=(places.indexer, whole, whole)
+        )
+        self._sparse = jax.jit(
+            self._sparse_update,
+            donate_argnums=(0, 1),
+            out_shardings=(places.backbone, places.indexer, whole, whole),
+        )
 
     def init(self) -> TrainState:
         """The state before the first step."""
-        init_key, run_key = jax.random.split(jax.random.key(self.config.seed))
-        model = DecoderLM(self.config.model, rngs=nnx.Rngs(init_key))
-        indexer, backbone = nnx.state(model, INDEXER, ...)
-        learner = Learner(backbone, self.backbone_optimizer.init(backbone))
-        return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            rng=jax.random.key_data(run_key),
-            backbone=learner,
-            indexer=Learner(indexer, self.indexer_optimizer.init(indexer)),
-            control=_copy(learner),
-        )
+        with jax.set_mesh(self.mesh):
+            return self._init()
 
-    def step(self, state: TrainState, tokens: ArrayLike) -> tuple[TrainState, dict[str, Array]]:
+    def place(self, tokens: np.ndarray) -> Batch:
+        """A batch [B, seq_len + 1] of tokens on the devices. Each process needs only the rows that
+        its devices hold.
+        """
+        sharding = fitted(self.mesh, BATCH, tokens[:, 1:].shape)
+
+        def put(x: np.ndarray) -> jax.Array:
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        return Batch(inputs=put(tokens[:, :-1]), targets=put(tokens[:, 1:]))
+
+    def step(self, state: TrainState, tokens: np.ndarray) -> tuple[TrainState, dict[str, Array]]:
         """The state after one more batch [B, seq_len + 1] of tokens, and the batch's losses.
 
         The given state's arrays are given up. "lm_loss" is always there, "kl" (mean of the
@@ -85,45 +114,59 @@ class Program:
         backbone, indexer, control = state.backbone, state.indexer, state.control
         step = int(state.step)
         stage = self.config.stage(step)
-        if stage == "dense":
-            backbone, lm = self._dense(backbone, indexer.params, tokens)
-            losses = {"lm_loss": lm}
-        elif stage == "warmup":
-            indexer, lm, kl = self._warmup(indexer, backbone.params, tokens)
-            losses = {"lm_loss": lm, "kl": kl}
-        else:
-            if step == self.config.sparse_start:
-                control = _copy(backbone)
-            control, control_loss = self._dense(control, indexer.params, tokens)
-            backbone, indexer, lm, kl = self._sparse(backbone, indexer, tokens)
-            losses = {"lm_loss": lm, "kl": kl, "control_loss": control_loss}
-        return TrainState(state.step + 1, state.rng, backbone, indexer, control), losses
+        batch = self.place(tokens)
+        with jax.set_mesh(self.mesh):
+            if stage == "dense":
+                backbone, lm = self._dense(backbone, indexer.params, batch)
+                losses = {"lm_loss": lm}
+            elif stage == "warmup":
+                indexer, lm, kl = self._warmup(indexer, backbone.params, batch)
+                losses = {"lm_loss": lm, "kl": kl}
+            else:
+                if step == self.config.sparse_start:
+                    control = _copy(backbone)
+                control, control_loss = self._dense(control, indexer.params, batch)
+                backbone, indexer, lm, kl = self._sparse(backbone, indexer, batch)
+                losses = {"lm_loss": lm, "kl": kl, "control_loss": control_loss}
+            return TrainState(state.step + 1, state.rng, backbone, indexer, control), losses
+
+    def logits(
+        self, backbone: Params, indexer: Params, batch: Batch, *, sparse: bool, remat: str = "none"
+    ) -> tuple[Float[Array, "B T V"], list[AttentionAux]]:
+        """What the model with these parameters makes of a batch."""
+        hidden = (*batch.inputs.shape, self.config.model.attention.model_dim)
+        return self.model(backbone, indexer)(
+            batch.inputs,
+            sparse=sparse,
+            remat_policy=remat_policy(remat),
+            activation_sharding=fitted(self.mesh, BATCH, hidden),
+        )
 
     def model(self, backbone: Params, indexer: Params) -> DecoderLM:
         """The model with these parameters."""
         return nnx.merge(self._graph, indexer, backbone)
 
     def _losses(
-        self, backbone: Params, indexer: Params, tokens: jax.Array, sparse: bool
+        self, backbone: Params, indexer: Params, batch: Batch, sparse: bool
     ) -> tuple[jax.Array, jax.Array]:
-        logits, layers = self.model(backbone, indexer)(
-            tokens[:, :-1], sparse=sparse, remat_policy=remat_policy(self.config.remat)
+        logits, layers = self.logits(
+            backbone, indexer, batch, sparse=sparse, remat=self.config.remat
         )
-        return next_token_loss(logits, tokens[:, 1:]), indexer_loss(layers)
+        return next_token_loss(logits, batch.targets), indexer_loss(layers)
 
     def _dense_update(
-        self, backbone: Learner, indexer: Params, tokens: jax.Array
+        self, backbone: Learner, indexer: Params, batch: Batch
     ) -> tuple[Learner, jax.Array]:
-        lm, grads = jax.value_and_grad(lambda p: self._losses(p, indexer, tokens, False)[0])(
+        lm, grads = jax.value_and_grad(lambda p: self._losses(p, indexer, batch, False)[0])(
             backbone.params
         )
         return _update(self.backbone_optimizer, backbone, grads), lm
 
     def _warmup_update(
-        self, indexer: Learner, backbone: Params, tokens: jax.Array
+        self, indexer: Learner, backbone: Params, batch: Batch
     ) -> tuple[Learner, jax.Array, jax.Array]:
         def loss(params: Params) -> tuple[jax.Array, jax.Array]:
-            lm, kl = self._losses(backbone, params, tokens, False)
+            lm, kl = self._losses(backbone, params, batch, False)
             return kl, lm
 
         (kl, lm), grads = jax.value_and_grad(loss, has_aux=True)(indexer.params)
@@ -131,12 +174,12 @@ class Program:
         return indexer, lm, kl / self._indexers
 
     def _sparse_update(
-        self, backbone: Learner, indexer: Learner, tokens: jax.Array
+        self, backbone: Learner, indexer: Learner, batch: Batch
     ) -> tuple[Learner, Learner, jax.Array, jax.Array]:
         def loss(
             backbone: Params, indexer: Params
         ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            lm, kl = self._losses(backbone, indexer, tokens, True)
+            lm, kl = self._losses(backbone, indexer, batch, True)
             return lm + kl, (lm, kl)
 
         # One backward pass for both losses: their gradients do not mix, nor do the norms that each
@@ -147,6 +190,36 @@ class Program:
         backbone = _update(self.backbone_optimizer, backbone, grads[0])
         indexer = _update(self.indexer_optimizer, indexer, grads[1])
         return backbone, indexer, lm, kl / self._indexers
+
+    def _first_model(self, rngs: nnx.Rngs) -> DecoderLM:
+        model = DecoderLM(self.config.model, rngs=rngs)
+        annotate(model)
+        return model
+
+    def _first_state(self) -> TrainState:
+        init_key, run_key = jax.random.split(jax.random.key(self.config.seed))
+        indexer, backbone = nnx.state(self._first_model(nnx.Rngs(init_key)), INDEXER, ...)
+        learner = Learner(backbone, self.backbone_optimizer.init(backbone))
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            rng=jax.random.key_data(run_key),
+            backbone=learner,
+            indexer=Learner(indexer, self.indexer_optimizer.init(indexer)),
+            control=_copy(learner),
+        )
+
+    def _check_sizes(self) -> None:
+        sizes, c = self.mesh.shape, self.config
+        replicas = sizes["data"] * sizes["fsdp"]
+        for name, size, parts, axes in (
+            ("batch_size", c.batch_size, replicas, "data * fsdp"),
+            ("seq_len", c.seq_len, sizes["context"], "context"),
+            ("num_heads", c.model.attention.num_heads, sizes["tensor"], "tensor"),
+        ):
+            if size % parts:
+                raise RunError(
+                    f"Program: {name} is {size}, want a multiple of the mesh's {axes} = {parts}"
+                )
 
 
 def _copy(learner: Learner) -> Learner:

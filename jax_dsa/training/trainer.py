@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from jax.sharding import Mesh
+
     from jax_dsa.training.config import TrainConfig
 
 RECALLS = tuple(f"recall_{name}" for name in SELECTIONS)
@@ -48,9 +50,11 @@ class Trainer:
     A folder that has a checkpoint is gone on with; configuration and text must be the same.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, folder: Path) -> None:
+    def __init__(
+        self, config: TrainConfig, corpus: Corpus, folder: Path, mesh: Mesh | None = None
+    ) -> None:
         self.config, self.corpus, self.folder = config, corpus, folder
-        self.program = Program(config)
+        self.program = Program(config, mesh)
         self.evaluator = Evaluator(self.program)
         self.batches = Batches(corpus.train, config.seq_len + 1, config.batch_size, config.seed)
         self.checkpoints = Checkpoints(folder / "checkpoints")

@@ -1,0 +1,94 @@
+"""Training on a mesh of eight host devices against training on one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_matches
+from quick import compile_quickly  # noqa: F401
+from test_training import CONFIG, STAGES, corpus
+
+from jax_dsa.training.data import Batches, RunError
+from jax_dsa.training.mesh import AXES, make_mesh
+from jax_dsa.training.steps import Program
+
+MESH_CONFIG = dataclasses.replace(
+    CONFIG, batch_size=4, model=dataclasses.replace(CONFIG.model, num_layers=2, mlp_dim=32)
+)
+MESHES = [
+    *({axis: 2} for axis in AXES),
+    *({a: 2, b: 2} for a, b in itertools.combinations(AXES, 2)),
+    {"fsdp": 2, "context": 2, "tensor": 2},
+]
+
+
+@functools.cache
+def program_on(*sizes):
+    return Program(MESH_CONFIG, make_mesh({"data": 1} | dict(sizes)))
+
+
+@functools.cache
+def one_step(*sizes):
+    """Losses and the state after the first step of each stage, from the first state."""
+    program = program_on(*sizes)
+    batch = Batches(corpus().train, MESH_CONFIG.seq_len + 1, MESH_CONFIG.batch_size, 0)[0]
+    found = {}
+    for stage, step in STAGES.items():
+        state = program.init()._replace(step=jnp.asarray(step, jnp.int32))
+        found[stage] = program.step(state, batch)
+    return found
+
+
+@pytest.mark.parametrize(
+    "sizes", MESHES, ids=lambda sizes: "-".join(f"{a}{n}" for a, n in sizes.items())
+)
+def test_a_step_on_a_mesh_is_the_step_on_one_device(sizes):
+    for stage, (state, losses) in one_step(*sizes.items()).items():
+        want_state, want_losses = one_step()[stage]
+        assert losses.keys() == want_losses.keys()
+        assert_matches(losses, want_losses, 1e-5, stage)
+        for name, got in state._asdict().items():
+            want = getattr(want_state, name)
+            if not hasattr(want, "opt"):
+                np.testing.assert_array_equal(got, want)
+                continue
+            # The moments are those of the gradients. A parameter whose gradient is all rounding
+            # goes either way, but no further than the learning rate.
+            assert_matches(got.opt, want.opt, 1e-4, f"{stage} {name}", least=1e-3)
+            for g, w in zip(*map(jax.tree.leaves, (got.params, want.params)), strict=True):
+                off = np.abs(np.asarray(g) - np.asarray(w))
+                assert off.mean() <= 1e-5 and off.max() <= 2 * MESH_CONFIG.learning_rate
+
+
+@pytest.mark.parametrize("axis, share", [("data", 1.0), ("fsdp", 0.52), ("tensor", 0.85)])
+def test_what_a_device_holds_of_parameters_and_optimisers(axis, share):
+    """Of 257 tokens' embeddings, half of all here, "tensor" shards nothing."""
+    state = one_step((axis, 2))["sparse"][0]
+    arrays = jax.tree.leaves((state.backbone, state.indexer, state.control))
+    held = sum(x.addressable_shards[0].data.size for x in arrays)
+    assert held <= share * sum(x.size for x in arrays)
+
+
+def test_sizes_that_do_not_fit():
+    assert make_mesh().shape == {"data": 8, "fsdp": 1, "context": 1, "tensor": 1}
+    assert make_mesh({"tensor": 4}).shape["data"] == 2
+    for sizes, message in (
+        ({"heads": 2}, "want at least 1 for each of"),
+        ({"fsdp": 0}, "want at least 1 for each of"),
+        ({"fsdp": 16}, "want at most 8 devices"),
+    ):
+        with pytest.raises(RunError, match=message):
+            make_mesh(sizes)
+    for sizes, message in (
+        ({"data": 8}, r"batch_size is 4, want a multiple of the mesh's data \* fsdp = 8"),
+        ({"context": 5, "data": 1}, "seq_len is 24, want a multiple of the mesh's context = 5"),
+        ({"tensor": 4}, "num_heads is 2, want a multiple of the mesh's tensor = 4"),
+    ):
+        with pytest.raises(RunError, match=message):
+            Program(MESH_CONFIG, make_mesh(sizes))
