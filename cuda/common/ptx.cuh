@@ -245,9 +245,11 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t 
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until this thread's stores have read shared memory; or are written.
+// Waits until this thread's stores, but for its last `kGroups` groups, have read shared memory; or
+// until all are written.
+template <int kGroups = 0>
 __device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
 }
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
