@@ -24,6 +24,12 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// Waits for the cluster's blocks, and orders nothing that they write.
+__device__ __forceinline__ void cluster_join() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
 // The address in block `rank` of what `p` is in this block's shared memory.
 template <typename T>
 __device__ __forceinline__ T* cluster_peer(T* p, int rank) {

@@ -90,13 +90,14 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
-// At the same barrier of the cluster's block `rank`, after all that this thread has done.
+// At the same barrier of the cluster's block `rank`. For what this thread's warp has read, and has
+// in registers: `release.cluster` would order its writes, too, by a fence of all memory that costs
+// about a microsecond.
 __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, int rank) {
   asm volatile(
       "{\n.reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(
-          smem_address(barrier)),
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(smem_address(barrier)),
       "r"(rank)
       : "memory");
 }
@@ -244,9 +245,11 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t 
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until this thread's stores have read shared memory; or are written.
+// Waits until this thread's stores, but for its last `kGroups` groups, have read shared memory; or
+// until all are written.
+template <int kGroups = 0>
 __device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
 }
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

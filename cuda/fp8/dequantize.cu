@@ -1,7 +1,9 @@
 // x = q * scale, rounded to x's dtype, for blocks of 1x128 or 128x128.
 //
 // Bound by memory. Threads share out blocks as in quantize.cu: sixteen lanes a block, 8 codes a
-// lane (an 8-byte load, a store of 16 or 32 bytes), all loads before the first use.
+// lane, all loads before the first use. A lane's codes lie side by side and become a store of 16
+// bytes; for f32 they are two times four, so that a store of 16 bytes of all lanes is of whole
+// sectors, too.
 
 #include "common/launch.cuh"
 #include "fp8/dequantize.h"
@@ -13,10 +15,20 @@ namespace {
 
 using namespace fp8;
 
-template <bool kVector>
+// Where four codes of a lane are that become floats: `half` of the eight.
+__device__ __forceinline__ int four_at(int lane, int half) {
+  return half * kQuantizeBlock / 2 + lane * 4;
+}
+
+template <typename T, bool kVector>
 __device__ __forceinline__ uint2 load_codes(const uint8_t* block, int lane, int width) {
   uint2 codes = {};
-  if constexpr (kVector) {
+  if constexpr (kVector && sizeof(T) == 4) {
+    const auto load = [&](int at) {
+      return at < width ? __ldcs(reinterpret_cast<const uint32_t*>(block + at)) : 0;
+    };
+    codes = {load(four_at(lane, 0)), load(four_at(lane, 1))};
+  } else if constexpr (kVector) {
     if (lane * kPerLane < width) {
       codes = __ldcs(reinterpret_cast<const uint2*>(block + lane * kPerLane));
     }
@@ -30,23 +42,20 @@ __device__ __forceinline__ uint2 load_codes(const uint8_t* block, int lane, int 
   return codes;
 }
 
-// Eight values side by side.
-__device__ __forceinline__ void store_8(float* to, const float (&x)[kPerLane]) {
-  reinterpret_cast<float4*>(to)[0] = {x[0], x[1], x[2], x[3]};
-  reinterpret_cast<float4*>(to)[1] = {x[4], x[5], x[6], x[7]};
-}
-template <typename T>
-__device__ __forceinline__ void store_8(T* to, const float (&x)[kPerLane]) {
-  const uint32_t words[4] = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]),
-                             pack<T>(x[6], x[7])};
-  store_16(to, words, true);
-}
-
 template <bool kVector, typename T>
 __device__ __forceinline__ void store_values(T* block, int lane, int width,
                                              const float (&x)[kPerLane]) {
-  if constexpr (kVector) {
-    if (lane * kPerLane < width) store_8(block + lane * kPerLane, x);
+  if constexpr (kVector && sizeof(T) == 4) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = four_at(lane, half);
+      if (at < width)
+        store_4(block + at, {x[4 * half], x[4 * half + 1], x[4 * half + 2], x[4 * half + 3]});
+    }
+  } else if constexpr (kVector) {
+    const uint32_t words[4] = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]),
+                               pack<T>(x[6], x[7])};
+    store_16(block + lane * kPerLane, words, lane * kPerLane < width);
   } else {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
@@ -68,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, kVector ? 5 : 1)
   if (kTiles) row -= batch * p.rows;
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    codes[u] = load_codes<kVector>(p.q + at.start + at.offset[u], lane, at.width[u]);
+    codes[u] = load_codes<T, kVector>(p.q + at.start + at.offset[u], lane, at.width[u]);
     int64_t block = at.first + u;
     if constexpr (kTiles) {
       const int64_t down = ceil_div(p.rows, int64_t{kQuantizeBlock});

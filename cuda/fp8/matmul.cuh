@@ -4,8 +4,8 @@
 // blocks of a cluster have the same rows and neighbouring columns: each copies half of the rows to
 // both, so that a cluster's tile is 256 x 256 to the L2.
 //
-// Shared memory: four stages of 48 KiB (six of 32 KiB with 128 rows) with their scales, and 2 KiB
-// for each warp to turn its accumulators into rows of 128 bytes.
+// Shared memory: four stages of 48 KiB (six of 32 KiB with 128 rows) with their scales, and 3 KiB
+// for each warp to turn its sums into rows of 128 bytes.
 #pragma once
 
 #include "fp8/matmul_tile.cuh"
@@ -14,11 +14,18 @@
 namespace jax_dsa::fp8 {
 
 inline constexpr int kTileGroup = 8;  // rows of tiles that are gone through column by column
+inline constexpr int kPieces = 3, kPieceBytes = 8 * 128;  // of the product, on their way
+
+// Whether rows of the product are such as TMA takes.
+__host__ __device__ inline bool stored_by_tma(const Fp8MatmulParams& p) {
+  const uint64_t row_bytes = p.n * (p.dtype == DType::kF32 ? 4 : 2);
+  return (row_bytes | reinterpret_cast<uintptr_t>(p.out)) % 16 == 0;
+}
 
 template <typename Tr>
 struct Shared {
   Ring<Tr> ring;
-  uint8_t staging[Tr::kMathThreads / 32][16 * 128];
+  alignas(1024) uint8_t pieces[Tr::kMathThreads / 32][kPieces][kPieceBytes];  // of the product
 };
 
 // How many tiles there are; a cluster's counts as one.
@@ -60,105 +67,124 @@ struct Walk {
   }
 };
 
-// A warp's sums of 16 rows, from `row`, and 128 columns in f32, straight from the registers: four
-// lanes fill a sector.
-__device__ __forceinline__ void store_f32(const Fp8MatmulParams& p, const Item& item, int row,
-                                          int lane, const float (&sum)[64]) {
+// A multiplying warp's way to the product in memory: pieces of 8 rows of 128 bytes. TMA stores one
+// while the warp fills the next ones, and goes on to multiply. Where rows of the product are no
+// multiple of 16 bytes, the warp stores them itself.
+template <typename Tr>
+struct Store {
+  const Fp8MatmulParams& p;
+  const CUtensorMap& map;
+  uint8_t (&pieces)[kPieces][kPieceBytes];
+  const int lane = threadIdx.x % 32;
+  int next = 0;
+
+  // Sums of 16 rows, from `row`, and 128 columns, as the multiplier's.
+  template <typename T>
+  __device__ __forceinline__ void rows(const Item& item, int row, const float (&sum)[64]) {
+    constexpr int kWide = 128 / sizeof(T);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int64_t m = int64_t{row} + lane / 4 + 8 * r;
-    if (m >= p.m) continue;
-    float* const to = static_cast<float*>(p.out) + (item.batch * p.m + m) * p.n;
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
-    for (int g = 0; g < 16; ++g) {
-      const int64_t n = int64_t{item.column} + 8 * g + lane % 4 * 2;
-      const float2 x = {sum[4 * g + 2 * r], sum[4 * g + 2 * r + 1]};
-      if (p.n % 2 == 0) {
-        if (n < p.n) *reinterpret_cast<float2*>(to + n) = x;
-      } else {
-        if (n < p.n) to[n] = x.x;
-        if (n + 1 < p.n) to[n + 1] = x.y;
+      for (int c = 0; c < kColumns; c += kWide) {
+        uint8_t* const piece = pieces[next];
+        next = next + 1 < kPieces ? next + 1 : 0;
+        if (lane == 0) bulk_wait_read<kPieces - 1>();
+        __syncwarp();
+        fill<T>(piece, sum + c / 2 + 2 * r);
+        store<T>(item.batch, row + 8 * r, item.column + c, piece);
       }
     }
   }
-}
 
-// The same in 16 bits, 64 columns at a time through the warp's `staging`, whose rows of 128 bytes
-// are swizzled.
-template <typename T>
-__device__ __forceinline__ void store_16_bits(const Fp8MatmulParams& p, const Item& item, int row,
-                                              int lane, const float (&sum)[64], uint8_t* staging) {
-  const auto at = [](int r, int chunk) { return r * 128 + (chunk ^ r % 8) * 16; };
-  const uint32_t address = smem_address(staging);
-  T* const out = static_cast<T*>(p.out) + (item.batch * p.m + row) * p.n;
+  // `x` has two values of this lane's row, of every eight columns; they are four apart.
+  template <typename T>
+  __device__ __forceinline__ void fill(uint8_t* piece, const float* x) const {
+    const auto at = [](int row, int chunk) { return row * 128 + (chunk ^ row) * 16; };
+    if constexpr (sizeof(T) == 4) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {  // 16 columns: four 8x8 matrices
-      const float* const x = sum + 32 * half + 8 * j;
-      store_matrix_x4(address + at(lane % 16, 2 * j + lane / 16), pack<T>(x[0], x[1]),
-                      pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
-    }
-    __syncwarp();
-    const int64_t first = int64_t{item.column} + 64 * half;
-    if (p.n % 8 == 0) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = 4 * i + lane / 8;
-        const int64_t n = first + lane % 8 * 8;
-        uint32_t x[4];
-        load_shared_16(address + at(r, lane % 8), x);
-        store_16(out + r * p.n + n, x, row + r < p.m && n < p.n);
+      for (int g = 0; g < 4; ++g) {
+        const int to = at(lane / 4, 2 * g + lane % 4 / 2) + lane % 2 * 8;
+        *reinterpret_cast<float2*>(piece + to) = {x[4 * g], x[4 * g + 1]};
       }
     } else {
-#pragma unroll 1
-      for (int r = 0; r < 16 && row + r < p.m; ++r) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int c = lane + 32 * i;
-          const T x = reinterpret_cast<const T*>(staging + at(r, c / 8))[c % 8];
-          if (first + c < p.n) out[r * p.n + first + c] = x;
-        }
+      for (int g = 0; g < 8; g += 4) {  // four 8x8 matrices
+        store_matrix_x4(smem_address(piece) + at(lane % 8, g + lane / 8),
+                        pack<T>(x[4 * g], x[4 * g + 1]), pack<T>(x[4 * g + 4], x[4 * g + 5]),
+                        pack<T>(x[4 * g + 8], x[4 * g + 9]), pack<T>(x[4 * g + 12], x[4 * g + 13]));
+      }
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void store(int batch, int row, int column, uint8_t* piece) const {
+    constexpr int kWide = 128 / sizeof(T), kChunk = 16 / sizeof(T);
+    if (stored_by_tma(p)) {
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) {
+        tma_store(&map, piece, column, row, batch);
+        bulk_commit();
+      }
+      return;
+    }
+    __syncwarp();
+    T* const out = static_cast<T*>(p.out) + (batch * p.m + row) * p.n + column;
+    for (int r = 0; r < 8 && row + r < p.m; ++r) {
+#pragma unroll
+      for (int c = lane; c < kWide; c += 32) {
+        const auto* chunk = piece + r * 128 + (c / kChunk ^ r) * 16;
+        if (column + c < p.n) out[r * p.n + c] = reinterpret_cast<const T*>(chunk)[c % kChunk];
       }
     }
     __syncwarp();
   }
-}
+
+  __device__ __forceinline__ void end() const {
+    if (lane == 0) bulk_wait_read<0>();
+  }
+};
 
 template <typename Tr>
-__device__ void math(Walk<Tr> walk, const Fp8MatmulParams& p, Shared<Tr>& shared) {
+__device__ void math(Walk<Tr> walk, const Fp8MatmulParams& p, const CUtensorMap& out_map,
+                     Shared<Tr>& shared) {
   Multiplier<Tr> multiplier(shared.ring);
-  const int lane = multiplier.lane, warp = threadIdx.x / 32;
-  const int own_row = multiplier.own_row - lane / 4;
+  Store<Tr> store = {p, out_map, shared.pieces[threadIdx.x / 32]};
+  const int own_row = multiplier.own_row - multiplier.lane / 4;
   multiplier.begin();
   while (walk.next()) {
     float sum[Tr::kHalves][64] = {};
-    for (int left = walk.item.last - walk.item.first; left > 0; --left) multiplier.add(sum);
-    uint8_t* const staging = shared.staging[warp];
-#pragma unroll
-    for (int h = 0; h < Tr::kHalves; ++h) {
+    const auto store_half = [&](int h) {
       const int row = walk.item.row + own_row + 64 * h;
       if (p.dtype == DType::kF32) {
-        store_f32(p, walk.item, row, lane, sum[h]);
+        store.template rows<float>(walk.item, row, sum[h]);
       } else if (p.dtype == DType::kBF16) {
-        store_16_bits<__nv_bfloat16>(p, walk.item, row, lane, sum[h], staging);
+        store.template rows<__nv_bfloat16>(walk.item, row, sum[h]);
       } else {
-        store_16_bits<__half>(p, walk.item, row, lane, sum[h], staging);
+        store.template rows<__half>(walk.item, row, sum[h]);
       }
+    };
+#pragma unroll 1
+    for (int left = walk.item.last - walk.item.first; left > 1; --left) {
+      multiplier.add(sum, [](int) {});
     }
+    multiplier.add(sum, store_half);
   }
   multiplier.end();
+  store.end();
 }
 
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
     matmul_kernel(const __grid_constant__ Fp8MatmulParams p,
                   const __grid_constant__ CUtensorMap a_map,
-                  const __grid_constant__ CUtensorMap b_map) {
+                  const __grid_constant__ CUtensorMap b_map,
+                  const __grid_constant__ CUtensorMap out_map) {
   auto& shared = dynamic_shared<Shared<Tr>>();
   if (threadIdx.x == 0) {
     tma_prefetch_map(&a_map);
     tma_prefetch_map(&b_map);
+    if (stored_by_tma(p)) tma_prefetch_map(&out_map);
     shared.ring.init();
   }
   if (Tr::kRanks > 1) {
@@ -168,12 +194,12 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
   }
   if (threadIdx.x < Tr::kMathThreads) {
     raise_registers<Tr::kMathRegisters>();
-    math<Tr>(Walk<Tr>(p), p, shared);
+    math<Tr>(Walk<Tr>(p), p, out_map, shared);
   } else {
     lower_registers<Tr::kOtherRegisters>();
     produce<Tr>(Walk<Tr>(p), p, a_map, b_map, shared.ring);
   }
-  if (Tr::kRanks > 1) cluster_sync();  // the other block still writes here
+  if (Tr::kRanks > 1) cluster_join();  // the other block still writes here
 }
 
 }  // namespace jax_dsa::fp8

@@ -41,7 +41,7 @@ __device__ void math(const Item& item, Ring<Tr>& ring, float* sums) {
   Multiplier<Tr> multiplier(ring);
   const int lane = multiplier.lane, own_row = multiplier.own_row;
   float sum[Tr::kHalves][64] = {};
-  for (int left = item.last - item.first; left > 0; --left) multiplier.add(sum);
+  for (int left = item.last - item.first; left > 0; --left) multiplier.add(sum, [](int) {});
   named_barrier_sync<Tr::kMathThreads>(kMath);  // all products have read their stages
 #pragma unroll
   for (int h = 0; h < Tr::kHalves; ++h) {
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
       reduce<Tr, __half>(p, one.item, sums);
     }
   }
-  cluster_sync();  // no block ends before its sums are read
+  cluster_join();  // no block ends before its sums are read
 }
 
 }  // namespace jax_dsa::fp8

@@ -23,17 +23,27 @@ cudaError_t encode_maps(const Fp8MatmulParams& p, CUtensorMap* a, CUtensorMap* b
                            tensor_box<3>(1, p.b, {p.k, p.n, p.batch}, {kDepth, kColumns, 1}));
 }
 
+// The map of the product, for pieces of it.
+inline cudaError_t encode_out(const Fp8MatmulParams& p, CUtensorMap* out) {
+  if (!stored_by_tma(p)) return cudaSuccess;
+  const int bytes = p.dtype == DType::kF32 ? 4 : 2;
+  return encode_tensor_map(
+      out, bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
+      tensor_box<3>(bytes, p.out, {p.n, p.m, p.batch}, {128 / bytes, 8, 1}));
+}
+
 template <typename Tr>
 cudaError_t launch(const Fp8MatmulParams& p, cudaStream_t stream) {
   static_assert(shared_memory_fits(Tr::kBlocks, sizeof(Shared<Tr>)));
-  CUtensorMap a, b;
+  CUtensorMap a, b, out = {};
   if (cudaError_t e = encode_maps<Tr>(p, &a, &b); e != cudaSuccess) return e;
+  if (cudaError_t e = encode_out(p, &out); e != cudaSuccess) return e;
   Device device;
   if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
   const Tiles<Tr> tiles(p);
   const int clusters = std::min(tiles.all, std::max(device.processors / Tr::kRanks, 1));
   return launch_clusters(matmul_kernel<Tr>, clusters, Tr::kRanks, Tr::kThreads, sizeof(Shared<Tr>),
-                         stream, p, a, b);
+                         stream, p, a, b, out);
 }
 
 // K in `parts` parts, 8 at most.

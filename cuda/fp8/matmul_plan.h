@@ -20,11 +20,10 @@ inline Plan plan(const Fp8MatmulParams& p, int processors) {
     return p.batch * ceil_div(p.m, rows) * ceil_div(p.n, columns);
   };
   if (p.m <= 128 || 2 * tiles(128, 128) <= processors) {
-    // Five blocks for every four multiprocessors, which have two places each; four blocks of K or
-    // more in each.
+    // A block for each multiprocessor, or two of 128 rows; four blocks of K or more in each.
     const int rows = p.m <= 64 ? 64 : 128;
     int parts = 1;
-    while (parts < 8 && 4 * tiles(rows, 128) * parts < 5 * processors &&
+    while (parts < 8 && 128 * tiles(rows, 128) * parts <= processors * rows &&
            ceil_div(p.k, int64_t{128}) >= 8 * parts) {
       parts *= 2;
     }

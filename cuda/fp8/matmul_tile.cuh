@@ -125,6 +125,7 @@ template <typename Tr, bool kB, int kCount, typename Walk>
 __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring, int warp) {
   constexpr int kLanes = 32 * (kB ? 1 : Tr::kScaleWarps);
   constexpr int kOwn = (kB ? kColumns : Tr::kRows) / kLanes;
+  constexpr bool kAhead = kOwn * kCount <= 4;  // more would not fit into the registers
   const int lane = threadIdx.x % 32, own = warp * 32 + lane;
   const int blocks = static_cast<int>(ceil_div(p.k, int64_t{kDepth}));
   const int64_t rows = kB ? p.n : p.m;
@@ -137,21 +138,25 @@ __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring
     const float* const of_tile =
         p.b_scale +
         (item.batch * ceil_div(p.n, int64_t{kColumns}) + item.column / kColumns) * blocks;
-    for (int block = item.first / kCount * kCount; block < item.last; block += kCount) {
-      float x[kOwn][kCount];
+    float x[kOwn][kCount], y[kCount];
+    const auto load = [&](int block) {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         load_scales(from + int64_t{i * kLanes} * blocks + block, i * kLanes < there, x[i]);
       }
-      if constexpr (!Tr::kBRows) {
-        float y[kCount];
-        load_scales(of_tile + block, item.column < p.n, y);
+      if constexpr (!Tr::kBRows) load_scales(of_tile + block, item.column < p.n, y);
+    };
+    int block = item.first / kCount * kCount;
+    if (kAhead) load(block);
+    for (; block < item.last; block += kCount) {
+      if (!kAhead) load(block);
+      float now[kOwn][kCount];
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
+      for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
-          for (int j = 0; j < kCount; ++j) x[i][j] *= y[j];
-        }
+        for (int j = 0; j < kCount; ++j) now[i][j] = Tr::kBRows ? x[i][j] : x[i][j] * y[j];
       }
+      if (kAhead && block + kCount < item.last) load(block + kCount);  // while these are handed out
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
         if (block + j < item.first || block + j >= item.last) continue;
@@ -160,9 +165,9 @@ __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring
         for (int i = 0; i < kOwn; ++i) {
           const int to = own + kLanes * i;
           if constexpr (kB) {
-            ring.b_scale[at.index][b_scale_at(to)] = x[i][j];
+            ring.b_scale[at.index][b_scale_at(to)] = now[i][j];
           } else {
-            ring.scale[at.index][to] = x[i][j];
+            ring.scale[at.index][to] = now[i][j];
           }
         }
         __syncwarp();
@@ -230,8 +235,9 @@ struct Multiplier {
     if (Tr::kTurns && group == 0) named_barrier_sync<256>(kTurn);
   }
 
-  // Adds the next stage's product, times its scales.
-  __device__ __forceinline__ void add(float (&sum)[Tr::kHalves][64]) {
+  // Adds the next stage's product, times its scales, and calls done(h) when that of half h is in.
+  template <typename Done>
+  __device__ __forceinline__ void add(float (&sum)[Tr::kHalves][64], const Done& done) {
     mbarrier_wait(&ring.full[at.index], at.parity);
     const float* const scale = ring.scale[at.index] + own_row;
     const uint64_t stage_a = moved(a, at.index * Tr::kRows * kDepth);
@@ -255,14 +261,19 @@ struct Multiplier {
       wgmma_wait<0>();
       wgmma_pin(d);
       promote(d, own, sum[h]);
+      if (h == Tr::kHalves - 1) release();
+      done(h);
     }
+    at.advance();
+  }
+
+  __device__ __forceinline__ void release() const {
     __syncwarp();
     if constexpr (Tr::kRanks > 1) {
       if (lane < Tr::kRanks) mbarrier_arrive_at(&ring.free[at.index], lane);
     } else {
       if (lane == 0) mbarrier_arrive(&ring.free[at.index]);
     }
-    at.advance();
   }
 
   // A thread's accumulators are rows r and r + 8, columns 2 * (lane % 4) + {0, 1} of each eight.

@@ -12,6 +12,9 @@ inline void cluster_sync(const std::source_location& place = std::source_locatio
   emulator::sync_warps(emulator::machine.cluster,
                        emulator::machine.ranks * emulator::machine.threads, "cluster", 0, place);
 }
+inline void cluster_join(const std::source_location& place = std::source_location::current()) {
+  cluster_sync(place);
+}
 
 template <typename T>
 T* cluster_peer(T* p, int rank) {

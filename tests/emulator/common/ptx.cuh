@@ -126,7 +126,7 @@ inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barr
 namespace detail {
 struct Stores {  // of one thread
   std::vector<std::function<void()>> open;
-  int64_t committed = 0, done = 0;
+  std::vector<bool> done;  // of each group
 };
 inline Stores& stores() {
   static std::map<emulator::Fiber*, Stores> all;
@@ -142,17 +142,24 @@ inline void bulk_store(void* to, const void* from, uint32_t bytes, uint64_t) {
 }
 inline void bulk_commit() {
   auto* stores = &detail::stores();
-  ++stores->committed;
-  const auto work = [stores, open = std::move(stores->open)] {
+  const size_t group = stores->done.size();
+  stores->done.push_back(false);
+  const auto work = [stores, group, open = std::move(stores->open)] {
     for (const auto& store : open) store();
-    ++stores->done;
+    stores->done[group] = true;
   };
   emulator::later(work, true);
   stores->open.clear();
 }
-inline void bulk_wait_read() {
+template <int kGroups = 0>
+void bulk_wait_read() {
   auto* stores = &detail::stores();
-  emulator::wait_until("bulk stores", 0, [=] { return stores->done == stores->committed; });
+  emulator::wait_until("bulk stores", 0, [=] {
+    for (size_t i = 0; i + kGroups < stores->done.size(); ++i) {
+      if (!stores->done[i]) return false;
+    }
+    return true;
+  });
 }
 inline void bulk_wait() { bulk_wait_read(); }
 
