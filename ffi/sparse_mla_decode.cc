@@ -14,8 +14,8 @@ namespace jax_dsa {
 namespace {
 
 // q [B, T, N, D], kv [B, S, G, D] or [1, S, G, D] for all requests; with a page table
-// [1, P * page_size, G, D] (uint8: records of 656 bytes in place of D values), indices [B, T, G,
-// K], ends [B, T]?, topk_length [B, T]?, sinks [B, N]?, page_table [B, M]?
+// [B or 1, P * page_size, G, D] (uint8: records of 656 bytes in place of D values), indices
+// [B, T, G, K], ends [B, T]?, topk_length [B, T]?, sinks [B, N]?, page_table [B, M]?
 // -> out [B, T, N, 512], lse [B, T, N], and if splits > 1 the workspace partial
 //    [B * T * G * ceil(N / G / 64), splits, 64, 512] and partial_lse, the same without 512
 // `splits` is the most parts there may be; a device with few multiprocessors gets fewer, but for
@@ -31,7 +31,7 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi:
   if (!records && kv.element_type() != ffi::DataType::BF16) {
     return invalid_argument(kOp, "kv is neither bfloat16 nor uint8");
   }
-  const bool shared = paged || (kv.dimensions().size() > 0 && kv.dimensions()[0] == 1);
+  const bool shared = kv.dimensions().size() > 0 && kv.dimensions()[0] == 1;
   SparseMlaDecodeParams params = {};
   DSA_FFI_RETURN_IF_ERROR(
       read_operands(kOp, q, kv, indices, ends, topk_length, &params,

@@ -170,6 +170,36 @@ def test_decode_reads_only_selected_rows(kind: str, rng: np.random.Generator) ->
     np.testing.assert_array_equal(sparse_mla_decode(q, poisoned, indices, value_dim=E), want)
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["keys", "records"])
+@pytest.mark.parametrize("operator", [sparse_mla_decode, mqa_decode])
+def test_vmap_of_pools(operator: Any, fp8: bool, rng: np.random.Generator) -> None:
+    """Calls with a pool each, and calls that share one."""
+    calls, b, s, page = 2, 3, 64, 16
+    pages = s // page
+    q = jnp.asarray(rng.standard_normal((calls, b, 1, 4, 576)), jnp.bfloat16)
+    rows = jnp.asarray(rng.standard_normal((calls, b, s, 1, 576)), jnp.bfloat16)
+    indices = jnp.asarray(rng.integers(-2, s + 2, (calls, b, 1, 20)), jnp.int32)
+    lengths = jnp.asarray(rng.integers(1, s + 1, (calls, b)), jnp.int32)
+    table = rng.permuted(np.arange(calls * b * pages).reshape(calls, -1) % (b * pages), axis=1)
+
+    def pool(rows: jax.Array, lengths: jax.Array, table: jax.Array) -> PagedCache:
+        cache = PagedCache.empty(b * pages, page, b, pages, fp8=fp8)
+        return dataclasses.replace(cache, page_table=table).append(rows, lengths)
+
+    def step(q: jax.Array, cache: PagedCache, indices: jax.Array) -> jax.Array:
+        selection = (indices,) if operator is sparse_mla_decode else ()
+        return operator(q, cache, *selection, implementation="xla")
+
+    caches = jax.vmap(pool)(rows, lengths, jnp.asarray(table.reshape(calls, b, pages), jnp.int32))
+    one = jax.tree.map(lambda x: x[0], caches)
+    each = jax.vmap(step)(q, caches, indices)
+    shared = jax.vmap(step, (0, None, 0))(q, one, indices)
+    for i in range(calls):
+        own = jax.tree.map(lambda x, i=i: x[i], caches)
+        assert_matches(each[i], step(q[i], own, indices[i]), tol=1e-2)
+        assert_matches(shared[i], step(q[i], one, indices[i]), tol=1e-2)
+
+
 def test_gradients_of_a_cache(rng: np.random.Generator) -> None:
     """Flat and paged caches agree, and integers have none."""
     flat, indices = filled("flat", rng, dtype=jnp.float32), picks(rng)

@@ -324,3 +324,27 @@ def test_decode(name: str, paged: bool, fp8: bool, rng: np.random.Generator) -> 
     exact, exact_lse = run("xla", jnp.float32)
     assert_as_good_as(out, low, exact, what="out")
     assert_matches(lse, exact_lse, tol=5e-3 if fp8 else 2e-5, what="lse")
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_decode_of_several_pools(fp8: bool, rng: np.random.Generator) -> None:
+    """vmap gives each request the pool of its own call."""
+    calls, b, s = 3, 2, 320
+    q, rows, indices, lengths = decode_inputs(rng, b=calls * b, t=1, s=s, n=16, k=70)
+    pages = s // 64
+
+    def pool(rows: jax.Array, lengths: jax.Array, order: jax.Array) -> PagedCache:
+        cache = PagedCache.empty(b * pages + 1, 64, b, pages, fp8=fp8)
+        cache = dataclasses.replace(cache, page_table=order).append(rows)
+        return dataclasses.replace(cache, lengths=lengths)
+
+    orders = [rng.permutation(b * pages + 1)[: b * pages].reshape(b, pages) for _ in range(calls)]
+    q, rows, indices, lengths = (
+        x.reshape(calls, b, *x.shape[1:]) for x in (q, rows, indices, lengths)
+    )
+    caches = jax.vmap(pool)(rows, lengths, jnp.asarray(np.stack(orders), jnp.int32))
+    step = functools.partial(sparse_mla_decode, implementation="cuda")
+    got = jax.jit(jax.vmap(step))(q, caches, indices)
+    for i in range(calls):
+        want = step(q[i], jax.tree.map(lambda x, i=i: x[i], caches), indices[i])
+        assert_matches(got[i], want, tol=1e-2)

@@ -3,10 +3,12 @@
 //       -o mqa_decode_check benchmarks/micro/mqa_decode_check.cu cuda/mqa_decode/fwd.cu
 //   ./mqa_decode_check [test|small|bench|profile] [seed]
 // `small` is for compute-sanitizer.
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <thread>
 
 #include "../../tests/emulator/mqa_decode_problem.h"
 #include "check.cuh"
@@ -59,13 +61,61 @@ cudaGraphExec_t capture(cudaStream_t stream, F enqueue) {
 
 // ---- test --------------------------------------------------------------------------------------
 
-bool run_case(const Case& c, const MqaDecodeTuning& tuning, uint64_t seed) {
+// The results of some rows, all if they are few, in float64.
+struct References {
+  std::vector<int64_t> rows;
+  std::vector<Row> want;
+
+  References(const Problem& x, size_t count, uint64_t seed) {
+    const int64_t all = int64_t{x.c.batch} * x.c.queries * x.c.heads;
+    std::mt19937_64 random(seed);
+    for (size_t i = 0; i < std::min<size_t>(all, count); ++i) {
+      rows.push_back(all <= static_cast<int64_t>(count) ? i : random() % all);
+    }
+    want.resize(rows.size());
+    std::atomic<size_t> next = 0;
+    std::vector<std::thread> threads;
+    for (unsigned i = 0; i < std::max(std::thread::hardware_concurrency(), 1u); ++i) {
+      threads.emplace_back([&] {
+        for (size_t i; (i = next++) < rows.size();) {
+          want[i] = attend(x, rows[i] / x.c.heads, rows[i] % x.c.heads);
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  }
+};
+
+struct Replay {
+  std::vector<uint8_t> out;
+  std::vector<float> lse, top;
+
+  float value(const Problem& x, int64_t i) const {
+    return x.c.with.normalized ? __bfloat162float(reinterpret_cast<const bf16*>(out.data())[i])
+                               : reinterpret_cast<const float*>(out.data())[i];
+  }
+  Errors errors(const Problem& x, const References& all) const {
+    Errors errors;
+    const int E = x.value_dim();
+    for (size_t i = 0; i < all.rows.size(); ++i) {
+      std::vector<float> row(E);
+      for (int d = 0; d < E; ++d) row[d] = value(x, all.rows[i] * E + d);
+      errors.add(x, all.want[i], row, lse[all.rows[i]], top[all.rows[i]]);
+    }
+    return errors;
+  }
+};
+
+// Captured once with each tuning, replayed with half of the lengths, then twice with the case's.
+int run_case(const Case& c, const std::vector<MqaDecodeTuning>& tunings, uint64_t seed) {
   const Problem x = make(c, seed);
+  Problem half = x;
+  for (int32_t& end : half.ends) end /= 2;
+  const References wanted(x, 200, seed), half_wanted(half, 50, seed + 1);
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads, E = x.value_dim();
   const int64_t tokens = int64_t{c.batch} * c.queries;
   const int out_bytes = c.with.normalized ? 2 : 4;
   MqaDecodeParams p = shapes(x);
-  p.tuning = tuning;
   const Workspace space(p);
   bf16 *q = upload(x.q), *k = upload(x.k), *v = upload(x.v);
   int32_t *starts = upload(x.starts), *ends = upload(x.ends), *table = upload(x.page_table);
@@ -78,56 +128,44 @@ bool run_case(const Case& c, const MqaDecodeTuning& tuning, uint64_t seed) {
   space.give_to(p);
   cudaStream_t stream;
   CHECK(cudaStreamCreate(&stream));
-  cudaGraphExec_t calls = capture(stream, [&] { CHECK(launch_mqa_decode(p, stream)); });
-  // Captured, replayed without any keys, then twice with the case's.
-  std::vector<uint8_t> got[2];
-  std::vector<float> got_lse[2], got_top;
-  for (int run = -1; run < 2; ++run) {
-    CHECK(cudaMemset(out, 0xff, rows * E * out_bytes));
-    CHECK(cudaMemset(lse, 0xff, rows * 4));
-    CHECK(cudaMemset(top, 0xff, rows * 4));
-    space.poison();
-    if (run < 0) CHECK(cudaMemset(ends, 0, tokens * 4));
-    CHECK(cudaDeviceSynchronize());
-    CHECK(cudaGraphLaunch(calls, stream));
-    CHECK(cudaStreamSynchronize(stream));
-    if (run < 0) {
-      CHECK(cudaMemcpy(ends, x.ends.data(), tokens * 4, cudaMemcpyHostToDevice));
-      continue;
-    }
-    got[run] = download(out, rows * E * out_bytes);
-    got_lse[run] = download(lse, rows);
-    got_top = download(top, rows);
+  int bad = 0;
+  for (const MqaDecodeTuning& tuning : tunings) {
+    p.tuning = tuning;
+    cudaGraphExec_t calls = capture(stream, [&] { CHECK(launch_mqa_decode(p, stream)); });
+    const auto replay = [&](const std::vector<int32_t>& its_ends) {
+      CHECK(cudaMemset(out, 0xff, rows * E * out_bytes));
+      CHECK(cudaMemset(lse, 0xff, rows * 4));
+      CHECK(cudaMemset(top, 0xff, rows * 4));
+      space.poison();
+      CHECK(cudaMemcpy(ends, its_ends.data(), tokens * 4, cudaMemcpyHostToDevice));
+      CHECK(cudaDeviceSynchronize());
+      CHECK(cudaGraphLaunch(calls, stream));
+      CHECK(cudaStreamSynchronize(stream));
+      return Replay{download(out, rows * E * out_bytes), download(lse, rows), download(top, rows)};
+    };
+    const Replay other = replay(half.ends), got = replay(x.ends), again = replay(x.ends);
+    CHECK(cudaGraphExecDestroy(calls));
+    const bool same =
+        got.out == again.out && !std::memcmp(got.lse.data(), again.lse.data(), rows * 4);
+    const Errors errors = got.errors(x, wanted), others = other.errors(half, half_wanted);
+    int64_t nans = 0;
+    for (int64_t i = 0; i < rows * E && !c.with.infinite; ++i) nans += std::isnan(got.value(x, i));
+    const bool good = same && nans == 0 && errors.good() && others.good();
+    printf("%-4s %-30s lse %.1e of %.1e  out %.1e of %.1e  nan %lld  %s%s%s\n", good ? "ok" : "BAD",
+           c.name, errors.lse.worst, errors.lse.top, errors.out.worst, errors.out.top,
+           (long long)nans, same ? "repeats" : "DIFFERS",
+           errors.poison && others.poison ? "" : "  poison lost",
+           others.good() ? "" : "  wrong with other lengths");
+    fflush(stdout);
+    bad += !good;
   }
-  const bool same =
-      got[0] == got[1] && !std::memcmp(got_lse[0].data(), got_lse[1].data(), rows * 4);
-  const auto value = [&](int64_t i) {
-    return c.with.normalized ? __bfloat162float(reinterpret_cast<const bf16*>(got[0].data())[i])
-                             : reinterpret_cast<const float*>(got[0].data())[i];
-  };
-  Errors errors;
-  std::mt19937_64 random(seed);
-  for (int64_t i = 0; i < std::min<int64_t>(rows, 200); ++i) {
-    const int64_t r = rows <= 200 ? i : random() % rows;
-    std::vector<float> row(E);
-    for (int d = 0; d < E; ++d) row[d] = value(r * E + d);
-    errors.add(x, attend(x, r / c.heads, r % c.heads), row, got_lse[0][r], got_top[r]);
-  }
-  int64_t nans = 0;
-  for (int64_t i = 0; i < rows * E && !c.with.infinite; ++i) nans += std::isnan(value(i));
-  const bool good = same && nans == 0 && errors.good();
-  printf("%-4s %-30s lse %.1e of %.1e  out %.1e of %.1e  nan %lld  %s%s\n", good ? "ok" : "BAD",
-         c.name, errors.lse.worst, errors.lse.top, errors.out.worst, errors.out.top,
-         (long long)nans, same ? "repeats" : "DIFFERS", errors.poison ? "" : "  poison lost");
-  fflush(stdout);
-  CHECK(cudaGraphExecDestroy(calls));
   CHECK(cudaStreamDestroy(stream));
   space.free();
   for (void* x : {(void*)q, (void*)k, (void*)v, (void*)starts, (void*)ends, (void*)table,
                   (void*)sinks, (void*)lse, (void*)top, (void*)out}) {
     CHECK(cudaFree(x));
   }
-  return good;
+  return bad;
 }
 
 // name, B, T, S, N, G, D
@@ -343,12 +381,11 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecode
     std::sort(us.begin(), us.end());
     const double mid = us[us.size() / 2];
     printf(
-        "  %-7s ahead %d merge %-7d %s %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = %.2f of the "
-        "copy  %.0f TFLOPS = %.2f of products\n",
-        tuning.boxes ? "boxes," : "copies,", tuning.ahead, tuning.merge_cost,
-        tuning.overlap ? "at once" : "in turn", mid, us[0], us.back(), bytes / mid * 1e-6,
-        bytes / mid * 1e-6 / ceilings.copy, flops / mid * 1e-6,
-        flops / mid * 1e-6 / ceilings.products);
+        "  ahead %d merge %-7d least %d %s %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = %.2f of "
+        "the copy  %.0f TFLOPS = %.2f of products\n",
+        tuning.ahead, tuning.merge_cost, tuning.least, tuning.overlap ? "at once" : "in turn", mid,
+        us[0], us.back(), bytes / mid * 1e-6, bytes / mid * 1e-6 / ceilings.copy,
+        flops / mid * 1e-6, flops / mid * 1e-6 / ceilings.products);
     fflush(stdout);
     CHECK(cudaGraphExecDestroy(calls));
     CHECK(cudaEventDestroy(start));
@@ -366,12 +403,12 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "test";
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 20240607;
   printf("seed %llu\n", (unsigned long long)seed);
-  const MqaDecodeTuning usual, cut = {true, 2, 0}, copies = {false, 0, 0, false};
+  const MqaDecodeTuning usual, cut = {3, 0, 1}, whole = {0, 1 << 20, 1, false};
   if (what == "test" || what == "small") {
     int bad = 0;
     for (const Case& c : kCases) {
       if (what == "small" && int64_t{c.batch} * c.keys > 1500) continue;
-      for (const auto& tuning : {usual, cut, copies}) bad += !run_case(c, tuning, seed);
+      bad += run_case(c, {usual, cut, whole}, seed);
     }
     printf(bad ? "FAILED %d\n" : "all good\n", bad);
     return bad != 0;
@@ -383,31 +420,25 @@ int main(int argc, char** argv) {
     bench({64, 1, 8192, 128, 1, 576}, ceilings, {usual});
     return 0;
   }
-  const auto with = [](bool boxes, int ahead, int merge_cost) {
-    return MqaDecodeTuning{boxes, ahead, merge_cost};
-  };
-  MqaDecodeTuning in_turn;
-  in_turn.overlap = false;
-  constexpr int kNever = 1 << 20;
-  // What decides: how keys come, how far ahead, and when requests are cut.
-  bench({64, 1, 8192, 128, 1, 576}, ceilings,
-        {usual, with(true, 0, 6), with(true, 2, 6), with(true, 8, 6), with(false, 0, 6),
-         with(false, 4, 6), with(true, 4, 0), with(true, 4, kNever)});
-  bench({128, 1, 8192, 128, 1, 576}, ceilings,
-        {usual, with(true, 0, 6), with(true, 8, 6), with(true, 4, 0), with(true, 4, kNever)});
-  bench({64, 1, 65536, 128, 1, 576, 0, false, true}, ceilings,
-        {usual, with(true, 0, 6), with(true, 4, kNever)});
-  for (int B : {1, 8}) {
-    bench({B, 1, 8192, 128, 1, 576}, ceilings,
-          {usual, in_turn, with(true, 0, 6), with(true, 2, 6)});
-  }
-  for (int B : {64, 128}) {
-    bench({B, 1, 8192, 16, 1, 576}, ceilings,
-          {usual, in_turn, with(false, 0, 6), with(true, 0, 0)});
-  }
+  const auto ahead = [](int tiles) { return MqaDecodeTuning{.ahead = tiles}; };
+  const auto least = [](int tiles) { return MqaDecodeTuning{.least = tiles}; };
+  const MqaDecodeTuning always = {.merge_cost = 0}, in_turn = {.overlap = false};
   const std::vector<MqaDecodeTuning> one = {usual};
-  for (int B : {1, 8}) bench({B, 1, 8192, 16, 1, 576}, ceilings, one);
-  for (int N : {32, 64}) bench({64, 1, 8192, N, 1, 576}, ceilings, one);
+  const std::vector<MqaDecodeTuning> fetched = {ahead(0), ahead(1), ahead(2), ahead(3), ahead(4)};
+  const std::vector<MqaDecodeTuning> shared = {least(1), least(2), least(3), least(4), least(8)};
+  // What decides: how far ahead keys are fetched, when requests are cut, and how finely.
+  bench({64, 1, 8192, 128, 1, 576}, ceilings, fetched);
+  bench({64, 1, 8192, 128, 1, 576}, ceilings, {always});
+  bench({128, 1, 8192, 128, 1, 576}, ceilings, {ahead(0), usual, always});
+  bench({64, 1, 65536, 128, 1, 576, 0, false, true}, ceilings, {ahead(0), usual});
+  bench({64, 1, 8192, 64, 1, 576}, ceilings, fetched);
+  bench({1, 1, 8192, 128, 1, 576}, ceilings, shared);
+  bench({8, 1, 8192, 128, 1, 576}, ceilings, fetched);
+  bench({1, 1, 640, 64, 1, 576}, ceilings, {least(1), least(3), least(6), least(12)});
+  for (int B : {64, 128}) bench({B, 1, 8192, 16, 1, 576}, ceilings, {usual, in_turn});
+  bench({1, 1, 8192, 16, 1, 576}, ceilings, shared);
+  bench({8, 1, 8192, 16, 1, 576}, ceilings, shared);
+  bench({64, 1, 8192, 32, 1, 576}, ceilings, one);
   for (int page_size : {256, 64, 16, 1}) {
     bench({64, 1, 8192, 128, 1, 576, page_size}, ceilings, one);
     bench({64, 1, 8192, 16, 1, 576, page_size}, ceilings, one);
@@ -417,9 +448,8 @@ int main(int argc, char** argv) {
     bench({64, T, 8192, 128, 1, 576}, ceilings, one);
   }
   bench({64, 1, 8192, 128, 1, 512}, ceilings, one);
-  bench({1, 1, 640, 64, 1, 576}, ceilings, one);
   bench({64, 1, 65536, 16, 1, 576, 0, false, true}, ceilings, one);
-  bench({64, 1, 8192, 32, 8, 128, 0, true}, ceilings, {usual, with(false, 0, 6)});
+  bench({64, 1, 8192, 32, 8, 128, 0, true}, ceilings, one);
   bench({64, 1, 8192, 64, 8, 64, 0, true}, ceilings, one);
   bench({64, 1, 8192, 16, 2, 256, 0, true}, ceilings, one);
   return 0;

@@ -95,8 +95,7 @@ __device__ void write_few(const Work<Shared>& w, int number, int tiles,
 }
 
 template <typename Tr>
-__device__ void produce_few(const Decode& p, const CUtensorMap& k_map, const CUtensorMap& v_map,
-                            FewShared<Tr>& shared) {
+__device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
   constexpr int kBlocks = Tr::kBlocks;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint64_t drop = l2_policy_evict_first();
@@ -120,8 +119,7 @@ __device__ void produce_few(const Decode& p, const CUtensorMap& k_map, const CUt
 
     for (int tile = 0; tile < tiles; ++tile) {
       const int key = keys.first + tile * kTile, row = keys.row(tile * kTile + slot, page);
-      const bool by_all = keys.seen.by_all(key), mixed = !by_all && p.queries > 1;
-      const bool boxes = p.tuning.boxes && by_all && row >= 0;
+      const bool mixed = p.queries > 1 && !keys.seen.by_all(key);
       if (tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
       const uint32_t bits = aim(p, keys, piece, p.k, Tr::kD, row, gather);
       const auto publish = [&] {
@@ -134,21 +132,12 @@ __device__ void produce_few(const Decode& p, const CUtensorMap& k_map, const CUt
       const Place start = at;
 #pragma unroll 1
       for (int i = 0; i < kBlocks; ++i, at.advance()) {
-        const bool value = Tr::kApart && i >= Tr::kLead;
-        const int block = value ? i - Tr::kLead : Tr::columns(i);
-        uint64_t* const full = &shared.full[at.index];
+        const int block = Tr::kApart && i >= Tr::kLead ? i - Tr::kLead : Tr::columns(i);
         if (Tr::kApart && i == Tr::kLead) aim(p, keys, piece, p.v, Tr::kE, row, gather);
         mbarrier_wait(&shared.free[at.index], at.parity ^ 1);
         if (i == 0 && !mixed) publish();
-        if (!boxes) {
-          gather.copy_block(ring + at.index * kBlockBytes, 0, block, drop);
-          if (!mixed) cp_async_arrive(full);
-        } else if (leader) {
-          mbarrier_arrive_expect(full, kBlockBytes);
-          mbarrier_arrive(full, 127);
-          tma_load(shared.ring[at.index], value ? &v_map : &k_map, full, block * 64, piece.group,
-                   row, p.batch_rows > 0 ? piece.batch : 0);
-        }
+        gather.copy_block(ring + at.index * kBlockBytes, 0, block, drop);
+        if (!mixed) cp_async_arrive(&shared.full[at.index]);
       }
       if (mixed) {
         cp_async_wait();
@@ -171,15 +160,10 @@ __device__ void produce_few(const Decode& p, const CUtensorMap& k_map, const CUt
 
 template <typename Tr>
 __global__ void __launch_bounds__(kFewThreads, kFewBlocks)
-    few_kernel(const __grid_constant__ Decode p, const __grid_constant__ CUtensorMap k_map,
-               const __grid_constant__ CUtensorMap v_map) {
+    few_kernel(const __grid_constant__ Decode p) {
   constexpr int kConsumer = 192, kProducer = 64;
   static_assert(registers_fit(kFewBlocks, 1, kConsumer, kProducer));
   auto& shared = dynamic_shared<FewShared<Tr>>();
-  if (threadIdx.x == 0 && p.tuning.boxes) {
-    tma_prefetch_map(&k_map);
-    if (Tr::kApart) tma_prefetch_map(&v_map);
-  }
   sparse_mla::initialise(shared);
   let_next_begin();
   find_share(p, shared.notes.scratch, shared.notes.share);
@@ -188,7 +172,7 @@ __global__ void __launch_bounds__(kFewThreads, kFewBlocks)
     sparse_mla::consume_few(Work<FewShared<Tr>>(p), shared);
   } else {
     lower_registers<kProducer>();
-    produce_few<Tr>(p, k_map, v_map, shared);
+    produce_few<Tr>(p, shared);
   }
 }
 

@@ -10,13 +10,13 @@ namespace {
 template <int kD>
 cudaError_t launch_wide(const MqaDecodeParams& p, cudaStream_t stream) {
   using namespace mqa_decode;
-  return launch<WideShared<kD>, 1>(wide_kernel<kD>, p, kWideRows, kBoxRows, kWideThreads, stream);
+  return launch<WideShared<kD>, 1>(wide_kernel<kD>, p, kWideRows, kWideThreads, stream);
 }
 
 template <typename Tr>
 cudaError_t launch_few(const MqaDecodeParams& p, cudaStream_t stream) {
   using namespace mqa_decode;
-  return launch<FewShared<Tr>, kFewBlocks>(few_kernel<Tr>, p, Tr::kN, kTile, kFewThreads, stream);
+  return launch<FewShared<Tr>, kFewBlocks>(few_kernel<Tr>, p, Tr::kN, kFewThreads, stream);
 }
 
 template <int kD, int kE, bool kApart>

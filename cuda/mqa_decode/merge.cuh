@@ -2,14 +2,12 @@
 //
 //     lse = log sum_p exp(lse_p)      out = gate * sum_p exp(lse_p - lse) out_p
 //
-// A warp has some columns of a row at a time: 128 where parts are few, so that a row is soon done;
-// 32 where they are many, so that more loads are under way. Parts are summed in order, so results
-// are the same on every run.
+// A warp has a row at a time, or where parts are many, each warp of a block some of a row's parts.
+// The order in which parts are summed depends on their number alone, so results are the same on
+// every run.
 #pragma once
 
 #include <cuda_bf16.h>
-
-#include <type_traits>
 
 #include "common/ptx.cuh"
 #include "mqa_decode/plan.cuh"
@@ -17,9 +15,11 @@
 
 namespace jax_dsa::mqa_decode {
 
-inline constexpr int kMergeThreads = 128;
-inline constexpr int kMergeBlocks = 6;  // of a multiprocessor
-inline constexpr int kFewParts = 8;
+inline constexpr int kMergeThreads = 256;
+inline constexpr int kMergeWarps = kMergeThreads / 32;
+inline constexpr int kMergeBlocks = 2;                   // of a multiprocessor
+inline constexpr int kFewParts = 8;                      // of a row, for one warp
+inline constexpr int kQuads = kSparseMlaValueDim / 128;  // of columns, that a lane has of a row
 inline constexpr int kTeamsOfLane = (kMaxTeams + 31) / 32;
 
 struct Cut {
@@ -28,6 +28,7 @@ struct Cut {
 struct MergeShared {
   int count, parts;  // cuts; parts of the one that has most
   Cut cuts[kMaxTeams];
+  float4 sums[kMergeWarps][kQuads][32];
 };
 
 // The items that are cut; by a warp.
@@ -54,98 +55,114 @@ __device__ inline void find_cuts(const Decode& p, MergeShared& shared) {
   if (lane == 0) shared.count = count, shared.parts = parts;
 }
 
-// `row` of a row tile of `tile_rows`, the columns from `column` on, kWidth a lane; by a warp.
-template <int kWidth>
-__device__ __forceinline__ void merge_row(const Decode& p, const Cut& cut, int member,
-                                          int tile_rows, int row, int column) {
-  const int lane = threadIdx.x % 32;
-  const int per_request = p.groups * p.passes, batch = cut.item / per_request;
-  const int rest = cut.item - batch * per_request, group = rest / p.passes;
-  const int row_of_group = ((rest - group * p.passes) * p.members + member) * tile_rows + row;
-  if (row_of_group >= p.rows) return;
-  column += lane * kWidth;
-  const bool has = column < p.value_dim;
+// A row of an item that is cut: where it is in the results, and its parts.
+struct CutRow {
+  const Decode& p;
+  int parts, batch, head, place;  // place: -1 if the item has no such row
+  int64_t first, step;  // of the partial rows: that of part 0, if it were like the others, and on
+
+  __device__ CutRow(const Decode& p, const Cut& cut, int member, int tile_rows, int row)
+      : p(p), parts(cut.parts) {
+    const int per_request = p.groups * p.passes;
+    batch = cut.item / per_request;
+    const int rest = cut.item - batch * per_request, group = rest / p.passes;
+    const int of_group = ((rest - group * p.passes) * p.members + member) * tile_rows + row;
+    head = group * p.per_group + of_group % p.per_group;
+    place = of_group < p.rows ? p.place(batch, group, of_group) : -1;
+    step = int64_t{2} * p.members * tile_rows;
+    first = cut.team * step + 2 * member * tile_rows + row;
+    begun = tile_rows;
+  }
   // The first part begins its item, the others go on with it.
-  const auto part_row = [&](int part) {
-    const int slot = ((cut.team + part) * p.members + member) * 2 + (part == 0);
-    return int64_t{slot} * tile_rows + row;
-  };
-  // Some parts' loads at a time, the first of them before anything waits.
-  constexpr int kBatch = 32 / kWidth;
-  using Columns = std::conditional_t<kWidth == 4, float4, float>;
-  Columns x[kBatch];
-  const auto load = [&](int first) {
+  __device__ int64_t partial_row(int part) const {
+    return first + part * step + (part == 0 ? begun : 0);
+  }
+  __device__ float lse(int part) const { return p.partial_rows[partial_row(part)].x; }
+
+ private:
+  int begun;
+};
+
+// Adds up a row's parts first..last-1, each with its weight; by a warp, a lane has four columns of
+// every 128. Returns its lse. The first warp, if it has the whole row, stores what it has of it.
+struct RowSum {
+  static constexpr int kBatch = 4;  // parts whose loads are under way at a time
+  float4 x[kBatch][kQuads];
+  float4 y[kQuads] = {};
+  float top = -INFINITY, highest = -INFINITY, factor;
+
+  __device__ __forceinline__ void load(const CutRow& row, int first, int last) {
+    const int column = threadIdx.x % 32 * 4;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (has && first + i < cut.parts) {
-        const float* from = p.partial + part_row(first + i) * p.value_dim + column;
-        x[i] = *reinterpret_cast<const Columns*>(from);
+      const float* from = row.p.partial + row.partial_row(first + i) * row.p.value_dim + column;
+#pragma unroll
+      for (int j = 0; j < kQuads; ++j) {
+        if (first + i < last && column + j * 128 < row.p.value_dim) {
+          x[i][j] = *reinterpret_cast<const float4*>(from + j * 128);
+        }
       }
     }
-  };
-  load(0);
-
-  float weight[kTeamsOfLane];  // of the parts lane, lane + 32, ...; their lse to begin with
-  float top = -INFINITY, highest = -INFINITY;
-#pragma unroll
-  for (int i = 0; i < kTeamsOfLane; ++i) {
-    const int part = i * 32 + lane;
-    const float2 found =
-        part < cut.parts ? p.partial_rows[part_row(part)] : make_float2(-INFINITY, -INFINITY);
-    weight[i] = found.x;
-    top = fmaxf(top, found.x);
-    highest = fmaxf(highest, found.y);
-  }
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) {
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, i));
-  }
-  const float base = sparse_mla::Rows::finite(top);
-  float total = 0.f;
-#pragma unroll
-  for (int i = 0; i < kTeamsOfLane; ++i) {
-    weight[i] = exp2_approx((weight[i] - base) * kLog2E);
-    total += weight[i];
-  }
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
-  const bool empty = total == 0.f;
-  const float lse = empty ? -INFINITY : top + log2f(total) * kLn2;
-  float factor = empty ? 0.f : 1.f / total;
-  const int place = p.place(batch, group, row_of_group);
-  if (p.sinks && !empty) {
-    const int head = group * p.per_group + row_of_group % p.per_group;
-    factor /= sparse_mla::sink_divisor(p.sinks[int64_t{batch} * p.sinks_stride + head], lse);
-  }
-  if (column == 0) {
-    p.lse[place] = lse;
-    if (p.top) p.top[place] = highest;
   }
 
-  float y[kWidth] = {};
+  __device__ __forceinline__ void add(const CutRow& row, int first, int last) {
+    const int lane = threadIdx.x % 32;
+    load(row, first, last);  // before anything waits
+    for (int part = lane; part < row.parts; part += 32) {
+      const float2 found = row.p.partial_rows[row.partial_row(part)];
+      top = fmaxf(top, found.x);
+      highest = fmaxf(highest, found.y);
+    }
 #pragma unroll
-  for (int first = 0; first < kTeamsOfLane * 32; first += kBatch) {
-    if (first >= cut.parts) break;
-    if (first > 0) load(first);
+    for (int i = 16; i > 0; i /= 2) {
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, i));
+    }
+    const float base = sparse_mla::Rows::finite(top);
+    float total = 0.f;
+    for (int part = lane; part < row.parts; part += 32) {
+      total += exp2_approx((row.lse(part) - base) * kLog2E);
+    }
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const float its = __shfl_sync(~0u, weight[(first + i) / 32], (first + i) % 32) * factor;
-      if (first + i >= cut.parts) continue;
-      const auto* columns = reinterpret_cast<const float*>(&x[i]);
+    for (int i = 16; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
+    const bool empty = total == 0.f;
+    const float lse = empty ? -INFINITY : top + log2f(total) * kLn2;
+    factor = empty ? 0.f : 1.f / total;
+    if (row.p.sinks && !empty) {
+      const float sink = row.p.sinks[int64_t{row.batch} * row.p.sinks_stride + row.head];
+      factor /= sparse_mla::sink_divisor(sink, lse);
+    }
+    if (lane == 0) {
+      row.p.lse[row.place] = lse;
+      if (row.p.top) row.p.top[row.place] = highest;
+    }
+#pragma unroll 1
+    for (int part = first; part < last; part += kBatch) {
+      if (part > first) load(row, part, last);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) y[j] += its * columns[j];
+      for (int i = 0; i < kBatch; ++i) {
+        if (part + i >= last) break;
+        const float weight = exp2_approx((row.lse(part + i) - base) * kLog2E) * factor;
+#pragma unroll
+        for (int j = 0; j < kQuads; ++j) {
+          y[j].x += weight * x[i][j].x;
+          y[j].y += weight * x[i][j].y;
+          y[j].z += weight * x[i][j].z;
+          y[j].w += weight * x[i][j].w;
+        }
+      }
     }
   }
-  if (!has) return;
-  const int64_t at = int64_t{place} * p.value_dim + column;
+};
+
+__device__ __forceinline__ void store_quad(const CutRow& row, int quad, float4 y) {
+  const Decode& p = row.p;
+  const int column = quad * 128 + static_cast<int>(threadIdx.x) % 32 * 4;
+  if (column >= p.value_dim) return;
+  const int64_t at = int64_t{row.place} * p.value_dim + column;
   const auto store = [&](auto* to) {
-    if constexpr (kWidth == 4) {
-      store_pair(to, y[0], y[1], true);
-      store_pair(to + 2, y[2], y[3], true);
-    } else {
-      *to = y[0];
-    }
+    store_pair(to, y.x, y.y, true);
+    store_pair(to + 2, y.z, y.w, true);
   };
   if (p.top) {
     store(static_cast<float*>(p.out) + at);
@@ -154,17 +171,38 @@ __device__ __forceinline__ void merge_row(const Decode& p, const Cut& cut, int m
   }
 }
 
-template <int kWidth>
-__device__ void merge_rows(const Decode& p, const MergeShared& shared, int tile_rows) {
-  constexpr int kWarps = kMergeThreads / 32;
-  const int slices = ceil_div(p.value_dim, 32 * kWidth);
-  const int per_member = tile_rows * slices, per_cut = per_member * p.members;
-  const int jobs = shared.count * per_cut;
-  for (int job = blockIdx.x * kWarps + threadIdx.x / 32; job < jobs; job += gridDim.x * kWarps) {
-    const int cut = job / per_cut, rest = job - cut * per_cut, member = rest / per_member;
-    const int row = (rest - member * per_member) / slices;
-    const int slice = rest - member * per_member - row * slices;
-    merge_row<kWidth>(p, shared.cuts[cut], member, tile_rows, row, slice * 32 * kWidth);
+// Rows of which every warp has one of its own, or rows that the block has together.
+template <bool kTogether>
+__device__ void merge_rows(const Decode& p, MergeShared& shared, int tile_rows) {
+  const int warp = threadIdx.x / 32;
+  const int per_cut = p.members * tile_rows, rows = shared.count * per_cut;
+  const int first = kTogether ? blockIdx.x : blockIdx.x * kMergeWarps + warp;
+  for (int i = first; i < rows; i += gridDim.x * (kTogether ? 1 : kMergeWarps)) {
+    const int number = i / per_cut, rest = i - number * per_cut, member = rest / tile_rows;
+    const CutRow row(p, shared.cuts[number], member, tile_rows, rest - member * tile_rows);
+    if (row.place < 0) continue;
+    RowSum sum;
+    if constexpr (kTogether) {
+      const int parts = row.parts;
+      sum.add(row, parts * warp / kMergeWarps, parts * (warp + 1) / kMergeWarps);
+#pragma unroll
+      for (int j = 0; j < kQuads; ++j) shared.sums[warp][j][threadIdx.x % 32] = sum.y[j];
+      __syncthreads();
+      if (warp < kQuads) {
+        float4 y = {};
+#pragma unroll
+        for (int w = 0; w < kMergeWarps; ++w) {
+          const float4 x = shared.sums[w][warp][threadIdx.x % 32];
+          y.x += x.x, y.y += x.y, y.z += x.z, y.w += x.w;
+        }
+        store_quad(row, warp, y);
+      }
+      __syncthreads();
+    } else {
+      sum.add(row, 0, row.parts);
+#pragma unroll
+      for (int j = 0; j < kQuads; ++j) store_quad(row, j, sum.y[j]);
+    }
   }
 }
 
@@ -175,9 +213,9 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
   if (threadIdx.x < 32) find_cuts(p, shared);
   __syncthreads();
   if (shared.parts <= kFewParts) {
-    merge_rows<4>(p, shared, tile_rows);
+    merge_rows<false>(p, shared, tile_rows);
   } else {
-    merge_rows<1>(p, shared, tile_rows);
+    merge_rows<true>(p, shared, tile_rows);
   }
 }
 

@@ -13,10 +13,9 @@ namespace jax_dsa {
 
 // What is to be tuned, with what is best.
 struct MqaDecodeTuning {
-  bool boxes =
-      true;       // whole tiles of keys by TMA where they lie side by side; else 16 bytes a copy
-  int ahead = 4;  // tiles by which keys are fetched into the L2 before they are copied
+  int ahead = 2;        // tiles by which keys are fetched into the L2 before they are copied
   int merge_cost = 6;   // of cutting requests at all, in tiles: below this, none is cut
+  int least = 2;        // tiles of a share, where there are so few that not all have one
   bool overlap = true;  // the merge kernel is launched while the other still runs
 };
 

@@ -145,7 +145,8 @@ __device__ void find_share(const Decode& p, ShareScratch<kThreads>& scratch, Sha
     total += scratch.sums[i];
     top = max(top, scratch.tops[i]);
   }
-  int each = total / p.teams, more = total % p.teams;  // `more` teams have one more
+  const int busy = max(min(p.teams, total / p.tuning.least), 1);
+  int each = total / busy, more = total % busy;  // `more` teams have one more
   const int items = batch * per_request, items_a_team = ceil_div(items, p.teams);
   const bool whole = int64_t{items_a_team} * top <= each + p.tuning.merge_cost;
   if (whole) {

@@ -1,9 +1,8 @@
 // Decode attention of more than 32 rows, queries times heads, of a group, where values are the
 // first 512 of a key's 576 or 512 dimensions: 64 rows are multiplied at a time. The warpgroups that
 // multiply, their shared memory and their barriers are those of sparse MLA's forward kernel
-// (sparse_mla/fwd.cuh). What differs is which keys there are (plan.cuh), how they come (tiles.cuh),
-// by TMA where 64 of them lie side by side, and where results go: a piece's to the merge kernel, an
-// item's that is whole to `out`.
+// (sparse_mla/fwd.cuh). What differs is which keys there are (plan.cuh), how they come (tiles.cuh)
+// and where results go: a piece's to the merge kernel, an item's that is whole to `out`.
 #pragma once
 
 #include "mqa_decode/tiles.cuh"
@@ -14,9 +13,6 @@ namespace jax_dsa::mqa_decode {
 inline constexpr int kWideRows = 64;
 inline constexpr int kWideThreads = sparse_mla::kThreads;
 inline constexpr int kWideValues = kSparseMlaValueDim;
-// Rows of a box: half a tile, which is freed in halves.
-inline constexpr int kBoxRows = 32;
-inline constexpr int kBoxBytes = kBoxRows * 128;
 
 using WideNotes = Notes<2, kWideThreads>;
 template <int kD>
@@ -60,28 +56,29 @@ __device__ __forceinline__ void write_results(const Work<Shared>& w, int number,
     factor[r] = end_row(p, piece, kWideRows, row, place[r], rows.reference[r], rows.total(r),
                         kSide == 0 && lane % 4 == 0 && has[r]);
   }
-  const auto store = [&](auto* first, auto* second) {
+  const auto store = [&](auto* first, auto* second, auto pair) {
     decltype(first) const to[2] = {first, second};
 #pragma unroll
     for (int i = 0; i < 128; i += 2) {
       const int r = i / 2 % 2;
       const float a = factor[r] == 0.f ? 0.f : o[i] * factor[r];
       const float b = factor[r] == 0.f ? 0.f : o[i + 1] * factor[r];
-      store_pair(to[r] + kSide * 256 + i / 4 * 8 + lane % 4 * 2, a, b, has[r]);
+      pair(to[r] + kSide * 256 + i / 4 * 8 + lane % 4 * 2, a, b, has[r]);
     }
   };
   if (piece.slot >= 0 || p.top) {
     const int row = warp * 16 + lane / 4;
     store(row_of_floats(p, piece, kWideRows, row, place[0]),
-          row_of_floats(p, piece, kWideRows, row + 8, place[1]));
+          row_of_floats(p, piece, kWideRows, row + 8, place[1]), store_pair_kept);
   } else {
     auto* out = static_cast<__nv_bfloat16*>(p.out);
-    store(out + int64_t{place[0]} * kWideValues, out + int64_t{place[1]} * kWideValues);
+    store(out + int64_t{place[0]} * kWideValues, out + int64_t{place[1]} * kWideValues,
+          [](__nv_bfloat16* to, float a, float b, bool valid) { store_pair(to, a, b, valid); });
   }
 }
 
 template <int kD>
-__device__ void produce_wide(const Decode& p, const CUtensorMap& map, WideShared<kD>& shared) {
+__device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
   constexpr int kBlocks = kD / 64;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint64_t drop = l2_policy_evict_first();
@@ -100,30 +97,15 @@ __device__ void produce_wide(const Decode& p, const CUtensorMap& map, WideShared
       copy_queries<kD, kWideRows>(p, piece, smem_address(shared.q), drop);
     });
 
-    // The members of a team each fetch some of the keys that all of them will copy.
-    const auto fetch = [&](int tile) {
-      const int i = tile * kTile + slot;
-      if (tile >= tiles || lane >= 16 || slot % p.members != p.member()) return;
-      const int row = keys.row(i, keys.page(i));
-      if (row < 0) return;
-      const int64_t at = (keys.before + row) * p.groups + piece.group;
-      prefetch_l2(static_cast<const char*>(p.k) + at * (kD * 2), kD * 2);
-    };
+    FetchAhead<kD> fetch(p, keys, tiles);
     for (int tile = 0; tile < tiles; ++tile) {
       const int key = keys.first + tile * kTile, row = keys.row(tile * kTile + slot, page);
-      const bool by_all = keys.seen.by_all(key), mixed = !by_all && p.queries > 1;
-      const bool boxes = p.tuning.boxes && by_all && row >= 0;
+      const bool mixed = p.queries > 1 && !keys.seen.by_all(key);
       if (tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
       auto fill = [&]<int kParity>() {
         constexpr int kOwn = kParity * 4, kOther = 4 - kOwn;
         uint64_t (&full)[2] = shared.key_full[kParity];
         const uint32_t to = smem_address(shared.keys[kParity]);
-        const auto box = [&](int block, int half) {
-          const int full_part = block / 4 == kParity && block < 8 ? 0 : 1;
-          tma_load(shared.keys[kParity][block] + half * kBoxBytes, &map, &full[full_part],
-                   block * 64, piece.group, row + half * kBoxRows,
-                   p.batch_rows > 0 ? piece.batch : 0);
-        };
         const auto wait_free = [&](int part) {
           mbarrier_wait(&shared.key_free[kParity][part], parity[kParity] ^ 1);
         };
@@ -134,52 +116,34 @@ __device__ void produce_wide(const Decode& p, const CUtensorMap& map, WideShared
             mbarrier_arrive(&full[0]);
           }
         };
+        const uint32_t bits = aim(p, keys, piece, p.k, kD, row, gather);
         wait_free(0);
-        if (boxes) {
-          publish(0xffff);
-          if (leader) {
-            mbarrier_arrive_expect(&full[0], 4 * kBlockBytes);
-            mbarrier_arrive_expect(&full[1], (kBlocks - 4) * kBlockBytes);
-            mbarrier_arrive(&full[0], 127);
-            mbarrier_arrive(&full[1], 127);
-#pragma unroll 1
-            for (int block = 0; block < 8; ++block) box(block, 0);
-          }
+        if (!mixed) {
+          publish(bits);
+          gather.copy<0, 8, 0>(to, drop);
           wait_free(1);
-          if (leader) {
-#pragma unroll 1
-            for (int block = 0; block < 8; ++block) box(block ^ kOwn, 1);
-            if (kBlocks > 8) box(8, 0), box(8, 1);
-          }
+          gather.copy<kOwn, kOwn + 4, 1>(to, drop);
+          cp_async_arrive(&full[0]);
+          gather.copy<kOther, kOther + 4, 1>(to, drop);
+          gather.copy<8, kBlocks, 0>(to, drop);
+          gather.copy<8, kBlocks, 1>(to, drop);
+          cp_async_arrive(&full[1]);
         } else {
-          const uint32_t bits = aim(p, keys, piece, p.k, kD, row, gather);
-          if (!mixed) {
-            publish(bits);
-            gather.copy<0, 8, 0>(to, drop);
-            wait_free(1);
-            gather.copy<kOwn, kOwn + 4, 1>(to, drop);
-            cp_async_arrive(&full[0]);
-            gather.copy<kOther, kOther + 4, 1>(to, drop);
-            gather.copy<8, kBlocks, 0>(to, drop);
-            gather.copy<8, kBlocks, 1>(to, drop);
-            cp_async_arrive(&full[1]);
-          } else {
-            wait_free(1);
+          wait_free(1);
 #pragma unroll 1
-            for (int block = 0; block < kBlocks; ++block) gather.copy_block(to, block, drop);
-            cp_async_wait();
-            uint32_t rows = 0;
+          for (int block = 0; block < kBlocks; ++block) gather.copy_block(to, block, drop);
+          cp_async_wait();
+          uint32_t rows = 0;
 #pragma unroll 1
-            for (int block = 0; block < 8; ++block) {
-              rows |= drop_not_finite(gather, to + block * kBlockBytes);
-            }
-            const uint32_t bad = bits_of_rows(rows);
-            if (lane == 0) shared.notes.bad[kParity].set(warp, bad);
-            fence_async_proxy();
-            publish(bits);
-            mbarrier_arrive(&full[0]);
-            mbarrier_arrive(&full[1]);
+          for (int block = 0; block < 8; ++block) {
+            rows |= drop_not_finite(gather, to + block * kBlockBytes);
           }
+          const uint32_t bad = bits_of_rows(rows);
+          if (lane == 0) shared.notes.bad[kParity].set(warp, bad);
+          fence_async_proxy();
+          publish(bits);
+          mbarrier_arrive(&full[0]);
+          mbarrier_arrive(&full[1]);
         }
         parity[kParity] ^= 1;
       };
@@ -188,20 +152,16 @@ __device__ void produce_wide(const Decode& p, const CUtensorMap& map, WideShared
       } else {
         fill.template operator()<1>();
       }
-      if (p.tuning.ahead > 0) {
-        for (int i = tile == 0 ? 2 : p.tuning.ahead; i <= p.tuning.ahead; ++i) fetch(tile + i);
-      }
+      if (leader) fetch(tile);
     }
   }
 }
 
 template <int kD>
-__global__ void __launch_bounds__(kWideThreads, 1)
-    wide_kernel(const __grid_constant__ Decode p, const __grid_constant__ CUtensorMap k_map) {
+__global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_constant__ Decode p) {
   constexpr int kConsumer = 208, kProducer = 88;
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<WideShared<kD>>();
-  if (threadIdx.x == 0 && p.tuning.boxes) tma_prefetch_map(&k_map);
   sparse_mla::initialise(shared);
   let_next_begin();
   find_share(p, shared.notes.scratch, shared.notes.share);
@@ -214,7 +174,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     sparse_mla::consume<kD, 1>(Work<WideShared<kD>>(p), shared);
   } else {
     lower_registers<kProducer>();
-    produce_wide<kD>(p, k_map, shared);
+    produce_wide<kD>(p, shared);
   }
 }
 

@@ -16,8 +16,8 @@ inline constexpr int kSparseMlaMaxSplits = 64;
 //         values.
 //   dim   of q and of a row's meaning
 struct SparseMlaDecodeParams : SparseMlaFwdParams {
-  int64_t batch_rows;  // from one request's rows to the next's: keys; 0 where all share them, as
-                       // they do a pool of pages
+  int64_t batch_rows;  // from one request's rows to the next's: keys, or pages * page_size if each
+                       // has a pool of its own; 0 where all share them
   bool records;
   const int32_t* page_table;  // [batch, page_slots]: the page of tokens r * page_size on; anything
                               // outside 0..pages-1 has none. Null: a flat cache

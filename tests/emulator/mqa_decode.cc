@@ -60,15 +60,14 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
   failures += !good;
 }
 
-constexpr MqaDecodeTuning kCut = {true, 3, 0}, kWhole = {true, 0, 1 << 20};
-constexpr MqaDecodeTuning kCopies = {false, 0, 0};
+constexpr MqaDecodeTuning kCut = {3, 0, 1}, kWhole = {0, 1 << 20}, kUsual = {1};
 
 // name, B, T, S, N, G, D; apart, page size, holes, window, starts, sinks, normalized, infinite,
 // size of q, full, shared; multiprocessors, tuning
 const DecodeCase kCases[] = {
     {{"one request", 1, 1, 500, 64, 1, 576, {.full = true}}, 3, kCut},
     {{"one request, two row tiles", 1, 1, 450, 100, 1, 576, {.full = true}}, 4, kCut},
-    {{"copies", 2, 1, 300, 40, 1, 576, {.sinks = 1}}, 3, kCopies},
+    {{"few requests", 2, 1, 300, 40, 1, 576, {.sinks = 1}}, 3, kUsual},
     {{"many, whole", 8, 1, 200, 33, 1, 512, {.sinks = 2}}, 3, kWhole},
     {{"many, cut", 9, 1, 200, 40, 1, 576, {.window = 90, .sinks = 1}}, 3, kCut},
     {{"queries", 4, 3, 260, 20, 1, 576, {.infinite = true}}, 3, kCut},
@@ -92,7 +91,7 @@ const DecodeCase kCases[] = {
     {{"floats", 3, 2, 260, 33, 1, 576, {.window = 130, .normalized = false}}, 3, kCut},
     {{"few", 4, 1, 400, 16, 1, 576, {.sinks = 1}}, 3, kCut},
     {{"few, one request", 1, 1, 700, 16, 1, 576, {.full = true}}, 4, kCut},
-    {{"few, copies, shared", 3, 1, 300, 30, 2, 512, {.starts = 1, .shared = true}}, 3, kCopies},
+    {{"few, shared", 3, 1, 300, 30, 2, 512, {.starts = 1, .shared = true}}, 3, kUsual},
     {{"few, queries", 5, 4, 300, 8, 1, 576, {.sinks = 2, .infinite = true}}, 3, kCut},
     {{"few, starts, pages",
       3,
@@ -120,9 +119,9 @@ const DecodeCase kCases[] = {
       {.apart = true, .page_size = 64, .holes = true, .starts = 2, .infinite = true}},
      3,
      kCut},
-    {{"apart 64, copies", 3, 4, 300, 16, 2, 64, {.apart = true, .starts = 2, .infinite = true}},
+    {{"apart 64, queries", 3, 4, 300, 16, 2, 64, {.apart = true, .starts = 2, .infinite = true}},
      3,
-     kCopies},
+     kUsual},
     {{"apart 64", 3, 1, 600, 9, 1, 64, {.apart = true, .normalized = false}}, 3, kCut},
     {{"many parts", 1, 1, 900, 64, 1, 576, {.sinks = 1, .full = true}}, 12, kCut},
     {{"few, many parts, floats", 1, 1, 2600, 4, 1, 512, {.normalized = false, .full = true}},

@@ -19,6 +19,7 @@ struct Layout {
   int page_size = 0;   // 0: flat. Else a divisor of the number of keys
   bool holes = false;  // some pages are not mapped
   Scales scales = kLeastPowers;
+  bool pools = false;  // each request has pages of its own
 };
 
 struct Cache {
@@ -61,7 +62,7 @@ inline Cache store(Problem& p, const Layout& layout, uint64_t seed) {
   if (layout.page_size > 0) {
     cache.page_slots = c.keys / layout.page_size;
     cache.pages = c.batch * cache.page_slots + 3;
-    rows = int64_t{cache.pages} * layout.page_size;
+    rows = int64_t{cache.pages} * layout.page_size * (layout.pools ? c.batch : 1);
     std::vector<int32_t> free;
     for (int i = 0; i < cache.pages; ++i) free.push_back(i);
     std::shuffle(free.begin(), free.end(), random);
@@ -78,7 +79,8 @@ inline Cache store(Problem& p, const Layout& layout, uint64_t seed) {
       if (layout.page_size > 0) {
         const int page = cache.page_table[b * cache.page_slots + s / layout.page_size];
         if (page < 0 || page >= cache.pages) continue;
-        row = int64_t{page} * layout.page_size + s % layout.page_size;
+        const int64_t pool = layout.pools ? int64_t{b} * cache.pages : 0;
+        row = (pool + page) * layout.page_size + s % layout.page_size;
       }
       for (int g = 0; g < c.groups; ++g) {
         bf16* key = &p.kv[((int64_t{b} * c.keys + s) * c.groups + g) * c.dim];
@@ -109,6 +111,7 @@ inline jax_dsa::SparseMlaDecodeParams decode_shapes(const Problem& x, const Layo
   p.groups = x.c.groups, p.slots = x.c.slots, p.dim = x.c.dim, p.scale = x.scale;
   p.sinks_stride = x.c.sinks == 2 ? x.c.heads : 0;
   p.batch_rows = layout.page_size > 0 ? 0 : x.c.keys;
+  if (layout.pools) p.batch_rows = int64_t{cache.pages} * layout.page_size;
   p.records = layout.records, p.splits = splits;
   p.pages = cache.pages, p.page_size = layout.page_size, p.page_slots = cache.page_slots;
   return p;

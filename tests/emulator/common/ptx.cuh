@@ -179,7 +179,9 @@ inline void wait_for_previous() {}
 
 inline uint64_t l2_policy_evict_first() { return 0; }
 inline uint64_t l2_policy_evict_last() { return 0; }
-inline void prefetch_l2(const void*, uint32_t) {}
+inline void prefetch_l2(const void* from, uint32_t bytes) {
+  if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) emulator::fail("a misaligned prefetch");
+}
 
 inline int load_now(const int* from, bool valid, int otherwise) {
   return valid ? *from : otherwise;
@@ -205,6 +207,9 @@ inline void store_16(void* to, const uint32_t (&x)[4], bool valid) {
 }
 inline void store_pair(float* to, float a, float b, bool valid) {
   if (valid) to[0] = a, to[1] = b;
+}
+inline void store_pair_kept(float* to, float a, float b, bool valid) {
+  store_pair(to, a, b, valid);
 }
 inline void store_pair(__nv_bfloat16* to, float a, float b, bool valid) {
   if (valid) to[0] = __float2bfloat16(a), to[1] = __float2bfloat16(b);
