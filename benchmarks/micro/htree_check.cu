@@ -97,7 +97,7 @@ bool run_case(const Case& c, uint64_t seed, int64_t samples) {
   htree::Pass pass = htree::make_pass<htree::Shipped>(p);
   std::vector<float> importance;
   if (layers > 0 && c.chunk == 0 && tokens > 0) {
-    htree::set_chunk(pass, 0, c.batch, 0, c.queries);
+    htree::set_chunk(pass, {0, c.batch, 0, c.queries});
     importance = download(pass.chunk.importance, pass.chunk.rows * pass.chunk.width);
   }
   const int64_t rows = tokens * c.groups, step = std::max<int64_t>(rows / samples, 1);
@@ -194,7 +194,7 @@ void time_shape(const char* name, const HTreeFwdParams& p, int64_t queries) {
   double shared = 1;
   for (int run = 0; run < 2; ++run) {  // the first warms up
     for (int64_t first = 0; first < p.queries; first += queries) {
-      htree::set_chunk(pass, 0, 1, first, std::min(queries, p.queries - first));
+      htree::set_chunk(pass, {0, 1, first, std::min(queries, p.queries - first)});
       all([&] {
         for (int layer = pass.layers.count - 1; layer > 0; --layer) {
           scores([&] { return htree::launch_scores<S, 128, 16>(pass, layer, nullptr); });
