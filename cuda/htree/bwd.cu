@@ -29,7 +29,7 @@ cudaError_t run(const BwdPass& x, cudaStream_t stream) {
 
 template <int kD, int kR>
 cudaError_t run_all(const HTreeBwdParams& p, cudaStream_t stream) {
-  BwdPass x = htree::make_bwd_pass(p);
+  BwdPass x = htree::make_bwd_pass<BwdShipped>(p);
   const int64_t bytes =
       p.fwd.batch * p.fwd.groups * x.pass.layers.blocks * htree::kNodeBytes<kD, kR> * 2;
   htree::set_chunk(p, x, {});  // the gradients lie first
@@ -69,7 +69,7 @@ cudaError_t run_all(const HTreeBwdParams& p, cudaStream_t stream) {
 int64_t htree_bwd_workspace(const HTreeBwdParams& p, int64_t rows) {
   HTreeBwdParams none = p;
   none.fwd.workspace = nullptr;
-  BwdPass x = htree::make_bwd_pass(p);
+  BwdPass x = htree::make_bwd_pass<BwdShipped>(p);
   const int64_t queries = rows / p.fwd.groups;
   const int64_t entries = std::max<int64_t>(queries / std::max<int64_t>(p.fwd.queries, 1), 1);
   htree::set_chunk(none, x, {0, entries, 0, ceil_div(queries, entries)});

@@ -40,9 +40,11 @@ inline int64_t divide(const HTreeBwdParams& p, BwdPass& x) {
   return parts.at - start;
 }
 
-inline BwdPass make_bwd_pass(const HTreeBwdParams& p) {
+// For queries in thread blocks of shape S, no chunk yet.
+template <typename S>
+BwdPass make_bwd_pass(const HTreeBwdParams& p) {
   BwdPass x = {};
-  x.pass = make_pass<BwdShipped>(p.fwd);
+  x.pass = make_pass<S>(p.fwd);
   x.out = p.fwd.out, x.lse = p.fwd.lse;
   x.dout = p.dout, x.dlse = p.dlse, x.dq = p.dq;
   return x;
