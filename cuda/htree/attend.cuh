@@ -136,17 +136,18 @@ struct Part {
   }
 };
 
-// Fragments of the warp's queries, zeros for heads that it has not.
+// Fragments of the warp's rows of queries, or of an array like them, zeros for heads that it has
+// not.
 template <int kD>
-__device__ __forceinline__ void load_queries(const Pass& pass, const Part& part,
-                                             uint32_t (&q)[kD / 16][4]) {
+__device__ __forceinline__ void load_heads(const void* rows, const Part& part,
+                                           uint32_t (&q)[kD / 16][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int own = lane / 4 + r * 8;
     const bool has = own < part.heads;
     const int* const from =
-        static_cast<const int*>(pass.p.q) + (part.head + (has ? own : 0)) * kD / 2 + lane % 4;
+        static_cast<const int*>(rows) + (part.head + (has ? own : 0)) * kD / 2 + lane % 4;
 #pragma unroll
     for (int j = 0; j < kD / 16; ++j) {
       q[j][r] = static_cast<uint32_t>(load_now(from + j * 8, has, 0));
@@ -208,7 +209,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
     turns.load(n - 1);
     // All early blocks meet the same queries; of the others each meets its own.
     const bool early = is_early<kR>(pass, mine.position, layer);
-    load_queries<kD>(pass, mine, q);
+    load_heads<kD>(p.q, mine, q);
     if (early) {
       const uint32_t turn = turns.next(-1);
 #pragma unroll

@@ -1,8 +1,6 @@
 // Launcher of the forward kernels: for as many queries as the workspace has room for, layer by
 // layer scores, top-k and lists, then the attention.
 
-#include <algorithm>
-
 #include "htree/launch.cuh"
 
 namespace jax_dsa {
@@ -58,33 +56,15 @@ cudaError_t launch_htree_fwd(const HTreeFwdParams& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   Pass pass = htree::make_pass<Shipped>(p);
-
-  // Whole batch entries where one fits, else even parts of one, in whole waves of thread blocks.
-  int64_t rows = p.batch * p.queries * p.groups;
-  while (rows > p.groups && htree_fwd_workspace(p, rows) > p.workspace_bytes) {
-    rows -= ceil_div(rows, int64_t{64});
-  }
-  if (htree_fwd_workspace(p, rows) > p.workspace_bytes) return cudaErrorInvalidValue;
-  Device device;
-  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
-  const int64_t fit = rows / p.groups;  // queries
-  const int64_t entries = std::max<int64_t>(fit / p.queries, 1);
-  int64_t count = std::min(fit, p.queries);
-  if (count < p.queries) {
-    const int64_t wave = std::max<int64_t>(device.processors / p.groups, 1) * pass.tile;
-    if (count >= wave) count = count / wave * wave;
-  }
-  for (int64_t batch = 0; batch < p.batch; batch += entries) {
-    for (int64_t query = 0; query < p.queries; query += count) {
-      htree::set_chunk(pass, batch, std::min(entries, p.batch - batch), query,
-                       std::min(count, p.queries - query));
-      const cudaError_t e = p.dim == 128  ? run<128>(pass, stream)
-                            : p.dim == 64 ? run<64>(pass, stream)
-                                          : cudaErrorInvalidValue;
-      if (e != cudaSuccess) return e;
-    }
-  }
-  return cudaSuccess;
+  const auto bytes = [&](const htree::ChunkOf& of) {
+    return htree_fwd_workspace(p, of.entries * of.count * p.groups);
+  };
+  return htree::for_chunks(p, pass.tile, bytes, [&](const htree::ChunkOf& of) {
+    htree::set_chunk(pass, of);
+    return p.dim == 128  ? run<128>(pass, stream)
+           : p.dim == 64 ? run<64>(pass, stream)
+                         : cudaErrorInvalidValue;
+  });
 }
 
 }  // namespace jax_dsa

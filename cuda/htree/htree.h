@@ -79,15 +79,28 @@ struct HTreeFwdParams {
   float scale;
 };
 
+struct HTreeBwdParams {
+  HTreeFwdParams fwd;  // the forward pass's; out, lse and selected are read
+  const void* dout;    // as out
+  const float* dlse;   // as lse
+  void* dq;            // as q
+  void* dk;            // [B, S, G, D], bf16, of the tokens
+  void* dv;            // the same
+};
+
 inline constexpr int64_t kHTreeMaxTopK = 1024;
 inline constexpr int64_t kHTreeMaxGroupHeads = 192;
+inline constexpr int64_t kHTreeMaxBwdGroupHeads = 128;
 
 // cudaErrorInvalidValue for what is not there: D is 64 or 128, compression 8, 16 or 32; and for a
 // workspace that is too small for a query.
 cudaError_t launch_htree_build(const HTreeBuildParams& params, cudaStream_t stream);
 cudaError_t launch_htree_fwd(const HTreeFwdParams& params, cudaStream_t stream);
+// The same bits on every run.
+cudaError_t launch_htree_bwd(const HTreeBwdParams& params, cudaStream_t stream);
 
 // Bytes that the workspace has to have for so many queries of a group at a time.
 int64_t htree_fwd_workspace(const HTreeFwdParams& params, int64_t rows);
+int64_t htree_bwd_workspace(const HTreeBwdParams& params, int64_t rows);
 
 }  // namespace jax_dsa

@@ -1,6 +1,8 @@
 // The forward's passes: how they share the workspace, and their launches.
 #pragma once
 
+#include <algorithm>
+
 #include "common/launch.cuh"
 #include "htree/attend.cuh"
 #include "htree/list.cuh"
@@ -45,16 +47,51 @@ Pass make_pass(const HTreeFwdParams& p) {
   return pass;
 }
 
-inline void set_chunk(Pass& pass, int64_t batch, int64_t entries, int64_t query, int64_t count) {
-  const HTreeFwdParams& p = pass.p;
+// Some of the queries of some batch entries.
+struct ChunkOf {
+  int64_t batch, entries, query, count;
+};
+inline void set_range(Pass& pass, const ChunkOf& of) {
   Chunk& chunk = pass.chunk;
-  chunk.first_batch = static_cast<int>(batch);
-  chunk.batch = static_cast<int>(entries);
-  chunk.first_query = query;
-  chunk.queries = count;
-  chunk.rows = entries * p.groups * count;
-  pass.tiles = static_cast<int>(ceil_div(count, int64_t{pass.tile}));
-  divide(p, pass.layers.count, chunk);
+  chunk.first_batch = static_cast<int>(of.batch);
+  chunk.batch = static_cast<int>(of.entries);
+  chunk.first_query = of.query;
+  chunk.queries = of.count;
+  chunk.rows = of.entries * pass.p.groups * of.count;
+  pass.tiles = static_cast<int>(ceil_div(of.count, int64_t{pass.tile}));
+}
+inline void set_chunk(Pass& pass, const ChunkOf& of) {
+  set_range(pass, of);
+  divide(pass.p, pass.layers.count, pass.chunk);
+}
+
+// run(chunk) for all queries, as many at a time as bytes(chunk), their workspace, has room for:
+// whole batch entries where one fits, else even parts of one, in whole waves of thread blocks.
+template <typename Bytes, typename Run>
+cudaError_t for_chunks(const HTreeFwdParams& p, int tile, Bytes bytes, Run run) {
+  const auto part = [&](int64_t fit) {  // queries
+    const int64_t entries = std::max<int64_t>(fit / p.queries, 1);
+    return ChunkOf{0, std::min(entries, p.batch), 0, std::min(fit, p.queries)};
+  };
+  int64_t fit = p.batch * p.queries;
+  while (fit > 1 && bytes(part(fit)) > p.workspace_bytes) fit -= ceil_div(fit, int64_t{64});
+  ChunkOf chunk = part(fit);
+  if (bytes(chunk) > p.workspace_bytes) return cudaErrorInvalidValue;
+  Device device;
+  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  if (chunk.count < p.queries) {
+    const int64_t wave = std::max<int64_t>(device.processors / p.groups, 1) * tile;
+    if (chunk.count >= wave) chunk.count = chunk.count / wave * wave;
+  }
+  const ChunkOf most = chunk;
+  for (chunk.batch = 0; chunk.batch < p.batch; chunk.batch += most.entries) {
+    chunk.entries = std::min(most.entries, p.batch - chunk.batch);
+    for (chunk.query = 0; chunk.query < p.queries; chunk.query += most.count) {
+      chunk.count = std::min(most.count, p.queries - chunk.query);
+      if (cudaError_t e = run(chunk); e != cudaSuccess) return e;
+    }
+  }
+  return cudaSuccess;
 }
 
 template <typename S, int kD, int kR>
@@ -73,9 +110,9 @@ inline cudaError_t launch_best(const Pass& pass, cudaStream_t stream) {
   return launch_topk(best, stream);
 }
 
-template <int kR>
+template <int kR, bool kGiven = false>
 cudaError_t launch_list(const Pass& pass, int layer, cudaStream_t stream) {
-  return launch_blocks(list_kernel<kR>, pass.chunk.rows, kListThreads,
+  return launch_blocks(list_kernel<kR, kGiven>, pass.chunk.rows, kListThreads,
                        static_cast<int>(pass.p.top_k) * 4, stream, pass, layer);
 }
 

@@ -1,5 +1,6 @@
 // From the most important candidates of a layer to what the other passes read: the nodes that are
 // selected, the last candidate among them, and bits by ordinal. A row of ordinals a thread block.
+// With kGiven the selection is not made but read.
 #pragma once
 
 #include "htree/walk.cuh"
@@ -8,7 +9,7 @@ namespace jax_dsa::htree {
 
 inline constexpr int kListThreads = 128;
 
-template <int kR>
+template <int kR, bool kGiven>
 __global__ void __launch_bounds__(kListThreads)
     list_kernel(const __grid_constant__ Pass pass, int layer) {
   const HTreeFwdParams& p = pass.p;
@@ -22,14 +23,21 @@ __global__ void __launch_bounds__(kListThreads)
   for (int i = threadIdx.x; i < k; i += kListThreads) bits[i] = 0;
   __syncthreads();
 
-  const int32_t* const others = chunk.ordinals + row * (k - 1);
+  const int32_t* const others = kGiven ? nullptr : chunk.ordinals + row * (k - 1);
+  const int64_t given =
+      ((token * p.groups + bg % p.groups) * (pass.layers.count - 1) + layer - 1) * k;
   const int64_t place = ((layer - 1) * chunk.rows + row) * k;
   const bool early = is_early<kR>(pass, __ldg(p.positions + token), layer);
   const int32_t* const parents = chunk.nodes + (layer * chunk.rows + row) * k;
   for (int i = threadIdx.x; i < k; i += kListThreads) {
-    int ordinal = i + 1 < k ? others[i] : -1;
-    const bool ends = ordinal < 0 && (i == 0 || others[i - 1] >= 0);
-    if (ends) ordinal = n - 1;
+    int ordinal;
+    if constexpr (kGiven) {
+      ordinal = p.selected[given + i];
+    } else {
+      ordinal = i + 1 < k ? others[i] : -1;
+      const bool ends = ordinal < 0 && (i == 0 || others[i - 1] >= 0);
+      if (ends) ordinal = n - 1;
+    }
     int node = -1;
     if (ordinal >= 0) {
       const int slot = ordinal % kR;
@@ -37,10 +45,7 @@ __global__ void __launch_bounds__(kListThreads)
       atomicAdd(&bits[ordinal / kR], 1u << slot);
     }
     chunk.nodes[place + i] = node;
-    if (p.selected) {
-      const int64_t to = (token * p.groups + bg % p.groups) * (pass.layers.count - 1) + layer - 1;
-      p.selected[to * k + i] = ordinal;
-    }
+    if (!kGiven && p.selected) p.selected[given + i] = ordinal;
   }
   __syncthreads();
   for (int i = threadIdx.x; i < k; i += kListThreads) chunk.masks[place + i] = bits[i];

@@ -112,11 +112,11 @@ template <int kD, int kR>
 inline constexpr int kNodeBytes = kR * kD * 2 * 2;  // of a block in memory
 
 // `kBytes` of each block are copied.
-template <typename S, int kR, int kBytes_>
+template <typename S, int kR, int kBytes_, int kRoom = kRingBytes>
 struct alignas(1024) Ring {
   static constexpr int kBytes = kBytes_;
   static constexpr int kBlocks = S::kStageRows / kR;  // of a stage
-  static constexpr int kStages = kRingBytes / (kBlocks * kBytes);
+  static constexpr int kStages = kRoom / (kBlocks * kBytes);
   uint8_t blocks[kStages][kBlocks][kBytes];
   uint32_t takers[kStages][kBlocks];  // bit i: query i
   int last[kStages];                  // whether the layer ends
@@ -242,8 +242,8 @@ struct Turns {
   __device__ static bool has_part() { return static_cast<int>(threadIdx.x % 32) < kBytes / 16; }
 };
 
-// Fragments j and j + D / 32 of 16 heads' queries, rotated in place.
-template <int kD>
+// Fragments j and j + D / 32 of 16 rows, rotated in place, or back.
+template <int kD, bool kBack = false>
 __device__ __forceinline__ void rotate(uint32_t (&low)[4], uint32_t (&high)[4], uint32_t turn,
                                        int j) {
 #pragma unroll
@@ -255,8 +255,9 @@ __device__ __forceinline__ void rotate(uint32_t (&low)[4], uint32_t (&high)[4], 
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       const float2 x = unpack_bf16(low[i]), y = unpack_bf16(high[i]);
-      low[i] = pack_bf16(x.x * cs[0] - y.x * cs[1], x.y * cs[2] - y.y * cs[3]);
-      high[i] = pack_bf16(y.x * cs[0] + x.x * cs[1], y.y * cs[2] + x.y * cs[3]);
+      const float sin[2] = {kBack ? -cs[1] : cs[1], kBack ? -cs[3] : cs[3]};
+      low[i] = pack_bf16(x.x * cs[0] - y.x * sin[0], x.y * cs[2] - y.y * sin[1]);
+      high[i] = pack_bf16(y.x * cs[0] + x.x * sin[0], y.y * cs[2] + x.y * sin[1]);
     }
   }
 }

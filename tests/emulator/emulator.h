@@ -695,6 +695,21 @@ T atomicAdd(T* p, T x) {
   return old;
 }
 
+template <typename T>
+T atomicOr(T* p, T x) {
+  const T old = *p;
+  *p |= x;
+  return old;
+}
+template <typename T>
+T __ldcg(const T* p) {
+  return *p;
+}
+template <typename T>
+void __stcg(T* p, T x) {
+  *p = x;
+}
+
 template <typename A, typename B>
 constexpr auto min(A a, B b) {
   return a < b ? a : b;

@@ -1,0 +1,90 @@
+// Launcher of the backward kernels: for as many queries as the workspace has room for, the
+// selection's lists, records, queries' gradients, who meets which block, nodes' gradients; at last
+// the tokens'.
+
+#include "htree/bwd_launch.cuh"
+
+namespace jax_dsa {
+namespace {
+
+using htree::BwdPass;
+using htree::BwdShipped;
+using htree::ChunkOf;
+
+template <int kD, int kR>
+cudaError_t run(const BwdPass& x, cudaStream_t stream) {
+  const int64_t rows = x.pass.chunk.rows * x.pass.parts;
+  if (x.pass.blocks() > INT32_MAX || rows > INT32_MAX / x.pass.p.top_k / x.pass.layers.count ||
+      x.lists() * htree::kUnits<kR> > INT32_MAX) {
+    return cudaErrorInvalidValue;
+  }
+  if (cudaError_t e = htree::launch_restore<kR>(x, stream); e != cudaSuccess) return e;
+  if (cudaError_t e = htree::launch_pack<kD>(x, stream); e != cudaSuccess) return e;
+  if (cudaError_t e = htree::launch_queries<BwdShipped, kD, kR>(x, stream); e != cudaSuccess) {
+    return e;
+  }
+  if (cudaError_t e = htree::launch_meetings<kR>(x, stream); e != cudaSuccess) return e;
+  return htree::launch_nodes<kD, kR>(x, stream);
+}
+
+template <int kD, int kR>
+cudaError_t run_all(const HTreeBwdParams& p, cudaStream_t stream) {
+  BwdPass x = htree::make_bwd_pass<BwdShipped>(p);
+  const int64_t bytes =
+      p.fwd.batch * p.fwd.groups * x.pass.layers.blocks * htree::kNodeBytes<kD, kR> * 2;
+  htree::set_chunk(p, x, {});  // the gradients lie first
+  if (cudaError_t e = clear(x.gradients, bytes, stream); e != cudaSuccess) return e;
+  const auto needs = [&](const ChunkOf& of) {
+    // A meeting has 16 bits for a record.
+    if (of.count * x.pass.parts > 65536) return INT64_MAX;
+    return htree_bwd_workspace(p, of.entries * of.count * p.fwd.groups);
+  };
+  if (p.fwd.batch * p.fwd.queries * p.fwd.heads > 0) {
+    const auto chunk = [&](const ChunkOf& of) {
+      htree::set_chunk(p, x, of);
+      return run<kD, kR>(x, stream);
+    };
+    if (cudaError_t e = htree::for_chunks(p.fwd, x.pass.tile, needs, chunk); e != cudaSuccess) {
+      return e;
+    }
+  }
+  return htree::launch_spread<kD, kR>(p, x, stream);
+}
+
+template <int kD>
+cudaError_t run_all(const HTreeBwdParams& p, cudaStream_t stream) {
+  switch (p.fwd.compression) {
+    case 8:
+      return run_all<kD, 8>(p, stream);
+    case 16:
+      return run_all<kD, 16>(p, stream);
+    case 32:
+      return run_all<kD, 32>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+int64_t htree_bwd_workspace(const HTreeBwdParams& p, int64_t rows) {
+  HTreeBwdParams none = p;
+  none.fwd.workspace = nullptr;
+  BwdPass x = htree::make_bwd_pass<BwdShipped>(p);
+  const int64_t queries = rows / p.fwd.groups;
+  const int64_t entries = std::max<int64_t>(queries / std::max<int64_t>(p.fwd.queries, 1), 1);
+  htree::set_chunk(none, x, {0, entries, 0, ceil_div(queries, entries)});
+  return htree::divide(none, x);
+}
+
+cudaError_t launch_htree_bwd(const HTreeBwdParams& p, cudaStream_t stream) {
+  const int64_t heads = p.fwd.groups > 0 ? p.fwd.heads / p.fwd.groups : 0;
+  if (p.fwd.groups <= 0 || p.fwd.heads % p.fwd.groups != 0 || heads > kHTreeMaxBwdGroupHeads ||
+      p.fwd.top_k < 1 || p.fwd.top_k > kHTreeMaxTopK) {
+    return cudaErrorInvalidValue;
+  }
+  return p.fwd.dim == 128  ? run_all<128>(p, stream)
+         : p.fwd.dim == 64 ? run_all<64>(p, stream)
+                           : cudaErrorInvalidValue;
+}
+
+}  // namespace jax_dsa

@@ -1,0 +1,107 @@
+// Which queries meet a block: marks in a bitmap, which are counted, and then every query of a block
+// knows its place in the block's list. Nothing depends on the order in which threads come.
+#pragma once
+
+#include "htree/bwd_plan.cuh"
+
+namespace jax_dsa::htree {
+
+inline constexpr int kMeetThreads = 128;
+
+// A query a thread block. First marks the blocks that it meets; in a second run, with kWrites, puts
+// the meetings where they belong.
+template <int kR, bool kWrites>
+__global__ void __launch_bounds__(kMeetThreads) meet_kernel(const __grid_constant__ BwdPass x) {
+  constexpr uint32_t kAll = kR == 32 ? ~0u : (1u << kR) - 1;
+  const Pass& pass = x.pass;
+  const HTreeFwdParams& p = pass.p;
+  const Chunk& chunk = pass.chunk;
+  const int64_t row = blockIdx.x, bg = row / chunk.queries;
+  const int query = static_cast<int>(row % chunk.queries);
+  const int64_t token = (chunk.first_batch + bg / p.groups) * p.queries + chunk.first_query + query;
+  const int position = __ldg(p.positions + token);
+  for (int layer = 0; layer < pass.layers.count; ++layer) {
+    const Blocks blocks = Blocks::of<kR>(pass, position, row, layer);
+    const int n = candidates<kR>(pass, position, layer);
+    const uint32_t* const masks = chunk.masks + ((layer - 1) * chunk.rows + row) * p.top_k;
+    for (int i = threadIdx.x; i < blocks.count; i += kMeetThreads) {
+      const int place = blocks[i];
+      if (place == INT_MAX) break;  // a query with NaN selects nothing
+      const int left = (layer ? n - 1 : n) - kR * i;
+      uint32_t hides = layer ? masks[i] : 0;
+      if (left < kR) hides |= ~0u << left;
+      if ((hides & kAll) == kAll) continue;
+      const int64_t list = bg * pass.layers.blocks + pass.layers.first[layer] + place;
+      const int64_t word = list * x.words + query / 32;
+      const uint32_t bit = 1u << query % 32;
+      if constexpr (!kWrites) {
+        atomicOr(&x.marks[word], bit);
+      } else {
+        const uint32_t turn = blocks.list == nullptr ? n - 1 : n - 1 - kR * i;
+        const int64_t at = x.starts[list] + x.before[word] + __popc(x.marks[word] & (bit - 1));
+        for (int part = 0; part < pass.parts; ++part) {
+          const uint32_t record = query * pass.parts + part;
+          x.meetings[at * pass.parts + part] = {record | turn << 16, hides};
+        }
+      }
+    }
+  }
+}
+
+inline constexpr int kCountThreads = 256;
+
+// A list a warp.
+__global__ void __launch_bounds__(kCountThreads) count_kernel(const __grid_constant__ BwdPass x) {
+  const int64_t list = blockIdx.x * int64_t{kCountThreads / 32} + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (list >= x.lists()) return;
+  int before = 0;
+  for (int first = 0; first < x.words; first += 32) {
+    const int word = first + lane;
+    const int marks = word < x.words ? __popc(x.marks[list * x.words + word]) : 0;
+    const int sum = inclusive_scan(marks);
+    if (word < x.words) x.before[list * x.words + word] = before + sum - marks;
+    before += __shfl_sync(~0u, sum, 31);
+  }
+  if (lane == 0) x.counts[list] = before;
+}
+
+inline constexpr int kShareThreads = 1024;
+
+// Starts of the lists, and their segments as items; by one thread block.
+__global__ void __launch_bounds__(kShareThreads) share_kernel(const __grid_constant__ BwdPass x) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  auto& sums = dynamic_shared<int[kShareThreads / 32]>();
+  // What the threads before this one have; adds that of all to `total`.
+  const auto scan = [&](int mine, int& total) {
+    const int sum = inclusive_scan(mine);
+    if (lane == 31) sums[warp] = sum;
+    __syncthreads();
+    int before = total + sum - mine;
+    for (int i = 0; i < kShareThreads / 32; ++i) {
+      if (i < warp) before += sums[i];
+      total += sums[i];
+    }
+    __syncthreads();
+    return before;
+  };
+  const int lists = static_cast<int>(x.lists());
+  int meetings = 0, items = 0, last = -1;
+  for (int segment = 0; items != last; ++segment) {
+    last = items;
+    for (int first = 0; first < lists; first += kShareThreads) {
+      const int list = first + threadIdx.x;
+      const int count = list < lists ? x.counts[list] : 0;
+      if (segment == 0) {
+        const int start = scan(count, meetings);
+        if (list < lists) x.starts[list] = start;
+      }
+      const bool has = int64_t{count} * x.pass.parts > int64_t{segment} * kSegment;
+      const int at = scan(has, items);
+      if (has) x.items[at] = {list, segment};
+    }
+  }
+  if (threadIdx.x == 0) x.next[1] = items;
+}
+
+}  // namespace jax_dsa::htree

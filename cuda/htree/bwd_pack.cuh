@@ -1,0 +1,53 @@
+// The backward's records. One a thread block, a head a team of threads with 16 bytes each.
+#pragma once
+
+#include "htree/bwd_plan.cuh"
+
+namespace jax_dsa::htree {
+
+template <int kD>
+__global__ void __launch_bounds__(kHeads* kD / 8) pack_kernel(const __grid_constant__ BwdPass x) {
+  using R = Record<kD>;
+  constexpr int kTeam = kD / 8;
+  const Pass& pass = x.pass;
+  const HTreeFwdParams& p = pass.p;
+  const int row = threadIdx.x / kTeam, chunk = threadIdx.x % kTeam;
+  const int64_t at = blockIdx.x / pass.parts;  // of the chunk
+  const int head = static_cast<int>(blockIdx.x % pass.parts) * kHeads + row;
+  const int64_t bg = at / pass.chunk.queries;
+  const int64_t token = (pass.chunk.first_batch + bg / p.groups) * p.queries +
+                        pass.chunk.first_query + at % pass.chunk.queries;
+  const bool has = head < pass.group_heads;
+  const int64_t own = token * p.heads + bg % p.groups * pass.group_heads + (has ? head : 0);
+  const auto load = [&](const void* from, uint32_t (&y)[4]) {
+    load_16_now<0>(static_cast<const char*>(from) + (own * kD + chunk * 8) * 2, has, y);
+  };
+  uint32_t q[4], out[4], dout[4];
+  load(p.q, q), load(x.out, out), load(x.dout, dout);
+  float sum = 0.f;
+  bool live = false;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 a = unpack_bf16(out[i]), b = unpack_bf16(dout[i]);
+    sum += a.x * b.x + a.y * b.y;
+    live |= (dout[i] & 0x7fff7fff) != 0;
+  }
+#pragma unroll
+  for (int mask = 1; mask < kTeam; mask *= 2) {
+    sum += __shfl_xor_sync(~0u, sum, mask);
+    live |= __shfl_xor_sync(~0u, int{live}, mask) != 0;
+  }
+  const float dlse = has ? x.dlse[own] : 0.f;
+  live |= dlse != 0.f;
+  uint8_t* const record = x.records + int64_t{blockIdx.x} * R::kBytes;
+  const uint32_t to = place<kD>(row, chunk);
+  *reinterpret_cast<uint4*>(record + to) =
+      live ? make_uint4(q[0], q[1], q[2], q[3]) : make_uint4(0, 0, 0, 0);
+  *reinterpret_cast<uint4*>(record + R::kRows + to) =
+      live ? make_uint4(dout[0], dout[1], dout[2], dout[3]) : make_uint4(0, 0, 0, 0);
+  if (chunk != 0) return;
+  reinterpret_cast<float*>(record + R::kLse)[row] = live ? x.lse[own] * kLog2E : INFINITY;
+  reinterpret_cast<float*>(record + R::kDelta)[row] = live ? sum - dlse : 0.f;
+}
+
+}  // namespace jax_dsa::htree
