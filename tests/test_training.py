@@ -20,7 +20,7 @@ from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import nn, training
-from jax_dsa.training import cli, report
+from jax_dsa.training import cli, data, evaluate, report
 from jax_dsa.training import trainer as trainer_module
 from jax_dsa.training.data import (
     BOS,
@@ -273,6 +273,21 @@ def test_layers_without_an_indexer_have_no_kl_but_a_recall():
     assert_matches(losses["kl"], found["kl"].mean(), 1e-5)
 
 
+def test_of_long_sequences_some_queries_are_asked(monkeypatch):
+    monkeypatch.setattr(evaluate, "_QUERIES", 7)
+    program = shared_program(CONFIG)
+    state, batch = program.init(), program.place(tokens())
+    found = Evaluator(program).selection(state, [tokens()])
+    logits = jax.jit(lambda *params: program.logits(*params, batch, sparse=False)[1])
+    (layer,) = logits(state.backbone.params, state.indexer.params)
+    mass = training.attention_mass(layer.q, layer.kv, layer.lse, scale=ATTENTION.scale)
+    chosen, _ = jax_dsa.indexer_topk(**layer.indexer._asdict(), top_k=4, is_causal=True)
+    asked = [t * 24 // 7 for t in range(7)]
+    asked = [t for t in asked if t >= 4]
+    held = np.take_along_axis(np.asarray(mass), np.asarray(chosen), -1).sum(-1)
+    np.testing.assert_allclose(found["indexer"], [held[:, asked].mean()], rtol=1e-5)
+
+
 def test_warmup_lowers_the_kl():
     config = dataclasses.replace(CONFIG, dense_steps=0, warmup_steps=60, indexer_learning_rate=1e-2)
     program = shared_program(config)
@@ -293,14 +308,15 @@ def shapes_in(jaxpr):
                 yield from shapes_in(inner)
 
 
-def test_the_large_preset_keeps_no_array_of_queries_by_keys():
-    config = training.PRESETS["h200"]()
+@pytest.mark.parametrize("preset", ["h200", "v32"])
+def test_the_large_presets_keep_no_array_of_queries_by_keys(preset):
+    config = training.PRESETS[preset]()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
     program = Program(config)
     state = jax.eval_shape(program._first_state)
     length = config.seq_len
     row = jax.ShapeDtypeStruct((config.batch_size, length), jnp.int32)
-    batch = Batch(inputs=row, targets=row)
+    batch = Batch(inputs=row, targets=row, segment_ids=row if config.packed else None)
     updates = (
         (program._dense, (state.backbone, state.indexer.params)),
         (program._warmup, (state.indexer, state.backbone.params)),
@@ -314,7 +330,8 @@ def test_the_large_preset_keeps_no_array_of_queries_by_keys():
 @pytest.mark.parametrize("library", [True, False])
 def test_files_are_split_by_their_path(tmp_path, monkeypatch, library):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    load = load_corpus if library else functools.partial(load_corpus, tmp_path)
+    root = None if library else tmp_path
+    load = functools.partial(load_corpus, root, tmp_path / "run")
     for i in range(60):
         (tmp_path / f"sub{i % 3}").mkdir(exist_ok=True)
         (tmp_path / f"sub{i % 3}" / f"m{i}.py").write_text(f"x = {i}\n")
@@ -331,7 +348,7 @@ def test_files_are_split_by_their_path(tmp_path, monkeypatch, library):
     assert set(old) <= set(new)  # no file changes sides when one is added
     assert first.fingerprint != again.fingerprint
     with pytest.raises(RunError, match="too few text files below"):
-        load_corpus(skipped)
+        load_corpus(skipped, tmp_path / "other")
 
 
 def texts(corpus):
@@ -349,14 +366,14 @@ def test_which_files_of_a_folder_are_text(tmp_path):
     for i in range(8):
         (tmp_path / f"d{i}.txt").write_text(f"d{i}")
     wanted = ["größer".encode(), b"\xff latin", b"", *(b"d%d" % i for i in range(8))]
-    alone = load_corpus(tmp_path)
+    alone = load_corpus(tmp_path, tmp_path / "runs")
     (tmp_path / "picture.png").write_bytes(b"PNG\0\1")
     (tmp_path / "link.txt").symlink_to(tmp_path / "d1.txt")
     for folder in (".hidden", "__pycache__", "runs"):
-        (tmp_path / folder).mkdir()
+        (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "metrics.csv").write_text("skipped")
     (tmp_path / ".hidden.txt").write_text("skipped")
-    found = load_corpus(tmp_path, exclude=tmp_path / "runs")
+    found = load_corpus(tmp_path, tmp_path / "runs")
     train, validation = texts(found)
     assert sorted(train + validation) == sorted(wanted)
     # Too few for one in twenty, yet one of them validates.
@@ -366,8 +383,56 @@ def test_which_files_of_a_folder_are_text(tmp_path):
     assert moved.fingerprint != found.fingerprint
 
 
-def test_the_standard_library_is_there():
-    found = load_corpus()
+def write_texts(folder, count=30, words=400):
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    names = ["alpha", "größe", "gamma", "delta"]
+    for i in range(count):
+        lines = [" ".join(rng.choice(names, 8)) for _ in range(words // 8)]
+        (folder / f"{i}.txt").write_text("\n".join(lines))
+
+
+def test_text_is_streamed_through_a_file(tmp_path, monkeypatch):
+    """In blocks, once, and again only when a file has changed."""
+    write_texts(tmp_path / "texts")
+    load = functools.partial(load_corpus, tmp_path / "texts")
+    whole = load(tmp_path / "whole")
+    monkeypatch.setattr(data, "_BLOCK", 100)
+    blocks = list(data._blocks(tmp_path / "texts" / "0.txt"))
+    assert all(block.endswith(b"\n") for block in blocks[:-1]) and len(blocks) > 5
+    assert b"".join(blocks) == (tmp_path / "texts" / "0.txt").read_bytes()
+    parts = load(tmp_path / "parts")
+    assert parts.fingerprint == whole.fingerprint and isinstance(parts.train, np.memmap)
+    monkeypatch.setattr(data, "_write_corpus", None)
+    assert load(tmp_path / "parts").fingerprint == whole.fingerprint
+    (tmp_path / "texts" / "0.txt").write_text("other")
+    with pytest.raises(TypeError):
+        load(tmp_path / "parts")
+
+
+def test_a_tokenizer_of_the_text(tmp_path):
+    pytest.importorskip("tokenizers")
+    write_texts(tmp_path / "texts")
+    load = functools.partial(load_corpus, tmp_path / "texts")
+    found, plain = load(tmp_path / "run", vocab=300), load(tmp_path / "bytes")
+    assert found.vocab == 300 and found.bos == 299 and found.files == plain.files
+    assert len(found.train) < len(plain.train) / 4
+    size = len(plain.train) + len(plain.validation)
+    read = found.bytes_per_token * (len(found.train) + len(found.validation))
+    assert round(read) == size and plain.bytes_per_token == 1
+    starts = [np.flatnonzero(half.validation == half.bos) for half in (found, plain)]
+    for first, other in zip(*starts, strict=True):
+        assert found.text(found.validation[first:]) == plain.text(plain.validation[other:])
+    again = load(tmp_path / "again", vocab=300)
+    assert again.fingerprint == found.fingerprint != plain.fingerprint
+    with pytest.raises(RunError, match="vocab is 256, want at least 257"):
+        load(tmp_path / "small", vocab=256)
+    with pytest.raises(RunError, match="corpus has 300 tokens, want those of the model, 257"):
+        trainer_module.Trainer(CONFIG, found, tmp_path / "run")
+
+
+def test_the_standard_library_is_there(tmp_path):
+    found = load_corpus(None, tmp_path)
     assert found.files[0] > 100 and found.files[1] > 5 and len(found.train) > 2e6
     assert platform.python_version() in found.name
 
@@ -384,6 +449,9 @@ def test_batches_are_a_function_of_their_number():
     for i in (5, 0, 3):
         np.testing.assert_array_equal(fresh[i], rows[4 * i : 4 * i + 4])
     assert (Batches(stream, 7, 4, seed=2)[0] != rows[:4]).any()
+    part = fresh.rows(2, [1, 3])
+    np.testing.assert_array_equal(part[[1, 3]], fresh[2][[1, 3]])
+    assert (part[[0, 2]] == 0).all()
     with pytest.raises(ValueError, match="want at least batch_size = 15"):
         Batches(stream, 7, 15, seed=1)
 
@@ -453,14 +521,14 @@ def test_generate_is_greedy_decoding():
 
 def interrupt_at(monkeypatch, number):
     """Sends SIGINT while the batch of that number is fetched."""
-    fetch = Batches.__getitem__
+    fetch = Batches.rows
 
-    def fetching(self, i):
+    def fetching(self, i, wanted):
         if i == number:
             signal.raise_signal(signal.SIGINT)
-        return fetch(self, i)
+        return fetch(self, i, wanted)
 
-    monkeypatch.setattr(Batches, "__getitem__", fetching)
+    monkeypatch.setattr(Batches, "rows", fetching)
 
 
 def timeless(rows):
@@ -537,7 +605,7 @@ def test_text_ends_with_its_file():
         ((a, 10, 7, b), "a\n\ufffdb"),
         ((), ""),
     ):
-        assert report._text(np.array(tokens, np.int32)) == text
+        assert report._printable(corpus().text(np.array(tokens, np.int32))) == text
 
 
 def test_rows_after_the_checkpoint_are_dropped(tmp_path):
@@ -610,6 +678,8 @@ def check_what_it_says(out, trainer):
     columns = ("recall_indexer", "recall_recency", "recall_best", "validation_kl")
     for name, value in zip(columns, found, strict=True):
         np.testing.assert_allclose(float(row[name]), value, rtol=1e-4, err_msg=name)
+    for name in ("recall_indexer", "validation_kl"):  # of the only layer
+        assert row[name] == row[f"{name}_layer_0"]
     assert int(row["step"]) * CONFIG.seq_len * CONFIG.batch_size == int(row["tokens"])
 
     prompt = corpus().validation[1 : CONFIG.seq_len // 3]  # behind the token that begins a file
@@ -658,7 +728,7 @@ def test_the_demo(tmp_path, monkeypatch, capsys):
         assert text in out
     check_what_it_says(out, trainer_module.Trainer(CONFIG, corpus(), folder))
     assert (folder / "curves.png").stat().st_size > 10_000
-    assert asked[0] == ((pathlib.Path("books"),), {"exclude": folder})
+    assert asked[0] == ((pathlib.Path("books"), folder), {"vocab": VOCAB})
     with pytest.raises(SystemExit):
         cli.main([*command, "--seed", "1"])
     assert "seed was 0, is 1" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from compare import assert_matches
 from quick import compile_quickly  # noqa: F401
-from test_training import CONFIG, STAGES, corpus
+from test_training import ATTENTION, CONFIG, STAGES, corpus
 
 from jax_dsa.training.data import Batches, RunError
 from jax_dsa.training.mesh import AXES, make_mesh
@@ -75,6 +76,39 @@ def test_what_a_device_holds_of_parameters_and_optimisers(axis, share):
     assert held <= share * sum(x.size for x in arrays)
 
 
+def test_what_a_context_axis_gathers():
+    """Keys once a layer, whose gradients are reduce-scattered: nothing of the queries' size."""
+    program = program_on(("context", 2))
+    c, rows, layers = ATTENTION, (4, CONFIG.seq_len), MESH_CONFIG.model.num_layers
+    state = program.init()
+    batch = program.place(np.zeros((4, CONFIG.seq_len + 1), np.int32), stripes=2)
+    with jax.set_mesh(program.mesh):
+        text = program._sparse.lower(state.backbone, state.indexer, batch).compile().as_text()
+    keys = [(*rows, 1, c.kv_rank + c.rope_dim), (*rows, c.index_dim)]
+    for name, shapes in (
+        ("all-gather", keys),
+        ("reduce-scatter", [(s[0], s[1] // 2, *s[2:]) for s in keys]),
+    ):
+        found = re.findall(rf"= \w+\[([\d,]*)\]\S* {name}\(", text)
+        want = sorted(",".join(map(str, shape)) for shape in shapes * layers)
+        assert sorted(found) == want, name
+
+
+def test_parts_of_a_batch_make_the_same_step():
+    config = dataclasses.replace(MESH_CONFIG, accumulate=2)
+    batch = Batches(corpus().train, config.seq_len + 1, config.batch_size, 0)[0]
+    for sizes in ({"data": 1}, {"data": 2}):
+        program = Program(config, make_mesh(sizes))
+        for stage, step in STAGES.items():
+            state = program.init()._replace(step=jnp.asarray(step, jnp.int32))
+            state, losses = program.step(state, batch)
+            want, want_losses = one_step()[stage]
+            assert_matches(losses, want_losses, 1e-5, stage)
+            for name in ("backbone", "indexer", "control"):
+                got, exact = getattr(state, name).opt, getattr(want, name).opt
+                assert_matches(got, exact, 1e-4, f"{stage} {name}", least=1e-3)
+
+
 def test_sizes_that_do_not_fit():
     assert make_mesh().shape == {"data": 8, "fsdp": 1, "context": 1, "tensor": 1}
     assert make_mesh({"tensor": 4}).shape["data"] == 2
@@ -86,9 +120,9 @@ def test_sizes_that_do_not_fit():
         with pytest.raises(RunError, match=message):
             make_mesh(sizes)
     for sizes, message in (
-        ({"data": 8}, r"batch_size is 4, want a multiple of the mesh's data \* fsdp = 8"),
-        ({"context": 5, "data": 1}, "seq_len is 24, want a multiple of the mesh's context = 5"),
-        ({"tensor": 4}, "num_heads is 2, want a multiple of the mesh's tensor = 4"),
+        ({"data": 8}, r"batch_size is 4, want a multiple of data \* fsdp \* accum.* = 8"),
+        ({"context": 5, "data": 1}, "seq_len is 24, want a multiple of context = 5"),
+        ({"tensor": 4}, "num_heads is 2, want a multiple of tensor = 4"),
     ):
         with pytest.raises(RunError, match=message):
             Program(MESH_CONFIG, make_mesh(sizes))

@@ -10,6 +10,7 @@ with needs_extra("flax", __name__):
     from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
     from jax_dsa.nn.linen import linen_dsattention
     from jax_dsa.nn.rotary import RopeLayout, hadamard, rope
+    from jax_dsa.nn.stripes import striped, unstriped
 
 __all__ = [
     "AttentionAux",
@@ -30,4 +31,6 @@ __all__ = [
     "hadamard",
     "linen_dsattention",
     "rope",
+    "striped",
+    "unstriped",
 ]

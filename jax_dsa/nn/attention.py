@@ -13,6 +13,7 @@ from jax_dsa.core.checks import FLOATS, INT32, Args
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
 from jax_dsa.nn.rotary import rope
+from jax_dsa.nn.stripes import striped, unstriped
 from jax_dsa.ops.dsa_attention import dsa_attention
 from jax_dsa.ops.indexer import indexer_topk
 from jax_dsa.ops.losses import dense_indexer_kl_loss
@@ -147,6 +148,7 @@ class DSAttention(nnx.Module):
         indices: Int[Array, "B T K"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        stripes: int = 1,
         sparse: bool = True,
     ) -> tuple[Float[Array, "B T M"], AttentionAux]:
         """Causal attention among the tokens of `x`.
@@ -158,34 +160,40 @@ class DSAttention(nnx.Module):
             positions: int32, for RoPE alone; by default each document counts from 0.
             segment_ids: int32, for several documents in one sequence: a run of equal numbers is a
                 document, and its tokens see no others. By default a sequence is one document.
+            stripes: in how many stripes all arrays store the sequence, a divisor of T; see
+                `jax_dsa.nn.stripes`. Selections are the tokens' places in the sequence.
             sparse: attend to the selected keys. False attends to all of them, and its `aux.kl` is
                 the indexer's warm-up loss over all of them.
         """
         c = self.config
         self._check_selection(indices, sparse)
-        positions, starts = _placed(x, positions, segment_ids)
+        positions, starts, ends = _placed(x, positions, segment_ids, stripes)
         p = self.mla.project(x, positions)
         index = None if self.indexer is None else self.indexer(x, p.q_latent, positions)
-        inputs: dict[str, Any] = {} if index is None else index._asdict()
+        # Keys by their places in the sequence, queries as they are stored.
+        kv = unstriped(p.kv, stripes)
+        inputs: dict[str, Any] = {} if index is None else index.unstriped_keys(stripes)._asdict()
+        seen: dict[str, Any] = {"starts": starts, "ends": ends, "is_causal": ends is None}
         q = self.mla.absorbed_queries(p)
         if sparse:
             out, dsa = dsa_attention(
                 q,
-                p.kv,
+                kv,
                 **inputs,
+                **seen,
                 top_k=c.top_k if indices is None else None,
                 indices=indices,
                 value_dim=c.kv_rank,
                 scale=c.scale,
-                starts=starts,
             )
             kl = None if index is None else dsa.kl
             return self.mla.output(out), AttentionAux(kl, dsa.lse, dsa.indices, q, p.kv, index)
-        y, lse = self.mla.dense(p, starts)
+        whole, first = jax.tree.map(lambda a: unstriped(a, stripes), (p, starts))
+        y, lse = (striped(a, stripes) for a in self.mla.dense(whole, first))
         kl = None
         if index is not None:
-            queries, keys = jax.lax.stop_gradient((q, p.kv))
-            kl = dense_indexer_kl_loss(**inputs, q=queries, kv=keys, scale=c.scale, starts=starts)
+            queries, keys = jax.lax.stop_gradient((q, kv))
+            kl = dense_indexer_kl_loss(**inputs, **seen, q=queries, kv=keys, scale=c.scale)
         return y, AttentionAux(kl, lse, None, q, p.kv, index)
 
     def decode(
@@ -245,22 +253,29 @@ def _placed(
     x: Float[Array, "B T M"],
     positions: Int[Array, "B T"] | None,
     segment_ids: Int[Array, "B T"] | None,
-) -> tuple[Int[Array, "B T"], Int[Array, "B T"] | None]:
-    """The tokens' positions, and the first tokens of their documents if there may be several."""
+    stripes: int,
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"] | None, Int[Array, "B T"] | None]:
+    """The tokens' positions; the first tokens of their documents, if there may be several; one past
+    their places in the sequence, if they are not stored in its order.
+    """
     args = Args("DSAttention", "x", x, "B T M")
     args.array("x", x, "B T M", FLOATS)
+    stripes = args.integer("stripes", stripes, 1)
+    args.option("stripes", stripes, x.shape[1] % stripes == 0, f"a divisor of T = {x.shape[1]}")
     rows = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    rows = striped(rows, stripes)
+    ends = None if stripes == 1 else rows + 1
     starts = None
     if segment_ids is not None:
-        ids = args.array("segment_ids", segment_ids, "B T", INT32)
-        starts = compat.left_to_compiler(_document_starts, ids)(ids)
+        ids = unstriped(args.array("segment_ids", segment_ids, "B T", INT32), stripes)
+        starts = striped(compat.left_to_compiler(document_starts, ids)(ids), stripes)
     if positions is not None:
-        return args.array("positions", positions, "B T", INT32), starts
-    return rows if starts is None else rows - starts, starts
+        return args.array("positions", positions, "B T", INT32), starts, ends
+    return rows if starts is None else rows - starts, starts, ends
 
 
-def _document_starts(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The first token of each token's document."""
+def document_starts(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The first token of each token's document, a run of equal `ids`."""
     begins = ids != jnp.roll(ids, 1, axis=1)
     rows = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     return jax.lax.cummax(jnp.where(begins, rows, 0), axis=1)

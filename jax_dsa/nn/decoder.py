@@ -57,6 +57,7 @@ class Block(nnx.Module):
         indices: Int[Array, "B T K"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        stripes: int = 1,
         sparse: bool = True,
     ) -> tuple[Float[Array, "B T M"], AttentionAux]:
         """Hidden states to hidden states, and what the attention found; see `DSAttention`."""
@@ -65,6 +66,7 @@ class Block(nnx.Module):
             indices=indices,
             positions=positions,
             segment_ids=segment_ids,
+            stripes=stripes,
             sparse=sparse,
         )
         x = x + y
@@ -100,6 +102,7 @@ class DecoderLM(nnx.Module):
         *,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        stripes: int = 1,
         sparse: bool = True,
         remat_policy: Callable[..., Any] | None = None,
         activation_sharding: Sharding | None = None,
@@ -108,7 +111,7 @@ class DecoderLM(nnx.Module):
 
         Args:
             tokens: int32 token numbers.
-            positions, segment_ids, sparse: see `DSAttention`.
+            positions, segment_ids, stripes, sparse: see `DSAttention`.
             remat_policy: recompute each block in the backward pass except for what this policy of
                 `jax.checkpoint` saves (`jax_dsa.training.remat_policy` makes one by name); None
                 saves everything.
@@ -131,7 +134,7 @@ class DecoderLM(nnx.Module):
             def run(
                 params: Any, x: jax.Array, arrays: dict[str, Any], graph: Any = graph
             ) -> tuple[jax.Array, AttentionAux]:
-                return nnx.merge(graph, params)(x, **arrays, sparse=sparse)
+                return nnx.merge(graph, params)(x, **arrays, stripes=stripes, sparse=sparse)
 
             if remat_policy is not None:
                 run = jax.checkpoint(run, policy=remat_policy)

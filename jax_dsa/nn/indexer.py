@@ -10,6 +10,7 @@ from flax import nnx
 
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.rotary import hadamard, rope
+from jax_dsa.nn.stripes import unstriped
 from jax_dsa.ops.quantize_fp8 import quantize_fp8
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ class IndexerInputs(NamedTuple):
     index_k: Float[Array, "B T C"]
     index_weights: Float[Array, "B T J"]
     index_k_scale: Float[Array, "B T"] | None
+
+    def unstriped_keys(self, stripes: int) -> IndexerInputs:
+        """With the keys by their places in the sequence; see `jax_dsa.nn.stripes`."""
+        k, scale = jax.tree.map(lambda a: unstriped(a, stripes), (self.index_k, self.index_k_scale))
+        return self._replace(index_k=k, index_k_scale=scale)
 
 
 class LightningIndexer(nnx.Module):

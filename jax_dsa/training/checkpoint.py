@@ -17,12 +17,13 @@ class Checkpoints:
     """The newest states of one run, kept by Orbax in a folder.
 
     A checkpoint is the `TrainState` (parameters, optimisers, random key, and the step, which is
-    also the position in the data) and a small dictionary. It is written beside the training and
-    appears under its final name only when complete, so an interrupted write leaves the one before.
+    also the position in the data) and a small dictionary. Each device's part is written beside the
+    training, and the checkpoint gets its final name only when complete: whenever a run is killed,
+    the newest one that is named so is whole.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def latest(self) -> int | None:
@@ -47,7 +48,9 @@ class Checkpoints:
         return dict(self._manager.restore(step, args=args)["facts"])
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """The state of a checkpoint, with the shapes, dtypes and shardings of `like`."""
+        """The state of a checkpoint, with the shapes, dtypes and shardings of `like`, which may be
+        those of another mesh.
+        """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
         return self._manager.restore(step, args=args)["state"]

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+from jax.experimental import multihost_utils
 
 from jax_dsa.core.extras import needs_extra
 
 with needs_extra("examples", __name__):
     from jax_dsa.training import report
     from jax_dsa.training.config import PRESETS
-    from jax_dsa.training.data import RunError, load_corpus
+    from jax_dsa.training.data import VOCAB, Corpus, RunError, load_corpus
     from jax_dsa.training.mesh import AXES, make_mesh
     from jax_dsa.training.trainer import Trainer
 
@@ -27,40 +28,62 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the demo; 0 if it finished, 130 if it was interrupted and can be resumed."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.distributed:
+        jax.distributed.initialize()
+    say = print if jax.process_index() == 0 else _nothing
     config = PRESETS[args.preset]()
-    given = {k: getattr(args, k) for k in ("dense_steps", "warmup_steps", "sparse_steps", "seed")}
-    config = dataclasses.replace(config, **{k: v for k, v in given.items() if v is not None})
+    settings = ("dense_steps", "warmup_steps", "sparse_steps", "seed", "packed", "accumulate")
+    given = {name: getattr(args, name) for name in settings}
+    model = dataclasses.replace(config.model, vocab=args.vocab)
+    config = dataclasses.replace(
+        config, model=model, **{k: v for k, v in given.items() if v is not None}
+    )
     folder = args.run_dir or Path("runs") / args.preset
     try:
-        corpus = load_corpus(args.data, exclude=folder)
-        if args.restart:
-            shutil.rmtree(folder, ignore_errors=True)
+        corpus = _load(args, folder)
         mesh = make_mesh(args.mesh)
         trainer = Trainer(config, corpus, folder, mesh)
     except RunError as error:
         parser.error(str(error))
     size = sum(x.size for x in jax.tree.leaves(trainer.state.backbone.params))
     index = sum(x.size for x in jax.tree.leaves(trainer.state.indexer.params))
-    print(
-        f"{corpus.name}: {corpus.files[0]} files, {len(corpus.train) / 1e6:.1f} MB to train on; "
-        f"{corpus.files[1]} files, {len(corpus.validation) / 1e6:.1f} MB to validate on\n"
+    unit = "bytes" if args.vocab == VOCAB else "tokens"
+    say(
+        f"{corpus.name}: {corpus.files[0]} files, {len(corpus.train) / 1e6:.1f} M {unit} to train "
+        f"on; {corpus.files[1]} files, {len(corpus.validation) / 1e6:.1f} M {unit} to validate on\n"
         f"model: {size / 1e6:.2f} M parameters and {index / 1e6:.2f} M in the indexers; "
-        f"sequences of {config.seq_len} bytes, {config.model.attention.top_k} keys selected\n"
+        f"sequences of {config.seq_len} {unit}, {config.model.attention.top_k} keys selected\n"
         f"{_devices(mesh)}; run folder: {folder}"
         + (f"; going on from step {trainer.step}" if trainer.step else "")
     )
     if not trainer.run():
-        print(f"\nstopped after step {trainer.step}; the same command goes on from there")
+        say(f"\nstopped after step {trainer.step}; the same command goes on from there")
         return 130
 
     results = report.evaluate(trainer)
     prompt, continuation = report.sample(trainer)
     picture = folder / "curves.png"
-    report.plot(trainer, results, picture)
-    print(f"\nValidation text | the model's continuation:\n\n{prompt}|{continuation}")
-    print(f"\n{report.table(results, trainer)}")
-    print(f"\n{trainer.seconds:.0f} s of training; {trainer.log.path}, {picture}")
+    if jax.process_index() == 0:
+        report.plot(trainer, results, picture)
+    say(f"\nValidation text | the model's continuation:\n\n{prompt}|{continuation}")
+    say(f"\n{report.table(results, trainer)}")
+    say(f"\n{trainer.seconds:.0f} s of training; {trainer.log.path}, {picture}")
     return 0
+
+
+def _load(args: argparse.Namespace, folder: Path) -> Corpus:
+    """The text, which the first process writes as tokens and all read. Begins anew if asked to."""
+    corpus = None
+    if jax.process_index() == 0:
+        corpus = load_corpus(args.data, folder, vocab=args.vocab)
+        if args.restart:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    multihost_utils.sync_global_devices("corpus")
+    return corpus or load_corpus(args.data, folder, vocab=args.vocab)
+
+
+def _nothing(_: str) -> None:
+    pass
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,13 +95,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
     parser.add_argument("--data", type=Path, help="folder of text, default Python's own sources")
     parser.add_argument("--run-dir", type=Path, help="default runs/PRESET")
-    parser.add_argument("--restart", action="store_true", help="delete the run folder first")
+    parser.add_argument("--restart", action="store_true", help="begin anew")
+    parser.add_argument(
+        "--vocab",
+        type=int,
+        default=VOCAB,
+        help="train a tokenizer of this size on the text; default bytes",
+    )
     parser.add_argument("--seed", type=int)
     parser.add_argument(
         "--mesh",
         type=_mesh_sizes,
         metavar="AXIS=SIZE,...",
         help=f"sizes of the axes {', '.join(AXES)}; default 1, and for data all devices left",
+    )
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="be one of several processes, which jax.distributed.initialize() finds",
+    )
+    parser.add_argument(
+        "--packed", action="store_true", default=None, help="let no token see another file's"
+    )
+    parser.add_argument(
+        "--accumulate", type=int, help="parts of a batch that a step goes through one by one"
     )
     for stage in ("dense", "warmup", "sparse"):
         parser.add_argument(f"--{stage}-steps", type=int, help=f"length of the {stage} stage")

@@ -1,4 +1,4 @@
-"""What a training run consists of, and the two presets of the demo."""
+"""What a training run consists of, and its presets."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ class TrainConfig:
     final_learning_rate: float = 0.1
     """Share of the learning rate that the decay during the sparse stage ends at."""
     seed: int = 0
+    accumulate: int = 1
+    """Parts of a batch that a step goes through one after the other, to take less memory."""
+    packed: bool = False
+    """No token sees another document. Otherwise a window of the text is one sequence to the model,
+    whatever it consists of."""
+
+    @property
+    def bos(self) -> int:
+        """The token that begins a document: the vocabulary's last one."""
+        return self.model.vocab - 1
 
     @property
     def total_steps(self) -> int:
@@ -139,4 +149,45 @@ def h200_preset() -> TrainConfig:
     )
 
 
-PRESETS = {"cpu": cpu_preset, "h200": h200_preset}
+def v32_preset() -> TrainConfig:
+    """Two layers with DeepSeek-V3.2's attention on sequences of 131072 tokens, to be measured.
+
+    The feed-forward layers are narrow: they are not what such a run is to show.
+    """
+    attention = AttentionConfig(
+        model_dim=7168,
+        num_heads=128,
+        q_rank=1536,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        v_dim=128,
+        index_heads=64,
+        index_dim=128,
+        index_rope_dim=64,
+        top_k=2048,
+        dtype=jnp.bfloat16,
+    )
+    return TrainConfig(
+        model=DecoderConfig(attention, vocab=VOCAB, num_layers=2, mlp_dim=4096),
+        seq_len=131072,
+        batch_size=1,
+        dense_steps=10,
+        warmup_steps=10,
+        sparse_steps=10,
+        learning_rate=2e-4,
+        indexer_learning_rate=1e-3,
+        ramp_steps=5,
+        remat="selection",
+        log_every=1,
+        probe_every=10,
+        probe_sequences=1,
+        eval_sequences=1,
+        eval_batch=1,
+        checkpoint_every=100,
+        sample_tokens=200,
+        packed=True,
+    )
+
+
+PRESETS = {"cpu": cpu_preset, "h200": h200_preset, "v32": v32_preset}

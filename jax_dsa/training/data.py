@@ -1,4 +1,4 @@
-"""Text as bytes: a folder of it, or what every machine has, the sources of Python's standard
+"""Text as tokens: a folder of it, or what every machine has, the sources of Python's standard
 library.
 """
 
@@ -7,20 +7,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import json
 import platform
+import shutil
 import sysconfig
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jax_dsa.core.extras import needs_extra
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 BOS = 256
 """The token between files; tokens 0..255 are bytes."""
 VOCAB = 257
+HALVES = ("train", "validation")
+_BLOCK = 2**22
 
 _VALIDATION_SHARE = 20  # one file in this many
 _SKIPPED_SOURCES = {
@@ -43,56 +49,154 @@ class RunError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Token streams of the two halves of the split, each file preceded by `BOS`."""
+    """Token streams of the two halves of the split, each file preceded by the token `bos`.
+
+    They may lie in files that are mapped into memory: only what is used is read.
+    """
 
     train: np.ndarray
     validation: np.ndarray
     files: tuple[int, int]
     """How many files are in each half."""
     name: str
+    vocab: int = VOCAB
+    size: int | None = None
+    """Bytes of text in both halves; None where tokens are bytes."""
+    tokenizer: Path | None = None
+    """File of the tokenizer, or None where tokens are bytes."""
+
+    @property
+    def bos(self) -> int:
+        """The token that begins a file: the vocabulary's last one."""
+        return self.vocab - 1
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of text, with one for the beginning of a file."""
+        tokens = len(self.train) + len(self.validation)
+        return 1.0 if self.size is None else (self.size + sum(self.files)) / tokens
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The same for the same text, whatever its name."""
+        """The same for the same tokens, whatever the text's name."""
         halves = self.train, self.validation
         digest = hashlib.sha256(b"".join(hashlib.sha256(half.data).digest() for half in halves))
         tokens = sum(len(half) for half in halves)
         return f"{sum(self.files)} files, {tokens} tokens, sha256 {digest.hexdigest()[:16]}"
 
+    def text(self, tokens: np.ndarray) -> str:
+        """What they say, up to the end of the file."""
+        body = tokens[1:] if len(tokens) and tokens[0] == self.bos else tokens
+        ends = np.flatnonzero(body == self.bos)
+        body = body[: ends[0]] if len(ends) else body
+        if self.tokenizer is None:
+            return bytes(int(t) for t in body).decode("utf-8", "replace")
+        return _tokenizer(self.tokenizer).decode([int(t) for t in body])
 
-def load_corpus(root: Path | None = None, *, exclude: Path | None = None) -> Corpus:
-    """Reads every text file below the folder `root`, by default the running interpreter's standard
-    library.
+
+def load_corpus(root: Path | None, folder: Path, *, vocab: int = VOCAB) -> Corpus:
+    """Turns every text file below the folder `root`, by default the running interpreter's standard
+    library, into tokens.
 
     Text is what has no byte 0, in any encoding. Links are skipped, and so are hidden files and
-    folders, `__pycache__`, and what lies below `exclude`; of the standard library, all that is not
+    folders, `__pycache__`, and what lies below `folder`; of the standard library, all that is not
     source.
 
     A file is in the validation half if a checksum of its path says so: the split is the same on
     every run, and does not change for the other files when one is added, unless there are so few
     that none would validate.
+
+    Tokens are bytes or, with another `vocab`, those of a byte-level BPE tokenizer of that size
+    trained on the training half. They are written to `folder`/corpus, block by block, and used
+    again while no file changes.
     """
     if root is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         name = f"the standard library of Python {platform.python_version()}"
-        paths = _sources(root)
+        paths = list(_sources(root))
     else:
         name = str(root)
-        paths = _files(root, exclude)
-    files: list[tuple[int, np.ndarray]] = []
-    start = np.array([BOS], np.uint16)
-    for path in paths:
-        text = path.read_bytes()
-        if b"\0" not in text:
-            checksum = zlib.crc32(path.relative_to(root).as_posix().encode()) % _VALIDATION_SHARE
-            files.append((checksum, np.concatenate([start, np.frombuffer(text, np.uint8)])))
-    lowest = min((checksum for checksum, _ in files), default=0)  # 0, unless files are few
-    validation = [tokens for checksum, tokens in files if checksum == lowest]
-    train = [tokens for checksum, tokens in files if checksum != lowest]
+        paths = list(_files(root, folder))
+    stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
+    source = hashlib.sha256(json.dumps([str(root), vocab, stats]).encode()).hexdigest()
+    target = folder / "corpus"
+    facts = target / "facts.json"
+    if not facts.exists() or json.loads(facts.read_text())["source"] != source:
+        _write_corpus(root, paths, target, vocab, source)
+    known = json.loads(facts.read_text())
+    train, validation = (np.memmap(target / half, _dtype(vocab), "r") for half in HALVES)
+    return Corpus(
+        train,
+        validation,
+        files=(known["files"][0], known["files"][1]),
+        name=name,
+        vocab=vocab,
+        size=None if vocab == VOCAB else known["size"],
+        tokenizer=None if vocab == VOCAB else target / "tokenizer.json",
+    )
+
+
+def _write_corpus(root: Path, paths: list[Path], target: Path, vocab: int, source: str) -> None:
+    """Makes the folder `target`; it appears under its name only when complete."""
+    texts = [path for path in paths if all(b"\0" not in block for block in _blocks(path))]
+    checksums = [
+        zlib.crc32(path.relative_to(root).as_posix().encode()) % _VALIDATION_SHARE for path in texts
+    ]
+    lowest = min(checksums, default=0)  # 0, unless files are few
+    validation = [path for path, checksum in zip(texts, checksums) if checksum == lowest]
+    train = [path for path, checksum in zip(texts, checksums) if checksum != lowest]
     if not train:
-        raise RunError(f"load_corpus: too few text files below {root} to split: got {len(files)}")
-    counts = len(train), len(validation)
-    return Corpus(np.concatenate(train), np.concatenate(validation), counts, name)
+        raise RunError(f"load_corpus: too few text files below {root} to split: got {len(texts)}")
+    new = target.with_suffix(".tmp")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    encode = _bytes if vocab == VOCAB else _trained(train, vocab, new / "tokenizer.json")
+    start = np.array([vocab - 1], _dtype(vocab))
+    for half, files in zip(HALVES, (train, validation)):
+        with (new / half).open("wb") as stream:
+            for path in files:
+                start.tofile(stream)
+                for block in _blocks(path):
+                    encode(block).astype(start.dtype).tofile(stream)
+    size = sum(path.stat().st_size for path in texts)
+    facts = {"source": source, "files": [len(train), len(validation)], "size": size}
+    (new / "facts.json").write_text(json.dumps(facts))
+    shutil.rmtree(target, ignore_errors=True)
+    new.rename(target)
+
+
+def _dtype(vocab: int) -> np.dtype:
+    return np.min_scalar_type(vocab - 1)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The file in pieces that end with a line, where its lines are shorter than a piece."""
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            yield block + (file.readline(_BLOCK) if len(block) == _BLOCK else b"")
+
+
+def _bytes(block: bytes) -> np.ndarray:
+    return np.frombuffer(block, np.uint8)
+
+
+def _trained(files: list[Path], vocab: int, path: Path) -> Callable[[bytes], np.ndarray]:
+    """The encoding by a tokenizer trained on the files, which is stored at `path`."""
+    if vocab < VOCAB:
+        raise RunError(f"load_corpus: vocab is {vocab}, want at least {VOCAB}")
+    with needs_extra("tokenizers", __name__):
+        from tokenizers import ByteLevelBPETokenizer
+    texts = (block.decode("utf-8", "replace") for file in files for block in _blocks(file))
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(texts, vocab_size=vocab - 1, show_progress=False)
+    trained.save(str(path))
+    return lambda block: np.array(trained.encode(block.decode("utf-8", "replace")).ids)
+
+
+def _tokenizer(path: Path) -> Any:
+    with needs_extra("tokenizers", __name__):
+        from tokenizers import Tokenizer
+    return Tokenizer.from_file(str(path))
 
 
 def _sources(root: Path) -> Iterator[Path]:
@@ -102,14 +206,14 @@ def _sources(root: Path) -> Iterator[Path]:
             yield path
 
 
-def _files(root: Path, exclude: Path | None) -> Iterator[Path]:
-    excluded = None if exclude is None else exclude.resolve()
+def _files(root: Path, exclude: Path) -> Iterator[Path]:
+    excluded = exclude.resolve()
     for path in sorted(root.rglob("*")):
         parts = path.relative_to(root).parts
         hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
         if hidden or path.is_symlink() or not path.is_file():
             continue
-        if excluded is None or not path.resolve().is_relative_to(excluded):
+        if not path.resolve().is_relative_to(excluded):
             yield path
 
 
@@ -132,9 +236,14 @@ class Batches:
 
     def __getitem__(self, number: int) -> np.ndarray:
         """Batch `number`, int32 [batch_size, length]."""
-        first = number * self.batch_size
-        rows = [self._window(first + row) for row in range(self.batch_size)]
-        return np.stack(rows).astype(np.int32)
+        return self.rows(number, range(self.batch_size))
+
+    def rows(self, number: int, wanted: Iterable[int]) -> np.ndarray:
+        """Batch `number`, of which only the wanted rows are read; the others are 0."""
+        batch = np.zeros((self.batch_size, self.length), np.int32)
+        for row in wanted:
+            batch[row] = self._window(number * self.batch_size + row)
+        return batch
 
     def _window(self, number: int) -> np.ndarray:
         epoch, position = divmod(number, self.windows)

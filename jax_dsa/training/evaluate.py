@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core.typing import Array, Float
+from jax_dsa.nn.attention import document_starts
 from jax_dsa.ops.indexer import indexer_topk
 from jax_dsa.ops.topk import topk
 from jax_dsa.training.losses import next_token_loss
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from jax_dsa.training.steps import Batch, Params, Program, TrainState
 
+_QUERIES = 8192
+"""Of longer sequences as many queries, evenly spread, are asked what they select."""
 SELECTIONS = ("indexer", "random", "recency", "best")
 
 
@@ -71,20 +74,29 @@ class Evaluator:
         config = self.program.config.model.attention
         _, layers = self.program.logits(backbone, indexer, batch, sparse=False)
         rows, length = batch.inputs.shape
-        ends = jnp.broadcast_to(jnp.arange(1, length + 1, dtype=jnp.int32), (rows, length))
+        asked = jnp.arange(min(length, _QUERIES)) * length // min(length, _QUERIES)
+        ends = jnp.broadcast_to(asked.astype(jnp.int32) + 1, (rows, len(asked)))
+        starts = jnp.zeros_like(ends)
+        if batch.segment_ids is not None:
+            starts = document_starts(batch.segment_ids)[:, asked]
         found: list[dict[str, jax.Array]] = []
         for layer in layers:
-            mass = attention_mass(layer.q, layer.kv, layer.lse, scale=config.scale)
+            q, lse = layer.q[:, asked], layer.lse[:, asked]
+            mass = attention_mass(q, layer.kv, lse, scale=config.scale, starts=starts, ends=ends)
             if layer.indexer is not None:
+                inputs = layer.indexer._replace(
+                    index_q=layer.indexer.index_q[:, asked],
+                    index_weights=layer.indexer.index_weights[:, asked],
+                )
                 chosen, _ = indexer_topk(
-                    **layer.indexer._asdict(), top_k=config.top_k, is_causal=True
+                    **inputs._asdict(), top_k=config.top_k, starts=starts, ends=ends
                 )
             selections = {
                 "indexer": chosen,
-                "random": random_indices(key, rows, length, config.top_k),
-                "recency": recency_indices(rows, length, config.top_k),
-                "best": topk(mass, config.top_k, ends=ends),
+                "random": random_indices(key, rows, length, config.top_k, starts, ends),
+                "recency": recency_indices(rows, len(asked), config.top_k, starts, ends),
+                "best": topk(mass, config.top_k, starts=starts, ends=ends),
             }
-            found.append({name: mass_recall(mass, i) for name, i in selections.items()})
+            found.append({k: mass_recall(mass, i, starts, ends) for k, i in selections.items()})
         recalls = jax.tree.map(lambda *x: jnp.stack(x), *found)
         return recalls | {"kl": jnp.stack([x.kl for x in layers if x.kl is not None])}

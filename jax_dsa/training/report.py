@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from jax_dsa.training.data import BOS
+from jax_dsa.training.data import VOCAB
 from jax_dsa.training.evaluate import SELECTIONS
 from jax_dsa.training.sampling import generate
 
@@ -102,12 +104,13 @@ def table(results: Results, trainer: Trainer) -> str:
     """The results as text."""
     config = trainer.config
     top_k, length = config.model.attention.top_k, config.seq_len
+    bits = 1 / (math.log(2) * trainer.corpus.bytes_per_token)
 
     def loss(name: str, value: float) -> tuple[str, str, str]:
-        return name, f"{value:.4f}", f"{value / math.log(2):.4f}"
+        return name, f"{value:.4f}", f"{value * bits:.4f}"
 
     losses = [
-        ("validation loss", "nats/byte", "bits/byte"),
+        ("validation loss", f"nats/{_unit(trainer)}", "bits/byte"),
         loss(f"sparse attention, top {top_k} of up to {length} keys", results.sparse),
         loss("same model, dense attention", results.dense),
         loss("control: dense attention throughout", results.control),
@@ -131,6 +134,10 @@ def table(results: Results, trainer: Trainer) -> str:
     return "\n\n".join([_grid(losses), _grid(recalls), _grid(rates), "\n".join(checks)])
 
 
+def _unit(trainer: Trainer) -> str:
+    return "byte" if trainer.corpus.vocab == VOCAB else "token"
+
+
 def _grid(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
 
@@ -148,32 +155,29 @@ def sample(trainer: Trainer) -> tuple[str, str]:
 
     Together no longer than the sequences of training: the model knows no position beyond.
     """
-    config, tokens = trainer.config, trainer.corpus.validation
+    config, tokens = trainer.config, trainer.corpus.validation[:1_000_000]
     length = min(300, config.seq_len // 3)
     steps = min(config.sample_tokens, config.seq_len - length)
     mark = b"\n    def "
-    found = tokens.astype(np.uint8).tobytes().find(mark, length)
+    is_bytes = trainer.corpus.vocab == VOCAB
+    found = tokens.astype(np.uint8).tobytes().find(mark, length) if is_bytes else -1
     end = found + len(mark) if found >= 0 else length
     prompt = tokens[end - length : end].astype(np.int32)
     state = trainer.state
     key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), config.total_steps)
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=NamedSharding(trainer.program.mesh, PartitionSpec()))
     def decode(backbone: Any, indexer: Any, prompt: jax.Array) -> jax.Array:
         model = trainer.program.model(backbone, indexer)
         return generate(model, prompt, steps, key, temperature=0.8)
 
     with jax.set_mesh(trainer.program.mesh):
         out = decode(state.backbone.params, state.indexer.params, prompt[None])
-    return _text(prompt), _text(np.asarray(out[0]))
+    text = trainer.corpus.text
+    return _printable(text(prompt)), _printable(text(np.asarray(out[0])))
 
 
-def _text(tokens: np.ndarray) -> str:
-    """Up to the end of the file, printable."""
-    body = tokens[1:] if len(tokens) and tokens[0] == BOS else tokens
-    ends = np.flatnonzero(body == BOS)
-    body = body[: ends[0]] if len(ends) else body
-    text = bytes(int(t) for t in body).decode("utf-8", "replace")
+def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 
@@ -220,7 +224,11 @@ def plot(trainer: Trainer, results: Results, path: Path) -> None:
     control = series("validation_control")
     loss.plot(*control, "^--", color=ORANGE, ms=4, label="validation, dense control")
     low = min(dense[1].min(), results.sparse)
-    loss.set(title="Language model loss", ylabel="nats per byte", ylim=(low - 0.25, low + 1.5))
+    loss.set(
+        title="Language model loss",
+        ylabel=f"nats per {_unit(trainer)}",
+        ylim=(low - 0.25, low + 1.5),
+    )
 
     draw_batches(kl, "kl", GREEN)
     kl.plot(*series("validation_kl"), "o-", color=GREEN, ms=4, label="validation, all keys")

@@ -6,18 +6,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn import DecoderLM
+from jax_dsa.nn.stripes import striped
 from jax_dsa.training.data import RunError
 from jax_dsa.training.losses import INDEXER, indexer_loss, next_token_loss
 from jax_dsa.training.mesh import BATCH, annotate, fitted, make_mesh, shardings
 from jax_dsa.training.remat import remat_policy
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Callable
+
     from jax.sharding import Mesh
 
     from jax_dsa.nn import AttentionAux
@@ -32,6 +35,8 @@ class Batch(NamedTuple):
     inputs: Int[Array, "B T"]
     targets: Int[Array, "B T"]
     """The token that follows each of the inputs."""
+    segment_ids: Int[Array, "B T"] | None
+    """The inputs' documents, or None if a sequence counts as one."""
 
 
 class Learner(NamedTuple):
@@ -66,6 +71,7 @@ class Program:
         self.config = config
         self.mesh = make_mesh({"data": 1}) if mesh is None else mesh
         self._check_sizes()
+        self._stripes = self.mesh.shape["context"]  # so that these devices have equal causal work
         self._graph: Any = nnx.graphdef(nnx.eval_shape(lambda: self._first_model(nnx.Rngs(0))))
         self._indexers = config.model.layers.count("full")
         self.backbone_optimizer = _optimizer(
@@ -94,16 +100,26 @@ class Program:
         with jax.set_mesh(self.mesh):
             return self._init()
 
-    def place(self, tokens: np.ndarray) -> Batch:
+    def place(self, tokens: np.ndarray, stripes: int = 1) -> Batch:
         """A batch [B, seq_len + 1] of tokens on the devices. Each process needs only the rows that
         its devices hold.
         """
         sharding = fitted(self.mesh, BATCH, tokens[:, 1:].shape)
 
         def put(x: np.ndarray) -> jax.Array:
+            x = striped(x, stripes)
             return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-        return Batch(inputs=put(tokens[:, :-1]), targets=put(tokens[:, 1:]))
+        inputs, segment_ids = tokens[:, :-1], None
+        if self.config.packed:
+            segment_ids = put(np.cumsum(inputs == self.config.bos, axis=1, dtype=np.int32))
+        return Batch(put(inputs), put(tokens[:, 1:]), segment_ids)
+
+    def local_rows(self) -> set[int]:
+        """The rows of a batch that devices of this process hold."""
+        shape = self.config.batch_size, self.config.seq_len
+        indices = fitted(self.mesh, BATCH, shape).addressable_devices_indices_map(shape).values()
+        return {row for index in indices if index for row in range(shape[0])[index[0]]}
 
     def step(self, state: TrainState, tokens: np.ndarray) -> tuple[TrainState, dict[str, Array]]:
         """The state after one more batch [B, seq_len + 1] of tokens, and the batch's losses.
@@ -114,7 +130,7 @@ class Program:
         backbone, indexer, control = state.backbone, state.indexer, state.control
         step = int(state.step)
         stage = self.config.stage(step)
-        batch = self.place(tokens)
+        batch = self.place(tokens, self._stripes)
         with jax.set_mesh(self.mesh):
             if stage == "dense":
                 backbone, lm = self._dense(backbone, indexer.params, batch)
@@ -131,12 +147,21 @@ class Program:
             return TrainState(state.step + 1, state.rng, backbone, indexer, control), losses
 
     def logits(
-        self, backbone: Params, indexer: Params, batch: Batch, *, sparse: bool, remat: str = "none"
+        self,
+        backbone: Params,
+        indexer: Params,
+        batch: Batch,
+        *,
+        sparse: bool,
+        stripes: int = 1,
+        remat: str = "none",
     ) -> tuple[Float[Array, "B T V"], list[AttentionAux]]:
         """What the model with these parameters makes of a batch."""
         hidden = (*batch.inputs.shape, self.config.model.attention.model_dim)
         return self.model(backbone, indexer)(
             batch.inputs,
+            segment_ids=batch.segment_ids,
+            stripes=stripes,
             sparse=sparse,
             remat_policy=remat_policy(remat),
             activation_sharding=fitted(self.mesh, BATCH, hidden),
@@ -150,26 +175,35 @@ class Program:
         self, backbone: Params, indexer: Params, batch: Batch, sparse: bool
     ) -> tuple[jax.Array, jax.Array]:
         logits, layers = self.logits(
-            backbone, indexer, batch, sparse=sparse, remat=self.config.remat
+            backbone,
+            indexer,
+            batch,
+            sparse=sparse,
+            stripes=self._stripes,
+            remat=self.config.remat,
         )
         return next_token_loss(logits, batch.targets), indexer_loss(layers)
 
     def _dense_update(
         self, backbone: Learner, indexer: Params, batch: Batch
     ) -> tuple[Learner, jax.Array]:
-        lm, grads = jax.value_and_grad(lambda p: self._losses(p, indexer, batch, False)[0])(
-            backbone.params
-        )
+        def graded(part: Batch) -> tuple[jax.Array, Params]:
+            return jax.value_and_grad(lambda p: self._losses(p, indexer, part, False)[0])(
+                backbone.params
+            )
+
+        lm, grads = self._mean(graded, batch)
         return _update(self.backbone_optimizer, backbone, grads), lm
 
     def _warmup_update(
         self, indexer: Learner, backbone: Params, batch: Batch
     ) -> tuple[Learner, jax.Array, jax.Array]:
-        def loss(params: Params) -> tuple[jax.Array, jax.Array]:
-            lm, kl = self._losses(backbone, params, batch, False)
+        def loss(params: Params, part: Batch) -> tuple[jax.Array, jax.Array]:
+            lm, kl = self._losses(backbone, params, part, False)
             return kl, lm
 
-        (kl, lm), grads = jax.value_and_grad(loss, has_aux=True)(indexer.params)
+        graded = jax.value_and_grad(loss, has_aux=True)
+        (kl, lm), grads = self._mean(lambda part: graded(indexer.params, part), batch)
         indexer = _update(self.indexer_optimizer, indexer, grads)
         return indexer, lm, kl / self._indexers
 
@@ -177,19 +211,34 @@ class Program:
         self, backbone: Learner, indexer: Learner, batch: Batch
     ) -> tuple[Learner, Learner, jax.Array, jax.Array]:
         def loss(
-            backbone: Params, indexer: Params
+            backbone: Params, indexer: Params, part: Batch
         ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            lm, kl = self._losses(backbone, indexer, batch, True)
+            lm, kl = self._losses(backbone, indexer, part, True)
             return lm + kl, (lm, kl)
 
         # One backward pass for both losses: their gradients do not mix, nor do the norms that each
         # optimiser clips by.
-        (_, (lm, kl)), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
-            backbone.params, indexer.params
+        graded = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        (_, (lm, kl)), grads = self._mean(
+            lambda part: graded(backbone.params, indexer.params, part), batch
         )
         backbone = _update(self.backbone_optimizer, backbone, grads[0])
         indexer = _update(self.indexer_optimizer, indexer, grads[1])
         return backbone, indexer, lm, kl / self._indexers
+
+    def _mean(self, fun: Callable[[Batch], Any], batch: Batch) -> Any:
+        """The mean of `fun` over the parts of a batch, one after the other."""
+        parts = self.config.accumulate
+        if parts == 1:
+            return fun(batch)
+        # A part takes every so many rows: some from each device.
+        cut = jax.tree.map(lambda x: x.reshape(-1, parts, x.shape[1]).swapaxes(0, 1), batch)
+        shapes = jax.eval_shape(fun, jax.tree.map(lambda x: x[0], cut))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        total, _ = jax.lax.scan(
+            lambda total, part: (jax.tree.map(jnp.add, total, fun(part)), None), zeros, cut
+        )
+        return jax.tree.map(lambda x: x / parts, total)
 
     def _first_model(self, rngs: nnx.Rngs) -> DecoderLM:
         model = DecoderLM(self.config.model, rngs=rngs)
@@ -210,16 +259,14 @@ class Program:
 
     def _check_sizes(self) -> None:
         sizes, c = self.mesh.shape, self.config
-        replicas = sizes["data"] * sizes["fsdp"]
+        rows = sizes["data"] * sizes["fsdp"] * c.accumulate
         for name, size, parts, axes in (
-            ("batch_size", c.batch_size, replicas, "data * fsdp"),
+            ("batch_size", c.batch_size, rows, "data * fsdp * accumulate"),
             ("seq_len", c.seq_len, sizes["context"], "context"),
             ("num_heads", c.model.attention.num_heads, sizes["tensor"], "tensor"),
         ):
             if size % parts:
-                raise RunError(
-                    f"Program: {name} is {size}, want a multiple of the mesh's {axes} = {parts}"
-                )
+                raise RunError(f"Program: {name} is {size}, want a multiple of {axes} = {parts}")
 
 
 def _copy(learner: Learner) -> Learner:

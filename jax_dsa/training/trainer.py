@@ -18,11 +18,12 @@ from jax_dsa.training.evaluate import SELECTIONS, Evaluator
 from jax_dsa.training.steps import Program
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from jax.sharding import Mesh
 
+    from jax_dsa.nn import DecoderConfig
     from jax_dsa.training.config import TrainConfig
 
 RECALLS = tuple(f"recall_{name}" for name in SELECTIONS)
@@ -44,6 +45,12 @@ COLUMNS = (
 Row = dict[str, Any]
 
 
+def layer_columns(config: DecoderConfig) -> tuple[str, ...]:
+    """The columns that each layer has of its own, in the order of the layers."""
+    kl = [f"validation_kl_layer_{i}" for i, kind in enumerate(config.layers) if kind == "full"]
+    return (*kl, *(f"recall_indexer_layer_{i}" for i in range(config.num_layers)))
+
+
 class Trainer:
     """One run in a folder: `metrics.csv` and `checkpoints/`.
 
@@ -53,12 +60,17 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, corpus: Corpus, folder: Path, mesh: Mesh | None = None
     ) -> None:
+        if corpus.vocab != config.model.vocab:
+            raise RunError(
+                f"Trainer: the corpus has {corpus.vocab} tokens, want those of the model, "
+                f"{config.model.vocab}"
+            )
         self.config, self.corpus, self.folder = config, corpus, folder
         self.program = Program(config, mesh)
         self.evaluator = Evaluator(self.program)
         self.batches = Batches(corpus.train, config.seq_len + 1, config.batch_size, config.seed)
         self.checkpoints = Checkpoints(folder / "checkpoints")
-        self.log = Log(folder / "metrics.csv")
+        self.log = Log(folder / "metrics.csv", (*COLUMNS, *layer_columns(config.model)))
         self.validation(config.eval_sequences)  # a corpus that is too small fails here
         self.state = self.program.init()
         self.seconds = 0.0
@@ -72,14 +84,21 @@ class Trainer:
     def run(self) -> bool:
         """Trains until the end, or SIGINT: then to the end of the step. Says if all is done."""
         config = self.config
-        bar = tqdm(total=config.total_steps, initial=self.step, unit="step", dynamic_ncols=True)
+        bar = tqdm(
+            total=config.total_steps,
+            initial=self.step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=jax.process_index() > 0,
+        )
         clock = Clock()
         probe: Row = {}
         with bar, _interrupts() as stop:
             for step in range(self.step, config.total_steps):
                 stage = config.stage(step)
                 bar.set_description(stage)
-                self.state, metrics = self.program.step(self.state, self.batches[step])
+                tokens = self.batches.rows(step, self.program.local_rows())
+                self.state, metrics = self.program.step(self.state, tokens)
                 done = step + 1
                 stage_ends = done == config.total_steps or config.stage(done) != stage
                 compiled = step in (0, config.dense_steps, config.sparse_start)
@@ -117,6 +136,8 @@ class Trainer:
         found = self.evaluator.selection(state, batches)
         row["validation_kl"] = float(found["kl"].mean())
         row |= {f"recall_{name}": float(found[name].mean()) for name in SELECTIONS}
+        layers = map(float, (*found["kl"], *found["indexer"]))
+        row |= zip(layer_columns(config.model), layers, strict=True)
         if stage != "dense":
             row["validation_sparse"] = loss(backbone, indexer, batches, sparse=True)
         if stage == "sparse":
@@ -189,10 +210,11 @@ class Clock:
 
 
 class Log:
-    """The metrics file, a row every few steps."""
+    """The metrics file, a row every few steps. The first process of a run writes it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
+        self.path, self.columns = path, columns
+        self._writes = jax.process_index() == 0
 
     def rows(self) -> list[dict[str, str]]:
         """What is in the file, as text."""
@@ -202,19 +224,26 @@ class Log:
             return list(csv.DictReader(file))
 
     def keep_until(self, step: int) -> None:
-        """Drops the rows of later steps; makes the file if there is none."""
-        rows = [r for r in self.rows() if int(r["step"]) <= step]
+        """Drops the rows of later steps, and one that a kill cut off; makes the file if there is
+        none.
+        """
+        rows = [r for r in self.rows() if None not in r.values() and int(r["step"]) <= step]
+        if not self._writes:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
+        new = self.path.with_suffix(".tmp")
+        with new.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns)
             writer.writeheader()
             writer.writerows(rows)
+        new.replace(self.path)
 
     def append(self, row: Row) -> None:
         """Adds a row; columns that it lacks stay empty."""
         shown = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
-        with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, COLUMNS).writerow(shown)
+        if self._writes:
+            with self.path.open("a", newline="") as file:
+                csv.DictWriter(file, self.columns).writerow(shown)
 
 
 class _Stop:

@@ -1,0 +1,178 @@
+"""Runs that are killed, moved to another mesh, or spread over two processes."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from quick import compile_quickly  # noqa: F401
+from test_distributed import free_port
+from test_training import CONFIG, corpus
+from test_training_mesh import MESH_CONFIG
+
+from jax_dsa.training.checkpoint import Checkpoints
+from jax_dsa.training.mesh import make_mesh
+from jax_dsa.training.trainer import Log, Trainer
+
+WORKER = pathlib.Path(__file__).with_name("training_worker.py")
+MOMENTS: list = []  # what runs before each change of a file that Python makes
+
+sys.addaudithook(
+    lambda event, _: (
+        [at() for at in MOMENTS] if event in ("os.rename", "os.mkdir", "open") else None
+    )
+)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_mesh(tmp_path, monkeypatch):
+    """Saved by four devices, restored by four others' axes; the losses are those of one device."""
+    whole = Trainer(MESH_CONFIG, corpus(), tmp_path / "whole")
+    assert whole.run()
+    folder = tmp_path / "moved"
+    first = make_mesh({"data": 1, "fsdp": 2, "tensor": 2})
+    part = Trainer(MESH_CONFIG, corpus(), folder, first)
+    stops_after(monkeypatch, part, 10)
+    assert not part.run() and part.step == 10
+    second = make_mesh({"data": 2, "context": 2})
+    last = Trainer(MESH_CONFIG, corpus(), folder, second)
+    held = last.state.backbone.params
+    assert {x.sharding.mesh for x in jax.tree.leaves(held)} == {second}
+    for old, new in zip(jax.tree.leaves(part.state), jax.tree.leaves(last.state), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert last.run()
+    rows = [run.log.rows() for run in (last, whole)]
+    for got, want in zip(*rows, strict=True):
+        for name in ("lm_loss", "kl", "control_loss", "validation_sparse", "recall_indexer"):
+            if want[name]:
+                np.testing.assert_allclose(float(got[name]), float(want[name]), rtol=1e-3)
+
+
+def stops_after(monkeypatch, trainer, steps):
+    """As SIGINT in the middle of that step does."""
+    step = trainer.program.step
+
+    def stepping(state, tokens):
+        if int(state.step) == steps - 1:
+            signal.raise_signal(signal.SIGINT)
+        return step(state, tokens)
+
+    monkeypatch.setattr(trainer.program, "step", stepping)
+
+
+def test_whatever_a_kill_leaves_behind_is_gone_on_with(tmp_path, monkeypatch):
+    """The folder as it was before every file that a checkpoint or the log wrote."""
+    config = dataclasses.replace(CONFIG, checkpoint_every=2, log_every=1)
+    folder, states, copies = tmp_path / "run", {}, []
+    trainer = Trainer(config, corpus(), folder)
+    save = Checkpoints.save
+
+    def saving(self, state, facts):
+        states[int(state.step)] = jax.tree.map(np.array, state)
+        save(self, state, facts)
+
+    monkeypatch.setattr(Checkpoints, "save", saving)
+
+    def copy():
+        at = list(MOMENTS)
+        MOMENTS.clear()  # not of the copies' own files
+        copies.append(tmp_path / f"copy{len(copies)}")
+        with contextlib.suppress(shutil.Error, FileNotFoundError):  # moved away meanwhile
+            shutil.copytree(folder, copies[-1])
+        MOMENTS.extend(at)
+
+    MOMENTS.append(copy)
+    try:
+        assert trainer.run()
+    finally:
+        MOMENTS.clear()
+    assert len(states) == 9 and len(copies) > 50
+    partial = [c for c in copies if list(c.glob("checkpoints/*tmp*"))]
+    assert len(partial) > 10
+    found = set()
+    for left in [c for c in copies if c.exists()][::3] + partial[::3]:
+        checkpoints = Checkpoints(left / "checkpoints")
+        step = checkpoints.latest()
+        log = Log(left / "metrics.csv")
+        log.keep_until(step or 0)
+        assert [int(r["step"]) for r in log.rows()] == list(range(1, (step or 0) + 1))
+        if step is not None:
+            assert checkpoints.facts(step)["corpus"] == corpus().fingerprint
+            restored = checkpoints.restore(step, trainer.state)
+            jax.tree.map(np.testing.assert_array_equal, restored, states[step])
+        checkpoints.close()
+        found.add(step)
+    assert len(found) > 4
+
+
+def test_a_row_that_a_kill_cut_off_is_dropped(tmp_path):
+    log = Log(tmp_path / "metrics.csv")
+    log.keep_until(0)
+    for step in (2, 12):
+        log.append({"step": step, "stage": "dense"})
+    text = log.path.read_text()
+    for end in range(text.index("12,"), len(text)):
+        log.path.write_text(text[:end])
+        log.keep_until(2)
+        assert [r["step"] for r in log.rows()] == ["2"]
+
+
+def start(folder, *arguments, devices=1):
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    command = [sys.executable, str(WORKER), str(folder), *arguments]
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(*workers):
+    for worker, log in [(w, w.communicate(timeout=500)[0]) for w in workers]:
+        assert worker.returncode == 0 and "finished" in log, log
+
+
+def losses(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [[float(r[k] or 0) for k in ("step", "lm_loss", "kl", "control_loss")] for r in rows]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(tmp_path):
+    """kill -9 while a checkpoint is being written."""
+    finish(start(tmp_path / "whole"))
+    killed = start(tmp_path / "killed")
+    deadline = time.time() + 300
+    while not list((tmp_path / "killed").glob("checkpoints/*tmp*")):
+        assert killed.poll() is None and time.time() < deadline
+    killed.kill()
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    finish(start(tmp_path / "killed"))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"fsdp": 2, "context": 2}], ids=str)
+def test_two_processes_train_as_one(tmp_path, mesh):
+    """Two devices each; one of them then goes on alone."""
+    finish(start(tmp_path / "one"))
+    address = f"127.0.0.1:{free_port()}"
+    arguments = ("--mesh", json.dumps(mesh), "--address", address)
+    finish(*(start(tmp_path / "two", *arguments, "--process", str(i), devices=2) for i in range(2)))
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-3)
