@@ -13,7 +13,7 @@ from jax_dsa.core.extras import needs_extra
 
 with needs_extra("examples", __name__):
     from jax_dsa.training import report
-    from jax_dsa.training.config import PRESETS
+    from jax_dsa.training.config import PRESETS, in_fp8
     from jax_dsa.training.data import RunError, load_corpus
     from jax_dsa.training.trainer import Trainer
 
@@ -25,7 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     config = PRESETS[args.preset]()
     given = {k: getattr(args, k) for k in ("dense_steps", "warmup_steps", "sparse_steps", "seed")}
     config = dataclasses.replace(config, **{k: v for k, v in given.items() if v is not None})
-    folder = args.run_dir or Path("runs") / args.preset
+    if args.fp8:
+        config = in_fp8(config)
+    folder = args.run_dir or Path("runs") / (args.preset + ("-fp8" if args.fp8 else ""))
     try:
         corpus = load_corpus(args.data, exclude=folder)
         if args.restart:
@@ -65,9 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
     parser.add_argument("--data", type=Path, help="folder of text, default Python's own sources")
-    parser.add_argument("--run-dir", type=Path, help="default runs/PRESET")
+    parser.add_argument("--run-dir", type=Path, help="default runs/PRESET, or PRESET-fp8")
     parser.add_argument("--restart", action="store_true", help="delete the run folder first")
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--fp8", action="store_true", help="multiply in FP8: nn.Fp8Linear")
     for stage in ("dense", "warmup", "sparse"):
         parser.add_argument(f"--{stage}-steps", type=int, help=f"length of the {stage} stage")
     return parser
