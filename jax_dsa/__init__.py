@@ -17,6 +17,7 @@ from jax_dsa.ops.attn_dist import attn_dist
 from jax_dsa.ops.block_mask import BlockMask, make_block_mask, relu_mask, topk_indices, topk_mask
 from jax_dsa.ops.cache import FlatCache, PagedCache
 from jax_dsa.ops.dsa_attention import DSAAux, dsa_attention
+from jax_dsa.ops.fp8_linear import fp8_linear
 from jax_dsa.ops.fp8_matmul import fp8_matmul
 from jax_dsa.ops.htree import (
     HTreeCache,
@@ -53,6 +54,7 @@ __all__ = [
     "dsa_attention",
     "export_checks",
     "fake_quantize_fp8",
+    "fp8_linear",
     "fp8_matmul",
     "htree_attention",
     "htree_build",

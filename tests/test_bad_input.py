@@ -150,6 +150,7 @@ def test_small_integers_of_numpy() -> None:
 DTYPES: dict[str, Callable[[Any], Any]] = {
     "dequantize_fp8": lambda d: jax_dsa.dequantize_fp8(*CODES, dtype=d),
     "fp8_matmul": lambda d: jax_dsa.fp8_matmul(Q, None, Q[0, 0], None, dtype=d),
+    "fp8_linear": lambda d: jax_dsa.fp8_linear(Q, Q[0, 0].T, dtype=d),
     "unpack_records": lambda d: unpack_records(jnp.zeros((1, 656), jnp.uint8), d),
     "FlatCache.empty": lambda d: jax_dsa.FlatCache.empty(1, 1, dtype=d),
     "PagedCache.empty": lambda d: jax_dsa.PagedCache.empty(1, 1, 1, 1, dtype=d),

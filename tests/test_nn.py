@@ -543,6 +543,42 @@ def test_what_remat_policies_compute_once(rng, policy, once):
         assert program.count(f"name[name={name}]") == (1 if name in once else 2), name
 
 
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_fp8_linear_is_a_linear_layer(rng, use_bias):
+    options = {"use_bias": use_bias, "dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+    plain, fp8 = nnx.Linear(40, 24, **options), nn.Fp8Linear(40, 24, **options)
+    nnx.update(fp8, nnx.state(plain))  # the same parameters
+    if use_bias:
+        plain.bias[...] = fp8.bias[...] = hidden(rng, 24)
+    x = hidden(rng, B, T, 40)
+    y = fp8(x)
+    assert y.dtype == plain(x).dtype == jnp.bfloat16
+    assert_matches(y.astype(jnp.float32), plain(x).astype(jnp.float32), 0.05)
+    want = jax_dsa.fp8_linear(x.astype(jnp.bfloat16), fp8.kernel[...])
+    want = want + fp8.bias[...].astype(jnp.bfloat16) if use_bias else want
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(want))
+    assert nn.Fp8Linear(40, 24, rngs=nnx.Rngs(0))(x).dtype == jnp.float32
+    gradient = jax.grad(lambda x: fp8(x).astype(jnp.float32).sum())(x)
+    assert gradient.shape == x.shape and gradient.dtype == x.dtype
+
+
+def test_a_decoder_in_fp8(rng):
+    """Its projections are, all of them, and with the same parameters it says about the same."""
+    config = dataclasses.replace(DECODER, attention=dataclasses.replace(CONFIG, fp8=True))
+    fp8, plain = decoder(config), decoder()
+    kinds = {
+        "/".join(map(str, path)): type(module)
+        for path, module in nnx.iter_modules(fp8)
+        if isinstance(module, nnx.Linear)
+    }
+    others = {name for name, kind in kinds.items() if kind is nnx.Linear}
+    assert others == {"head", *(f"blocks/{i}/attention/indexer/weights" for i in range(2))}
+    assert len(kinds) == len(others) + 2 * (4 + 2 + 2)
+    tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
+    got, want = (jax.jit(lambda t, m=m: m(t, sparse=False)[0])(tokens) for m in (fp8, plain))
+    assert 0 < np.linalg.norm(got - want) < 0.3 * np.linalg.norm(want)
+
+
 def test_bfloat16(rng):
     module = attention(dtype=jnp.bfloat16)
     x = hidden(rng).astype(jnp.bfloat16)

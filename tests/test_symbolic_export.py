@@ -72,6 +72,7 @@ CASES: dict[str, tuple[Callable, list]] = {
         lambda a, b: jax_dsa.fp8_matmul(a, None, b, None),
         [("b, t, 256", f32), ("128, 256", f32)],
     ),
+    "fp8_linear": (jax_dsa.fp8_linear, [("b, t, 256", f32), ("256, 128", f32)]),
     "append": (
         lambda k, n, new: FlatCache(k, n).append(new),
         [ATTENTION[1], LENGTHS, ("b, t, 1, 8", f32)],

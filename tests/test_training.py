@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import pathlib
 import platform
+import re
 import signal
 import sysconfig
 
@@ -21,6 +22,7 @@ from quick import compile_quickly  # noqa: F401
 import jax_dsa
 from jax_dsa import nn, training
 from jax_dsa.training import cli, data, evaluate, report
+from jax_dsa.training import compare as comparison
 from jax_dsa.training import trainer as trainer_module
 from jax_dsa.training.data import (
     BOS,
@@ -733,6 +735,40 @@ def test_the_demo(tmp_path, monkeypatch, capsys):
         cli.main([*command, "--seed", "1"])
     assert "seed was 0, is 1" in capsys.readouterr().err
     assert (folder / "curves.png").exists()
+
+
+def test_the_demo_in_fp8(monkeypatch):
+    """Its option reaches every projection, and names the default folder."""
+    built = []
+
+    def build(config, corpus, folder):
+        built.append((config, folder))
+        raise RunError("enough")
+
+    monkeypatch.setattr(cli, "load_corpus", lambda *_, **__: corpus())
+    monkeypatch.setattr(cli, "Trainer", build)
+    for options in ([], ["--fp8"]):
+        with pytest.raises(SystemExit):
+            cli.main(options)
+    (plain, folder), (fp8, fp8_folder) = built
+    assert not plain.model.attention.fp8 and fp8.model.attention.fp8
+    assert (folder.name, fp8_folder.name) == ("cpu", "cpu-fp8")
+
+
+def test_a_comparison_with_fp8(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)
+    monkeypatch.setattr(comparison, "load_corpus", lambda *_, **__: corpus())
+    command = ["--run-dir", str(tmp_path), "--steps", "3"]
+    status = comparison.main(command)
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line[:4] == ("FAIL" if status else "PASS")
+    losses = [float(x) for x in re.findall(r"(\d\.\d{4}) in", line)]
+    assert len(losses) == 2 and losses[0] != losses[1]
+    np.testing.assert_allclose(*losses, rtol=0.05)
+    assert status == int(abs(losses[0] / losses[1] - 1) > 0.005)
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert {p.name for p in tmp_path.iterdir()} == {"FP8", "float32", "curves.png"}
+    assert comparison.main(command) == status  # both runs are there
 
 
 def test_a_wrong_folder_does_not_restart_a_run(tmp_path, capsys):

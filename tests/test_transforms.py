@@ -132,10 +132,10 @@ def test_jacrev(case: Any, rng: np.random.Generator) -> None:
 
     def two_losses(x: jax.Array) -> jax.Array:
         value = loss(case, *args[:i], x, *args[i + 1 :])
-        return jnp.stack([value, 3 * value])
+        return jnp.stack([value, 2 * value])  # exact in FP8, too
 
     want = grad(case)(*args)[0]
-    assert_matches(jax.jit(jax.jacrev(two_losses))(args[i]), jnp.stack([want, 3 * want]))
+    assert_matches(jax.jit(jax.jacrev(two_losses))(args[i]), jnp.stack([want, 2 * want]))
 
 
 @DIFFERENTIABLE

@@ -356,6 +356,23 @@ def fp8(size: Scale) -> Iterator[Case]:
 
         work = {COPY: (m + n) * k + 2 * m * n} if few else {FP8: 2 * m * n * k}
         yield Case("fp8", "fwd", dims, "fp8", make, jax_dsa.fp8_matmul, work)
+    dims = size(M=8192, N=8192, K=8192)
+    m, n, k = dims.values()
+
+    def operands(key: jax.Array) -> tuple:
+        x, w, dy = jax.random.split(key, 3)
+        return normal(x, m, k), normal(w, k, n), normal(dy, m, n)
+
+    def forward_and_backward(
+        linear: Callable[..., jax.Array], x: jax.Array, w: jax.Array, dy: jax.Array, **options: Any
+    ) -> tuple:
+        y, pullback = jax.vjp(functools.partial(linear, **options), x, w)
+        return y, pullback(dy)
+
+    call = functools.partial(forward_and_backward, jax_dsa.fp8_linear)
+    peers: dict[str, Any] = {"bf16": functools.partial(forward_and_backward, jnp.matmul)}
+    work, note = {FP8: 6 * m * n * k}, "linear-and-gradients"
+    yield Case("fp8", "fwd", dims, "bf16", operands, call, work, peers=peers, note=note)
 
 
 def htree(size: Scale) -> Iterator[Case]:

@@ -8,6 +8,7 @@ with needs_extra("flax", __name__):
     from jax_dsa.nn.config import AttentionConfig, DecoderConfig, IndexerType
     from jax_dsa.nn.decoder import Block, DecoderLM, SwiGLU
     from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
+    from jax_dsa.nn.linear import Fp8Linear
     from jax_dsa.nn.linen import linen_dsattention
     from jax_dsa.nn.rotary import RopeLayout, hadamard, rope
     from jax_dsa.nn.stripes import striped, unstriped
@@ -20,6 +21,7 @@ __all__ = [
     "DecoderCache",
     "DecoderConfig",
     "DecoderLM",
+    "Fp8Linear",
     "IndexerInputs",
     "IndexerType",
     "LayerCache",

@@ -12,6 +12,7 @@ from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, INT32, Args
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
+from jax_dsa.nn.linear import projection
 from jax_dsa.nn.rotary import rope
 from jax_dsa.nn.stripes import striped, unstriped
 from jax_dsa.ops.dsa_attention import dsa_attention
@@ -65,17 +66,16 @@ class SparseMLA(nnx.Module):
         self.config = config
         c = config
         heads = c.num_heads
-        linear = {"use_bias": False, "dtype": c.dtype, "rngs": rngs}
         norm = {"epsilon": c.norm_eps, "dtype": c.dtype, "rngs": rngs}
-        self.wq_a = nnx.Linear(c.model_dim, c.q_rank, **linear)
+        self.wq_a = projection(c, c.model_dim, c.q_rank, rngs)
         self.q_norm = nnx.RMSNorm(c.q_rank, **norm)
-        self.wq_b = nnx.Linear(c.q_rank, heads * (c.nope_dim + c.rope_dim), **linear)
-        self.wkv_a = nnx.Linear(c.model_dim, c.kv_rank + c.rope_dim, **linear)
+        self.wq_b = projection(c, c.q_rank, heads * (c.nope_dim + c.rope_dim), rngs)
+        self.wkv_a = projection(c, c.model_dim, c.kv_rank + c.rope_dim, rngs)
         self.kv_norm = nnx.RMSNorm(c.kv_rank, **norm)
         per_head = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
         self.w_uk = nnx.Param(per_head(rngs.params(), (heads, c.kv_rank, c.nope_dim)))
         self.w_uv = nnx.Param(per_head(rngs.params(), (heads, c.kv_rank, c.v_dim)))
-        self.wo = nnx.Linear(heads * c.v_dim, c.model_dim, **linear)
+        self.wo = projection(c, heads * c.v_dim, c.model_dim, rngs)
 
     def project(self, x: Float[Array, "B T M"], positions: Int[Array, "B T"]) -> MLAProjections:
         """Queries and latent keys of hidden states `x` at the given positions."""

@@ -51,6 +51,9 @@ class AttentionConfig:
     index_fp8: bool = False
     """Quantises the indexer's queries and keys to float8_e4m3fn. It stops their gradient:
     for inference."""
+    fp8: bool = False
+    """Projections, and the feed-forward layers of a decoder, multiply in FP8, forward and backward:
+    `Fp8Linear`. Not the indexer's head weights, nor what the heads' latents are multiplied with."""
     norm_eps: float = 1e-6
     dtype: Any = jnp.float32
     """Of activations and caches; parameters are float32."""

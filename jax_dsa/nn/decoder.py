@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.cache import DecoderCache
+from jax_dsa.nn.linear import projection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,9 +28,9 @@ class SwiGLU(nnx.Module):
     """Gated feed-forward layer: `down(silu(gate(x)) * up(x))` (Shazeer, 2020)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        dim, dtype = config.attention.model_dim, config.attention.dtype
-        self.gate_up = nnx.Linear(dim, 2 * config.mlp_dim, use_bias=False, dtype=dtype, rngs=rngs)
-        self.down = nnx.Linear(config.mlp_dim, dim, use_bias=False, dtype=dtype, rngs=rngs)
+        a = config.attention
+        self.gate_up = projection(a, a.model_dim, 2 * config.mlp_dim, rngs)
+        self.down = projection(a, config.mlp_dim, a.model_dim, rngs)
 
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """Hidden states to hidden states."""

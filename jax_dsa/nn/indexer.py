@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.nn.linear import projection
 from jax_dsa.nn.rotary import hadamard, rope
 from jax_dsa.nn.stripes import unstriped
 from jax_dsa.ops.quantize_fp8 import quantize_fp8
@@ -45,8 +46,8 @@ class LightningIndexer(nnx.Module):
         self.config = config
         c = config
         wide = c.index_heads * c.index_dim
-        self.wq = nnx.Linear(c.q_rank, wide, use_bias=False, dtype=c.dtype, rngs=rngs)
-        self.wk = nnx.Linear(c.model_dim, c.index_dim, use_bias=False, dtype=c.dtype, rngs=rngs)
+        self.wq = projection(c, c.q_rank, wide, rngs)
+        self.wk = projection(c, c.model_dim, c.index_dim, rngs)
         self.k_norm = nnx.LayerNorm(c.index_dim, epsilon=c.norm_eps, dtype=c.dtype, rngs=rngs)
         # The weights decide between close scores and are few: float32 throughout.
         self.weights = nnx.Linear(c.model_dim, c.index_heads, use_bias=False, rngs=rngs)

@@ -15,7 +15,7 @@ from jax_dsa.core.extras import needs_extra
 
 with needs_extra("examples", __name__):
     from jax_dsa.training import report
-    from jax_dsa.training.config import PRESETS
+    from jax_dsa.training.config import PRESETS, in_fp8
     from jax_dsa.training.data import VOCAB, Corpus, RunError, load_corpus
     from jax_dsa.training.mesh import AXES, make_mesh
     from jax_dsa.training.trainer import Trainer
@@ -38,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     config = dataclasses.replace(
         config, model=model, **{k: v for k, v in given.items() if v is not None}
     )
-    folder = args.run_dir or Path("runs") / args.preset
+    if args.fp8:
+        config = in_fp8(config)
+    folder = args.run_dir or Path("runs") / (args.preset + ("-fp8" if args.fp8 else ""))
     try:
         corpus = _load(args, folder)
         mesh = make_mesh(args.mesh)
@@ -94,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
     parser.add_argument("--data", type=Path, help="folder of text, default Python's own sources")
-    parser.add_argument("--run-dir", type=Path, help="default runs/PRESET")
+    parser.add_argument("--run-dir", type=Path, help="default runs/PRESET, or PRESET-fp8")
     parser.add_argument("--restart", action="store_true", help="begin anew")
     parser.add_argument(
         "--vocab",
@@ -120,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--accumulate", type=int, help="parts of a batch that a step goes through one by one"
     )
+    parser.add_argument("--fp8", action="store_true", help="multiply in FP8: nn.Fp8Linear")
     for stage in ("dense", "warmup", "sparse"):
         parser.add_argument(f"--{stage}-steps", type=int, help=f"length of the {stage} stage")
     return parser

@@ -191,3 +191,9 @@ def v32_preset() -> TrainConfig:
 
 
 PRESETS = {"cpu": cpu_preset, "h200": h200_preset, "v32": v32_preset}
+
+
+def in_fp8(config: TrainConfig) -> TrainConfig:
+    """The same run with the model's projections and feed-forward layers in FP8."""
+    attention = dataclasses.replace(config.model.attention, fp8=True)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))

@@ -212,7 +212,7 @@ def plot(trainer: Trainer, results: Results, path: Path) -> None:
             if len(values):
                 label = "training batches, smoothed" if stage == "warmup" else None
                 axis.plot(steps, values, color=color, alpha=0.15, lw=1)
-                axis.plot(steps, _smooth(values), color=color, alpha=0.6, lw=1.2, label=label)
+                axis.plot(steps, smooth(values), color=color, alpha=0.6, lw=1.2, label=label)
 
     figure = Figure(figsize=(12, 8.4), layout="constrained")
     (loss, kl), (recall, layers) = figure.subplots(2, 2)
@@ -262,7 +262,7 @@ def plot(trainer: Trainer, results: Results, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _smooth(values: np.ndarray, width: int = 7) -> np.ndarray:
+def smooth(values: np.ndarray, width: int = 7) -> np.ndarray:
     """Mean over the neighbours, fewer of them near the ends."""
     half = width // 2
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from cases import TransformCase
-from jax_dsa import dequantize_fp8, fake_quantize_fp8, fp8_matmul, quantize_fp8
+from jax_dsa import dequantize_fp8, fake_quantize_fp8, fp8_linear, fp8_matmul, quantize_fp8
 
 B, T, C, N, K = 8, 8, 128, 2048, 8
 BLOCK = 16
@@ -35,6 +35,11 @@ def fake_quantize(x):
 
 def matmul(a, b):
     return fp8_matmul(a, None, b, None, power_of_two_scale=True)
+
+
+# Powers of two: then codes hardly depend on which rows of a device share a block.
+def linear(x, w):
+    return fp8_linear(x, w, power_of_two_scale=True)
 
 
 def quantized_matmul(a, a_scale, b, b_scale):
@@ -89,6 +94,17 @@ CASES = [
             "batch": (P("x"), P()),
             "query": (P(None, "x"), P()),
             "head": (P(), P("x")),
+        },
+    ),
+    TransformCase(
+        "fp8_linear",
+        linear,
+        lambda rng: (make_x(rng, B, T, 2 * K), make_x(rng, 2 * K, N)),
+        (0, 1),
+        {
+            "batch": (P("x"), P()),
+            "query": (P(None, "x"), P()),
+            "head": (P(), P(None, "x")),
         },
     ),
     TransformCase(

@@ -71,3 +71,24 @@ def matmul(a: np.ndarray, a_scale: np.ndarray, b: np.ndarray, b_scale: np.ndarra
                 dot = a[m, k].astype(np.float64) @ b[n, k].astype(np.float64)
                 out[m, n] += float(a_scale[m, j]) * float(b_scale[n // 128, j]) * dot
     return out
+
+
+def linear_operands(
+    x: np.ndarray, w: np.ndarray, dy: np.ndarray, power_of_two_scale: bool = False
+) -> tuple:
+    """The factors of the three products of a linear layer in FP8, as they are quantised: of x @ w,
+    of dy @ w.T, and of x.T @ dy.
+    """
+
+    def rows(a: np.ndarray) -> np.ndarray:
+        return dequantize(*quantize(a, 128, power_of_two_scale), 1, 128)
+
+    x, dy = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
+    weights = dequantize(*quantize_tiles(w, 128, 128, power_of_two_scale), 128, 128)
+    return (rows(x), weights), (rows(dy), weights.T), (rows(x.T), rows(dy.T).T)
+
+
+def linear(x: np.ndarray, w: np.ndarray, dy: np.ndarray, power_of_two_scale: bool = False) -> tuple:
+    """The product x @ w and its gradients, in float64."""
+    y, dx, dw = (a @ b for a, b in linear_operands(x, w, dy, power_of_two_scale))
+    return y.reshape(dy.shape), dx.reshape(x.shape), dw

@@ -80,6 +80,7 @@ def fp8(x: Array, weights: Array) -> None:
     assert_type(jax_dsa.dequantize_fp8(codes, scale, dtype=jnp.bfloat16), Array)
     assert_type(jax_dsa.fake_quantize_fp8(x), Array)
     assert_type(jax_dsa.fp8_matmul(x, None, weights, None), Array)
+    assert_type(jax_dsa.fp8_linear(x, weights, dtype=jnp.float32), Array)
 
 
 def around(x: Array) -> None:

@@ -9,7 +9,7 @@ from jax_dsa.core import ffi
 from jax_dsa.core.typing import Array, Float
 from jax_dsa.ops.fp8_matmul.spec import Operands, Options, Product
 
-_MOST = 2**31 - 4097  # of an axis, as in cuda/fp8/matmul.cu
+MOST = 2**31 - 4097  # of an axis, as in cuda/fp8/matmul.cu
 _ROW = 16  # bytes: what the length of a row is a multiple of
 
 
@@ -18,12 +18,12 @@ def supports(options: Options, x: Operands) -> str | None:
     rows = 1
     for size in x.a.shape[1:-1]:
         rows *= size
-    if max(rows, x.a.shape[0], *x.b.shape[1:]) > _MOST:
-        return f"it takes sizes up to {_MOST}"
+    if max(rows, x.a.shape[0], *x.b.shape[1:]) > MOST:
+        return f"it takes sizes up to {MOST}"
     return None
 
 
-def _whole_rows(codes: Float[Array, "... K"]) -> Float[Array, "... k"]:
+def whole_rows(codes: Float[Array, "... K"]) -> Float[Array, "... k"]:
     """The codes with zeros up to a length of rows that TMA copies."""
     padding = -codes.shape[-1] % _ROW
     if padding == 0:
@@ -34,5 +34,5 @@ def _whole_rows(codes: Float[Array, "... K"]) -> Float[Array, "... k"]:
 
 def fp8_matmul_fwd(options: Options, avals: Product, x: Operands) -> Product:
     """`xla.fp8_matmul_fwd`."""
-    given = x._replace(a=_whole_rows(x.a), b=_whole_rows(x.b))
+    given = x._replace(a=whole_rows(x.a), b=whole_rows(x.b))
     return Product(*ffi.call("jax_dsa.fp8_matmul.v1", given, avals))

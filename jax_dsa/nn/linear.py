@@ -1,0 +1,41 @@
+"""Linear layers in FP8."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+from flax import nnx
+
+from jax_dsa.core.typing import Array, Float
+from jax_dsa.ops.fp8_linear import fp8_linear
+
+if TYPE_CHECKING:
+    from jax_dsa.nn.config import AttentionConfig
+
+
+class Fp8Linear(nnx.Linear):
+    """`nnx.Linear` whose three products, forward and backward, are `jax_dsa.fp8_linear`.
+
+    Arguments and parameters are those of `nnx.Linear`. The kernel is quantised as it is stored, and
+    its gradient is rounded to that dtype alone. `precision`, `dot_general` and
+    `preferred_element_type` have no effect.
+
+    Source: DeepSeek-V3 (2024), section 3.3.
+    """
+
+    def __call__(self, inputs: Float[Array, "... K"], out_sharding: Any = None) -> Array:
+        """`inputs @ kernel + bias`."""
+        kernel = self.kernel[...]
+        bias = None if self.bias is None else self.bias[...]
+        x, _, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
+        y = fp8_linear(x, kernel)
+        if out_sharding is not None:
+            y = jax.reshard(y, out_sharding)
+        return y if bias is None else y + bias
+
+
+def projection(config: AttentionConfig, inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
+    """A linear layer without bias, as the configuration wants its projections."""
+    layer = Fp8Linear if config.fp8 else nnx.Linear
+    return layer(inputs, outputs, use_bias=False, dtype=config.dtype, rngs=rngs)

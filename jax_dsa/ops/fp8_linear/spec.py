@@ -1,0 +1,93 @@
+"""What the FP8 linear layer takes and gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+from jax_dsa.core.spec import CONSTANT
+from jax_dsa.core.typing import Array, Float
+from jax_dsa.ops.quantize_fp8 import spec as quantize
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options. The dims leave out the batch axis.
+
+    Attributes:
+        dtype: of the product.
+        w_dtype: of the weights, and of their gradient.
+        x, w: of the operands' quantisation in the forward pass.
+        rows: dims of the rows of x.
+        k, k_blocks, n, n_blocks: dims of the axes of w, and of their axes of blocks.
+    """
+
+    dtype: Any
+    w_dtype: Any
+    x: quantize.Options
+    w: quantize.Options
+    rows: str
+    k: str
+    k_blocks: str
+    n: str
+    n_blocks: str
+    block: int = quantize.BLOCK
+
+    @property
+    def power_of_two_scale(self) -> bool:
+        """Of every quantisation."""
+        return self.x.power_of_two_scale
+
+
+class Operands(NamedTuple):
+    """Values."""
+
+    x: Float[Array, "b {o.rows} {o.k}"]
+    w: Float[Array, "b {o.k} {o.n}"]
+
+
+class Inputs(NamedTuple):
+    """The input as the backward pass reads it."""
+
+    x: Float[Array, "b {o.rows} {o.k}"]
+
+
+class Codes(NamedTuple):
+    """The input, quantised along K."""
+
+    x: Float[Array, "b {o.rows} {o.k}"]
+    x_scale: Float[Array, "b {o.rows} {o.k_blocks}"]
+
+
+class Weights(NamedTuple):
+    """The weights, quantised by tiles."""
+
+    w: Float[Array, "b {o.k} {o.n}"]
+    w_scale: Float[Array, "b {o.k_blocks} {o.n_blocks}"]
+
+
+class Product(NamedTuple):
+    """x @ w."""
+
+    out: Float[Array, "b {o.rows} {o.n}"]
+
+
+class Results(NamedTuple):
+    """The product, and for the backward pass the weights as they were multiplied."""
+
+    out: Float[Array, "b {o.rows} {o.n}"]
+    w: Float[Array, "b {o.k} {o.n}", CONSTANT]
+    w_scale: Float[Array, "b {o.k_blocks} {o.n_blocks}", CONSTANT]
+
+
+class Gradients(NamedTuple):
+    """Of the operands."""
+
+    x: Float[Array, "b {o.rows} {o.k}"]
+    w: Float[Array, "b {o.k} {o.n}"]
+
+
+def flat_rows(x: Float[Array, "b ... C"]) -> Float[Array, "b R C"]:
+    """All rows of a batch entry along one axis."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])

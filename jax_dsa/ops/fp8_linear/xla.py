@@ -1,0 +1,50 @@
+"""The FP8 linear layer in plain JAX."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jax_dsa.core.typing import Array, Float
+from jax_dsa.ops.fp8_linear.spec import (
+    Codes,
+    Gradients,
+    Inputs,
+    Options,
+    Product,
+    Weights,
+    flat_rows,
+)
+from jax_dsa.ops.quantize_fp8 import spec as quantize
+from jax_dsa.ops.quantize_fp8.xla import dequantized, quantize_fp8
+
+
+def fp8_linear_fwd(options: Options, x: Codes, w: Weights) -> Product:
+    """x @ w of the dequantised operands."""
+    values = dequantized(*x, (1, options.block), jnp.float32)
+    return Product(matmul(values, _weights(options, w)).astype(options.dtype))
+
+
+def fp8_linear_bwd(options: Options, x: Inputs, w: Weights, dy: Product) -> Gradients:
+    """The gradients, with every operand of every product quantised along its contracted axis."""
+    dx = matmul(rounded(options, dy.out, (1, options.block)), _weights(options, w).swapaxes(1, 2))
+    columns = (options.block, 1)
+    rows_x, rows_dy = (rounded(options, flat_rows(a), columns) for a in (x.x, dy.out))
+    dw = matmul(rows_x.swapaxes(1, 2), rows_dy)
+    return Gradients(dx.astype(x.x.dtype), dw.astype(options.w_dtype))
+
+
+def matmul(a: Float[Array, "b ... K"], b: Float[Array, "b K N"]) -> Float[Array, "b ... N"]:
+    """a @ b, accumulated in float32."""
+    return jnp.einsum("b...k,bkn->b...n", a, b, preferred_element_type=jnp.float32)
+
+
+def rounded(
+    options: Options, x: Float[Array, "... R C"], block: tuple[int, int]
+) -> Float[Array, "... R C"]:
+    """In float32, what the codes of `x` stand for."""
+    how = quantize.Options(block, "", "", options.power_of_two_scale)
+    return dequantized(*quantize_fp8(how, quantize.Operands(x)), block, jnp.float32)
+
+
+def _weights(options: Options, w: Weights) -> Float[Array, "b K N"]:
+    return dequantized(*w, (options.block, options.block), jnp.float32)
