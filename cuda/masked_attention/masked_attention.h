@@ -75,6 +75,7 @@ struct MaskedAttentionBwdParams {
   DType dtype;
   float scale;
   float softcap;
+  bool deterministic;  // sums have one order, and gradients the same bits on every run
 };
 
 int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& params);
