@@ -78,8 +78,8 @@ ffi::Error mqa_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Buffer
         check_shape(kOp, "top", top->dimensions(), {}, {batch, queries, heads}));
     params.top = top->typed_data();
   }
-  const MqaDecodeWorkspace room =
-      mqa_decode_workspace(mqa_decode_rows(queries, params.heads, params.groups, params.dim));
+  const MqaDecodeWorkspace room = mqa_decode_workspace(
+      mqa_decode_rows(queries, params.heads, params.groups, params.dim, params.records));
   DSA_FFI_RETURN_IF_ERROR(
       check_shape(kOp, "partial", partial->dimensions(), {}, {room.rows, value_dim}));
   DSA_FFI_RETURN_IF_ERROR(

@@ -27,7 +27,8 @@ struct Workspace {
   int64_t count, columns, teams;
 
   explicit Workspace(const MqaDecodeParams& p) : columns(p.value_dim) {
-    const auto room = mqa_decode_workspace(mqa_decode_rows(p.queries, p.heads, p.groups, p.dim));
+    const auto room =
+        mqa_decode_workspace(mqa_decode_rows(p.queries, p.heads, p.groups, p.dim, p.records));
     count = room.rows, teams = room.cuts;
     partial = device<float>(count * columns);
     rows = device<float2>(count);
@@ -121,7 +122,9 @@ int run_case(const Case& c, const std::vector<MqaDecodeTuning>& tunings, uint64_
   int32_t *starts = upload(x.starts), *ends = upload(x.ends), *table = upload(x.page_table);
   float *sinks = upload(x.sinks), *lse = device<float>(rows), *top = device<float>(rows);
   auto* out = device<uint8_t>(rows * E * out_bytes);
-  p.q = q, p.k = k, p.v = c.with.apart ? v : nullptr, p.starts = starts, p.ends = ends;
+  uint8_t* records = upload(x.records);
+  p.q = q, p.v = c.with.apart ? v : nullptr, p.starts = starts, p.ends = ends;
+  p.k = c.with.records ? static_cast<const void*>(records) : k;
   p.sinks = c.with.sinks ? sinks : nullptr;
   p.page_table = c.with.page_size > 0 ? table : nullptr;
   p.out = out, p.lse = lse, p.top = c.with.normalized ? nullptr : top;
@@ -162,7 +165,7 @@ int run_case(const Case& c, const std::vector<MqaDecodeTuning>& tunings, uint64_
   CHECK(cudaStreamDestroy(stream));
   space.free();
   for (void* x : {(void*)q, (void*)k, (void*)v, (void*)starts, (void*)ends, (void*)table,
-                  (void*)sinks, (void*)lse, (void*)top, (void*)out}) {
+                  (void*)sinks, (void*)lse, (void*)top, (void*)out, (void*)records}) {
     CHECK(cudaFree(x));
   }
   return bad;
@@ -212,6 +215,33 @@ const Case kCases[] = {
      256,
      {.apart = true, .page_size = 64, .holes = true, .starts = 2, .infinite = true}},
     {"apart 64", 3, 4, 600, 9, 1, 64, {.apart = true, .normalized = false}},
+    {"records", 3, 1, 300, 40, 1, 576, {.sinks = 1, .records = true}},
+    {"records, queries, pages",
+     4,
+     3,
+     256,
+     24,
+     2,
+     576,
+     {.page_size = 16, .holes = true, .starts = 2, .infinite = true, .records = true}},
+    {"records, 8 requests", 8, 1, 3000, 128, 1, 576, {.records = true}},
+    {"few, records", 4, 1, 400, 16, 1, 576, {.sinks = 1, .records = true}},
+    {"few, records, queries",
+     3,
+     3,
+     260,
+     10,
+     2,
+     576,
+     {.window = 130, .normalized = false, .infinite = true, .records = true}},
+    {"few, records, pages",
+     5,
+     1,
+     2048,
+     8,
+     1,
+     576,
+     {.page_size = 64, .holes = true, .pools = true, .records = true}},
     {"no keys", 2, 2, 0, 40, 1, 576},
     {"one long request", 1, 1, 9000, 128, 1, 576},
     {"8 requests", 8, 1, 3000, 128, 1, 576, {.sinks = 1}},
@@ -231,6 +261,19 @@ __global__ void fill_bf16(bf16* x, int64_t n, uint64_t seed) {
     const uint64_t h = mix(seed + i);
     x[i] = __float2bfloat16(
         (float(h & 0xffff) + float(h >> 16 & 0xffff) + float(h >> 32 & 0xffff) - 98302.f) / 32768);
+  }
+}
+// Records of e4m3 values in +-1.875, all scales one, and bf16 values likewise.
+__global__ void fill_records(uint8_t* x, int64_t records, uint64_t seed) {
+  for (int64_t r = blockIdx.x; r < records; r += gridDim.x) {
+    uint8_t* record = x + r * kSparseMlaRecordBytes;
+    for (int d = threadIdx.x; d < 512; d += blockDim.x) record[d] = mix(seed + r * 512 + d) & 0xbf;
+    for (int i = threadIdx.x; i < 4; i += blockDim.x) {
+      reinterpret_cast<float*>(record + 512)[i] = 1.f;
+    }
+    for (int i = threadIdx.x; i < 64; i += blockDim.x) {
+      reinterpret_cast<uint16_t*>(record + 528)[i] = (mix(seed + r * 64 + i) & 0x807f) | 0x3f00;
+    }
   }
 }
 // A permutation of the pages: odd multiples modulo a power of two, else the identity.
@@ -299,7 +342,7 @@ struct Ceilings {
 struct Shape {
   int B, T, S, N, G, D;
   int page_size = 0;
-  bool apart = false, uneven = false;
+  bool apart = false, uneven = false, records = false;
 };
 
 std::vector<int> lengths_of(const Shape& s) {
@@ -325,17 +368,22 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecode
       pairs += ends.back();
     }
   }
-  const int64_t row_bytes = int64_t{s.G} * (s.D + (s.apart ? E : 0)) * 2;
+  const int64_t k_bytes = int64_t{s.G} * (s.records ? kSparseMlaRecordBytes : s.D * 2);
+  const int64_t row_bytes = k_bytes + (s.apart ? int64_t{s.G} * E * 2 : 0);
   const int sets =
       static_cast<int>(std::clamp<int64_t>((int64_t{200} << 20) / (keys * row_bytes) + 1, 2, 32));
-  auto* k = device<bf16>(sets * rows * s.G * s.D);
+  auto* k = device<uint8_t>(sets * rows * k_bytes);
   auto* v = device<bf16>(s.apart ? sets * rows * s.G * E : 0);
   auto *q = device<bf16>(tokens * s.N * s.D), *out = device<bf16>(tokens * s.N * E);
   auto* lse = device<float>(tokens * s.N);
   int32_t *starts_there = upload(starts), *ends_there = upload(ends);
   const int pages = s.page_size > 0 ? static_cast<int>(rows / s.page_size) : 0;
   auto* table = device<int32_t>(pages);
-  fill_bf16<<<2048, 256>>>(k, sets * rows * s.G * s.D, 1);
+  if (s.records) {
+    fill_records<<<2048, 128>>>(k, sets * rows * s.G, 1);
+  } else {
+    fill_bf16<<<2048, 256>>>(reinterpret_cast<bf16*>(k), sets * rows * s.G * s.D, 1);
+  }
   if (s.apart) fill_bf16<<<2048, 256>>>(v, sets * rows * s.G * E, 4);
   fill_bf16<<<2048, 256>>>(q, tokens * s.N * s.D, 2);
   if (pages > 0) fill_table<<<256, 256>>>(table, pages);
@@ -343,6 +391,7 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecode
   MqaDecodeParams p = {};
   p.q = q, p.starts = starts_there, p.ends = ends_there, p.out = out, p.lse = lse;
   p.batch = s.B, p.queries = s.T, p.keys = s.S, p.heads = s.N, p.groups = s.G, p.dim = s.D;
+  p.records = s.records;
   p.value_dim = E, p.scale = 1 / std::sqrt(float(s.D)), p.batch_rows = pages > 0 ? 0 : s.S;
   p.page_table = pages > 0 ? table : nullptr;
   p.page_size = s.page_size, p.pages = pages, p.page_slots = pages > 0 ? s.S / s.page_size : 0;
@@ -350,8 +399,9 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecode
   space.give_to(p);
   const double bytes = keys * row_bytes + tokens * s.N * (s.D + E) * 2.;
   const double flops = 2. * pairs * s.N * (s.D + E);
-  printf("B%d T%d S%d N%d G%d D%d%s%s%s: bytes take %.1f us, products %.1f us\n", s.B, s.T, s.S,
+  printf("B%d T%d S%d N%d G%d D%d%s%s%s%s: bytes take %.1f us, products %.1f us\n", s.B, s.T, s.S,
          s.N, s.G, s.D, s.apart ? " apart" : "", s.uneven ? " uneven" : "",
+         s.records ? " records" : "",
          s.page_size > 0 ? (" pages of " + std::to_string(s.page_size)).c_str() : "",
          bytes / ceilings.copy * 1e-6, flops / ceilings.products * 1e-6);
   cudaStream_t stream;
@@ -360,7 +410,7 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecode
     p.tuning = tuning;
     cudaGraphExec_t calls = capture(stream, [&] {
       for (int i = 0; i < sets; ++i) {
-        p.k = k + i * rows * s.G * s.D;
+        p.k = k + i * rows * k_bytes;
         p.v = s.apart ? v + i * rows * s.G * E : nullptr;
         CHECK(launch_mqa_decode(p, stream));
       }
@@ -439,6 +489,10 @@ int main(int argc, char** argv) {
   bench({1, 1, 8192, 16, 1, 576}, ceilings, shared);
   bench({8, 1, 8192, 16, 1, 576}, ceilings, shared);
   bench({64, 1, 8192, 32, 1, 576}, ceilings, one);
+  const std::vector<MqaDecodeTuning> some = {ahead(0), ahead(2)};
+  for (int N : {16, 64, 128}) {
+    bench({.B = 64, .T = 1, .S = 8192, .N = N, .G = 1, .D = 576, .records = true}, ceilings, some);
+  }
   for (int page_size : {256, 64, 16, 1}) {
     bench({64, 1, 8192, 128, 1, 576, page_size}, ceilings, one);
     bench({64, 1, 8192, 16, 1, 576, page_size}, ceilings, one);

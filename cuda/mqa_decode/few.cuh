@@ -94,15 +94,18 @@ __device__ void write_few(const Work<Shared>& w, int number, int tiles,
   }
 }
 
-template <typename Tr>
+template <typename Tr, bool kRecords>
 __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
   constexpr int kBlocks = Tr::kBlocks;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint64_t drop = l2_policy_evict_first();
   const bool leader = threadIdx.x % 128 == 0;
-  const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // whose place this lane looks up
+  // Whose place this lane looks up.
+  const int slot = kRecords ? sparse_mla::record_row(warp, lane % 2, lane)
+                            : Gather::row(warp, lane % 16 / 4, lane % 4);
   const uint32_t ring = smem_address(shared.ring);
   Gather gather(warp, lane / 8, lane % 8);
+  const sparse_mla::Unpacked unpacked(ring);
   using Place = RingPlace<Tr::kRing>;
   Place at;
   RingPlace<Tr::kBits> bits_at;
@@ -116,12 +119,14 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
     sparse_mla::begin_item(shared, walk.number % 2, tiles, [&] {
       copy_queries<Tr::kD, Tr::kN>(p, piece, smem_address(shared.q), drop);
     });
+    const RecordsAt record_at(p, keys, piece);
 
     for (int tile = 0; tile < tiles; ++tile) {
       const int key = keys.first + tile * kTile, row = keys.row(tile * kTile + slot, page);
       const bool mixed = p.queries > 1 && !keys.seen.by_all(key);
       if (tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
-      const uint32_t bits = aim(p, keys, piece, p.k, Tr::kD, row, gather);
+      const uint32_t bits = kRecords ? sparse_mla::bits_of_records(row)
+                                     : aim(p, keys, piece, p.k, Tr::kD, row, gather);
       const auto publish = [&] {
         if (leader) shared.notes.mixed[bits_at.index] = {mixed ? key : -1, piece.batch, piece.row};
         if (lane == 0) {
@@ -129,18 +134,69 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
           mbarrier_arrive(&shared.valid_full[bits_at.index]);
         }
       };
+      const auto wait_free = [&](Place place) {
+        mbarrier_wait(&shared.free[place.index], place.parity ^ 1);
+      };
       const Place start = at;
-#pragma unroll 1
-      for (int i = 0; i < kBlocks; ++i, at.advance()) {
-        const int block = Tr::kApart && i >= Tr::kLead ? i - Tr::kLead : Tr::columns(i);
-        if (Tr::kApart && i == Tr::kLead) aim(p, keys, piece, p.v, Tr::kE, row, gather);
-        mbarrier_wait(&shared.free[at.index], at.parity ^ 1);
-        if (i == 0 && !mixed) publish();
-        gather.copy_block(ring + at.index * kBlockBytes, 0, block, drop);
+      if constexpr (kRecords) {
+        static_assert(Tr::kLead == 1);
+        // Of each scale's values first one half of the rows, then the other.
+        sparse_mla::Records records[2];
+        sparse_mla::Unpacking travelling[sparse_mla::kStepsHeld];
+        records[0].aim<0>(row, record_at);
+        records[1].aim<1>(row, record_at);
+        const auto load = [&]<int kStep>() {
+          records[kStep % 2].load<kStep / 2>(travelling[kStep % sparse_mla::kStepsHeld]);
+        };
+        load.template operator()<0>();
+        load.template operator()<1>();
+        load.template operator()<2>();
+        wait_free(at);
+        if (!mixed) publish();
+        unpacked.copy_last<0, 0>(at.index * kBlockBytes, row, record_at, drop);
+        unpacked.copy_last<1, 0>(at.index * kBlockBytes, row, record_at, drop);
         if (!mixed) cp_async_arrive(&shared.full[at.index]);
+        at.advance();
+        const auto step = [&]<int kStep>() {
+          constexpr int kScale = kStep / 2, kHalf = kStep % 2;
+          constexpr int kNext = kStep + sparse_mla::kStepsAhead;
+          if constexpr (kNext < sparse_mla::kSteps) load.template operator()<kNext>();
+          const Place then = at + 1;
+          if constexpr (kHalf == 0) wait_free(at), wait_free(then);
+          const float scale = __shfl_sync(~0u, records[kHalf].scales[kHalf], kScale, 4);
+          unpacked.store<kHalf>(at.index * kBlockBytes, then.index * kBlockBytes,
+                                travelling[kStep % sparse_mla::kStepsHeld], scale);
+          if constexpr (kHalf == 1) {
+            if (!mixed) {
+              fence_async_proxy();  // ordinary stores, which wgmma reads
+              mbarrier_arrive(&shared.full[at.index]);
+              mbarrier_arrive(&shared.full[then.index]);
+            }
+            at = at + 2;
+          }
+        };
+        step.template operator()<0>();
+        step.template operator()<1>();
+        step.template operator()<2>();
+        step.template operator()<3>();
+        step.template operator()<4>();
+        step.template operator()<5>();
+        step.template operator()<6>();
+        step.template operator()<7>();
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < kBlocks; ++i, at.advance()) {
+          const int block = Tr::kApart && i >= Tr::kLead ? i - Tr::kLead : Tr::columns(i);
+          if (Tr::kApart && i == Tr::kLead) aim(p, keys, piece, p.v, Tr::kE, row, gather);
+          wait_free(at);
+          if (i == 0 && !mixed) publish();
+          gather.copy_block(ring + at.index * kBlockBytes, 0, block, drop);
+          if (!mixed) cp_async_arrive(&shared.full[at.index]);
+        }
       }
       if (mixed) {
         cp_async_wait();
+        __syncwarp();
         uint32_t rows = 0;
 #pragma unroll 1
         for (int i = Tr::kLead; i < kBlocks; ++i) {
@@ -158,10 +214,11 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
   }
 }
 
-template <typename Tr>
+// Unpacking takes more registers than copying.
+template <typename Tr, bool kRecords>
 __global__ void __launch_bounds__(kFewThreads, kFewBlocks)
     few_kernel(const __grid_constant__ Decode p) {
-  constexpr int kConsumer = 192, kProducer = 64;
+  constexpr int kConsumer = kRecords ? 160 : 192, kProducer = kRecords ? 96 : 64;
   static_assert(registers_fit(kFewBlocks, 1, kConsumer, kProducer));
   auto& shared = dynamic_shared<FewShared<Tr>>();
   sparse_mla::initialise(shared);
@@ -172,7 +229,7 @@ __global__ void __launch_bounds__(kFewThreads, kFewBlocks)
     sparse_mla::consume_few(Work<FewShared<Tr>>(p), shared);
   } else {
     lower_registers<kProducer>();
-    produce_few<Tr>(p, shared);
+    produce_few<Tr, kRecords>(p, shared);
   }
 }
 

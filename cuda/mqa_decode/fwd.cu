@@ -7,30 +7,34 @@
 namespace jax_dsa {
 namespace {
 
-template <int kD>
+template <int kD, bool kRecords>
 cudaError_t launch_wide(const MqaDecodeParams& p, cudaStream_t stream) {
   using namespace mqa_decode;
-  return launch<WideShared<kD>, 1>(wide_kernel<kD>, p, kWideRows, kWideThreads, stream);
+  return launch<WideShared<kD>, 1>(wide_kernel<kD, kRecords>, p, kWideRows, kWideThreads, stream);
 }
 
-template <typename Tr>
+template <typename Tr, bool kRecords>
 cudaError_t launch_few(const MqaDecodeParams& p, cudaStream_t stream) {
   using namespace mqa_decode;
-  return launch<FewShared<Tr>, kFewBlocks>(few_kernel<Tr>, p, Tr::kN, kFewThreads, stream);
+  return launch<FewShared<Tr>, kFewBlocks>(few_kernel<Tr, kRecords>, p, Tr::kN, kFewThreads,
+                                           stream);
 }
 
-template <int kD, int kE, bool kApart>
+template <int kD, int kE, bool kApart, bool kRecords = false>
 cudaError_t launch_rows(const MqaDecodeParams& p, cudaStream_t stream) {
-  switch (mqa_decode_rows(p.queries, p.heads, p.groups, p.dim)) {
-    case 16:
-      return launch_few<sparse_mla::FewTraits<kD, 16, kE, kApart>>(p, stream);
-    case 32:
-      return launch_few<sparse_mla::FewTraits<kD, 32, kE, kApart>>(p, stream);
+  const int rows = mqa_decode_rows(p.queries, p.heads, p.groups, p.dim, p.records);
+  if (rows == 16) {
+    return launch_few<sparse_mla::FewTraits<kD, 16, kE, kApart>, kRecords>(p, stream);
+  }
+  if constexpr (!kRecords) {
+    if (rows == 32) {
+      return launch_few<sparse_mla::FewTraits<kD, 32, kE, kApart>, kRecords>(p, stream);
+    }
   }
   if constexpr (kApart) {
     return cudaErrorInvalidValue;
   } else {
-    return launch_wide<kD>(p, stream);
+    return launch_wide<kD, kRecords>(p, stream);
   }
 }
 
@@ -39,6 +43,7 @@ bool valid(const MqaDecodeParams& p) {
   if (p.queries * p.batch * p.heads > INT32_MAX || p.keys > INT32_MAX - kTile) return false;
   if (p.v ? p.value_dim != p.dim : p.value_dim != kSparseMlaValueDim) return false;
   if (p.top && p.sinks) return false;
+  if (p.records && (p.v || p.dim != 576)) return false;
   if (p.page_table == nullptr) return true;
   return p.page_size > 0 && p.pages >= 0 && p.page_slots >= 0 &&
          int64_t{p.pages} * p.page_size <= INT32_MAX &&
@@ -51,6 +56,7 @@ bool valid(const MqaDecodeParams& p) {
 cudaError_t launch_mqa_decode(const MqaDecodeParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
   if (!valid(p)) return cudaErrorInvalidValue;
+  if (p.records) return launch_rows<576, 512, false, true>(p, stream);
   if (p.v == nullptr) {
     if (p.dim == 576) return launch_rows<576, 512, false>(p, stream);
     return p.dim == 512 ? launch_rows<512, 512, false>(p, stream) : cudaErrorInvalidValue;

@@ -25,6 +25,7 @@ struct MqaDecodeParams {
   const void* k;              // flat: [batch, keys, groups, dim], bf16. Paged: [pages * page_size,
                               // groups, dim]; `keys` is then page_slots * page_size
   const void* v;              // the same with value_dim, or null: the first 512 of a key
+  bool records;               // without v, dim 576: rows of k are FP8 records in place of values
   const int32_t* starts;      // [batch, queries]
   const int32_t* ends;        // [batch, queries]
   const float* sinks;         // [batch, heads], or [heads] with sinks_stride = 0, or null
@@ -53,9 +54,9 @@ struct MqaDecodeParams {
 };
 
 // Rows, queries times heads, of a group that are multiplied at a time.
-inline int mqa_decode_rows(int64_t queries, int heads, int groups, int dim) {
+inline int mqa_decode_rows(int64_t queries, int heads, int groups, int dim, bool records) {
   const int64_t rows = groups > 0 ? queries * (heads / groups) : 0;
-  return rows <= 16 ? 16 : rows <= 32 || dim < 512 ? 32 : 64;
+  return rows <= 16 ? 16 : (rows <= 32 && !records) || dim < 512 ? 32 : 64;
 }
 
 // What results of parts of requests take, on any device: rows of `partial` and `partial_rows`, and

@@ -11,6 +11,7 @@
 #include "common/gather.cuh"
 #include "mqa_decode/plan.cuh"
 #include "sparse_mla/fwd_rows.cuh"
+#include "sparse_mla/record_tiles.cuh"
 
 namespace jax_dsa::mqa_decode {
 
@@ -103,9 +104,9 @@ struct Keys {
   }
 };
 
-// Fetches keys of kD values into the L2 before they are copied, where those of a tile lie side by
+// Fetches keys of kBytes into the L2 before they are copied, where those of a tile lie side by
 // side; by one thread. The members of a team each fetch a part of a tile.
-template <int kD>
+template <int kBytes>
 struct FetchAhead {
   const Decode& p;
   const Keys& keys;
@@ -134,7 +135,21 @@ struct FetchAhead {
     const int begin = rows * p.member() / p.members, end = rows * (p.member() + 1) / p.members;
     if (row < 0 || begin == end) return;
     const int64_t at = keys.before + row + begin;
-    prefetch_l2(static_cast<const char*>(p.k) + at * (kD * 2), (end - begin) * (kD * 2));
+    prefetch_l2(static_cast<const char*>(p.k) + at * kBytes, (end - begin) * kBytes);
+  }
+};
+
+// Where records lie.
+struct RecordsAt {
+  const char* first;
+  uint32_t stride;
+
+  __device__ RecordsAt(const Decode& p, const Keys& keys, const Piece& piece)
+      : first(static_cast<const char*>(p.k) +
+              (keys.before * p.groups + piece.group) * kSparseMlaRecordBytes),
+        stride(p.groups * kSparseMlaRecordBytes) {}
+  __device__ const char* operator()(int row) const {
+    return first + uint64_t{static_cast<uint32_t>(row)} * stride;
   }
 };
 

@@ -77,15 +77,18 @@ __device__ __forceinline__ void write_results(const Work<Shared>& w, int number,
   }
 }
 
-template <int kD>
+template <int kD, bool kRecords>
 __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
   constexpr int kBlocks = kD / 64;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint64_t drop = l2_policy_evict_first();
   const bool leader = threadIdx.x % 128 == 0;
-  const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // whose place this lane looks up
+  // Whose place this lane looks up.
+  const int slot = kRecords ? sparse_mla::record_row(warp, lane % 2, lane)
+                            : Gather::row(warp, lane % 16 / 4, lane % 4);
   Gather gather(warp, lane / 8, lane % 8);
-  uint32_t parity[2] = {0, 0};
+  const sparse_mla::Unpacked unpacked(smem_address(shared.keys));
+  uint32_t parities = 0;  // a bit for each
 
   for (Walk walk(p, shared.notes.share, kWideRows); walk.next();) {
     const Piece& piece = walk.piece;
@@ -97,31 +100,62 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
       copy_queries<kD, kWideRows>(p, piece, smem_address(shared.q), drop);
     });
 
-    FetchAhead<kD> fetch(p, keys, tiles);
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int key = keys.first + tile * kTile, row = keys.row(tile * kTile + slot, page);
-      const bool mixed = p.queries > 1 && !keys.seen.by_all(key);
+    FetchAhead<kRecords ? kSparseMlaRecordBytes : kD * 2> fetch(p, keys, tiles);
+    int row = -1;  // in the cache, of this lane's slot of the next tile
+    const auto advance = [&](int tile) {
+      row = keys.row(tile * kTile + slot, page);
       if (tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
-      auto fill = [&]<int kParity>() {
+    };
+    const auto publish = [&](int parity, int key, bool mixed, uint32_t bits) {
+      if (leader) shared.notes.mixed[parity] = {mixed ? key : -1, piece.batch, piece.row};
+      if (lane == 0) {
+        shared.valid[parity].set(warp, bits);
+        mbarrier_arrive(&shared.key_full[parity][0]);
+      }
+    };
+    const auto drop_bad = [&](int parity) {
+      const uint32_t to = smem_address(shared.keys[parity]);
+      uint32_t rows = 0;
+#pragma unroll 1
+      for (int block = 0; block < 8; ++block) {
+        rows |= drop_not_finite(gather, to + block * kBlockBytes);
+      }
+      const uint32_t bad = bits_of_rows(rows);
+      if (lane == 0) shared.notes.bad[parity].set(warp, bad);
+      fence_async_proxy();
+    };
+
+    const RecordsAt at(p, keys, piece);
+    sparse_mla::Unpacking travelling[sparse_mla::kStepsHeld];
+    sparse_mla::Records records;
+    const auto load = [&]<int kStep>() {
+      if constexpr (kStep % 4 == 0) records.aim<kStep / 4>(row, at);
+      records.load<kStep % 4>(travelling[kStep % sparse_mla::kStepsHeld]);
+    };
+    if (kRecords && tiles > 0) {
+      advance(0);
+      load.template operator()<0>();
+      load.template operator()<1>();
+      load.template operator()<2>();
+    }
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int key = keys.first + tile * kTile;
+      const bool mixed = p.queries > 1 && !keys.seen.by_all(key);
+      const uint32_t free = ~parities >> tile % 2 & 1;
+      const auto wait_free = [&](int parity, int part) {
+        mbarrier_wait(&shared.key_free[parity][part], free);
+      };
+      const auto copy = [&]<int kParity>() {
         constexpr int kOwn = kParity * 4, kOther = 4 - kOwn;
         uint64_t (&full)[2] = shared.key_full[kParity];
         const uint32_t to = smem_address(shared.keys[kParity]);
-        const auto wait_free = [&](int part) {
-          mbarrier_wait(&shared.key_free[kParity][part], parity[kParity] ^ 1);
-        };
-        const auto publish = [&](uint32_t bits) {
-          if (leader) shared.notes.mixed[kParity] = {mixed ? key : -1, piece.batch, piece.row};
-          if (lane == 0) {
-            shared.valid[kParity].set(warp, bits);
-            mbarrier_arrive(&full[0]);
-          }
-        };
+        advance(tile);
         const uint32_t bits = aim(p, keys, piece, p.k, kD, row, gather);
-        wait_free(0);
+        wait_free(kParity, 0);
         if (!mixed) {
-          publish(bits);
+          publish(kParity, key, mixed, bits);
           gather.copy<0, 8, 0>(to, drop);
-          wait_free(1);
+          wait_free(kParity, 1);
           gather.copy<kOwn, kOwn + 4, 1>(to, drop);
           cp_async_arrive(&full[0]);
           gather.copy<kOther, kOther + 4, 1>(to, drop);
@@ -129,35 +163,72 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
           gather.copy<8, kBlocks, 1>(to, drop);
           cp_async_arrive(&full[1]);
         } else {
-          wait_free(1);
+          wait_free(kParity, 1);
 #pragma unroll 1
           for (int block = 0; block < kBlocks; ++block) gather.copy_block(to, block, drop);
           cp_async_wait();
-          uint32_t rows = 0;
-#pragma unroll 1
-          for (int block = 0; block < 8; ++block) {
-            rows |= drop_not_finite(gather, to + block * kBlockBytes);
-          }
-          const uint32_t bad = bits_of_rows(rows);
-          if (lane == 0) shared.notes.bad[kParity].set(warp, bad);
-          fence_async_proxy();
-          publish(bits);
+          drop_bad(kParity);
+          publish(kParity, key, mixed, bits);
           mbarrier_arrive(&full[0]);
           mbarrier_arrive(&full[1]);
         }
-        parity[kParity] ^= 1;
       };
-      if (tile % 2 == 0) {
-        fill.template operator()<0>();
+      // The bytes of the steps to come are under way while those of one are unpacked.
+      const auto unpack = [&](int parity) {
+        const uint32_t to = parity * (sparse_mla::kKeyBlocks * kBlockBytes);
+        const uint32_t bits = sparse_mla::bits_of_records(row);
+        wait_free(parity, 0);
+        if (!mixed) publish(parity, key, mixed, bits);
+        const auto step = [&]<int kStep>() {
+          constexpr int kNext = kStep + sparse_mla::kStepsAhead;
+          if constexpr (kStep == sparse_mla::kSteps / 2) {
+            wait_free(parity, 1);
+            unpacked.copy_last<0, 8>(to, row, at, drop);
+            unpacked.copy_last<1, 8>(to, row, at, drop);
+          }
+          if constexpr (kNext < sparse_mla::kSteps) {
+            load.template operator()<kNext>();
+          } else if (tile + 1 < tiles) {
+            if constexpr (kNext == sparse_mla::kSteps) advance(tile + 1);
+            load.template operator()<kNext - sparse_mla::kSteps>();
+          }
+          const float scale = __shfl_sync(~0u, records.scales[kStep / 4], kStep % 4, 4);
+          const uint32_t block = to + kStep % 4 * 2 * kBlockBytes;
+          unpacked.store<kStep / 4>(block, block + kBlockBytes,
+                                    travelling[kStep % sparse_mla::kStepsHeld], scale);
+        };
+        step.template operator()<0>();
+        step.template operator()<1>();
+        step.template operator()<2>();
+        step.template operator()<3>();
+        step.template operator()<4>();
+        step.template operator()<5>();
+        step.template operator()<6>();
+        step.template operator()<7>();
+        if (mixed) {
+          __syncwarp();
+          drop_bad(parity);
+          publish(parity, key, mixed, bits);
+        } else {
+          fence_async_proxy();  // ordinary stores, which wgmma reads
+        }
+        mbarrier_arrive(&shared.key_full[parity][0]);
+        cp_async_arrive(&shared.key_full[parity][1]);
+      };
+      if constexpr (kRecords) {
+        unpack(tile % 2);
+      } else if (tile % 2 == 0) {
+        copy.template operator()<0>();
       } else {
-        fill.template operator()<1>();
+        copy.template operator()<1>();
       }
+      parities ^= 1 << tile % 2;
       if (leader) fetch(tile);
     }
   }
 }
 
-template <int kD>
+template <int kD, bool kRecords>
 __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_constant__ Decode p) {
   constexpr int kConsumer = 208, kProducer = 88;
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
@@ -174,7 +245,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
     sparse_mla::consume<kD, 1>(Work<WideShared<kD>>(p), shared);
   } else {
     lower_registers<kProducer>();
-    produce_wide<kD>(p, shared);
+    produce_wide<kD, kRecords>(p, shared);
   }
 }
 

@@ -5,7 +5,7 @@
 #include "common/ptx.cuh"
 #include "sparse_mla/decode_plan.cuh"
 #include "sparse_mla/fwd_producer.cuh"
-#include "sparse_mla/records.cuh"
+#include "sparse_mla/record_tiles.cuh"
 
 namespace jax_dsa::sparse_mla {
 
@@ -52,49 +52,6 @@ struct Selected {
   }
 };
 
-// A thread has a quarter of two rows of a tile of records: of 16-byte chunk lane % 4 of each block
-// (64 values) the row lane / 4 of its warp's eight, in either half of the tile. The values of one
-// scale are a step: a chunk of two blocks.
-struct Unpacking {
-  uint32_t codes[8];
-};
-
-inline constexpr int kSteps = 8, kStepsAhead = 3, kStepsHeld = kStepsAhead + 1;
-static_assert(kSteps % kStepsHeld == 0);
-__host__ __device__ constexpr int record_row(int warp, int half, int lane) {
-  return half * 32 + warp * 8 + lane / 4;
-}
-
-// Loads step kStep % 4 of a record; `from` is the thread's first chunk of it.
-template <int kStep>
-__device__ __forceinline__ void load_step(const char* from, bool valid, Unpacking& x) {
-  constexpr int kScale = kStep % 4;
-  uint32_t (&low)[4] = reinterpret_cast<uint32_t (&)[4]>(x.codes[0]);
-  uint32_t (&high)[4] = reinterpret_cast<uint32_t (&)[4]>(x.codes[4]);
-  load_16_now<kScale * 128>(from, valid, low);
-  load_16_now<kScale * 128 + 64>(from, valid, high);
-}
-
-// A chunk of 16 values becomes two in bf16. Those of neighbouring rows fall on different banks.
-struct Unpacked {
-  uint32_t chunk[2];  // in the first block, of the tile's first half
-
-  __device__ explicit Unpacked(uint32_t keys) {
-    const int lane = threadIdx.x % 32, row = record_row(threadIdx.x / 32 % 4, 0, lane);
-    for (int i = 0; i < 2; ++i) chunk[i] = keys + row * 128 + ((lane % 4 * 2 + i) ^ row % 8) * 16;
-  }
-};
-
-// `tile` bytes on.
-template <int kStep>
-__device__ __forceinline__ void store_step(const Unpacked& to, uint32_t tile, const Unpacking& x,
-                                           float scale) {
-  constexpr int kTo = kStep / 4 * 4096 + kStep % 4 * 2 * kBlockBytes;
-  unpack_values(x.codes, scale, [&](int i, const uint32_t (&y)[4]) {
-    store_shared_16(to.chunk[i % 2] + tile + kTo + i / 2 * kBlockBytes, y);
-  });
-}
-
 template <int kD, bool kRecords>
 __device__ void produce(const Decode& p, Shared<kD>& shared) {
   constexpr int kRowBytes = kRecords ? kSparseMlaRecordBytes : kD * 2;
@@ -125,7 +82,7 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
 
     const char* kv = static_cast<const char*>(p.kv) + item.group * kRowBytes +
                      item.batch * p.batch_rows * stride;
-    const auto offset = [&](int row) { return uint64_t{static_cast<uint32_t>(row)} * stride; };
+    const auto at = [&](int row) { return kv + uint64_t{static_cast<uint32_t>(row)} * stride; };
     int row = -1;                        // in the cache, of this lane's slot of a tile
     int next = selected.find(p, place);  // of the tile after it; `place` and `index` are further on
     place = selected.place(p, second);
@@ -135,44 +92,23 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
       place = selected.place(p, index);
       index = selected.index(p, (tile + 3) * kTile, slot);
       // Registers wait for what they load, so let it be in the L2 by then.
-      if (kRecords && lane % 4 < 2 && next >= 0) prefetch_l2(kv + offset(next), kRowBytes);
+      if (kRecords && lane % 4 < 2 && next >= 0) prefetch_l2(at(next), kRowBytes);
     };
     const auto publish = [&](int parity) {
       // Bit r is that of row r % 8 of half r / 8 of the warp's.
-      const int from = kRecords ? lane % 8 * 4 + lane / 8 : lane % 4 * 8 + lane / 4;
-      const uint32_t bits = __ballot_sync(~0u, __shfl_sync(~0u, row, from) >= 0);
+      const uint32_t bits =
+          kRecords ? bits_of_records(row)
+                   : __ballot_sync(~0u, __shfl_sync(~0u, row, lane % 4 * 8 + lane / 4) >= 0);
       if (lane == 0) {
         shared.valid[parity].set(warp, bits);
         mbarrier_arrive(&shared.key_full[parity][0]);
       }
     };
     Unpacking travelling[kStepsHeld];
-    const char* from = kv;  // of the record that is being loaded, this thread's first chunk
-    bool valid = false;
-    float scales[2];  // one of those of the thread's rows
+    Records records;
     const auto load = [&]<int kStep>() {
-      if constexpr (kStep % 4 == 0) {
-        const int its = __shfl_sync(~0u, row, kStep / 4, 4);
-        valid = its >= 0;
-        const char* record = kv + offset(max(its, 0));
-        from = record + lane % 4 * 16;
-        scales[kStep / 4] =
-            load_now(reinterpret_cast<const float*>(record + 512) + lane % 4, valid, 1.f);
-      }
-      load_step<kStep>(from, valid, travelling[kStep % kStepsHeld]);
-    };
-    // The last 64 values, which are bf16 already.
-    const auto copy_last = [&](uint32_t tile) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int its = __shfl_sync(~0u, row, half, 4);
-        const char* last = kv + offset(max(its, 0)) + 528 + lane % 4 * 32;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint32_t to = whole_sum(unpacked.chunk[i], tile);
-          cp_async_16_alone(to + 8 * kBlockBytes + half * 4096, last + i * 16, its >= 0, keep);
-        }
-      }
+      if constexpr (kStep % 4 == 0) records.aim<kStep / 4>(row, at);
+      records.load<kStep % 4>(travelling[kStep % kStepsHeld]);
     };
     if (kRecords && tiles > 0) {
       advance(0);
@@ -190,7 +126,7 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
         for (int i = 0; i < 4; ++i) {
           const int its = __shfl_sync(~0u, row, i, 8);
           gather.valid[i] = its >= 0;
-          gather.from[i] = kv + offset(max(its, 0)) + chunk * 16;
+          gather.from[i] = at(max(its, 0)) + chunk * 16;
         }
         mbarrier_wait(&shared.key_free[kParity][0], free);
         publish(kParity);
@@ -212,7 +148,8 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
           constexpr int kNext = kStep + kStepsAhead;
           if constexpr (kStep == kSteps / 2) {
             mbarrier_wait(&shared.key_free[parity][1], free);
-            copy_last(to);
+            unpacked.copy_last<0, 8>(to, row, at, keep);
+            unpacked.copy_last<1, 8>(to, row, at, keep);
           }
           if constexpr (kNext < kSteps) {
             load.template operator()<kNext>();
@@ -220,8 +157,10 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
             if constexpr (kNext == kSteps) advance(tile + 1);
             load.template operator()<kNext - kSteps>();
           }
-          const float scale = __shfl_sync(~0u, scales[kStep / 4], kStep % 4, 4);
-          store_step<kStep>(unpacked, to, travelling[kStep % kStepsHeld], scale);
+          const float scale = __shfl_sync(~0u, records.scales[kStep / 4], kStep % 4, 4);
+          const uint32_t block = to + kStep % 4 * 2 * kBlockBytes;
+          unpacked.store<kStep / 4>(block, block + kBlockBytes, travelling[kStep % kStepsHeld],
+                                    scale);
         };
         step.template operator()<0>();
         step.template operator()<1>();

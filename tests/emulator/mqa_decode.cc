@@ -23,13 +23,14 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
   std::vector<bf16> out(rows * E, __float2bfloat16(NAN));
   std::vector<float> floats(rows * E, NAN), lse(rows, NAN), top(rows, NAN);
   const MqaDecodeWorkspace room =
-      mqa_decode_workspace(mqa_decode_rows(c.queries, c.heads, c.groups, c.dim));
+      mqa_decode_workspace(mqa_decode_rows(c.queries, c.heads, c.groups, c.dim, c.with.records));
   std::vector<float4> partial(room.rows * E / 4, make_float4(NAN, NAN, NAN, NAN));
   std::vector<float2> partial_rows(room.rows, make_float2(NAN, NAN));
   std::vector<int2> cuts(room.cuts, make_int2(-1, -1));
   MqaDecodeParams p = shapes(x);
   p.tuning = tried.tuning;
-  p.q = x.q.data(), p.k = x.k.data(), p.v = c.with.apart ? x.v.data() : nullptr;
+  p.q = x.q.data(), p.v = c.with.apart ? x.v.data() : nullptr;
+  p.k = c.with.records ? static_cast<const void*>(x.records.data()) : x.k.data();
   p.starts = x.starts.data(), p.ends = x.ends.data();
   p.sinks = c.with.sinks ? x.sinks.data() : nullptr;
   p.page_table = c.with.page_size > 0 ? x.page_table.data() : nullptr;
@@ -129,6 +130,39 @@ const DecodeCase kCases[] = {
      kCut},
     {{"requests", 300, 1, 70, 2, 1, 64, {.apart = true}}, 3, kCut},
     {{"requests, whole", 300, 1, 70, 2, 1, 64, {.apart = true}}, 5, kWhole},
+    {{"records", 3, 1, 300, 40, 1, 576, {.sinks = 1, .records = true}}, 3, kUsual},
+    {{"records, one request", 1, 1, 450, 100, 1, 576, {.full = true, .records = true}}, 4, kCut},
+    {{"records, queries, pages",
+      4,
+      3,
+      256,
+      24,
+      2,
+      576,
+      {.page_size = 16, .holes = true, .starts = 2, .infinite = true, .records = true}},
+     3,
+     kCut},
+    {{"few, records", 4, 1, 400, 16, 1, 576, {.sinks = 1, .records = true}}, 3, kCut},
+    {{"few, records, queries",
+      3,
+      3,
+      260,
+      10,
+      2,
+      576,
+      {.window = 130, .normalized = false, .infinite = true, .records = true}},
+     3,
+     kCut},
+    {{"few, records, pages",
+      3,
+      1,
+      256,
+      8,
+      1,
+      576,
+      {.page_size = 64, .holes = true, .pools = true, .records = true}},
+     3,
+     kUsual},
     {{"no keys", 2, 2, 0, 40, 1, 576}, 3, kCut},
     {{"few, no keys", 3, 1, 0, 4, 2, 128, {.apart = true}}, 3, kCut},
 };

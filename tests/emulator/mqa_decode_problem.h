@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "mqa_decode/mqa_decode.h"
+#include "sparse_mla_cache.h"
 
 namespace mqa_decode_problem {
 
@@ -28,8 +29,9 @@ struct Extras {
   bool normalized = true;  // else f32 results and the largest scores
   bool infinite = false;   // the newest key of some requests
   float q_size = 1.f;
-  bool full = false;    // all requests have all keys
-  bool shared = false;  // all requests have the keys of the first, flat
+  bool full = false;     // all requests have all keys
+  bool shared = false;   // all requests have the keys of the first, flat
+  bool records = false;  // keys are FP8 records
 };
 
 struct Case {
@@ -40,7 +42,8 @@ struct Case {
 
 struct Problem {
   Case c;
-  std::vector<bf16> q, k, v;  // as the kernel reads them
+  std::vector<bf16> q, k, v;     // as the kernel reads them
+  std::vector<uint8_t> records;  // in place of k
   std::vector<int32_t> starts, ends, page_table;
   std::vector<float> sinks;
   int pages = 0;
@@ -109,6 +112,15 @@ inline Problem make(const Case& c, uint64_t seed) {
       p.ends.push_back(c.with.starts == 2 && random() % 4 == 0 ? INT_MIN : at + 1);
     }
   }
+  const auto record = [&](int64_t i) { return &p.records[i * jax_dsa::kSparseMlaRecordBytes]; };
+  const int64_t width = int64_t{c.groups} * c.dim;
+  if (c.with.records) {
+    p.records.resize(rows * c.groups * jax_dsa::kSparseMlaRecordBytes);
+    for (int64_t i = 0; i < rows * c.groups; ++i) {
+      sparse_mla_problem::round_to_record(&p.k[i * c.dim], record(i),
+                                          sparse_mla_problem::kLeastPowers, random());
+    }
+  }
   p.sinks.resize(c.with.sinks == 2 ? c.batch * c.heads : c.heads);
   for (size_t i = 0; i < p.sinks.size(); ++i) {
     p.sinks[i] = i % 7 == 2 ? INFINITY : i % 7 == 4 ? -INFINITY : normal(random) * 2;
@@ -123,16 +135,24 @@ inline Problem make(const Case& c, uint64_t seed) {
       }
     }
   }
-  const int64_t width = int64_t{c.groups} * c.dim;
   for (auto* all : {&p.k, &p.v}) {
     for (int64_t row = 0; row < rows && !all->empty(); ++row) {
       if (!seen[row]) std::fill_n(all->begin() + row * width, width, __float2bfloat16(NAN));
     }
   }
+  for (int64_t i = 0; i < rows * c.groups && c.with.records; ++i) {
+    if (!seen[i / c.groups]) std::fill_n(record(i), jax_dsa::kSparseMlaRecordBytes, 0xff);
+  }
   for (int b = 0; b < c.batch && c.with.infinite; b += 2) {
     const int key = lengths[b] - 1 - b % 3;
     const int64_t row = key >= 0 && key < c.keys ? p.row(b, key) : -1;
     if (row < 0) continue;
+    if (c.with.records) {
+      const int group = random() % c.groups, value = random() % 512;
+      p.k[row * width + group * c.dim + value] = __float2bfloat16(NAN);
+      record(row * c.groups + group)[value] |= 0x7f;
+      continue;
+    }
     auto& all = c.with.apart ? p.v : p.k;
     all[row * width + random() % width] = __float2bfloat16(b % 4 ? NAN : -INFINITY);
     all[row * width] = __float2bfloat16(INFINITY);
@@ -227,6 +247,7 @@ inline jax_dsa::MqaDecodeParams shapes(const Problem& x) {
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
   p.groups = c.groups, p.dim = c.dim, p.value_dim = x.value_dim(), p.scale = x.scale;
   p.sinks_stride = c.with.sinks == 2 ? c.heads : 0;
+  p.records = c.with.records;
   p.batch_rows = c.with.page_size > 0 || c.with.shared ? 0 : c.keys;
   if (c.with.pools) p.batch_rows = int64_t{x.pages} * c.with.page_size;
   p.pages = x.pages, p.page_size = c.with.page_size;
