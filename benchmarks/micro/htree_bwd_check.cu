@@ -78,7 +78,7 @@ bool run_case(const Case& c, uint64_t seed) {
 
 template <typename S>
 void time_shape(const char* name, const HTreeBwdParams& p, int64_t queries) {
-  htree::BwdPass x = htree::make_bwd_pass<S>(p);
+  htree::BwdPass x = htree::make_bwd_pass(p);
   const auto pairs = count_pairs(p.fwd.queries, p.fwd.top_k, x.pass.layers.count);
   Timer all, restore, pack, dq, meetings, nodes, spread;
   for (int run = 0; run < 2; ++run) {  // the first warms up
