@@ -63,8 +63,7 @@ void put(const void* to, const std::vector<T>& x) {
   CHECK(cudaMemcpy(const_cast<void*>(to), x.data(), x.size() * sizeof(T), cudaMemcpyHostToDevice));
 }
 
-__global__ void fill(bf16* x, int64_t n, uint64_t seed, int64_t row, int64_t repeats,
-                            float noise) {
+__global__ void fill(bf16* x, int64_t n, uint64_t seed, int64_t row, int64_t repeats, float noise) {
   const auto normal = [](uint64_t h) {  // about
     int sum = 0;
     for (int k = 0; k < 4; ++k) sum += static_cast<int>(h >> (16 * k) & 0xffff);

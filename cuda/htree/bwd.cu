@@ -14,7 +14,7 @@ using htree::ChunkOf;
 template <int kD, int kR>
 cudaError_t run(const BwdPass& x, cudaStream_t stream) {
   const int64_t rows = x.pass.chunk.rows * x.pass.parts;
-  if (x.pass.blocks() > INT32_MAX || rows > INT32_MAX / x.pass.p.top_k / x.pass.layers.count ||
+  if (rows > INT32_MAX / x.pass.p.top_k / x.pass.layers.count ||
       x.lists() * htree::kUnits<kR> > INT32_MAX) {
     return cudaErrorInvalidValue;
   }
@@ -29,7 +29,7 @@ cudaError_t run(const BwdPass& x, cudaStream_t stream) {
 
 template <int kD, int kR>
 cudaError_t run_all(const HTreeBwdParams& p, cudaStream_t stream) {
-  BwdPass x = htree::make_bwd_pass<BwdShipped>(p);
+  BwdPass x = htree::make_bwd_pass(p);
   const int64_t bytes =
       p.fwd.batch * p.fwd.groups * x.pass.layers.blocks * htree::kNodeBytes<kD, kR> * 2;
   htree::set_chunk(p, x, {});  // the gradients lie first
@@ -44,7 +44,8 @@ cudaError_t run_all(const HTreeBwdParams& p, cudaStream_t stream) {
       htree::set_chunk(p, x, of);
       return run<kD, kR>(x, stream);
     };
-    if (cudaError_t e = htree::for_chunks(p.fwd, x.pass.tile, needs, chunk); e != cudaSuccess) {
+    if (cudaError_t e = htree::for_chunks(p.fwd, BwdShipped::kWarps / x.pass.parts, needs, chunk);
+        e != cudaSuccess) {
       return e;
     }
   }
@@ -69,7 +70,7 @@ cudaError_t run_all(const HTreeBwdParams& p, cudaStream_t stream) {
 int64_t htree_bwd_workspace(const HTreeBwdParams& p, int64_t rows) {
   HTreeBwdParams none = p;
   none.fwd.workspace = nullptr;
-  BwdPass x = htree::make_bwd_pass<BwdShipped>(p);
+  BwdPass x = htree::make_bwd_pass(p);
   const int64_t queries = rows / p.fwd.groups;
   const int64_t entries = std::max<int64_t>(queries / std::max<int64_t>(p.fwd.queries, 1), 1);
   htree::set_chunk(none, x, {0, entries, 0, ceil_div(queries, entries)});

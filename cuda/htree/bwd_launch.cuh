@@ -40,11 +40,9 @@ inline int64_t divide(const HTreeBwdParams& p, BwdPass& x) {
   return parts.at - start;
 }
 
-// For queries in thread blocks of shape S, no chunk yet.
-template <typename S>
-BwdPass make_bwd_pass(const HTreeBwdParams& p) {
+inline BwdPass make_bwd_pass(const HTreeBwdParams& p) {
   BwdPass x = {};
-  x.pass = make_pass<S>(p.fwd);
+  x.pass = make_pass(p.fwd);
   x.out = p.fwd.out, x.lse = p.fwd.lse;
   x.dout = p.dout, x.dlse = p.dlse, x.dq = p.dq;
   return x;
@@ -74,7 +72,11 @@ template <typename S, int kD, int kR>
 cudaError_t launch_queries(const BwdPass& x, cudaStream_t stream) {
   constexpr int kShared = sizeof(QueriesShared<S, kD, kR>);
   static_assert(shared_memory_fits(1, kShared));
-  return launch_blocks(queries_kernel<S, kD, kR>, x.pass.blocks(), S::kThreads, kShared, stream, x);
+  BwdPass shaped = x;
+  shaped.pass = x.pass.shaped<S>();
+  if (shaped.pass.blocks() > INT32_MAX) return cudaErrorInvalidValue;
+  return launch_blocks(queries_kernel<S, kD, kR>, shaped.pass.blocks(), S::kThreads, kShared,
+                       stream, shaped);
 }
 
 template <int kR>

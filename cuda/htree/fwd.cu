@@ -8,14 +8,15 @@ namespace {
 
 using htree::Pass;
 using htree::Shipped;
+using htree::ShippedScores;
 
 static_assert(kHTreeMaxGroupHeads == Shipped::kWarps * htree::kHeads);
 
 template <int kD, int kR>
 cudaError_t run(const Pass& pass, cudaStream_t stream) {
-  if (pass.blocks() > INT32_MAX || pass.chunk.rows > INT32_MAX) return cudaErrorInvalidValue;
+  if (pass.chunk.rows > INT32_MAX) return cudaErrorInvalidValue;
   for (int layer = pass.layers.count - 1; layer > 0; --layer) {
-    if (cudaError_t e = htree::launch_scores<Shipped, kD, kR>(pass, layer, stream);
+    if (cudaError_t e = htree::launch_scores<ShippedScores, kD, kR>(pass, layer, stream);
         e != cudaSuccess) {
       return e;
     }
@@ -55,11 +56,11 @@ cudaError_t launch_htree_fwd(const HTreeFwdParams& p, cudaStream_t stream) {
       (p.compression != 8 && p.compression != 16 && p.compression != 32)) {
     return cudaErrorInvalidValue;
   }
-  Pass pass = htree::make_pass<Shipped>(p);
+  Pass pass = htree::make_pass(p);
   const auto bytes = [&](const htree::ChunkOf& of) {
     return htree_fwd_workspace(p, of.entries * of.count * p.groups);
   };
-  return htree::for_chunks(p, pass.tile, bytes, [&](const htree::ChunkOf& of) {
+  return htree::for_chunks(p, Shipped::kWarps / pass.parts, bytes, [&](const htree::ChunkOf& of) {
     htree::set_chunk(pass, of);
     return p.dim == 128  ? run<128>(pass, stream)
            : p.dim == 64 ? run<64>(pass, stream)

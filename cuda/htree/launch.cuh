@@ -35,15 +35,13 @@ inline int64_t divide(const HTreeFwdParams& p, int64_t layers, Chunk& chunk) {
   return parts.at - start;
 }
 
-// For thread blocks of shape S, no chunk yet.
-template <typename S>
-Pass make_pass(const HTreeFwdParams& p) {
+// No chunk yet.
+inline Pass make_pass(const HTreeFwdParams& p) {
   Pass pass = {};
   pass.p = p;
   pass.layers = htree_layers(p.tokens, p.compression, p.top_k);
   pass.group_heads = static_cast<int>(p.heads / p.groups);
   pass.parts = ceil_div(pass.group_heads, kHeads);
-  pass.tile = S::kWarps / pass.parts;
   return pass;
 }
 
@@ -58,7 +56,6 @@ inline void set_range(Pass& pass, const ChunkOf& of) {
   chunk.first_query = of.query;
   chunk.queries = of.count;
   chunk.rows = of.entries * pass.p.groups * of.count;
-  pass.tiles = static_cast<int>(ceil_div(of.count, int64_t{pass.tile}));
 }
 inline void set_chunk(Pass& pass, const ChunkOf& of) {
   set_range(pass, of);
@@ -98,8 +95,10 @@ template <typename S, int kD, int kR>
 cudaError_t launch_scores(const Pass& pass, int layer, cudaStream_t stream) {
   constexpr int kShared = sizeof(ScoresShared<S, kD, kR>);
   static_assert(shared_memory_fits(1, kShared));
-  return launch_blocks(scores_kernel<S, kD, kR>, pass.blocks(), S::kThreads, kShared, stream, pass,
-                       layer);
+  const Pass shaped = pass.shaped<S>();
+  if (shaped.blocks() > INT32_MAX) return cudaErrorInvalidValue;
+  return launch_blocks(scores_kernel<S, kD, kR>, shaped.blocks(), S::kThreads, kShared, stream,
+                       shaped, layer);
 }
 
 inline cudaError_t launch_best(const Pass& pass, cudaStream_t stream) {
@@ -120,7 +119,10 @@ template <typename S, int kD, int kR>
 cudaError_t launch_attend(const Pass& pass, cudaStream_t stream) {
   constexpr int kShared = sizeof(AttendShared<S, kD, kR>);
   static_assert(shared_memory_fits(1, kShared));
-  return launch_blocks(attend_kernel<S, kD, kR>, pass.blocks(), S::kThreads, kShared, stream, pass);
+  const Pass shaped = pass.shaped<S>();
+  if (shaped.blocks() > INT32_MAX) return cudaErrorInvalidValue;
+  return launch_blocks(attend_kernel<S, kD, kR>, shaped.blocks(), S::kThreads, kShared, stream,
+                       shaped);
 }
 
 }  // namespace jax_dsa::htree

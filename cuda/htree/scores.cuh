@@ -3,9 +3,10 @@
 //
 // Thread block, producer, ring: walk.cuh. All heads of a query meet in one warp, 16 at a time,
 // their queries in shared memory; of the warps that a query has, each takes every so many-th block.
-// A lane has heads lane / 4 and 8 more of two columns in eight; it keeps a maximum and a sum for
-// each column, and in three exchanges lanes that differ in heads join theirs, each passing on half
-// of its columns as long as it has two.
+// A lane has heads lane / 4 and 8 more of two columns in eight; it keeps a sum for each column, and
+// in three exchanges lanes that differ in heads join theirs, each passing on half of its columns as
+// long as it has two. Sums that leave the range of plain ones are made again with maxima. That
+// depends on the column alone, so that equal scores have equal importances.
 //
 // The last candidate is not scored: it is selected whatever it holds.
 #pragma once
@@ -18,15 +19,28 @@ namespace jax_dsa::htree {
 
 template <typename S, int kD, int kR>
 struct alignas(1024) ScoresShared {
-  Ring<S, kR, kR * kD * 2> ring;
+  using Blocks = Ring<S, kR, kR * kD * 2, S::kWarps <= 12 ? kRingBytes : 96 * 1024>;
+  Blocks ring;
   uint8_t turns[S::kWarps][Turns<kD>::kBytes];
   // Of query i the warps' parts from i * warps_per_query on: 16 heads each, swizzled like blocks.
   uint8_t q[S::kWarps][kHeads * kD * 2];
 };
 
-// 2^scores summed: peak + log2(sum).
+// 2^scores summed.
+struct PlainSum {
+  float sum = 0.f;
+
+  static __device__ PlainSum of(float a, float b) { return {exp2_approx(a) + exp2_approx(b)}; }
+  __device__ PlainSum operator+(PlainSum x) const { return {sum + x.sum}; }
+  __device__ PlainSum of_lane(int mask) const { return {__shfl_xor_sync(~0u, sum, mask)}; }
+  __device__ PlainSum or_other(bool other, PlainSum x) const { return {other ? x.sum : sum}; }
+  // Whether nothing that matters was too large or too small.
+  __device__ bool good() const { return sum > 0x1p-60f && sum < 0x1p100f; }
+  __device__ float log2() const { return log2_approx(sum); }
+};
+// The same of scores of any size.
 struct Sum {
-  float peak, sum;
+  float peak = -INFINITY, sum = 0.f;
 
   static __device__ Sum of(float a, float b) {
     const float peak = fmaxf(a, b), finite = peak == -INFINITY ? 0.f : peak;
@@ -39,22 +53,23 @@ struct Sum {
   __device__ Sum of_lane(int mask) const {
     return {__shfl_xor_sync(~0u, peak, mask), __shfl_xor_sync(~0u, sum, mask)};
   }
+  __device__ Sum or_other(bool other, Sum x) const {
+    return {other ? x.peak : peak, other ? x.sum : sum};
+  }
+  __device__ float log2() const { return peak + log2_approx(sum); }
 };
 
 // Joins the first kCount columns of lanes that differ in the bits kLane, kLane / 2, ..., 4. A lane
 // with kLane set keeps the upper half.
-template <int kCount, int kLane, int kColumns>
+template <int kCount, int kLane, typename Sum, int kColumns>
 __device__ __forceinline__ void join(Sum (&x)[kColumns]) {
   if constexpr (kLane >= 4) {
     if constexpr (kCount > 1) {
       const bool upper = threadIdx.x & kLane;
-      const auto choose = [&](bool second, const Sum& a, const Sum& b) -> Sum {
-        return {second ? b.peak : a.peak, second ? b.sum : a.sum};
-      };
 #pragma unroll
       for (int i = 0; i < kCount / 2; ++i) {
-        const Sum passed = choose(!upper, x[i], x[i + kCount / 2]);
-        x[i] = choose(upper, x[i], x[i + kCount / 2]) + passed.of_lane(kLane);
+        const Sum passed = x[i].or_other(!upper, x[i + kCount / 2]);
+        x[i] = x[i].or_other(upper, x[i + kCount / 2]) + passed.of_lane(kLane);
       }
       join<kCount / 2, kLane / 2>(x);
     } else {
@@ -89,7 +104,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   __syncthreads();
 
-  RingPlace<Ring<S, kR, kR * kD * 2>::kStages> at;
+  RingPlace<ScoresShared<S, kD, kR>::Blocks::kStages> at;
   if (warp >= S::kWarps) {
     lower_registers<S::kProducerRegisters>();
     if (warp > S::kWarps) return;
@@ -133,35 +148,46 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const auto walk = [&](auto rotates) {
     constexpr bool kRotates = decltype(rotates)::value;
     consume(shared.ring, at, query, [&](uint32_t block) {
-      const int first = kR * ordinal;
-      if (ordinal++ % parts != part) return;
+      const int at_ordinal = ordinal++, first = kR * at_ordinal;
+      if (parts > 1 && at_ordinal % parts != part) return;
       const uint32_t turn = kRotates ? turns.next(n - 1 - first - kR * parts) : 0;
-      Sum sums[kColumns];
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) sums[i] = {-INFINITY, 0.f};
+      // Of one column of this lane's, all heads.
+      const auto sum = [&](auto none) {
+        decltype(none) sums[kColumns];
 #pragma unroll 1
-      for (int heads_before = 0; heads_before < heads; heads_before += kHeads) {
-        const uint32_t from = queries + heads_before * kRowBytes + place<kD>(lane % 16, lane / 16);
-        float s[kR / 8][4];
-        multiply_keys<kD, kR, kRotates>(s, block, turn, [&](int j, uint32_t (&a)[4]) {
-          load_matrix_x4(further(from, j * 2), a);
-        });
-        const int head = heads_before + lane / 4;
+        for (int heads_before = 0; heads_before < heads; heads_before += kHeads) {
+          const uint32_t from =
+              queries + heads_before * kRowBytes + place<kD>(lane % 16, lane / 16);
+          float s[kR / 8][4];
+          multiply_keys<kD, kR>(s, block, [&](int j, uint32_t (&low)[4], uint32_t (&high)[4]) {
+            load_matrix_x4(further(from, j * 2), low);
+            load_matrix_x4(further(from, (j + kD / 32) * 2), high);
+            if constexpr (kRotates) rotate<kD>(low, high, turn, j);
+          });
+          const int head = heads_before + lane / 4;
+          const float absent[2] = {head < heads ? 0.f : -INFINITY,
+                                   head + 8 < heads ? 0.f : -INFINITY};
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-          const float a = head < heads ? s[i / 2][i % 2] * scale_log2 : -INFINITY;
-          const float b = head + 8 < heads ? s[i / 2][i % 2 + 2] * scale_log2 : -INFINITY;
-          sums[i] = sums[i] + Sum::of(a, b);
+          for (int i = 0; i < kColumns; ++i) {
+            sums[i] = sums[i] + decltype(none)::of(s[i / 2][i % 2] * scale_log2 + absent[0],
+                                                   s[i / 2][i % 2 + 2] * scale_log2 + absent[1]);
+          }
         }
-      }
-      join<kColumns, 16>(sums);
+        join<kColumns, 16>(sums);
+        return sums[0];
+      };
       // Which column that is: the bits of lane / 4 from the highest on choose halves.
       constexpr int kBits = kColumns == 8 ? 3 : kColumns == 4 ? 2 : 1;
       const int mine = lane / 4 >> (3 - kBits);
       const int at_column = mine / 2 * 8 + lane % 4 * 2 + mine % 2;
-      if ((lane / 4 & ((8 >> kBits) - 1)) == 0 && first + at_column < n - 1) {
-        importance[first + at_column] = sums[0].peak + log2f(sums[0].sum);
+      const bool has = (lane / 4 & ((8 >> kBits) - 1)) == 0 && first + at_column < n - 1;
+      const PlainSum plain = sum(PlainSum());
+      float result = plain.log2();
+      if (__any_sync(~0u, has && !plain.good())) {
+        const Sum any = sum(Sum());
+        result = plain.good() ? result : any.log2();
       }
+      if (has) importance[first + at_column] = result;
     });
   };
   if (early) {

@@ -33,6 +33,7 @@ struct Shape {
 };
 // Its twelve warps are one, two, three, four or six a query.
 using Shipped = Shape<12, 160, 64>;
+using ShippedScores = Shape<12, 160, 64>;
 
 // Some of the queries, and what the passes leave each other about them. A row is a (batch entry,
 // group, query) of these, in that order.
@@ -58,6 +59,14 @@ struct Pass {
   int tile;         // queries of a thread block
   int tiles;        // of the queries of a batch entry and group
 
+  // For thread blocks of shape S.
+  template <typename S>
+  Pass shaped() const {
+    Pass pass = *this;
+    pass.tile = S::kWarps / parts;
+    pass.tiles = static_cast<int>(ceil_div(chunk.queries, int64_t{pass.tile}));
+    return pass;
+  }
   int64_t blocks() const { return int64_t{tiles} * chunk.batch * p.groups; }
 };
 
@@ -118,8 +127,8 @@ struct alignas(1024) Ring {
   static constexpr int kBlocks = S::kStageRows / kR;  // of a stage
   static constexpr int kStages = kRoom / (kBlocks * kBytes);
   uint8_t blocks[kStages][kBlocks][kBytes];
-  uint32_t takers[kStages][kBlocks];  // bit i: query i
-  int last[kStages];                  // whether the layer ends
+  // Of each block bit i: query i takes it; at last, whether the layer ends.
+  uint32_t takers[kStages][kBlocks + 1];
   uint64_t full[kStages], free[kStages];
 
   __device__ void init() {
@@ -179,8 +188,8 @@ __device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t*
     }
     last = least == INT_MAX;
     mbarrier_wait(&ring.free[at.index], at.parity ^ 1);
-    if (lane < Ring::kBlocks) ring.takers[at.index][lane] = takers;
-    if (lane == 0) ring.last[at.index] = last;
+    if (lane == Ring::kBlocks) takers = last;
+    if (lane <= Ring::kBlocks) ring.takers[at.index][lane] = takers;
     __syncwarp();
     if (lane == 0) mbarrier_arrive_expect(&ring.full[at.index], blocks * Ring::kBytes);
     __syncwarp();
@@ -196,18 +205,23 @@ __device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t*
 template <typename Ring, typename Take>
 __device__ __forceinline__ void consume(Ring& ring, RingPlace<Ring::kStages>& at, int query,
                                         Take take) {
-  bool last;
+  constexpr uint32_t kLast = 1u << Ring::kBlocks;
+  const int lane = threadIdx.x % 32;
+  uint32_t takes;  // bit i: block i of the stage, until it is taken
   do {
     mbarrier_wait(&ring.full[at.index], at.parity);
+    const uint32_t takers = ring.takers[at.index][min(lane, Ring::kBlocks)];
+    takes = __ballot_sync(~0u, takers >> (lane < Ring::kBlocks ? query : 0) & 1);
 #pragma unroll 1
-    for (int i = 0; i < Ring::kBlocks; ++i) {
-      if (ring.takers[at.index][i] >> query & 1) take(smem_address(ring.blocks[at.index][i]));
+    while (takes & (kLast - 1)) {
+      const int block = __ffs(takes) - 1;
+      takes &= takes - 1;
+      take(smem_address(ring.blocks[at.index][block]));
     }
-    last = ring.last[at.index] != 0;
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.free[at.index]);
+    if (lane == 0) mbarrier_arrive(&ring.free[at.index]);
     at.advance();
-  } while (!last);
+  } while (!(takes & kLast));
 }
 
 // cos and sin of a warp's rotations, one after the other: each is loaded one ahead, a part a lane,
@@ -262,6 +276,26 @@ __device__ __forceinline__ void rotate(uint32_t (&low)[4], uint32_t (&high)[4], 
   }
 }
 
+// The same of numbers that are unpacked already.
+template <int kD>
+__device__ __forceinline__ void rotate_wide(const float (&x)[8], const float (&y)[8], uint32_t turn,
+                                            int j, uint32_t (&low)[4], uint32_t (&high)[4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t bits[4];  // cos, sin, cos, sin
+    load_shared_16(turn + (j * 16 + half * 8 + threadIdx.x % 4 * 2) * 8, bits);
+    const float cs[4] = {__uint_as_float(bits[0]), __uint_as_float(bits[1]),
+                         __uint_as_float(bits[2]), __uint_as_float(bits[3])};
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      low[i] = pack_bf16(x[2 * i] * cs[0] - y[2 * i] * cs[1],
+                         x[2 * i + 1] * cs[2] - y[2 * i + 1] * cs[3]);
+      high[i] = pack_bf16(y[2 * i] * cs[0] + x[2 * i] * cs[1],
+                          y[2 * i + 1] * cs[2] + x[2 * i + 1] * cs[3]);
+    }
+  }
+}
+
 // Where 16-byte chunk c of a row lies in a block (or in queries, which are swizzled likewise).
 template <int kD>
 __device__ __forceinline__ uint32_t place(int row, int c) {
@@ -272,20 +306,17 @@ __device__ __forceinline__ uint32_t further(uint32_t from, int chunks) {
   return (from ^ chunks % 8 * 16) + chunks / 8 * 128;
 }
 
-// s [16 heads, r keys] = queries times the block's keys. load(j, a) gives fragment j of the
-// queries, dimensions 16 j to 16 j + 15, which are then rotated if they are to be.
-template <int kD, int kR, bool kRotates, typename Load>
-__device__ __forceinline__ void multiply_keys(float (&s)[kR / 8][4], uint32_t block, uint32_t turn,
-                                              Load load) {
+// s [16 heads, r keys] = queries times the block's keys. load(j, low, high) gives fragments j and
+// j + D / 32 of the queries, dimensions 16 j to 16 j + 15 and the same of the other half.
+template <int kD, int kR, typename Load>
+__device__ __forceinline__ void multiply_keys(float (&s)[kR / 8][4], uint32_t block, Load load) {
   const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
 #pragma unroll
   for (int i = 0; i < kR / 8; ++i) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
 #pragma unroll
   for (int j = 0; j < kD / 32; ++j) {
     uint32_t low[4], high[4], b[4];
-    load(j, low);
-    load(j + kD / 32, high);
-    if constexpr (kRotates) rotate<kD>(low, high, turn, j);
+    load(j, low, high);
     if constexpr (kR == 8) {  // of both fragments
       const uint32_t keys = block + place<kD>(row, matrix / 2 * (kD / 16) + matrix % 2);
       load_matrix_x4(further(keys, j * 2), b);

@@ -147,7 +147,7 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
       const Outcome less = run(x, c.end);
       same &= equal_bits(less.out, y.out) && equal_bits(less.lse, y.lse);
     }
-    const bool good = y.wrong == 0 && inexact == 0 && found.good() && same;
+    const bool good = y.wrong == 0 && inexact == 0 && found.good(c.size) && same;
     printf(
         "%-4s %-26s %d layers %s %s seed %llu  out %.1e (%.1e), lse %.1e, gap %.1e, importance "
         "%.1e%s%s%s%s%s\n",

@@ -182,9 +182,9 @@ struct Findings {
   double importance = 0;
   bool partition = true, complete = true;
 
-  bool good() const {
-    return partition && complete && gap < 2e-3 && close < 0.012 && exact < 0.08 && lse < 2e-3 &&
-           importance < 2e-3;
+  bool good(double size) const {  // of the queries: scores' roundings grow with it
+    return partition && complete && gap < 2e-3 && close < 0.012 &&
+           exact < 0.08 * std::max(1., size / 6) && lse < 2e-3 && importance < 2e-3;
   }
   void operator+=(const Findings& x) {
     for (auto part : {&Findings::exact, &Findings::close, &Findings::lse, &Findings::gap,
@@ -457,6 +457,10 @@ inline GradientError gradient_error(const bf16* got, const std::vector<double>& 
   return {std::sqrt(sum / all), most / largest};
 }
 
+// Gradients of a softmax that is all but one-hot are differences of roundings.
+inline bool has_gradients(const Case& c) {
+  return c.heads / c.groups <= jax_dsa::kHTreeMaxBwdGroupHeads && c.size < 10;
+}
 inline const Case kBwdCases[] = {
     {"lists in segments", 1, 360, 360, 3, 1, 64, 8, 4},
     {"segments of parts", 1, 140, 140, 34, 1, 64, 32, 2},
@@ -476,6 +480,7 @@ inline const Case kSmallCases[] = {
     {"40 heads in chunks", 1, 500, 11, 80, 2, 64, 16, 4, 480, true, -0.2f, 1, false, 6},
     {"192 heads", 1, 200, 3, 192, 1, 64, 16, 3, 200},
     {"ties, sharp", 1, 700, 13, 16, 1, 128, 16, 5, 650, false, 0.f, 6, true},
+    {"very sharp", 1, 700, 7, 16, 1, 128, 16, 5, 650, false, 0.f, 30},
     {"no queries", 1, 30, 0, 16, 1, 128, 16, 4},
 };
 
