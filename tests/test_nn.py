@@ -17,6 +17,7 @@ from quick import compile_quickly  # noqa: F401
 import jax_dsa
 from jax_dsa import nn, training
 from jax_dsa.nn.cache import LayerCache
+from jax_dsa.serving import pack_records, unpack_records
 from jax_dsa.training.remat import RESIDUALS, SELECTION, remat_policy
 
 B, T, M = 2, 12, 16
@@ -382,6 +383,19 @@ def test_positions_turn_queries_and_keys_alone(rng):
     assert np.abs(run(x, 3 * positions())[0] - want).max() > 1e-3
 
 
+PAGE = 3
+
+
+def empty_cache(model, capacity, *, paged, **options):
+    """Flat, or of scattered pages."""
+    if not paged:
+        return model.init_cache(B, capacity, **options)
+    cache = model.init_cache(B, capacity, page_size=PAGE, **options)
+    table = cache.layers[0].kv.page_table
+    order = np.random.default_rng(0).permutation(table.size)
+    return cache.with_page_table(jnp.asarray(order, jnp.int32)[table])
+
+
 def decode_in_chunks(model, tokens, cache, chunks):
     step = jax.jit(lambda tokens, cache: model.decode(tokens, cache))
     logits = []
@@ -392,14 +406,49 @@ def decode_in_chunks(model, tokens, cache, chunks):
     return jnp.concatenate(logits, 1), cache
 
 
-def test_cached_decode_equals_the_full_forward(rng):
-    model = decoder()
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("index_fp8", [False, True])
+def test_cached_decode_equals_the_full_forward(rng, paged, index_fp8):
+    config = dataclasses.replace(
+        SHARING, attention=dataclasses.replace(CONFIG, index_fp8=index_fp8)
+    )
+    model = decoder(config)
     tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
     want, _ = jax.jit(lambda t: model(t))(tokens)
     for chunks in ((T,), (9, 1, 1, 1)):
-        got, cache = decode_in_chunks(model, tokens, model.init_cache(B, T + 2), chunks)
+        got, cache = decode_in_chunks(model, tokens, empty_cache(model, T + 2, paged=paged), chunks)
         assert_matches(got, want, 1e-4, str(chunks))
         np.testing.assert_array_equal(cache.layers[0].lengths, [T, T])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_decode_over_records_equals_the_forward_over_what_they_hold(rng, paged, monkeypatch):
+    wide = dataclasses.replace(CONFIG, kv_rank=512, rope_dim=64)
+    model = decoder(dataclasses.replace(SHARING, attention=wide))
+    tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
+    exact, _ = jax.jit(lambda t: model(t))(tokens)
+    project = nn.SparseMLA.project
+
+    def rounded(self, x, positions):
+        p = project(self, x, positions)
+        return p._replace(kv=unpack_records(pack_records(p.kv), p.kv.dtype))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.SparseMLA, "project", rounded)
+        want, _ = jax.jit(lambda t: model(t))(tokens)
+    cache = empty_cache(model, T + 2, paged=paged, fp8=True)
+    got, _ = decode_in_chunks(model, tokens, cache, (9, 1, 1, 1))
+    assert_matches(got, want, 1e-4)
+    assert np.abs(got - exact).max() > 1e-3
+
+
+def test_the_pages_of_a_cache():
+    cache = empty_cache(decoder(), 7, paged=True).layers[0]
+    assert cache.kv.pages.shape == (B * 3, PAGE, 1, 12) and cache.kv.capacity == 9
+    assert cache.index_k.shape == (B * 3, PAGE, CONFIG.index_dim)
+    assert sorted(np.asarray(cache.kv.page_table).ravel()) == list(range(B * 3))
+    with pytest.raises(ValueError, match=r"LayerCache\.empty: argument 'page_size' is 0"):
+        LayerCache.empty(CONFIG, B, 7, page_size=0)
 
 
 def after(lengths, x):

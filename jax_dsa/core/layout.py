@@ -51,3 +51,20 @@ def put_rows(
         return rows
     where = jnp.where(positions < 0, rows.shape[1], positions)  # -1 would be the last one
     return jax.vmap(lambda x, i, y: x.at[i].set(y, mode="drop"))(rows, where, new)
+
+
+def put_in_pages(
+    pages: Float[Array, "P L *d"],
+    page_table: Int[Array, "B R"],
+    positions: Int[Array, "B T"],
+    new: Float[Array, "B T *d"],
+) -> Float[Array, "P L *d"]:
+    """`pages` with new rows at their positions; what has no page is dropped."""
+    if pages.shape[0] == 0:  # no gradient could gather from it
+        return pages
+    pool = pages.reshape(pages.shape[0] * pages.shape[1], *pages.shape[2:])
+    where = physical_rows(pages.shape[0], pages.shape[1], page_table, positions)
+    where = jnp.where(where < 0, pool.shape[0], where)
+    # Requests may be sharded where the pool is not, and an Explicit mesh wants it said.
+    sharding = jax.typeof(pool).sharding
+    return pool.at[where].set(new, mode="drop", out_sharding=sharding).reshape(pages.shape)

@@ -23,7 +23,7 @@ from jax_dsa.core.layout import (
     RECORD_BYTES,
     RECORD_DIM,
     RECORD_LATENT,
-    physical_rows,
+    put_in_pages,
     put_rows,
 )
 from jax_dsa.core.typing import Array, Float, Int, UInt8
@@ -257,15 +257,8 @@ class PagedCache(_Cache):
         pages = _pages(args, "pages", self.pages, "G R", STORED)
         table = args.array("page_table", self.page_table, "B M", INT32)
         rows = _encoded(args, rows, pages, "B T G R")
-        if pages.shape[0] == 0:  # no gradient could gather from it
-            return dataclasses.replace(self, **changes)
-        pool = pages.reshape(pages.shape[0] * pages.shape[1], *pages.shape[2:])
-        where = physical_rows(pages.shape[0], pages.shape[1], table, positions)
-        where = jnp.where(where < 0, pool.shape[0], where)
-        # Requests may be sharded where the pool is not, and an Explicit mesh wants it said.
-        sharding = jax.typeof(pool).sharding
-        pool = pool.at[where].set(rows, mode="drop", out_sharding=sharding)
-        return dataclasses.replace(self, pages=pool.reshape(pages.shape), **changes)
+        pages = put_in_pages(pages, table, positions, rows)
+        return dataclasses.replace(self, pages=pages, **changes)
 
 
 def _pages(args: Args, name: str, pages: Any, row: str, dtypes: Any) -> Array:
