@@ -530,7 +530,7 @@ def test_text_ends_with_its_file():
         ((a, 10, 7, b), "a\n\ufffdb"),
         ((), ""),
     ):
-        assert report._text(np.array(tokens, np.int32)) == text
+        assert report.text(np.array(tokens, np.int32)) == text
 
 
 def test_rows_after_the_checkpoint_are_dropped(tmp_path):

@@ -164,16 +164,16 @@ def sample(trainer: Trainer) -> tuple[str, str]:
         return generate(model, prompt, steps, key, temperature=0.8)
 
     out = decode(state.backbone.params, state.indexer.params, prompt[None])
-    return _text(prompt), _text(np.asarray(out[0]))
+    return text(prompt), text(np.asarray(out[0]))
 
 
-def _text(tokens: np.ndarray) -> str:
+def text(tokens: np.ndarray) -> str:
     """Up to the end of the file, printable."""
     body = tokens[1:] if len(tokens) and tokens[0] == BOS else tokens
     ends = np.flatnonzero(body == BOS)
     body = body[: ends[0]] if len(ends) else body
-    text = bytes(int(t) for t in body).decode("utf-8", "replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+    decoded = bytes(int(t) for t in body).decode("utf-8", "replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in decoded)
 
 
 STAGES = {
