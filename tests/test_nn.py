@@ -592,6 +592,48 @@ def test_what_remat_policies_compute_once(rng, policy, once):
         assert program.count(f"name[name={name}]") == (1 if name in once else 2), name
 
 
+@pytest.mark.parametrize(("policy", "times"), [("selection", 2), ("attention", 1)])
+def test_how_often_remat_computes_the_warm_ups_loss(rng, policy, times):
+    module, x = attention(), hidden(rng)
+    graph, params = nnx.split(module)
+
+    @functools.partial(jax.checkpoint, policy=remat_policy(policy))
+    def run(params):
+        return nnx.merge(graph, params)(jnp.sin(x), sparse=False)[1].kl
+
+    program = str(jax.make_jaxpr(jax.grad(run))(params))
+    # How many rows count, which the mean's derivative needs, and three gradients.
+    assert program.count("name[name=dsa_kl_grads]") == 4 * times
+
+
+def exact_attention(q, k, v, *, scale, is_causal, segment_ids, return_lse):
+    """What the model asks of `masked_attention`, by the formula."""
+    assert is_causal and return_lse
+    s = scale * jnp.einsum("btnd,bsnd->bnts", q, k)
+    seen = jnp.tril(jnp.ones((T, T), bool))[None, None]
+    if segment_ids is not None:
+        seen = seen & (segment_ids[:, None, :, None] == segment_ids[:, None, None])
+    s = jnp.where(seen, s, -jnp.inf)
+    out = jnp.einsum("bnts,bsne->btne", jax.nn.softmax(s), v)
+    return out, jax.nn.logsumexp(s, axis=-1).swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_dense_attention_by_the_formula(rng, packed, monkeypatch):
+    graph, params = nnx.split(attention())
+    x = hidden(rng)
+
+    def loss(params, x):
+        ids = SEGMENT_IDS if packed else None
+        y, aux = nnx.merge(graph, params)(x, segment_ids=ids, sparse=False)
+        return jnp.sin(y).sum() + jnp.cos(aux.lse).sum(), (y, aux.lse)
+
+    run = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    got = jax.jit(run)(params, x)
+    monkeypatch.setattr("jax_dsa.nn.attention.masked_attention", exact_attention)
+    assert_matches(got, jax.jit(lambda *args: run(*args))(params, x), 1e-5)
+
+
 def test_bfloat16(rng):
     module = attention(dtype=jnp.bfloat16)
     x = hidden(rng).astype(jnp.bfloat16)

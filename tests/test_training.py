@@ -20,6 +20,7 @@ from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import nn, training
+from jax_dsa.core import op
 from jax_dsa.training import cli, report
 from jax_dsa.training import trainer as trainer_module
 from jax_dsa.training.data import (
@@ -302,6 +303,37 @@ def test_the_large_preset_keeps_no_array_of_queries_by_keys():
     for update, learners in updates:
         for shape in shapes_in(jax.make_jaxpr(update)(*learners, batch).jaxpr):
             assert sum(n >= length for n in shape) <= 1, shape
+
+
+def test_kernels_cover_the_large_preset(monkeypatch):
+    """Each pass of each stage."""
+    config = training.PRESETS["h200"]()
+    # A batch of its own: what another test has traced is not traced again.
+    config = dataclasses.replace(
+        config, batch_size=3, model=dataclasses.replace(config.model, num_layers=1)
+    )
+    found = {}
+
+    def asked(self, call, options, groups):
+        found[self.name] = self.kernel.why_not(options, *groups)
+        return implementation(self, call, options, groups)
+
+    implementation = op._implementation
+    monkeypatch.setattr(op, "_implementation", asked)
+    program = Program(config)
+    state = jax.eval_shape(program.init)
+    batch = jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32)
+    stages = {
+        "dense": (program._dense, (state.backbone, state.indexer.params)),
+        "warmup": (program._warmup, (state.indexer, state.backbone.params)),
+        "sparse": (program._sparse, (state.backbone, state.indexer)),
+    }
+    for update, learners in stages.values():
+        jax.eval_shape(update, *learners, batch)
+    assert not any(found.values()), found
+    for name in ("masked_attention", "sparse_mla", "indexer_topk", "indexer_kl_loss"):
+        assert {f"{name}_fwd", f"{name}_bwd"} <= found.keys()
+    assert {"dense_indexer_kl_loss_fwd", "attn_dist_fwd"} <= found.keys()
 
 
 @pytest.mark.parametrize("library", [True, False])
