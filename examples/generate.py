@@ -18,7 +18,7 @@ from jax_dsa.nn import DecoderLM
 from jax_dsa.training import PRESETS, Program, Sampler
 from jax_dsa.training.checkpoint import Checkpoints
 from jax_dsa.training.config import settings
-from jax_dsa.training.data import BOS, RunError, load_corpus, validation_batches
+from jax_dsa.training.data import BOS, RunError, load_corpus
 from jax_dsa.training.report import text
 
 
@@ -65,13 +65,15 @@ def trained(config, folder):
 
 
 def prompts(args, config):
-    """A prompt for each request, [B, P]: the same one, or windows of the validation text."""
+    """A prompt for each request, [B, P]: the same one, or pieces of the validation text, over and
+    over.
+    """
     if args.prompt is not None:
         tokens = np.array([BOS, *args.prompt.encode()], np.int32)
         return np.repeat(tokens[None], args.batch, axis=0)
     corpus = load_corpus(args.data)
     length = args.context or config.seq_len // 2
-    return validation_batches(corpus.validation, length, args.batch, args.batch)[0]
+    return np.resize(corpus.validation, (args.batch, length)).astype(np.int32)
 
 
 def sample(sampler, prompt, cache, key, steps):
