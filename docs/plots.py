@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import matplotlib
-from speed import CEILINGS, ROOT, Results, loaded
+from speed import CEILINGS, ROOT, Results, loaded, masked
+
+from jax_dsa.bench.masked_attention import EMPTY
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -86,15 +88,51 @@ def lengths(rows: Results) -> plt.Figure:
     return figure
 
 
+# Lines of the third figure: a label, the implementation, what the cases' notes say for a share of
+# hidden keys, and a color.
+SPARSITY = (
+    ("XLA, block mask", "xla", lambda share: f"empty{share}", "#bbbbbb"),
+    ("cuDNN, the same mask", "cudnn", lambda share: f"empty{share}", "#ee6677"),
+    ("block mask", "cuda", lambda share: f"empty{share}", "#4477aa"),
+    ("kv_indices", "cuda", lambda share: f"kept{100 - share}", "#228833"),
+)
+
+
+def sparsity(rows: Results) -> plt.Figure:
+    """Time of masked attention against the share of keys that the mask hides."""
+    figure, panels = plt.subplots(1, 2, figsize=(8, 3.8), layout="constrained", sharey=True)
+    sizes = "T8192-S8192-N16-D128"
+    for axes, step, title in zip(panels, ("fwd", "bwd"), ("forward", "backward")):
+        for label, implementation, note, color in SPARSITY:
+            names = {
+                share: f"masked_attention {step} {sizes}-{note(share)} bf16" for share in EMPTY
+            }
+            found = {x: rows.get((name, implementation)) for x, name in names.items()}
+            times = {x: float(row["milliseconds"]) for x, row in found.items() if row}
+            axes.plot(times.keys(), times.values(), "o-", color=color, label=label)
+        axes.set(yscale="log", title=title)
+        axes.set_xticks(EMPTY)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("milliseconds")
+    device = next(iter(rows.values()))["device"]
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    figure.supxlabel(f"percent of keys hidden; 8192 keys, 16 heads of 128, {device}", fontsize=9)
+    return figure
+
+
+FIGURES = {ceilings: loaded, lengths: loaded, sparsity: masked}
+
+
 def main() -> None:
-    """Writes both figures."""
+    """Writes each figure whose results there are."""
     # Fixed identifiers and no date, so that the same results make the same files.
     plt.rcParams["svg.hashsalt"] = "jax_dsa"
     IMAGES.mkdir(exist_ok=True)
-    rows = loaded()
-    for draw in (ceilings, lengths):
-        path = IMAGES / f"{draw.__name__}.svg"
-        draw(rows).savefig(path, metadata={"Date": None})
+    for draw, results in FIGURES.items():
+        if rows := results():
+            path = IMAGES / f"{draw.__name__}.svg"
+            draw(rows).savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

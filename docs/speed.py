@@ -84,6 +84,11 @@ def loaded() -> Results:
     return read("attn_dist", "fp8", "indexer", "sparse_mla", "topk")
 
 
+def masked() -> Results:
+    """What was measured of masked attention, with cuDNN in the same run; nothing before it was."""
+    return read("masked_attention") if (RESULTS / "masked_attention.csv").exists() else {}
+
+
 def rested() -> Results:
     """What was measured with rests."""
     return read("rested")

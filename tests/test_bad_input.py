@@ -13,7 +13,12 @@ import pytest
 import jax_dsa
 from jax_dsa import nn
 from jax_dsa.core import ffi
-from jax_dsa.serving import pack_records, unpack_records
+from jax_dsa.serving import (
+    pack_page_records,
+    pack_records,
+    unpack_page_records,
+    unpack_records,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +46,11 @@ ARRAYS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "unpack_records 'records'": (
         functools.partial(unpack_records, dtype=jnp.float32),
         jnp.zeros((2, 656), jnp.uint8),
+    ),
+    "pack_page_records 'rows'": (pack_page_records, jnp.zeros((2, 512))),
+    "unpack_page_records 'pages'": (
+        functools.partial(unpack_page_records, dtype=jnp.float32),
+        jnp.zeros((2, 584), jnp.uint8),
     ),
     "FlatCache.append 'rows'": (jax_dsa.FlatCache.empty(B, S, D).append, KV),
 }

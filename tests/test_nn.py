@@ -17,6 +17,7 @@ from quick import compile_quickly  # noqa: F401
 import jax_dsa
 from jax_dsa import nn, training
 from jax_dsa.nn.cache import LayerCache
+from jax_dsa.serving import pack_records, unpack_records
 from jax_dsa.training.remat import RESIDUALS, SELECTION, remat_policy
 
 B, T, M = 2, 12, 16
@@ -382,6 +383,19 @@ def test_positions_turn_queries_and_keys_alone(rng):
     assert np.abs(run(x, 3 * positions())[0] - want).max() > 1e-3
 
 
+PAGE = 3
+
+
+def empty_cache(model, capacity, *, paged, **options):
+    """Flat, or of scattered pages."""
+    if not paged:
+        return model.init_cache(B, capacity, **options)
+    cache = model.init_cache(B, capacity, page_size=PAGE, **options)
+    table = cache.layers[0].kv.page_table
+    order = np.random.default_rng(0).permutation(table.size)
+    return cache.with_page_table(jnp.asarray(order, jnp.int32)[table])
+
+
 def decode_in_chunks(model, tokens, cache, chunks):
     step = jax.jit(lambda tokens, cache: model.decode(tokens, cache))
     logits = []
@@ -392,14 +406,49 @@ def decode_in_chunks(model, tokens, cache, chunks):
     return jnp.concatenate(logits, 1), cache
 
 
-def test_cached_decode_equals_the_full_forward(rng):
-    model = decoder()
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("index_fp8", [False, True])
+def test_cached_decode_equals_the_full_forward(rng, paged, index_fp8):
+    config = dataclasses.replace(
+        SHARING, attention=dataclasses.replace(CONFIG, index_fp8=index_fp8)
+    )
+    model = decoder(config)
     tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
     want, _ = jax.jit(lambda t: model(t))(tokens)
     for chunks in ((T,), (9, 1, 1, 1)):
-        got, cache = decode_in_chunks(model, tokens, model.init_cache(B, T + 2), chunks)
+        got, cache = decode_in_chunks(model, tokens, empty_cache(model, T + 2, paged=paged), chunks)
         assert_matches(got, want, 1e-4, str(chunks))
         np.testing.assert_array_equal(cache.layers[0].lengths, [T, T])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_decode_over_records_equals_the_forward_over_what_they_hold(rng, paged, monkeypatch):
+    wide = dataclasses.replace(CONFIG, kv_rank=512, rope_dim=64)
+    model = decoder(dataclasses.replace(SHARING, attention=wide))
+    tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
+    exact, _ = jax.jit(lambda t: model(t))(tokens)
+    project = nn.SparseMLA.project
+
+    def rounded(self, x, positions):
+        p = project(self, x, positions)
+        return p._replace(kv=unpack_records(pack_records(p.kv), p.kv.dtype))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.SparseMLA, "project", rounded)
+        want, _ = jax.jit(lambda t: model(t))(tokens)
+    cache = empty_cache(model, T + 2, paged=paged, fp8=True)
+    got, _ = decode_in_chunks(model, tokens, cache, (9, 1, 1, 1))
+    assert_matches(got, want, 1e-4)
+    assert np.abs(got - exact).max() > 1e-3
+
+
+def test_the_pages_of_a_cache():
+    cache = empty_cache(decoder(), 7, paged=True).layers[0]
+    assert cache.kv.pages.shape == (B * 3, PAGE, 1, 12) and cache.kv.capacity == 9
+    assert cache.index_k.shape == (B * 3, PAGE, CONFIG.index_dim)
+    assert sorted(np.asarray(cache.kv.page_table).ravel()) == list(range(B * 3))
+    with pytest.raises(ValueError, match=r"LayerCache\.empty: argument 'page_size' is 0"):
+        LayerCache.empty(CONFIG, B, 7, page_size=0)
 
 
 def after(lengths, x):
@@ -577,6 +626,48 @@ def test_a_decoder_in_fp8(rng):
     tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
     got, want = (jax.jit(lambda t, m=m: m(t, sparse=False)[0])(tokens) for m in (fp8, plain))
     assert 0 < np.linalg.norm(got - want) < 0.3 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(("policy", "times"), [("selection", 2), ("attention", 1)])
+def test_how_often_remat_computes_the_warm_ups_loss(rng, policy, times):
+    module, x = attention(), hidden(rng)
+    graph, params = nnx.split(module)
+
+    @functools.partial(jax.checkpoint, policy=remat_policy(policy))
+    def run(params):
+        return nnx.merge(graph, params)(jnp.sin(x), sparse=False)[1].kl
+
+    program = str(jax.make_jaxpr(jax.grad(run))(params))
+    # How many rows count, which the mean's derivative needs, and three gradients.
+    assert program.count("name[name=dsa_kl_grads]") == 4 * times
+
+
+def exact_attention(q, k, v, *, scale, is_causal, segment_ids, return_lse):
+    """What the model asks of `masked_attention`, by the formula."""
+    assert is_causal and return_lse
+    s = scale * jnp.einsum("btnd,bsnd->bnts", q, k)
+    seen = jnp.tril(jnp.ones((T, T), bool))[None, None]
+    if segment_ids is not None:
+        seen = seen & (segment_ids[:, None, :, None] == segment_ids[:, None, None])
+    s = jnp.where(seen, s, -jnp.inf)
+    out = jnp.einsum("bnts,bsne->btne", jax.nn.softmax(s), v)
+    return out, jax.nn.logsumexp(s, axis=-1).swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_dense_attention_by_the_formula(rng, packed, monkeypatch):
+    graph, params = nnx.split(attention())
+    x = hidden(rng)
+
+    def loss(params, x):
+        ids = SEGMENT_IDS if packed else None
+        y, aux = nnx.merge(graph, params)(x, segment_ids=ids, sparse=False)
+        return jnp.sin(y).sum() + jnp.cos(aux.lse).sum(), (y, aux.lse)
+
+    run = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    got = jax.jit(run)(params, x)
+    monkeypatch.setattr("jax_dsa.nn.attention.masked_attention", exact_attention)
+    assert_matches(got, jax.jit(lambda *args: run(*args))(params, x), 1e-5)
 
 
 def test_bfloat16(rng):

@@ -21,6 +21,7 @@ from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import nn, training
+from jax_dsa.core import op
 from jax_dsa.training import cli, data, evaluate, report
 from jax_dsa.training import compare as comparison
 from jax_dsa.training import trainer as trainer_module
@@ -329,6 +330,37 @@ def test_the_large_presets_keep_no_array_of_queries_by_keys(preset):
             assert sum(n >= length for n in shape) <= 1, shape
 
 
+def test_kernels_cover_the_large_preset(monkeypatch):
+    """Each pass of each stage."""
+    config = training.PRESETS["h200"]()
+    # A batch of its own: what another test has traced is not traced again.
+    config = dataclasses.replace(
+        config, batch_size=3, model=dataclasses.replace(config.model, num_layers=1)
+    )
+    found = {}
+
+    def asked(self, call, options, groups):
+        found[self.name] = self.kernel.why_not(options, *groups)
+        return implementation(self, call, options, groups)
+
+    implementation = op._implementation
+    monkeypatch.setattr(op, "_implementation", asked)
+    program = Program(config)
+    state = jax.eval_shape(program.init)
+    batch = jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32)
+    stages = {
+        "dense": (program._dense, (state.backbone, state.indexer.params)),
+        "warmup": (program._warmup, (state.indexer, state.backbone.params)),
+        "sparse": (program._sparse, (state.backbone, state.indexer)),
+    }
+    for update, learners in stages.values():
+        jax.eval_shape(update, *learners, batch)
+    assert not any(found.values()), found
+    for name in ("masked_attention", "sparse_mla", "indexer_topk", "indexer_kl_loss"):
+        assert {f"{name}_fwd", f"{name}_bwd"} <= found.keys()
+    assert {"dense_indexer_kl_loss_fwd", "attn_dist_fwd"} <= found.keys()
+
+
 @pytest.mark.parametrize("library", [True, False])
 def test_files_are_split_by_their_path(tmp_path, monkeypatch, library):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
@@ -607,7 +639,7 @@ def test_text_ends_with_its_file():
         ((a, 10, 7, b), "a\n\ufffdb"),
         ((), ""),
     ):
-        assert report._printable(corpus().text(np.array(tokens, np.int32))) == text
+        assert report.printable(corpus().text(np.array(tokens, np.int32))) == text
 
 
 def test_rows_after_the_checkpoint_are_dropped(tmp_path):

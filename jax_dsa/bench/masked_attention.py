@@ -18,9 +18,14 @@ if TYPE_CHECKING:
     from jax_dsa.bench.case import Dims, Scale
 
 
+# Percent of the tiles, or of the keys, that are hidden: docs/plots.py draws time against it.
+EMPTY = (0, 50, 75, 90, 95)
+
+
 def masked_attention(size: Scale) -> Iterator[Case]:
     """Dense and causal attention, a causal window, packed documents, block masks of which only the
-    active tiles count, and a random mask, of which half of the scores count.
+    active tiles count, keys that each head keeps, and a random mask, of which half of the scores
+    count.
     """
     for step in ("fwd", "bwd"):
         yield _dense(step, size(T=16384, S=16384, N=16, D=128))
@@ -29,8 +34,9 @@ def masked_attention(size: Scale) -> Iterator[Case]:
         yield _causal(step, size(T=8192, S=8192, N=32, G=8, D=128))
         yield _causal(step, size(T=8192, S=8192, N=32, D=64))
         yield _causal(step, size(T=8192, S=8192, N=16, D=256))
-        for empty in (75, 90):
+        for empty in EMPTY:
             yield _tiles(step, size(T=8192, S=8192, N=16, D=128), empty)
+            yield _kept(step, size(T=8192, S=8192, N=16, D=128), empty)
         yield _packed(step, size(T=262144, S=262144, R=64, N=16, D=128))
         yield _window(step, size(T=131072, S=131072, W=4096, N=16, D=128))
     yield _random("fwd", size(T=8192, S=8192, N=16, D=128))
@@ -119,7 +125,8 @@ def _in_blocks(q: Any, k: Any, v: Any, block_mask: Any, *_: Any, **kwargs: Any) 
 
 def _tiles(step: str, dims: Dims, empty: int) -> Case:
     """A mask of whole tiles of 128x128, random ones of which are empty, the same for all heads.
-    Every row of tiles has its diagonal, and the same number of others.
+    Every row of tiles has its diagonal, and the same number of others. cuDNN takes the mask as it
+    is.
     """
     rows, columns = -(-dims["T"] // 128), -(-dims["S"] // 128)
     keep = max(1, columns * (100 - empty) // 100)
@@ -128,10 +135,28 @@ def _tiles(step: str, dims: Dims, empty: int) -> Case:
         score = jax.random.uniform(key, (rows, columns)) + jnp.eye(rows, columns)
         kept = score >= jax.lax.top_k(score, keep)[0][:, -1:]
         mask = jnp.repeat(jnp.repeat(kept, 128, 0), 128, 1)[None, None, : dims["T"], : dims["S"]]
-        return *_qkv(dims, key), jax_dsa.make_block_mask(mask)
+        return *_qkv(dims, key), jax_dsa.make_block_mask(mask), mask
 
     pairs = dims["T"] * min(dims["S"], keep * 128)
-    return _case(step, dims, f"empty{empty}", pairs, _in_blocks, make)
+    return _case(step, dims, f"empty{empty}", pairs, _in_blocks, make, _masked_cudnn)
+
+
+def _masked_cudnn(q: Any, k: Any, v: Any, _: Any, mask: Any) -> Any:
+    return cudnn(False, q, k, v, mask=mask)
+
+
+def _kept(step: str, dims: Dims, empty: int) -> Case:
+    """Scattered keys, for each head its own."""
+    keep = max(1, dims["S"] * (100 - empty) // 100)
+
+    def make(dims: Dims, key: jax.Array) -> tuple:
+        score = jax.random.uniform(key, (1, dims.get("G", dims["N"]), dims["S"]))
+        return *_qkv(dims, key), jax.lax.top_k(score, keep)[1]
+
+    def call(q: Any, k: Any, v: Any, kv_indices: Any, **kwargs: Any) -> Any:
+        return jax_dsa.masked_attention(q, k, v, kv_indices=kv_indices, **kwargs)
+
+    return _case(step, dims, f"kept{100 - empty}", dims["T"] * keep, call, make)
 
 
 def _random(step: str, dims: Dims) -> Case:
@@ -141,8 +166,6 @@ def _random(step: str, dims: Dims) -> Case:
         mask = jax.random.bernoulli(key, 0.5, (1, 1, dims["T"], dims["S"]))
         return *_qkv(dims, key), jax_dsa.make_block_mask(mask), mask
 
-    def peer(q: Any, k: Any, v: Any, _: Any, mask: Any) -> Any:
-        return cudnn(False, q, k, v, mask=mask)
-
     scores = dims["T"] * dims["S"]
-    return _case(step, dims, "random", scores // 2, _in_blocks, make, peer, all_pairs=scores)
+    pairs, peer = scores // 2, _masked_cudnn
+    return _case(step, dims, "random", pairs, _in_blocks, make, peer, all_pairs=scores)

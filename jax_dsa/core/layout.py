@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_dsa.core.typing import Array, Float, Int, UInt8
+from jax_dsa.core.typing import Array, Bool, Float, Int, UInt8
 
 # One token of an FP8 cache: 512 e4m3 values, their 4 f32 scales, then 64 bf16 RoPE values.
 RECORD_LATENT = 512
@@ -14,18 +14,111 @@ RECORD_ROPE = 64
 RECORD_DIM = RECORD_LATENT + RECORD_ROPE
 RECORD_BYTES = RECORD_LATENT + RECORD_LATENT // RECORD_BLOCK * 4 + RECORD_ROPE * 2
 
+# One token of a page in DeepSeek-V4's FP8 cache: 448 e4m3 values and 64 bf16 RoPE values, then,
+# after those of the page's last token, its scales: the exponents of 7 powers of two, and a byte 0.
+PAGE_RECORD_LATENT = 448
+PAGE_RECORD_BLOCK = 64
+PAGE_RECORD_DIM = PAGE_RECORD_LATENT + RECORD_ROPE
+PAGE_RECORD_VALUES = PAGE_RECORD_LATENT + RECORD_ROPE * 2
+PAGE_RECORD_SCALES = 8
+PAGE_RECORD_BYTES = PAGE_RECORD_VALUES + PAGE_RECORD_SCALES
+
 
 def unpack_records(records: UInt8[Array, "... 656"], dtype: jnp.dtype) -> Float[Array, "... 576"]:
     """The rows that FP8 cache records hold; exact in bfloat16, the scales being powers of two."""
-    lead = records.shape[:-1]
     blocks = RECORD_LATENT // RECORD_BLOCK
     latent, scale, rope = jnp.split(records, (RECORD_LATENT, RECORD_BYTES - 2 * RECORD_ROPE), -1)
-    latent = jax.lax.bitcast_convert_type(latent, jnp.float8_e4m3fn).astype(jnp.float32)
-    scale = jax.lax.bitcast_convert_type(scale.reshape(*lead, blocks, 4), jnp.float32)
-    rope = jax.lax.bitcast_convert_type(rope.reshape(*lead, RECORD_ROPE, 2), jnp.bfloat16)
-    latent = latent.reshape(*lead, blocks, RECORD_BLOCK) * scale[..., None]
-    latent = latent.reshape(*lead, RECORD_LATENT)
-    return jnp.concatenate([latent.astype(dtype), rope.astype(dtype)], axis=-1)
+    scale = jax.lax.bitcast_convert_type(scale.reshape(*scale.shape[:-1], blocks, 4), jnp.float32)
+    return _unpacked(latent, scale, rope, dtype)
+
+
+def _unpacked(
+    latent: UInt8[Array, "... L"],
+    scale: Float[Array, "... j"],
+    rope: UInt8[Array, "... 128"],
+    dtype: jnp.dtype,
+) -> Float[Array, "... D"]:
+    """Rows from the codes, the scale of each block of them, and RoPE's bytes."""
+    values = jax.lax.bitcast_convert_type(latent, jnp.float8_e4m3fn).astype(jnp.float32)
+    values = values.reshape(*scale.shape, -1) * scale[..., None]
+    rope = rope.reshape(*rope.shape[:-1], RECORD_ROPE, 2)
+    rope = jax.lax.bitcast_convert_type(rope, jnp.bfloat16)
+    return jnp.concatenate([values.reshape(latent.shape).astype(dtype), rope.astype(dtype)], -1)
+
+
+def to_page_record(
+    codes: Float[Array, "... 448"], scale: Float[Array, "... 7"], rope: Float[Array, "... 64"]
+) -> UInt8[Array, "... 584"]:
+    """A token's bytes, values and scales, side by side: where they lie is the page's affair."""
+    exponent = jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 23  # of a NaN 255, which is one
+    rope = jax.lax.bitcast_convert_type(rope.astype(jnp.bfloat16), jnp.uint8)
+    parts = [
+        jax.lax.bitcast_convert_type(codes, jnp.uint8),
+        rope.reshape(*rope.shape[:-2], 2 * RECORD_ROPE),
+        exponent.astype(jnp.uint8),
+        jnp.zeros((*scale.shape[:-1], 1), jnp.uint8),
+    ]
+    return jnp.concatenate(parts, axis=-1)
+
+
+def from_page_record(
+    values: UInt8[Array, "... 576"], scales: UInt8[Array, "... 8"], dtype: jnp.dtype
+) -> Float[Array, "... 512"]:
+    """The row of a token; exact in bfloat16."""
+    exponent = scales[..., :-1].astype(jnp.uint32)
+    special = jnp.where(exponent == 0, jnp.uint32(1 << 22), jnp.uint32(0x7FC00000))  # 2^-127, NaN
+    bits = jnp.where((exponent == 0) | (exponent == 255), special, exponent << 23)
+    scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    latent, rope = jnp.split(values, [PAGE_RECORD_LATENT], axis=-1)
+    return _unpacked(latent, scale, rope, dtype)
+
+
+def to_record_pages(records: UInt8[Array, "... L 584"]) -> UInt8[Array, "... L 584"]:
+    """Tokens' bytes as a page of L tokens has them: values of all, then scales of all."""
+    values, scales = jnp.split(records, [PAGE_RECORD_VALUES], axis=-1)
+    flat = [x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1]) for x in (values, scales)]
+    return jnp.concatenate(flat, axis=-1).reshape(records.shape)
+
+
+def unpack_page_records(
+    pages: UInt8[Array, "... L 584"], dtype: jnp.dtype
+) -> Float[Array, "... L 512"]:
+    """The rows of pages of L tokens."""
+    *lead, size, width = pages.shape
+    flat = pages.reshape(*lead, size * width)
+    values, scales = jnp.split(flat, [size * PAGE_RECORD_VALUES], axis=-1)
+    values = values.reshape(*lead, size, PAGE_RECORD_VALUES)
+    return from_page_record(values, scales.reshape(*lead, size, PAGE_RECORD_SCALES), dtype)
+
+
+def gather_page_records(
+    pool: UInt8[Array, "1|B rows G 584"],
+    size: int,
+    indices: Int[Array, "B T G K"],
+    valid: Bool[Array, "B T G K"],
+    dtype: jnp.dtype,
+) -> Float[Array, "B T G K 512"]:
+    """The selected rows of a pool of pages of `size` tokens, zeros for invalid slots."""
+    batch, rows, groups, width = pool.shape
+    if rows == 0:
+        return jnp.zeros((*indices.shape, PAGE_RECORD_DIM), dtype)
+    pages = pool.reshape(batch, rows // size, size * groups * width)
+    entry = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None]
+    entry = jnp.broadcast_to(entry, indices.shape)
+    group = jnp.arange(groups, dtype=jnp.int32)[:, None]
+    page, place = indices // size, indices % size * groups + group
+
+    def read(first: int, width: int) -> Array:
+        def one(*where: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice(pages, where, (1, 1, width))[0, 0]
+
+        where = (x.ravel() for x in (entry, page, first + place * width))
+        return jax.vmap(one)(*where).reshape(*indices.shape, width)
+
+    values = read(0, PAGE_RECORD_VALUES)
+    scales = read(size * groups * PAGE_RECORD_VALUES, PAGE_RECORD_SCALES)
+    found = from_page_record(values, scales, dtype)
+    return jnp.where(valid[..., None], found, jnp.zeros((), dtype))
 
 
 def physical_rows(
@@ -51,3 +144,41 @@ def put_rows(
         return rows
     where = jnp.where(positions < 0, rows.shape[1], positions)  # -1 would be the last one
     return jax.vmap(lambda x, i, y: x.at[i].set(y, mode="drop"))(rows, where, new)
+
+
+def put_page_records(
+    pages: UInt8[Array, "P L G 584"],
+    page_table: Int[Array, "B R"],
+    positions: Int[Array, "B T"],
+    new: UInt8[Array, "B T G 584"],
+) -> UInt8[Array, "P L G 584"]:
+    """`put_in_pages` of tokens' bytes."""
+    count, size, groups, width = pages.shape
+    flat = pages.reshape(count, size * groups * width)
+    row = physical_rows(count, size, page_table, positions)[..., None, None]
+    page = jnp.where(row < 0, count, row // max(1, size))
+    place = row % max(1, size) * groups + jnp.arange(groups, dtype=jnp.int32)[:, None]
+    sharding = jax.typeof(flat).sharding
+    first = 0
+    for part in jnp.split(new, [PAGE_RECORD_VALUES], axis=-1):
+        byte = first + place * part.shape[-1] + jnp.arange(part.shape[-1], dtype=jnp.int32)
+        flat = flat.at[page, byte].set(part, mode="drop", out_sharding=sharding)
+        first = size * groups * part.shape[-1]
+    return flat.reshape(pages.shape)
+
+
+def put_in_pages(
+    pages: Float[Array, "P L *d"],
+    page_table: Int[Array, "B R"],
+    positions: Int[Array, "B T"],
+    new: Float[Array, "B T *d"],
+) -> Float[Array, "P L *d"]:
+    """`pages` with new rows at their positions; what has no page is dropped."""
+    if pages.shape[0] == 0:  # no gradient could gather from it
+        return pages
+    pool = pages.reshape(pages.shape[0] * pages.shape[1], *pages.shape[2:])
+    where = physical_rows(pages.shape[0], pages.shape[1], page_table, positions)
+    where = jnp.where(where < 0, pool.shape[0], where)
+    # Requests may be sharded where the pool is not, and an Explicit mesh wants it said.
+    sharding = jax.typeof(pool).sharding
+    return pool.at[where].set(new, mode="drop", out_sharding=sharding).reshape(pages.shape)

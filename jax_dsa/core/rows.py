@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_dsa.core import compat
-from jax_dsa.core.layout import unpack_records
+from jax_dsa.core.layout import PAGE_RECORD_BYTES, gather_page_records, unpack_records
 from jax_dsa.core.typing import Array, Bool, Float, Int
 
 
@@ -48,9 +48,15 @@ def some_row(x: Array) -> Array:
 
 
 def gather_rows(
-    kv: Array, indices: Int[Array, "B T G K"], valid: Bool[Array, "B T G K"], dtype: jnp.dtype
+    kv: Array,
+    indices: Int[Array, "B T G K"],
+    valid: Bool[Array, "B T G K"],
+    dtype: jnp.dtype,
+    page_size: int = 1,
 ) -> Float[Array, "B T G K D"]:
     """The selected rows of `kv`, zeros for invalid slots; FP8 records are unpacked to `dtype`."""
+    if kv.dtype == jnp.uint8 and kv.shape[3] == PAGE_RECORD_BYTES:
+        return gather_page_records(kv, page_size, indices, valid, dtype)
     rows = some_row(kv).at[_addresses(indices, valid, *kv.shape[:2])].get(mode="fill", fill_value=0)
     return unpack_records(rows, dtype) if rows.dtype == jnp.uint8 else rows
 

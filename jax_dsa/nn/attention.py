@@ -217,10 +217,10 @@ class DSAttention(nnx.Module):
         index = None if self.indexer is None else self.indexer(x, p.q_latent, positions)
         cache = cache.append(p.kv, index)
         if indices is None:
-            assert index is not None and cache.index_k is not None
+            assert index is not None
             indices, _ = indexer_topk(
                 index.index_q,
-                cache.index_k,
+                cache.index_keys,
                 index.index_weights,
                 c.top_k,
                 index_k_scale=cache.index_k_scale,

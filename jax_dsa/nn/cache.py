@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_dsa.core.layout import put_rows
+from jax_dsa.core.checks import Args
+from jax_dsa.core.layout import put_in_pages, put_rows
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.ops.cache import FlatCache
+from jax_dsa.ops.cache import FlatCache, PagedCache
 
 if TYPE_CHECKING:
     from jax_dsa.nn.config import AttentionConfig, DecoderConfig, IndexerType
     from jax_dsa.nn.indexer import IndexerInputs
-    from jax_dsa.ops.cache import PagedCache
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys of up to S tokens of each request."""
+    """One layer's keys of up to S tokens of each request, flat or in P pages of L tokens."""
 
     kv: FlatCache | PagedCache
-    """What attention reads; its `lengths` count the tokens."""
-    index_k: Float[Array, "B S C"] | None
+    """What attention reads; its `lengths` count the tokens, and the indexer's keys lie as its."""
+    index_k: Float[Array, "B S C"] | Float[Array, "P L C"] | None
     """None in a layer without an indexer."""
-    index_k_scale: Float[Array, "B S"] | None
+    index_k_scale: Float[Array, "B S"] | Float[Array, "P L"] | None
     """Only with a quantised indexer."""
 
     @classmethod
@@ -36,17 +38,35 @@ class LayerCache(NamedTuple):
         *,
         indexer_type: IndexerType = "full",
         fp8: bool = False,
+        page_size: int | None = None,
     ) -> LayerCache:
-        """Room for `capacity` tokens of each of `batch` requests; `fp8` as in `FlatCache.empty`."""
+        """Room for `capacity` tokens of each of `batch` requests; `fp8` as in `FlatCache.empty`.
+
+        With a `page_size` it is paged: of the pool each request has the pages for its room, one
+        after the other. `DecoderCache.with_page_table` deals them out anew.
+        """
         c = config
-        kv = FlatCache.empty(batch, capacity, c.kv_rank + c.rope_dim, dtype=c.dtype, fp8=fp8)
+        dim = c.kv_rank + c.rope_dim
+        kv: FlatCache | PagedCache
+        if page_size is None:
+            kv = FlatCache.empty(batch, capacity, dim, dtype=c.dtype, fp8=fp8)
+            places = batch, capacity
+        else:
+            page_size = Args("LayerCache.empty", "", np.empty(0), "K").integer(
+                "page_size", page_size, 1
+            )
+            room = -(-capacity // page_size)
+            places = batch * room, page_size
+            kv = PagedCache.empty(*places, batch, room, dim, dtype=c.dtype, fp8=fp8)
+            table = jnp.arange(batch * room, dtype=jnp.int32).reshape(batch, room)
+            kv = dataclasses.replace(kv, page_table=table)
         if indexer_type == "shared":
             return cls(kv, None, None)
         index_dtype = jnp.float8_e4m3fn if c.index_fp8 else c.dtype
         return cls(
             kv,
-            jnp.zeros((batch, capacity, c.index_dim), index_dtype),
-            jnp.zeros((batch, capacity), jnp.float32) if c.index_fp8 else None,
+            jnp.zeros((*places, c.index_dim), index_dtype),
+            jnp.zeros(places, jnp.float32) if c.index_fp8 else None,
         )
 
     @property
@@ -54,15 +74,28 @@ class LayerCache(NamedTuple):
         """How many tokens of each request are in the cache."""
         return self.kv.lengths
 
+    @property
+    def index_keys(self) -> FlatCache | PagedCache:
+        """The indexer's keys, as `indexer_topk` takes them."""
+        assert self.index_k is not None
+        rows = self.index_k[:, :, None]
+        if isinstance(self.kv, FlatCache):
+            return FlatCache(rows, self.lengths)
+        return PagedCache(rows, self.kv.page_table, self.lengths)
+
     def append(self, kv: Float[Array, "B T 1 D"], index: IndexerInputs | None) -> LayerCache:
         """The cache with T more tokens of each request; those beyond the capacity are dropped."""
         step = jnp.arange(kv.shape[1], dtype=jnp.int32)[None]
         positions = self.lengths[:, None] + step
         old = self.index_k, self.index_k_scale
         new = (None, None) if index is None else (index.index_k, index.index_k_scale)
-        return LayerCache(
-            self.kv.append(kv), *jax.tree.map(lambda x, y: put_rows(x, positions, y), old, new)
-        )
+
+        def put(rows: jax.Array, more: jax.Array) -> jax.Array:
+            if isinstance(self.kv, FlatCache):
+                return put_rows(rows, positions, more)
+            return put_in_pages(rows, self.kv.page_table, positions, more)
+
+        return LayerCache(self.kv.append(kv), *jax.tree.map(put, old, new))
 
 
 class DecoderCache(NamedTuple):
@@ -72,12 +105,29 @@ class DecoderCache(NamedTuple):
 
     @classmethod
     def empty(
-        cls, config: DecoderConfig, batch: int, capacity: int, *, fp8: bool = False
+        cls,
+        config: DecoderConfig,
+        batch: int,
+        capacity: int,
+        *,
+        fp8: bool = False,
+        page_size: int | None = None,
     ) -> DecoderCache:
-        """Room for `capacity` tokens of each of `batch` requests; `fp8` as in `FlatCache.empty`."""
-        a = config.attention
+        """Room for `capacity` tokens of each of `batch` requests, as in `LayerCache.empty`."""
+        options: dict[str, Any] = {"fp8": fp8, "page_size": page_size}
         return cls(
             tuple(
-                LayerCache.empty(a, batch, capacity, indexer_type=t, fp8=fp8) for t in config.layers
+                LayerCache.empty(config.attention, batch, capacity, indexer_type=t, **options)
+                for t in config.layers
             )
         )
+
+    def with_page_table(self, page_table: Int[Array, "B R"]) -> DecoderCache:
+        """The paged cache with another table, the same in every layer."""
+
+        def dealt(layer: LayerCache) -> LayerCache:
+            assert isinstance(layer.kv, PagedCache)
+            # A copy, since a buffer that several arrays share cannot be donated.
+            return layer._replace(kv=dataclasses.replace(layer.kv, page_table=page_table.copy()))
+
+        return DecoderCache(tuple(dealt(layer) for layer in self.layers))

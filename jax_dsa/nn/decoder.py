@@ -144,9 +144,11 @@ class DecoderLM(nnx.Module):
             layers.append(aux)
         return self._logits(x), layers
 
-    def init_cache(self, batch: int, capacity: int, *, fp8: bool = False) -> DecoderCache:
-        """Room for `capacity` tokens of each of `batch` requests; `fp8` as in `FlatCache.empty`."""
-        return DecoderCache.empty(self.config, batch, capacity, fp8=fp8)
+    def init_cache(
+        self, batch: int, capacity: int, *, fp8: bool = False, page_size: int | None = None
+    ) -> DecoderCache:
+        """Room for `capacity` tokens of each of `batch` requests, as in `LayerCache.empty`."""
+        return DecoderCache.empty(self.config, batch, capacity, fp8=fp8, page_size=page_size)
 
     def decode(
         self, tokens: Int[Array, "B T"], cache: DecoderCache

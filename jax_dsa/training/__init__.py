@@ -16,7 +16,7 @@ with needs_extra("examples", __name__):
         recency_indices,
     )
     from jax_dsa.training.remat import RESIDUALS, remat_policy
-    from jax_dsa.training.sampling import generate
+    from jax_dsa.training.sampling import Sampler, generate
     from jax_dsa.training.steps import Learner, Program, TrainState
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "RESIDUALS",
     "Learner",
     "Program",
+    "Sampler",
     "TrainConfig",
     "TrainState",
     "attention_mass",

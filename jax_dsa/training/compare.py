@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     name = jnp.dtype(config.model.attention.dtype).name
     curves = []
     try:
-        corpus = load_corpus(args.data, exclude=folder)
+        corpus = load_corpus(args.data, folder)
         for label, run in ((name, config), ("FP8", in_fp8(config))):
             curve = _train(label, run, corpus, folder / label)
             if curve is None:

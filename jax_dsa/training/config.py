@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -74,6 +74,21 @@ class TrainConfig:
         if step < self.dense_steps:
             return "dense"
         return "warmup" if step < self.sparse_start else "sparse"
+
+
+def settings(config: TrainConfig | DecoderConfig) -> dict[str, str]:
+    """The leaves of a configuration as text, as checkpoints keep them."""
+    return _leaves(dataclasses.asdict(config))
+
+
+def _leaves(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    leaves: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            leaves |= _leaves(value, f"{prefix}{name}.")
+        else:
+            leaves[prefix + name] = repr(value)
+    return leaves
 
 
 def cpu_preset() -> TrainConfig:

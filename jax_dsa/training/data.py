@@ -86,12 +86,17 @@ class Corpus:
 
     def text(self, tokens: np.ndarray) -> str:
         """What they say, up to the end of the file."""
-        body = tokens[1:] if len(tokens) and tokens[0] == self.bos else tokens
-        ends = np.flatnonzero(body == self.bos)
-        body = body[: ends[0]] if len(ends) else body
-        if self.tokenizer is None:
-            return bytes(int(t) for t in body).decode("utf-8", "replace")
-        return _tokenizer(self.tokenizer).decode([int(t) for t in body])
+        return text_of(tokens, bos=self.bos, tokenizer=self.tokenizer)
+
+
+def text_of(tokens: np.ndarray, *, bos: int = BOS, tokenizer: Path | None = None) -> str:
+    """What tokens of such a corpus say, up to the end of the file; by default bytes."""
+    body = tokens[1:] if len(tokens) and tokens[0] == bos else tokens
+    ends = np.flatnonzero(body == bos)
+    body = body[: ends[0]] if len(ends) else body
+    if tokenizer is None:
+        return bytes(int(t) for t in body).decode("utf-8", "replace")
+    return _tokenizer(tokenizer).decode([int(t) for t in body])
 
 
 def load_corpus(root: Path | None, folder: Path, *, vocab: int = VOCAB) -> Corpus:

@@ -11,13 +11,14 @@ if TYPE_CHECKING:
 
 SELECTION = ("dsa_topk_indices", "dsa_topk_logits")
 RESIDUALS = (*SELECTION, "dsa_teacher", "dsa_out", "dsa_lse")
+WARMUP = ("dsa_kl_grads",)
 
 _save = jax.checkpoint_policies.save_only_these_names
 _POLICIES: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     "selection": _save(*SELECTION),
-    "attention": _save(*RESIDUALS),
+    "attention": _save(*RESIDUALS, *WARMUP),
 }
 
 
@@ -29,7 +30,9 @@ def remat_policy(name: str) -> Callable[..., Any] | None:
     - "selection": save the selected keys and their logits, 8 K bytes a token, so that the indexer
       does not score and select twice.
     - "attention": save also the teacher, 4 K bytes a token, and the attention's output and lse: the
-      attention does not run twice either.
+      attention does not run twice either. In the warm-up save its loss's gradients, 4 bytes for
+      each number of the indexer's queries and keys: dense attention's probabilities are not
+      computed twice.
 
     A selection that is recomputed is the same one: the operators are deterministic.
     """

@@ -174,10 +174,11 @@ def sample(trainer: Trainer) -> tuple[str, str]:
     with jax.set_mesh(trainer.program.mesh):
         out = decode(state.backbone.params, state.indexer.params, prompt[None])
     text = trainer.corpus.text
-    return _printable(text(prompt)), _printable(text(np.asarray(out[0])))
+    return printable(text(prompt)), printable(text(np.asarray(out[0])))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """With a mark in place of each character that a terminal might obey."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import dataclasses
 import signal
 import time
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import jax
 from tqdm import tqdm
 
 from jax_dsa.training.checkpoint import Checkpoints
+from jax_dsa.training.config import settings
 from jax_dsa.training.data import Batches, Corpus, RunError, validation_batches
 from jax_dsa.training.evaluate import SELECTIONS, Evaluator
 from jax_dsa.training.steps import Program
@@ -153,7 +153,7 @@ class Trainer:
     def save(self, seconds: float) -> None:
         """Starts to write a checkpoint."""
         facts = {
-            "config": _settings(dataclasses.asdict(self.config)),
+            "config": settings(self.config),
             "corpus": self.corpus.fingerprint,
             "corpus_name": self.corpus.name,
             "seconds": self.seconds + seconds,
@@ -166,7 +166,7 @@ class Trainer:
             self.log.keep_until(0)
             return
         facts = self.checkpoints.facts(step)
-        old, new = facts["config"], _settings(dataclasses.asdict(self.config))
+        old, new = facts["config"], settings(self.config)
         changes = [
             f"{name} was {old.get(name)}, is {new.get(name)}"
             for name in old | new
@@ -264,17 +264,6 @@ def _interrupts() -> Iterator[_Stop]:
         yield stop
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def _settings(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """The leaves of a configuration as text."""
-    settings: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            settings |= _settings(value, f"{prefix}{name}.")
-        else:
-            settings[prefix + name] = repr(value)
-    return settings
 
 
 def _postfix(row: Row, probe: Row) -> str:

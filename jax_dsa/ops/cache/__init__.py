@@ -1,5 +1,19 @@
 """Key caches for decoding."""
 
-from jax_dsa.ops.cache.api import FlatCache, PagedCache, pack_records, unpack_records
+from jax_dsa.ops.cache.api import (
+    FlatCache,
+    PagedCache,
+    pack_page_records,
+    pack_records,
+    unpack_page_records,
+    unpack_records,
+)
 
-__all__ = ["FlatCache", "PagedCache", "pack_records", "unpack_records"]
+__all__ = [
+    "FlatCache",
+    "PagedCache",
+    "pack_page_records",
+    "pack_records",
+    "unpack_page_records",
+    "unpack_records",
+]

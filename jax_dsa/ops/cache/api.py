@@ -1,9 +1,12 @@
 """Key caches for decoding, flat and paged: immutable pytrees, of which an append makes a new one.
 
 Operators that decode take a cache where others take keys. A cache holds each request's rows either
-as they are or as FP8 records of 656 bytes: 512 e4m3 values, 4 float32 power-of-two scales (one per
-128 values), 64 bfloat16 RoPE values. Requests are the batch axis; `lengths` says how many tokens
-each holds. A cache may also be a single request's, without that axis.
+as they are or as FP8 records. Those of D = 576 (DeepSeek-V3.2) are 656 bytes: 512 e4m3 values, 4
+float32 power-of-two scales (one per 128 values), 64 bfloat16 RoPE values. Those of D = 512
+(DeepSeek-V4) are 584 bytes, in pages only: 448 e4m3 values, 64 bfloat16 RoPE values and, after
+those of the whole page, 7 exponents of powers of two (one per 64 values) and a zero. Requests are
+the batch axis; `lengths` says how many tokens each holds. A cache may also be a single request's,
+without that axis.
 """
 
 from __future__ import annotations
@@ -19,12 +22,19 @@ import numpy as np
 from jax_dsa.core import layout
 from jax_dsa.core.checks import FLOATS, FP8, INT32, LARGEST, Args
 from jax_dsa.core.layout import (
+    PAGE_RECORD_BLOCK,
+    PAGE_RECORD_BYTES,
+    PAGE_RECORD_DIM,
+    PAGE_RECORD_LATENT,
     RECORD_BLOCK,
     RECORD_BYTES,
     RECORD_DIM,
     RECORD_LATENT,
-    physical_rows,
+    put_in_pages,
+    put_page_records,
     put_rows,
+    to_page_record,
+    to_record_pages,
 )
 from jax_dsa.core.typing import Array, Float, Int, UInt8
 from jax_dsa.ops.quantize_fp8.api import quantize_fp8_op
@@ -36,11 +46,14 @@ __all__ = [
     "PagedCache",
     "cached_keys",
     "check_row",
+    "pack_page_records",
     "pack_records",
+    "unpack_page_records",
     "unpack_records",
 ]
 
 STORED = (*FLOATS, jnp.uint8)
+_RECORDS = {RECORD_DIM: RECORD_BYTES, PAGE_RECORD_DIM: PAGE_RECORD_BYTES}
 
 
 def pack_records(rows: Float[Array, "... 576"]) -> UInt8[Array, "... 656"]:
@@ -55,14 +68,27 @@ def pack_records(rows: Float[Array, "... 576"]) -> UInt8[Array, "... 656"]:
 
 def _packed(args: Args, rows: Float[Array, "... 576"]) -> UInt8[Array, "... 656"]:
     """`pack_records` without its checks, as part of what `args` belong to."""
-    latent = rows[None, ..., :RECORD_LATENT]
-    options = Options.of(latent.shape[1:], (1, RECORD_BLOCK), power_of_two_scale=True)
-    values, scale = quantize_fp8_op(args.call(None), options, Operands(latent))
-    parts = (values[0], scale[0], rows[..., RECORD_LATENT:].astype(jnp.bfloat16))
+    values, scale = _quantised(args, rows[..., :RECORD_LATENT], RECORD_BLOCK)
+    parts = (values, scale, rows[..., RECORD_LATENT:].astype(jnp.bfloat16))
     as_bytes = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in parts)
     lead = rows.shape[:-1]
     flat = [x.reshape(*lead, math.prod(x.shape[len(lead) :])) for x in as_bytes]
     return jnp.concatenate(flat, axis=-1)
+
+
+def _packed_for_page(args: Args, rows: Float[Array, "... 512"]) -> UInt8[Array, "... 584"]:
+    """The tokens' bytes, of each side by side."""
+    codes, scale = _quantised(args, rows[..., :PAGE_RECORD_LATENT], PAGE_RECORD_BLOCK)
+    return to_page_record(codes, scale, rows[..., PAGE_RECORD_LATENT:])
+
+
+def _quantised(
+    args: Args, latent: Float[Array, "... L"], block: int
+) -> tuple[Float[Array, "... L"], Float[Array, "... j"]]:
+    """Codes and power-of-two scales."""
+    options = Options.of(latent.shape, (1, block), power_of_two_scale=True)
+    codes, scale = quantize_fp8_op(args.call(None), options, Operands(latent[None]))
+    return codes[0], scale[0]
 
 
 def unpack_records(records: UInt8[Array, "... 656"], dtype: Any) -> Float[Array, "... 576"]:
@@ -75,26 +101,55 @@ def unpack_records(records: UInt8[Array, "... 656"], dtype: Any) -> Float[Array,
     return layout.unpack_records(records, _checks("unpack_records").dtype("dtype", dtype, FLOATS))
 
 
+def pack_page_records(rows: Float[Array, "... L 512"]) -> UInt8[Array, "... L 584"]:
+    """Pages of L tokens as a `PagedCache` has them with fp8 and D = 512: of each row 448 values
+    quantised and the last 64 rounded to bfloat16; the scales lie after the values of all L tokens,
+    so the last two axes are one run of bytes.
+
+    Raises:
+        TypeError, ValueError: `rows` has the wrong type or shape.
+    """
+    rows = _rows_of("pack_page_records", "rows", rows, INPUTS, PAGE_RECORD_DIM, least=2)
+    return to_record_pages(_packed_for_page(_checks("pack_page_records"), rows))
+
+
+def unpack_page_records(pages: UInt8[Array, "... L 584"], dtype: Any) -> Float[Array, "... L 512"]:
+    """The rows that pages of `pack_page_records` hold; exact in bfloat16.
+
+    Raises:
+        TypeError, ValueError: `pages` has the wrong type or shape, or `dtype` is no float's.
+    """
+    op = "unpack_page_records"
+    pages = _rows_of(op, "pages", pages, (jnp.uint8,), PAGE_RECORD_BYTES, least=2)
+    return layout.unpack_page_records(pages, _checks(op).dtype("dtype", dtype, FLOATS))
+
+
 def _checks(op: str) -> Args:
     """Checks for a function without an operand that leads."""
     return Args(op, "", np.empty(0), "K")
 
 
-def _rows_of(op: str, name: str, x: Any, dtypes: Any, width: int) -> Array:
-    """The argument `name`, of any rank."""
+def _rows_of(op: str, name: str, x: Any, dtypes: Any, width: int, least: int = 1) -> Array:
+    """The argument `name`, of any rank from `least` on."""
     args = _checks(op)
     x = args.typed(name, x, dtypes)
-    args.shape(name, x, x.shape[-1:] == (width,), f"[..., {width}]")
+    want = f"[..., {width}]" if least == 1 else f"[..., L, {width}]"
+    args.shape(name, x, x.ndim >= least and x.shape[-1] == width, want)
     return x
 
 
-def _storage(args: Args, sizes: dict[str, Any], dim: Any, dtype: Any, fp8: Any) -> Array:
-    """Zeros of the axes `sizes`, at least 0 each, and what one row is stored as."""
+def _storage(
+    args: Args, sizes: dict[str, Any], dim: Any, dtype: Any, fp8: Any, records: tuple[int, ...]
+) -> Array:
+    """Zeros of the axes `sizes`, at least 0 each, and what one row is stored as: with `fp8` one of
+    the records for D in `records`.
+    """
     shape = [args.integer(name, size, 0) for name, size in sizes.items()]
     width, dtype = args.integer("dim", dim, 1), args.dtype("dtype", dtype, (*STORED, FP8))
     if args.flag("fp8", fp8):
-        args.option("dim", dim, width == RECORD_DIM, f"{RECORD_DIM} with fp8=True")
-        width, dtype = RECORD_BYTES, jnp.uint8
+        want = " or ".join(map(str, records))
+        args.option("dim", dim, width in records, f"{want} with fp8=True")
+        width, dtype = _RECORDS[width], jnp.uint8
     return jnp.zeros((*shape, width), dtype)
 
 
@@ -152,9 +207,11 @@ def _encoded(args: Args, rows: Any, stored: jax.Array, dims: str) -> jax.Array:
     """New rows as the cache stores them, checked against it."""
     rows = args.typed("rows", rows, FLOATS)
     if stored.dtype == jnp.uint8:
-        args.shape("rows", rows, rows.shape[-1:] == (RECORD_DIM,), f"[B, T, G, {RECORD_DIM}]")
+        in_pages = stored.shape[-1] == PAGE_RECORD_BYTES
+        dim = PAGE_RECORD_DIM if in_pages else RECORD_DIM
+        args.shape("rows", rows, rows.shape[-1:] == (dim,), f"[B, T, G, {dim}]")
         low = rows.dtype if rows.dtype in INPUTS else jnp.float32
-        rows = _packed(args, rows.astype(low))
+        rows = (_packed_for_page if in_pages else _packed)(args, rows.astype(low))
     rows = rows.astype(stored.dtype)
     return args.array("rows", rows, dims, (stored.dtype,))
 
@@ -189,7 +246,7 @@ class FlatCache(_Cache):
         """A cache without tokens; with `fp8` it holds records in place of rows of `dtype`."""
         args = _checks("FlatCache.empty")
         sizes = {"batch": batch, "capacity": capacity, "groups": groups}
-        data = _storage(args, sizes, dim, dtype, fp8)
+        data = _storage(args, sizes, dim, dtype, fp8, (RECORD_DIM,))
         return cls(data, jnp.zeros(data.shape[0], jnp.int32))
 
     @property
@@ -221,7 +278,7 @@ class PagedCache(_Cache):
         Array([6, 6], dtype=int32)
     """
 
-    pages: Float[Array, "P L G D"] | UInt8[Array, "P L G 656"]
+    pages: Float[Array, "P L G D"] | UInt8[Array, "P L G 656"] | UInt8[Array, "P L G 584"]
     page_table: Int[Array, "B R"]
     lengths: Int[Array, "B"]
 
@@ -238,14 +295,16 @@ class PagedCache(_Cache):
         dtype: Any = jnp.bfloat16,
         fp8: bool = False,
     ) -> PagedCache:
-        """A pool of pages, none mapped; with `fp8` of records in place of rows of `dtype`."""
+        """A pool of pages, none mapped; with `fp8` of records in place of rows of `dtype`: of 656
+        bytes for D = 576, of 584 for D = 512.
+        """
         args = _checks("PagedCache.empty")
         batch = args.integer("batch", batch, 0)
         most = LARGEST // args.integer("page_size", page_size, 1)  # positions are int32
         room = args.integer("pages_per_request", pages_per_request, 0, most)
         args.integer("num_pages", num_pages, 0, most)
         sizes = {"num_pages": num_pages, "page_size": page_size, "groups": groups}
-        pages = _storage(args, sizes, dim, dtype, fp8)
+        pages = _storage(args, sizes, dim, dtype, fp8, tuple(_RECORDS))
         return cls(pages, jnp.full((batch, room), -1, jnp.int32), jnp.zeros(batch, jnp.int32))
 
     @property
@@ -257,15 +316,9 @@ class PagedCache(_Cache):
         pages = _pages(args, "pages", self.pages, "G R", STORED)
         table = args.array("page_table", self.page_table, "B M", INT32)
         rows = _encoded(args, rows, pages, "B T G R")
-        if pages.shape[0] == 0:  # no gradient could gather from it
-            return dataclasses.replace(self, **changes)
-        pool = pages.reshape(pages.shape[0] * pages.shape[1], *pages.shape[2:])
-        where = physical_rows(pages.shape[0], pages.shape[1], table, positions)
-        where = jnp.where(where < 0, pool.shape[0], where)
-        # Requests may be sharded where the pool is not, and an Explicit mesh wants it said.
-        sharding = jax.typeof(pool).sharding
-        pool = pool.at[where].set(rows, mode="drop", out_sharding=sharding)
-        return dataclasses.replace(self, pages=pool.reshape(pages.shape), **changes)
+        split = pages.dtype == jnp.uint8 and pages.shape[-1] == PAGE_RECORD_BYTES
+        pages = (put_page_records if split else put_in_pages)(pages, table, positions, rows)
+        return dataclasses.replace(self, pages=pages, **changes)
 
 
 def _pages(args: Args, name: str, pages: Any, row: str, dtypes: Any) -> Array:
@@ -316,12 +369,18 @@ def cached_keys(args: Args, name: str, cache: Any, row: str, dtypes: Any) -> Cac
     return CachedKeys(rows, lengths, table, size)
 
 
-def check_row(args: Args, name: str, rows: Array) -> None:
-    """Raises unless `rows` have q's D values, or are FP8 records of that many."""
-    dim, records = args.sizes["D"], rows.dtype == jnp.uint8
-    want = RECORD_BYTES if records else dim
-    if rows.shape[-1] != want or (records and dim != RECORD_DIM):
-        rule = f"FP8 records of {want} bytes with D={RECORD_DIM}" if records else f"D={dim}"
+def check_row(args: Args, name: str, keys: CachedKeys) -> None:
+    """Raises unless the cache's rows have q's D values, or are FP8 records of that many."""
+    dim, rows = args.sizes["D"], keys.rows
+    fits, rule = rows.shape[-1] == dim, f"D={dim}"
+    if rows.dtype == jnp.uint8:
+        paged = keys.page_table is not None
+        fits = rows.shape[-1] == _RECORDS.get(dim) and (paged or dim == RECORD_DIM)
+        rule = (
+            f"FP8 records of {RECORD_BYTES} bytes with D={RECORD_DIM} or, in pages, of "
+            f"{PAGE_RECORD_BYTES} with D={PAGE_RECORD_DIM}"
+        )
+    if not fits:
         raise ValueError(
             f"{args.op}: argument '{name}' holds rows of {rows.shape[-1]} elements of "
             f"{rows.dtype} for queries of D={dim}, want {rule}"

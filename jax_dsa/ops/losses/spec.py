@@ -74,7 +74,7 @@ class DenseResults(NamedTuple):
     """
 
     kl: Float[Array, "b"]
-    rows: Int[Array, "b"]
+    rows: Int[Array, "b", Remat("dsa_kl_grads")]
     index_q: Float[Array, "b t j c", CONSTANT, Remat("dsa_kl_grads")]
     index_k: Float[Array, "b s c", CONSTANT, Remat("dsa_kl_grads")]
     index_weights: Float[Array, "b t j", CONSTANT, Remat("dsa_kl_grads")]

@@ -119,8 +119,8 @@ def mqa_decode(
     Args:
         q: queries, bfloat16, float16 or float32. N is a multiple of G; G = 1 is multi-query
             attention.
-        k: keys in the dtype of `q`; or a cache of such keys or of FP8 records (D = 576), with this
-            step's tokens already appended.
+        k: keys in the dtype of `q`; or a cache of such keys or of FP8 records (D = 576, or 512 in
+            pages), with this step's tokens already appended.
         v: values of any E; [B, S, G, E], or with a `PagedCache` a pool [P, L, G, E] of the same
             pages. None takes them from the keys, which FP8 records require.
         value_dim: E if `v` is None, in 1..D. Default 512, or D where that is less.
@@ -209,7 +209,7 @@ def _keys(args: Args, k: Any, lengths: Any, dtype: Any) -> CachedKeys:
         none = lengths is None
         args.option("key_value_seq_lengths", lengths, none, "None with a cache, which has its own")
         keys = cached_keys(args, "k", k, "G R", (dtype, jnp.uint8))
-        check_row(args, "k", keys.rows)
+        check_row(args, "k", keys)
         return keys
     rows = args.array("k", k, "B S G D", (dtype,))
     if lengths is None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.core import max_dim, min_dim
 
 from jax_dsa.core import compat
-from jax_dsa.core.layout import unpack_records
+from jax_dsa.core.layout import PAGE_RECORD_BYTES, unpack_page_records, unpack_records
 from jax_dsa.core.softmax import grouped, probabilities, row_products, sink_gate
 from jax_dsa.core.streaming import chunk_length, entry_by_entry, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
@@ -59,12 +59,22 @@ def _reader(options: Options, x: Operands) -> tuple[Reader, int, int]:
             mapped = (table >= 0) & (table < pages)
             visible &= jnp.repeat(mapped, page, axis=1)[:, None]
         keys = rows(k, items, table)
-        keys = unpack_records(keys, q.dtype) if keys.dtype == jnp.uint8 else keys
+        if keys.dtype == jnp.uint8:
+            keys = _unpacked(keys, page, q.dtype)
         values = keys[..., : options.value_dim] if v is None else rows(v, items, table)
         return keys, values, visible
 
     items = k.shape[1] if page_table is None else page_table.shape[1] if pages else 0
     return read, items, page
+
+
+def _unpacked(keys: Array, page: int, dtype: jnp.dtype) -> Float[Array, "B L G D"]:
+    """FP8 records of either kind as rows."""
+    if keys.shape[-1] != PAGE_RECORD_BYTES:
+        return unpack_records(keys, dtype)
+    B, rows, G, width = keys.shape
+    pages = keys.reshape(B, rows // page, page * G, width)
+    return unpack_page_records(pages, dtype).reshape(B, rows, G, -1)
 
 
 def _split_finite(x: Array) -> tuple[Array, Bool[Array, "B L G"]]:

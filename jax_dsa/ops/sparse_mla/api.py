@@ -230,8 +230,9 @@ def sparse_mla_decode(
 
     Args:
         q: absorbed queries of the last T tokens of each request, bfloat16, float16 or float32.
-        cache: keys in the dtype of `q`, or FP8 records (D = 576), with this step's tokens already
-            appended.
+        cache: keys in the dtype of `q`, or FP8 records, with this step's tokens already appended.
+            The kernel reads records of 656 bytes (D = 576). Those of 584 bytes, in pages (D = 512,
+            and `value_dim` up to that), run in XLA, which unpacks the selected rows to q's dtype.
         indices: positions within each request, not within the pages; without the axis G all key
             heads share them.
         value_dim: E, in 1..D. Default 512, or D where that is less.
@@ -269,7 +270,7 @@ def sparse_mla_decode(
     return_lse = args.flag("return_lse", return_lse)
     q = args.array("q", q, "B T N D", FLOATS)
     keys = cached_keys(args, "cache", cache, "G R", (q.dtype, jnp.uint8))
-    check_row(args, "cache", keys.rows)
+    check_row(args, "cache", keys)
     check_heads(args, "q", "cache")
     indices, topk_length = selection(args, indices, topk_length)
     _, ends = key_ranges(args, None, None, is_causal, lengths=keys.lengths)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core import compat, ffi
+from jax_dsa.core.layout import RECORD_BYTES
 from jax_dsa.core.rows import valid_slots
 from jax_dsa.core.softmax import grouped, row_products, sink_gate
 from jax_dsa.core.streaming import chunk_length, scan_chunks
@@ -48,8 +49,11 @@ def decode_supports(options: Options, x: Operands) -> str | None:
     """None, or why the kernel of `sparse_mla_decode` does not run this call."""
     if x.page_table is not None and 0 in x.page_table.shape[1:]:
         return "it takes at least one page for a request"
-    # The shape of records is checked already.
-    return _queries_supported(options, x) if x.kv.dtype == jnp.uint8 else supports(options, x)
+    if x.kv.dtype != jnp.uint8:
+        return supports(options, x)
+    if x.kv.shape[3] != RECORD_BYTES:
+        return f"it takes FP8 records of {RECORD_BYTES} bytes, got {x.kv.shape[3]}"
+    return _queries_supported(options, x)
 
 
 def _queries_supported(options: Options, x: Operands) -> str | None:

@@ -42,7 +42,7 @@ def sparse_mla_fwd(options: Options, x: Operands) -> Results:
 
     def chunk(carry: tuple[()], x: Operands) -> Any:
         q, valid = x.q, _valid(x, S)
-        rows = gather_rows(kv, x.indices, valid, q.dtype)
+        rows = gather_rows(kv, x.indices, valid, q.dtype, options.page_size)
         s = scores(options.scale, grouped(q, G), rows, valid)
         top = jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf))
         top = jnp.where(top == -jnp.inf, 0, top)
@@ -86,7 +86,7 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
         dkv, dsinks = carry
         q, out, lse, dout, dlse = (grouped(a, G) for a in (x.q, *y, *dy))
         valid = _valid(x, S)
-        rows = gather_rows(kv, x.indices, valid, q.dtype)
+        rows = gather_rows(kv, x.indices, valid, q.dtype, options.page_size)
         p = probabilities(scores(options.scale, q, rows, valid), lse)
         dp = jnp.einsum(
             "btgme,btgke->btgmk", dout, rows[..., : options.value_dim], preferred_element_type=acc
