@@ -298,7 +298,7 @@ void time_variants(const Bench& b, std::initializer_list<const char*> names) {
 }
 
 template <int kD, int kE, int kHeld, bool kTurns>
-using Variant = masked_attention::FwdTraits<DType::kBF16, kD, kE, false, kHeld, kTurns>;
+using Variant = masked_attention::FwdTraits<DType::kBF16, kD, kE, false, false, kHeld, kTurns>;
 
 void variants() {
   for (int i : {0, 1}) {
