@@ -28,6 +28,16 @@ cudaError_t launch_keys(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
   if (cudaError_t e = find_bounds(p, w.queries, w.segments, &bounds, stream); e != cudaSuccess) {
     return e;
   }
+  if (bounds.queries) {
+    constexpr int kItems = kKeyBoundsThreads / 32;  // of a block
+    if (cudaError_t e =
+            launch_blocks(key_bounds_kernel<Tr::kKeys>, ceil_div(work.items, int64_t{kItems}),
+                          kKeyBoundsThreads, 0, stream, p.mask, bounds, work.items, p.queries,
+                          static_cast<int>(p.keys), p.heads, p.groups, w.keys);
+        e != cudaSuccess) {
+      return e;
+    }
+  }
   const struct {
     const void* x;
     int64_t length;

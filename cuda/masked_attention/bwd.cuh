@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (thread < 32) {
       copy<Tr>(p, work, w, bounds, q_map, k_map, v_map, dout_map, shared);
     } else {
-      build<Tr>(p, w, bounds, shared, thread - 32);
+      build<Tr>(p, w, shared, thread - 32);
     }
   }
 }

@@ -7,11 +7,12 @@
 #include "common/limits.h"
 #include "common/ring.cuh"
 #include "common/tile.cuh"
-#include "masked_attention/mask.cuh"
+#include "masked_attention/bwd_bounds.cuh"
 
 namespace jax_dsa::masked_attention {
 
 inline constexpr int kStepQueries = 64;
+inline constexpr int kLeastKeys = 64;  // of an item
 
 // kD, kE: the most dims of queries and keys, and of values. kGeneral: scores are softcapped, or
 // their scale is not positive.
@@ -38,17 +39,17 @@ struct BwdTraits {
 // 0 is __syncthreads.
 enum BwdNamedBarrier {
   kGradients = 1,  // both warpgroups' gradients of scores are in shared memory
-  kBwdBuilt = 2,   // the builders know which keys any query sees
   // Of dims beyond 192:
-  kProbabilities = 3,  // the first warpgroup's are in shared memory
-  kOwnGradients = 4,   // all threads of the second have written theirs
+  kProbabilities = 2,  // the first warpgroup's are in shared memory
+  kOwnGradients = 3,   // all threads of the second have written theirs
 };
 
 // What a block does at a time: 128 keys of one group.
 struct BwdItem {
   int batch, group, key;
-  bool over;  // there are no more items
-  bool some;  // any query sees its keys
+  bool over;           // there are no more items
+  bool some;           // any query sees its keys
+  uint32_t unseen[4];  // see KeyBounds
 };
 
 // What lies in a stage of the ring: 64 queries of one head.
@@ -72,8 +73,6 @@ struct alignas(1024) BwdShared {
   float lse[Tr::kStages][kStepQueries];
   float delta[Tr::kStages][kStepQueries];
   uint32_t bits[Tr::kStages][Tr::kKeys][kStepQueries / 32];  // of partial tiles
-  uint32_t seen[kBuilders / 32][Tr::kKeys / 32];  // of a partial tile's keys, by a warp's queries
-  uint32_t unseen[Tr::kKeys / 32];                // of the item's keys
   BwdStage stage[Tr::kStages];
   BwdItem item;
   uint64_t item_full, kv_full, kv_clean, kv_free;
@@ -104,13 +103,12 @@ struct BwdWork {
   }
 
   __device__ BwdItem item(const MaskedAttentionBwdParams& p, unsigned number) const {
-    if (number >= items) return {0, 0, 0, true, false};
+    if (number >= items) return {.over = true};
     const int64_t before = int64_t{number} / (int64_t{section} * key_tiles) * section;
     const int groups = static_cast<int>(min(int64_t{section}, p.batch * p.groups - before));
     const int rest = static_cast<int>(number - before * key_tiles), tile = rest / groups;
     const int64_t group = before + (rest - tile * groups), batch = group / p.groups;
-    return {static_cast<int>(batch), static_cast<int>(group - batch * p.groups), tile * keys, false,
-            false};
+    return {static_cast<int>(batch), static_cast<int>(group - batch * p.groups), tile * keys};
   }
 };
 
@@ -127,10 +125,11 @@ struct BwdWorkspace {
   unsigned* ticket;  // 16 bytes of its own
   QueryBounds* queries;
   SegmentBounds* segments;
-  float* lse;      // [.., 64]; see lse_factor; +inf for queries that see nothing or are not there
-  float* delta;    // [.., 64]; 0 for those
-  uint64_t* dead;  // [..]; a bit for each query that sees nothing
-  float* dq;       // [.., kD * 64], as the accumulators lie; see add_dq
+  KeyBounds* keys;  // [batch, groups, tiles of keys]
+  float* lse;       // [.., 64]; see lse_factor; +inf for queries that see nothing or are not there
+  float* delta;     // [.., 64]; 0 for those
+  uint64_t* dead;   // [..]; a bit for each query that sees nothing
+  float* dq;        // [.., kD * 64], as the accumulators lie; see add_dq
   int64_t bytes;
 
   BwdWorkspace(const MaskedAttentionBwdParams& p, int template_dim) {
@@ -145,6 +144,9 @@ struct BwdWorkspace {
     ticket = reinterpret_cast<unsigned*>(take(16));
     queries = reinterpret_cast<QueryBounds*>(take(bounded_query_tiles(p) * sizeof(QueryBounds)));
     segments = reinterpret_cast<SegmentBounds*>(take(bounded_key_tiles(p) * sizeof(SegmentBounds)));
+    const int64_t bounded = has_query_bounds(p.mask) ? p.batch * p.groups : 0;
+    keys = reinterpret_cast<KeyBounds*>(
+        take(bounded * ceil_div(p.keys, int64_t{kLeastKeys}) * sizeof(KeyBounds)));
     lse = reinterpret_cast<float*>(take(steps * kStepQueries * 4));
     delta = reinterpret_cast<float*>(take(steps * kStepQueries * 4));
     dead = reinterpret_cast<uint64_t*>(take(steps * 8));

@@ -26,9 +26,17 @@ __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, con
     const SegmentBounds* const segments =
         bounds.segments ? bounds.segments + int64_t{item.batch} * ceil_div(keys, kKeyTile)
                         : nullptr;
+    int first = 0, stop = item.over ? 0 : query_tiles;
+    if (q && !item.over) {
+      const KeyBounds x = w.keys[(int64_t{item.batch} * p.groups + item.group) * work.key_tiles +
+                                 item.key / Tr::kKeys];
+      first = x.first, stop = max(x.first, x.stop);
+      for (int i = 0; i < 4; ++i) item.unseen[i] = x.unseen[i];
+    }
     // Tiles of 128 queries of the group's heads.
-    TileWalk tiles(0, item.over ? 0 : per_group * query_tiles, [&](int n) {
-      const int head = n / query_tiles, tile = n - head * query_tiles;
+    const int span = stop - first;
+    TileWalk tiles(0, per_group * span, [&](int n) {
+      const int head = n / span, tile = first + n - head * span;
       return key_tile<Tr::kKeys>(
           p.mask, q ? q + tile : nullptr, segments,
           map_tiles(p.mask, item.batch, item.group * per_group + head, p.heads), keys,
@@ -53,8 +61,8 @@ __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, con
     }
     if (item.over) return;
     while (tiles.more()) {
-      const int n = tiles.tile(), tile = n % query_tiles;
-      const int head = item.group * per_group + n / query_tiles;
+      const int n = tiles.tile(), tile = first + n % span;
+      const int head = item.group * per_group + n / span;
       const bool partial = tiles.partial();
       tiles.pass();
       const bool more = tiles.more();
@@ -90,49 +98,6 @@ __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, con
   }
 }
 
-// Finds out in shared.unseen which of an item's keys no query sees; returns whether there are any.
-// It looks at partial tiles only until it has seen all keys. Called by all builders.
-template <typename Tr>
-__device__ bool find_unseen(const MaskedAttentionBwdParams& p, const Bounds& bounds,
-                            const BwdItem& item, BwdShared<Tr>& shared, int thread) {
-  constexpr int kWords = Tr::kKeys / 32;
-  static_assert(kWords <= 32);
-  const int lane = thread % 32, word = lane % kWords;
-  const int keys = static_cast<int>(p.keys), per_group = p.heads / p.groups;
-  const int query_tiles = static_cast<int>(ceil_div(p.queries, int64_t{kQueryTile}));
-  if (bounds.queries == nullptr) return false;
-  const QueryBounds* const q = bounds.queries + int64_t{item.batch} * query_tiles;
-  const SegmentBounds* const segments =
-      bounds.segments ? bounds.segments + int64_t{item.batch} * ceil_div(keys, kKeyTile) : nullptr;
-  uint32_t unseen = low_bits(keys - item.key - 32 * word);  // a word a lane
-  for (int n = 0; n < per_group * query_tiles; ++n) {
-    const int tile = n % query_tiles;
-    const int32_t* const map =
-        map_tiles(p.mask, item.batch, item.group * per_group + n / query_tiles, p.heads);
-    const Tile kind =
-        key_tile<Tr::kKeys>(p.mask, q + tile, segments, map, keys, item.key / Tr::kKeys);
-    if (kind == Tile::kEmpty) continue;
-    if (kind == Tile::kFull) return false;
-    uint32_t seen[kWords] = {};
-    for (int row = thread; row < kQueryTile; row += kBuilders) {
-      const int query = tile * kQueryTile + row;
-      if (query >= p.queries) break;
-      uint32_t bits[kWords];
-      query_bits<Tr::kKeys>(p.mask, map, item.batch, query, p.queries, item.key, keys, bits);
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) seen[w] |= bits[w];
-    }
-    show_seen(seen, shared.seen, thread);
-    named_barrier_sync<kBuilders>(kBwdBuilt);
-    for (int i = 0; i < kBuilders / 32; ++i) unseen &= ~shared.seen[i][word];
-    named_barrier_sync<kBuilders>(kBwdBuilt);  // before `seen` is written again
-    if (!__any_sync(~0u, unseen != 0)) return false;
-  }
-  if (thread < kWords) shared.unseen[thread] = unseen;
-  named_barrier_sync<kBuilders>(kBwdBuilt);
-  return true;
-}
-
 // The bits of a step's queries, by key: a warp takes 32 queries at a time.
 template <typename Tr>
 __device__ void build_bits(const MaskedAttentionBwdParams& p, const BwdItem& item,
@@ -162,7 +127,7 @@ __device__ void build_bits(const MaskedAttentionBwdParams& p, const BwdItem& ite
 // and 0 * NaN is NaN: they become zeros.
 template <typename Tr>
 __device__ void build(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
-                      const Bounds& bounds, BwdShared<Tr>& shared, int thread) {
+                      BwdShared<Tr>& shared, int thread) {
   const int lane = thread % 32, warp = thread / 32;
   RingPlace<Tr::kStages> ring;
   const auto arrive = [&](uint64_t* barrier) {
@@ -178,9 +143,9 @@ __device__ void build(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
       arrive(&shared.kv_free);
       continue;
     }
-    if (find_unseen(p, bounds, item, shared, thread)) {
+    if (item.unseen[0] | item.unseen[1] | item.unseen[2] | item.unseen[3]) {
       mbarrier_wait(&shared.kv_full, kv_parity);
-      clear_rows<Tr::kKeys, Tr::kDBlocks>(shared.k, shared.unseen, thread);
+      clear_rows<Tr::kKeys, Tr::kDBlocks>(shared.k, shared.item.unseen, thread);
       fence_async_proxy();
     }
     kv_parity ^= 1;
