@@ -40,6 +40,16 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint6
       : "memory");
 }
 
+// The box at these coordinates from shared memory, in this thread's open group of bulk stores.
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* from, int x, int y,
+                                          int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          map),
+      "r"(smem_address(from)), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
 // The box to the same place in all blocks of the cluster whose bits are in `ranks`; completes on
 // the same barrier in each of them.
 __device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap* map,

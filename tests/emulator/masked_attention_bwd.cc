@@ -16,12 +16,13 @@ void check(const AttentionCase& c, const std::vector<emulator::Options>& schedul
     const emulator::Options& options = schedules[i];
     std::vector<uint16_t> dq(want.dq.size(), 0x7fff), dk(want.dk.size(), 0x7fff);
     std::vector<uint16_t> dv(want.dv.size(), 0x7fff);
+    std::vector<uint16_t> dbias(want.dbias.size() + 8, 0x7fff);
     MaskedAttentionBwdParams p = {};
     p.q = x.q.data(), p.k = x.k.data(), p.v = x.v.data();
     p.out = given.out.data(), p.lse = given.lse.data();
     p.dout = given.dout.data(), p.dlse = given.dlse.data();
     p.dq = dq.data(), p.dk = dk.data(), p.dv = dv.data();
-    p.mask = x.mask();
+    p.mask = x.mask(), p.bias = x.bias_of(x.bias.data()), p.dbias = dbias.data();
     p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
     p.groups = c.groups, p.dim = c.dim, p.value_dim = c.value_dim;
     p.dtype = c.dtype, p.scale = x.scale, p.softcap = c.softcap;
@@ -34,11 +35,12 @@ void check(const AttentionCase& c, const std::vector<emulator::Options>& schedul
     const double q_error = difference(c.dtype, dq, want.dq);
     const double k_error = difference(c.dtype, dk, want.dk);
     const double v_error = difference(c.dtype, dv, want.dv);
-    const bool good = std::max({q_error, k_error, v_error}) < 0.03;
-    printf("%-4s %-32s %s %s seed %llu  dq %.1e  dk %.1e  dv %.1e\n", good ? "ok" : "BAD", c.name,
+    const double bias_error = bias_difference(x, dbias, want.dbias);
+    const bool good = std::max({q_error, k_error, v_error, bias_error}) < 0.03;
+    printf("%-4s %-32s %s %s seed %llu  dq %.1e  dk %.1e  dv %.1e  dbias %.1e\n", good ? "ok" : "BAD", c.name,
            options.late_wgmma ? "late wgmma, " : "early wgmma,",
            options.late_copies ? "late copies, " : "early copies,",
-           (unsigned long long)options.seed, q_error, k_error, v_error);
+           (unsigned long long)options.seed, q_error, k_error, v_error, bias_error);
     fflush(stdout);
     failures += !good;
   }
@@ -48,6 +50,7 @@ void check(const AttentionCase& c, const std::vector<emulator::Options>& schedul
 
 int main(int argc, char** argv) {
   for (const AttentionCase& c : kAttentionCases) {
+    if (argc > 2 && !strstr(c.name, argv[2])) continue;
     check(c, emulator::schedules(argc, argv, &c - kAttentionCases));
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);

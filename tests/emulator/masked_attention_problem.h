@@ -336,6 +336,18 @@ inline double difference(DType dtype, const std::vector<uint16_t>& got,
   return worst;
 }
 
+// The same of the biases' gradients, without what comes after their rows' last keys.
+inline double bias_difference(const AttentionProblem& x, const std::vector<uint16_t>& got,
+                              const std::vector<double>& want) {
+  std::vector<uint16_t> own;
+  std::vector<double> other;
+  for (size_t i = 0; i < want.size(); ++i) {
+    if (static_cast<int>(i % x.bias_row()) >= x.c.keys) continue;
+    own.push_back(got[i]), other.push_back(want[i]);
+  }
+  return difference(x.c.dtype, own, other);
+}
+
 inline const AttentionCase kAttentionCases[] = {
     {"one query, one key", 1, 1, 1, 1, 1, 64, 64},
     {"dense", 1, 200, 300, 2, 1, 128, 128},

@@ -9,9 +9,11 @@ namespace jax_dsa {
 inline void tma_prefetch_map(const CUtensorMap*) {}
 
 namespace detail {
-// Copies the box to `start` of a block's shared memory; returns its bytes.
-inline uint32_t copy_box(uint8_t* shared, uint32_t start, const TensorBox& tensor, int x, int y,
-                         int z, int w) {
+// Calls visit(the place in shared memory, that in the tensor or null outside it) for each byte of the
+// box whose place in shared memory begins at `start`; returns how many there are.
+template <typename Visit>
+uint32_t visit_box(uint8_t* shared, uint32_t start, const TensorBox& tensor, int x, int y, int z,
+                   int w, Visit visit) {
   const int row = tensor.row_bytes, mode = row == 128 ? 1 : row == 64 ? 2 : 3;
   uint32_t bytes = 0;
   const uint64_t at[] = {0, uint64_t(y), uint64_t(z), uint64_t(w)};
@@ -21,15 +23,15 @@ inline uint32_t copy_box(uint8_t* shared, uint32_t start, const TensorBox& tenso
       for (uint32_t b = 0; b < size(1); ++b) {
         const uint64_t place[] = {0, at[1] + b, at[2] + c, at[3] + d};
         bool there = true;
-        uint64_t from = uint64_t(x) * tensor.element_bytes;
+        uint64_t offset = uint64_t(x) * tensor.element_bytes;
         for (int i = 1; i < tensor.rank; ++i) {
           there &= place[i] < tensor.extents[i];
-          from += place[i] * tensor.strides[i - 1];
+          offset += place[i] * tensor.strides[i - 1];
         }
+        auto* const base = static_cast<uint8_t*>(const_cast<void*>(tensor.base)) + offset;
         for (int i = 0; i < row; ++i, ++bytes) {
           const bool inside = there && x + i / tensor.element_bytes < int64_t(tensor.extents[0]);
-          shared[emulator::swizzled(start + bytes, mode)] =
-              inside ? static_cast<const uint8_t*>(tensor.base)[from + i] : 0;
+          visit(shared[emulator::swizzled(start + bytes, mode)], inside ? base + i : nullptr);
         }
       }
     }
@@ -37,10 +39,8 @@ inline uint32_t copy_box(uint8_t* shared, uint32_t start, const TensorBox& tenso
   return bytes;
 }
 
-// To `shared` of some block.
-inline void load(uint8_t* shared, void* to, const CUtensorMap* map, uint64_t* barrier, int x, int y,
-                 int z, int w) {
-  const uint32_t start = emulator::shared_offset(to), signal = emulator::shared_offset(barrier);
+// The map's tensor, with the place of a box in shared memory checked.
+inline TensorBox tensor_of(const CUtensorMap* map, uint32_t start) {
   TensorBox tensor;
   memcpy(&tensor, map, sizeof tensor);
   const int row = tensor.row_bytes;
@@ -50,9 +50,19 @@ inline void load(uint8_t* shared, void* to, const CUtensorMap* map, uint64_t* ba
     if (tensor.strides[i - 1] % 16) emulator::fail("a TMA stride that is no multiple of 16");
   }
   if (reinterpret_cast<uintptr_t>(tensor.base) % 16) emulator::fail("a misaligned TMA tensor");
+  return tensor;
+}
+
+// To `shared` of some block.
+inline void load(uint8_t* shared, void* to, const CUtensorMap* map, uint64_t* barrier, int x, int y,
+                 int z, int w) {
+  const uint32_t start = emulator::shared_offset(to), signal = emulator::shared_offset(barrier);
+  const TensorBox tensor = tensor_of(map, start);
   emulator::later([=] {
     auto& full = emulator::mbarrier(reinterpret_cast<uint64_t*>(shared + signal));
-    full.bytes -= copy_box(shared, start, tensor, x, y, z, w);
+    full.bytes -= visit_box(shared, start, tensor, x, y, z, w, [](uint8_t& to, const uint8_t* from) {
+      to = from ? *from : 0;
+    });
     full.settle();
   });
 }
@@ -61,6 +71,16 @@ inline void load(uint8_t* shared, void* to, const CUtensorMap* map, uint64_t* ba
 inline void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int x, int y, int z,
                      int w = 0) {
   detail::load(emulator::self().block->shared, to, map, barrier, x, y, z, w);
+}
+inline void tma_store(const CUtensorMap* map, const void* from, int x, int y, int z, int w) {
+  uint8_t* const shared = emulator::self().block->shared;
+  const uint32_t start = emulator::shared_offset(from);
+  const TensorBox tensor = detail::tensor_of(map, start);
+  detail::stores().open.push_back([=] {
+    detail::visit_box(shared, start, tensor, x, y, z, w, [](uint8_t from, uint8_t* to) {
+      if (to) *to = from;
+    });
+  });
 }
 // Each block may get it at another time.
 inline void tma_load_multicast(void* to, const CUtensorMap* map, uint64_t* barrier, uint16_t ranks,
