@@ -83,9 +83,8 @@ cudaError_t round_bias_gradients(const MaskedAttentionBwdParams& p, const BwdWor
                                  cudaStream_t stream) {
   if (w.dbias == nullptr) return cudaSuccess;
   if (p.bias.queries == 1) {
-    return launch_blocks(bias_keys_kernel<kType>,
-                         ceil_div(bias_sums(p), int64_t{kBiasKeysThreads}), kBiasKeysThreads, 0,
-                         stream, p, w.dbias);
+    return launch_blocks(bias_keys_kernel<kType>, ceil_div(bias_sums(p), int64_t{kBiasKeysThreads}),
+                         kBiasKeysThreads, 0, stream, p, w.dbias);
   }
   const int64_t blocks = bias_sums(p) / (kStepQueries * 64);
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;

@@ -111,8 +111,8 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     if constexpr (Tr::kBias) {
       mbarrier_wait(&shared.bias.full[bias.index], bias.parity);
       add_bias<Tr::kType>(s, p.scale, [&](int k, uint32_t (&x)[4]) {
-        load_matrix_x4_transposed(
-            bias_place(shared.bias, bias.index, side, p.bias.queries == 1, k), x);
+        load_matrix_x4_transposed(bias_place(shared.bias, bias.index, side, p.bias.queries == 1, k),
+                                  x);
       });
     }
     if constexpr (Tr::kGeneral) {

@@ -76,10 +76,10 @@ __global__ void __launch_bounds__(128)
       const float4 y = __ldcs(reinterpret_cast<const float4*>(from + (8 * k + 4 * j) * 128));
       x[2 * j] = pack_16<kType>(y.x, y.y), x[2 * j + 1] = pack_16<kType>(y.z, y.w);
     }
-    store_matrix_x4_transposed(bias_chunk(smem_address(stage), false,
-                                          16 * k + lane / 16 * 8 + lane % 8,
-                                          warp * 2 + lane / 8 % 2),
-                               x[0], x[1], x[2], x[3]);
+    store_matrix_x4_transposed(
+        bias_chunk(smem_address(stage), false, 16 * k + lane / 16 * 8 + lane % 8,
+                   warp * 2 + lane / 8 % 2),
+        x[0], x[1], x[2], x[3]);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < kStepQueries * 8; i += 128) {

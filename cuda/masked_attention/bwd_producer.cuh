@@ -11,8 +11,8 @@ namespace jax_dsa::masked_attention {
 template <typename Tr>
 __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, const BwdWorkspace& w,
                      const Bounds& bounds, const CUtensorMap& q_map, const CUtensorMap& k_map,
-                     const CUtensorMap& v_map, const CUtensorMap& dout_map, const CUtensorMap& bias_map,
-                     BwdShared<Tr>& shared) {
+                     const CUtensorMap& v_map, const CUtensorMap& dout_map,
+                     const CUtensorMap& bias_map, BwdShared<Tr>& shared) {
   const bool leader = threadIdx.x % 32 == 0;
   const uint64_t keep = l2_policy_evict_last();
   const int keys = static_cast<int>(p.keys), per_group = p.heads / p.groups;

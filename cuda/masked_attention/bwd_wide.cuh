@@ -72,8 +72,8 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
       if constexpr (Tr::kBias) {
         mbarrier_wait(&shared.bias.full[bias.index], bias.parity);
         add_bias<Tr::kType>(x, p.scale, [&](int k, uint32_t (&y)[4]) {
-          load_matrix_x4_transposed(
-              bias_place(shared.bias, bias.index, 0, p.bias.queries == 1, k), y);
+          load_matrix_x4_transposed(bias_place(shared.bias, bias.index, 0, p.bias.queries == 1, k),
+                                    y);
         });
       }
       if constexpr (Tr::kGeneral) {

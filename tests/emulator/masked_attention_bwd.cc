@@ -37,8 +37,8 @@ void check(const AttentionCase& c, const std::vector<emulator::Options>& schedul
     const double v_error = difference(c.dtype, dv, want.dv);
     const double bias_error = bias_difference(x, dbias, want.dbias);
     const bool good = std::max({q_error, k_error, v_error, bias_error}) < 0.03;
-    printf("%-4s %-32s %s %s seed %llu  dq %.1e  dk %.1e  dv %.1e  dbias %.1e\n", good ? "ok" : "BAD", c.name,
-           options.late_wgmma ? "late wgmma, " : "early wgmma,",
+    printf("%-4s %-32s %s %s seed %llu  dq %.1e  dk %.1e  dv %.1e  dbias %.1e\n",
+           good ? "ok" : "BAD", c.name, options.late_wgmma ? "late wgmma, " : "early wgmma,",
            options.late_copies ? "late copies, " : "early copies,",
            (unsigned long long)options.seed, q_error, k_error, v_error, bias_error);
     fflush(stdout);

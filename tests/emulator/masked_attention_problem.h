@@ -167,8 +167,12 @@ inline AttentionProblem make_attention(const AttentionCase& c, uint64_t seed) {
     }
     for (auto& x : p.bits) x = static_cast<uint8_t>(random() & random());
   }
-  if (c.bias_heads) {  // NaN where no query sees the key
+  if (c.bias_heads) {  // NaN where no query sees the key, -inf here and there and in a whole row
     fill(p.bias, p.bias_size());
+    for (size_t i = 0; i < p.bias.size(); ++i) {
+      const bool row = c.bias_rows && static_cast<int>(i / p.bias_row()) == c.queries / 2;
+      if (row || random() % 20 == 0) p.bias[i] = to_16(c.dtype, -INFINITY);
+    }
     std::vector<bool> seen(p.bias_size());
     for (int b = 0; b < c.batch; ++b) {
       for (int n = 0; n < c.heads; ++n) {

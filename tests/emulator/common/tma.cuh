@@ -9,8 +9,8 @@ namespace jax_dsa {
 inline void tma_prefetch_map(const CUtensorMap*) {}
 
 namespace detail {
-// Calls visit(the place in shared memory, that in the tensor or null outside it) for each byte of the
-// box whose place in shared memory begins at `start`; returns how many there are.
+// Calls visit(the place in shared memory, that in the tensor or null outside it) for each byte of
+// the box whose place in shared memory begins at `start`; returns how many there are.
 template <typename Visit>
 uint32_t visit_box(uint8_t* shared, uint32_t start, const TensorBox& tensor, int x, int y, int z,
                    int w, Visit visit) {
@@ -60,9 +60,8 @@ inline void load(uint8_t* shared, void* to, const CUtensorMap* map, uint64_t* ba
   const TensorBox tensor = tensor_of(map, start);
   emulator::later([=] {
     auto& full = emulator::mbarrier(reinterpret_cast<uint64_t*>(shared + signal));
-    full.bytes -= visit_box(shared, start, tensor, x, y, z, w, [](uint8_t& to, const uint8_t* from) {
-      to = from ? *from : 0;
-    });
+    full.bytes -= visit_box(shared, start, tensor, x, y, z, w,
+                            [](uint8_t& to, const uint8_t* from) { to = from ? *from : 0; });
     full.settle();
   });
 }
