@@ -65,12 +65,15 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
 
   float dk[Tr::kD / 2], dv[Tr::kE / 2];
   RingPlace<Tr::kStages> ring;
-  RingPlace<Tr::kBiasBuffers> bias;
-  uint32_t ds_buffer = 0;
 
   const auto arrive = [&](uint64_t* barrier) {
     __syncwarp();
     if (lane_now() == 0) mbarrier_arrive(barrier);
+  };
+
+  // Frees the stage of the step before, whose product for dk was the last to read it.
+  const auto free_before = [&] {
+    arrive(&shared.free[ring.index > 0 ? ring.index - 1 : Tr::kStages - 1]);
   };
 
   // One step: 64 queries of a head. Returns whether it is its item's last.
@@ -85,6 +88,11 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     if constexpr (!Tr::kGeneral) start_at(s, shared.lse[at]);
     if constexpr (!Tr::kInTurn) start_at(dp, shared.delta[at]);
     const uint64_t q = k_major_descriptor(q_at), dout = k_major_descriptor(dout_at);
+    if constexpr (Tr::kTrails) {
+      wgmma_wait<0>();
+      wgmma_pin(dk);
+      if (accumulate) free_before();
+    }
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Tr::kD / 16; ++i) {
@@ -109,10 +117,9 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     wgmma_pin(s);
 
     if constexpr (Tr::kBias) {
-      mbarrier_wait(&shared.bias.full[bias.index], bias.parity);
+      mbarrier_wait(&shared.bias.full[at], ring.parity);
       add_bias<Tr::kType>(s, p.scale, [&](int k, uint32_t (&x)[4]) {
-        load_matrix_x4_transposed(bias_place(shared.bias, bias.index, side, p.bias.queries == 1, k),
-                                  x);
+        load_matrix_x4_transposed(bias_place(shared.bias, at, side, p.bias.queries == 1, k), x);
       });
     }
     if constexpr (Tr::kGeneral) {
@@ -147,13 +154,31 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
       }
     }
 
+    const uint64_t dout_rows = mn_major_descriptor(dout_at, Tr::kQBlockBytes);
+    const auto add_to_dv = [&] {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        const uint64_t b = dout_rows + k * (16 * 128 / 16);
+        if constexpr (Tr::kInTurn) {
+          const uint64_t a = k_major_descriptor(smem_address(shared.p) + side * kBlockBytes);
+          wgmma_16<Tr::kType, kKMajor, kMNMajor>(dv, a + k * 2, b, k > 0 || accumulate);
+        } else {
+          wgmma_16<Tr::kType, kMNMajor>(dv, probabilities[k], b, k > 0 || accumulate);
+        }
+      }
+      wgmma_commit();
+    };
     if constexpr (Tr::kInTurn) {
       start_at(dp, shared.delta[at]);
       multiply_values();
     }
-    wgmma_wait<0>();
+    if constexpr (Tr::kDvEarly) {
+      wgmma_fence();
+      add_to_dv();
+    }
+    wgmma_wait<Tr::kDvEarly ? 1 : 0>();
     wgmma_pin(dp);
-    const uint32_t ds_at = smem_address(shared.ds[ds_buffer]);
+    const uint32_t ds_at = smem_address(shared.ds[at]);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if constexpr (Tr::kInTurn)
@@ -172,9 +197,8 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
                       gradients[k][3]);
       if constexpr (Tr::kBias) {
         if (w.dbias == nullptr) {
-          store_matrix_x4_transposed(bias_place(shared.bias, bias.index, side, false, k),
-                                     gradients[k][0], gradients[k][1], gradients[k][2],
-                                     gradients[k][3]);
+          store_matrix_x4_transposed(bias_place(shared.bias, at, side, false, k), gradients[k][0],
+                                     gradients[k][1], gradients[k][2], gradients[k][3]);
         }
       }
     }
@@ -186,22 +210,8 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     }
     fence_async_proxy();
 
-    const uint64_t dout_rows = mn_major_descriptor(dout_at, Tr::kQBlockBytes);
     const uint64_t q_rows = mn_major_descriptor(q_at, Tr::kQBlockBytes);
     const uint64_t ds = mn_major_descriptor(ds_at, sizeof(shared.ds[0]));
-    const auto add_to_dv = [&] {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        const uint64_t b = dout_rows + k * (16 * 128 / 16);
-        if constexpr (Tr::kInTurn) {
-          const uint64_t a = k_major_descriptor(smem_address(shared.p) + side * kBlockBytes);
-          wgmma_16<Tr::kType, kKMajor, kMNMajor>(dv, a + k * 2, b, k > 0 || accumulate);
-        } else {
-          wgmma_16<Tr::kType, kMNMajor>(dv, probabilities[k], b, k > 0 || accumulate);
-        }
-      }
-      wgmma_commit();
-    };
     const auto add_to_dk = [&] {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -231,15 +241,15 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
       wgmma_pin(dq);
       add_dq(dq, w.dq, shared.stage[at].step * Tr::kParts + part);
     };
-    // There are two buffers of dS: that both warpgroups have come to the barrier of one step tells
+    // A stage has its buffer of dS: that both warpgroups have come to the barrier of one step tells
     // that they have read dS of the step before.
     wgmma_fence();
-    if constexpr (!Tr::kInTurn) add_to_dv();
+    if constexpr (!Tr::kInTurn && !Tr::kDvEarly) add_to_dv();
     named_barrier_sync<256>(kGradients);
     if constexpr (Tr::kBias) {
       if (thread_index() == 0 && w.dbias == nullptr) {
-        store_bias_gradients(dbias_map, shared.bias, bias.index, shared.item.batch,
-                             shared.stage[at].head, shared.stage[at].query, shared.item.key);
+        store_bias_gradients(dbias_map, shared.bias, at, shared.item.batch, shared.stage[at].head,
+                             shared.stage[at].query, shared.item.key);
       }
     }
     if constexpr (Tr::kInTurn) {
@@ -254,24 +264,31 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     add_to_dk();
     wgmma_wait<1>();
     add_part(side);
-    wgmma_wait<0>();
-    wgmma_pin(dk);
-    wgmma_pin(dv);
     const bool last = shared.stage[at].last;
-    arrive(&shared.free[at]);
+    if constexpr (!Tr::kTrails) {
+      wgmma_wait<0>();
+      wgmma_pin(dk);
+      wgmma_pin(dv);
+      arrive(&shared.free[at]);
+    }
     if constexpr (Tr::kBias) {
+      static_assert(!Tr::kTrails && Tr::kBiasBuffers == Tr::kStages);
       if (thread_index() == 0) {
         bulk_wait_read();
-        mbarrier_arrive(&shared.bias.free[bias.index]);
+        mbarrier_arrive(&shared.bias.free[at]);
       }
-      bias.advance();
     }
     ring.advance();
-    ds_buffer ^= 1;
     return last;
   };
 
   walk_items(shared, step, [&](const BwdItem& item) {
+    if constexpr (Tr::kTrails) {
+      wgmma_wait<0>();
+      wgmma_pin(dk);
+      wgmma_pin(dv);
+      if (item.some) free_before();
+    }
     store_keys<Tr::kType>(p, item, dk, dv, row_now(lane_now() / 4), Tr::kKeys, 0, 0,
                           shared.out[thread_index() / 32]);
   });

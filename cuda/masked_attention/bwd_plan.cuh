@@ -36,6 +36,10 @@ struct BwdTraits {
   // Whether the products of scores and of dout with values follow each other, and probabilities go
   // through shared memory, for want of registers.
   static constexpr bool kInTurn = kD > 128 && !kWide;
+  // Whether a step's product for dk ends beside the beginning of the next step, and that for dv
+  // runs beside the making of dS. (With biases ptxas serialises the products then.)
+  static constexpr bool kTrails = !kWide && !kBias;
+  static constexpr bool kDvEarly = !kInTurn && !kGeneral;
   static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
   static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
 };
@@ -70,7 +74,7 @@ struct alignas(1024) BwdShared {
   uint8_t v[Tr::kEBlocks][Tr::kKeyBlockBytes];
   uint8_t q[Tr::kStages][Tr::kDBlocks][Tr::kQBlockBytes];
   uint8_t dout[Tr::kStages][Tr::kEBlocks][Tr::kQBlockBytes];
-  uint8_t ds[Tr::kWide ? 1 : 2][Tr::kKeys * kStepQueries * 2];  // [keys, queries]
+  uint8_t ds[Tr::kWide ? 1 : Tr::kStages][Tr::kKeys * kStepQueries * 2];  // [keys, queries]
   // Probabilities, like ds, where they go through shared memory.
   uint8_t p[Tr::kInTurn || Tr::kWide ? Tr::kKeys * kStepQueries * 2 : 1024];
   uint8_t out[8][1024];
