@@ -321,7 +321,8 @@ void bench(const char* part) {
 }
 
 template <typename... Tr>
-void time_variants(const Bench& b, std::initializer_list<const char*> names) {
+void time_variants(const char* part, const Bench& b, std::initializer_list<const char*> names) {
+  if (!strstr(b.name, part)) return;
   const Arrays x(b);
   auto name = names.begin();
   (
@@ -339,25 +340,34 @@ void time_variants(const Bench& b, std::initializer_list<const char*> names) {
 template <int kD, int kE, int kHeld, bool kTurns>
 using Variant = masked_attention::FwdTraits<DType::kBF16, kD, kE, false, false, kHeld, kTurns>;
 
-void variants() {
+template <int kHeld, bool kTurns>
+using BiasVariant = masked_attention::FwdTraits<DType::kBF16, 128, 128, true, true, kHeld, kTurns>;
+
+void variants(const char* part) {
   for (int i : {0, 1}) {
     time_variants<Variant<128, 128, 8, true>, Variant<128, 128, 4, true>,
                   Variant<128, 128, 0, true>, Variant<128, 128, 8, false>,
                   Variant<128, 128, 0, false>>(
-        kBenches[i], {"8 held", "4 held", "0 held", "8 held, no turns", "0 held, no turns"});
+        part, kBenches[i], {"8 held", "4 held", "0 held", "8 held, no turns", "0 held, no turns"});
   }
   time_variants<Variant<192, 128, 0, true>, Variant<192, 128, 4, true>,
-                Variant<192, 128, 0, false>>(kBenches[2], {"0 held", "4 held", "no turns"});
+                Variant<192, 128, 0, false>>(part, kBenches[2], {"0 held", "4 held", "no turns"});
   time_variants<Variant<64, 64, 4, true>, Variant<64, 64, 0, true>, Variant<64, 64, 4, false>>(
-      kBenches[4], {"4 held", "0 held", "4 held, no turns"});
+      part, kBenches[4], {"4 held", "0 held", "4 held, no turns"});
   time_variants<Variant<256, 256, 4, true>, Variant<256, 256, 0, true>,
-                Variant<256, 256, 4, false>>(kBenches[5], {"4 held", "0 held", "4 held, no turns"});
+                Variant<256, 256, 4, false>>(part, kBenches[5],
+                                             {"4 held", "0 held", "4 held, no turns"});
+  for (const Bench& b : kBenches) {
+    if (strcmp(b.name, "T4096 N16 D128 bias of heads")) continue;
+    time_variants<BiasVariant<8, true>, BiasVariant<8, false>, BiasVariant<0, false>>(
+        part, b, {"8 held", "8 held, no turns", "0 held, no turns"});
+  }
 }
 
 int run(const std::string& mode, const char* part) {
   if (mode == "test" || mode == "small") return test(mode == "small", part);
   if (mode == "variants") {
-    variants();
+    variants(part);
   } else if (mode == "profile") {  // one launch of each pass
     for (const Bench& b : kBenches) {
       if (!strstr(b.name, part)) continue;
