@@ -72,11 +72,12 @@ bool test_forward(const AttentionProblem& x, bool print) {
   return good;
 }
 
-bool test_backward(const AttentionProblem& x, uint64_t seed, bool print) {
+bool test_backward(const AttentionProblem& x, uint64_t seed, bool deterministic, bool print) {
   const AttentionCase& c = x.c;
   const Given given = make_given(x, seed);
   const Gradients want = differentiate(x, given);
   MaskedAttentionBwdParams p = {};
+  p.deterministic = deterministic;
   set_sizes(c, x.scale, p);
   p.mask = upload_mask(x), p.bias = x.bias_of(upload(x.bias));
   p.q = upload(x.q), p.k = upload(x.k), p.v = upload(x.v);
@@ -96,8 +97,8 @@ bool test_backward(const AttentionProblem& x, uint64_t seed, bool print) {
   const double bias_error = bias_difference(x, download(dbias, want.dbias.size()), want.dbias);
   const bool good = std::max({q_error, k_error, v_error, bias_error}) < 0.03;
   if (print || !good) {
-    printf("%-4s backward  %-32s dq %.1e  dk %.1e  dv %.1e  dbias %.1e\n", good ? "ok" : "BAD",
-           c.name, q_error, k_error, v_error, bias_error);
+    printf("%-4s %s  %-32s dq %.1e  dk %.1e  dv %.1e  dbias %.1e\n", good ? "ok" : "BAD",
+           deterministic ? "in order" : "backward", c.name, q_error, k_error, v_error, bias_error);
   }
   return good;
 }
@@ -109,7 +110,8 @@ int test(bool small, const char* part) {
     for (uint64_t seed = 1; seed <= (small ? 1 : 3); ++seed) {
       const AttentionProblem x = make_attention(c, seed);
       failures += !test_forward(x, seed == 1);
-      failures += !test_backward(x, seed, seed == 1);
+      failures += !test_backward(x, seed, false, seed == 1);
+      if (!x.sums_biases()) failures += !test_backward(x, seed, true, seed == 1);
       fflush(stdout);
     }
   }
@@ -272,6 +274,29 @@ struct Arrays {
   }
 };
 
+__global__ void add_checksum(const void* x, int64_t n, unsigned long long* sum) {
+  unsigned long long own = 0;
+  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += int64_t{gridDim.x} * 256) {
+    own += mix(i * 65536 + static_cast<const uint16_t*>(x)[i]);
+  }
+  atomicAdd(sum, own);
+}
+// Whether the gradients of 20 runs have the same bits.
+bool same_bits(const MaskedAttentionBwdParams& p) {
+  auto* const sums = device<unsigned long long>(20);
+  CHECK(cudaMemset(sums, 0, 20 * sizeof(*sums)));
+  for (int run = 0; run < 20; ++run) {
+    CHECK(launch_masked_attention_bwd(p, nullptr));
+    add_checksum<<<1024, 256>>>(p.dq, p.batch * p.queries * p.heads * p.dim, sums + run);
+    add_checksum<<<1024, 256>>>(p.dk, p.batch * p.keys * p.groups * p.dim, sums + run);
+    add_checksum<<<1024, 256>>>(p.dv, p.batch * p.keys * p.groups * p.value_dim, sums + run);
+    CHECK(cudaGetLastError());
+  }
+  const auto all = download(sums, 20);
+  CHECK(cudaFree(sums));
+  return std::count(all.begin(), all.end(), all[0]) == 20;
+}
+
 // Of three launches back to back, the shortest time of one.
 template <typename F>
 double milliseconds(F launch) {
@@ -299,18 +324,25 @@ void bench(const char* part) {
   const double rate = copy_rate();
   printf("copy %.2f TB/s; biases are read twice and their gradients written: at the copy's rate\n",
          rate * 1e-12);
-  printf("%-34s %10s %8s   %10s %8s\n", "", "forward ms", "TFLOPS", "backward", "TFLOPS");
+  printf("%-34s %10s %8s   %10s %8s   %10s %8s\n", "", "forward ms", "TFLOPS", "backward", "TFLOPS",
+         "in order", "TFLOPS");
   for (const Bench& b : kBenches) {
     if (!strstr(b.name, part)) continue;
-    const Arrays x(b);
+    Arrays x(b);
     const double forward =
         milliseconds([&] { CHECK(launch_masked_attention_fwd(x.forward, nullptr)); });
     const double backward =
         milliseconds([&] { CHECK(launch_masked_attention_bwd(x.backward, nullptr)); });
-    const double unit = x.pairs * b.heads * 2e-9;
+    const double unit = x.pairs * b.heads * 2e-9, work = unit * (3 * b.dim + 2 * b.value_dim);
     printf("%-34s %10.3f %8.0f   %10.3f %8.0f", b.name, forward,
-           unit * (b.dim + b.value_dim) / forward, backward,
-           unit * (3 * b.dim + 2 * b.value_dim) / backward);
+           unit * (b.dim + b.value_dim) / forward, backward, work / backward);
+    x.backward.deterministic = true;
+    if (!b.bias_heads || (b.bias_rows && b.bias_heads == b.heads)) {
+      const double in_order =
+          milliseconds([&] { CHECK(launch_masked_attention_bwd(x.backward, nullptr)); });
+      printf("   %10.3f %8.0f%s", in_order, work / in_order,
+             same_bits(x.backward) ? "" : "  BITS DIFFER");
+    }
     if (b.bias_heads && b.bias_rows) {
       printf("   %.3f ms", 3 * 2 * x.pairs * b.bias_heads / rate * 1e3);
     }

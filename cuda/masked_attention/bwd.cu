@@ -139,7 +139,7 @@ int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& p) 
 }
 
 cudaError_t launch_masked_attention_bwd(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
-  if (!dims_fit(p)) return cudaErrorInvalidValue;
+  if (!dims_fit(p) || (p.deterministic && bias_sums(p) > 0)) return cudaErrorInvalidValue;
   return launch_kind(p, [&]<DType kType, bool kGeneral, bool kBias>() {
     return launch_dims<kType, kGeneral, kBias>(p, stream);
   });

@@ -241,6 +241,7 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
       wgmma_pin(dq);
       add_dq(dq, w.dq, shared.stage[at].step * Tr::kParts + part);
     };
+    const BwdStage& stage = shared.stage[at];
     // A stage has its buffer of dS: that both warpgroups have come to the barrier of one step tells
     // that they have read dS of the step before.
     wgmma_fence();
@@ -256,12 +257,14 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
       wgmma_fence();
       add_to_dv();
       multiply_keys(std::integral_constant<int, 64>(), 2, side * 64);
+      if (p.deterministic) wait_for_turn(w, shared, stage.step, 2, 2 * stage.turn + side);
       wgmma_wait<0>();
       add_part(2);
     }
     wgmma_fence();
     multiply_keys(std::integral_constant<int, Tr::kKeys>(), side, 0);
     add_to_dk();
+    if (p.deterministic) wait_for_turn(w, shared, stage.step, side, stage.turn);
     wgmma_wait<1>();
     add_part(side);
     const bool last = shared.stage[at].last;
@@ -283,6 +286,7 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
   };
 
   walk_items(shared, step, [&](const BwdItem& item) {
+    if (p.deterministic) count_added(shared);
     if constexpr (Tr::kTrails) {
       wgmma_wait<0>();
       wgmma_pin(dk);
@@ -323,6 +327,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         mbarrier_init(&shared.bias.free[i], 1);
       }
     }
+    for (uint32_t*& counter : shared.adding) counter = nullptr;
     mbarrier_init_fence();
   }
   __syncthreads();

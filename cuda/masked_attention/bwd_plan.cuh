@@ -64,9 +64,12 @@ struct BwdItem {
 struct BwdStage {
   int head, query;
   bool partial;
-  bool last;     // of its item
-  int64_t step;  // its number among those of all heads
+  bool last;      // of its item
+  uint32_t turn;  // if deterministic: how many items add to dq of these queries before this one
+  int64_t step;   // its number among those of all heads
 };
+
+inline constexpr int kMostParts = 3;  // of dq
 
 template <typename Tr>
 struct alignas(1024) BwdShared {
@@ -83,6 +86,7 @@ struct alignas(1024) BwdShared {
   float delta[Tr::kStages][kStepQueries];
   uint32_t bits[Tr::kStages][Tr::kKeys][kStepQueries / 32];  // of partial tiles
   BwdStage stage[Tr::kStages];
+  uint32_t* adding[8];  // a warp's counter that is still to count what the warp has added
   BwdItem item;
   uint64_t item_full, kv_full, kv_clean, kv_free;
   // A stage's description; its arrays; its bits, and that unseeing queries are zero.
@@ -158,6 +162,7 @@ struct BwdWorkspace {
   float* lse;       // [.., 64]; see lse_factor; +inf for queries that see nothing or are not there
   float* delta;     // [.., 64]; 0 for those
   uint64_t* dead;   // [..]; a bit for each query that sees nothing
+  uint32_t* added;  // [.., kMostParts, 4]: if deterministic, how many items have added, by warp
   float* dq;        // [.., kD * 64], as the accumulators lie; see add_dq
   float* dbias;     // bias_sums; null if there are none
   int64_t bytes;
@@ -180,6 +185,7 @@ struct BwdWorkspace {
     lse = reinterpret_cast<float*>(take(steps * kStepQueries * 4));
     delta = reinterpret_cast<float*>(take(steps * kStepQueries * 4));
     dead = reinterpret_cast<uint64_t*>(take(steps * 8));
+    added = reinterpret_cast<uint32_t*>(take(steps * kMostParts * 4 * 4));
     dq = reinterpret_cast<float*>(take(steps * kStepQueries * template_dim * 4));
     const int64_t sums = bias_sums(p);
     float* const biases = reinterpret_cast<float*>(take(sums * 4));

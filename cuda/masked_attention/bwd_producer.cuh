@@ -7,6 +7,22 @@
 
 namespace jax_dsa::masked_attention {
 
+// How many key tiles before tile `stop` the queries of a tile see any of; by a whole warp.
+template <int kKeys>
+__device__ __forceinline__ uint32_t tiles_before(const AttentionMask& m, const QueryBounds* q,
+                                                 const SegmentBounds* segments, const int32_t* map,
+                                                 int keys, int stop) {
+  if (q == nullptr) return stop;
+  uint32_t count = 0;
+  for (int at = max(q->min_start, 0) / kKeys; at < stop; at += 32) {
+    const int tile = at + static_cast<int>(threadIdx.x % 32);
+    const bool some =
+        tile < stop && key_tile<kKeys>(m, q, segments, map, keys, tile) != Tile::kEmpty;
+    count += __popc(__ballot_sync(~0u, some));
+  }
+  return count;
+}
+
 // The first warp: takes items, lists the steps of each and copies them.
 template <typename Tr>
 __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, const BwdWorkspace& w,
@@ -37,8 +53,11 @@ __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, con
     }
     // Tiles of 128 queries of the group's heads.
     const int span = stop - first;
+    // Where sums have an order, the last queries come first: under causal masks an item then comes
+    // to the queries of the one before when that has gone on.
+    const auto query_tile = [&](int n) { return p.deterministic ? stop - 1 - n : first + n; };
     TileWalk tiles(0, per_group * span, [&](int n) {
-      const int head = n / span, tile = first + n - head * span;
+      const int head = n / span, tile = query_tile(n - head * span);
       return key_tile<Tr::kKeys>(
           p.mask, q ? q + tile : nullptr, segments,
           map_tiles(p.mask, item.batch, item.group * per_group + head, p.heads), keys,
@@ -63,9 +82,15 @@ __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, con
     }
     if (item.over) return;
     while (tiles.more()) {
-      const int n = tiles.tile(), tile = first + n % span;
+      const int n = tiles.tile(), tile = query_tile(n % span);
       const int head = item.group * per_group + n / span;
       const bool partial = tiles.partial();
+      uint32_t turn = 0;
+      if (p.deterministic) {
+        turn = tiles_before<Tr::kKeys>(p.mask, q ? q + tile : nullptr, segments,
+                                       map_tiles(p.mask, item.batch, head, p.heads), keys,
+                                       item.key / Tr::kKeys);
+      }
       tiles.pass();
       const bool more = tiles.more();
       for (int query = tile * kQueryTile; query < min(int64_t{tile + 1} * kQueryTile, p.queries);
@@ -76,7 +101,7 @@ __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, con
           const bool second = query % kQueryTile > 0 || query + kStepQueries >= p.queries;
           const int64_t step =
               (int64_t{item.batch} * p.heads + head) * work.steps + query / kStepQueries;
-          shared.stage[at] = {head, query, partial, !more && second, step};
+          shared.stage[at] = {head, query, partial, !more && second, turn, step};
           mbarrier_arrive(&shared.listed[at]);
           mbarrier_arrive_expect(&shared.q_full[at],
                                  Tr::kDBlocks * Tr::kQBlockBytes + 2 * kStepQueries * 4);

@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(kRowsThreads)
       dynamic_shared<bool[kStepQueries]>()[i] = dead;
     }
   }
+  if (threadIdx.x < kMostParts * 4) w.added[number * (kMostParts * 4) + threadIdx.x] = 0;
   const float4 zero = {0.f, 0.f, 0.f, 0.f};
   auto* const dq = reinterpret_cast<float4*>(w.dq + number * kStepQueries * dq_dim);
   for (int i = threadIdx.x; i < kStepQueries * dq_dim / 4; i += kRowsThreads) dq[i] = zero;
@@ -75,6 +76,27 @@ __device__ __forceinline__ void add_dq(const float (&x)[kN], float* dq, int64_t 
   for (int i = 0; i < kN; i += 4) {
     red_add(sum + i * 128, x[i], x[i + 1], x[i + 2], x[i + 3]);
   }
+}
+
+// In deterministic sums each warp adds its share of a part when those of all items before have
+// added theirs. That it has added is counted late, since waiting for its reductions takes long.
+template <typename Tr>
+__device__ __forceinline__ void count_added(BwdShared<Tr>& shared) {
+  uint32_t*& counter = shared.adding[thread_index() >> 5];
+  __syncwarp();
+  if ((thread_index() & 31) == 0 && counter) {
+    counter_add(counter);
+    counter = nullptr;
+  }
+}
+template <typename Tr>
+__device__ __forceinline__ void wait_for_turn(const BwdWorkspace& w, BwdShared<Tr>& shared,
+                                              int64_t step, int part, uint32_t turn) {
+  uint32_t* const counter = w.added + (step * kMostParts + part) * 4 + (thread_index() >> 5 & 3);
+  count_added(shared);
+  counter_wait(counter, turn);
+  __syncwarp();
+  if ((thread_index() & 31) == 0) shared.adding[thread_index() >> 5] = counter;
 }
 
 // Stores a warp's rows of dk and dv of an item's keys: the columns from dk_column and dv_column on.

@@ -178,6 +178,8 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
                                              k > 0 || accumulate);
     }
     wgmma_commit();
+    const BwdStage& stage = shared.stage[at];
+    if (p.deterministic) wait_for_turn(w, shared, stage.step, side, stage.turn);
     wgmma_wait<1>();
     wgmma_pin(dq);
     add_dq(dq, w.dq, shared.stage[at].step * Tr::kParts + side);
@@ -198,6 +200,7 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
   };
 
   walk_items(shared, step, [&](const BwdItem& item) {
+    if (p.deterministic) count_added(shared);
     store_keys<Tr::kType>(p, item, dk, dv, row_now(lane_now() / 4), Tr::kKeys, side * kDHalf,
                           side * kEHalf, shared.out[thread_index() / 32]);
   });

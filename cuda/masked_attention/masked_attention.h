@@ -87,6 +87,9 @@ struct MaskedAttentionBwdParams {
   DType dtype;
   float scale;
   float softcap;
+  // Sums have one order, and gradients the same bits on every run. Not for biases that scores
+  // share.
+  bool deterministic;
 };
 
 int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& params);

@@ -93,6 +93,11 @@ struct AttentionProblem {
     const int64_t head = (c.bias_batch == 1 ? 0 : b) * c.bias_heads + n / (c.heads / c.bias_heads);
     return (head * (c.bias_rows ? c.queries : 1) + (c.bias_rows ? t : 0)) * bias_row() + s;
   }
+  // Whether scores share a bias.
+  bool sums_biases() const {
+    return c.bias_heads &&
+           (!c.bias_rows || c.queries == 1 || c.bias_heads != c.heads || c.bias_batch != c.batch);
+  }
   AttentionBias bias_of(const void* x) const {
     if (!c.bias_heads) return {};
     return {x, c.bias_rows ? c.queries : 1, c.bias_batch, c.bias_heads};
