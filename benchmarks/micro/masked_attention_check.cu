@@ -49,7 +49,7 @@ bool test_forward(const AttentionProblem& x, bool print) {
   const Attended want = attend(x);
   MaskedAttentionFwdParams p = {};
   set_sizes(c, x.scale, p);
-  p.mask = upload_mask(x);
+  p.mask = upload_mask(x), p.bias = x.bias_of(upload(x.bias));
   p.q = upload(x.q), p.k = upload(x.k), p.v = upload(x.v);
   auto* const out = poisoned<uint16_t>(want.out.size());
   p.out = out, p.lse = poisoned<float>(want.lse.size());
@@ -79,36 +79,39 @@ bool test_backward(const AttentionProblem& x, uint64_t seed, bool deterministic,
   MaskedAttentionBwdParams p = {};
   p.deterministic = deterministic;
   set_sizes(c, x.scale, p);
-  p.mask = upload_mask(x);
+  p.mask = upload_mask(x), p.bias = x.bias_of(upload(x.bias));
   p.q = upload(x.q), p.k = upload(x.k), p.v = upload(x.v);
   p.out = upload(given.out), p.lse = upload(given.lse);
   p.dout = upload(given.dout), p.dlse = upload(given.dlse);
   auto* const dq = poisoned<uint16_t>(want.dq.size());
   auto* const dk = poisoned<uint16_t>(want.dk.size());
   auto* const dv = poisoned<uint16_t>(want.dv.size());
-  p.dq = dq, p.dk = dk, p.dv = dv;
+  auto* const dbias = poisoned<uint16_t>(want.dbias.size());
+  p.dq = dq, p.dk = dk, p.dv = dv, p.dbias = dbias;
   p.workspace = poisoned<uint8_t>(masked_attention_bwd_workspace_bytes(p));
   CHECK(launch_masked_attention_bwd(p, nullptr));
   CHECK(cudaDeviceSynchronize());
   const double q_error = difference(c.dtype, download(dq, want.dq.size()), want.dq);
   const double k_error = difference(c.dtype, download(dk, want.dk.size()), want.dk);
   const double v_error = difference(c.dtype, download(dv, want.dv.size()), want.dv);
-  const bool good = std::max({q_error, k_error, v_error}) < 0.03;
+  const double bias_error = bias_difference(x, download(dbias, want.dbias.size()), want.dbias);
+  const bool good = std::max({q_error, k_error, v_error, bias_error}) < 0.03;
   if (print || !good) {
-    printf("%-4s %s  %-32s dq %.1e  dk %.1e  dv %.1e\n", good ? "ok" : "BAD",
-           deterministic ? "in order" : "backward", c.name, q_error, k_error, v_error);
+    printf("%-4s %s  %-32s dq %.1e  dk %.1e  dv %.1e  dbias %.1e\n", good ? "ok" : "BAD",
+           deterministic ? "in order" : "backward", c.name, q_error, k_error, v_error, bias_error);
   }
   return good;
 }
 
-int test(bool small) {
+int test(bool small, const char* part) {
   int failures = 0;
   for (const AttentionCase& c : kAttentionCases) {
+    if (!strstr(c.name, part)) continue;
     for (uint64_t seed = 1; seed <= (small ? 1 : 3); ++seed) {
       const AttentionProblem x = make_attention(c, seed);
       failures += !test_forward(x, seed == 1);
       failures += !test_backward(x, seed, false, seed == 1);
-      failures += !test_backward(x, seed, true, seed == 1);
+      if (!x.sums_biases()) failures += !test_backward(x, seed, true, seed == 1);
       fflush(stdout);
     }
   }
@@ -139,6 +142,8 @@ struct Bench {
   const char* name;
   int queries, heads, groups, dim, value_dim;
   Mask mask;
+  int bias_heads = 0;  // none if 0
+  bool bias_rows = true;
 };
 
 constexpr Bench kBenches[] = {
@@ -154,6 +159,14 @@ constexpr Bench kBenches[] = {
     {"64 documents, sum 262144, N4", 262144, 4, 4, 128, 128, kDocuments},
     {"T131072 N4 D128 window 4096", 131072, 4, 4, 128, 128, kWindow4096},
     {"T2048 N16 D128 causal", 2048, 16, 16, 128, 128, kCausalMask},
+    {"T4096 N16 D128 without bias", 4096, 16, 16, 128, 128, kDense},
+    {"T4096 N16 D128 bias of heads", 4096, 16, 16, 128, 128, kDense, 16},
+    {"T4096 N16 D128 bias, causal", 4096, 16, 16, 128, 128, kCausalMask, 16},
+    {"T4096 N16 D64 bias of heads", 4096, 16, 16, 64, 64, kDense, 16},
+    {"T4096 N16 D256 bias of heads", 4096, 16, 16, 256, 256, kDense, 16},
+    {"T4096 N16 D128 one bias for all", 4096, 16, 16, 128, 128, kDense, 1},
+    {"T4096 N16 D128 a row of biases", 4096, 16, 16, 128, 128, kDense, 16, false},
+    {"T8192 N16 D128 biases, 90 % empty", 8192, 16, 16, 128, 128, kEmptyTiles90, 16},
 };
 
 // Makes the mask and counts the pairs of a head that see each other.
@@ -226,6 +239,11 @@ struct Arrays {
     f.v = random_bf16(n * b.groups * b.value_dim, 3);
     f.out = device<uint16_t>(n * b.heads * b.value_dim), f.lse = device<float>(n * b.heads);
     f.mask = mask;
+    if (b.bias_heads) {
+      const int64_t size = b.bias_heads * (b.bias_rows ? n : 1) * n;
+      f.bias = {random_bf16(size, 5), b.bias_rows ? n : 1, 1, b.bias_heads};
+      backward.bias = f.bias, backward.dbias = device<uint16_t>(size);
+    }
     f.batch = 1, f.queries = f.keys = n, f.heads = b.heads, f.groups = b.groups;
     f.dim = b.dim, f.value_dim = b.value_dim, f.dtype = DType::kBF16;
     f.scale = 1 / std::sqrt(float(b.dim));
@@ -249,7 +267,8 @@ struct Arrays {
           (const void*)forward.workspace, backward.dout, (const void*)backward.dlse,
           (const void*)backward.dq, (const void*)backward.dk, (const void*)backward.dv,
           (const void*)backward.workspace, (const void*)m.starts, (const void*)m.ends,
-          (const void*)m.map_rows, (const void*)m.tiles, (const void*)m.bits}) {
+          (const void*)m.map_rows, (const void*)m.tiles, (const void*)m.bits, forward.bias.x,
+          (const void*)backward.dbias}) {
       CHECK(cudaFree(const_cast<void*>(x)));
     }
   }
@@ -288,8 +307,24 @@ double milliseconds(F launch) {
          3;
 }
 
+// Bytes a second, read and written.
+double copy_rate() {
+  constexpr int64_t kBytes = int64_t{1} << 29;
+  auto* const from = device<uint8_t>(kBytes);
+  auto* const to = device<uint8_t>(kBytes);
+  CHECK(cudaMemset(from, 1, kBytes));
+  const double ms =
+      milliseconds([&] { CHECK(cudaMemcpyAsync(to, from, kBytes, cudaMemcpyDeviceToDevice)); });
+  CHECK(cudaFree(from));
+  CHECK(cudaFree(to));
+  return 2 * kBytes / ms * 1e3;
+}
+
 void bench(const char* part) {
-  printf("%-32s %10s %8s   %10s %8s   %10s %8s\n", "", "forward ms", "TFLOPS", "backward", "TFLOPS",
+  const double rate = copy_rate();
+  printf("copy %.2f TB/s; biases are read twice and their gradients written: at the copy's rate\n",
+         rate * 1e-12);
+  printf("%-34s %10s %8s   %10s %8s   %10s %8s\n", "", "forward ms", "TFLOPS", "backward", "TFLOPS",
          "in order", "TFLOPS");
   for (const Bench& b : kBenches) {
     if (!strstr(b.name, part)) continue;
@@ -298,20 +333,28 @@ void bench(const char* part) {
         milliseconds([&] { CHECK(launch_masked_attention_fwd(x.forward, nullptr)); });
     const double backward =
         milliseconds([&] { CHECK(launch_masked_attention_bwd(x.backward, nullptr)); });
-    x.backward.deterministic = true;
-    const double in_order =
-        milliseconds([&] { CHECK(launch_masked_attention_bwd(x.backward, nullptr)); });
     const double unit = x.pairs * b.heads * 2e-9, work = unit * (3 * b.dim + 2 * b.value_dim);
-    printf("%-32s %10.3f %8.0f   %10.3f %8.0f   %10.3f %8.0f%s\n", b.name, forward,
-           unit * (b.dim + b.value_dim) / forward, backward, work / backward, in_order,
-           work / in_order, same_bits(x.backward) ? "" : "  BITS DIFFER");
+    printf("%-34s %10.3f %8.0f   %10.3f %8.0f", b.name, forward,
+           unit * (b.dim + b.value_dim) / forward, backward, work / backward);
+    x.backward.deterministic = true;
+    if (!b.bias_heads || (b.bias_rows && b.bias_heads == b.heads)) {
+      const double in_order =
+          milliseconds([&] { CHECK(launch_masked_attention_bwd(x.backward, nullptr)); });
+      printf("   %10.3f %8.0f%s", in_order, work / in_order,
+             same_bits(x.backward) ? "" : "  BITS DIFFER");
+    }
+    if (b.bias_heads && b.bias_rows) {
+      printf("   %.3f ms", 3 * 2 * x.pairs * b.bias_heads / rate * 1e3);
+    }
+    printf("\n");
     fflush(stdout);
     x.free();
   }
 }
 
 template <typename... Tr>
-void time_variants(const Bench& b, std::initializer_list<const char*> names) {
+void time_variants(const char* part, const Bench& b, std::initializer_list<const char*> names) {
+  if (!strstr(b.name, part)) return;
   const Arrays x(b);
   auto name = names.begin();
   (
@@ -327,27 +370,36 @@ void time_variants(const Bench& b, std::initializer_list<const char*> names) {
 }
 
 template <int kD, int kE, int kHeld, bool kTurns>
-using Variant = masked_attention::FwdTraits<DType::kBF16, kD, kE, false, kHeld, kTurns>;
+using Variant = masked_attention::FwdTraits<DType::kBF16, kD, kE, false, false, kHeld, kTurns>;
 
-void variants() {
+template <int kHeld, bool kTurns>
+using BiasVariant = masked_attention::FwdTraits<DType::kBF16, 128, 128, true, true, kHeld, kTurns>;
+
+void variants(const char* part) {
   for (int i : {0, 1}) {
     time_variants<Variant<128, 128, 8, true>, Variant<128, 128, 4, true>,
                   Variant<128, 128, 0, true>, Variant<128, 128, 8, false>,
                   Variant<128, 128, 0, false>>(
-        kBenches[i], {"8 held", "4 held", "0 held", "8 held, no turns", "0 held, no turns"});
+        part, kBenches[i], {"8 held", "4 held", "0 held", "8 held, no turns", "0 held, no turns"});
   }
   time_variants<Variant<192, 128, 0, true>, Variant<192, 128, 4, true>,
-                Variant<192, 128, 0, false>>(kBenches[2], {"0 held", "4 held", "no turns"});
+                Variant<192, 128, 0, false>>(part, kBenches[2], {"0 held", "4 held", "no turns"});
   time_variants<Variant<64, 64, 4, true>, Variant<64, 64, 0, true>, Variant<64, 64, 4, false>>(
-      kBenches[4], {"4 held", "0 held", "4 held, no turns"});
+      part, kBenches[4], {"4 held", "0 held", "4 held, no turns"});
   time_variants<Variant<256, 256, 4, true>, Variant<256, 256, 0, true>,
-                Variant<256, 256, 4, false>>(kBenches[5], {"4 held", "0 held", "4 held, no turns"});
+                Variant<256, 256, 4, false>>(part, kBenches[5],
+                                             {"4 held", "0 held", "4 held, no turns"});
+  for (const Bench& b : kBenches) {
+    if (strcmp(b.name, "T4096 N16 D128 bias of heads")) continue;
+    time_variants<BiasVariant<8, true>, BiasVariant<8, false>, BiasVariant<0, false>>(
+        part, b, {"8 held", "8 held, no turns", "0 held, no turns"});
+  }
 }
 
 int run(const std::string& mode, const char* part) {
-  if (mode == "test" || mode == "small") return test(mode == "small");
+  if (mode == "test" || mode == "small") return test(mode == "small", part);
   if (mode == "variants") {
-    variants();
+    variants(part);
   } else if (mode == "profile") {  // one launch of each pass
     for (const Bench& b : kBenches) {
       if (!strstr(b.name, part)) continue;

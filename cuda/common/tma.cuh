@@ -40,13 +40,21 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint6
       : "memory");
 }
 
-// What lies in shared memory to the box at (x, y, z), as far as there is a tensor; in this thread's
+// The box at these coordinates from shared memory, as far as there is a tensor; in this thread's
 // open group of bulk stores.
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* from, int x, int y,
                                           int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
       "r"(smem_address(from)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* from, int x, int y,
+                                          int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          map),
+      "r"(smem_address(from)), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
 

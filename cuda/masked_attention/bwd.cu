@@ -13,7 +13,7 @@ using namespace masked_attention;
 int template_dim(const MaskedAttentionBwdParams& p) {
   if (p.dim <= 64 && p.value_dim <= 64) return 64;
   if (p.dim > 192 || p.value_dim > 128) return 256;
-  return p.dim <= 128 ? 128 : 192;
+  return p.dim <= 128 ? 128 : p.bias.x ? 256 : 192;
 }
 
 template <typename Tr>
@@ -57,8 +57,39 @@ cudaError_t launch_keys(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
       return e;
     }
   }
+  CUtensorMap bias_maps[2];
+  for (int i = 0; i < 2; ++i) {
+    if (cudaError_t e = encode_bias(&bias_maps[i], p, i == 0 ? p.bias.x : p.dbias, kStepQueries);
+        e != cudaSuccess) {
+      return e;
+    }
+  }
   return launch_persistent<BwdShared<Tr>>(bwd_kernel<Tr>, work.items, kThreads, stream, p, work, w,
-                                          bounds, maps[0], maps[1], maps[2], maps[3]);
+                                          bounds, maps[0], maps[1], maps[2], maps[3], bias_maps[0],
+                                          bias_maps[1]);
+}
+
+// Before the kernel: zeros where it adds, or where it passes tiles over.
+cudaError_t clear_bias_gradients(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
+                                 cudaStream_t stream) {
+  if (w.dbias) return clear(w.dbias, bias_sums(p) * 4, stream);
+  if (!p.bias.x || !has_query_bounds(p.mask)) return cudaSuccess;
+  return clear(p.dbias, p.batch * p.heads * p.queries * bias_row(p.keys) * 2, stream);
+}
+
+// After it: the sums, rounded.
+template <DType kType>
+cudaError_t round_bias_gradients(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
+                                 cudaStream_t stream) {
+  if (w.dbias == nullptr) return cudaSuccess;
+  if (p.bias.queries == 1) {
+    return launch_blocks(bias_keys_kernel<kType>, ceil_div(bias_sums(p), int64_t{kBiasKeysThreads}),
+                         kBiasKeysThreads, 0, stream, p, w.dbias);
+  }
+  const int64_t blocks = bias_sums(p) / (kStepQueries * 64);
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  return launch_blocks(bias_tiles_kernel<kType>, blocks, 128, kStepQueries * 128, stream, p,
+                       w.dbias);
 }
 
 template <typename Tr>
@@ -75,23 +106,29 @@ cudaError_t launch(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
       return e;
     }
   }
+  if constexpr (Tr::kBias) {
+    if (cudaError_t e = clear_bias_gradients(p, w, stream); e != cudaSuccess) return e;
+  }
   if (cudaError_t e = launch_keys<Tr>(p, w, stream); e != cudaSuccess) return e;
+  if constexpr (Tr::kBias) {
+    if (cudaError_t e = round_bias_gradients<Tr::kType>(p, w, stream); e != cudaSuccess) return e;
+  }
   if (blocks == 0) return cudaSuccess;
   return launch_blocks(dq_kernel<Tr::kType, Tr::kParts, Tr::kPartColumns>, blocks, 128 * Tr::kParts,
                        4 * Tr::kParts * 1024, stream, p, w.dq, steps);
 }
 
-template <DType kType, bool kGeneral>
+template <DType kType, bool kGeneral, bool kBias>
 cudaError_t launch_dims(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
   switch (template_dim(p)) {
     case 64:
-      return launch<BwdTraits<kType, 64, 64, kGeneral>>(p, stream);
+      return launch<BwdTraits<kType, 64, 64, kGeneral, kBias>>(p, stream);
     case 128:
-      return launch<BwdTraits<kType, 128, 128, kGeneral>>(p, stream);
+      return launch<BwdTraits<kType, 128, 128, kGeneral, kBias>>(p, stream);
     case 192:
-      return launch<BwdTraits<kType, 192, 128, kGeneral>>(p, stream);
+      if constexpr (!kBias) return launch<BwdTraits<kType, 192, 128, kGeneral>>(p, stream);
     default:
-      return launch<BwdTraits<kType, 256, 256, kGeneral>>(p, stream);
+      return launch<BwdTraits<kType, 256, 256, kGeneral, kBias>>(p, stream);
   }
 }
 
@@ -102,9 +139,10 @@ int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& p) 
 }
 
 cudaError_t launch_masked_attention_bwd(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
-  if (!dims_fit(p)) return cudaErrorInvalidValue;
-  return launch_kind(
-      p, [&]<DType kType, bool kGeneral>() { return launch_dims<kType, kGeneral>(p, stream); });
+  if (!dims_fit(p) || (p.deterministic && bias_sums(p) > 0)) return cudaErrorInvalidValue;
+  return launch_kind(p, [&]<DType kType, bool kGeneral, bool kBias>() {
+    return launch_dims<kType, kGeneral, kBias>(p, stream);
+  });
 }
 
 }  // namespace jax_dsa

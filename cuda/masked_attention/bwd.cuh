@@ -3,6 +3,7 @@
 //     P = exp(y - lse)                 dS = P * (dout . v - delta) * dy/dx
 //     dv += P dout                     dk += scale * dS q
 //     dq += scale * dS k               delta = sum(out * dout) - dlse
+//     dbias += dS
 //
 // with y as in fwd.cuh. Blocks are persistent and take items (batch entry, group, 128 keys) by
 // tickets. dk and dv of an item stay in registers; dq is added up in f32 in the workspace, by
@@ -23,12 +24,15 @@
 //   q, dout  a ring of two steps, 32 KiB each
 //   ds       of two steps, 128 keys by 64 queries, 16 KiB each
 //   out      1 KiB a warp, through which dk and dv leave
+//   bias     of two steps, 64 queries by 128 keys, 16 KiB each, if there are any; their gradients
+//            take their place (bwd_bias.cuh)
 // and lse, delta, bits, descriptions of items and steps, mbarriers.
 #pragma once
 
 #include <type_traits>
 
 #include "common/wgmma.cuh"
+#include "masked_attention/bwd_bias.cuh"
 #include "masked_attention/bwd_producer.cuh"
 #include "masked_attention/bwd_rows.cuh"
 #include "masked_attention/bwd_wide.cuh"
@@ -39,7 +43,7 @@ namespace jax_dsa::masked_attention {
 // Warpgroup `side`.
 template <typename Tr>
 __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
-                        BwdShared<Tr>& shared, int side) {
+                        const CUtensorMap& dbias_map, BwdShared<Tr>& shared, int side) {
   constexpr int kScores = kStepQueries / 2, kSteps = kStepQueries / 16;
   constexpr int kPart = Tr::kPartColumns / 2;  // of a part of dq, a thread's
   // What follows from the thread's number is worked out anew in each step: registers are scarce.
@@ -112,8 +116,14 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     wgmma_wait<Tr::kInTurn ? 0 : 1>();
     wgmma_pin(s);
 
+    if constexpr (Tr::kBias) {
+      mbarrier_wait(&shared.bias.full[at], ring.parity);
+      add_bias<Tr::kType>(s, p.scale, [&](int k, uint32_t (&x)[4]) {
+        load_matrix_x4_transposed(bias_place(shared.bias, at, side, p.bias.queries == 1, k), x);
+      });
+    }
     if constexpr (Tr::kGeneral) {
-      cap_scores(s, p.scale, p.softcap, cap_inverse);
+      cap_scores(s, Tr::kBias ? 1.f : p.scale, p.softcap, cap_inverse);
     }
     if (partial) hide(s, &shared.bits[at][row_now(lane_now() / 4)]);
     const auto lse_of = [&](int i) {  // of the queries of scores i and i + 1
@@ -181,9 +191,22 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
         const float2 ds = score_gradients(x, make_float2(dp[i], dp[i + 1]), partial, cap_inverse,
                                           [&] { return lse_of(i); });
         gradients[k][j] = pack_16<Tr::kType>(ds.x, ds.y);
+        if constexpr (Tr::kBias) dp[i] = ds.x, dp[i + 1] = ds.y;
       }
       store_matrix_x4(ds_at + chunk(k), gradients[k][0], gradients[k][1], gradients[k][2],
                       gradients[k][3]);
+      if constexpr (Tr::kBias) {
+        if (w.dbias == nullptr) {
+          store_matrix_x4_transposed(bias_place(shared.bias, at, side, false, k), gradients[k][0],
+                                     gradients[k][1], gradients[k][2], gradients[k][3]);
+        }
+      }
+    }
+    if constexpr (Tr::kBias) {
+      if (w.dbias) {
+        sum_bias_gradients(p, w.dbias, shared.item.batch, shared.stage[at].head,
+                           shared.stage[at].query, shared.item.key + side * 64, dp);
+      }
     }
     fence_async_proxy();
 
@@ -224,6 +247,12 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     wgmma_fence();
     if constexpr (!Tr::kInTurn && !Tr::kDvEarly) add_to_dv();
     named_barrier_sync<256>(kGradients);
+    if constexpr (Tr::kBias) {
+      if (thread_index() == 0 && w.dbias == nullptr) {
+        store_bias_gradients(dbias_map, shared.bias, at, shared.item.batch, shared.stage[at].head,
+                             shared.stage[at].query, shared.item.key);
+      }
+    }
     if constexpr (Tr::kInTurn) {
       wgmma_fence();
       add_to_dv();
@@ -244,6 +273,13 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
       wgmma_pin(dk);
       wgmma_pin(dv);
       arrive(&shared.free[at]);
+    }
+    if constexpr (Tr::kBias) {
+      static_assert(!Tr::kTrails && Tr::kBiasBuffers == Tr::kStages);
+      if (thread_index() == 0) {
+        bulk_wait_read();
+        mbarrier_arrive(&shared.bias.free[at]);
+      }
     }
     ring.advance();
     return last;
@@ -268,7 +304,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                const __grid_constant__ BwdWork work, const __grid_constant__ BwdWorkspace w,
                const __grid_constant__ Bounds bounds, const __grid_constant__ CUtensorMap q_map,
                const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
-               const __grid_constant__ CUtensorMap dout_map) {
+               const __grid_constant__ CUtensorMap dout_map,
+               const __grid_constant__ CUtensorMap bias_map,
+               const __grid_constant__ CUtensorMap dbias_map) {
   auto& shared = dynamic_shared<BwdShared<Tr>>();
   constexpr int kBuilderWarps = kBuilders / 32;
   if (threadIdx.x == 0) {
@@ -283,6 +321,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(&shared.checked[i], kBuilderWarps);
       mbarrier_init(&shared.free[i], 8);
     }
+    if constexpr (Tr::kBias) {
+      for (int i = 0; i < Tr::kBiasBuffers; ++i) {
+        mbarrier_init(&shared.bias.full[i], 1);
+        mbarrier_init(&shared.bias.free[i], 1);
+      }
+    }
     for (uint32_t*& counter : shared.adding) counter = nullptr;
     mbarrier_init_fence();
   }
@@ -291,15 +335,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup < 2) {
     raise_registers<Tr::kConsumerRegisters>();
     if constexpr (Tr::kWide) {
-      consume_wide<Tr>(p, w, shared, warpgroup);
+      consume_wide<Tr>(p, w, dbias_map, shared, warpgroup);
     } else {
-      consume<Tr>(p, w, shared, warpgroup);
+      consume<Tr>(p, w, dbias_map, shared, warpgroup);
     }
   } else {
     lower_registers<Tr::kProducerRegisters>();
     const int thread = threadIdx.x % 128;
     if (thread < 32) {
-      copy<Tr>(p, work, w, bounds, q_map, k_map, v_map, dout_map, shared);
+      copy<Tr>(p, work, w, bounds, q_map, k_map, v_map, dout_map, bias_map, shared);
     } else {
       build<Tr>(p, w, shared, thread - 32);
     }

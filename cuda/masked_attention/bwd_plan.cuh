@@ -7,6 +7,7 @@
 #include "common/limits.h"
 #include "common/ring.cuh"
 #include "common/tile.cuh"
+#include "masked_attention/bias.cuh"
 #include "masked_attention/bwd_bounds.cuh"
 
 namespace jax_dsa::masked_attention {
@@ -15,17 +16,20 @@ inline constexpr int kStepQueries = 64;
 inline constexpr int kLeastKeys = 64;  // of an item
 
 // kD, kE: the most dims of queries and keys, and of values. kGeneral: scores are softcapped, or
-// their scale is not positive.
-template <DType kType_, int kD_, int kE_, bool kGeneral_>
+// their scale is not positive. kBias: scores have biases; they are then general.
+template <DType kType_, int kD_, int kE_, bool kGeneral_, bool kBias_ = false>
 struct BwdTraits {
   static constexpr DType kType = kType_;
   static constexpr int kD = kD_, kE = kE_;
   static constexpr bool kGeneral = kGeneral_;
+  static constexpr bool kBias = kBias_;
+  static_assert(kGeneral || !kBias);
   static constexpr bool kWide = kD > 192 || kE > 128;
   static constexpr int kKeys = kWide ? 64 : 128;  // of an item
   static constexpr int kDBlocks = ceil_div(kD, 64), kEBlocks = ceil_div(kE, 64);
   static constexpr int kKeyBlockBytes = kKeys * 128, kQBlockBytes = kStepQueries * 128;
   static constexpr int kStages = 2;
+  static constexpr int kBiasBuffers = !kBias ? 0 : kWide ? 1 : kStages;
   // dq is made in parts of so many columns: one a warpgroup, and a third whose sums over keys the
   // warpgroups share.
   static constexpr int kParts = kD > 128 && !kWide ? 3 : 2, kPartColumns = kD / kParts;
@@ -33,8 +37,8 @@ struct BwdTraits {
   // through shared memory, for want of registers.
   static constexpr bool kInTurn = kD > 128 && !kWide;
   // Whether a step's product for dk ends beside the beginning of the next step, and that for dv
-  // runs beside the making of dS.
-  static constexpr bool kTrails = !kWide;
+  // runs beside the making of dS. (With biases ptxas serialises the products then.)
+  static constexpr bool kTrails = !kWide && !kBias;
   static constexpr bool kDvEarly = !kInTurn && !kGeneral;
   static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
   static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
@@ -77,6 +81,7 @@ struct alignas(1024) BwdShared {
   // Probabilities, like ds, where they go through shared memory.
   uint8_t p[Tr::kInTurn || Tr::kWide ? Tr::kKeys * kStepQueries * 2 : 1024];
   uint8_t out[8][1024];
+  [[no_unique_address]] BiasBuffers<Tr::kBiasBuffers, kStepQueries, Tr::kKeys / 64> bias;
   float lse[Tr::kStages][kStepQueries];
   float delta[Tr::kStages][kStepQueries];
   uint32_t bits[Tr::kStages][Tr::kKeys][kStepQueries / 32];  // of partial tiles
@@ -127,6 +132,26 @@ float lse_factor(const MaskedAttentionBwdParams& p) {
   return Tr::kGeneral ? kLog2E : 1.f / p.scale;
 }
 
+// Of 64 keys, with those that items of 128 keys have beyond the last.
+__host__ __device__ inline int64_t bias_key_parts(int64_t keys) {
+  return ceil_div(keys, int64_t{128}) * 2;
+}
+
+// Whether a bias is of one score alone, so that its gradient is stored at once.
+inline bool bias_of_each_score(const MaskedAttentionBwdParams& p) {
+  return p.bias.queries > 1 && p.bias.batch == p.batch && p.bias.heads == p.heads;
+}
+
+// How many floats are summed to the biases' gradients: for a row that all queries share, one for a
+// key; else tiles as the accumulators lie.
+inline int64_t bias_sums(const MaskedAttentionBwdParams& p) {
+  if (!p.bias.x || bias_of_each_score(p)) return 0;
+  const int64_t rows = int64_t{p.bias.batch} * p.bias.heads;
+  if (p.bias.queries == 1) return rows * p.keys;
+  return rows * ceil_div(p.queries, int64_t{kStepQueries}) * bias_key_parts(p.keys) *
+         (kStepQueries * 64);
+}
+
 // The parts of the workspace. Arrays by query have a step's queries side by side, with those that
 // are not there: [batch, heads, steps, ...].
 struct BwdWorkspace {
@@ -139,6 +164,7 @@ struct BwdWorkspace {
   uint64_t* dead;   // [..]; a bit for each query that sees nothing
   uint32_t* added;  // [.., kMostParts, 4]: if deterministic, how many items have added, by warp
   float* dq;        // [.., kD * 64], as the accumulators lie; see add_dq
+  float* dbias;     // bias_sums; null if there are none
   int64_t bytes;
 
   BwdWorkspace(const MaskedAttentionBwdParams& p, int template_dim) {
@@ -161,6 +187,9 @@ struct BwdWorkspace {
     dead = reinterpret_cast<uint64_t*>(take(steps * 8));
     added = reinterpret_cast<uint32_t*>(take(steps * kMostParts * 4 * 4));
     dq = reinterpret_cast<float*>(take(steps * kStepQueries * template_dim * 4));
+    const int64_t sums = bias_sums(p);
+    float* const biases = reinterpret_cast<float*>(take(sums * 4));
+    dbias = sums > 0 ? biases : nullptr;
     bytes = at;
   }
 };

@@ -27,12 +27,14 @@ __device__ __forceinline__ uint32_t tiles_before(const AttentionMask& m, const Q
 template <typename Tr>
 __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, const BwdWorkspace& w,
                      const Bounds& bounds, const CUtensorMap& q_map, const CUtensorMap& k_map,
-                     const CUtensorMap& v_map, const CUtensorMap& dout_map, BwdShared<Tr>& shared) {
+                     const CUtensorMap& v_map, const CUtensorMap& dout_map,
+                     const CUtensorMap& bias_map, BwdShared<Tr>& shared) {
   const bool leader = threadIdx.x % 32 == 0;
   const uint64_t keep = l2_policy_evict_last();
   const int keys = static_cast<int>(p.keys), per_group = p.heads / p.groups;
   const int query_tiles = static_cast<int>(ceil_div(p.queries, int64_t{kQueryTile}));
   RingPlace<Tr::kStages> ring = {0, 1};
+  RingPlace<Tr::kBiasBuffers> bias = {0, 1};
   for (uint32_t parity = 1;; parity ^= 1) {
     unsigned number = 0;
     if (leader) number = atomicAdd(w.ticket, 1u);
@@ -116,6 +118,14 @@ __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, con
             tma_load(shared.dout[at][block], &dout_map, &shared.dout_full[at], block * 64, head,
                      query, item.batch);
           }
+        }
+        if constexpr (Tr::kBias) {
+          mbarrier_wait(&shared.bias.free[bias.index], bias.parity);
+          if (leader) {
+            load_bias(p.bias, bias_map, shared.bias, bias.index, item.batch, head, p.heads, query,
+                      item.key);
+          }
+          bias.advance();
         }
         ring.advance();
       }

@@ -7,7 +7,7 @@
 
 #include "common/store_rows.cuh"
 #include "common/wgmma.cuh"
-#include "masked_attention/bwd_rows.cuh"
+#include "masked_attention/bwd_bias.cuh"
 #include "masked_attention/scores.cuh"
 
 namespace jax_dsa::masked_attention {
@@ -15,7 +15,7 @@ namespace jax_dsa::masked_attention {
 // Warpgroup `side`.
 template <typename Tr>
 __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
-                             BwdShared<Tr>& shared, int side) {
+                             const CUtensorMap& dbias_map, BwdShared<Tr>& shared, int side) {
   constexpr int kScores = kStepQueries / 2, kSteps = kStepQueries / 16;
   constexpr int kDHalf = Tr::kD / 2, kEHalf = Tr::kE / 2;
   static_assert(kDHalf % 64 == 0 && kEHalf % 64 == 0 && Tr::kKeys == 64);
@@ -24,6 +24,7 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
 
   float dk[kDHalf / 2], dv[kEHalf / 2];
   RingPlace<Tr::kStages> ring;
+  RingPlace<Tr::kBiasBuffers> bias;
 
   const auto lane_now = [] { return thread_index() & 31; };
   const auto row_now = [](int row) { return (thread_index() >> 5 & 3) * 16 + row; };
@@ -68,8 +69,15 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
       if constexpr (!Tr::kGeneral) start_at(x, shared.lse[at]);
       multiply_rows(std::integral_constant<int, Tr::kD>(), x, shared.k, Tr::kKeyBlockBytes,
                     shared.q[at], Tr::kQBlockBytes, !Tr::kGeneral);
+      if constexpr (Tr::kBias) {
+        mbarrier_wait(&shared.bias.full[bias.index], bias.parity);
+        add_bias<Tr::kType>(x, p.scale, [&](int k, uint32_t (&y)[4]) {
+          load_matrix_x4_transposed(bias_place(shared.bias, bias.index, 0, p.bias.queries == 1, k),
+                                    y);
+        });
+      }
       if constexpr (Tr::kGeneral) {
-        cap_scores(x, p.scale, p.softcap, cap_inverse);
+        cap_scores(x, Tr::kBias ? 1.f : p.scale, p.softcap, cap_inverse);
       }
       if (partial) hide(x, &shared.bits[at][row_now(lane_now() / 4)]);
 #pragma unroll
@@ -108,8 +116,21 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
           const float2 ds = score_gradients(y, make_float2(x[i], x[i + 1]), partial, cap_inverse,
                                             [&] { return lse_of(i); });
           gradients[j] = pack_16<Tr::kType>(ds.x, ds.y);
+          if constexpr (Tr::kBias) x[i] = ds.x, x[i + 1] = ds.y;
         }
         store_matrix_x4(ds_at + chunk(k), gradients[0], gradients[1], gradients[2], gradients[3]);
+        if constexpr (Tr::kBias) {
+          if (w.dbias == nullptr) {
+            store_matrix_x4_transposed(bias_place(shared.bias, bias.index, 0, false, k),
+                                       gradients[0], gradients[1], gradients[2], gradients[3]);
+          }
+        }
+      }
+      if constexpr (Tr::kBias) {
+        if (w.dbias) {
+          sum_bias_gradients(p, w.dbias, shared.item.batch, shared.stage[at].head,
+                             shared.stage[at].query, shared.item.key, x);
+        }
       }
       fence_async_proxy();
       named_barrier_arrive<256>(kGradients);
@@ -128,6 +149,12 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
       named_barrier_sync<256>(kGradients);
     } else {
       named_barrier_sync<128>(kOwnGradients);
+      if constexpr (Tr::kBias) {
+        if (thread_index() == 128 && w.dbias == nullptr) {
+          store_bias_gradients(dbias_map, shared.bias, bias.index, shared.item.batch,
+                               shared.stage[at].head, shared.stage[at].query, shared.item.key);
+        }
+      }
     }
     wgmma_wait<0>();  // dq takes the registers of the probabilities
     wgmma_pin(dv);
@@ -161,6 +188,13 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
     wgmma_pin(dv);
     const bool last = shared.stage[at].last;
     arrive(&shared.free[at]);
+    if constexpr (Tr::kBias) {
+      if (thread_index() == 128) {
+        bulk_wait_read();
+        mbarrier_arrive(&shared.bias.free[bias.index]);
+      }
+      bias.advance();
+    }
     ring.advance();
     return last;
   };

@@ -8,18 +8,21 @@ namespace {
 
 using namespace masked_attention;
 
-template <DType kType, bool kGeneral>
+template <DType kType, bool kGeneral, bool kBias>
 cudaError_t launch_dims(const MaskedAttentionFwdParams& p, cudaStream_t stream) {
   const int dim = p.dim, value_dim = p.value_dim;
-  if (dim <= 64 && value_dim <= 64) return launch<FwdTraits<kType, 64, 64, kGeneral>>(p, stream);
-  if (dim <= 96 && value_dim <= 96) return launch<FwdTraits<kType, 96, 96, kGeneral>>(p, stream);
-  if (dim <= 128 && value_dim <= 128) {
-    return launch<FwdTraits<kType, 128, 128, kGeneral>>(p, stream);
+  const auto take = [&]<int kD, int kE>() {
+    return launch<FwdTraits<kType, kD, kE, kGeneral, kBias>>(p, stream);
+  };
+  if (dim <= 64 && value_dim <= 64) return take.template operator()<64, 64>();
+  if constexpr (!kBias) {
+    if (dim <= 96 && value_dim <= 96) return take.template operator()<96, 96>();
   }
-  if (dim <= 192 && value_dim <= 128) {
-    return launch<FwdTraits<kType, 192, 128, kGeneral>>(p, stream);
+  if (dim <= 128 && value_dim <= 128) return take.template operator()<128, 128>();
+  if constexpr (!kBias) {
+    if (dim <= 192 && value_dim <= 128) return take.template operator()<192, 128>();
   }
-  return launch<FwdTraits<kType, 256, 256, kGeneral>>(p, stream);
+  return take.template operator()<256, 256>();
 }
 
 }  // namespace
@@ -32,8 +35,9 @@ int64_t masked_attention_fwd_workspace_bytes(const MaskedAttentionFwdParams& p) 
 cudaError_t launch_masked_attention_fwd(const MaskedAttentionFwdParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
   if (!dims_fit(p)) return cudaErrorInvalidValue;
-  return launch_kind(
-      p, [&]<DType kType, bool kGeneral>() { return launch_dims<kType, kGeneral>(p, stream); });
+  return launch_kind(p, [&]<DType kType, bool kGeneral, bool kBias>() {
+    return launch_dims<kType, kGeneral, kBias>(p, stream);
+  });
 }
 
 }  // namespace jax_dsa

@@ -1,6 +1,6 @@
 // Masked attention, forward: for 128 queries of one head at a time,
 //
-//     x = scale * q . k                    y = softcap * tanh(x / softcap), or x
+//     x = scale * q . k + bias             y = softcap * tanh(x / softcap), or x
 //     lse = log sum over visible keys of exp(y)
 //     out = sum over visible keys of exp(y - lse) * v
 //
@@ -24,6 +24,8 @@
 //   k, v  a ring of two tiles, 64 KiB each
 //   out   1 KiB a warp, through which outputs leave
 //   bits  a word for each query and 32 keys, of partial tiles, 2 KiB each
+// With biases, tiles have 64 keys; there are three, each with 16 KiB of
+//   bias  128 queries by 64 keys
 // and descriptions of items and tiles, mbarriers.
 #pragma once
 
@@ -111,6 +113,7 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
   float factor[2];
   Rows rows;
   RingPlace<Tr::kStages> k_ring, v_ring;  // of the tiles whose scores, and values, come next
+  RingPlace<Tr::kBiasBuffers> bias_ring;
   uint32_t q_parity = 0;
 
   const auto arrive = [&](uint64_t* barrier) {
@@ -174,7 +177,19 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
     const bool partial = shared.stage[at].partial;
     last = shared.stage[at].last;
     if constexpr (Tr::kGeneral) {
-      cap_scores(s, p.scale, p.softcap, cap_inverse);
+      if constexpr (Tr::kBias) {
+        const int tile = bias_ring.index;
+        const bool shared_row = p.bias.queries == 1;
+        mbarrier_wait(&shared.bias.full[tile], bias_ring.parity);
+        add_bias<Tr::kType>(s, p.scale, [&](int k, uint32_t (&x)[4]) {
+          load_matrix_x4(bias_chunk(smem_address(shared.bias.tile[tile]), shared_row,
+                                    kSide * 64 + warp * 16 + lane % 16, 2 * k + lane / 16),
+                         x);
+        });
+        arrive(&shared.bias.free[tile]);
+        bias_ring.advance();
+      }
+      cap_scores(s, Tr::kBias ? 1.f : p.scale, p.softcap, cap_inverse);
     }
     if (partial) hide(s, &shared.bits[at][row]);
     arrive(&shared.k_free[at]);
@@ -262,7 +277,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     fwd_kernel(const __grid_constant__ MaskedAttentionFwdParams p,
                const __grid_constant__ Work work, const __grid_constant__ Bounds bounds,
                const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
-               const __grid_constant__ CUtensorMap v_map) {
+               const __grid_constant__ CUtensorMap v_map,
+               const __grid_constant__ CUtensorMap bias_map) {
   auto& shared = dynamic_shared<Shared<Tr>>();
   if (threadIdx.x == 0) {
     mbarrier_init(&shared.q_full, 1);
@@ -274,6 +290,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(&shared.v_full[i], 1);
       mbarrier_init(&shared.v_clean[i], kBuilders / 32);
       mbarrier_init(&shared.v_free[i], 8);
+    }
+    if constexpr (Tr::kBias) {
+      for (int i = 0; i < Tr::kBiasBuffers; ++i) {
+        mbarrier_init(&shared.bias.full[i], 1);
+        mbarrier_init(&shared.bias.free[i], 8);
+      }
     }
     mbarrier_init_fence();
   }
@@ -289,7 +311,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     lower_registers<Tr::kProducerRegisters>();
     const int thread = threadIdx.x % 128;
     if (thread < 32) {
-      copy<Tr>(p, work, bounds, q_map, k_map, v_map, shared);
+      copy<Tr>(p, work, bounds, q_map, k_map, v_map, bias_map, shared);
     } else {
       build<Tr>(p, shared, thread - 32);
     }

@@ -39,8 +39,10 @@ cudaError_t launch(const MaskedAttentionFwdParams& p, cudaStream_t stream) {
       e != cudaSuccess) {
     return e;
   }
+  CUtensorMap bias_map;
+  if (cudaError_t e = encode_bias(&bias_map, p, p.bias.x, kQueryTile); e != cudaSuccess) return e;
   return launch_persistent<Shared<Tr>>(fwd_kernel<Tr>, work.items, kThreads, stream, p, work,
-                                       bounds, q_map, k_map, v_map);
+                                       bounds, q_map, k_map, v_map, bias_map);
 }
 
 }  // namespace jax_dsa::masked_attention

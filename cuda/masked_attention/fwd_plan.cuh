@@ -7,6 +7,7 @@
 #include "common/limits.h"
 #include "common/ring.cuh"
 #include "common/tile.cuh"
+#include "masked_attention/bias.cuh"
 #include "masked_attention/mask.cuh"
 
 namespace jax_dsa::masked_attention {
@@ -15,22 +16,26 @@ inline constexpr int kStageBytes = 1024;  // a warp's way out
 
 // How many steps of 16 dims of its queries a warpgroup keeps in registers: each saves the tensor
 // cores 2 KiB of shared memory a tile, and takes four registers a thread.
-constexpr int held_steps(int dim, int value_dim) {
-  return dim + value_dim <= 256 ? dim / 16 : value_dim > 128 ? 4 : 0;
+constexpr int held_steps(int dim, int value_dim, bool bias) {
+  return dim + value_dim <= 256 ? dim / 16 : value_dim > 128 && !bias ? 4 : 0;
 }
 
 // kD, kE: the most dims of queries and keys, and of values. kGeneral: scores are softcapped, or
-// their scale is not positive. kTurns: the warpgroups take turns with their products.
-template <DType kType_, int kD_, int kE_, bool kGeneral_, int kHeldSteps_ = held_steps(kD_, kE_),
-          bool kTurns_ = true>
+// their scale is not positive. kTurns: the warpgroups take turns with their products. kBias: scores
+// have biases; they are then general.
+template <DType kType_, int kD_, int kE_, bool kGeneral_, bool kBias_ = false,
+          int kHeldSteps_ = held_steps(kD_, kE_, kBias_), bool kTurns_ = true>
 struct FwdTraits {
   static constexpr DType kType = kType_;
   static constexpr int kD = kD_, kE = kE_;
   static constexpr bool kGeneral = kGeneral_;
-  static constexpr int kKeys = kE > 128 ? 64 : 128;  // of a tile
+  static constexpr bool kBias = kBias_;
+  static_assert(kGeneral || !kBias);
+  static constexpr int kKeys = kE > 128 || kBias ? 64 : 128;  // of a tile
   static constexpr int kDBlocks = ceil_div(kD, 64), kEBlocks = ceil_div(kE, 64);
   static constexpr int kQBlockBytes = kQueryTile * 128, kKeyBlockBytes = kKeys * 128;
-  static constexpr int kStages = kD + kE <= 128 ? 4 : 2;
+  static constexpr int kStages = kD + kE <= 128 ? 4 : kBias && kE <= 128 ? 3 : 2;
+  static constexpr int kBiasBuffers = !kBias ? 0 : kE > 128 ? 1 : kStages;
   static constexpr int kHeldSteps = kHeldSteps_;
   static constexpr bool kTurns = kTurns_;
   static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
@@ -64,6 +69,7 @@ struct alignas(1024) Shared {
   uint8_t k[Tr::kStages][Tr::kDBlocks][Tr::kKeyBlockBytes];
   uint8_t v[Tr::kStages][Tr::kEBlocks][Tr::kKeyBlockBytes];
   uint8_t out[8][kStageBytes];
+  [[no_unique_address]] BiasBuffers<Tr::kBiasBuffers, kQueryTile, Tr::kKeys / 64> bias;
   uint32_t bits[Tr::kStages][kQueryTile][Tr::kKeys / 32];  // of partial tiles
   uint32_t seen[kBuilders / 32][Tr::kKeys / 32];           // of a partial tile's keys, by any query
   uint32_t unseen[Tr::kKeys / 32];

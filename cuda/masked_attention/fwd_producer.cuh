@@ -11,10 +11,11 @@ namespace jax_dsa::masked_attention {
 template <typename Tr>
 __device__ void copy(const MaskedAttentionFwdParams& p, const Work& work, const Bounds& bounds,
                      const CUtensorMap& q_map, const CUtensorMap& k_map, const CUtensorMap& v_map,
-                     Shared<Tr>& shared) {
+                     const CUtensorMap& bias_map, Shared<Tr>& shared) {
   const bool leader = threadIdx.x % 32 == 0;
   auto* const ticket = static_cast<unsigned*>(p.workspace);
   RingPlace<Tr::kStages> ring = {0, 1};  // of what comes next, as `free` counts
+  RingPlace<Tr::kBiasBuffers> bias = {0, 1};
   for (uint32_t q_parity = 1;; q_parity ^= 1) {
     unsigned number = 0;
     if (leader) number = atomicAdd(ticket, 1u);
@@ -75,6 +76,14 @@ __device__ void copy(const MaskedAttentionFwdParams& p, const Work& work, const 
           tma_load(shared.k[at][block], &k_map, &shared.k_full[at], block * 64, group, key,
                    item.batch);
         }
+      }
+      if constexpr (Tr::kBias) {
+        mbarrier_wait(&shared.bias.free[bias.index], bias.parity);
+        if (leader) {
+          load_bias(p.bias, bias_map, shared.bias, bias.index, item.batch, item.head, p.heads,
+                    item.query, key);
+        }
+        bias.advance();
       }
       mbarrier_wait(&shared.v_free[at], ring.parity);
       if (leader) {

@@ -3,6 +3,7 @@
 
 #include "common/launch.cuh"
 #include "common/tensor_map.h"
+#include "masked_attention/bias.cuh"
 #include "masked_attention/mask.cuh"
 
 namespace jax_dsa::masked_attention {
@@ -20,16 +21,32 @@ cudaError_t find_bounds(const Params& p, QueryBounds* query_bounds, SegmentBound
                        p.mask, p.batch, p.queries, p.keys, query_bounds, segment_bounds);
 }
 
+inline CUtensorMapDataType map_type(DType dtype) {
+  return dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
 // Boxes of `rows` rows and 64 columns of one head of x [batch, length, heads, dim]. There is no map
 // of an empty array, and no copy of it.
 inline cudaError_t encode_rows(CUtensorMap* map, DType dtype, const void* x, int64_t batch,
                                int64_t length, int heads, int dim, int rows) {
   *map = {};
   if (batch == 0 || length == 0 || heads == 0) return cudaSuccess;
-  return encode_tensor_map(
-      map,
-      dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      tensor_box<4>(2, x, {dim, heads, length, batch}, {64, 1, rows, 1}));
+  return encode_tensor_map(map, map_type(dtype),
+                           tensor_box<4>(2, x, {dim, heads, length, batch}, {64, 1, rows, 1}));
+}
+
+// Boxes of 64 keys, and `queries` queries or the row that all share, of x, which lies like the
+// bias.
+template <typename Params>
+cudaError_t encode_bias(CUtensorMap* map, const Params& p, const void* x, int queries) {
+  *map = {};
+  const AttentionBias& b = p.bias;
+  if (b.x == nullptr || b.batch == 0 || b.heads == 0 || b.queries == 0 || p.keys == 0) {
+    return cudaSuccess;
+  }
+  return encode_tensor_map(map, map_type(p.dtype),
+                           tensor_box<4>(2, x, {bias_row(p.keys), b.queries, b.heads, b.batch},
+                                         {64, b.queries == 1 ? 1 : queries, 1, 1}));
 }
 
 template <typename Params>
@@ -39,22 +56,29 @@ bool dims_fit(const Params& p) {
   const AttentionMask& m = p.mask;
   const bool map = !m.map_rows || (m.block_q > 0 && m.block_k > 0 && m.block_k % kKeyTile == 0 &&
                                    m.map_heads > 0 && p.heads % m.map_heads == 0);
+  const AttentionBias& b = p.bias;
+  const bool bias = !b.x || ((b.queries == 1 || b.queries == p.queries) && b.heads > 0 &&
+                             p.heads % b.heads == 0 && (b.batch == 1 || b.batch == p.batch));
   return p.groups > 0 && p.heads % p.groups == 0 && dim(p.dim) && dim(p.value_dim) &&
-         p.queries <= kMost && p.keys <= kMost && p.batch <= kMost && map;
+         p.queries <= kMost && p.keys <= kMost && p.batch <= kMost && map && bias;
 }
 
-// Calls launch<dtype, general>(), where scores are general if they are softcapped or their scale is
-// not positive.
+// Calls launch<dtype, general, bias>(), where scores are general if they are biased or softcapped
+// or their scale is not positive.
 template <typename Params, typename Launch>
 cudaError_t launch_kind(const Params& p, Launch launch) {
-  const bool general = p.softcap > 0.f || !(p.scale > 0.f);
+  const auto of = [&]<DType kType>() {
+    if (p.bias.x) return launch.template operator()<kType, true, true>();
+    if (p.softcap > 0.f || !(p.scale > 0.f)) {
+      return launch.template operator()<kType, true, false>();
+    }
+    return launch.template operator()<kType, false, false>();
+  };
   switch (p.dtype) {
     case DType::kBF16:
-      return general ? launch.template operator()<DType::kBF16, true>()
-                     : launch.template operator()<DType::kBF16, false>();
+      return of.template operator()<DType::kBF16>();
     case DType::kF16:
-      return general ? launch.template operator()<DType::kF16, true>()
-                     : launch.template operator()<DType::kF16, false>();
+      return of.template operator()<DType::kF16>();
     default:
       return cudaErrorInvalidValue;
   }

@@ -32,6 +32,15 @@ struct AttentionMask {
   int block_q, block_k;  // block_k is a multiple of 128
 };
 
+// Biases of scores. In memory a row has `keys` rounded up to a multiple of 8; what comes after the
+// last key is arbitrary.
+struct AttentionBias {
+  const void* x;    // [batch, heads, queries, keys]; null for none
+  int64_t queries;  // 1 or all
+  int batch;        // 1 or all
+  int heads;        // 1, groups or heads
+};
+
 struct MaskedAttentionFwdParams {
   const void* q;    // [batch, queries, heads, dim]
   const void* k;    // [batch, keys, groups, dim]
@@ -40,6 +49,7 @@ struct MaskedAttentionFwdParams {
   float* lse;       // [batch, queries, heads]; natural logarithm
   void* workspace;  // masked_attention_fwd_workspace_bytes
   AttentionMask mask;
+  AttentionBias bias;
   int64_t batch;
   int64_t queries;
   int64_t keys;
@@ -63,8 +73,10 @@ struct MaskedAttentionBwdParams {
   void* dq;           // like q
   void* dk;           // like k
   void* dv;           // like v
+  void* dbias;        // like the bias
   void* workspace;    // masked_attention_bwd_workspace_bytes, 16-byte aligned
   AttentionMask mask;
+  AttentionBias bias;
   int64_t batch;
   int64_t queries;
   int64_t keys;
@@ -75,7 +87,9 @@ struct MaskedAttentionBwdParams {
   DType dtype;
   float scale;
   float softcap;
-  bool deterministic;  // sums have one order, and gradients the same bits on every run
+  // Sums have one order, and gradients the same bits on every run. Not for biases that scores
+  // share.
+  bool deterministic;
 };
 
 int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& params);

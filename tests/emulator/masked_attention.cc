@@ -19,7 +19,7 @@ void check(const AttentionCase& c, const std::vector<emulator::Options>& schedul
     MaskedAttentionFwdParams p = {};
     p.q = x.q.data(), p.k = x.k.data(), p.v = x.v.data();
     p.out = out.data(), p.lse = lse.data();
-    p.mask = x.mask();
+    p.mask = x.mask(), p.bias = x.bias_of(x.bias.data());
     p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
     p.groups = c.groups, p.dim = c.dim, p.value_dim = c.value_dim;
     p.dtype = c.dtype, p.scale = x.scale, p.softcap = c.softcap;
@@ -53,6 +53,7 @@ void check(const AttentionCase& c, const std::vector<emulator::Options>& schedul
 
 int main(int argc, char** argv) {
   for (const AttentionCase& c : kAttentionCases) {
+    if (argc > 2 && !strstr(c.name, argv[2])) continue;
     check(c, emulator::schedules(argc, argv, &c - kAttentionCases));
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);

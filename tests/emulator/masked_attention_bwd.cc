@@ -18,15 +18,17 @@ void check(const AttentionCase& c, const std::vector<emulator::Options>& schedul
     const emulator::Options& options = schedules[i / 2];
     std::vector<uint16_t> dq(want.dq.size(), 0x7fff), dk(want.dk.size(), 0x7fff);
     std::vector<uint16_t> dv(want.dv.size(), 0x7fff);
+    std::vector<uint16_t> dbias(want.dbias.size() + 8, 0x7fff);
     MaskedAttentionBwdParams p = {};
     p.q = x.q.data(), p.k = x.k.data(), p.v = x.v.data();
     p.out = given.out.data(), p.lse = given.lse.data();
     p.dout = given.dout.data(), p.dlse = given.dlse.data();
     p.dq = dq.data(), p.dk = dk.data(), p.dv = dv.data();
-    p.mask = x.mask();
+    p.mask = x.mask(), p.bias = x.bias_of(x.bias.data()), p.dbias = dbias.data();
     p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
     p.groups = c.groups, p.dim = c.dim, p.value_dim = c.value_dim;
     p.dtype = c.dtype, p.scale = x.scale, p.softcap = c.softcap, p.deterministic = deterministic;
+    if (deterministic && x.sums_biases()) continue;
     const int64_t bytes = masked_attention_bwd_workspace_bytes(p);
     std::vector<uint8_t> room(bytes + 128, 0xff);
     auto base = reinterpret_cast<uintptr_t>(room.data());
@@ -36,14 +38,15 @@ void check(const AttentionCase& c, const std::vector<emulator::Options>& schedul
     const double q_error = difference(c.dtype, dq, want.dq);
     const double k_error = difference(c.dtype, dk, want.dk);
     const double v_error = difference(c.dtype, dv, want.dv);
-    bool good = std::max({q_error, k_error, v_error}) < 0.03;
+    const double bias_error = bias_difference(x, dbias, want.dbias);
+    bool good = std::max({q_error, k_error, v_error, bias_error}) < 0.03;
     if (i == 1) kept[0] = dq, kept[1] = dk, kept[2] = dv;
     good = good && (!deterministic || (dq == kept[0] && dk == kept[1] && dv == kept[2]));
-    printf("%-4s %-32s %s %s %s seed %llu  dq %.1e  dk %.1e  dv %.1e\n", good ? "ok" : "BAD",
-           c.name, deterministic ? "in order, " : "any order,",
+    printf("%-4s %-32s %s %s %s seed %llu  dq %.1e  dk %.1e  dv %.1e  dbias %.1e\n",
+           good ? "ok" : "BAD", c.name, deterministic ? "in order, " : "any order,",
            options.late_wgmma ? "late wgmma, " : "early wgmma,",
            options.late_copies ? "late copies, " : "early copies,",
-           (unsigned long long)options.seed, q_error, k_error, v_error);
+           (unsigned long long)options.seed, q_error, k_error, v_error, bias_error);
     fflush(stdout);
     failures += !good;
   }
@@ -53,6 +56,7 @@ void check(const AttentionCase& c, const std::vector<emulator::Options>& schedul
 
 int main(int argc, char** argv) {
   for (const AttentionCase& c : kAttentionCases) {
+    if (argc > 2 && !strstr(c.name, argv[2])) continue;
     check(c, emulator::schedules(argc, argv, &c - kAttentionCases));
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);

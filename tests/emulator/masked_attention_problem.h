@@ -26,8 +26,10 @@ struct AttentionCase {
   int block_q = 128;
   DType dtype = DType::kBF16;
   float softcap = 0.f;
-  float scale = 0.f;  // 0: dim^-1/2
-  int first_row = 0;  // of the map, of the first query
+  float scale = 0.f;                   // 0: dim^-1/2
+  int first_row = 0;                   // of the map, of the first query
+  int bias_heads = 0, bias_batch = 1;  // no bias if 0
+  bool bias_rows = true;               // a row for each query; or one for all
 };
 
 inline uint16_t to_16(DType dtype, float x) {
@@ -55,7 +57,7 @@ inline float from_16(DType dtype, uint16_t bits) {
 struct AttentionProblem {
   AttentionCase c;
   float scale;
-  std::vector<uint16_t> q, k, v;
+  std::vector<uint16_t> q, k, v, bias;
   std::vector<int32_t> starts, ends, q_segments, kv_segments, rows, tiles;
   std::vector<uint8_t> bits;
   int64_t slots = 0;
@@ -83,12 +85,30 @@ struct AttentionProblem {
     }
     return c.map_heads == 0 || in_map(b, n, t, s);
   }
+  int bias_row() const { return (c.keys + 7) / 8 * 8; }
+  int64_t bias_size() const {
+    return int64_t{c.bias_batch} * c.bias_heads * (c.bias_rows ? c.queries : 1) * bias_row();
+  }
+  int64_t bias_at(int b, int n, int t, int s) const {
+    const int64_t head = (c.bias_batch == 1 ? 0 : b) * c.bias_heads + n / (c.heads / c.bias_heads);
+    return (head * (c.bias_rows ? c.queries : 1) + (c.bias_rows ? t : 0)) * bias_row() + s;
+  }
+  // Whether scores share a bias.
+  bool sums_biases() const {
+    return c.bias_heads &&
+           (!c.bias_rows || c.queries == 1 || c.bias_heads != c.heads || c.bias_batch != c.batch);
+  }
+  AttentionBias bias_of(const void* x) const {
+    if (!c.bias_heads) return {};
+    return {x, c.bias_rows ? c.queries : 1, c.bias_batch, c.bias_heads};
+  }
   double score(int b, int n, int t, int s) const {
     const int64_t row = ((int64_t{b} * c.queries + t) * c.heads + n) * c.dim;
     const int64_t key = ((int64_t{b} * c.keys + s) * c.groups + n / (c.heads / c.groups)) * c.dim;
     double sum = 0;
     for (int d = 0; d < c.dim; ++d) sum += double(at(q, row + d)) * at(k, key + d);
     sum *= scale;
+    if (c.bias_heads) sum += at(bias, bias_at(b, n, t, s));
     return c.softcap > 0 ? c.softcap * std::tanh(sum / c.softcap) : sum;
   }
   AttentionMask mask() const {
@@ -151,6 +171,26 @@ inline AttentionProblem make_attention(const AttentionCase& c, uint64_t seed) {
       }
     }
     for (auto& x : p.bits) x = static_cast<uint8_t>(random() & random());
+  }
+  if (c.bias_heads) {  // NaN where no query sees the key, -inf here and there and in a whole row
+    fill(p.bias, p.bias_size());
+    for (size_t i = 0; i < p.bias.size(); ++i) {
+      const bool row = c.bias_rows && static_cast<int>(i / p.bias_row()) == c.queries / 2;
+      if (row || random() % 20 == 0) p.bias[i] = to_16(c.dtype, -INFINITY);
+    }
+    std::vector<bool> seen(p.bias_size());
+    for (int b = 0; b < c.batch; ++b) {
+      for (int n = 0; n < c.heads; ++n) {
+        for (int t = 0; t < c.queries; ++t) {
+          for (int s = 0; s < c.keys; ++s) {
+            if (p.visible(b, n, t, s)) seen[p.bias_at(b, n, t, s)] = true;
+          }
+        }
+      }
+    }
+    for (size_t i = 0; i < seen.size(); ++i) {
+      if (!seen[i]) p.bias[i] = to_16(c.dtype, NAN);
+    }
   }
   // NaN in every key and value that no query of its head sees, and in queries that see no key.
   const int per_group = c.heads / c.groups;
@@ -216,7 +256,7 @@ inline Attended attend(const AttentionProblem& x) {
 }
 
 struct Gradients {
-  std::vector<double> dq, dk, dv;
+  std::vector<double> dq, dk, dv, dbias;
 };
 
 // The forward pass's results, and what comes back for them.
@@ -262,6 +302,7 @@ inline Gradients differentiate(const AttentionProblem& x, const Given& given) {
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
   const int64_t keys = int64_t{c.batch} * c.keys * c.groups;
   y.dq.resize(rows * c.dim), y.dk.resize(keys * c.dim), y.dv.resize(keys * c.value_dim);
+  y.dbias.resize(x.bias_size());
   for (int64_t row = 0; row < rows; ++row) {
     if (given.lse[row] == -INFINITY) continue;
     const int n = row % c.heads, t = row / c.heads % c.queries, b = row / c.heads / c.queries;
@@ -280,8 +321,10 @@ inline Gradients differentiate(const AttentionProblem& x, const Given& given) {
         dp += g * x.at(x.v, key * c.value_dim + e);
         y.dv[key * c.value_dim + e] += p * g;
       }
-      double ds = p * (dp - delta) * x.scale;
+      double ds = p * (dp - delta);
       if (c.softcap > 0) ds *= 1 - score / c.softcap * (score / c.softcap);
+      if (c.bias_heads) y.dbias[x.bias_at(b, n, t, s)] += ds;
+      ds *= x.scale;
       for (int d = 0; d < c.dim; ++d) {
         y.dq[row * c.dim + d] += ds * x.at(x.k, key * c.dim + d);
         y.dk[key * c.dim + d] += ds * x.at(x.q, row * c.dim + d);
@@ -300,6 +343,18 @@ inline double difference(DType dtype, const std::vector<uint16_t>& got,
     worst = std::max(worst, std::isnan(error) ? INFINITY : error);
   }
   return worst;
+}
+
+// The same of the biases' gradients, without what comes after their rows' last keys.
+inline double bias_difference(const AttentionProblem& x, const std::vector<uint16_t>& got,
+                              const std::vector<double>& want) {
+  std::vector<uint16_t> own;
+  std::vector<double> other;
+  for (size_t i = 0; i < want.size(); ++i) {
+    if (static_cast<int>(i % x.bias_row()) >= x.c.keys) continue;
+    own.push_back(got[i]), other.push_back(want[i]);
+  }
+  return difference(x.c.dtype, own, other);
 }
 
 inline const AttentionCase kAttentionCases[] = {
@@ -322,8 +377,84 @@ inline const AttentionCase kAttentionCases[] = {
      DType::kF16},
     {"negative scale", 1, 100, 150, 1, 1, 64, 64, kCausal, false, 0, 1, 128, DType::kBF16, 0.f,
      -0.2f},
+    {"bias", 1, 200, 300, 2, 1, 128, 128, kNoRanges, false, 0, 1, 128, DType::kBF16, 0.f, 0.f, 0,
+     2},
+    {"bias, causal", 2, 200, 213, 2, 1, 64, 64, kCausal, false, 0, 1, 128, DType::kBF16, 0.f, 0.f,
+     0, 2, 2},
+    {"bias of groups, map, f16", 2, 150, 300, 4, 2, 72, 128, kNoRanges, false, 2, 2, 40,
+     DType::kF16, 0.f, 0.f, 0, 2, 2},
+    {"bias of a batch, softcap", 2, 200, 150, 2, 1, 128, 64, kRandom, true, 0, 1, 128, DType::kBF16,
+     2.f, 0.f, 0, 2, 1},
+    {"one row of biases a group",
+     2,
+     213,
+     333,
+     4,
+     2,
+     128,
+     128,
+     kRandom,
+     false,
+     0,
+     1,
+     128,
+     DType::kBF16,
+     0.f,
+     0.f,
+     0,
+     2,
+     2,
+     false},
+    {"one row of biases, 256 dims",
+     1,
+     150,
+     200,
+     2,
+     1,
+     192,
+     128,
+     kCausal,
+     false,
+     0,
+     1,
+     128,
+     DType::kBF16,
+     0.f,
+     0.f,
+     0,
+     1,
+     1,
+     false},
+    {"bias, 256 dims", 1, 150, 100, 2, 1, 256, 256, kWindow, false, 0, 1, 128, DType::kF16, 3.f,
+     -0.1f, 0, 2},
+    {"bias of all heads, 256 dims", 1, 150, 100, 2, 1, 256, 256, kCausal, false, 0, 1, 128,
+     DType::kBF16, 0.f, 0.f, 0, 1},
+    {"one query and key, bias", 1, 1, 1, 1, 1, 64, 64, kNoRanges, false, 0, 1, 128, DType::kBF16,
+     0.f, 0.f, 0, 1},
     {"no keys", 1, 130, 0, 2, 1, 128, 128},
     {"no queries", 1, 0, 130, 2, 1, 128, 128},
+    {"no queries, bias", 1, 0, 130, 2, 1, 128, 128, kNoRanges, false, 0, 1, 128, DType::kBF16, 0.f,
+     0.f, 0, 2},
+    {"no queries, a row of biases",
+     1,
+     0,
+     130,
+     2,
+     1,
+     128,
+     128,
+     kNoRanges,
+     false,
+     0,
+     1,
+     128,
+     DType::kBF16,
+     0.f,
+     0.f,
+     0,
+     2,
+     1,
+     false},
 };
 
 }  // namespace jax_dsa

@@ -1,0 +1,63 @@
+// Tiles of biases, for both passes: boxes of 64 keys, a row for each query, or one that all queries
+// share. See AttentionBias.
+#pragma once
+
+#include <cstdint>
+
+#include "common/ring.cuh"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
+#include "masked_attention/masked_attention.h"
+
+namespace jax_dsa::masked_attention {
+
+// Buffers in shared memory for tiles of kQueries queries and kBoxes * 64 keys; they lie where
+// operands of wgmma may. Without buffers this takes no room.
+template <int kBuffers, int kQueries, int kBoxes>
+struct BiasBuffers {
+  uint8_t tile[kBuffers][kBoxes][kQueries * 128];
+  uint64_t full[kBuffers], free[kBuffers];
+};
+template <int kQueries, int kBoxes>
+struct BiasBuffers<0, kQueries, kBoxes> {};
+
+__host__ __device__ inline int64_t bias_row(int64_t keys) { return ceil_div(keys, int64_t{8}) * 8; }
+
+// By one thread: loads the tile of a head's queries from `query` on and keys from `key` on.
+template <int kBuffers, int kQueries, int kBoxes>
+__device__ __forceinline__ void load_bias(const AttentionBias& bias, const CUtensorMap& map,
+                                          BiasBuffers<kBuffers, kQueries, kBoxes>& buffers, int at,
+                                          int batch, int head, int heads, int query, int key) {
+  const bool shared_row = bias.queries == 1;
+  mbarrier_arrive_expect(&buffers.full[at], (shared_row ? 1 : kQueries) * kBoxes * 128);
+  for (int box = 0; box < kBoxes; ++box) {
+    tma_load(buffers.tile[at][box], &map, &buffers.full[at], key + box * 64, shared_row ? 0 : query,
+             head / (heads / bias.heads), bias.batch == 1 ? 0 : batch);
+  }
+}
+
+// scale * s + bias. `load(k, x)` loads the biases of 16 columns of the scores, in the order of
+// their accumulators.
+template <DType kType, int kScores, typename Load>
+__device__ __forceinline__ void add_bias(float (&s)[kScores], float scale, Load load) {
+#pragma unroll
+  for (int k = 0; k < kScores / 8; ++k) {
+    uint32_t x[4];
+    load(k, x);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 y = unpack_16<kType>(x[j]);
+      const int i = 8 * k + 2 * j;
+      s[i] = fmaf(s[i], scale, y.x), s[i + 1] = fmaf(s[i + 1], scale, y.y);
+    }
+  }
+}
+
+// Where a lane finds the row of its query, and its 16-byte chunk in it.
+__device__ __forceinline__ uint32_t bias_chunk(uint32_t box, bool shared_row, int query,
+                                               int chunk) {
+  const int row = shared_row ? 0 : query;
+  return box + row * 128 + (chunk ^ (row % 8)) * 16;
+}
+
+}  // namespace jax_dsa::masked_attention
