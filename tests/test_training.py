@@ -346,8 +346,9 @@ def test_kernels_cover_the_large_preset(monkeypatch):
     implementation = op._implementation
     monkeypatch.setattr(op, "_implementation", asked)
     program = Program(config)
-    state = jax.eval_shape(program.init)
-    batch = jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32)
+    state = jax.eval_shape(program._first_state)
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32)
+    batch = Batch(tokens, tokens, None)
     stages = {
         "dense": (program._dense, (state.backbone, state.indexer.params)),
         "warmup": (program._warmup, (state.indexer, state.backbone.params)),
