@@ -56,11 +56,11 @@ class BothTiles(NamedTuple):
 def quantize_fp8_tiles_transpose(x: Float[Array, "b R C"], power_of_two_scale: bool) -> BothTiles:
     """Quantises by tiles, reading once."""
     batch, rows, cols = x.shape
-    avals = BothTiles(
+    avals = [
         jax.ShapeDtypeStruct((batch, rows, cols), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((batch, cols, rows), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((batch, -(-rows // BLOCK), -(-cols // BLOCK)), jnp.float32),
-    )
+    ]
     power = np.bool_(power_of_two_scale)
     target = "jax_dsa.quantize_fp8_tiles_transpose.v1"
     return BothTiles(*ffi.call(target, [x], avals, power_of_two_scale=power))
@@ -69,12 +69,12 @@ def quantize_fp8_tiles_transpose(x: Float[Array, "b R C"], power_of_two_scale: b
 def quantize_fp8_transpose(x: Float[Array, "b R C"], power_of_two_scale: bool) -> BothLayouts:
     """Quantises along rows and along columns, reading once."""
     batch, rows, cols = x.shape
-    avals = BothLayouts(
+    avals = [
         jax.ShapeDtypeStruct((batch, rows, cols), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((batch, rows, -(-cols // BLOCK)), jnp.float32),
         jax.ShapeDtypeStruct((batch, cols, rows), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((batch, cols, -(-rows // BLOCK)), jnp.float32),
-    )
+    ]
     power = np.bool_(power_of_two_scale)
     target = "jax_dsa.quantize_fp8_transpose.v1"
     return BothLayouts(*ffi.call(target, [x], avals, power_of_two_scale=power))
