@@ -64,22 +64,49 @@ ffi::Error quantize_fp8(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::
   return launch_status(kOp, launch_quantize(params, stream));
 }
 
+ffi::Error check_transposed(const char* op, const ffi::AnyBuffer& q, const Matrices& m) {
+  if (q.element_type() != ffi::DataType::F8E4M3FN) {
+    return invalid_argument(op, "q_transposed is not e4m3");
+  }
+  return check_shape(op, "q_transposed", q.dimensions(), m.leading, {m.cols, m.rows});
+}
+
+// `q_transposed` may be null.
+ffi::Error quantize_tiles(const char* op, cudaStream_t stream, const ffi::AnyBuffer& x,
+                          ffi::AnyBuffer& q, ffi::AnyBuffer* q_transposed,
+                          ffi::Buffer<ffi::F32>& scale, bool power_of_two_scale) {
+  Matrices m;
+  QuantizeTilesParams params = {};
+  DSA_FFI_RETURN_IF_ERROR(read_matrices(op, x, 2, &m));
+  DSA_FFI_RETURN_IF_ERROR(read_dtype(op, x, &params.dtype));
+  DSA_FFI_RETURN_IF_ERROR(check_codes(op, q, m.dims, scale, m.leading,
+                                      {ceil_div(m.rows, kBlock), ceil_div(m.cols, kBlock)}));
+  if (q_transposed != nullptr) {
+    DSA_FFI_RETURN_IF_ERROR(check_transposed(op, *q_transposed, m));
+    params.q_transposed = static_cast<uint8_t*>(q_transposed->untyped_data());
+  }
+  params.x = x.untyped_data();
+  params.q = static_cast<uint8_t*>(q.untyped_data());
+  params.scale = scale.typed_data();
+  params.batch = m.batch, params.rows = m.rows, params.cols = m.cols;
+  params.power_of_two_scale = power_of_two_scale;
+  return launch_status(op, launch_quantize_tiles(params, stream));
+}
+
 // x [..., R, C] -> q [..., R, C] e4m3, scale [..., ceil(R / 128), ceil(C / 128)] f32
 ffi::Error quantize_fp8_tiles(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> q,
                               ffi::Result<ffi::Buffer<ffi::F32>> scale, bool power_of_two_scale) {
-  constexpr const char* kOp = "quantize_fp8_tiles";
-  Matrices m;
-  QuantizeTilesParams params = {};
-  DSA_FFI_RETURN_IF_ERROR(read_matrices(kOp, x, 2, &m));
-  DSA_FFI_RETURN_IF_ERROR(read_dtype(kOp, x, &params.dtype));
-  DSA_FFI_RETURN_IF_ERROR(check_codes(kOp, *q, m.dims, *scale, m.leading,
-                                      {ceil_div(m.rows, kBlock), ceil_div(m.cols, kBlock)}));
-  params.x = x.untyped_data();
-  params.q = static_cast<uint8_t*>(q->untyped_data());
-  params.scale = scale->typed_data();
-  params.batch = m.batch, params.rows = m.rows, params.cols = m.cols;
-  params.power_of_two_scale = power_of_two_scale;
-  return launch_status(kOp, launch_quantize_tiles(params, stream));
+  return quantize_tiles("quantize_fp8_tiles", stream, x, *q, nullptr, *scale, power_of_two_scale);
+}
+
+// The same, and before the scales the codes' transpose [..., C, R].
+ffi::Error quantize_fp8_tiles_transpose(cudaStream_t stream, ffi::AnyBuffer x,
+                                        ffi::Result<ffi::AnyBuffer> q,
+                                        ffi::Result<ffi::AnyBuffer> q_transposed,
+                                        ffi::Result<ffi::Buffer<ffi::F32>> scale,
+                                        bool power_of_two_scale) {
+  return quantize_tiles("quantize_fp8_tiles_transpose", stream, x, *q, &*q_transposed, *scale,
+                        power_of_two_scale);
 }
 
 // x [..., R, C] -> q [..., R, C] e4m3, scale [..., R, ceil(C / 128)] f32, and of the transpose
@@ -97,11 +124,7 @@ ffi::Error quantize_fp8_transpose(cudaStream_t stream, ffi::AnyBuffer x,
   DSA_FFI_RETURN_IF_ERROR(read_dtype(kOp, x, &params.dtype));
   DSA_FFI_RETURN_IF_ERROR(
       check_codes(kOp, *q, m.dims, *scale, m.leading, {m.rows, ceil_div(m.cols, kBlock)}));
-  if (q_transposed->element_type() != ffi::DataType::F8E4M3FN) {
-    return invalid_argument(kOp, "q_transposed is not e4m3");
-  }
-  DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "q_transposed", q_transposed->dimensions(), m.leading, {m.cols, m.rows}));
+  DSA_FFI_RETURN_IF_ERROR(check_transposed(kOp, *q_transposed, m));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "scale_transposed", scale_transposed->dimensions(),
                                       m.leading, {m.cols, ceil_div(m.rows, kBlock)}));
   params.x = x.untyped_data();
@@ -152,6 +175,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFp8Tiles, jax_dsa::quantize_fp8_tiles,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<bool>("power_of_two_scale"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFp8TilesTranspose, jax_dsa::quantize_fp8_tiles_transpose,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<bool>("power_of_two_scale"),

@@ -44,6 +44,7 @@ nb::dict targets() {
   out["jax_dsa.mqa_decode.v1"] = capsule(MqaDecode);
   out["jax_dsa.quantize_fp8.v1"] = capsule(QuantizeFp8);
   out["jax_dsa.quantize_fp8_tiles.v1"] = capsule(QuantizeFp8Tiles);
+  out["jax_dsa.quantize_fp8_tiles_transpose.v1"] = capsule(QuantizeFp8TilesTranspose);
   out["jax_dsa.quantize_fp8_transpose.v1"] = capsule(QuantizeFp8Transpose);
   out["jax_dsa.sparse_mla_bwd.v2"] = capsule(SparseMlaBwd);
   out["jax_dsa.sparse_mla_decode.v2"] = capsule(SparseMlaDecode);

@@ -21,12 +21,8 @@ import jax_dsa
 from jax_dsa import dequantize_fp8, fake_quantize_fp8, fp8_linear, fp8_matmul, quantize_fp8
 from jax_dsa.core import ffi
 from jax_dsa.ops.fp8_linear import cuda as linear_kernels
+from jax_dsa.ops.fp8_linear import spec as linear
 from jax_dsa.ops.fp8_linear import xla as linear_xla
-from jax_dsa.ops.fp8_linear.spec import Codes as LinearCodes
-from jax_dsa.ops.fp8_linear.spec import Inputs as LinearInputs
-from jax_dsa.ops.fp8_linear.spec import Options as LinearOptions
-from jax_dsa.ops.fp8_linear.spec import Product as LinearProduct
-from jax_dsa.ops.fp8_linear.spec import Weights as LinearWeights
 from jax_dsa.ops.fp8_matmul import cuda as matmul_kernels
 from jax_dsa.ops.fp8_matmul.spec import Operands, Product
 from jax_dsa.ops.quantize_fp8 import spec as quantize_fp8_spec
@@ -381,6 +377,12 @@ def test_linear_calls_the_kernels_along_the_contracted_axes(
                 for a in (x, x.swapaxes(1, 2))
                 for y in quantize_fp8(a, power_of_two_scale=power, implementation="xla")
             ]
+        elif target == "jax_dsa.quantize_fp8_tiles_transpose.v1":
+            power, tiles = bool(attrs["power_of_two_scale"]), (128, 128)
+            codes, scale = quantize_fp8(
+                operands[0], block=tiles, power_of_two_scale=power, implementation="xla"
+            )
+            results = [codes, codes.swapaxes(1, 2), scale]
         else:
             assert target == "jax_dsa.fp8_matmul.v1"
             a, a_scale, b, b_scale = operands
@@ -399,7 +401,7 @@ def test_linear_calls_the_kernels_along_the_contracted_axes(
         jnp.asarray(random(rng, *s)) for s in ((2, 3, 50, 150), (2, 150, 210), (2, 3, 50, 210))
     )
     q = quantize_fp8_spec.Options
-    options = LinearOptions(
+    options = linear.Options(
         dtype=jnp.float32,
         w_dtype=jnp.float32,
         x=q((1, 128), "", ""),
@@ -410,16 +412,15 @@ def test_linear_calls_the_kernels_along_the_contracted_axes(
         n="",
         n_blocks="",
     )
-    codes = LinearCodes(*quantize_fp8(x))
-    weights = LinearWeights(*quantize_fp8(w, block=(128, 128)))
-    for cuda, xla, operands in (
-        (linear_kernels.fp8_linear_fwd, linear_xla.fp8_linear_fwd, (codes, weights)),
-        (
-            linear_kernels.fp8_linear_bwd,
-            linear_xla.fp8_linear_bwd,
-            (LinearInputs(x), weights, LinearProduct(dy)),
-        ),
-    ):
+    codes, values = linear.Codes(*quantize_fp8(x)), linear.WeightValues(w)
+    _, transposed, scale = weights = linear_xla.fp8_linear_weights(options, values)
+    passes = {
+        "weights": (values,),
+        "fwd": (codes, linear.TransposedWeights(transposed, scale)),
+        "bwd": (linear.Inputs(x), linear.Weights(weights.w, scale), linear.Product(dy)),
+    }
+    for name, operands in passes.items():
+        cuda, xla = (getattr(room, f"fp8_linear_{name}") for room in (linear_kernels, linear_xla))
         want = xla(options, *operands)
         avals = type(want)(*(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in want))
         assert_matches(cuda(options, avals, *operands), want, 1e-6)
@@ -757,5 +758,6 @@ def test_kernels_of_the_linear_layer_run_by_default(rng: np.random.Generator) ->
     x, w = (jnp.asarray(random(rng, *s)) for s in ((8, 300), (300, 16)))
     total = lambda x, w: (fp8_linear(x, w) ** 2).sum()  # noqa: E731
     text = jax.jit(jax.grad(total, (0, 1))).lower(x, w).compile().as_text()
-    for target in ("quantize_fp8", "quantize_fp8_tiles", "quantize_fp8_transpose", "fp8_matmul"):
+    tiles = "quantize_fp8_tiles_transpose"
+    for target in ("quantize_fp8", tiles, "quantize_fp8_transpose", "fp8_matmul"):
         assert f"jax_dsa.{target}.v1" in text

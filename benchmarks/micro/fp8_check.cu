@@ -76,7 +76,12 @@ void bench_all(int64_t rows, int64_t cols) {
       return jax_dsa::launch_quantize({x, q, scale, rows, cols, dtype, false}, nullptr);
     });
     bench(of + "tiles", values + n, [&] {
-      return jax_dsa::launch_quantize_tiles({x, q, scale, 1, rows, cols, dtype, false}, nullptr);
+      return jax_dsa::launch_quantize_tiles({x, q, nullptr, scale, 1, rows, cols, dtype, false},
+                                            nullptr);
+    });
+    bench(of + "tiles and transpose", values + 2 * n, [&] {
+      return jax_dsa::launch_quantize_tiles({x, q, q_t, scale, 1, rows, cols, dtype, false},
+                                            nullptr);
     });
     bench(of + "transpose", values + 2 * (n + scales), [&] {
       return jax_dsa::launch_quantize_transpose(

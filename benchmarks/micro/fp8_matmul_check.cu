@@ -38,23 +38,17 @@ const Variant kPlanned = {
 
 template <bool kBRows>
 std::vector<Variant> variants_of_many() {
-  return {kPlanned,
-          many<Traits<2, 2, 2, kBRows, 1>>("256 rows, pairs, turns"),
-          many<Traits<2, 2, 2, kBRows, 2>>("256 rows, pairs, turns, 2 early"),
-          many<Traits<2, 2, 2, kBRows, kFree>>("256 rows, pairs"),
-          many<Traits<2, 2, 1, kBRows, 1>>("256 rows, turns"),
-          many<Traits<2, 2, 1, kBRows, kFree>>("256 rows"),
-          many<Traits<2, 1, 2, kBRows, 1>>("128 rows, pairs, turns"),
-          many<Traits<2, 1, 2, kBRows, kFree>>("128 rows, pairs"),
-          many<Traits<2, 1, 1, kBRows, 1>>("128 rows, turns"),
-          many<Traits<2, 1, 1, kBRows, kFree>>("128 rows")};
+  return {kPlanned, many<Traits<2, 2, 2, kBRows>>("256 rows, pairs"),
+          many<Traits<2, 2, 1, kBRows>>("256 rows"),
+          many<Traits<2, 1, 2, kBRows>>("128 rows, pairs"),
+          many<Traits<2, 1, 1, kBRows>>("128 rows")};
 }
 template <bool kBRows>
 std::vector<Variant> variants_of_few(std::vector<int> all_parts) {
   std::vector<Variant> all = {kPlanned};
   for (const int parts : all_parts) {
-    all.push_back(few<Traits<1, 1, 1, kBRows, kFree>>("64 rows", parts));
-    all.push_back(few<Traits<1, 2, 1, kBRows, kFree>>("128 rows", parts));
+    all.push_back(few<Traits<1, 1, 1, kBRows>>("64 rows", parts));
+    all.push_back(few<Traits<1, 2, 1, kBRows>>("128 rows", parts));
   }
   return all;
 }

@@ -11,15 +11,15 @@ namespace {
 template <bool kBRows>
 cudaError_t launch_planned(const Fp8MatmulParams& p, const Plan& plan, cudaStream_t stream) {
   if (plan.few) {
-    return plan.rows == 64 ? launch_few<Traits<1, 1, 1, kBRows, kFree>>(p, plan.parts, stream)
-                           : launch_few<Traits<1, 2, 1, kBRows, kFree>>(p, plan.parts, stream);
+    return plan.rows == 64 ? launch_few<Traits<1, 1, 1, kBRows>>(p, plan.parts, stream)
+                           : launch_few<Traits<1, 2, 1, kBRows>>(p, plan.parts, stream);
   }
   if (plan.rows == 128) {
-    return plan.pair ? launch<Traits<2, 1, 2, kBRows, 1>>(p, stream)
-                     : launch<Traits<2, 1, 1, kBRows, 1>>(p, stream);
+    return plan.pair ? launch<Traits<2, 1, 2, kBRows>>(p, stream)
+                     : launch<Traits<2, 1, 1, kBRows>>(p, stream);
   }
-  return plan.pair ? launch<Traits<2, 2, 2, kBRows, 1>>(p, stream)
-                   : launch<Traits<2, 2, 1, kBRows, 1>>(p, stream);
+  return plan.pair ? launch<Traits<2, 2, 2, kBRows>>(p, stream)
+                   : launch<Traits<2, 2, 1, kBRows>>(p, stream);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // FP8 matmul for many rows: persistent, by tiles of 256 (or 128) rows and 128 columns.
 //
-// Two warpgroups multiply, each half of a tile's rows, 64 at a time, while the other promotes. Two
+// Two warpgroups multiply, each half of a tile's rows, 64 at a time; one promotes while the other
+// multiplies. Two
 // blocks of a cluster have the same rows and neighbouring columns: each copies half of the rows to
 // both, so that a cluster's tile is 256 x 256 to the L2.
 //
@@ -151,7 +152,6 @@ __device__ void math(Walk<Tr> walk, const Fp8MatmulParams& p, const CUtensorMap&
   Multiplier<Tr> multiplier(shared.ring);
   Store<Tr> store = {p, out_map, shared.pieces[threadIdx.x / 32]};
   const int own_row = multiplier.own_row - multiplier.lane / 4;
-  multiplier.begin();
   while (walk.next()) {
     float sum[Tr::kHalves][64] = {};
     const auto store_half = [&](int h) {
@@ -170,7 +170,6 @@ __device__ void math(Walk<Tr> walk, const Fp8MatmulParams& p, const CUtensorMap&
     }
     multiplier.add(sum, store_half);
   }
-  multiplier.end();
   store.end();
 }
 

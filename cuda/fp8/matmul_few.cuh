@@ -11,6 +11,8 @@
 
 namespace jax_dsa::fp8 {
 
+enum NamedBarrier { kMath = 1 };  // 0 is __syncthreads
+
 inline constexpr int kSumStride = kColumns + 8;  // floats; eight rows start in different banks
 
 // The only item of a block.

@@ -20,19 +20,13 @@ namespace jax_dsa::fp8 {
 
 inline constexpr int kDepth = 128;    // elements of K in a stage: a block, and a row of 128 bytes
 inline constexpr int kColumns = 128;  // of a tile, the rows of b in a stage
-inline constexpr int kFree = -1;      // no turns
 
 // kGroups: warpgroups that multiply, each kHalves times 64 rows. kRanks: blocks of a cluster that
 // have the same rows of a, of which each copies a part to all. kBRows: blocks of b are 1x128.
-// kEarly: two warpgroups multiply by turns, and so many steps of 32 before its product's end one
-// lets the other multiply; kFree: they multiply as they come.
-template <int kGroups_, int kHalves_, int kRanks_, bool kBRows_, int kEarly_>
+template <int kGroups_, int kHalves_, int kRanks_, bool kBRows_>
 struct Traits {
   static constexpr int kGroups = kGroups_, kHalves = kHalves_, kRanks = kRanks_;
   static constexpr bool kBRows = kBRows_;
-  static constexpr int kEarly = kEarly_;
-  static constexpr bool kTurns = kEarly != kFree;
-  static_assert(kGroups == 2 || !kTurns);
   static constexpr int kBlocks = kGroups == 2 ? 1 : 2;  // on a multiprocessor
   static constexpr int kRows = 64 * kHalves * kGroups;
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth;
@@ -205,9 +199,6 @@ __device__ void produce(const Walk& walk, const Fp8MatmulParams& p, const CUtens
 
 // ---- products ----------------------------------------------------------------------------------
 
-// 0 is __syncthreads; a warpgroup's turn to multiply is the barrier kTurn plus its number.
-enum NamedBarrier { kTurn = 1, kMath = 3 };
-
 // A multiplying warpgroup's view of the ring.
 template <typename Tr>
 struct Multiplier {
@@ -215,24 +206,15 @@ struct Multiplier {
 
   Ring<Tr>& ring;
   RingPlace<Tr::kStages> at;
-  int lane, group;
+  int lane;
   int own_row;    // in the tile, of this thread's first element
   uint64_t a, b;  // descriptors, of stage 0
 
-  __device__ explicit Multiplier(Ring<Tr>& ring)
-      : ring(ring),
-        lane(threadIdx.x % 32),
-        group(uniform(static_cast<int>(threadIdx.x / 128))),
-        own_row(group * Tr::kHalves * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4),
-        a(uniform(k_major_descriptor(smem_address(ring.a[0]) + group * Tr::kHalves * kBlockBytes))),
-        b(uniform(k_major_descriptor(smem_address(ring.b[0])))) {}
-
-  // The second warpgroup begins by giving the first its turn, and the first ends by taking one.
-  __device__ void begin() const {
-    if (Tr::kTurns && group == 1) named_barrier_arrive<256>(kTurn);
-  }
-  __device__ void end() const {
-    if (Tr::kTurns && group == 0) named_barrier_sync<256>(kTurn);
+  __device__ explicit Multiplier(Ring<Tr>& ring) : ring(ring), lane(threadIdx.x % 32) {
+    const int first = uniform(static_cast<int>(threadIdx.x / 128)) * Tr::kHalves;  // of 64 rows
+    own_row = first * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    a = uniform(k_major_descriptor(smem_address(ring.a[0]) + first * kBlockBytes));
+    b = uniform(k_major_descriptor(smem_address(ring.b[0])));
   }
 
   // Adds the next stage's product, times its scales, and calls done(h) when that of half h is in.
@@ -246,18 +228,12 @@ struct Multiplier {
     for (int h = 0; h < Tr::kHalves; ++h) {
       const float own[2] = {scale[64 * h], scale[64 * h + 8]};
       float d[64];
-      if (Tr::kTurns) named_barrier_sync<256>(kTurn + group);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        if (Tr::kEarly > 0 && i == kSteps - Tr::kEarly) wgmma_commit();
         wgmma_e4m3(d, moved(stage_a, h * kBlockBytes + 32 * i), moved(stage_b, 32 * i), i > 0);
       }
       wgmma_commit();
-      if constexpr (Tr::kTurns) {
-        wgmma_wait<(Tr::kEarly > 0)>();
-        named_barrier_arrive<256>(kTurn + (group ^ 1));
-      }
       wgmma_wait<0>();
       wgmma_pin(d);
       promote(d, own, sum[h]);

@@ -84,12 +84,79 @@ __device__ __forceinline__ uint2 codes_of(const Chunk<T>& chunk, const Scale& sc
   return {to_e4m3(v[0], v[1]), to_e4m3(v[2], v[3])};
 }
 
+// ---- transposed codes --------------------------------------------------------------------------
+
+// Byte of codes of the rows 8 * piece.. of a column.
+__device__ __forceinline__ int transposed_at(int column, int piece) {
+  return column * kTile + ((piece ^ column / kPerLane) * kRows);
+}
+
+// From shared memory, after a barrier, to rows of the transpose.
+template <bool kVector, typename Params>
+__device__ __forceinline__ void store_transposed(const Params& p, const Tile& tile,
+                                                 const uint8_t* transposed) {
+#pragma unroll
+  for (int i = 0; i < kTile; i += kThreads / kLanes) {
+    const int column = i + threadIdx.x / kLanes;
+    if (column >= tile.width) continue;
+    const int64_t line = tile.batch * p.cols + int64_t{tile.column} * kTile + column;
+    uint8_t* const to = p.q_transposed + line * p.rows + int64_t{tile.row} * kTile;
+    if constexpr (kVector) {
+      const auto* from = transposed + transposed_at(column, tile.lane);
+      store<true>(to, tile.lane, tile.height, *reinterpret_cast<const uint2*>(from));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
+        const int row = element<false>(tile.lane, j);
+        const int at = transposed_at(column, row / kRows) + row % kRows;
+        if (row < tile.height) to[row] = transposed[at];
+      }
+    }
+  }
+}
+
+// Four rows of four codes as four columns.
+__device__ __forceinline__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column)[4]) {
+  const uint32_t low[2] = {__byte_perm(row[0], row[1], 0x5140),
+                           __byte_perm(row[2], row[3], 0x5140)};
+  const uint32_t high[2] = {__byte_perm(row[0], row[1], 0x7362),
+                            __byte_perm(row[2], row[3], 0x7362)};
+  column[0] = __byte_perm(low[0], low[1], 0x5410);
+  column[1] = __byte_perm(low[0], low[1], 0x7632);
+  column[2] = __byte_perm(high[0], high[1], 0x5410);
+  column[3] = __byte_perm(high[0], high[1], 0x7632);
+}
+
+// A thread's codes, eight rows of eight, to shared memory.
+template <bool kVector>
+__device__ __forceinline__ void put_transposed(uint8_t* transposed, int lane,
+                                               const uint2 (&codes)[kRows]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t row[2][4], column[2][4];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) row[i / 4][i % 4] = half == 0 ? codes[i].x : codes[i].y;
+    transpose_4x4(row[0], column[0]);
+    transpose_4x4(row[1], column[1]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int to = transposed_at(element<kVector>(lane, 4 * half + j), threadIdx.x / kLanes);
+      *reinterpret_cast<uint2*>(transposed + to) = {column[0][j], column[1][j]};
+    }
+  }
+}
+
 // ---- a scale for each tile ---------------------------------------------------------------------
+
+struct alignas(16) TilesShared {
+  uint8_t transposed[kTile * kTile];
+  float largest[kThreads / 32];
+};
 
 template <typename T, bool kVector>
 __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
     tiles_kernel(const __grid_constant__ QuantizeTilesParams p) {
-  auto& largest = dynamic_shared<float[kThreads / 32]>();
+  auto& [transposed, largest] = dynamic_shared<TilesShared>();
   const Tile tile(p);
   Chunk<T> chunk[kRows];
   load_tile<kVector>(p, tile, chunk);
@@ -110,11 +177,17 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
   for (int i = 0; i < kThreads / 32; ++i) amax = max_nan(amax, largest[i]);
   const Scale scale(amax, p.power_of_two_scale);
   uint8_t* to = p.q + tile.start(p);
+  uint2 codes[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i, to += p.cols) {
-    store<kVector>(to, tile.lane, tile.width_of(i), codes_of(chunk[i], scale));
+    codes[i] = codes_of(chunk[i], scale);
+    store<kVector>(to, tile.lane, tile.width_of(i), codes[i]);
   }
   if (threadIdx.x == 0) p.scale[blockIdx.x] = scale.scale;
+  if (p.q_transposed == nullptr) return;
+  put_transposed<kVector>(transposed, tile.lane, codes);
+  __syncthreads();
+  store_transposed<kVector>(p, tile, transposed);
 }
 
 // ---- both layouts ------------------------------------------------------------------------------
@@ -124,11 +197,6 @@ struct alignas(16) TransposeShared {
   float largest[kThreads / 32][kTile];  // of each column, by each warp
   float scales[kTile], inverses[kTile];
 };
-
-// Byte of codes of the rows 8 * piece.. of a column.
-__device__ __forceinline__ int transposed_at(int column, int piece) {
-  return column * kTile + ((piece ^ column / kPerLane) * kRows);
-}
 
 template <typename T, bool kVector>
 __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
@@ -212,24 +280,7 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
     }
   }
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kTile; i += kThreads / kLanes) {
-    const int column = i + threadIdx.x / kLanes;
-    if (column >= tile.width) continue;
-    const int64_t line = tile.batch * p.cols + int64_t{tile.column} * kTile + column;
-    uint8_t* const to = p.q_transposed + line * p.rows + int64_t{tile.row} * kTile;
-    if constexpr (kVector) {
-      const auto* from = transposed + transposed_at(column, tile.lane);
-      store<true>(to, tile.lane, tile.height, *reinterpret_cast<const uint2*>(from));
-    } else {
-#pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        const int row = element<false>(tile.lane, j);
-        const int at = transposed_at(column, row / kRows) + row % kRows;
-        if (row < tile.height) to[row] = transposed[at];
-      }
-    }
-  }
+  store_transposed<kVector>(p, tile, transposed);
 }
 
 template <typename Params>
@@ -239,10 +290,12 @@ int64_t tiles(const Params& p) {
 
 template <typename T>
 cudaError_t launch(const QuantizeTilesParams& p, cudaStream_t stream) {
-  const auto address = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.q);
-  const bool vector = p.cols % kPerLane == 0 && address % 16 == 0;
+  const auto address = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.q) |
+                       reinterpret_cast<uintptr_t>(p.q_transposed);
+  const bool rows = p.q_transposed == nullptr || p.rows % kPerLane == 0;
+  const bool vector = p.cols % kPerLane == 0 && rows && address % 16 == 0;
   return launch_blocks(vector ? tiles_kernel<T, true> : tiles_kernel<T, false>, tiles(p), kThreads,
-                       sizeof(float[kThreads / 32]), stream, p);
+                       sizeof(TilesShared), stream, p);
 }
 
 template <typename T>

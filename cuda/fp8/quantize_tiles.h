@@ -12,9 +12,10 @@ namespace jax_dsa {
 
 // For weights: a scale for each tile.
 struct QuantizeTilesParams {
-  const void* x;  // [batch, rows, cols], of `dtype`
-  uint8_t* q;     // [batch, rows, cols], e4m3
-  float* scale;   // [batch, ceil(rows / 128), ceil(cols / 128)]
+  const void* x;          // [batch, rows, cols], of `dtype`
+  uint8_t* q;             // [batch, rows, cols], e4m3
+  uint8_t* q_transposed;  // [batch, cols, rows], the same codes; or none
+  float* scale;           // [batch, ceil(rows / 128), ceil(cols / 128)]
   int64_t batch, rows, cols;
   DType dtype;
   bool power_of_two_scale;  // round every scale up to a power of two

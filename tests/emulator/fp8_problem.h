@@ -20,7 +20,7 @@ namespace fp8_problem {
 
 using jax_dsa::DType;
 
-enum Kind { kRows, kTiles, kTranspose, kDequantize, kDequantizeTiles };
+enum Kind { kRows, kTiles, kTilesTranspose, kTranspose, kDequantize, kDequantizeTiles };
 
 struct Case {
   const char* name;
@@ -48,6 +48,10 @@ inline const Case kCases[] = {
     {"tiles, bf16, odd columns", 77, 131, DType::kBF16, true, 0, kTiles, 3},
     {"tiles, f32, misaligned", 5, 128, DType::kF32, false, 1, kTiles},
     {"tiles, no columns", 5, 0, DType::kF32, false, 0, kTiles},
+    {"tiles and transpose, bf16", 256, 384, DType::kBF16, false, 0, kTilesTranspose},
+    {"tiles and transpose, f32, short", 136, 200, DType::kF32, true, 0, kTilesTranspose, 2},
+    {"tiles and transpose, bf16, odd rows", 77, 136, DType::kBF16, false, 0, kTilesTranspose, 2},
+    {"tiles and transpose, f16, odd columns", 136, 131, DType::kF16, false, 0, kTilesTranspose},
     {"transpose, bf16", 256, 256, DType::kBF16, false, 0, kTranspose},
     {"transpose, f16, short", 136, 200, DType::kF16, true, 0, kTranspose, 2},
     {"transpose, f32, short", 296, 136, DType::kF32, false, 0, kTranspose},
@@ -169,15 +173,17 @@ inline Problem make(const Case& c, uint64_t seed) {
       p.x.push_back(append(p.bytes, c.dtype, x));
     }
   }
-  const bool tiles = c.kind == kTiles || c.kind == kDequantizeTiles;
+  const bool tiles = c.kind == kTiles || c.kind == kTilesTranspose || c.kind == kDequantizeTiles;
   const int64_t height = tiles ? 128 : 1;
   quantize(p.x, c.batch, c.rows, c.cols, height, c.power_of_two, p.codes, p.scales);
+  std::vector<float> transposed;
+  for (int64_t i = 0; i < static_cast<int64_t>(p.x.size()); ++i) {
+    const int64_t line = i / c.rows, b = line / c.cols;
+    const int64_t from = (b * c.rows + i % c.rows) * c.cols + line % c.cols;
+    transposed.push_back(p.x[from]);
+    if (c.kind == kTilesTranspose) p.codes_transposed.push_back(p.codes[from]);
+  }
   if (c.kind == kTranspose) {
-    std::vector<float> transposed;
-    for (int64_t i = 0; i < static_cast<int64_t>(p.x.size()); ++i) {
-      const int64_t line = i / c.rows, b = line / c.cols;
-      transposed.push_back(p.x[(b * c.rows + i % c.rows) * c.cols + line % c.cols]);
-    }
     quantize(transposed, c.batch, c.cols, c.rows, 1, c.power_of_two, p.codes_transposed,
              p.scales_transposed);
   }
@@ -261,7 +267,13 @@ bool run(const Case& c, uint64_t seed, Memory& memory) {
         {x, codes, to, c.batch * c.rows, c.cols, c.dtype, c.power_of_two}, nullptr));
   } else if (c.kind == kTiles) {
     memory.require(jax_dsa::launch_quantize_tiles(
-        {x, codes, to, c.batch, c.rows, c.cols, c.dtype, c.power_of_two}, nullptr));
+        {x, codes, nullptr, to, c.batch, c.rows, c.cols, c.dtype, c.power_of_two}, nullptr));
+  } else if (c.kind == kTilesTranspose) {
+    auto* codes_t = memory.room(n + kGuard, offset);
+    memory.require(jax_dsa::launch_quantize_tiles(
+        {x, codes, codes_t, to, c.batch, c.rows, c.cols, c.dtype, c.power_of_two}, nullptr));
+    good &= same(memory.template get<uint8_t>(codes_t, n), p.codes_transposed);
+    unharmed(codes_t + n);
   } else {
     auto* codes_t = memory.room(n + kGuard, offset);
     auto* scales_t = memory.room(p.scales_transposed.size() * 4 + kGuard, 0);

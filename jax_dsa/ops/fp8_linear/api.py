@@ -22,7 +22,9 @@ from jax_dsa.ops.fp8_linear.spec import (
     Options,
     Product,
     Results,
+    TransposedWeights,
     Weights,
+    WeightValues,
     flat_rows,
 )
 from jax_dsa.ops.quantize_fp8 import spec as quantize
@@ -37,6 +39,12 @@ from jax_dsa.ops.quantize_fp8.spec import (
     row_axis,
 )
 
+WEIGHTS = Pass(
+    "fp8_linear_weights",
+    xla.fp8_linear_weights,
+    shardable="b i j",
+    kernel=Kernel(cuda.fp8_linear_weights, cuda.supports, limits="any shape"),
+)
 # As of fp8_matmul: K stays whole in the forward pass.
 FWD = Pass(
     "fp8_linear_fwd",
@@ -56,9 +64,9 @@ def _fwd(call: Call, options: Options, x: Operands) -> Results:
     if call.implementation == "plain":
         return _plain(options, x)
     codes = QUANTIZE(call.auxiliary, options.x, quantize.Operands(x.x))
-    weights = QUANTIZE(call.auxiliary, options.w, quantize.Operands(x.w))
-    (out,) = FWD(call, options, Codes(*codes), Weights(*weights))
-    return Results(out, *weights)
+    w, w_transposed, w_scale = WEIGHTS(call, options, WeightValues(x.w))
+    (out,) = FWD(call, options, Codes(*codes), TransposedWeights(w_transposed, w_scale))
+    return Results(out, w, w_scale)
 
 
 def _plain(options: Options, x: Operands) -> Results:

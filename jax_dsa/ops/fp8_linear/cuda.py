@@ -15,24 +15,32 @@ from jax_dsa.ops.fp8_linear.spec import (
     Inputs,
     Options,
     Product,
+    TransposedWeights,
+    WeightCodes,
     Weights,
+    WeightValues,
     flat_rows,
 )
 from jax_dsa.ops.fp8_matmul.cuda import MOST, whole_rows
-from jax_dsa.ops.quantize_fp8.cuda import quantize_fp8_transpose
+from jax_dsa.ops.quantize_fp8.cuda import quantize_fp8_tiles_transpose, quantize_fp8_transpose
 
 
-def supports(options: Options, x: Codes | Inputs, w: Weights, *_: Product) -> str | None:
-    """None, or why the kernels do not run this call: either direction."""
-    if max(math.prod(x.x.shape[1:-1]), *w.w.shape) > MOST:
+def supports(options: Options, *groups: tuple[Array, ...]) -> str | None:
+    """None, or why the kernels do not run this call: of any pass."""
+    shapes = [x.shape for group in groups for x in group]
+    if any(max(math.prod(rows), cols) > MOST for _, *rows, cols in shapes):
         return f"it takes sizes up to {MOST}"
     return None
 
 
-def fp8_linear_fwd(options: Options, avals: Product, x: Codes, w: Weights) -> Product:
+def fp8_linear_weights(options: Options, avals: WeightCodes, x: WeightValues) -> WeightCodes:
+    """`xla.fp8_linear_weights`."""
+    return WeightCodes(*quantize_fp8_tiles_transpose(x.w, options.power_of_two_scale))
+
+
+def fp8_linear_fwd(options: Options, avals: Product, x: Codes, w: TransposedWeights) -> Product:
     """`xla.fp8_linear_fwd`."""
-    weights, scale = w.w.swapaxes(1, 2), w.w_scale.swapaxes(1, 2)
-    return Product(_product(*x, weights, scale, avals.out))
+    return Product(_product(*x, w.w_transposed, w.w_scale.swapaxes(1, 2), avals.out))
 
 
 def fp8_linear_bwd(

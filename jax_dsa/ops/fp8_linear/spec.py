@@ -60,8 +60,29 @@ class Codes(NamedTuple):
     x_scale: Float[Array, "b {o.rows} {o.k_blocks}"]
 
 
+class WeightValues(NamedTuple):
+    """The weights."""
+
+    w: Float[Array, "b {o.k} {o.n}"]
+
+
+class WeightCodes(NamedTuple):
+    """The weights, quantised by tiles, in the layouts of both directions."""
+
+    w: Float[Array, "b {o.k} {o.n}"]
+    w_transposed: Float[Array, "b {o.n} {o.k}"]
+    w_scale: Float[Array, "b {o.k_blocks} {o.n_blocks}"]
+
+
+class TransposedWeights(NamedTuple):
+    """As the forward pass reads them; the scales are not transposed."""
+
+    w_transposed: Float[Array, "b {o.n} {o.k}"]
+    w_scale: Float[Array, "b {o.k_blocks} {o.n_blocks}"]
+
+
 class Weights(NamedTuple):
-    """The weights, quantised by tiles."""
+    """As the backward pass reads them."""
 
     w: Float[Array, "b {o.k} {o.n}"]
     w_scale: Float[Array, "b {o.k_blocks} {o.n_blocks}"]

@@ -11,22 +11,32 @@ from jax_dsa.ops.fp8_linear.spec import (
     Inputs,
     Options,
     Product,
+    TransposedWeights,
+    WeightCodes,
     Weights,
+    WeightValues,
     flat_rows,
 )
 from jax_dsa.ops.quantize_fp8 import spec as quantize
 from jax_dsa.ops.quantize_fp8.xla import dequantized, quantize_fp8
 
 
-def fp8_linear_fwd(options: Options, x: Codes, w: Weights) -> Product:
+def fp8_linear_weights(options: Options, x: WeightValues) -> WeightCodes:
+    """The weights, quantised by tiles."""
+    codes, scale = quantize_fp8(options.w, quantize.Operands(x.w))
+    return WeightCodes(codes, codes.swapaxes(1, 2), scale)
+
+
+def fp8_linear_fwd(options: Options, x: Codes, w: TransposedWeights) -> Product:
     """x @ w of the dequantised operands."""
     values = dequantized(*x, (1, options.block), jnp.float32)
-    return Product(matmul(values, _weights(options, w)).astype(options.dtype))
+    weights = _values(options, Weights(w.w_transposed.swapaxes(1, 2), w.w_scale))
+    return Product(matmul(values, weights).astype(options.dtype))
 
 
 def fp8_linear_bwd(options: Options, x: Inputs, w: Weights, dy: Product) -> Gradients:
     """The gradients, with every operand of every product quantised along its contracted axis."""
-    dx = matmul(rounded(options, dy.out, (1, options.block)), _weights(options, w).swapaxes(1, 2))
+    dx = matmul(rounded(options, dy.out, (1, options.block)), _values(options, w).swapaxes(1, 2))
     columns = (options.block, 1)
     rows_x, rows_dy = (rounded(options, flat_rows(a), columns) for a in (x.x, dy.out))
     dw = matmul(rows_x.swapaxes(1, 2), rows_dy)
@@ -46,5 +56,5 @@ def rounded(
     return dequantized(*quantize_fp8(how, quantize.Operands(x)), block, jnp.float32)
 
 
-def _weights(options: Options, w: Weights) -> Float[Array, "b K N"]:
+def _values(options: Options, w: Weights) -> Float[Array, "b K N"]:
     return dequantized(*w, (options.block, options.block), jnp.float32)

@@ -37,7 +37,7 @@ def dequantize_fp8_fwd(options: Options, avals: Values, x: Codes) -> Values:
 
 
 class BothLayouts(NamedTuple):
-    """Codes and scales of an array, and of its transpose, with blocks of 1x128 each."""
+    """Of an array and of its transpose, with blocks of 1x128 each."""
 
     codes: Float[Array, "b R C"]
     scale: Float[Array, "b R J"]
@@ -45,17 +45,35 @@ class BothLayouts(NamedTuple):
     scale_transposed: Float[Array, "b C I"]
 
 
+class BothTiles(NamedTuple):
+    """Of an array, with tiles of 128x128, and the same codes transposed."""
+
+    codes: Float[Array, "b R C"]
+    codes_transposed: Float[Array, "b C R"]
+    scale: Float[Array, "b I J"]
+
+
+def quantize_fp8_tiles_transpose(x: Float[Array, "b R C"], power_of_two_scale: bool) -> BothTiles:
+    """Quantises by tiles, reading once."""
+    batch, rows, cols = x.shape
+    avals = [
+        jax.ShapeDtypeStruct((batch, rows, cols), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((batch, cols, rows), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((batch, -(-rows // BLOCK), -(-cols // BLOCK)), jnp.float32),
+    ]
+    power = np.bool_(power_of_two_scale)
+    target = "jax_dsa.quantize_fp8_tiles_transpose.v1"
+    return BothTiles(*ffi.call(target, [x], avals, power_of_two_scale=power))
+
+
 def quantize_fp8_transpose(x: Float[Array, "b R C"], power_of_two_scale: bool) -> BothLayouts:
     """Quantises along rows and along columns, reading once."""
     batch, rows, cols = x.shape
-    shapes = [
-        ((batch, rows, cols), (batch, rows, -(-cols // BLOCK))),
-        ((batch, cols, rows), (batch, cols, -(-rows // BLOCK))),
-    ]
     avals = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for pair in shapes
-        for shape, dtype in zip(pair, (jnp.float8_e4m3fn, jnp.float32), strict=True)
+        jax.ShapeDtypeStruct((batch, rows, cols), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((batch, rows, -(-cols // BLOCK)), jnp.float32),
+        jax.ShapeDtypeStruct((batch, cols, rows), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((batch, cols, -(-rows // BLOCK)), jnp.float32),
     ]
     power = np.bool_(power_of_two_scale)
     target = "jax_dsa.quantize_fp8_transpose.v1"
