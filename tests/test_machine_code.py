@@ -49,7 +49,7 @@ STACKS = {
     "htree13attend_kernel": 56,
     "htree16rotations_kernel": 40,
     "indexer10fwd_kernel": 88,
-    "masked_attention10bwd_kernel": 120,
+    "masked_attention10bwd_kernel": 24,
     "masked_attention10fwd_kernel": 24,
     "mqa_decode10few_kernel": 8,
     "mqa_decode11wide_kernel": 16,

@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t range_bits(int start, int end, int first) {
 
 // A warp takes an item.
 template <int kKeys>
-__global__ void __launch_bounds__(kKeyBoundsThreads)
+__global__ void __launch_bounds__(kKeyBoundsThreads, 1)
     key_bounds_kernel(const __grid_constant__ AttentionMask m,
                       const __grid_constant__ Bounds bounds, int64_t items, int64_t queries,
                       int keys, int heads, int groups, KeyBounds* result) {

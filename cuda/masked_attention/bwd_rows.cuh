@@ -8,52 +8,62 @@ namespace jax_dsa::masked_attention {
 
 inline constexpr int kRowsThreads = 256;
 
-// lse, delta = sum(out * dout) - dlse and `dead` of a step's 64 queries; sets dq to zero. A warp
-// takes a query at a time.
+// lse, delta = sum(out * dout) - dlse and `dead` of a step's 64 queries; sets dq to zero. 16 lanes
+// take a query, all of its step's at once: it takes many loads under way to hide their latency.
 template <DType kType>
 __global__ void __launch_bounds__(kRowsThreads)
     rows_kernel(const __grid_constant__ MaskedAttentionBwdParams p,
                 const __grid_constant__ BwdWorkspace w, int64_t steps, int dq_dim,
                 float lse_factor) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  constexpr int kAtOnce = kRowsThreads / 16, kRounds = kStepQueries / kAtOnce;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = threadIdx.x % 16;
   const int64_t number = blockIdx.x, pair = number / steps, step = number - pair * steps;
   const int64_t batch = pair / p.heads, head = pair - batch * p.heads;
-  for (int i = warp; i < kStepQueries; i += kRowsThreads / 32) {
-    const int64_t query = step * kStepQueries + i;
-    float lse = INFINITY, delta = 0.f;
-    bool dead = false;
-    if (query < p.queries) {
-      const int64_t row = (batch * p.queries + query) * p.heads + head;
-      lse = p.lse[row];
-      dead = lse == -INFINITY;
-      const auto* const out = static_cast<const uint16_t*>(p.out) + row * p.value_dim;
-      const auto* const dout = static_cast<const uint16_t*>(p.dout) + row * p.value_dim;
-      float sum = 0.f;
-      for (int e = lane * 8; e < p.value_dim; e += 256) {
-        uint32_t x[4], y[4];
-        load_16_now<0>(out + e, true, x);
-        load_16_now<0>(dout + e, true, y);
+  const int64_t first = step * kStepQueries + threadIdx.x / 16;
+  const auto row = [&](int round) {
+    return (batch * p.queries + first + round * kAtOnce) * p.heads + head;
+  };
+  const auto there = [&](int round) { return first + round * kAtOnce < p.queries; };
+
+  float lse[kRounds], dlse[kRounds], sum[kRounds] = {};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 a = unpack_16<kType>(x[j]), b = unpack_16<kType>(y[j]);
-          sum += a.x * b.x + a.y * b.y;
-        }
-      }
+  for (int i = 0; i < kRounds; ++i) {
+    lse[i] = load_now(p.lse + row(i), there(i), INFINITY);
+    dlse[i] = load_now(p.dlse + row(i), there(i), 0.f);
+  }
+  for (int e = part * 8; e < p.value_dim; e += 128) {
+    uint32_t x[kRounds][4], y[kRounds][4];
 #pragma unroll
-      for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-      delta = dead ? 0.f : sum - p.dlse[row];
-      lse = dead ? INFINITY : lse * lse_factor;
+    for (int i = 0; i < kRounds; ++i) {
+      const int64_t at = row(i) * p.value_dim + e;
+      load_16_now<0>(static_cast<const uint16_t*>(p.out) + at, there(i), x[i]);
+      load_16_now<0>(static_cast<const uint16_t*>(p.dout) + at, there(i), y[i]);
     }
-    if (lane == 0) {
-      w.lse[number * kStepQueries + i] = lse;
-      w.delta[number * kStepQueries + i] = delta;
-      dynamic_shared<bool[kStepQueries]>()[i] = dead;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 a = unpack_16<kType>(x[i][j]), b = unpack_16<kType>(y[i][j]);
+        sum[i] += a.x * b.x + a.y * b.y;
+      }
     }
   }
   if (threadIdx.x < kMostParts * 4) w.added[number * (kMostParts * 4) + threadIdx.x] = 0;
   const float4 zero = {0.f, 0.f, 0.f, 0.f};
   auto* const dq = reinterpret_cast<float4*>(w.dq + number * kStepQueries * dq_dim);
   for (int i = threadIdx.x; i < kStepQueries * dq_dim / 4; i += kRowsThreads) dq[i] = zero;
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+#pragma unroll
+    for (int d = 8; d > 0; d /= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], d);
+    const int query = threadIdx.x / 16 + i * kAtOnce;
+    const bool dead = lse[i] == -INFINITY;
+    if (part == 0) {
+      w.lse[number * kStepQueries + query] = there(i) && !dead ? lse[i] * lse_factor : INFINITY;
+      w.delta[number * kStepQueries + query] = there(i) && !dead ? sum[i] - dlse[i] : 0.f;
+      dynamic_shared<bool[kStepQueries]>()[query] = dead;
+    }
+  }
   __syncthreads();
   if (warp > 0) return;
   const auto& all = dynamic_shared<bool[kStepQueries]>();
