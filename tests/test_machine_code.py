@@ -50,6 +50,7 @@ STACKS = {
     "htree16rotations_kernel": 40,
     "indexer10fwd_kernel": 88,
     "masked_attention10bwd_kernel": 24,
+    "Lb1ELb1EEEEEvNS_24MaskedAttentionBwdParams": 48,  # the same with biases
     "masked_attention10fwd_kernel": 24,
     "mqa_decode10few_kernel": 8,
     "mqa_decode11wide_kernel": 16,

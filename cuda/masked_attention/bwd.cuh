@@ -151,17 +151,34 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     wgmma_wait<0>();
     wgmma_pin(dp);
     const uint32_t ds_at = smem_address(shared.ds[at]);
+    const auto load_probabilities = [&](int k) {
+      if constexpr (Tr::kInTurn) {
+        load_matrix_x4(smem_address(shared.p) + chunk(k), probabilities[k]);
+      }
+    };
+    const auto probability = [&](int k, int j) {  // of two scores
+      const int i = 8 * k + 2 * j;
+      return Tr::kInTurn ? unpack_16<Tr::kType>(probabilities[k][j]) : make_float2(s[i], s[i + 1]);
+    };
+    if (Tr::kGeneral && cap_inverse > 0.f) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        load_probabilities(k);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int i = 8 * k + 2 * j;
+          cap_gradients(dp[i], dp[i + 1], probability(k, j), lse_of(i), cap_inverse);
+        }
+      }
+    }
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      if constexpr (Tr::kInTurn)
-        load_matrix_x4(smem_address(shared.p) + chunk(k), probabilities[k]);
+      load_probabilities(k);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int i = 8 * k + 2 * j;
-        const float2 x =
-            Tr::kInTurn ? unpack_16<Tr::kType>(probabilities[k][j]) : make_float2(s[i], s[i + 1]);
-        const float2 ds = score_gradients(x, make_float2(dp[i], dp[i + 1]), partial, cap_inverse,
-                                          [&] { return lse_of(i); });
+        const float2 ds =
+            score_gradients(probability(k, j), make_float2(dp[i], dp[i + 1]), partial);
         gradients[k][j] = pack_16<Tr::kType>(ds.x, ds.y);
         if constexpr (Tr::kBias) dp[i] = ds.x, dp[i + 1] = ds.y;
       }

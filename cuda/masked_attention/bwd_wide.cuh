@@ -106,15 +106,22 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
       // The first has read dS of the step before when it comes here.
       named_barrier_sync<256>(kProbabilities);
 #pragma unroll
+      for (int k = 0; k < kSteps; ++k) load_matrix_x4(p_at + chunk(k), probabilities[k]);
+      if (Tr::kGeneral && cap_inverse > 0.f) {
+#pragma unroll
+        for (int i = 0; i < kScores; i += 2) {
+          cap_gradients(x[i], x[i + 1], unpack_16<Tr::kType>(probabilities[i / 8][i / 2 % 4]),
+                        lse_of(i), cap_inverse);
+        }
+      }
+#pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        load_matrix_x4(p_at + chunk(k), probabilities[k]);
         uint32_t gradients[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int i = 8 * k + 2 * j;
           const float2 y = unpack_16<Tr::kType>(probabilities[k][j]);
-          const float2 ds = score_gradients(y, make_float2(x[i], x[i + 1]), partial, cap_inverse,
-                                            [&] { return lse_of(i); });
+          const float2 ds = score_gradients(y, make_float2(x[i], x[i + 1]), partial);
           gradients[j] = pack_16<Tr::kType>(ds.x, ds.y);
           if constexpr (Tr::kBias) x[i] = ds.x, x[i + 1] = ds.y;
         }

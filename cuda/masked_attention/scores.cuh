@@ -56,20 +56,19 @@ __device__ __forceinline__ void cap_scores(float (&s)[kScores], float scale, flo
   }
 }
 
-// dS of two neighbouring scores from their probabilities x and from dout . v - delta. `inverse` is
-// that of a softcap, 0 if there is none; `lse()` gives their queries' logarithms. Where scores are
-// hidden, dp may be anything.
-template <typename Lse>
-__device__ __forceinline__ float2 score_gradients(float2 x, float2 dp, bool partial, float inverse,
-                                                  Lse lse) {
+// Multiplies dout . v - delta of two neighbouring scores by what a softcap makes of gradients, 1 -
+// (y / softcap)^2, as their probabilities x and their queries' logarithms tell y.
+__device__ __forceinline__ void cap_gradients(float& first, float& second, float2 x, float2 lse,
+                                              float inverse) {
+  const float t = (log2f(x.x) + lse.x) * (kLn2 * inverse);
+  const float u = (log2f(x.y) + lse.y) * (kLn2 * inverse);
+  first *= x.x > 0.f ? 1.f - t * t : 0.f, second *= x.y > 0.f ? 1.f - u * u : 0.f;
+}
+
+// dS of two neighbouring scores from their probabilities x and from dout . v - delta. Where scores
+// are hidden, dp may be anything.
+__device__ __forceinline__ float2 score_gradients(float2 x, float2 dp, bool partial) {
   float2 ds = {x.x * dp.x, x.y * dp.y};
-  if (inverse > 0.f) {
-    // y / softcap, as the probabilities tell it.
-    const float2 z = lse();
-    const float t = (log2f(x.x) + z.x) * (kLn2 * inverse);
-    const float u = (log2f(x.y) + z.y) * (kLn2 * inverse);
-    ds.x = x.x > 0.f ? ds.x * (1.f - t * t) : 0.f, ds.y = x.y > 0.f ? ds.y * (1.f - u * u) : 0.f;
-  }
   if (partial) ds.x = x.x == 0.f ? 0.f : ds.x, ds.y = x.y == 0.f ? 0.f : ds.y;
   return ds;
 }
