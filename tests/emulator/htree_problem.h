@@ -293,7 +293,7 @@ inline Findings check(const Problem& p, int b, int t, int g, const int16_t* sele
 }
 
 // Cotangents of outputs and lse; some heads have none, nor has any head of query 1, whose queries
-// are NaN.
+// are NaN, and which sees all NaN that there is.
 struct Cotangents {
   std::vector<bf16> dout;
   std::vector<float> dlse;
@@ -303,6 +303,7 @@ inline Cotangents cotangents(Problem& p, uint64_t seed) {
   std::normal_distribution<float> normal;
   Cotangents y;
   const int64_t heads = p.q.size() / p.c.dim;
+  if (p.c.queries > 2) p.positions[1] = p.c.tokens - 1;
   for (int64_t i = 0; i < heads; ++i) {
     const bool poisoned = p.c.queries > 2 && i / p.c.heads == 1;
     const bool none = poisoned || random() % 8 == 0;
