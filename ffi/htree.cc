@@ -10,6 +10,7 @@ namespace {
 
 using BF16 = ffi::Buffer<ffi::BF16>;
 using F32 = ffi::Buffer<ffi::F32>;
+using S16 = ffi::Buffer<ffi::S16>;
 using S32 = ffi::Buffer<ffi::S32>;
 using U8 = ffi::Buffer<ffi::U8>;
 
@@ -17,7 +18,7 @@ using U8 = ffi::Buffer<ffi::U8>;
 // -> out [B, T, N, D], lse [B, T, N], selected [B, T, G, layers - 1, K]; and workspaces in bytes:
 // the tree, rotations, the build's and the attention's, all as `htree_workspace` says
 ffi::Error htree_fwd(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positions,
-                     ffi::Result<BF16> out, ffi::Result<F32> lse, ffi::Result<S32> selected,
+                     ffi::Result<BF16> out, ffi::Result<F32> lse, ffi::Result<S16> selected,
                      ffi::Result<U8> tree, ffi::Result<U8> rotations, ffi::Result<U8> building,
                      ffi::Result<U8> attending, int64_t compression, int64_t top_k, float scale,
                      double rope_base) {
@@ -97,7 +98,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HTreeFwd, jax_dsa::htree_fwd,
                                   .Arg<jax_dsa::S32>()
                                   .Ret<jax_dsa::BF16>()
                                   .Ret<jax_dsa::F32>()
-                                  .Ret<jax_dsa::S32>()
+                                  .Ret<jax_dsa::S16>()
                                   .Ret<jax_dsa::U8>()
                                   .Ret<jax_dsa::U8>()
                                   .Ret<jax_dsa::U8>()

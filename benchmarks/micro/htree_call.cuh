@@ -47,7 +47,7 @@ struct Call {
     p.out = allocate<bf16>(batch * queries * heads * dim);
     p.lse = allocate<float>(batch * queries * heads);
     const int64_t slots = batch * queries * groups * (layers.count - 1) * top_k;
-    if (wants_selected) p.selected = allocate<int32_t>(slots);
+    if (wants_selected) p.selected = allocate<int16_t>(slots);
     p.workspace_bytes = htree_fwd_workspace(p, rows ? rows : batch * queries * groups);
     p.workspace = allocate<uint8_t>(p.workspace_bytes);
   }

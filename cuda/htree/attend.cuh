@@ -187,9 +187,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
   raise_registers<S::kRegisters>();
   const float scale_log2 = p.scale * kLog2E;
 
-  constexpr bool kWide = S::kRegisters > 200;  // room for queries in f32
   uint32_t q[kD / 16][4];
-  float wide[kWide ? kD / 16 : 1][8];
   float o[kD / 8][4] = {};
   Softmax softmax;
   Turns<kD> turns(p.rotations, shared.turns[warp]);
@@ -225,15 +223,12 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
         float s[kR / 8][4];
         const uint32_t turn = kRotates ? turns.next(layer ? left : left - 1) : 0;
         multiply_keys<kD, kR>(s, block, [&](int j, uint32_t (&low)[4], uint32_t (&high)[4]) {
-          if constexpr (kRotates && kWide) {
-            rotate_wide<kD>(wide[j], wide[j + kD / 32], turn, j, low, high);
-          } else {
-            // Not to be unpacked beforehand.
+        // Not to be unpacked beforehand.
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-              low[i] = hidden(q[j][i]), high[i] = hidden(q[j + kD / 32][i]);
-            if constexpr (kRotates) rotate<kD>(low, high, turn, j);
+          for (int i = 0; i < 4; ++i) {
+            low[i] = hidden(q[j][i]), high[i] = hidden(q[j + kD / 32][i]);
           }
+          if constexpr (kRotates) rotate<kD>(low, high, turn, j);
         });
         const uint32_t hides = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
         ++mask;
@@ -258,15 +253,6 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
     if (early) {
       walk(std::false_type());
     } else {
-#pragma unroll
-      for (int j = 0; kWide && j < kD / 16; ++j) {  // hidden: not to be unpacked again later
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 x = unpack_bf16(q[j][i]);
-          wide[j][2 * i] = __uint_as_float(hidden(__float_as_uint(x.x)));
-          wide[j][2 * i + 1] = __uint_as_float(hidden(__float_as_uint(x.y)));
-        }
-      }
       walk(std::true_type());
     }
   }

@@ -89,13 +89,14 @@ cudaError_t launch_meetings(const BwdPass& x, cudaStream_t stream) {
       e != cudaSuccess) {
     return e;
   }
-  if (cudaError_t e = launch_blocks(count_kernel, ceil_div(x.lists(), int64_t{kCountThreads / 32}),
-                                    kCountThreads, 0, stream, x);
+  if (cudaError_t e = launch_blocks(count_kernel<kCountThreads>,
+                                    ceil_div(x.lists(), int64_t{kCountThreads / 32}), kCountThreads,
+                                    0, stream, x);
       e != cudaSuccess) {
     return e;
   }
-  if (cudaError_t e =
-          launch_blocks(share_kernel, 1, kShareThreads, kShareThreads / 32 * 4, stream, x);
+  if (cudaError_t e = launch_blocks(share_kernel<kShareThreads>, 1, kShareThreads,
+                                    kShareThreads / 32 * 4, stream, x);
       e != cudaSuccess) {
     return e;
   }

@@ -49,10 +49,12 @@ __global__ void __launch_bounds__(kMeetThreads) meet_kernel(const __grid_constan
 }
 
 inline constexpr int kCountThreads = 256;
+inline constexpr int kShareThreads = 1024;
 
 // A list a warp.
-__global__ void __launch_bounds__(kCountThreads) count_kernel(const __grid_constant__ BwdPass x) {
-  const int64_t list = blockIdx.x * int64_t{kCountThreads / 32} + threadIdx.x / 32;
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) count_kernel(const __grid_constant__ BwdPass x) {
+  const int64_t list = blockIdx.x * int64_t{kThreads / 32} + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (list >= x.lists()) return;
   int before = 0;
@@ -66,19 +68,18 @@ __global__ void __launch_bounds__(kCountThreads) count_kernel(const __grid_const
   if (lane == 0) x.counts[list] = before;
 }
 
-inline constexpr int kShareThreads = 1024;
-
 // Starts of the lists, and their segments as items; by one thread block.
-__global__ void __launch_bounds__(kShareThreads) share_kernel(const __grid_constant__ BwdPass x) {
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) share_kernel(const __grid_constant__ BwdPass x) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  auto& sums = dynamic_shared<int[kShareThreads / 32]>();
+  auto& sums = dynamic_shared<int[kThreads / 32]>();
   // What the threads before this one have; adds that of all to `total`.
   const auto scan = [&](int mine, int& total) {
     const int sum = inclusive_scan(mine);
     if (lane == 31) sums[warp] = sum;
     __syncthreads();
     int before = total + sum - mine;
-    for (int i = 0; i < kShareThreads / 32; ++i) {
+    for (int i = 0; i < kThreads / 32; ++i) {
       if (i < warp) before += sums[i];
       total += sums[i];
     }
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kShareThreads) share_kernel(const __grid_const
   int meetings = 0, items = 0, last = -1;
   for (int segment = 0; items != last; ++segment) {
     last = items;
-    for (int first = 0; first < lists; first += kShareThreads) {
+    for (int first = 0; first < lists; first += kThreads) {
       const int list = first + threadIdx.x;
       const int count = list < lists ? x.counts[list] : 0;
       if (segment == 0) {

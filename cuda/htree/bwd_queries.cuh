@@ -185,10 +185,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   for (int r = 0; r < 2; ++r) {
     const int own = lane / 4 + r * 8;
     if (own >= own_part.heads) continue;
+    const bool live = lse[r] < INFINITY;  // else keys' NaN would show
     auto* const to = static_cast<uint32_t*>(x.dq) + ((own_part.head + own) * kD + lane % 4 * 2) / 2;
 #pragma unroll
     for (int i = 0; i < kD / 8; ++i) {
-      to[i * 4] = pack_bf16(dq[i][2 * r] * p.scale, dq[i][2 * r + 1] * p.scale);
+      to[i * 4] = live ? pack_bf16(dq[i][2 * r] * p.scale, dq[i][2 * r + 1] * p.scale) : 0;
     }
   }
 }

@@ -71,8 +71,9 @@ struct HTreeFwdParams {
   const float* rotations;
   void* out;   // [B, T, N, D], bf16
   float* lse;  // [B, T, N]
-  int32_t*
-      selected;     // [B, T, G, layers - 1, top_k], ordinals, ascending, then -1; null: not wanted
+  // [B, T, G, layers - 1, top_k], ordinals, ascending, then -1; null: not wanted. Ordinals are
+  // below compression * top_k, at most 2^15.
+  int16_t* selected;
   void* workspace;  // 256-byte aligned
   int64_t workspace_bytes;
   int64_t batch, queries, heads, groups, tokens, dim, compression, top_k;

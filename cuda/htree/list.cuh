@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kListThreads)
       atomicAdd(&bits[ordinal / kR], 1u << slot);
     }
     chunk.nodes[place + i] = node;
-    if (!kGiven && p.selected) p.selected[given + i] = ordinal;
+    if (!kGiven && p.selected) p.selected[given + i] = static_cast<int16_t>(ordinal);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < k; i += kListThreads) chunk.masks[place + i] = bits[i];

@@ -9,6 +9,7 @@
 
 #include <climits>
 #include <cmath>
+#include <type_traits>
 
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -33,7 +34,9 @@ struct Shape {
 };
 // Its twelve warps are one, two, three, four or six a query.
 using Shipped = Shape<12, 160, 64>;
-using ShippedScores = Shape<12, 160, 64>;
+// Scores need fewer registers.
+template <int kR>
+using ShippedScores = std::conditional_t<kR == 32, Shape<16, 112, 64>, Shape<24, 72, 64>>;
 
 // Some of the queries, and what the passes leave each other about them. A row is a (batch entry,
 // group, query) of these, in that order.
@@ -272,26 +275,6 @@ __device__ __forceinline__ void rotate(uint32_t (&low)[4], uint32_t (&high)[4], 
       const float sin[2] = {kBack ? -cs[1] : cs[1], kBack ? -cs[3] : cs[3]};
       low[i] = pack_bf16(x.x * cs[0] - y.x * sin[0], x.y * cs[2] - y.y * sin[1]);
       high[i] = pack_bf16(y.x * cs[0] + x.x * sin[0], y.y * cs[2] + x.y * sin[1]);
-    }
-  }
-}
-
-// The same of numbers that are unpacked already.
-template <int kD>
-__device__ __forceinline__ void rotate_wide(const float (&x)[8], const float (&y)[8], uint32_t turn,
-                                            int j, uint32_t (&low)[4], uint32_t (&high)[4]) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t bits[4];  // cos, sin, cos, sin
-    load_shared_16(turn + (j * 16 + half * 8 + threadIdx.x % 4 * 2) * 8, bits);
-    const float cs[4] = {__uint_as_float(bits[0]), __uint_as_float(bits[1]),
-                         __uint_as_float(bits[2]), __uint_as_float(bits[3])};
-#pragma unroll
-    for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      low[i] = pack_bf16(x[2 * i] * cs[0] - y[2 * i] * cs[1],
-                         x[2 * i + 1] * cs[2] - y[2 * i + 1] * cs[3]);
-      high[i] = pack_bf16(y[2 * i] * cs[0] + x[2 * i] * cs[1],
-                          y[2 * i + 1] * cs[2] + x[2 * i + 1] * cs[3]);
     }
   }
 }

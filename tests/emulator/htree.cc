@@ -65,7 +65,7 @@ int64_t wrong_rows(const Problem& p, const uint8_t* tree) {
 struct Outcome {
   std::vector<bf16> out;
   std::vector<float> lse;
-  std::vector<int32_t> selected;
+  std::vector<int16_t> selected;
   std::vector<float> importance;  // of the last chunk's layer 1
   int64_t width = 0;
   int64_t wrong = 0;  // rows of the tree

@@ -27,7 +27,7 @@ struct Aligned {  // for copies of 16 bytes
 
 struct Outcome {
   std::vector<bf16> dq, dk, dv;
-  std::vector<int32_t> selected;
+  std::vector<int16_t> selected;
 };
 
 Outcome run(const Problem& x, const Cotangents& y, int64_t chunk) {

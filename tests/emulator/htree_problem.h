@@ -162,7 +162,7 @@ inline std::vector<double> scores(const Problem& p, const std::vector<std::vecto
 
 // Whether layer 1's selection is just what these importances call for, ties and all.
 inline bool selects_exactly(const Problem& p, int b, int t, const float* importance,
-                            const int32_t* selected) {
+                            const int16_t* selected) {
   const int n = p.candidates(p.positions[p.token(b, t)], 1);
   std::vector<int> order(std::max(n - 1, 0));
   for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
@@ -202,7 +202,7 @@ inline double error(double got, double want) {
 
 // One query and group. `selected` is [layers - 1, K]; the outputs of its heads lie one behind the
 // other. Selections are taken as they are, if they are ones that may be made.
-inline Findings check(const Problem& p, int b, int t, int g, const int32_t* selected,
+inline Findings check(const Problem& p, int b, int t, int g, const int16_t* selected,
                       const bf16* out, const float* lse, const float* importance) {
   const Case& c = p.c;
   const int heads = c.heads / c.groups, position = p.positions[p.token(b, t)];
@@ -223,7 +223,7 @@ inline Findings check(const Problem& p, int b, int t, int g, const int32_t* sele
     std::vector<bool> is_selected(n);
     parents.clear();
     if (l > 0) {
-      const int32_t* row = selected + (l - 1) * c.top_k;
+      const int16_t* row = selected + (l - 1) * c.top_k;
       const int count = std::min(n, c.top_k);
       for (int i = 0; i < c.top_k; ++i) {
         const bool good =
@@ -293,7 +293,7 @@ inline Findings check(const Problem& p, int b, int t, int g, const int32_t* sele
 }
 
 // Cotangents of outputs and lse; some heads have none, nor has any head of query 1, whose queries
-// are NaN.
+// are NaN, and which sees all NaN that there is.
 struct Cotangents {
   std::vector<bf16> dout;
   std::vector<float> dlse;
@@ -303,6 +303,7 @@ inline Cotangents cotangents(Problem& p, uint64_t seed) {
   std::normal_distribution<float> normal;
   Cotangents y;
   const int64_t heads = p.q.size() / p.c.dim;
+  if (p.c.queries > 2) p.positions[1] = p.c.tokens - 1;
   for (int64_t i = 0; i < heads; ++i) {
     const bool poisoned = p.c.queries > 2 && i / p.c.heads == 1;
     const bool none = poisoned || random() % 8 == 0;
@@ -321,7 +322,7 @@ struct Gradients {
   std::vector<std::vector<std::vector<double>>> keys, values;
 };
 inline void add_gradients(const Problem& p, const Cotangents& x, int b, int t, int g,
-                          const int32_t* selected, Gradients& y) {
+                          const int16_t* selected, Gradients& y) {
   const Case& c = p.c;
   const int heads = c.heads / c.groups, position = p.positions[p.token(b, t)];
   const int64_t first = p.token(b, t) * c.heads + g * heads;
@@ -339,7 +340,7 @@ inline void add_gradients(const Problem& p, const Cotangents& x, int b, int t, i
   std::vector<int64_t> parents;
   for (int l = p.layers.count - 1; l >= 0; --l) {
     const int n = p.candidates(position, l);
-    const int32_t* row = selected + (l - 1) * c.top_k;
+    const int16_t* row = selected + (l - 1) * c.top_k;
     std::vector<int64_t> below;
     int next = 0;
     for (int i = 0; i < n; ++i) {
@@ -398,7 +399,7 @@ inline void add_gradients(const Problem& p, const Cotangents& x, int b, int t, i
   }
 }
 // All gradients; `selected` is [B, T, G, layers - 1, K].
-inline Gradients gradients(const Problem& p, const Cotangents& x, const int32_t* selected) {
+inline Gradients gradients(const Problem& p, const Cotangents& x, const int16_t* selected) {
   const Case& c = p.c;
   Gradients y;
   y.dq.resize(p.q.size()), y.dk.resize(p.k.size()), y.dv.resize(p.v.size());

@@ -265,7 +265,7 @@ def _inspect(
     call: Call, options: Options, q: jax.Array, k: jax.Array
 ) -> list[tuple[jax.Array, jax.Array]]:
     positions = _positions(q)
-    selected = FWD(call, options, Operands(q, k, k, positions)).selected
+    selected = FWD(call, options, Operands(q, k, k, positions)).selected.astype(jnp.int32)
     layers = tree.tree_layers(k.shape[1], options.compression, options.top_k)
     return nodes.inspect(selected, positions, layers, options.compression)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from jax_dsa.core.checks import Args
 from jax_dsa.core.spec import Remat
 from jax_dsa.core.typing import Array, Float, Int
@@ -28,6 +30,11 @@ class Options:
     capacity: int | None = None
     scale: float = 1.0
     rope_base: float = 10000.0
+
+    @property
+    def ordinal_dtype(self) -> Any:
+        """Of a selection that is kept: a candidate's ordinal is below r * K."""
+        return jnp.int16 if self.compression * self.top_k <= 2**15 else jnp.int32
 
 
 def check_tree(args: Args, compression: Any, top_k: Any, **others: Any) -> Options:

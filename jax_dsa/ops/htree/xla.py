@@ -149,9 +149,9 @@ def _attend(
     return (
         (out / total).reshape(batch, queries, heads, value_dim).astype(q.dtype),
         lse.reshape(batch, queries, heads),
-        jnp.stack(selected, axis=3)
+        jnp.stack(selected, axis=3).astype(options.ordinal_dtype)
         if selected
-        else jnp.zeros((batch, queries, groups, 0, top_k), jnp.int32),
+        else jnp.zeros((batch, queries, groups, 0, top_k), options.ordinal_dtype),
     )
 
 
@@ -191,7 +191,7 @@ def _attend_transposed(
         counted = columns.visible & live
         place = level, parents
         if level:
-            ordinals = selected[..., level - 1, :]
+            ordinals = selected[..., level - 1, :].astype(jnp.int32)
             parents = selected_nodes(ordinals, parents, r)
             counted &= ~mark(ordinals, counted.shape[-1])[:, :, :, None]
         scores = options.scale * columns.scores(rotated)
