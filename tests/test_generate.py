@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from quick import compile_quickly  # noqa: F401
+from quick import compile_fully, compile_quickly  # noqa: F401
 
 from jax_dsa import nn, training
 from jax_dsa.serving import pack_records, unpack_records
@@ -108,15 +108,19 @@ def test_a_sampler_draws_each_token_by_a_key_of_its_own():
 
 
 @BOTH
-def test_a_step_writes_its_cache_in_place(page_size):
-    model = decoder()
+@pytest.mark.parametrize("fp8", [False, True], ids=["keys", "fp8"])
+def test_a_step_writes_its_cache_in_place(page_size, fp8, compile_fully):  # noqa: F811
+    attention = dataclasses.replace(ATTENTION, kv_rank=512, rope_dim=64)
+    model = decoder(dataclasses.replace(DECODER, attention=attention, num_layers=1))
     sampler = training.Sampler(model)
-    token, stream = sampler.prefill(
-        np.zeros((B, 1), np.int32), model.init_cache(B, 64, page_size=page_size), jax.random.key(0)
-    )
-    size = sum(x.nbytes for x in jax.tree.leaves(stream.cache))
+    cache = model.init_cache(B, 64, page_size=page_size, fp8=fp8)
+    token, stream = sampler.prefill(np.zeros((B, 1), np.int32), cache, jax.random.key(0))
+    stores = [x for x in jax.tree.leaves(stream.cache) if x.ndim > 2]
     compiled = sampler._decode.lower(sampler._params, token, stream).compile()
-    assert compiled.memory_analysis().alias_size_in_bytes >= size
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(x.nbytes for x in stores)
+    for x in stores:
+        shape = ",".join(map(str, x.shape))
+        assert not re.search(rf"= \w+\[{shape}\]\S* copy\(", compiled.as_text()), shape
     sampler.step(token, stream)
     assert all(x.is_deleted() for x in jax.tree.leaves(stream.cache))
     assert not token.is_deleted()

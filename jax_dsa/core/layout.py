@@ -174,11 +174,12 @@ def put_in_pages(
     new: Float[Array, "B T *d"],
 ) -> Float[Array, "P L *d"]:
     """`pages` with new rows at their positions; what has no page is dropped."""
-    if pages.shape[0] == 0:  # no gradient could gather from it
+    count, size = pages.shape[:2]
+    if count == 0:  # no gradient could gather from it
         return pages
-    pool = pages.reshape(pages.shape[0] * pages.shape[1], *pages.shape[2:])
-    where = physical_rows(pages.shape[0], pages.shape[1], page_table, positions)
-    where = jnp.where(where < 0, pool.shape[0], where)
+    row = physical_rows(count, size, page_table, positions)
+    page = jnp.where(row < 0, count, row // size)
     # Requests may be sharded where the pool is not, and an Explicit mesh wants it said.
-    sharding = jax.typeof(pool).sharding
-    return pool.at[where].set(new, mode="drop", out_sharding=sharding).reshape(pages.shape)
+    sharding = jax.typeof(pages).sharding
+    # Not into the pool as one axis: for the way back, XLA may copy all of it.
+    return pages.at[page, row % size].set(new, mode="drop", out_sharding=sharding)
