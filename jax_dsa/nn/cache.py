@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class LayerCache(NamedTuple):
     """One layer's keys of up to S tokens of each request."""
 
-    kv: FlatCache | PagedCache
-    """What attention reads; its `lengths` count the tokens."""
+    kv: FlatCache | PagedCache | None
+    """What attention reads; its `lengths` count the tokens. None if the keys are another layer's.
+    """
     index_k: Float[Array, "B S C"] | None
     """None in a layer without an indexer."""
     index_k_scale: Float[Array, "B S"] | None
@@ -39,7 +40,9 @@ class LayerCache(NamedTuple):
     ) -> LayerCache:
         """Room for `capacity` tokens of each of `batch` requests; `fp8` as in `FlatCache.empty`."""
         c = config
-        kv = FlatCache.empty(batch, capacity, c.kv_rank + c.rope_dim, dtype=c.dtype, fp8=fp8)
+        kv = None
+        if not c.shares_keys:
+            kv = FlatCache.empty(batch, capacity, c.kv_rank + c.rope_dim, dtype=c.dtype, fp8=fp8)
         if indexer_type == "shared":
             return cls(kv, None, None)
         index_dtype = jnp.float8_e4m3fn if c.index_fp8 else c.dtype
@@ -52,16 +55,23 @@ class LayerCache(NamedTuple):
     @property
     def lengths(self) -> Int[Array, "B"]:
         """How many tokens of each request are in the cache."""
+        assert self.kv is not None, "a layer that shares keys counts no tokens"
         return self.kv.lengths
 
-    def append(self, kv: Float[Array, "B T 1 D"], index: IndexerInputs | None) -> LayerCache:
-        """The cache with T more tokens of each request; those beyond the capacity are dropped."""
-        step = jnp.arange(kv.shape[1], dtype=jnp.int32)[None]
-        positions = self.lengths[:, None] + step
+    def append(
+        self,
+        kv: Float[Array, "B T 1 D"] | None,
+        index: IndexerInputs | None,
+        positions: Int[Array, "B T"],
+    ) -> LayerCache:
+        """The cache with T more tokens of each request, at positions that go on from its length;
+        those beyond the capacity are dropped.
+        """
         old = self.index_k, self.index_k_scale
         new = (None, None) if index is None else (index.index_k, index.index_k_scale)
         return LayerCache(
-            self.kv.append(kv), *jax.tree.map(lambda x, y: put_rows(x, positions, y), old, new)
+            None if self.kv is None or kv is None else self.kv.append(kv),
+            *jax.tree.map(lambda x, y: put_rows(x, positions, y), old, new),
         )
 
 
