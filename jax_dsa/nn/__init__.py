@@ -7,9 +7,10 @@ with needs_extra("flax", __name__):
     from jax_dsa.nn.cache import DecoderCache, LayerCache
     from jax_dsa.nn.config import AttentionConfig, DecoderConfig, IndexerType
     from jax_dsa.nn.decoder import Block, DecoderLM, SwiGLU
+    from jax_dsa.nn.hf import HFLayer, SafeTensors, from_hf, load_hf, save_hf
     from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
     from jax_dsa.nn.linen import linen_dsattention
-    from jax_dsa.nn.rotary import RopeLayout, hadamard, rope
+    from jax_dsa.nn.rotary import RopeLayout, hadamard, rope, yarn_frequencies
 
 __all__ = [
     "AttentionAux",
@@ -19,15 +20,21 @@ __all__ = [
     "DecoderCache",
     "DecoderConfig",
     "DecoderLM",
+    "HFLayer",
     "IndexerInputs",
     "IndexerType",
     "LayerCache",
     "LightningIndexer",
     "MLAProjections",
     "RopeLayout",
+    "SafeTensors",
     "SparseMLA",
     "SwiGLU",
+    "from_hf",
     "hadamard",
     "linen_dsattention",
+    "load_hf",
     "rope",
+    "save_hf",
+    "yarn_frequencies",
 ]

@@ -14,7 +14,7 @@ from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.cache import DecoderCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from jax_dsa.nn.attention import AttentionAux
     from jax_dsa.nn.cache import LayerCache
@@ -96,6 +96,7 @@ class DecoderLM(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         *,
+        indices: Sequence[Int[Array, "B T K"] | None] | None = None,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         sparse: bool = True,
@@ -105,6 +106,8 @@ class DecoderLM(nnx.Module):
 
         Args:
             tokens: int32 token numbers.
+            indices: a selection of each layer, to be replayed: `aux.indices` of an earlier run, or
+                what `Block.decode` gave. None, for all or for one, selects anew.
             positions, segment_ids, sparse: see `DSAttention`.
             remat_policy: recompute each block in the backward pass except for what this policy of
                 `jax.checkpoint` saves (`jax_dsa.training.remat_policy` makes one by name); None
@@ -112,9 +115,12 @@ class DecoderLM(nnx.Module):
         """
         x = self._embed(tokens)
         places = {"positions": positions, "segment_ids": segment_ids}
-        indices = None
+        recorded = [None] * len(self.blocks) if indices is None else indices
+        last = None
         layers: list[AttentionAux] = []
-        for block, kind in zip(self.blocks, self.config.layers, strict=True):
+        for block, kind, replayed in zip(self.blocks, self.config.layers, recorded, strict=True):
+            if replayed is None and kind == "shared":
+                replayed = last
             graph, params = nnx.split(block)
 
             def run(
@@ -124,8 +130,8 @@ class DecoderLM(nnx.Module):
 
             if remat_policy is not None:
                 run = jax.checkpoint(run, policy=remat_policy)
-            x, aux = run(params, x, {"indices": indices if kind == "shared" else None, **places})
-            indices = aux.indices
+            x, aux = run(params, x, {"indices": replayed, **places})
+            last = aux.indices
             layers.append(aux)
         return self._logits(x), layers
 
