@@ -107,7 +107,33 @@ MODELS = {
             "rope_parameters": {**YARN, "attention_factor": 1.0},
         },
     ),
+    "deepseek_v4": Model(
+        "deepseek_v4",
+        "DeepseekV4",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "partial_rotary_factor": 0.25,
+            "q_lora_rank": 20,
+            "num_hidden_layers": 3,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+            ],
+            "compress_rates": {
+                "compressed_sparse_attention": 4,
+                "heavily_compressed_attention": 16,
+            },
+            "sliding_window": 8,
+            "o_groups": 2,
+            "o_lora_rank": 10,
+            "index_topk": 5,
+            "rope_parameters": {k: v for k, v in YARN.items() if "mscale" not in k},
+        },
+    ),
 }
+WINDOW = MODELS["deepseek_v4"].config["sliding_window"]
 
 
 def theirs(kind: str) -> Any:
@@ -139,9 +165,11 @@ def stack(kind: str) -> tuple[Any, Any, list[Any], tuple[nn.HFLayer, ...]]:
 
 
 @functools.cache
-def ours(kind: str) -> list[nn.DSAttention]:
+def ours(kind: str) -> list[Any]:
     return [
-        nn.DSAttention(layer.config, layer.indexer_type, rngs=nnx.Rngs(0))
+        nn.CompressedAttention(layer.config, rngs=nnx.Rngs(0))
+        if isinstance(layer.config, nn.CompressedConfig)
+        else nn.DSAttention(layer.config, layer.indexer_type, rngs=nnx.Rngs(0))
         for layer in stack(kind)[3]
     ]
 
@@ -163,9 +191,13 @@ def tensors(layer: Any) -> dict[str, np.ndarray]:
     return {name: x.numpy() for name, x in layer.state_dict().items()}
 
 
-def causal(length: int, past: int = 0) -> Any:
-    mask = torch.full((length, past + length), torch.finfo(torch.float32).min).triu(past + 1)
-    return mask[None, None].expand(BATCH, 1, -1, -1)
+def causal(length: int, past: int = 0, window: int | None = None) -> Any:
+    """With a window, of the keys that such a cache holds."""
+    mask = torch.ones(length, past + length, dtype=torch.bool).tril(past)
+    if window is not None:
+        mask = mask.triu(past + 1 - window)[:, max(past - window + 1, 0) :]
+    bias = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    return bias[None, None].expand(BATCH, 1, -1, -1)
 
 
 def run_theirs(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> tuple[list, list]:
@@ -173,7 +205,12 @@ def run_theirs(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> t
     _, rotary, layers, _ = stack(kind)
     length = inputs[0].shape[1]
     positions = torch.arange(past, past + length)[None].expand(BATCH, -1)
-    places = rotary(inputs[0], positions)
+    compressed = kind == "deepseek_v4"
+    if compressed:
+        names = ("main", "compress")
+        places: Any = {name: rotary(inputs[0], positions, layer_type=name) for name in names}
+    else:
+        places = rotary(inputs[0], positions)
     outs, selections, chosen = [], [], None
     extra: dict[str, Any] = {}
     if kind == "mistral_large4":
@@ -181,23 +218,24 @@ def run_theirs(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> t
     for layer, x in zip(layers, inputs, strict=True):
         found: list[Any] = []
         hook = None
-        if layer.indexer is not None:
-            hook = layer.indexer.register_forward_hook(lambda m, i, o, found=found: found.append(o))
-        if kind != "deepseek_v32":
+        indexer = getattr(layer.compressor if compressed else layer, "indexer", None)
+        if indexer is not None:
+            hook = indexer.register_forward_hook(lambda m, i, o, found=found: found.append(o))
+        if kind not in ("deepseek_v32", "deepseek_v4"):
             extra["prev_topk_indices"] = chosen
         out, *_ = layer(
             x,
             position_embeddings=places,
-            attention_mask=causal(length, past),
+            attention_mask=causal(length, past, WINDOW if compressed else None),
             position_ids=positions,
             past_key_values=cache,
             **extra,
         )
         if hook is not None:
             hook.remove()
-            chosen = found[0]
+            chosen = found[0].int().numpy()
         outs.append(out)
-        selections.append(chosen)
+        selections.append(None if compressed and indexer is None else chosen)
     return outs, selections
 
 
@@ -205,14 +243,30 @@ def run_ours(kind: str, modules: list[Any], inputs: Any, selections: Any = None)
     """Outputs and what was found; with `selections` these are replayed."""
     outs, found = [], []
     for i, (layer, x) in enumerate(zip(stack(kind)[3], inputs, strict=True)):
-        kv = found[layer.kv_source].kv if layer.config.shares_keys else None
         indices = None if selections is None else selections[i]
-        if indices is None and layer.indexer_type == "shared":
-            indices = found[-1].indices
-        out, aux = modules[i](x, indices=indices, kv=kv)
+        if isinstance(modules[i], nn.CompressedAttention):
+            out, aux = modules[i](x, indices=indices)
+        else:
+            if indices is None and layer.indexer_type == "shared":
+                indices = found[-1].indices
+            kv = found[layer.kv_source].kv if layer.config.shares_keys else None
+            out, aux = modules[i](x, indices=indices, kv=kv)
         outs.append(out)
         found.append(aux)
     return outs, found
+
+
+def scores_of(module: Any, x: Any, aux: Any) -> Any:
+    """The indexer's scores of all keys, -inf for those that a token does not see; None without an
+    indexer."""
+    if module.indexer is None:
+        return None
+    if not isinstance(module, nn.CompressedAttention):
+        return jax_dsa.indexer_logits(**aux.indexer._asdict(), is_causal=True)
+    places = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    q, weights = module.indexer(x, module.q_norm(module.wq_a(x)), places)
+    keys = module.indexer.compressor(x, places, None)
+    return jax_dsa.indexer_logits(q, keys, weights, ends=(places + 1) // module.config.ratio)
 
 
 def close(got: Any, want: Any, what: str, least: float = 0.0) -> None:
@@ -258,11 +312,9 @@ def compiled(kind: str) -> tuple[Any, Any]:
 
     @jax.jit
     def forward(params: Any, inputs: Any) -> Any:
-        outs, found = run_ours(kind, nnx.merge(graph, params), inputs)
-        scores = [
-            jax_dsa.indexer_logits(**aux.indexer._asdict(), is_causal=True) if aux.indexer else None
-            for aux in found
-        ]
+        modules = nnx.merge(graph, params)
+        outs, found = run_ours(kind, modules, inputs)
+        scores = [scores_of(*each) for each in zip(modules, inputs, found, strict=True)]
         return outs, [aux.indices for aux in found], scores
 
     @jax.jit
@@ -302,9 +354,7 @@ def test_outputs_and_gradients(kind: str, length: int) -> None:
         sum((o * torch.tensor(w)).sum() for o, w in zip(wants, weights, strict=True)).backward()
 
         own, indices, scores = forward(params, list(x))
-        outs, (d_params, d_inputs) = replayed(
-            params, list(x), [s.numpy() for s in selections], list(weights)
-        )
+        outs, (d_params, d_inputs) = replayed(params, list(x), selections, list(weights))
         gradients = nnx.merge(nnx.split(ours(kind))[0], d_params)
         last = None
         for i, layer in enumerate(layers):
@@ -313,15 +363,17 @@ def test_outputs_and_gradients(kind: str, length: int) -> None:
             least = max(grads) if length == 1 else 0.0
             what, want = f"{kind} layer {i} T {length} seed {seed}:", wants[i].detach().numpy()
             last = last if scores[i] is None else scores[i]
-            same = same_selection(indices[i], selections[i].numpy(), last, what)
+            same = np.ones((BATCH, length), bool)
+            if selections[i] is not None:
+                same = same_selection(indices[i], selections[i], last, what)
             assert same.mean() > 0.9, what
             close(own[i][same], want[same], f"{what} output")
             close(outs[i], want, f"{what} output, selection replayed")
             close(d_inputs[i], inputs.grad[i], f"{what} gradient of the input", least)
             got = nn.save_hf(gradients[i])
             for name, p in layer.named_parameters():
-                if p.grad is None:  # the indexer's
-                    assert name.startswith("indexer.") and not got[name].any(), f"{what} {name}"
+                if p.grad is None:  # the indexer's, and of blocks that are not whole
+                    assert not got[name].any(), f"{what} {name}"
                 else:
                     close(got[name], p.grad, f"{what} gradient of {name}", least)
 
@@ -338,13 +390,12 @@ def test_prefill_and_token_by_token_decode(kind: str, prefill: int, length: int)
         for module, spec, x, cache in zip(
             nnx.merge(graph, params), specs, inputs, caches, strict=True
         ):
-            shared = spec.indexer_type == "shared"
-            out, cache, indices = module.decode(
-                x,
-                cache,
-                indices=selections[-1] if shared else None,
-                kv=new[spec.kv_source].kv if spec.config.shares_keys else None,
-            )
+            given: dict[str, Any] = {}
+            if spec.indexer_type == "shared":
+                given["indices"] = selections[-1]
+            if spec.kv_source != len(new):
+                given["kv"] = new[spec.kv_source].kv
+            out, cache, indices = module.decode(x, cache, **given)
             outs.append(out)
             new.append(cache)
             selections.append(indices)
@@ -358,20 +409,24 @@ def test_prefill_and_token_by_token_decode(kind: str, prefill: int, length: int)
         scores = compiled(kind)[0](params, list(x))[2]
         cache = transformers.DynamicCache(config=config)
         caches = [
-            nn.LayerCache.empty(spec.config, BATCH, length + 3, indexer_type=spec.indexer_type)
-            for spec in specs
+            module.init_cache(BATCH, length + 3)
+            if isinstance(module, nn.CompressedAttention)
+            else nn.LayerCache.empty(spec.config, BATCH, length + 3, indexer_type=spec.indexer_type)
+            for module, spec in zip(ours(kind), specs, strict=True)
         ]
         ends = [*([prefill] if prefill else []), *range(prefill + 1, length + 1)]
         for start, end in zip([0, *ends], ends, strict=False):
             chunk = x[:, :, start:end]
             with torch.no_grad():
-                wants, theirs = run_theirs(kind, list(torch.tensor(chunk)), past=start, cache=cache)
+                wants, picked = run_theirs(kind, list(torch.tensor(chunk)), past=start, cache=cache)
             outs, caches, selections = step(params, list(chunk), caches)
             last = None
             for i in range(len(layers)):
                 what = f"{kind} layer {i} tokens {start}..{end} seed {seed}:"
                 last = last if scores[i] is None else scores[i][:, start:end]
-                same = same_selection(selections[i], theirs[i].numpy(), last, what)
+                same = np.ones((BATCH, end - start), bool)
+                if picked[i] is not None:
+                    same = same_selection(selections[i], picked[i], last, what)
                 close(np.asarray(outs[i])[same], wants[i].numpy()[same], f"{what} decoded")
 
 

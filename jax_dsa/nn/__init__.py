@@ -5,6 +5,13 @@ from jax_dsa.core.extras import needs_extra
 with needs_extra("flax", __name__):
     from jax_dsa.nn.attention import AttentionAux, DSAttention, MLAProjections, SparseMLA
     from jax_dsa.nn.cache import DecoderCache, LayerCache
+    from jax_dsa.nn.compressed import (
+        CompressedAttention,
+        CompressedAux,
+        CompressedCache,
+        CompressedConfig,
+        Compressor,
+    )
     from jax_dsa.nn.config import AttentionConfig, DecoderConfig, IndexerType
     from jax_dsa.nn.decoder import Block, DecoderLM, SwiGLU
     from jax_dsa.nn.hf import HFLayer, SafeTensors, from_hf, load_hf, save_hf
@@ -16,6 +23,11 @@ __all__ = [
     "AttentionAux",
     "AttentionConfig",
     "Block",
+    "CompressedAttention",
+    "CompressedAux",
+    "CompressedCache",
+    "CompressedConfig",
+    "Compressor",
     "DSAttention",
     "DecoderCache",
     "DecoderConfig",

@@ -199,7 +199,7 @@ class DSAttention(nnx.Module):
         c = self.config
         self._check_selection(indices, sparse)
         self._check_keys(kv)
-        positions, starts = _placed(x, positions, segment_ids)
+        positions, starts = placed("DSAttention", x, positions, segment_ids)
         p = self.mla.project(x, positions)
         kv = p.kv if kv is None else kv
         assert kv is not None
@@ -295,13 +295,14 @@ class DSAttention(nnx.Module):
             )
 
 
-def _placed(
+def placed(
+    op: str,
     x: Float[Array, "B T M"],
     positions: Int[Array, "B T"] | None,
     segment_ids: Int[Array, "B T"] | None,
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"] | None]:
     """The tokens' positions, and the first tokens of their documents if there may be several."""
-    args = Args("DSAttention", "x", x, "B T M")
+    args = Args(op, "x", x, "B T M")
     args.array("x", x, "B T M", FLOATS)
     rows = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
     starts = None

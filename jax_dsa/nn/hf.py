@@ -9,7 +9,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jax_dsa.nn.attention import DSAttention
+from jax_dsa.nn.compressed import CompressedAttention, CompressedConfig, Compressor
 from jax_dsa.nn.config import AttentionConfig, IndexerType
 from jax_dsa.nn.rotary import yarn_frequencies
 
@@ -28,9 +29,10 @@ FP8_BLOCK = 128
 
 
 class HFLayer(NamedTuple):
-    """One layer of a model: what `DSAttention` is built of."""
+    """One layer of a model: what a module is built of."""
 
-    config: AttentionConfig
+    config: AttentionConfig | CompressedConfig
+    """For `DSAttention`, or for `CompressedAttention`."""
     indexer_type: IndexerType
     kv_source: int
     """The layer whose keys it attends to: itself, or the earlier one whose `aux.kv` it takes."""
@@ -44,7 +46,7 @@ def from_hf(
     Args:
         config: the configuration, or what its `to_dict` gives. Of a model with several parts it is
             the text model's that counts. Known are the model types `deepseek_v32`, `glm_moe_dsa`,
-            `hy_v4` and `mistral_large4`.
+            `hy_v4`, `mistral_large4` and `deepseek_v4`.
         rope_alpha: a checkpoint's learnt logarithms of frequency factors, one for each rotary pair
             (Mistral's `rotary_emb.alpha`).
         dtype: of activations and caches.
@@ -97,8 +99,39 @@ def _mla(c: dict[str, Any], alpha: Sequence[float] | None, dtype: Any, **own: An
     return tuple(layers)
 
 
+def _compressed(c: dict[str, Any], alpha: Sequence[float] | None, dtype: Any) -> Any:
+    """Layers of DeepSeek-V4: their kind decides what they compress and which rotation they have."""
+    layers = []
+    for i, kind in enumerate(c["layer_types"]):
+        alone = kind == "sliding_attention"
+        indexed = kind == "compressed_sparse_attention"
+        rope = c["rope_parameters"]["main" if alone else "compress"]
+        width = int(c["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+        config = CompressedConfig(
+            model_dim=c["hidden_size"],
+            num_heads=c["num_attention_heads"],
+            q_rank=c["q_lora_rank"],
+            head_dim=c["head_dim"],
+            rope_dim=width,
+            out_groups=c["o_groups"],
+            out_rank=c["o_lora_rank"],
+            window=c["sliding_window"],
+            ratio=None if alone else c["compress_rates"][kind],
+            overlap=indexed,
+            top_k=c["index_topk"] if indexed else None,
+            index_heads=c["index_n_heads"],
+            index_dim=c["index_head_dim"],
+            norm_eps=c["rms_norm_eps"],
+            dtype=dtype,
+            **_rotation(rope, width, alpha),
+        )
+        layers.append(HFLayer(config, "full", i))
+    return tuple(layers)
+
+
 _MODELS: dict[str, Callable[[dict[str, Any], Any, Any], tuple[HFLayer, ...]]] = {
     "deepseek_v32": _mla,
+    "deepseek_v4": _compressed,
     "glm_moe_dsa": lambda c, a, d: _mla(c, a, d, index_rope_layout="interleaved"),
     "hy_v4": lambda c, a, d: _mla(
         *(c, a, d),
@@ -189,8 +222,42 @@ def _norm(name: str, layer: nnx.RMSNorm | nnx.LayerNorm | None) -> Iterator[_Wei
         yield from _same(f"{name}.bias", getattr(layer, "bias", None))
 
 
-def _weights(module: DSAttention) -> Iterator[_Weight]:
+def _compressor(name: str, compressor: Compressor | None) -> Iterator[_Weight]:
+    if compressor is not None:
+        yield from _linear(f"{name}.kv_proj", compressor.wkv)
+        yield from _linear(f"{name}.gate_proj", compressor.wg)
+        yield from _same(f"{name}.position_bias", compressor.position_bias)
+        yield from _norm(f"{name}.kv_norm", compressor.norm)
+
+
+def _weights(module: DSAttention | CompressedAttention) -> Iterator[_Weight]:
     """All that `module` holds."""
+    return _mla_weights(module) if isinstance(module, DSAttention) else _v4_weights(module)
+
+
+def _v4_weights(module: CompressedAttention) -> Iterator[_Weight]:
+    c, indexer = module.config, module.indexer
+    yield from _linear("q_a_proj", module.wq_a)
+    yield from _norm("q_a_norm", module.q_norm)
+    yield from _linear("q_b_proj", module.wq_b)
+    yield from _linear("kv_proj", module.wkv)
+    yield from _norm("kv_norm", module.kv_norm)
+    yield _Weight(
+        "o_a_proj.weight",
+        (module.wo_a,),
+        lambda x: (x.reshape(c.out_groups, c.out_rank, -1).swapaxes(1, 2),),
+        lambda x: x.swapaxes(1, 2).reshape(c.out_groups * c.out_rank, -1),
+    )
+    yield from _linear("o_b_proj", module.wo_b)
+    yield from _same("sinks", module.sinks)
+    yield from _compressor("compressor", module.compressor)
+    if indexer is not None:
+        yield from _compressor("compressor.indexer", indexer.compressor)
+        yield from _linear("compressor.indexer.q_b_proj", indexer.wq)
+        yield from _linear("compressor.indexer.scorer.weights_proj", indexer.weights)
+
+
+def _mla_weights(module: DSAttention) -> Iterator[_Weight]:
     c, mla, indexer = module.config, module.mla, module.indexer
     yield from _linear("q_a_proj", mla.wq_a)
     yield from _norm("q_a_layernorm", mla.q_norm)
@@ -223,9 +290,12 @@ def _weights(module: DSAttention) -> Iterator[_Weight]:
             yield from _same(f"{name}.bias", scale.bias)
 
 
+Attention = TypeVar("Attention", DSAttention, CompressedAttention)
+
+
 def load_hf(
-    module: DSAttention, tensors: Mapping[str, Any] | str | pathlib.Path, prefix: str = ""
-) -> DSAttention:
+    module: Attention, tensors: Mapping[str, Any] | str | pathlib.Path, prefix: str = ""
+) -> Attention:
     """`module` with a checkpoint's weights, each in its parameter's dtype and sharding.
 
     Args:
@@ -263,7 +333,9 @@ def load_hf(
     return module
 
 
-def save_hf(module: DSAttention, prefix: str = "", *, dtype: Any = None) -> dict[str, np.ndarray]:
+def save_hf(
+    module: DSAttention | CompressedAttention, prefix: str = "", *, dtype: Any = None
+) -> dict[str, np.ndarray]:
     """The weights of `module` by the names of `transformers`, in `dtype` or as they are: what
     `load_hf` takes.
     """
