@@ -22,7 +22,9 @@ torch = pytest.importorskip("torch", reason="needs the extra 'parity'")
 transformers = pytest.importorskip("transformers", reason="needs the extra 'parity'")
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs the extra 'parity'")
 
-LENGTHS, SEEDS, BATCH = (1, 5, 77, 300), (0, 1, 2), 2
+SLOW = pytest.mark.slow
+LENGTHS = 1, 5, 77, pytest.param(300, marks=SLOW)
+SEEDS, BATCH = (0, 1, 2), 2
 TOLERANCE = 1e-5
 """Of the largest value."""
 
@@ -378,7 +380,7 @@ def test_outputs_and_gradients(kind: str, length: int) -> None:
                     close(got[name], p.grad, f"{what} gradient of {name}", least)
 
 
-@pytest.mark.parametrize(("prefill", "length"), [(0, 77), (292, 300)])
+@pytest.mark.parametrize(("prefill", "length"), [(0, 77), pytest.param(292, 300, marks=SLOW)])
 @pytest.mark.parametrize("kind", MODELS)
 def test_prefill_and_token_by_token_decode(kind: str, prefill: int, length: int) -> None:
     config, _, layers, specs = stack(kind)
