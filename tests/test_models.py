@@ -239,6 +239,49 @@ def test_yarn_frequencies():
     np.testing.assert_allclose(same, plain)
 
 
+PUBLISHED = {
+    "latent": {
+        "q_proj.weight": "wq.weight",
+        "kv_a_proj_with_mqa.weight": "wkv_a_with_mqa.weight",
+        "kv_a_layernorm.weight": "kv_a_norm.weight",
+        "kv_b_proj.weight": "wkv_b.weight",
+        "o_proj.weight": "wo.weight",
+        "softmax_scaling.scale": "ssmax_scaling.s",
+        "indexer.softmax_scaling.bias": "indexer.ssmax_scaling.b",
+        "gate_proj.weight": "linear_gate.weight",
+        "sinks": "learnable_sink_param",
+    },
+    "selected": {
+        "sinks": "attn_sink",
+        "q_a_proj.weight": "wq_a.weight",
+        "q_a_norm.weight": "q_norm.weight",
+        "q_b_proj.weight": "wq_b.weight",
+        "kv_proj.weight": "wkv.weight",
+        "o_a_proj.weight": "wo_a.weight",
+        "o_b_proj.weight": "wo_b.weight",
+        "compressor.kv_proj.weight": "compressor.wkv.weight",
+        "compressor.gate_proj.weight": "compressor.wgate.weight",
+        "compressor.position_bias": "compressor.ape",
+        "compressor.kv_norm.weight": "compressor.norm.weight",
+        "compressor.indexer.kv_proj.weight": "indexer.compressor.wkv.weight",
+        "compressor.indexer.position_bias": "indexer.compressor.ape",
+        "compressor.indexer.kv_norm.weight": "indexer.compressor.norm.weight",
+        "compressor.indexer.q_b_proj.weight": "indexer.wq_b.weight",
+        "compressor.indexer.scorer.weights_proj.weight": "indexer.weights_proj.weight",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_weights_by_the_names_they_are_published_under(rng, kind):
+    module = layer(rng, LAYERS[kind])
+    weights, renamed = nn.save_hf(module), PUBLISHED[kind]
+    assert set(renamed) <= set(weights)
+    other = type(module)(LAYERS[kind], rngs=nnx.Rngs(1))
+    nn.load_hf(other, {renamed.get(name, name): x for name, x in weights.items()})
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(other), nnx.state(module))
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_weights_come_back(rng, kind):
     module = layer(rng, LAYERS[kind])

@@ -452,6 +452,19 @@ def test_weights_come_back(kind: str, tmp_path: pathlib.Path) -> None:
             np.testing.assert_array_equal(got[prefix + name], x.bfloat16().float().numpy())
 
 
+def test_a_published_checkpoint(tmp_path: pathlib.Path) -> None:
+    """DeepSeek-V4's files have other names than its modules in `transformers`."""
+    config = theirs("deepseek_v4")
+    config.n_routed_experts = config.n_shared_experts = config.num_experts_per_tok = 1
+    config.moe_intermediate_size = 8
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    for i, (module, layer) in enumerate(zip(ours("deepseek_v4"), model.model.layers, strict=True)):
+        got = nn.save_hf(nn.load_hf(module, tmp_path, f"model.layers.{i}.attn."))
+        for name, x in tensors(layer.self_attn).items():
+            np.testing.assert_array_equal(got[name], x)
+
+
 def test_a_model_from_files(tmp_path: pathlib.Path) -> None:
     """Two blocks of DeepSeek-V3.2 with YaRN, written by `transformers`, as a `DecoderLM`."""
     config = theirs("deepseek_v32")

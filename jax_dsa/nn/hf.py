@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -290,6 +291,36 @@ def _mla_weights(module: DSAttention) -> Iterator[_Weight]:
             yield from _same(f"{name}.bias", scale.bias)
 
 
+# How checkpoints are published, where `transformers` renames them: patterns, and its own names.
+_PUBLISHED: dict[type, tuple[tuple[str, str], ...]] = {
+    DSAttention: (
+        (r"^linear_gate\.", "gate_proj."),
+        (r"^learnable_sink_param$", "sinks"),
+        (r"^wq\.", "q_proj."),
+        (r"^wkv_a_with_mqa\.", "kv_a_proj_with_mqa."),
+        (r"^kv_a_norm\.", "kv_a_layernorm."),
+        (r"^wkv_b\.", "kv_b_proj."),
+        (r"^wo\.", "o_proj."),
+        (r"\bssmax_scaling\.s$", "softmax_scaling.scale"),
+        (r"\bssmax_scaling\.b$", "softmax_scaling.bias"),
+    ),
+    CompressedAttention: (
+        (r"^attn_sink$", "sinks"),
+        (r"^wq_a\.", "q_a_proj."),
+        (r"^q_norm\.", "q_a_norm."),
+        (r"^wq_b\.", "q_b_proj."),
+        (r"^wo_a\.", "o_a_proj."),
+        (r"^wo_b\.", "o_b_proj."),
+        (r"^indexer\.compressor\.", "compressor.indexer."),
+        (r"^indexer\.wq_b\.", "compressor.indexer.q_b_proj."),
+        (r"^indexer\.weights_proj\.", "compressor.indexer.scorer.weights_proj."),
+        (r"\bwkv\.", "kv_proj."),
+        (r"\bwgate\.", "gate_proj."),
+        (r"\bnorm\.", "kv_norm."),
+        (r"\bape$", "position_bias"),
+    ),
+}
+
 Attention = TypeVar("Attention", DSAttention, CompressedAttention)
 
 
@@ -301,9 +332,10 @@ def load_hf(
     Args:
         module: an attention layer; its parameters are replaced in place. They may be abstract, from
             `nnx.eval_shape`.
-        tensors: the layer's weights by the names of `transformers`, as arrays; or a safetensors
-            file, or a directory of them, of which each tensor is read when it is its turn.
-            FP8 weights come with their scales of 128 x 128 blocks (`weight_scale_inv`).
+        tensors: the layer's weights by the names of `transformers` or, where it renames them, as
+            they are published, as arrays; or a safetensors file, or a directory of them, of which
+            each tensor is read when it is its turn. FP8 weights come with their scales of 128 x 128
+            blocks (`weight_scale_inv`).
         prefix: of the layer's names, for example "model.layers.3.self_attn.".
 
     Returns:
@@ -315,11 +347,20 @@ def load_hf(
     """
     if not isinstance(tensors, Mapping):
         tensors = SafeTensors(tensors)
-    known = set()
+    names = {}
+    for name in tensors:
+        if name.startswith(prefix):
+            renamed = name[len(prefix) :]
+            for pattern, ours in _PUBLISHED[type(module)]:
+                renamed = re.sub(pattern, ours, renamed)
+            names[renamed] = name
     for weight in _weights(module):
-        name = prefix + weight.name
-        known |= {name, f"{name}_scale_inv"}
-        parts = weight.ours(_read(tensors, name))
+        if weight.name not in names:
+            raise KeyError(f"load_hf: tensor {prefix + weight.name!r} is missing")
+        name = names.pop(weight.name)
+        x = np.asarray(tensors[name])
+        scale = names.pop(f"{weight.name}_scale_inv", None)
+        parts = weight.ours(x if scale is None else _scaled(x, tensors[scale]))
         for param, part in zip(weight.params, parts, strict=True):
             old = param.get_value()
             if part.shape != old.shape:
@@ -327,9 +368,8 @@ def load_hf(
                     f"load_hf: tensor {name!r} gives a shape of {part.shape}, want {old.shape}"
                 )
             param.set_value(jax.device_put(part.astype(old.dtype), getattr(old, "sharding", None)))
-    unknown = sorted(name for name in tensors if name.startswith(prefix) and name not in known)
-    if unknown:
-        raise ValueError(f"load_hf: the module has no place for {unknown}")
+    if names:
+        raise ValueError(f"load_hf: the module has no place for {sorted(names.values())}")
     return module
 
 
@@ -346,16 +386,11 @@ def save_hf(
     return found
 
 
-def _read(tensors: Mapping[str, Any], name: str) -> np.ndarray:
-    if name not in tensors:
-        raise KeyError(f"load_hf: tensor {name!r} is missing")
-    x = np.asarray(tensors[name])
-    if f"{name}_scale_inv" not in tensors:
-        return x
-    scale = np.asarray(tensors[f"{name}_scale_inv"], np.float32)
+def _scaled(x: np.ndarray, scale: Any) -> np.ndarray:
+    """FP8 weights times the scales of their blocks."""
     rows, columns = x.shape
-    scale = scale.repeat(FP8_BLOCK, 0)[:rows].repeat(FP8_BLOCK, 1)[:, :columns]
-    return x.astype(np.float32) * scale
+    wide = np.asarray(scale, np.float32).repeat(FP8_BLOCK, 0)[:rows].repeat(FP8_BLOCK, 1)
+    return x.astype(np.float32) * wide[:, :columns]
 
 
 _DTYPES = {
