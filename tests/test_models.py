@@ -172,6 +172,40 @@ def test_the_indexers_loss_trains_the_indexer_alone(rng, kind):
     assert sum(own.values()) >= 4
 
 
+def test_warm_up_of_compressed_attention(rng):
+    """With as many keys selected as there are, both stages attend to the same ones. The loss over
+    all of them is the mean of the heads' softmax over compressed keys, against the indexer's.
+    """
+    module, x = layer(rng, dataclasses.replace(COMPRESSED, top_k=T // 4)), hidden(rng)
+    (want, aux), (got, dense) = (
+        jax.jit(lambda x, s=s: module(x, segment_ids=SEGMENT_IDS, sparse=s))(x)
+        for s in (True, False)
+    )
+    assert_matches((got, dense.lse), (want, aux.lse), 1e-5)
+    places = jnp.broadcast_to(jnp.arange(T), (B, T))
+    q, _, latent = module._project(x, places)
+    plain = module(x, sparse=False)[1].kl
+    keys = module.compressor(x, places, None)
+    scores = np.asarray(jnp.einsum("btnd,bsd->btns", q, keys)) * COMPRESSED.head_dim**-0.5
+    index_q, weights = module.indexer(x, latent, places)
+    index_k = module.indexer.compressor(x, places, None)
+    logits = np.einsum(
+        "btj,btjs->bts", weights, np.maximum(np.einsum("btjc,bsc->btjs", index_q, index_k), 0)
+    )
+    total, rows = 0.0, 0
+    for b, t in np.ndindex(B, T):
+        n = (t + 1) // 4
+        if n:
+            p = np.exp(scores[b, t, :, :n] - scores[b, t, :, :n].max(-1, keepdims=True))
+            p = (p / p.sum(-1, keepdims=True)).mean(0)
+            i = logits[b, t, :n] - logits[b, t, :n].max()
+            total += (p * (np.log(p) - i + np.log(np.exp(i).sum()))).sum()
+            rows += 1
+    np.testing.assert_allclose(plain, total / rows, rtol=1e-3)
+    with pytest.raises(ValueError, match="'indices' is given, want None with sparse=False"):
+        module(x, indices=aux.indices, sparse=False)
+
+
 def test_another_layers_keys(rng):
     source = nn.DSAttention(VARIANT, rngs=nnx.Rngs(0))
     module = nn.DSAttention(dataclasses.replace(VARIANT, shares_keys=True), rngs=nnx.Rngs(0))

@@ -235,9 +235,10 @@ def run_theirs(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> t
         )
         if hook is not None:
             hook.remove()
-            chosen = found[0].int().numpy()
+            chosen = found[0]
         outs.append(out)
-        selections.append(None if compressed and indexer is None else chosen)
+        without = compressed and indexer is None
+        selections.append(None if without else chosen.int().numpy())
     return outs, selections
 
 

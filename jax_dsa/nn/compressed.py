@@ -27,7 +27,7 @@ from jax_dsa.ops.attn_dist import attn_dist
 from jax_dsa.ops.indexer import indexer_topk
 from jax_dsa.ops.indexer import spec as indexer
 from jax_dsa.ops.indexer.api import indexer_selected_op
-from jax_dsa.ops.losses import indexer_kl_loss
+from jax_dsa.ops.losses import dense_indexer_kl_loss, indexer_kl_loss
 from jax_dsa.ops.sparse_mla import sparse_mla
 
 
@@ -231,7 +231,8 @@ class CompressedAux(NamedTuple):
     """What attention found beside its output; under `jax.jit` unused parts cost nothing."""
 
     kl: Float[Array, ""] | None
-    """The indexer's loss over the keys it selected; None without an indexer."""
+    """The indexer's loss: over the compressed keys attended to if sparse, else over all. None
+    without an indexer."""
     lse: Float[Array, "B T N"]
     indices: Int[Array, "B T K"] | None
     """The compressed keys attended to, -1 where there are fewer; None without any."""
@@ -279,6 +280,7 @@ class CompressedAttention(nnx.Module):
         indices: Int[Array, "B T K"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        sparse: bool = True,
     ) -> tuple[Float[Array, "B T M"], CompressedAux]:
         """Causal attention among the tokens of `x`.
 
@@ -289,8 +291,15 @@ class CompressedAttention(nnx.Module):
             positions: int32, for RoPE alone; by default each document counts from 0.
             segment_ids: int32, for several documents in one sequence, as in `DSAttention`. Each
                 document has blocks of its own, which begin with it.
+            sparse: attend to the compressed keys that the indexer selects. False attends to all of
+                them, by lists of T / ratio a token, and its `aux.kl` is the indexer's warm-up loss
+                over all of them.
         """
         c = self.config
+        if not sparse and indices is not None:
+            raise ValueError(
+                "CompressedAttention: argument 'indices' is given, want None with sparse=False"
+            )
         positions, starts = placed("CompressedAttention", x, positions, segment_ids)
         rows = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
         first = jnp.zeros_like(rows) if starts is None else starts
@@ -311,7 +320,7 @@ class CompressedAttention(nnx.Module):
             index_q, weights = self.indexer(x, q_latent, positions)
             index = index_q, self.indexer.compressor(x, positions, blocks), weights
         replayed = indices is not None
-        if indices is None and index is not None and c.top_k is not None:
+        if indices is None and sparse and index is not None and c.top_k is not None:
             indices, logits = indexer_topk(*index, c.top_k, starts=begin, ends=end)
         elif indices is None:
             indices = jnp.arange(keys.shape[1], dtype=jnp.int32)
@@ -327,11 +336,18 @@ class CompressedAttention(nnx.Module):
         out, lse = self._attend(q, joined, jnp.concatenate([recent, chosen], axis=-1))
         kl = None
         if logits is not None:
-            constant = jax.lax.stop_gradient((q, joined[:, :, None], lse))
-            teacher = attn_dist(
-                constant[0], constant[1], chosen, constant[2], scale=c.head_dim**-0.5
-            )
+            main, taught, total = jax.lax.stop_gradient((q, joined[:, :, None], lse))
+            teacher = attn_dist(main, taught, chosen, total, scale=c.head_dim**-0.5)
             kl = indexer_kl_loss(logits, teacher, seen)
+        elif index is not None:
+            constant = jax.lax.stop_gradient((q, keys[:, :, None]))
+            kl = dense_indexer_kl_loss(
+                *(*index, *constant),
+                scale=c.head_dim**-0.5,
+                is_causal=False,
+                starts=begin,
+                ends=end,
+            )
         return self._output(out, positions), CompressedAux(kl, lse, indices)
 
     def init_cache(self, batch: int, capacity: int) -> CompressedCache:
