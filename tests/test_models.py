@@ -255,6 +255,13 @@ def test_a_decoder_replays_selections(rng):
     got, again = run(tokens, recorded)
     assert_matches(got, want, 1e-5)
     assert [aux.kl is None for aux in again] == [False, True, False]
+    step = jax.jit(lambda t, cache: model.decode(t, cache, return_indices=True))
+    cache, rolled = model.init_cache(B, T), []
+    for chunk in (tokens[:, :20], *jnp.split(tokens[:, 20:], T - 20, axis=1)):
+        _, cache, indices = step(chunk, cache)
+        rolled.append(indices)
+    for selections, aux in zip(zip(*rolled), found, strict=True):
+        np.testing.assert_array_equal(jnp.concatenate(selections, 1), aux.indices)
     first = jnp.zeros_like(recorded[0]).at[..., 1:].set(-1)
     _, mixed = run(tokens, [first, None, None])
     np.testing.assert_array_equal(mixed[1].indices, mixed[0].indices)

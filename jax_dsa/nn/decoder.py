@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,7 @@ class DecoderLM(nnx.Module):
         Args:
             tokens: int32 token numbers.
             indices: a selection of each layer, to be replayed: `aux.indices` of an earlier run, or
-                what `Block.decode` gave. None, for all or for one, selects anew.
+                what `decode` gave. None, for all or for one, selects anew.
             positions, segment_ids, sparse: see `DSAttention`.
             remat_policy: recompute each block in the backward pass except for what this policy of
                 `jax.checkpoint` saves (`jax_dsa.training.remat_policy` makes one by name); None
@@ -139,18 +139,34 @@ class DecoderLM(nnx.Module):
         """Room for `capacity` tokens of each of `batch` requests; `fp8` as in `FlatCache.empty`."""
         return DecoderCache.empty(self.config, batch, capacity, fp8=fp8)
 
+    @overload
     def decode(
-        self, tokens: Int[Array, "B T"], cache: DecoderCache
-    ) -> tuple[Float[Array, "B T V"], DecoderCache]:
-        """Logits of each request's next T tokens, and the cache with them in it."""
+        self,
+        tokens: Int[Array, "B T"],
+        cache: DecoderCache,
+        *,
+        return_indices: Literal[False] = False,
+    ) -> tuple[Float[Array, "B T V"], DecoderCache]: ...
+    @overload
+    def decode(
+        self, tokens: Int[Array, "B T"], cache: DecoderCache, *, return_indices: Literal[True]
+    ) -> tuple[Float[Array, "B T V"], DecoderCache, list[Int[Array, "B T K"]]]: ...
+    def decode(
+        self, tokens: Int[Array, "B T"], cache: DecoderCache, *, return_indices: bool = False
+    ) -> Any:
+        """Logits of each request's next T tokens, and the cache with them in it; with
+        `return_indices` also what each layer selected, to be replayed.
+        """
         x = self._embed(tokens)
-        indices: jax.Array | None = None
+        selections: list[jax.Array] = []
         layers = []
         for block, kind, old in zip(self.blocks, self.config.layers, cache.layers, strict=True):
-            reused = indices if kind == "shared" else None
+            reused = selections[-1] if kind == "shared" else None
             x, new, indices = block.decode(x, old, indices=reused)
             layers.append(new)
-        return self._logits(x), DecoderCache(tuple(layers))
+            selections.append(indices)
+        results = self._logits(x), DecoderCache(tuple(layers))
+        return (*results, selections) if return_indices else results
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         # On an Explicit mesh a lookup wants to be told where its rows go.
