@@ -38,6 +38,7 @@ def test_docstring_example(public: Any) -> None:
 PAGES = [
     "README.md",
     "docs/quickstart.md",
+    "docs/models.md",
     *(
         pytest.param(f"docs/ops/{path.name}", marks=pytest.mark.slow)
         for path in sorted((ROOT / "docs" / "ops").glob("*.md"))

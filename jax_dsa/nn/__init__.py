@@ -5,34 +5,53 @@ from jax_dsa.core.extras import needs_extra
 with needs_extra("flax", __name__):
     from jax_dsa.nn.attention import AttentionAux, DSAttention, MLAProjections, SparseMLA
     from jax_dsa.nn.cache import DecoderCache, LayerCache
+    from jax_dsa.nn.compressed import (
+        CompressedAttention,
+        CompressedAux,
+        CompressedCache,
+        CompressedConfig,
+        Compressor,
+    )
     from jax_dsa.nn.config import AttentionConfig, DecoderConfig, IndexerType
     from jax_dsa.nn.decoder import Block, DecoderLM, SwiGLU
+    from jax_dsa.nn.hf import HFLayer, SafeTensors, from_hf, load_hf, save_hf
     from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
     from jax_dsa.nn.linear import Fp8Linear
     from jax_dsa.nn.linen import linen_dsattention
-    from jax_dsa.nn.rotary import RopeLayout, hadamard, rope
+    from jax_dsa.nn.rotary import RopeLayout, hadamard, rope, yarn_frequencies
     from jax_dsa.nn.stripes import striped, unstriped
 
 __all__ = [
     "AttentionAux",
     "AttentionConfig",
     "Block",
+    "CompressedAttention",
+    "CompressedAux",
+    "CompressedCache",
+    "CompressedConfig",
+    "Compressor",
     "DSAttention",
     "DecoderCache",
     "DecoderConfig",
     "DecoderLM",
     "Fp8Linear",
+    "HFLayer",
     "IndexerInputs",
     "IndexerType",
     "LayerCache",
     "LightningIndexer",
     "MLAProjections",
     "RopeLayout",
+    "SafeTensors",
     "SparseMLA",
     "SwiGLU",
+    "from_hf",
     "hadamard",
     "linen_dsattention",
+    "load_hf",
     "rope",
+    "save_hf",
     "striped",
     "unstriped",
+    "yarn_frequencies",
 ]

@@ -11,7 +11,7 @@ from flax import nnx
 from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, INT32, Args
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
+from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer, LogScale
 from jax_dsa.nn.linear import projection
 from jax_dsa.nn.rotary import rope
 from jax_dsa.nn.stripes import striped, unstriped
@@ -24,6 +24,7 @@ from jax_dsa.ops.sparse_mla import sparse_mla_decode
 if TYPE_CHECKING:
     from jax_dsa.nn.cache import LayerCache
     from jax_dsa.nn.config import AttentionConfig, IndexerType
+    from jax_dsa.ops.cache import FlatCache, PagedCache
 
 
 class MLAProjections(NamedTuple):
@@ -31,9 +32,13 @@ class MLAProjections(NamedTuple):
 
     q_nope: Float[Array, "B T N P"]
     q_rope: Float[Array, "B T N R"]
-    kv: Float[Array, "B T 1 D"]
-    """The normalised latent (first E numbers) and the rotary key: what a cache holds."""
+    kv: Float[Array, "B T 1 D"] | None
+    """The normalised latent (first E numbers) and the rotary key: what a cache holds. None if the
+    keys are another layer's."""
     q_latent: Float[Array, "B T Q"]
+    """What the queries are projected from: the hidden states if there is no latent."""
+    gate: Float[Array, "B T N V"] | None
+    """Of the heads' values; None if they have none."""
 
 
 class AttentionAux(NamedTuple):
@@ -67,37 +72,57 @@ class SparseMLA(nnx.Module):
         c = config
         heads = c.num_heads
         norm = {"epsilon": c.norm_eps, "dtype": c.dtype, "rngs": rngs}
-        self.wq_a = projection(c, c.model_dim, c.q_rank, rngs)
-        self.q_norm = nnx.RMSNorm(c.q_rank, **norm)
-        self.wq_b = projection(c, c.q_rank, heads * (c.nope_dim + c.rope_dim), rngs)
-        self.wkv_a = projection(c, c.model_dim, c.kv_rank + c.rope_dim, rngs)
-        self.kv_norm = nnx.RMSNorm(c.kv_rank, **norm)
+        rank = c.q_rank
+        self.wq_a = None if rank is None else projection(c, c.model_dim, rank, rngs, bias=c.bias)
+        self.q_norm = None if rank is None else nnx.RMSNorm(rank, **norm)
+        self.wq_b = projection(c, rank or c.model_dim, heads * (c.nope_dim + c.rope_dim), rngs)
+        self.q_scale = LogScale(heads) if c.log_scaling else None
+        own = not c.shares_keys
+        latent = c.kv_rank + c.rope_dim
+        self.wkv_a = projection(c, c.model_dim, latent, rngs, bias=c.bias) if own else None
+        self.kv_norm = nnx.RMSNorm(c.kv_rank, **norm) if own else None
         per_head = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
         self.w_uk = nnx.Param(per_head(rngs.params(), (heads, c.kv_rank, c.nope_dim)))
         self.w_uv = nnx.Param(per_head(rngs.params(), (heads, c.kv_rank, c.v_dim)))
-        self.wo = projection(c, heads * c.v_dim, c.model_dim, rngs)
+        self.wo = projection(c, heads * c.v_dim, c.model_dim, rngs, bias=c.bias)
+        self.sinks = nnx.Param(jnp.zeros(heads)) if c.sinks else None
+        self.wg = projection(c, c.model_dim, heads * c.v_dim, rngs) if c.gate else None
 
     def project(self, x: Float[Array, "B T M"], positions: Int[Array, "B T"]) -> MLAProjections:
         """Queries and latent keys of hidden states `x` at the given positions."""
         c = self.config
-        q_latent = self.q_norm(self.wq_a(x))
+        q_latent = x
+        if self.wq_a is not None and self.q_norm is not None:
+            q_latent = self.q_norm(self.wq_a(x))
         q = self.wq_b(q_latent).reshape(*x.shape[:2], c.num_heads, c.nope_dim + c.rope_dim)
+        if self.q_scale is not None:
+            q = self.q_scale(q, positions)
         q_nope, q_rope = jnp.split(q, [c.nope_dim], axis=-1)
-        latent, k_rope = jnp.split(self.wkv_a(x), [c.kv_rank], axis=-1)
-        q_rope = rope(q_rope, positions, base=c.rope_base, layout=c.rope_layout)
-        k_rope = rope(k_rope, positions, base=c.rope_base, layout=c.rope_layout)
-        kv = jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)[:, :, None, :]
-        return MLAProjections(q_nope, q_rope, kv, q_latent)
+        q_rope = rope(q_rope, positions, layout=c.rope_layout, **c.rotation)
+        kv = None
+        if self.wkv_a is not None and self.kv_norm is not None:
+            latent, k_rope = jnp.split(self.wkv_a(x), [c.kv_rank], axis=-1)
+            k_rope = rope(k_rope, positions, layout=c.rope_layout, **c.rotation)
+            kv = jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)[:, :, None, :]
+        gate = None
+        if self.wg is not None:
+            gate = jax.nn.sigmoid(self.wg(x)).reshape(*x.shape[:2], c.num_heads, c.v_dim)
+        return MLAProjections(q_nope, q_rope, kv, q_latent, gate)
+
+    @property
+    def sink_logits(self) -> Float[Array, "N"] | None:
+        """The sinks, as the operators take them."""
+        return None if self.sinks is None else self.sinks[...]
 
     def absorbed_queries(self, p: MLAProjections) -> Float[Array, "B T N D"]:
         """Queries against the latent keys."""
         q = jnp.einsum("btnp,nep->btne", p.q_nope, self.w_uk.astype(self.config.dtype))
         return jnp.concatenate([q, p.q_rope], axis=-1)
 
-    def output(self, out: Float[Array, "B T N E"]) -> Float[Array, "B T M"]:
+    def output(self, out: Float[Array, "B T N E"], p: MLAProjections) -> Float[Array, "B T M"]:
         """Hidden states from the attention's latent output."""
         values = jnp.einsum("btne,nev->btnv", out, self.w_uv.astype(self.config.dtype))
-        return self._merged(values)
+        return self._merged(values, p)
 
     def dense(
         self, p: MLAProjections, starts: Int[Array, "B T"] | None = None
@@ -106,6 +131,7 @@ class SparseMLA(nnx.Module):
         lse. `starts` are the first tokens of the tokens' documents.
         """
         c = self.config
+        assert p.kv is not None
         latent, k_rope = jnp.split(p.kv[:, :, 0], [c.kv_rank], axis=-1)
         k_nope = jnp.einsum("bse,nep->bsnp", latent, self.w_uk.astype(c.dtype))
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], c.rope_dim))
@@ -115,9 +141,13 @@ class SparseMLA(nnx.Module):
         out, lse = masked_attention(
             q, k, v, scale=c.scale, is_causal=True, segment_ids=starts, return_lse=True
         )
-        return self._merged(out), lse
+        if self.sink_logits is not None:
+            out = out * jax.nn.sigmoid(lse - self.sink_logits)[..., None].astype(out.dtype)
+        return self._merged(out, p), lse
 
-    def _merged(self, values: Float[Array, "B T N V"]) -> Float[Array, "B T M"]:
+    def _merged(self, values: Float[Array, "B T N V"], p: MLAProjections) -> Float[Array, "B T M"]:
+        if p.gate is not None:
+            values = values * p.gate
         batch, length, heads, dim = values.shape
         return self.wo(values.reshape(batch, length, heads * dim))
 
@@ -127,7 +157,8 @@ class DSAttention(nnx.Module):
 
     The indexer lies in the attribute `indexer`, which is all that its own loss, `aux.kl`, trains;
     any other loss gives its parameters exactly zero gradient. With `indexer_type="shared"` there is
-    none, and the selection is another layer's.
+    none, and the selection is another layer's. With `config.shares_keys` the keys are another
+    layer's too.
     """
 
     def __init__(
@@ -146,6 +177,7 @@ class DSAttention(nnx.Module):
         x: Float[Array, "B T M"],
         *,
         indices: Int[Array, "B T K"] | None = None,
+        kv: Float[Array, "B T 1 D"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         stripes: int = 1,
@@ -156,8 +188,11 @@ class DSAttention(nnx.Module):
         Args:
             x: hidden states.
             indices: a selection to attend to, as in `jax_dsa.dsa_attention`; by default the
-                indexer's. A layer without an indexer needs one.
-            positions: int32, for RoPE alone; by default each document counts from 0.
+                indexer's, `aux.indices`: given again, they replay it. A layer without an indexer
+                needs one.
+            kv: another layer's `aux.kv`, for a layer that shares its keys.
+            positions: int32, for RoPE and `log_scaling` alone; by default each document counts
+                from 0.
             segment_ids: int32, for several documents in one sequence: a run of equal numbers is a
                 document, and its tokens see no others. By default a sequence is one document.
             stripes: in how many stripes all arrays store the sequence, a divisor of T; see
@@ -167,11 +202,14 @@ class DSAttention(nnx.Module):
         """
         c = self.config
         self._check_selection(indices, sparse)
-        positions, starts, ends = _placed(x, positions, segment_ids, stripes)
+        self._check_keys(kv)
+        positions, starts, ends = placed("DSAttention", x, positions, segment_ids, stripes)
         p = self.mla.project(x, positions)
+        stored = p.kv if kv is None else kv
+        assert stored is not None
         index = None if self.indexer is None else self.indexer(x, p.q_latent, positions)
         # Keys by their places in the sequence, queries as they are stored.
-        kv = unstriped(p.kv, stripes)
+        kv = unstriped(stored, stripes)
         inputs: dict[str, Any] = {} if index is None else index.unstriped_keys(stripes)._asdict()
         seen: dict[str, Any] = {"starts": starts, "ends": ends, "is_causal": ends is None}
         q = self.mla.absorbed_queries(p)
@@ -185,16 +223,17 @@ class DSAttention(nnx.Module):
                 indices=indices,
                 value_dim=c.kv_rank,
                 scale=c.scale,
+                sinks=self.mla.sink_logits,
             )
             kl = None if index is None else dsa.kl
-            return self.mla.output(out), AttentionAux(kl, dsa.lse, dsa.indices, q, p.kv, index)
-        whole, first = jax.tree.map(lambda a: unstriped(a, stripes), (p, starts))
-        y, lse = (striped(a, stripes) for a in self.mla.dense(whole, first))
+            return self.mla.output(out, p), AttentionAux(kl, dsa.lse, dsa.indices, q, stored, index)
+        whole = jax.tree.map(lambda a: unstriped(a, stripes), (p._replace(kv=stored), starts))
+        y, lse = (striped(a, stripes) for a in self.mla.dense(*whole))
         kl = None
         if index is not None:
             queries, keys = jax.lax.stop_gradient((q, kv))
             kl = dense_indexer_kl_loss(**inputs, **seen, q=queries, kv=keys, scale=c.scale)
-        return y, AttentionAux(kl, lse, None, q, p.kv, index)
+        return y, AttentionAux(kl, lse, None, q, stored, index)
 
     def decode(
         self,
@@ -202,20 +241,24 @@ class DSAttention(nnx.Module):
         cache: LayerCache,
         *,
         indices: Int[Array, "B T K"] | None = None,
+        kv: FlatCache | PagedCache | None = None,
     ) -> tuple[Float[Array, "B T M"], LayerCache, Int[Array, "B T K"]]:
         """Sparse attention of each request's next T tokens to those in the cache and, causally, to
         each other.
 
         T = 1 is a decode step, T = the prompt's length a prefill, anything between a chunk of one.
         The cache comes back with the new tokens in it, and then the selection: of `indices` what a
-        token sees or, by default, the indexer's.
+        token sees or, by default, the indexer's. `kv` are another layer's cached keys with the new
+        tokens in them, for a layer that shares its keys.
         """
         c = self.config
         self._check_selection(indices, True)
-        positions = cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
+        self._check_keys(kv)
+        lengths = cache.lengths if kv is None else kv.lengths - x.shape[1]
+        positions = lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
         p = self.mla.project(x, positions)
         index = None if self.indexer is None else self.indexer(x, p.q_latent, positions)
-        cache = cache.append(p.kv, index)
+        cache = cache.append(p.kv, index, positions)
         if indices is None:
             assert index is not None
             indices, _ = indexer_topk(
@@ -228,14 +271,25 @@ class DSAttention(nnx.Module):
             )
         else:
             indices = jnp.where(indices <= positions[..., None], indices, -1)
+        keys = cache.kv if kv is None else kv
+        assert keys is not None
         out = sparse_mla_decode(
             self.mla.absorbed_queries(p),
-            cache.kv,
+            keys,
             indices,
             value_dim=c.kv_rank,
             scale=c.scale,
+            sinks=self.mla.sink_logits,
         )
-        return self.mla.output(out), cache, indices
+        return self.mla.output(out, p), cache, indices
+
+    def _check_keys(self, kv: object) -> None:
+        if (kv is not None) != self.config.shares_keys:
+            got, want = ("None", "another layer's keys") if kv is None else ("given", "None")
+            raise ValueError(
+                f"DSAttention: argument 'kv' is {got}, want {want} with "
+                f"shares_keys={self.config.shares_keys}"
+            )
 
     def _check_selection(self, indices: Array | None, sparse: bool) -> None:
         if not sparse and indices is not None:
@@ -249,16 +303,17 @@ class DSAttention(nnx.Module):
             )
 
 
-def _placed(
+def placed(
+    op: str,
     x: Float[Array, "B T M"],
     positions: Int[Array, "B T"] | None,
     segment_ids: Int[Array, "B T"] | None,
-    stripes: int,
+    stripes: int = 1,
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"] | None, Int[Array, "B T"] | None]:
     """The tokens' positions; the first tokens of their documents, if there may be several; one past
     their places in the sequence, if they are not stored in its order.
     """
-    args = Args("DSAttention", "x", x, "B T M")
+    args = Args(op, "x", x, "B T M")
     args.array("x", x, "B T M", FLOATS)
     stripes = args.integer("stripes", stripes, 1)
     args.option("stripes", stripes, x.shape[1] % stripes == 0, f"a divisor of T = {x.shape[1]}")

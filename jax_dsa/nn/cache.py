@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class LayerCache(NamedTuple):
     """One layer's keys of up to S tokens of each request, flat or in P pages of L tokens."""
 
-    kv: FlatCache | PagedCache
-    """What attention reads; its `lengths` count the tokens, and the indexer's keys lie as its."""
+    kv: FlatCache | PagedCache | None
+    """What attention reads; its `lengths` count the tokens, and the indexer's keys lie as its. None
+    if the keys are another layer's: the indexer's are flat then."""
     index_k: Float[Array, "B S C"] | Float[Array, "P L C"] | None
     """None in a layer without an indexer."""
     index_k_scale: Float[Array, "B S"] | Float[Array, "P L"] | None
@@ -47,11 +48,11 @@ class LayerCache(NamedTuple):
         """
         c = config
         dim = c.kv_rank + c.rope_dim
-        kv: FlatCache | PagedCache
-        if page_size is None:
-            kv = FlatCache.empty(batch, capacity, dim, dtype=c.dtype, fp8=fp8)
-            places = batch, capacity
-        else:
+        places = batch, capacity
+        kv: FlatCache | PagedCache | None = None
+        if not c.shares_keys and page_size is None:
+            kv = FlatCache.empty(*places, dim, dtype=c.dtype, fp8=fp8)
+        elif not c.shares_keys:
             page_size = Args("LayerCache.empty", "", np.empty(0), "K").integer(
                 "page_size", page_size, 1
             )
@@ -72,30 +73,39 @@ class LayerCache(NamedTuple):
     @property
     def lengths(self) -> Int[Array, "B"]:
         """How many tokens of each request are in the cache."""
+        assert self.kv is not None, "a layer that shares keys counts no tokens"
         return self.kv.lengths
 
     @property
-    def index_keys(self) -> FlatCache | PagedCache:
+    def index_keys(self) -> Array | FlatCache | PagedCache:
         """The indexer's keys, as `indexer_topk` takes them."""
         assert self.index_k is not None
+        if self.kv is None:
+            return self.index_k
         rows = self.index_k[:, :, None]
         if isinstance(self.kv, FlatCache):
             return FlatCache(rows, self.lengths)
         return PagedCache(rows, self.kv.page_table, self.lengths)
 
-    def append(self, kv: Float[Array, "B T 1 D"], index: IndexerInputs | None) -> LayerCache:
-        """The cache with T more tokens of each request; those beyond the capacity are dropped."""
-        step = jnp.arange(kv.shape[1], dtype=jnp.int32)[None]
-        positions = self.lengths[:, None] + step
+    def append(
+        self,
+        kv: Float[Array, "B T 1 D"] | None,
+        index: IndexerInputs | None,
+        positions: Int[Array, "B T"],
+    ) -> LayerCache:
+        """The cache with T more tokens of each request, at positions that go on from its length;
+        those beyond the capacity are dropped.
+        """
         old = self.index_k, self.index_k_scale
         new = (None, None) if index is None else (index.index_k, index.index_k_scale)
 
         def put(rows: jax.Array, more: jax.Array) -> jax.Array:
-            if isinstance(self.kv, FlatCache):
-                return put_rows(rows, positions, more)
-            return put_in_pages(rows, self.kv.page_table, positions, more)
+            if isinstance(self.kv, PagedCache):
+                return put_in_pages(rows, self.kv.page_table, positions, more)
+            return put_rows(rows, positions, more)
 
-        return LayerCache(self.kv.append(kv), *jax.tree.map(put, old, new))
+        grown = None if self.kv is None or kv is None else self.kv.append(kv)
+        return LayerCache(grown, *jax.tree.map(put, old, new))
 
 
 class DecoderCache(NamedTuple):

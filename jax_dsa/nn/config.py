@@ -15,7 +15,7 @@ IndexerType = Literal["full", "shared"]
 """What a layer selects by: its own indexer, or the one of the last layer that has one."""
 
 _SIZES = (
-    *("model_dim", "num_heads", "q_rank", "kv_rank", "nope_dim", "v_dim"),
+    *("model_dim", "num_heads", "kv_rank", "nope_dim", "v_dim"),
     *("index_heads", "index_dim", "top_k"),
 )
 
@@ -31,8 +31,9 @@ class AttentionConfig:
 
     model_dim: int
     num_heads: int
-    q_rank: int
-    """Width of the latent that the queries of attention and indexer are both projected from."""
+    q_rank: int | None
+    """Width of the latent that the queries of attention and indexer are both projected from. None
+    projects them from the hidden states, the indexer's after a layer norm."""
     kv_rank: int
     """E, width of the latent that keys and values are projected from."""
     nope_dim: int
@@ -57,10 +58,34 @@ class AttentionConfig:
     norm_eps: float = 1e-6
     dtype: Any = jnp.float32
     """Of activations and caches; parameters are float32."""
+    rope_frequencies: tuple[float, ...] | None = None
+    """Radians per position of each rotary pair, of attention and indexer, in place of those that
+    `rope_base` gives: `yarn_frequencies` makes some."""
+    rope_factor: float = 1.0
+    """Multiplies rotated queries and keys (YaRN's attention factor)."""
+    scale_factor: float = 1.0
+    """Multiplies the attention scores (YaRN's correction of their scale)."""
+    bias: bool = False
+    """Of the projections to the latents and of the output."""
+    sinks: bool = False
+    """A learnt logit of each head without a value, in the softmax's sum."""
+    gate: bool = False
+    """Multiplies the heads' values by the sigmoid of a projection of the hidden states."""
+    log_scaling: bool = False
+    """Multiplies the queries of each head, and of each indexer head, by
+    `scale log(position + 1) + bias`, both learnt."""
+    index_rope_last: bool = False
+    """The indexer's rotary elements are its last, not its first."""
+    index_norm_eps: float | None = None
+    """Of the indexer's layer norms; None is `norm_eps`."""
+    shares_keys: bool = False
+    """The layer has no keys of its own and attends to another layer's."""
 
     def __post_init__(self) -> None:
         """Rejects sizes that no layer can be built of."""
         args = Args("AttentionConfig", "", np.empty(0), "K")
+        if self.q_rank is not None:
+            args.integer("q_rank", self.q_rank, 1)
         for name in _SIZES:
             args.integer(name, getattr(self, name), 1)
         for name in ("rope_dim", "index_rope_dim"):
@@ -78,6 +103,13 @@ class AttentionConfig:
                 f"AttentionConfig: index_rope_dim is {self.index_rope_dim}, want at most "
                 f"index_dim = {self.index_dim}"
             )
+        if self.rope_frequencies is not None:
+            pairs = len(self.rope_frequencies)
+            if (self.rope_dim, self.index_rope_dim) != (2 * pairs, 2 * pairs):
+                raise ValueError(
+                    f"AttentionConfig: rope_frequencies has {pairs} numbers, want rope_dim / 2 = "
+                    f"{self.rope_dim // 2} and index_rope_dim / 2 = {self.index_rope_dim // 2}"
+                )
         if self.index_hadamard and self.index_dim & (self.index_dim - 1):
             raise ValueError(
                 f"AttentionConfig: index_dim is {self.index_dim}, want a power of two for "
@@ -86,8 +118,18 @@ class AttentionConfig:
 
     @property
     def scale(self) -> float:
-        """Of the attention scores: (nope_dim + rope_dim)^-1/2, whichever form computes them."""
-        return float((self.nope_dim + self.rope_dim) ** -0.5)
+        """Of the attention scores: (nope_dim + rope_dim)^-1/2 times `scale_factor`, whichever form
+        computes them."""
+        return float((self.nope_dim + self.rope_dim) ** -0.5 * self.scale_factor)
+
+    @property
+    def rotation(self) -> dict[str, Any]:
+        """What `rope` takes beside the layout."""
+        return {
+            "base": self.rope_base,
+            "frequencies": self.rope_frequencies,
+            "factor": self.rope_factor,
+        }
 
 
 @dataclasses.dataclass(frozen=True)

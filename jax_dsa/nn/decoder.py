@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax_dsa.nn.cache import DecoderCache
 from jax_dsa.nn.linear import projection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from jax.sharding import Sharding
 
@@ -101,6 +101,7 @@ class DecoderLM(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         *,
+        indices: Sequence[Int[Array, "B T K"] | None] | None = None,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         stripes: int = 1,
@@ -112,6 +113,8 @@ class DecoderLM(nnx.Module):
 
         Args:
             tokens: int32 token numbers.
+            indices: a selection of each layer, to be replayed: `aux.indices` of an earlier run, or
+                what `decode` gave. None, for all or for one, selects anew.
             positions, segment_ids, stripes, sparse: see `DSAttention`.
             remat_policy: recompute each block in the backward pass except for what this policy of
                 `jax.checkpoint` saves (`jax_dsa.training.remat_policy` makes one by name); None
@@ -127,9 +130,12 @@ class DecoderLM(nnx.Module):
 
         x = placed(self._embed(tokens))
         places = {"positions": positions, "segment_ids": segment_ids}
-        indices = None
+        recorded = [None] * len(self.blocks) if indices is None else indices
+        last = None
         layers: list[AttentionAux] = []
-        for block, kind in zip(self.blocks, self.config.layers, strict=True):
+        for block, kind, replayed in zip(self.blocks, self.config.layers, recorded, strict=True):
+            if replayed is None and kind == "shared":
+                replayed = last
             graph, params = nnx.split(block)
 
             def run(
@@ -139,8 +145,8 @@ class DecoderLM(nnx.Module):
 
             if remat_policy is not None:
                 run = jax.checkpoint(run, policy=remat_policy)
-            x, aux = run(params, x, {"indices": indices if kind == "shared" else None, **places})
-            x, indices = placed(x), aux.indices
+            x, aux = run(params, x, {"indices": replayed, **places})
+            x, last = placed(x), aux.indices
             layers.append(aux)
         return self._logits(x), layers
 
@@ -150,18 +156,34 @@ class DecoderLM(nnx.Module):
         """Room for `capacity` tokens of each of `batch` requests, as in `LayerCache.empty`."""
         return DecoderCache.empty(self.config, batch, capacity, fp8=fp8, page_size=page_size)
 
+    @overload
     def decode(
-        self, tokens: Int[Array, "B T"], cache: DecoderCache
-    ) -> tuple[Float[Array, "B T V"], DecoderCache]:
-        """Logits of each request's next T tokens, and the cache with them in it."""
+        self,
+        tokens: Int[Array, "B T"],
+        cache: DecoderCache,
+        *,
+        return_indices: Literal[False] = False,
+    ) -> tuple[Float[Array, "B T V"], DecoderCache]: ...
+    @overload
+    def decode(
+        self, tokens: Int[Array, "B T"], cache: DecoderCache, *, return_indices: Literal[True]
+    ) -> tuple[Float[Array, "B T V"], DecoderCache, list[Int[Array, "B T K"]]]: ...
+    def decode(
+        self, tokens: Int[Array, "B T"], cache: DecoderCache, *, return_indices: bool = False
+    ) -> Any:
+        """Logits of each request's next T tokens, and the cache with them in it; with
+        `return_indices` also what each layer selected, to be replayed.
+        """
         x = self._embed(tokens)
-        indices: jax.Array | None = None
+        selections: list[jax.Array] = []
         layers = []
         for block, kind, old in zip(self.blocks, self.config.layers, cache.layers, strict=True):
-            reused = indices if kind == "shared" else None
+            reused = selections[-1] if kind == "shared" else None
             x, new, indices = block.decode(x, old, indices=reused)
             layers.append(new)
-        return self._logits(x), DecoderCache(tuple(layers))
+            selections.append(indices)
+        results = self._logits(x), DecoderCache(tuple(layers))
+        return (*results, selections) if return_indices else results
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         # On an Explicit mesh a lookup wants to be told where its rows go.

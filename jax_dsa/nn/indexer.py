@@ -32,12 +32,27 @@ class IndexerInputs(NamedTuple):
         return self._replace(index_k=k, index_k_scale=scale)
 
 
+class LogScale(nnx.Module):
+    """Multiplies each head's queries by `scale log(position + 1) + bias`; 1 at first."""
+
+    def __init__(self, num_heads: int) -> None:
+        self.scale = nnx.Param(jnp.zeros(num_heads))
+        self.bias = nnx.Param(jnp.ones(num_heads))
+
+    def __call__(
+        self, q: Float[Array, "B T N D"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T N D"]:
+        """The queries in their dtype."""
+        log = jnp.log(positions.astype(jnp.float32) + 1)[..., None]
+        return q * (self.scale[...] * log + self.bias[...])[..., None].astype(q.dtype)
+
+
 class LightningIndexer(nnx.Module):
     """Projects hidden states to the indexer's queries, keys and head weights.
 
-    Layer norm on the keys, rotary position on the first `index_rope_dim` elements, then optionally
-    the Hadamard rotation and quantisation. Both inputs are cut off with `stop_gradient`: whatever
-    loss is put on the results trains the indexer alone.
+    Layer norm on the keys, rotary position on the first (or last) `index_rope_dim` elements, then
+    optionally the Hadamard rotation and quantisation. Both inputs are cut off with `stop_gradient`:
+    whatever loss is put on the results trains the indexer alone.
 
     Source: DeepSeek-V3.2 (2025), section 2.
     """
@@ -46,9 +61,13 @@ class LightningIndexer(nnx.Module):
         self.config = config
         c = config
         wide = c.index_heads * c.index_dim
-        self.wq = projection(c, c.q_rank, wide, rngs)
+        eps = c.norm_eps if c.index_norm_eps is None else c.index_norm_eps
+        norm = {"epsilon": eps, "dtype": c.dtype, "rngs": rngs}
+        self.q_norm = nnx.LayerNorm(c.model_dim, **norm) if c.q_rank is None else None
+        self.wq = projection(c, c.q_rank or c.model_dim, wide, rngs)
         self.wk = projection(c, c.model_dim, c.index_dim, rngs)
-        self.k_norm = nnx.LayerNorm(c.index_dim, epsilon=c.norm_eps, dtype=c.dtype, rngs=rngs)
+        self.k_norm = nnx.LayerNorm(c.index_dim, **norm)
+        self.q_scale = LogScale(c.index_heads) if c.log_scaling else None
         # The weights decide between close scores and are few: float32 throughout.
         self.weights = nnx.Linear(c.model_dim, c.index_heads, use_bias=False, rngs=rngs)
 
@@ -58,10 +77,14 @@ class LightningIndexer(nnx.Module):
         q_latent: Float[Array, "B T Q"],
         positions: Int[Array, "B T"],
     ) -> IndexerInputs:
-        """The arguments for hidden states `x` and the attention's query latent."""
+        """The arguments for hidden states `x` and what the attention's queries are made of."""
         c = self.config
         x, q_latent = jax.lax.stop_gradient((x, q_latent))
+        if self.q_norm is not None:
+            q_latent = self.q_norm(q_latent)
         q = self.wq(q_latent).reshape(*x.shape[:2], c.index_heads, c.index_dim)
+        if self.q_scale is not None:
+            q = self.q_scale(q, positions)
         q = self._rotate(q, positions)
         k = self._rotate(self.k_norm(self.wk(x)), positions)
         weights = self.weights(x.astype(jnp.float32)) * (c.index_heads * c.index_dim) ** -0.5
@@ -76,7 +99,9 @@ class LightningIndexer(nnx.Module):
         self, x: Float[Array, "B T *H C"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T *H C"]:
         c = self.config
-        head, tail = jnp.split(x, [c.index_rope_dim], axis=-1)
-        head = rope(head, positions, base=c.rope_base, layout=c.index_rope_layout)
-        x = jnp.concatenate([head, tail], axis=-1)
+        last = c.index_rope_last
+        split = c.index_dim - c.index_rope_dim if last else c.index_rope_dim
+        head, tail = jnp.split(x, [split], axis=-1)
+        turned = rope(tail if last else head, positions, layout=c.index_rope_layout, **c.rotation)
+        x = jnp.concatenate([head, turned] if last else [turned, tail], axis=-1)
         return hadamard(x) if c.index_hadamard else x

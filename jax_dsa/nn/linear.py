@@ -35,7 +35,9 @@ class Fp8Linear(nnx.Linear):
         return y if bias is None else y + bias
 
 
-def projection(config: AttentionConfig, inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
-    """A linear layer without bias, as the configuration wants its projections."""
+def projection(
+    config: AttentionConfig, inputs: int, outputs: int, rngs: nnx.Rngs, *, bias: bool = False
+) -> nnx.Linear:
+    """A linear layer as the configuration wants its projections."""
     layer = Fp8Linear if config.fp8 else nnx.Linear
-    return layer(inputs, outputs, use_bias=False, dtype=config.dtype, rngs=rngs)
+    return layer(inputs, outputs, use_bias=bias, dtype=config.dtype, rngs=rngs)

@@ -33,6 +33,7 @@ PARAMETERS: dict[str, tuple[str | None, ...]] = {
     "wkv_a": ("fsdp", None),
     "w_uk": ("tensor", "fsdp", None),
     "w_uv": ("tensor", "fsdp", None),
+    "wg": ("fsdp", "tensor"),
     "wo": ("tensor", "fsdp"),
     "gate_up": ("fsdp", "tensor"),
     "down": ("tensor", "fsdp"),

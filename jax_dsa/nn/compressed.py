@@ -1,0 +1,459 @@
+"""Attention to a window of keys and to compressed ones, as in DeepSeek-V4.
+
+Every `ratio` tokens are pooled into one compressed key. A query attends, in one softmax with a
+sink, to the last `window` keys and to compressed keys of whole blocks before it: those that an
+indexer selects, or all of them. Keys are values, so what comes out is rotated: it is turned back by
+the query's position before the output projection.
+
+Source: DeepSeek-V4 (2026), section 2.3; its configuration and names in `transformers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_dsa.core.checks import FLOATS, Args
+from jax_dsa.core.layout import put_rows
+from jax_dsa.core.typing import Array, Bool, Float, Int
+from jax_dsa.nn.attention import placed
+from jax_dsa.nn.rotary import rope
+from jax_dsa.ops.attn_dist import attn_dist
+from jax_dsa.ops.indexer import indexer_topk
+from jax_dsa.ops.indexer import spec as indexer
+from jax_dsa.ops.indexer.api import indexer_selected_op
+from jax_dsa.ops.losses import dense_indexer_kl_loss, indexer_kl_loss
+from jax_dsa.ops.sparse_mla import sparse_mla
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressedConfig:
+    """One layer that attends to a window of keys and, with a `ratio`, to compressed ones."""
+
+    model_dim: int
+    num_heads: int
+    q_rank: int
+    """Width of the latent that the queries of attention and indexer are both projected from."""
+    head_dim: int
+    """D, of queries, keys and values alike; all heads share one key."""
+    rope_dim: int
+    """The last elements of queries and keys, which have rotary position."""
+    out_groups: int
+    """Groups of heads whose outputs are projected to `out_rank` numbers each."""
+    out_rank: int
+    window: int
+    ratio: int | None = None
+    """Tokens that a compressed key stands for; None has no compressed keys."""
+    overlap: bool = False
+    """Whether a compressed key is made of its block's tokens and of the block's before."""
+    top_k: int | None = None
+    """Compressed keys that the indexer selects for a query; None attends to all of them."""
+    index_heads: int = 1
+    index_dim: int = 128
+    rope_base: float = 10000.0
+    rope_frequencies: tuple[float, ...] | None = None
+    rope_factor: float = 1.0
+    norm_eps: float = 1e-6
+    dtype: Any = jnp.float32
+    """Of activations and caches; parameters are float32."""
+
+    def __post_init__(self) -> None:
+        """Rejects sizes that no layer can be built of."""
+        args = Args("CompressedConfig", "", np.empty(0), "K")
+        sizes = ("model_dim", "num_heads", "q_rank", "head_dim", "out_groups", "out_rank", "window")
+        for name in (*sizes, "index_heads", "index_dim"):
+            args.integer(name, getattr(self, name), 1)
+        for name in ("ratio", "top_k"):
+            if getattr(self, name) is not None:
+                args.integer(name, getattr(self, name), 1)
+        args.integer("rope_dim", self.rope_dim, 0)
+        args.dtype("dtype", self.dtype, FLOATS)
+        least = self.head_dim if self.top_k is None else min(self.head_dim, self.index_dim)
+        if self.rope_dim % 2 or self.rope_dim > least:
+            raise ValueError(
+                f"CompressedConfig: rope_dim is {self.rope_dim}, want even and at most {least}"
+            )
+        if self.num_heads % self.out_groups:
+            raise ValueError(
+                f"CompressedConfig: num_heads is {self.num_heads}, want a multiple of "
+                f"out_groups = {self.out_groups}"
+            )
+        if self.ratio is None and (self.overlap or self.top_k is not None):
+            raise ValueError("CompressedConfig: ratio is None, want one with overlap or top_k")
+
+    def rotate(
+        self, x: Float[Array, "B T *H D"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T *H D"]:
+        """`x` with its last `rope_dim` elements turned by their positions."""
+        head, tail = jnp.split(x, [x.shape[-1] - self.rope_dim], axis=-1)
+        tail = rope(
+            tail,
+            positions,
+            base=self.rope_base,
+            layout="interleaved",
+            frequencies=self.rope_frequencies,
+            factor=self.rope_factor,
+        )
+        return jnp.concatenate([head, tail], axis=-1)
+
+
+class Blocks(NamedTuple):
+    """Where whole blocks of tokens lie among rows, for blocks that no reshape finds."""
+
+    last: Int[Array, "B W"]
+    """The row of each block's last token; any row if there is no such block."""
+    follows: Bool[Array, "B W"]
+    """Whether another block of the document is before it."""
+    positions: Int[Array, "B W"]
+    """Of the first tokens, for RoPE."""
+
+
+class Stream(NamedTuple):
+    """Compressed keys of some requests, and what the next ones will be made of."""
+
+    keys: Float[Array, "B W D"]
+    values: Float[Array, "B H F"]
+    """The last tokens' contributions, before the pooling."""
+    gates: Float[Array, "B H F"]
+
+
+class Compressor(nnx.Module):
+    """Pools every `ratio` tokens into a key: element by element a softmax over the tokens' gates.
+
+    With `overlap` a token contributes twice, to its own block's key and to the next one's, and
+    keys are pooled from 2 `ratio` contributions. The tokens of a block that is not whole make none.
+    """
+
+    def __init__(self, config: CompressedConfig, dim: int, *, rngs: nnx.Rngs) -> None:
+        assert config.ratio is not None
+        self.config, self.dim, self.ratio = config, dim, config.ratio
+        c, width = config, dim * (2 if config.overlap else 1)
+        linear = {"use_bias": False, "dtype": c.dtype, "rngs": rngs}
+        self.wkv = nnx.Linear(c.model_dim, width, **linear)
+        self.wg = nnx.Linear(c.model_dim, width, **linear)
+        self.position_bias = nnx.Param(jnp.zeros((self.ratio, width)))
+        self.norm = nnx.RMSNorm(dim, epsilon=c.norm_eps, dtype=c.dtype, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T M"], positions: Int[Array, "B T"], blocks: Blocks | None
+    ) -> Float[Array, "B W D"]:
+        """The keys of `x`; without `blocks` these are the sequence's, one after the other."""
+        return self._pool(self.wkv(x), self.wg(x), positions, blocks)
+
+    def stream(self, batch: int, capacity: int) -> Stream:
+        """Room for the compressed keys of `capacity` tokens of each of `batch` requests."""
+        c = self.config
+        history = self.ratio * (2 if c.overlap else 1) - 1
+        state = jnp.zeros((batch, history, self.position_bias.shape[1]), c.dtype)
+        return Stream(jnp.zeros((batch, capacity // self.ratio, self.dim), c.dtype), state, state)
+
+    def extend(self, stream: Stream, x: Float[Array, "B T M"], lengths: Int[Array, "B"]) -> Stream:
+        """The stream with T more tokens of each request, which has had `lengths` of them."""
+        ratio, history, length = self.ratio, stream.values.shape[1], x.shape[1]
+        values = jnp.concatenate([stream.values, self.wkv(x)], axis=1)
+        gates = jnp.concatenate([stream.gates, self.wg(x)], axis=1)
+        number = lengths[:, None] // ratio + jnp.arange(length // ratio + 1, dtype=jnp.int32)
+        last = (number + 1) * ratio - 1 - lengths[:, None]  # among the new tokens
+        blocks = Blocks(
+            jnp.clip(last + history, 0, history + length - 1), number > 0, number * ratio
+        )
+        new = self._pool(values, gates, None, blocks)
+        keys = put_rows(stream.keys, jnp.where(last < length, number, -1), new)
+        return Stream(keys, values[:, length:], gates[:, length:])
+
+    def _pool(
+        self, values: Array, gates: Array, positions: Array | None, blocks: Blocks | None
+    ) -> Array:
+        batch, length, width = values.shape
+        ratio, dim = self.ratio, self.dim
+        if blocks is None:
+            assert positions is not None
+            whole = length - length % ratio
+            values, gates = (
+                x[:, :whole].reshape(batch, whole // ratio, ratio, width) for x in (values, gates)
+            )
+            before = [jnp.roll(x[..., :dim], 1, axis=1) for x in (values, gates)]
+            follows = jnp.arange(whole // ratio) > 0
+            places = positions[:, :whole:ratio]
+        else:
+            rows = blocks.last[..., None] + jnp.arange(1 - ratio, 1)
+            rows = jnp.maximum(rows, 0)
+            earlier = jnp.maximum(rows - ratio, 0)
+            own = [_rows(x, rows) for x in (values, gates)]
+            before = [_rows(x[..., :dim], earlier) for x in (values, gates)]
+            values, gates = own
+            follows, places = blocks.follows, blocks.positions
+        bias = self.position_bias[...]
+        gates = gates.astype(jnp.float32) + bias
+        if self.config.overlap:
+            seen = follows[..., None, None]
+            earlier_gates = jnp.where(seen, before[1].astype(jnp.float32) + bias[:, :dim], -jnp.inf)
+            gates = jnp.concatenate([earlier_gates, gates[..., dim:]], axis=2)
+            values = jnp.concatenate([before[0], values[..., dim:]], axis=2)
+        shares = jax.nn.softmax(gates, axis=2)
+        pooled = jnp.sum(shares * values, axis=2).astype(self.config.dtype)
+        return self.config.rotate(self.norm(pooled), places)
+
+
+def _rows(x: Float[Array, "B T F"], rows: Int[Array, "B W R"]) -> Float[Array, "B W R F"]:
+    return jax.vmap(lambda x, rows: x[rows])(x, rows)
+
+
+class CompressedIndexer(nnx.Module):
+    """A lightning indexer with compressed keys of its own; trained by its own loss alone."""
+
+    def __init__(self, config: CompressedConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        c, wide = config, config.index_heads * config.index_dim
+        self.wq = nnx.Linear(c.q_rank, wide, use_bias=False, dtype=c.dtype, rngs=rngs)
+        self.compressor = Compressor(c, c.index_dim, rngs=rngs)
+        self.weights = nnx.Linear(c.model_dim, c.index_heads, use_bias=False, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T M"],
+        q_latent: Float[Array, "B T Q"],
+        positions: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "B T J C"], Float[Array, "B T J"]]:
+        """Queries and weights of the heads, for `jax_dsa.indexer_topk`."""
+        c = self.config
+        q = self.wq(q_latent).reshape(*x.shape[:2], c.index_heads, c.index_dim)
+        weights = self.weights(x.astype(jnp.float32)) * (c.index_heads * c.index_dim) ** -0.5
+        return c.rotate(q, positions), weights
+
+
+class CompressedAux(NamedTuple):
+    """What attention found beside its output; under `jax.jit` unused parts cost nothing."""
+
+    kl: Float[Array, ""] | None
+    """The indexer's loss: over the compressed keys attended to if sparse, else over all. None
+    without an indexer."""
+    lse: Float[Array, "B T N"]
+    indices: Int[Array, "B T K"] | None
+    """The compressed keys attended to, -1 where there are fewer; None without any."""
+
+
+class CompressedCache(NamedTuple):
+    """One layer's keys of some requests."""
+
+    lengths: Int[Array, "B"]
+    """How many tokens each has had."""
+    recent: Float[Array, "B W D"]
+    """The last window - 1 keys."""
+    compressed: Stream | None
+    index_keys: Stream | None
+
+
+class CompressedAttention(nnx.Module):
+    """Attention to the last `window` keys and to compressed ones; see `CompressedConfig`.
+
+    The indexer's parameters get gradients of `aux.kl` alone, which gives none to the others.
+    """
+
+    def __init__(self, config: CompressedConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        c = config
+        linear = {"use_bias": False, "dtype": c.dtype, "rngs": rngs}
+        norm = {"epsilon": c.norm_eps, "dtype": c.dtype, "rngs": rngs}
+        self.wq_a = nnx.Linear(c.model_dim, c.q_rank, **linear)
+        self.q_norm = nnx.RMSNorm(c.q_rank, **norm)
+        self.wq_b = nnx.Linear(c.q_rank, c.num_heads * c.head_dim, **linear)
+        self.wkv = nnx.Linear(c.model_dim, c.head_dim, **linear)
+        self.kv_norm = nnx.RMSNorm(c.head_dim, **norm)
+        per_group = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
+        wide = c.num_heads * c.head_dim // c.out_groups
+        self.wo_a = nnx.Param(per_group(rngs.params(), (c.out_groups, wide, c.out_rank)))
+        self.wo_b = nnx.Linear(c.out_groups * c.out_rank, c.model_dim, **linear)
+        self.sinks = nnx.Param(jnp.zeros(c.num_heads))
+        self.compressor = None if c.ratio is None else Compressor(c, c.head_dim, rngs=rngs)
+        self.indexer = None if c.top_k is None else CompressedIndexer(c, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T M"],
+        *,
+        indices: Int[Array, "B T K"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        sparse: bool = True,
+    ) -> tuple[Float[Array, "B T M"], CompressedAux]:
+        """Causal attention among the tokens of `x`.
+
+        Args:
+            x: hidden states.
+            indices: compressed keys to attend to in place of the indexer's, such as an earlier
+                run's `aux.indices`; anything that a query does not see is an empty slot.
+            positions: int32, for RoPE alone; by default each document counts from 0.
+            segment_ids: int32, for several documents in one sequence, as in `DSAttention`. Each
+                document has blocks of its own, which begin with it.
+            sparse: attend to the compressed keys that the indexer selects. False attends to all of
+                them, by lists of T / ratio a token, and its `aux.kl` is the indexer's warm-up loss
+                over all of them.
+        """
+        c = self.config
+        if not sparse and indices is not None:
+            raise ValueError(
+                "CompressedAttention: argument 'indices' is given, want None with sparse=False"
+            )
+        positions, starts, _ = placed("CompressedAttention", x, positions, segment_ids)
+        rows = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+        first = jnp.zeros_like(rows) if starts is None else starts
+        q, kv, q_latent = self._project(x, positions)
+        recent = rows[..., None] + jnp.arange(1 - c.window, 1)
+        recent = jnp.where(recent >= first[..., None], recent, -1)
+        if c.ratio is None or self.compressor is None:
+            out, lse = self._attend(q, kv, recent)
+            return self._output(out, positions), CompressedAux(None, lse, None)
+        # A document's blocks have the numbers from first // ratio on: they never reach the next's.
+        begin = first // c.ratio
+        end = begin + (rows - first + 1) // c.ratio
+        blocks = None if starts is None else _blocks(c.ratio, rows, first, positions)
+        keys = self.compressor(x, positions, blocks)
+        index = logits = None
+        if self.indexer is not None:
+            x, q_latent = jax.lax.stop_gradient((x, q_latent))
+            index_q, weights = self.indexer(x, q_latent, positions)
+            index = index_q, self.indexer.compressor(x, positions, blocks), weights
+        replayed = indices is not None
+        if indices is None and sparse and index is not None and c.top_k is not None:
+            indices, logits = indexer_topk(*index, c.top_k, starts=begin, ends=end)
+        elif indices is None:
+            indices = jnp.arange(keys.shape[1], dtype=jnp.int32)
+        seen = (indices >= begin[..., None]) & (indices < end[..., None])
+        indices = jnp.where(seen, indices, -1)
+        if replayed and index is not None:
+            call = Args("CompressedAttention", "x", x, "B T M").call(None)
+            options = indexer.Options(True, indices.shape[-1])
+            selected = indexer.Selected(*index, None, indices)
+            logits = indexer_selected_op(call, options, selected).logits
+        joined = jnp.concatenate([kv, keys], axis=1)
+        chosen = jnp.where(seen, indices + kv.shape[1], -1)
+        out, lse = self._attend(q, joined, jnp.concatenate([recent, chosen], axis=-1))
+        kl = None
+        if logits is not None:
+            main, taught, total = jax.lax.stop_gradient((q, joined[:, :, None], lse))
+            teacher = attn_dist(main, taught, chosen, total, scale=c.head_dim**-0.5)
+            kl = indexer_kl_loss(logits, teacher, seen)
+        elif index is not None:
+            constant = jax.lax.stop_gradient((q, keys[:, :, None]))
+            kl = dense_indexer_kl_loss(
+                *(*index, *constant),
+                scale=c.head_dim**-0.5,
+                is_causal=False,
+                starts=begin,
+                ends=end,
+            )
+        return self._output(out, positions), CompressedAux(kl, lse, indices)
+
+    def init_cache(self, batch: int, capacity: int) -> CompressedCache:
+        """Room for `capacity` tokens of each of `batch` requests."""
+        c = self.config
+        return CompressedCache(
+            jnp.zeros(batch, jnp.int32),
+            jnp.zeros((batch, c.window - 1, c.head_dim), c.dtype),
+            None if self.compressor is None else self.compressor.stream(batch, capacity),
+            None if self.indexer is None else self.indexer.compressor.stream(batch, capacity),
+        )
+
+    def decode(
+        self,
+        x: Float[Array, "B T M"],
+        cache: CompressedCache,
+        *,
+        indices: Int[Array, "B T K"] | None = None,
+    ) -> tuple[Float[Array, "B T M"], CompressedCache, Int[Array, "B T K"] | None]:
+        """`__call__` for each request's next T tokens; T = 1 is a decode step, T = the prompt's
+        length a prefill, anything between a chunk of one. Then the cache with the new tokens in it,
+        and the compressed keys that were attended to.
+        """
+        c = self.config
+        step = jnp.arange(x.shape[1], dtype=jnp.int32)
+        positions = cache.lengths[:, None] + step
+        q, kv, q_latent = self._project(x, positions)
+        joined = jnp.concatenate([cache.recent, kv], axis=1)
+        last = joined[:, x.shape[1] :]
+        window = jnp.arange(c.window, dtype=jnp.int32)
+        recent = step[:, None] + window
+        is_token = positions[..., None] + window >= c.window - 1
+        recent = jnp.where(is_token, recent, -1)
+        compressed, index = cache.compressed, cache.index_keys
+        if self.compressor is None or compressed is None or c.ratio is None:
+            indices = None
+        else:
+            compressed = self.compressor.extend(compressed, x, cache.lengths)
+            ends = (positions + 1) // c.ratio
+            if self.indexer is not None and index is not None:
+                index = self.indexer.compressor.extend(index, x, cache.lengths)
+            if indices is None and self.indexer is not None and index is not None:
+                index_q, weights = self.indexer(x, q_latent, positions)
+                assert c.top_k is not None
+                indices, _ = indexer_topk(index_q, index.keys, weights, c.top_k, ends=ends)
+            elif indices is None:
+                indices = jnp.arange(compressed.keys.shape[1], dtype=jnp.int32)
+            indices = jnp.where((indices >= 0) & (indices < ends[..., None]), indices, -1)
+            chosen = jnp.where(indices >= 0, indices + joined.shape[1], -1)
+            recent = jnp.concatenate([recent, chosen], axis=-1)
+            joined = jnp.concatenate([joined, compressed.keys], axis=1)
+        out, _ = self._attend(q, joined, recent)
+        cache = CompressedCache(cache.lengths + x.shape[1], last, compressed, index)
+        return self._output(out, positions), cache, indices
+
+    def _project(
+        self, x: Float[Array, "B T M"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T D"], Float[Array, "B T Q"]]:
+        c = self.config
+        q_latent = self.q_norm(self.wq_a(x))
+        q = self.wq_b(q_latent).reshape(*x.shape[:2], c.num_heads, c.head_dim)
+        wide = q.astype(jnp.float32)
+        size = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + c.norm_eps)
+        q = c.rotate((wide * size).astype(c.dtype), positions)
+        return q, c.rotate(self.kv_norm(self.wkv(x)), positions), q_latent
+
+    def _attend(
+        self,
+        q: Float[Array, "B T N D"],
+        kv: Float[Array, "B S D"],
+        indices: Int[Array, "B T K"],
+    ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"]]:
+        dim = self.config.head_dim
+        return sparse_mla(
+            *(q, kv[:, :, None], indices),
+            value_dim=dim,
+            scale=dim**-0.5,
+            sinks=self.sinks[...],
+            return_lse=True,
+        )
+
+    def _output(
+        self, out: Float[Array, "B T N D"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T M"]:
+        c = self.config
+        out = c.rotate(out, -positions).reshape(*out.shape[:2], c.out_groups, -1)
+        ranks = jnp.einsum("btgi,gir->btgr", out, self.wo_a[...].astype(c.dtype))
+        return self.wo_b(ranks.reshape(*out.shape[:2], c.out_groups * c.out_rank))
+
+
+def _blocks(
+    ratio: int,
+    rows: Int[Array, "B T"],
+    first: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+) -> Blocks:
+    """The whole blocks of packed documents; block i of a document that begins at row s has the
+    number s // ratio + i.
+    """
+    count = rows.shape[1] // ratio
+    number = (rows - first) // ratio
+    is_last = (rows - first + 1) % ratio == 0
+    slot = jnp.where(is_last, first // ratio + number, count)
+    last = jax.vmap(lambda slot, row: jnp.zeros(count, jnp.int32).at[slot].set(row, mode="drop"))(
+        slot, rows
+    )
+    begin = jnp.maximum(last - ratio + 1, 0)
+    take = lambda x, rows: jnp.take_along_axis(x, rows, axis=1)  # noqa: E731
+    return Blocks(last, take(number, last) > 0, take(positions, begin))

@@ -1,0 +1,403 @@
+"""Attention layers of published models, by our own means: variants of `DSAttention`, compressed
+attention, weights by their Hugging Face names. `test_parity.py` compares with `transformers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_matches
+from flax import nnx
+from quick import compile_quickly  # noqa: F401
+
+from jax_dsa import nn
+
+B, T, M = 2, 29, 16
+# Queries without a latent, biases, sinks, a gate, scaling by position, YaRN.
+VARIANT = nn.AttentionConfig(
+    model_dim=M,
+    num_heads=2,
+    q_rank=None,
+    kv_rank=8,
+    nope_dim=6,
+    rope_dim=4,
+    v_dim=7,
+    index_heads=3,
+    index_dim=8,
+    index_rope_dim=4,
+    top_k=5,
+    rope_frequencies=nn.yarn_frequencies(4, base=1e4, factor=4.0, original_length=8),
+    rope_factor=1.1,
+    scale_factor=1.2,
+    bias=True,
+    sinks=True,
+    gate=True,
+    log_scaling=True,
+    index_rope_last=True,
+)
+COMPRESSED = nn.CompressedConfig(
+    model_dim=M,
+    num_heads=4,
+    q_rank=12,
+    head_dim=8,
+    rope_dim=4,
+    out_groups=2,
+    out_rank=6,
+    window=6,
+    ratio=4,
+    overlap=True,
+    top_k=3,
+    index_heads=3,
+    index_dim=8,
+)
+LAYERS = {
+    "latent": VARIANT,
+    "selected": COMPRESSED,
+    "all": dataclasses.replace(COMPRESSED, ratio=3, overlap=False, top_k=None),
+    "window": dataclasses.replace(COMPRESSED, ratio=None, overlap=False, top_k=None),
+}
+# Documents shorter than a block, of whole blocks, and of more; the same number twice.
+PACKED = ((7, 13), (2, 1), (7, 4), (1, 11)), ((0, 8), (3, 2), (1, 19))
+SEGMENT_IDS = jnp.asarray([np.repeat(*np.transpose(row)) for row in PACKED], jnp.int32)
+
+
+def hidden(rng, *shape):
+    return jnp.asarray(rng.normal(size=shape or (B, T, M)), jnp.float32)
+
+
+def layer(rng, config):
+    """With parameters that no initialiser would give."""
+    kind = nn.CompressedAttention if isinstance(config, nn.CompressedConfig) else nn.DSAttention
+    module = kind(config, rngs=nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    nnx.update(
+        module,
+        jax.tree.map(
+            lambda x: x + jnp.asarray(rng.normal(size=x.shape, scale=0.3), x.dtype), params
+        ),
+    )
+    return module
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_packed_documents_do_not_see_each_other(rng, kind):
+    graph, params = nnx.split(layer(rng, LAYERS[kind]))
+    x = hidden(rng)
+
+    def packed(params, x):
+        y, aux = nnx.merge(graph, params)(x, segment_ids=SEGMENT_IDS)
+        return jnp.sin(y).sum(), (y, aux.lse)
+
+    def alone(params, x):
+        module, total, found = nnx.merge(graph, params), 0.0, []
+        for b, row in enumerate(PACKED):
+            start = 0
+            for _, length in row:
+                y, aux = module(x[b : b + 1, start : start + length])
+                total += jnp.sin(y).sum()
+                found.append((b, start, y, aux.lse))
+                start += length
+        return total, found
+
+    (loss, both), grads = jax.jit(jax.value_and_grad(packed, (0, 1), has_aux=True))(params, x)
+    (want, found), want_grads = jax.jit(jax.value_and_grad(alone, (0, 1), has_aux=True))(params, x)
+    assert_matches(loss, want, 1e-5)
+    assert_matches(grads, want_grads, 1e-4)
+    for b, start, *own in found:
+        for got, each in zip(both, own, strict=True):
+            assert_matches(got[int(b), int(start) : int(start) + each.shape[1]], each[0], 1e-5)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_decoding_in_chunks(rng, kind):
+    """Of requests that each go on from their own length."""
+    module, x = layer(rng, LAYERS[kind]), hidden(rng)
+    want, aux = jax.jit(lambda x: module(x))(x)
+    step = jax.jit(lambda x, cache: module.decode(x, cache))
+    for chunks in ((T,), (9, 1, 1, 1, 17)):
+        if kind == "latent":
+            cache = nn.LayerCache.empty(module.config, B, T + 2)
+        else:
+            cache = module.init_cache(B, T + 2)
+        start, got, chosen = 0, [], []
+        for n in chunks:
+            y, cache, indices = step(x[:, start : start + n], cache)
+            start += n
+            got.append(y)
+            chosen.append(indices)
+        assert_matches(jnp.concatenate(got, 1), want, 1e-4)
+        if aux.indices is not None and kind != "all":
+            np.testing.assert_array_equal(jnp.concatenate(chosen, 1), aux.indices)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_selection_is_recorded_and_replayed(rng, kind):
+    module, x = layer(rng, LAYERS[kind]), hidden(rng)
+    run = jax.jit(lambda x, indices: module(x, indices=indices))
+    want, aux = run(x, None)
+    again, replayed = run(x, aux.indices)
+    assert_matches(again, want, 1e-5)
+    assert (aux.kl is None) == (module.indexer is None)
+    if aux.kl is not None:
+        assert_matches(replayed.kl, aux.kl, 1e-4)
+        other = run(x, jnp.zeros_like(aux.indices).at[..., 1:].set(-1))
+        assert np.abs(other[0] - want).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["latent", "selected"])
+def test_the_indexers_loss_trains_the_indexer_alone(rng, kind):
+    graph, params = nnx.split(layer(rng, LAYERS[kind]))
+    x = hidden(rng)
+
+    def gradients(of):
+        def loss(params, x):
+            return of(*nnx.merge(graph, params)(x))
+
+        grads, dx = jax.jit(jax.grad(loss, (0, 1)))(params, x)
+        flat = {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(grads)}
+        return {name: bool(np.any(np.asarray(v[...]))) for name, v in flat.items()}, dx
+
+    own, dx = gradients(lambda y, aux: aux.kl)
+    assert not np.any(dx)
+    main, _ = gradients(lambda y, aux: jnp.sin(y).sum())
+    assert any(name.startswith("indexer") for name in own)
+    for name in own:
+        # The first key's norm has a bias or not; a shift of all keys may have no gradient.
+        assert own[name] <= name.startswith("indexer") and main[name] != name.startswith("indexer")
+    assert sum(own.values()) >= 4
+
+
+def test_warm_up_of_compressed_attention(rng):
+    """With as many keys selected as there are, both stages attend to the same ones. The loss over
+    all of them is the mean of the heads' softmax over compressed keys, against the indexer's.
+    """
+    module, x = layer(rng, dataclasses.replace(COMPRESSED, top_k=T // 4)), hidden(rng)
+    (want, aux), (got, dense) = (
+        jax.jit(lambda x, s=s: module(x, segment_ids=SEGMENT_IDS, sparse=s))(x)
+        for s in (True, False)
+    )
+    assert_matches((got, dense.lse), (want, aux.lse), 1e-5)
+    places = jnp.broadcast_to(jnp.arange(T), (B, T))
+    q, _, latent = module._project(x, places)
+    plain = module(x, sparse=False)[1].kl
+    keys = module.compressor(x, places, None)
+    scores = np.asarray(jnp.einsum("btnd,bsd->btns", q, keys)) * COMPRESSED.head_dim**-0.5
+    index_q, weights = module.indexer(x, latent, places)
+    index_k = module.indexer.compressor(x, places, None)
+    logits = np.einsum(
+        "btj,btjs->bts", weights, np.maximum(np.einsum("btjc,bsc->btjs", index_q, index_k), 0)
+    )
+    total, rows = 0.0, 0
+    for b, t in np.ndindex(B, T):
+        n = (t + 1) // 4
+        if n:
+            p = np.exp(scores[b, t, :, :n] - scores[b, t, :, :n].max(-1, keepdims=True))
+            p = (p / p.sum(-1, keepdims=True)).mean(0)
+            i = logits[b, t, :n] - logits[b, t, :n].max()
+            total += (p * (np.log(p) - i + np.log(np.exp(i).sum()))).sum()
+            rows += 1
+    np.testing.assert_allclose(plain, total / rows, rtol=1e-3)
+    with pytest.raises(ValueError, match="'indices' is given, want None with sparse=False"):
+        module(x, indices=aux.indices, sparse=False)
+
+
+def test_another_layers_keys(rng):
+    source = nn.DSAttention(VARIANT, rngs=nnx.Rngs(0))
+    module = nn.DSAttention(dataclasses.replace(VARIANT, shares_keys=True), rngs=nnx.Rngs(0))
+    x, y = hidden(rng), hidden(rng)
+    assert module.mla.wkv_a is None and module.mla.kv_norm is None
+    _, aux = source(x)
+    for sparse in (True, False):
+        out, found = module(y, kv=aux.kv, sparse=sparse)
+        assert_matches(found.kv, aux.kv)
+        moved = jax.grad(lambda kv, s=sparse: jnp.sin(module(y, kv=kv, sparse=s)[0]).sum())(aux.kv)
+        assert np.abs(moved).max() > 1e-3
+    first = nn.LayerCache.empty(VARIANT, B, T)
+    second = nn.LayerCache.empty(module.config, B, T)
+    assert second.kv is None
+    want, _ = module(y, kv=aux.kv)
+    _, first, _ = source.decode(x, first)
+    got, _, _ = module.decode(y, second, kv=first.kv)
+    assert_matches(got, want, 1e-4)
+    with pytest.raises(ValueError, match="'kv' is None, want another layer's keys"):
+        module(y)
+    with pytest.raises(ValueError, match="'kv' is given, want None"):
+        source(x, kv=aux.kv)
+    assert out.shape == y.shape
+
+
+def test_sinks_in_both_forms(rng):
+    module, x = layer(rng, dataclasses.replace(VARIANT, top_k=T)), hidden(rng)
+    assert_matches(module(x)[0], module(x, sparse=False)[0], 1e-4)
+    without = dataclasses.replace(VARIANT, top_k=T, sinks=False)
+    plain = nn.load_hf(
+        nn.DSAttention(without, rngs=nnx.Rngs(1)),
+        {name: w for name, w in nn.save_hf(module).items() if name != "sinks"},
+    )
+    assert np.abs(plain(x)[0] - module(x)[0]).max() > 1e-3
+
+
+def test_a_decoder_replays_selections(rng):
+    attention = dataclasses.replace(VARIANT, q_rank=12)
+    config = nn.DecoderConfig(
+        attention, vocab=11, num_layers=3, mlp_dim=24, indexer_types=("full", "shared")
+    )
+    model = nn.DecoderLM(config, rngs=nnx.Rngs(0))
+    tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
+    run = jax.jit(lambda t, s: model(t, indices=s))
+    want, found = run(tokens, None)
+    recorded = [aux.indices for aux in found]
+    got, again = run(tokens, recorded)
+    assert_matches(got, want, 1e-5)
+    assert [aux.kl is None for aux in again] == [False, True, False]
+    step = jax.jit(lambda t, cache: model.decode(t, cache, return_indices=True))
+    cache, rolled = model.init_cache(B, T), []
+    for chunk in (tokens[:, :20], *jnp.split(tokens[:, 20:], T - 20, axis=1)):
+        _, cache, indices = step(chunk, cache)
+        rolled.append(indices)
+    for selections, aux in zip(zip(*rolled), found, strict=True):
+        np.testing.assert_array_equal(jnp.concatenate(selections, 1), aux.indices)
+    first = jnp.zeros_like(recorded[0]).at[..., 1:].set(-1)
+    _, mixed = run(tokens, [first, None, None])
+    np.testing.assert_array_equal(mixed[1].indices, mixed[0].indices)
+    assert np.abs(run(tokens, [first, None, None])[0] - want).max() > 1e-3
+
+
+def test_yarn_frequencies():
+    plain = 1e4 ** (-np.arange(0, 64, 2) / 64)
+    got = np.array(nn.yarn_frequencies(64, base=1e4, factor=40.0, original_length=4096))
+    turns = 4096 * plain / (2 * np.pi)
+    np.testing.assert_allclose(got[turns > 40], plain[turns > 40])
+    np.testing.assert_allclose(got[turns < 0.7], plain[turns < 0.7] / 40)
+    between = got[(turns < 30) & (turns > 1.1)] / plain[(turns < 30) & (turns > 1.1)]
+    assert (np.diff(between) < 0).all() and between.max() < 1 and between.min() > 1 / 40
+    same = nn.yarn_frequencies(64, base=1e4, factor=1.0, original_length=4096)
+    np.testing.assert_allclose(same, plain)
+
+
+PUBLISHED = {
+    "latent": {
+        "q_proj.weight": "wq.weight",
+        "kv_a_proj_with_mqa.weight": "wkv_a_with_mqa.weight",
+        "kv_a_layernorm.weight": "kv_a_norm.weight",
+        "kv_b_proj.weight": "wkv_b.weight",
+        "o_proj.weight": "wo.weight",
+        "softmax_scaling.scale": "ssmax_scaling.s",
+        "indexer.softmax_scaling.bias": "indexer.ssmax_scaling.b",
+        "gate_proj.weight": "linear_gate.weight",
+        "sinks": "learnable_sink_param",
+    },
+    "selected": {
+        "sinks": "attn_sink",
+        "q_a_proj.weight": "wq_a.weight",
+        "q_a_norm.weight": "q_norm.weight",
+        "q_b_proj.weight": "wq_b.weight",
+        "kv_proj.weight": "wkv.weight",
+        "o_a_proj.weight": "wo_a.weight",
+        "o_b_proj.weight": "wo_b.weight",
+        "compressor.kv_proj.weight": "compressor.wkv.weight",
+        "compressor.gate_proj.weight": "compressor.wgate.weight",
+        "compressor.position_bias": "compressor.ape",
+        "compressor.kv_norm.weight": "compressor.norm.weight",
+        "compressor.indexer.kv_proj.weight": "indexer.compressor.wkv.weight",
+        "compressor.indexer.position_bias": "indexer.compressor.ape",
+        "compressor.indexer.kv_norm.weight": "indexer.compressor.norm.weight",
+        "compressor.indexer.q_b_proj.weight": "indexer.wq_b.weight",
+        "compressor.indexer.scorer.weights_proj.weight": "indexer.weights_proj.weight",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_weights_by_the_names_they_are_published_under(rng, kind):
+    module = layer(rng, LAYERS[kind])
+    weights, renamed = nn.save_hf(module), PUBLISHED[kind]
+    assert set(renamed) <= set(weights)
+    other = type(module)(LAYERS[kind], rngs=nnx.Rngs(1))
+    nn.load_hf(other, {renamed.get(name, name): x for name, x in weights.items()})
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(other), nnx.state(module))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_weights_come_back(rng, kind):
+    module = layer(rng, LAYERS[kind])
+    other = type(module)(LAYERS[kind], rngs=nnx.Rngs(1))
+    weights = nn.save_hf(module, "model.layers.7.self_attn.")
+    assert len(weights) == len({*weights})
+    nn.load_hf(other, weights, "model.layers.7.self_attn.")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(other), nnx.state(module))
+
+
+def written(path, tensors):
+    """A safetensors file: the header's length, the header, the numbers."""
+    header, start, blobs = {}, 0, []
+    names = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+    for name, x in tensors.items():
+        blobs.append(np.ascontiguousarray(x).tobytes())
+        end = start + len(blobs[-1])
+        entry = {"dtype": names[x.dtype.name], "shape": x.shape, "data_offsets": [start, end]}
+        header[name], start = entry, end
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
+
+
+def test_weights_from_files_onto_a_mesh(rng, tmp_path):
+    module = layer(rng, VARIANT)
+    weights = nn.save_hf(module, "a.", dtype=jnp.bfloat16)
+    items = list(weights.items())
+    written(tmp_path / "model-1.safetensors", dict(items[:5]))
+    written(tmp_path / "model-2.safetensors", dict(items[5:]))
+    mesh = jax.make_mesh((2,), ("n",), devices=jax.devices()[:2])
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("n"))
+    other = nn.DSAttention(VARIANT, rngs=nnx.Rngs(1))
+    other.mla.w_uk.set_value(jax.device_put(other.mla.w_uk.get_value(), split))
+    nn.load_hf(other, tmp_path, "a.")
+    assert other.mla.w_uk.get_value().sharding == split
+    assert other.mla.w_uk.get_value().dtype == jnp.float32
+    for name, x in nn.save_hf(other, "a.").items():
+        np.testing.assert_array_equal(x, weights[name].astype(np.float32))
+    abstract = nnx.eval_shape(lambda: nn.DSAttention(VARIANT, rngs=nnx.Rngs(1)))
+    nn.load_hf(abstract, tmp_path, "a.")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(abstract), nnx.state(other))
+
+
+def test_fp8_weights_are_scaled_block_by_block(rng):
+    config = dataclasses.replace(VARIANT, model_dim=300, bias=False)
+    module = nn.DSAttention(config, rngs=nnx.Rngs(0))
+    weights = nn.save_hf(module)
+    name = "o_proj.weight"
+    rows, columns = weights[name].shape
+    assert rows == 300 and columns < 128
+    scale = rng.uniform(0.5, 2, size=(3, 1)).astype(np.float32)
+    weights[name] = weights[name].astype(jnp.float8_e4m3fn)
+    want = weights[name].astype(np.float32) * np.repeat(scale, 128, 0)[:rows]
+    nn.load_hf(module, {**weights, f"{name}_scale_inv": scale})
+    np.testing.assert_array_equal(nn.save_hf(module)[name], want)
+
+
+def test_misuse(rng):
+    module = layer(rng, VARIANT)
+    weights = nn.save_hf(module)
+    with pytest.raises(KeyError, match=r"tensor 'sinks' is missing"):
+        nn.load_hf(module, {k: v for k, v in weights.items() if k != "sinks"})
+    with pytest.raises(ValueError, match=r"no place for \['q_b_proj.weight'\]"):
+        nn.load_hf(module, {**weights, "q_b_proj.weight": weights["q_proj.weight"]})
+    with pytest.raises(ValueError, match=r"'sinks' gives a shape of \(3,\), want \(2,\)"):
+        nn.load_hf(module, {**weights, "sinks": np.zeros(3, np.float32)})
+    with pytest.raises(ValueError, match="model type is 'llama', want one of"):
+        nn.from_hf({"model_type": "llama"})
+    with pytest.raises(ValueError, match="rope_frequencies has 2 numbers, want rope_dim / 2 = 1"):
+        dataclasses.replace(VARIANT, rope_dim=2)
+    with pytest.raises(ValueError, match="rope_dim is 12, want even and at most 8"):
+        dataclasses.replace(COMPRESSED, rope_dim=12)
+    with pytest.raises(ValueError, match="num_heads is 4, want a multiple of out_groups = 3"):
+        dataclasses.replace(COMPRESSED, out_groups=3)
+    with pytest.raises(ValueError, match="ratio is None, want one with overlap or top_k"):
+        dataclasses.replace(COMPRESSED, ratio=None)
+    with pytest.raises(ValueError, match="'frequencies' has 2 numbers, want 4"):
+        nn.rope(jnp.zeros((1, 1, 8)), jnp.zeros((1, 1), jnp.int32), frequencies=(1.0, 0.1))
