@@ -431,11 +431,11 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecode
     std::sort(us.begin(), us.end());
     const double mid = us[us.size() / 2];
     printf(
-        "  ahead %d merge %-7d least %d %s %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = %.2f of "
+        "  merge %-7d least %d %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = %.2f of "
         "the copy  %.0f TFLOPS = %.2f of products\n",
-        tuning.ahead, tuning.merge_cost, tuning.least, tuning.overlap ? "at once" : "in turn", mid,
-        us[0], us.back(), bytes / mid * 1e-6, bytes / mid * 1e-6 / ceilings.copy,
-        flops / mid * 1e-6, flops / mid * 1e-6 / ceilings.products);
+        tuning.merge_cost, tuning.least, mid, us[0], us.back(), bytes / mid * 1e-6,
+        bytes / mid * 1e-6 / ceilings.copy, flops / mid * 1e-6,
+        flops / mid * 1e-6 / ceilings.products);
     fflush(stdout);
     CHECK(cudaGraphExecDestroy(calls));
     CHECK(cudaEventDestroy(start));
@@ -453,7 +453,7 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "test";
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 20240607;
   printf("seed %llu\n", (unsigned long long)seed);
-  const MqaDecodeTuning usual, cut = {3, 0, 1}, whole = {0, 1 << 20, 1, false};
+  const MqaDecodeTuning usual, cut = {0, 1}, whole = {1 << 20};
   if (what == "test" || what == "small") {
     int bad = 0;
     for (const Case& c : kCases) {
@@ -470,28 +470,24 @@ int main(int argc, char** argv) {
     bench({64, 1, 8192, 128, 1, 576}, ceilings, {usual});
     return 0;
   }
-  const auto ahead = [](int tiles) { return MqaDecodeTuning{.ahead = tiles}; };
   const auto least = [](int tiles) { return MqaDecodeTuning{.least = tiles}; };
-  const MqaDecodeTuning always = {.merge_cost = 0}, in_turn = {.overlap = false};
+  const MqaDecodeTuning always = {.merge_cost = 0};
   const std::vector<MqaDecodeTuning> one = {usual};
-  const std::vector<MqaDecodeTuning> fetched = {ahead(0), ahead(1), ahead(2), ahead(3), ahead(4)};
   const std::vector<MqaDecodeTuning> shared = {least(1), least(2), least(3), least(4), least(8)};
-  // What decides: how far ahead keys are fetched, when requests are cut, and how finely.
-  bench({64, 1, 8192, 128, 1, 576}, ceilings, fetched);
-  bench({64, 1, 8192, 128, 1, 576}, ceilings, {always});
-  bench({128, 1, 8192, 128, 1, 576}, ceilings, {ahead(0), usual, always});
-  bench({64, 1, 65536, 128, 1, 576, 0, false, true}, ceilings, {ahead(0), usual});
-  bench({64, 1, 8192, 64, 1, 576}, ceilings, fetched);
+  // What decides: when requests are cut, and how finely.
+  bench({64, 1, 8192, 128, 1, 576}, ceilings, {usual, always});
+  bench({128, 1, 8192, 128, 1, 576}, ceilings, {usual, always});
+  bench({64, 1, 65536, 128, 1, 576, 0, false, true}, ceilings, one);
+  bench({64, 1, 8192, 64, 1, 576}, ceilings, one);
   bench({1, 1, 8192, 128, 1, 576}, ceilings, shared);
-  bench({8, 1, 8192, 128, 1, 576}, ceilings, fetched);
-  bench({1, 1, 640, 64, 1, 576}, ceilings, {least(1), least(3), least(6), least(12)});
-  for (int B : {64, 128}) bench({B, 1, 8192, 16, 1, 576}, ceilings, {usual, in_turn});
+  bench({8, 1, 8192, 128, 1, 576}, ceilings, one);
+  bench({1, 1, 640, 64, 1, 576}, ceilings, {least(1), least(2), least(3), least(12)});
+  for (int B : {64, 128}) bench({B, 1, 8192, 16, 1, 576}, ceilings, one);
   bench({1, 1, 8192, 16, 1, 576}, ceilings, shared);
   bench({8, 1, 8192, 16, 1, 576}, ceilings, shared);
   bench({64, 1, 8192, 32, 1, 576}, ceilings, one);
-  const std::vector<MqaDecodeTuning> some = {ahead(0), ahead(2)};
   for (int N : {16, 64, 128}) {
-    bench({.B = 64, .T = 1, .S = 8192, .N = N, .G = 1, .D = 576, .records = true}, ceilings, some);
+    bench({.B = 64, .T = 1, .S = 8192, .N = N, .G = 1, .D = 576, .records = true}, ceilings, one);
   }
   for (int page_size : {256, 64, 16, 1}) {
     bench({64, 1, 8192, 128, 1, 576, page_size}, ceilings, one);

@@ -324,14 +324,6 @@ __device__ __forceinline__ void store_pair(__nv_bfloat16* to, float a, float b, 
       : "memory");
 }
 
-// Two floats to global memory if `valid`, which caches may keep.
-__device__ __forceinline__ void store_pair_kept(float* to, float a, float b, bool valid) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.v2.f32 [%0], {%1, %2};\n}\n" ::"l"(to),
-      "f"(a), "f"(b), "r"(int{valid})
-      : "memory");
-}
-
 // Four floats to global memory, 16-byte aligned; the compiler may split a store of a float4.
 __device__ __forceinline__ void store_4(float* to, const float (&x)[4]) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]),

@@ -10,14 +10,15 @@ namespace {
 template <int kD, bool kRecords>
 cudaError_t launch_wide(const MqaDecodeParams& p, cudaStream_t stream) {
   using namespace mqa_decode;
-  return launch<WideShared<kD>, 1>(wide_kernel<kD, kRecords>, p, kWideRows, kWideThreads, stream);
+  return launch<WideShared<kD>, 1, true>(wide_kernel<kD, kRecords>, p, kWideRows, kWideThreads,
+                                         stream);
 }
 
 template <typename Tr, bool kRecords>
 cudaError_t launch_few(const MqaDecodeParams& p, cudaStream_t stream) {
   using namespace mqa_decode;
-  return launch<FewShared<Tr>, kFewBlocks>(few_kernel<Tr, kRecords>, p, Tr::kN, kFewThreads,
-                                           stream);
+  return launch<FewShared<Tr>, kFewBlocks, false>(few_kernel<Tr, kRecords>, p, Tr::kN, kFewThreads,
+                                                  stream);
 }
 
 template <int kD, int kE, bool kApart, bool kRecords = false>

@@ -6,8 +6,8 @@
 
 namespace jax_dsa::mqa_decode {
 
-// `kernel` in kBlocks blocks a multiprocessor.
-template <typename Shared, int kBlocks>
+// `kernel` in kBlocks blocks a multiprocessor; kWide: see PieceLine.
+template <typename Shared, int kBlocks, bool kWide>
 cudaError_t launch(void (*kernel)(Decode), const MqaDecodeParams& params, int tile_rows,
                    int threads, cudaStream_t stream) {
   static_assert(shared_memory_fits(kBlocks, sizeof(Shared)));
@@ -19,10 +19,10 @@ cudaError_t launch(void (*kernel)(Decode), const MqaDecodeParams& params, int ti
   const int64_t blocks = int64_t{p.teams} * p.members;
   const cudaError_t e = launch_blocks(kernel, blocks, threads, sizeof(Shared), stream, p);
   if (e != cudaSuccess || p.teams == 1) return e;
-  const auto launch_merge =
-      p.tuning.overlap ? launch_behind<Decode, int> : launch_blocks<Decode, int>;
-  return launch_merge(merge_kernel, int64_t{kMergeBlocks} * device.processors, kMergeThreads,
-                      sizeof(MergeShared), stream, p, tile_rows);
+  const auto merge =
+      kWide || p.value_dim % 256 == 0 ? merge_kernel<kWide, 2> : merge_kernel<kWide, 1>;
+  return launch_behind(merge, int64_t{kMergeBlocks} * device.processors, kMergeThreads,
+                       sizeof(MergeShared), stream, p, tile_rows);
 }
 
 }  // namespace jax_dsa::mqa_decode

@@ -2,9 +2,10 @@
 //
 //     lse = log sum_p exp(lse_p)      out = gate * sum_p exp(lse_p - lse) out_p
 //
-// A warp has a row at a time, or where parts are many, each warp of a block some of a row's parts.
-// The order in which parts are summed depends on their number alone, so results are the same on
-// every run.
+// A piece's results are lines of 128 floats (PieceLine), of which a lane has four. A warp has some
+// lines at a time, or where parts are many, each warp of a block some of these lines' parts. The
+// order in which parts are summed depends on their number alone, so results are the same on every
+// run.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,9 +18,9 @@ namespace jax_dsa::mqa_decode {
 
 inline constexpr int kMergeThreads = 256;
 inline constexpr int kMergeWarps = kMergeThreads / 32;
-inline constexpr int kMergeBlocks = 2;                   // of a multiprocessor
-inline constexpr int kFewParts = 8;                      // of a row, for one warp
-inline constexpr int kQuads = kSparseMlaValueDim / 128;  // of columns, that a lane has of a row
+inline constexpr int kMergeBlocks = 2;  // of a multiprocessor
+inline constexpr int kFewParts = 16;    // of a line, for one warp
+inline constexpr int kMaxLines = 2;     // of a warp
 inline constexpr int kTeamsOfLane = (kMaxTeams + 31) / 32;
 
 struct Cut {
@@ -28,7 +29,8 @@ struct Cut {
 struct MergeShared {
   int count, parts;  // cuts; parts of the one that has most
   Cut cuts[kMaxTeams];
-  float4 sums[kMergeWarps][kQuads][32];
+  float2 rows[kMaxTeams][16];  // of a line's parts, what `partial_rows` has of their rows
+  float4 sums[kMergeWarps][kMaxLines][32];
 };
 
 // The items that are cut; by a warp.
@@ -55,157 +57,181 @@ __device__ inline void find_cuts(const Decode& p, MergeShared& shared) {
   if (lane == 0) shared.count = count, shared.parts = parts;
 }
 
-// A row of an item that is cut: where it is in the results, and its parts.
-struct CutRow {
+// kLines lines of an item that is cut, from `line` of a member's on; with kTogether by a block,
+// else by a warp.
+template <bool kWide, int kLines, bool kTogether>
+struct Merge {
+  static constexpr int kRows = kWide ? 2 : 1;    // that a lane has
+  static constexpr int kAlike = kWide ? 4 : 16;  // lanes side by side that have the same rows
+  static constexpr int kBatch = 16 / kLines;     // parts whose loads are under way at a time
+  static constexpr int kRowsOfLine = kWide ? 16 : 2;
   const Decode& p;
-  int parts, batch, head, place;  // place: -1 if the item has no such row
-  int64_t first, step;  // of the partial rows: that of part 0, if it were like the others, and on
+  MergeShared& shared;
+  const Cut& cut;
+  PieceLine<kWide> at;
+  int tile_rows, first_slot, first_row;
+  int64_t place[kRows];  // among [batch, queries, heads]
+  int head[kRows];
+  bool has[kRows];
+  int64_t offset;  // in a slot's results
 
-  __device__ CutRow(const Decode& p, const Cut& cut, int member, int tile_rows, int row)
-      : p(p), parts(cut.parts) {
-    const int per_request = p.groups * p.passes;
-    batch = cut.item / per_request;
-    const int rest = cut.item - batch * per_request, group = rest / p.passes;
-    const int of_group = ((rest - group * p.passes) * p.members + member) * tile_rows + row;
-    head = group * p.per_group + of_group % p.per_group;
-    place = of_group < p.rows ? p.place(batch, group, of_group) : -1;
-    step = int64_t{2} * p.members * tile_rows;
-    first = cut.team * step + 2 * member * tile_rows + row;
-    begun = tile_rows;
+  __device__ __forceinline__ Merge(const Decode& p, MergeShared& shared, const Cut& cut, int member,
+                                   int tile_rows, int line)
+      : p(p), shared(shared), cut(cut), at(line, p.value_dim), tile_rows(tile_rows) {
+    const int per_request = p.groups * p.passes, batch = quotient(cut.item, per_request);
+    const int rest = cut.item - batch * per_request, group = quotient(rest, p.passes);
+    const int row = ((rest - group * p.passes) * p.members + member) * tile_rows;
+    first_slot = (cut.team * p.members + member) * 2;
+    first_row = kWide ? line / 32 % 4 * 16 : quotient(line * 128, p.value_dim);
+    offset = int64_t{line} * 128 + threadIdx.x % 32 * 4;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int its = row + at.row + r * 8;
+      has[r] = its < p.rows;
+      place[r] = p.place(batch, group, has[r] ? its : row);
+      head[r] = p.sinks ? batch * p.sinks_stride + group * p.per_group + its % p.per_group : 0;
+    }
   }
+
   // The first part begins its item, the others go on with it.
-  __device__ int64_t partial_row(int part) const {
-    return first + part * step + (part == 0 ? begun : 0);
+  __device__ int64_t slot(int part) const {
+    return first_slot + int64_t{2} * p.members * part + (part == 0);
   }
-  __device__ float lse(int part) const { return p.partial_rows[partial_row(part)].x; }
+  __device__ float2 row(int part, int r) const {
+    if (kTogether) return shared.rows[part][at.row + r * 8 - first_row];
+    return p.partial_rows[slot(part) * tile_rows + at.row + r * 8];
+  }
 
- private:
-  int begun;
-};
-
-// Adds up a row's parts first..last-1, each with its weight; by a warp, a lane has four columns of
-// every 128. Returns its lse. The first warp, if it has the whole row, stores what it has of it.
-struct RowSum {
-  static constexpr int kBatch = 4;  // parts whose loads are under way at a time
-  float4 x[kBatch][kQuads];
-  float4 y[kQuads] = {};
-  float top = -INFINITY, highest = -INFINITY, factor;
-
-  __device__ __forceinline__ void load(const CutRow& row, int first, int last) {
-    const int column = threadIdx.x % 32 * 4;
+  float4 x[kBatch][kLines];
+  __device__ __forceinline__ void load(int first, int last) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const float* from = row.p.partial + row.partial_row(first + i) * row.p.value_dim + column;
+      const float* from = p.partial + slot(first + i) * tile_rows * p.value_dim + offset;
 #pragma unroll
-      for (int j = 0; j < kQuads; ++j) {
-        if (first + i < last && column + j * 128 < row.p.value_dim) {
-          x[i][j] = *reinterpret_cast<const float4*>(from + j * 128);
-        }
+      for (int j = 0; j < kLines; ++j) {
+        if (first + i < last) x[i][j] = *reinterpret_cast<const float4*>(from + j * 128);
       }
     }
   }
 
-  __device__ __forceinline__ void add(const CutRow& row, int first, int last) {
-    const int lane = threadIdx.x % 32;
-    load(row, first, last);  // before anything waits
-    for (int part = lane; part < row.parts; part += 32) {
-      const float2 found = row.p.partial_rows[row.partial_row(part)];
-      top = fmaxf(top, found.x);
-      highest = fmaxf(highest, found.y);
+  __device__ __forceinline__ void run() {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first = kTogether ? cut.parts * warp / kMergeWarps : 0;
+    const int last = kTogether ? cut.parts * (warp + 1) / kMergeWarps : cut.parts;
+    load(first, last);  // before anything waits
+    if constexpr (kTogether) {
+      for (int i = threadIdx.x; i < cut.parts * kRowsOfLine; i += kMergeThreads) {
+        const int part = i / kRowsOfLine, row = i % kRowsOfLine;
+        if (first_row + row < tile_rows) {
+          shared.rows[part][row] = p.partial_rows[slot(part) * tile_rows + first_row + row];
+        }
+      }
+      __syncthreads();
     }
+    float base[kRows], factor[kRows];
 #pragma unroll
-    for (int i = 16; i > 0; i /= 2) {
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, i));
-    }
-    const float base = sparse_mla::Rows::finite(top);
-    float total = 0.f;
-    for (int part = lane; part < row.parts; part += 32) {
-      total += exp2_approx((row.lse(part) - base) * kLog2E);
-    }
+    for (int r = 0; r < kRows; ++r) {
+      float top = -INFINITY, highest = -INFINITY, total = 0.f;
+#pragma unroll 4
+      for (int part = lane % kAlike; part < cut.parts; part += kAlike) {
+        const float2 found = row(part, r);
+        top = fmaxf(top, found.x);
+        highest = fmaxf(highest, found.y);
+      }
 #pragma unroll
-    for (int i = 16; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
-    const bool empty = total == 0.f;
-    const float lse = empty ? -INFINITY : top + log2f(total) * kLn2;
-    factor = empty ? 0.f : 1.f / total;
-    if (row.p.sinks && !empty) {
-      const float sink = row.p.sinks[int64_t{row.batch} * row.p.sinks_stride + row.head];
-      factor /= sparse_mla::sink_divisor(sink, lse);
+      for (int i = kAlike / 2; i > 0; i /= 2) {
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
+        highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, i));
+      }
+      base[r] = sparse_mla::Rows::finite(top);
+#pragma unroll 4
+      for (int part = lane % kAlike; part < cut.parts; part += kAlike) {
+        total += exp2_approx((row(part, r).x - base[r]) * kLog2E);
+      }
+#pragma unroll
+      for (int i = kAlike / 2; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
+      const bool empty = total == 0.f;
+      const float lse = empty ? -INFINITY : top + log2f(total) * kLn2;
+      factor[r] = empty ? 0.f : 1.f / total;
+      if (p.sinks && !empty && has[r]) factor[r] /= sparse_mla::sink_divisor(p.sinks[head[r]], lse);
+      if (at.column == 0 && has[r]) {
+        p.lse[place[r]] = lse;
+        if (p.top) p.top[place[r]] = highest;
+      }
     }
-    if (lane == 0) {
-      row.p.lse[row.place] = lse;
-      if (row.p.top) row.p.top[row.place] = highest;
-    }
+    float4 y[kLines] = {};
 #pragma unroll 1
     for (int part = first; part < last; part += kBatch) {
-      if (part > first) load(row, part, last);
+      if (part > first) load(part, last);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         if (part + i >= last) break;
-        const float weight = exp2_approx((row.lse(part + i) - base) * kLog2E) * factor;
+        float weight[2];
 #pragma unroll
-        for (int j = 0; j < kQuads; ++j) {
-          y[j].x += weight * x[i][j].x;
-          y[j].y += weight * x[i][j].y;
-          y[j].z += weight * x[i][j].z;
-          y[j].w += weight * x[i][j].w;
+        for (int r = 0; r < kRows; ++r) {
+          weight[r] = exp2_approx((row(part + i, r).x - base[r]) * kLog2E) * factor[r];
+        }
+        if (kRows == 1) weight[1] = weight[0];
+#pragma unroll
+        for (int j = 0; j < kLines; ++j) {
+          y[j].x += weight[0] * x[i][j].x;
+          y[j].y += weight[0] * x[i][j].y;
+          y[j].z += weight[1] * x[i][j].z;
+          y[j].w += weight[1] * x[i][j].w;
         }
       }
+    }
+    if constexpr (kTogether) {
+#pragma unroll
+      for (int j = 0; j < kLines; ++j) shared.sums[warp][j][lane] = y[j];
+      __syncthreads();
+      if (warp < kLines) {
+        float4 z = {};
+#pragma unroll
+        for (int w = 0; w < kMergeWarps; ++w) {
+          const float4 its = shared.sums[w][warp][lane];
+          z.x += its.x, z.y += its.y, z.z += its.z, z.w += its.w;
+        }
+        store(warp, z);
+      }
+      __syncthreads();
+    } else {
+#pragma unroll
+      for (int j = 0; j < kLines; ++j) store(j, y[j]);
+    }
+  }
+
+  __device__ __forceinline__ void store(int j, float4 y) const {
+    const auto to = [&](auto* out) {
+      out += at.column + j * PieceLine<kWide>::kColumns;
+      constexpr int kSecond = kRows - 1, kAfter = kWide ? 0 : 2;
+      store_pair(out + place[0] * p.value_dim, y.x, y.y, has[0]);
+      store_pair(out + place[kSecond] * p.value_dim + kAfter, y.z, y.w, has[kSecond]);
+    };
+    if (p.top) {
+      to(static_cast<float*>(p.out));
+    } else {
+      to(static_cast<__nv_bfloat16*>(p.out));
     }
   }
 };
 
-__device__ __forceinline__ void store_quad(const CutRow& row, int quad, float4 y) {
-  const Decode& p = row.p;
-  const int column = quad * 128 + static_cast<int>(threadIdx.x) % 32 * 4;
-  if (column >= p.value_dim) return;
-  const int64_t at = int64_t{row.place} * p.value_dim + column;
-  const auto store = [&](auto* to) {
-    store_pair(to, y.x, y.y, true);
-    store_pair(to + 2, y.z, y.w, true);
-  };
-  if (p.top) {
-    store(static_cast<float*>(p.out) + at);
-  } else {
-    store(static_cast<__nv_bfloat16*>(p.out) + at);
+template <bool kWide, int kLines, bool kTogether>
+__device__ void merge_lines(const Decode& p, MergeShared& shared, int tile_rows) {
+  const int per_member = tile_rows * p.value_dim / (128 * kLines);
+  const int per_cut = p.members * per_member, jobs = shared.count * per_cut;
+  const int first =
+      kTogether ? blockIdx.x : blockIdx.x * kMergeWarps + static_cast<int>(threadIdx.x) / 32;
+  for (int job = first; job < jobs; job += gridDim.x * (kTogether ? 1 : kMergeWarps)) {
+    const int number = quotient(job, per_cut), rest = job - number * per_cut;
+    const int member = quotient(rest, per_member);
+    Merge<kWide, kLines, kTogether>(p, shared, shared.cuts[number], member, tile_rows,
+                                    (rest - member * per_member) * kLines)
+        .run();
   }
 }
 
-// Rows of which every warp has one of its own, or rows that the block has together.
-template <bool kTogether>
-__device__ void merge_rows(const Decode& p, MergeShared& shared, int tile_rows) {
-  const int warp = threadIdx.x / 32;
-  const int per_cut = p.members * tile_rows, rows = shared.count * per_cut;
-  const int first = kTogether ? blockIdx.x : blockIdx.x * kMergeWarps + warp;
-  for (int i = first; i < rows; i += gridDim.x * (kTogether ? 1 : kMergeWarps)) {
-    const int number = i / per_cut, rest = i - number * per_cut, member = rest / tile_rows;
-    const CutRow row(p, shared.cuts[number], member, tile_rows, rest - member * tile_rows);
-    if (row.place < 0) continue;
-    RowSum sum;
-    if constexpr (kTogether) {
-      const int parts = row.parts;
-      sum.add(row, parts * warp / kMergeWarps, parts * (warp + 1) / kMergeWarps);
-#pragma unroll
-      for (int j = 0; j < kQuads; ++j) shared.sums[warp][j][threadIdx.x % 32] = sum.y[j];
-      __syncthreads();
-      if (warp < kQuads) {
-        float4 y = {};
-#pragma unroll
-        for (int w = 0; w < kMergeWarps; ++w) {
-          const float4 x = shared.sums[w][warp][threadIdx.x % 32];
-          y.x += x.x, y.y += x.y, y.z += x.z, y.w += x.w;
-        }
-        store_quad(row, warp, y);
-      }
-      __syncthreads();
-    } else {
-      sum.add(row, 0, row.parts);
-#pragma unroll
-      for (int j = 0; j < kQuads; ++j) store_quad(row, j, sum.y[j]);
-    }
-  }
-}
-
+template <bool kWide, int kLines>
 __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     merge_kernel(const __grid_constant__ Decode p, int tile_rows) {
   auto& shared = dynamic_shared<MergeShared>();
@@ -213,9 +239,9 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
   if (threadIdx.x < 32) find_cuts(p, shared);
   __syncthreads();
   if (shared.parts <= kFewParts) {
-    merge_rows<false>(p, shared, tile_rows);
+    merge_lines<kWide, kLines, false>(p, shared, tile_rows);
   } else {
-    merge_rows<true>(p, shared, tile_rows);
+    merge_lines<kWide, kLines, true>(p, shared, tile_rows);
   }
 }
 

@@ -13,10 +13,8 @@ namespace jax_dsa {
 
 // What is to be tuned, with what is best.
 struct MqaDecodeTuning {
-  int ahead = 2;        // tiles by which keys are fetched into the L2 before they are copied
-  int merge_cost = 6;   // of cutting requests at all, in tiles: below this, none is cut
-  int least = 2;        // tiles of a share, where there are so few that not all have one
-  bool overlap = true;  // the merge kernel is launched while the other still runs
+  int merge_cost = 6;  // of cutting requests at all, in tiles: below this, none is cut
+  int least = 2;       // tiles of a share, if there are enough for one
 };
 
 // Query t of request b sees the keys starts[b, t] <= j < ends[b, t], of those that there are.

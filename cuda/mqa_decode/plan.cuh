@@ -27,6 +27,12 @@ inline constexpr int kItemCost = 2;  // in tiles: until an item's first keys are
 inline constexpr int kMaxMembers = 8;
 inline constexpr int kMaxTeams = 2 * kMostProcessors;
 
+// a / b of a >= 0 and b > 0, which is a power of two more often than not; a division takes a
+// hundred cycles, of which a kernel's start would have many.
+__device__ __forceinline__ int quotient(int a, int b) {
+  return (b & (b - 1)) == 0 ? a >> (__ffs(b) - 1) : a / b;
+}
+
 // The parameters, and what the launcher derives from them.
 struct Decode : MqaDecodeParams {
   int per_group;  // heads
@@ -49,11 +55,11 @@ struct Decode : MqaDecodeParams {
     teams = blocks / members;
   }
 
-  __device__ int team() const { return blockIdx.x / members; }
-  __device__ int member() const { return blockIdx.x % members; }
+  __device__ int team() const { return quotient(blockIdx.x, members); }
+  __device__ int member() const { return blockIdx.x - team() * members; }
   // Where a row of a group lies among [batch, queries, heads].
   __device__ int place(int batch, int group, int row) const {
-    const int query = row / per_group, head = group * per_group + row - query * per_group;
+    const int query = quotient(row, per_group), head = group * per_group + row - query * per_group;
     return (batch * static_cast<int>(queries) + query) * heads + head;
   }
 };
@@ -82,11 +88,13 @@ struct Seen {
 // By a thread; or, faster, by a whole warp.
 __device__ inline Seen seen_by_thread(const Decode& p, int64_t batch) {
   Seen x;
+#pragma unroll 1
   for (int t = 0; t < p.queries; ++t) x.add(p, batch * p.queries + t);
   return x;
 }
 __device__ inline Seen seen_by_warp(const Decode& p, int64_t batch) {
   Seen x;
+#pragma unroll 1
   for (int t = threadIdx.x % 32; t < p.queries; t += 32) x.add(p, batch * p.queries + t);
   x.low = __reduce_min_sync(~0u, x.low);
   x.high = __reduce_max_sync(~0u, x.high);
@@ -145,8 +153,8 @@ __device__ void find_share(const Decode& p, ShareScratch<kThreads>& scratch, Sha
     total += scratch.sums[i];
     top = max(top, scratch.tops[i]);
   }
-  const int busy = max(min(p.teams, total / p.tuning.least), 1);
-  int each = total / busy, more = total % busy;  // `more` teams have one more
+  const int busy = max(min(p.teams, quotient(total, p.tuning.least)), 1);
+  int each = quotient(total, busy), more = total - each * busy;  // `more` teams have one more
   const int items = batch * per_request, items_a_team = ceil_div(items, p.teams);
   const bool whole = int64_t{items_a_team} * top <= each + p.tuning.merge_cost;
   if (whole) {
@@ -174,7 +182,7 @@ __device__ void find_share(const Decode& p, ShareScratch<kThreads>& scratch, Sha
       its = whole ? top : cost(seen_by_thread(p, b));
       if (at < before + its * per_request) break;
     }
-    const int item = (at - before) / its, item_begin = before + item * its;
+    const int item = quotient(at - before, its), item_begin = before + item * its;
     (i == 0 ? share.first : share.last) = {b * per_request + item, at - item_begin};
     const int item_end = item_begin + its;
     if (i == 1 && p.member() == 0 && item_begin >= begin && item_end > end) {
@@ -190,6 +198,25 @@ __device__ void find_share(const Decode& p, ShareScratch<kThreads>& scratch, Sha
 struct Piece {
   int batch, group, row;  // the first of its row tile
   int slot;               // for its partial results; -1: they are final
+};
+// A piece's partial results are lines of 128 floats: rows one after the other, or where kWide, as
+// the accumulators hold them, by columns' half, warp and eight columns. This is where a lane's four
+// floats of a line belong: side by side in one row; or two in a row, two in the row 8 below.
+template <bool kWide>
+struct PieceLine {
+  static constexpr int kColumns = kWide ? 8 : 128;  // from a line to the next of the same rows
+  int row, column;
+
+  __device__ PieceLine(int line, int value_dim) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (kWide) {
+      row = line / 32 % 4 * 16 + lane / 4;
+      column = line / 128 * 256 + line % 32 * 8 + lane % 4 * 2;
+    } else {
+      row = quotient(line * 128 + lane * 4, value_dim);
+      column = line * 128 + lane * 4 - row * value_dim;
+    }
+  }
 };
 // Results are written after the next pieces' keys have come.
 inline constexpr int kPieces = 4;
@@ -211,8 +238,8 @@ struct Walk {
   __device__ bool next() {
     if (left <= 0) return false;
     const int item = share.first.item + ++number;
-    const int per_request = p.groups * p.passes, batch = item / per_request;
-    const int rest = item - batch * per_request, group = rest / p.passes;
+    const int per_request = p.groups * p.passes, batch = quotient(item, per_request);
+    const int rest = item - batch * per_request, group = quotient(rest, p.passes);
     const int row = ((rest - group * p.passes) * p.members + p.member()) * tile_rows;
     if (number == 0 || batch != piece.batch) seen = seen_by_warp(p, batch);
     const int begin = number == 0 ? share.first.before : 0;

@@ -104,41 +104,6 @@ struct Keys {
   }
 };
 
-// Fetches keys of kBytes into the L2 before they are copied, where those of a tile lie side by
-// side; by one thread. The members of a team each fetch a part of a tile.
-template <int kBytes>
-struct FetchAhead {
-  const Decode& p;
-  const Keys& keys;
-  int tiles;  // of the piece; 0: none is fetched
-  int page = -1;
-
-  __device__ FetchAhead(const Decode& p, const Keys& keys, int tiles)
-      : p(p),
-        keys(keys),
-        tiles(p.groups == 1 && (!p.page_table || p.page_size % kTile == 0) ? tiles : 0) {}
-
-  // Behind the copies of `tile`.
-  __device__ void operator()(int tile) {
-    const int ahead = p.tuning.ahead;
-    if (ahead == 0 || tile + ahead >= tiles) return;
-    for (int i = tile == 0 ? 2 : ahead; i < ahead; ++i) fetch(tile + i, look_up(tile + i));
-    fetch(tile + ahead, tile == 0 ? look_up(ahead) : page);
-    page = look_up(tile + ahead + 1);
-  }
-
- private:
-  __device__ int look_up(int tile) const { return tile < tiles ? keys.page(tile * kTile) : -1; }
-  __device__ void fetch(int tile, int its_page) const {
-    const int row = keys.row(tile * kTile, its_page);
-    const int rows = min(keys.seen.high - keys.first - tile * kTile, kTile);
-    const int begin = rows * p.member() / p.members, end = rows * (p.member() + 1) / p.members;
-    if (row < 0 || begin == end) return;
-    const int64_t at = keys.before + row + begin;
-    prefetch_l2(static_cast<const char*>(p.k) + at * kBytes, (end - begin) * kBytes);
-  }
-};
-
 // Where records lie.
 struct RecordsAt {
   const char* first;

@@ -5,6 +5,7 @@
 // and where results go: a piece's to the merge kernel, an item's that is whole to `out`.
 #pragma once
 
+#include "common/store_rows.cuh"
 #include "mqa_decode/tiles.cuh"
 #include "sparse_mla/fwd.cuh"
 
@@ -46,7 +47,7 @@ __device__ __forceinline__ void write_results(const Work<Shared>& w, int number,
   const Piece piece = w.piece(number);
   const int lane = thread_index() % 32, warp = thread_index() / 32 % 4;
   float factor[2];
-  int place[2];
+  int64_t place[2];
   bool has[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -56,24 +57,29 @@ __device__ __forceinline__ void write_results(const Work<Shared>& w, int number,
     factor[r] = end_row(p, piece, kWideRows, row, place[r], rows.reference[r], rows.total(r),
                         kSide == 0 && lane % 4 == 0 && has[r]);
   }
-  const auto store = [&](auto* first, auto* second, auto pair) {
-    decltype(first) const to[2] = {first, second};
+  const auto value = [&](int i) {
+    const int r = i / 2 % 2;
+    return factor[r] == 0.f ? 0.f : o[i] * factor[r];
+  };
+  if (piece.slot >= 0) {
+    const int64_t line = (int64_t{piece.slot} * 2 + kSide) * 128 + warp * 32;
+    float* to = p.partial + line * 128 + lane * 4;
+#pragma unroll
+    for (int i = 0; i < 128; i += 4) {
+      store_4(to + i * 32, {value(i), value(i + 1), value(i + 2), value(i + 3)});
+    }
+  } else if (p.top) {
 #pragma unroll
     for (int i = 0; i < 128; i += 2) {
-      const int r = i / 2 % 2;
-      const float a = factor[r] == 0.f ? 0.f : o[i] * factor[r];
-      const float b = factor[r] == 0.f ? 0.f : o[i + 1] * factor[r];
-      pair(to[r] + kSide * 256 + i / 4 * 8 + lane % 4 * 2, a, b, has[r]);
+      const int r = i / 2 % 2, column = kSide * 256 + i / 4 * 8 + lane % 4 * 2;
+      store_pair(static_cast<float*>(p.out) + place[r] * kWideValues + column, value(i),
+                 value(i + 1), has[r]);
     }
-  };
-  if (piece.slot >= 0 || p.top) {
-    const int row = warp * 16 + lane / 4;
-    store(row_of_floats(p, piece, kWideRows, row, place[0]),
-          row_of_floats(p, piece, kWideRows, row + 8, place[1]), store_pair_kept);
   } else {
-    auto* out = static_cast<__nv_bfloat16*>(p.out);
-    store(out + int64_t{place[0]} * kWideValues, out + int64_t{place[1]} * kWideValues,
-          [](__nv_bfloat16* to, float a, float b, bool valid) { store_pair(to, a, b, valid); });
+    const uint32_t stage = smem_address(dynamic_shared<Shared>().stage[kSide * 4 + warp]);
+    store_rows<DType::kBF16>(
+        o, factor, stage, static_cast<__nv_bfloat16*>(p.out) + place[0] * kWideValues + kSide * 256,
+        (place[1] - place[0]) * (kWideValues / 8), has[1] ? 16 : has[0], 256);
   }
 }
 
@@ -88,7 +94,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
                             : Gather::row(warp, lane % 16 / 4, lane % 4);
   Gather gather(warp, lane / 8, lane % 8);
   const sparse_mla::Unpacked unpacked(smem_address(shared.keys));
-  uint32_t parities = 0;  // a bit for each
+  uint32_t phases = 0;  // a bit for each parity
 
   for (Walk walk(p, shared.notes.share, kWideRows); walk.next();) {
     const Piece& piece = walk.piece;
@@ -100,7 +106,6 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
       copy_queries<kD, kWideRows>(p, piece, smem_address(shared.q), drop);
     });
 
-    FetchAhead<kRecords ? kSparseMlaRecordBytes : kD * 2> fetch(p, keys, tiles);
     int row = -1;  // in the cache, of this lane's slot of the next tile
     const auto advance = [&](int tile) {
       row = keys.row(tile * kTile + slot, page);
@@ -140,8 +145,11 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
     }
     for (int tile = 0; tile < tiles; ++tile) {
       const int key = keys.first + tile * kTile;
+      // Looked up here: later, ptxas 13.0 spills what the copies need.
+      const int its_row = kRecords ? -1 : keys.row(tile * kTile + slot, page);
       const bool mixed = p.queries > 1 && !keys.seen.by_all(key);
-      const uint32_t free = ~parities >> tile % 2 & 1;
+      if (!kRecords && tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
+      const uint32_t free = ~phases >> tile % 2 & 1;
       const auto wait_free = [&](int parity, int part) {
         mbarrier_wait(&shared.key_free[parity][part], free);
       };
@@ -149,8 +157,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
         constexpr int kOwn = kParity * 4, kOther = 4 - kOwn;
         uint64_t (&full)[2] = shared.key_full[kParity];
         const uint32_t to = smem_address(shared.keys[kParity]);
-        advance(tile);
-        const uint32_t bits = aim(p, keys, piece, p.k, kD, row, gather);
+        const uint32_t bits = aim(p, keys, piece, p.k, kD, its_row, gather);
         wait_free(kParity, 0);
         if (!mixed) {
           publish(kParity, key, mixed, bits);
@@ -222,15 +229,15 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
       } else {
         copy.template operator()<1>();
       }
-      parities ^= 1 << tile % 2;
-      if (leader) fetch(tile);
+      phases ^= 1 << tile % 2;
     }
   }
 }
 
+// Unpacking takes more registers than copying.
 template <int kD, bool kRecords>
 __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_constant__ Decode p) {
-  constexpr int kConsumer = 208, kProducer = 88;
+  constexpr int kConsumer = kRecords ? 208 : 216, kProducer = kRecords ? 88 : 72;
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<WideShared<kD>>();
   sparse_mla::initialise(shared);

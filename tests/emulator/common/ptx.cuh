@@ -208,9 +208,6 @@ inline void store_16(void* to, const uint32_t (&x)[4], bool valid) {
 inline void store_pair(float* to, float a, float b, bool valid) {
   if (valid) to[0] = a, to[1] = b;
 }
-inline void store_pair_kept(float* to, float a, float b, bool valid) {
-  store_pair(to, a, b, valid);
-}
 inline void store_pair(__nv_bfloat16* to, float a, float b, bool valid) {
   if (valid) to[0] = __float2bfloat16(a), to[1] = __float2bfloat16(b);
 }
