@@ -40,7 +40,8 @@ def _unpacked(
 ) -> Float[Array, "... D"]:
     """Rows from the codes, the scale of each block of them, and RoPE's bytes."""
     values = jax.lax.bitcast_convert_type(latent, jnp.float8_e4m3fn).astype(jnp.float32)
-    values = values.reshape(*scale.shape, -1) * scale[..., None]
+    block = latent.shape[-1] // scale.shape[-1]
+    values = values.reshape(*scale.shape, block) * scale[..., None]
     rope = rope.reshape(*rope.shape[:-1], RECORD_ROPE, 2)
     rope = jax.lax.bitcast_convert_type(rope, jnp.bfloat16)
     return jnp.concatenate([values.reshape(latent.shape).astype(dtype), rope.astype(dtype)], -1)
