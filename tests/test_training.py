@@ -246,6 +246,13 @@ def test_a_run_by_hand():
                 assert off <= 0.01 * moved + 1e-7, (step, got.shape)
 
 
+def mass_of(layer):
+    """Dense attention's probabilities [B, T, T], the mean over the heads."""
+    scores = ATTENTION.scale * jnp.einsum("btnd,bsd->btns", layer.q, layer.kv[:, :, 0])
+    seen = jnp.tril(jnp.ones(scores.shape[1::2], bool))[:, None]
+    return jnp.where(seen, jnp.exp(scores - layer.lse[..., None]), 0).mean(2)
+
+
 def test_layers_without_an_indexer_have_no_kl_but_a_recall():
     model = dataclasses.replace(CONFIG.model, num_layers=3, indexer_types=("full", "shared"))
     program = Program(dataclasses.replace(CONFIG, model=model))
@@ -257,10 +264,11 @@ def test_layers_without_an_indexer_have_no_kl_but_a_recall():
     trained = program.model(state.backbone.params, state.indexer.params)
     _, layers = jax.jit(lambda t: trained(t, sparse=False))(tokens()[:, :-1])
     for layer, selecting, recall in zip(layers, (0, 0, 2), found["indexer"], strict=True):
-        mass = training.attention_mass(layer.q, layer.kv, layer.lse, scale=ATTENTION.scale)
         index = layers[selecting].indexer._asdict()
         chosen, _ = jax_dsa.indexer_topk(**index, top_k=ATTENTION.top_k, is_causal=True)
-        np.testing.assert_allclose(recall, training.mass_recall(mass, chosen), rtol=1e-4)
+        held = jnp.take_along_axis(mass_of(layer), jnp.maximum(chosen, 0), -1)
+        want = jnp.where(chosen < 0, 0, held).sum(-1)[:, ATTENTION.top_k :].mean()
+        np.testing.assert_allclose(recall, want, rtol=1e-4)
     twice = evaluator.selection(state, [tokens()] * 2)
     assert_matches(twice["indexer"], found["indexer"], 1e-6)
     assert (twice["random"] != found["random"]).all()  # other keys for every batch
@@ -295,10 +303,12 @@ def test_the_large_preset_keeps_no_array_of_queries_by_keys():
     state = jax.eval_shape(program.init)
     length = config.seq_len
     batch = jax.ShapeDtypeStruct((config.batch_size, length + 1), jnp.int32)
+    learned = state.backbone.params, state.indexer.params
     updates = (
         (program._dense, (state.backbone, state.indexer.params)),
         (program._warmup, (state.indexer, state.backbone.params)),
         (program._sparse, (state.backbone, state.indexer)),
+        (Evaluator(program)._selection, (*learned, jax.random.key(0))),
     )
     for update, learners in updates:
         for shape in shapes_in(jax.make_jaxpr(update)(*learners, batch).jaxpr):
@@ -430,13 +440,17 @@ def test_attention_mass_and_recall(rng):
     scores = np.where(np.arange(T) <= np.arange(T)[:, None, None], scores, -np.inf)
     want = np.asarray(jax.nn.softmax(scores, -1)).mean(2)
     lse = jax.nn.logsumexp(scores, -1)
-    mass = training.attention_mass(q, kv, lse, scale=0.7)
-    assert_matches(mass, want, 1e-5)
-
     recent = training.recency_indices(B, T, K)
     np.testing.assert_array_equal(recent[0, :4], [[-1, -1, 0], [-1, 0, 1], [0, 1, 2], [1, 2, 3]])
-    by_hand = np.mean([want[b, t, t - 2 : t + 1].sum() for b in range(B) for t in range(K, T)])
-    np.testing.assert_allclose(training.mass_recall(mass, recent), by_hand, rtol=1e-5)
+    by_hand = np.array(
+        [[want[b, t, max(0, t - 2) : t + 1].sum() for t in range(T)] for b in range(B)]
+    )
+    held = training.selected_mass(q, kv, lse, recent, scale=0.7)
+    assert_matches(held, by_hand.astype(np.float32), 1e-5)
+    np.testing.assert_allclose(training.mass_recall(held, K), by_hand[:, K:].mean(), rtol=1e-5)
+    assert training.mass_recall(held, T) == 0  # no query had to choose
+    most = training.largest_mass(q, kv, lse, K, scale=0.7)
+    assert_matches(most, np.sort(want, -1)[..., -K:].sum(-1), 1e-5)
 
     drawn = np.asarray(training.random_indices(jax.random.key(0), 400, T, K))
     for t in range(T):
@@ -446,8 +460,6 @@ def test_attention_mass_and_recall(rng):
         assert all(len(set(r[r >= 0])) == (r >= 0).sum() for r in rows)
     share = np.bincount(drawn[:, T - 1].ravel(), minlength=T) / 400
     assert np.abs(share - K / T).max() < 0.12
-    everything = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T, T))
-    assert training.mass_recall(mass, everything) == 0  # no query had to choose
 
 
 def test_generate_is_greedy_decoding():
@@ -620,10 +632,12 @@ def check_what_it_says(out, trainer):
     def recalls(batch):
         """Of all selections but the random one, and the warm-up loss."""
         (dense,), (sparse,) = run(0, batch, False)[1], run(0, batch, True)[1]
-        mass = training.attention_mass(dense.q, dense.kv, dense.lse, scale=ATTENTION.scale)
-        top_k = ATTENTION.top_k
+        mass, top_k = mass_of(dense), ATTENTION.top_k
         recent = training.recency_indices(*mass.shape[:2], top_k)
-        held = [training.mass_recall(mass, i) for i in (sparse.indices, recent)]
+        held = [
+            jnp.take_along_axis(mass, i, -1)[:, top_k:].sum(-1).mean()
+            for i in (sparse.indices, recent)
+        ]
         best = jnp.sort(mass, -1)[:, top_k:, -top_k:].sum(-1).mean()
         return jnp.stack([*held, best, dense.kl])
 

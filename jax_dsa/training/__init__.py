@@ -10,10 +10,11 @@ with needs_extra("examples", __name__):
     from jax_dsa.training.config import PRESETS, TrainConfig
     from jax_dsa.training.losses import INDEXER, indexer_loss, next_token_loss
     from jax_dsa.training.metrics import (
-        attention_mass,
+        largest_mass,
         mass_recall,
         random_indices,
         recency_indices,
+        selected_mass,
     )
     from jax_dsa.training.remat import RESIDUALS, remat_policy
     from jax_dsa.training.sampling import Sampler, generate
@@ -28,12 +29,13 @@ __all__ = [
     "Sampler",
     "TrainConfig",
     "TrainState",
-    "attention_mass",
     "generate",
     "indexer_loss",
+    "largest_mass",
     "mass_recall",
     "next_token_loss",
     "random_indices",
     "recency_indices",
     "remat_policy",
+    "selected_mass",
 ]

@@ -10,9 +10,14 @@ import numpy as np
 
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.ops.indexer import indexer_topk
-from jax_dsa.ops.topk import topk
 from jax_dsa.training.losses import next_token_loss
-from jax_dsa.training.metrics import attention_mass, mass_recall, random_indices, recency_indices
+from jax_dsa.training.metrics import (
+    largest_mass,
+    mass_recall,
+    random_indices,
+    recency_indices,
+    selected_mass,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -68,20 +73,19 @@ class Evaluator:
         config = model.config.attention
         _, layers = model(tokens[:, :-1], sparse=False)
         batch, length = tokens[:, :-1].shape
-        ends = jnp.broadcast_to(jnp.arange(1, length + 1, dtype=jnp.int32), (batch, length))
+        top_k, scale = config.top_k, config.scale
         found: list[dict[str, jax.Array]] = []
         for layer in layers:
-            mass = attention_mass(layer.q, layer.kv, layer.lse, scale=config.scale)
             if layer.indexer is not None:
-                chosen, _ = indexer_topk(
-                    **layer.indexer._asdict(), top_k=config.top_k, is_causal=True
-                )
+                chosen, _ = indexer_topk(**layer.indexer._asdict(), top_k=top_k, is_causal=True)
             selections = {
                 "indexer": chosen,
-                "random": random_indices(key, batch, length, config.top_k),
-                "recency": recency_indices(batch, length, config.top_k),
-                "best": topk(mass, config.top_k, ends=ends),
+                "random": random_indices(key, batch, length, top_k),
+                "recency": recency_indices(batch, length, top_k),
             }
-            found.append({name: mass_recall(mass, i) for name, i in selections.items()})
+            dense = layer.q, layer.kv, layer.lse
+            masses = {k: selected_mass(*dense, i, scale=scale) for k, i in selections.items()}
+            masses["best"] = largest_mass(*dense, top_k, scale=scale)
+            found.append({name: mass_recall(mass, top_k) for name, mass in masses.items()})
         recalls = jax.tree.map(lambda *x: jnp.stack(x), *found)
         return recalls | {"kl": jnp.stack([x.kl for x in layers if x.kl is not None])}
