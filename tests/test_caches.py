@@ -326,6 +326,17 @@ def test_a_cache_of_pages_of_records(rng: np.random.Generator) -> None:
     assert_matches(both[1], sparse_mla_decode(*alone), tol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_no_records(shape: tuple[int, int]) -> None:
+    for pack, unpack, dim, width in (
+        (pack_records, unpack_records, 576, 656),
+        (pack_page_records, unpack_page_records, 512, 584),
+    ):
+        records = pack(jnp.zeros((*shape, dim)))
+        assert records.shape == (*shape, width)
+        assert unpack(records, jnp.bfloat16).shape == (*shape, dim)
+
+
 def test_records_that_lie_elsewhere_are_refused() -> None:
     q = np.zeros((B, T, N, 512), np.float32)
     flat = FlatCache(np.zeros((B, S, G, 584), np.uint8), np.zeros(B, np.int32))

@@ -196,6 +196,27 @@ def test_appending_to_a_sharded_cache(
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(got), jax.tree.leaves(want))
 
 
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize(("dim", "fp8"), [(4, False), (576, True), (512, True)])
+def test_appending_to_pages_that_sharded_requests_share(
+    dim: int, fp8: bool, axis_type: Any, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    B, T = 8, 3
+    cache = jax_dsa.PagedCache.empty(2 * B, 2, B, 2, dim, dtype=jnp.float32, fp8=fp8)
+    table = rng.permutation(2 * B).reshape(B, 2).astype(np.int32)
+    cache = dataclasses.replace(cache, page_table=table)
+    args = jax.tree.map(np.asarray, cache), np.asarray(rng.normal(size=(B, T, 1, dim)), np.float32)
+    append = jax.jit(lambda cache, rows: cache.append(rows).pages)
+    want = append(*args)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,), devices=cpus)
+    with jax.set_mesh(mesh):
+        whole, parts = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("x",)))
+        specs = dataclasses.replace(args[0], pages=whole, page_table=parts, lengths=parts), parts
+        got = append(*jax.device_put(args, specs))
+    np.testing.assert_array_equal(got, want)
+    assert np.asarray(want).any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
 @pytest.mark.parametrize("spec", [("x",), (None, "x"), ("x", "y")], ids=str)

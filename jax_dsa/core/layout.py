@@ -40,7 +40,8 @@ def _unpacked(
 ) -> Float[Array, "... D"]:
     """Rows from the codes, the scale of each block of them, and RoPE's bytes."""
     values = jax.lax.bitcast_convert_type(latent, jnp.float8_e4m3fn).astype(jnp.float32)
-    values = values.reshape(*scale.shape, -1) * scale[..., None]
+    block = latent.shape[-1] // scale.shape[-1]
+    values = values.reshape(*scale.shape, block) * scale[..., None]
     rope = rope.reshape(*rope.shape[:-1], RECORD_ROPE, 2)
     rope = jax.lax.bitcast_convert_type(rope, jnp.bfloat16)
     return jnp.concatenate([values.reshape(latent.shape).astype(dtype), rope.astype(dtype)], -1)
@@ -50,13 +51,14 @@ def to_page_record(
     codes: Float[Array, "... 448"], scale: Float[Array, "... 7"], rope: Float[Array, "... 64"]
 ) -> UInt8[Array, "... 584"]:
     """A token's bytes, values and scales, side by side: where they lie is the page's affair."""
-    exponent = jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 23  # of a NaN 255, which is one
+    # Of a NaN 255, which stands for one.
+    exponent = (jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
     rope = jax.lax.bitcast_convert_type(rope.astype(jnp.bfloat16), jnp.uint8)
     parts = [
         jax.lax.bitcast_convert_type(codes, jnp.uint8),
         rope.reshape(*rope.shape[:-2], 2 * RECORD_ROPE),
-        exponent.astype(jnp.uint8),
-        jnp.zeros((*scale.shape[:-1], 1), jnp.uint8),
+        exponent,
+        jnp.zeros_like(exponent[..., :1]),
     ]
     return jnp.concatenate(parts, axis=-1)
 
