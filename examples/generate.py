@@ -18,8 +18,8 @@ from jax_dsa.nn import DecoderLM
 from jax_dsa.training import PRESETS, Program, Sampler
 from jax_dsa.training.checkpoint import Checkpoints
 from jax_dsa.training.config import settings
-from jax_dsa.training.data import BOS, RunError, load_corpus, text_of
-from jax_dsa.training.report import printable
+from jax_dsa.training.data import BOS, RunError, load_corpus
+from jax_dsa.training.report import text
 
 
 def main(argv=None):
@@ -40,7 +40,7 @@ def main(argv=None):
         parser.error(str(error))
     sampler = Sampler(model, temperature=args.temperature)
     written, rate = sample(sampler, prompt, cache, jax.random.key(args.seed), args.tokens)
-    print(f"{printable(text_of(prompt[0]))[-300:]}|{printable(text_of(written[0]))}\n")
+    print(f"{text(prompt[0])[-300:]}|{text(written[0])}\n")
     print(
         f"{jax.devices()[0].device_kind}, batch {args.batch}, {prompt.shape[1]} tokens of context, "
         f"{'FP8 records' if args.fp8 else np.dtype(config.model.attention.dtype).name}, "

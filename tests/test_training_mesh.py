@@ -15,6 +15,7 @@ from compare import assert_matches
 from quick import compile_quickly  # noqa: F401
 from test_training import ATTENTION, CONFIG, STAGES, corpus
 
+from jax_dsa import nn
 from jax_dsa.training.data import Batches, RunError
 from jax_dsa.training.mesh import AXES, make_mesh
 from jax_dsa.training.steps import Program
@@ -24,8 +25,11 @@ MESH_CONFIG = dataclasses.replace(
 )
 MESHES = [
     *({axis: 2} for axis in AXES),
-    *({a: 2, b: 2} for a, b in itertools.combinations(AXES, 2)),
-    {"fsdp": 2, "context": 2, "tensor": 2},
+    *(
+        pytest.param({a: 2, b: 2}, marks=pytest.mark.slow)
+        for a, b in itertools.combinations(AXES, 2)
+    ),
+    pytest.param({"fsdp": 2, "context": 2, "tensor": 2}, marks=pytest.mark.slow),
 ]
 
 
@@ -65,6 +69,24 @@ def test_a_step_on_a_mesh_is_the_step_on_one_device(sizes):
             for g, w in zip(*map(jax.tree.leaves, (got.params, want.params)), strict=True):
                 off = np.abs(np.asarray(g) - np.asarray(w))
                 assert off.mean() <= 1e-5 and off.max() <= 2 * MESH_CONFIG.learning_rate
+
+
+@pytest.mark.parametrize("sizes", [{"context": 2}, {"tensor": 2}, {"fsdp": 2, "data": 2}], ids=str)
+def test_selections_do_not_depend_on_the_mesh(sizes):
+    batch = Batches(corpus().train, MESH_CONFIG.seq_len + 1, MESH_CONFIG.batch_size, 0)[0]
+    chosen = []
+    for program in (program_on(), program_on(*sizes.items())):
+        state, stripes = program.init(), program.mesh.shape["context"]
+
+        def select(backbone, indexer, batch, program=program, stripes=stripes):
+            _, layers = program.logits(backbone, indexer, batch, sparse=True, stripes=stripes)
+            return jnp.stack([layer.indices for layer in layers])
+
+        with jax.set_mesh(program.mesh):
+            placed = program.place(batch, stripes)
+            found = jax.jit(select)(state.backbone.params, state.indexer.params, placed)
+        chosen.append([nn.unstriped(np.asarray(x), stripes) for x in found])
+    np.testing.assert_array_equal(*chosen)
 
 
 @pytest.mark.parametrize("axis, share", [("data", 1.0), ("fsdp", 0.52), ("tensor", 0.85)])

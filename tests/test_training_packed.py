@@ -85,6 +85,7 @@ def test_packed_documents_give_what_they_give_alone(rng, sparse):
         start += len(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [{}, {"data": 2, "context": 2}, {"fsdp": 2, "tensor": 2}], ids=str
 )

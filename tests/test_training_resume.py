@@ -105,7 +105,7 @@ def test_whatever_a_kill_leaves_behind_is_gone_on_with(tmp_path, monkeypatch):
     for left in [c for c in copies if c.exists()][::3] + partial[::3]:
         checkpoints = Checkpoints(left / "checkpoints")
         step = checkpoints.latest()
-        log = Log(left / "metrics.csv")
+        log = Log(left / "metrics.csv", trainer.log.columns)
         log.keep_until(step or 0)
         assert [int(r["step"]) for r in log.rows()] == list(range(1, (step or 0) + 1))
         if step is not None:

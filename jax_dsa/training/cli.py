@@ -32,7 +32,8 @@ def main(argv: list[str] | None = None) -> int:
         jax.distributed.initialize()
     say = print if jax.process_index() == 0 else _nothing
     config = PRESETS[args.preset]()
-    settings = ("dense_steps", "warmup_steps", "sparse_steps", "seed", "packed", "accumulate")
+    stages = ("dense_steps", "warmup_steps", "sparse_steps")
+    settings = (*stages, "seed", "batch_size", "accumulate", "packed")
     given = {name: getattr(args, name) for name in settings}
     model = dataclasses.replace(config.model, vocab=args.vocab)
     config = dataclasses.replace(
@@ -119,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--packed", action="store_true", default=None, help="let no token see another file's"
     )
+    parser.add_argument("--batch-size", type=int, help="sequences a step, on all devices together")
     parser.add_argument(
         "--accumulate", type=int, help="parts of a batch that a step goes through one by one"
     )
@@ -129,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _mesh_sizes(text: str) -> dict[str, int]:
+    """Sizes by name; what they may be, `make_mesh` says."""
     pairs = (entry.split("=") for entry in text.split(","))
     return {name: int(size) for name, size in pairs}
 

@@ -13,7 +13,7 @@ import shutil
 import sysconfig
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -83,20 +83,6 @@ class Corpus:
         digest = hashlib.sha256(b"".join(hashlib.sha256(half.data).digest() for half in halves))
         tokens = sum(len(half) for half in halves)
         return f"{sum(self.files)} files, {tokens} tokens, sha256 {digest.hexdigest()[:16]}"
-
-    def text(self, tokens: np.ndarray) -> str:
-        """What they say, up to the end of the file."""
-        return text_of(tokens, bos=self.bos, tokenizer=self.tokenizer)
-
-
-def text_of(tokens: np.ndarray, *, bos: int = BOS, tokenizer: Path | None = None) -> str:
-    """What tokens of such a corpus say, up to the end of the file; by default bytes."""
-    body = tokens[1:] if len(tokens) and tokens[0] == bos else tokens
-    ends = np.flatnonzero(body == bos)
-    body = body[: ends[0]] if len(ends) else body
-    if tokenizer is None:
-        return bytes(int(t) for t in body).decode("utf-8", "replace")
-    return _tokenizer(tokenizer).decode([int(t) for t in body])
 
 
 def load_corpus(root: Path | None, folder: Path, *, vocab: int = VOCAB) -> Corpus:
@@ -198,10 +184,14 @@ def _trained(files: list[Path], vocab: int, path: Path) -> Callable[[bytes], np.
     return lambda block: np.array(trained.encode(block.decode("utf-8", "replace")).ids)
 
 
-def _tokenizer(path: Path) -> Any:
+def decoded(tokens: np.ndarray, tokenizer: Path | None) -> str:
+    """What tokens other than `bos` say; they are bytes if there is no tokenizer."""
+    numbers = [int(t) for t in tokens]
+    if tokenizer is None:
+        return bytes(numbers).decode("utf-8", "replace")
     with needs_extra("tokenizers", __name__):
         from tokenizers import Tokenizer
-    return Tokenizer.from_file(str(path))
+    return Tokenizer.from_file(str(tokenizer)).decode(numbers)
 
 
 def _sources(root: Path) -> Iterator[Path]:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from jax_dsa.training.data import VOCAB
+from jax_dsa.training.data import BOS, VOCAB, decoded
 from jax_dsa.training.evaluate import SELECTIONS
 from jax_dsa.training.sampling import generate
 
@@ -173,13 +173,16 @@ def sample(trainer: Trainer) -> tuple[str, str]:
 
     with jax.set_mesh(trainer.program.mesh):
         out = decode(state.backbone.params, state.indexer.params, prompt[None])
-    text = trainer.corpus.text
-    return printable(text(prompt)), printable(text(np.asarray(out[0])))
+    bos, tokenizer = trainer.corpus.bos, trainer.corpus.tokenizer
+    return text(prompt, bos, tokenizer), text(np.asarray(out[0]), bos, tokenizer)
 
 
-def printable(text: str) -> str:
-    """With a mark in place of each character that a terminal might obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+def text(tokens: np.ndarray, bos: int = BOS, tokenizer: Path | None = None) -> str:
+    """Up to the end of the file, printable."""
+    body = tokens[1:] if len(tokens) and tokens[0] == bos else tokens
+    ends = np.flatnonzero(body == bos)
+    body = body[: ends[0]] if len(ends) else body
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in decoded(body, tokenizer))
 
 
 STAGES = {
