@@ -71,11 +71,6 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     if (lane_now() == 0) mbarrier_arrive(barrier);
   };
 
-  // Frees the stage of the step before, whose product for dk was the last to read it.
-  const auto free_before = [&] {
-    arrive(&shared.free[ring.index > 0 ? ring.index - 1 : Tr::kStages - 1]);
-  };
-
   // One step: 64 queries of a head. Returns whether it is its item's last.
   const auto step = [&](bool accumulate) {
     const int at = uniform(ring.index);
@@ -88,11 +83,6 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     if constexpr (!Tr::kGeneral) start_at(s, shared.lse[at]);
     if constexpr (!Tr::kInTurn) start_at(dp, shared.delta[at]);
     const uint64_t q = k_major_descriptor(q_at), dout = k_major_descriptor(dout_at);
-    if constexpr (Tr::kTrails) {
-      wgmma_wait<0>();
-      wgmma_pin(dk);
-      if (accumulate) free_before();
-    }
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Tr::kD / 16; ++i) {
@@ -154,29 +144,11 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
       }
     }
 
-    const uint64_t dout_rows = mn_major_descriptor(dout_at, Tr::kQBlockBytes);
-    const auto add_to_dv = [&] {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        const uint64_t b = dout_rows + k * (16 * 128 / 16);
-        if constexpr (Tr::kInTurn) {
-          const uint64_t a = k_major_descriptor(smem_address(shared.p) + side * kBlockBytes);
-          wgmma_16<Tr::kType, kKMajor, kMNMajor>(dv, a + k * 2, b, k > 0 || accumulate);
-        } else {
-          wgmma_16<Tr::kType, kMNMajor>(dv, probabilities[k], b, k > 0 || accumulate);
-        }
-      }
-      wgmma_commit();
-    };
     if constexpr (Tr::kInTurn) {
       start_at(dp, shared.delta[at]);
       multiply_values();
     }
-    if constexpr (Tr::kDvEarly) {
-      wgmma_fence();
-      add_to_dv();
-    }
-    wgmma_wait<Tr::kDvEarly ? 1 : 0>();
+    wgmma_wait<0>();
     wgmma_pin(dp);
     const uint32_t ds_at = smem_address(shared.ds[at]);
     const auto load_probabilities = [&](int k) {
@@ -227,8 +199,22 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     }
     fence_async_proxy();
 
+    const uint64_t dout_rows = mn_major_descriptor(dout_at, Tr::kQBlockBytes);
     const uint64_t q_rows = mn_major_descriptor(q_at, Tr::kQBlockBytes);
     const uint64_t ds = mn_major_descriptor(ds_at, sizeof(shared.ds[0]));
+    const auto add_to_dv = [&] {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        const uint64_t b = dout_rows + k * (16 * 128 / 16);
+        if constexpr (Tr::kInTurn) {
+          const uint64_t a = k_major_descriptor(smem_address(shared.p) + side * kBlockBytes);
+          wgmma_16<Tr::kType, kKMajor, kMNMajor>(dv, a + k * 2, b, k > 0 || accumulate);
+        } else {
+          wgmma_16<Tr::kType, kMNMajor>(dv, probabilities[k], b, k > 0 || accumulate);
+        }
+      }
+      wgmma_commit();
+    };
     const auto add_to_dk = [&] {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -262,7 +248,7 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     // A stage has its buffer of dS: that both warpgroups have come to the barrier of one step tells
     // that they have read dS of the step before.
     wgmma_fence();
-    if constexpr (!Tr::kInTurn && !Tr::kDvEarly) add_to_dv();
+    if constexpr (!Tr::kInTurn) add_to_dv();
     named_barrier_sync<256>(kGradients);
     if constexpr (Tr::kBias) {
       if (thread_index() == 0 && w.dbias == nullptr) {
@@ -284,15 +270,13 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     if (p.deterministic) wait_for_turn(w, shared, stage.step, side, stage.turn);
     wgmma_wait<1>();
     add_part(side);
+    wgmma_wait<0>();
+    wgmma_pin(dk);
+    wgmma_pin(dv);
     const bool last = shared.stage[at].last;
-    if constexpr (!Tr::kTrails) {
-      wgmma_wait<0>();
-      wgmma_pin(dk);
-      wgmma_pin(dv);
-      arrive(&shared.free[at]);
-    }
+    arrive(&shared.free[at]);
     if constexpr (Tr::kBias) {
-      static_assert(!Tr::kTrails && Tr::kBiasBuffers == Tr::kStages);
+      static_assert(Tr::kBiasBuffers == Tr::kStages);
       if (thread_index() == 0) {
         bulk_wait_read();
         mbarrier_arrive(&shared.bias.free[at]);
@@ -304,12 +288,6 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
 
   walk_items(shared, step, [&](const BwdItem& item) {
     if (p.deterministic) count_added(shared);
-    if constexpr (Tr::kTrails) {
-      wgmma_wait<0>();
-      wgmma_pin(dk);
-      wgmma_pin(dv);
-      if (item.some) free_before();
-    }
     store_keys<Tr::kType>(p, item, dk, dv, row_now(lane_now() / 4), Tr::kKeys, 0, 0,
                           shared.out[thread_index() / 32]);
   });

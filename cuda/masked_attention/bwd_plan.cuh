@@ -36,10 +36,6 @@ struct BwdTraits {
   // Whether the products of scores and of dout with values follow each other, and probabilities go
   // through shared memory, for want of registers.
   static constexpr bool kInTurn = kD > 128 && !kWide;
-  // Whether a step's product for dk ends beside the beginning of the next step, and that for dv
-  // runs beside the making of dS. (With biases ptxas serialises the products then.)
-  static constexpr bool kTrails = !kWide && !kBias;
-  static constexpr bool kDvEarly = !kInTurn && !kGeneral;
   static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
   static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
 };
