@@ -21,22 +21,30 @@ cudaError_t launch_keys(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
                         cudaStream_t stream) {
   Device device;
   if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
-  const BwdWork work(p, Tr::kKeys, device.l2_bytes);
+  BwdWork work(p, Tr::kKeys, device);
   if (work.items == 0) return cudaSuccess;
   if (work.items > INT32_MAX - 4096) return cudaErrorInvalidValue;
   Bounds bounds;
   if (cudaError_t e = find_bounds(p, w.queries, w.segments, &bounds, stream); e != cudaSuccess) {
     return e;
   }
+  const int64_t blocks = ceil_div(work.items, int64_t{kKeyBoundsThreads / 32});
   if (bounds.queries) {
-    constexpr int kItems = kKeyBoundsThreads / 32;  // of a block
-    if (cudaError_t e =
-            launch_blocks(key_bounds_kernel<Tr::kKeys>, ceil_div(work.items, int64_t{kItems}),
-                          kKeyBoundsThreads, 0, stream, p.mask, bounds, work.items, p.queries,
-                          static_cast<int>(p.keys), p.heads, p.groups, w.keys);
+    if (cudaError_t e = launch_blocks(key_bounds_kernel<Tr::kKeys>, blocks, kKeyBoundsThreads, 0,
+                                      stream, p.mask, bounds, work.items, p.queries,
+                                      static_cast<int>(p.keys), p.heads, p.groups, w.keys);
         e != cudaSuccess) {
       return e;
     }
+  }
+  // Ranges give the first keys the most queries as a rule, and keys side by side the same ones.
+  if (p.mask.map_rows && !p.deterministic) {
+    if (cudaError_t e = launch_blocks(order_kernel, blocks, kKeyBoundsThreads, 0, stream, w.keys,
+                                      work.items, work.key_tiles, w.order);
+        e != cudaSuccess) {
+      return e;
+    }
+    work.order = w.order;
   }
   const struct {
     const void* x;

@@ -9,6 +9,7 @@ namespace jax_dsa::masked_attention {
 struct alignas(16) KeyBounds {
   uint32_t unseen[kKeyTile / 32];  // a bit for each key that no query of the group sees
   int first, stop;                 // all tiles of queries that see any; none if first >= stop
+  int weight;                      // how many they are, of all heads that have maps of their own
 };
 
 inline constexpr int kKeyBoundsThreads = 128;
@@ -40,14 +41,14 @@ __global__ void __launch_bounds__(kKeyBoundsThreads, 1)
       bounds.segments ? bounds.segments + entry * ceil_div(keys, kKeyTile) : nullptr;
   const bool ranges_only = !m.map_rows && !m.q_segments;
 
-  int first = INT_MAX, stop = 0;
+  int first = INT_MAX, stop = 0, weight = 0;
   uint32_t unseen[kWords] = {};
   for (int n = lane; n < maps * query_tiles; n += 32) {
     const int t = n % query_tiles;
     const int32_t* const map = map_tiles(m, entry, head + n / query_tiles, heads);
     const Tile kind = key_tile<kKeys>(m, q + t, segments, map, keys, tile);
     if (kind == Tile::kEmpty) continue;
-    first = min(first, t), stop = max(stop, t + 1);
+    first = min(first, t), stop = max(stop, t + 1), ++weight;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {  // those that all queries of the tile see
       unseen[w] |= kind == Tile::kFull ? ~0u
@@ -56,6 +57,7 @@ __global__ void __launch_bounds__(kKeyBoundsThreads, 1)
     }
   }
   first = __reduce_min_sync(~0u, first), stop = __reduce_max_sync(~0u, stop);
+  weight = __reduce_add_sync(~0u, weight);
   uint32_t any = 0;
 #pragma unroll
   for (int w = 0; w < kWords; ++w) {
@@ -96,10 +98,27 @@ __global__ void __launch_bounds__(kKeyBoundsThreads, 1)
     }
   }
   if (lane > 0) return;
-  KeyBounds x = {{}, first, stop};
+  KeyBounds x = {{}, first, stop, weight};
 #pragma unroll
   for (int w = 0; w < kWords; ++w) x.unseen[w] = unseen[w];
   result[item] = x;
+}
+
+// The tiles of each group by their weights, the heaviest first. A warp takes a tile and finds its
+// place.
+static __global__ void __launch_bounds__(kKeyBoundsThreads, 1)
+    order_kernel(const KeyBounds* keys, int64_t items, int key_tiles, int* order) {
+  const int64_t item = int64_t{blockIdx.x} * (kKeyBoundsThreads / 32) + threadIdx.x / 32;
+  if (item >= items) return;
+  const int64_t group = item / key_tiles;
+  const int tile = static_cast<int>(item - group * key_tiles), weight = keys[item].weight;
+  int before = 0;
+  for (int i = threadIdx.x % 32; i < key_tiles; i += 32) {
+    const int other = keys[group * key_tiles + i].weight;
+    before += other > weight || (other == weight && i < tile);
+  }
+  before = __reduce_add_sync(~0u, before);
+  if (threadIdx.x % 32 == 0) order[group * key_tiles + before] = tile;
 }
 
 }  // namespace jax_dsa::masked_attention

@@ -2,8 +2,10 @@
 // workspace, shared memory. See bwd.cuh.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
+#include "common/device.h"
 #include "common/limits.h"
 #include "common/ring.cuh"
 #include "common/tile.cuh"
@@ -90,33 +92,41 @@ struct alignas(1024) BwdShared {
   uint64_t checked[Tr::kStages], free[Tr::kStages];
 };
 
-// How the items are numbered: groups come in sections whose queries the L2 holds; within a section,
-// the first keys of all its groups come first, as most queries see them where masks are causal.
+// How the items are numbered: groups come in sections whose queries the L2 holds, or as many as the
+// processors need, since few items that are left for the end leave processors idle. Within a
+// section, the first keys of all its groups come first, as most queries see them where masks are
+// causal; `order` tells better.
 struct BwdWork {
   int64_t items;
   int64_t steps;  // of 64 queries, of a head
   int key_tiles;
-  int keys;     // of a tile
-  int section;  // groups of a section
+  int keys;  // of a tile
+  int64_t groups, sections;
+  const int* order = nullptr;  // a group's tiles of keys, the heaviest first; or null
 
-  BwdWork(const MaskedAttentionBwdParams& p, int keys_per_tile, int64_t l2_bytes) {
+  BwdWork(const MaskedAttentionBwdParams& p, int keys_per_tile, const Device& device) {
     keys = keys_per_tile;
     key_tiles = static_cast<int>(ceil_div(p.keys, int64_t{keys}));
     steps = ceil_div(p.queries, int64_t{kStepQueries});
-    const int64_t groups = p.batch * p.groups, per_group = p.heads / p.groups;
+    const int64_t per_group = p.heads / p.groups;
+    groups = p.batch * p.groups;
     items = groups * key_tiles;
     // q and dout, and dq in f32.
     const int64_t group_bytes = per_group * p.queries * (p.dim * 6 + p.value_dim * 2);
-    const int64_t fit = l2_bytes / 2 / (group_bytes > 0 ? group_bytes : 1);
-    section = static_cast<int>(fit < 1 ? 1 : fit < groups ? fit : groups);
+    const int64_t fit = device.l2_bytes / 2 / std::max(group_bytes, int64_t{1});
+    // Where sums have an order, the fewer tiles of a group are under way, the less they wait.
+    const int64_t needed = device.processors / (p.deterministic ? 8 : std::max(key_tiles, 1));
+    sections = std::max(groups / std::max({fit, needed, int64_t{1}}), int64_t{1});
   }
 
   __device__ BwdItem item(const MaskedAttentionBwdParams& p, unsigned number) const {
     if (number >= items) return {.over = true};
-    const int64_t before = int64_t{number} / (int64_t{section} * key_tiles) * section;
-    const int groups = static_cast<int>(min(int64_t{section}, p.batch * p.groups - before));
-    const int rest = static_cast<int>(number - before * key_tiles), tile = rest / groups;
-    const int64_t group = before + (rest - tile * groups), batch = group / p.groups;
+    const int64_t section = ((number / key_tiles + 1) * sections - 1) / groups;
+    const int64_t first = section * groups / sections;
+    const int count = static_cast<int>((section + 1) * groups / sections - first);
+    const int rest = static_cast<int>(number - first * key_tiles), place = rest / count;
+    const int64_t group = first + (rest - place * count), batch = group / p.groups;
+    const int tile = order ? order[group * key_tiles + place] : place;
     return {static_cast<int>(batch), static_cast<int>(group - batch * p.groups), tile * keys};
   }
 };
@@ -155,6 +165,7 @@ struct BwdWorkspace {
   QueryBounds* queries;
   SegmentBounds* segments;
   KeyBounds* keys;  // [batch, groups, tiles of keys]
+  int* order;       // likewise; see BwdWork
   float* lse;       // [.., 64]; see lse_factor; +inf for queries that see nothing or are not there
   float* delta;     // [.., 64]; 0 for those
   uint64_t* dead;   // [..]; a bit for each query that sees nothing
@@ -176,8 +187,9 @@ struct BwdWorkspace {
     queries = reinterpret_cast<QueryBounds*>(take(bounded_query_tiles(p) * sizeof(QueryBounds)));
     segments = reinterpret_cast<SegmentBounds*>(take(bounded_key_tiles(p) * sizeof(SegmentBounds)));
     const int64_t bounded = has_query_bounds(p.mask) ? p.batch * p.groups : 0;
-    keys = reinterpret_cast<KeyBounds*>(
-        take(bounded * ceil_div(p.keys, int64_t{kLeastKeys}) * sizeof(KeyBounds)));
+    const int64_t key_tiles = bounded * ceil_div(p.keys, int64_t{kLeastKeys});
+    keys = reinterpret_cast<KeyBounds*>(take(key_tiles * sizeof(KeyBounds)));
+    order = reinterpret_cast<int*>(take(key_tiles * sizeof(int)));
     lse = reinterpret_cast<float*>(take(steps * kStepQueries * 4));
     delta = reinterpret_cast<float*>(take(steps * kStepQueries * 4));
     dead = reinterpret_cast<uint64_t*>(take(steps * 8));

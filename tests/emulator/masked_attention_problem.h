@@ -368,6 +368,7 @@ inline const AttentionCase kAttentionCases[] = {
     {"200 dims, segments, softcap", 1, 150, 100, 1, 1, 200, 136, kRandom, true, 0, 1, 128,
      DType::kF16, 3.f},
     {"256 dims", 2, 150, 200, 3, 1, 256, 256, kCausal},
+    {"window over many tiles", 1, 4200, 4200, 1, 1, 64, 64, kWindow},
     {"random ranges, odd dims", 2, 213, 333, 2, 2, 72, 40, kRandom},
     {"segments and ranges", 2, 213, 213, 1, 1, 64, 64, kRandom, true},
     {"map of all heads", 2, 300, 400, 2, 2, 64, 64, kNoRanges, false, 1, 1},
