@@ -103,6 +103,7 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
       wgmma_commit();
     };
     if constexpr (!Tr::kInTurn) multiply_values();
+    if (p.deterministic) count_added(shared);
     wgmma_wait<Tr::kInTurn ? 0 : 1>();
     wgmma_pin(s);
 
