@@ -80,7 +80,15 @@ def test_only_slots_with_a_key_count() -> None:
     assert whole.tflops == whole.tflops_all_slots
 
 
-NOTES = {"dense": 512, "causal": 512, "window": 512, "varlen": 512, "empty75": 32, "random": 64}
+NOTES = {
+    "dense": 512,
+    "causal": 512,
+    "window": 512,
+    "varlen": 512,
+    "empty75": 32,
+    "random": 64,
+    "bias": 512,
+}
 
 
 @pytest.mark.parametrize(("note", "scale"), NOTES.items())
