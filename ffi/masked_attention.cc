@@ -9,20 +9,21 @@
 namespace jax_dsa {
 namespace {
 
-// q [B, T, N, D], k [B, S, G, D], v [B, S, G, E], and the seven of MaskOperands, each maybe absent
+// q [B, T, N, D], k [B, S, G, D], v [B, S, G, E], the seven of MaskOperands and the bias, each
+// maybe absent
 // -> out [B, T, N, E], lse [B, T, N]; then workspace
 ffi::Error masked_attention_fwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k,
                                 ffi::AnyBuffer v, ffi::AnyBuffer starts, ffi::AnyBuffer ends,
                                 ffi::AnyBuffer q_segments, ffi::AnyBuffer kv_segments,
                                 ffi::AnyBuffer rows, ffi::AnyBuffer tiles, ffi::AnyBuffer bits,
-                                ffi::Result<ffi::AnyBuffer> out,
+                                ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out,
                                 ffi::Result<ffi::Buffer<ffi::F32>> lse,
                                 ffi::Result<ffi::Buffer<ffi::U8>> workspace, float scale,
                                 float softcap) {
   constexpr const char* kOp = "masked_attention_fwd";
   MaskedAttentionFwdParams params = {};
   const MaskOperands mask = {starts, ends, q_segments, kv_segments, rows, tiles, bits};
-  DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, q, k, v, mask, scale, softcap, &params));
+  DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, q, k, v, mask, bias, scale, softcap, &params));
   const int64_t batch = params.batch, queries = params.queries, heads = params.heads;
   DSA_FFI_RETURN_IF_ERROR(
       check_like_q(kOp, "out", *out, q, {batch, queries, heads, params.value_dim}));
@@ -43,6 +44,7 @@ ffi::Error masked_attention_fwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyB
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MaskedAttentionFwd, jax_dsa::masked_attention_fwd,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()

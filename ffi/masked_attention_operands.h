@@ -89,11 +89,36 @@ ffi::Error read_mask(const char* op, const MaskOperands& given, const Params& p,
   return read_map(op, given, p, mask);
 }
 
-// q [B, T, N, D], k [B, S, G, D], v [B, S, G, E], and which keys each query sees.
+// The shape of the bias and of its gradient: [B or 1, N or G or 1, T or 1, S in whole eights].
+template <typename Params>
+ffi::Error check_bias(const char* op, const char* name, const ffi::AnyBuffer& x,
+                      const ffi::AnyBuffer& q, const Params& p) {
+  const AttentionBias& b = p.bias;
+  return check_like_q(op, name, x, q, {b.batch, b.heads, b.queries, (p.keys + 7) / 8 * 8});
+}
+
+// The bias, if there is one.
+template <typename Params>
+ffi::Error read_bias(const char* op, const ffi::AnyBuffer& bias, const ffi::AnyBuffer& q,
+                     Params* p) {
+  if (!present(bias)) return ffi::Error::Success();
+  const auto dims = bias.dimensions();
+  if (dims.size() != 4) return invalid_argument(op, "bias is not of rank 4");
+  if ((dims[0] != 1 && dims[0] != p->batch) || (dims[2] != 1 && dims[2] != p->queries)) {
+    return invalid_argument(op, "bias has another batch size than q, or other queries");
+  }
+  if (dims[1] != 1 && dims[1] != p->groups && dims[1] != p->heads) {
+    return invalid_argument(op, "bias has neither 1 nor G nor N heads");
+  }
+  p->bias = {bias.untyped_data(), dims[2], static_cast<int>(dims[0]), static_cast<int>(dims[1])};
+  return check_bias(op, "bias", bias, q, *p);
+}
+
+// q [B, T, N, D], k [B, S, G, D], v [B, S, G, E], which keys each query sees, and the bias.
 template <typename Params>
 ffi::Error read_operands(const char* op, const ffi::AnyBuffer& q, const ffi::AnyBuffer& k,
-                         const ffi::AnyBuffer& v, const MaskOperands& mask, float scale,
-                         float softcap, Params* params) {
+                         const ffi::AnyBuffer& v, const MaskOperands& mask,
+                         const ffi::AnyBuffer& bias, float scale, float softcap, Params* params) {
   const auto dtype = kernel_dtype(q.element_type());
   if (dtype != DType::kBF16 && dtype != DType::kF16) {
     return invalid_argument(op, "q is neither bfloat16 nor float16");
@@ -124,6 +149,7 @@ ffi::Error read_operands(const char* op, const ffi::AnyBuffer& q, const ffi::Any
   params->dtype = *dtype;
   params->scale = scale;
   params->softcap = softcap;
+  DSA_FFI_RETURN_IF_ERROR(read_bias(op, bias, q, params));
   return read_mask(op, mask, *params, &params->mask);
 }
 

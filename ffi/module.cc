@@ -54,16 +54,20 @@ nb::dict targets() {
 }
 
 // Bytes of the workspace of masked attention's kernels: of the forward one, of the backward ones.
-// `bounded`: queries have ranges, segments or rows of a map; `segmented`: they have segments.
+// `bounded`: queries have ranges, segments or rows of a map; `segmented`: they have segments. The
+// numbers of a bias are 0 if there is none.
 nb::tuple masked_attention_workspaces(int64_t batch, int64_t queries, int64_t keys, int heads,
                                       int groups, int dim, int value_dim, bool bounded,
-                                      bool segmented) {
-  static const int32_t given = 0;  // all that is asked of a mask's parts is which there are
+                                      bool segmented, int bias_batch, int bias_heads,
+                                      int64_t bias_queries) {
+  static const int32_t given = 0;  // all that is asked of what may be absent is whether it is
+  const bool biased = bias_heads > 0;
   const auto sized = [&](auto p) {
     p.batch = batch, p.queries = queries, p.keys = keys;
     p.heads = heads, p.groups = groups, p.dim = dim, p.value_dim = value_dim;
     p.mask.ends = bounded ? &given : nullptr;
     p.mask.q_segments = p.mask.kv_segments = segmented ? &given : nullptr;
+    p.bias = {biased ? &given : nullptr, bias_queries, bias_batch, bias_heads};
     return p;
   };
   return nb::make_tuple(

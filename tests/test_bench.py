@@ -80,7 +80,7 @@ def test_only_slots_with_a_key_count() -> None:
     assert whole.tflops == whole.tflops_all_slots
 
 
-NOTES = {"dense": 512, "causal": 512, "window": 512, "varlen": 512, "random": 64}
+NOTES = {"dense": 512, "causal": 512, "window": 512, "varlen": 512, "random": 64, "bias": 512}
 NOTES |= {"empty0": 32, "empty75": 32, "kept100": 64, "kept25": 64}
 
 

@@ -23,7 +23,13 @@ from jax_dsa.ops.masked_attention.spec import LSE, Operands, Options, Results
 B, T, S, N, G, D, E, W = 2, 6, 9, 4, 2, 8, 16, 7
 OPTIONS = Options(0.3, None, "x", "x", "x", deterministic=False)
 FORWARD, BACKWARD = "jax_dsa.masked_attention_fwd.v1", "jax_dsa.masked_attention_bwd.v1"
-FIELDS = ("q", "k", "v", "starts", "ends", "q_segments", "kv_segments", "rows", "tiles", "bits")
+FIELDS = (
+    "q", "k", "v", "starts", "ends", "q_segments", "kv_segments", "rows", "tiles", "bits", "bias",
+)  # fmt: skip
+
+
+def factors(heads: int, x: Operands) -> str:
+    return "x" if heads == 1 else "(g m)" if heads == x.q.shape[2] else "g"
 
 
 def call(target: str, operands: Any, avals: Any, scale: np.float32, softcap: np.float32) -> Any:
@@ -39,16 +45,28 @@ def call(target: str, operands: Any, avals: Any, scale: np.float32, softcap: np.
     own = dataclasses.replace(
         OPTIONS, scale=float(scale), softcap=float(softcap) or None, tile_heads=heads
     )
+    keys = x.k.shape[1]
+    if x.bias is not None:
+        assert x.bias.shape[3] == -(-keys // 8) * 8
+        own = dataclasses.replace(own, bias_heads=factors(x.bias.shape[1], x))
+        x = x._replace(bias=x.bias[..., :keys])
     if target == FORWARD:
         results = xla.masked_attention_fwd(own, x)
     else:
         assert target == BACKWARD
         y, dy = Results(*operands[-4:-2]), Results(*operands[-2:])
-        *results, _ = xla.masked_attention_bwd(own, x, y, dy)
+        results = list(xla.masked_attention_bwd(own, x, y, dy))
+        if x.bias is not None:
+            results[3] = jnp.pad(results[3], [(0, 0)] * 3 + [(0, -keys % 8)], constant_values=9)
     *shapes, space = avals
+    if target == BACKWARD and x.bias is None:
+        assert shapes.pop() is None and results.pop() is None
+        nothing = [None]
+    else:
+        nothing = []
     assert [(a.shape, a.dtype) for a in shapes] == [(y.shape, y.dtype) for y in results]
     assert space.dtype == jnp.uint8 and space.shape == (64 if target == FORWARD else 128,)
-    return [*results, None]
+    return [*results, *nothing, None]
 
 
 def compress_call(target: str, operands: Any, avals: Any, **lengths: np.generic) -> Any:
@@ -174,6 +192,21 @@ def test_composition_of_a_mask(
     both_ways(rng, options, problem(rng, **given))
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["all keys", "kept keys"])
+@pytest.mark.parametrize("rows", [1, T])
+@pytest.mark.parametrize("batch", [1, B])
+@pytest.mark.parametrize("heads", [1, G, N])
+def test_composition_of_a_bias(
+    heads: int, batch: int, rows: int, kept: bool, rng: np.random.Generator, kernels: None
+) -> None:
+    given: dict[str, Any] = random_ranges(rng, B, 1)
+    given["bias"] = jnp.asarray(rng.normal(size=(batch, heads, rows, S)), jnp.float32)
+    if kept:
+        given["kv_indices"] = integers(rng, -1, S + 1, B, G, W)
+    options = dataclasses.replace(OPTIONS, bias_heads={1: "x", G: "g", N: "(g m)"}[heads])
+    both_ways(rng, options, problem(rng, **given))
+
+
 def test_keys_that_are_not_kept_are_not_read(rng: np.random.Generator, kernels: None) -> None:
     x = problem(rng, kv_indices=jnp.asarray([[[3, 1, 3, -1], [S, 3, 1, 1]]] * B, jnp.int32))
     other = np.array([s not in (1, 3) for s in range(S)])[:, None, None]
@@ -246,7 +279,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"bits": jax.ShapeDtypeStruct((1, 1, 1, 128, 8), jnp.uint8)},
         "block_k is a multiple of 128, got 64",
     ),
-    "bias": ({"bias": jax.ShapeDtypeStruct((1, 1, 1, 20), jnp.bfloat16)}, "not take 'bias'"),
     "mask and kept keys": (
         {
             "mask": jax.ShapeDtypeStruct((1, 1, 1, 20), bool),

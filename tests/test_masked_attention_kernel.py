@@ -37,6 +37,12 @@ def inputs(
     return tuple(jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in shapes)
 
 
+def bias_for(rng: np.random.Generator, arrays: Arrays, b: int, h: int, t: int) -> jax.Array:
+    """[b, h, t, S], with -inf here and there."""
+    bias = rng.standard_normal((b, h, t, arrays[1].shape[1]), np.float32)
+    return jnp.asarray(np.where(rng.random(bias.shape) < 0.05, -np.inf, bias), arrays[0].dtype)
+
+
 def integers(rng: np.random.Generator, low: int, high: int, *shape: int) -> jax.Array:
     return jnp.asarray(rng.integers(low, high, shape), jnp.int32)
 
@@ -70,7 +76,8 @@ def run(
             seen = jnp.where(jnp.isfinite(lse), lse, 0)
             return jnp.sin(out.astype(jnp.float32) * 3).sum() + jnp.cos(seen).sum(), (out, lse)
 
-        grads, outs = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*arrays)
+        each = tuple(range(len(arrays)))
+        grads, outs = jax.grad(loss, argnums=each, has_aux=True)(*arrays)
         return Run(*outs, grads)
 
     return program(tuple(x.astype(dtype) for x in arrays), masks or {})
@@ -249,6 +256,74 @@ def test_against_float64(name: str, softcap: float | None, rng: np.random.Genera
     assert_matches(np.asarray(got.lse, np.float64), lse, tol=2e-5, what="lse")
     for name, *three in zip("qkv", got.gradients, low.gradients, grads, strict=True):
         assert_as_good_as(*three, factor=4.0, what=f"d{name}")
+
+
+@pytest.mark.parametrize("name", ["dense", "causal", "map of each head"])
+@pytest.mark.parametrize("rows", [False, True], ids=["a row", "rows"])
+@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("h", [1, 2, 4])
+def test_biases(h: int, b: int, rows: bool, name: str, rng: np.random.Generator) -> None:
+    arrays = inputs(rng, t=300, s=213, d=128)
+    mask = mask_of(name, rng, arrays)
+    bias = bias_for(rng, arrays, b, h, 300 if rows else 1)
+    compare((*arrays, bias), mask.arrays, **mask.options)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (72, 128), (192, 128), (256, 256)])
+def test_biases_of_dims(
+    d: int, e: int, dtype: Any, softcap: float | None, rng: np.random.Generator
+) -> None:
+    arrays = inputs(rng, t=150, s=200, d=d, e=e, dtype=dtype)
+    for heads in (1, 4):
+        bias = bias_for(rng, arrays, 2, heads, 150)
+        compare((*arrays, bias), is_causal=True, softcap=softcap, scale=-0.1)
+
+
+@pytest.mark.parametrize(("t", "s"), [(1, 1), (1, 213), (62, 8193), (8193, 62)])
+def test_sizes_of_biases(t: int, s: int, rng: np.random.Generator) -> None:
+    arrays = inputs(rng, b=1, t=t, s=s)
+    for rows in {1, t}:
+        compare((*arrays, bias_for(rng, arrays, 1, 4, rows)))
+
+
+@pytest.mark.parametrize("rows", [1, 150])
+@pytest.mark.parametrize("name", ["causal", "lengths", "map of everything", "everything"])
+def test_biases_of_what_nothing_sees(name: str, rows: int, rng: np.random.Generator) -> None:
+    """They may be NaN, and their gradients are 0."""
+    arrays = inputs(rng, t=150, s=300)
+    mask = mask_of(name, rng, arrays)
+    visible = {n: np.asarray(x) if "lengths" in n else x for n, x in mask.visible.items()}
+    seen = oracle.counts((2, 4, 150, 300), 2, **visible) > 0
+    if rows == 1:
+        seen = seen.any(2, keepdims=True)
+    bias = bias_for(rng, arrays, 2, 4, rows)
+    dirty = jnp.where(seen, bias, jnp.nan)
+    want, got = (run("cuda", bias.dtype, (*arrays, x), mask.arrays, **mask.options)
+                 for x in (bias, dirty))  # fmt: skip
+    np.testing.assert_array_equal(got.out, want.out)
+    assert_matches(got.gradients, want.gradients, tol=8e-3)
+    assert np.all(np.asarray(got.gradients[3])[~seen] == 0)
+
+
+@pytest.mark.parametrize("rows", [1, 150])
+@pytest.mark.parametrize("h", [1, 2, 4])
+def test_biases_of_kept_keys(h: int, rows: int, rng: np.random.Generator) -> None:
+    arrays = inputs(rng, t=150, s=500)
+    masks = {"kv_indices": integers(rng, -5, 505, 2, 2, 62)}
+    for b in (1, 2):
+        compare((*arrays, bias_for(rng, arrays, b, h, rows)), masks, **RIGHT)
+
+
+@pytest.mark.parametrize("empty", ["b", "t", "s"])
+def test_biases_of_empty_axes(empty: str, rng: np.random.Generator) -> None:
+    arrays = inputs(rng, **({"b": 2, "t": 3, "s": 5, "n": 4} | {empty: 0}))
+    for rows in {1, arrays[0].shape[1]}:
+        bias = bias_for(rng, arrays, 1, 4, rows)
+        got = run("cuda", bias.dtype, (*arrays, bias))
+        assert got.gradients[3].shape == bias.shape
+        assert not np.asarray(got.gradients[3], np.float32).any()
 
 
 @pytest.mark.parametrize("g", [1, 2])

@@ -29,12 +29,17 @@ KERNELS = {
         "indexer::fwd_kernel<jax_dsa::indexer::Traits<jax_dsa::IndexerDType::kE4M3, 128, 64, true>>"
     ],
     "masked_attention/bwd.cuh": [
-        f"masked_attention::bwd_kernel<jax_dsa::masked_attention::BwdTraits<{dims}, false>>"
-        for dims in ("jax_dsa::DType::kBF16, 192, 128", "jax_dsa::DType::kF16, 256, 256")
+        f"masked_attention::bwd_kernel<jax_dsa::masked_attention::BwdTraits<{dims}>>"
+        for dims in (
+            "jax_dsa::DType::kBF16, 192, 128, false",
+            "jax_dsa::DType::kF16, 256, 256, false",
+            "jax_dsa::DType::kBF16, 128, 128, true, true",
+        )
     ],
     "masked_attention/fwd.cuh": [
         "masked_attention::fwd_kernel<jax_dsa::masked_attention::FwdTraits<"
-        "jax_dsa::DType::kBF16, 128, 128, true>>"
+        f"jax_dsa::DType::kBF16, 128, 128, true, {bias}>>"
+        for bias in ("false", "true")
     ],
     "mqa_decode/few.cuh": [
         "mqa_decode::few_kernel<jax_dsa::sparse_mla::FewTraits<576, 16>>",

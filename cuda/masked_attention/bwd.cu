@@ -106,8 +106,9 @@ cudaError_t launch(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
   const int64_t steps = ceil_div(p.queries, int64_t{kStepQueries});
   const int64_t blocks = p.batch * p.heads * steps;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  if (cudaError_t e = clear(w.ticket, 16, stream); e != cudaSuccess) return e;
-  if (blocks > 0) {
+  if (blocks == 0) {
+    if (cudaError_t e = clear(w.ticket, 16, stream); e != cudaSuccess) return e;
+  } else {
     if (cudaError_t e = launch_blocks(rows_kernel<Tr::kType>, blocks, kRowsThreads, kStepQueries,
                                       stream, p, w, steps, Tr::kD, lse_factor<Tr>(p));
         e != cudaSuccess) {

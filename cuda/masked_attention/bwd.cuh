@@ -103,6 +103,7 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
       wgmma_commit();
     };
     if constexpr (!Tr::kInTurn) multiply_values();
+    if (p.deterministic) count_added(shared);
     wgmma_wait<Tr::kInTurn ? 0 : 1>();
     wgmma_pin(s);
 
@@ -274,6 +275,7 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     wgmma_pin(dk);
     wgmma_pin(dv);
     const bool last = shared.stage[at].last;
+    arrive(&shared.free[at]);
     if constexpr (Tr::kBias) {
       static_assert(Tr::kBiasBuffers == Tr::kStages);
       if (thread_index() == 0) {
@@ -281,7 +283,6 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
         mbarrier_arrive(&shared.bias.free[at]);
       }
     }
-    arrive(&shared.free[at]);
     ring.advance();
     return last;
   };

@@ -116,7 +116,7 @@ struct BwdWork {
     const int64_t fit = device.l2_bytes / 2 / std::max(group_bytes, int64_t{1});
     // Where sums have an order, the fewer tiles of a group are under way, the less they wait.
     const int64_t needed = device.processors / (p.deterministic ? 8 : std::max(key_tiles, 1));
-    sections = std::max(groups / std::max({fit, needed, int64_t{1}}), int64_t{1});
+    sections = std::max(groups / std::max(std::max(fit, needed), int64_t{1}), int64_t{1});
   }
 
   __device__ BwdItem item(const MaskedAttentionBwdParams& p, unsigned number) const {

@@ -8,7 +8,7 @@ namespace jax_dsa::masked_attention {
 
 inline constexpr int kRowsThreads = 256;
 
-// lse, delta = sum(out * dout) - dlse and `dead` of a step's 64 queries; sets dq to zero. 16 lanes
+// lse, delta = sum(out * dout) - dlse and `dead` of a step's 64 queries; sets dq to zero, and the ticket. 16 lanes
 // take a query, all of its step's at once: it takes many loads under way to hide their latency.
 template <DType kType>
 __global__ void __launch_bounds__(kRowsThreads)
@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   };
   const auto there = [&](int round) { return first + round * kAtOnce < p.queries; };
 
+  if (number == 0 && threadIdx.x == 0) *w.ticket = 0;
   float lse[kRounds], dlse[kRounds], sum[kRounds] = {};
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_dsa
-from jax_dsa.bench.case import BF16, Case, cudnn, normal, selected_pairs, visible_pairs
+from jax_dsa.bench.case import BF16, COPY, Case, cudnn, normal, selected_pairs, visible_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,8 +25,8 @@ EMPTY = (0, 50, 75, 90, 95)
 
 def masked_attention(size: Scale) -> Iterator[Case]:
     """Dense and causal attention, a causal window, packed documents, block masks of which only the
-    active tiles count, keys that each head keeps, and a random mask, of which half of the scores
-    count.
+    active tiles count, keys that each head keeps, a bias with its gradient, and a random mask, of
+    which half of the scores count.
     """
     for step in ("fwd", "bwd"):
         yield _dense(step, size(T=16384, S=16384, N=16, D=128))
@@ -39,6 +40,7 @@ def masked_attention(size: Scale) -> Iterator[Case]:
             yield _kept(step, size(T=8192, S=8192, N=16, D=128), empty)
         yield _packed(step, size(T=262144, S=262144, R=64, N=16, D=128))
         yield _window(step, size(T=131072, S=131072, W=4096, N=16, D=128))
+        yield _biased(step, size(T=4096, S=4096, N=16, D=128))
     yield _random("fwd", size(T=8192, S=8192, N=16, D=128))
 
 
@@ -157,6 +159,22 @@ def _kept(step: str, dims: Dims, empty: int) -> Case:
         return jax_dsa.masked_attention(q, k, v, kv_indices=kv_indices, **kwargs)
 
     return _case(step, dims, f"kept{100 - empty}", dims["T"] * keep, call, make)
+
+
+def _biased(step: str, dims: Dims) -> Case:
+    """A bias for each score, [1, N, T, S], with its gradient."""
+    t, s, n = (dims[x] for x in "TSN")
+
+    def make(dims: Dims, key: jax.Array) -> tuple:
+        return *_qkv(dims, key), normal(jax.random.fold_in(key, 1), 1, n, t, s)
+
+    def peer(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return cudnn(False, q, k, v, bias=bias)
+
+    case = _case(step, dims, "bias", t * s, jax_dsa.masked_attention, make, peer)
+    passes = 1 if step == "fwd" else 2  # read, and its gradient written
+    work = {**case.work, COPY: passes * 2 * n * t * s}
+    return dataclasses.replace(case, work=work, diff=(0, 1, 2, 3) if case.diff else ())
 
 
 def _random(step: str, dims: Dims) -> Case:

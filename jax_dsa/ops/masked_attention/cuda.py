@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # What the kernels take; `mask` and `kv_indices` are seen to here.
 TAKES = (
-    "q", "k", "v", "mask", "starts", "ends", "q_segments", "kv_segments", "kv_indices",
+    "q", "k", "v", "bias", "mask", "starts", "ends", "q_segments", "kv_segments", "kv_indices",
     "rows", "tiles", "bits",
 )  # fmt: skip
 
@@ -75,12 +75,14 @@ def masked_attention_bwd(
         return _backward(options, x, y, dy)
     groups, kept = x.k.shape[2], _Kept.of(x, x.kv_indices)
     y, dy = (Results(*(_split(z, groups) for z in given)) for given in (y, dy))
-    dq, dk, dv, _ = _backward(options, kept.operands, y, dy)
-    dk, dv = (
-        kept.spread(rows, like, deterministic=options.deterministic)
-        for rows, like in ((dk, avals.k), (dv, avals.v))
-    )
-    return Gradients(_joined(dq, groups), dk, dv, None)
+    dq, dk, dv, dbias = _backward(options, kept.operands, y, dy)
+    spread = functools.partial(kept.spread, deterministic=options.deterministic)
+    dk, dv = spread(dk, avals.k), spread(dv, avals.v)
+    if x.bias is not None and dbias is not None:
+        like = jax.eval_shape(functools.partial(_bias_rows, groups=groups), x.bias)
+        total = spread(_bias_rows(dbias, 1), like.update(dtype=jnp.float32))
+        dbias = _of_bias_rows(total, x.bias)
+    return Gradients(_joined(dq, groups), dk, dv, dbias)
 
 
 def _forward(options: Options, x: Operands) -> Results:
@@ -99,13 +101,14 @@ def _backward(options: Options, x: Operands, y: Results, dy: Results) -> Gradien
     """Without `kv_indices`."""
     x = _mapped(x)
     _, space = _workspaces(x)
-    dq, dk, dv, _ = ffi.call(
+    operands = _operands(x)
+    dq, dk, dv, dbias, _ = ffi.call(
         "jax_dsa.masked_attention_bwd.v1",
-        [*_operands(x), *y, *dy],
-        [x.q, x.k, x.v, space],
+        [*operands, *y, *dy],
+        [x.q, x.k, x.v, operands[-1], space],
         **_numbers(options),
     )
-    return Gradients(dq, dk, dv, None)
+    return Gradients(dq, dk, dv, None if dbias is None else dbias[..., : x.k.shape[1]])
 
 
 def _mapped(x: Operands) -> Operands:
@@ -120,10 +123,16 @@ def _mapped(x: Operands) -> Operands:
 
 
 def _operands(x: Operands) -> Sequence[Any]:
-    """In the handlers' order. Starts and ends are of each batch entry, or shared, alike."""
+    """In the handlers' order. Starts and ends are of each batch entry, or shared, alike; a row of
+    the bias has its keys rounded up to whole eights.
+    """
     shape = jnp.broadcast_shapes(*(b.shape for b in (x.starts, x.ends) if b is not None))
     starts, ends = (None if b is None else jnp.broadcast_to(b, shape) for b in (x.starts, x.ends))
-    return x.q, x.k, x.v, starts, ends, x.q_segments, x.kv_segments, x.rows, x.tiles, x.bits
+    limits = starts, ends, x.q_segments, x.kv_segments
+    bias = x.bias
+    if bias is not None:
+        bias = jnp.pad(bias, [(0, 0)] * 3 + [(0, -bias.shape[3] % 8)])
+    return x.q, x.k, x.v, *limits, x.rows, x.tiles, x.bits, bias
 
 
 def _numbers(options: Options) -> dict[str, Any]:
@@ -135,7 +144,10 @@ def _workspaces(x: Operands) -> list[jax.ShapeDtypeStruct]:
     (B, T, N, D), (S, G), E = x.q.shape, x.k.shape[1:3], x.v.shape[3]
     segmented = x.q_segments is not None
     bounded = segmented or any(b is not None for b in (x.starts, x.ends, x.rows))
-    sizes = ffi.extension().masked_attention_workspaces(B, T, S, N, G, D, E, bounded, segmented)
+    bias = (0, 0, 0) if x.bias is None else x.bias.shape[:3]
+    sizes = ffi.extension().masked_attention_workspaces(
+        B, T, S, N, G, D, E, bounded, segmented, *bias
+    )
     return [jax.ShapeDtypeStruct((size,), jnp.uint8) for size in sizes]
 
 
@@ -151,6 +163,22 @@ def _joined(x: Array, groups: int) -> Array:
     rows, T, M, *rest = x.shape
     x = x.reshape(rows // groups, groups, T, M, *rest)
     return jnp.swapaxes(x, 1, 2).reshape(rows // groups, T, groups * M, *rest)
+
+
+def _bias_rows(bias: Array, groups: int) -> Array:
+    """[1|B, 1|G|N, 1|T, S] -> [1|B, S, G, M*T], as k and v lie."""
+    B, heads, T, S = bias.shape
+    if heads == 1:
+        bias, heads = jnp.broadcast_to(bias, (B, groups, T, S)), groups
+    return jnp.moveaxis(bias.reshape(B, groups, heads // groups * T, S), 3, 1)
+
+
+def _of_bias_rows(rows: Array, bias: Array) -> Array:
+    """The inverse of `_bias_rows`, for a sum of gradients."""
+    x = jnp.moveaxis(rows, 1, 3)
+    if bias.shape[1] == 1:
+        x = x.sum(1, keepdims=True)
+    return x.reshape(bias.shape).astype(bias.dtype)
 
 
 class _Kept(NamedTuple):
@@ -184,6 +212,10 @@ class _Kept(NamedTuple):
             count = jax.vmap(jax.vmap(find))(position[:, 0], bound)
             return count.astype(jnp.int32).reshape(B * G, T)
 
+        bias = x.bias
+        if bias is not None:
+            kept = jnp.moveaxis(rows(_bias_rows(bias, G)), 1, 3)
+            bias = kept.reshape(B * G, max(bias.shape[1] // G, 1), bias.shape[2], kept.shape[3])
         q_segments, kv_segments = x.q_segments, x.kv_segments
         if q_segments is not None and kv_segments is not None:
             q_segments = jnp.repeat(q_segments, G, axis=0)
@@ -193,6 +225,7 @@ class _Kept(NamedTuple):
             q=_split(x.q, G),
             k=rows(x.k),
             v=rows(x.v),
+            bias=bias,
             starts=None if x.starts is None else before(x.starts),
             ends=before(jnp.full((1, T), S, jnp.int32) if x.ends is None else x.ends),
             q_segments=q_segments,
