@@ -263,11 +263,12 @@ def test_the_kernels_run_what_they_cover(dtype: Any, loaded: None) -> None:
         assert FORWARD in text and BACKWARD in text
 
 
-def test_passes_choose_independently(loaded: None) -> None:
-    text = traced(shaped(21, 64, 64), deterministic=True)
-    assert FORWARD in text and BACKWARD not in text
-    with pytest.raises(NotImplementedError, match=r"masked_attention_bwd: .*deterministic=True"):
-        traced(shaped(21, 64, 64), deterministic=True, implementation="cuda")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_kernel_is_told_whether_sums_have_an_order(deterministic: bool, loaded: None) -> None:
+    text = traced(shaped(21, 64, 64), deterministic=deterministic)
+    assert FORWARD in text
+    call = text[: text.index(BACKWARD)].rindex("ffi_call[")
+    assert f"('deterministic', {deterministic})" in text[call : text.index(BACKWARD)]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -52,8 +52,6 @@ def supports(options: Options, x: Operands) -> str | None:
 
 def bwd_supports(options: Options, x: Operands, *_: Results) -> str | None:
     """None, or why the backward kernel does not run this call."""
-    if options.deterministic:
-        return "its sums over a query's keys have no fixed order (deterministic=True)"
     return supports(options, x)
 
 
@@ -107,6 +105,7 @@ def _backward(options: Options, x: Operands, y: Results, dy: Results) -> Gradien
         [*operands, *y, *dy],
         [x.q, x.k, x.v, operands[-1], space],
         **_numbers(options),
+        deterministic=options.deterministic,
     )
     return Gradients(dq, dk, dv, None if dbias is None else dbias[..., : x.k.shape[1]])
 
