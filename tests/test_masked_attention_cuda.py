@@ -32,9 +32,17 @@ def factors(heads: int, x: Operands) -> str:
     return "x" if heads == 1 else "(g m)" if heads == x.q.shape[2] else "g"
 
 
-def call(target: str, operands: Any, avals: Any, scale: np.float32, softcap: np.float32) -> Any:
+def call(
+    target: str,
+    operands: Any,
+    avals: Any,
+    scale: np.float32,
+    softcap: np.float32,
+    **order: bool,
+) -> Any:
     """The handlers' contract."""
     assert isinstance(scale, np.float32) and isinstance(softcap, np.float32)
+    assert list(order) == ([] if target == FORWARD else ["deterministic"])
     given = dict(zip(FIELDS, operands[: len(FIELDS)], strict=True))
     starts, ends = given["starts"], given["ends"]
     if starts is not None and ends is not None:
@@ -299,6 +307,21 @@ def test_what_the_kernels_do_not_cover(name: str) -> None:
     for kernel in (FWD.kernel, BWD.kernel):
         assert kernel is not None
         assert why in (kernel.why_not(OPTIONS, x) or "")
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 20, 20), (1, 2, 20, 20), (1, 4, 1, 20)])
+def test_sums_of_biases_have_no_order(shape: tuple[int, ...]) -> None:
+    q, k, v = shaped(20, 64, 64)
+    options = dataclasses.replace(OPTIONS, deterministic=True)
+    kernel = BWD.kernel
+    assert kernel is not None
+    for given, why in (
+        (shape, f"with deterministic=True it takes a bias for each score, got {shape}"),
+        ((1, 4, 20, 20), None),
+    ):
+        bias = jax.ShapeDtypeStruct(given, q.dtype)
+        x = Operands(**(dict.fromkeys(Operands._fields) | {"q": q, "k": k, "v": v, "bias": bias}))
+        assert kernel.why_not(options, x) == why and kernel.why_not(OPTIONS, x) is None
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["all keys", "kept keys"])

@@ -52,6 +52,10 @@ def supports(options: Options, x: Operands) -> str | None:
 
 def bwd_supports(options: Options, x: Operands, *_: Results) -> str | None:
     """None, or why the backward kernel does not run this call."""
+    B, T, N, _ = x.q.shape
+    if options.deterministic and x.bias is not None and x.bias.shape[:3] != (B, N, T):
+        # Its gradient is a sum over blocks, in any order.
+        return f"with deterministic=True it takes a bias for each score, got {x.bias.shape}"
     return supports(options, x)
 
 
