@@ -87,20 +87,29 @@ __global__ void __launch_bounds__(kThreads) share_kernel(const __grid_constant__
     return before;
   };
   const int lists = static_cast<int>(x.lists());
-  int meetings = 0, items = 0, last = -1;
-  for (int segment = 0; items != last; ++segment) {
-    last = items;
-    for (int first = 0; first < lists; first += kThreads) {
-      const int list = first + threadIdx.x;
-      const int count = list < lists ? x.counts[list] : 0;
-      if (segment == 0) {
-        const int start = scan(count, meetings);
-        if (list < lists) x.starts[list] = start;
-      }
-      const bool has = int64_t{count} * x.pass.parts > int64_t{segment} * kSegment;
+  const auto has_segment = [&](int list, int segment) {
+    return int64_t{x.counts[list]} * x.pass.parts > int64_t{segment} * kSegment;
+  };
+  int meetings = 0, items = 0;
+  for (int first = 0; first < lists; first += kThreads) {
+    const int list = first + threadIdx.x;
+    const int start = scan(list < lists ? x.counts[list] : 0, meetings);
+    if (list < lists) x.starts[list] = start;
+    const bool has = list < lists && has_segment(list, 0);
+    const int at = scan(has, items);
+    if (has) x.items[at] = {list, 0};
+  }
+  for (int segment = 1, begin = 0; begin < items; ++segment) {  // of the lists of the last items
+    const int end = items;
+    __syncthreads();  // they are written
+    for (int first = begin; first < end; first += kThreads) {
+      const int i = first + threadIdx.x;
+      const int list = i < end ? x.items[i].list : 0;
+      const bool has = i < end && has_segment(list, segment);
       const int at = scan(has, items);
       if (has) x.items[at] = {list, segment};
     }
+    begin = end;
   }
   if (threadIdx.x == 0) x.next[1] = items;
 }

@@ -68,8 +68,7 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
     // Of the tree, whose batch entries are not the chunk's.
     const int64_t block = pass.chunk.first_batch * pass.p.groups * pass.layers.blocks + item.list;
 
-    const auto load = [&](int i, RingPlace<2> to) {
-      const uint32_t row_turn = __ldg(&meetings[i].row_turn);
+    const auto load = [&](uint32_t row_turn, RingPlace<2> to) {
       Buffer& buffer = shared.buffers[to.index];
       mbarrier_arrive_expect(&shared.full[to.index], R::kBytes + sizeof(buffer.turn));
       bulk_load(buffer.record, records + int64_t{row_turn & 0xffff} * R::kBytes, R::kBytes,
@@ -86,8 +85,8 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
       bulk_load(shared.keys, from, sizeof(shared.keys), &shared.unit_full, keep);
       bulk_load(shared.values, from + kNodeBytes<kD, kR> / 2, sizeof(shared.keys),
                 &shared.unit_full, keep);
-      load(0, at);
-      if (count > 1) load(1, at + 1);
+      load(__ldg(&meetings[0].row_turn), at);
+      if (count > 1) load(__ldg(&meetings[1].row_turn), at + 1);
     }
     mbarrier_wait(&shared.unit_full, unit_parity);
     unit_parity ^= 1;
@@ -97,8 +96,12 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const uint32_t hides = upcoming >> unit * kRows;
-      upcoming = static_cast<uint32_t>(
-          load_now(reinterpret_cast<const int*>(&meetings[i + 1].hides), i + 1 < count, 0));
+      const auto fetch = [&](const uint32_t& from, int ahead) {
+        return static_cast<uint32_t>(
+            load_now(reinterpret_cast<const int*>(&from), i + ahead < count, 0));
+      };
+      upcoming = fetch(meetings[i + 1].hides, 1);
+      const uint32_t next_record = fetch(meetings[i + 2].row_turn, 2);
       Buffer& buffer = shared.buffers[at.index];
       const uint32_t q = smem_address(buffer.record), dout = q + R::kRows;
       const uint32_t turn = smem_address(buffer.turn);
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
       }
       fence_async_proxy();
       __syncwarp();
-      if (lane == 0 && i + 2 < count) load(i + 2, at);
+      if (lane == 0 && i + 2 < count) load(next_record, at);
       at.advance();
     }
 
