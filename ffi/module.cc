@@ -96,9 +96,9 @@ nb::tuple sparse_mla_bwd_workspace(int64_t batch, int64_t queries, int64_t keys,
 }
 
 // Rows of the partial results of mqa_decode, and entries of its list of cuts.
-nb::tuple mqa_decode_workspace(int64_t queries, int heads, int groups, int dim) {
+nb::tuple mqa_decode_workspace(int64_t queries, int heads, int groups, int dim, bool records) {
   const jax_dsa::MqaDecodeWorkspace room =
-      jax_dsa::mqa_decode_workspace(jax_dsa::mqa_decode_rows(queries, heads, groups, dim, false));
+      jax_dsa::mqa_decode_workspace(jax_dsa::mqa_decode_rows(queries, heads, groups, dim, records));
   return nb::make_tuple(room.rows, room.cuts);
 }
 

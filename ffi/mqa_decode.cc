@@ -7,16 +7,18 @@
 #include "ffi/common.h"
 #include "ffi/sparse_mla_operands.h"
 #include "ffi/targets.h"
+#include "sparse_mla/sparse_mla_decode.h"
 
 namespace jax_dsa {
 namespace {
 
 // q [B, T, N, D], k [B, S, G, D] or [1, S, G, D] for all requests; with a page table rows of pages,
-// [B or 1, P * page_size, G, D]; v the same with E, or absent: the first 512 of a key;
+// [B or 1, P * page_size, G, D] (uint8: records of 656 bytes in place of D values); v the same with
+// E, or absent: the first 512 of a key;
 // starts [B, T], ends [B, T], sinks [B, N]?, page_table [B, M]?
 // -> out [B, T, N, E], lse [B, T, N], top [B, T, N]?; and the workspace of `mqa_decode_workspace`
 // `out` is bfloat16, or float32 if `top` is there.
-ffi::Error mqa_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Buffer<ffi::BF16> k,
+ffi::Error mqa_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::AnyBuffer k,
                       ffi::AnyBuffer v, ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> ends,
                       ffi::AnyBuffer sinks, ffi::AnyBuffer page_table,
                       ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> lse,
@@ -36,8 +38,15 @@ ffi::Error mqa_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Buffer
   if (pools != 1 && pools != batch) {
     return invalid_argument(kOp, "k has another batch size than q");
   }
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "k", k.dimensions(), {}, {pools, rows, groups, dim}));
   MqaDecodeParams params = {};
+  params.records = k.element_type() == ffi::DataType::U8;
+  if (!params.records && k.element_type() != ffi::DataType::BF16) {
+    return invalid_argument(kOp, "k is neither bfloat16 nor uint8");
+  }
+  if (params.records && dim != 576) return invalid_argument(kOp, "D of records is not 576");
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(kOp, "k", k.dimensions(), {},
+                  {pools, rows, groups, params.records ? kSparseMlaRecordBytes : dim}));
   const int64_t value_dim = present(v) ? dim : 512;
   const void* values = nullptr;
   DSA_FFI_RETURN_IF_ERROR(
@@ -105,7 +114,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MqaDecode, jax_dsa::mqa_decode,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::BF16>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::BF16>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()

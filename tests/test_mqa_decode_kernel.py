@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -132,6 +133,30 @@ def test_pages(page: int, heads: int, rng: np.random.Generator) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("paged", [False, True], ids=["flat", "paged"])
+@pytest.mark.parametrize(("heads", "queries"), [(16, 1), (8, 4), (128, 1), (24, 2)])
+def test_records(heads: int, queries: int, paged: bool, rng: np.random.Generator) -> None:
+    q, k, lengths = inputs(rng, b=7, t=queries, s=768, n=heads)
+    k = jnp.nan_to_num(k)
+    if paged:
+        order = jnp.asarray(rng.permutation(7 * 12 + 2)[: 7 * 12].reshape(7, 12), jnp.int32)
+        cache: Any = PagedCache.empty(7 * 12 + 2, 64, 7, 12, fp8=True)
+        cache = dataclasses.replace(cache, page_table=order).append(k)
+    else:
+        cache = FlatCache.empty(7, 768, fp8=True).append(k)
+    cache = dataclasses.replace(cache, lengths=lengths)
+
+    def run(implementation: str, dtype: Any) -> Any:
+        call = functools.partial(mqa_decode, return_lse=True, implementation=implementation)
+        return call(q.astype(dtype), cache)
+
+    (out, lse), (low, _) = run("cuda", jnp.bfloat16), run("xla", jnp.bfloat16)
+    exact, exact_lse = run("xla", jnp.float32)
+    assert_as_good_as(out, low, exact, what="out")
+    assert_matches(lse, exact_lse, tol=5e-3, what="lse")
+
+
+@gpu
 @pytest.mark.parametrize("heads", [4, 64])
 def test_infinities_reach_who_sees_them(heads: int, rng: np.random.Generator) -> None:
     """Query t of four sees one key more than the query before."""
@@ -235,7 +260,8 @@ def test_more_than_2_31_key_elements() -> None:
 def operands(**changes: Any) -> Operands:
     shapes = {"q": (5, 2, 64, 576), "k": (5, 90, 1, 576)} | changes
     dtype = shapes.pop("dtype", jnp.bfloat16)
-    x = {n: None if s is None else jax.ShapeDtypeStruct(s, dtype) for n, s in shapes.items()}
+    own = {"k": shapes.pop("k_dtype", dtype)}
+    x = {n: jax.ShapeDtypeStruct(s, own.get(n, dtype)) for n, s in shapes.items()}
     each = jnp.zeros((5, 2), jnp.int32)
     return Operands(x["q"], x["k"], x.get("v"), each, each, None, None)  # type: ignore[arg-type]
 
@@ -248,6 +274,7 @@ def test_what_the_kernels_cover() -> None:
     own = Options(0.1, 128, None, normalize=True)
     assert cuda.supports(LATENT, operands()) is None
     assert cuda.supports(own, operands(**apart)) is None
+    assert cuda.supports(LATENT, operands(k=(5, 90, 1, 656), k_dtype=jnp.uint8)) is None
     for options, x, why in (
         (LATENT, operands(dtype=jnp.float16), "bfloat16, got float16"),
         (LATENT, operands(q=(5, 2, 64, 128), k=(5, 9, 1, 128)), "D=128 and value_dim=512"),
@@ -297,7 +324,8 @@ def test_what_the_kernel_is_told(
 def test_room_for_pieces() -> None:
     """Two for each block of a device with 132 multiprocessors."""
     extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
-    assert extension.mqa_decode_workspace(1, 128, 1, 576) == (2 * 132 * 64, 132)
-    assert extension.mqa_decode_workspace(4, 8, 1, 576) == (2 * 264 * 32, 264)
-    assert extension.mqa_decode_workspace(4, 8, 2, 576) == (2 * 264 * 16, 264)
-    assert extension.mqa_decode_workspace(8, 128, 1, 128) == (2 * 264 * 32, 264)
+    assert extension.mqa_decode_workspace(1, 128, 1, 576, False) == (2 * 132 * 64, 132)
+    assert extension.mqa_decode_workspace(4, 8, 1, 576, False) == (2 * 264 * 32, 264)
+    assert extension.mqa_decode_workspace(4, 8, 1, 576, True) == (2 * 132 * 64, 132)
+    assert extension.mqa_decode_workspace(4, 8, 2, 576, True) == (2 * 264 * 16, 264)
+    assert extension.mqa_decode_workspace(8, 128, 1, 128, False) == (2 * 264 * 32, 264)

@@ -30,7 +30,8 @@ FWD = Pass(
     kernel=Kernel(
         cuda.mqa_decode_fwd,
         cuda.supports,
-        limits="bfloat16; D 576 or 512 with value_dim 512 and no v, D=E 64, 128 or 256 with v",
+        limits="bfloat16, keys in FP8 records, too; D 576 or 512 with value_dim 512 and no v, "
+        "D=E 64, 128 or 256 with v",
     ),
 )
 BWD = Pass("mqa_decode_bwd", xla.mqa_decode_bwd)

@@ -21,12 +21,14 @@ _MAX_ROWS = 2**31 - 1 - 64
 
 def supports(options: Options, x: Operands) -> str | None:
     """None, or why the kernels do not run this call."""
-    dtypes = {a.dtype for a in (x.q, x.k, x.v) if a is not None}
+    records = x.k.dtype == jnp.uint8
+    dtypes = {a.dtype for a in (x.q, None if records else x.k, x.v) if a is not None}
     if dtypes != {jnp.dtype(jnp.bfloat16)}:
         return f"it takes bfloat16, got {', '.join(sorted(d.name for d in dtypes))}"
     B, T, N, D = x.q.shape
     if N == 0:
         return "it takes at least one head"
+    # The shape of records is checked already.
     if x.v is None and (D not in _LATENT_DIMS or options.value_dim != _VALUE_DIM):
         return (
             f"without v it has D in {_LATENT_DIMS} and value_dim={_VALUE_DIM}, got D={D} and "
@@ -56,7 +58,8 @@ def mqa_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
 
         return entry_by_entry(some, x)
     _, T, N, D = x.q.shape
-    rows, cuts = ffi.extension().mqa_decode_workspace(T, N, x.k.shape[2], D)
+    records = x.k.dtype == jnp.uint8
+    rows, cuts = ffi.extension().mqa_decode_workspace(T, N, x.k.shape[2], D, records)
     workspace = (
         jax.ShapeDtypeStruct((rows, avals.out.shape[3]), jnp.float32),
         jax.ShapeDtypeStruct((rows, 2), jnp.float32),
