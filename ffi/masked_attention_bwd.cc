@@ -21,7 +21,7 @@ ffi::Error masked_attention_bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyB
                                 ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
                                 ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dbias,
                                 ffi::Result<ffi::Buffer<ffi::U8>> workspace, float scale,
-                                float softcap) {
+                                float softcap, bool deterministic) {
   constexpr const char* kOp = "masked_attention_bwd";
   MaskedAttentionBwdParams params = {};
   const MaskOperands mask = {starts, ends, q_segments, kv_segments, rows, tiles, bits};
@@ -46,6 +46,7 @@ ffi::Error masked_attention_bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyB
   params.dv = dv->untyped_data();
   params.dbias = dbias->untyped_data();
   params.workspace = workspace->untyped_data();
+  params.deterministic = deterministic;
   if (static_cast<int64_t>(workspace->element_count()) <
       masked_attention_bwd_workspace_bytes(params)) {
     return invalid_argument(kOp, "the workspace is too small");
@@ -80,5 +81,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MaskedAttentionBwd, jax_dsa::masked_attention_bwd,
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::U8>>()
                                   .Attr<float>("scale")
-                                  .Attr<float>("softcap"),
+                                  .Attr<float>("softcap")
+                                  .Attr<bool>("deterministic"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

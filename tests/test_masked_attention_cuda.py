@@ -32,9 +32,12 @@ def factors(heads: int, x: Operands) -> str:
     return "x" if heads == 1 else "(g m)" if heads == x.q.shape[2] else "g"
 
 
-def call(target: str, operands: Any, avals: Any, scale: np.float32, softcap: np.float32) -> Any:
+def call(
+    target: str, operands: Any, avals: Any, scale: np.float32, softcap: np.float32, **backward: bool
+) -> Any:
     """The handlers' contract."""
     assert isinstance(scale, np.float32) and isinstance(softcap, np.float32)
+    assert list(backward) == (["deterministic"] if target == BACKWARD else [])
     given = dict(zip(FIELDS, operands[: len(FIELDS)], strict=True))
     starts, ends = given["starts"], given["ends"]
     if starts is not None and ends is not None:
@@ -263,11 +266,12 @@ def test_the_kernels_run_what_they_cover(dtype: Any, loaded: None) -> None:
         assert FORWARD in text and BACKWARD in text
 
 
-def test_passes_choose_independently(loaded: None) -> None:
-    text = traced(shaped(21, 64, 64), deterministic=True)
-    assert FORWARD in text and BACKWARD not in text
-    with pytest.raises(NotImplementedError, match=r"masked_attention_bwd: .*deterministic=True"):
-        traced(shaped(21, 64, 64), deterministic=True, implementation="cuda")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_kernel_is_told_whether_sums_have_an_order(deterministic: bool, loaded: None) -> None:
+    text = traced(shaped(21, 64, 64), deterministic=deterministic)
+    assert FORWARD in text
+    call = text[: text.index(BACKWARD)].rindex("ffi_call[")
+    assert f"('deterministic', {deterministic})" in text[call : text.index(BACKWARD)]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -298,6 +302,30 @@ def test_what_the_kernels_do_not_cover(name: str) -> None:
     for kernel in (FWD.kernel, BWD.kernel):
         assert kernel is not None
         assert why in (kernel.why_not(OPTIONS, x) or "")
+
+
+@pytest.mark.parametrize(
+    ("shape", "kept", "covered"),
+    [
+        ((2, 4, 20, 20), False, True),
+        ((1, 4, 20, 20), False, False),
+        ((1, 4, 20, 20), True, True),  # XLA sums over the batch
+        ((2, 2, 20, 20), True, False),
+        ((2, 4, 1, 20), False, False),
+    ],
+)
+def test_deterministic_gradients_of_biases(
+    shape: tuple[int, ...], kept: bool, covered: bool
+) -> None:
+    q, k = (jax.ShapeDtypeStruct((2, 20, n, 64), jnp.bfloat16) for n in (4, 2))
+    bias = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    indices = jax.ShapeDtypeStruct((2, 2, 3), jnp.int32) if kept else None
+    given = {"q": q, "k": k, "v": k, "bias": bias, "kv_indices": indices}
+    x = Operands(**(dict.fromkeys(Operands._fields) | given))
+    assert FWD.kernel is not None and BWD.kernel is not None
+    options = dataclasses.replace(OPTIONS, deterministic=True)
+    assert FWD.kernel.why_not(options, x) is None
+    assert (BWD.kernel.why_not(options, x) is None) == covered
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["all keys", "kept keys"])

@@ -442,15 +442,45 @@ def test_in_a_replayed_program(rng: np.random.Generator) -> None:
         assert_matches(grads, want_grads, tol=8e-3)  # sums in any order
 
 
-def test_a_forward_kernel_beside_a_backward_pass_in_xla(rng: np.random.Generator) -> None:
-    """`deterministic=True` has no kernel for the gradients; the default takes what there is."""
-    arrays = inputs(rng, t=213, s=213, d=128)
-    got = run(None, jnp.bfloat16, arrays, is_causal=True, deterministic=True)
-    again = run(None, jnp.bfloat16, arrays, is_causal=True, deterministic=True)
-    jax.tree.map(np.testing.assert_array_equal, got, again)
-    kernel = run("cuda", jnp.bfloat16, arrays, is_causal=True)
-    np.testing.assert_array_equal(got.out, kernel.out)
-    low, exact = (run("xla", x, arrays, is_causal=True) for x in (jnp.bfloat16, jnp.float32))
+@pytest.mark.parametrize(
+    ("d", "e", "options"),
+    [
+        (64, 64, {"is_causal": True}),
+        (128, 128, {}),
+        (192, 128, {"is_causal": True}),  # two warpgroups add to one part of dq
+        (256, 256, {"is_causal": True}),
+        (128, 128, {"is_causal": True, "local_window_size": (300, 0)}),
+    ],
+    ids=["D64", "dense", "D192", "D256", "window"],
+)
+def test_deterministic_gradients_have_the_same_bits_in_100_runs(
+    d: int, e: int, options: dict[str, Any], rng: np.random.Generator
+) -> None:
+    arrays = inputs(rng, t=2100, s=2100, d=d, e=e)
+
+    @jax.jit
+    def gradients(arrays: Arrays) -> Arrays:
+        def loss(*arrays: jax.Array) -> jax.Array:
+            out = masked_attention(*arrays, **options, deterministic=True, implementation="cuda")
+            return jnp.sin(out.astype(jnp.float32) * 3).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(*arrays)
+
+    first = gradients(arrays)
+    for _ in range(100):
+        jax.tree.map(np.testing.assert_array_equal, gradients(arrays), first)
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+def test_deterministic_gradients_are_right(segmented: bool, rng: np.random.Generator) -> None:
+    """Where items follow each other in any order: random ranges, empty rows, segments."""
+    arrays = inputs(rng, t=613, s=613, d=128)
+    options: dict[str, Any] = {"is_causal": True, "deterministic": True}
+    masks = {"mask": jnp.asarray(rng.random((1, 2, 613, 613)) < 0.02)}
+    if segmented:
+        masks["segment_ids"] = integers(rng, 0, 3, 2, 613)
+    got = run("cuda", jnp.bfloat16, arrays, masks, **options)
+    low, exact = (run("xla", x, arrays, masks, **options) for x in (jnp.bfloat16, jnp.float32))
     for three in zip(got.gradients, low.gradients, exact.gradients, strict=True):
         assert_as_good_as(*three, factor=4.0)
 

@@ -37,6 +37,8 @@ def masked_attention(size: Scale) -> Iterator[Case]:
         yield _window(step, size(T=131072, S=131072, W=4096, N=16, D=128))
         yield _biased(step, size(T=4096, S=4096, N=16, D=128))
     yield _random("fwd", size(T=8192, S=8192, N=16, D=128))
+    for dims in ({"N": 16, "D": 128}, {"N": 128, "D": 192, "E": 128}):
+        yield _causal("bwd-deterministic", size(T=8192, S=8192, **dims))
 
 
 def _case(
@@ -52,6 +54,8 @@ def _case(
     """`pairs` of a query and a key that it sees count; `all_pairs` have to be looked at."""
     n, d = dims["N"], dims["D"]
     e = dims.get("E", d)
+    if step == "bwd-deterministic":
+        call = functools.partial(call, deterministic=True)
     pair = 2 * n * (d + e if step == "fwd" else 3 * d + 2 * e)
     return Case(
         "masked_attention",

@@ -46,7 +46,7 @@ BWD = Pass(
     kernel=Kernel(
         cuda.masked_attention_bwd,
         cuda.bwd_supports,
-        limits=f"{_LIMITS}; not deterministic",
+        limits=_LIMITS,
         takes=cuda.TAKES,
     ),
 )

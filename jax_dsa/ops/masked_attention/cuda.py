@@ -52,9 +52,16 @@ def supports(options: Options, x: Operands) -> str | None:
 
 def bwd_supports(options: Options, x: Operands, *_: Results) -> str | None:
     """None, or why the backward kernel does not run this call."""
-    if options.deterministic:
-        return "its sums over a query's keys have no fixed order (deterministic=True)"
+    if options.deterministic and x.bias is not None and _is_shared(x.bias, x):
+        return "its sums of biases' gradients have no fixed order (deterministic=True)"
     return supports(options, x)
+
+
+def _is_shared(bias: Array, x: Operands) -> bool:
+    """Whether the kernel sees a bias that several scores share."""
+    batch, queries, heads = x.q.shape[:3]
+    own_batch = x.kv_indices is not None or bias.shape[0] == batch
+    return not (own_batch and bias.shape[1:3] == (heads, queries) and queries > 1)
 
 
 def masked_attention_fwd(options: Options, avals: Results, x: Operands) -> Results:
@@ -107,6 +114,7 @@ def _backward(options: Options, x: Operands, y: Results, dy: Results) -> Gradien
         [*operands, *y, *dy],
         [x.q, x.k, x.v, operands[-1], space],
         **_numbers(options),
+        deterministic=options.deterministic,
     )
     return Gradients(dq, dk, dv, None if dbias is None else dbias[..., : x.k.shape[1]])
 
