@@ -33,16 +33,11 @@ def factors(heads: int, x: Operands) -> str:
 
 
 def call(
-    target: str,
-    operands: Any,
-    avals: Any,
-    scale: np.float32,
-    softcap: np.float32,
-    **order: bool,
+    target: str, operands: Any, avals: Any, scale: np.float32, softcap: np.float32, **backward: bool
 ) -> Any:
     """The handlers' contract."""
     assert isinstance(scale, np.float32) and isinstance(softcap, np.float32)
-    assert list(order) == ([] if target == FORWARD else ["deterministic"])
+    assert list(backward) == (["deterministic"] if target == BACKWARD else [])
     given = dict(zip(FIELDS, operands[: len(FIELDS)], strict=True))
     starts, ends = given["starts"], given["ends"]
     if starts is not None and ends is not None:
@@ -309,19 +304,28 @@ def test_what_the_kernels_do_not_cover(name: str) -> None:
         assert why in (kernel.why_not(OPTIONS, x) or "")
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 20, 20), (1, 2, 20, 20), (1, 4, 1, 20)])
-def test_sums_of_biases_have_no_order(shape: tuple[int, ...]) -> None:
-    q, k, v = shaped(20, 64, 64)
+@pytest.mark.parametrize(
+    ("shape", "kept", "covered"),
+    [
+        ((2, 4, 20, 20), False, True),
+        ((1, 4, 20, 20), False, False),
+        ((1, 4, 20, 20), True, True),  # XLA sums over the batch
+        ((2, 2, 20, 20), True, False),
+        ((2, 4, 1, 20), False, False),
+    ],
+)
+def test_deterministic_gradients_of_biases(
+    shape: tuple[int, ...], kept: bool, covered: bool
+) -> None:
+    q, k = (jax.ShapeDtypeStruct((2, 20, n, 64), jnp.bfloat16) for n in (4, 2))
+    bias = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    indices = jax.ShapeDtypeStruct((2, 2, 3), jnp.int32) if kept else None
+    given = {"q": q, "k": k, "v": k, "bias": bias, "kv_indices": indices}
+    x = Operands(**(dict.fromkeys(Operands._fields) | given))
+    assert FWD.kernel is not None and BWD.kernel is not None
     options = dataclasses.replace(OPTIONS, deterministic=True)
-    kernel = BWD.kernel
-    assert kernel is not None
-    for given, why in (
-        (shape, f"with deterministic=True it takes a bias for each score, got {shape}"),
-        ((1, 4, 20, 20), None),
-    ):
-        bias = jax.ShapeDtypeStruct(given, q.dtype)
-        x = Operands(**(dict.fromkeys(Operands._fields) | {"q": q, "k": k, "v": v, "bias": bias}))
-        assert kernel.why_not(options, x) == why and kernel.why_not(OPTIONS, x) is None
+    assert FWD.kernel.why_not(options, x) is None
+    assert (BWD.kernel.why_not(options, x) is None) == covered
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["all keys", "kept keys"])

@@ -52,11 +52,16 @@ def supports(options: Options, x: Operands) -> str | None:
 
 def bwd_supports(options: Options, x: Operands, *_: Results) -> str | None:
     """None, or why the backward kernel does not run this call."""
-    B, T, N, _ = x.q.shape
-    if options.deterministic and x.bias is not None and x.bias.shape[:3] != (B, N, T):
-        # Its gradient is a sum over blocks, in any order.
-        return f"with deterministic=True it takes a bias for each score, got {x.bias.shape}"
+    if options.deterministic and x.bias is not None and _is_shared(x.bias, x):
+        return "its sums of biases' gradients have no fixed order (deterministic=True)"
     return supports(options, x)
+
+
+def _is_shared(bias: Array, x: Operands) -> bool:
+    """Whether the kernel sees a bias that several scores share."""
+    batch, queries, heads = x.q.shape[:3]
+    own_batch = x.kv_indices is not None or bias.shape[0] == batch
+    return not (own_batch and bias.shape[1:3] == (heads, queries) and queries > 1)
 
 
 def masked_attention_fwd(options: Options, avals: Results, x: Operands) -> Results:
