@@ -33,7 +33,12 @@ def factors(heads: int, x: Operands) -> str:
 
 
 def call(
-    target: str, operands: Any, avals: Any, scale: np.float32, softcap: np.float32, **backward: bool
+    target: str,
+    operands: Any,
+    avals: Any,
+    scale: np.float32,
+    softcap: np.float32,
+    **backward: np.bool_,
 ) -> Any:
     """The handlers' contract."""
     assert isinstance(scale, np.float32) and isinstance(softcap, np.float32)
@@ -271,7 +276,7 @@ def test_the_kernel_is_told_whether_sums_have_an_order(deterministic: bool, load
     text = traced(shaped(21, 64, 64), deterministic=deterministic)
     assert FORWARD in text
     call = text[: text.index(BACKWARD)].rindex("ffi_call[")
-    assert f"('deterministic', {deterministic})" in text[call : text.index(BACKWARD)]
+    assert f"('deterministic', {np.bool_(deterministic)!r})" in text[call : text.index(BACKWARD)]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -114,7 +114,7 @@ def _backward(options: Options, x: Operands, y: Results, dy: Results) -> Gradien
         [*operands, *y, *dy],
         [x.q, x.k, x.v, operands[-1], space],
         **_numbers(options),
-        deterministic=options.deterministic,
+        deterministic=np.bool_(options.deterministic),
     )
     return Gradients(dq, dk, dv, None if dbias is None else dbias[..., : x.k.shape[1]])
 
