@@ -19,6 +19,8 @@ def main() -> None:
     args = parser.parse_args()
     jax.config.update("jax_disable_most_optimizations", True)
     if args.address:
+        # Programs that run side by side meet in any order, and so would their collectives.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.distributed.initialize(args.address, num_processes=2, process_id=args.process)
 
     from test_training import corpus

@@ -29,6 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     if args.distributed:
+        # On CPUs, programs that run side by side meet in any order, and so would their collectives.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.distributed.initialize()
     say = print if jax.process_index() == 0 else _nothing
     config = PRESETS[args.preset]()
