@@ -206,6 +206,26 @@ def test_warm_up_of_compressed_attention(rng):
         module(x, indices=aux.indices, sparse=False)
 
 
+def test_compressed_attention_on_an_explicit_mesh(rng):
+    graph, params = nnx.split(layer(rng, COMPRESSED))
+    x = hidden(rng)
+
+    @jax.jit
+    def run(params, x, ids):
+        y, aux = nnx.merge(graph, params)(x, segment_ids=ids)
+        return y, aux.indices, aux.kl
+
+    want = run(params, x, SEGMENT_IDS)
+    axes = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("b",), axis_types=axes, devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        everywhere, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("b")
+        params = jax.tree.map(lambda p: jax.device_put(p, everywhere), params)
+        got = run(params, jax.device_put(x, split), jax.device_put(SEGMENT_IDS, split))
+    assert got[0].sharding.spec[0] == "b"
+    assert_matches(got, want, 1e-5)
+
+
 def test_another_layers_keys(rng):
     source = nn.DSAttention(VARIANT, rngs=nnx.Rngs(0))
     module = nn.DSAttention(dataclasses.replace(VARIANT, shares_keys=True), rngs=nnx.Rngs(0))

@@ -453,6 +453,30 @@ def test_weights_come_back(kind: str, tmp_path: pathlib.Path) -> None:
             np.testing.assert_array_equal(got[prefix + name], x.bfloat16().float().numpy())
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0},
+        {"factor": 2048.0, "original_max_position_embeddings": 512, "attention_factor": 1.0},
+        {"factor": 16.0, "original_max_position_embeddings": 65536, "beta_fast": 20.0},
+        {"factor": 4.0, "original_max_position_embeddings": 100, "truncate": False},
+    ],
+)
+def test_yarn_at_the_models_sizes(rope: dict[str, Any]) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, **rope}
+    if "mscale" in rope:
+        rope["mscale_all_dim"] = 1.0
+    config = transformers.DeepseekV32Config(num_hidden_layers=1, rope_parameters=rope)
+    modeling = transformers.models.deepseek_v32.modeling_deepseek_v32
+    with torch.device("meta"):
+        scale = modeling.DeepseekV32Attention(config, 0).scaling
+    rotary = modeling.DeepseekV32RotaryEmbedding(config)
+    (layer,) = nn.from_hf(config.to_dict())
+    np.testing.assert_allclose(layer.config.rope_frequencies, rotary.inv_freq, rtol=1e-5)
+    np.testing.assert_allclose(layer.config.rope_factor, rotary.attention_scaling, rtol=1e-6)
+    np.testing.assert_allclose(layer.config.scale, scale, rtol=1e-6)
+
+
 def test_a_published_checkpoint(tmp_path: pathlib.Path) -> None:
     """DeepSeek-V4's files have other names than its modules in `transformers`."""
     config = theirs("deepseek_v4")

@@ -11,6 +11,7 @@ Source: DeepSeek-V4 (2026), section 2.3; its configuration and names in `transfo
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.layout import put_rows
 from jax_dsa.core.typing import Array, Bool, Float, Int
@@ -143,7 +145,9 @@ class Compressor(nnx.Module):
         self, x: Float[Array, "B T M"], positions: Int[Array, "B T"], blocks: Blocks | None
     ) -> Float[Array, "B W D"]:
         """The keys of `x`; without `blocks` these are the sequence's, one after the other."""
-        return self._pool(self.wkv(x), self.wg(x), positions, blocks)
+        whole = x.shape[1] - x.shape[1] % self.ratio
+        places = positions[:, : whole : self.ratio] if blocks is None else blocks.positions
+        return self._keys(self.wkv(x), self.wg(x), places, blocks)
 
     def stream(self, batch: int, capacity: int) -> Stream:
         """Room for the compressed keys of `capacity` tokens of each of `batch` requests."""
@@ -162,42 +166,52 @@ class Compressor(nnx.Module):
         blocks = Blocks(
             jnp.clip(last + history, 0, history + length - 1), number > 0, number * ratio
         )
-        new = self._pool(values, gates, None, blocks)
+        new = self._keys(values, gates, blocks.positions, blocks)
         keys = put_rows(stream.keys, jnp.where(last < length, number, -1), new)
         return Stream(keys, values[:, length:], gates[:, length:])
 
-    def _pool(
-        self, values: Array, gates: Array, positions: Array | None, blocks: Blocks | None
-    ) -> Array:
-        batch, length, width = values.shape
-        ratio, dim = self.ratio, self.dim
-        if blocks is None:
-            assert positions is not None
-            whole = length - length % ratio
-            values, gates = (
-                x[:, :whole].reshape(batch, whole // ratio, ratio, width) for x in (values, gates)
-            )
-            before = [jnp.roll(x[..., :dim], 1, axis=1) for x in (values, gates)]
-            follows = jnp.arange(whole // ratio) > 0
-            places = positions[:, :whole:ratio]
-        else:
-            rows = blocks.last[..., None] + jnp.arange(1 - ratio, 1)
-            rows = jnp.maximum(rows, 0)
-            earlier = jnp.maximum(rows - ratio, 0)
-            own = [_rows(x, rows) for x in (values, gates)]
-            before = [_rows(x[..., :dim], earlier) for x in (values, gates)]
-            values, gates = own
-            follows, places = blocks.follows, blocks.positions
-        bias = self.position_bias[...]
-        gates = gates.astype(jnp.float32) + bias
-        if self.config.overlap:
-            seen = follows[..., None, None]
-            earlier_gates = jnp.where(seen, before[1].astype(jnp.float32) + bias[:, :dim], -jnp.inf)
-            gates = jnp.concatenate([earlier_gates, gates[..., dim:]], axis=2)
-            values = jnp.concatenate([before[0], values[..., dim:]], axis=2)
-        shares = jax.nn.softmax(gates, axis=2)
-        pooled = jnp.sum(shares * values, axis=2).astype(self.config.dtype)
-        return self.config.rotate(self.norm(pooled), places)
+    def _keys(
+        self, values: Array, gates: Array, positions: Array, blocks: Blocks | None
+    ) -> Float[Array, "B W D"]:
+        """The keys of blocks whose first tokens have these positions."""
+        pool = functools.partial(_pooled, ratio=self.ratio, overlap=self.config.overlap)
+        pooled = compat.left_to_compiler(pool, values)(
+            values, gates, self.position_bias[...], blocks
+        )
+        return self.config.rotate(self.norm(pooled.astype(self.config.dtype)), positions)
+
+
+def _pooled(
+    values: Float[Array, "B T F"],
+    gates: Float[Array, "B T F"],
+    bias: Float[Array, "R F"],
+    blocks: Blocks | None,
+    *,
+    ratio: int,
+    overlap: bool,
+) -> Float[Array, "B W D"]:
+    batch, length, width = values.shape
+    dim = width // 2 if overlap else width
+    if blocks is None:
+        whole = length - length % ratio
+        values, gates = (
+            x[:, :whole].reshape(batch, whole // ratio, ratio, width) for x in (values, gates)
+        )
+        before = [jnp.roll(x[..., :dim], 1, axis=1) for x in (values, gates)]
+        follows = jnp.arange(whole // ratio) > 0
+    else:
+        rows = jnp.maximum(blocks.last[..., None] + jnp.arange(1 - ratio, 1), 0)
+        earlier = jnp.maximum(rows - ratio, 0)
+        before = [_rows(x[..., :dim], earlier) for x in (values, gates)]
+        values, gates = _rows(values, rows), _rows(gates, rows)
+        follows = blocks.follows
+    gates = gates.astype(jnp.float32) + bias
+    if overlap:
+        first = before[1].astype(jnp.float32) + bias[:, :dim]
+        first = jnp.where(follows[..., None, None], first, -jnp.inf)
+        gates = jnp.concatenate([first, gates[..., dim:]], axis=2)
+        values = jnp.concatenate([before[0], values[..., dim:]], axis=2)
+    return jnp.sum(jax.nn.softmax(gates, axis=2) * values, axis=2)
 
 
 def _rows(x: Float[Array, "B T F"], rows: Int[Array, "B W R"]) -> Float[Array, "B W R F"]:
@@ -304,15 +318,16 @@ class CompressedAttention(nnx.Module):
         rows = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
         first = jnp.zeros_like(rows) if starts is None else starts
         q, kv, q_latent = self._project(x, positions)
-        recent = rows[..., None] + jnp.arange(1 - c.window, 1)
-        recent = jnp.where(recent >= first[..., None], recent, -1)
         if c.ratio is None or self.compressor is None:
-            out, lse = self._attend(q, kv, recent)
+            out, lse = self._attend(q, kv, self._slots(x, rows, first, None))
             return self._output(out, positions), CompressedAux(None, lse, None)
         # A document's blocks have the numbers from first // ratio on: they never reach the next's.
         begin = first // c.ratio
         end = begin + (rows - first + 1) // c.ratio
-        blocks = None if starts is None else _blocks(c.ratio, rows, first, positions)
+        blocks = None
+        if starts is not None:
+            find = functools.partial(_blocks, c.ratio)
+            blocks = compat.left_to_compiler(find, starts)(rows, starts, positions)
         keys = self.compressor(x, positions, blocks)
         index = logits = None
         if self.indexer is not None:
@@ -333,7 +348,7 @@ class CompressedAttention(nnx.Module):
             logits = indexer_selected_op(call, options, selected).logits
         joined = jnp.concatenate([kv, keys], axis=1)
         chosen = jnp.where(seen, indices + kv.shape[1], -1)
-        out, lse = self._attend(q, joined, jnp.concatenate([recent, chosen], axis=-1))
+        out, lse = self._attend(q, joined, self._slots(x, rows, first, chosen))
         kl = None
         if logits is not None:
             main, taught, total = jax.lax.stop_gradient((q, joined[:, :, None], lse))
@@ -403,6 +418,18 @@ class CompressedAttention(nnx.Module):
         cache = CompressedCache(cache.lengths + x.shape[1], last, compressed, index)
         return self._output(out, positions), cache, indices
 
+    def _slots(
+        self, x: Array, rows: Array, first: Array, chosen: Array | None
+    ) -> Int[Array, "B T K"]:
+        """The last `window` rows of each token's document, and what else is chosen."""
+
+        def slots(rows: Array, first: Array, chosen: Array | None) -> Array:
+            recent = rows[..., None] + jnp.arange(1 - self.config.window, 1)
+            recent = jnp.where(recent >= first[..., None], recent, -1)
+            return recent if chosen is None else jnp.concatenate([recent, chosen], axis=-1)
+
+        return compat.left_to_compiler(slots, x)(rows, first, chosen)
+
     def _project(
         self, x: Float[Array, "B T M"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T D"], Float[Array, "B T Q"]]:
@@ -433,8 +460,10 @@ class CompressedAttention(nnx.Module):
         self, out: Float[Array, "B T N D"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T M"]:
         c = self.config
-        out = c.rotate(out, -positions).reshape(*out.shape[:2], c.out_groups, -1)
-        ranks = jnp.einsum("btgi,gir->btgr", out, self.wo_a[...].astype(c.dtype))
+        heads = c.num_heads // c.out_groups
+        grouped = c.rotate(out, -positions).reshape(*out.shape[:2], c.out_groups, heads, c.head_dim)
+        weights = self.wo_a[...].reshape(c.out_groups, heads, c.head_dim, c.out_rank)
+        ranks = jnp.einsum("btgnd,gndr->btgr", grouped, weights.astype(c.dtype))
         return self.wo_b(ranks.reshape(*out.shape[:2], c.out_groups * c.out_rank))
 
 

@@ -63,7 +63,9 @@ def from_hf(
     return _MODELS[kind](c, rope_alpha, dtype)
 
 
-def _mla(c: dict[str, Any], alpha: Sequence[float] | None, dtype: Any, **own: Any) -> Any:
+def _mla(
+    c: dict[str, Any], alpha: Sequence[float] | None, dtype: Any, **own: Any
+) -> tuple[HFLayer, ...]:
     """Layers of multi-head latent attention; `own` are the model's own fields."""
     heads, rope_dim = c["num_attention_heads"], c["qk_rope_head_dim"]
     fields = {
@@ -100,7 +102,9 @@ def _mla(c: dict[str, Any], alpha: Sequence[float] | None, dtype: Any, **own: An
     return tuple(layers)
 
 
-def _compressed(c: dict[str, Any], alpha: Sequence[float] | None, dtype: Any) -> Any:
+def _compressed(
+    c: dict[str, Any], alpha: Sequence[float] | None, dtype: Any
+) -> tuple[HFLayer, ...]:
     """Layers of DeepSeek-V4: their kind decides what they compress and which rotation they have."""
     layers = []
     for i, kind in enumerate(c["layer_types"]):
