@@ -263,7 +263,7 @@ def test_against_float64(name: str, softcap: float | None, rng: np.random.Genera
 @pytest.mark.parametrize("b", [1, 2])
 @pytest.mark.parametrize("h", [1, 2, 4])
 def test_biases(h: int, b: int, rows: bool, name: str, rng: np.random.Generator) -> None:
-    arrays = inputs(rng, t=300, s=213, d=128)
+    arrays = inputs(rng, t=300, s=269, d=128)
     mask = mask_of(name, rng, arrays)
     bias = bias_for(rng, arrays, b, h, 300 if rows else 1)
     compare((*arrays, bias), mask.arrays, **mask.options)
@@ -294,8 +294,7 @@ def test_biases_of_what_nothing_sees(name: str, rows: int, rng: np.random.Genera
     """They may be NaN, and their gradients are 0."""
     arrays = inputs(rng, t=150, s=300)
     mask = mask_of(name, rng, arrays)
-    visible = {n: np.asarray(x) if "lengths" in n else x for n, x in mask.visible.items()}
-    seen = oracle.counts((2, 4, 150, 300), 2, **visible) > 0
+    seen = oracle.counts((2, 4, 150, 300), 2, **mask.visible) > 0
     if rows == 1:
         seen = seen.any(2, keepdims=True)
     bias = bias_for(rng, arrays, 2, 4, rows)
@@ -518,12 +517,11 @@ def test_more_than_2_31_query_elements() -> None:
 
 def test_what_the_kernel_does_not_cover(rng: np.random.Generator) -> None:
     q, k, v = inputs(rng, t=3, s=8)
-    bias, mask = jnp.zeros((1, 1, 1, 8), q.dtype), jnp.ones((1, 1, 1, 8), bool)
+    mask = jnp.ones((1, 1, 1, 8), bool)
     blocks = make_block_mask(mask, shape=(1, 1, 3, 8), block_k=64)
     for arrays, given in (
         ([x.astype(jnp.float32) for x in (q, k, v)], {}),
         ((q[..., :12], k[..., :12], v), {}),
-        ((q, k, v), {"bias": bias}),
         ((q, k, v), {"block_mask": blocks}),
     ):
         with pytest.raises(NotImplementedError, match="implementation='xla'"):
