@@ -32,7 +32,7 @@ DTYPES = pytest.mark.parametrize(
 )
 MODES = pytest.mark.parametrize("power_of_two_scale", [False, True], ids=["any", "pow2"])
 E4M3_STEP = 2.0**-4  # half a step between codes, relative to the lower one
-# Of the sum of a product's magnitudes: Hopper cuts each of 32 products off 13 bits below the largest.
+# Of the sum of magnitudes: Hopper cuts each of 32 products off 13 bits below the largest.
 TENSOR_CORE = 1.5e-3
 
 
