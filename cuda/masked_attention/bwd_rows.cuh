@@ -8,8 +8,9 @@ namespace jax_dsa::masked_attention {
 
 inline constexpr int kRowsThreads = 256;
 
-// lse, delta = sum(out * dout) - dlse and `dead` of a step's 64 queries; sets dq to zero, and the ticket. 16 lanes
-// take a query, all of its step's at once: it takes many loads under way to hide their latency.
+// lse, delta = sum(out * dout) - dlse and `dead` of a step's 64 queries; sets dq to zero, and the
+// ticket. 16 lanes take a query, all of its step's at once: it takes many loads under way to hide
+// their latency.
 template <DType kType>
 __global__ void __launch_bounds__(kRowsThreads)
     rows_kernel(const __grid_constant__ MaskedAttentionBwdParams p,
