@@ -45,7 +45,7 @@ KERNELS = {
         "mqa_decode::few_kernel<jax_dsa::sparse_mla::FewTraits<576, 16>, true>",
         "mqa_decode::few_kernel<jax_dsa::sparse_mla::FewTraits<128, 32, 128, true>, false>",
     ],
-    "mqa_decode/merge.cuh": ["mqa_decode::merge_kernel"],
+    "mqa_decode/merge.cuh": ["mqa_decode::merge_kernel<true, 2>"],
     "mqa_decode/wide.cuh": ["mqa_decode::wide_kernel<576, true>"],
     "losses/index_grads.cuh": [
         "index_grads::index_grads_kernel<128, jax_dsa::index_grads::Of::kKeys>"
