@@ -135,7 +135,7 @@ def test_finite_differences(rng: np.random.Generator) -> None:
                 q, k, v, bias, is_causal=True, softcap=1.0, scale=0.7, return_lse=True
             )
 
-        check_grads(fn, (*arrays, bias), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+        check_grads(fn, (*arrays, bias), order=1, modes=["rev"], atol=1e-5, rtol=1e-4)
 
 
 def test_against_jax_nn(rng: np.random.Generator) -> None:
