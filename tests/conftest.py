@@ -27,6 +27,8 @@ import jax
 import numpy as np
 import pytest
 
+from jax_dsa.core import ffi
+
 HAS_GPU = pathlib.Path("/proc/driver/nvidia/version").exists()
 
 
@@ -66,6 +68,12 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the extension were not there: default calls take XLA alone."""
+    monkeypatch.setattr(ffi, "status", lambda: (False, "a test says so"))
 
 
 @pytest.fixture(scope="session")

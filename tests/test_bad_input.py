@@ -12,7 +12,6 @@ import pytest
 
 import jax_dsa
 from jax_dsa import nn
-from jax_dsa.core import ffi
 from jax_dsa.serving import (
     pack_page_records,
     pack_records,
@@ -244,10 +243,9 @@ def test_decoder_config(name: str) -> None:
     ],
 )
 def test_errors_name_the_function_that_was_called(
-    op: str, call: Callable, monkeypatch: pytest.MonkeyPatch
+    op: str, call: Callable, monkeypatch: pytest.MonkeyPatch, without_kernels: None
 ) -> None:
     """And not one that it is made of."""
-    monkeypatch.setattr(ffi, "status", lambda: (False, "a test says so"))
     monkeypatch.setenv("JAX_DSA_IMPL", "cuda")
     with pytest.raises(NotImplementedError, match=f"^{op}: .*a test says so"):
         call()

@@ -18,7 +18,6 @@ from jax_dsa.bench.__main__ import main
 from jax_dsa.bench.case import Case, causal_selection, selected_pairs, shrunk, visible_pairs
 from jax_dsa.bench.masked_attention import document_bounds
 from jax_dsa.bench.registry import OPERATORS
-from jax_dsa.core import ffi
 
 COLUMNS = (
     "operator,pass,case,dtype,implementation,milliseconds,tflops,tflops_all_slots,gbytes_per_s,"
@@ -171,9 +170,8 @@ def test_a_backward_pass(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_has_no_kernel_is_said(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], without_kernels: None
 ) -> None:
-    monkeypatch.setattr(ffi, "status", lambda: (False, "it was built without them"))
     assert main(["fp8", *TINY, "--only", "M8-N14-K8 .* cuda"]) == 0
     assert "fp8_matmul_fwd" in capsys.readouterr().err
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jax_dsa import make_block_mask
-from jax_dsa.core import ffi
 from jax_dsa.core.call import Call
 from jax_dsa.ops.block_mask import cuda, xla
 from jax_dsa.ops.block_mask.api import CLASSIFY, PACK
@@ -99,10 +98,8 @@ def call(target: str, operands: Any, avals: Any, **sizes: Any) -> list[Any]:
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernel(monkeypatch: pytest.MonkeyPatch, without_kernels: None) -> None:
     monkeypatch.setattr(cuda, "ffi", SimpleNamespace(call=call))
-    # Default calls take XLA alone, also where the extension is.
-    monkeypatch.setattr(ffi, "status", lambda: (False, "it was built without them"))
 
 
 def integers(rng: np.random.Generator, low: int, high: int, *shape: int) -> jax.Array:

@@ -497,8 +497,7 @@ W = np.zeros((8, 256), np.float32)
         ),
     ],
 )
-def test_messages(call: Any, error: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ffi, "status", lambda: (False, "it was built without them"))
+def test_messages(call: Any, error: Any, message: str, without_kernels: None) -> None:
     with pytest.raises(error, match=message):
         call()
 

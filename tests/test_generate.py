@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from quick import compile_fully, compile_quickly  # noqa: F401
+from test_training import ATTENTION
 
 from jax_dsa import nn, training
 from jax_dsa.serving import pack_records, unpack_records
@@ -22,19 +23,6 @@ from jax_dsa.training.config import settings
 from jax_dsa.training.data import VOCAB
 
 B = 2
-ATTENTION = nn.AttentionConfig(
-    model_dim=16,
-    num_heads=2,
-    q_rank=12,
-    kv_rank=8,
-    nope_dim=6,
-    rope_dim=4,
-    v_dim=6,
-    index_heads=2,
-    index_dim=8,
-    index_rope_dim=4,
-    top_k=4,
-)
 DECODER = nn.DecoderConfig(ATTENTION, vocab=VOCAB, num_layers=2, mlp_dim=16)
 CONFIG = dataclasses.replace(training.PRESETS["cpu"](), model=DECODER, seq_len=24, batch_size=2)
 # Every operator's kernels cover it.

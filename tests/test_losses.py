@@ -18,7 +18,7 @@ from quick import compile_fully, compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import dense_indexer_kl_loss, indexer_kl_loss
-from jax_dsa.core import ffi, streaming
+from jax_dsa.core import streaming
 from jax_dsa.ops.losses import xla
 from jax_dsa.ops.losses.spec import DenseOperands, DenseOptions
 
@@ -395,8 +395,7 @@ def test_misuse_of_the_dense_loss(error, name, change):
         dense_indexer_kl_loss(*arrays.values(), **options)
 
 
-def test_cuda_on_request_or_an_error(monkeypatch):
-    monkeypatch.setattr(ffi, "status", lambda: (False, "it was built without them"))
+def test_cuda_on_request_or_an_error(without_kernels):
     with pytest.raises(NotImplementedError, match=r"^indexer_kl_loss.*implementation='xla'"):
         indexer_kl_loss(X, X, implementation="cuda")
     with pytest.raises(NotImplementedError, match=r"^dense_indexer_kl_loss.*'xla'"):

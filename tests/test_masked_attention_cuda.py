@@ -112,11 +112,9 @@ def extension() -> SimpleNamespace:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch, without_kernels: None) -> None:
     monkeypatch.setattr(cuda, "ffi", SimpleNamespace(call=call, extension=extension))
     monkeypatch.setattr(block_mask_cuda, "ffi", SimpleNamespace(call=compress_call))
-    # Default calls take XLA alone, also where the extension is.
-    monkeypatch.setattr(ffi, "status", lambda: (False, "it was built without them"))
 
 
 def integers(rng: np.random.Generator, low: int, high: int, *shape: int) -> jax.Array:

@@ -175,14 +175,7 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
             at = at + 2;
           }
         };
-        step.template operator()<0>();
-        step.template operator()<1>();
-        step.template operator()<2>();
-        step.template operator()<3>();
-        step.template operator()<4>();
-        step.template operator()<5>();
-        step.template operator()<6>();
-        step.template operator()<7>();
+        sparse_mla::each_step(step);
       } else {
 #pragma unroll 1
         for (int i = 0; i < kBlocks; ++i, at.advance()) {

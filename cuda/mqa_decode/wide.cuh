@@ -204,14 +204,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
           unpacked.store<kStep / 4>(block, block + kBlockBytes,
                                     travelling[kStep % sparse_mla::kStepsHeld], scale);
         };
-        step.template operator()<0>();
-        step.template operator()<1>();
-        step.template operator()<2>();
-        step.template operator()<3>();
-        step.template operator()<4>();
-        step.template operator()<5>();
-        step.template operator()<6>();
-        step.template operator()<7>();
+        sparse_mla::each_step(step);
         if (mixed) {
           __syncwarp();
           drop_bad(parity);

@@ -162,14 +162,7 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
           unpacked.store<kStep / 4>(block, block + kBlockBytes, travelling[kStep % kStepsHeld],
                                     scale);
         };
-        step.template operator()<0>();
-        step.template operator()<1>();
-        step.template operator()<2>();
-        step.template operator()<3>();
-        step.template operator()<4>();
-        step.template operator()<5>();
-        step.template operator()<6>();
-        step.template operator()<7>();
+        each_step(step);
         // Ordinary stores, which wgmma reads.
         fence_async_proxy();
         mbarrier_arrive(&shared.key_full[parity][0]);

@@ -18,6 +18,16 @@ struct Unpacking {
 
 inline constexpr int kSteps = 8, kStepsAhead = 3, kStepsHeld = kStepsAhead + 1;
 static_assert(kSteps % kStepsHeld == 0);
+
+// Calls step<kStep>() for each step of a tile.
+template <int kStep = 0, typename Step>
+__device__ __forceinline__ void each_step(const Step& step) {
+  if constexpr (kStep < kSteps) {
+    step.template operator()<kStep>();
+    each_step<kStep + 1>(step);
+  }
+}
+
 __host__ __device__ constexpr int record_row(int warp, int half, int lane) {
   return half * 32 + warp * 8 + lane / 4;
 }
