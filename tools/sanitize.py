@@ -31,17 +31,64 @@ CHECKS = sorted(ROOT.glob("benchmarks/micro/*_check.cu"))
 PATTERNS = sorted(ROOT.glob("benchmarks/micro/racecheck/*.cu"))
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
 
-# The pattern of a report, by the functions whose accesses it is about.
+# The pattern of a report, by functions whose accesses are alike. A report is of some of these; a
+# function that the tool has no line of goes by its name.
 EXPLANATIONS = {
     frozenset(["attn_dist/fwd.cuh:consume", "attn_dist/fwd.cuh:produce"]): "beside_copies",
     frozenset(["common/gather.cuh:operator[]", "common/gather.cuh:set"]): "beside_copies",
     frozenset(["common/ptx.cuh:cp_async_16", "common/ptx.cuh:load_matrix_x4"]): "load_matrix",
-    frozenset(["indexer/bwd_keys.cuh:find_rows"]): "any_of_several",
-    frozenset(["indexer/bwd_queries.cuh:gather", "indexer/bwd_queries.cuh:multiply"]): (
+    frozenset(["fp8/matmul_tile.cuh:bring_scales", "fp8/matmul_tile.cuh:add"]): "elected_arrival",
+    frozenset(["fp8/matmul_tile.cuh:bring_scales", "common/ptx.cuh:load_shared_16"]): (
         "elected_arrival"
     ),
+    frozenset(["htree/walk.cuh:produce", "htree/walk.cuh:consume", "htree::queries_kernel"]): (
+        "elected_arrival"
+    ),
+    frozenset(
+        [
+            *("common/ptx.cuh:bulk_load", "htree::queries_kernel", "htree::nodes_kernel"),
+            *("common/ptx.cuh:load_matrix_x4", "common/ptx.cuh:load_matrix_x4_transposed"),
+        ]
+    ): "bulk_copy",
+    frozenset(["indexer/bwd_keys.cuh:find_rows"]): "any_of_several",
+    frozenset(
+        [
+            *("indexer/bwd_queries.cuh:gather", "indexer/bwd_queries.cuh:multiply"),
+            "common/ptx.cuh:mbarrier_wait",  # the line that a write of gather may have
+        ]
+    ): "elected_arrival",
+    frozenset(["losses/index_grads.cuh:copy", "losses/index_grads.cuh:multiply"]): (
+        "elected_arrival"
+    ),
+    frozenset(
+        [
+            *("common/ptx.cuh:bulk_load", "masked_attention/scores.cuh:start_at"),
+            *("masked_attention/bwd.cuh:consume", "masked_attention/bwd_wide.cuh:consume_wide"),
+        ]
+    ): "bulk_copy",
+    frozenset(
+        [
+            *("masked_attention/bwd_producer.cuh:copy", "masked_attention/bwd_producer.cuh:build"),
+            *("masked_attention/bwd.cuh:consume", "masked_attention/bwd_wide.cuh:consume_wide"),
+            *("masked_attention/bwd_rows.cuh:walk_items", "masked_attention/mask.cuh:clear_rows"),
+        ]
+    ): "bulk_copy",
+    frozenset(
+        ["masked_attention/bwd_producer.cuh:build_bits", "masked_attention/scores.cuh:hide"]
+    ): ("elected_arrival"),
+    frozenset(["mqa_decode/few.cuh:hide_scores", "mqa_decode/few.cuh:produce_few"]): (
+        "beside_copies"
+    ),
+    frozenset(["mqa_decode/wide.cuh:hide_scores", "mqa_decode/wide.cuh:produce_wide"]): (
+        "beside_copies"
+    ),
     frozenset(["sparse_mla/fwd.cuh:consume"]): "through_producer",
-    frozenset(["common/gather.cuh:set", "sparse_mla/fwd_few.cuh:consume_few"]): "elected_writer",
+    frozenset(
+        [
+            *("common/gather.cuh:set", "sparse_mla/fwd_few.cuh:consume_few"),
+            "sparse_mla/fwd_few.cuh:CountingRows",
+        ]
+    ): "elected_writer",
     frozenset(["sparse_mla/fwd_few.cuh:consume_few", "sparse_mla/fwd_producer.cuh:begin_item"]): (
         "beside_copies"
     ),
@@ -62,6 +109,12 @@ EXPLANATIONS = {
         "beside_copies"
     ),
 }
+
+
+def pattern_of(report: frozenset[str]) -> str | None:
+    """Which pattern the accesses of a report are of."""
+    fitting = [pattern for functions, pattern in EXPLANATIONS.items() if report <= functions]
+    return fitting[0] if fitting else None
 
 
 def build_command(source: Path, binary: Path, *options: str) -> list[str]:
@@ -115,13 +168,24 @@ def function_at(path: str, line: int) -> str:
     return f"{place}:{line}"
 
 
+def name_in(signature: str) -> str:
+    """Of void jax_dsa::htree::queries_kernel<...>(...): `htree::queries_kernel`."""
+    name = re.search(r"jax_dsa::([\w:~]+)", signature)
+    return name[1] if name else signature
+
+
 def races(output: str) -> Counter[frozenset[str]]:
     """How often racecheck reports each pair of functions."""
     found: Counter[frozenset[str]] = Counter()
     for report in re.split(r"Race reported between", output)[1:]:
         report = re.split(r"\n=+ *\n", report)[0]
-        places = re.findall(r"access at .* in (\S+?):(\d+)", report)
-        found[frozenset(function_at(path, int(line)) for path, line in places)] += 1
+        accesses = re.findall(r"access at (.+?)\+0x[0-9a-f]+(?: in (\S+?):(\d+))?", report)
+        found[
+            frozenset(
+                function_at(path, int(line)) if path else name_in(signature)
+                for signature, path, line in accesses
+            )
+        ] += 1
     return found
 
 
@@ -229,7 +293,7 @@ def judge(outcomes: list[Outcome]) -> list[str]:
         if o.run.tool != "racecheck" or o.run.name in patterns:
             continue
         for pair, count in sorted(o.races.items(), key=str):
-            pattern, between = EXPLANATIONS.get(pair), " and ".join(sorted(pair))
+            pattern, between = pattern_of(pair), " and ".join(sorted(pair))
             explained = pattern is not None and patterns[pattern]
             by = pattern if explained else f"no: {pattern} is clean" if pattern else "no"
             print(f"| {o.run.name} | {count} | {between} | {by} |")

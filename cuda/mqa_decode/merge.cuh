@@ -156,7 +156,7 @@ struct Merge {
       if (p.sinks && !empty && has[r]) factor[r] /= sparse_mla::sink_divisor(p.sinks[head[r]], lse);
       if (at.column == 0 && has[r]) {
         p.lse[place[r]] = lse;
-        if (p.top) p.top[place[r]] = highest;
+        if (p.top) p.top[place[r]] = isnan(total) ? total : highest;
       }
     }
     float4 y[kLines] = {};

@@ -134,9 +134,9 @@ def draw_fp8_matmul(c: Draw, r: Draw) -> Call:
         return [left @ right.T + da @ right.T + left @ db.T]
 
     dtype = np.dtype(dtype)
-    return Call(
-        fp8_matmul, kwargs, want, (dtype,), diff=diff, hold=hold, peak=30.0, low=dtype
-    )  # gradients are products in the result's dtype
+    # Gradients are products in the result's dtype; tensor cores keep half of float32's bits of FP8.
+    low = np.dtype(f16) if c.kernel and dtype == f32 else dtype
+    return Call(fp8_matmul, kwargs, want, (dtype,), diff=diff, hold=hold, peak=30.0, low=low)
 
 
 GENERATORS = {

@@ -79,6 +79,7 @@ def draw_htree_attention(c: Draw, r: Draw) -> Call:
         diff=("q", "k", "v"),
         hold=hold,
         peak=peak(kwargs["scale"], q, k),
+        low=dtype,  # of rotated keys
     )
 
 

@@ -27,7 +27,8 @@ def draw_mqa_decode(c: Draw, r: Draw) -> Call:
         k = draw_cache(c, r, (G, D), B, np.uint8 if records else dtype)
     rows = k if not cached else k.data if isinstance(k, FlatCache) else k.pages
     own = not records and (D <= 256 if c.kernel else c.chance())
-    v = r.floats(dtype, *rows.shape[:-1], E) if own else None
+    # Kernels give those who see a NaN in a value NaN for lse, too.
+    v = (r.normal if c.kernel else r.floats)(dtype, *rows.shape[:-1], E) if own else None
     width = 512 if c.kernel else c.integer(c.below(D))
     normalize = c.flag(0.7)
     given = not cached and c.chance(0.7)
