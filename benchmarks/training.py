@@ -170,15 +170,15 @@ def sparse_step(config: TrainConfig, mesh: Mesh) -> Run:
         (state.backbone, state.indexer),
         (places.backbone, places.indexer),
     )
-    batch = program.place(tokens, mesh.shape["context"])
+    batch, rates = program.place(tokens, mesh.shape["context"]), program._rates(0)
     with jax.set_mesh(mesh):
-        lowered = program._sparse.lower(*learners, batch)
+        lowered = program._sparse.lower(*learners, batch, rates)
 
     def arguments() -> tuple:
         state = program.init()
-        return state.backbone, state.indexer, batch
+        return state.backbone, state.indexer, batch, rates
 
-    return Run(lowered, arguments, lambda args, out: (*out[:2], args[2]), lambda out: out[2])
+    return Run(lowered, arguments, lambda args, out: (*out[:2], *args[2:]), lambda out: out[2])
 
 
 def layer(config: TrainConfig, mesh: Mesh) -> Run:

@@ -325,8 +325,9 @@ def test_the_large_presets_keep_no_array_of_queries_by_keys(preset):
         (program._warmup, (state.indexer, state.backbone.params)),
         (program._sparse, (state.backbone, state.indexer)),
     )
+    rates = program._rates(0)
     for update, learners in updates:
-        for shape in shapes_in(jax.make_jaxpr(update)(*learners, batch).jaxpr):
+        for shape in shapes_in(jax.make_jaxpr(update)(*learners, batch, rates).jaxpr):
             assert sum(n >= length for n in shape) <= 1, shape
 
 
@@ -355,7 +356,7 @@ def test_kernels_cover_the_large_preset(monkeypatch):
         "sparse": (program._sparse, (state.backbone, state.indexer)),
     }
     for update, learners in stages.values():
-        jax.eval_shape(update, *learners, batch)
+        jax.eval_shape(update, *learners, batch, program._rates(0))
     assert not any(found.values()), found
     for name in ("masked_attention", "sparse_mla", "indexer_topk", "indexer_kl_loss"):
         assert {f"{name}_fwd", f"{name}_bwd"} <= found.keys()

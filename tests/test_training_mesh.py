@@ -105,7 +105,8 @@ def test_what_a_context_axis_gathers():
     state = program.init()
     batch = program.place(np.zeros((4, CONFIG.seq_len + 1), np.int32), stripes=2)
     with jax.set_mesh(program.mesh):
-        text = program._sparse.lower(state.backbone, state.indexer, batch).compile().as_text()
+        args = state.backbone, state.indexer, batch, program._rates(0)
+        text = program._sparse.lower(*args).compile().as_text()
     keys = [(*rows, 1, c.kv_rank + c.rope_dim), (*rows, c.index_dim)]
     for name, shapes in (
         ("all-gather", keys),
