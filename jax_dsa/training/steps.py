@@ -160,11 +160,15 @@ class Program:
         sparse: bool,
         stripes: int = 1,
         remat: str = "none",
+        indices: Int[Array, "B T K"] | None = None,
     ) -> tuple[Float[Array, "B T V"], list[AttentionAux]]:
-        """What the model with these parameters makes of a batch."""
+        """What the model with these parameters makes of a batch; `indices` are a selection for all
+        layers in place of their own.
+        """
         hidden = (*batch.inputs.shape, self.config.model.attention.model_dim)
         return self.model(backbone, indexer)(
             batch.inputs,
+            indices=None if indices is None else [indices] * self.config.model.num_layers,
             segment_ids=batch.segment_ids,
             stripes=stripes,
             sparse=sparse,
