@@ -829,7 +829,7 @@ def test_the_demo_in_fp8(monkeypatch):
     """Its option reaches every projection, and names the default folder."""
     built = []
 
-    def build(config, corpus, folder, mesh):
+    def build(config, corpus, folder, mesh, tensorboard):
         built.append((config, folder))
         raise RunError("enough")
 
