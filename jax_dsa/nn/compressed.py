@@ -147,7 +147,7 @@ class Compressor(nnx.Module):
         """The keys of `x`; without `blocks` these are the sequence's, one after the other."""
         whole = x.shape[1] - x.shape[1] % self.ratio
         places = positions[:, : whole : self.ratio] if blocks is None else blocks.positions
-        return self._keys(self.wkv(x), self.wg(x), places, blocks)
+        return self.pool(self.wkv(x), self.wg(x), places, blocks)
 
     def stream(self, batch: int, capacity: int) -> Stream:
         """Room for the compressed keys of `capacity` tokens of each of `batch` requests."""
@@ -166,11 +166,11 @@ class Compressor(nnx.Module):
         blocks = Blocks(
             jnp.clip(last + history, 0, history + length - 1), number > 0, number * ratio
         )
-        new = self._keys(values, gates, blocks.positions, blocks)
+        new = self.pool(values, gates, blocks.positions, blocks)
         keys = put_rows(stream.keys, jnp.where(last < length, number, -1), new)
         return Stream(keys, values[:, length:], gates[:, length:])
 
-    def _keys(
+    def pool(
         self, values: Array, gates: Array, positions: Array, blocks: Blocks | None
     ) -> Float[Array, "B W D"]:
         """The keys of blocks whose first tokens have these positions."""
