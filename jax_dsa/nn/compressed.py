@@ -24,6 +24,8 @@ from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.layout import put_rows
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.nn.attention import placed
+from jax_dsa.nn.config import check_quantised
+from jax_dsa.nn.indexer import prepared
 from jax_dsa.nn.rotary import rope
 from jax_dsa.ops.attn_dist import attn_dist
 from jax_dsa.ops.indexer import indexer_topk
@@ -57,6 +59,9 @@ class CompressedConfig:
     """Compressed keys that the indexer selects for a query; None attends to all of them."""
     index_heads: int = 1
     index_dim: int = 128
+    index_hadamard: bool = False
+    index_fp4: bool = False
+    """As in `AttentionConfig`."""
     rope_base: float = 10000.0
     rope_frequencies: tuple[float, ...] | None = None
     rope_factor: float = 1.0
@@ -87,6 +92,7 @@ class CompressedConfig:
             )
         if self.ratio is None and (self.overlap or self.top_k is not None):
             raise ValueError("CompressedConfig: ratio is None, want one with overlap or top_k")
+        check_quantised("CompressedConfig", self)
 
     def rotate(
         self, x: Float[Array, "B T *H D"], positions: Int[Array, "B T"]
@@ -218,6 +224,16 @@ def _rows(x: Float[Array, "B T F"], rows: Int[Array, "B W R"]) -> Float[Array, "
     return jax.vmap(lambda x, rows: x[rows])(x, rows)
 
 
+class IndexCompressor(Compressor):
+    """Makes an indexer's keys."""
+
+    def pool(
+        self, values: Array, gates: Array, positions: Array, blocks: Blocks | None
+    ) -> Float[Array, "B W D"]:
+        """`Compressor.pool`, prepared as the queries are."""
+        return prepared(self.config, super().pool(values, gates, positions, blocks))
+
+
 class CompressedIndexer(nnx.Module):
     """A lightning indexer with compressed keys of its own; trained by its own loss alone."""
 
@@ -225,7 +241,7 @@ class CompressedIndexer(nnx.Module):
         self.config = config
         c, wide = config, config.index_heads * config.index_dim
         self.wq = nnx.Linear(c.q_rank, wide, use_bias=False, dtype=c.dtype, rngs=rngs)
-        self.compressor = Compressor(c, c.index_dim, rngs=rngs)
+        self.compressor = IndexCompressor(c, c.index_dim, rngs=rngs)
         self.weights = nnx.Linear(c.model_dim, c.index_heads, use_bias=False, rngs=rngs)
 
     def __call__(
@@ -238,7 +254,7 @@ class CompressedIndexer(nnx.Module):
         c = self.config
         q = self.wq(q_latent).reshape(*x.shape[:2], c.index_heads, c.index_dim)
         weights = self.weights(x.astype(jnp.float32)) * (c.index_heads * c.index_dim) ** -0.5
-        return c.rotate(q, positions), weights
+        return prepared(c, c.rotate(q, positions)), weights
 
 
 class CompressedAux(NamedTuple):
