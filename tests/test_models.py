@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from flax import nnx
 from quick import compile_quickly  # noqa: F401
 
 from jax_dsa import nn
+from jax_dsa.nn import compressed
 
 B, T, M = 2, 29, 16
 # Queries without a latent, biases, sinks, a gate, scaling by position, YaRN.
@@ -204,6 +207,47 @@ def test_warm_up_of_compressed_attention(rng):
     np.testing.assert_allclose(plain, total / rows, rtol=1e-3)
     with pytest.raises(ValueError, match="'indices' is given, want None with sparse=False"):
         module(x, indices=aux.indices, sparse=False)
+
+
+def test_warm_up_in_chunks(rng, monkeypatch):
+    """Of 5 queries, and a remainder."""
+    graph, params = nnx.split(layer(rng, COMPRESSED))
+    x = hidden(rng)
+
+    def run():
+        def loss(params, x):
+            y, aux = nnx.merge(graph, params)(x, segment_ids=SEGMENT_IDS, sparse=False)
+            return jnp.sin(y).sum() + aux.kl, (y, aux.lse)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
+
+    want, taken = run(), []
+    monkeypatch.setattr(compressed, "chunk_length", lambda *_: taken.append(5) or 5)
+    assert_matches(run(), want, 1e-5)
+    assert taken
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_nothing_has_the_size_of_queries_times_compressed_keys(sparse):
+    """A layer's forward and backward pass in both stages, with the indexer's loss."""
+    length = 16384
+    graph, params = nnx.split(
+        nnx.eval_shape(lambda: nn.CompressedAttention(COMPRESSED, rngs=nnx.Rngs(0)))
+    )
+
+    def loss(params, x):
+        y, aux = nnx.merge(graph, params)(x, sparse=sparse)
+        return jnp.sin(y).sum() + aux.kl
+
+    x = jax.ShapeDtypeStruct((1, length, M), jnp.float32)
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(params, x).compile()
+    pairs = length * (length // COMPRESSED.ratio)
+    sizes = {
+        math.prod(map(int, shape.split(",")))
+        for shape in re.findall(r"\w+\[([\d,]+)\]", compiled.as_text())
+    }
+    assert length * M in sizes and max(sizes) < pairs
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * pairs
 
 
 def test_compressed_attention_on_an_explicit_mesh(rng):

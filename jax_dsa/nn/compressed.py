@@ -22,6 +22,7 @@ from flax import nnx
 from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.layout import put_rows
+from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.nn.attention import placed
 from jax_dsa.nn.config import check_quantised
@@ -265,7 +266,8 @@ class CompressedAux(NamedTuple):
     without an indexer."""
     lse: Float[Array, "B T N"]
     indices: Int[Array, "B T K"] | None
-    """The compressed keys attended to, -1 where there are fewer; None without any."""
+    """The compressed keys attended to, -1 where there are fewer; None without any, and in the
+    indexer's warm-up."""
 
 
 class CompressedCache(NamedTuple):
@@ -322,8 +324,7 @@ class CompressedAttention(nnx.Module):
             segment_ids: int32, for several documents in one sequence, as in `DSAttention`. Each
                 document has blocks of its own, which begin with it.
             sparse: attend to the compressed keys that the indexer selects. False attends to all of
-                them, by lists of T / ratio a token, and its `aux.kl` is the indexer's warm-up loss
-                over all of them.
+                them, and its `aux.kl` is the indexer's warm-up loss over all of them.
         """
         c = self.config
         if not sparse and indices is not None:
@@ -335,7 +336,7 @@ class CompressedAttention(nnx.Module):
         first = jnp.zeros_like(rows) if starts is None else starts
         q, kv, q_latent = self._project(x, positions)
         if c.ratio is None or self.compressor is None:
-            out, lse = self._attend(q, kv, self._slots(x, rows, first, None))
+            out, lse = self._attend(q, kv, self._slots(kv, rows, first, None))
             return self._output(out, positions), CompressedAux(None, lse, None)
         # A document's blocks have the numbers from first // ratio on: they never reach the next's.
         begin = first // c.ratio
@@ -350,8 +351,20 @@ class CompressedAttention(nnx.Module):
             x, q_latent = jax.lax.stop_gradient((x, q_latent))
             index_q, weights = self.indexer(x, q_latent, positions)
             index = index_q, self.indexer.compressor(x, positions, blocks), weights
+        joined = jnp.concatenate([kv, keys], axis=1)
+        if index is not None and not sparse:
+            out, lse = self._attend_to_all(q, joined, rows, first, begin, end)
+            constant = jax.lax.stop_gradient((q, keys[:, :, None]))
+            kl = dense_indexer_kl_loss(
+                *(*index, *constant),
+                scale=c.head_dim**-0.5,
+                is_causal=False,
+                starts=begin,
+                ends=end,
+            )
+            return self._output(out, positions), CompressedAux(kl, lse, None)
         replayed = indices is not None
-        if indices is None and sparse and index is not None and c.top_k is not None:
+        if indices is None and index is not None and c.top_k is not None:
             indices, logits = indexer_topk(*index, c.top_k, starts=begin, ends=end)
         elif indices is None:
             indices = jnp.arange(keys.shape[1], dtype=jnp.int32)
@@ -362,23 +375,13 @@ class CompressedAttention(nnx.Module):
             options = indexer.Options(True, indices.shape[-1])
             selected = indexer.Selected(*index, None, indices)
             logits = indexer_selected_op(call, options, selected).logits
-        joined = jnp.concatenate([kv, keys], axis=1)
         chosen = jnp.where(seen, indices + kv.shape[1], -1)
-        out, lse = self._attend(q, joined, self._slots(x, rows, first, chosen))
+        out, lse = self._attend(q, joined, self._slots(joined, rows, first, chosen))
         kl = None
         if logits is not None:
             main, taught, total = jax.lax.stop_gradient((q, joined[:, :, None], lse))
             teacher = attn_dist(main, taught, chosen, total, scale=c.head_dim**-0.5)
             kl = indexer_kl_loss(logits, teacher, seen)
-        elif index is not None:
-            constant = jax.lax.stop_gradient((q, keys[:, :, None]))
-            kl = dense_indexer_kl_loss(
-                *(*index, *constant),
-                scale=c.head_dim**-0.5,
-                is_causal=False,
-                starts=begin,
-                ends=end,
-            )
         return self._output(out, positions), CompressedAux(kl, lse, indices)
 
     def init_cache(self, batch: int, capacity: int) -> CompressedCache:
@@ -434,8 +437,38 @@ class CompressedAttention(nnx.Module):
         cache = CompressedCache(cache.lengths + x.shape[1], last, compressed, index)
         return self._output(out, positions), cache, indices
 
+    def _attend_to_all(
+        self,
+        q: Float[Array, "B T N D"],
+        joined: Float[Array, "B S D"],
+        rows: Int[Array, "B T"],
+        first: Int[Array, "B T"],
+        begin: Int[Array, "B T"],
+        end: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"]]:
+        """Attention to the window and to the compressed keys from `begin` to `end`. Lists of them
+        are made for a chunk of queries at a time, in the backward pass again.
+        """
+        batch, length = rows.shape
+        numbers = jnp.arange(joined.shape[1] - length, dtype=jnp.int32)
+        kept = jax.checkpoint_policies.save_only_these_names("dsa_out", "dsa_lse")
+
+        @functools.partial(jax.checkpoint, policy=kept)
+        def attend(q: Array, rows: Array, first: Array, begin: Array, end: Array) -> Any:
+            seen = (numbers >= begin[..., None]) & (numbers < end[..., None])
+            chosen = jnp.where(seen, length + numbers, -1)
+            return self._attend(q, joined, self._slots(joined, rows, first, chosen))
+
+        _, (out, lse) = scan_chunks(
+            lambda carry, *xs: (carry, attend(*xs)),
+            None,
+            (q, rows, first, begin, end),
+            chunk=chunk_length(length, 4 * batch * (self.config.window + len(numbers))),
+        )
+        return out, lse
+
     def _slots(
-        self, x: Array, rows: Array, first: Array, chosen: Array | None
+        self, kv: Array, rows: Array, first: Array, chosen: Array | None
     ) -> Int[Array, "B T K"]:
         """The last `window` rows of each token's document, and what else is chosen."""
 
@@ -444,7 +477,7 @@ class CompressedAttention(nnx.Module):
             recent = jnp.where(recent >= first[..., None], recent, -1)
             return recent if chosen is None else jnp.concatenate([recent, chosen], axis=-1)
 
-        return compat.left_to_compiler(slots, x)(rows, first, chosen)
+        return compat.left_to_compiler(slots, kv)(rows, first, chosen)
 
     def _project(
         self, x: Float[Array, "B T M"], positions: Int[Array, "B T"]
