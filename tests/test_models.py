@@ -270,6 +270,63 @@ def test_compressed_attention_on_an_explicit_mesh(rng):
     assert_matches(got, want, 1e-5)
 
 
+# Every operator's kernels cover them.
+KERNELS = {
+    "latent": dataclasses.replace(
+        VARIANT,
+        **{"kv_rank": 512, "nope_dim": 32, "rope_dim": 64, "index_rope_dim": 32, "v_dim": 32},
+        **{"num_heads": 8, "index_heads": 8, "index_dim": 64, "top_k": 64, "index_fp4": True},
+        rope_frequencies=None,
+        index_rope_last=False,
+    ),
+    "selected": dataclasses.replace(
+        COMPRESSED,
+        **{"num_heads": 8, "head_dim": 512, "rope_dim": 64, "window": 64, "top_k": 64},
+        **{"index_heads": 8, "index_dim": 64, "index_fp4": True, "index_hadamard": True},
+    ),
+}
+KERNELS["all"] = dataclasses.replace(
+    KERNELS["selected"], ratio=16, overlap=False, top_k=None, index_fp4=False
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KERNELS)
+def test_layers_on_kernels(rng, kind, monkeypatch):
+    """In bfloat16, as far from float32 as XLA's implementation is; of one selection, since theirs
+    differ where scores do by a rounding.
+    """
+    module, x = layer(rng, KERNELS[kind]), hidden(rng, 1, 600, M)
+    params = nnx.split(module)[1]
+
+    def run(dtype, indices):
+        graph = nnx.graphdef(
+            nnx.eval_shape(
+                lambda: type(module)(
+                    dataclasses.replace(KERNELS[kind], dtype=dtype), rngs=nnx.Rngs(0)
+                )
+            )
+        )
+
+        def loss(params, x):
+            y, aux = nnx.merge(graph, params)(x, indices=indices)
+            y = y.astype(jnp.float32)
+            return jnp.sin(y).sum() + (0 if aux.kl is None else aux.kl), (y, aux.lse, aux.indices)
+
+        (_, found), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
+        return found[:2], jax.tree.leaves(grads), found[2]
+
+    monkeypatch.setenv("JAX_DSA_IMPL", "xla")
+    *exact, indices = run(jnp.float32, None)
+    *rounded, _ = run(jnp.bfloat16, indices)
+    monkeypatch.delenv("JAX_DSA_IMPL")
+    *got, _ = run(jnp.bfloat16, indices)
+    for part in zip(*map(jax.tree.leaves, (exact, rounded, got)), strict=True):
+        want, own, kernel = (np.asarray(a, np.float64) for a in part)
+        error = np.abs(own - want).max()
+        assert np.abs(kernel - want).max() <= 3 * error + 1e-3 * np.abs(want).max()
+
+
 def test_another_layers_keys(rng):
     source = nn.DSAttention(VARIANT, rngs=nnx.Rngs(0))
     module = nn.DSAttention(dataclasses.replace(VARIANT, shares_keys=True), rngs=nnx.Rngs(0))

@@ -377,12 +377,12 @@ class CompressedAttention(nnx.Module):
             logits = indexer_selected_op(call, options, selected).logits
         chosen = jnp.where(seen, indices + kv.shape[1], -1)
         out, lse = self._attend(q, joined, self._slots(joined, rows, first, chosen))
-        kl = None
-        if logits is not None:
-            main, taught, total = jax.lax.stop_gradient((q, joined[:, :, None], lse))
-            teacher = attn_dist(main, taught, chosen, total, scale=c.head_dim**-0.5)
-            kl = indexer_kl_loss(logits, teacher, seen)
-        return self._output(out, positions), CompressedAux(kl, lse, indices)
+        y = self._output(out, positions)
+        if logits is None:
+            return y, CompressedAux(None, lse, indices)
+        main, taught, total = jax.lax.stop_gradient((q, joined[:, :, None], lse))
+        teacher = attn_dist(main, taught, chosen, total, scale=c.head_dim**-0.5)
+        return y, CompressedAux(indexer_kl_loss(logits, teacher, seen), lse, indices)
 
     def init_cache(self, batch: int, capacity: int) -> CompressedCache:
         """Room for `capacity` tokens of each of `batch` requests."""
