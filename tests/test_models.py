@@ -4,10 +4,14 @@ attention, weights by their Hugging Face names. `test_parity.py` compares with `
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import importlib.util
 import json
 import math
+import pathlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -387,6 +391,34 @@ def test_a_decoder_replays_selections(rng):
     _, mixed = run(tokens, [first, None, None])
     np.testing.assert_array_equal(mixed[1].indices, mixed[0].indices)
     assert np.abs(run(tokens, [first, None, None])[0] - want).max() > 1e-3
+
+
+def test_the_benchmark_of_layers(tmp_path, monkeypatch):
+    path = pathlib.Path(__file__).parent.parent / "benchmarks" / "models.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_models", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, benchmark)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setattr(benchmark, "GROUPS", ({"tiny": COMPRESSED, "latent": VARIANT},))
+    benchmark.main(["--tokens", str(T), "--only", "tiny|latent", "--csv", str(tmp_path / "x.csv")])
+    with (tmp_path / "x.csv").open() as f:
+        rows = list(csv.DictReader(f))
+    assert [(r["layer"], r["step"]) for r in rows] == [
+        (name, step) for name in ("tiny", "latent") for step in ("fwd", "fwd+bwd")
+    ]
+    assert all(float(r["milliseconds"]) > 0 and float(r["gib"]) > 0 for r in rows)
+    # Of a token's query: the keys that it attends to, and those that its indexer scores.
+    seen = {
+        "tiny": [(min(t + 1, 6) + min((t + 1) // 4, 3), (t + 1) // 4) for t in range(T)],
+        "latent": [(min(t + 1, 5), t + 1) for t in range(T)],
+    }
+    pair = {"tiny": 4 * (8 + 8), "latent": 2 * (12 + 8)}
+    for name, config in benchmark.GROUPS[0].items():
+        made = benchmark.Layer(config, T)
+        weights = sum(x.size for x in jax.tree.leaves(made.shapes) if len(x.shape) > 1)
+        want = T * weights + sum(pair[name] * n + 3 * 8 * s for n, s in seen[name])
+        assert made.operations("fwd") == 2 * want
+        assert made.operations("fwd+bwd") > 2 * made.operations("fwd")
 
 
 def test_yarn_frequencies():
