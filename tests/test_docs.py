@@ -15,13 +15,14 @@ import pytest
 from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
+from jax_dsa import nn
 
 ROOT = pathlib.Path(__file__).parent.parent
 PUBLIC = [
     getattr(jax_dsa, name)
     for name in jax_dsa.__all__
     if callable(getattr(jax_dsa, name)) and name not in ("BlockMask", "DSAAux", "HTreeSelection")
-]
+] + [nn.fake_quantize_fp4]
 
 
 @pytest.mark.parametrize("public", PUBLIC, ids=lambda x: x.__name__)
