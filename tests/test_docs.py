@@ -91,6 +91,13 @@ def test_troubleshooting(monkeypatch: pytest.MonkeyPatch) -> None:
         assert said in one_line(page)
 
 
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    names = re.findall(r"^::: jax_dsa\.(\w+)$", page, re.M)
+    assert len(names) == len(set(names))
+    assert {*names, "__version__"} == set(jax_dsa.__all__)
+
+
 def test_the_table_of_speeds_is_that_of_the_results() -> None:
     """`python docs/speed.py` renews it."""
     speed = runpy.run_path(str(ROOT / "docs" / "speed.py"))
