@@ -152,7 +152,7 @@ def htree_attention(
         NotImplementedError: forward mode, gradients of gradients, or `implementation="cuda"` for
             what it does not cover.
 
-    Example:
+    Examples:
         >>> import jax, jax_dsa
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 200, 2, 16))
         >>> jax_dsa.htree_attention(q, k[:, :, :1], v[:, :, :1], compression=4, top_k=8).shape
@@ -200,7 +200,7 @@ def htree_build(
         ValueError, TypeError: wrong shapes, dtypes or ranges.
         NotImplementedError: as for `htree_attention`.
 
-    Example:
+    Examples:
         >>> import jax, jax_dsa
         >>> k = jax.random.normal(jax.random.key(0), (1, 100, 1, 16))
         >>> [keys.shape[1] for keys, _ in jax_dsa.htree_build(k, k, compression=4, top_k=2)]
@@ -244,7 +244,7 @@ def htree_select(
         ValueError, TypeError: wrong shapes, dtypes or ranges.
         NotImplementedError: `implementation="cuda"` for what it does not cover.
 
-    Example:
+    Examples:
         >>> import jax, jax_dsa
         >>> q, k = jax.random.normal(jax.random.key(0), (2, 1, 32, 1, 16))
         >>> top = jax_dsa.htree_select(q, k, compression=4, top_k=2)[-1]
@@ -322,7 +322,7 @@ def htree_decode(
         ValueError, TypeError: wrong shapes, dtypes or ranges.
         NotImplementedError: as for `htree_attention`.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> k = jax.random.normal(jax.random.key(0), (2, 5, 1, 16))
         >>> cache = jax_dsa.HTreeCache.empty(2, 64, 16, dtype=jnp.float32).append(k, k)
