@@ -62,17 +62,18 @@ def test_capabilities(capsys: pytest.CaptureFixture[str]) -> None:
 class Extension:
     """One that was built, on a machine with GPUs of these compute capabilities."""
 
-    def __init__(self, *capabilities: tuple[int, int]) -> None:
+    def __init__(self, *capabilities: tuple[int, int], driver: int = 13000) -> None:
         self.compute_capabilities = lambda: list(capabilities)
+        self.cuda_versions = lambda: (13000, driver)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Makes the machine one with the extension and GPUs of these compute capabilities."""
 
-    def pretend(*capabilities: tuple[int, int]) -> None:
+    def pretend(*capabilities: tuple[int, int], **driver: int) -> None:
         monkeypatch.setattr(ffi, "_LOADED", (True, ""))
-        monkeypatch.setattr(ffi, "extension", lambda: Extension(*capabilities))
+        monkeypatch.setattr(ffi, "extension", lambda: Extension(*capabilities, **driver))
         ffi.status.cache_clear()
 
     yield pretend
@@ -126,6 +127,21 @@ def test_other_gpus_run_in_xla_and_say_why(machine: Any, found: tuple) -> None:
     with pytest.raises(NotImplementedError, match=f"sparse_mla: .*9.0.*GPUs of {other} here"):
         jax_dsa.sparse_mla(q, q[:, :, :1], jnp.zeros((1, 3, 2), int), implementation="cuda")
     assert other in str(capabilities())
+
+
+@pytest.mark.parametrize("driver", [12000, 12080, 12090])
+def test_a_driver_that_is_too_old_runs_in_xla_and_says_why(machine: Any, driver: int) -> None:
+    machine(driver=driver)  # which shows its GPUs to no runtime that is too new for it
+    fine, why = ffi.status()
+    assert not fine
+    assert "CUDA 13.0" in why and f"CUDA 12.{driver % 1000 // 10}:" in why
+    assert "jax_dsa.sparse_mla_fwd.v1" not in text_for_gpus()
+
+
+@pytest.mark.parametrize("driver", [0, 13000, 13010, 14000])
+def test_no_driver_or_one_that_is_not_older_takes_the_kernels(machine: Any, driver: int) -> None:
+    machine((9, 0), driver=driver)
+    assert ffi.status() == (True, "")
 
 
 def test_the_environment_speaks_where_a_call_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
