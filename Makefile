@@ -6,7 +6,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-all bench lint format venv clean
+.PHONY: demo test test-all bench wheel lint format venv clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_lm.py $(ARGS)
@@ -19,6 +19,9 @@ test-all: venv
 
 bench: venv
 	$(BIN)/python -m jax_dsa.bench $(ARGS)
+
+wheel: venv
+	$(BIN)/python tools/wheels.py $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .
