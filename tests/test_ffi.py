@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import pathlib
 import runpy
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +147,46 @@ def test_a_driver_that_is_too_old_runs_in_xla_and_says_why(machine: Any, driver:
 def test_no_driver_or_one_that_is_not_older_takes_the_kernels(machine: Any, driver: int) -> None:
     machine((9, 0), driver=driver)
     assert ffi.status() == (True, "")
+
+
+# A libcuda.so.1 that knows one version of CUDA and no GPU: as much as CUDA's runtime asks first.
+DRIVER = """
+#include <string.h>
+static int none(void) { return 100; }
+int cuInit(unsigned flags) { return 100; }
+int cuDriverGetVersion(int* version) { *version = VERSION; return 0; }
+int cuGetProcAddress_v2(const char* name, void** out, int v, unsigned long long f, int* status) {
+  *out = !strcmp(name, "cuDriverGetVersion") ? (void*)cuDriverGetVersion
+       : !strncmp(name, "cuGetProcAddress", 16) ? (void*)cuGetProcAddress_v2 : (void*)none;
+  if (status) *status = 0;
+  return 0;
+}
+int cuGetProcAddress(const char* name, void** out, int v, unsigned long long f) {
+  return cuGetProcAddress_v2(name, out, v, f, 0);
+}
+"""
+
+
+@pytest.mark.parametrize("version", [12090, 13000])
+def test_what_the_extension_makes_of_a_driver(version: int, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    build = ["cc", "-shared", "-fPIC", f"-DVERSION={version}", "-o", "libcuda.so.1", "driver.c"]
+    subprocess.run(build, cwd=tmp_path, check=True)
+    ask = """
+import json
+from jax_dsa.core import ffi
+extension = ffi.extension()
+print(json.dumps([extension.cuda_versions(), extension.compute_capabilities(), ffi.status()]))
+"""
+    where = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", ask], env=where, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built, driver), found, (fine, why) = json.loads(done.stdout)
+    assert driver == version and not found
+    assert fine == (version // 1000 >= built // 1000), why
 
 
 def test_the_environment_speaks_where_a_call_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
