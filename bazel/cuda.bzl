@@ -69,5 +69,6 @@ def cuda_library(name, srcs, hdrs, deps = []):
     cc_library(
         name = name,
         srcs = objects,
+        linkstatic = True,  # their names are hidden
         deps = [":%s_headers" % name, "@cuda//:cudart_static"] + deps,
     )

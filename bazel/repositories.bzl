@@ -122,6 +122,7 @@ cc_library(
     copts = ["-O3", "-fno-strict-aliasing", "-fvisibility=hidden", "-std=c++20", "-w"],
     defines = ["Py_LIMITED_API=0x030C0000"] if STABLE_ABI else [],
     includes = ["ext/robin_map/include", "include"],
+    linkstatic = True,
     local_defines = ["NB_BUILD", "NB_COMPACT_ASSERTIONS", "NDEBUG"],
     textual_hdrs = glob(["src/*.cpp"]),
     visibility = ["//visibility:public"],

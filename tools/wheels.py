@@ -72,7 +72,12 @@ def extension(tools: Path, python: Path, jobs: int) -> Path:
     run(
         tools / "cmake",
         *("-S", ROOT, "-B", directory, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"),
-        *(f"-DPython_EXECUTABLE={python}", f"-DJAX_DSA_FFI_INCLUDE={jaxlib}/include"),
+        *(
+            "-U*Python*",
+            "-Unanobind_DIR",
+            f"-DPython_EXECUTABLE={python}",
+            f"-DJAX_DSA_FFI_INCLUDE={jaxlib}/include",
+        ),
         CXX=f"{zig}/zig c++ -target x86_64-linux-gnu.{GLIBC}",
         CXXFLAGS="-include cstdio",  # nanobind has it from another C++ library's headers
     )
