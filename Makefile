@@ -6,7 +6,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-all bench docs lint format venv clean
+.PHONY: demo test test-all bench docs wheel lint format venv clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_lm.py $(ARGS)
@@ -22,6 +22,9 @@ bench: venv
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+wheel: venv
+	$(BIN)/python tools/wheels.py $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -138,11 +138,21 @@ nb::list compute_capabilities() {
   return out;
 }
 
+// CUDA's version that the kernels are of, and the newest that the driver takes, as 13000 for 13.0;
+// 0 without a driver.
+nb::tuple cuda_versions() {
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+  cudaGetLastError();
+  return nb::make_tuple(CUDART_VERSION, driver);
+}
+
 }  // namespace
 
 NB_MODULE(_cuda, m) {
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("compute_capabilities", &compute_capabilities);
+  m.def("cuda_versions", &cuda_versions);
   m.def("dense_loss_bytes", &jax_dsa::dense_loss_bytes);
   m.def("htree_workspace", &htree_workspace);
   m.def("masked_attention_workspaces", &masked_attention_workspaces);

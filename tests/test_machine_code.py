@@ -6,23 +6,17 @@ import importlib
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+from machine_code import disassembler  # noqa: E402
+
 PROGRAMS = sorted(ROOT.glob("benchmarks/micro/**/*.cu"))
-
-
-def disassembler() -> str | None:
-    """cuobjdump, of a CUDA toolkit or of PyPI's nvidia-cuda-cuobjdump."""
-    try:
-        import nvidia
-    except ImportError:
-        return shutil.which("cuobjdump")
-    wheels = (x for root in nvidia.__path__ for x in Path(root).rglob("bin/cuobjdump"))
-    return shutil.which("cuobjdump") or next(map(str, wheels), None)
 
 
 def read(option: str) -> str:
