@@ -10,8 +10,11 @@ namespace {
 template <int kD, bool kRecords>
 cudaError_t launch_wide(const MqaDecodeParams& p, cudaStream_t stream) {
   using namespace mqa_decode;
-  return launch<WideShared<kD>, 1, true>(wide_kernel<kD, kRecords>, p, kWideRows, kWideThreads,
-                                         stream);
+  auto* kernel = wide_kernel<kD, kRecords, false>;
+  if constexpr (!kRecords) {
+    if (p.tuning.by_columns) kernel = wide_kernel<kD, kRecords, true>;
+  }
+  return launch<WideShared<kD>, 1, true>(kernel, p, kWideRows, kWideThreads, stream);
 }
 
 template <typename Tr, bool kRecords>

@@ -15,6 +15,7 @@ namespace jax_dsa {
 struct MqaDecodeTuning {
   int merge_cost = 6;  // of cutting requests at all, in tiles: below this, none is cut
   int least = 2;       // tiles of a share, if there are enough for one
+  bool by_columns = false;  // how the first kernel's room is freed and filled (sparse_mla/fwd.cuh)
 };
 
 // Query t of request b sees the keys starts[b, t] <= j < ends[b, t], of those that there are.

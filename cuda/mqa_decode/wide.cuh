@@ -83,7 +83,7 @@ __device__ __forceinline__ void write_results(const Work<Shared>& w, int number,
   }
 }
 
-template <int kD, bool kRecords>
+template <int kD, bool kRecords, bool kByColumns>
 __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
   constexpr int kBlocks = kD / 64;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -155,11 +155,29 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
       };
       const auto copy = [&]<int kParity>() {
         constexpr int kOwn = kParity * 4, kOther = 4 - kOwn;
-        uint64_t (&full)[2] = shared.key_full[kParity];
+        uint64_t (&full)[4] = shared.key_full[kParity];
         const uint32_t to = smem_address(shared.keys[kParity]);
         const uint32_t bits = aim(p, keys, piece, p.k, kD, its_row, gather);
         wait_free(kParity, 0);
-        if (!mixed) {
+        if (kByColumns && !mixed) {
+          const auto columns = [&]<int kFirst, int kLast>() {
+            gather.copy<kFirst, kLast, 0>(to, drop);
+            gather.copy<kFirst, kLast, 1>(to, drop);
+          };
+          publish(kParity, key, mixed, bits);
+          columns.template operator()<kOwn, kOwn + 2>();
+          cp_async_arrive(&full[0]);
+          wait_free(kParity, 1);
+          columns.template operator()<kOwn + 2, kOwn + 4>();
+          cp_async_arrive(&full[1]);
+          wait_free(kParity, 2);
+          columns.template operator()<kOther, kOther + 2>();
+          cp_async_arrive(&full[2]);
+          wait_free(kParity, 3);
+          columns.template operator()<kOther + 2, kOther + 4>();
+          columns.template operator()<8, kBlocks>();
+          cp_async_arrive(&full[3]);
+        } else if (!mixed) {
           publish(kParity, key, mixed, bits);
           gather.copy<0, 8, 0>(to, drop);
           wait_free(kParity, 1);
@@ -170,14 +188,13 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
           gather.copy<8, kBlocks, 1>(to, drop);
           cp_async_arrive(&full[1]);
         } else {
-          wait_free(kParity, 1);
+          for (int part = 1; part < (kByColumns ? 4 : 2); ++part) wait_free(kParity, part);
 #pragma unroll 1
           for (int block = 0; block < kBlocks; ++block) gather.copy_block(to, block, drop);
           cp_async_wait();
           drop_bad(kParity);
           publish(kParity, key, mixed, bits);
-          mbarrier_arrive(&full[0]);
-          mbarrier_arrive(&full[1]);
+          for (int part = 0; part < (kByColumns ? 4 : 2); ++part) mbarrier_arrive(&full[part]);
         }
       };
       // The bytes of the steps to come are under way while those of one are unpacked.
@@ -228,24 +245,24 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
 }
 
 // Unpacking takes more registers than copying.
-template <int kD, bool kRecords>
+template <int kD, bool kRecords, bool kByColumns>
 __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_constant__ Decode p) {
   constexpr int kConsumer = kRecords ? 208 : 216, kProducer = kRecords ? 88 : 72;
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<WideShared<kD>>();
-  sparse_mla::initialise(shared);
+  sparse_mla::initialise<kByColumns>(shared);
   let_next_begin();
   find_share(p, shared.notes.scratch, shared.notes.share);
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     raise_registers<kConsumer>();
-    sparse_mla::consume<kD, 0>(Work<WideShared<kD>>(p), shared);
+    sparse_mla::consume<kD, 0, kByColumns>(Work<WideShared<kD>>(p), shared);
   } else if (warpgroup == 1) {
     raise_registers<kConsumer>();
-    sparse_mla::consume<kD, 1>(Work<WideShared<kD>>(p), shared);
+    sparse_mla::consume<kD, 1, kByColumns>(Work<WideShared<kD>>(p), shared);
   } else {
     lower_registers<kProducer>();
-    produce_wide<kD, kRecords>(p, shared);
+    produce_wide<kD, kRecords, kByColumns>(p, shared);
   }
 }
 

@@ -172,6 +172,9 @@ const DecodeCase kCases[] = {
 int main(int argc, char** argv) {
   for (const DecodeCase& c : kCases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options);
+    DecodeCase other = c;
+    other.tuning.by_columns = true;
+    for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(other, options);
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;
