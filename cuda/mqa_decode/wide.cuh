@@ -87,7 +87,9 @@ template <int kD, bool kRecords, bool kByColumns>
 __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
   constexpr int kBlocks = kD / 64;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const uint64_t drop = l2_policy_evict_first();
+  const uint64_t drop = p.tuning.evict == 0   ? l2_policy_evict_first()
+                        : p.tuning.evict == 1 ? l2_policy_evict_normal()
+                                              : l2_policy_evict_last();
   const bool leader = threadIdx.x % 128 == 0;
   // Whose place this lane looks up.
   const int slot = kRecords ? sparse_mla::record_row(warp, lane % 2, lane)

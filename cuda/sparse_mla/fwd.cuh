@@ -28,9 +28,10 @@
 //   and references, row sums, validity bits and mbarriers, ~3 KiB
 // A key tile fills and drains in parts, in one of two orders:
 //   by rows     it is freed by rows, 0..31 before 32..63, in the order in which the products with V
-//               read them, the ninth block with the latter; the scores wait for columns, the owner's
-//               half of the values before the others with the ninth block
-//   by columns  it is freed and filled 128 columns at a time, the owner's half before the others with
+//               read them, the ninth block with the latter; the scores wait for columns, the
+//               owner's half of the values before the others with the ninth block
+//   by columns  it is freed and filled 128 columns at a time, the owner's half before the others
+//   with
 //               the ninth block, and the scores wait for one 128 after the other. So what is needed
 //               first waits neither for the rest nor for the other warpgroup
 #pragma once
@@ -188,15 +189,15 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   const auto values = [&](int parity) {
     return mn_major_descriptor(smem_address(shared.keys[parity][kSide * 4]), kBlockBytes);
   };
-  // Both products come in two groups, of which the first can be refilled before the last: of 32 keys,
-  // or of 128 columns.
+  // Both products come in two groups, of which the first can be refilled before the last: of 32
+  // keys, or of 128 columns.
   const auto multiply_own = [&](bool accumulate) {
     const uint64_t v = values(kSide);
     wgmma_fence();
     if constexpr (kByColumns) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float(&its)[64] = reinterpret_cast<float(&)[64]>(o[half * 64]);
+        float (&its)[64] = reinterpret_cast<float (&)[64]>(o[half * 64]);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const uint64_t at = v + half * (2 * kBlockBytes / 16) + k * (16 * 128 / 16);
@@ -216,7 +217,7 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
     const uint64_t v = values(1 - kSide);
     wgmma_fence();
     if constexpr (kByColumns) {
-      float(&its)[64] = reinterpret_cast<float(&)[64]>(o[half * 64]);
+      float (&its)[64] = reinterpret_cast<float (&)[64]>(o[half * 64]);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const uint64_t at = v + half * (2 * kBlockBytes / 16) + k * (16 * 128 / 16);
