@@ -431,11 +431,12 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecode
     std::sort(us.begin(), us.end());
     const double mid = us[us.size() / 2];
     printf(
-        "  %-7s evict %d merge %d least %d %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = %.2f of "
+        "  %-7s evict %d fetch %d merge %d least %d %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = "
+        "%.2f of "
         "the "
         "copy  %.0f TFLOPS = %.2f of products\n",
-        tuning.by_columns ? "columns" : "rows", tuning.evict, tuning.merge_cost, tuning.least, mid,
-        us[0], us.back(), bytes / mid * 1e-6, bytes / mid * 1e-6 / ceilings.copy,
+        tuning.by_columns ? "columns" : "rows", tuning.evict, tuning.fetch, tuning.merge_cost,
+        tuning.least, mid, us[0], us.back(), bytes / mid * 1e-6, bytes / mid * 1e-6 / ceilings.copy,
         flops / mid * 1e-6, flops / mid * 1e-6 / ceilings.products);
     fflush(stdout);
     CHECK(cudaGraphExecDestroy(calls));
@@ -480,7 +481,9 @@ int main(int argc, char** argv) {
   std::vector<MqaDecodeTuning> wide;
   for (const bool by_columns : {false, true}) {
     for (const int evict : {0, 1, 2}) {
-      for (const int merge_cost : {6, 0}) wide.push_back({merge_cost, 3, by_columns, evict});
+      wide.push_back({6, 3, by_columns, evict, 0});
+      wide.push_back({6, 3, by_columns, evict, 1});
+      if (evict < 2) wide.push_back({0, 3, by_columns, evict, 0});
     }
   }
   bench({64, 1, 8192, 128, 1, 576}, ceilings, wide);
@@ -502,7 +505,10 @@ int main(int argc, char** argv) {
   bench({8, 1, 8192, 16, 1, 576}, ceilings, shared);
   bench({64, 1, 8192, 32, 1, 576}, ceilings, one);
   for (int N : {16, 64, 128}) {
-    bench({.B = 64, .T = 1, .S = 8192, .N = N, .G = 1, .D = 576, .records = true}, ceilings, one);
+    std::vector<MqaDecodeTuning> fetches;
+    for (const int fetch : {0, 1, 2}) fetches.push_back({.fetch = fetch});
+    bench({.B = 64, .T = 1, .S = 8192, .N = N, .G = 1, .D = 576, .records = true}, ceilings,
+          fetches);
   }
   for (int page_size : {256, 64, 16, 1}) {
     bench({64, 1, 8192, 128, 1, 576, page_size}, ceilings, one);

@@ -173,6 +173,11 @@ __device__ __forceinline__ uint64_t l2_policy_evict_last() {
   return policy;
 }
 
+// Asks for the line of an address to be in the L2 soon.
+__device__ __forceinline__ void prefetch_line_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
 // Asks for `bytes` (a multiple of 16) from an address that is one, too, to be in the L2 soon.
 __device__ __forceinline__ void prefetch_l2(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

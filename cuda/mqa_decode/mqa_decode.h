@@ -17,6 +17,7 @@ struct MqaDecodeTuning {
   int least = 2;            // tiles of a share, if there are enough for one
   bool by_columns = false;  // how the first kernel's room is freed and filled (sparse_mla/fwd.cuh)
   int evict = 0;            // its keys from the L2: first, in turn, last
+  int fetch = 0;            // the next tile into the L2: not, by lines; records: by rows
 };
 
 // Query t of request b sees the keys starts[b, t] <= j < ends[b, t], of those that there are.

@@ -151,6 +151,19 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
       const int its_row = kRecords ? -1 : keys.row(tile * kTile + slot, page);
       const bool mixed = p.queries > 1 && !keys.seen.by_all(key);
       if (!kRecords && tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
+      // Each member asks for some rows' lines, half a row a lane.
+      if (!kRecords && p.tuning.fetch > 0 && tile + 1 < tiles && slot % p.members == p.member()) {
+        const int next = keys.row((tile + 1) * kTile + slot, page);
+        const char* from = static_cast<const char*>(p.k) +
+                           ((keys.before + next) * p.groups + piece.group) * (kD * 2) +
+                           lane / 16 * 640;
+        if (next >= 0) {
+#pragma unroll
+          for (int i = 0; i < 5; ++i) {
+            if (i * 128 + lane / 16 * 640 < kD * 2) prefetch_line_l2(from + i * 128);
+          }
+        }
+      }
       const uint32_t free = ~phases >> tile % 2 & 1;
       const auto wait_free = [&](int parity, int part) {
         mbarrier_wait(&shared.key_free[parity][part], free);
@@ -199,10 +212,27 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
           for (int part = 0; part < (kByColumns ? 4 : 2); ++part) mbarrier_arrive(&full[part]);
         }
       };
+      // Registers wait for what they load, so let it be in the L2 by then.
+      const auto fetch = [&](int of) {
+        const int its = keys.row(of * kTile + slot, page);
+        if (p.tuning.fetch == 2) {
+          if (lane % 4 < 2 && its >= 0) prefetch_l2(at(its), kSparseMlaRecordBytes);
+          return;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int other = __shfl_sync(~0u, its, half, 4);
+          if (other < 0) continue;
+          const char* from = at(other) + lane % 4 * 128;
+          prefetch_line_l2(from);
+          if (lane % 4 < 2) prefetch_line_l2(from + 512);
+        }
+      };
       // The bytes of the steps to come are under way while those of one are unpacked.
       const auto unpack = [&](int parity) {
         const uint32_t to = parity * (sparse_mla::kKeyBlocks * kBlockBytes);
         const uint32_t bits = sparse_mla::bits_of_records(row);
+        if (p.tuning.fetch > 0 && tile + 1 < tiles) fetch(tile + 1);
         wait_free(parity, 0);
         if (!mixed) publish(parity, key, mixed, bits);
         const auto step = [&]<int kStep>() {
