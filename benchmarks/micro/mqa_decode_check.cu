@@ -506,7 +506,10 @@ int main(int argc, char** argv) {
   bench({64, 1, 8192, 32, 1, 576}, ceilings, one);
   for (int N : {16, 64, 128}) {
     std::vector<MqaDecodeTuning> fetches;
-    for (const int fetch : {0, 1, 2}) fetches.push_back({.fetch = fetch});
+    for (const int fetch : {0, 1, 2}) {
+      fetches.push_back({.fetch = fetch});
+      if (N > 16) fetches.push_back({.by_columns = true, .fetch = fetch});
+    }
     bench({.B = 64, .T = 1, .S = 8192, .N = N, .G = 1, .D = 576, .records = true}, ceilings,
           fetches);
   }

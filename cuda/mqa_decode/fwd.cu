@@ -11,9 +11,7 @@ template <int kD, bool kRecords>
 cudaError_t launch_wide(const MqaDecodeParams& p, cudaStream_t stream) {
   using namespace mqa_decode;
   auto* kernel = wide_kernel<kD, kRecords, false>;
-  if constexpr (!kRecords) {
-    if (p.tuning.by_columns) kernel = wide_kernel<kD, kRecords, true>;
-  }
+  if (p.tuning.by_columns) kernel = wide_kernel<kD, kRecords, !kRecords, kRecords>;
   return launch<WideShared<kD>, 1, true>(kernel, p, kWideRows, kWideThreads, stream);
 }
 

@@ -15,7 +15,7 @@ namespace jax_dsa {
 struct MqaDecodeTuning {
   int merge_cost = 6;       // of cutting requests at all, in tiles: below this, none is cut
   int least = 2;            // tiles of a share, if there are enough for one
-  bool by_columns = false;  // how the first kernel's room is freed and filled (sparse_mla/fwd.cuh)
+  bool by_columns = false;  // how the first kernel's room is freed and filled; records: who fences
   int evict = 0;            // its keys from the L2: first, in turn, last
   int fetch = 0;            // the next tile into the L2: not, by lines; records: by rows
 };

@@ -83,7 +83,7 @@ __device__ __forceinline__ void write_results(const Work<Shared>& w, int number,
   }
 }
 
-template <int kD, bool kRecords, bool kByColumns>
+template <int kD, bool kRecords, bool kByColumns, bool kFenceLate>
 __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
   constexpr int kBlocks = kD / 64;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -258,7 +258,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
           __syncwarp();
           drop_bad(parity);
           publish(parity, key, mixed, bits);
-        } else {
+        } else if (!kFenceLate) {
           fence_async_proxy();  // ordinary stores, which wgmma reads
         }
         mbarrier_arrive(&shared.key_full[parity][0]);
@@ -277,7 +277,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
 }
 
 // Unpacking takes more registers than copying.
-template <int kD, bool kRecords, bool kByColumns>
+template <int kD, bool kRecords, bool kByColumns, bool kFenceLate = false>
 __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_constant__ Decode p) {
   constexpr int kConsumer = kRecords ? 208 : 216, kProducer = kRecords ? 88 : 72;
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
@@ -288,13 +288,13 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     raise_registers<kConsumer>();
-    sparse_mla::consume<kD, 0, kByColumns>(Work<WideShared<kD>>(p), shared);
+    sparse_mla::consume<kD, 0, kByColumns, kFenceLate>(Work<WideShared<kD>>(p), shared);
   } else if (warpgroup == 1) {
     raise_registers<kConsumer>();
-    sparse_mla::consume<kD, 1, kByColumns>(Work<WideShared<kD>>(p), shared);
+    sparse_mla::consume<kD, 1, kByColumns, kFenceLate>(Work<WideShared<kD>>(p), shared);
   } else {
     lower_registers<kProducer>();
-    produce_wide<kD, kRecords, kByColumns>(p, shared);
+    produce_wide<kD, kRecords, kByColumns, kFenceLate>(p, shared);
   }
 }
 

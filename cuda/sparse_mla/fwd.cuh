@@ -91,7 +91,10 @@ __device__ __forceinline__ void hide_scores(const SparseMlaFwdParams&, const Sha
 // Warpgroup kSide. `Params` has a factor of scores, and functions which say what items there are
 // and what becomes of their scores and results: `first_item`, `item_step`, `item_count`,
 // `lazy_margin`, `hide_scores`, `write_results`.
-template <int kD, int kSide, bool kByColumns = false, typename Params, typename Notes>
+// With kFence it is they who make keys that ordinary stores have written visible to wgmma: the
+// writer would have to wait for all that it loads meanwhile.
+template <int kD, int kSide, bool kByColumns = false, bool kFence = false, typename Params,
+          typename Notes>
 __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int row = warp * 16 + lane / 4;
@@ -127,6 +130,7 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
       // It takes 2 % of the time. That wgmma sees copies whose mbarrier has completed is measured,
       // not promised; all kernels here that gather by cp.async rely on it, and others' do, too.
       mbarrier_wait(&shared.key_full[kSide][part], key_parity);
+      if (kFence) fence_async_proxy();
       if (part == 0) valid = shared.valid[kSide].all();
       wgmma_fence();
 #pragma unroll
@@ -175,6 +179,7 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   // Waits for the other's P and follows its references.
   const auto follow = [&](bool last) {
     named_barrier_sync<256>(kSide == 0 ? kOddReady : kEvenReady);
+    if (kFence) fence_async_proxy();
     const float to[2] = {shared.reference[1 - kSide][row], shared.reference[1 - kSide][row + 8]};
     if (__any_sync(~0u, to[0] != rows.reference[0] || to[1] != rows.reference[1])) {
       rows.move(to, factor);
