@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import matplotlib
-from speed import CEILINGS, ROOT, Results, loaded, masked
+from speed import CEILINGS, ROOT, Results, decoding, loaded, masked
 
 from jax_dsa.bench.masked_attention import EMPTY
 
@@ -121,7 +121,35 @@ def sparsity(rows: Results) -> plt.Figure:
     return figure
 
 
-FIGURES = {ceilings: loaded, lengths: loaded, sparsity: masked}
+# The fourth figure's panels: what the axis counts, and the cases' requests and keys.
+DECODED = {
+    "requests of 8192 keys": [(b, 8192) for b in (1, 8, 64, 128)],
+    "keys of each of 8 requests": [(8, s) for s in (2048, 8192, 32768, 131072)],
+}
+
+
+def decode(rows: Results) -> plt.Figure:
+    """Time of mqa_decode against batch and length, and its ceiling's."""
+    figure, panels = plt.subplots(1, 2, figsize=(8, 3.8), layout="constrained", sharey=True)
+    for axes, (counted, cases) in zip(panels, DECODED.items(), strict=True):
+        x = [b if counted.startswith("requests") else s for b, s in cases]
+        for heads, color in ((128, "#4477aa"), (16, "#228833")):
+            shown = [rows[f"mqa_decode fwd B{b}-S{s}-N{heads}-D576 bf16", "cuda"] for b, s in cases]
+            times = [float(row["milliseconds"]) * 1e3 for row in shown]
+            least = [t * float(row["ratio"]) for t, row in zip(times, shown, strict=True)]
+            axes.plot(x, times, "o-", color=color, label=f"{heads} heads")
+            axes.plot(x, least, "--", color=color, label=f"their ceiling, {heads} heads")
+        axes.set(xscale="log", yscale="log", xlabel=counted)
+        axes.set_xticks(x, [str(i) for i in x])
+        axes.set_xticks([], minor=True)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("microseconds")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    figure.supxlabel(f"one query a request, D 576, {shown[0]['device']}", fontsize=9)
+    return figure
+
+
+FIGURES = {ceilings: loaded, lengths: loaded, sparsity: masked, decode: decoding}
 
 
 def main() -> None:

@@ -89,6 +89,11 @@ def masked() -> Results:
     return read("masked_attention") if (RESULTS / "masked_attention.csv").exists() else {}
 
 
+def decoding() -> Results:
+    """What was measured of mqa_decode; nothing before it was."""
+    return read("mqa_decode") if (RESULTS / "mqa_decode.csv").exists() else {}
+
+
 def rested() -> Results:
     """What was measured with rests."""
     return read("rested")

@@ -90,18 +90,23 @@ def sparse_mla_decode(size: Scale) -> Iterator[Case]:
         cache = jax_dsa.FlatCache.empty(b, s, d, fp8=fp8).append(normal(y, b, s, 1, d))
         return normal(x, b, 1, n, d), cache, picks
 
+    def case(b: int, n: int, fp8: bool) -> Case:
+        dims = size(B=b, T=1, S=8192, N=n, D=576, K=2048)
+        n, d, k = (dims[x] for x in "NDK")
+        work = {
+            BF16: 2 * b * n * k * (d + 512),
+            COPY: b * (k * (RECORD_BYTES if fp8 else 2 * d) + 2 * n * (d + 512)),
+        }
+        build = functools.partial(make, dims, fp8)
+        call = jax_dsa.sparse_mla_decode
+        dtype = "fp8" if fp8 else "bf16"
+        return Case("sparse_mla", "fwd", dims, dtype, build, call, work, note="decode")
+
     for fp8 in (False, True):
         for b in (1, 8, 64, 128):
-            dims = size(B=b, T=1, S=8192, N=128, D=576, K=2048)
-            n, d, k = (dims[x] for x in "NDK")
-            work = {
-                BF16: 2 * b * n * k * (d + 512),
-                COPY: b * (k * (RECORD_BYTES if fp8 else 2 * d) + 2 * n * (d + 512)),
-            }
-            build = functools.partial(make, dims, fp8)
-            call = jax_dsa.sparse_mla_decode
-            dtype = "fp8" if fp8 else "bf16"
-            yield Case("sparse_mla", "fwd", dims, dtype, build, call, work, note="decode")
+            yield case(b, 128, fp8)
+    for b in (64, 128):
+        yield case(b, 64, True)
 
 
 def attn_dist(size: Scale) -> Iterator[Case]:
@@ -290,8 +295,8 @@ def mqa_decode(size: Scale) -> Iterator[Case]:
     for b, s, n, d in (
         (64, 8192, 64, 576),
         (64, 8192, 64, 512),
-        *((b, 8192, 128, 576) for b in (1, 8, 64, 128)),
-        *((b, 8192, 16, 576) for b in (64, 128)),
+        *((b, 8192, n, 576) for n in (128, 16) for b in (1, 8, 64, 128)),
+        *((8, s, n, 576) for n in (128, 16) for s in (2048, 32768, 131072)),
         (1, 640, 128, 576),
     ):
         dims = size(B=b, S=s, N=n, D=d)

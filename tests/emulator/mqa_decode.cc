@@ -172,6 +172,12 @@ const DecodeCase kCases[] = {
 int main(int argc, char** argv) {
   for (const DecodeCase& c : kCases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options);
+    const bool wide =
+        mqa_decode_rows(c.c.queries, c.c.heads, c.c.groups, c.c.dim, c.c.with.records) == 64;
+    DecodeCase other = c;
+    other.tuning.by_columns = true, other.tuning.fetch = 1;
+    if (!wide) continue;
+    for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(other, options);
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;
