@@ -64,6 +64,7 @@ struct Item {
 // A tile of an item's keys; an item that sees none has one, too, and so has the end.
 struct Listing {
   Item item;
+  int map;  // its number
   int key;  // the first
   bool partial;
   bool first, last;  // of its item

@@ -28,7 +28,7 @@ __device__ void list(const MaskedAttentionFwdParams& p, const Work& work, const 
     if (leader) number = atomicAdd(ticket, 1u);
     Item item = work.item(p, __shfl_sync(~0u, number, 0));
     if (item.over) {
-      for (int i = 0; i < kBuilderWarps; ++i) put({item, 0, false, true, true});
+      for (int i = 0; i < kBuilderWarps; ++i) put({item, 0, 0, false, true, true});
       return;
     }
     const QueryBounds* const q =
@@ -38,17 +38,17 @@ __device__ void list(const MaskedAttentionFwdParams& p, const Work& work, const 
     const SegmentBounds* const segments =
         bounds.segments ? bounds.segments + int64_t{item.batch} * ceil_div(keys, kKeyTile)
                         : nullptr;
-    const int32_t* const map =
-        map_tiles(p.mask, map_number(p.mask, item.batch, item.head, p.heads));
+    const int number_of_map = static_cast<int>(map_number(p.mask, item.batch, item.head, p.heads));
+    const int32_t* const map = map_tiles(p.mask, number_of_map);
     const int start = q ? max(q->min_start, 0) : 0, end = q ? min(q->max_end, keys) : keys;
     const bool any = start < end;
     TileWalk tiles(any ? start / Tr::kKeys : 0, any ? ceil_div(end, Tr::kKeys) : 0, [&](int tile) {
       return key_tile<Tr::kKeys>(p.mask, q, segments, map, keys, tile);
     });
     item.some = tiles.more();
-    if (!item.some) put({item, 0, false, true, true});
+    if (!item.some) put({item, 0, 0, false, true, true});
     for (bool first = true; tiles.more(); first = false) {
-      Listing x = {item, tiles.tile() * Tr::kKeys, tiles.partial(), first, false};
+      Listing x = {item, number_of_map, tiles.tile() * Tr::kKeys, tiles.partial(), first, false};
       tiles.pass();
       x.last = !tiles.more();
       put(x);
@@ -154,8 +154,7 @@ __device__ void build(const MaskedAttentionFwdParams& p, Shared<Tr>& shared, int
     if (item.over) return;
     if (x.partial) {
       uint32_t bits[kRows][kWords];
-      query_bits<Tr::kKeys>(p.mask, map_number(p.mask, item.batch, item.head, p.heads), item.batch,
-                            item.query, p.queries, x.key, keys, bits);
+      query_bits<Tr::kKeys>(p.mask, x.map, item.batch, item.query, p.queries, x.key, keys, bits);
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         uint32_t seen = 0;

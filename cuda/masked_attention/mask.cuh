@@ -204,8 +204,8 @@ __device__ __forceinline__ void load_bits(const uint8_t* from, uint32_t (&bits)[
 }
 
 // Which of the keys from `first` on a lane's queries see, the lowest bit of the first word first:
-// by a whole warp, whose lanes have queries `query` + lane, and those 32, 64, ... further on. Those
-// that are not there see nothing. Each step loads for all of them before any waits.
+// by a whole warp, whose lanes have queries `query` + lane, and those 32, 64, ... further on.
+// Beyond the last query is the last one again. Each step loads for all of them before any waits.
 template <int kKeys, int kRows>
 __device__ __forceinline__ void query_bits(const AttentionMask& m, int64_t map, int64_t entry,
                                            int query, int64_t queries, int first, int keys,
@@ -217,7 +217,7 @@ __device__ __forceinline__ void query_bits(const AttentionMask& m, int64_t map, 
   for (int r = 0; r < kRows; ++r) {
     at[r] = min(query + r * 32 + lane, static_cast<int>(queries) - 1);
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) bits[r][w] = 0;
+    for (int w = 0; w < kWords; ++w) bits[r][w] = ~0u;
   }
   if (m.map_rows) {
     const int32_t* const tiles = map_tiles(m, map) + first / m.block_k;
@@ -253,27 +253,22 @@ __device__ __forceinline__ void query_bits(const AttentionMask& m, int64_t map, 
         bits[r][w] = kind[r] >= 0 ? bits[r][w] : kind[r] == -1 ? ~0u : 0u;
       }
     }
-  } else {
+  }
+  if (m.starts || m.ends || first + kKeys > keys) {
+    int start[kRows], end[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t range = entry * m.range_stride + at[r];
+      start[r] = m.starts ? max(__ldg(m.starts + range), 0) : 0;
+      end[r] = m.ends ? max(min(__ldg(m.ends + range), keys), 0) : keys;
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) bits[r][w] = ~0u;
-    }
-  }
-  int start[kRows], end[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int64_t range = entry * m.range_stride + at[r];
-    start[r] = m.starts ? __ldg(m.starts + range) : 0;
-    end[r] = m.ends ? __ldg(m.ends + range) : INT_MAX;
-  }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const bool there = query + r * 32 + lane < queries;
-    const int from = max(start[r], 0), to = there ? max(min(end[r], keys), 0) : 0;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      bits[r][w] &= low_bits(to - first - 32 * w) & ~low_bits(from - first - 32 * w);
+      for (int w = 0; w < kWords; ++w) {
+        const int from = first + 32 * w;
+        bits[r][w] &= low_bits(end[r] - from) & ~low_bits(start[r] - from);
+      }
     }
   }
   if (m.kv_segments) {
