@@ -74,6 +74,21 @@ EXPLANATIONS = {
         ]
     ): "bulk_copy",
     frozenset(
+        [
+            *("masked_attention/fwd_producer.cuh:list", "masked_attention/fwd_producer.cuh:copy"),
+            "masked_attention/fwd_producer.cuh:build",
+        ]
+    ): "elected_writer",
+    frozenset(["masked_attention/fwd_producer.cuh:copy", "masked_attention/fwd.cuh:consume"]): (
+        "bulk_copy"
+    ),
+    frozenset(
+        [
+            *("masked_attention/fwd_producer.cuh:build", "masked_attention/fwd_producer.cuh:copy"),
+            *("masked_attention/mask.cuh:clear_rows", "masked_attention/scores.cuh:hide"),
+        ]
+    ): "elected_arrival",
+    frozenset(
         ["masked_attention/bwd_producer.cuh:build_bits", "masked_attention/scores.cuh:hide"]
     ): ("elected_arrival"),
     frozenset(["mqa_decode/few.cuh:hide_scores", "mqa_decode/few.cuh:produce_few"]): (
