@@ -1,6 +1,6 @@
 """Runs the check programs of benchmarks/micro under compute-sanitizer's tools, on a Hopper GPU.
 
-    python tools/sanitize.py [--jobs 8] [--only sparse_mla] [--tools memcheck racecheck]
+    python tools/sanitize.py [--jobs 8] [--only sparse_mla topk] [--tools memcheck racecheck]
 
 A row for each run as it ends, then one table, then what racecheck reported and which program of
 benchmarks/micro/racecheck explains it. Such a program has the pattern of a report and no race: it
@@ -252,9 +252,9 @@ def build(jobs: int, to: Path) -> None:
         list(pool.map(lambda c: subprocess.run(c, cwd=ROOT, check=True), commands))
 
 
-def runs(only: str, tools: list[str], built: Path) -> list[Run]:
+def runs(only: list[str], tools: list[str], built: Path) -> list[Run]:
     """What to run, the longest first."""
-    checks = [s.stem for s in CHECKS if only in s.stem]
+    checks = [s.stem for s in CHECKS if any(name in s.stem for name in only)]
     all_runs = [Run(n, built / n, ("small",), t) for t in TOOLS if t in tools for n in checks]
     if "racecheck" in tools:
         for name in (s.stem for s in PATTERNS):
@@ -324,7 +324,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=300, help="seconds, of a run")
-    parser.add_argument("--only", default="", help="check programs whose name has this in it")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="check programs whose names have one of these"
+    )
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "sanitize")
     parser.add_argument("--built", action="store_true", help="takes the programs as they are there")
