@@ -110,16 +110,17 @@ nb::tuple htree_workspaces(int64_t batch, int64_t tokens, int64_t queries, int64
   jax_dsa::HTreeFwdParams& fwd = bwd.fwd;
   fwd.batch = batch, fwd.queries = queries, fwd.heads = heads, fwd.groups = groups;
   fwd.tokens = tokens, fwd.dim = dim, fwd.compression = compression, fwd.top_k = top_k;
-  // For all rows, or what the budget has room for beside what does not depend on them.
-  const auto within = [&](auto bytes, int64_t fixed) {
-    const int64_t all = bytes(batch * queries * groups);
-    return std::max(std::min(all, fixed + budget), bytes(groups));
+  const auto within = [&](auto bytes, int64_t most) {
+    return std::max(std::min(bytes(batch * queries * groups), most), bytes(groups));
   };
   const auto attending = [&](int64_t rows) { return jax_dsa::htree_fwd_workspace(fwd, rows); };
   const auto backward = [&](int64_t rows) { return jax_dsa::htree_bwd_workspace(bwd, rows); };
-  return nb::make_tuple(jax_dsa::htree_tree_bytes(build), jax_dsa::htree_rotation_bytes(build),
-                        jax_dsa::htree_build_workspace(build), within(attending, 0),
-                        within(backward, 2 * jax_dsa::htree_tree_bytes(build)));
+  // The backward's has the tree's gradients in float32, and for fewer queries: so the L2 keeps more
+  // of their records.
+  const int64_t tree = jax_dsa::htree_tree_bytes(build);
+  return nb::make_tuple(tree, jax_dsa::htree_rotation_bytes(build),
+                        jax_dsa::htree_build_workspace(build), within(attending, budget),
+                        within(backward, 2 * tree + budget / 2));
 }
 
 // (major, minor) of every GPU that this process sees, none without a driver: asked of the driver
