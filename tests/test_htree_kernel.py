@@ -12,7 +12,8 @@ from compare import assert_as_good_as, assert_matches
 from oracles import htree as oracle
 
 from jax_dsa import htree_attention, htree_select
-from jax_dsa.ops.htree import cuda
+from jax_dsa.ops.htree import cuda, tree, xla
+from jax_dsa.ops.htree.spec import Operands, Options, Results
 
 pytestmark = pytest.mark.gpu
 
@@ -91,21 +92,98 @@ def test_chunks_and_runs_have_the_same_bits(
     assert all(np.array_equal(x, y) for x, y in zip(whole, chunks, strict=True))
 
 
-def test_gradients_are_those_of_the_xla_implementation(rng: np.random.Generator) -> None:
-    """One layer, so that rounding selects nothing."""
-    args = inputs(rng, 1, 60, 4, 2, 64)
+def gradients(
+    args: Any, weights: Any, implementation: str | None, dtype: Any = jnp.bfloat16, **options: Any
+) -> Any:
+    """Of a loss of out and lse."""
 
-    def grads(implementation: str | None, dtype: Any) -> Any:
-        def loss(*args: Any) -> jax.Array:
-            out = htree_attention(*args, compression=16, top_k=4, implementation=implementation)
-            return jnp.sin(out.astype(jnp.float32)).sum()
+    def loss(*args: Any) -> jax.Array:
+        results = htree_attention(*args, return_lse=True, implementation=implementation, **options)
+        return sum(jnp.vdot(w, x.astype(w.dtype)) for w, x in zip(weights, results, strict=True))
 
-        return jax.grad(loss, argnums=(0, 1, 2))(*(x.astype(dtype) for x in args))
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*(x.astype(dtype) for x in args))
 
-    got = grads(None, jnp.bfloat16)
-    low, exact = grads("xla", jnp.bfloat16), grads("xla", jnp.float32)
+
+def cotangents(rng: np.random.Generator, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    out, lse = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (q.shape, q.shape[:3]))
+    return out, lse
+
+
+# Rounding selects nothing there.
+ONE_LAYER = {
+    "one layer": ((2, 60, 4, 2, 64), {"compression": 16, "top_k": 4}),
+    "20 heads a group": ((1, 130, 40, 2, 128), {"compression": 8, "top_k": 32}),
+    "32 children": ((1, 500, 16, 1, 128), {"compression": 32, "top_k": 16}),
+}
+
+
+@pytest.mark.parametrize(("shape", "options"), ONE_LAYER.values(), ids=ONE_LAYER.keys())
+def test_gradients_are_those_of_the_xla_implementation(
+    shape: Any, options: dict, rng: np.random.Generator
+) -> None:
+    args = inputs(rng, *shape)
+    weights = cotangents(rng, args[0])
+    got = gradients(args, weights, "cuda", **options)
+    low = gradients(args, weights, "xla", **options)
+    exact = gradients(args, weights, "xla", jnp.float32, **options)
     for name, g, lo, ex in zip("qkv", got, low, exact, strict=True):
         assert_as_good_as(g, lo, ex, factor=4.0, what=name)
+
+
+@pytest.mark.parametrize(("shape", "options"), TREES.values(), ids=TREES.keys())
+def test_gradients_through_all_layers(shape: Any, options: dict, rng: np.random.Generator) -> None:
+    """Against the XLA implementation's backward pass, given the kernels' selection."""
+    args = inputs(rng, *shape)
+    weights = cotangents(rng, args[0])
+    got = gradients(args, weights, "cuda", **options)
+    positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape[:2])
+    operands = Operands(*args, positions)
+    scale = {"scale": shape[4] ** -0.5} | options
+    y = cuda.htree_fwd(Options(**scale), forward_avals(operands, options), operands)
+    wide = Operands(*(x.astype(jnp.float32) for x in args), positions)
+    exact = xla.htree_bwd(
+        Options(**scale),
+        wide,
+        y._replace(out=y.out.astype(jnp.float32)),
+        Results(*weights, selected=None),  # type: ignore[arg-type]
+    )
+    for name, g, ex in zip("qkv", got, exact, strict=True):
+        error = jnp.linalg.norm(g.astype(jnp.float32) - ex) / jnp.linalg.norm(ex)
+        assert error < 0.02, name
+
+
+def forward_avals(x: Operands, options: dict) -> Results:
+    batch, tokens, heads, _ = x.q.shape
+    layers = len(tree.tree_layers(tokens, options["compression"], options["top_k"]))
+    return Results(
+        jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
+        jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32),
+        jax.ShapeDtypeStruct(
+            (batch, tokens, x.k.shape[2], layers - 1, options["top_k"]), jnp.int16
+        ),
+    )
+
+
+def test_gradients_have_the_same_bits_on_every_run(rng: np.random.Generator) -> None:
+    args = inputs(rng, 1, 3000, 16, 1, 128)
+    weights = cotangents(rng, args[0])
+    first = gradients(args, weights, "cuda", compression=16, top_k=32)
+    for _ in range(100):
+        again = gradients(args, weights, "cuda", compression=16, top_k=32)
+        assert all(np.array_equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_queries_without_cotangents_have_no_gradients(rng: np.random.Generator) -> None:
+    """Not even if they meet NaN."""
+    q, k, v = inputs(rng, 1, 400, 4, 1, 64)
+    out, lse = cotangents(rng, q)
+    early = jnp.arange(400)[None, :, None] < 300
+    weights = jnp.where(early[..., None], out, 0), jnp.where(early, lse, 0)
+    nan = [jnp.where(early[..., None], x, jnp.nan).astype(x.dtype) for x in (q, k, v)]
+    want = gradients((q, k, v), weights, "cuda", compression=8, top_k=4)
+    got = gradients(nan, weights, "cuda", compression=8, top_k=4)
+    for name, g, w in zip("qkv", got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(g), np.asarray(w), err_msg=name)
 
 
 @pytest.mark.parametrize("empty", ["b", "t"])

@@ -393,15 +393,15 @@ def htree(size: Scale) -> Iterator[Case]:
     def last_query(q: Any, cache: jax_dsa.HTreeCache) -> Any:
         return cudnn(False, q, cache.k[:, : cache.capacity], cache.v[:, : cache.capacity])
 
-    for t in (32768, 131072):
-        dims = size(T=t, N=16, G=2, D=128)
+    for t in (16384, 65536, 131072, 262144):
+        dims = size(T=t, N=16, G=1, D=128)
         build = functools.partial(make, dims)
         peers: dict[str, Any] = {"cudnn": functools.partial(cudnn, True)}
         for step, diff in (("fwd", ()), ("bwd", (0, 1, 2))):
             call = jax_dsa.htree_attention
             yield Case("htree", step, dims, "bf16", build, call, {}, diff, peers)
-    for t in (16384, 131072):
-        dims = size(T=t, N=16, G=2, D=128)
+    for t in (16384, 131072, 1048576):
+        dims = size(T=t, N=16, G=1, D=128)
         yield Case(
             "htree",
             "fwd",

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core import ffi
-from jax_dsa.ops.htree.spec import Operands, Options, Results
+from jax_dsa.ops.htree.spec import Gradients, Operands, Options, Results
 
 # What the kernels cover, as in cuda/htree/htree.h.
 _DIMS = (64, 128)
 _COMPRESSIONS = (8, 16, 32)
 _MAX_TOP_K = 1024
 _MAX_GROUP_HEADS = 192
+_MAX_BWD_GROUP_HEADS = 128
 
 # Bytes of importances and lists that are in memory at a time: with 16 children a node and 512
 # selected, what 12 queries for each of 132 multiprocessors need, three times over.
@@ -38,26 +41,56 @@ def supports(options: Options, x: Operands) -> str | None:
     return None
 
 
+def bwd_supports(options: Options, x: Operands, *_: Results) -> str | None:
+    """None, or why the backward kernels do not run this call."""
+    heads, groups = x.q.shape[2], x.k.shape[2]
+    if heads // max(groups, 1) > _MAX_BWD_GROUP_HEADS:
+        return f"it takes up to {_MAX_BWD_GROUP_HEADS} heads a group, got N={heads}, G={groups}"
+    return supports(options, x)
+
+
 def htree_fwd(options: Options, avals: Results, x: Operands) -> Results:
     """`xla.htree_fwd`."""
-    batch, queries, _, dim = x.q.shape
-    sizes = ffi.extension().htree_workspace(
+    *tree, attending, _ = _workspaces(options, x)
+    outs = ffi.call("jax_dsa.htree_fwd.v1", x, [*avals, *tree, attending], **_numbers(options))
+    return Results(*outs[:3])
+
+
+def htree_bwd(
+    options: Options, avals: Gradients, x: Operands, y: Results, dy: Results
+) -> Gradients:
+    """`xla.htree_bwd`. The tree is built anew, which costs less than to keep it."""
+    *tree, _, attending = _workspaces(options, x)
+    outs = ffi.call(
+        "jax_dsa.htree_bwd.v1",
+        [*x, *y, dy.out, dy.lse],
+        [*avals, *tree, attending],
+        **_numbers(options),
+    )
+    return Gradients(*outs[:3])
+
+
+def _workspaces(options: Options, x: Operands) -> list[jax.ShapeDtypeStruct]:
+    """The tree, rotations, the build's, the forward's and the backward's."""
+    batch, queries, heads, dim = x.q.shape
+    sizes = ffi.extension().htree_workspaces(
         batch,
         x.k.shape[1],
         queries,
+        heads,
         x.k.shape[2],
         dim,
         options.compression,
         options.top_k,
         WORKSPACE_BUDGET,
     )
-    outs = ffi.call(
-        "jax_dsa.htree_fwd.v1",
-        x,
-        [*avals, *(jax.ShapeDtypeStruct((size,), jnp.uint8) for size in sizes)],
-        compression=np.int64(options.compression),
-        top_k=np.int64(options.top_k),
-        scale=np.float32(options.scale),
-        rope_base=np.float64(options.rope_base),
-    )
-    return Results(*outs[:3])
+    return [jax.ShapeDtypeStruct((size,), jnp.uint8) for size in sizes]
+
+
+def _numbers(options: Options) -> dict[str, Any]:
+    return {
+        "compression": np.int64(options.compression),
+        "top_k": np.int64(options.top_k),
+        "scale": np.float32(options.scale),
+        "rope_base": np.float64(options.rope_base),
+    }
