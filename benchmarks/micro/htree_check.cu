@@ -150,8 +150,7 @@ void bench(int64_t tokens, bool once) {
     using htree::Shape;
     time_shape<htree::ShippedScores<16>, htree::Shipped>("24, 12 warps", p, queries);
     if (once || tokens > 300000) continue;
-    time_shape<Shape<12, 160, 64>, Shape<12, 160, 32>>("12, 12 warps, 32 rows", p, queries);
-    time_shape<Shape<20, 88, 64>, Shape<8, 232, 64>>("20, 8 warps", p, queries);
+    time_shape<Shape<16, 112>, Shape<8, 232>>("16, 8 warps", p, queries);
   }
 }
 

@@ -1,7 +1,7 @@
 // The importance of a layer's candidates: logsumexp over the heads of the group of their scores, in
 // log2 units.
 //
-// Thread block, producer, ring: walk.cuh. All heads of a query meet in one warp, 16 at a time,
+// Thread block, producer, pool: walk.cuh. All heads of a query meet in one warp, 16 at a time,
 // their queries in shared memory; of the warps that a query has, each takes every so many-th block.
 // A lane has heads lane / 4 and 8 more of two columns in eight; it keeps a sum for each column, and
 // in three exchanges lanes that differ in heads join theirs, each passing on half of its columns as
@@ -19,8 +19,8 @@ namespace jax_dsa::htree {
 
 template <typename S, int kD, int kR>
 struct alignas(1024) ScoresShared {
-  using Blocks = Ring<S, kR, kR * kD * 2, S::kWarps <= 12 ? kRingBytes : 96 * 1024>;
-  Blocks ring;
+  using BlockPool = Pool<S, kR * kD * 2, 104 * 1024>;
+  BlockPool pool;
   uint8_t turns[S::kWarps][Turns<kD>::kBytes];
   // Of query i the warps' parts from i * warps_per_query on: 16 heads each, swizzled like blocks.
   uint8_t q[S::kWarps][kHeads * kD * 2];
@@ -79,6 +79,20 @@ __device__ __forceinline__ void join(Sum (&x)[kColumns]) {
   }
 }
 
+// Which column a lane has then: the bits of lane / 4 from the highest on choose halves.
+template <int kR>
+struct Column {
+  int column;
+  bool first;  // of the lanes that have it
+
+  __device__ explicit Column(int lane) {
+    constexpr int kBits = kR == 32 ? 3 : kR == 16 ? 2 : 1;
+    const int half = lane / 4 >> (3 - kBits);
+    column = half / 2 * 8 + lane % 4 * 2 + half % 2;
+    first = (lane / 4 & ((8 >> kBits) - 1)) == 0;
+  }
+};
+
 template <typename S, int kD, int kR>
 __global__ void __launch_bounds__(S::kThreads, 1)
     scores_kernel(const __grid_constant__ Pass pass, int layer) {
@@ -98,22 +112,18 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     load_16_now<0>(static_cast<const char*>(p.q) + from * kRowBytes + chunk * 16, has, x);
     store_shared_16(smem_address(shared.q[part]) + place<kD>(row, chunk), x);
   }
-  if (threadIdx.x == 0) {
-    shared.ring.init();
-    mbarrier_init_fence();
-  }
+  shared.pool.init();
   __syncthreads();
 
-  RingPlace<ScoresShared<S, kD, kR>::Blocks::kStages> at;
   if (warp >= S::kWarps) {
     lower_registers<S::kProducerRegisters>();
     if (warp > S::kWarps) return;
     const int64_t row = tile.row + min(lane, tile.queries - 1);
     const int64_t first = (tile.batch * p.groups + tile.group) * pass.layers.blocks;
-    produce(shared.ring, at,
-            static_cast<const uint8_t*>(p.tree) +
-                (first + pass.layers.first[layer]) * kNodeBytes<kD, kR>,
-            kNodeBytes<kD, kR>, Blocks::of<kR>(pass, tile.position(pass, lane), row, layer));
+    Producer(shared.pool, parts)
+        .run(static_cast<const uint8_t*>(p.tree) +
+                 (first + pass.layers.first[layer]) * kNodeBytes<kD, kR>,
+             kNodeBytes<kD, kR>, Blocks::of<kR>(pass, tile.position(pass, lane), row, layer));
     return;
   }
 
@@ -145,9 +155,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   named_barrier_sync<S::kWarps * 32>(1);
   turns.load(n - 1 - kR * part);
   int ordinal = 0;  // of the block that comes next
+  const int count = Blocks::of<kR>(pass, position, row, layer).size();
+  RingPlace<ScoresShared<S, kD, kR>::BlockPool::kSlots> at;
   const auto walk = [&](auto rotates) {
     constexpr bool kRotates = decltype(rotates)::value;
-    consume(shared.ring, at, query, [&](uint32_t block) {
+    consume(shared.pool, at, query, count, [&](uint32_t block) {
       const int at_ordinal = ordinal++, first = kR * at_ordinal;
       if (parts > 1 && at_ordinal % parts != part) return;
       const uint32_t turn = kRotates ? turns.next(n - 1 - first - kR * parts) : 0;
@@ -176,18 +188,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         join<kColumns, 16>(sums);
         return sums[0];
       };
-      // Which column that is: the bits of lane / 4 from the highest on choose halves.
-      constexpr int kBits = kColumns == 8 ? 3 : kColumns == 4 ? 2 : 1;
-      const int mine = lane / 4 >> (3 - kBits);
-      const int at_column = mine / 2 * 8 + lane % 4 * 2 + mine % 2;
-      const bool has = (lane / 4 & ((8 >> kBits) - 1)) == 0 && first + at_column < n - 1;
+      const Column<kR> mine(lane);
+      const bool has = mine.first && first + mine.column < n - 1;
       const PlainSum plain = sum(PlainSum());
       float result = plain.log2();
       if (__any_sync(~0u, has && !plain.good())) {
         const Sum any = sum(Sum());
         result = plain.good() ? result : any.log2();
       }
-      if (has) importance[first + at_column] = result;
+      if (has) importance[first + mine.column] = result;
     });
   };
   if (early) {
