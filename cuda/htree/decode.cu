@@ -37,8 +37,8 @@ int64_t htree_decode_workspace(const HTreeDecodeParams& p) {
   HTreeFwdParams none = p.fwd;
   none.workspace = nullptr;
   const int64_t layers = htree_layers(none.tokens, none.compression, none.top_k).count;
-  return htree::divide(none, layers,
-                       std::max<int64_t>(htree::decode_rows(none), htree::kDecodeBlocks), x);
+  return htree::divide(none, layers, std::max<int64_t>(htree::decode_rows(none), kMostProcessors),
+                       x);
 }
 
 cudaError_t launch_htree_decode(const HTreeDecodeParams& params, cudaStream_t stream) {

@@ -21,8 +21,7 @@ namespace jax_dsa::htree {
 
 inline constexpr int kDecodeWarps = 8;
 inline constexpr int kDecodeThreads = kDecodeWarps * 32;
-inline constexpr int kDecodeBlocks = 256;  // a query's blocks, or all queries' if there are more
-inline constexpr int kMaxHalf = 64;        // of D
+inline constexpr int kMaxHalf = 64;  // of D
 inline constexpr int kMergeThreads = 512;
 
 struct DecodePass {

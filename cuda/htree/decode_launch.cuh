@@ -44,7 +44,7 @@ inline cudaError_t make_decode_pass(const HTreeDecodeParams& params, DecodePass&
   }
   x.rows = decode_rows(p);
   x.width = static_cast<int>(p.compression * p.top_k), x.words = ceil_div(x.width, 32);
-  const int64_t most = std::min<int64_t>(device.processors, kDecodeBlocks);
+  const int64_t most = std::min(device.processors, kMostProcessors);
   x.splits = static_cast<int>(std::max<int64_t>(most / x.rows, 1));
   divide(p, x.pass.layers.count, x.rows * x.splits, x);
   return x.rows * std::max(x.splits, x.pass.group_heads) > INT32_MAX ? cudaErrorInvalidValue
