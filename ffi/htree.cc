@@ -141,8 +141,82 @@ ffi::Error htree_bwd(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positions,
   return launch_status(kOp, launch_htree_bwd(params, stream));
 }
 
+// Over a cache.
+ffi::Error htree_decode(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positions,
+                        ffi::Result<BF16> out, ffi::Result<F32> lse, ffi::Result<S16> selected,
+                        ffi::Result<U8> workspace, int64_t capacity, int64_t compression,
+                        int64_t top_k, float scale, double rope_base) {
+  constexpr const char* kOp = "htree_decode";
+  const auto q_dims = q.dimensions(), k_dims = k.dimensions();
+  if (q_dims.size() != 4) return invalid_argument(kOp, "q is not of rank 4");
+  if (k_dims.size() != 4) return invalid_argument(kOp, "k is not of rank 4");
+  const int64_t batch = q_dims[0], queries = q_dims[1], heads = q_dims[2], dim = q_dims[3];
+  const int64_t groups = k_dims[2];
+  if (capacity < 1 || compression < 2 || top_k < 1 || top_k > kHTreeMaxTopK) {
+    return invalid_argument(kOp, "capacity, compression or top_k is out of range");
+  }
+  if (groups < 1 || heads % groups != 0 || heads / groups > kHTreeMaxDecodeGroupHeads) {
+    return invalid_argument(kOp, "N is no multiple of G, or a group has more than 128 heads");
+  }
+  const int64_t nodes = htree_cache_nodes(capacity, compression, top_k);
+  const int64_t layers = htree_layers(capacity, compression, top_k).count;
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "k", k_dims, {}, {batch, nodes, groups, dim}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "v", v.dimensions(), k_dims, {}));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(kOp, "positions", positions.dimensions(), {}, {batch, queries}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "out", out->dimensions(), q_dims, {}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse->dimensions(), {}, {batch, queries, heads}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "selected", selected->dimensions(), {},
+                                      {batch, queries, groups, layers - 1, top_k}));
+  const HTreeDecodeParams params = {
+      .fwd =
+          {
+              .q = q.untyped_data(),
+              .positions = positions.typed_data(),
+              .tree = nullptr,
+              .rotations = nullptr,
+              .out = out->untyped_data(),
+              .lse = lse->typed_data(),
+              .selected = selected->typed_data(),
+              .workspace = workspace->untyped_data(),
+              .workspace_bytes = static_cast<int64_t>(workspace->element_count()),
+              .batch = batch,
+              .queries = queries,
+              .heads = heads,
+              .groups = groups,
+              .tokens = capacity,
+              .dim = dim,
+              .compression = compression,
+              .top_k = top_k,
+              .scale = scale,
+          },
+      .k = k.untyped_data(),
+      .v = v.untyped_data(),
+      .rope_base = rope_base,
+  };
+  return launch_status(kOp, launch_htree_decode(params, stream));
+}
+
 }  // namespace
 }  // namespace jax_dsa
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HTreeDecode, jax_dsa::htree_decode,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<jax_dsa::BF16>()
+                                  .Arg<jax_dsa::BF16>()
+                                  .Arg<jax_dsa::BF16>()
+                                  .Arg<jax_dsa::S32>()
+                                  .Ret<jax_dsa::BF16>()
+                                  .Ret<jax_dsa::F32>()
+                                  .Ret<jax_dsa::S16>()
+                                  .Ret<jax_dsa::U8>()
+                                  .Attr<int64_t>("capacity")
+                                  .Attr<int64_t>("compression")
+                                  .Attr<int64_t>("top_k")
+                                  .Attr<float>("scale")
+                                  .Attr<double>("rope_base"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(HTreeFwd, jax_dsa::htree_fwd,
                               xla::ffi::Ffi::Bind()

@@ -34,6 +34,7 @@ nb::dict targets() {
   out["jax_dsa.dequantize_fp8.v1"] = capsule(DequantizeFp8);
   out["jax_dsa.fp8_matmul.v1"] = capsule(Fp8Matmul);
   out["jax_dsa.htree_bwd.v1"] = capsule(HTreeBwd);
+  out["jax_dsa.htree_decode.v1"] = capsule(HTreeDecode);
   out["jax_dsa.htree_fwd.v1"] = capsule(HTreeFwd);
   out["jax_dsa.indexer_kl_loss_bwd.v1"] = capsule(IndexerKlLossBwd);
   out["jax_dsa.indexer_kl_loss_fwd.v1"] = capsule(IndexerKlLossFwd);
@@ -128,6 +129,15 @@ nb::tuple htree_workspaces(int64_t batch, int64_t tokens, int64_t queries, int64
                         within(backward, 2 * tree + budget / 2));
 }
 
+int64_t htree_decode_workspace(int64_t batch, int64_t capacity, int64_t queries, int64_t heads,
+                               int64_t groups, int64_t dim, int64_t compression, int64_t top_k) {
+  jax_dsa::HTreeDecodeParams params = {};
+  jax_dsa::HTreeFwdParams& fwd = params.fwd;
+  fwd.batch = batch, fwd.queries = queries, fwd.heads = heads, fwd.groups = groups;
+  fwd.tokens = capacity, fwd.dim = dim, fwd.compression = compression, fwd.top_k = top_k;
+  return jax_dsa::htree_decode_workspace(params);
+}
+
 // (major, minor) of every GPU that this process sees, none without a driver: asked of the driver
 // alone, so that no JAX backend starts.
 nb::list compute_capabilities() {
@@ -154,6 +164,7 @@ NB_MODULE(_cuda, m) {
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("compute_capabilities", &compute_capabilities);
   m.def("dense_loss_bytes", &jax_dsa::dense_loss_bytes);
+  m.def("htree_decode_workspace", &htree_decode_workspace);
   m.def("htree_workspaces", &htree_workspaces);
   m.def("masked_attention_workspaces", &masked_attention_workspaces);
   m.def("mqa_decode_workspace", &mqa_decode_workspace);

@@ -376,7 +376,7 @@ def test_calls_that_the_kernels_do_not_cover() -> None:
 
 
 NOT_COVERED = {
-    "cache": ({"capacity": 100}, {}),
+    "queries": ({"capacity": 100}, {}),
     "bfloat16": ({}, {"dtype": jnp.float16}),
     "D=256": ({}, {"d": 256}),
     "E=32": ({}, {"e": 32}),

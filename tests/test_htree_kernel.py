@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,8 +13,8 @@ import pytest
 from compare import assert_as_good_as, assert_matches
 from oracles import htree as oracle
 
-from jax_dsa import htree_attention, htree_select
-from jax_dsa.ops.htree import cuda, tree, xla
+from jax_dsa import HTreeCache, htree_attention, htree_decode, htree_select
+from jax_dsa.ops.htree import cuda, nodes, tree, xla
 from jax_dsa.ops.htree.spec import Operands, Options, Results
 
 pytestmark = pytest.mark.gpu
@@ -50,8 +52,8 @@ def test_against_the_oracle(shape: Any, options: dict, rng: np.random.Generator)
     }
     out, lse, seen = oracle.attention(*args, **options, choice=choice)
     for at, (candidates, _) in seen.items():
-        for layer, nodes in zip(layers, candidates, strict=True):
-            assert [x for x in layer.candidates[at] if x >= 0] == nodes
+        for layer, want in zip(layers, candidates, strict=True):
+            assert [x for x in layer.candidates[at] if x >= 0] == want
     got = both(args, **options)
     assert_matches(got[0].astype(np.float32), out.astype(np.float32), tol=2e-2)
     assert_matches(got[1], lse.astype(np.float32), tol=1e-2)
@@ -139,7 +141,8 @@ def test_gradients_through_all_layers(shape: Any, options: dict, rng: np.random.
     positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape[:2])
     operands = Operands(*args, positions)
     scale = {"scale": shape[4] ** -0.5} | options
-    y = cuda.htree_fwd(Options(**scale), forward_avals(operands, options), operands)
+    layers = tree.tree_layers(shape[1], options["compression"], options["top_k"])
+    y = cuda.htree_fwd(Options(**scale), avals(operands, options, layers), operands)
     wide = Operands(*(x.astype(jnp.float32) for x in args), positions)
     exact = xla.htree_bwd(
         Options(**scale),
@@ -152,14 +155,14 @@ def test_gradients_through_all_layers(shape: Any, options: dict, rng: np.random.
         assert error < 0.02, name
 
 
-def forward_avals(x: Operands, options: dict) -> Results:
+def avals(x: Operands, options: dict, layers: Any) -> Results:
+    """Of the forward pass over a tree."""
     batch, tokens, heads, _ = x.q.shape
-    layers = len(tree.tree_layers(tokens, options["compression"], options["top_k"]))
     return Results(
         jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
         jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32),
         jax.ShapeDtypeStruct(
-            (batch, tokens, x.k.shape[2], layers - 1, options["top_k"]), jnp.int16
+            (batch, tokens, x.k.shape[2], len(layers) - 1, options["top_k"]), jnp.int16
         ),
     )
 
@@ -184,6 +187,120 @@ def test_queries_without_cotangents_have_no_gradients(rng: np.random.Generator) 
     got = gradients(nan, weights, "cuda", compression=8, top_k=4)
     for name, g, w in zip("qkv", got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(g), np.asarray(w), err_msg=name)
+
+
+def steps(cache: HTreeCache, args: Any, counts: Any) -> Any:
+    """Appends so many tokens at a time, and yields them with the cache."""
+    start = 0
+    for count in counts:
+        q, k, v = (x[:, start : start + count] for x in args)
+        cache = jax.jit(HTreeCache.append)(cache, k, v)
+        yield start, q, cache
+        start += count
+
+
+def dirty_cache(args: Any, capacity: int, **options: Any) -> HTreeCache:
+    """Without tokens, NaN wherever nothing is written."""
+    k = args[1]
+    cache = HTreeCache.empty(k.shape[0], capacity, k.shape[3], groups=k.shape[2], **options)
+    return dataclasses.replace(
+        cache, k=jnp.full_like(cache.k, jnp.nan), v=jnp.full_like(cache.v, jnp.nan)
+    )
+
+
+@pytest.mark.parametrize("room", [0, 2000], ids=["full", "with room"])
+@pytest.mark.parametrize(("shape", "options"), TREES.values(), ids=TREES.keys())
+def test_decode_against_the_oracle(
+    shape: Any, options: dict, room: int, rng: np.random.Generator
+) -> None:
+    """A prompt and then one to four tokens a step; it is given the selection."""
+    args = inputs(rng, *shape)
+    tokens = shape[1]
+    tree_options = {name: options[name] for name in ("compression", "top_k")}
+    cache = dirty_cache(args, tokens + room, **tree_options)
+    layers = tree.tree_layers(cache.capacity, **tree_options)
+    scale = {"scale": shape[4] ** -0.5} | options
+    decode_options = Options(capacity=cache.capacity, **scale)
+    results, selected = [], []
+    counts = [16] * (tokens // 16) + [4, 3, 2, 1] * tokens
+    while sum(counts) > tokens:
+        counts.pop()
+    counts += [1] * (tokens - sum(counts))
+    for start, q, cache in steps(cache, args, counts):  # noqa: B020
+        positions = start + jnp.arange(q.shape[1], dtype=jnp.int32)
+        positions = jnp.broadcast_to(positions, q.shape[:2])
+        operands = Operands(q, cache.k, cache.v, positions)
+        y = cuda.htree_fwd(decode_options, avals(operands, options, layers), operands)
+        got = htree_decode(q, cache, return_lse=True, implementation="cuda", **rotary(options))
+        assert all(np.array_equal(a, b) for a, b in zip(got, y[:2], strict=True))
+        results.append(got)
+        selected.append(
+            nodes.inspect(y.selected.astype(jnp.int32), positions, layers, options["compression"])
+        )
+    ordinals = [np.concatenate([x[level][1] for x in selected], 1) for level in range(len(layers))]
+    # The oracle's tree has the layers that its tokens need; those above select all that there is.
+    choice = {
+        at: [[int(x) for x in layer[at] if x >= 0] for layer in ordinals]
+        for at in np.ndindex(shape[0], tokens, shape[3])
+    }
+    out, lse, _ = oracle.attention(*args, **options, choice=choice)
+    got = [np.concatenate([np.asarray(x[i], np.float32) for x in results], 1) for i in range(2)]
+    assert_matches(got[0], out.astype(np.float32), tol=2e-2)
+    assert_matches(got[1], lse.astype(np.float32), tol=1e-2)
+
+
+def rotary(options: dict) -> dict:
+    return {name: x for name, x in options.items() if name in ("scale", "rope_base")}
+
+
+def test_decode_is_attention(rng: np.random.Generator) -> None:
+    """Where the budget has room for all tokens: nothing is selected that rounding may decide."""
+    args = inputs(rng, 2, 3000, 16, 1, 128)
+    want = both(args)
+    cache = dirty_cache(args, 4000)
+    for start, q, cache in steps(cache, args, [2990, 1, 2, 3, 4]):  # noqa: B020
+        got = htree_decode(q[:, -4:], cache, return_lse=True, implementation="cuda")
+        at = slice(start + q.shape[1] - got[0].shape[1], start + q.shape[1])
+        assert_matches(got[0].astype(np.float32), want[0][:, at].astype(np.float32), tol=2e-2)
+        assert_matches(got[1], want[1][:, at], tol=1e-2)
+
+
+def test_decode_in_a_jitted_step_with_a_donated_cache(rng: np.random.Generator) -> None:
+    """Whose results have the same bits on every run."""
+    args = inputs(rng, 3, 2000, 16, 2, 64)
+    options = {"compression": 8, "top_k": 16}
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache: HTreeCache, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        cache = cache.append(k, v)
+        return cache, htree_decode(q, cache, return_lse=True, implementation="cuda")
+
+    prompt = jax.jit(HTreeCache.append)(
+        dirty_cache(args, 2100, **options), *(x[:, :1990] for x in args[1:])
+    )
+    first = None
+    for _ in range(100):
+        cache = jax.tree.map(jnp.copy, prompt)
+        results = []
+        for t in range(1990, 1994):
+            cache, got = step(cache, *(x[:, t : t + 1] for x in args))
+            results += [np.asarray(x, np.float32) for x in got]
+        assert all(np.isfinite(x).all() for x in results)
+        first = first or results
+        assert all(np.array_equal(x, y) for x, y in zip(first, results, strict=True))
+
+
+def test_decode_of_requests_without_tokens(rng: np.random.Generator) -> None:
+    args = inputs(rng, 2, 50, 4, 1, 64)
+    cache = dirty_cache(args, 300, compression=8, top_k=4)
+    cache = cache.append(*args[1:], counts=jnp.asarray([0, 2], jnp.int32))
+    out, lse = htree_decode(args[0][:, :3], cache, return_lse=True, implementation="cuda")
+    seen = np.array([[False] * 3, [False, True, True]])
+    assert np.all(np.asarray(out, np.float32)[~seen] == 0) and np.all(
+        np.asarray(lse)[~seen] == -np.inf
+    )
+    want = np.repeat(np.asarray(args[2], np.float32)[1, 0], 4, axis=0)
+    np.testing.assert_array_equal(np.asarray(out, np.float32)[1, 1], want)
 
 
 @pytest.mark.parametrize("empty", ["b", "t"])
