@@ -409,9 +409,17 @@ def htree(size: Scale) -> Iterator[Case]:
                 yield Case("htree", step, dims, "bf16", build, call, {}, diff, peers)
     for b, s in itertools.product((1, 32), (16384, 131072, 1048576)):
         dims = size(B=b, S=s, N=16, G=1, D=128)
-        build, call = functools.partial(make_cache, dims), jax_dsa.htree_decode
-        peers = {"mqa_decode": dense}
-        yield Case("htree", "fwd", dims, "bf16", build, call, {}, peers=peers, note="decode")
+        yield Case(
+            "htree",
+            "fwd",
+            dims,
+            "bf16",
+            functools.partial(make_cache, dims),
+            jax_dsa.htree_decode,
+            {},
+            peers={"mqa_decode": dense},
+            note="decode",
+        )
 
 
 OPERATORS: dict[str, Callable[[Scale], Iterator[Case]]] = {
