@@ -128,6 +128,20 @@ def dense(q, k, v, *, scale=None, rope_base=10000.0):
     return out
 
 
+def selected_nodes(ordinals, position, sizes, compression):
+    """The nodes of these ordinals [layers - 1, K], as `query` wants its `choice`."""
+    chosen = [[] for _ in sizes]
+    parents = None
+    for level in range(len(sizes) - 1, 0, -1):
+        nodes = np.arange(position // compression**level + 1)
+        if parents is not None:
+            nodes = (parents[:, None] * compression + np.arange(compression)).ravel()
+        row = ordinals[level - 1]
+        parents = nodes[row[row >= 0]]
+        chosen[level] = parents.tolist()
+    return chosen
+
+
 def times_covered(ordinals, position, tokens, sizes, compression, top_k):
     """How often each token is in what one query accumulates, given the ordinals [layers - 1, K]
     that it selects in layers 1, 2, ... of these sizes.
