@@ -89,6 +89,11 @@ def masked() -> Results:
     return read("masked_attention") if (RESULTS / "masked_attention.csv").exists() else {}
 
 
+def tree() -> Results:
+    """What was measured of tree attention, with cuDNN in the same run; nothing before it was."""
+    return read("htree") if (RESULTS / "htree.csv").exists() else {}
+
+
 def rested() -> Results:
     """What was measured with rests."""
     return read("rested")
