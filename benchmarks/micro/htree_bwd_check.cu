@@ -141,6 +141,7 @@ void bench(int64_t tokens) {
            same ? "the same" : "DIFFERENT");
     time_shape<htree::BwdShipped>("8 warps", call.b, queries);
     time_shape<htree::BwdShipped>("8 warps", call.b, queries / 2);
+    time_shape<htree::Shape<8, 232, 32>>("8 warps, 32 rows", call.b, queries);
   }
 }
 

@@ -122,29 +122,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       : "memory");
 }
 
-// Waits until phases of one or more of the `count` barriers, at most 32, have completed: of barrier
-// i that of the parity in bit i. Which ones, as bits. For all lanes of a warp.
-__device__ __forceinline__ uint32_t mbarrier_wait_any(uint64_t* barriers, int count,
-                                                      uint32_t parities) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  uint32_t which;
-  do {
-    int done = 0;
-    if (lane < count) {
-      asm volatile(
-          "{\n.reg .pred done;\n"
-          "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-          "selp.b32 %0, 1, 0, done;\n}\n"
-          : "=r"(done)
-          : "r"(smem_address(barriers + lane)), "r"(parities >> lane & 1)
-          : "memory");
-    }
-    which = __ballot_sync(~0u, done);
-  } while (which == 0);
-  __syncwarp();  // what one lane has waited for another one may use
-  return which;
-}
-
 // ---- cp.async ----------------------------------------------------------------------------------
 
 // 16 bytes from global to shared memory, zeros instead if !valid (then `from` is not read).

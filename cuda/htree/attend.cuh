@@ -1,6 +1,6 @@
 // The attention: one softmax over what the queries of a thread block did not select, all layers.
 //
-// Thread block, producer, pool: walk.cuh. A warp has 16 heads of one query, whose fragments and
+// Thread block, producer, ring: walk.cuh. A warp has 16 heads of one query, whose fragments and
 // outputs stay in registers, as in FlashAttention-2: a block's scores are, packed, the operand of
 // the product with its values. Probabilities are relative to a reference of their head, which
 // follows the maximum only when it is exceeded by a margin.
@@ -19,8 +19,7 @@ inline constexpr float kLazyMargin = 8.f;  // log2 units
 
 template <typename S, int kD, int kR>
 struct alignas(1024) AttendShared {
-  using BlockPool = Pool<S, kNodeBytes<kD, kR>, 208 * 1024>;
-  BlockPool pool;
+  Ring<S, kR, kNodeBytes<kD, kR>> ring;
   uint8_t turns[S::kWarps][Turns<kD>::kBytes];
 };
 
@@ -162,9 +161,13 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
   auto& shared = dynamic_shared<AttendShared<S, kD, kR>>();
   const HTreeFwdParams& p = pass.p;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  shared.pool.init();
+  if (threadIdx.x == 0) {
+    shared.ring.init();
+    mbarrier_init_fence();
+  }
   __syncthreads();
 
+  RingPlace<Ring<S, kR, kNodeBytes<kD, kR>>::kStages> at;
   if (warp >= S::kWarps) {
     lower_registers<S::kProducerRegisters>();
     if (warp > S::kWarps) return;
@@ -172,11 +175,11 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
     const int position = tile.position(pass, lane);
     const int64_t row = tile.row + min(lane, tile.queries - 1);
     const int64_t first = (tile.batch * p.groups + tile.group) * pass.layers.blocks;
-    Producer producer(shared.pool, pass.parts);
     for (int layer = pass.layers.count - 1; layer >= 0; --layer) {
-      producer.run(static_cast<const uint8_t*>(p.tree) +
-                       (first + pass.layers.first[layer]) * kNodeBytes<kD, kR>,
-                   kNodeBytes<kD, kR>, Blocks::of<kR>(pass, position, row, layer));
+      produce(shared.ring, at,
+              static_cast<const uint8_t*>(p.tree) +
+                  (first + pass.layers.first[layer]) * kNodeBytes<kD, kR>,
+              kNodeBytes<kD, kR>, Blocks::of<kR>(pass, position, row, layer));
     }
     return;
   }
@@ -187,7 +190,6 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
   uint32_t q[kD / 16][4];
   float o[kD / 8][4] = {};
   Softmax softmax;
-  RingPlace<AttendShared<S, kD, kR>::BlockPool::kSlots> at;
   Turns<kD> turns(p.rotations, shared.turns[warp]);
   for (int layer = pass.layers.count - 1; layer >= 0; --layer) {
     const Part mine(pass);
@@ -213,10 +215,9 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
 #pragma unroll
       for (int j = 0; j < kD / 32; ++j) rotate<kD>(q[j], q[j + kD / 32], turn, j);
     }
-    const int count = Blocks::of<kR>(pass, mine.position, mine.row, layer).size();
     const auto walk = [&](auto rotates) {
       constexpr bool kRotates = decltype(rotates)::value;
-      consume(shared.pool, at, mine.query, count, [&](uint32_t block) {
+      consume(shared.ring, at, mine.query, [&](uint32_t block) {
         const int rows = left;
         left -= kR;
         float s[kR / 8][4];

@@ -12,7 +12,7 @@
 namespace jax_dsa::htree {
 
 // Eight warps: they hold queries, cotangents and gradients in registers.
-using BwdShipped = Shape<8, 232>;
+using BwdShipped = Shape<8, 232, 64>;
 
 // Takes the workspace apart for the rows of the pass's chunk; returns its size.
 inline int64_t divide(const HTreeBwdParams& p, BwdPass& x) {

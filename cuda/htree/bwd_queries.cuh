@@ -14,10 +14,9 @@ namespace jax_dsa::htree {
 
 template <typename S, int kD, int kR>
 struct alignas(1024) QueriesShared {
-  static constexpr int kKeys = (kR < 16 ? 16 : kR) * kD * 2;
-  using BlockPool = Pool<S, kNodeBytes<kD, kR>, 212 * 1024 - S::kWarps * kKeys>;
-  BlockPool pool;
-  uint8_t keys[S::kWarps][kKeys];  // of a warp's block, rotated
+  using Blocks = Ring<S, kR, kNodeBytes<kD, kR>, 128 * 1024>;
+  Blocks ring;
+  uint8_t keys[S::kWarps][(kR < 16 ? 16 : kR) * kD * 2];  // of a warp's block, rotated
   uint8_t turns[S::kWarps][Turns<kD>::kBytes];
 };
 
@@ -49,9 +48,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const Pass& pass = x.pass;
   const HTreeFwdParams& p = pass.p;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  shared.pool.init();
+  if (threadIdx.x == 0) {
+    shared.ring.init();
+    mbarrier_init_fence();
+  }
   __syncthreads();
 
+  RingPlace<Shared::Blocks::kStages> at;
   if (warp >= S::kWarps) {
     lower_registers<S::kProducerRegisters>();
     if (warp > S::kWarps) return;
@@ -59,11 +62,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const int position = tile.position(pass, lane);
     const int64_t row = tile.row + min(lane, tile.queries - 1);
     const int64_t first = (tile.batch * p.groups + tile.group) * pass.layers.blocks;
-    Producer producer(shared.pool, pass.parts);
     for (int layer = pass.layers.count - 1; layer >= 0; --layer) {
-      producer.run(static_cast<const uint8_t*>(p.tree) +
-                       (first + pass.layers.first[layer]) * kNodeBytes<kD, kR>,
-                   kNodeBytes<kD, kR>, Blocks::of<kR>(pass, position, row, layer));
+      produce(shared.ring, at,
+              static_cast<const uint8_t*>(p.tree) +
+                  (first + pass.layers.first[layer]) * kNodeBytes<kD, kR>,
+              kNodeBytes<kD, kR>, Blocks::of<kR>(pass, position, row, layer));
     }
     return;
   }
@@ -86,7 +89,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       delta[r] = reinterpret_cast<const float*>(record + Record<kD>::kDelta)[head];
     }
   }
-  RingPlace<Shared::BlockPool::kSlots> at;
   Turns<kD> turns(p.rotations, shared.turns[warp]);
   for (int layer = pass.layers.count - 1; layer >= 0; --layer) {
     const Part mine(pass);
@@ -113,10 +115,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       for (int j = 0; j < kD / 32; ++j) rotate<kD>(q[j], q[j + kD / 32], early_turn, j);
       rotate_sums<kD, false>(dq, early_turn);
     }
-    const int count = Blocks::of<kR>(pass, mine.position, mine.row, layer).size();
     const auto walk = [&](auto rotates) {
       constexpr bool kRotates = decltype(rotates)::value;
-      consume(shared.pool, at, mine.query, count, [&](uint32_t block) {
+      consume(shared.ring, at, mine.query, [&](uint32_t block) {
         const int rows = left;
         left -= kR;
         const uint32_t turn = kRotates ? turns.next(layer ? left : left - 1) : 0;

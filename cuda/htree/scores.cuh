@@ -1,7 +1,7 @@
 // The importance of a layer's candidates: logsumexp over the heads of the group of their scores, in
 // log2 units.
 //
-// Thread block, producer, pool: walk.cuh. All heads of a query meet in one warp, 16 at a time,
+// Thread block, producer, ring: walk.cuh. All heads of a query meet in one warp, 16 at a time,
 // their queries in shared memory; of the warps that a query has, each takes every so many-th block.
 // A lane has heads lane / 4 and 8 more of two columns in eight; it keeps a sum for each column, and
 // in three exchanges lanes that differ in heads join theirs, each passing on half of its columns as
@@ -19,8 +19,8 @@ namespace jax_dsa::htree {
 
 template <typename S, int kD, int kR>
 struct alignas(1024) ScoresShared {
-  using BlockPool = Pool<S, kR * kD * 2, 104 * 1024>;
-  BlockPool pool;
+  using Blocks = Ring<S, kR, kR * kD * 2, S::kWarps <= 12 ? kRingBytes : 96 * 1024>;
+  Blocks ring;
   uint8_t turns[S::kWarps][Turns<kD>::kBytes];
   // Of query i the warps' parts from i * warps_per_query on: 16 heads each, swizzled like blocks.
   uint8_t q[S::kWarps][kHeads * kD * 2];
@@ -112,18 +112,22 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     load_16_now<0>(static_cast<const char*>(p.q) + from * kRowBytes + chunk * 16, has, x);
     store_shared_16(smem_address(shared.q[part]) + place<kD>(row, chunk), x);
   }
-  shared.pool.init();
+  if (threadIdx.x == 0) {
+    shared.ring.init();
+    mbarrier_init_fence();
+  }
   __syncthreads();
 
+  RingPlace<ScoresShared<S, kD, kR>::Blocks::kStages> at;
   if (warp >= S::kWarps) {
     lower_registers<S::kProducerRegisters>();
     if (warp > S::kWarps) return;
     const int64_t row = tile.row + min(lane, tile.queries - 1);
     const int64_t first = (tile.batch * p.groups + tile.group) * pass.layers.blocks;
-    Producer(shared.pool, parts)
-        .run(static_cast<const uint8_t*>(p.tree) +
-                 (first + pass.layers.first[layer]) * kNodeBytes<kD, kR>,
-             kNodeBytes<kD, kR>, Blocks::of<kR>(pass, tile.position(pass, lane), row, layer));
+    produce(shared.ring, at,
+            static_cast<const uint8_t*>(p.tree) +
+                (first + pass.layers.first[layer]) * kNodeBytes<kD, kR>,
+            kNodeBytes<kD, kR>, Blocks::of<kR>(pass, tile.position(pass, lane), row, layer));
     return;
   }
 
@@ -155,11 +159,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   named_barrier_sync<S::kWarps * 32>(1);
   turns.load(n - 1 - kR * part);
   int ordinal = 0;  // of the block that comes next
-  const int count = Blocks::of<kR>(pass, position, row, layer).size();
-  RingPlace<ScoresShared<S, kD, kR>::BlockPool::kSlots> at;
   const auto walk = [&](auto rotates) {
     constexpr bool kRotates = decltype(rotates)::value;
-    consume(shared.pool, at, query, count, [&](uint32_t block) {
+    consume(shared.ring, at, query, [&](uint32_t block) {
       const int at_ordinal = ordinal++, first = kR * at_ordinal;
       if (parts > 1 && at_ordinal % parts != part) return;
       const uint32_t turn = kRotates ? turns.next(n - 1 - first - kR * parts) : 0;

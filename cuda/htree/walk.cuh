@@ -3,9 +3,7 @@
 //
 // The queries are of one group of heads. The warp behind those that multiply is the producer: its
 // lane i has the list of query i's nodes, ascending, and all lanes together pass over the union of
-// the lists. The block of children of each node is copied once, and those that take it are told
-// where it lies. A warp sees nothing of blocks that others take, so that it falls behind, or runs
-// ahead, by as many blocks as there is room for.
+// the lists. The block of children of each node is copied once, with a word of who takes it.
 // Kernels differ in what of a block they copy and in what their warps do with the ones they take.
 #pragma once
 
@@ -22,21 +20,23 @@
 namespace jax_dsa::htree {
 
 inline constexpr int kHeads = 16;  // of a warp
+inline constexpr int kRingBytes = 160 * 1024;
 
-// How a thread block is made up: warps that multiply and their registers.
-template <int kWarps_, int kRegisters_>
+// How a thread block is made up: warps that multiply, their registers, rows of a stage's blocks.
+template <int kWarps_, int kRegisters_, int kStageRows_>
 struct Shape {
   static constexpr int kWarps = kWarps_;
   static constexpr int kThreads = (kWarps + 4) * 32;  // of the last four warps one is the producer
   static constexpr int kRegisters = kRegisters_;
   static constexpr int kProducerRegisters = 32;
+  static constexpr int kStageRows = kStageRows_;
   static_assert(kWarps % 4 == 0 && registers_fit(1, kWarps / 4, kRegisters, kProducerRegisters));
 };
 // Its twelve warps are one, two, three, four or six a query.
-using Shipped = Shape<12, 160>;
+using Shipped = Shape<12, 160, 64>;
 // Scores need fewer registers.
 template <int kR>
-using ShippedScores = std::conditional_t<kR == 32, Shape<16, 112>, Shape<24, 72>>;
+using ShippedScores = std::conditional_t<kR == 32, Shape<16, 112, 64>, Shape<24, 72, 64>>;
 
 // Some of the queries, and what the passes leave each other about them. A row is a (batch entry,
 // group, query) of these, in that order.
@@ -123,32 +123,22 @@ struct Tile {
 template <int kD, int kR>
 inline constexpr int kNodeBytes = kR * kD * 2 * 2;  // of a block in memory
 
-// Blocks in shared memory, on their way or in use: slots that the producer gives to any block as
-// they fall free, and for each query the slots of its blocks, in order. `kBytes` of each block are
-// copied.
-template <typename S, int kBytes_, int kRoom>
-struct alignas(1024) Pool {
+// `kBytes` of each block are copied.
+template <typename S, int kR, int kBytes_, int kRoom = kRingBytes>
+struct alignas(1024) Ring {
   static constexpr int kBytes = kBytes_;
-  static constexpr int kSlots = kRoom / kBytes < 32 ? kRoom / kBytes : 32;  // a lane each
-  static constexpr int kWarps = S::kWarps;
-  uint8_t blocks[kSlots][kBytes];
-  uint64_t full[kSlots], free[kSlots];
-  // Queues of slots, with the parity of "full" in bit 5. A query has at most as many blocks
-  // outstanding as there are slots, so the producer need not wait for a place.
-  uint64_t told[kWarps][kSlots];
-  uint8_t queue[kWarps][kSlots];
+  static constexpr int kBlocks = S::kStageRows / kR;  // of a stage
+  static constexpr int kStages = kRoom / (kBlocks * kBytes);
+  uint8_t blocks[kStages][kBlocks][kBytes];
+  // Of each block bit i: query i takes it; at last, whether the layer ends.
+  uint32_t takers[kStages][kBlocks + 1];
+  uint64_t full[kStages], free[kStages];
 
-  // By all threads of a block, before a barrier of theirs.
   __device__ void init() {
-    for (int i = threadIdx.x; i < kSlots * (kWarps + 2); i += S::kThreads) {
-      const int which = i / kSlots, slot = i % kSlots;
-      if (which < kWarps) {
-        mbarrier_init(&told[which][slot], 1);
-      } else {
-        mbarrier_init(which == kWarps ? &full[slot] : &free[slot], which == kWarps ? 1 : kWarps);
-      }
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(&full[i], 1);
+      mbarrier_init(&free[i], S::kWarps);
     }
-    mbarrier_init_fence();
   }
 };
 
@@ -174,81 +164,67 @@ struct Blocks {
     const int node = load_now(list + i, i < count, -1);
     return node < 0 ? INT_MAX : early + node;
   }
-  // How many there are: not all if scores of candidates were not finite.
-  __device__ int size() const {
-    int n = count;
-    while (list && n > 0 && list[n - 1] < 0) --n;
-    return n;
-  }
 };
 
-// The warp that fills a pool.
-template <typename Pool>
-struct Producer {
-  static constexpr int kAtOnce = 4;  // blocks
-  Pool& pool;
-  int parts;              // warps of a query
-  uint32_t vacant = 0;    // slots
-  uint32_t parities = 0;  // of the phases that the slots' next blocks have
-  int end = 0;            // lane i: where query i's queue goes on
-
-  __device__ Producer(Pool& pool, int parts) : pool(pool), parts(parts) {}
-
-  // One layer: lane i has query i's blocks. `tree` is the layer's first one.
-  __device__ void run(const uint8_t* tree, int64_t node_bytes, const Blocks& blocks_of) {
-    const int lane = threadIdx.x % 32;
-    const uint64_t keep = l2_policy_evict_last();
-    int next = 1;
-    int node = blocks_of[0], upcoming = blocks_of[1];  // one ahead, to hide the load
+// One layer, by the producer: lane i has query i's blocks. `tree` is the layer's first one.
+template <typename Ring>
+__device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t* tree,
+                        int64_t node_bytes, const Blocks& blocks_of) {
+  const int lane = threadIdx.x % 32;
+  const uint64_t keep = l2_policy_evict_last();
+  int next = 1;
+  int node = blocks_of[0], upcoming = blocks_of[1];  // one ahead, to hide the load
+  bool last;
+  do {
+    int own = INT_MAX, blocks = 0;
+    uint32_t takers = 0;
     int least = __reduce_min_sync(~0u, node);
-    while (least != INT_MAX) {
-      if (vacant == 0) vacant = mbarrier_wait_any(pool.free, Pool::kSlots, ~parities);
-      int own = INT_MAX, own_slot = 0;
-      uint32_t takers = 0;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (least == INT_MAX || vacant == 0) continue;
-        const int slot = __ffs(vacant) - 1;
-        const bool takes = node == least;
-        const uint32_t all = __ballot_sync(~0u, takes);
-        if (lane == i) own = least, own_slot = slot, takers = all;
-        if (takes) {
-          pool.queue[lane][end] = static_cast<uint8_t>(slot | (parities >> slot & 1) << 5);
-          mbarrier_arrive(&pool.told[lane][end]);
-          end = end + 1 < Pool::kSlots ? end + 1 : 0;
-          node = upcoming, upcoming = blocks_of[++next];
-        }
-        vacant &= vacant - 1;
-        parities ^= 1u << slot;
-        least = __reduce_min_sync(~0u, node);
-      }
-      if (own != INT_MAX) {
-        mbarrier_arrive_expect(&pool.full[own_slot], Pool::kBytes);
-        bulk_load(pool.blocks[own_slot], tree + own * node_bytes, Pool::kBytes,
-                  &pool.full[own_slot], keep);
-        // Warps that do not take it will not wait for it.
-        const int others = Pool::kWarps - __popc(takers) * parts;
-        if (others > 0) mbarrier_arrive(&pool.free[own_slot], static_cast<uint32_t>(others));
-      }
+    for (int i = 0; i < Ring::kBlocks; ++i) {
+      if (least == INT_MAX) continue;
+      const bool takes = node == least;
+      const uint32_t all = __ballot_sync(~0u, takes);
+      if (lane == i) own = least, takers = all;
+      if (takes) node = upcoming, upcoming = blocks_of[++next];
+      ++blocks;
+      least = __reduce_min_sync(~0u, node);
     }
-  }
-};
-
-// One layer, by a warp that multiplies: take(block) for each of the query's `count` blocks, in
-// order.
-template <typename Pool, typename Take>
-__device__ __forceinline__ void consume(Pool& pool, RingPlace<Pool::kSlots>& at, int query,
-                                        int count, Take take) {
-#pragma unroll 1
-  for (; count > 0; --count) {
-    mbarrier_wait(&pool.told[query][at.index], at.parity);
-    const int slot = pool.queue[query][at.index] % 32, parity = pool.queue[query][at.index] / 32;
-    mbarrier_wait(&pool.full[slot], parity);
-    take(smem_address(pool.blocks[slot]));
+    last = least == INT_MAX;
+    mbarrier_wait(&ring.free[at.index], at.parity ^ 1);
+    if (lane == Ring::kBlocks) takers = last;
+    if (lane <= Ring::kBlocks) ring.takers[at.index][lane] = takers;
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&pool.free[slot]);
+    if (lane == 0) mbarrier_arrive_expect(&ring.full[at.index], blocks * Ring::kBytes);
+    __syncwarp();
+    if (own != INT_MAX) {
+      bulk_load(ring.blocks[at.index][lane], tree + own * node_bytes, Ring::kBytes,
+                &ring.full[at.index], keep);
+    }
     at.advance();
-  }
+  } while (!last);
+}
+
+// One layer, by a warp that multiplies: take(block) for each block that `query` takes, in order.
+template <typename Ring, typename Take>
+__device__ __forceinline__ void consume(Ring& ring, RingPlace<Ring::kStages>& at, int query,
+                                        Take take) {
+  constexpr uint32_t kLast = 1u << Ring::kBlocks;
+  const int lane = threadIdx.x % 32;
+  uint32_t takes;  // bit i: block i of the stage, until it is taken
+  do {
+    mbarrier_wait(&ring.full[at.index], at.parity);
+    const uint32_t takers = ring.takers[at.index][min(lane, Ring::kBlocks)];
+    takes = __ballot_sync(~0u, takers >> (lane < Ring::kBlocks ? query : 0) & 1);
+#pragma unroll 1
+    while (takes & (kLast - 1)) {
+      const int block = __ffs(takes) - 1;
+      takes &= takes - 1;
+      take(smem_address(ring.blocks[at.index][block]));
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(&ring.free[at.index]);
+    at.advance();
+  } while (!(takes & kLast));
 }
 
 // cos and sin of a warp's rotations, one after the other: each is loaded one ahead, a part a lane,

@@ -65,18 +65,6 @@ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   emulator::wait_until("mbarrier at", emulator::shared_offset(barrier),
                        [=] { return emulator::mbarrier(barrier).phase != parity; });
 }
-inline uint32_t mbarrier_wait_any(uint64_t* barriers, int count, uint32_t parities) {
-  const auto done = [=](int i) {
-    return i < count && emulator::mbarrier(barriers + i).phase != (parities >> i & 1);
-  };
-  emulator::wait_until("one of the mbarriers from", emulator::shared_offset(barriers), [=] {
-    for (int i = 0; i < count; ++i) {
-      if (done(i)) return true;
-    }
-    return false;
-  });
-  return __ballot_sync(~0u, done(static_cast<int>(emulator::self().thread % 32)));
-}
 
 // ---- copies ------------------------------------------------------------------------------------
 
