@@ -18,6 +18,8 @@ from jax_dsa.ops.htree import cuda, nodes, tree, xla
 from jax_dsa.ops.htree.cache import HTreeCache
 from jax_dsa.ops.htree.spec import Operands, Options, Tokens, check_tree
 
+_LIMITS = "bfloat16; D = E 64 or 128; compression 8, 16 or 32; top_k to 1024"
+
 # The heads of a group select together: they are not split.
 FWD = Pass(
     "htree_fwd",
@@ -26,10 +28,15 @@ FWD = Pass(
     kernel=Kernel(
         cuda.htree_fwd,
         cuda.supports,
-        limits="bfloat16; D = E 64 or 128; compression 8, 16 or 32; top_k to 1024; no cache",
+        limits=f"{_LIMITS}; over a cache up to 16 queries",
     ),
 )
-BWD = Pass("htree_bwd", xla.htree_bwd, shardable="b t g")
+BWD = Pass(
+    "htree_bwd",
+    xla.htree_bwd,
+    shardable="b t g",
+    kernel=Kernel(cuda.htree_bwd, cuda.bwd_supports, limits=f"{_LIMITS}; no cache"),
+)
 BUILD_FWD = Pass("htree_build_fwd", xla.htree_build_fwd, shardable="b g")
 BUILD_BWD = Pass("htree_build_bwd", xla.htree_build_bwd, shardable="b g")
 

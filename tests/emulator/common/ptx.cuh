@@ -258,6 +258,11 @@ inline float exp2_approx(float x) { return std::exp2(x); }
 
 inline float log2_approx(float x) { return std::log2(x); }
 
+inline float2 cosine_and_sine(float turn) {
+  const float angle = turn * 6.2831853f;
+  return {std::cos(angle), std::sin(angle)};
+}
+
 inline float reciprocal_approx(float x) { return 1.f / x; }
 
 inline float max_nan(float a, float b) { return a > b || std::isnan(a) ? a : b; }
