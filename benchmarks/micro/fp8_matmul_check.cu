@@ -1,8 +1,9 @@
 // Tests the FP8 matmul's kernels against float64 on the CPU, then times them and their variants.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o fp8_matmul_check \
 //       benchmarks/micro/fp8_matmul_check.cu cuda/fp8/matmul.cu
-//   ./fp8_matmul_check [test|small|bench|profile] [seed]
-// `bench` prints a line for each variant of each shape, `planned` for what launch_fp8_matmul takes.
+//   ./fp8_matmul_check [test|small|bench|profile] [seed] [case]
+// `bench` times cases whose name has `case` in it, and prints a line for each variant of each
+// shape, `planned` for what launch_fp8_matmul takes.
 #include <unistd.h>
 
 #include <ctime>
@@ -225,7 +226,10 @@ void bench_copy() {
   CHECK(cudaFree(b));
 }
 
+std::string only;  // cases
+
 void bench(const Case& c, const std::vector<Variant>& all, int copies = 1) {
+  if (std::string(c.name).find(only) == std::string::npos) return;
   Large x(c, copies);
   const Plan plan = jax_dsa::fp8::plan(x.p, processors());
   printf("%s: M%lld N%lld K%lld, planned: %s%d rows, %d parts\n", c.name, (long long)c.m,
@@ -245,6 +249,7 @@ void bench(const Case& c, const std::vector<Variant>& all, int copies = 1) {
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "test";
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : time(nullptr);
+  if (argc > 3) only = argv[3];
   setvbuf(stdout, nullptr, _IOLBF, 0);
   printf("seed %llu\n", (unsigned long long)seed);
   using enum DType;

@@ -1,7 +1,7 @@
 // FP8 matmul for many rows: persistent, by tiles of 256 (or 128) rows and 128 columns.
 //
 // Two warpgroups multiply, each half of a tile's rows, 64 at a time; one promotes while the other
-// multiplies. Two
+// multiplies, and with 128 rows each has two products on their way. Two
 // blocks of a cluster have the same rows and neighbouring columns: each copies half of the rows to
 // both, so that a cluster's tile is 256 x 256 to the L2.
 //
@@ -146,6 +146,19 @@ struct Store {
   }
 };
 
+// A warpgroup's sums of 64 rows to memory.
+template <typename Tr>
+__device__ __forceinline__ void store_half(Store<Tr>& store, const Item& item, int row,
+                                           const float (&sum)[64]) {
+  if (store.p.dtype == DType::kF32) {
+    store.template rows<float>(item, row, sum);
+  } else if (store.p.dtype == DType::kBF16) {
+    store.template rows<__nv_bfloat16>(item, row, sum);
+  } else {
+    store.template rows<__half>(item, row, sum);
+  }
+}
+
 template <typename Tr>
 __device__ void math(Walk<Tr> walk, const Fp8MatmulParams& p, const CUtensorMap& out_map,
                      Shared<Tr>& shared) {
@@ -154,21 +167,53 @@ __device__ void math(Walk<Tr> walk, const Fp8MatmulParams& p, const CUtensorMap&
   const int own_row = multiplier.own_row - multiplier.lane / 4;
   while (walk.next()) {
     float sum[Tr::kHalves][64] = {};
-    const auto store_half = [&](int h) {
-      const int row = walk.item.row + own_row + 64 * h;
-      if (p.dtype == DType::kF32) {
-        store.template rows<float>(walk.item, row, sum[h]);
-      } else if (p.dtype == DType::kBF16) {
-        store.template rows<__nv_bfloat16>(walk.item, row, sum[h]);
-      } else {
-        store.template rows<__half>(walk.item, row, sum[h]);
-      }
-    };
 #pragma unroll 1
     for (int left = walk.item.last - walk.item.first; left > 1; --left) {
       multiplier.add(sum, [](int) {});
     }
-    multiplier.add(sum, store_half);
+    multiplier.add(sum, [&](int h) {
+      store_half(store, walk.item, walk.item.row + own_row + 64 * h, sum[h]);
+    });
+  }
+  store.end();
+}
+
+// Where there are registers for two products, a warpgroup begins the next one before it promotes
+// the last.
+template <typename Tr>
+__device__ void math_ahead(Walk<Tr> walk, const Fp8MatmulParams& p, const CUtensorMap& out_map,
+                           Shared<Tr>& shared) {
+  Multiplier<Tr> multiplier(shared.ring);
+  Store<Tr> store = {p, out_map, shared.pieces[threadIdx.x / 32]};
+  const int own_row = multiplier.own_row - multiplier.lane / 4;
+  RingPlace<Tr::kStages> ahead;
+  while (walk.next()) {
+    float d[2][64], sum[64] = {};
+    const auto step = [&](float (&now)[64], float (&next)[64]) {
+      const float2 own = multiplier.scales(0);
+      multiplier.begin(ahead, next);
+      wgmma_wait<1>();
+      multiplier.end(now, own, sum);
+    };
+    const auto last = [&](float (&now)[64]) {
+      const float2 own = multiplier.scales(0);
+      wgmma_wait<0>();
+      multiplier.end(now, own, sum);
+    };
+    multiplier.begin(ahead, d[0]);
+    int left = walk.item.last;
+#pragma unroll 1
+    for (; left > 2; left -= 2) {
+      step(d[0], d[1]);
+      step(d[1], d[0]);
+    }
+    if (left == 2) {
+      step(d[0], d[1]);
+      last(d[1]);
+    } else {
+      last(d[0]);
+    }
+    store_half(store, walk.item, walk.item.row + own_row, sum);
   }
   store.end();
 }
@@ -193,7 +238,11 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
   }
   if (threadIdx.x < Tr::kMathThreads) {
     raise_registers<Tr::kMathRegisters>();
-    math<Tr>(Walk<Tr>(p), p, out_map, shared);
+    if constexpr (Tr::kHalves == 1) {
+      math_ahead<Tr>(Walk<Tr>(p), p, out_map, shared);
+    } else {
+      math<Tr>(Walk<Tr>(p), p, out_map, shared);
+    }
   } else {
     lower_registers<Tr::kOtherRegisters>();
     produce<Tr>(Walk<Tr>(p), p, a_map, b_map, shared.ring);

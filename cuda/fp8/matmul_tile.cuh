@@ -221,19 +221,11 @@ struct Multiplier {
   template <typename Done>
   __device__ __forceinline__ void add(float (&sum)[Tr::kHalves][64], const Done& done) {
     mbarrier_wait(&ring.full[at.index], at.parity);
-    const float* const scale = ring.scale[at.index] + own_row;
-    const uint64_t stage_a = moved(a, at.index * Tr::kRows * kDepth);
-    const uint64_t stage_b = moved(b, at.index * kColumns * kDepth);
 #pragma unroll
     for (int h = 0; h < Tr::kHalves; ++h) {
-      const float own[2] = {scale[64 * h], scale[64 * h + 8]};
+      const float2 own = scales(h);
       float d[64];
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        wgmma_e4m3(d, moved(stage_a, h * kBlockBytes + 32 * i), moved(stage_b, 32 * i), i > 0);
-      }
-      wgmma_commit();
+      multiply(at, h, d);
       wgmma_wait<0>();
       wgmma_pin(d);
       promote(d, own, sum[h]);
@@ -241,6 +233,38 @@ struct Multiplier {
       done(h);
     }
     at.advance();
+  }
+
+  // The same in two steps: begins the product of stage `place`, and adds that of `at`.
+  __device__ __forceinline__ void begin(RingPlace<Tr::kStages>& place, float (&d)[64]) const {
+    mbarrier_wait(&ring.full[place.index], place.parity);
+    wgmma_forget(d);
+    multiply(place, 0, d);
+    place.advance();
+  }
+  __device__ __forceinline__ void end(float (&d)[64], const float2& own, float (&sum)[64]) {
+    wgmma_pin(d);
+    promote(d, own, sum);
+    release();
+    at.advance();
+  }
+
+  // Of this thread's two rows of half h.
+  __device__ __forceinline__ float2 scales(int h) const {
+    const float* const scale = ring.scale[at.index] + own_row + 64 * h;
+    return {scale[0], scale[8]};
+  }
+
+  __device__ __forceinline__ void multiply(const RingPlace<Tr::kStages>& place, int h,
+                                           float (&d)[64]) const {
+    const uint64_t stage_a = moved(a, place.index * Tr::kRows * kDepth + h * kBlockBytes);
+    const uint64_t stage_b = moved(b, place.index * kColumns * kDepth);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      wgmma_e4m3(d, moved(stage_a, 32 * i), moved(stage_b, 32 * i), i > 0);
+    }
+    wgmma_commit();
   }
 
   __device__ __forceinline__ void release() const {
@@ -253,7 +277,7 @@ struct Multiplier {
   }
 
   // A thread's accumulators are rows r and r + 8, columns 2 * (lane % 4) + {0, 1} of each eight.
-  __device__ __forceinline__ void promote(const float (&d)[64], const float (&own)[2],
+  __device__ __forceinline__ void promote(const float (&d)[64], const float2& own,
                                           float (&sum)[64]) const {
 #pragma unroll
     for (int g = 0; g < 8; ++g) {  // 16 columns
@@ -263,7 +287,7 @@ struct Multiplier {
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        float scale = own[i / 2 % 2];
+        float scale = i / 2 % 2 == 0 ? own.x : own.y;
         if constexpr (Tr::kBRows) scale *= __uint_as_float(of_b[i / 4 * 2 + i % 2]);
         sum[8 * g + i] = fmaf(scale, d[8 * g + i], sum[8 * g + i]);
       }
