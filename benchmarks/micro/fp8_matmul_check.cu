@@ -39,17 +39,19 @@ const Variant kPlanned = {
 
 template <bool kBRows>
 std::vector<Variant> variants_of_many() {
-  return {kPlanned, many<Traits<2, 2, 2, kBRows>>("256 rows, pairs"),
-          many<Traits<2, 2, 1, kBRows>>("256 rows"),
-          many<Traits<2, 1, 2, kBRows>>("128 rows, pairs"),
-          many<Traits<2, 1, 1, kBRows>>("128 rows")};
+  return {kPlanned,
+          many<Traits<2, 1, 192, 2, kBRows>>("128 x 192, pairs"),
+          many<Traits<2, 1, 192, 1, kBRows>>("128 x 192"),
+          many<Traits<2, 2, 128, 2, kBRows>>("256 x 128, pairs"),
+          many<Traits<2, 1, 128, 2, kBRows>>("128 x 128, pairs"),
+          many<Traits<2, 1, 128, 1, kBRows>>("128 x 128")};
 }
 template <bool kBRows>
 std::vector<Variant> variants_of_few(std::vector<int> all_parts) {
   std::vector<Variant> all = {kPlanned};
   for (const int parts : all_parts) {
-    all.push_back(few<Traits<1, 1, 1, kBRows>>("64 rows", parts));
-    all.push_back(few<Traits<1, 2, 1, kBRows>>("128 rows", parts));
+    all.push_back(few<Traits<1, 1, 128, 1, kBRows>>("64 rows", parts));
+    all.push_back(few<Traits<1, 2, 128, 1, kBRows>>("128 rows", parts));
   }
   return all;
 }
@@ -232,8 +234,9 @@ void bench(const Case& c, const std::vector<Variant>& all, int copies = 1) {
   if (std::string(c.name).find(only) == std::string::npos) return;
   Large x(c, copies);
   const Plan plan = jax_dsa::fp8::plan(x.p, processors());
-  printf("%s: M%lld N%lld K%lld, planned: %s%d rows, %d parts\n", c.name, (long long)c.m,
-         (long long)c.n, (long long)c.k, plan.pair ? "pairs, " : "", plan.rows, plan.parts);
+  printf("%s: M%lld N%lld K%lld, planned: %s%d x %d, %d parts\n", c.name, (long long)c.m,
+         (long long)c.n, (long long)c.k, plan.pair ? "pairs, " : "", plan.rows, plan.columns,
+         plan.parts);
   for (const Variant& v : all) {
     int turn = 0;
     const float ms = median_ms(3, [&] {

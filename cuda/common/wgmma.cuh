@@ -178,6 +178,11 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[kD], uint64_t a, uint64_t 
                                "%64, %65", "%66", "")
         : JAX_DSA_ACC64(d)
         : "l"(a), "l"(b), "r"(int{accumulate}));
+  } else if constexpr (kD == 96) {
+    asm volatile(JAX_DSA_WGMMA("m64n192k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_96,
+                               "%96, %97", "%98", "")
+        : JAX_DSA_ACC64(d), JAX_DSA_ACC32(d, 64)
+        : "l"(a), "l"(b), "r"(int{accumulate}));
   } else {
     static_assert(kD == 128);
     asm volatile(JAX_DSA_WGMMA("m64n256k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_128,

@@ -8,18 +8,21 @@ namespace jax_dsa {
 namespace fp8 {
 namespace {
 
+template <int kHalves, int kColumns, bool kBRows>
+cudaError_t launch_tiles(const Fp8MatmulParams& p, const Plan& plan, cudaStream_t stream) {
+  return plan.pair ? launch<Traits<2, kHalves, kColumns, 2, kBRows>>(p, stream)
+                   : launch<Traits<2, kHalves, kColumns, 1, kBRows>>(p, stream);
+}
+
 template <bool kBRows>
 cudaError_t launch_planned(const Fp8MatmulParams& p, const Plan& plan, cudaStream_t stream) {
   if (plan.few) {
-    return plan.rows == 64 ? launch_few<Traits<1, 1, 1, kBRows>>(p, plan.parts, stream)
-                           : launch_few<Traits<1, 2, 1, kBRows>>(p, plan.parts, stream);
+    return plan.rows == 64 ? launch_few<Traits<1, 1, 128, 1, kBRows>>(p, plan.parts, stream)
+                           : launch_few<Traits<1, 2, 128, 1, kBRows>>(p, plan.parts, stream);
   }
-  if (plan.rows == 128) {
-    return plan.pair ? launch<Traits<2, 1, 2, kBRows>>(p, stream)
-                     : launch<Traits<2, 1, 1, kBRows>>(p, stream);
-  }
-  return plan.pair ? launch<Traits<2, 2, 2, kBRows>>(p, stream)
-                   : launch<Traits<2, 2, 1, kBRows>>(p, stream);
+  if (plan.columns == 192) return launch_tiles<1, 192, kBRows>(p, plan, stream);
+  return plan.rows == 128 ? launch_tiles<1, 128, kBRows>(p, plan, stream)
+                          : launch_tiles<2, 128, kBRows>(p, plan, stream);
 }
 
 }  // namespace
@@ -36,7 +39,7 @@ cudaError_t launch_fp8_matmul(const Fp8MatmulParams& p, cudaStream_t stream) {
   if (p.k % 16 != 0 || p.batch > kMost || p.m > kMost || p.n > kMost || p.k > kMost) {
     return cudaErrorInvalidValue;
   }
-  const int64_t tiles = ceil_div(p.m, int64_t{64}) * ceil_div(p.n, int64_t{fp8::kColumns});
+  const int64_t tiles = ceil_div(p.m, int64_t{64}) * ceil_div(p.n, int64_t{fp8::kBColumns});
   if (tiles > kMost / 8 || p.batch * tiles > kMost / 8) return cudaErrorInvalidValue;
   Device device;
   if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;

@@ -9,10 +9,10 @@
 namespace jax_dsa::fp8 {
 
 struct Plan {
-  bool few;   // rows; else:
-  bool pair;  // of blocks in a cluster
-  int rows;   // of a tile
-  int parts;  // of K, of few rows
+  bool few;           // rows; else:
+  bool pair;          // of blocks in a cluster
+  int rows, columns;  // of a tile
+  int parts;          // of K, of few rows
 };
 
 inline Plan plan(const Fp8MatmulParams& p, int processors) {
@@ -27,17 +27,27 @@ inline Plan plan(const Fp8MatmulParams& p, int processors) {
            ceil_div(p.k, int64_t{128}) >= 8 * parts) {
       parts *= 2;
     }
-    return {true, false, rows, parts};
+    return {true, false, rows, 128, parts};
   }
-  // A pair has an even number of tiles' columns.
-  const int64_t columns = ceil_div(p.n, int64_t{128});
-  const bool pair = columns % 2 == 0 || columns > 16;
-  const int64_t places = std::max(processors / (pair ? 2 : 1), 1);
-  const auto rounds = [&](int rows) {
-    return ceil_div(tiles(rows, pair ? 256 : 128), places) * rows;
+  // A pair has neighbouring tiles: of 128x192 and 128x128 one below the other, else side by side.
+  struct Tile {
+    int rows, columns;
+    int clocks;  // of a multiprocessor, for 128 of K
   };
-  // Products of tiles of 128 rows take a twentieth longer.
-  return {false, pair, 20 * rounds(256) <= 21 * rounds(128) ? 256 : 128, 1};
+  constexpr Tile kTiles[] = {{128, 192, 816}, {256, 128, 1270}, {128, 128, 650}};
+  Plan best = {};
+  int64_t least = INT64_MAX;
+  for (const auto& [rows, columns, clocks] : kTiles) {
+    const bool below = columns >= rows;
+    const int64_t along = below ? ceil_div(p.m, int64_t{rows}) : ceil_div(p.n, int64_t{columns});
+    const bool pair = along % 2 == 0 || along > 16;
+    const int64_t places = std::max(processors / (pair ? 2 : 1), 1);
+    const int64_t all =
+        tiles(below && pair ? 2 * rows : rows, !below && pair ? 2 * columns : columns);
+    const int64_t time = ceil_div(all, places) * clocks;
+    if (time < least) least = time, best = {false, pair, rows, columns, 1};
+  }
+  return best;
 }
 
 }  // namespace jax_dsa::fp8
