@@ -87,6 +87,10 @@ void bench_all(int64_t rows, int64_t cols) {
       return jax_dsa::launch_quantize_transpose(
           {x, q, scale, q_t, scale_t, 1, rows, cols, dtype, false}, nullptr);
     });
+    bench(of + "columns", values + n + scales, [&] {
+      return jax_dsa::launch_quantize_transpose(
+          {x, nullptr, nullptr, q_t, scale_t, 1, rows, cols, dtype, false}, nullptr);
+    });
     bench(of + "dequantise", values + n + scales, [&] {
       return jax_dsa::launch_dequantize({q, scale, x, 1, rows, cols, 1, dtype}, nullptr);
     });

@@ -4,7 +4,8 @@
 // Bound by memory: a tile of bf16 is 32 KiB on its way for each block. Maxima of rows are found by
 // shuffles, maxima of columns and of tiles through shared memory. Transposed codes pass through
 // shared memory, too: a column's 128 codes are 16 pieces of 8, which lie swizzled by the columns'
-// number, so that threads side by side find different banks.
+// number, so that threads side by side find different banks. Where both layouts are wanted, blocks
+// are persistent, and fetch their next tile (cp.async) while they quantise one.
 //
 // Rows (or, transposed, columns) that do not start at 16-byte boundaries take element-wise
 // accesses.
@@ -28,7 +29,12 @@ constexpr int kCtas = !kVector         ? 1
                       : sizeof(T) == 2 ? 3
                                        : 2;
 
-// A block's tile, and a thread's part of it.
+template <typename Params>
+__host__ __device__ int64_t tiles(const Params& p) {
+  return p.batch * ceil_div(p.rows, int64_t{kTile}) * ceil_div(p.cols, int64_t{kTile});
+}
+
+// A tile, and a thread's part of it.
 struct Tile {
   int across, down;        // tiles of a batch
   int batch, row, column;  // of the tile, in tiles
@@ -36,12 +42,12 @@ struct Tile {
   int lane, own_row;       // rows `own_row` to own_row + 7 of the tile
 
   template <typename Params>
-  __device__ explicit Tile(const Params& p)
+  __device__ Tile(const Params& p, int tile)
       : across(static_cast<int>(ceil_div(p.cols, int64_t{kTile}))),
         down(static_cast<int>(ceil_div(p.rows, int64_t{kTile}))),
         lane(threadIdx.x % kLanes),
         own_row(threadIdx.x / kLanes * kRows) {
-    const int tile = static_cast<int>(blockIdx.x), line = tile / across;
+    const int line = tile / across;
     column = tile - line * across;
     batch = line / down, row = line - batch * down;
     height = clamp(p.rows - int64_t{row} * kTile, kTile);
@@ -157,7 +163,7 @@ template <typename T, bool kVector>
 __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
     tiles_kernel(const __grid_constant__ QuantizeTilesParams p) {
   auto& [transposed, largest] = dynamic_shared<TilesShared>();
-  const Tile tile(p);
+  const Tile tile(p, static_cast<int>(blockIdx.x));
   Chunk<T> chunk[kRows];
   load_tile<kVector>(p, tile, chunk);
   auto own = magnitudes(chunk[0], 0);
@@ -192,20 +198,36 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
 
 // ---- both layouts ------------------------------------------------------------------------------
 
+template <typename T, bool kVector>
 struct alignas(16) TransposeShared {
+  Chunk<T> next[kVector ? kRows : 1][kThreads];  // of the block's next tile
   uint8_t transposed[kTile * kTile];
   float largest[kThreads / 32][kTile];  // of each column, by each warp
   float scales[kTile], inverses[kTile];
 };
 
-template <typename T, bool kVector>
-__global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
-    transpose_kernel(const __grid_constant__ QuantizeTransposeParams p) {
-  auto& [transposed, largest, scales, inverses] = dynamic_shared<TransposeShared>();
-  const Tile tile(p);
-  Chunk<T> chunk[kRows];
-  load_tile<kVector>(p, tile, chunk);
+// A thread's own part of a tile on its way to shared memory.
+template <typename T>
+__device__ __forceinline__ void fetch_tile(const QuantizeTransposeParams& p, const Tile& tile,
+                                           Chunk<T> (&next)[kRows][kThreads], uint64_t policy) {
+  const T* from = static_cast<const T*>(p.x) + tile.start(p) + tile.lane * kPerLane;
+  const uint32_t to = smem_address(next), own = threadIdx.x * sizeof(Chunk<T>);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i, from += p.cols) {
+    const bool valid = tile.lane * kPerLane < tile.width_of(i);
+#pragma unroll
+    for (int j = 0; j < static_cast<int>(sizeof(Chunk<T>)); j += 16) {
+      cp_async_16(whole_sum(to, own + i * sizeof(next[0]) + j), from + j / sizeof(T), valid,
+                  policy);
+    }
+  }
+}
 
+template <typename T, bool kVector>
+__device__ __forceinline__ void quantize_both(const QuantizeTransposeParams& p, const Tile& tile,
+                                              Chunk<T> (&chunk)[kRows],
+                                              TransposeShared<T, kVector>& shared) {
+  auto& [next, transposed, largest, scales, inverses] = shared;
   decltype(magnitudes(chunk[0], 0)) of_columns[kPerLane / 2];
 #pragma unroll
   for (int j = 0; j < kPerLane / 2; ++j) {
@@ -225,25 +247,6 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
   }
   __syncthreads();
 
-  uint8_t* to = p.q + tile.start(p);
-  const int64_t row = tile.batch * p.rows + int64_t{tile.row} * kTile + tile.own_row;
-  float* scale_to = p.scale + row * tile.across + tile.column;
-#pragma unroll
-  for (int i = 0; i < kRows; ++i, to += p.cols, scale_to += tile.across) {
-    hold(chunk[i]);
-    auto of_row = magnitudes(chunk[i], 0);
-#pragma unroll
-    for (int j = 1; j < kPerLane / 2; ++j) of_row = larger(of_row, magnitudes(chunk[i], j));
-    float amax = max_magnitude(kMinAmax, widened(of_row));
-#pragma unroll
-    for (int mask = kLanes / 2; mask > 0; mask /= 2) {
-      amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
-    }
-    const Scale scale(amax, p.power_of_two_scale);
-    store<kVector>(to, tile.lane, tile.width_of(i), codes_of(chunk[i], scale));
-    if (tile.lane == 0 && tile.own_row + i < tile.height) *scale_to = scale.scale;
-  }
-
   if (threadIdx.x < kTile) {
     float amax = kMinAmax;
 #pragma unroll
@@ -254,6 +257,27 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
     if (static_cast<int>(threadIdx.x) < tile.width) {
       const int64_t column = tile.batch * p.cols + int64_t{tile.column} * kTile + threadIdx.x;
       p.scale_transposed[column * tile.down + tile.row] = scale.scale;
+    }
+  }
+
+  if (p.q != nullptr) {
+    uint8_t* to = p.q + tile.start(p);
+    const int64_t row = tile.batch * p.rows + int64_t{tile.row} * kTile + tile.own_row;
+    float* scale_to = p.scale + row * tile.across + tile.column;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i, to += p.cols, scale_to += tile.across) {
+      hold(chunk[i]);
+      auto of_row = magnitudes(chunk[i], 0);
+#pragma unroll
+      for (int j = 1; j < kPerLane / 2; ++j) of_row = larger(of_row, magnitudes(chunk[i], j));
+      float amax = max_magnitude(kMinAmax, widened(of_row));
+#pragma unroll
+      for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+        amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
+      }
+      const Scale scale(amax, p.power_of_two_scale);
+      store<kVector>(to, tile.lane, tile.width_of(i), codes_of(chunk[i], scale));
+      if (tile.lane == 0 && tile.own_row + i < tile.height) *scale_to = scale.scale;
     }
   }
   __syncthreads();
@@ -283,9 +307,29 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
   store_transposed<kVector>(p, tile, transposed);
 }
 
-template <typename Params>
-int64_t tiles(const Params& p) {
-  return p.batch * ceil_div(p.rows, int64_t{kTile}) * ceil_div(p.cols, int64_t{kTile});
+template <typename T, bool kVector>
+__global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
+    transpose_kernel(const __grid_constant__ QuantizeTransposeParams p) {
+  auto& shared = dynamic_shared<TransposeShared<T, kVector>>();
+  const int all = static_cast<int>(tiles(p)), stride = static_cast<int>(gridDim.x);
+  int number = static_cast<int>(blockIdx.x);
+  if constexpr (kVector) {
+    const uint64_t policy = l2_policy_evict_first();
+    fetch_tile(p, Tile(p, number), shared.next, policy);
+    for (; number < all; number += stride) {
+      Chunk<T> chunk[kRows];
+      cp_async_wait();
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) chunk[i] = shared.next[i][threadIdx.x];
+      if (all - number > stride) fetch_tile(p, Tile(p, number + stride), shared.next, policy);
+      quantize_both<T, kVector>(p, Tile(p, number), chunk, shared);
+    }
+  } else {
+    const Tile tile(p, number);
+    Chunk<T> chunk[kRows];
+    load_tile<kVector>(p, tile, chunk);
+    quantize_both<T, kVector>(p, tile, chunk, shared);
+  }
 }
 
 template <typename T>
@@ -303,8 +347,12 @@ cudaError_t launch(const QuantizeTransposeParams& p, cudaStream_t stream) {
   const auto address = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.q) |
                        reinterpret_cast<uintptr_t>(p.q_transposed);
   const bool vector = (p.cols | p.rows) % kPerLane == 0 && address % 16 == 0;
-  return launch_blocks(vector ? transpose_kernel<T, true> : transpose_kernel<T, false>, tiles(p),
-                       kThreads, sizeof(TransposeShared), stream, p);
+  if (vector) {
+    return launch_persistent<TransposeShared<T, true>, kCtas<T, true>>(
+        transpose_kernel<T, true>, tiles(p), kThreads, stream, p);
+  }
+  return launch_blocks(transpose_kernel<T, false>, tiles(p), kThreads,
+                       sizeof(TransposeShared<T, false>), stream, p);
 }
 
 template <typename Params>
