@@ -29,10 +29,10 @@ template <typename Tr>
 Variant many(const char* name) {
   return {name, [](const Fp8MatmulParams& p) { return launch<Tr>(p, nullptr); }};
 }
-template <typename Tr>
+template <typename Tr, bool kBehind = true>
 Variant few(const char* name, int parts) {
   return {std::string(name) + ", K in " + std::to_string(parts),
-          [parts](const Fp8MatmulParams& p) { return launch_few<Tr>(p, parts, nullptr); }};
+          [parts](const Fp8MatmulParams& p) { return launch_few<Tr, kBehind>(p, parts, nullptr); }};
 }
 const Variant kPlanned = {
     "planned", [](const Fp8MatmulParams& p) { return jax_dsa::launch_fp8_matmul(p, nullptr); }};
@@ -50,7 +50,9 @@ template <bool kBRows>
 std::vector<Variant> variants_of_few(std::vector<int> all_parts) {
   std::vector<Variant> all = {kPlanned};
   for (const int parts : all_parts) {
+    all.push_back(few<Traits<1, 1, 128, 1, kBRows>, false>("64 rows, not behind", parts));
     all.push_back(few<Traits<1, 1, 128, 1, kBRows>>("64 rows", parts));
+    all.push_back(few<Traits<1, 1, 128, 1, kBRows, 2>>("64 rows, by twos", parts));
     all.push_back(few<Traits<1, 2, 128, 1, kBRows>>("128 rows", parts));
   }
   return all;

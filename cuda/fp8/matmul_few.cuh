@@ -106,12 +106,14 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
   auto& ring = dynamic_shared<Ring<Tr>>();
   auto* const sums = reinterpret_cast<float*>(&ring);
   const OneItem<Tr> one(p);
+  let_next_begin();
   if (threadIdx.x == 0) {
     tma_prefetch_map(&a_map);
     tma_prefetch_map(&b_map);
     ring.init();
   }
   __syncthreads();
+  wait_for_previous();  // of which nothing is read or written before
   if (threadIdx.x < Tr::kMathThreads) {
     raise_registers<Tr::kMathRegisters>();
     math<Tr>(one.item, ring, sums);

@@ -24,12 +24,14 @@ inline constexpr int kPieceBytes = 8 * 128;  // of the product
 
 // kGroups: warpgroups that multiply, each kHalves times 64 rows. kColumns: of a tile, the rows of b
 // in a stage. kRanks: blocks of a cluster, which share the larger operand: each copies a part of it
-// to all. kBRows: blocks of b are 1x128.
-template <int kGroups_, int kHalves_, int kColumns_, int kRanks_, bool kBRows_>
+// to all. kBRows: blocks of b are 1x128. kVisit: blocks of K that are asked for at a time: what
+// lies side by side in a row then comes together.
+template <int kGroups_, int kHalves_, int kColumns_, int kRanks_, bool kBRows_, int kVisit_ = 1>
 struct Traits {
   static constexpr int kGroups = kGroups_, kHalves = kHalves_, kColumns = kColumns_;
   static constexpr int kRanks = kRanks_;
   static constexpr bool kBRows = kBRows_;
+  static constexpr int kVisit = kVisit_;
   static constexpr int kBlocks = kGroups == 2 ? 1 : 2;  // on a multiprocessor
   static constexpr int kRows = 64 * kHalves * kGroups;
   static constexpr bool kSharesB = kColumns >= kRows;
@@ -104,7 +106,11 @@ __device__ void copy(Walk walk, const CUtensorMap& a_map, const CUtensorMap& b_m
   while (walk.next()) {
     const Item& item = walk.item;
     for (int block = item.first; block < item.last; ++block, at.advance()) {
-      mbarrier_wait(&ring.free[at.index], at.parity);
+      if ((block - item.first) % Tr::kVisit == 0) {
+        const int last = min(Tr::kVisit, item.last - block) - 1;
+        const RingPlace<Tr::kStages> there = at + last;  // stages become free one after the other
+        mbarrier_wait(&ring.free[there.index], there.parity);
+      }
       if (!leader) continue;
       uint64_t* const full = &ring.full[at.index];
       mbarrier_arrive_expect(full, Tr::kStageBytes);

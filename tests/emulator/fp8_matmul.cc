@@ -74,6 +74,7 @@ int main(int argc, char** argv) {
   all({"128 rows, b by rows", 1, 140, 57, 528, kF32, true}, launch<Traits<2, 1, 128, 1, true>>);
   all({"64 rows", 1, 16, 260, 640}, few<4, Traits<1, 1, 128, 1, false>>);
   all({"64 rows, more parts than K", 1, 1, 131, 272, kF32}, few<8, Traits<1, 1, 128, 1, false>>);
+  all({"64 rows, by twos", 1, 20, 200, 1424}, few<2, Traits<1, 1, 128, 1, false, 2>>);
   all({"64 rows, b by rows", 2, 70, 129, 400, kF16, true}, few<2, Traits<1, 1, 128, 1, true>>);
   all({"128 rows in parts", 1, 128, 133, 1536}, few<2, Traits<1, 2, 128, 1, false>>);
   all({"128 rows, b by rows", 1, 100, 136, 384, kBF16, true}, few<1, Traits<1, 2, 128, 1, true>>);
