@@ -99,7 +99,7 @@ def draw_fake_quantize(c: Draw, r: Draw) -> Call:
 
 
 def draw_fp8_matmul(c: Draw, r: Draw) -> Call:
-    *leading, K, N = c.dims(A=2, B=3, K=140, N=140)
+    *leading, K, N = c.dims({"K": (128, 300), "N": (40, 300)}, A=2, B=3, K=140, N=140)
     a = r.floats(c.one(f32, bf16, f16), *leading[c.one(0, 1, 2) :], K)
     b = r.floats(c.one(a.dtype, f32, bf16), N, K)
     power = c.flag()
