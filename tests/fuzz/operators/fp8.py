@@ -142,10 +142,11 @@ def draw_fp8_matmul(c: Draw, r: Draw) -> Call:
 def draw_fp8_linear(c: Draw, r: Draw) -> Call:
     on_kernel = {"R": (1, 140, 300), "K": (128, 300), "N": (40, 300)}
     *leading, K, N = c.dims(on_kernel, A=2, R=140, K=140, N=140)
-    wide = [] if c.kernel else [f32]  # tensor cores add with fewer bits than float32 has
+    wide = [] if c.kernel else [f32] * 3  # tensor cores add with fewer bits than float32 has
     x = r.floats(c.one(*wide, bf16, f16), *leading[c.one(0, 1, 2) :], K)
+    x *= 2.0 ** r.rng.integers(-3, 4, (*x.shape[:-1], 1))  # rows and columns have other scales
     w = r.floats(c.one(x.dtype, *wide, bf16), K, N)
-    dtype = c.one(None, *wide, bf16, np.float16)
+    dtype = c.one(None, None, *wide, bf16, np.float16)
     kwargs = {"x": x, "w": w, "power_of_two_scale": c.flag(), "dtype": dtype}
 
     def rounded(x: Any, block: Any, power: Any) -> np.ndarray:
