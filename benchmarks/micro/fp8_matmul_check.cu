@@ -26,33 +26,30 @@ struct Variant {
 };
 
 template <typename Tr>
-Variant many(const char* name) {
+Variant many(const std::string& name) {
   return {name, [](const Fp8MatmulParams& p) { return launch<Tr>(p, nullptr); }};
 }
-template <typename Tr, bool kBehind = true>
+template <typename Tr>
 Variant few(const char* name, int parts) {
   return {std::string(name) + ", K in " + std::to_string(parts),
-          [parts](const Fp8MatmulParams& p) { return launch_few<Tr, kBehind>(p, parts, nullptr); }};
+          [parts](const Fp8MatmulParams& p) { return launch_few<Tr>(p, parts, nullptr); }};
 }
 const Variant kPlanned = {
     "planned", [](const Fp8MatmulParams& p) { return jax_dsa::launch_fp8_matmul(p, nullptr); }};
 
 template <bool kBRows>
 std::vector<Variant> variants_of_many() {
-  return {kPlanned,
-          many<Traits<2, 1, 192, 2, kBRows>>("128 x 192, pairs"),
-          many<Traits<2, 1, 192, 1, kBRows>>("128 x 192"),
-          many<Traits<2, 2, 128, 2, kBRows>>("256 x 128, pairs"),
-          many<Traits<2, 1, 128, 2, kBRows>>("128 x 128, pairs"),
+  constexpr int kHalves = kBRows ? 1 : 2, kColumns = kBRows ? 192 : 128;
+  const std::string name = kBRows ? "128 x 192" : "256 x 128";
+  return {kPlanned, many<Traits<2, kHalves, kColumns, 2, kBRows>>(name + ", pairs"),
+          many<Traits<2, kHalves, kColumns, 1, kBRows>>(name),
           many<Traits<2, 1, 128, 1, kBRows>>("128 x 128")};
 }
 template <bool kBRows>
 std::vector<Variant> variants_of_few(std::vector<int> all_parts) {
   std::vector<Variant> all = {kPlanned};
   for (const int parts : all_parts) {
-    all.push_back(few<Traits<1, 1, 128, 1, kBRows>, false>("64 rows, not behind", parts));
     all.push_back(few<Traits<1, 1, 128, 1, kBRows>>("64 rows", parts));
-    all.push_back(few<Traits<1, 1, 128, 1, kBRows, 2>>("64 rows, by twos", parts));
     all.push_back(few<Traits<1, 2, 128, 1, kBRows>>("128 rows", parts));
   }
   return all;

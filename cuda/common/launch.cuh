@@ -44,8 +44,7 @@ cudaError_t launch_behind(void (*kernel)(Params...), int64_t blocks, int threads
 }
 
 // Blocks in clusters of `ranks` blocks.
-// kBehind: like `launch_behind`.
-template <bool kBehind = false, typename... Params>
+template <typename... Params>
 cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int ranks, int threads,
                             int shared_bytes, cudaStream_t stream,
                             const std::type_identity_t<Params>&... params) {
@@ -54,18 +53,16 @@ cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int ran
       e != cudaSuccess) {
     return e;
   }
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute size = {};
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
   cudaLaunchConfig_t config = {};
   config.gridDim = static_cast<unsigned>(clusters * ranks);
   config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = kBehind ? 2 : 1;
+  config.attrs = &size;
+  config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, params...);
 }
 

@@ -8,21 +8,18 @@ namespace jax_dsa {
 namespace fp8 {
 namespace {
 
-template <int kHalves, int kColumns, bool kBRows>
-cudaError_t launch_tiles(const Fp8MatmulParams& p, const Plan& plan, cudaStream_t stream) {
-  return plan.pair ? launch<Traits<2, kHalves, kColumns, 2, kBRows>>(p, stream)
-                   : launch<Traits<2, kHalves, kColumns, 1, kBRows>>(p, stream);
-}
-
 template <bool kBRows>
 cudaError_t launch_planned(const Fp8MatmulParams& p, const Plan& plan, cudaStream_t stream) {
   if (plan.few) {
     return plan.rows == 64 ? launch_few<Traits<1, 1, 128, 1, kBRows>>(p, plan.parts, stream)
                            : launch_few<Traits<1, 2, 128, 1, kBRows>>(p, plan.parts, stream);
   }
-  if (plan.columns == 192) return launch_tiles<1, 192, kBRows>(p, plan, stream);
-  return plan.rows == 128 ? launch_tiles<1, 128, kBRows>(p, plan, stream)
-                          : launch_tiles<2, 128, kBRows>(p, plan, stream);
+  if (plan.rows == 128 && plan.columns == 128) {
+    return launch<Traits<2, 1, 128, 1, kBRows>>(p, stream);
+  }
+  constexpr int kHalves = kBRows ? 1 : 2, kColumns = kBRows ? 192 : 128;
+  return plan.pair ? launch<Traits<2, kHalves, kColumns, 2, kBRows>>(p, stream)
+                   : launch<Traits<2, kHalves, kColumns, 1, kBRows>>(p, stream);
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
-// FP8 matmul for many rows: persistent, by tiles of 128 rows and 192 columns, or of 256 or 128 rows
-// and 128 columns.
+// FP8 matmul for many rows: persistent, by tiles of 256x128, of 128x192 where b's scales are by
+// rows, or of 128x128.
 //
 // Two warpgroups multiply, each half of a tile's rows, 64 at a time. Two blocks of a cluster have
 // neighbouring tiles and share the larger operand.
 //
-// Shared memory: four stages of 40 KiB (three of 48 KiB, five of 32 KiB) with their scales, and
+// Shared memory: three stages of 48 KiB (four of 40 KiB, five of 32 KiB) with their scales, and
 // room for a tile of the product, which TMA stores while the next one is on its way.
 #pragma once
 
@@ -184,9 +184,9 @@ __device__ void math_halves(Walk<Tr> walk, Multiplier<Tr> multiplier, Store<Tr> 
     float sum[Tr::kHalves][Tr::kSums] = {};
 #pragma unroll 1
     for (int left = walk.item.last; left > 1; --left) {
-      multiplier.add(walk.item.column, sum, [](int) {});
+      multiplier.add(sum, [](int) {});
     }
-    multiplier.add(walk.item.column, sum, [&](int h) {
+    multiplier.add(sum, [&](int h) {
       store_half(store, walk.item, walk.item.row + own_row + 64 * h, sum[h]);
     });
   }
@@ -210,7 +210,7 @@ __device__ void math_wide(Walk<Tr> walk, Multiplier<Tr> multiplier, Store<Tr> st
     float sum[Tr::kSums] = {};
 #pragma unroll 1
     for (int left = item.last; left > 0; --left) {
-      const Own<Tr> own = multiplier.scales(0, item.column);
+      const float2 own = multiplier.scales(0);
       more = left > 1 || walk.next();
       if (more) multiplier.await(ahead);
       wgmma_wait<0>();
@@ -232,14 +232,14 @@ __device__ void math_ahead(Walk<Tr> walk, Multiplier<Tr> multiplier, Store<Tr> s
   while (walk.next()) {
     float d[2][Tr::kSums], sum[Tr::kSums] = {};
     const auto step = [&](float (&now)[Tr::kSums], float (&next)[Tr::kSums]) {
-      const Own<Tr> own = multiplier.scales(0, walk.item.column);
+      const float2 own = multiplier.scales(0);
       multiplier.await(ahead);
       multiplier.begin(ahead, next);
       wgmma_wait<1>();
       multiplier.end(now, own, sum);
     };
     const auto last = [&](float (&now)[Tr::kSums]) {
-      const Own<Tr> own = multiplier.scales(0, walk.item.column);
+      const float2 own = multiplier.scales(0);
       wgmma_wait<0>();
       multiplier.end(now, own, sum);
     };

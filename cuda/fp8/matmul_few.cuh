@@ -45,7 +45,7 @@ __device__ void math(const Item& item, Ring<Tr>& ring, float* sums) {
   const int lane = multiplier.lane, own_row = multiplier.own_row;
   float sum[Tr::kHalves][64] = {};
   for (int left = item.last - item.first; left > 0; --left) {
-    multiplier.add(item.column, sum, [](int) {});
+    multiplier.add(sum, [](int) {});
   }
   named_barrier_sync<Tr::kMathThreads>(kMath);  // all products have read their stages
 #pragma unroll
@@ -106,14 +106,12 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
   auto& ring = dynamic_shared<Ring<Tr>>();
   auto* const sums = reinterpret_cast<float*>(&ring);
   const OneItem<Tr> one(p);
-  let_next_begin();
   if (threadIdx.x == 0) {
     tma_prefetch_map(&a_map);
     tma_prefetch_map(&b_map);
     ring.init();
   }
   __syncthreads();
-  wait_for_previous();  // of which nothing is read or written before
   if (threadIdx.x < Tr::kMathThreads) {
     raise_registers<Tr::kMathRegisters>();
     math<Tr>(one.item, ring, sums);

@@ -50,13 +50,13 @@ cudaError_t launch(const Fp8MatmulParams& p, cudaStream_t stream) {
 }
 
 // K in `parts` parts, 8 at most.
-template <typename Tr, bool kBehind = true>
+template <typename Tr>
 cudaError_t launch_few(const Fp8MatmulParams& p, int parts, cudaStream_t stream) {
   static_assert(shared_memory_fits(Tr::kBlocks, sizeof(Ring<Tr>)));
   CUtensorMap a, b;
   if (cudaError_t e = encode_maps<Tr>(p, &a, &b); e != cudaSuccess) return e;
   const Tiles<Tr> tiles(p);
-  return launch_clusters<kBehind>(few_kernel<Tr>, tiles.all, parts, Tr::kThreads, sizeof(Ring<Tr>),
+  return launch_clusters(few_kernel<Tr>, tiles.all, parts, Tr::kThreads, sizeof(Ring<Tr>),
                                   stream, p, a, b);
 }
 

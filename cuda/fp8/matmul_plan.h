@@ -29,25 +29,17 @@ inline Plan plan(const Fp8MatmulParams& p, int processors) {
     }
     return {true, false, rows, 128, parts};
   }
-  // A pair has neighbouring tiles: of 128x192 and 128x128 one below the other, else side by side.
-  struct Tile {
-    int rows, columns;
-    int clocks;  // of a multiprocessor, for 128 of K
-  };
-  constexpr Tile kTiles[] = {{128, 192, 816}, {256, 128, 1270}, {128, 128, 650}};
-  Plan best = {};
-  int64_t least = INT64_MAX;
-  for (const auto& [rows, columns, clocks] : kTiles) {
-    const bool below = columns >= rows;
-    const int64_t along = below ? ceil_div(p.m, int64_t{rows}) : ceil_div(p.n, int64_t{columns});
-    const bool pair = along % 2 == 0 || along > 16;
-    const int64_t places = std::max(processors / (pair ? 2 : 1), 1);
-    const int64_t all =
-        tiles(below && pair ? 2 * rows : rows, !below && pair ? 2 * columns : columns);
-    const int64_t time = ceil_div(all, places) * clocks;
-    if (time < least) least = time, best = {false, pair, rows, columns, 1};
-  }
-  return best;
+  // Neighbouring tiles make pairs: of 256x128 side by side, of 128x192 one below the other.
+  const int rows = p.b_rows ? 128 : 256, columns = p.b_rows ? 192 : 128;
+  const int64_t along = p.b_rows ? ceil_div(p.m, int64_t{rows}) : ceil_div(p.n, int64_t{columns});
+  const bool pair = along % 2 == 0 || along > 16;
+  const int64_t places = std::max(processors / (pair ? 2 : 1), 1);
+  const int64_t large = ceil_div(p.b_rows ? tiles(pair ? 2 * rows : rows, columns)
+                                          : tiles(rows, pair ? 2 * columns : columns),
+                                 places);
+  // A product of 128x128 takes so many hundredths of a larger tile's.
+  const int64_t small = ceil_div(tiles(128, 128), int64_t{processors}) * (p.b_rows ? 74 : 57);
+  return small < 100 * large ? Plan{false, false, 128, 128, 1} : Plan{false, pair, rows, columns, 1};
 }
 
 }  // namespace jax_dsa::fp8

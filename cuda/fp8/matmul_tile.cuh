@@ -24,14 +24,12 @@ inline constexpr int kPieceBytes = 8 * 128;  // of the product
 
 // kGroups: warpgroups that multiply, each kHalves times 64 rows. kColumns: of a tile, the rows of b
 // in a stage. kRanks: blocks of a cluster, which share the larger operand: each copies a part of it
-// to all. kBRows: blocks of b are 1x128. kVisit: blocks of K that are asked for at a time: what
-// lies side by side in a row then comes together.
-template <int kGroups_, int kHalves_, int kColumns_, int kRanks_, bool kBRows_, int kVisit_ = 1>
+// to all. kBRows: blocks of b are 1x128.
+template <int kGroups_, int kHalves_, int kColumns_, int kRanks_, bool kBRows_>
 struct Traits {
   static constexpr int kGroups = kGroups_, kHalves = kHalves_, kColumns = kColumns_;
   static constexpr int kRanks = kRanks_;
   static constexpr bool kBRows = kBRows_;
-  static constexpr int kVisit = kVisit_;
   static constexpr int kBlocks = kGroups == 2 ? 1 : 2;  // on a multiprocessor
   static constexpr int kRows = 64 * kHalves * kGroups;
   static constexpr bool kSharesB = kColumns >= kRows;
@@ -45,9 +43,7 @@ struct Traits {
   static constexpr int kMathRegisters = kGroups == 2 ? 224 : 208,
                        kOtherRegisters = kGroups == 2 ? 56 : 40;
   static_assert(registers_fit(kBlocks, kGroups, kMathRegisters, kOtherRegisters));
-  // Of b's blocks, that a tile meets.
-  static constexpr int kBBlocks = kBRows || kColumns == kBColumns ? 1 : 2;
-  static_assert(kColumns == kBColumns || kColumns == kBColumns * 3 / 2);
+  static_assert(kBRows || kColumns == kBColumns);  // one block of b in a tile
   static constexpr int kScaleWarps = 2;  // those that bring scales of a; another brings b's
   static constexpr int kFullArrivals = 1 + kScaleWarps + kBRows;
 };
@@ -61,7 +57,7 @@ template <typename Tr>
 struct alignas(1024) Ring {
   uint8_t a[Tr::kStages][Tr::kRows * kDepth];
   uint8_t b[Tr::kStages][Tr::kColumns * kDepth];
-  float scale[Tr::kStages][Tr::kBBlocks][Tr::kRows];  // of a's rows; unless kBRows times b's
+  float scale[Tr::kStages][Tr::kRows];  // of a's rows; unless kBRows times that of b's block
   alignas(16) float b_scale[Tr::kStages][Tr::kBRows ? Tr::kColumns : 1];  // by b_scale_at
   uint64_t full[Tr::kStages], free[Tr::kStages];
 
@@ -106,11 +102,7 @@ __device__ void copy(Walk walk, const CUtensorMap& a_map, const CUtensorMap& b_m
   while (walk.next()) {
     const Item& item = walk.item;
     for (int block = item.first; block < item.last; ++block, at.advance()) {
-      if ((block - item.first) % Tr::kVisit == 0) {
-        const int last = min(Tr::kVisit, item.last - block) - 1;
-        const RingPlace<Tr::kStages> there = at + last;  // stages become free one after the other
-        mbarrier_wait(&ring.free[there.index], there.parity);
-      }
+      mbarrier_wait(&ring.free[at.index], at.parity);
       if (!leader) continue;
       uint64_t* const full = &ring.full[at.index];
       mbarrier_arrive_expect(full, Tr::kStageBytes);
@@ -143,7 +135,6 @@ template <typename Tr, bool kB, int kCount, typename Walk>
 __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring, int warp) {
   constexpr int kLanes = 32 * (kB ? 1 : Tr::kScaleWarps);
   constexpr int kOwn = (kB ? Tr::kColumns : Tr::kRows) / kLanes;
-  constexpr int kOthers = kB ? 1 : Tr::kBBlocks;
   constexpr bool kAhead = kOwn * kCount <= 4;  // more would not fit into the registers
   const int lane = threadIdx.x % 32, own = warp * 32 + lane;
   const int blocks = static_cast<int>(ceil_div(p.k, int64_t{kDepth}));
@@ -154,36 +145,26 @@ __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring
     const int64_t row = (kB ? item.column : item.row) + own;
     const float* const from = (kB ? p.b_scale : p.a_scale) + (item.batch * rows + row) * blocks;
     const int there = static_cast<int>(min(rows - row, int64_t{kLanes * kOwn}));
-    const int64_t b_blocks = ceil_div(p.n, int64_t{kBColumns});
-    const int b_block = item.column / kBColumns;
-    const float* const of_tile = p.b_scale + (item.batch * b_blocks + b_block) * blocks;
-    float x[kOwn][kCount], y[kOthers][kCount];
+    const float* const of_tile =
+        p.b_scale +
+        (item.batch * ceil_div(p.n, int64_t{kBColumns}) + item.column / kBColumns) * blocks;
+    float x[kOwn][kCount], y[kCount];
     const auto load = [&](int block) {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         load_scales(from + int64_t{i * kLanes} * blocks + block, i * kLanes < there, x[i]);
       }
-      if constexpr (!Tr::kBRows) {
-#pragma unroll
-        for (int c = 0; c < kOthers; ++c) {
-          load_scales(of_tile + c * blocks + block, b_block + c < b_blocks, y[c]);
-        }
-      }
+      if constexpr (!Tr::kBRows) load_scales(of_tile + block, item.column < p.n, y);
     };
     int block = item.first / kCount * kCount;
     if (kAhead) load(block);
     for (; block < item.last; block += kCount) {
       if (!kAhead) load(block);
-      float now[kOthers][kOwn][kCount];
+      float now[kOwn][kCount];
 #pragma unroll
-      for (int c = 0; c < kOthers; ++c) {
+      for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-#pragma unroll
-          for (int j = 0; j < kCount; ++j) {
-            now[c][i][j] = Tr::kBRows ? x[i][j] : x[i][j] * y[c][j];
-          }
-        }
+        for (int j = 0; j < kCount; ++j) now[i][j] = Tr::kBRows ? x[i][j] : x[i][j] * y[j];
       }
       if (kAhead && block + kCount < item.last) load(block + kCount);  // while these are handed out
 #pragma unroll
@@ -194,10 +175,9 @@ __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring
         for (int i = 0; i < kOwn; ++i) {
           const int to = own + kLanes * i;
           if constexpr (kB) {
-            ring.b_scale[at.index][b_scale_at(to)] = now[0][i][j];
+            ring.b_scale[at.index][b_scale_at(to)] = now[i][j];
           } else {
-#pragma unroll
-            for (int c = 0; c < kOthers; ++c) ring.scale[at.index][c][to] = now[c][i][j];
+            ring.scale[at.index][to] = now[i][j];
           }
         }
         __syncwarp();
@@ -235,12 +215,6 @@ __device__ void produce(const Walk& walk, const Fp8MatmulParams& p, const CUtens
 
 // ---- products ----------------------------------------------------------------------------------
 
-// Scales of a thread's two rows, for each 64 columns.
-template <typename Tr>
-struct Own {
-  float2 of[Tr::kColumns / 64];
-};
-
 // A multiplying warpgroup's view of the ring.
 template <typename Tr>
 struct Multiplier {
@@ -261,12 +235,11 @@ struct Multiplier {
 
   // Adds the next stage's product, times its scales, and calls done(h) when that of half h is in.
   template <typename Done>
-  __device__ __forceinline__ void add(int column, float (&sum)[Tr::kHalves][Tr::kSums],
-                                      const Done& done) {
+  __device__ __forceinline__ void add(float (&sum)[Tr::kHalves][Tr::kSums], const Done& done) {
     mbarrier_wait(&ring.full[at.index], at.parity);
 #pragma unroll
     for (int h = 0; h < Tr::kHalves; ++h) {
-      const Own<Tr> own = scales(h, column);
+      const float2 own = scales(h);
       float d[Tr::kSums];
       multiply(at, h, d);
       wgmma_wait<0>();
@@ -288,7 +261,7 @@ struct Multiplier {
     multiply(place, 0, d);
     place.advance();
   }
-  __device__ __forceinline__ void end(float (&d)[Tr::kSums], const Own<Tr>& own,
+  __device__ __forceinline__ void end(float (&d)[Tr::kSums], const float2& own,
                                       float (&sum)[Tr::kSums]) {
     wgmma_pin(d);
     promote(d, own, sum);
@@ -296,23 +269,10 @@ struct Multiplier {
     at.advance();
   }
 
-  // Of half h of the tile from `column`. Tiles of 192 columns begin, in turns, with a block of b
-  // and in the middle of one.
-  __device__ __forceinline__ Own<Tr> scales(int h, int column) const {
-    const auto of = [&](int block) {
-      const float* const scale = ring.scale[at.index][block] + own_row + 64 * h;
-      return float2{scale[0], scale[8]};
-    };
-    Own<Tr> own;
-    own.of[0] = of(0);
-    if constexpr (Tr::kBBlocks == 1) {
-#pragma unroll
-      for (int i = 1; i < Tr::kColumns / 64; ++i) own.of[i] = own.of[0];
-    } else {
-      own.of[2] = of(1);
-      own.of[1] = column % kBColumns == 0 ? own.of[0] : own.of[2];
-    }
-    return own;
+  // Of this thread's two rows of half h.
+  __device__ __forceinline__ float2 scales(int h) const {
+    const float* const scale = ring.scale[at.index] + own_row + 64 * h;
+    return {scale[0], scale[8]};
   }
 
   __device__ __forceinline__ void multiply(const RingPlace<Tr::kStages>& place, int h,
@@ -337,7 +297,7 @@ struct Multiplier {
   }
 
   // A thread's accumulators are rows r and r + 8, columns 2 * (lane % 4) + {0, 1} of each eight.
-  __device__ __forceinline__ void promote(const float (&d)[Tr::kSums], const Own<Tr>& own,
+  __device__ __forceinline__ void promote(const float (&d)[Tr::kSums], const float2& own,
                                           float (&sum)[Tr::kSums]) const {
 #pragma unroll
     for (int g = 0; g < Tr::kColumns / 16; ++g) {
@@ -347,7 +307,7 @@ struct Multiplier {
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        float scale = i / 2 % 2 == 0 ? own.of[g / 4].x : own.of[g / 4].y;
+        float scale = i / 2 % 2 == 0 ? own.x : own.y;
         if constexpr (Tr::kBRows) scale *= __uint_as_float(of_b[i / 4 * 2 + i % 2]);
         sum[8 * g + i] = fmaf(scale, d[8 * g + i], sum[8 * g + i]);
       }

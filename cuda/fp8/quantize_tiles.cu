@@ -4,8 +4,7 @@
 // Bound by memory: a tile of bf16 is 32 KiB on its way for each block. Maxima of rows are found by
 // shuffles, maxima of columns and of tiles through shared memory. Transposed codes pass through
 // shared memory, too: a column's 128 codes are 16 pieces of 8, which lie swizzled by the columns'
-// number, so that threads side by side find different banks. Blocks are persistent, and fetch their
-// next tile (cp.async) while they quantise one.
+// number, so that threads side by side find different banks.
 //
 // Rows (or, transposed, columns) that do not start at 16-byte boundaries take element-wise
 // accesses.
@@ -29,12 +28,7 @@ constexpr int kCtas = !kVector         ? 1
                       : sizeof(T) == 2 ? 3
                                        : 2;
 
-template <typename Params>
-__host__ __device__ int64_t tiles(const Params& p) {
-  return p.batch * ceil_div(p.rows, int64_t{kTile}) * ceil_div(p.cols, int64_t{kTile});
-}
-
-// A tile, and a thread's part of it.
+// A block's tile, and a thread's part of it.
 struct Tile {
   int across, down;        // tiles of a batch
   int batch, row, column;  // of the tile, in tiles
@@ -42,12 +36,12 @@ struct Tile {
   int lane, own_row;       // rows `own_row` to own_row + 7 of the tile
 
   template <typename Params>
-  __device__ Tile(const Params& p, int tile)
+  __device__ explicit Tile(const Params& p)
       : across(static_cast<int>(ceil_div(p.cols, int64_t{kTile}))),
         down(static_cast<int>(ceil_div(p.rows, int64_t{kTile}))),
         lane(threadIdx.x % kLanes),
         own_row(threadIdx.x / kLanes * kRows) {
-    const int line = tile / across;
+    const int tile = static_cast<int>(blockIdx.x), line = tile / across;
     column = tile - line * across;
     batch = line / down, row = line - batch * down;
     height = clamp(p.rows - int64_t{row} * kTile, kTile);
@@ -69,48 +63,6 @@ __device__ __forceinline__ void load_tile(const Params& p, const Tile& tile,
 #pragma unroll
   for (int i = 0; i < kRows; ++i, from += p.cols) {
     chunk[i] = load<kVector>(from, tile.lane, tile.width_of(i));
-  }
-}
-
-// A thread's own part of a tile on its way to shared memory.
-template <typename T, typename Params>
-__device__ __forceinline__ void fetch_tile(const Params& p, const Tile& tile,
-                                           Chunk<T> (&next)[kRows][kThreads], uint64_t policy) {
-  const T* from = static_cast<const T*>(p.x) + tile.start(p) + tile.lane * kPerLane;
-  const uint32_t to = smem_address(next), own = threadIdx.x * sizeof(Chunk<T>);
-#pragma unroll
-  for (int i = 0; i < kRows; ++i, from += p.cols) {
-    const bool valid = tile.lane * kPerLane < tile.width_of(i);
-#pragma unroll
-    for (int j = 0; j < static_cast<int>(sizeof(Chunk<T>)); j += 16) {
-      cp_async_16(whole_sum(to, own + i * sizeof(next[0]) + j), from + j / sizeof(T), valid,
-                  policy);
-    }
-  }
-}
-
-// Calls f(tile, chunk) for the tiles of a block, of which `next` has the next one: all tiles but
-// for those of other blocks, or one if they are not fetched ahead.
-template <bool kVector, typename T, int kNext, typename Params, typename F>
-__device__ __forceinline__ void each_tile(const Params& p, Chunk<T> (&next)[kNext][kThreads],
-                                          const F& f) {
-  const int all = static_cast<int>(tiles(p)), stride = static_cast<int>(gridDim.x);
-  int number = static_cast<int>(blockIdx.x);
-  Chunk<T> chunk[kRows];
-  if constexpr (kVector) {
-    const uint64_t policy = l2_policy_evict_first();
-    fetch_tile(p, Tile(p, number), next, policy);
-    for (; number < all; number += stride) {
-      cp_async_wait();
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) chunk[i] = next[i][threadIdx.x];
-      if (all - number > stride) fetch_tile(p, Tile(p, number + stride), next, policy);
-      f(Tile(p, number), chunk);
-    }
-  } else {
-    const Tile tile(p, number);
-    load_tile<kVector>(p, tile, chunk);
-    f(tile, chunk);
   }
 }
 
@@ -196,69 +148,64 @@ __device__ __forceinline__ void put_transposed(uint8_t* transposed, int lane,
 
 // ---- a scale for each tile ---------------------------------------------------------------------
 
-template <typename T, bool kVector>
 struct alignas(16) TilesShared {
-  Chunk<T> next[kVector ? kRows : 1][kThreads];  // of the block's next tile
   uint8_t transposed[kTile * kTile];
-  float largest[2][kThreads / 32];  // of one tile and of the next
+  float largest[kThreads / 32];
 };
 
 template <typename T, bool kVector>
 __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
     tiles_kernel(const __grid_constant__ QuantizeTilesParams p) {
-  auto& [next, transposed, largest] = dynamic_shared<TilesShared<T, kVector>>();
-  int turn = 0;
-  each_tile<kVector>(p, next, [&](const Tile& tile, Chunk<T>(&chunk)[kRows]) {
-    auto own = magnitudes(chunk[0], 0);
+  auto& [transposed, largest] = dynamic_shared<TilesShared>();
+  const Tile tile(p);
+  Chunk<T> chunk[kRows];
+  load_tile<kVector>(p, tile, chunk);
+  auto own = magnitudes(chunk[0], 0);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+  for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-      for (int j = 0; j < kPerLane / 2; ++j) own = larger(own, magnitudes(chunk[i], j));
-    }
-    float amax = max_magnitude(kMinAmax, widened(own));
+    for (int j = 0; j < kPerLane / 2; ++j) own = larger(own, magnitudes(chunk[i], j));
+  }
+  float amax = max_magnitude(kMinAmax, widened(own));
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) {
-      amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
-    }
-    if (threadIdx.x % 32 == 0) largest[turn][threadIdx.x / 32] = amax;
-    __syncthreads();
+  for (int mask = 16; mask > 0; mask /= 2) {
+    amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
+  }
+  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = amax;
+  __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kThreads / 32; ++i) amax = max_nan(amax, largest[turn][i]);
-    turn ^= 1;
-    const Scale scale(amax, p.power_of_two_scale);
-    uint8_t* to = p.q + tile.start(p);
-    uint2 codes[kRows];
+  for (int i = 0; i < kThreads / 32; ++i) amax = max_nan(amax, largest[i]);
+  const Scale scale(amax, p.power_of_two_scale);
+  uint8_t* to = p.q + tile.start(p);
+  uint2 codes[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i, to += p.cols) {
-      codes[i] = codes_of(chunk[i], scale);
-      store<kVector>(to, tile.lane, tile.width_of(i), codes[i]);
-    }
-    if (threadIdx.x == 0) {
-      p.scale[(int64_t{tile.batch} * tile.down + tile.row) * tile.across + tile.column] =
-          scale.scale;
-    }
-    if (p.q_transposed == nullptr) return;
-    put_transposed<kVector>(transposed, tile.lane, codes);
-    __syncthreads();
-    store_transposed<kVector>(p, tile, transposed);
-  });
+  for (int i = 0; i < kRows; ++i, to += p.cols) {
+    codes[i] = codes_of(chunk[i], scale);
+    store<kVector>(to, tile.lane, tile.width_of(i), codes[i]);
+  }
+  if (threadIdx.x == 0) p.scale[blockIdx.x] = scale.scale;
+  if (p.q_transposed == nullptr) return;
+  put_transposed<kVector>(transposed, tile.lane, codes);
+  __syncthreads();
+  store_transposed<kVector>(p, tile, transposed);
 }
 
 // ---- both layouts ------------------------------------------------------------------------------
 
-template <typename T, bool kVector>
 struct alignas(16) TransposeShared {
-  Chunk<T> next[kVector ? kRows : 1][kThreads];  // of the block's next tile
   uint8_t transposed[kTile * kTile];
   float largest[kThreads / 32][kTile];  // of each column, by each warp
   float scales[kTile], inverses[kTile];
 };
 
 template <typename T, bool kVector>
-__device__ __forceinline__ void quantize_both(const QuantizeTransposeParams& p, const Tile& tile,
-                                              Chunk<T> (&chunk)[kRows],
-                                              TransposeShared<T, kVector>& shared) {
-  auto& [next, transposed, largest, scales, inverses] = shared;
+__global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
+    transpose_kernel(const __grid_constant__ QuantizeTransposeParams p) {
+  auto& [transposed, largest, scales, inverses] = dynamic_shared<TransposeShared>();
+  const Tile tile(p);
+  Chunk<T> chunk[kRows];
+  load_tile<kVector>(p, tile, chunk);
+
   decltype(magnitudes(chunk[0], 0)) of_columns[kPerLane / 2];
 #pragma unroll
   for (int j = 0; j < kPerLane / 2; ++j) {
@@ -278,6 +225,25 @@ __device__ __forceinline__ void quantize_both(const QuantizeTransposeParams& p, 
   }
   __syncthreads();
 
+  uint8_t* to = p.q + tile.start(p);
+  const int64_t row = tile.batch * p.rows + int64_t{tile.row} * kTile + tile.own_row;
+  float* scale_to = p.scale + row * tile.across + tile.column;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i, to += p.cols, scale_to += tile.across) {
+    hold(chunk[i]);
+    auto of_row = magnitudes(chunk[i], 0);
+#pragma unroll
+    for (int j = 1; j < kPerLane / 2; ++j) of_row = larger(of_row, magnitudes(chunk[i], j));
+    float amax = max_magnitude(kMinAmax, widened(of_row));
+#pragma unroll
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+      amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
+    }
+    const Scale scale(amax, p.power_of_two_scale);
+    store<kVector>(to, tile.lane, tile.width_of(i), codes_of(chunk[i], scale));
+    if (tile.lane == 0 && tile.own_row + i < tile.height) *scale_to = scale.scale;
+  }
+
   if (threadIdx.x < kTile) {
     float amax = kMinAmax;
 #pragma unroll
@@ -288,27 +254,6 @@ __device__ __forceinline__ void quantize_both(const QuantizeTransposeParams& p, 
     if (static_cast<int>(threadIdx.x) < tile.width) {
       const int64_t column = tile.batch * p.cols + int64_t{tile.column} * kTile + threadIdx.x;
       p.scale_transposed[column * tile.down + tile.row] = scale.scale;
-    }
-  }
-
-  if (p.q != nullptr) {
-    uint8_t* to = p.q + tile.start(p);
-    const int64_t row = tile.batch * p.rows + int64_t{tile.row} * kTile + tile.own_row;
-    float* scale_to = p.scale + row * tile.across + tile.column;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i, to += p.cols, scale_to += tile.across) {
-      hold(chunk[i]);
-      auto of_row = magnitudes(chunk[i], 0);
-#pragma unroll
-      for (int j = 1; j < kPerLane / 2; ++j) of_row = larger(of_row, magnitudes(chunk[i], j));
-      float amax = max_magnitude(kMinAmax, widened(of_row));
-#pragma unroll
-      for (int mask = kLanes / 2; mask > 0; mask /= 2) {
-        amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
-      }
-      const Scale scale(amax, p.power_of_two_scale);
-      store<kVector>(to, tile.lane, tile.width_of(i), codes_of(chunk[i], scale));
-      if (tile.lane == 0 && tile.own_row + i < tile.height) *scale_to = scale.scale;
     }
   }
   __syncthreads();
@@ -338,23 +283,9 @@ __device__ __forceinline__ void quantize_both(const QuantizeTransposeParams& p, 
   store_transposed<kVector>(p, tile, transposed);
 }
 
-template <typename T, bool kVector>
-__global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
-    transpose_kernel(const __grid_constant__ QuantizeTransposeParams p) {
-  auto& shared = dynamic_shared<TransposeShared<T, kVector>>();
-  each_tile<kVector>(p, shared.next, [&](const Tile& tile, Chunk<T>(&chunk)[kRows]) {
-    quantize_both<T, kVector>(p, tile, chunk, shared);
-  });
-}
-
-template <typename T, template <typename, bool> typename Shared, typename Params>
-cudaError_t launch(void (*vector_kernel)(Params), void (*kernel)(Params), bool vector,
-                   const Params& p, cudaStream_t stream) {
-  if (vector) {
-    return launch_persistent<Shared<T, true>, kCtas<T, true>>(vector_kernel, tiles(p), kThreads,
-                                                              stream, p);
-  }
-  return launch_blocks(kernel, tiles(p), kThreads, sizeof(Shared<T, false>), stream, p);
+template <typename Params>
+int64_t tiles(const Params& p) {
+  return p.batch * ceil_div(p.rows, int64_t{kTile}) * ceil_div(p.cols, int64_t{kTile});
 }
 
 template <typename T>
@@ -363,7 +294,8 @@ cudaError_t launch(const QuantizeTilesParams& p, cudaStream_t stream) {
                        reinterpret_cast<uintptr_t>(p.q_transposed);
   const bool rows = p.q_transposed == nullptr || p.rows % kPerLane == 0;
   const bool vector = p.cols % kPerLane == 0 && rows && address % 16 == 0;
-  return launch<T, TilesShared>(tiles_kernel<T, true>, tiles_kernel<T, false>, vector, p, stream);
+  return launch_blocks(vector ? tiles_kernel<T, true> : tiles_kernel<T, false>, tiles(p), kThreads,
+                       sizeof(TilesShared), stream, p);
 }
 
 template <typename T>
@@ -371,8 +303,8 @@ cudaError_t launch(const QuantizeTransposeParams& p, cudaStream_t stream) {
   const auto address = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.q) |
                        reinterpret_cast<uintptr_t>(p.q_transposed);
   const bool vector = (p.cols | p.rows) % kPerLane == 0 && address % 16 == 0;
-  return launch<T, TransposeShared>(transpose_kernel<T, true>, transpose_kernel<T, false>, vector,
-                                    p, stream);
+  return launch_blocks(vector ? transpose_kernel<T, true> : transpose_kernel<T, false>, tiles(p),
+                       kThreads, sizeof(TransposeShared), stream, p);
 }
 
 template <typename Params>

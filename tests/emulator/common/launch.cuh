@@ -25,7 +25,7 @@ cudaError_t launch_behind(void (*kernel)(Params...), int64_t blocks, int threads
   return launch_blocks(kernel, blocks, threads, shared_bytes, stream, params...);
 }
 
-template <bool kBehind = false, typename... Params>
+template <typename... Params>
 cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int ranks, int threads,
                             int shared_bytes, cudaStream_t,
                             const std::type_identity_t<Params>&... params) {
