@@ -100,13 +100,14 @@ def draw_fake_quantize(c: Draw, r: Draw) -> Call:
 
 def draw_fp8_matmul(c: Draw, r: Draw) -> Call:
     *leading, K, N = c.dims({"K": (128, 300), "N": (40, 300)}, A=2, B=3, K=140, N=140)
-    a = r.floats(c.one(f32, bf16, f16), *leading[c.one(0, 1, 2) :], K)
-    b = r.floats(c.one(a.dtype, f32, bf16), N, K)
+    wide = [] if c.kernel else [f32]  # tensor cores add with fewer bits than float32 has
+    a = r.floats(c.one(*wide, bf16, f16), *leading[c.one(0, 1, 2) :], K)
+    b = r.floats(c.one(a.dtype, *wide, bf16), N, K)
     power = c.flag()
     kwargs = {
         **{"a": a, "a_scale": None, "b": b, "b_scale": None},
         "power_of_two_scale": power,
-        "dtype": c.one(None, f32, bf16, np.float16),
+        "dtype": c.one(None, *wide, bf16, np.float16),
     }
     for name, block in (("a", 128), ("b", (128, 128))):
         if c.chance():
@@ -142,7 +143,7 @@ def draw_fp8_matmul(c: Draw, r: Draw) -> Call:
 def draw_fp8_linear(c: Draw, r: Draw) -> Call:
     on_kernel = {"R": (1, 140, 300), "K": (128, 300), "N": (40, 300)}
     *leading, K, N = c.dims(on_kernel, A=2, R=140, K=140, N=140)
-    wide = [] if c.kernel else [f32] * 3  # tensor cores add with fewer bits than float32 has
+    wide = [] if c.kernel else [f32] * 3
     x = r.floats(c.one(*wide, bf16, f16), *leading[c.one(0, 1, 2) :], K)
     x *= 2.0 ** r.rng.integers(-3, 4, (*x.shape[:-1], 1))  # rows and columns have other scales
     w = r.floats(c.one(x.dtype, *wide, bf16), K, N)
