@@ -45,6 +45,7 @@ nb::dict targets() {
   out["jax_dsa.masked_attention_fwd.v1"] = capsule(MaskedAttentionFwd);
   out["jax_dsa.mqa_decode.v1"] = capsule(MqaDecode);
   out["jax_dsa.quantize_fp8.v1"] = capsule(QuantizeFp8);
+  out["jax_dsa.quantize_fp8_columns.v1"] = capsule(QuantizeFp8Columns);
   out["jax_dsa.quantize_fp8_tiles.v1"] = capsule(QuantizeFp8Tiles);
   out["jax_dsa.quantize_fp8_tiles_transpose.v1"] = capsule(QuantizeFp8TilesTranspose);
   out["jax_dsa.quantize_fp8_transpose.v1"] = capsule(QuantizeFp8Transpose);

@@ -859,6 +859,30 @@ def test_a_comparison_with_fp8(tmp_path, monkeypatch, capsys):
     assert comparison.main(command) == status  # both runs are there
 
 
+def test_a_comparison_of_shorter_sequences_that_is_interrupted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)
+    monkeypatch.setattr(comparison, "load_corpus", lambda *_, **__: corpus())
+    seen = []
+
+    def run(trainer):
+        seen.append(trainer.config)
+        trainer.log.append({"step": 1, "lm_loss": 5.0})
+        trainer.log.append({"step": 2, "lm_loss": 4.0})
+        return len(seen) == 1
+
+    monkeypatch.setattr(trainer_module.Trainer, "run", run)
+    sizes = {"seq_len": CONFIG.seq_len // 2, "batch_size": 3}
+    options = [f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()]
+    command = ["--run-dir", str(tmp_path), "--steps", "3", *options]
+    assert comparison.main(command) == 130
+    assert "goes on from there" in capsys.readouterr().out
+    assert [c.model.attention.fp8 for c in seen] == [False, True]
+    for config in seen:
+        assert {name: getattr(config, name) for name in sizes} == sizes
+        assert config.eval_sequences * config.seq_len >= CONFIG.eval_sequences * CONFIG.seq_len
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
 def test_a_wrong_folder_does_not_restart_a_run(tmp_path, capsys):
     (tmp_path / "kept").write_text("")
     with pytest.raises(SystemExit):
