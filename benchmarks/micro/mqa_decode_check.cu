@@ -431,13 +431,11 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecode
     std::sort(us.begin(), us.end());
     const double mid = us[us.size() / 2];
     printf(
-        "  %-7s evict %d fetch %d merge %d least %d %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = "
-        "%.2f of "
-        "the "
-        "copy  %.0f TFLOPS = %.2f of products\n",
-        tuning.by_columns ? "columns" : "rows", tuning.evict, tuning.fetch, tuning.merge_cost,
-        tuning.least, mid, us[0], us.back(), bytes / mid * 1e-6, bytes / mid * 1e-6 / ceilings.copy,
-        flops / mid * 1e-6, flops / mid * 1e-6 / ceilings.products);
+        "  merge %-7d least %d %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = %.2f of "
+        "the copy  %.0f TFLOPS = %.2f of products\n",
+        tuning.merge_cost, tuning.least, mid, us[0], us.back(), bytes / mid * 1e-6,
+        bytes / mid * 1e-6 / ceilings.copy, flops / mid * 1e-6,
+        flops / mid * 1e-6 / ceilings.products);
     fflush(stdout);
     CHECK(cudaGraphExecDestroy(calls));
     CHECK(cudaEventDestroy(start));
@@ -456,13 +454,11 @@ int main(int argc, char** argv) {
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 20240607;
   printf("seed %llu\n", (unsigned long long)seed);
   const MqaDecodeTuning usual, cut = {0, 1}, whole = {1 << 20};
-  MqaDecodeTuning columns, columns_cut = cut;
-  columns.by_columns = columns_cut.by_columns = true;
   if (what == "test" || what == "small") {
     int bad = 0;
     for (const Case& c : kCases) {
       if (what == "small" && int64_t{c.batch} * c.keys > 1500) continue;
-      bad += run_case(c, {usual, cut, whole, columns, columns_cut}, seed);
+      bad += run_case(c, {usual, cut, whole}, seed);
     }
     printf(bad ? "FAILED %d\n" : "all good\n", bad);
     return bad != 0;
@@ -475,43 +471,23 @@ int main(int argc, char** argv) {
     return 0;
   }
   const auto least = [](int tiles) { return MqaDecodeTuning{.least = tiles}; };
+  const MqaDecodeTuning always = {.merge_cost = 0};
   const std::vector<MqaDecodeTuning> one = {usual};
   const std::vector<MqaDecodeTuning> shared = {least(1), least(2), least(3), least(4), least(8)};
-  // What decides: how room is freed, how long keys stay in the L2, when requests are cut.
-  std::vector<MqaDecodeTuning> wide;
-  for (const bool by_columns : {false, true}) {
-    for (const int evict : {0, 1, 2}) {
-      wide.push_back({6, 3, by_columns, evict, 0});
-      wide.push_back({6, 3, by_columns, evict, 1});
-      if (evict < 2) wide.push_back({0, 3, by_columns, evict, 0});
-    }
-  }
-  bench({64, 1, 8192, 128, 1, 576}, ceilings, wide);
-  bench({128, 1, 8192, 128, 1, 576}, ceilings, wide);
-  bench({64, 1, 65536, 128, 1, 576, 0, false, true}, ceilings, wide);
-  bench({64, 1, 8192, 64, 1, 576}, ceilings, wide);
-  std::vector<MqaDecodeTuning> fine;
-  for (const bool by_columns : {false, true}) {
-    for (const int least : {2, 3, 4, 6}) fine.push_back({6, least, by_columns, 0});
-  }
-  bench({1, 1, 8192, 128, 1, 576}, ceilings, fine);
-  bench({8, 1, 8192, 128, 1, 576}, ceilings, wide);
-  for (const int page_size : {64, 1}) bench({64, 1, 8192, 128, 1, 576, page_size}, ceilings, wide);
-  bench({64, 2, 8192, 128, 1, 576}, ceilings, wide);
-  bench({64, 4, 8192, 128, 1, 576}, ceilings, wide);
+  // What decides: when requests are cut, and how finely.
+  bench({64, 1, 8192, 128, 1, 576}, ceilings, {usual, always});
+  bench({128, 1, 8192, 128, 1, 576}, ceilings, {usual, always});
+  bench({64, 1, 65536, 128, 1, 576, 0, false, true}, ceilings, one);
+  bench({64, 1, 8192, 64, 1, 576}, ceilings, one);
+  bench({1, 1, 8192, 128, 1, 576}, ceilings, shared);
+  bench({8, 1, 8192, 128, 1, 576}, ceilings, one);
   bench({1, 1, 640, 64, 1, 576}, ceilings, {least(1), least(2), least(3), least(12)});
   for (int B : {64, 128}) bench({B, 1, 8192, 16, 1, 576}, ceilings, one);
   bench({1, 1, 8192, 16, 1, 576}, ceilings, shared);
   bench({8, 1, 8192, 16, 1, 576}, ceilings, shared);
   bench({64, 1, 8192, 32, 1, 576}, ceilings, one);
   for (int N : {16, 64, 128}) {
-    std::vector<MqaDecodeTuning> fetches;
-    for (const int fetch : {0, 1, 2}) {
-      fetches.push_back({.fetch = fetch});
-      if (N > 16) fetches.push_back({.by_columns = true, .fetch = fetch});
-    }
-    bench({.B = 64, .T = 1, .S = 8192, .N = N, .G = 1, .D = 576, .records = true}, ceilings,
-          fetches);
+    bench({.B = 64, .T = 1, .S = 8192, .N = N, .G = 1, .D = 576, .records = true}, ceilings, one);
   }
   for (int page_size : {256, 64, 16, 1}) {
     bench({64, 1, 8192, 128, 1, 576, page_size}, ceilings, one);

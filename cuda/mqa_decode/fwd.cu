@@ -10,9 +10,8 @@ namespace {
 template <int kD, bool kRecords>
 cudaError_t launch_wide(const MqaDecodeParams& p, cudaStream_t stream) {
   using namespace mqa_decode;
-  auto* kernel = wide_kernel<kD, kRecords, false>;
-  if (p.tuning.by_columns) kernel = wide_kernel<kD, kRecords, !kRecords, kRecords>;
-  return launch<WideShared<kD>, 1, true>(kernel, p, kWideRows, kWideThreads, stream);
+  return launch<WideShared<kD>, 1, true>(wide_kernel<kD, kRecords>, p, kWideRows, kWideThreads,
+                                         stream);
 }
 
 template <typename Tr, bool kRecords>

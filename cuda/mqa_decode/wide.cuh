@@ -83,13 +83,11 @@ __device__ __forceinline__ void write_results(const Work<Shared>& w, int number,
   }
 }
 
-template <int kD, bool kRecords, bool kByColumns, bool kFenceLate>
+template <int kD, bool kRecords>
 __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
   constexpr int kBlocks = kD / 64;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const uint64_t drop = p.tuning.evict == 0   ? l2_policy_evict_first()
-                        : p.tuning.evict == 1 ? l2_policy_evict_normal()
-                                              : l2_policy_evict_last();
+  const uint64_t drop = l2_policy_evict_first();
   const bool leader = threadIdx.x % 128 == 0;
   // Whose place this lane looks up.
   const int slot = kRecords ? sparse_mla::record_row(warp, lane % 2, lane)
@@ -151,48 +149,17 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
       const int its_row = kRecords ? -1 : keys.row(tile * kTile + slot, page);
       const bool mixed = p.queries > 1 && !keys.seen.by_all(key);
       if (!kRecords && tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
-      // Each member asks for some rows' lines, half a row a lane.
-      if (!kRecords && p.tuning.fetch > 0 && tile + 1 < tiles && slot % p.members == p.member()) {
-        const int next = keys.row((tile + 1) * kTile + slot, page);
-        const char* from = static_cast<const char*>(p.k) +
-                           ((keys.before + next) * p.groups + piece.group) * (kD * 2) +
-                           lane / 16 * 640;
-        if (next >= 0) {
-#pragma unroll
-          for (int i = 0; i < 5; ++i) {
-            if (i * 128 + lane / 16 * 640 < kD * 2) prefetch_line_l2(from + i * 128);
-          }
-        }
-      }
       const uint32_t free = ~phases >> tile % 2 & 1;
       const auto wait_free = [&](int parity, int part) {
         mbarrier_wait(&shared.key_free[parity][part], free);
       };
       const auto copy = [&]<int kParity>() {
         constexpr int kOwn = kParity * 4, kOther = 4 - kOwn;
-        uint64_t (&full)[4] = shared.key_full[kParity];
+        uint64_t (&full)[2] = shared.key_full[kParity];
         const uint32_t to = smem_address(shared.keys[kParity]);
         const uint32_t bits = aim(p, keys, piece, p.k, kD, its_row, gather);
         wait_free(kParity, 0);
-        if (kByColumns && !mixed) {
-          const auto columns = [&]<int kFirst, int kLast>() {
-            gather.copy<kFirst, kLast, 0>(to, drop);
-            gather.copy<kFirst, kLast, 1>(to, drop);
-          };
-          publish(kParity, key, mixed, bits);
-          columns.template operator()<kOwn, kOwn + 2>();
-          cp_async_arrive(&full[0]);
-          wait_free(kParity, 1);
-          columns.template operator()<kOwn + 2, kOwn + 4>();
-          cp_async_arrive(&full[1]);
-          wait_free(kParity, 2);
-          columns.template operator()<kOther, kOther + 2>();
-          cp_async_arrive(&full[2]);
-          wait_free(kParity, 3);
-          columns.template operator()<kOther + 2, kOther + 4>();
-          columns.template operator()<8, kBlocks>();
-          cp_async_arrive(&full[3]);
-        } else if (!mixed) {
+        if (!mixed) {
           publish(kParity, key, mixed, bits);
           gather.copy<0, 8, 0>(to, drop);
           wait_free(kParity, 1);
@@ -203,27 +170,23 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
           gather.copy<8, kBlocks, 1>(to, drop);
           cp_async_arrive(&full[1]);
         } else {
-          for (int part = 1; part < (kByColumns ? 4 : 2); ++part) wait_free(kParity, part);
+          wait_free(kParity, 1);
 #pragma unroll 1
           for (int block = 0; block < kBlocks; ++block) gather.copy_block(to, block, drop);
           cp_async_wait();
           drop_bad(kParity);
           publish(kParity, key, mixed, bits);
-          for (int part = 0; part < (kByColumns ? 4 : 2); ++part) mbarrier_arrive(&full[part]);
+          mbarrier_arrive(&full[0]);
+          mbarrier_arrive(&full[1]);
         }
       };
       // Registers wait for what they load, so let it be in the L2 by then.
-      const auto fetch = [&](int of) {
-        const int its = keys.row(of * kTile + slot, page);
-        if (p.tuning.fetch == 2) {
-          if (lane % 4 < 2 && its >= 0) prefetch_l2(at(its), kSparseMlaRecordBytes);
-          return;
-        }
+      const auto fetch = [&](int its_row) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int other = __shfl_sync(~0u, its, half, 4);
-          if (other < 0) continue;
-          const char* from = at(other) + lane % 4 * 128;
+          const int its = __shfl_sync(~0u, its_row, half, 4);
+          if (its < 0) continue;
+          const char* from = at(its) + lane % 4 * 128;
           prefetch_line_l2(from);
           if (lane % 4 < 2) prefetch_line_l2(from + 512);
         }
@@ -232,7 +195,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
       const auto unpack = [&](int parity) {
         const uint32_t to = parity * (sparse_mla::kKeyBlocks * kBlockBytes);
         const uint32_t bits = sparse_mla::bits_of_records(row);
-        if (p.tuning.fetch > 0 && tile + 1 < tiles) fetch(tile + 1);
+        if (tile + 1 < tiles) fetch(keys.row((tile + 1) * kTile + slot, page));
         wait_free(parity, 0);
         if (!mixed) publish(parity, key, mixed, bits);
         const auto step = [&]<int kStep>() {
@@ -258,7 +221,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
           __syncwarp();
           drop_bad(parity);
           publish(parity, key, mixed, bits);
-        } else if (!kFenceLate) {
+        } else {
           fence_async_proxy();  // ordinary stores, which wgmma reads
         }
         mbarrier_arrive(&shared.key_full[parity][0]);
@@ -277,24 +240,24 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
 }
 
 // Unpacking takes more registers than copying.
-template <int kD, bool kRecords, bool kByColumns, bool kFenceLate = false>
+template <int kD, bool kRecords>
 __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_constant__ Decode p) {
   constexpr int kConsumer = kRecords ? 208 : 216, kProducer = kRecords ? 88 : 72;
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<WideShared<kD>>();
-  sparse_mla::initialise<kByColumns>(shared);
+  sparse_mla::initialise(shared);
   let_next_begin();
   find_share(p, shared.notes.scratch, shared.notes.share);
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     raise_registers<kConsumer>();
-    sparse_mla::consume<kD, 0, kByColumns, kFenceLate>(Work<WideShared<kD>>(p), shared);
+    sparse_mla::consume<kD, 0>(Work<WideShared<kD>>(p), shared);
   } else if (warpgroup == 1) {
     raise_registers<kConsumer>();
-    sparse_mla::consume<kD, 1, kByColumns, kFenceLate>(Work<WideShared<kD>>(p), shared);
+    sparse_mla::consume<kD, 1>(Work<WideShared<kD>>(p), shared);
   } else {
     lower_registers<kProducer>();
-    produce_wide<kD, kRecords, kByColumns, kFenceLate>(p, shared);
+    produce_wide<kD, kRecords>(p, shared);
   }
 }
 

@@ -26,14 +26,9 @@
 //   keys   2 tiles of 9 blocks; P of a tile takes its ninth once the scores have used it
 //   stage  1 KiB a warp, through which outputs leave in 64-byte pieces
 //   and references, row sums, validity bits and mbarriers, ~3 KiB
-// A key tile fills and drains in parts, in one of two orders:
-//   by rows     it is freed by rows, 0..31 before 32..63, in the order in which the products with V
-//               read them, the ninth block with the latter; the scores wait for columns, the
-//               owner's half of the values before the others with the ninth block
-//   by columns  it is freed and filled 128 columns at a time, the owner's half before the others
-//   with
-//               the ninth block, and the scores wait for one 128 after the other. So what is needed
-//               first waits neither for the rest nor for the other warpgroup
+// A key tile fills and drains in parts. It is freed by rows, 0..31 before 32..63, in the order in
+// which the products with V read them; the scores wait for columns, the owner's half of the values
+// before the others with the ninth block.
 #pragma once
 
 #include "common/limits.h"
@@ -72,14 +67,6 @@ __device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int n
   store_rows<kSparseMlaValueDim>(o, factor, stage, out, rows_left);
 }
 
-// Which part of warpgroup kSide's tiles, as they fill, a block of columns belongs to.
-template <bool kByColumns>
-__device__ constexpr int part_of_block(int side, int block) {
-  const bool own = block < 8 && block / 4 == side;
-  if (!kByColumns) return own ? 0 : 1;
-  return (own ? 0 : 2) + (block == 8 || block % 4 >= 2 ? 1 : 0);
-}
-
 // -inf in the scores of warpgroup kSide's tile that do not count; `valid` are those of its keys
 // that do.
 template <int kSide, typename Shared>
@@ -91,10 +78,7 @@ __device__ __forceinline__ void hide_scores(const SparseMlaFwdParams&, const Sha
 // Warpgroup kSide. `Params` has a factor of scores, and functions which say what items there are
 // and what becomes of their scores and results: `first_item`, `item_step`, `item_count`,
 // `lazy_margin`, `hide_scores`, `write_results`.
-// With kFence it is they who make keys that ordinary stores have written visible to wgmma: the
-// writer would have to wait for all that it loads meanwhile.
-template <int kD, int kSide, bool kByColumns = false, bool kFence = false, typename Params,
-          typename Notes>
+template <int kD, int kSide, typename Params, typename Notes>
 __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int row = warp * 16 + lane / 4;
@@ -125,17 +109,17 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   const auto start_scores = [&](bool turns) {
     if (kSide == 1) named_barrier_sync<256>(kTurn);
 #pragma unroll
-    for (int part = 0; part < (kByColumns ? 4 : 2); ++part) {
+    for (int part = 0; part < 2; ++part) {
       // PTX asks for a proxy fence here: cp.async is of the generic proxy, wgmma of the async one.
       // It takes 2 % of the time. That wgmma sees copies whose mbarrier has completed is measured,
       // not promised; all kernels here that gather by cp.async rely on it, and others' do, too.
       mbarrier_wait(&shared.key_full[kSide][part], key_parity);
-      if (kFence) fence_async_proxy();
       if (part == 0) valid = shared.valid[kSide].all();
       wgmma_fence();
 #pragma unroll
       for (int block = 0; block < kD / 64; ++block) {
-        if (part != part_of_block<kByColumns>(kSide, block)) continue;
+        const bool mine = block < 8 && block / 4 == kSide;
+        if (mine != (part == 0)) continue;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const uint64_t offset = block * (kBlockBytes / 16) + k * 2;
@@ -179,7 +163,6 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   // Waits for the other's P and follows its references.
   const auto follow = [&](bool last) {
     named_barrier_sync<256>(kSide == 0 ? kOddReady : kEvenReady);
-    if (kFence) fence_async_proxy();
     const float to[2] = {shared.reference[1 - kSide][row], shared.reference[1 - kSide][row + 8]};
     if (__any_sync(~0u, to[0] != rows.reference[0] || to[1] != rows.reference[1])) {
       rows.move(to, factor);
@@ -194,58 +177,36 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   const auto values = [&](int parity) {
     return mn_major_descriptor(smem_address(shared.keys[parity][kSide * 4]), kBlockBytes);
   };
-  // Both products come in two groups, of which the first can be refilled before the last: of 32
-  // keys, or of 128 columns.
+  // Both products come in two groups of 32 keys, whose rows can then be refilled one half after the
+  // other.
   const auto multiply_own = [&](bool accumulate) {
     const uint64_t v = values(kSide);
     wgmma_fence();
-    if constexpr (kByColumns) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float (&its)[64] = reinterpret_cast<float (&)[64]>(o[half * 64]);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const uint64_t at = v + half * (2 * kBlockBytes / 16) + k * (16 * 128 / 16);
-          wgmma_bf16<kMNMajor>(its, probabilities[k], at, k > 0 || accumulate);
-        }
-        wgmma_commit();
-      }
-    } else {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        wgmma_bf16<kMNMajor>(o, probabilities[k], v + k * (16 * 128 / 16), k > 0 || accumulate);
-        if (k % 2 == 1) wgmma_commit();
-      }
+    for (int k = 0; k < 4; ++k) {
+      wgmma_bf16<kMNMajor>(o, probabilities[k], v + k * (16 * 128 / 16), k > 0 || accumulate);
+      if (k % 2 == 1) wgmma_commit();
     }
   };
   const auto multiply_others = [&](int half, bool accumulate) {
     const uint64_t v = values(1 - kSide);
     wgmma_fence();
-    if constexpr (kByColumns) {
-      float (&its)[64] = reinterpret_cast<float (&)[64]>(o[half * 64]);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const uint64_t at = v + half * (2 * kBlockBytes / 16) + k * (16 * 128 / 16);
-        wgmma_bf16<kKMajor, kMNMajor>(its, others_p + k * 2, at, k > 0 || accumulate);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int k = half * 2 + i;
-        wgmma_bf16<kKMajor, kMNMajor>(o, others_p + k * 2, v + k * (16 * 128 / 16),
-                                      k > 0 || accumulate);
-      }
+    for (int i = 0; i < 2; ++i) {
+      const int k = half * 2 + i;
+      wgmma_bf16<kKMajor, kMNMajor>(o, others_p + k * 2, v + k * (16 * 128 / 16),
+                                    i > 0 || accumulate);
     }
     wgmma_commit();
   };
   const auto finish_half = [&](int parity) {
     wgmma_wait<1>();
-    arrive(&shared.key_free[parity][kByColumns && parity != kSide ? 2 : 0]);
+    arrive(&shared.key_free[parity][0]);
   };
   const auto finish_rest = [&](int parity) {
     wgmma_wait<0>();
     wgmma_pin(o);
-    arrive(&shared.key_free[parity][kByColumns && parity != kSide ? 3 : 1]);
+    arrive(&shared.key_free[parity][1]);
   };
   const auto nothing = [] {};
 
@@ -296,7 +257,7 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
         // Half of the product first: more would fill the queue of wgmma and hold up the softmax.
         multiply_others(0, tile > 0);
         const bool moved =
-            own_softmax(last, [&] { multiply_others(1, tile > 0); }, [&] { finish_half(0); });
+            own_softmax(last, [&] { multiply_others(1, true); }, [&] { finish_half(0); });
         finish_rest(0);
         if (moved) scale_rows(o, factor);
         multiply_own(true);
@@ -306,7 +267,7 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
       if (tiles % 2 == 1) {
         follow(true);
         multiply_others(0, tiles > 1);
-        multiply_others(1, tiles > 1);
+        multiply_others(1, true);
         finish_half(0);
         finish_rest(0);
       }
@@ -315,16 +276,15 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   }
 }
 
-template <bool kByColumns = false, int kD, typename Notes>
+template <int kD, typename Notes>
 __device__ void initialise(Shared<kD, Notes>& shared) {
   if (threadIdx.x == 0) {
     mbarrier_init(&shared.q_full, 128 + 1);
     mbarrier_init(&shared.q_free, 8);
     for (int parity = 0; parity < 2; ++parity) {
-      for (int part = 0; part < (kByColumns ? 4 : 2); ++part) {
-        mbarrier_init(&shared.key_full[parity][part], part == 0 ? 128 + 4 : 128);
-        mbarrier_init(&shared.key_free[parity][part], kByColumns ? 4 : 8);
-      }
+      mbarrier_init(&shared.key_full[parity][0], 128 + 4);
+      mbarrier_init(&shared.key_full[parity][1], 128);
+      for (int half = 0; half < 2; ++half) mbarrier_init(&shared.key_free[parity][half], 8);
     }
     mbarrier_init_fence();
   }

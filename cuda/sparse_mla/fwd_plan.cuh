@@ -41,8 +41,9 @@ struct alignas(1024) Shared {
   ValidRows valid[2];          // by tile parity
   Notes notes;
   uint64_t q_full, q_free;
-  // By tile parity, and by part in the order in which each comes; see fwd.cuh.
-  uint64_t key_full[2][4], key_free[2][4];
+  // By tile parity, and
+  uint64_t key_full[2][2];  // the owner's half of the value columns; all columns
+  uint64_t key_free[2][2];  // rows 0..31 but for the ninth block; everything
 };
 
 struct Item {

@@ -179,7 +179,6 @@ inline void wait_for_previous() {}
 
 inline void prefetch_line_l2(const void*) {}
 inline uint64_t l2_policy_evict_first() { return 0; }
-inline uint64_t l2_policy_evict_normal() { return 0; }
 inline uint64_t l2_policy_evict_last() { return 0; }
 inline void prefetch_l2(const void* from, uint32_t bytes) {
   if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) emulator::fail("a misaligned prefetch");
