@@ -106,6 +106,14 @@ def test_the_table_of_speeds_is_that_of_the_results() -> None:
     assert speed["table"]() in readme
 
 
+def test_the_drawings_are_those_of_their_script() -> None:
+    """`python docs/drawings.py` renews them."""
+    drawings = runpy.run_path(str(ROOT / "docs" / "drawings.py"))
+    made = {f"mesh_{name}": drawings["mesh"](*x) for name, x in drawings["MESHES"].items()}
+    for name, text in {"flow": drawings["flow"](), **made}.items():
+        assert (ROOT / "docs" / "images" / f"{name}.svg").read_text() == text
+
+
 def test_links() -> None:
     """They lead to files and headings that exist."""
 
