@@ -56,8 +56,8 @@ cudaError_t launch_few(const Fp8MatmulParams& p, int parts, cudaStream_t stream)
   CUtensorMap a, b;
   if (cudaError_t e = encode_maps<Tr>(p, &a, &b); e != cudaSuccess) return e;
   const Tiles<Tr> tiles(p);
-  return launch_clusters(few_kernel<Tr>, tiles.all, parts, Tr::kThreads, sizeof(Ring<Tr>),
-                                  stream, p, a, b);
+  return launch_clusters(few_kernel<Tr>, tiles.all, parts, Tr::kThreads, sizeof(Ring<Tr>), stream,
+                         p, a, b);
 }
 
 }  // namespace jax_dsa::fp8

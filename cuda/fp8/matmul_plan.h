@@ -34,12 +34,13 @@ inline Plan plan(const Fp8MatmulParams& p, int processors) {
   const int64_t along = p.b_rows ? ceil_div(p.m, int64_t{rows}) : ceil_div(p.n, int64_t{columns});
   const bool pair = along % 2 == 0 || along > 16;
   const int64_t places = std::max(processors / (pair ? 2 : 1), 1);
-  const int64_t large = ceil_div(p.b_rows ? tiles(pair ? 2 * rows : rows, columns)
-                                          : tiles(rows, pair ? 2 * columns : columns),
-                                 places);
+  const int64_t large = ceil_div(
+      p.b_rows ? tiles(pair ? 2 * rows : rows, columns) : tiles(rows, pair ? 2 * columns : columns),
+      places);
   // A product of 128x128 takes so many hundredths of a larger tile's.
   const int64_t small = ceil_div(tiles(128, 128), int64_t{processors}) * (p.b_rows ? 74 : 57);
-  return small < 100 * large ? Plan{false, false, 128, 128, 1} : Plan{false, pair, rows, columns, 1};
+  return small < 100 * large ? Plan{false, false, 128, 128, 1}
+                             : Plan{false, pair, rows, columns, 1};
 }
 
 }  // namespace jax_dsa::fp8
