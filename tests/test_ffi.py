@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import pathlib
 import runpy
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -62,17 +67,18 @@ def test_capabilities(capsys: pytest.CaptureFixture[str]) -> None:
 class Extension:
     """One that was built, on a machine with GPUs of these compute capabilities."""
 
-    def __init__(self, *capabilities: tuple[int, int]) -> None:
+    def __init__(self, *capabilities: tuple[int, int], driver: int = 13000) -> None:
         self.compute_capabilities = lambda: list(capabilities)
+        self.cuda_versions = lambda: (13000, driver)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Makes the machine one with the extension and GPUs of these compute capabilities."""
 
-    def pretend(*capabilities: tuple[int, int]) -> None:
+    def pretend(*capabilities: tuple[int, int], **driver: int) -> None:
         monkeypatch.setattr(ffi, "_LOADED", (True, ""))
-        monkeypatch.setattr(ffi, "extension", lambda: Extension(*capabilities))
+        monkeypatch.setattr(ffi, "extension", lambda: Extension(*capabilities, **driver))
         ffi.status.cache_clear()
 
     yield pretend
@@ -126,6 +132,61 @@ def test_other_gpus_run_in_xla_and_say_why(machine: Any, found: tuple) -> None:
     with pytest.raises(NotImplementedError, match=f"sparse_mla: .*9.0.*GPUs of {other} here"):
         jax_dsa.sparse_mla(q, q[:, :, :1], jnp.zeros((1, 3, 2), int), implementation="cuda")
     assert other in str(capabilities())
+
+
+@pytest.mark.parametrize("driver", [12000, 12080, 12090])
+def test_a_driver_that_is_too_old_runs_in_xla_and_says_why(machine: Any, driver: int) -> None:
+    machine(driver=driver)  # which shows its GPUs to no runtime that is too new for it
+    fine, why = ffi.status()
+    assert not fine
+    assert "CUDA 13.0" in why and f"CUDA 12.{driver % 1000 // 10}:" in why
+    assert "jax_dsa.sparse_mla_fwd.v1" not in text_for_gpus()
+
+
+@pytest.mark.parametrize("driver", [0, 13000, 13010, 14000])
+def test_no_driver_or_one_that_is_not_older_takes_the_kernels(machine: Any, driver: int) -> None:
+    machine((9, 0), driver=driver)
+    assert ffi.status() == (True, "")
+
+
+# A libcuda.so.1 that knows one version of CUDA and no GPU: as much as CUDA's runtime asks first.
+DRIVER = """
+#include <string.h>
+static int none(void) { return 100; }
+int cuInit(unsigned flags) { return 100; }
+int cuDriverGetVersion(int* version) { *version = VERSION; return 0; }
+int cuGetProcAddress_v2(const char* name, void** out, int v, unsigned long long f, int* status) {
+  *out = !strcmp(name, "cuDriverGetVersion") ? (void*)cuDriverGetVersion
+       : !strncmp(name, "cuGetProcAddress", 16) ? (void*)cuGetProcAddress_v2 : (void*)none;
+  if (status) *status = 0;
+  return 0;
+}
+int cuGetProcAddress(const char* name, void** out, int v, unsigned long long f) {
+  return cuGetProcAddress_v2(name, out, v, f, 0);
+}
+"""
+
+
+@pytest.mark.parametrize("version", [12090, 13000])
+def test_what_the_extension_makes_of_a_driver(version: int, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    build = ["cc", "-shared", "-fPIC", f"-DVERSION={version}", "-o", "libcuda.so.1", "driver.c"]
+    subprocess.run(build, cwd=tmp_path, check=True)
+    ask = """
+import json
+from jax_dsa.core import ffi
+extension = ffi.extension()
+print(json.dumps([extension.cuda_versions(), extension.compute_capabilities(), ffi.status()]))
+"""
+    where = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", ask], env=where, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built, driver), found, (fine, why) = json.loads(done.stdout)
+    assert driver == version and not found
+    assert fine == (version // 1000 >= built // 1000), why
 
 
 def test_the_environment_speaks_where_a_call_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

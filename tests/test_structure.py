@@ -4,9 +4,11 @@ user's tools see of it.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
 import typing
@@ -139,3 +141,19 @@ def test_every_room_has_the_same_doors() -> None:
         if path.is_dir() and path.name != "__pycache__":
             room = importlib.import_module(f"jax_dsa.ops.{path.name}")
             assert room.__all__ and (path / "api.py").exists()
+
+
+def test_bazel_compiles_what_cmake_compiles() -> None:
+    """Handlers and translation units of kernels are listed twice."""
+    cmake = re.findall(r"^  ((?:cuda|ffi)/\S+)$", (ROOT / "CMakeLists.txt").read_text(), re.M)
+
+    def listed(package: str, name: str) -> Any:
+        text = (ROOT / package / "BUILD.bazel").read_text()
+        found = re.search(rf"^{name} = (\{{.*?^\}})", text, re.M | re.S)
+        assert found
+        return ast.literal_eval(found[1])
+
+    folders = listed("cuda", "FOLDERS")
+    bazel = [f"cuda/{x}/{unit}.cu" for x, (units, _) in folders.items() for unit in units]
+    bazel += [f"ffi/{x}.cc" for x in ("common", *listed("ffi", "HANDLERS"))]
+    assert sorted(cmake) == sorted(bazel)

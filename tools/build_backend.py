@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 OLDEST_JAXLIB = "jaxlib==0.10.2"
+NANOBIND = "nanobind>=2.4"
 
 build_sdist = _backend.build_sdist
 get_requires_for_build_sdist = _backend.get_requires_for_build_sdist
@@ -71,7 +72,7 @@ def _requires() -> list[str]:
     if not _wants_cuda():
         return []
     headers = [] if os.environ.get("JAX_DSA_FFI_INCLUDE") else [OLDEST_JAXLIB]
-    return ["nanobind>=2.4", *headers]
+    return [NANOBIND, *headers]
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:

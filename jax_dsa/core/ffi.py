@@ -67,6 +67,14 @@ def status() -> tuple[bool, str]:
     """
     if not _LOADED[0]:
         return _LOADED
+    built, driver = extension().cuda_versions()
+    if 0 < driver // 1000 < built // 1000:  # of one major version all are compatible
+        return False, (
+            f"the kernels were compiled by CUDA {_version(built)}, and the driver knows CUDA "
+            f"{_version(driver)}: upgrade the driver, or compile them by CUDA {driver // 1000} "
+            f"(JAX_DSA_CUDA=ON CUDACXX=... pip install --force-reinstall --no-deps --no-binary "
+            f"jax_dsa jax_dsa)"
+        )
     others = {tuple(c) for c in extension().compute_capabilities()} - {_HOPPER}
     if not others:
         return True, ""
@@ -75,6 +83,11 @@ def status() -> tuple[bool, str]:
         f"the kernels are compiled for Hopper (compute capability 9.0), and there are GPUs of "
         f"{found} here; CUDA_VISIBLE_DEVICES can leave them out"
     )
+
+
+def _version(number: int) -> str:
+    """12080 as "12.8"."""
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def extension() -> Any:

