@@ -2,7 +2,8 @@
 
     python tools/machine_code.py one/_cuda.so another/_cuda.so
 
-It wants cuobjdump, of a CUDA toolkit or of PyPI's nvidia-cuda-cuobjdump. Exit status 1: they differ.
+It wants cuobjdump, of a CUDA toolkit or of PyPI's nvidia-cuda-cuobjdump. Exit status 1: they
+differ.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def kernels(extension: Path) -> dict[str, str]:
         sys.exit("no cuobjdump")
     found: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as here:
-        command = [tool, "-xelf", "all", extension.resolve()]
+        command = [tool, "-xelf", "all", str(extension.resolve())]
         subprocess.run(command, cwd=here, stdout=subprocess.DEVNULL, check=True)
         for cubin in Path(here).iterdir():
             for section, code in sections(cubin.read_bytes()).items():
