@@ -1,12 +1,12 @@
 # make demo: train a small model with sparse attention on real text.  make test: run the tests that a
-# person waits for; make test-all: run all.
+# person waits for; make test-all: run all.  make docs: build the site into build/site.
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-all bench wheel lint format venv clean
+.PHONY: demo test test-all bench docs wheel lint format venv clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_lm.py $(ARGS)
@@ -19,6 +19,9 @@ test-all: venv
 
 bench: venv
 	$(BIN)/python -m jax_dsa.bench $(ARGS)
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 wheel: venv
 	$(BIN)/python tools/wheels.py $(ARGS)

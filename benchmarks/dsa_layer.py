@@ -89,11 +89,8 @@ def main() -> None:
         )
         jax.set_mesh(mesh)
     program = jax.jit(layer if args.forward else gradients).lower(*operands).compile()
-    found = re.findall(r"= (\S.*?) ((?:all|reduce|collective)-\w+)(?:-start)?\(", program.as_text())
-    for collective, shapes in sorted(
-        (name, re.sub(r"{.*?}", "", shapes)) for shapes, name in found
-    ):
-        print(f"  {collective} {shapes}")
+    for exchanged in sorted(collectives(program.as_text())):
+        print(f"  {exchanged}")
     jax.block_until_ready(program(*operands))
     seconds = []
     for _ in range(5):
@@ -109,6 +106,13 @@ def main() -> None:
         f"{given / 2**30:.2f} GiB; one [T, S] float32 array would be {4 * t * s / 2**30:.2f} GiB; "
         f"{device.device_kind}, JAX {jax.__version__}"
     )
+
+
+def collectives(text: str) -> list[str]:
+    """What a compiled program's devices exchange."""
+    names = r"all-\w+|reduce-scatter|collective-\w+"
+    found = re.findall(rf"= (\S.*?) ({names})(?:-start)?\(", text)
+    return [f"{name} {re.sub(r'{.*?}', '', shapes)}" for shapes, name in found]
 
 
 if __name__ == "__main__":

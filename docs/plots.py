@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import matplotlib
-from speed import CEILINGS, ROOT, Results, loaded, masked
+from speed import CEILINGS, LOADED, ROOT, Results, read
 
 from jax_dsa.bench.masked_attention import EMPTY
 
@@ -121,18 +121,119 @@ def sparsity(rows: Results) -> plt.Figure:
     return figure
 
 
-FIGURES = {ceilings: loaded, lengths: loaded, sparsity: masked}
+# The fourth figure's panels: what the axis counts, and the cases' requests and keys.
+DECODED = {
+    "requests of 8192 keys": [(b, 8192) for b in (1, 8, 64, 128)],
+    "keys of each of 8 requests": [(8, s) for s in (2048, 8192, 32768, 131072)],
+}
+
+
+def decode(rows: Results) -> plt.Figure:
+    """Time of mqa_decode against batch and length, and its ceiling's."""
+    figure, panels = plt.subplots(1, 2, figsize=(8, 3.8), layout="constrained", sharey=True)
+    for axes, (counted, cases) in zip(panels, DECODED.items(), strict=True):
+        x = [b if counted.startswith("requests") else s for b, s in cases]
+        for heads, color in ((128, "#4477aa"), (16, "#228833")):
+            shown = [rows[f"mqa_decode fwd B{b}-S{s}-N{heads}-D576 bf16", "cuda"] for b, s in cases]
+            times = [float(row["milliseconds"]) * 1e3 for row in shown]
+            least = [t * float(row["ratio"]) for t, row in zip(times, shown, strict=True)]
+            axes.plot(x, times, "o-", color=color, label=f"{heads} heads")
+            axes.plot(x, least, "--", color=color, label=f"their ceiling, {heads} heads")
+        axes.set(xscale="log", yscale="log", xlabel=counted)
+        axes.set_xticks(x, [str(i) for i in x])
+        axes.set_xticks([], minor=True)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("microseconds")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    figure.supxlabel(f"one query a request, D 576, {shown[0]['device']}", fontsize=9)
+    return figure
+
+
+def htree(rows: Results) -> plt.Figure:
+    """Time of tree attention and of dense attention against the number of tokens."""
+    figure, panels = plt.subplots(1, 2, figsize=(8, 3.8), layout="constrained", sharey=True)
+    for axes, step, title in zip(panels, ("fwd", "bwd"), ("forward", "backward")):
+        for label, implementation, color in (
+            ("dense, cuDNN", "cudnn", "#ee6677"),
+            ("tree", "cuda", "#4477aa"),
+        ):
+            times = {
+                sizes(name)["T"]: float(row["milliseconds"])
+                for (name, its), row in rows.items()
+                if its == implementation and name.startswith(f"htree {step} T")
+            }
+            axes.plot(times.keys(), times.values(), "o-", color=color, label=label)
+        axes.set(xscale="log", yscale="log", title=title)
+        tokens = [2**i for i in (14, 16, 17, 18, 20)]
+        axes.set_xticks(tokens, ["16K", "64K", "128K", "256K", "1M"])
+        axes.set_xticks([], minor=True)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("milliseconds")
+    device = next(iter(rows.values()))["device"]
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    figure.supxlabel(f"tokens; 16 heads of 128, one of keys and values, {device}", fontsize=9)
+    return figure
+
+
+def htree_nodes() -> plt.Figure:
+    """A tree of 61 tokens, compression 4, three selected in a layer, and what one query reads."""
+    compression, position = 4, 57
+    selected = {2: [0, 2, 3], 1: [2, 9, 14]}  # the last one is the query's own
+    looks = {
+        "attended to": "#4477aa",
+        "selected: its children are looked at": "#ccbb44",
+        "not looked at": "#eeeeee",
+    }
+    figure, axes = plt.subplots(figsize=(8, 2.4), layout="constrained")
+    above = None
+    for layer in (2, 1, 0):
+        span = compression**layer
+        for node in range(-(-61 // span)):
+            candidate = node <= position // span and (above is None or node // compression in above)
+            kind = 2 if not candidate else 1 if node in selected.get(layer, []) else 0
+            width = min(span, 61 - node * span)
+            box = plt.Rectangle(
+                (node * span + 0.06, layer + 0.15),
+                width - 0.12,
+                0.7,
+                facecolor=list(looks.values())[kind],
+                edgecolor="#888888",
+                linewidth=0.5,
+            )
+            axes.add_patch(box)
+        above = selected.get(layer)
+    axes.annotate("the query", (position + 0.5, 0.1), (position + 0.5, -0.6), ha="center",
+                  arrowprops={"arrowstyle": "->"})  # fmt: skip
+    axes.set(xlim=(-0.5, 61.5), ylim=(-0.8, 3), xticks=[], frame_on=False)
+    axes.set_yticks([0.5, 1.5, 2.5], ["tokens", "means of 4", "means of 16"])
+    axes.tick_params(left=False)
+    handles = [
+        plt.Rectangle((0, 0), 1, 1, facecolor=c, edgecolor="#888888") for c in looks.values()
+    ]
+    figure.legend(handles, looks, loc="outside upper center", ncols=3)
+    return figure
+
+
+# Each figure, and the results that it shows.
+FIGURES = {
+    ceilings: LOADED,
+    lengths: LOADED,
+    sparsity: ["masked_attention"],
+    decode: ["mqa_decode"],
+    htree: ["htree"],
+}
 
 
 def main() -> None:
-    """Writes each figure whose results there are."""
+    """Writes each figure whose results there are, and the one that needs none."""
     # Fixed identifiers and no date, so that the same results make the same files.
     plt.rcParams["svg.hashsalt"] = "jax_dsa"
     IMAGES.mkdir(exist_ok=True)
     for draw, results in FIGURES.items():
-        if rows := results():
+        if rows := read(*results):
             path = IMAGES / f"{draw.__name__}.svg"
             draw(rows).savefig(path, metadata={"Date": None})
+    htree_nodes().savefig(IMAGES / "htree_nodes.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

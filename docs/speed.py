@@ -68,30 +68,21 @@ LINES = {
 }
 
 
+# What was measured under a steady load.
+LOADED = ["attn_dist", "fp8", "indexer", "sparse_mla", "topk"]
+
+
 def read(*files: str) -> Results:
-    """The rows of those files, by name and implementation."""
+    """The rows of those files that are there, by name and implementation."""
     rows: Results = {}
     for file in files:
-        with (RESULTS / f"{file}.csv").open() as f:
+        if not (path := RESULTS / f"{file}.csv").exists():
+            continue
+        with path.open() as f:
             for row in csv.DictReader(f):
                 name = " ".join(row[x] for x in ("operator", "pass", "case", "dtype"))
                 rows[name, row["implementation"]] = row
     return rows
-
-
-def loaded() -> Results:
-    """What was measured under a steady load."""
-    return read("attn_dist", "fp8", "indexer", "sparse_mla", "topk")
-
-
-def masked() -> Results:
-    """What was measured of masked attention, with cuDNN in the same run; nothing before it was."""
-    return read("masked_attention") if (RESULTS / "masked_attention.csv").exists() else {}
-
-
-def rested() -> Results:
-    """What was measured with rests."""
-    return read("rested")
 
 
 def _times(rows: Sequence[Row | None]) -> str:
@@ -129,7 +120,7 @@ def _in_xla(rows: Results, names: Sequence[str]) -> str:
 
 def table() -> str:
     """README's table."""
-    now, rest = loaded(), rested()
+    now, rest = read(*LOADED), read("rested")
     lines = [
         "| pass and shape | time | rate | of its ceiling | rested | of its ceiling | in XLA |",
         "| --- | --- | --- | --- | --- | --- | --- |",

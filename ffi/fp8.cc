@@ -109,6 +109,32 @@ ffi::Error quantize_fp8_tiles_transpose(cudaStream_t stream, ffi::AnyBuffer x,
                         power_of_two_scale);
 }
 
+// `q` and `scale` may be null.
+ffi::Error quantize_transpose(const char* op, cudaStream_t stream, const ffi::AnyBuffer& x,
+                              ffi::AnyBuffer* q, ffi::Buffer<ffi::F32>* scale,
+                              ffi::AnyBuffer& q_transposed, ffi::Buffer<ffi::F32>& scale_transposed,
+                              bool power_of_two_scale) {
+  Matrices m;
+  QuantizeTransposeParams params = {};
+  DSA_FFI_RETURN_IF_ERROR(read_matrices(op, x, 2, &m));
+  DSA_FFI_RETURN_IF_ERROR(read_dtype(op, x, &params.dtype));
+  if (q != nullptr) {
+    DSA_FFI_RETURN_IF_ERROR(
+        check_codes(op, *q, m.dims, *scale, m.leading, {m.rows, ceil_div(m.cols, kBlock)}));
+    params.q = static_cast<uint8_t*>(q->untyped_data());
+    params.scale = scale->typed_data();
+  }
+  DSA_FFI_RETURN_IF_ERROR(check_transposed(op, q_transposed, m));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(op, "scale_transposed", scale_transposed.dimensions(),
+                                      m.leading, {m.cols, ceil_div(m.rows, kBlock)}));
+  params.x = x.untyped_data();
+  params.q_transposed = static_cast<uint8_t*>(q_transposed.untyped_data());
+  params.scale_transposed = scale_transposed.typed_data();
+  params.batch = m.batch, params.rows = m.rows, params.cols = m.cols;
+  params.power_of_two_scale = power_of_two_scale;
+  return launch_status(op, launch_quantize_transpose(params, stream));
+}
+
 // x [..., R, C] -> q [..., R, C] e4m3, scale [..., R, ceil(C / 128)] f32, and of the transpose
 // [..., C, R], [..., C, ceil(R / 128)]
 ffi::Error quantize_fp8_transpose(cudaStream_t stream, ffi::AnyBuffer x,
@@ -117,24 +143,17 @@ ffi::Error quantize_fp8_transpose(cudaStream_t stream, ffi::AnyBuffer x,
                                   ffi::Result<ffi::AnyBuffer> q_transposed,
                                   ffi::Result<ffi::Buffer<ffi::F32>> scale_transposed,
                                   bool power_of_two_scale) {
-  constexpr const char* kOp = "quantize_fp8_transpose";
-  Matrices m;
-  QuantizeTransposeParams params = {};
-  DSA_FFI_RETURN_IF_ERROR(read_matrices(kOp, x, 2, &m));
-  DSA_FFI_RETURN_IF_ERROR(read_dtype(kOp, x, &params.dtype));
-  DSA_FFI_RETURN_IF_ERROR(
-      check_codes(kOp, *q, m.dims, *scale, m.leading, {m.rows, ceil_div(m.cols, kBlock)}));
-  DSA_FFI_RETURN_IF_ERROR(check_transposed(kOp, *q_transposed, m));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "scale_transposed", scale_transposed->dimensions(),
-                                      m.leading, {m.cols, ceil_div(m.rows, kBlock)}));
-  params.x = x.untyped_data();
-  params.q = static_cast<uint8_t*>(q->untyped_data());
-  params.scale = scale->typed_data();
-  params.q_transposed = static_cast<uint8_t*>(q_transposed->untyped_data());
-  params.scale_transposed = scale_transposed->typed_data();
-  params.batch = m.batch, params.rows = m.rows, params.cols = m.cols;
-  params.power_of_two_scale = power_of_two_scale;
-  return launch_status(kOp, launch_quantize_transpose(params, stream));
+  return quantize_transpose("quantize_fp8_transpose", stream, x, &*q, &*scale, *q_transposed,
+                            *scale_transposed, power_of_two_scale);
+}
+
+// Those of the transpose alone.
+ffi::Error quantize_fp8_columns(cudaStream_t stream, ffi::AnyBuffer x,
+                                ffi::Result<ffi::AnyBuffer> q_transposed,
+                                ffi::Result<ffi::Buffer<ffi::F32>> scale_transposed,
+                                bool power_of_two_scale) {
+  return quantize_transpose("quantize_fp8_columns", stream, x, nullptr, nullptr, *q_transposed,
+                            *scale_transposed, power_of_two_scale);
 }
 
 // q [..., C] e4m3, scale [..., ceil(C / 128)] f32 -> x [..., C], bf16, f16 or f32; with `tiles`
@@ -196,6 +215,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFp8Transpose, jax_dsa::quantize_fp8_transp
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<bool>("power_of_two_scale"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFp8Columns, jax_dsa::quantize_fp8_columns,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<bool>("power_of_two_scale"),

@@ -33,6 +33,8 @@ nb::dict targets() {
   out["jax_dsa.dense_indexer_kl_loss_fwd.v1"] = capsule(DenseIndexerKlLossFwd);
   out["jax_dsa.dequantize_fp8.v1"] = capsule(DequantizeFp8);
   out["jax_dsa.fp8_matmul.v1"] = capsule(Fp8Matmul);
+  out["jax_dsa.htree_bwd.v1"] = capsule(HTreeBwd);
+  out["jax_dsa.htree_decode.v1"] = capsule(HTreeDecode);
   out["jax_dsa.htree_fwd.v1"] = capsule(HTreeFwd);
   out["jax_dsa.indexer_kl_loss_bwd.v1"] = capsule(IndexerKlLossBwd);
   out["jax_dsa.indexer_kl_loss_fwd.v1"] = capsule(IndexerKlLossFwd);
@@ -43,6 +45,7 @@ nb::dict targets() {
   out["jax_dsa.masked_attention_fwd.v1"] = capsule(MaskedAttentionFwd);
   out["jax_dsa.mqa_decode.v1"] = capsule(MqaDecode);
   out["jax_dsa.quantize_fp8.v1"] = capsule(QuantizeFp8);
+  out["jax_dsa.quantize_fp8_columns.v1"] = capsule(QuantizeFp8Columns);
   out["jax_dsa.quantize_fp8_tiles.v1"] = capsule(QuantizeFp8Tiles);
   out["jax_dsa.quantize_fp8_tiles_transpose.v1"] = capsule(QuantizeFp8TilesTranspose);
   out["jax_dsa.quantize_fp8_transpose.v1"] = capsule(QuantizeFp8Transpose);
@@ -102,20 +105,38 @@ nb::tuple mqa_decode_workspace(int64_t queries, int heads, int groups, int dim, 
   return nb::make_tuple(room.rows, room.cuts);
 }
 
-// Bytes of the tree, of rotations, and of the workspaces of the build and of the attention: for all
-// queries at a time, or as many as `budget` bytes have room for, at least one.
-nb::tuple htree_workspace(int64_t batch, int64_t tokens, int64_t queries, int64_t groups,
-                          int64_t dim, int64_t compression, int64_t top_k, int64_t budget) {
+// Bytes of the tree, of rotations, and of the workspaces of the build, of the attention and of its
+// backward: for all queries at a time, or as many as `budget` bytes have room for, at least one.
+nb::tuple htree_workspaces(int64_t batch, int64_t tokens, int64_t queries, int64_t heads,
+                           int64_t groups, int64_t dim, int64_t compression, int64_t top_k,
+                           int64_t budget) {
   jax_dsa::HTreeBuildParams build = {};
   build.batch = batch, build.tokens = tokens, build.groups = groups, build.dim = dim;
   build.compression = compression, build.top_k = top_k;
-  jax_dsa::HTreeFwdParams fwd = {};
-  fwd.tokens = tokens, fwd.compression = compression, fwd.top_k = top_k;
-  const int64_t all = jax_dsa::htree_fwd_workspace(fwd, batch * queries * groups);
-  const int64_t least = jax_dsa::htree_fwd_workspace(fwd, groups);
-  return nb::make_tuple(jax_dsa::htree_tree_bytes(build), jax_dsa::htree_rotation_bytes(build),
-                        jax_dsa::htree_build_workspace(build),
-                        std::max(std::min(all, budget), least));
+  jax_dsa::HTreeBwdParams bwd = {};
+  jax_dsa::HTreeFwdParams& fwd = bwd.fwd;
+  fwd.batch = batch, fwd.queries = queries, fwd.heads = heads, fwd.groups = groups;
+  fwd.tokens = tokens, fwd.dim = dim, fwd.compression = compression, fwd.top_k = top_k;
+  const auto within = [&](auto bytes, int64_t most) {
+    return std::max(std::min(bytes(batch * queries * groups), most), bytes(groups));
+  };
+  const auto attending = [&](int64_t rows) { return jax_dsa::htree_fwd_workspace(fwd, rows); };
+  const auto backward = [&](int64_t rows) { return jax_dsa::htree_bwd_workspace(bwd, rows); };
+  // The backward's has the tree's gradients in float32, and for fewer queries: so the L2 keeps more
+  // of their records.
+  const int64_t tree = jax_dsa::htree_tree_bytes(build);
+  return nb::make_tuple(tree, jax_dsa::htree_rotation_bytes(build),
+                        jax_dsa::htree_build_workspace(build), within(attending, budget),
+                        within(backward, 2 * tree + budget / 2));
+}
+
+int64_t htree_decode_workspace(int64_t batch, int64_t capacity, int64_t queries, int64_t heads,
+                               int64_t groups, int64_t dim, int64_t compression, int64_t top_k) {
+  jax_dsa::HTreeDecodeParams params = {};
+  jax_dsa::HTreeFwdParams& fwd = params.fwd;
+  fwd.batch = batch, fwd.queries = queries, fwd.heads = heads, fwd.groups = groups;
+  fwd.tokens = capacity, fwd.dim = dim, fwd.compression = compression, fwd.top_k = top_k;
+  return jax_dsa::htree_decode_workspace(params);
 }
 
 // (major, minor) of every GPU that this process sees, none without a driver: asked of the driver
@@ -154,7 +175,8 @@ NB_MODULE(_cuda, m) {
   m.def("compute_capabilities", &compute_capabilities);
   m.def("cuda_versions", &cuda_versions);
   m.def("dense_loss_bytes", &jax_dsa::dense_loss_bytes);
-  m.def("htree_workspace", &htree_workspace);
+  m.def("htree_decode_workspace", &htree_decode_workspace);
+  m.def("htree_workspaces", &htree_workspaces);
   m.def("masked_attention_workspaces", &masked_attention_workspaces);
   m.def("mqa_decode_workspace", &mqa_decode_workspace);
   m.def("sparse_mla_bwd_workspace", &sparse_mla_bwd_workspace);

@@ -1,10 +1,11 @@
-"""The examples of the documentation run: those of docstrings, README, the quickstart and the
-operators' pages.
+"""The examples of the documentation run: those of docstrings, README, the guides and the operators'
+pages.
 """
 
 from __future__ import annotations
 
 import doctest
+import importlib
 import inspect
 import pathlib
 import re
@@ -15,13 +16,15 @@ import pytest
 from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
+from jax_dsa import nn
+from jax_dsa.core import ffi
 
 ROOT = pathlib.Path(__file__).parent.parent
 PUBLIC = [
     getattr(jax_dsa, name)
     for name in jax_dsa.__all__
     if callable(getattr(jax_dsa, name)) and name not in ("BlockMask", "DSAAux", "HTreeSelection")
-]
+] + [nn.fake_quantize_fp4]
 
 
 @pytest.mark.parametrize("public", PUBLIC, ids=lambda x: x.__name__)
@@ -38,6 +41,8 @@ def test_docstring_example(public: Any) -> None:
 PAGES = [
     "README.md",
     "docs/quickstart.md",
+    "docs/tutorial.md",
+    "docs/meshes.md",
     "docs/models.md",
     *(
         pytest.param(f"docs/ops/{path.name}", marks=pytest.mark.slow)
@@ -54,11 +59,59 @@ def test_page(page: str) -> None:
     exec(compile("\n".join(blocks), page, "exec"), {})
 
 
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_troubleshooting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its code raises stands below the code; what an installation says is in the page, too."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    (setup,) = re.findall(r"```python\n(import.*?)```", page, re.S)
+    errors = re.findall(r"```python\n(?!import)(.*?)```\s+```text\n(.*?)```", page, re.S)
+    assert len(errors) == page.count("```python") - 1
+
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib, "import_module", missing)
+        without = ffi._load()
+    monkeypatch.setattr(ffi, "status", lambda: without)
+    names: dict[str, Any] = {}
+    exec(setup, names)
+    for code, message in errors:
+        with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+            exec(code, names)
+        assert f"{raised.type.__name__}: {raised.value}" == one_line(message)
+    monkeypatch.undo()
+
+    extension = type("", (), {"compute_capabilities": lambda: {(8, 0)}})
+    monkeypatch.setattr(ffi, "extension", lambda: extension)
+    monkeypatch.setattr(ffi, "_LOADED", (True, ""))
+    for said in (ffi._incompatible((0, 4), (0, 3)), ffi.status.__wrapped__()[1]):
+        assert said in one_line(page)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    names = re.findall(r"^::: jax_dsa\.(\w+)$", page, re.M)
+    assert len(names) == len(set(names))
+    assert {*names, "__version__"} == set(jax_dsa.__all__)
+
+
 def test_the_table_of_speeds_is_that_of_the_results() -> None:
     """`python docs/speed.py` renews it."""
     speed = runpy.run_path(str(ROOT / "docs" / "speed.py"))
     readme = (ROOT / "README.md").read_text()
     assert speed["table"]() in readme
+
+
+def test_the_drawings_are_those_of_their_script() -> None:
+    """`python docs/drawings.py` renews them."""
+    drawings = runpy.run_path(str(ROOT / "docs" / "drawings.py"))
+    made = {f"mesh_{name}": drawings["mesh"](*x) for name, x in drawings["MESHES"].items()}
+    for name, text in {"flow": drawings["flow"](), **made}.items():
+        assert (ROOT / "docs" / "images" / f"{name}.svg").read_text() == text
 
 
 def test_links() -> None:

@@ -42,6 +42,12 @@ except ModuleNotFoundError as error:
             "jax_dsa.bench --plot needs 'matplotlib', which the extra 'bench' brings",
         ),
         (
+            "from jax_dsa.training import trainer; from pathlib import Path; "
+            "trainer.Log(Path('x'), tensorboard=Path('x'))",
+            "tensorboardX",
+            "--tensorboard needs 'tensorboardX', which the extra 'tensorboard' brings",
+        ),
+        (
             "import jax_dsa.training.cli",
             "orbax",
             "jax_dsa.training.cli needs 'orbax', which the extra 'examples' brings",

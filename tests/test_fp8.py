@@ -371,12 +371,13 @@ def test_linear_calls_the_kernels_along_the_contracted_axes(
     """The handlers' part, played by XLA: layouts and scales of all three products."""
 
     def call(target: str, operands: Any, avals: Any, **attrs: Any) -> list[jax.Array]:
-        if target == "jax_dsa.quantize_fp8_transpose.v1":
+        if target in ("jax_dsa.quantize_fp8_transpose.v1", "jax_dsa.quantize_fp8_columns.v1"):
             (x,) = operands
             power = bool(attrs["power_of_two_scale"])
+            both = target == "jax_dsa.quantize_fp8_transpose.v1"
             results = [
                 y
-                for a in (x, x.swapaxes(1, 2))
+                for a in ((x, x.swapaxes(1, 2)) if both else (x.swapaxes(1, 2),))
                 for y in quantize_fp8(a, power_of_two_scale=power, implementation="xla")
             ]
         elif target == "jax_dsa.quantize_fp8_tiles_transpose.v1":
@@ -762,6 +763,6 @@ def test_kernels_of_the_linear_layer_run_by_default(rng: np.random.Generator) ->
     x, w = (jnp.asarray(random(rng, *s)) for s in ((8, 300), (300, 16)))
     total = lambda x, w: (fp8_linear(x, w) ** 2).sum()  # noqa: E731
     text = jax.jit(jax.grad(total, (0, 1))).lower(x, w).compile().as_text()
-    tiles = "quantize_fp8_tiles_transpose"
-    for target in ("quantize_fp8", tiles, "quantize_fp8_transpose", "fp8_matmul"):
+    ways = ("", "_tiles_transpose", "_transpose", "_columns")
+    for target in ("fp8_matmul", *(f"quantize_fp8{way}" for way in ways)):
         assert f"jax_dsa.{target}.v1" in text

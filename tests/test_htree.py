@@ -19,7 +19,15 @@ from quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa.core import streaming
-from jax_dsa.ops.htree import HTreeCache, cuda, htree_attention, htree_build, htree_select, xla
+from jax_dsa.ops.htree import (
+    HTreeCache,
+    cuda,
+    htree_attention,
+    htree_build,
+    htree_select,
+    tree,
+    xla,
+)
 from jax_dsa.ops.htree.spec import Operands, Options, Results
 
 B, T, N, G, D, E = 2, 62, 4, 2, 6, 5
@@ -112,6 +120,48 @@ def test_accumulated_nodes_are_a_partition(rng: np.random.Generator) -> None:
             ):
                 times[node * span : (node + 1) * span] += 1
         np.testing.assert_array_equal(times, np.arange(T) <= t)
+
+
+def at_some_tokens(q: Any, k: Any, positions: Any, **options: Any) -> np.ndarray:
+    """Ordinals [queries, layers - 1, K] that queries at these tokens select."""
+    operands = Operands(jnp.asarray(q), jnp.asarray(k), jnp.asarray(k), jnp.asarray(positions))
+    return np.asarray(jax.jit(xla.htree_fwd, static_argnums=0)(Options(**options), operands)[2])[
+        0, :, 0
+    ]
+
+
+@pytest.mark.parametrize("options", [(16, 512), (8, 100), (32, 7)], ids=str)
+def test_accumulated_nodes_are_a_partition_of_many_tokens(
+    options: tuple[int, int], rng: np.random.Generator
+) -> None:
+    sizes = {"compression": options[0], "top_k": options[1]}
+    tokens = int(rng.integers(100_000, 300_001))
+    positions = np.append(rng.integers(0, tokens, 5), tokens - 1).astype(np.int32)
+    q, k = (rng.normal(size=(1, n, 1, 2)).astype(np.float32) for n in (6, tokens))
+    selected = at_some_tokens(q, k, positions[None], **sizes)
+    layers = [layer.size for layer in tree.tree_layers(tokens, *options)]
+    for ordinals, position in zip(selected, positions, strict=True):
+        times = oracle.times_covered(ordinals, position, tokens, layers, **sizes)
+        np.testing.assert_array_equal(times, np.arange(tokens) <= position)
+
+
+def test_selection_is_exact_with_many_ties(rng: np.random.Generator) -> None:
+    """Of 1000 queries, in two layers."""
+    tokens, sizes = 20_000, {"compression": 16, "top_k": 32}
+    q, k = oracle.exact_problem(rng, tokens, 2, 16, 16)
+    positions = rng.integers(0, tokens, 1000).astype(np.int32)
+    selected = at_some_tokens(
+        q[:, positions].astype(np.float32),
+        k.astype(np.float32),
+        positions[None],
+        rope_base=1e38,
+        scale=0.125,
+        **sizes,
+    )
+    for got, position in zip(selected, positions, strict=True):
+        want = oracle.exact_selection(q[0, position, 0], k[0, :, 0], position, **sizes)
+        for row, ordinals in zip(got, want, strict=True):
+            np.testing.assert_array_equal(row[row >= 0], ordinals)
 
 
 @pytest.mark.parametrize("top_k", [16, 512])
@@ -376,7 +426,7 @@ def test_calls_that_the_kernels_do_not_cover() -> None:
 
 
 NOT_COVERED = {
-    "cache": ({"capacity": 100}, {}),
+    "queries": ({"capacity": 100}, {}),
     "bfloat16": ({}, {"dtype": jnp.float16}),
     "D=256": ({}, {"d": 256}),
     "E=32": ({}, {"e": 32}),

@@ -96,14 +96,12 @@ def compare(arrays: Arrays, masks: dict[str, Any] | None = None, **options: Any)
         assert_as_good_as(*grads, factor=4.0, what=f"gradient {i}")
 
 
-SIZES = [
-    (1, 1), (62, 62), (1, 213), (62, 213), (213, 62), (213, 1),
-    (8193, 213), (62, 8193), (1, 8193), (8193, 8193),
-]  # fmt: skip
+SIZES = [1, 62, 213, 8193]
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["dense", "causal"])
-@pytest.mark.parametrize(("t", "s"), SIZES)
+@pytest.mark.parametrize("s", SIZES)
+@pytest.mark.parametrize("t", SIZES)
 def test_sizes(t: int, s: int, causal: bool, rng: np.random.Generator) -> None:
     """A causal query of many for one key sees it; of one for many it sees the first."""
     compare(inputs(rng, b=1 if t * s > 10**7 else 2, t=t, s=s), is_causal=causal)

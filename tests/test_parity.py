@@ -242,18 +242,20 @@ def run_theirs(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> t
     return outs, selections
 
 
-def run_ours(kind: str, modules: list[Any], inputs: Any, selections: Any = None) -> tuple:
+def run_ours(
+    kind: str, modules: list[Any], inputs: Any, selections: Any = None, **given: Any
+) -> tuple:
     """Outputs and what was found; with `selections` these are replayed."""
     outs, found = [], []
     for i, (layer, x) in enumerate(zip(stack(kind)[3], inputs, strict=True)):
         indices = None if selections is None else selections[i]
         if isinstance(modules[i], nn.CompressedAttention):
-            out, aux = modules[i](x, indices=indices)
+            out, aux = modules[i](x, indices=indices, **given)
         else:
             if indices is None and layer.indexer_type == "shared":
                 indices = found[-1].indices
             kv = found[layer.kv_source].kv if layer.config.shares_keys else None
-            out, aux = modules[i](x, indices=indices, kv=kv)
+            out, aux = modules[i](x, indices=indices, kv=kv, **given)
         outs.append(out)
         found.append(aux)
     return outs, found
@@ -381,7 +383,10 @@ def test_outputs_and_gradients(kind: str, length: int) -> None:
                     close(got[name], p.grad, f"{what} gradient of {name}", least)
 
 
-@pytest.mark.parametrize(("prefill", "length"), [(0, 77), pytest.param(292, 300, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("prefill", "length"),
+    [(0, 1), (2, 5), (0, 77), (70, 77), pytest.param(292, 300, marks=SLOW)],
+)
 @pytest.mark.parametrize("kind", MODELS)
 def test_prefill_and_token_by_token_decode(kind: str, prefill: int, length: int) -> None:
     config, _, layers, specs = stack(kind)
@@ -431,6 +436,48 @@ def test_prefill_and_token_by_token_decode(kind: str, prefill: int, length: int)
                 if picked[i] is not None:
                     same = same_selection(selections[i], picked[i], last, what)
                 close(np.asarray(outs[i])[same], wants[i].numpy()[same], f"{what} decoded")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_packed_documents(kind: str) -> None:
+    """Each document of a sequence against theirs of the document alone."""
+    specs, (forward, _), lengths = stack(kind)[3], compiled(kind), (5, 77, 1)
+    graph = nnx.split(ours(kind))[0]
+    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    ids = jnp.broadcast_to(ids, (BATCH, len(ids)))
+
+    @jax.jit
+    def packed(params: Any, inputs: Any) -> Any:
+        outs, found = run_ours(kind, nnx.merge(graph, params), inputs, segment_ids=ids)
+        return outs, [aux.indices for aux in found]
+
+    for seed in SEEDS:
+        params = filled(kind, seed)
+        rng = np.random.default_rng(seed)
+        shape = (len(specs), BATCH, sum(lengths), SIZES["hidden_size"])
+        x = rng.normal(size=shape).astype(np.float32)
+        outs, chosen = packed(params, list(x))
+        start = 0
+        for n in lengths:
+            own = x[:, :, start : start + n]
+            with torch.no_grad():
+                wants, picked = run_theirs(kind, list(torch.tensor(own)))
+            _, alone, scores = forward(params, list(own))
+            last = None
+            for i, spec in enumerate(specs):
+                what = f"{kind} layer {i} tokens {start}..{start + n} packed, seed {seed}:"
+                last = last if scores[i] is None else scores[i]
+                same = np.ones((BATCH, n), bool)
+                if picked[i] is not None:
+                    same = same_selection(alone[i], picked[i], last, what)
+                    ratio = getattr(spec.config, "ratio", 1)
+                    here = np.asarray(chosen[i])[:, start : start + n]
+                    mine, alike = (np.sort(k, -1)[..., ::-1] for k in (here, np.asarray(alone[i])))
+                    mine, width = np.where(mine >= 0, mine - start // ratio, -1), alike.shape[-1]
+                    np.testing.assert_array_equal(mine[..., :width], alike, what)
+                    assert (mine[..., width:] < 0).all(), what
+                close(np.asarray(outs[i])[:, start : start + n][same], wants[i].numpy()[same], what)
+            start += n
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -22,7 +22,7 @@ from quick import compile_quickly  # noqa: F401
 import jax_dsa
 from jax_dsa import nn, training
 from jax_dsa.core import op
-from jax_dsa.training import cli, data, evaluate, report
+from jax_dsa.training import cli, data, evaluate, rates, report
 from jax_dsa.training import compare as comparison
 from jax_dsa.training import trainer as trainer_module
 from jax_dsa.training.data import (
@@ -325,8 +325,9 @@ def test_the_large_presets_keep_no_array_of_queries_by_keys(preset):
         (program._warmup, (state.indexer, state.backbone.params)),
         (program._sparse, (state.backbone, state.indexer)),
     )
+    rates = program._rates(0)
     for update, learners in updates:
-        for shape in shapes_in(jax.make_jaxpr(update)(*learners, batch).jaxpr):
+        for shape in shapes_in(jax.make_jaxpr(update)(*learners, batch, rates).jaxpr):
             assert sum(n >= length for n in shape) <= 1, shape
 
 
@@ -355,7 +356,7 @@ def test_kernels_cover_the_large_preset(monkeypatch):
         "sparse": (program._sparse, (state.backbone, state.indexer)),
     }
     for update, learners in stages.values():
-        jax.eval_shape(update, *learners, batch)
+        jax.eval_shape(update, *learners, batch, program._rates(0))
     assert not any(found.values()), found
     for name in ("masked_attention", "sparse_mla", "indexer_topk", "indexer_kl_loss"):
         assert {f"{name}_fwd", f"{name}_bwd"} <= found.keys()
@@ -416,6 +417,27 @@ def test_which_files_of_a_folder_are_text(tmp_path):
     assert found.fingerprint == alone.fingerprint and found.name == str(tmp_path)
     moved = dataclasses.replace(found, train=found.validation, validation=found.train)
     assert moved.fingerprint != found.fingerprint
+
+
+def test_packages_validate_as_a_whole(tmp_path):
+    """Of files that are nearly the same, one is kept."""
+    rng = np.random.default_rng(0)
+    site, lines = tmp_path / "site", lambda: [f"x{n} = {n}" for n in rng.integers(0, 2**40, 40)]
+    for i in range(60):
+        (site / f"p{i}").mkdir(parents=True)
+        for name in "ab":
+            (site / f"p{i}" / f"{name}.py").write_text("\n".join(lines()))
+    text = (site / "p7" / "a.py").read_text().splitlines()
+    (site / "p7" / "b.py").write_text("\n".join([*text[:35], "  ", *lines()[:5]]))  # a copy
+    (site / "p8" / "b.py").write_text("\n".join([*text[:10], *lines()]))  # borrows a little
+    (site / "notes.txt").write_text("no source")
+    found = load_corpus(site, tmp_path / "run", packages=True)
+    assert sum(found.files) == 119
+    files = {path.read_bytes(): path.parent.name for path in site.rglob("*.py")}
+    train, validation = ({files[text] for text in half} for half in texts(found))
+    assert train.isdisjoint(validation) and len(train) + len(validation) == 60
+    assert 1 <= len(validation) <= 3  # a twentieth of the text
+    assert load_corpus(site, tmp_path / "run").files != found.files
 
 
 def write_texts(folder, count=30, words=400):
@@ -568,7 +590,8 @@ def interrupt_at(monkeypatch, number):
 
 
 def timeless(rows):
-    return [{k: v for k, v in r.items() if "second" not in k} for r in rows]
+    measured = ("second", "share", "memory")
+    return [{k: v for k, v in r.items() if not any(x in k for x in measured)} for r in rows]
 
 
 def test_an_interrupted_run_goes_on_exactly(tmp_path, monkeypatch):
@@ -654,6 +677,35 @@ def test_rows_after_the_checkpoint_are_dropped(tmp_path):
     assert log.rows()[0]["lm_loss"] == "0.333333" and log.rows()[0]["kl"] == ""
 
 
+def test_what_tensorboard_gets(tmp_path):
+    pytest.importorskip("tensorboardX")
+    log = trainer_module.Log(tmp_path / "metrics.csv", tensorboard=tmp_path / "board")
+    log.keep_until(0)
+    log.append({"step": 2, "stage": "dense", "lm_loss": 1 / 3, "memory_gib": None})
+    log.close()
+    (events,) = (tmp_path / "board").iterdir()
+    written = events.read_bytes()
+    assert b"lm_loss" in written and b"memory_gib" not in written
+
+
+def test_operations_by_hand():
+    """Two layers, one of them with an indexer; sequences of 24, of which 4 keys are selected."""
+    model = dataclasses.replace(CONFIG.model, num_layers=2, indexer_types=("full", "shared"))
+    found = rates.flops_per_token(dataclasses.replace(CONFIG, model=model))
+    attention = 16 * 12 + 12 * 2 * 10 + 16 * 12 + 2 * 8 * 6 + 2 * 8 * 6 + 2 * 6 * 16
+    matrices = 2 * (2 * (attention + 3 * 16 * 16) + 16 * VOCAB)
+    index = 2 * (12 * 2 * 8 + 16 * 8 + 16 * 2)
+    seen, selected = 25 / 2, (1 + 2 + 3 + 21 * 4) / 24
+    heads, score = 2 * 2 * 12, 2 * 2 * 8  # of latent keys, of the indexer's
+    dense = 3 * (matrices + 2 * 2 * 2 * (10 + 6) * seen)
+    assert found["dense"] == pytest.approx(dense)
+    warmup = dense / 3 + 2 * index + (heads + 3 * score) * seen
+    assert found["warmup"] == pytest.approx(warmup)
+    sparse = 3 * (matrices + 2 * 2 * 2 * (12 + 8) * selected) + 2 * index
+    sparse += score * seen + (heads + 2 * score) * selected
+    assert found["sparse"] == pytest.approx(dense + sparse)
+
+
 def results(**changes):
     recall = {"indexer": 0.9, "random": 0.3, "recency": 0.7, "best": 0.95}
     found = report.Results(
@@ -706,6 +758,8 @@ def check_what_it_says(out, trainer):
         best = jnp.sort(mass, -1)[:, top_k:, -top_k:].sum(-1).mean()
         return jnp.stack([*held, best, dense.kl])
 
+    speeds = [r for r in trainer.log.rows() if r["tokens_per_second"]]
+    assert speeds and all(float(r["matmul_share"]) > 0 for r in speeds)
     row, shown = trainer.log.rows()[-1], losses(CONFIG.probe_sequences)
     assert len({f"{x:.4f}" for x in shown}) == 3
     for name, value in zip(("sparse", "dense", "control"), shown, strict=True):
@@ -775,7 +829,7 @@ def test_the_demo_in_fp8(monkeypatch):
     """Its option reaches every projection, and names the default folder."""
     built = []
 
-    def build(config, corpus, folder, mesh):
+    def build(config, corpus, folder, mesh, tensorboard):
         built.append((config, folder))
         raise RunError("enough")
 
@@ -803,6 +857,30 @@ def test_a_comparison_with_fp8(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert {p.name for p in tmp_path.iterdir()} == {"FP8", "float32", "curves.png"}
     assert comparison.main(command) == status  # both runs are there
+
+
+def test_a_comparison_of_shorter_sequences_that_is_interrupted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)
+    monkeypatch.setattr(comparison, "load_corpus", lambda *_, **__: corpus())
+    seen = []
+
+    def run(trainer):
+        seen.append(trainer.config)
+        trainer.log.append({"step": 1, "lm_loss": 5.0})
+        trainer.log.append({"step": 2, "lm_loss": 4.0})
+        return len(seen) == 1
+
+    monkeypatch.setattr(trainer_module.Trainer, "run", run)
+    sizes = {"seq_len": CONFIG.seq_len // 2, "batch_size": 3}
+    options = [f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()]
+    command = ["--run-dir", str(tmp_path), "--steps", "3", *options]
+    assert comparison.main(command) == 130
+    assert "goes on from there" in capsys.readouterr().out
+    assert [c.model.attention.fp8 for c in seen] == [False, True]
+    for config in seen:
+        assert {name: getattr(config, name) for name in sizes} == sizes
+        assert config.eval_sequences * config.seq_len >= CONFIG.eval_sequences * CONFIG.seq_len
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 def test_a_wrong_folder_does_not_restart_a_run(tmp_path, capsys):

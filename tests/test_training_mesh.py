@@ -105,7 +105,8 @@ def test_what_a_context_axis_gathers():
     state = program.init()
     batch = program.place(np.zeros((4, CONFIG.seq_len + 1), np.int32), stripes=2)
     with jax.set_mesh(program.mesh):
-        text = program._sparse.lower(state.backbone, state.indexer, batch).compile().as_text()
+        args = state.backbone, state.indexer, batch, program._rates(0)
+        text = program._sparse.lower(*args).compile().as_text()
     keys = [(*rows, 1, c.kv_rank + c.rope_dim), (*rows, c.index_dim)]
     for name, shapes in (
         ("all-gather", keys),
@@ -114,6 +115,26 @@ def test_what_a_context_axis_gathers():
         found = re.findall(rf"= \w+\[([\d,]*)\]\S* {name}\(", text)
         want = sorted(",".join(map(str, shape)) for shape in shapes * layers)
         assert sorted(found) == want, name
+
+
+def test_what_is_gathered_of_parameters_is_rounded():
+    """Parameters are float32 masters; fsdp gathers what the layers multiply by."""
+    attention = dataclasses.replace(ATTENTION, dtype=jnp.bfloat16)
+    model = dataclasses.replace(MESH_CONFIG.model, attention=attention, num_layers=1)
+    program = Program(
+        dataclasses.replace(MESH_CONFIG, model=model), make_mesh({"data": 1, "fsdp": 2})
+    )
+    state = program.init()
+    assert all(x.dtype != jnp.bfloat16 for x in jax.tree.leaves(state))
+    batch = program.place(np.zeros((4, CONFIG.seq_len + 1), np.int32))
+    with jax.set_mesh(program.mesh):
+        args = state.backbone, state.indexer, batch, program._rates(0)
+        text = program._sparse.lower(*args).compile().as_text()
+    # A CPU gathers in float32 what it has rounded to bfloat16.
+    found = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(%(\w+)", text)
+    weights = f"{ATTENTION.model_dim},{ATTENTION.index_heads}"  # of the indexer's heads: float32
+    masters = {shape for shape, operand in found if operand.startswith("param")}
+    assert len(found) > 8 and masters == {weights}
 
 
 def test_parts_of_a_batch_make_the_same_step():

@@ -142,7 +142,12 @@ def start(folder, *arguments, devices=1):
 
 
 def finish(*workers):
-    for worker, log in [(w, w.communicate(timeout=500)[0]) for w in workers]:
+    try:
+        logs = [worker.communicate(timeout=500)[0] for worker in workers]
+    finally:  # one that waits for another would wait on
+        for worker in workers:
+            worker.kill()
+    for worker, log in zip(workers, logs, strict=True):
         assert worker.returncode == 0 and "finished" in log, log
 
 

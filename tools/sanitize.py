@@ -1,6 +1,6 @@
 """Runs the check programs of benchmarks/micro under compute-sanitizer's tools, on a Hopper GPU.
 
-    python tools/sanitize.py [--jobs 8] [--only sparse_mla] [--tools memcheck racecheck]
+    python tools/sanitize.py [--jobs 8] [--only sparse_mla topk] [--tools memcheck racecheck]
 
 A row for each run as it ends, then one table, then what racecheck reported and which program of
 benchmarks/micro/racecheck explains it. Such a program has the pattern of a report and no race: it
@@ -31,17 +31,79 @@ CHECKS = sorted(ROOT.glob("benchmarks/micro/*_check.cu"))
 PATTERNS = sorted(ROOT.glob("benchmarks/micro/racecheck/*.cu"))
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
 
-# The pattern of a report, by the functions whose accesses it is about.
+# The pattern of a report, by functions whose accesses are alike. A report is of some of these; a
+# function that the tool has no line of goes by its name.
 EXPLANATIONS = {
     frozenset(["attn_dist/fwd.cuh:consume", "attn_dist/fwd.cuh:produce"]): "beside_copies",
     frozenset(["common/gather.cuh:operator[]", "common/gather.cuh:set"]): "beside_copies",
     frozenset(["common/ptx.cuh:cp_async_16", "common/ptx.cuh:load_matrix_x4"]): "load_matrix",
-    frozenset(["indexer/bwd_keys.cuh:find_rows"]): "any_of_several",
-    frozenset(["indexer/bwd_queries.cuh:gather", "indexer/bwd_queries.cuh:multiply"]): (
+    frozenset(["fp8/matmul_tile.cuh:bring_scales", "fp8/matmul_tile.cuh:add"]): "elected_arrival",
+    frozenset(["fp8/matmul_tile.cuh:bring_scales", "common/ptx.cuh:load_shared_16"]): (
         "elected_arrival"
     ),
+    frozenset(["htree/walk.cuh:produce", "htree/walk.cuh:consume", "htree::queries_kernel"]): (
+        "elected_arrival"
+    ),
+    frozenset(
+        [
+            *("common/ptx.cuh:bulk_load", "htree::queries_kernel", "htree::nodes_kernel"),
+            *("common/ptx.cuh:load_matrix_x4", "common/ptx.cuh:load_matrix_x4_transposed"),
+        ]
+    ): "bulk_copy",
+    frozenset(["indexer/bwd_keys.cuh:find_rows"]): "any_of_several",
+    frozenset(
+        [
+            *("indexer/bwd_queries.cuh:gather", "indexer/bwd_queries.cuh:multiply"),
+            "common/ptx.cuh:mbarrier_wait",  # the line that a write of gather may have
+        ]
+    ): "elected_arrival",
+    frozenset(["losses/index_grads.cuh:copy", "losses/index_grads.cuh:multiply"]): (
+        "elected_arrival"
+    ),
+    frozenset(
+        [
+            *("common/ptx.cuh:bulk_load", "masked_attention/scores.cuh:start_at"),
+            *("masked_attention/bwd.cuh:consume", "masked_attention/bwd_wide.cuh:consume_wide"),
+        ]
+    ): "bulk_copy",
+    frozenset(
+        [
+            *("masked_attention/bwd_producer.cuh:copy", "masked_attention/bwd_producer.cuh:build"),
+            *("masked_attention/bwd.cuh:consume", "masked_attention/bwd_wide.cuh:consume_wide"),
+            *("masked_attention/bwd_rows.cuh:walk_items", "masked_attention/mask.cuh:clear_rows"),
+        ]
+    ): "bulk_copy",
+    frozenset(
+        [
+            *("masked_attention/fwd_producer.cuh:list", "masked_attention/fwd_producer.cuh:copy"),
+            "masked_attention/fwd_producer.cuh:build",
+        ]
+    ): "elected_writer",
+    frozenset(["masked_attention/fwd_producer.cuh:copy", "masked_attention/fwd.cuh:consume"]): (
+        "bulk_copy"
+    ),
+    frozenset(
+        [
+            *("masked_attention/fwd_producer.cuh:build", "masked_attention/fwd_producer.cuh:copy"),
+            *("masked_attention/mask.cuh:clear_rows", "masked_attention/scores.cuh:hide"),
+        ]
+    ): "elected_arrival",
+    frozenset(
+        ["masked_attention/bwd_producer.cuh:build_bits", "masked_attention/scores.cuh:hide"]
+    ): ("elected_arrival"),
+    frozenset(["mqa_decode/few.cuh:hide_scores", "mqa_decode/few.cuh:produce_few"]): (
+        "beside_copies"
+    ),
+    frozenset(["mqa_decode/wide.cuh:hide_scores", "mqa_decode/wide.cuh:produce_wide"]): (
+        "beside_copies"
+    ),
     frozenset(["sparse_mla/fwd.cuh:consume"]): "through_producer",
-    frozenset(["common/gather.cuh:set", "sparse_mla/fwd_few.cuh:consume_few"]): "elected_writer",
+    frozenset(
+        [
+            *("common/gather.cuh:set", "sparse_mla/fwd_few.cuh:consume_few"),
+            "sparse_mla/fwd_few.cuh:CountingRows",
+        ]
+    ): "elected_writer",
     frozenset(["sparse_mla/fwd_few.cuh:consume_few", "sparse_mla/fwd_producer.cuh:begin_item"]): (
         "beside_copies"
     ),
@@ -62,6 +124,12 @@ EXPLANATIONS = {
         "beside_copies"
     ),
 }
+
+
+def pattern_of(report: frozenset[str]) -> str | None:
+    """Which pattern the accesses of a report are of."""
+    fitting = [pattern for functions, pattern in EXPLANATIONS.items() if report <= functions]
+    return fitting[0] if fitting else None
 
 
 def build_command(source: Path, binary: Path, *options: str) -> list[str]:
@@ -115,13 +183,24 @@ def function_at(path: str, line: int) -> str:
     return f"{place}:{line}"
 
 
+def name_in(signature: str) -> str:
+    """Of void jax_dsa::htree::queries_kernel<...>(...): `htree::queries_kernel`."""
+    name = re.search(r"jax_dsa::([\w:~]+)", signature)
+    return name[1] if name else signature
+
+
 def races(output: str) -> Counter[frozenset[str]]:
     """How often racecheck reports each pair of functions."""
     found: Counter[frozenset[str]] = Counter()
     for report in re.split(r"Race reported between", output)[1:]:
         report = re.split(r"\n=+ *\n", report)[0]
-        places = re.findall(r"access at .* in (\S+?):(\d+)", report)
-        found[frozenset(function_at(path, int(line)) for path, line in places)] += 1
+        accesses = re.findall(r"access at (.+?)\+0x[0-9a-f]+(?: in (\S+?):(\d+))?", report)
+        found[
+            frozenset(
+                function_at(path, int(line)) if path else name_in(signature)
+                for signature, path, line in accesses
+            )
+        ] += 1
     return found
 
 
@@ -173,9 +252,9 @@ def build(jobs: int, to: Path) -> None:
         list(pool.map(lambda c: subprocess.run(c, cwd=ROOT, check=True), commands))
 
 
-def runs(only: str, tools: list[str], built: Path) -> list[Run]:
+def runs(only: list[str], tools: list[str], built: Path) -> list[Run]:
     """What to run, the longest first."""
-    checks = [s.stem for s in CHECKS if only in s.stem]
+    checks = [s.stem for s in CHECKS if any(name in s.stem for name in only)]
     all_runs = [Run(n, built / n, ("small",), t) for t in TOOLS if t in tools for n in checks]
     if "racecheck" in tools:
         for name in (s.stem for s in PATTERNS):
@@ -229,7 +308,7 @@ def judge(outcomes: list[Outcome]) -> list[str]:
         if o.run.tool != "racecheck" or o.run.name in patterns:
             continue
         for pair, count in sorted(o.races.items(), key=str):
-            pattern, between = EXPLANATIONS.get(pair), " and ".join(sorted(pair))
+            pattern, between = pattern_of(pair), " and ".join(sorted(pair))
             explained = pattern is not None and patterns[pattern]
             by = pattern if explained else f"no: {pattern} is clean" if pattern else "no"
             print(f"| {o.run.name} | {count} | {between} | {by} |")
@@ -245,7 +324,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=300, help="seconds, of a run")
-    parser.add_argument("--only", default="", help="check programs whose name has this in it")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="check programs whose names have one of these"
+    )
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "sanitize")
     parser.add_argument("--built", action="store_true", help="takes the programs as they are there")

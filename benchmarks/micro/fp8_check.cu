@@ -87,6 +87,10 @@ void bench_all(int64_t rows, int64_t cols) {
       return jax_dsa::launch_quantize_transpose(
           {x, q, scale, q_t, scale_t, 1, rows, cols, dtype, false}, nullptr);
     });
+    bench(of + "columns", values + n + scales, [&] {
+      return jax_dsa::launch_quantize_transpose(
+          {x, nullptr, nullptr, q_t, scale_t, 1, rows, cols, dtype, false}, nullptr);
+    });
     bench(of + "dequantise", values + n + scales, [&] {
       return jax_dsa::launch_dequantize({q, scale, x, 1, rows, cols, 1, dtype}, nullptr);
     });
@@ -107,8 +111,17 @@ int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   printf("seed %llu\n", (unsigned long long)seed);
   if (what != "bench") {
+    std::vector<Case> cases(std::begin(kCases), std::end(kCases));
+    if (what == "test") {  // more tiles than run at a time
+      cases.push_back({"many tiles", 16, 24, DType::kBF16, false, 0, kTiles, 1000});
+      cases.push_back(
+          {"many tiles and transposes", 8, 24, DType::kF32, false, 0, kTilesTranspose, 900});
+      cases.push_back({"many transposes", 16, 8, DType::kBF16, false, 0, kTranspose, 1000});
+      cases.push_back({"many transposes, f32", 16, 8, DType::kF32, true, 0, kTranspose, 700});
+      cases.push_back({"many columns", 16, 24, DType::kF16, false, 0, kColumns, 1000});
+    }
     int bad = 0;
-    for (const Case& c : kCases) {
+    for (const Case& c : cases) {
       Memory memory;
       const bool right = run(c, seed, memory);
       printf("%-4s %s\n", right ? "ok" : "BAD", c.name);

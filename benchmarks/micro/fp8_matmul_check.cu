@@ -1,8 +1,9 @@
 // Tests the FP8 matmul's kernels against float64 on the CPU, then times them and their variants.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o fp8_matmul_check \
 //       benchmarks/micro/fp8_matmul_check.cu cuda/fp8/matmul.cu
-//   ./fp8_matmul_check [test|small|bench|profile] [seed]
-// `bench` prints a line for each variant of each shape, `planned` for what launch_fp8_matmul takes.
+//   ./fp8_matmul_check [test|small|bench|profile] [seed] [case]
+// `bench` times cases whose name has `case` in it, and prints a line for each variant of each
+// shape, `planned` for what launch_fp8_matmul takes.
 #include <unistd.h>
 
 #include <ctime>
@@ -25,7 +26,7 @@ struct Variant {
 };
 
 template <typename Tr>
-Variant many(const char* name) {
+Variant many(const std::string& name) {
   return {name, [](const Fp8MatmulParams& p) { return launch<Tr>(p, nullptr); }};
 }
 template <typename Tr>
@@ -38,17 +39,18 @@ const Variant kPlanned = {
 
 template <bool kBRows>
 std::vector<Variant> variants_of_many() {
-  return {kPlanned, many<Traits<2, 2, 2, kBRows>>("256 rows, pairs"),
-          many<Traits<2, 2, 1, kBRows>>("256 rows"),
-          many<Traits<2, 1, 2, kBRows>>("128 rows, pairs"),
-          many<Traits<2, 1, 1, kBRows>>("128 rows")};
+  constexpr int kHalves = kBRows ? 1 : 2, kColumns = kBRows ? 192 : 128;
+  const std::string name = kBRows ? "128 x 192" : "256 x 128";
+  return {kPlanned, many<Traits<2, kHalves, kColumns, 2, kBRows>>(name + ", pairs"),
+          many<Traits<2, kHalves, kColumns, 1, kBRows>>(name),
+          many<Traits<2, 1, 128, 1, kBRows>>("128 x 128")};
 }
 template <bool kBRows>
 std::vector<Variant> variants_of_few(std::vector<int> all_parts) {
   std::vector<Variant> all = {kPlanned};
   for (const int parts : all_parts) {
-    all.push_back(few<Traits<1, 1, 1, kBRows>>("64 rows", parts));
-    all.push_back(few<Traits<1, 2, 1, kBRows>>("128 rows", parts));
+    all.push_back(few<Traits<1, 1, 128, 1, kBRows>>("64 rows", parts));
+    all.push_back(few<Traits<1, 2, 128, 1, kBRows>>("128 rows", parts));
   }
   return all;
 }
@@ -225,11 +227,15 @@ void bench_copy() {
   CHECK(cudaFree(b));
 }
 
+std::string only;  // cases
+
 void bench(const Case& c, const std::vector<Variant>& all, int copies = 1) {
+  if (std::string(c.name).find(only) == std::string::npos) return;
   Large x(c, copies);
   const Plan plan = jax_dsa::fp8::plan(x.p, processors());
-  printf("%s: M%lld N%lld K%lld, planned: %s%d rows, %d parts\n", c.name, (long long)c.m,
-         (long long)c.n, (long long)c.k, plan.pair ? "pairs, " : "", plan.rows, plan.parts);
+  printf("%s: M%lld N%lld K%lld, planned: %s%d x %d, %d parts\n", c.name, (long long)c.m,
+         (long long)c.n, (long long)c.k, plan.pair ? "pairs, " : "", plan.rows, plan.columns,
+         plan.parts);
   for (const Variant& v : all) {
     int turn = 0;
     const float ms = median_ms(3, [&] {
@@ -245,6 +251,7 @@ void bench(const Case& c, const std::vector<Variant>& all, int copies = 1) {
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "test";
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : time(nullptr);
+  if (argc > 3) only = argv[3];
   setvbuf(stdout, nullptr, _IOLBF, 0);
   printf("seed %llu\n", (unsigned long long)seed);
   using enum DType;

@@ -30,6 +30,11 @@ cudaError_t launch_blocks(void (*kernel)(Params...), int64_t blocks, int threads
 template <typename... Params>
 cudaError_t launch_behind(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes,
                           cudaStream_t stream, const std::type_identity_t<Params>&... params) {
+  if (cudaError_t e =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+      e != cudaSuccess) {
+    return e;
+  }
   cudaLaunchAttribute behind = {};
   behind.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   behind.val.programmaticStreamSerializationAllowed = 1;

@@ -168,6 +168,11 @@ __device__ __forceinline__ uint64_t l2_policy_evict_last() {
   return policy;
 }
 
+// Asks for the line of an address to be in the L2 soon.
+__device__ __forceinline__ void prefetch_line_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
 // Asks for `bytes` (a multiple of 16) from an address that is one, too, to be in the L2 soon.
 __device__ __forceinline__ void prefetch_l2(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
@@ -395,6 +400,15 @@ __device__ __forceinline__ float exp2_approx(float x) {
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Of an angle in turns, at most half a one, to within 2^-20.
+__device__ __forceinline__ float2 cosine_and_sine(float turn) {
+  const float angle = turn * 6.2831853f;
+  float2 y;
+  asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y.x) : "f"(angle));
+  asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y.y) : "f"(angle));
   return y;
 }
 

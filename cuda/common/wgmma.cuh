@@ -29,6 +29,15 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kN]) {
   for (int i = 0; i < kN; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Accumulators whose values do not matter any more. A product that is on its way across a loop's
+// end begins in such: were its values those of the last round, the compiler would copy them there,
+// and ptxas would serialise all products.
+template <int kN>
+__device__ __forceinline__ void wgmma_forget(float (&d)[kN]) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) asm volatile("" : "=f"(d[i]));
+}
+
 // clang-format off
 #define JAX_DSA_REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define JAX_DSA_REGISTERS_16 JAX_DSA_REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -168,6 +177,11 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[kD], uint64_t a, uint64_t 
     asm volatile(JAX_DSA_WGMMA("m64n128k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_64,
                                "%64, %65", "%66", "")
         : JAX_DSA_ACC64(d)
+        : "l"(a), "l"(b), "r"(int{accumulate}));
+  } else if constexpr (kD == 96) {
+    asm volatile(JAX_DSA_WGMMA("m64n192k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_96,
+                               "%96, %97", "%98", "")
+        : JAX_DSA_ACC64(d), JAX_DSA_ACC32(d, 64)
         : "l"(a), "l"(b), "r"(int{accumulate}));
   } else {
     static_assert(kD == 128);

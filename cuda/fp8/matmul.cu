@@ -11,15 +11,15 @@ namespace {
 template <bool kBRows>
 cudaError_t launch_planned(const Fp8MatmulParams& p, const Plan& plan, cudaStream_t stream) {
   if (plan.few) {
-    return plan.rows == 64 ? launch_few<Traits<1, 1, 1, kBRows>>(p, plan.parts, stream)
-                           : launch_few<Traits<1, 2, 1, kBRows>>(p, plan.parts, stream);
+    return plan.rows == 64 ? launch_few<Traits<1, 1, 128, 1, kBRows>>(p, plan.parts, stream)
+                           : launch_few<Traits<1, 2, 128, 1, kBRows>>(p, plan.parts, stream);
   }
-  if (plan.rows == 128) {
-    return plan.pair ? launch<Traits<2, 1, 2, kBRows>>(p, stream)
-                     : launch<Traits<2, 1, 1, kBRows>>(p, stream);
+  if (plan.rows == 128 && plan.columns == 128) {
+    return launch<Traits<2, 1, 128, 1, kBRows>>(p, stream);
   }
-  return plan.pair ? launch<Traits<2, 2, 2, kBRows>>(p, stream)
-                   : launch<Traits<2, 2, 1, kBRows>>(p, stream);
+  constexpr int kHalves = kBRows ? 1 : 2, kColumns = kBRows ? 192 : 128;
+  return plan.pair ? launch<Traits<2, kHalves, kColumns, 2, kBRows>>(p, stream)
+                   : launch<Traits<2, kHalves, kColumns, 1, kBRows>>(p, stream);
 }
 
 }  // namespace
@@ -36,7 +36,7 @@ cudaError_t launch_fp8_matmul(const Fp8MatmulParams& p, cudaStream_t stream) {
   if (p.k % 16 != 0 || p.batch > kMost || p.m > kMost || p.n > kMost || p.k > kMost) {
     return cudaErrorInvalidValue;
   }
-  const int64_t tiles = ceil_div(p.m, int64_t{64}) * ceil_div(p.n, int64_t{fp8::kColumns});
+  const int64_t tiles = ceil_div(p.m, int64_t{64}) * ceil_div(p.n, int64_t{fp8::kBColumns});
   if (tiles > kMost / 8 || p.batch * tiles > kMost / 8) return cudaErrorInvalidValue;
   Device device;
   if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;

@@ -1,12 +1,11 @@
-// FP8 matmul for many rows: persistent, by tiles of 256 (or 128) rows and 128 columns.
+// FP8 matmul for many rows: persistent, by tiles of 256x128, of 128x192 where b's scales are by
+// rows, or of 128x128.
 //
-// Two warpgroups multiply, each half of a tile's rows, 64 at a time; one promotes while the other
-// multiplies. Two
-// blocks of a cluster have the same rows and neighbouring columns: each copies half of the rows to
-// both, so that a cluster's tile is 256 x 256 to the L2.
+// Two warpgroups multiply, each half of a tile's rows, 64 at a time. Two blocks of a cluster have
+// neighbouring tiles and share the larger operand.
 //
-// Shared memory: four stages of 48 KiB (six of 32 KiB with 128 rows) with their scales, and 3 KiB
-// for each warp to turn its sums into rows of 128 bytes.
+// Shared memory: three stages of 48 KiB (four of 40 KiB, five of 32 KiB) with their scales, and
+// room for a tile of the product, which TMA stores while the next one is on its way.
 #pragma once
 
 #include "fp8/matmul_tile.cuh"
@@ -14,8 +13,7 @@
 
 namespace jax_dsa::fp8 {
 
-inline constexpr int kTileGroup = 8;  // rows of tiles that are gone through column by column
-inline constexpr int kPieces = 3, kPieceBytes = 8 * 128;  // of the product, on their way
+inline constexpr int kTileGroup = 8;  // rows of clusters' tiles that are gone through together
 
 // Whether rows of the product are such as TMA takes.
 __host__ __device__ inline bool stored_by_tma(const Fp8MatmulParams& p) {
@@ -26,16 +24,19 @@ __host__ __device__ inline bool stored_by_tma(const Fp8MatmulParams& p) {
 template <typename Tr>
 struct Shared {
   Ring<Tr> ring;
-  alignas(1024) uint8_t pieces[Tr::kMathThreads / 32][kPieces][kPieceBytes];  // of the product
+  alignas(1024) uint8_t pieces[Tr::kMathThreads / 32][Tr::kPieces][kPieceBytes];
 };
 
 // How many tiles there are; a cluster's counts as one.
 template <typename Tr>
 struct Tiles {
+  static constexpr int kDown = Tr::kSharesB ? Tr::kRanks : 1;  // blocks of a cluster
+  static constexpr int kAcross = Tr::kRanks / kDown;
+
   int rows, columns, all;  // rows and columns of one batch
   __host__ __device__ explicit Tiles(const Fp8MatmulParams& p)
-      : rows(static_cast<int>(ceil_div(p.m, int64_t{Tr::kRows}))),
-        columns(static_cast<int>(ceil_div(p.n, int64_t{kColumns * Tr::kRanks}))),
+      : rows(static_cast<int>(ceil_div(p.m, int64_t{kDown * Tr::kRows}))),
+        columns(static_cast<int>(ceil_div(p.n, int64_t{kAcross * Tr::kColumns}))),
         all(static_cast<int>(p.batch) * rows * columns) {}
 };
 
@@ -61,38 +62,64 @@ struct Walk {
     const int column = within / high, row = group + within - column * high;
     const int rank = Tr::kRanks > 1 ? cluster_rank() : 0;
     item.batch = batch;
-    item.row = row * Tr::kRows;
-    item.column = (column * Tr::kRanks + rank) * kColumns;
+    constexpr int kDown = Tiles<Tr>::kDown, kAcross = Tiles<Tr>::kAcross;
+    item.row = (row * kDown + rank % kDown) * Tr::kRows;
+    item.column = (column * kAcross + rank % kAcross) * Tr::kColumns;
     next_tile += static_cast<int>(gridDim.x) / Tr::kRanks;
     return true;
   }
 };
 
-// A multiplying warp's way to the product in memory: pieces of 8 rows of 128 bytes. TMA stores one
-// while the warp fills the next ones, and goes on to multiply. Where rows of the product are no
-// multiple of 16 bytes, the warp stores them itself.
+// A multiplying warp's way to the product in memory: pieces of 8 rows of 128 bytes, which TMA
+// stores while the warp goes on to multiply. Where rows of the product are no multiple of 16 bytes,
+// the warp stores them itself.
 template <typename Tr>
 struct Store {
+  static constexpr int kSet = Tr::kPieces / Tr::kHalves;  // pieces that go together
+
   const Fp8MatmulParams& p;
   const CUtensorMap& map;
-  uint8_t (&pieces)[kPieces][kPieceBytes];
+  uint8_t (&pieces)[Tr::kPieces][kPieceBytes];
   const int lane = threadIdx.x % 32;
-  int next = 0;
+  int next = 0;  // set
 
-  // Sums of 16 rows, from `row`, and 128 columns, as the multiplier's.
+  // Sums of 16 rows, from `row`, as the multiplier's.
   template <typename T>
-  __device__ __forceinline__ void rows(const Item& item, int row, const float (&sum)[64]) {
-    constexpr int kWide = 128 / sizeof(T);
+  __device__ __forceinline__ void rows(const Item& item, int row, const float (&sum)[Tr::kSums]) {
+    constexpr int kWide = 128 / sizeof(T), kAcross = Tr::kColumns / kWide;
+    constexpr int kDown = kSet / kAcross;  // times 8 rows
+    static_assert(kDown * kAcross == kSet);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int first = 0; first < 2; first += kDown) {
+      uint8_t (*const set)[kPieceBytes] = pieces + next * kSet;
+      next = next + 1 < Tr::kHalves ? next + 1 : 0;
+      if (lane == 0) bulk_wait_read<Tr::kHalves - 1>();
+      __syncwarp();
 #pragma unroll
-      for (int c = 0; c < kColumns; c += kWide) {
-        uint8_t* const piece = pieces[next];
-        next = next + 1 < kPieces ? next + 1 : 0;
-        if (lane == 0) bulk_wait_read<kPieces - 1>();
+      for (int i = 0; i < kSet; ++i) {
+        fill<T>(set[i], sum + i % kAcross * kWide / 2 + 2 * (first + i / kAcross));
+      }
+      const auto place = [&](int i, auto f) {
+        f(item.batch, row + 8 * (first + i / kAcross), item.column + i % kAcross * kWide, set[i]);
+      };
+      if (stored_by_tma(p)) {
+        fence_async_proxy();
         __syncwarp();
-        fill<T>(piece, sum + c / 2 + 2 * r);
-        store<T>(item.batch, row + 8 * r, item.column + c, piece);
+        if (lane == 0) {
+#pragma unroll
+          for (int i = 0; i < kSet; ++i) {
+            place(i, [&](int batch, int y, int x, uint8_t* piece) {
+              tma_store(&map, piece, x, y, batch);
+            });
+          }
+          bulk_commit();
+        }
+      } else {
+        __syncwarp();
+        for (int i = 0; i < kSet; ++i) {
+          place(i, [&](int batch, int y, int x, uint8_t* piece) { store<T>(batch, y, x, piece); });
+        }
+        __syncwarp();
       }
     }
   }
@@ -118,18 +145,9 @@ struct Store {
   }
 
   template <typename T>
-  __device__ __forceinline__ void store(int batch, int row, int column, uint8_t* piece) const {
+  __device__ __forceinline__ void store(int batch, int row, int column,
+                                        const uint8_t* piece) const {
     constexpr int kWide = 128 / sizeof(T), kChunk = 16 / sizeof(T);
-    if (stored_by_tma(p)) {
-      fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) {
-        tma_store(&map, piece, column, row, batch);
-        bulk_commit();
-      }
-      return;
-    }
-    __syncwarp();
     T* const out = static_cast<T*>(p.out) + (batch * p.m + row) * p.n + column;
     for (int r = 0; r < 8 && row + r < p.m; ++r) {
 #pragma unroll
@@ -138,7 +156,6 @@ struct Store {
         if (column + c < p.n) out[r * p.n + c] = reinterpret_cast<const T*>(chunk)[c % kChunk];
       }
     }
-    __syncwarp();
   }
 
   __device__ __forceinline__ void end() const {
@@ -146,29 +163,101 @@ struct Store {
   }
 };
 
+// A warpgroup's sums of 64 rows to memory.
 template <typename Tr>
-__device__ void math(Walk<Tr> walk, const Fp8MatmulParams& p, const CUtensorMap& out_map,
-                     Shared<Tr>& shared) {
-  Multiplier<Tr> multiplier(shared.ring);
-  Store<Tr> store = {p, out_map, shared.pieces[threadIdx.x / 32]};
+__device__ __forceinline__ void store_half(Store<Tr>& store, const Item& item, int row,
+                                           const float (&sum)[Tr::kSums]) {
+  if (store.p.dtype == DType::kF32) {
+    store.template rows<float>(item, row, sum);
+  } else if (store.p.dtype == DType::kBF16) {
+    store.template rows<__nv_bfloat16>(item, row, sum);
+  } else {
+    store.template rows<__half>(item, row, sum);
+  }
+}
+
+// 256 rows: a warpgroup has two halves, one after the other.
+template <typename Tr>
+__device__ void math_halves(Walk<Tr> walk, Multiplier<Tr> multiplier, Store<Tr> store) {
   const int own_row = multiplier.own_row - multiplier.lane / 4;
   while (walk.next()) {
-    float sum[Tr::kHalves][64] = {};
-    const auto store_half = [&](int h) {
-      const int row = walk.item.row + own_row + 64 * h;
-      if (p.dtype == DType::kF32) {
-        store.template rows<float>(walk.item, row, sum[h]);
-      } else if (p.dtype == DType::kBF16) {
-        store.template rows<__nv_bfloat16>(walk.item, row, sum[h]);
-      } else {
-        store.template rows<__half>(walk.item, row, sum[h]);
-      }
-    };
+    float sum[Tr::kHalves][Tr::kSums] = {};
 #pragma unroll 1
-    for (int left = walk.item.last - walk.item.first; left > 1; --left) {
+    for (int left = walk.item.last; left > 1; --left) {
       multiplier.add(sum, [](int) {});
     }
-    multiplier.add(sum, store_half);
+    multiplier.add(sum, [&](int h) {
+      store_half(store, walk.item, walk.item.row + own_row + 64 * h, sum[h]);
+    });
+  }
+  store.end();
+}
+
+// 192 columns: there are registers for one product, and it is on its way whenever the last one is
+// added: a tile's first one, too, while the tile before it is stored. After the last tile a product
+// of whatever lies there begins, since ptxas would wait for one that begins on a condition.
+template <typename Tr>
+__device__ void math_wide(Walk<Tr> walk, Multiplier<Tr> multiplier, Store<Tr> store) {
+  const int own_row = multiplier.own_row - multiplier.lane / 4;
+  RingPlace<Tr::kStages> ahead;
+  float d[Tr::kSums];
+  if (!walk.next()) return;
+  multiplier.await(ahead);
+  multiplier.begin(ahead, d);
+  bool more;
+  do {
+    const Item item = walk.item;
+    float sum[Tr::kSums] = {};
+#pragma unroll 1
+    for (int left = item.last; left > 0; --left) {
+      const float2 own = multiplier.scales(0);
+      more = left > 1 || walk.next();
+      if (more) multiplier.await(ahead);
+      wgmma_wait<0>();
+      multiplier.end(d, own, sum);
+      multiplier.begin(ahead, d);
+    }
+    store_half(store, item, item.row + own_row, sum);
+  } while (more);
+  wgmma_wait<0>();
+  store.end();
+}
+
+// 128 rows and columns: there are registers for two products, and the next one begins before the
+// last one is added.
+template <typename Tr>
+__device__ void math_ahead(Walk<Tr> walk, Multiplier<Tr> multiplier, Store<Tr> store) {
+  const int own_row = multiplier.own_row - multiplier.lane / 4;
+  RingPlace<Tr::kStages> ahead;
+  while (walk.next()) {
+    float d[2][Tr::kSums], sum[Tr::kSums] = {};
+    const auto step = [&](float (&now)[Tr::kSums], float (&next)[Tr::kSums]) {
+      const float2 own = multiplier.scales(0);
+      multiplier.await(ahead);
+      multiplier.begin(ahead, next);
+      wgmma_wait<1>();
+      multiplier.end(now, own, sum);
+    };
+    const auto last = [&](float (&now)[Tr::kSums]) {
+      const float2 own = multiplier.scales(0);
+      wgmma_wait<0>();
+      multiplier.end(now, own, sum);
+    };
+    multiplier.await(ahead);
+    multiplier.begin(ahead, d[0]);
+    int left = walk.item.last;
+#pragma unroll 1
+    for (; left > 2; left -= 2) {
+      step(d[0], d[1]);
+      step(d[1], d[0]);
+    }
+    if (left == 2) {
+      step(d[0], d[1]);
+      last(d[1]);
+    } else {
+      last(d[0]);
+    }
+    store_half(store, walk.item, walk.item.row + own_row, sum);
   }
   store.end();
 }
@@ -193,7 +282,15 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
   }
   if (threadIdx.x < Tr::kMathThreads) {
     raise_registers<Tr::kMathRegisters>();
-    math<Tr>(Walk<Tr>(p), p, out_map, shared);
+    const Multiplier<Tr> multiplier(shared.ring);
+    const Store<Tr> store = {p, out_map, shared.pieces[threadIdx.x / 32]};
+    if constexpr (Tr::kHalves > 1) {
+      math_halves<Tr>(Walk<Tr>(p), multiplier, store);
+    } else if constexpr (Tr::kColumns > 128) {
+      math_wide<Tr>(Walk<Tr>(p), multiplier, store);
+    } else {
+      math_ahead<Tr>(Walk<Tr>(p), multiplier, store);
+    }
   } else {
     lower_registers<Tr::kOtherRegisters>();
     produce<Tr>(Walk<Tr>(p), p, a_map, b_map, shared.ring);

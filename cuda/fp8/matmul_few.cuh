@@ -13,6 +13,7 @@ namespace jax_dsa::fp8 {
 
 enum NamedBarrier { kMath = 1 };  // 0 is __syncthreads
 
+inline constexpr int kColumns = 128;             // of a tile
 inline constexpr int kSumStride = kColumns + 8;  // floats; eight rows start in different banks
 
 // The only item of a block.
@@ -43,7 +44,9 @@ __device__ void math(const Item& item, Ring<Tr>& ring, float* sums) {
   Multiplier<Tr> multiplier(ring);
   const int lane = multiplier.lane, own_row = multiplier.own_row;
   float sum[Tr::kHalves][64] = {};
-  for (int left = item.last - item.first; left > 0; --left) multiplier.add(sum, [](int) {});
+  for (int left = item.last - item.first; left > 0; --left) {
+    multiplier.add(sum, [](int) {});
+  }
   named_barrier_sync<Tr::kMathThreads>(kMath);  // all products have read their stages
 #pragma unroll
   for (int h = 0; h < Tr::kHalves; ++h) {
@@ -98,6 +101,7 @@ template <typename Tr>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
     few_kernel(const __grid_constant__ Fp8MatmulParams p, const __grid_constant__ CUtensorMap a_map,
                const __grid_constant__ CUtensorMap b_map) {
+  static_assert(Tr::kColumns == kColumns);
   static_assert(Tr::kRows * kSumStride * sizeof(float) <= Tr::kStages * Tr::kStageBytes);
   auto& ring = dynamic_shared<Ring<Tr>>();
   auto* const sums = reinterpret_cast<float*>(&ring);

@@ -4,7 +4,7 @@
 //
 // A tensor core adds e4m3 products in less than f32, so the sum over a block is multiplied by its
 // scales and added in the FP32 units ("promoted"). A warpgroup has two sets of accumulators: those
-// of one product of 64 rows and 128 columns, and the sums of all its rows.
+// of one product of 64 rows, and the sums of all its rows.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -18,23 +18,32 @@
 
 namespace jax_dsa::fp8 {
 
-inline constexpr int kDepth = 128;    // elements of K in a stage: a block, and a row of 128 bytes
-inline constexpr int kColumns = 128;  // of a tile, the rows of b in a stage
+inline constexpr int kDepth = 128;     // elements of K in a stage: a block, and a row of 128 bytes
+inline constexpr int kBColumns = 128;  // that a block of b's scales has, unless they are by rows
+inline constexpr int kPieceBytes = 8 * 128;  // of the product
 
-// kGroups: warpgroups that multiply, each kHalves times 64 rows. kRanks: blocks of a cluster that
-// have the same rows of a, of which each copies a part to all. kBRows: blocks of b are 1x128.
-template <int kGroups_, int kHalves_, int kRanks_, bool kBRows_>
+// kGroups: warpgroups that multiply, each kHalves times 64 rows. kColumns: of a tile, the rows of b
+// in a stage. kRanks: blocks of a cluster, which share the larger operand: each copies a part of it
+// to all. kBRows: blocks of b are 1x128.
+template <int kGroups_, int kHalves_, int kColumns_, int kRanks_, bool kBRows_>
 struct Traits {
-  static constexpr int kGroups = kGroups_, kHalves = kHalves_, kRanks = kRanks_;
+  static constexpr int kGroups = kGroups_, kHalves = kHalves_, kColumns = kColumns_;
+  static constexpr int kRanks = kRanks_;
   static constexpr bool kBRows = kBRows_;
   static constexpr int kBlocks = kGroups == 2 ? 1 : 2;  // on a multiprocessor
   static constexpr int kRows = 64 * kHalves * kGroups;
+  static constexpr bool kSharesB = kColumns >= kRows;
+  static constexpr int kSums = kColumns / 2;  // of 64 rows, in a thread
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth;
-  static constexpr int kStages = 192 * 1024 / kBlocks / kStageBytes;
+  // Of the product, in a warp: all of a tile, if that is in 16 bits.
+  static constexpr int kPieces = kGroups == 2 ? kHalves * kColumns / 32 : 0;
+  static constexpr int kStages =
+      (kGroups == 2 ? 216 * 1024 - 8 * kPieces * kPieceBytes : 96 * 1024) / kStageBytes;
   static constexpr int kMathThreads = 128 * kGroups, kThreads = kMathThreads + 128;
   static constexpr int kMathRegisters = kGroups == 2 ? 224 : 208,
                        kOtherRegisters = kGroups == 2 ? 56 : 40;
   static_assert(registers_fit(kBlocks, kGroups, kMathRegisters, kOtherRegisters));
+  static_assert(kBRows || kColumns == kBColumns);  // one block of b in a tile
   static constexpr int kScaleWarps = 2;  // those that bring scales of a; another brings b's
   static constexpr int kFullArrivals = 1 + kScaleWarps + kBRows;
 };
@@ -47,9 +56,9 @@ __device__ __forceinline__ int b_scale_at(int column) {
 template <typename Tr>
 struct alignas(1024) Ring {
   uint8_t a[Tr::kStages][Tr::kRows * kDepth];
-  uint8_t b[Tr::kStages][kColumns * kDepth];
+  uint8_t b[Tr::kStages][Tr::kColumns * kDepth];
   float scale[Tr::kStages][Tr::kRows];  // of a's rows; unless kBRows times that of b's block
-  alignas(16) float b_scale[Tr::kStages][Tr::kBRows ? kColumns : 1];  // by b_scale_at
+  alignas(16) float b_scale[Tr::kStages][Tr::kBRows ? Tr::kColumns : 1];  // by b_scale_at
   uint64_t full[Tr::kStages], free[Tr::kStages];
 
   // By one thread, before a barrier of the cluster.
@@ -71,13 +80,24 @@ struct Item {
 
 // ---- copies ------------------------------------------------------------------------------------
 
+// Rows of an operand to a stage. Blocks that share them bring a part each, to all.
+template <int kRows, int kRanks>
+__device__ __forceinline__ void copy_rows(uint8_t* to, const CUtensorMap& map, uint64_t* full,
+                                          int depth, int row, int batch) {
+  if constexpr (kRanks > 1) {
+    constexpr uint16_t kAll = (1 << kRanks) - 1;
+    const int part = cluster_rank() * (kRows / kRanks);
+    tma_load_multicast(to + part * kDepth, &map, full, kAll, depth, row + part, batch);
+  } else {
+    tma_load(to, &map, full, depth, row, batch);
+  }
+}
+
 // `Walk` has the items of this block, one after the other: next() goes to the next `item`.
 template <typename Tr, typename Walk>
 __device__ void copy(Walk walk, const CUtensorMap& a_map, const CUtensorMap& b_map,
                      Ring<Tr>& ring) {
-  constexpr int kPart = Tr::kRows / Tr::kRanks;
   const bool leader = threadIdx.x % 32 == 0;
-  const int part = Tr::kRanks > 1 ? cluster_rank() * kPart : 0;
   RingPlace<Tr::kStages> at = {0, 1};
   while (walk.next()) {
     const Item& item = walk.item;
@@ -85,15 +105,11 @@ __device__ void copy(Walk walk, const CUtensorMap& a_map, const CUtensorMap& b_m
       mbarrier_wait(&ring.free[at.index], at.parity);
       if (!leader) continue;
       uint64_t* const full = &ring.full[at.index];
-      uint8_t* const a = ring.a[at.index] + part * kDepth;
       mbarrier_arrive_expect(full, Tr::kStageBytes);
-      if constexpr (Tr::kRanks > 1) {
-        constexpr uint16_t kAll = (1 << Tr::kRanks) - 1;
-        tma_load_multicast(a, &a_map, full, kAll, block * kDepth, item.row + part, item.batch);
-      } else {
-        tma_load(a, &a_map, full, block * kDepth, item.row, item.batch);
-      }
-      tma_load(ring.b[at.index], &b_map, full, block * kDepth, item.column, item.batch);
+      copy_rows<Tr::kRows, Tr::kSharesB ? 1 : Tr::kRanks>(ring.a[at.index], a_map, full,
+                                                          block * kDepth, item.row, item.batch);
+      copy_rows<Tr::kColumns, Tr::kSharesB ? Tr::kRanks : 1>(
+          ring.b[at.index], b_map, full, block * kDepth, item.column, item.batch);
     }
   }
 }
@@ -118,7 +134,7 @@ __device__ __forceinline__ void load_scales(const float* from, bool valid, float
 template <typename Tr, bool kB, int kCount, typename Walk>
 __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring, int warp) {
   constexpr int kLanes = 32 * (kB ? 1 : Tr::kScaleWarps);
-  constexpr int kOwn = (kB ? kColumns : Tr::kRows) / kLanes;
+  constexpr int kOwn = (kB ? Tr::kColumns : Tr::kRows) / kLanes;
   constexpr bool kAhead = kOwn * kCount <= 4;  // more would not fit into the registers
   const int lane = threadIdx.x % 32, own = warp * 32 + lane;
   const int blocks = static_cast<int>(ceil_div(p.k, int64_t{kDepth}));
@@ -131,7 +147,7 @@ __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring
     const int there = static_cast<int>(min(rows - row, int64_t{kLanes * kOwn}));
     const float* const of_tile =
         p.b_scale +
-        (item.batch * ceil_div(p.n, int64_t{kColumns}) + item.column / kColumns) * blocks;
+        (item.batch * ceil_div(p.n, int64_t{kBColumns}) + item.column / kBColumns) * blocks;
     float x[kOwn][kCount], y[kCount];
     const auto load = [&](int block) {
 #pragma unroll
@@ -219,21 +235,13 @@ struct Multiplier {
 
   // Adds the next stage's product, times its scales, and calls done(h) when that of half h is in.
   template <typename Done>
-  __device__ __forceinline__ void add(float (&sum)[Tr::kHalves][64], const Done& done) {
+  __device__ __forceinline__ void add(float (&sum)[Tr::kHalves][Tr::kSums], const Done& done) {
     mbarrier_wait(&ring.full[at.index], at.parity);
-    const float* const scale = ring.scale[at.index] + own_row;
-    const uint64_t stage_a = moved(a, at.index * Tr::kRows * kDepth);
-    const uint64_t stage_b = moved(b, at.index * kColumns * kDepth);
 #pragma unroll
     for (int h = 0; h < Tr::kHalves; ++h) {
-      const float own[2] = {scale[64 * h], scale[64 * h + 8]};
-      float d[64];
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        wgmma_e4m3(d, moved(stage_a, h * kBlockBytes + 32 * i), moved(stage_b, 32 * i), i > 0);
-      }
-      wgmma_commit();
+      const float2 own = scales(h);
+      float d[Tr::kSums];
+      multiply(at, h, d);
       wgmma_wait<0>();
       wgmma_pin(d);
       promote(d, own, sum[h]);
@@ -241,6 +249,42 @@ struct Multiplier {
       done(h);
     }
     at.advance();
+  }
+
+  // The same in three steps: waits for stage `place`, begins its product, and adds that of `at`.
+  __device__ __forceinline__ void await(const RingPlace<Tr::kStages>& place) const {
+    mbarrier_wait(&ring.full[place.index], place.parity);
+  }
+  __device__ __forceinline__ void begin(RingPlace<Tr::kStages>& place,
+                                        float (&d)[Tr::kSums]) const {
+    wgmma_forget(d);
+    multiply(place, 0, d);
+    place.advance();
+  }
+  __device__ __forceinline__ void end(float (&d)[Tr::kSums], const float2& own,
+                                      float (&sum)[Tr::kSums]) {
+    wgmma_pin(d);
+    promote(d, own, sum);
+    release();
+    at.advance();
+  }
+
+  // Of this thread's two rows of half h.
+  __device__ __forceinline__ float2 scales(int h) const {
+    const float* const scale = ring.scale[at.index] + own_row + 64 * h;
+    return {scale[0], scale[8]};
+  }
+
+  __device__ __forceinline__ void multiply(const RingPlace<Tr::kStages>& place, int h,
+                                           float (&d)[Tr::kSums]) const {
+    const uint64_t stage_a = moved(a, place.index * Tr::kRows * kDepth + h * kBlockBytes);
+    const uint64_t stage_b = moved(b, place.index * Tr::kColumns * kDepth);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      wgmma_e4m3(d, moved(stage_a, 32 * i), moved(stage_b, 32 * i), i > 0);
+    }
+    wgmma_commit();
   }
 
   __device__ __forceinline__ void release() const {
@@ -253,17 +297,17 @@ struct Multiplier {
   }
 
   // A thread's accumulators are rows r and r + 8, columns 2 * (lane % 4) + {0, 1} of each eight.
-  __device__ __forceinline__ void promote(const float (&d)[64], const float (&own)[2],
-                                          float (&sum)[64]) const {
+  __device__ __forceinline__ void promote(const float (&d)[Tr::kSums], const float2& own,
+                                          float (&sum)[Tr::kSums]) const {
 #pragma unroll
-    for (int g = 0; g < 8; ++g) {  // 16 columns
+    for (int g = 0; g < Tr::kColumns / 16; ++g) {
       uint32_t of_b[4];
       if constexpr (Tr::kBRows) {
         load_shared_16(smem_address(ring.b_scale[at.index]) + 64 * g + lane % 4 * 16, of_b);
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        float scale = own[i / 2 % 2];
+        float scale = i / 2 % 2 == 0 ? own.x : own.y;
         if constexpr (Tr::kBRows) scale *= __uint_as_float(of_b[i / 4 * 2 + i % 2]);
         sum[8 * g + i] = fmaf(scale, d[8 * g + i], sum[8 * g + i]);
       }

@@ -198,6 +198,23 @@ struct alignas(16) TransposeShared {
   float scales[kTile], inverses[kTile];
 };
 
+// The maximum of row lane / 2, of which each of the 16 lanes has a part: at every step a lane keeps
+// half of its rows and gives the others to the lane that keeps those. A shuffle less for every row
+// than if all lanes found all maxima, and each scale is computed by two lanes in place of 16.
+__device__ __forceinline__ float row_maximum(float (&amax)[kRows], int lane) {
+#pragma unroll
+  for (int half = kRows / 2; half > 0; half /= 2) {
+    const bool upper = lane & 2 * half;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float kept = upper ? amax[i + half] : amax[i];
+      const float given = upper ? amax[i] : amax[i + half];
+      amax[i] = max_nan(kept, __shfl_xor_sync(0xffffffffu, given, 2 * half));
+    }
+  }
+  return max_nan(amax[0], __shfl_xor_sync(0xffffffffu, amax[0], 1));
+}
+
 template <typename T, bool kVector>
 __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
     transpose_kernel(const __grid_constant__ QuantizeTransposeParams p) {
@@ -225,23 +242,28 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
   }
   __syncthreads();
 
-  uint8_t* to = p.q + tile.start(p);
-  const int64_t row = tile.batch * p.rows + int64_t{tile.row} * kTile + tile.own_row;
-  float* scale_to = p.scale + row * tile.across + tile.column;
+  if (p.q != nullptr) {
+    float amax[kRows];
 #pragma unroll
-  for (int i = 0; i < kRows; ++i, to += p.cols, scale_to += tile.across) {
-    hold(chunk[i]);
-    auto of_row = magnitudes(chunk[i], 0);
+    for (int i = 0; i < kRows; ++i) {
+      auto of_row = magnitudes(chunk[i], 0);
 #pragma unroll
-    for (int j = 1; j < kPerLane / 2; ++j) of_row = larger(of_row, magnitudes(chunk[i], j));
-    float amax = max_magnitude(kMinAmax, widened(of_row));
-#pragma unroll
-    for (int mask = kLanes / 2; mask > 0; mask /= 2) {
-      amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
+      for (int j = 1; j < kPerLane / 2; ++j) of_row = larger(of_row, magnitudes(chunk[i], j));
+      amax[i] = max_magnitude(kMinAmax, widened(of_row));
     }
-    const Scale scale(amax, p.power_of_two_scale);
-    store<kVector>(to, tile.lane, tile.width_of(i), codes_of(chunk[i], scale));
-    if (tile.lane == 0 && tile.own_row + i < tile.height) *scale_to = scale.scale;
+    const Scale own(row_maximum(amax, tile.lane), p.power_of_two_scale);
+    const int64_t row = tile.batch * p.rows + int64_t{tile.row} * kTile + tile.own_row;
+    if (tile.lane % 2 == 0 && tile.own_row + tile.lane / 2 < tile.height) {
+      p.scale[(row + tile.lane / 2) * tile.across + tile.column] = own.scale;
+    }
+    uint8_t* to = p.q + tile.start(p);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i, to += p.cols) {
+      hold(chunk[i]);
+      const Scale scale(__shfl_sync(0xffffffffu, own.scale, 2 * i, kLanes),
+                        __shfl_sync(0xffffffffu, own.inverse, 2 * i, kLanes));
+      store<kVector>(to, tile.lane, tile.width_of(i), codes_of(chunk[i], scale));
+    }
   }
 
   if (threadIdx.x < kTile) {

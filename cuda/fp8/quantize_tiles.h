@@ -27,7 +27,7 @@ cudaError_t launch_quantize_tiles(const QuantizeTilesParams& params, cudaStream_
 // scale for every 1x128 block of a row.
 struct QuantizeTransposeParams {
   const void* x;            // [batch, rows, cols], of `dtype`
-  uint8_t* q;               // [batch, rows, cols], e4m3
+  uint8_t* q;               // [batch, rows, cols], e4m3; or none, and then no
   float* scale;             // [batch, rows, ceil(cols / 128)]
   uint8_t* q_transposed;    // [batch, cols, rows], e4m3
   float* scale_transposed;  // [batch, cols, ceil(rows / 128)]

@@ -80,6 +80,23 @@ struct HTreeFwdParams {
   float scale;
 };
 
+// Of a cache: `tree` and `rotations` of `fwd` are not read, its tokens are the capacity; `selected`
+// is wanted.
+struct HTreeDecodeParams {
+  HTreeFwdParams fwd;
+  const void* k;  // [B, htree_cache_nodes, G, D], bf16, all layers, each in whole blocks
+  const void* v;  // the same
+  double rope_base;
+};
+constexpr int64_t htree_cache_nodes(int64_t capacity, int64_t compression, int64_t top_k) {
+  const HTreeLayers layers = htree_layers(capacity, compression, top_k);
+  int64_t nodes = 0;
+  for (int i = 0; i < layers.count; ++i) {
+    nodes += ceil_div(layers.size[i], compression) * compression;
+  }
+  return nodes;
+}
+
 struct HTreeBwdParams {
   HTreeFwdParams fwd;  // the forward pass's; out, lse and selected are read
   const void* dout;    // as out
@@ -92,6 +109,7 @@ struct HTreeBwdParams {
 inline constexpr int64_t kHTreeMaxTopK = 1024;
 inline constexpr int64_t kHTreeMaxGroupHeads = 192;
 inline constexpr int64_t kHTreeMaxBwdGroupHeads = 128;
+inline constexpr int64_t kHTreeMaxDecodeGroupHeads = 128;
 
 // cudaErrorInvalidValue for what is not there: D is 64 or 128, compression 8, 16 or 32; and for a
 // workspace that is too small for a query.
@@ -99,9 +117,13 @@ cudaError_t launch_htree_build(const HTreeBuildParams& params, cudaStream_t stre
 cudaError_t launch_htree_fwd(const HTreeFwdParams& params, cudaStream_t stream);
 // The same bits on every run.
 cudaError_t launch_htree_bwd(const HTreeBwdParams& params, cudaStream_t stream);
+// The same bits on every run.
+cudaError_t launch_htree_decode(const HTreeDecodeParams& params, cudaStream_t stream);
 
 // Bytes that the workspace has to have for so many queries of a group at a time.
 int64_t htree_fwd_workspace(const HTreeFwdParams& params, int64_t rows);
 int64_t htree_bwd_workspace(const HTreeBwdParams& params, int64_t rows);
+// Bytes that the workspace has to have.
+int64_t htree_decode_workspace(const HTreeDecodeParams& params);
 
 }  // namespace jax_dsa

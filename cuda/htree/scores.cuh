@@ -79,6 +79,20 @@ __device__ __forceinline__ void join(Sum (&x)[kColumns]) {
   }
 }
 
+// Which column a lane has then: the bits of lane / 4 from the highest on choose halves.
+template <int kR>
+struct Column {
+  int column;
+  bool first;  // of the lanes that have it
+
+  __device__ explicit Column(int lane) {
+    constexpr int kBits = kR == 32 ? 3 : kR == 16 ? 2 : 1;
+    const int half = lane / 4 >> (3 - kBits);
+    column = half / 2 * 8 + lane % 4 * 2 + half % 2;
+    first = (lane / 4 & ((8 >> kBits) - 1)) == 0;
+  }
+};
+
 template <typename S, int kD, int kR>
 __global__ void __launch_bounds__(S::kThreads, 1)
     scores_kernel(const __grid_constant__ Pass pass, int layer) {
@@ -176,18 +190,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         join<kColumns, 16>(sums);
         return sums[0];
       };
-      // Which column that is: the bits of lane / 4 from the highest on choose halves.
-      constexpr int kBits = kColumns == 8 ? 3 : kColumns == 4 ? 2 : 1;
-      const int mine = lane / 4 >> (3 - kBits);
-      const int at_column = mine / 2 * 8 + lane % 4 * 2 + mine % 2;
-      const bool has = (lane / 4 & ((8 >> kBits) - 1)) == 0 && first + at_column < n - 1;
+      const Column<kR> mine(lane);
+      const bool has = mine.first && first + mine.column < n - 1;
       const PlainSum plain = sum(PlainSum());
       float result = plain.log2();
       if (__any_sync(~0u, has && !plain.good())) {
         const Sum any = sum(Sum());
         result = plain.good() ? result : any.log2();
       }
-      if (has) importance[first + at_column] = result;
+      if (has) importance[first + mine.column] = result;
     });
   };
   if (early) {

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kKeyBoundsThreads, 1)
   uint32_t unseen[kWords] = {};
   for (int n = lane; n < maps * query_tiles; n += 32) {
     const int t = n % query_tiles;
-    const int32_t* const map = map_tiles(m, entry, head + n / query_tiles, heads);
+    const int32_t* const map = map_tiles(m, map_number(m, entry, head + n / query_tiles, heads));
     const Tile kind = key_tile<kKeys>(m, q + t, segments, map, keys, tile);
     if (kind == Tile::kEmpty) continue;
     first = min(first, t), stop = max(stop, t + 1), ++weight;
@@ -74,20 +74,19 @@ __global__ void __launch_bounds__(kKeyBoundsThreads, 1)
       for (int w = 0; w < kWords; ++w) {
         some |= unseen[w] & range_bits(q[t].min_start, q[t].max_end, key + 32 * w);
       }
-      const int32_t* const map = map_tiles(m, entry, head + i / query_tiles, heads);
+      const int32_t* const map = map_tiles(m, map_number(m, entry, head + i / query_tiles, heads));
       return some && key_tile<kKeys>(m, q + t, segments, map, keys, tile) != Tile::kEmpty;
     };
     for (unsigned left = __ballot_sync(~0u, may_see(n + lane)); any && left; left &= left - 1) {
       const int i = n + __ffs(left) - 1;
-      const int32_t* const map = map_tiles(m, entry, head + i / query_tiles, heads);
+      const int64_t map = map_number(m, entry, head + i / query_tiles, heads);
       uint32_t seen[kWords] = {};
-      for (int row = lane; row < kQueryTile; row += 32) {
-        const int query = i % query_tiles * kQueryTile + row;
-        if (query >= queries) break;
-        uint32_t bits[kWords];
-        query_bits<kKeys>(m, map, entry, query, queries, key, keys, bits);
+      for (int row = 0; row < kQueryTile; row += 32) {
+        uint32_t bits[1][kWords];
+        query_bits<kKeys>(m, map, entry, i % query_tiles * kQueryTile + row, queries, key, keys,
+                          bits);
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) seen[w] |= bits[w];
+        for (int w = 0; w < kWords; ++w) seen[w] |= bits[0][w];
       }
       any = 0;
 #pragma unroll

@@ -14,6 +14,7 @@
 
 namespace jax_dsa::masked_attention {
 
+inline constexpr int kBuilders = 96;  // threads that make bits: three warps
 inline constexpr int kStepQueries = 64;
 inline constexpr int kLeastKeys = 64;  // of an item
 

@@ -60,8 +60,8 @@ __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, con
       const int head = n / span, tile = query_tile(n - head * span);
       return key_tile<Tr::kKeys>(
           p.mask, q ? q + tile : nullptr, segments,
-          map_tiles(p.mask, item.batch, item.group * per_group + head, p.heads), keys,
-          item.key / Tr::kKeys);
+          map_tiles(p.mask, map_number(p.mask, item.batch, item.group * per_group + head, p.heads)),
+          keys, item.key / Tr::kKeys);
     });
     item.some = tiles.more();
     mbarrier_wait(&shared.kv_free, parity);
@@ -87,9 +87,10 @@ __device__ void copy(const MaskedAttentionBwdParams& p, const BwdWork& work, con
       const bool partial = tiles.partial();
       uint32_t turn = 0;
       if (p.deterministic) {
-        turn = tiles_before<Tr::kKeys>(p.mask, q ? q + tile : nullptr, segments,
-                                       map_tiles(p.mask, item.batch, head, p.heads), keys,
-                                       item.key / Tr::kKeys);
+        turn = tiles_before<Tr::kKeys>(
+            p.mask, q ? q + tile : nullptr, segments,
+            map_tiles(p.mask, map_number(p.mask, item.batch, head, p.heads)), keys,
+            item.key / Tr::kKeys);
       }
       tiles.pass();
       const bool more = tiles.more();
@@ -140,17 +141,15 @@ __device__ void build_bits(const MaskedAttentionBwdParams& p, const BwdItem& ite
                            int warp, int lane) {
   constexpr int kWords = Tr::kKeys / 32;
   for (int half = warp; half < kStepQueries / 32; half += kBuilders / 32) {
-    const int query = stage.query + half * 32 + lane;
-    uint32_t bits[kWords] = {};
-    if (query < p.queries) {
-      query_bits<Tr::kKeys>(p.mask, map_tiles(p.mask, item.batch, stage.head, p.heads), item.batch,
-                            query, p.queries, item.key, static_cast<int>(p.keys), bits);
-    }
+    uint32_t bits[1][kWords];
+    query_bits<Tr::kKeys>(p.mask, map_number(p.mask, item.batch, stage.head, p.heads), item.batch,
+                          stage.query + half * 32, p.queries, item.key, static_cast<int>(p.keys),
+                          bits);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       uint32_t mine = 0;
       for (int i = 0; i < 32; ++i) {
-        const uint32_t column = __ballot_sync(~0u, bits[w] >> i & 1);
+        const uint32_t column = __ballot_sync(~0u, bits[0][w] >> i & 1);
         mine = lane == i ? column : mine;
       }
       to[w * 32 + lane][half] = mine;
@@ -180,7 +179,7 @@ __device__ void build(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
     }
     if (item.unseen[0] | item.unseen[1] | item.unseen[2] | item.unseen[3]) {
       mbarrier_wait(&shared.kv_full, kv_parity);
-      clear_rows<Tr::kKeys, Tr::kDBlocks>(shared.k, shared.item.unseen, thread);
+      clear_rows<Tr::kKeys, kBuilders>(shared.k, shared.item.unseen, thread);
       fence_async_proxy();
     }
     kv_parity ^= 1;
@@ -196,8 +195,8 @@ __device__ void build(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
         const auto* const rows = reinterpret_cast<const uint32_t*>(dead);
         mbarrier_wait(&shared.q_full[at], ring.parity);
         mbarrier_wait(&shared.dout_full[at], ring.parity);
-        clear_rows<kStepQueries, Tr::kDBlocks>(shared.q[at], rows, thread);
-        clear_rows<kStepQueries, Tr::kEBlocks>(shared.dout[at], rows, thread);
+        clear_rows<kStepQueries, kBuilders>(shared.q[at], rows, thread);
+        clear_rows<kStepQueries, kBuilders>(shared.dout[at], rows, thread);
         fence_async_proxy();
       }
       arrive(&shared.checked[at]);

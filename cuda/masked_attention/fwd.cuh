@@ -10,8 +10,8 @@
 //
 // Warpgroups:
 //   0, 1  64 queries each: scores, softmax, product with the values
-//   2     its first warp lists the tiles of an item and copies (TMA), the other three make the bits
-//         of partial tiles (fwd_producer.cuh)
+//   2     its first warp lists the tiles of items, its second copies (TMA), the other two make the
+//         bits of partial tiles (fwd_producer.cuh)
 // The first two take turns: one has its products, the scores of the next tile and then the values
 // of this one, while the other is in its softmax.
 //
@@ -23,7 +23,7 @@
 //   q     128 rows, 32 KiB
 //   k, v  a ring of two tiles, 64 KiB each
 //   out   1 KiB a warp, through which outputs leave
-//   bits  a word for each query and 32 keys, of partial tiles, 2 KiB each
+//   bits  a word for each query and 32 keys, of four partial tiles, 2 KiB each
 // With biases, tiles have 64 keys; there are three, each with 16 KiB of
 //   bias  128 queries by 64 keys
 // and descriptions of items and tiles, mbarriers.
@@ -174,8 +174,8 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
   const auto use_scores = [&](bool& last) {
     wgmma_pin(s);
     const int at = k_ring.index;
-    const bool partial = shared.stage[at].partial;
-    last = shared.stage[at].last;
+    const Stage& stage = shared.stage[at];
+    last = stage.last;
     if constexpr (Tr::kGeneral) {
       if constexpr (Tr::kBias) {
         const int tile = bias_ring.index;
@@ -191,8 +191,15 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
       }
       cap_scores(s, Tr::kBias ? 1.f : p.scale, p.softcap, cap_inverse);
     }
-    if (partial) hide(s, &shared.bits[at][row]);
-    arrive(&shared.k_free[at]);
+    if (stage.partial) {
+      mbarrier_wait(&shared.built[stage.listing], stage.parity);
+      hide(s, &shared.bits[stage.listing][row]);
+    }
+    __syncwarp();
+    if (lane == 0) {
+      mbarrier_arrive(&shared.unlisted[stage.listing]);
+      mbarrier_arrive(&shared.k_free[at]);  // and the stage is another tile's
+    }
     k_ring.advance();
     return softmax(s, scale_log2, rows, factor);
   };
@@ -282,19 +289,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& shared = dynamic_shared<Shared<Tr>>();
   if (threadIdx.x == 0) {
     mbarrier_init(&shared.q_full, 1);
-    mbarrier_init(&shared.q_free, 8);
-    for (int i = 0; i < Tr::kStages; ++i) {
+    mbarrier_init(&shared.q_free, kConsumerWarps);
+    for (int i = 0; i < Tr::kListed; ++i) {
       mbarrier_init(&shared.listed[i], 1);
-      mbarrier_init(&shared.k_full[i], 1 + kBuilders / 32);
-      mbarrier_init(&shared.k_free[i], 8);
+      mbarrier_init(&shared.built[i], 1);
+      mbarrier_init(&shared.unlisted[i], kConsumerWarps + 2);
+    }
+    for (int i = 0; i < Tr::kStages; ++i) {
+      mbarrier_init(&shared.k_full[i], 1);
+      mbarrier_init(&shared.k_free[i], kConsumerWarps);
       mbarrier_init(&shared.v_full[i], 1);
-      mbarrier_init(&shared.v_clean[i], kBuilders / 32);
-      mbarrier_init(&shared.v_free[i], 8);
+      mbarrier_init(&shared.v_clean[i], 1);
+      mbarrier_init(&shared.v_free[i], kConsumerWarps);
     }
     if constexpr (Tr::kBias) {
       for (int i = 0; i < Tr::kBiasBuffers; ++i) {
         mbarrier_init(&shared.bias.full[i], 1);
-        mbarrier_init(&shared.bias.free[i], 8);
+        mbarrier_init(&shared.bias.free[i], kConsumerWarps);
       }
     }
     mbarrier_init_fence();
@@ -309,11 +320,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     consume<Tr, 1>(p, shared);
   } else {
     lower_registers<Tr::kProducerRegisters>();
-    const int thread = threadIdx.x % 128;
-    if (thread < 32) {
-      copy<Tr>(p, work, bounds, q_map, k_map, v_map, bias_map, shared);
+    const int warp = threadIdx.x / 32 % 4;
+    if (warp == 0) {
+      list<Tr>(p, work, bounds, shared);
+    } else if (warp == 1) {
+      copy<Tr>(p, q_map, k_map, v_map, bias_map, shared);
     } else {
-      build<Tr>(p, shared, thread - 32);
+      build<Tr>(p, shared, warp - 2);
     }
   }
 }

@@ -36,6 +36,10 @@ struct FwdTraits {
   static constexpr int kQBlockBytes = kQueryTile * 128, kKeyBlockBytes = kKeys * 128;
   static constexpr int kStages = kD + kE <= 128 ? 4 : kBias && kE <= 128 ? 3 : 2;
   static constexpr int kBiasBuffers = !kBias ? 0 : kE > 128 ? 1 : kStages;
+  // Tiles are listed, and have their bits made, so many at a time: two more than are copied, so
+  // that whoever makes bits is ahead of the products; in all an even number, since two warps take
+  // turns.
+  static constexpr int kListed = ceil_div(kStages + 2, 2) * 2;
   static constexpr int kHeldSteps = kHeldSteps_;
   static constexpr bool kTurns = kTurns_;
   static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
@@ -44,9 +48,11 @@ struct FwdTraits {
 
 // 0 is __syncthreads.
 enum NamedBarrier {
-  kTurn = 1,   // warpgroup kTurn + i may issue its products
-  kBuilt = 3,  // the builders know which keys any query sees
+  kTurn = 1,  // warpgroup kTurn + i may issue its products
 };
+
+inline constexpr int kConsumerWarps = 8;
+inline constexpr int kBuilderWarps = 2;  // they make bits
 
 // What a block does at a time: the queries from `query` on of one head.
 struct Item {
@@ -55,12 +61,20 @@ struct Item {
   bool some;  // its queries see any tile
 };
 
+// A tile of an item's keys; an item that sees none has one, too, and so has the end.
+struct Listing {
+  Item item;
+  int map;  // its number
+  int key;  // the first
+  bool partial;
+  bool first, last;  // of its item
+};
+
 // What lies in a stage of the ring.
 struct Stage {
-  int batch, head, query;
-  int key;  // the first; -1 if there are no more
-  bool partial;
-  bool last;  // of its item
+  int listing;      // its place
+  uint32_t parity;  // of its listing's barriers
+  bool partial, last;
 };
 
 template <typename Tr>
@@ -70,14 +84,17 @@ struct alignas(1024) Shared {
   uint8_t v[Tr::kStages][Tr::kEBlocks][Tr::kKeyBlockBytes];
   uint8_t out[8][kStageBytes];
   [[no_unique_address]] BiasBuffers<Tr::kBiasBuffers, kQueryTile, Tr::kKeys / 64> bias;
-  uint32_t bits[Tr::kStages][kQueryTile][Tr::kKeys / 32];  // of partial tiles
-  uint32_t seen[kBuilders / 32][Tr::kKeys / 32];           // of a partial tile's keys, by any query
-  uint32_t unseen[Tr::kKeys / 32];
+  // Of partial tiles that are listed; and a bit for each key that no query sees.
+  uint32_t bits[Tr::kListed][kQueryTile][Tr::kKeys / 32];
+  uint32_t unseen[Tr::kListed][Tr::kKeys / 32];
+  Listing listing[Tr::kListed];
   Stage stage[Tr::kStages];
   Item item;
   uint64_t q_full, q_free;
-  // A stage's description; its keys with their bits; its values, and that unseen ones are zero.
-  uint64_t listed[Tr::kStages], k_full[Tr::kStages], k_free[Tr::kStages];
+  // A tile's listing; its bits; that both are done with.
+  uint64_t listed[Tr::kListed], built[Tr::kListed], unlisted[Tr::kListed];
+  // A stage's keys; its values, and that unseen ones are zero.
+  uint64_t k_full[Tr::kStages], k_free[Tr::kStages];
   uint64_t v_full[Tr::kStages], v_clean[Tr::kStages], v_free[Tr::kStages];
 };
 

@@ -13,7 +13,6 @@ namespace jax_dsa::masked_attention {
 inline constexpr int kThreads = 384;    // of the kernels: three warpgroups
 inline constexpr int kQueryTile = 128;  // of the bounds
 inline constexpr int kKeyTile = 128;
-inline constexpr int kBuilders = 96;  // threads that make bits: three warps
 
 // What the queries of a tile see, at most and at least. Queries that see nothing count for the
 // least alone.
@@ -109,13 +108,17 @@ static __global__ void __launch_bounds__(kBoundsThreads)
 
 enum class Tile { kEmpty, kFull, kPartial };
 
-// The map's tiles for a head; null if there is no map.
-__device__ __forceinline__ const int32_t* map_tiles(const AttentionMask& m, int64_t entry, int head,
-                                                    int heads) {
-  if (!m.map_rows) return nullptr;
+// The number of a head's map; 0 if there is no map.
+__device__ __forceinline__ int64_t map_number(const AttentionMask& m, int64_t entry, int head,
+                                              int heads) {
+  if (!m.map_rows) return 0;
   const int64_t b = m.map_batch == 1 ? 0 : entry;
-  const int64_t h = head / (heads / m.map_heads);
-  return m.tiles + (b * m.map_heads + h) * m.tile_rows * m.tile_columns;
+  return b * m.map_heads + head / (heads / m.map_heads);
+}
+
+// The tiles of a map, by its number; null if there is no map.
+__device__ __forceinline__ const int32_t* map_tiles(const AttentionMask& m, int64_t number) {
+  return m.map_rows ? m.tiles + number * m.tile_rows * m.tile_columns : nullptr;
 }
 
 // Tile `tile` of kKeys keys, as the queries of a tile see it; `q` is null if they see all.
@@ -187,66 +190,114 @@ __device__ __forceinline__ uint32_t low_bits(int n) {
   return n <= 0 ? 0u : n >= 32 ? ~0u : (1u << n) - 1;
 }
 
-// Which of the keys from `first` on query `query` sees, the lowest bit of the first word first.
-template <int kKeys>
-__device__ __forceinline__ void query_bits(const AttentionMask& m, const int32_t* map,
-                                           int64_t entry, int query, int64_t queries, int first,
-                                           int keys, uint32_t (&bits)[kKeys / 32]) {
-  const int64_t range = entry * m.range_stride + query;
-  const int start = m.starts ? max(__ldg(m.starts + range), 0) : 0;
-  const int end = m.ends ? max(min(__ldg(m.ends + range), keys), 0) : keys;
+// A row of bits in memory.
+template <int kWords>
+__device__ __forceinline__ void load_bits(const uint8_t* from, uint32_t (&bits)[kWords]) {
+  static_assert(kWords == 2 || kWords == 4);
+  if constexpr (kWords == 4) {
+    const uint4 x = __ldg(reinterpret_cast<const uint4*>(from));
+    bits[0] = x.x, bits[1] = x.y, bits[2] = x.z, bits[3] = x.w;
+  } else {
+    const uint2 x = __ldg(reinterpret_cast<const uint2*>(from));
+    bits[0] = x.x, bits[1] = x.y;
+  }
+}
+
+// Which of the keys from `first` on a lane's queries see, the lowest bit of the first word first:
+// by a whole warp, whose lanes have queries `query` + lane, and those 32, 64, ... further on.
+// Beyond the last query is the last one again. Each step loads for all of them before any waits.
+template <int kKeys, int kRows>
+__device__ __forceinline__ void query_bits(const AttentionMask& m, int64_t map, int64_t entry,
+                                           int query, int64_t queries, int first, int keys,
+                                           uint32_t (&bits)[kRows][kKeys / 32]) {
+  constexpr int kWords = kKeys / 32;
+  const int lane = threadIdx.x % 32;
+  int at[kRows];
 #pragma unroll
-  for (int w = 0; w < kKeys / 32; ++w) {
-    const int at = first + 32 * w;
-    bits[w] = low_bits(end - at) & ~low_bits(start - at);
+  for (int r = 0; r < kRows; ++r) {
+    at[r] = min(query + r * 32 + lane, static_cast<int>(queries) - 1);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) bits[r][w] = ~0u;
+  }
+  if (m.map_rows) {
+    const int32_t* const tiles = map_tiles(m, map) + first / m.block_k;
+    const int32_t* const rows = m.map_rows + entry * m.map_rows_stride;
+    int row[kRows], kind[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) row[r] = __ldg(rows + at[r]);
+    bool some = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int tile_row = row[r] / m.block_q;
+      row[r] -= tile_row * m.block_q;
+      kind[r] = __ldg(tiles + int64_t{tile_row} * m.tile_columns);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (kind[r] >= m.slots) kind[r] = -2;
+      some = some || kind[r] >= 0;
+    }
+    if (some) {  // then there is a slot 0
+      const uint8_t* const slots =
+          m.bits + map * m.slots * m.block_q * (m.block_k / 8) + first % m.block_k / 8;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t line = int64_t{max(kind[r], 0)} * m.block_q + row[r];
+        load_bits(slots + line * (m.block_k / 8), bits[r]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        bits[r][w] = kind[r] >= 0 ? bits[r][w] : kind[r] == -1 ? ~0u : 0u;
+      }
+    }
+  }
+  if (m.starts || m.ends || first + kKeys > keys) {
+    int start[kRows], end[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t range = entry * m.range_stride + at[r];
+      start[r] = m.starts ? max(__ldg(m.starts + range), 0) : 0;
+      end[r] = m.ends ? max(min(__ldg(m.ends + range), keys), 0) : keys;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const int from = first + 32 * w;
+        bits[r][w] &= low_bits(end[r] - from) & ~low_bits(start[r] - from);
+      }
+    }
   }
   if (m.kv_segments) {
-    const int own = __ldg(m.q_segments + entry * queries + query);
+    int own[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) own[r] = __ldg(m.q_segments + entry * queries + at[r]);
     const int32_t* const segments = m.kv_segments + entry * keys;
 #pragma unroll
-    for (int w = 0; w < kKeys / 32; ++w) {
-      uint32_t same = 0;
-#pragma unroll 4
-      for (int i = 0; i < 32; ++i) {
-        same |= uint32_t{__ldg(segments + min(first + 32 * w + i, keys - 1)) == own} << i;
+    for (int w = 0; w < kWords; ++w) {
+      const int key_segment = __ldg(segments + min(first + 32 * w + lane, keys - 1));
+      uint32_t same[kRows] = {};
+      for (uint32_t left = ~0u; left != 0;) {  // a round for each segment of the 32 keys
+        const int segment = __shfl_sync(~0u, key_segment, __ffs(left) - 1);
+        const uint32_t its = __ballot_sync(~0u, key_segment == segment);
+        left &= ~its;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) same[r] |= own[r] == segment ? its : 0u;
       }
-      bits[w] &= same;
-    }
-  }
-  if (map) {
-    const int row = __ldg(m.map_rows + entry * m.map_rows_stride + query);
-    const int tile_row = row / m.block_q;
-    const int kind = __ldg(map + int64_t{tile_row} * m.tile_columns + first / m.block_k);
-    if (kind == -2 || kind >= m.slots) {
 #pragma unroll
-      for (int w = 0; w < kKeys / 32; ++w) bits[w] = 0;
-    } else if (kind >= 0) {
-      const int64_t which = (map - m.tiles) / (int64_t{m.tile_rows} * m.tile_columns);
-      const int64_t line = (which * m.slots + kind) * m.block_q + (row - tile_row * m.block_q);
-      const auto* words = reinterpret_cast<const uint32_t*>(m.bits + line * (m.block_k / 8) +
-                                                            first % m.block_k / 8);
-#pragma unroll
-      for (int w = 0; w < kKeys / 32; ++w) bits[w] &= __ldg(words + w);
+      for (int r = 0; r < kRows; ++r) bits[r][w] &= same[r];
     }
   }
 }
 
-// Shows the keys that a builder's rows have seen to the others: `all` has a row for each warp.
-template <int kWords>
-__device__ __forceinline__ void show_seen(uint32_t (&seen)[kWords],
-                                          uint32_t (&all)[kBuilders / 32][kWords], int thread) {
-#pragma unroll
-  for (int w = 0; w < kWords; ++w) {
-    seen[w] = __reduce_or_sync(~0u, seen[w]);
-    if (thread % 32 == w) all[thread / 32][w] = seen[w];
-  }
-}
-
-// Puts zeros in the rows of a tile whose bit is set in `rows`; by all builders.
-template <int kRows, int kBlocks>
+// Puts zeros in the rows of a tile whose bit is set in `rows`; by so many threads.
+template <int kRows, int kThreads, int kBlocks>
 __device__ void clear_rows(uint8_t (&x)[kBlocks][kRows * 128], const uint32_t* rows, int thread) {
   const uint32_t zero[4] = {0, 0, 0, 0};
-  for (int i = thread; i < kRows * 8; i += kBuilders) {
+  for (int i = thread; i < kRows * 8; i += kThreads) {
     if (!(rows[i / 256] >> (i / 8 % 32) & 1)) continue;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {

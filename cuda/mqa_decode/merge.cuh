@@ -20,7 +20,8 @@ inline constexpr int kMergeThreads = 256;
 inline constexpr int kMergeWarps = kMergeThreads / 32;
 inline constexpr int kMergeBlocks = 2;  // of a multiprocessor
 inline constexpr int kFewParts = 16;    // of a line, for one warp
-inline constexpr int kMaxLines = 2;     // of a warp
+inline constexpr int kFewestParts = 3;  // for which it takes four lines
+inline constexpr int kMaxLines = 2;     // of a warp among several for a line
 inline constexpr int kTeamsOfLane = (kMaxTeams + 31) / 32;
 
 struct Cut {
@@ -63,7 +64,8 @@ template <bool kWide, int kLines, bool kTogether>
 struct Merge {
   static constexpr int kRows = kWide ? 2 : 1;    // that a lane has
   static constexpr int kAlike = kWide ? 4 : 16;  // lanes side by side that have the same rows
-  static constexpr int kBatch = 16 / kLines;     // parts whose loads are under way at a time
+  // Parts whose loads are under way at a time.
+  static constexpr int kBatch = kLines == 4 ? kFewestParts : 16 / kLines;
   static constexpr int kRowsOfLine = kWide ? 16 : 2;
   const Decode& p;
   MergeShared& shared;
@@ -156,7 +158,7 @@ struct Merge {
       if (p.sinks && !empty && has[r]) factor[r] /= sparse_mla::sink_divisor(p.sinks[head[r]], lse);
       if (at.column == 0 && has[r]) {
         p.lse[place[r]] = lse;
-        if (p.top) p.top[place[r]] = highest;
+        if (p.top) p.top[place[r]] = isnan(total) ? total : highest;
       }
     }
     float4 y[kLines] = {};
@@ -238,7 +240,9 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
   wait_for_previous();
   if (threadIdx.x < 32) find_cuts(p, shared);
   __syncthreads();
-  if (shared.parts <= kFewParts) {
+  if (kWide && shared.parts <= kFewestParts) {
+    merge_lines<kWide, kWide ? 4 : kLines, false>(p, shared, tile_rows);
+  } else if (shared.parts <= kFewParts) {
     merge_lines<kWide, kLines, false>(p, shared, tile_rows);
   } else {
     merge_lines<kWide, kLines, true>(p, shared, tile_rows);

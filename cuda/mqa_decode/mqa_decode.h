@@ -13,8 +13,8 @@ namespace jax_dsa {
 
 // What is to be tuned, with what is best.
 struct MqaDecodeTuning {
-  int merge_cost = 6;  // of cutting requests at all, in tiles: below this, none is cut
-  int least = 2;       // tiles of a share, if there are enough for one
+  int merge_cost = 6;  // of cutting a few requests, in tiles: below this, none is cut
+  int least = 3;       // tiles of a share, if there are enough for one
 };
 
 // Query t of request b sees the keys starts[b, t] <= j < ends[b, t], of those that there are.

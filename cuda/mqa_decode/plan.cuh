@@ -38,6 +38,7 @@ struct Decode : MqaDecodeParams {
   int per_group;  // heads
   int rows;       // of a group: queries, and in each its heads
   int members, passes, teams;
+  int merge_cost;  // of cutting all items
 
   Decode(const MqaDecodeParams& p, int tile_rows, int blocks) : MqaDecodeParams(p) {
     per_group = heads / groups;
@@ -53,6 +54,9 @@ struct Decode : MqaDecodeParams {
     }
     passes = ceil_div(tiles, members);
     teams = blocks / members;
+    // The merge kernel takes a few tiles of 64 rows at a time.
+    const int64_t cuts = std::min<int64_t>(batch * groups * passes, teams);
+    merge_cost = tuning.merge_cost * (1 + static_cast<int>(cuts) * members * (tile_rows / 64) / 64);
   }
 
   __device__ int team() const { return quotient(blockIdx.x, members); }
@@ -156,7 +160,7 @@ __device__ void find_share(const Decode& p, ShareScratch<kThreads>& scratch, Sha
   const int busy = max(min(p.teams, quotient(total, p.tuning.least)), 1);
   int each = quotient(total, busy), more = total - each * busy;  // `more` teams have one more
   const int items = batch * per_request, items_a_team = ceil_div(items, p.teams);
-  const bool whole = int64_t{items_a_team} * top <= each + p.tuning.merge_cost;
+  const bool whole = int64_t{items_a_team} * top <= each + p.merge_cost;
   if (whole) {
     own = (last - first) * per_request * top;
     up_to = first * per_request * top;

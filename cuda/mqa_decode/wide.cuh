@@ -180,10 +180,22 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
           mbarrier_arrive(&full[1]);
         }
       };
+      // Registers wait for what they load, so let it be in the L2 by then.
+      const auto fetch = [&](int its_row) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int its = __shfl_sync(~0u, its_row, half, 4);
+          if (its < 0) continue;
+          const char* from = at(its) + lane % 4 * 128;
+          prefetch_line_l2(from);
+          if (lane % 4 < 2) prefetch_line_l2(from + 512);
+        }
+      };
       // The bytes of the steps to come are under way while those of one are unpacked.
       const auto unpack = [&](int parity) {
         const uint32_t to = parity * (sparse_mla::kKeyBlocks * kBlockBytes);
         const uint32_t bits = sparse_mla::bits_of_records(row);
+        if (tile + 1 < tiles) fetch(keys.row((tile + 1) * kTile + slot, page));
         wait_free(parity, 0);
         if (!mixed) publish(parity, key, mixed, bits);
         const auto step = [&]<int kStep>() {

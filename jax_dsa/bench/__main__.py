@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jax_dsa.bench import report, timing
+from jax_dsa.bench import peers, report, timing
 from jax_dsa.bench.case import shrunk
 from jax_dsa.bench.ceilings import ceilings
 from jax_dsa.bench.registry import OPERATORS
@@ -24,9 +24,10 @@ with needs_extra("bench", "jax_dsa.bench"):
     from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from jax_dsa.bench.case import Case
+    from jax_dsa.bench.peers import Peer
     from jax_dsa.bench.report import Row
 
     Function = Callable[..., Any]
@@ -38,6 +39,11 @@ def _parse(argv: list[str] | None, operators: list[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument(
         "--only", default="", metavar="REGEX", help="only the lines of --list that match"
+    )
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="the cases that other libraries have, too, and those that can be imported here",
     )
     parser.add_argument(
         "--csv", type=pathlib.Path, metavar="PATH", help="a .csv file, or a folder: one an operator"
@@ -65,15 +71,26 @@ def _parse(argv: list[str] | None, operators: list[str]) -> argparse.Namespace:
     return args
 
 
-def _implementations(case: Case) -> dict[str, Function]:
-    """Functions of the case's arguments, by name."""
-    own = {name: functools.partial(case.call, implementation=name) for name in ("cuda", "xla")}
+def _implementations(case: Case, libraries: Sequence[Peer] | None) -> dict[str, Function]:
+    """Functions of the case's arguments, by name. With `libraries`, those of the kernels and of
+    others; none if there are no others.
+    """
+
+    def own(name: str) -> Function:
+        return functools.partial(case.call, implementation=name)
+
     on_gpu = jax.default_backend() == "gpu"
-    return own | {name: fn for name, fn in case.peers.items() if on_gpu or name != "cudnn"}
+    others = {name: fn for name, fn in case.peers.items() if on_gpu or name != "cudnn"}
+    if libraries is None:
+        return {"cuda": own("cuda"), "xla": own("xla"), **others}
+    others |= peers.of(case, libraries)
+    return {"cuda": own("cuda"), **others} if others else {}
 
 
 def _prepare(case: Case, fn: Function, key: jax.Array) -> tuple[Function, tuple]:
     """What to time, and its arguments."""
+    if isinstance(fn, peers.Call) and fn.torch:
+        return fn, peers.tensors(case, key)
     args = case.make(key)
     if not case.diff:
         return fn, args
@@ -95,18 +112,30 @@ def _measure(case: Case, fn: Function, seconds: float, rest: float) -> float:
     target, first = _prepare(case, fn, keys[0])
     count = timing.rotation(timing.tree_bytes(first))
     sets = [first, *(_prepare(case, fn, key)[1] for key in keys[1:count])]
-    return timing.device_seconds(target, sets, seconds, rest)
+    on_torch = isinstance(fn, peers.Call) and fn.torch
+    clock = peers.torch_seconds if on_torch else timing.device_seconds
+    return clock(target, sets, seconds, rest)
+
+
+def _difference(case: Case, fn: peers.Call) -> float:
+    """Between what `fn` returns and what ours does."""
+    key = jax.random.key(0)
+    ours, args = _prepare(case, functools.partial(case.call, implementation=None), key)
+    theirs, operands = _prepare(case, fn, key)
+    theirs = theirs if fn.torch else jax.jit(theirs)
+    return peers.difference(case, jax.jit(ours)(*args), theirs(*operands))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; the exit status is 1 if a case failed."""
     args = _parse(argv, list(OPERATORS))
     size = functools.partial(shrunk, args.scale)
+    libraries, absent = peers.available() if args.peers else (None, [])
     chosen = [
         (case, name, fn)
         for operator in args.operators or OPERATORS
         for case in OPERATORS[operator](size)
-        for name, fn in _implementations(case).items()
+        for name, fn in _implementations(case, libraries).items()
         if re.search(args.only, f"{case.label} {name}")
     ]
     if args.list:
@@ -116,22 +145,34 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[Row] = []
     rates: dict[str, float] = {}  # of the ceilings, operations or bytes a second
     unavailable: set[str] = set()
+    gaps: dict[str, float] = {}  # between a library's results and ours, the largest
     failed = False
     limits = {n: c for n, c in ceilings(args.scale).items() if any(n in x.work for x, *_ in chosen)}
     work = [(c, "xla", functools.partial(c.call, implementation="xla")) for c in limits.values()]
     table = report.Table([case for case, *_ in work + chosen], [name for _, name, _ in chosen])
     file = report.CSV(args.csv) if args.csv else None
     progress = tqdm(work + chosen, unit="case", disable=None)
+    for line in absent:
+        tqdm.write(line)
     tqdm.write(table.header())
     try:
         for case, name, fn in progress:
             progress.set_description(f"{case.label} {name}")
+            library = isinstance(fn, peers.Call)
             try:
+                if library:
+                    gap = _difference(case, fn)
+                    if not gap <= peers.TOLERANCE:
+                        raise peers.DisagreementError(f"differs from ours by {gap:.2g}")
+                    gaps[name] = max(gaps.get(name, 0.0), gap)
                 seconds = _measure(case, fn, args.seconds, args.rest)
             except NotImplementedError as error:
                 unavailable.add(str(error))
                 continue
             except Exception as error:
+                if library and not isinstance(error, peers.DisagreementError):
+                    unavailable.add(f"{name} has no {case.label}: {error}")
+                    continue
                 failed = True
                 tqdm.write(f"{case.label} {name} FAILED: {error}", file=sys.stderr)
                 continue
@@ -151,6 +192,8 @@ def main(argv: list[str] | None = None) -> int:
             print(line, file=sys.stderr)
         if compared := report.speed_ups(rows):
             print(f"\n{compared}")
+        for name, gap in gaps.items():
+            print(f"{name} agrees with ours to {gap:.2g}")
         for path in file.files if file else []:
             print(f"wrote {path}")
         if args.plot:

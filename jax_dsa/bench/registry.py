@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -90,18 +92,23 @@ def sparse_mla_decode(size: Scale) -> Iterator[Case]:
         cache = jax_dsa.FlatCache.empty(b, s, d, fp8=fp8).append(normal(y, b, s, 1, d))
         return normal(x, b, 1, n, d), cache, picks
 
+    def case(b: int, n: int, fp8: bool) -> Case:
+        dims = size(B=b, T=1, S=8192, N=n, D=576, K=2048)
+        n, d, k = (dims[x] for x in "NDK")
+        work = {
+            BF16: 2 * b * n * k * (d + 512),
+            COPY: b * (k * (RECORD_BYTES if fp8 else 2 * d) + 2 * n * (d + 512)),
+        }
+        build = functools.partial(make, dims, fp8)
+        call = jax_dsa.sparse_mla_decode
+        dtype = "fp8" if fp8 else "bf16"
+        return Case("sparse_mla", "fwd", dims, dtype, build, call, work, note="decode")
+
     for fp8 in (False, True):
         for b in (1, 8, 64, 128):
-            dims = size(B=b, T=1, S=8192, N=128, D=576, K=2048)
-            n, d, k = (dims[x] for x in "NDK")
-            work = {
-                BF16: 2 * b * n * k * (d + 512),
-                COPY: b * (k * (RECORD_BYTES if fp8 else 2 * d) + 2 * n * (d + 512)),
-            }
-            build = functools.partial(make, dims, fp8)
-            call = jax_dsa.sparse_mla_decode
-            dtype = "fp8" if fp8 else "bf16"
-            yield Case("sparse_mla", "fwd", dims, dtype, build, call, work, note="decode")
+            yield case(b, 128, fp8)
+    for b in (64, 128):
+        yield case(b, 64, True)
 
 
 def attn_dist(size: Scale) -> Iterator[Case]:
@@ -290,8 +297,8 @@ def mqa_decode(size: Scale) -> Iterator[Case]:
     for b, s, n, d in (
         (64, 8192, 64, 576),
         (64, 8192, 64, 512),
-        *((b, 8192, 128, 576) for b in (1, 8, 64, 128)),
-        *((b, 8192, 16, 576) for b in (64, 128)),
+        *((b, 8192, n, 576) for n in (128, 16) for b in (1, 8, 64, 128)),
+        *((8, s, n, 576) for n in (128, 16) for s in (2048, 32768, 131072)),
         (1, 640, 128, 576),
     ):
         dims = size(B=b, S=s, N=n, D=d)
@@ -386,22 +393,27 @@ def htree(size: Scale) -> Iterator[Case]:
         )
 
     def make_cache(dims: Dims, key: jax.Array) -> tuple:
-        q, k, v = make(dims, key)
-        cache = jax_dsa.HTreeCache.empty(1, dims["T"], dims["D"], groups=dims["G"])
-        return q[:, -1:], cache.append(k, v)
+        b, s, n, g, d = (dims[x] for x in "BSNGD")
+        x, y, z = jax.random.split(key, 3)
+        cache = jax_dsa.HTreeCache.empty(b, s, d, groups=g)
+        k, v = (normal(key, *cache.k.shape) for key in (y, z))
+        lengths = jnp.full(b, s, jnp.int32)
+        return normal(x, b, 1, n, d), dataclasses.replace(cache, k=k, v=v, lengths=lengths)
 
-    def last_query(q: Any, cache: jax_dsa.HTreeCache) -> Any:
-        return cudnn(False, q, cache.k[:, : cache.capacity], cache.v[:, : cache.capacity])
+    def dense(q: Any, cache: jax_dsa.HTreeCache) -> Any:
+        return jax_dsa.mqa_decode(q, cache.k, cache.v, key_value_seq_lengths=cache.lengths)
 
-    for t in (32768, 131072):
-        dims = size(T=t, N=16, G=2, D=128)
+    for t in (16384, 65536, 131072, 262144, 1048576):
+        dims = size(T=t, N=16, G=1, D=128)
         build = functools.partial(make, dims)
-        peers: dict[str, Any] = {"cudnn": functools.partial(cudnn, True)}
+        few = t <= 262144  # a million dense take seconds
+        peers: dict[str, Any] = {"cudnn": functools.partial(cudnn, True)} if few else {}
         for step, diff in (("fwd", ()), ("bwd", (0, 1, 2))):
             call = jax_dsa.htree_attention
-            yield Case("htree", step, dims, "bf16", build, call, {}, diff, peers)
-    for t in (16384, 131072):
-        dims = size(T=t, N=16, G=2, D=128)
+            if step == "fwd" or few:
+                yield Case("htree", step, dims, "bf16", build, call, {}, diff, peers)
+    for b, s in itertools.product((1, 32), (16384, 131072, 1048576)):
+        dims = size(B=b, S=s, N=16, G=1, D=128)
         yield Case(
             "htree",
             "fwd",
@@ -410,7 +422,7 @@ def htree(size: Scale) -> Iterator[Case]:
             functools.partial(make_cache, dims),
             jax_dsa.htree_decode,
             {},
-            peers={"cudnn": last_query},
+            peers={"mqa_decode": dense},
             note="decode",
         )
 

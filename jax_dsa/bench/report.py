@@ -139,19 +139,20 @@ class CSV:
 
 def speed_ups(rows: Sequence[Row]) -> str:
     """A line for each case that the kernel shares with another implementation: how many times as
-    fast it is.
+    fast it is, where it is slowest first.
     """
     lines = []
     for own in rows:
-        others = [
-            f"{r.milliseconds / own.milliseconds:.3g} times as fast as {r.implementation}"
+        others = {
+            r.implementation: r.milliseconds / own.milliseconds
             for r in rows
             if own.implementation == "cuda" != r.implementation and _problem(r) == _problem(own)
-        ]
+        }
         if others:
+            shown = ", ".join(f"{x:.3g} times as fast as {name}" for name, x in others.items())
             case = f"{own.operator} {own.step} {own.case} {own.dtype}"
-            lines.append(f"{case}: {', '.join(others)}")
-    return "\n".join(lines)
+            lines.append((min(others.values()), f"{case}: {shown}"))
+    return "\n".join(line for _, line in sorted(lines))
 
 
 def _problem(r: Row) -> tuple[str, str, str, str]:

@@ -39,7 +39,7 @@ def plain_xla() -> Iterator[None]:
     sizes. It takes effect while tracing: a function that `jax.jit` has traced before stays as it
     is. Works as a decorator too.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> def largest(x):
         ...     with jax_dsa.plain_xla():

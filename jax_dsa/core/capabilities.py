@@ -71,7 +71,7 @@ def capabilities() -> Capabilities:
 
     Asks JAX for its devices, so that it starts the backend.
 
-    Example:
+    Examples:
         >>> import jax_dsa
         >>> {p.name for p in jax_dsa.capabilities().passes} >= {"topk_fwd", "sparse_mla_fwd"}
         True

@@ -14,6 +14,7 @@ with needs_extra("flax", __name__):
     )
     from jax_dsa.nn.config import AttentionConfig, DecoderConfig, IndexerType
     from jax_dsa.nn.decoder import Block, DecoderLM, SwiGLU
+    from jax_dsa.nn.fp4 import fake_quantize_fp4
     from jax_dsa.nn.hf import HFLayer, SafeTensors, from_hf, load_hf, save_hf
     from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
     from jax_dsa.nn.linear import Fp8Linear
@@ -45,6 +46,7 @@ __all__ = [
     "SafeTensors",
     "SparseMLA",
     "SwiGLU",
+    "fake_quantize_fp4",
     "from_hf",
     "hadamard",
     "linen_dsattention",

@@ -22,8 +22,11 @@ from flax import nnx
 from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.layout import put_rows
+from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.nn.attention import placed
+from jax_dsa.nn.config import check_quantised
+from jax_dsa.nn.indexer import prepared
 from jax_dsa.nn.rotary import rope
 from jax_dsa.ops.attn_dist import attn_dist
 from jax_dsa.ops.indexer import indexer_topk
@@ -57,6 +60,9 @@ class CompressedConfig:
     """Compressed keys that the indexer selects for a query; None attends to all of them."""
     index_heads: int = 1
     index_dim: int = 128
+    index_hadamard: bool = False
+    index_fp4: bool = False
+    """As in `AttentionConfig`."""
     rope_base: float = 10000.0
     rope_frequencies: tuple[float, ...] | None = None
     rope_factor: float = 1.0
@@ -87,6 +93,7 @@ class CompressedConfig:
             )
         if self.ratio is None and (self.overlap or self.top_k is not None):
             raise ValueError("CompressedConfig: ratio is None, want one with overlap or top_k")
+        check_quantised("CompressedConfig", self)
 
     def rotate(
         self, x: Float[Array, "B T *H D"], positions: Int[Array, "B T"]
@@ -147,7 +154,7 @@ class Compressor(nnx.Module):
         """The keys of `x`; without `blocks` these are the sequence's, one after the other."""
         whole = x.shape[1] - x.shape[1] % self.ratio
         places = positions[:, : whole : self.ratio] if blocks is None else blocks.positions
-        return self._keys(self.wkv(x), self.wg(x), places, blocks)
+        return self.pool(self.wkv(x), self.wg(x), places, blocks)
 
     def stream(self, batch: int, capacity: int) -> Stream:
         """Room for the compressed keys of `capacity` tokens of each of `batch` requests."""
@@ -166,11 +173,11 @@ class Compressor(nnx.Module):
         blocks = Blocks(
             jnp.clip(last + history, 0, history + length - 1), number > 0, number * ratio
         )
-        new = self._keys(values, gates, blocks.positions, blocks)
+        new = self.pool(values, gates, blocks.positions, blocks)
         keys = put_rows(stream.keys, jnp.where(last < length, number, -1), new)
         return Stream(keys, values[:, length:], gates[:, length:])
 
-    def _keys(
+    def pool(
         self, values: Array, gates: Array, positions: Array, blocks: Blocks | None
     ) -> Float[Array, "B W D"]:
         """The keys of blocks whose first tokens have these positions."""
@@ -218,6 +225,16 @@ def _rows(x: Float[Array, "B T F"], rows: Int[Array, "B W R"]) -> Float[Array, "
     return jax.vmap(lambda x, rows: x[rows])(x, rows)
 
 
+class IndexCompressor(Compressor):
+    """Makes an indexer's keys."""
+
+    def pool(
+        self, values: Array, gates: Array, positions: Array, blocks: Blocks | None
+    ) -> Float[Array, "B W D"]:
+        """`Compressor.pool`, prepared as the queries are."""
+        return prepared(self.config, super().pool(values, gates, positions, blocks))
+
+
 class CompressedIndexer(nnx.Module):
     """A lightning indexer with compressed keys of its own; trained by its own loss alone."""
 
@@ -225,7 +242,7 @@ class CompressedIndexer(nnx.Module):
         self.config = config
         c, wide = config, config.index_heads * config.index_dim
         self.wq = nnx.Linear(c.q_rank, wide, use_bias=False, dtype=c.dtype, rngs=rngs)
-        self.compressor = Compressor(c, c.index_dim, rngs=rngs)
+        self.compressor = IndexCompressor(c, c.index_dim, rngs=rngs)
         self.weights = nnx.Linear(c.model_dim, c.index_heads, use_bias=False, rngs=rngs)
 
     def __call__(
@@ -238,7 +255,7 @@ class CompressedIndexer(nnx.Module):
         c = self.config
         q = self.wq(q_latent).reshape(*x.shape[:2], c.index_heads, c.index_dim)
         weights = self.weights(x.astype(jnp.float32)) * (c.index_heads * c.index_dim) ** -0.5
-        return c.rotate(q, positions), weights
+        return prepared(c, c.rotate(q, positions)), weights
 
 
 class CompressedAux(NamedTuple):
@@ -249,7 +266,8 @@ class CompressedAux(NamedTuple):
     without an indexer."""
     lse: Float[Array, "B T N"]
     indices: Int[Array, "B T K"] | None
-    """The compressed keys attended to, -1 where there are fewer; None without any."""
+    """The compressed keys attended to, -1 where there are fewer; None without any, and in the
+    indexer's warm-up."""
 
 
 class CompressedCache(NamedTuple):
@@ -306,8 +324,7 @@ class CompressedAttention(nnx.Module):
             segment_ids: int32, for several documents in one sequence, as in `DSAttention`. Each
                 document has blocks of its own, which begin with it.
             sparse: attend to the compressed keys that the indexer selects. False attends to all of
-                them, by lists of T / ratio a token, and its `aux.kl` is the indexer's warm-up loss
-                over all of them.
+                them, and its `aux.kl` is the indexer's warm-up loss over all of them.
         """
         c = self.config
         if not sparse and indices is not None:
@@ -319,7 +336,7 @@ class CompressedAttention(nnx.Module):
         first = jnp.zeros_like(rows) if starts is None else starts
         q, kv, q_latent = self._project(x, positions)
         if c.ratio is None or self.compressor is None:
-            out, lse = self._attend(q, kv, self._slots(x, rows, first, None))
+            out, lse = self._attend(q, kv, self._slots(kv, rows, first, None))
             return self._output(out, positions), CompressedAux(None, lse, None)
         # A document's blocks have the numbers from first // ratio on: they never reach the next's.
         begin = first // c.ratio
@@ -334,8 +351,20 @@ class CompressedAttention(nnx.Module):
             x, q_latent = jax.lax.stop_gradient((x, q_latent))
             index_q, weights = self.indexer(x, q_latent, positions)
             index = index_q, self.indexer.compressor(x, positions, blocks), weights
+        joined = jnp.concatenate([kv, keys], axis=1)
+        if index is not None and not sparse:
+            out, lse = self._attend_to_all(q, joined, rows, first, begin, end)
+            constant = jax.lax.stop_gradient((q, keys[:, :, None]))
+            kl = dense_indexer_kl_loss(
+                *(*index, *constant),
+                scale=c.head_dim**-0.5,
+                is_causal=False,
+                starts=begin,
+                ends=end,
+            )
+            return self._output(out, positions), CompressedAux(kl, lse, None)
         replayed = indices is not None
-        if indices is None and sparse and index is not None and c.top_k is not None:
+        if indices is None and index is not None and c.top_k is not None:
             indices, logits = indexer_topk(*index, c.top_k, starts=begin, ends=end)
         elif indices is None:
             indices = jnp.arange(keys.shape[1], dtype=jnp.int32)
@@ -346,24 +375,14 @@ class CompressedAttention(nnx.Module):
             options = indexer.Options(True, indices.shape[-1])
             selected = indexer.Selected(*index, None, indices)
             logits = indexer_selected_op(call, options, selected).logits
-        joined = jnp.concatenate([kv, keys], axis=1)
         chosen = jnp.where(seen, indices + kv.shape[1], -1)
-        out, lse = self._attend(q, joined, self._slots(x, rows, first, chosen))
-        kl = None
-        if logits is not None:
-            main, taught, total = jax.lax.stop_gradient((q, joined[:, :, None], lse))
-            teacher = attn_dist(main, taught, chosen, total, scale=c.head_dim**-0.5)
-            kl = indexer_kl_loss(logits, teacher, seen)
-        elif index is not None:
-            constant = jax.lax.stop_gradient((q, keys[:, :, None]))
-            kl = dense_indexer_kl_loss(
-                *(*index, *constant),
-                scale=c.head_dim**-0.5,
-                is_causal=False,
-                starts=begin,
-                ends=end,
-            )
-        return self._output(out, positions), CompressedAux(kl, lse, indices)
+        out, lse = self._attend(q, joined, self._slots(joined, rows, first, chosen))
+        y = self._output(out, positions)
+        if logits is None:
+            return y, CompressedAux(None, lse, indices)
+        main, taught, total = jax.lax.stop_gradient((q, joined[:, :, None], lse))
+        teacher = attn_dist(main, taught, chosen, total, scale=c.head_dim**-0.5)
+        return y, CompressedAux(indexer_kl_loss(logits, teacher, seen), lse, indices)
 
     def init_cache(self, batch: int, capacity: int) -> CompressedCache:
         """Room for `capacity` tokens of each of `batch` requests."""
@@ -418,8 +437,38 @@ class CompressedAttention(nnx.Module):
         cache = CompressedCache(cache.lengths + x.shape[1], last, compressed, index)
         return self._output(out, positions), cache, indices
 
+    def _attend_to_all(
+        self,
+        q: Float[Array, "B T N D"],
+        joined: Float[Array, "B S D"],
+        rows: Int[Array, "B T"],
+        first: Int[Array, "B T"],
+        begin: Int[Array, "B T"],
+        end: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"]]:
+        """Attention to the window and to the compressed keys from `begin` to `end`. Lists of them
+        are made for a chunk of queries at a time, in the backward pass again.
+        """
+        batch, length = rows.shape
+        numbers = jnp.arange(joined.shape[1] - length, dtype=jnp.int32)
+        kept = jax.checkpoint_policies.save_only_these_names("dsa_out", "dsa_lse")
+
+        @functools.partial(jax.checkpoint, policy=kept)
+        def attend(q: Array, rows: Array, first: Array, begin: Array, end: Array) -> Any:
+            seen = (numbers >= begin[..., None]) & (numbers < end[..., None])
+            chosen = jnp.where(seen, length + numbers, -1)
+            return self._attend(q, joined, self._slots(joined, rows, first, chosen))
+
+        _, (out, lse) = scan_chunks(
+            lambda carry, *xs: (carry, attend(*xs)),
+            None,
+            (q, rows, first, begin, end),
+            chunk=chunk_length(length, 4 * batch * (self.config.window + len(numbers))),
+        )
+        return out, lse
+
     def _slots(
-        self, x: Array, rows: Array, first: Array, chosen: Array | None
+        self, kv: Array, rows: Array, first: Array, chosen: Array | None
     ) -> Int[Array, "B T K"]:
         """The last `window` rows of each token's document, and what else is chosen."""
 
@@ -428,7 +477,7 @@ class CompressedAttention(nnx.Module):
             recent = jnp.where(recent >= first[..., None], recent, -1)
             return recent if chosen is None else jnp.concatenate([recent, chosen], axis=-1)
 
-        return compat.left_to_compiler(slots, x)(rows, first, chosen)
+        return compat.left_to_compiler(slots, kv)(rows, first, chosen)
 
     def _project(
         self, x: Float[Array, "B T M"], positions: Int[Array, "B T"]

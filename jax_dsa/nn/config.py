@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core.checks import FLOATS, Args
+from jax_dsa.nn.fp4 import BLOCK as FP4_BLOCK
 from jax_dsa.nn.rotary import ROPE_LAYOUTS, RopeLayout
 
 IndexerType = Literal["full", "shared"]
@@ -52,6 +53,9 @@ class AttentionConfig:
     index_fp8: bool = False
     """Quantises the indexer's queries and keys to float8_e4m3fn. It stops their gradient:
     for inference."""
+    index_fp4: bool = False
+    """Rounds the indexer's queries and keys to what FP4 holds, gradients straight through:
+    `fake_quantize_fp4`, for quantisation-aware training."""
     fp8: bool = False
     """Projections, and the feed-forward layers of a decoder, multiply in FP8, forward and backward:
     `Fp8Linear`. Not the indexer's head weights, nor what the heads' latents are multiplied with."""
@@ -110,11 +114,9 @@ class AttentionConfig:
                     f"AttentionConfig: rope_frequencies has {pairs} numbers, want rope_dim / 2 = "
                     f"{self.rope_dim // 2} and index_rope_dim / 2 = {self.index_rope_dim // 2}"
                 )
-        if self.index_hadamard and self.index_dim & (self.index_dim - 1):
-            raise ValueError(
-                f"AttentionConfig: index_dim is {self.index_dim}, want a power of two for "
-                f"index_hadamard"
-            )
+        if self.index_fp8 and self.index_fp4:
+            raise ValueError("AttentionConfig: index_fp8 and index_fp4 are True, want one of them")
+        check_quantised("AttentionConfig", self)
 
     @property
     def scale(self) -> float:
@@ -130,6 +132,17 @@ class AttentionConfig:
             "frequencies": self.rope_frequencies,
             "factor": self.rope_factor,
         }
+
+
+def check_quantised(name: str, config: Any) -> None:
+    """Rejects an `index_dim` that cannot be turned or quantised as `config` says."""
+    width = config.index_dim
+    if config.index_hadamard and width & (width - 1):
+        raise ValueError(f"{name}: index_dim is {width}, want a power of two for index_hadamard")
+    if config.index_fp4 and width % FP4_BLOCK:
+        raise ValueError(
+            f"{name}: index_dim is {width}, want a multiple of {FP4_BLOCK} for index_fp4"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.nn.fp4 import fake_quantize_fp4
 from jax_dsa.nn.linear import projection
 from jax_dsa.nn.rotary import hadamard, rope
 from jax_dsa.nn.stripes import unstriped
 from jax_dsa.ops.quantize_fp8 import quantize_fp8
 
 if TYPE_CHECKING:
+    from jax_dsa.nn.compressed import CompressedConfig
     from jax_dsa.nn.config import AttentionConfig
 
 
@@ -104,4 +106,13 @@ class LightningIndexer(nnx.Module):
         head, tail = jnp.split(x, [split], axis=-1)
         turned = rope(tail if last else head, positions, layout=c.index_rope_layout, **c.rotation)
         x = jnp.concatenate([head, turned] if last else [turned, tail], axis=-1)
-        return hadamard(x) if c.index_hadamard else x
+        return prepared(c, x)
+
+
+def prepared(
+    config: AttentionConfig | CompressedConfig, x: Float[Array, "B T *H C"]
+) -> Float[Array, "B T *H C"]:
+    """An indexer's rotated queries or keys as it multiplies them."""
+    if config.index_hadamard:
+        x = hadamard(x)
+    return fake_quantize_fp4(x) if config.index_fp4 else x

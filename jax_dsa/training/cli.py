@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         corpus = _load(args, folder)
         mesh = make_mesh(args.mesh)
-        trainer = Trainer(config, corpus, folder, mesh)
+        trainer = Trainer(config, corpus, folder, mesh, tensorboard=args.tensorboard)
     except RunError as error:
         parser.error(str(error))
     size = sum(x.size for x in jax.tree.leaves(trainer.state.backbone.params))
@@ -125,6 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, help="sequences a step, on all devices together")
     parser.add_argument(
         "--accumulate", type=int, help="parts of a batch that a step goes through one by one"
+    )
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="write the metrics for TensorBoard, too"
     )
     parser.add_argument("--fp8", action="store_true", help="multiply in FP8: nn.Fp8Linear")
     for stage in ("dense", "warmup", "sparse"):

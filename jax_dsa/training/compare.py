@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +24,8 @@ with needs_extra("examples", __name__):
     from jax_dsa.training.trainer import Trainer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jax_dsa.training.config import TrainConfig
     from jax_dsa.training.data import Corpus
 
@@ -33,14 +35,22 @@ TOLERANCE = 0.005
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One finished run."""
+    """One run, or what there is of it."""
 
     label: str
     steps: np.ndarray
     losses: np.ndarray
     """Of training batches, at `steps`."""
-    validation: float
+    validation: float | None
     """After the last step."""
+
+
+class _Unprobed(Trainer):
+    """Validates at the end alone."""
+
+    def probe(self, stage: str) -> dict[str, Any]:
+        """Nothing."""
+        return {}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,68 +58,93 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
     parser.add_argument("--steps", type=int, default=1000, help="of dense attention")
+    parser.add_argument("--seq-len", type=int, help="of other sequences than the preset's")
+    parser.add_argument("--batch-size", type=int, help="sequences in a step; default the preset's")
     parser.add_argument("--data", type=Path, help="folder of text, default Python's own sources")
     parser.add_argument("--run-dir", type=Path, help="default runs/PRESET-compared")
     args = parser.parse_args(argv)
     folder = args.run_dir or Path("runs") / f"{args.preset}-compared"
-    stages = {"dense_steps": args.steps, "warmup_steps": 0, "sparse_steps": 0}
-    config = dataclasses.replace(PRESETS[args.preset](), **stages)
+    config = _config(PRESETS[args.preset](), args.steps, args.seq_len, args.batch_size)
+    tokens = f"{config.batch_size} x {config.seq_len} tokens a step"
+    title = f"Preset {args.preset}, dense attention, {tokens}"
     name = jnp.dtype(config.model.attention.dtype).name
-    curves = []
+    curves: list[Curve] = []
     try:
         corpus = load_corpus(args.data, folder)
         for label, run in ((name, config), ("FP8", in_fp8(config))):
-            curve = _train(label, run, corpus, folder / label)
-            if curve is None:
+            curves.append(_train(label, run, corpus, folder / label))
+            _plot(curves, title, folder / "curves.png")
+            if curves[-1].validation is None:
                 print("stopped; the same command goes on from there")
                 return 130
-            curves.append(curve)
     except RunError as error:
         parser.error(str(error))
-    base, fp8 = curves
-    _plot(base, fp8, folder / "curves.png")
-    change = fp8.validation / base.validation - 1
+    base, fp8 = (curve.validation or 0.0 for curve in curves)
+    change = fp8 / base - 1
     agree = abs(change) <= TOLERANCE
     print(
         f"\n{'PASS' if agree else 'FAIL'}  validation loss after {args.steps} steps within "
-        f"{TOLERANCE:.1%}: {fp8.validation:.4f} in FP8, {base.validation:.4f} in {base.label} "
-        f"({change:+.2%}); {folder / 'curves.png'}"
+        f"{TOLERANCE:.1%}: {fp8:.4f} in FP8, {base:.4f} in {name} ({change:+.2%}); "
+        f"{folder / 'curves.png'}"
     )
     return int(not agree)
 
 
-def _train(label: str, config: TrainConfig, corpus: Corpus, folder: Path) -> Curve | None:
-    """None if it was interrupted."""
-    trainer = Trainer(config, corpus, folder)
+def _config(
+    preset: TrainConfig, steps: int, seq_len: int | None, batch_size: int | None
+) -> TrainConfig:
+    """The preset's dense stage alone, as long as is asked for; it validates on as many tokens."""
+    seq_len = seq_len or preset.seq_len
+    return dataclasses.replace(
+        preset,
+        dense_steps=steps,
+        warmup_steps=0,
+        sparse_steps=0,
+        seq_len=seq_len,
+        batch_size=batch_size or preset.batch_size,
+        eval_sequences=-(-preset.eval_sequences * preset.seq_len // seq_len),
+    )
+
+
+def _train(label: str, config: TrainConfig, corpus: Corpus, folder: Path) -> Curve:
+    trainer = _Unprobed(config, corpus, folder)
     print(f"{label}: {folder}" + (f"; going on from step {trainer.step}" if trainer.step else ""))
-    if not trainer.run():
-        return None
+    validation = None
+    if trainer.run():
+        state, batches = trainer.state, trainer.validation(config.eval_sequences)
+        params = state.backbone.params, state.indexer.params
+        validation = trainer.evaluator.loss(*params, batches, sparse=False)
     rows = trainer.log.rows()
-    state, batches = trainer.state, trainer.validation(config.eval_sequences)
     return Curve(
         label,
         np.array([int(r["step"]) for r in rows]),
         np.array([float(r["lm_loss"]) for r in rows]),
-        trainer.evaluator.loss(state.backbone.params, state.indexer.params, batches, sparse=False),
+        validation,
     )
 
 
-def _plot(base: Curve, fp8: Curve, path: Path) -> None:
+def _plot(curves: Sequence[Curve], title: str, path: Path) -> None:
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     loss, change = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    for curve, color in ((base, BLUE), (fp8, ORANGE)):
-        label = f"{curve.label}, validation at the end {curve.validation:.4f}"
+    for curve, color in zip(curves, (BLUE, ORANGE), strict=False):
+        end = "" if curve.validation is None else f", validation at the end {curve.validation:.4f}"
         loss.plot(curve.steps, curve.losses, color=color, alpha=0.2, lw=1)
-        loss.plot(curve.steps, smooth(curve.losses), color=color, lw=1.2, label=label)
+        loss.plot(
+            curve.steps, smooth(curve.losses), color=color, lw=1.2, label=f"{curve.label}{end}"
+        )
+    figure.suptitle(title, fontsize=11)
     loss.set(title="Language model loss, training batches", ylabel="nats per byte", yscale="log")
     loss.legend(frameon=False, fontsize=9)
     change.axhline(0, color=GREY, lw=0.8)
     change.axhspan(-100 * TOLERANCE, 100 * TOLERANCE, color=GREY, alpha=0.15, lw=0)
-    relative = 100 * (smooth(fp8.losses) / smooth(base.losses) - 1)
-    change.plot(base.steps, relative, color=ORANGE, lw=1.2)
+    base, other = curves[0], curves[-1]
+    count = len(other.steps)  # the same steps, or those so far
+    relative = 100 * (smooth(other.losses) / smooth(base.losses[:count]) - 1)
+    change.plot(other.steps, relative, color=ORANGE, lw=1.2)
     change.set(xlabel="step", ylabel="FP8's, % more", ylim=(-3, 3))
     for axis in (loss, change):
         axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
 

@@ -4,6 +4,7 @@ library.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -85,7 +86,9 @@ class Corpus:
         return f"{sum(self.files)} files, {tokens} tokens, sha256 {digest.hexdigest()[:16]}"
 
 
-def load_corpus(root: Path | None, folder: Path, *, vocab: int = VOCAB) -> Corpus:
+def load_corpus(
+    root: Path | None, folder: Path, *, vocab: int = VOCAB, packages: bool = False
+) -> Corpus:
     """Turns every text file below the folder `root`, by default the running interpreter's standard
     library, into tokens.
 
@@ -100,6 +103,10 @@ def load_corpus(root: Path | None, folder: Path, *, vocab: int = VOCAB) -> Corpu
     Tokens are bytes or, with another `vocab`, those of a byte-level BPE tokenizer of that size
     trained on the training half. They are written to `folder`/corpus, block by block, and used
     again while no file changes.
+
+    `packages` is for a folder of installed Python packages: only their `.py` files count, of files
+    that share most of their lines only the first, and a package, which is what the folder itself
+    holds, validates as a whole or not at all. About a twentieth of the text does.
     """
     if root is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -107,13 +114,13 @@ def load_corpus(root: Path | None, folder: Path, *, vocab: int = VOCAB) -> Corpu
         paths = list(_sources(root))
     else:
         name = str(root)
-        paths = list(_files(root, folder))
+        paths = [p for p in _files(root, folder) if not packages or p.suffix == ".py"]
     stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
-    source = hashlib.sha256(json.dumps([str(root), vocab, stats]).encode()).hexdigest()
+    source = hashlib.sha256(json.dumps([str(root), vocab, packages, stats]).encode()).hexdigest()
     target = folder / "corpus"
     facts = target / "facts.json"
     if not facts.exists() or json.loads(facts.read_text())["source"] != source:
-        _write_corpus(root, paths, target, vocab, source)
+        _write_corpus(root, paths, target, vocab, source, packages)
     known = json.loads(facts.read_text())
     train, validation = (np.memmap(target / half, _dtype(vocab), "r") for half in HALVES)
     return Corpus(
@@ -127,23 +134,23 @@ def load_corpus(root: Path | None, folder: Path, *, vocab: int = VOCAB) -> Corpu
     )
 
 
-def _write_corpus(root: Path, paths: list[Path], target: Path, vocab: int, source: str) -> None:
+def _write_corpus(
+    root: Path, paths: list[Path], target: Path, vocab: int, source: str, packages: bool
+) -> None:
     """Makes the folder `target`; it appears under its name only when complete."""
     texts = [path for path in paths if all(b"\0" not in block for block in _blocks(path))]
-    checksums = [
-        zlib.crc32(path.relative_to(root).as_posix().encode()) % _VALIDATION_SHARE for path in texts
-    ]
-    lowest = min(checksums, default=0)  # 0, unless files are few
-    validation = [path for path, checksum in zip(texts, checksums) if checksum == lowest]
-    train = [path for path, checksum in zip(texts, checksums) if checksum != lowest]
-    if not train:
+    if packages:
+        texts = _distinct(texts)
+    validation = (_held_out if packages else _drawn)(root, texts)
+    train = [path for path in texts if path not in validation]
+    if not train or not validation:
         raise RunError(f"load_corpus: too few text files below {root} to split: got {len(texts)}")
     new = target.with_suffix(".tmp")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     encode = _bytes if vocab == VOCAB else _trained(train, vocab, new / "tokenizer.json")
     start = np.array([vocab - 1], _dtype(vocab))
-    for half, files in zip(HALVES, (train, validation)):
+    for half, files in zip(HALVES, (train, sorted(validation))):
         with (new / half).open("wb") as stream:
             for path in files:
                 start.tofile(stream)
@@ -154,6 +161,45 @@ def _write_corpus(root: Path, paths: list[Path], target: Path, vocab: int, sourc
     (new / "facts.json").write_text(json.dumps(facts))
     shutil.rmtree(target, ignore_errors=True)
     new.rename(target)
+
+
+def _drawn(root: Path, paths: list[Path]) -> set[Path]:
+    """The files that validate, by a checksum of their paths."""
+    checksums = [_checksum(path.relative_to(root)) % _VALIDATION_SHARE for path in paths]
+    lowest = min(checksums, default=0)  # 0, unless files are few
+    return {path for path, checksum in zip(paths, checksums) if checksum == lowest}
+
+
+def _held_out(root: Path, paths: list[Path]) -> set[Path]:
+    """The files of the packages that validate: in the order of a checksum of their names, as many
+    as fit into their share of the text.
+    """
+    sizes: collections.Counter[str] = collections.Counter()
+    for path in paths:
+        sizes[path.relative_to(root).parts[0]] += path.stat().st_size
+    left, held = sizes.total() / _VALIDATION_SHARE, set()
+    for package in sorted(sizes, key=lambda name: _checksum(Path(name))):
+        if sizes[package] <= left:
+            held.add(package)
+            left -= sizes[package]
+    return {path for path in paths if path.relative_to(root).parts[0] in held}
+
+
+def _checksum(path: Path) -> int:
+    return zlib.crc32(path.as_posix().encode())
+
+
+def _distinct(paths: list[Path]) -> list[Path]:
+    """The files of which at most half is in earlier ones, by runs of five lines."""
+    seen: set[int] = set()
+    kept = []
+    for path in paths:
+        lines = [line for line in map(bytes.strip, path.read_bytes().splitlines()) if line]
+        runs = {hash(tuple(lines[i : i + 5])) for i in range(max(1, len(lines) - 4))}
+        if 2 * len(runs & seen) <= len(runs):
+            seen |= runs
+            kept.append(path)
+    return kept
 
 
 def _dtype(vocab: int) -> np.dtype:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dsa.core.typing import Array, Float
 from jax_dsa.nn.attention import document_starts
 from jax_dsa.ops.indexer import indexer_topk
 from jax_dsa.ops.topk import topk
-from jax_dsa.training.losses import next_token_loss
+from jax_dsa.training.losses import next_token_loss, token_losses
 from jax_dsa.training.metrics import attention_mass, mass_recall, random_indices, recency_indices
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _QUERIES = 8192
 """Of longer sequences as many queries, evenly spread, are asked what they select."""
 SELECTIONS = ("indexer", "random", "recency", "best")
+Keys = Literal["sparse", "dense", "recency"]
+"""What a model attends to: keys that it selects, all keys, or the latest, as many as it selects."""
 
 
 class Evaluator:
@@ -32,6 +35,8 @@ class Evaluator:
         self.program = program
         self._loss = jax.jit(self._loss_of, static_argnames="sparse")
         self._selection = jax.jit(self._selection_of)
+        whole = NamedSharding(program.mesh, PartitionSpec())
+        self._tokens = jax.jit(self._tokens_of, static_argnames="keys", out_shardings=whole)
 
     def loss(
         self, backbone: Params, indexer: Params, batches: Iterable[np.ndarray], *, sparse: bool
@@ -42,6 +47,17 @@ class Evaluator:
                 self._loss(backbone, indexer, self.program.place(b), sparse=sparse) for b in batches
             ]
         return float(np.mean([float(loss) for loss in losses]))
+
+    def token_losses(
+        self, backbone: Params, indexer: Params, batches: Iterable[np.ndarray], keys: Keys
+    ) -> np.ndarray:
+        """The loss of each token, [sequences, seq_len]."""
+        with jax.set_mesh(self.program.mesh):
+            losses = [
+                np.asarray(self._tokens(backbone, indexer, self.program.place(b), keys=keys))
+                for b in batches
+            ]
+        return np.concatenate(losses)
 
     def selection(self, state: TrainState, batches: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
         """Along a forward pass with dense attention: "kl", the warm-up loss of each indexer, and
@@ -67,6 +83,20 @@ class Evaluator:
     ) -> jax.Array:
         logits, _ = self.program.logits(backbone, indexer, batch, sparse=sparse)
         return next_token_loss(logits, batch.targets)
+
+    def _tokens_of(
+        self, backbone: Params, indexer: Params, batch: Batch, *, keys: Keys
+    ) -> jax.Array:
+        indices = None
+        if keys == "recency":
+            starts, (rows, length) = None, batch.inputs.shape
+            if batch.segment_ids is not None:
+                starts = document_starts(batch.segment_ids)
+            top_k = self.program.config.model.attention.top_k
+            indices = recency_indices(rows, length, top_k, starts)
+        sparse = keys != "dense"
+        logits, _ = self.program.logits(backbone, indexer, batch, sparse=sparse, indices=indices)
+        return token_losses(logits, batch.targets)
 
     def _selection_of(
         self, backbone: Params, indexer: Params, key: jax.Array, batch: Batch

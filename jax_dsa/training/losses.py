@@ -22,8 +22,13 @@ def next_token_loss(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -
 
     It gives the indexers exactly zero gradient.
     """
+    return token_losses(logits, targets).mean()
+
+
+def token_losses(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """Cross-entropy of each target in nats."""
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
-    return -jnp.take_along_axis(log_probs, targets[..., None], axis=-1).mean()
+    return -jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
 
 
 def indexer_loss(layers: list[AttentionAux]) -> Float[Array, ""]:

@@ -131,14 +131,15 @@ def table(results: Results, trainer: Trainer) -> str:
         ("median", *(f"{x:,.0f}" for x in results.tokens_per_second.values())),
     ]
     checks = [f"{'PASS' if ok else 'FAIL'}  {text}" for ok, text in results.checks()]
-    return "\n\n".join([_grid(losses), _grid(recalls), _grid(rates), "\n".join(checks)])
+    return "\n\n".join([grid(losses), grid(recalls), grid(rates), "\n".join(checks)])
 
 
 def _unit(trainer: Trainer) -> str:
     return "byte" if trainer.corpus.vocab == VOCAB else "token"
 
 
-def _grid(rows: Sequence[tuple[str, ...]]) -> str:
+def grid(rows: Sequence[tuple[str, ...]]) -> str:
+    """A table of text, whose first row is its head."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
 
     def line(row: tuple[str, ...]) -> str:
@@ -218,8 +219,14 @@ def plot(trainer: Trainer, results: Results, path: Path) -> None:
                 axis.plot(steps, values, color=color, alpha=0.15, lw=1)
                 axis.plot(steps, smooth(values), color=color, alpha=0.6, lw=1.2, label=label)
 
-    figure = Figure(figsize=(12, 8.4), layout="constrained")
-    (loss, kl), (recall, layers) = figure.subplots(2, 2)
+    def draw_layers(axis: Any, column: str, color: str) -> None:
+        """Each layer's own curve, thin."""
+        for name in trainer.log.columns:
+            if name.startswith(f"{column}_layer_"):
+                axis.plot(*series(name), color=color, alpha=0.25, lw=0.8)
+
+    figure = Figure(figsize=(17, 8.4), layout="constrained")
+    (loss, kl, rate), (recall, layers, share) = figure.subplots(2, 3)
 
     draw_batches(loss, "lm_loss", BLUE)
     dense, sparse = series("validation_dense"), series("validation_sparse")
@@ -235,19 +242,31 @@ def plot(trainer: Trainer, results: Results, path: Path) -> None:
     )
 
     draw_batches(kl, "kl", GREEN)
+    draw_layers(kl, "validation_kl", GREEN)
     kl.plot(*series("validation_kl"), "o-", color=GREEN, ms=4, label="validation, all keys")
-    kl.set(title="Indexer KL, mean of the layers", ylabel="nats", ylim=(0, None))
+    kl.set(title="Indexer KL, mean of the layers (thin: each)", ylabel="nats", ylim=(0, None))
 
     for name, (label, color) in names.items():
         line = "--" if name == "best" else "o-"
         recall.plot(*series(f"recall_{name}"), line, color=color, ms=4, label=label)
+    draw_layers(recall, "recall_indexer", BLUE)
     title = f"Share of dense attention's mass on {top_k} selected keys"
-    recall.set(title=title, ylabel="recall, mean of the layers", ylim=(0, 1.02))
+    recall.set(title=title, ylabel="recall, mean of the layers (thin: each)", ylim=(0, 1.02))
 
-    for axis in (loss, kl, recall):
+    for stage in STAGES:
+        rate.plot(*series("tokens_per_second", stage), color=BLUE)
+        steps, values = series("matmul_share", stage)
+        share.plot(steps, 100 * values, color=BLUE)
+    rate.set(title="Throughput", ylabel="tokens a second", ylim=(0, None))
+    memory = series("memory_gib")[1]
+    held = f"; peak memory {memory.max():.1f} GiB a device" if len(memory) else ""
+    share.set(title=f"Share of the matmul's peak{held}", ylabel="%", ylim=(0, None))
+
+    for axis in (loss, kl, rate, recall, share):
         for start, end, (color, _) in zip(bounds, bounds[1:], STAGES.values(), strict=False):
             axis.axvspan(start, end, color=color, lw=0, zorder=0)
         axis.set(xlabel="step", xlim=(0, config.total_steps))
+    for axis in (loss, kl, recall):
         axis.legend(frameon=False, fontsize=9)
 
     for i, (name, (label, color)) in enumerate(names.items()):
@@ -259,7 +278,7 @@ def plot(trainer: Trainer, results: Results, path: Path) -> None:
     layers.set_xticks(ticks, [f"layer {i}" for i in ticks])
     layers.legend(frameon=False, fontsize=9, ncols=4, loc="upper center")
 
-    for axis in (loss, kl, recall, layers):
+    for axis in figure.axes:
         axis.spines[["top", "right"]].set_visible(False)
     patches = [Patch(color=color, label=label) for color, label in STAGES.values()]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)

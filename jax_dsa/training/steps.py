@@ -46,6 +46,13 @@ class Learner(NamedTuple):
     opt: Any
 
 
+class Rates(NamedTuple):
+    """The learning rates of a step."""
+
+    backbone: Any
+    indexer: Any
+
+
 class TrainState(NamedTuple):
     """All that a checkpoint has to hold for a run to go on as if it had not stopped."""
 
@@ -74,12 +81,9 @@ class Program:
         self._stripes = self.mesh.shape["context"]  # so that these devices have equal causal work
         self._graph: Any = nnx.graphdef(nnx.eval_shape(lambda: self._first_model(nnx.Rngs(0))))
         self._indexers = config.model.layers.count("full")
-        self.backbone_optimizer = _optimizer(
-            config, config.learning_rate, config.dense_steps, config.sparse_steps
-        )
-        self.indexer_optimizer = _optimizer(
-            config, config.indexer_learning_rate, config.warmup_steps, config.sparse_steps
-        )
+        self._optimizer = _optimizer(config)
+        self._backbone_rate = _schedule(config, config.learning_rate, config.dense_steps)
+        self._indexer_rate = _schedule(config, config.indexer_learning_rate, config.warmup_steps)
         places = shardings(jax.eval_shape(self._first_state), self.mesh)
         whole = places.step
         self._init = jax.jit(self._first_state, out_shardings=places)
@@ -131,18 +135,19 @@ class Program:
         step = int(state.step)
         stage = self.config.stage(step)
         batch = self.place(tokens, self._stripes)
+        rates = self._rates(step)
         with jax.set_mesh(self.mesh):
             if stage == "dense":
-                backbone, lm = self._dense(backbone, indexer.params, batch)
+                backbone, lm = self._dense(backbone, indexer.params, batch, rates)
                 losses = {"lm_loss": lm}
             elif stage == "warmup":
-                indexer, lm, kl = self._warmup(indexer, backbone.params, batch)
+                indexer, lm, kl = self._warmup(indexer, backbone.params, batch, rates)
                 losses = {"lm_loss": lm, "kl": kl}
             else:
                 if step == self.config.sparse_start:
                     control = _copy(backbone)
-                control, control_loss = self._dense(control, indexer.params, batch)
-                backbone, indexer, lm, kl = self._sparse(backbone, indexer, batch)
+                control, control_loss = self._dense(control, indexer.params, batch, rates)
+                backbone, indexer, lm, kl = self._sparse(backbone, indexer, batch, rates)
                 losses = {"lm_loss": lm, "kl": kl, "control_loss": control_loss}
             return TrainState(state.step + 1, state.rng, backbone, indexer, control), losses
 
@@ -155,17 +160,28 @@ class Program:
         sparse: bool,
         stripes: int = 1,
         remat: str = "none",
+        indices: Int[Array, "B T K"] | None = None,
     ) -> tuple[Float[Array, "B T V"], list[AttentionAux]]:
-        """What the model with these parameters makes of a batch."""
+        """What the model with these parameters makes of a batch; `indices` are a selection for all
+        layers in place of their own.
+        """
         hidden = (*batch.inputs.shape, self.config.model.attention.model_dim)
         return self.model(backbone, indexer)(
             batch.inputs,
+            indices=None if indices is None else [indices] * self.config.model.num_layers,
             segment_ids=batch.segment_ids,
             stripes=stripes,
             sparse=sparse,
             remat_policy=remat_policy(remat),
             activation_sharding=fitted(self.mesh, BATCH, hidden),
         )
+
+    def _rates(self, step: int) -> Rates:
+        """Operands, not constants: a run of other lengths is the same programs."""
+        c = self.config
+        backbone = step if step < c.dense_steps else step - c.warmup_steps
+        count = (self._backbone_rate, backbone), (self._indexer_rate, step - c.dense_steps)
+        return Rates(*(np.float32(rate(max(0, n))) for rate, n in count))
 
     def model(self, backbone: Params, indexer: Params) -> DecoderLM:
         """The model with these parameters."""
@@ -185,7 +201,7 @@ class Program:
         return next_token_loss(logits, batch.targets), indexer_loss(layers)
 
     def _dense_update(
-        self, backbone: Learner, indexer: Params, batch: Batch
+        self, backbone: Learner, indexer: Params, batch: Batch, rates: Rates
     ) -> tuple[Learner, jax.Array]:
         def graded(part: Batch) -> tuple[jax.Array, Params]:
             return jax.value_and_grad(lambda p: self._losses(p, indexer, part, False)[0])(
@@ -193,10 +209,10 @@ class Program:
             )
 
         lm, grads = self._mean(graded, batch)
-        return _update(self.backbone_optimizer, backbone, grads), lm
+        return _update(self._optimizer, backbone, grads, rates.backbone), lm
 
     def _warmup_update(
-        self, indexer: Learner, backbone: Params, batch: Batch
+        self, indexer: Learner, backbone: Params, batch: Batch, rates: Rates
     ) -> tuple[Learner, jax.Array, jax.Array]:
         def loss(params: Params, part: Batch) -> tuple[jax.Array, jax.Array]:
             lm, kl = self._losses(backbone, params, part, False)
@@ -204,11 +220,11 @@ class Program:
 
         graded = jax.value_and_grad(loss, has_aux=True)
         (kl, lm), grads = self._mean(lambda part: graded(indexer.params, part), batch)
-        indexer = _update(self.indexer_optimizer, indexer, grads)
+        indexer = _update(self._optimizer, indexer, grads, rates.indexer)
         return indexer, lm, kl / self._indexers
 
     def _sparse_update(
-        self, backbone: Learner, indexer: Learner, batch: Batch
+        self, backbone: Learner, indexer: Learner, batch: Batch, rates: Rates
     ) -> tuple[Learner, Learner, jax.Array, jax.Array]:
         def loss(
             backbone: Params, indexer: Params, part: Batch
@@ -222,8 +238,8 @@ class Program:
         (_, (lm, kl)), grads = self._mean(
             lambda part: graded(backbone.params, indexer.params, part), batch
         )
-        backbone = _update(self.backbone_optimizer, backbone, grads[0])
-        indexer = _update(self.indexer_optimizer, indexer, grads[1])
+        backbone = _update(self._optimizer, backbone, grads[0], rates.backbone)
+        indexer = _update(self._optimizer, indexer, grads[1], rates.indexer)
         return backbone, indexer, lm, kl / self._indexers
 
     def _mean(self, fun: Callable[[Batch], Any], batch: Batch) -> Any:
@@ -248,12 +264,12 @@ class Program:
     def _first_state(self) -> TrainState:
         init_key, run_key = jax.random.split(jax.random.key(self.config.seed))
         indexer, backbone = nnx.state(self._first_model(nnx.Rngs(init_key)), INDEXER, ...)
-        learner = Learner(backbone, self.backbone_optimizer.init(backbone))
+        learner = Learner(backbone, self._optimizer.init(backbone))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             rng=jax.random.key_data(run_key),
             backbone=learner,
-            indexer=Learner(indexer, self.indexer_optimizer.init(indexer)),
+            indexer=Learner(indexer, self._optimizer.init(indexer)),
             control=_copy(learner),
         )
 
@@ -273,22 +289,26 @@ def _copy(learner: Learner) -> Learner:
     return jax.tree.map(jnp.copy, learner)
 
 
-def _optimizer(
-    config: TrainConfig, peak: float, flat_steps: int, decay_steps: int
-) -> optax.GradientTransformation:
-    """AdamW whose learning rate rises, stays, and falls along a cosine during the sparse stage."""
+def _schedule(config: TrainConfig, peak: float, flat_steps: int) -> optax.Schedule:
+    """A learning rate that rises, stays, and falls along a cosine during the sparse stage."""
     ramp = min(config.ramp_steps, flat_steps)
-    schedule = optax.join_schedules(
+    return optax.join_schedules(
         [
             optax.linear_schedule(0.0, peak, max(1, ramp)),
-            optax.cosine_decay_schedule(peak, max(1, decay_steps), config.final_learning_rate),
+            optax.cosine_decay_schedule(
+                peak, max(1, config.sparse_steps), config.final_learning_rate
+            ),
         ],
         [flat_steps],
     )
+
+
+def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW at a learning rate of 1: `_update` has the step's."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
-            schedule,
+            1.0,
             b2=0.98,
             weight_decay=config.weight_decay,
             mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
@@ -296,6 +316,9 @@ def _optimizer(
     )
 
 
-def _update(optimizer: optax.GradientTransformation, learner: Learner, grads: Params) -> Learner:
+def _update(
+    optimizer: optax.GradientTransformation, learner: Learner, grads: Params, rate: Any
+) -> Learner:
     updates, opt = optimizer.update(grads, learner.opt, learner.params)
+    updates = jax.tree.map(lambda x: rate * x, updates)
     return Learner(optax.apply_updates(learner.params, updates), opt)

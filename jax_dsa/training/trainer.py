@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import math
 import signal
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 from tqdm import tqdm
 
+from jax_dsa.core.extras import needs_extra
 from jax_dsa.training.checkpoint import Checkpoints
 from jax_dsa.training.config import settings
 from jax_dsa.training.data import Batches, Corpus, RunError, validation_batches
 from jax_dsa.training.evaluate import SELECTIONS, Evaluator
+from jax_dsa.training.rates import flops_per_token, matmul_peak, peak_memory
 from jax_dsa.training.steps import Program
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ COLUMNS = (
     "tokens",
     "seconds",
     "tokens_per_second",
+    "matmul_share",
+    "memory_gib",
     "lm_loss",
     "kl",
     "control_loss",
@@ -52,13 +57,19 @@ def layer_columns(config: DecoderConfig) -> tuple[str, ...]:
 
 
 class Trainer:
-    """One run in a folder: `metrics.csv` and `checkpoints/`.
+    """One run in a folder: `metrics.csv`, `checkpoints/` and, if wanted, `tensorboard/`.
 
     A folder that has a checkpoint is gone on with; configuration and text must be the same.
     """
 
     def __init__(
-        self, config: TrainConfig, corpus: Corpus, folder: Path, mesh: Mesh | None = None
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        folder: Path,
+        mesh: Mesh | None = None,
+        *,
+        tensorboard: bool = False,
     ) -> None:
         if corpus.vocab != config.model.vocab:
             raise RunError(
@@ -70,7 +81,10 @@ class Trainer:
         self.evaluator = Evaluator(self.program)
         self.batches = Batches(corpus.train, config.seq_len + 1, config.batch_size, config.seed)
         self.checkpoints = Checkpoints(folder / "checkpoints")
-        self.log = Log(folder / "metrics.csv", (*COLUMNS, *layer_columns(config.model)))
+        columns = (*COLUMNS, *layer_columns(config.model))
+        self.log = Log(
+            folder / "metrics.csv", columns, folder / "tensorboard" if tensorboard else None
+        )
         self.validation(config.eval_sequences)  # a corpus that is too small fails here
         self.state = self.program.init()
         self.seconds = 0.0
@@ -81,8 +95,10 @@ class Trainer:
         """Steps done."""
         return int(self.state.step)
 
-    def run(self) -> bool:
-        """Trains until the end, or SIGINT: then to the end of the step. Says if all is done."""
+    def run(self, seconds: float = math.inf) -> bool:
+        """Trains until the end; or to the end of the step, with a checkpoint, in which SIGINT comes
+        or these seconds are over (of a single process). Says if all is done.
+        """
         config = self.config
         bar = tqdm(
             total=config.total_steps,
@@ -91,6 +107,8 @@ class Trainer:
             dynamic_ncols=True,
             disable=jax.process_index() > 0,
         )
+        peak = self.program.mesh.size * matmul_peak(config.model.attention.dtype)
+        flops = flops_per_token(config)
         clock = Clock()
         probe: Row = {}
         with bar, _interrupts() as stop:
@@ -110,6 +128,8 @@ class Trainer:
                     # The first step of a stage waits for the compiler; its time says nothing.
                     rate = clock.rate(done, config.seq_len * config.batch_size)
                     row["tokens_per_second"] = "" if compiled else rate
+                    row["matmul_share"] = "" if compiled else rate * flops[stage] / peak
+                    row["memory_gib"] = peak_memory()
                     row["tokens"] = done * config.seq_len * config.batch_size
                     if stage_ends or done % config.probe_every == 0:
                         probe = self.probe(stage)
@@ -118,6 +138,7 @@ class Trainer:
                     self.log.append(row)
                     bar.set_postfix_str(_postfix(row, probe))
                     clock.skip(done)
+                stop.is_set |= clock.total() > seconds
                 if stop.is_set or done % config.checkpoint_every == 0 or stage_ends:
                     self.save(clock.total())
                     clock.skip(done)
@@ -125,6 +146,7 @@ class Trainer:
                     break
         self.seconds += clock.total()
         self.checkpoints.close()
+        self.log.close()
         return self.step == config.total_steps
 
     def probe(self, stage: str) -> Row:
@@ -210,11 +232,23 @@ class Clock:
 
 
 class Log:
-    """The metrics file, a row every few steps. The first process of a run writes it."""
+    """The metrics file, a row every few steps. The first process of a run writes it, and the same
+    numbers for TensorBoard if there is a folder for them.
+    """
 
-    def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
+    def __init__(
+        self, path: Path, columns: Sequence[str] = COLUMNS, tensorboard: Path | None = None
+    ) -> None:
         self.path, self.columns = path, columns
         self._writes = jax.process_index() == 0
+        self._board: Any = None
+        self._open: Any = None
+        if tensorboard is not None:
+            with needs_extra("tensorboard", "jax_dsa.training --tensorboard"):
+                from tensorboardX import SummaryWriter
+            self._open = lambda step: SummaryWriter(
+                str(tensorboard), purge_step=step + 1, flush_secs=10
+            )
 
     def rows(self) -> list[dict[str, str]]:
         """What is in the file, as text."""
@@ -237,6 +271,13 @@ class Log:
             writer.writeheader()
             writer.writerows(rows)
         new.replace(self.path)
+        if self._open is not None:
+            self._board = self._open(step)
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        if self._board is not None:
+            self._board.close()
 
     def append(self, row: Row) -> None:
         """Adds a row; columns that it lacks stay empty."""
@@ -244,6 +285,10 @@ class Log:
         if self._writes:
             with self.path.open("a", newline="") as file:
                 csv.DictWriter(file, self.columns).writerow(shown)
+        if self._board is not None:
+            for name, value in row.items():
+                if name != "step" and isinstance(value, (int, float)):
+                    self._board.add_scalar(name, value, row["step"])
 
 
 class _Stop:

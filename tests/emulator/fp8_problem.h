@@ -20,7 +20,7 @@ namespace fp8_problem {
 
 using jax_dsa::DType;
 
-enum Kind { kRows, kTiles, kTilesTranspose, kTranspose, kDequantize, kDequantizeTiles };
+enum Kind { kRows, kTiles, kTilesTranspose, kTranspose, kColumns, kDequantize, kDequantizeTiles };
 
 struct Case {
   const char* name;
@@ -43,16 +43,20 @@ inline const Case kCases[] = {
     {"f32, many rows", 513, 136, DType::kF32, false},
     {"no rows", 0, 128, DType::kF32, false},
     {"tiles, bf16", 256, 256, DType::kBF16, false, 0, kTiles},
+    {"tiles, bf16, many", 300, 904, DType::kBF16, true, 0, kTiles, 2},
     {"tiles, f16, short", 130, 200, DType::kF16, true, 0, kTiles, 2},
     {"tiles, f32, short", 300, 136, DType::kF32, false, 0, kTiles},
     {"tiles, bf16, odd columns", 77, 131, DType::kBF16, true, 0, kTiles, 3},
     {"tiles, f32, misaligned", 5, 128, DType::kF32, false, 1, kTiles},
     {"tiles, no columns", 5, 0, DType::kF32, false, 0, kTiles},
+    {"tiles and transpose, bf16, many", 264, 904, DType::kBF16, false, 0, kTilesTranspose},
     {"tiles and transpose, bf16", 256, 384, DType::kBF16, false, 0, kTilesTranspose},
     {"tiles and transpose, f32, short", 136, 200, DType::kF32, true, 0, kTilesTranspose, 2},
     {"tiles and transpose, bf16, odd rows", 77, 136, DType::kBF16, false, 0, kTilesTranspose, 2},
     {"tiles and transpose, f16, odd columns", 136, 131, DType::kF16, false, 0, kTilesTranspose},
     {"transpose, bf16", 256, 256, DType::kBF16, false, 0, kTranspose},
+    {"transpose, bf16, many tiles", 264, 904, DType::kBF16, false, 0, kTranspose, 2},
+    {"transpose, f32, many tiles", 136, 1160, DType::kF32, true, 0, kTranspose},
     {"transpose, f16, short", 136, 200, DType::kF16, true, 0, kTranspose, 2},
     {"transpose, f32, short", 296, 136, DType::kF32, false, 0, kTranspose},
     {"transpose, bf16, odd rows", 77, 136, DType::kBF16, true, 0, kTranspose, 2},
@@ -60,6 +64,8 @@ inline const Case kCases[] = {
     {"transpose, bf16, misaligned", 128, 128, DType::kBF16, false, 5, kTranspose},
     {"transpose, one element", 1, 1, DType::kF32, false, 0, kTranspose},
     {"transpose, no rows", 0, 5, DType::kF32, false, 0, kTranspose},
+    {"columns, bf16", 400, 520, DType::kBF16, false, 0, kColumns},
+    {"columns, f16, odd columns", 136, 131, DType::kF16, true, 0, kColumns, 2},
     {"dequantise, bf16", 9, 640, DType::kBF16, false, 0, kDequantize},
     {"dequantise, f16, short", 21, 200, DType::kF16, true, 0, kDequantize},
     {"dequantise, f32, odd columns", 13, 333, DType::kF32, false, 0, kDequantize},
@@ -183,7 +189,7 @@ inline Problem make(const Case& c, uint64_t seed) {
     transposed.push_back(p.x[from]);
     if (c.kind == kTilesTranspose) p.codes_transposed.push_back(p.codes[from]);
   }
-  if (c.kind == kTranspose) {
+  if (c.kind == kTranspose || c.kind == kColumns) {
     quantize(transposed, c.batch, c.cols, c.rows, 1, c.power_of_two, p.codes_transposed,
              p.scales_transposed);
   }
@@ -278,12 +284,16 @@ bool run(const Case& c, uint64_t seed, Memory& memory) {
     auto* codes_t = memory.room(n + kGuard, offset);
     auto* scales_t = memory.room(p.scales_transposed.size() * 4 + kGuard, 0);
     auto* to_t = reinterpret_cast<float*>(scales_t);
-    memory.require(jax_dsa::launch_quantize_transpose(
-        {x, codes, to, codes_t, to_t, c.batch, c.rows, c.cols, c.dtype, c.power_of_two}, nullptr));
+    const bool both = c.kind == kTranspose;
+    memory.require(
+        jax_dsa::launch_quantize_transpose({x, both ? codes : nullptr, both ? to : nullptr, codes_t,
+                                            to_t, c.batch, c.rows, c.cols, c.dtype, c.power_of_two},
+                                           nullptr));
     good &= same(memory.template get<uint8_t>(codes_t, n), p.codes_transposed);
     good &= same(memory.template get<float>(to_t, p.scales_transposed.size()), p.scales_transposed);
     unharmed(codes_t + n);
     unharmed(scales_t + p.scales_transposed.size() * 4);
+    if (!both) return good;
   }
   good &= same(memory.template get<uint8_t>(codes, n), p.codes);
   good &= same(memory.template get<float>(to, p.scales.size()), p.scales);

@@ -37,6 +37,7 @@ struct Problem {
   std::vector<int32_t> positions;
   float scale;
   double rope_base = 10000;
+  bool decodes = false;  // keys are rotated to where the query stands, and rounded then
   // Pooled keys and values, rounded, by (batch entry, group): all layers in turn, [nodes, D].
   struct Tree {
     std::vector<std::vector<float>> k, v;
@@ -175,6 +176,26 @@ inline bool selects_exactly(const Problem& p, int b, int t, const float* importa
   return std::equal(order.begin(), order.end(), selected);
 }
 
+// All nodes of the tree as a cache has them: keys, or values, [B, nodes, G, D]; NaN where there are
+// none.
+inline std::vector<bf16> cache(const Problem& p, bool keys) {
+  const Case& c = p.c;
+  const int64_t nodes = jax_dsa::htree_cache_nodes(c.tokens, c.compression, c.top_k);
+  std::vector<bf16> all(c.batch * nodes * c.groups * c.dim, __float2bfloat16(NAN));
+  for (int bg = 0; bg < c.batch * c.groups; ++bg) {
+    int64_t first = 0;
+    for (int l = 0; l < p.layers.count; ++l) {
+      const auto& from = keys ? p.trees[bg].k[l] : p.trees[bg].v[l];
+      for (int64_t i = 0; i < p.layers.size[l] * c.dim; ++i) {
+        const int64_t row = (bg / c.groups * nodes + first + i / c.dim) * c.groups + bg % c.groups;
+        all[row * c.dim + i % c.dim] = __float2bfloat16(from[i]);
+      }
+      first += (p.layers.size[l] + c.compression - 1) / c.compression * c.compression;
+    }
+  }
+  return all;
+}
+
 struct Findings {
   double exact = 0, close = 0;  // outputs' errors against float64; with the kernel's roundings
   double lse = 0;
@@ -240,13 +261,13 @@ inline Findings check(const Problem& p, int b, int t, int g, const int16_t* sele
     for (int i = 0; i < n; ++i) {
       const bool early = position / span < c.compression * c.top_k;
       if (i % c.compression == 0) {
-        close_queries = queries(p, b, t, g, n - 1 - (early ? 0 : i), true);
+        close_queries = queries(p, b, t, g, p.decodes ? 0 : n - 1 - (early ? 0 : i), true);
       }
       if (l > 0 && i == n - 1) continue;
       const float* key = &p.tree(b, g).k[l][nodes[i] * c.dim];
       const auto exact = scores(p, exact_queries, rotated(p, key, i, false));
-      const auto close =
-          scores(p, close_queries, rotated(p, key, early ? i : i % c.compression, true));
+      const int places = p.decodes ? i - (n - 1) : early ? i : i % c.compression;
+      const auto close = scores(p, close_queries, rotated(p, key, places, true));
       if (l > 0) {
         const double peak = *std::max_element(close.begin(), close.end());
         double sum = 0;
@@ -466,6 +487,21 @@ inline const Case kBwdCases[] = {
     {"lists in segments", 1, 360, 360, 3, 1, 64, 8, 4},
     {"segments of parts", 1, 140, 140, 34, 1, 64, 32, 2},
 };
+// Few queries, over a cache.
+inline const Case kDecodeCases[] = {
+    {"tokens alone", 1, 40, 2, 4, 1, 64, 8, 16},
+    {"one token", 2, 1, 1, 2, 1, 64, 16, 4},
+    {"two layers", 2, 200, 2, 16, 1, 128, 16, 4, 190},
+    {"three layers", 1, 1100, 3, 6, 2, 64, 8, 8, 1090, true},
+    {"room for more", 1, 4000, 2, 16, 1, 64, 8, 8, 300},
+    {"many selected", 1, 3000, 1, 4, 1, 64, 16, 100, 2990},
+    {"five layers, K 1", 1, 4200, 4, 3, 1, 64, 8, 1, 4190},
+    {"blocks of 32, 40 heads", 1, 2400, 1, 40, 1, 128, 32, 8, 2390},
+    {"128 heads", 1, 300, 1, 128, 1, 64, 8, 8, 290},
+    {"ties, sharp", 1, 700, 3, 4, 1, 64, 8, 12, 690, false, 0.f, 6, true},
+    {"no queries", 1, 30, 0, 4, 1, 64, 8, 4},
+};
+
 inline const Case kSmallCases[] = {
     {"tokens alone", 1, 40, 40, 16, 1, 128, 16, 4},
     {"one token", 1, 1, 1, 16, 1, 128, 16, 4},

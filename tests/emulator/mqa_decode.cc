@@ -67,6 +67,7 @@ constexpr MqaDecodeTuning kCut = {0, 1}, kWhole = {1 << 20}, kUsual = {};
 // size of q, full, shared; multiprocessors, tuning
 const DecodeCase kCases[] = {
     {{"one request", 1, 1, 500, 64, 1, 576, {.full = true}}, 3, kCut},
+    {{"one request, several parts", 1, 1, 500, 64, 1, 576, {.full = true}}, 6, kCut},
     {{"one request, two row tiles", 1, 1, 450, 100, 1, 576, {.full = true}}, 4, kCut},
     {{"few requests", 2, 1, 300, 40, 1, 576, {.sinks = 1}}, 3, kUsual},
     {{"many, whole", 8, 1, 200, 33, 1, 512, {.sinks = 2}}, 3, kWhole},

@@ -39,6 +39,7 @@ class Call:
         peak: the largest magnitude in an exponent.
         low: what is rounded to this dtype on the way to wider results.
         exact: whether every leaf is free of rounding.
+        signs: whether cotangents are drawn of one magnitude, which quantisation keeps.
     """
 
     fn: Callable[..., Any]
@@ -52,6 +53,7 @@ class Call:
     peak: float = 1.0
     low: np.dtype | None = None
     exact: bool = False
+    signs: bool = False
 
     @property
     def name(self) -> str:
@@ -191,6 +193,10 @@ class Draw:
         number of them is not 0.
         """
         return self.rng.choice([-3, -1, 1, 3], size=shape).astype(dtype)
+
+    def signs(self, shape: tuple[int, ...]) -> np.ndarray:
+        """-1 or 1."""
+        return self.rng.choice([-1.0, 1.0], size=shape)
 
     def powers(self, dtype: np.dtype, *shape: int) -> np.ndarray:
         """1/2, 1 or 2."""

@@ -129,8 +129,9 @@ def gradient(case: Any) -> str:
     call, c, r = case.draw()
     _poison(call, r)
     base = [np.asarray(y) for y in _floats(call, call.results())]
+    draw = r.signs if call.signs else lambda shape: r.rng.normal(size=shape)
     cotangents = [
-        np.where(np.isfinite(y), r.rng.normal(size=y.shape), 0).astype(dtype)
+        np.where(np.isfinite(y), draw(y.shape), 0).astype(dtype)
         for y, dtype in zip(base, [d for d in call.dtypes if is_float(d)], strict=True)
     ]
     point, rest = _split(call)

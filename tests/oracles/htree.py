@@ -126,3 +126,77 @@ def dense(q, k, v, *, scale=None, rope_base=10000.0):
         p = np.exp(s - s.max())
         out[b, t, n] = (p / p.sum()) @ v[b, : t + 1, n // size]
     return out
+
+
+def selected_nodes(ordinals, position, sizes, compression):
+    """The nodes of these ordinals [layers - 1, K], as `query` wants its `choice`."""
+    chosen = [[] for _ in sizes]
+    parents = None
+    for level in range(len(sizes) - 1, 0, -1):
+        nodes = np.arange(position // compression**level + 1)
+        if parents is not None:
+            nodes = (parents[:, None] * compression + np.arange(compression)).ravel()
+        row = ordinals[level - 1]
+        parents = nodes[row[row >= 0]]
+        chosen[level] = parents.tolist()
+    return chosen
+
+
+def times_covered(ordinals, position, tokens, sizes, compression, top_k):
+    """How often each token is in what one query accumulates, given the ordinals [layers - 1, K]
+    that it selects in layers 1, 2, ... of these sizes.
+    """
+    times = np.zeros(tokens, int)
+    parents = None
+    for level in reversed(range(len(sizes))):
+        span = compression**level
+        if parents is None:
+            nodes = np.arange(position // span + 1)
+        else:
+            nodes = (parents[:, None] * compression + np.arange(compression)).ravel()
+            nodes = nodes[nodes <= position // span]
+        chosen = np.zeros(len(nodes), bool)
+        if level:
+            row = ordinals[level - 1]
+            row = row[row >= 0]
+            assert len(row) == min(len(nodes), top_k) and np.all(np.diff(row) > 0)
+            chosen[row] = True
+            assert chosen[-1]
+            parents = nodes[chosen]
+        for node in nodes[~chosen]:
+            times[node * span : (node + 1) * span] += 1
+    return times
+
+
+def exact_problem(rng, tokens, heads, dim, compression):
+    """Queries q [1, tokens, heads, dim] and keys [1, tokens, 1, dim] of small integers: rotations
+    leave them alone at a `rope_base` of 1e38, so that scores are exact and many are equal. All
+    heads have the same query.
+    """
+    used = slice(dim // 2 - dim // 8, dim // 2)  # of no more than a rounding's turn
+    q, k = np.zeros((1, tokens, heads, dim)), np.zeros((1, tokens, 1, dim))
+    q[..., used] = rng.integers(-3, 4, (1, tokens, 1, dim // 8))
+    blocks = rng.integers(-3, 4, (-(-tokens // compression), dim // 8))
+    k[0, :, 0, used] = np.repeat(blocks, compression, axis=0)[:tokens]
+    return q, k
+
+
+def exact_selection(q, k, position, compression, top_k):
+    """Ordinals that one query q [dim] selects of an `exact_problem`'s keys [tokens, dim], by layer
+    from layer 1 on.
+    """
+    tree = layers(k, compression, top_k)
+    ordinals = [None] * (len(tree) - 1)
+    parents = None
+    for level in range(len(tree) - 1, 0, -1):
+        last = position // compression**level
+        if parents is None:
+            nodes = np.arange(last + 1)
+        else:
+            nodes = (parents[:, None] * compression + np.arange(compression)).ravel()
+            nodes = nodes[nodes <= last]
+        best = np.argsort(-(tree[level][nodes[:-1]] @ q), kind="stable")[: top_k - 1]
+        chosen = np.append(np.sort(best), len(nodes) - 1)
+        ordinals[level - 1] = chosen
+        parents = nodes[chosen]
+    return ordinals

@@ -81,7 +81,7 @@ def attn_dist(
         NotImplementedError: forward mode, gradients of gradients, or `implementation="cuda"` for
             what it does not cover.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> q = jax.random.normal(jax.random.key(0), (1, 4, 8, 96))
         >>> kv = jax.random.normal(jax.random.key(1), (1, 32, 1, 96))

@@ -97,7 +97,7 @@ def make_block_mask(
     Raises:
         ValueError, TypeError: for wrong shapes, dtypes or options.
 
-    Example:
+    Examples:
         >>> import jax_dsa
         >>> mask = jax_dsa.make_block_mask(shape=(1, 1, 512, 512), is_causal=True)
         >>> mask.num_kv_tiles  # tiles of keys that each tile of queries sees
@@ -186,7 +186,7 @@ def relu_mask(bias: Float[Array, "..."]) -> Bool[Array, "..."]:
     Raises:
         TypeError: for a bias that is not a float array.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, jax_dsa
         >>> jax_dsa.relu_mask(jnp.array([0.5, -0.5]))
         Array([ True, False], dtype=bool)
@@ -210,7 +210,7 @@ def topk_mask(
     Raises:
         ValueError, TypeError: for wrong shapes or dtypes, or a top_k < 1.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, jax_dsa
         >>> jax_dsa.topk_mask(jnp.array([1.0, 3.0, 2.0]), 2)
         Array([False,  True,  True], dtype=bool)
@@ -245,7 +245,7 @@ def topk_indices(bias: Float[Array, "... S"], top_k: int) -> Int[Array, "... W"]
     Raises:
         ValueError, TypeError: for a bias that is not a float array, or a top_k < 1.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, jax_dsa
         >>> jax_dsa.topk_indices(jnp.array([1.0, 3.0, 2.0]), 2)
         Array([1, 2], dtype=int32)

@@ -221,7 +221,7 @@ def _encoded(args: Args, rows: Any, stored: jax.Array, dims: str) -> jax.Array:
 class FlatCache(_Cache):
     """Room for S tokens of each request, side by side.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, jax_dsa
         >>> cache = jax_dsa.FlatCache.empty(batch=2, capacity=16, dim=96)
         >>> cache = cache.append(jnp.ones((2, 3, 1, 96)))  # three tokens of each request
@@ -270,7 +270,7 @@ class PagedCache(_Cache):
     is not mapped. Which request has which page is for the caller to decide, before it appends:
     `dataclasses.replace(cache, page_table=...)`.
 
-    Example:
+    Examples:
         >>> import dataclasses, jax.numpy as jnp, jax_dsa
         >>> cache = jax_dsa.PagedCache.empty(8, 4, batch=2, pages_per_request=2, dim=96)
         >>> cache = dataclasses.replace(cache, page_table=jnp.array([[5, 0], [2, 3]]))

@@ -138,7 +138,7 @@ def dsa_attention(
         ValueError, TypeError: wrong shapes, dtypes or ranges.
         NotImplementedError: `implementation="cuda"` for what the kernels do not cover.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
         >>> q, kv = normal(0, 1, 16, 8, 96), normal(1, 1, 16, 1, 96)

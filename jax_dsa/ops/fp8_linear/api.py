@@ -137,7 +137,7 @@ def fp8_linear(
         TypeError, ValueError: an argument has the wrong type, shape or range.
         NotImplementedError: `implementation="cuda"` cannot run this call here.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> x = jax.random.normal(jax.random.key(0), (4, 256), jnp.bfloat16)
         >>> w = jax.random.normal(jax.random.key(1), (256, 8))

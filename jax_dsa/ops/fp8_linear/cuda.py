@@ -22,7 +22,11 @@ from jax_dsa.ops.fp8_linear.spec import (
     flat_rows,
 )
 from jax_dsa.ops.fp8_matmul.cuda import MOST, whole_rows
-from jax_dsa.ops.quantize_fp8.cuda import quantize_fp8_tiles_transpose, quantize_fp8_transpose
+from jax_dsa.ops.quantize_fp8.cuda import (
+    quantize_fp8_columns,
+    quantize_fp8_tiles_transpose,
+    quantize_fp8_transpose,
+)
 
 
 def supports(options: Options, *groups: tuple[Array, ...]) -> str | None:
@@ -48,12 +52,12 @@ def fp8_linear_bwd(
 ) -> Gradients:
     """`xla.fp8_linear_bwd`."""
     power = options.power_of_two_scale
-    of_x, of_dy = (quantize_fp8_transpose(flat_rows(a), power) for a in (x.x, dy.out))
+    of_x = quantize_fp8_columns(flat_rows(x.x), power)
+    of_dy = quantize_fp8_transpose(flat_rows(dy.out), power)
     flat = jax.eval_shape(flat_rows, avals.x)
     dx = _product(of_dy.codes, of_dy.scale, *w, flat).reshape(avals.x.shape)
     dw = _product(
-        of_x.codes_transposed,
-        of_x.scale_transposed,
+        *of_x,
         of_dy.codes_transposed,
         of_dy.scale_transposed,
         avals.w,

@@ -128,7 +128,7 @@ def fp8_matmul(
         TypeError, ValueError: an argument has the wrong type, shape or range.
         NotImplementedError: `implementation="cuda"` cannot run this call here.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> a = jax.random.normal(jax.random.key(0), (4, 256), jnp.bfloat16)
         >>> b = jax.random.normal(jax.random.key(1), (8, 256), jnp.bfloat16)

@@ -18,6 +18,8 @@ from jax_dsa.ops.htree import cuda, nodes, tree, xla
 from jax_dsa.ops.htree.cache import HTreeCache
 from jax_dsa.ops.htree.spec import Operands, Options, Tokens, check_tree
 
+_LIMITS = "bfloat16; D = E 64 or 128; compression 8, 16 or 32; top_k to 1024"
+
 # The heads of a group select together: they are not split.
 FWD = Pass(
     "htree_fwd",
@@ -26,10 +28,15 @@ FWD = Pass(
     kernel=Kernel(
         cuda.htree_fwd,
         cuda.supports,
-        limits="bfloat16; D = E 64 or 128; compression 8, 16 or 32; top_k to 1024; no cache",
+        limits=f"{_LIMITS}; over a cache up to 16 queries",
     ),
 )
-BWD = Pass("htree_bwd", xla.htree_bwd, shardable="b t g")
+BWD = Pass(
+    "htree_bwd",
+    xla.htree_bwd,
+    shardable="b t g",
+    kernel=Kernel(cuda.htree_bwd, cuda.bwd_supports, limits=f"{_LIMITS}; no cache"),
+)
 BUILD_FWD = Pass("htree_build_fwd", xla.htree_build_fwd, shardable="b g")
 BUILD_BWD = Pass("htree_build_bwd", xla.htree_build_bwd, shardable="b g")
 
@@ -152,7 +159,7 @@ def htree_attention(
         NotImplementedError: forward mode, gradients of gradients, or `implementation="cuda"` for
             what it does not cover.
 
-    Example:
+    Examples:
         >>> import jax, jax_dsa
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 200, 2, 16))
         >>> jax_dsa.htree_attention(q, k[:, :, :1], v[:, :, :1], compression=4, top_k=8).shape
@@ -200,7 +207,7 @@ def htree_build(
         ValueError, TypeError: wrong shapes, dtypes or ranges.
         NotImplementedError: as for `htree_attention`.
 
-    Example:
+    Examples:
         >>> import jax, jax_dsa
         >>> k = jax.random.normal(jax.random.key(0), (1, 100, 1, 16))
         >>> [keys.shape[1] for keys, _ in jax_dsa.htree_build(k, k, compression=4, top_k=2)]
@@ -244,7 +251,7 @@ def htree_select(
         ValueError, TypeError: wrong shapes, dtypes or ranges.
         NotImplementedError: `implementation="cuda"` for what it does not cover.
 
-    Example:
+    Examples:
         >>> import jax, jax_dsa
         >>> q, k = jax.random.normal(jax.random.key(0), (2, 1, 32, 1, 16))
         >>> top = jax_dsa.htree_select(q, k, compression=4, top_k=2)[-1]
@@ -322,7 +329,7 @@ def htree_decode(
         ValueError, TypeError: wrong shapes, dtypes or ranges.
         NotImplementedError: as for `htree_attention`.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> k = jax.random.normal(jax.random.key(0), (2, 5, 1, 16))
         >>> cache = jax_dsa.HTreeCache.empty(2, 64, 16, dtype=jnp.float32).append(k, k)

@@ -23,7 +23,7 @@ class HTreeCache:
     All layers lie on one node axis, tokens first; see `layers`. Memory is about r / (r - 1) times
     that of the tokens.
 
-    Example:
+    Examples:
         >>> import jax, jax_dsa
         >>> k = jax.random.normal(jax.random.key(0), (2, 5, 1, 16))
         >>> cache = jax_dsa.HTreeCache.empty(batch=2, capacity=64, head_dim=16)

@@ -141,7 +141,7 @@ def indexer_logits(
         NotImplementedError: forward mode, gradients of gradients, or `implementation="cuda"` for
             what it does not cover.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> index_q = jax.random.normal(jax.random.key(0), (1, 6, 4, 32))  # 6 queries, 4 heads
         >>> index_k = jax.random.normal(jax.random.key(1), (1, 6, 32))
@@ -199,7 +199,7 @@ def indexer_topk(
         TypeError, ValueError: an argument has the wrong type, shape or range.
         NotImplementedError: as for `indexer_logits`, or gradients through a page table.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> index_q = jax.random.normal(jax.random.key(0), (1, 3, 4, 32))
         >>> index_k = jax.random.normal(jax.random.key(1), (1, 3, 32))

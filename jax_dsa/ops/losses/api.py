@@ -100,7 +100,7 @@ def indexer_kl_loss(
         TypeError, ValueError: an argument has the wrong type or shape.
         NotImplementedError: `implementation="cuda"` cannot run this call here.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, jax_dsa
         >>> teacher = jnp.array([[[1.0, 3.0]]])
         >>> bool(jax_dsa.indexer_kl_loss(jnp.log(teacher), teacher) < 1e-6)  # it attends as taught
@@ -159,7 +159,7 @@ def dense_indexer_kl_loss(
         TypeError, ValueError: an argument has the wrong type, shape or range.
         NotImplementedError: `implementation="cuda"` cannot run this call here.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
         >>> index = normal(0, 1, 8, 4, 32), normal(1, 1, 8, 32), normal(2, 1, 8, 4)

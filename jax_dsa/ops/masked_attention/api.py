@@ -197,7 +197,7 @@ def masked_attention(
         ValueError, TypeError: for wrong shapes, dtypes or options.
         NotImplementedError: for what implementation="cuda" does not cover.
 
-    Example:
+    Examples:
         >>> import jax, jax_dsa
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 64, 4, 32))
         >>> out, lse = jax_dsa.masked_attention(q, k, v, is_causal=True, return_lse=True)
@@ -311,7 +311,7 @@ def masked_attention_varlen(
 
     The other arguments, results and errors are those of `masked_attention`.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 10, 4, 32))
         >>> lengths = jnp.array([0, 3, 10])  # two sequences, of 3 and 7 tokens

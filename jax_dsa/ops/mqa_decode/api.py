@@ -156,7 +156,7 @@ def mqa_decode(
         NotImplementedError: forward mode, gradients of gradients, or `implementation="cuda"` for
             what it does not cover.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> q = jax.random.normal(jax.random.key(0), (2, 1, 8, 96))
         >>> k = jax.random.normal(jax.random.key(1), (2, 32, 1, 96))
@@ -296,7 +296,7 @@ def merge_attention(
         ValueError, TypeError: wrong shapes or dtypes, or no parts.
         NotImplementedError: `implementation="cuda"`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, jax_dsa
         >>> outs = jnp.array([[[[1.0]]], [[[3.0]]]])  # [P=2, T=1, N=1, E=1]
         >>> out, lse = jax_dsa.merge_attention(outs, jnp.log(jnp.array([[[3.0]], [[1.0]]])))

@@ -141,7 +141,7 @@ def quantize_fp8(
             gradient reaches the results: see `fake_quantize_fp8`.
         NotImplementedError: `implementation="cuda"` cannot run this call here.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, jax_dsa
         >>> codes, scale = jax_dsa.quantize_fp8(jnp.arange(256.0))
         >>> codes.dtype.name, (scale * 448).round()  # the largest value of each block of 128
@@ -179,7 +179,7 @@ def dequantize_fp8(
         TypeError, ValueError: an argument has the wrong type, shape or range.
         NotImplementedError: `implementation="cuda"` cannot run this call here.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, jax_dsa
         >>> x = jnp.array([1.0, 2.0, 4.0])
         >>> jax_dsa.dequantize_fp8(*jax_dsa.quantize_fp8(x, power_of_two_scale=True))
@@ -207,7 +207,7 @@ def fake_quantize_fp8(
     `dequantize_fp8(*quantize_fp8(x))` with a straight-through gradient: for training a model that
     will run on quantised values. Arguments, limits and errors are those of `quantize_fp8`.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> jax.grad(lambda x: jax_dsa.fake_quantize_fp8(x).sum())(jnp.arange(3.0))
         Array([1., 1., 1.], dtype=float32)

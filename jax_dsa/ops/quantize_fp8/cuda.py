@@ -45,6 +45,13 @@ class BothLayouts(NamedTuple):
     scale_transposed: Float[Array, "b C I"]
 
 
+class Columns(NamedTuple):
+    """Of an array's transpose, with blocks of 1x128."""
+
+    codes: Float[Array, "b C R"]
+    scale: Float[Array, "b C I"]
+
+
 class BothTiles(NamedTuple):
     """Of an array, with tiles of 128x128, and the same codes transposed."""
 
@@ -69,12 +76,23 @@ def quantize_fp8_tiles_transpose(x: Float[Array, "b R C"], power_of_two_scale: b
 def quantize_fp8_transpose(x: Float[Array, "b R C"], power_of_two_scale: bool) -> BothLayouts:
     """Quantises along rows and along columns, reading once."""
     batch, rows, cols = x.shape
-    avals = [
-        jax.ShapeDtypeStruct((batch, rows, cols), jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct((batch, rows, -(-cols // BLOCK)), jnp.float32),
-        jax.ShapeDtypeStruct((batch, cols, rows), jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct((batch, cols, -(-rows // BLOCK)), jnp.float32),
-    ]
+    avals = _along_rows(batch, rows, cols) + _along_rows(batch, cols, rows)
     power = np.bool_(power_of_two_scale)
     target = "jax_dsa.quantize_fp8_transpose.v1"
     return BothLayouts(*ffi.call(target, [x], avals, power_of_two_scale=power))
+
+
+def quantize_fp8_columns(x: Float[Array, "b R C"], power_of_two_scale: bool) -> Columns:
+    """Quantises along columns."""
+    batch, rows, cols = x.shape
+    power = np.bool_(power_of_two_scale)
+    avals = _along_rows(batch, cols, rows)
+    target = "jax_dsa.quantize_fp8_columns.v1"
+    return Columns(*ffi.call(target, [x], avals, power_of_two_scale=power))
+
+
+def _along_rows(batch: int, rows: int, cols: int) -> list[jax.ShapeDtypeStruct]:
+    return [
+        jax.ShapeDtypeStruct((batch, rows, cols), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((batch, rows, -(-cols // BLOCK)), jnp.float32),
+    ]

@@ -162,7 +162,7 @@ def sparse_mla(
         NotImplementedError: forward mode, gradients of gradients, or `implementation="cuda"` for
             what it does not cover.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> q = jax.random.normal(jax.random.key(0), (1, 4, 8, 96))  # 4 queries of 8 heads
         >>> kv = jax.random.normal(jax.random.key(1), (1, 32, 1, 96))  # 32 keys, which all share
@@ -257,7 +257,7 @@ def sparse_mla_decode(
         ValueError, TypeError: wrong shapes, dtypes or ranges.
         NotImplementedError: as for `sparse_mla`.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> rows = jax.random.normal(jax.random.key(0), (2, 5, 1, 96))
         >>> cache = jax_dsa.FlatCache.empty(2, 16, 96, dtype=jnp.float32).append(rows)

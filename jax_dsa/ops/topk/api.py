@@ -87,7 +87,7 @@ def topk(
         TypeError, ValueError: an argument has the wrong type, shape or range.
         NotImplementedError: `implementation="cuda"` cannot run this call here.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, jax_dsa
         >>> x = jnp.array([[3.0, 1.0, 4.0, 1.0, 5.0], [2.0, jnp.nan, 2.0, 2.0, -jnp.inf]])
         >>> jax_dsa.topk(x, 2)

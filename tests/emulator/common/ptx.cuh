@@ -177,6 +177,7 @@ inline void counter_wait(const uint32_t* counter, uint32_t count) {
 inline void let_next_begin() {}
 inline void wait_for_previous() {}
 
+inline void prefetch_line_l2(const void*) {}
 inline uint64_t l2_policy_evict_first() { return 0; }
 inline uint64_t l2_policy_evict_last() { return 0; }
 inline void prefetch_l2(const void* from, uint32_t bytes) {
@@ -255,6 +256,11 @@ void lower_registers() {}
 inline float exp2_approx(float x) { return std::exp2(x); }
 
 inline float log2_approx(float x) { return std::log2(x); }
+
+inline float2 cosine_and_sine(float turn) {
+  const float angle = turn * 6.2831853f;
+  return {std::cos(angle), std::sin(angle)};
+}
 
 inline float reciprocal_approx(float x) { return 1.f / x; }
 

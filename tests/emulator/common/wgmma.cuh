@@ -17,6 +17,10 @@ void wgmma_wait() {
 }
 template <int kN>
 void wgmma_pin(float (&)[kN]) {}
+template <int kN>
+void wgmma_forget(float (&d)[kN]) {
+  for (float& x : d) x = NAN;
+}
 
 enum Major { kKMajor = 0, kMNMajor = 1 };
 

@@ -8,7 +8,7 @@ import numpy as np
 from fuzz.draw import Call, Draw, bf16, e4m3, f16, f32
 from oracles import fp8 as oracle
 
-from jax_dsa import dequantize_fp8, fake_quantize_fp8, fp8_matmul, quantize_fp8
+from jax_dsa import dequantize_fp8, fake_quantize_fp8, fp8_linear, fp8_matmul, quantize_fp8
 
 
 def draw_block(c: Draw) -> Any:
@@ -99,14 +99,15 @@ def draw_fake_quantize(c: Draw, r: Draw) -> Call:
 
 
 def draw_fp8_matmul(c: Draw, r: Draw) -> Call:
-    *leading, K, N = c.dims(A=2, B=3, K=140, N=140)
-    a = r.floats(c.one(f32, bf16, f16), *leading[c.one(0, 1, 2) :], K)
-    b = r.floats(c.one(a.dtype, f32, bf16), N, K)
+    *leading, K, N = c.dims({"K": (128, 300), "N": (40, 300)}, A=2, B=3, K=140, N=140)
+    wide = [] if c.kernel else [f32]  # tensor cores add with fewer bits than float32 has
+    a = r.floats(c.one(*wide, bf16, f16), *leading[c.one(0, 1, 2) :], K)
+    b = r.floats(c.one(a.dtype, *wide, bf16), N, K)
     power = c.flag()
     kwargs = {
         **{"a": a, "a_scale": None, "b": b, "b_scale": None},
         "power_of_two_scale": power,
-        "dtype": c.one(None, f32, bf16, np.float16),
+        "dtype": c.one(None, *wide, bf16, np.float16),
     }
     for name, block in (("a", 128), ("b", (128, 128))):
         if c.chance():
@@ -134,9 +135,49 @@ def draw_fp8_matmul(c: Draw, r: Draw) -> Call:
         return [left @ right.T + da @ right.T + left @ db.T]
 
     dtype = np.dtype(dtype)
+    # Gradients are products in the result's dtype; tensor cores keep half of float32's bits of FP8.
+    low = np.dtype(f16) if c.kernel and dtype == f32 else dtype
+    return Call(fp8_matmul, kwargs, want, (dtype,), diff=diff, hold=hold, peak=30.0, low=low)
+
+
+def draw_fp8_linear(c: Draw, r: Draw) -> Call:
+    on_kernel = {"R": (1, 140, 300), "K": (128, 300), "N": (40, 300)}
+    *leading, K, N = c.dims(on_kernel, A=2, R=140, K=140, N=140)
+    wide = [] if c.kernel else [f32] * 3
+    x = r.floats(c.one(*wide, bf16, f16), *leading[c.one(0, 1, 2) :], K)
+    x *= 2.0 ** r.rng.integers(-3, 4, (*x.shape[:-1], 1))  # rows and columns have other scales
+    w = r.floats(c.one(x.dtype, *wide, bf16), K, N)
+    dtype = c.one(None, None, *wide, bf16, np.float16)
+    kwargs = {"x": x, "w": w, "power_of_two_scale": c.flag(), "dtype": dtype}
+
+    def rounded(x: Any, block: Any, power: Any) -> np.ndarray:
+        return values(*quantized(x, block, power), block)
+
+    def hold(x: Any, w: Any, power_of_two_scale: Any, **_: Any) -> dict[str, Any]:
+        flat = np.asarray(x).reshape(-1, x.shape[-1]) if x.size else np.zeros((x[..., 0].size, K))
+        columns = rounded(np.ascontiguousarray(flat.T), 128, power_of_two_scale).T
+        return {
+            "rows": rounded(x, 128, power_of_two_scale),
+            "columns": np.nan_to_num(columns).reshape(x.shape),
+            "weights": rounded(w, (128, 128), power_of_two_scale),
+            **{"x0": x, "w0": w},
+        }
+
+    def want(
+        x: Any, w: Any, rows: Any, columns: Any, weights: Any, x0: Any, w0: Any, **_: Any
+    ) -> list[np.ndarray]:
+        # Straight through: each operand moves as itself, the other stays as it is quantised for
+        # that product.
+        dx, dw = (
+            np.nan_to_num(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+            for a, b in ((x, x0), (w, w0))
+        )
+        return [rows @ weights + dx @ weights + columns @ dw]
+
+    low = np.dtype(dtype or x.dtype)
     return Call(
-        fp8_matmul, kwargs, want, (dtype,), diff=diff, hold=hold, peak=30.0, low=dtype
-    )  # gradients are products in the result's dtype
+        fp8_linear, kwargs, want, (low,), ("x", "w"), hold=hold, peak=30.0, low=low, signs=True
+    )
 
 
 GENERATORS = {
@@ -144,4 +185,5 @@ GENERATORS = {
     "dequantize_fp8": draw_dequantize,
     "fake_quantize_fp8": draw_fake_quantize,
     "fp8_matmul": draw_fp8_matmul,
+    "fp8_linear": draw_fp8_linear,
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from fuzz.draw import Call, Draw, f32, f64, i32, peak
+from fuzz.draw import Call, Draw, bf16, f32, f64, i32, peak
 from fuzz.operators.sparse_mla import wide
 from oracles import htree as oracle
 
@@ -19,6 +19,8 @@ from jax_dsa.ops.htree.tree import node_count, tree_layers
 
 def draw_tree(c: Draw, tokens: int, dtype: np.dtype) -> dict[str, Any]:
     """The options of a tree over so many tokens."""
+    if c.kernel:  # rounding may decide a selection: one layer
+        return {"compression": c.integer(c.one(8, 16, 32)), "top_k": c.integer(512)}
     if dtype == f64 and c.chance(0.8):
         return {"compression": c.integer(c.one(2, 3, 4)), "top_k": c.integer(c.one(1, 2, 3))}
     fits = c.one((16, 512), (2, max(1, tokens)), (max(2, tokens), 1), (3, 2**31 - 1))
@@ -27,8 +29,9 @@ def draw_tree(c: Draw, tokens: int, dtype: np.dtype) -> dict[str, Any]:
 
 def draw_dims(c: Draw) -> list[int]:
     """B, T, G, M, D, E with D even."""
-    B, T, G, M, half, E = c.dims(B=2, T=14, G=2, M=2, D=3, E=4)
-    return [B, T, G, M, 2 * half, E]
+    on_kernel = {"T": (1, 17, 300), "M": (1, 16, 64), "D": (32, 64)}
+    B, T, G, M, half, E = c.dims(on_kernel, B=2, T=14, G=2, M=2, D=3, E=4)
+    return [B, T, G, M, 2 * half, 2 * half if c.kernel else E]
 
 
 def draw_rotary(c: Draw) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def options_of(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def draw_htree_attention(c: Draw, r: Draw) -> Call:
     B, T, G, M, D, E = draw_dims(c)
-    dtype = c.one(f64, f64, f32)
+    dtype = bf16 if c.kernel else c.one(f64, f64, f32)
     q, k = r.floats(dtype, B, T, G * M, D), r.floats(dtype, B, T, G, D)
     if r.hostile and r.chance(0.3):
         q[:] = 0  # all nodes of a layer are as important
@@ -76,6 +79,7 @@ def draw_htree_attention(c: Draw, r: Draw) -> Call:
         diff=("q", "k", "v"),
         hold=hold,
         peak=peak(kwargs["scale"], q, k),
+        low=dtype,  # of rotated keys
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from fuzz.draw import Call, Draw, f64, i32, peak, without_batch
+from fuzz.draw import Call, Draw, f32, f64, i32, peak, without_batch
 from fuzz.operators.indexer import (
     KERNEL,
     draw_inputs,
@@ -29,8 +29,8 @@ def scale_of(scale: Any, dim: int) -> float:
 
 
 def draw_indexer_kl_loss(c: Draw, r: Draw) -> Call:
-    B, T, K = c.dims(B=3, T=4, K=6)
-    dtype = c.dtype()
+    B, T, K = c.dims({"K": (5, 130, 2048)}, B=3, T=4, K=6)
+    dtype = f32 if c.kernel else c.dtype()
     logits, teacher = r.floats(dtype, B, T, K), r.rng.gamma(1, size=(B, T, K))
     logits[r.rng.random((B, T, K)) < r.one(0, 0.3, 1)] = -np.inf
     teacher[r.rng.random((B, T, K)) < r.one(0, 0.3)] = 0
@@ -64,7 +64,8 @@ def draw_indexer_kl_loss(c: Draw, r: Draw) -> Call:
 
 
 def draw_dense_indexer_kl_loss(c: Draw, r: Draw) -> Call:
-    B, T, S, J, C, G, M, D = c.dims(B=3, T=4, S=8, J=2, C=3, G=2, M=2, D=5)
+    on_kernel = {**KERNEL, "G": (1,), "M": (1, 64, 70), "D": (192, 512, 576)}
+    B, T, S, J, C, G, M, D = c.dims(on_kernel, B=3, T=4, S=8, J=2, C=3, G=2, M=2, D=5)
     dtype = c.dtype()
     index = draw_inputs(c, r, B, T, S, J, C)
     if f64 in (dtype, index["index_q"].dtype):

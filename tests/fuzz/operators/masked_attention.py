@@ -93,8 +93,8 @@ def draw_common(c: Draw, r: Draw, shape: tuple[int, ...], dtype: np.dtype) -> di
         "q": r.floats(dtype, B, T, N, D),
         "k": r.floats(dtype, B, S, G, D),
         "v": r.normal(dtype, B, S, G, E),  # what one query sees, others may too
-        "bias": r.floats(dtype, *per_score[0]) if c.chance() and not c.kernel else None,
-        "mask": r.bools(*per_score[1]) if c.chance() and not c.kernel else None,
+        "bias": r.floats(dtype, *per_score[0]) if c.chance() else None,
+        "mask": r.bools(*per_score[1]) if c.chance() else None,
         "scale": c.scale(),
         **draw_window(c),
         "softcap": draw_softcap(c),

@@ -11,9 +11,13 @@ from oracles import mqa_decode as oracle
 
 from jax_dsa import FlatCache, PagedCache, merge_attention, mqa_decode
 
+# What the kernels take; dims up to 256 have values of their own.
+KERNEL = {"T": (1, 3), "S": (70, 300), "M": (1, 16, 70), "D": (64, 128, 256, 512, 576)}
+
 
 def draw_mqa_decode(c: Draw, r: Draw) -> Call:
-    B, T, S, G, M, D, E = c.dims(B=3, T=3, S=10, G=2, M=3, D=6, E=5)
+    B, T, S, G, M, D, E = c.dims(KERNEL, B=3, T=3, S=10, G=2, M=3, D=6, E=5)
+    E = D if c.kernel else E
     dtype = c.dtype()
     cached = c.chance()
     records = cached and not c.gradient and c.chance(0.3)
@@ -22,7 +26,10 @@ def draw_mqa_decode(c: Draw, r: Draw) -> Call:
     if cached:
         k = draw_cache(c, r, (G, D), B, np.uint8 if records else dtype)
     rows = k if not cached else k.data if isinstance(k, FlatCache) else k.pages
-    v = r.floats(dtype, *rows.shape[:-1], E) if not records and c.chance() else None
+    own = not records and (D <= 256 if c.kernel else c.chance())
+    # Kernels give those who see a NaN in a value NaN for lse, too.
+    v = (r.normal if c.kernel else r.floats)(dtype, *rows.shape[:-1], E) if own else None
+    width = 512 if c.kernel else c.integer(c.below(D))
     normalize = c.flag(0.7)
     given = not cached and c.chance(0.7)
     sinks = r.limits(wide(dtype), G * M) if normalize and c.chance() else None
@@ -30,7 +37,7 @@ def draw_mqa_decode(c: Draw, r: Draw) -> Call:
         "q": r.floats(dtype, B, T, G * M, D),
         "k": k,
         "v": v,
-        "value_dim": c.one(None, c.integer(c.below(D))) if v is None else c.one(None, E),
+        "value_dim": c.one(None, width) if v is None else c.one(None, E),
         "key_value_seq_lengths": r.positions(S + 2, B) if given else None,
         "starts": c.one(None, None, None, r.positions(S, B), r.positions(S, B, T)),
         "local_window_size": c.one(

@@ -1,0 +1,70 @@
+// Decode's launches, and how they share the workspace.
+#pragma once
+
+#include <cmath>
+
+#include "htree/decode.cuh"
+#include "htree/launch.cuh"
+
+namespace jax_dsa::htree {
+
+inline int64_t decode_rows(const HTreeFwdParams& p) { return p.batch * p.groups * p.queries; }
+
+// Takes the workspace apart, for `blocks` thread blocks; returns its size.
+inline int64_t divide(const HTreeFwdParams& p, int64_t layers, int64_t blocks, DecodePass& x) {
+  char* const start = static_cast<char*>(p.workspace);
+  Parts parts = {start};
+  const int64_t rows = decode_rows(p), width = p.compression * p.top_k;
+  const int64_t heads = ceil_div(p.heads / p.groups, int64_t{kHeads}) * kHeads;
+  if (layers > 1) {
+    parts.take(x.importance, 2 * rows * width);
+    parts.take(x.lists, (layers - 1) * rows * p.top_k);
+    parts.take(x.bits, (layers - 1) * rows * ceil_div(width, int64_t{32}));
+  }
+  parts.take(x.sums, blocks * heads * p.dim);
+  parts.take(x.references, blocks * heads);
+  return parts.at - start;
+}
+
+// Of at least one row.
+inline cudaError_t make_decode_pass(const HTreeDecodeParams& params, DecodePass& x) {
+  const HTreeFwdParams& p = params.fwd;
+  Device device;
+  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  x.pass = make_pass(p);
+  x.k = static_cast<const uint8_t*>(params.k), x.v = static_cast<const uint8_t*>(params.v);
+  for (int i = 0; i < x.pass.layers.count; ++i) {
+    x.first[i] = x.nodes;
+    x.nodes += ceil_div(x.pass.layers.size[i], p.compression) * p.compression;
+  }
+  const int64_t half = p.dim / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const double power = -static_cast<double>(i) / static_cast<double>(half);
+    x.frequencies[i] = std::pow(params.rope_base, power) / (2 * M_PI);
+  }
+  x.rows = decode_rows(p);
+  x.width = static_cast<int>(p.compression * p.top_k), x.words = ceil_div(x.width, 32);
+  const int64_t most = std::min(device.processors, kMostProcessors);
+  x.splits = static_cast<int>(std::max<int64_t>(most / x.rows, 1));
+  divide(p, x.pass.layers.count, x.rows * x.splits, x);
+  return x.rows * std::max(x.splits, x.pass.group_heads) > INT32_MAX ? cudaErrorInvalidValue
+                                                                     : cudaSuccess;
+}
+
+template <int kD, int kR>
+cudaError_t launch_layer(const DecodePass& x, int layer, cudaStream_t stream) {
+  constexpr int kShared = sizeof(DecodeShared<kD, kR>);
+  static_assert(shared_memory_fits(1, kShared));
+  const auto kernel = layer > 0 ? decode_kernel<kD, kR, false> : decode_kernel<kD, kR, true>;
+  const bool first = layer + 1 == x.pass.layers.count;
+  const auto launch = first ? launch_blocks<DecodePass, int> : launch_behind<DecodePass, int>;
+  return launch(kernel, x.rows * x.splits, kDecodeThreads, kShared, stream, x, layer);
+}
+
+template <int kD>
+cudaError_t launch_merge(const DecodePass& x, cudaStream_t stream) {
+  return launch_behind(merge_kernel<kD>, x.rows * x.pass.group_heads, kMergeThreads,
+                       kMergeShared<kD>, stream, x);
+}
+
+}  // namespace jax_dsa::htree

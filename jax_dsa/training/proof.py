@@ -1,0 +1,273 @@
+"""The proof that sparse training keeps the loss: dense, warm-up, sparse with its dense control, on
+source text, and what the sparse model makes of far tokens.
+
+    python -m jax_dsa.training.proof --data SITE_PACKAGES --minutes 8,2,8
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jax_dsa.core.extras import needs_extra
+
+with needs_extra("examples", __name__):
+    from matplotlib.figure import Figure
+
+    from jax_dsa.training import report
+    from jax_dsa.training.config import PRESETS
+    from jax_dsa.training.data import VOCAB, RunError, load_corpus
+    from jax_dsa.training.mesh import make_mesh
+    from jax_dsa.training.report import BLUE, GREY, ORANGE, RED
+    from jax_dsa.training.steps import Program
+    from jax_dsa.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from jax_dsa.training.config import Stage, TrainConfig
+    from jax_dsa.training.data import Corpus
+    from jax_dsa.training.evaluate import Keys
+
+STAGES: tuple[Stage, ...] = ("dense", "warmup", "sparse")
+TRIAL = 4
+"""Steps of each stage whose times decide how many there will be."""
+LOSS_TOLERANCE, RECALL_TOLERANCE = 0.01, 0.05
+BINS = 16
+"""Parts of a sequence whose losses are shown."""
+SPAN, CUE = 128, 32
+"""Tokens of a copy, and of its beginning that only tell what is being copied; less where sequences
+are short."""
+MODELS: dict[str, tuple[str, Keys]] = {
+    "sparse": ("backbone", "sparse"),
+    "dense": ("backbone", "dense"),
+    "control": ("control", "dense"),
+    "last keys": ("backbone", "recency"),
+}
+"""Whose parameters, and what they attend to."""
+COLORS = {"sparse": BLUE, "dense": GREY, "control": ORANGE, "last keys": RED}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the proof; 0 if its figures hold, 1 if one misses, 130 if it stopped before its end."""
+    began = time.perf_counter()
+    parser = _parser()
+    args = parser.parse_args(argv)
+    folder = args.run_dir
+    jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "compiled"))
+    config = PRESETS[args.preset]()
+    attention = dataclasses.replace(config.model.attention, top_k=args.top_k)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, attention=attention, vocab=args.vocab),
+        batch_size=args.batch_size or config.batch_size,
+        probe_every=250,
+        checkpoint_every=250,
+        eval_sequences=args.sequences,
+    )
+    try:
+        corpus = load_corpus(args.data, folder, vocab=args.vocab, packages=True)
+        print(
+            f"{corpus.name}: {len(corpus.train) / 1e6:.1f} M tokens of {corpus.files[0]} files to "
+            f"train on, {len(corpus.validation) / 1e6:.1f} M of {corpus.files[1]} files in other "
+            f"packages to validate on",
+            flush=True,
+        )
+        config = planned(config, corpus, args.minutes, folder)
+        trainer = Trainer(config, corpus, folder, tensorboard=args.tensorboard)
+    except RunError as error:
+        parser.error(str(error))
+    print(
+        f"{config.dense_steps} dense, {config.warmup_steps} warm-up and {config.sparse_steps} "
+        f"sparse steps of {config.batch_size} x {config.seq_len} tokens; {trainer.step} are done",
+        flush=True,
+    )
+    if not trainer.run(60 * args.stop_after - (time.perf_counter() - began)):
+        print(f"\nstopped after step {trainer.step}; the same command goes on from there")
+        return 130
+    results = report.evaluate(trainer)
+    report.plot(trainer, results, folder / "curves.png")
+    positions, copies = by_position(trainer), copied(trainer)
+    checks = _checks(results)
+    table = f"{report.table(results, trainer)}\n\n{_tables(positions, copies)}\n\n" + "\n".join(
+        f"{'PASS' if ok else 'FAIL'}  {text}" for ok, text in checks
+    )
+    print(f"\n{table}\n\n{trainer.seconds:.0f} s of training, {folder}")
+    (folder / "proof.txt").write_text(table + "\n")
+    _write(positions, copies, folder / "proof.csv")
+    _plot(positions, copies, folder / "proof.png")
+    return int(not all(ok for ok, _ in checks))
+
+
+def planned(config: TrainConfig, corpus: Corpus, minutes: list[float], folder: Path) -> TrainConfig:
+    """The run whose stages take these minutes, without validations, at the rates of their first
+    steps on this device. A folder's plan is made once.
+    """
+    path = folder / "plan.json"
+    if not path.exists():
+        trial: dict[str, Any] = {f"{stage}_steps": TRIAL for stage in STAGES}
+        program = Program(dataclasses.replace(config, **trial), make_mesh({"data": 1}))
+        batch = np.resize(corpus.train, (config.batch_size, config.seq_len + 1)).astype(np.int32)
+        state, steps = program.init(), {}
+        for stage, limit in zip(STAGES, minutes, strict=True):
+            for i in range(TRIAL):
+                if i == 1:  # the first one waits for the compiler
+                    start = time.perf_counter()
+                state, losses = program.step(state, batch)
+                jax.block_until_ready(losses)
+            seconds = (time.perf_counter() - start) / (TRIAL - 1)
+            steps[f"{stage}_steps"] = max(TRIAL, round(60 * limit / seconds))
+        path.write_text(json.dumps(steps))
+    return dataclasses.replace(config, **json.loads(path.read_text()))
+
+
+def by_position(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Validation loss in each part of a sequence, of every model; the later a token, the more it
+    can look back to.
+    """
+    batches = trainer.validation(trainer.config.eval_sequences)
+    parts = min(BINS, trainer.config.seq_len)
+    return {
+        name: np.array([part.mean() for part in np.array_split(losses.mean(0), parts)])
+        for name, losses in _losses(trainer, batches)
+    }
+
+
+def copied(trainer: Trainer) -> dict[str, float]:
+    """Loss on a piece of validation text whose earlier copy lies more than half of a sequence back,
+    of every model; and of the dense model where it reads the piece for the first time.
+    """
+    c = trainer.config
+    span = min(SPAN, c.seq_len // 8)
+    cue = span * CUE // SPAN
+    rng = np.random.default_rng(c.seed)
+    batches, first, second = [], [], []
+    for batch in trainer.validation(c.eval_sequences):
+        tokens = batch.copy()
+        for row in tokens:
+            distance = int(rng.integers(c.seq_len // 2 + 1, c.seq_len - span))
+            start = int(rng.integers(1, c.seq_len + 1 - span - distance))
+            row[start + distance :][:span] = row[start:][:span]
+            # The loss at t is the next token's.
+            first.append(np.arange(start + cue, start + span) - 1)
+            second.append(first[-1] + distance)
+        batches.append(tokens)
+    found = {}
+    for name, losses in _losses(trainer, batches):
+        found[name] = float(np.take_along_axis(losses, np.array(second), 1).mean())
+        if name == "dense":
+            found["first reading"] = float(np.take_along_axis(losses, np.array(first), 1).mean())
+    return found
+
+
+def _losses(trainer: Trainer, batches: list[np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
+    """Of each model, those of all tokens."""
+    state = trainer.state
+    for name, (learner, keys) in MODELS.items():
+        params = getattr(state, learner).params
+        yield name, trainer.evaluator.token_losses(params, state.indexer.params, batches, keys)
+
+
+def _checks(results: report.Results) -> list[tuple[bool, str]]:
+    recall, best = (float(results.recall[name].mean()) for name in ("indexer", "best"))
+
+    def within(name: str, loss: float) -> tuple[bool, str]:
+        change = results.sparse / loss - 1
+        return change <= LOSS_TOLERANCE, (
+            f"sparse validation loss within {LOSS_TOLERANCE:.0%} of {name}: {change:+.2%}"
+        )
+
+    return [
+        within("the control's", results.control),
+        within("the same model's with dense attention", results.dense),
+        (
+            recall >= (1 - RECALL_TOLERANCE) * best,
+            f"the indexer's recall within {RECALL_TOLERANCE:.0%} of the best possible: "
+            f"{recall:.4f} of {best:.4f}",
+        ),
+    ]
+
+
+def _tables(positions: dict[str, np.ndarray], copies: dict[str, float]) -> str:
+    parts = len(positions["sparse"])
+    shown = sorted({0, parts // 4, parts // 2, 3 * parts // 4, parts - 1})
+    rows = [("validation loss by position", *(f"{i + 1}/{parts}" for i in shown))]
+    rows += [(name, *(f"{x[i]:.4f}" for i in shown)) for name, x in positions.items()]
+    far = [("copy from more than half of a sequence back", "nats/token")]
+    far += [(name, f"{x:.4f}") for name, x in copies.items()]
+    return f"{report.grid(rows)}\n\n{report.grid(far)}"
+
+
+def _write(positions: dict[str, np.ndarray], copies: dict[str, float], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("measure", "model", "part", "nats_per_token"))
+        for name, losses in positions.items():
+            writer.writerows(
+                ("position", name, i, f"{x:.6f}") for i, x in enumerate(losses, start=1)
+            )
+        writer.writerows(("copy", name, "", f"{x:.6f}") for name, x in copies.items())
+
+
+def _plot(positions: dict[str, np.ndarray], copies: dict[str, float], path: Path) -> None:
+    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    late, copy = figure.subplots(1, 2, width_ratios=(2, 1))
+    for name, losses in positions.items():
+        late.plot(np.arange(1, len(losses) + 1), losses, "o-", color=COLORS[name], label=name, ms=4)
+    late.set(title="Validation loss by position", xlabel=f"part of a sequence, of {BINS}")
+    late.set_ylabel("nats per token")
+    late.legend(frameon=False, fontsize=9)
+    names = list(copies)
+    copy.barh(names, list(copies.values()), color=[COLORS.get(name, "#cccccc") for name in names])
+    copy.set(title="Copy from far back", xlabel="nats per token")
+    copy.invert_yaxis()
+    for axis in (late, copy):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder of Python packages")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/proof"))
+    parser.add_argument("--preset", choices=list(PRESETS), default="h200")
+    parser.add_argument("--vocab", type=int, default=VOCAB, help="as the demo's")
+    parser.add_argument("--top-k", type=int, default=1024)
+    parser.add_argument("--sequences", type=int, default=32, help="that validate at the end")
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument(
+        "--minutes",
+        type=_minutes,
+        default=[8.0, 2.0, 8.0],
+        metavar="DENSE,WARMUP,SPARSE",
+        help="of each stage, which decide its length; a folder keeps what it began with",
+    )
+    parser.add_argument(
+        "--stop-after",
+        type=float,
+        default=np.inf,
+        metavar="MINUTES",
+        help="write a checkpoint then; the same command goes on",
+    )
+    parser.add_argument("--tensorboard", action="store_true")
+    return parser
+
+
+def _minutes(text: str) -> list[float]:
+    minutes = [float(x) for x in text.split(",")]
+    if len(minutes) != len(STAGES):
+        raise argparse.ArgumentTypeError(f"{text} is not three numbers")
+    return minutes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

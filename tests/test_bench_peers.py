@@ -1,0 +1,163 @@
+"""`python -m jax_dsa.bench --peers` with libraries made up for the test."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import time
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_dsa
+from jax_dsa.bench import peers
+from jax_dsa.bench.__main__ import main
+from jax_dsa.bench.case import shrunk
+from jax_dsa.bench.registry import OPERATORS
+
+TINY = ["--scale", "512", "--seconds", "0.001", "--commit", "abc", "--peers"]
+
+
+def sorted_top_k(case: Any, x: jax.Array) -> jax.Array:
+    """In another order than ours: a selection is a set."""
+    return jax.lax.top_k(x, case.dims["K"])[1]
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The calls of the only library, "Peer"."""
+    calls: dict[str, Any] = {}
+    monkeypatch.setitem(sys.modules, "a_peer", types.ModuleType("a_peer"))
+    absent = peers.Peer("Absent", "no_such_module", {"topk fwd f32": sorted_top_k})
+    monkeypatch.setattr(peers, "PEERS", (peers.Peer("Peer", "a_peer", calls), absent))
+    return calls
+
+
+def test_a_library_is_compared_and_timed(
+    library: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    library["topk fwd f32"] = sorted_top_k
+    assert main(["topk", *TINY, "--only", "R8-S64-K8 .* Peer"]) == 0
+    out = capsys.readouterr().out
+    assert "Absent is left out: No module named 'no_such_module'" in out
+    assert re.search(r"^topk +fwd .* Peer +\d", out, re.M)
+    assert "Peer agrees with ours to 0" in out
+
+
+def test_gradients_are_compared(
+    library: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def attention(case: Any, q: Any, kv: Any, indices: Any) -> Any:
+        call = functools.partial(jax_dsa.sparse_mla, value_dim=512, implementation="xla")
+        return call(q, kv, indices) * 1.01
+
+    library["sparse_mla bwd bf16"] = attention
+    assert main(["sparse_mla", *TINY, "--only", "bwd T8-S8-N64.* Peer"]) == 0
+    (gap,) = re.findall(r"Peer agrees with ours to (\S+)", capsys.readouterr().out)
+    assert 0.005 < float(gap) < 0.02
+
+
+def test_other_results_fail(library: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    library["topk fwd f32"] = lambda case, x: sorted_top_k(case, -x)
+    assert main(["topk", *TINY, "--only", "R8-S64-K8 .* Peer"]) == 1
+    captured = capsys.readouterr()
+    assert "Peer FAILED: differs from ours by 1" in captured.err
+    assert "agrees" not in captured.out
+
+
+def test_what_a_library_refuses_is_said(
+    library: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(case: Any, x: jax.Array) -> jax.Array:
+        raise ValueError("64 heads, please")
+
+    library["topk fwd f32"] = refuse
+    assert main(["topk", *TINY, "--only", "R8-S64-K8 .* Peer"]) == 0
+    assert "Peer has no topk fwd R8-S64-K8 f32: 64 heads, please" in capsys.readouterr().err
+
+
+def test_only_cases_with_another_library(
+    library: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    library["attn_dist fwd bf16"] = sorted_top_k
+    assert main(["attn_dist", "indexer", *TINY, "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines] == ["cuda", "Peer"]
+
+
+def fake_torch(milliseconds: float) -> types.ModuleType:
+    """Tensors are NumPy arrays, and a call takes as long as that."""
+    torch = types.ModuleType("torch")
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    class Tensor(np.ndarray):
+        def contiguous(self) -> jax.Array:
+            return jnp.asarray(np.asarray(self))
+
+    clock = [0.0]
+    torch.cuda = types.SimpleNamespace(Event=Event)  # type: ignore[attr-defined]
+    torch.from_dlpack = lambda x: np.array(x).view(Tensor)  # type: ignore[attr-defined]
+    torch.advance = lambda: clock.__setitem__(0, clock[0] + milliseconds)  # type: ignore[attr-defined]
+    return torch
+
+
+def test_a_torch_library_has_its_own_clock(
+    library: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = fake_torch(milliseconds=3.0)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(jnp, "from_dlpack", lambda x: x)
+
+    def top_k(case: Any, x: Any) -> Any:
+        torch.advance()
+        return np.argsort(-x)[..., : case.dims["K"]]
+
+    calls = {"topk fwd f32": top_k}
+    monkeypatch.setattr(peers, "PEERS", (peers.Peer("Torch", "a_peer", calls, torch=True),))
+    assert main(["topk", *TINY, "--only", "R8-S64-K8 .* Torch"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^topk +fwd +R8-S64-K8 +f32 +Torch +3 ", out, re.M)
+
+
+def test_a_torch_clock_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch := fake_torch(milliseconds=2.0))
+    rests: list[float] = []
+    monkeypatch.setattr(time, "sleep", rests.append)
+    seconds = peers.torch_seconds(lambda x: torch.advance(), [(1,), (2,)], 0.1, 0.25)
+    assert seconds == pytest.approx(2e-3)
+    assert rests == [0.25] * 7  # compiled, once, five times
+
+
+@pytest.mark.parametrize("peer", peers.PEERS, ids=lambda x: x.name)
+def test_what_peers_are_called_for_exists(peer: peers.Peer) -> None:
+    cases = [case for cases in OPERATORS.values() for case in cases(functools.partial(shrunk, 1))]
+    kinds = {peers.kind(case) for case in cases}
+    assert peer.calls and peer.calls.keys() <= kinds
+
+
+def test_infinities_in_one_result_alone_differ() -> None:
+    (case,) = [c for c in OPERATORS["topk"](functools.partial(shrunk, 512)) if c.dims["S"] == 64][
+        :1
+    ]
+    x = jnp.array([1.0, 2.0, -jnp.inf])
+    assert peers.difference(case, x, x) == 0
+    assert peers.difference(case, x, x.at[0].add(0.5)) == 0.25
+    for other in (x.at[2].set(0), x.at[0].set(-jnp.inf), x.at[0].set(jnp.nan)):
+        assert not peers.difference(case, x, other) <= peers.TOLERANCE

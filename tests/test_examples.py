@@ -1,0 +1,36 @@
+"""The examples that train without the trainer."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+
+import pytest
+from quick import compile_quickly  # noqa: F401
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_loop_of_ones_own():
+    found = example("own_loop").main(["--steps", "8", "--length", "32"])
+    (first, kl), (last, last_kl) = found[0], found[-1]
+    assert len(found) == 8 and last < first - 0.5 and last_kl < kl
+
+
+@pytest.mark.slow
+def test_a_dense_checkpoint_becomes_sparse(tmp_path, capsys):
+    module = example("dense_to_sparse")
+    command = ["--checkpoint", str(tmp_path / "dense"), "--dense-steps", "20"]
+    command += ["--warmup-steps", "8", "--sparse-steps", "8"]
+    dense, untrained, warm, sparse = module.main(command).values()
+    assert 0 < dense < 4 and dense != untrained and untrained != warm and sparse < warm
+    assert "training a dense model" in capsys.readouterr().out
+    again, *_ = module.main(command).values()  # from the checkpoint
+    assert again == dense and "training a dense model" not in capsys.readouterr().out

@@ -1,0 +1,132 @@
+"""`python -m jax_dsa.training.proof` in small."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from quick import compile_quickly  # noqa: F401
+from test_training import CONFIG, corpus, shared_evaluator, shared_program
+
+from jax_dsa import training
+from jax_dsa.training import proof
+from jax_dsa.training import trainer as trainer_module
+
+
+@pytest.fixture(autouse=True)
+def share(monkeypatch):
+    """The trial is the run: as many steps, and so the same programs."""
+    monkeypatch.setattr(trainer_module, "Program", shared_program)
+    monkeypatch.setattr(trainer_module, "Evaluator", shared_evaluator)
+    monkeypatch.setattr(proof, "Program", shared_program)
+    monkeypatch.setattr(proof, "load_corpus", lambda *_, **__: corpus())
+    monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_the_proof(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    command = ["--data", "site", "--run-dir", str(folder), "--preset", "cpu", "--top-k", "4"]
+    command += ["--sequences", "4", "--minutes", "0,0,0"]
+    assert proof.main([*command, "--stop-after", "0"]) == 130
+    assert "stopped after step 1; the same command goes on" in capsys.readouterr().out
+    assert set(json.loads((folder / "plan.json").read_text()).values()) == {proof.TRIAL}
+    trainers = []
+
+    def make(*arguments, **options):
+        trainers.append(trainer_module.Trainer(*arguments, **options))
+        return trainers[-1]
+
+    monkeypatch.setattr(proof, "Trainer", make)
+    status = proof.main(command)
+    out = capsys.readouterr().out
+    assert "1 are done" in out and "validation loss by position" in out
+    verdicts = [line for line in out.splitlines() if line[:4] in ("PASS", "FAIL")][-3:]
+    assert status == int(any(line.startswith("FAIL") for line in verdicts))
+    for name in ("proof.txt", "proof.png", "curves.png", "metrics.csv"):
+        assert (folder / name).stat().st_size > 500
+    with (folder / "proof.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    check(trainers[0], rows)
+
+
+def check(trainer, rows):
+    """Losses by position and of copies, computed again."""
+    program, state = trainer.program, trainer.state
+    batches = trainer.validation(4)
+
+    def losses(name, tokens):
+        learner = state.control if name == "control" else state.backbone
+        model = program.model(learner.params, state.indexer.params)
+        recent = training.recency_indices(*tokens[:, 1:].shape, 4)
+
+        @jax.jit
+        def run(tokens):
+            indices = [recent] if name == "last keys" else None
+            sparse = name in ("sparse", "last keys")
+            logits, _ = model(tokens[:, :-1], indices=indices, sparse=sparse)
+            log = jax.nn.log_softmax(logits)
+            return -jax.numpy.take_along_axis(log, tokens[:, 1:, None], -1)[..., 0]
+
+        return np.asarray(run(tokens))
+
+    seen = set()
+    for name in proof.MODELS:
+        want = np.concatenate([losses(name, b) for b in batches]).mean(0)
+        got = [r for r in rows if r["model"] == name and r["measure"] == "position"]
+        parts = [part.mean() for part in np.array_split(want, proof.BINS)]
+        np.testing.assert_allclose([float(r["nats_per_token"]) for r in got], parts, 1e-4)
+        seen.add(tuple(r["nats_per_token"] for r in got))
+    assert len(seen) == 4
+    copies = {r["model"]: float(r["nats_per_token"]) for r in rows if r["measure"] == "copy"}
+    assert copies.keys() == {*proof.MODELS, "first reading"}
+    assert len(set(copies.values())) == 5
+
+
+def test_copies_are_where_they_are_measured():
+    """With losses that say only where a token is: at the copy, and as far before."""
+
+    class Evaluator:
+        def token_losses(self, backbone, indexer, batches, keys):
+            length = batches[0].shape[1] - 1
+            found = []
+            for row in np.concatenate(batches):
+                span = length // 8
+                copies = [
+                    (a, b)
+                    for a in range(1, length + 2 - span)
+                    for b in range(a + length // 2 + 1, length + 2 - span)
+                    if (row[a : a + span] == row[b : b + span]).all()
+                ]
+                ((a, b),) = copies
+                cue = span * proof.CUE // proof.SPAN
+                loss = np.zeros(length)
+                loss[a + cue - 1 : a + span - 1] = 2.0
+                loss[b + cue - 1 : b + span - 1] = 1.0
+                found.append(loss)
+            return np.array(found)
+
+    class Trainer:
+        config = dataclasses.replace(CONFIG, seq_len=256)
+        evaluator = Evaluator()
+
+        class state:  # noqa: N801
+            class backbone:  # noqa: N801
+                params = None
+
+            control = indexer = backbone
+
+        def validation(self, sequences):
+            rng = np.random.default_rng(0)
+            return [rng.integers(0, 1000, (2, 257)) for _ in range(3)]
+
+    found = proof.copied(Trainer())
+    assert found.pop("first reading") == 2.0
+    assert set(found.values()) == {1.0} and found.keys() == set(proof.MODELS)
