@@ -2,8 +2,8 @@
 
     python tools/machine_code.py one/_cuda.so another/_cuda.so
 
-It wants cuobjdump, of a CUDA toolkit or of PyPI's nvidia-cuda-cuobjdump with nvidia-cuda-nvdisasm.
-Exit status 1: they differ.
+It wants cuobjdump, of a CUDA toolkit or of PyPI's nvidia-cuda-cuobjdump. Exit status 1: they
+differ.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import argparse
 import hashlib
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -27,8 +29,19 @@ def disassembler() -> str | None:
     return shutil.which("cuobjdump") or next(map(str, wheels), None)
 
 
+def sections(elf: bytes) -> dict[str, bytes]:
+    """The sections of an ELF file of 64 bits, by name."""
+    (table,) = struct.unpack_from("<Q", elf, 40)
+    size, count, names = struct.unpack_from("<HHH", elf, 58)
+    # Of each: the name's place among the names, where its bytes are, and how many they are.
+    found = [struct.unpack_from("<I20xQQ", elf, table + size * i) for i in range(count)]
+    _, start, length = found[names]
+    text = elf[start : start + length]
+    return {text[n : text.index(b"\0", n)].decode(): elf[x : x + y] for n, x, y in found}
+
+
 def kernels(extension: Path) -> dict[str, str]:
-    """Every kernel's name with a digest of its encoded instructions.
+    """Every kernel's name with a digest of its machine code.
 
     A name from an unnamed namespace has hashes of its file in it, which are left out.
     """
@@ -36,19 +49,15 @@ def kernels(extension: Path) -> dict[str, str]:
     if tool is None:
         sys.exit("no cuobjdump")
     found: dict[str, str] = {}
-    name, digest = "", hashlib.sha256()
-    with subprocess.Popen([tool, "-sass", extension], stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout
-        for line in run.stdout:
-            if header := re.match(r"\s*Function : (\S+)", line):
-                name, digest = (
-                    re.sub(r"(_GLOBAL__N__)[0-9a-f]{8}(\w+?_cu_)[0-9a-f]{8}", r"\1\2", header[1]),
-                    hashlib.sha256(),
-                )
-            for word in re.findall(r"/\* (0x[0-9a-f]{16}) \*/", line):
-                digest.update(word.encode())
-                found[name] = digest.hexdigest()
-    if run.returncode or not found:
+    with tempfile.TemporaryDirectory() as here:
+        command = [tool, "-xelf", "all", str(extension.resolve())]
+        subprocess.run(command, cwd=here, stdout=subprocess.DEVNULL, check=True)
+        for cubin in Path(here).iterdir():
+            for section, code in sections(cubin.read_bytes()).items():
+                if section.startswith(".text."):
+                    name = re.sub(r"(_GLOBAL__N__)\w{8}(\w+?_cu_)\w{8}", r"\1\2", section[6:])
+                    found[name] = hashlib.sha256(code).hexdigest()
+    if not found:
         sys.exit(f"{tool} finds no kernels in {extension}")
     return found
 

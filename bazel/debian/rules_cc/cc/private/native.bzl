@@ -1,3 +1,3 @@
 """Under names that another file can give back."""
 
-NativeCcInfo = CcInfo
+NativeCcInfo = CcInfo  # buildifier: disable=native-cc-info
