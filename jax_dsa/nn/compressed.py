@@ -242,7 +242,8 @@ class IndexCompressor(Compressor):
         self, values: Array, gates: Array, positions: Array, blocks: Blocks | None
     ) -> Float[Array, "B W D"]:
         """`Compressor.pool`, prepared as the queries are."""
-        return prepared(self.config, super().pool(values, gates, positions, blocks))
+        keys = super().pool(values, gates, positions, blocks)
+        return prepared(keys, self.config.index_hadamard, self.config.index_fp4)
 
 
 class CompressedIndexer(nnx.Module):
@@ -265,7 +266,7 @@ class CompressedIndexer(nnx.Module):
         c = self.config
         q = self.wq(q_latent).reshape(*x.shape[:2], c.index_heads, c.index_dim)
         weights = self.weights(x.astype(jnp.float32)) * (c.index_heads * c.index_dim) ** -0.5
-        return prepared(c, c.rotate(q, positions)), weights
+        return prepared(c.rotate(q, positions), c.index_hadamard, c.index_fp4), weights
 
 
 class CompressedAux(NamedTuple):
