@@ -204,7 +204,8 @@ def _pooled(
         values, gates = (
             x[:, :whole].reshape(batch, whole // ratio, ratio, width) for x in (values, gates)
         )
-        before = [jnp.roll(x[..., :dim], 1, axis=1) for x in (values, gates)]
+        later = ((0, 0), (1, 0), (0, 0), (0, 0))
+        before = [jnp.pad(x[..., :dim], later)[:, :-1] for x in (values, gates)]
         follows = jnp.arange(whole // ratio) > 0
     else:
         rows = jnp.maximum(blocks.last[..., None] + jnp.arange(1 - ratio, 1), 0)
@@ -213,12 +214,21 @@ def _pooled(
         values, gates = _rows(values, rows), _rows(gates, rows)
         follows = blocks.follows
     gates = gates.astype(jnp.float32) + bias
-    if overlap:
-        first = before[1].astype(jnp.float32) + bias[:, :dim]
-        first = jnp.where(follows[..., None, None], first, -jnp.inf)
-        gates = jnp.concatenate([first, gates[..., dim:]], axis=2)
-        values = jnp.concatenate([before[0], values[..., dim:]], axis=2)
-    return jnp.sum(jax.nn.softmax(gates, axis=2) * values, axis=2)
+    if not overlap:
+        return jnp.sum(jax.nn.softmax(gates, axis=2) * values, axis=2)
+    first = before[1].astype(jnp.float32) + bias[:, :dim]
+    first = jnp.where(follows[..., None, None], first, -jnp.inf)
+    # One after the other, XLA makes one pass over memory of it; of a softmax along an axis several.
+    parts = [
+        (gate[:, :, i], value[:, :, i])
+        for gate, value in ((first, before[0]), (gates[..., dim:], values[..., dim:]))
+        for i in range(ratio)
+    ]
+    most = jax.lax.stop_gradient(functools.reduce(jnp.maximum, [gate for gate, _ in parts]))
+    weights = [jnp.exp(gate - most) for gate, _ in parts]
+    total = functools.reduce(jnp.add, weights)
+    products = [weight * value for weight, (_, value) in zip(weights, parts, strict=True)]
+    return functools.reduce(jnp.add, products) / total
 
 
 def _rows(x: Float[Array, "B T F"], rows: Int[Array, "B W R"]) -> Float[Array, "B W R F"]:
@@ -232,7 +242,8 @@ class IndexCompressor(Compressor):
         self, values: Array, gates: Array, positions: Array, blocks: Blocks | None
     ) -> Float[Array, "B W D"]:
         """`Compressor.pool`, prepared as the queries are."""
-        return prepared(self.config, super().pool(values, gates, positions, blocks))
+        keys = super().pool(values, gates, positions, blocks)
+        return prepared(keys, self.config.index_hadamard, self.config.index_fp4)
 
 
 class CompressedIndexer(nnx.Module):
@@ -255,7 +266,7 @@ class CompressedIndexer(nnx.Module):
         c = self.config
         q = self.wq(q_latent).reshape(*x.shape[:2], c.index_heads, c.index_dim)
         weights = self.weights(x.astype(jnp.float32)) * (c.index_heads * c.index_dim) ** -0.5
-        return prepared(c, c.rotate(q, positions)), weights
+        return prepared(c.rotate(q, positions), c.index_hadamard, c.index_fp4), weights
 
 
 class CompressedAux(NamedTuple):

@@ -16,7 +16,6 @@ from jax_dsa.nn.stripes import unstriped
 from jax_dsa.ops.quantize_fp8 import quantize_fp8
 
 if TYPE_CHECKING:
-    from jax_dsa.nn.compressed import CompressedConfig
     from jax_dsa.nn.config import AttentionConfig
 
 
@@ -106,13 +105,11 @@ class LightningIndexer(nnx.Module):
         head, tail = jnp.split(x, [split], axis=-1)
         turned = rope(tail if last else head, positions, layout=c.index_rope_layout, **c.rotation)
         x = jnp.concatenate([head, turned] if last else [turned, tail], axis=-1)
-        return prepared(c, x)
+        return prepared(x, c.index_hadamard, c.index_fp4)
 
 
-def prepared(
-    config: AttentionConfig | CompressedConfig, x: Float[Array, "B T *H C"]
-) -> Float[Array, "B T *H C"]:
+def prepared(x: Float[Array, "B T *H C"], turned: bool, fp4: bool) -> Float[Array, "B T *H C"]:
     """An indexer's rotated queries or keys as it multiplies them."""
-    if config.index_hadamard:
+    if turned:
         x = hadamard(x)
-    return fake_quantize_fp4(x) if config.index_fp4 else x
+    return fake_quantize_fp4(x) if fp4 else x
