@@ -221,6 +221,19 @@ def test_nan_that_a_query_sees_shows(rng: np.random.Generator) -> None:
         assert rows[0, 2].all() and rows.sum() == rows[0, 2].size
 
 
+def test_huge_scores(rng: np.random.Generator) -> None:
+    """Rounding of scores that is larger than an exponent's range: probabilities stay in 0..1."""
+    q, k, v = qkv(rng)
+
+    def fn(q: jax.Array) -> tuple:
+        return masked_attention(q, k, v, scale=1e30, return_attn_probs=True)
+
+    (out, probs), pull = jax.vjp(jax.jit(fn), q)
+    (dq,) = pull((jnp.ones_like(out), jnp.zeros_like(probs)))
+    assert np.all(np.isfinite(out)) and np.all(np.isfinite(dq))
+    assert np.all((np.asarray(probs) >= 0) & (np.asarray(probs) <= 1))
+
+
 def test_nan_in_keys_that_are_not_kept(rng: np.random.Generator) -> None:
     arrays = qkv(rng)
     kept = jnp.asarray(np.broadcast_to([3, 1, -1, 3, *EXTREMES], (B, G, 8)), jnp.int32)

@@ -37,7 +37,9 @@ EXPLANATIONS = {
     frozenset(["attn_dist/fwd.cuh:consume", "attn_dist/fwd.cuh:produce"]): "beside_copies",
     frozenset(["common/gather.cuh:operator[]", "common/gather.cuh:set"]): "beside_copies",
     frozenset(["common/ptx.cuh:cp_async_16", "common/ptx.cuh:load_matrix_x4"]): "load_matrix",
-    frozenset(["fp8/matmul_tile.cuh:bring_scales", "fp8/matmul_tile.cuh:add"]): "elected_arrival",
+    frozenset(
+        ["fp8/matmul_tile.cuh:bring_scales", "fp8/matmul_tile.cuh:scales"]
+    ): "elected_arrival",
     frozenset(["fp8/matmul_tile.cuh:bring_scales", "common/ptx.cuh:load_shared_16"]): (
         "elected_arrival"
     ),

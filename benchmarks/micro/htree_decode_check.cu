@@ -188,7 +188,10 @@ int main(int argc, char** argv) {
     const uint64_t seed = number ? number : 20261123;
     printf("seed %llu\n", (unsigned long long)seed);
     int bad = 0;
-    for (const Case& c : kDecodeCases) bad += !run_case(c, seed);
+    for (const Case& c : kDecodeCases) {
+      // Many tokens take racecheck minutes.
+      if (what == "test" || c.tokens <= 1100) bad += !run_case(c, seed);
+    }
     for (const Case& c : kLargeCases) {
       if (what == "test") bad += !run_case(c, seed);
     }
