@@ -6,7 +6,7 @@ import csv
 import pathlib
 
 from plots import IMAGES, plt
-from speed import ROOT, Results, masked
+from speed import ROOT, Results, read
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -127,7 +127,7 @@ def main() -> None:
     # As in plots.py: the same results make the same files.
     plt.rcParams["svg.hashsalt"] = "jax_dsa"
     figures = {
-        peers: masked(),
+        peers: read("masked_attention"),
         context: table(RESULTS / "h200" / "lengths.csv"),
         demo: table(RESULTS / "cpu" / "train_lm.csv"),
     }

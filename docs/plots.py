@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import matplotlib
-from speed import CEILINGS, LOADED, ROOT, Results, read
+from speed import CEILINGS, ROOT, Results, read
 
 from jax_dsa.bench.masked_attention import EMPTY
 
@@ -216,11 +216,11 @@ def htree_nodes() -> plt.Figure:
 
 # Each figure, and the results that it shows.
 FIGURES = {
-    ceilings: LOADED,
-    lengths: LOADED,
-    sparsity: ["masked_attention"],
-    decode: ["mqa_decode"],
-    htree: ["htree"],
+    ceilings: "loaded",
+    lengths: "loaded",
+    sparsity: "masked_attention",
+    decode: "mqa_decode",
+    htree: "htree",
 }
 
 
@@ -230,7 +230,7 @@ def main() -> None:
     plt.rcParams["svg.hashsalt"] = "jax_dsa"
     IMAGES.mkdir(exist_ok=True)
     for draw, results in FIGURES.items():
-        if rows := read(*results):
+        if rows := read(results):
             path = IMAGES / f"{draw.__name__}.svg"
             draw(rows).savefig(path, metadata={"Date": None})
     htree_nodes().savefig(IMAGES / "htree_nodes.svg", metadata={"Date": None})

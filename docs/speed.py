@@ -1,7 +1,16 @@
-"""Writes README's table of speeds from the committed results: `python docs/speed.py`."""
+"""Writes README's table of speeds from the committed results: `python docs/speed.py`.
+
+They come from two runs of the table's cases, which `python docs/speed.py --cases` prints:
+
+    python -m jax_dsa.bench --only "$(python docs/speed.py --cases)" --seconds 0.05 \\
+        --csv benchmarks/results/h200/loaded.csv
+    python -m jax_dsa.bench --only "$(python docs/speed.py --cases)" --seconds 0.03 --rest 0.12 \\
+        --csv benchmarks/results/h200/rested.csv
+"""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import pathlib
 import re
@@ -47,6 +56,9 @@ LINES = {
     "the same, FP8 records": [
         f"sparse_mla fwd B{b}-T1-S8192-N128-D576-K2048-decode fp8" for b in (1, 8, 64, 128)
     ],
+    "the same, N64, 64 / 128 requests": [
+        f"sparse_mla fwd B{b}-T1-S8192-N64-D576-K2048-decode fp8" for b in (64, 128)
+    ],
     "indexer fp8, T4096 J64 C128, S8192 / S32768": [
         f"indexer fwd T4096-S{s}-J64-C128 fp8" for s in (8192, 32768)
     ],
@@ -54,8 +66,9 @@ LINES = {
     "indexer backward bf16, T4096 S8192 J64 C128 K2048": [
         "indexer bwd T4096-S8192-J64-C128-K2048 bf16"
     ],
-    "indexer and top-k, fp8 T8192 S131072 J64 C128 K2048": [
-        "indexer fwd T8192-S131072-J64-C128-K2048-topk fp8"
+    "indexer and top-k, fp8 J64 C128 K2048, T4096 S8192 / T4096 S32768 / T8192 S131072": [
+        f"indexer fwd T{t}-S{s}-J64-C128-K2048-topk fp8"
+        for t, s in ((4096, 8192), (4096, 32768), (8192, 131072))
     ],
     "the same, decode T1 S131072, 1 / 8 / 64 / 128 requests": [
         f"indexer fwd B{b}-T1-S131072-J64-C128-K2048-decode fp8" for b in (1, 8, 64, 128)
@@ -64,20 +77,56 @@ LINES = {
         f"topk fwd R4096-S{s}-K2048 f32" for s in (8192, 32768)
     ],
     "top-k, 1024 rows of 131072, k 2048": ["topk fwd R1024-S131072-K2048 f32"],
+    "masked attention forward, T16384 N16 D128, dense / causal": [
+        f"masked_attention fwd T16384-S16384-N16-D128-{mask} bf16" for mask in ("dense", "causal")
+    ],
+    "the same, backward": [
+        f"masked_attention bwd T16384-S16384-N16-D128-{mask} bf16" for mask in ("dense", "causal")
+    ],
+    "the same, multi-head form, T8192 N128 D192 E128 causal, forward / backward": [
+        f"masked_attention {step} T8192-S8192-N128-D192-E128-causal bf16" for step in ("fwd", "bwd")
+    ],
+    "the same, T8192 N16 D128, 75 / 90 % of tiles empty, forward": [
+        f"masked_attention fwd T8192-S8192-N16-D128-empty{share} bf16" for share in (75, 90)
+    ],
+    "multi-query decode, S8192 N128 D576, 1 / 8 / 64 / 128 requests": [
+        f"mqa_decode fwd B{b}-S8192-N128-D576 bf16" for b in (1, 8, 64, 128)
+    ],
+    "the same, N16, 64 / 128 requests": [
+        f"mqa_decode fwd B{b}-S8192-N16-D576 bf16" for b in (64, 128)
+    ],
+    "FP8 matmul, M4096 N7168 K2048 / M4096 N4096 K7168 / M8192 N8192 K8192": [
+        f"fp8 fwd {case} fp8"
+        for case in ("M4096-N7168-K2048", "M4096-N4096-K7168", "M8192-N8192-K8192")
+    ],
+    "FP8 linear layer with its gradients, quantised as it goes, M8192 N8192 K8192": [
+        "fp8 fwd M8192-N8192-K8192-linear-and-gradients bf16"
+    ],
     "quantise to FP8, [65536, 7168] bf16": ["fp8 fwd M65536-C7168 bf16"],
+    "the indexer's loss over selected keys, T8192 K2048, with its gradient": [
+        "losses fwd T8192-K2048-gradient f32"
+    ],
+    "the indexer's warm-up loss, T4096 N128 D576 J64 C128, with its gradients": [
+        "losses fwd T4096-N128-G1-D576-J64-C128-gradients bf16"
+    ],
 }
 
+# Other implementations in the table: their names in the results, and what stands before their time.
+OTHERS = {"lax.top_k": "`lax.top_k` ", "cudnn": "cuDNN ", "bf16": "in bf16 ", "xla": "XLA "}
+# Those that XLA runs in a time and in memory that a benchmark has.
+IN_XLA = r"sparse_mla fwd T4096-S\d+-N(128|64)-D576-"
 
-# What was measured under a steady load.
-LOADED = ["attn_dist", "fp8", "indexer", "sparse_mla", "topk"]
+
+def cases() -> str:
+    """The table's cases, as `python -m jax_dsa.bench --only` takes them."""
+    own = "|".join(re.escape(name) for names in LINES.values() for name in names)
+    return rf"^(({own}) (cuda|cudnn|bf16|lax.top_k)$|{IN_XLA}.* xla$)"
 
 
-def read(*files: str) -> Results:
-    """The rows of those files that are there, by name and implementation."""
+def read(file: str) -> Results:
+    """The rows of a file, by name and implementation; none where it is not there."""
     rows: Results = {}
-    for file in files:
-        if not (path := RESULTS / f"{file}.csv").exists():
-            continue
+    if (path := RESULTS / f"{file}.csv").exists():
         with path.open() as f:
             for row in csv.DictReader(f):
                 name = " ".join(row[x] for x in ("operator", "pass", "case", "dtype"))
@@ -110,8 +159,8 @@ def _shares(rows: Sequence[Row]) -> str:
     return " / ".join(f"{float(row['ratio']):.2f}" for row in rows) + f" of {ceiling}"
 
 
-def _in_xla(rows: Results, names: Sequence[str]) -> str:
-    for kind, label in (("lax.top_k", "`lax.top_k` "), ("xla", "")):
+def _elsewhere(rows: Results, names: Sequence[str]) -> str:
+    for kind, label in OTHERS.items():
         found = [rows.get((name, kind)) for name in names]
         if any(found):
             return label + _times(found)
@@ -120,9 +169,9 @@ def _in_xla(rows: Results, names: Sequence[str]) -> str:
 
 def table() -> str:
     """README's table."""
-    now, rest = read(*LOADED), read("rested")
+    now, rest = read("loaded"), read("rested")
     lines = [
-        "| pass and shape | time | rate | of its ceiling | rested | of its ceiling | in XLA |",
+        "| pass and shape | time | rate | of its ceiling | rested | of its ceiling | elsewhere |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for label, names in LINES.items():
@@ -136,7 +185,7 @@ def table() -> str:
             "-" if ceiling else _shares(rows),
             _rates(rows_rested),
             "-" if ceiling else _shares(rows_rested),
-            "-" if ceiling else _in_xla(now, names),
+            "-" if ceiling else _elsewhere(now, names),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -152,5 +201,12 @@ def renewed(readme: str) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--cases", action="store_true", help="prints the table's cases and stops")
+    if parser.parse_args().cases:
+        print(cases())
+        raise SystemExit
     path = ROOT / "README.md"
     path.write_text(renewed(path.read_text()))

@@ -85,7 +85,8 @@ def test_troubleshooting(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"{raised.type.__name__}: {raised.value}" == one_line(message)
     monkeypatch.undo()
 
-    extension = type("", (), {"compute_capabilities": lambda: {(8, 0)}})
+    known = {"compute_capabilities": lambda: {(8, 0)}, "cuda_versions": lambda: (13000, 13000)}
+    extension = type("", (), known)
     monkeypatch.setattr(ffi, "extension", lambda: extension)
     monkeypatch.setattr(ffi, "_LOADED", (True, ""))
     for said in (ffi._incompatible((0, 4), (0, 3)), ffi.status.__wrapped__()[1]):
