@@ -32,6 +32,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+def _weights(scores: Array, base: Array) -> Array:
+    """exp(scores - base), at most 1, though huge scores are rounded by more than an exponent has
+    range.
+    """
+    x = scores - base
+    return jnp.exp(jnp.where(x > 0, 0, x))  # minimum would halve the gradient at 0
+
+
 def masked_attention_fwd(options: Options, x: Operands) -> Results:
     """Output and log-sum-exp."""
     keys, queries = _Keys.of(x), _Queries.of(x)
@@ -47,7 +55,7 @@ def masked_attention_fwd(options: Options, x: Operands) -> Results:
             scores = jnp.where(visible, scores, -jnp.inf)
         peak = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=-jnp.inf))
         peak = jnp.where(peak == -jnp.inf, 0, peak)
-        p = keys.weigh(jnp.exp(jnp.minimum(scores - peak, 0)))  # as in _probabilities
+        p = keys.weigh(_weights(scores, peak))
         total = p.sum(-1, keepdims=True)
         dead = total == 0
         total = jnp.where(dead, 1, total)
@@ -57,11 +65,6 @@ def masked_attention_fwd(options: Options, x: Operands) -> Results:
 
     _, (out, lse) = _walk(body, (), (x.q,), queries, keys, copies=3)
     return Results(_rows(out), _rows(lse)[..., 0])
-
-
-def _probabilities(scores: Array, lse: Array) -> Array:
-    """At most 1, though huge scores are rounded by more than an exponent has range."""
-    return jnp.exp(jnp.minimum(scores - jnp.where(lse == -jnp.inf, 0, lse), 0))
 
 
 def masked_attention_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
@@ -86,7 +89,8 @@ def masked_attention_bwd(options: Options, x: Operands, y: Results, dy: Results)
         # Whatever a fully masked query holds must not reach a key: 0 * NaN is NaN.
         q, dout = jnp.where(alive, q, 0), jnp.where(alive, dout, 0)
         scores = _scores(options, q, k, chunk.bias_on(keys, visible))
-        p = keys.weigh(jnp.where(visible, _probabilities(scores, lse), 0))
+        p = _weights(scores, jnp.where(alive, lse, 0))
+        p = keys.weigh(jnp.where(visible, p, 0))
         dx = p * (_dot("bgmtd,bgsd->bgmts", dout, v) - delta)
         if options.softcap is not None:
             dx *= 1 - (scores / options.softcap) ** 2
@@ -127,7 +131,7 @@ def masked_attention_probs(options: Options, x: Operands, y: LSE) -> Probabiliti
         scores = _scores(options, q, k, chunk.bias_on(keys, visible))
         alive = lse != -jnp.inf
         visible = alive if visible is None else alive & visible
-        p = jnp.where(visible, _probabilities(scores, lse), 0)
+        p = jnp.where(visible, _weights(scores, jnp.where(alive, lse, 0)), 0)
         return (), (keys.put(keys.weigh(p)),)
 
     _, (probs,) = _walk(body, (), (x.q, y.lse[..., None]), queries, keys, copies=3)
