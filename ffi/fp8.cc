@@ -178,25 +178,24 @@ ffi::Error dequantize_fp8(cudaStream_t stream, ffi::AnyBuffer q, ffi::Buffer<ffi
   return launch_status(kOp, launch_dequantize(params, stream));
 }
 
+// Of handlers whose results are codes and scales, in one layout.
+auto codes_and_scales() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::Buffer<ffi::F32>>()
+      .Attr<bool>("power_of_two_scale");
+}
+
 }  // namespace
 }  // namespace jax_dsa
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFp8, jax_dsa::quantize_fp8,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Attr<bool>("power_of_two_scale"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFp8, jax_dsa::quantize_fp8, jax_dsa::codes_and_scales(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFp8Tiles, jax_dsa::quantize_fp8_tiles,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Attr<bool>("power_of_two_scale"),
+                              jax_dsa::codes_and_scales(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFp8TilesTranspose, jax_dsa::quantize_fp8_tiles_transpose,
@@ -221,12 +220,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFp8Transpose, jax_dsa::quantize_fp8_transp
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFp8Columns, jax_dsa::quantize_fp8_columns,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Attr<bool>("power_of_two_scale"),
+                              jax_dsa::codes_and_scales(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeFp8, jax_dsa::dequantize_fp8,

@@ -140,9 +140,7 @@ def test_accumulated_nodes_are_a_partition_of_many_tokens(
     q, k = (rng.normal(size=(1, n, 1, 2)).astype(np.float32) for n in (6, tokens))
     selected = at_some_tokens(q, k, positions[None], **sizes)
     layers = [layer.size for layer in tree.tree_layers(tokens, *options)]
-    for ordinals, position in zip(selected, positions, strict=True):
-        times = oracle.times_covered(ordinals, position, tokens, layers, **sizes)
-        np.testing.assert_array_equal(times, np.arange(tokens) <= position)
+    oracle.assert_partition(selected, positions, tokens, layers, **sizes)
 
 
 def test_selection_is_exact_with_many_ties(rng: np.random.Generator) -> None:

@@ -97,9 +97,7 @@ def test_accumulated_nodes_are_a_partition_of_many_tokens(
     _, k, v = inputs(rng, 1, tokens, 1, 1, 64)
     selected = np.asarray(at_some_tokens(q, k, v, positions, **sizes).selected[0, :, 0])
     layers = [layer.size for layer in tree.tree_layers(tokens, *options)]
-    for ordinals, position in zip(selected, positions, strict=True):
-        times = oracle.times_covered(ordinals, position, tokens, layers, **sizes)
-        np.testing.assert_array_equal(times, np.arange(tokens) <= position)
+    oracle.assert_partition(selected, positions, tokens, layers, **sizes)
 
 
 def test_selection_is_exact_with_many_ties(rng: np.random.Generator) -> None:

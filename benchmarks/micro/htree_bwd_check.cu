@@ -161,18 +161,17 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "test";
   const uint64_t number = argc > 2 ? strtoull(argv[2], nullptr, 10) : 0;
   if (what == "test" || what == "small") {
-    const uint64_t seed = number ? number : 20261123;
-    printf("seed %llu\n", (unsigned long long)seed);
-    int bad = 0;
-    for (const Case& c : kBwdCases) bad += !run_case(c, seed);
-    for (const Case& c : kSmallCases) {
-      if (has_gradients(c)) bad += !run_case(c, seed);
-    }
-    for (const Case& c : kLargeCases) {
-      if (what == "test") bad += !run_case(c, seed);
-    }
-    printf(bad ? "FAILED %d\n" : "all good\n", bad);
-    return bad != 0;
+    return report(number, [&](uint64_t seed) {
+      int bad = 0;
+      for (const Case& c : kBwdCases) bad += !run_case(c, seed);
+      for (const Case& c : kSmallCases) {
+        if (has_gradients(c)) bad += !run_case(c, seed);
+      }
+      for (const Case& c : kLargeCases) {
+        if (what == "test") bad += !run_case(c, seed);
+      }
+      return bad;
+    });
   }
   for (const int64_t tokens : {16384, 65536, 131072, 262144}) {
     if (!number || number == static_cast<uint64_t>(tokens)) bench(tokens);

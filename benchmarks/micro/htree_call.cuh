@@ -15,19 +15,40 @@
 using htree_problem::bf16;
 using namespace jax_dsa;
 
-// What lies on the device for a call.
-struct Call {
-  HTreeBuildParams build = {};
-  HTreeFwdParams p = {};
-  std::vector<void*> memory;
+// Memory on the device, NaN at first, freed with this.
+struct Memory {
+  std::vector<void*> all;
 
   template <typename T>
   T* allocate(int64_t n) {
     T* x = device<T>(n);
     CHECK(cudaMemset(x, 0xff, std::max<int64_t>(n * sizeof(T), 1)));
-    memory.push_back(x);
+    all.push_back(x);
     return x;
   }
+  Memory() = default;
+  ~Memory() {
+    for (void* x : all) CHECK(cudaFree(x));
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+};
+
+// What `test` and `small` do: run(seed) tells how many cases were wrong.
+template <typename Run>
+int report(uint64_t seed, Run run) {
+  if (seed == 0) seed = 20261123;
+  printf("seed %llu\n", (unsigned long long)seed);
+  const int bad = run(seed);
+  printf(bad ? "FAILED %d\n" : "all good\n", bad);
+  return bad != 0;
+}
+
+// What lies on the device for a call.
+struct Call : Memory {
+  HTreeBuildParams build = {};
+  HTreeFwdParams p = {};
+
   Call(int64_t batch, int64_t tokens, int64_t queries, int64_t heads, int64_t groups, int64_t dim,
        int64_t compression, int64_t top_k, bool wants_selected, int64_t rows) {
     build.batch = p.batch = batch, build.tokens = p.tokens = tokens;
@@ -51,11 +72,6 @@ struct Call {
     p.workspace_bytes = htree_fwd_workspace(p, rows ? rows : batch * queries * groups);
     p.workspace = allocate<uint8_t>(p.workspace_bytes);
   }
-  ~Call() {
-    for (void* x : memory) CHECK(cudaFree(x));
-  }
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
 };
 
 template <typename T>

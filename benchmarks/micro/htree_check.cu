@@ -176,15 +176,14 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "test";
   const uint64_t number = argc > 2 ? strtoull(argv[2], nullptr, 10) : 0;
   if (what == "test" || what == "small") {
-    const uint64_t seed = number ? number : 20261123;
-    printf("seed %llu\n", (unsigned long long)seed);
-    int bad = 0;
-    for (const Case& c : kSmallCases) bad += !run_case(c, seed, 1000);
-    for (const Case& c : kLargeCases) {
-      if (what == "test") bad += !run_case(c, seed, 4);
-    }
-    printf(bad ? "FAILED %d\n" : "all good\n", bad);
-    return bad != 0;
+    return report(number, [&](uint64_t seed) {
+      int bad = 0;
+      for (const Case& c : kSmallCases) bad += !run_case(c, seed, 1000);
+      for (const Case& c : kLargeCases) {
+        if (what == "test") bad += !run_case(c, seed, 4);
+      }
+      return bad;
+    });
   }
   if (number) {
     bench(static_cast<int64_t>(number), what == "once");

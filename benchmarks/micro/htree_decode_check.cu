@@ -18,18 +18,10 @@ using namespace htree_problem;
 
 namespace {
 
-struct DecodeCall {
+struct DecodeCall : Memory {
   HTreeDecodeParams d = {};
   HTreeFwdParams& p = d.fwd;
-  std::vector<void*> memory;
 
-  template <typename T>
-  T* allocate(int64_t n) {
-    T* x = device<T>(n);
-    CHECK(cudaMemset(x, 0xff, std::max<int64_t>(n * sizeof(T), 1)));
-    memory.push_back(x);
-    return x;
-  }
   DecodeCall(int64_t batch, int64_t tokens, int64_t queries, int64_t heads, int64_t groups,
              int64_t dim, int64_t compression, int64_t top_k) {
     p.batch = batch, p.tokens = tokens, p.queries = queries, p.heads = heads, p.groups = groups;
@@ -46,11 +38,6 @@ struct DecodeCall {
     p.workspace_bytes = htree_decode_workspace(d);
     p.workspace = allocate<uint8_t>(p.workspace_bytes);
   }
-  ~DecodeCall() {
-    for (void* x : memory) CHECK(cudaFree(x));
-  }
-  DecodeCall(const DecodeCall&) = delete;
-  DecodeCall& operator=(const DecodeCall&) = delete;
 };
 
 bool run_case(const Case& c, uint64_t seed) {
@@ -185,18 +172,17 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "test";
   const uint64_t number = argc > 2 ? strtoull(argv[2], nullptr, 10) : 0;
   if (what == "test" || what == "small") {
-    const uint64_t seed = number ? number : 20261123;
-    printf("seed %llu\n", (unsigned long long)seed);
-    int bad = 0;
-    for (const Case& c : kDecodeCases) {
-      // Many tokens take racecheck minutes.
-      if (what == "test" || c.tokens <= 1100) bad += !run_case(c, seed);
-    }
-    for (const Case& c : kLargeCases) {
-      if (what == "test") bad += !run_case(c, seed);
-    }
-    printf(bad ? "FAILED %d\n" : "all good\n", bad);
-    return bad != 0;
+    return report(number, [&](uint64_t seed) {
+      int bad = 0;
+      for (const Case& c : kDecodeCases) {
+        // Many tokens take racecheck minutes.
+        if (what == "test" || c.tokens <= 1100) bad += !run_case(c, seed);
+      }
+      for (const Case& c : kLargeCases) {
+        if (what == "test") bad += !run_case(c, seed);
+      }
+      return bad;
+    });
   }
   const size_t bytes = size_t{1} << 30;
   char* const room = device<char>(2 * bytes);

@@ -2,6 +2,7 @@
 // outputs.
 #include <cstdio>
 
+#include "aligned.h"
 #include "htree/build.cu"
 #include "htree/fwd.cu"
 #include "htree_problem.h"
@@ -13,13 +14,6 @@ using namespace jax_dsa;
 using namespace htree_problem;
 
 int failures = 0;
-
-template <typename T>
-struct Aligned {  // for copies of 16 bytes
-  std::vector<float4> store;
-  explicit Aligned(int64_t n) : store(n * sizeof(T) / 16 + 1, {NAN, NAN, NAN, NAN}) {}
-  T* get() { return reinterpret_cast<T*>(store.data()); }
-};
 
 // Nodes of the tree that differ from those of the problem by more than a rounding.
 int64_t wrong_rows(const Problem& p, const uint8_t* tree) {

@@ -1,6 +1,7 @@
 // Decode of hierarchical tree attention on the emulator, against float64.
 #include <cstdio>
 
+#include "aligned.h"
 #include "htree/decode.cu"
 #include "htree_problem.h"
 
@@ -10,16 +11,6 @@ using namespace jax_dsa;
 using namespace htree_problem;
 
 int failures = 0;
-
-template <typename T>
-struct Aligned {  // for copies of 16 bytes
-  std::vector<float4> store;
-  explicit Aligned(int64_t n) : store(n * sizeof(T) / 16 + 1, {NAN, NAN, NAN, NAN}) {}
-  explicit Aligned(const std::vector<T>& x) : Aligned(x.size()) {
-    std::copy(x.begin(), x.end(), get());
-  }
-  T* get() { return reinterpret_cast<T*>(store.data()); }
-};
 
 struct Outcome {
   std::vector<bf16> out;

@@ -168,6 +168,15 @@ def times_covered(ordinals, position, tokens, sizes, compression, top_k):
     return times
 
 
+def assert_partition(selected, positions, tokens, sizes, **options):
+    """Each query accumulates every token up to its own once, and no other; `selected` are the
+    ordinals [layers - 1, K] of each.
+    """
+    for ordinals, position in zip(selected, positions, strict=True):
+        times = times_covered(ordinals, position, tokens, sizes, **options)
+        np.testing.assert_array_equal(times, np.arange(tokens) <= position)
+
+
 def exact_problem(rng, tokens, heads, dim, compression):
     """Queries q [1, tokens, heads, dim] and keys [1, tokens, 1, dim] of small integers: rotations
     leave them alone at a `rope_base` of 1e38, so that scores are exact and many are equal. All
