@@ -197,8 +197,10 @@ class Compressor(nnx.Module):
     ) -> Float[Array, "B W D"]:
         """The keys of blocks whose first tokens have these positions."""
         bias = self.position_bias[...].astype(jnp.float32).reshape(self.ratio, -1, self.dim)
-        values, gates = (x.reshape(*x.shape[:2], *bias.shape[1:]) for x in (values, gates))
-        return self.config.rotate(self.norm(gated_pool(values, gates, bias, starts)), positions)
+        parts = (x.reshape(*x.shape[:2], *bias.shape[1:]) for x in (values, gates))
+        # Where tokens are sharded, the channels were for the pooling.
+        keys = compat.left_to_compiler(lambda keys: keys, values)(gated_pool(*parts, bias, starts))
+        return self.config.rotate(self.norm(keys), positions)
 
 
 class IndexCompressor(Compressor):
