@@ -77,6 +77,16 @@ cudaError_t launch_variant(const GatedPoolBwdParams& x) {
                                 tiles);
 }
 
+template <int kBlocks>
+cudaError_t launch_fwd_variant(const GatedPoolFwdParams& x) {
+  using namespace jax_dsa::gated_pool;
+  const int tiles = jax_dsa::ceil_div(x.in.dim, Few::kTile);
+  const auto slots = static_cast<uint32_t>(x.in.tokens / x.in.ratio);
+  return jax_dsa::launch_blocks(fwd_kernel<DType::kBF16, Few4, false, kBlocks>,
+                                jax_dsa::ceil_div(slots, 4u) * tiles, kThreads, 0, nullptr, x,
+                                slots, slots, tiles);
+}
+
 // Documents of 1000 tokens, which no ratio divides.
 void bench_shape(int64_t tokens, int ratio, int halves, int dim, DType dtype, bool variants) {
   Memory memory;
@@ -113,8 +123,11 @@ void bench_shape(int64_t tokens, int ratio, int halves, int dim, DType dtype, bo
     bench(of + ", fwd", once, [&] { return jax_dsa::launch_gated_pool_fwd(fwd, nullptr); });
     bench(of + ", bwd", twice, [&] { return jax_dsa::launch_gated_pool_bwd(bwd, nullptr); });
   }
-  bwd.in.starts = nullptr;
+  fwd.in.starts = bwd.in.starts = nullptr;
   if (!variants) return;
+  bench("  4 blocks, fwd", once, [&] { return launch_fwd_variant<4>(fwd); });
+  bench("  6 blocks, fwd", once, [&] { return launch_fwd_variant<6>(fwd); });
+  bench("  8 blocks, fwd", once, [&] { return launch_fwd_variant<8>(fwd); });
   for (const int64_t quarters : {3, 4, 8}) {
     bwd.parts = std::max<int64_t>(1, parts * quarters / 4);
     const std::string of = "  " + std::to_string(bwd.parts) + " parts, ";

@@ -352,8 +352,8 @@ struct Team {
   }
 };
 
-template <DType kType, typename Shape, bool kPacked>
-__global__ void __launch_bounds__(kThreads)
+template <DType kType, typename Shape, bool kPacked, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
     fwd_kernel(const __grid_constant__ GatedPoolFwdParams params, uint32_t items, uint32_t slots,
                int tiles) {
   auto& shared = dynamic_shared<JoinShared<Shape>>();
