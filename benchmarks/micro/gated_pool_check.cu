@@ -125,8 +125,8 @@ void bench_shape(int64_t tokens, int ratio, int halves, int dim, DType dtype, bo
   }
   fwd.in.starts = bwd.in.starts = nullptr;
   if (!variants) return;
-  bench("  4 blocks, fwd", once, [&] { return launch_fwd_variant<4>(fwd); });
   bench("  6 blocks, fwd", once, [&] { return launch_fwd_variant<6>(fwd); });
+  bench("  7 blocks, fwd", once, [&] { return launch_fwd_variant<7>(fwd); });
   bench("  8 blocks, fwd", once, [&] { return launch_fwd_variant<8>(fwd); });
   for (const int64_t quarters : {3, 4, 8}) {
     bwd.parts = std::max<int64_t>(1, parts * quarters / 4);

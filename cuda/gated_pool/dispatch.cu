@@ -58,7 +58,7 @@ cudaError_t launch_gated_pool_fwd(const GatedPoolFwdParams& params, cudaStream_t
   if (items == 0 || p.dim == 0) return cudaSuccess;
   return dispatch(p, [&]<DType kType, typename Shape, bool kPacked>() {
     const int tiles = ceil_div(p.dim, Shape::kTile);
-    constexpr int kBlocks = kType == DType::kF32 ? 4 : 7;
+    constexpr int kBlocks = kType == DType::kF32 ? 4 : 5;
     return launch_blocks(fwd_kernel<kType, Shape, kPacked, kBlocks>,
                          ceil_div(items, int64_t{Shape::kTeams}) * tiles, kThreads,
                          Shape::kRanks == 1 ? 0 : sizeof(JoinShared<Shape>), stream, params,
