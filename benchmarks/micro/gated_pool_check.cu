@@ -119,7 +119,6 @@ void bench_shape(int64_t tokens, int ratio, int halves, int dim, DType dtype, bo
     const std::string of = "  " + std::to_string(bwd.parts) + " parts, at most ";
     bench(of + "4 blocks, bwd", twice, [&] { return launch_variant<4>(bwd); });
     bench(of + "3 blocks, bwd", twice, [&] { return launch_variant<3>(bwd); });
-    bench(of + "5 blocks, bwd", twice, [&] { return launch_variant<5>(bwd); });
   }
 }
 
