@@ -67,13 +67,24 @@ void bench(const std::string& name, double bytes, F launch) {
          rate / copy_rate);
 }
 
-template <int kBlocks>
+template <int kBlocks, bool kAhead>
 cudaError_t launch_variant(const GatedPoolBwdParams& x) {
   using namespace jax_dsa::gated_pool;
   const int tiles = jax_dsa::ceil_div(x.in.dim, Few::kTile);
   const auto slots = static_cast<int>(jax_dsa::ceil_div(x.in.tokens, int64_t{x.in.ratio}));
-  return jax_dsa::launch_blocks(bwd_kernel<DType::kBF16, Few, false, kBlocks>, x.parts * tiles,
-                                kThreads, sizeof(BiasShared), nullptr, x, slots, tiles);
+  return jax_dsa::launch_blocks(bwd_kernel<DType::kBF16, Few4, false, kBlocks, kAhead>,
+                                x.parts * tiles, kThreads, sizeof(BiasShared), nullptr, x, slots,
+                                tiles);
+}
+
+template <int kBlocks>
+cudaError_t launch_fwd_variant(const GatedPoolFwdParams& x) {
+  using namespace jax_dsa::gated_pool;
+  const int tiles = jax_dsa::ceil_div(x.in.dim, Few::kTile);
+  const auto slots = static_cast<uint32_t>(x.in.tokens / x.in.ratio);
+  return jax_dsa::launch_blocks(fwd_kernel<DType::kBF16, Few4, false, kBlocks>,
+                                jax_dsa::ceil_div(slots, 4u) * tiles, kThreads, 0, nullptr, x,
+                                slots, slots, tiles);
 }
 
 // Documents of 1000 tokens, which no ratio divides.
@@ -112,13 +123,16 @@ void bench_shape(int64_t tokens, int ratio, int halves, int dim, DType dtype, bo
     bench(of + ", fwd", once, [&] { return jax_dsa::launch_gated_pool_fwd(fwd, nullptr); });
     bench(of + ", bwd", twice, [&] { return jax_dsa::launch_gated_pool_bwd(bwd, nullptr); });
   }
-  bwd.in.starts = nullptr;
+  fwd.in.starts = bwd.in.starts = nullptr;
   if (!variants) return;
-  for (const int64_t quarters : {2, 3, 6, 8, 16}) {
+  bench("  6 blocks, fwd", once, [&] { return launch_fwd_variant<6>(fwd); });
+  for (const int64_t quarters : {3, 4, 8}) {
     bwd.parts = std::max<int64_t>(1, parts * quarters / 4);
-    const std::string of = "  " + std::to_string(bwd.parts) + " parts, at most ";
-    bench(of + "4 blocks, bwd", twice, [&] { return launch_variant<4>(bwd); });
-    bench(of + "3 blocks, bwd", twice, [&] { return launch_variant<3>(bwd); });
+    const std::string of = "  " + std::to_string(bwd.parts) + " parts, ";
+    bench(of + "4 blocks, ahead", twice, [&] { return launch_variant<4, true>(bwd); });
+    bench(of + "4 blocks", twice, [&] { return launch_variant<4, false>(bwd); });
+    bench(of + "3 blocks, ahead", twice, [&] { return launch_variant<3, true>(bwd); });
+    bench(of + "3 blocks", twice, [&] { return launch_variant<3, false>(bwd); });
   }
 }
 

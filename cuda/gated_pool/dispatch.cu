@@ -32,8 +32,11 @@ cudaError_t dispatch(const GatedPoolParams& p, F f) {
       return p.starts ? f.template operator()<kType, Shape, true>()
                       : f.template operator()<kType, Shape, false>();
     };
-    return is_few(p.ratio, p.halves) ? shaped.template operator()<Few>()
-                                     : shaped.template operator()<Many>();
+    const auto is = [&](int ratio, int halves) { return p.ratio == ratio && p.halves == halves; };
+    return is(4, 2)                    ? shaped.template operator()<Few4>()
+           : is(128, 1)                ? shaped.template operator()<Many128>()
+           : is_few(p.ratio, p.halves) ? shaped.template operator()<Few>()
+                                       : shaped.template operator()<Many>();
   };
   switch (p.dtype) {
     case DType::kBF16:
@@ -55,7 +58,8 @@ cudaError_t launch_gated_pool_fwd(const GatedPoolFwdParams& params, cudaStream_t
   if (items == 0 || p.dim == 0) return cudaSuccess;
   return dispatch(p, [&]<DType kType, typename Shape, bool kPacked>() {
     const int tiles = ceil_div(p.dim, Shape::kTile);
-    return launch_blocks(fwd_kernel<kType, Shape, kPacked>,
+    constexpr int kBlocks = kType == DType::kF32 ? 4 : 5;
+    return launch_blocks(fwd_kernel<kType, Shape, kPacked, kBlocks>,
                          ceil_div(items, int64_t{Shape::kTeams}) * tiles, kThreads,
                          Shape::kRanks == 1 ? 0 : sizeof(JoinShared<Shape>), stream, params,
                          static_cast<uint32_t>(items), static_cast<uint32_t>(slots), tiles);
@@ -81,7 +85,8 @@ cudaError_t launch_gated_pool_bwd(const GatedPoolBwdParams& params, cudaStream_t
     const int tiles = ceil_div(p.dim, Shape::kTile);
     constexpr int kBlocks =  // that have the registers
         kBlocksPerProcessor - (kType == DType::kF32) - (Shape::kRanks > 1);
-    return launch_blocks(bwd_kernel<kType, Shape, kPacked, kBlocks>, p.batch * params.parts * tiles,
+    return launch_blocks(bwd_kernel < kType, Shape, kPacked, kBlocks,
+                         Shape::kRanks == 1 && Shape::kIsFull >, p.batch * params.parts * tiles,
                          kThreads,
                          Shape::kRanks == 1 ? sizeof(BiasShared) : sizeof(JoinShared<Shape>),
                          stream, params, slots, tiles);

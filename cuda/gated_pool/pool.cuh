@@ -22,17 +22,36 @@ inline constexpr int kThreads = 128;
 inline constexpr int kHeld = 8;   // contributions of a thread
 inline constexpr int kWidth = 4;  // channels of a thread
 
-template <int kLanes_, int kRanks_>
+// With a ratio and halves of its own, or 0 for those of the call.
+template <int kLanes_, int kRanks_, int kRatio_ = 0, int kHalves_ = 0>
 struct Shape {
-  static constexpr int kLanes = kLanes_, kRanks = kRanks_;
+  static constexpr int kLanes = kLanes_, kRanks = kRanks_, kRatio = kRatio_, kHalves = kHalves_;
   static constexpr int kTeams = kThreads / (kLanes * kRanks);
   static constexpr int kTile = kLanes * kWidth;  // channels of a block of threads
   static constexpr int kMost = kRanks * kHeld;   // contributions
+  static constexpr bool kIsFull = kRatio * kHalves == kMost;
   static_assert(kTeams * kLanes * kRanks == kThreads && (kRanks == 1 || kTeams == 1));
+  static_assert((kRatio > 0) == (kHalves > 0) && kRatio * kHalves <= kMost);
+
+  static constexpr __device__ int ratio(const GatedPoolParams& p) {
+    return kRatio > 0 ? kRatio : p.ratio;
+  }
+  static constexpr __device__ int halves(const GatedPoolParams& p) {
+    return kHalves > 0 ? kHalves : p.halves;
+  }
 };
 using Few = Shape<32, 1>;   // a team is a warp
 using Many = Shape<8, 16>;  // a team is the block
+using Few4 = Shape<32, 1, 4, 2>;
+using Many128 = Shape<8, 16, 128, 1>;
 static_assert(Many::kMost == kMostPooled);
+
+// `x`, which is not computed anew at each use.
+__device__ __forceinline__ int64_t hidden(int64_t x) {
+  const uint32_t low = jax_dsa::hidden(static_cast<uint32_t>(x));
+  return static_cast<int64_t>(jax_dsa::hidden(static_cast<uint32_t>(x >> 32))) << 32 | low;
+}
+using jax_dsa::hidden;
 
 template <DType kType>
 using Element = std::conditional_t<kType == DType::kF32, float, uint16_t>;
@@ -52,21 +71,34 @@ __device__ __forceinline__ void widen(const Four<kType>& x, float (&y)[kWidth]) 
   }
 }
 
+template <DType kType>
+__device__ __forceinline__ Four<kType> narrow(const float (&x)[kWidth]) {
+  if constexpr (kType == DType::kF32) {
+    return {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+            __float_as_uint(x[3])};
+  } else {
+    return {pack_16<kType>(x[0], x[1]), pack_16<kType>(x[2], x[3])};
+  }
+}
+
+template <DType kType>
+__device__ __forceinline__ Four<kType> minus_infinity() {
+  if constexpr (kType == DType::kF32) {
+    return {0xff800000u, 0xff800000u, 0xff800000u, 0xff800000u};
+  } else {
+    const uint32_t two = kType == DType::kBF16 ? 0xff80ff80u : 0xfc00fc00u;
+    return {two, two};
+  }
+}
+
 // What is read once, and what nothing here reads again.
 template <DType kType>
 __device__ __forceinline__ Four<kType> load(const Element<kType>* from) {
   return __ldcs(reinterpret_cast<const Four<kType>*>(from));
 }
 template <DType kType>
-__device__ __forceinline__ void store(Element<kType>* to, const float (&x)[kWidth]) {
-  Four<kType> y;
-  if constexpr (kType == DType::kF32) {
-    y.x = __float_as_uint(x[0]), y.y = __float_as_uint(x[1]);
-    y.z = __float_as_uint(x[2]), y.w = __float_as_uint(x[3]);
-  } else {
-    y.x = pack_16<kType>(x[0], x[1]), y.y = pack_16<kType>(x[2], x[3]);
-  }
-  __stcs(reinterpret_cast<Four<kType>*>(to), y);
+__device__ __forceinline__ void store(Element<kType>* to, const Four<kType>& x) {
+  __stcs(reinterpret_cast<Four<kType>*>(to), x);
 }
 
 // The largest gate of some contributions, and the sums of exp(gate - largest) and of their values
@@ -104,9 +136,10 @@ struct Team {
   using T = Element<kType>;
 
   const GatedPoolParams& p;
-  int contributions, rank, channel;
-  bool active;  // whether there is such a channel
-  int stride;   // from a token to the next
+  const int ratio, halves, rank;
+  const bool active;  // whether the thread has channels of its own; else it does the first ones'
+  const int channel;
+  int stride;  // from a token to the next
   // Of the block that it works on.
   int64_t entry;   // of the batch
   int slot, last;  // row of the last token; -1 without a block
@@ -114,33 +147,34 @@ struct Team {
 
   __device__ Team(const GatedPoolParams& p, int tile)
       : p(p),
-        contributions(p.ratio * p.halves),
-        rank(static_cast<int>(threadIdx.x) / Shape::kLanes % Shape::kRanks),
-        channel(tile * Shape::kTile + static_cast<int>(threadIdx.x) % Shape::kLanes * kWidth),
-        active(channel < p.dim),
-        stride(p.halves * p.dim) {}
+        ratio(Shape::ratio(p)),
+        halves(Shape::halves(p)),
+        rank(static_cast<int>(threadIdx.x / Shape::kLanes % Shape::kRanks)),
+        active(first_channel(tile) < p.dim),
+        channel(active ? first_channel(tile) : 0),
+        stride(halves * p.dim) {}
 
-  __device__ static int number() {
-    return static_cast<int>(threadIdx.x) / (Shape::kLanes * Shape::kRanks);
+  __device__ static int number() { return threadIdx.x / (Shape::kLanes * Shape::kRanks); }
+  __device__ static int first_channel(int tile) {
+    return tile * Shape::kTile + static_cast<int>(threadIdx.x) % Shape::kLanes * kWidth;
   }
 
   __device__ void find(int64_t entry_, int slot_) {
     entry = entry_, slot = slot_;
     // Hidden, or the offsets and the biases of all contributions would stay in registers.
-    stride = static_cast<int>(hidden(static_cast<uint32_t>(p.halves * p.dim)));
-    const int tokens = static_cast<int>(p.tokens), first = (slot + 1) * p.ratio - 1;
+    stride = static_cast<int>(hidden(static_cast<uint32_t>(halves * p.dim)));
+    const int tokens = static_cast<int>(p.tokens), first = (slot + 1) * ratio - 1;
     if constexpr (kPacked) {
       // A block's end lies as far behind `first` as its document's first row is behind a multiple
       // of the ratio.
       const int32_t* starts = p.starts + entry * p.tokens;
       int found = -1;
-      for (int d = static_cast<int>(threadIdx.x) % 32; d < p.ratio && first + d < tokens; d += 32) {
+      for (int d = static_cast<int>(threadIdx.x) % 32; d < ratio && first + d < tokens; d += 32) {
         const int start = __ldg(starts + first + d);
-        if (start >= 0 && start % p.ratio == d && start <= first + d - p.ratio + 1)
-          found = first + d;
+        if (start >= 0 && start % ratio == d && start <= first + d - ratio + 1) found = first + d;
       }
       last = __reduce_max_sync(~0u, found);
-      follows = last >= 0 && __ldg(starts + max(last, 0)) <= last - 2 * p.ratio + 1;
+      follows = last >= 0 && __ldg(starts + max(last, 0)) <= last - 2 * ratio + 1;
     } else {
       last = first < tokens ? first : -1;
       follows = slot > 0;
@@ -149,63 +183,94 @@ struct Team {
 
   __device__ int index(int j) const { return rank * kHeld + j; }
   // Whether contribution i is of the block itself, and not of the one before.
-  __device__ bool is_own(int i) const { return i >= contributions - p.ratio; }
-  __device__ bool used(int i) const {
-    return active && last >= 0 && i < contributions && (is_own(i) || follows);
-  }
+  __device__ bool is_own(int i) const { return halves == 1 || i >= ratio; }
+  __device__ bool exists(int i) const { return Shape::kIsFull || i < ratio * halves; }
+  // Of a block that there is.
+  __device__ bool used(int i) const { return exists(i) && (is_own(i) || follows); }
   __device__ int64_t at(int row, int half) const {
-    return ((entry * p.tokens + row) * p.halves + half) * p.dim + channel;
+    return ((entry * p.tokens + row) * halves + half) * p.dim + channel;
   }
   // Where contribution i lies, from contribution 0 on.
-  __device__ int64_t at_first() const { return at(last - contributions + 1, 0); }
-  __device__ int offset(int i) const { return i * stride + (is_own(i) ? stride - p.dim : 0); }
+  __device__ int64_t at_first() const {
+    const int first = last - ratio * halves + 1;  // below 0 if no block is before
+    return hidden(((entry * p.tokens + first) * halves) * p.dim + channel);
+  }
+  __device__ int offset(int i) const { return i * stride + (halves == 2 && is_own(i) ? p.dim : 0); }
   // And of the bias, from an entry's first on.
-  __device__ int bias_offset(int i) const {
-    return channel + offset(i) - (is_own(i) ? (contributions - p.ratio) * stride : 0);
+  __device__ uint32_t bias_offset(int i) const {
+    return channel + offset(i) - (halves == 2 && is_own(i) ? ratio * stride : 0);
   }
   __device__ int64_t at_key() const {
-    return (entry * (p.tokens / p.ratio) + slot) * p.dim + channel;
+    return (entry * (p.tokens / ratio) + slot) * p.dim + channel;
   }
 
-  // Reads the thread's contributions: weights are exp(gate - the thread's largest).
+  // Brings what a warp reads of the block so many rows further on into the L2, if its document goes
+  // on until there.
+  __device__ void bring(int64_t rows) const {
+    constexpr int kLine = 128 / sizeof(T), kLines = Shape::kTile / kLine;
+    static_assert(Shape::kRanks == 1);
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int64_t first = last - ratio * halves + 1 + rows;
+    if (first + ratio * halves > p.tokens) return;
+    const int64_t at_tile =
+        ((entry * p.tokens + first) * halves) * p.dim + channel - lane % Shape::kLanes * kWidth;
+#pragma unroll
+    for (int i = lane; i < 2 * kHeld * kLines; i += 32) {
+      const int contribution = i / kLines % kHeld;
+      const T* const from = static_cast<const T*>(i < kHeld * kLines ? p.gates : p.values);
+      if (exists(contribution)) {
+        prefetch_line_l2(from + at_tile + offset(contribution) + i % kLines * kLine);
+      }
+    }
+  }
+
+  // Reads the thread's contributions to a block that there is: weights are exp(gate - the thread's
+  // largest). Those that are not used have gates of -inf.
   __device__ Sums read(float (&weights)[kHeld][kWidth], Four<kType> (&values)[kHeld]) const {
     Four<kType> gates[kHeld];
     const int64_t first = at_first();
-    const T* const from_gates = static_cast<const Element<kType>*>(p.gates) + first;
-    const T* const from_values = static_cast<const Element<kType>*>(p.values) + first;
+    const T* const from_gates = static_cast<const T*>(p.gates) + first;
+    const T* const from_values = static_cast<const T*>(p.values) + first;
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
-      values[j] = gates[j] = {};
-      if (used(index(j))) {
-        gates[j] = load<kType>(from_gates + offset(index(j)));
-        values[j] = load<kType>(from_values + offset(index(j)));
-      }
+      // Without a branch: in place of what is not used the last one.
+      const uint32_t from = offset(used(index(j)) ? index(j) : ratio * halves - 1);
+      gates[j] = load<kType>(from_gates + from);
+      values[j] = load<kType>(from_values + from);
     }
-    const float* const biases = p.bias + entry * contributions * p.dim;
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      if (!used(index(j))) values[j] = {}, gates[j] = minus_infinity<kType>();
+    }
+    const float* const biases = p.bias + entry * (ratio * stride);
     Sums all = {};
 #pragma unroll
     for (int c = 0; c < kWidth; ++c) all.most[c] = -INFINITY;
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
-      const bool is_used = used(index(j));
       float4 four = {};
-      if (is_used) four = __ldg(reinterpret_cast<const float4*>(biases + bias_offset(index(j))));
+      if (exists(index(j))) {
+        four = __ldg(reinterpret_cast<const float4*>(biases + bias_offset(index(j))));
+      }
       const float bias[kWidth] = {four.x, four.y, four.z, four.w};
       float gate[kWidth];
       widen<kType>(gates[j], gate);
 #pragma unroll
       for (int c = 0; c < kWidth; ++c) {
-        weights[j][c] = is_used ? gate[c] + bias[c] : -INFINITY;
+        weights[j][c] = gate[c] + bias[c];
         all.most[c] = fmaxf(all.most[c], weights[j][c]);
       }
     }
+    float base[kWidth];
+#pragma unroll
+    for (int c = 0; c < kWidth; ++c) base[c] = -all.base(c) * kLog2E;
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
       float value[kWidth];
       widen<kType>(values[j], value);
 #pragma unroll
       for (int c = 0; c < kWidth; ++c) {
-        weights[j][c] = exp2_approx((weights[j][c] - all.base(c)) * kLog2E);
+        weights[j][c] = exp2_approx(fmaf(weights[j][c], kLog2E, base[c]));
         all.weight[c] += weights[j][c];
         all.value[c] = fmaf(weights[j][c], value[c], all.value[c]);
       }
@@ -263,9 +328,10 @@ struct Team {
 
   // Zeros in the gradients of the slot's tokens that no key is made of.
   __device__ void clear(T* dvalues, T* dgates) const {
-    const int tokens = static_cast<int>(p.tokens), ratio = p.ratio;
+    const int tokens = static_cast<int>(p.tokens);
     if (!active || (!kPacked && (slot + 2) * int64_t{ratio} <= tokens)) return;
     const int32_t* starts = p.starts + entry * p.tokens;
+#pragma unroll 1
     for (int row = slot * ratio + rank; row < min((slot + 1) * ratio, tokens);
          row += Shape::kRanks) {
       const int start = kPacked ? min(max(__ldg(starts + row), 0), row) : 0;
@@ -273,12 +339,12 @@ struct Team {
       const auto is_whole = [&](int end) {
         return end < tokens && (!kPacked || __ldg(starts + end) == start);
       };
-      const float zeros[kWidth] = {};
+      const Four<kType> zeros = {};
       if (!is_whole(end)) {
-        store<kType>(dvalues + at(row, p.halves - 1), zeros);
-        store<kType>(dgates + at(row, p.halves - 1), zeros);
+        store<kType>(dvalues + at(row, halves - 1), zeros);
+        store<kType>(dgates + at(row, halves - 1), zeros);
       }
-      if (p.halves == 2 && !is_whole(end + ratio)) {
+      if (halves == 2 && !is_whole(end + ratio)) {
         store<kType>(dvalues + at(row, 0), zeros);
         store<kType>(dgates + at(row, 0), zeros);
       }
@@ -286,8 +352,8 @@ struct Team {
   }
 };
 
-template <DType kType, typename Shape, bool kPacked>
-__global__ void __launch_bounds__(kThreads)
+template <DType kType, typename Shape, bool kPacked, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
     fwd_kernel(const __grid_constant__ GatedPoolFwdParams params, uint32_t items, uint32_t slots,
                int tiles) {
   auto& shared = dynamic_shared<JoinShared<Shape>>();
@@ -296,20 +362,21 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t item = blockIdx.x / tiles * Shape::kTeams + OneTeam::number();
   if (item >= items) return;  // a whole team, or the whole block
   team.find(item / slots, static_cast<int>(item % slots));
-  float weights[kHeld][kWidth];
-  Four<kType> values[kHeld];
-  const Sums all = team.joined(team.read(weights, values), shared, 0);
-  if (!team.active || team.rank > 0) return;
   float key[kWidth] = {};
+  if (team.last >= 0) {  // the same for a whole team
+    float weights[kHeld][kWidth];
+    Four<kType> values[kHeld];
+    const Sums all = team.joined(team.read(weights, values), shared, 0);
 #pragma unroll
-  for (int c = 0; c < kWidth; ++c) {
-    if (team.last >= 0) key[c] = all.value[c] / all.weight[c];
+    for (int c = 0; c < kWidth; ++c) key[c] = all.value[c] * reciprocal_approx(all.weight[c]);
   }
-  store<kType>(static_cast<Element<kType>*>(params.out) + team.at_key(), key);
+  if (team.active && team.rank == 0) {
+    store<kType>(static_cast<Element<kType>*>(params.out) + team.at_key(), narrow<kType>(key));
+  }
 }
 
 // The blocks of an entry share out its keys, so that each sums the bias's gradient of many.
-template <DType kType, typename Shape, bool kPacked, int kBlocks>
+template <DType kType, typename Shape, bool kPacked, int kBlocks, bool kAhead>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     bwd_kernel(const __grid_constant__ GatedPoolBwdParams params, int slots, int tiles) {
   const GatedPoolParams& p = params.in;
@@ -324,43 +391,51 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   for (int64_t slot = part * Shape::kTeams + OneTeam::number(); slot < slots;
        slot += params.parts * Shape::kTeams, ++turn) {
     team.find(entry, static_cast<int>(slot));
-    float dkey[kWidth] = {};
-    if (team.active && team.last >= 0) {
+    if (team.last >= 0) {  // the same for a whole team
+      float dkey[kWidth];
       widen<kType>(load<kType>(static_cast<const Element<kType>*>(params.dout) + team.at_key()),
                    dkey);
-    }
-    float weights[kHeld][kWidth];
-    Four<kType> values[kHeld];
-    const Sums own = team.read(weights, values);
-    const Sums all = team.joined(own, dynamic_shared<JoinShared<Shape>>(), turn);
-    float share[kWidth], mean[kWidth];
-#pragma unroll
-    for (int c = 0; c < kWidth; ++c) {
-      const float scale = 1.f / all.weight[c];
-      mean[c] = all.value[c] * scale;
-      share[c] =
-          Shape::kRanks == 1 ? scale : scale * exp2_approx((own.base(c) - all.base(c)) * kLog2E);
-    }
-    const int64_t first = team.at_first();
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      if (!team.used(team.index(j))) continue;
-      // They stay as they lie until here.
-      values[j].x = hidden(values[j].x), values[j].y = hidden(values[j].y);
-      float value[kWidth], dvalue[kWidth], dgate[kWidth];
-      widen<kType>(values[j], value);
+      float weights[kHeld][kWidth];
+      Four<kType> values[kHeld];
+      const Sums own = team.read(weights, values);
+      const Sums all = team.joined(own, dynamic_shared<JoinShared<Shape>>(), turn);
+      float mean[kWidth];
 #pragma unroll
       for (int c = 0; c < kWidth; ++c) {
-        dvalue[c] = weights[j][c] * share[c] * dkey[c];
-        dgate[c] = dvalue[c] * (value[c] - mean[c]);
-        dbias[j][c] += dgate[c];
+        const float scale = reciprocal_approx(all.weight[c]);
+        mean[c] = all.value[c] * scale;
+        dkey[c] *=
+            Shape::kRanks == 1 ? scale : scale * exp2_approx((own.base(c) - all.base(c)) * kLog2E);
       }
-      store<kType>(dvalues + first + team.offset(team.index(j)), dvalue);
-      store<kType>(dgates + first + team.offset(team.index(j)), dgate);
+      const int64_t first = team.at_first();
+      Element<kType>* const to_dvalues = dvalues + first;
+      Element<kType>* const to_dgates = dgates + first;
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) {
+        // They stay as they lie until here.
+        values[j].x = hidden(values[j].x), values[j].y = hidden(values[j].y);
+        float value[kWidth], dvalue[kWidth], dgate[kWidth];
+        widen<kType>(values[j], value);
+#pragma unroll
+        for (int c = 0; c < kWidth; ++c) {
+          dvalue[c] = weights[j][c] * dkey[c];
+          dgate[c] = dvalue[c] * (value[c] - mean[c]);
+          dbias[j][c] += dgate[c];
+        }
+        const Four<kType> new_values = narrow<kType>(dvalue), new_gates = narrow<kType>(dgate);
+        const uint32_t offset = team.offset(team.index(j));
+        if (team.active && team.used(team.index(j))) {
+          store<kType>(to_dvalues + offset, new_values);
+          store<kType>(to_dgates + offset, new_gates);
+        }
+      }
     }
     team.clear(dvalues, dgates);
+    if constexpr (kAhead) {
+      if (team.last >= 0) team.bring(2 * params.parts * Shape::kTeams * team.ratio);
+    }
   }
-  float* const sums = params.dbias + block * p.ratio * p.halves * p.dim;
+  float* const sums = params.dbias + block * (team.ratio * team.stride);
   if constexpr (Shape::kTeams > 1) {
     auto& shared = dynamic_shared<BiasShared>().sums;
 #pragma unroll
@@ -381,7 +456,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
   for (int j = 0; j < kHeld; ++j) {
     const int i = team.index(j);
-    if (team.active && i < team.contributions) store_4(sums + team.bias_offset(i), dbias[j]);
+    if (team.active && team.exists(i)) store_4(sums + team.bias_offset(i), dbias[j]);
   }
 }
 
