@@ -244,17 +244,18 @@ class Run:
     def compressor(self, step: str) -> Row:
         """V4-Flash's pooling of projected tokens, with norm and rotation of the keys: it reads
         values and gates and writes keys; its backward pass reads all three (the keys' cotangent)
-        and writes gradients of both, and of its parameters.
+        and writes gradients of both, and of its parameters. Of the projections it has none.
         """
         module = nn.Compressor(FLASH, FLASH.head_dim, rngs=nnx.Rngs(0))
-        graph, params = nnx.split(module)
+        is_projection = nnx.Any(nnx.PathContains("wkv"), nnx.PathContains("wg"))
+        graph, projections, params = nnx.split(module, is_projection, ...)
         keys = jax.random.split(jax.random.key(0))
         shape = 1, self.tokens, module.position_bias.shape[1]
         values, gates = (normal(key, *shape) for key in keys)
         places = jnp.arange(0, self.tokens, module.ratio, dtype=jnp.int32)[None]
 
         def pool(params: Any, values: jax.Array, gates: jax.Array) -> jax.Array:
-            return nnx.merge(graph, params).pool(values, gates, places, None)
+            return nnx.merge(graph, projections, params).pool(values, gates, places, None)
 
         out = jax.eval_shape(pool, params, values, gates)
         moved = out.size * out.dtype.itemsize + (1 if step == "fwd" else 2) * 2 * values.nbytes

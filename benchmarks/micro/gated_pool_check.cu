@@ -67,28 +67,8 @@ void bench(const std::string& name, double bytes, F launch) {
          rate / copy_rate);
 }
 
-template <int kBlocks, bool kAhead>
-cudaError_t launch_variant(const GatedPoolBwdParams& x) {
-  using namespace jax_dsa::gated_pool;
-  const int tiles = jax_dsa::ceil_div(x.in.dim, Few::kTile);
-  const auto slots = static_cast<int>(jax_dsa::ceil_div(x.in.tokens, int64_t{x.in.ratio}));
-  return jax_dsa::launch_blocks(bwd_kernel<DType::kBF16, Few4, false, kBlocks, kAhead>,
-                                x.parts * tiles, kThreads, sizeof(BiasShared), nullptr, x, slots,
-                                tiles);
-}
-
-template <int kBlocks>
-cudaError_t launch_fwd_variant(const GatedPoolFwdParams& x) {
-  using namespace jax_dsa::gated_pool;
-  const int tiles = jax_dsa::ceil_div(x.in.dim, Few::kTile);
-  const auto slots = static_cast<uint32_t>(x.in.tokens / x.in.ratio);
-  return jax_dsa::launch_blocks(fwd_kernel<DType::kBF16, Few4, false, kBlocks>,
-                                jax_dsa::ceil_div(slots, 4u) * tiles, kThreads, 0, nullptr, x,
-                                slots, slots, tiles);
-}
-
 // Documents of 1000 tokens, which no ratio divides.
-void bench_shape(int64_t tokens, int ratio, int halves, int dim, DType dtype, bool variants) {
+void bench_shape(int64_t tokens, int ratio, int halves, int dim, DType dtype) {
   Memory memory;
   const int64_t n = tokens * halves * dim, keys = tokens / ratio * dim;
   GatedPoolFwdParams fwd = {};
@@ -123,17 +103,6 @@ void bench_shape(int64_t tokens, int ratio, int halves, int dim, DType dtype, bo
     bench(of + ", fwd", once, [&] { return jax_dsa::launch_gated_pool_fwd(fwd, nullptr); });
     bench(of + ", bwd", twice, [&] { return jax_dsa::launch_gated_pool_bwd(bwd, nullptr); });
   }
-  fwd.in.starts = bwd.in.starts = nullptr;
-  if (!variants) return;
-  bench("  6 blocks, fwd", once, [&] { return launch_fwd_variant<6>(fwd); });
-  for (const int64_t quarters : {3, 4, 8}) {
-    bwd.parts = std::max<int64_t>(1, parts * quarters / 4);
-    const std::string of = "  " + std::to_string(bwd.parts) + " parts, ";
-    bench(of + "4 blocks, ahead", twice, [&] { return launch_variant<4, true>(bwd); });
-    bench(of + "4 blocks", twice, [&] { return launch_variant<4, false>(bwd); });
-    bench(of + "3 blocks, ahead", twice, [&] { return launch_variant<3, true>(bwd); });
-    bench(of + "3 blocks", twice, [&] { return launch_variant<3, false>(bwd); });
-  }
 }
 
 }  // namespace
@@ -162,11 +131,11 @@ int main(int argc, char** argv) {
         [&] { return cudaMemcpyAsync(b, a, bytes, cudaMemcpyDeviceToDevice); });
   CHECK(cudaFree(a));
   CHECK(cudaFree(b));
-  bench_shape(32768, 4, 2, 512, DType::kBF16, true);
-  bench_shape(131072, 4, 2, 512, DType::kBF16, false);
-  bench_shape(32768, 4, 2, 128, DType::kBF16, false);
-  bench_shape(32768, 128, 1, 512, DType::kBF16, false);
-  bench_shape(131072, 128, 1, 512, DType::kBF16, false);
-  bench_shape(32768, 4, 2, 512, DType::kF32, false);
+  bench_shape(32768, 4, 2, 512, DType::kBF16);
+  bench_shape(131072, 4, 2, 512, DType::kBF16);
+  bench_shape(32768, 4, 2, 128, DType::kBF16);
+  bench_shape(32768, 128, 1, 512, DType::kBF16);
+  bench_shape(131072, 128, 1, 512, DType::kBF16);
+  bench_shape(32768, 4, 2, 512, DType::kF32);
   return 0;
 }

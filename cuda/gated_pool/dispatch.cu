@@ -10,8 +10,6 @@ namespace {
 
 using namespace gated_pool;
 
-constexpr int kBlocksPerProcessor = 4;  // of the backward pass
-
 bool is_few(int ratio, int halves) { return ratio * halves <= Few::kMost; }
 
 int tiles_of(int dim, bool few) { return ceil_div(dim, few ? Few::kTile : Many::kTile); }
@@ -71,7 +69,7 @@ int64_t gated_pool_parts(int64_t batch, int64_t tokens, int ratio, int halves, i
   const int64_t slots = ceil_div(tokens, int64_t{ratio});
   const int64_t most = ceil_div(slots, int64_t{few ? Few::kTeams : Many::kTeams});
   const int64_t rest = std::max(int64_t{1}, batch * tiles_of(dim, few));
-  return std::max(int64_t{1}, std::min(most, kMostProcessors * kBlocksPerProcessor / rest));
+  return std::max(int64_t{1}, std::min(most, kMostProcessors * kBwdBlocks / rest));
 }
 
 cudaError_t launch_gated_pool_bwd(const GatedPoolBwdParams& params, cudaStream_t stream) {
@@ -83,10 +81,7 @@ cudaError_t launch_gated_pool_bwd(const GatedPoolBwdParams& params, cudaStream_t
   const auto slots = static_cast<int>(ceil_div(p.tokens, int64_t{p.ratio}));
   return dispatch(p, [&]<DType kType, typename Shape, bool kPacked>() {
     const int tiles = ceil_div(p.dim, Shape::kTile);
-    constexpr int kBlocks =  // that have the registers
-        kBlocksPerProcessor - (kType == DType::kF32) - (Shape::kRanks > 1);
-    return launch_blocks(bwd_kernel < kType, Shape, kPacked, kBlocks,
-                         Shape::kRanks == 1 && Shape::kIsFull >, p.batch * params.parts * tiles,
+    return launch_blocks(bwd_kernel<kType, Shape, kPacked>, p.batch * params.parts * tiles,
                          kThreads,
                          Shape::kRanks == 1 ? sizeof(BiasShared) : sizeof(JoinShared<Shape>),
                          stream, params, slots, tiles);

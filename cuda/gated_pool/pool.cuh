@@ -19,8 +19,9 @@
 namespace jax_dsa::gated_pool {
 
 inline constexpr int kThreads = 128;
-inline constexpr int kHeld = 8;   // contributions of a thread
-inline constexpr int kWidth = 4;  // channels of a thread
+inline constexpr int kBwdBlocks = 3;  // of a multiprocessor, all that there are
+inline constexpr int kHeld = 8;       // contributions of a thread
+inline constexpr int kWidth = 4;      // channels of a thread
 
 // With a ratio and halves of its own, or 0 for those of the call.
 template <int kLanes_, int kRanks_, int kRatio_ = 0, int kHalves_ = 0>
@@ -204,26 +205,6 @@ struct Team {
     return (entry * (p.tokens / ratio) + slot) * p.dim + channel;
   }
 
-  // Brings what a warp reads of the block so many rows further on into the L2, if its document goes
-  // on until there.
-  __device__ void bring(int64_t rows) const {
-    constexpr int kLine = 128 / sizeof(T), kLines = Shape::kTile / kLine;
-    static_assert(Shape::kRanks == 1);
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int64_t first = last - ratio * halves + 1 + rows;
-    if (first + ratio * halves > p.tokens) return;
-    const int64_t at_tile =
-        ((entry * p.tokens + first) * halves) * p.dim + channel - lane % Shape::kLanes * kWidth;
-#pragma unroll
-    for (int i = lane; i < 2 * kHeld * kLines; i += 32) {
-      const int contribution = i / kLines % kHeld;
-      const T* const from = static_cast<const T*>(i < kHeld * kLines ? p.gates : p.values);
-      if (exists(contribution)) {
-        prefetch_line_l2(from + at_tile + offset(contribution) + i % kLines * kLine);
-      }
-    }
-  }
-
   // Reads the thread's contributions to a block that there is: weights are exp(gate - the thread's
   // largest). Those that are not used have gates of -inf.
   __device__ Sums read(float (&weights)[kHeld][kWidth], Four<kType> (&values)[kHeld]) const {
@@ -376,8 +357,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 // The blocks of an entry share out its keys, so that each sums the bias's gradient of many.
-template <DType kType, typename Shape, bool kPacked, int kBlocks, bool kAhead>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+template <DType kType, typename Shape, bool kPacked>
+__global__ void __launch_bounds__(kThreads, kBwdBlocks)
     bwd_kernel(const __grid_constant__ GatedPoolBwdParams params, int slots, int tiles) {
   const GatedPoolParams& p = params.in;
   using OneTeam = Team<kType, Shape, kPacked>;
@@ -431,9 +412,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       }
     }
     team.clear(dvalues, dgates);
-    if constexpr (kAhead) {
-      if (team.last >= 0) team.bring(2 * params.parts * Shape::kTeams * team.ratio);
-    }
   }
   float* const sums = params.dbias + block * (team.ratio * team.stride);
   if constexpr (Shape::kTeams > 1) {

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, Args
@@ -121,6 +122,32 @@ class Stream(NamedTuple):
     gates: Float[Array, "B H F"]
 
 
+@jax.custom_jvp
+def _inverse_root(x: Array) -> Array:
+    return checkpoint_name(jax.lax.rsqrt(x), "inverse_root")
+
+
+@_inverse_root.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    y = checkpoint_name(jax.lax.rsqrt(primals[0]), "inverse_root")
+    return y, -0.5 * y**3 * tangents[0]
+
+
+@functools.partial(
+    jax.checkpoint,
+    prevent_cse=False,
+    policy=jax.checkpoint_policies.save_only_these_names("inverse_root"),
+    static_argnums=2,
+)
+def _rms_norm(x: Float[Array, "B W D"], scale: Float[Array, "D"], epsilon: float) -> Array:
+    """As `nnx.RMSNorm`, whose backward pass reads several float32 copies of `x` that the forward
+    pass saves; this one reads `x` and a number a row.
+    """
+    wide = x.astype(jnp.float32)
+    squares = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * _inverse_root(squares + epsilon) * scale).astype(x.dtype)
+
+
 class Compressor(nnx.Module):
     """Pools every `ratio` tokens into a key: element by element a softmax over the tokens' gates.
 
@@ -197,10 +224,13 @@ class Compressor(nnx.Module):
     ) -> Float[Array, "B W D"]:
         """The keys of blocks whose first tokens have these positions."""
         bias = self.position_bias[...].astype(jnp.float32).reshape(self.ratio, -1, self.dim)
-        parts = (x.reshape(*x.shape[:2], *bias.shape[1:]) for x in (values, gates))
+        values, gates = (x.reshape(*x.shape[:2], *bias.shape[1:]) for x in (values, gates))
+        keys = gated_pool(values, gates, bias, starts)
         # Where tokens are sharded, the channels were for the pooling.
-        keys = compat.left_to_compiler(lambda keys: keys, values)(gated_pool(*parts, bias, starts))
-        return self.config.rotate(self.norm(keys), positions)
+        keys = compat.left_to_compiler(lambda keys: keys, values)(keys)
+        assert self.norm.scale is not None
+        keys = _rms_norm(keys, self.norm.scale[...], self.config.norm_eps)
+        return self.config.rotate(keys, positions)
 
 
 class IndexCompressor(Compressor):
