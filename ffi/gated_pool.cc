@@ -12,9 +12,10 @@ namespace {
 
 using F32 = ffi::Buffer<ffi::F32>;
 
-// values and gates [B, S, H, D], bias [B, R, H, D], starts [B, S]?
+// values and gates [B, S, H, D], bias [B, R, H, D], starts [B, S]?, scale [B, D]?
 ffi::Error read_operands(const char* op, const ffi::AnyBuffer& values, const ffi::AnyBuffer& gates,
-                         const F32& bias, const ffi::AnyBuffer& starts, GatedPoolParams* p) {
+                         const F32& bias, const ffi::AnyBuffer& starts, const ffi::AnyBuffer& scale,
+                         GatedPoolParams* p) {
   const auto dims = values.dimensions(), of_bias = bias.dimensions();
   if (dims.size() != 4) return invalid_argument(op, "values is not of rank 4");
   if (of_bias.size() != 4) return invalid_argument(op, "bias is not of rank 4");
@@ -33,6 +34,8 @@ ffi::Error read_operands(const char* op, const ffi::AnyBuffer& values, const ffi
   DSA_FFI_RETURN_IF_ERROR(check_shape(op, "bias", of_bias, {}, {batch, ratio, halves, dim}));
   DSA_FFI_RETURN_IF_ERROR(
       optional_data(op, "starts", starts, ffi::DataType::S32, {batch, tokens}, &p->starts));
+  DSA_FFI_RETURN_IF_ERROR(
+      optional_data(op, "scale", scale, ffi::DataType::F32, {batch, dim}, &p->scale));
   p->values = values.untyped_data();
   p->gates = gates.untyped_data();
   p->bias = bias.typed_data();
@@ -52,27 +55,37 @@ ffi::Error check_keys(const char* op, const char* name, const ffi::AnyBuffer& x,
   return check_shape(op, name, x.dimensions(), {}, {p.batch, p.tokens / p.ratio, p.dim});
 }
 
-// -> keys [B, S / R, D]
+// -> keys [B, S / R, D], and with a scale parts of their squares' sums [B, P, S / R]
 ffi::Error gated_pool_fwd(cudaStream_t stream, ffi::AnyBuffer values, ffi::AnyBuffer gates,
-                          F32 bias, ffi::AnyBuffer starts, ffi::Result<ffi::AnyBuffer> keys) {
+                          F32 bias, ffi::AnyBuffer starts, ffi::AnyBuffer scale,
+                          ffi::Result<ffi::AnyBuffer> keys, ffi::Result<F32> squares) {
   constexpr const char* kOp = "gated_pool_fwd";
   GatedPoolFwdParams params = {};
-  DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, values, gates, bias, starts, &params.in));
-  DSA_FFI_RETURN_IF_ERROR(check_keys(kOp, "keys", *keys, values, params.in));
+  const GatedPoolParams& p = params.in;
+  DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, values, gates, bias, starts, scale, &params.in));
+  DSA_FFI_RETURN_IF_ERROR(check_keys(kOp, "keys", *keys, values, p));
   params.out = keys->untyped_data();
+  if (present(scale)) {
+    const int64_t tiles = gated_pool_tiles(p.ratio, p.halves, p.dim);
+    DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "squares", squares->dimensions(), {},
+                                        {p.batch, tiles, p.tokens / p.ratio}));
+    params.squares = squares->typed_data();
+  }
   return launch_status(kOp, launch_gated_pool_fwd(params, stream));
 }
 
-// The operands, and the keys' cotangent -> cotangents of values and gates, and parts of the sum
-// [B, P, R, H, D] that the bias's is
+// The operands, and cotangents of the keys and, with a scale, of their squares' sums [B, S / R] ->
+// cotangents of values and gates, and parts of sums [B, P, R H, D] that the bias's is, with a scale
+// in one row more its own
 ffi::Error gated_pool_bwd(cudaStream_t stream, ffi::AnyBuffer values, ffi::AnyBuffer gates,
-                          F32 bias, ffi::AnyBuffer starts, ffi::AnyBuffer dkeys,
+                          F32 bias, ffi::AnyBuffer starts, ffi::AnyBuffer scale,
+                          ffi::AnyBuffer dkeys, ffi::AnyBuffer dsquares,
                           ffi::Result<ffi::AnyBuffer> dvalues, ffi::Result<ffi::AnyBuffer> dgates,
-                          ffi::Result<F32> dbias) {
+                          ffi::Result<F32> sums) {
   constexpr const char* kOp = "gated_pool_bwd";
   GatedPoolBwdParams params = {};
   GatedPoolParams& p = params.in;
-  DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, values, gates, bias, starts, &p));
+  DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, values, gates, bias, starts, scale, &p));
   DSA_FFI_RETURN_IF_ERROR(check_keys(kOp, "dkeys", dkeys, values, p));
   for (const ffi::AnyBuffer* x : {&*dvalues, &*dgates}) {
     if (x->element_type() != values.element_type()) {
@@ -81,17 +94,23 @@ ffi::Error gated_pool_bwd(cudaStream_t stream, ffi::AnyBuffer values, ffi::AnyBu
     DSA_FFI_RETURN_IF_ERROR(
         check_shape(kOp, "a gradient", x->dimensions(), values.dimensions(), {}));
   }
-  if (dbias->dimensions().size() != 5) return invalid_argument(kOp, "dbias is not of rank 5");
-  params.parts = dbias->dimensions()[1];
+  if (sums->dimensions().size() != 4) return invalid_argument(kOp, "sums is not of rank 4");
+  params.parts = sums->dimensions()[1];
   if (params.parts < 1 || params.parts > std::numeric_limits<int16_t>::max()) {
-    return invalid_argument(kOp, "dbias has no parts, or too many");
+    return invalid_argument(kOp, "sums has no parts, or too many");
   }
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dbias", dbias->dimensions(), {},
-                                      {p.batch, params.parts, p.ratio, p.halves, p.dim}));
+  const int64_t rows = int64_t{p.ratio} * p.halves + present(scale);
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(kOp, "sums", sums->dimensions(), {}, {p.batch, params.parts, rows, p.dim}));
+  DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "dsquares", dsquares, ffi::DataType::F32,
+                                        {p.batch, p.tokens / p.ratio}, &params.dsquares));
+  if (present(scale) != present(dsquares)) {
+    return invalid_argument(kOp, "scale and dsquares go together");
+  }
   params.dout = dkeys.untyped_data();
   params.dvalues = dvalues->untyped_data();
   params.dgates = dgates->untyped_data();
-  params.dbias = dbias->typed_data();
+  params.sums = sums->typed_data();
   return launch_status(kOp, launch_gated_pool_bwd(params, stream));
 }
 
@@ -105,7 +124,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GatedPoolFwd, jax_dsa::gated_pool_fwd,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<jax_dsa::F32>()
                                   .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>(),
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<jax_dsa::F32>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GatedPoolBwd, jax_dsa::gated_pool_bwd,
@@ -114,6 +135,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GatedPoolBwd, jax_dsa::gated_pool_bwd,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<jax_dsa::F32>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()

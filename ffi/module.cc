@@ -179,6 +179,7 @@ NB_MODULE(_cuda, m) {
   m.def("cuda_versions", &cuda_versions);
   m.def("dense_loss_bytes", &jax_dsa::dense_loss_bytes);
   m.def("gated_pool_parts", &jax_dsa::gated_pool_parts);
+  m.def("gated_pool_tiles", &jax_dsa::gated_pool_tiles);
   m.def("htree_decode_workspace", &htree_decode_workspace);
   m.def("htree_workspaces", &htree_workspaces);
   m.def("masked_attention_workspaces", &masked_attention_workspaces);

@@ -13,6 +13,7 @@ from compare import assert_as_good_as, assert_matches
 
 import jax_dsa
 from jax_dsa.ops.gated_pool import gated_pool
+from jax_dsa.ops.gated_pool.api import gated_pool_for_norm
 
 
 def pooled(values: Any, gates: Any, bias: Any, starts: Any) -> np.ndarray:
@@ -57,6 +58,21 @@ def both_ways(
     return keys, *pull(ct.astype(keys.dtype))
 
 
+@functools.partial(jax.jit, static_argnames="implementation")
+def both_ways_for_norm(
+    values: Any,
+    gates: Any,
+    bias: Any,
+    scale: Any,
+    starts: Any,
+    cts: Any,
+    implementation: str | None = None,
+) -> Any:
+    pool = functools.partial(gated_pool_for_norm, starts=starts, implementation=implementation)
+    results, pull = jax.vjp(pool, values, gates, bias, scale)
+    return *results, *pull((cts[0].astype(values.dtype), cts[1]))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("halves", [1, 2])
 @pytest.mark.parametrize("ratio", [1, 3, 4])
@@ -73,6 +89,24 @@ def test_keys_and_gradients(
     with jax_dsa.plain_xla():  # JAX's own derivative
         _, pull = jax.vjp(functools.partial(gated_pool, starts=given), *args)
         assert_matches(grads, list(pull(ct)), tol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_keys_for_a_norm(packed: bool, rng: np.random.Generator) -> None:
+    args = inputs(rng, (3, 23, 2, 5), 4)
+    scale = jnp.asarray(rng.standard_normal(5), jnp.float32)
+    starts = documents(rng, 3, 23, 0.2 if packed else 0)
+    given = jnp.asarray(starts) if packed else None
+    want = pooled(*args, starts)
+    cts = tuple(
+        jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in (want, want[..., 0])
+    )
+    keys, squares, *grads = both_ways_for_norm(*args, scale, given, cts)
+    assert_matches(keys, jnp.asarray(want * np.asarray(scale), jnp.float32), tol=1e-6)
+    assert_matches(squares, jnp.asarray((want**2).sum(-1), jnp.float32), tol=1e-6)
+    with jax_dsa.plain_xla():  # JAX's own derivative
+        _, pull = jax.vjp(functools.partial(gated_pool_for_norm, starts=given), *args, scale)
+        assert_matches(grads, list(pull(cts)), tol=1e-5)
 
 
 def test_documents_are_as_if_they_were_alone(rng: np.random.Generator) -> None:
@@ -144,6 +178,37 @@ def test_kernels(name: str, dtype: Any, packed: bool, rng: np.random.Generator) 
         else:
             assert_as_good_as(g, o, w, what=what)
     again = both_ways(*args, starts, ct, implementation="cuda")
+    jax.tree.map(np.testing.assert_array_equal, got, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("name", KERNEL_SHAPES)
+def test_kernels_for_a_norm(name: str, dtype: Any, packed: bool, rng: np.random.Generator) -> None:
+    """As good as XLA's implementation, twice the same bits."""
+    shape, ratio = KERNEL_SHAPES[name]
+    args = inputs(rng, shape, ratio, dtype)
+    scale = jnp.asarray(rng.standard_normal(shape[3]), jnp.float32)
+    starts = jnp.asarray(documents(rng, *shape[:2], 0.02)) if packed else None
+    slots = shape[0], shape[1] // ratio
+    cts = tuple(
+        jnp.asarray(rng.standard_normal(x), dtype).astype(jnp.float32)
+        for x in ((*slots, shape[3]), slots)
+    )
+    exact = [x.astype(jnp.float32) for x in args]
+    want = both_ways_for_norm(*exact, scale, starts, cts, implementation="xla")
+    low = both_ways_for_norm(*args, scale, starts, cts, implementation="xla")
+    got = both_ways_for_norm(*args, scale, starts, cts, implementation="cuda")
+    names = "keys", "squares", "values", "gates", "bias", "scale"
+    for what, g, o, w in zip(names, got, low, want, strict=True):
+        assert g.dtype == o.dtype
+        if g.dtype == jnp.float32:
+            is_sum = what in ("squares", "bias", "scale")
+            assert_matches(g, o, tol=1e-4 if is_sum else 1e-5, what=what)
+        else:
+            assert_as_good_as(g, o, w, what=what)
+    again = both_ways_for_norm(*args, scale, starts, cts, implementation="cuda")
     jax.tree.map(np.testing.assert_array_equal, got, again)
 
 

@@ -88,7 +88,7 @@ void bench_shape(int64_t tokens, int ratio, int halves, int dim, DType dtype) {
   bwd.dout = filled(keys * size);
   bwd.dvalues = memory.room<uint8_t>(n * size), bwd.dgates = memory.room<uint8_t>(n * size);
   const int64_t parts = jax_dsa::gated_pool_parts(1, tokens, ratio, halves, dim);
-  bwd.dbias = memory.room<float>(8 * parts * ratio * halves * dim);
+  bwd.sums = memory.room<float>(parts * (ratio * halves + 1) * dim);
   bwd.parts = parts;
   std::vector<int32_t> starts;
   for (int64_t t = 0; t < tokens; ++t) starts.push_back(static_cast<int32_t>(t / 1000 * 1000));
@@ -97,9 +97,14 @@ void bench_shape(int64_t tokens, int ratio, int halves, int dim, DType dtype) {
                             std::to_string(ratio) + (halves == 2 ? " overlapping" : "") +
                             (dtype == DType::kF32 ? " f32" : "");
   const double once = double(size) * (2 * n + keys), twice = double(size) * (4 * n + keys);
-  for (const bool packed : {false, true}) {
-    fwd.in.starts = bwd.in.starts = packed ? documents : nullptr;
-    const std::string of = shape + (packed ? ", documents" : "");
+  const int64_t slots = tokens / ratio;
+  fwd.squares = memory.room<float>(jax_dsa::gated_pool_tiles(ratio, halves, dim) * slots);
+  bwd.dsquares = reinterpret_cast<float*>(filled(slots * 4));
+  const auto* const scale = reinterpret_cast<float*>(filled(dim * 4));
+  for (const std::string with : {"", ", scaled", ", documents"}) {
+    fwd.in.starts = bwd.in.starts = with == ", documents" ? documents : nullptr;
+    fwd.in.scale = bwd.in.scale = with == ", scaled" ? scale : nullptr;
+    const std::string of = shape + with;
     bench(of + ", fwd", once, [&] { return jax_dsa::launch_gated_pool_fwd(fwd, nullptr); });
     bench(of + ", bwd", twice, [&] { return jax_dsa::launch_gated_pool_bwd(bwd, nullptr); });
   }
@@ -119,8 +124,10 @@ int main(int argc, char** argv) {
     }
     int bad = 0;
     for (const Case& c : cases) {
-      Memory memory;
-      bad += !run(c, 1, memory);
+      for (const bool scaled : {false, true}) {
+        Memory memory;
+        bad += !run(c, scaled, 1, memory);
+      }
     }
     printf(bad ? "FAILED %d\n" : "all good\n", bad);
     return bad != 0;

@@ -12,8 +12,6 @@ using namespace gated_pool;
 
 bool is_few(int ratio, int halves) { return ratio * halves <= Few::kMost; }
 
-int tiles_of(int dim, bool few) { return ceil_div(dim, few ? Few::kTile : Many::kTile); }
-
 cudaError_t check(const GatedPoolParams& p) {
   const bool fits = p.ratio > 0 && (p.halves == 1 || p.halves == 2) &&
                     int64_t{p.ratio} * p.halves <= kMostPooled && p.dim % kWidth == 0 &&
@@ -64,11 +62,15 @@ cudaError_t launch_gated_pool_fwd(const GatedPoolFwdParams& params, cudaStream_t
   });
 }
 
+int gated_pool_tiles(int ratio, int halves, int dim) {
+  return ceil_div(dim, is_few(ratio, halves) ? Few::kTile : Many::kTile);
+}
+
 int64_t gated_pool_parts(int64_t batch, int64_t tokens, int ratio, int halves, int dim) {
   const bool few = is_few(ratio, halves);
   const int64_t slots = ceil_div(tokens, int64_t{ratio});
   const int64_t most = ceil_div(slots, int64_t{few ? Few::kTeams : Many::kTeams});
-  const int64_t rest = std::max(int64_t{1}, batch * tiles_of(dim, few));
+  const int64_t rest = std::max(int64_t{1}, batch * gated_pool_tiles(ratio, halves, dim));
   return std::max(int64_t{1}, std::min(most, kMostProcessors * kBwdBlocks / rest));
 }
 
@@ -83,7 +85,7 @@ cudaError_t launch_gated_pool_bwd(const GatedPoolBwdParams& params, cudaStream_t
     const int tiles = ceil_div(p.dim, Shape::kTile);
     return launch_blocks(bwd_kernel<kType, Shape, kPacked>, p.batch * params.parts * tiles,
                          kThreads,
-                         Shape::kRanks == 1 ? sizeof(BiasShared) : sizeof(JoinShared<Shape>),
+                         Shape::kRanks == 1 ? sizeof(SumsShared) : sizeof(JoinShared<Shape>),
                          stream, params, slots, tiles);
   });
 }

@@ -18,6 +18,7 @@ struct GatedPoolParams {
   const void* values;     // [batch, tokens, halves, dim], of `dtype`
   const void* gates;      // [batch, tokens, halves, dim], of `dtype`
   const float* bias;      // [batch, ratio, halves, dim], of the gates
+  const float* scale;     // [batch, dim], of the keys; null: ones
   const int32_t* starts;  // [batch, tokens], each document's first row, >= 0; null: one, from 0
   int64_t batch;
   int64_t tokens;
@@ -29,16 +30,20 @@ struct GatedPoolParams {
 
 struct GatedPoolFwdParams {
   GatedPoolParams in;
-  void* out;  // [batch, tokens / ratio, dim], of `dtype`
+  void* out;       // [batch, tokens / ratio, dim], of `dtype`
+  float* squares;  // with `scale` [batch, gated_pool_tiles(), tokens / ratio]: their sum over tiles
+                   // is that of the squares of a key's elements before `scale`
 };
 
 struct GatedPoolBwdParams {
   GatedPoolParams in;
-  const void* dout;  // [batch, tokens / ratio, dim], of `dtype`
-  void* dvalues;     // as values
-  void* dgates;      // as gates
-  float* dbias;      // [batch, parts, ratio, halves, dim]: their sum over parts is the gradient
-  int64_t parts;     // >= 1, which share out a batch entry's keys
+  const void* dout;       // [batch, tokens / ratio, dim], of `dtype`
+  const float* dsquares;  // with `scale` [batch, tokens / ratio]
+  void* dvalues;          // as values
+  void* dgates;           // as gates
+  float* sums;    // [batch, parts, rows, dim], whose sum over parts is the gradients of the bias,
+                  // ratio * halves rows, and in one more of `scale` if there is one
+  int64_t parts;  // >= 1, which share out a batch entry's keys
 };
 
 inline constexpr int kMostPooled = 128;
@@ -46,6 +51,8 @@ inline constexpr int kMostPooled = 128;
 cudaError_t launch_gated_pool_fwd(const GatedPoolFwdParams& params, cudaStream_t stream);
 cudaError_t launch_gated_pool_bwd(const GatedPoolBwdParams& params, cudaStream_t stream);
 
+// How many blocks of threads share a key's channels.
+int gated_pool_tiles(int ratio, int halves, int dim);
 // Parts that keep a GPU busy and make few sums.
 int64_t gated_pool_parts(int64_t batch, int64_t tokens, int ratio, int halves, int dim);
 

@@ -3,6 +3,8 @@
 //     p_i = softmax_i(gate_i + bias_i)        y = sum_i p_i v_i
 //     dv_i = p_i dy                           dgate_i = p_i (v_i - y) dy
 //
+// Where a norm follows, the key is scale y, and the sum of all y^2 is a result, too.
+//
 // Bound by memory: each direction reads values and gates once, and the backward pass, which finds
 // p and y again, writes each gradient once: a token's two halves belong to different blocks. A
 // team of threads makes a key: kLanes of them lie along the channels, four channels each, and
@@ -128,8 +130,8 @@ struct JoinShared {
   static constexpr int kWarps = kThreads / 32;
   float sums[2][kWarps][3 * kWidth][Shape::kLanes];
 };
-struct BiasShared {
-  float4 sums[kHeld][kThreads];
+struct SumsShared {
+  float4 sums[kHeld + 1][kThreads];
 };
 
 template <DType kType, typename Shape, bool kPacked>
@@ -203,6 +205,12 @@ struct Team {
   }
   __device__ int64_t at_key() const {
     return (entry * (p.tokens / ratio) + slot) * p.dim + channel;
+  }
+
+  __device__ void read_scale(float (&scale)[kWidth]) const {
+    const float* const from = p.scale + entry * p.dim + channel;
+    const float4 four = __ldg(reinterpret_cast<const float4*>(from));
+    scale[0] = four.x, scale[1] = four.y, scale[2] = four.z, scale[3] = four.w;
   }
 
   // Reads the thread's contributions to a block that there is: weights are exp(gate - the thread's
@@ -351,6 +359,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
     for (int c = 0; c < kWidth; ++c) key[c] = all.value[c] * reciprocal_approx(all.weight[c]);
   }
+  if (params.in.scale) {
+    float squares = 0.f, scale[kWidth];
+    team.read_scale(scale);
+#pragma unroll
+    for (int c = 0; c < kWidth; ++c) {
+      if (team.active) squares = fmaf(key[c], key[c], squares);
+      key[c] *= scale[c];
+    }
+#pragma unroll
+    for (int d = 1; d < Shape::kLanes; d *= 2) squares += __shfl_xor_sync(~0u, squares, d);
+    if (threadIdx.x % Shape::kLanes == 0 && team.rank == 0) {
+      const int64_t tile = team.entry * tiles + blockIdx.x % tiles;
+      params.squares[tile * slots + team.slot] = squares;
+    }
+  }
   if (team.active && team.rank == 0) {
     store<kType>(static_cast<Element<kType>*>(params.out) + team.at_key(), narrow<kType>(key));
   }
@@ -358,7 +381,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 // The blocks of an entry share out its keys, so that each sums the bias's gradient of many.
 template <DType kType, typename Shape, bool kPacked>
-__global__ void __launch_bounds__(kThreads, kBwdBlocks)
+__global__ void __launch_bounds__(kThreads, kBwdBlocks - (Shape::kRanks > 1 && !Shape::kIsFull))
     bwd_kernel(const __grid_constant__ GatedPoolBwdParams params, int slots, int tiles) {
   const GatedPoolParams& p = params.in;
   using OneTeam = Team<kType, Shape, kPacked>;
@@ -367,7 +390,8 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks)
   const int part = static_cast<int>(block % params.parts);
   auto* const dvalues = static_cast<Element<kType>*>(params.dvalues);
   auto* const dgates = static_cast<Element<kType>*>(params.dgates);
-  float dbias[kHeld][kWidth] = {};
+  float sums[kHeld + 1][kWidth] = {};  // the last of `scale`
+  auto& dscale = sums[kHeld];
   int turn = 0;
   for (int64_t slot = part * Shape::kTeams + OneTeam::number(); slot < slots;
        slot += params.parts * Shape::kTeams, ++turn) {
@@ -380,14 +404,28 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks)
       Four<kType> values[kHeld];
       const Sums own = team.read(weights, values);
       const Sums all = team.joined(own, dynamic_shared<JoinShared<Shape>>(), turn);
-      float mean[kWidth];
+      float mean[kWidth], factor[kWidth];
 #pragma unroll
       for (int c = 0; c < kWidth; ++c) {
-        const float scale = reciprocal_approx(all.weight[c]);
-        mean[c] = all.value[c] * scale;
-        dkey[c] *=
-            Shape::kRanks == 1 ? scale : scale * exp2_approx((own.base(c) - all.base(c)) * kLog2E);
+        factor[c] = reciprocal_approx(all.weight[c]);
+        mean[c] = all.value[c] * factor[c];
+        if constexpr (Shape::kRanks > 1) {
+          factor[c] *= exp2_approx((own.base(c) - all.base(c)) * kLog2E);
+        }
       }
+      if (p.scale) {
+        float scale[kWidth];
+        team.read_scale(scale);
+        const int64_t key = entry * (p.tokens / team.ratio) + slot;
+        const float twice = 2.f * __ldg(params.dsquares + key);
+#pragma unroll
+        for (int c = 0; c < kWidth; ++c) {
+          dscale[c] = fmaf(dkey[c], mean[c], dscale[c]);
+          dkey[c] = fmaf(dkey[c], scale[c], twice * mean[c]);
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < kWidth; ++c) dkey[c] *= factor[c];
       const int64_t first = team.at_first();
       Element<kType>* const to_dvalues = dvalues + first;
       Element<kType>* const to_dgates = dgates + first;
@@ -401,7 +439,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks)
         for (int c = 0; c < kWidth; ++c) {
           dvalue[c] = weights[j][c] * dkey[c];
           dgate[c] = dvalue[c] * (value[c] - mean[c]);
-          dbias[j][c] += dgate[c];
+          sums[j][c] += dgate[c];
         }
         const Four<kType> new_values = narrow<kType>(dvalue), new_gates = narrow<kType>(dgate);
         const uint32_t offset = team.offset(team.index(j));
@@ -413,29 +451,32 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks)
     }
     team.clear(dvalues, dgates);
   }
-  float* const sums = params.dbias + block * (team.ratio * team.stride);
   if constexpr (Shape::kTeams > 1) {
-    auto& shared = dynamic_shared<BiasShared>().sums;
+    auto& shared = dynamic_shared<SumsShared>().sums;
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      shared[j][threadIdx.x] = {dbias[j][0], dbias[j][1], dbias[j][2], dbias[j][3]};
+    for (int j = 0; j <= kHeld; ++j) {
+      shared[j][threadIdx.x] = {sums[j][0], sums[j][1], sums[j][2], sums[j][3]};
     }
     __syncthreads();
     if (OneTeam::number() > 0) return;
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
+    for (int j = 0; j <= kHeld; ++j) {
 #pragma unroll
       for (int t = 1; t < Shape::kTeams; ++t) {
         const float4 x = shared[j][threadIdx.x + t * Shape::kLanes];
-        dbias[j][0] += x.x, dbias[j][1] += x.y, dbias[j][2] += x.z, dbias[j][3] += x.w;
+        sums[j][0] += x.x, sums[j][1] += x.y, sums[j][2] += x.z, sums[j][3] += x.w;
       }
     }
   }
+  if (!team.active) return;
+  const int of_bias = team.ratio * team.stride;
+  float* const to = params.sums + block * (of_bias + (p.scale ? p.dim : 0));
 #pragma unroll
   for (int j = 0; j < kHeld; ++j) {
     const int i = team.index(j);
-    if (team.active && team.exists(i)) store_4(sums + team.bias_offset(i), dbias[j]);
+    if (team.exists(i)) store_4(to + team.bias_offset(i), sums[j]);
   }
+  if (p.scale && team.rank == 0) store_4(to + of_bias + team.channel, dscale);
 }
 
 }  // namespace jax_dsa::gated_pool

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, Args
@@ -30,7 +29,7 @@ from jax_dsa.nn.config import check_quantised
 from jax_dsa.nn.indexer import prepared
 from jax_dsa.nn.rotary import rope
 from jax_dsa.ops.attn_dist import attn_dist
-from jax_dsa.ops.gated_pool import gated_pool
+from jax_dsa.ops.gated_pool.api import gated_pool_for_norm
 from jax_dsa.ops.indexer import indexer_topk
 from jax_dsa.ops.indexer import spec as indexer
 from jax_dsa.ops.indexer.api import indexer_selected_op
@@ -122,30 +121,29 @@ class Stream(NamedTuple):
     gates: Float[Array, "B H F"]
 
 
-@jax.custom_jvp
-def _inverse_root(x: Array) -> Array:
-    return checkpoint_name(jax.lax.rsqrt(x), "inverse_root")
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normed(
+    epsilon: float, scaled: Float[Array, "B W D"], squares: Float[Array, "B W"]
+) -> Float[Array, "B W D"]:
+    """RMS norm of keys whose products with its scale are `scaled`, and whose squares add up so.
 
-
-@_inverse_root.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    y = checkpoint_name(jax.lax.rsqrt(primals[0]), "inverse_root")
-    return y, -0.5 * y**3 * tangents[0]
-
-
-@functools.partial(
-    jax.checkpoint,
-    prevent_cse=False,
-    policy=jax.checkpoint_policies.save_only_these_names("inverse_root"),
-    static_argnums=2,
-)
-def _rms_norm(x: Float[Array, "B W D"], scale: Float[Array, "D"], epsilon: float) -> Array:
-    """As `nnx.RMSNorm`, whose backward pass reads several float32 copies of `x` that the forward
-    pass saves; this one reads `x` and a number a row.
+    JAX's own derivative would save the keys in float32.
     """
-    wide = x.astype(jnp.float32)
-    squares = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    return (wide * _inverse_root(squares + epsilon) * scale).astype(x.dtype)
+    return _normed_fwd(epsilon, scaled, squares)[0]
+
+
+def _normed_fwd(epsilon: float, scaled: Array, squares: Array) -> tuple[Array, Any]:
+    factor = jax.lax.rsqrt(squares / scaled.shape[-1] + epsilon)[..., None]
+    return (scaled * factor).astype(scaled.dtype), (scaled, factor)
+
+
+def _normed_bwd(epsilon: float, saved: Any, dy: Array) -> tuple[Array, Array]:
+    scaled, factor = saved
+    by_squares = -0.5 / scaled.shape[-1] * factor**3
+    return (dy * factor).astype(scaled.dtype), jnp.sum(dy * (scaled * by_squares), axis=-1)
+
+
+_normed.defvjp(_normed_fwd, _normed_bwd)
 
 
 class Compressor(nnx.Module):
@@ -224,12 +222,12 @@ class Compressor(nnx.Module):
     ) -> Float[Array, "B W D"]:
         """The keys of blocks whose first tokens have these positions."""
         bias = self.position_bias[...].astype(jnp.float32).reshape(self.ratio, -1, self.dim)
-        values, gates = (x.reshape(*x.shape[:2], *bias.shape[1:]) for x in (values, gates))
-        keys = gated_pool(values, gates, bias, starts)
-        # Where tokens are sharded, the channels were for the pooling.
-        keys = compat.left_to_compiler(lambda keys: keys, values)(keys)
+        parts = [x.reshape(*x.shape[:2], *bias.shape[1:]) for x in (values, gates)]
         assert self.norm.scale is not None
-        keys = _rms_norm(keys, self.norm.scale[...], self.config.norm_eps)
+        pooled = gated_pool_for_norm(parts[0], parts[1], bias, self.norm.scale[...], starts)
+        normed = functools.partial(_normed, self.config.norm_eps)
+        # Where tokens are sharded, the channels were for the pooling.
+        keys = compat.left_to_compiler(normed, values)(*pooled)
         return self.config.rotate(keys, positions)
 
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from cases import TransformCase
 from jax_dsa.ops.gated_pool import gated_pool
+from jax_dsa.ops.gated_pool.api import gated_pool_for_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,8 +49,27 @@ def case(name: str, make: Callable, ratio: int, halves: int) -> TransformCase:
     return TransformCase(name, gated_pool, make, (0, 1, 2), specs, {"keys": gathered})
 
 
+def make_scaled_args(rng: np.random.Generator) -> tuple:
+    return *make_args(rng, 4, 2), jnp.asarray(rng.normal(size=D), jnp.float32)
+
+
+def scaled_case() -> TransformCase:
+    scale = {"batch": P(), "head": P("x"), "keys": P()}
+    specs = {route: (*given, scale[route]) for route, given in ROUTES.items()}
+    gathered = {(B, S // 4, D), (B, 4, 2, D), (B, D)}  # the scale's gradient, too
+    return TransformCase(
+        "gated_pool-scaled",
+        gated_pool_for_norm,
+        make_scaled_args,
+        (0, 1, 2, 3),
+        specs,
+        {"keys": gathered},
+    )
+
+
 CASES = [
     case("gated_pool", lambda rng: make_args(rng, 4, 1), 4, 1),
     case("gated_pool-halves", lambda rng: make_args(rng, 4, 2), 4, 2),
     case("gated_pool-documents", make_packed_args, 3, 2),
+    scaled_case(),
 ]

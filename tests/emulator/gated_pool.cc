@@ -31,9 +31,11 @@ struct Memory {
 int main(int argc, char** argv) {
   int failures = 0;
   for (const gated_pool_problem::Case& c : gated_pool_problem::kCases) {
-    emulator::machine.options = emulator::schedules(argc, argv, 0)[0];
-    Memory memory;
-    failures += !gated_pool_problem::run(c, 1, memory);
+    for (const bool scaled : {false, true}) {
+      emulator::machine.options = emulator::schedules(argc, argv, 0)[0];
+      Memory memory;
+      failures += !gated_pool_problem::run(c, scaled, 1, memory);
+    }
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

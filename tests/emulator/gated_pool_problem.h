@@ -69,13 +69,14 @@ inline double element(const std::vector<uint8_t>& bytes, DType dtype, size_t i) 
 struct Problem {
   Case c;
   std::vector<uint8_t> values, gates, dout;  // what no key is made of is NaN
-  std::vector<float> bias;
+  std::vector<float> bias, scale, dsquares;
   std::vector<int32_t> starts;
   // What is wanted, and of the sums the size of their terms.
-  std::vector<double> out, dvalues, dgates, dbias, dbias_size;
+  std::vector<double> out, squares, dvalues, dgates, dbias, dbias_size, dscale, dscale_size;
 };
 
-inline Problem make(const Case& c, uint64_t seed) {
+// With a scale of the keys if `scaled`.
+inline Problem make(const Case& c, bool scaled, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal;
   Problem p = {c};
@@ -121,7 +122,12 @@ inline Problem make(const Case& c, uint64_t seed) {
     const bool is_key = !keys[i / c.dim].empty();
     dout.push_back(append(p.dout, c.dtype, is_key ? normal(random) : NAN));
   }
-  p.out.assign(dout.size(), 0.);
+  if (scaled) {
+    for (int64_t i = 0; i < c.batch * c.dim; ++i) p.scale.push_back(normal(random));
+    for (const auto& key : keys) p.dsquares.push_back(key.empty() ? NAN : normal(random));
+  }
+  p.out.assign(dout.size(), 0.), p.squares.assign(p.dsquares.size(), 0.);
+  p.dscale.assign(p.scale.size(), 0.), p.dscale_size = p.dscale;
   p.dvalues.assign(values.size(), 0.), p.dgates = p.dvalues;
   p.dbias.assign(p.bias.size(), 0.), p.dbias_size = p.dbias;
   for (size_t k = 0; k < keys.size(); ++k) {
@@ -132,8 +138,17 @@ inline Problem make(const Case& c, uint64_t seed) {
         const double e = std::exp(gates[x.at + d] + p.bias[x.bias + d] - most);
         weight += e, value += e * values[x.at + d];
       }
-      const double y = value / weight, dy = dout[k * c.dim + d];
+      const double y = value / weight;
+      double dy = dout[k * c.dim + d];
       p.out[k * c.dim + d] = y;
+      if (scaled) {
+        const size_t i = k / slots * c.dim + d;
+        p.out[k * c.dim + d] *= p.scale[i];
+        p.squares[k] += y * y;
+        p.dscale[i] += dy * y;
+        p.dscale_size[i] += std::fabs(dy * y);
+        dy = dy * p.scale[i] + 2 * p.dsquares[k] * y;
+      }
       for (const auto& x : keys[k]) {
         const double e = std::exp(gates[x.at + d] + p.bias[x.bias + d] - most) / weight;
         const double dgate = e * dy * (values[x.at + d] - y);
@@ -149,8 +164,8 @@ inline Problem make(const Case& c, uint64_t seed) {
 
 // Runs both directions; `Memory` has `put`, `room`, which gives poison, `get` and `require`.
 template <typename Memory>
-bool run(const Case& c, uint64_t seed, Memory& memory) {
-  const Problem x = make(c, seed);
+bool run(const Case& c, bool scaled, uint64_t seed, Memory& memory) {
+  const Problem x = make(c, scaled, seed);
   jax_dsa::GatedPoolFwdParams fwd = {};
   jax_dsa::GatedPoolBwdParams bwd = {};
   jax_dsa::GatedPoolParams& p = fwd.in;
@@ -158,6 +173,10 @@ bool run(const Case& c, uint64_t seed, Memory& memory) {
   p.starts = c.packed ? memory.put(x.starts) : nullptr;
   p.batch = c.batch, p.tokens = c.tokens, p.ratio = c.ratio, p.halves = c.halves, p.dim = c.dim;
   p.dtype = c.dtype;
+  p.scale = scaled ? memory.put(x.scale) : nullptr;
+  const int64_t tiles = jax_dsa::gated_pool_tiles(c.ratio, c.halves, c.dim);
+  fwd.squares = scaled ? memory.template room<float>(tiles * x.squares.size()) : nullptr;
+  bwd.dsquares = scaled ? memory.put(x.dsquares) : nullptr;
   fwd.out = memory.template room<uint8_t>(x.dout.size());
   bwd.in = p;
   bwd.dout = memory.put(x.dout);
@@ -165,7 +184,7 @@ bool run(const Case& c, uint64_t seed, Memory& memory) {
   bwd.dgates = memory.template room<uint8_t>(x.gates.size());
   const int64_t most = jax_dsa::gated_pool_parts(c.batch, c.tokens, c.ratio, c.halves, c.dim);
   bwd.parts = std::min<int64_t>(most, 3);  // so that a team has several keys
-  bwd.dbias = memory.template room<float>(bwd.parts * x.bias.size());
+  bwd.sums = memory.template room<float>(bwd.parts * (x.bias.size() + x.scale.size()));
   memory.require(jax_dsa::launch_gated_pool_fwd(fwd, nullptr));
   memory.require(jax_dsa::launch_gated_pool_bwd(bwd, nullptr));
 
@@ -185,16 +204,30 @@ bool run(const Case& c, uint64_t seed, Memory& memory) {
   each(fwd.out, x.out);
   each(bwd.dvalues, x.dvalues);
   each(bwd.dgates, x.dgates);
-  const auto parts = memory.get(bwd.dbias, bwd.parts * x.bias.size());
-  for (size_t i = 0; i < x.bias.size(); ++i) {
-    const size_t one = x.bias.size() / c.batch;
+  const int64_t slots = c.tokens / c.ratio;
+  const auto squares = memory.get(fwd.squares, tiles * x.squares.size());
+  for (size_t i = 0; i < x.squares.size(); ++i) {
+    double sum = 0;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      sum += squares[(i / slots * tiles + tile) * slots + i % slots];
+    }
+    compare(sum, x.squares[i], 1 + x.squares[i]);
+  }
+  const size_t of_bias = c.ratio * c.halves * c.dim, all = of_bias + (scaled ? c.dim : 0);
+  const auto parts = memory.get(bwd.sums, bwd.parts * c.batch * all);
+  for (size_t i = 0; i < c.batch * all; ++i) {
     double sum = 0;
     for (int64_t part = 0; part < bwd.parts; ++part) {
-      sum += parts[(i / one * bwd.parts + part) * one + i % one];
+      sum += parts[(i / all * bwd.parts + part) * all + i % all];
     }
-    compare(sum, x.dbias[i], 1 + x.dbias_size[i]);
+    const size_t of_entry = i % all;
+    const bool is_bias = of_entry < of_bias;
+    const size_t at = is_bias ? i / all * of_bias + of_entry : i / all * c.dim + of_entry - of_bias;
+    compare(sum, (is_bias ? x.dbias : x.dscale)[at],
+            1 + (is_bias ? x.dbias_size : x.dscale_size)[at]);
   }
-  printf("%-4s %-48s %.2f of what is allowed\n", worst < 1 ? "ok" : "BAD", c.name, worst);
+  printf("%-4s %-48s%s %.2f of what is allowed\n", worst < 1 ? "ok" : "BAD", c.name,
+         scaled ? " scaled" : "       ", worst);
   return worst < 1;
 }
 

@@ -10,7 +10,7 @@ from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.gated_pool import cuda, xla
-from jax_dsa.ops.gated_pool.spec import Operands, Options
+from jax_dsa.ops.gated_pool.spec import Operands, Options, Results
 
 _LIMITS = "bfloat16, float16 and float32; R H to 128; D a multiple of 4"
 
@@ -74,6 +74,35 @@ def gated_pool(
 
     Source: DeepSeek-V4 (2026), the compressor of keys.
     """
+    return _pooled(values, gates, bias, starts, None, implementation).keys
+
+
+def gated_pool_for_norm(
+    values: Float[Array, "B S H D"],
+    gates: Float[Array, "B S H D"],
+    bias: Float[Array, "R H D"],
+    scale: Float[Array, "D"],
+    starts: Int[Array, "B S"] | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B S/R D"], Float[Array, "B S/R"]]:
+    """`gated_pool` of keys that a norm with this scale follows: the keys times the scale, and the
+    sums of the keys' squares before it. The norm's backward pass is in the kernel then, but for
+    one sum a key.
+    """
+    results = _pooled(values, gates, bias, starts, scale, implementation)
+    assert results.squares is not None
+    return results.keys, results.squares
+
+
+def _pooled(
+    values: Array,
+    gates: Array,
+    bias: Array,
+    starts: Array | None,
+    scale: Array | None,
+    implementation: Implementation | None,
+) -> Results:
     args = Args("gated_pool", "values", values, "B S H D")
     call = args.call(implementation)
     values = args.array("values", values, "B S H D", FLOATS)
@@ -85,5 +114,7 @@ def gated_pool(
     args.shape("bias", bias, ratio > 0, "R >= 1")
     if starts is not None:
         starts = jax.lax.stop_gradient(args.array("starts", starts, "B S", INT32))
-    operands = Operands(values, gates, bias[None], starts)
-    return args.restore(gated_pool_op(call, Options(ratio), operands)).keys
+    if scale is not None:
+        scale = args.array("scale", scale, "D", WIDE_FLOATS)[None]
+    operands = Operands(values, gates, bias[None], starts, scale)
+    return args.restore(gated_pool_op(call, Options(ratio), operands))

@@ -18,8 +18,9 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 def supports(options: Options, x: Operands, *_: Any) -> str | None:
     """None, or why the kernels do not run this call: either direction."""
-    if x.values.dtype not in _DTYPES or x.bias.dtype != jnp.float32:
-        return f"it takes bfloat16, float16 and float32, got {x.values.dtype}, {x.bias.dtype}"
+    wide = [a.dtype for a in (x.bias, x.scale) if a is not None]
+    if x.values.dtype not in _DTYPES or any(dtype != jnp.float32 for dtype in wide):
+        return f"it takes bfloat16, float16 and float32, got {x.values.dtype}, {wide[0]}"
     pooled = options.ratio * x.values.shape[2]
     if pooled > _MOST_POOLED:
         return f"it has R H up to {_MOST_POOLED}, got R H={pooled}"
@@ -29,16 +30,29 @@ def supports(options: Options, x: Operands, *_: Any) -> str | None:
 
 
 def gated_pool_fwd(options: Options, avals: Results, x: Operands) -> Results:
-    """`xla.gated_pool_fwd`."""
-    return Results(*ffi.call("jax_dsa.gated_pool_fwd.v1", x, avals))
+    """`xla.gated_pool_fwd`; blocks of threads that share a key leave parts of its squares' sum."""
+    halves, dim = x.values.shape[2:]
+    parts = None
+    if avals.squares is not None:
+        tiles = int(ffi.extension().gated_pool_tiles(options.ratio, halves, dim))
+        batch, slots = avals.squares.shape
+        parts = jax.ShapeDtypeStruct((batch, tiles, slots), jnp.float32)
+    keys, squares = ffi.call("jax_dsa.gated_pool_fwd.v1", x, (avals.keys, parts))
+    return Results(keys, None if squares is None else jnp.sum(squares, axis=1))
 
 
 def gated_pool_bwd(options: Options, avals: Gradients, x: Operands, dy: Results) -> Gradients:
-    """`xla.gated_pool_bwd`; the kernel leaves parts of the sum that the bias's gradient is."""
+    """`xla.gated_pool_bwd`; the kernel leaves parts of the sums that are gradients of the bias, and
+    of the scale in the last row.
+    """
     batch, length, halves, dim = x.values.shape
     parts = int(ffi.extension().gated_pool_parts(batch, length, options.ratio, halves, dim))
-    sums = jax.ShapeDtypeStruct((batch, parts, *x.bias.shape[1:]), jnp.float32)
-    dvalues, dgates, dbias = ffi.call(
-        "jax_dsa.gated_pool_bwd.v1", (*x, dy.keys), (avals.values, avals.gates, sums)
+    pooled = options.ratio * halves
+    rows = pooled + (x.scale is not None)
+    of_parts = jax.ShapeDtypeStruct((batch, parts, rows, dim), jnp.float32)
+    dvalues, dgates, sums = ffi.call(
+        "jax_dsa.gated_pool_bwd.v1", (*x, *dy), (avals.values, avals.gates, of_parts)
     )
-    return Gradients(dvalues, dgates, jnp.sum(dbias, axis=1))
+    dbias = jnp.sum(sums[:, :, :pooled], axis=1).reshape(avals.bias.shape)
+    dscale = None if x.scale is None else jnp.sum(sums[:, :, pooled], axis=1)
+    return Gradients(dvalues, dgates, dbias, dscale)

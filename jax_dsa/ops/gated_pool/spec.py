@@ -24,18 +24,26 @@ class Operands(NamedTuple):
             to the next block's.
         bias: of the gates, by the token's place in its block.
         starts: the first row of each token's document; None: all have one, from row 0 on.
+        scale: of the keys, where a norm follows.
     """
 
     values: Float[Array, "b s h d"]
     gates: Float[Array, "b s h d"]
     bias: Float[Array, "b r h d"]
     starts: Int[Array, "b s"] | None
+    scale: Float[Array, "b d"] | None
 
 
 class Results(NamedTuple):
-    """Keys of the values' dtype, zeros where there is no block."""
+    """What comes of the blocks.
+
+    Attributes:
+        keys: of the values' dtype, zeros where there is no block.
+        squares: with a scale, the sums of the squares of a key's elements before it.
+    """
 
     keys: Float[Array, "b w d"]
+    squares: Float[Array, "b w"] | None
 
 
 class Gradients(NamedTuple):
@@ -44,3 +52,4 @@ class Gradients(NamedTuple):
     values: Array
     gates: Array
     bias: Array
+    scale: Array | None

@@ -89,19 +89,29 @@ def gated_pool_fwd(options: Options, x: Operands) -> Results:
     """The mean of the contributions' values, weighted by the softmax of their gates."""
     blocks = None if x.starts is None else _blocks(options.ratio, x.starts)
     parts = _parts(options, x, blocks)
-    return Results(jnp.sum(parts.shares * parts.values, axis=2).astype(x.values.dtype))
+    keys = jnp.sum(parts.shares * parts.values, axis=2)
+    squares = None
+    if x.scale is not None:
+        squares = jnp.sum(keys * keys, axis=2)
+        keys = keys * x.scale[:, None]
+    return Results(keys.astype(x.values.dtype), squares)
 
 
 def gated_pool_bwd(options: Options, x: Operands, dy: Results) -> Gradients:
     """The gradients, of the contributions found again."""
     blocks = None if x.starts is None else _blocks(options.ratio, x.starts)
     values, shares = _parts(options, x, blocks)
-    dkeys = dy.keys.astype(values.dtype)[:, :, None]
+    dkeys = dy.keys.astype(values.dtype)
     if blocks is not None:
-        dkeys = jnp.where(blocks.exists[..., None, None], dkeys, 0)
-    mean = jnp.sum(shares * values, axis=2, keepdims=True)
-    dvalues = shares * dkeys
-    dgates = dvalues * (values - mean)
+        dkeys = jnp.where(blocks.exists[..., None], dkeys, 0)
+    mean = jnp.sum(shares * values, axis=2)
+    dscale = None
+    if x.scale is not None:
+        assert dy.squares is not None
+        dscale = jnp.sum(dkeys * mean, axis=1).astype(x.scale.dtype)
+        dkeys = dkeys * x.scale[:, None] + 2 * mean * dy.squares[..., None]
+    dvalues = shares * dkeys[:, :, None]
+    dgates = dvalues * (values - mean[:, :, None])
     gather = functools.partial(
         _contributions, options.ratio, None if blocks is None else blocks.last
     )
@@ -111,4 +121,5 @@ def gated_pool_bwd(options: Options, x: Operands, dy: Results) -> Gradients:
         values=spread(dvalues)[0].astype(x.values.dtype),
         gates=spread(dgates)[0].astype(x.gates.dtype),
         bias=dbias(jnp.sum(dgates, axis=1, keepdims=True))[0].astype(x.bias.dtype),
+        scale=dscale,
     )
