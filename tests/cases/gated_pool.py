@@ -15,7 +15,7 @@ from jax_dsa.ops.gated_pool.api import gated_pool_for_norm
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-B, S, D = 8, 32, 8
+B, S, D = 8, 32, 16
 
 
 def make_args(rng: np.random.Generator, ratio: int, halves: int) -> tuple:
@@ -56,7 +56,8 @@ def make_scaled_args(rng: np.random.Generator) -> tuple:
 def scaled_case() -> TransformCase:
     scale = {"batch": P(), "head": P("x"), "keys": P()}
     specs = {route: (*given, scale[route]) for route, given in ROUTES.items()}
-    gathered = {(B, S // 4, D), (B, 4, 2, D), (B, D)}  # the scale's gradient, too
+    # The squares' sums and the scale's gradient, too.
+    gathered = {(B, S // 4, D), (B, S // 4), (B, 4, 2, D), (B, D)}
     return TransformCase(
         "gated_pool-scaled",
         gated_pool_for_norm,
