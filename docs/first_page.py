@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import pathlib
 
+from matplotlib.ticker import LogLocator, NullLocator
 from plots import IMAGES, plt
 from speed import ROOT, Results, read
 
@@ -76,9 +77,10 @@ def context(rows: list[dict[str, str]]) -> plt.Figure:
     for axes, title in zip(panels, ("milliseconds", "GiB beside arguments and results")):
         axes.set(xscale="log", yscale="log", title=title)
         axes.set_xticks(keys, [f"{s // 1024}K" for s in keys])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-        axes.tick_params(axis="y", which="both", labelsize=8)
+        axes.tick_params(axis="y", labelsize=8)
         axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
