@@ -136,6 +136,31 @@ def test_a_torch_library_has_its_own_clock(
     assert re.search(r"^topk +fwd +R8-S64-K8 +f32 +Torch +3 ", out, re.M)
 
 
+def test_what_a_call_wants_is_prepared_outside_its_time(
+    library: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = fake_torch(milliseconds=3.0)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(jnp, "from_dlpack", lambda x: x)
+
+    def negated(case: Any, q: Any, records: Any, lengths: Any, indices: Any) -> tuple:
+        torch.advance()
+        return q, -records.astype(int), lengths, indices
+
+    def decode(case: Any, q: Any, records: Any, lengths: Any, indices: Any) -> Any:
+        torch.advance()
+        cache = jax_dsa.FlatCache(jnp.asarray(-records, jnp.uint8), jnp.asarray(lengths))
+        return jax_dsa.sparse_mla_decode(jnp.asarray(q), cache, jnp.asarray(indices))
+
+    kind = "sparse_mla fwd fp8 decode"
+    peer = peers.Peer("Torch", "a_peer", {kind: decode}, torch=True, prepare={kind: negated})
+    monkeypatch.setattr(peers, "PEERS", (peer,))
+    assert main(["sparse_mla", *TINY, "--only", "B8.*fp8 Torch"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"decode +fp8 +Torch +3 ", out, re.M)
+    assert "Torch agrees with ours to 0" in out
+
+
 def test_a_torch_clock_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch := fake_torch(milliseconds=2.0))
     rests: list[float] = []
@@ -150,6 +175,7 @@ def test_what_peers_are_called_for_exists(peer: peers.Peer) -> None:
     cases = [case for cases in OPERATORS.values() for case in cases(functools.partial(shrunk, 1))]
     kinds = {peers.kind(case) for case in cases}
     assert peer.calls and peer.calls.keys() <= kinds
+    assert peer.prepare.keys() <= peer.calls.keys() and (peer.torch or not peer.prepare)
 
 
 def test_infinities_in_one_result_alone_differ() -> None:
