@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
 import time
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -90,7 +92,7 @@ def test_only_cases_with_another_library(
     assert [line.split()[-1] for line in lines] == ["cuda", "Peer"]
 
 
-def fake_torch(milliseconds: float) -> types.ModuleType:
+def fake_torch(milliseconds: float, capturable: bool = True) -> types.ModuleType:
     """Tensors are NumPy arrays, and a call takes as long as that."""
     torch = types.ModuleType("torch")
 
@@ -107,12 +109,26 @@ def fake_torch(milliseconds: float) -> types.ModuleType:
         def elapsed_time(self, end: Event) -> float:
             return end.at - self.at
 
+    class CUDAGraph:
+        def replay(self) -> None:
+            clock[0] += self.length
+
+    @contextlib.contextmanager
+    def captured(graph: CUDAGraph) -> Iterator[None]:
+        if not capturable:
+            raise RuntimeError("not here")
+        start = clock[0]
+        yield
+        graph.length = clock[0] - start
+
     class Tensor(np.ndarray):
         def contiguous(self) -> jax.Array:
             return jnp.asarray(np.asarray(self))
 
     clock = [0.0]
-    torch.cuda = types.SimpleNamespace(Event=Event)  # type: ignore[attr-defined]
+    torch.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
+        Event=Event, CUDAGraph=CUDAGraph, graph=captured, synchronize=lambda: None
+    )
     torch.from_dlpack = lambda x: np.array(x).view(Tensor)  # type: ignore[attr-defined]
     torch.advance = lambda: clock.__setitem__(0, clock[0] + milliseconds)  # type: ignore[attr-defined]
     return torch
@@ -161,13 +177,15 @@ def test_what_a_call_wants_is_prepared_outside_its_time(
     assert "Torch agrees with ours to 0" in out
 
 
-def test_a_torch_clock_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", torch := fake_torch(milliseconds=2.0))
+@pytest.mark.parametrize("capturable", [True, False])
+def test_a_torch_clock_rests(capturable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = fake_torch(milliseconds=2.0, capturable=capturable)
+    monkeypatch.setitem(sys.modules, "torch", torch)
     rests: list[float] = []
     monkeypatch.setattr(time, "sleep", rests.append)
     seconds = peers.torch_seconds(lambda x: torch.advance(), [(1,), (2,)], 0.1, 0.25)
     assert seconds == pytest.approx(2e-3)
-    assert rests == [0.25] * 7  # compiled, once, five times
+    assert rests == [0.25] * 7  # loaded, once, five times
 
 
 @pytest.mark.parametrize("peer", peers.PEERS, ids=lambda x: x.name)
