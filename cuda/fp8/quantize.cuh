@@ -19,6 +19,8 @@ inline constexpr int kUnroll = 4;  // blocks that a thread works on, where rows 
 inline constexpr int kBlocksPerCta = kThreads / kLanes * kUnroll;
 inline constexpr float kMaxE4M3 = 448.f;
 inline constexpr float kMinAmax = 1e-4f;
+// Of what gradients are made from, which may lie far below that.
+inline constexpr float kMinAmaxBackward = 1e-20f;
 
 // One lane's part of a block.
 template <typename T>
@@ -80,7 +82,8 @@ __device__ __forceinline__ float round_up_to_power_of_two(float x) {
   return isnan(x) ? x : __uint_as_float(bits);
 }
 
-// What the elements of a block are divided by, of which `amax`, kMinAmax or more, is the largest.
+// What the elements of a block are divided by, of which `amax` (never less than one of the two
+// above) is the largest.
 struct Scale {
   float scale, inverse;
 

@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 4>)
       auto of_row = magnitudes(chunk[i], 0);
 #pragma unroll
       for (int j = 1; j < kPerLane / 2; ++j) of_row = larger(of_row, magnitudes(chunk[i], j));
-      amax[i] = max_magnitude(kMinAmax, widened(of_row));
+      amax[i] = max_magnitude(kMinAmaxBackward, widened(of_row));
     }
     const Scale own(row_maximum(amax, tile.lane), p.power_of_two_scale);
     const Divisor of_own(own);
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 4>)
   }
 
   if (threadIdx.x < kTile) {
-    float amax = kMinAmax;
+    float amax = kMinAmaxBackward;
 #pragma unroll
     for (int i = 0; i < kThreads / 32; ++i) amax = max_nan(amax, largest[i][threadIdx.x]);
     const Scale scale(amax, p.power_of_two_scale);
