@@ -95,23 +95,27 @@ bool run_case(const Case& c, uint64_t seed, int runs) {
   return good;
 }
 
-// Microseconds of one of many launches in a row.
+// Microseconds of one of many launches in a row, of the best row: short ones, between the slices of
+// time that other processes have.
 template <typename F>
 float each(cudaStream_t stream, F launch) {
-  constexpr int kTimes = 100;
+  constexpr int kTimes = 20;
   cudaEvent_t a, b;
   CHECK(cudaEventCreate(&a));
   CHECK(cudaEventCreate(&b));
-  for (int i = 0; i < 10; ++i) CHECK(launch());
-  CHECK(cudaEventRecord(a, stream));
-  for (int i = 0; i < kTimes; ++i) CHECK(launch());
-  CHECK(cudaEventRecord(b, stream));
-  CHECK(cudaEventSynchronize(b));
-  float ms;
-  CHECK(cudaEventElapsedTime(&ms, a, b));
+  float best = 1e9f;
+  for (int row = 0; row < 10; ++row) {
+    CHECK(cudaEventRecord(a, stream));
+    for (int i = 0; i < kTimes; ++i) CHECK(launch());
+    CHECK(cudaEventRecord(b, stream));
+    CHECK(cudaEventSynchronize(b));
+    float ms;
+    CHECK(cudaEventElapsedTime(&ms, a, b));
+    best = std::min(best, ms * 1000 / kTimes);
+  }
   CHECK(cudaEventDestroy(a));
   CHECK(cudaEventDestroy(b));
-  return ms * 1000 / kTimes;
+  return best;
 }
 
 void bench(int64_t batch, int64_t tokens, int64_t queries, double copy) {
