@@ -44,7 +44,6 @@ STACKS = {
     "htree13decode_kernel": 104,
     "htree13scores_kernel": 8,
     "htree14queries_kernel": 8,
-    "htree16rotations_kernel": 40,
     "indexer10fwd_kernel": 88,
     "masked_attention10bwd_kernel": 24,
     "Lb1ELb1EEEEEvNS_24MaskedAttentionBwdParams": 48,  # the same with biases

@@ -61,6 +61,8 @@ def _seconds_a_call(
         return statistics.median(wall(count) for _ in range(repeats))
 
     once = median(1, 3)
+    if once > 10 * budget:  # what it takes to launch the program does not show
+        return once / len(sets)
     count = max(3, min(1000, round(budget / once)))
     total = median(count, 5)
     # The difference of two counts, so that launching the program and waiting for it drop out. On a
