@@ -197,9 +197,10 @@ class Compressor(nnx.Module):
     ) -> Float[Array, "B W D"]:
         """The keys of blocks whose first tokens have these positions."""
         bias = self.position_bias[...].astype(jnp.float32).reshape(self.ratio, -1, self.dim)
-        parts = (x.reshape(*x.shape[:2], *bias.shape[1:]) for x in (values, gates))
+        values, gates = (x.reshape(*x.shape[:2], *bias.shape[1:]) for x in (values, gates))
+        keys = gated_pool(values, gates, bias, starts)
         # Where tokens are sharded, the channels were for the pooling.
-        keys = compat.left_to_compiler(lambda keys: keys, values)(gated_pool(*parts, bias, starts))
+        keys = compat.left_to_compiler(lambda keys: keys, values)(keys)
         return self.config.rotate(self.norm(keys), positions)
 
 
