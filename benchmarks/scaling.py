@@ -358,7 +358,8 @@ def add(path: Path, row: dict[str, Any]) -> None:
 
 def rows(path: Path) -> list[dict[str, str]]:
     """What the file has, with the `efficiency` of each mesh: a device's tokens a second, as a share
-    of those that one device alone has. NaN where one device is not measured.
+    of those that one device alone has. NaN where one device is not measured. Of a mesh of several
+    axes also the `product` of the efficiencies of each by itself, if they are there.
     """
     if not path.exists():
         return []
@@ -369,22 +370,34 @@ def rows(path: Path) -> list[dict[str, str]]:
         one = alone.get(row["program"])
         rate = float(row["tokens_per_second"]) / int(row["devices"])
         row["efficiency"] = f"{rate / float(one['tokens_per_second']) if one else math.nan:.3f}"
+    single = {(row["program"], row["mesh"]): float(row["efficiency"]) for row in found}
+    for row in found:
+        parts = [single.get((row["program"], part)) for part in row["mesh"].split(",")]
+        several = [x for x in parts if x is not None]
+        row["product"] = f"{math.prod(several):.3f}" if len(several) == len(parts) > 1 else ""
     return found
 
 
 def table(found: list[dict[str, str]]) -> str:
     """In Markdown: what was measured and exchanged, and the time that the link takes for it."""
     lines = [
-        "| program | mesh | ms | times one device | efficiency | peak GiB | held GiB | "
-        "received MiB: gathered, reduced, other | ms at the link's rate | loss |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| program | mesh | ms | times one device | efficiency | of its axes | peak GiB | "
+        "held GiB | received MiB: gathered, reduced, other | ms at the link's rate | loss |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in found:
         mib = [float(row[f"{kind}_mib"]) for kind in ("gathered", "reduced", "other")]
         over = sum(mib) * 2**20 / float(row["link_gb_s"]) / 1e6
         gain = float(row["efficiency"]) * int(row["devices"])
-        cells = [row["program"], row["mesh"], row["ms"], f"{gain:.2f}", row["efficiency"]]
-        cells += [row["peak_gib"], row["held_gib"], ", ".join(f"{x:.0f}" for x in mib)]
+        cells = [
+            row["program"],
+            row["mesh"],
+            row["ms"],
+            f"{gain:.2f}",
+            row["efficiency"],
+            row["product"],
+        ]
+        cells += [row["peak_gib"], row["held_gib"], ", ".join(f"{x:.3g}" for x in mib)]
         lines.append(f"| {' | '.join([*cells, f'{over:.2f}', row['result']])} |")
     return "\n".join(lines)
 

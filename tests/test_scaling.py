@@ -58,6 +58,7 @@ def test_steps(scaling, tmp_path):
     one, every = found["data=1"], found["data=2,context=2,tensor=2"]
     rates = [float(row["tokens_per_second"]) for row in (one, every)]
     assert float(every["efficiency"]) == pytest.approx(rates[1] / rates[0] / 8, abs=5e-4)
+    assert not every["product"]  # data=2 is missing
 
 
 @pytest.mark.slow
