@@ -26,7 +26,6 @@ import csv
 import dataclasses
 import functools
 import math
-import re
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from dsa_layer import collectives
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -47,7 +47,7 @@ from jax_dsa.training.mesh import AXES, BATCH, annotate, fitted, make_mesh, shar
 from jax_dsa.training.steps import Program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from jax.sharding import Mesh
 
@@ -91,11 +91,11 @@ def main(argv: list[str] | None = None) -> list[dict[str, str]]:
         return rows(args.csv)
     devices = args.devices or device_count()
     programs = [args.program] if args.program else list(MESHES)
+    there = {(row["program"], row["mesh"]) for row in rows(args.csv)}
     wanted = [(name, mesh_name(mesh)) for name in programs for mesh in MESHES[name](devices)]
-    for i, (name, mesh) in enumerate(wanted):
-        if (name, mesh) in {(row["program"], row["mesh"]) for row in rows(args.csv)}:
-            continue
-        print(f"[{i + 1}/{len(wanted)}] {name} {mesh}", flush=True)
+    missing = [case for case in wanted if case not in there]
+    for i, (name, mesh) in enumerate(missing):
+        print(f"[{i + 1}/{len(missing)}] {name} {mesh}", flush=True)
         command = [sys.executable, __file__, name, mesh, "--csv", str(args.csv)]
         if subprocess.run([*command, *["--small"] * args.small], check=False).returncode:
             print(f"{name} {mesh} FAILED", flush=True)
@@ -116,10 +116,10 @@ def by(axis: str, devices: int) -> list[Sizes]:
     return [{axis: 2**i} for i in range(devices.bit_length())]
 
 
-def on_every_axis(devices: int, *axes: str) -> list[Sizes]:
-    """Two devices on each of three axes, and on those of them that are not measured otherwise."""
+def on_every_axis(devices: int, *others: str) -> list[Sizes]:
+    """Two devices on each of three axes, and on the `others` alone."""
     return (
-        [*({axis: 2} for axis in axes), EVERY_AXIS]
+        [*({axis: 2} for axis in others), EVERY_AXIS]
         if devices >= math.prod(EVERY_AXIS.values())
         else []
     )
@@ -296,33 +296,13 @@ def exchanged(text: str, devices: int) -> dict[str, float]:
     once.
     """
     received: collections.Counter[str] = collections.Counter()
-    for name, size, group in collectives(text, devices):
+    for exchange in collectives(text, devices):
+        name, size, group = exchange.name, exchange.bytes, exchange.devices
         share = (group - 1) / group
         parts = {"reduce-scatter": group - 1, "all-reduce": 2 * share, "collective-permute": 1}
         kind = {"all-gather": "gathered", "all-reduce": "reduced", "reduce-scatter": "reduced"}
         received[kind.get(name, "other")] += size * parts.get(name, share)
     return {f"{kind}_mib": received[kind] / 2**20 for kind in ("gathered", "reduced", "other")}
-
-
-def collectives(text: str, devices: int) -> Iterable[tuple[str, int, int]]:
-    """What a compiled program's devices exchange: the operation, the bytes of its results on one of
-    them, and how many devices take part in it.
-    """
-    names = r"all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
-    for line in text.splitlines():
-        found = re.search(rf"= (\S.*?) ({names})(-start)?\(", line)
-        if not found:
-            continue
-        shapes = re.findall(r"([a-z]+)(\d+)(?:e\w+)?\[([\d,]*)\]", found[1])
-        if found[3] and found[2] != "all-reduce":  # the operands come first
-            shapes = shapes[len(shapes) // 2 :]
-        size = sum(
-            int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n)
-            for _, bits, dims in shapes
-        )
-        groups = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", line)
-        group = (int(groups[2]) if groups[2] else groups[1].count(",") + 1) if groups else devices
-        yield found[2], size, group
 
 
 def link(mesh: Mesh, small: bool) -> float:
@@ -334,13 +314,9 @@ def link(mesh: Mesh, small: bool) -> float:
     with jax.set_mesh(mesh):
         x = jax.jit(lambda: jnp.ones(number, jnp.float32), out_shardings=spec)()
         gather = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()))
-        jax.block_until_ready(gather(x))
-        seconds = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            jax.block_until_ready(gather(x))
-            seconds.append(time.perf_counter() - start)
-    return x.nbytes * (1 - 1 / mesh.size) / statistics.median(seconds) / 1e9
+        run = Run(None, lambda: (x,), lambda args, out: args, lambda out: None)
+        seconds, _ = timed(run, gather)
+    return x.nbytes * (1 - 1 / mesh.size) / seconds / 1e9
 
 
 def add(path: Path, row: dict[str, Any]) -> None:

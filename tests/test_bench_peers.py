@@ -134,13 +134,21 @@ def fake_torch(milliseconds: float, capturable: bool = True) -> types.ModuleType
     return torch
 
 
-def test_a_torch_library_has_its_own_clock(
-    library: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """What is imported as PyTorch; a call takes 3 ms."""
     torch = fake_torch(milliseconds=3.0)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(jnp, "from_dlpack", lambda x: x)
+    return torch
 
+
+def test_a_torch_library_has_its_own_clock(
+    library: dict[str, Any],
+    torch: types.ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def top_k(case: Any, x: Any) -> Any:
         torch.advance()
         return np.argsort(-x)[..., : case.dims["K"]]
@@ -153,12 +161,11 @@ def test_a_torch_library_has_its_own_clock(
 
 
 def test_what_a_call_wants_is_prepared_outside_its_time(
-    library: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    library: dict[str, Any],
+    torch: types.ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    torch = fake_torch(milliseconds=3.0)
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr(jnp, "from_dlpack", lambda x: x)
-
     def negated(case: Any, q: Any, records: Any, lengths: Any, indices: Any) -> tuple:
         torch.advance()
         return q, -records.astype(int), lengths, indices

@@ -86,7 +86,7 @@ def test_what_is_exchanged(scaling):
       %t = f32[3]{0} reduce-scatter(%x), replica_groups={{0,1,2,3}}
       %p = f8e4m3fn[32]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}
     """
-    found = list(scaling.collectives(text, 4))
+    found = [(x.name, x.bytes, x.devices) for x in scaling.collectives(text, 4)]
     assert found == [
         ("all-gather", 256, 2),
         ("all-gather", 32, 4),

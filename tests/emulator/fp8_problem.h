@@ -2,9 +2,6 @@
 // also used by benchmarks/micro.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -12,6 +9,7 @@
 #include <random>
 #include <vector>
 
+#include "elements.h"
 #include "fp8/dequantize.h"
 #include "fp8/quantize.h"
 #include "fp8/quantize_tiles.h"
@@ -75,8 +73,6 @@ inline const Case kCases[] = {
     {"dequantise tiles, no rows", 0, 77, DType::kF32, false, 0, kDequantizeTiles},
 };
 
-inline int bytes_of(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
-
 struct Problem {
   std::vector<float> x;  // exactly as `bytes`
   std::vector<uint8_t> bytes;
@@ -100,20 +96,6 @@ inline uint8_t e4m3(float x) {
     if (distance < least || (distance == least && code % 2 == 0)) best = code, least = distance;
   }
   return static_cast<uint8_t>(best | (std::signbit(x) ? 0x80 : 0));
-}
-
-// `x` as bytes of `dtype`, and back.
-inline float append(std::vector<uint8_t>& bytes, DType dtype, float x) {
-  const __half half = __float2half(x);
-  const __nv_bfloat16 bf16 = __float2bfloat16(x);
-  const void* from = dtype == DType::kF32   ? static_cast<const void*>(&x)
-                     : dtype == DType::kF16 ? static_cast<const void*>(&half)
-                                            : &bf16;
-  const auto* first = static_cast<const uint8_t*>(from);
-  bytes.insert(bytes.end(), first, first + bytes_of(dtype));
-  return dtype == DType::kF32   ? x
-         : dtype == DType::kF16 ? __half2float(half)
-                                : __bfloat162float(bf16);
 }
 
 inline float scale_of(float amax, bool power_of_two) {
