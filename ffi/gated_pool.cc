@@ -114,29 +114,25 @@ ffi::Error gated_pool_bwd(cudaStream_t stream, ffi::AnyBuffer values, ffi::AnyBu
   return launch_status(kOp, launch_gated_pool_bwd(params, stream));
 }
 
+auto operands() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<F32>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>();
+}
+
 }  // namespace
 }  // namespace jax_dsa
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GatedPoolFwd, jax_dsa::gated_pool_fwd,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<jax_dsa::F32>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<jax_dsa::F32>(),
+                              jax_dsa::operands().Ret<xla::ffi::AnyBuffer>().Ret<jax_dsa::F32>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GatedPoolBwd, jax_dsa::gated_pool_bwd,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<jax_dsa::F32>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
+                              jax_dsa::operands()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()

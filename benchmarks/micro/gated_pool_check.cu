@@ -8,9 +8,9 @@
 #include <string>
 
 #include "../../tests/emulator/gated_pool_problem.h"
-#include "check.cuh"
 #include "common/launch.cuh"
 #include "gated_pool/pool.cuh"
+#include "rates.cuh"
 
 namespace {
 
@@ -18,57 +18,8 @@ using namespace gated_pool_problem;
 using jax_dsa::GatedPoolBwdParams;
 using jax_dsa::GatedPoolFwdParams;
 
-struct Memory {
-  std::vector<void*> all;
-
-  ~Memory() {
-    for (void* p : all) CHECK(cudaFree(p));
-  }
-  template <typename T>
-  T* room(size_t n) {
-    T* const p = device<T>(n);
-    all.push_back(p);
-    CHECK(cudaMemset(p, 0xff, n * sizeof(T)));  // NaN
-    return p;
-  }
-  template <typename T>
-  const T* put(const std::vector<T>& x) {
-    all.push_back(upload(x));
-    return static_cast<T*>(all.back());
-  }
-  template <typename T>
-  std::vector<T> get(const T* from, size_t n) {
-    return download(from, n);
-  }
-  void require(cudaError_t status) {
-    CHECK(status);
-    CHECK(cudaDeviceSynchronize());
-  }
-};
-
-__global__ void fill(uint32_t* x, int64_t n) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    // Two bf16, or an f32, of sizes from 2^-3 to 2.
-    x[i] = static_cast<uint32_t>(mix(i)) & 0x81ff81ffu | 0x3e003e00u;
-  }
-}
-
-double copy_rate = 0;  // bytes read and written, a second
-
-template <typename F>
-void bench(const std::string& name, double bytes, F launch) {
-  const float ms = best_milliseconds([&] {
-    for (int i = 0; i < 10; ++i) CHECK(launch());
-  });
-  const double rate = 1e4 * bytes / ms;
-  if (copy_rate == 0) copy_rate = rate;
-  printf("%-52s %7.1f us  %.2f TB/s, %.2f of the copy\n", name.c_str(), 100 * ms, rate * 1e-12,
-         rate / copy_rate);
-}
-
 // Documents of 1000 tokens, which no ratio divides.
-void bench_shape(int64_t tokens, int ratio, int halves, int dim, DType dtype) {
+void bench_shape(Rates& rates, int64_t tokens, int ratio, int halves, int dim, DType dtype) {
   Memory memory;
   const int64_t n = tokens * halves * dim, keys = tokens / ratio * dim;
   GatedPoolFwdParams fwd = {};
@@ -105,8 +56,8 @@ void bench_shape(int64_t tokens, int ratio, int halves, int dim, DType dtype) {
     fwd.in.starts = bwd.in.starts = with == ", documents" ? documents : nullptr;
     fwd.in.scale = bwd.in.scale = with == ", scaled" ? scale : nullptr;
     const std::string of = shape + with;
-    bench(of + ", fwd", once, [&] { return jax_dsa::launch_gated_pool_fwd(fwd, nullptr); });
-    bench(of + ", bwd", twice, [&] { return jax_dsa::launch_gated_pool_bwd(bwd, nullptr); });
+    rates.print(of + ", fwd", once, [&] { return jax_dsa::launch_gated_pool_fwd(fwd, nullptr); });
+    rates.print(of + ", bwd", twice, [&] { return jax_dsa::launch_gated_pool_bwd(bwd, nullptr); });
   }
 }
 
@@ -130,17 +81,12 @@ int main(int argc, char** argv) {
     printf(bad ? "FAILED %d\n" : "all good\n", bad);
     return bad != 0;
   }
-  const size_t bytes = size_t{1} << 30;
-  auto *const a = device<uint8_t>(bytes), *const b = device<uint8_t>(bytes);
-  bench("device copy", 2. * bytes,
-        [&] { return cudaMemcpyAsync(b, a, bytes, cudaMemcpyDeviceToDevice); });
-  CHECK(cudaFree(a));
-  CHECK(cudaFree(b));
-  bench_shape(32768, 4, 2, 512, DType::kBF16);
-  bench_shape(131072, 4, 2, 512, DType::kBF16);
-  bench_shape(32768, 4, 2, 128, DType::kBF16);
-  bench_shape(32768, 128, 1, 512, DType::kBF16);
-  bench_shape(131072, 128, 1, 512, DType::kBF16);
-  bench_shape(32768, 4, 2, 512, DType::kF32);
+  Rates rates(10, 52);
+  bench_shape(rates, 32768, 4, 2, 512, DType::kBF16);
+  bench_shape(rates, 131072, 4, 2, 512, DType::kBF16);
+  bench_shape(rates, 32768, 4, 2, 128, DType::kBF16);
+  bench_shape(rates, 32768, 128, 1, 512, DType::kBF16);
+  bench_shape(rates, 131072, 128, 1, 512, DType::kBF16);
+  bench_shape(rates, 32768, 4, 2, 512, DType::kF32);
   return 0;
 }

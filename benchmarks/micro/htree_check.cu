@@ -1,11 +1,11 @@
 // Tests hierarchical tree attention's forward kernels against float64 on the CPU, then times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o htree_check \
 //       benchmarks/micro/htree_check.cu cuda/htree/build.cu cuda/htree/fwd.cu cuda/topk/dispatch.cu
-//   ./htree_check [test|small|bench|once] [seed or T]
+//   ./htree_check [test|small|bench|once|build] [seed or T]
 // Of what `test` prints: a wrong tree explains all else; then "gap" (a candidate was left that is
 // more important than one selected: scores), "inexact" (top-k or lists) and "out" (attention).
 // `bench` times every pass, for so many queries at a time, on queries that select each by itself
-// and on neighbours that select the same.
+// and on neighbours that select the same; `build` the build alone.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -128,7 +128,7 @@ void time_shape(const char* name, const HTreeFwdParams& p, int64_t queries) {
   }
 }
 
-void bench(int64_t tokens, bool once) {
+void bench(int64_t tokens, const std::string& what) {
   const int64_t heads = 16, queries = 6336;  // at a time: 4 waves on 132 multiprocessors
   Call call(1, tokens, tokens, heads, 1, 128, 16, 512, false, 2 * queries);
   HTreeFwdParams& p = call.p;
@@ -139,10 +139,14 @@ void bench(int64_t tokens, bool once) {
   count_up<<<1024, 256>>>(const_cast<int32_t*>(p.positions), tokens);
   CHECK(cudaGetLastError());
   const float build = best_milliseconds([&] { CHECK(launch_htree_build(call.build, nullptr)); });
+  const double built = 4. * n + htree_tree_bytes(call.build) + htree_rotation_bytes(call.build);
   const float copy = best_milliseconds(
-      [&] { CHECK(cudaMemcpyAsync(p.out, p.q, n * 2 * 2, cudaMemcpyDeviceToDevice)); });
-  printf("T %lld N16 G1 D128 r16 K512: build %.3f ms; a copy as large as k and v %.3f ms\n",
-         (long long)tokens, build, copy);
+      [&] { CHECK(cudaMemcpyAsync(p.out, p.q, n * 2 * 16, cudaMemcpyDeviceToDevice)); });
+  const double rate = 64. * n / copy;
+  printf(
+      "T %lld N16 G1 D128 r16 K512: build %.3f ms, %.2f of a large copy's bandwidth, %.2f TB/s\n",
+      (long long)tokens, build, built / build / rate, rate / 1e9);
+  if (what == "build") return;
   for (const bool alike : {false, true}) {
     fill<<<2048, 256>>>(q, n * heads, 3, row * heads, alike ? 64 : 1, alike ? 0.1f : 0.f);
     CHECK(cudaGetLastError());
@@ -150,7 +154,7 @@ void bench(int64_t tokens, bool once) {
     using htree::Shipped;
     using Scores = htree::ShippedScores<16>;
     time_shape<Scores, Shipped>("6336 queries", p, queries);
-    if (!once) time_shape<Scores, Shipped>("12672 queries", p, 2 * queries);
+    if (what != "once") time_shape<Scores, Shipped>("12672 queries", p, 2 * queries);
   }
 }
 
@@ -186,9 +190,9 @@ int main(int argc, char** argv) {
     });
   }
   if (number) {
-    bench(static_cast<int64_t>(number), what == "once");
+    bench(static_cast<int64_t>(number), what);
     return 0;
   }
-  for (const int64_t tokens : {16384, 65536, 131072, 262144, 1048576}) bench(tokens, false);
+  for (const int64_t tokens : {16384, 65536, 131072, 262144, 1048576}) bench(tokens, what);
   return 0;
 }

@@ -28,19 +28,20 @@ struct DecodeCall : Memory {
     p.dim = dim, p.compression = compression, p.top_k = top_k;
     p.scale = 1.f / std::sqrt(static_cast<float>(dim)), d.rope_base = 10000;
     const int64_t nodes = batch * htree_cache_nodes(tokens, compression, top_k) * groups * dim;
-    d.k = allocate<bf16>(nodes), d.v = allocate<bf16>(nodes);
-    p.q = allocate<bf16>(batch * queries * heads * dim);
-    p.positions = allocate<int32_t>(batch * queries);
-    p.out = allocate<bf16>(batch * queries * heads * dim);
-    p.lse = allocate<float>(batch * queries * heads);
+    d.k = room<bf16>(nodes), d.v = room<bf16>(nodes);
+    p.q = room<bf16>(batch * queries * heads * dim);
+    p.positions = room<int32_t>(batch * queries);
+    p.out = room<bf16>(batch * queries * heads * dim);
+    p.lse = room<float>(batch * queries * heads);
     const int64_t layers = htree_layers(tokens, compression, top_k).count - 1;
-    p.selected = allocate<int16_t>(batch * queries * groups * layers * top_k);
+    p.selected = room<int16_t>(batch * queries * groups * layers * top_k);
     p.workspace_bytes = htree_decode_workspace(d);
-    p.workspace = allocate<uint8_t>(p.workspace_bytes);
+    p.workspace = room<uint8_t>(p.workspace_bytes);
   }
 };
 
-bool run_case(const Case& c, uint64_t seed) {
+// `runs` times: the bits have to be the same.
+bool run_case(const Case& c, uint64_t seed, int runs) {
   Problem x = make(c, seed);
   x.decodes = true;
   DecodeCall call(c.batch, c.tokens, c.queries, c.heads, c.groups, c.dim, c.compression, c.top_k);
@@ -53,7 +54,7 @@ bool run_case(const Case& c, uint64_t seed) {
   std::vector<bf16> out[2];
   std::vector<float> lse[2];
   bool same = true;
-  for (int run = 0; run < 100; ++run) {
+  for (int run = 0; run < runs; ++run) {
     CHECK(cudaMemset(p.out, 0xff, tokens * c.heads * c.dim * 2));
     CHECK(launch_htree_decode(call.d, nullptr));
     CHECK(cudaDeviceSynchronize());
@@ -94,23 +95,27 @@ bool run_case(const Case& c, uint64_t seed) {
   return good;
 }
 
-// Microseconds of one of many launches in a row.
+// Microseconds of one of many launches in a row, of the best row: short ones, between the slices of
+// time that other processes have.
 template <typename F>
 float each(cudaStream_t stream, F launch) {
-  constexpr int kTimes = 100;
+  constexpr int kTimes = 20;
   cudaEvent_t a, b;
   CHECK(cudaEventCreate(&a));
   CHECK(cudaEventCreate(&b));
-  for (int i = 0; i < 10; ++i) CHECK(launch());
-  CHECK(cudaEventRecord(a, stream));
-  for (int i = 0; i < kTimes; ++i) CHECK(launch());
-  CHECK(cudaEventRecord(b, stream));
-  CHECK(cudaEventSynchronize(b));
-  float ms;
-  CHECK(cudaEventElapsedTime(&ms, a, b));
+  float best = 1e9f;
+  for (int row = 0; row < 10; ++row) {
+    CHECK(cudaEventRecord(a, stream));
+    for (int i = 0; i < kTimes; ++i) CHECK(launch());
+    CHECK(cudaEventRecord(b, stream));
+    CHECK(cudaEventSynchronize(b));
+    float ms;
+    CHECK(cudaEventElapsedTime(&ms, a, b));
+    best = std::min(best, ms * 1000 / kTimes);
+  }
   CHECK(cudaEventDestroy(a));
   CHECK(cudaEventDestroy(b));
-  return ms * 1000 / kTimes;
+  return best;
 }
 
 void bench(int64_t batch, int64_t tokens, int64_t queries, double copy) {
@@ -176,10 +181,11 @@ int main(int argc, char** argv) {
       int bad = 0;
       for (const Case& c : kDecodeCases) {
         // Many tokens take racecheck minutes.
-        if (what == "test" || c.tokens <= 1100) bad += !run_case(c, seed);
+        if (what == "test") bad += !run_case(c, seed, 100);
+        if (what == "small" && c.tokens <= 1100) bad += !run_case(c, seed, 2);
       }
       for (const Case& c : kLargeCases) {
-        if (what == "test") bad += !run_case(c, seed);
+        if (what == "test") bad += !run_case(c, seed, 100);
       }
       return bad;
     });

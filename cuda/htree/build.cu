@@ -1,7 +1,5 @@
 // Launcher of the kernels that build the tree.
 
-#include <cmath>
-
 #include "common/launch.cuh"
 #include "htree/build.cuh"
 
@@ -11,13 +9,13 @@ namespace {
 template <int kD, int kR>
 cudaError_t launch(const HTreeBuildParams& p, cudaStream_t stream) {
   using namespace htree;
-  const int half = kD / 2;
-  const int64_t pairs = p.compression * p.top_k * half;
+  const int64_t rows = p.compression * p.top_k;
   const HTreeLayers layers = htree_layers(p.tokens, p.compression, p.top_k);
   const int64_t groups = p.batch * p.groups;
   if (ceil_div(p.tokens, int64_t{kR} * kR) * groups > INT32_MAX) return cudaErrorInvalidValue;
-  if (cudaError_t e = launch_blocks(rotations_kernel, ceil_div(pairs, int64_t{256}), 256, 0, stream,
-                                    p.rotations, pairs, half, std::log2(p.rope_base));
+  if (cudaError_t e = launch_blocks(
+          rotations_kernel<kD / 2>, ceil_div(rows, int64_t{kRotationRows}), kRotationThreads, 0,
+          stream, reinterpret_cast<float2*>(p.rotations), rows, make_frequencies(kD, p.rope_base));
       e != cudaSuccess) {
     return e;
   }

@@ -10,6 +10,7 @@
 #include <cuda_bf16.h>
 
 #include "common/ptx.cuh"
+#include "htree/frequencies.h"
 #include "htree/htree.h"
 
 namespace jax_dsa::htree {
@@ -26,14 +27,22 @@ struct BuildPass {
   int groups;
 };
 
-// (cos, sin) of position * base^(-i / half).
-__global__ void rotations_kernel(float* table, int64_t count, int half, double log2_base) {
-  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
-  if (i >= count) return;
-  const double angle =
-      static_cast<double>(i / half) * exp2(-log2_base * static_cast<double>(i % half) / half);
-  table[2 * i] = static_cast<float>(cos(angle));
-  table[2 * i + 1] = static_cast<float>(sin(angle));
+inline constexpr int kRotationThreads = 256;
+inline constexpr int kRotationRows = 64;  // of a thread block
+
+// (cos, sin) of position times the pair's frequency.
+template <int kHalf>
+__global__ void __launch_bounds__(kRotationThreads)
+    rotations_kernel(float2* table, int64_t rows, const __grid_constant__ Frequencies frequencies) {
+  const int pair = threadIdx.x % kHalf;
+  const double frequency = frequencies.turns[pair];
+  for (int i = threadIdx.x / kHalf; i < kRotationRows; i += kRotationThreads / kHalf) {
+    const int64_t row = blockIdx.x * int64_t{kRotationRows} + i;
+    if (row >= rows) return;
+    double turn = static_cast<double>(row) * frequency;
+    turn -= rint(turn);
+    table[row * kHalf + pair] = cosine_and_sine(static_cast<float>(turn));
+  }
 }
 
 template <int kD, int kR>
@@ -44,8 +53,9 @@ struct BuildShared {
   uint32_t means[kR][kD / 4][4];  // of each team's thread
 };
 
+// A thousand threads a multiprocessor: while some wait for rows, others write.
 template <int kD, int kR>
-__global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1)
+__global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD, kR>)
     build_kernel(const __grid_constant__ BuildPass p) {
   constexpr int kTeam = kD / 4;
   constexpr int64_t kNodeBytes = kR * kD * 2 * 2;
@@ -104,7 +114,7 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1)
   const int64_t block = span * kR + team;
   const int count = static_cast<int>(max(min(size - block * kR, int64_t{kR}), int64_t{0}));
   float sum[8] = {};
-  constexpr int kAtOnce = kBuildThreads<kD, kR> == 1024 ? 2 : 8;  // by the registers
+  constexpr int kAtOnce = 4;  // by the registers
 #pragma unroll 1
   for (int first = 0; first < kR; first += kAtOnce) {
     uint32_t x[kAtOnce][4];

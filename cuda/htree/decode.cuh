@@ -15,13 +15,13 @@
 #pragma once
 
 #include "htree/attend.cuh"
+#include "htree/frequencies.h"
 #include "htree/scores.cuh"
 
 namespace jax_dsa::htree {
 
 inline constexpr int kDecodeWarps = 8;
 inline constexpr int kDecodeThreads = kDecodeWarps * 32;
-inline constexpr int kMaxHalf = 64;  // of D
 inline constexpr int kMergeThreads = 512;
 
 struct DecodePass {
@@ -30,16 +30,16 @@ struct DecodePass {
   const uint8_t* v;
   int64_t nodes;                   // of a batch entry
   int64_t first[kHTreeMaxLayers];  // a layer's first node
-  double frequencies[kMaxHalf];    // of the pairs, in turns a place
-  int64_t rows;                    // (batch entry, group, query)
-  int splits;                      // thread blocks of a row
-  int width;                       // r K
-  int words;                       // of its bits
-  float* importance;               // [2, rows, width], by ordinal; layers alternate
-  int32_t* lists;                  // [layers - 1, rows, K]: nodes selected in layers 1, 2, ...
-  uint32_t* bits;                  // [layers - 1, rows, words]: ordinals selected
-  float* sums;                     // [rows, splits, heads of the parts, D]
-  float2* references;              // [rows, splits, heads of the parts]: also the sum
+  Frequencies frequencies;
+  int64_t rows;        // (batch entry, group, query)
+  int splits;          // thread blocks of a row
+  int width;           // r K
+  int words;           // of its bits
+  float* importance;   // [2, rows, width], by ordinal; layers alternate
+  int32_t* lists;      // [layers - 1, rows, K]: nodes selected in layers 1, 2, ...
+  uint32_t* bits;      // [layers - 1, rows, words]: ordinals selected
+  float* sums;         // [rows, splits, heads of the parts, D]
+  float2* references;  // [rows, splits, heads of the parts]: also the sum
 };
 
 template <int kD, int kR>
@@ -240,7 +240,7 @@ struct BlockKeys {
     __syncwarp();  // all have read the ones before
 #pragma unroll
     for (int pair = lane; pair < kD / 2; pair += 32) {
-      double turn = places * pass.frequencies[pair];
+      double turn = places * pass.frequencies.turns[pair];
       turn -= rint(turn);
       turns[at_pair(pair)] = cosine_and_sine(static_cast<float>(turn));
     }
@@ -366,7 +366,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     store_shared_16(smem_address(shared.q[head / kHeads]) + place<kD>(head % kHeads, chunk), y);
   }
   for (int i = threadIdx.x; i < kR * (kD / 2); i += kDecodeThreads) {
-    double turn = i / (kD / 2) * x.frequencies[i % (kD / 2)];
+    double turn = i / (kD / 2) * x.frequencies.turns[i % (kD / 2)];
     turn -= rint(turn);
     shared.slots[i / (kD / 2)][at_pair(i % (kD / 2))] = cosine_and_sine(static_cast<float>(turn));
   }

@@ -1,8 +1,6 @@
 // Decode's launches, and how they share the workspace.
 #pragma once
 
-#include <cmath>
-
 #include "htree/decode.cuh"
 #include "htree/launch.cuh"
 
@@ -37,11 +35,7 @@ inline cudaError_t make_decode_pass(const HTreeDecodeParams& params, DecodePass&
     x.first[i] = x.nodes;
     x.nodes += ceil_div(x.pass.layers.size[i], p.compression) * p.compression;
   }
-  const int64_t half = p.dim / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    const double power = -static_cast<double>(i) / static_cast<double>(half);
-    x.frequencies[i] = std::pow(params.rope_base, power) / (2 * M_PI);
-  }
+  x.frequencies = make_frequencies(p.dim, params.rope_base);
   x.rows = decode_rows(p);
   x.width = static_cast<int>(p.compression * p.top_k), x.words = ceil_div(x.width, 32);
   const int64_t most = std::min(device.processors, kMostProcessors);

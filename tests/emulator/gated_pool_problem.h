@@ -2,15 +2,13 @@
 // benchmarks/micro.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <random>
 #include <vector>
 
+#include "elements.h"
 #include "gated_pool/gated_pool.h"
 
 namespace gated_pool_problem {
@@ -42,29 +40,6 @@ inline const Case kCases[] = {
     {"no batch", 0, 16, 4, 2, 16, DType::kBF16, true},
     {"no channels", 1, 16, 4, 2, 0},
 };
-
-inline int bytes_of(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
-
-// Appends x as bytes of `dtype`, and gives what it is then.
-inline double append(std::vector<uint8_t>& bytes, DType dtype, float x) {
-  const __half half = __float2half(x);
-  const __nv_bfloat16 bf16 = __float2bfloat16(x);
-  const void* from = dtype == DType::kF32   ? static_cast<const void*>(&x)
-                     : dtype == DType::kF16 ? static_cast<const void*>(&half)
-                                            : &bf16;
-  const auto* first = static_cast<const uint8_t*>(from);
-  bytes.insert(bytes.end(), first, first + bytes_of(dtype));
-  return dtype == DType::kF32   ? x
-         : dtype == DType::kF16 ? __half2float(half)
-                                : __bfloat162float(bf16);
-}
-
-inline double element(const std::vector<uint8_t>& bytes, DType dtype, size_t i) {
-  const void* p = bytes.data() + i * bytes_of(dtype);
-  return dtype == DType::kF32   ? *static_cast<const float*>(p)
-         : dtype == DType::kF16 ? __half2float(*static_cast<const __half*>(p))
-                                : __bfloat162float(*static_cast<const __nv_bfloat16*>(p));
-}
 
 struct Problem {
   Case c;

@@ -499,6 +499,7 @@ inline const Case kDecodeCases[] = {
     {"blocks of 32, 40 heads", 1, 2400, 1, 40, 1, 128, 32, 8, 2390},
     {"128 heads", 1, 300, 1, 128, 1, 64, 8, 8, 290},
     {"ties, sharp", 1, 700, 3, 4, 1, 64, 8, 12, 690, false, 0.f, 6, true},
+    {"all equal", 1, 18000, 2, 2, 1, 64, 16, 80, 18000, false, 0.f, 0},
     {"no queries", 1, 30, 0, 4, 1, 64, 8, 4},
 };
 
