@@ -134,6 +134,14 @@ def test_what_no_key_is_made_of_is_never_used(rng: np.random.Generator) -> None:
     assert not np.any(np.asarray(got[1])[unused]) and np.all(np.asarray(got[1])[~unused])
 
 
+def test_fewer_tokens_than_a_block(rng: np.random.Generator) -> None:
+    values, gates, bias = inputs(rng, (2, 3, 2, 8), 4)
+    starts = jnp.asarray(documents(rng, 2, 3, 0.5))
+    keys, *grads = both_ways(values, gates, bias, starts, jnp.zeros((2, 0, 8)))
+    assert keys.shape == (2, 0, 8)
+    assert not any(np.any(np.asarray(g)) for g in grads)
+
+
 def test_bad_input(rng: np.random.Generator) -> None:
     values, gates, bias = inputs(rng, (1, 8, 2, 4), 4)
     with pytest.raises(ValueError, match=r"gated_pool: argument 'values' .*want H of 1 or 2"):

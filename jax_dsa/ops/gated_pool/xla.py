@@ -26,11 +26,11 @@ def _blocks(ratio: int, starts: Int[Array, "B S"]) -> _Blocks:
     """Block i of a document that begins at row s has the slot s // ratio + i, and ends less than
     `ratio` rows behind the first row that it can end at.
     """
-    length = starts.shape[1]
+    batch, length = starts.shape
     slots = length // ratio
     rows = jnp.arange(length, dtype=jnp.int32)[None]
     ends = jnp.pad((rows - starts + 1) % ratio == 0, ((0, 0), (0, ratio)))
-    ends = ends[:, ratio - 1 : (slots + 1) * ratio - 1].reshape(-1, slots, ratio)
+    ends = ends[:, ratio - 1 : (slots + 1) * ratio - 1].reshape(batch, slots, ratio)
     first = (jnp.arange(slots, dtype=jnp.int32) + 1)[None] * ratio - 1
     last = jnp.minimum(first + jnp.argmax(ends, axis=2).astype(jnp.int32), length - 1)
     follows = last - jnp.take_along_axis(starts, last, axis=1) + 1 >= 2 * ratio
