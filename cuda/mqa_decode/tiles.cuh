@@ -22,7 +22,8 @@ struct MixedTile {
   int row;  // the first of the rows that are multiplied with it, of the group
 };
 
-// What the producer tells of a piece and of kTiles tiles, and what is found out before.
+// What the producer tells of a piece and of kTiles tiles, and what kThreads threads
+// find out before.
 template <int kTiles, int kThreads>
 struct Notes {
   int tiles;  // of the piece whose Q is here
@@ -30,7 +31,7 @@ struct Notes {
   ValidRows bad[kTiles];  // of a mixed tile: whose values are not all finite
   Piece pieces[kPieces];
   Share share;
-  ShareScratch<kThreads> scratch;
+  typename ShareFinder<kThreads>::Scratch scratch;
 };
 
 // The keys that a query sees.
@@ -66,7 +67,7 @@ __device__ int item_step(const Work<Shared>&) {
 }
 template <typename Shared>
 __device__ int item_count(const Work<Shared>& w) {
-  return w.notes().share.pieces();
+  return w.notes().share.pieces;
 }
 // The largest score is a result if there is a place for it.
 template <typename Shared>
