@@ -15,6 +15,9 @@
 
 namespace jax_dsa::mqa_decode {
 
+// Rows follow each other, and all of each is copied.
+using Gather = GatherOf<true>;
+
 // A tile that not all of the queries of several see.
 struct MixedTile {
   int key;  // its first; -1: the tile is not mixed
@@ -176,7 +179,7 @@ __device__ __forceinline__ void copy_queries(const Decode& p, const Piece& piece
     const uint32_t to = whole_sum(q, row * 128 + (chunk ^ row % 8) * 16);
 #pragma unroll
     for (int block = 0; block < kD / 64; ++block) {
-      cp_async_16(to + block * (kRows * 128), from + block * 128, has, policy);
+      cp_async_16_alone(to + block * (kRows * 128), from + block * 128, has, policy);
     }
   }
 }
