@@ -49,7 +49,7 @@ STACKS = {
     "Lb1ELb1EEEEEvNS_24MaskedAttentionBwdParams": 48,  # the same with biases
     "masked_attention10fwd_kernel": 24,
     "mqa_decode10few_kernel": 8,
-    "mqa_decode11wide_kernel": 48,
+    "mqa_decode11wide_kernel": 56,
     "sparse_mla10bwd_kernel": 224,
     "sparse_mla13decode_kernel": 80,
     "topk11topk_kernel": 16,

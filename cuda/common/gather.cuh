@@ -71,13 +71,15 @@ struct alignas(8) ValidRows {
   __device__ uint64_t all() const { return *reinterpret_cast<const uint64_t*>(bytes); }
 };
 
-// A lane copies one 16-byte chunk of two rows in each half of a tile, eight lanes a row.
-struct Gather {
+// A lane copies one 16-byte chunk of two rows in each half of a tile, eight lanes a row; kAlone: by
+// `cp_async_16_alone`.
+template <bool kAlone>
+struct GatherOf {
   uint32_t offset[2];  // within a block, for even and odd i
   const char* from[4];
   bool valid[4];
 
-  __device__ Gather(int warp, int sub, int chunk) {
+  __device__ GatherOf(int warp, int sub, int chunk) {
     offset[0] = (warp * 8 + sub) * 128 + (chunk ^ sub) * 16;
     offset[1] = (warp * 8 + 4 + sub) * 128 + (chunk ^ (sub + 4)) * 16;
   }
@@ -106,8 +108,8 @@ struct Gather {
     for (int block = kFirst; block < kLast; ++block) {
 #pragma unroll
       for (int i = 2 * kHalf; i < 2 * kHalf + 2; ++i) {
-        cp_async_16(whole_sum(to, offset[i % 2]) + block * kBlockBytes + kHalf * 4096,
-                    from[i] + block * 128, valid[i], policy);
+        copy_16(whole_sum(to, offset[i % 2]) + block * kBlockBytes + kHalf * 4096,
+                from[i] + block * 128, valid[i], policy);
       }
     }
   }
@@ -116,13 +118,23 @@ struct Gather {
   __device__ void copy_block(uint32_t to, int at, int block, uint64_t policy) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      cp_async_16(whole_sum(to, offset[i % 2]) + at * kBlockBytes + i / 2 * 4096,
-                  from[i] + block * 128, valid[i], policy);
+      copy_16(whole_sum(to, offset[i % 2]) + at * kBlockBytes + i / 2 * 4096, from[i] + block * 128,
+              valid[i], policy);
     }
   }
   __device__ void copy_block(uint32_t to, int block, uint64_t policy) const {
     copy_block(to, block, block, policy);
   }
+
+ private:
+  __device__ static void copy_16(uint32_t to, const char* from, bool valid, uint64_t policy) {
+    if constexpr (kAlone) {
+      cp_async_16_alone(to, from, valid, policy);
+    } else {
+      cp_async_16(to, from, valid, policy);
+    }
+  }
 };
+using Gather = GatherOf<false>;
 
 }  // namespace jax_dsa

@@ -15,7 +15,7 @@ inline constexpr int kFewThreads = sparse_mla::kFewThreads;
 inline constexpr int kFewBlocks = sparse_mla::kFewBlocks;
 
 template <typename Tr>
-using FewNotes = Notes<Tr::kBits, kFewThreads>;
+using FewNotes = Notes<Tr::kBits, 128>;
 template <typename Tr>
 using FewShared = sparse_mla::FewShared<Tr, FewNotes<Tr>>;
 
@@ -216,13 +216,14 @@ __global__ void __launch_bounds__(kFewThreads, kFewBlocks)
   auto& shared = dynamic_shared<FewShared<Tr>>();
   sparse_mla::initialise(shared);
   let_next_begin();
-  find_share(p, shared.notes.scratch, shared.notes.share);
-  if (threadIdx.x / 128 == 0) {
+  if (threadIdx.x / 128 == 1) {
+    lower_registers<kProducer>();
+    wait_for_share<128>();
+    produce_few<Tr, kRecords>(p, shared);
+  } else {
+    ShareFinder<128>(p, shared.notes.scratch, shared.notes.share).find_last_item();
     raise_registers<kConsumer>();
     sparse_mla::consume_few(Work<FewShared<Tr>>(p), shared);
-  } else {
-    lower_registers<kProducer>();
-    produce_few<Tr, kRecords>(p, shared);
   }
 }
 

@@ -30,7 +30,8 @@ struct Cut {
 struct MergeShared {
   int count, parts;  // cuts; parts of the one that has most
   Cut cuts[kMaxTeams];
-  float2 rows[kMaxTeams][16];  // of a line's parts, what `partial_rows` has of their rows
+  float weights[kMaxTeams][16];  // of parts and of a line's rows; each warp's own are kFewParts
+  float factors[kMergeWarps][16];
   float4 sums[kMergeWarps][kMaxLines][32];
 };
 
@@ -62,53 +63,40 @@ __device__ inline void find_cuts(const Decode& p, MergeShared& shared) {
 // else by a warp.
 template <bool kWide, int kLines, bool kTogether>
 struct Merge {
-  static constexpr int kRows = kWide ? 2 : 1;    // that a lane has
-  static constexpr int kAlike = kWide ? 4 : 16;  // lanes side by side that have the same rows
+  static constexpr int kRows = kWide ? 2 : 1;  // that a lane has
+  static constexpr int kRowsOfLine = kWide ? 16 : 2;
+  // Lanes that weigh the parts of a row, and of how many they have the lse under way at a time.
+  static constexpr int kLanes = kTogether ? (kWide ? 16 : 32) : 32 / kRowsOfLine;
+  static constexpr int kRounds = kTogether ? 4 : kFewParts / kLanes;
   // Parts whose loads are under way at a time.
   static constexpr int kBatch = kLines == 4 ? kFewestParts : 16 / kLines;
-  static constexpr int kRowsOfLine = kWide ? 16 : 2;
   const Decode& p;
   MergeShared& shared;
   const Cut& cut;
-  PieceLine<kWide> at;
-  int tile_rows, first_slot, first_row;
-  int64_t place[kRows];  // among [batch, queries, heads]
-  int head[kRows];
-  bool has[kRows];
-  int64_t offset;  // in a slot's results
+  const int member, tile_rows, line, first_row, first_slot;
+  const int64_t offset;  // in a slot's results
 
   __device__ __forceinline__ Merge(const Decode& p, MergeShared& shared, const Cut& cut, int member,
                                    int tile_rows, int line)
-      : p(p), shared(shared), cut(cut), at(line, p.value_dim), tile_rows(tile_rows) {
-    const int per_request = p.groups * p.passes, batch = quotient(cut.item, per_request);
-    const int rest = cut.item - batch * per_request, group = quotient(rest, p.passes);
-    const int row = ((rest - group * p.passes) * p.members + member) * tile_rows;
-    first_slot = (cut.team * p.members + member) * 2;
-    first_row = kWide ? line / 32 % 4 * 16 : quotient(line * 128, p.value_dim);
-    offset = int64_t{line} * 128 + threadIdx.x % 32 * 4;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int its = row + at.row + r * 8;
-      has[r] = its < p.rows;
-      place[r] = p.place(batch, group, has[r] ? its : row);
-      head[r] = p.sinks ? batch * p.sinks_stride + group * p.per_group + its % p.per_group : 0;
-    }
-  }
+      : p(p),
+        shared(shared),
+        cut(cut),
+        member(member),
+        tile_rows(tile_rows),
+        line(line),
+        first_row(kWide ? line / 32 % 4 * 16 : quotient(line * 128, p.value_dim)),
+        first_slot((cut.team * p.members + member) * 2),
+        offset(int64_t{line} * 128 + threadIdx.x % 32 * 4) {}
 
   // The first part begins its item, the others go on with it.
-  __device__ int64_t slot(int part) const {
-    return first_slot + int64_t{2} * p.members * part + (part == 0);
-  }
-  __device__ float2 row(int part, int r) const {
-    if (kTogether) return shared.rows[part][at.row + r * 8 - first_row];
-    return p.partial_rows[slot(part) * tile_rows + at.row + r * 8];
-  }
+  __device__ int slot(int part) const { return first_slot + 2 * p.members * part + (part == 0); }
 
   float4 x[kBatch][kLines];
   __device__ __forceinline__ void load(int first, int last) {
+    const int64_t size = tile_rows * p.value_dim;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const float* from = p.partial + slot(first + i) * tile_rows * p.value_dim + offset;
+      const float* from = p.partial + slot(first + i) * size + offset;
 #pragma unroll
       for (int j = 0; j < kLines; ++j) {
         if (first + i < last) x[i][j] = *reinterpret_cast<const float4*>(from + j * 128);
@@ -120,47 +108,81 @@ struct Merge {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first = kTogether ? cut.parts * warp / kMergeWarps : 0;
     const int last = kTogether ? cut.parts * (warp + 1) / kMergeWarps : cut.parts;
+    float* weights = shared.weights[kTogether ? 0 : warp * kFewParts];
+    float* factors = shared.factors[kTogether ? 0 : warp];
+
     load(first, last);  // before anything waits
-    if constexpr (kTogether) {
-      for (int i = threadIdx.x; i < cut.parts * kRowsOfLine; i += kMergeThreads) {
-        const int part = i / kRowsOfLine, row = i % kRowsOfLine;
-        if (first_row + row < tile_rows) {
-          shared.rows[part][row] = p.partial_rows[slot(part) * tile_rows + first_row + row];
+
+    // What a part's row counts, by the lanes that have that row.
+    const int its = lane / kLanes + (kTogether ? warp * (32 / kLanes) : 0),
+              at_first = lane % kLanes;
+    const bool weighs = its < kRowsOfLine && (kWide || its * p.value_dim < 128);
+    float top = -INFINITY, highest = -INFINITY, total = 0.f;
+#pragma unroll 1
+    for (int base = 0; base < cut.parts; base += kRounds * kLanes) {
+      float2 found[kRounds];
+#pragma unroll
+      for (int k = 0; k < kRounds; ++k) {
+        const int part = base + k * kLanes + at_first;
+        found[k] = make_float2(-INFINITY, -INFINITY);
+        if (weighs && part < cut.parts) {
+          found[k] = p.partial_rows[int64_t{slot(part)} * tile_rows + first_row + its];
         }
       }
-      __syncthreads();
+#pragma unroll
+      for (int k = 0; k < kRounds; ++k) {
+        const int part = base + k * kLanes + at_first;
+        top = fmaxf(top, found[k].x);
+        highest = fmaxf(highest, found[k].y);
+        if (weighs && part < cut.parts) weights[part * kRowsOfLine + its] = found[k].x;
+      }
     }
-    float base[kRows], factor[kRows];
+    const int per_request = p.groups * p.passes, batch = quotient(cut.item, per_request);
+    const int rest = cut.item - batch * per_request, group = quotient(rest, p.passes);
+    const int row = ((rest - group * p.passes) * p.members + member) * tile_rows;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float top = -INFINITY, highest = -INFINITY, total = 0.f;
+    for (int i = kLanes / 2; i > 0; i /= 2) {
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, i));
+    }
+    const float base = sparse_mla::Rows::finite(top);
+    if (weighs) {
 #pragma unroll 4
-      for (int part = lane % kAlike; part < cut.parts; part += kAlike) {
-        const float2 found = row(part, r);
-        top = fmaxf(top, found.x);
-        highest = fmaxf(highest, found.y);
+      for (int part = at_first; part < cut.parts; part += kLanes) {
+        float& weight = weights[part * kRowsOfLine + its];
+        weight = exp2_approx((weight - base) * kLog2E);
+        total += weight;
       }
+    }
 #pragma unroll
-      for (int i = kAlike / 2; i > 0; i /= 2) {
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-        highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, i));
-      }
-      base[r] = sparse_mla::Rows::finite(top);
-#pragma unroll 4
-      for (int part = lane % kAlike; part < cut.parts; part += kAlike) {
-        total += exp2_approx((row(part, r).x - base[r]) * kLog2E);
-      }
-#pragma unroll
-      for (int i = kAlike / 2; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
-      const bool empty = total == 0.f;
+    for (int i = kLanes / 2; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
+    if (weighs && at_first == 0) {
+      const int of_group = row + first_row + its;
+      const bool empty = total == 0.f, has = of_group < p.rows;
       const float lse = empty ? -INFINITY : top + log2f(total) * kLn2;
-      factor[r] = empty ? 0.f : 1.f / total;
-      if (p.sinks && !empty && has[r]) factor[r] /= sparse_mla::sink_divisor(p.sinks[head[r]], lse);
-      if (at.column == 0 && has[r]) {
-        p.lse[place[r]] = lse;
-        if (p.top) p.top[place[r]] = isnan(total) ? total : highest;
+      float factor = empty ? 0.f : 1.f / total;
+      if (p.sinks && !empty && has) {
+        const int head = group * p.per_group + of_group % p.per_group;
+        factor /= sparse_mla::sink_divisor(p.sinks[batch * p.sinks_stride + head], lse);
+      }
+      factors[its] = factor;
+      // The job that has the row's first column.
+      const int column =
+          kWide ? line / 128 * 256 + line % 32 : line * 128 - (first_row + its) * p.value_dim;
+      if (has && column <= 0) {
+        const int place = p.place(batch, group, of_group);
+        p.lse[place] = lse;
+        if (p.top) p.top[place] = isnan(total) ? total : highest;
       }
     }
+    if constexpr (kTogether) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+
+    const PieceLine<kWide> at(line, p.value_dim);
+    const int own = at.row - first_row;
     float4 y[kLines] = {};
 #pragma unroll 1
     for (int part = first; part < last; part += kBatch) {
@@ -170,9 +192,7 @@ struct Merge {
         if (part + i >= last) break;
         float weight[2];
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          weight[r] = exp2_approx((row(part + i, r).x - base[r]) * kLog2E) * factor[r];
-        }
+        for (int r = 0; r < kRows; ++r) weight[r] = weights[(part + i) * kRowsOfLine + own + r * 8];
         if (kRows == 1) weight[1] = weight[0];
 #pragma unroll
         for (int j = 0; j < kLines; ++j) {
@@ -183,6 +203,19 @@ struct Merge {
         }
       }
     }
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int of_group = row + at.row + r * 8;
+      has[r] = of_group < p.rows;
+      place[r] = p.place(batch, group, has[r] ? of_group : row);
+      factor[r] = factors[own + r * 8];
+    }
+    if (kRows == 1) factor[1] = factor[0];
+    const auto finish = [&](int j, float4 z) {
+      store(at.column + j * PieceLine<kWide>::kColumns,
+            {z.x * factor[0], z.y * factor[0], z.z * factor[1], z.w * factor[1]});
+    };
     if constexpr (kTogether) {
 #pragma unroll
       for (int j = 0; j < kLines; ++j) shared.sums[warp][j][lane] = y[j];
@@ -191,21 +224,24 @@ struct Merge {
         float4 z = {};
 #pragma unroll
         for (int w = 0; w < kMergeWarps; ++w) {
-          const float4 its = shared.sums[w][warp][lane];
-          z.x += its.x, z.y += its.y, z.z += its.z, z.w += its.w;
+          const float4 its_sum = shared.sums[w][warp][lane];
+          z.x += its_sum.x, z.y += its_sum.y, z.z += its_sum.z, z.w += its_sum.w;
         }
-        store(warp, z);
+        finish(warp, z);
       }
       __syncthreads();
     } else {
 #pragma unroll
-      for (int j = 0; j < kLines; ++j) store(j, y[j]);
+      for (int j = 0; j < kLines; ++j) finish(j, y[j]);
+      __syncwarp();
     }
   }
 
-  __device__ __forceinline__ void store(int j, float4 y) const {
+  int64_t place[kRows];  // among [batch, queries, heads]
+  bool has[kRows];
+  __device__ __forceinline__ void store(int column, float4 y) const {
     const auto to = [&](auto* out) {
-      out += at.column + j * PieceLine<kWide>::kColumns;
+      out += column;
       constexpr int kSecond = kRows - 1, kAfter = kWide ? 0 : 2;
       store_pair(out + place[0] * p.value_dim, y.x, y.y, has[0]);
       store_pair(out + place[kSecond] * p.value_dim + kAfter, y.z, y.w, has[kSecond]);

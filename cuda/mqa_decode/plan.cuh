@@ -9,7 +9,7 @@
 // What a share has of an item is a piece. Pieces that are not whole leave results for the merge
 // kernel: of each block at most two, the end of an item that an earlier team began and the
 // beginning of one that a later team ends. Where whole items fit the teams nearly as well, none is
-// cut.
+// cut; else where all items are nearly as long, each is cut by teams of its own.
 #pragma once
 
 #include <algorithm>
@@ -25,6 +25,7 @@ namespace jax_dsa::mqa_decode {
 
 inline constexpr int kItemCost = 2;  // in tiles: until an item's first keys are there, and its end
 inline constexpr int kMaxMembers = 8;
+enum ShareBarrier { kSumsHere = 6, kShareHere };  // named barriers that no other code has
 inline constexpr int kMaxTeams = 2 * kMostProcessors;
 
 // a / b of a >= 0 and b > 0, which is a power of two more often than not; a division takes a
@@ -38,7 +39,8 @@ struct Decode : MqaDecodeParams {
   int per_group;  // heads
   int rows;       // of a group: queries, and in each its heads
   int members, passes, teams;
-  int merge_cost;  // of cutting all items
+  int merge_cost;    // of cutting all items
+  int items_a_team;  // if none is cut
 
   Decode(const MqaDecodeParams& p, int tile_rows, int blocks) : MqaDecodeParams(p) {
     per_group = heads / groups;
@@ -54,8 +56,10 @@ struct Decode : MqaDecodeParams {
     }
     passes = ceil_div(tiles, members);
     teams = blocks / members;
+    const int64_t items = batch * groups * passes;
+    items_a_team = static_cast<int>(ceil_div(items, int64_t{teams}));
     // The merge kernel takes a few tiles of 64 rows at a time.
-    const int64_t cuts = std::min<int64_t>(batch * groups * passes, teams);
+    const int64_t cuts = std::min<int64_t>(items, teams);
     merge_cost = tuning.merge_cost * (1 + static_cast<int>(cuts) * members * (tile_rows / 64) / 64);
   }
 
@@ -112,91 +116,134 @@ __device__ inline int cost(const Seen& x) { return kItemCost + x.tiles(); }
 
 // A place in the order of all work.
 struct Position {
-  int item;
-  int before;  // how much of the item's cost comes before
+  int batch, number;  // the item, and which it is of its request
+  int before;         // how much of the item's cost comes before
 };
 
 // A team's share.
 struct Share {
-  Position first, last;
+  Position first;
+  Seen seen;  // by the first item's queries
   int work;
-  int whole;  // what every item is taken to cost so that none is cut; or 0
-
-  __device__ int pieces() const { return work > 0 ? last.item - first.item + 1 : 0; }
+  int alike;   // what every item counts for where all are treated alike, in tiles; or 0
+  int pieces;  // known after `find_last_item`
 };
 
 template <int kThreads>
-struct ShareScratch {
-  int sums[kThreads / 32], tops[kThreads / 32];
-};
-
-// Finds this block's share, and if its last item is cut there and begins with it, writes down for
-// the merge kernel which item it is and of how many parts. Called by all threads; `scratch` may be
-// used for other things afterwards.
-template <int kThreads>
-__device__ void find_share(const Decode& p, ShareScratch<kThreads>& scratch, Share& share) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int batch = static_cast<int>(p.batch), per_request = p.groups * p.passes;
-  const int chunk = ceil_div(batch, kThreads);
-  const int first = min(chunk * static_cast<int>(threadIdx.x), batch),
-            last = min(first + chunk, batch);
-  int own = 0, top = 0;
-  for (int b = first; b < last; ++b) {
-    const int its = cost(seen_by_thread(p, b));
-    own += its * per_request;
-    top = max(top, its);
-  }
-  int up_to = inclusive_scan(own);
-  top = __reduce_max_sync(~0u, top);
-  if (lane == 31) scratch.sums[warp] = up_to, scratch.tops[warp] = top;
-  __syncthreads();
-  up_to -= own;
-  int total = 0;
-  for (int i = 0; i < kThreads / 32; ++i) {
-    if (i < warp) up_to += scratch.sums[i];
-    total += scratch.sums[i];
-    top = max(top, scratch.tops[i]);
-  }
-  const int busy = max(min(p.teams, quotient(total, p.tuning.least)), 1);
-  int each = quotient(total, busy), more = total - each * busy;  // `more` teams have one more
-  const int items = batch * per_request, items_a_team = ceil_div(items, p.teams);
-  const bool whole = int64_t{items_a_team} * top <= each + p.merge_cost;
-  if (whole) {
-    own = (last - first) * per_request * top;
-    up_to = first * per_request * top;
-    total = items * top;
-    each = items_a_team * top;
-    more = 0;
-  }
-  const int team = p.team();
-  const int begin = min(each * team + min(team, more), total);
-  const int end = min(begin + each + (team < more ? 1 : 0), total);
-  if (threadIdx.x == 0) {
-    share.work = end - begin;
-    share.whole = whole ? top : 0;
-    if (p.member() == 0) p.cuts[team] = make_int2(0, 0);
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int i = 0; i < 2; ++i) {
-    const int at = i == 0 ? begin : end - 1;
-    if (begin == end || at < up_to || at >= up_to + own) continue;
-    int b = first, before = up_to, its;
-    for (;; ++b, before += its * per_request) {
-      its = whole ? top : cost(seen_by_thread(p, b));
-      if (at < before + its * per_request) break;
-    }
-    const int item = quotient(at - before, its), item_begin = before + item * its;
-    (i == 0 ? share.first : share.last) = {b * per_request + item, at - item_begin};
-    const int item_end = item_begin + its;
-    if (i == 1 && p.member() == 0 && item_begin >= begin && item_end > end) {
-      const int longer = more * (each + 1), rest = item_end - 1 - longer;
-      const int last_team = rest < 0 ? (item_end - 1) / (each + 1) : more + rest / each;
-      p.cuts[team] = make_int2(b * per_request + item, last_team - team + 1);
-    }
-  }
-  __syncthreads();
+__device__ void wait_for_share() {
+  named_barrier_sync<kThreads + 128>(kShareHere);
 }
+
+// Finds this block's share, by the warpgroups that multiply, whose kThreads threads each know some
+// requests' part of all work. The producer calls `wait_for_share` and begins; `find_last_item`
+// tells the others how many pieces there are.
+template <int kThreads>
+struct ShareFinder {
+  struct Scratch {
+    int sums[kThreads / 32], tops[kThreads / 32];
+  };
+  const Decode& p;
+  Share& share;
+  int per_request;
+  int first, last;                  // requests
+  int own = 0, up_to = 0, top = 0;  // their cost, and that of those before; the most of an item
+  int each, more, begin, end;       // `more` teams have one more than `each`
+  int alike;
+
+  __device__ ShareFinder(const Decode& p, Scratch& scratch, Share& share)
+      : p(p), share(share), per_request(p.groups * p.passes) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int batch = static_cast<int>(p.batch), chunk = ceil_div(batch, kThreads);
+    first = min(chunk * static_cast<int>(threadIdx.x), batch);
+    last = min(first + chunk, batch);
+    for (int b = first; b < last; ++b) {
+      const int its = cost(seen_by_thread(p, b));
+      own += its * per_request;
+      top = max(top, its);
+    }
+    up_to = inclusive_scan(own);
+    top = __reduce_max_sync(~0u, top);
+    if (lane == 31) scratch.sums[warp] = up_to, scratch.tops[warp] = top;
+    named_barrier_sync<kThreads>(kSumsHere);
+    up_to -= own;
+    int total = 0;
+#pragma unroll
+    for (int i = 0; i < kThreads / 32; ++i) {
+      if (i < warp) up_to += scratch.sums[i];
+      total += scratch.sums[i];
+      top = max(top, scratch.tops[i]);
+    }
+    int busy = p.teams;
+    if (total < p.teams * p.tuning.least) busy = max(quotient(total, p.tuning.least), 1);
+    each = quotient(total, busy), more = total - each * busy;
+    const int items = batch * per_request, tiles = max(top - kItemCost, 1);
+    alike = 0;
+    if (int64_t{p.items_a_team} * top <= each + p.merge_cost) {
+      each = p.items_a_team * tiles;
+      alike = tiles;
+    } else if (busy >= 2 * items) {
+      const int parts = quotient(busy, items), part = ceil_div(tiles, parts);
+      if (part <= each + 1) each = part, alike = part * parts;
+    }
+    if (alike > 0) {
+      own = (last - first) * per_request * alike;
+      up_to = first * per_request * alike;
+      total = items * alike;
+      more = 0;
+    }
+    const int team = p.team();
+    begin = min(each * team + min(team, more), total);
+    end = min(begin + each + (team < more ? 1 : 0), total);
+    if (threadIdx.x == 0) {
+      share.work = end - begin;
+      share.alike = alike;
+      share.pieces = 0;
+      if (p.member() == 0) p.cuts[team] = make_int2(0, 0);
+    }
+    if (has(begin)) {
+      const Item item = find(begin);
+      share.first = {item.batch, item.number, begin - item.begin};
+      share.seen = item.seen;
+    }
+    wait_for_share<kThreads>();
+  }
+
+  // Counts the pieces; and if the last item is cut at the share's end and begins with it, writes
+  // down for the merge kernel which item it is and of how many parts.
+  __device__ void find_last_item() {
+    if (has(end - 1)) {
+      const Item item = find(end - 1);
+      share.pieces =
+          (item.batch - share.first.batch) * per_request + item.number - share.first.number + 1;
+      const int item_end = item.begin + item.its;
+      if (p.member() == 0 && item.begin >= begin && item_end > end) {
+        const int longer = more * (each + 1), rest = item_end - 1 - longer;
+        const int last_team = rest < 0 ? (item_end - 1) / (each + 1) : more + rest / each;
+        p.cuts[p.team()] =
+            make_int2(item.batch * per_request + item.number, last_team - p.team() + 1);
+      }
+    }
+    named_barrier_sync<kThreads>(kSumsHere);
+  }
+
+ private:
+  struct Item {
+    Seen seen;
+    int batch, number, begin, its;
+  };
+  __device__ bool has(int at) const { return begin < end && at >= up_to && at < up_to + own; }
+  __device__ Item find(int at) const {
+    for (int b = first, before = up_to;; ++b) {
+      const Seen seen = seen_by_thread(p, b);
+      const int its = alike > 0 ? alike : cost(seen);
+      if (at < before + its * per_request) {
+        const int number = per_request == 1 ? 0 : quotient(at - before, its);
+        return {seen, b, number, before + number * its, its};
+      }
+      before += its * per_request;
+    }
+  }
+};
 
 // What consumers have to know of a piece.
 struct Piece {
@@ -231,30 +278,38 @@ struct Walk {
   const Share& share;
   int tile_rows;
   int number = -1;  // of the piece
+  int batch, rest;  // its request, and which of its items
   int left;
   Seen seen;
   Piece piece;
   int first, tiles;  // the piece's first key and its tiles
 
   __device__ Walk(const Decode& p, const Share& share, int tile_rows)
-      : p(p), share(share), tile_rows(tile_rows), left(share.work) {}
+      : p(p),
+        share(share),
+        tile_rows(tile_rows),
+        batch(share.first.batch),
+        rest(share.first.number),
+        left(share.work),
+        seen(share.seen) {}
 
   __device__ bool next() {
     if (left <= 0) return false;
-    const int item = share.first.item + ++number;
-    const int per_request = p.groups * p.passes, batch = quotient(item, per_request);
-    const int rest = item - batch * per_request, group = quotient(rest, p.passes);
+    if (++number > 0 && ++rest == p.groups * p.passes) {
+      rest = 0;
+      seen = seen_by_warp(p, ++batch);
+    }
+    const int group = quotient(rest, p.passes);
     const int row = ((rest - group * p.passes) * p.members + p.member()) * tile_rows;
-    if (number == 0 || batch != piece.batch) seen = seen_by_warp(p, batch);
     const int begin = number == 0 ? share.first.before : 0;
-    const int all = share.whole ? share.whole : cost(seen);
+    const int all = share.alike > 0 ? share.alike : cost(seen);
     const int stop = left < all - begin ? begin + left : all;
     left -= stop - begin;
     const bool final = begin == 0 && stop == all;
     piece = {batch, group, row, final ? -1 : static_cast<int>(blockIdx.x) * 2 + (begin == 0)};
-    const int from = max(begin - kItemCost, 0);
+    const int before = share.alike > 0 ? 0 : kItemCost, from = max(begin - before, 0);
     first = seen.first() + from * kTile;
-    tiles = row < p.rows ? max(min(stop - kItemCost, seen.tiles()) - from, 0) : 0;
+    tiles = row < p.rows ? max(min(stop - before, seen.tiles()) - from, 0) : 0;
     return true;
   }
 };

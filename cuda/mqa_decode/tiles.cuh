@@ -15,6 +15,9 @@
 
 namespace jax_dsa::mqa_decode {
 
+// Rows follow each other, and all of each is copied.
+using Gather = GatherOf<true>;
+
 // A tile that not all of the queries of several see.
 struct MixedTile {
   int key;  // its first; -1: the tile is not mixed
@@ -22,7 +25,8 @@ struct MixedTile {
   int row;  // the first of the rows that are multiplied with it, of the group
 };
 
-// What the producer tells of a piece and of kTiles tiles, and what is found out before.
+// What the producer tells of a piece and of kTiles tiles, and what kThreads threads
+// find out before.
 template <int kTiles, int kThreads>
 struct Notes {
   int tiles;  // of the piece whose Q is here
@@ -30,7 +34,7 @@ struct Notes {
   ValidRows bad[kTiles];  // of a mixed tile: whose values are not all finite
   Piece pieces[kPieces];
   Share share;
-  ShareScratch<kThreads> scratch;
+  typename ShareFinder<kThreads>::Scratch scratch;
 };
 
 // The keys that a query sees.
@@ -66,7 +70,7 @@ __device__ int item_step(const Work<Shared>&) {
 }
 template <typename Shared>
 __device__ int item_count(const Work<Shared>& w) {
-  return w.notes().share.pieces();
+  return w.notes().share.pieces;
 }
 // The largest score is a result if there is a place for it.
 template <typename Shared>
@@ -175,7 +179,7 @@ __device__ __forceinline__ void copy_queries(const Decode& p, const Piece& piece
     const uint32_t to = whole_sum(q, row * 128 + (chunk ^ row % 8) * 16);
 #pragma unroll
     for (int block = 0; block < kD / 64; ++block) {
-      cp_async_16(to + block * (kRows * 128), from + block * 128, has, policy);
+      cp_async_16_alone(to + block * (kRows * 128), from + block * 128, has, policy);
     }
   }
 }

@@ -15,7 +15,7 @@ inline constexpr int kWideRows = 64;
 inline constexpr int kWideThreads = sparse_mla::kThreads;
 inline constexpr int kWideValues = kSparseMlaValueDim;
 
-using WideNotes = Notes<2, kWideThreads>;
+using WideNotes = Notes<2, 256>;
 template <int kD>
 using WideShared = sparse_mla::Shared<kD, WideNotes>;
 
@@ -247,17 +247,20 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
   auto& shared = dynamic_shared<WideShared<kD>>();
   sparse_mla::initialise(shared);
   let_next_begin();
-  find_share(p, shared.notes.scratch, shared.notes.share);
   const int warpgroup = threadIdx.x / 128;
+  if (warpgroup == 2) {
+    lower_registers<kProducer>();
+    wait_for_share<256>();
+    produce_wide<kD, kRecords>(p, shared);
+    return;
+  }
+  ShareFinder<256>(p, shared.notes.scratch, shared.notes.share).find_last_item();
   if (warpgroup == 0) {
     raise_registers<kConsumer>();
     sparse_mla::consume<kD, 0>(Work<WideShared<kD>>(p), shared);
-  } else if (warpgroup == 1) {
+  } else {
     raise_registers<kConsumer>();
     sparse_mla::consume<kD, 1>(Work<WideShared<kD>>(p), shared);
-  } else {
-    lower_registers<kProducer>();
-    produce_wide<kD, kRecords>(p, shared);
   }
 }
 

@@ -70,6 +70,8 @@ const DecodeCase kCases[] = {
     {{"one request, several parts", 1, 1, 500, 64, 1, 576, {.full = true}}, 6, kCut},
     {{"one request, two row tiles", 1, 1, 450, 100, 1, 576, {.full = true}}, 4, kCut},
     {{"few requests", 2, 1, 300, 40, 1, 576, {.sinks = 1}}, 3, kUsual},
+    {{"few requests, alike", 2, 1, 500, 40, 1, 576, {.full = true}}, 6, kUsual},
+    {{"few, as long, pages", 3, 2, 420, 12, 1, 512, {.page_size = 7, .window = 300}}, 5, kCut},
     {{"many, whole", 8, 1, 200, 33, 1, 512, {.sinks = 2}}, 3, kWhole},
     {{"many, cut", 9, 1, 200, 40, 1, 576, {.window = 90, .sinks = 1}}, 3, kCut},
     {{"queries", 4, 3, 260, 20, 1, 576, {.infinite = true}}, 3, kCut},
