@@ -37,18 +37,42 @@ Variant few(const char* name, int parts) {
 const Variant kPlanned = {
     "planned", [](const Fp8MatmulParams& p) { return jax_dsa::launch_fp8_matmul(p, nullptr); }};
 
+template <typename Tr, bool kBehind = false>
+Variant thin(const char* name, int parts) {
+  return {std::string(name) + ", K in " + std::to_string(parts), [parts](const Fp8MatmulParams& p) {
+            return launch_thin<Tr, kBehind>(p, parts, nullptr);
+          }};
+}
+
 template <bool kBRows>
 std::vector<Variant> variants_of_many() {
   constexpr int kHalves = kBRows ? 1 : 2, kColumns = kBRows ? 192 : 128;
   const std::string name = kBRows ? "128 x 192" : "256 x 128";
-  return {kPlanned, many<Traits<2, kHalves, kColumns, 2, kBRows>>(name + ", pairs"),
+  if constexpr (!kBRows) {
+    return {kPlanned,
+            many<Traits<2, 2, 128, 2, false>>("256 x 128, pairs"),
+            many<Traits<2, 2, 128, 1, false>>("256 x 128"),
+            many<Traits<3, 1, 128, 2, false>>("192 x 128, pairs"),
+            many<Traits<3, 1, 128, 1, false>>("192 x 128"),
+            many<Traits<2, 1, 128, 1, false>>("128 x 128")};
+  }
+  return {kPlanned,
+          many<Traits<2, kHalves, kColumns, 2, kBRows>>(name + ", pairs"),
           many<Traits<2, kHalves, kColumns, 1, kBRows>>(name),
+          many<Traits<3, 1, 128, 2, kBRows>>("192 x 128, pairs"),
+          many<Traits<3, 1, 128, 1, kBRows>>("192 x 128"),
           many<Traits<2, 1, 128, 1, kBRows>>("128 x 128")};
 }
 template <bool kBRows>
 std::vector<Variant> variants_of_few(std::vector<int> all_parts) {
   std::vector<Variant> all = {kPlanned};
   for (const int parts : all_parts) {
+    all.push_back(thin<ThinTraits<1, kBRows>>("16 rows", parts));
+    all.push_back(thin<ThinTraits<2, kBRows>>("16 rows, two blocks", parts));
+    if (parts == 1) {
+      all.push_back(thin<ThinTraits<1, kBRows>, true>("16 rows, behind", parts));
+      all.push_back(thin<ThinTraits<2, kBRows>, true>("16 rows, two blocks, behind", parts));
+    }
     all.push_back(few<Traits<1, 1, 128, 1, kBRows>>("64 rows", parts));
     all.push_back(few<Traits<1, 2, 128, 1, kBRows>>("128 rows", parts));
   }
@@ -299,11 +323,11 @@ int main(int argc, char** argv) {
   bench({"nothing divides", 1, 4000, 7000, 2000}, {kPlanned});
   bench({"odd N", 1, 4000, 7001, 2000}, {kPlanned});
   bench({"b by rows, f32", 1, 8192, 8192, 8192, kF32, true}, variants_of_many<true>());
-  bench({"b by rows", 1, 8192, 8192, 8192, kBF16, true}, {kPlanned});
+  bench({"b by rows", 1, 8192, 8192, 8192, kBF16, true}, variants_of_many<true>());
   bench({"f32", 1, 8192, 8192, 8192, kF32}, {kPlanned});
   bench({"256 rows", 1, 256, 7168, 7168}, variants_of_many<false>(), 4);
   for (const int64_t m : {1, 16, 64, 128}) {
-    bench({"few rows", 1, m, 7168, 7168}, variants_of_few<false>({2, 4}), 4);
+    bench({"few rows", 1, m, 7168, 7168}, variants_of_few<false>({1, 2, 4}), 4);
   }
   bench({"few rows, few columns", 1, 16, 2112, 7168}, variants_of_few<false>({2, 4, 8}), 8);
   bench({"few rows, many columns", 1, 16, 24576, 1536}, variants_of_few<false>({1}), 4);

@@ -168,7 +168,12 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[kD], const uint32_t (&a)[4
 template <int kD>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[kD], uint64_t a, uint64_t b,
                                            bool accumulate) {
-  if constexpr (kD == 32) {
+  if constexpr (kD == 8) {
+    asm volatile(JAX_DSA_WGMMA("m64n16k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_8,
+                               "%8, %9", "%10", "")
+        : JAX_DSA_ACC8(d, 0)
+        : "l"(a), "l"(b), "r"(int{accumulate}));
+  } else if constexpr (kD == 32) {
     asm volatile(JAX_DSA_WGMMA("m64n64k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_32,
                                "%32, %33", "%34", "")
         : JAX_DSA_ACC32(d, 0)

@@ -176,7 +176,7 @@ __device__ __forceinline__ void store_half(Store<Tr>& store, const Item& item, i
   }
 }
 
-// 256 rows: a warpgroup has two halves, one after the other.
+// 256 rows: a warpgroup has two halves, one after the other; or three warpgroups, of one each.
 template <typename Tr>
 __device__ void math_halves(Walk<Tr> walk, Multiplier<Tr> multiplier, Store<Tr> store) {
   const int own_row = multiplier.own_row - multiplier.lane / 4;
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
     raise_registers<Tr::kMathRegisters>();
     const Multiplier<Tr> multiplier(shared.ring);
     const Store<Tr> store = {p, out_map, shared.pieces[threadIdx.x / 32]};
-    if constexpr (Tr::kHalves > 1) {
+    if constexpr (Tr::kHalves > 1 || Tr::kGroups > 2) {
       math_halves<Tr>(Walk<Tr>(p), multiplier, store);
     } else if constexpr (Tr::kColumns > 128) {
       math_wide<Tr>(Walk<Tr>(p), multiplier, store);

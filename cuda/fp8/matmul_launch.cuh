@@ -60,4 +60,22 @@ cudaError_t launch_few(const Fp8MatmulParams& p, int parts, cudaStream_t stream)
                          p, a, b);
 }
 
+template <typename Tr, bool kBehind = false>
+cudaError_t launch_thin(const Fp8MatmulParams& p, int parts, cudaStream_t stream) {
+  static_assert(shared_memory_fits(Tr::kBlocks, sizeof(Ring<Tr>)));
+  CUtensorMap a, b;
+  if (cudaError_t e = encode_maps<Tr>(p, &a, &b); e != cudaSuccess) return e;
+  const Tiles<Tr> tiles(p);
+  if (kBehind) {
+    return launch_behind(thin_kernel<Tr>, tiles.all, Tr::kThreads, sizeof(Ring<Tr>), stream, p, a,
+                         b);
+  }
+  if (parts == 1) {
+    return launch_blocks(thin_kernel<Tr>, tiles.all, Tr::kThreads, sizeof(Ring<Tr>), stream, p, a,
+                         b);
+  }
+  return launch_clusters(thin_kernel<Tr>, tiles.all, parts, Tr::kThreads, sizeof(Ring<Tr>), stream,
+                         p, a, b);
+}
+
 }  // namespace jax_dsa::fp8

@@ -1,6 +1,6 @@
 // What the FP8 matmul's two kernels share: a ring of stages in shared memory, each with a block of
 // 128 of K, and the three roles around it: one warp copies codes (TMA), two or three bring scales,
-// one or two warpgroups multiply.
+// one to three warpgroups multiply.
 //
 // A tensor core adds e4m3 products in less than f32, so the sum over a block is multiplied by its
 // scales and added in the FP32 units ("promoted"). A warpgroup has two sets of accumulators: those
@@ -30,18 +30,20 @@ struct Traits {
   static constexpr int kGroups = kGroups_, kHalves = kHalves_, kColumns = kColumns_;
   static constexpr int kRanks = kRanks_;
   static constexpr bool kBRows = kBRows_;
-  static constexpr int kBlocks = kGroups == 2 ? 1 : 2;  // on a multiprocessor
+  static constexpr int kBlocks = kGroups == 1 ? 2 : 1;  // on a multiprocessor
   static constexpr int kRows = 64 * kHalves * kGroups;
   static constexpr bool kSharesB = kColumns >= kRows;
   static constexpr int kSums = kColumns / 2;  // of 64 rows, in a thread
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth;
   // Of the product, in a warp: all of a tile, if that is in 16 bits.
-  static constexpr int kPieces = kGroups == 2 ? kHalves * kColumns / 32 : 0;
+  static constexpr int kPieces = kGroups == 1 ? 0 : kHalves * kColumns / 32;
   static constexpr int kStages =
-      (kGroups == 2 ? 216 * 1024 - 8 * kPieces * kPieceBytes : 96 * 1024) / kStageBytes;
+      (kGroups == 1 ? 96 * 1024 : 216 * 1024 - 4 * kGroups * kPieces * kPieceBytes) / kStageBytes;
   static constexpr int kMathThreads = 128 * kGroups, kThreads = kMathThreads + 128;
-  static constexpr int kMathRegisters = kGroups == 2 ? 224 : 208,
-                       kOtherRegisters = kGroups == 2 ? 56 : 40;
+  static constexpr int kMathRegisters = kGroups == 1   ? 208
+                                        : kGroups == 2 ? 224
+                                                       : 152,
+                       kOtherRegisters = kGroups == 1 ? 40 : 56;
   static_assert(registers_fit(kBlocks, kGroups, kMathRegisters, kOtherRegisters));
   static_assert(kBRows || kColumns == kBColumns);  // one block of b in a tile
   static constexpr int kScaleWarps = 2;  // those that bring scales of a; another brings b's
@@ -134,7 +136,7 @@ __device__ __forceinline__ void load_scales(const float* from, bool valid, float
 template <typename Tr, bool kB, int kCount, typename Walk>
 __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring, int warp) {
   constexpr int kLanes = 32 * (kB ? 1 : Tr::kScaleWarps);
-  constexpr int kOwn = (kB ? Tr::kColumns : Tr::kRows) / kLanes;
+  constexpr int kAll = kB ? Tr::kColumns : Tr::kRows, kOwn = (kAll + kLanes - 1) / kLanes;
   constexpr bool kAhead = kOwn * kCount <= 4;  // more would not fit into the registers
   const int lane = threadIdx.x % 32, own = warp * 32 + lane;
   const int blocks = static_cast<int>(ceil_div(p.k, int64_t{kDepth}));
@@ -174,6 +176,7 @@ __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
           const int to = own + kLanes * i;
+          if (kAll % kLanes != 0 && to >= kAll) continue;
           if constexpr (kB) {
             ring.b_scale[at.index][b_scale_at(to)] = now[i][j];
           } else {
@@ -208,7 +211,7 @@ __device__ void produce(const Walk& walk, const Fp8MatmulParams& p, const CUtens
     copy<Tr>(walk, a_map, b_map, ring);
   } else if (warp <= Tr::kScaleWarps) {
     bring_scales<Tr, false>(walk, p, ring, warp - 1);
-  } else if (Tr::kBRows) {
+  } else if (Tr::kBRows && warp == Tr::kScaleWarps + 1) {
     bring_scales<Tr, true>(walk, p, ring, 0);
   }
 }

@@ -30,6 +30,11 @@ cudaError_t few(const Fp8MatmulParams& p, cudaStream_t stream) {
   return launch_few<Tr>(p, kParts, stream);
 }
 
+template <int kParts, typename Tr>
+cudaError_t thin(const Fp8MatmulParams& p, cudaStream_t stream) {
+  return launch_thin<Tr>(p, kParts, stream);
+}
+
 // What 132 multiprocessors shall do.
 void expect(int64_t m, int64_t n, int64_t k, const Plan& want, bool b_rows = false) {
   const Plan got = plan({.batch = 1, .m = m, .n = n, .k = k, .b_rows = b_rows}, 132);
@@ -64,6 +69,12 @@ int main(int argc, char** argv) {
   all({"256 rows", 1, 300, 400, 656}, launch<Traits<2, 2, 128, 2, false>>);
   all({"256 rows, f16", 1, 257, 264, 144, kF16}, launch<Traits<2, 2, 128, 2, false>>);
   all({"256 rows, one block", 1, 513, 128, 384, kF32}, launch<Traits<2, 2, 128, 1, false>>);
+  all({"192 rows", 1, 500, 300, 656}, launch<Traits<3, 1, 128, 2, false>>);
+  all({"192 rows, odd N", 2, 195, 131, 144, kF32}, launch<Traits<3, 1, 128, 2, false>>);
+  all({"192 rows, one block", 1, 193, 264, 384, kF16}, launch<Traits<3, 1, 128, 1, false>>);
+  all({"192 rows, b by rows", 1, 400, 260, 656, kF32, true}, launch<Traits<3, 1, 128, 2, true>>);
+  all({"192 rows, one block, b by rows", 2, 195, 131, 144, kBF16, true},
+      launch<Traits<3, 1, 128, 1, true>>);
   all({"192 columns", 1, 300, 400, 656, kBF16, true}, launch<Traits<2, 1, 192, 2, true>>);
   all({"192 columns, f32", 2, 130, 388, 272, kF32, true}, launch<Traits<2, 1, 192, 2, true>>);
   all({"192 columns, odd N", 1, 129, 451, 512, kF16, true}, launch<Traits<2, 1, 192, 1, true>>);
@@ -77,6 +88,10 @@ int main(int argc, char** argv) {
   all({"64 rows, b by rows", 2, 70, 129, 400, kF16, true}, few<2, Traits<1, 1, 128, 1, true>>);
   all({"128 rows in parts", 1, 128, 133, 1536}, few<2, Traits<1, 2, 128, 1, false>>);
   all({"128 rows, b by rows", 1, 100, 136, 384, kBF16, true}, few<1, Traits<1, 2, 128, 1, true>>);
+  all({"16 rows", 1, 16, 200, 640}, thin<1, ThinTraits<1, false>>);
+  all({"16 rows in parts", 2, 7, 131, 2704, kF32}, thin<4, ThinTraits<2, false>>);
+  all({"16 rows, b by rows", 1, 20, 129, 400, kF16, true}, thin<2, ThinTraits<2, true>>);
+  all({"16 rows, one block", 1, 1, 70, 4096, kF32, true}, thin<1, ThinTraits<2, true>>);
   all({"planned, few", 1, 64, 128, 2048}, jax_dsa::launch_fp8_matmul);
   all({"planned, many", 1, 140, 384, 256}, jax_dsa::launch_fp8_matmul);
   all({"planned, many, b by rows", 1, 140, 384, 256, kF32, true}, jax_dsa::launch_fp8_matmul);
