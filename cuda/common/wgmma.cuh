@@ -173,6 +173,11 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[kD], uint64_t a, uint64_t 
                                "%8, %9", "%10", "")
         : JAX_DSA_ACC8(d, 0)
         : "l"(a), "l"(b), "r"(int{accumulate}));
+  } else if constexpr (kD == 16) {
+    asm volatile(JAX_DSA_WGMMA("m64n32k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_16,
+                               "%16, %17", "%18", "")
+        : JAX_DSA_ACC8(d, 0), JAX_DSA_ACC8(d, 8)
+        : "l"(a), "l"(b), "r"(int{accumulate}));
   } else if constexpr (kD == 32) {
     asm volatile(JAX_DSA_WGMMA("m64n64k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_32,
                                "%32, %33", "%34", "")
@@ -182,11 +187,6 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[kD], uint64_t a, uint64_t 
     asm volatile(JAX_DSA_WGMMA("m64n128k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_64,
                                "%64, %65", "%66", "")
         : JAX_DSA_ACC64(d)
-        : "l"(a), "l"(b), "r"(int{accumulate}));
-  } else if constexpr (kD == 96) {
-    asm volatile(JAX_DSA_WGMMA("m64n192k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_96,
-                               "%96, %97", "%98", "")
-        : JAX_DSA_ACC64(d), JAX_DSA_ACC32(d, 64)
         : "l"(a), "l"(b), "r"(int{accumulate}));
   } else {
     static_assert(kD == 128);

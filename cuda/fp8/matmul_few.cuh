@@ -1,6 +1,6 @@
 // FP8 matmul for few rows, bound by reading b: a cluster's blocks have one tile of 64 or 128 rows
-// and 128 columns, and each of them a part of K. They add up their sums, in the order of their
-// ranks, by reading each other's shared memory.
+// and 128 columns, or of 16 or 32 rows and 64 columns, and each of them a part of K. They add up
+// their sums, in the order of their ranks, by reading each other's shared memory.
 //
 // One warpgroup multiplies. Two blocks share a multiprocessor, with 96 KiB of stages each, so that
 // enough bytes are on their way; the sums of a tile take the place of the stages.
@@ -143,16 +143,16 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
   finish<Tr>(p, one.item, sums);
 }
 
-// ---- 16 rows or less ---------------------------------------------------------------------------
+// ---- 32 rows or less ---------------------------------------------------------------------------
 
-// A product has 64 rows of b for its rows and those of a for its columns, of which there are but
-// 16: nothing is padded, and a block's shared memory is for b.
-template <int kBlocks_, bool kBRows_>
+// A product has 64 rows of b for its rows and those of a, 16 or 32, for its columns: little is
+// padded, and a block's shared memory is for b.
+template <int kRows_, int kBlocks_, bool kBRows_>
 struct ThinTraits {
   static constexpr int kBlocks = kBlocks_;  // on a multiprocessor
   static constexpr bool kBRows = kBRows_;
-  static constexpr int kRows = 16, kColumns = 64, kRanks = 1;
-  static constexpr bool kSharesB = false;
+  static constexpr int kRows = kRows_, kColumns = 64, kRanks = 1;
+  static constexpr bool kThin = true;
   static constexpr int kSums = kRows / 2;
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth;
   static constexpr int kStages = 200 * 1024 / kBlocks / kStageBytes;
@@ -233,14 +233,12 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
   auto& ring = dynamic_shared<Ring<Tr>>();
   auto* const sums = reinterpret_cast<float*>(&ring);
   const OneItem<Tr> one(p);
-  let_next_begin();
   if (threadIdx.x == 0) {
     tma_prefetch_map(&a_map);
     tma_prefetch_map(&b_map);
     ring.init();
   }
   __syncthreads();
-  wait_for_previous();  // of which nothing is read or written before
   if (threadIdx.x < Tr::kMathThreads) {
     thin_math<Tr>(one.item, ring, sums);
   } else {

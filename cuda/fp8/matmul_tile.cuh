@@ -22,17 +22,16 @@ inline constexpr int kDepth = 128;     // elements of K in a stage: a block, and
 inline constexpr int kBColumns = 128;  // that a block of b's scales has, unless they are by rows
 inline constexpr int kPieceBytes = 8 * 128;  // of the product
 
-// kGroups: warpgroups that multiply, each kHalves times 64 rows. kColumns: of a tile, the rows of b
-// in a stage. kRanks: blocks of a cluster, which share the larger operand: each copies a part of it
-// to all. kBRows: blocks of b are 1x128.
-template <int kGroups_, int kHalves_, int kColumns_, int kRanks_, bool kBRows_>
+// kGroups: warpgroups that multiply, each kHalves times 64 rows. kRanks: blocks of a cluster, which
+// share a: each copies a part of it to all. kBRows: blocks of b are 1x128.
+template <int kGroups_, int kHalves_, int kRanks_, bool kBRows_>
 struct Traits {
-  static constexpr int kGroups = kGroups_, kHalves = kHalves_, kColumns = kColumns_;
+  static constexpr int kGroups = kGroups_, kHalves = kHalves_;
+  static constexpr int kColumns = kBColumns;  // of a tile: one block of b
   static constexpr int kRanks = kRanks_;
   static constexpr bool kBRows = kBRows_;
   static constexpr int kBlocks = kGroups == 1 ? 2 : 1;  // on a multiprocessor
   static constexpr int kRows = 64 * kHalves * kGroups;
-  static constexpr bool kSharesB = kColumns >= kRows;
   static constexpr int kSums = kColumns / 2;  // of 64 rows, in a thread
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth;
   // Of the product, in a warp: all of a tile, if that is in 16 bits.
@@ -45,7 +44,6 @@ struct Traits {
                                                        : 152,
                        kOtherRegisters = kGroups == 1 ? 40 : 56;
   static_assert(registers_fit(kBlocks, kGroups, kMathRegisters, kOtherRegisters));
-  static_assert(kBRows || kColumns == kBColumns);  // one block of b in a tile
   static constexpr int kScaleWarps = 2;  // those that bring scales of a; another brings b's
   static constexpr int kFullArrivals = 1 + kScaleWarps + kBRows;
 };
@@ -82,7 +80,7 @@ struct Item {
 
 // ---- copies ------------------------------------------------------------------------------------
 
-// Rows of an operand to a stage. Blocks that share them bring a part each, to all.
+// Rows of a to a stage. Blocks that share them bring a part each, to all.
 template <int kRows, int kRanks>
 __device__ __forceinline__ void copy_rows(uint8_t* to, const CUtensorMap& map, uint64_t* full,
                                           int depth, int row, int batch) {
@@ -108,10 +106,9 @@ __device__ void copy(Walk walk, const CUtensorMap& a_map, const CUtensorMap& b_m
       if (!leader) continue;
       uint64_t* const full = &ring.full[at.index];
       mbarrier_arrive_expect(full, Tr::kStageBytes);
-      copy_rows<Tr::kRows, Tr::kSharesB ? 1 : Tr::kRanks>(ring.a[at.index], a_map, full,
-                                                          block * kDepth, item.row, item.batch);
-      copy_rows<Tr::kColumns, Tr::kSharesB ? Tr::kRanks : 1>(
-          ring.b[at.index], b_map, full, block * kDepth, item.column, item.batch);
+      copy_rows<Tr::kRows, Tr::kRanks>(ring.a[at.index], a_map, full, block * kDepth, item.row,
+                                       item.batch);
+      tma_load(ring.b[at.index], &b_map, full, block * kDepth, item.column, item.batch);
     }
   }
 }
