@@ -21,8 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # A kernel of each template, by the header that has it.
 KERNELS = {
     "attn_dist/fwd.cuh": ["attn_dist::fwd_kernel<576>"],
-    "fp8/matmul.cuh": ["fp8::matmul_kernel<jax_dsa::fp8::Traits<2, 2, 128, 2, false>>"],
-    "fp8/matmul_few.cuh": ["fp8::few_kernel<jax_dsa::fp8::Traits<1, 1, 128, 1, true>>"],
+    "fp8/matmul.cuh": ["fp8::matmul_kernel<jax_dsa::fp8::Traits<2, 2, 2, false>>"],
+    "fp8/matmul_few.cuh": [
+        "fp8::few_kernel<jax_dsa::fp8::Traits<1, 2, 1, true>>",
+        "fp8::thin_kernel<jax_dsa::fp8::ThinTraits<16, 3, false>>",
+    ],
     "gated_pool/pool.cuh": [
         f"gated_pool::{kernel}"
         for kernel in (

@@ -38,11 +38,11 @@ EXPLANATIONS = {
     frozenset(["common/gather.cuh:operator[]", "common/gather.cuh:set"]): "beside_copies",
     frozenset(["common/ptx.cuh:cp_async_16", "common/ptx.cuh:load_matrix_x4"]): "load_matrix",
     frozenset(
-        ["fp8/matmul_tile.cuh:bring_scales", "fp8/matmul_tile.cuh:scales"]
+        [
+            *("fp8/matmul_tile.cuh:bring_scales", "fp8/matmul_tile.cuh:scales"),
+            *("fp8/matmul_few.cuh:thin_math", "common/ptx.cuh:load_shared_16"),
+        ]
     ): "elected_arrival",
-    frozenset(["fp8/matmul_tile.cuh:bring_scales", "common/ptx.cuh:load_shared_16"]): (
-        "elected_arrival"
-    ),
     frozenset(["htree/walk.cuh:produce", "htree/walk.cuh:consume", "htree::queries_kernel"]): (
         "elected_arrival"
     ),

@@ -168,7 +168,17 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[kD], const uint32_t (&a)[4
 template <int kD>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[kD], uint64_t a, uint64_t b,
                                            bool accumulate) {
-  if constexpr (kD == 32) {
+  if constexpr (kD == 8) {
+    asm volatile(JAX_DSA_WGMMA("m64n16k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_8,
+                               "%8, %9", "%10", "")
+        : JAX_DSA_ACC8(d, 0)
+        : "l"(a), "l"(b), "r"(int{accumulate}));
+  } else if constexpr (kD == 16) {
+    asm volatile(JAX_DSA_WGMMA("m64n32k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_16,
+                               "%16, %17", "%18", "")
+        : JAX_DSA_ACC8(d, 0), JAX_DSA_ACC8(d, 8)
+        : "l"(a), "l"(b), "r"(int{accumulate}));
+  } else if constexpr (kD == 32) {
     asm volatile(JAX_DSA_WGMMA("m64n64k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_32,
                                "%32, %33", "%34", "")
         : JAX_DSA_ACC32(d, 0)
@@ -177,11 +187,6 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[kD], uint64_t a, uint64_t 
     asm volatile(JAX_DSA_WGMMA("m64n128k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_64,
                                "%64, %65", "%66", "")
         : JAX_DSA_ACC64(d)
-        : "l"(a), "l"(b), "r"(int{accumulate}));
-  } else if constexpr (kD == 96) {
-    asm volatile(JAX_DSA_WGMMA("m64n192k32.f32.e4m3.e4m3", JAX_DSA_REGISTERS_96,
-                               "%96, %97", "%98", "")
-        : JAX_DSA_ACC64(d), JAX_DSA_ACC32(d, 64)
         : "l"(a), "l"(b), "r"(int{accumulate}));
   } else {
     static_assert(kD == 128);

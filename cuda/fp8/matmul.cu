@@ -8,18 +8,36 @@ namespace jax_dsa {
 namespace fp8 {
 namespace {
 
+template <int kGroups, int kHalves, bool kBRows>
+cudaError_t launch_many(const Fp8MatmulParams& p, bool pair, cudaStream_t stream) {
+  return pair ? launch<Traits<kGroups, kHalves, 2, kBRows>>(p, stream)
+              : launch<Traits<kGroups, kHalves, 1, kBRows>>(p, stream);
+}
+
+template <int kRows, bool kBRows>
+cudaError_t launch_thin(const Fp8MatmulParams& p, const Plan& plan, cudaStream_t stream) {
+  return plan.blocks == 3 ? launch_few<ThinTraits<kRows, 3, kBRows>>(p, plan.parts, stream)
+                          : launch_few<ThinTraits<kRows, 2, kBRows>>(p, plan.parts, stream);
+}
+
 template <bool kBRows>
 cudaError_t launch_planned(const Fp8MatmulParams& p, const Plan& plan, cudaStream_t stream) {
   if (plan.few) {
-    return plan.rows == 64 ? launch_few<Traits<1, 1, 128, 1, kBRows>>(p, plan.parts, stream)
-                           : launch_few<Traits<1, 2, 128, 1, kBRows>>(p, plan.parts, stream);
+    switch (plan.rows) {
+      case 16:
+        return launch_thin<16, kBRows>(p, plan, stream);
+      case 32:
+        return launch_thin<32, kBRows>(p, plan, stream);
+      case 64:
+        return launch_few<Traits<1, 1, 1, kBRows>>(p, plan.parts, stream);
+      default:
+        return launch_few<Traits<1, 2, 1, kBRows>>(p, plan.parts, stream);
+    }
   }
-  if (plan.rows == 128 && plan.columns == 128) {
-    return launch<Traits<2, 1, 128, 1, kBRows>>(p, stream);
-  }
-  constexpr int kHalves = kBRows ? 1 : 2, kColumns = kBRows ? 192 : 128;
-  return plan.pair ? launch<Traits<2, kHalves, kColumns, 2, kBRows>>(p, stream)
-                   : launch<Traits<2, kHalves, kColumns, 1, kBRows>>(p, stream);
+  if (plan.rows == 128) return launch<Traits<2, 1, 1, kBRows>>(p, stream);
+  if (plan.rows == 192) return launch_many<3, 1, kBRows>(p, plan.pair, stream);
+  if constexpr (!kBRows) return launch_many<2, 2, false>(p, plan.pair, stream);
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace

@@ -1,8 +1,7 @@
-// FP8 matmul for many rows: persistent, by tiles of 256x128, of 128x192 where b's scales are by
-// rows, or of 128x128.
+// FP8 matmul for many rows: persistent, by tiles of 256x128, 192x128 or 128x128.
 //
-// Two warpgroups multiply, each half of a tile's rows, 64 at a time. Two blocks of a cluster have
-// neighbouring tiles and share the larger operand.
+// Two warpgroups multiply, each half of a tile's rows, 64 at a time, or three, a third each. Two
+// blocks of a cluster have tiles side by side and share a.
 //
 // Shared memory: three stages of 48 KiB (four of 40 KiB, five of 32 KiB) with their scales, and
 // room for a tile of the product, which TMA stores while the next one is on its way.
@@ -30,13 +29,10 @@ struct Shared {
 // How many tiles there are; a cluster's counts as one.
 template <typename Tr>
 struct Tiles {
-  static constexpr int kDown = Tr::kSharesB ? Tr::kRanks : 1;  // blocks of a cluster
-  static constexpr int kAcross = Tr::kRanks / kDown;
-
   int rows, columns, all;  // rows and columns of one batch
   __host__ __device__ explicit Tiles(const Fp8MatmulParams& p)
-      : rows(static_cast<int>(ceil_div(p.m, int64_t{kDown * Tr::kRows}))),
-        columns(static_cast<int>(ceil_div(p.n, int64_t{kAcross * Tr::kColumns}))),
+      : rows(static_cast<int>(ceil_div(p.m, int64_t{Tr::kRows}))),
+        columns(static_cast<int>(ceil_div(p.n, int64_t{Tr::kRanks * Tr::kColumns}))),
         all(static_cast<int>(p.batch) * rows * columns) {}
 };
 
@@ -62,9 +58,8 @@ struct Walk {
     const int column = within / high, row = group + within - column * high;
     const int rank = Tr::kRanks > 1 ? cluster_rank() : 0;
     item.batch = batch;
-    constexpr int kDown = Tiles<Tr>::kDown, kAcross = Tiles<Tr>::kAcross;
-    item.row = (row * kDown + rank % kDown) * Tr::kRows;
-    item.column = (column * kAcross + rank % kAcross) * Tr::kColumns;
+    item.row = row * Tr::kRows;
+    item.column = (column * Tr::kRanks + rank) * Tr::kColumns;
     next_tile += static_cast<int>(gridDim.x) / Tr::kRanks;
     return true;
   }
@@ -176,7 +171,7 @@ __device__ __forceinline__ void store_half(Store<Tr>& store, const Item& item, i
   }
 }
 
-// 256 rows: a warpgroup has two halves, one after the other.
+// 256 rows: a warpgroup has two halves, one after the other. 192 rows: three have one each.
 template <typename Tr>
 __device__ void math_halves(Walk<Tr> walk, Multiplier<Tr> multiplier, Store<Tr> store) {
   const int own_row = multiplier.own_row - multiplier.lane / 4;
@@ -190,36 +185,6 @@ __device__ void math_halves(Walk<Tr> walk, Multiplier<Tr> multiplier, Store<Tr> 
       store_half(store, walk.item, walk.item.row + own_row + 64 * h, sum[h]);
     });
   }
-  store.end();
-}
-
-// 192 columns: there are registers for one product, and it is on its way whenever the last one is
-// added: a tile's first one, too, while the tile before it is stored. After the last tile a product
-// of whatever lies there begins, since ptxas would wait for one that begins on a condition.
-template <typename Tr>
-__device__ void math_wide(Walk<Tr> walk, Multiplier<Tr> multiplier, Store<Tr> store) {
-  const int own_row = multiplier.own_row - multiplier.lane / 4;
-  RingPlace<Tr::kStages> ahead;
-  float d[Tr::kSums];
-  if (!walk.next()) return;
-  multiplier.await(ahead);
-  multiplier.begin(ahead, d);
-  bool more;
-  do {
-    const Item item = walk.item;
-    float sum[Tr::kSums] = {};
-#pragma unroll 1
-    for (int left = item.last; left > 0; --left) {
-      const float2 own = multiplier.scales(0);
-      more = left > 1 || walk.next();
-      if (more) multiplier.await(ahead);
-      wgmma_wait<0>();
-      multiplier.end(d, own, sum);
-      multiplier.begin(ahead, d);
-    }
-    store_half(store, item, item.row + own_row, sum);
-  } while (more);
-  wgmma_wait<0>();
   store.end();
 }
 
@@ -284,10 +249,8 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
     raise_registers<Tr::kMathRegisters>();
     const Multiplier<Tr> multiplier(shared.ring);
     const Store<Tr> store = {p, out_map, shared.pieces[threadIdx.x / 32]};
-    if constexpr (Tr::kHalves > 1) {
+    if constexpr (Tr::kHalves > 1 || Tr::kGroups > 2) {
       math_halves<Tr>(Walk<Tr>(p), multiplier, store);
-    } else if constexpr (Tr::kColumns > 128) {
-      math_wide<Tr>(Walk<Tr>(p), multiplier, store);
     } else {
       math_ahead<Tr>(Walk<Tr>(p), multiplier, store);
     }

@@ -15,15 +15,12 @@ template <typename Tr>
 cudaError_t encode_maps(const Fp8MatmulParams& p, CUtensorMap* a, CUtensorMap* b) {
   if (cudaError_t e = encode_tensor_map(
           a, CU_TENSOR_MAP_DATA_TYPE_UINT8,
-          tensor_box<3>(1, p.a, {p.k, p.m, p.batch},
-                        {kDepth, Tr::kSharesB ? Tr::kRows : Tr::kRows / Tr::kRanks, 1}));
+          tensor_box<3>(1, p.a, {p.k, p.m, p.batch}, {kDepth, Tr::kRows / Tr::kRanks, 1}));
       e != cudaSuccess) {
     return e;
   }
-  return encode_tensor_map(
-      b, CU_TENSOR_MAP_DATA_TYPE_UINT8,
-      tensor_box<3>(1, p.b, {p.k, p.n, p.batch},
-                    {kDepth, Tr::kColumns / (Tr::kSharesB ? Tr::kRanks : 1), 1}));
+  return encode_tensor_map(b, CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                           tensor_box<3>(1, p.b, {p.k, p.n, p.batch}, {kDepth, Tr::kColumns, 1}));
 }
 
 // The map of the product, for pieces of it.
@@ -53,11 +50,20 @@ cudaError_t launch(const Fp8MatmulParams& p, cudaStream_t stream) {
 template <typename Tr>
 cudaError_t launch_few(const Fp8MatmulParams& p, int parts, cudaStream_t stream) {
   static_assert(shared_memory_fits(Tr::kBlocks, sizeof(Ring<Tr>)));
+  constexpr auto kernel = [] {
+    if constexpr (requires { Tr::kThin; }) {
+      return thin_kernel<Tr>;
+    } else {
+      return few_kernel<Tr>;
+    }
+  }();
   CUtensorMap a, b;
   if (cudaError_t e = encode_maps<Tr>(p, &a, &b); e != cudaSuccess) return e;
   const Tiles<Tr> tiles(p);
-  return launch_clusters(few_kernel<Tr>, tiles.all, parts, Tr::kThreads, sizeof(Ring<Tr>), stream,
-                         p, a, b);
+  if (parts == 1) {
+    return launch_blocks(kernel, tiles.all, Tr::kThreads, sizeof(Ring<Tr>), stream, p, a, b);
+  }
+  return launch_clusters(kernel, tiles.all, parts, Tr::kThreads, sizeof(Ring<Tr>), stream, p, a, b);
 }
 
 }  // namespace jax_dsa::fp8

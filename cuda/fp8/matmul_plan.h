@@ -13,6 +13,7 @@ struct Plan {
   bool pair;          // of blocks in a cluster
   int rows, columns;  // of a tile
   int parts;          // of K, of few rows
+  int blocks;         // on a multiprocessor
 };
 
 inline Plan plan(const Fp8MatmulParams& p, int processors) {
@@ -20,27 +21,32 @@ inline Plan plan(const Fp8MatmulParams& p, int processors) {
     return p.batch * ceil_div(p.m, rows) * ceil_div(p.n, columns);
   };
   if (p.m <= 128 || 2 * tiles(128, 128) <= processors) {
+    const int rows = p.m <= 16 ? 16 : p.m <= 32 ? 32 : p.m <= 64 ? 64 : 128;
+    const int columns = rows <= 32 ? 64 : 128;
     // A block for each multiprocessor, or two of 128 rows; four blocks of K or more in each.
-    const int rows = p.m <= 64 ? 64 : 128;
+    const int64_t most = rows == 128 ? 2 * processors : processors;
     int parts = 1;
-    while (parts < 8 && 128 * tiles(rows, 128) * parts <= processors * rows &&
+    while (parts < 8 && 2 * tiles(rows, columns) * parts <= most &&
            ceil_div(p.k, int64_t{128}) >= 8 * parts) {
       parts *= 2;
     }
-    return {true, false, rows, 128, parts};
+    // Two, with more bytes on their way each, unless a second round would be a small one.
+    const int blocks = rows <= 32 && tiles(rows, columns) > 2 * processors ? 3 : 2;
+    return {true, false, rows, columns, parts, blocks};
   }
-  // Neighbouring tiles make pairs: of 256x128 side by side, of 128x192 one below the other.
-  const int rows = p.b_rows ? 128 : 256, columns = p.b_rows ? 192 : 128;
-  const int64_t along = p.b_rows ? ceil_div(p.m, int64_t{rows}) : ceil_div(p.n, int64_t{columns});
-  const bool pair = along % 2 == 0 || along > 16;
-  const int64_t places = std::max(processors / (pair ? 2 : 1), 1);
-  const int64_t large = ceil_div(
-      p.b_rows ? tiles(pair ? 2 * rows : rows, columns) : tiles(rows, pair ? 2 * columns : columns),
-      places);
-  // A product of 128x128 takes so many hundredths of a larger tile's.
-  const int64_t small = ceil_div(tiles(128, 128), int64_t{processors}) * (p.b_rows ? 74 : 57);
-  return small < 100 * large ? Plan{false, false, 128, 128, 1}
-                             : Plan{false, pair, rows, columns, 1};
+  // The tiles that take the least time: rounds of all multiprocessors, each of so many hundredths.
+  const bool pair = ceil_div(p.n, int64_t{128}) % 2 == 0 || p.n > 16 * 128;  // side by side
+  Plan best = {};
+  int64_t least = INT64_MAX;
+  const auto consider = [&](int rows, bool pair, int each) {
+    const int64_t places = std::max(processors / (pair ? 2 : 1), 1);
+    const int64_t time = each * ceil_div(tiles(rows, pair ? 256 : 128), places);
+    if (time < least) least = time, best = {false, pair, rows, 128, 1, 1};
+  };
+  if (!p.b_rows) consider(256, pair, 100);
+  consider(192, pair, 75);
+  consider(128, false, p.b_rows ? 59 : 57);
+  return best;
 }
 
 }  // namespace jax_dsa::fp8

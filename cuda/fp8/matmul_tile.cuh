@@ -1,6 +1,6 @@
 // What the FP8 matmul's two kernels share: a ring of stages in shared memory, each with a block of
 // 128 of K, and the three roles around it: one warp copies codes (TMA), two or three bring scales,
-// one or two warpgroups multiply.
+// one to three warpgroups multiply.
 //
 // A tensor core adds e4m3 products in less than f32, so the sum over a block is multiplied by its
 // scales and added in the FP32 units ("promoted"). A warpgroup has two sets of accumulators: those
@@ -22,28 +22,28 @@ inline constexpr int kDepth = 128;     // elements of K in a stage: a block, and
 inline constexpr int kBColumns = 128;  // that a block of b's scales has, unless they are by rows
 inline constexpr int kPieceBytes = 8 * 128;  // of the product
 
-// kGroups: warpgroups that multiply, each kHalves times 64 rows. kColumns: of a tile, the rows of b
-// in a stage. kRanks: blocks of a cluster, which share the larger operand: each copies a part of it
-// to all. kBRows: blocks of b are 1x128.
-template <int kGroups_, int kHalves_, int kColumns_, int kRanks_, bool kBRows_>
+// kGroups: warpgroups that multiply, each kHalves times 64 rows. kRanks: blocks of a cluster, which
+// share a: each copies a part of it to all. kBRows: blocks of b are 1x128.
+template <int kGroups_, int kHalves_, int kRanks_, bool kBRows_>
 struct Traits {
-  static constexpr int kGroups = kGroups_, kHalves = kHalves_, kColumns = kColumns_;
+  static constexpr int kGroups = kGroups_, kHalves = kHalves_;
+  static constexpr int kColumns = kBColumns;  // of a tile: one block of b
   static constexpr int kRanks = kRanks_;
   static constexpr bool kBRows = kBRows_;
-  static constexpr int kBlocks = kGroups == 2 ? 1 : 2;  // on a multiprocessor
+  static constexpr int kBlocks = kGroups == 1 ? 2 : 1;  // on a multiprocessor
   static constexpr int kRows = 64 * kHalves * kGroups;
-  static constexpr bool kSharesB = kColumns >= kRows;
   static constexpr int kSums = kColumns / 2;  // of 64 rows, in a thread
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth;
   // Of the product, in a warp: all of a tile, if that is in 16 bits.
-  static constexpr int kPieces = kGroups == 2 ? kHalves * kColumns / 32 : 0;
+  static constexpr int kPieces = kGroups == 1 ? 0 : kHalves * kColumns / 32;
   static constexpr int kStages =
-      (kGroups == 2 ? 216 * 1024 - 8 * kPieces * kPieceBytes : 96 * 1024) / kStageBytes;
+      (kGroups == 1 ? 96 * 1024 : 216 * 1024 - 4 * kGroups * kPieces * kPieceBytes) / kStageBytes;
   static constexpr int kMathThreads = 128 * kGroups, kThreads = kMathThreads + 128;
-  static constexpr int kMathRegisters = kGroups == 2 ? 224 : 208,
-                       kOtherRegisters = kGroups == 2 ? 56 : 40;
+  static constexpr int kMathRegisters = kGroups == 1   ? 208
+                                        : kGroups == 2 ? 224
+                                                       : 152,
+                       kOtherRegisters = kGroups == 1 ? 40 : 56;
   static_assert(registers_fit(kBlocks, kGroups, kMathRegisters, kOtherRegisters));
-  static_assert(kBRows || kColumns == kBColumns);  // one block of b in a tile
   static constexpr int kScaleWarps = 2;  // those that bring scales of a; another brings b's
   static constexpr int kFullArrivals = 1 + kScaleWarps + kBRows;
 };
@@ -80,7 +80,7 @@ struct Item {
 
 // ---- copies ------------------------------------------------------------------------------------
 
-// Rows of an operand to a stage. Blocks that share them bring a part each, to all.
+// Rows of a to a stage. Blocks that share them bring a part each, to all.
 template <int kRows, int kRanks>
 __device__ __forceinline__ void copy_rows(uint8_t* to, const CUtensorMap& map, uint64_t* full,
                                           int depth, int row, int batch) {
@@ -106,10 +106,9 @@ __device__ void copy(Walk walk, const CUtensorMap& a_map, const CUtensorMap& b_m
       if (!leader) continue;
       uint64_t* const full = &ring.full[at.index];
       mbarrier_arrive_expect(full, Tr::kStageBytes);
-      copy_rows<Tr::kRows, Tr::kSharesB ? 1 : Tr::kRanks>(ring.a[at.index], a_map, full,
-                                                          block * kDepth, item.row, item.batch);
-      copy_rows<Tr::kColumns, Tr::kSharesB ? Tr::kRanks : 1>(
-          ring.b[at.index], b_map, full, block * kDepth, item.column, item.batch);
+      copy_rows<Tr::kRows, Tr::kRanks>(ring.a[at.index], a_map, full, block * kDepth, item.row,
+                                       item.batch);
+      tma_load(ring.b[at.index], &b_map, full, block * kDepth, item.column, item.batch);
     }
   }
 }
@@ -134,7 +133,7 @@ __device__ __forceinline__ void load_scales(const float* from, bool valid, float
 template <typename Tr, bool kB, int kCount, typename Walk>
 __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring, int warp) {
   constexpr int kLanes = 32 * (kB ? 1 : Tr::kScaleWarps);
-  constexpr int kOwn = (kB ? Tr::kColumns : Tr::kRows) / kLanes;
+  constexpr int kAll = kB ? Tr::kColumns : Tr::kRows, kOwn = (kAll + kLanes - 1) / kLanes;
   constexpr bool kAhead = kOwn * kCount <= 4;  // more would not fit into the registers
   const int lane = threadIdx.x % 32, own = warp * 32 + lane;
   const int blocks = static_cast<int>(ceil_div(p.k, int64_t{kDepth}));
@@ -174,6 +173,7 @@ __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
           const int to = own + kLanes * i;
+          if (kAll % kLanes != 0 && to >= kAll) continue;
           if constexpr (kB) {
             ring.b_scale[at.index][b_scale_at(to)] = now[i][j];
           } else {
@@ -208,7 +208,7 @@ __device__ void produce(const Walk& walk, const Fp8MatmulParams& p, const CUtens
     copy<Tr>(walk, a_map, b_map, ring);
   } else if (warp <= Tr::kScaleWarps) {
     bring_scales<Tr, false>(walk, p, ring, warp - 1);
-  } else if (Tr::kBRows) {
+  } else if (Tr::kBRows && warp == Tr::kScaleWarps + 1) {
     bring_scales<Tr, true>(walk, p, ring, 0);
   }
 }
