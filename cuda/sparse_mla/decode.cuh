@@ -56,12 +56,12 @@ __device__ __forceinline__ void write_results(const SplitDecode& p, int number,
   }
 }
 
-// Unpacking takes more registers than copying.
 template <int kD, bool kRecords, typename Params>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ Params p) {
-  constexpr int kConsumer = kRecords ? 208 : 216, kProducer = kRecords ? 88 : 72;
+  constexpr int kConsumer = 216, kProducer = 72;
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
-  auto& shared = dynamic_shared<Shared<kD>>();
+  auto& shared = dynamic_shared<DecodeShared<kD>>();
+  if (kRecords) shared.notes.records.initialise();
   initialise(shared);
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sparse_mla/fwd_plan.cuh"
+#include "sparse_mla/record_tiles.cuh"
 #include "sparse_mla/sparse_mla_decode.h"
 
 namespace jax_dsa::sparse_mla {
@@ -24,6 +25,12 @@ struct Decode : SparseMlaDecodeParams {
 struct SplitDecode : Decode {
   using Decode::Decode;
 };
+
+struct DecodeNotes : Tiles {
+  RecordBarriers records;
+};
+template <int kD>
+using DecodeShared = Shared<kD, DecodeNotes>;
 
 // Part `split` of an item of the forward kernel: the tiles split, split + splits, ... of its slots,
 // so that rows whose slots end early are still dealt out evenly. The heads of one query are
