@@ -45,7 +45,7 @@ cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& params, cudaSt
   if (cudaError_t e = launch_parts(sparse_mla::SplitDecode(params), stream); e != cudaSuccess) {
     return e;
   }
-  return launch_blocks(sparse_mla::merge_kernel, merges, sparse_mla::kMergeThreads,
+  return launch_behind(sparse_mla::merge_kernel, merges, sparse_mla::kMergeThreads,
                        sizeof(sparse_mla::MergeShared), stream, p);
 }
 

@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   auto& shared = dynamic_shared<DecodeShared<kD>>();
   if (kRecords) shared.notes.records.initialise();
   initialise(shared);
+  let_next_begin();
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     raise_registers<kConsumer>();
@@ -111,6 +112,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
       if (first + i < p.splits) x[i] = from[(first + i) * kPart];
     }
   };
+  wait_for_previous();
   load(0);
 
   // Weights of rows 2 * warp and the next: a lane has the parts lane and lane + 32.
