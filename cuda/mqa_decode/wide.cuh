@@ -118,10 +118,12 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
     };
     const auto drop_bad = [&](int parity) {
       const uint32_t to = smem_address(shared.keys[parity]);
+      const int thread = thread_index();
+      const Gather own(thread / 32 % 4, thread % 32 / 8, thread % 8);
       uint32_t rows = 0;
 #pragma unroll 1
       for (int block = 0; block < 8; ++block) {
-        rows |= drop_not_finite(gather, to + block * kBlockBytes);
+        rows |= drop_not_finite(own, to + block * kBlockBytes);
       }
       const uint32_t bad = bits_of_rows(rows);
       if (lane == 0) shared.notes.bad[parity].set(warp, bad);
