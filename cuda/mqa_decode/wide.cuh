@@ -116,14 +116,12 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
       note(parity, key, mixed, bits);
       if (lane == 0) mbarrier_arrive(&shared.key_full[parity][0]);
     };
-    const auto drop_bad = [&](int parity) {
+    const auto drop_bad = [&](int parity, const Gather& gather) {
       const uint32_t to = smem_address(shared.keys[parity]);
-      const int thread = thread_index();
-      const Gather own(thread / 32 % 4, thread % 32 / 8, thread % 8);
       uint32_t rows = 0;
 #pragma unroll 1
       for (int block = 0; block < 8; ++block) {
-        rows |= drop_not_finite(own, to + block * kBlockBytes);
+        rows |= drop_not_finite(gather, to + block * kBlockBytes);
       }
       const uint32_t bad = bits_of_rows(rows);
       if (lane == 0) shared.notes.bad[parity].set(warp, bad);
@@ -168,7 +166,8 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
           if (half == 0 || (mixed && part == 0)) return;
           if (mixed) {
             __syncwarp();
-            drop_bad(parity);
+            const int thread = thread_index();
+            drop_bad(parity, Gather(thread / 32 % 4, thread % 32 / 8, thread % 8));
             if (lane == 0) mbarrier_arrive(&shared.key_full[parity][0]);
             mbarrier_arrive(&shared.key_full[parity][0]);
           } else {
@@ -212,7 +211,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
 #pragma unroll 1
           for (int block = 0; block < kBlocks; ++block) gather.copy_block(to, block, drop);
           cp_async_wait();
-          drop_bad(kParity);
+          drop_bad(kParity, gather);
           publish(kParity, key, mixed, bits);
           mbarrier_arrive(&full[0]);
           mbarrier_arrive(&full[1]);
