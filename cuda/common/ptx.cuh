@@ -122,26 +122,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       : "memory");
 }
 
-// Waits until one of two phases has completed; returns whether that of `a` has. By a whole warp.
-__device__ __forceinline__ bool mbarrier_wait_either(uint64_t* a, uint32_t a_parity, uint64_t* b,
-                                                     uint32_t b_parity) {
-  const auto done = [](uint64_t* barrier, uint32_t parity) {
-    int x;
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, done;\n}\n"
-        : "=r"(x)
-        : "r"(smem_address(barrier)), "r"(parity)
-        : "memory");
-    return __all_sync(~0u, x);
-  };
-  for (;;) {
-    if (done(a, a_parity)) return true;
-    if (done(b, b_parity)) return false;
-  }
-}
-
 // ---- cp.async ----------------------------------------------------------------------------------
 
 // 16 bytes from global to shared memory, zeros instead if !valid (then `from` is not read).

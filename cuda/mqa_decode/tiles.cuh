@@ -25,7 +25,8 @@ struct MixedTile {
 // What the producer tells of a piece and of kTiles tiles, and what is found out before.
 template <int kTiles, int kThreads>
 struct Notes {
-  int tiles;  // of the piece whose Q is here
+  static constexpr bool kRecords = false;  // the producer unpacks them
+  int tiles;                               // of the piece whose Q is here
   MixedTile mixed[kTiles];
   ValidRows bad[kTiles];  // of a mixed tile: whose values are not all finite
   Piece pieces[kPieces];

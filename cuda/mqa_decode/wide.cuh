@@ -15,9 +15,7 @@ inline constexpr int kWideRows = 64;
 inline constexpr int kWideThreads = sparse_mla::kThreads;
 inline constexpr int kWideValues = kSparseMlaValueDim;
 
-struct WideNotes : Notes<2, kWideThreads> {
-  sparse_mla::RecordBarriers records;
-};
+using WideNotes = Notes<2, kWideThreads>;
 template <int kD>
 using WideShared = sparse_mla::Shared<kD, WideNotes>;
 
@@ -92,9 +90,10 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
   const uint64_t drop = l2_policy_evict_first();
   const bool leader = threadIdx.x % 128 == 0;
   // Whose place this lane looks up.
-  const int slot =
-      kRecords ? Gather::row(warp, lane % 4, lane / 8) : Gather::row(warp, lane % 16 / 4, lane % 4);
+  const int slot = kRecords ? sparse_mla::record_row(warp, lane % 2, lane)
+                            : Gather::row(warp, lane % 16 / 4, lane % 4);
   Gather gather(warp, lane / 8, lane % 8);
+  const sparse_mla::Unpacked unpacked(smem_address(shared.keys));
   uint32_t phases = 0;  // a bit for each parity
 
   for (Walk walk(p, shared.notes.share, kWideRows); walk.next();) {
@@ -107,16 +106,19 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
       copy_queries<kD, kWideRows>(p, piece, smem_address(shared.q), drop);
     });
 
-    const auto mixed_at = [&](int key) { return p.queries > 1 && !keys.seen.by_all(key); };
-    const auto note = [&](int parity, int key, bool mixed, uint32_t bits) {
-      if (leader) shared.notes.mixed[parity] = {mixed ? key : -1, piece.batch, piece.row};
-      if (lane == 0) shared.valid[parity].set(warp, bits);
+    int row = -1;  // in the cache, of this lane's slot of the next tile
+    const auto advance = [&](int tile) {
+      row = keys.row(tile * kTile + slot, page);
+      if (tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
     };
     const auto publish = [&](int parity, int key, bool mixed, uint32_t bits) {
-      note(parity, key, mixed, bits);
-      if (lane == 0) mbarrier_arrive(&shared.key_full[parity][0]);
+      if (leader) shared.notes.mixed[parity] = {mixed ? key : -1, piece.batch, piece.row};
+      if (lane == 0) {
+        shared.valid[parity].set(warp, bits);
+        mbarrier_arrive(&shared.key_full[parity][0]);
+      }
     };
-    const auto drop_bad = [&](int parity, const Gather& gather) {
+    const auto drop_bad = [&](int parity) {
       const uint32_t to = smem_address(shared.keys[parity]);
       uint32_t rows = 0;
 #pragma unroll 1
@@ -128,64 +130,25 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
       fence_async_proxy();
     };
 
-    if constexpr (kRecords) {
-      const RecordsAt at(p, keys, piece);
-      const sparse_mla::RecordsInPlace records(shared.keys[0][0]);
-      int row = -1;  // in the cache, of this lane's slot of the next tile
-      const auto advance = [&](int tile) {
-        row = keys.row(tile * kTile + slot, page);
-        if (tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
-      };
-      // There is little time between room for a tile's records and their use: from memory they
-      // would take longer.
-      const auto fetch = [&] {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int its = __shfl_sync(~0u, row, i, 8);
-          if (its >= 0 && lane % 8 < 6) prefetch_line_l2(at(its) + lane % 8 * 128);
-        }
-      };
-      const auto copy = [&](int tile, int half) {
-        const int parity = tile % 2;
-        if (half == 0) {
-          const int key = keys.first + tile * kTile;
-          const bool mixed = mixed_at(key);
-          note(parity, key, mixed, Gather::bits(row));
-          if (!mixed && lane == 0) mbarrier_arrive(&shared.key_full[parity][0]);
-        }
-        records.copy(parity, half, row, at, drop);
-        if (half == 1 && tile + 1 < tiles) {
-          advance(tile + 1);
-          fetch();
-        }
-      };
-      const auto unpack = [&](int tile, int half) {
-        const int parity = tile % 2;
-        const bool mixed = mixed_at(keys.first + tile * kTile);
-        records.unpack(parity, half, [&](int part) {
-          if (half == 0 || (mixed && part == 0)) return;
-          if (mixed) {
-            __syncwarp();
-            const int thread = thread_index();
-            drop_bad(parity, Gather(thread / 32 % 4, thread % 32 / 8, thread % 8));
-            if (lane == 0) mbarrier_arrive(&shared.key_full[parity][0]);
-            mbarrier_arrive(&shared.key_full[parity][0]);
-          } else {
-            fence_async_proxy();  // ordinary stores, which wgmma reads
-          }
-          mbarrier_arrive(&shared.key_full[parity][part]);
-        });
-      };
-      if (tiles > 0) advance(0);
-      sparse_mla::bring_records(shared, tiles, phases, copy, unpack);
-      continue;
+    const RecordsAt at(p, keys, piece);
+    sparse_mla::Unpacking travelling[sparse_mla::kStepsHeld];
+    sparse_mla::Records records;
+    const auto load = [&]<int kStep>() {
+      if constexpr (kStep % 4 == 0) records.aim<kStep / 4>(row, at);
+      records.load<kStep % 4>(travelling[kStep % sparse_mla::kStepsHeld]);
+    };
+    if (kRecords && tiles > 0) {
+      advance(0);
+      load.template operator()<0>();
+      load.template operator()<1>();
+      load.template operator()<2>();
     }
     for (int tile = 0; tile < tiles; ++tile) {
       const int key = keys.first + tile * kTile;
       // Looked up here: later, ptxas 13.0 spills what the copies need.
-      const int its_row = keys.row(tile * kTile + slot, page);
-      const bool mixed = mixed_at(key);
-      if (tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
+      const int its_row = kRecords ? -1 : keys.row(tile * kTile + slot, page);
+      const bool mixed = p.queries > 1 && !keys.seen.by_all(key);
+      if (!kRecords && tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
       const uint32_t free = ~phases >> tile % 2 & 1;
       const auto wait_free = [&](int parity, int part) {
         mbarrier_wait(&shared.key_free[parity][part], free);
@@ -211,13 +174,62 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
 #pragma unroll 1
           for (int block = 0; block < kBlocks; ++block) gather.copy_block(to, block, drop);
           cp_async_wait();
-          drop_bad(kParity, gather);
+          drop_bad(kParity);
           publish(kParity, key, mixed, bits);
           mbarrier_arrive(&full[0]);
           mbarrier_arrive(&full[1]);
         }
       };
-      if (tile % 2 == 0) {
+      // Registers wait for what they load, so let it be in the L2 by then.
+      const auto fetch = [&](int its_row) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int its = __shfl_sync(~0u, its_row, half, 4);
+          if (its < 0) continue;
+          const char* from = at(its) + lane % 4 * 128;
+          prefetch_line_l2(from);
+          if (lane % 4 < 2) prefetch_line_l2(from + 512);
+        }
+      };
+      // The bytes of the steps to come are under way while those of one are unpacked.
+      const auto unpack = [&](int parity) {
+        const uint32_t to = parity * (sparse_mla::kKeyBlocks * kBlockBytes);
+        const uint32_t bits = sparse_mla::bits_of_records(row);
+        if (tile + 1 < tiles) fetch(keys.row((tile + 1) * kTile + slot, page));
+        wait_free(parity, 0);
+        if (!mixed) publish(parity, key, mixed, bits);
+        const auto step = [&]<int kStep>() {
+          constexpr int kNext = kStep + sparse_mla::kStepsAhead;
+          if constexpr (kStep == sparse_mla::kSteps / 2) {
+            wait_free(parity, 1);
+            unpacked.copy_last<0, 8>(to, row, at, drop);
+            unpacked.copy_last<1, 8>(to, row, at, drop);
+          }
+          if constexpr (kNext < sparse_mla::kSteps) {
+            load.template operator()<kNext>();
+          } else if (tile + 1 < tiles) {
+            if constexpr (kNext == sparse_mla::kSteps) advance(tile + 1);
+            load.template operator()<kNext - sparse_mla::kSteps>();
+          }
+          const float scale = __shfl_sync(~0u, records.scales[kStep / 4], kStep % 4, 4);
+          const uint32_t block = to + kStep % 4 * 2 * kBlockBytes;
+          unpacked.store<kStep / 4>(block, block + kBlockBytes,
+                                    travelling[kStep % sparse_mla::kStepsHeld], scale);
+        };
+        sparse_mla::each_step(step);
+        if (mixed) {
+          __syncwarp();
+          drop_bad(parity);
+          publish(parity, key, mixed, bits);
+        } else {
+          fence_async_proxy();  // ordinary stores, which wgmma reads
+        }
+        mbarrier_arrive(&shared.key_full[parity][0]);
+        cp_async_arrive(&shared.key_full[parity][1]);
+      };
+      if constexpr (kRecords) {
+        unpack(tile % 2);
+      } else if (tile % 2 == 0) {
         copy.template operator()<0>();
       } else {
         copy.template operator()<1>();
@@ -227,12 +239,12 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
   }
 }
 
+// Unpacking takes more registers than copying.
 template <int kD, bool kRecords>
 __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_constant__ Decode p) {
-  constexpr int kConsumer = 216, kProducer = 72;
+  constexpr int kConsumer = kRecords ? 208 : 216, kProducer = kRecords ? 88 : 72;
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<WideShared<kD>>();
-  if (kRecords) shared.notes.records.initialise();
   sparse_mla::initialise(shared);
   let_next_begin();
   find_share(p, shared.notes.scratch, shared.notes.share);

@@ -8,7 +8,7 @@ namespace {
 
 template <int kD, bool kRecords, typename Params>
 cudaError_t launch(const Params& p, cudaStream_t stream) {
-  return launch_persistent<sparse_mla::DecodeShared<kD>>(
+  return launch_persistent<sparse_mla::DecodeShared<kD, kRecords>>(
       sparse_mla::decode_kernel<kD, kRecords, Params>, item_count(p), sparse_mla::kThreads, stream,
       p);
 }

@@ -60,8 +60,7 @@ template <int kD, bool kRecords, typename Params>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ Params p) {
   constexpr int kConsumer = 216, kProducer = 72;
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
-  auto& shared = dynamic_shared<DecodeShared<kD>>();
-  if (kRecords) shared.notes.records.initialise();
+  auto& shared = dynamic_shared<DecodeShared<kD, kRecords>>();
   initialise(shared);
   let_next_begin();
   const int warpgroup = threadIdx.x / 128;

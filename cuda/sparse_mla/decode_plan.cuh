@@ -2,7 +2,6 @@
 #pragma once
 
 #include "sparse_mla/fwd_plan.cuh"
-#include "sparse_mla/record_tiles.cuh"
 #include "sparse_mla/sparse_mla_decode.h"
 
 namespace jax_dsa::sparse_mla {
@@ -26,11 +25,12 @@ struct SplitDecode : Decode {
   using Decode::Decode;
 };
 
+template <bool kRecords_>
 struct DecodeNotes : Tiles {
-  RecordBarriers records;
+  static constexpr bool kRecords = kRecords_;
 };
-template <int kD>
-using DecodeShared = Shared<kD, DecodeNotes>;
+template <int kD, bool kRecords>
+using DecodeShared = Shared<kD, DecodeNotes<kRecords>>;
 
 // Part `split` of an item of the forward kernel: the tiles split, split + splits, ... of its slots,
 // so that rows whose slots end early are still dealt out evenly. The heads of one query are

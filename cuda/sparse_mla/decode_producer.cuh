@@ -53,7 +53,7 @@ struct Selected {
 };
 
 template <int kD, bool kRecords>
-__device__ void produce(const Decode& p, DecodeShared<kD>& shared) {
+__device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
   constexpr int kRowBytes = kRecords ? kSparseMlaRecordBytes : kD * 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
@@ -101,25 +101,6 @@ __device__ void produce(const Decode& p, DecodeShared<kD>& shared) {
         mbarrier_arrive(&shared.key_full[parity][0]);
       }
     };
-    if constexpr (kRecords) {
-      advance(0);
-      const auto copy = [&](int tile, int half) {
-        const int parity = tile % 2;
-        if (half == 0) publish(parity);
-        records.copy(parity, half, row, at, keep);
-        if (half == 1) advance(tile + 1);
-      };
-      const auto unpack = [&](int tile, int half) {
-        const int parity = tile % 2;
-        records.unpack(parity, half, [&](int part) {
-          if (half == 0) return;
-          fence_async_proxy();  // ordinary stores, which wgmma reads
-          mbarrier_arrive(&shared.key_full[parity][part]);
-        });
-      };
-      bring_records(shared, tiles, phases, copy, unpack);
-      continue;
-    }
     for (int tile = 0; tile < tiles; ++tile) {
       const uint32_t free = ~phases >> tile % 2 & 1;
       auto fill = [&]<int kParity>() {
@@ -143,7 +124,19 @@ __device__ void produce(const Decode& p, DecodeShared<kD>& shared) {
         gather.template copy<8, kD / 64, 1>(to, keep);
         cp_async_arrive(&shared.key_full[kParity][1]);
       };
-      if (tile % 2 == 0) {
+      const auto fill_records = [&](int parity) {
+        advance(tile);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          mbarrier_wait(&shared.key_free[parity][half], free);
+          if (half == 0) publish(parity);
+          records.copy(parity, half, row, at, keep);
+          cp_async_arrive(&shared.key_full[parity][half]);
+        }
+      };
+      if constexpr (kRecords) {
+        fill_records(tile % 2);
+      } else if (tile % 2 == 0) {
         fill.template operator()<0>();
       } else {
         fill.template operator()<1>();

@@ -36,6 +36,7 @@
 #include "sparse_mla/fwd_plan.cuh"
 #include "sparse_mla/fwd_producer.cuh"
 #include "sparse_mla/fwd_rows.cuh"
+#include "sparse_mla/record_tiles.cuh"
 
 namespace jax_dsa::sparse_mla {
 
@@ -107,6 +108,7 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   };
   // Starts Q K^T of the next own tile; `turns` if the even tile has an odd one to let pass.
   const auto start_scores = [&](bool turns) {
+    if constexpr (Notes::kRecords) unpack_tile<kSide>(shared, key_parity);
     if (kSide == 1) named_barrier_sync<256>(kTurn);
 #pragma unroll
     for (int part = 0; part < 2; ++part) {

@@ -27,7 +27,8 @@ enum NamedBarrier {
 
 // What the producer tells of an item.
 struct Tiles {
-  int tiles;  // of the item whose Q is here
+  static constexpr bool kRecords = false;  // whether keys come as FP8 records
+  int tiles;                               // of the item whose Q is here
 };
 
 // `Notes` has what `Tiles` has.

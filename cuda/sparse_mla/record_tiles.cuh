@@ -4,6 +4,7 @@
 
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
+#include "sparse_mla/fwd_plan.cuh"
 #include "sparse_mla/records.cuh"
 #include "sparse_mla/sparse_mla_decode.h"
 
@@ -98,25 +99,11 @@ struct Unpacked {
 
 // ---- in place ----------------------------------------------------------------------------------
 
-// When a warp's records are there, by the tile's parity and half.
-struct RecordBarriers {
-  uint64_t arrived[4][2][2];
-
-  __device__ void initialise() {
-    if (threadIdx.x > 0) return;
-    for (auto& warp : arrived) {
-      for (auto& parity : warp) {
-        for (uint64_t& half : parity) mbarrier_init(&half, 32);
-      }
-    }
-  }
-};
-
-// Records are unpacked where they arrive, so that no register waits for what is under way. A warp
-// has 16 rows of a tile, 8 in either half, and their part of each block for itself. It unpacks
-// first the columns of the tile's owner (fwd.cuh). Codes come to the other columns' four blocks,
-// 128 a block, scales to the owner's first block, and the last 64 values, bf16 already, to the
-// ninth block for good.
+// Records are unpacked where they arrive, so that no register waits for what is under way, and by
+// the warpgroup that owns the tile (fwd.cuh), so that two tiles are unpacked at a time. A warp has
+// 16 rows of a tile, 8 in either half, and their part of each block for itself. Codes come to four
+// of the first eight blocks, 128 a block, scales to one of the others, and the last 64 values, bf16
+// already, to the ninth for good.
 class RecordsInPlace {
   static constexpr int kTileBytes = 9 * kBlockBytes, kHalfBytes = 4096;
 
@@ -138,21 +125,19 @@ class RecordsInPlace {
                                        uint64_t policy) const {
     const int lane = thread_index() % 32;
     const uint32_t tile = keys + parity * kTileBytes, to = tile + half * kHalfBytes;
-    const uint32_t first = to + (1 - parity) * (4 * kBlockBytes);
     const uint32_t chunk[2] = {place(lane / 8, lane % 8), place(lane / 8 + 4, lane % 8)};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int its = __shfl_sync(~0u, row, half * 2 + i, 8);
       const char* const from = record(max(its, 0)) + lane % 8 * 16;
-      const uint32_t at = whole_sum(first, chunk[i]);
+      const uint32_t at = whole_sum(to + 4 * kBlockBytes, chunk[i]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         cp_async_16_alone(at + j * kBlockBytes, from + j * 128, its >= 0, policy);
       }
     }
     if (lane % 8 / 2 == half) {
-      const uint32_t at =
-          whole_sum(to + parity * (4 * kBlockBytes), place(lane / 8 + lane % 2 * 4, 0));
+      const uint32_t at = whole_sum(to, place(lane / 8 + lane % 2 * 4, 0));
       if (row >= 0) {
         cp_async_16_alone(at, record(row) + 512, true, policy);
       } else {
@@ -170,15 +155,12 @@ class RecordsInPlace {
     }
   }
 
-  // Calls done(0) after the columns of the tile's owner and done(1) after the others. A lane has a
-  // quarter of row lane / 4: of a block of codes chunk lane % 4 and the fourth after it, in odd
-  // rows the latter first, so that neighbouring rows fall on different banks.
-  template <typename Done>
-  __device__ __forceinline__ void unpack(int parity, int half, Done done) const {
+  // A lane has a quarter of row lane / 4: of a block of codes chunk lane % 4 and the fourth after
+  // it, in odd rows the latter first, so that neighbouring rows fall on different banks.
+  __device__ __forceinline__ void unpack(int parity, int half) const {
     const int lane = thread_index() % 32, row = lane / 4, odd = row % 2;
     const uint32_t to = keys + parity * kTileBytes + half * kHalfBytes;
-    const uint32_t first = to + (1 - parity) * (4 * kBlockBytes);
-    const uint32_t codes = place(row, lane % 4 + odd * 4);
+    const uint32_t from = to + 4 * kBlockBytes, codes = place(row, lane % 4 + odd * 4);
     uint32_t values[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -186,63 +168,40 @@ class RecordsInPlace {
     }
     uint32_t scales[4];
     __syncwarp();
-    load_shared_16(to + parity * (4 * kBlockBytes) + place(row, 0), scales);
-#pragma unroll 1
+    load_shared_16(to + place(row, 0), scales);
+    // Values of the first two blocks of codes replace none, those of the others only codes that are
+    // in registers.
+#pragma unroll
     for (int part = 0; part < 2; ++part) {
-      const int side = parity ^ part;
-      const uint32_t from = first + side * (2 * kBlockBytes), into = to + side * (4 * kBlockBytes);
       uint32_t x[2][8];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint32_t block = from + i * kBlockBytes;
+        const uint32_t block = from + (part * 2 + i) * kBlockBytes;
         load_shared_16(block + codes, reinterpret_cast<uint32_t (&)[4]>(x[i][0]));
         load_shared_16(block + (codes ^ 64), reinterpret_cast<uint32_t (&)[4]>(x[i][4]));
       }
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        unpack_values(x[i], __uint_as_float(side ? scales[2 + i] : scales[i]),
-                      [&](int j, const uint32_t (&y)[4]) {
-                        store_shared_16(into + i * (2 * kBlockBytes) + values[j], y);
-                      });
+        const uint32_t into = to + (part * 2 + i) * (2 * kBlockBytes);
+        unpack_values(x[i], __uint_as_float(scales[part * 2 + i]),
+                      [&](int j, const uint32_t (&y)[4]) { store_shared_16(into + values[j], y); });
       }
-      done(part);
     }
   }
 };
 
-// Brings an item's tiles by halves: copy(tile, half) when there is room, unpack(tile, half) when
-// what was copied is there, whichever can be done first. `phases` has a bit for each parity.
-template <typename Shared, typename Copy, typename Unpack>
-__device__ __forceinline__ void bring_records(Shared& shared, int tiles, uint32_t& phases,
-                                              Copy copy, Unpack unpack) {
-  auto& arrived = shared.notes.records.arrived[threadIdx.x / 32 % 4];
-  const int halves = tiles * 2;
-  int copied = 0, unpacked = 0;
-  while (unpacked < halves) {
-    const int to = copied / 2 % 2, of = unpacked / 2 % 2;
-    uint64_t* const free = &shared.key_free[to][copied % 2];
-    uint64_t* const there = &arrived[of][unpacked % 2];
-    const uint32_t free_parity = ~(phases >> to ^ copied / 4) & 1;
-    const uint32_t there_parity = (phases >> of ^ unpacked / 4) & 1;
-    bool room = copied < halves;
-    if (copied == unpacked) {
-      mbarrier_wait(free, free_parity);
-    } else if (room) {
-      room = mbarrier_wait_either(free, free_parity, there, there_parity);
-    } else {
-      mbarrier_wait(there, there_parity);
-    }
-    if (room) {
-      copy(copied / 2, copied % 2);
-      cp_async_arrive(&arrived[to][copied % 2]);
-      ++copied;
-    } else {
-      unpack(unpacked / 2, unpacked % 2);
-      ++unpacked;
-    }
+// Unpacks the tile of warpgroup kSide when it is there.
+template <int kSide, typename Shared>
+__device__ __forceinline__ void unpack_tile(Shared& shared, uint32_t parity) {
+  const RecordsInPlace records(shared.keys[0][0]);
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    mbarrier_wait(&shared.key_full[kSide][half], parity);
+    records.unpack(kSide, half);
   }
-  phases ^= (tiles + 1) / 2 % 2 | tiles / 2 % 2 << 1;
+  fence_async_proxy();  // ordinary stores, which wgmma reads
+  named_barrier_sync<128>(kEvenScored + kSide);
 }
 
 }  // namespace jax_dsa::sparse_mla

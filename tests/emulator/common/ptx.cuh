@@ -66,19 +66,6 @@ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
                        [=] { return emulator::mbarrier(barrier).phase != parity; });
 }
 
-inline bool mbarrier_wait_either(uint64_t* a, uint32_t a_parity, uint64_t* b, uint32_t b_parity) {
-  const auto done = [](uint64_t* barrier, uint32_t parity) {
-    return emulator::mbarrier(barrier).phase != parity;
-  };
-  bool first = false;
-  if (emulator::self().thread % 32 == 0) {
-    emulator::wait_until("one of two mbarriers, the other at", emulator::shared_offset(b),
-                         [&] { return done(a, a_parity) || done(b, b_parity); });
-    first = done(a, a_parity);
-  }
-  return emulator::exchange(first)[0];
-}
-
 // ---- copies ------------------------------------------------------------------------------------
 
 namespace detail {
