@@ -99,7 +99,7 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   float factor[2];
   uint64_t valid = 0;  // of the tile whose scores are in `s`
   Rows rows = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
-  uint32_t item_parity = 0, key_parity = 0;
+  uint32_t item_parity = 0, key_parity = 0, others_parity = 0;
   int previous = -1;  // the item whose results are in `o` and `rows`
 
   const auto arrive = [&](uint64_t* barrier) {
@@ -108,7 +108,10 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   };
   // Starts Q K^T of the next own tile; `turns` if the even tile has an odd one to let pass.
   const auto start_scores = [&](bool turns) {
-    if constexpr (Notes::kRecords) unpack_tile<kSide>(shared, key_parity);
+    if constexpr (Notes::kRecords) {
+      unpack_half(shared, kSide, kSide, key_parity);
+      named_barrier_sync<256>(kEvenUnpacked + kSide);
+    }
     if (kSide == 1) named_barrier_sync<256>(kTurn);
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
@@ -133,6 +136,13 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
     wgmma_commit();
     if (kSide == 0 && turns) named_barrier_arrive<256>(kTurn);
     key_parity ^= 1;
+  };
+  const auto unpack_others = [&] {
+    if constexpr (Notes::kRecords) {
+      unpack_half(shared, 1 - kSide, kSide, others_parity);
+      others_parity ^= 1;
+      named_barrier_arrive<256>(kEvenUnpacked + 1 - kSide);
+    }
   };
   const auto finish_scores = [&](bool last) {
     wgmma_wait<0>();
@@ -235,6 +245,7 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
       for (int tile = 0; tile < tiles; tile += 2) {
         const bool odd = tile + 1 < tiles, last = tile + 2 >= tiles;
         start_scores(odd);
+        if (odd) unpack_others();
         if (tile == 0) write_previous();
         finish_scores(last);
         if (own_softmax(last, nothing, nothing)) scale_rows(o, factor);
@@ -252,6 +263,7 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
     } else {
       for (int tile = 0; tile + 1 < tiles; tile += 2) {
         const bool last = tile + 3 >= tiles;
+        unpack_others();
         start_scores(true);
         if (tile == 0) write_previous();
         finish_scores(last);
@@ -267,6 +279,7 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
         finish_rest(1);
       }
       if (tiles % 2 == 1) {
+        unpack_others();
         follow(true);
         multiply_others(0, tiles > 1);
         multiply_others(1, true);

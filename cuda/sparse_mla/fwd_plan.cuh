@@ -23,6 +23,8 @@ enum NamedBarrier {
   kTurn,           // the even warpgroup has issued its scores; the odd one may issue its own
                    // (staggers the softmaxes)
   kEvenScored,     // the even tile's scores have used its keys; an odd tile's: the next number
+  kOddScored,
+  kEvenUnpacked,  // records of an even tile are bf16; of an odd one: the next number
 };
 
 // What the producer tells of an item.

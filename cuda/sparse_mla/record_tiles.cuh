@@ -191,17 +191,12 @@ class RecordsInPlace {
   }
 };
 
-// Unpacks the tile of warpgroup kSide when it is there.
-template <int kSide, typename Shared>
-__device__ __forceinline__ void unpack_tile(Shared& shared, uint32_t parity) {
-  const RecordsInPlace records(shared.keys[0][0]);
-#pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    mbarrier_wait(&shared.key_full[kSide][half], parity);
-    records.unpack(kSide, half);
-  }
+// Unpacks half `half` of a tile when it is there.
+template <typename Shared>
+__device__ __forceinline__ void unpack_half(Shared& shared, int parity, int half, uint32_t phase) {
+  mbarrier_wait(&shared.key_full[parity][half], phase);
+  RecordsInPlace(shared.keys[0][0]).unpack(parity, half);
   fence_async_proxy();  // ordinary stores, which wgmma reads
-  named_barrier_sync<128>(kEvenScored + kSide);
 }
 
 }  // namespace jax_dsa::sparse_mla
