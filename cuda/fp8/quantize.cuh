@@ -89,9 +89,28 @@ struct Scale {
     if (power_of_two) scale = round_up_to_power_of_two(scale);
     inverse = reciprocal(scale);
   }
-  __device__ __forceinline__ Scale(float scale, float inverse) : scale(scale), inverse(inverse) {}
   __device__ __forceinline__ float2 divided(float2 x) const {
     return {divide(x.x, scale, inverse), divide(x.y, scale, inverse)};
+  }
+};
+
+// A scale's reciprocal to some 48 bits, for threads that divide many elements by it: a quotient
+// then takes two instructions, as the products with both parts are rounded together. Neither part
+// is negative, so that zeros keep their signs.
+struct Divisor {
+  float high, low;
+
+  __device__ __forceinline__ explicit Divisor(const Scale& scale) : high(scale.inverse) {
+    float missing = __fmaf_rn(-scale.scale, high, 1.f);
+    if (missing < 0) {
+      high = __uint_as_float(__float_as_uint(high) - 1);
+      missing = __fmaf_rn(-scale.scale, high, 1.f);
+    }
+    low = missing * high;
+  }
+  __device__ __forceinline__ Divisor(float high, float low) : high(high), low(low) {}
+  __device__ __forceinline__ float2 divided(float2 x) const {
+    return {__fmaf_rn(x.x, high, x.x * low), __fmaf_rn(x.y, high, x.y * low)};
   }
 };
 
