@@ -100,10 +100,10 @@ struct Unpacked {
 // ---- in place ----------------------------------------------------------------------------------
 
 // Records are unpacked where they arrive, so that no register waits for what is under way, and by
-// the warpgroup that owns the tile (fwd.cuh), so that two tiles are unpacked at a time. A warp has
-// 16 rows of a tile, 8 in either half, and their part of each block for itself. Codes come to four
-// of the first eight blocks, 128 a block, scales to one of the others, and the last 64 values, bf16
-// already, to the ninth for good.
+// the warpgroups that multiply (fwd.cuh): of every tile the left one the first half of the rows,
+// the right one the second. A warp has 8 rows, and their part of each block for itself. Codes come
+// to four of the first eight blocks, 128 a block, scales to one of the others, and the last 64
+// values, bf16 already, to the ninth for good.
 class RecordsInPlace {
   static constexpr int kTileBytes = 9 * kBlockBytes, kHalfBytes = 4096;
 
