@@ -52,7 +52,7 @@ STACKS = {
     "mqa_decode10few_kernel": 8,
     "mqa_decode11wide_kernel": 48,
     "sparse_mla10bwd_kernel": 224,
-    "sparse_mla13decode_kernel": 16,
+    "sparse_mla13decode_kernel": 32,
     "topk11topk_kernel": 16,
     "topk15resident_kernel": 64,
 }

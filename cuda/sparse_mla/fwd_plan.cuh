@@ -25,6 +25,7 @@ enum NamedBarrier {
   kEvenScored,     // the even tile's scores have used its keys; an odd tile's: the next number
   kOddScored,
   kEvenUnpacked,  // records of an even tile are bf16; of an odd one: the next number
+  kOddUnpacked,
 };
 
 // What the producer tells of an item.

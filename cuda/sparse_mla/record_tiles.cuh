@@ -100,18 +100,18 @@ struct Unpacked {
 // ---- in place ----------------------------------------------------------------------------------
 
 // Records are unpacked where they arrive, so that no register waits for what is under way, and by
-// the warpgroups that multiply (fwd.cuh): of every tile the left one the first half of the rows,
-// the right one the second. A warp has 8 rows, and their part of each block for itself. Codes come
-// to four of the first eight blocks, 128 a block, scales to one of the others, and the last 64
-// values, bf16 already, to the ninth for good.
+// the warpgroups that multiply (fwd.cuh), of every tile half by each. Codes come to four of the
+// first eight blocks, 128 a block, scales to one of the others, and the last 64 values, bf16
+// already, to the ninth for good.
 class RecordsInPlace {
   static constexpr int kTileBytes = 9 * kBlockBytes, kHalfBytes = 4096;
 
   uint32_t keys;
 
   // Where a chunk of one of the warp's eight rows of a half lies in a block.
-  __device__ static uint32_t place(int row, int chunk) {
-    return thread_index() / 32 % 4 * 1024 + row * 128 + (chunk ^ row) * 16;
+  __device__ static uint32_t place(uint32_t row, uint32_t chunk) {
+    const uint32_t thread = thread_index();
+    return thread / 32 % 4 * 1024 + row * 128 + (chunk ^ row) * 16;
   }
 
  public:
@@ -155,47 +155,79 @@ class RecordsInPlace {
     }
   }
 
-  // A lane has a quarter of row lane / 4: of a block of codes chunk lane % 4 and the fourth after
-  // it, in odd rows the latter first, so that neighbouring rows fall on different banks.
-  __device__ __forceinline__ void unpack(int parity, int half) const {
-    const int lane = thread_index() % 32, row = lane / 4, odd = row % 2;
-    const uint32_t to = keys + parity * kTileBytes + half * kHalfBytes;
-    const uint32_t from = to + 4 * kBlockBytes, codes = place(row, lane % 4 + odd * 4);
-    uint32_t values[4];
+  // Where, in 16 rows, the first of a thread's chunks of codes is and, in the upper half of the
+  // result, the first of its chunks of values. A warp has four rows for itself, a lane one chunk of
+  // each block of a row's codes. Lanes 8 i .. 8 i + 7 have four chunks side by side of two rows
+  // whose numbers differ in bits 0 and 2, and so find different banks both for codes and for
+  // values.
+  __device__ static uint32_t places() {
+    const uint32_t thread = thread_index(), odd = thread / 4 % 2, upper = thread / 8 % 2;
+    const uint32_t swizzle = thread / 32 % 4 * 2 + odd ^ odd * 4, chunk = thread % 4;
+    const uint32_t row = (thread / 16 % 2 * 8 + swizzle) * 128;
+    const uint32_t codes = row + 4 * kBlockBytes + ((chunk + upper * 4) ^ swizzle) * 16;
+    const uint32_t values = row + upper * kBlockBytes + (chunk * 2 ^ swizzle) * 16;
+    return hidden(codes | values << 16);
+  }
+
+  // Unpacks the warpgroup's 16 rows from `first` on.
+  __device__ __forceinline__ void unpack(int parity, int first, uint32_t places) const {
+    const uint32_t thread = thread_index(), chunk = thread % 4;
+    const uint32_t tile = keys + parity * kTileBytes + first * 128;
+    const uint32_t codes = tile + places % 65536, values = tile + places / 65536;
+    const uint32_t scales_at = tile + (places & 0x780) + (places >> 3 & 0x70);
+    uint32_t scales[4], x[4][4];
+    load_shared_16(scales_at, scales);
+    const Factors factors = Factors::hidden();
+    uint32_t nan_bits[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      values[i] = place(row, lane % 4 * 2 + i % 2) + (i / 2 ^ odd) * kBlockBytes;
+      load_shared_16(codes + i * kBlockBytes, x[i]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) nan_bits[j % 2] |= nan_bits_e4m3(x[i][j], factors);
     }
-    uint32_t scales[4];
+    const auto unpack_by = [&](auto values_of) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          uint32_t y[4];
+          values_of(i, x[i][2 * j], y[0], y[1]);
+          values_of(i, x[i][2 * j + 1], y[2], y[3]);
+          store_shared_16((values ^ j * 16) + i * (2 * kBlockBytes), y);
+        }
+      }
+    };
+    // The lanes of a row share its scales.
+    const uint32_t low = thread % 2 ? scales[1] : scales[0];
+    const uint32_t high = thread % 2 ? scales[3] : scales[2];
+    const bool plain = is_plain_scale(__uint_as_float(chunk < 2 ? low : high));
+    // All lanes have their codes in registers then, and values may replace them.
     __syncwarp();
-    load_shared_16(to + place(row, 0), scales);
-    // Values of the first two blocks of codes replace none, those of the others only codes that are
-    // in registers.
+    if (__all_sync(~0u, plain && !any_nan(nan_bits[0] | nan_bits[1]))) {
+      uint32_t factor[4];
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      uint32_t x[2][8];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t block = from + (part * 2 + i) * kBlockBytes;
-        load_shared_16(block + codes, reinterpret_cast<uint32_t (&)[4]>(x[i][0]));
-        load_shared_16(block + (codes ^ 64), reinterpret_cast<uint32_t (&)[4]>(x[i][4]));
-      }
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t into = to + (part * 2 + i) * (2 * kBlockBytes);
-        unpack_values(x[i], __uint_as_float(scales[part * 2 + i]),
-                      [&](int j, const uint32_t (&y)[4]) { store_shared_16(into + values[j], y); });
-      }
+      for (int i = 0; i < 4; ++i) factor[i] = scale_factor(__uint_as_float(scales[i]));
+      unpack_by([&](int i, uint32_t codes, uint32_t& low, uint32_t& high) {
+        plain_values(codes, factor[i], factors, low, high);
+      });
+    } else {
+      unpack_by([&](int i, uint32_t codes, uint32_t& low, uint32_t& high) {
+        any_values(codes, __uint_as_float(scales[i]), low, high);
+      });
     }
   }
 };
 
-// Unpacks half `half` of a tile when it is there.
-template <typename Shared>
-__device__ __forceinline__ void unpack_half(Shared& shared, int parity, int half, uint32_t phase) {
-  mbarrier_wait(&shared.key_full[parity][half], phase);
-  RecordsInPlace(shared.keys[0][0]).unpack(parity, half);
+// Unpacks warpgroup kSide's half of a tile when it is there.
+template <int kSide, typename Shared>
+__device__ __forceinline__ void unpack_half(Shared& shared, int parity, uint32_t phase,
+                                            uint32_t places) {
+  const RecordsInPlace records(shared.keys[0][0]);
+  mbarrier_wait(&shared.key_full[parity][kSide], phase);
+#pragma unroll 1
+  for (int first = kSide * 32; first < kSide * 32 + 32; first += 16) {
+    records.unpack(parity, first, places);
+  }
   fence_async_proxy();  // ordinary stores, which wgmma reads
 }
 
