@@ -162,10 +162,10 @@ class RecordsInPlace {
   // values.
   __device__ static uint32_t places() {
     const uint32_t thread = thread_index(), odd = thread / 4 % 2, upper = thread / 8 % 2;
-    const uint32_t swizzle = thread / 32 % 4 * 2 + odd ^ odd * 4, chunk = thread % 4;
+    const uint32_t swizzle = (thread / 32 % 4 * 2 + odd) ^ odd * 4, chunk = thread % 4;
     const uint32_t row = (thread / 16 % 2 * 8 + swizzle) * 128;
     const uint32_t codes = row + 4 * kBlockBytes + ((chunk + upper * 4) ^ swizzle) * 16;
-    const uint32_t values = row + upper * kBlockBytes + (chunk * 2 ^ swizzle) * 16;
+    const uint32_t values = row + upper * kBlockBytes + ((chunk * 2) ^ swizzle) * 16;
     return hidden(codes | values << 16);
   }
 
@@ -193,7 +193,7 @@ class RecordsInPlace {
           uint32_t y[4];
           values_of(i, x[i][2 * j], y[0], y[1]);
           values_of(i, x[i][2 * j + 1], y[2], y[3]);
-          store_shared_16((values ^ j * 16) + i * (2 * kBlockBytes), y);
+          store_shared_16((values ^ (j * 16)) + i * (2 * kBlockBytes), y);
         }
       }
     };
