@@ -51,7 +51,7 @@ STACKS = {
     "mqa_decode10few_kernel": 8,
     "mqa_decode11wide_kernel": 56,
     "sparse_mla10bwd_kernel": 224,
-    "sparse_mla13decode_kernel": 80,
+    "sparse_mla13decode_kernel": 32,
     "topk11topk_kernel": 16,
     "topk15resident_kernel": 64,
 }

@@ -88,6 +88,13 @@ struct GatherOf {
     return i / 2 * 32 + warp * 8 + i % 2 * 4 + sub;
   }
 
+  // Where lane 8 * sub + i, i < 4, has the index of the warp's row (i, sub), -1 for none: a bit for
+  // each that there is, in the order of `row`.
+  __device__ static uint32_t bits(int index) {
+    const int lane = threadIdx.x % 32;
+    return __ballot_sync(~0u, __shfl_sync(~0u, index, lane % 4 * 8 + lane / 4) >= 0) & 0xffff;
+  }
+
   // At the keys of a tile. Lanes 0..15 have the index of one of the warp's 16 slots each, in the
   // order of `row`, and whether it counts; returns these bits.
   __device__ __forceinline__ uint32_t aim(const char* kv, int64_t stride, int sub, int index,

@@ -36,6 +36,13 @@ __device__ __forceinline__ uint32_t hidden(uint32_t x) {
   return y;
 }
 
+// 1, in grids of one dimension, as the assembler does not know.
+__device__ __forceinline__ uint32_t hidden_one() {
+  uint32_t one;
+  asm("mov.u32 %0, %%nctaid.y;" : "=r"(one));
+  return one;
+}
+
 // Sums over the lanes of a warp up to each.
 template <typename Int>
 __device__ __forceinline__ Int inclusive_scan(Int x) {

@@ -29,7 +29,8 @@ struct MixedTile {
 // find out before.
 template <int kTiles, int kThreads>
 struct Notes {
-  int tiles;  // of the piece whose Q is here
+  static constexpr bool kRecords = false;  // the producer unpacks them
+  int tiles;                               // of the piece whose Q is here
   MixedTile mixed[kTiles];
   ValidRows bad[kTiles];  // of a mixed tile: whose values are not all finite
   Piece pieces[kPieces];

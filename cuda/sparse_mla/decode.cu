@@ -8,8 +8,9 @@ namespace {
 
 template <int kD, bool kRecords, typename Params>
 cudaError_t launch(const Params& p, cudaStream_t stream) {
-  return launch_persistent<sparse_mla::Shared<kD>>(sparse_mla::decode_kernel<kD, kRecords, Params>,
-                                                   item_count(p), sparse_mla::kThreads, stream, p);
+  return launch_persistent<sparse_mla::DecodeShared<kD, kRecords>>(
+      sparse_mla::decode_kernel<kD, kRecords, Params>, item_count(p), sparse_mla::kThreads, stream,
+      p);
 }
 
 template <typename Params>
@@ -44,7 +45,7 @@ cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& params, cudaSt
   if (cudaError_t e = launch_parts(sparse_mla::SplitDecode(params), stream); e != cudaSuccess) {
     return e;
   }
-  return launch_blocks(sparse_mla::merge_kernel, merges, sparse_mla::kMergeThreads,
+  return launch_behind(sparse_mla::merge_kernel, merges, sparse_mla::kMergeThreads,
                        sizeof(sparse_mla::MergeShared), stream, p);
 }
 

@@ -56,13 +56,13 @@ __device__ __forceinline__ void write_results(const SplitDecode& p, int number,
   }
 }
 
-// Unpacking takes more registers than copying.
 template <int kD, bool kRecords, typename Params>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ Params p) {
-  constexpr int kConsumer = kRecords ? 208 : 216, kProducer = kRecords ? 88 : 72;
+  constexpr int kConsumer = 216, kProducer = 72;
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
-  auto& shared = dynamic_shared<Shared<kD>>();
+  auto& shared = dynamic_shared<DecodeShared<kD, kRecords>>();
   initialise(shared);
+  let_next_begin();
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     raise_registers<kConsumer>();
@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
       if (first + i < p.splits) x[i] = from[(first + i) * kPart];
     }
   };
+  wait_for_previous();
   load(0);
 
   // Weights of rows 2 * warp and the next: a lane has the parts lane and lane + 32.

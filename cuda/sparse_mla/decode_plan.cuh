@@ -25,6 +25,13 @@ struct SplitDecode : Decode {
   using Decode::Decode;
 };
 
+template <bool kRecords_>
+struct DecodeNotes : Tiles {
+  static constexpr bool kRecords = kRecords_;
+};
+template <int kD, bool kRecords>
+using DecodeShared = Shared<kD, DecodeNotes<kRecords>>;
+
 // Part `split` of an item of the forward kernel: the tiles split, split + splits, ... of its slots,
 // so that rows whose slots end early are still dealt out evenly. The heads of one query are
 // neighbours, for the L2.

@@ -53,17 +53,16 @@ struct Selected {
 };
 
 template <int kD, bool kRecords>
-__device__ void produce(const Decode& p, Shared<kD>& shared) {
+__device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
   constexpr int kRowBytes = kRecords ? kSparseMlaRecordBytes : kD * 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last();
   const int items = item_count(p);
-  // Whose index this lane reads.
-  const int slot = kRecords ? record_row(warp, lane % 2, lane) : Gather::row(warp, lane % 4, sub);
+  const int slot = Gather::row(warp, lane % 4, sub);  // whose index this lane reads
   const uint32_t stride = p.groups * kRowBytes;
   Gather gather(warp, sub, chunk);
-  const Unpacked unpacked(smem_address(shared.keys));
+  const RecordsInPlace records(shared.keys[0][0]);
   uint32_t item_parity = 0;
   uint32_t phases = 0;  // a bit for each parity
 
@@ -91,31 +90,17 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
       next = selected.find(p, place);
       place = selected.place(p, index);
       index = selected.index(p, (tile + 3) * kTile, slot);
-      // Registers wait for what they load, so let it be in the L2 by then.
-      if (kRecords && lane % 4 < 2 && next >= 0) prefetch_l2(at(next), kRowBytes);
+      // There is little time between room for a tile's records and their use: from memory they
+      // would take longer.
+      if (kRecords && chunk < 4 && next >= 0) prefetch_l2(at(next), kRowBytes);
     };
     const auto publish = [&](int parity) {
-      // Bit r is that of row r % 8 of half r / 8 of the warp's.
-      const uint32_t bits =
-          kRecords ? bits_of_records(row)
-                   : __ballot_sync(~0u, __shfl_sync(~0u, row, lane % 4 * 8 + lane / 4) >= 0);
+      const uint32_t bits = Gather::bits(row);
       if (lane == 0) {
         shared.valid[parity].set(warp, bits);
         mbarrier_arrive(&shared.key_full[parity][0]);
       }
     };
-    Unpacking travelling[kStepsHeld];
-    Records records;
-    const auto load = [&]<int kStep>() {
-      if constexpr (kStep % 4 == 0) records.aim<kStep / 4>(row, at);
-      records.load<kStep % 4>(travelling[kStep % kStepsHeld]);
-    };
-    if (kRecords && tiles > 0) {
-      advance(0);
-      load.template operator()<0>();
-      load.template operator()<1>();
-      load.template operator()<2>();
-    }
     for (int tile = 0; tile < tiles; ++tile) {
       const uint32_t free = ~phases >> tile % 2 & 1;
       auto fill = [&]<int kParity>() {
@@ -139,37 +124,18 @@ __device__ void produce(const Decode& p, Shared<kD>& shared) {
         gather.template copy<8, kD / 64, 1>(to, keep);
         cp_async_arrive(&shared.key_full[kParity][1]);
       };
-      // The bytes of the steps to come are under way while those of one are unpacked.
-      const auto unpack = [&](int parity) {
-        const uint32_t to = parity * (kKeyBlocks * kBlockBytes);
-        mbarrier_wait(&shared.key_free[parity][0], free);
-        publish(parity);
-        const auto step = [&]<int kStep>() {
-          constexpr int kNext = kStep + kStepsAhead;
-          if constexpr (kStep == kSteps / 2) {
-            mbarrier_wait(&shared.key_free[parity][1], free);
-            unpacked.copy_last<0, 8>(to, row, at, keep);
-            unpacked.copy_last<1, 8>(to, row, at, keep);
-          }
-          if constexpr (kNext < kSteps) {
-            load.template operator()<kNext>();
-          } else if (tile + 1 < tiles) {
-            if constexpr (kNext == kSteps) advance(tile + 1);
-            load.template operator()<kNext - kSteps>();
-          }
-          const float scale = __shfl_sync(~0u, records.scales[kStep / 4], kStep % 4, 4);
-          const uint32_t block = to + kStep % 4 * 2 * kBlockBytes;
-          unpacked.store<kStep / 4>(block, block + kBlockBytes, travelling[kStep % kStepsHeld],
-                                    scale);
-        };
-        each_step(step);
-        // Ordinary stores, which wgmma reads.
-        fence_async_proxy();
-        mbarrier_arrive(&shared.key_full[parity][0]);
-        cp_async_arrive(&shared.key_full[parity][1]);
+      const auto fill_records = [&](int parity) {
+        advance(tile);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          mbarrier_wait(&shared.key_free[parity][half], free);
+          if (half == 0) publish(parity);
+          records.copy(parity, half, row, at, keep);
+          cp_async_arrive(&shared.key_full[parity][half]);
+        }
       };
       if constexpr (kRecords) {
-        unpack(tile % 2);
+        fill_records(tile % 2);
       } else if (tile % 2 == 0) {
         fill.template operator()<0>();
       } else {

@@ -36,6 +36,7 @@
 #include "sparse_mla/fwd_plan.cuh"
 #include "sparse_mla/fwd_producer.cuh"
 #include "sparse_mla/fwd_rows.cuh"
+#include "sparse_mla/record_tiles.cuh"
 
 namespace jax_dsa::sparse_mla {
 
@@ -98,8 +99,9 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   float factor[2];
   uint64_t valid = 0;  // of the tile whose scores are in `s`
   Rows rows = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
-  uint32_t item_parity = 0, key_parity = 0;
+  uint32_t item_parity = 0, key_parity = 0, others_parity = 0;
   int previous = -1;  // the item whose results are in `o` and `rows`
+  const uint32_t places = Notes::kRecords ? RecordsInPlace::places() : 0;
 
   const auto arrive = [&](uint64_t* barrier) {
     __syncwarp();
@@ -107,6 +109,7 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   };
   // Starts Q K^T of the next own tile; `turns` if the even tile has an odd one to let pass.
   const auto start_scores = [&](bool turns) {
+    if constexpr (Notes::kRecords) named_barrier_sync<256>(kEvenUnpacked + kSide);
     if (kSide == 1) named_barrier_sync<256>(kTurn);
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
@@ -232,7 +235,20 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
     if constexpr (kSide == 0) {
       for (int tile = 0; tile < tiles; tile += 2) {
         const bool odd = tile + 1 < tiles, last = tile + 2 >= tiles;
-        start_scores(odd);
+        if constexpr (Notes::kRecords) {
+          // The odd tile beside the even one's scores; in a loop, for code that stays in its cache.
+#pragma unroll 1
+          for (int i = 0; i <= odd; ++i) {
+            unpack_half<0>(shared, i, i == 0 ? key_parity : others_parity, places);
+            if (i == 0) start_scores(odd);
+          }
+          if (odd) {
+            others_parity ^= 1;
+            named_barrier_arrive<256>(kOddUnpacked);
+          }
+        } else {
+          start_scores(odd);
+        }
         if (tile == 0) write_previous();
         finish_scores(last);
         if (own_softmax(last, nothing, nothing)) scale_rows(o, factor);
@@ -250,6 +266,14 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
     } else {
       for (int tile = 0; tile + 1 < tiles; tile += 2) {
         const bool last = tile + 3 >= tiles;
+        if constexpr (Notes::kRecords) {
+#pragma unroll 1
+          for (int i = 0; i < 2; ++i) {
+            unpack_half<1>(shared, i, i == 0 ? others_parity : key_parity, places);
+            if (i == 0) named_barrier_arrive<256>(kEvenUnpacked);
+          }
+          others_parity ^= 1;
+        }
         start_scores(true);
         if (tile == 0) write_previous();
         finish_scores(last);
@@ -265,6 +289,11 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
         finish_rest(1);
       }
       if (tiles % 2 == 1) {
+        if constexpr (Notes::kRecords) {
+          unpack_half<1>(shared, 0, others_parity, places);
+          others_parity ^= 1;
+          named_barrier_arrive<256>(kEvenUnpacked);
+        }
         follow(true);
         multiply_others(0, tiles > 1);
         multiply_others(1, true);

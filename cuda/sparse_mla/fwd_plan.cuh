@@ -23,11 +23,15 @@ enum NamedBarrier {
   kTurn,           // the even warpgroup has issued its scores; the odd one may issue its own
                    // (staggers the softmaxes)
   kEvenScored,     // the even tile's scores have used its keys; an odd tile's: the next number
+  kOddScored,
+  kEvenUnpacked,  // records of an even tile are bf16; of an odd one: the next number
+  kOddUnpacked,
 };
 
 // What the producer tells of an item.
 struct Tiles {
-  int tiles;  // of the item whose Q is here
+  static constexpr bool kRecords = false;  // whether keys come as FP8 records
+  int tiles;                               // of the item whose Q is here
 };
 
 // `Notes` has what `Tiles` has.

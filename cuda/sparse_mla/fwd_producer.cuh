@@ -23,9 +23,9 @@ __device__ __forceinline__ void begin_item(Shared& shared, uint32_t item_parity,
 }
 
 // The item's Q, with zeros for heads that it has not.
-template <int kD>
+template <int kD, typename Notes>
 __device__ void gather_queries(const SparseMlaFwdParams& p, const Item& item, Gather& gather,
-                               int sub, int chunk, Shared<kD>& shared, uint64_t policy) {
+                               int sub, int chunk, Shared<kD, Notes>& shared, uint64_t policy) {
   const char* q = static_cast<const char*>(p.q) + (item.token * p.heads + item.head) * kD * 2;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

@@ -4,6 +4,7 @@
 
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
+#include "sparse_mla/fwd_plan.cuh"
 #include "sparse_mla/records.cuh"
 #include "sparse_mla/sparse_mla_decode.h"
 
@@ -95,5 +96,139 @@ struct Unpacked {
     }
   }
 };
+
+// ---- in place ----------------------------------------------------------------------------------
+
+// Records are unpacked where they arrive, so that no register waits for what is under way, and by
+// the warpgroups that multiply (fwd.cuh), of every tile half by each. Codes come to four of the
+// first eight blocks, 128 a block, scales to one of the others, and the last 64 values, bf16
+// already, to the ninth for good.
+class RecordsInPlace {
+  static constexpr int kTileBytes = 9 * kBlockBytes, kHalfBytes = 4096;
+
+  uint32_t keys;
+
+  // Where a chunk of one of the warp's eight rows of a half lies in a block.
+  __device__ static uint32_t place(uint32_t row, uint32_t chunk) {
+    const uint32_t thread = thread_index();
+    return thread / 32 % 4 * 1024 + row * 128 + (chunk ^ row) * 16;
+  }
+
+ public:
+  __device__ explicit RecordsInPlace(const uint8_t* keys_of_tiles)
+      : keys(smem_address(keys_of_tiles)) {}
+
+  // Lane 8 * sub + i, i < 4, has the `row` of the warp's Gather::row(i, sub), -1 for none; it lies
+  // at record(row). The lane copies chunk i of rows sub and sub + 4.
+  template <typename Record>
+  __device__ __forceinline__ void copy(int parity, int half, int row, Record record,
+                                       uint64_t policy) const {
+    const int lane = thread_index() % 32;
+    const uint32_t tile = keys + parity * kTileBytes, to = tile + half * kHalfBytes;
+    const uint32_t chunk[2] = {place(lane / 8, lane % 8), place(lane / 8 + 4, lane % 8)};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int its = __shfl_sync(~0u, row, half * 2 + i, 8);
+      const char* const from = record(max(its, 0)) + lane % 8 * 16;
+      const uint32_t at = whole_sum(to + 4 * kBlockBytes, chunk[i]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        cp_async_16_alone(at + j * kBlockBytes, from + j * 128, its >= 0, policy);
+      }
+    }
+    if (lane % 8 / 2 == half) {
+      const uint32_t at = whole_sum(to, place(lane / 8 + lane % 2 * 4, 0));
+      if (row >= 0) {
+        cp_async_16_alone(at, record(row) + 512, true, policy);
+      } else {
+        constexpr uint32_t kOne = 0x3f800000;
+        store_shared_16(at, {kOne, kOne, kOne, kOne});
+      }
+    }
+    if (half == 0) return;
+    // The ninth block is freed with the second half.
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int its = __shfl_sync(~0u, row, i, 8);
+      cp_async_16_alone(whole_sum(tile, chunk[i % 2]) + 8 * kBlockBytes + i / 2 * kHalfBytes,
+                        record(max(its, 0)) + 528 + lane % 8 * 16, its >= 0, policy);
+    }
+  }
+
+  // Where, in 16 rows, the first of a thread's chunks of codes is and, in the upper half of the
+  // result, the first of its chunks of values. A warp has four rows for itself, a lane one chunk of
+  // each block of a row's codes. Lanes 8 i .. 8 i + 7 have four chunks side by side of two rows
+  // whose numbers differ in bits 0 and 2, and so find different banks both for codes and for
+  // values.
+  __device__ static uint32_t places() {
+    const uint32_t thread = thread_index(), odd = thread / 4 % 2, upper = thread / 8 % 2;
+    const uint32_t swizzle = (thread / 32 % 4 * 2 + odd) ^ odd * 4, chunk = thread % 4;
+    const uint32_t row = (thread / 16 % 2 * 8 + swizzle) * 128;
+    const uint32_t codes = row + 4 * kBlockBytes + ((chunk + upper * 4) ^ swizzle) * 16;
+    const uint32_t values = row + upper * kBlockBytes + ((chunk * 2) ^ swizzle) * 16;
+    return hidden(codes | values << 16);
+  }
+
+  // Unpacks the warpgroup's 16 rows from `first` on.
+  __device__ __forceinline__ void unpack(int parity, int first, uint32_t places) const {
+    const uint32_t thread = thread_index(), chunk = thread % 4;
+    const uint32_t tile = keys + parity * kTileBytes + first * 128;
+    const uint32_t codes = tile + places % 65536, values = tile + places / 65536;
+    const uint32_t scales_at = tile + (places & 0x780) + (places >> 3 & 0x70);
+    uint32_t scales[4], x[4][4];
+    load_shared_16(scales_at, scales);
+    const Factors factors = Factors::hidden();
+    uint32_t nan_bits[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      load_shared_16(codes + i * kBlockBytes, x[i]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) nan_bits[j % 2] |= nan_bits_e4m3(x[i][j], factors);
+    }
+    const auto unpack_by = [&](auto values_of) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          uint32_t y[4];
+          values_of(i, x[i][2 * j], y[0], y[1]);
+          values_of(i, x[i][2 * j + 1], y[2], y[3]);
+          store_shared_16((values ^ (j * 16)) + i * (2 * kBlockBytes), y);
+        }
+      }
+    };
+    // The lanes of a row share its scales.
+    const uint32_t low = thread % 2 ? scales[1] : scales[0];
+    const uint32_t high = thread % 2 ? scales[3] : scales[2];
+    const bool plain = is_plain_scale(__uint_as_float(chunk < 2 ? low : high));
+    // All lanes have their codes in registers then, and values may replace them.
+    __syncwarp();
+    if (__all_sync(~0u, plain && !any_nan(nan_bits[0] | nan_bits[1]))) {
+      uint32_t factor[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) factor[i] = scale_factor(__uint_as_float(scales[i]));
+      unpack_by([&](int i, uint32_t codes, uint32_t& low, uint32_t& high) {
+        plain_values(codes, factor[i], factors, low, high);
+      });
+    } else {
+      unpack_by([&](int i, uint32_t codes, uint32_t& low, uint32_t& high) {
+        any_values(codes, __uint_as_float(scales[i]), low, high);
+      });
+    }
+  }
+};
+
+// Unpacks warpgroup kSide's half of a tile when it is there.
+template <int kSide, typename Shared>
+__device__ __forceinline__ void unpack_half(Shared& shared, int parity, uint32_t phase,
+                                            uint32_t places) {
+  const RecordsInPlace records(shared.keys[0][0]);
+  mbarrier_wait(&shared.key_full[parity][kSide], phase);
+#pragma unroll 1
+  for (int first = kSide * 32; first < kSide * 32 + 32; first += 16) {
+    records.unpack(parity, first, places);
+  }
+  fence_async_proxy();  // ordinary stores, which wgmma reads
+}
 
 }  // namespace jax_dsa::sparse_mla

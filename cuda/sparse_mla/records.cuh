@@ -26,44 +26,67 @@ __device__ __forceinline__ uint32_t scale_factor(float scale) {
   return factor | factor >> 16;
 }
 
-// Whether one of 32 codes is NaN, 0x7f or 0xff: adding one to each changes the top bit of a word's
-// first that is, and of none if none is.
-__device__ __forceinline__ bool any_nan_e4m3(const uint32_t (&codes)[8]) {
-  uint32_t changed = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) changed |= (codes[i] + 0x01010101) ^ codes[i];
-  return changed & 0x80808080;
+// Of sums and shifts. Where the assembler does not know them, it multiplies, and multiplications
+// have a pipe of their own, while integer sums, shifts and logic share the one that unpacking waits
+// for.
+struct Factors {
+  uint32_t one = 1, sixteen = 16;
+
+  __device__ static Factors hidden() { return {hidden_one(), hidden_one() << 4}; }
+};
+
+// In each byte's top bit of the result: whether a word's first NaN, code 0x7f or 0xff, is there;
+// behind it, anything. Adding one to each code changes the top bit of the first that is NaN, and of
+// none if none is.
+__device__ __forceinline__ uint32_t nan_bits_e4m3(uint32_t codes, Factors factors) {
+  return (codes * factors.one + 0x01010101) ^ codes;
 }
 
-// Values 2 * kHalf and 2 * kHalf + 1 of four, without NaN.
-template <int kHalf>
-__device__ __forceinline__ uint32_t plain_values(uint32_t codes, uint32_t factor) {
-  return multiply_bf16(sign_extended_bytes<kHalf>(codes) << 4 & 0x87f087f0, factor);
+// Whether one of a thread's codes is NaN, by the union of their nan_bits_e4m3.
+__device__ __forceinline__ bool any_nan(uint32_t bits) { return bits & 0x80808080; }
+
+// The values of a word's codes, without NaN.
+__device__ __forceinline__ void plain_values(uint32_t codes, uint32_t factor, Factors factors,
+                                             uint32_t& low, uint32_t& high) {
+  low = multiply_bf16(sign_extended_bytes<0>(codes) * factors.sixteen & 0x87f087f0, factor);
+  high = multiply_bf16(sign_extended_bytes<1>(codes) * factors.sixteen & 0x87f087f0, factor);
+}
+
+// The values of any word's codes by any scale.
+__device__ __forceinline__ void any_values(uint32_t codes, float scale, uint32_t& low,
+                                           uint32_t& high) {
+  float v[4];
+  unpack_e4m3(codes, v);
+  low = pack_bf16(v[0] * scale, v[1] * scale);
+  high = pack_bf16(v[2] * scale, v[3] * scale);
 }
 
 // 32 values; `store` gets the number and the values of each eight.
 template <typename Store>
 __device__ __forceinline__ void unpack_values(const uint32_t (&codes)[8], float scale,
                                               Store store) {
+  constexpr Factors factors;
+  const auto has_nan = [&] {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) bits |= nan_bits_e4m3(codes[i], factors);
+    return any_nan(bits);
+  };
   uint32_t y[4];
-  if (is_plain_scale(scale) && !any_nan_e4m3(codes)) {
+  if (is_plain_scale(scale) && !has_nan()) {
     const uint32_t factor = scale_factor(scale);
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-      y[0] = plain_values<0>(codes[i], factor);
-      y[1] = plain_values<1>(codes[i], factor);
-      y[2] = plain_values<0>(codes[i + 1], factor);
-      y[3] = plain_values<1>(codes[i + 1], factor);
-      store(i / 2, y);
+    for (int i = 0; i < 4; ++i) {
+      plain_values(codes[2 * i], factor, factors, y[0], y[1]);
+      plain_values(codes[2 * i + 1], factor, factors, y[2], y[3]);
+      store(i, y);
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float v[4];
-      unpack_e4m3(codes[i], v);
-      y[i % 2 * 2] = pack_bf16(v[0] * scale, v[1] * scale);
-      y[i % 2 * 2 + 1] = pack_bf16(v[2] * scale, v[3] * scale);
-      if (i % 2 == 1) store(i / 2, y);
+    for (int i = 0; i < 4; ++i) {
+      any_values(codes[2 * i], scale, y[0], y[1]);
+      any_values(codes[2 * i + 1], scale, y[2], y[3]);
+      store(i, y);
     }
   }
 }

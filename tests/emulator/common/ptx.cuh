@@ -21,6 +21,7 @@ T uniform(T x) {
 }
 
 inline uint32_t hidden(uint32_t x) { return x; }
+inline uint32_t hidden_one() { return 1; }
 
 template <typename Int>
 Int inclusive_scan(Int x) {
