@@ -30,7 +30,7 @@ KERNELS = {
         f"gated_pool::{kernel}"
         for kernel in (
             "fwd_kernel<jax_dsa::DType::kF16, jax_dsa::gated_pool::Many, true, 5>",
-            "bwd_kernel<jax_dsa::DType::kBF16, jax_dsa::gated_pool::Few4, true, 4, true>",
+            "bwd_kernel<jax_dsa::DType::kBF16, jax_dsa::gated_pool::Few4, true>",
         )
     ],
     "indexer/bwd_keys.cuh": ["indexer_bwd::keys_kernel<128, 4096>"],
