@@ -84,6 +84,7 @@ int main(int argc, char** argv) {
   all({"128 rows in parts", 1, 128, 133, 1536}, few<2, Traits<1, 2, 1, false>>);
   all({"128 rows, b by rows", 1, 100, 136, 384, kBF16, true}, few<1, Traits<1, 2, 1, true>>);
   all({"16 rows", 1, 16, 200, 640}, few<1, ThinTraits<16, 2, false>>);
+  all({"16 rows, three blocks", 1, 13, 200, 1040, kBF16, true}, few<1, ThinTraits<16, 3, true>>);
   all({"16 rows in parts", 2, 7, 131, 2704, kF32}, few<4, ThinTraits<16, 2, false>>);
   all({"16 rows, b by rows", 1, 20, 129, 400, kF16, true}, few<2, ThinTraits<16, 2, true>>);
   all({"16 rows, b by rows, long K", 1, 1, 70, 4096, kF32, true}, few<1, ThinTraits<16, 2, true>>);
