@@ -47,12 +47,16 @@ inline cudaError_t make_decode_pass(const HTreeDecodeParams& params, DecodePass&
 
 template <int kD, int kR>
 cudaError_t launch_layer(const DecodePass& x, int layer, cudaStream_t stream) {
-  constexpr int kShared = sizeof(DecodeShared<kD, kR>);
-  static_assert(shared_memory_fits(1, kShared));
-  const auto kernel = layer > 0 ? decode_kernel<kD, kR, false> : decode_kernel<kD, kR, true>;
+  using Shared = DecodeShared<kD, kR>;
+  constexpr int kMost = kR * static_cast<int>(kHTreeMaxTopK);
+  static_assert(shared_memory_fits(1, Shared::bytes(kDecodeWarps, kMost, true, true)));
   const bool first = layer + 1 == x.pass.layers.count;
+  const auto kernel = layer == 0 ? decode_kernel<kD, kR, DecodeStep::kAttend>
+                      : first    ? decode_kernel<kD, kR, DecodeStep::kTop>
+                                 : decode_kernel<kD, kR, DecodeStep::kMiddle>;
   const auto launch = first ? launch_blocks<DecodePass, int> : launch_behind<DecodePass, int>;
-  return launch(kernel, x.rows * x.splits, kDecodeThreads, kShared, stream, x, layer);
+  const int bytes = Shared::bytes(x.pass.parts, x.width, !first, layer == 0);
+  return launch(kernel, x.rows * x.splits, kDecodeThreads, bytes, stream, x, layer);
 }
 
 template <int kD>
