@@ -114,21 +114,30 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
   const int64_t block = span * kR + team;
   const int count = static_cast<int>(max(min(size - block * kR, int64_t{kR}), int64_t{0}));
   float sum[8] = {};
-  constexpr int kAtOnce = 4;  // by the registers
-#pragma unroll 1
-  for (int first = 0; first < kR; first += kAtOnce) {
-    uint32_t x[kAtOnce][4];
+  constexpr int kAtOnce = 2;  // rows; the next ones are loaded before these are written
+  uint32_t rows[2][kAtOnce][4];
+  const auto load = [&](uint32_t (&x)[kAtOnce][4], int first) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const bool valid = first + i < count;
       const int64_t node = valid ? block * kR + first + i : 0;
       load_16_now<0>(source + node * p.node_stride, valid, x[i]);
     }
+  };
+  const auto take = [&](uint32_t (&x)[kAtOnce][4], int first) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       write(p.layer, block, first + i, x[i], count > 0);
       add(sum, x[i]);
     }
+  };
+  load(rows[0], 0);
+#pragma unroll 1
+  for (int first = 0; first < kR; first += 2 * kAtOnce) {
+    load(rows[1], first + kAtOnce);
+    take(rows[0], first);
+    if (first + 2 * kAtOnce < kR) load(rows[0], first + 2 * kAtOnce);
+    take(rows[1], first + kAtOnce);
   }
   if (p.layer + 1 == p.layers.count) return;
 
