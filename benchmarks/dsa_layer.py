@@ -11,8 +11,10 @@ all GPUs and prints what they exchange; the memory is then that of the first one
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import time
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_dsa
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SHARDINGS = {
     "heads": (P(None, None, "x"), P(), P(), P(), P()),
@@ -89,8 +94,8 @@ def main() -> None:
         )
         jax.set_mesh(mesh)
     program = jax.jit(layer if args.forward else gradients).lower(*operands).compile()
-    for exchanged in sorted(collectives(program.as_text())):
-        print(f"  {exchanged}")
+    for exchange in sorted(collectives(program.as_text(), jax.device_count())):
+        print(f"  {exchange.name} {exchange.shapes}")
     jax.block_until_ready(program(*operands))
     seconds = []
     for _ in range(5):
@@ -108,11 +113,34 @@ def main() -> None:
     )
 
 
-def collectives(text: str) -> list[str]:
+class Exchange(NamedTuple):
+    """A collective of a compiled program."""
+
+    name: str
+    shapes: str
+    bytes: int
+    """Of its results on one device."""
+    devices: int
+    """That take part in it."""
+
+
+def collectives(text: str, devices: int) -> Iterator[Exchange]:
     """What a compiled program's devices exchange."""
-    names = r"all-\w+|reduce-scatter|collective-\w+"
-    found = re.findall(rf"= (\S.*?) ({names})(?:-start)?\(", text)
-    return [f"{name} {re.sub(r'{.*?}', '', shapes)}" for shapes, name in found]
+    names = r"all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+    for line in text.splitlines():
+        found = re.search(rf"= (\S.*?) ({names})(-start)?\(", line)
+        if not found:
+            continue
+        shapes = re.findall(r"([a-z]+(\d*)(?:e\w+)?\[([\d,]*)\])", found[1])
+        if found[3] and found[2] != "all-reduce":  # the operands come first
+            shapes = shapes[len(shapes) // 2 :]
+        size = sum(
+            int(bits or 8) // 8 * math.prod(int(n) for n in dims.split(",") if n)
+            for _, bits, dims in shapes
+        )
+        groups = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", line)
+        group = (int(groups[2]) if groups[2] else groups[1].count(",") + 1) if groups else devices
+        yield Exchange(found[2], ", ".join(shape for shape, *_ in shapes), size, group)
 
 
 if __name__ == "__main__":

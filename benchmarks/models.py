@@ -242,27 +242,28 @@ class Run:
             )
 
     def compressor(self, step: str) -> Row:
-        """V4-Flash's pooling of projected tokens: it reads values and gates and writes keys; its
-        backward pass reads both and writes their gradients."""
-        config = dataclasses.replace(FLASH, rope_dim=0)
-        module = nn.Compressor(config, config.head_dim, rngs=nnx.Rngs(0))
+        """V4-Flash's pooling of projected tokens, with norm and rotation of the keys: it reads
+        values and gates and writes keys; its backward pass reads all three (the keys' cotangent)
+        and writes gradients of both, and of its parameters.
+        """
+        module = nn.Compressor(FLASH, FLASH.head_dim, rngs=nnx.Rngs(0))
+        graph, params = nnx.split(module)
         keys = jax.random.split(jax.random.key(0))
         shape = 1, self.tokens, module.position_bias.shape[1]
         values, gates = (normal(key, *shape) for key in keys)
-        places = jnp.zeros((1, self.tokens // config.ratio), jnp.int32)
+        places = jnp.arange(0, self.tokens, module.ratio, dtype=jnp.int32)[None]
 
-        def pool(values: jax.Array, gates: jax.Array) -> jax.Array:
-            return module.pool(values, gates, places, None)
+        def pool(params: Any, values: jax.Array, gates: jax.Array) -> jax.Array:
+            return nnx.merge(graph, params).pool(values, gates, places, None)
 
-        out = jax.eval_shape(pool, values, gates)
-        ct = normal(keys[0], *out.shape)
+        out = jax.eval_shape(pool, params, values, gates)
         moved = out.size * out.dtype.itemsize + (1 if step == "fwd" else 2) * 2 * values.nbytes
-
-        def gradients(values: jax.Array, gates: jax.Array) -> Any:
-            return jax.vjp(pool, values, gates)[1](ct)
-
-        fn = pool if step == "fwd" else gradients
-        took = timing.device_seconds(fn, [(values, gates)], 0.1)
+        if step == "fwd":
+            took = timing.device_seconds(pool, [(params, values, gates)], 0.1)
+        else:
+            pull = jax.jit(lambda *args: jax.vjp(pool, *args)[1])(params, values, gates)
+            ct = normal(keys[0], *out.shape)
+            took = timing.device_seconds(lambda pull, ct: pull(ct), [(pull, ct)], 0.1)
         return self.row("compressor", step, f"T{self.tokens}-D512-ratio4", took, moved=moved)
 
     def core(self, heads: int, slots: int, sink: bool) -> Row:

@@ -8,6 +8,7 @@
 
 #include "common/limits.h"
 #include "ffi/targets.h"
+#include "gated_pool/gated_pool.h"
 #include "htree/htree.h"
 #include "losses/losses.h"
 #include "masked_attention/masked_attention.h"
@@ -33,6 +34,8 @@ nb::dict targets() {
   out["jax_dsa.dense_indexer_kl_loss_fwd.v1"] = capsule(DenseIndexerKlLossFwd);
   out["jax_dsa.dequantize_fp8.v1"] = capsule(DequantizeFp8);
   out["jax_dsa.fp8_matmul.v1"] = capsule(Fp8Matmul);
+  out["jax_dsa.gated_pool_bwd.v1"] = capsule(GatedPoolBwd);
+  out["jax_dsa.gated_pool_fwd.v1"] = capsule(GatedPoolFwd);
   out["jax_dsa.htree_bwd.v1"] = capsule(HTreeBwd);
   out["jax_dsa.htree_decode.v1"] = capsule(HTreeDecode);
   out["jax_dsa.htree_fwd.v1"] = capsule(HTreeFwd);
@@ -175,6 +178,7 @@ NB_MODULE(_cuda, m) {
   m.def("compute_capabilities", &compute_capabilities);
   m.def("cuda_versions", &cuda_versions);
   m.def("dense_loss_bytes", &jax_dsa::dense_loss_bytes);
+  m.def("gated_pool_parts", &jax_dsa::gated_pool_parts);
   m.def("htree_decode_workspace", &htree_decode_workspace);
   m.def("htree_workspaces", &htree_workspaces);
   m.def("masked_attention_workspaces", &masked_attention_workspaces);

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
 import time
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -90,7 +92,7 @@ def test_only_cases_with_another_library(
     assert [line.split()[-1] for line in lines] == ["cuda", "Peer"]
 
 
-def fake_torch(milliseconds: float) -> types.ModuleType:
+def fake_torch(milliseconds: float, capturable: bool = True) -> types.ModuleType:
     """Tensors are NumPy arrays, and a call takes as long as that."""
     torch = types.ModuleType("torch")
 
@@ -107,24 +109,46 @@ def fake_torch(milliseconds: float) -> types.ModuleType:
         def elapsed_time(self, end: Event) -> float:
             return end.at - self.at
 
+    class CUDAGraph:
+        def replay(self) -> None:
+            clock[0] += self.length
+
+    @contextlib.contextmanager
+    def captured(graph: CUDAGraph) -> Iterator[None]:
+        if not capturable:
+            raise RuntimeError("not here")
+        start = clock[0]
+        yield
+        graph.length = clock[0] - start
+
     class Tensor(np.ndarray):
         def contiguous(self) -> jax.Array:
             return jnp.asarray(np.asarray(self))
 
     clock = [0.0]
-    torch.cuda = types.SimpleNamespace(Event=Event)  # type: ignore[attr-defined]
+    torch.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
+        Event=Event, CUDAGraph=CUDAGraph, graph=captured, synchronize=lambda: None
+    )
     torch.from_dlpack = lambda x: np.array(x).view(Tensor)  # type: ignore[attr-defined]
     torch.advance = lambda: clock.__setitem__(0, clock[0] + milliseconds)  # type: ignore[attr-defined]
     return torch
 
 
-def test_a_torch_library_has_its_own_clock(
-    library: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """What is imported as PyTorch; a call takes 3 ms."""
     torch = fake_torch(milliseconds=3.0)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(jnp, "from_dlpack", lambda x: x)
+    return torch
 
+
+def test_a_torch_library_has_its_own_clock(
+    library: dict[str, Any],
+    torch: types.ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def top_k(case: Any, x: Any) -> Any:
         torch.advance()
         return np.argsort(-x)[..., : case.dims["K"]]
@@ -136,13 +160,39 @@ def test_a_torch_library_has_its_own_clock(
     assert re.search(r"^topk +fwd +R8-S64-K8 +f32 +Torch +3 ", out, re.M)
 
 
-def test_a_torch_clock_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", torch := fake_torch(milliseconds=2.0))
+def test_what_a_call_wants_is_prepared_outside_its_time(
+    library: dict[str, Any],
+    torch: types.ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def negated(case: Any, q: Any, records: Any, lengths: Any, indices: Any) -> tuple:
+        torch.advance()
+        return q, -records.astype(int), lengths, indices
+
+    def decode(case: Any, q: Any, records: Any, lengths: Any, indices: Any) -> Any:
+        torch.advance()
+        cache = jax_dsa.FlatCache(jnp.asarray(-records, jnp.uint8), jnp.asarray(lengths))
+        return jax_dsa.sparse_mla_decode(jnp.asarray(q), cache, jnp.asarray(indices))
+
+    kind = "sparse_mla fwd fp8 decode"
+    peer = peers.Peer("Torch", "a_peer", {kind: decode}, torch=True, prepare={kind: negated})
+    monkeypatch.setattr(peers, "PEERS", (peer,))
+    assert main(["sparse_mla", *TINY, "--only", "B8.*fp8 Torch"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"decode +fp8 +Torch +3 ", out, re.M)
+    assert "Torch agrees with ours to 0" in out
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+def test_a_torch_clock_rests(capturable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = fake_torch(milliseconds=2.0, capturable=capturable)
+    monkeypatch.setitem(sys.modules, "torch", torch)
     rests: list[float] = []
     monkeypatch.setattr(time, "sleep", rests.append)
     seconds = peers.torch_seconds(lambda x: torch.advance(), [(1,), (2,)], 0.1, 0.25)
     assert seconds == pytest.approx(2e-3)
-    assert rests == [0.25] * 7  # compiled, once, five times
+    assert rests == [0.25] * 7  # loaded, once, five times
 
 
 @pytest.mark.parametrize("peer", peers.PEERS, ids=lambda x: x.name)
@@ -150,6 +200,7 @@ def test_what_peers_are_called_for_exists(peer: peers.Peer) -> None:
     cases = [case for cases in OPERATORS.values() for case in cases(functools.partial(shrunk, 1))]
     kinds = {peers.kind(case) for case in cases}
     assert peer.calls and peer.calls.keys() <= kinds
+    assert peer.prepare.keys() <= peer.calls.keys() and (peer.torch or not peer.prepare)
 
 
 def test_infinities_in_one_result_alone_differ() -> None:

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 
-WORKER = pathlib.Path(__file__).with_name("distributed_worker.py")
+import pytest
+from workers import Worker, finish, free_port
 
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+PROGRAM = pathlib.Path(__file__).with_name("distributed_worker.py")
 
 
-def test_two_processes_agree_with_one() -> None:
+def test_two_processes_agree_with_one(tmp_path: pathlib.Path) -> None:
     address = f"127.0.0.1:{free_port()}"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), address, str(i)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    logs = [w.communicate(timeout=300)[0] for w in workers]
-    for w, log in zip(workers, logs, strict=True):
-        assert w.returncode == 0, log
-        assert "agrees" in log, log
+    workers = [Worker(tmp_path / f"{i}.log", PROGRAM, address, str(i)) for i in range(2)]
+    assert all("agrees" in log for log in finish(*workers))
+
+
+def test_nobody_waits_for_a_process_that_failed(tmp_path: pathlib.Path) -> None:
+    """Nor for one that says more than a pipe holds; who is left says where it waits."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, time\n"
+        "print('x' * 200_000, flush=True)\n"
+        "if sys.argv[1] == 'fails':\n"
+        "    raise ValueError('this one')\n"
+        "def waiting(): time.sleep(600)\n"
+        "waiting()\n"
+    )
+    workers = [Worker(tmp_path / name, program, name) for name in ("waits", "fails")]
+    with pytest.raises(AssertionError, match=r"(?s)in waiting.*ValueError: this one"):
+        finish(*workers)

@@ -107,6 +107,27 @@ def test_the_table_of_speeds_is_that_of_the_results() -> None:
     assert speed["table"]() in readme
 
 
+def test_where_we_lose_is_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python docs/first_page.py` renews it."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    page = runpy.run_path(str(ROOT / "docs" / "first_page.py"))
+    if tables := page["measured"]():
+        assert page["lost"](tables) in (ROOT / "docs" / "where-we-lose.md").read_text()
+
+    def row(case: str, implementation: str, milliseconds: str) -> dict[str, str]:
+        named = {"operator": "topk", "pass": "fwd", "dtype": "f32", "device": "GPU"}
+        return named | {
+            "case": case,
+            "implementation": implementation,
+            "milliseconds": milliseconds,
+        }
+
+    rows = [row("S8", "cuda", "2"), row("S8", "A", "4"), row("S8", "B", "1"), row("S8", "C", "3")]
+    rows += [row("S9", "cuda", "0.5"), row("S9", "A", "0.6")]
+    text = page["lost"]([rows])
+    assert "| topk forward, S8 | B 1 ms | 2 ms | 0.50 | (1) |" in text and "S9" not in text
+
+
 def test_the_drawings_are_those_of_their_script() -> None:
     """`python docs/drawings.py` renews them."""
     drawings = runpy.run_path(str(ROOT / "docs" / "drawings.py"))

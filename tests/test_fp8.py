@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -26,6 +27,7 @@ from jax_dsa.ops.fp8_linear import xla as linear_xla
 from jax_dsa.ops.fp8_matmul import cuda as matmul_kernels
 from jax_dsa.ops.fp8_matmul.spec import Operands, Product
 from jax_dsa.ops.quantize_fp8 import spec as quantize_fp8_spec
+from jax_dsa.ops.quantize_fp8 import xla as quantize_fp8_xla
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [ml_dtypes.bfloat16, np.float16, np.float32], ids=["bf16", "f16", "f32"]
@@ -323,6 +325,16 @@ def test_linear_matches_oracle(
         assert_matches(got, values.astype(np.float32), 1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "plain"])
+def test_linear_gradients_of_any_size(implementation: str, rng: np.random.Generator) -> None:
+    """A mean over many tokens has small gradients; they keep the precision of large ones."""
+    x, w, dy = (jnp.asarray(random(rng, *s)) for s in ((70, 200), (200, 130), (70, 130)))
+    with jax_dsa.plain_xla() if implementation == "plain" else contextlib.nullcontext():
+        _, vjp = jax.vjp(lambda x, w: fp8_linear(x, w, implementation="xla"), x, w)
+        for large, small in zip(vjp(dy), vjp(dy * 2.0**-40), strict=True):
+            np.testing.assert_array_equal(np.asarray(small) * 2.0**40, large)
+
+
 @pytest.mark.parametrize("w_dtype", [jnp.float32, jnp.bfloat16])
 def test_linear_gradients_have_their_operands_dtypes(
     w_dtype: Any, rng: np.random.Generator
@@ -375,10 +387,11 @@ def test_linear_calls_the_kernels_along_the_contracted_axes(
             (x,) = operands
             power = bool(attrs["power_of_two_scale"])
             both = target == "jax_dsa.quantize_fp8_transpose.v1"
+            how = quantize_fp8_spec.Options((1, 128), "", "", power, min_amax=1e-20)
             results = [
                 y
                 for a in ((x, x.swapaxes(1, 2)) if both else (x.swapaxes(1, 2),))
-                for y in quantize_fp8(a, power_of_two_scale=power, implementation="xla")
+                for y in quantize_fp8_xla.quantize_fp8(how, quantize_fp8_spec.Operands(a))
             ]
         elif target == "jax_dsa.quantize_fp8_tiles_transpose.v1":
             power, tiles = bool(attrs["power_of_two_scale"]), (128, 128)

@@ -83,9 +83,10 @@ def test_programs_compile_without_more_spills_or_a_serialised_wgmma(
 
 
 def test_programs_have_every_kernel(sanitize: ModuleType) -> None:
-    built = {ROOT / word for p in PROGRAMS for word in sanitize.build_command(p, p)}
-    launches_others = ROOT / "cuda" / "indexer" / "topk.cu"
-    assert set(ROOT.glob("cuda/*/*.cu")) - built == {launches_others}
+    words = (word for p in PROGRAMS for word in sanitize.build_command(p, p))
+    built = {(ROOT / word).resolve() for word in words}  # Bazel's tests read links to the sources
+    left = {str(p.relative_to(ROOT)) for p in ROOT.glob("cuda/*/*.cu") if p.resolve() not in built}
+    assert left == {"cuda/indexer/topk.cu"}  # launches others' kernels
 
 
 def line_of(path: Path, text: str) -> int:

@@ -254,23 +254,27 @@ def test_nothing_has_the_size_of_queries_times_compressed_keys(sparse):
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * pairs
 
 
-def test_compressed_attention_on_an_explicit_mesh(rng):
+@pytest.mark.parametrize("axis", [0, 1], ids=["batch", "tokens"])
+def test_compressed_attention_on_an_explicit_mesh(rng, axis):
     graph, params = nnx.split(layer(rng, COMPRESSED))
-    x = hidden(rng)
+    x, ids = hidden(rng)[:, :24], SEGMENT_IDS[:, :24]
 
     @jax.jit
     def run(params, x, ids):
         y, aux = nnx.merge(graph, params)(x, segment_ids=ids)
         return y, aux.indices, aux.kl
 
-    want = run(params, x, SEGMENT_IDS)
+    want = run(params, x, ids)
     axes = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((2,), ("b",), axis_types=axes, devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
-        everywhere, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("b")
+        everywhere, split = (
+            jax.sharding.PartitionSpec(),
+            jax.sharding.PartitionSpec(*(None,) * axis, "b"),
+        )
         params = jax.tree.map(lambda p: jax.device_put(p, everywhere), params)
-        got = run(params, jax.device_put(x, split), jax.device_put(SEGMENT_IDS, split))
-    assert got[0].sharding.spec[0] == "b"
+        got = run(params, jax.device_put(x, split), jax.device_put(ids, split))
+    assert got[0].sharding.spec[axis] == "b"
     assert_matches(got, want, 1e-5)
 
 

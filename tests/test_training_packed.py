@@ -76,8 +76,8 @@ def test_packed_documents_give_what_they_give_alone(rng, sparse):
     for text in texts:
         alone = found(program, packed([text]), sparse)
         part = slice(start, start + len(text))
-        assert_matches(logits[:, part], alone[0], 1e-6)
-        assert_matches([x[:, part] for x in lse], alone[1], 1e-6)
+        assert_matches(logits[:, part], alone[0], 5e-6)
+        assert_matches([x[:, part] for x in lse], alone[1], 5e-6)
         for chosen, want in zip(indices, alone[2], strict=True):
             if sparse:
                 chosen = np.asarray(chosen[:, part])

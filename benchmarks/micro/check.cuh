@@ -51,6 +51,42 @@ std::vector<T> download(const T* p, size_t n) {
   return v;
 }
 
+// A problem's arrays, freed with this.
+struct Memory {
+  static constexpr uint8_t kPoison = 0xff;  // NaN where it is read
+  std::vector<void*> all;
+
+  Memory() = default;
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory() {
+    for (void* p : all) CHECK(cudaFree(p));
+  }
+  // Room that is poison, `offset` bytes from an aligned address.
+  template <typename T = uint8_t>
+  T* room(size_t n, int offset = 0) {
+    const size_t bytes = n * sizeof(T) + offset;
+    uint8_t* const p = device<uint8_t>(bytes);
+    all.push_back(p);
+    CHECK(cudaMemset(p, kPoison, std::max<size_t>(bytes, 1)));
+    return reinterpret_cast<T*>(p + offset);
+  }
+  template <typename T>
+  const T* put(const std::vector<T>& x, int offset = 0) {
+    T* const to = room<T>(x.size(), offset);
+    CHECK(cudaMemcpy(to, x.data(), x.size() * sizeof(T), cudaMemcpyHostToDevice));
+    return to;
+  }
+  template <typename T>
+  std::vector<T> get(const T* from, size_t n) {
+    return download(from, n);
+  }
+  void require(cudaError_t status) {
+    CHECK(status);
+    CHECK(cudaDeviceSynchronize());
+  }
+};
+
 // The shortest of four launches of what `launch` enqueues.
 template <typename F>
 float best_milliseconds(F launch) {

@@ -27,13 +27,13 @@ struct BwdCall : Call {
       : Call(batch, tokens, queries, heads, groups, dim, compression, top_k, true,
              std::min<int64_t>(batch * queries * groups, 6336)) {
     b.fwd = p;
-    b.dout = allocate<bf16>(batch * queries * heads * dim);
-    b.dlse = allocate<float>(batch * queries * heads);
-    b.dq = allocate<bf16>(batch * queries * heads * dim);
-    b.dk = allocate<bf16>(batch * tokens * groups * dim);
-    b.dv = allocate<bf16>(batch * tokens * groups * dim);
+    b.dout = room<bf16>(batch * queries * heads * dim);
+    b.dlse = room<float>(batch * queries * heads);
+    b.dq = room<bf16>(batch * queries * heads * dim);
+    b.dk = room<bf16>(batch * tokens * groups * dim);
+    b.dv = room<bf16>(batch * tokens * groups * dim);
     b.fwd.workspace_bytes = htree_bwd_workspace(b, rows ? rows : batch * queries * groups);
-    b.fwd.workspace = allocate<uint8_t>(b.fwd.workspace_bytes);
+    b.fwd.workspace = room<uint8_t>(b.fwd.workspace_bytes);
   }
 };
 

@@ -15,25 +15,6 @@
 using htree_problem::bf16;
 using namespace jax_dsa;
 
-// Memory on the device, NaN at first, freed with this.
-struct Memory {
-  std::vector<void*> all;
-
-  template <typename T>
-  T* allocate(int64_t n) {
-    T* x = device<T>(n);
-    CHECK(cudaMemset(x, 0xff, std::max<int64_t>(n * sizeof(T), 1)));
-    all.push_back(x);
-    return x;
-  }
-  Memory() = default;
-  ~Memory() {
-    for (void* x : all) CHECK(cudaFree(x));
-  }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-};
-
 // What `test` and `small` do: run(seed) tells how many cases were wrong.
 template <typename Run>
 int report(uint64_t seed, Run run) {
@@ -57,20 +38,20 @@ struct Call : Memory {
     build.rope_base = 10000;
     p.queries = queries, p.heads = heads, p.scale = 1.f / std::sqrt(static_cast<float>(dim));
     const HTreeLayers layers = htree_layers(tokens, compression, top_k);
-    build.k = allocate<bf16>(batch * tokens * groups * dim);
-    build.v = allocate<bf16>(batch * tokens * groups * dim);
-    build.tree = allocate<bf16>(batch * groups * layers.blocks * 2 * compression * dim);
-    build.rotations = allocate<float>(compression * top_k * dim);
-    build.workspace = allocate<uint8_t>(htree_build_workspace(build));
-    p.q = allocate<bf16>(batch * queries * heads * dim);
-    p.positions = allocate<int32_t>(batch * queries);
+    build.k = room<bf16>(batch * tokens * groups * dim);
+    build.v = room<bf16>(batch * tokens * groups * dim);
+    build.tree = room<bf16>(batch * groups * layers.blocks * 2 * compression * dim);
+    build.rotations = room<float>(compression * top_k * dim);
+    build.workspace = room<uint8_t>(htree_build_workspace(build));
+    p.q = room<bf16>(batch * queries * heads * dim);
+    p.positions = room<int32_t>(batch * queries);
     p.tree = build.tree, p.rotations = build.rotations;
-    p.out = allocate<bf16>(batch * queries * heads * dim);
-    p.lse = allocate<float>(batch * queries * heads);
+    p.out = room<bf16>(batch * queries * heads * dim);
+    p.lse = room<float>(batch * queries * heads);
     const int64_t slots = batch * queries * groups * (layers.count - 1) * top_k;
-    if (wants_selected) p.selected = allocate<int16_t>(slots);
+    if (wants_selected) p.selected = room<int16_t>(slots);
     p.workspace_bytes = htree_fwd_workspace(p, rows ? rows : batch * queries * groups);
-    p.workspace = allocate<uint8_t>(p.workspace_bytes);
+    p.workspace = room<uint8_t>(p.workspace_bytes);
   }
 };
 

@@ -28,15 +28,15 @@ struct DecodeCall : Memory {
     p.dim = dim, p.compression = compression, p.top_k = top_k;
     p.scale = 1.f / std::sqrt(static_cast<float>(dim)), d.rope_base = 10000;
     const int64_t nodes = batch * htree_cache_nodes(tokens, compression, top_k) * groups * dim;
-    d.k = allocate<bf16>(nodes), d.v = allocate<bf16>(nodes);
-    p.q = allocate<bf16>(batch * queries * heads * dim);
-    p.positions = allocate<int32_t>(batch * queries);
-    p.out = allocate<bf16>(batch * queries * heads * dim);
-    p.lse = allocate<float>(batch * queries * heads);
+    d.k = room<bf16>(nodes), d.v = room<bf16>(nodes);
+    p.q = room<bf16>(batch * queries * heads * dim);
+    p.positions = room<int32_t>(batch * queries);
+    p.out = room<bf16>(batch * queries * heads * dim);
+    p.lse = room<float>(batch * queries * heads);
     const int64_t layers = htree_layers(tokens, compression, top_k).count - 1;
-    p.selected = allocate<int16_t>(batch * queries * groups * layers * top_k);
+    p.selected = room<int16_t>(batch * queries * groups * layers * top_k);
     p.workspace_bytes = htree_decode_workspace(d);
-    p.workspace = allocate<uint8_t>(p.workspace_bytes);
+    p.workspace = room<uint8_t>(p.workspace_bytes);
   }
 };
 

@@ -1,8 +1,8 @@
 // Tests the mqa_decode kernels against float64 on the CPU, then times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda \
 //       -o mqa_decode_check benchmarks/micro/mqa_decode_check.cu cuda/mqa_decode/fwd.cu
-//   ./mqa_decode_check [test|small|bench|profile] [seed]
-// `small` is for compute-sanitizer.
+//   ./mqa_decode_check [test|small|bench|records|profile] [seed]
+// `small` is for compute-sanitizer, `records` those cases of `bench`.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -474,6 +474,15 @@ int main(int argc, char** argv) {
   const MqaDecodeTuning always = {.merge_cost = 0};
   const std::vector<MqaDecodeTuning> one = {usual};
   const std::vector<MqaDecodeTuning> shared = {least(1), least(2), least(3), least(4), least(8)};
+  const auto records = [&] {
+    for (int N : {16, 64, 128}) {
+      bench({.B = 64, .T = 1, .S = 8192, .N = N, .G = 1, .D = 576, .records = true}, ceilings, one);
+    }
+  };
+  if (what == "records") {
+    records();
+    return 0;
+  }
   // What decides: when requests are cut, and how finely.
   bench({64, 1, 8192, 128, 1, 576}, ceilings, {usual, always});
   bench({128, 1, 8192, 128, 1, 576}, ceilings, {usual, always});
@@ -486,9 +495,7 @@ int main(int argc, char** argv) {
   bench({1, 1, 8192, 16, 1, 576}, ceilings, shared);
   bench({8, 1, 8192, 16, 1, 576}, ceilings, shared);
   bench({64, 1, 8192, 32, 1, 576}, ceilings, one);
-  for (int N : {16, 64, 128}) {
-    bench({.B = 64, .T = 1, .S = 8192, .N = N, .G = 1, .D = 576, .records = true}, ceilings, one);
-  }
+  records();
   for (int page_size : {256, 64, 16, 1}) {
     bench({64, 1, 8192, 128, 1, 576, page_size}, ceilings, one);
     bench({64, 1, 8192, 16, 1, 576, page_size}, ceilings, one);

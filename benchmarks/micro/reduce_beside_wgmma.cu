@@ -19,7 +19,7 @@ constexpr int kColumns = 576;
 
 enum Mode { kNone, kRed, kBulk, kStore };
 
-struct alignas(1024) Memory {
+struct alignas(1024) Tiles {
   uint8_t a[8192];
   uint8_t b[4][8192];
   uint8_t stage[4][4096];
@@ -28,8 +28,8 @@ struct alignas(1024) Memory {
 template <Mode kMode>
 __global__ void __launch_bounds__(256, 1)
     run(float* to, const int* rows, int rows_a_warp, int products) {
-  auto& shared = dynamic_shared<Memory>();
-  for (int i = threadIdx.x; i < int{sizeof(Memory) / 4}; i += 256) {
+  auto& shared = dynamic_shared<Tiles>();
+  for (int i = threadIdx.x; i < int{sizeof(Tiles) / 4}; i += 256) {
     reinterpret_cast<uint32_t*>(&shared)[i] = i < 10240 ? mix(i) & 0x3fff3fff : 0x3f800000;
   }
   fence_async_proxy();
@@ -99,9 +99,9 @@ int main() {
     CHECK(cudaMemset(to, 0, int64_t{keys} * kColumns * 4));
     const auto time = [&](auto kernel, int products) {
       CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 int{sizeof(Memory)}));
+                                 int{sizeof(Tiles)}));
       return best_milliseconds(
-          [&] { kernel<<<blocks, 256, sizeof(Memory)>>>(to, d_rows, rows_a_warp, products); });
+          [&] { kernel<<<blocks, 256, sizeof(Tiles)>>>(to, d_rows, rows_a_warp, products); });
     };
     const int products = 1200;
     printf("%3d multiprocessors, us: wgmma alone %.0f", blocks, 1e3 * time(run<kNone>, products));

@@ -2,8 +2,8 @@
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda \
 //       -o sparse_mla_decode_check benchmarks/micro/sparse_mla_decode_check.cu \
 //       cuda/sparse_mla/decode.cu
-//   ./sparse_mla_decode_check [test|small|bench|profile] [seed]
-// `small` is for compute-sanitizer.
+//   ./sparse_mla_decode_check [test|small|bench|records|profile] [seed]
+// `small` is for compute-sanitizer, `records` what users of FP8 caches wait for.
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -311,6 +311,12 @@ int main(int argc, char** argv) {
   printf("device copy %.2f TB/s\n", rate);
   if (what == "profile") {
     bench(8, 1, 32768, 128, 576, 2048, kRecords, rate);
+    return 0;
+  }
+  if (what == "records") {
+    for (int B : {1, 8, 64, 128}) bench(B, 1, 8192, 128, 576, 2048, kRecords, rate);
+    for (int B : {64, 128}) bench(B, 1, 8192, 64, 576, 2048, kRecords, rate);
+    for (int N : {64, 128}) bench(64, 1, 8192, N, 576, 2048, kFlat, rate);
     return 0;
   }
   for (Kind kind : {kFlat, kPages, kRecords}) {

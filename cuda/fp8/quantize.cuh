@@ -19,6 +19,8 @@ inline constexpr int kUnroll = 4;  // blocks that a thread works on, where rows 
 inline constexpr int kBlocksPerCta = kThreads / kLanes * kUnroll;
 inline constexpr float kMaxE4M3 = 448.f;
 inline constexpr float kMinAmax = 1e-4f;
+// Of what gradients are made from, which may lie far below that.
+inline constexpr float kMinAmaxBackward = 1e-20f;
 
 // One lane's part of a block.
 template <typename T>
@@ -80,7 +82,8 @@ __device__ __forceinline__ float round_up_to_power_of_two(float x) {
   return isnan(x) ? x : __uint_as_float(bits);
 }
 
-// What the elements of a block are divided by, of which `amax`, kMinAmax or more, is the largest.
+// What the elements of a block are divided by, of which `amax` (never less than one of the two
+// above) is the largest.
 struct Scale {
   float scale, inverse;
 
@@ -89,9 +92,28 @@ struct Scale {
     if (power_of_two) scale = round_up_to_power_of_two(scale);
     inverse = reciprocal(scale);
   }
-  __device__ __forceinline__ Scale(float scale, float inverse) : scale(scale), inverse(inverse) {}
   __device__ __forceinline__ float2 divided(float2 x) const {
     return {divide(x.x, scale, inverse), divide(x.y, scale, inverse)};
+  }
+};
+
+// A scale's reciprocal to some 48 bits, for threads that divide many elements by it: a quotient
+// then takes two instructions, as the products with both parts are rounded together. Neither part
+// is negative, so that zeros keep their signs.
+struct Divisor {
+  float high, low;
+
+  __device__ __forceinline__ explicit Divisor(const Scale& scale) : high(scale.inverse) {
+    float missing = __fmaf_rn(-scale.scale, high, 1.f);
+    if (missing < 0) {
+      high = __uint_as_float(__float_as_uint(high) - 1);
+      missing = __fmaf_rn(-scale.scale, high, 1.f);
+    }
+    low = missing * high;
+  }
+  __device__ __forceinline__ Divisor(float high, float low) : high(high), low(low) {}
+  __device__ __forceinline__ float2 divided(float2 x) const {
+    return {__fmaf_rn(x.x, high, x.x * low), __fmaf_rn(x.y, high, x.y * low)};
   }
 };
 

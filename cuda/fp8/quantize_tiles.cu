@@ -22,10 +22,11 @@ constexpr int kTile = kQuantizeBlock;             // rows and columns
 constexpr int kRows = kTile * kLanes / kThreads;  // of a thread
 static_assert(kRows == 8 && kPerLane == 8);
 
-// Blocks of threads on a multiprocessor, which leave registers for a tile.
-template <typename T, bool kVector>
+// Blocks of threads on a multiprocessor, which leave registers for a tile; kOf16Bits where elements
+// have 16.
+template <typename T, bool kVector, int kOf16Bits>
 constexpr int kCtas = !kVector         ? 1
-                      : sizeof(T) == 2 ? 3
+                      : sizeof(T) == 2 ? kOf16Bits
                                        : 2;
 
 // A block's tile, and a thread's part of it.
@@ -76,11 +77,12 @@ __device__ __forceinline__ void hold(Chunk<T>& chunk) {
   }
 }
 
-template <typename T>
-__device__ __forceinline__ uint2 codes_of(const Chunk<T>& chunk, const Scale& scale) {
+// `By` is a Scale or a Divisor.
+template <typename T, typename By>
+__device__ __forceinline__ uint2 codes_of(const Chunk<T>& chunk, const By& by) {
   float2 v[kPerLane / 2];
 #pragma unroll
-  for (int i = 0; i < kPerLane / 2; ++i) v[i] = scale.divided(pair(chunk, i));
+  for (int i = 0; i < kPerLane / 2; ++i) v[i] = by.divided(pair(chunk, i));
   return {to_e4m3(v[0], v[1]), to_e4m3(v[2], v[3])};
 }
 
@@ -154,7 +156,7 @@ struct alignas(16) TilesShared {
 };
 
 template <typename T, bool kVector>
-__global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
+__global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 3>)
     tiles_kernel(const __grid_constant__ QuantizeTilesParams p) {
   auto& [transposed, largest] = dynamic_shared<TilesShared>();
   const Tile tile(p);
@@ -194,8 +196,10 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
 
 struct alignas(16) TransposeShared {
   uint8_t transposed[kTile * kTile];
-  float largest[kThreads / 32][kTile];  // of each column, by each warp
-  float scales[kTile], inverses[kTile];
+  // Of the columns, first each lane's first one, then each lane's second one: threads side by side
+  // find different banks.
+  float largest[kThreads / 32][kTile];  // by each warp
+  Divisor divisors[kTile];
 };
 
 // The maximum of row lane / 2, of which each of the 16 lanes has a part: at every step a lane keeps
@@ -216,9 +220,9 @@ __device__ __forceinline__ float row_maximum(float (&amax)[kRows], int lane) {
 }
 
 template <typename T, bool kVector>
-__global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
+__global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 4>)
     transpose_kernel(const __grid_constant__ QuantizeTransposeParams p) {
-  auto& [transposed, largest, scales, inverses] = dynamic_shared<TransposeShared>();
+  auto& [transposed, largest, divisors] = dynamic_shared<TransposeShared>();
   const Tile tile(p);
   Chunk<T> chunk[kRows];
   load_tile<kVector>(p, tile, chunk);
@@ -236,8 +240,8 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
     amax = larger(amax, {__shfl_xor_sync(0xffffffffu, amax.x, kLanes),
                          __shfl_xor_sync(0xffffffffu, amax.y, kLanes)});
     if (threadIdx.x % 32 < kLanes) {
-      largest[threadIdx.x / 32][element<kVector>(tile.lane, 2 * j)] = amax.x;
-      largest[threadIdx.x / 32][element<kVector>(tile.lane, 2 * j + 1)] = amax.y;
+      largest[threadIdx.x / 32][2 * j * kLanes + tile.lane] = amax.x;
+      largest[threadIdx.x / 32][(2 * j + 1) * kLanes + tile.lane] = amax.y;
     }
   }
   __syncthreads();
@@ -249,9 +253,10 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
       auto of_row = magnitudes(chunk[i], 0);
 #pragma unroll
       for (int j = 1; j < kPerLane / 2; ++j) of_row = larger(of_row, magnitudes(chunk[i], j));
-      amax[i] = max_magnitude(kMinAmax, widened(of_row));
+      amax[i] = max_magnitude(kMinAmaxBackward, widened(of_row));
     }
     const Scale own(row_maximum(amax, tile.lane), p.power_of_two_scale);
+    const Divisor of_own(own);
     const int64_t row = tile.batch * p.rows + int64_t{tile.row} * kTile + tile.own_row;
     if (tile.lane % 2 == 0 && tile.own_row + tile.lane / 2 < tile.height) {
       p.scale[(row + tile.lane / 2) * tile.across + tile.column] = own.scale;
@@ -260,22 +265,22 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
 #pragma unroll
     for (int i = 0; i < kRows; ++i, to += p.cols) {
       hold(chunk[i]);
-      const Scale scale(__shfl_sync(0xffffffffu, own.scale, 2 * i, kLanes),
-                        __shfl_sync(0xffffffffu, own.inverse, 2 * i, kLanes));
-      store<kVector>(to, tile.lane, tile.width_of(i), codes_of(chunk[i], scale));
+      const Divisor divisor(__shfl_sync(0xffffffffu, of_own.high, 2 * i, kLanes),
+                            __shfl_sync(0xffffffffu, of_own.low, 2 * i, kLanes));
+      store<kVector>(to, tile.lane, tile.width_of(i), codes_of(chunk[i], divisor));
     }
   }
 
   if (threadIdx.x < kTile) {
-    float amax = kMinAmax;
+    float amax = kMinAmaxBackward;
 #pragma unroll
     for (int i = 0; i < kThreads / 32; ++i) amax = max_nan(amax, largest[i][threadIdx.x]);
     const Scale scale(amax, p.power_of_two_scale);
-    scales[threadIdx.x] = scale.scale;
-    inverses[threadIdx.x] = scale.inverse;
-    if (static_cast<int>(threadIdx.x) < tile.width) {
-      const int64_t column = tile.batch * p.cols + int64_t{tile.column} * kTile + threadIdx.x;
-      p.scale_transposed[column * tile.down + tile.row] = scale.scale;
+    divisors[threadIdx.x] = Divisor(scale);
+    const int column = element<kVector>(tile.lane, threadIdx.x / kLanes);
+    if (column < tile.width) {
+      const int64_t line = tile.batch * p.cols + int64_t{tile.column} * kTile + column;
+      p.scale_transposed[line * tile.down + tile.row] = scale.scale;
     }
   }
   __syncthreads();
@@ -290,12 +295,12 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector>)
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const int column = element<kVector>(tile.lane, 2 * j + side);
-      const Scale scale(scales[column], inverses[column]);
+      const Divisor divisor = divisors[(2 * j + side) * kLanes + tile.lane];
       float2 y[kRows / 2];
 #pragma unroll
       for (int i = 0; i < kRows / 2; ++i) {
-        y[i] = side == 0 ? scale.divided({v[2 * i].x, v[2 * i + 1].x})
-                         : scale.divided({v[2 * i].y, v[2 * i + 1].y});
+        y[i] = side == 0 ? divisor.divided({v[2 * i].x, v[2 * i + 1].x})
+                         : divisor.divided({v[2 * i].y, v[2 * i + 1].y});
       }
       *reinterpret_cast<uint2*>(transposed + transposed_at(column, threadIdx.x / kLanes)) = {
           to_e4m3(y[0], y[1]), to_e4m3(y[2], y[3])};

@@ -23,8 +23,8 @@ struct QuantizeTilesParams {
 
 cudaError_t launch_quantize_tiles(const QuantizeTilesParams& params, cudaStream_t stream);
 
-// For what is multiplied along its columns and along its rows: x and its transpose, each with a
-// scale for every 1x128 block of a row.
+// For the operands of gradients, which are multiplied along their columns and along their rows: x
+// and its transpose, each with a scale for every 1x128 block of a row, as small as 1e-20 / 448.
 struct QuantizeTransposeParams {
   const void* x;            // [batch, rows, cols], of `dtype`
   uint8_t* q;               // [batch, rows, cols], e4m3; or none, and then no

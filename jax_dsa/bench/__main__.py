@@ -90,7 +90,7 @@ def _implementations(case: Case, libraries: Sequence[Peer] | None) -> dict[str, 
 def _prepare(case: Case, fn: Function, key: jax.Array) -> tuple[Function, tuple]:
     """What to time, and its arguments."""
     if isinstance(fn, peers.Call) and fn.torch:
-        return fn, peers.tensors(case, key)
+        return fn, peers.tensors(case, fn, key)
     args = case.make(key)
     if not case.diff:
         return fn, args

@@ -2,8 +2,8 @@
 
 A library that can be imported is called through its public Python interface. What it returns is
 compared with ours, and then it is timed. JAX libraries have the clock of all benchmarks. PyTorch
-ones get the same memory (DLPack), and CUDA events around calls back to back time them. What they
-take to dispatch a call counts where that takes longer than the device does.
+ones get the same memory (DLPack), and CUDA events around replays of a CUDA graph time them. Where a
+call cannot be captured, what it takes to dispatch counts if that takes longer than the device does.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_dsa
+from jax_dsa.bench.masked_attention import EMPTY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,14 +38,18 @@ class Peer:
         name: as its project writes it.
         module: what has to be importable.
         calls: by `kind` of case, a function of the case and its arguments.
-        torch: whether they are tensors. A backward pass then gets what sparse attention returned
-            and its cotangent, too: `(case, *arguments, out, lse, dout)` -> the gradients.
+        torch: whether they are tensors, one for each array of the case. A backward pass then gets
+            what sparse attention returned and its cotangent, too: `(case, *tensors, out, lse,
+            dout)` -> the gradients.
+        prepare: by `kind`, what the call gets in place of these tensors: `(case, *tensors)` -> a
+            tuple. It is not timed.
     """
 
     name: str
     module: str
     calls: Mapping[str, Callable[..., Any]]
     torch: bool = False
+    prepare: Mapping[str, Callable[..., tuple]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Call:
 
     function: Callable[..., Any]
     torch: bool
+    prepare: Callable[..., tuple] | None = None
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
@@ -82,20 +89,25 @@ def available() -> tuple[list[Peer], list[str]]:
 def of(case: Case, found: Sequence[Peer]) -> dict[str, Call]:
     """What the peers have for the case, by their names."""
     return {
-        peer.name: Call(functools.partial(peer.calls[kind(case)], case), peer.torch)
+        peer.name: Call(
+            functools.partial(peer.calls[kind(case)], case),
+            peer.torch,
+            peer.prepare.get(kind(case)),
+        )
         for peer in found
         if kind(case) in peer.calls
     }
 
 
-def tensors(case: Case, key: jax.Array) -> tuple:
+def tensors(case: Case, call: Call, key: jax.Array) -> tuple:
     """The arguments of a `Call` with `torch`."""
     args = case.make(key)
     if case.diff:
         options = {"value_dim": min(512, case.dims["D"]), "return_lse": True}
         out, lse = jax.jit(functools.partial(jax_dsa.sparse_mla, **options))(*args)
         args = (*args, out, lse, jax.random.normal(key, out.shape, out.dtype))
-    return tuple(map(_tensor, jax.block_until_ready(args)))
+    operands = tuple(map(_tensor, jax.block_until_ready(jax.tree.leaves(args))))
+    return call.prepare(case, *operands) if call.prepare else operands
 
 
 def _tensor(x: jax.Array) -> Any:
@@ -115,20 +127,40 @@ def torch_seconds(
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
+    def calls() -> None:
+        for args in sets:
+            fn(*args)
+
+    calls()  # compiles
+    run = _captured(calls)
+
     def measure(count: int) -> float:
         time.sleep(rest)
         start.record()
         for _ in range(count):
-            for args in sets:
-                fn(*args)
+            run()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
-    measure(1)  # compiles
+    measure(1)  # loads the graph
     once = measure(1)
     count = max(3, min(1000, round(budget / once)))
     return statistics.median(measure(count) for _ in range(5)) / (count * len(sets))
+
+
+def _captured(calls: Callable[[], None]) -> Callable[[], None]:
+    """`calls` as one CUDA graph, if they can be captured."""
+    import torch
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            calls()
+    except RuntimeError:
+        return calls
+    return graph.replay
 
 
 def difference(case: Case, ours: Any, theirs: Any) -> float:
@@ -169,9 +201,58 @@ def _is_causal(case: Case) -> bool:
 
 
 def _flash_mla(case: Case, q: Any, kv: Any, indices: Any) -> Any:
-    from flash_mla import flash_mla_sparse_fwd
+    from flash_mla import flash_mla_sparse_fwd as call
 
-    return flash_mla_sparse_fwd(q[0], kv[0], indices[0], q.shape[3] ** -0.5)[0]
+    return call(q[0], kv[0], indices[0], q.shape[3] ** -0.5, **_for_hopper(call))[0]
+
+
+def _for_hopper(call: Callable[..., Any]) -> dict[str, Any]:
+    """SGLang's FlashMLA has Hopper's kernels behind an option, the original has no such option."""
+    return {"use_legacy": True} if "use_legacy" in inspect.signature(call).parameters else {}
+
+
+@functools.cache
+def _flash_mla_schedule(label: str) -> Any:
+    """How a case's requests are split. A model computes it once a step, for all of its layers."""
+    from flash_mla import get_mla_metadata
+
+    return get_mla_metadata()[0]
+
+
+def _flash_mla_sparse_decode(case: Case, q: Any, records: Any, indices: Any) -> Any:
+    from flash_mla import flash_mla_with_kvcache as call
+
+    options = {"is_fp8_kvcache": True, "indices": indices, **_for_hopper(call)}
+    return call(q, records, None, None, 512, _flash_mla_schedule(case.label), **options)[0]
+
+
+def _flash_mla_sparse_operands(
+    case: Case, q: Any, records: Any, lengths: Any, indices: Any
+) -> tuple[Any, Any, Any]:
+    """Pages of 64 records, and positions among those of all requests."""
+    import torch
+
+    batch, capacity = records.shape[:2]
+    first = capacity * torch.arange(batch, dtype=torch.int32, device=q.device)
+    indices = torch.where(indices < 0, -1, indices + first[:, None, None, None])
+    return q, records.reshape(-1, 64, 1, records.shape[3]), indices[:, :, 0].contiguous()
+
+
+def _flash_mla_decode(case: Case, q: Any, pages: Any, table: Any, lengths: Any) -> Any:
+    from flash_mla import flash_mla_with_kvcache as call
+
+    options = {"is_fp8_kvcache": False, **_for_hopper(call)}
+    return call(q, pages, table, lengths, 512, _flash_mla_schedule(case.label), **options)[0]
+
+
+def _flash_mla_operands(case: Case, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
+    """The cache as pages of 64 keys, one request's after the other's."""
+    import torch
+
+    batch, keys = kv.shape[:2]
+    count = {"dtype": torch.int32, "device": q.device}
+    table = torch.arange(batch * keys // 64, **count).reshape(batch, -1)
+    return q, kv.reshape(-1, 64, 1, kv.shape[3]), table, torch.full((batch,), keys, **count)
 
 
 def _deep_gemm_logits(case: Case, q: Any, k: Any, weights: Any, ends: Any, k_scale: Any) -> Any:
@@ -191,6 +272,11 @@ def _deep_gemm_matmul(case: Case, a: Any, a_scale: Any, b: Any, b_scale: Any) ->
     out = torch.empty(a.shape[0], b.shape[0], dtype=torch.bfloat16, device=a.device)
     deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), out)
     return out
+
+
+def _scales_by_columns(case: Case, a: Any, a_scale: Any, b: Any, b_scale: Any) -> tuple:
+    """The scales of a column of blocks side by side, as these libraries want them."""
+    return a, a_scale.t().contiguous().t(), b, b_scale
 
 
 def _cudnn_logits(case: Case, q: Any, k: Any, weights: Any, ends: Any, k_scale: Any = None) -> Any:
@@ -256,6 +342,39 @@ def _torch_top_k(case: Case, x: Any) -> Any:
     return torch.topk(x, case.dims["K"], sorted=False)[1].int()
 
 
+def _torch_matmul(case: Case, a: Any, a_scale: Any, b: Any, b_scale: Any) -> Any:
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    rows, tiles = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    return scaled_mm(a, b.t(), a_scale, rows, b_scale.t(), tiles)
+
+
+def _flex_attention(case: Case, q: Any, k: Any, v: Any, block_mask: Any) -> Any:
+    return _compiled_flex_attention()(q, k, v, block_mask=block_mask).transpose(1, 2)
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def _flex_operands(case: Case, q: Any, k: Any, v: Any, *mask: Any) -> tuple:
+    """`mask` ends with the whole one, which is made of tiles of 128x128."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    kept = mask[-1][0, 0, ::128, ::128].contiguous()
+
+    def keeps(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return kept[query // 128, key // 128]
+
+    t, s = q.shape[1], k.shape[1]
+    block_mask = create_block_mask(keeps, None, None, t, s, device=q.device)
+    return *(x.transpose(1, 2) for x in (q, k, v)), block_mask
+
+
 def _torch_attention(case: Case, q: Any, k: Any, v: Any) -> Any:
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -296,6 +415,15 @@ def _fa4_attention(case: Case, q: Any, k: Any, v: Any) -> Any:
     return flash_attn(q, k, v, causal=_is_causal(case))
 
 
+def _fa3_attention(case: Case, q: Any, k: Any, v: Any) -> Any:
+    from flash_attn3_jax import flash_mha
+
+    if (q.shape[3], v.shape[3]) != (128, 128):
+        raise NotImplementedError("its wheels have heads of 128 alone")
+    window = (case.dims["W"] - 1, 0) if case.note == "window" else (-1, -1)
+    return flash_mha(q, k, v, is_causal=case.note != "dense", window_size=window)
+
+
 def _te_attention(case: Case, q: Any, k: Any, v: Any) -> Any:
     from transformer_engine.jax.flax import DotProductAttention
 
@@ -317,14 +445,31 @@ def _attention(call: Callable[..., Any], *steps: str, dense: bool = True) -> dic
     return {f"masked_attention {step} bf16 {note}": call for step in steps for note in notes}
 
 
+# Masks of tiles, for PyTorch's FlexAttention.
+_TILES = [f"masked_attention fwd bf16 empty{share}" for share in EMPTY if share]
+
 # TileLang is none: its package has no operators, its DeepSeek kernels are examples of a repository.
 PEERS = (
-    Peer("FlashMLA", "flash_mla", {"sparse_mla fwd bf16": _flash_mla}, torch=True),
+    Peer(
+        "FlashMLA",
+        "flash_mla",
+        {
+            "sparse_mla fwd bf16": _flash_mla,
+            "sparse_mla fwd fp8 decode": _flash_mla_sparse_decode,
+            "mqa_decode fwd bf16": _flash_mla_decode,
+        },
+        torch=True,
+        prepare={
+            "sparse_mla fwd fp8 decode": _flash_mla_sparse_operands,
+            "mqa_decode fwd bf16": _flash_mla_operands,
+        },
+    ),
     Peer(
         "DeepGEMM",
         "deep_gemm",
         {"indexer fwd fp8": _deep_gemm_logits, "fp8 fwd fp8": _deep_gemm_matmul},
         torch=True,
+        prepare={"fp8 fwd fp8": _scales_by_columns},
     ),
     Peer(
         "cuDNN frontend",
@@ -347,8 +492,14 @@ PEERS = (
     Peer(
         "PyTorch",
         "torch",
-        {"topk fwd f32": _torch_top_k, **_attention(_torch_attention, "fwd")},
+        {
+            "topk fwd f32": _torch_top_k,
+            "fp8 fwd fp8": _torch_matmul,
+            **_attention(_torch_attention, "fwd"),
+            **dict.fromkeys(_TILES, _flex_attention),
+        },
         torch=True,
+        prepare={"fp8 fwd fp8": _scales_by_columns, **dict.fromkeys(_TILES, _flex_operands)},
     ),
     Peer(
         "jax-linear-attention",
@@ -359,6 +510,15 @@ PEERS = (
             "sparse_mla fwd bf16": _jla_gather,
             "sparse_mla bwd bf16": _jla_gather,
             **_attention(_jla_attention, "fwd", "bwd", dense=False),
+        },
+    ),
+    Peer(
+        "flash-attn3-jax",
+        "flash_attn3_jax",
+        {
+            **_attention(_fa3_attention, "fwd", "bwd"),
+            "masked_attention fwd bf16 window": _fa3_attention,
+            "masked_attention bwd bf16 window": _fa3_attention,
         },
     ),
     Peer("fa4-jax", "fa4_jax", _attention(_fa4_attention, "fwd", "bwd")),

@@ -21,7 +21,7 @@ MAX_ROTATION = 16
 
 def tree_bytes(tree: Any) -> int:
     """Bytes of all arrays in `tree`."""
-    return sum(x.nbytes for x in jax.tree.leaves(tree))
+    return sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(tree))
 
 
 def rotation(nbytes: int) -> int:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from jax_dsa.core.spec import Axis
 
-_SPREAD = ("t", "b")
+_SPREAD = ("t", "b", "d")
 """The factors, in order, that take a mesh axis which the factors it was meant for can't take."""
 
 

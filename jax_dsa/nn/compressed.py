@@ -23,12 +23,13 @@ from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.layout import put_rows
 from jax_dsa.core.streaming import chunk_length, scan_chunks
-from jax_dsa.core.typing import Array, Bool, Float, Int
+from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.attention import placed
 from jax_dsa.nn.config import check_quantised
 from jax_dsa.nn.indexer import prepared
 from jax_dsa.nn.rotary import rope
 from jax_dsa.ops.attn_dist import attn_dist
+from jax_dsa.ops.gated_pool import gated_pool
 from jax_dsa.ops.indexer import indexer_topk
 from jax_dsa.ops.indexer import spec as indexer
 from jax_dsa.ops.indexer.api import indexer_selected_op
@@ -111,17 +112,6 @@ class CompressedConfig:
         return jnp.concatenate([head, tail], axis=-1)
 
 
-class Blocks(NamedTuple):
-    """Where whole blocks of tokens lie among rows, for blocks that no reshape finds."""
-
-    last: Int[Array, "B W"]
-    """The row of each block's last token; any row if there is no such block."""
-    follows: Bool[Array, "B W"]
-    """Whether another block of the document is before it."""
-    positions: Int[Array, "B W"]
-    """Of the first tokens, for RoPE."""
-
-
 class Stream(NamedTuple):
     """Compressed keys of some requests, and what the next ones will be made of."""
 
@@ -149,12 +139,20 @@ class Compressor(nnx.Module):
         self.norm = nnx.RMSNorm(dim, epsilon=c.norm_eps, dtype=c.dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T M"], positions: Int[Array, "B T"], blocks: Blocks | None
+        self,
+        x: Float[Array, "B T M"],
+        positions: Int[Array, "B T"],
+        starts: Int[Array, "B T"] | None,
     ) -> Float[Array, "B W D"]:
-        """The keys of `x`; without `blocks` these are the sequence's, one after the other."""
+        """The keys of `x`. `starts` are the first rows of the tokens' documents: block i of one
+        that begins at row s has the number s // ratio + i. None: one document.
+        """
         whole = x.shape[1] - x.shape[1] % self.ratio
-        places = positions[:, : whole : self.ratio] if blocks is None else blocks.positions
-        return self.pool(self.wkv(x), self.wg(x), places, blocks)
+        places = positions[:, : whole : self.ratio]
+        if starts is not None:
+            first = functools.partial(_first_positions, self.ratio)
+            places = compat.left_to_compiler(first, places)(positions, starts)
+        return self.pool(self.wkv(x), self.wg(x), places, starts)
 
     def stream(self, batch: int, capacity: int) -> Stream:
         """Room for the compressed keys of `capacity` tokens of each of `batch` requests."""
@@ -165,84 +163,55 @@ class Compressor(nnx.Module):
 
     def extend(self, stream: Stream, x: Float[Array, "B T M"], lengths: Int[Array, "B"]) -> Stream:
         """The stream with T more tokens of each request, which has had `lengths` of them."""
-        ratio, history, length = self.ratio, stream.values.shape[1], x.shape[1]
+        ratio, length = self.ratio, x.shape[1]
         values = jnp.concatenate([stream.values, self.wkv(x)], axis=1)
         gates = jnp.concatenate([stream.gates, self.wg(x)], axis=1)
-        number = lengths[:, None] // ratio + jnp.arange(length // ratio + 1, dtype=jnp.int32)
-        last = (number + 1) * ratio - 1 - lengths[:, None]  # among the new tokens
-        blocks = Blocks(
-            jnp.clip(last + history, 0, history + length - 1), number > 0, number * ratio
-        )
-        new = self.pool(values, gates, blocks.positions, blocks)
-        keys = put_rows(stream.keys, jnp.where(last < length, number, -1), new)
-        return Stream(keys, values[:, length:], gates[:, length:])
+        kept = values[:, length:], gates[:, length:]
+        count = length // ratio + 1
+        earlier = int(self.config.overlap)  # blocks
+
+        def aligned(x: Array, lengths: Array) -> Array:
+            """From the first token on of the first block that may have become whole, or of the one
+            before; as many rows as whole blocks may need.
+            """
+            rows = ratio - 1 - lengths % ratio
+            rows = rows[:, None] + jnp.arange((count + earlier) * ratio, dtype=jnp.int32)[None]
+            x = jnp.pad(x, ((0, 0), (0, ratio), (0, 0)))
+            return jnp.take_along_axis(x, rows[..., None], axis=1)
+
+        aligned = compat.left_to_compiler(aligned, values)
+        starts = None
+        if self.config.overlap:  # the first block of a request has none before it
+            is_first = (lengths < ratio)[:, None]
+            rows = jnp.arange((count + 1) * ratio, dtype=jnp.int32)[None]
+            starts = jnp.where(is_first & (rows >= ratio), jnp.int32(ratio), jnp.int32(0))
+        number = lengths[:, None] // ratio + jnp.arange(count, dtype=jnp.int32)
+        places = (number[:, :1] - earlier + jnp.arange(count + earlier, dtype=jnp.int32)) * ratio
+        new = self.pool(aligned(values, lengths), aligned(gates, lengths), places, starts)
+        is_whole = (number + 1) * ratio - lengths[:, None] <= length
+        keys = put_rows(stream.keys, jnp.where(is_whole, number, -1), new[:, earlier:])
+        return Stream(keys, *kept)
 
     def pool(
-        self, values: Array, gates: Array, positions: Array, blocks: Blocks | None
+        self, values: Array, gates: Array, positions: Array, starts: Array | None
     ) -> Float[Array, "B W D"]:
         """The keys of blocks whose first tokens have these positions."""
-        pool = functools.partial(_pooled, ratio=self.ratio, overlap=self.config.overlap)
-        pooled = compat.left_to_compiler(pool, values)(
-            values, gates, self.position_bias[...], blocks
-        )
-        return self.config.rotate(self.norm(pooled.astype(self.config.dtype)), positions)
-
-
-def _pooled(
-    values: Float[Array, "B T F"],
-    gates: Float[Array, "B T F"],
-    bias: Float[Array, "R F"],
-    blocks: Blocks | None,
-    *,
-    ratio: int,
-    overlap: bool,
-) -> Float[Array, "B W D"]:
-    batch, length, width = values.shape
-    dim = width // 2 if overlap else width
-    if blocks is None:
-        whole = length - length % ratio
-        values, gates = (
-            x[:, :whole].reshape(batch, whole // ratio, ratio, width) for x in (values, gates)
-        )
-        later = ((0, 0), (1, 0), (0, 0), (0, 0))
-        before = [jnp.pad(x[..., :dim], later)[:, :-1] for x in (values, gates)]
-        follows = jnp.arange(whole // ratio) > 0
-    else:
-        rows = jnp.maximum(blocks.last[..., None] + jnp.arange(1 - ratio, 1), 0)
-        earlier = jnp.maximum(rows - ratio, 0)
-        before = [_rows(x[..., :dim], earlier) for x in (values, gates)]
-        values, gates = _rows(values, rows), _rows(gates, rows)
-        follows = blocks.follows
-    gates = gates.astype(jnp.float32) + bias
-    if not overlap:
-        return jnp.sum(jax.nn.softmax(gates, axis=2) * values, axis=2)
-    first = before[1].astype(jnp.float32) + bias[:, :dim]
-    first = jnp.where(follows[..., None, None], first, -jnp.inf)
-    # One after the other, XLA makes one pass over memory of it; of a softmax along an axis several.
-    parts = [
-        (gate[:, :, i], value[:, :, i])
-        for gate, value in ((first, before[0]), (gates[..., dim:], values[..., dim:]))
-        for i in range(ratio)
-    ]
-    most = jax.lax.stop_gradient(functools.reduce(jnp.maximum, [gate for gate, _ in parts]))
-    weights = [jnp.exp(gate - most) for gate, _ in parts]
-    total = functools.reduce(jnp.add, weights)
-    products = [weight * value for weight, (_, value) in zip(weights, parts, strict=True)]
-    return functools.reduce(jnp.add, products) / total
-
-
-def _rows(x: Float[Array, "B T F"], rows: Int[Array, "B W R"]) -> Float[Array, "B W R F"]:
-    return jax.vmap(lambda x, rows: x[rows])(x, rows)
+        bias = self.position_bias[...].astype(jnp.float32).reshape(self.ratio, -1, self.dim)
+        values, gates = (x.reshape(*x.shape[:2], *bias.shape[1:]) for x in (values, gates))
+        keys = gated_pool(values, gates, bias, starts)
+        # Where tokens are sharded, the channels were for the pooling.
+        keys = compat.left_to_compiler(lambda keys: keys, values)(keys)
+        return self.config.rotate(self.norm(keys), positions)
 
 
 class IndexCompressor(Compressor):
     """Makes an indexer's keys."""
 
     def pool(
-        self, values: Array, gates: Array, positions: Array, blocks: Blocks | None
+        self, values: Array, gates: Array, positions: Array, starts: Array | None
     ) -> Float[Array, "B W D"]:
         """`Compressor.pool`, prepared as the queries are."""
-        keys = super().pool(values, gates, positions, blocks)
+        keys = super().pool(values, gates, positions, starts)
         return prepared(keys, self.config.index_hadamard, self.config.index_fp4)
 
 
@@ -352,16 +321,12 @@ class CompressedAttention(nnx.Module):
         # A document's blocks have the numbers from first // ratio on: they never reach the next's.
         begin = first // c.ratio
         end = begin + (rows - first + 1) // c.ratio
-        blocks = None
-        if starts is not None:
-            find = functools.partial(_blocks, c.ratio)
-            blocks = compat.left_to_compiler(find, starts)(rows, starts, positions)
-        keys = self.compressor(x, positions, blocks)
+        keys = self.compressor(x, positions, starts)
         index = logits = None
         if self.indexer is not None:
             x, q_latent = jax.lax.stop_gradient((x, q_latent))
             index_q, weights = self.indexer(x, q_latent, positions)
-            index = index_q, self.indexer.compressor(x, positions, blocks), weights
+            index = index_q, self.indexer.compressor(x, positions, starts), weights
         joined = jnp.concatenate([kv, keys], axis=1)
         if index is not None and not sparse:
             out, lse = self._attend_to_all(q, joined, rows, first, begin, end)
@@ -527,22 +492,13 @@ class CompressedAttention(nnx.Module):
         return self.wo_b(ranks.reshape(*out.shape[:2], c.out_groups * c.out_rank))
 
 
-def _blocks(
-    ratio: int,
-    rows: Int[Array, "B T"],
-    first: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-) -> Blocks:
-    """The whole blocks of packed documents; block i of a document that begins at row s has the
-    number s // ratio + i.
+def _first_positions(
+    ratio: int, positions: Int[Array, "B T"], starts: Int[Array, "B T"]
+) -> Int[Array, "B W"]:
+    """Of the first tokens of the documents' blocks, by the blocks' numbers; any where there is no
+    whole block. They are the last rows in reach that a block begins at.
     """
-    count = rows.shape[1] // ratio
-    number = (rows - first) // ratio
-    is_last = (rows - first + 1) % ratio == 0
-    slot = jnp.where(is_last, first // ratio + number, count)
-    last = jax.vmap(lambda slot, row: jnp.zeros(count, jnp.int32).at[slot].set(row, mode="drop"))(
-        slot, rows
-    )
-    begin = jnp.maximum(last - ratio + 1, 0)
-    take = lambda x, rows: jnp.take_along_axis(x, rows, axis=1)  # noqa: E731
-    return Blocks(last, take(number, last) > 0, take(positions, begin))
+    count = starts.shape[1] // ratio
+    rows = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
+    begins = jnp.where((rows - starts) % ratio == 0, rows, 0)[:, : count * ratio]
+    return jnp.take_along_axis(positions, begins.reshape(-1, count, ratio).max(axis=2), axis=1)

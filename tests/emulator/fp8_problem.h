@@ -2,9 +2,6 @@
 // also used by benchmarks/micro.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -12,6 +9,7 @@
 #include <random>
 #include <vector>
 
+#include "elements.h"
 #include "fp8/dequantize.h"
 #include "fp8/quantize.h"
 #include "fp8/quantize_tiles.h"
@@ -75,8 +73,6 @@ inline const Case kCases[] = {
     {"dequantise tiles, no rows", 0, 77, DType::kF32, false, 0, kDequantizeTiles},
 };
 
-inline int bytes_of(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
-
 struct Problem {
   std::vector<float> x;  // exactly as `bytes`
   std::vector<uint8_t> bytes;
@@ -102,20 +98,6 @@ inline uint8_t e4m3(float x) {
   return static_cast<uint8_t>(best | (std::signbit(x) ? 0x80 : 0));
 }
 
-// `x` as bytes of `dtype`, and back.
-inline float append(std::vector<uint8_t>& bytes, DType dtype, float x) {
-  const __half half = __float2half(x);
-  const __nv_bfloat16 bf16 = __float2bfloat16(x);
-  const void* from = dtype == DType::kF32   ? static_cast<const void*>(&x)
-                     : dtype == DType::kF16 ? static_cast<const void*>(&half)
-                                            : &bf16;
-  const auto* first = static_cast<const uint8_t*>(from);
-  bytes.insert(bytes.end(), first, first + bytes_of(dtype));
-  return dtype == DType::kF32   ? x
-         : dtype == DType::kF16 ? __half2float(half)
-                                : __bfloat162float(bf16);
-}
-
 inline float scale_of(float amax, bool power_of_two) {
   float scale = amax / 448.f;
   if (power_of_two && !std::isnan(scale)) {
@@ -128,7 +110,7 @@ inline float scale_of(float amax, bool power_of_two) {
 
 // Codes and scales of x [batch, rows, cols] by blocks of `height` rows and 128 columns.
 inline void quantize(const std::vector<float>& x, int64_t batch, int64_t rows, int64_t cols,
-                     int64_t height, bool power_of_two, std::vector<uint8_t>& codes,
+                     int64_t height, bool power_of_two, float min_amax, std::vector<uint8_t>& codes,
                      std::vector<float>& scales) {
   codes.resize(x.size());
   for (int64_t b = 0; b < batch; ++b) {
@@ -141,7 +123,7 @@ inline void quantize(const std::vector<float>& x, int64_t batch, int64_t rows, i
             }
           }
         };
-        float amax = 1e-4f;
+        float amax = min_amax;
         each([&](int64_t i) {
           if (std::isnan(x[i]) || std::fabs(x[i]) > amax) amax = std::fabs(x[i]);
         });
@@ -181,7 +163,9 @@ inline Problem make(const Case& c, uint64_t seed) {
   }
   const bool tiles = c.kind == kTiles || c.kind == kTilesTranspose || c.kind == kDequantizeTiles;
   const int64_t height = tiles ? 128 : 1;
-  quantize(p.x, c.batch, c.rows, c.cols, height, c.power_of_two, p.codes, p.scales);
+  const bool backward = c.kind == kTranspose || c.kind == kColumns;
+  const float min_amax = backward ? 1e-20f : 1e-4f;
+  quantize(p.x, c.batch, c.rows, c.cols, height, c.power_of_two, min_amax, p.codes, p.scales);
   std::vector<float> transposed;
   for (int64_t i = 0; i < static_cast<int64_t>(p.x.size()); ++i) {
     const int64_t line = i / c.rows, b = line / c.cols;
@@ -189,8 +173,8 @@ inline Problem make(const Case& c, uint64_t seed) {
     transposed.push_back(p.x[from]);
     if (c.kind == kTilesTranspose) p.codes_transposed.push_back(p.codes[from]);
   }
-  if (c.kind == kTranspose || c.kind == kColumns) {
-    quantize(transposed, c.batch, c.cols, c.rows, 1, c.power_of_two, p.codes_transposed,
+  if (backward) {
+    quantize(transposed, c.batch, c.cols, c.rows, 1, c.power_of_two, min_amax, p.codes_transposed,
              p.scales_transposed);
   }
   if (c.kind == kDequantize || c.kind == kDequantizeTiles) {

@@ -8,13 +8,15 @@ import ml_dtypes
 import numpy as np
 
 
-def quantize_row(x: np.ndarray, block: int, power_of_two_scale: bool) -> tuple:
+def quantize_row(
+    x: np.ndarray, block: int, power_of_two_scale: bool, min_amax: float = 1e-4
+) -> tuple:
     """Codes and scales of one row."""
     x = x.astype(np.float32)
     codes, scales = [], []
     for start in range(0, len(x), block):
         part = x[start : start + block]
-        amax = np.maximum(np.abs(part).max(), np.float32(1e-4))
+        amax = np.maximum(np.abs(part).max(), np.float32(min_amax))
         scale = amax / np.float32(448)
         if power_of_two_scale:
             mantissa, exponent = math.frexp(scale)
@@ -27,14 +29,16 @@ def quantize_row(x: np.ndarray, block: int, power_of_two_scale: bool) -> tuple:
     return np.concatenate([empty, *codes]), np.array(scales, np.float32)
 
 
-def quantize(x: np.ndarray, block: int = 128, power_of_two_scale: bool = False) -> tuple:
+def quantize(
+    x: np.ndarray, block: int = 128, power_of_two_scale: bool = False, min_amax: float = 1e-4
+) -> tuple:
     """Codes and scales of an array, row by row."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     blocks = math.ceil(x.shape[-1] / block)
     codes = np.zeros(rows.shape, ml_dtypes.float8_e4m3fn)
     scales = np.zeros((len(rows), blocks), np.float32)
     for i, row in enumerate(rows):
-        codes[i], scales[i] = quantize_row(row, block, power_of_two_scale)
+        codes[i], scales[i] = quantize_row(row, block, power_of_two_scale, min_amax)
     return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], blocks)
 
 
@@ -80,12 +84,12 @@ def linear_operands(
     of dy @ w.T, and of x.T @ dy.
     """
 
-    def rows(a: np.ndarray) -> np.ndarray:
-        return dequantize(*quantize(a, 128, power_of_two_scale), 1, 128)
+    def rows(a: np.ndarray, min_amax: float = 1e-20) -> np.ndarray:
+        return dequantize(*quantize(a, 128, power_of_two_scale, min_amax), 1, 128)
 
     x, dy = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
     weights = dequantize(*quantize_tiles(w, 128, 128, power_of_two_scale), 128, 128)
-    return (rows(x), weights), (rows(dy), weights.T), (rows(x.T), rows(dy.T).T)
+    return (rows(x, 1e-4), weights), (rows(dy), weights.T), (rows(x.T), rows(dy.T).T)
 
 
 def linear(x: np.ndarray, w: np.ndarray, dy: np.ndarray, power_of_two_scale: bool = False) -> tuple:

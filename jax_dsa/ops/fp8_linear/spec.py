@@ -10,6 +10,10 @@ from jax_dsa.core.spec import CONSTANT
 from jax_dsa.core.typing import Array, Float
 from jax_dsa.ops.quantize_fp8 import spec as quantize
 
+BACKWARD_MIN_AMAX = 1e-20
+"""Where `quantize_fp8` has 1e-4: the gradients of a mean over thousands of tokens lie below that,
+and would have a few codes or none."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 
 from jax_dsa.core.typing import Array, Float
 from jax_dsa.ops.fp8_linear.spec import (
+    BACKWARD_MIN_AMAX,
     Codes,
     Gradients,
     Inputs,
@@ -36,9 +39,9 @@ def fp8_linear_fwd(options: Options, x: Codes, w: TransposedWeights) -> Product:
 
 def fp8_linear_bwd(options: Options, x: Inputs, w: Weights, dy: Product) -> Gradients:
     """The gradients, with every operand of every product quantised along its contracted axis."""
-    dx = matmul(rounded(options, dy.out, (1, options.block)), _values(options, w).swapaxes(1, 2))
-    columns = (options.block, 1)
-    rows_x, rows_dy = (rounded(options, flat_rows(a), columns) for a in (x.x, dy.out))
+    row, column = (1, options.block), (options.block, 1)
+    dx = matmul(rounded_back(options, dy.out, row), _values(options, w).swapaxes(1, 2))
+    rows_x, rows_dy = (rounded_back(options, flat_rows(a), column) for a in (x.x, dy.out))
     dw = matmul(rows_x.swapaxes(1, 2), rows_dy)
     return Gradients(dx.astype(x.x.dtype), dw.astype(options.w_dtype))
 
@@ -49,11 +52,18 @@ def matmul(a: Float[Array, "b ... K"], b: Float[Array, "b K N"]) -> Float[Array,
 
 
 def rounded(
-    options: Options, x: Float[Array, "... R C"], block: tuple[int, int]
+    options: Options,
+    x: Float[Array, "... R C"],
+    block: tuple[int, int],
+    min_amax: float = quantize.MIN_AMAX,
 ) -> Float[Array, "... R C"]:
     """In float32, what the codes of `x` stand for."""
-    how = quantize.Options(block, "", "", options.power_of_two_scale)
+    how = quantize.Options(block, "", "", options.power_of_two_scale, min_amax=min_amax)
     return dequantized(*quantize_fp8(how, quantize.Operands(x)), block, jnp.float32)
+
+
+# As the operands of the gradients are quantised.
+rounded_back = functools.partial(rounded, min_amax=BACKWARD_MIN_AMAX)
 
 
 def _values(options: Options, w: Weights) -> Float[Array, "b K N"]:

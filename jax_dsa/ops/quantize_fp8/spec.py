@@ -11,6 +11,7 @@ from jax_dsa.core.checks import as_array
 from jax_dsa.core.typing import Array, Float
 
 BLOCK = 128  # of activations (1x128), of weights (128x128), and of the matmul's accumulation
+MIN_AMAX = 1e-4  # below which magnitudes do not make a block's scale smaller
 E4M3 = (jnp.float8_e4m3fn,)
 INPUTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 SCALES = (jnp.float32,)
@@ -26,6 +27,7 @@ class Options:
     scale_dims: str
     power_of_two_scale: bool = False
     dtype: Any = None  # of what dequantisation returns
+    min_amax: float = MIN_AMAX
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: tuple[int, int], **others: Any) -> Options:

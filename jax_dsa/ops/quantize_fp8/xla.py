@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_E4M3 = 448.0
-MIN_AMAX = 1e-4
 
 
 def _split(x: Float[Array, "..."], low: int) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
@@ -97,7 +96,7 @@ def quantize_fp8(options: Options, x: Operands) -> Codes:
     magnitude = jax.lax.bitcast_convert_type(jnp.abs(values), bits)
     amax = _reduce_blocks(magnitude, options.block, jnp.max)
     amax = jax.lax.bitcast_convert_type(amax, values.dtype).astype(jnp.float32)
-    scale = divide(jnp.maximum(amax, MIN_AMAX), jnp.full_like(amax, MAX_E4M3))
+    scale = divide(jnp.maximum(amax, options.min_amax), jnp.full_like(amax, MAX_E4M3))
     if options.power_of_two_scale:
         scale = _round_up_to_power_of_two(scale)
     quotient = divide(

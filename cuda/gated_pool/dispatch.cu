@@ -1,0 +1,91 @@
+// Launchers of the pooling of blocks of tokens.
+
+#include <algorithm>
+
+#include "common/launch.cuh"
+#include "gated_pool/pool.cuh"
+
+namespace jax_dsa {
+namespace {
+
+using namespace gated_pool;
+
+constexpr int kBlocksPerProcessor = 4;  // of the backward pass
+
+bool is_few(int ratio, int halves) { return ratio * halves <= Few::kMost; }
+
+int tiles_of(int dim, bool few) { return ceil_div(dim, few ? Few::kTile : Many::kTile); }
+
+cudaError_t check(const GatedPoolParams& p) {
+  const bool fits = p.ratio > 0 && (p.halves == 1 || p.halves == 2) &&
+                    int64_t{p.ratio} * p.halves <= kMostPooled && p.dim % kWidth == 0 &&
+                    p.tokens <= INT32_MAX - 4 * kMostPooled &&
+                    p.batch * ceil_div(p.tokens, int64_t{p.ratio}) <= INT32_MAX;
+  return fits ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Calls f<dtype, shape, whether there are documents>().
+template <typename F>
+cudaError_t dispatch(const GatedPoolParams& p, F f) {
+  const auto typed = [&]<DType kType>() {
+    const auto shaped = [&]<typename Shape>() {
+      return p.starts ? f.template operator()<kType, Shape, true>()
+                      : f.template operator()<kType, Shape, false>();
+    };
+    return is_few(p.ratio, p.halves) ? shaped.template operator()<Few>()
+                                     : shaped.template operator()<Many>();
+  };
+  switch (p.dtype) {
+    case DType::kBF16:
+      return typed.template operator()<DType::kBF16>();
+    case DType::kF16:
+      return typed.template operator()<DType::kF16>();
+    case DType::kF32:
+      return typed.template operator()<DType::kF32>();
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t launch_gated_pool_fwd(const GatedPoolFwdParams& params, cudaStream_t stream) {
+  const GatedPoolParams& p = params.in;
+  if (cudaError_t e = check(p); e != cudaSuccess) return e;
+  const int64_t slots = p.tokens / p.ratio, items = p.batch * slots;
+  if (items == 0 || p.dim == 0) return cudaSuccess;
+  return dispatch(p, [&]<DType kType, typename Shape, bool kPacked>() {
+    const int tiles = ceil_div(p.dim, Shape::kTile);
+    return launch_blocks(fwd_kernel<kType, Shape, kPacked>,
+                         ceil_div(items, int64_t{Shape::kTeams}) * tiles, kThreads,
+                         Shape::kRanks == 1 ? 0 : sizeof(JoinShared<Shape>), stream, params,
+                         static_cast<uint32_t>(items), static_cast<uint32_t>(slots), tiles);
+  });
+}
+
+int64_t gated_pool_parts(int64_t batch, int64_t tokens, int ratio, int halves, int dim) {
+  const bool few = is_few(ratio, halves);
+  const int64_t slots = ceil_div(tokens, int64_t{ratio});
+  const int64_t most = ceil_div(slots, int64_t{few ? Few::kTeams : Many::kTeams});
+  const int64_t rest = std::max(int64_t{1}, batch * tiles_of(dim, few));
+  return std::max(int64_t{1}, std::min(most, kMostProcessors * kBlocksPerProcessor / rest));
+}
+
+cudaError_t launch_gated_pool_bwd(const GatedPoolBwdParams& params, cudaStream_t stream) {
+  const GatedPoolParams& p = params.in;
+  if (cudaError_t e = check(p); e != cudaSuccess) return e;
+  if (params.parts < 1) return cudaErrorInvalidValue;
+  if (p.batch == 0 || p.dim == 0) return cudaSuccess;
+  // A slot more than there are keys has the tokens at the end.
+  const auto slots = static_cast<int>(ceil_div(p.tokens, int64_t{p.ratio}));
+  return dispatch(p, [&]<DType kType, typename Shape, bool kPacked>() {
+    const int tiles = ceil_div(p.dim, Shape::kTile);
+    constexpr int kBlocks =  // that have the registers
+        kBlocksPerProcessor - (kType == DType::kF32) - (Shape::kRanks > 1);
+    return launch_blocks(bwd_kernel<kType, Shape, kPacked, kBlocks>, p.batch * params.parts * tiles,
+                         kThreads,
+                         Shape::kRanks == 1 ? sizeof(BiasShared) : sizeof(JoinShared<Shape>),
+                         stream, params, slots, tiles);
+  });
+}
+
+}  // namespace jax_dsa

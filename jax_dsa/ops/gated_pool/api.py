@@ -1,0 +1,89 @@
+"""`gated_pool`: one key for every block of tokens."""
+
+from __future__ import annotations
+
+import jax
+
+from jax_dsa.core.arguments import NO_SYMBOL
+from jax_dsa.core.checks import FLOATS, INT32, WIDE_FLOATS, Args
+from jax_dsa.core.ffi import Kernel
+from jax_dsa.core.op import Pass, differentiable
+from jax_dsa.core.typing import Array, Float, Implementation, Int
+from jax_dsa.ops.gated_pool import cuda, xla
+from jax_dsa.ops.gated_pool.spec import Operands, Options
+
+_LIMITS = "bfloat16, float16 and float32; R H to 128; D a multiple of 4"
+
+FWD = Pass(
+    "gated_pool_fwd",
+    xla.gated_pool_fwd,
+    shardable="b d",
+    kernel=Kernel(cuda.gated_pool_fwd, cuda.supports, limits=_LIMITS),
+)
+BWD = Pass(
+    "gated_pool_bwd",
+    xla.gated_pool_bwd,
+    shardable="b d",
+    kernel=Kernel(cuda.gated_pool_bwd, cuda.supports, limits=_LIMITS),
+)
+
+# The operator without its checks.
+gated_pool_op = differentiable("gated_pool", FWD, BWD, residuals=lambda x, y: (x,))
+
+
+def gated_pool(
+    values: Float[Array, "B S H D"],
+    gates: Float[Array, "B S H D"],
+    bias: Float[Array, "R H D"],
+    starts: Int[Array, "B S"] | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B S/R D"]:
+    """Pools every R tokens into a key: element by element a softmax over the tokens' gates.
+
+        key[b, w] = sum over contributions i of softmax_i(gate_i + bias_i) * value_i
+
+    With H = 1 a block's tokens contribute to its key. With H = 2 they do so by their second halves,
+    and by their first halves to the next block's, so that keys are pooled from 2 R contributions.
+    The batch axis may be absent from all arguments.
+
+    Args:
+        values: bfloat16, float16 or float32.
+        gates: of the values' dtype.
+        bias: float32, added to the gates, by the token's place in its block.
+        starts: the first row of each token's document, for several documents in one sequence. Each
+            has blocks of its own, which begin with it: block i of a document that begins at row s
+            has the slot s // R + i. None: one document, from row 0 on.
+        implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
+
+    Returns:
+        The keys, of the values' dtype; zeros in the slots that have no block. The tokens of a block
+        that is not whole make none. It has gradients for values, gates and bias.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or shape.
+        NotImplementedError: forward mode, gradients of gradients, or `implementation="cuda"` for
+            what it does not cover.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax_dsa.ops.gated_pool import gated_pool
+        >>> values = jnp.arange(8.0).reshape(1, 8, 1, 1)
+        >>> gated_pool(values, jnp.zeros_like(values), jnp.zeros((4, 1, 1)))[0, :, 0].tolist()
+        [1.5, 5.5]
+
+    Source: DeepSeek-V4 (2026), the compressor of keys.
+    """
+    args = Args("gated_pool", "values", values, "B S H D")
+    call = args.call(implementation)
+    values = args.array("values", values, "B S H D", FLOATS)
+    gates = args.array("gates", gates, "B S H D", (values.dtype,))
+    args.shape("values", values, values.shape[2] in (1, 2), "H of 1 or 2")
+    bias = args.array("bias", bias, "R H D", WIDE_FLOATS)
+    ratio = bias.shape[0]
+    args.shape("bias", bias, isinstance(ratio, int), NO_SYMBOL)
+    args.shape("bias", bias, ratio > 0, "R >= 1")
+    if starts is not None:
+        starts = jax.lax.stop_gradient(args.array("starts", starts, "B S", INT32))
+    operands = Operands(values, gates, bias[None], starts)
+    return args.restore(gated_pool_op(call, Options(ratio), operands)).keys

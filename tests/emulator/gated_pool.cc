@@ -1,0 +1,15 @@
+// The pooling of blocks of tokens on the emulator, against float64.
+#include "gated_pool/dispatch.cu"
+#include "gated_pool_problem.h"
+#include "memory.h"
+
+int main(int argc, char** argv) {
+  int failures = 0;
+  for (const gated_pool_problem::Case& c : gated_pool_problem::kCases) {
+    emulator::machine.options = emulator::schedules(argc, argv, 0)[0];
+    Memory memory;
+    failures += !gated_pool_problem::run(c, 1, memory);
+  }
+  printf(failures ? "FAILED %d\n" : "all good\n", failures);
+  return failures != 0;
+}

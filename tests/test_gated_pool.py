@@ -1,0 +1,160 @@
+"""The pooling of blocks of tokens: against sums written out in float64, and its kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_as_good_as, assert_matches
+
+import jax_dsa
+from jax_dsa.ops.gated_pool import gated_pool
+
+
+def pooled(values: Any, gates: Any, bias: Any, starts: Any) -> np.ndarray:
+    """The keys in float64, document by document."""
+    values, gates, bias = (np.asarray(x, np.float64) for x in (values, gates, bias))
+    batch, length, halves, dim = values.shape
+    ratio = len(bias)
+    keys = np.zeros((batch, length // ratio, dim))
+    for b in range(batch):
+        for start in np.unique(starts[b]):
+            end = start + np.sum(starts[b] == start)
+            for i in range((end - start) // ratio):
+                rows = start + i * ratio + np.arange(ratio)
+                value, gate = values[b, rows, -1], gates[b, rows, -1] + bias[:, -1]
+                if halves == 2 and i > 0:
+                    value = np.concatenate([value, values[b, rows - ratio, 0]])
+                    gate = np.concatenate([gate, gates[b, rows - ratio, 0] + bias[:, 0]])
+                weights = np.exp(gate - gate.max(0))
+                keys[b, start // ratio + i] = (weights * value).sum(0) / weights.sum(0)
+    return keys
+
+
+def documents(rng: np.random.Generator, batch: int, length: int, share: float) -> np.ndarray:
+    """The rows that the tokens' documents begin at."""
+    begins = np.where(rng.random((batch, length)) < share, np.arange(length), 0)
+    return np.maximum.accumulate(begins, axis=1).astype(np.int32)
+
+
+def inputs(
+    rng: np.random.Generator, shape: tuple[int, ...], ratio: int, dtype: Any = jnp.float32
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    values, gates = (jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(2))
+    return values, gates, jnp.asarray(rng.standard_normal((ratio, *shape[2:])), jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def both_ways(
+    values: Any, gates: Any, bias: Any, starts: Any, ct: Any, implementation: str | None = None
+) -> Any:
+    pool = functools.partial(gated_pool, starts=starts, implementation=implementation)
+    keys, pull = jax.vjp(pool, values, gates, bias)
+    return keys, *pull(ct.astype(keys.dtype))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("ratio", [1, 3, 4])
+def test_keys_and_gradients(
+    ratio: int, halves: int, packed: bool, rng: np.random.Generator
+) -> None:
+    args = inputs(rng, (3, 23, halves, 5), ratio)
+    starts = documents(rng, 3, 23, 0.2 if packed else 0)
+    given = jnp.asarray(starts) if packed else None
+    want = pooled(*args, starts)
+    ct = jnp.asarray(rng.standard_normal(want.shape), jnp.float32)
+    keys, *grads = both_ways(*args, given, ct)
+    assert_matches(keys, jnp.asarray(want, jnp.float32), tol=1e-6)
+    with jax_dsa.plain_xla():  # JAX's own derivative
+        _, pull = jax.vjp(functools.partial(gated_pool, starts=given), *args)
+        assert_matches(grads, list(pull(ct)), tol=1e-5)
+
+
+def test_documents_are_as_if_they_were_alone(rng: np.random.Generator) -> None:
+    values, gates, bias = inputs(rng, (1, 40, 2, 8), 4)
+    starts = jnp.asarray(np.repeat([0, 9, 11, 30], [9, 2, 19, 10]), jnp.int32)[None]
+    keys = gated_pool(values, gates, bias, starts)
+    for start, end in ((0, 9), (9, 11), (11, 30), (30, 40)):
+        alone = gated_pool(values[:, start:end], gates[:, start:end], bias)
+        first = start // 4
+        np.testing.assert_array_equal(keys[:, first : first + alone.shape[1]], alone)
+
+
+def test_what_no_key_is_made_of_is_never_used(rng: np.random.Generator) -> None:
+    values, gates, bias = inputs(rng, (1, 22, 2, 8), 4)
+    starts = jnp.asarray(np.repeat([0, 7, 13], [7, 6, 9]), jnp.int32)[None]
+    # The first halves of a document's last block, and the rows of blocks that are not whole.
+    unused = np.zeros((1, 22, 2, 8), bool)
+    unused[:, [4, 5, 6, 11, 12, 21]] = True
+    unused[:, [0, 1, 2, 3, 7, 8, 9, 10, 17, 18, 19, 20], 0] = True
+    ct = jnp.asarray(rng.standard_normal((1, 5, 8)), jnp.float32)
+    want = both_ways(values, gates, bias, starts, ct)
+    spoilt = (jnp.where(unused, jnp.nan, x) for x in (values, gates))
+    got = both_ways(*spoilt, bias, starts, ct)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert not np.any(np.asarray(got[1])[unused]) and np.all(np.asarray(got[1])[~unused])
+
+
+def test_bad_input(rng: np.random.Generator) -> None:
+    values, gates, bias = inputs(rng, (1, 8, 2, 4), 4)
+    with pytest.raises(ValueError, match=r"gated_pool: argument 'values' .*want H of 1 or 2"):
+        gated_pool(*(jnp.ones((1, 8, 3, 4)),) * 2, jnp.ones((4, 3, 4)))
+    with pytest.raises(ValueError, match=r"'bias' has shape \(4, 1, 4\), want .*H=2"):
+        gated_pool(values, gates, bias[:, :1])
+    with pytest.raises(TypeError, match="'gates' has dtype bfloat16, want float32"):
+        gated_pool(values, gates.astype(jnp.bfloat16), bias)
+    with pytest.raises(ValueError, match=r"'bias' has shape \(0, 2, 4\), want R >= 1"):
+        gated_pool(values, gates, bias[:0])
+
+
+KERNEL_SHAPES = {
+    "compressor": ((2, 1003, 2, 512), 4),
+    "index keys": ((1, 4096, 2, 128), 4),
+    "ratio 128": ((2, 1500, 1, 512), 128),
+    "ratio 16": ((1, 500, 2, 36), 16),
+    "one block": ((1, 4, 2, 8), 4),
+    "no block": ((2, 3, 2, 8), 4),
+    "many tokens": ((1, 60000, 1, 64), 8),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("name", KERNEL_SHAPES)
+def test_kernels(name: str, dtype: Any, packed: bool, rng: np.random.Generator) -> None:
+    """As good as XLA's implementation, twice the same bits."""
+    shape, ratio = KERNEL_SHAPES[name]
+    args = inputs(rng, shape, ratio, dtype)
+    starts = jnp.asarray(documents(rng, *shape[:2], 0.02)) if packed else None
+    ct = jnp.asarray(rng.standard_normal((shape[0], shape[1] // ratio, shape[3])), dtype)
+    exact = [x.astype(jnp.float32) for x in (*args, ct)]
+    want = both_ways(*exact[:3], starts, exact[3], implementation="xla")
+    low = both_ways(*args, starts, ct, implementation="xla")
+    got = both_ways(*args, starts, ct, implementation="cuda")
+    for what, g, o, w in zip(("keys", "values", "gates", "bias"), got, low, want, strict=True):
+        assert g.dtype == o.dtype
+        if dtype == jnp.float32 or what == "bias":
+            assert_matches(g, o, tol=1e-4 if what == "bias" else 5e-6, what=what)
+        else:
+            assert_as_good_as(g, o, w, what=what)
+    again = both_ways(*args, starts, ct, implementation="cuda")
+    jax.tree.map(np.testing.assert_array_equal, got, again)
+
+
+@pytest.mark.gpu
+def test_what_kernels_do_not_take(rng: np.random.Generator) -> None:
+    for shape, ratio, why in (
+        ((1, 8, 2, 6), 4, "it has D in multiples of 4 up to .*, got D=6"),
+        ((1, 300, 2, 8), 65, "it has R H up to 128, got R H=130"),
+    ):
+        args = inputs(rng, shape, ratio)
+        with pytest.raises(NotImplementedError, match=why):
+            gated_pool(*args, implementation="cuda")
+        starts = np.zeros(shape[:2], np.int32)
+        assert_matches(gated_pool(*args), jnp.asarray(pooled(*args, starts), jnp.float32), 1e-5)

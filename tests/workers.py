@@ -1,0 +1,68 @@
+"""Processes that tests start, and that may wait for each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Worker:
+    """A Python program on host devices. What it says goes to a file: a pipe that nobody reads fills
+    up, and then the program waits, and whoever waits for it does.
+    """
+
+    def __init__(self, log: Path, program: Path, *arguments: str, devices: int = 1) -> None:
+        count = f"--xla_force_host_platform_device_count={devices}"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", str(program), *arguments],
+                env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": count},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        self.log = log
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def finish(*workers: Worker, limit: float = 900) -> list[str]:
+    """What they say, once all are done. If one fails, the others are not waited for: they may be
+    waiting for it. Those that are not done then, or at the limit, say where they are.
+    """
+    processes = [worker.process for worker in workers]
+    try:
+        deadline = time.monotonic() + limit
+        while None in [p.poll() for p in processes] and not any(p.returncode for p in processes):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        for p in processes:
+            if p.poll() is None:
+                p.send_signal(signal.SIGABRT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    p.wait(10)
+    finally:
+        for worker in workers:
+            worker.kill()
+    logs = [worker.log.read_text(errors="replace") for worker in workers]
+    said = "\n".join(f"--- {p.returncode}\n{log}" for p, log in zip(processes, logs, strict=True))
+    assert not any(p.returncode for p in processes), said
+    return logs
