@@ -5,8 +5,12 @@
 // block; each first selects, all by themselves, among the importances that the launch before has
 // left, which is cheaper than a launch of its own. Above the tokens they leave importances of their
 // blocks for the next launch; the last one attends, through all layers, and a merge adds up the
-// parts. A thread block takes no more shared memory and registers than it needs, so that the next
-// launch's finds room beside it and prepares while it runs.
+// parts.
+//
+// With few blocks a warp a step is a chain of waits. Then a warp takes 8 rows at a time, and thread
+// blocks have so few registers and so little shared memory that the next launch's find room beside
+// them: they prepare, and score what does not depend on a selection, while the launch before runs.
+// With many blocks a warp has all registers, and loads the next block while it works.
 //
 // Nothing goes through shared memory but queries and rotations: a lane loads 16 bytes of a key, and
 // what it has of 8 neighbouring dimensions are columns of two products, whose order does not matter
@@ -14,6 +18,8 @@
 // Keys are rotated to where the query stands, by the block's ordinal and the slot in one go, so
 // queries are not rotated at all.
 #pragma once
+
+#include <cfloat>
 
 #include "htree/attend.cuh"
 #include "htree/frequencies.h"
@@ -23,9 +29,9 @@ namespace jax_dsa::htree {
 
 inline constexpr int kDecodeWarps = 8;
 inline constexpr int kDecodeThreads = kDecodeWarps * 32;
-inline constexpr int kMergeThreads = 512;
-inline constexpr int kBins = 2048;
-inline constexpr int kMembers = kBins / 2;  // of the bin at the cut, to be ranked by comparisons
+inline constexpr int kMergeThreads = 256;
+inline constexpr int kSamples = 64, kBins = 256;
+inline constexpr int kMembers = 512;  // of the bin at the cut, to be ranked by comparisons
 
 struct DecodePass {
   Pass pass;  // without a chunk
@@ -38,6 +44,7 @@ struct DecodePass {
   int splits;          // thread blocks of a row
   int width;           // r K
   int words;           // of its bits
+  bool few;            // blocks a warp
   float* importance;   // [2, rows, width], by ordinal; layers alternate
   int32_t* lists;      // [layers - 1, rows, K]: nodes selected in layers 1, 2, ...
   uint32_t* bits;      // [layers - 1, rows, words]: ordinals selected
@@ -45,37 +52,45 @@ struct DecodePass {
   float2* references;  // [rows, splits, heads of the parts]: also the sum
 };
 
-// Behind it lie the queries, a part of 16 heads after the other, swizzled like blocks, then `rest`.
-template <int kD, int kR>
+// Behind it lie the queries, a part of 16 heads after the other, swizzled like blocks, then what a
+// selection needs, and in its place afterwards the warps' outputs.
+template <int kD, int kR, int kRows>
 struct alignas(16) DecodeShared {
   static constexpr int kHalf = kD / 2, kPart = kHeads * kD * 2;  // bytes of a part
   static constexpr int kRow = kD + 8;                            // of an output; for the banks
   static constexpr int kWords = kR * static_cast<int>(kHTreeMaxTopK) / 32;
-  float2 slots[kR][kHalf + 8];  // cos and sin, at `at_pair`; padded for the banks
+  struct alignas(16) Selection {
+    float samples[kSamples];
+    int bins[kBins];
+    uint64_t members[kMembers];
+    int parents[kHTreeMaxTopK];
+    int places[kWords];
+    int sums[2][kDecodeWarps];  // of warps
+    float low, high;
+    int count;
+  };
+  float2 slots[kRows][kHalf + 8];  // cos and sin, at `at_pair`; padded for the banks
   double frequencies[kHalf];
   float2 turns[kDecodeWarps][kHalf];
   float2 references[kDecodeWarps][kHeads];
   uint32_t bits[kWords];
-  int places[kWords];
   int list[kHTreeMaxTopK];
-  union {
-    int bins[kBins];
-    uint64_t members[kMembers];
-  };
-  int2 ranges[kDecodeWarps];
-  int sums[2][kDecodeWarps];  // of warps
-  int cut, above, count;
 
   __device__ uint8_t* queries(int part) {
     return reinterpret_cast<uint8_t*>(this + 1) + part * kPart;
   }
-  // Importances by ordinal, NaN for those that are never selected; afterwards the warps' outputs.
-  __device__ float* rest(int parts) { return reinterpret_cast<float*>(queries(parts)); }
+  __device__ Selection& selection(int parts) {
+    return *reinterpret_cast<Selection*>(queries(parts));
+  }
+  // Importances by ordinal, -inf for those that are never selected.
+  __device__ float4* values(int parts) { return reinterpret_cast<float4*>(&selection(parts) + 1); }
+  __device__ float* outputs(int parts) { return reinterpret_cast<float*>(queries(parts)); }
 
   static constexpr int bytes(int parts, int width, bool selects, bool attends) {
-    const int sums = attends ? kDecodeWarps * kHeads * kRow * 4 : 0;
+    const int selection = static_cast<int>(sizeof(Selection)) + ceil_div(width, 32) * 32 * 4;
+    const int outputs = kDecodeWarps * kHeads * kRow * 4;
     return static_cast<int>(sizeof(DecodeShared)) + parts * kPart +
-           std::max(selects ? ceil_div(width, 32) * 32 * 4 : 0, sums);
+           std::max(selects ? selection : 0, attends ? outputs : 0);
   }
 };
 
@@ -96,10 +111,12 @@ struct DecodeRow {
 
   __device__ explicit DecodeRow(const DecodePass& x) {
     const HTreeFwdParams& p = x.pass.p;
-    row = blockIdx.x / x.splits, split = static_cast<int>(blockIdx.x % x.splits);
-    const int64_t bg = row / p.queries;
-    batch = static_cast<int>(bg / p.groups), group = static_cast<int>(bg % p.groups);
-    token = batch * p.queries + row % p.queries;
+    const auto splits = static_cast<uint32_t>(x.splits), groups = static_cast<uint32_t>(p.groups);
+    const auto queries = static_cast<uint32_t>(p.queries);
+    const uint32_t at = blockIdx.x / splits, bg = at / queries;
+    row = at, split = static_cast<int>(blockIdx.x % splits);
+    batch = static_cast<int>(bg / groups), group = static_cast<int>(bg % groups);
+    token = batch * p.queries + at % queries;
     position = __ldg(p.positions + token);
   }
   // Nodes of a layer that are selected, and their ordinals' bits.
@@ -115,17 +132,16 @@ struct DecodeRow {
 };
 
 // Sum over all threads; `parity` alternates from one call to the next.
-template <typename Shared>
-__device__ __forceinline__ int sum_of_all(int x, int parity, Shared& shared) {
+__device__ __forceinline__ int sum_of_all(int x, int parity, int (&sums)[2][kDecodeWarps]) {
   x = __reduce_add_sync(~0u, x);
-  if (threadIdx.x % 32 == 0) shared.sums[parity][threadIdx.x / 32] = x;
+  if (threadIdx.x % 32 == 0) sums[parity][threadIdx.x / 32] = x;
   __syncthreads();
   x = 0;
-  for (int i = 0; i < kDecodeWarps; ++i) x += shared.sums[parity][i];
+  for (int i = 0; i < kDecodeWarps; ++i) x += sums[parity][i];
   return x;
 }
 
-// A float's bits as an integer of the same order, and back.
+// A float's bits as an integer of the same order.
 __device__ __forceinline__ int ordered(int bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
 
 // What is selected first is greatest: the more important, of equals the lower ordinal.
@@ -134,169 +150,249 @@ __device__ __forceinline__ uint64_t rank_key(float importance, int ordinal) {
   return uint64_t{key} << 32 | ~static_cast<uint32_t>(ordinal);
 }
 
-// Sets the bits of those of the others that are selected. Bins of equal width between the least and
-// the greatest importance tell which one is cut; its members are ranked by comparisons. If it has
-// too many, since they are equal or one is far from all others, the least key that is selected is
-// found bit by bit.
-template <int kD, int kR>
-__device__ void find_selected(const float* importance, int words, int others, int top_k,
-                              float* values, DecodeShared<kD, kR>& shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, size = words * 32;
-  for (int i = threadIdx.x; i < kBins; i += kDecodeThreads) shared.bins[i] = 0;
-  if (threadIdx.x == 0) shared.cut = kBins, shared.above = shared.count = 0;
-  float low = INFINITY, high = -INFINITY;
-#pragma unroll 16
-  for (int i = threadIdx.x; i < size; i += kDecodeThreads) {
-    float y = i < others ? importance[i] + 0.f : NAN;  // no -0
-    if (!(y > -INFINITY)) y = NAN;
-    low = fminf(low, y), high = fmaxf(high, y);
-    values[i] = y;
-  }
-  const int least = __reduce_min_sync(~0u, ordered(__float_as_int(low)));
-  const int most = __reduce_max_sync(~0u, ordered(__float_as_int(high)));
-  if (lane == 0) shared.ranges[warp] = make_int2(least, most);
-  __syncthreads();
-  for (int i = 0; i < kDecodeWarps; ++i) {
-    low = fminf(low, __int_as_float(ordered(shared.ranges[i].x)));
-    high = fmaxf(high, __int_as_float(ordered(shared.ranges[i].y)));
-  }
-  // Where a value lies among the bins, the same order; what is not finite counts as the greatest.
-  const float factor = (kBins - 1) / (high - low);
-  const auto place_of = [&](float y) {
-    return fminf((y - low) * factor, static_cast<float>(kBins - 1));
-  };
-#pragma unroll 8
-  for (int i = threadIdx.x; i < size; i += kDecodeThreads) {
-    const float y = values[i];
-    if (y == y) atomicAdd(&shared.bins[static_cast<int>(place_of(y))], 1);
-  }
-  __syncthreads();
-  // Thread i has the i-th eight bins from the top.
-  static_assert(kBins == 8 * kDecodeThreads);
-  const int mine = kBins - 8 * (static_cast<int>(threadIdx.x) + 1);
-  int sum = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sum += shared.bins[mine + i];
-  const int through = inclusive_scan(sum);
-  if (lane == 31) shared.sums[0][warp] = through;
-  __syncthreads();
-  int before = through - sum, total = 0;
-  for (int i = 0; i < kDecodeWarps; ++i) {
-    before += i < warp ? shared.sums[0][i] : 0;
-    total += shared.sums[0][i];
-  }
-  const int wanted = min(top_k - 1, total);
-  if (before < wanted && wanted <= before + sum) {
-    int bin = mine + 7;
-    for (; before + shared.bins[bin] < wanted; --bin) before += shared.bins[bin];
-    shared.cut = bin, shared.above = before;
-  }
-  __syncthreads();
+// Bins of equal width from `base` on, those below and above clamped, as floats that are integers
+// and have them in their lowest bits.
+struct Bins {
+  static constexpr float kFirst = 0x1p23f;
+  float floor, base, factor;  // nothing below `floor` is counted
 
-  const float from = static_cast<float>(shared.cut), to = from + 1.f;
-#pragma unroll 4
-  for (int word = warp; word < words; word += kDecodeWarps) {
-    const int i = word * 32 + lane;
-    const float y = values[i], at = place_of(y);
-    const uint32_t more = __ballot_sync(~0u, y == y && at >= to);
-    if (lane == 0) shared.bits[word] = more;
-    if (y == y && at >= from && at < to) {
-      const int member = atomicAdd(&shared.count, 1);
-      if (member < kMembers) shared.members[member] = rank_key(y, i);
-    }
+  __device__ float bin_of(float y) const {
+    return fminf(fmaxf(fmaf(y - base, factor, kFirst), kFirst), kFirst + (kBins - 1));
   }
-  __syncthreads();
-  const int members = shared.count, left = wanted - shared.above;
-  if (members <= kMembers) {
-    for (int i = threadIdx.x; i < members; i += kDecodeThreads) {
-      const uint64_t key = shared.members[i];
-      int rank = 0;
-#pragma unroll 8
-      for (int j = 0; j < members; ++j) rank += shared.members[j] > key;
-      const uint32_t ordinal = ~static_cast<uint32_t>(key);
-      if (rank < left) atomicOr(&shared.bits[ordinal / 32], 1u << ordinal % 32);
-    }
-  } else {
-    uint64_t least_key = 0;
-    for (int bit = 63; bit >= 0; --bit) {
-      const uint64_t trial = least_key | uint64_t{1} << bit;
-      int count = 0;
-      for (int i = threadIdx.x; i < size; i += kDecodeThreads) {
-        count += values[i] == values[i] && rank_key(values[i], i) >= trial;
-      }
-      if (sum_of_all(count, bit % 2, shared) >= wanted) least_key = trial;
-    }
-    for (int word = warp; word < words; word += kDecodeWarps) {
-      const int i = word * 32 + lane;
-      const bool is = values[i] == values[i] && rank_key(values[i], i) >= least_key;
-      const uint32_t selected = __ballot_sync(~0u, is);
-      if (lane == 0) shared.bits[word] = selected;
-    }
+};
+
+// take(four values, the first one's place in the word) for a word of candidates. Threads begin with
+// different ones, for the banks.
+template <typename Take>
+__device__ __forceinline__ void each_line(const float4* values, int word, Take take) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int line = (i + threadIdx.x) % 8;
+    const float4 y = values[word * 8 + line];
+    const float all[4] = {y.x, y.y, y.z, y.w};
+    take(all, line * 4);
   }
-  __syncthreads();
 }
 
 // From the importances of a layer to `bits` and `list`, by all threads; the row's first thread
 // block keeps them. Afterwards threads still have to meet.
-template <int kD, int kR>
-__device__ void select(const DecodePass& x, const DecodeRow& row, int layer,
-                       DecodeShared<kD, kR>& shared) {
+//
+// A sample of the importances tells which ones cannot be among the selected, and how wide bins have
+// to be; the others are counted by bins, which tells the bin that is cut, and its members are
+// ranked by comparisons. If the sample has misled, or the bin has too many members since they are
+// equal, the least key that is selected is found bit by bit. A thread has words of 32 candidates.
+template <int kR, typename Shared>
+__device__ void select(const DecodePass& x, const DecodeRow& row, int layer, int n,
+                       Shared& shared) {
   const HTreeFwdParams& p = x.pass.p;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, k = static_cast<int>(p.top_k);
-  const int n = candidates<kR>(x.pass, row.position, layer), words = ceil_div(n, 32);
-  find_selected(row.importance(x, layer), words, max(n - 1, 0), k, shared.rest(x.pass.parts),
-                shared);
-  // Where a word's nodes come in the list. A thread has some words side by side.
-  const bool keeps = row.split == 0;
-  const int each = ceil_div(words, kDecodeThreads), mine = static_cast<int>(threadIdx.x) * each;
-  int count = 0;
-  for (int i = mine; i < min(mine + each, words); ++i) {
-    if (i == (n - 1) / 32) shared.bits[i] |= 1u << (n - 1) % 32;
-    if (keeps) x.bits[row.bits(x, layer) + i] = shared.bits[i];
-    shared.places[i] = count;
-    count += __popc(shared.bits[i]);
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int k = static_cast<int>(p.top_k), wanted = k - 1;
+  const int words = ceil_div(n, 32);
+  const int others = max(n - 1, 0), lines = words * 8;
+  auto& own = shared.selection(x.pass.parts);
+  float4* const values = shared.values(x.pass.parts);
+  const float* const scalars = reinterpret_cast<const float*>(values);
+  const bool top = layer + 1 == x.pass.layers.count;
+
+  // A line in 2^shift gives a sample.
+  const int shift = lines > kSamples ? 32 - __clz((lines - 1) / kSamples) : 0;
+  const auto* const importance = reinterpret_cast<const float4*>(row.importance(x, layer));
+  constexpr int kAtOnce = 8;
+  for (int first = thread; first < lines; first += kAtOnce * kDecodeThreads) {
+    // Thread blocks begin with different lines, so that they do not wait for the same part of the
+    // L2.
+    const auto line_of = [&](int i) { return first + (i + row.split) % kAtOnce * kDecodeThreads; };
+    float4 y[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int line = line_of(i);
+      y[i] = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+      if (line * 4 < others) y[i] = __ldcg(importance + line);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int line = line_of(i);
+      const auto clean = [](float z) { return fmaxf(z + 0.f, -INFINITY); };  // no NaN, no -0
+      y[i] = make_float4(clean(y[i].x), clean(y[i].y), clean(y[i].z), clean(y[i].w));
+      if (line == others / 4) {  // what lies behind the others may be anything
+        const int rest = others % 4;
+        y[i] = make_float4(rest > 0 ? y[i].x : -INFINITY, rest > 1 ? y[i].y : -INFINITY,
+                           rest > 2 ? y[i].z : -INFINITY, -INFINITY);
+      }
+      if (line < lines) values[line] = y[i];
+      const int sample = line >> shift;
+      if (line < lines && ((line ^ sample * 5) & ((1 << shift) - 1)) == 0)
+        own.samples[sample] = y[i].x;
+    }
   }
-  const int through = inclusive_scan(count);
-  if (lane == 31) shared.sums[0][warp] = through;
-  __syncthreads();
-  int start = through - count, total = 0;
-  for (int i = 0; i < kDecodeWarps; ++i) {
-    start += i < warp ? shared.sums[0][i] : 0;
-    total += shared.sums[0][i];
+  if (!top) {
+    const int32_t* const parents = x.lists + row.list(x, layer + 1);
+    for (int i = thread; i < k; i += kDecodeThreads) own.parents[i] = parents[i];
   }
-  for (int i = mine; i < min(mine + each, words); ++i) shared.places[i] += start;
   __syncthreads();
 
-  const bool top = layer + 1 == x.pass.layers.count;
-  const int32_t* const parents = top ? nullptr : x.lists + row.list(x, layer + 1);
+  // Four threads rank a sample.
+  static_assert(kSamples * 4 == kDecodeThreads);
+  const int sample = thread / 4;
+  const float sampled = own.samples[sample];
+  int rank = 0, valid = 0;
+#pragma unroll
+  for (int i = 0; i < kSamples / 4; ++i) {
+    const int at = i * 4 + thread % 4;
+    const float y = own.samples[at];
+    rank += y > sampled || (y == sampled && at < sample);
+    valid += y > -INFINITY;
+  }
+#pragma unroll
+  for (int i = 1; i < 4; i *= 2) {
+    rank += __shfl_xor_sync(~0u, rank, i);
+    valid += __shfl_xor_sync(~0u, valid, i);
+  }
+  // So many of them are selected if the sample is good, and some more if it is not.
+  const float expected = static_cast<float>(valid) * wanted / max(others, 1);
+  const int least = static_cast<int>(fminf(expected + 3.f * sqrtf(expected) + 1.f, kSamples));
+  if (thread % 4 == 0 && rank == 0) own.high = sampled;
+  if (thread % 4 == 0 && rank == max(min(least, valid - 1), 0)) own.low = sampled;
+  __syncthreads();
+
+  const bool filters = least < valid;
+  const float low = own.low, high = own.high;
+  Bins bins;
+  bins.floor = filters ? low : -FLT_MAX;
+  bins.base = fmaxf(low, -FLT_MAX);
+  bins.factor = high > bins.base ? kBins / (high - bins.base) : 0.f;
+  for (int word = thread; word < words; word += kDecodeThreads) {
+    each_line(values, word, [&](const float (&y)[4], int) {
+#pragma unroll
+      for (float z : y) {
+        const float bin = bins.bin_of(z);
+        count_if(&own.bins[__float_as_int(bin) - __float_as_int(Bins::kFirst)], z >= bins.floor);
+      }
+    });
+  }
+  __syncthreads();
+  // Each warp by itself: a lane has eight bins, the first lane the highest.
+  constexpr int kEach = kBins / 32;
+  int counts[kEach], sum = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    counts[i] = own.bins[kBins - 1 - (lane * kEach + i)];
+    sum += counts[i];
+  }
+  const int through = inclusive_scan(sum), total = __shfl_sync(~0u, through, 31);
+  int cut = kBins - 1 - lane * kEach, above = through - sum;
+  const uint32_t reach = __ballot_sync(~0u, through >= wanted);
+  bool open = true;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    open = open && above + counts[i] < wanted;
+    if (open) above += counts[i], --cut;
+  }
+  const int holder = reach ? __ffs(reach) - 1 : 0;
+  cut = __shfl_sync(~0u, cut, holder), above = __shfl_sync(~0u, above, holder);
+  if (!reach || wanted == 0) cut = wanted == 0 ? kBins : -1, above = wanted;
+
+  const int each = ceil_div(words, kDecodeThreads), mine = thread * each;
+  const int end = min(mine + each, words);
+  const bool counted = total >= wanted || !filters;
+  const float from = Bins::kFirst + static_cast<float>(cut), to = from + 1.f;
+  for (int word = mine; word < end && counted; ++word) {
+    uint32_t more = 0, equal = 0;  // equal: or more
+    each_line(values, word, [&](const float (&y)[4], int first) {
+      uint32_t its_more = 0, its_equal = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float at = bins.bin_of(y[i]);
+        const bool is = y[i] >= bins.floor && at >= from;
+        its_equal |= uint32_t{is} << i, its_more |= uint32_t{is && at >= to} << i;
+      }
+      more |= its_more << first, equal |= its_equal << first;
+    });
+    shared.bits[word] = more, equal &= ~more;
+    own.places[word] = static_cast<int>(equal);
+    for (; equal; equal &= equal - 1) {
+      const int i = word * 32 + __ffs(equal) - 1, member = atomicAdd(&own.count, 1);
+      if (member < kMembers) own.members[member] = rank_key(scalars[i], i);
+    }
+  }
+  __syncthreads();
+  const int members = own.count, left = wanted - above;
+  if (counted && members <= kMembers) {
+    for (int word = mine; word < end; ++word) {
+      for (uint32_t equal = own.places[word]; equal; equal &= equal - 1) {
+        const int bit = __ffs(equal) - 1, i = word * 32 + bit;
+        const uint64_t key = rank_key(scalars[i], i);
+        int before = 0;
+#pragma unroll 8
+        for (int j = 0; j < members; ++j) before += own.members[j] > key;
+        if (before < left) shared.bits[word] |= 1u << bit;
+      }
+    }
+  } else {
+    uint64_t least_key = 0;
+    const auto bits_from = [&](int word, uint64_t key) {
+      uint32_t bits = 0;
+#pragma unroll 1
+      for (int i = 0; i < 32; ++i) {
+        const float y = scalars[word * 32 + i];
+        const bool is = y > -INFINITY && rank_key(y, word * 32 + i) >= key;
+        bits |= uint32_t{is} << i;
+      }
+      return bits;
+    };
+    for (int bit = 63; bit >= 0; --bit) {
+      const uint64_t trial = least_key | uint64_t{1} << bit;
+      int count = 0;
+      for (int word = mine; word < end; ++word) count += __popc(bits_from(word, trial));
+      if (sum_of_all(count, bit % 2, own.sums) >= wanted) least_key = trial;
+    }
+    __syncthreads();
+    for (int word = mine; word < end; ++word) {
+      shared.bits[word] = wanted > 0 ? bits_from(word, least_key) : 0;
+    }
+  }
+  // Where a word's nodes come in the list.
+  const bool keeps = row.split == 0;
+  int count = 0;
+  for (int word = mine; word < end; ++word) {
+    if (word == (n - 1) / 32) shared.bits[word] |= 1u << (n - 1) % 32;
+    if (keeps) x.bits[row.bits(x, layer) + word] = shared.bits[word];
+    count += __popc(shared.bits[word]);
+  }
+  const int scanned = inclusive_scan(count);
+  if (lane == 31) own.sums[0][warp] = scanned;
+  __syncthreads();
+  int place = scanned - count, all = 0;
+#pragma unroll
+  for (int i = 0; i < kDecodeWarps; ++i) {
+    place += i < warp ? own.sums[0][i] : 0;
+    all += own.sums[0][i];
+  }
   int32_t* const list = x.lists + row.list(x, layer);
   int16_t* const selected =
       p.selected + ((row.token * p.groups + row.group) * (x.pass.layers.count - 1) + layer - 1) * k;
-  const auto put = [&](int place, int node, int ordinal) {
-    shared.list[place] = node;
-    if (keeps) list[place] = node, selected[place] = static_cast<int16_t>(ordinal);
+  const auto put = [&](int at, int node, int ordinal) {
+    shared.list[at] = node;
+    if (keeps) list[at] = node, selected[at] = static_cast<int16_t>(ordinal);
   };
-  for (int i = threadIdx.x; i < words * 4; i += kDecodeThreads) {  // eight ordinals
-    const uint32_t word = shared.bits[i / 4];
-    const int first = i % 4 * 8;
-    int place = shared.places[i / 4] + __popc(word & ((1u << first) - 1));
-    for (uint32_t rest = word >> first & 0xff; rest; rest &= rest - 1, ++place) {
-      const int ordinal = i * 8 + __ffs(rest) - 1;
-      put(place, top ? ordinal : parents[ordinal / kR] * kR + ordinal % kR, ordinal);
+  for (int word = mine; word < end; ++word) {
+    for (uint32_t rest = shared.bits[word]; rest; rest &= rest - 1, ++place) {
+      const int ordinal = word * 32 + __ffs(rest) - 1;
+      put(place, top ? ordinal : own.parents[ordinal / kR] * kR + ordinal % kR, ordinal);
     }
   }
-  for (int i = total + static_cast<int>(threadIdx.x); i < k; i += kDecodeThreads) put(i, -1, -1);
+  for (int i = all + thread; i < k; i += kDecodeThreads) put(i, -1, -1);
 }
 
-// What a warp has of a block's keys: of row i * 8 + lane / 4 the chunks lane % 4 + 4 j.
-template <int kD, int kR>
-struct BlockKeys {
-  uint32_t x[kR / 8][kD / 32][4];
+// What a warp has of a unit's keys: of row i * 8 + lane / 4 the chunks lane % 4 + 4 j.
+template <int kD, int kRows>
+struct Keys {
+  uint32_t x[kRows / 8][kD / 32][4];
 
   __device__ __forceinline__ void load(const uint8_t* block, int64_t stride) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kR / 8; ++i) {
+    for (int i = 0; i < kRows / 8; ++i) {
 #pragma unroll
       for (int j = 0; j < kD / 32; ++j) {
         const uint4 y = load_nodes(block + (i * 8 + lane / 4) * stride + (lane % 4 + 4 * j) * 16);
@@ -305,8 +401,9 @@ struct BlockKeys {
     }
   }
 
-  // By `places` and, of each row, its slot.
-  __device__ __forceinline__ void rotate(int places, DecodeShared<kD, kR>& shared) {
+  // By `places` and, of each row, its number.
+  template <typename Shared>
+  __device__ __forceinline__ void rotate(int places, Shared& shared) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     auto& turns = shared.turns[warp];
     __syncwarp();  // all have read the ones before
@@ -324,7 +421,7 @@ struct BlockKeys {
         const int at = (j * 4 + part) * 8 + lane % 4 * 2;
         const float4 a = *reinterpret_cast<const float4*>(&turns[at]);
 #pragma unroll
-        for (int i = 0; i < kR / 8; ++i) {
+        for (int i = 0; i < kRows / 8; ++i) {
           const float4 b = *reinterpret_cast<const float4*>(&shared.slots[i * 8 + lane / 4][at]);
           const float cos0 = a.x * b.x - a.y * b.y, sin0 = a.y * b.x + a.x * b.y;
           const float cos1 = a.z * b.z - a.w * b.w, sin1 = a.w * b.z + a.z * b.w;
@@ -338,10 +435,10 @@ struct BlockKeys {
   }
 
   // s [16 heads, r] of a part's queries.
-  __device__ __forceinline__ void multiply(uint32_t queries, float (&s)[kR / 8][4]) const {
+  __device__ __forceinline__ void multiply(uint32_t queries, float (&s)[kRows / 8][4]) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kR / 8; ++i) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
+    for (int i = 0; i < kRows / 8; ++i) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
 #pragma unroll
     for (int j = 0; j < kD / 32; ++j) {
       uint32_t a[4], b[4];
@@ -349,7 +446,7 @@ struct BlockKeys {
       load_shared_16(queries + place<kD>(lane / 4 + 8, lane % 4 + 4 * j), b);
       const uint32_t first[4] = {a[0], b[0], a[1], b[1]}, second[4] = {a[2], b[2], a[3], b[3]};
 #pragma unroll
-      for (int i = 0; i < kR / 8; ++i) {
+      for (int i = 0; i < kRows / 8; ++i) {
         mma_16<DType::kBF16>(s[i], first, x[i][j][0], x[i][j][1]);
         mma_16<DType::kBF16>(s[i], second, x[i][j][2], x[i][j][3]);
       }
@@ -359,10 +456,10 @@ struct BlockKeys {
 
 // And of its values: of rows 2 (lane % 4), the next one, and both 8 further on, the chunks lane / 4
 // and, of D 128, 8 further on.
-template <int kD, int kR>
-struct BlockValues {
-  static constexpr int kSteps = ceil_div(kR, 16), kRows = kR == 8 ? 2 : 4;
-  uint4 x[kSteps][kD / 64][kRows];
+template <int kD, int kRows>
+struct Values {
+  static constexpr int kSteps = ceil_div(kRows, 16), kLines = kRows == 8 ? 2 : 4;
+  uint4 x[kSteps][kD / 64][kLines];
 
   // Rows from `rows` on are zeros.
   __device__ __forceinline__ void load(const uint8_t* block, int64_t stride, int rows) {
@@ -370,7 +467,7 @@ struct BlockValues {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < kLines; ++r) {
         const int row = step * 16 + r / 2 * 8 + lane % 4 * 2 + r % 2;
 #pragma unroll
         for (int half = 0; half < kD / 64; ++half) {
@@ -386,12 +483,12 @@ struct BlockValues {
   // o += probabilities times the values. Column lane / 4 of tile 8 half + j is dimension
   // 64 half + 8 (lane / 4) + j.
   __device__ __forceinline__ void multiply(float (&o)[kD / 8][4],
-                                           const float (&s)[kR / 8][4]) const {
+                                           const float (&s)[kRows / 8][4]) const {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       uint32_t a[4] = {};
 #pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) {
+      for (int i = 0; i < kLines / 2; ++i) {
         a[2 * i] = pack_bf16(s[2 * step + i][0], s[2 * step + i][1]);
         a[2 * i + 1] = pack_bf16(s[2 * step + i][2], s[2 * step + i][3]);
       }
@@ -406,7 +503,7 @@ struct BlockValues {
           const uint32_t which = j % 2 ? 0x7632 : 0x5410;
           uint32_t b[2] = {};
 #pragma unroll
-          for (int i = 0; i < kRows / 2; ++i) {
+          for (int i = 0; i < kLines / 2; ++i) {
             b[i] = __byte_perm(word(2 * i, j / 2), word(2 * i + 1, j / 2), which);
           }
           mma_16<DType::kBF16>(o[half * 8 + j], a, b[0], b[1]);
@@ -420,18 +517,22 @@ struct BlockValues {
 // are layers to select in, and the attention.
 enum class DecodeStep { kTop, kMiddle, kAttend };
 
-// Registers are given out as if there were so many threads: to a launch and the one behind it
-// together no more than a multiprocessor has, but for large blocks.
-template <int kD, int kR, DecodeStep kStep>
-inline constexpr int kDecodeRoom =
-    kD * kR > 2048                 ? kDecodeThreads * (kStep == DecodeStep::kAttend ? 1 : 2)
-    : kStep == DecodeStep::kAttend ? 384
-                                   : 704;
+// A warp takes a unit at a time: a block, or, if there are only a few blocks a warp, 8 rows.
+template <int kR, bool kFew>
+inline constexpr int kUnit = kFew ? 8 : kR;
 
-template <int kD, int kR, DecodeStep kStep>
-__global__ void __launch_bounds__(kDecodeRoom<kD, kR, kStep>, 1)
+// Registers are given out as if there were so many threads. If there are only a few blocks a warp,
+// a launch and the one behind it together have no more than a multiprocessor.
+template <DecodeStep kStep, bool kFew>
+inline constexpr int kDecodeRoom = !kFew                          ? kDecodeThreads
+                                   : kStep == DecodeStep::kAttend ? 384
+                                                                  : 704;
+
+template <int kD, int kR, DecodeStep kStep, bool kFew>
+__global__ void __launch_bounds__(kDecodeRoom<kStep, kFew>, 1)
     decode_kernel(const __grid_constant__ DecodePass x, int layer) {
-  using Shared = DecodeShared<kD, kR>;
+  constexpr int kRows = kUnit<kR, kFew>;
+  using Shared = DecodeShared<kD, kR, kRows>;
   auto& shared = dynamic_shared<Shared>();
   const Pass& pass = x.pass;
   const HTreeFwdParams& p = pass.p;
@@ -442,11 +543,46 @@ __global__ void __launch_bounds__(kDecodeRoom<kD, kR, kStep>, 1)
 
   const int64_t stride = p.groups * kD * 2;
   const int64_t first_node = (row.batch * x.nodes * p.groups + row.group) * kD * 2;
-  // The first block of the top layer is on its way while the rest is prepared.
-  BlockKeys<kD, kR> keys;
-  const int own = warp * x.splits + row.split;
-  if (kStep == DecodeStep::kTop && own * kR < candidates<kR>(pass, row.position, layer)) {
-    keys.load(x.k + first_node + (x.first[layer] + int64_t{own} * kR) * stride, stride);
+  const int pair = threadIdx.x % (kD / 2);
+  const double frequency = x.frequencies.turns[pair];
+  if (threadIdx.x < kD / 2) shared.frequencies[pair] = frequency;
+  for (int slot = threadIdx.x / (kD / 2); slot < kRows; slot += kDecodeThreads / (kD / 2)) {
+    double turn = slot * frequency;
+    turn -= rint(turn);
+    shared.slots[slot][at_pair(pair)] = cosine_and_sine(static_cast<float>(turn));
+  }
+  const bool selects = kStep != DecodeStep::kTop && layer < last;
+  if (selects) {
+    auto& selection = shared.selection(parts);
+    for (int i = threadIdx.x; i < kBins; i += kDecodeThreads) selection.bins[i] = 0;
+    if (threadIdx.x < kSamples) selection.samples[threadIdx.x] = -INFINITY;
+    if (threadIdx.x == 0) selection.count = 0;
+  }
+  // A team has a warp a part; to importances all parts are for one warp.
+  const int teams = kStep == DecodeStep::kAttend ? kDecodeWarps / parts : kDecodeWarps;
+  const int team = kStep == DecodeStep::kAttend ? warp / parts : warp;
+  const int step = x.splits * teams, start = team * x.splits + row.split;
+  // A unit's rows to the L2, before they are loaded.
+  const auto prefetch = [&](const uint8_t* array, int64_t from) {
+    constexpr int kLines = kD * 2 / 128;
+    if (from < 0) return;
+#pragma unroll
+    for (int i = lane; i < kRows * kLines; i += 32) {
+      prefetch_line_l2(array + from + i / kLines * stride + i % kLines * 128);
+    }
+  };
+  // The warp's first unit, if it is of the top layer, does not depend on other launches.
+  Keys<kD, kRows> keys;
+  constexpr bool kEarly = kStep == DecodeStep::kTop || (kStep == DecodeStep::kAttend && kFew);
+  bool early = false;
+  if constexpr (kEarly) {
+    const int n = candidates<kR>(pass, row.position, last);
+    early = last > 0 && team < teams && start * kRows < n - 1;
+    if (early) {
+      const int64_t from = first_node + (x.first[last] + int64_t{start} * kRows) * stride;
+      keys.load(x.k + from, stride);
+      if (kStep == DecodeStep::kAttend) prefetch(x.v, from);
+    }
   }
   const int64_t query = row.token * p.heads + row.group * heads;
   for (int i = threadIdx.x; i < parts * kHeads * (kD / 8); i += kDecodeThreads) {
@@ -458,43 +594,58 @@ __global__ void __launch_bounds__(kDecodeRoom<kD, kR, kStep>, 1)
     const uint32_t part = smem_address(shared.queries(head / kHeads));
     store_shared_16(part + place<kD>(head % kHeads, chunk), y);
   }
-  const int pair = threadIdx.x % (kD / 2);
-  const double frequency = x.frequencies.turns[pair];
-  if (threadIdx.x < kD / 2) shared.frequencies[pair] = frequency;
-  for (int slot = threadIdx.x / (kD / 2); slot < kR; slot += kDecodeThreads / (kD / 2)) {
-    double turn = slot * frequency;
-    turn -= rint(turn);
-    shared.slots[slot][at_pair(pair)] = cosine_and_sine(static_cast<float>(turn));
-  }
-  wait_for_previous();
-  if (kStep != DecodeStep::kTop && layer < last) select(x, row, layer + 1, shared);
   __syncthreads();
+  const uint32_t queries = smem_address(shared.queries(warp % parts));
+  float first_scores[kRows / 8][4];
+  if (kEarly && kStep == DecodeStep::kAttend && early) {
+    const int n = candidates<kR>(pass, row.position, last);
+    keys.rotate(start * kRows - (n - 1), shared);
+    keys.multiply(queries, first_scores);
+  }
+  const int choices = selects ? candidates<kR>(pass, row.position, layer + 1) : 0;
+  wait_for_previous();
+  if (selects) {
+    select<kR>(x, row, layer + 1, choices, shared);
+    __syncthreads();
+  }
 
   const float scale_log2 = p.scale * kLog2E;
-  // A layer's blocks, from the `start`-th one on every `step`-th: take(number, ordinal of the first
-  // candidate, n), with where its first row lies behind `first_node`.
-  const auto walk = [&](int at, int start, int step, auto take) {
-    const int n = candidates<kR>(pass, row.position, at), count = ceil_div(n, kR);
+  // A layer's units, from the `first`-th one on every `step`-th: take(where its first row lies
+  // behind `first_node`, where that of the next one or -1, its first candidate's ordinal, n).
+  const auto walk = [&](int at, int first, auto take) {
+    constexpr int kUnits = kR / kRows;  // of a block
+    const int n = candidates<kR>(pass, row.position, at), count = ceil_div(n, kRows);
     const int32_t* const list = at == last    ? nullptr
                                 : at == layer ? nullptr
                                               : x.lists + row.list(x, at + 1);
+    const auto place_of = [&](int unit) {
+      if (unit >= count) return int64_t{-1};
+      const int block = unit / kUnits;
+      const int parent = at == last ? block : at == layer ? shared.list[block] : list[block];
+      const int64_t node = x.first[at] + int64_t{parent} * kR + unit % kUnits * kRows;
+      return parent < 0 ? -1 : first_node + node * stride;
+    };
+    int64_t from = place_of(first);
 #pragma unroll 1
-    for (int i = start; i < count; i += step) {
-      const int parent = at == last ? i : at == layer ? shared.list[i] : list[i];
-      if (parent < 0) break;
-      take(first_node + (x.first[at] + int64_t{parent} * kR) * stride, i * kR, n);
+    for (int i = first; from >= 0; i += step) {
+      const int64_t next = place_of(i + step);
+      take(from, next, i * kRows, n);
+      from = next;
     }
   };
   if constexpr (kStep != DecodeStep::kAttend) {
     float* const importance = row.importance(x, layer);
-    walk(layer, own, x.splits * kDecodeWarps, [&](int64_t from, int first, int n) {
-      if (kStep != DecodeStep::kTop || first != own * kR) keys.load(x.k + from, stride);
+    walk(layer, start, [&](int64_t from, int64_t next, int first, int n) {
+      if (!early) keys.load(x.k + from, stride);
+      early = !kFew;
+      Keys<kD, kRows> ahead;
+      if (!kFew && next >= 0) ahead.load(x.k + next, stride);
       keys.rotate(first - (n - 1), shared);
-      constexpr int kColumns = kR / 4;
+      constexpr int kColumns = kRows / 4;
       Sum sums[kColumns];
 #pragma unroll 1
       for (int part = 0; part < parts; ++part) {
-        float s[kR / 8][4];
+        float s[kRows / 8][4];
         keys.multiply(smem_address(shared.queries(part)), s);
         const int head = part * kHeads + lane / 4;
         const float absent[2] = {head < heads ? 0.f : -INFINITY,
@@ -506,54 +657,81 @@ __global__ void __launch_bounds__(kDecodeRoom<kD, kR, kStep>, 1)
         }
       }
       join<kColumns, 16>(sums);
-      const Column<kR> mine(lane);
+      const Column<kRows> mine(lane);
       if (mine.first && first + mine.column < n - 1) {
         importance[first + mine.column] = sums[0].log2();
       }
+      if (!kFew) keys = ahead;
     });
   } else {
-    // A team has a warp a part.
-    const int teams = kDecodeWarps / parts, team = warp / parts, part = warp % parts;
     float o[kD / 8][4] = {};
     Softmax softmax;
+    // Bit i: the i-th row of a unit does not count.
+    constexpr uint32_t kAll = ~0u >> (32 - kRows);
+    const auto hidden_rows = [&](int at, int first, int rows) {
+      uint32_t hides = rows < kRows ? ~0u << max(rows, 0) : 0;
+      if (at > 0) {
+        const uint32_t* const bits = at == 1 ? shared.bits : x.bits + row.bits(x, at);
+        hides |= bits[first / 32] >> first % 32;
+      }
+      return hides & kAll;
+    };
+    const auto attend = [&](float (&s)[kRows / 8][4], const Values<kD, kRows>& values,
+                            uint32_t hides) {
+#pragma unroll
+      for (int i = 0; i < kRows / 8; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int key = i * 8 + lane % 4 * 2 + j % 2;
+          s[i][j] = hides >> key & 1 ? -INFINITY : s[i][j] * scale_log2;
+        }
+      }
+      softmax.apply(s, o);
+      values.multiply(o, s);
+    };
+    Values<kD, kRows> first_values;
+    const auto load_first = [&] {
+      if (!kEarly || !early) return;
+      const int n = candidates<kR>(pass, row.position, last);
+      const int64_t from = first_node + (x.first[last] + int64_t{start} * kRows) * stride;
+      first_values.load(x.v + from, stride, min(n - 1 - start * kRows, kRows));
+    };
+    const auto attend_first = [&] {
+      if (!kEarly || !early) return;
+      early = false;
+      const int n = candidates<kR>(pass, row.position, last);
+      const uint32_t hides = hidden_rows(last, start * kRows, min(n - 1 - start * kRows, kRows));
+      if (hides != kAll) attend(first_scores, first_values, hides);
+    };
     if (team < teams) {
-      const int step = x.splits * teams;
-      int start = team * x.splits + row.split;
-      const uint32_t queries = smem_address(shared.queries(part));
+      int next_start = start, skipped = early ? step : 0;
       for (int at = last; at >= 0; --at) {
-        walk(at, start, step, [&](int64_t from, int first, int n) {
-          const int rows = min(n - first - (at > 0), kR);
-          uint32_t hides = rows < kR ? ~0u << max(rows, 0) : 0;
-          if (at > 0) {
-            const uint32_t* const bits = at == 1 ? shared.bits : x.bits + row.bits(x, at);
-            hides |= bits[first / 32] >> first % 32;
-          }
-          constexpr uint32_t kAll = ~0u >> (32 - kR);
-          if ((hides & kAll) == kAll) return;
-          BlockValues<kD, kR> values;
+        walk(at, next_start + skipped, [&](int64_t from, int64_t next, int first, int n) {
+          const int rows = min(n - first - (at > 0), kRows);
+          const uint32_t hides = hidden_rows(at, first, rows);
+          if (hides == kAll) return;
+          Values<kD, kRows> values;
+          load_first();
           keys.load(x.k + from, stride);
           values.load(x.v + from, stride, rows);
+          if (!kFew) prefetch(x.k, next), prefetch(x.v, next);
+          attend_first();  // while they come
           keys.rotate(first - (n - 1), shared);
-          float s[kR / 8][4];
+          float s[kRows / 8][4];
           keys.multiply(queries, s);
-#pragma unroll
-          for (int i = 0; i < kR / 8; ++i) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              const int key = i * 8 + lane % 4 * 2 + j % 2;
-              s[i][j] = hides >> key & 1 ? -INFINITY : s[i][j] * scale_log2;
-            }
-          }
-          softmax.apply(s, o);
-          values.multiply(o, s);
+          attend(s, values, hides);
         });
         // The next layer goes on with the teams that come next.
-        start = (start + step - ceil_div(candidates<kR>(pass, row.position, at), kR) % step) % step;
+        const int count = ceil_div(candidates<kR>(pass, row.position, at), kRows);
+        next_start = (next_start + step - count % step) % step, skipped = 0;
       }
+      load_first();
+      attend_first();
     }
 
     constexpr int kRow = Shared::kRow;
-    float* const sums = shared.rest(parts);  // [warps, heads, kRow], columns as products have them
+    float* const sums =
+        shared.outputs(parts);  // [warps, heads, kRow], columns as products have them
     const int padded = parts * kHeads;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -570,66 +748,66 @@ __global__ void __launch_bounds__(kDecodeRoom<kD, kR, kStep>, 1)
     }
     __syncthreads();
     const int64_t to = (row.row * x.splits + row.split) * padded;
-    for (int i = threadIdx.x; i < padded; i += kDecodeThreads) {
-      const int head = i % kHeads, own = i / kHeads;
-      float top = -INFINITY, total = 0.f;
-      for (int j = own; j < teams * parts; j += parts) {
-        top = fmaxf(top, shared.references[j][head].x);
-      }
-      for (int j = own; j < teams * parts; j += parts) {
-        float2& reference = shared.references[j][head];
-        reference.x = exp2_approx(reference.x - Softmax::finite(top));  // now the weight
-        total += reference.x * reference.y;
-      }
-      x.references[to + i] = make_float2(top, total);
-    }
-    __syncthreads();
     for (int i = threadIdx.x; i < padded * (kD / 4); i += kDecodeThreads) {
       const int column = i % (kD / 4) * 4, head = i / (kD / 4) % kHeads,
                 part = i / (kD / 4) / kHeads;
+      float top = -INFINITY, total = 0.f;
+      for (int j = part; j < teams * parts; j += parts) {
+        top = fmaxf(top, shared.references[j][head].x);
+      }
       float4 sum = {};
       for (int j = part; j < teams * parts; j += parts) {
-        const float weight = shared.references[j][head].x;
+        const float2 reference = shared.references[j][head];
+        const float weight = exp2_approx(reference.x - Softmax::finite(top));
         const float4 y =
             *reinterpret_cast<const float4*>(&sums[(j * kHeads + head) * kRow + column]);
+        total += weight * reference.y;
         sum.x += weight * y.x, sum.y += weight * y.y, sum.z += weight * y.z, sum.w += weight * y.w;
       }
       reinterpret_cast<float4*>(x.sums + to * kD)[i] = sum;
+      if (column == 0) x.references[to + i / (kD / 4)] = make_float2(top, total);
     }
   }
 }
 
-// out = sum of the parts, over the sum of probabilities; a head of a query a thread block, whose
-// warps share the parts out and load several at a time.
+// out = sum of the parts, over the sum of probabilities; half of a head of a query a thread block.
+// A group of threads has a part at a time, of which each has 4 columns, and loads several ahead.
 template <int kD>
-inline constexpr int kMergeShared = kMergeThreads / 32 * (kD + 2) * 4;
+struct MergeShared {
+  static constexpr int kColumns = kD / 2, kMembers = kColumns / 4;
+  static constexpr int kGroups = kMergeThreads / kMembers;
+  float sums[kGroups][kColumns];
+  float2 references[kGroups];
+};
 
 template <int kD>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ DecodePass x) {
-  constexpr int kWarps = kMergeThreads / 32, kAhead = 3, kEach = kD / 32;
-  using Line = std::conditional_t<kEach == 4, float4, float2>;  // a lane's of a part
-  auto& shared = dynamic_shared<float[kWarps][kD + 2]>();
-  static_assert(sizeof(shared) == kMergeShared<kD>);
+  using Shared = MergeShared<kD>;
+  constexpr int kGroups = Shared::kGroups, kColumns = Shared::kColumns;
+  constexpr int kAhead = ceil_div(kMostProcessors, kGroups);
+  auto& shared = dynamic_shared<Shared>();
   const HTreeFwdParams& p = x.pass.p;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, heads = x.pass.group_heads;
-  const int64_t row = blockIdx.x / heads, bg = row / p.queries;
-  const int head = static_cast<int>(blockIdx.x % heads), padded = x.pass.parts * kHeads;
+  const int group = threadIdx.x / Shared::kMembers, member = threadIdx.x % Shared::kMembers;
+  const int heads = x.pass.group_heads, padded = x.pass.parts * kHeads;
+  const int half = blockIdx.x % 2, head = blockIdx.x / 2 % heads;
+  const int64_t row = blockIdx.x / 2 / heads, bg = row / p.queries;
   const int64_t first = row * x.splits * padded + head;
   wait_for_previous();
-  float top = -INFINITY, total = 0.f, sum[kEach] = {};
+  float top = -INFINITY, total = 0.f;
+  float4 sum = {};
 #pragma unroll 1
-  for (int i = warp; i < x.splits; i += kWarps * kAhead) {
+  for (int i = group; i < x.splits; i += kGroups * kAhead) {
     float2 references[kAhead];
-    Line lines[kAhead] = {};
+    float4 lines[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      references[j] = make_float2(-INFINITY, 0.f);
-      const int split = i + j * kWarps;
+      references[j] = make_float2(-INFINITY, 0.f), lines[j] = {};
+      const int split = i + j * kGroups;
       const int64_t line = first + int64_t{split} * padded;
       if (split < x.splits) {
         references[j] = x.references[line];
-        lines[j] = reinterpret_cast<const Line*>(x.sums + line * kD)[lane];
+        lines[j] = reinterpret_cast<const float4*>(x.sums + line * kD + half * kColumns)[member];
       }
     }
     float next = top;
@@ -637,36 +815,34 @@ __global__ void __launch_bounds__(kMergeThreads)
     for (int j = 0; j < kAhead; ++j) next = fmaxf(next, references[j].x);
     const float factor = exp2_approx(top - Softmax::finite(next));
     top = next, total *= factor;
-#pragma unroll
-    for (int d = 0; d < kEach; ++d) sum[d] *= factor;
+    sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       const float weight = exp2_approx(references[j].x - Softmax::finite(top));
+      const float4 y = lines[j];
       total += weight * references[j].y;
-#pragma unroll
-      for (int d = 0; d < kEach; ++d) {
-        sum[d] += weight * reinterpret_cast<const float*>(&lines[j])[d];
-      }
+      sum.x += weight * y.x, sum.y += weight * y.y, sum.z += weight * y.z, sum.w += weight * y.w;
     }
   }
-#pragma unroll
-  for (int d = 0; d < kEach; ++d) shared[warp][lane * kEach + d] = sum[d];
-  if (lane == 0) shared[warp][kD] = total, shared[warp][kD + 1] = top;
+  reinterpret_cast<float4*>(shared.sums[group])[member] = sum;
+  if (member == 0) shared.references[group] = make_float2(top, total);
   __syncthreads();
   const int d = threadIdx.x;
-  if (d >= kD) return;
-  for (int i = 0; i < kWarps; ++i) top = fmaxf(top, shared[i][kD + 1]);
+  if (d >= kColumns) return;
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) top = fmaxf(top, shared.references[i].x);
   float all = 0.f, weights = 0.f;
-  for (int i = 0; i < kWarps; ++i) {
-    const float weight = exp2_approx(shared[i][kD + 1] - Softmax::finite(top));
-    all += weight * shared[i][d], weights += weight * shared[i][kD];
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    const float weight = exp2_approx(shared.references[i].x - Softmax::finite(top));
+    all += weight * shared.sums[i][d], weights += weight * shared.references[i].y;
   }
   const int64_t token = bg / p.groups * p.queries + row % p.queries;
   const int64_t to = token * p.heads + bg % p.groups * heads + head;
-  const int dimension = d / 64 * 64 + d % 8 * 8 + d / 8 % 8;  // of column d
+  const int column = half * kColumns + d, dimension = column / 64 * 64 + d % 8 * 8 + column / 8 % 8;
   static_cast<__nv_bfloat16*>(p.out)[to * kD + dimension] =
       __float2bfloat16(weights == 0.f ? 0.f : all / weights);
-  if (d == 0) p.lse[to] = weights == 0.f ? -INFINITY : (top + log2f(weights)) * kLn2;
+  if (column == 0) p.lse[to] = weights == 0.f ? -INFINITY : (top + log2f(weights)) * kLn2;
 }
 
 }  // namespace jax_dsa::htree
