@@ -66,7 +66,7 @@ struct alignas(16) DecodeShared {
     int parents[kHTreeMaxTopK];
     int places[kWords];
     int sums[2][kDecodeWarps];  // of warps
-    float low, high;
+    float low, lowest, high;    // samples
     int count;
   };
   float2 slots[kRows][kHalf + 8];  // cos and sin, at `at_pair`; padded for the banks
@@ -179,8 +179,9 @@ __device__ __forceinline__ void each_line(const float4* values, int word, Take t
 //
 // A sample of the importances tells which ones cannot be among the selected, and how wide bins have
 // to be; the others are counted by bins, which tells the bin that is cut, and its members are
-// ranked by comparisons. If the sample has misled, or the bin has too many members since they are
-// equal, the least key that is selected is found bit by bit. A thread has words of 32 candidates.
+// ranked by comparisons. If the sample has misled, all are counted. If the bin has too many
+// members, since they are equal, the least key that is selected is found bit by bit. A thread has
+// words of 32 candidates.
 template <int kR, typename Shared>
 __device__ void select(const DecodePass& x, const DecodeRow& row, int layer, int n,
                        Shared& shared) {
@@ -250,53 +251,60 @@ __device__ void select(const DecodePass& x, const DecodeRow& row, int layer, int
   }
   // So many of them are selected if the sample is good, and some more if it is not.
   const float expected = static_cast<float>(valid) * wanted / max(others, 1);
-  const int least = static_cast<int>(fminf(expected + 3.f * sqrtf(expected) + 1.f, kSamples));
+  const int least = static_cast<int>(fminf(expected + 4.f * sqrtf(expected) + 2.f, kSamples));
   if (thread % 4 == 0 && rank == 0) own.high = sampled;
+  if (thread % 4 == 0 && rank == max(valid - 1, 0)) own.lowest = sampled;
   if (thread % 4 == 0 && rank == max(min(least, valid - 1), 0)) own.low = sampled;
   __syncthreads();
 
-  const bool filters = least < valid;
-  const float low = own.low, high = own.high;
   Bins bins;
-  bins.floor = filters ? low : -FLT_MAX;
-  bins.base = fmaxf(low, -FLT_MAX);
-  bins.factor = high > bins.base ? kBins / (high - bins.base) : 0.f;
-  for (int word = thread; word < words; word += kDecodeThreads) {
-    each_line(values, word, [&](const float (&y)[4], int) {
+  int cut, above;
+  bool filters = least < valid;
+  for (float low = own.low;; low = own.lowest) {
+    bins.floor = filters ? low : -FLT_MAX;
+    bins.base = fmaxf(low, -FLT_MAX);
+    bins.factor = own.high > bins.base ? kBins / (own.high - bins.base) : 0.f;
+    for (int word = thread; word < words; word += kDecodeThreads) {
+      each_line(values, word, [&](const float (&y)[4], int) {
 #pragma unroll
-      for (float z : y) {
-        const float bin = bins.bin_of(z);
-        count_if(&own.bins[__float_as_int(bin) - __float_as_int(Bins::kFirst)], z >= bins.floor);
-      }
-    });
-  }
-  __syncthreads();
-  // Each warp by itself: a lane has eight bins, the first lane the highest.
-  constexpr int kEach = kBins / 32;
-  int counts[kEach], sum = 0;
+        for (float z : y) {
+          const float bin = bins.bin_of(z);
+          count_if(&own.bins[__float_as_int(bin) - __float_as_int(Bins::kFirst)], z >= bins.floor);
+        }
+      });
+    }
+    __syncthreads();
+    // Each warp by itself: a lane has eight bins, the first lane the highest.
+    constexpr int kEach = kBins / 32;
+    int counts[kEach], sum = 0;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    counts[i] = own.bins[kBins - 1 - (lane * kEach + i)];
-    sum += counts[i];
-  }
-  const int through = inclusive_scan(sum), total = __shfl_sync(~0u, through, 31);
-  int cut = kBins - 1 - lane * kEach, above = through - sum;
-  const uint32_t reach = __ballot_sync(~0u, through >= wanted);
-  bool open = true;
+    for (int i = 0; i < kEach; ++i) {
+      counts[i] = own.bins[kBins - 1 - (lane * kEach + i)];
+      sum += counts[i];
+    }
+    const int through = inclusive_scan(sum), total = __shfl_sync(~0u, through, 31);
+    cut = kBins - 1 - lane * kEach, above = through - sum;
+    const uint32_t reach = __ballot_sync(~0u, through >= wanted);
+    bool open = true;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    open = open && above + counts[i] < wanted;
-    if (open) above += counts[i], --cut;
+    for (int i = 0; i < kEach; ++i) {
+      open = open && above + counts[i] < wanted;
+      if (open) above += counts[i], --cut;
+    }
+    const int holder = reach ? __ffs(reach) - 1 : 0;
+    cut = __shfl_sync(~0u, cut, holder), above = __shfl_sync(~0u, above, holder);
+    if (!reach || wanted == 0) cut = wanted == 0 ? kBins : -1, above = wanted;
+    if (total >= wanted || !filters) break;
+    filters = false;  // the sample has misled: all are counted
+    __syncthreads();
+    for (int i = thread; i < kBins; i += kDecodeThreads) own.bins[i] = 0;
+    __syncthreads();
   }
-  const int holder = reach ? __ffs(reach) - 1 : 0;
-  cut = __shfl_sync(~0u, cut, holder), above = __shfl_sync(~0u, above, holder);
-  if (!reach || wanted == 0) cut = wanted == 0 ? kBins : -1, above = wanted;
 
   const int each = ceil_div(words, kDecodeThreads), mine = thread * each;
   const int end = min(mine + each, words);
-  const bool counted = total >= wanted || !filters;
   const float from = Bins::kFirst + static_cast<float>(cut), to = from + 1.f;
-  for (int word = mine; word < end && counted; ++word) {
+  for (int word = mine; word < end; ++word) {
     uint32_t more = 0, equal = 0;  // equal: or more
     each_line(values, word, [&](const float (&y)[4], int first) {
       uint32_t its_more = 0, its_equal = 0;
@@ -317,7 +325,7 @@ __device__ void select(const DecodePass& x, const DecodeRow& row, int layer, int
   }
   __syncthreads();
   const int members = own.count, left = wanted - above;
-  if (counted && members <= kMembers) {
+  if (members <= kMembers) {
     for (int word = mine; word < end; ++word) {
       for (uint32_t equal = own.places[word]; equal; equal &= equal - 1) {
         const int bit = __ffs(equal) - 1, i = word * 32 + bit;
@@ -334,9 +342,9 @@ __device__ void select(const DecodePass& x, const DecodeRow& row, int layer, int
       uint32_t bits = 0;
 #pragma unroll 1
       for (int i = 0; i < 32; ++i) {
-        const float y = scalars[word * 32 + i];
-        const bool is = y > -INFINITY && rank_key(y, word * 32 + i) >= key;
-        bits |= uint32_t{is} << i;
+        const int bit = (i + thread) % 32, at = word * 32 + bit;
+        const bool is = scalars[at] > -INFINITY && rank_key(scalars[at], at) >= key;
+        bits |= uint32_t{is} << bit;
       }
       return bits;
     };
