@@ -31,7 +31,7 @@ inline constexpr int kDecodeWarps = 8;
 inline constexpr int kDecodeThreads = kDecodeWarps * 32;
 inline constexpr int kMergeThreads = 256;
 inline constexpr int kSamples = 64, kBins = 256;
-inline constexpr int kMembers = 512;  // of the bin at the cut, to be ranked by comparisons
+inline constexpr int kMembers = 1024;  // of the bin at the cut, to be ranked by comparisons
 
 struct DecodePass {
   Pass pass;  // without a chunk
@@ -263,7 +263,9 @@ __device__ void select(const DecodePass& x, const DecodeRow& row, int layer, int
   for (float low = own.low;; low = own.lowest) {
     bins.floor = filters ? low : -FLT_MAX;
     bins.base = fmaxf(low, -FLT_MAX);
-    bins.factor = own.high > bins.base ? kBins / (own.high - bins.base) : 0.f;
+    // Three times as far as the samples reach: now and then none of them is above the cut.
+    const float width = 3.f * (own.high - bins.base);
+    bins.factor = width > 0.f ? kBins / width : 0.f;
     for (int word = thread; word < words; word += kDecodeThreads) {
       each_line(values, word, [&](const float (&y)[4], int) {
 #pragma unroll
