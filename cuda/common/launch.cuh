@@ -12,6 +12,14 @@
 
 namespace jax_dsa {
 
+// How much of a multiprocessor's memory a kernel prefers to be shared memory, in KiB; the rest is
+// L1.
+template <typename... Params>
+cudaError_t prefer_shared_memory(void (*kernel)(Params...), int kib) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              kib * 100 / (kMaxSharedBytes / 1024 + 1));
+}
+
 // Blocks that know nothing of each other, with so much dynamic shared memory each.
 template <typename... Params>
 cudaError_t launch_blocks(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes,

@@ -180,6 +180,14 @@ __device__ __forceinline__ void prefetch_line_l2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 
+// Adds one to a counter in shared memory, without a branch.
+__device__ __forceinline__ void count_if(int* counter, bool is) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p red.shared.add.u32 [%0], 1;\n}\n" ::"r"(
+                   smem_address(counter)),
+               "r"(int{is})
+               : "memory");
+}
+
 // Asks for `bytes` (a multiple of 16) from an address that is one, too, to be in the L2 soon.
 __device__ __forceinline__ void prefetch_l2(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

@@ -30,7 +30,7 @@ cudaError_t launch(const HTreeBuildParams& p, cudaStream_t stream) {
   pass.groups = static_cast<int>(p.groups);
   for (pass.layer = 0; pass.layer < layers.count; pass.layer += 2) {
     const int64_t spans = ceil_div(layers.size[pass.layer], int64_t{kR} * kR);
-    if (cudaError_t e = launch_blocks(build_kernel<kD, kR>, spans * groups, kBuildThreads<kD, kR>,
+    if (cudaError_t e = launch_behind(build_kernel<kD, kR>, spans * groups, kBuildThreads<kD, kR>,
                                       static_cast<int>(sizeof(BuildShared<kD, kR>)), stream, pass);
         e != cudaSuccess) {
       return e;

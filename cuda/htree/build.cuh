@@ -1,10 +1,11 @@
 // The tree: all layers pooled from the tokens' keys and values, keys rotated.
 //
 // A thread block takes the nodes below one node two layers up, r^2 of them, from `source`. Teams of
-// D / 4 threads have a block of siblings each: a thread 8 columns of the keys, or of the values.
-// They write its rows, and their mean, rounded, is a row of the layer above; the thread block's
-// r means are a block of it. Its mean in turn goes, unrotated, to `above`, which is the source of
-// the next pass.
+// D / 4 threads have a block of siblings each: a thread 8 columns of the keys, or of the values,
+// and a warp either keys, to be rotated, or values. The rotations of all slots are in shared
+// memory. They write its rows, and their mean, rounded, is a row of the layer above; the thread
+// block's r means are a block of it. Its mean in turn goes, unrotated, to `above`, which is the
+// source of the next pass.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -34,6 +35,7 @@ inline constexpr int kRotationRows = 64;  // of a thread block
 template <int kHalf>
 __global__ void __launch_bounds__(kRotationThreads)
     rotations_kernel(float2* table, int64_t rows, const __grid_constant__ Frequencies frequencies) {
+  let_next_begin();
   const int pair = threadIdx.x % kHalf;
   const double frequency = frequencies.turns[pair];
   for (int i = threadIdx.x / kHalf; i < kRotationRows; i += kRotationThreads / kHalf) {
@@ -51,6 +53,7 @@ inline constexpr int kBuildThreads = kR * kD / 4;
 template <int kD, int kR>
 struct BuildShared {
   uint32_t means[kR][kD / 4][4];  // of each team's thread
+  float4 turns[kR][4][kD / 16];   // (cos, sin) of pairs 8 j + 2 i and the next one at [i][j]
 };
 
 // A thousand threads a multiprocessor: while some wait for rows, others write.
@@ -60,9 +63,12 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
   constexpr int kTeam = kD / 4;
   constexpr int64_t kNodeBytes = kR * kD * 2 * 2;
   auto& shared = dynamic_shared<BuildShared<kD, kR>>();
-  const int team = threadIdx.x / kTeam, member = threadIdx.x % kTeam;
-  const bool is_value = member >= kTeam / 2;
-  const int chunk = member % (kTeam / 2), column = chunk * 8;
+  let_next_begin();
+  if (p.layer > 0) wait_for_previous();  // for the source
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool is_value = warp % 2;
+  const int team = warp / 2 * (64 / kTeam) + lane / (kTeam / 2), chunk = lane % (kTeam / 2);
+  const int member = is_value * (kTeam / 2) + chunk, column = chunk * 8;
   const bool is_upper = column >= kD / 2;  // of a key's pairs
   const int64_t size = p.layers.size[p.layer];
   const int64_t spans = ceil_div(size, int64_t{kR} * kR);
@@ -73,20 +79,21 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
 
   // Row `slot` of a layer's block; all threads of a warp come here together.
   const auto write = [&](int layer, int64_t block, int slot, const uint32_t (&x)[4], bool valid) {
-    uint32_t partner[4];
+    uint32_t partner[4] = {};
+    if (!is_value) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) partner[i] = __shfl_xor_sync(~0u, x[i], kD / 16);
-    const auto put = [&](int64_t place, int64_t ordinal) {
-      const float* const turn = p.rotations + (ordinal * (kD / 2) + column % (kD / 2)) * 2;
-      uint32_t y[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float4 cs = __ldg(reinterpret_cast<const float4*>(turn) + i);
-        const float2 a = unpack_bf16(x[i]), b = unpack_bf16(partner[i]);
+      for (int i = 0; i < 4; ++i) partner[i] = __shfl_xor_sync(~0u, x[i], kD / 16);
+    }
+    const auto put = [&](int64_t place, auto turn_of) {
+      uint32_t y[4] = {x[0], x[1], x[2], x[3]};
+      if (!is_value) {
         const float sign = is_upper ? 1.f : -1.f;
-        const uint32_t rotated =
-            pack_bf16(a.x * cs.x + sign * (b.x * cs.y), a.y * cs.z + sign * (b.y * cs.w));
-        y[i] = is_value ? x[i] : rotated;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float4 cs = turn_of(i);
+          const float2 a = unpack_bf16(x[i]), b = unpack_bf16(partner[i]);
+          y[i] = pack_bf16(a.x * cs.x + sign * (b.x * cs.y), a.y * cs.z + sign * (b.y * cs.w));
+        }
       }
       uint8_t* const to = tree + (p.layers.first[layer] + place) * kNodeBytes +
                           (is_value ? kNodeBytes / 2 : 0) + slot * (kD * 2) +
@@ -94,8 +101,14 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
       *reinterpret_cast<uint4*>(to) = make_uint4(y[0], y[1], y[2], y[3]);
     };
     const int64_t early = p.layers.early[layer];
-    if (valid && block < early) put(block, block * kR + slot);
-    if (valid && layer + 1 < p.layers.count) put(early + block, slot);
+    if (valid && block < early) {
+      const float* const turn =
+          p.rotations + ((block * kR + slot) * (kD / 2) + column % (kD / 2)) * 2;
+      put(block, [&](int i) { return reinterpret_cast<const float4*>(turn)[i]; });
+    }
+    if (valid && layer + 1 < p.layers.count) {
+      put(early + block, [&](int i) { return shared.turns[slot][i][chunk % (kD / 16)]; });
+    }
   };
   const auto add = [](float (&sum)[8], const uint32_t (&x)[4]) {
 #pragma unroll
@@ -123,6 +136,14 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
       const bool valid = first + i < count;
       const int64_t node = valid ? block * kR + first + i : 0;
       load_16_now<0>(source + node * p.node_stride, valid, x[i]);
+    }
+    if (first == 0) {
+      if (p.layer == 0) wait_for_previous();  // for the rotations
+      for (int j = threadIdx.x; j < kR * (kD / 4); j += kBuildThreads<kD, kR>) {
+        const int slot = j / (kD / 4), at = j % (kD / 4);
+        shared.turns[slot][at % 4][at / 4] = reinterpret_cast<const float4*>(p.rotations)[j];
+      }
+      __syncthreads();
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {

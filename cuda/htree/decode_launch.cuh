@@ -40,25 +40,49 @@ inline cudaError_t make_decode_pass(const HTreeDecodeParams& params, DecodePass&
   x.width = static_cast<int>(p.compression * p.top_k), x.words = ceil_div(x.width, 32);
   const int64_t most = std::min(device.processors, kMostProcessors);
   x.splits = static_cast<int>(std::max<int64_t>(most / x.rows, 1));
+  const int64_t teams = int64_t{x.splits} * (kDecodeWarps / x.pass.parts);
+  x.few = x.pass.layers.count * p.top_k <= 2 * teams;
   divide(p, x.pass.layers.count, x.rows * x.splits, x);
-  return x.rows * std::max(x.splits, x.pass.group_heads) > INT32_MAX ? cudaErrorInvalidValue
-                                                                     : cudaSuccess;
+  return x.rows * std::max(x.splits, 2 * x.pass.group_heads) > INT32_MAX ? cudaErrorInvalidValue
+                                                                         : cudaSuccess;
 }
 
+// Thread blocks of a launch do not share a multiprocessor, or others would have none: they ask for
+// half of its shared memory. With few blocks a warp only the middle launches do, and half of what
+// is then preferred; the top one has all multiprocessors, and the last one's registers keep it
+// alone.
+inline constexpr int kAlone = kMaxSharedBytes / 2 + 1024, kAloneOfFew = 98 * 1024;
+constexpr int preferred_kib(int64_t layers) { return layers > 2 ? 196 : 132; }
+
+template <int kD, int kR, bool kFew>
+cudaError_t launch_layer(const DecodePass& x, int layer, cudaStream_t stream) {
+  using Shared = DecodeShared<kD, kR, kUnit<kR, kFew>>;
+  constexpr int kMost = kR * static_cast<int>(kHTreeMaxTopK);
+  static_assert(shared_memory_fits(1, Shared::bytes(kDecodeWarps, kMost, true, true)));
+  const bool first = layer + 1 == x.pass.layers.count;
+  const auto kernel = layer == 0 ? decode_kernel<kD, kR, DecodeStep::kAttend, kFew>
+                      : first    ? decode_kernel<kD, kR, DecodeStep::kTop, kFew>
+                                 : decode_kernel<kD, kR, DecodeStep::kMiddle, kFew>;
+  const auto launch = first ? launch_blocks<DecodePass, int> : launch_behind<DecodePass, int>;
+  int bytes = Shared::bytes(x.pass.parts, x.width, !first, layer == 0);
+  if (!kFew) bytes = std::max(bytes, kAlone);
+  if (kFew && layer > 0 && !first) bytes = std::max(bytes, kAloneOfFew);
+  if (kFew) {
+    const int kib = preferred_kib(x.pass.layers.count);
+    if (cudaError_t e = prefer_shared_memory(kernel, kib); e != cudaSuccess) return e;
+  }
+  return launch(kernel, x.rows * x.splits, kDecodeThreads, bytes, stream, x, layer);
+}
 template <int kD, int kR>
 cudaError_t launch_layer(const DecodePass& x, int layer, cudaStream_t stream) {
-  constexpr int kShared = sizeof(DecodeShared<kD, kR>);
-  static_assert(shared_memory_fits(1, kShared));
-  const auto kernel = layer > 0 ? decode_kernel<kD, kR, false> : decode_kernel<kD, kR, true>;
-  const bool first = layer + 1 == x.pass.layers.count;
-  const auto launch = first ? launch_blocks<DecodePass, int> : launch_behind<DecodePass, int>;
-  return launch(kernel, x.rows * x.splits, kDecodeThreads, kShared, stream, x, layer);
+  return x.few ? launch_layer<kD, kR, true>(x, layer, stream)
+               : launch_layer<kD, kR, false>(x, layer, stream);
 }
 
 template <int kD>
 cudaError_t launch_merge(const DecodePass& x, cudaStream_t stream) {
-  return launch_behind(merge_kernel<kD>, x.rows * x.pass.group_heads, kMergeThreads,
-                       kMergeShared<kD>, stream, x);
+  return launch_behind(merge_kernel<kD>, x.rows * x.pass.group_heads * 2, kMergeThreads,
+                       static_cast<int>(sizeof(MergeShared<kD>)), stream, x);
 }
 
 }  // namespace jax_dsa::htree

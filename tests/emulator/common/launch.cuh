@@ -13,6 +13,11 @@
 namespace jax_dsa {
 
 template <typename... Params>
+cudaError_t prefer_shared_memory(void (*)(Params...), int) {
+  return cudaSuccess;
+}
+
+template <typename... Params>
 cudaError_t launch_blocks(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes,
                           cudaStream_t, const std::type_identity_t<Params>&... params) {
   emulator::launch_in_turn(blocks, threads, shared_bytes, [&] { kernel(params...); });

@@ -178,6 +178,10 @@ inline void counter_wait(const uint32_t* counter, uint32_t count) {
 inline void let_next_begin() {}
 inline void wait_for_previous() {}
 
+inline void count_if(int* counter, bool is) {
+  if (is) atomicAdd(counter, 1);
+}
+
 inline void prefetch_line_l2(const void*) {}
 inline uint64_t l2_policy_evict_first() { return 0; }
 inline uint64_t l2_policy_evict_last() { return 0; }
