@@ -24,7 +24,7 @@ KERNELS = {
     "fp8/matmul.cuh": ["fp8::matmul_kernel<jax_dsa::fp8::Traits<2, 2, 2, false>>"],
     "fp8/matmul_few.cuh": [
         "fp8::few_kernel<jax_dsa::fp8::Traits<1, 2, 1, true>>",
-        "fp8::thin_kernel<jax_dsa::fp8::ThinTraits<16, 3, false>>",
+        "fp8::few_kernel<jax_dsa::fp8::ThinTraits<16, 3, false>>",
     ],
     "gated_pool/pool.cuh": [
         f"gated_pool::{kernel}"

@@ -2,8 +2,8 @@
 // and 128 columns, or of 16 or 32 rows and 64 columns, and each of them a part of K. They add up
 // their sums, in the order of their ranks, by reading each other's shared memory.
 //
-// One warpgroup multiplies. Two blocks share a multiprocessor, with 96 KiB of stages each, so that
-// enough bytes are on their way; the sums of a tile take the place of the stages.
+// One warpgroup multiplies. Two or three blocks share a multiprocessor, so that enough bytes are on
+// their way; the sums of a tile take the place of the stages.
 #pragma once
 
 #include "fp8/matmul.cuh"
@@ -97,52 +97,6 @@ __device__ void reduce(const Fp8MatmulParams& p, const Item& item, const float* 
   }
 }
 
-// The end of both kernels: all blocks of the cluster leave their sums, and each adds up a part.
-template <typename Tr>
-__device__ __forceinline__ void finish(const Fp8MatmulParams& p, const Item& item,
-                                       const float* sums) {
-  if (cluster_size() > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
-  if (threadIdx.x < Tr::kMathThreads) {  // the others have few registers
-    if (p.dtype == DType::kF32) {
-      reduce<Tr, float>(p, item, sums);
-    } else if (p.dtype == DType::kBF16) {
-      reduce<Tr, __nv_bfloat16>(p, item, sums);
-    } else {
-      reduce<Tr, __half>(p, item, sums);
-    }
-  }
-  if (cluster_size() > 1) cluster_join();  // no block ends before its sums are read
-}
-
-template <typename Tr>
-__global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
-    few_kernel(const __grid_constant__ Fp8MatmulParams p, const __grid_constant__ CUtensorMap a_map,
-               const __grid_constant__ CUtensorMap b_map) {
-  static_assert(Tr::kColumns == 128);
-  static_assert(Tr::kRows * kSumStride<Tr> * sizeof(float) <= Tr::kStages * Tr::kStageBytes);
-  auto& ring = dynamic_shared<Ring<Tr>>();
-  auto* const sums = reinterpret_cast<float*>(&ring);
-  const OneItem<Tr> one(p);
-  if (threadIdx.x == 0) {
-    tma_prefetch_map(&a_map);
-    tma_prefetch_map(&b_map);
-    ring.init();
-  }
-  __syncthreads();
-  if (threadIdx.x < Tr::kMathThreads) {
-    raise_registers<Tr::kMathRegisters>();
-    math<Tr>(one.item, ring, sums);
-  } else {
-    lower_registers<Tr::kOtherRegisters>();
-    produce<Tr>(one, p, a_map, b_map, ring);
-  }
-  finish<Tr>(p, one.item, sums);
-}
-
 // ---- 32 rows or less ---------------------------------------------------------------------------
 
 // A product has 64 rows of b for its rows and those of a, 16 or 32, for its columns: little is
@@ -152,13 +106,17 @@ struct ThinTraits {
   static constexpr int kBlocks = kBlocks_;  // on a multiprocessor
   static constexpr bool kBRows = kBRows_;
   static constexpr int kRows = kRows_, kColumns = 64, kRanks = 1;
-  static constexpr bool kThin = true;
   static constexpr int kSums = kRows / 2;
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth;
   static constexpr int kStages = 200 * 1024 / kBlocks / kStageBytes;
   static constexpr int kMathThreads = 128, kThreads = kMathThreads + 128;
   static constexpr int kScaleWarps = 1, kFullArrivals = 1 + kScaleWarps + kBRows;
 };
+
+template <typename Tr>
+inline constexpr bool kIsThin = false;
+template <int kRows, int kBlocks, bool kBRows>
+inline constexpr bool kIsThin<ThinTraits<kRows, kBlocks, kBRows>> = true;
 
 template <typename Tr>
 __device__ void thin_math(const Item& item, Ring<Tr>& ring, float* sums) {
@@ -224,11 +182,33 @@ __device__ void thin_math(const Item& item, Ring<Tr>& ring, float* sums) {
   }
 }
 
+// ---- the kernel --------------------------------------------------------------------------------
+
+// All blocks of the cluster leave their sums, and each adds up a part.
+template <typename Tr>
+__device__ __forceinline__ void finish(const Fp8MatmulParams& p, const Item& item,
+                                       const float* sums) {
+  if (cluster_size() > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  if (threadIdx.x < Tr::kMathThreads) {  // the others have few registers
+    if (p.dtype == DType::kF32) {
+      reduce<Tr, float>(p, item, sums);
+    } else if (p.dtype == DType::kBF16) {
+      reduce<Tr, __nv_bfloat16>(p, item, sums);
+    } else {
+      reduce<Tr, __half>(p, item, sums);
+    }
+  }
+  if (cluster_size() > 1) cluster_join();  // no block ends before its sums are read
+}
+
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
-    thin_kernel(const __grid_constant__ Fp8MatmulParams p,
-                const __grid_constant__ CUtensorMap a_map,
-                const __grid_constant__ CUtensorMap b_map) {
+    few_kernel(const __grid_constant__ Fp8MatmulParams p, const __grid_constant__ CUtensorMap a_map,
+               const __grid_constant__ CUtensorMap b_map) {
   static_assert(Tr::kRows * kSumStride<Tr> * sizeof(float) <= Tr::kStages * Tr::kStageBytes);
   auto& ring = dynamic_shared<Ring<Tr>>();
   auto* const sums = reinterpret_cast<float*>(&ring);
@@ -240,8 +220,14 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
   }
   __syncthreads();
   if (threadIdx.x < Tr::kMathThreads) {
-    thin_math<Tr>(one.item, ring, sums);
+    if constexpr (kIsThin<Tr>) {
+      thin_math<Tr>(one.item, ring, sums);
+    } else {
+      raise_registers<Tr::kMathRegisters>();
+      math<Tr>(one.item, ring, sums);
+    }
   } else {
+    if constexpr (!kIsThin<Tr>) lower_registers<Tr::kOtherRegisters>();
     produce<Tr>(one, p, a_map, b_map, ring);
   }
   finish<Tr>(p, one.item, sums);

@@ -50,20 +50,15 @@ cudaError_t launch(const Fp8MatmulParams& p, cudaStream_t stream) {
 template <typename Tr>
 cudaError_t launch_few(const Fp8MatmulParams& p, int parts, cudaStream_t stream) {
   static_assert(shared_memory_fits(Tr::kBlocks, sizeof(Ring<Tr>)));
-  constexpr auto kernel = [] {
-    if constexpr (requires { Tr::kThin; }) {
-      return thin_kernel<Tr>;
-    } else {
-      return few_kernel<Tr>;
-    }
-  }();
   CUtensorMap a, b;
   if (cudaError_t e = encode_maps<Tr>(p, &a, &b); e != cudaSuccess) return e;
   const Tiles<Tr> tiles(p);
   if (parts == 1) {
-    return launch_blocks(kernel, tiles.all, Tr::kThreads, sizeof(Ring<Tr>), stream, p, a, b);
+    return launch_blocks(few_kernel<Tr>, tiles.all, Tr::kThreads, sizeof(Ring<Tr>), stream, p, a,
+                         b);
   }
-  return launch_clusters(kernel, tiles.all, parts, Tr::kThreads, sizeof(Ring<Tr>), stream, p, a, b);
+  return launch_clusters(few_kernel<Tr>, tiles.all, parts, Tr::kThreads, sizeof(Ring<Tr>), stream,
+                         p, a, b);
 }
 
 }  // namespace jax_dsa::fp8

@@ -133,7 +133,7 @@ __device__ __forceinline__ void load_scales(const float* from, bool valid, float
 template <typename Tr, bool kB, int kCount, typename Walk>
 __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring, int warp) {
   constexpr int kLanes = 32 * (kB ? 1 : Tr::kScaleWarps);
-  constexpr int kAll = kB ? Tr::kColumns : Tr::kRows, kOwn = (kAll + kLanes - 1) / kLanes;
+  constexpr int kAll = kB ? Tr::kColumns : Tr::kRows, kOwn = ceil_div(kAll, kLanes);
   constexpr bool kAhead = kOwn * kCount <= 4;  // more would not fit into the registers
   const int lane = threadIdx.x % 32, own = warp * 32 + lane;
   const int blocks = static_cast<int>(ceil_div(p.k, int64_t{kDepth}));
