@@ -17,7 +17,7 @@ from quick import compile_quickly  # noqa: F401
 import jax_dsa
 from jax_dsa import nn, training
 from jax_dsa.nn.cache import LayerCache
-from jax_dsa.serving import pack_records, unpack_records
+from jax_dsa.serving import unpack_records
 from jax_dsa.training.remat import RESIDUALS, SELECTION, remat_policy
 
 B, T, M = 2, 12, 16
@@ -333,13 +333,13 @@ def test_packed_documents_do_not_see_each_other(rng, sparse):
 
     def packed(params, x):
         y, aux = nnx.merge(graph, params)(x, segment_ids=SEGMENT_IDS, sparse=sparse)
-        return jnp.sin(y).sum() + x.shape[0] * T * aux.kl, (y, aux)
+        return (jnp.sin(y) ** 2).sum() + x.shape[0] * T * aux.kl, (y, aux)
 
     def alone(params, x):
         module, total, found = nnx.merge(graph, params), 0.0, []
         for b, start, end in documents():
             y, aux = module(x[b : b + 1, start:end], sparse=sparse)
-            total += jnp.sin(y).sum() + (end - start) * aux.kl
+            total += (jnp.sin(y) ** 2).sum() + (end - start) * aux.kl
             found.append((y, aux))
         return total, found
 
@@ -427,18 +427,26 @@ def test_decode_over_records_equals_the_forward_over_what_they_hold(rng, paged, 
     model = decoder(dataclasses.replace(SHARING, attention=wide))
     tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
     exact, _ = jax.jit(lambda t: model(t))(tokens)
-    project = nn.SparseMLA.project
-
-    def rounded(self, x, positions):
-        p = project(self, x, positions)
-        return p._replace(kv=unpack_records(pack_records(p.kv), p.kv.dtype))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(nn.SparseMLA, "project", rounded)
-        want, _ = jax.jit(lambda t: model(t))(tokens)
     cache = empty_cache(model, T + 2, paged=paged, fp8=True)
-    got, _ = decode_in_chunks(model, tokens, cache, (9, 1, 1, 1))
+    got, cache = decode_in_chunks(model, tokens, cache, (9, 1, 1, 1))
+
+    def held(kv):
+        records = kv.pages[kv.page_table].reshape(B, -1, 1, 656) if paged else kv.data
+        return unpack_records(records[:, :T], jnp.float32)
+
+    # Rounded anew, a key beside the middle of two codes may take the other one.
+    keys, exact_keys = [held(layer.kv) for layer in cache.layers], []
+    project, recalled = nn.SparseMLA.project, iter(keys)
+
+    def recall(self, x, positions):
+        p = project(self, x, positions)
+        exact_keys.append(p.kv)
+        return p._replace(kv=next(recalled))
+
+    monkeypatch.setattr(nn.SparseMLA, "project", recall)
+    want, exact_keys = jax.jit(lambda t: (model(t)[0], exact_keys))(tokens)
     assert_matches(got, want, 1e-4)
+    assert_matches(keys, exact_keys, 2**-4)  # half a step of e4m3
     assert np.abs(got - exact).max() > 1e-3
 
 
