@@ -17,7 +17,7 @@ from quick import compile_quickly  # noqa: F401
 import jax_dsa
 from jax_dsa import nn, training
 from jax_dsa.nn.cache import LayerCache
-from jax_dsa.serving import unpack_records
+from jax_dsa.serving import pack_records, unpack_records
 from jax_dsa.training.remat import RESIDUALS, SELECTION, remat_policy
 
 B, T, M = 2, 12, 16
@@ -346,6 +346,8 @@ def test_packed_documents_do_not_see_each_other(rng, sparse):
     (loss, (y, aux)), grads = jax.jit(jax.value_and_grad(packed, (0, 1), has_aux=True))(params, x)
     (want, found), want_grads = jax.jit(jax.value_and_grad(alone, (0, 1), has_aux=True))(params, x)
     assert_matches(loss, want, 1e-5)
+    kl = [(end - start) * own.kl for (_, start, end), (_, own) in zip(documents(), found)]
+    assert_matches(aux.kl, sum(kl) / (B * T), 1e-5)
     assert_matches(grads, want_grads, 1e-4)
     assert np.abs(np.asarray(grads[1])).max() > 1e-2
     for (b, start, end), (own, own_aux) in zip(documents(), found, strict=True):
@@ -447,6 +449,8 @@ def test_decode_over_records_equals_the_forward_over_what_they_hold(rng, paged, 
     want, exact_keys = jax.jit(lambda t: (model(t)[0], exact_keys))(tokens)
     assert_matches(got, want, 1e-4)
     assert_matches(keys, exact_keys, 2**-4)  # half a step of e4m3
+    again = [unpack_records(pack_records(x), x.dtype) for x in exact_keys]
+    assert np.mean(np.stack(keys) != np.stack(again)) < 0.01
     assert np.abs(got - exact).max() > 1e-3
 
 
@@ -610,7 +614,7 @@ def test_fp8_linear_is_a_linear_layer(rng, use_bias):
     x = hidden(rng, B, T, 40)
     y, exact = fp8(x), plain(x)
     assert y.dtype == exact.dtype == jnp.bfloat16
-    assert 0 < np.linalg.norm(y - exact) < 0.1 * np.linalg.norm(exact)
+    assert 0 < np.linalg.norm(y - exact) < 0.05 * np.linalg.norm(exact)
     want = jax_dsa.fp8_linear(x.astype(jnp.bfloat16), fp8.kernel[...])
     want = want + fp8.bias[...].astype(jnp.bfloat16) if use_bias else want
     np.testing.assert_array_equal(np.asarray(y), np.asarray(want))
