@@ -166,11 +166,17 @@ def test_what_a_call_wants_is_prepared_outside_its_time(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    order: list[str] = []
+    torch.cuda.synchronize = lambda: order.append("waited")
+
     def negated(case: Any, q: Any, records: Any, lengths: Any, indices: Any) -> tuple:
         torch.advance()
+        order.append("prepared")
         return q, -records.astype(int), lengths, indices
 
     def decode(case: Any, q: Any, records: Any, lengths: Any, indices: Any) -> Any:
+        # JAX may have given away the memory of what it was made of.
+        assert order[-1] == "waited"
         torch.advance()
         cache = jax_dsa.FlatCache(jnp.asarray(-records, jnp.uint8), jnp.asarray(lengths))
         return jax_dsa.sparse_mla_decode(jnp.asarray(q), cache, jnp.asarray(indices))

@@ -107,7 +107,15 @@ def tensors(case: Case, call: Call, key: jax.Array) -> tuple:
         out, lse = jax.jit(functools.partial(jax_dsa.sparse_mla, **options))(*args)
         args = (*args, out, lse, jax.random.normal(key, out.shape, out.dtype))
     operands = tuple(map(_tensor, jax.block_until_ready(jax.tree.leaves(args))))
-    return call.prepare(case, *operands) if call.prepare else operands
+    if call.prepare is None:
+        return operands
+    import torch
+
+    prepared = call.prepare(case, *operands)
+    # Once the operands are gone, JAX gives their memory to others: what is made of them is to be
+    # finished before.
+    torch.cuda.synchronize()
+    return prepared
 
 
 def _tensor(x: jax.Array) -> Any:

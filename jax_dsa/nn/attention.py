@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, INT32, Args
@@ -22,9 +23,18 @@ from jax_dsa.ops.masked_attention import masked_attention
 from jax_dsa.ops.sparse_mla import sparse_mla_decode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jax_dsa.nn.cache import LayerCache
     from jax_dsa.nn.config import AttentionConfig, IndexerType
     from jax_dsa.ops.cache import FlatCache, PagedCache
+
+
+SELECTION = ("dsa_topk_indices", "dsa_topk_logits")
+"""The names, for remat policies, of what an indexer selects and of its logits."""
+CHUNKED = "dsa_chunked"
+"""The name of attention's output where queries come in chunks. Their backward pass computes them
+again by itself: a block's that has to, too, would do so twice."""
 
 
 class MLAProjections(NamedTuple):
@@ -152,6 +162,56 @@ class SparseMLA(nnx.Module):
         return self.wo(values.reshape(batch, length, heads * dim))
 
 
+class _Part(NamedTuple):
+    """What belongs to some of the queries; keys are not among it."""
+
+    p: MLAProjections
+    scoring: dict[str, Any]
+    """`index_q` and `index_weights`."""
+    starts: Int[Array, "B T"] | None
+    ends: Int[Array, "B T"] | None
+    indices: Int[Array, "B T K"] | None
+
+
+def _in_parts(
+    attend: Callable[[_Part], tuple[Any, ...]],
+    part: _Part,
+    shape: tuple[int, ...],
+    chunk: int | None,
+    stripes: int,
+) -> tuple[Any, ...]:
+    """`attend` of all queries of `shape` [B, T, M]: a loss, which is a mean, then arrays of them.
+    Chunks are of the stripes, so that a device that holds a stripe has its share of each.
+    """
+    batch, length = shape[0], shape[1] // stripes
+    share = length if chunk is None else -(-chunk // stripes)
+    if length <= share:
+        return attend(part)
+    if length % share:
+        raise ValueError(
+            f"DSAttention: argument 'x' has shape {list(shape)}, want T to be a multiple of "
+            f"query_chunk = {chunk}, or less"
+        )
+    if part.ends is None:
+        rows = jnp.arange(1, shape[1] + 1, dtype=jnp.int32)
+        part = part._replace(ends=jnp.broadcast_to(rows, shape[:2]))
+
+    def cut(a: jax.Array) -> jax.Array:
+        rest = a.shape[2:]
+        a = jnp.moveaxis(a.reshape(batch, stripes, length // share, share, *rest), 2, 0)
+        return a.reshape(length // share, batch, stripes * share, *rest)
+
+    def joined(a: jax.Array) -> jax.Array:
+        rest = a.shape[3:]
+        a = jnp.moveaxis(a.reshape(length // share, batch, stripes, share, *rest), 0, 2)
+        return a.reshape(batch, stripes * length, *rest)
+
+    policy = jax.checkpoint_policies.save_only_these_names(*SELECTION)
+    kl, y, *found = jax.lax.map(jax.checkpoint(attend, policy=policy), jax.tree.map(cut, part))
+    y, *found = jax.tree.map(joined, (y, *found))
+    return None if kl is None else kl.mean(), checkpoint_name(y, CHUNKED), *found
+
+
 class DSAttention(nnx.Module):
     """DeepSeek sparse attention: MLA over the keys that a lightning indexer selects.
 
@@ -211,22 +271,33 @@ class DSAttention(nnx.Module):
         # Keys by their places in the sequence, queries as they are stored.
         kv = unstriped(stored, stripes)
         inputs: dict[str, Any] = {} if index is None else index.unstriped_keys(stripes)._asdict()
+        if sparse:
+            asked = {name: inputs.pop(name, None) for name in ("index_q", "index_weights")}
+
+            def attend(part: _Part) -> tuple[Any, ...]:
+                q = self.mla.absorbed_queries(part.p)
+                out, dsa = dsa_attention(
+                    q,
+                    kv,
+                    **part.scoring,
+                    **inputs,
+                    starts=part.starts,
+                    ends=part.ends,
+                    is_causal=part.ends is None,
+                    top_k=c.top_k if part.indices is None else None,
+                    indices=part.indices,
+                    value_dim=c.kv_rank,
+                    scale=c.scale,
+                    sinks=self.mla.sink_logits,
+                )
+                kl = None if index is None else dsa.kl
+                return kl, self.mla.output(out, part.p), dsa.lse, dsa.indices, q
+
+            part = _Part(p._replace(kv=None), asked, starts, ends, indices)
+            kl, y, lse, chosen, q = _in_parts(attend, part, x.shape, c.query_chunk, stripes)
+            return y, AttentionAux(kl, lse, chosen, q, stored, index)
         seen: dict[str, Any] = {"starts": starts, "ends": ends, "is_causal": ends is None}
         q = self.mla.absorbed_queries(p)
-        if sparse:
-            out, dsa = dsa_attention(
-                q,
-                kv,
-                **inputs,
-                **seen,
-                top_k=c.top_k if indices is None else None,
-                indices=indices,
-                value_dim=c.kv_rank,
-                scale=c.scale,
-                sinks=self.mla.sink_logits,
-            )
-            kl = None if index is None else dsa.kl
-            return self.mla.output(out, p), AttentionAux(kl, dsa.lse, dsa.indices, q, stored, index)
         whole = jax.tree.map(lambda a: unstriped(a, stripes), (p._replace(kv=stored), starts))
         y, lse = (striped(a, stripes) for a in self.mla.dense(*whole))
         kl = None

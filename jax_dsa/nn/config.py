@@ -84,12 +84,18 @@ class AttentionConfig:
     """Of the indexer's layer norms; None is `norm_eps`."""
     shares_keys: bool = False
     """The layer has no keys of its own and attends to another layer's."""
+    query_chunk: int | None = None
+    """Sparse attention to a sequence takes this many queries at a time, and computes them again in
+    the backward pass: against latent keys a query has num_heads (kv_rank + rope_dim) numbers, which
+    for long sequences are most of a step's memory. None takes all at once."""
 
     def __post_init__(self) -> None:
         """Rejects sizes that no layer can be built of."""
         args = Args("AttentionConfig", "", np.empty(0), "K")
         if self.q_rank is not None:
             args.integer("q_rank", self.q_rank, 1)
+        if self.query_chunk is not None:
+            args.integer("query_chunk", self.query_chunk, 1)
         for name in _SIZES:
             args.integer(name, getattr(self, name), 1)
         for name in ("rope_dim", "index_rope_dim"):

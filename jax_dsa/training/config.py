@@ -182,6 +182,7 @@ def v32_preset() -> TrainConfig:
         index_rope_dim=64,
         top_k=2048,
         dtype=jnp.bfloat16,
+        query_chunk=16384,
     )
     return TrainConfig(
         model=DecoderConfig(attention, vocab=VOCAB, num_layers=2, mlp_dim=4096),

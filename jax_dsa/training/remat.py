@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jax_dsa.nn.attention import CHUNKED, SELECTION
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SELECTION = ("dsa_topk_indices", "dsa_topk_logits")
 RESIDUALS = (*SELECTION, "dsa_teacher", "dsa_out", "dsa_lse")
 WARMUP = ("dsa_kl_grads",)
 
@@ -17,8 +18,8 @@ _save = jax.checkpoint_policies.save_only_these_names
 _POLICIES: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
-    "selection": _save(*SELECTION),
-    "attention": _save(*RESIDUALS, *WARMUP),
+    "selection": _save(*SELECTION, CHUNKED),
+    "attention": _save(*RESIDUALS, *WARMUP, CHUNKED),
 }
 
 
@@ -28,7 +29,8 @@ def remat_policy(name: str) -> Callable[..., Any] | None:
     - "none": save everything; nothing is recomputed.
     - "full": save nothing inside the block.
     - "selection": save the selected keys and their logits, 8 K bytes a token, so that the indexer
-      does not score and select twice.
+      does not score and select twice; and the attention's output if `AttentionConfig.query_chunk`
+      is set, which computes queries again already.
     - "attention": save also the teacher, 4 K bytes a token, and the attention's output and lse: the
       attention does not run twice either. In the warm-up save its loss's gradients, 4 bytes for
       each number of the indexer's queries and keys: dense attention's probabilities are not
