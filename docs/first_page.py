@@ -154,7 +154,7 @@ def peers(rows: list[dict[str, str]]) -> plt.Figure:
     axes.set_xticks([1, 2, 3], ["as fast", "twice", "3 times or more"], fontsize=8)
     axes.set_xticks([], minor=True)
     axes.set_yticks(range(len(shown)), [case for _, case, _ in shown], fontsize=6)
-    axes.set_ylim(-0.7, len(shown) - 0.3)
+    axes.set_ylim(len(shown) - 0.3, -0.7)  # where we lose comes first
     axes.set_xlabel(f"speed over the strongest other library's, {rows[0]['device']}", fontsize=8)
     return figure
 
