@@ -609,13 +609,15 @@ def test_queries_in_chunks(rng, changes, stripes):
         return fresh, given
 
     want = gradients()
-    for chunk in (4, 3, T, 5 * T) if stripes == 1 else (4, T):
+    for chunk in (T // stripes // 3, T // stripes // 2, T // stripes, 5 * T):
         assert_matches(gradients(query_chunk=chunk), want, 1e-5, f"chunks of {chunk}")
 
 
 def test_chunks_that_do_not_divide_the_sequence(rng):
     with pytest.raises(ValueError, match=r"'x' has shape \[2, 12, 16\], want T .* query_chunk = 5"):
         attention(query_chunk=5)(hidden(rng))
+    with pytest.raises(ValueError, match="want T / 2 stripes to be a multiple of query_chunk = 4"):
+        attention(query_chunk=4)(hidden(rng), stripes=2)
 
 
 def test_chunks_of_queries_take_less_memory():

@@ -181,15 +181,15 @@ def _in_parts(
     stripes: int,
 ) -> tuple[Any, ...]:
     """`attend` of all queries of `shape` [B, T, M]: a loss, which is a mean, then arrays of them.
-    Chunks are of the stripes, so that a device that holds a stripe has its share of each.
+    Each stripe, which is what a device holds, is cut into chunks.
     """
     batch, length = shape[0], shape[1] // stripes
-    share = length if chunk is None else -(-chunk // stripes)
-    if length <= share:
+    if chunk is None or length <= chunk:
         return attend(part)
-    if length % share:
+    if length % chunk:
+        of = "T" if stripes == 1 else f"T / {stripes} stripes"
         raise ValueError(
-            f"DSAttention: argument 'x' has shape {list(shape)}, want T to be a multiple of "
+            f"DSAttention: argument 'x' has shape {list(shape)}, want {of} to be a multiple of "
             f"query_chunk = {chunk}, or less"
         )
     if part.ends is None:
@@ -198,12 +198,12 @@ def _in_parts(
 
     def cut(a: jax.Array) -> jax.Array:
         rest = a.shape[2:]
-        a = jnp.moveaxis(a.reshape(batch, stripes, length // share, share, *rest), 2, 0)
-        return a.reshape(length // share, batch, stripes * share, *rest)
+        a = jnp.moveaxis(a.reshape(batch, stripes, length // chunk, chunk, *rest), 2, 0)
+        return a.reshape(length // chunk, batch, stripes * chunk, *rest)
 
     def joined(a: jax.Array) -> jax.Array:
         rest = a.shape[3:]
-        a = jnp.moveaxis(a.reshape(length // share, batch, stripes, share, *rest), 0, 2)
+        a = jnp.moveaxis(a.reshape(length // chunk, batch, stripes, chunk, *rest), 0, 2)
         return a.reshape(batch, stripes * length, *rest)
 
     policy = jax.checkpoint_policies.save_only_these_names(*SELECTION)

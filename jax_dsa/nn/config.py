@@ -85,9 +85,10 @@ class AttentionConfig:
     shares_keys: bool = False
     """The layer has no keys of its own and attends to another layer's."""
     query_chunk: int | None = None
-    """Sparse attention to a sequence takes this many queries at a time, and computes them again in
-    the backward pass: against latent keys a query has num_heads (kv_rank + rope_dim) numbers, which
-    for long sequences are most of a step's memory. None takes all at once."""
+    """Sparse attention to a sequence takes this many queries at a time (of each stripe, if it is
+    stored in stripes), and computes them again in the backward pass: against latent keys a query
+    has num_heads (kv_rank + rope_dim) numbers, which for long sequences are most of a step's
+    memory. T is a multiple of it, or less. None takes all at once."""
 
     def __post_init__(self) -> None:
         """Rejects sizes that no layer can be built of."""
