@@ -156,11 +156,11 @@ def measured(name: str, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any
     device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     row = {"program": name, "mesh": mesh_name(sizes), "devices": mesh.size, **device}
     config = preset("v32" if name.startswith(("layer", "v32")) else "h200", args.small)
-    if name.startswith("layer"):  # whole: chunks of queries would exchange something in each turn
+    if name.startswith("layer") and not args.small:
+        # All queries at once: `exchanged` counts what a chunk exchanges as if there were only one.
         attention = dataclasses.replace(config.model.attention, query_chunk=None)
         model = dataclasses.replace(config.model, attention=attention)
-        length = config.seq_len if args.small else int(name.split("-")[1])
-        config = dataclasses.replace(config, model=model, seq_len=length)
+        config = dataclasses.replace(config, model=model, seq_len=int(name.split("-")[1]))
     rows = 8 if name in ("fsdp", "resume") else config.batch_size * mesh.shape["data"]
     config = dataclasses.replace(config, batch_size=rows)
     tokens = rows * config.seq_len
