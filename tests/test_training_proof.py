@@ -57,6 +57,14 @@ def test_the_proof(tmp_path, monkeypatch, capsys):
     check(trainers[0], rows)
 
 
+def test_a_selection_of_all_keys_proves_nothing(tmp_path, capsys):
+    command = ["--data", "site", "--run-dir", str(tmp_path), "--preset", "cpu"]
+    command += ["--sequences", "4", "--minutes", "0,0,0"]
+    with pytest.raises(SystemExit):
+        proof.main([*command, "--top-k", str(CONFIG.seq_len)])
+    assert f"argument --top-k: {CONFIG.seq_len} keys are all" in capsys.readouterr().err
+
+
 def check(trainer, rows):
     """Losses by position and of copies, computed again."""
     program, state = trainer.program, trainer.state
