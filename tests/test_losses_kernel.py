@@ -38,7 +38,7 @@ def test_selected_keys(slots: int, masked: bool, rng: np.random.Generator) -> No
     args = (logits, teacher, valid) if masked else (logits, teacher)
     got, want = (sparse(*args, implementation=which) for which in ("cuda", "xla"))
     # A row's loss is a difference of logarithms of some units, whatever is left of it.
-    assert_matches(got[0], want[0], tol=2e-6, what="loss", least=1)
+    assert_matches(got[0], want[0], tol=2e-6, what="loss", least=0.1)
     assert_matches(got[1], want[1], tol=2e-6, what="gradient")
     again = sparse(*args, implementation="cuda")
     jax.tree.map(np.testing.assert_array_equal, got, again)

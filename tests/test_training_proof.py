@@ -30,11 +30,16 @@ def share(monkeypatch):
     jax.config.update("jax_compilation_cache_dir", before)
 
 
+def arguments(folder, top_k):
+    options = {"data": "site", "run-dir": folder, "preset": "cpu", "top-k": top_k}
+    options |= {"sequences": 4, "minutes": "0,0,0"}
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
 def test_the_proof(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
-    command = ["--data", "site", "--run-dir", str(folder), "--preset", "cpu", "--top-k", "4"]
-    command += ["--sequences", "4", "--minutes", "0,0,0"]
+    command = arguments(folder, top_k=4)
     assert proof.main([*command, "--stop-after", "0"]) == 130
     assert "stopped after step 1; the same command goes on" in capsys.readouterr().out
     assert set(json.loads((folder / "plan.json").read_text()).values()) == {proof.TRIAL}
@@ -58,10 +63,8 @@ def test_the_proof(tmp_path, monkeypatch, capsys):
 
 
 def test_a_selection_of_all_keys_proves_nothing(tmp_path, capsys):
-    command = ["--data", "site", "--run-dir", str(tmp_path), "--preset", "cpu"]
-    command += ["--sequences", "4", "--minutes", "0,0,0"]
     with pytest.raises(SystemExit):
-        proof.main([*command, "--top-k", str(CONFIG.seq_len)])
+        proof.main(arguments(tmp_path, top_k=CONFIG.seq_len))
     assert f"argument --top-k: {CONFIG.seq_len} keys are all" in capsys.readouterr().err
 
 

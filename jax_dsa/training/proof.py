@@ -63,13 +63,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     folder = args.run_dir
-    jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "compiled"))
     config = PRESETS[args.preset]()
     if args.top_k >= config.seq_len:
         parser.error(
             f"argument --top-k: {args.top_k} keys are all of a sequence, which has "
             f"{config.seq_len} tokens; sparse attention would be dense. Select fewer"
         )
+    jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "compiled"))
     attention = dataclasses.replace(config.model.attention, top_k=args.top_k)
     config = dataclasses.replace(
         config,
