@@ -228,7 +228,31 @@ def test_the_device_rests_before_every_measurement(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(timing.time, "sleep", rests.append)
     # A budget of which no machine, however busy, needs ten times for one call.
     timing._seconds_a_call(lambda x: x + 1, [(jnp.zeros(8),)], 1.0, 0.25)
-    assert rests == [0.25] * (1 + 3 + 1 + 5)  # once and several times, compiled first
+    # Once, for few calls and for many, and several times; compiled first.
+    assert rests == [0.25] * (1 + 3 + 1 + 3 + 1 + 5)
+
+
+@pytest.mark.parametrize("sets", [1, 5, 16])
+@pytest.mark.parametrize("product", [20e-6, 600e-6, 5e-3])
+def test_what_the_loop_adds_is_taken_off(
+    monkeypatch: pytest.MonkeyPatch, sets: int, product: float
+) -> None:
+    """A round's own cost is shared by its calls. Taken off as if each call had a round to itself,
+    it once made a product faster than its bytes can be copied.
+    """
+    program, chain, loop = 1e-4, 2e-6, 12e-6
+
+    def clock(fn: Any, sets: Any, _: float) -> Any:
+        products = str(jax.make_jaxpr(fn)(*sets[0])).count("dot_general")
+        return lambda rounds, _: (
+            program + rounds * (loop + len(sets) * (chain + product * products))
+        )
+
+    monkeypatch.setattr(timing, "_clock", clock)
+    monkeypatch.setattr(timing, "_overhead", timing._overhead.__wrapped__)
+    x = jnp.ones((4, 4))
+    got = timing.device_seconds(jnp.matmul, [(x, x)] * sets)
+    np.testing.assert_allclose(got, product, rtol=0.01)
 
 
 def test_selections_are_causal_and_distinct() -> None:

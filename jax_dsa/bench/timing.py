@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 # taken in turn.
 ROTATION_BYTES = 256 * 2**20
 MAX_ROTATION = 16
+# A round of the loop has calls for so long, if MAX_ROTATION are enough: its own cost, some 10 us in
+# which the device waits for the host, is then little of them.
+ROUND_SECONDS = 4e-3
 
 
 def tree_bytes(tree: Any) -> int:
@@ -45,37 +49,66 @@ def _loop(fn: Callable[..., Any], count: int, sets: Sequence[tuple]) -> jax.Arra
     )
 
 
-def _seconds_a_call(
-    fn: Callable[..., Any], sets: Sequence[tuple], budget: float, rest: float = 0.0
-) -> float:
+def _clock(
+    fn: Callable[..., Any], sets: Sequence[tuple], rest: float
+) -> Callable[[int, int], float]:
+    """A function of rounds and repeats: the median time of so many rounds."""
     run = jax.jit(functools.partial(_loop, fn), static_argnums=0)
 
-    def wall(count: int) -> float:
+    def wall(rounds: int) -> float:
         time.sleep(rest)
         start = time.perf_counter()
-        run(count, sets).block_until_ready()
+        run(rounds, sets).block_until_ready()
         return time.perf_counter() - start
 
-    def median(count: int, repeats: int) -> float:
-        wall(count)  # compiles
-        return statistics.median(wall(count) for _ in range(repeats))
+    def median(rounds: int, repeats: int) -> float:
+        wall(rounds)  # compiles
+        return statistics.median(wall(rounds) for _ in range(repeats))
 
+    return median
+
+
+def _seconds_a_call(
+    fn: Callable[..., Any], sets: Sequence[tuple], budget: float, rest: float = 0.0
+) -> tuple[float, int]:
+    """With what the loop adds; and how many calls a round had."""
+    median = _clock(fn, sets, rest)
     once = median(1, 3)
+    times = math.ceil(min(MAX_ROTATION / len(sets), ROUND_SECONDS / once))
+    if times > 1:
+        sets = [*sets] * times
+        median = _clock(fn, sets, rest)
+        once = median(1, 3)
+    calls = len(sets)
     if once > 10 * budget:  # what it takes to launch the program does not show
-        return once / len(sets)
-    count = max(3, min(1000, round(budget / once)))
-    total = median(count, 5)
+        return once / calls, calls
+    rounds = max(3, min(1000, round(budget / once)))
+    total = median(rounds, 5)
     # The difference of two counts, so that launching the program and waiting for it drop out. On a
     # busy host it can be all noise.
     if total > once:
-        return (total - once) / ((count - 1) * len(sets))
-    return total / (count * len(sets))
+        return (total - once) / ((rounds - 1) * calls), calls
+    return total / (rounds * calls), calls
 
 
 @functools.cache
 def _overhead() -> float:
-    """What the loop itself costs a call: the chaining of one result into the next call."""
-    return _seconds_a_call(lambda x: x, [(jnp.zeros(8),)], 0.02)
+    """What the loop adds to each call of a full round: its own cost, and what chains a result to
+    the next call.
+
+    A call of one product takes it once, and a call of two, one after the other, takes it once.
+    Products keep the device busy, so that it is not the host's launches that are measured: beside
+    an operator's kernels those do not show.
+    """
+    x, w = (jax.random.normal(key, (512, 512)) for key in jax.random.split(jax.random.key(0)))
+
+    def seconds(products: int) -> float:
+        def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+            return functools.reduce(jnp.matmul, [w] * products, x)
+
+        return _seconds_a_call(fn, [(x, w)] * MAX_ROTATION, 0.02)[0]
+
+    return max(0.0, 2 * seconds(1) - seconds(2))
 
 
 def device_seconds(
@@ -89,5 +122,7 @@ def device_seconds(
         budget: seconds to spend on one measurement, of which there are five.
         rest: seconds to leave the device idle before each measurement.
     """
-    raw = _seconds_a_call(fn, sets, budget, rest)
-    return raw - min(_overhead(), raw / 2)
+    seconds, calls = _seconds_a_call(fn, sets, budget, rest)
+    if calls < MAX_ROTATION:  # long ones
+        return seconds
+    return seconds - min(_overhead(), seconds / 2)
