@@ -39,6 +39,12 @@ EXPLANATIONS = {
     frozenset(["common/ptx.cuh:cp_async_16", "common/ptx.cuh:load_matrix_x4"]): "load_matrix",
     frozenset(
         [
+            *("common/ptx.cuh:cp_async_16_alone", "common/ptx.cuh:load_shared_16"),
+            "common/ptx.cuh:store_shared_16",
+        ]
+    ): "in_place",
+    frozenset(
+        [
             *("fp8/matmul_tile.cuh:bring_scales", "fp8/matmul_tile.cuh:scales"),
             *("fp8/matmul_few.cuh:thin_math", "common/ptx.cuh:load_shared_16"),
         ]
@@ -93,6 +99,9 @@ EXPLANATIONS = {
     frozenset(
         ["masked_attention/bwd_producer.cuh:build_bits", "masked_attention/scores.cuh:hide"]
     ): ("elected_arrival"),
+    frozenset(
+        ["mqa_decode/plan.cuh:ShareFinder", "mqa_decode/plan.cuh:Walk", "mqa_decode/plan.cuh:next"]
+    ): "both_wait",
     frozenset(["mqa_decode/few.cuh:hide_scores", "mqa_decode/few.cuh:produce_few"]): (
         "beside_copies"
     ),

@@ -136,14 +136,10 @@ class RecordsInPlace {
         cp_async_16_alone(at + j * kBlockBytes, from + j * 128, its >= 0, policy);
       }
     }
+    // Where there is no record, codes and scales are zeros.
     if (lane % 8 / 2 == half) {
-      const uint32_t at = whole_sum(to, place(lane / 8 + lane % 2 * 4, 0));
-      if (row >= 0) {
-        cp_async_16_alone(at, record(row) + 512, true, policy);
-      } else {
-        constexpr uint32_t kOne = 0x3f800000;
-        store_shared_16(at, {kOne, kOne, kOne, kOne});
-      }
+      cp_async_16_alone(whole_sum(to, place(lane / 8 + lane % 2 * 4, 0)), record(max(row, 0)) + 512,
+                        row >= 0, policy);
     }
     if (half == 0) return;
     // The ninth block is freed with the second half.
