@@ -228,8 +228,7 @@ def test_the_device_rests_before_every_measurement(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(timing.time, "sleep", rests.append)
     # A budget of which no machine, however busy, needs ten times for one call.
     timing._seconds_a_call(lambda x: x + 1, [(jnp.zeros(8),)], 1.0, 0.25)
-    # Once, for few calls and for many, and several times; compiled first.
-    assert rests == [0.25] * (1 + 3 + 1 + 3 + 1 + 5)
+    assert [rest for rest in rests if rest] == [0.25] * (3 + 5)  # one round, and several
 
 
 @pytest.mark.parametrize("sets", [1, 5, 16])
@@ -242,11 +241,10 @@ def test_what_the_loop_adds_is_taken_off(
     """
     program, chain, loop = 1e-4, 2e-6, 12e-6
 
-    def clock(fn: Any, sets: Any, _: float) -> Any:
+    def clock(fn: Any, sets: Any) -> Any:
         products = str(jax.make_jaxpr(fn)(*sets[0])).count("dot_general")
-        return lambda rounds, _: (
-            program + rounds * (loop + len(sets) * (chain + product * products))
-        )
+        a_round = loop + len(sets) * (chain + product * products)
+        return lambda rounds, *_: program + rounds * a_round
 
     monkeypatch.setattr(timing, "_clock", clock)
     monkeypatch.setattr(timing, "_overhead", timing._overhead.__wrapped__)

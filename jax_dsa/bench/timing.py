@@ -49,21 +49,21 @@ def _loop(fn: Callable[..., Any], count: int, sets: Sequence[tuple]) -> jax.Arra
     )
 
 
-def _clock(
-    fn: Callable[..., Any], sets: Sequence[tuple], rest: float
-) -> Callable[[int, int], float]:
-    """A function of rounds and repeats: the median time of so many rounds."""
+def _clock(fn: Callable[..., Any], sets: Sequence[tuple]) -> Callable[[int, int, float], float]:
+    """A function of rounds, repeats and rest: the median time of so many rounds, each after a
+    rest.
+    """
     run = jax.jit(functools.partial(_loop, fn), static_argnums=0)
 
-    def wall(rounds: int) -> float:
+    def wall(rounds: int, rest: float) -> float:
         time.sleep(rest)
         start = time.perf_counter()
         run(rounds, sets).block_until_ready()
         return time.perf_counter() - start
 
-    def median(rounds: int, repeats: int) -> float:
-        wall(rounds)  # compiles
-        return statistics.median(wall(rounds) for _ in range(repeats))
+    def median(rounds: int, repeats: int, rest: float) -> float:
+        wall(rounds, 0.0)  # compiles
+        return statistics.median(wall(rounds, rest) for _ in range(repeats))
 
     return median
 
@@ -72,18 +72,18 @@ def _seconds_a_call(
     fn: Callable[..., Any], sets: Sequence[tuple], budget: float, rest: float = 0.0
 ) -> tuple[float, int]:
     """With what the loop adds; and how many calls a round had."""
-    median = _clock(fn, sets, rest)
-    once = median(1, 3)
-    times = math.ceil(min(MAX_ROTATION / len(sets), ROUND_SECONDS / once))
+    median = _clock(fn, sets)
+    roughly = median(1, 1, 0.0)
+    times = math.ceil(min(MAX_ROTATION / len(sets), ROUND_SECONDS / roughly))
     if times > 1:
         sets = [*sets] * times
-        median = _clock(fn, sets, rest)
-        once = median(1, 3)
+        median = _clock(fn, sets)
+    once = median(1, 3, rest)
     calls = len(sets)
     if once > 10 * budget:  # what it takes to launch the program does not show
         return once / calls, calls
     rounds = max(3, min(1000, round(budget / once)))
-    total = median(rounds, 5)
+    total = median(rounds, 5, rest)
     # The difference of two counts, so that launching the program and waiting for it drop out. On a
     # busy host it can be all noise.
     if total > once:
