@@ -22,8 +22,10 @@ def by_sorting(x: np.ndarray, k: int) -> np.ndarray:
     return np.pad(best, ((0, 0), (0, k - best.shape[-1])), constant_values=-1)
 
 
-def rows(kind: str, count: int, size: int, rng: np.random.Generator) -> np.ndarray:
+def rows(kind: str, count: int, size: int, k: int, rng: np.random.Generator) -> np.ndarray:
     x = rng.standard_normal((count, size), np.float32)
+    if kind == "edge":
+        return at_an_edge(count, size, k, rng)
     if kind == "plateau":
         return np.maximum(x - 2, 0)
     if kind == "equal":
@@ -39,7 +41,31 @@ def rows(kind: str, count: int, size: int, rng: np.random.Generator) -> np.ndarr
     return x
 
 
-KINDS = ["normal", "plateau", "equal", "one coarse bin", "few values", "ascending", "mostly masked"]
+def at_an_edge(count: int, size: int, k: int, rng: np.random.Generator) -> np.ndarray:
+    """The k-th largest is just above 1, and many values are just below: an edge of the bins by
+    which short rows are bracketed. Of the positions that are sampled for the bracket too many hold
+    large values, so that it begins there.
+    """
+    i = np.arange(size)
+    more = (6 * np.sqrt(k / 8) + 8) / (size / 8)
+    sampled = (i % 4 == 0) & (i // 128 % 2 == 0)
+    large = np.where(sampled, k / size + more, k / size - more / 7 - 14 / size)
+    u, v = rng.random((2, count, size))
+    below = np.where(u < large + 0.1, 1 - 1e-5 * (v + 0.01), v / 2)
+    near = np.where(u < large + 20 / size, 1 + 1e-6 * v, below)
+    return np.where(u < large, 1.1 + 0.3 * v, near).astype(np.float32)
+
+
+KINDS = [
+    "edge",
+    "normal",
+    "plateau",
+    "equal",
+    "one coarse bin",
+    "few values",
+    "ascending",
+    "mostly masked",
+]
 # Rows held in registers, streamed by one block, and streamed by a cluster; aligned and not.
 SHAPES = [
     (300, 4096, 2048),
@@ -54,7 +80,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernel_is_exact(kind: str, shape: tuple[int, int, int], rng: np.random.Generator) -> None:
     count, size, k = shape
-    x = rows(kind, count, size, rng)
+    x = rows(kind, count, size, k, rng)
     indices, values = topk(jnp.asarray(x), k, return_values=True, implementation="cuda")
     want = by_sorting(x, k)
     np.testing.assert_array_equal(np.asarray(indices), want)
@@ -63,7 +89,7 @@ def test_kernel_is_exact(kind: str, shape: tuple[int, int, int], rng: np.random.
 
 
 def test_kernel_repeats_itself(rng: np.random.Generator) -> None:
-    x = jnp.asarray(rows("few values", 500, 32768, rng))
+    x = jnp.asarray(rows("few values", 500, 32768, 2048, rng))
     first = np.asarray(topk(x, 2048, implementation="cuda"))
     for _ in range(20):
         np.testing.assert_array_equal(np.asarray(topk(x, 2048, implementation="cuda")), first)

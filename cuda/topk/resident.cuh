@@ -111,7 +111,8 @@ struct Held {
     L::keep(L::base(), scale);
     const int above = L::sum_warps(L::base(), __reduce_add_sync(kAllLanes, own), 1).y;
     const int4 found = L::find_bin(wanted - above);
-    if (above >= wanted || found.z == 0 || found.z > kFew) return false;
+    // In the lowest bin there is also what lies less than a quarter of one below the bracket.
+    if (above >= wanted || found.z == 0 || found.z > kFew || found.x == 0) return false;
     const int place = __float_as_int(kMagic) + found.x;
     scale = L::reload(L::base());
 #pragma unroll

@@ -27,12 +27,13 @@ enum class Kind {
   kDigits,
   kOutlier,
   kComb,
+  kEdge,
   kMinusInf,
   kCount
 };
 inline const char* const kNames[] = {"normal",  "relu",    "plateau",   "equal",
                                      "one bin", "special", "ascending", "descending",
-                                     "digits",  "outlier", "comb",      "-inf"};
+                                     "digits",  "outlier", "comb",      "edge", "-inf"};
 
 __host__ __device__ inline uint32_t hash(uint64_t x) {
   x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdull;
@@ -72,6 +73,15 @@ __host__ __device__ inline float sample(Kind kind, uint64_t seed, int64_t row, i
       return i == size / 2 ? 1e30f : 1 + .25f * v;
     case Kind::kComb:  // as periodic as the sampling of a row may be
       return i / 4 % 16 == row % 16 ? normal + 4 : normal;
+    case Kind::kEdge: {  // the k-th largest right above a bin's edge, many values right below it
+      // Of a short row's sample too many are large, so that the bin is the lowest of the guess.
+      const float more = (6 * std::sqrt(k / 8.f) + 8) / (size / 8.f), share = float(k) / size;
+      const bool sampled = i % 4 == 0 && i / 128 % 2 == 0;
+      const float large = sampled ? share + more : share - more / 7 - 14.f / size;
+      if (u < large) return 1.1f + .3f * v;
+      if (u < large + 20.f / size) return 1 + 1e-6f * v;
+      return u < large + .1f ? 1 - 1e-5f * (v + .01f) : .5f * v;
+    }
     default:
       return -INFINITY;
   }

@@ -12,8 +12,13 @@ from jax_dsa import topk, topk_indices, topk_mask
 
 
 def rows(c: Draw, r: Draw, *shape: int) -> np.ndarray:
-    """Rows with ties, signed zeros, infinities and NaN; some all -inf."""
+    """Rows with ties, signed zeros, infinities and NaN; some all -inf; some with values that depend
+    on where they are, which a sample of positions may misjudge.
+    """
     x = r.rng.normal(size=shape)
+    if r.chance():
+        period = 2 ** r.rng.integers(1, 10)
+        x += r.rng.random() * (np.arange(shape[-1]) % period < period / 2)
     x = r.one(x, x.round(), x * 1e4, np.zeros(shape), r.limits(f32, *shape), x.round(1))
     special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 3e38]
     if r.hostile and r.chance():
