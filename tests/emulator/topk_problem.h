@@ -31,9 +31,9 @@ enum class Kind {
   kMinusInf,
   kCount
 };
-inline const char* const kNames[] = {"normal",  "relu",    "plateau",   "equal",
-                                     "one bin", "special", "ascending", "descending",
-                                     "digits",  "outlier", "comb",      "edge", "-inf"};
+inline const char* const kNames[] = {"normal",  "relu",      "plateau",    "equal",  "one bin",
+                                     "special", "ascending", "descending", "digits", "outlier",
+                                     "comb",    "edge",      "-inf"};
 
 __host__ __device__ inline uint32_t hash(uint64_t x) {
   x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdull;
