@@ -29,6 +29,10 @@ REASONS = {
     r"sparse_mla forward": (
         "A query has few pairs of tiles. Its start and its end are a large part of the time."
     ),
+    r"fp8 forward, M(16|128) ": (
+        "Few rows are bound by reading the other operand. 7 us of start and end are not hidden. "
+        "([Log](design/fp8.md))"
+    ),
     r"fp8": (
         "A block of K takes 1400 clocks, and the tensor cores need 1024 of them. A tile takes 2 us "
         "beside its blocks. ([Log](design/fp8.md))"

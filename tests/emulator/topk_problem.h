@@ -28,12 +28,13 @@ enum class Kind {
   kOutlier,
   kComb,
   kEdge,
+  kMixed,
   kMinusInf,
   kCount
 };
 inline const char* const kNames[] = {"normal",  "relu",      "plateau",    "equal",  "one bin",
                                      "special", "ascending", "descending", "digits", "outlier",
-                                     "comb",    "edge",      "-inf"};
+                                     "comb",    "edge",      "mixed",      "-inf"};
 
 __host__ __device__ inline uint32_t hash(uint64_t x) {
   x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdull;
@@ -81,6 +82,22 @@ __host__ __device__ inline float sample(Kind kind, uint64_t seed, int64_t row, i
       if (u < large) return 1.1f + .3f * v;
       if (u < large + 20.f / size) return 1 + 1e-6f * v;
       return u < large + .1f ? 1 - 1e-5f * (v + .01f) : .5f * v;
+    }
+    case Kind::kMixed: {  // each row by a recipe of its own: tails, steps, places, edges
+      const uint64_t recipe = hash(seed * 0x51ed270b0a1f39c1ull + row);
+      const auto pick = [&](int n, int which) {
+        return static_cast<int>(hash(recipe * 7 + which) % n);
+      };
+      const int period = 1 << (1 + pick(12, 0)), phase = static_cast<int>(i % period);
+      const float scales[] = {1e-30f, 1e-3f, .1f, 1.f, 3.f, 30.f};
+      const float wide = scales[pick(6, 1)];
+      float x = pick(3, 2) == 0 ? normal : pick(2, 3) ? std::exp(wide * normal) : wide * normal;
+      if (pick(2, 4)) x += scales[1 + pick(4, 5)] * (2 * phase < period);
+      if (pick(3, 6) == 0) x *= std::exp(-wide * phase / period);
+      if (pick(3, 7) == 0) x = std::floor(x * 16) / 16;
+      if (pick(4, 8) == 0) x = x > 0.f ? x : 0.f;
+      if (pick(4, 9) == 0) x = -x;
+      return x;
     }
     default:
       return -INFINITY;
