@@ -114,6 +114,7 @@ const Case kCases[] = {
     {"steps without slots", 1, 240, 5, 64, 1, 512, 4, false, true, true},
     {"no slots", 1, 3, 10, 16, 1, 576, 0},
     {"16 heads", 1, 16, 700, 16, 1, 576, 330, false, false, false, 0, 1.f, true, 8},
+    {"16 heads, alike", 1, 8, 700, 16, 1, 576, 330, false, false, false, 0, 1.f, true, 0, .97f},
     {"16 heads, empty queries", 2, 12, 300, 16, 1, 512, 150, true, true, true, 2},
     {"8 heads, repeated keys", 1, 16, 30, 8, 1, 576, 70, false, true},
     {"13 heads, sharp", 1, 9, 200, 13, 1, 576, 320, false, true, true, 1, 12.f},

@@ -25,6 +25,7 @@ struct Case {
   float q_size = 1.f;
   bool sorted = false;   // distinct keys in ascending order, as top-k selects them
   int shared_tiles = 0;  // at least so many that neighbouring queries have in common
+  float alike = 0;       // of sorted keys, the share that the query before has, too
 };
 
 struct Problem {
@@ -71,6 +72,14 @@ inline Problem make(const Case& c, uint64_t seed) {
     std::vector<int> all(c.keys), some;
     std::iota(all.begin(), all.end(), 0);
     std::sample(all.begin(), all.end(), std::back_inserter(some), c.slots, random);
+    if (row / c.groups % c.queries > 0) {
+      const auto before = p.indices.begin() + (row - c.groups) * c.slots;
+      for (size_t i = 0; i < some.size(); ++i) {
+        const bool there = std::count(some.begin(), some.end(), before[i]) > 0;
+        if (!there && std::generate_canonical<float, 24>(random) < c.alike) some[i] = before[i];
+      }
+      std::sort(some.begin(), some.end());
+    }
     some.resize(c.slots, -1);
     std::copy(some.begin(), some.end(), p.indices.begin() + row * c.slots);
   }
