@@ -70,8 +70,8 @@ def _clock(fn: Callable[..., Any], sets: Sequence[tuple]) -> Callable[[int, int,
 
 def _seconds_a_call(
     fn: Callable[..., Any], sets: Sequence[tuple], budget: float, rest: float = 0.0
-) -> tuple[float, int]:
-    """With what the loop adds; and how many calls a round had."""
+) -> float:
+    """With what the loop adds."""
     median = _clock(fn, sets)
     roughly = median(1, 1, 0.0)
     times = math.ceil(min(MAX_ROTATION / len(sets), ROUND_SECONDS / roughly))
@@ -81,20 +81,20 @@ def _seconds_a_call(
     once = median(1, 3, rest)
     calls = len(sets)
     if once > 10 * budget:  # what it takes to launch the program does not show
-        return once / calls, calls
+        return once / calls
     rounds = max(3, min(1000, round(budget / once)))
     total = median(rounds, 5, rest)
     # The difference of two counts, so that launching the program and waiting for it drop out. On a
     # busy host it can be all noise.
     if total > once:
-        return (total - once) / ((rounds - 1) * calls), calls
-    return total / (rounds * calls), calls
+        return (total - once) / ((rounds - 1) * calls)
+    return total / (rounds * calls)
 
 
 @functools.cache
 def _overhead() -> float:
     """What the loop adds to each call of a full round: its own cost, and what chains a result to
-    the next call.
+    the next call. To those of a shorter round, which are long, it adds more, which does not show.
 
     A call of one product takes it once, and a call of two, one after the other, takes it once.
     Products keep the device busy, so that it is not the host's launches that are measured: beside
@@ -106,7 +106,7 @@ def _overhead() -> float:
         def fn(x: jax.Array, w: jax.Array) -> jax.Array:
             return functools.reduce(jnp.matmul, [w] * products, x)
 
-        return _seconds_a_call(fn, [(x, w)] * MAX_ROTATION, 0.02)[0]
+        return _seconds_a_call(fn, [(x, w)] * MAX_ROTATION, 0.02)
 
     return max(0.0, 2 * seconds(1) - seconds(2))
 
@@ -122,7 +122,5 @@ def device_seconds(
         budget: seconds to spend on one measurement, of which there are five.
         rest: seconds to leave the device idle before each measurement.
     """
-    seconds, calls = _seconds_a_call(fn, sets, budget, rest)
-    if calls < MAX_ROTATION:  # long ones
-        return seconds
-    return seconds - min(_overhead(), seconds / 2)
+    raw = _seconds_a_call(fn, sets, budget, rest)
+    return raw - min(_overhead(), raw / 2)
