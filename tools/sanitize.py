@@ -100,11 +100,8 @@ EXPLANATIONS = {
         ["masked_attention/bwd_producer.cuh:build_bits", "masked_attention/scores.cuh:hide"]
     ): ("elected_arrival"),
     frozenset(
-        [
-            *("mqa_decode/plan.cuh:ShareFinder", "mqa_decode/plan.cuh:find_last_item"),
-            *("mqa_decode/plan.cuh:Walk", "mqa_decode/plan.cuh:next"),
-        ]
-    ): "elected_arrival",
+        ["mqa_decode/plan.cuh:ShareFinder", "mqa_decode/plan.cuh:Walk", "mqa_decode/plan.cuh:next"]
+    ): "both_wait",
     frozenset(["mqa_decode/few.cuh:hide_scores", "mqa_decode/few.cuh:produce_few"]): (
         "beside_copies"
     ),
