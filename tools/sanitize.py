@@ -100,8 +100,11 @@ EXPLANATIONS = {
         ["masked_attention/bwd_producer.cuh:build_bits", "masked_attention/scores.cuh:hide"]
     ): ("elected_arrival"),
     frozenset(
-        ["mqa_decode/plan.cuh:ShareFinder", "mqa_decode/plan.cuh:Walk", "mqa_decode/plan.cuh:next"]
-    ): "both_wait",
+        [
+            *("mqa_decode/plan.cuh:ShareFinder", "mqa_decode/plan.cuh:find_last_item"),
+            *("mqa_decode/plan.cuh:Walk", "mqa_decode/plan.cuh:next"),
+        ]
+    ): "warpgroup_arrival",
     frozenset(["mqa_decode/few.cuh:hide_scores", "mqa_decode/few.cuh:produce_few"]): (
         "beside_copies"
     ),

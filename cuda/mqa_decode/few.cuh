@@ -214,11 +214,12 @@ __global__ void __launch_bounds__(kFewThreads, kFewBlocks)
   constexpr int kConsumer = kRecords ? 160 : 192, kProducer = kRecords ? 96 : 64;
   static_assert(registers_fit(kFewBlocks, 1, kConsumer, kProducer));
   auto& shared = dynamic_shared<FewShared<Tr>>();
+  initialise(shared.notes.share);
   sparse_mla::initialise(shared);
   let_next_begin();
   if (threadIdx.x / 128 == 1) {
     lower_registers<kProducer>();
-    wait_for_share<128>();
+    wait_for(shared.notes.share);
     produce_few<Tr, kRecords>(p, shared);
   } else {
     ShareFinder<128>(p, shared.notes.scratch, shared.notes.share).find_last_item();

@@ -25,7 +25,7 @@ namespace jax_dsa::mqa_decode {
 
 inline constexpr int kItemCost = 2;  // in tiles: until an item's first keys are there, and its end
 inline constexpr int kMaxMembers = 8;
-enum ShareBarrier { kSumsHere = 6, kShareHere };  // named barriers that no other code has
+inline constexpr int kSumsHere = 6;  // a named barrier that no other code has
 inline constexpr int kMaxTeams = 2 * kMostProcessors;
 
 // a / b of a >= 0 and b > 0, which is a power of two more often than not; a division takes a
@@ -125,17 +125,19 @@ struct Share {
   Position first;
   Seen seen;  // by the first item's queries
   int work;
-  int alike;   // what every item counts for where all are treated alike, in tiles; or 0
-  int pieces;  // known after `find_last_item`
+  int alike;      // what every item counts for where all are treated alike, in tiles; or 0
+  int pieces;     // known after `find_last_item`
+  uint64_t here;  // completes when all but `pieces` is written
 };
 
-template <int kThreads>
-__device__ void wait_for_share() {
-  named_barrier_sync<kThreads + 128>(kShareHere);
+// Before all threads meet.
+__device__ inline void initialise(Share& share) {
+  if (threadIdx.x == 0) mbarrier_init(&share.here, 1);
 }
+__device__ inline void wait_for(Share& share) { mbarrier_wait(&share.here, 0); }
 
 // Finds this block's share, by the warpgroups that multiply, whose kThreads threads each know some
-// requests' part of all work. The producer calls `wait_for_share` and begins; `find_last_item`
+// requests' part of all work. The producer waits for it and begins; `find_last_item`
 // tells the others how many pieces there are.
 template <int kThreads>
 struct ShareFinder {
@@ -205,7 +207,8 @@ struct ShareFinder {
       share.first = {item.batch, item.number, begin - item.begin};
       share.seen = item.seen;
     }
-    wait_for_share<kThreads>();
+    named_barrier_sync<kThreads>(kSumsHere);
+    if (threadIdx.x == 0) mbarrier_arrive(&share.here);
   }
 
   // Counts the pieces; and if the last item is cut at the share's end and begins with it, writes

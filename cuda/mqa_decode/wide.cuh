@@ -245,12 +245,13 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
   constexpr int kConsumer = kRecords ? 208 : 216, kProducer = kRecords ? 88 : 72;
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<WideShared<kD>>();
+  initialise(shared.notes.share);
   sparse_mla::initialise(shared);
   let_next_begin();
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 2) {
     lower_registers<kProducer>();
-    wait_for_share<256>();
+    wait_for(shared.notes.share);
     produce_wide<kD, kRecords>(p, shared);
     return;
   }
