@@ -23,9 +23,9 @@ def by_sorting(x: np.ndarray, k: int) -> np.ndarray:
 
 
 def rows(kind: str, count: int, size: int, k: int, rng: np.random.Generator) -> np.ndarray:
-    x = rng.standard_normal((count, size), np.float32)
     if kind == "edge":
         return at_an_edge(count, size, k, rng)
+    x = rng.standard_normal((count, size), np.float32)
     if kind == "plateau":
         return np.maximum(x - 2, 0)
     if kind == "equal":
