@@ -15,10 +15,11 @@ using F32 = ffi::Buffer<ffi::F32>;
 using S32 = ffi::Buffer<ffi::S32>;
 using Bool = ffi::Buffer<ffi::PRED>;
 
-// logits and teacher [B, T, K], valid [B, T, K]? -> KL and counts [B, T], gradient [B, T, K]
+// logits and teacher [B, T, K], valid [B, T, K]?
+// -> KL and counts [B, T], gradient times the share [B, T, K]
 ffi::Error indexer_kl_loss_fwd(cudaStream_t stream, F32 logits, F32 teacher, ffi::AnyBuffer valid,
-                               ffi::Result<F32> kl, ffi::Result<Bool> counts,
-                               ffi::Result<F32> grad) {
+                               ffi::Result<F32> kl, ffi::Result<Bool> counts, ffi::Result<F32> grad,
+                               float share) {
   constexpr const char* kOp = "indexer_kl_loss_fwd";
   const auto dims = logits.dimensions();
   if (dims.size() != 3) return invalid_argument(kOp, "logits is not of rank 3");
@@ -34,20 +35,23 @@ ffi::Error indexer_kl_loss_fwd(cudaStream_t stream, F32 logits, F32 teacher, ffi
   params.kl = kl->typed_data();
   params.counts = counts->typed_data();
   params.grad = grad->typed_data();
+  params.share = share;
   params.rows = dims[0] * dims[1];
   params.slots = dims[2];
   return launch_status(kOp, launch_kl_rows(params, stream));
 }
 
-// gradient [B, T, K] of each row's KL, factor [B, T] -> their product
-ffi::Error indexer_kl_loss_bwd(cudaStream_t stream, F32 grad, F32 factor, ffi::Result<F32> out) {
+// gradient [B, T, K] of each row's KL times the share, factor [B, T]
+// -> their product over the share
+ffi::Error indexer_kl_loss_bwd(cudaStream_t stream, F32 grad, F32 factor, ffi::Result<F32> out,
+                               float share) {
   constexpr const char* kOp = "indexer_kl_loss_bwd";
   const auto dims = grad.dimensions();
   if (dims.size() != 3) return invalid_argument(kOp, "the gradient is not of rank 3");
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "factor", factor.dimensions(), {}, {dims[0], dims[1]}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "out", out->dimensions(), dims, {}));
-  const ScaleRowsParams params = {grad.typed_data(), factor.typed_data(), out->typed_data(),
-                                  dims[0] * dims[1], dims[2]};
+  const ScaleRowsParams params = {grad.typed_data(), factor.typed_data(), share,
+                                  out->typed_data(), dims[0] * dims[1],   dims[2]};
   return launch_status(kOp, launch_scale_rows(params, stream));
 }
 
@@ -132,7 +136,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(IndexerKlLossFwd, jax_dsa::indexer_kl_loss_fwd,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<jax_dsa::F32>()
                                   .Ret<jax_dsa::Bool>()
-                                  .Ret<jax_dsa::F32>(),
+                                  .Ret<jax_dsa::F32>()
+                                  .Attr<float>("share"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(IndexerKlLossBwd, jax_dsa::indexer_kl_loss_bwd,
@@ -140,7 +145,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(IndexerKlLossBwd, jax_dsa::indexer_kl_loss_bwd,
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<jax_dsa::F32>()
                                   .Arg<jax_dsa::F32>()
-                                  .Ret<jax_dsa::F32>(),
+                                  .Ret<jax_dsa::F32>()
+                                  .Attr<float>("share"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DenseIndexerKlLossFwd, jax_dsa::dense_indexer_kl_loss_fwd,

@@ -39,8 +39,8 @@ nb::dict targets() {
   out["jax_dsa.htree_bwd.v1"] = capsule(HTreeBwd);
   out["jax_dsa.htree_decode.v1"] = capsule(HTreeDecode);
   out["jax_dsa.htree_fwd.v1"] = capsule(HTreeFwd);
-  out["jax_dsa.indexer_kl_loss_bwd.v1"] = capsule(IndexerKlLossBwd);
-  out["jax_dsa.indexer_kl_loss_fwd.v1"] = capsule(IndexerKlLossFwd);
+  out["jax_dsa.indexer_kl_loss_bwd.v2"] = capsule(IndexerKlLossBwd);
+  out["jax_dsa.indexer_kl_loss_fwd.v2"] = capsule(IndexerKlLossFwd);
   out["jax_dsa.indexer_logits_fwd.v1"] = capsule(IndexerLogitsFwd);
   out["jax_dsa.indexer_topk_bwd.v1"] = capsule(IndexerTopkBwd);
   out["jax_dsa.indexer_topk_fwd.v1"] = capsule(IndexerTopkFwd);

@@ -20,6 +20,7 @@ import jax_dsa
 from jax_dsa import dense_indexer_kl_loss, indexer_kl_loss
 from jax_dsa.core import streaming
 from jax_dsa.ops.losses import xla
+from jax_dsa.ops.losses.api import mean_over_rows
 from jax_dsa.ops.losses.spec import DenseOperands, DenseOptions
 
 INF, NAN = np.inf, np.nan
@@ -79,6 +80,13 @@ def test_no_row_counts(shape):
     loss, grad = value_and_grad(np.full(shape, -INF, np.float32), np.ones(shape, np.float32))
     assert loss == 0
     np.testing.assert_array_equal(grad, np.zeros(shape))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 49, 1000, 8192, 99991])
+def test_the_share_of_a_row_is_exact(rows):
+    """Or the kernel multiplies all gradients again, by 1."""
+    share = jax.jit(jax.grad(lambda kl: mean_over_rows(kl, jnp.ones(rows, bool), rows)))
+    np.testing.assert_array_equal(share(jnp.ones(rows)), np.full(rows, np.float32(1 / rows)))
 
 
 def test_a_valid_slot_of_logit_minus_inf():

@@ -16,31 +16,38 @@ from jax_dsa import dense_indexer_kl_loss, indexer_kl_loss
 pytestmark = pytest.mark.gpu
 
 
-@functools.partial(jax.jit, static_argnames=("implementation",))
-def sparse(logits: Any, teacher: Any, valid: Any = None, *, implementation: str) -> Any:
+@functools.partial(jax.jit, static_argnames=("weight", "implementation"))
+def sparse(
+    logits: Any, teacher: Any, valid: Any = None, *, weight: int = 1, implementation: str
+) -> Any:
     loss = functools.partial(indexer_kl_loss, implementation=implementation)
-    return jax.value_and_grad(lambda x: 3 * loss(x, teacher, valid))(logits)
+    return jax.value_and_grad(lambda x: weight * loss(x, teacher, valid))(logits)
 
 
 @pytest.mark.parametrize("slots", [1, 77, 512, 2048, 5000, 20000])
 @pytest.mark.parametrize("masked", [False, True])
-def test_selected_keys(slots: int, masked: bool, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("plain", [False, True])  # gradients are right before the backward pass
+def test_selected_keys(slots: int, masked: bool, plain: bool, rng: np.random.Generator) -> None:
     logits = 3 * rng.standard_normal((2, 31, slots), np.float32)
     teacher = rng.random((2, 31, slots), np.float32)
     valid = rng.random((2, 31, slots)) < 0.7
-    valid[0, 3] = False
-    teacher[1, 4] = 0
+    if plain:
+        valid[..., 0] = True  # all rows count
+    else:
+        valid[0, 3] = False
+        teacher[1, 4] = 0
     if masked:
         logits[~valid] = teacher[~valid] = np.nan
     else:
         logits[~valid] = -np.inf
         teacher[~valid] = np.nan
     args = (logits, teacher, valid) if masked else (logits, teacher)
-    got, want = (sparse(*args, implementation=which) for which in ("cuda", "xla"))
+    run = functools.partial(sparse, *args, weight=1 if plain else 3)
+    got, want = (run(implementation=which) for which in ("cuda", "xla"))
     # A row's loss is a difference of logarithms of some units, whatever is left of it.
     assert_matches(got[0], want[0], tol=2e-6, what="loss", least=0.1)
     assert_matches(got[1], want[1], tol=2e-6, what="gradient")
-    again = sparse(*args, implementation="cuda")
+    again = run(implementation="cuda")
     jax.tree.map(np.testing.assert_array_equal, got, again)
 
 

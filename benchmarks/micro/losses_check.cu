@@ -89,23 +89,19 @@ bool run_rows(const kl_rows_problem::Case& c) {
   p.logits = logits, p.teacher = teacher, p.kl = kl, p.counts = reinterpret_cast<bool*>(counts);
   p.valid = c.mask == kValid ? reinterpret_cast<bool*>(valid) : nullptr;
   p.starts = c.mask == kRanges ? starts : nullptr, p.ends = c.mask == kRanges ? ends : nullptr;
-  p.grad = grad, p.rows = c.rows, p.slots = c.slots;
+  p.grad = grad, p.share = kShare, p.rows = c.rows, p.slots = c.slots;
   CHECK(launch_kl_rows(p, nullptr));
   CHECK(cudaDeviceSynchronize());
-  std::vector<float> got = download(grad, n);
+  const std::vector<float> got = download(grad, n), factor = factors(c.rows);
   const double worst =
       worst_error(x, expected(x), download(kl, c.rows), download(counts, c.rows), got);
-  CHECK(jax_dsa::launch_scale_rows({grad, kl, grad, c.rows, c.slots}, nullptr));  // in place
-  const std::vector<float> factor = download(kl, c.rows), scaled = download(grad, n);
-  bool right = true;
-  for (int64_t i = 0; i < n; ++i) {
-    const float want = got[i] * factor[i / c.slots];
-    right = right && (scaled[i] == want || (std::isnan(scaled[i]) && std::isnan(want)));
-  }
+  float* const by = upload(factor);
+  CHECK(jax_dsa::launch_scale_rows({grad, by, kShare, grad, c.rows, c.slots}, nullptr));
+  const bool right = good_scaled(c, got, factor, download(grad, n));
   const bool good = worst < 4e-6 && right;
   printf("%-4s rows: %-24s error %.1e%s\n", good ? "ok" : "BAD", c.name, worst,
          right ? "" : ", scaled wrong");
-  for (float* x : {logits - c.offset, teacher - c.offset, kl}) CHECK(cudaFree(x));
+  for (float* x : {logits - c.offset, teacher - c.offset, kl, by}) CHECK(cudaFree(x));
   if (!c.in_place) CHECK(cudaFree(grad - c.offset));
   for (void* x : {(void*)counts, (void*)valid, (void*)starts, (void*)ends}) CHECK(cudaFree(x));
   return good;
@@ -123,16 +119,18 @@ void bench_rows(int64_t rows, int64_t slots) {
   const int64_t n = rows * slots;
   float *const logits = device<float>(n), *const teacher = device<float>(n);
   float *const grad = device<float>(n), *const kl = device<float>(rows);
+  float* const ones = upload(std::vector<float>(rows, 1.f));
   uint8_t *const counts = device<uint8_t>(rows), *const valid = device<uint8_t>(n);
   fill_uniform<<<1024, 256>>>(logits, n, 1, -4.f, 4.f);
   fill_uniform<<<1024, 256>>>(teacher, n, 2, 0.f, 1.f);
   CHECK(cudaMemset(valid, 1, n));
   KlRowsParams p = {};
   p.logits = logits, p.teacher = teacher, p.grad = grad, p.kl = kl;
-  p.counts = reinterpret_cast<bool*>(counts), p.rows = rows, p.slots = slots;
+  p.counts = reinterpret_cast<bool*>(counts), p.share = 1.f, p.rows = rows, p.slots = slots;
   KlRowsParams masked = p;
   masked.valid = reinterpret_cast<bool*>(valid);
-  const jax_dsa::ScaleRowsParams scale = {grad, kl, grad, rows, slots};
+  const jax_dsa::ScaleRowsParams scale = {grad, kl, 1.f, grad, rows, slots};
+  const jax_dsa::ScaleRowsParams nothing = {grad, ones, 1.f, grad, rows, slots};
   const double bytes = 12e-9 * n;
   printf("rows: %lld of %lld slots\n", (long long)rows, (long long)slots);
   std::vector<Timed> all = {
@@ -147,6 +145,12 @@ void bench_rows(int64_t rows, int64_t slots) {
          CHECK(launch_scale_rows(scale, nullptr));
        },
        bytes, "GB/s"},
+      {"the same, all rows right as they are",
+       [&] {
+         CHECK(launch_kl_rows(p, nullptr));
+         CHECK(launch_scale_rows(nothing, nullptr));
+       },
+       bytes, "GB/s"},
   };
   if (slots == 2048) {
     const auto add = [&](const char* name, auto launch) {
@@ -157,7 +161,7 @@ void bench_rows(int64_t rows, int64_t slots) {
     add("512 threads", launch_variant<Mask::kLogits, 512, 4>);
   }
   time_in_turn(all);
-  for (float* x : {logits, teacher, grad, kl}) CHECK(cudaFree(x));
+  for (float* x : {logits, teacher, grad, kl, ones}) CHECK(cudaFree(x));
   for (uint8_t* x : {counts, valid}) CHECK(cudaFree(x));
 }
 
@@ -314,6 +318,7 @@ void bench_dense(int T, int S, int N, int D, int J, int C, bool apart) {
                                .kl = kl,
                                .counts = counts,
                                .grad = logits,
+                               .share = 1.f,
                                .rows = T,
                                .slots = S};
     IndexGradsParams index = p.index;

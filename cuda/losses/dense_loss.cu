@@ -70,6 +70,7 @@ cudaError_t launch_some(const DenseLossParams& all, int64_t batch, int64_t entri
                                 .kl = kl,
                                 .counts = counts,
                                 .grad = logits,
+                                .share = 1.f,
                                 .rows = tokens,
                                 .slots = keys};
   const SumKlParams sums = {.kl = kl,

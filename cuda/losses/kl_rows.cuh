@@ -69,6 +69,7 @@ struct KlRow {
   const float* teacher;
   const bool* valid;
   float* grad;
+  float share;
   int low, high;  // where slots may take part
 
   __device__ KlRow(const KlRowsParams& p, int64_t row)
@@ -76,6 +77,7 @@ struct KlRow {
         teacher(p.teacher + row * p.slots),
         valid(p.valid + row * p.slots),
         grad(p.grad + row * p.slots),
+        share(p.share),
         low(0),
         high(static_cast<int>(p.slots)) {
     if (kMask == Mask::kRanges) {
@@ -155,7 +157,8 @@ struct KlRow {
         const float log2_q = fmaf(s.x[i + j] - largest, kLog2E, -log2_sum);
         const float term = fmaf(taught, log2_approx(taught) - log2_q, kl);
         if (!(taught <= 0.f)) kl = term;
-        g[j] = counts && (s.used >> (i + j) & 1) ? exp2_approx(log2_q) - taught : 0.f;
+        const bool used = counts && (s.used >> (i + j) & 1);
+        g[j] = used ? share * (exp2_approx(log2_q) - taught) : 0.f;
       }
       const int at = piece(base, i);
       if (at >= high) continue;
@@ -251,14 +254,16 @@ __global__ void __launch_bounds__(kThreads) sum_kl_kernel(const __grid_constant_
   p.counted[blockIdx.x] = counted;
 }
 
-// From the last row to the first: the kernel that wrote x left its last rows in the L2.
+// From the last row to the first: the kernel that wrote x left its last rows in the L2. In place a
+// row whose factor is the share is right as it is, and not read.
 template <int kThreads, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     scale_rows_kernel(const __grid_constant__ ScaleRowsParams p) {
   const int64_t row = p.rows - 1 - blockIdx.x;
-  const float factor = __ldg(p.factor + row);
+  const float factor = __ldg(p.factor + row) / p.share;
   const float* x = p.x + row * p.slots;
   float* out = p.out + row * p.slots;
+  if (factor == 1.f && x == out) return;
   for (int64_t i = threadIdx.x * kWidth; i < p.slots; i += kThreads * kWidth) {
     if constexpr (kWidth == 4) {
       const float4 four = *reinterpret_cast<const float4*>(x + i);

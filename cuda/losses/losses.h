@@ -18,8 +18,10 @@ struct KlRowsParams {
   const int32_t* ends;    // [rows]; null if `starts` is
   float* kl;              // [rows]
   bool* counts;           // [rows]
-  float* grad;            // [rows, slots]: d kl / d logits; may be `logits`. With ranges no more
-                          // than their slots and up to three on each side, which get 0, are written
+  float* grad;            // [rows, slots]: share * d kl / d logits; may be `logits`. With ranges no
+                          // more than their slots and up to three on each side, which get 0, are
+                          // written
+  float share;            // of a row in the loss, if all of them count
   int64_t rows;
   int64_t slots;
 };
@@ -39,10 +41,11 @@ struct SumKlParams {
 
 cudaError_t launch_sum_kl(const SumKlParams& params, cudaStream_t stream);
 
-// Row by row what the loss's gradient makes of the logits'.
+// Row by row what the loss's gradient makes of the logits': x * factor / share.
 struct ScaleRowsParams {
   const float* x;       // [rows, slots]
   const float* factor;  // [rows]
+  float share;          // what x has been multiplied with
   float* out;           // [rows, slots]; may be x
   int64_t rows;
   int64_t slots;

@@ -14,6 +14,8 @@ namespace kl_rows_problem {
 
 enum Mask { kLogits, kValid, kRanges };
 
+inline constexpr float kShare = 1.f / 49;  // of a row in the loss
+
 struct Case {
   const char* name;
   int64_t rows, slots;
@@ -116,7 +118,7 @@ inline Wanted expected(const Problem& p) {
       if (!p.used(row, i)) continue;
       const double taught = t[i] / mass, log_q = x[i] - base - std::log(total);
       if (!(taught <= 0)) kl += taught * (std::log(taught) - log_q);
-      w.grad[row * c.slots + i] = std::exp(log_q) - taught;
+      w.grad[row * c.slots + i] = kShare * (std::exp(log_q) - taught);
     }
     w.kl.push_back(kl);
     w.counts.push_back(counts);
@@ -124,8 +126,8 @@ inline Wanted expected(const Problem& p) {
   return w;
 }
 
-// The largest error of the KL, relative to its terms' size, and of the gradient, relative to 1;
-// infinite where NaN, infinities or counts differ.
+// The largest error of the KL, relative to its terms' size, and of the gradient, relative to the
+// share; infinite where NaN, infinities or counts differ.
 inline double worst_error(const Problem& p, const Wanted& w, const std::vector<float>& kl,
                           const std::vector<uint8_t>& counts, const std::vector<float>& grad) {
   double worst = 0;
@@ -143,11 +145,28 @@ inline double worst_error(const Problem& p, const Wanted& w, const std::vector<f
         const bool beside = slot > p.starts[row] - 4 && slot < int64_t{p.ends[row]} + 3;
         if (!std::isnan(grad[i]) && !(beside && grad[i] == 0)) worst = INFINITY;
       } else {
-        compare(grad[i], w.grad[i], 1);
+        compare(grad[i], w.grad[i], kShare);
       }
     }
   }
   return worst;
+}
+
+// What follows the loss: nothing in every third row, whose gradient is right as it is.
+inline std::vector<float> factors(int64_t rows) {
+  std::vector<float> all;
+  for (int64_t row = 0; row < rows; ++row) all.push_back(row % 3 ? .25f * row : kShare);
+  return all;
+}
+
+// Whether `scaled` are the gradients times their row's factor, by the share.
+inline bool good_scaled(const Case& c, const std::vector<float>& grad,
+                        const std::vector<float>& factor, const std::vector<float>& scaled) {
+  for (int64_t i = 0; i < c.rows * c.slots; ++i) {
+    const float want = grad[i] * (factor[i / c.slots] / kShare);
+    if (scaled[i] != want && !(std::isnan(want) && std::isnan(scaled[i]))) return false;
+  }
+  return true;
 }
 
 }  // namespace kl_rows_problem

@@ -30,21 +30,22 @@ int main() {
     p.ends = c.mask == kRanges ? x.ends.data() : nullptr;
     p.kl = kl.data(), p.counts = reinterpret_cast<bool*>(counts.data());
     p.grad = c.in_place ? logits : grad;
+    p.share = kShare;
     p.rows = c.rows, p.slots = c.slots;
     emulator::require(jax_dsa::launch_kl_rows(p, nullptr));
     const std::vector<float> got(p.grad, p.grad + n);
     report(c.name, "KL and gradient", worst_error(x, expected(x), kl, counts, got));
 
-    std::vector<float> factor, scaled(n, NAN);
-    for (int64_t row = 0; row < c.rows; ++row) factor.push_back(0.25f * (row + 1));
-    emulator::require(jax_dsa::launch_scale_rows(
-        {got.data(), factor.data(), scaled.data(), c.rows, c.slots}, nullptr));
-    double worst = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      const float want = got[i] * factor[i / c.slots];
-      if (scaled[i] != want && !(std::isnan(want) && std::isnan(scaled[i]))) worst = INFINITY;
+    const std::vector<float> factor = factors(c.rows);
+    for (const bool in_place : {false, true}) {
+      std::vector<float> scaled = in_place ? got : std::vector<float>(n, -7.f);
+      emulator::require(
+          jax_dsa::launch_scale_rows({in_place ? scaled.data() : got.data(), factor.data(), kShare,
+                                      scaled.data(), c.rows, c.slots},
+                                     nullptr));
+      report(c.name, in_place ? "scaled in place" : "scaled",
+             good_scaled(c, got, factor, scaled) ? 0 : INFINITY);
     }
-    report(c.name, "scaled", worst);
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

@@ -23,7 +23,7 @@ from jax_dsa.ops.dsa_attention.spec import DSAAux, Operands, Options
 from jax_dsa.ops.indexer import spec as indexer
 from jax_dsa.ops.indexer.api import indexer_inputs, indexer_selected_op, indexer_topk_op
 from jax_dsa.ops.losses import spec as losses
-from jax_dsa.ops.losses.api import indexer_kl_loss_op, mean_over_rows
+from jax_dsa.ops.losses.api import selected_kl
 from jax_dsa.ops.sparse_mla import spec as sparse_mla
 from jax_dsa.ops.sparse_mla.api import sparse_mla_op
 
@@ -64,8 +64,7 @@ def _dsa_attention(call: Call, options: Options, x: Operands) -> tuple[Array, DS
     logits = checkpoint_name(logits, "dsa_topk_logits")
     teacher = checkpoint_name(teacher, "dsa_teacher")
     compared = losses.Operands(logits, teacher, indices >= 0)
-    kl = indexer_kl_loss_op(call.auxiliary, None, compared)
-    return out, DSAAux(indices, mean_over_rows(kl.kl, kl.counts), lse)
+    return out, DSAAux(indices, selected_kl(call.auxiliary, compared), lse)
 
 
 _dsa_attention.__name__ = "dsa_attention"  # what compiled programs and profiles call it

@@ -19,6 +19,7 @@ from jax_dsa.ops.losses.spec import (
     DenseOptions,
     DenseResults,
     Operands,
+    Options,
     Saved,
 )
 
@@ -66,9 +67,25 @@ dense_indexer_kl_loss_op = differentiable(
 )
 
 
-def mean_over_rows(kl: Float[Array, "..."], rows: Int[Array, "..."]) -> Float[Array, ""]:
-    """The mean of the rows' KL over those that count; 0 if there are none."""
-    return jnp.sum(kl) / jnp.maximum(jnp.sum(rows), 1).astype(kl.dtype)
+def mean_over_rows(
+    kl: Float[Array, "..."], counts: Int[Array, "..."] | Bool[Array, "..."], rows: int = 1
+) -> Float[Array, ""]:
+    """The mean of the rows' KL over those that count; 0 if there are none.
+
+    If so many `rows` count, its derivative is 1 / `rows` to the last bit.
+    """
+    counted = jnp.sum(counts)
+    fewer = jnp.where(counted == rows, 1, rows / jnp.maximum(counted, 1).astype(kl.dtype))
+    return jnp.sum(kl) * (1 / rows) * fewer
+
+
+def selected_kl(call: Call, x: Operands) -> Float[Array, ""]:
+    """The loss over selected keys, without its checks."""
+    batch, queries = x.logits.shape[:2]
+    known = isinstance(batch, int) and isinstance(queries, int)  # or they are symbolic
+    options = Options(rows=max(batch * queries, 1) if known else 1)
+    results = indexer_kl_loss_op(call, options, x)
+    return mean_over_rows(results.kl, results.counts, options.rows)
 
 
 def indexer_kl_loss(
@@ -112,8 +129,7 @@ def indexer_kl_loss(
     teacher = args.array("teacher", teacher, "B T K", FLOATS)
     valid = None if valid is None else args.array("valid", valid, "B T K", BOOL)
     teacher = jax.lax.stop_gradient(teacher)
-    results = indexer_kl_loss_op(call, None, Operands(logits, teacher, valid))
-    return mean_over_rows(results.kl, results.counts)
+    return selected_kl(call, Operands(logits, teacher, valid))
 
 
 def dense_indexer_kl_loss(

@@ -15,6 +15,7 @@ from jax_dsa.ops.losses.spec import (
     DenseResults,
     Gradients,
     Operands,
+    Options,
     Results,
     Saved,
 )
@@ -30,14 +31,14 @@ _MAX_INDEX_HEADS = 64
 DENSE_BUDGET = 512 * 2**20
 
 
-def fwd_supports(options: None, x: Operands) -> str | None:
+def fwd_supports(options: Options, x: Operands) -> str | None:
     """None, or why the kernel of `indexer_kl_loss` does not run this call."""
     if x.logits.dtype != jnp.float32 or x.teacher.dtype != jnp.float32:
         return f"it takes float32, got logits of {x.logits.dtype}, teacher of {x.teacher.dtype}"
     return _slots_supported(x.logits)
 
 
-def bwd_supports(options: None, x: Saved, dy: Results) -> str | None:
+def bwd_supports(options: Options, x: Saved, dy: Results) -> str | None:
     """None, or why the kernel of the loss's gradient does not run this call."""
     if x.logits.dtype != jnp.float32:
         return f"it takes float32, got {x.logits.dtype}"
@@ -67,15 +68,18 @@ def dense_fwd_supports(options: DenseOptions, x: DenseOperands) -> str | None:
     return None
 
 
-def indexer_kl_loss_fwd(options: None, avals: Results, x: Operands) -> Results:
+def indexer_kl_loss_fwd(options: Options, avals: Results, x: Operands) -> Results:
     """`xla.indexer_kl_loss_fwd`."""
-    return Results(*ffi.call("jax_dsa.indexer_kl_loss_fwd.v1", x, avals))
+    share = np.float32(options.share)
+    return Results(*ffi.call("jax_dsa.indexer_kl_loss_fwd.v2", x, avals, share=share))
 
 
-def indexer_kl_loss_bwd(options: None, avals: Gradients, x: Saved, dy: Results) -> Gradients:
+def indexer_kl_loss_bwd(options: Options, avals: Gradients, x: Saved, dy: Results) -> Gradients:
     """`xla.indexer_kl_loss_bwd`, over the gradients that came with the loss."""
-    args = x.logits, dy.kl
-    return Gradients(*ffi.call("jax_dsa.indexer_kl_loss_bwd.v1", args, avals, aliases={0: 0}))
+    args, share = (x.logits, dy.kl), np.float32(options.share)
+    return Gradients(
+        *ffi.call("jax_dsa.indexer_kl_loss_bwd.v2", args, avals, aliases={0: 0}, share=share)
+    )
 
 
 def dense_indexer_kl_loss_fwd(

@@ -9,6 +9,22 @@ from jax_dsa.core.spec import CONSTANT, Remat
 from jax_dsa.core.typing import Array, Bool, Float, Int
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of the loss over selected keys.
+
+    Attributes:
+        rows: over how many rows the loss is a mean if all of them count, on all devices together.
+    """
+
+    rows: int
+
+    @property
+    def share(self) -> float:
+        """Of one row in the loss, if all of them count."""
+        return 1 / self.rows
+
+
 class Operands(NamedTuple):
     """What the loss over selected keys reads.
 
@@ -22,10 +38,12 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Each row's KL, whether the row counts, and the gradient of its KL, not rounded.
+    """Each row's KL, whether the row counts, and the gradient of its KL times `Options.share`, not
+    rounded.
 
     The mean over rows is taken outside the passes: there it is one over all devices, and its
-    derivative brings each row's share.
+    derivative brings each row's share. Where all rows count and nothing weights the loss, that is
+    what the gradient has already, and the backward pass has nothing to do.
     """
 
     kl: Float[Array, "b t"]
@@ -34,7 +52,7 @@ class Results(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward pass reads: the gradients that came with the rows' KL."""
+    """What the backward pass reads: the gradients that came with the rows' KL, times the share."""
 
     logits: Float[Array, "b t k"]
 

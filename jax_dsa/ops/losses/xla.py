@@ -28,21 +28,23 @@ from jax_dsa.ops.losses.spec import (
     DenseResults,
     Gradients,
     Operands,
+    Options,
     Results,
     Saved,
 )
 from jax_dsa.ops.topk.xla import visible
 
 
-def indexer_kl_loss_fwd(options: None, x: Operands) -> Results:
-    """Each row's KL, whether the row counts, and the KL's gradient."""
+def indexer_kl_loss_fwd(options: Options, x: Operands) -> Results:
+    """Each row's KL, whether the row counts, and the KL's gradient times the share."""
     valid = x.logits > -jnp.inf if x.valid is None else x.valid
-    return Results(*_kl(x.logits, x.teacher, valid))
+    kl, counts, grad = _kl(x.logits, x.teacher, valid)
+    return Results(kl, counts, grad * options.share)
 
 
-def indexer_kl_loss_bwd(options: None, x: Saved, dy: Results) -> Gradients:
+def indexer_kl_loss_bwd(options: Options, x: Saved, dy: Results) -> Gradients:
     """The logits' gradient, from that of each row's KL."""
-    return Gradients(logits=x.logits * dy.kl[..., None])
+    return Gradients(logits=x.logits * (dy.kl * options.rows)[..., None])
 
 
 def dense_indexer_kl_loss_fwd(options: DenseOptions, x: DenseOperands) -> DenseResults:
