@@ -149,9 +149,15 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
   };
 
   // Turns alternate from the first tile to the last, so that neither warpgroup is ever two products
-  // ahead. This is also what makes it safe to pass over tiles in the ring that the other one uses,
-  // without waiting for them, and to reuse a buffer of joined sums.
+  // ahead. This is also what makes it safe to reuse a buffer of joined sums, and to pass over tiles
+  // in the ring that the other one uses, without waiting for them: of two phases of a barrier
+  // `wait_for` can tell only the next one from the last, so a tile that was passed over must have
+  // come before the ring leads there again, and a turn comes in between.
   if (side == 1) named_barrier_arrive<256>(kTurn + 0);
+  const auto pass_turn = [&] {  // without a tile
+    named_barrier_sync<256>(kTurn + side);
+    named_barrier_arrive<256>(kTurn + 1 - side);
+  };
   for (Pieces pieces(p); pieces.next();) {
     const Item item(p, layout, pieces.number);
     const int slots = min(p.slots, pieces.last * kTile) - pieces.first * kTile;
@@ -175,6 +181,8 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
       release(pair ? 2 : 1);
       ring.advance();
       if (pair && side == 0) ring.advance();
+      // There are too few turns without key tiles, or where a pair follows a single head tile.
+      if (tiles == 0 || (layout.tiles > 1 && layout.tiles % 2 == 1)) pass_turn();
 
       // Slots after the last that counts.
       if (!layout.joint || (side == 1 && head_tile == 0)) {
@@ -214,10 +222,7 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
         }
         buffer ^= 1;
       }
-      if (!pair && side == 1 && tiles % 2 == 1) {  // a turn without a tile
-        named_barrier_sync<256>(kTurn + 1);
-        named_barrier_arrive<256>(kTurn + 0);
-      }
+      if (!pair && side == 1 && tiles % 2 == 1) pass_turn();
     }
   }
   // Takes the last turn, so that no barrier is left with arrivals.

@@ -16,6 +16,7 @@ struct Case {
   float scale = 0.f;      // 0: D^-1/2
   bool infinite = false;  // every row selects a key with an infinite element
   bool nan = false;       // a third of the heads have NaN in their queries
+  bool rare = false;      // three queries have all slots, the next six none, and so on
 };
 
 struct Problem {
@@ -72,6 +73,7 @@ Problem make(const Case& c, uint64_t seed) {
   for (int64_t t = 0; t < tokens; ++t) {
     p.ends.push_back(static_cast<int>(random() % (c.keys + 20)) - 5);
     p.lengths.push_back(static_cast<int>(random() % (c.slots + 9)) - 4);
+    if (c.rare) p.lengths.back() = t % 9 < 3 ? c.slots : 0;
     if (c.adversarial && t % 5 == 3) {
       for (int i = 0; i < c.groups * c.slots; ++i) {
         p.indices[t * c.groups * c.slots + i] = odd[random() % 4];
@@ -185,6 +187,9 @@ const Case kCases[] = {
     {"infinite key", 1, 2, 40, 9, 1, 3, 512, 20, false, false, false, 0, 0.f, true},
     {"NaN under infinite sinks", 1, 3, 70, 9, 1, 1, 512, 65, false, false, false, 1, 0.f, false,
      true},
+    {"most queries empty", 1, 48, 90, 64, 1, 64, 512, 128, false, false, true, 0, 0.f, false, false,
+     true},
+    {"three head tiles", 1, 20, 90, 12, 1, 1, 512, 128},
     {"no slots", 1, 3, 10, 16, 1, 16, 576, 0},
     {"no keys", 1, 9, 0, 128, 1, 64, 576, 70},
 };
