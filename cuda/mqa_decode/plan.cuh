@@ -252,6 +252,7 @@ struct ShareFinder {
 struct Piece {
   int batch, group, row;  // the first of its row tile
   int slot;               // for its partial results; -1: they are final
+  bool has_tiles;
 };
 // A piece's partial results are lines of 128 floats: rows one after the other, or where kWide, as
 // the accumulators hold them, by columns' half, warp and eight columns. This is where a lane's four
@@ -309,10 +310,11 @@ struct Walk {
     const int stop = left < all - begin ? begin + left : all;
     left -= stop - begin;
     const bool final = begin == 0 && stop == all;
-    piece = {batch, group, row, final ? -1 : static_cast<int>(blockIdx.x) * 2 + (begin == 0)};
     const int before = share.alike > 0 ? 0 : kItemCost, from = max(begin - before, 0);
     first = seen.first() + from * kTile;
     tiles = row < p.rows ? max(min(stop - before, seen.tiles()) - from, 0) : 0;
+    piece = {batch, group, row, final ? -1 : static_cast<int>(blockIdx.x) * 2 + (begin == 0),
+             tiles > 0};
     return true;
   }
 };

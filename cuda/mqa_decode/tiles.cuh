@@ -199,7 +199,8 @@ __device__ __forceinline__ float end_row(const Decode& p, const Piece& piece, in
   const bool empty = total == 0.f;
   const float lse = empty ? -INFINITY : (reference + log2f(total)) * kLn2;
   const float top = isnan(total) ? total : reference * kLn2;  // fmaxf drops NaN
-  float factor = empty ? 0.f : 1.f / total;
+  // Where all scores are -inf the output is zeros, or by an infinite value NaN, which has to show.
+  float factor = empty ? (piece.has_tiles ? 1.f : 0.f) : 1.f / total;
   if (piece.slot >= 0) {
     if (store) p.partial_rows[int64_t{piece.slot} * tile_rows + row] = make_float2(lse, top);
     return factor;

@@ -166,6 +166,11 @@ const DecodeCase kCases[] = {
       {.page_size = 64, .holes = true, .pools = true, .records = true}},
      3,
      kUsual},
+    {{"infinite key by itself", 1, 1, 65, 64, 1, 576, {.infinite = true, .full = true}}, 3, kCut},
+    {{"few, infinite key by itself", 1, 1, 65, 16, 1, 576, {.infinite = true, .full = true}},
+     3,
+     kCut},
+    {{"infinite key, whole", 1, 1, 1, 64, 1, 576, {.infinite = true, .full = true}}, 1, kWhole},
     {{"no keys", 2, 2, 0, 40, 1, 576}, 3, kCut},
     {{"few, no keys", 3, 1, 0, 4, 2, 128, {.apart = true}}, 3, kCut},
 };
