@@ -317,6 +317,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
         break;
       }
       above = kLowestKey;
+      __syncthreads();  // all have read the last tile's sums, where the first one's may go
     }
     if constexpr (T::kCluster) {
       cluster_sync();  // the first block has read the others' lists

@@ -81,6 +81,10 @@ int main(int argc, char** argv) {
     // All high values are in the sample, so that the guess is too high and all is read again.
     run("throughput", {1, 1 << 15, 1000, true}, Kind::kComb, options, by<topk::Throughput>(1));
     run("cluster of 2", {1, 1 << 16, 2048, true}, Kind::kComb, options, by<topk::Latency>(2));
+    // The same with an odd number of tiles: both readings begin with the same of the two sums.
+    run("throughput", {1, (1 << 15) + 4, 1000, true}, Kind::kComb, options,
+        by<topk::Throughput>(1));
+    run("wide", {1, (1 << 15) + 4, 1000, true}, Kind::kComb, options, by<topk::Wide>(1));
     emulator::machine.processors = seed % 2 ? 2 : 16;
     // What the launcher chooses: with few rows of a long size, a cluster.
     for (const Case& c : {Case{2, 3, 5},
