@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kMeetThreads) meet_kernel(const __grid_constan
     const uint32_t* const masks = chunk.masks + ((layer - 1) * chunk.rows + row) * p.top_k;
     for (int i = threadIdx.x; i < blocks.count; i += kMeetThreads) {
       const int place = blocks[i];
-      if (place == INT_MAX) break;  // a query with NaN selects nothing
+      if (place == INT_MAX) break;  // no selection that is whole has that
       const int left = (layer ? n - 1 : n) - kR * i;
       uint32_t hides = layer ? masks[i] : 0;
       if (left < kR) hides |= ~0u << left;

@@ -669,7 +669,7 @@ __global__ void __launch_bounds__(kDecodeRoom<kStep, kFew>, 1)
       join<kColumns, 16>(sums);
       const Column<kRows> mine(lane);
       if (mine.first && first + mine.column < n - 1) {
-        importance[first + mine.column] = sums[0].log2();
+        importance[first + mine.column] = fmaxf(sums[0].log2(), -FLT_MAX);  // as in scores.cuh
       }
       if (!kFew) keys = ahead;
     });

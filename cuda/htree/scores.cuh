@@ -11,6 +11,7 @@
 // The last candidate is not scored: it is selected whatever it holds.
 #pragma once
 
+#include <cfloat>
 #include <type_traits>
 
 #include "htree/walk.cuh"
@@ -196,7 +197,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       float result = plain.log2();
       if (__any_sync(~0u, has && !plain.good())) {
         const Sum any = sum(Sum());
-        result = plain.good() ? result : any.log2();
+        // Top-k takes neither NaN nor -inf, and n counts on as many selected as there can be.
+        result = plain.good() ? result : fmaxf(any.log2(), -FLT_MAX);
       }
       if (has) importance[first + mine.column] = result;
     });

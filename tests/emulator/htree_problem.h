@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -26,6 +27,7 @@ struct Case {
   float size = 1.f;   // of the queries
   bool ties = false;  // keys of half of the blocks are 0
   int chunk = 0;      // rows that the workspace is for; 0: all
+  int distant = 0;    // keys from this token on have scores of -inf in float32; 0: none
 };
 
 inline float rounded(double x) { return __bfloat162float(__float2bfloat16(static_cast<float>(x))); }
@@ -70,6 +72,8 @@ inline Problem make(const Case& c, uint64_t seed) {
   p.k.resize(int64_t{c.batch} * c.tokens * row);
   p.v.resize(p.k.size());
   for (auto& x : p.q) x = __float2bfloat16(c.size * normal(random));
+  const int slow = c.dim / 2 - 1;  // a dimension that hardly rotates
+  for (size_t i = slow; i < p.q.size() && c.distant; i += c.dim) p.q[i] = __float2bfloat16(128.f);
   for (auto* x : {&p.k, &p.v}) {
     for (auto& y : *x) y = __float2bfloat16(normal(random));
   }
@@ -80,6 +84,9 @@ inline Problem make(const Case& c, uint64_t seed) {
       const int64_t at = (b * c.tokens + t) * row;
       if (t % c.compression == 0) zero = c.ties && random() % 2;
       for (int64_t i = 0; i < row && zero; ++i) p.k[at + i] = __float2bfloat16(0.f);
+      for (int g = 0; g < c.groups && c.distant; ++g) {
+        p.k[at + g * c.dim + slow] = __float2bfloat16(t < c.distant ? 0.f : -3e37f);
+      }
       for (int64_t i = 0; i < row && t >= end; ++i) {
         p.k[at + i] = p.v[at + i] = __float2bfloat16(NAN);
       }
@@ -272,7 +279,7 @@ inline Findings check(const Problem& p, int b, int t, int g, const int16_t* sele
         const double peak = *std::max_element(close.begin(), close.end());
         double sum = 0;
         for (double x : close) sum += std::exp(x - peak);
-        const double want = peak + std::log(sum);
+        const double want = std::max(peak + std::log(sum), -double{FLT_MAX} * std::log(2.));
         (is_selected[i] ? least : most) =
             is_selected[i] ? std::min(least, want) : std::max(most, want);
         if (l == 1 && importance) {
@@ -501,6 +508,7 @@ inline const Case kDecodeCases[] = {
     {"128 heads", 1, 300, 1, 128, 1, 64, 8, 8, 290},
     {"ties, sharp", 1, 700, 3, 4, 1, 64, 8, 12, 690, false, 0.f, 6, true},
     {"all equal", 1, 18000, 2, 2, 1, 64, 16, 80, 18000, false, 0.f, 0},
+    {"few within reach", 1, 1100, 2, 5, 1, 64, 8, 4, 1090, false, 0.f, 1, false, 0, 64},
     {"no queries", 1, 30, 0, 4, 1, 64, 8, 4},
 };
 
@@ -520,6 +528,7 @@ inline const Case kSmallCases[] = {
     {"192 heads", 1, 200, 3, 192, 1, 64, 16, 3, 200},
     {"ties, sharp", 1, 700, 13, 16, 1, 128, 16, 5, 650, false, 0.f, 6, true},
     {"very sharp", 1, 700, 7, 16, 1, 128, 16, 5, 650, false, 0.f, 30},
+    {"few within reach", 1, 1100, 7, 5, 1, 64, 8, 4, 1090, false, 0.f, 1, false, 0, 64},
     {"no queries", 1, 30, 0, 16, 1, 128, 16, 4},
 };
 
