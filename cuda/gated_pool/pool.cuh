@@ -267,7 +267,8 @@ struct Team {
     return all;
   }
 
-  // The whole team's sums; `turn` goes up from one block to the next.
+  // The whole team's sums; `turn` goes up by one from call to call, as it says whose turn a buffer
+  // is: slots without a block, which have no barrier, do not count.
   __device__ Sums joined(Sums own, JoinShared<Shape>& shared, int turn) const {
     if constexpr (Shape::kRanks == 1) {
       return own;
@@ -394,7 +395,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks - (Shape::kRanks > 1 && !
   auto& dscale = sums[kHeld];
   int turn = 0;
   for (int64_t slot = part * Shape::kTeams + OneTeam::number(); slot < slots;
-       slot += params.parts * Shape::kTeams, ++turn) {
+       slot += params.parts * Shape::kTeams) {
     team.find(entry, static_cast<int>(slot));
     if (team.last >= 0) {  // the same for a whole team
       float dkey[kWidth];
@@ -403,7 +404,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks - (Shape::kRanks > 1 && !
       float weights[kHeld][kWidth];
       Four<kType> values[kHeld];
       const Sums own = team.read(weights, values);
-      const Sums all = team.joined(own, dynamic_shared<JoinShared<Shape>>(), turn);
+      const Sums all = team.joined(own, dynamic_shared<JoinShared<Shape>>(), turn++);
       float mean[kWidth], factor[kWidth];
 #pragma unroll
       for (int c = 0; c < kWidth; ++c) {

@@ -35,6 +35,9 @@ inline const Case kCases[] = {
     {"ratio 128, documents", 1, 700, 128, 1, 36, DType::kF16, true},
     {"ratio 64, overlapping", 1, 200, 64, 2, 32, DType::kF32},
     {"ratio 17, overlapping, documents, large gates", 2, 90, 17, 2, 4, DType::kF32, true, 60.f},
+    // So many documents that teams have keys, slots without one, and keys again.
+    {"ratio 17, overlapping, many documents", 1, 680, 17, 2, 4, DType::kF32, true},
+    {"ratio 128, many documents", 2, 5120, 128, 1, 12, DType::kBF16, true},
     {"no whole block", 2, 3, 4, 2, 16},
     {"no tokens", 2, 0, 4, 2, 16},
     {"no batch", 0, 16, 4, 2, 16, DType::kBF16, true},
