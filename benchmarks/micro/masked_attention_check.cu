@@ -57,13 +57,7 @@ bool test_forward(const AttentionProblem& x, bool print) {
   CHECK(launch_masked_attention_fwd(p, nullptr));
   CHECK(cudaDeviceSynchronize());
   const double error = difference(c.dtype, download(out, want.out.size()), want.out);
-  const std::vector<float> lse = download(p.lse, want.lse.size());
-  double lse_error = 0;
-  for (size_t i = 0; i < lse.size(); ++i) {
-    if (lse[i] == want.lse[i]) continue;
-    const double e = std::fabs(lse[i] - want.lse[i]);
-    lse_error = std::max(lse_error, std::isnan(e) ? INFINITY : e);
-  }
+  const double lse_error = lse_difference(download(p.lse, want.lse.size()), want.lse);
   const bool good = error < 0.02 && lse_error < 1e-4;
   if (print || !good) {
     printf("%-4s forward   %-32s out %.1e  lse %.1e\n", good ? "ok" : "BAD", c.name, error,

@@ -131,8 +131,8 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
         const int i = 8 * k + 2 * j;
         if constexpr (Tr::kGeneral) {
           const float2 lse = lse_of(i);
-          s[i] = exp2_approx(fmaf(s[i], kLog2E, -lse.x));
-          s[i + 1] = exp2_approx(fmaf(s[i + 1], kLog2E, -lse.y));
+          s[i] = exp2_approx(exponent<Tr::kBias>(s[i], lse.x));
+          s[i + 1] = exp2_approx(exponent<Tr::kBias>(s[i + 1], lse.y));
         } else {
           s[i] = exp2_approx(s[i] * scale_log2);
           s[i + 1] = exp2_approx(s[i + 1] * scale_log2);
@@ -168,7 +168,7 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int i = 8 * k + 2 * j;
-          cap_gradients(dp[i], dp[i + 1], probability(k, j), lse_of(i), cap_inverse);
+          cap_gradients<Tr::kBias>(dp[i], dp[i + 1], probability(k, j), lse_of(i), cap_inverse);
         }
       }
     }

@@ -132,11 +132,11 @@ struct BwdWork {
   }
 };
 
-// What a logarithm is multiplied by to be subtracted from what exp2 takes, if scores are general,
-// or from unscaled scores.
+// What a logarithm is multiplied by to be subtracted from scores with biases, or from what exp2
+// takes, if scores are general, or from unscaled scores.
 template <typename Tr>
 float lse_factor(const MaskedAttentionBwdParams& p) {
-  return Tr::kGeneral ? kLog2E : 1.f / p.scale;
+  return Tr::kBias ? 1.f : Tr::kGeneral ? kLog2E : 1.f / p.scale;
 }
 
 // Of 64 keys, with those that items of 128 keys have beyond the last.

@@ -87,7 +87,8 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
           const int i = 8 * k + 2 * j;
           if constexpr (Tr::kGeneral) {
             const float2 lse = lse_of(i);
-            x[i] = fmaf(x[i], kLog2E, -lse.x), x[i + 1] = fmaf(x[i + 1], kLog2E, -lse.y);
+            x[i] = exponent<Tr::kBias>(x[i], lse.x);
+            x[i + 1] = exponent<Tr::kBias>(x[i + 1], lse.y);
           } else {
             x[i] *= scale_log2, x[i + 1] *= scale_log2;
           }
@@ -110,8 +111,9 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
       if (Tr::kGeneral && cap_inverse > 0.f) {
 #pragma unroll
         for (int i = 0; i < kScores; i += 2) {
-          cap_gradients(x[i], x[i + 1], unpack_16<Tr::kType>(probabilities[i / 8][i / 2 % 4]),
-                        lse_of(i), cap_inverse);
+          cap_gradients<Tr::kBias>(x[i], x[i + 1],
+                                   unpack_16<Tr::kType>(probabilities[i / 8][i / 2 % 4]), lse_of(i),
+                                   cap_inverse);
         }
       }
 #pragma unroll

@@ -39,10 +39,12 @@ namespace jax_dsa::masked_attention {
 
 // By how much a score may exceed its row's reference, in log2 units.
 inline constexpr float kLazyMargin = 8.f;
+// Beyond this a reference in log2 units is rounded to a whole number or worse.
+inline constexpr float kFar = 0x1p24f;
 
 // State of two rows of an accumulator: a thread has rows r and r + 8.
 struct Rows {
-  float reference[2];  // log2 units; -inf before the first visible score
+  float reference[2];  // log2 units, with biases natural ones; -inf before the first visible score
   float sum[2];        // of this thread's probabilities, relative to the reference
 
   // What to subtract from a score: 2^(-inf - finite(-inf)) = 0.
@@ -57,8 +59,9 @@ struct Rows {
 };
 
 // Turns scores into probabilities. Where this moved a reference of the warp's rows, returns true
-// and gives the factor that the accumulator needs.
-template <int kScores>
+// and gives the factor that the accumulator needs. A bias may hide all keys of a row by -1e9 or
+// more: scores are then as far from 0, and their distance from the reference is taken exactly.
+template <bool kBias, int kScores>
 __device__ __forceinline__ bool softmax(float (&s)[kScores], float scale_log2, Rows& rows,
                                         float (&factor)[2]) {
   float top[4];  // by i % 4, for instructions that need not wait for each other
@@ -72,19 +75,30 @@ __device__ __forceinline__ bool softmax(float (&s)[kScores], float scale_log2, R
     float m = fmaxf(top[2 * r], top[2 * r + 1]);
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-    m *= scale_log2;
-    to[r] = m > rows.reference[r] + kLazyMargin ? m : rows.reference[r];
+    if constexpr (!kBias) m *= scale_log2;
+    to[r] =
+        m > rows.reference[r] + (kBias ? kLazyMargin * kLn2 : kLazyMargin) ? m : rows.reference[r];
   }
   const bool moved = __any_sync(~0u, to[0] != rows.reference[0] || to[1] != rows.reference[1]);
   if (moved) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      factor[r] = exp2_approx(rows.reference[r] - Rows::finite(to[r]));
+      const float down = rows.reference[r] - Rows::finite(to[r]);
+      factor[r] = exp2_approx(kBias ? down * scale_log2 : down);
       rows.sum[r] *= factor[r];
       rows.reference[r] = to[r];
     }
   }
-  const float base[2] = {Rows::finite(to[0]), Rows::finite(to[1])};
+  float base[2] = {Rows::finite(to[0]), Rows::finite(to[1])};
+  if constexpr (kBias) {
+    const float from[2] = {base[0], base[1]};
+    base[0] *= scale_log2, base[1] *= scale_log2;
+    if (__any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > kFar)) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) s[i] -= from[i / 2 % 2];
+      base[0] = base[1] = 0.f;
+    }
+  }
   float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {
@@ -201,7 +215,7 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
       mbarrier_arrive(&shared.k_free[at]);  // and the stage is another tile's
     }
     k_ring.advance();
-    return softmax(s, scale_log2, rows, factor);
+    return softmax<Tr::kBias>(s, scale_log2, rows, factor);
   };
   const auto pack = [&] {
 #pragma unroll
@@ -226,7 +240,9 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
       const bool empty = total == 0.f;
       factor[r] = empty ? 0.f : 1.f / total;
       if (r * 8 < rows_left && lane % 4 == 0) {
-        p.lse[at + r * 8 * p.heads] = empty ? -INFINITY : (rows.reference[r] + log2f(total)) * kLn2;
+        const float lse = Tr::kBias ? fmaf(log2f(total), kLn2, rows.reference[r])
+                                    : (rows.reference[r] + log2f(total)) * kLn2;
+        p.lse[at + r * 8 * p.heads] = empty ? -INFINITY : lse;
       }
     }
     store_rows<Tr::kType>(o, factor, smem_address(shared.out[kSide * 4 + warp]),

@@ -56,12 +56,23 @@ __device__ __forceinline__ void cap_scores(float (&s)[kScores], float scale, flo
   }
 }
 
+// What exp2 takes for the probability of a general score; see lse_factor. A bias may hide all keys
+// of a query by -1e9 or more: lse is then as far from 0, and no product may be rounded before both
+// are subtracted.
+template <bool kBias>
+__device__ __forceinline__ float exponent(float s, float lse) {
+  return kBias ? (s - lse) * kLog2E : fmaf(s, kLog2E, -lse);
+}
+
 // Multiplies dout . v - delta of two neighbouring scores by what a softcap makes of gradients, 1 -
 // (y / softcap)^2, as their probabilities x and their queries' logarithms tell y.
+template <bool kBias>
 __device__ __forceinline__ void cap_gradients(float& first, float& second, float2 x, float2 lse,
                                               float inverse) {
-  const float t = (log2f(x.x) + lse.x) * (kLn2 * inverse);
-  const float u = (log2f(x.y) + lse.y) * (kLn2 * inverse);
+  const auto y = [](float x, float lse) {
+    return kBias ? fmaf(log2f(x), kLn2, lse) : (log2f(x) + lse) * kLn2;
+  };
+  const float t = y(x.x, lse.x) * inverse, u = y(x.y, lse.y) * inverse;
   first *= x.x > 0.f ? 1.f - t * t : 0.f, second *= x.y > 0.f ? 1.f - u * u : 0.f;
 }
 

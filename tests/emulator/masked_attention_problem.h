@@ -30,6 +30,7 @@ struct AttentionCase {
   int first_row = 0;                   // of the map, of the first query
   int bias_heads = 0, bias_batch = 1;  // no bias if 0
   bool bias_rows = true;               // a row for each query; or one for all
+  float hiding = 0.f;                  // a bias that hides keys as a mask does, in whole rows, too
 };
 
 inline uint16_t to_16(DType dtype, float x) {
@@ -108,7 +109,8 @@ struct AttentionProblem {
     double sum = 0;
     for (int d = 0; d < c.dim; ++d) sum += double(at(q, row + d)) * at(k, key + d);
     sum *= scale;
-    if (c.bias_heads) sum += at(bias, bias_at(b, n, t, s));
+    // Beside a bias that hides its key a product is lost, in f32.
+    if (c.bias_heads) sum = static_cast<float>(sum + at(bias, bias_at(b, n, t, s)));
     return c.softcap > 0 ? c.softcap * std::tanh(sum / c.softcap) : sum;
   }
   AttentionMask mask() const {
@@ -177,6 +179,9 @@ inline AttentionProblem make_attention(const AttentionCase& c, uint64_t seed) {
     for (size_t i = 0; i < p.bias.size(); ++i) {
       const bool row = c.bias_rows && static_cast<int>(i / p.bias_row()) == c.queries / 2;
       if (row || random() % 20 == 0) p.bias[i] = to_16(c.dtype, -INFINITY);
+      if (c.hiding != 0.f && (i / p.bias_row() % 7 == 3 || random() % 20 == 0)) {
+        p.bias[i] = to_16(c.dtype, c.hiding);
+      }
     }
     std::vector<bool> seen(p.bias_size());
     for (int b = 0; b < c.batch; ++b) {
@@ -276,20 +281,28 @@ inline Given make_given(const AttentionProblem& x, uint64_t seed) {
   std::vector<double> out(c.value_dim);
   for (int64_t row = 0; row < rows; ++row) {
     const int n = row % c.heads, t = row / c.heads % c.queries, b = row / c.heads / c.queries;
-    double total = 0;
+    double total = 0, top = -INFINITY;
+    std::vector<double> scores(c.keys, -INFINITY);
+    for (int s = 0; s < c.keys; ++s) {
+      if (x.visible(b, n, t, s)) scores[s] = x.score(b, n, t, s);
+      top = std::max(top, scores[s]);
+    }
     std::fill(out.begin(), out.end(), 0);
     for (int s = 0; s < c.keys; ++s) {
-      if (!x.visible(b, n, t, s)) continue;
-      const double p = std::exp(x.score(b, n, t, s));
+      if (scores[s] == -INFINITY) continue;
+      const double p = std::exp(scores[s] - top);
       const int64_t key = (int64_t{b} * c.keys + s) * c.groups + n / (c.heads / c.groups);
       total += p;
       for (int e = 0; e < c.value_dim; ++e) out[e] += p * x.at(x.v, key * c.value_dim + e);
     }
-    if (total > 0) y.lse[row] = static_cast<float>(std::log(total));
-    y.dlse[row] = normal(random);
+    if (total > 0) y.lse[row] = static_cast<float>(top + std::log(total));
+    // All keys of a hidden row have a probability of 1, as its lse cannot tell how many they are:
+    // their sums are larger.
+    const float size = std::fabs(y.lse[row]) > 1e6f && total > 0 ? 0.05f : 1.f;
+    y.dlse[row] = size * normal(random);
     for (int e = 0; e < c.value_dim; ++e) {
       y.out[row * c.value_dim + e] = to_16(c.dtype, total > 0 ? out[e] / total : 0);
-      y.dout[row * c.value_dim + e] = to_16(c.dtype, total > 0 ? normal(random) : NAN);
+      y.dout[row * c.value_dim + e] = to_16(c.dtype, total > 0 ? size * normal(random) : NAN);
     }
     if (total == 0) y.dlse[row] = NAN;
   }
@@ -340,6 +353,17 @@ inline double difference(DType dtype, const std::vector<uint16_t>& got,
   double worst = 0;
   for (size_t i = 0; i < got.size(); ++i) {
     const double error = std::fabs(from_16(dtype, got[i]) - want[i]) / (1 + std::fabs(want[i]));
+    worst = std::max(worst, std::isnan(error) ? INFINITY : error);
+  }
+  return worst;
+}
+
+// The largest error of logarithms, relative to values far from 0.
+inline double lse_difference(const std::vector<float>& got, const std::vector<double>& want) {
+  double worst = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    if (got[i] == want[i]) continue;
+    const double error = std::fabs(got[i] - want[i]) / std::max(1., 1e-3 * std::fabs(want[i]));
     worst = std::max(worst, std::isnan(error) ? INFINITY : error);
   }
   return worst;
@@ -430,6 +454,69 @@ inline const AttentionCase kAttentionCases[] = {
      -0.1f, 0, 2},
     {"bias of all heads, 256 dims", 1, 150, 100, 2, 1, 256, 256, kCausal, false, 0, 1, 128,
      DType::kBF16, 0.f, 0.f, 0, 1},
+    {"bias that hides by -1e9",
+     1,
+     200,
+     150,
+     2,
+     1,
+     64,
+     64,
+     kNoRanges,
+     false,
+     0,
+     1,
+     128,
+     DType::kBF16,
+     0.f,
+     0.f,
+     0,
+     2,
+     1,
+     true,
+     -1e9f},
+    {"bias that hides by -1e10",
+     2,
+     150,
+     200,
+     2,
+     1,
+     128,
+     128,
+     kCausal,
+     false,
+     0,
+     1,
+     128,
+     DType::kBF16,
+     0.f,
+     0.f,
+     0,
+     1,
+     1,
+     true,
+     -1e10f},
+    {"bias that hides by all it can",
+     1,
+     150,
+     200,
+     1,
+     1,
+     256,
+     256,
+     kNoRanges,
+     false,
+     0,
+     1,
+     128,
+     DType::kBF16,
+     0.f,
+     0.f,
+     0,
+     1,
+     1,
+     true,
+     -3.38e38f},
     {"one query and key, bias", 1, 1, 1, 1, 1, 64, 64, kNoRanges, false, 0, 1, 128, DType::kBF16,
      0.f, 0.f, 0, 1},
     {"no keys", 1, 130, 0, 2, 1, 128, 128},
