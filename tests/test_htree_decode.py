@@ -161,6 +161,26 @@ def test_decode_without_tokens_and_past_the_end(rng: np.random.Generator) -> Non
         assert np.all(x[0] == 0) and np.all(x[1, 1:] == 0)
 
 
+def test_what_a_query_without_a_token_holds_reaches_nothing(rng: np.random.Generator) -> None:
+    """NaN in it or in its cotangents, as the derivative of a function of lse has it at -inf."""
+    q, k, v = inputs(rng)
+    cache = dataclasses.replace(append(empty(), k, v), lengths=jnp.asarray([1, 9], jnp.int32))
+
+    def grads(q: Any, dout: float, dlse: float) -> Any:
+        run = lambda q, k, v: decode(q, dataclasses.replace(cache, k=k, v=v))  # noqa: E731
+        (out, lse), pull = jax.vjp(run, q, cache.k, cache.v)
+        return pull((jnp.ones_like(out).at[0, 0].set(dout), jnp.ones_like(lse).at[0, 0].set(dlse)))
+
+    q = jnp.asarray(q[:, :2])
+    want = grads(q, 1, 1)
+    for got in (
+        grads(q.at[0, 0].set(jnp.nan), 1, 1),
+        grads(q, np.nan, 1),
+        grads(q, 1, -np.inf),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_decode_gradients_are_those_of_plain_autodiff(rng: np.random.Generator) -> None:
     q, k, v = inputs(rng)
     cache = append(empty(), k, v)

@@ -410,6 +410,28 @@ def test_keys_out_of_range_do_not_matter(poison, rng):
         assert_unmoved(run(q, k, weights, scale), run(q, poisoned, weights, bad_scale))
 
 
+@pytest.mark.parametrize("name", ["logits", "selection", "loss"])
+def test_what_a_query_without_a_key_holds_reaches_nothing(name, rng):
+    q, k, weights = inputs(rng)
+    main = [rng.normal(size=s).astype(np.float32) for s in ((2, 5, 2, 4), (2, 9, 1, 4))]
+    seen = {"starts": np.full((2, 5), 2, np.int32), "ends": np.array([[9, 2, 9, 9, 9]] * 2)}
+    fn = {
+        "logits": lambda *a: indexer_logits(*a, **seen),
+        "selection": lambda *a: indexer_topk(*a, 3, **seen)[1],
+        "loss": lambda *a: jax_dsa.dense_indexer_kl_loss(*a, *main, is_causal=False, **seen),
+    }[name]
+
+    def grads(*args):
+        y, pull = jax.vjp(fn, *args)
+        return pull(jnp.ones_like(y))
+
+    want = grads(q, k, weights)
+    for i in (0, 2):
+        bad = [q.copy(), k, weights.copy()]
+        bad[i][:, 1] = np.nan
+        jax.tree.map(np.testing.assert_array_equal, grads(*bad), want)
+
+
 def test_a_nan_key_in_range_stays_in_its_column(rng):
     q, k, weights = inputs(rng)
     k[:, 4] = np.nan

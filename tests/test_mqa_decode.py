@@ -293,6 +293,29 @@ def test_a_request_without_a_key(rng: np.random.Generator) -> None:
         assert np.all(np.asarray(x[1]) == 0)
 
 
+def test_what_a_query_without_a_key_holds_reaches_nothing(rng: np.random.Generator) -> None:
+    """NaN in it or in its cotangents, as the derivative of a function of lse has it at -inf."""
+    q, k, v = inputs(rng)
+    sinks = rng.normal(size=N).astype(np.float32)
+    alone = np.zeros((B, T), bool)
+    alone[1] = alone[2, :2] = True
+
+    def grads(q: Any, *, dout: float, dlse: float) -> Any:
+        held = lengths(13, 0, 1)
+        (out, lse), pull = jax.vjp(lambda *a: both(*a[:3], sinks=a[3], **held), q, k, v, sinks)
+        dout = np.where(alone[..., None, None], dout, np.ones_like(out))
+        return pull((dout, np.where(alone[..., None], dlse, np.ones_like(lse))))
+
+    want = grads(q, dout=1, dlse=1)
+    bad = np.where(alone[..., None, None], np.float32(np.nan), q)
+    for got in (
+        grads(bad, dout=1, dlse=1),
+        grads(q, dout=np.nan, dlse=1),
+        grads(q, dout=1, dlse=-np.inf),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_low_precision(rng: np.random.Generator) -> None:
     q, k, _ = inputs(rng, t=1, g=1)
     low = jnp.asarray(q, jnp.bfloat16), jnp.asarray(k, jnp.bfloat16)

@@ -150,6 +150,20 @@ def test_keys_that_no_slot_selects(
     assert np.all(np.asarray(dirty[1])[:, [0, S - 1]] == 0)
 
 
+@pytest.mark.parametrize("cotangents", [(np.nan, 1), (1, -np.inf)])
+def test_cotangents_of_a_query_without_a_slot(
+    cotangents: tuple[float, float], rng: np.random.Generator
+) -> None:
+    """They may be NaN, as the derivative of a function of lse is at -inf."""
+    args = inputs(rng)
+    row, sinks = (0, T // 2), rng.normal(size=N).astype(np.float32)
+    dout, dlse = np.ones((B, T, N, E), np.float32), np.ones((B, T, N), np.float32)
+    want = grads(args, dout, dlse, sinks)
+    dout[row], dlse[row] = cotangents
+    jax.tree.map(np.testing.assert_array_equal, grads(args, dout, dlse, sinks), want)
+    assert np.all(np.asarray(want[0])[row] == 0)
+
+
 def test_a_poisoned_key_reaches_only_who_selects_it(rng: np.random.Generator) -> None:
     q, kv, indices = inputs(rng)
     indices[indices == 3] = 4

@@ -173,8 +173,11 @@ def _attend_transposed(
     r, top_k = options.compression, options.top_k
     counts = candidate_counts(positions, nodes.layers, r, top_k)
 
-    # A query without cotangents has no gradients, even if there is a NaN among what it sees.
+    # A query without cotangents has no gradients, even if there is a NaN among what it sees, and
+    # one without a token none, whatever its cotangents are.
     live = (dout != 0).any(-1, keepdims=True) | (dlse != 0)[..., None]
+    live &= lse[..., None] != -jnp.inf
+    dout = jnp.where(live, dout, 0)
     delta = (out.astype(dtype) * dout.astype(dtype)).sum(-1, keepdims=True) - dlse[..., None]
     q, dout, live, delta, lse = (
         x.reshape(*shape[:2], groups, shape[2] // groups, x.shape[-1])

@@ -118,6 +118,9 @@ def gradients(
     gates = g.astype(x.dtype)[:, :, None]
     gates = jnp.where(x > 0, gates, 0) if options.relu else jnp.broadcast_to(gates, x.shape)
     q, k, weights = q.astype(x.dtype), k.astype(x.dtype), weights.astype(x.dtype)
+    # Whatever a query without gradients holds must not reach a key: 0 * NaN is NaN.
+    live = (g != 0).any(-1)[..., None]
+    q, weights = jnp.where(live[..., None], q, 0), jnp.where(live, weights, 0)
     if k_scale is not None:
         k = k * k_scale.astype(x.dtype)[..., None]
     h = jnp.einsum("btjs,bsc->btjc", gates, _finite(k))

@@ -170,7 +170,10 @@ def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
     size = _chunk(options, q, k, items, page, 24)
     q, dout, lse, dlse = (grouped(x, G) for x in (q, dout, lse, dlse))
     E = dout.shape[-1]
-    dout = dout.astype(q.dtype)
+    # Whatever a query without a key holds must not reach one that others see: 0 * NaN is NaN.
+    alive = lse != -jnp.inf
+    q, dout = (jnp.where(alive[..., None], x, 0) for x in (q, dout.astype(q.dtype)))
+    dlse = jnp.where(alive, dlse, 0)
     inner = row_products(dout, grouped(out, G))
     gate = sink_gate(sinks, lse)
     has_dk = k.dtype != jnp.uint8

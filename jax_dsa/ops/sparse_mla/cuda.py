@@ -111,7 +111,8 @@ def sparse_mla_bwd(
     dout, dsinks = dy.out, None
     if gate is not None:
         gate = gate.reshape(y.lse.shape)
-        dsinks = -jnp.sum((1 - gate) * row_products(dout, y.out), axis=1)
+        inner = jnp.where(y.lse == -jnp.inf, 0, row_products(dout, y.out))
+        dsinks = -jnp.sum((1 - gate) * inner, axis=1)
         dout = (dout.astype(gate.dtype) * gate[..., None]).astype(dout.dtype)
     xs = x.q, x.indices, x.ends, x.topk_length, dout, y.lse, y.out, dy.lse
     if not sums_by_rows(options, x):

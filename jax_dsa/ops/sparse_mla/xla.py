@@ -85,6 +85,9 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
     def chunk(carry: Any, x: Operands, y: Results, dy: Results) -> Any:
         dkv, dsinks = carry
         q, out, lse, dout, dlse = (grouped(a, G) for a in (x.q, *y, *dy))
+        # A query without a slot has no gradient, whatever its cotangents: 0 * NaN is NaN.
+        alive = lse != -jnp.inf
+        dout, dlse = jnp.where(alive[..., None], dout, 0), jnp.where(alive, dlse, 0)
         valid = _valid(x, S)
         rows = gather_rows(kv, x.indices, valid, q.dtype, options.page_size)
         p = probabilities(scores(options.scale, q, rows, valid), lse)
