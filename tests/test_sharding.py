@@ -117,6 +117,38 @@ def test_two_axes(case: Any, types: str, rng: np.random.Generator, cpus: list[ja
         assert_matches(compiled(*args), both_ways(case)(*host))
 
 
+@pytest.mark.parametrize("manual", [False, True], ids=["explicit", "manual"])
+@pytest.mark.parametrize(
+    "name", ["sparse_mla", "masked_attention", "htree_attention", "indexer_logits"]
+)
+def test_two_auto_axes_beside_another(
+    name: str, manual: bool, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    """Inside a `shard_map` over "z" the compiler numbers devices by what the result is sharded
+    over: by "y" before "x".
+    """
+    case = next(c for c in CASES if c.name == name)
+    host = case.make_args(rng)
+    types = (AUTO, AUTO, AUTO if manual else EXPLICIT)
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=types, devices=cpus)
+    specs = [
+        PartitionSpec(*("z" if b else t and "y" for b, t in itertools.zip_longest(batch, query)))
+        for batch, query in zip(case.specs["batch"], case.specs["query"], strict=True)
+    ]
+    fn = lambda *args: outputs(case, *args)  # noqa: E731
+    if manual:
+        batch = tuple(PartitionSpec(*(x and "z" for x in spec)) for spec in case.specs["batch"])
+        fn = jax.shard_map(fn, in_specs=batch, out_specs=PartitionSpec("z"), axis_names={"z"})
+    with jax.set_mesh(mesh):
+        args = [
+            jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
+            for x, spec in zip(host, specs, strict=True)
+        ]
+        compiled = jax.jit(both_ways(dataclasses.replace(case, fn=fn))).lower(*args).compile()
+        assert not exchanged(compiled.as_text(), "all-gather")
+        assert_matches(compiled(*args), both_ways(case)(*host))
+
+
 @pytest.mark.parametrize(
     "case",
     [c for c in CASES if c.name in ("sparse_mla", "topk", "htree_attention")],

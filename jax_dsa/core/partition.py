@@ -224,8 +224,12 @@ class Plan:
                 own.update(names)
         return PartitionSpec(*entries)
 
-    def rule(self, mesh: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
-        """Shardy's rule and its factors, for a mesh with axes of these sizes."""
+    def rule(
+        self, mesh: Mapping[str, int], others: Sequence[int] = ()
+    ) -> tuple[str, dict[str, Any]]:
+        """Shardy's rule and its factors, for a mesh with axes of these sizes. Operands of the ranks
+        `others` follow, which nothing depends on.
+        """
         texts: list[str] = []
         sizes: dict[str, int] = {}  # of all factors
         alone: set[str] = set()
@@ -245,7 +249,9 @@ class Plan:
                     tokens[-1] = f"({tokens[-1]})"
             texts.append(" ".join(tokens))
         n = len(self.operands)
-        rule = f"{', '.join(texts[:n])} -> {', '.join(texts[n:])}"
+        more = [" ".join(f"w{next(fresh)}" for _ in range(rank)) for rank in others]
+        free.update(" ".join(more).split())
+        rule = f"{', '.join(texts[:n] + more)} -> {', '.join(texts[n:])}"
         names = dict.fromkeys(re.findall(r"\w+", rule))
         kept = set(re.findall(r"\w+", rule.partition("->")[2]))
         return rule, {
@@ -286,27 +292,33 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
             return fun(*args)
         given = jax.eval_shape(fun, *_shapes(args))
         plan = Plan.of(declared, args, given)
+        compass = compat.compass(mesh, *args)
+        count = len(args)
 
         def partition(devices: Any, arg_infos: Any, result_infos: Any) -> Any:
-            shardings = [x.sharding for x in (*arg_infos, *result_infos)]
-            devices, auto, specs = compat.auto_mesh(mesh, devices, shardings)
+            needles = [x.sharding for x in arg_infos[count:]]
+            shardings = [x.sharding for x in (*arg_infos[:count], *result_infos)]
+            devices, auto, specs = compat.auto_mesh(mesh, devices, shardings, *needles)
             layout = plan.layout(dict(auto.shape), specs)
 
             def lower(*blocks: jax.Array) -> list[jax.Array]:
                 with compat.no_mesh():  # the caller's may have Explicit axes
-                    return layout.run(fun, blocks)
+                    return layout.run(fun, blocks[:count])
 
             ins = tuple(NamedSharding(auto, p.spec) for p in layout.operands)
+            ins += tuple(NamedSharding(auto, PartitionSpec(*mesh.auto_axes)) for _ in needles)
             outs = [NamedSharding(auto, p.spec) for p in layout.results]
             return devices, lower, outs, ins
 
-        op = custom_partitioning(lambda *xs: present(fun(*xs)))
+        op = custom_partitioning(lambda *xs: present(fun(*xs[:count])))
         op.def_partition(
             partition=partition,
-            sharding_rule=lambda devices, *_: plan.rule(sizes or dict(devices.shape)),
+            sharding_rule=lambda devices, *_: plan.rule(
+                sizes or dict(devices.shape), [x.ndim for x in compass]
+            ),
             decode_shardings=False,
         )
-        return _like(given, op(*args))
+        return _like(given, op(*args, *compass))
 
     return call
 
