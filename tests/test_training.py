@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
 import pathlib
 import platform
 import re
@@ -417,6 +418,12 @@ def test_which_files_of_a_folder_are_text(tmp_path):
     assert found.fingerprint == alone.fingerprint and found.name == str(tmp_path)
     moved = dataclasses.replace(found, train=found.validation, validation=found.train)
     assert moved.fingerprint != found.fingerprint
+
+
+def test_names_that_are_not_utf8(tmp_path):
+    for name in (b"a", b"b", b"caf\xe9"):
+        (pathlib.Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name)))).write_text("text")
+    assert sum(load_corpus(tmp_path, tmp_path / "run").files) == 3
 
 
 def test_packages_validate_as_a_whole(tmp_path):

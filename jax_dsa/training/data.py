@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import platform
 import shutil
 import sysconfig
@@ -186,7 +187,7 @@ def _held_out(root: Path, paths: list[Path]) -> set[Path]:
 
 
 def _checksum(path: Path) -> int:
-    return zlib.crc32(path.as_posix().encode())
+    return zlib.crc32(os.fsencode(path.as_posix()))  # a name need not be UTF-8
 
 
 def _distinct(paths: list[Path]) -> list[Path]:
