@@ -850,6 +850,22 @@ def test_the_demo_in_fp8(monkeypatch):
     assert (folder.name, fp8_folder.name) == ("cpu", "cpu-fp8")
 
 
+@pytest.mark.parametrize("absent", [("dense",), tuple(STAGES)], ids=str)
+def test_a_demo_without_a_stage(tmp_path, monkeypatch, capsys, absent):
+    """Ends with a table that claims nothing of what there was not."""
+    monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)
+    monkeypatch.setattr(cli, "load_corpus", lambda *_, **__: corpus())
+    steps = [f"--{stage}-steps=0" for stage in absent]
+    assert cli.main(["--run-dir", str(tmp_path), "--mesh", "data=1", *steps]) == 0
+    out = capsys.readouterr().out
+    if "dense" in absent:
+        assert re.search("FAIL  warm-up KL more than halved: nan to", out)
+    control = "(PASS|FAIL)  .* the model trained with dense attention throughout: .* against (.*) "
+    verdict, loss = re.search(control, out).groups()
+    assert (loss == "nan") == ("sparse" in absent) and not (loss == "nan" and verdict == "PASS")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
 def test_a_comparison_with_fp8(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)
     monkeypatch.setattr(comparison, "load_corpus", lambda *_, **__: corpus())

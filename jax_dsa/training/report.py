@@ -37,11 +37,12 @@ class Results:
     sparse: float
     """Loss of the trained model."""
     control: float
-    """Loss of the backbone trained on the same batches with dense attention throughout."""
+    """Loss of the backbone trained on the same batches with dense attention throughout; NaN without
+    a sparse stage, in which they part."""
     recall: dict[str, np.ndarray]
     """Of each selection, per layer."""
     warmup_kl: tuple[float, float]
-    """Before and after the warm-up, on the probe sequences."""
+    """Before and after the warm-up, on the probe sequences; NaN where no stage ended."""
     tokens_per_second: dict[str, float]
     """Median of each stage."""
 
@@ -91,11 +92,16 @@ def evaluate(trainer: Trainer) -> Results:
     return Results(
         dense=loss(backbone, indexer, batches, sparse=False),
         sparse=loss(backbone, indexer, batches, sparse=True),
-        control=loss(state.control.params, indexer, batches, sparse=False),
+        control=loss(state.control.params, indexer, batches, sparse=False)
+        if config.sparse_steps
+        else math.nan,
         recall={
             k: v for k, v in trainer.evaluator.selection(state, batches).items() if k in SELECTIONS
         },
-        warmup_kl=(kl[config.dense_steps], kl[config.sparse_start]),
+        warmup_kl=(
+            kl.get(config.dense_steps, math.nan),
+            kl.get(config.sparse_start, math.nan),
+        ),
         tokens_per_second={k: statistics.median(v) if v else math.nan for k, v in rates.items()},
     )
 
@@ -234,7 +240,7 @@ def plot(trainer: Trainer, results: Results, path: Path) -> None:
     loss.plot(*sparse, "s-", color=BLUE, ms=4, label="validation, sparse attention")
     control = series("validation_control")
     loss.plot(*control, "^--", color=ORANGE, ms=4, label="validation, dense control")
-    low = min(dense[1].min(), results.sparse)
+    low = min(dense[1].min(initial=results.dense), results.sparse)
     loss.set(
         title="Language model loss",
         ylabel=f"nats per {_unit(trainer)}",
