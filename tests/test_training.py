@@ -866,6 +866,19 @@ def test_a_demo_without_a_stage(tmp_path, monkeypatch, capsys, absent):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(
+    "option", ["dense-steps=-1", "batch-size=0", "accumulate=0", "seed=-1", "vocab=0"]
+)
+def test_numbers_that_no_run_can_have(tmp_path, capsys, option):
+    with pytest.raises(SystemExit):
+        cli.main(["--run-dir", str(tmp_path / "run"), f"--{option}"])
+    name, number = option.split("=")
+    assert (
+        f"argument '{name.replace('-', '_')}' is {number}, want int in" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_comparison_with_fp8(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)
     monkeypatch.setattr(comparison, "load_corpus", lambda *_, **__: corpus())

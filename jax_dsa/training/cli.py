@@ -23,6 +23,8 @@ with needs_extra("examples", __name__):
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from jax_dsa.training.config import TrainConfig
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the demo; 0 if it finished, 130 if it was interrupted and can be resumed."""
@@ -33,16 +35,10 @@ def main(argv: list[str] | None = None) -> int:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.distributed.initialize()
     say = print if jax.process_index() == 0 else _nothing
-    config = PRESETS[args.preset]()
-    stages = ("dense_steps", "warmup_steps", "sparse_steps")
-    settings = (*stages, "seed", "batch_size", "accumulate", "packed")
-    given = {name: getattr(args, name) for name in settings}
-    model = dataclasses.replace(config.model, vocab=args.vocab)
-    config = dataclasses.replace(
-        config, model=model, **{k: v for k, v in given.items() if v is not None}
-    )
-    if args.fp8:
-        config = in_fp8(config)
+    try:
+        config = _config(args)
+    except ValueError as error:
+        parser.error(str(error))
     folder = args.run_dir or Path("runs") / (args.preset + ("-fp8" if args.fp8 else ""))
     try:
         corpus = _load(args, folder)
@@ -74,6 +70,19 @@ def main(argv: list[str] | None = None) -> int:
     say(f"\n{report.table(results, trainer)}")
     say(f"\n{trainer.seconds:.0f} s of training; {trainer.log.path}, {picture}")
     return 0
+
+
+def _config(args: argparse.Namespace) -> TrainConfig:
+    """The preset, with what is asked for in its place."""
+    config = PRESETS[args.preset]()
+    stages = ("dense_steps", "warmup_steps", "sparse_steps")
+    settings = (*stages, "seed", "batch_size", "accumulate", "packed")
+    given = {name: getattr(args, name) for name in settings}
+    model = dataclasses.replace(config.model, vocab=args.vocab)
+    config = dataclasses.replace(
+        config, model=model, **{k: v for k, v in given.items() if v is not None}
+    )
+    return in_fp8(config) if args.fp8 else config
 
 
 def _load(args: argparse.Namespace, folder: Path) -> Corpus:

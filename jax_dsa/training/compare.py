@@ -64,7 +64,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, help="default runs/PRESET-compared")
     args = parser.parse_args(argv)
     folder = args.run_dir or Path("runs") / f"{args.preset}-compared"
-    config = _config(PRESETS[args.preset](), args.steps, args.seq_len, args.batch_size)
+    try:
+        config = _config(PRESETS[args.preset](), args.steps, args.seq_len, args.batch_size)
+    except ValueError as error:
+        parser.error(str(error))
     tokens = f"{config.batch_size} x {config.seq_len} tokens a step"
     title = f"Preset {args.preset}, dense attention, {tokens}"
     name = jnp.dtype(config.model.attention.dtype).name

@@ -6,11 +6,20 @@ import dataclasses
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 
+from jax_dsa.core.checks import Args
 from jax_dsa.nn import AttentionConfig, DecoderConfig
 from jax_dsa.training.data import VOCAB
 
 Stage = Literal["dense", "warmup", "sparse"]
+
+_FROM_0 = ("dense_steps", "warmup_steps", "sparse_steps", "ramp_steps", "seed")
+_FROM_1 = (
+    *("seq_len", "batch_size", "accumulate", "sample_tokens"),
+    *("log_every", "probe_every", "checkpoint_every"),
+    *("probe_sequences", "eval_sequences", "eval_batch"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +62,13 @@ class TrainConfig:
     packed: bool = False
     """No token sees another document. Otherwise a window of the text is one sequence to the model,
     whatever it consists of."""
+
+    def __post_init__(self) -> None:
+        """Rejects numbers that no run can have."""
+        args = Args("TrainConfig", "", np.empty(0), "K")
+        for least, names in enumerate((_FROM_0, _FROM_1)):
+            for name in names:
+                args.integer(name, getattr(self, name), least, 2**63 - 1)
 
     @property
     def bos(self) -> int:
