@@ -172,6 +172,28 @@ def test_plain_xla_on_an_explicit_mesh(
             assert_matches(compiled(*args), both_ways(case)(*host))
 
 
+@pytest.mark.parametrize("spec", [("x",), (None, "y", "x"), ("x", "y"), (None, None, None, "x")])
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_rows_with_many_leading_axes(
+    axis_type: Any, spec: tuple, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    """A bias [B, N, T, S], and ranges that all devices have."""
+    x = rng.normal(size=(2, 4, 8, 6)).astype(np.float32)
+    ends = rng.integers(0, 7, x.shape[:-1]).astype(np.int32)
+
+    def run(x: Any) -> Any:
+        values = lambda x: jax_dsa.topk(x, 3, ends=ends, return_values=True)  # noqa: E731
+        (_, found), pull = jax.vjp(values, x)
+        grad = pull((np.zeros(found.shape, jax.dtypes.float0), jnp.ones_like(found)))
+        return values(x), grad, jax_dsa.topk_mask(x, 2), jax_dsa.topk_indices(x, 2)
+
+    want = jax.tree.map(np.asarray, run(x))
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=cpus[:4])
+    with jax.set_mesh(mesh):
+        given = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(run)(given), want)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mapped", [None, "x"], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("case", [c for c in CASES if c.diff], ids=lambda c: c.name)

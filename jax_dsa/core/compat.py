@@ -156,6 +156,13 @@ def shard_first(x: jax.Array, names: Any) -> jax.Array:
     return jax.reshard(x, PartitionSpec(names, *rest))
 
 
+def shard_as(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x` with its axes sharded over Explicit mesh axes as the first ones of `like` are."""
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return x
+    return jax.reshard(x, PartitionSpec(*jax.typeof(like).sharding.spec[: x.ndim]))
+
+
 def mapped_aval(aval: Any, size: int, names: Any) -> Any:
     """`aval` with an axis in front, sharded over the Explicit mesh axes `names`."""
     spec = PartitionSpec(names, *aval.sharding.spec)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import TYPE_CHECKING
 
 import jax
@@ -31,6 +30,7 @@ from jax_dsa.ops.block_mask.spec import (
     IndexOptions,
     Indices,
     Kinds,
+    Mask,
     MaskFunction,
     Operands,
     Options,
@@ -225,11 +225,13 @@ def topk_mask(
         except ValueError:
             args.shape("mask", mask, False, f"one that broadcasts against bias {x.shape}")
     kept = topk_of("topk_mask", "bias", x, top_k)
-    rows = (x.shape[0], math.prod(x.shape[1:-1])) if x.ndim > 1 else (1, 1)
-    call = args.call("xla")
-    indices = Indices(kept.reshape(*rows, top_k))
-    (chosen,) = INDEX_MASK(call, IndexOptions(x.shape[-1]), indices)
-    return chosen.reshape(x.shape)
+    rows = (*x.shape[:-1], *[1] * (3 - x.ndim))
+    mark: Callable[[Indices], Mask] = functools.partial(
+        INDEX_MASK, args.call("xla"), IndexOptions(x.shape[-1])
+    )
+    for _ in range(len(rows) - 2):  # not one reshape, as in `topk`
+        mark = jax.vmap(mark)
+    return mark(Indices(kept.reshape(*rows, top_k))).mask.reshape(x.shape)
 
 
 def topk_indices(bias: Float[Array, "... S"], top_k: int) -> Int[Array, "... W"]:

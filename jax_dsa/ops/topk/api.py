@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
+from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, INT32, Args, as_array
 from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
@@ -126,11 +127,10 @@ def topk_of(
             return jnp.full(flat, default, jnp.int32)
         return jnp.clip(args.array(name, given, rows, INT32), 0, options.size).reshape(flat)
 
-    operands = Operands(
-        x.reshape(*flat, options.size),
-        bound("starts", starts, 0),
-        bound("ends", ends, options.size),
-    )
+    ranges = bound("starts", starts, 0), bound("ends", ends, options.size)
+    if len(flat) > 2:  # what vmap maps has to lie alike
+        ranges = compat.shard_as(ranges[0], x), compat.shard_as(ranges[1], x)
+    operands = Operands(x.reshape(*flat, options.size), *ranges)
     select: Callable[[Operands], Results] = functools.partial(topk_op, call, options)
     for _ in range(len(flat) - 2):  # not one reshape, which would gather axes that are sharded
         select = jax.vmap(select)
