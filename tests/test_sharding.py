@@ -149,6 +149,26 @@ def test_two_auto_axes_beside_another(
         assert_matches(compiled(*args), both_ways(case)(*host))
 
 
+@pytest.mark.parametrize("name", ["sparse_mla", "indexer_logits"])
+def test_an_explicit_axis_that_shards_nothing(
+    name: str, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    """Beside an Explicit one that shards the batch, and an Auto one that shards queries."""
+    case = next(c for c in CASES if c.name == name)
+    host = case.make_args(rng)
+    types = (AUTO, EXPLICIT, EXPLICIT)
+    mesh = jax.make_mesh((2, 2, 2), ("y", "x", "z"), axis_types=types, devices=cpus)
+    with jax.set_mesh(mesh):
+        specs = map(crossed, case.specs["batch"], case.specs["query"])
+        args = [
+            jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
+            for x, spec in zip(host, specs, strict=True)
+        ]
+        compiled = jax.jit(both_ways(case)).lower(*args).compile()
+        assert not exchanged(compiled.as_text(), "all-gather")
+        assert_matches(compiled(*args), both_ways(case)(*host))
+
+
 @pytest.mark.parametrize(
     "case",
     [c for c in CASES if c.name in ("sparse_mla", "topk", "htree_attention")],

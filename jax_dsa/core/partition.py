@@ -341,7 +341,7 @@ def _over_explicit(fun: Local, declared: Declared, mesh: Any, args: Any) -> list
             lambda *blocks: layout.run(fun, compat.match_vary(blocks, *blocks)),
             in_specs=in_specs,
             out_specs=[p.spec for p in layout.results],
-            axis_names=names,
+            axis_names=set(sizes),  # others would be left to the compiler as well
         )
     else:  # as where an outer vmap has the only sharded axis
         run = lambda *xs: present(fun(*xs))  # noqa: E731
