@@ -181,7 +181,7 @@ __device__ void make_gradients(const SparseMlaBwdParams& p, const BwdWork& work,
     const int64_t head = heads.first + (exists ? row + r * 8 : 0);
     const float x = exists ? __ldg(p.lse + head) : INFINITY;
     row_lse[r] = x == -INFINITY ? INFINITY : x * kLog2E;  // no valid slot: P = 0
-    row_dlse[r] = exists ? __ldg(p.dlse + head) : 0.f;
+    row_dlse[r] = exists && x != -INFINITY ? __ldg(p.dlse + head) : 0.f;
   }
 
   mbarrier_wait(&shared.rows_full, item_parity);

@@ -232,6 +232,7 @@ inline Gradients differentiate(const Problem& x, uint64_t seed) {
           delta += dout[d] * __bfloat162float(g.out[r * 512 + d]);
         }
         g.lse[r] = row.lse;
+        if (row.lse == -INFINITY) g.dlse[r] = NAN;  // of no key, so it must reach nothing
         for (int k = 0; k < c.slots; ++k) {
           if (row.score[k] == -INFINITY) continue;
           const double p = std::exp(row.score[k] - row.lse);
