@@ -193,6 +193,12 @@ __device__ __forceinline__ void prefetch_l2(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+// A store that may race with others of its kind: one of them stays, whole.
+template <typename T>
+__device__ __forceinline__ void store_any(T& to, T x) {
+  to = x;
+}
+
 // *from, or `otherwise` if !valid; issued here, however late its use. For data that no one writes
 // meanwhile.
 __device__ __forceinline__ int load_now(const int* from, bool valid, int otherwise) {

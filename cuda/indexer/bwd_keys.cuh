@@ -184,7 +184,7 @@ __device__ __noinline__ void find_rows(const IndexerBwdParams& p, KeyItem item, 
   int lost = 0;
   visit_slots(p, item, window, again, shared, [&](int member, int slot, int key, bool open) {
     if (open) {
-      shared.slots[key][member] = static_cast<uint16_t>(slot);
+      store_any(shared.slots[key][member], static_cast<uint16_t>(slot));
       ++lost;
     }
   });
@@ -241,6 +241,7 @@ __device__ __noinline__ void mark_done(const IndexerBwdParams& p, KeyItem item, 
   auto& shared = dynamic_shared<KeyShared<kC, kWindow>>();
   visit_slots(p, item, window, again, shared, [&](int member, int slot, int key, bool open) {
     const unsigned bits = __ballot_sync(~0u, open && shared.slots[key][member] == slot);
+    __syncwarp();  // all have read `done`, which a vote does not promise
     if (threadIdx.x % 32 == 0 && bits != 0) shared.done[member][slot / 32] |= bits;
   });
 }

@@ -10,14 +10,15 @@
 // warps run follows `Options::seed`; now and then a warp stands still until the others need it, as
 // one does on a GPU that waits for instructions. The blocks of a cluster run at the same time; the
 // shared memory of a block that has ended is overwritten, as if another one had it. Warps that wait
-// at one barrier in different places of the code end the program, too. What this cannot see:
-// rounding of the tensor cores, missing proxy fences, time.
+// at one barrier in different places of the code end the program, too. Races in shared memory are
+// found by races.h. What this cannot see: rounding of the tensor cores, missing proxy fences, time.
 #pragma once
 
 #include <cuda_runtime_api.h>
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -31,6 +32,8 @@
 #include <source_location>
 #include <vector>
 
+#include "races.h"
+
 namespace emulator {
 
 struct Options {
@@ -41,6 +44,9 @@ struct Options {
 // What to try a program's case `number` under. Without an argument, two of the four combinations of
 // early and late, the others for the next case; with an argument n, all four with n seeds.
 inline std::vector<Options> schedules(int argc, char** argv, size_t number) {
+#ifdef EMULATOR_RACES
+  return {{true, true, 1}};
+#endif
   if (argc < 2) {
     const bool odd = number % 2 == 1;
     return {{odd, false, 1}, {!odd, true, 2}};
@@ -70,18 +76,20 @@ struct Fiber {
   jmp_buf context;  // switches faster than ucontext_t, which asks the kernel for signal masks
   bool started = false;
   std::unique_ptr<char[]> stack;
-  unsigned thread;
+  unsigned thread, number;  // in its block, and of all that run
   struct Block* block;
   bool done = false;
   const char* waits_for = nullptr;
   uint64_t waits_at = 0;
   std::vector<Wgmma> open;                    // issued, not committed
   std::deque<std::vector<Wgmma>> groups;      // committed, not executed
-  int64_t issued = 0, executed = 0;           // groups, since the start
+  std::deque<races::Clock> committed;         // what was known at their commits
+  int64_t issued = 0;                         // groups, since the start
   std::vector<std::function<void()>> copies;  // cp.async since the last arrival
 };
 
 struct Barrier {
+  races::Clock known[2];  // to those that pass, by the generation's parity
   unsigned arrived = 0;
   uint64_t generation = 0;
   std::source_location place = {};  // where threads wait in this generation
@@ -93,6 +101,7 @@ struct Barrier {
 struct Exchange {
   uint64_t value[2][32];
   Barrier barrier;
+  std::vector<races::Clock> executed;  // what is known after each group of wgmma
 };
 
 struct Block {
@@ -119,6 +128,8 @@ struct Machine {
   uint64_t progress = 0;                         // counts events that may release a waiting fiber
   std::vector<std::function<void()>> pending, stores;  // asynchronous work not yet done
   std::function<void()> kernel;
+  std::map<const void*, std::array<races::Clock, 2>> mbarriers;  // what those that wait then know
+  std::map<const void*, races::Clock> counters;
 };
 
 inline Machine machine;
@@ -136,11 +147,13 @@ inline void require(cudaError_t status) {
 // ---- fibers ------------------------------------------------------------------------------------
 
 inline void yield() {
+  races::nobody();
   if (!_setjmp(machine.current->context)) _longjmp(machine.scheduler, 1);
 }
 inline void resume(Fiber& f) {
   machine.current = &f;
   if (_setjmp(machine.scheduler)) return;
+  races::resume(f.number);
   if (f.started) _longjmp(f.context, 1);
   f.started = true;
   setcontext(&f.start);
@@ -155,9 +168,11 @@ void wait_until(const char* what, uint64_t at, Ready ready) {
   self.waits_for = nullptr;
 }
 
-inline void arrive(Barrier& barrier, unsigned expected) {
+inline void arrive(Barrier& barrier, unsigned expected, bool orders = true) {
   ++machine.progress;
+  if (orders) races::release(barrier.known[barrier.generation & 1]);
   if (++barrier.arrived == expected) {
+    barrier.known[barrier.generation + 1 & 1] = {};
     barrier.arrived = 0;
     barrier.told[barrier.generation & 1] = barrier.any;
     barrier.any = false;
@@ -165,10 +180,12 @@ inline void arrive(Barrier& barrier, unsigned expected) {
     barrier.place = {};
   }
 }
-inline void sync(Barrier& barrier, unsigned expected, const char* what, uint64_t at) {
+inline void sync(Barrier& barrier, unsigned expected, const char* what, uint64_t at,
+                 bool orders = true) {
   const uint64_t generation = barrier.generation;
-  arrive(barrier, expected);
+  arrive(barrier, expected, orders);
   wait_until(what, at, [&] { return barrier.generation != generation; });
+  if (orders) races::acquire(barrier.known[generation & 1]);
 }
 
 // A barrier of several warps, which is for threads that wait at the same instruction.
@@ -192,7 +209,11 @@ inline bool any_of_warps(Barrier& barrier, unsigned expected, bool x, uint64_t a
 }
 
 // Asynchronous work: at once, or when nothing else can happen.
-inline void later(std::function<void()> work, bool stores = false) {
+inline void later(std::function<void()> what, bool stores = false) {
+  auto work = [what = std::move(what), issued = races::now()] {
+    const races::Work acts(issued);
+    what();
+  };
   if (machine.options.late_copies) {
     (stores ? machine.stores : machine.pending).push_back(std::move(work));
   } else {
@@ -234,8 +255,10 @@ inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads
   machine.kernel = std::move(kernel);
   machine.pending.clear();
   machine.stores.clear();
+  machine.mbarriers.clear();
   auto& resident = machine.resident;
   resident.clear();
+  std::vector<uint8_t*> rooms;
   for (unsigned b = 0; b < blocks; ++b) {
     auto block = std::make_unique<Block>();
     block->index = first + b;
@@ -249,6 +272,7 @@ inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads
     for (unsigned t = 0; t < threads; ++t) {
       Fiber& f = block->fibers[t];
       f.thread = t;
+      f.number = b * threads + t;
       f.block = block.get();
       f.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
       getcontext(&f.start);
@@ -257,8 +281,10 @@ inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads
       f.start.uc_link = nullptr;
       makecontext(&f.start, fiber_main, 0);
     }
+    rooms.push_back(block->shared);
     resident.push_back(std::move(block));
   }
+  races::begin(rooms, shared_bytes, threads);
   const unsigned warps = (threads + 31) / 32 * blocks;
   std::vector<bool> asleep(warps);
   std::vector<unsigned> order(warps);
@@ -339,13 +365,14 @@ inline void launch_clusters(unsigned clusters, unsigned ranks, unsigned threads,
 
 inline Fiber& self() { return *machine.current; }
 
-// Shows `value` to the warp; returns what all 32 lanes showed.
-inline const uint64_t* exchange(uint64_t value) {
+// Shows `value` to the warp; returns what all 32 lanes showed. Only if it `orders` the lanes'
+// accesses to memory does PTX promise that it does.
+inline const uint64_t* exchange(uint64_t value, bool orders = false) {
   Fiber& f = self();
   Exchange& x = f.block->warps[f.thread / 32];
   const int turn = x.barrier.generation & 1;
   x.value[turn][f.thread % 32] = value;
-  sync(x.barrier, 32, "warp", f.thread / 32);
+  sync(x.barrier, 32, "warp", f.thread / 32, orders);
   return x.value[turn];
 }
 
@@ -357,10 +384,16 @@ struct Mbarrier {
   int32_t bytes : 31;
   uint32_t phase : 1;
 
+  // Of what is known to those that wait for either phase.
+  races::Clock* known() const;
+
+  void came(uint32_t bytes);
+
   void settle() {
     if (missing < 0) fail("an mbarrier had more arrivals than it expects");
     if (missing == 0 && bytes == 0) {
       phase ^= 1;
+      known()[phase] = {};
       missing = static_cast<int16_t>(expected);
       ++machine.progress;
     }
@@ -368,11 +401,18 @@ struct Mbarrier {
 };
 static_assert(sizeof(Mbarrier) == 8);
 
+inline races::Clock* Mbarrier::known() const { return machine.mbarriers[this].data(); }
+inline void Mbarrier::came(uint32_t count) {
+  races::release(known()[phase]);
+  bytes -= static_cast<int32_t>(count);
+  settle();
+}
+
 inline Mbarrier& mbarrier(uint64_t* word) { return *reinterpret_cast<Mbarrier*>(word); }
 
 // ---- wgmma -------------------------------------------------------------------------------------
 
-inline float bf16_at(const uint8_t* p) {
+EMULATOR_UNSEEN inline float bf16_at(const uint8_t* p) {
   uint16_t x;
   memcpy(&x, p, 2);
   const uint32_t bits = uint32_t{x} << 16;
@@ -393,13 +433,13 @@ inline float f16_of(uint32_t packed, int half) {
   memcpy(&x, &bits, 2);
   return static_cast<float>(x);
 }
-inline float f16_at(const uint8_t* p) {
-  uint16_t x;
+EMULATOR_UNSEEN inline float f16_at(const uint8_t* p) {
+  _Float16 x;
   memcpy(&x, p, 2);
-  return f16_of(x, 0);
+  return static_cast<float>(x);
 }
 
-inline float e4m3_at(const uint8_t* p) {
+EMULATOR_UNSEEN inline float e4m3_at(const uint8_t* p) {
   const int exponent = *p >> 3 & 15, mantissa = *p & 7;
   const float size = (*p & 127) == 127 ? NAN
                      : exponent        ? std::ldexp(8.f + mantissa, exponent - 10)
@@ -408,14 +448,14 @@ inline float e4m3_at(const uint8_t* p) {
 }
 
 // `address` in a tile whose rows of 128 bytes (mode 1), 64 (2) or 32 (3) are swizzled.
-inline uint32_t swizzled(uint32_t address, int mode) {
+EMULATOR_UNSEEN inline uint32_t swizzled(uint32_t address, int mode) {
   return address ^ (address >> 7 & 7 >> (mode - 1)) << 4;
 }
 
-// Element (mn, k) of an operand of bf16 or f16 or, K-major, of e4m3.
-inline float operand(const uint8_t* shared, const Wgmma& op, uint64_t descriptor, bool transposed,
-                     int mn, int k) {
-  const int bytes = 32 / op.k;
+// Where element (mn, k) of an operand of bf16 or f16 or, K-major, of e4m3 lies in shared memory. So
+// do those that share 16 bytes with it.
+EMULATOR_UNSEEN inline uint32_t place(const Wgmma& op, uint64_t descriptor, bool transposed, int mn,
+                                      int k) {
   const uint32_t start = (descriptor & 0x3fff) << 4;
   const uint32_t leading = (descriptor >> 16 & 0x3fff) << 4;
   const uint32_t stride = (descriptor >> 32 & 0x3fff) << 4;
@@ -423,15 +463,31 @@ inline float operand(const uint8_t* shared, const Wgmma& op, uint64_t descriptor
   if (mode == 0 || (mode != 1 && transposed)) fail("wgmma: a layout that is not emulated");
   const uint32_t address =
       transposed ? start + mn / 64 * leading + k / 8 * stride + k % 8 * 128 + mn % 64 * 2
-                 : start + mn / 8 * stride + mn % 8 * row + k * bytes;
+                 : start + mn / 8 * stride + mn % 8 * row + k * (32 / op.k);
   const uint32_t at = swizzled(address, mode);
-  if (at + bytes > kSharedBytes) fail("wgmma reads outside shared memory");
-  return bytes == 1 ? e4m3_at(shared + at) : op.f16 ? f16_at(shared + at) : bf16_at(shared + at);
+  if (at + 32 / op.k > kSharedBytes) fail("wgmma reads outside shared memory");
+  return at;
+}
+EMULATOR_UNSEEN inline float operand(const uint8_t* shared, const Wgmma& op, uint64_t descriptor,
+                                     bool transposed, int mn, int k) {
+  const uint8_t* const at = shared + place(op, descriptor, transposed, mn, k);
+  return op.k == 32 ? e4m3_at(at) : op.f16 ? f16_at(at) : bf16_at(at);
+}
+inline void reads(const uint8_t* shared, const Wgmma& op, uint64_t descriptor, bool transposed,
+                  int first, int count) {
+  const int chunk = op.k / 2;  // elements of 16 bytes
+  for (int mn = first; mn < first + count; mn += transposed ? chunk : 1) {
+    for (int k = 0; k < op.k; k += transposed ? 1 : chunk) {
+      races::reads(shared + place(op, descriptor, transposed, mn, k), 16);
+    }
+  }
 }
 
 // One instruction, the part of one warp.
-inline void execute(Block& block, const Wgmma* const (&lanes)[32], unsigned warp) {
+EMULATOR_UNSEEN inline void execute(Block& block, const Wgmma* const (&lanes)[32], unsigned warp) {
   const Wgmma& op = *lanes[0];
+  if (!op.a_in_registers) reads(block.shared, op, op.a, op.a_transposed, warp % 4 * 16, 16);
+  reads(block.shared, op, op.b, op.b_transposed, 0, op.n);
   static float a[16][32], b[32][256];
   for (int lane = 0; lane < 32; ++lane) {
     const Wgmma& x = *lanes[lane];
@@ -471,6 +527,13 @@ inline void execute(Block& block, const Wgmma* const (&lanes)[32], unsigned warp
 inline void execute_group(Block& block, unsigned warp) {
   Fiber* first = &block.fibers[warp * 32];
   const size_t count = first->groups.front().size();
+  races::Clock issued =
+      block.warps[warp].executed.empty() ? races::Clock() : block.warps[warp].executed.back();
+  for (int lane = 0; lane < 32; ++lane) {
+    races::join(issued, first[lane].committed.front());
+    first[lane].committed.pop_front();
+  }
+  const races::Work acts(issued);
   for (size_t i = 0; i < count; ++i) {
     const Wgmma* lanes[32];
     for (int lane = 0; lane < 32; ++lane) {
@@ -482,6 +545,7 @@ inline void execute_group(Block& block, unsigned warp) {
     execute(block, lanes, warp);
   }
   for (int lane = 0; lane < 32; ++lane) first[lane].groups.pop_front();
+  block.warps[warp].executed.push_back(races::now());
   ++machine.progress;
 }
 
@@ -489,6 +553,8 @@ inline void commit() {
   Fiber& f = self();
   f.groups.push_back(std::move(f.open));
   f.open.clear();
+  f.committed.push_back(races::now());
+  ++f.issued;
   const unsigned warp = f.thread / 32;
   exchange(0);
   if (!machine.options.late_wgmma && f.thread % 32 == 0) {
@@ -515,6 +581,8 @@ inline void wait_groups(size_t pending) {
     }
   }
   exchange(0);
+  const auto& executed = f.block->warps[f.thread / 32].executed;
+  if (f.issued > int64_t(pending)) races::acquire(executed[f.issued - pending - 1]);
 }
 
 // ---- shared memory -----------------------------------------------------------------------------
@@ -577,7 +645,7 @@ inline void __syncthreads(const std::source_location& place = std::source_locati
   emulator::sync_warps(emulator::self().block->everyone, emulator::machine.threads, "__syncthreads",
                        0, place);
 }
-inline void __syncwarp(unsigned = ~0u) { emulator::exchange(0); }
+inline void __syncwarp(unsigned = ~0u) { emulator::exchange(0, true); }
 inline void __threadfence() {}
 
 template <typename T>
@@ -689,6 +757,7 @@ inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 
 template <typename T>
 T atomicAdd(T* p, T x) {
+  const emulator::races::Pause pause;
   const T old = *p;
   *p += x;
   ++emulator::machine.progress;
@@ -697,6 +766,7 @@ T atomicAdd(T* p, T x) {
 
 template <typename T>
 T atomicOr(T* p, T x) {
+  const emulator::races::Pause pause;
   const T old = *p;
   *p |= x;
   return old;

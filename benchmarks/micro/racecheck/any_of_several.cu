@@ -20,7 +20,7 @@ __global__ void pattern(const int* from, int* to) {
       table[lane] = -1;
     }
     if (!kRace) __syncthreads();
-    if (warp > 0) table[lane] = warp;
+    if (warp > 0) store_any(table[lane], warp);
     __syncthreads();
     if (table[lane] == warp) to[round * 32 + lane] = from[round * 32 + lane];
     __syncthreads();

@@ -42,18 +42,18 @@ inline int thread_index() { return static_cast<int>(emulator::self().thread); }
 // ---- mbarrier ----------------------------------------------------------------------------------
 
 inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+  emulator::races::hide(barrier, 8);
   emulator::mbarrier(barrier) = {static_cast<uint16_t>(arrivals), static_cast<int16_t>(arrivals), 0,
                                  0};
 }
 inline void mbarrier_init_fence() {}
-inline void mbarrier_arrive(uint64_t* barrier) {
-  --emulator::mbarrier(barrier).missing;
-  emulator::mbarrier(barrier).settle();
-}
 inline void mbarrier_arrive(uint64_t* barrier, uint32_t arrivals) {
-  emulator::mbarrier(barrier).missing -= static_cast<int16_t>(arrivals);
-  emulator::mbarrier(barrier).settle();
+  emulator::Mbarrier& to = emulator::mbarrier(barrier);
+  emulator::races::release(to.known()[to.phase]);
+  to.missing -= static_cast<int16_t>(arrivals);
+  to.settle();
 }
+inline void mbarrier_arrive(uint64_t* barrier) { mbarrier_arrive(barrier, 1); }
 inline void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
   emulator::mbarrier(barrier).bytes += bytes;
   mbarrier_arrive(barrier);
@@ -65,6 +65,7 @@ inline void mbarrier_arrive_at(uint64_t* barrier, int rank) {
 inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   emulator::wait_until("mbarrier at", emulator::shared_offset(barrier),
                        [=] { return emulator::mbarrier(barrier).phase != parity; });
+  emulator::races::acquire(emulator::mbarrier(barrier).known()[parity]);
 }
 
 // ---- copies ------------------------------------------------------------------------------------
@@ -77,6 +78,7 @@ void cp_async(uint32_t to, const void* from, bool valid) {
     emulator::fail("a misaligned cp.async");
   }
   const auto copy = [=] {
+    emulator::races::writes(target, kBytes);
     if (valid) {
       memcpy(target, from, kBytes);
     } else {
@@ -118,9 +120,9 @@ inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barr
     emulator::fail("a misaligned bulk copy");
   }
   emulator::later([=] {
+    emulator::races::writes(to, bytes);
     memcpy(to, from, bytes);
-    emulator::mbarrier(barrier).bytes -= bytes;
-    emulator::mbarrier(barrier).settle();
+    emulator::mbarrier(barrier).came(bytes);
   });
 }
 
@@ -128,6 +130,7 @@ namespace detail {
 struct Stores {  // of one thread
   std::vector<std::function<void()>> open;
   std::vector<bool> done;  // of each group
+  std::vector<emulator::races::Clock> known;
 };
 inline Stores& stores() {
   static std::map<emulator::Fiber*, Stores> all;
@@ -139,14 +142,19 @@ inline void bulk_store(void* to, const void* from, uint32_t bytes, uint64_t) {
   if (emulator::shared_offset(from) % 16 || reinterpret_cast<uintptr_t>(to) % 16 || bytes % 16) {
     emulator::fail("a misaligned bulk copy");
   }
-  detail::stores().open.push_back([=] { memcpy(to, from, bytes); });
+  detail::stores().open.push_back([=] {
+    emulator::races::reads(from, bytes);
+    memcpy(to, from, bytes);
+  });
 }
 inline void bulk_commit() {
   auto* stores = &detail::stores();
   const size_t group = stores->done.size();
   stores->done.push_back(false);
+  stores->known.emplace_back();
   const auto work = [stores, group, open = std::move(stores->open)] {
     for (const auto& store : open) store();
+    emulator::races::release(stores->known[group]);
     stores->done[group] = true;
   };
   emulator::later(work, true);
@@ -161,17 +169,22 @@ void bulk_wait_read() {
     }
     return true;
   });
+  for (size_t i = 0; i + kGroups < stores->known.size(); ++i) {
+    emulator::races::acquire(stores->known[i]);
+  }
 }
 inline void bulk_wait() { bulk_wait_read(); }
 
 // ---- between blocks ----------------------------------------------------------------------------
 
 inline void counter_add(uint32_t* counter) {
+  emulator::races::release(emulator::machine.counters[counter]);
   ++*counter;
   ++emulator::machine.progress;
 }
 inline void counter_wait(const uint32_t* counter, uint32_t count) {
   emulator::wait_until("counter", count, [=] { return *counter >= count; });
+  emulator::races::acquire(emulator::machine.counters[counter]);
 }
 
 // A kernel begins when the one before has ended.
@@ -187,6 +200,12 @@ inline uint64_t l2_policy_evict_first() { return 0; }
 inline uint64_t l2_policy_evict_last() { return 0; }
 inline void prefetch_l2(const void* from, uint32_t bytes) {
   if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) emulator::fail("a misaligned prefetch");
+}
+
+template <typename T>
+void store_any(T& to, T x) {
+  const emulator::races::Pause pause;
+  to = x;
 }
 
 inline int load_now(const int* from, bool valid, int otherwise) {

@@ -22,7 +22,10 @@ inline float4 load_aligned(const float* from) {
 
 inline int4 load_entries(uint32_t from) { return shared_word<int4>(from); }
 inline float load_value(uint32_t from) { return shared_word<float>(from); }
-inline void increment(uint32_t at) { ++shared_word<uint32_t>(at); }
+inline void increment(uint32_t at) {
+  const emulator::races::Pause pause;
+  ++shared_word<uint32_t>(at);
+}
 inline void increment_within(uint32_t bins, unsigned distance, unsigned range, int shift) {
   if (distance <= range) increment(bins + 4 * (distance >> shift));
 }

@@ -1,0 +1,303 @@
+// Finds data races in shared memory on the emulator: two accesses of one byte, one of them a write,
+// that no synchronisation puts in order. It follows the order itself (vector clocks), not what one
+// run of the program happens to do, so one schedule is enough.
+//
+// Programs that are compiled with -fsanitize=thread call a function at every load and store. Those
+// functions are here, in place of a sanitizer's, and look at shared memory alone. An actor is a
+// thread or a piece of asynchronous work, which begins with what its thread knew when it was issued
+// and is known to those who waited for it. What orders: barriers, mbarriers, __syncwarp, and waits
+// for copies and wgmma; not shuffles and votes, as in PTX. Atomics are never in a race here, nor
+// are the lanes of a warp that store to one place by one instruction.
+//
+// Without EMULATOR_RACES all of this is nothing.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <set>
+#include <utility>
+#include <vector>
+
+namespace emulator::races {
+
+#ifdef EMULATOR_RACES
+
+#define EMULATOR_UNSEEN __attribute__((no_sanitize("thread")))
+
+// What an actor knows of each actor: up to which of its accesses all are in order.
+struct Clock {
+  std::vector<uint32_t> of;
+
+  EMULATOR_UNSEEN void join(const Clock& other) {
+    const size_t size = other.of.size();
+    if (of.size() < size) of.resize(size);
+    uint32_t* const to = of.data();
+    const uint32_t* const from = other.of.data();
+    for (size_t i = 0; i < size; ++i) to[i] = to[i] < from[i] ? from[i] : to[i];
+  }
+};
+
+struct Actor {
+  uint32_t id = 0;
+  Clock clock;
+};
+
+struct Access {
+  uint32_t actor = 0, time = 0;  // never, if 0
+  const void* at = nullptr;
+};
+
+struct Byte {
+  Access write, read;
+  std::vector<Access> reads;  // others, that know nothing of each other
+  bool unseen = false;        // of an mbarrier
+};
+
+// Sixteen bytes, of which the first stands for all as long as they are accessed together.
+struct Line {
+  Byte bytes[16];
+  bool together = true, with_unseen = false;
+
+  EMULATOR_UNSEEN void part() {
+    for (int i = 1; together && i < 16; ++i) bytes[i] = bytes[0];
+    together = false;
+  }
+};
+
+inline constexpr uint32_t kAsynchronous = 64;  // actors that such work takes in turns
+inline constexpr size_t kMostBlocks = 32;      // that run at a time
+
+struct State {
+  Actor* current = nullptr;
+  std::vector<Actor> threads;  // of all blocks that run
+  std::vector<Actor> work;
+  uint32_t next = 0;
+  struct Room {
+    const uint8_t* begin;
+    Line* lines;
+  };
+  Room rooms[kMostBlocks];  // shared memory
+  size_t count = 0, size = 0;
+  const uint8_t *low = nullptr, *high = nullptr;  // all rooms lie between
+  bool busy = false;                              // what is called from here on is no access
+  std::set<std::pair<const void*, const void*>> found;
+};
+inline State state;
+
+EMULATOR_UNSEEN inline void report(const char* what, const Access& old, const void* at) {
+  if (!state.found.insert({old.at, at}).second) return;
+  printf("race: %s: %p after %p\n", what, at, old.at);
+}
+
+EMULATOR_UNSEEN inline void access(Byte& x, bool write, const void* at) {
+  if (x.unseen) return;
+  const uint32_t id = state.current->id;
+  const uint32_t* const known = state.current->clock.of.data();
+  const Access now = {id, known[id], at};
+  const bool one_store = write && x.write.at == at && x.write.actor / 32 == id / 32;
+  if (known[x.write.actor] < x.write.time && !one_store) {
+    report(write ? "a write after a write" : "a read after a write", x.write, at);
+  }
+  if (!write) {
+    if (known[x.read.actor] >= x.read.time) {
+      x.read = now;
+      return;
+    }
+    Access* const reads = x.reads.data();
+    for (size_t i = 0, n = x.reads.size(); i < n; ++i) {
+      if (reads[i].actor == id) {
+        reads[i] = now;
+        return;
+      }
+    }
+    x.reads.push_back(now);
+    return;
+  }
+  if (known[x.read.actor] < x.read.time) report("a write after a read", x.read, at);
+  const Access* const reads = x.reads.data();
+  for (size_t i = 0, n = x.reads.size(); i < n; ++i) {
+    if (known[reads[i].actor] < reads[i].time) report("a write after a read", reads[i], at);
+  }
+  x.reads.clear();
+  x.read = {};
+  x.write = now;
+}
+
+// Calls visit(line, the first of its bytes, how many) for those of shared memory from p on.
+template <typename Visit>
+EMULATOR_UNSEEN void visit(const void* p, size_t size, Visit visit) {
+  const auto* const byte = static_cast<const uint8_t*>(p);
+  for (size_t i = 0; i < state.count; ++i) {
+    size_t at = byte - state.rooms[i].begin;
+    if (at >= state.size) continue;
+    for (size_t left = size; left > 0;) {
+      const size_t first = at % 16, some = 16 - first < left ? 16 - first : left;
+      visit(state.rooms[i].lines[at / 16], first, some);
+      at += some, left -= some;
+    }
+  }
+}
+
+EMULATOR_UNSEEN inline void access(Line& line, size_t first, size_t size, bool write,
+                                   const void* at) {
+  if (size < 16) line.part();
+  for (size_t i = first; i < (line.together ? 1 : first + size); ++i) {
+    access(line.bytes[i], write, at);
+  }
+  if (size == 16 && write) line.together = !line.with_unseen;
+}
+
+EMULATOR_UNSEEN inline void access(const void* p, size_t size, bool write, const void* at) {
+  if (p < state.low || p >= state.high || state.current == nullptr || state.busy) return;
+  state.busy = true;
+  visit(p, size, [=](Line& line, size_t first, size_t some) EMULATOR_UNSEEN {
+    access(line, first, some, write, at);
+  });
+  state.busy = false;
+}
+
+// The threads of some blocks begin. Nothing that went before is in a race with what they do.
+EMULATOR_UNSEEN inline void begin(const std::vector<uint8_t*>& shared, size_t bytes,
+                                  unsigned threads) {
+  const auto count = static_cast<uint32_t>(shared.size() * threads);
+  state.current = nullptr;
+  state.threads.assign(count, {});
+  state.work.assign(kAsynchronous, {});
+  for (uint32_t i = 0; i < count + kAsynchronous; ++i) {
+    Actor& actor = i < count ? state.threads[i] : state.work[i - count];
+    actor.id = i;
+    actor.clock.of.assign(count + kAsynchronous, 0);
+    actor.clock.of[i] = 1;
+  }
+  for (size_t i = 0; i < state.count; ++i) delete[] state.rooms[i].lines;
+  state.count = 0;
+  state.size = bytes;
+  state.low = *std::min_element(shared.begin(), shared.end());
+  state.high = *std::max_element(shared.begin(), shared.end()) + bytes;
+  for (const uint8_t* const at : shared) {
+    if (state.count == kMostBlocks) {
+      printf("races.h: more than %zu blocks at a time\n", kMostBlocks);
+      abort();
+    }
+    state.rooms[state.count++] = {at, new Line[(bytes + 15) / 16]};
+  }
+}
+
+// Who acts from here on.
+EMULATOR_UNSEEN inline void resume(unsigned thread) { state.current = &state.threads[thread]; }
+EMULATOR_UNSEEN inline void nobody() { state.current = nullptr; }
+
+// Nothing that happens meanwhile counts.
+struct Pause {
+  Actor* const before = state.current;
+  EMULATOR_UNSEEN Pause() { state.current = nullptr; }
+  EMULATOR_UNSEEN ~Pause() { state.current = before; }
+};
+
+EMULATOR_UNSEEN inline void release(Clock& to) {
+  if (state.current == nullptr) return;
+  to.join(state.current->clock);
+  ++state.current->clock.of.data()[state.current->id];
+}
+EMULATOR_UNSEEN inline void acquire(const Clock& from) {
+  if (state.current != nullptr) state.current->clock.join(from);
+}
+
+EMULATOR_UNSEEN inline void join(Clock& to, const Clock& from) { to.join(from); }
+
+// What the current actor knows, for work that it issues; no clock, no work.
+EMULATOR_UNSEEN inline Clock now() {
+  Clock clock;
+  release(clock);
+  return clock;
+}
+
+// Acts for asynchronous work as long as it lives.
+struct Work {
+  Actor* const before = state.current;
+  EMULATOR_UNSEEN explicit Work(const Clock& issued) {
+    Actor& self = state.work[state.next++ % kAsynchronous];
+    const uint32_t time = self.clock.of[self.id] + 1;
+    self.clock = issued;
+    self.clock.of.resize(state.threads.size() + kAsynchronous);
+    self.clock.of[self.id] = time;
+    state.current = &self;
+  }
+  EMULATOR_UNSEEN ~Work() { state.current = before; }
+};
+
+EMULATOR_UNSEEN inline void hide(const void* p, size_t size) {
+  visit(p, size, [](Line& line, size_t first, size_t some) EMULATOR_UNSEEN {
+    line.part();
+    line.with_unseen = true;
+    for (size_t i = first; i < first + some; ++i) line.bytes[i].unseen = true;
+  });
+}
+EMULATOR_UNSEEN inline void reads(const void* p, size_t size) {
+  access(p, size, false, __builtin_return_address(0));
+}
+EMULATOR_UNSEEN inline void writes(const void* p, size_t size) {
+  access(p, size, true, __builtin_return_address(0));
+}
+
+#else
+
+#define EMULATOR_UNSEEN
+
+struct Clock {};
+struct Pause {
+  Pause() {}
+};
+struct Work {
+  explicit Work(const Clock&) {}
+};
+inline void begin(const std::vector<uint8_t*>&, size_t, unsigned) {}
+inline void resume(unsigned) {}
+inline void nobody() {}
+inline void release(Clock&) {}
+inline void acquire(const Clock&) {}
+inline void join(Clock&, const Clock&) {}
+inline Clock now() { return {}; }
+inline void hide(const void*, size_t) {}
+inline void reads(const void*, size_t) {}
+inline void writes(const void*, size_t) {}
+
+#endif
+
+}  // namespace emulator::races
+
+#ifdef EMULATOR_RACES
+
+// What the compiler calls.
+#define EMULATOR_ACCESS(name, size, write)                                             \
+  extern "C" EMULATOR_UNSEEN __attribute__((used)) void __tsan_##name##size(void* p) { \
+    emulator::races::access(p, size, write, __builtin_return_address(0));              \
+  }
+#define EMULATOR_ACCESSES(size)                \
+  EMULATOR_ACCESS(read, size, false)           \
+  EMULATOR_ACCESS(write, size, true)           \
+  EMULATOR_ACCESS(unaligned_read, size, false) \
+  EMULATOR_ACCESS(unaligned_write, size, true)
+EMULATOR_ACCESSES(1)
+EMULATOR_ACCESSES(2)
+EMULATOR_ACCESSES(4)
+EMULATOR_ACCESSES(8)
+EMULATOR_ACCESSES(16)
+extern "C" {
+EMULATOR_UNSEEN __attribute__((used)) void __tsan_read_range(void* p, unsigned long size) {
+  emulator::races::access(p, size, false, __builtin_return_address(0));
+}
+EMULATOR_UNSEEN __attribute__((used)) void __tsan_write_range(void* p, unsigned long size) {
+  emulator::races::access(p, size, true, __builtin_return_address(0));
+}
+EMULATOR_UNSEEN __attribute__((used)) void __tsan_init() {}
+EMULATOR_UNSEEN __attribute__((used)) void __tsan_vptr_update(void**, void*) {}
+EMULATOR_UNSEEN __attribute__((used)) void __tsan_vptr_read(void**) {}
+EMULATOR_UNSEEN __attribute__((used)) void __tsan_func_entry(void*) {}
+EMULATOR_UNSEEN __attribute__((used)) void __tsan_func_exit(void*) {}
+}
+
+#endif
