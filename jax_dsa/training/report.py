@@ -271,7 +271,7 @@ def plot(trainer: Trainer, results: Results, path: Path) -> None:
     for axis in (loss, kl, rate, recall, share):
         for start, end, (color, _) in zip(bounds, bounds[1:], STAGES.values(), strict=False):
             axis.axvspan(start, end, color=color, lw=0, zorder=0)
-        axis.set(xlabel="step", xlim=(0, config.total_steps))
+        axis.set(xlabel="step", xlim=(0, max(config.total_steps, 1)))
     for axis in (loss, kl, recall):
         axis.legend(frameon=False, fontsize=9)
 

@@ -48,6 +48,7 @@ struct Actor {
 struct Access {
   uint32_t actor = 0, time = 0;  // never, if 0
   const void* at = nullptr;
+  bool any = false;  // a store of which one of several may stay
 };
 
 struct Byte {
@@ -83,6 +84,7 @@ struct State {
   size_t count = 0, size = 0;
   const uint8_t *low = nullptr, *high = nullptr;  // all rooms lie between
   bool busy = false;                              // what is called from here on is no access
+  bool any = false;                               // stores may race with others that are so
   std::set<std::pair<const void*, const void*>> found;
 };
 inline State state;
@@ -96,9 +98,10 @@ EMULATOR_UNSEEN inline void access(Byte& x, bool write, const void* at) {
   if (x.unseen) return;
   const uint32_t id = state.current->id;
   const uint32_t* const known = state.current->clock.of.data();
-  const Access now = {id, known[id], at};
-  const bool one_store = write && x.write.at == at && x.write.actor / 32 == id / 32;
-  if (known[x.write.actor] < x.write.time && !one_store) {
+  const Access now = {id, known[id], at, state.any};
+  const bool one_store = x.write.at == at && x.write.actor / 32 == id / 32;
+  const bool right = write && (one_store || (now.any && x.write.any));
+  if (known[x.write.actor] < x.write.time && !right) {
     report(write ? "a write after a write" : "a read after a write", x.write, at);
   }
   if (!write) {
@@ -197,6 +200,12 @@ struct Pause {
   EMULATOR_UNSEEN ~Pause() { state.current = before; }
 };
 
+// Of several stores that happen in such a scope one may stay.
+struct AnyOf {
+  EMULATOR_UNSEEN AnyOf() { state.any = true; }
+  EMULATOR_UNSEEN ~AnyOf() { state.any = false; }
+};
+
 EMULATOR_UNSEEN inline void release(Clock& to) {
   if (state.current == nullptr) return;
   to.join(state.current->clock);
@@ -250,6 +259,9 @@ EMULATOR_UNSEEN inline void writes(const void* p, size_t size) {
 struct Clock {};
 struct Pause {
   Pause() {}
+};
+struct AnyOf {
+  AnyOf() {}
 };
 struct Work {
   explicit Work(const Clock&) {}

@@ -204,7 +204,7 @@ inline void prefetch_l2(const void* from, uint32_t bytes) {
 
 template <typename T>
 void store_any(T& to, T x) {
-  const emulator::races::Pause pause;
+  const emulator::races::AnyOf several;
   to = x;
 }
 
