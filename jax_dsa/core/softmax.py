@@ -27,6 +27,16 @@ def sink_gate(
     return jnp.where(empty, 1, jax.nn.sigmoid(jnp.where(empty, 0, lse) - sinks))
 
 
+def of_rows_with_keys(lse: Float[Array, "*b"], *arrays: Array) -> tuple[Array, ...]:
+    """`arrays` [*b] or [*b, D], 0 in rows without a key: whatever those hold must not reach a key
+    or a row that others see, and 0 * NaN is NaN.
+    """
+    alive = lse != -jnp.inf
+    return tuple(
+        [jnp.where(alive if x.ndim == lse.ndim else alive[..., None], x, 0) for x in arrays]
+    )
+
+
 def probabilities(
     s: Float[Array, "B T G m K"], lse: Float[Array, "B T G m"]
 ) -> Float[Array, "B T G m K"]:

@@ -18,7 +18,7 @@ from jax.core import max_dim, min_dim
 
 from jax_dsa.core import compat
 from jax_dsa.core.layout import PAGE_RECORD_BYTES, unpack_page_records, unpack_records
-from jax_dsa.core.softmax import grouped, probabilities, row_products, sink_gate
+from jax_dsa.core.softmax import grouped, of_rows_with_keys, probabilities, row_products, sink_gate
 from jax_dsa.core.streaming import chunk_length, entry_by_entry, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.ops.mqa_decode.spec import Gradients, Operands, Options, Results
@@ -170,10 +170,7 @@ def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
     size = _chunk(options, q, k, items, page, 24)
     q, dout, lse, dlse = (grouped(x, G) for x in (q, dout, lse, dlse))
     E = dout.shape[-1]
-    # Whatever a query without a key holds must not reach one that others see: 0 * NaN is NaN.
-    alive = lse != -jnp.inf
-    q, dout = (jnp.where(alive[..., None], x, 0) for x in (q, dout.astype(q.dtype)))
-    dlse = jnp.where(alive, dlse, 0)
+    q, dout, dlse = of_rows_with_keys(lse, q, dout.astype(q.dtype), dlse)
     inner = row_products(dout, grouped(out, G))
     gate = sink_gate(sinks, lse)
     has_dk = k.dtype != jnp.uint8

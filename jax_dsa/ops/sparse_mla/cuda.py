@@ -11,7 +11,7 @@ import numpy as np
 from jax_dsa.core import compat, ffi
 from jax_dsa.core.layout import RECORD_BYTES
 from jax_dsa.core.rows import valid_slots
-from jax_dsa.core.softmax import grouped, row_products, sink_gate
+from jax_dsa.core.softmax import grouped, of_rows_with_keys, row_products, sink_gate
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
@@ -111,7 +111,7 @@ def sparse_mla_bwd(
     dout, dsinks = dy.out, None
     if gate is not None:
         gate = gate.reshape(y.lse.shape)
-        inner = jnp.where(y.lse == -jnp.inf, 0, row_products(dout, y.out))
+        (inner,) = of_rows_with_keys(y.lse, row_products(dout, y.out))
         dsinks = -jnp.sum((1 - gate) * inner, axis=1)
         dout = (dout.astype(gate.dtype) * gate[..., None]).astype(dout.dtype)
     xs = x.q, x.indices, x.ends, x.topk_length, dout, y.lse, y.out, dy.lse

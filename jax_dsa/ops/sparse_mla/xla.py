@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax_dsa.core import compat
 from jax_dsa.core.layout import physical_rows
 from jax_dsa.core.rows import gather_rows, query_bytes, scatter_rows, scores, valid_slots
-from jax_dsa.core.softmax import grouped, probabilities, row_products, sink_gate
+from jax_dsa.core.softmax import grouped, of_rows_with_keys, probabilities, row_products, sink_gate
 from jax_dsa.core.streaming import chunk_length, entry_by_entry, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float
 from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
@@ -85,9 +85,7 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
     def chunk(carry: Any, x: Operands, y: Results, dy: Results) -> Any:
         dkv, dsinks = carry
         q, out, lse, dout, dlse = (grouped(a, G) for a in (x.q, *y, *dy))
-        # A query without a slot has no gradient, whatever its cotangents: 0 * NaN is NaN.
-        alive = lse != -jnp.inf
-        dout, dlse = jnp.where(alive[..., None], dout, 0), jnp.where(alive, dlse, 0)
+        dout, dlse = of_rows_with_keys(lse, dout, dlse)
         valid = _valid(x, S)
         rows = gather_rows(kv, x.indices, valid, q.dtype, options.page_size)
         p = probabilities(scores(options.scale, q, rows, valid), lse)
