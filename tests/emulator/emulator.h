@@ -71,6 +71,12 @@ struct Wgmma {
   uint32_t a_registers[4];
 };
 
+struct Stores {  // bulk stores of one thread
+  std::vector<std::function<void()>> open;
+  std::vector<bool> done;           // of each group
+  std::vector<races::Clock> known;  // after each group
+};
+
 struct Fiber {
   ucontext_t start;
   jmp_buf context;  // switches faster than ucontext_t, which asks the kernel for signal masks
@@ -86,6 +92,7 @@ struct Fiber {
   std::deque<races::Clock> committed;         // what was known at their commits
   int64_t issued = 0;                         // groups, since the start
   std::vector<std::function<void()>> copies;  // cp.async since the last arrival
+  Stores stores;
 };
 
 struct Barrier {
@@ -256,6 +263,7 @@ inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads
   machine.pending.clear();
   machine.stores.clear();
   machine.mbarriers.clear();
+  machine.counters.clear();
   auto& resident = machine.resident;
   resident.clear();
   std::vector<uint8_t*> rooms;

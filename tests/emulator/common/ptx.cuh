@@ -126,29 +126,17 @@ inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barr
   });
 }
 
-namespace detail {
-struct Stores {  // of one thread
-  std::vector<std::function<void()>> open;
-  std::vector<bool> done;  // of each group
-  std::vector<emulator::races::Clock> known;
-};
-inline Stores& stores() {
-  static std::map<emulator::Fiber*, Stores> all;
-  return all[&emulator::self()];
-}
-}  // namespace detail
-
 inline void bulk_store(void* to, const void* from, uint32_t bytes, uint64_t) {
   if (emulator::shared_offset(from) % 16 || reinterpret_cast<uintptr_t>(to) % 16 || bytes % 16) {
     emulator::fail("a misaligned bulk copy");
   }
-  detail::stores().open.push_back([=] {
+  emulator::self().stores.open.push_back([=] {
     emulator::races::reads(from, bytes);
     memcpy(to, from, bytes);
   });
 }
 inline void bulk_commit() {
-  auto* stores = &detail::stores();
+  auto* stores = &emulator::self().stores;
   const size_t group = stores->done.size();
   stores->done.push_back(false);
   stores->known.emplace_back();
@@ -162,7 +150,7 @@ inline void bulk_commit() {
 }
 template <int kGroups = 0>
 void bulk_wait_read() {
-  auto* stores = &detail::stores();
+  auto* stores = &emulator::self().stores;
   emulator::wait_until("bulk stores", 0, [=] {
     for (size_t i = 0; i + kGroups < stores->done.size(); ++i) {
       if (!stores->done[i]) return false;

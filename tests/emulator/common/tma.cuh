@@ -74,7 +74,7 @@ inline void tma_store(const CUtensorMap* map, const void* from, int x, int y, in
   uint8_t* const shared = emulator::self().block->shared;
   const uint32_t start = emulator::shared_offset(from);
   const TensorBox tensor = detail::tensor_of(map, start);
-  detail::stores().open.push_back([=] {
+  emulator::self().stores.open.push_back([=] {
     detail::visit_box(shared, start, tensor, x, y, z, w, [](uint8_t from, uint8_t* to) {
       if (to) *to = from;
     });
