@@ -1,5 +1,5 @@
-"""Draws the plots of the first page, and writes the tables of where we lose, from committed
-results: `python docs/first_page.py`.
+"""Draws the plots of the first page and of trainings, and writes the tables of where we lose, from
+committed results: `python docs/first_page.py`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def peers(rows: list[dict[str, str]]) -> plt.Figure:
         axes.text(max(end, 1) * 1.015, i, said, va="center", fontsize=6)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
-    axes.set_xlim(min(0.7, 0.95 * shown[0][0]), 8)
+    axes.set_xlim(min(0.7, 0.95 * shown[0][0]), 10)
     axes.set_xticks([1, 2, 3], ["as fast", "twice", "3 times or more"], fontsize=8)
     axes.set_xticks([], minor=True)
     axes.set_yticks(range(len(shown)), [case for _, case, _ in shown], fontsize=6)
@@ -194,7 +194,17 @@ def context(rows: list[dict[str, str]]) -> plt.Figure:
 
 
 def demo(rows: list[dict[str, str]]) -> plt.Figure:
-    """The demo's losses, its indexer's KL, and the attention mass that selections hold."""
+    """The demo's training."""
+    return training(rows, selected=16)
+
+
+def proof(rows: list[dict[str, str]]) -> plt.Figure:
+    """The proof's training."""
+    return training(rows, selected=1024)
+
+
+def training(rows: list[dict[str, str]], selected: int) -> plt.Figure:
+    """A training's losses, its indexer's KL, and the attention mass that selections hold."""
     figure, (loss, kl, recall) = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
 
     def draw(axes: plt.Axes, column: str, style: str, color: str, label: str) -> None:
@@ -216,7 +226,7 @@ def demo(rows: list[dict[str, str]]) -> plt.Figure:
     low = min(float(row["validation_dense"]) for row in rows if row["validation_dense"])
     loss.set(title="validation loss, nats a byte", ylim=(low - 0.2, low + 1.2))
     kl.set(title="the indexer's KL, nats", ylim=(0, None))
-    recall.set(title="attention mass on 16 keys", ylim=(0, 1.02))
+    recall.set(title=f"attention mass on {selected} keys", ylim=(0, 1.02))
     stages = {row["stage"]: None for row in rows}
     ends = [max(int(row["step"]) for row in rows if row["stage"] == stage) for stage in stages]
     for axes in (loss, kl, recall):
@@ -224,6 +234,27 @@ def demo(rows: list[dict[str, str]]) -> plt.Figure:
             axes.axvspan(start, end, color=color, zorder=0)
         axes.set(xlim=(0, ends[-1]), xlabel="step: dense, warm-up, sparse")
         axes.legend(fontsize=8)
+    return figure
+
+
+def far(rows: list[dict[str, str]]) -> plt.Figure:
+    """The proof's losses by position, and on copies from far back."""
+    figure, (late, copy) = plt.subplots(
+        1, 2, figsize=(9, 3.6), layout="constrained", width_ratios=(2, 1)
+    )
+    colors = {"dense": "gray", "control": "#ee7733", "sparse": "#4477aa", "last keys": "#cc3311"}
+    for model, color in colors.items():
+        mine = [row for row in rows if (row["measure"], row["model"]) == ("position", model)]
+        losses = [float(row["nats_per_token"]) for row in mine]
+        late.plot(range(1, len(mine) + 1), losses, "o-", color=color, markersize=3, label=model)
+    late.set(title="validation loss, nats a byte", xlabel="sixteenth of a sequence of 8192")
+    late.legend(fontsize=8)
+    copies = {
+        row["model"]: float(row["nats_per_token"]) for row in rows if row["measure"] == "copy"
+    }
+    copy.barh(list(copies), list(copies.values()), color=[colors.get(x, "#bbbbbb") for x in copies])
+    copy.set(title="copies from far back", xlabel="nats a byte")
+    copy.invert_yaxis()
     return figure
 
 
@@ -235,6 +266,8 @@ def main() -> None:
         peers: table(RESULTS / "h200" / "peers.csv"),
         context: table(RESULTS / "h200" / "lengths.csv"),
         demo: table(RESULTS / "cpu" / "train_lm.csv"),
+        proof: table(RESULTS / "h200" / "proof_metrics.csv"),
+        far: table(RESULTS / "h200" / "proof.csv"),
     }
     for draw, rows in figures.items():
         if rows:

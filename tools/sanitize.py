@@ -58,7 +58,7 @@ EXPLANATIONS = {
             *("common/ptx.cuh:load_matrix_x4", "common/ptx.cuh:load_matrix_x4_transposed"),
         ]
     ): "bulk_copy",
-    frozenset(["indexer/bwd_keys.cuh:find_rows"]): "any_of_several",
+    frozenset(["common/ptx.cuh:store_any"]): "any_of_several",
     frozenset(
         [
             *("indexer/bwd_queries.cuh:gather", "indexer/bwd_queries.cuh:multiply"),
