@@ -79,6 +79,18 @@ def test_append(kind: str, rng: np.random.Generator) -> None:
 
 
 @BOTH
+def test_rows_of_e4m3(kind: str, rng: np.random.Generator) -> None:
+    """They stay as they are; others would want a scale."""
+    cache = empty(kind, rng, dtype=jnp.float8_e4m3fn)
+    new = rows(rng, 3).astype(jnp.float8_e4m3fn)
+    held = contents(cache.append(new))
+    assert held.dtype == new.dtype
+    np.testing.assert_array_equal(held[:, :3], new)
+    with pytest.raises(TypeError, match=r"append: argument 'rows' .*float8_e4m3fn"):
+        cache.append(rows(rng, 3))
+
+
+@BOTH
 def test_update_drops_what_lies_outside(kind: str, rng: np.random.Generator) -> None:
     cache = empty(kind, rng, dtype=jnp.bfloat16).append(rows(rng, 5))
     positions = jnp.asarray([[4, 0], [-1, S], [INT_MAX, INT_MIN]], jnp.int32)

@@ -77,8 +77,25 @@ def test_a_sampler_decodes_greedily(rng, page_size, monkeypatch):
     logits, _ = jax.jit(lambda seen: model(seen[:, :-1]))(seen)
     np.testing.assert_array_equal(seen[:, 7:], logits[:, 6:].argmax(-1))
     np.testing.assert_array_equal(stream.cache.layers[0].lengths, [11] * B)
-    with pytest.raises(ValueError, match=r"Sampler.prefill: argument 'prompt' has shape \(2, 0\)"):
-        sampler.prefill(prompt[:, :0], cache, jax.random.key(0))
+    for wrong in (prompt[:, :0], prompt[0]):
+        with pytest.raises(ValueError, match=r"Sampler.prefill: argument 'prompt' has shape \("):
+            sampler.prefill(wrong, cache, jax.random.key(0))
+
+
+def test_a_sampler_leaves_what_is_quantised_as_it_is():
+    """Codes of weights that were rounded first are other codes."""
+    attention = dataclasses.replace(ATTENTION, fp8=True, dtype=jnp.bfloat16)
+    model = decoder(dataclasses.replace(DECODER, attention=attention, num_layers=1))
+    sampler = training.Sampler(model)
+    rounded = nnx.merge(sampler._graph, sampler._params).blocks[0].attention
+    assert rounded.mla.wo.kernel[...].dtype == jnp.float32
+    assert rounded.mla.w_uk[...].dtype == jnp.bfloat16
+
+
+def test_a_flat_cache_has_no_page_table():
+    cache = decoder().init_cache(B, 8)
+    with pytest.raises(ValueError, match=r"DecoderCache.with_page_table: the cache is flat"):
+        cache.with_page_table(jnp.zeros((B, 2), jnp.int32))
 
 
 def test_a_sampler_draws_each_token_by_a_key_of_its_own():

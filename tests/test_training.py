@@ -638,6 +638,14 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path, monkeypatch):
     renamed = dataclasses.replace(corpus(), name="the same words")
     assert trainer_module.Trainer(CONFIG, renamed, tmp_path / "part").step == 13
 
+    small = dataclasses.replace(corpus(), validation=corpus().validation[:30])
+    with pytest.raises(RunError, match="want at least"):
+        trainer_module.Trainer(CONFIG, small, tmp_path / "part", restart=True)
+    assert trainer_module.Trainer(CONFIG, corpus(), tmp_path / "part").step == 13
+    anew = dataclasses.replace(CONFIG, seed=1)
+    anew = trainer_module.Trainer(anew, corpus(), tmp_path / "part", restart=True)
+    assert anew.step == 0 and not anew.log.rows() and anew.checkpoints.latest() is None
+
 
 def test_a_rate_is_of_the_steps_since_the_last_mark(monkeypatch):
     now = 10.0
@@ -836,7 +844,7 @@ def test_the_demo_in_fp8(monkeypatch):
     """Its option reaches every projection, and names the default folder."""
     built = []
 
-    def build(config, corpus, folder, mesh, tensorboard):
+    def build(config, corpus, folder, mesh, **_):
         built.append((config, folder))
         raise RunError("enough")
 
@@ -919,12 +927,19 @@ def test_a_comparison_of_shorter_sequences_that_is_interrupted(tmp_path, monkeyp
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_a_wrong_folder_does_not_restart_a_run(tmp_path, capsys):
-    (tmp_path / "kept").write_text("")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--data", "none"], "too few text files"), (["--mesh", "data=999"], "want at most")],
+)
+def test_what_cannot_run_does_not_restart_a_run(options, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "run" / "checkpoints" / "kept"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("")
     with pytest.raises(SystemExit):
-        cli.main(["--data", str(tmp_path / "none"), "--run-dir", str(tmp_path), "--restart"])
-    assert "too few text files" in capsys.readouterr().err
-    assert (tmp_path / "kept").exists()
+        cli.main([*options, "--run-dir", "run", "--restart"])
+    assert message in capsys.readouterr().err
+    assert kept.exists()
 
 
 def test_a_corpus_that_is_too_small_fails_before_training(tmp_path):

@@ -133,10 +133,18 @@ class DecoderCache(NamedTuple):
         )
 
     def with_page_table(self, page_table: Int[Array, "B R"]) -> DecoderCache:
-        """The paged cache with another table, the same in every layer."""
+        """The paged cache with another table, the same in every layer.
+
+        Raises:
+            ValueError: the cache is flat.
+        """
 
         def dealt(layer: LayerCache) -> LayerCache:
-            assert isinstance(layer.kv, PagedCache)
+            if not isinstance(layer.kv, PagedCache):
+                raise ValueError(
+                    "DecoderCache.with_page_table: the cache is flat and has no table, want one "
+                    "made with a page_size"
+                )
             # A copy, since a buffer that several arrays share cannot be donated.
             return layer._replace(kv=dataclasses.replace(layer.kv, page_table=page_table.copy()))
 

@@ -31,6 +31,11 @@ class Checkpoints:
         step = self._manager.latest_step()
         return None if step is None else int(step)
 
+    def clear(self) -> None:
+        """Deletes all checkpoints."""
+        for step in self._manager.all_steps():
+            self._manager.delete(step)
+
     def save(self, state: TrainState, facts: dict[str, Any]) -> None:
         """Starts to write a checkpoint, unless this step has one; `facts` is for JSON."""
         step = int(state.step)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,9 +40,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     folder = args.run_dir or Path("runs") / (args.preset + ("-fp8" if args.fp8 else ""))
     try:
-        corpus = _load(args, folder)
         mesh = make_mesh(args.mesh)
-        trainer = Trainer(config, corpus, folder, mesh, tensorboard=args.tensorboard)
+        corpus = _load(args, folder)
+        options = {"tensorboard": args.tensorboard, "restart": args.restart}
+        trainer = Trainer(config, corpus, folder, mesh, **options)
     except RunError as error:
         parser.error(str(error))
     size = sum(x.size for x in jax.tree.leaves(trainer.state.backbone.params))
@@ -86,12 +86,10 @@ def _config(args: argparse.Namespace) -> TrainConfig:
 
 
 def _load(args: argparse.Namespace, folder: Path) -> Corpus:
-    """The text, which the first process writes as tokens and all read. Begins anew if asked to."""
+    """The text, which the first process writes as tokens and all read."""
     corpus = None
     if jax.process_index() == 0:
         corpus = load_corpus(args.data, folder, vocab=args.vocab)
-        if args.restart:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     multihost_utils.sync_global_devices("corpus")
     return corpus or load_corpus(args.data, folder, vocab=args.vocab)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.nn import Fp8Linear
 
 if TYPE_CHECKING:
     from jax_dsa.nn import DecoderCache, DecoderLM
@@ -97,7 +98,7 @@ class Sampler:
 
 
 def _check_prompt(function: str, prompt: Int[Array, "B P"]) -> None:
-    if prompt.shape[1] < 1:
+    if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(
             f"{function}: argument 'prompt' has shape {prompt.shape}, want [B, P >= 1]"
         )
@@ -113,11 +114,13 @@ def _rounded(model: DecoderLM) -> DecoderLM:
     """The model with matrices in the dtype that its layers multiply in, to which they would round
     them at every step; a step reads all of them.
     """
-    graph, matrices, *others = nnx.split(model, _is_multiplied, ...)
+    quantised = {path for path, x in nnx.iter_graph(model) if isinstance(x, Fp8Linear)}
+
+    def is_rounded(path: tuple[Any, ...], x: Any) -> bool:
+        # The indexer's head weights are multiplied in float32; FP8 codes are of the matrix as it is
+        # stored.
+        return x.ndim > 1 and "weights" not in path and path[:-1] not in quantised
+
+    graph, matrices, *others = nnx.split(model, is_rounded, ...)
     dtype = model.config.attention.dtype
     return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), matrices), *others)
-
-
-def _is_multiplied(path: tuple[Any, ...], x: Any) -> bool:
-    """Whether a parameter is a matrix, but for the indexer's head weights: those are float32."""
-    return x.ndim > 1 and "weights" not in path

@@ -59,7 +59,8 @@ def layer_columns(config: DecoderConfig) -> tuple[str, ...]:
 class Trainer:
     """One run in a folder: `metrics.csv`, `checkpoints/` and, if wanted, `tensorboard/`.
 
-    A folder that has a checkpoint is gone on with; configuration and text must be the same.
+    A folder that has a checkpoint is gone on with; configuration and text must be the same. With
+    `restart` it begins anew.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Trainer:
         mesh: Mesh | None = None,
         *,
         tensorboard: bool = False,
+        restart: bool = False,
     ) -> None:
         if corpus.vocab != config.model.vocab:
             raise RunError(
@@ -88,6 +90,8 @@ class Trainer:
         self.validation(config.eval_sequences)  # a corpus that is too small fails here
         self.state = self.program.init()
         self.seconds = 0.0
+        if restart:  # behind all that can be wrong
+            self.checkpoints.clear()
         self._resume()
 
     @property

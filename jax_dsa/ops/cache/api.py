@@ -52,7 +52,7 @@ __all__ = [
     "unpack_records",
 ]
 
-STORED = (*FLOATS, jnp.uint8)
+STORED = (*FLOATS, FP8, jnp.uint8)
 _RECORDS = {RECORD_DIM: RECORD_BYTES, PAGE_RECORD_DIM: PAGE_RECORD_BYTES}
 
 
@@ -145,7 +145,7 @@ def _storage(
     the records for D in `records`.
     """
     shape = [args.integer(name, size, 0) for name, size in sizes.items()]
-    width, dtype = args.integer("dim", dim, 1), args.dtype("dtype", dtype, (*STORED, FP8))
+    width, dtype = args.integer("dim", dim, 1), args.dtype("dtype", dtype, STORED)
     if args.flag("fp8", fp8):
         want = " or ".join(map(str, records))
         args.option("dim", dim, width in records, f"{want} with fp8=True")
@@ -171,8 +171,9 @@ class _Cache:
     def append(self, rows: Float[Array, "B T G D"], counts: Int[Array, "B"] | None = None) -> Self:
         """The cache with T more tokens of each request, or the first `counts` of them.
 
-        Rows are rounded to what the cache stores. Tokens for which there is no `room` are dropped,
-        and the length stays at the capacity: a traced function cannot raise. Compare before.
+        Rows are rounded to what the cache stores; a cache of e4m3 takes rows of e4m3, whose scales
+        are the caller's. Tokens for which there is no `room` are dropped, and the length stays at
+        the capacity: a traced function cannot raise. Compare before.
         """
         args = Args(f"{type(self).__name__}.append", "rows", rows, "B T G D")
         lengths = args.array("lengths", self.lengths, "B", INT32)
@@ -191,7 +192,7 @@ class _Cache:
     def update(self, rows: Float[Array, "B T G D"], positions: Int[Array, "B T"]) -> Self:
         """The cache with rows written at given positions of each request; the lengths stay.
 
-        Rows are rounded to what the cache stores. Tokens for which there is no room are dropped.
+        Rows are as in `append`. Tokens for which there is no room are dropped.
         """
         args = Args(f"{type(self).__name__}.update", "rows", rows, "B T G D")
         args.array("lengths", self.lengths, "B", INT32)
@@ -205,7 +206,7 @@ class _Cache:
 
 def _encoded(args: Args, rows: Any, stored: jax.Array, dims: str) -> jax.Array:
     """New rows as the cache stores them, checked against it."""
-    rows = args.typed("rows", rows, FLOATS)
+    rows = args.typed("rows", rows, (FP8,) if stored.dtype == FP8 else FLOATS)
     if stored.dtype == jnp.uint8:
         in_pages = stored.shape[-1] == PAGE_RECORD_BYTES
         dim = PAGE_RECORD_DIM if in_pages else RECORD_DIM
