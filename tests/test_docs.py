@@ -42,6 +42,7 @@ PAGES = [
     "README.md",
     "docs/quickstart.md",
     "docs/tutorial.md",
+    "docs/training.md",
     "docs/meshes.md",
     "docs/models.md",
     *(

@@ -50,6 +50,7 @@ STACKS = {
     "masked_attention10fwd_kernel": 24,
     "mqa_decode10few_kernel": 8,
     "mqa_decode11wide_kernel": 56,
+    "mqa_decode13joined_kernel": 24,
     "sparse_mla10bwd_kernel": 224,
     "sparse_mla13decode_kernel": 32,
     "topk11topk_kernel": 16,

@@ -283,6 +283,11 @@ def test_what_the_kernels_cover() -> None:
         (Options(0.0, 512, None, normalize=True), operands(), "scale > 0"),
         (LATENT, operands(q=(5, 2, 0, 576)), "at least one head"),
         (LATENT, operands(k=(5, 2**31 - 30, 1, 576)), "keys"),
+        (
+            LATENT,
+            operands(q=(5, 2, 64, 512), k=(5, 90, 1, 584), k_dtype=jnp.uint8),
+            "records of 656 bytes, got 584",
+        ),
     ):
         assert why in (cuda.supports(options, x) or "")
 

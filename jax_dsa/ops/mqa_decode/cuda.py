@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core import ffi
+from jax_dsa.core.layout import RECORD_BYTES
 from jax_dsa.core.streaming import entry_by_entry
 from jax_dsa.ops.mqa_decode.spec import Operands, Options, Results
 
@@ -28,7 +29,8 @@ def supports(options: Options, x: Operands) -> str | None:
     B, T, N, D = x.q.shape
     if N == 0:
         return "it takes at least one head"
-    # The shape of records is checked already.
+    if records and x.k.shape[3] != RECORD_BYTES:
+        return f"it takes FP8 records of {RECORD_BYTES} bytes, got {x.k.shape[3]}"
     if x.v is None and (D not in _LATENT_DIMS or options.value_dim != _VALUE_DIM):
         return (
             f"without v it has D in {_LATENT_DIMS} and value_dim={_VALUE_DIM}, got D={D} and "
