@@ -263,7 +263,8 @@ def operands(**changes: Any) -> Operands:
     own = {"k": shapes.pop("k_dtype", dtype)}
     x = {n: jax.ShapeDtypeStruct(s, own.get(n, dtype)) for n, s in shapes.items()}
     each = jnp.zeros((5, 2), jnp.int32)
-    return Operands(x["q"], x["k"], x.get("v"), each, each, None, None)  # type: ignore[arg-type]
+    table = x.get("page_table")
+    return Operands(x["q"], x["k"], x.get("v"), each, each, None, table)  # type: ignore[arg-type]
 
 
 LATENT = Options(0.1, 512, None, normalize=True)
@@ -283,6 +284,11 @@ def test_what_the_kernels_cover() -> None:
         (Options(0.0, 512, None, normalize=True), operands(), "scale > 0"),
         (LATENT, operands(q=(5, 2, 0, 576)), "at least one head"),
         (LATENT, operands(k=(5, 2**31 - 30, 1, 576)), "keys"),
+        (
+            dataclasses.replace(LATENT, page_size=64),
+            operands(k=(1, 640, 1, 576), page_table=(5, 2**25)),
+            "keys",
+        ),
         (
             LATENT,
             operands(q=(5, 2, 64, 512), k=(5, 90, 1, 584), k_dtype=jnp.uint8),

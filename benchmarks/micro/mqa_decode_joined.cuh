@@ -181,8 +181,10 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   attend<kD, kRecords, JoinedWork>(p, shared);
   // The share is there for all: those that multiply have found it, the producer has waited for it.
   if (!p.joins(shared.notes.share)) return;
+  __syncwarp();
   cluster_sync();
   if (threadIdx.x < 256) join(p, shared);
+  __syncwarp();
   cluster_sync();  // nobody ends before its peers have read
 }
 

@@ -40,7 +40,8 @@ def supports(options: Options, x: Operands) -> str | None:
         return f"with v it has D=E in {_DIMS}, got D={D} and E={x.v.shape[3]}"
     if options.scale <= 0:
         return f"it takes scale > 0, got {options.scale}"
-    rows = max(B * T * N, x.k.shape[1])
+    room = 0 if x.page_table is None else x.page_table.shape[1] * options.page_size
+    rows = max(B * T * N, x.k.shape[1], room)
     if rows > _MAX_ROWS:
         return f"it takes up to {_MAX_ROWS} keys, and queries times heads, got {rows}"
     return None

@@ -7,15 +7,19 @@ import jax.numpy as jnp
 from jax_dsa.core import ffi
 from jax_dsa.ops.topk.spec import Operands, Options, Results
 
-# The kernel's limits, as cuda/topk/topk.h has them.
+# The kernel's limits, as cuda/topk/topk.h and dispatch.cu have them.
 MAX_SELECTED = 4096
 _MAX_SIZE = 2**31 - 1 - 2**16
+_MAX_ROWS = (2**31 - 1) // 8
 
 
 def supports(options: Options, x: Operands) -> str | None:
     """None, or why the kernel does not run this call."""
     if x.x.dtype != jnp.float32:
         return f"it takes float32, got {x.x.dtype}"
+    B, T, _ = x.x.shape
+    if B * T > _MAX_ROWS:
+        return f"it takes at most {_MAX_ROWS} rows, got {B * T}"
     return selects(options.top_k, options.size)
 
 
