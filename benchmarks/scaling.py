@@ -83,6 +83,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, str]]:
     parser.add_argument("mesh", nargs="?", help="axis=size,..., default every one of the program")
     parser.add_argument("--devices", type=int, help="at most; default all")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument(
+        "--chunked", action="store_true", help="a layer's queries in chunks, as in the preset"
+    )
     parser.add_argument("--csv", type=Path, default="benchmarks/results/scaling.csv")
     parser.add_argument("--plot", type=Path, help="default beside the CSV file")
     args = parser.parse_args(argv)
@@ -97,7 +100,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, str]]:
     for i, (name, mesh) in enumerate(missing):
         print(f"[{i + 1}/{len(missing)}] {name} {mesh}", flush=True)
         command = [sys.executable, __file__, name, mesh, "--csv", str(args.csv)]
-        if subprocess.run([*command, *["--small"] * args.small], check=False).returncode:
+        command += ["--small"] * args.small + ["--chunked"] * args.chunked
+        if subprocess.run(command, check=False).returncode:
             print(f"{name} {mesh} FAILED", flush=True)
     found = rows(args.csv)
     print(table(found))
@@ -158,7 +162,8 @@ def measured(name: str, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any
     config = preset("v32" if name.startswith(("layer", "v32")) else "h200", args.small)
     if name.startswith("layer") and not args.small:
         # All queries at once: `exchanged` counts what a chunk exchanges as if there were only one.
-        attention = dataclasses.replace(config.model.attention, query_chunk=None)
+        chunk = config.model.attention.query_chunk if args.chunked else None
+        attention = dataclasses.replace(config.model.attention, query_chunk=chunk)
         model = dataclasses.replace(config.model, attention=attention)
         config = dataclasses.replace(config, model=model, seq_len=int(name.split("-")[1]))
     rows = 8 if name in ("fsdp", "resume") else config.batch_size * mesh.shape["data"]

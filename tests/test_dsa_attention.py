@@ -170,6 +170,20 @@ def test_one_backward_pass_gives_both_gradients(rng):
     assert_matches(*gradients(*inputs(rng)), 1e-6)
 
 
+def test_a_loss_that_is_not_used_costs_nothing(rng):
+    q, kv, *index = inputs(rng)
+    selection = jnp.asarray(rng.integers(0, S, (B, T, K)), jnp.int32)
+
+    def flops(call, *args):
+        return jax.jit(call).lower(*args).compile().cost_analysis()["flops"]
+
+    def losses(*index):
+        return dsa_attention(q, kv, *index, indices=selection)
+
+    without = flops(lambda *x: dsa_attention(*x, indices=selection)[0], q, kv)
+    assert flops(lambda *x: losses(*x)[0], *index) <= without < flops(losses, *index)
+
+
 def test_gradients_against_finite_differences(rng):
     """Where no step of the difference changes a selection."""
     with jax.enable_x64(True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -585,6 +586,20 @@ def test_the_decoder_rematerialises_each_block():
         return str(jax.make_jaxpr(jax.grad(loss))(params)).count("prevent_cse=True")
 
     assert blocks("none") == 0 and blocks("selection") == DECODER.num_layers
+
+
+def test_blocks_get_their_gradients_in_turn():
+    tokens = jnp.zeros((B, T), jnp.int32)
+    graph, params = nnx.split(decoder(dataclasses.replace(DECODER, num_layers=3)))
+
+    def loss(params):
+        return nnx.merge(graph, params)(tokens)[0].sum()
+
+    one = len(jax.tree.leaves(params["blocks"][0])) + 1  # and hidden states
+    text = jax.jit(jax.grad(loss)).lower(params).as_text()
+    barriers = re.findall(r"= stablehlo.optimization_barrier (.*) :", text)
+    # Forward and backward between two blocks each.
+    assert [line.count("%") for line in barriers].count(one) == 2 * 2
 
 
 @pytest.mark.parametrize("changes", [{}, {"sinks": True, "gate": True, "log_scaling": True}])

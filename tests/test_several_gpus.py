@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsa import attn_dist, indexer_logits, indexer_topk, masked_attention, sparse_mla
+from jax_dsa.training.config import PRESETS
+from jax_dsa.training.mesh import make_mesh, shardings
+from jax_dsa.training.steps import Program
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,3 +128,28 @@ def test_two_gpus(route: str, axis_type: Any, rng: np.random.Generator) -> None:
         got = compiled(*args)
     # Sums over heads or queries are added in another order.
     assert_matches(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), tol=8e-3)
+
+
+def test_a_training_step_on_two_gpus_takes_as_much_memory_of_each_as_on_one() -> None:
+    """XLA hides what two exchange behind other work, and may keep all layers' arrays for that."""
+    devices = [d for d in jax.devices() if d.platform == "gpu"][:2]
+    if len(devices) < 2:
+        pytest.skip("one GPU")
+
+    def temporaries(number: int) -> int:
+        config = PRESETS["h200"]()
+        config = dataclasses.replace(config, batch_size=config.batch_size * number)
+        program = Program(config, make_mesh({"data": number}, devices))
+        tokens = program.place(np.zeros((config.batch_size, config.seq_len + 1), np.int32))
+        state, rates = jax.eval_shape(program._first_state), program._rates(config.sparse_start)
+        places = shardings(state, program.mesh)
+        learners = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            (state.backbone, state.indexer),
+            (places.backbone, places.indexer),
+        )
+        with jax.set_mesh(program.mesh):
+            compiled = program._sparse.lower(*learners, tokens, rates).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(2) < 1.25 * temporaries(1)

@@ -304,6 +304,7 @@ class DSAttention(nnx.Module):
         if index is not None:
             queries, keys = jax.lax.stop_gradient((q, kv))
             kl = dense_indexer_kl_loss(**inputs, **seen, q=queries, kv=keys, scale=c.scale)
+            y, kl = jax.lax.optimization_barrier((y, kl))  # in turn, as in `dsa_attention`
         return y, AttentionAux(kl, lse, None, q, stored, index)
 
     def decode(

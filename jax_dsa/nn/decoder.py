@@ -133,10 +133,19 @@ class DecoderLM(nnx.Module):
         recorded = [None] * len(self.blocks) if indices is None else indices
         last = None
         layers: list[AttentionAux] = []
-        for block, kind, replayed in zip(self.blocks, self.config.layers, recorded, strict=True):
+        blocks = [nnx.split(block) for block in self.blocks]
+        for i, (kind, replayed) in enumerate(zip(self.config.layers, recorded, strict=True)):
             if replayed is None and kind == "shared":
                 replayed = last
-            graph, params = nnx.split(block)
+            graph, params = blocks[i]
+            if i + 1 < len(blocks):
+                # The backward pass goes on below this block once the next one's parameters have
+                # their gradients, whose exchange this block's backward pass hides. Where devices
+                # exchange anything, XLA would put them off to the end, for all blocks, and memory
+                # would hold what they are made of until then (JAX issue 20763).
+                after, later = blocks[i + 1]
+                later, x = jax.lax.optimization_barrier((later, x))
+                blocks[i + 1] = after, later
 
             def run(
                 params: Any, x: jax.Array, arrays: dict[str, Any], graph: Any = graph

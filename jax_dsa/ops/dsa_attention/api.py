@@ -64,7 +64,10 @@ def _dsa_attention(call: Call, options: Options, x: Operands) -> tuple[Array, DS
     logits = checkpoint_name(logits, "dsa_topk_logits")
     teacher = checkpoint_name(teacher, "dsa_teacher")
     compared = losses.Operands(logits, teacher, indices >= 0)
-    return out, DSAAux(indices, selected_kl(call.auxiliary, compared), lse)
+    # The loss in its turn: XLA's scheduler, where it hides what devices exchange, would put all
+    # layers' losses off to the end of a step, and memory would hold all their queries until then.
+    out, kl = jax.lax.optimization_barrier((out, selected_kl(call.auxiliary, compared)))
+    return out, DSAAux(indices, kl, lse)
 
 
 _dsa_attention.__name__ = "dsa_attention"  # what compiled programs and profiles call it
