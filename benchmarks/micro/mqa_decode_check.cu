@@ -1,8 +1,8 @@
 // Tests the mqa_decode kernels against float64 on the CPU, then times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda \
 //       -o mqa_decode_check benchmarks/micro/mqa_decode_check.cu cuda/mqa_decode/fwd.cu
-//   ./mqa_decode_check [test|small|bench|records|joined|profile] [seed]
-// `small` is for compute-sanitizer, `records` and `joined` are those cases of `bench`.
+//   ./mqa_decode_check [test|small|bench|records|profile] [seed]
+// `small` is for compute-sanitizer, `records` those cases of `bench`.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -15,16 +15,9 @@
 #include "common/launch.cuh"
 #include "common/ptx.cuh"
 #include "common/wgmma.cuh"
-#include "mqa_decode_joined.cuh"
 
 using namespace jax_dsa;
 using namespace mqa_decode_problem;
-
-// How a call is launched: its tuning, and blocks of a cluster.
-struct Variant {
-  MqaDecodeTuning tuning;
-  int joined = 1;
-};
 
 // Room for pieces.
 struct Workspace {
@@ -115,7 +108,7 @@ struct Replay {
 };
 
 // Captured once with each tuning, replayed with half of the lengths, then twice with the case's.
-int run_case(const Case& c, const std::vector<Variant>& variants, uint64_t seed) {
+int run_case(const Case& c, const std::vector<MqaDecodeTuning>& tunings, uint64_t seed) {
   const Problem x = make(c, seed);
   Problem half = x;
   for (int32_t& end : half.ends) end /= 2;
@@ -139,10 +132,9 @@ int run_case(const Case& c, const std::vector<Variant>& variants, uint64_t seed)
   cudaStream_t stream;
   CHECK(cudaStreamCreate(&stream));
   int bad = 0;
-  for (const Variant& v : variants) {
-    p.tuning = v.tuning;
-    cudaGraphExec_t calls =
-        capture(stream, [&] { CHECK(mqa_decode::launch_joined(p, v.joined, stream)); });
+  for (const MqaDecodeTuning& tuning : tunings) {
+    p.tuning = tuning;
+    cudaGraphExec_t calls = capture(stream, [&] { CHECK(launch_mqa_decode(p, stream)); });
     const auto replay = [&](const std::vector<int32_t>& its_ends) {
       CHECK(cudaMemset(out, 0xff, rows * E * out_bytes));
       CHECK(cudaMemset(lse, 0xff, rows * 4));
@@ -363,7 +355,7 @@ std::vector<int> lengths_of(const Shape& s) {
 }
 
 // Microseconds a call in a graph of calls that take turns over enough keys to miss the L2.
-void bench(const Shape& s, const Ceilings& ceilings, const std::vector<Variant>& variants) {
+void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecodeTuning>& tunings) {
   const int E = s.apart ? s.D : 512;
   const int64_t rows = int64_t{s.B} * s.S, tokens = int64_t{s.B} * s.T;
   const std::vector<int> lengths = lengths_of(s);
@@ -414,13 +406,13 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<Variant>&
          bytes / ceilings.copy * 1e-6, flops / ceilings.products * 1e-6);
   cudaStream_t stream;
   CHECK(cudaStreamCreate(&stream));
-  for (const auto& [tuning, joined] : variants) {
+  for (const MqaDecodeTuning& tuning : tunings) {
     p.tuning = tuning;
-    cudaGraphExec_t calls = capture(stream, [&, joined = joined] {
+    cudaGraphExec_t calls = capture(stream, [&] {
       for (int i = 0; i < sets; ++i) {
         p.k = k + i * rows * k_bytes;
         p.v = s.apart ? v + i * rows * s.G * E : nullptr;
-        CHECK(mqa_decode::launch_joined(p, joined, stream));
+        CHECK(launch_mqa_decode(p, stream));
       }
     });
     cudaEvent_t start, stop;
@@ -439,9 +431,9 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<Variant>&
     std::sort(us.begin(), us.end());
     const double mid = us[us.size() / 2];
     printf(
-        "  merge %-7d least %d joined %d %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = %.2f of "
+        "  merge %-7d least %d %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = %.2f of "
         "the copy  %.0f TFLOPS = %.2f of products\n",
-        tuning.merge_cost, tuning.least, joined, mid, us[0], us.back(), bytes / mid * 1e-6,
+        tuning.merge_cost, tuning.least, mid, us[0], us.back(), bytes / mid * 1e-6,
         bytes / mid * 1e-6 / ceilings.copy, flops / mid * 1e-6,
         flops / mid * 1e-6 / ceilings.products);
     fflush(stdout);
@@ -461,12 +453,12 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "test";
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 20240607;
   printf("seed %llu\n", (unsigned long long)seed);
-  const Variant usual, cut = {{0, 1}}, whole = {{1 << 20}}, pairs = {{}, 2}, joined = {{}, 8};
+  const MqaDecodeTuning usual, cut = {0, 1}, whole = {1 << 20};
   if (what == "test" || what == "small") {
     int bad = 0;
     for (const Case& c : kCases) {
       if (what == "small" && int64_t{c.batch} * c.keys > 1500) continue;
-      bad += run_case(c, {usual, cut, whole, pairs, joined}, seed);
+      bad += run_case(c, {usual, cut, whole}, seed);
     }
     printf(bad ? "FAILED %d\n" : "all good\n", bad);
     return bad != 0;
@@ -478,10 +470,10 @@ int main(int argc, char** argv) {
     bench({64, 1, 8192, 128, 1, 576}, ceilings, {usual});
     return 0;
   }
-  const auto least = [](int tiles) { return Variant{{.least = tiles}}; };
-  const Variant always = {{.merge_cost = 0}};
-  const std::vector<Variant> one = {usual}, clusters = {usual, pairs, {{}, 4}, joined};
-  const std::vector<Variant> shared = {least(1), least(2), least(3), least(4), least(8)};
+  const auto least = [](int tiles) { return MqaDecodeTuning{.least = tiles}; };
+  const MqaDecodeTuning always = {.merge_cost = 0};
+  const std::vector<MqaDecodeTuning> one = {usual};
+  const std::vector<MqaDecodeTuning> shared = {least(1), least(2), least(3), least(4), least(8)};
   const auto records = [&] {
     for (int N : {16, 64, 128}) {
       bench({.B = 64, .T = 1, .S = 8192, .N = N, .G = 1, .D = 576, .records = true}, ceilings, one);
@@ -491,13 +483,6 @@ int main(int argc, char** argv) {
     records();
     return 0;
   }
-  // Parts joined in clusters.
-  for (int B : {1, 2, 4, 8, 16}) bench({B, 1, 8192, 128, 1, 576}, ceilings, clusters);
-  for (int S : {640, 2048, 32768, 131072}) bench({1, 1, S, 128, 1, 576}, ceilings, clusters);
-  for (int S : {2048, 32768}) bench({8, 1, S, 128, 1, 576}, ceilings, clusters);
-  bench({.B = 8, .T = 1, .S = 8192, .N = 128, .G = 1, .D = 576, .records = true}, ceilings,
-        clusters);
-  if (what == "joined") return 0;
   // What decides: when requests are cut, and how finely.
   bench({64, 1, 8192, 128, 1, 576}, ceilings, {usual, always});
   bench({128, 1, 8192, 128, 1, 576}, ceilings, {usual, always});

@@ -56,24 +56,6 @@ cudaError_t launch_behind(void (*kernel)(Params...), int64_t blocks, int threads
   return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
-// Clusters of `ranks` blocks; what the configuration points to is beside it.
-struct ClusterLaunch {
-  cudaLaunchAttribute size = {};
-  cudaLaunchConfig_t config = {};
-
-  ClusterLaunch(int64_t clusters, int ranks, int threads, int shared_bytes, cudaStream_t stream) {
-    size.id = cudaLaunchAttributeClusterDimension;
-    size.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
-    config.gridDim = static_cast<unsigned>(clusters * ranks);
-    config.blockDim = threads;
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = &size;
-    config.numAttrs = 1;
-  }
-  ClusterLaunch(const ClusterLaunch&) = delete;
-};
-
 // Blocks in clusters of `ranks` blocks.
 template <typename... Params>
 cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int ranks, int threads,
@@ -84,21 +66,17 @@ cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int ran
       e != cudaSuccess) {
     return e;
   }
-  const ClusterLaunch launch(clusters, ranks, threads, shared_bytes, stream);
-  return cudaLaunchKernelEx(&launch.config, kernel, params...);
-}
-
-// How many of them the device has room for.
-template <typename... Params>
-cudaError_t resident_clusters(void (*kernel)(Params...), int ranks, int threads, int shared_bytes,
-                              int* clusters) {
-  if (cudaError_t e =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-      e != cudaSuccess) {
-    return e;
-  }
-  const ClusterLaunch launch(1, ranks, threads, shared_bytes, nullptr);
-  return cudaOccupancyMaxActiveClusters(clusters, kernel, &launch.config);
+  cudaLaunchAttribute size = {};
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = static_cast<unsigned>(clusters * ranks);
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &size;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
 // Persistent kernels, whose blocks share out the work themselves: as many as run at a time,

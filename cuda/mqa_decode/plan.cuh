@@ -34,8 +34,6 @@ __device__ __forceinline__ int quotient(int a, int b) {
   return (b & (b - 1)) == 0 ? a >> (__ffs(b) - 1) : a / b;
 }
 
-struct Share;
-
 // The parameters, and what the launcher derives from them.
 struct Decode : MqaDecodeParams {
   int per_group;  // heads
@@ -67,13 +65,6 @@ struct Decode : MqaDecodeParams {
 
   __device__ int team() const { return quotient(blockIdx.x, members); }
   __device__ int member() const { return blockIdx.x - team() * members; }
-  // The first of the two slots for this block's partial results.
-  __device__ int slot() const { return static_cast<int>(blockIdx.x) * 2; }
-  // How many teams it takes to cut all items alike, and into how many parts each is then cut.
-  __device__ int least_teams(int items) const { return 2 * items; }
-  __device__ int parts_alike(int busy, int items) const { return quotient(busy, items); }
-  // How many partial results a cut item leaves whose parts are so many.
-  __device__ int results_of(int parts, const Share&) const { return parts; }
   // Where a row of a group lies among [batch, queries, heads].
   __device__ int place(int batch, int group, int row) const {
     const int query = quotient(row, per_group), head = group * per_group + row - query * per_group;
@@ -145,18 +136,15 @@ __device__ inline void initialise(Share& share) {
 }
 __device__ inline void wait_for(Share& share) { mbarrier_wait(&share.here, 0); }
 
-template <int kThreads>
-struct ShareScratch {
-  int sums[kThreads / 32], tops[kThreads / 32];
-};
-
 // Finds this block's share, by the warpgroups that multiply, whose kThreads threads each know some
 // requests' part of all work. The producer waits for it and begins; `find_last_item`
 // tells the others how many pieces there are.
-template <int kThreads, typename Plan = Decode>
+template <int kThreads>
 struct ShareFinder {
-  using Scratch = ShareScratch<kThreads>;
-  const Plan& p;
+  struct Scratch {
+    int sums[kThreads / 32], tops[kThreads / 32];
+  };
+  const Decode& p;
   Share& share;
   int per_request;
   int first, last;                  // requests
@@ -164,7 +152,7 @@ struct ShareFinder {
   int each, more, begin, end;       // `more` teams have one more than `each`
   int alike;
 
-  __device__ ShareFinder(const Plan& p, Scratch& scratch, Share& share)
+  __device__ ShareFinder(const Decode& p, Scratch& scratch, Share& share)
       : p(p), share(share), per_request(p.groups * p.passes) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int batch = static_cast<int>(p.batch), chunk = ceil_div(batch, kThreads);
@@ -195,8 +183,8 @@ struct ShareFinder {
     if (int64_t{p.items_a_team} * top <= each + p.merge_cost) {
       each = p.items_a_team * tiles;
       alike = tiles;
-    } else if (busy >= p.least_teams(items)) {
-      const int parts = p.parts_alike(busy, items), part = ceil_div(tiles, parts);
+    } else if (busy >= 2 * items) {
+      const int parts = quotient(busy, items), part = ceil_div(tiles, parts);
       if (part <= each + 1) each = part, alike = part * parts;
     }
     if (alike > 0) {
@@ -234,8 +222,8 @@ struct ShareFinder {
       if (p.member() == 0 && item.begin >= begin && item_end > end) {
         const int longer = more * (each + 1), rest = item_end - 1 - longer;
         const int last_team = rest < 0 ? (item_end - 1) / (each + 1) : more + rest / each;
-        p.cuts[p.team()] = make_int2(item.batch * per_request + item.number,
-                                     p.results_of(last_team - p.team() + 1, share));
+        p.cuts[p.team()] =
+            make_int2(item.batch * per_request + item.number, last_team - p.team() + 1);
       }
     }
     named_barrier_sync<kThreads>(kSumsHere);
@@ -289,9 +277,8 @@ struct PieceLine {
 inline constexpr int kPieces = 4;
 
 // The pieces of a block's share; by a whole warp.
-template <typename Plan = Decode>
 struct Walk {
-  const Plan& p;
+  const Decode& p;
   const Share& share;
   int tile_rows;
   int number = -1;  // of the piece
@@ -301,7 +288,7 @@ struct Walk {
   Piece piece;
   int first, tiles;  // the piece's first key and its tiles
 
-  __device__ Walk(const Plan& p, const Share& share, int tile_rows)
+  __device__ Walk(const Decode& p, const Share& share, int tile_rows)
       : p(p),
         share(share),
         tile_rows(tile_rows),
@@ -326,7 +313,8 @@ struct Walk {
     const int before = share.alike > 0 ? 0 : kItemCost, from = max(begin - before, 0);
     first = seen.first() + from * kTile;
     tiles = row < p.rows ? max(min(stop - before, seen.tiles()) - from, 0) : 0;
-    piece = {batch, group, row, final ? -1 : p.slot() + (begin == 0), tiles > 0};
+    piece = {batch, group, row, final ? -1 : static_cast<int>(blockIdx.x) * 2 + (begin == 0),
+             tiles > 0};
     return true;
   }
 };

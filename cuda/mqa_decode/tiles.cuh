@@ -35,7 +35,7 @@ struct Notes {
   ValidRows bad[kTiles];  // of a mixed tile: whose values are not all finite
   Piece pieces[kPieces];
   Share share;
-  ShareScratch<kThreads> scratch;
+  typename ShareFinder<kThreads>::Scratch scratch;
 };
 
 // The keys that a query sees.
@@ -87,8 +87,7 @@ struct Keys {
   int first;
   int64_t before;  // rows before the request's first
 
-  template <typename Plan>
-  __device__ Keys(const Decode& p, const Walk<Plan>& walk)
+  __device__ Keys(const Decode& p, const Walk& walk)
       : p(p),
         table(p.page_table ? p.page_table + int64_t{walk.piece.batch} * p.page_slots : nullptr),
         seen(walk.seen),

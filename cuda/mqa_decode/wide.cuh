@@ -83,8 +83,8 @@ __device__ __forceinline__ void write_results(const Work<Shared>& w, int number,
   }
 }
 
-template <int kD, bool kRecords, typename Plan>
-__device__ void produce_wide(const Plan& p, WideShared<kD>& shared) {
+template <int kD, bool kRecords>
+__device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
   constexpr int kBlocks = kD / 64;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint64_t drop = l2_policy_evict_first();
@@ -239,11 +239,12 @@ __device__ void produce_wide(const Plan& p, WideShared<kD>& shared) {
   }
 }
 
-// What a block does with its share. Unpacking takes more registers than copying.
-template <int kD, bool kRecords, template <typename> typename WorkOf = Work, typename Plan>
-__device__ __forceinline__ void attend(const Plan& p, WideShared<kD>& shared) {
+// Unpacking takes more registers than copying.
+template <int kD, bool kRecords>
+__global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_constant__ Decode p) {
   constexpr int kConsumer = kRecords ? 208 : 216, kProducer = kRecords ? 88 : 72;
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
+  auto& shared = dynamic_shared<WideShared<kD>>();
   initialise(shared.notes.share);
   sparse_mla::initialise(shared);
   let_next_begin();
@@ -254,19 +255,14 @@ __device__ __forceinline__ void attend(const Plan& p, WideShared<kD>& shared) {
     produce_wide<kD, kRecords>(p, shared);
     return;
   }
-  ShareFinder<256, Plan>(p, shared.notes.scratch, shared.notes.share).find_last_item();
+  ShareFinder<256>(p, shared.notes.scratch, shared.notes.share).find_last_item();
   if (warpgroup == 0) {
     raise_registers<kConsumer>();
-    sparse_mla::consume<kD, 0>(WorkOf<WideShared<kD>>(p), shared);
+    sparse_mla::consume<kD, 0>(Work<WideShared<kD>>(p), shared);
   } else {
     raise_registers<kConsumer>();
-    sparse_mla::consume<kD, 1>(WorkOf<WideShared<kD>>(p), shared);
+    sparse_mla::consume<kD, 1>(Work<WideShared<kD>>(p), shared);
   }
-}
-
-template <int kD, bool kRecords>
-__global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_constant__ Decode p) {
-  attend<kD, kRecords>(p, dynamic_shared<WideShared<kD>>());
 }
 
 }  // namespace jax_dsa::mqa_decode

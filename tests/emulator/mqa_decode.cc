@@ -1,7 +1,6 @@
 // The mqa_decode kernels on the emulator, against float64.
 #include "emulator.h"
 #include "mqa_decode/fwd.cu"
-#include "mqa_decode_joined.cuh"
 #include "mqa_decode_problem.h"
 
 namespace {
@@ -13,7 +12,6 @@ struct DecodeCase {
   Case c;
   int processors;
   MqaDecodeTuning tuning;
-  int joined = 1;  // blocks of a cluster
 };
 
 int failures = 0;
@@ -41,7 +39,7 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
   p.partial = reinterpret_cast<float*>(partial.data());
   p.partial_rows = partial_rows.data(), p.cuts = cuts.data();
   emulator::machine.options = options, emulator::machine.processors = tried.processors;
-  emulator::require(mqa_decode::launch_joined(p, tried.joined, nullptr));
+  emulator::require(launch_mqa_decode(p, nullptr));
   Errors errors;
   for (int64_t r = 0; r < rows; ++r) {
     std::vector<float> got(E);
@@ -173,29 +171,6 @@ const DecodeCase kCases[] = {
      3,
      kCut},
     {{"infinite key, whole", 1, 1, 1, 64, 1, 576, {.infinite = true, .full = true}}, 1, kWhole},
-    {{"joined, one request", 1, 1, 500, 64, 1, 576, {.sinks = 1, .full = true}}, 4, kCut, 4},
-    {{"joined, some without keys", 1, 1, 200, 64, 1, 576, {.full = true}}, 8, kUsual, 8},
-    {{"joined, two row tiles", 1, 1, 450, 100, 1, 576, {.full = true}}, 8, kCut, 4},
-    {{"joined, two clusters", 1, 1, 500, 64, 1, 576, {.sinks = 2, .full = true}}, 9, kCut, 4},
-    {{"joined, three requests", 3, 1, 500, 40, 1, 512, {.full = true}}, 7, kUsual, 2},
-    {{"joined, not as long", 2, 1, 400, 40, 1, 576}, 5, kCut, 2},
-    {{"joined, queries, pages",
-      2,
-      3,
-      256,
-      20,
-      1,
-      576,
-      {.page_size = 16, .holes = true, .infinite = true}},
-     4,
-     kUsual,
-     2},
-    {{"joined, records", 2, 1, 300, 40, 1, 576, {.records = true}}, 4, kUsual, 2},
-    {{"joined, infinite key by itself", 1, 1, 65, 64, 1, 576, {.infinite = true, .full = true}},
-     4,
-     kCut,
-     4},
-    {{"joined, no keys", 2, 1, 0, 40, 1, 576}, 4, kCut, 2},
     {{"no keys", 2, 2, 0, 40, 1, 576}, 3, kCut},
     {{"few, no keys", 3, 1, 0, 4, 2, 128, {.apart = true}}, 3, kCut},
 };

@@ -38,12 +38,6 @@ cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int ran
   return cudaSuccess;
 }
 
-template <typename... Params>
-cudaError_t resident_clusters(void (*)(Params...), int ranks, int, int, int* clusters) {
-  *clusters = emulator::machine.processors / ranks;
-  return cudaSuccess;
-}
-
 // However many blocks share a multiprocessor, one does here.
 template <typename Shared, int kBlocks = 1, typename... Params>
 cudaError_t launch_persistent(void (*kernel)(Params...), int64_t pieces, int threads, cudaStream_t,
