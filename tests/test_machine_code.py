@@ -40,17 +40,16 @@ def test_no_copy_has_an_address_that_the_assembler_breaks() -> None:
 # Bytes of a thread's stack, as CUDA 13.0 compiles the kernels; those not named here have none.
 STACKS = {
     "fp813matmul_kernel": 8,
-    "htree13attend_kernel": 64,
+    "htree13attend_kernel": 32,
     "htree13decode_kernel": 96,
-    "htree13scores_kernel": 8,
-    "htree14queries_kernel": 8,
+    "htree13scores_kernel": 40,
+    "htree14queries_kernel": 16,
     "indexer10fwd_kernel": 88,
     "masked_attention10bwd_kernel": 24,
     "Lb1ELb1EEEEEvNS_24MaskedAttentionBwdParams": 48,  # the same with biases
     "masked_attention10fwd_kernel": 24,
     "mqa_decode10few_kernel": 8,
     "mqa_decode11wide_kernel": 56,
-    "mqa_decode13joined_kernel": 24,
     "sparse_mla10bwd_kernel": 224,
     "sparse_mla13decode_kernel": 32,
     "topk11topk_kernel": 16,
@@ -109,7 +108,7 @@ def test_a_report_of_racecheck_is_about_two_functions(sanitize: ModuleType) -> N
 
 def test_a_report_may_name_a_function_without_its_line(sanitize: ModuleType) -> None:
     walk = ROOT / "cuda" / "htree" / "walk.cuh"
-    line = line_of(walk, "ring.takers[at.index][lane] = takers")
+    line = line_of(walk, "ring.takes[at.index][lane] = takes")
     report = f"""
 ========= Error: Race reported between Write access at void f<(int)8>(T1 &)+0x10 in {walk}:{line}
 =========     and Read access at void jax_dsa::htree::queries_kernel<(int)8>(T1)+0x30 [9 hazards]

@@ -151,7 +151,7 @@ void bench(int64_t tokens, const std::string& what) {
     CHECK(cudaGetLastError());
     printf(" %s\n", alike ? "neighbours alike" : "every query by itself");
     using htree::Shipped;
-    using Scores = htree::ShippedScores<16>;
+    using Scores = htree::ShippedScores;
     time_shape<Scores, Shipped>("6336 queries", p, queries);
     if (what != "once") time_shape<Scores, Shipped>("12672 queries", p, 2 * queries);
   }

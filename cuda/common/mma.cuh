@@ -30,4 +30,15 @@ __device__ __forceinline__ void mma_16(float (&d)[4], const uint32_t (&a)[4], ui
   }
 }
 
+// The same with the first 8 columns of a: d [16, 8] += a [16, 8] b [8, 8].
+template <DType kType>
+__device__ __forceinline__ void mma_8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  static_assert(kType == DType::kBF16);
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
 }  // namespace jax_dsa

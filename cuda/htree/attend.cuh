@@ -20,7 +20,8 @@ inline constexpr float kLazyMargin = 8.f;  // log2 units
 template <typename S, int kD, int kR>
 struct alignas(1024) AttendShared {
   Ring<S, kR, kNodeBytes<kD, kR>> ring;
-  uint8_t turns[S::kWarps][Turns<kD>::kBytes];
+  uint8_t turns[S::kWarps][Matrices<kD>::kBytes];
+  uint8_t zeros[Matrices<kD>::kBytes];
 };
 
 // Of a lane's heads lane / 4 and 8 more.
@@ -165,6 +166,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
     shared.ring.init();
     mbarrier_init_fence();
   }
+  clear_zeros(shared.zeros);
   __syncthreads();
 
   RingPlace<Ring<S, kR, kNodeBytes<kD, kR>>::kStages> at;
@@ -190,7 +192,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
   uint32_t q[kD / 16][4];
   float o[kD / 8][4] = {};
   Softmax softmax;
-  Turns<kD> turns(p.rotations, shared.turns[warp]);
+  Matrices<kD> turns(p.rotations, shared.turns[warp], shared.zeros);
   for (int layer = pass.layers.count - 1; layer >= 0; --layer) {
     const Part mine(pass);
     const int n = candidates<kR>(pass, mine.position, layer);
@@ -210,10 +212,12 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
     // All early blocks meet the same queries; of the others each meets its own.
     const bool early = is_early<kR>(pass, mine.position, layer);
     load_heads<kD>(p.q, mine, q);
-    if (early) {
-      const uint32_t turn = turns.next(-1);
+    const uint32_t early_turn = early ? turns.next(-1) : 0;
 #pragma unroll
-      for (int j = 0; j < kD / 32; ++j) rotate<kD>(q[j], q[j + kD / 32], turn, j);
+    for (int j = 0; j < kD / 32; ++j) {
+      uint32_t (&low)[4] = q[j], (&high)[4] = q[j + kD / 32];
+      pair_up(low, high);
+      if (early) rotate_pairs(low, high, early_turn, j);
     }
     const auto walk = [&](auto rotates) {
       constexpr bool kRotates = decltype(rotates)::value;
@@ -223,22 +227,19 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
         float s[kR / 8][4];
         const uint32_t turn = kRotates ? turns.next(layer ? left : left - 1) : 0;
         multiply_keys<kD, kR>(s, block, [&](int j, uint32_t (&low)[4], uint32_t (&high)[4]) {
-        // Not to be unpacked beforehand.
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            low[i] = hidden(q[j][i]), high[i] = hidden(q[j + kD / 32][i]);
-          }
-          if constexpr (kRotates) rotate<kD>(low, high, turn, j);
+          for (int i = 0; i < 4; ++i) low[i] = q[j][i], high[i] = q[j + kD / 32][i];
+          if constexpr (kRotates) rotate_pairs(low, high, turn, j);
         });
         const uint32_t hides = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
+        const uint32_t own = hides >> lane % 4 * 2;  // from this lane's first key on
         ++mask;
         selected = fetch();
 #pragma unroll
         for (int i = 0; i < kR / 8; ++i) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            const int key = i * 8 + lane % 4 * 2 + j % 2;
-            s[i][j] = hides >> key & 1 ? -INFINITY : s[i][j] * scale_log2;
+            s[i][j] = own >> (i * 8 + j % 2) & 1 ? -INFINITY : s[i][j] * scale_log2;
           }
         }
         softmax.apply(s, o);

@@ -16,7 +16,7 @@ template <int kD, int kR>
 cudaError_t run(const Pass& pass, cudaStream_t stream) {
   if (pass.chunk.rows > INT32_MAX) return cudaErrorInvalidValue;
   for (int layer = pass.layers.count - 1; layer > 0; --layer) {
-    if (cudaError_t e = htree::launch_scores<ShippedScores<kR>, kD, kR>(pass, layer, stream);
+    if (cudaError_t e = htree::launch_scores<ShippedScores, kD, kR>(pass, layer, stream);
         e != cudaSuccess) {
       return e;
     }

@@ -1,8 +1,10 @@
 // The importance of a layer's candidates: logsumexp over the heads of the group of their scores, in
 // log2 units.
 //
-// Thread block, producer, ring: walk.cuh. All heads of a query meet in one warp, 16 at a time,
-// their queries in shared memory; of the warps that a query has, each takes every so many-th block.
+// Thread block, producer, ring: walk.cuh. All heads of a query meet in one warp, 16 at a time; of
+// the warps that a query has, each takes every so many-th block. The queries are in the warp's
+// registers if there are no more than 16, else in shared memory: a block of keys takes as long to
+// read from there as 16 heads of a query.
 // A lane has heads lane / 4 and 8 more of two columns in eight; it keeps a sum for each column, and
 // in three exchanges lanes that differ in heads join theirs, each passing on half of its columns as
 // long as it has two. Sums that leave the range of plain ones are made again with maxima. That
@@ -20,9 +22,10 @@ namespace jax_dsa::htree {
 
 template <typename S, int kD, int kR>
 struct alignas(1024) ScoresShared {
-  using Blocks = Ring<S, kR, kR * kD * 2, S::kWarps <= 12 ? kRingBytes : 96 * 1024>;
+  using Blocks = Ring<S, kR, kR * kD * 2, 96 * 1024>;
   Blocks ring;
-  uint8_t turns[S::kWarps][Turns<kD>::kBytes];
+  uint8_t turns[S::kWarps][Matrices<kD>::kBytes];
+  uint8_t zeros[Matrices<kD>::kBytes];
   // Of query i the warps' parts from i * warps_per_query on: 16 heads each, swizzled like blocks.
   uint8_t q[S::kWarps][kHeads * kD * 2];
 };
@@ -117,6 +120,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     shared.ring.init();
     mbarrier_init_fence();
   }
+  clear_zeros(shared.zeros);
   __syncthreads();
 
   RingPlace<ScoresShared<S, kD, kR>::Blocks::kStages> at;
@@ -141,43 +145,52 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   float* const importance = pass.chunk.importance + row * pass.chunk.width;
   const float scale_log2 = p.scale * kLog2E;
   const uint32_t queries = smem_address(shared.q[query * parts < S::kWarps ? query * parts : 0]);
-  Turns<kD> turns(p.rotations, shared.turns[warp]);
+  Matrices<kD> turns(p.rotations, shared.turns[warp], shared.zeros);
   const bool early = is_early<kR>(pass, position, layer);
-  if (early) {  // all blocks meet the same queries: the warp rotates its part of them
-    turns.load(n - 1);
-    const uint32_t turn = turns.next(-1);
-    const uint32_t own = smem_address(shared.q[warp]) + place<kD>(lane % 16, lane / 16);
+  // The warp's part of them: pairs for the rotations to come, or rotated already where all blocks
+  // meet the same queries. Held in registers if it is all of them.
+  const bool held = parts == 1;
+  if (early) turns.load(n - 1);
+  const uint32_t early_turn = early ? turns.next(-1) : 0;
+  const uint32_t own = smem_address(shared.q[warp]) + place<kD>(lane % 16, lane / 16);
+  uint32_t q[kD / 16][4];
 #pragma unroll
-    for (int j = 0; j < kD / 32; ++j) {
-      uint32_t low[4], high[4];
-      load_matrix_x4(further(own, j * 2), low);
-      load_matrix_x4(further(own, (j + kD / 32) * 2), high);
-      rotate<kD>(low, high, turn, j);
-      store_matrix_x4(further(own, j * 2), low[0], low[1], low[2], low[3]);
-      store_matrix_x4(further(own, (j + kD / 32) * 2), high[0], high[1], high[2], high[3]);
-    }
+  for (int j = 0; j < kD / 32; ++j) {
+    uint32_t (&low)[4] = q[j], (&high)[4] = q[j + kD / 32];
+    load_matrix_x4(further(own, j * 2), low);
+    load_matrix_x4(further(own, (j + kD / 32) * 2), high);
+    pair_up(low, high);
+    if (early) rotate_pairs(low, high, early_turn, j);
+    if (held) continue;
+    store_matrix_x4(further(own, j * 2), low[0], low[1], low[2], low[3]);
+    store_matrix_x4(further(own, (j + kD / 32) * 2), high[0], high[1], high[2], high[3]);
   }
-  named_barrier_sync<S::kWarps * 32>(1);
+  if (!held) named_barrier_sync<S::kWarps * 32>(1);
   turns.load(n - 1 - kR * part);
   int ordinal = 0;  // of the block that comes next
-  const auto walk = [&](auto rotates) {
-    constexpr bool kRotates = decltype(rotates)::value;
+  const auto walk = [&](auto rotates, auto holds) {
+    constexpr bool kRotates = decltype(rotates)::value, kHeld = decltype(holds)::value;
     consume(shared.ring, at, query, [&](uint32_t block) {
       const int at_ordinal = ordinal++, first = kR * at_ordinal;
-      if (parts > 1 && at_ordinal % parts != part) return;
+      if (!kHeld && at_ordinal % parts != part) return;
       const uint32_t turn = kRotates ? turns.next(n - 1 - first - kR * parts) : 0;
       // Of one column of this lane's, all heads.
       const auto sum = [&](auto none) {
         decltype(none) sums[kColumns];
 #pragma unroll 1
-        for (int heads_before = 0; heads_before < heads; heads_before += kHeads) {
+        for (int heads_before = 0; heads_before < (kHeld ? 1 : heads); heads_before += kHeads) {
           const uint32_t from =
               queries + heads_before * kRowBytes + place<kD>(lane % 16, lane / 16);
           float s[kR / 8][4];
           multiply_keys<kD, kR>(s, block, [&](int j, uint32_t (&low)[4], uint32_t (&high)[4]) {
-            load_matrix_x4(further(from, j * 2), low);
-            load_matrix_x4(further(from, (j + kD / 32) * 2), high);
-            if constexpr (kRotates) rotate<kD>(low, high, turn, j);
+            if constexpr (kHeld) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) low[i] = q[j][i], high[i] = q[j + kD / 32][i];
+            } else {
+              load_matrix_x4(further(from, j * 2), low);
+              load_matrix_x4(further(from, (j + kD / 32) * 2), high);
+            }
+            if constexpr (kRotates) rotate_pairs(low, high, turn, j);
           });
           const int head = heads_before + lane / 4;
           const float absent[2] = {head < heads ? 0.f : -INFINITY,
@@ -203,10 +216,17 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       if (has) importance[first + mine.column] = result;
     });
   };
-  if (early) {
-    walk(std::false_type());
+  const auto walk_as = [&](auto holds) {
+    if (early) {
+      walk(std::false_type(), holds);
+    } else {
+      walk(std::true_type(), holds);
+    }
+  };
+  if (held) {
+    walk_as(std::true_type());
   } else {
-    walk(std::true_type());
+    walk_as(std::false_type());
   }
 }
 

@@ -9,13 +9,13 @@
 
 #include <climits>
 #include <cmath>
-#include <type_traits>
 
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/ptx.cuh"
 #include "common/ring.cuh"
 #include "htree/htree.h"
+#include "htree/rotate.cuh"
 
 namespace jax_dsa::htree {
 
@@ -35,8 +35,7 @@ struct Shape {
 // Its twelve warps are one, two, three, four or six a query.
 using Shipped = Shape<12, 160, 64>;
 // Scores need fewer registers.
-template <int kR>
-using ShippedScores = std::conditional_t<kR == 32, Shape<16, 112, 64>, Shape<24, 72, 64>>;
+using ShippedScores = Shape<16, 112, 64>;
 
 // Some of the queries, and what the passes leave each other about them. A row is a (batch entry,
 // group, query) of these, in that order.
@@ -130,8 +129,10 @@ struct alignas(1024) Ring {
   static constexpr int kBlocks = S::kStageRows / kR;  // of a stage
   static constexpr int kStages = kRoom / (kBlocks * kBytes);
   uint8_t blocks[kStages][kBlocks][kBytes];
-  // Of each block bit i: query i takes it; at last, whether the layer ends.
-  uint32_t takers[kStages][kBlocks + 1];
+  static constexpr int kWindow = 32;
+  // Of each query bit i: it takes block i; bit kBlocks: the layer ends.
+  uint32_t takes[kStages][32];
+  int window[kWindow][32];  // of the producer's lanes: the blocks that come next
   uint64_t full[kStages], free[kStages];
 
   __device__ void init() {
@@ -167,41 +168,70 @@ struct Blocks {
 };
 
 // One layer, by the producer: lane i has query i's blocks. `tree` is the layer's first one.
+//
+// The walk is a chain of waits, for the least number and for the next one of who has it. So numbers
+// (less those of the early blocks) come through shared memory, with those of two stages always on
+// their way, and a lane reads ahead what it may need for the next block.
 template <typename Ring>
 __device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t* tree,
                         int64_t node_bytes, const Blocks& blocks_of) {
+  constexpr int kBlocks = Ring::kBlocks, kWindow = Ring::kWindow;
+  static_assert(kWindow > 2 * kBlocks);
   const int lane = threadIdx.x % 32;
   const uint64_t keep = l2_policy_evict_last();
-  int next = 1;
-  int node = blocks_of[0], upcoming = blocks_of[1];  // one ahead, to hide the load
-  bool last;
-  do {
-    int own = INT_MAX, blocks = 0;
-    uint32_t takers = 0;
-    int least = __reduce_min_sync(~0u, node);
-#pragma unroll
-    for (int i = 0; i < Ring::kBlocks; ++i) {
-      if (least == INT_MAX) continue;
-      const bool takes = node == least;
-      const uint32_t all = __ballot_sync(~0u, takes);
-      if (lane == i) own = least, takers = all;
-      if (takes) node = upcoming, upcoming = blocks_of[++next];
-      ++blocks;
-      least = __reduce_min_sync(~0u, node);
+  tree += blocks_of.early * node_bytes;
+  const auto count = static_cast<uint32_t>(blocks_of.count);
+  const uint32_t listed = blocks_of.list == nullptr ? 0 : count;
+  uint32_t next = 0, requested = 0;  // what is to be read and asked for
+  const auto request = [&] {
+#pragma unroll 1
+    for (; requested < next + kWindow; ++requested) {
+      int& to = ring.window[requested % kWindow][lane];
+      if (requested < listed) {
+        cp_async_4(smem_address(&to), blocks_of.list + requested, true);
+      } else {
+        to = requested < count ? static_cast<int>(requested) - blocks_of.early : INT_MAX;
+      }
     }
-    last = least == INT_MAX;
+  };
+  const auto read = [&] { return ring.window[next % kWindow][lane]; };
+  request();
+  cp_async_wait();
+  int node = read();
+  ++next;
+  int upcoming = read(), first = __reduce_min_sync(~0u, node);
+  do {
+    cp_async_wait();  // for what was asked for a stage ago
+    request();
+    int least[kBlocks], blocks = 0;
+    uint32_t takes = 0;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      least[i] = first;
+      blocks += first != INT_MAX;
+      const bool own = node == first;
+      takes |= own ? 1u << i : 0;
+      node = own ? upcoming : node;
+      next += own;
+      upcoming = read();
+      first = __reduce_min_sync(~0u, node);
+    }
+    takes = (takes & ((1u << blocks) - 1)) | (first == INT_MAX ? 1u << kBlocks : 0);
     mbarrier_wait(&ring.free[at.index], at.parity ^ 1);
-    if (lane == Ring::kBlocks) takers = last;
-    if (lane <= Ring::kBlocks) ring.takers[at.index][lane] = takers;
+    ring.takes[at.index][lane] = takes;
     __syncwarp();
-    if (lane == 0) mbarrier_arrive_expect(&ring.full[at.index], blocks * Ring::kBytes);
-    __syncwarp();
-    if (own != INT_MAX) {
-      bulk_load(ring.blocks[at.index][lane], tree + own * node_bytes, Ring::kBytes,
-                &ring.full[at.index], keep);
+    if (lane == 0) {
+      mbarrier_arrive_expect(&ring.full[at.index], blocks * Ring::kBytes);
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        if (i < blocks) {
+          bulk_load(ring.blocks[at.index][i], tree + least[i] * node_bytes, Ring::kBytes,
+                    &ring.full[at.index], keep);
+        }
+      }
     }
     at.advance();
-  } while (!last);
+  } while (first != INT_MAX);
 }
 
 // One layer, by a warp that multiplies: take(block) for each block that `query` takes, in order.
@@ -209,12 +239,10 @@ template <typename Ring, typename Take>
 __device__ __forceinline__ void consume(Ring& ring, RingPlace<Ring::kStages>& at, int query,
                                         Take take) {
   constexpr uint32_t kLast = 1u << Ring::kBlocks;
-  const int lane = threadIdx.x % 32;
   uint32_t takes;  // bit i: block i of the stage, until it is taken
   do {
     mbarrier_wait(&ring.full[at.index], at.parity);
-    const uint32_t takers = ring.takers[at.index][min(lane, Ring::kBlocks)];
-    takes = __ballot_sync(~0u, takers >> (lane < Ring::kBlocks ? query : 0) & 1);
+    takes = ring.takes[at.index][query];
 #pragma unroll 1
     while (takes & (kLast - 1)) {
       const int block = __ffs(takes) - 1;
@@ -222,61 +250,9 @@ __device__ __forceinline__ void consume(Ring& ring, RingPlace<Ring::kStages>& at
       take(smem_address(ring.blocks[at.index][block]));
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(&ring.free[at.index]);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.free[at.index]);
     at.advance();
   } while (!(takes & kLast));
-}
-
-// cos and sin of a warp's rotations, one after the other: each is loaded one ahead, a part a lane,
-// and shared through `buffer`.
-template <int kD>
-struct Turns {
-  static constexpr int kBytes = kD / 2 * 8;  // of a rotation
-  const float4* table;                       // this lane's part
-  uint32_t buffer;
-  float4 upcoming = {};
-
-  __device__ Turns(const float* rotations, uint8_t (&buffer)[kBytes])
-      : table(reinterpret_cast<const float4*>(rotations) + threadIdx.x % 32),
-        buffer(smem_address(buffer)) {}
-
-  // Loads the one by `position`.
-  __device__ __forceinline__ void load(int position) {
-    if (position >= 0 && has_part()) upcoming = __ldg(table + int64_t{position} * (kBytes / 16));
-  }
-  // Where the one is that was loaded; loads the next.
-  __device__ __forceinline__ uint32_t next(int position) {
-    const uint32_t bits[4] = {__float_as_uint(upcoming.x), __float_as_uint(upcoming.y),
-                              __float_as_uint(upcoming.z), __float_as_uint(upcoming.w)};
-    __syncwarp();  // all have read the one before
-    if (has_part()) store_shared_16(buffer + threadIdx.x % 32 * 16, bits);
-    __syncwarp();
-    load(position);
-    return buffer;
-  }
-
- private:
-  __device__ static bool has_part() { return static_cast<int>(threadIdx.x % 32) < kBytes / 16; }
-};
-
-// Fragments j and j + D / 32 of 16 rows, rotated in place, or back.
-template <int kD, bool kBack = false>
-__device__ __forceinline__ void rotate(uint32_t (&low)[4], uint32_t (&high)[4], uint32_t turn,
-                                       int j) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t bits[4];  // cos, sin, cos, sin
-    load_shared_16(turn + (j * 16 + half * 8 + threadIdx.x % 4 * 2) * 8, bits);
-    const float cs[4] = {__uint_as_float(bits[0]), __uint_as_float(bits[1]),
-                         __uint_as_float(bits[2]), __uint_as_float(bits[3])};
-#pragma unroll
-    for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float2 x = unpack_bf16(low[i]), y = unpack_bf16(high[i]);
-      const float sin[2] = {kBack ? -cs[1] : cs[1], kBack ? -cs[3] : cs[3]};
-      low[i] = pack_bf16(x.x * cs[0] - y.x * sin[0], x.y * cs[2] - y.y * sin[1]);
-      high[i] = pack_bf16(y.x * cs[0] + x.x * sin[0], y.y * cs[2] + x.y * sin[1]);
-    }
-  }
 }
 
 // Where 16-byte chunk c of a row lies in a block (or in queries, which are swizzled likewise).

@@ -8,22 +8,23 @@
 
 namespace jax_dsa {
 
-template <DType kType>
-void mma_16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+// Of 8 kHalves columns of a.
+template <DType kType, int kHalves>
+void multiply(float (&d)[4], const uint32_t (&a)[2 * kHalves], const uint32_t (&b)[kHalves]) {
   const auto value = [](uint64_t packed, int half) {
     const auto bits = static_cast<uint32_t>(packed);
     return kType == DType::kBF16 ? emulator::bf16_of(bits, half) : emulator::f16_of(bits, half);
   };
   const int lane = emulator::self().thread % 32;
-  float rows[2][16], columns[2][16];  // this lane's
-  for (int i = 0; i < 4; ++i) {
+  float rows[2][8 * kHalves], columns[2][8 * kHalves];  // this lane's
+  for (int i = 0; i < 2 * kHalves; ++i) {
     const uint64_t* all = emulator::exchange(a[i]);
     for (int k = 0; k < 8; ++k) {
       rows[i % 2][i / 2 * 8 + k] = value(all[lane / 4 * 4 + k / 2], k % 2);
     }
   }
-  for (int i = 0; i < 2; ++i) {
-    const uint64_t* all = emulator::exchange(i == 0 ? b0 : b1);
+  for (int i = 0; i < kHalves; ++i) {
+    const uint64_t* all = emulator::exchange(b[i]);
     for (int column = 0; column < 2; ++column) {
       for (int k = 0; k < 8; ++k) {
         columns[column][i * 8 + k] = value(all[(lane % 4 * 2 + column) * 4 + k / 2], k % 2);
@@ -32,9 +33,19 @@ void mma_16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   }
   for (int i = 0; i < 4; ++i) {
     float sum = 0;
-    for (int k = 0; k < 16; ++k) sum += rows[i / 2][k] * columns[i % 2][k];
+    for (int k = 0; k < 8 * kHalves; ++k) sum += rows[i / 2][k] * columns[i % 2][k];
     d[i] += sum;
   }
+}
+
+template <DType kType>
+void mma_16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  multiply<kType, 2>(d, a, {b0, b1});
+}
+
+template <DType kType>
+void mma_8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  multiply<kType, 1>(d, a, {b});
 }
 
 }  // namespace jax_dsa
