@@ -220,7 +220,7 @@ FIGURES = {
     lengths: "loaded",
     sparsity: "masked_attention",
     decode: "mqa_decode",
-    htree: "htree",
+    htree: "../h100/htree",
 }
 
 

@@ -193,19 +193,20 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
   float o[kD / 8][4] = {};
   Softmax softmax;
   Matrices<kD> turns(p.rotations, shared.turns[warp], shared.zeros);
-  for (int layer = pass.layers.count - 1; layer >= 0; --layer) {
+  // Above the tokens some nodes are selected: the last one always, and others by the masks.
+  const auto attend = [&](int layer, auto selects) {
+    constexpr bool kSelects = decltype(selects)::value;
     const Part mine(pass);
     const int n = candidates<kR>(pass, mine.position, layer);
-    int left = layer ? n - 1 : n;  // candidates to be seen, from the block on that comes next
+    int left = n - kSelects;  // candidates to be seen, from the block on that comes next
     const int32_t* mask = nullptr;
-    if (layer) {
+    if constexpr (kSelects) {
       mask = reinterpret_cast<const int32_t*>(pass.chunk.masks) +
              ((layer - 1) * pass.chunk.rows + mine.row) * p.top_k;
     }
     // What is selected of the next block, loaded one ahead.
     const auto fetch = [&] {
-      const bool has = layer && left >= 0;
-      return static_cast<uint32_t>(load_now(mask, has, 0));
+      return kSelects ? static_cast<uint32_t>(load_now(mask, left >= 0, 0)) : 0;
     };
     uint32_t selected = fetch();
     turns.load(n - 1);
@@ -221,16 +222,19 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
     }
     const auto walk = [&](auto rotates) {
       constexpr bool kRotates = decltype(rotates)::value;
+      // A rotation is made ready while the block before has its softmax.
+      uint32_t turn = 0;
+      if constexpr (kRotates) turn = turns.next(n - 1 - kR);
       consume(shared.ring, at, mine.query, [&](uint32_t block) {
         const int rows = left;
         left -= kR;
         float s[kR / 8][4];
-        const uint32_t turn = kRotates ? turns.next(layer ? left : left - 1) : 0;
         multiply_keys<kD, kR>(s, block, [&](int j, uint32_t (&low)[4], uint32_t (&high)[4]) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) low[i] = q[j][i], high[i] = q[j + kD / 32][i];
           if constexpr (kRotates) rotate_pairs(low, high, turn, j);
         });
+        if constexpr (kRotates) turn = turns.next(left - !kSelects - kR);
         const uint32_t hides = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
         const uint32_t own = hides >> lane % 4 * 2;  // from this lane's first key on
         ++mask;
@@ -256,7 +260,9 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
     } else {
       walk(std::true_type());
     }
-  }
+  };
+  for (int layer = pass.layers.count - 1; layer > 0; --layer) attend(layer, std::true_type());
+  attend(0, std::false_type());
 
   const Part own_part(pass);
 #pragma unroll

@@ -63,7 +63,8 @@ inline void set_chunk(Pass& pass, const ChunkOf& of) {
 }
 
 // run(chunk) for all queries, as many at a time as bytes(chunk), their workspace, has room for:
-// whole batch entries where one fits, else even parts of one, in whole waves of thread blocks.
+// whole batch entries where one fits, else parts of one, in whole waves of thread blocks unless the
+// last wave is nearly full.
 template <typename Bytes, typename Run>
 cudaError_t for_chunks(const HTreeFwdParams& p, int tile, Bytes bytes, Run run) {
   const auto part = [&](int64_t fit) {  // queries
@@ -78,7 +79,8 @@ cudaError_t for_chunks(const HTreeFwdParams& p, int tile, Bytes bytes, Run run) 
   if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
   if (chunk.count < p.queries) {
     const int64_t wave = std::max<int64_t>(device.processors / p.groups, 1) * tile;
-    if (chunk.count >= wave) chunk.count = chunk.count / wave * wave;
+    const int64_t rest = chunk.count % wave;
+    if (chunk.count >= wave && rest * 8 < wave * 7) chunk.count -= rest;
   }
   const ChunkOf most = chunk;
   for (chunk.batch = 0; chunk.batch < p.batch; chunk.batch += most.entries) {

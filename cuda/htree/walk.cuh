@@ -20,7 +20,7 @@
 namespace jax_dsa::htree {
 
 inline constexpr int kHeads = 16;  // of a warp
-inline constexpr int kRingBytes = 160 * 1024;
+inline constexpr int kRingBytes = 192 * 1024;
 
 // How a thread block is made up: warps that multiply, their registers, rows of a stage's blocks.
 template <int kWarps_, int kRegisters_, int kStageRows_>
@@ -33,7 +33,7 @@ struct Shape {
   static_assert(kWarps % 4 == 0 && registers_fit(1, kWarps / 4, kRegisters, kProducerRegisters));
 };
 // Its twelve warps are one, two, three, four or six a query.
-using Shipped = Shape<12, 160, 64>;
+using Shipped = Shape<12, 160, 96>;
 // Scores need fewer registers.
 using ShippedScores = Shape<16, 112, 64>;
 
