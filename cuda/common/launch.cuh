@@ -33,27 +33,36 @@ cudaError_t launch_blocks(void (*kernel)(Params...), int64_t blocks, int threads
   return cudaGetLastError();
 }
 
-// Blocks that may begin while the stream's kernel before runs: as soon as all of its blocks have
-// called `let_next_begin`. They wait for its results by `wait_for_previous`.
+// The same with an attribute of the launch.
 template <typename... Params>
-cudaError_t launch_behind(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes,
-                          cudaStream_t stream, const std::type_identity_t<Params>&... params) {
+cudaError_t launch_with(const cudaLaunchAttribute& attribute, void (*kernel)(Params...),
+                        int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
+                        const std::type_identity_t<Params>&... params) {
   if (cudaError_t e =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
       e != cudaSuccess) {
     return e;
   }
-  cudaLaunchAttribute behind = {};
-  behind.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  behind.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[] = {attribute};
   cudaLaunchConfig_t config = {};
   config.gridDim = static_cast<unsigned>(blocks);
   config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &behind;
+  config.attrs = attributes;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, params...);
+}
+
+// Blocks that may begin while the stream's kernel before runs: as soon as all of its blocks have
+// called `let_next_begin`. They wait for its results by `wait_for_previous`.
+template <typename... Params>
+cudaError_t launch_behind(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes,
+                          cudaStream_t stream, const std::type_identity_t<Params>&... params) {
+  cudaLaunchAttribute behind = {};
+  behind.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  behind.val.programmaticStreamSerializationAllowed = 1;
+  return launch_with(behind, kernel, blocks, threads, shared_bytes, stream, params...);
 }
 
 // Blocks in clusters of `ranks` blocks.
@@ -61,22 +70,10 @@ template <typename... Params>
 cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int ranks, int threads,
                             int shared_bytes, cudaStream_t stream,
                             const std::type_identity_t<Params>&... params) {
-  if (cudaError_t e =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-      e != cudaSuccess) {
-    return e;
-  }
   cudaLaunchAttribute size = {};
   size.id = cudaLaunchAttributeClusterDimension;
   size.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(clusters * ranks);
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &size;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params...);
+  return launch_with(size, kernel, clusters * ranks, threads, shared_bytes, stream, params...);
 }
 
 // Persistent kernels, whose blocks share out the work themselves: as many as run at a time,
