@@ -87,7 +87,7 @@ def flow() -> str:
         label(140, 56, "stop_gradient"),
         arrow((280, 38), (right, 76)),
         box(12, 78, 206, 46, GREEN, "nn.LightningIndexer", "small heads, small dims"),
-        box(262, 78, 206, 46, BLUE, "nn.SparseMLA", "latent attention's projections"),
+        box(262, 78, 206, 46, BLUE, "nn.MLA", "latent attention's projections"),
         frame,
         arrow((left, 124), (left, 250)),
         label(left, 146, "index_q"),

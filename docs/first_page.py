@@ -55,7 +55,7 @@ REASONS = {
         "([Log](design/masked_attention.md))"
     ),
     r"masked_attention backward": (
-        "Work is dealt out in sections that keep all multiprocessors busy under masks. One without "
+        "Work is dealt out in sections that keep all SMs busy under masks. One without "
         "a mask touches more than the L2 holds. Every block of dq is added up through the L2, too. "
         "([Log](design/masked_attention.md))"
     ),

@@ -82,12 +82,11 @@ nb::tuple masked_attention_workspaces(int64_t batch, int64_t queries, int64_t ke
 }
 
 // The most parts that decode may make, which sizes its workspace. Asked while tracing, maybe on a
-// machine without a GPU; the handler makes fewer on a device with fewer multiprocessors, unless
+// machine without a GPU; the handler makes fewer on a device with fewer SMs, unless
 // results must not depend on how many requests there are.
 int sparse_mla_decode_splits(int64_t items, int slots, bool batch_invariant) {
-  return batch_invariant
-             ? jax_dsa::sparse_mla_decode_invariant_splits(slots)
-             : jax_dsa::sparse_mla_decode_splits(items, slots, jax_dsa::kMostProcessors);
+  return batch_invariant ? jax_dsa::sparse_mla_decode_invariant_splits(slots)
+                         : jax_dsa::sparse_mla_decode_splits(items, slots, jax_dsa::kMaxSms);
 }
 
 // Bytes of the backward pass's counters, images and order, for `count` queries at a time.

@@ -18,7 +18,7 @@ namespace {
 // [B, T, G, K], ends [B, T]?, topk_length [B, T]?, sinks [B, N]?, page_table [B, M]?
 // -> out [B, T, N, 512], lse [B, T, N], and if splits > 1 the workspace partial
 //    [B * T * G * ceil(N / G / 64), splits, 64, 512] and partial_lse, the same without 512
-// `splits` is the most parts there may be; a device with few multiprocessors gets fewer, but for
+// `splits` is the most parts there may be; a device with few SMs gets fewer, but for
 // `batch_invariant`.
 ffi::Error sparse_mla_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::AnyBuffer kv,
                              ffi::Buffer<ffi::S32> indices, ffi::AnyBuffer ends,
@@ -74,7 +74,7 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi:
     params.partial_lse = y->typed_data();
     Device device;
     if (cudaError_t e = current_device(&device); e != cudaSuccess) return launch_status(kOp, e);
-    const int fastest = sparse_mla_decode_splits(items, params.slots, device.processors);
+    const int fastest = sparse_mla_decode_splits(items, params.slots, device.num_sms);
     params.splits = batch_invariant ? splits : std::min(splits, fastest);
   }
   return launch_status(kOp, launch_sparse_mla_decode(params, stream));

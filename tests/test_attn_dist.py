@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches, assert_unmoved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
-from oracles import attn_dist as oracle
-from oracles import sparse_mla as attention
+from support.compare import assert_as_good_as, assert_matches, assert_unmoved
+from support.oracles import attn_dist as oracle
+from support.oracles import sparse_mla as attention
 
 from jax_dsa import attn_dist, sparse_mla
 from jax_dsa.core import streaming

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches
+from support.compare import assert_as_good_as, assert_matches
 
 from jax_dsa import attn_dist, sparse_mla
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_matches
+from support.compare import assert_matches
 
 from jax_dsa import (
     FlatCache,

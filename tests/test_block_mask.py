@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_matches
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import masked_attention as oracle
-from quick import compile_quickly  # noqa: F401
+from support.compare import assert_matches
+from support.oracles import masked_attention as oracle
+from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa.ops.block_mask import (

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_matches
-from quick import compile_quickly  # noqa: F401
+from support.compare import assert_matches
+from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import (
     FlatCache,
@@ -483,12 +483,12 @@ def test_room(rng: np.random.Generator) -> None:
     for cache in (FlatCache.empty(B, S, D), paged, tree):
         new = (k, k) if cache is tree else (k,)
         append = jax.jit(lambda cache, counts, new=new: cache.append(*new, counts))
-        assert cache.room.tolist() == [S] * B
+        assert cache.free_tokens.tolist() == [S] * B
         for _ in range(4):
             cache = append(cache, jnp.asarray([6, 5, 0], jnp.int32))
-        assert cache.room.tolist() == [0, 0, S] and cache.lengths.tolist() == [S, S, 0]
+        assert cache.free_tokens.tolist() == [0, 0, S] and cache.lengths.tolist() == [S, S, 0]
         below = dataclasses.replace(cache, lengths=jnp.asarray([INT_MIN, INT_MAX, 3], jnp.int32))
-        assert below.room.tolist() == [S, 0, S - 3]
+        assert below.free_tokens.tolist() == [S, 0, S - 3]
 
 
 def test_caches_compare_and_hash_by_identity(rng: np.random.Generator) -> None:

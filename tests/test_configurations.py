@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import TransformCase
-from cases.registry import CASES
-from compare import assert_matches
-from quick import compile_quickly  # noqa: F401
+from support.cases import TransformCase
+from support.cases.registry import CASES
+from support.compare import assert_matches
+from support.quick import compile_quickly  # noqa: F401
 from test_transforms import grad, outputs
 
 import jax_dsa

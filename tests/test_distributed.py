@@ -5,9 +5,9 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-from workers import Worker, finish, free_port
+from support.workers import Worker, finish, free_port
 
-PROGRAM = pathlib.Path(__file__).with_name("distributed_worker.py")
+PROGRAM = pathlib.Path(__file__).parent / "support" / "distributed_worker.py"
 
 
 def test_two_processes_agree_with_one(tmp_path: pathlib.Path) -> None:

@@ -13,7 +13,7 @@ import runpy
 from typing import Any
 
 import pytest
-from quick import compile_quickly  # noqa: F401
+from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import nn

@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracles.attn_dist import attn_dist
-from oracles.indexer import indexer_logits
-from oracles.losses import kl_rows
-from oracles.sparse_mla import sparse_mla
-from oracles.topk import topk, values
-from quick import compile_quickly  # noqa: F401
+from support.compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
+from support.oracles.attn_dist import attn_dist
+from support.oracles.indexer import indexer_logits
+from support.oracles.losses import kl_rows
+from support.oracles.sparse_mla import sparse_mla
+from support.oracles.topk import topk, values
+from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import dsa_attention
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels' logic on the CPU, by tests/emulator: needs nvcc (for its headers), no GPU."""
+"""Runs the CUDA kernels on the CPU emulator. Needs nvcc for its headers, but no GPU."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = sorted((ROOT / "tests" / "emulator").glob("*.cc"))
-
-
-PATTERNS = sorted((ROOT / "benchmarks" / "micro" / "racecheck").glob("*.cu"))
+KERNELS = ROOT / "tests" / "kernels"
+PROGRAMS = sorted((KERNELS / "emulator").glob("*.cc"))
+PATTERNS = sorted((KERNELS / "races").glob("*.cu"))
 
 
 def build(program: Path, binary: Path, *options: str) -> Path:
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc")
-    rooms = (ROOT / "tests" / "emulator", ROOT / "cuda", ROOT / "benchmarks" / "micro")
-    include = [f"-I{room}" for room in rooms]
+    folders = (KERNELS / "emulator", ROOT / "cuda", KERNELS)
+    include = [f"-I{folder}" for folder in folders]
     # As plain C++: nvcc only says where CUDA's headers are.
     # Fibers jump between stacks, which hardened C libraries take for an error.
     plain = ["-Xcompiler", "-U_FORTIFY_SOURCE"]
@@ -38,7 +37,7 @@ def run(binary: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([binary], capture_output=True, text=True, timeout=600)
 
 
-# The compiler tells tests/emulator/races.h of all loads and stores, and of no atomics.
+# The compiler tells tests/kernels/emulator/races.h of all loads and stores, and of no atomics.
 RACES = (
     *("-DEMULATOR_RACES", "-g", "-Xcompiler"),
     "-fsanitize=thread,--param=tsan-instrument-func-entry-exit=0,-fno-threadsafe-statics",

@@ -6,7 +6,7 @@ import importlib.util
 import pathlib
 
 import pytest
-from quick import compile_quickly  # noqa: F401
+from support.quick import compile_quickly  # noqa: F401
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 

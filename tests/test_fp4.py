@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import assert_matches
 from flax import nnx
-from oracles import fp4 as oracle
-from quick import compile_quickly  # noqa: F401
+from support.compare import assert_matches
+from support.oracles import fp4 as oracle
+from support.quick import compile_quickly  # noqa: F401
 from test_models import COMPRESSED, SEGMENT_IDS, VARIANT, B, T, hidden, layer
 
 from jax_dsa import nn

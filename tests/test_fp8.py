@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import Variable, assert_matches
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracles import fp8 as oracle
+from support.compare import Variable, assert_matches
+from support.oracles import fp8 as oracle
 
 import jax_dsa
 from jax_dsa import dequantize_fp8, fake_quantize_fp8, fp8_linear, fp8_matmul, quantize_fp8

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches
+from support.compare import assert_as_good_as, assert_matches
 
 import jax_dsa
 from jax_dsa.ops.gated_pool import gated_pool

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from quick import compile_fully, compile_quickly  # noqa: F401
+from support.quick import compile_fully, compile_quickly  # noqa: F401
 from test_training import ATTENTION
 
 from jax_dsa import nn, training
@@ -199,14 +199,14 @@ def test_decoding_on_kernels_equals_the_forward_pass(rng, page_size, fp8, monkey
 def check_decoding(rng, page_size, fp8, monkeypatch):
     model, length, prompt = decoder(LARGE), 240, 200
     tokens = rng.integers(0, VOCAB, size=(B, length)).astype(np.int32)
-    project = nn.SparseMLA.project
+    project = nn.MLA.project
 
     def rounded(self, x, positions):
         p = project(self, x, positions)
         return p._replace(kv=unpack_records(pack_records(p.kv), p.kv.dtype)) if fp8 else p
 
     with monkeypatch.context() as patch:
-        patch.setattr(nn.SparseMLA, "project", rounded)
+        patch.setattr(nn.MLA, "project", rounded)
         want, _ = jax.jit(lambda tokens: model(tokens))(tokens)
     cache = model.init_cache(B, 256, fp8=fp8, page_size=page_size)
     if page_size:

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracles import sparse_mla as oracle
-from quick import compile_fully, compile_quickly  # noqa: F401
+from support.compare import assert_as_good_as, assert_matches
+from support.oracles import sparse_mla as oracle
+from support.quick import compile_fully, compile_quickly  # noqa: F401
 
 from jax_dsa import (
     FlatCache,

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches, assert_unmoved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
-from oracles import htree as oracle
-from quick import compile_quickly  # noqa: F401
+from support.compare import assert_as_good_as, assert_matches, assert_unmoved
+from support.oracles import htree as oracle
+from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa.core import streaming

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_matches
 from jax.test_util import check_grads
-from oracles import htree as oracle
-from quick import compile_quickly  # noqa: F401
+from support.compare import assert_matches
+from support.oracles import htree as oracle
+from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa.ops.htree import HTreeCache, htree_attention, htree_build, htree_decode

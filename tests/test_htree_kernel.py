@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches
-from oracles import htree as oracle
+from support.compare import assert_as_good_as, assert_matches
+from support.oracles import htree as oracle
 
 from jax_dsa import HTreeCache, htree_attention, htree_decode, htree_select
 from jax_dsa.ops.htree import cuda, tree, xla

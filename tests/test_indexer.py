@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
-from oracles import indexer as oracle
-from oracles import topk as topk_oracle
-from quick import compile_fully, compile_quickly  # noqa: F401
+from support.compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
+from support.oracles import indexer as oracle
+from support.oracles import topk as topk_oracle
+from support.quick import compile_fully, compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import FlatCache, PagedCache, indexer_logits, indexer_topk, topk

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_matches
+from support.compare import assert_matches
 
 from jax_dsa import PagedCache, dsa_attention, indexer_logits, indexer_topk, quantize_fp8, topk
 from jax_dsa.core.call import Call

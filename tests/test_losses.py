@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
-from oracles import indexer as indexer_oracle
-from oracles import losses as oracle
-from quick import compile_fully, compile_quickly  # noqa: F401
+from support.compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
+from support.oracles import indexer as indexer_oracle
+from support.oracles import losses as oracle
+from support.quick import compile_fully, compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import dense_indexer_kl_loss, indexer_kl_loss

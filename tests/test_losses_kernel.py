@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_matches
+from support.compare import assert_matches
 
 from jax_dsa import dense_indexer_kl_loss, indexer_kl_loss
 

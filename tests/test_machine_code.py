@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 from machine_code import disassembler  # noqa: E402
 
-PROGRAMS = sorted(ROOT.glob("benchmarks/micro/**/*.cu"))
+PROGRAMS = sorted([*ROOT.glob("tests/kernels/*/*.cu"), *ROOT.glob("benchmarks/micro/*.cu")])
 
 
 def read(option: str) -> str:

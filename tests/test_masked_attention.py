@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches
 from jax.test_util import check_grads
-from oracles import masked_attention as oracle
-from quick import compile_quickly  # noqa: F401
+from support.compare import assert_as_good_as, assert_matches
+from support.oracles import masked_attention as oracle
+from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa.core import streaming
 from jax_dsa.ops.block_mask import make_block_mask

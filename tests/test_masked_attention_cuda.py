@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_matches
-from quick import compile_quickly  # noqa: F401
+from support.compare import assert_matches
+from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import make_block_mask, masked_attention
 from jax_dsa.core import ffi
@@ -306,7 +306,7 @@ def test_what_the_kernels_do_not_cover(name: str) -> None:
     x = Operands(**(dict.fromkeys(Operands._fields) | {"q": q, "k": k, "v": v} | given))
     for kernel in (FWD.kernel, BWD.kernel):
         assert kernel is not None
-        assert why in (kernel.why_not(OPTIONS, x) or "")
+        assert why in (kernel.unsupported_reason(OPTIONS, x) or "")
 
 
 @pytest.mark.parametrize(
@@ -329,8 +329,8 @@ def test_deterministic_gradients_of_biases(
     x = Operands(**(dict.fromkeys(Operands._fields) | given))
     assert FWD.kernel is not None and BWD.kernel is not None
     options = dataclasses.replace(OPTIONS, deterministic=True)
-    assert FWD.kernel.why_not(options, x) is None
-    assert (BWD.kernel.why_not(options, x) is None) == covered
+    assert FWD.kernel.unsupported_reason(options, x) is None
+    assert (BWD.kernel.unsupported_reason(options, x) is None) == covered
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["all keys", "kept keys"])

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches
-from oracles import masked_attention as oracle
+from support.compare import assert_as_good_as, assert_matches
+from support.oracles import masked_attention as oracle
 
 from jax_dsa import make_block_mask, masked_attention, masked_attention_varlen
 

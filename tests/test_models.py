@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_matches
 from flax import nnx
-from quick import compile_quickly  # noqa: F401
+from support.compare import assert_matches
+from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import nn
 from jax_dsa.nn import compressed

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
-from oracles import mqa_decode as oracle
-from quick import compile_quickly  # noqa: F401
+from support.compare import assert_as_good_as, assert_matches
+from support.oracles import mqa_decode as oracle
+from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa.core import streaming
 from jax_dsa.ops.cache import FlatCache, PagedCache

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches
+from support.compare import assert_as_good_as, assert_matches
 
 from jax_dsa import FlatCache, PagedCache, mqa_decode
 from jax_dsa.ops.mqa_decode import cuda
@@ -333,7 +333,7 @@ def test_what_the_kernel_is_told(
 
 
 def test_room_for_pieces() -> None:
-    """Two for each block of a device with 132 multiprocessors."""
+    """Two for each block of a device with 132 SMs."""
     extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
     assert extension.mqa_decode_workspace(1, 128, 1, 576, False) == (2 * 132 * 64, 132)
     assert extension.mqa_decode_workspace(4, 8, 1, 576, False) == (2 * 264 * 32, 264)

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_matches
 from flax import nnx
-from oracles import nn as oracle
-from quick import compile_quickly  # noqa: F401
+from support.compare import assert_matches
+from support.oracles import nn as oracle
+from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import nn, training
@@ -439,14 +439,14 @@ def test_decode_over_records_equals_the_forward_over_what_they_hold(rng, paged, 
 
     # Rounded anew, a key beside the middle of two codes may take the other one.
     keys, exact_keys = [held(layer.kv) for layer in cache.layers], []
-    project, recalled = nn.SparseMLA.project, iter(keys)
+    project, recalled = nn.MLA.project, iter(keys)
 
     def recall(self, x, positions):
         p = project(self, x, positions)
         exact_keys.append(p.kv)
         return p._replace(kv=next(recalled))
 
-    monkeypatch.setattr(nn.SparseMLA, "project", recall)
+    monkeypatch.setattr(nn.MLA, "project", recall)
     want, exact_keys = jax.jit(lambda t: (model(t)[0], exact_keys))(tokens)
     assert_matches(got, want, 1e-4)
     assert_matches(keys, exact_keys, 2**-4)  # half a step of e4m3

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from quick import compile_quickly  # noqa: F401
+from support.quick import compile_quickly  # noqa: F401
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 T = 64

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_matches
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.compare import assert_matches
 
 from jax_dsa import attn_dist, indexer_logits, indexer_topk, masked_attention, sparse_mla
 from jax_dsa.training.config import PRESETS

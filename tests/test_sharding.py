@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.registry import CASES
-from compare import assert_matches
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from quick import compile_quickly  # noqa: F401
+from support.cases.registry import CASES
+from support.compare import assert_matches
+from support.quick import compile_quickly  # noqa: F401
 from test_nn import DECODER
 from test_transforms import grad, loss, outputs, weighted
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
-from oracles import sparse_mla as oracle
+from support.compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
+from support.oracles import sparse_mla as oracle
 
 from jax_dsa import sparse_mla
 from jax_dsa.core import streaming

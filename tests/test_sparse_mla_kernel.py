@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_as_good_as, assert_matches
+from support.compare import assert_as_good_as, assert_matches
 
 from jax_dsa import FlatCache, PagedCache, sparse_mla, sparse_mla_decode
 

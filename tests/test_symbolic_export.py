@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_matches
 from jax import export
-from quick import compile_quickly  # noqa: F401
+from support.compare import assert_matches
+from support.quick import compile_quickly  # noqa: F401
 from test_transforms import weighted
 
 import jax_dsa

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import Variable
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import topk as oracle
-from quick import compile_quickly  # noqa: F401
+from support.compare import Variable
+from support.oracles import topk as oracle
+from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import topk

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_matches
 from flax import nnx
-from quick import compile_quickly  # noqa: F401
+from support.compare import assert_matches
+from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import nn, training
@@ -342,7 +342,7 @@ def test_kernels_cover_the_large_preset(monkeypatch):
     found = {}
 
     def asked(self, call, options, groups):
-        found[self.name] = self.kernel.why_not(options, *groups)
+        found[self.name] = self.kernel.unsupported_reason(options, *groups)
         return implementation(self, call, options, groups)
 
     implementation = op._implementation

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_matches
-from quick import compile_quickly  # noqa: F401
+from support.compare import assert_matches
+from support.quick import compile_quickly  # noqa: F401
 from test_training import CONFIG, STAGES
 
 from jax_dsa import training

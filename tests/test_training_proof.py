@@ -9,7 +9,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from quick import compile_quickly  # noqa: F401
+from support.quick import compile_quickly  # noqa: F401
 from test_training import CONFIG, corpus, shared_evaluator, shared_program
 
 from jax_dsa import training

@@ -15,16 +15,16 @@ import time
 import jax
 import numpy as np
 import pytest
-from quick import compile_quickly  # noqa: F401
+from support.quick import compile_quickly  # noqa: F401
+from support.workers import Worker, finish, free_port
 from test_training import CONFIG, corpus
 from test_training_mesh import MESH_CONFIG
-from workers import Worker, finish, free_port
 
 from jax_dsa.training.checkpoint import Checkpoints
 from jax_dsa.training.mesh import make_mesh
 from jax_dsa.training.trainer import Log, Trainer
 
-PROGRAM = pathlib.Path(__file__).with_name("training_worker.py")
+PROGRAM = pathlib.Path(__file__).parent / "support" / "training_worker.py"
 MOMENTS: list = []  # what runs before each change of a file that Python makes
 
 sys.addaudithook(

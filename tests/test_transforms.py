@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.registry import CASES
-from compare import assert_matches
-from quick import compile_quickly  # noqa: F401
+from support.cases.registry import CASES
+from support.compare import assert_matches
+from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa.core.call import in_plain_xla

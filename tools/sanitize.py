@@ -1,9 +1,9 @@
-"""Runs the check programs of benchmarks/micro under compute-sanitizer's tools, on a Hopper GPU.
+"""Runs the check programs of tests/kernels/gpu under compute-sanitizer's tools, on a Hopper GPU.
 
     python tools/sanitize.py [--jobs 8] [--only sparse_mla topk] [--tools memcheck racecheck]
 
 A row for each run as it ends, then one table, then what racecheck reported and which program of
-benchmarks/micro/racecheck explains it. Such a program has the pattern of a report and no race: it
+tests/kernels/races explains it. Such a program has the pattern of a report and no race: it
 explains if racecheck reports it all the same, and reports its control, which has one. The exit
 status is 1 if anything is left unexplained, ran into its time limit or gave wrong values.
 It needs nvcc, and compute-sanitizer in PATH or from PyPI's nvidia-cuda-sanitizer-api.
@@ -27,8 +27,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKS = sorted(ROOT.glob("benchmarks/micro/*_check.cu"))
-PATTERNS = sorted(ROOT.glob("benchmarks/micro/racecheck/*.cu"))
+CHECKS = sorted(ROOT.glob("tests/kernels/gpu/*_check.cu"))
+PATTERNS = sorted(ROOT.glob("tests/kernels/races/*.cu"))
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
 
 # The pattern of a report, by functions whose accesses are alike. A report is of some of these; a
@@ -184,7 +184,7 @@ class Outcome:
 
 def function_at(path: str, line: int) -> str:
     """The device function that a line of ours belongs to, as `sparse_mla/fwd.cuh:consume`."""
-    ours = re.fullmatch(r"(?:.*/)?((?:cuda|benchmarks)/.*)", path)  # wherever it was built
+    ours = re.fullmatch(r"(?:.*/)?((?:cuda|tests)/.*)", path)  # wherever it was built
     if ours is None or not (ROOT / ours[1]).is_file():
         return f"{path}:{line}"
     place = ours[1].removeprefix("cuda/")

@@ -1,5 +1,5 @@
-// Whether reductions into global memory leave a multiprocessor's tensor cores alone.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o reduce_beside_wgmma \
+// Whether reductions into global memory leave a SM's tensor cores alone.
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o reduce_beside_wgmma \
 //       benchmarks/micro/reduce_beside_wgmma.cu
 // One warpgroup multiplies from shared memory (m64n256k16), the other one adds f32 to scattered
 // rows of 576, by red.v4 (128 bytes of a row by eight lanes) or by cp.reduce.async.bulk (256
@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "check.cuh"
+#include "gpu/check.cuh"
 #include "common/ptx.cuh"
 #include "common/wgmma.cuh"
 
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(256, 1)
 
 int main() {
   const int rows_a_warp = 4096, keys = 8192;
-  for (int blocks : {processors(), processors() / 2, 8}) {
+  for (int blocks : {num_sms(), num_sms() / 2, 8}) {
     const int64_t count = int64_t{blocks} * 4 * rows_a_warp;
     std::vector<int> rows(count);
     for (int64_t i = 0; i < count; ++i) rows[i] = mix(i) % keys;
@@ -104,7 +104,7 @@ int main() {
           [&] { kernel<<<blocks, 256, sizeof(Tiles)>>>(to, d_rows, rows_a_warp, products); });
     };
     const int products = 1200;
-    printf("%3d multiprocessors, us: wgmma alone %.0f", blocks, 1e3 * time(run<kNone>, products));
+    printf("%3d SMs, us: wgmma alone %.0f", blocks, 1e3 * time(run<kNone>, products));
     printf("  red alone %.0f both %.0f", 1e3 * time(run<kRed>, 0), 1e3 * time(run<kRed>, products));
     printf("  bulk alone %.0f both %.0f", 1e3 * time(run<kBulk>, 0),
            1e3 * time(run<kBulk>, products));

@@ -1,16 +1,16 @@
 // How fast f32 is added to scattered rows of 576, by how a warp's 32 lanes share out the rows.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -o reduce_patterns \
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o reduce_patterns \
 //       benchmarks/micro/reduce_patterns.cu
 // red.v4 with 2, 4, 8 or 32 lanes side by side in a row (32, 64, 128 or 512 bytes of it); red.v2,
 // red and red.v4 with lanes in another order, 128 bytes of it; and cp.reduce.async.bulk of 1 KiB.
-// Random rows among S; 4 or 8 warps on each multiprocessor, or on a half or a quarter of them, or
+// Random rows among S; 4 or 8 warps on each SM, or on a half or a quarter of them, or
 // on one: what one of them can reach, and what the L2.
 #include <cstdio>
 #include <cstdlib>
 #include <utility>
 #include <vector>
 
-#include "check.cuh"
+#include "gpu/check.cuh"
 #include "common/ptx.cuh"
 
 using namespace jax_dsa;
@@ -65,7 +65,7 @@ __global__ void reduce_bulk(float* to, const int* rows, int rows_a_warp) {
 int main() {
   const int rows_a_warp = 8192;
   for (int keys : {4096, 8192, 32768, 131072}) {
-    const int all = processors();
+    const int all = num_sms();
     for (const auto [blocks, warps] :
          {std::pair{all, 4}, {all, 8}, {all / 2, 8}, {all / 4, 8}, {1, 8}}) {
       const int64_t count = int64_t{blocks} * warps * rows_a_warp;

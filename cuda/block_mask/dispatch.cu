@@ -2,6 +2,7 @@
 
 #include "block_mask/block_mask.h"
 #include "block_mask/tiles.cuh"
+#include "common/error.h"
 
 namespace jax_dsa {
 namespace {
@@ -54,7 +55,7 @@ cudaError_t launch_block_mask_pack(const BlockMaskParams& p, const int32_t* tile
   if (p.batch == 0 || p.heads == 0) return cudaSuccess;
   if (!fits(p)) return cudaErrorInvalidValue;
   const int64_t bytes = p.batch * p.heads * slots * p.block_q * (p.block_k / 8);
-  if (cudaError_t e = clear(bits, bytes, stream); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(clear(bits, bytes, stream));
   if (empty(p)) return cudaSuccess;
   return launch_width(p, Pack{tiles, bits, slots}, stream);
 }

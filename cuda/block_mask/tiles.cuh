@@ -20,7 +20,7 @@
 namespace jax_dsa::block_mask {
 
 // kKeys: of a lane, 16 or 8; tiles are as many wide, or a multiple. kInFlight: rows under way.
-// kBlocks: of a multiprocessor. kGeneral: there are segments or a map, too.
+// kBlocks: of a SM. kGeneral: there are segments or a map, too.
 template <int kKeys_, int kInFlight_, int kWarps_, int kBlocks_, bool kGeneral_>
 struct Traits {
   static constexpr int kKeys = kKeys_, kInFlight = kInFlight_, kWarps = kWarps_;

@@ -5,26 +5,22 @@
 
 #include <cstdint>
 
+#include "common/error.h"
+
 namespace jax_dsa {
 
 struct Device {
-  int processors;
+  int num_sms;
   int64_t l2_bytes;
 };
 
 // The current one. The runtime answers from memory: there is nothing to gain by a cache.
 inline cudaError_t current_device(Device* device) {
   int id = 0, l2_bytes = 0;
-  if (cudaError_t e = cudaGetDevice(&id); e != cudaSuccess) return e;
-  if (cudaError_t e =
-          cudaDeviceGetAttribute(&device->processors, cudaDevAttrMultiProcessorCount, id);
-      e != cudaSuccess) {
-    return e;
-  }
-  if (cudaError_t e = cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, id);
-      e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(cudaGetDevice(&id));
+  DSA_RETURN_IF_CUDA_ERROR(
+      cudaDeviceGetAttribute(&device->num_sms, cudaDevAttrMultiProcessorCount, id));
+  DSA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, id));
   device->l2_bytes = l2_bytes;
   return cudaSuccess;
 }

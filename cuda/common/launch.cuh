@@ -12,7 +12,7 @@
 
 namespace jax_dsa {
 
-// How much of a multiprocessor's memory a kernel prefers to be shared memory, in KiB; the rest is
+// How much of a SM's memory a kernel prefers to be shared memory, in KiB; the rest is
 // L1.
 template <typename... Params>
 cudaError_t prefer_shared_memory(void (*kernel)(Params...), int kib) {
@@ -24,11 +24,8 @@ cudaError_t prefer_shared_memory(void (*kernel)(Params...), int kib) {
 template <typename... Params>
 cudaError_t launch_blocks(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes,
                           cudaStream_t stream, const std::type_identity_t<Params>&... params) {
-  if (cudaError_t e =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-      e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(params...);
   return cudaGetLastError();
 }
@@ -38,11 +35,8 @@ template <typename... Params>
 cudaError_t launch_with(const cudaLaunchAttribute& attribute, void (*kernel)(Params...),
                         int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
                         const std::type_identity_t<Params>&... params) {
-  if (cudaError_t e =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-      e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   cudaLaunchAttribute attributes[] = {attribute};
   cudaLaunchConfig_t config = {};
   config.gridDim = static_cast<unsigned>(blocks);
@@ -55,10 +49,10 @@ cudaError_t launch_with(const cudaLaunchAttribute& attribute, void (*kernel)(Par
 }
 
 // Blocks that may begin while the stream's kernel before runs: as soon as all of its blocks have
-// called `let_next_begin`. They wait for its results by `wait_for_previous`.
+// called `launch_dependents`. They wait for its results by `grid_dependency_wait`.
 template <typename... Params>
-cudaError_t launch_behind(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes,
-                          cudaStream_t stream, const std::type_identity_t<Params>&... params) {
+cudaError_t launch_pdl(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes,
+                       cudaStream_t stream, const std::type_identity_t<Params>&... params) {
   cudaLaunchAttribute behind = {};
   behind.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   behind.val.programmaticStreamSerializationAllowed = 1;
@@ -77,15 +71,15 @@ cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int ran
 }
 
 // Persistent kernels, whose blocks share out the work themselves: as many as run at a time,
-// `kBlocks` a multiprocessor, fewer if there are fewer pieces of work; `Shared` is the
+// `kBlocks` a SM, fewer if there are fewer pieces of work; `Shared` is the
 // kernel's dynamic shared memory.
 template <typename Shared, int kBlocks = 1, typename... Params>
 cudaError_t launch_persistent(void (*kernel)(Params...), int64_t pieces, int threads,
                               cudaStream_t stream, const std::type_identity_t<Params>&... params) {
   static_assert(shared_memory_fits(kBlocks, sizeof(Shared)));
   Device device;
-  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
-  return launch_blocks(kernel, std::min(pieces, int64_t{kBlocks} * device.processors), threads,
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
+  return launch_blocks(kernel, std::min(pieces, int64_t{kBlocks} * device.num_sms), threads,
                        static_cast<int>(sizeof(Shared)), stream, params...);
 }
 

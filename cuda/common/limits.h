@@ -1,4 +1,4 @@
-// What a Hopper GPU and its multiprocessors have.
+// What a Hopper GPU and its SMs have.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,9 +7,9 @@
 
 namespace jax_dsa {
 
-inline constexpr int kMostProcessors = 132;  // that any of them has
+inline constexpr int kMaxSms = 132;  // that any of them has
 
-// Of a multiprocessor:
+// Of a SM:
 inline constexpr int kMaxSharedBytes = 227 * 1024;  // of a block
 inline constexpr int kReservedSharedBytes = 1024;   // of each block, beside its own
 inline constexpr int kRegisters = 64 * 1024;

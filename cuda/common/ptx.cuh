@@ -30,14 +30,14 @@ __device__ __forceinline__ T uniform(T x) {
 
 // `x`, which the compiler takes for a value that it must not compute anew; what follows from it is
 // computed after this.
-__device__ __forceinline__ uint32_t hidden(uint32_t x) {
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
   uint32_t y;
   asm volatile("mov.u32 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 
 // 1, in grids of one dimension, as the assembler does not know.
-__device__ __forceinline__ uint32_t hidden_one() {
+__device__ __forceinline__ uint32_t opaque_one() {
   uint32_t one;
   asm("mov.u32 %0, %%nctaid.y;" : "=r"(one));
   return one;
@@ -315,11 +315,11 @@ __device__ __forceinline__ void red_add(float* to, float x, float y, float z, fl
 
 // ---- between kernels ---------------------------------------------------------------------------
 
-// See `launch_behind` in common/launch.cuh.
-__device__ __forceinline__ void let_next_begin() {
+// See `launch_pdl` in common/launch.cuh.
+__device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
-__device__ __forceinline__ void wait_for_previous() {
+__device__ __forceinline__ void grid_dependency_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 

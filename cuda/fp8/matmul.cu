@@ -1,5 +1,6 @@
 // Entry point of the FP8 matmul.
 
+#include "common/error.h"
 #include "fp8/matmul_launch.cuh"
 #include "fp8/matmul_plan.h"
 
@@ -57,8 +58,8 @@ cudaError_t launch_fp8_matmul(const Fp8MatmulParams& p, cudaStream_t stream) {
   const int64_t tiles = ceil_div(p.m, int64_t{64}) * ceil_div(p.n, int64_t{fp8::kBColumns});
   if (tiles > kMost / 8 || p.batch * tiles > kMost / 8) return cudaErrorInvalidValue;
   Device device;
-  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
-  const fp8::Plan plan = fp8::plan(p, device.processors);
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
+  const fp8::Plan plan = fp8::plan(p, device.num_sms);
   return p.b_rows ? fp8::launch_planned<true>(p, plan, stream)
                   : fp8::launch_planned<false>(p, plan, stream);
 }

@@ -2,7 +2,7 @@
 // and 128 columns, or of 16 or 32 rows and 64 columns, and each of them a part of K. They add up
 // their sums, in the order of their ranks, by reading each other's shared memory.
 //
-// One warpgroup multiplies. Two or three blocks share a multiprocessor, so that enough bytes are on
+// One warpgroup multiplies. Two or three blocks share a SM, so that enough bytes are on
 // their way; the sums of a tile take the place of the stages.
 #pragma once
 
@@ -103,7 +103,7 @@ __device__ void reduce(const Fp8MatmulParams& p, const Item& item, const float* 
 // padded, and a block's shared memory is for b.
 template <int kRows_, int kBlocks_, bool kBRows_>
 struct ThinTraits {
-  static constexpr int kBlocks = kBlocks_;  // on a multiprocessor
+  static constexpr int kBlocks = kBlocks_;  // on a SM
   static constexpr bool kBRows = kBRows_;
   static constexpr int kRows = kRows_, kColumns = 64, kRanks = 1;
   static constexpr int kSums = kRows / 2;

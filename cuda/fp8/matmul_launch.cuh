@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/error.h"
 #include "common/launch.cuh"
 #include "common/tensor_map.h"
 #include "fp8/matmul.cuh"
@@ -13,12 +14,9 @@ namespace jax_dsa::fp8 {
 // Maps of the operands, for boxes of so many rows.
 template <typename Tr>
 cudaError_t encode_maps(const Fp8MatmulParams& p, CUtensorMap* a, CUtensorMap* b) {
-  if (cudaError_t e = encode_tensor_map(
-          a, CU_TENSOR_MAP_DATA_TYPE_UINT8,
-          tensor_box<3>(1, p.a, {p.k, p.m, p.batch}, {kDepth, Tr::kRows / Tr::kRanks, 1}));
-      e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(encode_tensor_map(
+      a, CU_TENSOR_MAP_DATA_TYPE_UINT8,
+      tensor_box<3>(1, p.a, {p.k, p.m, p.batch}, {kDepth, Tr::kRows / Tr::kRanks, 1})));
   return encode_tensor_map(b, CU_TENSOR_MAP_DATA_TYPE_UINT8,
                            tensor_box<3>(1, p.b, {p.k, p.n, p.batch}, {kDepth, Tr::kColumns, 1}));
 }
@@ -36,12 +34,12 @@ template <typename Tr>
 cudaError_t launch(const Fp8MatmulParams& p, cudaStream_t stream) {
   static_assert(shared_memory_fits(Tr::kBlocks, sizeof(Shared<Tr>)));
   CUtensorMap a, b, out = {};
-  if (cudaError_t e = encode_maps<Tr>(p, &a, &b); e != cudaSuccess) return e;
-  if (cudaError_t e = encode_out(p, &out); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(encode_maps<Tr>(p, &a, &b));
+  DSA_RETURN_IF_CUDA_ERROR(encode_out(p, &out));
   Device device;
-  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   const Tiles<Tr> tiles(p);
-  const int clusters = std::min(tiles.all, std::max(device.processors / Tr::kRanks, 1));
+  const int clusters = std::min(tiles.all, std::max(device.num_sms / Tr::kRanks, 1));
   return launch_clusters(matmul_kernel<Tr>, clusters, Tr::kRanks, Tr::kThreads, sizeof(Shared<Tr>),
                          stream, p, a, b, out);
 }
@@ -51,7 +49,7 @@ template <typename Tr>
 cudaError_t launch_few(const Fp8MatmulParams& p, int parts, cudaStream_t stream) {
   static_assert(shared_memory_fits(Tr::kBlocks, sizeof(Ring<Tr>)));
   CUtensorMap a, b;
-  if (cudaError_t e = encode_maps<Tr>(p, &a, &b); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(encode_maps<Tr>(p, &a, &b));
   const Tiles<Tr> tiles(p);
   if (parts == 1) {
     return launch_blocks(few_kernel<Tr>, tiles.all, Tr::kThreads, sizeof(Ring<Tr>), stream, p, a,

@@ -30,7 +30,7 @@ struct Traits {
   static constexpr int kColumns = kBColumns;  // of a tile: one block of b
   static constexpr int kRanks = kRanks_;
   static constexpr bool kBRows = kBRows_;
-  static constexpr int kBlocks = kGroups == 1 ? 2 : 1;  // on a multiprocessor
+  static constexpr int kBlocks = kGroups == 1 ? 2 : 1;  // on a SM
   static constexpr int kRows = 64 * kHalves * kGroups;
   static constexpr int kSums = kColumns / 2;  // of 64 rows, in a thread
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth;

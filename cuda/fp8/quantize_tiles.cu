@@ -22,7 +22,7 @@ constexpr int kTile = kQuantizeBlock;             // rows and columns
 constexpr int kRows = kTile * kLanes / kThreads;  // of a thread
 static_assert(kRows == 8 && kPerLane == 8);
 
-// Blocks of threads on a multiprocessor, which leave registers for a tile; kOf16Bits where elements
+// Blocks of threads on a SM, which leave registers for a tile; kOf16Bits where elements
 // have 16.
 template <typename T, bool kVector, int kOf16Bits>
 constexpr int kCtas = !kVector         ? 1

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/error.h"
 #include "common/launch.cuh"
 #include "gated_pool/pool.cuh"
 
@@ -49,7 +50,7 @@ cudaError_t dispatch(const GatedPoolParams& p, F f) {
 
 cudaError_t launch_gated_pool_fwd(const GatedPoolFwdParams& params, cudaStream_t stream) {
   const GatedPoolParams& p = params.in;
-  if (cudaError_t e = check(p); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(check(p));
   const int64_t slots = p.tokens / p.ratio, items = p.batch * slots;
   if (items == 0 || p.dim == 0) return cudaSuccess;
   return dispatch(p, [&]<DType kType, typename Shape, bool kPacked>() {
@@ -71,12 +72,12 @@ int64_t gated_pool_parts(int64_t batch, int64_t tokens, int ratio, int halves, i
   const int64_t slots = ceil_div(tokens, int64_t{ratio});
   const int64_t most = ceil_div(slots, int64_t{few ? Few::kTeams : Many::kTeams});
   const int64_t rest = std::max(int64_t{1}, batch * gated_pool_tiles(ratio, halves, dim));
-  return std::max(int64_t{1}, std::min(most, kMostProcessors * kBwdBlocks / rest));
+  return std::max(int64_t{1}, std::min(most, kMaxSms * kBwdBlocks / rest));
 }
 
 cudaError_t launch_gated_pool_bwd(const GatedPoolBwdParams& params, cudaStream_t stream) {
   const GatedPoolParams& p = params.in;
-  if (cudaError_t e = check(p); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(check(p));
   if (params.parts < 1) return cudaErrorInvalidValue;
   if (p.batch == 0 || p.dim == 0) return cudaSuccess;
   // A slot more than there are keys has the tokens at the end.

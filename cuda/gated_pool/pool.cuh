@@ -21,7 +21,7 @@
 namespace jax_dsa::gated_pool {
 
 inline constexpr int kThreads = 128;
-inline constexpr int kBwdBlocks = 3;  // of a multiprocessor, all that there are
+inline constexpr int kBwdBlocks = 3;  // of a SM, all that there are
 inline constexpr int kHeld = 8;       // contributions of a thread
 inline constexpr int kWidth = 4;      // channels of a thread
 
@@ -50,11 +50,11 @@ using Many128 = Shape<8, 16, 128, 1>;
 static_assert(Many::kMost == kMostPooled);
 
 // `x`, which is not computed anew at each use.
-__device__ __forceinline__ int64_t hidden(int64_t x) {
-  const uint32_t low = jax_dsa::hidden(static_cast<uint32_t>(x));
-  return static_cast<int64_t>(jax_dsa::hidden(static_cast<uint32_t>(x >> 32))) << 32 | low;
+__device__ __forceinline__ int64_t opaque(int64_t x) {
+  const uint32_t low = jax_dsa::opaque(static_cast<uint32_t>(x));
+  return static_cast<int64_t>(jax_dsa::opaque(static_cast<uint32_t>(x >> 32))) << 32 | low;
 }
-using jax_dsa::hidden;
+using jax_dsa::opaque;
 
 template <DType kType>
 using Element = std::conditional_t<kType == DType::kF32, float, uint16_t>;
@@ -165,7 +165,7 @@ struct Team {
   __device__ void find(int64_t entry_, int slot_) {
     entry = entry_, slot = slot_;
     // Hidden, or the offsets and the biases of all contributions would stay in registers.
-    stride = static_cast<int>(hidden(static_cast<uint32_t>(halves * p.dim)));
+    stride = static_cast<int>(opaque(static_cast<uint32_t>(halves * p.dim)));
     const int tokens = static_cast<int>(p.tokens), first = (slot + 1) * ratio - 1;
     if constexpr (kPacked) {
       // A block's end lies as far behind `first` as its document's first row is behind a multiple
@@ -196,7 +196,7 @@ struct Team {
   // Where contribution i lies, from contribution 0 on.
   __device__ int64_t at_first() const {
     const int first = last - ratio * halves + 1;  // below 0 if no block is before
-    return hidden(((entry * p.tokens + first) * halves) * p.dim + channel);
+    return opaque(((entry * p.tokens + first) * halves) * p.dim + channel);
   }
   __device__ int offset(int i) const { return i * stride + (halves == 2 && is_own(i) ? p.dim : 0); }
   // And of the bias, from an entry's first on.
@@ -433,7 +433,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks - (Shape::kRanks > 1 && !
 #pragma unroll
       for (int j = 0; j < kHeld; ++j) {
         // They stay as they lie until here.
-        values[j].x = hidden(values[j].x), values[j].y = hidden(values[j].y);
+        values[j].x = opaque(values[j].x), values[j].y = opaque(values[j].y);
         float value[kWidth], dvalue[kWidth], dgate[kWidth];
         widen<kType>(values[j], value);
 #pragma unroll

@@ -1,5 +1,6 @@
 // Launcher of the kernels that build the tree.
 
+#include "common/error.h"
 #include "common/launch.cuh"
 #include "htree/build.cuh"
 
@@ -13,12 +14,9 @@ cudaError_t launch(const HTreeBuildParams& p, cudaStream_t stream) {
   const HTreeLayers layers = htree_layers(p.tokens, p.compression, p.top_k);
   const int64_t groups = p.batch * p.groups;
   if (ceil_div(p.tokens, int64_t{kR} * kR) * groups > INT32_MAX) return cudaErrorInvalidValue;
-  if (cudaError_t e = launch_blocks(
-          rotations_kernel<kD / 2>, ceil_div(rows, int64_t{kRotationRows}), kRotationThreads, 0,
-          stream, reinterpret_cast<float2*>(p.rotations), rows, make_frequencies(kD, p.rope_base));
-      e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(launch_blocks(
+      rotations_kernel<kD / 2>, ceil_div(rows, int64_t{kRotationRows}), kRotationThreads, 0, stream,
+      reinterpret_cast<float2*>(p.rotations), rows, make_frequencies(kD, p.rope_base)));
   if (groups == 0 || p.tokens == 0) return cudaSuccess;
   BuildPass pass = {};
   pass.layers = layers;
@@ -30,11 +28,9 @@ cudaError_t launch(const HTreeBuildParams& p, cudaStream_t stream) {
   pass.groups = static_cast<int>(p.groups);
   for (pass.layer = 0; pass.layer < layers.count; pass.layer += 2) {
     const int64_t spans = ceil_div(layers.size[pass.layer], int64_t{kR} * kR);
-    if (cudaError_t e = launch_behind(build_kernel<kD, kR>, spans * groups, kBuildThreads<kD, kR>,
-                                      static_cast<int>(sizeof(BuildShared<kD, kR>)), stream, pass);
-        e != cudaSuccess) {
-      return e;
-    }
+    DSA_RETURN_IF_CUDA_ERROR(launch_pdl(build_kernel<kD, kR>, spans * groups, kBuildThreads<kD, kR>,
+                                        static_cast<int>(sizeof(BuildShared<kD, kR>)), stream,
+                                        pass));
     if (pass.layer + 2 >= layers.count) break;
     const int64_t nodes = layers.size[pass.layer + 2];
     pass.k = pass.above, pass.v = pass.above + kD;

@@ -35,7 +35,7 @@ inline constexpr int kRotationRows = 64;  // of a thread block
 template <int kHalf>
 __global__ void __launch_bounds__(kRotationThreads)
     rotations_kernel(float2* table, int64_t rows, const __grid_constant__ Frequencies frequencies) {
-  let_next_begin();
+  launch_dependents();
   const int pair = threadIdx.x % kHalf;
   const double frequency = frequencies.turns[pair];
   for (int i = threadIdx.x / kHalf; i < kRotationRows; i += kRotationThreads / kHalf) {
@@ -56,15 +56,15 @@ struct BuildShared {
   float4 turns[kR][4][kD / 16];   // (cos, sin) of pairs 8 j + 2 i and the next one at [i][j]
 };
 
-// A thousand threads a multiprocessor: while some wait for rows, others write.
+// A thousand threads a SM: while some wait for rows, others write.
 template <int kD, int kR>
 __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD, kR>)
     build_kernel(const __grid_constant__ BuildPass p) {
   constexpr int kTeam = kD / 4;
   constexpr int64_t kNodeBytes = kR * kD * 2 * 2;
   auto& shared = dynamic_shared<BuildShared<kD, kR>>();
-  let_next_begin();
-  if (p.layer > 0) wait_for_previous();  // for the source
+  launch_dependents();
+  if (p.layer > 0) grid_dependency_wait();  // for the source
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool is_value = warp % 2;
   const int team = warp / 2 * (64 / kTeam) + lane / (kTeam / 2), chunk = lane % (kTeam / 2);
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
       load_16_now<0>(source + node * p.node_stride, valid, x[i]);
     }
     if (first == 0) {
-      if (p.layer == 0) wait_for_previous();  // for the rotations
+      if (p.layer == 0) grid_dependency_wait();  // for the rotations
       for (int j = threadIdx.x; j < kR * (kD / 4); j += kBuildThreads<kD, kR>) {
         const int slot = j / (kD / 4), at = j % (kD / 4);
         shared.turns[slot][at % 4][at / 4] = reinterpret_cast<const float4*>(p.rotations)[j];

@@ -2,6 +2,7 @@
 // selection's lists, records, queries' gradients, who meets which block, nodes' gradients; at last
 // the tokens'.
 
+#include "common/error.h"
 #include "htree/bwd_launch.cuh"
 
 namespace jax_dsa {
@@ -18,12 +19,10 @@ cudaError_t run(const BwdPass& x, cudaStream_t stream) {
       x.lists() * htree::kUnits<kR> > INT32_MAX) {
     return cudaErrorInvalidValue;
   }
-  if (cudaError_t e = htree::launch_restore<kR>(x, stream); e != cudaSuccess) return e;
-  if (cudaError_t e = htree::launch_pack<kD>(x, stream); e != cudaSuccess) return e;
-  if (cudaError_t e = htree::launch_queries<BwdShipped, kD, kR>(x, stream); e != cudaSuccess) {
-    return e;
-  }
-  if (cudaError_t e = htree::launch_meetings<kR>(x, stream); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(htree::launch_restore<kR>(x, stream));
+  DSA_RETURN_IF_CUDA_ERROR(htree::launch_pack<kD>(x, stream));
+  DSA_RETURN_IF_CUDA_ERROR(htree::launch_queries<BwdShipped, kD, kR>(x, stream));
+  DSA_RETURN_IF_CUDA_ERROR(htree::launch_meetings<kR>(x, stream));
   return htree::launch_nodes<kD, kR>(x, stream);
 }
 
@@ -33,7 +32,7 @@ cudaError_t run_all(const HTreeBwdParams& p, cudaStream_t stream) {
   const int64_t bytes =
       p.fwd.batch * p.fwd.groups * x.pass.layers.blocks * htree::kNodeBytes<kD, kR> * 2;
   htree::set_chunk(p, x, {});  // the gradients lie first
-  if (cudaError_t e = clear(x.gradients, bytes, stream); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(clear(x.gradients, bytes, stream));
   const auto needs = [&](const ChunkOf& of) {
     // A meeting has 16 bits for a record.
     if (of.count * x.pass.parts > 65536) return INT64_MAX;
@@ -44,10 +43,8 @@ cudaError_t run_all(const HTreeBwdParams& p, cudaStream_t stream) {
       htree::set_chunk(p, x, of);
       return run<kD, kR>(x, stream);
     };
-    if (cudaError_t e = htree::for_chunks(p.fwd, BwdShipped::kWarps / x.pass.parts, needs, chunk);
-        e != cudaSuccess) {
-      return e;
-    }
+    DSA_RETURN_IF_CUDA_ERROR(
+        htree::for_chunks(p.fwd, BwdShipped::kWarps / x.pass.parts, needs, chunk));
   }
   return htree::launch_spread<kD, kR>(p, x, stream);
 }

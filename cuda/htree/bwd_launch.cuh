@@ -1,6 +1,7 @@
 // The backward's passes: how they share the workspace, and their launches.
 #pragma once
 
+#include "common/error.h"
 #include "htree/bwd_lists.cuh"
 #include "htree/bwd_nodes.cuh"
 #include "htree/bwd_pack.cuh"
@@ -57,7 +58,7 @@ inline void set_chunk(const HTreeBwdParams& p, BwdPass& x, const ChunkOf& of) {
 template <int kR>
 cudaError_t launch_restore(const BwdPass& x, cudaStream_t stream) {
   for (int layer = x.pass.layers.count - 1; layer > 0; --layer) {
-    if (cudaError_t e = launch_list<kR, true>(x.pass, layer, stream); e != cudaSuccess) return e;
+    DSA_RETURN_IF_CUDA_ERROR(launch_list<kR, true>(x.pass, layer, stream));
   }
   return cudaSuccess;
 }
@@ -83,23 +84,14 @@ template <int kR>
 cudaError_t launch_meetings(const BwdPass& x, cudaStream_t stream) {
   const int64_t bytes =
       reinterpret_cast<const char*>(x.before) - reinterpret_cast<const char*>(x.next);
-  if (cudaError_t e = clear(x.next, bytes, stream); e != cudaSuccess) return e;
-  if (cudaError_t e =
-          launch_blocks(meet_kernel<kR, false>, x.pass.chunk.rows, kMeetThreads, 0, stream, x);
-      e != cudaSuccess) {
-    return e;
-  }
-  if (cudaError_t e = launch_blocks(count_kernel<kCountThreads>,
-                                    ceil_div(x.lists(), int64_t{kCountThreads / 32}), kCountThreads,
-                                    0, stream, x);
-      e != cudaSuccess) {
-    return e;
-  }
-  if (cudaError_t e = launch_blocks(share_kernel<kShareThreads>, 1, kShareThreads,
-                                    kShareThreads / 32 * 4, stream, x);
-      e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(clear(x.next, bytes, stream));
+  DSA_RETURN_IF_CUDA_ERROR(
+      launch_blocks(meet_kernel<kR, false>, x.pass.chunk.rows, kMeetThreads, 0, stream, x));
+  DSA_RETURN_IF_CUDA_ERROR(launch_blocks(count_kernel<kCountThreads>,
+                                         ceil_div(x.lists(), int64_t{kCountThreads / 32}),
+                                         kCountThreads, 0, stream, x));
+  DSA_RETURN_IF_CUDA_ERROR(launch_blocks(share_kernel<kShareThreads>, 1, kShareThreads,
+                                         kShareThreads / 32 * 4, stream, x));
   return launch_blocks(meet_kernel<kR, true>, x.pass.chunk.rows, kMeetThreads, 0, stream, x);
 }
 

@@ -1,5 +1,6 @@
 // Launcher of decode: a kernel a layer, and a merge.
 
+#include "common/error.h"
 #include "htree/decode_launch.cuh"
 
 namespace jax_dsa {
@@ -12,7 +13,7 @@ static_assert(kHTreeMaxDecodeGroupHeads == htree::kDecodeWarps * htree::kHeads);
 template <int kD, int kR>
 cudaError_t run(const DecodePass& x, cudaStream_t stream) {
   for (int layer = x.pass.layers.count - 1; layer >= 0; --layer) {
-    if (cudaError_t e = htree::launch_layer<kD, kR>(x, layer, stream); e != cudaSuccess) return e;
+    DSA_RETURN_IF_CUDA_ERROR(htree::launch_layer<kD, kR>(x, layer, stream));
   }
   return htree::launch_merge<kD>(x, stream);
 }
@@ -37,8 +38,7 @@ int64_t htree_decode_workspace(const HTreeDecodeParams& p) {
   HTreeFwdParams none = p.fwd;
   none.workspace = nullptr;
   const int64_t layers = htree_layers(none.tokens, none.compression, none.top_k).count;
-  return htree::divide(none, layers, std::max<int64_t>(htree::decode_rows(none), kMostProcessors),
-                       x);
+  return htree::divide(none, layers, std::max<int64_t>(htree::decode_rows(none), kMaxSms), x);
 }
 
 cudaError_t launch_htree_decode(const HTreeDecodeParams& params, cudaStream_t stream) {
@@ -50,7 +50,7 @@ cudaError_t launch_htree_decode(const HTreeDecodeParams& params, cudaStream_t st
     return cudaErrorInvalidValue;
   }
   DecodePass x = {};
-  if (cudaError_t e = htree::make_decode_pass(params, x); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(htree::make_decode_pass(params, x));
   return p.dim == 128  ? run<128>(x, stream)
          : p.dim == 64 ? run<64>(x, stream)
                        : cudaErrorInvalidValue;

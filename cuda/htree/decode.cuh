@@ -532,7 +532,7 @@ template <int kR, bool kFew>
 inline constexpr int kUnit = kFew ? 8 : kR;
 
 // Registers are given out as if there were so many threads. If there are only a few blocks a warp,
-// a launch and the one behind it together have no more than a multiprocessor.
+// a launch and the one behind it together have no more than a SM.
 template <DecodeStep kStep, bool kFew>
 inline constexpr int kDecodeRoom = !kFew                          ? kDecodeThreads
                                    : kStep == DecodeStep::kAttend ? 384
@@ -549,7 +549,7 @@ __global__ void __launch_bounds__(kDecodeRoom<kStep, kFew>, 1)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int heads = pass.group_heads, parts = pass.parts, last = pass.layers.count - 1;
   const DecodeRow row(x);
-  let_next_begin();
+  launch_dependents();
 
   const int64_t stride = p.groups * kD * 2;
   const int64_t first_node = (row.batch * x.nodes * p.groups + row.group) * kD * 2;
@@ -613,7 +613,7 @@ __global__ void __launch_bounds__(kDecodeRoom<kStep, kFew>, 1)
     keys.multiply(queries, first_scores);
   }
   const int choices = selects ? candidates<kR>(pass, row.position, layer + 1) : 0;
-  wait_for_previous();
+  grid_dependency_wait();
   if (selects) {
     select<kR>(x, row, layer + 1, choices, shared);
     __syncthreads();
@@ -795,7 +795,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ DecodePass x) {
   using Shared = MergeShared<kD>;
   constexpr int kGroups = Shared::kGroups, kColumns = Shared::kColumns;
-  constexpr int kAhead = ceil_div(kMostProcessors, kGroups);
+  constexpr int kAhead = ceil_div(kMaxSms, kGroups);
   auto& shared = dynamic_shared<Shared>();
   const HTreeFwdParams& p = x.pass.p;
   const int group = threadIdx.x / Shared::kMembers, member = threadIdx.x % Shared::kMembers;
@@ -803,7 +803,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int half = blockIdx.x % 2, head = blockIdx.x / 2 % heads;
   const int64_t row = blockIdx.x / 2 / heads, bg = row / p.queries;
   const int64_t first = row * x.splits * padded + head;
-  wait_for_previous();
+  grid_dependency_wait();
   float top = -INFINITY, total = 0.f;
   float4 sum = {};
 #pragma unroll 1

@@ -1,6 +1,7 @@
 // Decode's launches, and how they share the workspace.
 #pragma once
 
+#include "common/error.h"
 #include "htree/decode.cuh"
 #include "htree/launch.cuh"
 
@@ -28,7 +29,7 @@ inline int64_t divide(const HTreeFwdParams& p, int64_t layers, int64_t blocks, D
 inline cudaError_t make_decode_pass(const HTreeDecodeParams& params, DecodePass& x) {
   const HTreeFwdParams& p = params.fwd;
   Device device;
-  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   x.pass = make_pass(p);
   x.k = static_cast<const uint8_t*>(params.k), x.v = static_cast<const uint8_t*>(params.v);
   for (int i = 0; i < x.pass.layers.count; ++i) {
@@ -38,7 +39,7 @@ inline cudaError_t make_decode_pass(const HTreeDecodeParams& params, DecodePass&
   x.frequencies = make_frequencies(p.dim, params.rope_base);
   x.rows = decode_rows(p);
   x.width = static_cast<int>(p.compression * p.top_k), x.words = ceil_div(x.width, 32);
-  const int64_t most = std::min(device.processors, kMostProcessors);
+  const int64_t most = std::min(device.num_sms, kMaxSms);
   x.splits = static_cast<int>(std::max<int64_t>(most / x.rows, 1));
   const int64_t teams = int64_t{x.splits} * (kDecodeWarps / x.pass.parts);
   x.few = x.pass.layers.count * p.top_k <= 2 * teams;
@@ -47,9 +48,9 @@ inline cudaError_t make_decode_pass(const HTreeDecodeParams& params, DecodePass&
                                                                          : cudaSuccess;
 }
 
-// Thread blocks of a launch do not share a multiprocessor, or others would have none: they ask for
+// Thread blocks of a launch do not share a SM, or others would have none: they ask for
 // half of its shared memory. With few blocks a warp only the middle launches do, and half of what
-// is then preferred; the top one has all multiprocessors, and the last one's registers keep it
+// is then preferred; the top one has all SMs, and the last one's registers keep it
 // alone.
 inline constexpr int kAlone = kMaxSharedBytes / 2 + 1024, kAloneOfFew = 98 * 1024;
 constexpr int preferred_kib(int64_t layers) { return layers > 2 ? 196 : 132; }
@@ -63,13 +64,13 @@ cudaError_t launch_layer(const DecodePass& x, int layer, cudaStream_t stream) {
   const auto kernel = layer == 0 ? decode_kernel<kD, kR, DecodeStep::kAttend, kFew>
                       : first    ? decode_kernel<kD, kR, DecodeStep::kTop, kFew>
                                  : decode_kernel<kD, kR, DecodeStep::kMiddle, kFew>;
-  const auto launch = first ? launch_blocks<DecodePass, int> : launch_behind<DecodePass, int>;
+  const auto launch = first ? launch_blocks<DecodePass, int> : launch_pdl<DecodePass, int>;
   int bytes = Shared::bytes(x.pass.parts, x.width, !first, layer == 0);
   if (!kFew) bytes = std::max(bytes, kAlone);
   if (kFew && layer > 0 && !first) bytes = std::max(bytes, kAloneOfFew);
   if (kFew) {
     const int kib = preferred_kib(x.pass.layers.count);
-    if (cudaError_t e = prefer_shared_memory(kernel, kib); e != cudaSuccess) return e;
+    DSA_RETURN_IF_CUDA_ERROR(prefer_shared_memory(kernel, kib));
   }
   return launch(kernel, x.rows * x.splits, kDecodeThreads, bytes, stream, x, layer);
 }
@@ -81,8 +82,8 @@ cudaError_t launch_layer(const DecodePass& x, int layer, cudaStream_t stream) {
 
 template <int kD>
 cudaError_t launch_merge(const DecodePass& x, cudaStream_t stream) {
-  return launch_behind(merge_kernel<kD>, x.rows * x.pass.group_heads * 2, kMergeThreads,
-                       static_cast<int>(sizeof(MergeShared<kD>)), stream, x);
+  return launch_pdl(merge_kernel<kD>, x.rows * x.pass.group_heads * 2, kMergeThreads,
+                    static_cast<int>(sizeof(MergeShared<kD>)), stream, x);
 }
 
 }  // namespace jax_dsa::htree

@@ -1,6 +1,7 @@
 // Launcher of the forward kernels: for as many queries as the workspace has room for, layer by
 // layer scores, top-k and lists, then the attention.
 
+#include "common/error.h"
 #include "htree/launch.cuh"
 
 namespace jax_dsa {
@@ -16,12 +17,9 @@ template <int kD, int kR>
 cudaError_t run(const Pass& pass, cudaStream_t stream) {
   if (pass.chunk.rows > INT32_MAX) return cudaErrorInvalidValue;
   for (int layer = pass.layers.count - 1; layer > 0; --layer) {
-    if (cudaError_t e = htree::launch_scores<ShippedScores, kD, kR>(pass, layer, stream);
-        e != cudaSuccess) {
-      return e;
-    }
-    if (cudaError_t e = htree::launch_best(pass, stream); e != cudaSuccess) return e;
-    if (cudaError_t e = htree::launch_list<kR>(pass, layer, stream); e != cudaSuccess) return e;
+    DSA_RETURN_IF_CUDA_ERROR(htree::launch_scores<ShippedScores, kD, kR>(pass, layer, stream));
+    DSA_RETURN_IF_CUDA_ERROR(htree::launch_best(pass, stream));
+    DSA_RETURN_IF_CUDA_ERROR(htree::launch_list<kR>(pass, layer, stream));
   }
   return htree::launch_attend<Shipped, kD, kR>(pass, stream);
 }

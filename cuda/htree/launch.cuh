@@ -76,9 +76,9 @@ cudaError_t for_chunks(const HTreeFwdParams& p, int tile, Bytes bytes, Run run) 
   ChunkOf chunk = part(fit);
   if (bytes(chunk) > p.workspace_bytes) return cudaErrorInvalidValue;
   Device device;
-  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   if (chunk.count < p.queries) {
-    const int64_t wave = std::max<int64_t>(device.processors / p.groups, 1) * tile;
+    const int64_t wave = std::max<int64_t>(device.num_sms / p.groups, 1) * tile;
     const int64_t rest = chunk.count % wave;
     if (chunk.count >= wave && rest * 8 < wave * 7) chunk.count -= rest;
   }
@@ -87,7 +87,7 @@ cudaError_t for_chunks(const HTreeFwdParams& p, int tile, Bytes bytes, Run run) 
     chunk.entries = std::min(most.entries, p.batch - chunk.batch);
     for (chunk.query = 0; chunk.query < p.queries; chunk.query += most.count) {
       chunk.count = std::min(most.count, p.queries - chunk.query);
-      if (cudaError_t e = run(chunk); e != cudaSuccess) return e;
+      DSA_RETURN_IF_CUDA_ERROR(run(chunk));
     }
   }
   return cudaSuccess;

@@ -102,7 +102,7 @@ struct Matrices {
     __syncwarp();  // all have read the one before
     if (turns.has_part()) {
       // Computed anew, so that no register holds it from one block to the next.
-      const uint32_t to = turns.buffer + hidden(threadIdx.x) % 32 * 32;
+      const uint32_t to = turns.buffer + opaque(threadIdx.x) % 32 * 32;
       store_shared_16(to, first), store_shared_16(to + 16, second);
     }
     __syncwarp();

@@ -101,7 +101,7 @@ struct Tile {
   int64_t row;  // of the first query
 
   __device__ explicit Tile(const Pass& pass) {
-    const uint32_t block = gridDim.x - 1 - hidden(blockIdx.x);  // late queries see most: first
+    const uint32_t block = gridDim.x - 1 - opaque(blockIdx.x);  // late queries see most: first
     const uint32_t groups = static_cast<uint32_t>(pass.p.groups);
     const uint32_t bg = block / pass.tiles;
     first = static_cast<int>(block % pass.tiles) * pass.tile;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/error.h"
 #include "common/launch.cuh"
 #include "indexer/bwd_keys.cuh"
 #include "indexer/bwd_queries.cuh"
@@ -21,10 +22,10 @@ cudaError_t launch(const IndexerBwdParams& p, cudaStream_t stream) {
   }
   // Few groups of queries are cut by windows of keys, so that every processor gets some.
   Device device;
-  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   const int64_t windows = ceil_div(p.keys, int64_t{kWindow});
   const auto parts = static_cast<int>(
-      std::min(windows, ceil_div(int64_t{2} * device.processors, key_item_count(p, 1))));
+      std::min(windows, ceil_div(int64_t{2} * device.num_sms, key_item_count(p, 1))));
   const int64_t items = key_item_count(p, parts);
   if (items > INT32_MAX - 4096) return cudaErrorInvalidValue;
   return launch_persistent<KeyShared<kC, kWindow>>(keys_kernel<kC, kWindow>, items, kKeyThreads,
@@ -40,9 +41,7 @@ cudaError_t launch_windows(const IndexerBwdParams& p, cudaStream_t stream) {
   }
   if (p.channels != 32 && p.channels != 64 && p.channels != 128) return cudaErrorInvalidValue;
   const int64_t rows = p.batch * p.keys;
-  if (cudaError_t e = clear(p.dk, rows * p.channels * sizeof(float), stream); e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(clear(p.dk, rows * p.channels * sizeof(float), stream));
   if (p.batch > 0 && p.queries > 0) {
     const cudaError_t e =
         p.channels == 128 ? launch<128, kWindow>(p, stream) : launch<64, kWindow>(p, stream);

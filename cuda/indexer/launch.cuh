@@ -15,22 +15,16 @@ cudaError_t launch_kernel(void (*kernel)(IndexerFwdParams, CUtensorMap, CUtensor
   constexpr auto kType = Tr::kDType == IndexerDType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                            : CU_TENSOR_MAP_DATA_TYPE_UINT8;
   CUtensorMap q, k;
-  if (cudaError_t e = encode_tensor_map(
-          &q, kType,
-          tensor_box<4>(Tr::kElementBytes, p.q, {p.channels, p.heads, p.queries, p.batch},
-                        {kRowElements, Tr::kHeads, Tr::kOwnQueries, 1}));
-      e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(encode_tensor_map(
+      &q, kType,
+      tensor_box<4>(Tr::kElementBytes, p.q, {p.channels, p.heads, p.queries, p.batch},
+                    {kRowElements, Tr::kHeads, Tr::kOwnQueries, 1})));
   const bool paged = p.page_table != nullptr;
   const int64_t keys = paged ? int64_t{p.pages} * p.page_size : p.keys;
-  if (cudaError_t e = encode_tensor_map(
-          &k, kType,
-          tensor_box<3>(Tr::kElementBytes, p.k, {p.channels, keys, paged ? p.pools : p.batch},
-                        {kRowElements, kTile, 1}));
-      e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(encode_tensor_map(
+      &k, kType,
+      tensor_box<3>(Tr::kElementBytes, p.k, {p.channels, keys, paged ? p.pools : p.batch},
+                    {kRowElements, kTile, 1})));
   const int64_t items = p.batch * ceil_div(p.queries, int64_t{Tr::kQueries});
   const int64_t tiles = items * ceil_div(p.keys, int64_t{kTile});
   return launch_persistent<Memory>(kernel, tiles, Tr::kThreads, stream, p, q, k);

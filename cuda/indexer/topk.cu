@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "common/device.h"
+#include "common/error.h"
 #include "common/types.h"
 #include "indexer/indexer.h"
 #include "topk/topk.h"
@@ -16,13 +17,13 @@ cudaError_t launch_indexer_topk(const IndexerTopkParams& p, cudaStream_t stream)
   const int64_t fit = p.capacity / row;  // queries
   if (fit < 1) return cudaErrorInvalidValue;
   Device device;
-  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   // Whole batch entries where one fits, else even parts of one. The parts leave no processor idle
   // in top-k, if they can; indexer items are of 8 queries.
   const int64_t entries = std::max<int64_t>(fit / std::max<int64_t>(all.queries, 1), 1);
   int64_t count = all.queries;
   if (count > fit) {
-    const int64_t wave = int64_t{device.processors} * kTopkLongRowsAtOnce;
+    const int64_t wave = int64_t{device.num_sms} * kTopkLongRowsAtOnce;
     const int64_t most = fit < wave ? fit : fit / wave * wave;
     const int64_t even = ceil_div(count, ceil_div(count, most));
     count = std::min(ceil_div(even, int64_t{8}) * 8, most);
@@ -47,7 +48,7 @@ cudaError_t launch_indexer_topk(const IndexerTopkParams& p, cudaStream_t stream)
       }
       some.starts += token;
       some.ends += token;
-      if (cudaError_t e = launch_indexer_fwd(some, stream); e != cudaSuccess) return e;
+      DSA_RETURN_IF_CUDA_ERROR(launch_indexer_fwd(some, stream));
       const TopkParams selection = {
           .logits = some.out,
           .starts = some.starts,
@@ -58,7 +59,7 @@ cudaError_t launch_indexer_topk(const IndexerTopkParams& p, cudaStream_t stream)
           .size = all.keys,
           .k = p.k,
       };
-      if (cudaError_t e = launch_topk(selection, stream); e != cudaSuccess) return e;
+      DSA_RETURN_IF_CUDA_ERROR(launch_topk(selection, stream));
     }
   }
   return cudaSuccess;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/device.h"
+#include "common/error.h"
 #include "common/types.h"
 #include "indexer/indexer.h"
 #include "losses/losses.h"
@@ -80,10 +81,10 @@ cudaError_t launch_some(const DenseLossParams& all, int64_t batch, int64_t entri
                             .batch = entries,
                             .rows = count,
                             .add = query > 0};
-  if (cudaError_t e = launch_teacher(teacher, stream); e != cudaSuccess) return e;
-  if (cudaError_t e = launch_indexer_fwd(scores, stream); e != cudaSuccess) return e;
-  if (cudaError_t e = launch_kl_rows(rows_of, stream); e != cudaSuccess) return e;
-  if (cudaError_t e = launch_sum_kl(sums, stream); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(launch_teacher(teacher, stream));
+  DSA_RETURN_IF_CUDA_ERROR(launch_indexer_fwd(scores, stream));
+  DSA_RETURN_IF_CUDA_ERROR(launch_kl_rows(rows_of, stream));
+  DSA_RETURN_IF_CUDA_ERROR(launch_sum_kl(sums, stream));
   return launch_index_grads(index, stream);
 }
 
@@ -97,20 +98,20 @@ cudaError_t launch_dense_loss(const DenseLossParams& p, cudaStream_t stream) {
   if (batch == 0) return cudaSuccess;
   if (queries == 0) return launch_some(p, 0, batch, 0, 0, stream);
   if (!fits(1, 1)) return cudaErrorInvalidValue;
-  // Whole batch entries where one fits, else parts of one: as many queries as there are processors,
+  // Whole batch entries where one fits, else parts of one: as many queries as there are num_sms,
   // or a multiple, so that none is idle while the teacher is made.
   int64_t entries = 1, count = queries;
   if (fits(1, queries)) {
     while (entries < batch && fits(entries + 1, queries)) ++entries;
   } else {
     Device device;
-    if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+    DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
     int64_t most = 1;
     for (int64_t step = int64_t{1} << 30; step > 0; step /= 2) {
       if (fits(1, most + step)) most += step;
     }
-    const int64_t processors = device.processors;
-    count = most < processors ? most : most / processors * processors;
+    const int64_t num_sms = device.num_sms;
+    count = most < num_sms ? most : most / num_sms * num_sms;
   }
   for (int64_t entry = 0; entry < batch; entry += entries) {
     for (int64_t query = 0; query < queries; query += count) {

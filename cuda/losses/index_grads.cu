@@ -1,5 +1,6 @@
 // Launcher of the gradients of the indexer's logits at all keys.
 
+#include "common/error.h"
 #include "common/launch.cuh"
 #include "losses/index_grads.cuh"
 #include "losses/losses.h"
@@ -14,11 +15,8 @@ cudaError_t launch(const IndexGradsParams& p, cudaStream_t stream) {
   const int64_t blocks = ceil_div(p.queries, int64_t{kIndexGradsSegment}) * p.batch *
                          ceil_div(p.keys, int64_t{kIndexGradsKeys});
   if (pairs > INT32_MAX - 4096 || blocks > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  if (cudaError_t e = launch_persistent<Shared<kC>>(index_grads_kernel<kC, Of::kQueries>, pairs,
-                                                    kThreads, stream, p);
-      e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(launch_persistent<Shared<kC>>(index_grads_kernel<kC, Of::kQueries>,
+                                                         pairs, kThreads, stream, p));
   return launch_persistent<Shared<kC>>(index_grads_kernel<kC, Of::kKeys>, blocks, kThreads, stream,
                                        p);
 }
@@ -33,10 +31,8 @@ cudaError_t launch_index_grads(const IndexGradsParams& p, cudaStream_t stream) {
   }
   const int64_t tokens = p.batch * p.queries, rows = p.batch * p.keys;
   if (tokens > 0) {
-    if (cudaError_t e = launch_blocks(index_grads::clear_queries_kernel, tokens, 256, 0, stream, p);
-        e != cudaSuccess) {
-      return e;
-    }
+    DSA_RETURN_IF_CUDA_ERROR(
+        launch_blocks(index_grads::clear_queries_kernel, tokens, 256, 0, stream, p));
   }
   if (tokens > 0 && rows > 0) {
     const cudaError_t e = p.channels == 128 ? launch<128>(p, stream) : launch<64>(p, stream);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/error.h"
 #include "common/launch.cuh"
 #include "losses/losses.h"
 #include "losses/teacher.cuh"
@@ -24,11 +25,8 @@ cudaError_t launch_heads(const TeacherParams& p, cudaStream_t stream) {
   using namespace teacher_heads;
   const int64_t first = item_count(p, Pass::kLogSumExp), second = item_count(p, Pass::kSums);
   if (std::max(first, second) > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  if (cudaError_t e = launch_persistent<Shared<kD>>(teacher_heads_kernel<kD, Pass::kLogSumExp>,
-                                                    first, kThreads, stream, p);
-      e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(launch_persistent<Shared<kD>>(teacher_heads_kernel<kD, Pass::kLogSumExp>,
+                                                         first, kThreads, stream, p));
   return launch_persistent<Shared<kD>>(teacher_heads_kernel<kD, Pass::kSums>, second, kThreads,
                                        stream, p);
 }

@@ -1,5 +1,6 @@
 // Launcher of the masked attention backward kernels.
 
+#include "common/error.h"
 #include "masked_attention/bwd.cuh"
 #include "masked_attention/launch.h"
 #include "masked_attention/masked_attention.h"
@@ -20,30 +21,22 @@ template <typename Tr>
 cudaError_t launch_keys(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
                         cudaStream_t stream) {
   Device device;
-  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   BwdWork work(p, Tr::kKeys, device);
   if (work.items == 0) return cudaSuccess;
   if (work.items > INT32_MAX - 4096) return cudaErrorInvalidValue;
   Bounds bounds;
-  if (cudaError_t e = find_bounds(p, w.queries, w.segments, &bounds, stream); e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(find_bounds(p, w.queries, w.segments, &bounds, stream));
   const int64_t blocks = ceil_div(work.items, int64_t{kKeyBoundsThreads / 32});
   if (bounds.queries) {
-    if (cudaError_t e = launch_blocks(key_bounds_kernel<Tr::kKeys>, blocks, kKeyBoundsThreads, 0,
-                                      stream, p.mask, bounds, work.items, p.queries,
-                                      static_cast<int>(p.keys), p.heads, p.groups, w.keys);
-        e != cudaSuccess) {
-      return e;
-    }
+    DSA_RETURN_IF_CUDA_ERROR(launch_blocks(key_bounds_kernel<Tr::kKeys>, blocks, kKeyBoundsThreads,
+                                           0, stream, p.mask, bounds, work.items, p.queries,
+                                           static_cast<int>(p.keys), p.heads, p.groups, w.keys));
   }
   // Ranges give the first keys the most queries as a rule, and keys side by side the same ones.
   if (p.mask.map_rows && !p.deterministic) {
-    if (cudaError_t e = launch_blocks(order_kernel, blocks, kKeyBoundsThreads, 0, stream, w.keys,
-                                      work.items, work.key_tiles, w.order);
-        e != cudaSuccess) {
-      return e;
-    }
+    DSA_RETURN_IF_CUDA_ERROR(launch_blocks(order_kernel, blocks, kKeyBoundsThreads, 0, stream,
+                                           w.keys, work.items, work.key_tiles, w.order));
     work.order = w.order;
   }
   const struct {
@@ -59,18 +52,13 @@ cudaError_t launch_keys(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
   CUtensorMap maps[4];
   for (int i = 0; i < 4; ++i) {
     const auto& a = arrays[i];
-    if (cudaError_t e =
-            encode_rows(&maps[i], p.dtype, a.x, p.batch, a.length, a.heads, a.dim, a.rows);
-        e != cudaSuccess) {
-      return e;
-    }
+    DSA_RETURN_IF_CUDA_ERROR(
+        encode_rows(&maps[i], p.dtype, a.x, p.batch, a.length, a.heads, a.dim, a.rows));
   }
   CUtensorMap bias_maps[2];
   for (int i = 0; i < 2; ++i) {
-    if (cudaError_t e = encode_bias(&bias_maps[i], p, i == 0 ? p.bias.x : p.dbias, kStepQueries);
-        e != cudaSuccess) {
-      return e;
-    }
+    DSA_RETURN_IF_CUDA_ERROR(
+        encode_bias(&bias_maps[i], p, i == 0 ? p.bias.x : p.dbias, kStepQueries));
   }
   return launch_persistent<BwdShared<Tr>>(bwd_kernel<Tr>, work.items, kThreads, stream, p, work, w,
                                           bounds, maps[0], maps[1], maps[2], maps[3], bias_maps[0],
@@ -107,20 +95,18 @@ cudaError_t launch(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
   const int64_t blocks = p.batch * p.heads * steps;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   if (blocks == 0) {
-    if (cudaError_t e = clear(w.ticket, 16, stream); e != cudaSuccess) return e;
+    DSA_RETURN_IF_CUDA_ERROR(clear(w.ticket, 16, stream));
   } else {
-    if (cudaError_t e = launch_blocks(rows_kernel<Tr::kType>, blocks, kRowsThreads, kStepQueries,
-                                      stream, p, w, steps, Tr::kD, lse_factor<Tr>(p));
-        e != cudaSuccess) {
-      return e;
-    }
+    DSA_RETURN_IF_CUDA_ERROR(launch_blocks(rows_kernel<Tr::kType>, blocks, kRowsThreads,
+                                           kStepQueries, stream, p, w, steps, Tr::kD,
+                                           lse_factor<Tr>(p)));
   }
   if constexpr (Tr::kBias) {
-    if (cudaError_t e = clear_bias_gradients(p, w, stream); e != cudaSuccess) return e;
+    DSA_RETURN_IF_CUDA_ERROR(clear_bias_gradients(p, w, stream));
   }
-  if (cudaError_t e = launch_keys<Tr>(p, w, stream); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(launch_keys<Tr>(p, w, stream));
   if constexpr (Tr::kBias) {
-    if (cudaError_t e = round_bias_gradients<Tr::kType>(p, w, stream); e != cudaSuccess) return e;
+    DSA_RETURN_IF_CUDA_ERROR(round_bias_gradients<Tr::kType>(p, w, stream));
   }
   if (blocks == 0) return cudaSuccess;
   return launch_blocks(dq_kernel<Tr::kType, Tr::kParts, Tr::kPartColumns>, blocks, 128 * Tr::kParts,

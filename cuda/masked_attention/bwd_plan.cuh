@@ -116,7 +116,7 @@ struct BwdWork {
     const int64_t group_bytes = per_group * p.queries * (p.dim * 6 + p.value_dim * 2);
     const int64_t fit = device.l2_bytes / 2 / std::max(group_bytes, int64_t{1});
     // Where sums have an order, the fewer tiles of a group are under way, the less they wait.
-    const int64_t needed = device.processors / (p.deterministic ? 8 : std::max(key_tiles, 1));
+    const int64_t needed = device.num_sms / (p.deterministic ? 8 : std::max(key_tiles, 1));
     sections = std::max(groups / std::max(std::max(fit, needed), int64_t{1}), int64_t{1});
   }
 

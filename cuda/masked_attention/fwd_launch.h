@@ -1,6 +1,7 @@
 // Launches the masked attention forward kernel with given traits.
 #pragma once
 
+#include "common/error.h"
 #include "masked_attention/fwd.cuh"
 #include "masked_attention/launch.h"
 
@@ -12,35 +13,24 @@ inline constexpr int64_t kTicketBytes = 16;
 template <typename Tr>
 cudaError_t launch(const MaskedAttentionFwdParams& p, cudaStream_t stream) {
   Device device;
-  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   const Work work(p, device.l2_bytes);
   if (work.items > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  if (cudaError_t e = clear(p.workspace, kTicketBytes, stream); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(clear(p.workspace, kTicketBytes, stream));
   auto* const queries =
       reinterpret_cast<QueryBounds*>(static_cast<char*>(p.workspace) + kTicketBytes);
   auto* const segments = reinterpret_cast<SegmentBounds*>(queries + bounded_query_tiles(p));
   Bounds bounds;
-  if (cudaError_t e = find_bounds(p, queries, segments, &bounds, stream); e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(find_bounds(p, queries, segments, &bounds, stream));
   CUtensorMap q_map, k_map, v_map;
-  if (cudaError_t e =
-          encode_rows(&q_map, p.dtype, p.q, p.batch, p.queries, p.heads, p.dim, kQueryTile);
-      e != cudaSuccess) {
-    return e;
-  }
-  if (cudaError_t e =
-          encode_rows(&k_map, p.dtype, p.k, p.batch, p.keys, p.groups, p.dim, Tr::kKeys);
-      e != cudaSuccess) {
-    return e;
-  }
-  if (cudaError_t e =
-          encode_rows(&v_map, p.dtype, p.v, p.batch, p.keys, p.groups, p.value_dim, Tr::kKeys);
-      e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(
+      encode_rows(&q_map, p.dtype, p.q, p.batch, p.queries, p.heads, p.dim, kQueryTile));
+  DSA_RETURN_IF_CUDA_ERROR(
+      encode_rows(&k_map, p.dtype, p.k, p.batch, p.keys, p.groups, p.dim, Tr::kKeys));
+  DSA_RETURN_IF_CUDA_ERROR(
+      encode_rows(&v_map, p.dtype, p.v, p.batch, p.keys, p.groups, p.value_dim, Tr::kKeys));
   CUtensorMap bias_map;
-  if (cudaError_t e = encode_bias(&bias_map, p, p.bias.x, kQueryTile); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(encode_bias(&bias_map, p, p.bias.x, kQueryTile));
   return launch_persistent<Shared<Tr>>(fwd_kernel<Tr>, work.items, kThreads, stream, p, work,
                                        bounds, q_map, k_map, v_map, bias_map);
 }

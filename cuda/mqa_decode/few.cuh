@@ -1,7 +1,7 @@
 // Decode attention of up to 32 rows, queries times heads, of a group at a time. The warpgroup that
 // multiplies, its shared memory and its barriers are those of sparse MLA's forward kernel for few
 // heads (sparse_mla/fwd_few.cuh), with keys as the rows of the products; values may lie apart from
-// the keys. Two blocks share a multiprocessor. What differs is which keys there are (plan.cuh), how
+// the keys. Two blocks share a SM. What differs is which keys there are (plan.cuh), how
 // they come (tiles.cuh) and where results go: a piece's to the merge kernel, an item's that is
 // whole to `out`.
 #pragma once
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kFewThreads, kFewBlocks)
   auto& shared = dynamic_shared<FewShared<Tr>>();
   initialise(shared.notes.share);
   sparse_mla::initialise(shared);
-  let_next_begin();
+  launch_dependents();
   if (threadIdx.x / 128 == 1) {
     lower_registers<kProducer>();
     wait_for(shared.notes.share);

@@ -18,7 +18,7 @@ namespace jax_dsa::mqa_decode {
 
 inline constexpr int kMergeThreads = 256;
 inline constexpr int kMergeWarps = kMergeThreads / 32;
-inline constexpr int kMergeBlocks = 2;  // of a multiprocessor
+inline constexpr int kMergeBlocks = 2;  // of a SM
 inline constexpr int kFewParts = 16;    // of a line, for one warp
 inline constexpr int kFewestParts = 3;  // for which it takes four lines
 inline constexpr int kMaxLines = 2;     // of a warp among several for a line
@@ -273,7 +273,7 @@ template <bool kWide, int kLines>
 __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     merge_kernel(const __grid_constant__ Decode p, int tile_rows) {
   auto& shared = dynamic_shared<MergeShared>();
-  wait_for_previous();
+  grid_dependency_wait();
   if (threadIdx.x < 32) find_cuts(p, shared);
   __syncthreads();
   if (kWide && shared.parts <= kFewestParts) {

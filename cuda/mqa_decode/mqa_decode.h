@@ -63,7 +63,7 @@ struct MqaDecodeWorkspace {
   int64_t rows, cuts;
 };
 inline MqaDecodeWorkspace mqa_decode_workspace(int rows) {
-  const int blocks = kMostProcessors * (rows == 64 ? 1 : 2);
+  const int blocks = kMaxSms * (rows == 64 ? 1 : 2);
   return {int64_t{2} * blocks * rows, blocks};
 }
 

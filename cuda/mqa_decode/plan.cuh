@@ -26,7 +26,7 @@ namespace jax_dsa::mqa_decode {
 inline constexpr int kItemCost = 2;  // in tiles: until an item's first keys are there, and its end
 inline constexpr int kMaxMembers = 8;
 inline constexpr int kSumsHere = 6;  // a named barrier that no other code has
-inline constexpr int kMaxTeams = 2 * kMostProcessors;
+inline constexpr int kMaxTeams = 2 * kMaxSms;
 
 // a / b of a >= 0 and b > 0, which is a power of two more often than not; a division takes a
 // hundred cycles, of which a kernel's start would have many.

@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
   auto& shared = dynamic_shared<WideShared<kD>>();
   initialise(shared.notes.share);
   sparse_mla::initialise(shared);
-  let_next_begin();
+  launch_dependents();
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 2) {
     lower_registers<kProducer>();

@@ -1,5 +1,6 @@
 // Launcher of the sparse MLA backward kernel.
 
+#include "common/error.h"
 #include "common/launch.cuh"
 #include "sparse_mla/bwd.cuh"
 #include "sparse_mla/bwd_order.cuh"
@@ -25,34 +26,25 @@ cudaError_t launch_part(const SparseMlaBwdParams& unpacked, cudaStream_t stream)
   const int n = sparse_mla::packed_queries(unpacked);
   SparseMlaBwdParams p = sparse_mla::packed(unpacked, n);
   Device device;
-  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   const sparse_mla::BwdWork work(p, device);
   if (work.tickets > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  if (cudaError_t e = clear(p.counters, sparse_mla::counter_bytes(work), stream);
-      e != cudaSuccess) {
-    return e;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(clear(p.counters, sparse_mla::counter_bytes(work), stream));
   if (n > 1) {
     const int room = sparse_mla::order_room(unpacked.slots);
     int32_t* const slots = sparse_mla::packed_slots(p, work);
     int32_t* const lengths = slots + p.count * p.slots;
-    if (cudaError_t e = launch_blocks(sparse_mla::pack_kernel, p.count, sparse_mla::kOrderThreads,
-                                      sparse_mla::pack_shared_bytes(n * room), stream, unpacked, n,
-                                      room, slots, lengths);
-        e != cudaSuccess) {
-      return e;
-    }
+    DSA_RETURN_IF_CUDA_ERROR(launch_blocks(
+        sparse_mla::pack_kernel, p.count, sparse_mla::kOrderThreads,
+        sparse_mla::pack_shared_bytes(n * room), stream, unpacked, n, room, slots, lengths));
     p.indices = slots;
     p.topk_length = lengths;
   }
   if (work.shares(p)) {
     const int room = sparse_mla::order_room(p.slots);
-    if (cudaError_t e =
-            launch_blocks(sparse_mla::order_kernel, work.steps, sparse_mla::kOrderThreads,
-                          sparse_mla::order_shared_bytes(room), stream, p, work, room);
-        e != cudaSuccess) {
-      return e;
-    }
+    DSA_RETURN_IF_CUDA_ERROR(
+        launch_blocks(sparse_mla::order_kernel, work.steps, sparse_mla::kOrderThreads,
+                      sparse_mla::order_shared_bytes(room), stream, p, work, room));
     p.indices = p.order;
   } else {
     p.order = nullptr;
@@ -118,16 +110,16 @@ int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams& p) {
 cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& p, cudaStream_t stream) {
   if (p.groups <= 0 || p.heads % p.groups != 0 || !(p.scale > 0.f)) return cudaErrorInvalidValue;
   const int64_t dkv = p.batch * p.keys * p.groups * p.dim, queries = p.batch * p.queries;
-  if (cudaError_t e = clear(p.dkv, dkv * sizeof(float), stream); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(clear(p.dkv, dkv * sizeof(float), stream));
   if (queries == 0 || p.heads == 0) return cudaSuccess;
   if (p.count <= 0 || (!p.by_rows && p.count != queries)) return cudaErrorInvalidValue;
   for (int64_t first = 0; first < queries; first += p.count) {
     SparseMlaBwdParams part = p;
     part.first = first;
     part.count = p.count < queries - first ? p.count : queries - first;
-    if (cudaError_t e = launch_part(part, stream); e != cudaSuccess) return e;
+    DSA_RETURN_IF_CUDA_ERROR(launch_part(part, stream));
     if (!p.by_rows) continue;
-    if (cudaError_t e = launch_sum_rows(part, first / p.count, stream); e != cudaSuccess) return e;
+    DSA_RETURN_IF_CUDA_ERROR(launch_sum_rows(part, first / p.count, stream));
   }
   return cudaSuccess;
 }

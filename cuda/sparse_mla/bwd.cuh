@@ -5,7 +5,7 @@
 //
 // dq gathers per query and keeps what belongs to 64 heads; dkv scatters, and the fewer reductions
 // into global memory the better, so it wants all heads at once. Both do not fit one block. So there
-// are two kinds of work items, which run side by side on different multiprocessors, the first bound
+// are two kinds of work items, which run side by side on different SMs, the first bound
 // by the tensor cores, the second by the reductions. The words:
 //   row      a query and group of keys
 //   step     two neighbouring rows of one head tile (up to 64 heads) each, or one row of more

@@ -38,16 +38,14 @@ struct BwdCounters {
 // The distance, in tickets, between the item that writes P and dS and the one that reads them.
 // Below two for each resident block readers stall; above, only the workspace grows, which is
 // allocated before the device is known.
-inline int tickets_behind(const Device& device) {
-  return 2 * std::min(device.processors, kMostProcessors);
-}
+inline int tickets_behind(const Device& device) { return 2 * std::min(device.num_sms, kMaxSms); }
 // Reductions go into windows of the keys of about so many bytes of dkv in turn, if there are enough
 // slots: 20 MiB are best on an H200, whose L2 has 60 and keeps P and dS, too. A smaller L2 has them
 // as long as they are two fifths of it, as of the 50 MiB of an H100.
 inline int64_t window_bytes(const Device& device) {
   return std::min(int64_t{20} << 20, std::max<int64_t>(device.l2_bytes * 2 / 5, 1));
 }
-inline constexpr Device kLargestDevice = {kMostProcessors, int64_t{60} << 20};
+inline constexpr Device kLargestDevice = {kMaxSms, int64_t{60} << 20};
 
 // Sizes of the work, in the words of bwd.cuh.
 struct BwdWork {

@@ -1,5 +1,6 @@
 // Launcher of the sparse MLA decode kernels.
 
+#include "common/error.h"
 #include "common/launch.cuh"
 #include "sparse_mla/decode.cuh"
 
@@ -42,11 +43,9 @@ cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& params, cudaSt
   const int64_t merges = items * sparse_mla::merge_strips(p) * sparse_mla::kMergeBlocks;
   if (item_count(p) > INT32_MAX - 4096 || merges > INT32_MAX) return cudaErrorInvalidValue;
   if (p.splits == 1) return launch_parts(p, stream);
-  if (cudaError_t e = launch_parts(sparse_mla::SplitDecode(params), stream); e != cudaSuccess) {
-    return e;
-  }
-  return launch_behind(sparse_mla::merge_kernel, merges, sparse_mla::kMergeThreads,
-                       sizeof(sparse_mla::MergeShared), stream, p);
+  DSA_RETURN_IF_CUDA_ERROR(launch_parts(sparse_mla::SplitDecode(params), stream));
+  return launch_pdl(sparse_mla::merge_kernel, merges, sparse_mla::kMergeThreads,
+                    sizeof(sparse_mla::MergeShared), stream, p);
 }
 
 }  // namespace jax_dsa

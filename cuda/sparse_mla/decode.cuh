@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<DecodeShared<kD, kRecords>>();
   initialise(shared);
-  let_next_begin();
+  launch_dependents();
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     raise_registers<kConsumer>();
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
       if (first + i < p.splits) x[i] = from[(first + i) * kPart];
     }
   };
-  wait_for_previous();
+  grid_dependency_wait();
   load(0);
 
   // Weights of rows 2 * warp and the next: a lane has the parts lane and lane + 32.

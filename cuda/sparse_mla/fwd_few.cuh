@@ -7,7 +7,7 @@
 // What bounds it is shared memory (every tile is written once and read twice) about as much as the
 // gather from the L2.
 //
-// Two blocks share a multiprocessor and hide each other's softmax and item ends. A block takes work
+// Two blocks share a SM and hide each other's softmax and item ends. A block takes work
 // items (query, group) in turn. Warpgroup 0 multiplies, warpgroup 1 gathers Q and the keys.
 //
 // Shared memory, see fwd.cuh for the layout of blocks:
@@ -30,7 +30,7 @@
 namespace jax_dsa::sparse_mla {
 
 inline constexpr int kFewThreads = 256;  // two warpgroups
-inline constexpr int kFewBlocks = 2;     // of a multiprocessor
+inline constexpr int kFewBlocks = 2;     // of a SM
 inline constexpr int kFewConsumers = 1;  // named barrier of warpgroup 0
 
 // kN heads; values are the first kE of a key's kD dimensions, or if they lie apart, rows of kE.
@@ -42,7 +42,7 @@ struct FewTraits {
   static constexpr int kValues = kE / 64;  // ... that hold values, its last ones
   static constexpr int kLead = kApart ? kScored : kScored - kValues;  // ... before the values
   static constexpr int kBlocks = kLead + kValues;
-  // As many as two blocks of a multiprocessor have room for, beside Q, P and 1 KiB.
+  // As many as two blocks of a SM have room for, beside Q, P and 1 KiB.
   static constexpr int kRoom = ((kMaxSharedBytes + kReservedSharedBytes) / kFewBlocks -
                                 kReservedSharedBytes - 1024 - (kScored + 1) * kN * 128) /
                                kBlockBytes;

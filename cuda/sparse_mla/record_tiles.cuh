@@ -162,7 +162,7 @@ class RecordsInPlace {
     const uint32_t row = (thread / 16 % 2 * 8 + swizzle) * 128;
     const uint32_t codes = row + 4 * kBlockBytes + ((chunk + upper * 4) ^ swizzle) * 16;
     const uint32_t values = row + upper * kBlockBytes + ((chunk * 2) ^ swizzle) * 16;
-    return hidden(codes | values << 16);
+    return opaque(codes | values << 16);
   }
 
   // Unpacks the warpgroup's 16 rows from `first` on.
@@ -173,7 +173,7 @@ class RecordsInPlace {
     const uint32_t scales_at = tile + (places & 0x780) + (places >> 3 & 0x70);
     uint32_t scales[4], x[4][4];
     load_shared_16(scales_at, scales);
-    const Factors factors = Factors::hidden();
+    const Factors factors = Factors::opaque();
     uint32_t nan_bits[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

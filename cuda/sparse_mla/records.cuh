@@ -32,7 +32,7 @@ __device__ __forceinline__ uint32_t scale_factor(float scale) {
 struct Factors {
   uint32_t one = 1, sixteen = 16;
 
-  __device__ static Factors hidden() { return {hidden_one(), hidden_one() << 4}; }
+  __device__ static Factors opaque() { return {opaque_one(), opaque_one() << 4}; }
 };
 
 // In each byte's top bit of the result: whether a word's first NaN, code 0x7f or 0xff, is there;

@@ -43,16 +43,16 @@ inline int64_t sparse_mla_decode_lse_count(int64_t items, int splits) {
 // Into how many parts to split rows of `slots`, by a model of the time in quarters of what a tile
 // of 64 keys takes: a block's start and end cost 6 of them, 8 with partial results; merging costs 5
 // and as much as the parts' traffic. More than two rounds of partial results would leave the L2.
-inline int sparse_mla_decode_splits(int64_t items, int slots, int processors) {
+inline int sparse_mla_decode_splits(int64_t items, int slots, int num_sms) {
   const int tiles = (slots + 63) / 64;
   int best = 1;
   int64_t least = INT64_MAX;
   for (int n = 1; n <= tiles && n <= kSparseMlaMaxSplits; ++n) {
-    const int64_t parts = items * n, rounds = (parts + processors - 1) / processors;
-    const int64_t time =
-        n == 1 ? rounds * (4 * tiles + 6)
-               : rounds * (4 * ((tiles + n - 1) / n) + 8) + 5 + 4 * parts / processors;
-    if (n > 1 && parts > 2 * processors) break;
+    const int64_t parts = items * n, rounds = (parts + num_sms - 1) / num_sms;
+    const int64_t time = n == 1
+                             ? rounds * (4 * tiles + 6)
+                             : rounds * (4 * ((tiles + n - 1) / n) + 8) + 5 + 4 * parts / num_sms;
+    if (n > 1 && parts > 2 * num_sms) break;
     if (time < least) {
       least = time;
       best = n;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/error.h"
 #include "common/launch.cuh"
 #include "topk/fwd.cuh"
 #include "topk/resident.cuh"
@@ -28,9 +29,9 @@ cudaError_t launch_topk(const TopkParams& p, cudaStream_t stream) {
   if (p.rows > INT32_MAX / kMaxRanks) return cudaErrorInvalidValue;
   if (topk::fits<topk::Resident>(p)) return topk::launch_resident<topk::Resident>(p, stream);
   Device device;
-  if (cudaError_t e = current_device(&device); e != cudaSuccess) return e;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
 
-  const int64_t resident = int64_t{device.processors} * topk::Wide::kBlocksPerSm;
+  const int64_t resident = int64_t{device.num_sms} * topk::Wide::kBlocksPerSm;
   int ranks = 1;
   while (ranks < kMaxRanks && p.rows * ranks * 2 <= resident && p.size >= 2 * ranks * kMinPart) {
     ranks *= 2;

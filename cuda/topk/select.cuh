@@ -73,7 +73,7 @@ struct List {
     if (threadIdx.x == 0) scratch().few_count = 0;
   }
 
-  static __device__ __forceinline__ uint32_t base() { return hidden(smem_address(&scratch())); }
+  static __device__ __forceinline__ uint32_t base() { return opaque(smem_address(&scratch())); }
 
   // Keeps a number that is the same in a warp's lanes where `reload` reads it. What is computed
   // from the number read back is computed again: dozens of comparisons held over a barrier would

@@ -9,7 +9,7 @@
 namespace jax_dsa {
 
 inline constexpr int64_t kTopkMaxSelected = 4096;               // of min(k, size)
-inline constexpr int kTopkLongRowsAtOnce = 2;                   // by a multiprocessor
+inline constexpr int kTopkLongRowsAtOnce = 2;                   // by a SM
 inline constexpr int64_t kTopkMaxSize = INT32_MAX - (1 << 16);  // positions are int32
 
 struct TopkParams {

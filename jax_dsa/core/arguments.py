@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import min_dim
 
 from jax_dsa.core.checks import INT32, LARGEST, WIDE_FLOATS, Args, as_array
-from jax_dsa.core.later import Later
+from jax_dsa.core.deferred import Deferred
 from jax_dsa.core.typing import Array, ArrayLike, Float, Int
 
 CausalAlignment = Literal["top_left", "bottom_right"]
@@ -92,7 +92,7 @@ def causal_ends(args: Args, is_causal: Any, query_start: Any, key_stride: Any) -
     start = first_position(args, query_start)
     if not args.flag("is_causal", is_causal):
         return None
-    return Later(_causal_ends, (start,), (args.batch, args.sizes["T"], stride))
+    return Deferred(_causal_ends, (start,), (args.batch, args.sizes["T"], stride))
 
 
 def _causal_ends(start: Any, batch: int, queries: int, stride: int) -> Array:
@@ -124,8 +124,8 @@ def key_ranges(
     )
     sizes = (args.batch, args.sizes["T"]), args.sizes["S"]
     return (
-        Later(_range_starts, (starts,), sizes),
-        Later(_range_ends, (ends, first if causal else None, lengths), sizes),
+        Deferred(_range_starts, (starts,), sizes),
+        Deferred(_range_ends, (ends, first if causal else None, lengths), sizes),
     )
 
 

@@ -78,7 +78,7 @@ def match_vary(tree: Tree, *like: Any) -> Tree:
     return jax.tree.map(lambda x: _vary_over(x, axes), tree) if axes else tree
 
 
-def compass(context: Any, *like: Any) -> list[jax.Array]:
+def device_order_probe(context: Any, *like: Any) -> list[jax.Array]:
     """An operand that tells `auto_mesh` in which order the compiler numbers devices: inside a
     `shard_map` that leaves several axes to the compiler, that of its first result's axes.
     """
@@ -90,7 +90,7 @@ def compass(context: Any, *like: Any) -> list[jax.Array]:
 
 
 def auto_mesh(
-    context: Any, mesh: Mesh, shardings: Sequence[Any], needle: Any = None
+    context: Any, mesh: Mesh, shardings: Sequence[Any], probe: Any = None
 ) -> tuple[Mesh, Mesh, list[PartitionSpec | None]]:
     """What a partition callback of `custom_partitioning` is not told.
 
@@ -98,7 +98,7 @@ def auto_mesh(
         context: the abstract mesh that was current while tracing.
         mesh: what the callback is given as its mesh: nothing inside a `shard_map`.
         shardings: what it is given of the arrays, as the compiler says it.
-        needle: what it is given of the `compass`, if there is one.
+        probe: what it is given of the `device_order_probe`, if there is one.
 
     Returns:
         The whole mesh; the mesh of its Auto axes alone, which the callback's shardings are of; and
@@ -110,8 +110,8 @@ def auto_mesh(
         devices = np.array(shardings[0]._device_assignment).reshape(context.axis_sizes)
         first = tuple(slice(None) if n in context.auto_axes else 0 for n in context.axis_names)
         order = list(range(len(context.auto_axes)))
-        if needle is not None:  # axes by how far apart their neighbours are
-            tiles = needle._to_xla_hlo_sharding(len(order))
+        if probe is not None:  # axes by how far apart their neighbours are
+            tiles = probe._to_xla_hlo_sharding(len(order))
             places = np.array(tiles.tile_assignment_devices()).reshape(devices[first].shape)
             order.sort(key=lambda i: -int(np.ptp(places.take([0, -1], i), axis=i).flat[0]))
         mesh = Mesh(devices, context.axis_names)

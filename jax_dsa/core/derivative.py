@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_dsa.core import compat
-from jax_dsa.core.later import resolved
+from jax_dsa.core.deferred import materialize
 from jax_dsa.core.spec import fields
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def differentiable(
 
     Args:
         name: what compiled programs and profiles call it.
-        fwd: the forward pass, on a named tuple of operands, some of which may be `Later`.
+        fwd: the forward pass, on a named tuple of operands, some of which may be `Deferred`.
         bwd: the backward pass `(call, options, *residuals, cotangents) -> gradients`. The
             cotangents are a tuple like the results, with None for an integer, a None, or a result
             that is marked CONSTANT; the gradients are named like their operands.
@@ -182,7 +182,7 @@ def differentiable(
         return outputs, moved
 
     def core(call: Call, options: O, operands: X) -> Y:
-        operands = resolved(operands)
+        operands = materialize(operands)
         if call.implementation == "plain":
             return fwd(call, options, operands)
         results = fwd(call, options, jax.lax.stop_gradient(operands))

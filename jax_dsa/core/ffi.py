@@ -126,17 +126,17 @@ class Kernel:
         limits: what it covers, in words: shown by `python -m jax_dsa`.
         takes: the fields of the first group that it knows; None for all. One that it does not know
             it would ignore.
-        queries_first: `(options, *groups)` -> whether all heads of some queries are less work than
-            some heads of all queries. Mesh axes that shard heads then split the queries.
+        prefer_query_sharding: `(options, *groups)` -> whether the kernel prefers query sharding to
+            head sharding. Mesh axes that shard heads then split the queries.
     """
 
     run: Callable[..., Any]
     supports: Callable[..., str | None]
     limits: str
     takes: tuple[str, ...] | None = None
-    queries_first: Callable[..., bool] | None = None
+    prefer_query_sharding: Callable[..., bool] | None = None
 
-    def why_not(self, options: Any, *groups: Any) -> str | None:
+    def unsupported_reason(self, options: Any, *groups: Any) -> str | None:
         """None, or the reason why it cannot run this call."""
         given = () if self.takes is None else groups[0]._fields
         for name in given:

@@ -48,8 +48,8 @@ class Pass(Generic[O, P, R]):
             the batch axis "b", which vmap folds into; an operand may have 1 there.
         kernel: the CUDA kernel, if there is one.
         shardable: the factors that may be sharded. Each result is the sum over those it lacks.
-        spread: mesh axes that shard no operand split the queries, and the results are exchanged:
-            for work that outweighs its results, which the heads of a layer share.
+        shard_queries_on_idle_axes: whether mesh axes that shard no operand split the queries, after
+            which the results are exchanged. This pays where the work outweighs its results.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Pass(Generic[O, P, R]):
         *,
         kernel: ffi.Kernel | None = None,
         shardable: str = "b t g m",
-        spread: bool = False,
+        shard_queries_on_idle_axes: bool = False,
     ) -> None:
         self.name = name
         self.xla = xla
         self.kernel = kernel
         self.shardable = frozenset(shardable.split())
-        self.spread = spread
+        self.shard_queries_on_idle_axes = shard_queries_on_idle_axes
         self.signature = Signature.of(xla)
         _passes[name] = self
 
@@ -74,7 +74,9 @@ class Pass(Generic[O, P, R]):
         if call.implementation == "cuda":
             self._require_kernel(call, options, groups)
         present = tuple([x is not None for x in operands])
-        built = _built(self, call, options, present, self._queries_first(call, options, groups))
+        built = _built(
+            self, call, options, present, self._prefer_query_sharding(call, options, groups)
+        )
         outs = built(*[x for x in operands if x is not None])
         results = self.signature.results
         for i, field in enumerate(fields(results)):
@@ -82,14 +84,17 @@ class Pass(Generic[O, P, R]):
                 outs[i] = checkpoint_name(outs[i], field.remat)
         return results(*outs)
 
-    def _queries_first(self, call: Call, options: O, groups: Any) -> bool:
+    def _prefer_query_sharding(self, call: Call, options: O, groups: Any) -> bool:
         """Whether the call has a kernel that would rather have all heads of some queries."""
         kernel = self.kernel
-        if kernel is None or kernel.queries_first is None or not ffi.status()[0]:
+        if kernel is None or kernel.prefer_query_sharding is None or not ffi.status()[0]:
             return False
-        if call.implementation in ("xla", "plain") or kernel.why_not(options, *groups) is not None:
+        if (
+            call.implementation in ("xla", "plain")
+            or kernel.unsupported_reason(options, *groups) is not None
+        ):
             return False
-        return kernel.queries_first(options, *groups)
+        return kernel.prefer_query_sharding(options, *groups)
 
     def _require_kernel(self, call: Call, options: O, groups: Any) -> None:
         """Raises unless the kernel can run this call: a user who names an implementation gets it or
@@ -99,7 +104,7 @@ class Pass(Generic[O, P, R]):
         if self.kernel is None:
             why = "it has no CUDA kernel yet"
         elif loaded:
-            why = self.kernel.why_not(options, *groups) or ""
+            why = self.kernel.unsupported_reason(options, *groups) or ""
         if why:
             raise NotImplementedError(
                 f"{call.op}: implementation='cuda' is not available here for the pass "
@@ -113,7 +118,7 @@ def _built(
     call: Call,
     options: Any,
     present: tuple[bool, ...],
-    queries_first: bool,
+    prefer_query_sharding: bool,
 ) -> Callable[..., list[Any]]:
     """The pass for the operands that are `present`, with any number of axes in front of theirs."""
     signature = self.signature
@@ -141,7 +146,9 @@ def _built(
         sizes = [None if m is None else args[m].shape[own] for m in mirrors]
         return [batching.unfold(y, lead, batch, n) for y, n in zip(outs, sizes, strict=True)]
 
-    declared = partition.Declared(axes, result_axes, self.shardable, self.spread, queries_first)
+    declared = partition.Declared(
+        axes, result_axes, self.shardable, self.shard_queries_on_idle_axes, prefer_query_sharding
+    )
     if call.implementation == "plain":
         return partition.partitioned(local, declared, plain=True)
     local.__name__ = self.name  # what compiled programs and profiles call it
@@ -162,7 +169,7 @@ def _implementation(
     kernel = self.kernel
     if call.implementation in ("xla", "plain") or kernel is None or not ffi.status()[0]:
         return xla
-    if call.implementation is None and kernel.why_not(options, *groups) is not None:
+    if call.implementation is None and kernel.unsupported_reason(options, *groups) is not None:
         return xla
     # One trace for the results' shapes and for the branch of other platforms.
     xla = jax.jit(functools.update_wrapper(xla, self.xla))

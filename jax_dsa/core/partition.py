@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from jax_dsa.core.spec import Axis
 
-_SPREAD = ("t", "b", "d")
+_IDLE_AXIS_FACTORS = ("t", "b", "d")
 """The factors, in order, that take a mesh axis which the factors it was meant for can't take."""
 
 
@@ -39,15 +39,15 @@ class Declared(NamedTuple):
         operands: the axes of just the operands that are present.
         results: the axes of all results.
         shardable: the factors that may be sharded.
-        spread: whether mesh axes that shard nothing split the work too.
-        queries_first: whether mesh axes that shard heads had better split the queries.
+        shard_queries_on_idle_axes: whether mesh axes that shard nothing split the work too.
+        prefer_query_sharding: whether mesh axes that shard heads had better split the queries.
     """
 
     operands: Sequence[Axes]
     results: Sequence[Axes]
     shardable: frozenset[str]
-    spread: bool
-    queries_first: bool
+    shard_queries_on_idle_axes: bool
+    prefer_query_sharding: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Plan:
         operands, results: the factors of their axes.
         shapes: of the results.
         sizes: of the factors.
-        shardable, spread, queries_first: as in `Declared`.
+        shardable, shard_queries_on_idle_axes, prefer_query_sharding: as in `Declared`.
     """
 
     operands: list[Axes]
@@ -66,8 +66,8 @@ class Plan:
     shapes: list[tuple[int, ...]]
     sizes: dict[str, int]
     shardable: frozenset[str]
-    spread: bool
-    queries_first: bool
+    shard_queries_on_idle_axes: bool
+    prefer_query_sharding: bool
 
     @classmethod
     def of(cls, declared: Declared, args: Sequence[Any], outs: Sequence[Any]) -> Plan:
@@ -113,10 +113,10 @@ class Plan:
         entries, so that no two devices do the same work; the results go back to what the operands'
         specs let a caller expect. A gradient whose operand lay in blocks is summed into blocks.
         """
-        first = self.shardable - {"m"} if self.queries_first else self.shardable
-        where, wanted, idle = self._deal(mesh, specs, first)
-        if idle and self.queries_first:
-            where, wanted, _ = self._deal(mesh, specs, self.shardable)
+        first = self.shardable - {"m"} if self.prefer_query_sharding else self.shardable
+        where, wanted, idle = self._assign_axes(mesh, specs, first)
+        if idle and self.prefer_query_sharding:
+            where, wanted, _ = self._assign_axes(mesh, specs, self.shardable)
         results = [Placement.of(a, where, mesh) for a in self.results]
         used = dict.fromkeys(p.name for parts in where.values() for p in parts)
         sums, scatters = [], []
@@ -137,7 +137,7 @@ class Plan:
         operands = [Placement.of(a, where, mesh) for a in self.operands]
         return Layout(operands, results, sums, scatters, wanted)
 
-    def _deal(
+    def _assign_axes(
         self,
         mesh: Mapping[str, int],
         specs: Sequence[PartitionSpec | None],
@@ -161,9 +161,9 @@ class Plan:
                         given.setdefault(axis, names)
         wanted = [self._wanted(a, where, given, mesh) for a in self.results]
         taken = {p.name for parts in where.values() for p in parts}
-        for name in mesh if self.spread else seen:
+        for name in mesh if self.shard_queries_on_idle_axes else seen:
             if name not in taken and mesh[name] > 1:
-                self._give(name, where, mesh)
+                self._assign_idle_axis(name, where, mesh)
         taken = {p.name for parts in where.values() for p in parts}
         return where, wanted, {n for n in seen if mesh[n] > 1} - taken
 
@@ -194,13 +194,13 @@ class Plan:
             if left != 1:
                 break
         # A mesh axis that is dealt in part is not dealt at all.
-        torn = queue[0][0] if queue and queue[0][1] < mesh[queue[0][0]] else None
-        kept = {f: tuple(p for p in parts if p.name != torn) for f, parts in out.items()}
+        partial = queue[0][0] if queue and queue[0][1] < mesh[queue[0][0]] else None
+        kept = {f: tuple(p for p in parts if p.name != partial) for f, parts in out.items()}
         return {f: parts for f, parts in kept.items() if parts}
 
-    def _give(self, name: str, where: Where, mesh: Mapping[str, int]) -> None:
+    def _assign_idle_axis(self, name: str, where: Where, mesh: Mapping[str, int]) -> None:
         """Lets the mesh axis split queries or batch entries, if it divides them."""
-        for f in _SPREAD:
+        for f in _IDLE_AXIS_FACTORS:
             parts = where.get(f, ())
             size = self.sizes.get(f, 0) // math.prod(p.size for p in parts)
             if f in self.shardable and size and size % mesh[name] == 0:
@@ -292,13 +292,13 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
             return fun(*args)
         given = jax.eval_shape(fun, *_shapes(args))
         plan = Plan.of(declared, args, given)
-        compass = compat.compass(mesh, *args)
+        device_order_probe = compat.device_order_probe(mesh, *args)
         count = len(args)
 
         def partition(devices: Any, arg_infos: Any, result_infos: Any) -> Any:
-            needles = [x.sharding for x in arg_infos[count:]]
+            probes = [x.sharding for x in arg_infos[count:]]
             shardings = [x.sharding for x in (*arg_infos[:count], *result_infos)]
-            devices, auto, specs = compat.auto_mesh(mesh, devices, shardings, *needles)
+            devices, auto, specs = compat.auto_mesh(mesh, devices, shardings, *probes)
             layout = plan.layout(dict(auto.shape), specs)
 
             def lower(*blocks: jax.Array) -> list[jax.Array]:
@@ -306,7 +306,7 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
                     return layout.run(fun, blocks[:count])
 
             ins = tuple(NamedSharding(auto, p.spec) for p in layout.operands)
-            ins += tuple(NamedSharding(auto, PartitionSpec(*mesh.auto_axes)) for _ in needles)
+            ins += tuple(NamedSharding(auto, PartitionSpec(*mesh.auto_axes)) for _ in probes)
             outs = [NamedSharding(auto, p.spec) for p in layout.results]
             return devices, lower, outs, ins
 
@@ -314,11 +314,11 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
         op.def_partition(
             partition=partition,
             sharding_rule=lambda devices, *_: plan.rule(
-                sizes or dict(devices.shape), [x.ndim for x in compass]
+                sizes or dict(devices.shape), [x.ndim for x in device_order_probe]
             ),
             decode_shardings=False,
         )
-        return _like(given, op(*args, *compass))
+        return _like(given, op(*args, *device_order_probe))
 
     return call
 

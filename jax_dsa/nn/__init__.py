@@ -3,7 +3,7 @@
 from jax_dsa.core.extras import needs_extra
 
 with needs_extra("flax", __name__):
-    from jax_dsa.nn.attention import AttentionAux, DSAttention, MLAProjections, SparseMLA
+    from jax_dsa.nn.attention import MLA, AttentionAux, DSAttention, MLAProjections
     from jax_dsa.nn.cache import DecoderCache, LayerCache
     from jax_dsa.nn.compressed import (
         CompressedAttention,
@@ -23,6 +23,7 @@ with needs_extra("flax", __name__):
     from jax_dsa.nn.stripes import striped, unstriped
 
 __all__ = [
+    "MLA",
     "AttentionAux",
     "AttentionConfig",
     "Block",
@@ -44,7 +45,6 @@ __all__ = [
     "MLAProjections",
     "RopeLayout",
     "SafeTensors",
-    "SparseMLA",
     "SwiGLU",
     "fake_quantize_fp4",
     "from_hf",

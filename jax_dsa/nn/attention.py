@@ -65,7 +65,7 @@ class AttentionAux(NamedTuple):
     indexer: IndexerInputs | None
 
 
-class SparseMLA(nnx.Module):
+class MLA(nnx.Module):
     """The projections of multi-head latent attention, in both of its forms.
 
     Keys and values of all heads are linear in one latent of E numbers a token, so the heads'
@@ -229,7 +229,7 @@ class DSAttention(nnx.Module):
                 f"DSAttention: argument 'indexer_type' is {indexer_type!r}, want 'full' or 'shared'"
             )
         self.config = config
-        self.mla = SparseMLA(config, rngs=rngs)
+        self.mla = MLA(config, rngs=rngs)
         self.indexer = LightningIndexer(config, rngs=rngs) if indexer_type == "full" else None
 
     def __call__(

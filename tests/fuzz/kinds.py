@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from compare import assert_matches
+from support.compare import assert_matches
 
 from fuzz.draw import Call, Draw, is_float
 from fuzz.misuse import mistakes

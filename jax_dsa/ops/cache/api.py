@@ -164,7 +164,7 @@ class _Cache:
         raise NotImplementedError
 
     @property
-    def room(self) -> Int[Array, "B"]:
+    def free_tokens(self) -> Int[Array, "B"]:
         """How many more tokens each request has room for; 0 where the cache is full."""
         return self.capacity - jnp.clip(self.lengths, 0, self.capacity)
 

@@ -15,7 +15,7 @@ from jax_dsa.core.arguments import (
 )
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import FLOATS, INT32, Args
-from jax_dsa.core.later import resolved
+from jax_dsa.core.deferred import materialize
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.attn_dist import spec as attn_dist
 from jax_dsa.ops.attn_dist.api import attn_dist_op
@@ -32,7 +32,7 @@ __all__ = ["DSAAux", "dsa_attention"]
 
 def _dsa_attention(call: Call, options: Options, x: Operands) -> tuple[Array, DSAAux]:
     """The operator without its checks."""
-    x = resolved(x)
+    x = materialize(x)
     select = indexer.Options(True, options.top_k, options.deterministic)
     logits = None
     if x.indices is None:

@@ -122,7 +122,7 @@ class HTreeCache:
         return dataclasses.replace(self, k=k, v=v, lengths=end)
 
     @property
-    def room(self) -> Int[Array, "B"]:
+    def free_tokens(self) -> Int[Array, "B"]:
         """How many more tokens each request has room for; 0 where the cache is full."""
         return self.capacity - jnp.clip(self.lengths, 0, self.capacity)
 

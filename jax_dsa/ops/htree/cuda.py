@@ -21,7 +21,7 @@ _MAX_DECODE_GROUP_HEADS = 128
 _MAX_DECODE_QUERIES = 16  # each works for itself
 
 # Bytes of importances and lists that are in memory at a time: with 16 children a node and 512
-# selected, what 12 queries for each of 132 multiprocessors need, three times over.
+# selected, what 12 queries for each of 132 SMs need, three times over.
 WORKSPACE_BUDGET = 224 * 10**6
 
 

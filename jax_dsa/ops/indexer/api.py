@@ -38,7 +38,7 @@ TOPK_FWD = Pass(
     "indexer_topk_fwd",
     xla.indexer_topk_fwd,
     shardable="b t",
-    spread=True,
+    shard_queries_on_idle_axes=True,
     kernel=Kernel(
         cuda.indexer_topk_fwd,
         cuda.topk_fwd_supports,
@@ -49,14 +49,19 @@ TOPK_BWD = Pass(
     "indexer_topk_bwd",
     xla.indexer_topk_bwd,
     shardable="b t",
-    spread=True,
+    shard_queries_on_idle_axes=True,
     kernel=Kernel(
         cuda.indexer_topk_bwd,
         cuda.topk_bwd_supports,
         limits="bfloat16; J <= 64; C 32, 64 or 128; K <= 8192",
     ),
 )
-SELECTED_FWD = Pass("indexer_selected_fwd", xla.indexer_selected_fwd, shardable="b t", spread=True)
+SELECTED_FWD = Pass(
+    "indexer_selected_fwd",
+    xla.indexer_selected_fwd,
+    shardable="b t",
+    shard_queries_on_idle_axes=True,
+)
 
 
 def _topk_bwd(call: Call, options: Options, x: Selected, dy: Selection) -> Gradients:

@@ -21,7 +21,7 @@ _MAX_SLOTS = 8192
 _PAGE = 64
 
 # Bytes of logits that `indexer_topk`'s kernels have in memory at a time: at 131072 keys, the two
-# rows that each of 132 multiprocessors selects from at once.
+# rows that each of 132 SMs selects from at once.
 LOGITS_BUDGET = 144 * 10**6
 
 

@@ -39,7 +39,7 @@ DENSE_FWD = Pass(
     "dense_indexer_kl_loss_fwd",
     xla.dense_indexer_kl_loss_fwd,
     shardable="b t",
-    spread=True,
+    shard_queries_on_idle_axes=True,
     kernel=Kernel(
         cuda.dense_indexer_kl_loss_fwd,
         cuda.dense_fwd_supports,

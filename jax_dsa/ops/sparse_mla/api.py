@@ -41,7 +41,7 @@ BWD = Pass(
         cuda.supports,
         limits="bfloat16; D 576 or 512, value_dim 512; scale > 0",
         takes=cuda.TAKES,
-        queries_first=cuda.sums_by_rows,
+        prefer_query_sharding=cuda.sums_by_rows,
     ),
 )
 DECODE_FWD = Pass(

@@ -78,7 +78,7 @@ def sparse_mla_fwd(options: Options, avals: Results, x: Operands) -> Results:
 
 
 def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
-    """`xla.sparse_mla_fwd` of few queries, whose slots are split among multiprocessors."""
+    """`xla.sparse_mla_fwd` of few queries, whose slots are split among SMs."""
     B, T, N, _ = x.q.shape
     G = x.kv.shape[2]
     items = B * T * G * _ceil_div(N // G, _TILE)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from fuzz.draw import Call, Draw, bf16, f16, f32, i32
-from oracles.cache import packed
+from support.oracles.cache import packed
 
 from jax_dsa import FlatCache, PagedCache
 

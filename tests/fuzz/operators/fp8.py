@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from fuzz.draw import Call, Draw, bf16, e4m3, f16, f32
-from oracles import fp8 as oracle
+from support.oracles import fp8 as oracle
 
 from jax_dsa import dequantize_fp8, fake_quantize_fp8, fp8_linear, fp8_matmul, quantize_fp8
 

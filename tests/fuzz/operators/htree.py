@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from fuzz.draw import Call, Draw, bf16, f32, f64, i32, peak
 from fuzz.operators.sparse_mla import wide
-from oracles import htree as oracle
+from support.oracles import htree as oracle
 
 from jax_dsa import HTreeCache, htree_attention, htree_build, htree_decode, htree_select
 from jax_dsa.ops.htree.tree import node_count, tree_layers

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from fuzz.draw import Call, Draw, bf16, e4m3, f32, f64, i32, without_batch
 from fuzz.operators.sparse_mla import cached_rows, draw_cache, draw_start, whole
-from oracles import indexer as oracle
-from oracles import topk as topk_oracle
+from support.oracles import indexer as oracle
+from support.oracles import topk as topk_oracle
 
 from jax_dsa import FlatCache, PagedCache, indexer_logits, indexer_topk
 

@@ -16,8 +16,8 @@ from fuzz.operators.indexer import (
     result_dtype,
 )
 from fuzz.operators.sparse_mla import wide
-from oracles import attn_dist, losses, sparse_mla
-from oracles import topk as topk_oracle
+from support.oracles import attn_dist, losses, sparse_mla
+from support.oracles import topk as topk_oracle
 
 from jax_dsa import dense_indexer_kl_loss, dsa_attention, indexer_kl_loss
 

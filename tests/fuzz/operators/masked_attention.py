@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from fuzz.draw import INT_MAX, Call, Draw, peak, without_batch
 from fuzz.operators.sparse_mla import wide
-from oracles import masked_attention as oracle
+from support.oracles import masked_attention as oracle
 
 from jax_dsa import BlockMask, make_block_mask, masked_attention, masked_attention_varlen
 

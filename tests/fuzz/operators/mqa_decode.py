@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from fuzz.draw import INT_MAX, Call, Draw, peak, without_batch
 from fuzz.operators.sparse_mla import cached_rows, draw_cache, wide
-from oracles import mqa_decode as oracle
+from support.oracles import mqa_decode as oracle
 
 from jax_dsa import FlatCache, PagedCache, merge_attention, mqa_decode
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 from fuzz.draw import INT_MAX, INT_MIN, Call, Draw, f32, f64, peak, without_batch
-from oracles import attn_dist as dist_oracle
-from oracles import sparse_mla as oracle
-from oracles.cache import packed, unpacked
-from oracles.mqa_decode import unpaged
+from support.oracles import attn_dist as dist_oracle
+from support.oracles import sparse_mla as oracle
+from support.oracles.cache import packed, unpacked
+from support.oracles.mqa_decode import unpaged
 
 from jax_dsa import FlatCache, PagedCache, attn_dist, sparse_mla, sparse_mla_decode
 

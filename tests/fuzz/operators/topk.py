@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from fuzz.draw import Call, Draw, f32, i32
-from oracles import topk as oracle
+from support.oracles import topk as oracle
 
 from jax_dsa import topk, topk_indices, topk_mask
 

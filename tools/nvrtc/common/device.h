@@ -8,7 +8,7 @@
 namespace jax_dsa {
 
 struct Device {
-  int processors;
+  int num_sms;
   int64_t l2_bytes;
 };
 cudaError_t current_device(Device*);

@@ -1,0 +1,87 @@
+// Decode of hierarchical tree attention on the emulator, against float64.
+#include <cstdio>
+
+#include "htree/decode.cu"
+#include "problems/aligned.h"
+#include "problems/htree_problem.h"
+
+namespace {
+
+using namespace jax_dsa;
+using namespace htree_problem;
+
+int failures = 0;
+
+struct Outcome {
+  std::vector<bf16> out;
+  std::vector<float> lse;
+  std::vector<int16_t> selected;
+};
+
+void check(const Case& c, const std::vector<emulator::Options>& schedules) {
+  Problem x = make(c, schedules[0].seed);
+  x.decodes = true;
+  const int64_t queries = int64_t{c.batch} * c.queries, rows = queries * c.groups;
+  const int64_t layers = x.layers.count - 1;
+  Aligned<bf16> q(x.q), k(cache(x, true)), v(cache(x, false));
+  Outcome first;
+  for (const auto& options : schedules) {
+    emulator::machine.options = options;
+    // Blocks a row; results are the same only for as many.
+    emulator::machine.num_sms = static_cast<int>(3 * rows);
+    Outcome y;
+    y.out.assign(queries * c.heads * c.dim, __float2bfloat16(NAN));
+    y.lse.assign(queries * c.heads, NAN);
+    y.selected.assign(rows * layers * c.top_k, -7);
+    HTreeDecodeParams params = {};
+    HTreeFwdParams& p = params.fwd;
+    p.q = q.get(), p.positions = x.positions.data(), p.out = y.out.data(), p.lse = y.lse.data();
+    p.selected = y.selected.data(), p.batch = c.batch, p.queries = c.queries, p.heads = c.heads;
+    p.groups = c.groups, p.tokens = c.tokens, p.dim = c.dim, p.compression = c.compression;
+    p.top_k = c.top_k, p.scale = x.scale;
+    params.k = k.get(), params.v = v.get(), params.rope_base = x.rope_base;
+    p.workspace_bytes = htree_decode_workspace(params);
+    Aligned<uint8_t> workspace(p.workspace_bytes);
+    p.workspace = workspace.get();
+    emulator::require(launch_htree_decode(params, nullptr));
+    htree::DecodePass pass = {};
+    htree::divide(p, x.layers.count, 3 * rows, pass);
+
+    Findings found;
+    int64_t inexact = 0;
+    const int width = c.compression * c.top_k;
+    for (int64_t row = 0; row < rows; ++row) {
+      const int b = static_cast<int>(row / c.queries / c.groups),
+                t = static_cast<int>(row % c.queries);
+      const int g = static_cast<int>(row / c.queries % c.groups);
+      const int64_t head = x.token(b, t) * c.heads + g * (c.heads / c.groups);
+      const int16_t* chosen = y.selected.data() + (x.token(b, t) * c.groups + g) * layers * c.top_k;
+      const float* importance = layers ? pass.importance + (rows + row) * width : nullptr;
+      found +=
+          htree_problem::check(x, b, t, g, chosen, &y.out[head * c.dim], &y.lse[head], importance);
+      inexact += importance && !selects_exactly(x, b, t, importance, chosen);
+    }
+    if (first.out.empty()) first = y;
+    const bool same = memcmp(first.out.data(), y.out.data(), y.out.size() * 2) == 0 &&
+                      memcmp(first.lse.data(), y.lse.data(), y.lse.size() * 4) == 0;
+    const bool good = inexact == 0 && found.good(c.size) && same;
+    printf(
+        "%-4s %-26s %d layers %s seed %llu  out %.1e (%.1e), lse %.1e, gap %.1e, importance "
+        "%.1e%s%s%s%s\n",
+        good ? "ok" : "BAD", c.name, x.layers.count,
+        options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
+        found.close, found.exact, found.lse, found.gap, found.importance,
+        inexact ? "  INEXACT SELECTION" : "", found.partition ? "" : "  NO PARTITION",
+        found.complete ? "" : "  INCOMPLETE", same ? "" : "  DIFFERS");
+    fflush(stdout);
+    failures += !good;
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (const Case& c : kDecodeCases) check(c, emulator::schedules(argc, argv, &c - kDecodeCases));
+  printf(failures ? "FAILED %d\n" : "all good\n", failures);
+  return failures != 0;
+}

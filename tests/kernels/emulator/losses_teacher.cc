@@ -1,0 +1,42 @@
+// The teacher's kernel of the indexer's warm-up loss on the emulator, against float64.
+#include "losses/teacher.cu"
+#include "problems/dense_loss_problem.h"
+
+using namespace dense_loss_problem;
+
+int main(int argc, char** argv) {
+  int failures = 0;
+  for (const Case& c : kCases) {
+    const auto schedules = emulator::schedules(argc, argv, &c - kCases);
+    const Problem x = make(c, schedules[0].seed);
+    const std::vector<double> want = teacher(x);
+    std::vector<float> first;
+    for (size_t i = 0; i < schedules.size(); ++i) {
+      emulator::machine.options = schedules[i], emulator::machine.num_sms = 2 + i % 2;
+      std::vector<float> got(want.size(), NAN);
+      std::vector<float> offsets(x.tokens() * c.heads, NAN);
+      emulator::require(jax_dsa::launch_teacher(
+          {x.q.data(), x.kv.data(), x.starts.data(), x.ends.data(), got.data(), offsets.data(),
+           c.batch, c.queries, c.keys, c.heads, c.groups, c.dim, x.scale},
+          nullptr));
+      double worst = 0;
+      for (size_t k = 0; k < want.size(); ++k) {
+        if (want[k] == 0) {
+          if (!std::isnan(got[k])) worst = INFINITY;  // not to be written
+          got[k] = 0;
+        }
+        const double error = std::fabs(got[k] - want[k]) / (want[k] + 1e-3);
+        worst = std::isnan(error) ? INFINITY : std::max(worst, error);
+      }
+      if (i == 0) first = got;
+      const bool same = memcmp(first.data(), got.data(), got.size() * sizeof(float)) == 0;
+      const bool good = worst < 1e-4 && same;
+      printf("%-4s %-24s relative %.1e%s\n", good ? "ok" : "BAD", c.name, worst,
+             same ? "" : "  DIFFERS");
+      fflush(stdout);
+      failures += !good;
+    }
+  }
+  printf(failures ? "FAILED %d\n" : "all good\n", failures);
+  return failures != 0;
+}

@@ -1,0 +1,186 @@
+// The mqa_decode kernels on the emulator, against float64.
+#include "emulator.h"
+#include "mqa_decode/fwd.cu"
+#include "problems/mqa_decode_problem.h"
+
+namespace {
+
+using namespace jax_dsa;
+using namespace mqa_decode_problem;
+
+struct DecodeCase {
+  Case c;
+  int num_sms;
+  MqaDecodeTuning tuning;
+};
+
+int failures = 0;
+
+void run(const DecodeCase& tried, const emulator::Options& options) {
+  const Case& c = tried.c;
+  const Problem x = make(c, options.seed);
+  const int64_t rows = int64_t{c.batch} * c.queries * c.heads, E = x.value_dim();
+  std::vector<bf16> out(rows * E, __float2bfloat16(NAN));
+  std::vector<float> floats(rows * E, NAN), lse(rows, NAN), top(rows, NAN);
+  const MqaDecodeWorkspace room =
+      mqa_decode_workspace(mqa_decode_rows(c.queries, c.heads, c.groups, c.dim, c.with.records));
+  std::vector<float4> partial(room.rows * E / 4, make_float4(NAN, NAN, NAN, NAN));
+  std::vector<float2> partial_rows(room.rows, make_float2(NAN, NAN));
+  std::vector<int2> cuts(room.cuts, make_int2(-1, -1));
+  MqaDecodeParams p = shapes(x);
+  p.tuning = tried.tuning;
+  p.q = x.q.data(), p.v = c.with.apart ? x.v.data() : nullptr;
+  p.k = c.with.records ? static_cast<const void*>(x.records.data()) : x.k.data();
+  p.starts = x.starts.data(), p.ends = x.ends.data();
+  p.sinks = c.with.sinks ? x.sinks.data() : nullptr;
+  p.page_table = c.with.page_size > 0 ? x.page_table.data() : nullptr;
+  p.out = c.with.normalized ? static_cast<void*>(out.data()) : floats.data();
+  p.lse = lse.data(), p.top = c.with.normalized ? nullptr : top.data();
+  p.partial = reinterpret_cast<float*>(partial.data());
+  p.partial_rows = partial_rows.data(), p.cuts = cuts.data();
+  emulator::machine.options = options, emulator::machine.num_sms = tried.num_sms;
+  emulator::require(launch_mqa_decode(p, nullptr));
+  Errors errors;
+  for (int64_t r = 0; r < rows; ++r) {
+    std::vector<float> got(E);
+    for (int d = 0; d < E; ++d) {
+      got[d] = c.with.normalized ? __bfloat162float(out[r * E + d]) : floats[r * E + d];
+    }
+    errors.add(x, attend(x, r / c.heads, r % c.heads), got, lse[r], top[r]);
+  }
+  int cut = 0, parts = 0;
+  for (const int2& x : cuts) cut += x.y > 0, parts = std::max(parts, x.y);
+  const bool good = errors.good();
+  printf("%-4s %-32s %2d cut in up to %2d, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e%s\n",
+         good ? "ok" : "BAD", c.name, cut, parts,
+         options.late_wgmma ? "late wgmma, " : "early wgmma,",
+         options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
+         errors.lse.worst, errors.lse.top, errors.out.worst, errors.out.top,
+         errors.poison ? "" : "  poison lost");
+  fflush(stdout);
+  failures += !good;
+}
+
+constexpr MqaDecodeTuning kCut = {0, 1}, kWhole = {1 << 20}, kUsual = {};
+
+// name, B, T, S, N, G, D; apart, page size, holes, window, starts, sinks, normalized, infinite,
+// size of q, full, shared; SMs, tuning
+const DecodeCase kCases[] = {
+    {{"one request", 1, 1, 500, 64, 1, 576, {.full = true}}, 3, kCut},
+    {{"one request, several parts", 1, 1, 500, 64, 1, 576, {.full = true}}, 6, kCut},
+    {{"one request, two row tiles", 1, 1, 450, 100, 1, 576, {.full = true}}, 4, kCut},
+    {{"few requests", 2, 1, 300, 40, 1, 576, {.sinks = 1}}, 3, kUsual},
+    {{"few requests, alike", 2, 1, 500, 40, 1, 576, {.full = true}}, 6, kUsual},
+    {{"few, as long, pages", 3, 2, 420, 12, 1, 512, {.page_size = 7, .window = 300}}, 5, kCut},
+    {{"many, whole", 8, 1, 200, 33, 1, 512, {.sinks = 2}}, 3, kWhole},
+    {{"many, cut", 9, 1, 200, 40, 1, 576, {.window = 90, .sinks = 1}}, 3, kCut},
+    {{"queries", 4, 3, 260, 20, 1, 576, {.infinite = true}}, 3, kCut},
+    {{"queries, five row tiles", 2, 5, 200, 57, 1, 512, {.window = 70, .infinite = true}}, 3, kCut},
+    {{"starts, groups", 3, 4, 200, 24, 2, 576, {.starts = 2, .sinks = 1}}, 4, kCut},
+    {{"pages of 64", 3, 2, 256, 40, 1, 576, {.page_size = 64, .holes = true, .infinite = true}},
+     3,
+     kCut},
+    {{"pages of 7, sharp",
+      3,
+      1,
+      210,
+      48,
+      1,
+      512,
+      {.page_size = 7, .holes = true, .starts = 1, .q_size = 12.f}},
+     3,
+     kCut},
+    {{"pools", 3, 1, 256, 40, 1, 576, {.page_size = 64, .holes = true, .pools = true}}, 3, kCut},
+    {{"few, pools", 3, 2, 210, 12, 1, 512, {.page_size = 7, .pools = true}}, 3, kCut},
+    {{"floats", 3, 2, 260, 33, 1, 576, {.window = 130, .normalized = false}}, 3, kCut},
+    {{"few", 4, 1, 400, 16, 1, 576, {.sinks = 1}}, 3, kCut},
+    {{"few, one request", 1, 1, 700, 16, 1, 576, {.full = true}}, 4, kCut},
+    {{"few, shared", 3, 1, 300, 30, 2, 512, {.starts = 1, .shared = true}}, 3, kUsual},
+    {{"few, queries", 5, 4, 300, 8, 1, 576, {.sinks = 2, .infinite = true}}, 3, kCut},
+    {{"few, starts, pages",
+      3,
+      3,
+      256,
+      20,
+      2,
+      512,
+      {.page_size = 128, .holes = true, .starts = 2, .infinite = true}},
+     3,
+     kCut},
+    {{"few, pages of 1", 6, 1, 150, 5, 1, 576, {.page_size = 1, .window = 64}}, 3, kWhole},
+    {{"few, floats", 3, 2, 260, 16, 1, 576, {.starts = 1, .normalized = false, .q_size = 6.f}},
+     3,
+     kCut},
+    {{"apart 128", 4, 2, 330, 32, 4, 128, {.apart = true, .sinks = 1, .infinite = true}}, 3, kCut},
+    {{"apart 128, many heads", 2, 1, 300, 80, 1, 128, {.apart = true, .window = 100}}, 4, kCut},
+    {{"apart 256, pages",
+      3,
+      3,
+      192,
+      36,
+      2,
+      256,
+      {.apart = true, .page_size = 64, .holes = true, .starts = 2, .infinite = true}},
+     3,
+     kCut},
+    {{"apart 64, queries", 3, 4, 300, 16, 2, 64, {.apart = true, .starts = 2, .infinite = true}},
+     3,
+     kUsual},
+    {{"apart 64", 3, 1, 600, 9, 1, 64, {.apart = true, .normalized = false}}, 3, kCut},
+    {{"many parts", 1, 1, 1100, 64, 1, 576, {.sinks = 1, .full = true}}, 20, kCut},
+    {{"few, many parts, floats", 1, 1, 2600, 4, 1, 512, {.normalized = false, .full = true}},
+     20,
+     kCut},
+    {{"requests", 300, 1, 70, 2, 1, 64, {.apart = true}}, 3, kCut},
+    {{"requests, whole", 300, 1, 70, 2, 1, 64, {.apart = true}}, 5, kWhole},
+    {{"records", 3, 1, 300, 40, 1, 576, {.sinks = 1, .records = true}}, 3, kUsual},
+    {{"records, one request", 1, 1, 450, 100, 1, 576, {.full = true, .records = true}}, 4, kCut},
+    {{"records, queries, pages",
+      4,
+      3,
+      256,
+      24,
+      2,
+      576,
+      {.page_size = 16, .holes = true, .starts = 2, .infinite = true, .records = true}},
+     3,
+     kCut},
+    {{"few, records", 4, 1, 400, 16, 1, 576, {.sinks = 1, .records = true}}, 3, kCut},
+    {{"few, records, queries",
+      3,
+      3,
+      260,
+      10,
+      2,
+      576,
+      {.window = 130, .normalized = false, .infinite = true, .records = true}},
+     3,
+     kCut},
+    {{"few, records, pages",
+      3,
+      1,
+      256,
+      8,
+      1,
+      576,
+      {.page_size = 64, .holes = true, .pools = true, .records = true}},
+     3,
+     kUsual},
+    {{"infinite key by itself", 1, 1, 65, 64, 1, 576, {.infinite = true, .full = true}}, 3, kCut},
+    {{"few, infinite key by itself", 1, 1, 65, 16, 1, 576, {.infinite = true, .full = true}},
+     3,
+     kCut},
+    {{"infinite key, whole", 1, 1, 1, 64, 1, 576, {.infinite = true, .full = true}}, 1, kWhole},
+    {{"no keys", 2, 2, 0, 40, 1, 576}, 3, kCut},
+    {{"few, no keys", 3, 1, 0, 4, 2, 128, {.apart = true}}, 3, kCut},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (const DecodeCase& c : kCases) {
+    for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options);
+  }
+  printf(failures ? "FAILED %d\n" : "all good\n", failures);
+  return failures != 0;
+}

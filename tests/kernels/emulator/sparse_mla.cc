@@ -1,0 +1,136 @@
+// The sparse MLA kernels on the emulator, against float64.
+#include "problems/sparse_mla_problem.h"
+#include "sparse_mla/bwd.cu"
+#include "sparse_mla/fwd.cu"
+
+namespace {
+
+using namespace jax_dsa;
+using namespace sparse_mla_problem;
+
+int failures = 0;
+
+void report(const char* what, const Case& c, const emulator::Options& options, bool good,
+            std::initializer_list<Error> errors) {
+  printf("%-4s %-4s %-20s %s %s seed %llu ", good ? "ok" : "BAD", what, c.name,
+         options.late_wgmma ? "late wgmma, " : "early wgmma,",
+         options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed);
+  for (const Error& e : errors) printf(" %.1e of %.1e", e.worst, e.top);
+  printf("\n");
+  fflush(stdout);
+  failures += !good;
+}
+
+void forward(const Case& c, const emulator::Options& options) {
+  const Problem x = make(c, options.seed);
+  const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
+  std::vector<bf16> out(rows * 512, __float2bfloat16(NAN));
+  std::vector<float> lse(rows, NAN);
+  SparseMlaFwdParams p = {};
+  p.q = x.q.data(), p.kv = x.kv.data(), p.indices = x.indices.data();
+  p.ends = c.ends ? x.ends.data() : nullptr;
+  p.topk_length = c.lengths ? x.lengths.data() : nullptr;
+  p.sinks = c.sinks ? x.sinks.data() : nullptr;
+  p.sinks_stride = c.sinks == 2 ? c.heads : 0;
+  p.out = out.data(), p.lse = lse.data();
+  p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
+  p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
+  emulator::machine.options = options;
+  emulator::require(launch_sparse_mla_fwd(p, nullptr));
+  Error lse_error, out_error;
+  for (int64_t r = 0; r < rows; ++r) {
+    const Row want = attend(x, r / c.heads, r % c.heads);
+    lse_error.add(lse[r], want.lse);
+    for (int d = 0; d < 512; ++d) out_error.add(__bfloat162float(out[r * 512 + d]), want.out[d]);
+  }
+  report("fwd", c, options, lse_error.good(1e-4) && out_error.good(6e-3), {lse_error, out_error});
+}
+
+void backward(const Case& c, const emulator::Options& options) {
+  const Problem x = make(c, options.seed);
+  const int64_t tokens = int64_t{c.batch} * c.queries;
+  const Gradients want = differentiate(x, options.seed);
+  std::vector<bf16> dq(tokens * c.heads * c.dim), rows;
+  std::vector<float> dkv(want.dkv.size());
+  SparseMlaBwdParams p = {};
+  p.q = x.q.data(), p.kv = x.kv.data(), p.indices = x.indices.data();
+  p.ends = c.ends ? x.ends.data() : nullptr;
+  p.topk_length = c.lengths ? x.lengths.data() : nullptr;
+  p.dout = want.dout.data(), p.lse = want.lse.data(), p.out = want.out.data();
+  p.dlse = want.dlse.data();
+  p.dq = dq.data(), p.dkv = dkv.data();
+  p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
+  p.count = tokens;
+  p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
+  const auto check = [&](const char* what, auto place) {
+    std::fill(dq.begin(), dq.end(), __float2bfloat16(NAN));
+    std::fill(dkv.begin(), dkv.end(), NAN);
+    std::vector<uint32_t> counters(sparse_mla_bwd_counter_bytes(p) / 4, ~0u);
+    std::vector<uint4> images(sparse_mla_bwd_image_bytes(p) / 16, {~0u, ~0u, ~0u, ~0u});
+    std::vector<int32_t> order(sparse_mla_bwd_order_bytes(p) / 4, -1);
+    p.counters = counters.data(), p.images = images.data(), p.order = order.data();
+    emulator::machine.options = options;
+    emulator::require(launch_sparse_mla_bwd(p, nullptr));
+    Error dq_error, dkv_error;
+    for (size_t i = 0; i < dq.size(); ++i) dq_error.add(__bfloat162float(dq[i]), want.dq[i]);
+    for (size_t i = 0; i < dkv.size(); ++i) {
+      const int column = i % c.dim;
+      dkv_error.add(dkv[i - column + place(column)], want.dkv[i]);
+    }
+    int shared_tiles = 0;
+    const SparseMlaBwdParams one = packed(p);
+    const sparse_mla::BwdWork work(one);
+    for (int i = 0; work.shares(one) && i < work.steps; ++i) {
+      shared_tiles += common_tiles(one, work)[i];
+    }
+    const bool enough = p.by_rows || shared_tiles >= c.shared_tiles;
+    report(what, c, options, dq_error.good(2e-2) && dkv_error.good(2e-2) && enough,
+           {dq_error, dkv_error});
+  };
+  check("bwd", sparse_mla_dkv_place);
+
+  // The same by rows of two queries at a time, which are summed afterwards.
+  p.by_rows = true;
+  p.count = std::min<int64_t>(tokens, 2);
+  const RowOrder of_rows = order_rows(x, p.count);
+  rows.assign(p.count * sparse_mla_bwd_query_rows(p) * c.dim, __float2bfloat16(NAN));
+  p.rows = rows.data(), p.row_order = of_rows.order.data(), p.row_key = of_rows.key.data();
+  check("rows", [](int column) { return column; });
+}
+
+const Case kCases[] = {
+    {"one tile", 1, 1, 64, 64, 1, 576, 64},
+    {"four tiles", 1, 2, 300, 64, 1, 576, 256},
+    {"D 512, odd tiles", 1, 3, 300, 128, 1, 512, 150},
+    {"nine queries", 1, 9, 90, 64, 1, 512, 64},
+    {"selected by top-k", 2, 3, 250, 64, 1, 512, 200, false, false, false, 0, 1.f, true, 2},
+    {"repeated keys", 1, 5, 30, 24, 1, 576, 130, false, false, false, 0, 1.f, false, 1},
+    {"adversarial", 2, 3, 90, 40, 1, 576, 131, true, true, true, 2},
+    {"sharp", 1, 3, 200, 64, 1, 576, 320, false, true, false, 1, 12.f},
+    {"groups", 1, 3, 70, 6, 3, 512, 77, true, false, true, 1},
+    {"three head tiles", 1, 3, 60, 160, 1, 512, 80},
+    {"windows", 2, 3, 900, 64, 1, 512, 520, false, false, false, 0, 1.f, true, 3},
+    {"windows of two head tiles", 1, 1, 40, 72, 1, 512, 1030},
+    {"steps without slots", 1, 240, 5, 64, 1, 512, 4, false, true, true},
+    {"no slots", 1, 3, 10, 16, 1, 576, 0},
+    {"16 heads", 1, 16, 700, 16, 1, 576, 330, false, false, false, 0, 1.f, true, 8},
+    {"16 heads, alike", 1, 8, 700, 16, 1, 576, 330, false, false, false, 0, 1.f, true, 0, .97f},
+    {"16 heads, empty queries", 2, 12, 300, 16, 1, 512, 150, true, true, true, 2},
+    {"8 heads, repeated keys", 1, 16, 30, 8, 1, 576, 70, false, true},
+    {"13 heads, sharp", 1, 9, 200, 13, 1, 576, 320, false, true, true, 1, 12.f},
+    {"24 heads", 1, 6, 90, 24, 1, 512, 100, true, false, true, 1},
+    {"32 heads, sharp", 1, 6, 200, 32, 1, 576, 210, true, false, true, 2, 12.f},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (const Case& c : kCases) {
+    for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) {
+      forward(c, options);
+      backward(c, options);
+    }
+  }
+  printf(failures ? "FAILED %d\n" : "all good\n", failures);
+  return failures != 0;
+}

@@ -1,0 +1,127 @@
+// The sparse MLA decode kernels on the emulator, against float64.
+#include "emulator.h"
+#include "problems/record_values.h"
+#include "problems/sparse_mla_cache.h"
+#include "sparse_mla/decode.cu"
+
+namespace {
+
+using namespace jax_dsa;
+using namespace sparse_mla_problem;
+
+struct DecodeCase {
+  Case c;
+  Layout layout;
+  int splits;
+};
+
+int failures = 0;
+
+void run(const DecodeCase& tried, const emulator::Options& options) {
+  const Case& c = tried.c;
+  Problem x = make(c, options.seed);
+  const Cache cache = store(x, tried.layout, options.seed);
+  const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
+  std::vector<bf16> out(rows * 512, __float2bfloat16(NAN));
+  std::vector<float> lse(rows, NAN);
+  const int64_t items = sparse_mla_decode_items(c.batch, c.queries, c.heads, c.groups);
+  std::vector<float4> partial(sparse_mla_decode_partial_count(items, tried.splits) / 4,
+                              make_float4(NAN, NAN, NAN, NAN));
+  std::vector<float> partial_lse(sparse_mla_decode_lse_count(items, tried.splits), NAN);
+  SparseMlaDecodeParams p = decode_shapes(x, tried.layout, cache, tried.splits);
+  p.q = x.q.data(), p.kv = cache.rows.data(), p.indices = cache.indices.data();
+  p.ends = c.ends ? x.ends.data() : nullptr;
+  p.topk_length = c.lengths ? x.lengths.data() : nullptr;
+  p.sinks = c.sinks ? x.sinks.data() : nullptr;
+  p.page_table = tried.layout.page_size > 0 ? cache.page_table.data() : nullptr;
+  p.out = out.data(), p.lse = lse.data();
+  p.partial = reinterpret_cast<float*>(partial.data()), p.partial_lse = partial_lse.data();
+  emulator::machine.options = options, emulator::machine.num_sms = 3;
+  emulator::require(launch_sparse_mla_decode(p, nullptr));
+  Error lse_error, out_error;
+  for (int64_t r = 0; r < rows; ++r) {
+    const Row want = attend(x, r / c.heads, r % c.heads);
+    lse_error.add(lse[r], want.lse);
+    for (int d = 0; d < 512; ++d) out_error.add(__bfloat162float(out[r * 512 + d]), want.out[d]);
+  }
+  // Each request by itself, bit for bit: results depend on the number of parts, not on the batch.
+  bool alone = true;
+  std::vector<bf16> own_out(rows / c.batch * 512);
+  std::vector<float> own_lse(rows / c.batch);
+  for (int b = 0; b < c.batch; ++b) {
+    SparseMlaDecodeParams own = p;
+    own.batch = 1;
+    own.q = x.q.data() + int64_t{b} * c.queries * c.heads * c.dim;
+    own.kv = cache.rows.data() + b * p.batch_rows * c.groups *
+                                     (tried.layout.records ? kSparseMlaRecordBytes : c.dim * 2);
+    own.indices += int64_t{b} * c.queries * c.groups * c.slots;
+    if (own.ends) own.ends += b * c.queries;
+    if (own.topk_length) own.topk_length += b * c.queries;
+    if (own.sinks) own.sinks += b * p.sinks_stride;
+    if (own.page_table) own.page_table += b * cache.page_slots;
+    own.out = own_out.data(), own.lse = own_lse.data();
+    emulator::require(launch_sparse_mla_decode(own, nullptr));
+    const bf16* const out_of_batch = out.data() + b * own_out.size();
+    const float* const lse_of_batch = lse.data() + b * own_lse.size();
+    alone &= !std::memcmp(own_out.data(), out_of_batch, own_out.size() * sizeof(bf16)) &&
+             !std::memcmp(own_lse.data(), lse_of_batch, own_lse.size() * sizeof(float));
+  }
+  const bool good = lse_error.good(1e-4) && out_error.good(6e-3) && alone;
+  printf("%-4s %-24s %2d parts, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e%s\n",
+         good ? "ok" : "BAD", c.name, tried.splits,
+         options.late_wgmma ? "late wgmma, " : "early wgmma,",
+         options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
+         lse_error.worst, lse_error.top, out_error.worst, out_error.top,
+         alone ? "" : "  other bits alone");
+  fflush(stdout);
+  failures += !good;
+}
+
+// name, B, T, S, N, G, D, K, adversarial, ends, lengths, sinks, size of q; records, page size,
+// holes
+const DecodeCase kCases[] = {
+    {{"whole", 1, 2, 100, 64, 1, 576, 200}, {}, 1},
+    {{"a tile a part", 1, 1, 300, 64, 1, 576, 192}, {}, 3},
+    {{"adversarial", 2, 2, 90, 20, 1, 576, 331, true, true, true, 2}, {}, 3},
+    {{"D 512, groups, sharp", 1, 2, 70, 6, 3, 512, 200, false, true, false, 1, 12.f}, {}, 2},
+    {{"more parts than tiles", 1, 1, 70, 70, 1, 512, 70, false, false, false, 1}, {}, 5},
+    {{"no slots", 1, 2, 10, 16, 1, 576, 0}, {}, 2},
+    {{"40 parts", 1, 1, 400, 16, 1, 512, 2600, false, false, false, 1}, {}, 40},
+    {{"pages", 2, 1, 91, 16, 1, 576, 400, true, true, true, 1}, {false, 7, true}, 2},
+    {{"pools", 3, 1, 96, 16, 2, 512, 130}, {.page_size = 16, .holes = true, .pools = true}, 2},
+    {{"pools of records", 2, 1, 90, 16, 1, 576, 200},
+     {.records = true, .page_size = 15, .pools = true},
+     1},
+    {{"pages, whole", 2, 1, 90, 16, 2, 512, 130, true, true}, {false, 15, true}, 1},
+    {{"records", 2, 2, 90, 40, 1, 576, 331, true, true, true, 2}, {true}, 1},
+    {{"records in pages", 1, 2, 96, 32, 2, 576, 333, true, false, true, 0}, {true, 16, true}, 2},
+    {{"records, any scales", 1, 2, 90, 16, 1, 576, 200}, {true, 0, false, kLeast}, 1},
+    {{"records, wide scales", 1, 1, 90, 16, 1, 576, 270}, {true, 0, false, kWide}, 2},
+    {{"records with NaN", 3, 3, 90, 16, 1, 576, 40}, {true, 0, false, kWithNans}, 1},
+};
+
+void run_values() {
+  int wrong = 0;
+  const auto pieces = record_values::pieces();
+  for (const auto& piece : pieces) {
+    uint32_t values[16];
+    sparse_mla::unpack_values(piece.codes, piece.scale, [&](int i, const uint32_t (&y)[4]) {
+      std::copy_n(y, 4, values + 4 * i);
+    });
+    wrong += record_values::wrong(piece, reinterpret_cast<const uint16_t*>(values));
+  }
+  printf("%-4s values of records: %d of %zu wrong\n", wrong ? "BAD" : "ok", wrong,
+         32 * pieces.size());
+  failures += wrong > 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  run_values();
+  for (const DecodeCase& c : kCases) {
+    for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options);
+  }
+  printf(failures ? "FAILED %d\n" : "all good\n", failures);
+  return failures != 0;
+}

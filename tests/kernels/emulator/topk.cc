@@ -1,0 +1,106 @@
+// The top-k kernels on the emulator, bit for bit: in registers, a block a row, a cluster a row.
+#include "problems/topk_problem.h"
+#include "topk/dispatch.cu"
+
+namespace {
+
+using namespace jax_dsa;
+using namespace topk_problem;
+
+struct Case {
+  int64_t rows, size, k;
+  bool whole = false;  // rows are aligned, and all of them counts
+};
+
+int failures = 0;
+
+template <typename Run>
+void run(const char* kernel, const Case& c, Kind kind, const emulator::Options& options,
+         Run launch) {
+  const bool ranges = options.seed % 2 == 0 && !c.whole;
+  const int offset = c.whole ? 0 : static_cast<int>((c.size + options.seed) % 4);  // of the rows
+  std::vector<float4> store((c.rows * c.size + offset) / 4 + 1);
+  float* const x = reinterpret_cast<float*>(store.data()) + offset;
+  for (int64_t i = 0; i < c.rows * c.size; ++i) {
+    x[i] = sample(kind, options.seed, i / c.size, i % c.size, c.size, c.k);
+  }
+  auto [starts, ends] = random_ranges(c.rows, c.size, options.seed);
+  if (!ranges) {
+    starts.assign(c.rows, 0);
+    ends.assign(c.rows, static_cast<int>(c.size));
+  }
+  std::vector<int> indices(c.rows * c.k + 1, -7);
+  std::vector<float> values(c.rows * c.k + 1, NAN);
+  emulator::machine.options = options;
+  const TopkParams p = {x,
+                        ranges ? starts.data() : nullptr,
+                        ranges ? ends.data() : nullptr,
+                        indices.data(),
+                        values.data(),
+                        c.rows,
+                        c.size,
+                        c.k};
+  emulator::require(launch(p));
+  bool right = indices.back() == -7 && std::isnan(values.back());
+  for (int64_t r = 0; r < c.rows; ++r) {
+    const std::vector<float> row(x + r * c.size, x + (r + 1) * c.size);
+    right &=
+        good(row, reference(row, c.k, starts[r], ends[r]), &indices[r * c.k], &values[r * c.k]);
+  }
+  printf("%-4s %-12s %-10s %lld rows of %lld, k %lld, seed %llu\n", right ? "ok" : "BAD", kernel,
+         kNames[static_cast<int>(kind)], (long long)c.rows, (long long)c.size, (long long)c.k,
+         (unsigned long long)options.seed);
+  fflush(stdout);
+  failures += !right;
+}
+
+// A list has room for twice what is wanted, or a tile.
+template <typename T>
+auto by(int ranks) {
+  return [ranks](const TopkParams& p) {
+    return topk::launch<T>(p, capacity_for(std::min(p.k, p.size), T::kTile), ranks, nullptr);
+  };
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const uint64_t seeds = argc < 2 ? 2 : strtoull(argv[1], nullptr, 10);
+  for (uint64_t seed = 1; seed <= seeds; ++seed) {
+    const emulator::Options options = {false, false, seed};
+    for (int i = 0; i < static_cast<int>(Kind::kCount); ++i) {
+      const Kind kind = static_cast<Kind>(i);
+      run("resident", {3, 3001, 200}, kind, options,
+          [](const auto& p) { return topk::launch_resident<topk::Resident>(p, nullptr); });
+      run("throughput", {2, 9003, 300}, kind, options, by<topk::Throughput>(1));
+      run("wide", {2, 20001, 700}, kind, options, by<topk::Wide>(1));
+      run("cluster of 2", {2, 40002, 100}, kind, options, by<topk::Latency>(2));
+      run("cluster of 4", {1, 40001, 2048}, kind, options, by<topk::Latency>(4));
+      run("cluster of 8", {1, 60003, 4096}, kind, options, by<topk::Latency>(8));
+    }
+    // All high values are in the sample, so that the guess is too high and all is read again.
+    run("throughput", {1, 1 << 15, 1000, true}, Kind::kComb, options, by<topk::Throughput>(1));
+    run("cluster of 2", {1, 1 << 16, 2048, true}, Kind::kComb, options, by<topk::Latency>(2));
+    // The same with an odd number of tiles: both readings begin with the same of the two sums.
+    run("throughput", {1, (1 << 15) + 4, 1000, true}, Kind::kComb, options,
+        by<topk::Throughput>(1));
+    run("wide", {1, (1 << 15) + 4, 1000, true}, Kind::kComb, options, by<topk::Wide>(1));
+    emulator::machine.num_sms = seed % 2 ? 2 : 16;
+    // What the launcher chooses: with few rows of a long size, a cluster.
+    for (const Case& c : {Case{2, 3, 5},
+                          {5, 8192, 62},
+                          {7, 8193, 4096},
+                          {1, 1 << 16, 2048},
+                          {1, 131075, 512},
+                          {1, 1 << 18, 700},
+                          {2, 70000, 4096},
+                          {0, 10, 3},
+                          {3, 0, 2},
+                          {3, 9, 0}}) {
+      run("launcher", c, Kind::kSpecial, options,
+          [](const auto& p) { return launch_topk(p, nullptr); });
+    }
+  }
+  printf(failures ? "FAILED %d\n" : "all good\n", failures);
+  return failures != 0;
+}

@@ -1,0 +1,418 @@
+// Tests the masked attention kernels against float64 on the CPU, then times them.
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
+//   masked_attention_check \
+//       tests/kernels/gpu/masked_attention_check.cu cuda/masked_attention/fwd.cu \
+//       cuda/masked_attention/bwd.cu
+//   ./masked_attention_check [test|small|bench|variants|profile] [part of a case's name]
+// `small` is for compute-sanitizer; `variants` times the forward kernel with other traits.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "gpu/check.cuh"
+#include "masked_attention/fwd_launch.h"
+#include "problems/masked_attention_problem.h"
+
+namespace jax_dsa {
+namespace {
+
+// ---- test --------------------------------------------------------------------------------------
+
+// The mask of a problem, on the device.
+AttentionMask upload_mask(const AttentionProblem& x) {
+  AttentionMask m = x.mask();
+  if (m.starts) m.starts = upload(x.starts), m.ends = upload(x.ends);
+  if (m.q_segments) m.q_segments = upload(x.q_segments), m.kv_segments = upload(x.kv_segments);
+  if (m.map_rows) {
+    m.map_rows = upload(x.rows), m.tiles = upload(x.tiles), m.bits = upload(x.bits);
+  }
+  return m;
+}
+
+template <typename Params>
+void set_sizes(const AttentionCase& c, float scale, Params& p) {
+  p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
+  p.groups = c.groups, p.dim = c.dim, p.value_dim = c.value_dim;
+  p.dtype = c.dtype, p.scale = scale, p.softcap = c.softcap;
+}
+
+template <typename T>
+T* poisoned(size_t n) {
+  T* const p = device<T>(n);
+  CHECK(cudaMemset(p, 0xff, n * sizeof(T)));
+  return p;
+}
+
+bool test_forward(const AttentionProblem& x, bool print) {
+  const AttentionCase& c = x.c;
+  const Attended want = attend(x);
+  MaskedAttentionFwdParams p = {};
+  set_sizes(c, x.scale, p);
+  p.mask = upload_mask(x), p.bias = x.bias_of(upload(x.bias));
+  p.q = upload(x.q), p.k = upload(x.k), p.v = upload(x.v);
+  auto* const out = poisoned<uint16_t>(want.out.size());
+  p.out = out, p.lse = poisoned<float>(want.lse.size());
+  p.workspace = poisoned<uint8_t>(masked_attention_fwd_workspace_bytes(p));
+  CHECK(launch_masked_attention_fwd(p, nullptr));
+  CHECK(cudaDeviceSynchronize());
+  const double error = difference(c.dtype, download(out, want.out.size()), want.out);
+  const double lse_error = lse_difference(download(p.lse, want.lse.size()), want.lse);
+  const bool good = error < 0.02 && lse_error < 1e-4;
+  if (print || !good) {
+    printf("%-4s forward   %-32s out %.1e  lse %.1e\n", good ? "ok" : "BAD", c.name, error,
+           lse_error);
+  }
+  return good;
+}
+
+bool test_backward(const AttentionProblem& x, uint64_t seed, bool deterministic, bool print) {
+  const AttentionCase& c = x.c;
+  const Given given = make_given(x, seed);
+  const Gradients want = differentiate(x, given);
+  MaskedAttentionBwdParams p = {};
+  p.deterministic = deterministic;
+  set_sizes(c, x.scale, p);
+  p.mask = upload_mask(x), p.bias = x.bias_of(upload(x.bias));
+  p.q = upload(x.q), p.k = upload(x.k), p.v = upload(x.v);
+  p.out = upload(given.out), p.lse = upload(given.lse);
+  p.dout = upload(given.dout), p.dlse = upload(given.dlse);
+  auto* const dq = poisoned<uint16_t>(want.dq.size());
+  auto* const dk = poisoned<uint16_t>(want.dk.size());
+  auto* const dv = poisoned<uint16_t>(want.dv.size());
+  auto* const dbias = poisoned<uint16_t>(want.dbias.size());
+  p.dq = dq, p.dk = dk, p.dv = dv, p.dbias = dbias;
+  p.workspace = poisoned<uint8_t>(masked_attention_bwd_workspace_bytes(p));
+  CHECK(launch_masked_attention_bwd(p, nullptr));
+  CHECK(cudaDeviceSynchronize());
+  const double q_error = difference(c.dtype, download(dq, want.dq.size()), want.dq);
+  const double k_error = difference(c.dtype, download(dk, want.dk.size()), want.dk);
+  const double v_error = difference(c.dtype, download(dv, want.dv.size()), want.dv);
+  const double bias_error = bias_difference(x, download(dbias, want.dbias.size()), want.dbias);
+  const bool good = std::max({q_error, k_error, v_error, bias_error}) < 0.03;
+  if (print || !good) {
+    printf("%-4s %s  %-32s dq %.1e  dk %.1e  dv %.1e  dbias %.1e\n", good ? "ok" : "BAD",
+           deterministic ? "in order" : "backward", c.name, q_error, k_error, v_error, bias_error);
+  }
+  return good;
+}
+
+int test(bool small, const char* part) {
+  int failures = 0;
+  for (const AttentionCase& c : kAttentionCases) {
+    if (!strstr(c.name, part)) continue;
+    for (uint64_t seed = 1; seed <= (small ? 1 : 3); ++seed) {
+      const AttentionProblem x = make_attention(c, seed);
+      failures += !test_forward(x, seed == 1);
+      failures += !test_backward(x, seed, false, seed == 1);
+      if (!x.sums_biases()) failures += !test_backward(x, seed, true, seed == 1);
+      fflush(stdout);
+    }
+  }
+  printf(failures ? "FAILED %d\n" : "all good\n", failures);
+  return failures != 0;
+}
+
+// ---- bench -------------------------------------------------------------------------------------
+
+__global__ void fill(uint16_t* x, int64_t n, uint64_t seed) {
+  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += int64_t{gridDim.x} * 256) {
+    const uint64_t bits = mix(seed * 0x100000001b3ull + i);
+    float sum = 0;  // of four uniform numbers: close to a normal one
+    for (int j = 0; j < 4; ++j) sum += float(bits >> (16 * j) & 0xffff) * (1.f / 65536) - 0.5f;
+    x[i] = __bfloat16_as_ushort(__float2bfloat16(sum * 1.732f));
+  }
+}
+uint16_t* random_bf16(int64_t n, uint64_t seed) {
+  auto* const x = device<uint16_t>(n);
+  fill<<<2048, 256>>>(x, n, seed);
+  CHECK(cudaGetLastError());
+  return x;
+}
+
+enum Mask { kDense, kCausalMask, kWindow4096, kDocuments, kEmptyTiles75, kEmptyTiles90, kBits };
+
+struct Bench {
+  const char* name;
+  int queries, heads, groups, dim, value_dim;
+  Mask mask;
+  int bias_heads = 0;  // none if 0
+  bool bias_rows = true;
+};
+
+constexpr Bench kBenches[] = {
+    {"T16384 N16 D128 dense", 16384, 16, 16, 128, 128, kDense},
+    {"T16384 N16 D128 causal", 16384, 16, 16, 128, 128, kCausalMask},
+    {"T8192 N128 D192 E128 causal", 8192, 128, 128, 192, 128, kCausalMask},
+    {"T8192 N32 G8 D128 causal", 8192, 32, 8, 128, 128, kCausalMask},
+    {"T8192 N32 D64 causal", 8192, 32, 32, 64, 64, kCausalMask},
+    {"T8192 N16 D256 causal", 8192, 16, 16, 256, 256, kCausalMask},
+    {"T8192 N16 D128 75 % empty", 8192, 16, 16, 128, 128, kEmptyTiles75},
+    {"T8192 N16 D128 90 % empty", 8192, 16, 16, 128, 128, kEmptyTiles90},
+    {"T8192 N16 D128 random bits", 8192, 16, 16, 128, 128, kBits},
+    {"64 documents, sum 262144, N4", 262144, 4, 4, 128, 128, kDocuments},
+    {"T131072 N4 D128 window 4096", 131072, 4, 4, 128, 128, kWindow4096},
+    {"T2048 N16 D128 causal", 2048, 16, 16, 128, 128, kCausalMask},
+    {"T4096 N16 D128 without bias", 4096, 16, 16, 128, 128, kDense},
+    {"T4096 N16 D128 bias of heads", 4096, 16, 16, 128, 128, kDense, 16},
+    {"T4096 N16 D128 bias, causal", 4096, 16, 16, 128, 128, kCausalMask, 16},
+    {"T4096 N16 D64 bias of heads", 4096, 16, 16, 64, 64, kDense, 16},
+    {"T4096 N16 D256 bias of heads", 4096, 16, 16, 256, 256, kDense, 16},
+    {"T4096 N16 D128 one bias for all", 4096, 16, 16, 128, 128, kDense, 1},
+    {"T4096 N16 D128 a row of biases", 4096, 16, 16, 128, 128, kDense, 16, false},
+    {"T8192 N16 D128 biases, 90 % empty", 8192, 16, 16, 128, 128, kEmptyTiles90, 16},
+};
+
+// Makes the mask and counts the pairs of a head that see each other.
+double make_mask(const Bench& b, AttentionMask* m) {
+  const int64_t n = b.queries;
+  std::mt19937_64 random(7);
+  std::vector<int32_t> starts(n, 0), ends(n, n);
+  if (b.mask == kCausalMask || b.mask == kWindow4096) {
+    for (int64_t t = 0; t < n; ++t) {
+      ends[t] = t + 1;
+      if (b.mask == kWindow4096) starts[t] = std::max<int64_t>(0, t - 4095);
+    }
+  }
+  if (b.mask == kDocuments) {  // lengths from 128 to 16384, log-uniform, scaled to the sum
+    std::vector<double> length(64);
+    double sum = 0;
+    for (auto& x : length) {
+      sum += x = 128 * std::exp2(7 * std::uniform_real_distribution<>()(random));
+    }
+    double at = 0;
+    for (size_t i = 0; i < length.size(); ++i) {
+      const auto first = static_cast<int64_t>(at);
+      at += length[i] * n / sum;
+      const int64_t stop = i + 1 == length.size() ? n : static_cast<int64_t>(at);
+      for (int64_t t = first; t < stop; ++t) starts[t] = first, ends[t] = t + 1;
+    }
+  }
+  double pairs = 0;
+  for (int64_t t = 0; t < n; ++t) pairs += ends[t] - starts[t];
+  if (b.mask == kCausalMask || b.mask == kWindow4096 || b.mask == kDocuments) {
+    m->starts = upload(starts), m->ends = upload(ends), m->range_stride = 0;
+  }
+  if (b.mask == kEmptyTiles75 || b.mask == kEmptyTiles90 || b.mask == kBits) {
+    const int tiles = static_cast<int>(n / 128);
+    std::vector<int32_t> kinds(tiles * tiles), rows(n);
+    for (int64_t t = 0; t < n; ++t) rows[t] = t;
+    int64_t full = 0;
+    for (size_t i = 0; i < kinds.size(); ++i) {
+      const double u = std::uniform_real_distribution<>()(random);
+      kinds[i] = b.mask == kBits ? i : u < (b.mask == kEmptyTiles75 ? 0.75 : 0.9) ? -2 : -1;
+      full += kinds[i] == -1;
+    }
+    std::vector<uint64_t> bits(b.mask == kBits ? kinds.size() * 256 : 1);
+    pairs = full * 128. * 128;
+    for (auto& x : bits) {
+      x = random();
+      if (b.mask == kBits) pairs += __builtin_popcountll(x);
+    }
+    // All that a tile of random bits costs is its product.
+    if (b.mask == kBits) pairs = n * double(n);
+    m->map_rows = upload(rows), m->tiles = upload(kinds);
+    m->bits = reinterpret_cast<const uint8_t*>(upload(bits));
+    m->slots = kinds.size(), m->map_batch = m->map_heads = 1;
+    m->tile_rows = m->tile_columns = tiles, m->block_q = m->block_k = 128;
+  }
+  return pairs;
+}
+
+struct Arrays {
+  MaskedAttentionFwdParams forward = {};
+  MaskedAttentionBwdParams backward = {};
+  double pairs;
+
+  explicit Arrays(const Bench& b) {
+    const int64_t n = b.queries;
+    AttentionMask mask = {};
+    pairs = make_mask(b, &mask);
+    auto& f = forward;
+    f.q = random_bf16(n * b.heads * b.dim, 1), f.k = random_bf16(n * b.groups * b.dim, 2);
+    f.v = random_bf16(n * b.groups * b.value_dim, 3);
+    f.out = device<uint16_t>(n * b.heads * b.value_dim), f.lse = device<float>(n * b.heads);
+    f.mask = mask;
+    if (b.bias_heads) {
+      const int64_t size = b.bias_heads * (b.bias_rows ? n : 1) * n;
+      f.bias = {random_bf16(size, 5), b.bias_rows ? n : 1, 1, b.bias_heads};
+      backward.bias = f.bias, backward.dbias = device<uint16_t>(size);
+    }
+    f.batch = 1, f.queries = f.keys = n, f.heads = b.heads, f.groups = b.groups;
+    f.dim = b.dim, f.value_dim = b.value_dim, f.dtype = DType::kBF16;
+    f.scale = 1 / std::sqrt(float(b.dim));
+    f.workspace = device<uint8_t>(masked_attention_fwd_workspace_bytes(f));
+    auto& g = backward;
+    g.q = f.q, g.k = f.k, g.v = f.v, g.out = f.out, g.lse = f.lse, g.mask = mask;
+    g.dout = random_bf16(n * b.heads * b.value_dim, 4);
+    auto* const dlse = device<float>(n * b.heads);
+    CHECK(cudaMemset(dlse, 0, n * b.heads * 4));
+    g.dlse = dlse;
+    g.dq = device<uint16_t>(n * b.heads * b.dim), g.dk = device<uint16_t>(n * b.groups * b.dim);
+    g.dv = device<uint16_t>(n * b.groups * b.value_dim);
+    g.batch = 1, g.queries = g.keys = n, g.heads = b.heads, g.groups = b.groups;
+    g.dim = b.dim, g.value_dim = b.value_dim, g.dtype = DType::kBF16, g.scale = f.scale;
+    g.workspace = device<uint8_t>(masked_attention_bwd_workspace_bytes(g));
+  }
+  void free() const {
+    const AttentionMask& m = forward.mask;
+    for (const void* x :
+         {forward.q, forward.k, forward.v, (const void*)forward.out, (const void*)forward.lse,
+          (const void*)forward.workspace, backward.dout, (const void*)backward.dlse,
+          (const void*)backward.dq, (const void*)backward.dk, (const void*)backward.dv,
+          (const void*)backward.workspace, (const void*)m.starts, (const void*)m.ends,
+          (const void*)m.map_rows, (const void*)m.tiles, (const void*)m.bits, forward.bias.x,
+          (const void*)backward.dbias}) {
+      CHECK(cudaFree(const_cast<void*>(x)));
+    }
+  }
+};
+
+__global__ void add_checksum(const void* x, int64_t n, unsigned long long* sum) {
+  unsigned long long own = 0;
+  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += int64_t{gridDim.x} * 256) {
+    own += mix(i * 65536 + static_cast<const uint16_t*>(x)[i]);
+  }
+  atomicAdd(sum, own);
+}
+// Whether the gradients of 20 runs have the same bits.
+bool same_bits(const MaskedAttentionBwdParams& p) {
+  auto* const sums = device<unsigned long long>(20);
+  CHECK(cudaMemset(sums, 0, 20 * sizeof(*sums)));
+  for (int run = 0; run < 20; ++run) {
+    CHECK(launch_masked_attention_bwd(p, nullptr));
+    add_checksum<<<1024, 256>>>(p.dq, p.batch * p.queries * p.heads * p.dim, sums + run);
+    add_checksum<<<1024, 256>>>(p.dk, p.batch * p.keys * p.groups * p.dim, sums + run);
+    add_checksum<<<1024, 256>>>(p.dv, p.batch * p.keys * p.groups * p.value_dim, sums + run);
+    CHECK(cudaGetLastError());
+  }
+  const auto all = download(sums, 20);
+  CHECK(cudaFree(sums));
+  return std::count(all.begin(), all.end(), all[0]) == 20;
+}
+
+// Of three launches back to back, the shortest time of one.
+template <typename F>
+double milliseconds(F launch) {
+  launch();
+  return best_milliseconds([&] {
+           for (int i = 0; i < 3; ++i) launch();
+         }) /
+         3;
+}
+
+// Bytes a second, read and written.
+double copy_rate() {
+  constexpr int64_t kBytes = int64_t{1} << 29;
+  auto* const from = device<uint8_t>(kBytes);
+  auto* const to = device<uint8_t>(kBytes);
+  CHECK(cudaMemset(from, 1, kBytes));
+  const double ms =
+      milliseconds([&] { CHECK(cudaMemcpyAsync(to, from, kBytes, cudaMemcpyDeviceToDevice)); });
+  CHECK(cudaFree(from));
+  CHECK(cudaFree(to));
+  return 2 * kBytes / ms * 1e3;
+}
+
+void bench(const char* part) {
+  const double rate = copy_rate();
+  printf("copy %.2f TB/s; biases are read twice and their gradients written: at the copy's rate\n",
+         rate * 1e-12);
+  printf("%-34s %10s %8s   %10s %8s   %10s %8s\n", "", "forward ms", "TFLOPS", "backward", "TFLOPS",
+         "in order", "TFLOPS");
+  for (const Bench& b : kBenches) {
+    if (!strstr(b.name, part)) continue;
+    Arrays x(b);
+    const double forward =
+        milliseconds([&] { CHECK(launch_masked_attention_fwd(x.forward, nullptr)); });
+    const double backward =
+        milliseconds([&] { CHECK(launch_masked_attention_bwd(x.backward, nullptr)); });
+    const double unit = x.pairs * b.heads * 2e-9, work = unit * (3 * b.dim + 2 * b.value_dim);
+    printf("%-34s %10.3f %8.0f   %10.3f %8.0f", b.name, forward,
+           unit * (b.dim + b.value_dim) / forward, backward, work / backward);
+    x.backward.deterministic = true;
+    if (!b.bias_heads || (b.bias_rows && b.bias_heads == b.heads)) {
+      const double in_order =
+          milliseconds([&] { CHECK(launch_masked_attention_bwd(x.backward, nullptr)); });
+      printf("   %10.3f %8.0f%s", in_order, work / in_order,
+             same_bits(x.backward) ? "" : "  BITS DIFFER");
+    }
+    if (b.bias_heads && b.bias_rows) {
+      printf("   %.3f ms", 3 * 2 * x.pairs * b.bias_heads / rate * 1e3);
+    }
+    printf("\n");
+    fflush(stdout);
+    x.free();
+  }
+}
+
+template <typename... Tr>
+void time_variants(const char* part, const Bench& b, std::initializer_list<const char*> names) {
+  if (!strstr(b.name, part)) return;
+  const Arrays x(b);
+  auto name = names.begin();
+  (
+      [&] {
+        const double ms =
+            milliseconds([&] { CHECK(masked_attention::launch<Tr>(x.forward, nullptr)); });
+        printf("%-32s %-24s %8.3f ms %6.0f TFLOPS\n", b.name, *name++, ms,
+               x.pairs * b.heads * 2e-9 * (b.dim + b.value_dim) / ms);
+        fflush(stdout);
+      }(),
+      ...);
+  x.free();
+}
+
+template <int kD, int kE, int kHeld, bool kTurns>
+using Variant = masked_attention::FwdTraits<DType::kBF16, kD, kE, false, false, kHeld, kTurns>;
+
+template <int kHeld, bool kTurns>
+using BiasVariant = masked_attention::FwdTraits<DType::kBF16, 128, 128, true, true, kHeld, kTurns>;
+
+void variants(const char* part) {
+  for (int i : {0, 1}) {
+    time_variants<Variant<128, 128, 8, true>, Variant<128, 128, 4, true>,
+                  Variant<128, 128, 0, true>, Variant<128, 128, 8, false>,
+                  Variant<128, 128, 0, false>>(
+        part, kBenches[i], {"8 held", "4 held", "0 held", "8 held, no turns", "0 held, no turns"});
+  }
+  time_variants<Variant<192, 128, 0, true>, Variant<192, 128, 4, true>,
+                Variant<192, 128, 0, false>>(part, kBenches[2], {"0 held", "4 held", "no turns"});
+  time_variants<Variant<64, 64, 4, true>, Variant<64, 64, 0, true>, Variant<64, 64, 4, false>>(
+      part, kBenches[4], {"4 held", "0 held", "4 held, no turns"});
+  time_variants<Variant<256, 256, 4, true>, Variant<256, 256, 0, true>,
+                Variant<256, 256, 4, false>>(part, kBenches[5],
+                                             {"4 held", "0 held", "4 held, no turns"});
+  for (const Bench& b : kBenches) {
+    if (strcmp(b.name, "T4096 N16 D128 bias of heads")) continue;
+    time_variants<BiasVariant<8, true>, BiasVariant<8, false>, BiasVariant<0, false>>(
+        part, b, {"8 held", "8 held, no turns", "0 held, no turns"});
+  }
+}
+
+int run(const std::string& mode, const char* part) {
+  if (mode == "test" || mode == "small") return test(mode == "small", part);
+  if (mode == "variants") {
+    variants(part);
+  } else if (mode == "profile") {  // one launch of each pass
+    for (const Bench& b : kBenches) {
+      if (!strstr(b.name, part)) continue;
+      const Arrays x(b);
+      CHECK(launch_masked_attention_fwd(x.forward, nullptr));
+      CHECK(launch_masked_attention_bwd(x.backward, nullptr));
+      CHECK(cudaDeviceSynchronize());
+      x.free();
+    }
+  } else {
+    bench(part);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace jax_dsa
+
+int main(int argc, char** argv) {
+  return jax_dsa::run(argc > 1 ? argv[1] : "test", argc > 2 ? argv[2] : "");
+}

@@ -1,0 +1,338 @@
+// Tests the sparse MLA decode kernels against float64 on the CPU, then times them.
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o sparse_mla_decode_check tests/kernels/gpu/sparse_mla_decode_check.cu \
+//       cuda/sparse_mla/decode.cu
+//   ./sparse_mla_decode_check [test|small|bench|records|profile] [seed]
+// `small` is for compute-sanitizer, `records` what users of FP8 caches wait for.
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "gpu/check.cuh"
+#include "problems/record_values.h"
+#include "problems/sparse_mla_cache.h"
+#include "sparse_mla/records.cuh"
+#include "sparse_mla/sparse_mla_decode.h"
+
+using namespace jax_dsa;
+using namespace sparse_mla_problem;
+
+// ---- test --------------------------------------------------------------------------------------
+
+struct DecodeCase {
+  Case c;
+  Layout layout;
+  int splits;  // 0: as the rule has it
+};
+
+bool run_case(const DecodeCase& tried, uint64_t seed) {
+  const Case& c = tried.c;
+  Problem x = make(c, seed);
+  const Cache cache = store(x, tried.layout, seed);
+  const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
+  const int64_t items = sparse_mla_decode_items(c.batch, c.queries, c.heads, c.groups);
+  const int splits =
+      tried.splits ? tried.splits : sparse_mla_decode_splits(items, c.slots, num_sms());
+  const int64_t partials = sparse_mla_decode_partial_count(items, splits);
+  const int64_t partial_lses = sparse_mla_decode_lse_count(items, splits);
+  SparseMlaDecodeParams p = decode_shapes(x, tried.layout, cache, splits);
+  bf16 *q = upload(x.q), *out = device<bf16>(rows * 512);
+  uint8_t* kv = upload(cache.rows);
+  int32_t *indices = upload(cache.indices), *table = upload(cache.page_table);
+  int32_t *ends = upload(x.ends), *lengths = upload(x.lengths);
+  float *sinks = upload(x.sinks), *lse = device<float>(rows);
+  float *partial = device<float>(partials), *partial_lse = device<float>(partial_lses);
+  p.q = q, p.kv = kv, p.indices = indices, p.out = out, p.lse = lse;
+  p.ends = c.ends ? ends : nullptr;
+  p.topk_length = c.lengths ? lengths : nullptr;
+  p.sinks = c.sinks ? sinks : nullptr;
+  p.page_table = tried.layout.page_size > 0 ? table : nullptr;
+  p.partial = partial, p.partial_lse = partial_lse;
+  std::vector<bf16> got[2];
+  std::vector<float> got_lse[2];
+  for (int run = 0; run < 2; ++run) {
+    CHECK(cudaMemset(out, 0xff, rows * 512 * 2));
+    CHECK(cudaMemset(lse, 0xff, rows * 4));
+    CHECK(cudaMemset(partial, 0xff, partials * 4));
+    CHECK(cudaMemset(partial_lse, 0xff, partial_lses * 4));
+    CHECK(launch_sparse_mla_decode(p, nullptr));
+    CHECK(cudaDeviceSynchronize());
+    got[run] = download(out, rows * 512);
+    got_lse[run] = download(lse, rows);
+  }
+  const bool same = !std::memcmp(got[0].data(), got[1].data(), rows * 512 * 2) &&
+                    !std::memcmp(got_lse[0].data(), got_lse[1].data(), rows * 4);
+  Error out_error, lse_error;
+  std::mt19937_64 random(seed);
+  for (int64_t i = 0; i < std::min<int64_t>(rows, 200); ++i) {
+    const int64_t r = i < 64 ? std::min(i, rows - 1) : random() % rows;
+    const Row want = attend(x, r / c.heads, r % c.heads);
+    lse_error.add(got_lse[0][r], want.lse);
+    for (int d = 0; d < 512; ++d) {
+      out_error.add(__bfloat162float(got[0][r * 512 + d]), want.out[d]);
+    }
+  }
+  int64_t nans = 0;
+  if (tried.layout.scales != kWithNans) {
+    for (bf16 v : got[0]) nans += std::isnan(__bfloat162float(v));
+    for (float v : got_lse[0]) nans += std::isnan(v);
+  }
+  const bool good = same && nans == 0 && lse_error.good(3e-4) && out_error.good(6e-3);
+  printf("%-4s %-28s %2d parts  lse %.1e of %.1e  out %.1e of %.1e  nan %lld  %s\n",
+         good ? "ok" : "BAD", c.name, splits, lse_error.worst, lse_error.top, out_error.worst,
+         out_error.top, (long long)nans, same ? "repeats" : "DIFFERS");
+  fflush(stdout);
+  for (void* v : {(void*)q, (void*)out, (void*)kv, (void*)indices, (void*)table, (void*)ends,
+                  (void*)lengths, (void*)sinks, (void*)lse, (void*)partial, (void*)partial_lse}) {
+    CHECK(cudaFree(v));
+  }
+  return good;
+}
+
+// name, B, T, S, N, G, D, K, adversarial, ends, lengths, sinks, size of q; records, page size,
+// holes
+const DecodeCase kCases[] = {
+    {{"one tile", 1, 1, 64, 64, 1, 576, 64}, {}, 1},
+    {{"two tiles", 1, 1, 128, 64, 1, 576, 128}, {}, 2},
+    {{"adversarial", 3, 2, 90, 20, 1, 576, 331, true, true, true, 2}, {}, 3},
+    {{"groups, sharp", 1, 2, 70, 6, 3, 512, 200, false, true, false, 1, 12.f}, {}, 2},
+    {{"more parts than tiles", 1, 1, 70, 70, 1, 512, 70, false, false, false, 1}, {}, 5},
+    {{"no slots", 1, 2, 10, 16, 1, 576, 0}, {}, 2},
+    {{"no keys", 1, 2, 0, 16, 1, 576, 65}, {}, 2},
+    {{"pages", 3, 1, 91, 16, 1, 576, 400, true, true, true, 1}, {false, 7, true}, 2},
+    {{"pages, whole", 2, 1, 90, 16, 2, 512, 130, true, true}, {false, 15, true}, 1},
+    {{"records", 3, 2, 90, 40, 1, 576, 331, true, true, true, 2}, {true}, 1},
+    {{"records in pages", 1, 2, 96, 32, 2, 576, 333, true, false, true}, {true, 16, true}, 2},
+    {{"records, any scales", 1, 2, 90, 16, 1, 576, 200}, {true, 0, false, kLeast}, 1},
+    {{"records, wide scales", 1, 1, 90, 16, 1, 576, 270}, {true, 0, false, kWide}, 2},
+    {{"records with NaN", 3, 3, 90, 16, 1, 576, 40}, {true, 0, false, kWithNans}, 1},
+    {{"one request", 1, 1, 4096, 128, 1, 576, 2048}, {}, 0},
+    {{"one request, records, pages", 1, 1, 4096, 128, 1, 576, 2048}, {true, 64}, 0},
+    {{"8 requests", 8, 1, 3000, 128, 1, 576, 2048, true, true, true, 1}, {}, 0},
+    {{"8 requests, pages", 8, 1, 3001, 128, 1, 576, 2048, true, true, true}, {false, 1}, 0},
+    {{"8 requests, records", 8, 1, 3000, 128, 1, 576, 2048, true, true, true}, {true}, 0},
+    {{"70 requests", 70, 2, 500, 128, 1, 576, 512, true, true, true, 2}, {}, 0},
+    {{"70 requests, records", 70, 2, 504, 64, 1, 576, 512, true, true, true}, {true, 63, true}, 0},
+    {{"D 512, sharp", 4, 8, 2000, 128, 1, 512, 1024, false, true, true, 1, 12.f}, {}, 0},
+    {{"64 parts", 1, 1, 5000, 16, 1, 576, 4200, true}, {}, 64},
+};
+
+__global__ void unpack_pieces(const record_values::Piece* pieces, uint32_t* values, int count) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  sparse_mla::unpack_values(pieces[i].codes, pieces[i].scale, [&](int j, const uint32_t (&y)[4]) {
+    for (int m = 0; m < 4; ++m) values[i * 16 + j * 4 + m] = y[m];
+  });
+}
+
+bool run_values() {
+  const auto pieces = record_values::pieces();
+  const int count = static_cast<int>(pieces.size());
+  record_values::Piece* from = upload(pieces);
+  auto* to = device<uint32_t>(count * 16);
+  unpack_pieces<<<(count + 127) / 128, 128>>>(from, to, count);
+  CHECK(cudaGetLastError());
+  const auto values = download(to, count * 16);
+  int wrong = 0;
+  for (int i = 0; i < count; ++i) {
+    wrong += record_values::wrong(pieces[i], reinterpret_cast<const uint16_t*>(&values[i * 16]));
+  }
+  printf("%-4s values of records: %d of %d wrong\n", wrong ? "BAD" : "ok", wrong, 32 * count);
+  CHECK(cudaFree(from));
+  CHECK(cudaFree(to));
+  return wrong == 0;
+}
+
+// ---- bench -------------------------------------------------------------------------------------
+
+__global__ void fill_bf16(bf16* x, int64_t n, uint64_t seed) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const uint64_t h = mix(seed + i);
+    x[i] = __float2bfloat16(
+        (float(h & 0xffff) + float(h >> 16 & 0xffff) + float(h >> 32 & 0xffff) - 98302.f) / 32768);
+  }
+}
+// Records of e4m3 values in +-1.875, all scales the same, and bf16 values likewise.
+__global__ void fill_records(uint8_t* x, int64_t records, float scale, uint64_t seed) {
+  for (int64_t r = blockIdx.x; r < records; r += gridDim.x) {
+    uint8_t* record = x + r * kSparseMlaRecordBytes;
+    for (int d = threadIdx.x; d < 512; d += blockDim.x) record[d] = mix(seed + r * 512 + d) & 0xbf;
+    for (int i = threadIdx.x; i < 4; i += blockDim.x) {
+      reinterpret_cast<float*>(record + 512)[i] = scale;
+    }
+    for (int i = threadIdx.x; i < 64; i += blockDim.x) {
+      reinterpret_cast<uint16_t*>(record + 528)[i] = (mix(seed + r * 64 + i) & 0x807f) | 0x3f00;
+    }
+  }
+}
+// Ascending, as the top-k gives them.
+__global__ void fill_indices(int32_t* x, int64_t rows, int K, int S, uint64_t seed) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * K;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const double within = (mix(seed + i) >> 12) * 0x1p-52;
+    x[i] = static_cast<int>((static_cast<double>(i % K) + within) * S / K);
+  }
+}
+// A permutation of the pages: odd multiples modulo a power of two, else the identity.
+__global__ void fill_table(int32_t* x, int n) {
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+    x[i] = (n & (n - 1)) ? i : static_cast<int>((i * 2654435761ull) & (n - 1));
+  }
+}
+
+double copy_rate() {
+  constexpr int64_t kBytes = int64_t{2} << 30;
+  auto *a = device<uint8_t>(kBytes), *b = device<uint8_t>(kBytes);
+  cudaEvent_t start, stop;
+  CHECK(cudaEventCreate(&start));
+  CHECK(cudaEventCreate(&stop));
+  float best = 1e9f;
+  for (int i = 0; i < 6; ++i) {
+    CHECK(cudaEventRecord(start));
+    CHECK(cudaMemcpyAsync(a, b, kBytes, cudaMemcpyDeviceToDevice));
+    CHECK(cudaEventRecord(stop));
+    CHECK(cudaEventSynchronize(stop));
+    float ms;
+    CHECK(cudaEventElapsedTime(&ms, start, stop));
+    best = std::min(best, ms);
+  }
+  CHECK(cudaFree(a));
+  CHECK(cudaFree(b));
+  return 2. * kBytes / best * 1e-9;  // TB/s
+}
+
+enum Kind { kFlat, kPages, kRecords, kOddRecords };
+const char* const kKinds[] = {"bf16", "bf16 pages", "fp8 pages",
+                              "fp8 pages, scales no powers of two"};
+
+// Microseconds a call in a graph of calls that take turns over enough selections to miss the L2,
+// for the rule's number of parts and those around it.
+void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
+  constexpr int kPageSize = 64;
+  const bool records = kind == kRecords || kind == kOddRecords;
+  const int row_bytes = records ? kSparseMlaRecordBytes : D * 2;
+  const int64_t rows = int64_t{B} * S, tokens = int64_t{B} * T;
+  const int64_t selected = tokens * K * row_bytes;
+  const int sets = static_cast<int>(std::clamp<int64_t>((int64_t{200} << 20) / selected, 2, 32));
+  auto* kv = device<uint8_t>(rows * row_bytes);
+  if (records) {
+    fill_records<<<2048, 128>>>(kv, rows, kind == kOddRecords ? 0.9f : 1.f, 1);
+  } else {
+    fill_bf16<<<2048, 256>>>(reinterpret_cast<bf16*>(kv), rows * D, 1);
+  }
+  auto *q = device<bf16>(tokens * N * D), *out = device<bf16>(tokens * N * 512);
+  auto* lse = device<float>(tokens * N);
+  auto* indices = device<int32_t>(sets * tokens * K);
+  auto* table = device<int32_t>(rows / kPageSize);
+  fill_bf16<<<2048, 256>>>(q, tokens * N * D, 2);
+  fill_indices<<<2048, 256>>>(indices, sets * tokens, K, S, 3);
+  fill_table<<<256, 256>>>(table, rows / kPageSize);
+  CHECK(cudaDeviceSynchronize());
+  const int64_t items = sparse_mla_decode_items(B, T, N, 1);
+  const int chosen = sparse_mla_decode_splits(items, K, num_sms());
+  std::vector<int> tried = {chosen};
+  for (int n : {1, chosen / 2, chosen + 1, chosen * 2}) {
+    const bool fits = n >= 1 && n <= (K + 63) / 64 && n <= kSparseMlaMaxSplits;
+    if (fits && std::find(tried.begin(), tried.end(), n) == tried.end()) tried.push_back(n);
+  }
+  const double floor_us = (selected + tokens * N * (D + 512) * 2) / rate * 1e-6;
+  printf("B%d T%d S%d N%d D%d K%d %s: bytes over bandwidth %.1f us\n", B, T, S, N, D, K,
+         kKinds[kind], floor_us);
+  cudaStream_t stream;
+  CHECK(cudaStreamCreate(&stream));
+  for (int splits : tried) {
+    auto* partial = device<float>(sparse_mla_decode_partial_count(items, splits));
+    auto* partial_lse = device<float>(sparse_mla_decode_lse_count(items, splits));
+    SparseMlaDecodeParams p = {};
+    p.q = q, p.kv = kv, p.out = out, p.lse = lse, p.partial = partial, p.partial_lse = partial_lse;
+    p.batch = B, p.queries = T, p.keys = S, p.heads = N, p.groups = 1, p.slots = K, p.dim = D;
+    p.scale = 1 / std::sqrt(float(D)), p.records = records, p.splits = splits;
+    p.batch_rows = kind == kFlat ? S : 0;
+    if (kind != kFlat) {
+      p.page_table = table;
+      p.page_size = kPageSize;
+      p.page_slots = S / kPageSize;
+      p.pages = static_cast<int>(rows / kPageSize);
+    }
+    cudaGraph_t graph;
+    cudaGraphExec_t calls;
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    for (int i = 0; i < sets; ++i) {
+      p.indices = indices + i * tokens * K;
+      CHECK(launch_sparse_mla_decode(p, stream));
+    }
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&calls, graph, 0));
+    cudaEvent_t start, stop;
+    CHECK(cudaEventCreate(&start));
+    CHECK(cudaEventCreate(&stop));
+    std::vector<float> us;
+    for (int i = 0; i < 12; ++i) {
+      CHECK(cudaEventRecord(start, stream));
+      CHECK(cudaGraphLaunch(calls, stream));
+      CHECK(cudaEventRecord(stop, stream));
+      CHECK(cudaEventSynchronize(stop));
+      float ms;
+      CHECK(cudaEventElapsedTime(&ms, start, stop));
+      if (i >= 2) us.push_back(ms * 1e3f / sets);
+    }
+    std::sort(us.begin(), us.end());
+    const double mid = us[us.size() / 2];
+    printf("  %2d parts%s %7.1f us (best %.1f, worst %.1f)  %.2f of the bandwidth  %.0f TFLOPS\n",
+           splits, splits == chosen ? ", chosen:" : ":        ", mid, us[0], us.back(),
+           floor_us / mid, 2. * tokens * N * K * (D + 512) / mid * 1e-6);
+    fflush(stdout);
+    CHECK(cudaGraphExecDestroy(calls));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaFree(partial));
+    CHECK(cudaFree(partial_lse));
+  }
+  CHECK(cudaStreamDestroy(stream));
+  for (void* v : {(void*)kv, (void*)q, (void*)out, (void*)lse, (void*)indices, (void*)table}) {
+    CHECK(cudaFree(v));
+  }
+}
+
+int main(int argc, char** argv) {
+  const std::string what = argc > 1 ? argv[1] : "test";
+  const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 20240607;
+  printf("seed %llu\n", (unsigned long long)seed);
+  if (what == "test" || what == "small") {
+    int bad = !run_values();
+    for (const DecodeCase& c : kCases) {
+      if (what == "small" && int64_t{c.c.batch} * c.c.slots > 1500) continue;
+      bad += !run_case(c, seed);
+    }
+    printf(bad ? "FAILED %d\n" : "all good\n", bad);
+    return bad != 0;
+  }
+  const double rate = copy_rate();
+  printf("device copy %.2f TB/s\n", rate);
+  if (what == "profile") {
+    bench(8, 1, 32768, 128, 576, 2048, kRecords, rate);
+    return 0;
+  }
+  if (what == "records") {
+    for (int B : {1, 8, 64, 128}) bench(B, 1, 8192, 128, 576, 2048, kRecords, rate);
+    for (int B : {64, 128}) bench(B, 1, 8192, 64, 576, 2048, kRecords, rate);
+    for (int N : {64, 128}) bench(64, 1, 8192, N, 576, 2048, kFlat, rate);
+    return 0;
+  }
+  for (Kind kind : {kFlat, kPages, kRecords}) {
+    for (int B : {1, 8, 64, 128}) bench(B, 1, 32768, 128, 576, 2048, kind, rate);
+  }
+  bench(64, 1, 32768, 128, 576, 2048, kOddRecords, rate);
+  for (int B : {64, 128}) bench(B, 1, 8192, 128, 576, 2048, kRecords, rate);
+  for (int B : {64, 128}) bench(B, 1, 8192, 64, 576, 2048, kRecords, rate);
+  for (int N : {16, 64}) {
+    for (int B : {1, 64}) {
+      bench(B, 1, 32768, N, 576, 2048, kFlat, rate);
+      bench(B, 1, 32768, N, 576, 2048, kRecords, rate);
+    }
+  }
+  bench(1, 1, 32768, 128, 576, 640, kFlat, rate);
+  bench(8, 4, 32768, 128, 576, 2048, kFlat, rate);
+  bench(64, 1, 32768, 128, 512, 1024, kFlat, rate);
+  return 0;
+}

@@ -1,0 +1,171 @@
+// Problems of the FP8 matmul, and what must come of them in float64.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "fp8/matmul.h"
+
+namespace fp8_matmul_problem {
+
+using jax_dsa::DType;
+using jax_dsa::Fp8MatmulParams;
+
+struct Case {
+  const char* name;
+  int64_t batch, m, n, k;
+  DType dtype = DType::kBF16;
+  bool b_rows = false;
+};
+
+inline double e4m3_value(uint8_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  const double size = (code & 127) == 127 ? NAN
+                      : exponent          ? std::ldexp(8. + mantissa, exponent - 10)
+                                          : std::ldexp(double(mantissa), -9);
+  return code & 128 ? -size : size;
+}
+
+// A block of products.
+struct Block {
+  double sum = 0, size = 0;  // and of the terms' magnitudes
+  double bit = 0;            // what the last bits weigh that a tensor core keeps
+
+  // A tensor core adds 32 products at a time to the sum so far. It aligns them to the largest
+  // exponent (a product's is that of its factors together) and cuts them off, towards zero, 13 bits
+  // below it. With exactly this the kernels' results on an H200 agree.
+  Block(const uint8_t* a, const uint8_t* b, int64_t count) {
+    static const auto value = [] {
+      std::array<double, 256> all;
+      for (int i = 0; i < 256; ++i) all[i] = e4m3_value(static_cast<uint8_t>(i));
+      return all;
+    }();
+    const auto exponent = [](uint8_t code) { return std::max(code >> 3 & 15, 1) - 7; };
+    for (int64_t first = 0; first < count; first += 32) {
+      int largest = sum == 0 ? -64 : std::ilogb(sum);
+      for (int64_t k = first; k < std::min(first + 32, count); ++k) {
+        const double term = value[a[k]] * value[b[k]];
+        sum += term, size += std::fabs(term);
+        if (term != 0) largest = std::max(largest, exponent(a[k]) + exponent(b[k]));
+      }
+      bit += std::ldexp(1., largest - 13);
+    }
+  }
+};
+
+// What an array must not write past its end.
+inline constexpr int kGuard = 64;
+inline constexpr uint8_t kPoison = 0xa5;
+
+struct Problem {
+  Case c;
+  int64_t blocks, b_blocks;  // of K; of n
+  std::vector<uint8_t> a, b;
+  std::vector<float> a_scale, b_scale;
+  std::vector<double> want, size, bit;  // of all blocks
+
+  int64_t outputs() const { return c.batch * c.m * c.n; }
+  int64_t out_bytes() const { return outputs() * (c.dtype == DType::kF32 ? 4 : 2); }
+
+  // The codes of all sizes; in some rows and blocks, NaN, which belongs to their results only.
+  // After the end of everything there is NaN.
+  Problem(const Case& c, uint64_t seed) : c(c) {
+    std::mt19937_64 random(seed);
+    std::normal_distribution<float> normal;
+    blocks = (c.k + 127) / 128, b_blocks = c.b_rows ? c.n : (c.n + 127) / 128;
+    const auto code = [&] {
+      const auto x = static_cast<uint8_t>(random());
+      return (x & 127) == 127 ? uint8_t{0} : x;
+    };
+    for (int64_t i = 0; i < c.batch * c.m * c.k; ++i) a.push_back(code());
+    for (int64_t i = 0; i < c.batch * c.n * c.k; ++i) b.push_back(code());
+    for (int64_t i = 0; i < c.batch * c.m * blocks; ++i) {
+      a_scale.push_back(std::exp(normal(random)) * 1e-3f);
+    }
+    for (int64_t i = 0; i < c.batch * b_blocks * blocks; ++i) {
+      b_scale.push_back(std::exp(normal(random)) * 1e-3f);
+    }
+    if (c.m > 4 && c.k > 0) {
+      a[3 * c.k + c.k / 2] = 0x7f;
+      a_scale[4 * blocks + blocks / 2] = NAN;
+    }
+    if (c.n > 4 && c.k > 0) b[2 * c.k + c.k - 1] = 0xff;
+    if (b_blocks > 1 && c.k > 0) b_scale[b_blocks * blocks - 1] = NAN;
+    reference();
+    a.resize(a.size() + kGuard, 0x7f), b.resize(b.size() + kGuard, 0x7f);
+    a_scale.resize(a_scale.size() + kGuard, NAN), b_scale.resize(b_scale.size() + kGuard, NAN);
+  }
+
+  void reference() {
+    for (int64_t row = 0; row < c.batch * c.m; ++row) {
+      for (int64_t n = 0; n < c.n; ++n) {
+        const int64_t of_b = row / c.m * c.n + n;
+        const int64_t scale_row = row / c.m * b_blocks + (c.b_rows ? n : n / 128);
+        double sum = 0, magnitude = 0, last = 0;
+        for (int64_t j = 0; j < blocks; ++j) {
+          const Block block(&a[row * c.k + 128 * j], &b[of_b * c.k + 128 * j],
+                            std::min(c.k - 128 * j, int64_t{128}));
+          const double scale =
+              double{a_scale[row * blocks + j]} * double{b_scale[scale_row * blocks + j]};
+          sum += scale * block.sum, magnitude += scale * block.size, last += scale * block.bit;
+        }
+        want.push_back(sum), size.push_back(magnitude), bit.push_back(last);
+      }
+    }
+  }
+
+  double value(const uint8_t* out, int64_t i) const {
+    if (c.dtype == DType::kF32) {
+      float x;
+      std::memcpy(&x, out + 4 * i, 4);
+      return x;
+    }
+    uint16_t bits;
+    std::memcpy(&bits, out + 2 * i, 2);
+    if (c.dtype == DType::kBF16) {
+      const uint32_t wide = uint32_t{bits} << 16;
+      float x;
+      std::memcpy(&x, &wide, 4);
+      return x;
+    }
+    __half x;
+    std::memcpy(&x, &bits, 2);
+    return __half2float(x);
+  }
+
+  // The largest error by what is allowed: so many of the last bits, a sum in f32, and a rounding.
+  // `out` has kGuard bytes more, kPoison before the call.
+  double error(const std::vector<uint8_t>& out, double bits) const {
+    const double round = c.dtype == DType::kF32   ? 1e-7
+                         : c.dtype == DType::kF16 ? std::ldexp(1., -11)
+                                                  : std::ldexp(1., -8);
+    double worst = 0;
+    for (int64_t i = 0; i < outputs(); ++i) {
+      const double got = value(out.data(), i);
+      if (std::isnan(want[i]) && std::isnan(got)) continue;
+      const double allowed = bits * bit[i] + 1e-6 * size[i] + round * std::fabs(want[i]) + 1e-7;
+      const double e = std::fabs(got - want[i]) / allowed;
+      worst = std::fmax(worst, std::isnan(e) ? INFINITY : e);
+    }
+    for (int64_t i = out_bytes(); i < static_cast<int64_t>(out.size()); ++i) {
+      if (out[i] != kPoison) worst = INFINITY;
+    }
+    return worst;
+  }
+
+  Fp8MatmulParams params(const uint8_t* a, const float* a_scale, const uint8_t* b,
+                         const float* b_scale, void* out) const {
+    return {a, a_scale, b, b_scale, out, c.batch, c.m, c.n, c.k, c.dtype, c.b_rows};
+  }
+};
+
+}  // namespace fp8_matmul_problem

@@ -1,0 +1,30 @@
+// Two warps write different numbers to the same words; whichever stays, all read after a barrier.
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o any_of_several tests/kernels/races/any_of_several.cu
+// The two writes race, on purpose: one of them stays whole, since both are of the whole word, and
+// __syncthreads orders both before the reads, so that exactly one warp finds its number. So does
+// the indexer's backward pass with a key that a query has in several slots, of which one gets into
+// the table. With -DRACE what the table held before may come last, which would be wrong.
+#include "races/pattern.cuh"
+
+struct Shared {
+  int table[32];
+};
+
+__global__ void pattern(const int* from, int* to) {
+  auto& [table] = dynamic_shared<Shared>();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int round = 0; round < kRounds; ++round) {
+    if (warp == 0) {
+      if (kRace) dawdle();
+      table[lane] = -1;
+    }
+    if (!kRace) __syncthreads();
+    if (warp > 0) store_any(table[lane], warp);
+    __syncthreads();
+    if (table[lane] == warp) to[round * 32 + lane] = from[round * 32 + lane];
+    __syncthreads();
+  }
+}
+
+int main() { return run_pattern<Shared>(pattern, 96, 32); }

@@ -1,0 +1,31 @@
+// bar.arrive by those who write or have read, bar.sync on the same barrier by those who wait.
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o arrive_and_sync tests/kernels/races/arrive_and_sync.cu
+// Right: PTX orders the accesses of a thread before its bar.arrive before those of others after
+// their bar.sync, and both count towards the barrier's 64 threads. So do the two warpgroups of the
+// sparse MLA forward kernel with P, references and sums.
+#include "races/pattern.cuh"
+
+struct Shared {
+  int box[32];
+};
+
+__global__ void pattern(const int* from, int* to) {
+  constexpr int kFull = 1, kFree = 2;
+  auto& [box] = dynamic_shared<Shared>();
+  const int lane = threadIdx.x % 32;
+  for (int round = 0; round < kRounds; ++round) {
+    if (threadIdx.x < 32) {
+      if (round > 0) named_barrier_sync<64>(kFree);
+      if (kRace) named_barrier_arrive<64>(kFull), dawdle();
+      box[31 - lane] = from[round * 32 + 31 - lane];
+      if (!kRace) named_barrier_arrive<64>(kFull);
+    } else {
+      named_barrier_sync<64>(kFull);
+      to[round * 32 + lane] = box[lane];
+      if (round + 1 < kRounds) named_barrier_arrive<64>(kFree);
+    }
+  }
+}
+
+int main() { return run_pattern<Shared>(pattern, 64, 32); }

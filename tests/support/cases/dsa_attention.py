@@ -1,0 +1,47 @@
+"""`dsa_attention`. The route "rows" is the batch, by a name that keeps its KL, a scalar of local
+means, out of the tests inside shard_map.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jax_dsa import dsa_attention
+from support.cases import TransformCase
+
+B, T, N, G, D, E, S, J, C, K = 8, 8, 8, 1, 6, 4, 12, 2, 4, 5
+
+
+def make_args(rng: np.random.Generator) -> tuple:
+    shapes = (B, T, N, D), (B, S, G, D), (B, T, J, C), (B, S, C), (B, T, J)
+    return tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes)
+
+
+def attend(q, kv, index_q, index_k, index_weights):
+    return dsa_attention(
+        q, kv, index_q, index_k, index_weights, top_k=K, value_dim=E, query_start=S - T
+    )
+
+
+QUERY, WHOLE = P(None, "x"), P()
+CASES = [
+    TransformCase(
+        "dsa_attention",
+        attend,
+        make_args,
+        (0, 1, 2, 3, 4),
+        {
+            "rows": (P("x"),) * 5,
+            "query": (QUERY, WHOLE, QUERY, WHOLE, QUERY),
+            "shared": (P(None, None, "x"), WHOLE, WHOLE, WHOLE, WHOLE),
+            "keys": (QUERY, QUERY, QUERY, QUERY, QUERY),
+        },
+        {
+            # The heads share one selection: each device makes it for some queries.
+            "shared": {(B, T, K), (B, T, J, C), (B, T, J)},
+            "keys": {(B, S, G, D), (B, S, C)},
+        },
+    ),
+]

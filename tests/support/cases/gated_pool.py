@@ -1,0 +1,76 @@
+"""`gated_pool`, of one half and of two, and of packed documents."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jax_dsa.ops.gated_pool import gated_pool
+from jax_dsa.ops.gated_pool.api import gated_pool_for_norm
+from support.cases import TransformCase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+B, S, D = 8, 32, 16
+
+
+def make_args(rng: np.random.Generator, ratio: int, halves: int) -> tuple:
+    shape = (B, S, halves, D)
+    bias = jnp.asarray(rng.normal(size=(ratio, halves, D)), jnp.float32)
+    return *(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2)), bias
+
+
+def make_packed_args(rng: np.random.Generator) -> tuple:
+    rows = np.arange(S)
+    cuts = [np.where(rng.random(S) < 0.1, rows, 0) for _ in range(B)]
+    starts = np.maximum.accumulate(np.stack(cuts), axis=1)
+    return *make_args(rng, 3, 2), jnp.asarray(starts, jnp.int32)
+
+
+ROUTES = {
+    "batch": (P("x"), P("x"), P()),
+    "head": (P(None, None, None, "x"), P(None, None, None, "x"), P(None, None, "x")),
+    # Mesh axes of the tokens take the channels: each device has all tokens of some.
+    "keys": (P(None, "x"), P(None, "x"), P()),
+}
+
+
+def case(name: str, make: Callable, ratio: int, halves: int) -> TransformCase:
+    packed = name.endswith("documents")
+    specs = {
+        route: (*given, P("x") if route == "batch" else P())[: 4 if packed else 3]
+        for route, given in ROUTES.items()
+    }
+    gathered = {(B, S // ratio, D), (B, ratio, halves, D)}  # the keys, the bias's gradient
+    return TransformCase(name, gated_pool, make, (0, 1, 2), specs, {"keys": gathered})
+
+
+def make_scaled_args(rng: np.random.Generator) -> tuple:
+    return *make_args(rng, 4, 2), jnp.asarray(rng.normal(size=D), jnp.float32)
+
+
+def scaled_case() -> TransformCase:
+    scale = {"batch": P(), "head": P("x"), "keys": P()}
+    specs = {route: (*given, scale[route]) for route, given in ROUTES.items()}
+    # The squares' sums and the scale's gradient, too.
+    gathered = {(B, S // 4, D), (B, S // 4), (B, 4, 2, D), (B, D)}
+    return TransformCase(
+        "gated_pool-scaled",
+        gated_pool_for_norm,
+        make_scaled_args,
+        (0, 1, 2, 3),
+        specs,
+        {"keys": gathered},
+    )
+
+
+CASES = [
+    case("gated_pool", lambda rng: make_args(rng, 4, 1), 4, 1),
+    case("gated_pool-halves", lambda rng: make_args(rng, 4, 2), 4, 2),
+    case("gated_pool-documents", make_packed_args, 3, 2),
+    scaled_case(),
+]

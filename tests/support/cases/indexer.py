@@ -1,0 +1,85 @@
+"""`indexer_logits` and `indexer_topk`."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jax_dsa import PagedCache, indexer_logits, indexer_topk
+from support.cases import TransformCase
+
+B, T, J, C, S, K = 8, 8, 3, 5, 12, 4
+
+
+def floats(rng: np.random.Generator, *shape: int) -> jnp.ndarray:
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def make_args(rng: np.random.Generator) -> tuple:
+    return floats(rng, B, T, J, C), floats(rng, B, S, C), floats(rng, B, T, J)
+
+
+def make_ranged_args(rng: np.random.Generator) -> tuple:
+    """With a scale of each key and a range of each query."""
+    starts = rng.integers(0, S, size=(B, T))
+    ends = starts + rng.integers(0, 2 * K, size=(B, T))
+    ranges = (jnp.asarray(x, jnp.int32) for x in (starts, ends))
+    return *make_args(rng), jnp.exp(floats(rng, B, S)), *ranges
+
+
+def logits(q, k, weights, k_scale, starts, ends):
+    return indexer_logits(q, k, weights, index_k_scale=k_scale, starts=starts, ends=ends)
+
+
+def select(q, k, weights):
+    return indexer_topk(q, k, weights, K)
+
+
+def make_paged_args(rng: np.random.Generator) -> tuple:
+    """A pool of 7 pages of 4 keys, three pages a request, some of which are not there."""
+    q, _, weights = make_args(rng)
+    table = jnp.asarray(rng.integers(-1, 8, size=(B, 3)), jnp.int32)
+    lengths = jnp.asarray(rng.integers(0, 13, size=B), jnp.int32)
+    return q, floats(rng, 7, 4, 1, C), weights, jnp.exp(floats(rng, 7, 4)), table, lengths
+
+
+def select_from_pages(q, pages, weights, k_scale, table, lengths):
+    cache = PagedCache(pages, table, lengths)
+    return indexer_topk(q, cache, weights, K, index_k_scale=k_scale, is_causal=True)
+
+
+CASES = [
+    TransformCase(
+        "indexer_logits",
+        logits,
+        make_ranged_args,
+        (0, 1, 2, 3),
+        {
+            "batch": (P("x"),) * 6,
+            "query": (P(None, "x"), P(), P(None, "x"), P(), P(None, "x"), P(None, "x")),
+        },
+    ),
+    TransformCase(
+        "indexer_topk",
+        select,
+        make_args,
+        (0, 1, 2),
+        {
+            "batch": (P("x"),) * 3,
+            "query": (P(None, "x"), P(), P(None, "x")),
+            "keys": (P(None, "x"),) * 3,
+        },
+        {"keys": {(B, S, C)}},
+    ),
+    TransformCase(
+        "indexer_topk-pages",
+        select_from_pages,
+        make_paged_args,
+        (),
+        {
+            "batch": (P("x"), P(), P("x"), P(), P("x"), P("x")),
+            "query": (P(None, "x"), P(), P(None, "x"), P(), P(), P()),
+        },
+    ),
+]

@@ -1,0 +1,74 @@
+"""`indexer_kl_loss` and `dense_indexer_kl_loss`.
+
+The route "rows" is the batch, by a name that keeps a scalar of local means out of the tests inside
+shard_map: `test_losses.py` has one that takes their mean.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jax_dsa import dense_indexer_kl_loss, indexer_kl_loss
+from support.cases import TransformCase
+
+B, T, K, S, J, C, N, G, D = 8, 8, 6, 12, 2, 4, 8, 2, 5
+
+
+def floats(rng: np.random.Generator, *shape: int) -> jnp.ndarray:
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def make_sparse_args(rng: np.random.Generator) -> tuple:
+    """Some slots invalid, and some whole rows."""
+    filled = np.arange(K) < rng.integers(0, K + 1, size=(B, T, 1))
+    logits = jnp.where(filled, floats(rng, B, T, K), -jnp.inf)
+    return logits, jnp.exp(floats(rng, B, T, K)), jnp.asarray(rng.random((B, T, K)) < 0.8)
+
+
+def sparse(logits, teacher, valid):
+    return indexer_kl_loss(logits, teacher, valid & (logits > -jnp.inf))
+
+
+def make_dense_args(rng: np.random.Generator) -> tuple:
+    starts = jnp.asarray(rng.integers(0, S, size=(B, T)), jnp.int32)
+    return (
+        floats(rng, B, T, J, C),
+        floats(rng, B, S, C),
+        floats(rng, B, T, J),
+        floats(rng, B, T, N, D),
+        floats(rng, B, S, G, D),
+        starts,
+    )
+
+
+def dense(index_q, index_k, weights, q, kv, starts):
+    return dense_indexer_kl_loss(index_q, index_k, weights, q, kv, starts=starts, query_start=S - T)
+
+
+CASES = [
+    TransformCase(
+        "indexer_kl_loss",
+        sparse,
+        make_sparse_args,
+        (0,),
+        {"rows": (P("x"),) * 3, "query": (P(None, "x"),) * 3},
+    ),
+    TransformCase(
+        "dense_indexer_kl_loss",
+        dense,
+        make_dense_args,
+        (0, 1, 2),
+        {
+            "rows": (P("x"),) * 6,
+            "query": (P(None, "x"), P(), P(None, "x"), P(None, "x"), P(), P(None, "x")),
+            "keys": (P(None, "x"),) * 6,
+            "shared": (P(), P(), P(), P(None, None, "x"), P(), P()),
+        },
+        {
+            "keys": {(B, S, C), (B, S, G, D)},
+            "shared": {(B, T, J, C), (B, T, J)},
+        },
+    ),
+]
