@@ -317,7 +317,7 @@ def test_the_large_presets_keep_no_array_of_queries_by_keys(preset):
     config = training.PRESETS[preset]()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
     program = Program(config)
-    state = jax.eval_shape(program._first_state)
+    state = jax.eval_shape(program._initial_state)
     length = config.seq_len
     row = jax.ShapeDtypeStruct((config.batch_size, length), jnp.int32)
     batch = Batch(inputs=row, targets=row, segment_ids=row if config.packed else None)
@@ -348,7 +348,7 @@ def test_kernels_cover_the_large_preset(monkeypatch):
     implementation = op._implementation
     monkeypatch.setattr(op, "_implementation", asked)
     program = Program(config)
-    state = jax.eval_shape(program._first_state)
+    state = jax.eval_shape(program._initial_state)
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32)
     batch = Batch(tokens, tokens, None)
     stages = {
