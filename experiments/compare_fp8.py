@@ -16,11 +16,11 @@ import numpy as np
 from jax_dsa.core.extras import needs_extra
 
 with needs_extra("examples", __name__):
+    from jax_dsa.training.report import BLUE, GREY, ORANGE, smooth
     from matplotlib.figure import Figure
 
     from jax_dsa.training.config import PRESETS, in_fp8
     from jax_dsa.training.data import RunError, load_corpus
-    from jax_dsa.training.report import BLUE, GREY, ORANGE, smooth
     from jax_dsa.training.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ from jax_dsa.ops.htree import htree_attention
 with needs_extra("examples", __name__):
     import optax
     from flax import nnx
+    from jax_dsa.training.report import grid
     from tqdm import tqdm
 
     from jax_dsa.training.data import VOCAB, Batches, RunError, load_corpus, validation_batches
     from jax_dsa.training.losses import token_losses
-    from jax_dsa.training.report import grid
 
 if TYPE_CHECKING:
     from jax_dsa.core.typing import Array, Float, Int

@@ -21,13 +21,13 @@ import numpy as np
 from jax_dsa.core.extras import needs_extra
 
 with needs_extra("examples", __name__):
+    from jax_dsa.training.report import BLUE, GREY, ORANGE, RED
     from matplotlib.figure import Figure
 
     from jax_dsa.training import report
     from jax_dsa.training.config import PRESETS
     from jax_dsa.training.data import VOCAB, RunError, load_corpus
     from jax_dsa.training.mesh import make_mesh
-    from jax_dsa.training.report import BLUE, GREY, ORANGE, RED
     from jax_dsa.training.steps import Program
     from jax_dsa.training.trainer import Trainer
 
