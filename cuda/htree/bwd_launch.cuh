@@ -75,8 +75,8 @@ cudaError_t launch_queries(const BwdPlan& x, cudaStream_t stream) {
   static_assert(shared_memory_fits(1, kShared));
   BwdPlan shaped = x;
   shaped.plan = x.plan.shaped<S>();
-  if (shaped.plan.blocks() > INT32_MAX) return cudaErrorInvalidValue;
-  return launch_blocks(queries_kernel<S, kD, kR>, shaped.plan.blocks(), S::kThreads, kShared,
+  if (shaped.plan.ctas() > INT32_MAX) return cudaErrorInvalidValue;
+  return launch_blocks(queries_kernel<S, kD, kR>, shaped.plan.ctas(), S::kThreads, kShared,
                        stream, shaped);
 }
 

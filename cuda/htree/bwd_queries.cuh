@@ -58,16 +58,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (warp >= S::kWarps) {
     lower_registers<S::kProducerRegisters>();
     if (warp > S::kWarps) return;
-    const QueryTile tile(plan);
-    const int position = tile.position(plan, lane);
-    const int64_t row = tile.row + min(lane, tile.queries - 1);
-    const int64_t first = (tile.batch * p.groups + tile.group) * plan.layers.blocks;
-    for (int layer = plan.layers.count - 1; layer >= 0; --layer) {
-      produce(shared.ring, at,
-              static_cast<const uint8_t*>(p.tree) +
-                  (first + plan.layers.first[layer]) * kNodeBytes<kD, kR>,
-              kNodeBytes<kD, kR>, BlockList::of<kR>(plan, position, row, layer));
-    }
+    produce_all_layers<kD, kR>(plan, shared.ring, at);
     return;
   }
 

@@ -234,6 +234,24 @@ __device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t*
   } while (first != INT_MAX);
 }
 
+// The producer warp's walk over all layers, from the top one down to the tokens.
+template <int kD, int kR, typename Ring>
+__device__ __forceinline__ void produce_all_layers(const Plan& plan, Ring& ring,
+                                                   RingPlace<Ring::kStages>& at) {
+  const HTreeFwdParams& p = plan.p;
+  const int lane = threadIdx.x % 32;
+  const QueryTile tile(plan);
+  const int position = tile.position(plan, lane);
+  const int64_t row = tile.row + min(lane, tile.queries - 1);
+  const int64_t first = (tile.batch * p.groups + tile.group) * plan.layers.blocks;
+  for (int layer = plan.layers.count - 1; layer >= 0; --layer) {
+    produce(ring, at,
+            static_cast<const uint8_t*>(p.tree) +
+                (first + plan.layers.first[layer]) * kNodeBytes<kD, kR>,
+            kNodeBytes<kD, kR>, BlockList::of<kR>(plan, position, row, layer));
+  }
+}
+
 // One layer, by a warp that multiplies: take(block) for each block that `query` takes, in order.
 template <typename Ring, typename Take>
 __device__ __forceinline__ void consume(Ring& ring, RingPlace<Ring::kStages>& at, int query,
