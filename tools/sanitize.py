@@ -118,9 +118,7 @@ EXPLANATIONS = {
             "mla/few_heads.cuh:CountingRows",
         ]
     ): "elected_writer",
-    frozenset(["mla/few_heads.cuh:consume_few", "mla/producer.cuh:begin_item"]): (
-        "beside_copies"
-    ),
+    frozenset(["mla/few_heads.cuh:consume_few", "mla/producer.cuh:begin_item"]): ("beside_copies"),
     # In the backward kernel the way back is that of over_two_barriers.
     frozenset(["common/gather.cuh:all", "common/gather.cuh:set"]): "beside_copies",
     frozenset(
