@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib.util
 import json
 import math
-import pathlib
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +17,7 @@ import pytest
 from flax import nnx
 from support.compare import assert_matches
 from support.models import COMPRESSED, PACKED, SEGMENT_IDS, VARIANT, B, M, T, hidden, layer
+from support.scripts import load_script
 
 from jax_dsa import nn
 from jax_dsa.nn import compressed
@@ -339,11 +337,7 @@ def test_a_decoder_replays_selections(rng):
 
 
 def test_the_benchmark_of_layers(tmp_path, monkeypatch):
-    path = pathlib.Path(__file__).parent.parent / "benchmarks" / "models.py"
-    spec = importlib.util.spec_from_file_location("benchmark_of_models", path)
-    benchmark = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, benchmark)
-    spec.loader.exec_module(benchmark)
+    benchmark = load_script("benchmarks/models.py", monkeypatch)
     monkeypatch.setattr(benchmark, "GROUPS", ({"tiny": COMPRESSED, "latent": VARIANT},))
     benchmark.main(["--tokens", str(T), "--only", "tiny|latent", "--csv", str(tmp_path / "x.csv")])
     with (tmp_path / "x.csv").open() as f:
