@@ -1,6 +1,4 @@
-"""Every operator under every transform of JAX, against single calls of itself and against plain
-autodiff.
-"""
+"""Every operator under JAX's transforms, against single calls and against plain autodiff."""
 
 from __future__ import annotations
 
@@ -10,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.cases.registry import CASES
+from support.cases.registry import CASES, one_fast
 from support.compare import assert_matches
 from support.transforms import grad, loss, outputs
 
 import jax_dsa
 from jax_dsa.core.call import in_plain_xla
 
-ALL = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-DIFFERENTIABLE = pytest.mark.parametrize("case", [c for c in CASES if c.diff], ids=lambda c: c.name)
+ALL = pytest.mark.parametrize("case", one_fast(CASES))
+DIFFERENTIABLE = pytest.mark.parametrize("case", one_fast(c for c in CASES if c.diff))
 
 
 def stacked(fn: Any, samples: list[tuple]) -> Any:
