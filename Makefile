@@ -1,21 +1,32 @@
-# make demo: train a small model with sparse attention on real text.  make test: run the tests that a
-# person waits for; make test-all: run all.  make docs: build the site into build/site.
+# make test              a small case of everything, in at most ten minutes on two cores
+# make test-op OP=topk   every test of one operator, on the CPU and, where there is one, on the GPU
+# make test-all          every test, with a fresh seed (SEED=5 repeats one)
+# make lint, make format check or format the code
+# make docs              build the site into build/site
+# make demo              train a small model with sparse attention on real text
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: demo test test-all bench docs wheel lint format venv clean
+.PHONY: demo test test-op test-all bench docs wheel lint format venv clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
 test: venv
-	$(BIN)/pytest -n $(WORKERS) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+# Files, functions and parameters that have OP in their names, and the emulator's programs.
+test-op: venv
+	$(if $(OP),,$(error Name an operator, as in `make test-op OP=topk`))
+	$(PYTEST) -k "$(OP)" $(ARGS)
 
 test-all: venv
-	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+	JAX_DSA_TEST_SEED=$(SEED) $(PYTEST) $(ARGS)
 
 bench: venv
 	$(BIN)/python -m jax_dsa.bench $(ARGS)
@@ -42,7 +53,7 @@ format: venv
 
 venv: $(VENV)/.dev
 
-# Each stamp is one set of extras, installed again when the requirements change.
+# Each stamp is one set of extras, which is installed again when the requirements change.
 $(VENV)/.%: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[$*]"

@@ -1,69 +1,42 @@
-"""Runs the CUDA kernels on the CPU emulator. Needs nvcc for its headers, but no GPU."""
+"""The CUDA kernels on the CPU emulator: small cases of every kernel, all cases, and races.
+
+No GPU is needed. A few small cases of every program are run by `make test`, the other tests by
+`make test-op` for one operator and by `make test-all`.
+"""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from support.emulator import PATTERNS, PROGRAMS, RACES, build, races, run
 
-ROOT = Path(__file__).parent.parent
-KERNELS = ROOT / "tests" / "kernels"
-PROGRAMS = sorted((KERNELS / "emulator").glob("*.cc"))
-PATTERNS = sorted((KERNELS / "races").glob("*.cu"))
+if TYPE_CHECKING:
+    from pathlib import Path
 
-
-def build(program: Path, binary: Path, *options: str) -> Path:
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc")
-    folders = (KERNELS / "emulator", ROOT / "cuda", KERNELS)
-    include = [f"-I{folder}" for folder in folders]
-    # As plain C++: nvcc only says where CUDA's headers are.
-    # Fibers jump between stacks, which hardened C libraries take for an error.
-    plain = ["-Xcompiler", "-U_FORTIFY_SOURCE"]
-    command = [nvcc, "-x", "c++", "-std=c++20", "-O3", "-w", *plain, *include, *options]
-    compiled = binary.with_suffix(".o")
-    subprocess.run([*command, "-c", "-o", str(compiled), str(program)], check=True)
-    # Addresses in it are those of its file.
-    subprocess.run([nvcc, "-Xcompiler", "-no-pie", "-o", str(binary), str(compiled)], check=True)
-    return binary
+every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
 
 
-def run(binary: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([binary], capture_output=True, text=True, timeout=600)
-
-
-# The compiler tells tests/kernels/emulator/races.h of all loads and stores, and of no atomics.
-RACES = (
-    *("-DEMULATOR_RACES", "-g", "-Xcompiler"),
-    "-fsanitize=thread,--param=tsan-instrument-func-entry-exit=0,-fno-threadsafe-statics",
-)
-
-
-def races(binary: Path, printed: str) -> str:
-    """The races that a program has printed, with the lines of the source; "" without any."""
-    found = []
-    for what, *ends in re.findall(r"^race: (.*): 0x(\w+) after 0x(\w+)$", printed, re.M):
-        command = ["addr2line", "-e", str(binary), "-i", *(hex(int(x, 16) - 1) for x in ends)]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found.append(f"{what}:\n{lines}")
-    return "\n".join(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
-def test_kernels_on_the_emulator(program: Path, tmp_path: Path) -> None:
-    ran = run(build(program, tmp_path / program.stem))
-    assert ran.returncode == 0, ran.stdout[-4000:]
+def assert_all_good(binary: Path, *arguments: str) -> None:
+    ran = run(binary, *arguments)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-1000:]
     assert "all good" in ran.stdout
 
 
+@every_program
+def test_small_cases_on_the_emulator(program: Path, tmp_path: Path) -> None:
+    assert_all_good(build(program, tmp_path / program.stem), "small")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
+@every_program
+def test_kernels_on_the_emulator(program: Path, tmp_path: Path) -> None:
+    assert_all_good(build(program, tmp_path / program.stem))
+
+
+@pytest.mark.slow
+@every_program
 def test_kernels_have_no_races(program: Path, tmp_path: Path) -> None:
     binary = build(program, tmp_path / program.stem, *RACES)
     ran = run(binary)
@@ -74,9 +47,10 @@ def test_kernels_have_no_races(program: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("race", [False, True], ids=["right", "race"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.stem)
-def test_patterns_for_racecheck_are_right_without_their_race(
+def test_a_race_is_found_in_a_pattern_that_has_one(
     pattern: Path, race: bool, tmp_path: Path
 ) -> None:
+    """The patterns are those for which compute-sanitizer reports races that are none."""
     binary = build(pattern, tmp_path / pattern.stem, *RACES, *(["-DRACE"] if race else []))
     ran = run(binary)
     assert ran.returncode == 0, ran.stdout

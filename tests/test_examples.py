@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-
 import pytest
-from support.quick import compile_quickly  # noqa: F401
-
-EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+from support.scripts import load_script
 
 
-def example(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_loop_of_ones_own():
-    found = example("own_loop").main(["--steps", "8", "--length", "32"])
+def test_own_training_loop(monkeypatch):
+    found = load_script("examples/own_loop.py", monkeypatch).main(
+        ["--steps", "8", "--length", "32"]
+    )
     (first, kl), (last, last_kl) = found[0], found[-1]
     assert len(found) == 8 and last < first - 0.5 and last_kl < kl
 
 
 @pytest.mark.slow
-def test_a_dense_checkpoint_becomes_sparse(tmp_path, capsys):
-    module = example("dense_to_sparse")
+def test_a_dense_checkpoint_becomes_sparse(tmp_path, capsys, monkeypatch):
+    module = load_script("examples/dense_to_sparse.py", monkeypatch)
     command = ["--checkpoint", str(tmp_path / "dense"), "--dense-steps", "20"]
     command += ["--warmup-steps", "8", "--sparse-steps", "8"]
     dense, untrained, warm, sparse = module.main(command).values()

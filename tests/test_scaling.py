@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import pathlib
-import sys
-
 import numpy as np
 import pytest
-from support.quick import compile_quickly  # noqa: F401
+from support.scripts import load_script
 
-BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 T = 64
 
 
 @pytest.fixture
 def scaling(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("scaling")
-    sys.modules.pop("scaling")
+    return load_script("benchmarks/scaling.py", monkeypatch)
 
 
 def run(scaling, path, program, *meshes):
-    """The rows of a program on these meshes."""
+    """Runs a program on each mesh and returns its rows by mesh."""
     for mesh in meshes:
         scaling.main([program, mesh, "--small", "--csv", str(path)])
     return {row["mesh"]: row for row in scaling.rows(path) if row["program"] == program}
@@ -58,7 +51,7 @@ def test_steps(scaling, tmp_path):
     one, every = found["data=1"], found["data=2,context=2,tensor=2"]
     rates = [float(row["tokens_per_second"]) for row in (one, every)]
     assert float(every["efficiency"]) == pytest.approx(rates[1] / rates[0] / 8, abs=5e-4)
-    assert not every["product"]  # data=2 is missing
+    assert not every["product"]  # because data=2 was not measured
 
 
 @pytest.mark.slow
@@ -69,9 +62,8 @@ def test_steps(scaling, tmp_path):
 def test_layers(scaling, tmp_path, program, meshes):
     found = run(scaling, tmp_path / "scaling.csv", program, *meshes)
     same_loss(found)
-    if (
-        program == "layer-131072"
-    ):  # the latent keys and the index keys, in the passes that want them
+    if program == "layer-131072":
+        # The latent keys and the index keys are gathered once in every pass that reads them.
         keys = 4 * T * (80 + 32) / 2**20
         passes = float(found["context=8"]["gathered_mib"]) / (keys * 7 / 8)
         assert passes == pytest.approx(round(passes)) and passes <= 3
@@ -113,7 +105,6 @@ def test_from_the_command_line(scaling, tmp_path, capsys):
     assert [row["mesh"] for row in found] == ["fsdp=1", "fsdp=2"]
     assert path.with_suffix(".svg").exists()
     assert "| fsdp | fsdp=2 |" in capsys.readouterr().out
-    scaling.main(
-        ["fsdp", "--small", "--devices", "2", "--csv", str(path)]
-    )  # there is nothing to do
+    # The second time there is nothing left to measure.
+    scaling.main(["fsdp", "--small", "--devices", "2", "--csv", str(path)])
     assert len(scaling.rows(path)) == 2

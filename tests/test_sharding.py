@@ -1,5 +1,6 @@
-"""Every operator on meshes of eight devices: right, and without gathering what is sharded, but for
-what a route is known to gather.
+"""Every operator on meshes of eight devices.
+
+The results are right, and the compiled program gathers only what the case's `gathers` allow.
 """
 
 from __future__ import annotations
@@ -15,36 +16,40 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support.cases.registry import CASES
+from support.cases.registry import CASES, one_fast
 from support.compare import assert_matches
-from support.quick import compile_quickly  # noqa: F401
-from test_nn import DECODER
-from test_transforms import grad, loss, outputs, weighted
+from support.models import DECODER
+from support.transforms import both_ways, grad, loss, outputs, weighted
 
 import jax_dsa
 from jax_dsa import nn
 
-ROUTES = [(case, route) for case in CASES for route in case.specs]
-EACH_ROUTE = pytest.mark.parametrize(
-    ("case", "route"), ROUTES, ids=[f"{case.name}-{route}" for case, route in ROUTES]
-)
+
+def mesh_cases() -> list[Any]:
+    """Returns cases, routes and axis types of a mesh; one of each operator is fast.
+
+    It is the last route of the operator's first case, on an Auto axis. The last route is that of
+    the keys, whose gradients are exchanged, or else of the heads.
+    """
+    params = []
+    for case in one_fast(CASES):
+        (each,) = case.values
+        for route, axis_type in itertools.product(each.specs, (AxisType.Auto, AxisType.Explicit)):
+            fast = not case.marks and route == list(each.specs)[-1] and axis_type == AxisType.Auto
+            name = f"{each.name}-{route}-{axis_type.name.lower()}"
+            marks = [] if fast else [pytest.mark.slow]
+            params.append(pytest.param(each, route, axis_type, id=name, marks=marks))
+    return params
 
 
 def exchanged(text: str, collective: str) -> set[tuple[int, ...]]:
-    """The shapes of what a compiled program exchanges by one kind of collective."""
+    """Returns the shapes that a compiled program exchanges by one kind of collective."""
     results = re.findall(rf"= (\S.*?) {collective}(?:-start)?\(", text)
     shapes = (re.findall(r"\w+\[([\d,]*)\]", result) for result in results)
     return {tuple(map(int, filter(None, s.split(",")))) for found in shapes for s in found}
 
 
-def both_ways(case: Any) -> Any:
-    if not case.diff:
-        return lambda *args: (outputs(case, *args), ())
-    return lambda *args: (outputs(case, *args), grad(case)(*args))
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@EACH_ROUTE
+@pytest.mark.parametrize(("case", "route", "axis_type"), mesh_cases())
 def test_mesh(
     case: Any, route: str, axis_type: Any, rng: np.random.Generator, cpus: list[jax.Device]
 ) -> None:
@@ -62,7 +67,7 @@ def test_mesh(
         gathered = exchanged(text, "all-gather")
         assert gathered == case.gathers.get(route, set())
         if route == "keys":
-            # Gradients of what lay in blocks are summed into blocks.
+            # The gradients of sharded keys are summed into shards, never on every device.
             keys = {x.shape for i, x in enumerate(host) if i in case.diff} & gathered
             blocks = {(b, s // count, *rest) for b, s, *rest in keys}
             assert exchanged(text, "reduce-scatter") == blocks
@@ -80,7 +85,7 @@ TWO_AXES = {
 
 
 def crossed(batch: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
-    """The spec that has the "x" of `batch`, and the "x" of `other` as "y"."""
+    """Returns a spec with the "x" of `batch`, and the "x" of `other` as "y"."""
     pairs = itertools.zip_longest(batch, other)
     return PartitionSpec(*(x or (y and "y") for x, y in pairs))
 
@@ -93,8 +98,8 @@ def crossed(batch: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
     ids=lambda c: c.name,
 )
 def test_two_axes(case: Any, types: str, rng: np.random.Generator, cpus: list[jax.Device]) -> None:
-    """The batch on one mesh axis, in a `shard_map` of the user's or not, queries or heads on one of
-    another type.
+    """The batch is on one mesh axis, perhaps in the user's `shard_map`; queries or heads are on an
+    axis of another type.
     """
     host = case.make_args(rng)
     *axis_types, manual = TWO_AXES[types]
@@ -111,7 +116,7 @@ def test_two_axes(case: Any, types: str, rng: np.random.Generator, cpus: list[ja
             for x, spec in zip(host, specs, strict=True)
         ]
         compiled = jax.jit(both_ways(sharded)).lower(*args).compile()
-        # JAX gathers what an Explicit axis shards at the border of a shard_map over another axis.
+        # JAX itself gathers the shards of an Explicit axis when a shard_map over another begins.
         if types != "manual-explicit":
             assert not exchanged(compiled.as_text(), "all-gather")
         assert_matches(compiled(*args), both_ways(case)(*host))
@@ -124,8 +129,8 @@ def test_two_axes(case: Any, types: str, rng: np.random.Generator, cpus: list[ja
 def test_two_auto_axes_beside_another(
     name: str, manual: bool, rng: np.random.Generator, cpus: list[jax.Device]
 ) -> None:
-    """Inside a `shard_map` over "z" the compiler numbers devices by what the result is sharded
-    over: by "y" before "x".
+    """Inside a `shard_map` over "z" the compiler numbers devices by the result's sharding, where
+    "y" comes before "x".
     """
     case = next(c for c in CASES if c.name == name)
     host = case.make_args(rng)
@@ -153,7 +158,7 @@ def test_two_auto_axes_beside_another(
 def test_an_explicit_axis_that_shards_nothing(
     name: str, rng: np.random.Generator, cpus: list[jax.Device]
 ) -> None:
-    """Beside an Explicit one that shards the batch, and an Auto one that shards queries."""
+    """Another Explicit axis shards the batch, and an Auto axis shards the queries."""
     case = next(c for c in CASES if c.name == name)
     host = case.make_args(rng)
     types = (AUTO, EXPLICIT, EXPLICIT)
@@ -197,7 +202,7 @@ def test_plain_xla_on_an_explicit_mesh(
 def test_rows_with_many_leading_axes(
     axis_type: Any, spec: tuple, rng: np.random.Generator, cpus: list[jax.Device]
 ) -> None:
-    """A bias [B, N, T, S], and ranges that all devices have."""
+    """The rows are those of a bias [B, N, T, S]; their ranges are replicated."""
     x = rng.normal(size=(2, 4, 8, 6)).astype(np.float32)
     ends = rng.integers(0, 7, x.shape[:-1]).astype(np.int32)
 
@@ -220,8 +225,8 @@ def test_rows_with_many_leading_axes(
 def test_vmap_on_an_explicit_mesh(
     case: Any, mapped: str | None, rng: np.random.Generator, cpus: list[jax.Device]
 ) -> None:
-    """vmap, vmap(grad) and grad(vmap) over an axis that the mesh shards, and over one that it does
-    not, beside a batch that it shards.
+    """vmap, vmap(grad) and grad(vmap) over an axis that is sharded or replicated, of a call whose
+    batch is sharded.
     """
     host = tuple(np.stack(x) for x in zip(*(case.make_args(rng) for _ in range(2)), strict=True))
     mesh = jax.make_mesh((2, 4), ("x", "y"), devices=cpus)
@@ -297,7 +302,7 @@ def test_appending_to_pages_that_sharded_requests_share(
 def test_decoder_on_an_explicit_mesh(
     spec: tuple, sparse: bool, rng: np.random.Generator, cpus: list[jax.Device]
 ) -> None:
-    """Loss and gradients of a decoder, with its tokens sharded over batch and sequence."""
+    """The loss and the gradients do not change when tokens are sharded by batch and sequence."""
     tokens = rng.integers(0, DECODER.vocab, (4, 12)).astype(np.int32)
     documents = np.sort(rng.integers(0, 3, (4, 12)), axis=1).astype(np.int32)
     graph, params = nnx.split(nn.DecoderLM(DECODER, rngs=nnx.Rngs(0)))
@@ -318,7 +323,7 @@ def test_decoder_on_an_explicit_mesh(
 
 
 WHOLE = {
-    # 24 heads of 3 groups over 8 devices: neither the groups nor the heads of one divide.
+    # 24 heads in 3 groups: eight devices divide neither the groups nor the 8 heads of a group.
     "heads": (
         lambda q, kv, i: jax_dsa.sparse_mla(q, kv, i, value_dim=4, return_lse=True),
         [(2, 4, 24, 6), (2, 5, 3, 6)],
@@ -349,7 +354,7 @@ WHOLE = {
         [(3, 16), (2, 2)],
         [PartitionSpec(None, "x"), PartitionSpec(), PartitionSpec()],
     ),
-    # Both operands' rows over the same devices, where the product can have one of them.
+    # The rows of both operands are sharded by one axis, but the product can keep only one.
     "rows of both": (
         lambda a, b, i: (jax_dsa.fp8_matmul(a, None, b, None),),
         [(8, 256), (1024, 256)],
@@ -363,7 +368,7 @@ WHOLE = {
 def test_what_a_mesh_does_not_divide(
     case: str, axis_type: Any, rng: np.random.Generator, cpus: list[jax.Device]
 ) -> None:
-    """It stays whole, and the results are right."""
+    """What cannot be divided is replicated, and the results are right."""
     fn, shapes, specs = WHOLE[case]
     arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
     arrays.append(rng.integers(0, 5, size=(2, 4, 3, 3)).astype(np.int32))

@@ -1,5 +1,5 @@
-"""What keeps the package a house: who may import whom, how far a call is from a kernel, and what a
-user's tools see of it.
+"""The package's structure: which layer may import which, how many calls lie between a call and a
+kernel, and what a user's tools see.
 """
 
 from __future__ import annotations
@@ -17,52 +17,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from support import call_path
 
 import jax_dsa
 
 ROOT = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import call_path  # noqa: E402
 
-# Each may import those to its left; an operator's rooms follow one order inside.
-FLOORS = ("core", "ops", "nn", "serving", "training", "bench")
-ROOMS = ("spec", "xla", "cuda", "api")
+# A layer may import those to its left. Within an operator, a module may import those to its left.
+LAYERS = ("core", "ops", "nn", "serving", "training", "bench")
+MODULES = ("spec", "xla", "cuda", "api")
 
 
-def floor(module: str) -> int:
-    return FLOORS.index(module.split(".")[0]) if module.split(".")[0] in FLOORS else len(FLOORS)
-
-
-def package_modules() -> list[tuple[str, set[str]]]:
-    """Every module of the package with what it imports of it."""
-    found = []
-    for path in sorted(call_path.PACKAGE.rglob("*.py")):
-        parts = path.relative_to(call_path.PACKAGE).with_suffix("").parts
-        name = ".".join(p for p in parts if p != "__init__")
-        found.append((name, set(call_path.imports(path))))
-    return found
+def layer(module: str) -> int:
+    package = module.split(".")[0]
+    return LAYERS.index(package) if package in LAYERS else len(LAYERS)
 
 
 def test_no_import_goes_up() -> None:
     upward = []
-    for name, imported in package_modules():
-        if name.split(".")[0] not in FLOORS:
+    for name, imported in call_path.modules():
+        if name.split(".")[0] not in LAYERS:
             continue  # the package itself and its command line
         own = name.split(".")
         for other in imported:
             theirs = other.split(".")
-            if floor(other) > floor(name) and other != "version":
+            if layer(other) > layer(name) and other != "version":
                 upward.append(f"{name} -> {other}")
             if own[0] == theirs[0] == "ops" and len(own) == len(theirs) == 3:
-                mine, its = (ROOMS.index(x[2]) if x[2] in ROOMS else 0 for x in (own, theirs))
+                mine, its = (MODULES.index(x[2]) if x[2] in MODULES else 0 for x in (own, theirs))
                 # A specification needs no implementation, and no implementation a public function.
-                if own[2] in ROOMS and (its > mine or (own[2] == "cuda" and theirs[2] == "xla")):
+                if own[2] in MODULES and (its > mine or (own[2] == "cuda" and theirs[2] == "xla")):
                     upward.append(f"{name} -> {other}")
     assert not upward
 
 
-def test_no_circle_of_imports() -> None:
-    assert call_path.import_circles() == []
+def test_no_import_cycles() -> None:
+    assert call_path.import_cycles() == []
 
 
 @pytest.mark.parametrize(("name", "most"), [("sparse_mla", 190), ("dsa_attention", 600)])
@@ -104,12 +94,12 @@ def test_dir_shows_what_is_public() -> None:
         getattr(jax_dsa, "nothing")  # noqa: B009
 
 
-@pytest.mark.parametrize("part", ["nn", "serving", "training"])
-def test_parts_load_when_they_are_used(part: str) -> None:
+@pytest.mark.parametrize("package", ["nn", "serving", "training"])
+def test_packages_load_when_they_are_used(package: str) -> None:
     code = (
         "import sys, jax_dsa\n"
-        f"assert 'jax_dsa.{part}' not in sys.modules\n"
-        f"assert jax_dsa.{part}.__all__ and 'jax_dsa.{part}' in sys.modules\n"
+        f"assert 'jax_dsa.{package}' not in sys.modules\n"
+        f"assert jax_dsa.{package}.__all__ and 'jax_dsa.{package}' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -136,11 +126,11 @@ def test_the_users_file_calls_every_public_function() -> None:
     assert not missing
 
 
-def test_every_room_has_the_same_doors() -> None:
+def test_every_operator_has_an_api() -> None:
     for path in sorted((call_path.PACKAGE / "ops").iterdir()):
         if path.is_dir() and path.name != "__pycache__":
-            room = importlib.import_module(f"jax_dsa.ops.{path.name}")
-            assert room.__all__ and (path / "api.py").exists()
+            operator = importlib.import_module(f"jax_dsa.ops.{path.name}")
+            assert operator.__all__ and (path / "api.py").exists()
 
 
 def test_bazel_compiles_what_cmake_compiles() -> None:
@@ -157,3 +147,24 @@ def test_bazel_compiles_what_cmake_compiles() -> None:
     bazel = [f"cuda/{x}/{unit}.cu" for x, (units, _) in folders.items() for unit in units]
     bazel += [f"ffi/{x}.cc" for x in ("common", *listed("ffi", "HANDLERS"))]
     assert sorted(cmake) == sorted(bazel)
+
+
+def test_bazel_tests_files_that_exist() -> None:
+    text = (ROOT / "tests" / "BUILD.bazel").read_text()
+    found = re.search(r"^FAST = (\[.*?^\])", text, re.M | re.S)
+    assert found
+    missing = [n for n in ast.literal_eval(found[1]) if not (ROOT / f"tests/test_{n}.py").exists()]
+    assert not missing
+
+
+def test_tests_import_neither_each_other_nor_benchmarks() -> None:
+    """What several tests need belongs to tests/support."""
+    names = {path.stem for path in ROOT.glob("tests/test_*.py")}
+    names |= {path.stem for path in ROOT.glob("benchmarks/*.py")}
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = [x.name for x in node.names] if isinstance(node, ast.Import) else []
+            imported += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{path.name}: {name}" for name in imported if name.split(".")[0] in names]
+    assert not found

@@ -197,7 +197,11 @@ const Case kCases[] = {
 }  // namespace
 
 int main(int argc, char** argv) {
-  for (const Case& c : kCases) check(c, emulator::schedules(argc, argv, &c - kCases));
+  const auto cases =
+      emulator::cases(argc, argv, kCases,
+                      {"one tile, one query", "adversarial, two sums", "96 heads joined",
+                       "groups, small sums", "every head by itself"});
+  for (const Case& c : cases) check(c, emulator::schedules(argc, argv, &c - kCases));
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;
 }

@@ -75,12 +75,16 @@ bool good(const Case& c, const emulator::Options& options) {
 
 int main(int argc, char** argv) {
   int failures = 0;
-  for (const Case& c : kCases) {
+  const auto cases = emulator::cases(
+      argc, argv, kCases,
+      {"of each head", "odd keys", "one row for all queries", "a map", "everything"});
+  for (const Case& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) {
       failures += !good(c, options);
     }
   }
-  for (uint64_t seed = 1; seed <= 100; ++seed) failures += !good(random_case(seed), {.seed = seed});
+  for (uint64_t seed = 1; seed <= (emulator::small(argc, argv) ? 5 : 100); ++seed)
+    failures += !good(random_case(seed), {.seed = seed});
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;
 }

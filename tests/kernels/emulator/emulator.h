@@ -18,6 +18,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -26,6 +27,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <random>
@@ -41,13 +43,46 @@ struct Options {
   uint64_t seed = 0;
 };
 
-// What to try a program's case `number` under. Without an argument, two of the four combinations of
-// early and late, the others for the next case; with an argument n, all four with n seeds.
+// Whether a program runs only a few small cases, which `make test` does: `program small`.
+inline bool small(int argc, char** argv) { return argc > 1 && strcmp(argv[1], "small") == 0; }
+
+[[noreturn]] inline void fail(const char* what) {
+  printf("emulator: %s\n", what);
+  fflush(stdout);
+  abort();
+}
+
+// The cases that a program runs: all of them, or the small ones, which are given by name. `name`
+// returns the name of a case.
+template <typename Case, size_t kCount, typename Name>
+std::vector<std::reference_wrapper<const Case>> cases(int argc, char** argv,
+                                                      const Case (&all)[kCount],
+                                                      std::initializer_list<const char*> names,
+                                                      Name name) {
+  if (!small(argc, argv)) return {all, all + kCount};
+  std::vector<std::reference_wrapper<const Case>> chosen;
+  for (const char* wanted : names) {
+    const auto same = [&](const Case& c) { return strcmp(name(c), wanted) == 0; };
+    const Case* const found = std::find_if(all, all + kCount, same);
+    if (found == all + kCount) fail("a small case has a name that no case has");
+    chosen.push_back(*found);
+  }
+  return chosen;
+}
+template <typename Case, size_t kCount>
+auto cases(int argc, char** argv, const Case (&all)[kCount],
+           std::initializer_list<const char*> names) {
+  return cases(argc, argv, all, names, [](const Case& c) { return c.name; });
+}
+
+// The schedules to run case `number` under. A number n as the argument gives all four combinations
+// of early and late work with n seeds each. Otherwise there are two of the four combinations, and
+// the next case gets the others.
 inline std::vector<Options> schedules(int argc, char** argv, size_t number) {
 #ifdef EMULATOR_RACES
   return {{true, true, 1}};
 #endif
-  if (argc < 2) {
+  if (argc < 2 || small(argc, argv)) {
     const bool odd = number % 2 == 1;
     return {{odd, false, 1}, {!odd, true, 2}};
   }
@@ -140,12 +175,6 @@ struct Machine {
 };
 
 inline Machine machine;
-
-[[noreturn]] inline void fail(const char* what) {
-  printf("emulator: %s\n", what);
-  fflush(stdout);
-  abort();
-}
 
 inline void require(cudaError_t status) {
   if (status != cudaSuccess) fail("a launcher refused");

@@ -64,6 +64,7 @@ int main(int argc, char** argv) {
   expect(1, 128, 128, {true, false, 16, 64, 1, 2});
   size_t number = 0;
   const auto all = [&](const Case& c, auto launch) {
+    if (emulator::small(argc, argv) && c.m * c.n * c.k > 30'000'000) return;
     for (const auto& options : emulator::schedules(argc, argv, number++)) run(c, options, launch);
   };
   using enum DType;

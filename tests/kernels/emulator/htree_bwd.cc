@@ -97,8 +97,12 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  for (const Case& c : kBwdCases) check(c, emulator::schedules(argc, argv, &c - kBwdCases));
-  for (const Case& c : kSmallCases) {
+  for (const Case& c : emulator::cases(argc, argv, kBwdCases, {}))
+    check(c, emulator::schedules(argc, argv, &c - kBwdCases));
+  const auto cases = emulator::cases(
+      argc, argv, kSmallCases,
+      {"tokens alone", "two layers", "early in three layers", "five layers, K 1", "blocks of 32"});
+  for (const Case& c : cases) {
     if (has_gradients(c)) check(c, emulator::schedules(argc, argv, &c - kSmallCases));
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);

@@ -36,7 +36,9 @@ Results run(const Problem& x, const std::vector<float>& grad, bool cut) {
 
 int main(int argc, char** argv) {
   int failures = 0;
-  for (const Case& c : kCases) {
+  const auto cases = emulator::cases(argc, argv, kCases,
+                                     {"96 heads, ranges", "two queries an item", "two groups"});
+  for (const Case& c : cases) {
     const auto schedules = emulator::schedules(argc, argv, &c - kCases);
     const Problem x = make(c, schedules[0].seed);
     std::mt19937_64 random(7);

@@ -6,7 +6,10 @@ using namespace dense_loss_problem;
 
 int main(int argc, char** argv) {
   int failures = 0;
-  for (const Case& c : kCases) {
+  const auto cases = emulator::cases(
+      argc, argv, kCases,
+      {"96 heads, ranges", "four queries an item", "two groups", "multi-head, groups"});
+  for (const Case& c : cases) {
     const auto schedules = emulator::schedules(argc, argv, &c - kCases);
     const Problem x = make(c, schedules[0].seed);
     const std::vector<double> want = teacher(x);
