@@ -25,7 +25,7 @@ def share(monkeypatch):
 
 
 def cross_entropy(logits, tokens):
-    """Returns the mean loss in nats of a batch [B, T + 1], from the logits of its first T tokens."""
+    """Returns the mean loss in nats of a batch [B, T + 1], from its first T tokens' logits."""
     logits = np.asarray(logits, np.float64)
     right = np.take_along_axis(logits, np.asarray(tokens)[:, 1:, None], -1)[..., 0]
     return np.mean(np.log(np.exp(logits).sum(-1)) - right)

@@ -128,7 +128,8 @@ def test_parameters_are_gathered_after_rounding():
         text = program._sparse.lower(*args).compile().as_text()
     # On a CPU the gathered values are rounded to bfloat16 and stored as float32.
     found = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(%(\w+)", text)
-    weights = f"{ATTENTION.model_dim},{ATTENTION.index_heads}"  # The weights of the indexer's heads are used in float32.
+    # The weights of the indexer's heads are used in float32, so they are not rounded.
+    weights = f"{ATTENTION.model_dim},{ATTENTION.index_heads}"
     masters = {shape for shape, operand in found if operand.startswith("param")}
     assert len(found) > 8 and masters == {weights}
 
