@@ -4,9 +4,9 @@
     python benchmarks/dsa_layer.py --keys 131072 --shard heads
 
 The layer is `dsa_attention` with its indexer loss: N 128, D 576, K 2048, J 64, C 128 in bfloat16,
-with the queries at the end of the context. JAX reports the peak memory of the process, so each process
-measures one layer. `--shard` uses all GPUs and prints what they exchange. The memory is then that
-of the first GPU.
+with the queries at the end of the context. JAX reports the peak memory of the process, so each
+process measures one layer. `--shard` uses all GPUs and prints what they exchange. The memory is
+then that of the first GPU.
 """
 
 from __future__ import annotations

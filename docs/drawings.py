@@ -1,7 +1,7 @@
 """Draws docs/images/flow.svg and docs/images/mesh_*.svg: `python docs/drawings.py`.
 
-The ground is transparent, and every text stands on a colour of its own, so that the drawings can be
-read on a light page and on a dark one.
+The background is transparent, and every text has a box of its own color behind it, so that the
+drawings are readable on light and on dark pages.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ LINE = "#8a929e"
 DEVICES = ("#2f66b0", "#2b7a4b", "#b3541e", "#7a3f9d")
 
 
-def document(width: int, height: int, title: str, *parts: str) -> str:
-    """A whole file."""
+def document(width: int, height: int, title: str, *elements: str) -> str:
+    """Returns an SVG file with these elements."""
     tip = (
         '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
         f'orient="auto"><path d="M0 0 8 4 0 8z" fill="{LINE}"/></marker>'
@@ -28,14 +28,14 @@ def document(width: int, height: int, title: str, *parts: str) -> str:
             f'font-family="system-ui, sans-serif" font-size="14">',
             f"<title>{escape(title)}</title>",
             f"<defs>{tip}</defs>",
-            *parts,
+            *elements,
             "</svg>\n",
         ]
     )
 
 
 def text(x: float, y: float, words: str, size: int = 14, code: bool = False) -> str:
-    """White, around (x, y)."""
+    """Returns white text that is centered at (x, y)."""
     face = ' font-family="ui-monospace, monospace"' if code else ""
     return (
         f'<text x="{x:g}" y="{y:g}" fill="#fff" font-size="{size}"{face} text-anchor="middle" '
@@ -44,24 +44,24 @@ def text(x: float, y: float, words: str, size: int = 14, code: bool = False) -> 
 
 
 def box(x: float, y: float, width: float, height: float, color: str, *lines: str) -> str:
-    """A box; of its lines the first is code."""
-    parts = [
+    """Returns a box with lines of text. The first line is code."""
+    elements = [
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" fill="{color}"/>'
     ]
     for i, line in enumerate(lines):
         middle = y + height / 2 + 18 * (i - (len(lines) - 1) / 2)
-        parts.append(text(x + width / 2, middle, line, 15 if i == 0 else 12, code=i == 0))
-    return "\n".join(parts)
+        elements.append(text(x + width / 2, middle, line, 15 if i == 0 else 12, code=i == 0))
+    return "\n".join(elements)
 
 
 def label(x: float, y: float, words: str) -> str:
-    """A small one, on an arrow."""
+    """Returns a small box of text for an arrow, centered at (x, y)."""
     width = 7.4 * len(words) + 12
     return box(x - width / 2, y - 9, width, 18, GREY) + "\n" + text(x, y, words, 12, code=True)
 
 
 def arrow(*points: tuple[float, float], dashed: bool = False) -> str:
-    """A line with a tip at its last point."""
+    """Returns a line through the points with an arrowhead at the last one."""
     path = " ".join(f"{x:g},{y:g}" for x, y in points)
     dash = ' stroke-dasharray="5 4"' if dashed else ""
     return (
@@ -71,8 +71,8 @@ def arrow(*points: tuple[float, float], dashed: bool = False) -> str:
 
 
 def flow() -> str:
-    """One layer of DeepSeek Sparse Attention, in the names of our functions."""
-    left, right = 115, 365  # middles of the columns
+    """Returns the data flow of one layer, with the names of our functions."""
+    left, right = 115, 365  # centers of the columns
     frame = (
         f'<rect x="4" y="206" width="488" height="330" rx="10" fill="none" stroke="{LINE}" '
         'stroke-width="2" stroke-dasharray="2 4"/>'
@@ -135,7 +135,14 @@ def flow() -> str:
         ),
         label(right + 70, 414, "out"),
         box(
-            12, 588, 206, 64, GREEN, "indexer's gradients", "no other parameter", "gets any from kl"
+            12,
+            588,
+            206,
+            64,
+            GREEN,
+            "indexer's gradients",
+            "other parameters get",
+            "no gradient of kl",
         ),
         box(
             262,
@@ -144,33 +151,33 @@ def flow() -> str:
             64,
             BLUE,
             "language-model loss",
-            "reaches q and kv; not the",
-            "indexer, nor the selection",
+            "gradients for q and kv,",
+            "not for the indexer",
         ),
     )
 
 
-def _tensor(x: float, y: float, name: str, pieces: int | None, exchanged: bool = False) -> str:
-    """A bar of 4 devices' parts, or the whole array on each."""
-    parts = [box(x, y, 96, 30, GREY) + text(x + 48, y + 15, name, 12, code=True)]
+def _tensor(x: float, y: float, name: str, shards: int | None, exchanged: bool = False) -> str:
+    """Returns a row with the shards of an array on 4 devices, or with the whole array on each."""
+    elements = [box(x, y, 96, 30, GREY) + text(x + 48, y + 15, name, 12, code=True)]
     for device, color in enumerate(DEVICES):
         left = x + 104 + 68 * device
-        words = "all" if pieces is None else f"{device + 1} of {pieces}"
-        parts.append(box(left, y, 64, 30, color) + text(left + 32, y + 15, words, 12))
+        words = "all" if shards is None else f"{device + 1} of {shards}"
+        elements.append(box(left, y, 64, 30, color) + text(left + 32, y + 15, words, 12))
     if exchanged:
-        parts.append(
+        elements.append(
             f'<rect x="{x + 100}" y="{y - 3}" width="276" height="36" rx="8" fill="none" '
             f'stroke="{LINE}" stroke-width="2" stroke-dasharray="5 4"/>'
         )
-    return "\n".join(parts)
+    return "\n".join(elements)
 
 
-# What four devices hold: of each drawing the arrays' parts (None: each holds all of it), and those
-# that are gathered before they are used.
+# For each drawing the title, the number of shards of each array (None: every device holds the whole
+# array), and the arrays that are exchanged.
 MESHES: dict[str, tuple[str, dict[str, int | None], tuple[str, ...]]] = {
     "batch": ("Batch sharded", {"q": 4, "kv": 4, "out": 4, "dkv": 4}, ()),
     "queries": (
-        "Queries sharded, keys whole",
+        "Queries sharded, keys replicated",
         {"q": 4, "kv": None, "out": 4, "dkv": None},
         ("dkv",),
     ),
@@ -184,20 +191,20 @@ MESHES: dict[str, tuple[str, dict[str, int | None], tuple[str, ...]]] = {
 
 
 def mesh(title: str, arrays: dict[str, int | None], exchanged: tuple[str, ...]) -> str:
-    """One row an array, one column a device."""
+    """Returns a drawing with one row per array and one column per device."""
     header = [
         box(4 + 104 + 68 * d, 4, 64, 24, GREY) + text(140 + 68 * d, 16, f"GPU {d}", 12)
         for d in range(len(DEVICES))
     ]
     rows = [
-        _tensor(4, 38 + 40 * i, name, pieces, name in exchanged)
-        for i, (name, pieces) in enumerate(arrays.items())
+        _tensor(4, 38 + 40 * i, name, shards, name in exchanged)
+        for i, (name, shards) in enumerate(arrays.items())
     ]
     return document(384, 40 + 40 * len(arrays), title, *header, *rows)
 
 
 def main() -> None:
-    """Writes them all."""
+    """Writes all drawings."""
     (IMAGES / "flow.svg").write_text(flow())
     for name, drawing in MESHES.items():
         (IMAGES / f"mesh_{name}.svg").write_text(mesh(*drawing))

@@ -1,5 +1,8 @@
-"""Draws the plots of the first page and of trainings, and writes the tables of where we lose, from
-committed results: `python docs/first_page.py`.
+"""Draws the figures of the guides and of the first page, and writes the tables of Where we lose.
+
+    python docs/first_page.py
+
+Everything is made from the committed results in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -17,46 +20,46 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "where-we-lose.md"
 BETWEEN = "<!-- docs/first_page.py -->\n", "<!-- -->\n"
 
-# Implementations that are no other library's.
+# Implementations that are not other libraries.
 OWN = "cuda", "xla", "bf16", "mqa_decode"
 
-# Why another library is faster, by the names of the cases.
+# Why another library is faster, by a pattern of the case's label.
 REASONS = {
     r"sparse_mla .* decode fp8": (
-        "The warpgroups that multiply unpack the records, and that is 0.6 us of the 1.7 that a "
-        "tile takes. ([Log](design/sparse_mla.md))"
+        "The MMA warpgroups also unpack the records. This takes 0.6 us of the 1.7 us of a key "
+        "tile. ([Log](design/sparse_mla.md))"
     ),
     r"sparse_mla forward": (
-        "A query has few pairs of tiles. Its start and its end are a large part of the time."
+        "A query has few pairs of key tiles, so its start and its end are a large part of the time."
     ),
     r"fp8 forward, M(16|128) ": (
-        "Few rows are bound by reading the other operand. 7 us of start and end are not hidden. "
-        "([Log](design/fp8.md))"
+        "With few rows, the kernel is bound by reading the other operand. 7 us at its start and "
+        "end do not overlap with reading. ([Log](design/fp8.md))"
     ),
     r"fp8": (
-        "A block of K takes 1400 clocks, and the tensor cores need 1024 of them. A tile takes 2 us "
-        "beside its blocks. ([Log](design/fp8.md))"
+        "A block of 128 along K takes 1400 cycles, of which the tensor cores need 1024. Each tile "
+        "takes 2 us in addition to its blocks. ([Log](design/fp8.md))"
     ),
     r"mqa_decode .* N16": (
-        "Keys are read at 4.1 TB/s, but for 5 us at the start and 3 us for merging the parts of "
-        "requests. ([Log](design/mqa_decode.md))"
+        "Keys are read at 4.1 TB/s, but 5 us at the start and 3 us for combining the KV splits are "
+        "not overlapped. ([Log](design/mqa_decode.md))"
     ),
     r"mqa_decode": (
-        "A tile of 64 keys takes 3060 cycles; the tensor cores need 2176. Start and end of the "
-        "kernel are 13 us. ([Log](design/mqa_decode.md))"
+        "A key tile of 64 keys takes 3060 cycles, of which the tensor cores need 2176. The start "
+        "and the end of the kernel take 13 us. ([Log](design/mqa_decode.md))"
     ),
     r"masked_attention forward.* D64": (
-        "With 64 dims the exponentials of a tile take as long as its products: 1024 clocks each. "
-        "None of them is computed by a polynomial yet. ([Log](design/masked_attention.md))"
+        "With 64 dims, the exponentials of a tile take as long as its matrix products: 1024 cycles "
+        "each. None of them is computed by a polynomial yet. ([Log](design/masked_attention.md))"
     ),
     r"masked_attention forward": (
-        "A tile of 128 queries and keys takes 2500 clocks; the tensor cores need 2048. Two "
-        "warpgroups take turns, and one that has a longer softmax holds up the other. "
-        "([Log](design/masked_attention.md))"
+        "A tile of 128 queries and 128 keys takes 2500 cycles, of which the tensor cores need "
+        "2048. Two warpgroups use the tensor cores alternately, and a longer softmax in one delays "
+        "the other. ([Log](design/masked_attention.md))"
     ),
     r"masked_attention backward": (
-        "Work is dealt out in sections that keep all SMs busy under masks. One without "
-        "a mask touches more than the L2 holds. Every block of dq is added up through the L2, too. "
+        "Scheduling groups keep all SMs busy under masks, but without a mask one group touches "
+        "more memory than the L2 cache holds. dQ tiles are also accumulated through the L2 cache. "
         "([Log](design/masked_attention.md))"
     ),
     r"": "Not understood yet.",
@@ -64,7 +67,7 @@ REASONS = {
 
 
 def table(path: pathlib.Path) -> list[dict[str, str]]:
-    """The rows of a file of results; none if there is no such file."""
+    """Returns the rows of a CSV file, or no rows if the file does not exist."""
     if not path.exists():
         return []
     with path.open() as f:
@@ -72,13 +75,17 @@ def table(path: pathlib.Path) -> list[dict[str, str]]:
 
 
 def measured() -> list[list[dict[str, str]]]:
-    """The rows of `--peers` on each GPU."""
+    """Returns the rows of `--peers`, one list per GPU."""
     tables = (table(RESULTS / gpu / "peers.csv") for gpu in ("h200", "h100"))
     return [rows for rows in tables if rows]
 
 
 def strongest(rows: list[dict[str, str]]) -> list[tuple[float, dict[str, str], dict[str, str]]]:
-    """How many times as fast as the fastest other library each case is, and both rows."""
+    """Compares each case with the fastest other library.
+
+    Returns:
+        The speedup over that library, our row and the library's row, in ascending order of speedup.
+    """
     problem = itemgetter("operator", "pass", "case", "dtype")
     found = []
     for ours in rows:
@@ -94,25 +101,26 @@ def strongest(rows: list[dict[str, str]]) -> list[tuple[float, dict[str, str], d
 
 
 def milliseconds(row: dict[str, str]) -> float:
-    """The time of one call."""
+    """Returns the time of one call."""
     return float(row["milliseconds"])
 
 
 def label(row: dict[str, str]) -> str:
-    """A case in words."""
+    """Returns the case in words."""
     step = {"fwd": "forward", "bwd": "backward"}[row["pass"]]
     sizes = row["case"].replace("-", " ") + (" fp8" if row["dtype"] == "fp8" else "")
     return f"{row['operator']} {step}, {sizes}"
 
 
 def library(row: dict[str, str]) -> str:
-    """Its name."""
+    """Returns the library's name."""
     return {"cudnn": "cuDNN"}.get(row["implementation"], row["implementation"])
 
 
 def lost(tables: list[list[dict[str, str]]]) -> str:
-    """A table for each GPU of the cases where another library is faster, most of all first, and the
-    reasons that they name by numbers.
+    """Returns one table per GPU with the cases in which another library is faster.
+
+    The cases with the largest deficit come first. A numbered list of reasons follows the tables.
     """
     text, reasons = "", []
     for rows in tables:
@@ -136,13 +144,13 @@ def lost(tables: list[list[dict[str, str]]]) -> str:
 
 
 def duration(row: dict[str, str]) -> str:
-    """The time of one call, to be read."""
+    """Returns the time of one call as text."""
     time = milliseconds(row)
     return f"{time:.3g} ms" if time >= 1 else f"{1e3 * time:.3g} us"
 
 
 def peers(rows: list[dict[str, str]]) -> plt.Figure:
-    """How many times as fast as the strongest other library."""
+    """Draws the speedup over the fastest other library."""
     shown = []
     for factor, ours, best in strongest(rows):
         times = f"{duration(best)} -> {duration(ours)}"
@@ -158,26 +166,26 @@ def peers(rows: list[dict[str, str]]) -> plt.Figure:
     axes.set_xticks([1, 2, 3], ["as fast", "twice", "3 times or more"], fontsize=8)
     axes.set_xticks([], minor=True)
     axes.set_yticks(range(len(shown)), [case for _, case, _ in shown], fontsize=6)
-    axes.set_ylim(len(shown) - 0.3, -0.7)  # where we lose comes first
-    axes.set_xlabel(f"speed over the strongest other library's, {rows[0]['device']}", fontsize=8)
+    axes.set_ylim(len(shown) - 0.3, -0.7)  # The smallest speedup is at the top.
+    axes.set_xlabel(f"speedup over the fastest other library, {rows[0]['device']}", fontsize=8)
     return figure
 
 
 def context(rows: list[dict[str, str]]) -> plt.Figure:
-    """Time and memory of a layer against the length of its context."""
+    """Draws time and memory of a layer against the length of its context."""
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.8), layout="constrained")
     for form, color in (("dense", "black"), ("sparse", "#aa3377")):
-        mine = [row for row in rows if row["form"] == form]
-        keys = [int(row["keys"]) for row in mine]
-        times = [float(row["milliseconds"]) for row in mine]
-        needed = [float(row["temporary_bytes"]) / 2**30 for row in mine]
+        own = [row for row in rows if row["form"] == form]
+        keys = [int(row["keys"]) for row in own]
+        times = [float(row["milliseconds"]) for row in own]
+        needed = [float(row["temporary_bytes"]) / 2**30 for row in own]
         for axes, values in zip(panels, (times, needed), strict=True):
             axes.plot(keys, values, "o-", color=color, label=f"{form} attention")
     queries = int(rows[0]["queries"])
     keys = sorted({int(row["keys"]) for row in rows})
     scores = [4 * queries * s / 2**30 for s in keys]
     panels[1].plot(keys, scores, ":", color="gray", label="one [T, S] array of float32")
-    for axes, title in zip(panels, ("milliseconds", "GiB beside arguments and results")):
+    for axes, title in zip(panels, ("milliseconds", "GiB of temporary memory")):
         axes.set(xscale="log", yscale="log", title=title)
         axes.set_xticks(keys, [f"{s // 1024}K" for s in keys])
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -194,17 +202,17 @@ def context(rows: list[dict[str, str]]) -> plt.Figure:
 
 
 def demo(rows: list[dict[str, str]]) -> plt.Figure:
-    """The demo's training."""
+    """Draws the curves of the demo."""
     return training(rows, selected=16)
 
 
 def proof(rows: list[dict[str, str]]) -> plt.Figure:
-    """The proof's training."""
+    """Draws the curves of experiments/proof.py."""
     return training(rows, selected=1024)
 
 
 def training(rows: list[dict[str, str]], selected: int) -> plt.Figure:
-    """A training's losses, its indexer's KL, and the attention mass that selections hold."""
+    """Draws the losses, the indexer's KL, and the attention mass that selections hold."""
     figure, (loss, kl, recall) = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
 
     def draw(axes: plt.Axes, column: str, style: str, color: str, label: str) -> None:
@@ -224,7 +232,7 @@ def training(rows: list[dict[str, str]], selected: int) -> plt.Figure:
     ):
         draw(recall, f"recall_{name}", "o-", color, label)
     low = min(float(row["validation_dense"]) for row in rows if row["validation_dense"])
-    loss.set(title="validation loss, nats a byte", ylim=(low - 0.2, low + 1.2))
+    loss.set(title="validation loss, nats per byte", ylim=(low - 0.2, low + 1.2))
     kl.set(title="the indexer's KL, nats", ylim=(0, None))
     recall.set(title=f"attention mass on {selected} keys", ylim=(0, 1.02))
     stages = {row["stage"]: None for row in rows}
@@ -238,29 +246,29 @@ def training(rows: list[dict[str, str]], selected: int) -> plt.Figure:
 
 
 def far(rows: list[dict[str, str]]) -> plt.Figure:
-    """The proof's losses by position, and on copies from far back."""
+    """Draws the losses of experiments/proof.py by position, and on distant copies."""
     figure, (late, copy) = plt.subplots(
         1, 2, figsize=(9, 3.6), layout="constrained", width_ratios=(2, 1)
     )
     colors = {"dense": "gray", "control": "#ee7733", "sparse": "#4477aa", "last keys": "#cc3311"}
     for model, color in colors.items():
-        mine = [row for row in rows if (row["measure"], row["model"]) == ("position", model)]
-        losses = [float(row["nats_per_token"]) for row in mine]
-        late.plot(range(1, len(mine) + 1), losses, "o-", color=color, markersize=3, label=model)
-    late.set(title="validation loss, nats a byte", xlabel="sixteenth of a sequence of 8192")
+        own = [row for row in rows if (row["measure"], row["model"]) == ("position", model)]
+        losses = [float(row["nats_per_token"]) for row in own]
+        late.plot(range(1, len(own) + 1), losses, "o-", color=color, markersize=3, label=model)
+    late.set(title="validation loss, nats per byte", xlabel="sixteenth of a sequence of 8192")
     late.legend(fontsize=8)
     copies = {
         row["model"]: float(row["nats_per_token"]) for row in rows if row["measure"] == "copy"
     }
     copy.barh(list(copies), list(copies.values()), color=[colors.get(x, "#bbbbbb") for x in copies])
-    copy.set(title="copies from far back", xlabel="nats a byte")
+    copy.set(title="distant copies", xlabel="nats per byte")
     copy.invert_yaxis()
     return figure
 
 
 def main() -> None:
-    """Writes each figure whose results there are, and the tables of where we lose."""
-    # As in plots.py: the same results make the same files.
+    """Draws the figures whose results exist, and writes the tables."""
+    # A fixed salt and no date make the files reproducible.
     plt.rcParams["svg.hashsalt"] = "jax_dsa"
     figures = {
         peers: table(RESULTS / "h200" / "peers.csv"),

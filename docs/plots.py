@@ -7,7 +7,7 @@ import re
 import matplotlib
 from speed import CEILINGS, ROOT, Results, read
 
-from jax_dsa.bench.masked_attention import EMPTY
+from jax_dsa.bench.cases.masked_attention import EMPTY
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 IMAGES = ROOT / "docs" / "images"
 COLORS = dict(zip(CEILINGS, ("#4477aa", "#228833", "#ccbb44"), strict=True))
 
-# Bars of the first figure, top down: a label, and the kernel's name in the results.
+# Bars of the first figure from top to bottom: a label, and the case in the results.
 BARS = {
     "sparse MLA forward, S 8192": "sparse_mla fwd T4096-S8192-N128-D576-K2048 bf16",
     "sparse MLA forward, S 131072": "sparse_mla fwd T4096-S131072-N128-D576-K2048 bf16",
@@ -36,12 +36,12 @@ BARS = {
 
 
 def sizes(name: str) -> dict[str, int]:
-    """The size of each letter in a case's name."""
+    """Returns the sizes in a case's name, by letter."""
     return {letter: int(size) for letter, size in re.findall(r"\b([A-Z])(\d+)", name)}
 
 
 def ceilings(rows: Results) -> plt.Figure:
-    """Each kernel's share of the ceiling that was measured in the same run."""
+    """Draws each kernel's fraction of the ceiling that was measured in the same run."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     shown = [rows[name, "cuda"] for name in BARS.values()]
     colors = [COLORS[row["ceiling"].split()[0]] for row in shown]
@@ -54,12 +54,12 @@ def ceilings(rows: Results) -> plt.Figure:
     names = ["bf16 matmul", "fp8 matmul", "copy of memory"]
     figure.legend(handles, names, loc="outside upper center", ncols=3, title="ceiling")
     axes.set_xlim(0, 1.16)
-    axes.set_xlabel(f"share of the ceiling, {shown[0]['device']}")
+    axes.set_xlabel(f"fraction of the ceiling, {shown[0]['device']}")
     return figure
 
 
 def lengths(rows: Results) -> plt.Figure:
-    """Time of a query, the mean of the last ones of S tokens, against S."""
+    """Draws the mean time per query, over the last queries of S tokens, against S."""
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     keys = [8192, 32768, 131072]
     attend = [f"sparse_mla fwd T4096-S{s}-N128-D576-K2048 bf16" for s in keys]
@@ -71,7 +71,7 @@ def lengths(rows: Results) -> plt.Figure:
 
     mla, index = ([microseconds(name) for name in names] for names in (attend, select))
     total = [a + b for a, b in zip(mla, index, strict=True)]
-    # The last 4096 queries take 2 N (192 + 128) operations a visible key in multi-head form.
+    # In multi-head form the last 4096 queries take 2 N (192 + 128) operations per visible key.
     first = rows[attend[0], "cuda"]
     tflops = float(first["tflops"]) / float(first["ratio"])
     dense = [2 * 128 * (192 + 128) * (s - 4095 / 2) / tflops / 1e6 for s in keys]
@@ -79,7 +79,7 @@ def lengths(rows: Results) -> plt.Figure:
     axes.plot(keys, total, "o-", color="#aa3377", label="indexer, top-k and sparse MLA (measured)")
     axes.plot(keys, mla, "o-", color="#4477aa", label="sparse MLA alone")
     axes.plot(keys, index, "o-", color="#228833", label="indexer and top-k alone")
-    axes.set(xscale="log", yscale="log", xlabel="keys S", ylabel="microseconds a query")
+    axes.set(xscale="log", yscale="log", xlabel="keys S", ylabel="microseconds per query")
     axes.set_xticks(keys, [str(s) for s in keys])
     axes.set_xticks([], minor=True)
     axes.set_yticks([0.1, 0.3, 1, 3, 10], ["0.1", "0.3", "1", "3", "10"])
@@ -88,24 +88,25 @@ def lengths(rows: Results) -> plt.Figure:
     return figure
 
 
-# Lines of the third figure: a label, the implementation, what the cases' notes say for a share of
-# hidden keys, and a color.
+# Lines of the third figure: a label, the implementation, a function that returns a case's note from
+# the percentage of masked keys, and a color.
 SPARSITY = (
-    ("XLA, block mask", "xla", lambda share: f"empty{share}", "#bbbbbb"),
-    ("cuDNN, the same mask", "cudnn", lambda share: f"empty{share}", "#ee6677"),
-    ("block mask", "cuda", lambda share: f"empty{share}", "#4477aa"),
-    ("kv_indices", "cuda", lambda share: f"kept{100 - share}", "#228833"),
+    ("XLA, block mask", "xla", lambda percent: f"empty{percent}", "#bbbbbb"),
+    ("cuDNN, the same mask", "cudnn", lambda percent: f"empty{percent}", "#ee6677"),
+    ("block mask", "cuda", lambda percent: f"empty{percent}", "#4477aa"),
+    ("kv_indices", "cuda", lambda percent: f"kept{100 - percent}", "#228833"),
 )
 
 
 def sparsity(rows: Results) -> plt.Figure:
-    """Time of masked attention against the share of keys that the mask hides."""
+    """Draws the time of masked attention against the percentage of masked keys."""
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.8), layout="constrained", sharey=True)
     sizes = "T8192-S8192-N16-D128"
     for axes, step, title in zip(panels, ("fwd", "bwd"), ("forward", "backward")):
         for label, implementation, note, color in SPARSITY:
             names = {
-                share: f"masked_attention {step} {sizes}-{note(share)} bf16" for share in EMPTY
+                percent: f"masked_attention {step} {sizes}-{note(percent)} bf16"
+                for percent in EMPTY
             }
             found = {x: rows.get((name, implementation)) for x, name in names.items()}
             times = {x: float(row["milliseconds"]) for x, row in found.items() if row}
@@ -117,11 +118,11 @@ def sparsity(rows: Results) -> plt.Figure:
     panels[0].set_ylabel("milliseconds")
     device = next(iter(rows.values()))["device"]
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    figure.supxlabel(f"percent of keys hidden; 8192 keys, 16 heads of 128, {device}", fontsize=9)
+    figure.supxlabel(f"percent of keys masked; 8192 keys, 16 heads of 128, {device}", fontsize=9)
     return figure
 
 
-# The fourth figure's panels: what the axis counts, and the cases' requests and keys.
+# Panels of the fourth figure: the label of the axis, and the requests and keys of the cases.
 DECODED = {
     "requests of 8192 keys": [(b, 8192) for b in (1, 8, 64, 128)],
     "keys of each of 8 requests": [(8, s) for s in (2048, 8192, 32768, 131072)],
@@ -129,7 +130,7 @@ DECODED = {
 
 
 def decode(rows: Results) -> plt.Figure:
-    """Time of mqa_decode against batch and length, and its ceiling's."""
+    """Draws the time of mqa_decode and of its ceiling against batch size and length."""
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.8), layout="constrained", sharey=True)
     for axes, (counted, cases) in zip(panels, DECODED.items(), strict=True):
         x = [b if counted.startswith("requests") else s for b, s in cases]
@@ -138,19 +139,19 @@ def decode(rows: Results) -> plt.Figure:
             times = [float(row["milliseconds"]) * 1e3 for row in shown]
             least = [t * float(row["ratio"]) for t, row in zip(times, shown, strict=True)]
             axes.plot(x, times, "o-", color=color, label=f"{heads} heads")
-            axes.plot(x, least, "--", color=color, label=f"their ceiling, {heads} heads")
+            axes.plot(x, least, "--", color=color, label=f"ceiling, {heads} heads")
         axes.set(xscale="log", yscale="log", xlabel=counted)
         axes.set_xticks(x, [str(i) for i in x])
         axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("microseconds")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    figure.supxlabel(f"one query a request, D 576, {shown[0]['device']}", fontsize=9)
+    figure.supxlabel(f"one query per request, D 576, {shown[0]['device']}", fontsize=9)
     return figure
 
 
 def htree(rows: Results) -> plt.Figure:
-    """Time of tree attention and of dense attention against the number of tokens."""
+    """Draws the time of tree attention and of dense attention against the number of tokens."""
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.8), layout="constrained", sharey=True)
     for axes, step, title in zip(panels, ("fwd", "bwd"), ("forward", "backward")):
         for label, implementation, color in (
@@ -159,8 +160,8 @@ def htree(rows: Results) -> plt.Figure:
         ):
             times = {
                 sizes(name)["T"]: float(row["milliseconds"])
-                for (name, its), row in rows.items()
-                if its == implementation and name.startswith(f"htree {step} T")
+                for (name, measured), row in rows.items()
+                if measured == implementation and name.startswith(f"htree {step} T")
             }
             axes.plot(times.keys(), times.values(), "o-", color=color, label=label)
         axes.set(xscale="log", yscale="log", title=title)
@@ -171,18 +172,21 @@ def htree(rows: Results) -> plt.Figure:
     panels[0].set_ylabel("milliseconds")
     device = next(iter(rows.values()))["device"]
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
-    figure.supxlabel(f"tokens; 16 heads of 128, one of keys and values, {device}", fontsize=9)
+    figure.supxlabel(f"tokens; 16 heads of 128, one KV head, {device}", fontsize=9)
     return figure
 
 
 def htree_nodes() -> plt.Figure:
-    """A tree of 61 tokens, compression 4, three selected in a layer, and what one query reads."""
+    """Draws the nodes that one query reads in a tree of 61 tokens.
+
+    Each node has four children, and the query selects three nodes per layer.
+    """
     compression, position = 4, 57
-    selected = {2: [0, 2, 3], 1: [2, 9, 14]}  # the last one is the query's own
-    looks = {
+    selected = {2: [0, 2, 3], 1: [2, 9, 14]}  # The last node of each layer contains the query.
+    colors = {
         "attended to": "#4477aa",
-        "selected: its children are looked at": "#ccbb44",
-        "not looked at": "#eeeeee",
+        "selected: replaced by its children": "#ccbb44",
+        "not read": "#eeeeee",
     }
     figure, axes = plt.subplots(figsize=(8, 2.4), layout="constrained")
     above = None
@@ -196,7 +200,7 @@ def htree_nodes() -> plt.Figure:
                 (node * span + 0.06, layer + 0.15),
                 width - 0.12,
                 0.7,
-                facecolor=list(looks.values())[kind],
+                facecolor=list(colors.values())[kind],
                 edgecolor="#888888",
                 linewidth=0.5,
             )
@@ -208,13 +212,13 @@ def htree_nodes() -> plt.Figure:
     axes.set_yticks([0.5, 1.5, 2.5], ["tokens", "means of 4", "means of 16"])
     axes.tick_params(left=False)
     handles = [
-        plt.Rectangle((0, 0), 1, 1, facecolor=c, edgecolor="#888888") for c in looks.values()
+        plt.Rectangle((0, 0), 1, 1, facecolor=c, edgecolor="#888888") for c in colors.values()
     ]
-    figure.legend(handles, looks, loc="outside upper center", ncols=3)
+    figure.legend(handles, colors, loc="outside upper center", ncols=3)
     return figure
 
 
-# Each figure, and the results that it shows.
+# The figures, and the file of results that each one shows.
 FIGURES = {
     ceilings: "loaded",
     lengths: "loaded",
@@ -225,8 +229,8 @@ FIGURES = {
 
 
 def main() -> None:
-    """Writes each figure whose results there are, and the one that needs none."""
-    # Fixed identifiers and no date, so that the same results make the same files.
+    """Draws the figures whose results exist, and the one that needs no results."""
+    # A fixed salt and no date make the files reproducible.
     plt.rcParams["svg.hashsalt"] = "jax_dsa"
     IMAGES.mkdir(exist_ok=True)
     for draw, results in FIGURES.items():

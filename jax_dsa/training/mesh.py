@@ -106,7 +106,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def fitted(mesh: Mesh, spec: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
-    """Returns the sharding by `spec`. Axes of the array that the mesh does not divide stay whole."""
+    """Returns the sharding by `spec`, without the axes that the mesh does not divide."""
 
     def fits(entry: Any, size: int) -> bool:
         names = entry if isinstance(entry, tuple) else (entry,)
