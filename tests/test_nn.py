@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.compare import assert_matches
+from support.models import ATTENTION, DECODER
 from support.oracles import nn as oracle
-from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import nn, training
@@ -21,21 +21,8 @@ from jax_dsa.nn.cache import LayerCache
 from jax_dsa.serving import pack_records, unpack_records
 from jax_dsa.training.remat import RESIDUALS, SELECTION, remat_policy
 
-B, T, M = 2, 12, 16
-CONFIG = nn.AttentionConfig(
-    model_dim=M,
-    num_heads=2,
-    q_rank=12,
-    kv_rank=8,
-    nope_dim=6,
-    rope_dim=4,
-    v_dim=5,
-    index_heads=3,
-    index_dim=8,
-    index_rope_dim=4,
-    top_k=5,
-)
-DECODER = nn.DecoderConfig(CONFIG, vocab=11, num_layers=2, mlp_dim=24)
+B, T, M = 2, 12, ATTENTION.model_dim
+CONFIG = ATTENTION
 # Four layers, of which the first and the last select.
 SHARING = dataclasses.replace(DECODER, num_layers=4, indexer_types=("full", "shared", "shared"))
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import nn
