@@ -1,7 +1,6 @@
 // Exactness and speed of the kernel that makes tiles of masks, without JAX:
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   block_mask_check \
-//       tests/kernels/gpu/block_mask_check.cu cuda/block_mask/dispatch.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o block_mask_check tests/kernels/gpu/block_mask_check.cu cuda/block_mask/dispatch.cu
 //
 // block_mask_check test    the problems of the emulator's test and many random ones, bit for bit;
 //                          then masks of up to more than 2^31 keys, against a plain kernel
