@@ -750,7 +750,7 @@ def test_dense_attention_by_the_formula(rng, packed, monkeypatch):
 
     run = jax.value_and_grad(loss, (0, 1), has_aux=True)
     got = jax.jit(run)(params, x)
-    monkeypatch.setattr("jax_dsa.nn.attention.masked_attention", exact_attention)
+    monkeypatch.setattr("jax_dsa.nn.mla.masked_attention", exact_attention)
     assert_matches(got, jax.jit(lambda *args: run(*args))(params, x), 1e-5)
 
 

@@ -1,25 +1,29 @@
 """Flax NNX modules with DeepSeek sparse attention; needs the extra `flax`."""
 
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
 from jax_dsa.core.extras import needs_extra
 
 with needs_extra("flax", __name__):
-    from jax_dsa.nn.attention import MLA, AttentionAux, DSAttention, MLAProjections
+    from jax_dsa.nn.attention import AttentionAux, DSAttention
     from jax_dsa.nn.cache import DecoderCache, LayerCache
-    from jax_dsa.nn.compressed import (
-        CompressedAttention,
-        CompressedAux,
-        CompressedCache,
-        CompressedConfig,
-        Compressor,
-    )
+    from jax_dsa.nn.compressed import CompressedAttention, CompressedAux, CompressedCache
+    from jax_dsa.nn.compressed_config import CompressedConfig
+    from jax_dsa.nn.compressor import Compressor
     from jax_dsa.nn.config import AttentionConfig, DecoderConfig, IndexerType
     from jax_dsa.nn.decoder import Block, DecoderLM, SwiGLU
     from jax_dsa.nn.fp4 import fake_quantize_fp4
-    from jax_dsa.nn.hf import HFLayer, SafeTensors, from_hf, load_hf, save_hf
+    from jax_dsa.nn.hf import load_hf, save_hf
+    from jax_dsa.nn.hf_config import HFLayer, from_hf
     from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
     from jax_dsa.nn.linear import Fp8Linear
     from jax_dsa.nn.linen import linen_dsattention
+    from jax_dsa.nn.mla import MLA, MLAProjections
     from jax_dsa.nn.rotary import RopeLayout, hadamard, rope, yarn_frequencies
+    from jax_dsa.nn.safetensors import SafeTensors
     from jax_dsa.nn.stripes import striped, unstriped
 
 __all__ = [
@@ -57,3 +61,20 @@ __all__ = [
     "unstriped",
     "yarn_frequencies",
 ]
+
+_RENAMED = {"SparseMLA": "MLA"}
+"""Names of earlier versions, and the names that replace them."""
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Returns the class that an earlier version called `name`, with a DeprecationWarning."""
+        if name not in _RENAMED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        new = _RENAMED[name]
+        warnings.warn(
+            f"jax_dsa.nn.{name} is deprecated; use jax_dsa.nn.{new}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return globals()[new]
