@@ -94,7 +94,7 @@ struct alignas(1024) BwdShared {
 };
 
 // How the items are numbered: groups come in sections whose queries the L2 holds, or as many as the
-// processors need, since few items that are left for the end leave processors idle. Within a
+// SMs need, since few items that are left for the end leave SMs idle. Within a
 // section, the first keys of all its groups come first, as most queries see them where masks are
 // causal; `order` tells better.
 struct BwdWork {

@@ -1,9 +1,7 @@
 """Flax NNX modules with DeepSeek sparse attention; needs the extra `flax`."""
 
-from __future__ import annotations
-
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax_dsa.core.extras import needs_extra
 
@@ -62,19 +60,10 @@ __all__ = [
     "yarn_frequencies",
 ]
 
-_RENAMED = {"SparseMLA": "MLA"}
-"""Names of earlier versions, and the names that replace them."""
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Returns the class that an earlier version called `name`, with a DeprecationWarning."""
-        if name not in _RENAMED:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        new = _RENAMED[name]
-        warnings.warn(
-            f"jax_dsa.nn.{name} is deprecated; use jax_dsa.nn.{new}",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return globals()[new]
+def __getattr__(name: str) -> Any:
+    """Serves the deprecated names of the package."""
+    if name == "SparseMLA":
+        warnings.warn("nn.SparseMLA is deprecated, use nn.MLA", DeprecationWarning, stacklevel=2)
+        return MLA
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

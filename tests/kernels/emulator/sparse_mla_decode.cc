@@ -53,7 +53,7 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
     own.batch = 1;
     own.q = x.q.data() + int64_t{b} * c.queries * c.heads * c.dim;
     own.kv = cache.rows.data() + b * p.batch_rows * c.groups *
-                                     (tried.layout.records ? kSparseMlaRecordBytes : c.dim * 2);
+                                     (tried.layout.records ? kMlaRecordBytes : c.dim * 2);
     own.indices += int64_t{b} * c.queries * c.groups * c.slots;
     if (own.ends) own.ends += b * c.queries;
     if (own.topk_length) own.topk_length += b * c.queries;
@@ -105,7 +105,7 @@ void run_values() {
   const auto pieces = record_values::pieces();
   for (const auto& piece : pieces) {
     uint32_t values[16];
-    sparse_mla::unpack_values(piece.codes, piece.scale, [&](int i, const uint32_t (&y)[4]) {
+    mla::unpack_values(piece.codes, piece.scale, [&](int i, const uint32_t (&y)[4]) {
       std::copy_n(y, 4, values + 4 * i);
     });
     wrong += record_values::wrong(piece, reinterpret_cast<const uint16_t*>(values));
