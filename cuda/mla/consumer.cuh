@@ -17,13 +17,13 @@
 // Shared memory, in blocks of 64 rows by 64 columns of bf16 (8 KiB, 128-byte swizzle; see
 // common/tile.cuh):
 //   q        D/64 blocks
-//   keys     2 tiles of 9 blocks. P of a tile replaces its ninth block once the scores have used it.
-//   staging  1 KiB per warp, through which outputs leave in 64-byte chunks
+//   keys     2 tiles of 9 blocks. P of a tile replaces its ninth block once the scores have used
+//   it. staging  1 KiB per warp, through which outputs leave in 64-byte chunks
 // Running maxima, row sums, validity bits and mbarriers take another 3 KiB or so.
 //
-// A key tile is filled and freed in halves. It is freed by rows, 0..31 before 32..63, in the order in
-// which the products with V read them. The scores wait for columns: the owner's half of the value
-// columns first, then the other half with the ninth block.
+// A key tile is filled and freed in halves. It is freed by rows, 0..31 before 32..63, in the order
+// in which the products with V read them. The scores wait for columns: the owner's half of the
+// value columns first, then the other half with the ninth block.
 #pragma once
 
 #include "common/limits.h"

@@ -17,8 +17,8 @@
 //                  64 columns if D is 576, which only the scores use. The values follow in order.
 //   probabilities  a block of P^T with one row per head. A warp writes 32 bytes of each row, those
 //                  of its 16 keys. At the end of a work tile it stages its outputs there.
-// P is relative to a lazily rescaled running maximum of its head, as in consumer.cuh. All four warps
-// must agree on the maximum. They do so where they wait for each other's P anyway.
+// P is relative to a lazily rescaled running maximum of its head, as in consumer.cuh. All four
+// warps must agree on the maximum. They do so where they wait for each other's P anyway.
 #pragma once
 
 #include "common/limits.h"

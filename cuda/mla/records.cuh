@@ -1,10 +1,10 @@
 // The values of FP8 records as bf16: e4m3 * scale, rounded to nearest.
 //
-// The exponent and mantissa of an e4m3 code, shifted to where bf16 has its own, are 2^-120 times the
-// value, subnormals included. A packed multiplication by 2^120 * scale makes up for it. It is exact
-// where the scale is a power of two, except that results below 2^-126 are rounded. Everything else
-// is computed in float32: scales that are not powers of two or lie outside 2^-126 .. 2^7, where the
-// factor would not be finite, and NaN codes, whose bits would become 480.
+// The exponent and mantissa of an e4m3 code, shifted to where bf16 has its own, are 2^-120 times
+// the value, subnormals included. A packed multiplication by 2^120 * scale makes up for it. It is
+// exact where the scale is a power of two, except that results below 2^-126 are rounded. Everything
+// else is computed in float32: scales that are not powers of two or lie outside 2^-126 .. 2^7,
+// where the factor would not be finite, and NaN codes, whose bits would become 480.
 #pragma once
 
 #include <cstdint>

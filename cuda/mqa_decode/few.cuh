@@ -1,9 +1,9 @@
 // Decode attention for up to 32 rows (queries times heads) of a KV head group at a time.
 //
-// The MMA warpgroup, its shared memory and its barriers are those of mla/few_heads.cuh, with keys as
-// the rows of the products. Values may be in an array of their own. Two CTAs share an SM. This file
-// adds which keys there are (plan.cuh), how they are copied (tiles.cuh) and where results go: those
-// of a KV split to the combine kernel, those of a whole work tile to `out`.
+// The MMA warpgroup, its shared memory and its barriers are those of mla/few_heads.cuh, with keys
+// as the rows of the products. Values may be in an array of their own. Two CTAs share an SM. This
+// file adds which keys there are (plan.cuh), how they are copied (tiles.cuh) and where results go:
+// those of a KV split to the combine kernel, those of a whole work tile to `out`.
 #pragma once
 
 #include "mla/few_heads.cuh"

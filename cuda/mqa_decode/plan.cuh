@@ -1,8 +1,8 @@
 // How the mqa_decode kernels divide their work.
 //
-// Work tiles. A work tile is (request, KV head group, row pass). It covers the request's key tiles of
-// 64 keys and as many row tiles (16, 32 or 64 rows of queries times heads) as a CTA group has CTAs.
-// Its cost is its number of key tiles plus kWorkTileOverhead.
+// Work tiles. A work tile is (request, KV head group, row pass). It covers the request's key tiles
+// of 64 keys and as many row tiles (16, 32 or 64 rows of queries times heads) as a CTA group has
+// CTAs. Its cost is its number of key tiles plus kWorkTileOverhead.
 //
 // Work ranges. The work tiles of all requests, end to end, are divided into equal work ranges, one
 // per CTA group. All CTAs of a group process the same range, each for another row tile, and so read
@@ -10,10 +10,10 @@
 // device memory. That takes microseconds; a kernel launch for it would take longer.
 //
 // KV splits. The intersection of a work range and a work tile is a KV split. Splits that are not
-// whole work tiles leave partial results for the combine kernel. A CTA has at most two of these: the
-// end of a work tile that an earlier CTA group began, and the beginning of one that a later CTA group
-// finishes. If whole work tiles fit the CTA groups nearly as well, none is split. Otherwise, if all
-// work tiles are nearly equally long, each gets CTA groups of its own.
+// whole work tiles leave partial results for the combine kernel. A CTA has at most two of these:
+// the end of a work tile that an earlier CTA group began, and the beginning of one that a later CTA
+// group finishes. If whole work tiles fit the CTA groups nearly as well, none is split. Otherwise,
+// if all work tiles are nearly equally long, each gets CTA groups of its own.
 #pragma once
 
 #include <algorithm>

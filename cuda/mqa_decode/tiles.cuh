@@ -1,5 +1,5 @@
-// Key tiles of the mqa_decode kernels: where the keys lie, how they are copied, and which query sees
-// which of them.
+// Key tiles of the mqa_decode kernels: where the keys lie, how they are copied, and which query
+// sees which of them.
 //
 // Most tiles are seen by all queries of the request. In other tiles, keys that no query sees are
 // copied as zeros. If there are several queries, such a tile is mixed: each score is compared with

@@ -1,9 +1,9 @@
 // Decode attention for more than 32 rows (queries times heads) of a KV head group, where values are
 // the first 512 of a key's 576 or 512 elements. 64 rows are multiplied at a time.
 //
-// The MMA warpgroups, their shared memory and their barriers are those of mla/consumer.cuh. This file
-// adds which keys there are (plan.cuh), how they are copied (tiles.cuh) and where results go: those
-// of a KV split to the combine kernel, those of a whole work tile to `out`.
+// The MMA warpgroups, their shared memory and their barriers are those of mla/consumer.cuh. This
+// file adds which keys there are (plan.cuh), how they are copied (tiles.cuh) and where results go:
+// those of a KV split to the combine kernel, those of a whole work tile to `out`.
 #pragma once
 
 #include "common/store_rows.cuh"

@@ -6,11 +6,11 @@
 // Tiling. Each (query, KV head group, 64 heads) is divided into KV splits p. With n splits, each
 // split processes every n-th tile of the selected keys. A second kernel combines the splits.
 //
-// The MMA warpgroups are the forward kernel's (mla/consumer.cuh), with the same tiles, shared memory
-// and barriers. Two things differ. Keys may come through a page table, as FP8 records, or both; the
-// records are unpacked to bf16 in shared memory (decode_producer.cuh). Results go to `out` if there
-// is one split, and otherwise as float32 to `partial`. A split without a valid slot writes only
-// lse = -inf there.
+// The MMA warpgroups are the forward kernel's (mla/consumer.cuh), with the same tiles, shared
+// memory and barriers. Two things differ. Keys may come through a page table, as FP8 records, or
+// both; the records are unpacked to bf16 in shared memory (decode_producer.cuh). Results go to
+// `out` if there is one split, and otherwise as float32 to `partial`. A split without a valid slot
+// writes only lse = -inf there.
 //
 // Combine kernel. A CTA processes 16 rows (those of one warp of the forward kernel) and 64 columns,
 // each of its 8 warps 8 columns. Splits are added in order, so results are the same on every run.

@@ -3,9 +3,10 @@
 //   s_i = scale * q . kv[idx_i]                           lse  = log sum_i exp(s_i)
 //   out = gate * sum_i exp(s_i - lse) kv[idx_i, :512]     gate = 1 / (1 + exp(sink - lse))
 //
-// Tiling. A work tile is (query, KV head group, 64 heads). CTAs are persistent and process work tiles
-// one after the other, so that a work tile's first keys are copied while the previous results are
-// written. The selected keys come in tiles of 64, of which an even and an odd one are in flight.
+// Tiling. A work tile is (query, KV head group, 64 heads). CTAs are persistent and process work
+// tiles one after the other, so that a work tile's first keys are copied while the previous results
+// are written. The selected keys come in tiles of 64, of which an even and an odd one are in
+// flight.
 //
 // Warpgroups.
 //   0, 1  MMA, see mla/consumer.cuh

@@ -94,8 +94,8 @@ __device__ void produce_few(const SparseMlaFwdParams& p, mla::FewShared<Tr>& sha
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last(), drop = l2_policy_evict_first();
   const int items = item_count(p);
-  const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // the row of a tile whose index this lane
-                                                                // reads
+  const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // the row of a tile whose index
+                                                                // this lane reads
   const uint32_t ring = smem_address(shared.ring);
   Gather gather(warp, sub, chunk);
   RingPlace<Tr::kRing> at;

@@ -31,8 +31,8 @@ __device__ void produce(const SparseMlaFwdParams& p, mla::Shared<kD>& shared) {
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last(), drop = l2_policy_evict_first();
   const int items = item_count(p);
-  const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // the row of a tile whose index this lane
-                                                                // reads
+  const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // the row of a tile whose index
+                                                                // this lane reads
   Gather gather(warp, sub, chunk);
   uint32_t item_parity = 0, parity[2] = {0, 0};
 

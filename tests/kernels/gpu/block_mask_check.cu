@@ -3,8 +3,8 @@
 //       -o block_mask_check tests/kernels/gpu/block_mask_check.cu cuda/block_mask/dispatch.cu
 //   ./block_mask_check [test|small|bench]
 // `test` solves the problems of the emulator test and many random ones, then compares masks with up
-// to more than 2^31 keys with a plain kernel. `small` is for compute-sanitizer. `bench` prints rates
-// next to the rates of a copy and of reads alone, also of variants of the kernel.
+// to more than 2^31 keys with a plain kernel. `small` is for compute-sanitizer. `bench` prints
+// rates next to the rates of a copy and of reads alone, also of variants of the kernel.
 
 #include <cstring>
 #include <string>
