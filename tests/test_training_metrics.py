@@ -127,5 +127,5 @@ def test_invalid_temperatures_are_rejected(temperature):
 def test_an_empty_selection_is_rejected(top_k):
     with pytest.raises(ValueError, match=f"recency_indices: argument 'top_k' is {top_k}"):
         training.recency_indices(1, 8, top_k)
-    with pytest.raises(ValueError, match=f"'top_k' is {top_k}"):
+    with pytest.raises(ValueError, match=f"random_indices: argument 'top_k' is {top_k}"):
         training.random_indices(jax.random.key(0), 1, 8, top_k)

@@ -109,8 +109,7 @@ def recency_indices(
     Raises:
         ValueError: If `top_k` < 1.
     """
-    if top_k < 1:
-        raise ValueError(f"recency_indices: argument 'top_k' is {top_k}, expected at least 1")
+    _check_top_k("recency_indices", top_k)
     first, stop = _ranges(batch, queries, starts, ends)
     window = stop[..., None] + jnp.arange(-top_k, 0, dtype=jnp.int32)
     return jnp.where(window >= first[..., None], window, -1)
@@ -140,10 +139,16 @@ def random_indices(
     Raises:
         ValueError: If `top_k` < 1.
     """
+    _check_top_k("random_indices", top_k)
     queries = keys if ends is None else ends.shape[1]
     scores = jax.random.uniform(key, (batch, queries, keys))
     starts, ends = _ranges(batch, queries, starts, ends)
     return topk(scores, top_k, starts=starts, ends=ends)
+
+
+def _check_top_k(function: str, top_k: int) -> None:
+    if top_k < 1:
+        raise ValueError(f"{function}: argument 'top_k' is {top_k}, expected at least 1")
 
 
 def _ranges(batch: int, queries: int, starts: Any, ends: Any) -> tuple[jax.Array, jax.Array]:
