@@ -157,8 +157,8 @@ def _write_corpus(
     train = [path for path in texts if path not in validation]
     if not train or not validation:
         raise RunError(
-            f"load_corpus: found {len(texts)} text files below {root}, too few text files to split "
-            f"into training and validation; expected at least 2"
+            f"load_corpus: too few text files below {root} to split into training and validation: "
+            f"found {len(texts)}, expected at least 2"
         )
     new = target.with_suffix(".tmp")
     shutil.rmtree(new, ignore_errors=True)
