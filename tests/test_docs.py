@@ -1,6 +1,4 @@
-"""The examples of the documentation run: those of docstrings, README, the guides and the operators'
-pages.
-"""
+"""The examples in docstrings, README and the guides run, and the pages agree with their sources."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ PAGES = [
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page(page: str) -> None:
-    """Its Python blocks run, one after the other."""
+    """The Python blocks of the page run, one after the other."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert blocks
     exec(compile("\n".join(blocks), page, "exec"), {})
@@ -64,7 +62,9 @@ def one_line(text: str) -> str:
 
 
 def test_troubleshooting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its code raises stands below the code; what an installation says is in the page, too."""
+    """Each block of code raises the error below it. The page also has the messages about a missing
+    or an incompatible extension.
+    """
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     (setup,) = re.findall(r"```python\n(import.*?)```", page, re.S)
     errors = re.findall(r"```python\n(?!import)(.*?)```\s+```text\n(.*?)```", page, re.S)
@@ -137,7 +137,7 @@ def test_the_drawings_are_those_of_their_script() -> None:
 
 
 def test_links() -> None:
-    """They lead to files and headings that exist."""
+    """All links lead to files and headings that exist."""
 
     def anchors(page: pathlib.Path) -> set[str]:
         headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)

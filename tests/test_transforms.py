@@ -86,7 +86,7 @@ def test_vmap_of_grad_and_grad_of_vmap(case: Any, rng: np.random.Generator) -> N
     both = tuple(jnp.stack(xs) for xs in zip(*samples, strict=True))
     want = stacked(grad(case), samples)
     assert_matches(jax.jit(jax.vmap(grad(case)))(*both), want, what="vmap(grad)")
-    # Mapped behind the batch axis, where the gradients belong, too.
+    # The mapped axis may follow the batch axis; the gradients then have it there as well.
     total = lambda *a: jax.vmap(lambda *s: loss(case, *s), 1)(*a).sum()  # noqa: E731
     behind = [jnp.moveaxis(x, 0, 1) for x in both]
     got = jax.jit(jax.grad(total, argnums=case.diff))(*behind)
@@ -94,7 +94,7 @@ def test_vmap_of_grad_and_grad_of_vmap(case: Any, rng: np.random.Generator) -> N
     assert_matches(got, want, what="grad(vmap)")
     if len(both) == 1:
         return
-    # One argument unmapped: its gradient is the sum over the mapped axis.
+    # The gradient of an unmapped argument is the sum over the mapped axis.
     i = case.diff[-1]
     shared = (*both[:i], samples[0][i], *both[i + 1 :])
     axes = [None if j == i else 0 for j in range(len(both))]
@@ -141,7 +141,7 @@ def test_scan(case: Any, rng: np.random.Generator) -> None:
 
 
 @DIFFERENTIABLE
-def test_what_is_not_supported_says_what_is(case: Any, rng: np.random.Generator) -> None:
+def test_an_unsupported_transform_names_the_way_out(case: Any, rng: np.random.Generator) -> None:
     args = case.make_args(rng)
     i = case.diff[0]
     one = lambda x: loss(case, *args[:i], x, *args[i + 1 :])  # noqa: E731
