@@ -201,7 +201,7 @@ def _poison(call: Call, r: Draw) -> None:
 
 
 def vmap(case: Any) -> str:
-    """Compares each element of a vmap with the oracle; arguments are mapped along any axis or none."""
+    """Compares each element of a vmap along random axes with the oracle."""
     first, c, _ = case.draw()
     calls = [first, *(case.draw(i)[0] for i in range(1, c.one(1, 2, 3)))]
     axes = {n: _random_axes(x, c) for n, x in first.arrays.items()}
