@@ -125,9 +125,9 @@ const Case kCases[] = {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const auto cases = emulator::cases(
-      argc, argv, kCases,
-      {"one tile", "four tiles", "adversarial", "groups", "16 heads", "32 heads, sharp"});
+  const auto cases = emulator::cases(argc, argv, kCases,
+                                     {"one tile", "four tiles", "adversarial", "groups",
+                                      "8 heads, repeated keys", "32 heads, sharp"});
   for (const Case& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) {
       forward(c, options);
