@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 from support.compare import assert_matches
 from support.oracles import fp4 as oracle
+from support.published_layers import COMPRESSED, SEGMENT_IDS, VARIANT, B, T, hidden, layer
 from support.quick import compile_quickly  # noqa: F401
-from test_models import COMPRESSED, SEGMENT_IDS, VARIANT, B, T, hidden, layer
 
 from jax_dsa import nn
 

@@ -17,8 +17,8 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support.cases.registry import CASES
 from support.compare import assert_matches
+from support.decoders import DECODER
 from support.quick import compile_quickly  # noqa: F401
-from test_nn import DECODER
 from test_transforms import grad, loss, outputs, weighted
 
 import jax_dsa
