@@ -15,13 +15,25 @@ import pytest
 import jax_dsa
 from jax_dsa import nn
 from jax_dsa.core import ffi
+from jax_dsa.ops.gated_pool import gated_pool_for_norm
+from jax_dsa.ops.indexer import indexer_selected_logits
 
 ROOT = pathlib.Path(__file__).parent.parent
 PUBLIC = [
     getattr(jax_dsa, name)
     for name in jax_dsa.__all__
     if callable(getattr(jax_dsa, name)) and name not in ("BlockMask", "DSAAux", "HTreeSelection")
-] + [nn.fake_quantize_fp4]
+] + [
+    indexer_selected_logits,
+    gated_pool_for_norm,
+    nn.CompressedAttention,
+    nn.DSAttention,
+    nn.DecoderLM,
+    nn.fake_quantize_fp4,
+    nn.from_hf,
+    nn.load_hf,
+    nn.rope,
+]
 
 
 @pytest.mark.parametrize("public", PUBLIC, ids=lambda x: x.__name__)

@@ -23,7 +23,7 @@ class Options:
     page_size: int = 0
 
 
-class IndexerInputs(NamedTuple):
+class IndexerOperands(NamedTuple):
     """The arrays that every function of the indexer starts with, checked."""
 
     q: Float[Array, "B T J C"]
