@@ -1,10 +1,11 @@
-"""Both ways to sum the keys' gradients in sparse MLA's backward pass, on the GPU that JAX finds.
+"""Times both ways to add up the keys' gradients in sparse MLA's backward pass, on one GPU.
 
     python benchmarks/backward_routes.py [--batch 4 --queries 1024] [--heads 16]
 
-By reductions in float32, and by rows in the order of their keys, which `deterministic=True` takes
-in any case; the sort counts. The two are timed in turn. The last lines say at which sizes of the
-sums rows are faster: `ROWS_FROM` in `jax_dsa/ops/sparse_mla/cuda.py` is such a size.
+One way uses atomic float32 reductions. The other sorts the gradient rows by key and adds them in
+order; `deterministic=True` always uses it, and the time of the sort counts. The two are timed
+alternately. The last lines list the sizes of the float32 sums at which sorted rows are faster.
+`ROWS_FROM` in `jax_dsa/ops/sparse_mla/cuda.py` is such a size.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 DIM, VALUE_DIM = 576, 512
-CALLS, TURNS = 3, 3
+CALLS, REPEATS = 3, 3
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def of_queries(b: int, t: int, n: int) -> tuple[jax.Array, Results, Results]:
-    """Queries, results that could be theirs, and cotangents."""
+def query_operands(b: int, t: int, n: int) -> tuple[jax.Array, Results, Results]:
+    """Returns random queries, plausible results of the forward pass, and cotangents."""
     w, x, y, z = jax.random.split(jax.random.key(0), 4)
     out, dout = normal(x, b, t, n, VALUE_DIM), normal(y, b, t, n, VALUE_DIM)
     lse, dlse = jnp.full((b, t, n), 8.0), jax.random.normal(z, (b, t, n))
@@ -41,13 +42,13 @@ def of_queries(b: int, t: int, n: int) -> tuple[jax.Array, Results, Results]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def selection(b: int, t: int, s: int, k: int) -> jax.Array:
-    """Random keys in ascending order, the queries at the end of the keys."""
+    """Returns random visible keys in ascending order; the queries are the last positions."""
     keys = jax.random.split(jax.random.key(1), b)
     return jax.vmap(lambda key: causal_selection(key, t, s, k))(keys)[:, :, None]
 
 
 def route(deterministic: bool, *operands: Any) -> Callable[[], Any]:
-    """The compiled call, on `operands`."""
+    """Returns the compiled backward pass as a function without arguments."""
     options = Options(DIM**-0.5, VALUE_DIM, deterministic=deterministic)
 
     def gradients(x: Operands, y: Results, dy: Results) -> Gradients:
@@ -60,14 +61,14 @@ def route(deterministic: bool, *operands: Any) -> Callable[[], Any]:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Of one of several calls, back to back."""
+    """Returns the seconds per call of several calls in a row."""
     start = time.perf_counter()
     jax.block_until_ready([call() for _ in range(CALLS)][-1])
     return (time.perf_counter() - start) / CALLS
 
 
 def main() -> None:
-    """Prints a line a shape, then where rows are faster."""
+    """Prints one line per shape, and then the sizes at which sorted rows are faster."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -83,24 +84,24 @@ def main() -> None:
         type=int,
         default=cuda.ROWS_BUDGET >> 20,
         metavar="MiB",
-        help="of rows stored at a time",
+        help="memory for the rows that are stored at a time",
     )
     args = parser.parse_args()
-    # Else the option that asks for reductions takes rows where they are thought to be faster.
+    # Otherwise the call with reductions would switch to sorted rows at large sizes.
     cuda.ROWS_FROM = 2**62
     cuda.ROWS_BUDGET = args.rows_budget << 20
     b, k = args.batch, args.top_k
     print(f"{jax.devices()[0].device_kind}, B{b} D{DIM} K{k}")
     wins: dict[tuple[int, int], list[int]] = {}
     for n, t in itertools.product(args.heads, args.queries):
-        q, y, dy = of_queries(b, t, n)
+        q, y, dy = query_operands(b, t, n)
         wins[n, t] = []
         for s in args.keys:
             if s < t:
                 continue
             x = Operands(q, normal(jax.random.key(2), b, s, 1, DIM), selection(b, t, s, k))
             routes = [route(False, x, y, dy), route(True, x, y, dy)]
-            times = [[seconds(call) for call in routes] for _ in range(TURNS)]
+            times = [[seconds(call) for call in routes] for _ in range(REPEATS)]
             reductions, rows = (statistics.median(x) for x in zip(*times, strict=True))
             work = 2 * b * n * selected_pairs(t, s, k) * (3 * DIM + 2 * VALUE_DIM) * 1e-12
             size = s * DIM * 4 >> 20
@@ -113,7 +114,7 @@ def main() -> None:
                 flush=True,
             )
     for (n, t), sizes in wins.items():
-        print(f"N{n} T{t}: rows are faster at {sizes or 'no size'} MiB")
+        print(f"N{n} T{t}: sorted rows are faster at {sizes or 'no size'} MiB")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Time and peak memory of one DSA layer, forward and backward, on the GPU that JAX finds.
+"""Measures time and peak memory of one DSA layer, forward and backward.
 
     python benchmarks/dsa_layer.py --queries 8192 --keys 8192 [--forward] [--implementation xla]
     python benchmarks/dsa_layer.py --keys 131072 --shard heads
 
-`dsa_attention` with its indexer loss: N 128, D 576, K 2048, J 64, C 128, bfloat16, queries at the
-end of the context. The memory is JAX's own count, so a process measures one layer. `--shard` uses
-all GPUs and prints what they exchange; the memory is then that of the first one.
+The layer is `dsa_attention` with its indexer loss: N 128, D 576, K 2048, J 64, C 128 in bfloat16,
+with the queries at the end of the context. JAX reports the peak memory of the process, so each process
+measures one layer. `--shard` uses all GPUs and prints what they exchange. The memory is then that
+of the first GPU.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ HEADS, DIM, VALUE_DIM, TOP_K, INDEX_HEADS, INDEX_DIM = 128, 576, 512, 2048, 64, 
 
 
 def main() -> None:
-    """Prints one line."""
+    """Measures one layer, and prints one line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--queries", type=int, default=8192)
     parser.add_argument("--keys", type=int, default=8192)
     parser.add_argument(
-        "--implementation", choices=["cuda", "xla"], help="default: jax_dsa chooses"
+        "--implementation", choices=["cuda", "xla"], help="(default: jax_dsa chooses)"
     )
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--forward", action="store_true", help="without the backward pass")
@@ -114,25 +115,30 @@ def main() -> None:
 
 
 class Exchange(NamedTuple):
-    """A collective of a compiled program."""
+    """A collective operation of a compiled program."""
 
     name: str
     shapes: str
     bytes: int
-    """Of its results on one device."""
+    """Bytes of the results on one device."""
     devices: int
-    """That take part in it."""
+    """Number of devices that take part in one instance of the operation."""
 
 
 def collectives(text: str, devices: int) -> Iterator[Exchange]:
-    """What a compiled program's devices exchange."""
+    """Yields the collective operations of a compiled program.
+
+    Args:
+        text: The program's HLO text.
+        devices: The number of devices.
+    """
     names = r"all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
     for line in text.splitlines():
         found = re.search(rf"= (\S.*?) ({names})(-start)?\(", line)
         if not found:
             continue
         shapes = re.findall(r"([a-z]+(\d*)(?:e\w+)?\[([\d,]*)\])", found[1])
-        if found[3] and found[2] != "all-reduce":  # the operands come first
+        if found[3] and found[2] != "all-reduce":  # Such tuples begin with the operands.
             shapes = shapes[len(shapes) // 2 :]
         size = sum(
             int(bits or 8) // 8 * math.prod(int(n) for n in dims.split(",") if n)

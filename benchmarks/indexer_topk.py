@@ -1,9 +1,10 @@
-"""`indexer_topk` against its two steps one after the other, on the GPU that JAX finds.
+"""Compares `indexer_topk` with `indexer_logits` followed by `topk`, on one GPU.
 
     python benchmarks/indexer_topk.py --queries 8192 --keys 131072
 
-FP8, J 64, C 128, K 2048, queries at the end of the context. The three are timed in turn, several
-times, because a device under load slows down as it warms up. The steps apart hold [T, S] logits.
+The sizes are J 64, C 128, K 2048 in FP8, with the queries at the end of the context. The three
+functions are timed alternately, because a device slows down as it warms up. The separate functions
+need an array of [T, S] logits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ HEADS, CHANNELS, TOP_K = 64, 128, 2048
 
 
 def main() -> None:
-    """Prints a line for each, and one for the comparison."""
+    """Prints one line per function, and one line that compares them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

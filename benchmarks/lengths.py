@@ -1,11 +1,11 @@
-"""Time and memory of one layer against the length of the context, on the GPU that JAX finds.
+"""Measures time and memory of one layer for several lengths of the context, on one GPU.
 
     python benchmarks/lengths.py > benchmarks/results/h200/lengths.csv
 
-Forward and backward of the last 8192 queries, with DeepSeek-V3.2's sizes (`dsa_layer.py`): sparse
-is `dsa_attention` with its indexer loss, dense is `masked_attention` in multi-head form (D 192,
-E 128), which makes keys and values of every head from the same latents. The memory is what the
-compiled program needs beside its arguments and results.
+The forward and backward passes of the last 8192 queries are measured, with DeepSeek-V3.2's sizes
+(`dsa_layer.py`). "sparse" is `dsa_attention` with its indexer loss. "dense" is `masked_attention`
+in multi-head form (D 192, E 128), which computes keys and values of every head from the same
+latents. The memory is what the compiled program needs in addition to its arguments and results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def sparse(keys: int) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
-    """A loss of the layer's operands, and what they are."""
+    """Returns a loss of the sparse layer's operands, and their shapes."""
 
     def loss(*operands: jax.Array) -> jax.Array:
         out, aux = jax_dsa.dsa_attention(*operands, top_k=TOP_K, query_start=keys - QUERIES)
@@ -48,7 +48,7 @@ def sparse(keys: int) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStru
 
 
 def dense(keys: int) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
-    """The same of the multi-head form."""
+    """Returns a loss of the dense layer's operands, and their shapes."""
 
     def loss(q: jax.Array, latent: jax.Array, rope: jax.Array, up: jax.Array) -> jax.Array:
         both = jnp.einsum("bsr,rnd->bsnd", latent, up)
@@ -69,7 +69,7 @@ def dense(keys: int) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruc
 
 
 def main() -> None:
-    """Prints a line of CSV for each form and length."""
+    """Prints one line of CSV per form and length."""
     print("form,queries,keys,milliseconds,temporary_bytes,device,jax", flush=True)
     for form in (sparse, dense):
         for keys in KEYS:

@@ -1,28 +1,28 @@
-"""What training gains from more devices: times, memory, and what the devices exchange.
+"""Measures what training gains from more devices: time, memory, and what the devices exchange.
 
     python benchmarks/scaling.py                 # every program on 1, 2, 4, ... devices
     python benchmarks/scaling.py layer-131072    # one program
     python benchmarks/scaling.py step data=2     # one program on one mesh, in this process
 
-    step          H200 preset, sparse step; "data" has as many rows on each device as one has alone
+    step          a sparse step of the preset h200, with the same number of rows on each device
     layer-131072  DeepSeek-V3.2's layer, T = S = 131072, forward and backward, queries sharded
-    layer-524288  the same on 8 devices
-    layer-32768   the same layer, heads sharded
-    v32-step      V3.2 preset, T 131072: a sparse step on one device
-    fsdp          H200 preset: bytes of parameters and optimisers; leaves a checkpoint
-    resume        that checkpoint on 2 devices: the same loss
+    layer-524288  the same with T = S = 524288 on 8 devices
+    layer-32768   the same with T = S = 32768 and sharded heads
+    v32-step      a sparse step of the preset v32 with 131072 tokens, on one device
+    fsdp          preset h200: memory of parameters and optimizer states; leaves a checkpoint
+    resume        restores that checkpoint on 2 devices; the loss must be the same
 
-A process measures one mesh, since the peak of memory is the process's own. Rows go to a CSV file as
-they come; what it has is left out, so a run that was stopped goes on. At the end come the table and
-the plot. `--small` has sizes for host devices. At 131072 tokens most of the compiler's time is its
-choice of matmuls (a minute): XLA_FLAGS=--xla_gpu_autotune_level=0 leaves that out.
+Each process measures one mesh, because JAX reports the peak memory of the process. Rows are written
+to a CSV file one by one. Rows that the file already has are not measured again, so an interrupted
+run can be resumed. A table and a plot follow at the end. `--small` uses sizes for host devices. At
+131072 tokens the compiler spends most of its time (a minute) on autotuning matrix products;
+XLA_FLAGS=--xla_gpu_autotune_level=0 turns this off.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import csv
 import dataclasses
 import functools
 import math
@@ -39,6 +39,7 @@ import numpy as np
 from dsa_layer import collectives
 from flax import nnx
 from jax.sharding import PartitionSpec
+from scaling_results import add, plot, rows, table
 
 from jax_dsa import nn
 from jax_dsa.training.checkpoint import Checkpoints
@@ -52,51 +53,61 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 Sizes = dict[str, int]
-"""Of a mesh's axes."""
+"""Sizes of mesh axes, by name."""
 
-COLUMNS = (
-    *("program", "mesh", "devices", "ms", "tokens_per_second", "peak_gib", "held_gib"),
-    *("gathered_mib", "reduced_mib", "other_mib", "link_gb_s", "result", "device", "jax"),
-)
-"""Of one device: `held_gib` are parameters and optimisers, the MiB what it receives in a call.
-`link_gb_s` is what a gather of nothing else receives. `result` is a loss."""
 REPEATS = 3
 EVERY_AXIS = {"data": 2, "context": 2, "tensor": 2}
 
 
 class Run(NamedTuple):
-    """A compiled program, which takes its arguments' place in memory, and how to call it again."""
+    """A program to measure.
+
+    Attributes:
+        lowered: The lowered program. It donates its arguments.
+        arguments: Returns the arguments of the first call.
+        following: Returns the arguments of the next call, from those of the last call and its
+            outputs.
+        result: Returns the loss from the outputs.
+    """
 
     lowered: Any
     arguments: Callable[[], tuple]
     following: Callable[[tuple, Any], tuple]
-    """The next call's arguments, of the last one's and its results."""
     result: Callable[[Any], Any]
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, str]]:
-    """Measures what is asked for, and says what there is."""
+    """Measures the missing cases.
+
+    Args:
+        argv: The command line's arguments. Default: `sys.argv[1:]`.
+
+    Returns:
+        All rows of the CSV file.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("program", nargs="?", choices=MESHES)
-    parser.add_argument("mesh", nargs="?", help="axis=size,..., default every one of the program")
-    parser.add_argument("--devices", type=int, help="at most; default all")
-    parser.add_argument("--small", action="store_true")
     parser.add_argument(
-        "--chunked", action="store_true", help="a layer's queries in chunks, as in the preset"
+        "mesh", nargs="?", help="axis=size,... (default: all meshes of the program)"
+    )
+    parser.add_argument("--devices", type=int, help="largest number of devices (default: all)")
+    parser.add_argument("--small", action="store_true", help="use sizes for host devices")
+    parser.add_argument(
+        "--chunked", action="store_true", help="process a layer's queries in the preset's chunks"
     )
     parser.add_argument("--csv", type=Path, default="benchmarks/results/scaling.csv")
-    parser.add_argument("--plot", type=Path, help="default beside the CSV file")
+    parser.add_argument("--plot", type=Path, help="(default: next to the CSV file)")
     args = parser.parse_args(argv)
     if args.mesh:
-        add(args.csv, measured(args.program, axes(args.mesh), args))
+        add(args.csv, measure(args.program, axes(args.mesh), args))
         return rows(args.csv)
     devices = args.devices or device_count()
     programs = [args.program] if args.program else list(MESHES)
-    there = {(row["program"], row["mesh"]) for row in rows(args.csv)}
-    wanted = [(name, mesh_name(mesh)) for name in programs for mesh in MESHES[name](devices)]
-    missing = [case for case in wanted if case not in there]
+    measured = {(row["program"], row["mesh"]) for row in rows(args.csv)}
+    cases = [(name, mesh_name(mesh)) for name in programs for mesh in MESHES[name](devices)]
+    missing = [case for case in cases if case not in measured]
     for i, (name, mesh) in enumerate(missing):
         print(f"[{i + 1}/{len(missing)}] {name} {mesh}", flush=True)
         command = [sys.executable, __file__, name, mesh, "--csv", str(args.csv)]
@@ -110,18 +121,24 @@ def main(argv: list[str] | None = None) -> list[dict[str, str]]:
 
 
 def device_count() -> int:
-    """Of a process of its own: this one is to leave the devices' memory to those that measure."""
+    """Counts the devices in another process.
+
+    This process must not initialize JAX, or it would reserve memory that the measurements need.
+    """
     count = [sys.executable, "-c", "import jax; print(jax.device_count())"]
     return int(subprocess.run(count, check=True, capture_output=True, text=True).stdout)
 
 
 def by(axis: str, devices: int) -> list[Sizes]:
-    """1, 2, 4, ... devices on an axis."""
+    """Returns meshes with 1, 2, 4, ... devices on one axis."""
     return [{axis: 2**i} for i in range(devices.bit_length())]
 
 
 def on_every_axis(devices: int, *others: str) -> list[Sizes]:
-    """Two devices on each of three axes, and on the `others` alone."""
+    """Returns meshes with two devices on each of `others`, and one with two on each of three axes.
+
+    Returns no meshes if there are fewer than eight devices.
+    """
     return (
         [*({axis: 2} for axis in others), EVERY_AXIS]
         if devices >= math.prod(EVERY_AXIS.values())
@@ -138,30 +155,31 @@ MESHES: dict[str, Callable[[int], list[Sizes]]] = {
     "fsdp": lambda n: by("fsdp", n),
     "resume": lambda n: [{"fsdp": 2}] if n >= 2 else [],
 }
-"""Those that so many devices allow, one device first."""
+"""The meshes of each program for a number of devices, smallest first."""
 
 
 def axes(name: str) -> Sizes:
-    """The sizes that `mesh_name` names."""
-    found = {axis: int(size) for axis, size in (part.split("=") for part in name.split(","))}
-    if not found.keys() <= set(AXES):
-        raise SystemExit(f"scaling.py: mesh is {name}, want axes of {', '.join(AXES)}")
-    return found
+    """Parses a mesh such as "data=2,tensor=4"."""
+    sizes = {axis: int(size) for axis, size in (entry.split("=") for entry in name.split(","))}
+    if not sizes.keys() <= set(AXES):
+        raise SystemExit(f"scaling.py: mesh is {name}, expected axes among {', '.join(AXES)}")
+    return sizes
 
 
 def mesh_name(sizes: Sizes) -> str:
-    """As on the command line."""
+    """Returns the mesh as on the command line."""
     return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-def measured(name: str, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
-    """One row."""
+def measure(name: str, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
+    """Measures one program on one mesh, and returns the row."""
     mesh = make_mesh({"data": 1, **sizes})
     device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     row = {"program": name, "mesh": mesh_name(sizes), "devices": mesh.size, **device}
     config = preset("v32" if name.startswith(("layer", "v32")) else "h200", args.small)
     if name.startswith("layer") and not args.small:
-        # All queries at once: `exchanged` counts what a chunk exchanges as if there were only one.
+        # Without --chunked all queries are processed at once. `exchanged` counts the collectives of
+        # one chunk only.
         chunk = config.model.attention.query_chunk if args.chunked else None
         attention = dataclasses.replace(config.model.attention, query_chunk=chunk)
         model = dataclasses.replace(config.model, attention=attention)
@@ -185,7 +203,7 @@ def measured(name: str, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any
 
 
 def held(config: TrainConfig, mesh: Mesh, folder: Path) -> dict[str, float]:
-    """What a device holds of the state before the first step, of which a checkpoint stays."""
+    """Measures what a device holds of the initial state, and writes a checkpoint of that state."""
     state = Program(config, mesh).init()
     checkpoints = Checkpoints(folder, keep=1)
     if checkpoints.latest() is None:
@@ -196,7 +214,7 @@ def held(config: TrainConfig, mesh: Mesh, folder: Path) -> dict[str, float]:
 
 
 def preset(name: str, small: bool) -> TrainConfig:
-    """A preset, or one of its kind for host devices."""
+    """Returns a preset, or a small variant of it for host devices."""
     config = PRESETS[name]()
     if small:
         cpu = PRESETS["cpu"]()
@@ -207,13 +225,19 @@ def preset(name: str, small: bool) -> TrainConfig:
 
 
 def sparse_step(config: TrainConfig, mesh: Mesh, checkpoints: Path | None = None) -> Run:
-    """A step of the sparse stage, from a checkpoint if there is one. The rows of a batch are two in
-    turn, so that every mesh has the same loss.
+    """Returns a step of the sparse stage.
+
+    Two rows of tokens are repeated to fill the batch, so that the loss is the same on every mesh.
+
+    Args:
+        config: The run.
+        mesh: The mesh.
+        checkpoints: Folder of the checkpoint to start from, or None.
     """
     program = Program(config, mesh)
     two = np.random.default_rng(0).integers(0, 255, (2, config.seq_len + 1), np.int32)
     tokens = np.resize(two, (config.batch_size, config.seq_len + 1))
-    state = jax.eval_shape(program._first_state)
+    state = jax.eval_shape(program._initial_state)
     places = shardings(state, mesh)
     learners = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -236,7 +260,7 @@ def sparse_step(config: TrainConfig, mesh: Mesh, checkpoints: Path | None = None
 
 
 def layer(config: TrainConfig, mesh: Mesh) -> Run:
-    """`nn.DSAttention`, its indexer's loss, and all gradients, by a random cotangent."""
+    """Returns `nn.DSAttention` with its indexer's loss and all gradients for a random cotangent."""
     attention = config.model.attention
     stripes = mesh.shape["context"]
     shape = (config.batch_size, config.seq_len, attention.model_dim)
@@ -282,7 +306,7 @@ def layer(config: TrainConfig, mesh: Mesh) -> Run:
 
 
 def timed(run: Run, program: Any) -> tuple[float, Any]:
-    """Seconds of a call, the median of some after the first, and the first one's result."""
+    """Returns the median seconds of several calls after the first, and the result of the first."""
     args = run.arguments()
     out = jax.block_until_ready(program(*args))
     first, seconds = run.result(out), []
@@ -295,26 +319,31 @@ def timed(run: Run, program: Any) -> tuple[float, Any]:
 
 
 def peak(device: jax.Device) -> float:
-    """GiB at most in use on a device since the process began; NaN where nobody counts."""
+    """Returns the peak memory of a device in GiB; NaN if the device does not report it."""
     return (device.memory_stats() or {}).get("peak_bytes_in_use", np.nan) / 2**30
 
 
 def exchanged(text: str, devices: int) -> dict[str, float]:
-    """MiB that a device receives by a call of a compiled program, of which every collective runs
-    once.
+    """Returns the MiB that a device receives in one call of a compiled program.
+
+    It is assumed that every collective operation runs once.
     """
     received: collections.Counter[str] = collections.Counter()
     for exchange in collectives(text, devices):
         name, size, group = exchange.name, exchange.bytes, exchange.devices
-        share = (group - 1) / group
-        parts = {"reduce-scatter": group - 1, "all-reduce": 2 * share, "collective-permute": 1}
+        from_others = (group - 1) / group
+        factors = {
+            "reduce-scatter": group - 1,
+            "all-reduce": 2 * from_others,
+            "collective-permute": 1,
+        }
         kind = {"all-gather": "gathered", "all-reduce": "reduced", "reduce-scatter": "reduced"}
-        received[kind.get(name, "other")] += size * parts.get(name, share)
+        received[kind.get(name, "other")] += size * factors.get(name, from_others)
     return {f"{kind}_mib": received[kind] / 2**20 for kind in ("gathered", "reduced", "other")}
 
 
 def link(mesh: Mesh, small: bool) -> float:
-    """GB/s that each device receives by a gather over all of them; NaN for one."""
+    """Measures the GB/s that each device receives in a gather over all devices; NaN for one."""
     if mesh.size == 1:
         return math.nan
     spec = PartitionSpec(tuple(mesh.shape))
@@ -325,91 +354,6 @@ def link(mesh: Mesh, small: bool) -> float:
         run = Run(None, lambda: (x,), lambda args, out: args, lambda out: None)
         seconds, _ = timed(run, gather)
     return x.nbytes * (1 - 1 / mesh.size) / seconds / 1e9
-
-
-def add(path: Path, row: dict[str, Any]) -> None:
-    """Prints a row and adds it to the file."""
-    shown = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
-    print(", ".join(f"{k} {v}" for k, v in shown.items()), flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerow(shown)
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    """What the file has, with the `efficiency` of each mesh: a device's tokens a second, as a share
-    of those that one device alone has. NaN where one device is not measured. Of a mesh of several
-    axes also the `product` of the efficiencies of each by itself, if they are there.
-    """
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        found = list(csv.DictReader(file))
-    alone = {row["program"]: row for row in found if row["devices"] == "1"}
-    for row in found:
-        one = alone.get(row["program"])
-        rate = float(row["tokens_per_second"]) / int(row["devices"])
-        row["efficiency"] = f"{rate / float(one['tokens_per_second']) if one else math.nan:.3f}"
-    single = {(row["program"], row["mesh"]): float(row["efficiency"]) for row in found}
-    for row in found:
-        parts = [single.get((row["program"], part)) for part in row["mesh"].split(",")]
-        several = [x for x in parts if x is not None]
-        row["product"] = f"{math.prod(several):.3f}" if len(several) == len(parts) > 1 else ""
-    return found
-
-
-def table(found: list[dict[str, str]]) -> str:
-    """In Markdown: what was measured and exchanged, and the time that the link takes for it."""
-    lines = [
-        "| program | mesh | ms | times one device | efficiency | of its axes | peak GiB | "
-        "held GiB | received MiB: gathered, reduced, other | ms at the link's rate | loss |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in found:
-        mib = [float(row[f"{kind}_mib"]) for kind in ("gathered", "reduced", "other")]
-        over = sum(mib) * 2**20 / float(row["link_gb_s"]) / 1e6
-        gain = float(row["efficiency"]) * int(row["devices"])
-        cells = [
-            row["program"],
-            row["mesh"],
-            row["ms"],
-            f"{gain:.2f}",
-            row["efficiency"],
-            row["product"],
-        ]
-        cells += [row["peak_gib"], row["held_gib"], ", ".join(f"{x:.3g}" for x in mib)]
-        lines.append(f"| {' | '.join([*cells, f'{over:.2f}', row['result']])} |")
-    return "\n".join(lines)
-
-
-def plot(found: list[dict[str, str]], path: Path) -> None:
-    """How many times one device the devices are."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4.5), layout="constrained")
-    panel = figure.subplots()
-    most = max((int(row["devices"]) for row in found), default=1)
-    panel.plot([1, most], [1, most], color="black", lw=0.8, label="ideal")
-    lines = collections.defaultdict(list)
-    for row in found:
-        own = [part.split("=")[0] for part in row["mesh"].split(",")]
-        axis = own[0] if len(own) == 1 else "every axis"
-        gain = float(row["efficiency"]) * int(row["devices"])
-        if row["program"] not in ("fsdp", "resume", "v32-step"):
-            lines[row["program"], axis].append((int(row["devices"]), gain))
-    for (program, axis), points in lines.items():
-        if len(points) > 1 or axis == "every axis":
-            panel.plot(*zip(*sorted(points), strict=True), "o-", label=f"{program}, {axis}")
-    panel.set(xlabel="devices", ylabel="times one device")
-    panel.set_title(next((row["device"] for row in found), ""))
-    panel.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

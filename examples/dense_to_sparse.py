@@ -1,10 +1,11 @@
-"""Turns a dense model into a sparse one, by DeepSeek's recipe: the indexers alone learn what dense
-attention attends to, then all learn with sparse attention.
+"""Turns a dense model into a sparse one by DeepSeek's recipe.
 
 python examples/dense_to_sparse.py --checkpoint runs/dense
 
-The checkpoint (Orbax) has the parameters of a decoder with latent attention and no indexers. If
-there is none, a small model is trained first and stored there, to stand for yours.
+In the warm-up only the indexers learn, from the distribution of dense attention. Then indexers and
+model learn with sparse attention. The checkpoint (Orbax) has the parameters of a decoder with
+latent attention and without indexers. If it does not exist, the script first trains a small model
+in place of yours and stores it there.
 """
 
 import argparse
@@ -30,9 +31,13 @@ CONFIG = nn.DecoderConfig(
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/dense"))
-    parser.add_argument("--dense-steps", type=int, default=300, help="if there is no checkpoint")
+    parser.add_argument(
+        "--dense-steps", type=int, default=300, help="steps of the model without a checkpoint"
+    )
     parser.add_argument("--warmup-steps", type=int, default=100)
     parser.add_argument("--sparse-steps", type=int, default=100)
     args = parser.parse_args(argv)
@@ -66,7 +71,7 @@ def main(argv=None):
         "sparse, indexers untrained": evaluate(backbone, indexer, sparse=True),
     }
 
-    print("warm-up: the indexers alone, on dense attention's distribution")
+    print("warm-up: only the indexers learn, from the distribution of dense attention")
     indexer = trained(
         lambda params, tokens: losses(backbone, params, tokens, False)[1],
         indexer,
@@ -74,21 +79,21 @@ def main(argv=None):
     )
     found["sparse after the warm-up"] = evaluate(backbone, indexer, sparse=True)
 
-    print("sparse: each loss trains its own parameters")
+    print("sparse training: each loss trains its own parameters")
     backbone, indexer = trained(
         lambda params, tokens: sum(losses(*params, tokens, True)),
         (backbone, indexer),
         batches(train, args.sparse_steps, rng),
     )
     found["sparse after sparse training"] = evaluate(backbone, indexer, sparse=True)
-    print(f"\nvalidation loss, nats a byte, top {CONFIG.attention.top_k} of {LENGTH} keys")
+    print(f"\nvalidation loss, nats per byte, top {CONFIG.attention.top_k} of {LENGTH} keys")
     for name, loss in found.items():
         print(f"{name:30} {loss:.4f}")
     return {name: float(loss) for name, loss in found.items()}
 
 
 def trained(loss, params, batches):
-    """The parameters after a step of AdamW on `loss(params, tokens)` for each batch."""
+    """Returns the parameters after one step of AdamW on `loss(params, tokens)` per batch."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
 
     @jax.jit
@@ -104,11 +109,11 @@ def trained(loss, params, batches):
 
 
 def texts():
-    """Python's own sources as bytes, and of every twentieth file windows to validate on."""
+    """Returns Python's own sources as bytes. Every twentieth file gives validation windows."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    halves = [file for i, file in enumerate(files) if i % 20], files[::20]
+    split = [file for i, file in enumerate(files) if i % 20], files[::20]
     train, validation = (
-        np.frombuffer(b"".join(file.read_bytes() for file in half), np.uint8) for half in halves
+        np.frombuffer(b"".join(file.read_bytes() for file in group), np.uint8) for group in split
     )
     windows = len(validation) // (LENGTH + 1)
     rows = validation[: windows * (LENGTH + 1)].reshape(windows, -1)

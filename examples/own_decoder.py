@@ -1,11 +1,11 @@
-"""A decoder of one's own around attention layers of `jax_dsa.nn`, trained on text.
+"""Trains a custom decoder that uses the attention layers of `jax_dsa.nn`.
 
-python examples/own_decoder.py               # GLM-5's pattern: a layer selects, the next ones share
-python examples/own_decoder.py --model v4    # DeepSeek-V4's: keys compressed 4 to 1, or 128 to 1
+python examples/own_decoder.py               # as GLM-5: three layers share a layer's selection
+python examples/own_decoder.py --model v4    # as DeepSeek-V4: keys compressed 4 to 1 or 128 to 1
 python examples/own_decoder.py --model v4 --size large    # 32768 tokens, for a GPU
 
-The first steps attend to all keys, and the indexers learn to rank them; all others are sparse. The
-text is that of Python's standard library, a token is a byte; `--data` is a folder of other text.
+In the first steps the model attends to all keys, and the indexers learn to rank them. All later
+steps are sparse. Tokens are the bytes of Python's standard library, or of the text in `--data`.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from jax_dsa.training.data import VOCAB, Batches, load_corpus, validation_batche
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A model and how it is trained."""
+    """A model and its training."""
 
-    layers: tuple  # of (configuration, indexer type)
+    layers: tuple  # (configuration, indexer type) of each layer
     seq_len: int
     batch: int
     steps: int
@@ -36,7 +36,7 @@ class Setting:
 
 
 class Block(nnx.Module):
-    """Attention and a feed-forward layer, each behind a norm."""
+    """Attention and a feed-forward layer, each preceded by a norm."""
 
     def __init__(self, config, indexer_type, *, rngs):
         dim, dtype = config.model_dim, config.dtype
@@ -57,7 +57,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Tokens to logits, and what each layer's attention found."""
+    """Computes logits from tokens, and returns what each layer's attention returned."""
 
     def __init__(self, layers, *, rngs):
         first, _ = layers[0]
@@ -77,7 +77,7 @@ class Decoder(nnx.Module):
 
 
 class Trainer:
-    """A model's parameters, and the steps that change them."""
+    """The parameters of a model, and the training step."""
 
     def __init__(self, setting, seed):
         graph, self.params = nnx.split(Decoder(setting.layers, rngs=nnx.Rngs(seed)))
@@ -88,7 +88,7 @@ class Trainer:
         def losses(params, tokens, sparse):
             logits, found = nnx.merge(graph, params)(tokens[:, :-1], sparse)
             text = training.next_token_loss(logits, tokens[:, 1:])
-            # No parameter has a gradient of both: the indexers learn from theirs alone.
+            # No parameter has a gradient of both losses. The indexers learn only from the KL.
             kl = training.indexer_loss(found)
             return text + kl, (text, kl)
 
@@ -101,19 +101,21 @@ class Trainer:
         self._losses = jax.jit(lambda *args: losses(*args)[1], static_argnums=2)
 
     def step(self, tokens, sparse):
-        """The losses of a batch, and one step down."""
+        """Runs one training step, and returns the losses of the batch."""
         self.params, self.opt, found = self._step(self.params, self.opt, tokens, sparse)
         return found
 
     def validate(self, batches, sparse):
-        """The mean loss of text, in nats a byte."""
+        """Returns the mean next-token loss in nats per byte."""
         found = [self._losses(self.params, tokens, sparse)[0] for tokens in batches]
         return float(np.mean(found))
 
 
 def glm(large):
-    """GLM-5's attention, the first of four layers selecting for all; large, a quarter of its
-    heads."""
+    """Returns four layers with GLM-5's attention, of which the first selects for all.
+
+    The large size has a quarter of GLM-5's heads.
+    """
     config = nn.AttentionConfig(
         model_dim=1024 if large else 128,
         num_heads=16 if large else 4,
@@ -134,8 +136,12 @@ def glm(large):
 
 
 def v4(large):
-    """DeepSeek-V4's attention: a window alone, then keys selected of those compressed 4 to 1, and
-    all of those compressed more; large, a quarter of its heads."""
+    """Returns layers with DeepSeek-V4's attention.
+
+    The first layer has only a window. The others also attend to compressed keys: either to keys
+    selected among those compressed 4 to 1, or to all of those compressed more. The large size has a
+    quarter of DeepSeek-V4's heads.
+    """
     config = nn.CompressedConfig(
         model_dim=1024 if large else 128,
         num_heads=16 if large else 4,
@@ -164,7 +170,7 @@ MODELS = {"glm": glm, "v4": v4}
 
 
 def train(setting, corpus, seed=0):
-    """The trainer after its steps, and the losses (of text, of the indexers) of each."""
+    """Returns the trainer after its last step, and both losses of each step."""
     trainer, history = Trainer(setting, seed), []
     batches = Batches(corpus.train, setting.seq_len + 1, setting.batch, seed)
     with tqdm(range(setting.steps), unit=" steps", dynamic_ncols=True) as bar:
@@ -172,7 +178,7 @@ def train(setting, corpus, seed=0):
             sparse = i >= setting.dense_steps
             found = trainer.step(batches[i], sparse)
             history.append(found)
-            if i % 10 == 0 or i == setting.steps - 1:  # reads a number, and so waits for the step
+            if i % 10 == 0 or i == setting.steps - 1:  # Reading a number waits for the step.
                 text, kl = map(float, found)
                 bar.set_description(f"{'sparse' if sparse else 'dense'} {text:.3f}, KL {kl:.3f}")
     return trainer, np.asarray(history)
@@ -184,8 +190,8 @@ def main(argv=None):
     )
     parser.add_argument("--model", choices=list(MODELS), default="glm")
     parser.add_argument("--size", choices=["small", "large"], default="small")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--dense-steps", type=int, help="of the steps, the first")
+    parser.add_argument("--steps", type=int, help="number of all steps")
+    parser.add_argument("--dense-steps", type=int, help="number of first steps with all keys")
     parser.add_argument("--data", type=Path, help="folder of text")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/own_decoder"))
     parser.add_argument("--seed", type=int, default=0)
@@ -196,13 +202,14 @@ def main(argv=None):
     trainer, history = train(setting, corpus, args.seed)
     size = sum(x.size for x in jax.tree.leaves(trainer.params))
     print(
-        f"{args.model}, {size:,} parameters, {setting.seq_len} tokens a sequence: "
-        f"{history[0, 0]:.3f} nats a byte in the first step, {history[-1, 0]:.3f} in the last, "
+        f"{args.model}, {size:,} parameters, {setting.seq_len} tokens per sequence: "
+        f"{history[0, 0]:.3f} nats per byte in the first step, {history[-1, 0]:.3f} in the last, "
         f"KL {history[-1, 1]:.3f}"
     )
-    held = validation_batches(corpus.validation, setting.seq_len + 1, setting.batch, 8)
-    print(f"validation {trainer.validate(held, True):.3f} with selected keys", end="")
-    print(f", {trainer.validate(held, False):.3f} with all of them" if args.size == "small" else "")
+    held_out = validation_batches(corpus.validation, setting.seq_len + 1, setting.batch, 8)
+    print(f"validation {trainer.validate(held_out, True):.3f} with selected keys", end="")
+    small = args.size == "small"
+    print(f", {trainer.validate(held_out, False):.3f} with all keys" if small else "")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Trains a decoder with sparse attention in a loop of its own: an NNX model, optax, and a mesh.
+"""Trains a decoder with sparse attention in a custom loop with an NNX model, optax, and a mesh.
 
 python examples/own_loop.py --steps 100
 """
@@ -28,7 +28,7 @@ def step(model, optimizer, tokens):
         logits, layers = model(tokens[:, :-1])
         lm = training.next_token_loss(logits, tokens[:, 1:])
         kl = training.indexer_loss(layers)
-        return lm + kl, (lm, kl)  # neither's gradient reaches what the other trains
+        return lm + kl, (lm, kl)  # No parameter has a gradient of both losses.
 
     grads, losses = nnx.grad(loss, has_aux=True)(model)
     optimizer.update(model, grads)
@@ -56,7 +56,7 @@ def main(argv=None):
             lm, kl = step(model, optimizer, jax.device_put(tokens, rows))
             found.append((float(lm), float(kl)))
             if number % 10 == 0 or number == args.steps - 1:
-                print(f"step {number + 1}: loss {lm:.3f} nats a byte, KL {kl:.3f}", flush=True)
+                print(f"step {number + 1}: loss {lm:.3f} nats per byte, KL {kl:.3f}", flush=True)
     return found
 
 

@@ -1,9 +1,10 @@
-"""`python -m jax_dsa.bench --peers` with libraries made up for the test."""
+"""`python -m jax_dsa.bench --peers`, with libraries that are made up for the test."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import re
 import sys
 import time
@@ -15,32 +16,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import repository  # noqa: F401
 
 import jax_dsa
-from jax_dsa.bench import peers
+from benchmarks.peers import running, table
+from benchmarks.peers.running import Peer
 from jax_dsa.bench.__main__ import main
 from jax_dsa.bench.case import shrunk
+from jax_dsa.bench.external import TOLERANCE
 from jax_dsa.bench.registry import OPERATORS
 
 TINY = ["--scale", "512", "--seconds", "0.001", "--commit", "abc", "--peers"]
 
 
 def sorted_top_k(case: Any, x: jax.Array) -> jax.Array:
-    """In another order than ours: a selection is a set."""
+    """Returns the selection in another order than ours, which must not matter."""
     return jax.lax.top_k(x, case.dims["K"])[1]
 
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The calls of the only library, "Peer"."""
+    """Replaces all libraries by "Peer", and returns the dictionary of its calls."""
     calls: dict[str, Any] = {}
     monkeypatch.setitem(sys.modules, "a_peer", types.ModuleType("a_peer"))
-    absent = peers.Peer("Absent", "no_such_module", {"topk fwd f32": sorted_top_k})
-    monkeypatch.setattr(peers, "PEERS", (peers.Peer("Peer", "a_peer", calls), absent))
+    absent = Peer("Absent", "no_such_module", {"topk fwd f32": sorted_top_k})
+    monkeypatch.setattr(table, "PEERS", (Peer("Peer", "a_peer", calls), absent))
     return calls
 
 
-def test_a_library_is_compared_and_timed(
+def test_libraries_are_compared_and_timed(
     library: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     library["topk fwd f32"] = sorted_top_k
@@ -64,7 +68,9 @@ def test_gradients_are_compared(
     assert 0.005 < float(gap) < 0.02
 
 
-def test_other_results_fail(library: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_results_fail(
+    library: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     library["topk fwd f32"] = lambda case, x: sorted_top_k(case, -x)
     assert main(["topk", *TINY, "--only", "R8-S64-K8 .* Peer"]) == 1
     captured = capsys.readouterr()
@@ -72,7 +78,7 @@ def test_other_results_fail(library: dict[str, Any], capsys: pytest.CaptureFixtu
     assert "agrees" not in captured.out
 
 
-def test_what_a_library_refuses_is_said(
+def test_a_case_that_a_library_rejects_is_reported(
     library: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(case: Any, x: jax.Array) -> jax.Array:
@@ -83,7 +89,7 @@ def test_what_a_library_refuses_is_said(
     assert "Peer has no topk fwd R8-S64-K8 f32: 64 heads, please" in capsys.readouterr().err
 
 
-def test_only_cases_with_another_library(
+def test_only_cases_of_other_libraries_are_measured(
     library: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     library["attn_dist fwd bf16"] = sorted_top_k
@@ -93,7 +99,10 @@ def test_only_cases_with_another_library(
 
 
 def fake_torch(milliseconds: float, capturable: bool = True) -> types.ModuleType:
-    """Tensors are NumPy arrays, and a call takes as long as that."""
+    """Returns a module like PyTorch whose tensors are NumPy arrays.
+
+    Its clock advances by `milliseconds` whenever a call says so (`advance`).
+    """
     torch = types.ModuleType("torch")
 
     class Event:
@@ -136,14 +145,14 @@ def fake_torch(milliseconds: float, capturable: bool = True) -> types.ModuleType
 
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """What is imported as PyTorch; a call takes 3 ms."""
+    """Replaces PyTorch by a fake, in which a call takes 3 ms."""
     torch = fake_torch(milliseconds=3.0)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(jnp, "from_dlpack", lambda x: x)
     return torch
 
 
-def test_a_torch_library_has_its_own_clock(
+def test_torch_libraries_are_timed_by_events(
     library: dict[str, Any],
     torch: types.ModuleType,
     capsys: pytest.CaptureFixture[str],
@@ -154,13 +163,13 @@ def test_a_torch_library_has_its_own_clock(
         return np.argsort(-x)[..., : case.dims["K"]]
 
     calls = {"topk fwd f32": top_k}
-    monkeypatch.setattr(peers, "PEERS", (peers.Peer("Torch", "a_peer", calls, torch=True),))
+    monkeypatch.setattr(table, "PEERS", (Peer("Torch", "a_peer", calls, torch=True),))
     assert main(["topk", *TINY, "--only", "R8-S64-K8 .* Torch"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^topk +fwd +R8-S64-K8 +f32 +Torch +3 ", out, re.M)
 
 
-def test_what_a_call_wants_is_prepared_outside_its_time(
+def test_preparation_is_not_timed(
     library: dict[str, Any],
     torch: types.ModuleType,
     capsys: pytest.CaptureFixture[str],
@@ -175,15 +184,15 @@ def test_what_a_call_wants_is_prepared_outside_its_time(
         return q, -records.astype(int), lengths, indices
 
     def decode(case: Any, q: Any, records: Any, lengths: Any, indices: Any) -> Any:
-        # JAX may have given away the memory of what it was made of.
+        # Preparation has to finish before JAX reuses the memory of the arguments.
         assert order[-1] == "waited"
         torch.advance()
         cache = jax_dsa.FlatCache(jnp.asarray(-records, jnp.uint8), jnp.asarray(lengths))
         return jax_dsa.sparse_mla_decode(jnp.asarray(q), cache, jnp.asarray(indices))
 
     kind = "sparse_mla fwd fp8 decode"
-    peer = peers.Peer("Torch", "a_peer", {kind: decode}, torch=True, prepare={kind: negated})
-    monkeypatch.setattr(peers, "PEERS", (peer,))
+    peer = Peer("Torch", "a_peer", {kind: decode}, torch=True, prepare={kind: negated})
+    monkeypatch.setattr(table, "PEERS", (peer,))
     assert main(["sparse_mla", *TINY, "--only", "B8.*fp8 Torch"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"decode +fp8 +Torch +3 ", out, re.M)
@@ -191,30 +200,46 @@ def test_what_a_call_wants_is_prepared_outside_its_time(
 
 
 @pytest.mark.parametrize("capturable", [True, False])
-def test_a_torch_clock_rests(capturable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_measurements_wait_before_each_repetition(
+    capturable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch = fake_torch(milliseconds=2.0, capturable=capturable)
     monkeypatch.setitem(sys.modules, "torch", torch)
     rests: list[float] = []
     monkeypatch.setattr(time, "sleep", rests.append)
-    seconds = peers.torch_seconds(lambda x: torch.advance(), [(1,), (2,)], 0.1, 0.25)
+    seconds = running.torch_seconds(lambda x: torch.advance(), [(1,), (2,)], 0.1, 0.25)
     assert seconds == pytest.approx(2e-3)
-    assert rests == [0.25] * 7  # loaded, once, five times
+    assert rests == [0.25] * 7  # Loading the graph, one trial, five measurements.
 
 
-@pytest.mark.parametrize("peer", peers.PEERS, ids=lambda x: x.name)
-def test_what_peers_are_called_for_exists(peer: peers.Peer) -> None:
+@pytest.mark.parametrize("peer", table.PEERS, ids=lambda x: x.name)
+def test_every_kind_of_a_peer_exists(peer: Peer) -> None:
     cases = [case for cases in OPERATORS.values() for case in cases(functools.partial(shrunk, 1))]
-    kinds = {peers.kind(case) for case in cases}
+    kinds = {running.kind(case) for case in cases}
     assert peer.calls and peer.calls.keys() <= kinds
     assert peer.prepare.keys() <= peer.calls.keys() and (peer.torch or not peer.prepare)
 
 
-def test_infinities_in_one_result_alone_differ() -> None:
+def test_an_infinity_in_only_one_result_is_a_difference() -> None:
     (case,) = [c for c in OPERATORS["topk"](functools.partial(shrunk, 512)) if c.dims["S"] == 64][
         :1
     ]
     x = jnp.array([1.0, 2.0, -jnp.inf])
-    assert peers.difference(case, x, x) == 0
-    assert peers.difference(case, x, x.at[0].add(0.5)) == 0.25
+    assert running.difference(case, x, x) == 0
+    assert running.difference(case, x, x.at[0].add(0.5)) == 0.25
     for other in (x.at[2].set(0), x.at[0].set(-jnp.inf), x.at[0].set(jnp.nan)):
-        assert not peers.difference(case, x, other) <= peers.TOLERANCE
+        assert not running.difference(case, x, other) <= TOLERANCE
+
+
+@pytest.mark.parametrize("missing", ["benchmarks", "benchmarks.peers"])
+def test_without_the_repository_peers_are_refused(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--peers", "--list"])
+    assert stopped.value.code == 2
+    assert "--peers needs the repository" in capsys.readouterr().err

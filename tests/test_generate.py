@@ -19,7 +19,7 @@ from jax_dsa import nn, training
 from jax_dsa.serving import pack_records, unpack_records
 from jax_dsa.training.checkpoint import Checkpoints
 from jax_dsa.training.config import settings
-from jax_dsa.training.data import VOCAB
+from jax_dsa.training.data import VOCAB, to_text
 
 B = 2
 DECODER = nn.DecoderConfig(ATTENTION, vocab=VOCAB, num_layers=2, mlp_dim=16)
@@ -163,7 +163,7 @@ def test_example_continues_a_prompt(example, tmp_path, monkeypatch, capsys):
     model = program.model(state.backbone.params, state.indexer.params)
     prompt = np.array([[256, *b"def f"]], np.int32)
     want = training.generate(model, jnp.asarray(prompt), 6, jax.random.key(0), temperature=0)
-    assert out.startswith(f"def f|{training.report.text(np.asarray(want[0]))}\n")
+    assert out.startswith(f"def f|{to_text(np.asarray(want[0]))}\n")
     assert re.search(r"batch 1, 6 tokens of context, float32, flat: [\d,]+ tokens/s", out)
 
     other = dataclasses.replace(DECODER, num_layers=1)

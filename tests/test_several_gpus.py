@@ -143,7 +143,7 @@ def test_a_training_step_needs_no_more_memory_per_gpu_on_two_gpus() -> None:
         config = dataclasses.replace(config, batch_size=config.batch_size * number)
         program = Program(config, make_mesh({"data": number}, devices))
         tokens = program.place(np.zeros((config.batch_size, config.seq_len + 1), np.int32))
-        state, rates = jax.eval_shape(program._first_state), program._rates(config.sparse_start)
+        state, rates = jax.eval_shape(program._initial_state), program._rates(config.sparse_start)
         places = shardings(state, program.mesh)
         learners = jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),

@@ -1,4 +1,4 @@
-"""Training on a mesh of eight host devices against training on one."""
+"""Training on meshes of host devices, compared with training on one device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def one_step(*sizes):
 @pytest.mark.parametrize(
     "sizes", MESHES, ids=lambda sizes: "-".join(f"{a}{n}" for a, n in sizes.items())
 )
-def test_a_step_on_a_mesh_is_the_step_on_one_device(sizes):
+def test_a_step_on_a_mesh_matches_a_step_on_one_device(sizes):
     for stage, (state, losses) in one_step(*sizes.items()).items():
         want_state, want_losses = one_step()[stage]
         assert losses.keys() == want_losses.keys()
@@ -59,8 +59,8 @@ def test_a_step_on_a_mesh_is_the_step_on_one_device(sizes):
             if not hasattr(want, "opt"):
                 np.testing.assert_array_equal(got, want)
                 continue
-            # The moments are those of the gradients. A parameter whose gradient is all rounding
-            # goes either way, but no further than the learning rate.
+            # The optimizer's moments compare the gradients. A parameter whose gradient is nothing
+            # but rounding errors may move in any direction, by at most the learning rate.
             assert_matches(got.opt, want.opt, 1e-4, f"{stage} {name}", least=1e-3)
             for g, w in zip(*map(jax.tree.leaves, (got.params, want.params)), strict=True):
                 off = np.abs(np.asarray(g) - np.asarray(w))
@@ -86,16 +86,16 @@ def test_selections_do_not_depend_on_the_mesh(sizes):
 
 
 @pytest.mark.parametrize("axis, share", [("data", 1.0), ("fsdp", 0.52), ("tensor", 0.85)])
-def test_what_a_device_holds_of_parameters_and_optimisers(axis, share):
-    """Of 257 tokens' embeddings, half of all here, "tensor" shards nothing."""
+def test_parameters_and_optimizer_states_are_sharded(axis, share):
+    """ "tensor" does not divide the 257 tokens of the embedding, half of all parameters here."""
     state = one_step((axis, 2))["sparse"][0]
     arrays = jax.tree.leaves((state.backbone, state.indexer, state.control))
     held = sum(x.addressable_shards[0].data.size for x in arrays)
     assert held <= share * sum(x.size for x in arrays)
 
 
-def test_what_a_context_axis_gathers():
-    """Keys once a layer, whose gradients are reduce-scattered: nothing of the queries' size."""
+def test_a_context_axis_gathers_only_keys():
+    """Each layer gathers its keys once and reduce-scatters their gradients."""
     program = program_on(("context", 2))
     c, rows, layers = ATTENTION, (4, CONFIG.seq_len), MESH_CONFIG.model.num_layers
     state = program.init()
@@ -113,8 +113,8 @@ def test_what_a_context_axis_gathers():
         assert sorted(found) == want, name
 
 
-def test_what_is_gathered_of_parameters_is_rounded():
-    """Parameters are float32 masters; fsdp gathers what the layers multiply by."""
+def test_parameters_are_gathered_after_rounding():
+    """Parameters are float32; fsdp gathers the bfloat16 values that the layers multiply by."""
     attention = dataclasses.replace(ATTENTION, dtype=jnp.bfloat16)
     model = dataclasses.replace(MESH_CONFIG.model, attention=attention, num_layers=1)
     program = Program(
@@ -126,14 +126,15 @@ def test_what_is_gathered_of_parameters_is_rounded():
     with jax.set_mesh(program.mesh):
         args = state.backbone, state.indexer, batch, program._rates(0)
         text = program._sparse.lower(*args).compile().as_text()
-    # A CPU gathers in float32 what it has rounded to bfloat16.
+    # On a CPU the gathered values are rounded to bfloat16 and stored as float32.
     found = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(%(\w+)", text)
-    weights = f"{ATTENTION.model_dim},{ATTENTION.index_heads}"  # of the indexer's heads: float32
+    # The weights of the indexer's heads are used in float32, so they are not rounded.
+    weights = f"{ATTENTION.model_dim},{ATTENTION.index_heads}"
     masters = {shape for shape, operand in found if operand.startswith("param")}
     assert len(found) > 8 and masters == {weights}
 
 
-def test_parts_of_a_batch_make_the_same_step():
+def test_microbatches_make_the_same_step():
     config = dataclasses.replace(MESH_CONFIG, accumulate=2)
     batch = Batches(corpus().train, config.seq_len + 1, config.batch_size, 0)[0]
     for sizes in ({"data": 1}, {"data": 2}):
@@ -148,20 +149,20 @@ def test_parts_of_a_batch_make_the_same_step():
                 assert_matches(got, exact, 1e-4, f"{stage} {name}", least=1e-3)
 
 
-def test_sizes_that_do_not_fit():
+def test_sizes_that_do_not_fit_are_rejected():
     assert make_mesh().shape == {"data": 8, "fsdp": 1, "context": 1, "tensor": 1}
     assert make_mesh({"tensor": 4}).shape["data"] == 2
     for sizes, message in (
-        ({"heads": 2}, "want at least 1 for each of"),
-        ({"fsdp": 0}, "want at least 1 for each of"),
-        ({"fsdp": 16}, "want at most 8 devices"),
+        ({"heads": 2}, "expected at least 1 for each of"),
+        ({"fsdp": 0}, "expected at least 1 for each of"),
+        ({"fsdp": 16}, "expected at most 8 devices"),
     ):
         with pytest.raises(RunError, match=message):
             make_mesh(sizes)
     for sizes, message in (
-        ({"data": 8}, r"batch_size is 4, want a multiple of data \* fsdp \* accum.* = 8"),
-        ({"context": 5, "data": 1}, "seq_len is 24, want a multiple of context = 5"),
-        ({"tensor": 4}, "num_heads is 2, want a multiple of tensor = 4"),
+        ({"data": 8}, r"batch_size is 4, expected a multiple of data \* fsdp \* accum.* = 8"),
+        ({"context": 5, "data": 1}, "seq_len is 24, expected a multiple of context = 5"),
+        ({"tensor": 4}, "num_heads is 2, expected a multiple of tensor = 4"),
     ):
         with pytest.raises(RunError, match=message):
             Program(MESH_CONFIG, make_mesh(sizes))

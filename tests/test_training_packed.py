@@ -1,4 +1,4 @@
-"""Several documents in one sequence: each is trained on, and judged, as if it were alone."""
+"""Several documents in one sequence give the same losses and gradients as each one alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax_dsa.training.steps import Program
 
 MODEL = dataclasses.replace(CONFIG.model, num_layers=2, indexer_types=("full", "shared"))
 PACKED = dataclasses.replace(CONFIG, model=MODEL, seq_len=48, packed=True)
-LENGTHS = (9, 23, 16)  # all but the first select from more keys than they may keep
+LENGTHS = (9, 23, 16)  # All but the first have more keys than are selected.
 
 
 @functools.cache
@@ -33,12 +33,12 @@ def documents(rng, lengths=LENGTHS):
 
 
 def packed(*rows):
-    """Rows of documents, with the token that each row's last one predicts."""
+    """Returns rows of documents, each followed by the token that its last token predicts."""
     return np.stack([np.concatenate([*row, [BOS]]) for row in rows]).astype(np.int32)
 
 
 def found(program, tokens, sparse):
-    """Logits, KLs, and the loss's gradients."""
+    """Returns the logits, and the lse and the selection of each layer."""
     state = program.init()
 
     @jax.jit
@@ -52,34 +52,34 @@ def found(program, tokens, sparse):
 
 @pytest.mark.parametrize("sparse", [True, False])
 def test_no_token_sees_another_document(rng, sparse):
-    """Bit for bit: a document's results do not depend on what lies beside it."""
+    """The results of a document do not depend on its neighbours, bit for bit."""
     program = packed_program()
     one, other = documents(rng), documents(rng)
     other[1] = one[1]
     with jax.default_matmul_precision("highest"):
         got, want = (found(program, packed(x), sparse) for x in (one, other))
-    part = slice(LENGTHS[0], sum(LENGTHS[:2]))
+    middle = slice(LENGTHS[0], sum(LENGTHS[:2]))
     different = 0
     for g, w in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        np.testing.assert_array_equal(g[:, part], w[:, part])
-        different += np.any(np.asarray(g[:, part.stop :]) != np.asarray(w[:, part.stop :]))
+        np.testing.assert_array_equal(g[:, middle], w[:, middle])
+        different += np.any(np.asarray(g[:, middle.stop :]) != np.asarray(w[:, middle.stop :]))
     assert different > 2
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_packed_documents_give_what_they_give_alone(rng, sparse):
-    """Up to the order of sums: XLA cuts products of other shapes into other blocks."""
+def test_packed_documents_match_documents_alone(rng, sparse):
+    """Results agree up to rounding, because XLA tiles products of other shapes differently."""
     program, texts = packed_program(), documents(rng)
     logits, lse, indices = found(program, packed(texts), sparse)
     start = 0
     for text in texts:
         alone = found(program, packed([text]), sparse)
-        part = slice(start, start + len(text))
-        assert_matches(logits[:, part], alone[0], 5e-6)
-        assert_matches([x[:, part] for x in lse], alone[1], 5e-6)
+        own = slice(start, start + len(text))
+        assert_matches(logits[:, own], alone[0], 5e-6)
+        assert_matches([x[:, own] for x in lse], alone[1], 5e-6)
         for chosen, want in zip(indices, alone[2], strict=True):
             if sparse:
-                chosen = np.asarray(chosen[:, part])
+                chosen = np.asarray(chosen[:, own])
                 np.testing.assert_array_equal(np.where(chosen < 0, -1, chosen - start), want)
         start += len(text)
 
@@ -88,8 +88,8 @@ def test_packed_documents_give_what_they_give_alone(rng, sparse):
 @pytest.mark.parametrize(
     "sizes", [{}, {"data": 2, "context": 2}, {"fsdp": 2, "tensor": 2}], ids=str
 )
-def test_every_stage_learns_what_the_documents_teach_alone(rng, sizes):
-    """Losses and moments of a step on two packed rows and on one document a row."""
+def test_every_stage_learns_the_same_from_documents_alone(rng, sizes):
+    """Compares a step on two packed rows with a step on one document per row."""
     one, two = documents(rng, (16,) * 3), documents(rng, (16,) * 3)
     short = dataclasses.replace(PACKED, seq_len=16, batch_size=6)
     alone, program = Program(short), packed_program(*sizes.items())
@@ -105,7 +105,7 @@ def test_every_stage_learns_what_the_documents_teach_alone(rng, sizes):
         assert_matches(*steps, 2e-5, stage, least=1e-3)
 
 
-def test_what_an_evaluation_says_of_packed_documents(rng):
+def test_evaluation_of_packed_documents_matches_documents_alone(rng):
     one, two = documents(rng, (16,) * 3), documents(rng, (16,) * 3)
     program = packed_program()
     alone = Program(dataclasses.replace(PACKED, seq_len=16, batch_size=6))
@@ -117,7 +117,9 @@ def test_what_an_evaluation_says_of_packed_documents(rng):
     )
     for name in ("kl", "indexer", "recency", "best"):
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5, err_msg=name)
-    assert np.abs(got["random"] - want["random"]).max() < 0.2  # other keys, as many
+    assert (
+        np.abs(got["random"] - want["random"]).max() < 0.2
+    )  # The number of keys is the same, but other keys are drawn.
     for sparse in (True, False):
         got, want = (
             Evaluator(run).loss(state.backbone.params, state.indexer.params, [batch], sparse=sparse)
@@ -135,6 +137,8 @@ def test_selections_stay_in_their_document():
     for t, (row, start) in enumerate(zip(drawn, starts[0], strict=True)):
         chosen = row[row >= 0]
         assert len(chosen) == min(2, t + 1 - start) and all((start <= chosen) & (chosen <= t))
-    mass = jnp.eye(8)[None]  # of the queries that see more than two keys, one attends elsewhere
+    mass = jnp.eye(8)[
+        None
+    ]  # One of the three queries that see more than two keys attends to another key.
     mass = mass.at[0, 5].set(jnp.eye(8)[3])
     np.testing.assert_allclose(training.mass_recall(mass, recent, starts), 2 / 3)

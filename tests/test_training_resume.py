@@ -1,4 +1,4 @@
-"""Runs that are killed, moved to another mesh, or spread over two processes."""
+"""Runs that are killed, resumed on another mesh, or distributed over two processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jax_dsa.training.mesh import make_mesh
 from jax_dsa.training.trainer import Log, Trainer
 
 PROGRAM = pathlib.Path(__file__).parent / "support" / "training_worker.py"
-MOMENTS: list = []  # what runs before each change of a file that Python makes
+MOMENTS: list = []  # Functions that run before each change of a file by Python.
 
 sys.addaudithook(
     lambda event, _: (
@@ -33,20 +33,22 @@ sys.addaudithook(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh(tmp_path, monkeypatch):
-    """Saved by four devices, restored by four others' axes; the losses are those of one device."""
+def test_a_run_resumes_on_another_mesh(tmp_path, monkeypatch):
+    """The losses on two different meshes of four devices match those of one device."""
     whole = Trainer(MESH_CONFIG, corpus(), tmp_path / "whole")
     assert whole.run()
     folder = tmp_path / "moved"
     first = make_mesh({"data": 1, "fsdp": 2, "tensor": 2})
-    part = Trainer(MESH_CONFIG, corpus(), folder, first)
-    stops_after(monkeypatch, part, 10)
-    assert not part.run() and part.step == 10
+    interrupted = Trainer(MESH_CONFIG, corpus(), folder, first)
+    stops_after(monkeypatch, interrupted, 10)
+    assert not interrupted.run() and interrupted.step == 10
     second = make_mesh({"data": 2, "context": 2})
     last = Trainer(MESH_CONFIG, corpus(), folder, second)
     held = last.state.backbone.params
     assert {x.sharding.mesh for x in jax.tree.leaves(held)} == {second}
-    for old, new in zip(jax.tree.leaves(part.state), jax.tree.leaves(last.state), strict=True):
+    for old, new in zip(
+        jax.tree.leaves(interrupted.state), jax.tree.leaves(last.state), strict=True
+    ):
         np.testing.assert_array_equal(old, new)
     assert last.run()
     rows = [run.log.rows() for run in (last, whole)]
@@ -57,7 +59,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path, monkeypatch):
 
 
 def stops_after(monkeypatch, trainer, steps):
-    """As SIGINT in the middle of that step does."""
+    """Makes SIGINT arrive in the middle of the last of these steps."""
     step = trainer.program.step
 
     def stepping(state, tokens):
@@ -68,8 +70,8 @@ def stops_after(monkeypatch, trainer, steps):
     monkeypatch.setattr(trainer.program, "step", stepping)
 
 
-def test_whatever_a_kill_leaves_behind_is_gone_on_with(tmp_path, monkeypatch):
-    """The folder as it was before every file that a checkpoint or the log wrote."""
+def test_a_run_can_resume_from_any_moment(tmp_path, monkeypatch):
+    """Copies the folder before each change of a file, and resumes from some of the copies."""
     config = dataclasses.replace(CONFIG, checkpoint_every=2, log_every=1)
     folder, states, copies = tmp_path / "run", {}, []
     trainer = Trainer(config, corpus(), folder)
@@ -83,9 +85,11 @@ def test_whatever_a_kill_leaves_behind_is_gone_on_with(tmp_path, monkeypatch):
 
     def copy():
         at = list(MOMENTS)
-        MOMENTS.clear()  # not of the copies' own files
+        MOMENTS.clear()  # Copying changes files too.
         copies.append(tmp_path / f"copy{len(copies)}")
-        with contextlib.suppress(shutil.Error, FileNotFoundError):  # moved away meanwhile
+        with contextlib.suppress(
+            shutil.Error, FileNotFoundError
+        ):  # Files may be moved away meanwhile.
             shutil.copytree(folder, copies[-1])
         MOMENTS.extend(at)
 
@@ -113,7 +117,7 @@ def test_whatever_a_kill_leaves_behind_is_gone_on_with(tmp_path, monkeypatch):
     assert len(found) > 4
 
 
-def test_a_row_that_a_kill_cut_off_is_dropped(tmp_path):
+def test_an_incomplete_row_is_deleted(tmp_path):
     log = Log(tmp_path / "metrics.csv")
     log.keep_until(0)
     for step in (2, 12):
@@ -137,8 +141,8 @@ def losses(folder):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on(tmp_path):
-    """kill -9 while a checkpoint is being written."""
+def test_a_killed_run_resumes(tmp_path):
+    """The process is killed while it writes a checkpoint."""
     finish(start(tmp_path / "whole"))
     killed = start(tmp_path / "killed")
     deadline = time.time() + 300
@@ -152,8 +156,8 @@ def test_a_killed_run_goes_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"data": 4}, {"fsdp": 2, "context": 2}], ids=str)
-def test_two_processes_train_as_one(tmp_path, mesh):
-    """Two devices each; one of them then goes on alone."""
+def test_two_processes_match_one(tmp_path, mesh):
+    """Each process has two devices."""
     finish(start(tmp_path / "one"))
     address = f"127.0.0.1:{free_port()}"
     arguments = ("--mesh", json.dumps(mesh), "--address", address)

@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m jax_dsa.bench --help`."""
+"""Benchmarks of the operators. `python -m jax_dsa.bench --help` shows the options."""

@@ -1,4 +1,4 @@
-"""What the device can do, measured by the same clock as the operators."""
+"""The device's rates of matrix products and copies, measured by the same clock as the operators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax_dsa.bench.case import BF16, COPY, FP8, Case, normal
 
 MATMUL = {"M": 8192, "N": 8192, "K": 8192}
-COPIED = 2**30  # bytes
+COPIED = 2**30  # bytes that are copied
 
 
 def _matmul(a: jax.Array, b: jax.Array, *, implementation: str) -> jax.Array:
@@ -17,19 +17,23 @@ def _matmul(a: jax.Array, b: jax.Array, *, implementation: str) -> jax.Array:
 
 
 def _fp8_matmul(a: jax.Array, b: jax.Array, *, implementation: str) -> jax.Array:
-    """One library call; the loop that times it must not be able to hoist a conversion out of it."""
+    """Multiplies with one library call, so that the timing loop can hoist no conversion."""
     del implementation
     return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
 
 def _copy(x: jax.Array, *, implementation: str) -> jax.Array:
-    """Reads and writes every byte; XLA would see through a plain copy."""
+    """Reads and writes every byte. XLA would eliminate a plain copy."""
     del implementation
     return x ^ jnp.uint32(1)
 
 
 def ceilings(scale: int = 1) -> dict[str, Case]:
-    """The ceilings as cases, by their names."""
+    """Returns the ceilings as cases, by name.
+
+    Args:
+        scale: Divisor of the sizes, for machines without a GPU.
+    """
     dims = {letter: size // scale for letter, size in MATMUL.items()}
     m, n, k = dims.values()
     elements = COPIED // 4 // scale

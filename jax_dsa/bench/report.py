@@ -1,4 +1,4 @@
-"""Rows of results as a table, as CSV and as a plot."""
+"""Writes benchmark results as a table, as CSV files and as a plot."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement. The fields are the CSV's columns; `step` is its `pass`.
+    """One measurement.
 
-    `tflops_all_slots` counts slots without a key, too, as some peers' figures do; `ceiling` is the
-    one that bounds the case, `ratio` the time at that ceiling over the time taken.
+    The fields are the columns of the CSV file, in which `step` is called `pass`.
+    `tflops_all_slots` counts empty slots of a selection too, as some libraries do. `ceiling` is the
+    one that bounds the case, and `ratio` is the time at that ceiling divided by the measured time.
     """
 
     operator: str
@@ -49,7 +50,15 @@ COLUMNS = ["pass" if f.name == "step" else f.name for f in dataclasses.fields(Ro
 def row(
     case: Case, implementation: str, seconds: float, rates: Mapping[str, float], commit: str
 ) -> Row:
-    """The row of one measurement; `rates` are the ceilings' operations or bytes a second."""
+    """Returns the row of one measurement.
+
+    Args:
+        case: The case.
+        implementation: Name of the implementation.
+        seconds: Time of one call.
+        rates: Measured rates of the ceilings, in operations or bytes per second.
+        commit: The commit that was measured.
+    """
     operations = [n for ceiling, n in case.work.items() if ceiling != COPY]
     bound = max(
         (x for x in case.work if x in rates), key=lambda x: case.work[x] / rates[x], default=None
@@ -87,11 +96,11 @@ _SHOWN = COLUMNS[: COLUMNS.index("device")]
 
 
 class Table:
-    """Aligned lines, one a row as it comes, without what is the same in all.
+    """Formats results as aligned lines, without the columns that are the same in all rows.
 
     Args:
-        cases: those to come, whose names decide the widths.
-        implementations: the names of what they run on.
+        cases: All cases that will be measured. Their names determine the widths.
+        implementations: The names of all implementations.
     """
 
     def __init__(self, cases: Sequence[Case], implementations: Sequence[str]) -> None:
@@ -105,11 +114,11 @@ class Table:
         self._widths = [max(len(x) for x in (name, *wide.get(name, ()))) for name in _SHOWN]
 
     def header(self) -> str:
-        """The names of the columns."""
+        """Returns the line with the names of the columns."""
         return self._aligned(_SHOWN)
 
     def line(self, row: Row) -> str:
-        """One row."""
+        """Returns the line of one row."""
         return self._aligned(_cells(row)[: len(_SHOWN)])
 
     def _aligned(self, cells: Sequence[str]) -> str:
@@ -117,14 +126,18 @@ class Table:
 
 
 class CSV:
-    """The file `path`, or in the folder `path` one file an operator; a row is there once added."""
+    """Writes results to CSV files, row by row.
+
+    Args:
+        path: A file that ends with ".csv", or a folder that gets one file per operator.
+    """
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
         self.files: list[pathlib.Path] = []
 
     def add(self, row: Row) -> None:
-        """Appends a row; the first one of a file replaces what was there."""
+        """Appends a row. The first row of a file replaces the file's previous contents."""
         own = self.path if self.path.suffix == ".csv" else self.path / f"{row.operator}.csv"
         fresh = own not in self.files
         if fresh:
@@ -138,8 +151,11 @@ class CSV:
 
 
 def speed_ups(rows: Sequence[Row]) -> str:
-    """A line for each case that the kernel shares with another implementation: how many times as
-    fast it is, where it is slowest first.
+    """Compares the kernels with other implementations.
+
+    Returns:
+        One line for each case that has both, which says how many times as fast the kernel is. The
+        cases in which the kernel does worst come first.
     """
     lines = []
     for own in rows:
@@ -160,7 +176,7 @@ def _problem(r: Row) -> tuple[str, str, str, str]:
 
 
 def write_plot(rows: Sequence[Row], path: pathlib.Path) -> None:
-    """Bars of each case's share of its ceiling, implementations side by side."""
+    """Draws a bar chart of each case's fraction of its ceiling, by implementation."""
     with needs_extra("bench", "jax_dsa.bench --plot"):
         import matplotlib
 
@@ -176,14 +192,14 @@ def write_plot(rows: Sequence[Row], path: pathlib.Path) -> None:
     height = 0.8 / max(1, len(names))
     figure, axes = plt.subplots(figsize=(10, 1.5 + 0.55 * len(labels)), layout="constrained")
     for i, name in enumerate(names):
-        mine = [r for r in rows if r.implementation == name]
-        at = [labels.index(label(r)) + i * height for r in mine]
-        bars = axes.barh(at, [r.ratio or 0.0 for r in mine], height, label=name)
-        axes.bar_label(bars, [f"{r.milliseconds:.3g} ms" for r in mine], padding=3, fontsize=7)
+        own = [r for r in rows if r.implementation == name]
+        at = [labels.index(label(r)) + i * height for r in own]
+        bars = axes.barh(at, [r.ratio or 0.0 for r in own], height, label=name)
+        axes.bar_label(bars, [f"{r.milliseconds:.3g} ms" for r in own], padding=3, fontsize=7)
     axes.set_yticks([y + 0.4 - height / 2 for y in range(len(labels))], labels, fontsize=7)
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel("share of the ceiling measured in the same run")
+    axes.set_xlabel("fraction of the ceiling measured in the same run")
     axes.set_title(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}")
     axes.legend()
     figure.savefig(path, dpi=150)
@@ -191,7 +207,10 @@ def write_plot(rows: Sequence[Row], path: pathlib.Path) -> None:
 
 
 def commit() -> str:
-    """The commit that is measured, "-dirty" if changed since; "unknown" outside a repository."""
+    """Returns the commit that is measured.
+
+    It ends with "-dirty" if files have changed since, and is "unknown" outside a repository.
+    """
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         here = pathlib.Path(__file__).parent

@@ -1,4 +1,4 @@
-"""Device time of a function, free of what Python takes to dispatch it."""
+"""Measures the device time of a function, without the time that Python takes to dispatch it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Several times the largest L2 cache: inputs that fit are drawn anew until they add up to this, and
-# taken in turn.
+# Inputs are drawn in several sets, which the calls use in turn, until the sets together exceed the
+# L2 cache of any GPU several times. Otherwise the inputs of small cases would stay in the cache.
 ROTATION_BYTES = 256 * 2**20
 MAX_ROTATION = 16
-# A round of the loop has calls for so long, if MAX_ROTATION are enough: its own cost, some 10 us in
-# which the device waits for the host, is then little of them.
+# A round of the loop costs about 10 us, in which the device waits for the host. A round therefore
+# has calls for at least this time, if MAX_ROTATION calls are enough.
 ROUND_SECONDS = 4e-3
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays in `tree`."""
+    """Returns the number of bytes of all arrays in a tree."""
     return sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(tree))
 
 
 def rotation(nbytes: int) -> int:
-    """How many sets of inputs of `nbytes` to draw."""
+    """Returns how many sets of inputs to draw if one set has `nbytes` bytes."""
     return max(1, min(MAX_ROTATION, -(-ROTATION_BYTES // max(1, nbytes))))
 
 
 def _loop(fn: Callable[..., Any], count: int, sets: Sequence[tuple]) -> jax.Array:
-    """`count` rounds of `fn` over all input sets, in one program."""
+    """Runs `count` rounds of `fn` over all input sets, in one program."""
 
     def call(token: jax.Array, args: tuple) -> jax.Array:
-        # The barriers keep XLA from hoisting the call out of the loop, and from computing only that
-        # element of the results that is used.
+        # The barriers keep XLA from hoisting the call out of the loop, and from computing only the
+        # one element of each result that is used.
         args, token = jax.lax.optimization_barrier((args, token))
         outs = jax.lax.optimization_barrier(fn(*args))
         used = [x.reshape(-1)[0].astype(jnp.float32) for x in jax.tree.leaves(outs) if x.size]
@@ -50,8 +50,10 @@ def _loop(fn: Callable[..., Any], count: int, sets: Sequence[tuple]) -> jax.Arra
 
 
 def _clock(fn: Callable[..., Any], sets: Sequence[tuple]) -> Callable[[int, int, float], float]:
-    """A function of rounds, repeats and rest: the median time of so many rounds, each after a
-    rest.
+    """Returns a function `median(rounds, repeats, rest)` that measures `fn`.
+
+    It returns the median wall time of `rounds` rounds over `repeats` repetitions. The device is
+    idle for `rest` seconds before each repetition.
     """
     run = jax.jit(functools.partial(_loop, fn), static_argnums=0)
 
@@ -62,16 +64,16 @@ def _clock(fn: Callable[..., Any], sets: Sequence[tuple]) -> Callable[[int, int,
         return time.perf_counter() - start
 
     def median(rounds: int, repeats: int, rest: float) -> float:
-        wall(rounds, 0.0)  # compiles
+        wall(rounds, 0.0)  # The first call compiles.
         return statistics.median(wall(rounds, rest) for _ in range(repeats))
 
     return median
 
 
-def _seconds_a_call(
+def _seconds_per_call(
     fn: Callable[..., Any], sets: Sequence[tuple], budget: float, rest: float = 0.0
 ) -> float:
-    """With what the loop adds."""
+    """Returns the seconds per call, including the overhead of the loop."""
     median = _clock(fn, sets)
     roughly = median(1, 1, 0.0)
     times = math.ceil(min(MAX_ROTATION / len(sets), ROUND_SECONDS / roughly))
@@ -80,12 +82,12 @@ def _seconds_a_call(
         median = _clock(fn, sets)
     once = median(1, 3, rest)
     calls = len(sets)
-    if once > 10 * budget:  # what it takes to launch the program does not show
+    if once > 10 * budget:  # The time to launch the program is negligible.
         return once / calls
     rounds = max(3, min(1000, round(budget / once)))
     total = median(rounds, 5, rest)
-    # The difference of two counts, so that launching the program and waiting for it drop out. On a
-    # busy host it can be all noise.
+    # The difference of two round counts excludes launching the program and waiting for it. On a
+    # busy host the difference can be all noise.
     if total > once:
         return (total - once) / ((rounds - 1) * calls)
     return total / (rounds * calls)
@@ -93,12 +95,14 @@ def _seconds_a_call(
 
 @functools.cache
 def _overhead() -> float:
-    """What the loop adds to each call of a full round: its own cost, and what chains a result to
-    the next call. To those of a shorter round, which are long, it adds more, which does not show.
+    """Returns the seconds that the loop adds to each call of a full round.
 
-    A call of one product takes it once, and a call of two, one after the other, takes it once.
-    Products keep the device busy, so that it is not the host's launches that are measured: beside
-    an operator's kernels those do not show.
+    The overhead is the loop's own cost and the operations that chain a result to the next call. In
+    a shorter round the loop adds more per call, but such calls are long, so it is negligible there.
+
+    The function times one matrix product per call, and two consecutive products per call. Both
+    include the overhead once. Matrix products keep the device busy, so that the host's launches are
+    not measured: next to an operator's kernels they are hidden.
     """
     x, w = (jax.random.normal(key, (512, 512)) for key in jax.random.split(jax.random.key(0)))
 
@@ -106,7 +110,7 @@ def _overhead() -> float:
         def fn(x: jax.Array, w: jax.Array) -> jax.Array:
             return functools.reduce(jnp.matmul, [w] * products, x)
 
-        return _seconds_a_call(fn, [(x, w)] * MAX_ROTATION, 0.02)
+        return _seconds_per_call(fn, [(x, w)] * MAX_ROTATION, 0.02)
 
     return max(0.0, 2 * seconds(1) - seconds(2))
 
@@ -114,13 +118,13 @@ def _overhead() -> float:
 def device_seconds(
     fn: Callable[..., Any], sets: Sequence[tuple], budget: float = 0.3, rest: float = 0.0
 ) -> float:
-    """Seconds that one call of `fn` takes on the device.
+    """Returns the seconds that one call of a function takes on the device.
 
     Args:
-        fn: takes the arrays of one of `sets`, returns arrays. Traced with JAX.
-        sets: inputs that the calls take in turn.
-        budget: seconds to spend on one measurement, of which there are five.
-        rest: seconds to leave the device idle before each measurement.
+        fn: Function of the arrays of one input set, which returns arrays. JAX traces it.
+        sets: Input sets, which the calls use in turn.
+        budget: Seconds to spend on one measurement. There are five measurements.
+        rest: Seconds to leave the device idle before each measurement.
     """
-    raw = _seconds_a_call(fn, sets, budget, rest)
+    raw = _seconds_per_call(fn, sets, budget, rest)
     return raw - min(_overhead(), raw / 2)

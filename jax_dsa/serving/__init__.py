@@ -1,19 +1,7 @@
-"""What a decode step needs around the operators: key caches, flat and paged, and FP8 records."""
+"""The public names for decoding: flat and paged key caches, and packing of FP8 cache records.
 
-from jax_dsa.ops.cache import (
-    FlatCache,
-    PagedCache,
-    pack_page_records,
-    pack_records,
-    unpack_page_records,
-    unpack_records,
-)
+They are defined in `jax_dsa.ops.cache`.
+"""
 
-__all__ = [
-    "FlatCache",
-    "PagedCache",
-    "pack_page_records",
-    "pack_records",
-    "unpack_page_records",
-    "unpack_records",
-]
+from jax_dsa.ops.cache import *  # noqa: F403
+from jax_dsa.ops.cache import __all__ as __all__

@@ -1,7 +1,7 @@
-"""Training with sparse attention: losses, stages, metrics, remat policies; needs the extra
-`examples`.
+"""Training with sparse attention: losses, stages, metrics and rematerialisation policies.
 
-The demo (`examples/train_lm.py`) is built of these; `trainer`, `report` and `cli` are its own.
+This package needs the extra `examples`. The demo (`examples/train_lm.py`) is built from it; the
+modules `trainer`, `summary`, `plots` and `cli` serve only the demo.
 """
 
 from jax_dsa.core.extras import needs_extra

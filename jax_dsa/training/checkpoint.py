@@ -1,4 +1,4 @@
-"""Checkpoints from which a run goes on exactly, bit for bit on the same machine."""
+"""Checkpoints from which a run resumes exactly: bit for bit on the same machine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """The newest states of one run, kept by Orbax in a folder.
+    """The newest checkpoints of one run, which Orbax keeps in a folder.
 
-    A checkpoint is the `TrainState` (parameters, optimisers, random key, and the step, which is
-    also the position in the data) and a small dictionary. Each device's part is written beside the
-    training, and the checkpoint gets its final name only when complete: whenever a run is killed,
-    the newest one that is named so is whole.
+    A checkpoint consists of the `TrainState` (parameters, optimizer states, random key, and the
+    step, which is also the position in the data) and a small dictionary. Each device's shards are
+    written in the background while training continues. A checkpoint gets its final name only when
+    it is complete, so the newest checkpoint is intact even if the run is killed while writing.
+
+    Args:
+        folder: The folder of the checkpoints.
+        keep: How many checkpoints to keep.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -27,7 +31,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def latest(self) -> int | None:
-        """The step of the newest checkpoint, or None."""
+        """Returns the step of the newest checkpoint, or None if there is no checkpoint."""
         step = self._manager.latest_step()
         return None if step is None else int(step)
 
@@ -37,7 +41,12 @@ class Checkpoints:
             self._manager.delete(step)
 
     def save(self, state: TrainState, facts: dict[str, Any]) -> None:
-        """Starts to write a checkpoint, unless this step has one; `facts` is for JSON."""
+        """Starts to write a checkpoint, unless this step already has one.
+
+        Args:
+            state: The state to save.
+            facts: A dictionary that JSON can represent.
+        """
         step = int(state.step)
         if step != self.latest():
             self._manager.save(
@@ -48,18 +57,22 @@ class Checkpoints:
             )
 
     def facts(self, step: int) -> dict[str, Any]:
-        """The dictionary of a checkpoint."""
+        """Returns the dictionary of a checkpoint."""
         args = ocp.args.Composite(facts=ocp.args.JsonRestore())
         return dict(self._manager.restore(step, args=args)["facts"])
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """The state of a checkpoint, with the shapes, dtypes and shardings of `like`, which may be
-        those of another mesh.
+        """Returns the state of a checkpoint.
+
+        Args:
+            step: The step of the checkpoint.
+            like: A state with the shapes, dtypes and shardings of the result. Its mesh may differ
+                from the mesh that the checkpoint was saved on.
         """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
         return self._manager.restore(step, args=args)["state"]
 
     def close(self) -> None:
-        """Waits until everything is written."""
+        """Waits until all checkpoints are written."""
         self._manager.close()

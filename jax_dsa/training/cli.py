@@ -1,4 +1,4 @@
-"""The demo's command line: trains a small language model and shows what came of it."""
+"""The demo's command line: trains a small language model and prints and plots the results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax_dsa.core.extras import needs_extra
 
 with needs_extra("examples", __name__):
-    from jax_dsa.training import report
+    from jax_dsa.training import plots, summary
     from jax_dsa.training.config import PRESETS, in_fp8
     from jax_dsa.training.data import VOCAB, Corpus, RunError, load_corpus
     from jax_dsa.training.mesh import AXES, make_mesh
@@ -26,14 +26,22 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the demo; 0 if it finished, 130 if it was interrupted and can be resumed."""
+    """Runs the demo.
+
+    Args:
+        argv: The command line's arguments. Default: `sys.argv[1:]`.
+
+    Returns:
+        0 if the run finished, 130 if it was interrupted and can be resumed.
+    """
     parser = _parser()
     args = parser.parse_args(argv)
     if args.distributed:
-        # On CPUs, programs that run side by side meet in any order, and so would their collectives.
+        # On CPUs, programs that are dispatched asynchronously may run in a different order in each
+        # process. Their collectives would then wait for each other forever.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.distributed.initialize()
-    say = print if jax.process_index() == 0 else _nothing
+    say = print if jax.process_index() == 0 else _ignore
     try:
         config = _config(args)
     except ValueError as error:
@@ -55,25 +63,25 @@ def main(argv: list[str] | None = None) -> int:
         f"model: {size / 1e6:.2f} M parameters and {index / 1e6:.2f} M in the indexers; "
         f"sequences of {config.seq_len} {unit}, {config.model.attention.top_k} keys selected\n"
         f"{_devices(mesh)}; run folder: {folder}"
-        + (f"; going on from step {trainer.step}" if trainer.step else "")
+        + (f"; resuming from step {trainer.step}" if trainer.step else "")
     )
     if not trainer.run():
-        say(f"\nstopped after step {trainer.step}; the same command goes on from there")
+        say(f"\nstopped after step {trainer.step}; run the same command again to resume")
         return 130
 
-    results = report.evaluate(trainer)
-    prompt, continuation = report.sample(trainer)
+    results = summary.evaluate(trainer)
+    prompt, continuation = summary.sample(trainer)
     picture = folder / "curves.png"
     if jax.process_index() == 0:
-        report.plot(trainer, results, picture)
+        plots.plot(trainer, results, picture)
     say(f"\nValidation text | the model's continuation:\n\n{prompt}|{continuation}")
-    say(f"\n{report.table(results, trainer)}")
+    say(f"\n{summary.table(results, trainer)}")
     say(f"\n{trainer.seconds:.0f} s of training; {trainer.log.path}, {picture}")
     return 0
 
 
 def _config(args: argparse.Namespace) -> TrainConfig:
-    """The preset, with what is asked for in its place."""
+    """Returns the preset, changed by the options that were given."""
     config = PRESETS[args.preset]()
     stages = ("dense_steps", "warmup_steps", "sparse_steps")
     settings = (*stages, "seed", "batch_size", "accumulate", "packed")
@@ -86,7 +94,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
 
 
 def _load(args: argparse.Namespace, folder: Path) -> Corpus:
-    """The text, which the first process writes as tokens and all read."""
+    """Returns the corpus. The first process writes the tokens, and all processes read them."""
     corpus = None
     if jax.process_index() == 0:
         corpus = load_corpus(args.data, folder, vocab=args.vocab)
@@ -94,56 +102,69 @@ def _load(args: argparse.Namespace, folder: Path) -> Corpus:
     return corpus or load_corpus(args.data, folder, vocab=args.vocab)
 
 
-def _nothing(_: str) -> None:
+def _ignore(_: str) -> None:
     pass
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Trains a small decoder with sparse attention, on Python's own sources or "
-        "any other text. Ctrl-C stops it at the end of the step, with a checkpoint; the same "
-        "command then goes on."
+        description="Trains a small decoder with sparse attention on Python's own sources or "
+        "any other text. Ctrl-C stops the run at the end of the step and writes a checkpoint. "
+        "The same command then resumes the run."
     )
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
-    parser.add_argument("--data", type=Path, help="folder of text, default Python's own sources")
-    parser.add_argument("--run-dir", type=Path, help="default runs/PRESET, or PRESET-fp8")
-    parser.add_argument("--restart", action="store_true", help="begin anew")
+    parser.add_argument("--data", type=Path, help="folder of text (default: Python's own sources)")
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        help="folder of the run (default: runs/PRESET, with --fp8 runs/PRESET-fp8)",
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="start from the beginning instead of resuming"
+    )
     parser.add_argument(
         "--vocab",
         type=int,
         default=VOCAB,
-        help="train a tokenizer of this size on the text; default bytes",
+        help="train a tokenizer of this size on the text (default: tokens are bytes)",
     )
     parser.add_argument("--seed", type=int)
     parser.add_argument(
         "--mesh",
         type=_mesh_sizes,
         metavar="AXIS=SIZE,...",
-        help=f"sizes of the axes {', '.join(AXES)}; default 1, and for data all devices left",
+        help=f"sizes of the axes {', '.join(AXES)} (default: 1; for data, all remaining devices)",
     )
     parser.add_argument(
         "--distributed",
         action="store_true",
-        help="be one of several processes, which jax.distributed.initialize() finds",
+        help="run as one of several processes, which jax.distributed.initialize() finds",
     )
     parser.add_argument(
-        "--packed", action="store_true", default=None, help="let no token see another file's"
+        "--packed",
+        action="store_true",
+        default=None,
+        help="let tokens attend only to tokens of the same file",
     )
-    parser.add_argument("--batch-size", type=int, help="sequences a step, on all devices together")
     parser.add_argument(
-        "--accumulate", type=int, help="parts of a batch that a step goes through one by one"
+        "--batch-size", type=int, help="sequences per step, over all devices together"
     )
     parser.add_argument(
-        "--tensorboard", action="store_true", help="write the metrics for TensorBoard, too"
+        "--accumulate",
+        type=int,
+        help="number of microbatches that a step processes one after the other",
     )
-    parser.add_argument("--fp8", action="store_true", help="multiply in FP8: nn.Fp8Linear")
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="also write the metrics for TensorBoard"
+    )
+    parser.add_argument("--fp8", action="store_true", help="use FP8 linear layers (nn.Fp8Linear)")
     for stage in ("dense", "warmup", "sparse"):
-        parser.add_argument(f"--{stage}-steps", type=int, help=f"length of the {stage} stage")
+        parser.add_argument(f"--{stage}-steps", type=int, help=f"steps of the {stage} stage")
     return parser
 
 
 def _mesh_sizes(text: str) -> dict[str, int]:
-    """Sizes by name; what they may be, `make_mesh` says."""
+    """Parses sizes by axis name. `make_mesh` checks them."""
     pairs = (entry.split("=") for entry in text.split(","))
     return {name: int(size) for name, size in pairs}
 

@@ -1,4 +1,4 @@
-"""What a training run consists of, and its presets."""
+"""The configuration of a training run, and presets."""
 
 from __future__ import annotations
 
@@ -14,21 +14,49 @@ from jax_dsa.training.data import VOCAB
 
 Stage = Literal["dense", "warmup", "sparse"]
 
-_FROM_0 = ("dense_steps", "warmup_steps", "sparse_steps", "ramp_steps", "seed")
-_FROM_1 = (
+_AT_LEAST_0 = ("dense_steps", "warmup_steps", "sparse_steps", "ramp_steps", "seed")
+_AT_LEAST_1 = (
     *("seq_len", "batch_size", "accumulate", "sample_tokens"),
     *("log_every", "probe_every", "checkpoint_every"),
     *("probe_sequences", "eval_sequences", "eval_batch"),
 )
+_RATES = ("learning_rate", "indexer_learning_rate", "weight_decay", "final_learning_rate")
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One run: `dense_steps` of dense attention, `warmup_steps` of the indexer alone,
-    `sparse_steps` of both.
+    """The configuration of one training run.
 
-    DeepSeek-V3.2 starts from a trained dense model; the dense stage makes one. Step numbers count
-    batches over all stages.
+    A run has three stages: dense attention, the warm-up of the indexer alone, and sparse attention
+    with both. DeepSeek-V3.2 starts from a trained dense model; here the dense stage trains one.
+    Steps are numbered over all stages, and each step takes one batch.
+
+    Attributes:
+        model: The decoder's configuration.
+        seq_len: Tokens per sequence.
+        batch_size: Sequences per step, over all devices.
+        dense_steps: Steps of the dense stage.
+        warmup_steps: Steps of the indexer's warm-up.
+        sparse_steps: Steps of the sparse stage.
+        learning_rate: Peak learning rate of the backbone.
+        indexer_learning_rate: Peak learning rate of the indexers.
+        ramp_steps: Steps over which each optimizer's learning rate rises from zero.
+        remat: Name of the rematerialisation policy; see `jax_dsa.training.remat_policy`.
+        log_every: Steps between rows of the metrics file.
+        probe_every: Steps between validations on `probe_sequences`. Each stage also ends with one.
+        probe_sequences: Validation sequences of these validations.
+        eval_sequences: Validation sequences of the final table.
+        eval_batch: Validation sequences per batch.
+        checkpoint_every: Steps between checkpoints.
+        sample_tokens: Tokens of the text that the demo generates at the end.
+        weight_decay: AdamW's decay of matrices; other parameters do not decay.
+        clip_norm: The norm to which each optimizer clips its gradients.
+        final_learning_rate: The learning rate at the end of the sparse stage, as a fraction of the
+            peak.
+        seed: Seed of the parameters, of the order of the data, and of all random draws.
+        accumulate: Microbatches per step. They are processed one after the other to save memory.
+        packed: Whether tokens attend only to tokens of their own document. Otherwise a window of
+            the text is one sequence, even if it contains several documents.
     """
 
     model: DecoderConfig
@@ -40,44 +68,44 @@ class TrainConfig:
     learning_rate: float
     indexer_learning_rate: float
     ramp_steps: int
-    """Steps over which each optimiser's learning rate rises from zero."""
     remat: str
-    """See `jax_dsa.training.remat_policy`."""
     log_every: int
     probe_every: int
-    """Steps between validations on `probe_sequences`; every stage also ends with one."""
     probe_sequences: int
     eval_sequences: int
-    """Validation sequences of the final table."""
     eval_batch: int
     checkpoint_every: int
     sample_tokens: int
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     final_learning_rate: float = 0.1
-    """Share of the learning rate that the decay during the sparse stage ends at."""
     seed: int = 0
     accumulate: int = 1
-    """Parts of a batch that a step goes through one after the other, to take less memory."""
     packed: bool = False
-    """No token sees another document. Otherwise a window of the text is one sequence to the model,
-    whatever it consists of."""
 
     def __post_init__(self) -> None:
-        """Rejects numbers that no run can have."""
+        """Checks the numbers.
+
+        Raises:
+            ValueError: If a count is too small, or a rate is negative or not finite.
+        """
         args = Args("TrainConfig", "", np.empty(0), "K")
-        for least, names in enumerate((_FROM_0, _FROM_1)):
+        for least, names in enumerate((_AT_LEAST_0, _AT_LEAST_1)):
             for name in names:
                 args.integer(name, getattr(self, name), least, 2**63 - 1)
+        for name in _RATES:
+            value = args.real(name, getattr(self, name))
+            args.option(name, value, value >= 0, "a number of at least 0")
+        args.option("clip_norm", self.clip_norm, self.clip_norm > 0, "a positive number")
 
     @property
     def bos(self) -> int:
-        """The token that begins a document: the vocabulary's last one."""
+        """The token that precedes each document: the vocabulary's last one."""
         return self.model.vocab - 1
 
     @property
     def total_steps(self) -> int:
-        """Steps of all stages."""
+        """The number of steps of all stages together."""
         return self.dense_steps + self.warmup_steps + self.sparse_steps
 
     @property
@@ -86,14 +114,14 @@ class TrainConfig:
         return self.dense_steps + self.warmup_steps
 
     def stage(self, step: int) -> Stage:
-        """The stage that step number `step` belongs to."""
+        """Returns the stage of step number `step`."""
         if step < self.dense_steps:
             return "dense"
         return "warmup" if step < self.sparse_start else "sparse"
 
 
 def settings(config: TrainConfig | DecoderConfig) -> dict[str, str]:
-    """The leaves of a configuration as text, as checkpoints keep them."""
+    """Returns the leaves of a configuration as text, the form in which checkpoints keep them."""
     return _leaves(dataclasses.asdict(config))
 
 
@@ -108,7 +136,7 @@ def _leaves(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def cpu_preset() -> TrainConfig:
-    """A model of a million parameters that two CPU cores train in a few minutes."""
+    """Returns a model of a million parameters, which two CPU cores train in a few minutes."""
     attention = AttentionConfig(
         model_dim=128,
         num_heads=4,
@@ -144,7 +172,7 @@ def cpu_preset() -> TrainConfig:
 
 
 def h200_preset() -> TrainConfig:
-    """Sequences of 8192 tokens with 2048 selected keys in bfloat16, for one large GPU."""
+    """Returns a bfloat16 model for one large GPU: 8192 tokens per sequence, 2048 selected keys."""
     attention = AttentionConfig(
         model_dim=1024,
         num_heads=16,
@@ -181,9 +209,9 @@ def h200_preset() -> TrainConfig:
 
 
 def v32_preset() -> TrainConfig:
-    """Two layers with DeepSeek-V3.2's attention on sequences of 131072 tokens, to be measured.
+    """Returns two layers with DeepSeek-V3.2's attention and sequences of 131072 tokens.
 
-    The feed-forward layers are narrow: they are not what such a run is to show.
+    This preset is for measuring attention, so its feed-forward layers are narrow.
     """
     attention = AttentionConfig(
         model_dim=7168,
@@ -226,6 +254,6 @@ PRESETS = {"cpu": cpu_preset, "h200": h200_preset, "v32": v32_preset}
 
 
 def in_fp8(config: TrainConfig) -> TrainConfig:
-    """The same run with the model's projections and feed-forward layers in FP8."""
+    """Returns the same run with the projections and feed-forward layers in FP8."""
     attention = dataclasses.replace(config.model.attention, fp8=True)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))

@@ -1,5 +1,7 @@
-"""Text as tokens: a folder of it, or what every machine has, the sources of Python's standard
-library.
+"""Turns text into token streams and batches.
+
+The text is any folder of files. By default it is the sources of Python's standard library, which
+every machine has.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 BOS = 256
-"""The token between files; tokens 0..255 are bytes."""
+"""The token that precedes each file; tokens 0..255 are bytes."""
 VOCAB = 257
 HALVES = ("train", "validation")
-_BLOCK = 2**22
+_BLOCK = 2**22  # bytes read at a time
 
-_VALIDATION_SHARE = 20  # one file in this many
+_VALIDATION_FRACTION = 20  # one file in this many is for validation
 _SKIPPED_SOURCES = {
     "site-packages",
     "dist-packages",
     "__pycache__",
-    # Not prose: tables of numbers, generated text, and the test suite, which many machines do not
-    # have.
+    # These folders hold tables of numbers, generated text, and the test suite, which many machines
+    # do not have.
     "encodings",
     "pydoc_data",
     "test",
@@ -46,41 +48,41 @@ _SKIPPED_SOURCES = {
 
 
 class RunError(ValueError):
-    """A run that cannot begin, or go on, as asked; the message is for whoever asked."""
+    """Raised if a run cannot start or resume as requested. The message is meant for the user."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Token streams of the two halves of the split, each file preceded by the token `bos`.
+    """Token streams for training and validation, in which the token `bos` precedes each file.
 
-    They may lie in files that are mapped into memory: only what is used is read.
+    The streams may be memory-mapped files, so that only the parts that are used are read.
     """
 
     train: np.ndarray
     validation: np.ndarray
     files: tuple[int, int]
-    """How many files are in each half."""
+    """Number of files for training and for validation."""
     name: str
     vocab: int = VOCAB
     size: int | None = None
-    """Bytes of text in both halves; None where tokens are bytes."""
+    """Bytes of text in both streams; None if tokens are bytes."""
     tokenizer: Path | None = None
-    """File of the tokenizer, or None where tokens are bytes."""
+    """File of the tokenizer, or None if tokens are bytes."""
 
     @property
     def bos(self) -> int:
-        """The token that begins a file: the vocabulary's last one."""
+        """The token that precedes each file: the vocabulary's last one."""
         return self.vocab - 1
 
     @property
     def bytes_per_token(self) -> float:
-        """Of text, with one for the beginning of a file."""
+        """Mean number of bytes of text per token. The start of a file counts as one byte."""
         tokens = len(self.train) + len(self.validation)
         return 1.0 if self.size is None else (self.size + sum(self.files)) / tokens
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The same for the same tokens, whatever the text's name."""
+        """A description with a checksum of the tokens. It does not depend on the corpus's name."""
         halves = self.train, self.validation
         digest = hashlib.sha256(b"".join(hashlib.sha256(half.data).digest() for half in halves))
         tokens = sum(len(half) for half in halves)
@@ -90,24 +92,33 @@ class Corpus:
 def load_corpus(
     root: Path | None, folder: Path, *, vocab: int = VOCAB, packages: bool = False
 ) -> Corpus:
-    """Turns every text file below the folder `root`, by default the running interpreter's standard
-    library, into tokens.
+    """Returns the text files below a folder as token streams.
 
-    Text is what has no byte 0, in any encoding. Links are skipped, and so are hidden files and
-    folders, `__pycache__`, and what lies below `folder`; of the standard library, all that is not
-    source.
+    A file is text if it contains no byte 0; the encoding does not matter. Symbolic links, hidden
+    files and folders, `__pycache__`, and everything below `folder` are skipped. Of the standard
+    library only source files are used.
 
-    A file is in the validation half if a checksum of its path says so: the split is the same on
-    every run, and does not change for the other files when one is added, unless there are so few
-    that none would validate.
+    A checksum of a file's path decides whether the file is for training or for validation, about
+    one in twenty for validation. The split is therefore the same in every run, and adding a file
+    does not move other files, unless there are too few files to have any for validation.
 
-    Tokens are bytes or, with another `vocab`, those of a byte-level BPE tokenizer of that size
-    trained on the training half. They are written to `folder`/corpus, block by block, and used
-    again while no file changes.
+    The tokens are written block by block to `folder`/corpus, and reused until a file changes.
 
-    `packages` is for a folder of installed Python packages: only their `.py` files count, of files
-    that share most of their lines only the first, and a package, which is what the folder itself
-    holds, validates as a whole or not at all. About a twentieth of the text does.
+    Args:
+        root: Folder of text. Default: the standard library of the running interpreter.
+        folder: Folder of the run, where the tokens are stored.
+        vocab: Size of the vocabulary. With the default 257, tokens are bytes. With any larger size,
+            a byte-level BPE tokenizer of that size is trained on the training files.
+        packages: Whether `root` is a folder of installed Python packages. Then only `.py` files
+            are used. Of files that share most of their lines only the first is kept. Each package,
+            which is an entry of `root`, is either all training or all validation text, about a
+            twentieth of the text for validation.
+
+    Returns:
+        The corpus, whose streams are memory-mapped.
+
+    Raises:
+        RunError: If there are too few files to split, or if `vocab` is smaller than 257.
     """
     if root is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -138,18 +149,21 @@ def load_corpus(
 def _write_corpus(
     root: Path, paths: list[Path], target: Path, vocab: int, source: str, packages: bool
 ) -> None:
-    """Makes the folder `target`; it appears under its name only when complete."""
+    """Writes the folder `target`, which gets its final name only when it is complete."""
     texts = [path for path in paths if all(b"\0" not in block for block in _blocks(path))]
     if packages:
         texts = _distinct(texts)
-    validation = (_held_out if packages else _drawn)(root, texts)
+    validation = (_validation_packages if packages else _validation_files)(root, texts)
     train = [path for path in texts if path not in validation]
     if not train or not validation:
-        raise RunError(f"load_corpus: too few text files below {root} to split: got {len(texts)}")
+        raise RunError(
+            f"load_corpus: found {len(texts)} text files below {root}, too few text files to split "
+            f"into training and validation; expected at least 2"
+        )
     new = target.with_suffix(".tmp")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    encode = _bytes if vocab == VOCAB else _trained(train, vocab, new / "tokenizer.json")
+    encode = _as_bytes if vocab == VOCAB else _train_encoder(train, vocab, new / "tokenizer.json")
     start = np.array([vocab - 1], _dtype(vocab))
     for half, files in zip(HALVES, (train, sorted(validation))):
         with (new / half).open("wb") as stream:
@@ -164,21 +178,23 @@ def _write_corpus(
     new.rename(target)
 
 
-def _drawn(root: Path, paths: list[Path]) -> set[Path]:
-    """The files that validate, by a checksum of their paths."""
-    checksums = [_checksum(path.relative_to(root)) % _VALIDATION_SHARE for path in paths]
-    lowest = min(checksums, default=0)  # 0, unless files are few
+def _validation_files(root: Path, paths: list[Path]) -> set[Path]:
+    """Returns the validation files, chosen by a checksum of their paths."""
+    checksums = [_checksum(path.relative_to(root)) % _VALIDATION_FRACTION for path in paths]
+    lowest = min(checksums, default=0)  # 0 unless there are few files
     return {path for path, checksum in zip(paths, checksums) if checksum == lowest}
 
 
-def _held_out(root: Path, paths: list[Path]) -> set[Path]:
-    """The files of the packages that validate: in the order of a checksum of their names, as many
-    as fit into their share of the text.
+def _validation_packages(root: Path, paths: list[Path]) -> set[Path]:
+    """Returns the files of the validation packages.
+
+    The packages are taken in the order of a checksum of their names, as many as fit into a
+    twentieth of the text.
     """
     sizes: collections.Counter[str] = collections.Counter()
     for path in paths:
         sizes[path.relative_to(root).parts[0]] += path.stat().st_size
-    left, held = sizes.total() / _VALIDATION_SHARE, set()
+    left, held = sizes.total() / _VALIDATION_FRACTION, set()
     for package in sorted(sizes, key=lambda name: _checksum(Path(name))):
         if sizes[package] <= left:
             held.add(package)
@@ -187,11 +203,11 @@ def _held_out(root: Path, paths: list[Path]) -> set[Path]:
 
 
 def _checksum(path: Path) -> int:
-    return zlib.crc32(os.fsencode(path.as_posix()))  # a name need not be UTF-8
+    return zlib.crc32(os.fsencode(path.as_posix()))  # File names need not be UTF-8.
 
 
 def _distinct(paths: list[Path]) -> list[Path]:
-    """The files of which at most half is in earlier ones, by runs of five lines."""
+    """Returns the files that share at most half of their runs of five lines with earlier files."""
     seen: set[int] = set()
     kept = []
     for path in paths:
@@ -208,20 +224,23 @@ def _dtype(vocab: int) -> np.dtype:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """The file in pieces that end with a line, where its lines are shorter than a piece."""
+    """Yields the file in blocks that end at a line's end, unless a line is longer than a block."""
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             yield block + (file.readline(_BLOCK) if len(block) == _BLOCK else b"")
 
 
-def _bytes(block: bytes) -> np.ndarray:
+def _as_bytes(block: bytes) -> np.ndarray:
     return np.frombuffer(block, np.uint8)
 
 
-def _trained(files: list[Path], vocab: int, path: Path) -> Callable[[bytes], np.ndarray]:
-    """The encoding by a tokenizer trained on the files, which is stored at `path`."""
+def _train_encoder(files: list[Path], vocab: int, path: Path) -> Callable[[bytes], np.ndarray]:
+    """Trains a tokenizer on the files, stores it at `path`, and returns its encoding function."""
     if vocab < VOCAB:
-        raise RunError(f"load_corpus: vocab is {vocab}, want at least {VOCAB}")
+        raise RunError(
+            f"load_corpus: argument 'vocab' is {vocab}, expected at least {VOCAB}: 256 bytes and "
+            f"the token that precedes each file"
+        )
     with needs_extra("tokenizers", __name__):
         from tokenizers import ByteLevelBPETokenizer
     texts = (block.decode("utf-8", "replace") for file in files for block in _blocks(file))
@@ -231,14 +250,34 @@ def _trained(files: list[Path], vocab: int, path: Path) -> Callable[[bytes], np.
     return lambda block: np.array(trained.encode(block.decode("utf-8", "replace")).ids)
 
 
-def decoded(tokens: np.ndarray, tokenizer: Path | None) -> str:
-    """What tokens other than `bos` say; they are bytes if there is no tokenizer."""
+def decode(tokens: np.ndarray, tokenizer: Path | None) -> str:
+    """Returns the text of tokens other than `bos`. Without a tokenizer, tokens are bytes."""
     numbers = [int(t) for t in tokens]
     if tokenizer is None:
         return bytes(numbers).decode("utf-8", "replace")
     with needs_extra("tokenizers", __name__):
         from tokenizers import Tokenizer
     return Tokenizer.from_file(str(tokenizer)).decode(numbers)
+
+
+def to_text(tokens: np.ndarray, bos: int = BOS, tokenizer: Path | None = None) -> str:
+    """Returns the first file in `tokens` as printable text.
+
+    Args:
+        tokens: Token numbers, one-dimensional. A leading `bos` is skipped, and the text ends before
+            the next one.
+        bos: The token that precedes each file.
+        tokenizer: File of the tokenizer, or None if tokens are bytes.
+
+    Returns:
+        The text. Characters that are neither printable nor a newline or tab become U+FFFD.
+    """
+    body = tokens[1:] if len(tokens) and tokens[0] == bos else tokens
+    ends = np.flatnonzero(body == bos)
+    body = body[: ends[0]] if len(ends) else body
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\ufffd" for c in decode(body, tokenizer)
+    )
 
 
 def _sources(root: Path) -> Iterator[Path]:
@@ -260,10 +299,19 @@ def _files(root: Path, exclude: Path) -> Iterator[Path]:
 
 
 class Batches:
-    """Windows of `length` tokens in an order shuffled anew for every epoch.
+    """Batches of windows of a token stream, in an order that is shuffled for every epoch.
 
-    A pure function of `seed` and the batch's number: whoever stores the number can go on from
-    there.
+    A batch is a pure function of `seed` and the batch's number, so a run can resume from the number
+    alone.
+
+    Args:
+        tokens: The token stream.
+        length: Tokens per window.
+        batch_size: Windows per batch.
+        seed: Seed of the shuffling.
+
+    Raises:
+        RunError: If the stream has fewer windows than one batch needs.
     """
 
     def __init__(self, tokens: np.ndarray, length: int, batch_size: int, seed: int) -> None:
@@ -272,18 +320,18 @@ class Batches:
         if self.windows < batch_size:
             raise RunError(
                 f"Batches: {len(tokens)} tokens make {self.windows} windows of {length}, "
-                f"want at least batch_size = {batch_size}"
+                f"expected at least batch_size = {batch_size}"
             )
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     def __getitem__(self, number: int) -> np.ndarray:
-        """Batch `number`, int32 [batch_size, length]."""
+        """Returns batch `number`, int32 [batch_size, length]."""
         return self.rows(number, range(self.batch_size))
 
-    def rows(self, number: int, wanted: Iterable[int]) -> np.ndarray:
-        """Batch `number`, of which only the wanted rows are read; the others are 0."""
+    def rows(self, number: int, rows: Iterable[int]) -> np.ndarray:
+        """Returns batch `number` with only these rows read; all other rows are 0."""
         batch = np.zeros((self.batch_size, self.length), np.int32)
-        for row in wanted:
+        for row in rows:
             batch[row] = self._window(number * self.batch_size + row)
         return batch
 
@@ -299,13 +347,26 @@ class Batches:
 def validation_batches(
     tokens: np.ndarray, length: int, batch_size: int, sequences: int
 ) -> list[np.ndarray]:
-    """Up to `sequences` windows spread evenly over `tokens`, in int32 batches."""
+    """Returns windows that are spread evenly over a token stream.
+
+    Args:
+        tokens: The token stream.
+        length: Tokens per window.
+        batch_size: Windows per batch.
+        sequences: The largest number of windows; rounded down to whole batches.
+
+    Returns:
+        Batches, int32 [batch_size, length].
+
+    Raises:
+        RunError: If the stream has fewer windows than one batch needs.
+    """
     windows = len(tokens) // length
     sequences = min(sequences, windows) // batch_size * batch_size
     if sequences == 0:
         raise RunError(
             f"validation_batches: {len(tokens)} tokens make {windows} windows of {length}, "
-            f"want at least batch_size = {batch_size}"
+            f"expected at least batch_size = {batch_size}"
         )
     starts = np.arange(sequences) * windows // sequences * length
     picked = np.stack([tokens[s : s + length] for s in starts]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What a run is judged by, on validation text."""
+"""Evaluation on validation text: losses, and the attention mass that selections hold."""
 
 from __future__ import annotations
 
@@ -22,14 +22,20 @@ if TYPE_CHECKING:
     from jax_dsa.training.steps import Batch, Params, Program, TrainState
 
 _QUERIES = 8192
-"""Of longer sequences as many queries, evenly spread, are asked what they select."""
+"""Largest number of queries per sequence that recalls are computed for. Of longer sequences, this
+many evenly spread queries are taken."""
 SELECTIONS = ("indexer", "random", "recency", "best")
 Keys = Literal["sparse", "dense", "recency"]
-"""What a model attends to: keys that it selects, all keys, or the latest, as many as it selects."""
+"""The keys that a model attends to: those that it selects, all keys, or the same number of latest
+keys."""
 
 
 class Evaluator:
-    """Losses and recalls of a program's states on batches [B, seq_len + 1] of tokens."""
+    """Computes losses and recalls of a program's states on batches [B, seq_len + 1] of tokens.
+
+    Args:
+        program: The program whose model is evaluated.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -41,7 +47,14 @@ class Evaluator:
     def loss(
         self, backbone: Params, indexer: Params, batches: Iterable[np.ndarray], *, sparse: bool
     ) -> float:
-        """Mean next-token loss in nats, with sparse or dense attention."""
+        """Returns the mean next-token loss in nats.
+
+        Args:
+            backbone: Parameters of the backbone.
+            indexer: Parameters of the indexers.
+            batches: Batches of tokens, [B, seq_len + 1].
+            sparse: Whether attention is sparse; otherwise it is dense.
+        """
         with jax.set_mesh(self.program.mesh):
             losses = [
                 self._loss(backbone, indexer, self.program.place(b), sparse=sparse) for b in batches
@@ -51,7 +64,14 @@ class Evaluator:
     def token_losses(
         self, backbone: Params, indexer: Params, batches: Iterable[np.ndarray], keys: Keys
     ) -> np.ndarray:
-        """The loss of each token, [sequences, seq_len]."""
+        """Returns the loss of each token in nats, [sequences, seq_len].
+
+        Args:
+            backbone: Parameters of the backbone.
+            indexer: Parameters of the indexers.
+            batches: Batches of tokens, [B, seq_len + 1].
+            keys: The keys that the model attends to.
+        """
         with jax.set_mesh(self.program.mesh):
             losses = [
                 np.asarray(self._tokens(backbone, indexer, self.program.place(b), keys=keys))
@@ -60,10 +80,17 @@ class Evaluator:
         return np.concatenate(losses)
 
     def selection(self, state: TrainState, batches: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
-        """Along a forward pass with dense attention: "kl", the warm-up loss of each indexer, and
-        for each layer the `mass_recall` of the selection that it attends to ("indexer") beside
-        three of the same size: "random" keys, the "recency" window, and the keys of largest mass
-        ("best"), which is all that any selection of that size can hold.
+        """Returns how good the indexers' selections are, from a forward pass with dense attention.
+
+        Args:
+            state: The state to evaluate.
+            batches: Batches of tokens, [B, seq_len + 1].
+
+        Returns:
+            "kl": the warm-up loss of each indexer. The other entries are the `mass_recall` of each
+            layer for four selections of the same size: "indexer" is the selection that the layer
+            attends to, "random" are random keys, "recency" are the latest keys, and "best" are the
+            keys of largest mass, which no selection can exceed.
         """
         step = int(state.step)
         with jax.set_mesh(self.program.mesh):
@@ -104,19 +131,19 @@ class Evaluator:
         config = self.program.config.model.attention
         _, layers = self.program.logits(backbone, indexer, batch, sparse=False)
         rows, length = batch.inputs.shape
-        asked = jnp.arange(min(length, _QUERIES)) * length // min(length, _QUERIES)
-        ends = jnp.broadcast_to(asked.astype(jnp.int32) + 1, (rows, len(asked)))
+        queries = jnp.arange(min(length, _QUERIES)) * length // min(length, _QUERIES)
+        ends = jnp.broadcast_to(queries.astype(jnp.int32) + 1, (rows, len(queries)))
         starts = jnp.zeros_like(ends)
         if batch.segment_ids is not None:
-            starts = document_starts(batch.segment_ids)[:, asked]
+            starts = document_starts(batch.segment_ids)[:, queries]
         found: list[dict[str, jax.Array]] = []
         for layer in layers:
-            q, lse = layer.q[:, asked], layer.lse[:, asked]
+            q, lse = layer.q[:, queries], layer.lse[:, queries]
             mass = attention_mass(q, layer.kv, lse, scale=config.scale, starts=starts, ends=ends)
             if layer.indexer is not None:
                 inputs = layer.indexer._replace(
-                    index_q=layer.indexer.index_q[:, asked],
-                    index_weights=layer.indexer.index_weights[:, asked],
+                    index_q=layer.indexer.index_q[:, queries],
+                    index_weights=layer.indexer.index_weights[:, queries],
                 )
                 chosen, _ = indexer_topk(
                     **inputs._asdict(), top_k=config.top_k, starts=starts, ends=ends
@@ -124,7 +151,7 @@ class Evaluator:
             selections = {
                 "indexer": chosen,
                 "random": random_indices(key, rows, length, config.top_k, starts, ends),
-                "recency": recency_indices(rows, len(asked), config.top_k, starts, ends),
+                "recency": recency_indices(rows, len(queries), config.top_k, starts, ends),
                 "best": topk(mass, config.top_k, starts=starts, ends=ends),
             }
             found.append({k: mass_recall(mass, i, starts, ends) for k, i in selections.items()})

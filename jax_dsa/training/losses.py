@@ -1,4 +1,4 @@
-"""The two losses of training with sparse attention, and which parameters each belongs to."""
+"""The two losses of training with sparse attention, and the parameters that each one trains."""
 
 from __future__ import annotations
 
@@ -14,27 +14,40 @@ if TYPE_CHECKING:
     from jax_dsa.nn import AttentionAux
 
 INDEXER = nnx.PathContains("indexer")
-"""Filter for `nnx.split`: the indexers' parameters. All others are the backbone's."""
+"""Filter for `nnx.split` that selects the indexers' parameters. All others are the backbone's."""
 
 
 def next_token_loss(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, ""]:
-    """Mean cross-entropy in nats a token: the backbone's loss.
+    """Returns the mean cross-entropy in nats per token, which trains the backbone.
 
-    It gives the indexers exactly zero gradient.
+    The gradient with respect to the indexers' parameters is exactly zero.
+
+    Args:
+        logits: Logits of the next token; any float dtype.
+        targets: The next tokens, int32.
+
+    Returns:
+        A scalar, float32.
     """
     return token_losses(logits, targets).mean()
 
 
 def token_losses(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Cross-entropy of each target in nats."""
+    """Returns the cross-entropy of each target in nats, float32 [B, T]."""
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
 
 
 def indexer_loss(layers: list[AttentionAux]) -> Float[Array, ""]:
-    """Sum of the indexers' KL losses. Gives the backbone exactly zero gradient.
+    """Returns the sum of the indexers' KL losses, which trains the indexers.
 
-    A sum because the indexers are trained side by side, each on its own layer's attention; layers
-    without an indexer have no part in it.
+    The gradient with respect to the backbone's parameters is exactly zero. The losses are added up
+    because each indexer is trained independently, on the attention of its own layer.
+
+    Args:
+        layers: What each layer returned. Layers without an indexer (`aux.kl is None`) are ignored.
+
+    Returns:
+        A scalar, float32, in nats.
     """
     return jnp.stack([aux.kl for aux in layers if aux.kl is not None]).sum()

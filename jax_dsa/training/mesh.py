@@ -1,7 +1,7 @@
-"""Where a run's arrays lie: one mesh, and what each of its axes shards.
+"""The mesh of a run, and how its axes shard the run's arrays.
 
-- "data" and "fsdp" shard the batch, "context" the sequence;
-- "fsdp" also shards parameters and optimiser states, which are gathered where they are used;
+- "data" and "fsdp" shard the batch, and "context" shards the sequence.
+- "fsdp" also shards parameters and optimizer states. Parameters are gathered where they are used.
 - "tensor" shards the heads of the attention and the width of the feed-forward layers.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 AXES = ("data", "fsdp", "context", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"), "context")
-"""Of arrays [B, T, ...]: tokens and hidden states."""
+"""The sharding of arrays [B, T, ...], such as tokens and hidden states."""
 
 PARAMETERS: dict[str, tuple[str | None, ...]] = {
     "embed": ("tensor", "fsdp"),
@@ -37,36 +37,50 @@ PARAMETERS: dict[str, tuple[str | None, ...]] = {
     "wo": ("tensor", "fsdp"),
     "gate_up": ("fsdp", "tensor"),
     "down": ("tensor", "fsdp"),
-    # The indexer's heads stay together: each device selects for a part of the queries.
+    # The indexer's heads are not sharded. Each device selects keys for some of the queries.
     "wq": ("fsdp", None),
     "wk": ("fsdp", None),
     "weights": ("fsdp", None),
 }
-"""By the name of the module that holds them; norms are in no one's way and stay whole."""
+"""The axes that shard a parameter, by the name of its module. Norms are small and replicated."""
 
 
 def make_mesh(
     sizes: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """A mesh of `AXES` with these sizes. An axis without one has size 1, but "data" has all the
-    devices that the others leave.
+    """Returns a mesh with the axes `AXES`.
+
+    Args:
+        sizes: Sizes by axis name. An axis without a size has size 1, except "data", which gets all
+            remaining devices.
+        devices: The devices to use. Default: all devices.
+
+    Raises:
+        RunError: If an axis is unknown, a size is below 1, or there are not enough devices.
     """
     sizes = dict(sizes or {})
     devices = jax.devices() if devices is None else devices
     unknown = sizes.keys() - set(AXES)
     if unknown or min(sizes.values(), default=1) < 1:
-        raise RunError(f"make_mesh: sizes are {sizes}, want at least 1 for each of {AXES}")
+        raise RunError(
+            f"make_mesh: argument 'sizes' is {sizes}, expected at least 1 for each of {AXES}"
+        )
     others = math.prod(n for name, n in sizes.items() if name != "data")
     sizes.setdefault("data", max(1, len(devices) // others))
     shape = tuple(sizes.get(name, 1) for name in AXES)
     if math.prod(shape) > len(devices):
-        raise RunError(f"make_mesh: sizes are {sizes}, want at most {len(devices)} devices")
+        raise RunError(
+            f"make_mesh: argument 'sizes' is {sizes}, expected at most {len(devices)} devices"
+        )
     devices = devices[: math.prod(shape)]
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=devices)
 
 
 def annotate(model: nnx.Module) -> None:
-    """Writes `PARAMETERS` into the parameters' NNX metadata. An optimiser's states inherit it."""
+    """Writes the axes of `PARAMETERS` into the parameters' NNX metadata.
+
+    Optimizer states inherit the metadata.
+    """
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         axes = next((PARAMETERS[str(name)] for name in path if str(name) in PARAMETERS), None)
         if axes is not None and variable.ndim == len(axes):
@@ -74,7 +88,13 @@ def annotate(model: nnx.Module) -> None:
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """The shardings of all arrays in a tree that has `nnx.Variable`s, by their metadata."""
+    """Returns the shardings of all arrays in a tree.
+
+    Args:
+        tree: A pytree. The metadata of its `nnx.Variable`s says how they are sharded; all other
+            arrays are replicated.
+        mesh: The mesh.
+    """
 
     def place(x: Any) -> Any:
         if not isinstance(x, nnx.Variable):
@@ -86,7 +106,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def fitted(mesh: Mesh, spec: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
-    """The sharding by `spec`, where axes of the array that the mesh does not divide stay whole."""
+    """Returns the sharding by `spec`. Axes of the array that the mesh does not divide stay whole."""
 
     def fits(entry: Any, size: int) -> bool:
         names = entry if isinstance(entry, tuple) else (entry,)

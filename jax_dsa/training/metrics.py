@@ -1,7 +1,7 @@
-"""How good a selection is: the share of the dense attention mass that it holds.
+"""Measures how good a selection is: the fraction of dense attention's mass that it holds.
 
-Everywhere the queries see the keys from `starts` (by default 0) to `ends` (by default one past
-their own number).
+In all functions of this module, a query sees the keys in [starts, ends). By default, starts is 0
+and ends is the query's own position plus one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,21 @@ def attention_mass(
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T S"]:
-    """Mean over the heads of dense causal attention's probabilities; the rows sum to one.
+    """Returns the probabilities of dense causal attention, averaged over the heads.
 
-    For inspection: the result holds a number for every query and key.
+    The result has one number for each pair of a query and a key, so this function is meant for
+    inspection at moderate sizes.
+
+    Args:
+        q: Queries.
+        kv: Latent keys, shared by all heads.
+        lse: Log-sum-exp of each query and head, from the attention's forward pass.
+        scale: Factor of the scores.
+        starts: First visible key of each query, int32. Default: 0.
+        ends: Exclusive end of the visible keys, int32. Default: the query's position plus one.
+
+    Returns:
+        The attention mass, float32 [B, T, S]. Each row sums to one.
     """
     keys = kv[:, :, 0]
     batch, queries, heads, _ = q.shape
@@ -53,16 +65,26 @@ def mass_recall(
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
-    """Share of the attention mass that the selected keys hold.
+    """Returns the fraction of the attention mass that the selected keys hold.
 
-    Averaged over the queries that had to leave keys out: those that see more than K.
+    The mean is taken over the queries that see more than K keys, because only these have to leave
+    keys out. Without such a query the result is 0.
+
+    Args:
+        mass: Attention mass of each query and key; see `attention_mass`.
+        indices: The selected keys, -1 in empty slots.
+        starts: First visible key of each query, int32. Default: 0.
+        ends: Exclusive end of the visible keys, int32. Default: the query's position plus one.
+
+    Returns:
+        A scalar in 0..1, float32.
     """
     batch, queries, top_k = indices.shape
     held = jnp.take_along_axis(mass, jnp.maximum(indices, 0), axis=-1)
     held = jnp.where(indices >= 0, held, 0.0).sum(-1)
     first, stop = _ranges(batch, queries, starts, ends)
-    chose = (stop - first > top_k).astype(held.dtype)
-    return (held * chose).sum() / jnp.maximum(chose.sum(), 1.0)
+    counted = (stop - first > top_k).astype(held.dtype)
+    return (held * counted).sum() / jnp.maximum(counted.sum(), 1.0)
 
 
 def recency_indices(
@@ -72,7 +94,23 @@ def recency_indices(
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
 ) -> Int[Array, "B T K"]:
-    """The selection of a sliding window: each query's `top_k` latest keys, its own included."""
+    """Returns the selection of a sliding window: the latest keys of each query, with its own.
+
+    Args:
+        batch: Batch size.
+        queries: Queries per sequence.
+        top_k: Number of keys, at least 1.
+        starts: First visible key of each query, int32. Default: 0.
+        ends: Exclusive end of the visible keys, int32. Default: the query's position plus one.
+
+    Returns:
+        Ascending indices, int32, with -1 in front where fewer keys are visible.
+
+    Raises:
+        ValueError: If `top_k` < 1.
+    """
+    if top_k < 1:
+        raise ValueError(f"recency_indices: argument 'top_k' is {top_k}, expected at least 1")
     first, stop = _ranges(batch, queries, starts, ends)
     window = stop[..., None] + jnp.arange(-top_k, 0, dtype=jnp.int32)
     return jnp.where(window >= first[..., None], window, -1)
@@ -86,8 +124,21 @@ def random_indices(
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
 ) -> Int[Array, "B T K"]:
-    """For each query `top_k` of the keys it sees, uniformly and without repetition; by default for
-    as many queries as keys.
+    """Returns random keys for each query, drawn uniformly and without repetition.
+
+    Args:
+        key: Random key.
+        batch: Batch size.
+        keys: Keys per sequence. Without `ends` there are as many queries.
+        top_k: Number of keys, at least 1.
+        starts: First visible key of each query, int32. Default: 0.
+        ends: Exclusive end of the visible keys, int32. Default: the query's position plus one.
+
+    Returns:
+        Ascending indices, int32, with -1 at the end where fewer keys are visible.
+
+    Raises:
+        ValueError: If `top_k` < 1.
     """
     queries = keys if ends is None else ends.shape[1]
     scores = jax.random.uniform(key, (batch, queries, keys))
@@ -96,5 +147,6 @@ def random_indices(
 
 
 def _ranges(batch: int, queries: int, starts: Any, ends: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns starts and ends with their defaults filled in."""
     rows = jnp.broadcast_to(jnp.arange(1, queries + 1, dtype=jnp.int32), (batch, queries))
     return jnp.zeros_like(rows) if starts is None else starts, rows if ends is None else ends

@@ -1,4 +1,4 @@
-"""What a step multiplies, what the device can multiply, and what it holds: a run's efficiency."""
+"""The efficiency of a run: operations per step, the device's peak rate, and peak memory."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ if TYPE_CHECKING:
 
 
 def flops_per_token(config: TrainConfig) -> dict[Stage, float]:
-    """Operations that a step of each stage has to do for a token, by count: two for each
-    multiplication of a matrix product, over the keys that a query sees or selects; a backward pass
-    is two forward ones. What is recomputed does not count, and a sequence counts as one document.
-    The sparse stage's include its control's.
+    """Returns the floating-point operations per token that a step of each stage needs.
+
+    The operations are counted, not measured: two for each multiplication of a matrix product, over
+    the keys that a query sees or selects. A backward pass counts as two forward passes. Recomputed
+    operations do not count, and a sequence counts as one document. The sparse stage includes its
+    dense control.
     """
     c, length, layers = config.model.attention, config.seq_len, config.model.num_layers
     model = nnx.eval_shape(lambda: DecoderLM(config.model, rngs=nnx.Rngs(0)))
-    # Embeddings are looked up.
+    # Embeddings are looked up, not multiplied.
     indexer, _, backbone = nnx.state(model, INDEXER, nnx.PathContains("embed"), ...)
-    matrices, index_matrices = _products(backbone), _products(indexer)
+    matrices, index_matrices = _matrix_flops(backbone), _matrix_flops(indexer)
     indexers = config.model.layers.count("full")
     seen = (length + 1) / 2
     selected = float(np.minimum(np.arange(1, length + 1), c.top_k).mean())
     latent = c.kv_rank + c.rope_dim
     dense = layers * 2 * c.num_heads * (c.nope_dim + c.rope_dim + c.v_dim) * seen
     sparse = layers * 2 * c.num_heads * (latent + c.kv_rank) * selected
-    teacher = indexers * 2 * c.num_heads * latent  # a key
-    scores = indexers * 2 * c.index_heads * c.index_dim  # a key
-    learn = 2 * index_matrices  # nothing goes back beyond the indexer
+    teacher = indexers * 2 * c.num_heads * latent  # per key
+    scores = indexers * 2 * c.index_heads * c.index_dim  # per key
+    # The forward pass and the weights' gradients. The indexer's input gets no gradient.
+    learn = 2 * index_matrices
     control = 3 * (matrices + dense)
     return {
         "dense": control,
@@ -50,14 +53,21 @@ def flops_per_token(config: TrainConfig) -> dict[Stage, float]:
     }
 
 
-def _products(params: Any) -> int:
-    """Operations a token of a forward pass through all matrices."""
+def _matrix_flops(params: Any) -> int:
+    """Returns the operations per token of a forward pass through all matrices."""
     return sum(2 * x.size for x in jax.tree.leaves(params) if x.ndim > 1)
 
 
 @functools.cache
 def matmul_peak(dtype: Any) -> float:
-    """Operations a second of a large product on this process's first device, measured."""
+    """Measures the rate of a large matrix product on this process's first device.
+
+    Args:
+        dtype: The dtype of the matrices.
+
+    Returns:
+        Floating-point operations per second.
+    """
     device = jax.local_devices()[0]
     size = 512 if device.platform == "cpu" else 8192
     x = jax.device_put(jnp.full((size, size), 1e-3, dtype), device)
@@ -75,6 +85,9 @@ def matmul_peak(dtype: Any) -> float:
 
 
 def peak_memory() -> float | None:
-    """GiB at most in use on one of this process's devices; None where nobody counts."""
+    """Returns the peak memory use, in GiB, of the fullest of this process's devices.
+
+    None if a device does not report its memory.
+    """
     stats = [device.memory_stats() for device in jax.local_devices()]
     return max(s["peak_bytes_in_use"] for s in stats if s) / 2**30 if all(stats) else None

@@ -1,4 +1,4 @@
-"""What the backward pass may recompute, by the names that the operators give their residuals."""
+"""Rematerialisation policies, by the names that the operators give their residuals."""
 
 from __future__ import annotations
 
@@ -24,22 +24,32 @@ _POLICIES: dict[str, Callable[..., Any] | None] = {
 
 
 def remat_policy(name: str) -> Callable[..., Any] | None:
-    """A policy for `jax.checkpoint` around a decoder block, or None for no rematerialisation.
+    """Returns a policy for `jax.checkpoint` around a decoder block.
 
-    - "none": save everything; nothing is recomputed.
-    - "full": save nothing inside the block.
-    - "selection": save the selected keys and their logits, 8 K bytes a token, so that the indexer
-      does not score and select twice; and the attention's output if `AttentionConfig.query_chunk`
-      is set, which computes queries again already.
-    - "attention": save also the teacher, 4 K bytes a token, and the attention's output and lse: the
-      attention does not run twice either. In the warm-up save its loss's gradients, 4 bytes for
-      each number of the indexer's queries and keys: dense attention's probabilities are not
-      computed twice.
+    The operators are deterministic, so recomputing a selection gives the same selection. Below, K
+    is the number of selected keys.
 
-    A selection that is recomputed is the same one: the operators are deterministic.
+    Args:
+        name: One of
+
+            - "none": Save everything and recompute nothing.
+            - "full": Save nothing inside the block.
+            - "selection": Save the selected keys and their logits, 8 K bytes per token, so that the
+              indexer runs once. If `AttentionConfig.query_chunk` is set, also save the attention's
+              output, because chunked attention already recomputes its queries.
+            - "attention": Save also the teacher, 4 K bytes per token, and the attention's output
+              and lse, so that attention runs once too. In the warm-up, save the gradients of the
+              loss, 4 bytes for each element of the indexer's queries and keys, so that the
+              probabilities of dense attention are computed once.
+
+    Returns:
+        The policy, or None for no rematerialisation.
+
+    Raises:
+        ValueError: If the name is unknown.
     """
     if name not in _POLICIES:
         raise ValueError(
-            f"remat_policy: argument 'name' is {name!r}, want one of {list(_POLICIES)}"
+            f"remat_policy: argument 'name' is {name!r}, expected one of {list(_POLICIES)}"
         )
     return _POLICIES[name]

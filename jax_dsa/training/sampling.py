@@ -1,7 +1,8 @@
-"""Text from a model, decoded with its cache."""
+"""Generates text with a model and its key cache."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -23,15 +24,28 @@ def generate(
     *,
     temperature: float = 1.0,
 ) -> Int[Array, "B L"]:
-    """`steps` tokens after each prompt: one prefill, then one decode step a token, all with sparse
-    attention.
+    """Returns the tokens that a model generates after each prompt, with sparse attention.
 
-    Temperature 0 takes the likeliest token, 1 samples from the model's distribution. Meant to be
-    jitted.
+    The function runs one prefill and then one decode step per token. It is meant to be jitted.
+
+    Args:
+        model: The model.
+        prompt: The prompts, int32, with at least one token each.
+        steps: Number of tokens to generate, at least 1.
+        key: Random key of the draws.
+        temperature: With 0 the most likely token is taken, and with 1 tokens are drawn from the
+            model's distribution. Must be finite and not negative.
+
+    Returns:
+        The generated tokens, int32 [B, steps].
+
+    Raises:
+        ValueError: If `steps`, `temperature` or the prompt's shape is invalid.
     """
     if steps < 1:
-        raise ValueError(f"generate: argument 'steps' is {steps}, want at least 1")
+        raise ValueError(f"generate: argument 'steps' is {steps}, expected at least 1")
     _check_prompt("generate", prompt)
+    _check_temperature("generate", temperature)
 
     def step(
         carry: tuple[jax.Array, DecoderCache], key: jax.Array
@@ -51,32 +65,54 @@ def generate(
 
 
 class Stream(NamedTuple):
-    """What a decode step goes on from beside the last tokens."""
+    """The state that a decode step continues from, in addition to the last tokens."""
 
     cache: DecoderCache
     key: jax.Array
 
 
 class Sampler:
-    """Text from a model a token of each request at a time, for whoever reads along.
+    """Generates one token of each request at a time, so that a caller can read along.
 
-    `prefill` takes the prompts in, `step` is one compiled program a token: append, indexer, top-k,
-    sparse attention. Both write the cache in place: the stream that they are given is given up.
-    Tokens stay on the device, so the next step can be under way while one is read.
+    `prefill` processes the prompts. `step` is one compiled program per token: it appends to the
+    caches, scores and selects keys, and attends to them. Both methods donate the stream that they
+    are given, so that the cache is updated in place. Tokens stay on the device, so the next step
+    can run while the caller reads a token.
+
+    Args:
+        model: The model. Its matrices are stored in the dtype that the layers multiply in.
+        temperature: With 0 the most likely token is taken, and with 1 tokens are drawn from the
+            model's distribution. Must be finite and not negative.
+
+    Raises:
+        ValueError: If `temperature` is invalid.
     """
 
     PREFILL = 16384
-    """Tokens of all requests that a prefill takes in at a time."""
+    """Tokens of all requests together that a prefill processes at a time."""
 
     def __init__(self, model: DecoderLM, *, temperature: float = 1.0) -> None:
+        _check_temperature("Sampler", temperature)
         self.temperature = temperature
-        self._graph, self._params = nnx.split(_rounded(model))
+        self._graph, self._params = nnx.split(_cast_matrices(model))
         self._decode = jax.jit(self._next, donate_argnums=2)
 
     def prefill(
         self, prompt: Int[Array, "B P"], cache: DecoderCache, key: jax.Array
     ) -> tuple[Int[Array, "B 1"], Stream]:
-        """The first token after each prompt, given a cache that is empty."""
+        """Processes the prompts and returns the first token after each of them.
+
+        Args:
+            prompt: The prompts, int32, with at least one token each.
+            cache: An empty cache, which is donated.
+            key: Random key of this stream's draws.
+
+        Returns:
+            The tokens, int32 [B, 1], and the stream for the next `step`.
+
+        Raises:
+            ValueError: If the prompt's shape is invalid.
+        """
         _check_prompt("Sampler.prefill", prompt)
         batch, length = prompt.shape
         chunk = max(1, self.PREFILL // max(1, batch))
@@ -86,7 +122,12 @@ class Sampler:
         return token, stream
 
     def step(self, tokens: Int[Array, "B T"], stream: Stream) -> tuple[Int[Array, "B 1"], Stream]:
-        """The token after `tokens`, usually the one that came last."""
+        """Returns the token after `tokens`, and the next stream.
+
+        Args:
+            tokens: The tokens to append, usually those that the last call returned.
+            stream: The stream that the last call returned, which is donated.
+        """
         return self._decode(self._params, tokens, stream)
 
     def _next(
@@ -100,7 +141,15 @@ class Sampler:
 def _check_prompt(function: str, prompt: Int[Array, "B P"]) -> None:
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(
-            f"{function}: argument 'prompt' has shape {prompt.shape}, want [B, P >= 1]"
+            f"{function}: argument 'prompt' has shape {prompt.shape}, expected [B, P >= 1]"
+        )
+
+
+def _check_temperature(function: str, temperature: float) -> None:
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(
+            f"{function}: argument 'temperature' is {temperature}, expected a finite number of at "
+            f"least 0; 0 takes the most likely token"
         )
 
 
@@ -110,17 +159,18 @@ def _pick(key: jax.Array, logits: Float[Array, "*B V"], temperature: float) -> I
     return jax.random.categorical(key, logits / temperature).astype(jnp.int32)
 
 
-def _rounded(model: DecoderLM) -> DecoderLM:
-    """The model with matrices in the dtype that its layers multiply in, to which they would round
-    them at every step; a step reads all of them.
+def _cast_matrices(model: DecoderLM) -> DecoderLM:
+    """Returns the model with its matrices in the dtype that its layers multiply in.
+
+    Otherwise the layers would round every matrix in every step, and a step reads all of them.
     """
-    quantised = {path for path, x in nnx.iter_graph(model) if isinstance(x, Fp8Linear)}
+    quantized = {path for path, x in nnx.iter_graph(model) if isinstance(x, Fp8Linear)}
 
-    def is_rounded(path: tuple[Any, ...], x: Any) -> bool:
-        # The indexer's head weights are multiplied in float32; FP8 codes are of the matrix as it is
-        # stored.
-        return x.ndim > 1 and "weights" not in path and path[:-1] not in quantised
+    def is_cast(path: tuple[Any, ...], x: Any) -> bool:
+        # The indexer's head weights are multiplied in float32. FP8 layers quantize the float32
+        # matrix; rounding it first would change their codes.
+        return x.ndim > 1 and "weights" not in path and path[:-1] not in quantized
 
-    graph, matrices, *others = nnx.split(model, is_rounded, ...)
+    graph, matrices, *others = nnx.split(model, is_cast, ...)
     dtype = model.config.attention.dtype
     return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), matrices), *others)

@@ -1,4 +1,4 @@
-"""The state of a run and the one step that each stage repeats."""
+"""The state of a run, and the training step of each stage."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ Params = Any  # a tree of nnx variables
 
 
 class Batch(NamedTuple):
-    """Sequences on the mesh's devices."""
+    """A batch of sequences on the devices of the mesh."""
 
     inputs: Int[Array, "B T"]
     targets: Int[Array, "B T"]
-    """The token that follows each of the inputs."""
+    """The token that follows each input token."""
     segment_ids: Int[Array, "B T"] | None
-    """The inputs' documents, or None if a sequence counts as one."""
+    """The document of each input token, or None if each sequence counts as one document."""
 
 
 class Learner(NamedTuple):
-    """Parameters and their optimiser's state."""
+    """Parameters and the state of their optimizer."""
 
     params: Params
     opt: Any
@@ -54,59 +54,71 @@ class Rates(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """All that a checkpoint has to hold for a run to go on as if it had not stopped."""
+    """Everything that a run needs to resume as if it had not stopped."""
 
     step: Int[Array, ""]
-    """Steps done, which is also the number of the next batch."""
+    """Number of completed steps, which is also the number of the next batch."""
     rng: Array
-    """Key of the run's random draws; each use folds the step in."""
+    """Key of the run's random draws. Each use folds in the step."""
     backbone: Learner
     indexer: Learner
     control: Learner
-    """What sparse training is compared with: a copy of the backbone, made at the first sparse step,
-    that goes on with dense attention on the same batches. It means nothing before that step.
-    """
+    """The model that sparse training is compared with. It is a copy of the backbone from the first
+    sparse step, and continues with dense attention on the same batches. Before that step it has no
+    meaning."""
 
 
 class Program:
-    """The pure functions of one run: its first state, and the step of each stage.
+    """The pure functions of one run: its initial state, and the step of each stage.
 
-    They run on `mesh`, by default one device; see `jax_dsa.training.mesh`.
+    Args:
+        config: The run's configuration.
+        mesh: The mesh to run on; see `jax_dsa.training.mesh`. Default: one device.
+
+    Raises:
+        RunError: If the mesh does not divide the batch, the sequence or the heads.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh | None = None) -> None:
         self.config = config
         self.mesh = make_mesh({"data": 1}) if mesh is None else mesh
         self._check_sizes()
-        self._stripes = self.mesh.shape["context"]  # so that these devices have equal causal work
-        self._graph: Any = nnx.graphdef(nnx.eval_shape(lambda: self._first_model(nnx.Rngs(0))))
+        # Striped sequences give all devices of the context axis the same amount of causal work.
+        self._stripes = self.mesh.shape["context"]
+        self._graph: Any = nnx.graphdef(nnx.eval_shape(lambda: self._initial_model(nnx.Rngs(0))))
         self._indexers = config.model.layers.count("full")
         self._optimizer = _optimizer(config)
         self._backbone_rate = _schedule(config, config.learning_rate, config.dense_steps)
         self._indexer_rate = _schedule(config, config.indexer_learning_rate, config.warmup_steps)
-        places = shardings(jax.eval_shape(self._first_state), self.mesh)
-        whole = places.step
-        self._init = jax.jit(self._first_state, out_shardings=places)
+        places = shardings(jax.eval_shape(self._initial_state), self.mesh)
+        replicated = places.step
+        self._init = jax.jit(self._initial_state, out_shardings=places)
         self._dense = jax.jit(
-            self._dense_update, donate_argnums=0, out_shardings=(places.backbone, whole)
+            self._dense_update, donate_argnums=0, out_shardings=(places.backbone, replicated)
         )
         self._warmup = jax.jit(
-            self._warmup_update, donate_argnums=0, out_shardings=(places.indexer, whole, whole)
+            self._warmup_update,
+            donate_argnums=0,
+            out_shardings=(places.indexer, replicated, replicated),
         )
         self._sparse = jax.jit(
             self._sparse_update,
             donate_argnums=(0, 1),
-            out_shardings=(places.backbone, places.indexer, whole, whole),
+            out_shardings=(places.backbone, places.indexer, replicated, replicated),
         )
 
     def init(self) -> TrainState:
-        """The state before the first step."""
+        """Returns the state before the first step."""
         with jax.set_mesh(self.mesh):
             return self._init()
 
     def place(self, tokens: np.ndarray, stripes: int = 1) -> Batch:
-        """A batch [B, seq_len + 1] of tokens on the devices. Each process needs only the rows that
-        its devices hold.
+        """Puts a batch of tokens onto the devices.
+
+        Args:
+            tokens: Tokens, int32 [B, seq_len + 1]. A process needs only the rows that its devices
+                hold.
+            stripes: Number of stripes that the sequences are stored in; see `jax_dsa.nn.stripes`.
         """
         sharding = fitted(self.mesh, BATCH, tokens[:, 1:].shape)
 
@@ -120,16 +132,22 @@ class Program:
         return Batch(put(inputs), put(tokens[:, 1:]), segment_ids)
 
     def local_rows(self) -> set[int]:
-        """The rows of a batch that devices of this process hold."""
+        """Returns the rows of a batch that devices of this process hold."""
         shape = self.config.batch_size, self.config.seq_len
         indices = fitted(self.mesh, BATCH, shape).addressable_devices_indices_map(shape).values()
         return {row for index in indices if index for row in range(shape[0])[index[0]]}
 
     def step(self, state: TrainState, tokens: np.ndarray) -> tuple[TrainState, dict[str, Array]]:
-        """The state after one more batch [B, seq_len + 1] of tokens, and the batch's losses.
+        """Runs one step of the stage that the state is in.
 
-        The given state's arrays are given up. "lm_loss" is always there, "kl" (mean of the
-        indexers) once the indexers learn, "control_loss" in the sparse stage.
+        Args:
+            state: The state, whose arrays are donated.
+            tokens: A batch of tokens, int32 [B, seq_len + 1].
+
+        Returns:
+            The state after the step, and the losses of the batch: "lm_loss" in all stages, "kl"
+            (the mean over the indexers) in the warm-up and the sparse stage, and "control_loss" in
+            the sparse stage.
         """
         backbone, indexer, control = state.backbone, state.indexer, state.control
         step = int(state.step)
@@ -162,8 +180,19 @@ class Program:
         remat: str = "none",
         indices: Int[Array, "B T K"] | None = None,
     ) -> tuple[Float[Array, "B T V"], list[AttentionAux]]:
-        """What the model with these parameters makes of a batch; `indices` are a selection for all
-        layers in place of their own.
+        """Runs the model with these parameters.
+
+        Args:
+            backbone: Parameters of the backbone.
+            indexer: Parameters of the indexers.
+            batch: The batch.
+            sparse: Whether attention is sparse; otherwise it is dense.
+            stripes: Number of stripes that the batch is stored in.
+            remat: Name of the rematerialisation policy.
+            indices: A selection that all layers use instead of their own.
+
+        Returns:
+            The logits, and what each layer's attention returned.
         """
         hidden = (*batch.inputs.shape, self.config.model.attention.model_dim)
         return self.model(backbone, indexer)(
@@ -177,14 +206,18 @@ class Program:
         )
 
     def _rates(self, step: int) -> Rates:
-        """Operands, not constants: a run of other lengths is the same programs."""
+        """Returns the learning rates of a step.
+
+        They are operands of the compiled programs, not constants, so that runs with other numbers
+        of steps use the same programs.
+        """
         c = self.config
         backbone = step if step < c.dense_steps else step - c.warmup_steps
         count = (self._backbone_rate, backbone), (self._indexer_rate, step - c.dense_steps)
         return Rates(*(np.float32(rate(max(0, n))) for rate, n in count))
 
     def model(self, backbone: Params, indexer: Params) -> DecoderLM:
-        """The model with these parameters."""
+        """Returns the model with these parameters."""
         return nnx.merge(self._graph, indexer, backbone)
 
     def _losses(
@@ -203,23 +236,25 @@ class Program:
     def _dense_update(
         self, backbone: Learner, indexer: Params, batch: Batch, rates: Rates
     ) -> tuple[Learner, jax.Array]:
-        def graded(part: Batch) -> tuple[jax.Array, Params]:
-            return jax.value_and_grad(lambda p: self._losses(p, indexer, part, False)[0])(
+        def loss_and_grads(microbatch: Batch) -> tuple[jax.Array, Params]:
+            return jax.value_and_grad(lambda p: self._losses(p, indexer, microbatch, False)[0])(
                 backbone.params
             )
 
-        lm, grads = self._mean(graded, batch)
+        lm, grads = self._mean(loss_and_grads, batch)
         return _update(self._optimizer, backbone, grads, rates.backbone), lm
 
     def _warmup_update(
         self, indexer: Learner, backbone: Params, batch: Batch, rates: Rates
     ) -> tuple[Learner, jax.Array, jax.Array]:
-        def loss(params: Params, part: Batch) -> tuple[jax.Array, jax.Array]:
-            lm, kl = self._losses(backbone, params, part, False)
+        def loss(params: Params, microbatch: Batch) -> tuple[jax.Array, jax.Array]:
+            lm, kl = self._losses(backbone, params, microbatch, False)
             return kl, lm
 
-        graded = jax.value_and_grad(loss, has_aux=True)
-        (kl, lm), grads = self._mean(lambda part: graded(indexer.params, part), batch)
+        loss_and_grads = jax.value_and_grad(loss, has_aux=True)
+        (kl, lm), grads = self._mean(
+            lambda microbatch: loss_and_grads(indexer.params, microbatch), batch
+        )
         indexer = _update(self._optimizer, indexer, grads, rates.indexer)
         return indexer, lm, kl / self._indexers
 
@@ -227,43 +262,45 @@ class Program:
         self, backbone: Learner, indexer: Learner, batch: Batch, rates: Rates
     ) -> tuple[Learner, Learner, jax.Array, jax.Array]:
         def loss(
-            backbone: Params, indexer: Params, part: Batch
+            backbone: Params, indexer: Params, microbatch: Batch
         ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            lm, kl = self._losses(backbone, indexer, part, True)
+            lm, kl = self._losses(backbone, indexer, microbatch, True)
             return lm + kl, (lm, kl)
 
-        # One backward pass for both losses: their gradients do not mix, nor do the norms that each
-        # optimiser clips by.
-        graded = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        # One backward pass serves both losses, because no parameter has a gradient of both. Each
+        # optimizer clips its own gradients by their own norm.
+        loss_and_grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         (_, (lm, kl)), grads = self._mean(
-            lambda part: graded(backbone.params, indexer.params, part), batch
+            lambda microbatch: loss_and_grads(backbone.params, indexer.params, microbatch), batch
         )
         backbone = _update(self._optimizer, backbone, grads[0], rates.backbone)
         indexer = _update(self._optimizer, indexer, grads[1], rates.indexer)
         return backbone, indexer, lm, kl / self._indexers
 
     def _mean(self, fun: Callable[[Batch], Any], batch: Batch) -> Any:
-        """The mean of `fun` over the parts of a batch, one after the other."""
-        parts = self.config.accumulate
-        if parts == 1:
+        """Returns the mean of `fun` over the microbatches, which run one after the other."""
+        count = self.config.accumulate
+        if count == 1:
             return fun(batch)
-        # A part takes every so many rows: some from each device.
-        cut = jax.tree.map(lambda x: x.reshape(-1, parts, x.shape[1]).swapaxes(0, 1), batch)
-        shapes = jax.eval_shape(fun, jax.tree.map(lambda x: x[0], cut))
+        # Microbatch i takes the rows i, i + count, ..., so that it has rows of every device.
+        stacked = jax.tree.map(lambda x: x.reshape(-1, count, x.shape[1]).swapaxes(0, 1), batch)
+        shapes = jax.eval_shape(fun, jax.tree.map(lambda x: x[0], stacked))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         total, _ = jax.lax.scan(
-            lambda total, part: (jax.tree.map(jnp.add, total, fun(part)), None), zeros, cut
+            lambda total, microbatch: (jax.tree.map(jnp.add, total, fun(microbatch)), None),
+            zeros,
+            stacked,
         )
-        return jax.tree.map(lambda x: x / parts, total)
+        return jax.tree.map(lambda x: x / count, total)
 
-    def _first_model(self, rngs: nnx.Rngs) -> DecoderLM:
+    def _initial_model(self, rngs: nnx.Rngs) -> DecoderLM:
         model = DecoderLM(self.config.model, rngs=rngs)
         annotate(model)
         return model
 
-    def _first_state(self) -> TrainState:
+    def _initial_state(self) -> TrainState:
         init_key, run_key = jax.random.split(jax.random.key(self.config.seed))
-        indexer, backbone = nnx.state(self._first_model(nnx.Rngs(init_key)), INDEXER, ...)
+        indexer, backbone = nnx.state(self._initial_model(nnx.Rngs(init_key)), INDEXER, ...)
         learner = Learner(backbone, self._optimizer.init(backbone))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -276,13 +313,15 @@ class Program:
     def _check_sizes(self) -> None:
         sizes, c = self.mesh.shape, self.config
         rows = sizes["data"] * sizes["fsdp"] * c.accumulate
-        for name, size, parts, axes in (
+        for name, size, divisor, axes in (
             ("batch_size", c.batch_size, rows, "data * fsdp * accumulate"),
             ("seq_len", c.seq_len, sizes["context"], "context"),
             ("num_heads", c.model.attention.num_heads, sizes["tensor"], "tensor"),
         ):
-            if size % parts:
-                raise RunError(f"Program: {name} is {size}, want a multiple of {axes} = {parts}")
+            if size % divisor:
+                raise RunError(
+                    f"Program: {name} is {size}, expected a multiple of {axes} = {divisor}"
+                )
 
 
 def _copy(learner: Learner) -> Learner:
@@ -290,7 +329,7 @@ def _copy(learner: Learner) -> Learner:
 
 
 def _schedule(config: TrainConfig, peak: float, flat_steps: int) -> optax.Schedule:
-    """A learning rate that rises, stays, and falls along a cosine during the sparse stage."""
+    """Returns a learning rate that rises, stays, and decays by a cosine in the sparse stage."""
     ramp = min(config.ramp_steps, flat_steps)
     return optax.join_schedules(
         [
@@ -304,7 +343,7 @@ def _schedule(config: TrainConfig, peak: float, flat_steps: int) -> optax.Schedu
 
 
 def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW at a learning rate of 1: `_update` has the step's."""
+    """Returns AdamW with a learning rate of 1; `_update` multiplies by the step's rate."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(

@@ -1,4 +1,4 @@
-"""The loop: batches, steps, progress, probes, checkpoints; a step's end is where it stops."""
+"""The training loop: batches, steps, progress, validation probes, metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -51,16 +51,28 @@ Row = dict[str, Any]
 
 
 def layer_columns(config: DecoderConfig) -> tuple[str, ...]:
-    """The columns that each layer has of its own, in the order of the layers."""
+    """Returns the metrics columns of the individual layers, in the order of the layers."""
     kl = [f"validation_kl_layer_{i}" for i, kind in enumerate(config.layers) if kind == "full"]
     return (*kl, *(f"recall_indexer_layer_{i}" for i in range(config.num_layers)))
 
 
 class Trainer:
-    """One run in a folder: `metrics.csv`, `checkpoints/` and, if wanted, `tensorboard/`.
+    """One training run in a folder.
 
-    A folder that has a checkpoint is gone on with; configuration and text must be the same. With
-    `restart` it begins anew.
+    The folder holds `metrics.csv`, `checkpoints/` and optionally `tensorboard/`. If it has a
+    checkpoint, the run resumes from it.
+
+    Args:
+        config: The run's configuration. A resumed run needs the configuration it started with.
+        corpus: The text. A resumed run needs the same tokens.
+        folder: The run's folder.
+        mesh: The mesh to run on; see `jax_dsa.training.mesh`. Default: one device.
+        tensorboard: Whether to write the metrics for TensorBoard too.
+        restart: Whether to delete the folder's checkpoints and start from the beginning.
+
+    Raises:
+        RunError: If the corpus does not fit the configuration, or if the folder's run has another
+            configuration or corpus.
     """
 
     def __init__(
@@ -75,8 +87,8 @@ class Trainer:
     ) -> None:
         if corpus.vocab != config.model.vocab:
             raise RunError(
-                f"Trainer: the corpus has {corpus.vocab} tokens, want those of the model, "
-                f"{config.model.vocab}"
+                f"Trainer: the corpus has a vocabulary of {corpus.vocab} tokens, expected that of "
+                f"the model, {config.model.vocab}"
             )
         self.config, self.corpus, self.folder = config, corpus, folder
         self.program = Program(config, mesh)
@@ -87,52 +99,62 @@ class Trainer:
         self.log = Log(
             folder / "metrics.csv", columns, folder / "tensorboard" if tensorboard else None
         )
-        self.validation(config.eval_sequences)  # a corpus that is too small fails here
+        self.validation(config.eval_sequences)  # Fail here, not at the end, if there is too little.
         self.state = self.program.init()
         self.seconds = 0.0
-        if restart:  # behind all that can be wrong
+        if restart:  # Delete checkpoints only after all checks have passed.
             self.checkpoints.clear()
         self._resume()
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """The number of completed steps."""
         return int(self.state.step)
 
     def run(self, seconds: float = math.inf) -> bool:
-        """Trains until the end; or to the end of the step, with a checkpoint, in which SIGINT comes
-        or these seconds are over (of a single process). Says if all is done.
+        """Trains until all steps are done, SIGINT arrives, or the time is over.
+
+        In the last two cases training stops at the end of the current step and writes a checkpoint.
+
+        Args:
+            seconds: Time limit. Use it only in runs of a single process.
+
+        Returns:
+            Whether all steps are done.
         """
-        config = self.config
+        config, first = self.config, self.step
         bar = tqdm(
             total=config.total_steps,
-            initial=self.step,
+            initial=first,
             unit="step",
             dynamic_ncols=True,
             disable=jax.process_index() > 0,
         )
         peak = self.program.mesh.size * matmul_peak(config.model.attention.dtype)
         flops = flops_per_token(config)
-        clock = Clock()
+        clock = Clock(first)
         probe: Row = {}
         with bar, _interrupts() as stop:
-            for step in range(self.step, config.total_steps):
+            for step in range(first, config.total_steps):
                 stage = config.stage(step)
                 bar.set_description(stage)
                 tokens = self.batches.rows(step, self.program.local_rows())
                 self.state, metrics = self.program.step(self.state, tokens)
                 done = step + 1
                 stage_ends = done == config.total_steps or config.stage(done) != stage
-                compiled = step in (0, config.dense_steps, config.sparse_start)
-                logs = done % config.log_every == 0 or stage_ends or compiled
+                stage_starts = step in (0, config.dense_steps, config.sparse_start)
+                # The first step of a stage, and of a resumed run, waits for the compiler. Its time
+                # is not a training rate.
+                compiles = stage_starts or step == first
+                logs = done % config.log_every == 0 or stage_ends or stage_starts
                 bar.update()
-                if logs:
+                if compiles or logs:
                     jax.block_until_ready(metrics)
+                if logs:
                     row = {"step": done, "stage": stage} | jax.tree.map(float, metrics)
-                    # The first step of a stage waits for the compiler; its time says nothing.
                     rate = clock.rate(done, config.seq_len * config.batch_size)
-                    row["tokens_per_second"] = "" if compiled else rate
-                    row["matmul_share"] = "" if compiled else rate * flops[stage] / peak
+                    row["tokens_per_second"] = "" if compiles else rate
+                    row["matmul_share"] = "" if compiles else rate * flops[stage] / peak
                     row["memory_gib"] = peak_memory()
                     row["tokens"] = done * config.seq_len * config.batch_size
                     if stage_ends or done % config.probe_every == 0:
@@ -141,11 +163,12 @@ class Trainer:
                     row["seconds"] = self.seconds + clock.total()
                     self.log.append(row)
                     bar.set_postfix_str(_postfix(row, probe))
-                    clock.skip(done)
+                if compiles or logs:
+                    clock.mark(done)
                 stop.is_set |= clock.total() > seconds
                 if stop.is_set or done % config.checkpoint_every == 0 or stage_ends:
                     self.save(clock.total())
-                    clock.skip(done)
+                    clock.mark(done)
                 if stop.is_set:
                     break
         self.seconds += clock.total()
@@ -154,7 +177,7 @@ class Trainer:
         return self.step == config.total_steps
 
     def probe(self, stage: str) -> Row:
-        """Losses and recalls on a few validation sequences."""
+        """Returns losses and recalls on a few validation sequences, as columns of the metrics."""
         config, state, loss = self.config, self.state, self.evaluator.loss
         batches = self.validation(config.probe_sequences)
         backbone, indexer = state.backbone.params, state.indexer.params
@@ -171,13 +194,17 @@ class Trainer:
         return row
 
     def validation(self, sequences: int) -> list[Any]:
-        """Batches of validation windows spread over the validation files."""
+        """Returns batches of windows that are spread over the validation files."""
         c = self.config
         size = min(c.eval_batch, sequences)
         return validation_batches(self.corpus.validation, c.seq_len + 1, size, sequences)
 
     def save(self, seconds: float) -> None:
-        """Starts to write a checkpoint."""
+        """Starts to write a checkpoint.
+
+        Args:
+            seconds: Time that the current call of `run` has taken so far.
+        """
         facts = {
             "config": settings(self.config),
             "corpus": self.corpus.fingerprint,
@@ -206,8 +233,8 @@ class Trainer:
         if changes:
             raise RunError(
                 f"Trainer: the run in {self.folder} has another configuration or corpus: "
-                f"{'; '.join(changes)}. Go on with what it has, or begin anew with --restart or "
-                f"another --run-dir"
+                f"{'; '.join(changes)}. Use the same ones to resume it, or start from the "
+                f"beginning with --restart or another --run-dir"
             )
         self.state = self.checkpoints.restore(step, self.state)
         self.seconds = facts["seconds"]
@@ -215,29 +242,43 @@ class Trainer:
 
 
 class Clock:
-    """Time since training (re)started, and the rate of the steps since the last mark."""
+    """Measures the time since training started or resumed, and the rate of the latest steps.
 
-    def __init__(self) -> None:
-        self._began = self._marked = time.perf_counter()
-        self._step: int | None = None
+    Args:
+        step: The number of steps that were completed before.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._started = self._marked = time.perf_counter()
+        self._step = step
 
     def total(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self._began
+        """Returns the seconds since the clock was made."""
+        return time.perf_counter() - self._started
 
     def rate(self, step: int, tokens: int) -> float:
-        """Tokens a second since the last mark, `tokens` being those of one step."""
-        steps = step - (step - 1 if self._step is None else self._step)
-        return steps * tokens / (time.perf_counter() - self._marked)
+        """Returns the tokens per second since the last mark.
 
-    def skip(self, step: int) -> None:
-        """Counts from this moment, after step `step`, on."""
+        Args:
+            step: The number of completed steps.
+            tokens: Tokens per step.
+        """
+        return (step - self._step) * tokens / (time.perf_counter() - self._marked)
+
+    def mark(self, step: int) -> None:
+        """Starts a new measurement at this moment, after `step` completed steps."""
         self._step, self._marked = step, time.perf_counter()
 
 
 class Log:
-    """The metrics file, a row every few steps. The first process of a run writes it, and the same
-    numbers for TensorBoard if there is a folder for them.
+    """The metrics file, which gets a row every few steps.
+
+    Only the first process of a run writes it.
+
+    Args:
+        path: The CSV file.
+        columns: Its columns.
+        tensorboard: Folder that gets the same numbers for TensorBoard, or None.
     """
 
     def __init__(
@@ -255,15 +296,16 @@ class Log:
             )
 
     def rows(self) -> list[dict[str, str]]:
-        """What is in the file, as text."""
+        """Returns the rows of the file, as text."""
         if not self.path.exists():
             return []
         with self.path.open(newline="") as file:
             return list(csv.DictReader(file))
 
     def keep_until(self, step: int) -> None:
-        """Drops the rows of later steps, and one that a kill cut off; makes the file if there is
-        none.
+        """Deletes the rows of later steps, and creates the file if it does not exist.
+
+        A row that is incomplete, because the process was killed while writing it, is deleted too.
         """
         rows = [r for r in self.rows() if None not in r.values() and int(r["step"]) <= step]
         if not self._writes:
@@ -279,12 +321,12 @@ class Log:
             self._board = self._open(step)
 
     def close(self) -> None:
-        """Waits until everything is written."""
+        """Waits until all rows are written."""
         if self._board is not None:
             self._board.close()
 
     def append(self, row: Row) -> None:
-        """Adds a row; columns that it lacks stay empty."""
+        """Appends a row. Columns that the row lacks stay empty."""
         shown = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
         if self._writes:
             with self.path.open("a", newline="") as file:
@@ -301,7 +343,7 @@ class _Stop:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[_Stop]:
-    """Turns the first SIGINT into a request to stop; a second one interrupts at once, as usual."""
+    """Turns the first SIGINT into a request to stop. A second one interrupts as usual."""
     stop = _Stop()
 
     def handle(*_: Any) -> None:

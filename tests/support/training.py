@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import signal
 
+import jax
 import numpy as np
 
 from jax_dsa import nn, training
-from jax_dsa.training.data import BOS, VOCAB, Corpus
+from jax_dsa.training import trainer
+from jax_dsa.training.data import BOS, VOCAB, Batches, Corpus
 from jax_dsa.training.evaluate import Evaluator
 from jax_dsa.training.steps import Program
 
@@ -73,3 +76,35 @@ def corpus():
     text = [np.concatenate([[BOS], *(words[i] for i in rng.integers(0, 20, 60))]) for _ in range(8)]
     train, validation = np.concatenate(text[:6]), np.concatenate(text[6:])
     return Corpus(train.astype(np.uint16), validation.astype(np.uint16), (6, 2), "words")
+
+
+def share_programs(monkeypatch):
+    """Makes all trainers of a test use the shared programs."""
+    monkeypatch.setattr(trainer, "Program", shared_program)
+    monkeypatch.setattr(trainer, "Evaluator", shared_evaluator)
+
+
+def tokens(number=0):
+    """Returns a batch of training tokens for CONFIG."""
+    return Batches(corpus().train, CONFIG.seq_len + 1, CONFIG.batch_size, 0)[number]
+
+
+def leaves(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def all_equal(a, b):
+    """Returns whether two trees have the same leaves, bit for bit."""
+    return all(np.array_equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
+
+
+def interrupt_at(monkeypatch, number):
+    """Sends SIGINT while the batch of that number is fetched."""
+    fetch = Batches.rows
+
+    def fetching(self, i, wanted):
+        if i == number:
+            signal.raise_signal(signal.SIGINT)
+        return fetch(self, i, wanted)
+
+    monkeypatch.setattr(Batches, "rows", fetching)

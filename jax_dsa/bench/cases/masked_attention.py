@@ -1,4 +1,4 @@
-"""What is measured of `masked_attention`, and how much work each case is."""
+"""Benchmark cases of `masked_attention` and `masked_attention_varlen`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     from jax_dsa.bench.case import Dims, Scale
 
 
-# Percent of the tiles, or of the keys, that are hidden: docs/plots.py draws time against it.
+# Percentage of the tiles, or of the keys, that are masked. docs/plots.py draws time against it.
 EMPTY = (0, 50, 75, 90, 95)
 
 
 def masked_attention(size: Scale) -> Iterator[Case]:
-    """Dense and causal attention, a causal window, packed documents, block masks of which only the
-    active tiles count, keys that each head keeps, a bias with its gradient, and a random mask, of
-    which half of the scores count.
+    """Yields cases with all kinds of masks.
+
+    These are dense and causal attention, a causal window, packed documents, block masks, keys that
+    each head keeps, a bias with its gradient, and a random mask. Only visible pairs of a query and
+    a key count as work.
     """
     for step in ("fwd", "bwd"):
         yield _dense(step, size(T=16384, S=16384, N=16, D=128))
@@ -56,12 +58,24 @@ def _case(
     peer: Callable[..., Any] | None = None,
     all_pairs: int | None = None,
 ) -> Case:
-    """`pairs` of a query and a key that it sees count; `all_pairs` have to be looked at."""
+    """Returns a case.
+
+    Args:
+        step: "fwd", "bwd" or "bwd-deterministic".
+        dims: Sizes by letter.
+        note: Name of the mask.
+        pairs: Number of visible pairs of a query and a key, per head.
+        call: Function of the arguments.
+        make: Function of `dims` and a random key that makes the arguments. Default: q, k and v.
+        peer: cuDNN's function of the arguments.
+        all_pairs: Number of pairs that have to be computed, if some of them are masked.
+    """
     n, d = dims["N"], dims["D"]
     e = dims.get("E", d)
     if step == "bwd-deterministic":
         call = functools.partial(call, deterministic=True)
-    pair = 2 * n * (d + e if step == "fwd" else 3 * d + 2 * e)
+    # Forward: S = QK^T and PV. Backward: S again, dQ and dK over D; dP and dV over E.
+    per_pair = 2 * n * (d + e if step == "fwd" else 3 * d + 2 * e)
     return Case(
         "masked_attention",
         step,
@@ -69,11 +83,11 @@ def _case(
         "bf16",
         functools.partial(make or _qkv, dims),
         call,
-        {BF16: pair * pairs},
+        {BF16: per_pair * pairs},
         diff=() if step == "fwd" else (0, 1, 2),
         peers={"cudnn": peer} if peer else {},
         note=note,
-        all_slots=pair * all_pairs if all_pairs else None,
+        all_slots=per_pair * all_pairs if all_pairs else None,
     )
 
 
@@ -97,7 +111,7 @@ def _causal(step: str, dims: Dims) -> Case:
 
 
 def _window(step: str, dims: Dims) -> Case:
-    """Each query sees its own key and those before it, W in all."""
+    """Returns a case in which each query sees W keys: its own and those before it."""
     window: Any = {"local_window_size": (dims["W"] - 1, 0)}
     call = functools.partial(jax_dsa.masked_attention, is_causal=True, **window)
     pairs = selected_pairs(dims["T"], dims["S"], dims["W"])
@@ -105,8 +119,15 @@ def _window(step: str, dims: Dims) -> Case:
 
 
 def document_bounds(tokens: int, count: int) -> np.ndarray:
-    """[count + 1] bounds of packed documents in any order; of 64, the shortest has about 1/2048 of
-    the tokens, the longest 1/16.
+    """Returns the bounds of packed documents of uneven lengths in random order.
+
+    Args:
+        tokens: Number of tokens of all documents together.
+        count: Number of documents. Of 64 documents, the shortest has about 1/2048 of the tokens and
+            the longest 1/16.
+
+    Returns:
+        Bounds, int32 [count + 1].
     """
     lengths = 1 / 2048 + (1 / 16 - 1 / 2048) * np.linspace(0, 1, count) ** 3.17
     ends = np.cumsum(np.random.default_rng(0).permutation(lengths))
@@ -114,7 +135,7 @@ def document_bounds(tokens: int, count: int) -> np.ndarray:
 
 
 def _packed(step: str, dims: Dims) -> Case:
-    """Causal attention of R documents. `jax.nn` has no packed sequences for cuDNN."""
+    """Returns a case with R causal documents. cuDNN through `jax.nn` has no packed sequences."""
     bounds = document_bounds(dims["T"], dims["R"])
 
     def make(dims: Dims, key: jax.Array) -> tuple:
@@ -125,14 +146,15 @@ def _packed(step: str, dims: Dims) -> Case:
     return _case(step, dims, "varlen", pairs, call, make)
 
 
-def _in_blocks(q: Any, k: Any, v: Any, block_mask: Any, *_: Any, **kwargs: Any) -> Any:
+def _block_masked(q: Any, k: Any, v: Any, block_mask: Any, *_: Any, **kwargs: Any) -> Any:
     return jax_dsa.masked_attention(q, k, v, block_mask=block_mask, **kwargs)
 
 
 def _tiles(step: str, dims: Dims, empty: int) -> Case:
-    """A mask of whole tiles of 128x128, random ones of which are empty, the same for all heads.
-    Every row of tiles has its diagonal, and the same number of others. cuDNN takes the mask as it
-    is.
+    """Returns a case whose mask consists of full and empty tiles of 128 x 128, for all heads.
+
+    Every row of tiles keeps its diagonal tile and the same number of random others. cuDNN gets the
+    mask as an array.
     """
     rows, columns = -(-dims["T"] // 128), -(-dims["S"] // 128)
     keep = max(1, columns * (100 - empty) // 100)
@@ -144,7 +166,7 @@ def _tiles(step: str, dims: Dims, empty: int) -> Case:
         return *_qkv(dims, key), jax_dsa.make_block_mask(mask), mask
 
     pairs = dims["T"] * min(dims["S"], keep * 128)
-    return _case(step, dims, f"empty{empty}", pairs, _in_blocks, make, _masked_cudnn)
+    return _case(step, dims, f"empty{empty}", pairs, _block_masked, make, _masked_cudnn)
 
 
 def _masked_cudnn(q: Any, k: Any, v: Any, _: Any, mask: Any) -> Any:
@@ -152,7 +174,7 @@ def _masked_cudnn(q: Any, k: Any, v: Any, _: Any, mask: Any) -> Any:
 
 
 def _kept(step: str, dims: Dims, empty: int) -> Case:
-    """Scattered keys, for each head its own."""
+    """Returns a case in which each KV head keeps its own scattered keys."""
     keep = max(1, dims["S"] * (100 - empty) // 100)
 
     def make(dims: Dims, key: jax.Array) -> tuple:
@@ -166,7 +188,7 @@ def _kept(step: str, dims: Dims, empty: int) -> Case:
 
 
 def _biased(step: str, dims: Dims) -> Case:
-    """A bias for each score, [1, N, T, S], with its gradient."""
+    """Returns a case with a bias for each score, [1, N, T, S], and its gradient."""
     t, s, n = (dims[x] for x in "TSN")
 
     def make(dims: Dims, key: jax.Array) -> tuple:
@@ -176,13 +198,16 @@ def _biased(step: str, dims: Dims) -> Case:
         return cudnn(False, q, k, v, bias=bias)
 
     case = _case(step, dims, "bias", t * s, jax_dsa.masked_attention, make, peer)
-    passes = 1 if step == "fwd" else 2  # read, and its gradient written
-    work = {**case.work, COPY: passes * 2 * n * t * s}
+    arrays = 1 if step == "fwd" else 2  # The bias is read, and backward its gradient is written.
+    work = {**case.work, COPY: arrays * 2 * n * t * s}
     return dataclasses.replace(case, work=work, diff=(0, 1, 2, 3) if case.diff else ())
 
 
 def _random(step: str, dims: Dims) -> Case:
-    """Half of all scores, and no tile empty or full. cuDNN takes the mask as it is."""
+    """Returns a case in which half of the scores are visible, and no tile is empty or full.
+
+    cuDNN gets the mask as an array.
+    """
 
     def make(dims: Dims, key: jax.Array) -> tuple:
         mask = jax.random.bernoulli(key, 0.5, (1, 1, dims["T"], dims["S"]))
@@ -190,4 +215,4 @@ def _random(step: str, dims: Dims) -> Case:
 
     scores = dims["T"] * dims["S"]
     pairs, peer = scores // 2, _masked_cudnn
-    return _case(step, dims, "random", pairs, _in_blocks, make, peer, all_pairs=scores)
+    return _case(step, dims, "random", pairs, _block_masked, make, peer, all_pairs=scores)

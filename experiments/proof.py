@@ -1,7 +1,9 @@
-"""The proof that sparse training keeps the loss: dense, warm-up, sparse with its dense control, on
-source text, and what the sparse model makes of far tokens.
+"""Measures what sparse training costs on source text, and how the model uses distant tokens.
 
-    python -m jax_dsa.training.proof --data SITE_PACKAGES --minutes 8,2,8
+    python experiments/proof.py --data SITE_PACKAGES --minutes 8,2,8
+
+The run has a dense stage, the indexer's warm-up, and a sparse stage with a dense control. It passes
+if the sparse loss is close to the control's, and the indexer's selection close to the best one.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ import numpy as np
 
 from jax_dsa.core.extras import needs_extra
 
-with needs_extra("examples", __name__):
+with needs_extra("examples", "experiments/proof.py"):
     from matplotlib.figure import Figure
 
-    from jax_dsa.training import report
+    from jax_dsa.training import plots, summary
     from jax_dsa.training.config import PRESETS
     from jax_dsa.training.data import VOCAB, RunError, load_corpus
     from jax_dsa.training.mesh import make_mesh
-    from jax_dsa.training.report import BLUE, GREY, ORANGE, RED
+    from jax_dsa.training.plots import BLUE, GREY, ORANGE, RED
     from jax_dsa.training.steps import Program
     from jax_dsa.training.trainer import Trainer
 
@@ -40,34 +42,41 @@ if TYPE_CHECKING:
 
 STAGES: tuple[Stage, ...] = ("dense", "warmup", "sparse")
 TRIAL = 4
-"""Steps of each stage whose times decide how many there will be."""
+"""Steps of each stage that are timed to plan how many steps fit into the given minutes."""
 LOSS_TOLERANCE, RECALL_TOLERANCE = 0.01, 0.05
 BINS = 16
-"""Parts of a sequence whose losses are shown."""
+"""Number of position bins for which losses are shown."""
 SPAN, CUE = 128, 32
-"""Tokens of a copy, and of its beginning that only tell what is being copied; less where sequences
-are short."""
+"""Tokens of a copied piece, and tokens at its start that do not count because they only reveal what
+is being copied. Both are shorter if sequences are short."""
 MODELS: dict[str, tuple[str, Keys]] = {
     "sparse": ("backbone", "sparse"),
     "dense": ("backbone", "dense"),
     "control": ("control", "dense"),
     "last keys": ("backbone", "recency"),
 }
-"""Whose parameters, and what they attend to."""
+"""The parameters of each model, and the keys that it attends to."""
 COLORS = {"sparse": BLUE, "dense": GREY, "control": ORANGE, "last keys": RED}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the proof; 0 if its figures hold, 1 if one misses, 130 if it stopped before its end."""
-    began = time.perf_counter()
+    """Runs the experiment.
+
+    Args:
+        argv: The command line's arguments. Default: `sys.argv[1:]`.
+
+    Returns:
+        0 if all checks pass, 1 if one fails, 130 if the run stopped before its end.
+    """
+    started = time.perf_counter()
     parser = _parser()
     args = parser.parse_args(argv)
     folder = args.run_dir
     config = PRESETS[args.preset]()
     if args.top_k >= config.seq_len:
         parser.error(
-            f"argument --top-k: {args.top_k} keys are all of a sequence, which has "
-            f"{config.seq_len} tokens; sparse attention would be dense. Select fewer"
+            f"argument --top-k: {args.top_k} keys are all keys of a sequence, which has "
+            f"{config.seq_len} tokens, so sparse attention would be dense; select fewer"
         )
     jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "compiled"))
     attention = dataclasses.replace(config.model.attention, top_k=args.top_k)
@@ -87,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
             f"packages to validate on",
             flush=True,
         )
-        config = planned(config, corpus, args.minutes, folder)
+        config = with_planned_steps(config, corpus, args.minutes, folder)
         trainer = Trainer(config, corpus, folder, tensorboard=args.tensorboard)
     except RunError as error:
         parser.error(str(error))
@@ -96,14 +105,14 @@ def main(argv: list[str] | None = None) -> int:
         f"sparse steps of {config.batch_size} x {config.seq_len} tokens; {trainer.step} are done",
         flush=True,
     )
-    if not trainer.run(60 * args.stop_after - (time.perf_counter() - began)):
-        print(f"\nstopped after step {trainer.step}; the same command goes on from there")
+    if not trainer.run(60 * args.stop_after - (time.perf_counter() - started)):
+        print(f"\nstopped after step {trainer.step}; run the same command again to resume")
         return 130
-    results = report.evaluate(trainer)
-    report.plot(trainer, results, folder / "curves.png")
-    positions, copies = by_position(trainer), copied(trainer)
+    results = summary.evaluate(trainer)
+    plots.plot(trainer, results, folder / "curves.png")
+    positions, copies = loss_by_position(trainer), loss_of_copies(trainer)
     checks = _checks(results)
-    table = f"{report.table(results, trainer)}\n\n{_tables(positions, copies)}\n\n" + "\n".join(
+    table = f"{summary.table(results, trainer)}\n\n{_tables(positions, copies)}\n\n" + "\n".join(
         f"{'PASS' if ok else 'FAIL'}  {text}" for ok, text in checks
     )
     print(f"\n{table}\n\n{trainer.seconds:.0f} s of training, {folder}")
@@ -113,9 +122,19 @@ def main(argv: list[str] | None = None) -> int:
     return int(not all(ok for ok, _ in checks))
 
 
-def planned(config: TrainConfig, corpus: Corpus, minutes: list[float], folder: Path) -> TrainConfig:
-    """The run whose stages take these minutes, without validations, at the rates of their first
-    steps on this device. A folder's plan is made once.
+def with_planned_steps(
+    config: TrainConfig, corpus: Corpus, minutes: list[float], folder: Path
+) -> TrainConfig:
+    """Returns the run with the number of steps that fit into the given minutes.
+
+    A few steps of each stage are timed on this device. The plan is stored in the folder, and reused
+    when the run resumes.
+
+    Args:
+        config: The run.
+        corpus: The text.
+        minutes: Time of each stage, without validations.
+        folder: The run's folder.
     """
     path = folder / "plan.json"
     if not path.exists():
@@ -125,7 +144,7 @@ def planned(config: TrainConfig, corpus: Corpus, minutes: list[float], folder: P
         state, steps = program.init(), {}
         for stage, limit in zip(STAGES, minutes, strict=True):
             for i in range(TRIAL):
-                if i == 1:  # the first one waits for the compiler
+                if i == 1:  # The first step waits for the compiler.
                     start = time.perf_counter()
                 state, losses = program.step(state, batch)
                 jax.block_until_ready(losses)
@@ -135,21 +154,24 @@ def planned(config: TrainConfig, corpus: Corpus, minutes: list[float], folder: P
     return dataclasses.replace(config, **json.loads(path.read_text()))
 
 
-def by_position(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Validation loss in each part of a sequence, of every model; the later a token, the more it
-    can look back to.
+def loss_by_position(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Returns the validation loss of every model in each bin of positions.
+
+    The later a token is, the more context it can use.
     """
     batches = trainer.validation(trainer.config.eval_sequences)
-    parts = min(BINS, trainer.config.seq_len)
+    bins = min(BINS, trainer.config.seq_len)
     return {
-        name: np.array([part.mean() for part in np.array_split(losses.mean(0), parts)])
-        for name, losses in _losses(trainer, batches)
+        name: np.array([losses.mean() for losses in np.array_split(by_token.mean(0), bins)])
+        for name, by_token in _losses(trainer, batches)
     }
 
 
-def copied(trainer: Trainer) -> dict[str, float]:
-    """Loss on a piece of validation text whose earlier copy lies more than half of a sequence back,
-    of every model; and of the dense model where it reads the piece for the first time.
+def loss_of_copies(trainer: Trainer) -> dict[str, float]:
+    """Returns the loss of every model on pieces of text that occurred earlier in the sequence.
+
+    The first occurrence is more than half of a sequence back. "first reading" is the dense model's
+    loss at the first occurrence.
     """
     c = trainer.config
     span = min(SPAN, c.seq_len // 8)
@@ -162,7 +184,7 @@ def copied(trainer: Trainer) -> dict[str, float]:
             distance = int(rng.integers(c.seq_len // 2 + 1, c.seq_len - span))
             start = int(rng.integers(1, c.seq_len + 1 - span - distance))
             row[start + distance :][:span] = row[start:][:span]
-            # The loss at t is the next token's.
+            # The loss at position t is that of token t + 1.
             first.append(np.arange(start + cue, start + span) - 1)
             second.append(first[-1] + distance)
         batches.append(tokens)
@@ -175,14 +197,15 @@ def copied(trainer: Trainer) -> dict[str, float]:
 
 
 def _losses(trainer: Trainer, batches: list[np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
-    """Of each model, those of all tokens."""
+    """Yields the name of each model and its losses of all tokens, [sequences, seq_len]."""
     state = trainer.state
     for name, (learner, keys) in MODELS.items():
         params = getattr(state, learner).params
         yield name, trainer.evaluator.token_losses(params, state.indexer.params, batches, keys)
 
 
-def _checks(results: report.Results) -> list[tuple[bool, str]]:
+def _checks(results: summary.Results) -> list[tuple[bool, str]]:
+    """Returns whether each check passes, and what it checks."""
     recall, best = (float(results.recall[name].mean()) for name in ("indexer", "best"))
 
     def within(name: str, loss: float) -> tuple[bool, str]:
@@ -203,13 +226,13 @@ def _checks(results: report.Results) -> list[tuple[bool, str]]:
 
 
 def _tables(positions: dict[str, np.ndarray], copies: dict[str, float]) -> str:
-    parts = len(positions["sparse"])
-    shown = sorted({0, parts // 4, parts // 2, 3 * parts // 4, parts - 1})
-    rows = [("validation loss by position", *(f"{i + 1}/{parts}" for i in shown))]
+    bins = len(positions["sparse"])
+    shown = sorted({0, bins // 4, bins // 2, 3 * bins // 4, bins - 1})
+    rows = [("validation loss by position", *(f"{i + 1}/{bins}" for i in shown))]
     rows += [(name, *(f"{x[i]:.4f}" for i in shown)) for name, x in positions.items()]
     far = [("copy from more than half of a sequence back", "nats/token")]
     far += [(name, f"{x:.4f}") for name, x in copies.items()]
-    return f"{report.grid(rows)}\n\n{report.grid(far)}"
+    return f"{summary.grid(rows)}\n\n{summary.grid(far)}"
 
 
 def _write(positions: dict[str, np.ndarray], copies: dict[str, float], path: Path) -> None:
@@ -228,7 +251,7 @@ def _plot(positions: dict[str, np.ndarray], copies: dict[str, float], path: Path
     late, copy = figure.subplots(1, 2, width_ratios=(2, 1))
     for name, losses in positions.items():
         late.plot(np.arange(1, len(losses) + 1), losses, "o-", color=COLORS[name], label=name, ms=4)
-    late.set(title="Validation loss by position", xlabel=f"part of a sequence, of {BINS}")
+    late.set(title="Validation loss by position", xlabel=f"position, in {BINS} bins")
     late.set_ylabel("nats per token")
     late.legend(frameon=False, fontsize=9)
     names = list(copies)
@@ -241,29 +264,38 @@ def _plot(positions: dict[str, np.ndarray], copies: dict[str, float], path: Path
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder of Python packages")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/proof"))
     parser.add_argument("--preset", choices=list(PRESETS), default="h200")
-    parser.add_argument("--vocab", type=int, default=VOCAB, help="as the demo's")
-    parser.add_argument("--top-k", type=int, default=1024)
-    parser.add_argument("--sequences", type=int, default=32, help="that validate at the end")
-    parser.add_argument("--batch-size", type=int)
+    parser.add_argument(
+        "--vocab", type=int, default=VOCAB, help="size of the vocabulary (default: bytes)"
+    )
+    parser.add_argument("--top-k", type=int, default=1024, help="number of selected keys")
+    parser.add_argument(
+        "--sequences", type=int, default=32, help="validation sequences of the final results"
+    )
+    parser.add_argument("--batch-size", type=int, help="sequences per step (default: the preset's)")
     parser.add_argument(
         "--minutes",
         type=_minutes,
         default=[8.0, 2.0, 8.0],
         metavar="DENSE,WARMUP,SPARSE",
-        help="of each stage, which decide its length; a folder keeps what it began with",
+        help="time of each stage, which determines its number of steps; a resumed run keeps the "
+        "numbers that it started with",
     )
     parser.add_argument(
         "--stop-after",
         type=float,
         default=np.inf,
         metavar="MINUTES",
-        help="write a checkpoint then; the same command goes on",
+        help="write a checkpoint and stop after this time; the same command resumes the run",
     )
-    parser.add_argument("--tensorboard", action="store_true")
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="also write the metrics for TensorBoard"
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`python -m jax_dsa.training.proof` in small."""
+"""`experiments/proof.py` at a small size."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import json
 import jax
 import numpy as np
 import pytest
-from support.training import CONFIG, corpus, shared_evaluator, shared_program
+from support import repository  # noqa: F401
+from support.training import CONFIG, corpus, share_programs, shared_program
 
+from experiments import proof
 from jax_dsa import training
-from jax_dsa.training import proof
 from jax_dsa.training import trainer as trainer_module
 
 
 @pytest.fixture(autouse=True)
 def share(monkeypatch):
-    """The trial is the run: as many steps, and so the same programs."""
-    monkeypatch.setattr(trainer_module, "Program", shared_program)
-    monkeypatch.setattr(trainer_module, "Evaluator", shared_evaluator)
+    """The trial that plans the run has as many steps as the run, so both share programs."""
+    share_programs(monkeypatch)
     monkeypatch.setattr(proof, "Program", shared_program)
     monkeypatch.setattr(proof, "load_corpus", lambda *_, **__: corpus())
     monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)
@@ -40,7 +40,7 @@ def test_the_proof(tmp_path, monkeypatch, capsys):
     folder.mkdir()
     command = arguments(folder, top_k=4)
     assert proof.main([*command, "--stop-after", "0"]) == 130
-    assert "stopped after step 1; the same command goes on" in capsys.readouterr().out
+    assert "stopped after step 1; run the same command again" in capsys.readouterr().out
     assert set(json.loads((folder / "plan.json").read_text()).values()) == {proof.TRIAL}
     trainers = []
 
@@ -61,14 +61,14 @@ def test_the_proof(tmp_path, monkeypatch, capsys):
     check(trainers[0], rows)
 
 
-def test_a_selection_of_all_keys_proves_nothing(tmp_path, capsys):
+def test_a_selection_of_all_keys_is_rejected(tmp_path, capsys):
     with pytest.raises(SystemExit):
         proof.main(arguments(tmp_path, top_k=CONFIG.seq_len))
-    assert f"argument --top-k: {CONFIG.seq_len} keys are all" in capsys.readouterr().err
+    assert f"argument --top-k: {CONFIG.seq_len} keys are all keys" in capsys.readouterr().err
 
 
 def check(trainer, rows):
-    """Losses by position and of copies, computed again."""
+    """Computes the losses by position and of copies again."""
     program, state = trainer.program, trainer.state
     batches = trainer.validation(4)
 
@@ -91,8 +91,8 @@ def check(trainer, rows):
     for name in proof.MODELS:
         want = np.concatenate([losses(name, b) for b in batches]).mean(0)
         got = [r for r in rows if r["model"] == name and r["measure"] == "position"]
-        parts = [part.mean() for part in np.array_split(want, proof.BINS)]
-        np.testing.assert_allclose([float(r["nats_per_token"]) for r in got], parts, 1e-4)
+        bins = [losses.mean() for losses in np.array_split(want, proof.BINS)]
+        np.testing.assert_allclose([float(r["nats_per_token"]) for r in got], bins, 1e-4)
         seen.add(tuple(r["nats_per_token"] for r in got))
     assert len(seen) == 4
     copies = {r["model"]: float(r["nats_per_token"]) for r in rows if r["measure"] == "copy"}
@@ -100,8 +100,8 @@ def check(trainer, rows):
     assert len(set(copies.values())) == 5
 
 
-def test_copies_are_where_they_are_measured():
-    """With losses that say only where a token is: at the copy, and as far before."""
+def test_losses_of_copies_are_taken_at_the_copies():
+    """Uses losses of 1 at the copy, 2 at the first occurrence, and 0 everywhere else."""
 
     class Evaluator:
         def token_losses(self, backbone, indexer, batches, keys):
@@ -137,6 +137,6 @@ def test_copies_are_where_they_are_measured():
             rng = np.random.default_rng(0)
             return [rng.integers(0, 1000, (2, 257)) for _ in range(3)]
 
-    found = proof.copied(Trainer())
+    found = proof.loss_of_copies(Trainer())
     assert found.pop("first reading") == 2.0
     assert set(found.values()) == {1.0} and found.keys() == set(proof.MODELS)

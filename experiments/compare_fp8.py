@@ -1,5 +1,6 @@
-"""Trains the demo's model twice, with and without FP8 linear layers, and draws both curves:
-`python -m jax_dsa.training.compare`.
+"""Trains the demo's model with and without FP8 linear layers, and draws both loss curves.
+
+python experiments/compare_fp8.py --preset h200 --steps 1000
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import numpy as np
 
 from jax_dsa.core.extras import needs_extra
 
-with needs_extra("examples", __name__):
+with needs_extra("examples", "experiments/compare_fp8.py"):
     from matplotlib.figure import Figure
 
     from jax_dsa.training.config import PRESETS, in_fp8
     from jax_dsa.training.data import RunError, load_corpus
-    from jax_dsa.training.report import BLUE, GREY, ORANGE, smooth
+    from jax_dsa.training.plots import BLUE, GREY, ORANGE, smooth
     from jax_dsa.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -30,45 +31,61 @@ if TYPE_CHECKING:
     from jax_dsa.training.data import Corpus
 
 TOLERANCE = 0.005
-"""The FP8 run's final loss may be this much above the other's."""
+"""Largest relative difference between the final losses of both runs that passes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One run, or what there is of it."""
+    """The losses of one run, which may be unfinished.
+
+    Attributes:
+        label: Name of the run.
+        steps: Numbers of steps.
+        losses: Losses of the training batches at these steps.
+        validation: Validation loss after the last step, or None if the run is unfinished.
+    """
 
     label: str
     steps: np.ndarray
     losses: np.ndarray
-    """Of training batches, at `steps`."""
     validation: float | None
-    """After the last step."""
 
 
-class _Unprobed(Trainer):
-    """Validates at the end alone."""
+class _UnprobedTrainer(Trainer):
+    """A trainer that does not validate during training."""
 
     def probe(self, stage: str) -> dict[str, Any]:
-        """Nothing."""
+        """Returns no columns."""
         return {}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the comparison; 0 if the final losses agree, 1 if they do not, 130 if interrupted."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Runs the comparison.
+
+    Args:
+        argv: The command line's arguments. Default: `sys.argv[1:]`.
+
+    Returns:
+        0 if the final losses agree, 1 if they do not, 130 if a run was interrupted.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
-    parser.add_argument("--steps", type=int, default=1000, help="of dense attention")
-    parser.add_argument("--seq-len", type=int, help="of other sequences than the preset's")
-    parser.add_argument("--batch-size", type=int, help="sequences in a step; default the preset's")
-    parser.add_argument("--data", type=Path, help="folder of text, default Python's own sources")
-    parser.add_argument("--run-dir", type=Path, help="default runs/PRESET-compared")
+    parser.add_argument("--steps", type=int, default=1000, help="steps with dense attention")
+    parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the preset's)")
+    parser.add_argument("--batch-size", type=int, help="sequences per step (default: the preset's)")
+    parser.add_argument("--data", type=Path, help="folder of text (default: Python's own sources)")
+    parser.add_argument(
+        "--run-dir", type=Path, help="folder of both runs (default: runs/PRESET-compared)"
+    )
     args = parser.parse_args(argv)
     folder = args.run_dir or Path("runs") / f"{args.preset}-compared"
     try:
         config = _config(PRESETS[args.preset](), args.steps, args.seq_len, args.batch_size)
     except ValueError as error:
         parser.error(str(error))
-    tokens = f"{config.batch_size} x {config.seq_len} tokens a step"
+    tokens = f"{config.batch_size} x {config.seq_len} tokens per step"
     title = f"Preset {args.preset}, dense attention, {tokens}"
     name = jnp.dtype(config.model.attention.dtype).name
     curves: list[Curve] = []
@@ -78,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
             curves.append(_train(label, run, corpus, folder / label))
             _plot(curves, title, folder / "curves.png")
             if curves[-1].validation is None:
-                print("stopped; the same command goes on from there")
+                print("stopped; run the same command again to resume")
                 return 130
     except RunError as error:
         parser.error(str(error))
@@ -96,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
 def _config(
     preset: TrainConfig, steps: int, seq_len: int | None, batch_size: int | None
 ) -> TrainConfig:
-    """The preset's dense stage alone, as long as is asked for; it validates on as many tokens."""
+    """Returns the preset with only a dense stage, and the same number of validation tokens."""
     seq_len = seq_len or preset.seq_len
     return dataclasses.replace(
         preset,
@@ -110,8 +127,9 @@ def _config(
 
 
 def _train(label: str, config: TrainConfig, corpus: Corpus, folder: Path) -> Curve:
-    trainer = _Unprobed(config, corpus, folder)
-    print(f"{label}: {folder}" + (f"; going on from step {trainer.step}" if trainer.step else ""))
+    """Trains one model, and returns its curve."""
+    trainer = _UnprobedTrainer(config, corpus, folder)
+    print(f"{label}: {folder}" + (f"; resuming from step {trainer.step}" if trainer.step else ""))
     validation = None
     if trainer.run():
         state, batches = trainer.state, trainer.validation(config.eval_sequences)
@@ -141,10 +159,10 @@ def _plot(curves: Sequence[Curve], title: str, path: Path) -> None:
     change.axhline(0, color=GREY, lw=0.8)
     change.axhspan(-100 * TOLERANCE, 100 * TOLERANCE, color=GREY, alpha=0.15, lw=0)
     base, other = curves[0], curves[-1]
-    count = len(other.steps)  # the same steps, or those so far
+    count = len(other.steps)  # An unfinished FP8 run has fewer steps.
     relative = 100 * (smooth(other.losses) / smooth(base.losses[:count]) - 1)
     change.plot(other.steps, relative, color=ORANGE, lw=1.2)
-    change.set(xlabel="step", ylabel="FP8's, % more", ylim=(-3, 3))
+    change.set(xlabel="step", ylabel="FP8 above the other, %", ylim=(-3, 3))
     for axis in (loss, change):
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,1 @@
+"""Programs that measure jax_dsa. They are run from a checkout and are not part of the wheel."""

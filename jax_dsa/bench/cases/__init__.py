@@ -1,0 +1,1 @@
+"""The benchmark cases, one module per operator. `jax_dsa.bench.registry` lists them."""

@@ -1,0 +1,131 @@
+"""Attention mass, recalls of selections, and generated text."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.compare import assert_matches
+from support.training import ATTENTION, CONFIG, STAGES, shared_program, tokens
+
+import jax_dsa
+from jax_dsa import training
+from jax_dsa.training import evaluate
+from jax_dsa.training.evaluate import Evaluator
+from jax_dsa.training.steps import Program
+
+
+def test_attention_mass_and_recall(rng):
+    B, T, N, D, K = 2, 9, 3, 4, 3
+    q = rng.normal(size=(B, T, N, D)).astype(np.float32)
+    kv = rng.normal(size=(B, T, 1, D)).astype(np.float32)
+    scores = np.einsum("btnd,bsd->btns", q, kv[:, :, 0]) * 0.7
+    scores = np.where(np.arange(T) <= np.arange(T)[:, None, None], scores, -np.inf)
+    want = np.asarray(jax.nn.softmax(scores, -1)).mean(2)
+    lse = jax.nn.logsumexp(scores, -1)
+    mass = training.attention_mass(q, kv, lse, scale=0.7)
+    assert_matches(mass, want, 1e-5)
+
+    recent = training.recency_indices(B, T, K)
+    np.testing.assert_array_equal(recent[0, :4], [[-1, -1, 0], [-1, 0, 1], [0, 1, 2], [1, 2, 3]])
+    by_hand = np.mean([want[b, t, t - 2 : t + 1].sum() for b in range(B) for t in range(K, T)])
+    np.testing.assert_allclose(training.mass_recall(mass, recent), by_hand, rtol=1e-5)
+
+    drawn = np.asarray(training.random_indices(jax.random.key(0), 400, T, K))
+    for t in range(T):
+        rows = drawn[:, t]
+        assert (np.sort(rows[rows >= 0].reshape(400, -1), -1) <= t).all()
+        assert ((rows >= 0).sum(-1) == min(K, t + 1)).all()
+        assert all(len(set(r[r >= 0])) == (r >= 0).sum() for r in rows)
+    share = np.bincount(drawn[:, T - 1].ravel(), minlength=T) / 400
+    assert np.abs(share - K / T).max() < 0.12
+    everything = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T, T))
+    assert training.mass_recall(mass, everything) == 0  # No query had to leave keys out.
+
+
+def test_layers_without_an_indexer_have_a_recall_and_no_kl():
+    model = dataclasses.replace(CONFIG.model, num_layers=3, indexer_types=("full", "shared"))
+    program = Program(dataclasses.replace(CONFIG, model=model))
+    state = program.init()._replace(step=jnp.asarray(STAGES["warmup"], jnp.int32))
+    evaluator = Evaluator(program)
+    found = evaluator.selection(state, [tokens()])
+    assert found["kl"].shape == (2,) and found["indexer"].shape == found["best"].shape == (3,)
+    assert (found["indexer"] <= found["best"] + 1e-6).all() and (found["indexer"] > 0).all()
+    trained = program.model(state.backbone.params, state.indexer.params)
+    _, layers = jax.jit(lambda t: trained(t, sparse=False))(tokens()[:, :-1])
+    for layer, selecting, recall in zip(layers, (0, 0, 2), found["indexer"], strict=True):
+        mass = training.attention_mass(layer.q, layer.kv, layer.lse, scale=ATTENTION.scale)
+        index = layers[selecting].indexer._asdict()
+        chosen, _ = jax_dsa.indexer_topk(**index, top_k=ATTENTION.top_k, is_causal=True)
+        np.testing.assert_allclose(recall, training.mass_recall(mass, chosen), rtol=1e-4)
+    twice = evaluator.selection(state, [tokens()] * 2)
+    assert_matches(twice["indexer"], found["indexer"], 1e-6)
+    assert (twice["random"] != found["random"]).all()  # Every batch draws other keys.
+    _, losses = program.step(state, tokens())
+    assert_matches(losses["kl"], found["kl"].mean(), 1e-5)
+
+
+def test_recalls_of_long_sequences_use_evenly_spread_queries(monkeypatch):
+    monkeypatch.setattr(evaluate, "_QUERIES", 7)
+    program = shared_program(CONFIG)
+    state, batch = program.init(), program.place(tokens())
+    found = Evaluator(program).selection(state, [tokens()])
+    logits = jax.jit(lambda *params: program.logits(*params, batch, sparse=False)[1])
+    (layer,) = logits(state.backbone.params, state.indexer.params)
+    mass = training.attention_mass(layer.q, layer.kv, layer.lse, scale=ATTENTION.scale)
+    chosen, _ = jax_dsa.indexer_topk(**layer.indexer._asdict(), top_k=4, is_causal=True)
+    queries = [t * 24 // 7 for t in range(7)]
+    queries = [t for t in queries if t >= 4]
+    held = np.take_along_axis(np.asarray(mass), np.asarray(chosen), -1).sum(-1)
+    np.testing.assert_allclose(found["indexer"], [held[:, queries].mean()], rtol=1e-5)
+
+
+def test_generate_is_greedy_decoding():
+    program = shared_program(CONFIG)
+    state = program.init()
+    model = program.model(state.backbone.params, state.indexer.params)
+    prompt = jnp.asarray(tokens()[:, :6])
+
+    def run(steps, temperature):
+        key = jax.random.key(0)
+        return jax.jit(
+            lambda: training.generate(model, prompt, steps, key, temperature=temperature)
+        )()
+
+    got = run(4, 0)
+    np.testing.assert_array_equal(run(4, 1e-6), got)
+    drawn = np.asarray(run(4, 1e6))
+    assert (drawn != drawn[:, :1]).any(1).all()  # Each token is drawn with its own key.
+    seen = jnp.concatenate([prompt, got], axis=1)[:, :-1]
+    logits = jax.jit(lambda seen: model(seen)[0])(seen)
+    np.testing.assert_array_equal(got, logits[:, 5:].argmax(-1))
+    assert run(1, 1.0).shape == (2, 1)
+    with pytest.raises(ValueError, match="'steps' is 0, expected at least 1"):
+        training.generate(model, prompt, 0, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"'prompt' has shape \(2, 0\), expected \[B, P >= 1\]"):
+        training.generate(model, prompt[:, :0], 1, jax.random.key(0))
+
+
+@pytest.mark.parametrize("temperature", [-1.0, -1e-6, float("nan"), float("inf")])
+def test_invalid_temperatures_are_rejected(temperature):
+    """A negative temperature would draw the least likely tokens."""
+    program = shared_program(CONFIG)
+    state = program.init()
+    model = program.model(state.backbone.params, state.indexer.params)
+    prompt, key = jnp.asarray(tokens()[:, :6]), jax.random.key(0)
+    message = "argument 'temperature' is .*, expected a finite number of at least 0"
+    with pytest.raises(ValueError, match=f"generate: {message}"):
+        training.generate(model, prompt, 2, key, temperature=temperature)
+    with pytest.raises(ValueError, match=f"Sampler: {message}"):
+        training.Sampler(model, temperature=temperature)
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_an_empty_selection_is_rejected(top_k):
+    with pytest.raises(ValueError, match=f"recency_indices: argument 'top_k' is {top_k}"):
+        training.recency_indices(1, 8, top_k)
+    with pytest.raises(ValueError, match=f"'top_k' is {top_k}"):
+        training.random_indices(jax.random.key(0), 1, 8, top_k)
