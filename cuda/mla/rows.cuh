@@ -1,48 +1,40 @@
-// What one thread of the sparse MLA forward kernel does to its rows of scores and outputs. See
-// fwd.cuh.
+// What one thread of the kernels for 64 heads does to its rows of scores and outputs. See
+// consumer.cuh.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include "common/ptx.cuh"
+#include "common/softmax.cuh"
 #include "mla/plan.cuh"
 
 namespace jax_dsa::mla {
 
-// What a sink divides the output by.
-__device__ __forceinline__ float sink_divisor(float sink, float lse) {
-  return 1.f + exp2_approx((sink - lse) * kLog2E);
-}
-
-// State of two rows of one warpgroup's accumulator: a thread has rows r and r + 8.
+// Softmax state of two rows of a warpgroup's accumulator: a thread holds rows r and r + 8.
 struct Rows {
   float reference[2];  // log2 units; -inf before the first valid score
-  float sum[2];        // of this thread's probabilities, relative to the reference
-  float others[2];     // the same of its counterpart in the other warpgroup, known near the end
+  float sum[2];        // of this thread's probabilities, relative to the running maximum
+  float others[2];     // the sum of the same thread of the peer warpgroup, known near the end
 
-  // Moves to new references; returns by how much to scale what is relative to the old ones.
+  // Adopts new running maxima. Returns the factors for everything that is relative to the old ones.
   __device__ void move(const float (&to)[2], float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      factor[r] = exp2_approx(reference[r] - finite(to[r]));
+      factor[r] = exp2_approx(reference[r] - finite_max(to[r]));
       sum[r] *= factor[r];
       others[r] *= factor[r];
       reference[r] = to[r];
     }
   }
-  // Row r's sum over all keys, near the end; 0 if none counted.
+  // Returns row r's sum over all keys, near the end; 0 if no key was valid.
   __device__ float total(int r) const {
     float x = sum[r] + others[r];
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
   }
-  // Its natural logarithm, of what the reference stands for too.
+  // Returns the natural logarithm of the sum of exp(score).
   __device__ float lse(int r, float total) const {
     return total == 0.f ? -INFINITY : (reference[r] + log2f(total)) * kLn2;
-  }
-  // What to subtract from a score: 2^(-inf - finite(-inf)) = 0.
-  __device__ static float finite(float reference) {
-    return reference == -INFINITY ? 0.f : reference;
   }
 };
 
@@ -51,7 +43,7 @@ __device__ __forceinline__ void scale_rows(float (&o)[128], const float (&factor
   for (int i = 0; i < 128; ++i) o[i] *= factor[i / 2 % 2];
 }
 
-// -inf in the columns of a tile's scores that do not count.
+// Sets the scores of invalid keys (columns) to -inf.
 __device__ __forceinline__ void hide_columns(float (&s)[32], uint64_t valid) {
   if (valid != ~uint64_t{0}) {
     const int column = threadIdx.x % 4 * 2;
@@ -65,14 +57,14 @@ __device__ __forceinline__ void hide_columns(float (&s)[32], uint64_t valid) {
   }
 }
 
-// Turns a tile's scores into probabilities, as operands of the next product. Advances `rows`; where
-// this moved a reference of the warp's rows, returns true and gives the factor that the accumulator
-// needs. Calls `between` halfway.
+// Turns a tile's scores into probabilities, packed as operands of the next product, and updates
+// `rows`. Returns whether a running maximum of the warp's rows was raised; `factor` is then what
+// the accumulator must be scaled by. Calls `between` halfway.
 template <typename F>
 __device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float margin, Rows& rows,
                                         uint32_t (&probabilities)[4][4], float (&factor)[2],
                                         F between) {
-  float top[4];  // by i % 4, for instructions that need not wait for each other
+  float top[4];  // by i % 4, to have independent dependency chains
 #pragma unroll
   for (int i = 0; i < 4; ++i) top[i] = s[i];
 #pragma unroll
@@ -89,7 +81,7 @@ __device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float 
   const bool moved = __any_sync(~0u, to[0] != rows.reference[0] || to[1] != rows.reference[1]);
   if (moved) rows.move(to, factor);
   between();
-  const float base[2] = {Rows::finite(to[0]), Rows::finite(to[1])};
+  const float base[2] = {finite_max(to[0]), finite_max(to[1])};
   float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < 32; i += 2) {
@@ -105,10 +97,10 @@ __device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float 
   return moved;
 }
 
-// Stores the warp's 16 rows of the accumulator as bf16, 32 columns at a time through `stage`, which
-// has rows of 64 bytes whose 16-byte chunks are swizzled. `out` is the row lane / 4 of rows kStride
-// long. A factor of 0 makes zeros of anything. common/store_rows.cuh does this for any stride; with
-// it ptxas 13.0 serialises products of the backward pass.
+// Stores the warp's 16 rows of the accumulator as bf16, 32 columns at a time through `staging`,
+// which has rows of 64 bytes with swizzled 16-byte chunks. `out` is row lane / 4; rows are kStride
+// elements apart. A factor of 0 turns any value, NaN included, into zero. common/store_rows.cuh
+// does the same for any stride, but with it ptxas 13.0 serializes products of the backward pass.
 template <int kStride, int kN>
 __device__ __forceinline__ void store_rows(const float (&o)[kN], const float (&factor)[2],
                                            uint32_t stage, __nv_bfloat16* out, int rows_left) {

@@ -1,38 +1,39 @@
-// Tiles of keys in the mqa_decode kernels: where they lie, how they are copied, and what of them
-// which query sees.
+// Key tiles of the mqa_decode kernels: where the keys lie, how they are copied, and which query
+// sees which of them.
 //
-// A tile that all of a request's queries see is plain. Others are copied with zeros for keys that
-// no query sees, and marked; if there are several queries, each score is compared with its query's
-// range. A probability of zero does not hide a NaN or an infinity of a value: in a tile that some
-// queries see and others do not, such values become zeros, and the scores of those who do see them
-// NaN.
+// Most tiles are seen by all queries of the request. In other tiles, keys that no query sees are
+// copied as zeros. If there are several queries, such a tile is mixed: each score is compared with
+// its query's range. A probability of zero does not suppress a NaN or an infinity in a value. So
+// values of a mixed tile that are not finite become zeros, and the scores of queries that see them
+// become NaN.
 #pragma once
 
 #include "common/gather.cuh"
+#include "common/softmax.cuh"
 #include "mla/record_tiles.cuh"
 #include "mla/rows.cuh"
 #include "mqa_decode/plan.cuh"
 
 namespace jax_dsa::mqa_decode {
 
-// Rows follow each other, and all of each is copied.
+// Rows are contiguous and are copied whole, so no neighbor needs to be prefetched.
 using Gather = GatherOf<true>;
 
-// A tile that not all of the queries of several see.
+// A tile that some of several queries see and others do not.
 struct MixedTile {
-  int key;  // its first; -1: the tile is not mixed
+  int key;  // first key of the tile; -1: the tile is not mixed
   int batch;
-  int row;  // the first of the rows that are multiplied with it, of the group
+  int row;  // first row, within the KV head group, that is multiplied with the tile
 };
 
-// What the producer tells of a piece and of kTiles tiles, and what kThreads threads
-// find out before.
+// What the producer tells the consumers about a split and about kStages key tiles, and what
+// kThreads threads compute before.
 template <int kTiles, int kThreads>
 struct Notes {
-  static constexpr bool kRecords = false;  // the producer unpacks them
-  int tiles;                               // of the piece whose Q is here
+  static constexpr bool kRecords = false;  // the producer unpacks records
+  int tiles;                               // key tiles of the split whose Q is in shared memory
   MixedTile mixed[kTiles];
-  ValidRows bad[kTiles];  // of a mixed tile: whose values are not all finite
+  ValidRows bad[kTiles];  // keys of a mixed tile whose values are not all finite
   Piece pieces[kPieces];
   Share share;
   typename ShareFinder<kThreads>::Scratch scratch;
@@ -51,7 +52,7 @@ struct Range {
   __device__ bool has(int key) const { return start <= key && key < end; }
 };
 
-// What the warpgroups that multiply know of their block's pieces.
+// The work source of the MMA warpgroups: see mla/consumer.cuh and mla/few_heads.cuh.
 template <typename Shared>
 struct Work {
   const Decode& p;
@@ -73,19 +74,19 @@ template <typename Shared>
 __device__ int item_count(const Work<Shared>& w) {
   return w.notes().share.pieces;
 }
-// The largest score is a result if there is a place for it.
+// With `top` the largest score is a result, so the running maximum must be exact.
 template <typename Shared>
 __device__ float lazy_margin(const Work<Shared>& w) {
   return w.p.top ? 0.f : mla::kLazyMargin;
 }
 
-// Where the keys of a piece lie.
+// Finds the keys of a split.
 struct Keys {
   const Decode& p;
-  const int32_t* table;  // of the request, or null
+  const int32_t* table;  // the request's page table, or null
   Seen seen;
   int first;
-  int64_t before;  // rows before the request's first
+  int64_t before;  // rows before the request's first row
 
   __device__ Keys(const Decode& p, const Walk& walk)
       : p(p),
@@ -94,14 +95,15 @@ struct Keys {
         first(walk.first),
         before(walk.piece.batch * p.batch_rows) {}
 
-  // The page of the piece's `i`-th key, -1 if no query sees the key; a flat array is one page.
+  // Returns the page of the split's i-th key, or -1 if no query sees the key. A flat array is
+  // treated as one page.
   __device__ int page(int i) const {
     const int key = first + i;
     const bool counts = seen.low <= key && key < seen.high;
     if (!table) return counts ? 0 : -1;
     return load_now(table + (counts ? key / p.page_size : 0), counts, -1);
   }
-  // Its row after `before`, -1 if there is none.
+  // Returns the key's row, counted from `rows_before`, or -1 if there is none.
   __device__ int row(int i, int page) const {
     const int key = first + i;
     if (!table) return page < 0 ? -1 : key;
@@ -109,7 +111,7 @@ struct Keys {
   }
 };
 
-// Where records lie.
+// Finds the records of a split.
 struct RecordsAt {
   const char* first;
   uint32_t stride;
@@ -123,7 +125,8 @@ struct RecordsAt {
   }
 };
 
-// A lane's part of a warp's 16 rows of a tile: their pointers of `columns` values each.
+// Points `gather` to this lane's chunks of the warp's 16 rows of a tile, each `columns` values
+// wide.
 __device__ __forceinline__ uint32_t aim(const Decode& p, const Keys& keys, const Piece& piece,
                                         const void* from, int columns, int row, Gather& gather) {
   const int sub = threadIdx.x % 32 / 8, chunk = threadIdx.x % 8;
@@ -133,8 +136,8 @@ __device__ __forceinline__ uint32_t aim(const Decode& p, const Keys& keys, const
   return gather.aim(base, stride, sub, row, row >= 0);
 }
 
-// Zeros for what this lane has copied to a block and is not finite; a bit for each of its four rows
-// that had such.
+// Replaces values that are not finite by zeros, among those that this lane has copied to a block.
+// Returns a bit for each of the lane's four rows that had such values.
 __device__ __forceinline__ uint32_t drop_not_finite(const Gather& gather, uint32_t block) {
   uint32_t rows = 0;
 #pragma unroll
@@ -152,7 +155,7 @@ __device__ __forceinline__ uint32_t drop_not_finite(const Gather& gather, uint32
   }
   return rows;
 }
-// Those bits of all lanes, in the order of `Gather::row`.
+// Returns these bits of all lanes, in the order of `Gather::row`.
 __device__ __forceinline__ uint32_t bits_of_rows(uint32_t rows) {
   uint32_t bits = 0;
 #pragma unroll
@@ -166,7 +169,8 @@ __device__ __forceinline__ uint32_t bits_of_rows(uint32_t rows) {
   return bits;
 }
 
-// Copies a piece's Q to blocks of kRows rows, with zeros for rows that it has not; by a warpgroup.
+// Copies a split's Q to blocks of kRows rows. Rows beyond the KV head group's rows become zeros.
+// Called by a warpgroup.
 template <int kD, int kRows>
 __device__ __forceinline__ void copy_queries(const Decode& p, const Piece& piece, uint32_t q,
                                              uint64_t policy) {
@@ -185,21 +189,22 @@ __device__ __forceinline__ void copy_queries(const Decode& p, const Piece& piece
   }
 }
 
-// Where a row of a piece's results goes, as f32: to the merge kernel, or it is final.
+// Returns where the float32 outputs of a row go: to the workspace, or to `out` if they are final.
 __device__ __forceinline__ float* row_of_floats(const Decode& p, const Piece& piece, int tile_rows,
                                                 int row, int place) {
   return piece.slot < 0 ? static_cast<float*>(p.out) + int64_t{place} * p.value_dim
                         : p.partial + (int64_t{piece.slot} * tile_rows + row) * p.value_dim;
 }
 
-// Of a row that has ended: stores its sums, and returns by what to multiply its output.
+// Finishes a row: stores its lse and largest score. Returns the factor for its outputs.
 __device__ __forceinline__ float end_row(const Decode& p, const Piece& piece, int tile_rows,
                                          int row, int place, float reference, float total,
                                          bool store) {
   const bool empty = total == 0.f;
   const float lse = empty ? -INFINITY : (reference + log2f(total)) * kLn2;
   const float top = isnan(total) ? total : reference * kLn2;  // fmaxf drops NaN
-  // Where all scores are -inf the output is zeros, or by an infinite value NaN, which has to show.
+  // If all scores are -inf the output is zero, unless an infinite value has made it NaN, which must
+  // be visible.
   float factor = empty ? (piece.has_tiles ? 1.f : 0.f) : 1.f / total;
   if (piece.slot >= 0) {
     if (store) p.partial_rows[int64_t{piece.slot} * tile_rows + row] = make_float2(lse, top);
@@ -207,7 +212,7 @@ __device__ __forceinline__ float end_row(const Decode& p, const Piece& piece, in
   }
   if (p.sinks && !empty) {
     const int head = piece.group * p.per_group + (piece.row + row) % p.per_group;
-    factor /= mla::sink_divisor(p.sinks[int64_t{piece.batch} * p.sinks_stride + head], lse);
+    factor /= sink_divisor(p.sinks[int64_t{piece.batch} * p.sinks_stride + head], lse);
   }
   if (store) {
     p.lse[place] = lse;

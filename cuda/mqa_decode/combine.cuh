@@ -1,17 +1,17 @@
-// Merges the results of items that are cut into pieces, whose teams follow each other:
+// Combines the results of work tiles that are divided into KV splits:
 //
-//     lse = log sum_p exp(lse_p)      out = gate * sum_p exp(lse_p - lse) out_p
+//   lse = log sum_p exp(lse_p)      out = gate * sum_p exp(lse_p - lse) out_p
 //
-// A piece's results are lines of 128 floats (PieceLine), of which a lane has four. A warp has some
-// lines at a time, or where parts are many, each warp of a block some of these lines' parts. The
-// order in which parts are summed depends on their number alone, so results are the same on every
-// run.
+// The splits of a work tile belong to consecutive CTA groups. A split's outputs are lines of 128
+// floats (PartialLine), of which each lane has four. A warp combines a few lines at a time. Where
+// there are many splits, each warp of a CTA adds some of the splits of the same lines. The order of
+// additions depends only on the number of splits, so results are the same on every run.
 #pragma once
 
 #include <cuda_bf16.h>
 
+#include "common/combine_splits.cuh"
 #include "common/ptx.cuh"
-#include "mla/rows.cuh"
 #include "mqa_decode/plan.cuh"
 
 namespace jax_dsa::mqa_decode {
@@ -19,23 +19,24 @@ namespace jax_dsa::mqa_decode {
 inline constexpr int kMergeThreads = 256;
 inline constexpr int kMergeWarps = kMergeThreads / 32;
 inline constexpr int kMergeBlocks = 2;  // of a SM
-inline constexpr int kFewParts = 16;    // of a line, for one warp
-inline constexpr int kFewestParts = 3;  // for which it takes four lines
-inline constexpr int kMaxLines = 2;     // of a warp among several for a line
+inline constexpr int kFewParts = 16;    // the most splits that one warp combines
+inline constexpr int kFewestParts = 3;  // the most splits for which a warp takes four lines
+inline constexpr int kMaxLines = 2;     // the most lines of a warp if a CTA shares them
 inline constexpr int kTeamsOfLane = (kMaxTeams + 31) / 32;
 
 struct Cut {
   int team, item, parts;
 };
 struct MergeShared {
-  int count, parts;  // cuts; parts of the one that has most
+  int count, parts;  // split work tiles, and the most splits of any
   Cut cuts[kMaxTeams];
-  float weights[kMaxTeams][16];  // of parts and of a line's rows; each warp's own are kFewParts
+  float weights[kMaxTeams][16];  // by split and row of a line; without kByCta each warp has
+                                 // kWarpSplits splits of its own
   float factors[kMergeWarps][16];
   float4 sums[kMergeWarps][kMaxLines][32];
 };
 
-// The items that are cut; by a warp.
+// Lists the work tiles that are divided into splits. Called by one warp.
 __device__ inline void find_cuts(const Decode& p, MergeShared& shared) {
   const int lane = threadIdx.x % 32;
   int2 found[kTeamsOfLane];
@@ -59,22 +60,23 @@ __device__ inline void find_cuts(const Decode& p, MergeShared& shared) {
   if (lane == 0) shared.count = count, shared.parts = parts;
 }
 
-// kLines lines of an item that is cut, from `line` of a member's on; with kTogether by a block,
-// else by a warp.
+// Combines kLines lines of a split work tile, the first of which is `line` of a CTA rank's results.
+// The whole CTA does so if kByCta, otherwise one warp.
 template <bool kWide, int kLines, bool kTogether>
 struct Merge {
-  static constexpr int kRows = kWide ? 2 : 1;  // that a lane has
+  static constexpr int kRows = kWide ? 2 : 1;  // rows that a lane has
   static constexpr int kRowsOfLine = kWide ? 16 : 2;
-  // Lanes that weigh the parts of a row, and of how many they have the lse under way at a time.
+  // kLanes lanes compute the weights of a row's splits. Each has the lse of kRounds splits in
+  // flight.
   static constexpr int kLanes = kTogether ? (kWide ? 16 : 32) : 32 / kRowsOfLine;
   static constexpr int kRounds = kTogether ? 4 : kFewParts / kLanes;
-  // Parts whose loads are under way at a time.
+  // splits whose loads are in flight at a time
   static constexpr int kBatch = kLines == 4 ? kFewestParts : 16 / kLines;
   const Decode& p;
   MergeShared& shared;
   const Cut& cut;
   const int member, tile_rows, line, first_row, first_slot;
-  const int64_t offset;  // in a slot's results
+  const int64_t offset;  // in a partial result
 
   __device__ __forceinline__ Merge(const Decode& p, MergeShared& shared, const Cut& cut, int member,
                                    int tile_rows, int line)
@@ -88,7 +90,8 @@ struct Merge {
         first_slot((cut.team * p.members + member) * 2),
         offset(int64_t{line} * 128 + threadIdx.x % 32 * 4) {}
 
-  // The first part begins its item, the others go on with it.
+  // The first CTA group begins the work tile at the end of its range, so its split is in the CTA's
+  // second partial result. Later CTA groups have theirs in the first.
   __device__ int slot(int part) const { return first_slot + 2 * p.members * part + (part == 0); }
 
   float4 x[kBatch][kLines];
@@ -111,9 +114,9 @@ struct Merge {
     float* weights = shared.weights[kTogether ? 0 : warp * kFewParts];
     float* factors = shared.factors[kTogether ? 0 : warp];
 
-    load(first, last);  // before anything waits
+    load(first, last);  // issue the loads before anything waits
 
-    // What a part's row counts, by the lanes that have that row.
+    // The lanes of a row compute the weights of its splits.
     const int its = lane / kLanes + (kTogether ? warp * (32 / kLanes) : 0),
               at_first = lane % kLanes;
     const bool weighs = its < kRowsOfLine && (kWide || its * p.value_dim < 128);
@@ -140,38 +143,32 @@ struct Merge {
     const int per_request = p.groups * p.passes, batch = quotient(cut.item, per_request);
     const int rest = cut.item - batch * per_request, group = quotient(rest, p.passes);
     const int row = ((rest - group * p.passes) * p.members + member) * tile_rows;
-#pragma unroll
-    for (int i = kLanes / 2; i > 0; i /= 2) {
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, i));
-    }
-    const float base = mla::Rows::finite(top);
+    top = max_over_lanes<kLanes>(top);
+    highest = max_over_lanes<kLanes>(highest);
     if (weighs) {
 #pragma unroll 4
       for (int part = at_first; part < cut.parts; part += kLanes) {
         float& weight = weights[part * kRowsOfLine + its];
-        weight = exp2_approx((weight - base) * kLog2E);
+        weight = split_weight(weight, top);
         total += weight;
       }
     }
-#pragma unroll
-    for (int i = kLanes / 2; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
+    total = sum_over_lanes<kLanes>(total);
     if (weighs && at_first == 0) {
       const int of_group = row + first_row + its;
-      const bool empty = total == 0.f, has = of_group < p.rows;
-      const float lse = empty ? -INFINITY : top + log2f(total) * kLn2;
-      float factor = empty ? 0.f : 1.f / total;
-      if (p.sinks && !empty && has) {
+      const bool has = of_group < p.rows;
+      CombinedRow combined(top, total);
+      if (p.sinks && !combined.empty && has) {
         const int head = group * p.per_group + of_group % p.per_group;
-        factor /= mla::sink_divisor(p.sinks[batch * p.sinks_stride + head], lse);
+        combined.apply_sink(p.sinks[batch * p.sinks_stride + head]);
       }
-      factors[its] = factor;
-      // The job that has the row's first column.
+      factors[its] = combined.factor;
+      // The warp that has the row's first column writes lse.
       const int column =
           kWide ? line / 128 * 256 + line % 32 : line * 128 - (first_row + its) * p.value_dim;
       if (has && column <= 0) {
         const int place = p.place(batch, group, of_group);
-        p.lse[place] = lse;
+        p.lse[place] = combined.lse;
         if (p.top) p.top[place] = isnan(total) ? total : highest;
       }
     }
@@ -237,7 +234,7 @@ struct Merge {
     }
   }
 
-  int64_t place[kRows];  // among [batch, queries, heads]
+  int64_t place[kRows];  // position in [batch, queries, heads]
   bool has[kRows];
   __device__ __forceinline__ void store(int column, float4 y) const {
     const auto to = [&](auto* out) {
