@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import TransformCase
-from support.cases.registry import CASES
+from support.cases.registry import CASES, one_fast
 from support.compare import assert_matches
 from support.transforms import both_ways
 
@@ -115,7 +115,11 @@ OTHERS = [
         (0, 1, 2),
     ),
 ]
-ALL = pytest.mark.parametrize("case", [*CASES, *OTHERS], ids=lambda c: c.name)
+ALL = pytest.mark.parametrize("case", one_fast([*CASES, *OTHERS]))
+# An integer without a dtype is of another type in x64 alone.
+X64 = pytest.mark.parametrize(
+    "x64", [pytest.param(False, id="x32", marks=pytest.mark.slow), pytest.param(True, id="x64")]
+)
 
 
 @contextlib.contextmanager
@@ -130,7 +134,7 @@ def configured(**settings: Any) -> Iterator[None]:
             jax.config.update(name, value)
 
 
-@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
+@X64
 @ALL
 def test_nothing_is_promoted(
     case: Any, x64: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch

@@ -33,8 +33,14 @@ from support.scripts import load_script
 from jax_dsa import nn
 from jax_dsa.nn import compressed
 
+# Layers that compress keys and select from them do what the other kinds do.
+ONE_KIND = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=[] if k == "selected" else [pytest.mark.slow]) for k in LAYERS],
+)
 
-@pytest.mark.parametrize("kind", LAYERS)
+
+@ONE_KIND
 def test_packed_documents_do_not_see_each_other(rng, kind):
     graph, params = nnx.split(layer(rng, LAYERS[kind]))
     x = hidden(rng)

@@ -162,7 +162,7 @@ def test_decoder_matches_numpy(rng, changes, sparse):
     assert_matches(logits, want.astype(np.float32), 1e-3)
 
 
-@pytest.mark.parametrize("shape", [(0, T), (B, 0)])
+@pytest.mark.parametrize("shape", [(0, T), pytest.param((B, 0), marks=pytest.mark.slow)])
 def test_empty_batches_and_sequences(shape):
     model, tokens = decoder(SHARING), jnp.zeros(shape, jnp.int32)
     module, x = attention(), jnp.zeros((*shape, M))

@@ -81,8 +81,14 @@ def test_barriers_order_the_gradients_of_blocks():
     assert [line.count("%") for line in barriers].count(one) == 2 * 2
 
 
-@pytest.mark.parametrize("changes", [{}, {"sinks": True, "gate": True, "log_scaling": True}])
-@pytest.mark.parametrize("stripes", [1, 2])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"sinks": True, "gate": True, "log_scaling": True},
+    ],
+)
+@pytest.mark.parametrize("stripes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_queries_in_chunks(rng, changes, stripes):
     x, ids = hidden(rng), nn.striped(SEGMENT_IDS, stripes)
 
@@ -138,7 +144,7 @@ def test_query_chunks_reduce_memory():
 @pytest.mark.parametrize(
     ("policy", "once"), [("full", ()), ("selection", SELECTION), ("attention", RESIDUALS)]
 )
-@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("chunk", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_values_that_remat_policies_save(rng, policy, once, chunk):
     module, x = attention(query_chunk=chunk), hidden(rng)
     graph, params = nnx.split(module)

@@ -34,7 +34,7 @@ def text(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("model", ["glm", "v4"])
+@pytest.mark.parametrize("model", [pytest.param("glm", marks=pytest.mark.slow), "v4"])
 def test_training_in_both_stages(example, text, tmp_path, model):
     setting = example.MODELS[model](False)
     setting = dataclasses.replace(setting, seq_len=48, batch=2, steps=10, dense_steps=3)
@@ -54,6 +54,7 @@ def test_training_in_both_stages(example, text, tmp_path, model):
     assert all(max(largest) > 1e-4 for largest in changes.values())
 
 
+@pytest.mark.slow
 def test_command_line(example, text, tmp_path, capsys, monkeypatch):
     small = dataclasses.replace(example.v4(False), seq_len=40, batch=2)
     monkeypatch.setitem(example.MODELS, "v4", lambda large: small)

@@ -20,7 +20,11 @@ from jax_dsa.training.mesh import AXES, make_mesh
 from jax_dsa.training.steps import Program
 
 MESHES = [
-    *({axis: 2} for axis in AXES),
+    # The context axis is the one that exchanges keys, and the batch is sharded as on "data".
+    *(
+        pytest.param({axis: 2}, marks=[] if axis == "context" else [pytest.mark.slow])
+        for axis in AXES
+    ),
     *(
         pytest.param({a: 2, b: 2}, marks=pytest.mark.slow)
         for a, b in itertools.combinations(AXES, 2)
