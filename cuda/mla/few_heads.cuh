@@ -1,24 +1,4 @@
-// The MMA warpgroup of attention over keys for up to 32 heads (columns) at a time. The few-heads
-// kernels of sparse MLA's forward pass and of mqa_decode use it. consumer.cuh has heads as the rows
-// of its products, 64 of them. Here keys and dimensions are the rows and heads the columns, so only
-// 16 or 32 heads are multiplied:
-//
-//     scores^T [64 keys, heads] = keys [64, D] q^T        output^T [512, heads] = values^T P^T
-//
-// The limits are shared-memory bandwidth (every tile is written once and read twice) and, about
-// equally, the gather from the L2.
-//
-// Two CTAs share an SM, so one computes while the other is in its softmax or ends a work tile.
-// Warpgroup 0 multiplies. Warpgroup 1 is the producer: it copies Q and the keys.
-//
-// Shared memory (see consumer.cuh for the layout of blocks):
-//   q              D/64 blocks of as many rows as there are heads
-//   ring           blocks of keys, filled and freed one by one. A tile's first block holds the last
-//                  64 columns if D is 576, which only the scores use. The values follow in order.
-//   probabilities  a block of P^T with one row per head. A warp writes 32 bytes of each row, those
-//                  of its 16 keys. At the end of a work tile it stages its outputs there.
-// P is relative to a lazily rescaled running maximum of its head, as in consumer.cuh. All four
-// warps must agree on the maximum. They do so where they wait for each other's P anyway.
+// FEW
 #pragma once
 
 #include "common/limits.h"
@@ -30,29 +10,28 @@
 namespace jax_dsa::mla {
 
 inline constexpr int kFewThreads = 256;  // two warpgroups
-inline constexpr int kFewBlocks = 2;     // per SM
+inline constexpr int kFewBlocks = 2;     // of a SM
 inline constexpr int kFewConsumers = 1;  // named barrier of warpgroup 0
 
-// Sizes for kN heads. Values are the first kE of a key's kD dimensions, or rows of kE elements in
-// an array of their own.
+// kN heads; values are the first kE of a key's kD dimensions, or if they lie apart, rows of kE.
 template <int kD_, int kN_, int kE_ = kMlaValueDim, bool kApart_ = false>
 struct FewTraits {
   static constexpr int kD = kD_, kN = kN_, kE = kE_;
   static constexpr bool kApart = kApart_;
-  static constexpr int kScored = kD / 64;  // a tile's first blocks, which the scores use
-  static constexpr int kValues = kE / 64;  // a tile's last blocks, which hold values
-  static constexpr int kLead = kApart ? kScored : kScored - kValues;  // blocks before the values
+  static constexpr int kScored = kD / 64;  // blocks of a tile that the scores use, its first ones
+  static constexpr int kValues = kE / 64;  // ... that hold values, its last ones
+  static constexpr int kLead = kApart ? kScored : kScored - kValues;  // ... before the values
   static constexpr int kBlocks = kLead + kValues;
-  // The ring takes what two CTAs per SM leave beside Q, P and 1 KiB.
+  // As many as two blocks of a SM have room for, beside Q, P and 1 KiB.
   static constexpr int kRoom = ((kMaxSharedBytes + kReservedSharedBytes) / kFewBlocks -
                                 kReservedSharedBytes - 1024 - (kScored + 1) * kN * 128) /
                                kBlockBytes;
   static constexpr int kRing = kRoom < 12 ? kRoom : 12;
-  // The number of key tiles whose validity bits are kept. When a tile's first block enters the
-  // ring, a value block of the tile this many before has been used.
+  // Tiles whose bits are kept: when a tile's first block comes to the ring, a value block of the
+  // tile so many before has been used.
   static constexpr int kBits = ceil_div(kRing + kLead, kBlocks);
 
-  // Returns which 64 columns of the keys the i-th score block of a tile holds.
+  // The columns of a tile's i-th scored block.
   __host__ __device__ static constexpr int columns(int i) {
     return kApart ? i : (i + kValues) % kScored;
   }
@@ -63,7 +42,7 @@ struct alignas(1024) FewShared {
   uint8_t q[Tr::kScored][Tr::kN * 128];
   uint8_t ring[Tr::kRing][kBlockBytes];
   uint8_t probabilities[Tr::kN * 128];
-  float exchange[4][Tr::kN];  // for reductions across the MMA warps
+  float exchange[4][Tr::kN];  // between the warps that multiply
   ValidRows valid[Tr::kBits];
   Notes notes;
   uint64_t q_full, q_free;
@@ -71,23 +50,21 @@ struct alignas(1024) FewShared {
   uint64_t full[Tr::kRing], free[Tr::kRing];
 };
 
-// The softmax state of a thread's heads: columns c and c + 1 of every eight, where c = lane % 4 *
-// 2.
+// State of a thread's heads: columns c and c + 1 of every eight, c = lane % 4 * 2.
 template <int kN>
 struct Columns {
   static constexpr int kHeadsOfThread = kN / 4;
   float reference[kHeadsOfThread];  // log2 units; -inf before the first valid score
   float sum[kHeadsOfThread];        // of this thread's probabilities
 
-  // local_head returns to which of the thread's heads an accumulator element belongs; head returns
-  // that head's index in the work tile.
+  // Whose an accumulator's element is, and that head's number in the item.
   __device__ static constexpr int of(int element) { return element / 4 * 2 + element % 2; }
   __device__ static int head(int i) {
     return i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
   }
 };
 
-// Whether this thread's two key rows of a tile are valid.
+// Which of this thread's rows of a tile count.
 struct CountingRows {
   bool counts[2];
 
@@ -97,7 +74,7 @@ struct CountingRows {
   }
 };
 
-// Reduces x of each head over the lanes and warps that hold its keys.
+// Combines x of each head over the four warps' lanes.
 template <int kN, typename Combine>
 __device__ __forceinline__ void over_rows(float (&x)[kN / 4], float (&exchange)[4][kN],
                                           Combine combine) {
@@ -117,8 +94,8 @@ __device__ __forceinline__ void over_rows(float (&x)[kN / 4], float (&exchange)[
   }
 }
 
-// Stores the warp's 16 rows of an accumulator, packed in pairs of columns, as 32 bytes in each row
-// of the transposed block. `to` is the lane's row and chunk, see `transposed_address`.
+// Stores the warp's 16 rows of an accumulator, two columns packed, as rows of the transposed
+// block: 32 bytes in each. `to` is the row and chunk of lane: see `transposed_place`.
 template <int kN>
 __device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&packed)[kN / 4]) {
 #pragma unroll
@@ -133,8 +110,7 @@ __device__ __forceinline__ uint32_t transposed_place(uint32_t block) {
   return block + row * 128 + (chunk ^ row % 8) * 16;
 }
 
-// Calls free(pair) as the products of each pair of blocks complete, for the last kPending + 1
-// pairs.
+// Calls free(pair) when the products of that pair of blocks are done, of the last kPending + 1.
 template <int kPending, int kPairs, typename F>
 __device__ __forceinline__ void free_in_turn(F free) {
   wgmma_wait<kPending>();
@@ -142,12 +118,8 @@ __device__ __forceinline__ void free_in_turn(F free) {
   if constexpr (kPending > 0) free_in_turn<kPending - 1, kPairs>(free);
 }
 
-// Runs the MMA warpgroup over the CTA's work tiles. As for `consume` in consumer.cuh, functions in
-// the namespace of `Work` say which work tiles there are and what becomes of scores and results:
-//   work_tile_count(work), first_work_tile(work), work_tile_step(work), lazy_margin(work)
-//   valid_key_rows(work, shared, valid_stage, warp, lane)    which of the thread's keys are valid
-//   mask_scores(work, rows, scale_log2, s)
-//   write_few_results(work, work_index, tiles, o, columns, shared)
+// See `consume` in fwd.cuh; here `counting_rows`, `hide_scores` and `write_few` say what becomes of
+// scores and results.
 template <typename Tr, typename Params, typename Notes>
 __device__ void consume_few(const Params& p, FewShared<Tr, Notes>& shared) {
   constexpr int kN = Tr::kN, kValues = Tr::kValues, kLead = Tr::kLead, kBlocks = Tr::kBlocks;
@@ -165,16 +137,16 @@ __device__ void consume_few(const Params& p, FewShared<Tr, Notes>& shared) {
   float o[kValues][kN / 2] = {};
   float s[kN / 2];
   Columns<kN> columns;
-  Place at;                         // the next tile's first block
-  Place last = {Tr::kRing - 1, 1};  // the last tile's last block
+  Place at;                         // of the next tile's first block
+  Place last = {Tr::kRing - 1, 1};  // of the last one's last
   uint32_t item_parity = 0, tile_number = 0;
 
   const auto arrive = [&](uint64_t* barrier) {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
   };
-  // Stores P^T relative to the running maxima in shared memory and waits for the P^T of the other
-  // warps. Returns whether any warp has a score that exceeds its running maximum by too much.
+  // Puts P^T, relative to the references, into shared memory and waits for that of the other warps.
+  // Returns whether some warp has a score for which the references are too low.
   const auto store_probabilities = [&](float (&sum)[kMine]) {
     uint32_t packed[kMine];
     bool exceeds = false;
@@ -254,7 +226,7 @@ __device__ void consume_few(const Params& p, FewShared<Tr, Notes>& shared) {
       for (int i = 0; i < kLead; ++i) arrive(&shared.free[(at + i).index]);
 
       hide_scores(p, rows, scale_log2, s);
-      // Wait until all four warps have multiplied with the last tile's P.
+      // All four warps have multiplied with the last tile's P.
       mbarrier_wait(&shared.free[last.index], last.parity);
       float sum[kMine];
       if (store_probabilities(sum)) {
@@ -268,7 +240,7 @@ __device__ void consume_few(const Params& p, FewShared<Tr, Notes>& shared) {
 #pragma unroll
       for (int m = 0; m < kValues; ++m) {
         const Place place = at + (kLead + m);
-        if constexpr (Tr::kApart) {  // otherwise the scores have waited
+        if constexpr (Tr::kApart) {  // else the scores have waited
           mbarrier_wait(&shared.full[place.index], place.parity);
           wgmma_fence();
         }

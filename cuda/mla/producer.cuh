@@ -1,4 +1,4 @@
-// What the producer warpgroups of the MLA kernels share.
+// What producer warpgroups of the MLA kernels share.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace jax_dsa::mla {
 
-// Begins a work tile. Once the previous work tile's Q has been used, `copy_queries` copies the new
-// Q, which a work tile without key tiles does not need.
+// Begins an item: when the one before has used its Q, `copy_queries` copies this one's, which an
+// item without tiles does not need.
 template <typename Shared, typename Copy>
 __device__ __forceinline__ void begin_item(Shared& shared, uint32_t item_parity, int tiles,
                                            Copy copy_queries) {

@@ -1,5 +1,5 @@
-// Unpacks the 64 FP8 records of a key tile to bf16 in shared memory (common/tile.cuh). See
-// records.cuh.
+// The way of a tile's 64 records to bf16 in shared memory (common/tile.cuh), by a warpgroup of
+// producers. See records.cuh.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -9,9 +9,9 @@
 
 namespace jax_dsa::mla {
 
-// A thread unpacks a quarter of two rows of a tile: the row lane / 4 of its warp's eight rows in
-// either half of the tile, and of that row the 16-byte chunk lane % 4 of each block (64 values).
-// One step unpacks the values of one scale, which are a chunk of two blocks.
+// A thread has a quarter of two rows of a tile of records: of 16-byte chunk lane % 4 of each block
+// (64 values) the row lane / 4 of its warp's eight, in either half of the tile. The values of one
+// scale are a step: a chunk of two blocks.
 struct Unpacking {
   uint32_t codes[8];
 };
@@ -32,20 +32,20 @@ __host__ __device__ constexpr int record_row(int warp, int half, int lane) {
   return half * 32 + warp * 8 + lane / 4;
 }
 
-// Returns the validity bits of the warp's 16 rows. Lanes l and l + 1 of each four hold the `row` in
-// halves 0 and 1. Bit r stands for row r % 8 of half r / 8.
+// Of a warp's 16 rows, lanes l and l + 1 of each four have those of the halves 0 and 1. Bit r is
+// that of row r % 8 of half r / 8 of the warp's.
 __device__ __forceinline__ uint32_t bits_of_records(int row) {
   const int lane = threadIdx.x % 32;
   return __ballot_sync(~0u, __shfl_sync(~0u, row, lane % 8 * 4 + lane / 8) >= 0) & 0xffff;
 }
 
-// Loads the records of a thread's rows into registers.
+// The records that a thread loads from.
 struct Records {
-  const char* from;  // this thread's first chunk of the current record
+  const char* from;  // this thread's first chunk of the one that is being loaded
   bool valid = false;
-  float scales[2];  // this lane's scale of each of the thread's rows
+  float scales[2];  // one of those of the thread's rows
 
-  // Moves on to the record of `row` (-1: none) in half kHalf. The record lies at record(row).
+  // Goes on to the record of `row` (-1: none) in half kHalf, which lies at record(row).
   template <int kHalf, typename Record>
   __device__ __forceinline__ void aim(int row, Record record) {
     const int lane = threadIdx.x % 32, its = __shfl_sync(~0u, row, kHalf, 4);
@@ -64,17 +64,16 @@ struct Records {
   }
 };
 
-// Stores unpacked values. A chunk of 16 codes becomes two chunks of bf16. The chunks of neighboring
-// rows fall on different banks.
+// A chunk of 16 values becomes two in bf16. Those of neighbouring rows fall on different banks.
 struct Unpacked {
-  uint32_t chunk[2];  // addresses in the first block, in the tile's first half
+  uint32_t chunk[2];  // in the first block, of the tile's first half
 
   __device__ explicit Unpacked(uint32_t keys) {
     const int lane = threadIdx.x % 32, row = record_row(threadIdx.x / 32 % 4, 0, lane);
     for (int i = 0; i < 2; ++i) chunk[i] = keys + row * 128 + ((lane % 4 * 2 + i) ^ row % 8) * 16;
   }
 
-  // Stores half kHalf of two blocks, at offsets of `to` and `then` bytes.
+  // Half kHalf of two blocks, `to` bytes on and `then` bytes on.
   template <int kHalf>
   __device__ __forceinline__ void store(uint32_t to, uint32_t then, const Unpacking& x,
                                         float scale) const {
@@ -83,8 +82,7 @@ struct Unpacked {
     });
   }
 
-  // Copies half kHalf of the last 64 values, which are bf16 already, to block kBlock at an offset
-  // of `to` bytes.
+  // Half kHalf of the last 64 values, which are bf16 already, to block kBlock, `to` bytes on.
   template <int kHalf, int kBlock, typename Record>
   __device__ __forceinline__ void copy_last(uint32_t to, int row, Record record,
                                             uint64_t policy) const {
@@ -98,19 +96,18 @@ struct Unpacked {
   }
 };
 
-// ---- unpacking in place ------------------------------------------------------------------------
+// ---- in place ----------------------------------------------------------------------------------
 
-// Copies records to shared memory and unpacks them where they arrive, so that no register waits for
-// a copy in flight. The MMA warpgroups (consumer.cuh) do the unpacking, each of them half of every
-// tile. Codes arrive in four of the first eight blocks, 128 codes per row and block, scales in
-// another block, and the last 64 values, which are bf16 already, in the ninth block, where they
-// stay.
+// Records are unpacked where they arrive, so that no register waits for what is under way, and by
+// the warpgroups that multiply (fwd.cuh), of every tile half by each. Codes come to four of the
+// first eight blocks, 128 a block, scales to one of the others, and the last 64 values, bf16
+// already, to the ninth for good.
 class RecordsInPlace {
   static constexpr int kTileBytes = 9 * kBlockBytes, kHalfBytes = 4096;
 
   uint32_t keys;
 
-  // Returns the offset of a chunk within a block. `row` is one of the warp's eight rows of a half.
+  // Where a chunk of one of the warp's eight rows of a half lies in a block.
   __device__ static uint32_t place(uint32_t row, uint32_t chunk) {
     const uint32_t thread = thread_index();
     return thread / 32 % 4 * 1024 + row * 128 + (chunk ^ row) * 16;
@@ -120,9 +117,8 @@ class RecordsInPlace {
   __device__ explicit RecordsInPlace(const uint8_t* keys_of_tiles)
       : keys(smem_address(keys_of_tiles)) {}
 
-  // Copies this lane's chunks of one half of a tile. Lane 8 * sub + i, i < 4, holds the `row` of
-  // the warp's Gather::row(i, sub), or -1 for none. The record lies at record(row). The lane copies
-  // chunk i of rows sub and sub + 4.
+  // Lane 8 * sub + i, i < 4, has the `row` of the warp's Gather::row(i, sub), -1 for none; it lies
+  // at record(row). The lane copies chunk i of rows sub and sub + 4.
   template <typename Record>
   __device__ __forceinline__ void copy(int parity, int half, int row, Record record,
                                        uint64_t policy) const {
@@ -139,7 +135,7 @@ class RecordsInPlace {
         cp_async_16_alone(at + j * kBlockBytes, from + j * 128, its >= 0, policy);
       }
     }
-    // Where there is no record, codes and scales become zeros.
+    // Where there is no record, codes and scales are zeros.
     if (lane % 8 / 2 == half) {
       cp_async_16_alone(whole_sum(to, place(lane / 8 + lane % 2 * 4, 0)), record(max(row, 0)) + 512,
                         row >= 0, policy);
@@ -154,10 +150,10 @@ class RecordsInPlace {
     }
   }
 
-  // Returns the offsets within 16 rows of a thread's first chunk of codes (lower half of the
-  // result) and first chunk of values (upper half). Each warp unpacks four rows, each lane one
-  // chunk of each block of a row's codes. Lanes 8 i .. 8 i + 7 have four neighboring chunks of two
-  // rows whose numbers differ in bits 0 and 2, so they fall on different banks for codes and for
+  // Where, in 16 rows, the first of a thread's chunks of codes is and, in the upper half of the
+  // result, the first of its chunks of values. A warp has four rows for itself, a lane one chunk of
+  // each block of a row's codes. Lanes 8 i .. 8 i + 7 have four chunks side by side of two rows
+  // whose numbers differ in bits 0 and 2, and so find different banks both for codes and for
   // values.
   __device__ static uint32_t places() {
     const uint32_t thread = thread_index(), odd = thread / 4 % 2, upper = thread / 8 % 2;
@@ -168,7 +164,7 @@ class RecordsInPlace {
     return opaque(codes | values << 16);
   }
 
-  // Unpacks the warpgroup's 16 rows that start at `first`.
+  // Unpacks the warpgroup's 16 rows from `first` on.
   __device__ __forceinline__ void unpack(int parity, int first, uint32_t places) const {
     const uint32_t thread = thread_index(), chunk = thread % 4;
     const uint32_t tile = keys + parity * kTileBytes + first * 128;
@@ -200,7 +196,7 @@ class RecordsInPlace {
     const uint32_t low = thread % 2 ? scales[1] : scales[0];
     const uint32_t high = thread % 2 ? scales[3] : scales[2];
     const bool plain = is_plain_scale(__uint_as_float(chunk < 2 ? low : high));
-    // After this all lanes have their codes in registers, so values may replace the codes.
+    // All lanes have their codes in registers then, and values may replace them.
     __syncwarp();
     if (__all_sync(~0u, plain && !any_nan(nan_bits[0] | nan_bits[1]))) {
       uint32_t factor[4];
@@ -217,7 +213,7 @@ class RecordsInPlace {
   }
 };
 
-// Waits for warpgroup kSide's half of a tile and unpacks it.
+// Unpacks warpgroup kSide's half of a tile when it is there.
 template <int kSide, typename Shared>
 __device__ __forceinline__ void unpack_half(Shared& shared, int parity, uint32_t phase,
                                             uint32_t places) {
@@ -227,7 +223,7 @@ __device__ __forceinline__ void unpack_half(Shared& shared, int parity, uint32_t
   for (int first = kSide * 32; first < kSide * 32 + 32; first += 16) {
     records.unpack(parity, first, places);
   }
-  fence_async_proxy();  // makes ordinary stores visible to wgmma
+  fence_async_proxy();  // ordinary stores, which wgmma reads
 }
 
 }  // namespace jax_dsa::mla

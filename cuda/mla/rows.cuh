@@ -1,5 +1,5 @@
-// What one thread of the kernels for 64 heads does to its rows of scores and outputs. See
-// consumer.cuh.
+// What one thread of the sparse MLA forward kernel does to its rows of scores and outputs. See
+// fwd.cuh.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,13 +10,13 @@
 
 namespace jax_dsa::mla {
 
-// Softmax state of two rows of a warpgroup's accumulator: a thread holds rows r and r + 8.
+// State of two rows of one warpgroup's accumulator: a thread has rows r and r + 8.
 struct Rows {
   float reference[2];  // log2 units; -inf before the first valid score
-  float sum[2];        // of this thread's probabilities, relative to the running maximum
-  float others[2];     // the sum of the same thread of the peer warpgroup, known near the end
+  float sum[2];        // of this thread's probabilities, relative to the reference
+  float others[2];     // the same of its counterpart in the other warpgroup, known near the end
 
-  // Adopts new running maxima. Returns the factors for everything that is relative to the old ones.
+  // Moves to new references; returns by how much to scale what is relative to the old ones.
   __device__ void move(const float (&to)[2], float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -26,13 +26,13 @@ struct Rows {
       reference[r] = to[r];
     }
   }
-  // Returns row r's sum over all keys, near the end; 0 if no key was valid.
+  // Row r's sum over all keys, near the end; 0 if none counted.
   __device__ float total(int r) const {
     float x = sum[r] + others[r];
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
   }
-  // Returns the natural logarithm of the sum of exp(score).
+  // Its natural logarithm, of what the reference stands for too.
   __device__ float lse(int r, float total) const {
     return total == 0.f ? -INFINITY : (reference[r] + log2f(total)) * kLn2;
   }
@@ -43,7 +43,7 @@ __device__ __forceinline__ void scale_rows(float (&o)[128], const float (&factor
   for (int i = 0; i < 128; ++i) o[i] *= factor[i / 2 % 2];
 }
 
-// Sets the scores of invalid keys (columns) to -inf.
+// -inf in the columns of a tile's scores that do not count.
 __device__ __forceinline__ void hide_columns(float (&s)[32], uint64_t valid) {
   if (valid != ~uint64_t{0}) {
     const int column = threadIdx.x % 4 * 2;
@@ -57,14 +57,14 @@ __device__ __forceinline__ void hide_columns(float (&s)[32], uint64_t valid) {
   }
 }
 
-// Turns a tile's scores into probabilities, packed as operands of the next product, and updates
-// `rows`. Returns whether a running maximum of the warp's rows was raised; `factor` is then what
-// the accumulator must be scaled by. Calls `between` halfway.
+// Turns a tile's scores into probabilities, as operands of the next product. Advances `rows`; where
+// this moved a reference of the warp's rows, returns true and gives the factor that the accumulator
+// needs. Calls `between` halfway.
 template <typename F>
 __device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float margin, Rows& rows,
                                         uint32_t (&probabilities)[4][4], float (&factor)[2],
                                         F between) {
-  float top[4];  // by i % 4, to have independent dependency chains
+  float top[4];  // by i % 4, for instructions that need not wait for each other
 #pragma unroll
   for (int i = 0; i < 4; ++i) top[i] = s[i];
 #pragma unroll
@@ -97,10 +97,10 @@ __device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float 
   return moved;
 }
 
-// Stores the warp's 16 rows of the accumulator as bf16, 32 columns at a time through `staging`,
-// which has rows of 64 bytes with swizzled 16-byte chunks. `out` is row lane / 4; rows are kStride
-// elements apart. A factor of 0 turns any value, NaN included, into zero. common/store_rows.cuh
-// does the same for any stride, but with it ptxas 13.0 serializes products of the backward pass.
+// Stores the warp's 16 rows of the accumulator as bf16, 32 columns at a time through `stage`, which
+// has rows of 64 bytes whose 16-byte chunks are swizzled. `out` is the row lane / 4 of rows kStride
+// long. A factor of 0 makes zeros of anything. common/store_rows.cuh does this for any stride; with
+// it ptxas 13.0 serialises products of the backward pass.
 template <int kStride, int kN>
 __device__ __forceinline__ void store_rows(const float (&o)[kN], const float (&factor)[2],
                                            uint32_t stage, __nv_bfloat16* out, int rows_left) {

@@ -1,9 +1,9 @@
-// Decode attention for up to 32 rows (queries times heads) of a KV head group at a time.
-//
-// The MMA warpgroup, its shared memory and its barriers are those of mla/few_heads.cuh, with keys
-// as the rows of the products. Values may be in an array of their own. Two CTAs share an SM. This
-// file adds which keys there are (plan.cuh), how they are copied (tiles.cuh) and where results go:
-// those of a KV split to the combine kernel, those of a whole work tile to `out`.
+// Decode attention of up to 32 rows, queries times heads, of a group at a time. The warpgroup that
+// multiplies, its shared memory and its barriers are those of sparse MLA's forward kernel for few
+// heads (sparse_mla/fwd_few.cuh), with keys as the rows of the products; values may lie apart from
+// the keys. Two blocks share a SM. What differs is which keys there are (plan.cuh), how
+// they come (tiles.cuh) and where results go: a piece's to the merge kernel, an item's that is
+// whole to `out`.
 #pragma once
 
 #include "mla/few_heads.cuh"
@@ -20,7 +20,7 @@ using FewNotes = Notes<Tr::kBits, 128>;
 template <typename Tr>
 using FewShared = mla::FewShared<Tr, FewNotes<Tr>>;
 
-// Which of this thread's key rows of a tile are valid, and the stage with the tile's notes.
+// Which of this thread's rows of a tile count, and where to look for whom.
 struct SeenRows : mla::CountingRows {
   int slot;
 };
@@ -64,7 +64,7 @@ __device__ void write_few(const Work<Shared>& w, int number, int tiles,
   using Columns = mla::Columns<kN>;
   const Decode& p = w.p;
   const Piece piece = w.piece(number);
-  // Another barrier must separate two reductions. Only key tiles contain one.
+  // Between two exchanges there must be another barrier, which only tiles have.
   if (tiles > 0) {
     mla::over_rows<kN>(columns.sum, shared.exchange, [](float a, float b) { return a + b; });
   }
@@ -100,7 +100,7 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint64_t drop = l2_policy_evict_first();
   const bool leader = threadIdx.x % 128 == 0;
-  // the row of a tile whose location this lane looks up
+  // Whose place this lane looks up.
   const int slot =
       kRecords ? mla::record_row(warp, lane % 2, lane) : Gather::row(warp, lane % 16 / 4, lane % 4);
   const uint32_t ring = smem_address(shared.ring);
@@ -139,7 +139,7 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
       const Place start = at;
       if constexpr (kRecords) {
         static_assert(Tr::kLead == 1);
-        // Each scale's values are unpacked first for one half of the rows, then for the other.
+        // Of each scale's values first one half of the rows, then the other.
         mla::Records records[2];
         mla::Unpacking travelling[mla::kStepsHeld];
         records[0].aim<0>(row, record_at);
@@ -167,7 +167,7 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
                                 travelling[kStep % mla::kStepsHeld], scale);
           if constexpr (kHalf == 1) {
             if (!mixed) {
-              fence_async_proxy();  // makes ordinary stores visible to wgmma
+              fence_async_proxy();  // ordinary stores, which wgmma reads
               mbarrier_arrive(&shared.full[at.index]);
               mbarrier_arrive(&shared.full[then.index]);
             }

@@ -1,4 +1,4 @@
-// Launches a decode kernel and the kernel that combines its KV splits.
+// Launches a decode kernel and the merge of its pieces.
 #pragma once
 
 #include "common/launch.cuh"
@@ -6,7 +6,7 @@
 
 namespace jax_dsa::mqa_decode {
 
-// Launches `kernel` with kCtasPerSm CTAs per SM. See PartialLine for kWide.
+// `kernel` in kBlocks blocks a SM; kWide: see PieceLine.
 template <typename Shared, int kBlocks, bool kWide>
 cudaError_t launch(void (*kernel)(Decode), const MqaDecodeParams& params, int tile_rows,
                    int threads, cudaStream_t stream) {

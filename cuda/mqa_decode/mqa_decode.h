@@ -1,6 +1,6 @@
-// Attention of a few queries per request to all keys that they see, in an array or in a flat or
-// paged cache. It covers multi-query, grouped-query and MLA decoding; the values of MLA are the
-// first elements of the keys.
+// Attention of a few queries of each request over all keys that they see, in an array or in a flat
+// or paged cache: multi-query and grouped-query decoding, and MLA's, whose values are a part of the
+// keys.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,43 +11,38 @@
 
 namespace jax_dsa {
 
-// How work is divided. The defaults are the fastest that were measured.
+// What is to be tuned, with what is best.
 struct MqaDecodeTuning {
-  int merge_cost = 6;  // cost of splitting a few work tiles, in key tiles; nothing is split to save
-                       // less
-  int least = 3;       // the fewest key tiles of a work range, if there are enough for one
+  int merge_cost = 6;  // of cutting a few requests, in tiles: below this, none is cut
+  int least = 3;       // tiles of a share, if there are enough for one
 };
 
-// Query t of request b sees the existing keys with starts[b, t] <= j < ends[b, t].
+// Query t of request b sees the keys starts[b, t] <= j < ends[b, t], of those that there are.
 struct MqaDecodeParams {
   const void* q;              // [batch, queries, heads, dim], bf16
   const void* k;              // flat: [batch, keys, groups, dim], bf16. Paged: [pages * page_size,
-                              // groups, dim], and `keys` is page_slots * page_size
-  const void* v;              // like k, with value_dim; or null: values are the first 512 elements
-                              // of a key
-  bool records;               // rows of k are FP8 records; requires dim 576 and no v
+                              // groups, dim]; `keys` is then page_slots * page_size
+  const void* v;              // the same with value_dim, or null: the first 512 of a key
+  bool records;               // without v, dim 576: rows of k are FP8 records in place of values
   const int32_t* starts;      // [batch, queries]
   const int32_t* ends;        // [batch, queries]
   const float* sinks;         // [batch, heads], or [heads] with sinks_stride = 0, or null
-  const int32_t* page_table;  // [batch, page_slots]: entry r is the page of tokens r * page_size
-                              // and on; any value outside 0..pages-1 means no page. Null: flat
-  void* out;                  // [batch, queries, heads, value_dim], bf16; float32 if `top` is given
+  const int32_t* page_table;  // [batch, page_slots]: the page of tokens r * page_size on; anything
+                              // outside 0..pages-1 has none. Null: flat
+  void* out;                  // [batch, queries, heads, value_dim], bf16; f32 with `top`
   float* lse;                 // [batch, queries, heads]; natural logarithm, without the sink
-  float* top;                 // [batch, queries, heads], or null: the largest score, natural
-                              // logarithm units
-  float* partial;             // [partial results, rows, value_dim], see `mqa_decode_workspace`
-  float2* partial_rows;       // [partial results, rows]: lse and largest score
-  int2* cuts;                 // [CTA groups]: for a work tile that the group begins and does not
-                              // finish, its number and its number of splits; otherwise zeros
+  float* top;                 // [batch, queries, heads], or null: the largest score
+  float* partial;             // [slots, rows, value_dim]; see `mqa_decode_workspace`
+  float2* partial_rows;       // [slots, rows]
+  int2* cuts;                 // [teams]
   int64_t batch;
   int64_t queries;
-  int64_t keys;        // per request
-  int64_t batch_rows;  // rows from one request's first row to the next's; 0 if all requests share
-                       // the rows
+  int64_t keys;        // of a request
+  int64_t batch_rows;  // from one request's rows to the next's; 0 where all share them
   int heads;           // a multiple of groups
   int groups;
-  int dim;        // 576 or 512 without v; 64, 128 or 256 with v
-  int value_dim;  // 512 without v, dim with v
+  int dim;        // without v: 576 or 512. With v: 64, 128 or 256
+  int value_dim;  // 512, or dim
   int pages;
   int page_size;
   int page_slots;
@@ -56,15 +51,14 @@ struct MqaDecodeParams {
   MqaDecodeTuning tuning;
 };
 
-// Returns the number of rows (queries times heads of a KV head group) that are multiplied at a
-// time.
+// Rows, queries times heads, of a group that are multiplied at a time.
 inline int mqa_decode_rows(int64_t queries, int heads, int groups, int dim, bool records) {
   const int64_t rows = groups > 0 ? queries * (heads / groups) : 0;
   return rows <= 16 ? 16 : (rows <= 32 && !records) || dim < 512 ? 32 : 64;
 }
 
-// The size of the workspace for partial results, sufficient for every device: rows of `partial` and
-// `partial_rows`, and entries of `split_tiles`.
+// What results of parts of requests take, on any device: rows of `partial` and `partial_rows`, and
+// entries of `cuts`.
 struct MqaDecodeWorkspace {
   int64_t rows, cuts;
 };

@@ -1,19 +1,15 @@
-// How the mqa_decode kernels divide their work.
+// Who does what in the mqa_decode kernels.
 //
-// Work tiles. A work tile is (request, KV head group, row pass). It covers the request's key tiles
-// of 64 keys and as many row tiles (16, 32 or 64 rows of queries times heads) as a CTA group has
-// CTAs. Its cost is its number of key tiles plus kWorkTileOverhead.
+// An item is a request, a group and a pass: its tiles of 64 keys, and so many row tiles at a time
+// as a team has blocks. All items in order, each of its tiles and kItemCost, are cut into equal
+// shares, one a team; the blocks of a team have the same share, each another row tile, and so read
+// the same keys at the same time. Each block adds up the requests' tiles itself, from the lengths
+// that are on the device: that takes microseconds, another kernel before would take longer.
 //
-// Work ranges. The work tiles of all requests, end to end, are divided into equal work ranges, one
-// per CTA group. All CTAs of a group process the same range, each for another row tile, and so read
-// the same keys at the same time. Each CTA adds up the requests' costs itself, from the lengths in
-// device memory. That takes microseconds; a kernel launch for it would take longer.
-//
-// KV splits. The intersection of a work range and a work tile is a KV split. Splits that are not
-// whole work tiles leave partial results for the combine kernel. A CTA has at most two of these:
-// the end of a work tile that an earlier CTA group began, and the beginning of one that a later CTA
-// group finishes. If whole work tiles fit the CTA groups nearly as well, none is split. Otherwise,
-// if all work tiles are nearly equally long, each gets CTA groups of its own.
+// What a share has of an item is a piece. Pieces that are not whole leave results for the merge
+// kernel: of each block at most two, the end of an item that an earlier team began and the
+// beginning of one that a later team ends. Where whole items fit the teams nearly as well, none is
+// cut; else where all items are nearly as long, each is cut by teams of its own.
 #pragma once
 
 #include <algorithm>
@@ -27,25 +23,24 @@
 
 namespace jax_dsa::mqa_decode {
 
-inline constexpr int kItemCost = 2;  // in key tiles: the wait for a work tile's first keys, and its
-                                     // end
+inline constexpr int kItemCost = 2;  // in tiles: until an item's first keys are there, and its end
 inline constexpr int kMaxMembers = 8;
-inline constexpr int kSumsHere = 6;  // a named barrier that no other code uses
+inline constexpr int kSumsHere = 6;  // a named barrier that no other code has
 inline constexpr int kMaxTeams = 2 * kMaxSms;
 
-// Returns a / b for a >= 0 and b > 0, where b is usually a power of two. A division takes about a
-// hundred cycles, and the start of a kernel would have many of them.
+// a / b of a >= 0 and b > 0, which is a power of two more often than not; a division takes a
+// hundred cycles, of which a kernel's start would have many.
 __device__ __forceinline__ int quotient(int a, int b) {
   return (b & (b - 1)) == 0 ? a >> (__ffs(b) - 1) : a / b;
 }
 
 // The parameters, and what the launcher derives from them.
 struct Decode : MqaDecodeParams {
-  int per_group;  // heads per KV head group
-  int rows;       // rows of a KV head group: its heads for each query
+  int per_group;  // heads
+  int rows;       // of a group: queries, and in each its heads
   int members, passes, teams;
-  int merge_cost;    // cost of splitting all work tiles, in key tiles
-  int items_a_team;  // work tiles per CTA group if none is split
+  int merge_cost;    // of cutting all items
+  int items_a_team;  // if none is cut
 
   Decode(const MqaDecodeParams& p, int tile_rows, int blocks) : MqaDecodeParams(p) {
     per_group = heads / groups;
@@ -55,7 +50,7 @@ struct Decode : MqaDecodeParams {
     double best = 0;
     members = 1;
     for (int n = 1; n <= std::min(std::min(tiles, kMaxMembers), blocks); ++n) {
-      // The keys of a larger CTA group are read less often.
+      // The keys of a larger team are read less often.
       if (items_a_time(n) >= 0.95 * best) members = n;
       best = std::max(best, items_a_time(n));
     }
@@ -63,22 +58,21 @@ struct Decode : MqaDecodeParams {
     teams = blocks / members;
     const int64_t items = batch * groups * passes;
     items_a_team = static_cast<int>(ceil_div(items, int64_t{teams}));
-    // The combine kernel processes a few tiles of 64 rows at a time.
+    // The merge kernel takes a few tiles of 64 rows at a time.
     const int64_t cuts = std::min<int64_t>(items, teams);
     merge_cost = tuning.merge_cost * (1 + static_cast<int>(cuts) * members * (tile_rows / 64) / 64);
   }
 
   __device__ int team() const { return quotient(blockIdx.x, members); }
   __device__ int member() const { return blockIdx.x - team() * members; }
-  // Returns the position of a row of a KV head group in [batch, queries, heads].
+  // Where a row of a group lies among [batch, queries, heads].
   __device__ int place(int batch, int group, int row) const {
     const int query = quotient(row, per_group), head = group * per_group + row - query * per_group;
     return (batch * static_cast<int>(queries) + query) * heads + head;
   }
 };
 
-// The range [low, high) of keys that at least one of a request's queries sees, and the range that
-// all of them see.
+// The keys that some of a request's queries see, low..high-1, and those that all do.
 struct Seen {
   int low = INT_MAX, high = 0;
   int low_of_all = 0, high_of_all = INT_MAX;
@@ -95,11 +89,11 @@ struct Seen {
   }
   __device__ int first() const { return low < high ? low / kTile * kTile : 0; }
   __device__ int tiles() const { return low < high ? ceil_div(high - first(), kTile) : 0; }
-  // Whether all queries see all keys of the tile that starts at `key`.
+  // Of the tile from `key` on.
   __device__ bool by_all(int key) const { return low_of_all <= key && key <= high_of_all - kTile; }
 };
 
-// Returns the visible keys of a request. The second function is called by a whole warp, and faster.
+// By a thread; or, faster, by a whole warp.
 __device__ inline Seen seen_by_thread(const Decode& p, int64_t batch) {
   Seen x;
 #pragma unroll 1
@@ -117,35 +111,34 @@ __device__ inline Seen seen_by_warp(const Decode& p, int64_t batch) {
   return x;
 }
 
-// Returns the cost of a work tile of this request.
+// Of an item of this request.
 __device__ inline int cost(const Seen& x) { return kItemCost + x.tiles(); }
 
-// A position in the sequence of all work.
+// A place in the order of all work.
 struct Position {
-  int batch, number;  // the request, and the work tile's number within the request
-  int before;         // cost of the work tile's key tiles that come before the position
+  int batch, number;  // the item, and which it is of its request
+  int before;         // how much of the item's cost comes before
 };
 
-// The work range of a CTA group.
+// A team's share.
 struct Share {
   Position first;
-  Seen seen;  // by the queries of the first work tile
+  Seen seen;  // by the first item's queries
   int work;
-  int alike;      // cost of every work tile, in key tiles, if all are treated as equally long;
-                  // otherwise 0
-  int pieces;     // known after `find_last_tile`
-  uint64_t here;  // mbarrier; completes when everything except `splits` is written
+  int alike;      // what every item counts for where all are treated alike, in tiles; or 0
+  int pieces;     // known after `find_last_item`
+  uint64_t here;  // completes when all but `pieces` is written
 };
 
-// Must be called before the first __syncthreads.
+// Before all threads meet.
 __device__ inline void initialise(Share& share) {
   if (threadIdx.x == 0) mbarrier_init(&share.here, 1);
 }
 __device__ inline void wait_for(Share& share) { mbarrier_wait(&share.here, 0); }
 
-// Computes this CTA's work range. The MMA warpgroups do it with all of their kThreads threads, each
-// of which knows the cost of some requests. The producer waits for the range and starts.
-// `find_last_tile` then tells the MMA warpgroups how many splits there are.
+// Finds this block's share, by the warpgroups that multiply, whose kThreads threads each know some
+// requests' part of all work. The producer waits for it and begins; `find_last_item`
+// tells the others how many pieces there are.
 template <int kThreads>
 struct ShareFinder {
   struct Scratch {
@@ -154,11 +147,9 @@ struct ShareFinder {
   const Decode& p;
   Share& share;
   int per_request;
-  int first, last;                  // this thread's requests
-  int own = 0, up_to = 0, top = 0;  // cost of this thread's requests, cost of all requests before
-                                    // them, and the largest cost of a work tile
-  int each, more, begin, end;       // cost of a range; the first `longer_ranges` ranges have one
-                                    // more
+  int first, last;                  // requests
+  int own = 0, up_to = 0, top = 0;  // their cost, and that of those before; the most of an item
+  int each, more, begin, end;       // `more` teams have one more than `each`
   int alike;
 
   __device__ ShareFinder(const Decode& p, Scratch& scratch, Share& share)
@@ -220,8 +211,8 @@ struct ShareFinder {
     if (threadIdx.x == 0) mbarrier_arrive(&share.here);
   }
 
-  // Counts the splits of the range. If the range begins its last work tile without finishing it,
-  // records that work tile and its number of splits for the combine kernel.
+  // Counts the pieces; and if the last item is cut at the share's end and begins with it, writes
+  // down for the merge kernel which item it is and of how many parts.
   __device__ void find_last_item() {
     if (has(end - 1)) {
       const Item item = find(end - 1);
@@ -257,20 +248,18 @@ struct ShareFinder {
   }
 };
 
-// What consumers must know about a KV split.
+// What consumers have to know of a piece.
 struct Piece {
-  int batch, group, row;  // `row` is the first of its row tile
-  int slot;               // index of its partial results; -1 if its results are final
+  int batch, group, row;  // the first of its row tile
+  int slot;               // for its partial results; -1: they are final
   bool has_tiles;
 };
-// Partial outputs are lines of 128 floats. If kWide, a line has the accumulator layout: lines are
-// ordered by column half, warp and column group (8 columns), and a lane has two floats of a row and
-// two of the row 8 below. Otherwise rows follow one another, and a lane has four neighboring floats
-// of one row. The constructor computes where a lane's four floats of a line belong.
+// A piece's partial results are lines of 128 floats: rows one after the other, or where kWide, as
+// the accumulators hold them, by columns' half, warp and eight columns. This is where a lane's four
+// floats of a line belong: side by side in one row; or two in a row, two in the row 8 below.
 template <bool kWide>
 struct PieceLine {
-  static constexpr int kColumns = kWide ? 8 : 128;  // from one line to the next line of the same
-                                                    // rows
+  static constexpr int kColumns = kWide ? 8 : 128;  // from a line to the next of the same rows
   int row, column;
 
   __device__ PieceLine(int line, int value_dim) {
@@ -284,21 +273,20 @@ struct PieceLine {
     }
   }
 };
-// Splits that are kept. Results of a split are written after the keys of the next splits have
-// arrived.
+// Results are written after the next pieces' keys have come.
 inline constexpr int kPieces = 4;
 
-// Iterates over the KV splits of a CTA's work range. Used by a whole warp.
+// The pieces of a block's share; by a whole warp.
 struct Walk {
   const Decode& p;
   const Share& share;
   int tile_rows;
-  int number = -1;  // of the split
-  int batch, rest;  // the split's request, and the work tile's number within the request
+  int number = -1;  // of the piece
+  int batch, rest;  // its request, and which of its items
   int left;
   Seen seen;
   Piece piece;
-  int first, tiles;  // the split's first key and number of key tiles
+  int first, tiles;  // the piece's first key and its tiles
 
   __device__ Walk(const Decode& p, const Share& share, int tile_rows)
       : p(p),

@@ -1,11 +1,11 @@
-// Key tiles of the mqa_decode kernels: where the keys lie, how they are copied, and which query
-// sees which of them.
+// Tiles of keys in the mqa_decode kernels: where they lie, how they are copied, and what of them
+// which query sees.
 //
-// Most tiles are seen by all queries of the request. In other tiles, keys that no query sees are
-// copied as zeros. If there are several queries, such a tile is mixed: each score is compared with
-// its query's range. A probability of zero does not suppress a NaN or an infinity in a value. So
-// values of a mixed tile that are not finite become zeros, and the scores of queries that see them
-// become NaN.
+// A tile that all of a request's queries see is plain. Others are copied with zeros for keys that
+// no query sees, and marked; if there are several queries, each score is compared with its query's
+// range. A probability of zero does not hide a NaN or an infinity of a value: in a tile that some
+// queries see and others do not, such values become zeros, and the scores of those who do see them
+// NaN.
 #pragma once
 
 #include "common/gather.cuh"
@@ -16,24 +16,24 @@
 
 namespace jax_dsa::mqa_decode {
 
-// Rows are contiguous and are copied whole, so no neighbor needs to be prefetched.
+// Rows follow each other, and all of each is copied.
 using Gather = GatherOf<true>;
 
-// A tile that some of several queries see and others do not.
+// A tile that not all of the queries of several see.
 struct MixedTile {
-  int key;  // first key of the tile; -1: the tile is not mixed
+  int key;  // its first; -1: the tile is not mixed
   int batch;
-  int row;  // first row, within the KV head group, that is multiplied with the tile
+  int row;  // the first of the rows that are multiplied with it, of the group
 };
 
-// What the producer tells the consumers about a split and about kStages key tiles, and what
-// kThreads threads compute before.
+// What the producer tells of a piece and of kTiles tiles, and what kThreads threads
+// find out before.
 template <int kTiles, int kThreads>
 struct Notes {
-  static constexpr bool kRecords = false;  // the producer unpacks records
-  int tiles;                               // key tiles of the split whose Q is in shared memory
+  static constexpr bool kRecords = false;  // the producer unpacks them
+  int tiles;                               // of the piece whose Q is here
   MixedTile mixed[kTiles];
-  ValidRows bad[kTiles];  // keys of a mixed tile whose values are not all finite
+  ValidRows bad[kTiles];  // of a mixed tile: whose values are not all finite
   Piece pieces[kPieces];
   Share share;
   typename ShareFinder<kThreads>::Scratch scratch;
@@ -52,7 +52,7 @@ struct Range {
   __device__ bool has(int key) const { return start <= key && key < end; }
 };
 
-// The work source of the MMA warpgroups: see mla/consumer.cuh and mla/few_heads.cuh.
+// What the warpgroups that multiply know of their block's pieces.
 template <typename Shared>
 struct Work {
   const Decode& p;
@@ -74,19 +74,19 @@ template <typename Shared>
 __device__ int item_count(const Work<Shared>& w) {
   return w.notes().share.pieces;
 }
-// With `top` the largest score is a result, so the running maximum must be exact.
+// The largest score is a result if there is a place for it.
 template <typename Shared>
 __device__ float lazy_margin(const Work<Shared>& w) {
   return w.p.top ? 0.f : mla::kLazyMargin;
 }
 
-// Finds the keys of a split.
+// Where the keys of a piece lie.
 struct Keys {
   const Decode& p;
-  const int32_t* table;  // the request's page table, or null
+  const int32_t* table;  // of the request, or null
   Seen seen;
   int first;
-  int64_t before;  // rows before the request's first row
+  int64_t before;  // rows before the request's first
 
   __device__ Keys(const Decode& p, const Walk& walk)
       : p(p),
@@ -95,15 +95,14 @@ struct Keys {
         first(walk.first),
         before(walk.piece.batch * p.batch_rows) {}
 
-  // Returns the page of the split's i-th key, or -1 if no query sees the key. A flat array is
-  // treated as one page.
+  // The page of the piece's `i`-th key, -1 if no query sees the key; a flat array is one page.
   __device__ int page(int i) const {
     const int key = first + i;
     const bool counts = seen.low <= key && key < seen.high;
     if (!table) return counts ? 0 : -1;
     return load_now(table + (counts ? key / p.page_size : 0), counts, -1);
   }
-  // Returns the key's row, counted from `rows_before`, or -1 if there is none.
+  // Its row after `before`, -1 if there is none.
   __device__ int row(int i, int page) const {
     const int key = first + i;
     if (!table) return page < 0 ? -1 : key;
@@ -111,7 +110,7 @@ struct Keys {
   }
 };
 
-// Finds the records of a split.
+// Where records lie.
 struct RecordsAt {
   const char* first;
   uint32_t stride;
@@ -125,8 +124,7 @@ struct RecordsAt {
   }
 };
 
-// Points `gather` to this lane's chunks of the warp's 16 rows of a tile, each `columns` values
-// wide.
+// A lane's part of a warp's 16 rows of a tile: their pointers of `columns` values each.
 __device__ __forceinline__ uint32_t aim(const Decode& p, const Keys& keys, const Piece& piece,
                                         const void* from, int columns, int row, Gather& gather) {
   const int sub = threadIdx.x % 32 / 8, chunk = threadIdx.x % 8;
@@ -136,8 +134,8 @@ __device__ __forceinline__ uint32_t aim(const Decode& p, const Keys& keys, const
   return gather.aim(base, stride, sub, row, row >= 0);
 }
 
-// Replaces values that are not finite by zeros, among those that this lane has copied to a block.
-// Returns a bit for each of the lane's four rows that had such values.
+// Zeros for what this lane has copied to a block and is not finite; a bit for each of its four rows
+// that had such.
 __device__ __forceinline__ uint32_t drop_not_finite(const Gather& gather, uint32_t block) {
   uint32_t rows = 0;
 #pragma unroll
@@ -155,7 +153,7 @@ __device__ __forceinline__ uint32_t drop_not_finite(const Gather& gather, uint32
   }
   return rows;
 }
-// Returns these bits of all lanes, in the order of `Gather::row`.
+// Those bits of all lanes, in the order of `Gather::row`.
 __device__ __forceinline__ uint32_t bits_of_rows(uint32_t rows) {
   uint32_t bits = 0;
 #pragma unroll
@@ -169,8 +167,7 @@ __device__ __forceinline__ uint32_t bits_of_rows(uint32_t rows) {
   return bits;
 }
 
-// Copies a split's Q to blocks of kRows rows. Rows beyond the KV head group's rows become zeros.
-// Called by a warpgroup.
+// Copies a piece's Q to blocks of kRows rows, with zeros for rows that it has not; by a warpgroup.
 template <int kD, int kRows>
 __device__ __forceinline__ void copy_queries(const Decode& p, const Piece& piece, uint32_t q,
                                              uint64_t policy) {
@@ -189,22 +186,21 @@ __device__ __forceinline__ void copy_queries(const Decode& p, const Piece& piece
   }
 }
 
-// Returns where the float32 outputs of a row go: to the workspace, or to `out` if they are final.
+// Where a row of a piece's results goes, as f32: to the merge kernel, or it is final.
 __device__ __forceinline__ float* row_of_floats(const Decode& p, const Piece& piece, int tile_rows,
                                                 int row, int place) {
   return piece.slot < 0 ? static_cast<float*>(p.out) + int64_t{place} * p.value_dim
                         : p.partial + (int64_t{piece.slot} * tile_rows + row) * p.value_dim;
 }
 
-// Finishes a row: stores its lse and largest score. Returns the factor for its outputs.
+// Of a row that has ended: stores its sums, and returns by what to multiply its output.
 __device__ __forceinline__ float end_row(const Decode& p, const Piece& piece, int tile_rows,
                                          int row, int place, float reference, float total,
                                          bool store) {
   const bool empty = total == 0.f;
   const float lse = empty ? -INFINITY : (reference + log2f(total)) * kLn2;
   const float top = isnan(total) ? total : reference * kLn2;  // fmaxf drops NaN
-  // If all scores are -inf the output is zero, unless an infinite value has made it NaN, which must
-  // be visible.
+  // Where all scores are -inf the output is zeros, or by an infinite value NaN, which has to show.
   float factor = empty ? (piece.has_tiles ? 1.f : 0.f) : 1.f / total;
   if (piece.slot >= 0) {
     if (store) p.partial_rows[int64_t{piece.slot} * tile_rows + row] = make_float2(lse, top);

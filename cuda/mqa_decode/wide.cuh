@@ -1,9 +1,8 @@
-// Decode attention for more than 32 rows (queries times heads) of a KV head group, where values are
-// the first 512 of a key's 576 or 512 elements. 64 rows are multiplied at a time.
-//
-// The MMA warpgroups, their shared memory and their barriers are those of mla/consumer.cuh. This
-// file adds which keys there are (plan.cuh), how they are copied (tiles.cuh) and where results go:
-// those of a KV split to the combine kernel, those of a whole work tile to `out`.
+// Decode attention of more than 32 rows, queries times heads, of a group, where values are the
+// first 512 of a key's 576 or 512 dimensions: 64 rows are multiplied at a time. The warpgroups that
+// multiply, their shared memory and their barriers are those of sparse MLA's forward kernel
+// (sparse_mla/fwd.cuh). What differs is which keys there are (plan.cuh), how they come (tiles.cuh)
+// and where results go: a piece's to the merge kernel, an item's that is whole to `out`.
 #pragma once
 
 #include "common/store_rows.cuh"
@@ -91,12 +90,12 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint64_t drop = l2_policy_evict_first();
   const bool leader = threadIdx.x % 128 == 0;
-  // the row of a tile whose location this lane looks up
+  // Whose place this lane looks up.
   const int slot =
       kRecords ? mla::record_row(warp, lane % 2, lane) : Gather::row(warp, lane % 16 / 4, lane % 4);
   Gather gather(warp, lane / 8, lane % 8);
   const mla::Unpacked unpacked(smem_address(shared.keys));
-  uint32_t phases = 0;  // one bit per tile parity
+  uint32_t phases = 0;  // a bit for each parity
 
   for (Walk walk(p, shared.notes.share, kWideRows); walk.next();) {
     const Piece& piece = walk.piece;
@@ -107,7 +106,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
     mla::begin_item(shared, walk.number % 2, tiles,
                     [&] { copy_queries<kD, kWideRows>(p, piece, smem_address(shared.q), drop); });
 
-    int row = -1;  // cache row of this lane's row of the next tile
+    int row = -1;  // in the cache, of this lane's slot of the next tile
     const auto advance = [&](int tile) {
       row = keys.row(tile * kTile + slot, page);
       if (tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
@@ -146,7 +145,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
     }
     for (int tile = 0; tile < tiles; ++tile) {
       const int key = keys.first + tile * kTile;
-      // Look up the row here. If it is looked up later, ptxas 13.0 spills what the copies need.
+      // Looked up here: later, ptxas 13.0 spills what the copies need.
       const int its_row = kRecords ? -1 : keys.row(tile * kTile + slot, page);
       const bool mixed = p.queries > 1 && !keys.seen.by_all(key);
       if (!kRecords && tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
@@ -181,7 +180,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
           mbarrier_arrive(&full[1]);
         }
       };
-      // Registers wait for the records that they load, so prefetch these to the L2.
+      // Registers wait for what they load, so let it be in the L2 by then.
       const auto fetch = [&](int its_row) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -192,7 +191,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
           if (lane % 4 < 2) prefetch_line_l2(from + 512);
         }
       };
-      // The bytes of the next steps are in flight while those of one step are unpacked.
+      // The bytes of the steps to come are under way while those of one are unpacked.
       const auto unpack = [&](int parity) {
         const uint32_t to = parity * (mla::kKeyBlocks * kBlockBytes);
         const uint32_t bits = mla::bits_of_records(row);
@@ -223,7 +222,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
           drop_bad(parity);
           publish(parity, key, mixed, bits);
         } else {
-          fence_async_proxy();  // makes ordinary stores visible to wgmma
+          fence_async_proxy();  // ordinary stores, which wgmma reads
         }
         mbarrier_arrive(&shared.key_full[parity][0]);
         cp_async_arrive(&shared.key_full[parity][1]);

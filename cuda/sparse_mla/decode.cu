@@ -24,7 +24,7 @@ bool valid(const SparseMlaDecodeParams& p) {
   if (p.dim != 576 && (p.dim != 512 || p.records)) return false;
   if (p.splits < 1 || p.splits > kSparseMlaMaxSplits) return false;
   if (p.splits > 1 && (p.partial == nullptr || p.partial_lse == nullptr)) return false;
-  // The producer computes slot numbers a few tiles past a row's end.
+  // Slots are numbered a few tiles past a row's end.
   if (p.slots > INT32_MAX - 8 * kTile * kSparseMlaMaxSplits) return false;
   if (p.page_table == nullptr) return true;
   return p.page_size > 0 && p.pages >= 0 && p.page_slots >= 0 &&

@@ -1,19 +1,16 @@
 // Sparse MLA, decode: the forward kernel (fwd.cuh) for so few queries that their heads alone would
-// leave most of the GPU idle.
+// leave most of the GPU idle. Each (query, group, 64 heads) is split into parts, every part takes
+// every so-manieth tile of the selected keys, and a second kernel merges the parts' results:
 //
-//   lse = log sum_p exp(lse_p)      out = gate * sum_p exp(lse_p - lse) out_p
+//     lse = log sum_p exp(lse_p)      out = gate * sum_p exp(lse_p - lse) out_p
 //
-// Tiling. Each (query, KV head group, 64 heads) is divided into KV splits p. With n splits, each
-// split processes every n-th tile of the selected keys. A second kernel combines the splits.
+// The warpgroups that compute are the forward's, with the same tiles, shared memory and barriers.
+// What differs is where keys come from (decode_producer.cuh): through a page table, as FP8 records
+// that are unpacked to bf16 on the way into the tile, or both. And where results go: with one part,
+// to `out`, else as f32 to `partial`. A part without any valid slot leaves only lse = -inf there.
 //
-// The MMA warpgroups are the forward kernel's (mla/consumer.cuh), with the same tiles, shared
-// memory and barriers. Two things differ. Keys may come through a page table, as FP8 records, or
-// both; the records are unpacked to bf16 in shared memory (decode_producer.cuh). Results go to
-// `out` if there is one split, and otherwise as float32 to `partial`. A split without a valid slot
-// writes only lse = -inf there.
-//
-// Combine kernel. A CTA processes 16 rows (those of one warp of the forward kernel) and 64 columns,
-// each of its 8 warps 8 columns. Splits are added in order, so results are the same on every run.
+// Merging: a block has 16 rows (a warp's of the forward) and 64 columns, each of its 8 warps 8
+// columns. Parts are summed in order, so results are the same on every run.
 #pragma once
 
 #include "common/combine_splits.cuh"
@@ -26,7 +23,7 @@
 
 namespace jax_dsa::sparse_mla {
 
-// With one split per work tile, its results are final.
+// With one part an item, its results are final.
 template <int kSide>
 __device__ __forceinline__ void write_results(const Decode& p, int number, const float (&o)[128],
                                               const mla::Rows& rows, uint32_t stage) {
@@ -34,8 +31,8 @@ __device__ __forceinline__ void write_results(const Decode& p, int number, const
                        stage);
 }
 
-// Stores are predicated instead of branched around. A wgmma is in flight meanwhile, and the
-// compiler would make it finish before a branch.
+// Stores are predicated, not branched around: wgmma runs meanwhile, and a branch would make the
+// compiler wait for it.
 template <int kSide>
 __device__ __forceinline__ void write_results(const SplitDecode& p, int number,
                                               const float (&o)[128], const mla::Rows& rows,
@@ -85,13 +82,13 @@ __global__ void __launch_bounds__(mla::kThreads, 1)
 }
 
 inline constexpr int kMergeThreads = 256;
-inline constexpr int kMergeBlocks = 8;  // per 16 rows; 64 columns each
+inline constexpr int kMergeBlocks = 8;  // of 64 columns, for 16 rows
 
 struct MergeShared {
-  float weight[kSparseMlaMaxSplits][16];  // of each split and row in the output
+  float weight[kSparseMlaMaxSplits][16];  // of a part's row in the output
 };
 
-// Returns how many strips of 16 rows a work tile has.
+// Strips of 16 rows of an item.
 __host__ __device__ inline int merge_strips(const Decode& p) {
   return ceil_div(min(p.heads / p.groups, mla::kHeads), 16);
 }
@@ -107,7 +104,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   const int64_t head = item.token * p.heads + item.head + strip * 16;
   const int rows = min(item.heads - strip * 16, 16);
 
-  // Load 16 splits at a time, the first batch before anything waits.
+  // 16 parts' loads at a time, the first of them before anything waits.
   constexpr int kBatch = 16;
   const int side = column_block / 4, piece = column_block % 4 * 8 + warp;
   const float4* from = partial_pieces(p, number, 0, side, strip) + piece * 32 + lane;
@@ -122,8 +119,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   grid_dependency_wait();
   load(0);
 
-  // Compute the weights of rows 2 * warp and 2 * warp + 1. A lane has the splits lane and lane +
-  // 32.
+  // Weights of rows 2 * warp and the next: a lane has the parts lane and lane + 32.
 #pragma unroll
   for (int r = warp * 2; r < warp * 2 + 2; ++r) {
     float lse[2], weight[2];
@@ -157,7 +153,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
     for (int i = 0; i < kBatch; ++i) {
       if (first + i >= p.splits) continue;
       const float a = shared.weight[first + i][row], b = shared.weight[first + i][row + 8];
-      // The output of a split without weight is undefined.
+      // A part without weight may be anything.
       y[0] += a == 0.f ? 0.f : a * x[i].x;
       y[1] += a == 0.f ? 0.f : a * x[i].y;
       y[2] += b == 0.f ? 0.f : b * x[i].z;

@@ -1,5 +1,4 @@
-// Work tiles of the sparse MLA decode kernels and the layout of their partial results. See
-// decode.cuh.
+// Work items of the sparse MLA decode kernels and where their partial results lie. See decode.cuh.
 #pragma once
 
 #include "mla/plan.cuh"
@@ -8,7 +7,7 @@
 
 namespace jax_dsa::sparse_mla {
 
-// The parameters, and what the launcher derives from them: for any index >= 0, index / page_size is
+// The parameters, and what the launcher derives from them: index / page_size for any index >= 0 is
 // index * page_factor >> page_shift.
 struct Decode : SparseMlaDecodeParams {
   uint32_t page_factor;
@@ -22,7 +21,7 @@ struct Decode : SparseMlaDecodeParams {
   }
 };
 
-// The same for several splits per work tile.
+// ... where there are several parts an item.
 struct SplitDecode : Decode {
   using Decode::Decode;
 };
@@ -34,9 +33,9 @@ struct DecodeNotes : mla::Tiles {
 template <int kD, bool kRecords>
 using DecodeShared = mla::Shared<kD, DecodeNotes<kRecords>>;
 
-// Split `split` of a work tile of the forward kernel: the key tiles split, split + splits, ... of
-// its slots, so that rows whose slots end early are still divided evenly. The heads of one query
-// are neighbors, so that they share keys in the L2.
+// Part `split` of an item of the forward kernel: the tiles split, split + splits, ... of its slots,
+// so that rows whose slots end early are still dealt out evenly. The heads of one query are
+// neighbours, for the L2.
 struct Part {
   int item, split;
 
@@ -52,11 +51,10 @@ __host__ __device__ inline int64_t item_count(const Decode& p) {
   return item_count(static_cast<const SparseMlaFwdParams&>(p)) * p.splits;
 }
 
-// Returns where this warp's partial outputs of a work tile and split lie. A split stores lse and
-// the normalized output of its 64 heads. Outputs are ordered by warpgroup, warp and column group (8
-// columns), as the accumulator's lanes hold them: a lane has two columns of rows lane / 4 and lane
-// / 4 + 8 of its warp's 16 rows.
-inline constexpr int kPieces = 32;  // column groups: 16 rows by 8 columns each
+// Partial results of an item and split: of its 64 heads, lse and the normalised output, by
+// warpgroup, warp, and eight columns at a time as the accumulator's owners hold them: a lane has
+// rows lane / 4 and lane / 4 + 8 of its warp's 16, two columns of each.
+inline constexpr int kPieces = 32;  // of 16 rows and 8 columns
 __device__ __forceinline__ float4* partial_pieces(const Decode& p, int item, int split, int side,
                                                   int warp) {
   const int64_t part = int64_t{item} * p.splits + split;

@@ -1,5 +1,5 @@
-// The producer warpgroup of the sparse MLA decode kernel: it finds and gathers Q and the selected
-// keys, from a flat or paged cache of bf16 keys or of FP8 records. See decode.cuh.
+// The producer warpgroup of the sparse MLA decode kernel: finds and gathers Q and the selected
+// keys, from a flat or paged cache of bf16 or of FP8 records. See decode.cuh.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -10,11 +10,12 @@
 
 namespace jax_dsa::sparse_mla {
 
-// The slots of one split, and the cache rows that they select. Finding a row takes two dependent
-// loads (index, page), so the loads for the next tiles are in flight beside this tile's keys.
+// A part's share of one row of indices, and the rows of the cache that they stand for. Finding a
+// row takes two loads, one after the other: those of the tiles to come travel beside this one's
+// keys.
 struct Selected {
-  Slots slots;           // starts at the split's first tile
-  const int32_t* table;  // the request's page table, or null
+  Slots slots;           // from the part's first tile on
+  const int32_t* table;  // of the request, or null
 
   struct Place {
     int page, offset;
@@ -27,12 +28,11 @@ struct Selected {
     slots.length = max(slots.length, 0) - split * kTile;
   }
 
-  // Returns the index in row `row` of the tile that starts at slot `first` of the split's own
-  // slots.
+  // The index in row `row` of the part's tile that starts at slot `first` of its own.
   __device__ int index(const Decode& p, int first, int row) const {
     return slots.index(first * p.splits + row);
   }
-  // Returns the number of the split's tiles up to the last one with a valid slot.
+  // The part's tiles up to the last one with a slot that counts.
   __device__ int tiles(const Decode& p, int lane) const {
     const int own = ceil_div(max(slots.length, 0), kTile * p.splits) * kTile;
     return tiles_that_count(slots, own, lane,
@@ -46,7 +46,7 @@ struct Selected {
         static_cast<int>(uint64_t{static_cast<uint32_t>(index)} * p.page_factor >> p.page_shift);
     return {load_now(table + page, counts, -1), index - page * p.page_size};
   }
-  // Returns the row in the cache, or -1 if there is none. A flat cache is treated as one page.
+  // The cache's row, -1 if there is none. A flat cache is one page.
   __device__ int find(const Decode& p, Place at) const {
     const int pages = table ? p.pages : 1;
     return at.page >= 0 && at.page < pages ? at.page * p.page_size + at.offset : -1;
@@ -60,13 +60,12 @@ __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last();
   const int items = item_count(p);
-  const int slot = Gather::row(warp, lane % 4, sub);  // the row of a tile whose index this lane
-                                                      // reads
+  const int slot = Gather::row(warp, lane % 4, sub);  // whose index this lane reads
   const uint32_t stride = p.groups * kRowBytes;
   Gather gather(warp, sub, chunk);
   const mla::RecordsInPlace records(shared.keys[0][0]);
   uint32_t item_parity = 0;
-  uint32_t phases = 0;  // one bit per tile parity
+  uint32_t phases = 0;  // a bit for each parity
 
   for (int number = blockIdx.x; number < items; number += gridDim.x, item_parity ^= 1) {
     const Part part(p, number);
@@ -84,17 +83,16 @@ __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
     const char* kv = static_cast<const char*>(p.kv) + item.group * kRowBytes +
                      item.batch * p.batch_rows * stride;
     const auto at = [&](int row) { return kv + uint64_t{static_cast<uint32_t>(row)} * stride; };
-    int row = -1;                        // cache row of this lane's slot of the current tile
-    int next = selected.find(p, place);  // the same for the next tile; `location` and `index` are
-                                         // one and two tiles further on
+    int row = -1;                        // in the cache, of this lane's slot of a tile
+    int next = selected.find(p, place);  // of the tile after it; `place` and `index` are further on
     place = selected.place(p, second);
     const auto advance = [&](int tile) {
       row = next;
       next = selected.find(p, place);
       place = selected.place(p, index);
       index = selected.index(p, (tile + 3) * kTile, slot);
-      // Little time passes between the release of a record buffer and the use of its next records,
-      // so fetch these from memory to the L2 beforehand.
+      // There is little time between room for a tile's records and their use: from memory they
+      // would take longer.
       if (kRecords && chunk < 4 && next >= 0) prefetch_l2(at(next), kRowBytes);
     };
     const auto publish = [&](int parity) {

@@ -1,7 +1,23 @@
-// Sparse MLA, forward pass, for up to 32 heads per KV head group. The operator is that of fwd.cuh.
+// Sparse MLA, forward, for up to 32 heads a group. The kernel of fwd.cuh has heads as the rows of
+// its products, 64 of them; here keys and dimensions are the rows and heads the columns, so that
+// 16 or 32 heads are all that is multiplied:
 //
-// Tiling. A work tile is (query, KV head group). CTAs are persistent, two per SM. Warpgroup 0
-// multiplies (mla/few_heads.cuh). Warpgroup 1 is the producer: it gathers Q and the selected keys.
+//     scores^T [64 keys, heads] = keys [64, D] q^T        output^T [512, heads] = values^T P^T
+//
+// What bounds it is shared memory (every tile is written once and read twice) about as much as the
+// gather from the L2.
+//
+// Two blocks share a SM and hide each other's softmax and item ends. A block takes work
+// items (query, group) in turn. Warpgroup 0 multiplies, warpgroup 1 gathers Q and the keys.
+//
+// Shared memory, see fwd.cuh for the layout of blocks:
+//   q              D/64 blocks of as many rows as there are heads
+//   ring           blocks of keys: of a tile first the last 64 columns if D is 576, which only
+//                  the scores use, then the values in order; filled and freed one by one
+//   probabilities  a block of P^T, a row a head; a warp writes 32 bytes of each row, those of its
+//                  16 keys, and at an item's end passes its outputs through them
+// P is relative to a reference of its head that follows the maximum lazily, as in fwd.cuh. All
+// four warps must agree on it; they do so where they wait for each other's P anyway.
 #pragma once
 
 #include "common/limits.h"
@@ -20,7 +36,7 @@ __device__ __forceinline__ mla::CountingRows counting_rows(const SparseMlaFwdPar
                                                            int lane) {
   return mla::CountingRows(shared.valid[slot], warp, lane);
 }
-// Turns scores into log2 units; -inf for invalid keys.
+// Scores in log2 units, -inf for those that do not count.
 template <int kN>
 __device__ __forceinline__ void hide_scores(const SparseMlaFwdParams&,
                                             const mla::CountingRows& rows, float scale_log2,
@@ -38,7 +54,7 @@ __device__ void write_few(const SparseMlaFwdParams& p, int number, int tiles,
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const Item item(p, number);
   const int64_t first = item.token * p.heads + item.head;
-  // Another barrier must separate two reductions. Only key tiles contain one.
+  // Between two exchanges there must be another barrier, which only tiles have.
   if (tiles > 0) {
     mla::over_rows<kN>(columns.sum, shared.exchange, [](float a, float b) { return a + b; });
   }
@@ -59,8 +75,8 @@ __device__ void write_few(const SparseMlaFwdParams& p, int number, int tiles,
     }
   }
 
-  // Outputs are staged in the warp's own bytes of the probabilities. Lanes 0..15 read the first 8
-  // of its 16 dimensions.
+  // Through the warp's own part of the probabilities; lanes 0..15 have the first 8 of its 16
+  // dimensions.
   const uint32_t block = smem_address(shared.probabilities);
   const uint32_t to = mla::transposed_place(block);
   const int row = lane % 16, half = lane / 16;
@@ -94,8 +110,7 @@ __device__ void produce_few(const SparseMlaFwdParams& p, mla::FewShared<Tr>& sha
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last(), drop = l2_policy_evict_first();
   const int items = item_count(p);
-  const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // the row of a tile whose index
-                                                                // this lane reads
+  const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // whose index this lane reads
   const uint32_t ring = smem_address(shared.ring);
   Gather gather(warp, sub, chunk);
   RingPlace<Tr::kRing> at;
@@ -107,8 +122,7 @@ __device__ void produce_few(const SparseMlaFwdParams& p, mla::FewShared<Tr>& sha
     const int tiles = tiles_that_count(slots, lane);
     int index = slots.index(slot);
 
-    mla::begin_item(shared, item_parity, tiles, [&] {  // rows beyond the work tile's heads become
-                                                       // zeros
+    mla::begin_item(shared, item_parity, tiles, [&] {  // with zeros for heads that the item has not
       const char* q = static_cast<const char*>(p.q) +
                       (item.token * p.heads + item.head) * (kD * 2) + chunk * 16;
 #pragma unroll

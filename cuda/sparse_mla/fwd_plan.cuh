@@ -1,4 +1,4 @@
-// Work tiles of the sparse MLA forward kernels. See fwd.cuh.
+// Work items of the sparse MLA forward kernels. See fwd.cuh.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,7 @@
 
 namespace jax_dsa::sparse_mla {
 
-// The kernels' parameters. They have a type of this namespace so that the code of mla/ finds the
-// functions that it calls (see mla/consumer.cuh) here.
+// The parameters, as a type of this namespace, in which mla/ finds the functions that it calls.
 struct Forward : SparseMlaFwdParams {
   Forward(const SparseMlaFwdParams& p) : SparseMlaFwdParams(p) {}
 };
@@ -37,12 +36,11 @@ __host__ __device__ inline int64_t item_count(const SparseMlaFwdParams& p) {
   return p.batch * p.queries * p.groups * ceil_div(p.heads / p.groups, mla::kHeads);
 }
 
-// A CTA processes the work tiles first_work_tile, first_work_tile + work_tile_step, ... below
-// work_tile_count.
+// A block takes the items first_item, first_item + item_step, ... below item_count.
 __device__ inline int first_item(const SparseMlaFwdParams&) { return blockIdx.x; }
 __device__ inline int item_step(const SparseMlaFwdParams&) { return gridDim.x; }
 
-// By how much, in log2 units, a score may exceed its row's running maximum before that is raised.
+// How far, in log2 units, scores may exceed their row's reference before it moves.
 __device__ constexpr float lazy_margin(const SparseMlaFwdParams&) { return mla::kLazyMargin; }
 
 }  // namespace jax_dsa::sparse_mla

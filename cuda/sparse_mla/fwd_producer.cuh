@@ -1,4 +1,4 @@
-// The producer warpgroup of the sparse MLA forward kernel: it gathers Q and the selected keys. See
+// The producer warpgroup of the sparse MLA forward kernel: gathers Q and the selected keys. See
 // fwd.cuh.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace jax_dsa::sparse_mla {
 
-// Copies the work tile's Q. Rows beyond its heads become zeros.
+// The item's Q, with zeros for heads that it has not.
 template <int kD, typename Notes>
 __device__ void gather_queries(const SparseMlaFwdParams& p, const Item& item, Gather& gather,
                                int sub, int chunk, mla::Shared<kD, Notes>& shared,
@@ -31,8 +31,7 @@ __device__ void produce(const SparseMlaFwdParams& p, mla::Shared<kD>& shared) {
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last(), drop = l2_policy_evict_first();
   const int items = item_count(p);
-  const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // the row of a tile whose index
-                                                                // this lane reads
+  const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // whose index this lane reads
   Gather gather(warp, sub, chunk);
   uint32_t item_parity = 0, parity[2] = {0, 0};
 

@@ -1,5 +1,5 @@
-// Sparse MLA of a few queries over a cache, which is flat or paged and holds bf16 keys or FP8
-// records. The slots of each query are divided among several CTAs.
+// Sparse MLA of a few queries over a cache: flat or paged, of bf16 keys or of FP8 records, with
+// each query's slots dealt out to several blocks.
 #pragma once
 
 #include "sparse_mla/sparse_mla.h"
@@ -8,28 +8,26 @@ namespace jax_dsa {
 
 inline constexpr int kSparseMlaMaxSplits = 64;
 
-// As in the forward pass, with these differences:
-//   kv   flat: [batch, keys, groups, dim]. Paged: [pages * page_size, groups, dim], and `keys` is
-//        page_slots * page_size. With `records` (dim 576) a row is a record instead of dim values.
-//   dim  the width of q and of a key, whether or not keys are records
+// As in the forward pass, but for
+//   kv    flat: [batch, keys, groups, dim]. Paged: [pages * page_size, groups, dim], and `keys` is
+//         page_slots * page_size. With `records` (dim 576) a row is a record in place of dim
+//         values.
+//   dim   of q and of a row's meaning
 struct SparseMlaDecodeParams : SparseMlaFwdParams {
-  int64_t batch_rows;  // rows from one request's first row to the next's: keys, or pages *
-                       // page_size if each request has its own page pool; 0 if all requests share
-                       // the rows
+  int64_t batch_rows;  // from one request's rows to the next's: keys, or pages * page_size if each
+                       // has a pool of its own; 0 where all share them
   bool records;
-  const int32_t* page_table;  // [batch, page_slots]: entry r is the page of tokens r * page_size
-                              // and on; any value outside 0..pages-1 means no page. Null: a flat
-                              // cache
+  const int32_t* page_table;  // [batch, page_slots]: the page of tokens r * page_size on; anything
+                              // outside 0..pages-1 has none. Null: a flat cache
   int pages;
   int page_size;
   int page_slots;
-  int splits;          // KV splits of every row of slots, 1..64
-  float* partial;      // sparse_mla_decode_partial_count floats, aligned to 16 bytes; null if
-                       // splits = 1
+  int splits;          // parts of every row of slots, 1..64
+  float* partial;      // sparse_mla_decode_partial_count floats, aligned to 16; null if splits = 1
   float* partial_lse;  // sparse_mla_decode_lse_count floats; null if splits = 1
 };
 
-// Returns the number of (query, KV head group, 64 heads).
+// What (query, group, 64 heads) there are.
 inline int64_t sparse_mla_decode_items(int64_t batch, int64_t queries, int heads, int groups) {
   return batch * queries * groups * ((heads / groups + 63) / 64);
 }
@@ -40,10 +38,9 @@ inline int64_t sparse_mla_decode_lse_count(int64_t items, int splits) {
   return splits > 1 ? items * splits * 64 : 0;
 }
 
-// Returns the number of splits for rows of `slots` that minimizes a model of the time. The unit is
-// a quarter of the time of one tile of 64 keys. A CTA's start and end cost 6 units, or 8 with
-// partial results. Combining costs 5 units plus the traffic of the splits. More than two rounds of
-// partial results would not stay in the L2.
+// Into how many parts to split rows of `slots`, by a model of the time in quarters of what a tile
+// of 64 keys takes: a block's start and end cost 6 of them, 8 with partial results; merging costs 5
+// and as much as the parts' traffic. More than two rounds of partial results would leave the L2.
 inline int sparse_mla_decode_splits(int64_t items, int slots, int num_sms) {
   const int tiles = (slots + 63) / 64;
   int best = 1;
@@ -62,9 +59,9 @@ inline int sparse_mla_decode_splits(int64_t items, int slots, int num_sms) {
   return best;
 }
 
-// Returns a number of splits that depends on the slots alone: one split per 512 slots. A request's
-// result is then bit-identical on every device and in every batch. For speed alone, splits of 64
-// slots would be best for one request and whole rows for 64 requests.
+// The same from the slots alone, so that a request's result is the same, bit for bit, whatever
+// others it is computed with and on whatever device: parts of 512 slots. One request would be
+// fastest with parts of 64, 64 requests with whole rows.
 inline int sparse_mla_decode_invariant_splits(int slots) {
   const int splits = (slots + 511) / 512;
   return splits < 1 ? 1 : splits < kSparseMlaMaxSplits ? splits : kSparseMlaMaxSplits;

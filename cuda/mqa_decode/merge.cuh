@@ -1,11 +1,11 @@
-// Combines the results of work tiles that are divided into KV splits:
+// Merges the results of items that are cut into pieces, whose teams follow each other:
 //
-//   lse = log sum_p exp(lse_p)      out = gate * sum_p exp(lse_p - lse) out_p
+//     lse = log sum_p exp(lse_p)      out = gate * sum_p exp(lse_p - lse) out_p
 //
-// The splits of a work tile belong to consecutive CTA groups. A split's outputs are lines of 128
-// floats (PartialLine), of which each lane has four. A warp combines a few lines at a time. Where
-// there are many splits, each warp of a CTA adds some of the splits of the same lines. The order of
-// additions depends only on the number of splits, so results are the same on every run.
+// A piece's results are lines of 128 floats (PieceLine), of which a lane has four. A warp has some
+// lines at a time, or where parts are many, each warp of a block some of these lines' parts. The
+// order in which parts are summed depends on their number alone, so results are the same on every
+// run.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,24 +19,23 @@ namespace jax_dsa::mqa_decode {
 inline constexpr int kMergeThreads = 256;
 inline constexpr int kMergeWarps = kMergeThreads / 32;
 inline constexpr int kMergeBlocks = 2;  // of a SM
-inline constexpr int kFewParts = 16;    // the most splits that one warp combines
-inline constexpr int kFewestParts = 3;  // the most splits for which a warp takes four lines
-inline constexpr int kMaxLines = 2;     // the most lines of a warp if a CTA shares them
+inline constexpr int kFewParts = 16;    // of a line, for one warp
+inline constexpr int kFewestParts = 3;  // for which it takes four lines
+inline constexpr int kMaxLines = 2;     // of a warp among several for a line
 inline constexpr int kTeamsOfLane = (kMaxTeams + 31) / 32;
 
 struct Cut {
   int team, item, parts;
 };
 struct MergeShared {
-  int count, parts;  // split work tiles, and the most splits of any
+  int count, parts;  // cuts; parts of the one that has most
   Cut cuts[kMaxTeams];
-  float weights[kMaxTeams][16];  // by split and row of a line; without kByCta each warp has
-                                 // kWarpSplits splits of its own
+  float weights[kMaxTeams][16];  // of parts and of a line's rows; each warp's own are kFewParts
   float factors[kMergeWarps][16];
   float4 sums[kMergeWarps][kMaxLines][32];
 };
 
-// Lists the work tiles that are divided into splits. Called by one warp.
+// The items that are cut; by a warp.
 __device__ inline void find_cuts(const Decode& p, MergeShared& shared) {
   const int lane = threadIdx.x % 32;
   int2 found[kTeamsOfLane];
@@ -60,23 +59,22 @@ __device__ inline void find_cuts(const Decode& p, MergeShared& shared) {
   if (lane == 0) shared.count = count, shared.parts = parts;
 }
 
-// Combines kLines lines of a split work tile, the first of which is `line` of a CTA rank's results.
-// The whole CTA does so if kByCta, otherwise one warp.
+// kLines lines of an item that is cut, from `line` of a member's on; with kTogether by a block,
+// else by a warp.
 template <bool kWide, int kLines, bool kTogether>
 struct Merge {
-  static constexpr int kRows = kWide ? 2 : 1;  // rows that a lane has
+  static constexpr int kRows = kWide ? 2 : 1;  // that a lane has
   static constexpr int kRowsOfLine = kWide ? 16 : 2;
-  // kLanes lanes compute the weights of a row's splits. Each has the lse of kRounds splits in
-  // flight.
+  // Lanes that weigh the parts of a row, and of how many they have the lse under way at a time.
   static constexpr int kLanes = kTogether ? (kWide ? 16 : 32) : 32 / kRowsOfLine;
   static constexpr int kRounds = kTogether ? 4 : kFewParts / kLanes;
-  // splits whose loads are in flight at a time
+  // Parts whose loads are under way at a time.
   static constexpr int kBatch = kLines == 4 ? kFewestParts : 16 / kLines;
   const Decode& p;
   MergeShared& shared;
   const Cut& cut;
   const int member, tile_rows, line, first_row, first_slot;
-  const int64_t offset;  // in a partial result
+  const int64_t offset;  // in a slot's results
 
   __device__ __forceinline__ Merge(const Decode& p, MergeShared& shared, const Cut& cut, int member,
                                    int tile_rows, int line)
@@ -90,8 +88,7 @@ struct Merge {
         first_slot((cut.team * p.members + member) * 2),
         offset(int64_t{line} * 128 + threadIdx.x % 32 * 4) {}
 
-  // The first CTA group begins the work tile at the end of its range, so its split is in the CTA's
-  // second partial result. Later CTA groups have theirs in the first.
+  // The first part begins its item, the others go on with it.
   __device__ int slot(int part) const { return first_slot + 2 * p.members * part + (part == 0); }
 
   float4 x[kBatch][kLines];
@@ -114,9 +111,9 @@ struct Merge {
     float* weights = shared.weights[kTogether ? 0 : warp * kFewParts];
     float* factors = shared.factors[kTogether ? 0 : warp];
 
-    load(first, last);  // issue the loads before anything waits
+    load(first, last);  // before anything waits
 
-    // The lanes of a row compute the weights of its splits.
+    // What a part's row counts, by the lanes that have that row.
     const int its = lane / kLanes + (kTogether ? warp * (32 / kLanes) : 0),
               at_first = lane % kLanes;
     const bool weighs = its < kRowsOfLine && (kWide || its * p.value_dim < 128);
@@ -163,7 +160,7 @@ struct Merge {
         combined.apply_sink(p.sinks[batch * p.sinks_stride + head]);
       }
       factors[its] = combined.factor;
-      // The warp that has the row's first column writes lse.
+      // The job that has the row's first column.
       const int column =
           kWide ? line / 128 * 256 + line % 32 : line * 128 - (first_row + its) * p.value_dim;
       if (has && column <= 0) {
@@ -234,7 +231,7 @@ struct Merge {
     }
   }
 
-  int64_t place[kRows];  // position in [batch, queries, heads]
+  int64_t place[kRows];  // among [batch, queries, heads]
   bool has[kRows];
   __device__ __forceinline__ void store(int column, float4 y) const {
     const auto to = [&](auto* out) {
