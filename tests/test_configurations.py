@@ -14,6 +14,7 @@ import pytest
 from support.cases import TransformCase
 from support.cases.registry import CASES, one_fast
 from support.compare import assert_matches
+from support.marks import slow
 from support.transforms import both_ways
 
 import jax_dsa
@@ -117,9 +118,7 @@ OTHERS = [
 ]
 ALL = pytest.mark.parametrize("case", one_fast([*CASES, *OTHERS]))
 # An integer without a dtype is of another type in x64 alone.
-X64 = pytest.mark.parametrize(
-    "x64", [pytest.param(False, id="x32", marks=pytest.mark.slow), pytest.param(True, id="x64")]
-)
+X64 = pytest.mark.parametrize("x64", [slow(False, id="x32"), pytest.param(True, id="x64")])
 
 
 @contextlib.contextmanager

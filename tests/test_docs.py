@@ -11,6 +11,7 @@ import runpy
 from typing import Any
 
 import pytest
+from support.marks import slow
 
 import jax_dsa
 from jax_dsa import nn
@@ -54,10 +55,7 @@ PAGES = [
     "docs/training.md",
     "docs/meshes.md",
     "docs/models.md",
-    *(
-        pytest.param(f"docs/ops/{path.name}", marks=pytest.mark.slow)
-        for path in sorted((ROOT / "docs" / "ops").glob("*.md"))
-    ),
+    *(slow(f"docs/ops/{path.name}") for path in sorted((ROOT / "docs" / "ops").glob("*.md"))),
 ]
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.compare import assert_matches
+from support.marks import slow
 from support.published_layers import (
     COMPRESSED,
     LAYERS,
@@ -36,7 +37,7 @@ from jax_dsa.nn import compressed
 # Layers that compress keys and select from them do what the other kinds do.
 ONE_KIND = pytest.mark.parametrize(
     "kind",
-    [pytest.param(k, marks=[] if k == "selected" else [pytest.mark.slow]) for k in LAYERS],
+    [kind if kind == "selected" else slow(kind) for kind in LAYERS],
 )
 
 

@@ -26,6 +26,7 @@ from support.decoders import (
     hidden,
     positions,
 )
+from support.marks import slow
 from support.oracles import nn as oracle
 
 import jax_dsa
@@ -162,7 +163,7 @@ def test_decoder_matches_numpy(rng, changes, sparse):
     assert_matches(logits, want.astype(np.float32), 1e-3)
 
 
-@pytest.mark.parametrize("shape", [(0, T), pytest.param((B, 0), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(0, T), slow((B, 0))])
 def test_empty_batches_and_sequences(shape):
     model, tokens = decoder(SHARING), jnp.zeros(shape, jnp.int32)
     module, x = attention(), jnp.zeros((*shape, M))
@@ -231,7 +232,7 @@ def test_shared_layers_reuse_a_selection(rng):
     assert [c.index_k is None for c in cache.layers] == [False, True, True, False]
 
 
-@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("sparse", [True, slow(False)])
 def test_packed_documents_do_not_see_each_other(rng, sparse):
     graph, params = nnx.split(attention())
     x = hidden(rng)
@@ -266,7 +267,7 @@ def test_packed_documents_do_not_see_each_other(rng, sparse):
             )
 
 
-@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("sparse", [True, slow(False)])
 def test_decoder_with_packed_documents(rng, sparse):
     model = decoder(SHARING)
     tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
@@ -338,7 +339,7 @@ def exact_attention(q, k, v, *, scale, is_causal, segment_ids, return_lse):
     return out, jax.nn.logsumexp(s, axis=-1).swapaxes(1, 2)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [slow(False), True])
 def test_dense_attention_matches_the_formula(rng, packed, monkeypatch):
     graph, params = nnx.split(attention())
     x = hidden(rng)

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from support.compare import assert_matches
 from support.decoders import CONFIG, DECODER, SEGMENT_IDS, SHARING, B, T, attention, decoder, hidden
+from support.marks import slow
 
 from jax_dsa import nn, training
 from jax_dsa.training.remat import RESIDUALS, SELECTION, remat_policy
@@ -84,11 +85,11 @@ def test_barriers_order_the_gradients_of_blocks():
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        slow({}),
         {"sinks": True, "gate": True, "log_scaling": True},
     ],
 )
-@pytest.mark.parametrize("stripes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("stripes", [slow(1), 2])
 def test_queries_in_chunks(rng, changes, stripes):
     x, ids = hidden(rng), nn.striped(SEGMENT_IDS, stripes)
 
@@ -144,7 +145,7 @@ def test_query_chunks_reduce_memory():
 @pytest.mark.parametrize(
     ("policy", "once"), [("full", ()), ("selection", SELECTION), ("attention", RESIDUALS)]
 )
-@pytest.mark.parametrize("chunk", [None, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk", [None, slow(4)])
 def test_values_that_remat_policies_save(rng, policy, once, chunk):
     module, x = attention(query_chunk=chunk), hidden(rng)
     graph, params = nnx.split(module)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from support.marks import slow
 
 from jax_dsa.training import INDEXER
 from jax_dsa.training.data import load_corpus
@@ -34,7 +35,7 @@ def text(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("model", [pytest.param("glm", marks=pytest.mark.slow), "v4"])
+@pytest.mark.parametrize("model", [slow("glm"), "v4"])
 def test_training_in_both_stages(example, text, tmp_path, model):
     setting = example.MODELS[model](False)
     setting = dataclasses.replace(setting, seq_len=48, batch=2, steps=10, dense_steps=3)
