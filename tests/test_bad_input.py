@@ -1,4 +1,4 @@
-"""What no operator takes: tables over those where the case and the message are the same."""
+"""Bad input that every operator refuses in the same way."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INDICES, LSE = jnp.zeros((B, T, K), jnp.int32), jnp.zeros((B, T, N))
 INDEX = jnp.ones((B, T, N, D)), jnp.ones((B, S, D)), jnp.ones((B, T, N))
 CODES = jax_dsa.quantize_fp8(Q)
 
-# Of each a call that takes the array in question.
+# For "function 'argument'": a call that takes this array, and a valid array.
 ARRAYS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "topk 'x'": (lambda x: jax_dsa.topk(x, 1), Q),
     "sparse_mla 'q'": (lambda x: jax_dsa.sparse_mla(x, KV, INDICES), Q),
@@ -53,7 +53,7 @@ ARRAYS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     ),
     "FlatCache.append 'rows'": (jax_dsa.FlatCache.empty(B, S, D).append, KV),
 }
-NO_ARRAYS: dict[str, Callable[[Any], Any]] = {
+NOT_ARRAYS: dict[str, Callable[[Any], Any]] = {
     "masked": lambda x: np.ma.masked_array(x, mask=np.zeros(x.shape, bool)),
     "keys": lambda x: jax.random.split(jax.random.key(0), x.shape),
     "texts": lambda x: np.full(x.shape, "1.0"),
@@ -65,9 +65,9 @@ NO_ARRAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("made", NO_ARRAYS.values(), ids=NO_ARRAYS)
+@pytest.mark.parametrize("made", NOT_ARRAYS.values(), ids=NOT_ARRAYS)
 @pytest.mark.parametrize("where", ARRAYS)
-def test_what_is_no_array_of_jax(where: str, made: Callable) -> None:
+def test_objects_that_jax_has_no_array_for(where: str, made: Callable) -> None:
     call, good = ARRAYS[where]
     jax.block_until_ready(jax.tree.leaves(call(good)))
     op, name = where.split()
@@ -87,7 +87,7 @@ ATTENTION: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("op", ATTENTION)
-def test_scales_that_float32_does_not_hold(op: str) -> None:
+def test_scales_out_of_the_range_of_float32(op: str) -> None:
     for scale in (1e39, np.float64(-1e39), 1e-46, 10**400):
         with pytest.raises(ValueError, match=f"{op}: argument 'scale' is .*float32"):
             ATTENTION[op](scale=scale)
@@ -96,7 +96,7 @@ def test_scales_that_float32_does_not_hold(op: str) -> None:
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(ATTENTION[op](scale=0.0)))
 
 
-def test_other_floats() -> None:
+def test_floats_out_of_range() -> None:
     for softcap in (1e38, 1e-31):
         with pytest.raises(ValueError, match=r"masked_attention: argument 'softcap'.*1e-30"):
             ATTENTION["masked_attention"](softcap=softcap)
@@ -104,7 +104,7 @@ def test_other_floats() -> None:
         ATTENTION["htree_attention"](rope_base=1e39)
 
 
-MOST = 2**31
+TOO_LARGE = 2**31
 INTEGERS: dict[str, Callable[[Any], Any]] = {
     "topk 'top_k'": lambda n: jax_dsa.topk(Q, n),
     "indexer_topk 'top_k'": lambda n: jax_dsa.indexer_topk(*INDEX, n),
@@ -131,13 +131,13 @@ INTEGERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("where", INTEGERS)
 def test_integers_beyond_int32(where: str) -> None:
     op, name = where.split()
-    for number in (MOST, np.uint64(2**63), 2**70):
+    for number in (TOO_LARGE, np.uint64(2**63), 2**70):
         with pytest.raises(ValueError, match=f"{op}: argument {name} is .*, want int in"):
             INTEGERS[where](number)
 
 
 def test_axes_beyond_int32() -> None:
-    rows = np.empty((0, MOST), np.float32)
+    rows = np.empty((0, TOO_LARGE), np.float32)
     for call in (
         lambda: jax_dsa.topk(rows, 1),
         lambda: jax_dsa.mqa_decode(Q[:0], rows[..., None, None]),
@@ -148,7 +148,7 @@ def test_axes_beyond_int32() -> None:
 
 
 def test_small_integers_of_numpy() -> None:
-    """Whose products would overflow, were they not made ints."""
+    """Their products would overflow if they were not converted to int."""
     for kind in (np.int8, np.uint8):
         built = jax_dsa.htree_build(KV, KV, compression=kind(16), top_k=kind(16))
         assert [k.shape for k, _ in built] == [KV.shape]
@@ -245,7 +245,7 @@ def test_decoder_config(name: str) -> None:
 def test_errors_name_the_function_that_was_called(
     op: str, call: Callable, monkeypatch: pytest.MonkeyPatch, without_kernels: None
 ) -> None:
-    """And not one that it is made of."""
+    """The error does not name an operator that the function calls."""
     monkeypatch.setenv("JAX_DSA_IMPL", "cuda")
     with pytest.raises(NotImplementedError, match=f"^{op}: .*a test says so"):
         call()

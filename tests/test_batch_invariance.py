@@ -1,4 +1,4 @@
-"""Decoding with `batch_invariant=True`: a request's bits do not depend on the rest of the batch."""
+"""With `batch_invariant=True` the bits of a request do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGE = 64
 def problem(
     rng: np.random.Generator, *, b: int, s: int, n: int, k: int, paged: bool = False, **kind: Any
 ) -> tuple[jax.Array, FlatCache | PagedCache, jax.Array]:
-    """q, a cache of requests of several lengths, and a selection with empty slots."""
+    """Returns q, a cache of requests of several lengths, and a selection with empty slots."""
     q = jnp.asarray(rng.standard_normal((b, 1, n, 576)), jnp.bfloat16)
     rows = jnp.asarray(rng.standard_normal((b, s, 1, 576)), jnp.bfloat16)
     indices = jnp.asarray(rng.integers(-2, s + 2, (b, 1, k)), jnp.int32)
@@ -45,7 +45,7 @@ def problem(
 
 
 def first(count: int, cache: FlatCache | PagedCache) -> FlatCache | PagedCache:
-    """The first requests alone; pages are shared."""
+    """Returns a cache of the first requests alone, with the same pages."""
     if isinstance(cache, FlatCache):
         return jax.tree.map(lambda a: a[:count], cache)
     table, lengths = cache.page_table[:count], cache.lengths[:count]
@@ -53,24 +53,24 @@ def first(count: int, cache: FlatCache | PagedCache) -> FlatCache | PagedCache:
 
 
 def differing(call: Any, sizes: Any, q: Any, cache: Any, *arrays: Any) -> list[int]:
-    """The batch sizes at which some request's results are not those of the whole batch."""
+    """Returns the batch sizes at which a request's results differ from those in the whole batch."""
     whole = jax.tree.map(np.asarray, call(q, cache, *arrays))
     found = []
     for count in sizes:
-        part = call(q[:count], first(count, cache), *[a[:count] for a in arrays])
-        if any((np.asarray(a) != b[:count]).any() for a, b in zip(part, whole, strict=True)):
+        few = call(q[:count], first(count, cache), *[a[:count] for a in arrays])
+        if any((np.asarray(a) != b[:count]).any() for a, b in zip(few, whole, strict=True)):
             found.append(count)
     return found
 
 
 def programs(operator: Any, **options: Any) -> tuple[Any, Any]:
-    """The default, and batch invariance."""
+    """Returns the compiled operator, as it is by default and batch-invariant."""
     call = functools.partial(operator, return_lse=True, **options)
     return jax.jit(call), jax.jit(functools.partial(call, batch_invariant=True))
 
 
 @pytest.mark.parametrize(
-    ("paged", "fp8"), [(False, False), (True, True)], ids=["keys", "records in pages"]
+    ("paged", "fp8"), [(False, False), (True, True)], ids=["keys", "paged-records"]
 )
 def test_sparse_mla_decode(paged: bool, fp8: bool, rng: np.random.Generator) -> None:
     args = problem(rng, b=5, s=320, n=8, k=160, paged=paged, fp8=fp8)
@@ -83,7 +83,7 @@ def test_sparse_mla_decode(paged: bool, fp8: bool, rng: np.random.Generator) -> 
 
 
 def test_mqa_decode(rng: np.random.Generator, monkeypatch: Any) -> None:
-    """By default the keys are cut into more chunks, the more requests there are."""
+    """By default more requests lead to more chunks of keys."""
     monkeypatch.setattr(streaming, "BUDGET", 2**20)
     q, cache, _ = problem(rng, b=5, s=320, n=8, k=1)
     default, invariant = programs(mqa_decode)
@@ -101,16 +101,16 @@ def test_no_requests() -> None:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_what_the_kernel_is_told(batch_invariant: bool, monkeypatch: Any) -> None:
-    """Its handler may make fewer parts on a small device, but for batch invariance."""
-    asked, told = [], {}
+def test_the_arguments_of_the_kernel(batch_invariant: bool, monkeypatch: Any) -> None:
+    """The handler may reduce the KV splits on a small device, except for batch invariance."""
+    asked, passed = [], {}
 
     def splits(*args: Any) -> int:
         asked.append(args)
         return 3
 
     def call(target: str, operands: Any, avals: Any, **attrs: Any) -> Any:
-        told.update(attrs, shapes=[a.shape for a in avals])
+        passed.update(attrs, shapes=[a.shape for a in avals])
         return avals
 
     extension = SimpleNamespace(sparse_mla_decode_splits=splits)
@@ -121,16 +121,16 @@ def test_what_the_kernel_is_told(batch_invariant: bool, monkeypatch: Any) -> Non
     options = Options(0.1, 512, batch_invariant=batch_invariant)
     cuda.sparse_mla_decode_fwd(options, avals, x)
     assert asked == [(10, 1100, batch_invariant)]
-    assert bool(told["batch_invariant"]) == batch_invariant and told["splits"] == 3
-    assert told["shapes"][2:] == [(10, 3, 64, 512), (10, 3, 64)]
+    assert bool(passed["batch_invariant"]) == batch_invariant and passed["splits"] == 3
+    assert passed["shapes"][2:] == [(10, 3, 64, 512), (10, 3, 64)]
 
 
-def test_parts_of_the_kernel() -> None:
-    """They depend on the slots alone."""
+def test_kv_splits_of_the_kernel() -> None:
+    """Batch-invariant splits depend on the number of slots alone."""
     extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
-    for slots, parts in ((0, 1), (1, 1), (512, 1), (513, 2), (2048, 4), (2**20, 64)):
-        for items in (1, 2, 128, 4096):
-            assert extension.sparse_mla_decode_splits(items, slots, True) == parts
+    for slots, splits in ((0, 1), (1, 1), (512, 1), (513, 2), (2048, 4), (2**20, 64)):
+        for tiles in (1, 2, 128, 4096):
+            assert extension.sparse_mla_decode_splits(tiles, slots, True) == splits
     assert extension.sparse_mla_decode_splits(2, 2048, False) > 4
     assert extension.sparse_mla_decode_splits(128, 2048, False) < 4
 
@@ -139,7 +139,7 @@ def test_parts_of_the_kernel() -> None:
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("paged", [False, True], ids=["flat", "paged"])
 def test_the_kernel(paged: bool, fp8: bool, rng: np.random.Generator) -> None:
-    """Without the option the number of parts differs between 1 and 128 requests."""
+    """Without the option the number of KV splits differs between 1 and 128 requests."""
     args = problem(rng, b=128, s=640, n=128, k=2048, paged=paged, fp8=fp8)
     default, invariant = programs(sparse_mla_decode, implementation="cuda")
     assert not differing(invariant, (1, 2, 7, 64), *args)
@@ -150,7 +150,7 @@ def test_the_kernel(paged: bool, fp8: bool, rng: np.random.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_the_indexers_kernels(fp8: bool, rng: np.random.Generator) -> None:
-    """Every logit is a function of its own query and key."""
+    """A logit depends on its own query and key alone."""
     q = jnp.asarray(rng.standard_normal((64, 1, 64, 128)), jnp.bfloat16)
     k = jnp.asarray(rng.standard_normal((64, 5000, 128)), jnp.bfloat16)
     weights = jnp.asarray(rng.standard_normal((64, 1, 64)), jnp.float32)

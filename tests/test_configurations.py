@@ -1,4 +1,4 @@
-"""Every operator under JAX's configurations, which change what JAX itself lets a program do."""
+"""Every operator under JAX's configurations, such as x64, strict promotion and `disable_jit`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import TransformCase
-from support.cases.registry import CASES
+from support.cases.registry import CASES, one_fast
 from support.compare import assert_matches
+from support.marks import slow
 from support.transforms import both_ways
 
 import jax_dsa
@@ -30,7 +31,7 @@ def floats(rng: np.random.Generator, *shape: int) -> jax.Array:
 
 
 def append(k: Any, v: Any, counts: Any, positions: Any) -> Any:
-    """To caches of every kind."""
+    """Appends to caches of every kind."""
     flat = jax_dsa.FlatCache.empty(B, S, D).append(k).append(k, counts).update(k, positions)
     pages = jax_dsa.PagedCache.empty(9, 2, B, 4, D).append(k).append(k, counts).update(k, positions)
     tree = jax_dsa.HTreeCache.empty(B, 9, D, compression=2, top_k=2).append(k, v)
@@ -74,7 +75,7 @@ def case(name: str, fn: Callable, make_args: Callable, diff: tuple[int, ...] = (
     return TransformCase(name, fn, make_args, diff, {})
 
 
-# What the operators' own cases leave out.
+# Calls that the operators' own cases leave out.
 OTHERS = [
     case(
         "append",
@@ -115,7 +116,9 @@ OTHERS = [
         (0, 1, 2),
     ),
 ]
-ALL = pytest.mark.parametrize("case", [*CASES, *OTHERS], ids=lambda c: c.name)
+ALL = pytest.mark.parametrize("case", one_fast([*CASES, *OTHERS]))
+# An integer without a dtype is of another type in x64 alone.
+X64 = pytest.mark.parametrize("x64", [slow(False, id="x32"), pytest.param(True, id="x64")])
 
 
 @contextlib.contextmanager
@@ -130,13 +133,14 @@ def configured(**settings: Any) -> Iterator[None]:
             jax.config.update(name, value)
 
 
-@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
+@X64
 @ALL
 def test_nothing_is_promoted(
     case: Any, x64: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither ranks nor dtypes: both configurations raise while a program is traced. In x64 an
-    integer without a dtype of its own is an int64, which no scan over chunks may carry.
+    """JAX promotes neither ranks nor dtypes; strict configurations would raise at tracing.
+
+    In x64 an integer without an explicit dtype is an int64, which a scan over chunks cannot carry.
     """
     monkeypatch.setattr(streaming, "BUDGET", 1)
     args = case.make_args(rng)
@@ -149,10 +153,10 @@ def test_nothing_is_promoted(
 
 
 @pytest.mark.parametrize("dim", [512, 576])
-def test_nothing_is_promoted_beside_a_kernel(
+def test_nothing_is_promoted_around_a_kernel(
     dim: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As above, for what is traced where the extension is loaded."""
+    """The same for what is traced where the extension is loaded."""
 
     def sizes(*_: Any) -> tuple[int, int, int]:
         return 16, 16, 16

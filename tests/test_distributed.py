@@ -1,4 +1,4 @@
-"""Two processes, one mesh: what `jax.distributed` training does, on CPU over loopback."""
+"""One mesh over two processes, as in training with `jax.distributed`, on CPUs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def test_two_processes_agree_with_one(tmp_path: pathlib.Path) -> None:
     assert all("agrees" in log for log in finish(*workers))
 
 
-def test_nobody_waits_for_a_process_that_failed(tmp_path: pathlib.Path) -> None:
-    """Nor for one that says more than a pipe holds; who is left says where it waits."""
+def test_a_failed_process_ends_the_others(tmp_path: pathlib.Path) -> None:
+    """The one that was stopped says where it waited, although it printed more than a pipe holds."""
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, time\n"

@@ -1,6 +1,4 @@
-"""The examples of the documentation run: those of docstrings, README, the guides and the operators'
-pages.
-"""
+"""The examples in docstrings, README and the guides run, and the pages agree with their sources."""
 
 from __future__ import annotations
 
@@ -13,17 +11,30 @@ import runpy
 from typing import Any
 
 import pytest
+from support.marks import slow
 
 import jax_dsa
 from jax_dsa import nn
 from jax_dsa.core import ffi
+from jax_dsa.ops.gated_pool import gated_pool_for_norm
+from jax_dsa.ops.indexer import indexer_selected_logits
 
 ROOT = pathlib.Path(__file__).parent.parent
 PUBLIC = [
     getattr(jax_dsa, name)
     for name in jax_dsa.__all__
     if callable(getattr(jax_dsa, name)) and name not in ("BlockMask", "DSAAux", "HTreeSelection")
-] + [nn.fake_quantize_fp4]
+] + [
+    indexer_selected_logits,
+    gated_pool_for_norm,
+    nn.CompressedAttention,
+    nn.DSAttention,
+    nn.DecoderLM,
+    nn.fake_quantize_fp4,
+    nn.from_hf,
+    nn.load_hf,
+    nn.rope,
+]
 
 
 @pytest.mark.parametrize("public", PUBLIC, ids=lambda x: x.__name__)
@@ -44,16 +55,13 @@ PAGES = [
     "docs/training.md",
     "docs/meshes.md",
     "docs/models.md",
-    *(
-        pytest.param(f"docs/ops/{path.name}", marks=pytest.mark.slow)
-        for path in sorted((ROOT / "docs" / "ops").glob("*.md"))
-    ),
+    *(slow(f"docs/ops/{path.name}") for path in sorted((ROOT / "docs" / "ops").glob("*.md"))),
 ]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page(page: str) -> None:
-    """Its Python blocks run, one after the other."""
+    """The Python blocks of the page run, one after the other."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert blocks
     exec(compile("\n".join(blocks), page, "exec"), {})
@@ -64,7 +72,9 @@ def one_line(text: str) -> str:
 
 
 def test_troubleshooting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its code raises stands below the code; what an installation says is in the page, too."""
+    """Each block of code raises the error below it. The page also has the messages about a missing
+    or an incompatible extension.
+    """
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     (setup,) = re.findall(r"```python\n(import.*?)```", page, re.S)
     errors = re.findall(r"```python\n(?!import)(.*?)```\s+```text\n(.*?)```", page, re.S)
@@ -137,7 +147,7 @@ def test_the_drawings_are_those_of_their_script() -> None:
 
 
 def test_links() -> None:
-    """They lead to files and headings that exist."""
+    """All links lead to files and headings that exist."""
 
     def anchors(page: pathlib.Path) -> set[str]:
         headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)

@@ -1,4 +1,4 @@
-"""What the package says where an optional dependency is missing."""
+"""Errors that name the extra which brings a missing optional dependency."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The fuzzer's first ten thousand calls. `python -m fuzz --help`, in this folder, says how to run
-more of them, and others.
-"""
+"""Ten thousand calls of the fuzzer. `python -m fuzz --help`, in this folder, explains more."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ CALLS = 10_000
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", fuzz.GENERATORS)
-def test_fuzz(operator: str) -> None:
+def test_fuzz(operator: str, seed: int) -> None:
     share = CALLS // len(fuzz.GENERATORS)
-    outcomes = [case.run() for case in fuzz.cases(share, operators=(operator,))]
+    outcomes = [case.run() for case in fuzz.cases(share, seed, operators=(operator,))]
     wrong = [outcome for outcome in outcomes if outcome not in fuzz.RIGHT]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(outcomes)} are wrong", *wrong])

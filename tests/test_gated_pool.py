@@ -12,8 +12,7 @@ import pytest
 from support.compare import assert_as_good_as, assert_matches
 
 import jax_dsa
-from jax_dsa.ops.gated_pool import gated_pool
-from jax_dsa.ops.gated_pool.api import gated_pool_for_norm
+from jax_dsa.ops.gated_pool import gated_pool, gated_pool_for_norm
 
 
 def pooled(values: Any, gates: Any, bias: Any, starts: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What docs/guarantees.md promises: a test for each, named after what users wish for."""
+"""One test for each promise of docs/guarantees.md, named after what a user wants."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def normal(rng: np.random.Generator, *shape: int, dtype: Any = jnp.bfloat16) -> 
 
 
 def selection(rng: np.random.Generator, *shape: int, keys: int) -> jax.Array:
-    """Slots with and without a key, some keys twice."""
+    """Returns slots with and without a key; some keys are selected twice."""
     return jnp.asarray(rng.integers(-2, keys + 2, shape), jnp.int32)
 
 
 def gradients(
     implementation: str, q: jax.Array, kv: jax.Array, indices: jax.Array, **options: Any
 ) -> tuple[jax.Array, ...]:
-    """Of a loss in which both results of `sparse_mla` count: dq, dkv."""
+    """Returns dq and dkv of a loss that depends on both results of `sparse_mla`."""
 
     @jax.jit
     def run(q: jax.Array, kv: jax.Array, indices: jax.Array) -> Any:
@@ -65,7 +65,7 @@ def assert_equal(got: Any, want: Any) -> None:
 def test_equal_scores_are_kept_by_their_index(
     implementation: str, rng: np.random.Generator
 ) -> None:
-    """Plateaus of equal scores at the threshold: the lower index wins, in every run and row."""
+    """Where the threshold falls on equal scores, lower indices win in every run and row."""
     for levels in (1, 2, 7):
         x = rng.integers(0, levels, (6, 5000)).astype(np.float32)
         want = np.argsort(-x, axis=1, kind="stable")[:, :2000]
@@ -78,7 +78,7 @@ def test_equal_scores_are_kept_by_their_index(
 def test_every_tensor_parallel_rank_selects_the_same_keys_in_the_same_order(
     cpus: list[jax.Device], rng: np.random.Generator
 ) -> None:
-    """Heads over four devices; scores are whole numbers, so that many of them are equal."""
+    """Four devices share the heads. Scores are integers, so that many of them are equal."""
     q, kv = normal(rng, 1, 40, 8, 96), normal(rng, 1, 40, 1, 96)
     index_q, index_k = (
         jnp.asarray(rng.integers(-1, 2, s), jnp.bfloat16) for s in ((1, 40, 4, 32), (1, 40, 32))
@@ -104,7 +104,7 @@ def test_every_tensor_parallel_rank_selects_the_same_keys_in_the_same_order(
 
 @both
 def test_finite_inputs_have_finite_gradients(implementation: str, rng: np.random.Generator) -> None:
-    """Also where queries see no key, few keys, or one key in every slot, and scores are large."""
+    """Scores are large, and there are queries with no key, few keys or one key in every slot."""
     q, kv = 30 * normal(rng, 1, 8, 16, 576), 30 * normal(rng, 1, 50, 1, 576)
     indices = np.array(selection(rng, 1, 8, 1, 64, keys=50))
     indices[0, 0], indices[0, 1], indices[0, 2, 0, 1:] = -1, 7, -1
@@ -129,7 +129,7 @@ def test_finite_inputs_have_finite_gradients(implementation: str, rng: np.random
 def test_slots_from_topk_length_on_are_not_read(
     implementation: str, rng: np.random.Generator
 ) -> None:
-    """They may hold valid indices, of keys that are NaN."""
+    """Those slots may hold valid indices of keys that are NaN."""
     q, kv = normal(rng, 1, 5, 16, 576), normal(rng, 1, 60, 1, 576)
     lengths = jnp.array([[0, 1, 20, 63, 64]], jnp.int32)
     inside = jnp.arange(64) < lengths[..., None, None]
@@ -141,8 +141,9 @@ def test_slots_from_topk_length_on_are_not_read(
 
 
 def test_the_warm_up_loss_scores_all_keys(rng: np.random.Generator) -> None:
-    """Each key that a query sees moves it, and is moved; a selection is no part of it."""
-    # Positive, or the last key might have no score above 0, in any head, of its only query.
+    """Every visible key has an effect and a gradient, since no selection is involved."""
+    # Scores are positive. Otherwise the last key might have no score above 0 in any head of its
+    # only query, and no gradient.
     index_q, index_k = jnp.abs(normal(rng, 1, 30, 4, 32)), jnp.abs(normal(rng, 1, 30, 32))
     weights = jnp.abs(normal(rng, 1, 30, 4, dtype=jnp.float32))
     q, kv = normal(rng, 1, 30, 8, 64), normal(rng, 1, 30, 1, 64)
@@ -158,7 +159,7 @@ def test_the_warm_up_loss_scores_all_keys(rng: np.random.Generator) -> None:
 
 @pytest.mark.full_optimization
 def test_nothing_has_the_size_of_queries_times_keys(rng: np.random.Generator) -> None:
-    """A layer's forward and backward pass, with the indexer's loss, in XLA."""
+    """This is the forward and backward pass of a layer with the indexer's loss, in XLA."""
     t = 8192
     shapes = {"q": (t, 2, 32), "kv": (t, 1, 32), "index_q": (t, 2, 32), "index_k": (t, 32)}
     shapes["index_weights"] = (t, 2)
@@ -175,7 +176,7 @@ def test_nothing_has_the_size_of_queries_times_keys(rng: np.random.Generator) ->
 @both
 @pytest.mark.parametrize("heads", [1, 3, 7, 12, 48, 100, 129])
 def test_any_number_of_heads(heads: int, implementation: str, rng: np.random.Generator) -> None:
-    """Gradients against float64; the kernels as good as XLA with bfloat16."""
+    """XLA's gradients match float64, and the kernels' are as good as XLA's in bfloat16."""
     q, kv = normal(rng, 1, 4, heads, 576), normal(rng, 1, 90, 1, 576)
     indices = selection(rng, 1, 4, 1, 64, keys=90)
     numbers = [np.asarray(x, np.float64) for x in (q, kv)]
@@ -197,7 +198,7 @@ def test_any_number_of_heads(heads: int, implementation: str, rng: np.random.Gen
 def test_deterministic_gradients_repeat_bit_for_bit(
     implementation: str, rng: np.random.Generator
 ) -> None:
-    """100 times on a GPU, and on two GPUs as on one where requests are sharded."""
+    """They repeat 100 times on a GPU, and on two GPUs that share the requests."""
     args = normal(rng, 2, 60, 16, 576), normal(rng, 2, 90, 1, 576)
     args = *args, selection(rng, 2, 60, 1, 128, keys=90)
     want = gradients(implementation, *args, deterministic=True)
@@ -216,7 +217,7 @@ def test_deterministic_gradients_repeat_bit_for_bit(
 def test_a_request_decodes_alike_in_every_batch(
     implementation: str, rng: np.random.Generator
 ) -> None:
-    """With `batch_invariant=True`, bit for bit."""
+    """This holds bit for bit with `batch_invariant=True`."""
     q, rows = normal(rng, 9, 1, 16, 576), normal(rng, 9, 300, 1, 576)
     indices = selection(rng, 9, 1, 128, keys=300)
 

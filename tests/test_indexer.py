@@ -17,7 +17,7 @@ from support.oracles import topk as topk_oracle
 import jax_dsa
 from jax_dsa import FlatCache, PagedCache, indexer_logits, indexer_topk, topk
 from jax_dsa.core import streaming
-from jax_dsa.ops.indexer import xla
+from jax_dsa.ops.indexer import indexer_selected_logits, xla
 from jax_dsa.ops.indexer.spec import Logits, Operands, Options, Selected, Selection
 
 FP8 = ml_dtypes.float8_e4m3fn
@@ -607,3 +607,40 @@ def test_weights_of_low_precision(rng):
     (grad,), (wide,) = pull(got), pull_wide(got)
     assert grad.dtype == jnp.bfloat16
     assert_matches(grad, wide.astype(jnp.bfloat16), tol=2**-7)  # two roundings
+
+
+@pytest.mark.parametrize("relu", [True, False])
+def test_logits_of_selected_keys(rng, relu):
+    """They and their gradients equal those of `indexer_topk` for the keys that it selects."""
+    arrays, options = inputs(rng, T=7, S=40), options_of(rng, T=7, S=40)
+    k_scale = options.pop("index_k_scale")
+    indices, _ = indexer_topk(*arrays, 5, index_k_scale=k_scale, relu=relu, **options)
+    weights = rng.normal(size=indices.shape).astype(np.float32)
+
+    def loss(logits):
+        return jnp.sum(jnp.where(indices >= 0, weights * logits, 0))
+
+    def by_topk(q, k, w, scale):
+        _, logits = indexer_topk(q, k, w, 5, index_k_scale=scale, relu=relu, **options)
+        return loss(logits), logits
+
+    def by_indices(q, k, w, scale):
+        logits = indexer_selected_logits(q, k, w, indices, index_k_scale=scale, relu=relu)
+        return loss(logits), logits
+
+    want, got = (
+        jax.jit(jax.value_and_grad(fn, (0, 1, 2, 3), has_aux=True))(*arrays, k_scale)
+        for fn in (by_topk, by_indices)
+    )
+    assert_matches(got, want, 1e-5)
+
+
+def test_logits_of_empty_slots_and_a_missing_batch_axis(rng):
+    q, k, weights = inputs(rng, B=1)
+    indices = np.array([[[3, -1, 9, 2**31 - 1]] * 5], np.int32)
+    got = np.asarray(indexer_selected_logits(q, k, weights, indices))
+    assert np.isfinite(got[..., 0]).all() and (got[..., 1:] == -np.inf).all()
+    alone = indexer_selected_logits(q[0], k[0], weights[0], indices[0])
+    np.testing.assert_array_equal(alone, got[0])
+    with pytest.raises(ValueError, match=r"indexer_selected_logits: argument 'indices' has shape"):
+        indexer_selected_logits(q, k, weights, indices[0])

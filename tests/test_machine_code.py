@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels: needs nvcc, or the built extension, but no GPU."""
+"""The kernels' machine code. The tests need nvcc or the built extension, but no GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAMS = sorted([*ROOT.glob("tests/kernels/*/*.cu"), *ROOT.glob("benchmarks/mi
 
 
 def read(option: str) -> str:
-    """What cuobjdump says about the built extension."""
+    """Returns what cuobjdump prints about the built extension."""
     built = pytest.importorskip("jax_dsa._cuda", reason="built without the extension").__file__
     tool = disassembler()
     if tool is None:
@@ -29,15 +29,15 @@ def read(option: str) -> str:
 
 
 def test_no_copy_has_an_address_that_the_assembler_breaks() -> None:
-    """ptxas 13.0 makes an illegal instruction of a cp.async whose shared-memory address is a
-    register plus a uniform register (`whole_sum` in cuda/common/ptx.cuh keeps it from that).
+    """ptxas 13.0 emits an illegal instruction for a cp.async whose shared-memory address is a
+    register plus a uniform register; `whole_sum` in cuda/common/ptx.cuh prevents that.
     """
     copies = re.findall(r"\bLDGSTS\.\S* \[([^\]]*)\]", read("-sass"))
     assert len(copies) > 100
     assert not [x for x in copies if "UR" in x]
 
 
-# Bytes of a thread's stack, as CUDA 13.0 compiles the kernels; those not named here have none.
+# Stack bytes per thread of the kernels as CUDA 13.0 compiles them. Kernels not listed have none.
 STACKS = {
     "fp813matmul_kernel": 8,
     "htree13attend_kernel": 40,
@@ -68,7 +68,7 @@ def sanitize(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_programs_compile_without_more_spills_or_a_serialised_wgmma(
     program: Path, tmp_path: Path, sanitize: ModuleType
 ) -> None:
-    """By the build lines at their heads, which have all kernels in them."""
+    """The command in a program's first lines builds it. The programs contain all kernels."""
     command = sanitize.build_command(program, tmp_path / "program", "-Xptxas", "-v")
     if shutil.which(command[0]) is None:
         pytest.skip("no nvcc")
@@ -84,7 +84,7 @@ def test_programs_compile_without_more_spills_or_a_serialised_wgmma(
 
 def test_programs_have_every_kernel(sanitize: ModuleType) -> None:
     words = (word for p in PROGRAMS for word in sanitize.build_command(p, p))
-    built = {(ROOT / word).resolve() for word in words}  # Bazel's tests read links to the sources
+    built = {(ROOT / word).resolve() for word in words}  # Bazel's tests see links to the sources
     left = {str(p.relative_to(ROOT)) for p in ROOT.glob("cuda/*/*.cu") if p.resolve() not in built}
     assert left == {"cuda/indexer/topk.cu"}  # launches others' kernels
 

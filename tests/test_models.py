@@ -1,4 +1,4 @@
-"""Attention layers of published models: variants of `DSAttention`, compressed attention, weights.
+"""Attention layers of published models: variants of `DSAttention`, and compressed attention.
 
 These tests need no other library; `test_parity.py` compares the layers with `transformers`.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 import math
 import re
 
@@ -17,21 +16,32 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.compare import assert_matches
-from support.models import COMPRESSED, PACKED, SEGMENT_IDS, VARIANT, B, M, T, hidden, layer
+from support.marks import slow
+from support.published_layers import (
+    COMPRESSED,
+    LAYERS,
+    PACKED,
+    SEGMENT_IDS,
+    VARIANT,
+    B,
+    M,
+    T,
+    hidden,
+    layer,
+)
 from support.scripts import load_script
 
 from jax_dsa import nn
 from jax_dsa.nn import compressed
 
-LAYERS = {
-    "latent": VARIANT,
-    "selected": COMPRESSED,
-    "all": dataclasses.replace(COMPRESSED, ratio=3, overlap=False, top_k=None),
-    "window": dataclasses.replace(COMPRESSED, ratio=None, overlap=False, top_k=None),
-}
+# Layers that compress keys and select from them do what the other kinds do.
+ONE_KIND = pytest.mark.parametrize(
+    "kind",
+    [kind if kind == "selected" else slow(kind) for kind in LAYERS],
+)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@ONE_KIND
 def test_packed_documents_do_not_see_each_other(rng, kind):
     graph, params = nnx.split(layer(rng, LAYERS[kind]))
     x = hidden(rng)
@@ -340,7 +350,7 @@ def test_decoder_replays_selections(rng):
     assert np.abs(run(tokens, [first, None, None])[0] - want).max() > 1e-3
 
 
-def test_the_benchmark_of_layers(tmp_path, monkeypatch):
+def test_benchmark_of_layers(tmp_path, monkeypatch):
     benchmark = load_script("benchmarks/models.py", monkeypatch)
     monkeypatch.setattr(benchmark, "GROUPS", ({"tiny": COMPRESSED, "latent": VARIANT},))
     benchmark.main(["--tokens", str(T), "--only", "tiny|latent", "--csv", str(tmp_path / "x.csv")])
@@ -364,162 +374,7 @@ def test_the_benchmark_of_layers(tmp_path, monkeypatch):
         assert made.operations("fwd+bwd") > 2 * made.operations("fwd")
 
 
-def test_yarn_frequencies():
-    plain = 1e4 ** (-np.arange(0, 64, 2) / 64)
-    got = np.array(nn.yarn_frequencies(64, base=1e4, factor=40.0, original_length=4096))
-    turns = 4096 * plain / (2 * np.pi)
-    np.testing.assert_allclose(got[turns > 40], plain[turns > 40])
-    np.testing.assert_allclose(got[turns < 0.7], plain[turns < 0.7] / 40)
-    between = got[(turns < 30) & (turns > 1.1)] / plain[(turns < 30) & (turns > 1.1)]
-    assert (np.diff(between) < 0).all() and between.max() < 1 and between.min() > 1 / 40
-    same = nn.yarn_frequencies(64, base=1e4, factor=1.0, original_length=4096)
-    np.testing.assert_allclose(same, plain)
-
-
-PUBLISHED = {
-    "latent": {
-        "q_proj.weight": "wq.weight",
-        "kv_a_proj_with_mqa.weight": "wkv_a_with_mqa.weight",
-        "kv_a_layernorm.weight": "kv_a_norm.weight",
-        "kv_b_proj.weight": "wkv_b.weight",
-        "o_proj.weight": "wo.weight",
-        "softmax_scaling.scale": "ssmax_scaling.s",
-        "indexer.softmax_scaling.bias": "indexer.ssmax_scaling.b",
-        "gate_proj.weight": "linear_gate.weight",
-        "sinks": "learnable_sink_param",
-    },
-    "selected": {
-        "sinks": "attn_sink",
-        "q_a_proj.weight": "wq_a.weight",
-        "q_a_norm.weight": "q_norm.weight",
-        "q_b_proj.weight": "wq_b.weight",
-        "kv_proj.weight": "wkv.weight",
-        "o_a_proj.weight": "wo_a.weight",
-        "o_b_proj.weight": "wo_b.weight",
-        "compressor.kv_proj.weight": "compressor.wkv.weight",
-        "compressor.gate_proj.weight": "compressor.wgate.weight",
-        "compressor.position_bias": "compressor.ape",
-        "compressor.kv_norm.weight": "compressor.norm.weight",
-        "compressor.indexer.kv_proj.weight": "indexer.compressor.wkv.weight",
-        "compressor.indexer.position_bias": "indexer.compressor.ape",
-        "compressor.indexer.kv_norm.weight": "indexer.compressor.norm.weight",
-        "compressor.indexer.q_b_proj.weight": "indexer.wq_b.weight",
-        "compressor.indexer.scorer.weights_proj.weight": "indexer.weights_proj.weight",
-    },
-}
-
-
-@pytest.mark.parametrize("kind", PUBLISHED)
-def test_loading_weights_by_their_published_names(rng, kind):
-    module = layer(rng, LAYERS[kind])
-    weights, renamed = nn.save_hf(module), PUBLISHED[kind]
-    assert set(renamed) <= set(weights)
-    other = type(module)(LAYERS[kind], rngs=nnx.Rngs(1))
-    nn.load_hf(other, {renamed.get(name, name): x for name, x in weights.items()})
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(other), nnx.state(module))
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_saved_weights_can_be_loaded(rng, kind):
-    module = layer(rng, LAYERS[kind])
-    other = type(module)(LAYERS[kind], rngs=nnx.Rngs(1))
-    weights = nn.save_hf(module, "model.layers.7.self_attn.")
-    assert len(weights) == len({*weights})
-    nn.load_hf(other, weights, "model.layers.7.self_attn.")
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(other), nnx.state(module))
-
-
-def write_safetensors(path, tensors):
-    """Writes a safetensors file: the length of the header, the header, the data."""
-    header, start, blobs = {}, 0, []
-    names = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
-    for name, x in tensors.items():
-        blobs.append(np.ascontiguousarray(x).tobytes())
-        end = start + len(blobs[-1])
-        entry = {"dtype": names[x.dtype.name], "shape": x.shape, "data_offsets": [start, end]}
-        header[name], start = entry, end
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
-
-
-def test_loading_files_onto_a_mesh(rng, tmp_path):
-    module = layer(rng, VARIANT)
-    weights = nn.save_hf(module, "a.", dtype=jnp.bfloat16)
-    items = list(weights.items())
-    write_safetensors(tmp_path / "model-1.safetensors", dict(items[:5]))
-    write_safetensors(tmp_path / "model-2.safetensors", dict(items[5:]))
-    mesh = jax.make_mesh((2,), ("n",), devices=jax.devices()[:2])
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("n"))
-    other = nn.DSAttention(VARIANT, rngs=nnx.Rngs(1))
-    other.mla.w_uk.set_value(jax.device_put(other.mla.w_uk.get_value(), split))
-    nn.load_hf(other, tmp_path, "a.")
-    assert other.mla.w_uk.get_value().sharding == split
-    assert other.mla.w_uk.get_value().dtype == jnp.float32
-    for name, x in nn.save_hf(other, "a.").items():
-        np.testing.assert_array_equal(x, weights[name].astype(np.float32))
-    abstract = nnx.eval_shape(lambda: nn.DSAttention(VARIANT, rngs=nnx.Rngs(1)))
-    nn.load_hf(abstract, tmp_path, "a.")
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(abstract), nnx.state(other))
-
-
-def test_fp8_weights_are_scaled_by_block(rng):
-    config = dataclasses.replace(VARIANT, model_dim=300, bias=False)
-    module = nn.DSAttention(config, rngs=nnx.Rngs(0))
-    weights = nn.save_hf(module)
-    name = "o_proj.weight"
-    rows, columns = weights[name].shape
-    assert rows == 300 and columns < 128
-    scale = rng.uniform(0.5, 2, size=(3, 1)).astype(np.float32)
-    weights[name] = weights[name].astype(jnp.float8_e4m3fn)
-    want = weights[name].astype(np.float32) * np.repeat(scale, 128, 0)[:rows]
-    nn.load_hf(module, {**weights, f"{name}_scale_inv": scale})
-    np.testing.assert_array_equal(nn.save_hf(module)[name], want)
-
-
-def corrupted(weights, defect):
-    """Returns a layer's weights with a defect in a tensor that is loaded after others."""
-    weights = dict(weights)
-    if defect == "missing":
-        del weights["o_proj.weight"]
-    elif defect == "shape":
-        weights["o_proj.weight"] = weights["o_proj.weight"][:, 1:]
-    elif defect == "size":  # It cannot be reshaped to the heads.
-        weights["kv_b_proj.weight"] = weights["kv_b_proj.weight"][1:]
-    elif defect == "scale":
-        weights["o_proj.weight_scale_inv"] = np.ones((2, 1), np.float32)
-    elif defect == "unknown":
-        weights["other.weight"] = weights["o_proj.weight"]
-    return weights
-
-
-@pytest.mark.parametrize(
-    ("defect", "error", "message"),
-    [
-        ("missing", KeyError, r"'tensors' lacks \['a.o_proj.weight'\]"),
-        ("shape", ValueError, r"'a.o_proj.weight' has shape \(16, 13\), expected \(16, 14\)"),
-        ("size", ValueError, r"'a.kv_b_proj.weight' has shape \(25, 8\), expected \(26, 8\)"),
-        ("scale", ValueError, r"weight_scale_inv' has shape \(2, 1\), expected \(1, 1\)"),
-        ("unknown", ValueError, r"has \['a.other.weight'\], for which the module has no parameter"),
-    ],
-)
-def test_weights_that_do_not_fit_leave_the_module_unchanged(rng, defect, error, message):
-    weights = corrupted(nn.save_hf(layer(rng, VARIANT)), defect)
-    module = nn.DSAttention(VARIANT, rngs=nnx.Rngs(1))
-    before = jax.tree.map(np.array, nnx.state(module))
-    with pytest.raises(error, match=message):
-        nn.load_hf(module, {f"a.{name}": x for name, x in weights.items()}, "a.")
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(module), before)
-
-
-def test_invalid_arguments_raise(rng):
-    module = layer(rng, VARIANT)
-    weights = nn.save_hf(module)
-    with pytest.raises(ValueError, match=r"has \['q_b_proj.weight'\], for which the module has no"):
-        nn.load_hf(module, {**weights, "q_b_proj.weight": weights["q_proj.weight"]})
-    with pytest.raises(ValueError, match=r"'sinks' has shape \(3,\), expected \(2,\)"):
-        nn.load_hf(module, {**weights, "sinks": np.zeros(3, np.float32)})
-    with pytest.raises(ValueError, match="model_type is 'llama', expected one of"):
-        nn.from_hf({"model_type": "llama"})
+def test_invalid_arguments_raise():
     with pytest.raises(ValueError, match=r"rope_frequencies has 2 numbers, expected .* = 1"):
         dataclasses.replace(VARIANT, rope_dim=2)
     with pytest.raises(ValueError, match="rope_dim is 12, expected an even number of at most 8"):

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from support.marks import slow
 
 from jax_dsa.training import INDEXER
 from jax_dsa.training.data import load_corpus
@@ -34,7 +35,7 @@ def text(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("model", ["glm", "v4"])
+@pytest.mark.parametrize("model", [slow("glm"), "v4"])
 def test_training_in_both_stages(example, text, tmp_path, model):
     setting = example.MODELS[model](False)
     setting = dataclasses.replace(setting, seq_len=48, batch=2, steps=10, dense_steps=3)
@@ -54,6 +55,7 @@ def test_training_in_both_stages(example, text, tmp_path, model):
     assert all(max(largest) > 1e-4 for largest in changes.values())
 
 
+@pytest.mark.slow
 def test_command_line(example, text, tmp_path, capsys, monkeypatch):
     small = dataclasses.replace(example.v4(False), seq_len=40, batch=2)
     monkeypatch.setitem(example.MODELS, "v4", lambda large: small)

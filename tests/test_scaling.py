@@ -26,6 +26,7 @@ def same_loss(rows):
     np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_another_mesh(scaling, tmp_path):
     path = tmp_path / "results" / "scaling.csv"
     found = run(scaling, path, "fsdp", "fsdp=4")

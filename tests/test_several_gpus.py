@@ -1,4 +1,4 @@
-"""The kernels on two GPUs, sharded over batch entries, queries or heads: as on one."""
+"""The kernels on two GPUs, sharded by batch, queries or heads, give the results of one GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ B, T, S, N, D, K, J, C = 2, 66, 500, 128, 576, 192, 64, 128
 
 
 def attend(q: jax.Array, kv: jax.Array, indices: jax.Array) -> tuple[jax.Array, ...]:
-    """Output, statistics and gradients."""
+    """Returns the output, lse and the gradients."""
 
     def loss(q: jax.Array, kv: jax.Array) -> tuple[jax.Array, Any]:
         out, lse = sparse_mla(q, kv, indices, return_lse=True, implementation="cuda")
@@ -57,7 +57,9 @@ def score(q: jax.Array, k: jax.Array, weights: jax.Array) -> tuple[jax.Array, ..
 
 
 def attend_to_all(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-    """Output, statistics and gradients; causal, as queries know their positions where they go."""
+    """Returns the output, lse and the gradients of causal attention, whose mask depends on where a
+    shard of the queries begins.
+    """
 
     def loss(*arrays: jax.Array) -> tuple[jax.Array, Any]:
         out, lse = masked_attention(*arrays, is_causal=True, return_lse=True, implementation="cuda")
@@ -122,16 +124,16 @@ def test_two_gpus(route: str, axis_type: Any, rng: np.random.Generator) -> None:
         compiled = jax.jit(call).lower(*args).compile()
         gathers = re.findall(r"= (.*) all-gather", compiled.as_text())
         gathered = re.findall(r"bf16(\[[\d,]+\])", " ".join(gathers))
-        # Whole keys and values have whole gradients: in Explicit mode their types say so.
+        # In Explicit mode replicated keys and values have replicated gradients by their types.
         whole = route.endswith("query heads") and axis_type is AxisType.Explicit
         assert sorted(gathered) == ([f"[{B},{S},4,128]", f"[{B},{S},4,64]"] if whole else [])
         got = compiled(*args)
-    # Sums over heads or queries are added in another order.
+    # Two GPUs add the sums over heads or queries in another order.
     assert_matches(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), tol=8e-3)
 
 
-def test_a_training_step_on_two_gpus_takes_as_much_memory_of_each_as_on_one() -> None:
-    """XLA hides what two exchange behind other work, and may keep all layers' arrays for that."""
+def test_a_training_step_needs_no_more_memory_per_gpu_on_two_gpus() -> None:
+    """XLA overlaps communication with other work, and could keep every layer's arrays for that."""
     devices = [d for d in jax.devices() if d.platform == "gpu"][:2]
     if len(devices) < 2:
         pytest.skip("one GPU")

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support.cases.registry import CASES, one_fast
 from support.compare import assert_matches
-from support.models import DECODER
+from support.decoders import DECODER
 from support.transforms import both_ways, grad, loss, outputs, weighted
 
 import jax_dsa

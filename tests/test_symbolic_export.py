@@ -1,4 +1,4 @@
-"""`jax.export` with symbols for batch, queries and keys: one program for all sizes."""
+"""`jax.export` with symbols for batch, queries and keys, so that one program takes all sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INDEX = [("b, t, 2, 8", f32), ("b, s, 8", f32), ("b, t, 2", f32)]
 ATTENTION = [("b, t, 4, 8", f32), ("b, s, 1, 8", f32)]
 SLOTS, LENGTHS = ("b, t, 5", i32), ("b", i32)
 
-# What is called, and the dims of its arrays.
+# By name: the function, and the axes and dtype of each of its arrays.
 CASES: dict[str, tuple[Callable, list]] = {
     "topk": (lambda x: jax_dsa.topk(x, 3, return_values=True), [("b, t, s", f32)]),
     "topk_mask": (lambda x: jax_dsa.topk_mask(x, 2), [("b, t, s", f32)]),
@@ -86,7 +86,7 @@ CONSTANT = ("quantize_fp8", "topk_mask")
 def test_one_program_for_all_sizes(
     name: str, budget: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a small budget for intermediates there are several chunks, and a last one."""
+    """A small budget for intermediates leads to several chunks and a smaller last one."""
     monkeypatch.setattr(streaming, "BUDGET", budget)
     fn, arrays = CASES[name]
     floats = tuple(i for i, (_, dtype) in enumerate(arrays) if dtype == f32)
@@ -155,14 +155,16 @@ def test_one_program_for_all_sizes(
         ),
     ],
 )
-def test_what_cannot_be_symbolic_is_named(call: Any, message: str, arrays: list) -> None:
+def test_an_error_names_the_axis_that_cannot_be_symbolic(
+    call: Any, message: str, arrays: list
+) -> None:
     scope = export.SymbolicScope()
     args = [jax.ShapeDtypeStruct(export.symbolic_shape(s, scope=scope), d) for s, d in arrays]
     with pytest.raises((TypeError, ValueError), match=message):
         export.export(jax.jit(call))(*args)
 
 
-def test_kernels_take_no_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_take_no_symbolic_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     from jax_dsa.core import ffi
 
     monkeypatch.setattr(ffi, "status", lambda: (True, ""))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.compare import assert_matches
+from support.marks import slow
 from support.training import ATTENTION, CONFIG, MESH_CONFIG, STAGES, corpus
 
 from jax_dsa import nn
@@ -20,12 +21,11 @@ from jax_dsa.training.mesh import AXES, make_mesh
 from jax_dsa.training.steps import Program
 
 MESHES = [
-    *({axis: 2} for axis in AXES),
-    *(
-        pytest.param({a: 2, b: 2}, marks=pytest.mark.slow)
-        for a, b in itertools.combinations(AXES, 2)
-    ),
-    pytest.param({"fsdp": 2, "context": 2, "tensor": 2}, marks=pytest.mark.slow),
+    # The context axis is the one over which devices exchange keys.
+    {"context": 2},
+    *(slow({axis: 2}) for axis in AXES if axis != "context"),
+    *(slow({a: 2, b: 2}) for a, b in itertools.combinations(AXES, 2)),
+    slow({"fsdp": 2, "context": 2, "tensor": 2}),
 ]
 
 
@@ -67,7 +67,9 @@ def test_a_step_on_a_mesh_matches_a_step_on_one_device(sizes):
                 assert off.mean() <= 1e-5 and off.max() <= 2 * MESH_CONFIG.learning_rate
 
 
-@pytest.mark.parametrize("sizes", [{"context": 2}, {"tensor": 2}, {"fsdp": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"context": 2}, slow({"tensor": 2}), slow({"fsdp": 2, "data": 2})], ids=str
+)
 def test_selections_do_not_depend_on_the_mesh(sizes):
     batch = Batches(corpus().train, MESH_CONFIG.seq_len + 1, MESH_CONFIG.batch_size, 0)[0]
     chosen = []
@@ -85,7 +87,7 @@ def test_selections_do_not_depend_on_the_mesh(sizes):
     np.testing.assert_array_equal(*chosen)
 
 
-@pytest.mark.parametrize("axis, share", [("data", 1.0), ("fsdp", 0.52), ("tensor", 0.85)])
+@pytest.mark.parametrize("axis, share", [slow("data", 1.0), ("fsdp", 0.52), slow("tensor", 0.85)])
 def test_parameters_and_optimizer_states_are_sharded(axis, share):
     """ "tensor" does not divide the 257 tokens of the embedding, half of all parameters here."""
     state = one_step((axis, 2))["sparse"][0]
@@ -113,6 +115,7 @@ def test_a_context_axis_gathers_only_keys():
         assert sorted(found) == want, name
 
 
+@pytest.mark.slow
 def test_parameters_are_gathered_after_rounding():
     """Parameters are float32; fsdp gathers the bfloat16 values that the layers multiply by."""
     attention = dataclasses.replace(ATTENTION, dtype=jnp.bfloat16)
@@ -134,6 +137,7 @@ def test_parameters_are_gathered_after_rounding():
     assert len(found) > 8 and masters == {weights}
 
 
+@pytest.mark.slow
 def test_microbatches_make_the_same_step():
     config = dataclasses.replace(MESH_CONFIG, accumulate=2)
     batch = Batches(corpus().train, config.seq_len + 1, config.batch_size, 0)[0]

@@ -1,10 +1,11 @@
-"""Random calls of every operator against float64: wrong values, wrong gradients, crashes, misuse
-that passes.
+"""Random calls of every operator, compared with float64.
 
-`python -m fuzz --help`, in this folder's parent, says how to run it. A case is an operator, a kind
-and a seed, and made from these alone; a few seeds in a row share a configuration (shapes, dtypes,
-options), so that they share what is compiled. `operators` draws calls and knows what is right,
-`kinds` what is done with a call, `misuse` how to spoil one.
+The fuzzer finds wrong values, wrong gradients, crashes, and misuse that is not refused.
+`python -m fuzz --help` in the folder `tests` explains how to run it.
+
+A case is an operator, a kind and a seed, which determine it. A few seeds in a row share a
+configuration (shapes, dtypes, options) and with it a compiled program. `operators` draws calls and
+computes the expected results, `kinds` runs and checks a call, and `misuse` makes mistakes in one.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ SHARING = {kind.__name__: count for kind, count in kinds.KINDS.items()}
 RIGHT = ("passed", "refused", "no kernel")
 TIME_LIMIT = 120.0  # s for one case
 
-# How many cases of each kind an operator has in a round.
+# The number of cases of each kind that an operator has in a round.
 ROUND = {"value": 12, "gradient": 6, "vmap": 4, "edge": 4, "misuse": 10}
 KERNEL_ROUND = {"kernel": 60, "kernel_gradient": 40}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One case."""
+    """A random call and how it is checked."""
 
     operator: str
     kind: str
@@ -58,12 +59,17 @@ class Case:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """The configuration."""
+        """Identifies the configuration."""
         return self.operator, self.kind, self.seed // SHARING[self.kind]
 
     def draw(self, sample: int = 0) -> tuple[Call, Draw, Draw]:
-        """The call, one of several of the configuration, and what draws the configuration and the
-        contents, for more of both.
+        """Draws the call.
+
+        Args:
+            sample: Different samples have the same configuration and different contents.
+
+        Returns:
+            The call, and the generators of its configuration and of its contents.
         """
         config = Draw(*self.key)
         contents = Draw(self.operator, self.kind, self.seed, sample)
@@ -71,13 +77,13 @@ class Case:
         return call, config, contents
 
     def compiled(self, run: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-        """`run`, compiled once for the configuration; `name` tells it from others."""
+        """Returns `run`, compiled once per configuration and `name`."""
         if any(key[0] != self.key for key in _compiled):
             _compiled.clear()
         return _compiled.setdefault((self.key, name), jax.jit(run))
 
     def run(self) -> str:
-        """What came of it: "passed", "refused" where that is right, or what is wrong."""
+        """Runs the case and returns "passed", "refused" or "no kernel", or else what is wrong."""
         try:
             with kinds.time_limit(TIME_LIMIT), jax.enable_x64(self.draw()[0].x64):
                 return KINDS[self.kind](self)
@@ -92,8 +98,13 @@ _compiled: dict[Any, Callable[..., Any]] = {}
 def cases(
     calls: int, seed: int = 0, operators: tuple[str, ...] = (), kernels: bool = False
 ) -> Iterator[Case]:
-    """That many cases of all operators, or of some, in rounds; with seeds from `seed` on. On a GPU
-    `kernels` compares kernels with the XLA implementations.
+    """Yields cases of the operators in rounds.
+
+    Args:
+        calls: The number of cases.
+        seed: The first seed.
+        operators: The operators' names. Default: all.
+        kernels: Compares kernels with the XLA implementations, which needs a GPU.
     """
     plan = [
         (operator, kind, count)
@@ -101,10 +112,10 @@ def cases(
         for kind, count in (KERNEL_ROUND if kernels else ROUND).items()
         if "gradient" not in kind or operator not in WITHOUT_GRADIENT
     ]
-    for turn in itertools.count():
+    for number in itertools.count():
         for operator, kind, count in plan:
             for i in range(min(count, calls)):
-                yield Case(operator, kind, seed + turn * count + i)
+                yield Case(operator, kind, seed + number * count + i)
             calls -= count
             if calls <= 0:
                 return

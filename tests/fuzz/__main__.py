@@ -1,5 +1,7 @@
-"""The fuzzer's command line, in the folder `tests`: `python -m fuzz --calls 100000`; or one case,
-as a failure names it: `python -m fuzz topk value 17`.
+"""The fuzzer's command line, to be used in the folder `tests`.
+
+`python -m fuzz --calls 100000` runs many cases. `python -m fuzz topk value 17` runs one case, as a
+failure names it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def main() -> int:
         "--kernels", action="store_true", help="kernels against the XLA implementations, on a GPU"
     )
     args = parser.parse_args()
-    # Compiling takes most of the time, and float32 tolerances assume float32 products.
+    # Compilation takes most of the time. The tolerances of float32 assume float32 products.
     jax.config.update("jax_disable_most_optimizations", not args.kernels)
     jax.config.update("jax_default_matmul_precision", "highest")
     if args.case:
@@ -38,7 +40,7 @@ def main() -> int:
 
 
 def many(cases: Iterator[fuzz.Case], calls: int) -> int:
-    """Runs all cases; a failure is printed as it comes, a table at the end."""
+    """Runs all cases; prints each failure at once and a table at the end."""
     start = time.perf_counter()
     outcomes: collections.Counter[tuple[str, str, str]] = collections.Counter()
     with tqdm.tqdm(total=calls, unit="call", mininterval=5) as bar:
@@ -63,7 +65,7 @@ def many(cases: Iterator[fuzz.Case], calls: int) -> int:
 
 
 def _cell(outcomes: collections.Counter, operator: str, kind: str) -> str:
-    """How many calls passed, were refused, and are wrong."""
+    """Returns how many calls passed, were refused or were wrong."""
     counts = {o: outcomes[operator, kind, o] for o in (*fuzz.RIGHT, "wrong")}
     return ", ".join(f"{n} {o}" for o, n in counts.items() if n)
 

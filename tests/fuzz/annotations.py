@@ -1,4 +1,4 @@
-"""What a public function takes, read off its annotations."""
+"""Reads the annotations of public functions."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ if TYPE_CHECKING:
 
 
 def atoms(hint: Any) -> Iterator[Any]:
-    """The parts of a union."""
+    """Yields the members of a union, or the type itself."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        for part in typing.get_args(hint):
-            yield from atoms(part)
+        for member in typing.get_args(hint):
+            yield from atoms(member)
     else:
         yield hint
 
 
 def dims_of(hint: Any) -> list[list[str]]:
-    """The axes of every array that an annotation allows."""
+    """Returns the axes of every array that an annotation allows."""
     return [a.__metadata__[0].split() for a in atoms(hint) if hasattr(a, "__metadata__")]
 
 
 def kinds_of(hint: Any) -> set[str]:
-    """The names of the types that an annotation allows; "position" for an int or an array."""
+    """Returns the names of the types that an annotation allows.
+
+    "position" is among them if it allows both an int and an array.
+    """
     kinds = {getattr(a, "__name__", "") for a in atoms(hint)}
     return kinds | {"position"} if "int" in kinds and dims_of(hint) else kinds

@@ -1,4 +1,4 @@
-"""The kinds of cases: each draws calls, and raises where one is not as it has to be."""
+"""The kinds of cases. Each function draws a call, runs it, and raises if the results are wrong."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 REFUSALS = (TypeError, ValueError, NotImplementedError)
-STEP = 1e-5  # of finite differences: their error is its square
+STEP = 1e-5  # of finite differences, whose error is proportional to its square
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError inside what takes longer; only the main thread can be interrupted."""
+    """Raises TimeoutError in code that takes longer, if it runs in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -45,26 +45,26 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def assert_right(call: Call, got: Any, want: Any) -> None:
-    """Every leaf of a result, up to rounding."""
+    """Asserts that every leaf of a result is right up to rounding."""
     leaves = jax.tree.leaves(got)
-    assert len(leaves) == len(call.dtypes), f"{len(leaves)} results, want {len(call.dtypes)}"
+    assert len(leaves) == len(call.dtypes), f"{len(leaves)} results, expected {len(call.dtypes)}"
     for i, (g, w, dtype) in enumerate(zip(leaves, want, call.dtypes, strict=True)):
         w = np.asarray(w).astype(dtype)
         assert_matches(g, w, call.tolerance(dtype), f"result {i}", least=1.0)
 
 
 def assert_refused_well(call: Call, error: Exception, names: set[str]) -> None:
-    """The message names the function and one of the arguments."""
+    """Asserts that the error's message names the function and one of the arguments."""
     text = f"{type(error).__name__}: {error}"
     assert isinstance(error, REFUSALS), text
-    assert str(error).startswith(f"{call.name}: "), f"names no {call.name}: {text}"
+    assert str(error).startswith(f"{call.name}: "), f"does not name {call.name}: {text}"
     assert any(f"'{n}" in str(error) or f".{n}'" in str(error) for n in names), (
         f"names none of {sorted(names)}: {text}"
     )
 
 
 def value(case: Any) -> str:
-    """Results against the oracle, mostly under jit; NaN in what nothing reads has no effect."""
+    """Compares results with the oracle, mostly under jit, with NaN in rows that are not read."""
     call, c, r = case.draw()
     _poison(call, r)
     run = functools.partial(call.fn, **call.options)
@@ -75,7 +75,9 @@ def value(case: Any) -> str:
 
 
 def edge(case: Any) -> str:
-    """Empty axes and extreme options: right or refused, and then the gradients' shapes."""
+    """Checks that a call with empty axes or extreme options is right or refused, and the shapes of
+    its gradients.
+    """
     call, _, _ = case.draw()
     try:
         got = case.compiled(functools.partial(call.fn, **call.options))(**call.arrays)
@@ -93,14 +95,14 @@ def edge(case: Any) -> str:
 
 
 def _split(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments that may have gradients, and the others."""
+    """Returns the arguments that may have gradients, and the others."""
     names = (*call.diff, *call.constant)
     point = {n: x for n, x in call.kwargs.items() if n in names}
     return point, {n: x for n, x in call.kwargs.items() if n not in names}
 
 
 def _floats(call: Call, results: Any) -> list[Any]:
-    """The leaves that have cotangents."""
+    """Returns the leaves that have cotangents."""
     leaves = jax.tree.leaves(results)
     return [y for y, dtype in zip(leaves, call.dtypes, strict=True) if is_float(dtype)]
 
@@ -108,7 +110,7 @@ def _floats(call: Call, results: Any) -> list[Any]:
 def _pull_back(
     call: Call, rest: Any, point: dict[str, Any], cotangents: Any, axes: Any = None
 ) -> dict[str, Any]:
-    """The gradients; with `axes` of a vmap of one element, which lies along these."""
+    """Returns the gradients, through a vmap over axes of size one if `axes` has their positions."""
 
     def run(x: dict[str, Any]) -> list[Any]:
         return _floats(call, call.fn(**x, **rest))
@@ -123,8 +125,9 @@ def _pull_back(
 
 
 def gradient(case: Any) -> str:
-    """Gradients, sometimes through vmap, against finite differences of the oracle, each along one
-    direction; NaN in what nothing reads has no effect on them.
+    """Compares gradients, sometimes through vmap, with finite differences of the oracle.
+
+    Each gradient is compared along one direction. Rows that are not read may hold NaN.
     """
     call, c, r = case.draw()
     _poison(call, r)
@@ -168,16 +171,17 @@ def gradient(case: Any) -> str:
         )
         want = (ahead - behind) / (2 * STEP)
         got = float((g * u).sum())
-        size = np.linalg.norm(g) * np.sqrt(np.mean(u * u)) + 1  # of a sum of random signs
+        # A sum of products with random signs is about this large.
+        size = np.linalg.norm(g) * np.sqrt(np.mean(u * u)) + 1
         allowed = (call.gradient_tolerance() + STEP * 1e-2) * size + rounding
         assert abs(got - want) <= allowed, (
-            f"gradient of {name}: {got} along a direction, want {want}; may be off by {allowed}"
+            f"gradient of {name}: {got} along a direction, expected {want} up to {allowed}"
         )
     return "passed"
 
 
 def _poison(call: Call, r: Draw) -> None:
-    """NaN in one row of an argument, if that would change no result were there no other NaN."""
+    """Puts NaN into a row of each argument in `call.poison`, if that row affects no result."""
     clean = {
         n: np.where(np.isnan(x), 0, x).astype(x.dtype)
         for n, x in call.kwargs.items()
@@ -197,9 +201,7 @@ def _poison(call: Call, r: Draw) -> None:
 
 
 def vmap(case: Any) -> str:
-    """Under vmap, each argument mapped along any axis or not at all, against the oracle one by
-    one.
-    """
+    """Compares each element of a vmap along random axes with the oracle."""
     first, c, _ = case.draw()
     calls = [first, *(case.draw(i)[0] for i in range(1, c.one(1, 2, 3)))]
     axes = {n: _random_axes(x, c) for n, x in first.arrays.items()}
@@ -228,7 +230,7 @@ def vmap(case: Any) -> str:
 
 
 def _random_axes(x: Any, c: Draw) -> Any:
-    """An axis, or None, for every leaf; a block mask's belong together."""
+    """Returns an axis or None for every leaf; a block mask has axes for all leaves or for none."""
     absent = isinstance(x, BlockMask) and c.chance()
 
     def choose(leaf: Any) -> int | None:
@@ -241,7 +243,7 @@ def _random_axes(x: Any, c: Draw) -> Any:
 
 
 def misuse(case: Any) -> str:
-    """A call with one mistake is refused while it is traced."""
+    """Checks that a call with one mistake is refused when it is traced."""
     call, _, r = case.draw()
     kwargs, names, may_pass = mistakes(call, r)
     try:
@@ -255,7 +257,7 @@ def misuse(case: Any) -> str:
 
 
 def kernel(case: Any) -> str:
-    """The CUDA kernel's results against those of the XLA implementation, on a GPU."""
+    """Compares the CUDA kernel's results with the XLA implementation's, on a GPU."""
     call, _, _ = case.draw()
     try:
         jax.eval_shape(lambda: call.fn(**call.kwargs, implementation="cuda"))
@@ -272,7 +274,7 @@ def kernel(case: Any) -> str:
 
 
 def kernel_gradient(case: Any) -> str:
-    """Gradients where kernels run what they can, against those of the XLA implementation."""
+    """Compares gradients with kernels, where there are any, with the XLA implementation's."""
     call, _, r = case.draw()
     point, rest = _split(call)
     arrays = {n: x for n, x in rest.items() if n in call.arrays}
@@ -292,7 +294,7 @@ def kernel_gradient(case: Any) -> str:
     return "passed"
 
 
-# How many cases of each kind share a configuration, and with that a compilation.
+# The number of cases of each kind that share a configuration and a compiled program.
 KINDS: dict[Callable[[Any], str], int] = {
     **{value: 12, gradient: 6, vmap: 4, edge: 2, misuse: 5},
     **{kernel: 60, kernel_gradient: 40},

@@ -1,4 +1,4 @@
-"""Wrong arguments, made from the annotations of a public function: they say what it takes."""
+"""Makes wrong arguments from the annotations of a public function, which say what is right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuzz.draw import Call, Draw
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Values, and the kinds of annotations that may take them; everything else has to refuse them.
+# Values and the annotated types that may accept them. All other arguments have to refuse them.
 POOL: tuple[tuple[Any, str], ...] = (
     (None, "NoneType"),
     (True, "bool"),
@@ -53,8 +53,11 @@ POOL: tuple[tuple[Any, str], ...] = (
 
 
 def mistakes(call: Call, r: Draw) -> tuple[dict[str, Any], set[str], bool]:
-    """The arguments with a mistake in one, the names of which a message has to have one, and
-    whether the call may go through all the same.
+    """Makes a mistake in one argument.
+
+    Returns:
+        The arguments, the names of which the message has to contain one, and whether the call may
+        succeed all the same.
     """
     hints = typing.get_type_hints(call.fn, include_extras=True)
     parameters = inspect.signature(call.fn).parameters
@@ -74,20 +77,20 @@ def mistakes(call: Call, r: Draw) -> tuple[dict[str, Any], set[str], bool]:
         or wrong is parameters[name].default
         or (isinstance(wrong, np.integer) and _may_be_scalar(hints[name]))
     )
-    # What was absent, or is now, may be missed beside the others.
+    # An argument that was or is absent can lead to a complaint about any other argument.
     blamed = set(names) if value is None or wrong is None else {name}
     return {**call.kwargs, name: wrong}, blamed, may_pass
 
 
 def _may_be_scalar(hint: Any) -> bool:
-    """Whether an array may have no axis where the batch axis is absent."""
+    """Returns whether an array without a batch axis has no axis at all."""
     return any(set(dims) <= {"B", "..."} for dims in dims_of(hint))
 
 
 def _mistake_inside(
     call: Call, name: str, value: Any, r: Draw
 ) -> tuple[dict[str, Any], set[str], bool]:
-    """With a mistake in one of the arrays of a cache or a block mask."""
+    """Makes a mistake in one of the arrays of a cache or a block mask."""
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     inner = r.one(*[n for n, x in fields.items() if hasattr(x, "dtype")])
     wrong = r.one("text", None, *(make(np.asarray(fields[inner])) for make in _WRONG_TYPES))
@@ -114,7 +117,7 @@ _WRONG_TYPES: tuple[Callable[[np.ndarray], Any], ...] = (
 def _wrong_array(
     call: Call, hints: dict[str, Any], name: str, x: np.ndarray, r: Draw
 ) -> tuple[Any, set[str]]:
-    """Another array, or what is none; and the other arguments that the message may blame."""
+    """Returns a wrong array or another object, and other arguments that the message may name."""
     bound: dict[str, dict[str, int]] = {}
     for other, value in call.kwargs.items():
         for dims in dims_of(hints.get(other)):
@@ -128,7 +131,7 @@ def _wrong_array(
         for i, d in enumerate(dims)
         if d.isalpha()
         and len(bound[d]) > 1
-        # Beside "..." an axis of one may be there to be broadcast.
+        # Where there is "...", an axis of size one may be broadcast.
         and ("..." not in dims or min(bound[d].values()) > 1)
     ]
     if shared and r.chance(0.5):

@@ -1,4 +1,4 @@
-"""What tests share: how close is close enough, and what else may be taken for an array."""
+"""Comparisons of results with what is expected, and an array-like variable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Variable:
-    """Holds an array and says so, as Flax's variables do."""
+    """Holds an array and provides `__jax_array__`, as Flax's variables do."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -22,15 +22,24 @@ class Variable:
 def assert_matches(
     got: Any, want: Any, tol: float = 1e-4, what: str = "", least: float = 1e-2
 ) -> None:
-    """Trees of equal arrays up to `tol` of the largest magnitude plus `least`, with equal shapes,
-    dtypes, infinities and NaNs.
+    """Asserts that two trees have equal arrays up to rounding.
+
+    Shapes, dtypes, infinities and NaNs have to be equal. Every other element may be off by `tol`
+    times the sum of its array's largest magnitude and `least`.
+
+    Args:
+        got: The tree that is tested.
+        want: The expected tree.
+        tol: The relative tolerance.
+        what: Shown when the assertion fails.
+        least: The magnitude that an array is taken to have at least.
     """
     got_leaves, want_leaves = jax.tree.leaves(got), jax.tree.leaves(want)
     assert len(got_leaves) == len(want_leaves), what
     for i, (g, w) in enumerate(zip(got_leaves, want_leaves, strict=True)):
         name = f"{what} leaf {i}"
-        assert g.shape == w.shape, f"{name}: shape {g.shape}, want {w.shape}"
-        assert g.dtype == w.dtype, f"{name}: dtype {g.dtype}, want {w.dtype}"
+        assert g.shape == w.shape, f"{name}: shape {g.shape}, expected {w.shape}"
+        assert g.dtype == w.dtype, f"{name}: dtype {g.dtype}, expected {w.dtype}"
         g64, w64 = np.asarray(g, np.float64), np.asarray(w, np.float64)
         finite = np.isfinite(w64)
         np.testing.assert_array_equal(g64[~finite], w64[~finite], err_msg=name)
@@ -40,15 +49,14 @@ def assert_matches(
 
 
 def assert_as_good_as(got: Any, low: Any, exact: Any, factor: float = 3.0, what: str = "") -> None:
-    """The error of `got` is at most `factor` times that of `low`, the plain formula in the same low
-    precision.
+    """Asserts that the error of `got` is at most `factor` times the error of `low`.
 
     Args:
-        got: what is tested, in low precision.
-        low: the same mathematics evaluated in low precision by plain means.
-        exact: the same mathematics in float32 or better.
+        got: The array that is tested, in low precision.
+        low: The plain formula, evaluated in the same low precision.
+        exact: The same formula in float32 or better.
         factor: 3 for outputs, 4 for gradients.
-        what: shown when it fails.
+        what: Shown when the assertion fails.
     """
     g, lo, ex = (np.asarray(x, np.float64) for x in (got, low, exact))
     np.testing.assert_array_equal(np.isfinite(g), np.isfinite(ex), err_msg=what)
@@ -67,8 +75,9 @@ def assert_as_good_as(got: Any, low: Any, exact: Any, factor: float = 3.0, what:
 
 
 def assert_unmoved(got: Any, want: Any) -> None:
-    """Gradients that nothing may have changed: equal bit for bit, on a GPU up to the rounding of
-    scattered additions, whose order is open there.
+    """Asserts that gradients are equal bit for bit, or on a GPU up to rounding.
+
+    A GPU adds scattered values in an undefined order, so that their sums round differently.
     """
     if jax.default_backend() == "cpu":
         jax.tree.map(np.testing.assert_array_equal, got, want)

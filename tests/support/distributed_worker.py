@@ -1,5 +1,6 @@
-"""One of two processes of test_distributed.py: sparse attention and its gradients on a mesh over
-both.
+"""One of the two processes of test_distributed.py.
+
+Both compute sparse attention and its gradients on a mesh that spans them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main(address: str, process: int) -> None:
     local = [jax.device_put(x, jax.local_devices()[0]) for x in (q, kv, indices)]
     want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(value_and_grads)(*local))]
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    for spec in (P("x"), P(None, "x")):  # over the batch, then over the queries
+    for spec in (P("x"), P(None, "x")):  # sharded by batch, then by queries
         kv_spec = spec if spec == P("x") else P()
         specs = (spec, kv_spec, spec)
         args = [

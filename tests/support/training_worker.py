@@ -1,4 +1,4 @@
-"""A short training run in a process of its own, or one of two; see test_training_resume.py."""
+"""A short training run in one process or in two; see test_training_resume.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def main() -> None:
     args = parser.parse_args()
     jax.config.update("jax_disable_most_optimizations", True)
     if args.address:
-        # Programs that run side by side meet in any order, and so would their collectives.
+        # Programs that are dispatched asynchronously may run in different orders in the two
+        # processes. Their collectives would then wait for each other.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.distributed.initialize(args.address, num_processes=2, process_id=args.process)
 

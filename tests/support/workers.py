@@ -1,4 +1,4 @@
-"""Processes that tests start, and that may wait for each other."""
+"""Starts Python processes that may wait for each other, and collects their output."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 
 def free_port() -> int:
+    """Returns a TCP port that no process listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 class Worker:
-    """A Python program on host devices. What it says goes to a file: a pipe that nobody reads fills
-    up, and then the program waits, and whoever waits for it does.
+    """A Python program that runs in a process of its own on host devices.
+
+    Its output goes to a file. A pipe that nobody reads would fill up, and the program would wait.
     """
 
     def __init__(self, log: Path, program: Path, *arguments: str, devices: int = 1) -> None:
@@ -44,8 +46,13 @@ class Worker:
 
 
 def finish(*workers: Worker, limit: float = 900) -> list[str]:
-    """What they say, once all are done. If one fails, the others are not waited for: they may be
-    waiting for it. Those that are not done then, or at the limit, say where they are.
+    """Waits until all workers are done, and returns what they printed.
+
+    If a worker fails, the others are stopped, because they may be waiting for it. A worker that is
+    stopped, then or after `limit` seconds, prints where it was.
+
+    Raises:
+        AssertionError: If a worker failed or was stopped.
     """
     processes = [worker.process for worker in workers]
     try:

@@ -178,7 +178,13 @@ const DecodeCase kCases[] = {
 }  // namespace
 
 int main(int argc, char** argv) {
-  for (const DecodeCase& c : kCases) {
+  const auto cases =
+      emulator::cases(argc, argv, kCases,
+                      {"one request", "few requests", "many, whole", "queries", "pages of 7, sharp",
+                       "few, as long, pages", "few, floats", "apart 128", "apart 256, pages",
+                       "apart 64", "records", "few, records"},
+                      [](const DecodeCase& c) { return c.c.name; });
+  for (const DecodeCase& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options);
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);

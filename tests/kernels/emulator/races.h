@@ -1,15 +1,16 @@
-// Finds data races in shared memory on the emulator: two accesses of one byte, one of them a write,
-// that no synchronisation puts in order. It follows the order itself (vector clocks), not what one
-// run of the program happens to do, so one schedule is enough.
+// Finds data races in shared memory on the emulator. A race is two accesses of one byte, at least
+// one of them a write, that no synchronisation orders. The order is followed by vector clocks and
+// does not depend on the schedule of one run, so one schedule is enough.
 //
-// Programs that are compiled with -fsanitize=thread call a function at every load and store. Those
-// functions are here, in place of a sanitizer's, and look at shared memory alone. An actor is a
-// thread or a piece of asynchronous work, which begins with what its thread knew when it was issued
-// and is known to those who waited for it. What orders: barriers, mbarriers, __syncwarp, and waits
-// for copies and wgmma; not shuffles and votes, as in PTX. Atomics are never in a race here, nor
-// are the lanes of a warp that store to one place by one instruction.
+// Programs that are compiled with -fsanitize=thread call a function at every load and store. This
+// file defines these functions in place of the sanitizer and looks at shared memory alone. An actor
+// is a thread or a piece of asynchronous work. Asynchronous work begins with the clock of the
+// thread that issued it, and threads that wait for it join its clock. Barriers, mbarriers,
+// __syncwarp and waits for copies and wgmma order accesses. Shuffles and votes do not, as in PTX.
+// Atomics are never in a race here, nor are lanes of a warp that store to one place by one
+// instruction.
 //
-// Without EMULATOR_RACES all of this is nothing.
+// Without EMULATOR_RACES the functions here do nothing.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +28,7 @@ namespace emulator::races {
 
 #define EMULATOR_UNSEEN __attribute__((no_sanitize("thread")))
 
-// What an actor knows of each actor: up to which of its accesses all are in order.
+// A vector clock. For every actor it has the time up to which its accesses precede the owner's.
 struct Clock {
   std::vector<uint32_t> of;
 
@@ -46,45 +47,45 @@ struct Actor {
 };
 
 struct Access {
-  uint32_t actor = 0, time = 0;  // never, if 0
+  uint32_t actor = 0, time = 0;  // a time of 0 means that there was none
   const void* at = nullptr;
-  bool any = false;  // a store of which one of several may stay
+  bool any = false;  // one of several stores, any of which may be the last
 };
 
 struct Byte {
   Access write, read;
-  std::vector<Access> reads;  // others, that know nothing of each other
-  bool unseen = false;        // of an mbarrier
+  std::vector<Access> reads;  // further reads that are not ordered among each other
+  bool unseen = false;        // belongs to an mbarrier
 };
 
-// Sixteen bytes, of which the first stands for all as long as they are accessed together.
+// Sixteen bytes. As long as they are accessed together, the first represents all of them.
 struct Line {
   Byte bytes[16];
   bool together = true, with_unseen = false;
 
-  EMULATOR_UNSEEN void part() {
+  EMULATOR_UNSEEN void separate() {
     for (int i = 1; together && i < 16; ++i) bytes[i] = bytes[0];
     together = false;
   }
 };
 
-inline constexpr uint32_t kAsynchronous = 64;  // actors that such work takes in turns
-inline constexpr size_t kMostBlocks = 32;      // that run at a time
+inline constexpr uint32_t kAsynchronous = 64;  // actors, which asynchronous work uses in rotation
+inline constexpr size_t kMostBlocks = 32;      // CTAs that run at a time
 
 struct State {
   Actor* current = nullptr;
-  std::vector<Actor> threads;  // of all blocks that run
+  std::vector<Actor> threads;  // of all CTAs that run
   std::vector<Actor> work;
   uint32_t next = 0;
-  struct Room {
+  struct Memory {
     const uint8_t* begin;
     Line* lines;
   };
-  Room rooms[kMostBlocks];  // shared memory
+  Memory memories[kMostBlocks];  // the shared memory of each CTA
   size_t count = 0, size = 0;
-  const uint8_t *low = nullptr, *high = nullptr;  // all rooms lie between
-  bool busy = false;                              // what is called from here on is no access
-  bool any = false;                               // stores may race with others that are so
+  const uint8_t *low = nullptr, *high = nullptr;  // bounds of all CTAs' shared memory
+  bool busy = false;                              // whether accesses come from this file itself
+  bool any = false;  // whether stores may race with other stores that set this
   std::set<std::pair<const void*, const void*>> found;
 };
 inline State state;
@@ -129,16 +130,16 @@ EMULATOR_UNSEEN inline void access(Byte& x, bool write, const void* at) {
   x.write = now;
 }
 
-// Calls visit(line, the first of its bytes, how many) for those of shared memory from p on.
+// Calls visit(line, first byte, number of bytes) for every line of shared memory in [p, p + size).
 template <typename Visit>
 EMULATOR_UNSEEN void visit(const void* p, size_t size, Visit visit) {
   const auto* const byte = static_cast<const uint8_t*>(p);
   for (size_t i = 0; i < state.count; ++i) {
-    size_t at = byte - state.rooms[i].begin;
+    size_t at = byte - state.memories[i].begin;
     if (at >= state.size) continue;
     for (size_t left = size; left > 0;) {
       const size_t first = at % 16, some = 16 - first < left ? 16 - first : left;
-      visit(state.rooms[i].lines[at / 16], first, some);
+      visit(state.memories[i].lines[at / 16], first, some);
       at += some, left -= some;
     }
   }
@@ -146,7 +147,7 @@ EMULATOR_UNSEEN void visit(const void* p, size_t size, Visit visit) {
 
 EMULATOR_UNSEEN inline void access(Line& line, size_t first, size_t size, bool write,
                                    const void* at) {
-  if (size < 16) line.part();
+  if (size < 16) line.separate();
   for (size_t i = first; i < (line.together ? 1 : first + size); ++i) {
     access(line.bytes[i], write, at);
   }
@@ -162,7 +163,7 @@ EMULATOR_UNSEEN inline void access(const void* p, size_t size, bool write, const
   state.busy = false;
 }
 
-// The threads of some blocks begin. Nothing that went before is in a race with what they do.
+// Begins the threads of some CTAs, which are in no race with earlier accesses.
 EMULATOR_UNSEEN inline void begin(const std::vector<uint8_t*>& shared, size_t bytes,
                                   unsigned threads) {
   const auto count = static_cast<uint32_t>(shared.size() * threads);
@@ -175,32 +176,32 @@ EMULATOR_UNSEEN inline void begin(const std::vector<uint8_t*>& shared, size_t by
     actor.clock.of.assign(count + kAsynchronous, 0);
     actor.clock.of[i] = 1;
   }
-  for (size_t i = 0; i < state.count; ++i) delete[] state.rooms[i].lines;
+  for (size_t i = 0; i < state.count; ++i) delete[] state.memories[i].lines;
   state.count = 0;
   state.size = bytes;
   state.low = *std::min_element(shared.begin(), shared.end());
   state.high = *std::max_element(shared.begin(), shared.end()) + bytes;
   for (const uint8_t* const at : shared) {
     if (state.count == kMostBlocks) {
-      printf("races.h: more than %zu blocks at a time\n", kMostBlocks);
+      printf("races.h: more than %zu CTAs at a time\n", kMostBlocks);
       abort();
     }
-    state.rooms[state.count++] = {at, new Line[(bytes + 15) / 16]};
+    state.memories[state.count++] = {at, new Line[(bytes + 15) / 16]};
   }
 }
 
-// Who acts from here on.
+// Sets the actor of the accesses that follow.
 EMULATOR_UNSEEN inline void resume(unsigned thread) { state.current = &state.threads[thread]; }
 EMULATOR_UNSEEN inline void nobody() { state.current = nullptr; }
 
-// Nothing that happens meanwhile counts.
+// Accesses during the lifetime of this object are ignored.
 struct Pause {
   Actor* const before = state.current;
   EMULATOR_UNSEEN Pause() { state.current = nullptr; }
   EMULATOR_UNSEEN ~Pause() { state.current = before; }
 };
 
-// Of several stores that happen in such a scope one may stay.
+// Stores during the lifetime of this object may race with each other.
 struct AnyOf {
   EMULATOR_UNSEEN AnyOf() { state.any = true; }
   EMULATOR_UNSEEN ~AnyOf() { state.any = false; }
@@ -217,14 +218,14 @@ EMULATOR_UNSEEN inline void acquire(const Clock& from) {
 
 EMULATOR_UNSEEN inline void join(Clock& to, const Clock& from) { to.join(from); }
 
-// What the current actor knows, for work that it issues; no clock, no work.
+// Returns the current actor's clock, for asynchronous work that it issues.
 EMULATOR_UNSEEN inline Clock now() {
   Clock clock;
   release(clock);
   return clock;
 }
 
-// Acts for asynchronous work as long as it lives.
+// Makes asynchronous work the actor during the lifetime of this object.
 struct Work {
   Actor* const before = state.current;
   EMULATOR_UNSEEN explicit Work(const Clock& issued) {
@@ -240,7 +241,7 @@ struct Work {
 
 EMULATOR_UNSEEN inline void hide(const void* p, size_t size) {
   visit(p, size, [](Line& line, size_t first, size_t some) EMULATOR_UNSEEN {
-    line.part();
+    line.separate();
     line.with_unseen = true;
     for (size_t i = first; i < first + some; ++i) line.bytes[i].unseen = true;
   });
@@ -283,7 +284,7 @@ inline void writes(const void*, size_t) {}
 
 #ifdef EMULATOR_RACES
 
-// What the compiler calls.
+// The functions that the compiler calls.
 #define EMULATOR_ACCESS(name, size, write)                                             \
   extern "C" EMULATOR_UNSEEN __attribute__((used)) void __tsan_##name##size(void* p) { \
     emulator::races::access(p, size, write, __builtin_return_address(0));              \

@@ -125,7 +125,10 @@ const Case kCases[] = {
 }  // namespace
 
 int main(int argc, char** argv) {
-  for (const Case& c : kCases) {
+  const auto cases = emulator::cases(argc, argv, kCases,
+                                     {"one tile", "four tiles", "adversarial", "groups",
+                                      "8 heads, repeated keys", "32 heads, sharp"});
+  for (const Case& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) {
       forward(c, options);
       backward(c, options);

@@ -118,7 +118,11 @@ void run_values() {
 
 int main(int argc, char** argv) {
   run_values();
-  for (const DecodeCase& c : kCases) {
+  const auto cases = emulator::cases(
+      argc, argv, kCases,
+      {"whole", "adversarial", "D 512, groups, sharp", "pages", "records", "records in pages"},
+      [](const DecodeCase& c) { return c.c.name; });
+  for (const DecodeCase& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options);
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);

@@ -65,7 +65,9 @@ auto by(int ranks) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const uint64_t seeds = argc < 2 ? 2 : strtoull(argv[1], nullptr, 10);
+  const uint64_t seeds = emulator::small(argc, argv) ? 1
+                         : argc < 2                  ? 2
+                                                     : strtoull(argv[1], nullptr, 10);
   for (uint64_t seed = 1; seed <= seeds; ++seed) {
     const emulator::Options options = {false, false, seed};
     for (int i = 0; i < static_cast<int>(Kind::kCount); ++i) {

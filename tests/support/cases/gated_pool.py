@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_dsa.ops.gated_pool import gated_pool
-from jax_dsa.ops.gated_pool.api import gated_pool_for_norm
+from jax_dsa.ops.gated_pool import gated_pool, gated_pool_for_norm
 from support.cases import TransformCase
 
 if TYPE_CHECKING:

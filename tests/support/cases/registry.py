@@ -23,13 +23,18 @@ CASES: list[TransformCase] = [
 ]
 
 
-def one_fast(cases: Iterable[TransformCase]) -> list[Any]:
-    """Returns test parameters for the cases; all but the first of each operator are slow."""
+def one_fast(cases: Iterable[TransformCase], operators: tuple[str, ...] | None = None) -> list[Any]:
+    """Returns test parameters for the cases, all but one of each operator marked slow.
+
+    Args:
+        cases: Those of an operator's variants begin with its name and "-". The first is fast.
+        operators: The operators that have a fast case. Default: all.
+    """
     seen: set[str] = set()
     params = []
     for case in cases:
         operator = case.name.split("-")[0]
-        marks = [pytest.mark.slow] if operator in seen else []
+        fast = operator not in seen and (operators is None or operator in operators)
         seen.add(operator)
-        params.append(pytest.param(case, id=case.name, marks=marks))
+        params.append(pytest.param(case, id=case.name, marks=[] if fast else [pytest.mark.slow]))
     return params

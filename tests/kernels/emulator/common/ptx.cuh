@@ -51,7 +51,7 @@ inline void mbarrier_arrive(uint64_t* barrier, uint32_t arrivals) {
   emulator::Mbarrier& to = emulator::mbarrier(barrier);
   emulator::races::release(to.known()[to.phase]);
   to.missing -= static_cast<int16_t>(arrivals);
-  to.settle();
+  to.complete_phase();
 }
 inline void mbarrier_arrive(uint64_t* barrier) { mbarrier_arrive(barrier, 1); }
 inline void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
@@ -122,7 +122,7 @@ inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barr
   emulator::later([=] {
     emulator::races::writes(to, bytes);
     memcpy(to, from, bytes);
-    emulator::mbarrier(barrier).came(bytes);
+    emulator::mbarrier(barrier).arrive(bytes);
   });
 }
 

@@ -60,7 +60,7 @@ inline void load(uint8_t* shared, void* to, const CUtensorMap* map, uint64_t* ba
   const TensorBox tensor = tensor_of(map, start);
   emulator::later([=] {
     auto& full = emulator::mbarrier(reinterpret_cast<uint64_t*>(shared + signal));
-    full.came(visit_box(shared, start, tensor, x, y, z, w,
+    full.arrive(visit_box(shared, start, tensor, x, y, z, w,
                         [](uint8_t& to, const uint8_t* from) { to = from ? *from : 0; }));
   });
 }

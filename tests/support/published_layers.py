@@ -1,6 +1,8 @@
-"""Small configurations of attention layers and decoders, and layers with random parameters."""
+"""Small layers with the features of published models, and their inputs."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -9,24 +11,8 @@ from flax import nnx
 
 from jax_dsa import nn
 
-ATTENTION = nn.AttentionConfig(
-    model_dim=16,
-    num_heads=2,
-    q_rank=12,
-    kv_rank=8,
-    nope_dim=6,
-    rope_dim=4,
-    v_dim=5,
-    index_heads=3,
-    index_dim=8,
-    index_rope_dim=4,
-    top_k=5,
-)
-DECODER = nn.DecoderConfig(ATTENTION, vocab=11, num_layers=2, mlp_dim=24)
-
 B, T, M = 2, 29, 16
-# The options that DeepSeek-V3.2 does not use: queries without a latent, biases, sinks, a gate,
-# scaling by position, YaRN.
+# This layer has queries without a latent, biases, sinks, a gate, scaling by position, and YaRN.
 VARIANT = nn.AttentionConfig(
     model_dim=M,
     num_heads=2,
@@ -63,18 +49,24 @@ COMPRESSED = nn.CompressedConfig(
     index_heads=3,
     index_dim=8,
 )
-# Documents shorter than a block, of whole blocks, and of more; the same number twice.
+LAYERS = {
+    "latent": VARIANT,
+    "selected": COMPRESSED,
+    "all": dataclasses.replace(COMPRESSED, ratio=3, overlap=False, top_k=None),
+    "window": dataclasses.replace(COMPRESSED, ratio=None, overlap=False, top_k=None),
+}
+# Documents of two sequences as (segment id, length). They are shorter than a block, whole blocks,
+# or blocks with a remainder. Two documents that are not adjacent have the same id.
 PACKED = ((7, 13), (2, 1), (7, 4), (1, 11)), ((0, 8), (3, 2), (1, 19))
 SEGMENT_IDS = jnp.asarray([np.repeat(*np.transpose(row)) for row in PACKED], jnp.int32)
 
 
 def hidden(rng, *shape):
-    """Returns random hidden states, by default of shape [B, T, M]."""
     return jnp.asarray(rng.normal(size=shape or (B, T, M)), jnp.float32)
 
 
 def layer(rng, config):
-    """Returns a layer whose parameters differ from what the initialisers give."""
+    """Returns a layer with random parameters, unlike those of an initialiser."""
     kind = nn.CompressedAttention if isinstance(config, nn.CompressedConfig) else nn.DSAttention
     module = kind(config, rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))

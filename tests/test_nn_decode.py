@@ -1,0 +1,158 @@
+"""Decoding with caches: it equals the forward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support.compare import assert_matches
+from support.decoders import (
+    CONFIG,
+    SHARING,
+    B,
+    T,
+    attend,
+    attention,
+    decode,
+    decode_in_chunks,
+    decoder,
+    hidden,
+)
+
+from jax_dsa import nn
+from jax_dsa.nn.cache import LayerCache
+from jax_dsa.serving import pack_records, unpack_records
+
+PAGE = 3
+
+
+def empty_cache(model, capacity, *, paged, **options):
+    """Returns a flat cache, or a paged one whose pages are shuffled."""
+    if not paged:
+        return model.init_cache(B, capacity, **options)
+    cache = model.init_cache(B, capacity, page_size=PAGE, **options)
+    table = cache.layers[0].kv.page_table
+    order = np.random.default_rng(0).permutation(table.size)
+    return cache.with_page_table(jnp.asarray(order, jnp.int32)[table])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("index_fp8", [False, True])
+def test_cached_decode_equals_the_forward_pass(rng, paged, index_fp8):
+    config = dataclasses.replace(
+        SHARING, attention=dataclasses.replace(CONFIG, index_fp8=index_fp8)
+    )
+    model = decoder(config)
+    tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
+    want, _ = jax.jit(lambda t: model(t))(tokens)
+    for chunks in ((T,), (9, 1, 1, 1)):
+        got, cache = decode_in_chunks(model, tokens, empty_cache(model, T + 2, paged=paged), chunks)
+        assert_matches(got, want, 1e-4, str(chunks))
+        np.testing.assert_array_equal(cache.layers[0].lengths, [T, T])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_decode_from_fp8_records_equals_the_forward_pass_over_their_values(rng, paged, monkeypatch):
+    wide = dataclasses.replace(CONFIG, kv_rank=512, rope_dim=64)
+    model = decoder(dataclasses.replace(SHARING, attention=wide))
+    tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
+    exact, _ = jax.jit(lambda t: model(t))(tokens)
+    cache = empty_cache(model, T + 2, paged=paged, fp8=True)
+    got, cache = decode_in_chunks(model, tokens, cache, (9, 1, 1, 1))
+
+    def stored_rows(kv):
+        records = kv.pages[kv.page_table].reshape(B, -1, 1, 656) if paged else kv.data
+        return unpack_records(records[:, :T], jnp.float32)
+
+    # The forward pass gets the keys of the cache: a key close to the middle of two codes may round
+    # to the other code if it is computed again.
+    keys, exact_keys = [stored_rows(layer.kv) for layer in cache.layers], []
+    project, cached = nn.MLA.project, iter(keys)
+
+    def project_with_cached_keys(self, x, positions):
+        p = project(self, x, positions)
+        exact_keys.append(p.kv)
+        return p._replace(kv=next(cached))
+
+    monkeypatch.setattr(nn.MLA, "project", project_with_cached_keys)
+    want, exact_keys = jax.jit(lambda t: (model(t)[0], exact_keys))(tokens)
+    assert_matches(got, want, 1e-4)
+    assert_matches(keys, exact_keys, 2**-4)  # Half a step of e4m3.
+    again = [unpack_records(pack_records(x), x.dtype) for x in exact_keys]
+    assert np.mean(np.stack(keys) != np.stack(again)) < 0.01
+    assert np.abs(got - exact).max() > 1e-3
+
+
+def test_paged_cache_shapes():
+    cache = empty_cache(decoder(), 7, paged=True).layers[0]
+    assert cache.kv.pages.shape == (B * 3, PAGE, 1, 12) and cache.kv.capacity == 9
+    assert cache.index_k.shape == (B * 3, PAGE, CONFIG.index_dim)
+    assert sorted(np.asarray(cache.kv.page_table).ravel()) == list(range(B * 3))
+    with pytest.raises(ValueError, match=r"LayerCache\.empty: argument 'page_size' is 0"):
+        LayerCache.empty(CONFIG, B, 7, page_size=0)
+
+
+def beyond_length(lengths, x):
+    """Returns a mask of the tokens of `x` [B, S, ...] that lie beyond the lengths."""
+    beyond = jnp.arange(x.shape[1]) >= lengths[:, None]
+    return beyond.reshape(*beyond.shape, *(1,) * (x.ndim - 2))
+
+
+def test_decode_of_requests_of_different_lengths(rng):
+    """Each request continues from its own length."""
+    model = decoder()
+    tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
+    want, _ = jax.jit(lambda t: model(t))(tokens)
+    short, long = 4, 9
+    full, cache = decode_in_chunks(model, tokens, model.init_cache(B, T), (T,))
+    assert_matches(full, want, 1e-4)
+    # Rows beyond a request's length are never read, so reducing the lengths is equivalent to a
+    # shorter prefill. NaN in these rows shows any read.
+    cut = jnp.array([short, long], jnp.int32)
+    layers = [c._replace(kv=dataclasses.replace(c.kv, lengths=cut)) for c in cache.layers]
+    cache = jax.tree.map(
+        lambda x: x if x.dtype == jnp.int32 else jnp.where(beyond_length(cut, x), jnp.nan, x),
+        nn.DecoderCache(tuple(layers)),
+    )
+    new = jnp.stack([tokens[0, short : short + 3], tokens[1, long : long + 3]])
+    got, cache = decode(model, new, cache)
+    assert_matches(got, jnp.stack([want[0, short : short + 3], want[1, long : long + 3]]), 1e-4)
+    np.testing.assert_array_equal(cache.layers[-1].lengths, [short + 3, long + 3])
+
+
+def test_decode_with_a_quantised_indexer(rng):
+    module, x = attention(index_fp8=True), hidden(rng)
+    want, aux = attend(module, x)
+    cache, got = LayerCache.empty(module.config, B, T + 2), []
+    assert cache.index_k.dtype == jnp.float8_e4m3fn and cache.index_k_scale.shape == (B, T + 2)
+    for chunk in jnp.split(x, 3, axis=1):
+        out, cache = decode(module, chunk, cache)
+        got.append(out)
+    assert_matches(jnp.concatenate(got, 1), want, 1e-4)
+    assert_matches(cache.index_k_scale[:, :T], aux.indexer.index_k_scale)
+
+
+def test_fp8_records_in_a_cache(rng):
+    """A record of 656 bytes holds rows of 512 + 64 numbers."""
+    module = attention(kv_rank=512, rope_dim=64)
+    x = hidden(rng)
+    want, _ = attend(module, x)
+    got, cache = decode(module, x, LayerCache.empty(module.config, B, T, fp8=True))
+    assert cache.kv.data.shape == (B, T, 1, 656) and cache.kv.data.dtype == jnp.uint8
+    assert 0 < np.abs(got - want).max() < 0.1 * np.abs(want).max()
+    config = dataclasses.replace(SHARING, attention=module.config)
+    model = nnx.eval_shape(lambda: nn.DecoderLM(config, rngs=nnx.Rngs(0)))
+    for layer, kind in zip(model.init_cache(B, T, fp8=True).layers, SHARING.layers, strict=True):
+        assert layer.kv.data.dtype == jnp.uint8 and (layer.index_k is None) == (kind == "shared")
+
+
+def test_a_full_cache_drops_new_tokens(rng):
+    module, x = attention(), hidden(rng)
+    _, cache = decode(module, x, LayerCache.empty(CONFIG, B, T - 2))
+    np.testing.assert_array_equal(cache.lengths, [T - 2] * B)
+    _, exact = decode(module, x[:, : T - 2], LayerCache.empty(CONFIG, B, T - 2))
+    assert_matches(cache, exact)
