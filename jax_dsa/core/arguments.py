@@ -62,13 +62,18 @@ def selection(
     shape = np.shape(as_array(indices))  # type: ignore[arg-type]
     if len(shape) == 3 - (not args.batched):
         shared = args.array("indices", indices, "B T K", INT32)
-        batch, queries, slots = shared.shape
-        indices = jnp.broadcast_to(shared[:, :, None], (batch, queries, args.sizes["G"], slots))
+        indices = for_all_groups(shared, args.sizes["G"])
     else:
         indices = args.array("indices", indices, "B T G K", INT32)
     if topk_length is not None:
         topk_length = args.array("topk_length", topk_length, "B T", INT32)
     return indices, topk_length
+
+
+def for_all_groups(indices: Int[Array, "B T K"], groups: int) -> Int[Array, "B T G K"]:
+    """Returns one selection per query as a selection for each group of heads."""
+    batch, queries, slots = indices.shape
+    return jnp.broadcast_to(indices[:, :, None], (batch, queries, groups, slots))
 
 
 def first_position(args: Args, query_start: Any) -> ArrayLike:

@@ -76,9 +76,9 @@ class Plan:
         shapes += results
         lead = tuple((f"v{i}",) for i in range(len(shapes[0]) - len(dims.operands[0])))
         for shape in shapes:
-            for axis, size in zip(lead, shape, strict=False):
-                if sizes.get(axis[0], 1) == 1:
-                    sizes[axis[0]] = size
+            for (factor,), size in zip(lead, shape, strict=False):
+                if sizes.get(factor, 1) == 1:
+                    sizes[factor] = size
         arrays = [lead + axes for axes in (*dims.operands, *dims.results)]
         for i, (axes, shape) in enumerate(zip(arrays, shapes, strict=True)):
             actual = []

@@ -52,10 +52,11 @@ def gather_rows(
     indices: Int[Array, "B T G K"],
     valid: Bool[Array, "B T G K"],
     dtype: jnp.dtype,
-    page_size: int = 1,
+    page_size: int | None = None,
 ) -> Float[Array, "B T G K D"]:
     """The selected rows of `kv`, zeros for invalid slots; FP8 records are unpacked to `dtype`."""
     if kv.dtype == jnp.uint8 and kv.shape[3] == PAGE_RECORD_BYTES:
+        assert page_size is not None
         return gather_page_records(kv, page_size, indices, valid, dtype)
     rows = some_row(kv).at[_addresses(indices, valid, *kv.shape[:2])].get(mode="fill", fill_value=0)
     return unpack_records(rows, dtype) if rows.dtype == jnp.uint8 else rows

@@ -44,7 +44,7 @@ class Options:
     def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
         """Returns the sizes of the blocks and how many there are along each axis."""
         rows, columns = self.block
-        sizes = {}
+        sizes: dict[str, int] = {}
         if "i p" in known:
             sizes |= {"i": known["i p"] // rows, "p": rows}
         if "r" in known:
