@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import min_dim
+from jax.core import InconclusiveDimensionOperation, min_dim
 
 from jax_dsa.core.checks import INT32, LARGEST, WIDE_FLOATS, Args, as_array
 from jax_dsa.core.deferred import Deferred
@@ -45,9 +45,21 @@ def scale_or_default(args: Args, scale: Any) -> float:
 
 
 def value_dim_or_default(args: Args, value_dim: Any) -> int:
-    """`value_dim`, or what MLA has: 512, or D where that is less."""
+    """Returns `value_dim`, or its default for MLA: 512, or D if that is smaller."""
     dim = args.sizes["D"]
-    return min(512, dim) if value_dim is None else args.integer("value_dim", value_dim, 1, dim)
+    number = isinstance(dim, int)
+    if value_dim is None:
+        args.option("value_dim", value_dim, number, "an int where D is symbolic")
+        return min(512, dim)
+    value_dim = args.integer("value_dim", value_dim, 1, dim if number else LARGEST)
+    if not number:
+        try:
+            fits = value_dim <= dim
+        except InconclusiveDimensionOperation:
+            fits = False
+        want = f"at most D={dim}, which a constraint on D must say: '{dim} >= {value_dim}'"
+        args.option("value_dim", value_dim, fits, want)
+    return value_dim
 
 
 def shared_sinks(args: Args, sinks: Any) -> Float[Array, "1 N"] | None:

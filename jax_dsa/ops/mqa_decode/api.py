@@ -304,27 +304,29 @@ def merge_attention(
 
 
 def _stacked(name: str, parts: Any) -> jax.Array:
-    """The parts along a new first axis, unless they are stacked already."""
+    """Returns the partial results stacked along a new first axis, unless they are stacked."""
     op = "merge_attention"
     if isinstance(parts, list | tuple):
-        if any(as_array(x) is None for x in parts):
+        arrays: list[Any] = [as_array(x) for x in parts]
+        if any(x is None for x in arrays):
             raise TypeError(f"{op}: argument '{name}' is a sequence, want arrays for its items")
-        kinds = {(x.shape, x.dtype.name) for x in parts}
+        kinds = {(x.shape, x.dtype.name) for x in arrays}
         if len(kinds) != 1:
             got = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in sorted(kinds)) or "nothing"
             raise ValueError(
                 f"{op}: argument '{name}' holds {got}, want arrays of one shape and dtype"
             )
-        return _of_jax(name, jnp.stack, parts, kinds.pop()[1])
-    if as_array(parts) is None:
+        return _of_jax(name, jnp.stack, arrays, kinds.pop()[1])
+    array = as_array(parts)
+    if array is None:
         raise TypeError(
             f"{op}: argument '{name}' is {type(parts).__name__}, want an array or a list of arrays"
         )
-    if parts.shape[:1] in ((), (0,)):
+    if array.shape[:1] in ((), (0,)):
         raise ValueError(
-            f"{op}: argument '{name}' has shape {parts.shape}, want parts along the first axis"
+            f"{op}: argument '{name}' has shape {array.shape}, want parts along the first axis"
         )
-    return _of_jax(name, jnp.asarray, parts, parts.dtype)
+    return _of_jax(name, jnp.asarray, array, array.dtype)
 
 
 def _of_jax(name: str, make: Any, parts: Any, dtype: Any) -> jax.Array:
