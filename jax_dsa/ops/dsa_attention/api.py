@@ -171,7 +171,7 @@ def dsa_attention(
         >>> q, kv = normal(0, 1, 16, 8, 96), normal(1, 1, 16, 1, 96)
         >>> index = normal(2, 1, 16, 4, 32), normal(3, 1, 16, 32), normal(4, 1, 16, 4)
         >>> out, aux = jax_dsa.dsa_attention(q, kv, *index, top_k=8)
-        >>> again, _ = jax_dsa.dsa_attention(q, kv, indices=aux.indices)  # The next layer reuses it.
+        >>> again, _ = jax_dsa.dsa_attention(q, kv, indices=aux.indices)  # Reuse the selection.
         >>> out.shape, aux.indices.shape, bool(jnp.allclose(again, out, atol=1e-5))
         ((1, 16, 8, 96), (1, 16, 8), True)
 
