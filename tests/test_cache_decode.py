@@ -28,7 +28,6 @@ from support.caches import (
     rows,
 )
 from support.compare import assert_matches
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import FlatCache, PagedCache, indexer_topk, mqa_decode, sparse_mla, sparse_mla_decode
 

@@ -24,7 +24,6 @@ from support.caches import (
     rows,
 )
 from support.compare import assert_matches
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import FlatCache, PagedCache, mqa_decode, sparse_mla, sparse_mla_decode
 from jax_dsa.serving import pack_page_records, pack_records, unpack_page_records, unpack_records

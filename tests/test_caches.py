@@ -23,7 +23,6 @@ from support.caches import (
     rows,
 )
 from support.compare import Variable
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import FlatCache, HTreeCache, PagedCache
 from jax_dsa.serving import pack_records

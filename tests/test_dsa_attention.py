@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from support.compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
 from support.dsa_attention import NAMES, B, D, E, K, N, S, T, assert_same, inputs, limits, oracle
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import dsa_attention
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dsa_attention import NAMES, B, C, D, E, J, K, N, S, T, inputs
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import dsa_attention
 

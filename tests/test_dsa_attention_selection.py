@@ -10,7 +10,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.compare import assert_matches, assert_unmoved
 from support.dsa_attention import B, E, K, S, T, assert_same, inputs, limits, oracle_of_selection
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import dsa_attention
 

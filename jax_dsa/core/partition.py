@@ -81,7 +81,7 @@ class Plan:
         shapes = [x.shape for x in args]
         sizes, results = dims.solve(shapes)
         shapes += results
-        lead = tuple((f"v{i}",) for i in range(len(shapes[0]) - len(dims.operands[0])))
+        lead: Axes = tuple((f"v{i}",) for i in range(len(shapes[0]) - len(dims.operands[0])))
         for shape in shapes:
             for (factor,), size in zip(lead, shape, strict=False):
                 if sizes.get(factor, 1) == 1:

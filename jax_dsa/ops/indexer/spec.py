@@ -30,7 +30,7 @@ class Options:
         return {} if "k" in known else {"k": self.top_k}
 
 
-class IndexerInputs(NamedTuple):
+class IndexerOperands(NamedTuple):
     """The arrays that every function of the indexer starts with, checked."""
 
     q: Float[Array, "B T J C"]
