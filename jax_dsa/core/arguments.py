@@ -8,7 +8,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import InconclusiveDimensionOperation, min_dim
+from jax.core import min_dim
+from jax.errors import InconclusiveDimensionOperation
 
 from jax_dsa.core.checks import INT32, LARGEST, WIDE_FLOATS, Args, as_array
 from jax_dsa.core.deferred import Deferred
