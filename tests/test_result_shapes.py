@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from support.cases.registry import CASES
 
+from jax_dsa import sparse_mla
 from jax_dsa.bench.case import shrunk
 from jax_dsa.bench.registry import OPERATORS
-from jax_dsa import sparse_mla
 from jax_dsa.core import ffi, op
 from jax_dsa.ops.sparse_mla import api
 
