@@ -79,12 +79,12 @@ class Args:
         self.sizes: dict[str, int] = {}
         self._bound_by: dict[str, str] = {}
         rank = len(dims.split())
-        given, lead = lead, as_array(lead)
+        argument, lead = lead, as_array(lead)
         if lead is None:
-            raise TypeError(f"{op}: argument '{name}' is {type(given).__name__}, want an array")
+            raise TypeError(f"{op}: argument '{name}' is {type(argument).__name__}, want an array")
         if lead.ndim not in (rank, rank - 1):
             raise ValueError(
-                f"{op}: argument '{name}' has shape {lead.shape}, want {self._want(dims)} "
+                f"{op}: argument '{name}' has shape {lead.shape}, want {self._expected(dims)} "
                 f"(or without the batch axis B)"
             )
         self.batched = lead.ndim == rank
@@ -106,16 +106,16 @@ class Args:
         if x.ndim != len(tokens):
             raise ValueError(
                 f"{self.op}: argument '{name}' has shape {x.shape}, want "
-                f"{self._want(' '.join(tokens))}"
+                f"{self._expected(' '.join(tokens))}"
             )
         for token, size in zip(tokens, x.shape, strict=True):
-            want = int(token) if token.isdigit() else self.sizes.setdefault(token, size)
+            expected = int(token) if token.isdigit() else self.sizes.setdefault(token, size)
             if isinstance(size, int) and size > LARGEST:
                 self.shape(name, x, False, "axes of less than 2**31")
-            if size != want:
+            if size != expected:
                 raise ValueError(
                     f"{self.op}: argument '{name}' has shape {x.shape}, want "
-                    f"{self._want(' '.join(tokens))}"
+                    f"{self._expected(' '.join(tokens))}"
                 )
             self._bound_by.setdefault(token, name)
         if not self.batched and "B" in dims.split():
@@ -128,10 +128,10 @@ class Args:
         If int32 is expected, integers of another width are converted. A number outside int32
         becomes the nearest end of its range.
         """
-        given, x = x, as_array(x)
+        argument, x = x, as_array(x)
         if x is None:
             raise TypeError(
-                f"{self.op}: argument '{name}' is {type(given).__name__}, want an array of "
+                f"{self.op}: argument '{name}' is {type(argument).__name__}, want an array of "
                 f"{_names(dtypes)}"
             )
         dtype = x.dtype
@@ -149,15 +149,15 @@ class Args:
             )
         return x
 
-    def option(self, name: str, value: Any, ok: bool, want: str) -> None:
+    def option(self, name: str, value: Any, ok: bool, expected: str) -> None:
         """Raises ValueError unless `ok`."""
         if not ok:
-            raise ValueError(f"{self.op}: argument '{name}' is {_shown(value)}, want {want}")
+            raise ValueError(f"{self.op}: argument '{name}' is {_shown(value)}, want {expected}")
 
-    def shape(self, name: str, x: Any, fits: bool, want: str) -> None:
+    def shape(self, name: str, x: Any, fits: bool, expected: str) -> None:
         """Raises ValueError unless the shape of `x` `fits`."""
         if not fits:
-            raise ValueError(f"{self.op}: argument '{name}' has shape {x.shape}, want {want}")
+            raise ValueError(f"{self.op}: argument '{name}' has shape {x.shape}, want {expected}")
 
     def integer(self, name: str, value: Any, low: int, high: int = LARGEST) -> int:
         """Returns `value` as a static int in low..high."""
@@ -222,7 +222,7 @@ class Args:
             return results
         return jax.tree.map(lambda x: x[0], results)
 
-    def _want(self, dims: str) -> str:
+    def _expected(self, dims: str) -> str:
         known = [
             f"{d}={self.sizes[d]} (from '{self._bound_by[d]}')"
             for d in dims.split()

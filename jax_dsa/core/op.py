@@ -138,8 +138,8 @@ def _built(
     def local(*args: jax.Array) -> list[jax.Array]:
         rank = args[0].ndim - len(dims.operands[0])
         lead, batch, folded = batching.fold(args, rank, shared)
-        given = iter(folded)
-        operands = iter([next(given) if is_present else None for is_present in present])
+        arrays = iter(folded)
+        operands = iter([next(arrays) if is_present else None for is_present in present])
         groups = [g(*itertools.islice(operands, len(g._fields))) for g in signature.groups]
         run = _implementation(self, call, options, groups, dims, dtypes)
         outs = [y for y in run(*groups) if y is not None]
