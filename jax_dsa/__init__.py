@@ -1,11 +1,11 @@
 """DeepSeek Sparse Attention for JAX.
 
-Operators that run inside `jax.jit`, differentiate, vmap and shard. `capabilities()` says which of
-them have a CUDA kernel here. One letter has one meaning in all shapes: B batch, T query positions,
-S key positions, N query heads, G key and value heads, D query and key dimension, E value dimension,
-K selected keys, J indexer heads, C indexer dimension.
+The operators run inside `jax.jit`, and support gradients, `vmap` and meshes. `capabilities()`
+returns which of them have a CUDA kernel on this machine. Each letter has the same meaning in all
+shapes: B batch, T query positions, S key positions, N query heads, G KV heads, D query and key
+dimension, E value dimension, K selected keys, J indexer heads, C indexer dimension.
 
-`jax_dsa.nn`, `jax_dsa.training` and `jax_dsa.serving` are loaded when they are first used.
+`jax_dsa.nn`, `jax_dsa.training` and `jax_dsa.serving` are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""`python -m jax_dsa`: which kernels are available here, and why not the others."""
+"""`python -m jax_dsa` prints which kernels are available here, and why the others are not."""
 
 from jax_dsa.core.capabilities import capabilities
 

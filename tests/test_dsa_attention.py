@@ -1,4 +1,4 @@
-"""`dsa_attention` against the loops of its parts, and what its two losses may reach."""
+"""`dsa_attention` against the oracles of its steps, and which inputs its two losses reach."""
 
 from __future__ import annotations
 
@@ -6,71 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from support.compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
-from support.oracles.attn_dist import attn_dist
-from support.oracles.indexer import indexer_logits
-from support.oracles.losses import kl_rows
-from support.oracles.sparse_mla import sparse_mla
-from support.oracles.topk import topk, values
+from support.dsa_attention import NAMES, B, D, E, K, N, S, T, assert_same, inputs, limits, oracle
 
 from jax_dsa import dsa_attention
 
-B, T, S, N, D, E, J, C, K = 2, 5, 9, 4, 6, 4, 2, 3, 4
-NAMES = ("q", "kv", "index_q", "index_k", "index_weights")
-
-
-def inputs(rng, B=B, T=T, S=S, N=N, G=1):
-    shapes = (B, T, N, D), (B, S, G, D), (B, T, J, C), (B, S, C), (B, T, J)
-    return tuple(rng.normal(size=s).astype(np.float32) for s in shapes)
-
-
-def oracle(
-    q,
-    kv,
-    index_q,
-    index_k,
-    index_weights,
-    starts,
-    ends,
-    top_k=K,
-    sinks=None,
-    k_scale=None,
-    scale=D**-0.5,
-):
-    """out, indices, kl and lse."""
-    index = indexer_logits(
-        index_q, index_k, index_weights, starts=starts, ends=ends, index_k_scale=k_scale
-    )
-    indices = topk(index, top_k)
-    groups = kv.shape[2]
-    shared = np.repeat(indices[:, :, None], groups, axis=2)
-    out, lse = sparse_mla(q, kv, shared, value_dim=E, scale=scale, sinks=sinks)
-    teacher = attn_dist(q, kv, shared, lse, scale=scale, head_group=1).sum(1)
-    kl, _ = kl_rows(values(index, indices), teacher, indices >= 0)
-    return out, indices, kl, lse
-
-
-def limits(query_start=0, B=B, T=T, S=S):
-    """starts and ends of causal queries."""
-    start = np.broadcast_to(np.reshape(query_start, (-1, 1)), (B, 1))
-    return np.zeros((B, T), np.int32), np.clip(start + np.arange(T) + 1, 0, S).astype(np.int32)
-
-
-def assert_same(got, want, tol=1e-4):
-    (out, (indices, kl, lse)), (want_out, want_indices, want_kl, want_lse) = got, want
-    np.testing.assert_array_equal(indices, want_indices)
-    assert indices.dtype == jnp.int32 and kl.shape == () and kl.dtype == lse.dtype == jnp.float32
-    assert_matches(out, want_out.astype(np.float32), tol, "out")
-    assert_matches(lse, want_lse.astype(np.float32), tol, "lse")
-    np.testing.assert_allclose(kl, want_kl, rtol=tol, atol=1e-6)
-
 
 @pytest.mark.parametrize("query_start", [0, 3, -2, np.array([0, 4], np.int32)])
-def test_matches_its_parts(rng, query_start):
+def test_matches_its_steps(rng, query_start):
     args = inputs(rng)
     got = dsa_attention(*args, top_k=K, value_dim=E, query_start=query_start)
     assert_same(got, oracle(*args, *limits(query_start)))
@@ -138,7 +81,7 @@ def test_low_precision(rng):
 
 
 def losses(*args, **options):
-    """Two losses, one of the attention's results and the indexer's."""
+    """Returns a loss of the attention's results and the indexer's loss."""
     out, aux = dsa_attention(*args, top_k=K, value_dim=E, query_start=S - T, **options)
     return jnp.sin(out).sum() + jnp.cos(aux.lse).sum(), aux.kl
 
@@ -184,7 +127,7 @@ def test_a_loss_that_is_not_used_costs_nothing(rng):
 
 
 def test_gradients_against_finite_differences(rng):
-    """Where no step of the difference changes a selection."""
+    """The steps of the difference change no selection."""
     with jax.enable_x64(True):
         args = [x.astype(np.float64) for x in inputs(rng, B=1, T=3, S=5, N=2)]
 
@@ -207,7 +150,7 @@ def test_gradients_against_finite_differences(rng):
                 np.testing.assert_allclose((grad * direction).sum(), slope, rtol=1e-5, atol=1e-9)
 
 
-def test_the_indexers_fp8_inputs(rng):
+def test_fp8_inputs_of_the_indexer(rng):
     q, kv, index_q, index_k, weights = inputs(rng)
     q8, k8 = (jnp.asarray(x).astype(jnp.float8_e4m3fn) for x in (index_q, index_k))
     got = dsa_attention(q, kv, q8, k8, weights, top_k=K, value_dim=E)
@@ -232,126 +175,9 @@ def test_nan_in_keys_that_no_query_sees(rng):
     assert_unmoved((got, got_grads), (want, want_grads))
 
 
-@pytest.mark.parametrize("G", [1, 2])
-def test_a_selection_from_elsewhere(G, rng):
-    """What the indexer selects, given in another order: the same results and gradients, and without
-    the indexer's inputs those of the attention alone.
-    """
-    args = inputs(rng, G=G)
-    options = {"value_dim": E, "query_start": S - T}
-    _, chosen = dsa_attention(*args, top_k=K, **options)
-    order = rng.permuted(np.tile(np.arange(K), (B, T, 1)), axis=-1)
-    indices = np.take_along_axis(np.asarray(chosen.indices), order, -1)
-
-    def run(args, **selection):
-        def total(*args):
-            out, aux = dsa_attention(*args, **selection, **options)
-            return jnp.sin(out).sum() + jnp.cos(aux.lse).sum() + aux.kl, (out, aux)
-
-        numbers = tuple(range(len(args)))
-        grads, results = jax.jit(jax.grad(total, argnums=numbers, has_aux=True))(*args)
-        return results, grads
-
-    (out, aux), grads = run(args, top_k=K)
-    (again, same), same_grads = run(args, indices=indices)
-    np.testing.assert_array_equal(same.indices, indices)
-    assert_matches((again, same.lse, same.kl, same_grads), (out, aux.lse, aux.kl, grads), 1e-5)
-    (again, alone), own_grads = run(args[:2], indices=indices.astype(np.int64))
-    np.testing.assert_array_equal(alone.indices, indices)
-    assert alone.kl == 0 and alone.kl.dtype == jnp.float32
-    assert_matches((again, alone.lse, own_grads), (out, aux.lse, grads[:2]), 1e-5)
-
-
-def with_given(q, kv, index_q, index_k, index_weights, given, starts, ends, k_scale):
-    """The oracle's results for given indices, of which those that are not seen are dropped."""
-    seen = (given >= np.maximum(starts, 0)[..., None]) & (given < np.minimum(ends, S)[..., None])
-    indices = np.where(seen, given, -1)
-    shared = np.repeat(indices[:, :, None], kv.shape[2], axis=2)
-    out, lse = sparse_mla(q, kv, shared, value_dim=E, scale=D**-0.5)
-    teacher = attn_dist(q, kv, shared, lse, scale=D**-0.5, head_group=1).sum(1)
-    logits = indexer_logits(index_q, index_k, index_weights, index_k_scale=k_scale)
-    kl, _ = kl_rows(values(logits, indices), teacher, indices >= 0)
-    return out, indices, kl, lse
-
-
-@pytest.mark.parametrize("G", [1, 2])
-def test_slots_that_a_query_does_not_see_are_dropped(G, rng):
-    args = inputs(rng, G=G)
-    given = rng.integers(-3, S + 3, size=(B, T, 7)).astype(np.int32)
-    given[:, :, 0] = rng.choice([-(2**31), 2**31 - 1, S, -1, 0], size=(B, T))
-    given[1, 2] = -1
-    starts = rng.integers(-2, 4, size=(B, T)).astype(np.int32)
-    ends = rng.integers(2, S + 3, size=(B, T)).astype(np.int32)
-    k_scale = np.exp(rng.normal(size=(B, S))).astype(np.float32)
-    more = {"starts": starts, "ends": ends, "index_k_scale": k_scale}
-    for causal in (True, False):
-        stop = np.minimum(ends, limits(2)[1]) if causal else ends
-        got = dsa_attention(
-            *args, indices=given, value_dim=E, query_start=2, is_causal=causal, **more
-        )
-        assert_same(got, with_given(*args, given, starts, stop, k_scale))
-
-
-def test_nan_in_keys_that_a_given_selection_drops(rng):
-    """Key S - 1 is in every selection, and no query sees it."""
-    args = inputs(rng)
-    given = rng.integers(0, S, size=(B, T, K)).astype(np.int32)
-    given[:, :, 0] = S - 1
-
-    @jax.jit
-    def run(args):
-        def total(*args):
-            out, aux = dsa_attention(*args, indices=given, value_dim=E, query_start=S - T - 1)
-            return jnp.sin(out).sum() + aux.kl
-
-        return jax.value_and_grad(total, argnums=tuple(range(5)))(*args)
-
-    poisoned = [x.copy() for x in args]
-    for i in (1, 3):
-        poisoned[i][:, S - 1] = np.nan
-    got, want = run(poisoned), run(args)
-    assert np.isfinite(want[0])
-    assert_unmoved(got, want)
-
-
-def test_a_given_selection_under_vmap_and_on_a_mesh(rng, cpus):
-    args = [jnp.asarray(x) for x in inputs(rng, B=4, T=6)]
-    given = jnp.asarray(rng.integers(-1, S, size=(4, 6, K)), jnp.int32)
-    options = {"value_dim": E, "is_causal": False}
-
-    @jax.jit
-    def run(*args):
-        def total(*args):
-            out, aux = dsa_attention(*args, indices=given_, **options)
-            return jnp.sin(out).sum() + aux.kl, (out, aux)
-
-        *args, given_ = args
-        return jax.grad(total, argnums=tuple(range(5)), has_aux=True)(*args)
-
-    each = [run(*(x[i] for x in args), given[i]) for i in range(4)]
-    each = jax.tree.map(lambda *x: np.stack(x), *each)
-    assert_matches(jax.vmap(run)(*args, given), each, 1e-5)
-
-    want = run(*args, given)
-    queries = P(None, "x")
-    for axis_type, specs in (
-        (AxisType.Auto, (P("x"),) * 6),
-        (AxisType.Explicit, (queries, P(), queries, P(), queries, queries)),
-    ):
-        mesh = jax.make_mesh((2,), ("x",), devices=cpus[:2], axis_types=(axis_type,))
-        with jax.set_mesh(mesh):
-            sharded = [
-                jax.device_put(x, NamedSharding(mesh, spec))
-                for x, spec in zip((*args, given), specs, strict=True)
-            ]
-            compiled = run.lower(*sharded).compile()
-            assert "all-gather" not in compiled.as_text()
-            assert_matches(compiled(*sharded), want, 1e-5)
-
-
 @pytest.mark.parametrize("given", [False, True], ids=["selected", "given"])
 def test_deterministic_reaches_both_backward_passes(given, rng):
-    """Each sorts its slots, and none does without it."""
+    """Each backward pass sorts its slots if, and only if, it must be deterministic."""
     args = inputs(rng)
     more = {"indices": np.zeros((B, T, K), np.int32)} if given else {"top_k": K}
 
@@ -385,7 +211,7 @@ def test_variables_and_wide_integers(rng):
 
 
 def test_queries_without_keys(rng):
-    """They have no output, no gradient, and no part in the KL's mean."""
+    """Such queries have no output and no gradient, and the mean of the KL leaves them out."""
     args, ends = inputs(rng), limits(S - T)[1]
     ends[:, 1] = 0
 
@@ -424,71 +250,3 @@ def test_no_heads(rng):
     grads = pull(jax.tree.map(jnp.ones_like, results))
     assert [g.shape for g in grads] == [(B, T, 0, D), *(x.shape for x in others)]
     assert not any(np.asarray(g).any() for g in grads)
-
-
-def test_an_empty_selection(rng):
-    out, aux = dsa_attention(*inputs(rng), indices=np.zeros((B, T, 0), np.int32), value_dim=E)
-    assert (np.asarray(out) == 0).all() and (np.asarray(aux.lse) == -np.inf).all() and aux.kl == 0
-
-
-PICKS, INDEX_Q = np.zeros((B, T, K), np.int32), np.zeros((B, T, J, C), np.float32)
-ALONE = {"top_k": None, "index_q": None, "index_k": None, "index_weights": None, "indices": PICKS}
-BAD = [
-    ({"q": np.zeros((B, T, N, D), np.int32)}, TypeError, "'q' has dtype int32"),
-    ({"q": np.zeros((T, D), np.float32)}, ValueError, "'q' has shape"),
-    ({"q": [1.0]}, TypeError, "'q' is list"),
-    ({"kv": np.zeros((B, S, 1, D + 1), np.float32)}, ValueError, "'kv' has shape"),
-    ({"kv": jnp.zeros((B, S, 1, D), jnp.bfloat16)}, TypeError, "'kv' has dtype bfloat16"),
-    (
-        {"kv": np.zeros((B, S, 3, D), np.float32)},
-        ValueError,
-        "'q' has N=4 heads and 'kv' has G=3, want N",
-    ),
-    ({"index_q": np.zeros((B, T + 1, J, C), np.float32)}, ValueError, "'index_q' has shape"),
-    ({"index_k": np.zeros((B, S + 1, C), np.float32)}, ValueError, "'index_k' has shape"),
-    ({"index_k": np.zeros((B, S, C), np.float16)}, TypeError, "'index_k' has dtype float16"),
-    ({"index_weights": np.zeros((B, T, J + 1), np.float32)}, ValueError, "'index_weights'"),
-    ({"index_weights": np.zeros((B, T, J), np.int32)}, TypeError, "'index_weights'"),
-    ({"top_k": 0}, ValueError, "'top_k' is 0, want int in 1..2147483647"),
-    ({"top_k": 2.0}, TypeError, "'top_k' is 2.0"),
-    ({"value_dim": D + 1}, ValueError, "'value_dim' is 7"),
-    ({"scale": "big"}, TypeError, "'scale' is 'big'"),
-    ({"is_causal": 1}, TypeError, "'is_causal' is 1"),
-    ({"query_start": np.zeros(3, np.int32)}, ValueError, "'query_start' has shape"),
-    ({"starts": np.zeros((B, T + 1), np.int32)}, ValueError, "'starts' has shape"),
-    ({"ends": np.zeros((B, T), np.float32)}, TypeError, "'ends' has dtype float32"),
-    ({"index_k_scale": np.zeros((B, S, 1), np.float32)}, ValueError, "'index_k_scale' has shape"),
-    ({"sinks": np.zeros(N + 1, np.float32)}, ValueError, "'sinks' has shape"),
-    ({"top_k": None}, ValueError, "'top_k' is None, want an int, or 'indices'"),
-    ({"indices": PICKS}, ValueError, "'top_k' is 4, want None beside 'indices'"),
-    (ALONE | {"indices": None, "top_k": K}, ValueError, "'index_q' is None, want an array, or 'in"),
-    (ALONE | {"index_q": INDEX_Q}, ValueError, "'index_k' is None, want an array, or 'indices'"),
-    (ALONE | {"index_k_scale": PICKS[:, 0]}, ValueError, "'index_q' is None, want an array"),
-    (ALONE | {"indices": PICKS[:, :, None]}, ValueError, "'indices' has shape .*want .B, T, K"),
-    (ALONE | {"indices": PICKS[:, 1:]}, ValueError, "'indices' has shape .*T=5"),
-    (ALONE | {"indices": PICKS.astype(np.float32)}, TypeError, "'indices' has dtype float32, wa"),
-    (ALONE | {"indices": [1]}, TypeError, "'indices' is list"),
-    ({"deterministic": None}, TypeError, "'deterministic' is None"),
-    ({"implementation": "tpu"}, ValueError, "'implementation' is 'tpu'"),
-    ({"implementation": "cuda"}, NotImplementedError, "implementation='cuda' is not available"),
-]
-
-
-@pytest.mark.parametrize(("change", "error", "message"), BAD)
-def test_misuse(rng, change, error, message):
-    given = dict(zip(NAMES, inputs(rng), strict=True)) | {"top_k": K, "value_dim": E} | change
-    with pytest.raises(error, match=message) as raised:
-        dsa_attention(**given)
-    if error is not NotImplementedError:
-        assert str(raised.value).startswith("dsa_attention: ")
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.sampled_from(NAMES), st.lists(st.integers(0, 3), max_size=5))
-def test_wrong_shapes_raise(name, shape):
-    given_ = dict(zip(NAMES, inputs(np.random.default_rng(0)), strict=True))
-    if list(given_[name].shape) == shape:
-        return
-    given_[name] = np.zeros(shape, np.float32)
-    with pytest.raises(ValueError, match=r"dsa_attention: argument '\w+' "):
-        dsa_attention(**given_, top_k=K, value_dim=E)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
-from support.compare import assert_as_good_as, assert_matches
+from support.compare import Variable, assert_as_good_as, assert_matches
 from support.oracles import mqa_decode as oracle
 
 from jax_dsa.core import streaming
@@ -399,6 +399,10 @@ def test_merge(as_list: bool, rng: np.random.Generator) -> None:
     want = as_float32(oracle.merge_attention(outs, lses))
     got = merge_attention(list(outs), tuple(lses)) if as_list else merge_attention(outs, lses)
     assert_matches(got, want, tol=1e-5)
+    wrapped = [Variable(x) for x in outs], [Variable(x) for x in lses]
+    if not as_list:
+        wrapped = Variable(outs), Variable(lses)
+    assert_matches(merge_attention(*wrapped), got, tol=0)
     (out, lse), pull = jax.vjp(lambda *a: merge_attention(*a), outs, lses)
     grads = pull((jnp.ones_like(out), jnp.ones_like(lse)))
     assert all(np.isfinite(g).all() for g in grads)

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from support.cases.registry import CASES
 
+from jax_dsa import sparse_mla
 from jax_dsa.bench.case import shrunk
 from jax_dsa.bench.registry import OPERATORS
-from jax_dsa.core import op
+from jax_dsa.core import ffi, op
+from jax_dsa.ops.sparse_mla import api
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,3 +76,25 @@ def test_declared_results_of_what_the_kernels_take(operator: str, checked: set[s
         else:
             jax.eval_shape(fun, *args)
     assert checked or operator == "copy"
+
+
+def test_a_call_of_a_kernel_does_not_trace_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With implementation="cuda", the shapes of the results come from the dims alone."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("the XLA implementation was traced")
+
+    monkeypatch.setattr(ffi, "status", lambda: (True, ""))
+    for one in (api.FWD, api.BWD):
+        monkeypatch.setattr(one, "xla", refuse)
+    monkeypatch.setattr(api.cuda, "sums_by_rows", lambda *_: False)
+    monkeypatch.setattr(api.cuda, "_workspace", lambda *_, **__: ())
+    q, kv = jnp.ones((1, 23, 64, 576), jnp.bfloat16), jnp.ones((1, 29, 1, 576), jnp.bfloat16)
+    indices = jnp.zeros((1, 23, 1, 64), jnp.int32)
+
+    def total(q: jax.Array, kv: jax.Array) -> jax.Array:
+        return sparse_mla(q, kv, indices, implementation="cuda").astype(jnp.float32).sum()
+
+    dq, dkv = jax.eval_shape(jax.grad(total, argnums=(0, 1)), q, kv)
+    assert (dq.shape, dq.dtype) == (q.shape, q.dtype)
+    assert (dkv.shape, dkv.dtype) == (kv.shape, kv.dtype)

@@ -149,6 +149,16 @@ def test_one_program_for_all_sizes(
             [("b, t, 4, d", f32), ("b, s, 1, d", f32), SLOTS],
         ),
         (
+            lambda q, k, i: jax_dsa.sparse_mla(q, k, i, scale=0.1),
+            "sparse_mla: argument 'value_dim' is None, want an int where D is symbolic",
+            [("b, t, 4, d", f32), ("b, s, 1, d", f32), SLOTS],
+        ),
+        (
+            lambda q, k, i: jax_dsa.sparse_mla(q, k, i, scale=0.1, value_dim=4),
+            "sparse_mla: argument 'value_dim' is 4, want at most D=d, .*constraint.*'d >= 4'",
+            [("b, t, 4, d", f32), ("b, s, 1, d", f32), SLOTS],
+        ),
+        (
             jax_dsa.quantize_fp8,
             r"quantize_fp8: argument 'x' has shape \(b, c\), want .*no symbols",
             [("b, c", f32)],
@@ -164,7 +174,16 @@ def test_an_error_names_the_axis_that_cannot_be_symbolic(
         export.export(jax.jit(call))(*args)
 
 
-def test_kernels_take_no_symbolic_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constraint_on_a_symbolic_row_size() -> None:
+    """D may be symbolic if the scale is given and a constraint covers the value size."""
+    scope = export.SymbolicScope(["d >= 4"])
+    arrays = [("b, t, 4, d", f32), ("b, s, 1, d", f32), SLOTS]
+    args = [jax.ShapeDtypeStruct(export.symbolic_shape(s, scope=scope), d) for s, d in arrays]
+    call = jax.jit(lambda *x: jax_dsa.sparse_mla(*x, scale=0.1, value_dim=4))
+    assert export.export(call)(*args).out_avals[0].shape[-1] == 4
+
+
+def test_kernels_take_no_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
     from jax_dsa.core import ffi
 
     monkeypatch.setattr(ffi, "status", lambda: (True, ""))

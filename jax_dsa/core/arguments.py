@@ -1,4 +1,4 @@
-"""Arguments that several operators have: one word, one meaning and one message each."""
+"""Checks and defaults of the arguments that several operators share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import min_dim
+from jax.errors import InconclusiveDimensionOperation
 
 from jax_dsa.core.checks import INT32, LARGEST, WIDE_FLOATS, Args, as_array
 from jax_dsa.core.deferred import Deferred
@@ -18,14 +19,14 @@ CausalAlignment = Literal["top_left", "bottom_right"]
 Window = int | tuple[int, int]
 SegmentIds = Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
 
-# For what shapes the program itself.
+# The rule for a size that determines the program itself.
 NO_SYMBOL = "numbers, no symbols: export once for each size"
 
 CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
 
 
 def check_heads(args: Args, q: str, kv: str) -> None:
-    """Raises unless the N query heads divide evenly among the G heads of keys."""
+    """Raises unless the number N of query heads is a multiple of the number G of KV heads."""
     heads, groups = args.sizes["N"], args.sizes["G"]
     numbers = isinstance(heads, int) and isinstance(groups, int)
     args.option(q, f"N={heads} heads and G={groups} groups", numbers, NO_SYMBOL)
@@ -37,7 +38,7 @@ def check_heads(args: Args, q: str, kv: str) -> None:
 
 
 def scale_or_default(args: Args, scale: Any) -> float:
-    """`scale`, or D^-1/2."""
+    """Returns the checked `scale`; the default is D^-1/2."""
     if scale is not None:
         return args.real("scale", scale)
     args.option("scale", scale, isinstance(args.sizes["D"], int), "a float where D is symbolic")
@@ -45,25 +46,36 @@ def scale_or_default(args: Args, scale: Any) -> float:
 
 
 def value_dim_or_default(args: Args, value_dim: Any) -> int:
-    """`value_dim`, or what MLA has: 512, or D where that is less."""
+    """Returns `value_dim`, or its default for MLA: 512, or D if that is smaller."""
     dim = args.sizes["D"]
-    return min(512, dim) if value_dim is None else args.integer("value_dim", value_dim, 1, dim)
+    number = isinstance(dim, int)
+    if value_dim is None:
+        args.option("value_dim", value_dim, number, "an int where D is symbolic")
+        return min(512, dim)
+    value_dim = args.integer("value_dim", value_dim, 1, dim if number else LARGEST)
+    if not number:
+        try:
+            fits = value_dim <= dim
+        except InconclusiveDimensionOperation:
+            fits = False
+        want = f"at most D={dim}, which a constraint on D must say: '{dim} >= {value_dim}'"
+        args.option("value_dim", value_dim, fits, want)
+    return value_dim
 
 
 def shared_sinks(args: Args, sinks: Any) -> Float[Array, "1 N"] | None:
-    """The public [N] sinks as [1, N]: a pass broadcasts a batch axis of one."""
+    """Returns the public sinks [N] as [1, N]. A pass broadcasts a batch axis of 1."""
     return None if sinks is None else args.array("sinks", sinks, "N", WIDE_FLOATS)[None]
 
 
 def selection(
     args: Args, indices: Any, topk_length: Any
 ) -> tuple[Int[Array, "B T G K"], Int[Array, "B T"] | None]:
-    """Checked `indices`, which all groups may share, and `topk_length`."""
+    """Returns the checked `indices`, one selection for each group, and `topk_length`."""
     shape = np.shape(as_array(indices))  # type: ignore[arg-type]
     if len(shape) == 3 - (not args.batched):
         shared = args.array("indices", indices, "B T K", INT32)
-        batch, queries, slots = shared.shape
-        indices = jnp.broadcast_to(shared[:, :, None], (batch, queries, args.sizes["G"], slots))
+        indices = for_all_groups(shared, args.sizes["G"])
     else:
         indices = args.array("indices", indices, "B T G K", INT32)
     if topk_length is not None:
@@ -71,8 +83,14 @@ def selection(
     return indices, topk_length
 
 
+def for_all_groups(indices: Int[Array, "B T K"], groups: int) -> Int[Array, "B T G K"]:
+    """Returns one selection per query as a selection for each group of heads."""
+    batch, queries, slots = indices.shape
+    return jnp.broadcast_to(indices[:, :, None], (batch, queries, groups, slots))
+
+
 def first_position(args: Args, query_start: Any) -> ArrayLike:
-    """`query_start`, an int, an int32 scalar, or int32 [B]; such that no position overflows."""
+    """Returns `query_start` as int32 [1] or [B], capped so that no position overflows."""
     last = LARGEST - args.sizes["T"]
     if as_array(query_start) is None:
         first = np.full(1, args.integer("query_start", query_start, -(2**31)), np.int32)
@@ -87,7 +105,7 @@ def first_position(args: Args, query_start: Any) -> ArrayLike:
 
 
 def causal_ends(args: Args, is_causal: Any, query_start: Any, key_stride: Any) -> Any:
-    """One past the last key that each query sees, int32 [B, T], or None if it sees all."""
+    """Returns one past the last key that each query sees, int32 [B, T]; None for all keys."""
     stride = args.integer("key_stride", key_stride, 1)
     start = first_position(args, query_start)
     if not args.flag("is_causal", is_causal):
@@ -108,8 +126,13 @@ def key_ranges(
     query_start: Any = 0,
     lengths: Int[Array, "B"] | None = None,
 ) -> tuple[Any, Any]:
-    """The half-open range of keys that each query sees, two int32 [B, T], clipped to 0..S; over a
-    cache that holds `lengths` tokens, of which the last T are the queries'.
+    """Returns the half-open range of keys that each query sees: two int32 [B, T] in 0..S.
+
+    Args:
+        args: the checks of the call.
+        starts, ends, is_causal, query_start: the user's arguments.
+        lengths: the number of tokens that each request of a cache holds, the last T of which are
+            the queries' own; None without a cache.
     """
     causal = args.flag("is_causal", is_causal)
     if lengths is None:
@@ -150,7 +173,7 @@ def _range_ends(
 def window_reach(
     args: Args, is_causal: Any, causal_alignment: Any, local_window_size: Any
 ) -> tuple[int | None, int | None]:
-    """How many keys before and after its own position a query sees; None for all."""
+    """Returns how many keys before and after its own position a query sees; None means all."""
     causal = args.flag("is_causal", is_causal)
     known = isinstance(causal_alignment, str) and causal_alignment in CAUSAL_ALIGNMENTS
     args.option("causal_alignment", causal_alignment, known, f"one of {CAUSAL_ALIGNMENTS}")
@@ -171,7 +194,7 @@ def window_ranges(
     local_window_size: Any,
     key_value_seq_lengths: Any,
 ) -> tuple[Int[Array, "1|B T"] | None, Int[Array, "1|B T"] | None]:
-    """The half-open range of keys that each query sees; None where nothing bounds it."""
+    """Returns the half-open range of keys that each query sees; None for a bound that is absent."""
     left, right = window_reach(args, is_causal, causal_alignment, local_window_size)
     lengths = key_value_seq_lengths
     if lengths is not None:
@@ -208,7 +231,7 @@ def _window_ranges(
 def segments(
     args: Args, segment_ids: Any
 ) -> tuple[Int[Array, "B T"] | None, Int[Array, "B S"] | None]:
-    """The segments of queries and keys, from one array for both or a pair."""
+    """Returns the segment numbers of queries and keys, given as one array or as a pair."""
     if segment_ids is None:
         return None, None
     pair = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids, segment_ids)

@@ -1,5 +1,6 @@
-"""vmap of one operator pass: the mapped axes are folded into the batch axis, so that one kernel
-launch serves them all.
+"""vmap of one operator pass: the mapped axes are folded into the batch axis.
+
+One kernel launch then computes all mapped calls.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
 def fold(
     args: Sequence[jax.Array], lead_rank: int, shared: frozenset[int]
 ) -> tuple[tuple[int, ...], int, list[jax.Array]]:
-    """`args` with the `lead_rank` axes in front folded into the batch axis; sizes of 1 broadcast.
+    """Folds leading axes into the batch axis. Axes of length 1 are broadcast.
 
     Args:
         args: arrays [*lead, b, ...].
-        lead_rank: how many axes lead.
-        shared: arguments whose batch axis of 1 stays, if no axis leads.
+        lead_rank: the number of leading axes.
+        shared: the indices of arguments whose batch axis of 1 is kept if there are no leading axes.
 
     Returns:
-        The leading sizes, the batch size, and the folded arguments.
+        The sizes of the leading axes, the batch size, and the folded arguments.
     """
     lead = jnp.broadcast_shapes(*(x.shape[:lead_rank] for x in args)) if lead_rank else ()
     batch = 1
@@ -58,13 +59,13 @@ def unfold(y: jax.Array, lead: tuple[int, ...], batch: int, own: int | None) -> 
 
 
 def batched(fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """`fun`, which takes any number of leading axes, with a vmap that hands it one more."""
+    """Returns `fun`, which accepts any number of leading axes, with a vmap that adds one more."""
     op = custom_vmap(fun)
 
     @op.def_vmap
     def _(size: int, in_batched: Sequence[bool], *args: jax.Array) -> tuple[Any, Any]:
-        # Not broadcast to `size` here: an operand that no axis maps may stay one copy until it is
-        # folded. The rule calls `op`, not `fun`, or nested vmap finds no rule.
+        # Operands are not broadcast to `size` here, so that an unmapped operand stays a single copy
+        # until it is folded. The rule must call `op`, not `fun`, or nested vmap would find no rule.
         outs = op(*(x if b else x[None] for x, b in zip(args, in_batched, strict=True)))
         return outs, jax.tree.map(lambda _: True, outs)
 

@@ -1,4 +1,4 @@
-"""How one call of an operator wants to run."""
+"""The choice of an implementation for one call of an operator."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _plain = contextvars.ContextVar("jax_dsa_plain_xla", default=False)
 
 
 class Call(NamedTuple):
-    """What an operator's passes know of the call that they belong to.
+    """The call that the passes of an operator belong to.
 
     Attributes:
-        op: the public function, for messages.
-        implementation: what the user chose; "plain" inside `plain_xla`.
+        op: the name of the public function, for messages.
+        implementation: the user's choice; "plain" inside `plain_xla`.
     """
 
     op: str
@@ -23,21 +23,22 @@ class Call(NamedTuple):
 
     @property
     def auxiliary(self) -> Call:
-        """For passes beside the main one: `implementation="cuda"` refers to the main kernel only,
-        auxiliary steps choose freely.
+        """The call for passes other than the main one.
+
+        `implementation="cuda"` refers to the main kernel only; auxiliary steps choose freely.
         """
         return self._replace(implementation=None) if self.implementation == "cuda" else self
 
 
 @contextlib.contextmanager
 def plain_xla() -> Iterator[None]:
-    """Operators traced inside are plain JAX: the XLA implementation, without rules of ours for
-    autodiff, vmap and meshes.
+    """Makes operators that are traced inside plain JAX: XLA without this package's own rules.
 
-    For what those rules refuse, forward mode and gradients of gradients, and for checking them.
-    JAX's own rules keep every chunk's intermediates for the backward pass, so this is for moderate
-    sizes. It takes effect while tracing: a function that `jax.jit` has traced before stays as it
-    is. Works as a decorator too.
+    The rules for autodiff, vmap and meshes are then those of JAX. Use this for what the own rules
+    refuse, forward mode and gradients of gradients, and as an oracle to check them. JAX's rules
+    keep the intermediates of every chunk for the backward pass, so this is meant for moderate
+    sizes. It takes effect while tracing: a function that `jax.jit` has traced already does not
+    change. It works as a decorator too.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
@@ -55,5 +56,5 @@ def plain_xla() -> Iterator[None]:
 
 
 def in_plain_xla() -> bool:
-    """Whether `plain_xla` is in effect."""
+    """Returns whether `plain_xla` is in effect."""
     return _plain.get()

@@ -1,4 +1,4 @@
-"""Which kernels are available here, and why not the others."""
+"""Which kernels are available on this machine, and why the others are not."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jax_dsa.version import __version__
 
 @dataclasses.dataclass(frozen=True)
 class Capability:
-    """What there is for one pass of one operator. The XLA implementation always is.
+    """The availability of the CUDA kernel of one pass. The XLA implementation is always available.
 
     Attributes:
-        name: operator and pass, "quantize_fp8".
-        cuda: whether its CUDA kernel can run here.
-        why: if not, the reason; if so, what the kernel covers.
+        name: operator and pass, as "topk_fwd".
+        cuda: whether the CUDA kernel can run here.
+        why: the reason if it cannot; otherwise the calls that the kernel covers.
     """
 
     name: str
@@ -29,11 +29,11 @@ class Capability:
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-    """What runs here. `print` shows it in words.
+    """The kernels that can run on this machine. `print` shows them as a table.
 
     Attributes:
-        cuda: "" if CUDA kernels can run here, else the reason why none can.
-        passes: every pass of every operator.
+        cuda: "" if CUDA kernels can run here, otherwise the reason why none can.
+        passes: the availability of every pass of every operator.
     """
 
     cuda: str
@@ -50,14 +50,14 @@ class Capabilities:
         ]
         width = max(len(p.name) for p in self.passes)
         for p in self.passes:
-            # One reason for all need not be said for each.
-            said = "" if p.why == self.cuda else f" ({p.why})"
-            lines.append(f"{p.name:<{width}}  {f'CUDA{said}' if p.cuda else f'XLA only{said}'}")
+            # A reason that holds for all passes is shown once, above.
+            note = "" if p.why == self.cuda else f" ({p.why})"
+            lines.append(f"{p.name:<{width}}  {'CUDA' if p.cuda else 'XLA only'}{note}")
         return "\n".join(lines)
 
 
 def _why_no_cuda() -> str:
-    """Why no kernel can run here; "" if kernels can."""
+    """Returns the reason why no kernel can run here, "" if kernels can."""
     loaded, why = ffi.status()
     if not loaded:
         return why
@@ -67,9 +67,9 @@ def _why_no_cuda() -> str:
 
 
 def capabilities() -> Capabilities:
-    """Which CUDA kernels are available here and why the others are not.
+    """Returns which CUDA kernels are available on this machine and why the others are not.
 
-    Asks JAX for its devices, so that it starts the backend.
+    The function asks JAX for its devices, which starts the backend.
 
     Examples:
         >>> import jax_dsa

@@ -1,5 +1,6 @@
-"""Argument checks: a message names the function that the user called, the argument, what it got and
-what it wants.
+"""Argument checks.
+
+A message names the function that the user called, the argument, its value and what is expected.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WIDE_FLOATS = (jnp.float32, jnp.float64)
 FP8 = jnp.float8_e4m3fn
 INT32 = (jnp.int32,)
 _HUGE, _TINY = (float(getattr(jnp.finfo(jnp.float32), n)) for n in ("max", "tiny"))
-LARGEST = 2**31 - 1  # of sizes, positions and integer options: int32 holds them
+LARGEST = 2**31 - 1  # Limit of sizes, positions and integer options, so that int32 holds them.
 BOOL = (jnp.bool_,)
 
 
@@ -41,7 +42,7 @@ def _is_real(x: Any) -> bool:
 
 
 def _shown(x: Any) -> str:
-    """`x` for a message; an array by its shape."""
+    """Returns `x` as text for a message; an array is shown by its dtype and shape."""
     if isinstance(x, jax.Array | np.ndarray):
         return f"an array {x.dtype}{list(x.shape)}"
     return repr(x)
@@ -52,45 +53,51 @@ def _typed(x: Any) -> str:
 
 
 def as_array(x: Any) -> jax.Array | np.ndarray | np.generic | None:
-    """`x` if it is an array, or what it says it is (as Flax's variables do); None if neither."""
+    """Returns `x` if it is an array, or what its `__jax_array__` returns; otherwise None."""
     if isinstance(x, jax.Array | np.ndarray | np.generic):
-        return None if isinstance(x, np.ma.MaskedArray) else x  # JAX takes none
+        return None if isinstance(x, np.ma.MaskedArray) else x  # JAX rejects them.
     convert = getattr(x, "__jax_array__", None)
     return None if convert is None else convert()
 
 
 class Args:
-    """Checks one call's arguments, letter by letter: the first use of a dimension's letter binds
-    its size.
+    """Checks the arguments of one call. The first use of a dimension's letter sets its size.
 
-    `lead` is the operand that decides whether the call has a batch axis: with one axis less than
-    `dims` says, the batch axis "B" is absent from every argument, is added to what `array` returns,
-    and `restore` drops it from the results.
+    The leading operand decides whether the call has a batch axis. If it has one axis less than its
+    dims, the batch axis "B" is absent from every argument. `array` then adds it, and `restore`
+    removes it from the results.
+
+    Attributes:
+        op: the public function, for messages.
+        sizes: the size of each letter so far.
+        batched: whether the arguments have a batch axis.
     """
 
     def __init__(self, op: str, name: str, lead: Any, dims: str) -> None:
+        """Starts the checks of a call of `op` whose leading operand is the argument `name`."""
         self.op = op
         self.sizes: dict[str, int] = {}
         self._bound_by: dict[str, str] = {}
         rank = len(dims.split())
-        given, lead = lead, as_array(lead)
+        argument, lead = lead, as_array(lead)
         if lead is None:
-            raise TypeError(f"{op}: argument '{name}' is {type(given).__name__}, want an array")
+            raise TypeError(f"{op}: argument '{name}' is {type(argument).__name__}, want an array")
         if lead.ndim not in (rank, rank - 1):
             raise ValueError(
-                f"{op}: argument '{name}' has shape {lead.shape}, want {self._want(dims)} "
+                f"{op}: argument '{name}' has shape {lead.shape}, want {self._expected(dims)} "
                 f"(or without the batch axis B)"
             )
         self.batched = lead.ndim == rank
 
     @property
     def batch(self) -> int:
-        """B, 1 without a batch axis."""
+        """The size B of the batch axis; 1 if the call has none."""
         return self.sizes["B"] if self.batched else 1
 
     def array(self, name: str, x: Any, dims: str, dtypes: Sequence[Any]) -> jax.Array:
-        """`x` as an array whose axes are `dims` (letters or numbers), batch axis added if the call
-        has none.
+        """Returns `x` as an array whose axes match `dims` (letters or numbers).
+
+        If the call has no batch axis, an axis of length 1 is added for "B".
         """
         x = self.typed(name, x, dtypes)
         tokens = dims.split()
@@ -99,16 +106,16 @@ class Args:
         if x.ndim != len(tokens):
             raise ValueError(
                 f"{self.op}: argument '{name}' has shape {x.shape}, want "
-                f"{self._want(' '.join(tokens))}"
+                f"{self._expected(' '.join(tokens))}"
             )
         for token, size in zip(tokens, x.shape, strict=True):
-            want = int(token) if token.isdigit() else self.sizes.setdefault(token, size)
+            expected = int(token) if token.isdigit() else self.sizes.setdefault(token, size)
             if isinstance(size, int) and size > LARGEST:
                 self.shape(name, x, False, "axes of less than 2**31")
-            if size != want:
+            if size != expected:
                 raise ValueError(
                     f"{self.op}: argument '{name}' has shape {x.shape}, want "
-                    f"{self._want(' '.join(tokens))}"
+                    f"{self._expected(' '.join(tokens))}"
                 )
             self._bound_by.setdefault(token, name)
         if not self.batched and "B" in dims.split():
@@ -116,13 +123,15 @@ class Args:
         return x
 
     def typed(self, name: str, x: Any, dtypes: Sequence[Any]) -> jax.Array:
-        """`x` as an array of one of `dtypes`, whatever its shape. Integers of other widths become
-        int32 where that is wanted, and the ends of its range if they lie outside it.
+        """Returns `x` as an array of one of `dtypes`, without a check of its shape.
+
+        If int32 is expected, integers of another width are converted. A number outside int32
+        becomes the nearest end of its range.
         """
-        given, x = x, as_array(x)
+        argument, x = x, as_array(x)
         if x is None:
             raise TypeError(
-                f"{self.op}: argument '{name}' is {type(given).__name__}, want an array of "
+                f"{self.op}: argument '{name}' is {type(argument).__name__}, want an array of "
                 f"{_names(dtypes)}"
             )
         dtype = x.dtype
@@ -132,26 +141,26 @@ class Args:
             low, high = max(info.min, own.min), min(info.max, own.max)
             x = numbers.clip(x, low, high).astype(jnp.int32)
         if isinstance(x, np.ndarray | np.generic):
-            with contextlib.suppress(TypeError):  # a dtype that JAX has not is refused below
-                x = jnp.asarray(x)  # whose float64 is float32 unless JAX runs in x64
+            with contextlib.suppress(TypeError):  # A dtype that JAX lacks is rejected below.
+                x = jnp.asarray(x)  # Without x64, float64 becomes float32.
         if x.dtype not in dtypes:
             raise TypeError(
                 f"{self.op}: argument '{name}' has dtype {dtype}, want {_names(dtypes)}"
             )
         return x
 
-    def option(self, name: str, value: Any, ok: bool, want: str) -> None:
+    def option(self, name: str, value: Any, ok: bool, expected: str) -> None:
         """Raises ValueError unless `ok`."""
         if not ok:
-            raise ValueError(f"{self.op}: argument '{name}' is {_shown(value)}, want {want}")
+            raise ValueError(f"{self.op}: argument '{name}' is {_shown(value)}, want {expected}")
 
-    def shape(self, name: str, x: Any, fits: bool, want: str) -> None:
+    def shape(self, name: str, x: Any, fits: bool, expected: str) -> None:
         """Raises ValueError unless the shape of `x` `fits`."""
         if not fits:
-            raise ValueError(f"{self.op}: argument '{name}' has shape {x.shape}, want {want}")
+            raise ValueError(f"{self.op}: argument '{name}' has shape {x.shape}, want {expected}")
 
     def integer(self, name: str, value: Any, low: int, high: int = LARGEST) -> int:
-        """`value` as a static int in low..high."""
+        """Returns `value` as a static int in low..high."""
         try:
             if isinstance(value, bool | np.bool_):
                 raise TypeError
@@ -164,27 +173,27 @@ class Args:
         return number
 
     def flag(self, name: str, value: Any) -> bool:
-        """`value` as a static bool."""
+        """Returns `value` as a static bool."""
         if not isinstance(value, bool | np.bool_):
             raise TypeError(f"{self.op}: argument '{name}' is {_typed(value)}, want a bool")
         return bool(value)
 
     def real(self, name: str, value: Any) -> float:
-        """`value` as a static float, which float32 holds without flushing it to 0."""
+        """Returns `value` as a static float that float32 can hold without flushing it to 0."""
         x = value if isinstance(value, int | float) else as_array(value)
         known = not isinstance(value, bool) and x is not None and np.ndim(x) == 0
         if not known or isinstance(x, jax.core.Tracer) or not _is_real(x):
             raise TypeError(f"{self.op}: argument '{name}' is {_typed(value)}, want a static float")
         try:
             number = float(x)  # type: ignore[arg-type]
-        except OverflowError:  # of an int
+        except OverflowError:  # A Python int may be too large.
             number = math.inf
         held = number == 0 or _TINY <= abs(number) <= _HUGE
         self.option(name, number, held, "a finite float that float32 holds")
         return number
 
     def dtype(self, name: str, value: Any, dtypes: Sequence[Any]) -> Any:
-        """`value`, anything that names a dtype, as one of `dtypes`."""
+        """Returns `value`, which may be anything that names a dtype, as one of `dtypes`."""
         try:
             dtype = jnp.dtype(value)
         except (TypeError, ValueError):
@@ -196,8 +205,9 @@ class Args:
         return dtype
 
     def call(self, implementation: Any) -> Call:
-        """The call with the user's choice, or with that of the environment variable JAX_DSA_IMPL
-        where there is none.
+        """Returns the call with the user's choice of an implementation.
+
+        The environment variable JAX_DSA_IMPL decides if the user makes no choice.
         """
         name, value = "implementation", implementation
         if value is None:
@@ -207,12 +217,12 @@ class Args:
         return Call(self.op, "plain" if in_plain_xla() else value)
 
     def restore(self, results: T) -> T:
-        """A tuple of results, without the batch axis if the call had none."""
+        """Returns a tuple of results, without their batch axis if the arguments have none."""
         if self.batched:
             return results
         return jax.tree.map(lambda x: x[0], results)
 
-    def _want(self, dims: str) -> str:
+    def _expected(self, dims: str) -> str:
         known = [
             f"{d}={self.sizes[d]} (from '{self._bound_by[d]}')"
             for d in dims.split()

@@ -1,4 +1,4 @@
-"""Everything that depends on the version of JAX, and small facts about dtypes and avals."""
+"""All code that depends on the version of JAX, and small helpers for dtypes and avals."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ VERSION = jax.__version__
 
 
 def runtime_ffi_api() -> tuple[int, int]:
-    """The FFI API version (major, minor) of the XLA that JAX runs on, from the header it ships."""
+    """Returns the FFI API version (major, minor) of jaxlib's XLA, from the header that it ships."""
     text = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
     found = {
-        part: re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")
+        name: re.search(rf"#define XLA_FFI_API_{name} (\d+)", text) for name in ("MAJOR", "MINOR")
     }
     major, minor = (int(m.group(1)) if m else 0 for m in found.values())
     return major, minor
 
 
 def accum_dtype(dtype: Any) -> Any:
-    """The dtype that sums over inputs of `dtype` run in: float64 stays float64, everything else is
-    float32.
+    """Returns the dtype in which sums over inputs of `dtype` are accumulated.
+
+    It is float64 for float64 and float32 for everything else.
     """
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
 def saturated(x: jax.Array, dtype: Any) -> jax.Array:
-    """`x` in `dtype`; FP8 gets its largest value where it would make NaN of what it cannot hold."""
+    """Returns `x` in `dtype`. Values too large for FP8 saturate instead of becoming NaN."""
     if jnp.dtype(dtype).itemsize == 1:
         largest = float(jnp.finfo(dtype).max)
         x = jnp.clip(x, -largest, largest)
@@ -53,8 +54,10 @@ def _manual_axis_type(x: Any) -> Any:
 
 
 def varying_axes(*xs: Any) -> frozenset[str]:
-    """The manual mesh axes (inside `shard_map`) over which any of `xs`, arrays or their avals,
-    differs from device to device.
+    """Returns the Manual mesh axes (inside `shard_map`) over which any of `xs` varies.
+
+    Args:
+        *xs: arrays or their avals, or None.
     """
     axes: frozenset[str] = frozenset()
     for x in xs:
@@ -69,18 +72,27 @@ def _vary_over(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 def match_vary(tree: Tree, *like: Any) -> Tree:
-    """`tree` with every leaf varying over all the manual mesh axes that any of `like` varies over.
+    """Returns `tree` with every leaf varying over the Manual mesh axes of all of `like`.
 
-    A scan whose carry starts from constants needs this inside `shard_map`: the constants do not
-    vary, the carry that the body returns does.
+    A scan whose carry starts from constants needs this inside `shard_map`, because the constants do
+    not vary, whereas the carry that the body returns does.
     """
     axes = varying_axes(*like)
     return jax.tree.map(lambda x: _vary_over(x, axes), tree) if axes else tree
 
 
 def device_order_probe(context: Any, *like: Any) -> list[jax.Array]:
-    """An operand that tells `auto_mesh` in which order the compiler numbers devices: inside a
-    `shard_map` that leaves several axes to the compiler, that of its first result's axes.
+    """Returns an extra operand that tells `auto_mesh` in which order the compiler numbers devices.
+
+    It is needed inside a `shard_map` that leaves several axes to the compiler. The compiler then
+    orders devices by the axes of the first result.
+
+    Args:
+        context: the abstract mesh that is current while tracing.
+        *like: arrays over whose Manual axes the operand must vary.
+
+    Returns:
+        A list with the operand; an empty list if the order is known.
     """
     auto = context.auto_axes
     if not context.manual_axes or sum(context.shape[name] > 1 for name in auto) < 2:
@@ -92,25 +104,25 @@ def device_order_probe(context: Any, *like: Any) -> list[jax.Array]:
 def auto_mesh(
     context: Any, mesh: Mesh, shardings: Sequence[Any], probe: Any = None
 ) -> tuple[Mesh, Mesh, list[PartitionSpec | None]]:
-    """What a partition callback of `custom_partitioning` is not told.
+    """Returns what `custom_partitioning` does not tell its partition callback.
 
     Args:
         context: the abstract mesh that was current while tracing.
-        mesh: what the callback is given as its mesh: nothing inside a `shard_map`.
-        shardings: what it is given of the arrays, as the compiler says it.
-        probe: what it is given of the `device_order_probe`, if there is one.
+        mesh: the callback's argument for the mesh. It is empty inside a `shard_map`.
+        shardings: the callback's arguments for the shardings of the arrays.
+        probe: the callback's argument for the sharding of the `device_order_probe`, if any.
 
     Returns:
-        The whole mesh; the mesh of its Auto axes alone, which the callback's shardings are of; and
-        the arrays' specs on that, None where no spec says what the compiler does: it may deal a
-        mesh axis out in parts.
+        The whole mesh; the mesh of its Auto axes only, to which the callback's shardings refer; and
+        the specs of the arrays on that mesh. A spec is None if the compiler splits a mesh axis into
+        fragments, which no spec can express.
     """
     auto = mesh
     if context.manual_axes:
         devices = np.array(shardings[0]._device_assignment).reshape(context.axis_sizes)
         first = tuple(slice(None) if n in context.auto_axes else 0 for n in context.axis_names)
         order = list(range(len(context.auto_axes)))
-        if probe is not None:  # axes by how far apart their neighbours are
+        if probe is not None:  # Sort axes by the distance between neighbouring devices.
             tiles = probe._to_xla_hlo_sharding(len(order))
             places = np.array(tiles.tile_assignment_devices()).reshape(devices[first].shape)
             order.sort(key=lambda i: -int(np.ptp(places.take([0, -1], i), axis=i).flat[0]))
@@ -126,8 +138,9 @@ def auto_mesh(
 
 
 def left_to_compiler(fun: Fun, like: Any) -> Fun:
-    """`fun`, which Explicit mesh axes stop, with those axes Auto inside; its result lies as `like`
-    does.
+    """Returns `fun` with Explicit mesh axes turned into Auto axes inside.
+
+    `fun` must be a function that does not work on Explicit axes. Its result is sharded as `like`.
     """
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return fun
@@ -135,17 +148,17 @@ def left_to_compiler(fun: Fun, like: Any) -> Fun:
 
 
 def mapped_mesh_axes() -> frozenset[str]:
-    """The Explicit mesh axes that shard an axis which a `vmap` around this maps."""
+    """Returns the Explicit mesh axes that shard an axis which a surrounding `vmap` maps."""
     return frozenset(get_axis_env().explicit_mesh_axis_names)
 
 
 def no_mesh() -> Any:
-    """A context without a mesh."""
+    """Returns a context manager inside which there is no mesh."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def shard_first(x: jax.Array, names: Any) -> jax.Array:
-    """`x` with its first axis sharded over the Explicit mesh axes `names`; as it is for None."""
+    """Returns `x` with its first axis sharded over the Explicit axes `names`; unchanged if None."""
     if names is None:
         return x
     taken = {names} if isinstance(names, str) else set(names)
@@ -157,21 +170,22 @@ def shard_first(x: jax.Array, names: Any) -> jax.Array:
 
 
 def shard_as(x: jax.Array, like: jax.Array) -> jax.Array:
-    """`x` with its axes sharded over Explicit mesh axes as the first ones of `like` are."""
+    """Returns `x` with its axes sharded over Explicit axes like the first axes of `like`."""
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return x
     return jax.reshard(x, PartitionSpec(*jax.typeof(like).sharding.spec[: x.ndim]))
 
 
 def mapped_aval(aval: Any, size: int, names: Any) -> Any:
-    """`aval` with an axis in front, sharded over the Explicit mesh axes `names`."""
+    """Returns `aval` with a new first axis that is sharded over the Explicit axes `names`."""
     spec = PartitionSpec(names, *aval.sharding.spec)
     return aval.update(shape=(size, *aval.shape), sharding=aval.sharding.update(spec=spec))
 
 
 def out_aval(shape: Sequence[int], dtype: Any, *like: Any) -> jax.ShapeDtypeStruct:
-    """The aval of a custom call's result that varies over the manual mesh axes of its operands
-    `like`.
+    """Returns the aval of a custom call's result.
+
+    It varies over the Manual mesh axes over which the operands `like` vary.
     """
     axes = varying_axes(*like)
     if not axes:

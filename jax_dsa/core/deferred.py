@@ -1,5 +1,6 @@
-"""Small arrays that are worked out inside an operator's own jit: called outside of one, an operator
-is a single program.
+"""Small arrays that are computed inside an operator's own jit.
+
+An operator that is called outside of jit is then a single program.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ Operands = TypeVar("Operands", bound=tuple)
 )
 @dataclasses.dataclass(frozen=True)
 class Deferred:
-    """The array `fun(*arrays, *static)`, in place of an operand.
+    """Stands for an operand that is computed later as `fun(*arrays, *static)`.
 
     Attributes:
-        fun: a function of a module, which is the same one in every call.
-        arrays: its array arguments, or None.
-        static: its other arguments, hashable.
+        fun: a function at module level, so that it is the same object in every call.
+        arrays: its array arguments; an argument may be None.
+        static: its other arguments, which are hashable.
     """
 
     fun: Callable[..., jax.Array]
@@ -35,6 +36,6 @@ class Deferred:
 
 
 def materialize(operands: Operands) -> Operands:
-    """The operands with arrays for what was to be worked out later."""
+    """Returns the operands with every `Deferred` computed."""
     values = [x.fun(*x.arrays, *x.static) if isinstance(x, Deferred) else x for x in operands]
     return type(operands)(*values)

@@ -1,9 +1,9 @@
 """Reverse mode of an operator: `differentiable` joins its two passes.
 
-The work that `jax.custom_vjp` would do, done by a custom JVP whose tangents come from one linear
-primitive that only its transpose can evaluate. It differs in what a user sees: forward mode and
-gradients of gradients raise an error that names the operator and what to use instead, where a
-custom_vjp can only say that it is one.
+A custom JVP does the work of `jax.custom_vjp`. Its tangents come from one linear primitive that
+only its transpose can evaluate. The difference is in the error messages: forward mode and gradients
+of gradients raise an error that names the operator and the alternative, whereas `jax.custom_vjp`
+can only say that it does not support them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def _refuse(name: str, what: str) -> NoReturn:
     )
 
 
-# operands: what the backward pass reads, then one tangent for every float operand of the operator.
-# params: name; transpose(saved, cotangents) -> cotangents of the tangents; saved, how many of the
-# operands that is; avals, of the outputs' tangents.
+# The operands are the arrays that the backward pass reads, then one tangent for every float operand
+# of the operator. The parameters are the operator's name; `transpose(saved, cotangents)`, which
+# returns the cotangents of the tangents; the number `saved` of arrays that the backward pass reads;
+# and the avals of the outputs' tangents.
 _tangent_p = Primitive("jax_dsa_tangent")
 _tangent_p.multiple_results = True
 
@@ -49,7 +50,7 @@ def _forward_mode(*_: Any, name: str, **__: Any) -> NoReturn:
 
 
 def no_second_derivative(name: str) -> Callable[..., NoReturn]:
-    """A JVP rule that refuses: for what the backward pass is made of."""
+    """Returns a JVP rule that raises. The steps of the backward pass have this rule."""
     return lambda *_: _refuse(name, "a gradient of a gradient is")
 
 
@@ -73,7 +74,7 @@ def _batched(
         if d is not None
     )
 
-    # Map all tangents; an unmapped one's cotangent would need summing here.
+    # Map all tangents. The cotangent of an unmapped tangent would have to be summed here.
     def mapped(x: Any, d: Any) -> jax.Array:
         x = jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
         return compat.shard_first(x, names)
@@ -104,23 +105,25 @@ def _is_float(x: Any) -> bool:
 
 
 def _fit_cotangent(ct: jax.Array | None, primal: Any) -> jax.Array:
-    """`ct` with the type of the aval `primal`: dtype, broadcast batch axis, and the mesh axes that
-    it varies over or is sharded over.
+    """Returns `ct` with the type of the aval `primal`.
+
+    The type includes the dtype, a batch axis that was broadcast, and the mesh axes that the array
+    varies over or is sharded over.
     """
     if ct is None:
         ct = jnp.zeros(primal.shape, primal.dtype)
     axes = tuple(sorted(compat.varying_axes(ct) - compat.varying_axes(primal)))
     ct = jax.lax.psum(ct, axes) if axes else ct
-    if ct.shape != primal.shape:  # the pass broadcast a batch axis of 1
+    if ct.shape != primal.shape:  # The pass broadcast a batch axis of 1.
         ct = ct.sum(0, keepdims=True)
     ct = compat.match_vary(compat.saturated(ct, primal.dtype), primal)
-    # An array from before the mesh was set has no place on it.
+    # An array from before the mesh was set has no sharding on it.
     fits = primal.sharding.mesh.empty or jax.typeof(ct).sharding == primal.sharding
     return ct if fits else jax.reshard(ct, primal.sharding)
 
 
 def _guarded(name: str, saved: Any, operands: Any) -> Any:
-    """`saved`, raising where `operands` are differentiated: it is read as a constant."""
+    """Returns `saved`, and raises if it is differentiated, because it counts as a constant."""
     guard = jax.custom_jvp(lambda saved, operands: saved)
     guard.defjvp(no_second_derivative(name))
     return guard(saved, operands)
@@ -136,19 +139,21 @@ def differentiable(
     bwd: Callable[..., Any],
     residuals: Callable[[X, Y], tuple[tuple, ...]] = _all,
 ) -> Callable[[Call, O, X], Y]:
-    """Joins two passes to one differentiable operator `(call, options, operands) -> results`.
+    """Joins two passes into one differentiable operator `(call, options, operands) -> results`.
 
     Args:
-        name: what compiled programs and profiles call it.
+        name: the operator's name in compiled programs and profiles.
         fwd: the forward pass, on a named tuple of operands, some of which may be `Deferred`.
         bwd: the backward pass `(call, options, *residuals, cotangents) -> gradients`. The
-            cotangents are a tuple like the results, with None for an integer, a None, or a result
-            that is marked CONSTANT; the gradients are named like their operands.
-        residuals: the named tuples that the backward pass reads; by default operands and results.
+            cotangents are a tuple like the results, with None for a result that is an integer, is
+            absent or is marked CONSTANT. The gradients have the names of their operands.
+        residuals: returns the named tuples that the backward pass reads; by default the operands
+            and the results.
     """
 
-    # The forward pass runs on constants; `attached` then gives its float outputs their tangents.
-    # Integer outputs stay outside: a JVP rule cannot name their tangents' type inside shard_map.
+    # The forward pass runs on constants. `attached` then gives its float outputs their tangents.
+    # Integer outputs are not passed through it, because a JVP rule cannot name the type of their
+    # tangents inside shard_map.
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
     def attached(static: Any, operands: Any, saved: Any, outputs: Any) -> Any:
         return outputs
@@ -162,12 +167,12 @@ def differentiable(
         saved, tree = jax.tree.flatten(kept)
 
         def transpose(saved: Any, cts: Any) -> list[jax.Array]:
-            given = dict(zip(moving, cts, strict=True))
-            cotangents = results(*(given.get(i) for i in range(len(results._fields))))
+            by_index = dict(zip(moving, cts, strict=True))
+            cotangents = results(*(by_index.get(i) for i in range(len(results._fields))))
             grads = bwd(call, options, *jax.tree.unflatten(tree, saved), cotangents)
-            given = grads._asdict()
+            by_name = grads._asdict()
             return [
-                _fit_cotangent(given.get(names[i]), a) for i, a in zip(inputs, avals, strict=True)
+                _fit_cotangent(by_name.get(names[i]), a) for i, a in zip(inputs, avals, strict=True)
             ]
 
         saved, outputs = _guarded(call.op, (saved, outputs), operands)
@@ -196,9 +201,9 @@ def differentiable(
         static = (call, options, moving, type(results))
         kept = residuals(jax.lax.stop_gradient(operands), results)
         floats = attached(static, operands, kept, [results[i] for i in moving])
-        given = dict(zip(moving, floats, strict=True))
-        return type(results)(*(given.get(i, y) for i, y in enumerate(results)))
+        by_index = dict(zip(moving, floats, strict=True))
+        return type(results)(*(by_index.get(i, y) for i, y in enumerate(results)))
 
     core.__name__ = name
-    # Called outside jit, an operator would be traced anew every time.
+    # Without this jit, an operator that is called outside of jit would be traced in every call.
     return jax.jit(core, static_argnums=(0, 1))

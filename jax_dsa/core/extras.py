@@ -1,4 +1,4 @@
-"""Optional dependencies: what to install when one is missing."""
+"""Optional dependencies: the error message for a missing one says what to install."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def needs_extra(extra: str, module: str) -> Iterator[None]:
-    """Around the imports of `module`: a missing one says which extra brings it."""
+    """Wraps the imports of `module`. The error for a missing one names the extra that has it.
+
+    Args:
+        extra: the extra of this package that has the dependency.
+        module: the module that needs it, for the message.
+
+    Raises:
+        ModuleNotFoundError: an import in the `with` block failed.
+    """
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The CUDA extension: loading it, registering its kernels with XLA, and calling them."""
+"""The CUDA extension: loading it, registering its handlers with XLA, and calling them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def _incompatible(built: tuple[int, int], runtime: tuple[int, int]) -> str:
-    """Why an XLA of FFI API version `runtime` cannot load kernels compiled against `built`, or "".
+    """Returns why an XLA of FFI API version `runtime` cannot load handlers built against `built`.
 
-    XLA loads what is not newer than itself. A newer handler does not merely fail to register: it
-    takes the whole GPU backend down with it, so it must not be tried.
+    The result is "" if it can. XLA loads handlers that are not newer than itself. Registering a
+    newer handler does not merely fail, it disables the whole GPU backend, so it must not be tried.
     """
     if built[0] == runtime[0] and built <= runtime:
         return ""
@@ -61,14 +61,14 @@ _HOPPER = (9, 0)
 
 @functools.cache
 def status() -> tuple[bool, str]:
-    """Whether the CUDA kernels can be used, and if not, why, with what to do about it.
+    """Returns whether the CUDA kernels can be used; if not, also the reason and the remedy.
 
-    They can where there is no GPU: a program may be compiled there for another machine.
+    They can be used on a machine without a GPU, where a program may be compiled for another one.
     """
     if not _LOADED[0]:
         return _LOADED
     built, driver = extension().cuda_versions()
-    if 0 < driver // 1000 < built // 1000:  # of one major version all are compatible
+    if 0 < driver // 1000 < built // 1000:  # All of one major version are compatible.
         return False, (
             f"the kernels were compiled by CUDA {_version(built)}, and the driver knows CUDA "
             f"{_version(driver)}: upgrade the driver, or compile them by CUDA {driver // 1000} "
@@ -86,19 +86,19 @@ def status() -> tuple[bool, str]:
 
 
 def _version(number: int) -> str:
-    """12080 as "12.8"."""
+    """Returns a CUDA version number as text: 12080 as "12.8"."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def extension() -> Any:
-    """The loaded extension."""
+    """Returns the loaded extension."""
     return importlib.import_module("jax_dsa._cuda")
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """What `jax.export.export` wants to be told of this package's kernels.
+    """Returns the argument `disabled_checks` of `jax.export.export` for this package's kernels.
 
-    JAX exports a program only if it knows every custom call in it, or is told not to ask:
+    JAX exports a program only if it knows every custom call in it, or if a check is disabled:
 
     >>> import jax, jax.numpy as jnp, jax_dsa
     >>> program = jax.jit(lambda x: jax_dsa.topk(x, 2))
@@ -108,7 +108,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     (ShapedArray(int32[2]),)
 
     Returns:
-        One entry for each kernel of the extension; none if there is no extension.
+        One entry for each handler of the extension; none if there is no extension.
     """
     targets = extension().targets() if _LOADED[0] else ()
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in sorted(targets)]
@@ -119,15 +119,16 @@ class Kernel:
     """A CUDA kernel that implements a pass.
 
     Attributes:
-        run: `(options, avals, *groups) -> results`: calls the handler, or several. `avals` are the
-            results' shapes and dtypes, in the results' named tuple.
+        run: `(options, avals, *groups) -> results`, which calls one or more handlers. `avals` is
+            the named tuple of the results with their shapes and dtypes.
         supports: `(options, *groups)` -> None, or the reason why the kernel cannot run this call.
-            Operands have shapes and dtypes, perhaps no values; absent ones are None.
-        limits: what it covers, in words: shown by `python -m jax_dsa`.
-        takes: the fields of the first group that it knows; None for all. One that it does not know
-            it would ignore.
+            Operands have shapes and dtypes but perhaps no values; absent ones are None.
+        limits: the calls that the kernel covers, as text for `python -m jax_dsa`.
+        takes: the fields of the first group that the kernel reads; None for all. The kernel cannot
+            run a call that has another operand.
         prefer_query_sharding: `(options, *groups)` -> whether the kernel prefers query sharding to
-            head sharding. Mesh axes that shard heads then split the queries.
+            head sharding, given the shapes of the whole call. Mesh axes that shard heads then split
+            the queries. None means that it never does.
     """
 
     run: Callable[..., Any]
@@ -137,9 +138,9 @@ class Kernel:
     prefer_query_sharding: Callable[..., bool] | None = None
 
     def unsupported_reason(self, options: Any, *groups: Any) -> str | None:
-        """None, or the reason why it cannot run this call."""
-        given = () if self.takes is None else groups[0]._fields
-        for name in given:
+        """Returns the reason why the kernel cannot run this call; None if it can."""
+        fields = () if self.takes is None else groups[0]._fields
+        for name in fields:
             if name not in (self.takes or ()) and getattr(groups[0], name) is not None:
                 return f"it does not take '{name}'"
         if any(not isinstance(n, int) for x in chain(*groups) if x is not None for n in x.shape):
@@ -154,21 +155,25 @@ def call(
     aliases: dict[int, int] | None = None,
     **attrs: np.generic,
 ) -> list[Any]:
-    """Calls one handler, which takes the operands and gives results like `avals` in their order.
+    """Calls one handler with the operands and returns its results.
 
     Args:
-        target: its name, as the extension registers it.
-        operands, avals: arrays, and shapes with dtypes; None reaches the handler as an empty array.
-        aliases: the numbers of operands that results may replace in memory, and of the results;
-            XLA copies an operand that is read later.
-        attrs: numpy scalars of the types that it has them in.
+        target: the handler's name, as the extension registers it.
+        operands: arrays, in the handler's order. None reaches the handler as an empty array.
+        avals: shapes and dtypes of the results, in the handler's order. None makes an empty result.
+        aliases: maps the index of an operand to the index of the result that may overwrite it in
+            memory. XLA copies an operand that is read later.
+        **attrs: the handler's attributes, as numpy scalars of the types that it expects.
+
+    Returns:
+        The results, with None where `avals` has None.
     """
     nothing = compat.match_vary(jnp.zeros(0, jnp.float32), *operands)
     absent = jax.ShapeDtypeStruct((0,), jnp.float32)
-    given = [absent if a is None else a for a in avals]
+    declared = [absent if a is None else a for a in avals]
     results = jax.ffi.ffi_call(
         target,
-        [compat.out_aval(a.shape, a.dtype, *operands) for a in given],
+        [compat.out_aval(a.shape, a.dtype, *operands) for a in declared],
         input_output_aliases=aliases,
     )(*[nothing if x is None else x for x in operands], **attrs)
     return [None if a is None else y for a, y in zip(avals, results, strict=True)]

@@ -1,4 +1,4 @@
-"""How caches lie in memory: FP8 records of a token, and pages of a pool."""
+"""The memory layout of caches: FP8 records of tokens, and pages of a pool."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import jax.numpy as jnp
 
 from jax_dsa.core.typing import Array, Bool, Float, Int, UInt8
 
-# One token of an FP8 cache: 512 e4m3 values, their 4 f32 scales, then 64 bf16 RoPE values.
+# One token of an FP8 cache is 512 e4m3 values, their 4 float32 scales and 64 bfloat16 RoPE values.
 RECORD_LATENT = 512
 RECORD_BLOCK = 128
 RECORD_ROPE = 64
 RECORD_DIM = RECORD_LATENT + RECORD_ROPE
 RECORD_BYTES = RECORD_LATENT + RECORD_LATENT // RECORD_BLOCK * 4 + RECORD_ROPE * 2
 
-# One token of a page in DeepSeek-V4's FP8 cache: 448 e4m3 values and 64 bf16 RoPE values, then,
-# after those of the page's last token, its scales: the exponents of 7 powers of two, and a byte 0.
+# In a page of DeepSeek-V4's FP8 cache, one token has 448 e4m3 values and 64 bfloat16 RoPE values.
+# The scales of all tokens follow the values of the page's last token: for each token, the exponents
+# of 7 powers of two and a zero byte.
 PAGE_RECORD_LATENT = 448
 PAGE_RECORD_BLOCK = 64
 PAGE_RECORD_DIM = PAGE_RECORD_LATENT + RECORD_ROPE
@@ -25,7 +26,7 @@ PAGE_RECORD_BYTES = PAGE_RECORD_VALUES + PAGE_RECORD_SCALES
 
 
 def unpack_records(records: UInt8[Array, "... 656"], dtype: jnp.dtype) -> Float[Array, "... 576"]:
-    """The rows that FP8 cache records hold; exact in bfloat16, the scales being powers of two."""
+    """Returns the rows that FP8 records hold. They are exact in bfloat16."""
     blocks = RECORD_LATENT // RECORD_BLOCK
     latent, scale, rope = jnp.split(records, (RECORD_LATENT, RECORD_BYTES - 2 * RECORD_ROPE), -1)
     scale = jax.lax.bitcast_convert_type(scale.reshape(*scale.shape[:-1], blocks, 4), jnp.float32)
@@ -38,7 +39,7 @@ def _unpacked(
     rope: UInt8[Array, "... 128"],
     dtype: jnp.dtype,
 ) -> Float[Array, "... D"]:
-    """Rows from the codes, the scale of each block of them, and RoPE's bytes."""
+    """Returns rows, given the e4m3 codes, the scale of each block of codes, and the RoPE bytes."""
     values = jax.lax.bitcast_convert_type(latent, jnp.float8_e4m3fn).astype(jnp.float32)
     block = latent.shape[-1] // scale.shape[-1]
     values = values.reshape(*scale.shape, block) * scale[..., None]
@@ -50,25 +51,27 @@ def _unpacked(
 def to_page_record(
     codes: Float[Array, "... 448"], scale: Float[Array, "... 7"], rope: Float[Array, "... 64"]
 ) -> UInt8[Array, "... 584"]:
-    """A token's bytes, values and scales, side by side: where they lie is the page's affair."""
-    # Of a NaN 255, which stands for one.
+    """Returns a token's bytes, values before scales. `to_record_pages` reorders them by page."""
+    # The exponent of NaN is 255, which readers take for NaN.
     exponent = (jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
     rope = jax.lax.bitcast_convert_type(rope.astype(jnp.bfloat16), jnp.uint8)
-    parts = [
+    pieces = [
         jax.lax.bitcast_convert_type(codes, jnp.uint8),
         rope.reshape(*rope.shape[:-2], 2 * RECORD_ROPE),
         exponent,
         jnp.zeros_like(exponent[..., :1]),
     ]
-    return jnp.concatenate(parts, axis=-1)
+    return jnp.concatenate(pieces, axis=-1)
 
 
 def from_page_record(
     values: UInt8[Array, "... 576"], scales: UInt8[Array, "... 8"], dtype: jnp.dtype
 ) -> Float[Array, "... 512"]:
-    """The row of a token; exact in bfloat16."""
+    """Returns the row of a token; exact in bfloat16."""
     exponent = scales[..., :-1].astype(jnp.uint32)
-    special = jnp.where(exponent == 0, jnp.uint32(1 << 22), jnp.uint32(0x7FC00000))  # 2^-127, NaN
+    special = jnp.where(
+        exponent == 0, jnp.uint32(1 << 22), jnp.uint32(0x7FC00000)
+    )  # Exponents 0 and 255 mean 2^-127 and NaN.
     bits = jnp.where((exponent == 0) | (exponent == 255), special, exponent << 23)
     scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
     latent, rope = jnp.split(values, [PAGE_RECORD_LATENT], axis=-1)
@@ -76,7 +79,7 @@ def from_page_record(
 
 
 def to_record_pages(records: UInt8[Array, "... L 584"]) -> UInt8[Array, "... L 584"]:
-    """Tokens' bytes as a page of L tokens has them: values of all, then scales of all."""
+    """Returns tokens' bytes in the order of a page: the values of all tokens, then all scales."""
     values, scales = jnp.split(records, [PAGE_RECORD_VALUES], axis=-1)
     flat = [x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1]) for x in (values, scales)]
     return jnp.concatenate(flat, axis=-1).reshape(records.shape)
@@ -85,7 +88,7 @@ def to_record_pages(records: UInt8[Array, "... L 584"]) -> UInt8[Array, "... L 5
 def unpack_page_records(
     pages: UInt8[Array, "... L 584"], dtype: jnp.dtype
 ) -> Float[Array, "... L 512"]:
-    """The rows of pages of L tokens."""
+    """Returns the rows of pages of L tokens."""
     *lead, size, width = pages.shape
     flat = pages.reshape(*lead, size * width)
     values, scales = jnp.split(flat, [size * PAGE_RECORD_VALUES], axis=-1)
@@ -100,7 +103,7 @@ def gather_page_records(
     valid: Bool[Array, "B T G K"],
     dtype: jnp.dtype,
 ) -> Float[Array, "B T G K 512"]:
-    """The selected rows of a pool of pages of `size` tokens, zeros for invalid slots."""
+    """Returns the selected rows of a pool of pages of `size` tokens; zeros for invalid slots."""
     batch, rows, groups, width = pool.shape
     if rows == 0:
         return jnp.zeros((*indices.shape, PAGE_RECORD_DIM), dtype)
@@ -126,7 +129,7 @@ def gather_page_records(
 def physical_rows(
     num_pages: int, size: int, page_table: Int[Array, "B R"], positions: Int[Array, "B *n"]
 ) -> Int[Array, "B *n"]:
-    """Where tokens lie in a pool of pages, in rows; -1 where no page is mapped."""
+    """Returns the rows of tokens in a pool of pages; -1 where no page is mapped."""
     if page_table.shape[1] == 0:
         return jnp.full_like(positions, -1)
 
@@ -141,10 +144,10 @@ def physical_rows(
 def put_rows(
     rows: Float[Array, "B S *d"], positions: Int[Array, "B T"], new: Float[Array, "B T *d"]
 ) -> Float[Array, "B S *d"]:
-    """`rows` with new ones at their positions; what lies outside 0..S-1 is dropped."""
-    if rows.shape[1] == 0:  # no gradient could gather from it
+    """Returns `rows` with new ones at their positions; those outside 0..S-1 are dropped."""
+    if rows.shape[1] == 0:  # The gradient could not gather from an empty array.
         return rows
-    where = jnp.where(positions < 0, rows.shape[1], positions)  # -1 would be the last one
+    where = jnp.where(positions < 0, rows.shape[1], positions)  # -1 would mean the last row.
     return jax.vmap(lambda x, i, y: x.at[i].set(y, mode="drop"))(rows, where, new)
 
 
@@ -154,7 +157,7 @@ def put_page_records(
     positions: Int[Array, "B T"],
     new: UInt8[Array, "B T G 584"],
 ) -> UInt8[Array, "P L G 584"]:
-    """`put_in_pages` of tokens' bytes."""
+    """Returns `pages` with new records at their positions; see `put_in_pages`."""
     count, size, groups, width = pages.shape
     flat = pages.reshape(count, size * groups * width)
     row = physical_rows(count, size, page_table, positions)[..., None, None]
@@ -162,10 +165,10 @@ def put_page_records(
     place = row % max(1, size) * groups + jnp.arange(groups, dtype=jnp.int32)[:, None]
     sharding = jax.typeof(flat).sharding
     first = 0
-    for part in jnp.split(new, [PAGE_RECORD_VALUES], axis=-1):
-        byte = first + place * part.shape[-1] + jnp.arange(part.shape[-1], dtype=jnp.int32)
-        flat = flat.at[page, byte].set(part, mode="drop", out_sharding=sharding)
-        first = size * groups * part.shape[-1]
+    for piece in jnp.split(new, [PAGE_RECORD_VALUES], axis=-1):
+        byte = first + place * piece.shape[-1] + jnp.arange(piece.shape[-1], dtype=jnp.int32)
+        flat = flat.at[page, byte].set(piece, mode="drop", out_sharding=sharding)
+        first = size * groups * piece.shape[-1]
     return flat.reshape(pages.shape)
 
 
@@ -175,13 +178,13 @@ def put_in_pages(
     positions: Int[Array, "B T"],
     new: Float[Array, "B T *d"],
 ) -> Float[Array, "P L *d"]:
-    """`pages` with new rows at their positions; what has no page is dropped."""
+    """Returns `pages` with new rows at their positions; rows without a page are dropped."""
     count, size = pages.shape[:2]
-    if count == 0:  # no gradient could gather from it
+    if count == 0:  # The gradient could not gather from an empty array.
         return pages
     row = physical_rows(count, size, page_table, positions)
     page = jnp.where(row < 0, count, row // size)
-    # Requests may be sharded where the pool is not, and an Explicit mesh wants it said.
+    # Requests may be sharded while the pool is not, so an Explicit mesh needs the output sharding.
     sharding = jax.typeof(pages).sharding
-    # Not into the pool as one axis: for the way back, XLA may copy all of it.
+    # Do not flatten the pool to one axis of rows. XLA may copy all of it for the gradient.
     return pages.at[page, row % size].set(new, mode="drop", out_sharding=sharding)

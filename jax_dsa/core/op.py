@@ -1,5 +1,6 @@
-"""What every operator is made of: `Pass`, one direction of one operator, which `differentiable`
-joins with the other.
+"""`Pass`, one direction (forward or backward) of one operator.
+
+`differentiable` joins the two passes of an operator. A call goes through these layers:
 
 public function -> checks -> differentiable -> Pass: vmap -> mesh -> CUDA kernel | XLA
 """
@@ -33,24 +34,24 @@ _passes: dict[str, Pass[Any, Any, Any]] = {}
 
 
 def passes() -> tuple[Pass[Any, Any, Any], ...]:
-    """Every pass of every operator, by name."""
+    """Returns every pass of every operator, sorted by name."""
     return tuple(_passes[name] for name in sorted(_passes))
 
 
 class Pass(Generic[O, P, R]):
-    """One pass of an operator. It vmaps and shards, and runs on a CUDA kernel or on the XLA
-    implementation.
+    """One pass of an operator. It supports vmap and meshes, and runs a CUDA kernel or XLA.
 
     Attributes:
-        name: operator and direction: "sparse_mla_fwd". The pass has it in compiled programs and in
-            profiles.
-        xla: the XLA implementation: `(options, *groups) -> results`. Its annotations are the
+        name: operator and direction, as "sparse_mla_fwd". Compiled programs and profiles show it.
+        xla: the XLA implementation, `(options, *groups) -> results`. Its annotations are the
             specification of the pass (see `spec`). The first axis of every operand and result is
-            the batch axis "b", which vmap folds into; an operand may have 1 there.
-        kernel: the CUDA kernel, if there is one.
-        shardable: the factors that may be sharded. Each result is the sum over those it lacks.
+            the batch axis "b", into which vmap folds its axes. An operand may have length 1 there.
+        kernel: the CUDA kernel, or None.
+        shardable: the factors that may be sharded. A result is the sum over those that it lacks.
         shard_queries_on_idle_axes: whether mesh axes that shard no operand split the queries, after
-            which the results are exchanged. This pays where the work outweighs its results.
+            which the results are exchanged. This is worthwhile if computing the results takes
+            longer than exchanging them.
+        signature: the operands and results, read off the annotations of `xla`.
     """
 
     def __init__(
@@ -137,8 +138,8 @@ def _built(
     def local(*args: jax.Array) -> list[jax.Array]:
         rank = args[0].ndim - len(dims.operands[0])
         lead, batch, folded = batching.fold(args, rank, shared)
-        given = iter(folded)
-        operands = iter([next(given) if is_present else None for is_present in present])
+        arrays = iter(folded)
+        operands = iter([next(arrays) if is_present else None for is_present in present])
         groups = [g(*itertools.islice(operands, len(g._fields))) for g in signature.groups]
         run = _implementation(self, call, options, groups, dims, dtypes)
         outs = [y for y in run(*groups) if y is not None]

@@ -1,8 +1,8 @@
-"""Sharding of one operator pass: from its dims to specs on Explicit, Manual and Auto meshes.
+"""Sharding of one operator pass: derives specs on Explicit, Manual and Auto meshes from the dims.
 
-Some factors of the dims (see `spec`) are shardable; axes made of others stay whole. Axes that vmap
-put in front of the batch axis are shardable too. Every result is the sum over the shardable factors
-that occur in the operands but not in that result.
+Some factors of the dims (see `spec`) are shardable. Axes of other factors are never sharded inside
+the pass. Axes that vmap puts in front of the batch axis are shardable too. Every result is the sum
+over the shardable factors that occur in the operands but not in that result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dsa.core import compat
-from jax_dsa.core.placement import Layout, Local, Part, Placement, Where, names_of
+from jax_dsa.core.placement import (
+    Assignment,
+    AxisFragment,
+    Layout,
+    Local,
+    Placement,
+    names_of,
+)
 from jax_dsa.core.spec import Axes, Dims
 
 if TYPE_CHECKING:
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
     from jax_dsa.core.spec import Axis
 
 _IDLE_AXIS_FACTORS = ("t", "b", "d")
-"""The factors, in order, that take a mesh axis which the factors it was meant for can't take."""
+"""The factors, in order of preference, that a mesh axis may shard if it shards no other factor."""
 
 
 class Declared(NamedTuple):
@@ -76,9 +83,9 @@ class Plan:
         shapes += results
         lead: Axes = tuple((f"v{i}",) for i in range(len(shapes[0]) - len(dims.operands[0])))
         for shape in shapes:
-            for axis, size in zip(lead, shape, strict=False):
-                if sizes.get(axis[0], 1) == 1:
-                    sizes[axis[0]] = size
+            for (factor,), size in zip(lead, shape, strict=False):
+                if sizes.get(factor, 1) == 1:
+                    sizes[factor] = size
         arrays = [lead + axes for axes in (*dims.operands, *dims.results)]
         for i, (axes, shape) in enumerate(zip(arrays, shapes, strict=True)):
             actual = []
@@ -93,67 +100,76 @@ class Plan:
         return cls(arrays[:n], arrays[n:], results, sizes, can, *declared[2:])
 
     def layout(self, mesh: Mapping[str, int], specs: Sequence[PartitionSpec | None]) -> Layout:
-        """How the call runs on a mesh with axes of these sizes, where the arrays, operands first,
-        have these specs.
+        """Returns how the call runs on a mesh.
 
-        A mesh axis that shards factors the pass can split stays there. Any other that shards an
-        operand (keys by position, more devices than a head axis has blocks) splits queries or batch
-        entries, so that no two devices do the same work; the results go back to what the operands'
-        specs let a caller expect. A gradient whose operand lay in blocks is summed into blocks.
+        A mesh axis that shards factors which the pass can split stays there. Any other mesh axis
+        that shards an operand (keys by position, or more devices than a head axis has blocks)
+        splits queries or batch entries instead, so that no two devices do the same work. The
+        results are then moved to the specs that a caller expects, given the specs of the operands.
+        A gradient whose operand is sharded is summed into blocks of the same sharding.
+
+        Args:
+            mesh: the sizes of the mesh axes.
+            specs: the specs of the operands, and perhaps of the results after them. None is an
+                unknown spec.
         """
-        first = self.shardable - {"m"} if self.prefer_query_sharding else self.shardable
-        where, wanted, idle = self._assign_axes(mesh, specs, first)
-        if idle and self.prefer_query_sharding:
-            where, wanted, _ = self._assign_axes(mesh, specs, self.shardable)
-        results = [Placement.of(a, where, mesh) for a in self.results]
-        used = dict.fromkeys(p.name for parts in where.values() for p in parts)
+        preferred = self.shardable - {"m"} if self.prefer_query_sharding else self.shardable
+        assignment, expected, idle = self._assign_axes(mesh, specs, preferred)
+        if idle and self.prefer_query_sharding:  # Queries cannot use every axis, so shard heads.
+            assignment, expected, _ = self._assign_axes(mesh, specs, self.shardable)
+        results = [Placement.of(a, assignment, mesh) for a in self.results]
+        used = dict.fromkeys(_mesh_axes(assignment))
         sums, scatters = [], []
         for i, (place, shape) in enumerate(zip(results, self.shapes, strict=True)):
             entries = list(place.spec)
             own = set(itertools.chain(*map(names_of, entries)))
             left = [n for n in used if n not in own]
             blocks: dict[int, tuple[str, ...]] = {}
-            for cut, entry in enumerate(wanted[i]):
+            for axis, entry in enumerate(expected[i]):
                 names = names_of(entry)
-                fits = names and set(names) <= set(left) and entries[cut] is None
-                if fits and shape[cut] % math.prod(mesh[n] for n in names) == 0:
-                    blocks[cut] = entries[cut] = names
+                fits = names and set(names) <= set(left) and entries[axis] is None
+                if fits and shape[axis] % math.prod(mesh[n] for n in names) == 0:
+                    blocks[axis] = entries[axis] = names
                     left = [n for n in left if n not in names]
             results[i] = place._replace(spec=PartitionSpec(*entries))
             sums.append(tuple(left))
             scatters.append(blocks)
-        operands = [Placement.of(a, where, mesh) for a in self.operands]
-        return Layout(operands, results, sums, scatters, wanted)
+        operands = [Placement.of(a, assignment, mesh) for a in self.operands]
+        return Layout(operands, results, sums, scatters, expected)
 
     def _assign_axes(
         self,
         mesh: Mapping[str, int],
         specs: Sequence[PartitionSpec | None],
         shardable: frozenset[str],
-    ) -> tuple[Where, list[PartitionSpec], set[str]]:
-        """Which mesh axes shard which factors, the specs that a caller expects of the results, and
-        the mesh axes of operands for which there is nothing to do.
+    ) -> tuple[Assignment, list[PartitionSpec], set[str]]:
+        """Assigns mesh axes to the factors that they shard.
+
+        Returns:
+            The assignment, the specs that a caller expects of the results, and the mesh axes that
+            shard an operand but no factor of the pass.
         """
-        where: Where = {}
-        given: dict[Axis, tuple[str, ...]] = {}  # of axes that the operands had in blocks in vain
-        seen: dict[str, None] = {}  # the mesh axes that shard operands
+        assignment: Assignment = {}
+        # The mesh axes that shard an array axis of the operands which the pass cannot split.
+        unused: dict[Axis, tuple[str, ...]] = {}
+        seen: dict[str, None] = {}  # The mesh axes that shard operands.
         for i, (array, spec) in enumerate(zip(self.operands + self.results, specs, strict=False)):
             for axis, entry in zip(array, tuple(spec or ()), strict=False):
                 names = names_of(entry)
-                taken = {p.name for parts in where.values() for p in parts}
-                if not any(f in where for f in axis) and not taken & set(names):
-                    where.update(self._split(axis, names, mesh, shardable))
+                taken = set(_mesh_axes(assignment))
+                if not any(f in assignment for f in axis) and not taken & set(names):
+                    assignment.update(self._split(axis, names, mesh, shardable))
                 if i < len(self.operands):
                     seen.update(dict.fromkeys(names))
-                    if names and axis and not any(f in where for f in axis):
-                        given.setdefault(axis, names)
-        wanted = [self._wanted(a, where, given, mesh) for a in self.results]
-        taken = {p.name for parts in where.values() for p in parts}
+                    if names and axis and not any(f in assignment for f in axis):
+                        unused.setdefault(axis, names)
+        expected = [self._expected(a, assignment, unused, mesh) for a in self.results]
+        taken = set(_mesh_axes(assignment))
         for name in mesh if self.shard_queries_on_idle_axes else seen:
             if name not in taken and mesh[name] > 1:
-                self._assign_idle_axis(name, where, mesh)
-        taken = {p.name for parts in where.values() for p in parts}
-        return where, wanted, {n for n in seen if mesh[n] > 1} - taken
+                self._assign_idle_axis(name, assignment, mesh)
+        taken = set(_mesh_axes(assignment))
+        return assignment, expected, {n for n in seen if mesh[n] > 1} - taken
 
     def _split(
         self,
@@ -161,11 +177,13 @@ class Plan:
         names: tuple[str, ...],
         mesh: Mapping[str, int],
         shardable: frozenset[str],
-    ) -> Where:
-        """Deals the mesh axes of one array axis out to its factors, major first, as far as they
-        divide.
+    ) -> Assignment:
+        """Splits the mesh axes of one array axis over its factors, major factor first.
+
+        Returns:
+            The assignment for those mesh axes that the sizes of the factors divide evenly.
         """
-        out: dict[str, list[Part]] = {}
+        out: dict[str, list[AxisFragment]] = {}
         queue = [(name, mesh[name]) for name in names]
         for factor in axis:
             left = self.sizes[factor]
@@ -175,38 +193,41 @@ class Plan:
                 if left <= 1 < rest or rest % size:
                     break
                 left //= size
-                out.setdefault(factor, []).append(Part(name, size, rest // size))
+                out.setdefault(factor, []).append(AxisFragment(name, size, rest // size))
                 queue[:1] = [(name, rest // size)] if rest > size else []
-            # A later factor may be split only if every earlier one is split completely; otherwise
-            # shards are not contiguous.
+            # A later factor may be split only if every earlier one is split completely. Otherwise
+            # shards would not be contiguous.
             if left != 1:
                 break
-        # A mesh axis that is dealt in part is not dealt at all.
+        # Drop a mesh axis that could be assigned only partly.
         partial = queue[0][0] if queue and queue[0][1] < mesh[queue[0][0]] else None
-        kept = {f: tuple(p for p in parts if p.name != partial) for f, parts in out.items()}
-        return {f: parts for f, parts in kept.items() if parts}
+        kept = {f: tuple(p for p in found if p.name != partial) for f, found in out.items()}
+        return {f: fragments for f, fragments in kept.items() if fragments}
 
-    def _assign_idle_axis(self, name: str, where: Where, mesh: Mapping[str, int]) -> None:
-        """Lets the mesh axis split queries or batch entries, if it divides them."""
+    def _assign_idle_axis(self, name: str, assignment: Assignment, mesh: Mapping[str, int]) -> None:
+        """Assigns the mesh axis to queries or batch entries if it divides them evenly."""
         for f in _IDLE_AXIS_FACTORS:
-            parts = where.get(f, ())
-            size = self.sizes.get(f, 0) // math.prod(p.size for p in parts)
+            fragments = assignment.get(f, ())
+            size = self.sizes.get(f, 0) // math.prod(p.size for p in fragments)
             if f in self.shardable and size and size % mesh[name] == 0:
-                where[f] = (*parts, Part(name, mesh[name], 1))
+                assignment[f] = (*fragments, AxisFragment(name, mesh[name], 1))
                 return
 
-    def _wanted(
+    def _expected(
         self,
         array: Axes,
-        where: Where,
-        given: Mapping[Axis, tuple[str, ...]],
+        assignment: Assignment,
+        unused: Mapping[Axis, tuple[str, ...]],
         mesh: Mapping[str, int],
     ) -> PartitionSpec:
-        """The spec that a caller expects of a result: as the operands' axes of the same factors."""
-        entries = list(Placement.of(array, where, mesh).spec)
+        """Returns the spec that a caller expects of a result.
+
+        It is the spec of the operands' axes that have the same factors.
+        """
+        entries = list(Placement.of(array, assignment, mesh).spec)
         own = set(itertools.chain(*map(names_of, entries)))
         for i, axis in enumerate(array):
-            names = given.get(axis, ())
+            names = unused.get(axis, ())
             if names and entries[i] is None and not own & set(names):
                 entries[i] = names
                 own.update(names)
@@ -215,12 +236,16 @@ class Plan:
     def rule(
         self, mesh: Mapping[str, int], others: Sequence[int] = ()
     ) -> tuple[str, dict[str, Any]]:
-        """Shardy's rule and its factors, for a mesh with axes of these sizes. Operands of the ranks
-        `others` follow, which nothing depends on.
+        """Returns Shardy's sharding rule and the keyword arguments that go with it.
+
+        Args:
+            mesh: the sizes of the mesh axes.
+            others: the ranks of operands that follow the operands of the pass. No result depends on
+                them.
         """
         texts: list[str] = []
-        sizes: dict[str, int] = {}  # of all factors
-        alone: set[str] = set()
+        sizes: dict[str, int] = {}  # The sizes of all factors of the rule.
+        alone: set[str] = set()  # The factors that are an axis of their own, whose size XLA knows.
         free = set(self.shardable)
         fresh = itertools.count()
         for array in self.operands + self.results:
@@ -249,8 +274,10 @@ class Plan:
         }
 
     def _joined(self, axis: Axis, mesh: Mapping[str, int]) -> dict[str, int]:
-        """The factors of an axis for Shardy, with sizes: the first ones as one, as many as the mesh
-        axes need to divide it. Shardy would deal a mesh axis out in parts, which no spec can say.
+        """Returns the factors of an axis for Shardy, with their sizes.
+
+        The first factors are joined to one, as many as it takes for all mesh axes to divide it.
+        Otherwise Shardy would split a mesh axis into fragments, and no spec can express that.
         """
         first = min(1, len(axis))
         size = math.prod(self.sizes[f] for f in axis[:first])
@@ -261,12 +288,22 @@ class Plan:
         return joined | {f: self.sizes[f] for f in axis[first:]}
 
 
-def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local:
-    """`fun` made aware of the mesh that is current while tracing; `plain` leaves Auto axes to the
-    compiler's own devices.
+def _mesh_axes(assignment: Assignment) -> list[str]:
+    """Returns the mesh axes that shard a factor."""
+    return [p.name for fragments in assignment.values() for p in fragments]
 
-    Auto axes, or a mesh that is not known yet, leave the decision to the compiler, through
-    `custom_partitioning`. Over Manual axes the arrays are already local.
+
+def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local:
+    """Returns `fun` with sharding rules for the mesh that is current while tracing.
+
+    Over Explicit axes `fun` runs in a `shard_map`. For Auto axes, or if the mesh is not known yet,
+    the compiler decides, through `custom_partitioning`. Over Manual axes the arrays are already
+    local.
+
+    Args:
+        fun: the pass on the arrays of one device.
+        declared: what the pass declares about the call.
+        plain: whether to leave Auto axes to the compiler without a rule of ours.
     """
 
     def call(*args: jax.Array, explicit: bool = True) -> list[jax.Array]:
@@ -275,7 +312,8 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
             return _over_explicit(functools.partial(call, explicit=False), declared, mesh, args)
         args = compat.match_vary(args, *args)
         sizes = {name: mesh.shape[name] for name in mesh.auto_axes if mesh.shape[name] > 1}
-        without_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]  # nothing to partition
+        # Without jit there is nothing to partition.
+        without_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
         if plain or without_jit or not (mesh.empty or sizes):
             return fun(*args)
         plan = Plan.of(declared, args)
@@ -289,7 +327,7 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
             layout = plan.layout(dict(auto.shape), specs)
 
             def lower(*blocks: jax.Array) -> list[jax.Array]:
-                with compat.no_mesh():  # the caller's may have Explicit axes
+                with compat.no_mesh():  # The caller's mesh may have Explicit axes.
                     return layout.run(fun, blocks[:count])
 
             ins = tuple(NamedSharding(auto, p.spec) for p in layout.operands)
@@ -311,8 +349,9 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
 
 
 def _over_explicit(fun: Local, declared: Declared, mesh: Any, args: Any) -> list[jax.Array]:
-    """`fun` on a mesh with Explicit axes: through `shard_map`, since anything else would gather its
-    operands. The other axes are left to `fun`.
+    """Runs `fun` on a mesh with Explicit axes; the other axes are left to `fun`.
+
+    It runs in a `shard_map`, because JAX would gather the operands of anything else.
     """
     plan = Plan.of(declared, args)
     taken = compat.mapped_mesh_axes()
@@ -326,8 +365,8 @@ def _over_explicit(fun: Local, declared: Declared, mesh: Any, args: Any) -> list
             lambda *blocks: layout.run(fun, compat.match_vary(blocks, *blocks)),
             in_specs=in_specs,
             out_specs=[p.spec for p in layout.results],
-            axis_names=set(sizes),  # others would be left to the compiler as well
+            axis_names=set(sizes),  # By default the other axes would be Manual as well.
         )
-    else:  # for example, an outer vmap has the only sharded axis
+    else:  # For example, an outer vmap maps the only sharded axis.
         run = fun
-    return [jax.reshard(y, spec) for y, spec in zip(run(*args), layout.wanted, strict=True)]
+    return [jax.reshard(y, spec) for y, spec in zip(run(*args), layout.expected, strict=True)]

@@ -1,6 +1,6 @@
-"""Where the arrays of one call lie on a mesh, and what the devices do with their blocks.
+"""The layout of one call on a mesh: where its arrays are, and what each device computes.
 
-`partition` decides where they lie, by the dims of the pass.
+`partition` derives it from the dims of the pass.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from jax_dsa.core.spec import Axes
 
 Local = Callable[..., list[jax.Array]]
-"""A pass on arrays with any number of axes in front."""
+"""A pass on arrays that may have any number of axes in front of their own."""
 
 
-class Part(NamedTuple):
-    """A mesh axis or a factor of one: device i of the axis has block `i // stride % size`.
+class AxisFragment(NamedTuple):
+    """A mesh axis or a factor of one. Device i of the axis has block `i // stride % size`.
 
-    A factor of an axis is what heads over more devices than groups need: with 2 groups of 8 heads
-    on 8 devices, the groups take a part of 2 with stride 4, the heads of a group the part of 4.
+    A mesh axis is split into fragments if it has more devices than the array axis has groups. With
+    2 groups of 8 heads on 8 devices, the groups are sharded over the fragment of size 2 and stride
+    4, and the heads of a group over the fragment of size 4 and stride 1.
     """
 
     name: str
@@ -38,67 +39,74 @@ class Part(NamedTuple):
     stride: int
 
 
-Where = dict[str, tuple[Part, ...]]  # the parts that shard a factor
+Assignment = dict[str, tuple[AxisFragment, ...]]
+"""For each sharded factor, the axis fragments over which it is sharded."""
 
 
 class Placement(NamedTuple):
-    """Where one array lies: a block by its spec, of which a device needs the block by `cuts`."""
+    """The placement of one array.
+
+    Attributes:
+        spec: the spec of the array outside the pass. It can name whole mesh axes only.
+        fragments: for each array axis, the fragments of mesh axes over which it is sharded further.
+            Each device slices its own block along them.
+    """
 
     spec: PartitionSpec
-    cuts: tuple[tuple[Part, ...], ...]  # for each axis
+    fragments: tuple[tuple[AxisFragment, ...], ...]
 
     @classmethod
-    def of(cls, array: Axes, where: Where, mesh: Mapping[str, int]) -> Placement:
-        """Of an array with these axes, on a mesh with axes of these sizes."""
-        entries, cuts = [], []
+    def of(cls, array: Axes, assignment: Assignment, mesh: Mapping[str, int]) -> Placement:
+        """Returns the placement of an array with these axes on a mesh with axes of these sizes."""
+        entries, fragments = [], []
         for axis in array:
-            parts = _joined([p for f in axis for p in where.get(f, ())])
-            whole = list(itertools.takewhile(lambda p: p.size == mesh[p.name], parts))
+            all_of_axis = _joined([p for f in axis for p in assignment.get(f, ())])
+            whole = list(itertools.takewhile(lambda p: p.size == mesh[p.name], all_of_axis))
             entries.append(tuple(p.name for p in whole) or None)
-            cuts.append(tuple(parts[len(whole) :]))
-        return cls(PartitionSpec(*entries), tuple(cuts))
+            fragments.append(tuple(all_of_axis[len(whole) :]))
+        return cls(PartitionSpec(*entries), tuple(fragments))
 
-    def cut(self, x: jax.Array) -> jax.Array:
-        """This device's block of what the spec gives it."""
-        for axis, parts in enumerate(self.cuts):
-            if parts:
-                size = x.shape[axis] // math.prod(p.size for p in parts)
-                x = jax.lax.dynamic_slice_in_dim(x, _block(parts) * size, size, axis)
+    def sliced(self, x: jax.Array) -> jax.Array:
+        """Returns this device's block of the array that the spec gives it."""
+        for axis, fragments in enumerate(self.fragments):
+            if fragments:
+                size = x.shape[axis] // math.prod(p.size for p in fragments)
+                x = jax.lax.dynamic_slice_in_dim(x, _block(fragments) * size, size, axis)
         return x
 
-    def uncut(self, y: jax.Array) -> jax.Array:
-        """The inverse of `cut`, zeros where other devices have values."""
-        for axis, parts in enumerate(self.cuts):
-            if parts:
+    def unsliced(self, y: jax.Array) -> jax.Array:
+        """Inverts `sliced`. The result is zero where other devices have values."""
+        for axis, fragments in enumerate(self.fragments):
+            if fragments:
                 size = y.shape[axis]
                 whole = list(y.shape)
-                whole[axis] *= math.prod(p.size for p in parts)
+                whole[axis] *= math.prod(p.size for p in fragments)
                 zeros = compat.match_vary(jnp.zeros(whole, y.dtype), y)
-                start = _block(parts) * size
+                start = _block(fragments) * size
                 y = jax.lax.dynamic_update_slice_in_dim(zeros, y, start, axis)
         return y
 
 
-def _block(parts: Sequence[Part]) -> jax.Array | int:
-    """Which block of an axis this device has."""
+def _block(fragments: Sequence[AxisFragment]) -> jax.Array | int:
+    """Returns the index of this device's block along an array axis."""
     block: jax.Array | int = 0
-    for p in parts:
+    for p in fragments:
         block = block * p.size + jax.lax.axis_index(p.name) // p.stride % p.size
     return block
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
-    """`parts`, neighbours of one mesh axis made one."""
-    out: list[Part] = []
-    for p in parts:
+def _joined(fragments: Sequence[AxisFragment]) -> list[AxisFragment]:
+    """Returns the fragments, with adjacent fragments of one mesh axis joined."""
+    out: list[AxisFragment] = []
+    for p in fragments:
         if out and out[-1].name == p.name and out[-1].stride == p.size * p.stride:
-            p = Part(p.name, out.pop().size * p.size, p.stride)
+            p = AxisFragment(p.name, out.pop().size * p.size, p.stride)
         out.append(p)
     return out
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec."""
+    """Returns the mesh axes that one entry of a spec names."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
@@ -107,25 +115,25 @@ class Layout:
     """How one call runs on one mesh.
 
     Attributes:
-        operands, results: where they lie, to compute them.
-        sums: for each result, the mesh axes over which it is summed whole.
-        scatters: for each result, the mesh axes over which it is summed and kept in blocks, by the
-            axis that is cut.
-        wanted: the results' specs that the caller expects.
+        operands, results: the placements during the pass.
+        sums: for each result, the mesh axes over which it is summed completely.
+        scatters: for each result, the mesh axes over which it is summed and left in blocks, by the
+            array axis that the blocks divide.
+        expected: the specs of the results that the caller expects.
     """
 
     operands: list[Placement]
     results: list[Placement]
     sums: list[tuple[str, ...]]
     scatters: list[dict[int, tuple[str, ...]]]
-    wanted: list[PartitionSpec]
+    expected: list[PartitionSpec]
 
     def run(self, fun: Local, blocks: Any) -> list[jax.Array]:
-        """`fun` on this device's blocks, summed over the devices where need be."""
-        local = [p.cut(x) for p, x in zip(self.operands, blocks, strict=True)]
+        """Returns `fun` of this device's blocks, summed over devices where that is needed."""
+        local = [p.sliced(x) for p, x in zip(self.operands, blocks, strict=True)]
         outs = fun(*local)
         for i, (place, sums) in enumerate(zip(self.results, self.sums, strict=True)):
-            y = place.uncut(outs[i])
+            y = place.unsliced(outs[i])
             for axis, names in self.scatters[i].items():
                 y = jax.lax.psum_scatter(y, names, scatter_dimension=axis, tiled=True)
             outs[i] = jax.lax.psum(y, sums) if sums else y

@@ -1,7 +1,7 @@
-"""Rows of keys that queries select by index: which slots count, gathering and adding back.
+"""Rows of keys that queries select by index: valid slots, gathering, and scatter-adding.
 
-An invalid slot's row reads as zeros, and its score is -inf: so whatever is stored in keys that no
-slot selects stays out of every sum.
+The row of an invalid slot reads as zeros, and its score is -inf. Therefore keys that no slot
+selects reach no sum, whatever they contain.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def valid_slots(
     topk_length: Int[Array, "B T"] | None,
     keys: int,
 ) -> Bool[Array, "B T G K"]:
-    """Which slots count: the first `topk_length` of a row, where they hold a visible key."""
+    """Returns which slots are valid: among the first `topk_length`, those with a visible key."""
     valid = (indices >= 0) & (indices < keys)
     if ends is not None:
         valid &= indices < ends[:, :, None, None]
@@ -33,8 +33,9 @@ def valid_slots(
 def _addresses(
     indices: Int[Array, "B T G K"], valid: Bool[Array, "B T G K"], batch: int, keys: int
 ) -> tuple[Array, Array, Array]:
-    """What to index `kv` with, which all requests may share. Invalid slots point past its end:
-    reads fill, writes drop.
+    """Returns the indices into `kv` [1|B, S, G, D], which all requests may share.
+
+    Invalid slots point past its end, so that reads fill in zeros and writes are dropped.
     """
     B, _, G, _ = indices.shape
     b = jnp.arange(B if batch == B else 1, dtype=jnp.int32)[:, None, None, None]
@@ -43,7 +44,7 @@ def _addresses(
 
 
 def some_row(x: Array) -> Array:
-    """`x`, with a row of zeros if it has none: what gathers wants one to exist."""
+    """Returns `x`, with one row of zeros if it has no rows, because a gather needs a row."""
     return x if x.shape[1] else jnp.zeros((x.shape[0], 1, *x.shape[2:]), x.dtype)
 
 
@@ -52,10 +53,14 @@ def gather_rows(
     indices: Int[Array, "B T G K"],
     valid: Bool[Array, "B T G K"],
     dtype: jnp.dtype,
-    page_size: int = 1,
+    page_size: int | None = None,
 ) -> Float[Array, "B T G K D"]:
-    """The selected rows of `kv`, zeros for invalid slots; FP8 records are unpacked to `dtype`."""
+    """Returns the selected rows of `kv`; zeros for invalid slots.
+
+    FP8 records are unpacked to `dtype`. `page_size` is needed for records in pages.
+    """
     if kv.dtype == jnp.uint8 and kv.shape[3] == PAGE_RECORD_BYTES:
+        assert page_size is not None
         return gather_page_records(kv, page_size, indices, valid, dtype)
     rows = some_row(kv).at[_addresses(indices, valid, *kv.shape[:2])].get(mode="fill", fill_value=0)
     return unpack_records(rows, dtype) if rows.dtype == jnp.uint8 else rows
@@ -69,11 +74,11 @@ def scatter_rows(
     *,
     deterministic: bool,
 ) -> Float[Array, "B S G D"]:
-    """`total` with each slot's row added to the key it selects.
+    """Returns `total` with each slot's row added to the key that it selects.
 
-    A scatter-add's order is open on a GPU. The deterministic form sorts the slots by key, sums
-    equal keys in a tree whose shape depends on nothing but the indices, and adds each key's sum
-    once. That costs a sort and several more passes over the rows.
+    The order of a scatter-add is undefined on a GPU. The deterministic form sorts the slots by key,
+    sums equal keys in a tree whose shape depends on the indices only, and adds each key's sum once.
+    This needs a sort and reads the rows several times more.
     """
     if not deterministic:
         return total.at[_addresses(indices, valid, *total.shape[:2])].add(rows, mode="drop")
@@ -105,7 +110,7 @@ def scores(
     rows: Float[Array, "B T G K D"],
     valid: Bool[Array, "B T G K"],
 ) -> Float[Array, "B T G m K"]:
-    """Scaled scores, -inf for invalid slots."""
+    """Returns the scaled scores; -inf for invalid slots."""
     s = jnp.einsum(
         "btgmd,btgkd->btgmk", q, rows, preferred_element_type=compat.accum_dtype(q.dtype)
     )
@@ -115,6 +120,6 @@ def scores(
 def query_bytes(
     q: Float[Array, "B T N D"], indices: Int[Array, "B T G K"], row_bytes: int, score_bytes: int
 ) -> int:
-    """Bytes of intermediates for one query position of all batch rows."""
+    """Returns the bytes of intermediates for one query position of all batch entries."""
     B, _, G, K = indices.shape
     return B * K * (G * q.shape[3] * row_bytes + q.shape[2] * score_bytes)

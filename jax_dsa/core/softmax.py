@@ -1,4 +1,4 @@
-"""Parts of softmax attention with heads in groups, as the XLA implementations share them."""
+"""Steps of softmax attention with grouped heads that the XLA implementations share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax_dsa.core.typing import Array, Float
 
 
 def grouped(x: Array, groups: int) -> Array:
-    """[B, T, N, ...] as [B, T, G, N/G, ...]."""
+    """Returns [B, T, N, ...] reshaped to [B, T, G, N/G, ...]."""
     B, T, N = x.shape[:3]
     return x.reshape(B, T, groups, N // groups, *x.shape[3:])
 
@@ -18,7 +18,10 @@ def grouped(x: Array, groups: int) -> Array:
 def sink_gate(
     sinks: Float[Array, "B N"] | None, lse: Float[Array, "B T G m"]
 ) -> Float[Array, "B T G m"] | None:
-    """1 / (1 + exp(sink - lse)), what the sink leaves to the keys; 1 where there is no key."""
+    """Returns 1 / (1 + exp(sink - lse)), the share of the softmax that the sink leaves to the keys.
+
+    It is 1 for rows without a key. The result is None if there are no sinks.
+    """
     if sinks is None:
         return None
     B, _, G, m = lse.shape
@@ -28,8 +31,10 @@ def sink_gate(
 
 
 def of_rows_with_keys(lse: Float[Array, "*b"], *arrays: Array) -> tuple[Array, ...]:
-    """`arrays` [*b] or [*b, D], 0 in rows without a key: whatever those hold must not reach a key
-    or a row that others see, and 0 * NaN is NaN.
+    """Returns arrays [*b] or [*b, D] with zeros in rows without a key.
+
+    The contents of such rows must not reach a key or a row that other queries see, and multiplying
+    them by 0 is not enough, because 0 * NaN is NaN.
     """
     alive = lse != -jnp.inf
     return tuple(
@@ -40,18 +45,19 @@ def of_rows_with_keys(lse: Float[Array, "*b"], *arrays: Array) -> tuple[Array, .
 def probabilities(
     s: Float[Array, "B T G m K"], lse: Float[Array, "B T G m"]
 ) -> Float[Array, "B T G m K"]:
-    """exp(s - lse), 0 where either is -inf (whatever the other is)."""
+    """Returns exp(s - lse); 0 where either is -inf, whatever the other is."""
     lse = lse[..., None]
     empty = lse == -jnp.inf
     return jnp.where(empty | (s == -jnp.inf), 0, jnp.exp(s - jnp.where(empty, 0, lse)))
 
 
 def row_products(dout: Float[Array, "*b E"], out: Float[Array, "*b E"]) -> Float[Array, "*b"]:
-    """sum(dout * out, -1), of the values that these arrays hold.
+    """Returns sum(dout * out, -1) of the rounded values that these arrays hold.
 
-    Where `dout` has just been rounded, XLA may leave that out here (`xla_allow_excess_precision`)
-    but not where a kernel reads it. The two sums that are then subtracted from each other, one of
-    them this, would be of different numbers; an explicit rounding stays.
+    If `dout` has just been rounded, XLA may skip the rounding here (`xla_allow_excess_precision`)
+    but not where a kernel reads `dout`. The backward pass subtracts this sum from another one,
+    which would then be computed from different numbers. XLA does not skip an explicit
+    `reduce_precision`.
     """
     acc = compat.accum_dtype(out.dtype)
 

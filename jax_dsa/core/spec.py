@@ -226,8 +226,8 @@ class Dims:
                 continue
             shape = lead
             for axis in axes:
-                product = products.get(axis)
-                shape += (math.prod([sizes[f] for f in axis]) if product is None else product,)
+                known = axis in products
+                shape += (products[axis] if known else math.prod([sizes[f] for f in axis]),)
             results.append(shape)
         return sizes, results
 

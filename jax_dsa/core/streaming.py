@@ -1,4 +1,4 @@
-"""Chunked evaluation: what keeps the XLA implementations inside a byte budget."""
+"""Chunked evaluation, which keeps the XLA implementations within a byte budget."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ Carry = TypeVar("Carry")
 X = TypeVar("X")
 Y = TypeVar("Y")
 
-# Bytes of intermediates that one chunk may hold: at most BUDGET, which keeps a GPU's matrix units
-# busy; less where the whole is small, since a CPU is several times faster on chunks that stay in
-# its caches, down to CACHED. The platform is not known while tracing.
+# A chunk may have at most BUDGET bytes of intermediates, which is enough to keep a GPU's matrix
+# units busy. If all chunks together are small, a chunk has less, down to CACHED bytes: a CPU is
+# several times faster on chunks that stay in its caches. The platform is not known while tracing.
 BUDGET = 128 * 2**20
 CACHED = 8 * 2**20
 _CHUNKS = 64
 
 
 def chunk_length(total: int, bytes_per_item: int, *, budget: int | None = None) -> int:
-    """How many of `total` items, each needing `bytes_per_item` of intermediates, make a chunk.
+    """Returns the number of items in a chunk, at least 1.
 
-    At least one. Prefers a divisor of `total` no smaller than half of what fits, since a remainder
-    chunk costs a second compilation. A chunk has at most `budget` bytes: by default BUDGET, or less
-    where the whole is small. Where `jax.export` has symbols for sizes, the length is a formula.
+    A divisor of `total` is preferred if it is at least half of what fits, because a remainder chunk
+    costs a second compilation. With symbolic sizes (`jax.export`) the length is a formula.
+
+    Args:
+        total: the number of items.
+        bytes_per_item: bytes of intermediates per item.
+        budget: the most bytes of a chunk. Default: BUDGET, or less if all items are small together.
     """
     if not (isinstance(total, int) and isinstance(bytes_per_item, int)):
         fits = (budget or BUDGET) // max_dim(1, bytes_per_item)
@@ -51,9 +55,9 @@ def scan_chunks(
 ) -> tuple[Carry, tuple[Any, ...]]:
     """Runs `carry, ys = body(carry, *chunks)` over consecutive chunks of `xs` along `axis`.
 
-    Nothing is padded: a remainder runs as a shorter chunk of its own. `xs` and `ys` may hold None,
-    which stays None. Inside `shard_map` the starting carry must vary as the body's does
-    (`compat.match_vary`).
+    Nothing is padded; a remainder is computed as a shorter chunk. `xs` and `ys` may contain None,
+    which stays None. Inside `shard_map` the initial carry must vary over the same mesh axes as the
+    carry that the body returns (`compat.match_vary`).
 
     Args:
         body: takes the carry and one chunk of each of `xs`, returns the new carry and a tuple of
@@ -64,7 +68,7 @@ def scan_chunks(
         chunk: items per chunk.
 
     Returns:
-        The last carry, and the chunks' results concatenated along `axis`.
+        The last carry, and the results of the chunks concatenated along `axis`.
     """
     total = jax.tree.leaves(xs)[0].shape[axis]
     if not (isinstance(total, int) and isinstance(chunk, int)):
@@ -98,29 +102,31 @@ def _loop_over_chunks(
     axis: int,
     chunk: Any,
 ) -> tuple[Carry, tuple[Any, ...]]:
-    """`scan_chunks` where sizes are symbolic: a scan would want to know that it has a step. JAX has
-    no derivative of this loop; the operators have their own.
+    """Computes `scan_chunks` for symbolic sizes.
+
+    A scan would have to know that it has at least one step. JAX cannot differentiate this loop; the
+    operators have their own derivatives.
     """
     total = jax.tree.leaves(xs)[0].shape[axis]
-    whole = (total - 1) // chunk  # leaves at least one for the last chunk
+    whole = (total - 1) // chunk  # At least one item is left for the last chunk.
 
     def step(state: tuple[Carry, Any], start: Any, size: Any) -> tuple[Carry, Any]:
         carry, ys = state
-        carry, parts = body(carry, *jax.tree.map(lambda x: cut(x, start, size), xs))
-        return carry, jax.tree.map(lambda y, part: put(y, part, start), ys, parts)
+        carry, results = body(carry, *jax.tree.map(lambda x: cut(x, start, size), xs))
+        return carry, jax.tree.map(lambda y, result: put(y, result, start), ys, results)
 
     def cut(x: jax.Array, start: Any, size: Any) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
-    def put(y: jax.Array, part: jax.Array, start: Any) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(y, part, start, axis)
+    def put(y: jax.Array, result: jax.Array, start: Any) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(y, result, start, axis)
 
     def first(carry: Carry, *xs: Any) -> Any:
         return body(carry, *jax.tree.map(lambda x: cut(x, 0, chunk), xs))[1]
 
-    parts = jax.eval_shape(first, carry, *xs)
+    shapes = jax.eval_shape(first, carry, *xs)
     ys = jax.tree.map(
-        lambda y: jnp.zeros((*y.shape[:axis], total, *y.shape[axis + 1 :]), y.dtype), parts
+        lambda y: jnp.zeros((*y.shape[:axis], total, *y.shape[axis + 1 :]), y.dtype), shapes
     )
     number, length = (jnp.asarray(n, jnp.int32) for n in (whole, chunk))
     state = jax.lax.fori_loop(0, number, lambda i, s: step(s, i * length, chunk), (carry, ys))
@@ -128,14 +134,14 @@ def _loop_over_chunks(
 
 
 def entry_by_entry(fn: Callable[[X], Y], x: X) -> Y:
-    """`fn` of one batch entry after the other.
+    """Computes `fn` for one batch entry after another.
 
-    All at once, how a library's products add up, and so the last bits, may depend on how many
-    entries there are.
+    If a library multiplies matrices for all entries at once, the order of its sums, and thus the
+    last bits of the results, may depend on the number of entries.
 
     Args:
         fn: takes and returns named tuples of arrays whose first axis is the batch's.
-        x: its argument; an array with a first axis of 1 is shared, None stays None.
+        x: its argument. All entries share an array with a first axis of 1; None stays None.
     """
     arrays: Any = x
     size = arrays[0].shape[0]
@@ -149,6 +155,6 @@ def entry_by_entry(fn: Callable[[X], Y], x: X) -> Y:
         ]
         return jax.tree.map(lambda y: y[0], fn(type(x)(*own)))
 
-    # Two turns at least: XLA unrolls a loop of one, and makes another program of it.
-    turns = jnp.minimum(jnp.arange(max(size, 2), dtype=jnp.int32), size - 1)
-    return jax.tree.map(lambda y: y[:size], jax.lax.map(entry, turns))
+    # Run at least two iterations. XLA would unroll a single one and compile a different program.
+    entries = jnp.minimum(jnp.arange(max(size, 2), dtype=jnp.int32), size - 1)
+    return jax.tree.map(lambda y: y[:size], jax.lax.map(entry, entries))

@@ -1,8 +1,8 @@
-"""Array annotations: `Float[Array, "B T N D"]`.
+"""Array annotations such as `Float[Array, "B T N D"]`.
 
-To a type checker each of them is `Annotated`, so that a user's `reveal_type` says `jax.Array`; at
-run time they are that too, so that `typing.get_type_hints` works and finds the dims. They read as
-those of jaxtyping do, which the core does not need at run time.
+Each name is `typing.Annotated`. To a type checker the annotated type is `jax.Array`, and at run
+time `typing.get_type_hints` finds the dims. The notation is that of jaxtyping, which the package
+does not depend on.
 """
 
 from typing import Annotated as Bool

@@ -1,6 +1,6 @@
-"""A user's file that calls every public function: what mypy and pyright make of it.
+"""A file as a user writes it, which calls every public function. mypy and pyright check it.
 
-`assert_type` fails where a result has another type than a user is told. Nothing here runs.
+`assert_type` fails if the declared type of a result differs. Nothing here runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Key caches for decoding."""
 
-from jax_dsa.ops.cache.api import (
-    FlatCache,
-    PagedCache,
+from jax_dsa.ops.cache.api import FlatCache, PagedCache
+from jax_dsa.ops.cache.records import (
     pack_page_records,
     pack_records,
     unpack_page_records,

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_dsa.core.arguments import (
     check_heads,
+    for_all_groups,
     key_ranges,
     scale_or_default,
     shared_sinks,
@@ -21,7 +22,12 @@ from jax_dsa.ops.attn_dist import spec as attn_dist
 from jax_dsa.ops.attn_dist.api import attn_dist_op
 from jax_dsa.ops.dsa_attention.spec import DSAAux, Operands, Options
 from jax_dsa.ops.indexer import spec as indexer
-from jax_dsa.ops.indexer.api import indexer_inputs, indexer_selected_op, indexer_topk_op
+from jax_dsa.ops.indexer.api import (
+    indexer_inputs,
+    indexer_selected_op,
+    indexer_topk_op,
+    selected,
+)
 from jax_dsa.ops.losses import spec as losses
 from jax_dsa.ops.losses.api import selected_kl
 from jax_dsa.ops.sparse_mla import spec as sparse_mla
@@ -31,46 +37,64 @@ __all__ = ["DSAAux", "dsa_attention"]
 
 
 def _dsa_attention(call: Call, options: Options, x: Operands) -> tuple[Array, DSAAux]:
-    """The operator without its checks."""
+    """Runs the operator without its checks."""
     x = materialize(x)
-    select = indexer.Options(True, options.top_k, options.deterministic)
-    logits = None
-    if x.indices is None:
-        assert x.indexer is not None
-        wanted = indexer.Operands(*x.indexer, x.starts, x.ends)
-        indices, logits = indexer_topk_op(call, select, wanted)
-    else:
-        seen = (x.indices >= x.starts[..., None]) & (x.indices < x.ends[..., None])
-        indices = jnp.where(seen, x.indices, -1)
-        if x.indexer is not None:
-            selected = indexer.Selected(*x.indexer, indices)
-            logits = indexer_selected_op(call.auxiliary, select, selected).logits
-
-    # The selection is already inside [starts, ends), so nothing below needs a mask.
+    indices, logits = _select(call, options, x)
+    # The selection lies inside [starts, ends), so nothing below needs a mask.
     groups = x.kv.shape[2]
-    shared = jnp.broadcast_to(indices[:, :, None], (*indices.shape[:2], groups, indices.shape[2]))
-    attend = sparse_mla.Options(options.scale, options.value_dim, options.deterministic)
-    attended = sparse_mla.Operands(x.q, x.kv, shared, sinks=x.sinks)
+    slots = for_all_groups(indices, groups)
+    attended = sparse_mla.Operands(q=x.q, kv=x.kv, indices=slots, sinks=x.sinks)
+    attend = sparse_mla.Options(
+        scale=options.scale, value_dim=options.value_dim, deterministic=options.deterministic
+    )
     out, lse = sparse_mla_op(call, attend, attended)
     if logits is None:
-        return out, DSAAux(indices, jnp.zeros((), lse.dtype), lse)
+        return out, DSAAux(indices=indices, kl=jnp.zeros((), lse.dtype), lse=lse)
 
-    teach = attn_dist.Options(options.scale, head_group=x.q.shape[2] // groups)
-    q, kv, constant = jax.lax.stop_gradient((x.q, x.kv, lse))
-    taught = attn_dist.Operands(q, kv, shared, constant, None, None, None)
+    q, kv, constant_lse = jax.lax.stop_gradient((x.q, x.kv, lse))
+    taught = attn_dist.Operands(
+        q=q,
+        kv=kv,
+        indices=slots,
+        lse=constant_lse,
+        ends=None,
+        topk_length=None,
+        sinks=None,
+    )
+    teach = attn_dist.Options(scale=options.scale, head_group=x.q.shape[2] // groups)
     teacher = attn_dist_op(call, teach, taught).dist.sum(1)
-    # What the loss's gradient is made of: a remat policy that keeps them spares the indexer and the
-    # teacher a second run.
+    # The loss's gradient is computed from these two. A remat policy that keeps them spares a second
+    # run of the indexer and of the teacher.
     logits = checkpoint_name(logits, "dsa_topk_logits")
     teacher = checkpoint_name(teacher, "dsa_teacher")
-    compared = losses.Operands(logits, teacher, indices >= 0)
-    # The loss in its turn: XLA's scheduler, where it hides what devices exchange, would put all
-    # layers' losses off to the end of a step, and memory would hold all their queries until then.
+    compared = losses.Operands(logits=logits, teacher=teacher, valid=indices >= 0)
+    # The barrier makes XLA compute the loss here. When its scheduler hides communication between
+    # devices, it would otherwise postpone the losses of all layers to the end of a step, and memory
+    # would hold the queries of all layers until then.
     out, kl = jax.lax.optimization_barrier((out, selected_kl(call.auxiliary, compared)))
-    return out, DSAAux(indices, kl, lse)
+    return out, DSAAux(indices=indices, kl=kl, lse=lse)
 
 
-_dsa_attention.__name__ = "dsa_attention"  # what compiled programs and profiles call it
+def _select(
+    call: Call, options: Options, x: Operands
+) -> tuple[Int[Array, "B T K"], Float[Array, "B T K"] | None]:
+    """Returns the selected keys and their logits; no logits if there is no indexer."""
+    select = indexer.Options(relu=True, top_k=options.top_k, deterministic=options.deterministic)
+    if x.indices is None:
+        assert x.indexer is not None
+        wanted = indexer.Operands(**x.indexer._asdict(), starts=x.starts, ends=x.ends)
+        chosen = indexer_topk_op(call, select, wanted)
+        return chosen.indices, chosen.logits
+    seen = (x.indices >= x.starts[..., None]) & (x.indices < x.ends[..., None])
+    indices = jnp.where(seen, x.indices, -1)
+    if x.indexer is None:
+        return indices, None
+    operands = selected(x.indexer, indices)
+    return indices, indexer_selected_op(call.auxiliary, select, operands).logits
+
+
+# Compiled programs and profiles call the operator by this name.
+_dsa_attention.__name__ = "dsa_attention"
 dsa_attention_op = jax.jit(_dsa_attention, static_argnums=(0, 1))
 
 
@@ -94,51 +118,52 @@ def dsa_attention(
     deterministic: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N E"], DSAAux]:
-    """Attention over the `top_k` keys that a lightning indexer selects for each query.
+    """Returns attention over the `top_k` keys that a lightning indexer selects for each query.
 
-    `indexer_topk` selects, `sparse_mla` attends, `attn_dist` turns the attention's probabilities
-    into a teacher and `indexer_kl_loss` compares the indexer with it. With `indices` the selection
-    comes from elsewhere (another layer, another indexer, a replay): nothing selects here, and
-    without the indexer's inputs there is no loss either. The two losses that a model makes of the
-    results never meet:
+    `indexer_topk` selects the keys and `sparse_mla` attends to them. `attn_dist` turns the
+    attention probabilities into a teacher, and `indexer_kl_loss` compares the indexer with it. With
+    `indices`, the selection comes from elsewhere (another layer, another indexer, a replay) and
+    nothing is selected here. If the indexer's inputs are absent as well, there is no loss. A model
+    makes two losses of the results, and their gradients do not overlap:
 
     - `out` and `aux.lse` have gradients for `q`, `kv` and `sinks`, and exactly zero gradient for
       the indexer's inputs (a selection has no derivative);
     - `aux.kl` has gradients for `index_q`, `index_k` and `index_weights`, and exactly zero gradient
       for `q`, `kv` and `sinks` (the teacher is a constant).
 
-    What lies before the arguments is the caller's: compute the indexer's inputs from
-    `jax.lax.stop_gradient(x)`, as `jax_dsa.nn.DSAttention` does, or the KL reaches the layers
-    below. Under `jax.jit` an unused `aux.kl` costs nothing.
+    The caller decides what lies before the arguments. Compute the indexer's inputs from
+    `jax.lax.stop_gradient(x)`, as `jax_dsa.nn.DSAttention` does; otherwise the KL reaches the
+    layers below. Under `jax.jit` an unused `aux.kl` costs nothing.
 
-    This is the sparse path whatever the length. A causal sequence shorter than about 7 times
-    `top_k` tokens (14 thousand for 2048) takes fewer operations in dense multi-head form.
+    The sparse path runs for every length. A causal sequence shorter than about 7 times `top_k`
+    tokens (14 thousand for 2048) needs fewer operations in dense multi-head form.
 
     Args:
-        q: absorbed queries, bfloat16, float16 or float32.
-        kv: latent keys, dtype of `q`; values are `kv[..., :value_dim]`. All G heads share one
+        q: Absorbed queries; bfloat16, float16 or float32.
+        kv: Latent keys of q's dtype. The values are `kv[..., :value_dim]`. All G heads share one
             selection.
-        index_q, index_k, index_weights, index_k_scale: the indexer's inputs, as in
-            `indexer_logits`. Required unless there are `indices`.
-        top_k: K, the keys selected per query, at least 1; a query that sees fewer attends to all of
-            them. Required unless there are `indices`.
-        indices: a selection from elsewhere, in any order; anything outside 0..S-1, and keys that
-            the query does not see, are empty slots.
-        value_dim: E, in 1..D. Default 512, or D where that is less.
-        scale: of the attention scores, default D^-1/2.
-        is_causal: query t sees only keys up to its own position `query_start + t`.
-        query_start, starts, ends: as in `indexer_logits`.
-        sinks: float32 attention sinks; they enter `out`, not `aux.lse`, and not the teacher.
-        deterministic: bit-identical gradients on every run; the indexer's are then XLA's.
-        implementation: None chooses per operator; "cuda" and "xla" insist.
+        index_q, index_k, index_weights, index_k_scale: The indexer's inputs, as in
+            `indexer_logits`. Required unless `indices` is given.
+        top_k: K, the number of keys selected per query, at least 1. A query that sees fewer keys
+            attends to all of them. Required unless `indices` is given.
+        indices: A selection from elsewhere, in any order. An entry outside 0..S-1, or of a key that
+            the query does not see, is an empty slot.
+        value_dim: E, in 1..D. Default: 512, or D if that is smaller.
+        scale: Scale of the attention scores. Default: D^-1/2.
+        is_causal: Whether query t sees only keys up to its own position `query_start + t`.
+        query_start, starts, ends: As in `indexer_logits`.
+        sinks: Attention sinks, float32. They affect `out`, but neither `aux.lse` nor the teacher.
+        deterministic: Whether gradients are bit-identical on every run. Those of the indexer then
+            come from XLA.
+        implementation: None chooses for each operator; "cuda" and "xla" are enforced.
 
     Returns:
-        `out` in the dtype of `q`, and `DSAAux`. Without the batch axis in the arguments there is
-        none in the results.
+        `out` in the dtype of `q`, and `DSAAux`. If the arguments have no batch axis, the results
+        have none either.
 
     Raises:
-        ValueError, TypeError: wrong shapes, dtypes or ranges.
-        NotImplementedError: `implementation="cuda"` for what the kernels do not cover.
+        ValueError, TypeError: An argument has the wrong shape, dtype or range.
+        NotImplementedError: `implementation="cuda"` for a call that the kernels do not cover.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
@@ -146,7 +171,7 @@ def dsa_attention(
         >>> q, kv = normal(0, 1, 16, 8, 96), normal(1, 1, 16, 1, 96)
         >>> index = normal(2, 1, 16, 4, 32), normal(3, 1, 16, 32), normal(4, 1, 16, 4)
         >>> out, aux = jax_dsa.dsa_attention(q, kv, *index, top_k=8)
-        >>> again, _ = jax_dsa.dsa_attention(q, kv, indices=aux.indices)  # the next layer reuses it
+        >>> again, _ = jax_dsa.dsa_attention(q, kv, indices=aux.indices)  # Reuse the selection.
         >>> out.shape, aux.indices.shape, bool(jnp.allclose(again, out, atol=1e-5))
         ((1, 16, 8, 96), (1, 16, 8), True)
 
@@ -178,7 +203,9 @@ def dsa_attention(
         deterministic=args.flag("deterministic", deterministic),
     )
     sinks = shared_sinks(args, sinks)
-    operands = Operands(q, kv, inputs, starts, ends, indices, sinks)
+    operands = Operands(
+        q=q, kv=kv, indexer=inputs, starts=starts, ends=ends, indices=indices, sinks=sinks
+    )
     out, aux = dsa_attention_op(call, options, operands)
     indices, lse = args.restore((aux.indices, aux.lse))
-    return args.restore(out), DSAAux(indices, aux.kl, lse)
+    return args.restore(out), DSAAux(indices=indices, kl=aux.kl, lse=lse)

@@ -1,4 +1,4 @@
-"""What DeepSeek Sparse Attention takes and gives."""
+"""Options, operands and results of DeepSeek Sparse Attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax_dsa.ops.indexer.spec import IndexerOperands
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options; `top_k` counts only where the indexer selects."""
+    """Static options. `top_k` is used only where the indexer selects."""
 
     top_k: int
     value_dim: int
@@ -20,14 +20,15 @@ class Options:
 
 
 class Operands(NamedTuple):
-    """What its parts read.
+    """The operands of all steps.
 
     Attributes:
         q, kv: queries and keys of the attention.
-        indexer: None if the selection comes from elsewhere and no loss is wanted.
+        indexer: the indexer's inputs; None if the selection comes from elsewhere and no loss is
+            wanted.
         starts, ends: the half-open range of keys that each query sees.
         indices: a selection from elsewhere.
-        sinks: logits without a value.
+        sinks: logits that have no value vector.
     """
 
     q: Float[Array, "B T N D"]
@@ -40,12 +41,12 @@ class Operands(NamedTuple):
 
 
 class DSAAux(NamedTuple):
-    """What `dsa_attention` returns beside its output."""
+    """The results of `dsa_attention` besides its output."""
 
     indices: Int[Array, "B T K"]
-    """The selected keys of each query in ascending order, then -1; or those that were given."""
+    """The selected keys of each query in ascending order, then -1; or the given selection."""
     kl: Float[Array, ""]
-    """The indexer's loss: mean over queries of KL(attention || indexer) on the selected keys; 0
+    """The indexer's loss: the mean over queries of KL(attention || indexer) on the selected keys; 0
     without an indexer."""
     lse: Float[Array, "B T N"]
-    """Natural-log sum of the exponentiated scores over the selected keys, without the sink."""
+    """Logarithm of the sum of the exponentiated scores of the selected keys, without the sink."""

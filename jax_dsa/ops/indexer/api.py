@@ -12,7 +12,8 @@ from jax_dsa.core.checks import FLOATS, FP8, INT32, WIDE_FLOATS, Args
 from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
-from jax_dsa.ops.cache.api import FlatCache, PagedCache, cached_keys
+from jax_dsa.ops.cache.api import FlatCache, PagedCache
+from jax_dsa.ops.cache.keys import Keys, read_keys
 from jax_dsa.ops.indexer import cuda, xla
 from jax_dsa.ops.indexer.spec import (
     Gradients,
@@ -65,11 +66,16 @@ SELECTED_FWD = Pass(
 
 
 def _topk_bwd(call: Call, options: Options, x: Selected, dy: Selection) -> Gradients:
-    if options.page_size:
+    if options.page_size is not None:
         raise NotImplementedError(
             f"{call.op}: gradients through a page table are not supported; gather the keys"
         )
     return TOPK_BWD(call, options, x, dy)
+
+
+def selected(x: Operands | IndexerOperands, indices: Int[Array, "B T K"]) -> Selected:
+    """Returns the indexer's inputs with a selection of keys."""
+    return Selected(q=x.q, k=x.k, weights=x.weights, k_scale=x.k_scale, indices=indices)
 
 
 # The operators without their checks.
@@ -77,7 +83,7 @@ indexer_logits_op = differentiable(
     "indexer_logits", LOGITS_FWD, LOGITS_BWD, residuals=lambda x, y: (x,)
 )
 indexer_topk_op = differentiable(
-    "indexer_topk", TOPK_FWD, _topk_bwd, residuals=lambda x, y: (Selected(*x[:4], y.indices),)
+    "indexer_topk", TOPK_FWD, _topk_bwd, residuals=lambda x, y: (selected(x, y.indices),)
 )
 indexer_selected_op = differentiable(
     "indexer_selected", SELECTED_FWD, TOPK_BWD, residuals=lambda x, y: (x,)
@@ -93,13 +99,34 @@ def _weights(args: Args, index_weights: Any) -> Float[Array, "B T J"]:
 def indexer_inputs(
     args: Args, index_q: Any, index_k: Any, index_weights: Any, index_k_scale: Any
 ) -> IndexerOperands:
-    """The arguments of these names."""
+    """Returns the checked arguments of these names, all of which are arrays."""
     q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
-    k = args.array("index_k", index_k, "B S C", (q.dtype,))
+    keys = Keys(args.array("index_k", index_k, "B S C", (q.dtype,)), None, None, None)
+    return _inputs(args, q, keys, index_weights, index_k_scale)
+
+
+def _inputs(
+    args: Args, q: Array, keys: Keys, index_weights: Any, index_k_scale: Any
+) -> IndexerOperands:
     weights = _weights(args, index_weights)
     if index_k_scale is not None:
-        index_k_scale = args.array("index_k_scale", index_k_scale, "B S", WIDE_FLOATS)
-    return IndexerOperands(q, k, weights, index_k_scale)
+        index_k_scale = keys.alongside(args, "index_k_scale", index_k_scale, "", WIDE_FLOATS)
+    return IndexerOperands(q=q, k=keys.rows, weights=weights, k_scale=index_k_scale)
+
+
+def _operands(
+    inputs: IndexerOperands, ranges: tuple[Any, Any], page_table: Array | None = None
+) -> Operands:
+    starts, ends = ranges
+    return Operands(
+        q=inputs.q,
+        k=inputs.k,
+        weights=inputs.weights,
+        k_scale=inputs.k_scale,
+        starts=starts,
+        ends=ends,
+        page_table=page_table,
+    )
 
 
 def indexer_logits(
@@ -161,7 +188,7 @@ def indexer_logits(
     inputs = indexer_inputs(args, index_q, index_k, index_weights, index_k_scale)
     ranges = key_ranges(args, starts, ends, is_causal, query_start)
     options = Options(relu=args.flag("relu", relu))
-    return args.restore(indexer_logits_op(call, options, Operands(*inputs, *ranges))).logits
+    return args.restore(indexer_logits_op(call, options, _operands(inputs, ranges))).logits
 
 
 def indexer_topk(
@@ -216,31 +243,17 @@ def indexer_topk(
     """
     args = Args("indexer_topk", "index_q", index_q, "B T J C")
     call = args.call(implementation)
-    lengths, page_table, page_size = None, None, 0
-    if isinstance(index_k, FlatCache | PagedCache):
-        q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
-        keys = cached_keys(args, "index_k", index_k, "1 C", (q.dtype,))
-        k = keys.rows[:, :, 0]
-        weights = _weights(args, index_weights)
-        if index_k_scale is not None:
-            layout = "B S" if keys.page_table is None else "P L"
-            index_k_scale = args.array("index_k_scale", index_k_scale, layout, WIDE_FLOATS)
-            if keys.page_table is not None:
-                index_k_scale = index_k_scale.reshape(-1)[None]
-        inputs = IndexerOperands(q, k, weights, index_k_scale)
-        lengths = keys.lengths
-        if keys.page_table is not None:
-            page_table, page_size = keys.page_table, keys.page_size
-    else:
-        inputs = indexer_inputs(args, index_q, index_k, index_weights, index_k_scale)
-    ranges = key_ranges(args, starts, ends, is_causal, query_start, lengths)
+    q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
+    keys = read_keys(args, "index_k", index_k, "C", "1 C", (q.dtype,))
+    inputs = _inputs(args, q, keys, index_weights, index_k_scale)
+    ranges = key_ranges(args, starts, ends, is_causal, query_start, keys.lengths)
     options = Options(
         relu=args.flag("relu", relu),
         top_k=args.integer("top_k", top_k, 0),
         deterministic=args.flag("deterministic", deterministic),
-        page_size=page_size,
+        page_size=keys.page_size,
     )
-    operands = Operands(*inputs, *ranges, page_table)
+    operands = _operands(inputs, ranges, keys.page_table)
     selection = args.restore(indexer_topk_op(call, options, operands))
     return selection.indices, selection.logits
 
@@ -293,4 +306,4 @@ def indexer_selected_logits(
     inputs = indexer_inputs(args, index_q, index_k, index_weights, index_k_scale)
     indices = args.array("indices", indices, "B T K", INT32)
     options = Options(relu=args.flag("relu", relu), top_k=indices.shape[2])
-    return args.restore(indexer_selected_op(call, options, Selected(*inputs, indices))).logits
+    return args.restore(indexer_selected_op(call, options, selected(inputs, indices))).logits

@@ -34,7 +34,7 @@ def logits_fwd_supports(options: Options, x: Operands) -> str | None:
 
 def topk_fwd_supports(options: Options, x: Operands) -> str | None:
     """None, or why the kernels of `indexer_topk` do not run this call."""
-    if options.page_size % _PAGE != 0:
+    if (options.page_size or 0) % _PAGE != 0:
         return f"it takes pages of a multiple of {_PAGE} keys, got {options.page_size}"
     if x.page_table is not None and not 0 < x.k.shape[1] <= _MAX_KEYS:
         return f"it takes pools of 1 to {_MAX_KEYS} keys, got {x.k.shape[1]}"
@@ -66,13 +66,15 @@ def _keys(options: Options, x: Operands) -> int:
     """S: how many keys a request may have."""
     if x.page_table is None:
         return x.k.shape[1]
+    assert options.page_size is not None
     return x.page_table.shape[1] * options.page_size
 
 
 def indexer_logits_fwd(options: Options, avals: Logits, x: Operands) -> Logits:
     """`xla.indexer_logits_fwd`."""
+    operands = x.q, x.k, x.weights, x.k_scale, x.starts, x.ends
     relu = np.bool_(options.relu)
-    return Logits(*ffi.call("jax_dsa.indexer_logits_fwd.v1", x[:6], avals, relu=relu))
+    return Logits(*ffi.call("jax_dsa.indexer_logits_fwd.v1", operands, avals, relu=relu))
 
 
 def indexer_topk_fwd(options: Options, avals: Selection, x: Operands) -> Selection:
@@ -87,7 +89,7 @@ def indexer_topk_fwd(options: Options, avals: Selection, x: Operands) -> Selecti
         x,
         [*avals, some_logits],
         relu=np.bool_(options.relu),
-        page_size=np.int64(options.page_size),
+        page_size=np.int64(options.page_size or 0),
     )
     return Selection(indices, logits)
 
@@ -100,7 +102,7 @@ def indexer_topk_bwd(options: Options, avals: Gradients, x: Selected, dy: Select
     gates = jax.ShapeDtypeStruct((batch, queries, -(-slots // 64) * 64, 2), jnp.uint32)
     *grads, _ = ffi.call(
         "jax_dsa.indexer_topk_bwd.v1",
-        [*x, dy.logits],
+        [x.q, x.k, x.weights, x.k_scale, x.indices, dy.logits],
         [*avals, gates],
         relu=np.bool_(options.relu),
     )

@@ -17,13 +17,13 @@ class Options:
     """Static options; `indexer_logits` knows `relu` alone.
 
     Attributes:
-        page_size: of a key pool's pages; 0 without a page table.
+        page_size: the keys per page; None without a page table.
     """
 
     relu: bool
     top_k: int = 0
     deterministic: bool = False
-    page_size: int = 0
+    page_size: int | None = None
 
     def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
         """Returns the number of selected keys where this operator selects them."""

@@ -169,6 +169,7 @@ def indexer_topk_fwd(options: Options, x: Operands) -> Selection:
     queries = x.q, x.weights, x.starts, x.ends
     if page_table is None:
         return Selection(*_stream_logits(options, queries, (k, k_scale), k.shape[1], selected))
+    assert options.page_size is not None
     batch, pages = page_table.shape
     size, pool = pages * options.page_size, k.shape[1]
     positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
@@ -277,7 +278,10 @@ def indexer_topk_bwd(options: Options, x: Selected, dy: Selection) -> Gradients:
     """Gradients of the inputs, from that of the selected logits."""
     (size, channels), heads, slots = x.k.shape[1:], x.q.shape[2], x.indices.shape[2]
     if size == 0:  # nothing to gather from
-        return jax.tree.map(jnp.zeros_like, Gradients(*x[:4]))
+        dk, dk_scale = key_gradients(x.k.astype(compat.accum_dtype(x.k.dtype)), x.k, x.k_scale)
+        return Gradients(
+            q=jnp.zeros_like(x.q), k=dk, weights=jnp.zeros_like(x.weights), k_scale=dk_scale
+        )
 
     def body(carry: Any, keys: Any, q: Array, weights: Array, indices: Array, g: Array) -> Any:
         (f,), (k, k_scale) = carry, keys

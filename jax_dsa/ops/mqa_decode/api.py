@@ -20,7 +20,8 @@ from jax_dsa.core.checks import FLOATS, INT32, WIDE_FLOATS, Args, as_array
 from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
-from jax_dsa.ops.cache.api import CachedKeys, FlatCache, PagedCache, cached_keys, check_row
+from jax_dsa.ops.cache.api import FlatCache, PagedCache
+from jax_dsa.ops.cache.keys import Keys, check_row, read_keys
 from jax_dsa.ops.mqa_decode import cuda, xla
 from jax_dsa.ops.mqa_decode.spec import Operands, Options
 
@@ -174,7 +175,13 @@ def mqa_decode(
     if not normalize and sinks is not None:
         raise ValueError(f"{args.op}: argument 'sinks' is an array, want None with normalize=False")
     q = args.array("q", q, "B T N D", FLOATS)
-    keys = _keys(args, k, key_value_seq_lengths, q.dtype)
+    keys = read_keys(
+        args, "k", k, "G D", "G R", (q.dtype,), (q.dtype, jnp.uint8), key_value_seq_lengths
+    )
+    check_row(args, "k", keys)
+    lengths = keys.lengths
+    if lengths is None:
+        lengths = jnp.full(args.batch, keys.rows.shape[1], jnp.int32)
     check_heads(args, "q", "k")
     if v is None:
         value_dim = value_dim_or_default(args, value_dim)
@@ -184,7 +191,7 @@ def mqa_decode(
         if given is not None:
             fits = args.integer("value_dim", given, 0) == value_dim
             args.option("value_dim", given, fits, f"None or E={value_dim} of 'v'")
-    starts, ends = _visible(args, keys.lengths, starts, local_window_size)
+    starts, ends = _visible(args, lengths, starts, local_window_size)
     options = Options(
         scale=scale_or_default(args, scale),
         value_dim=value_dim,
@@ -204,33 +211,13 @@ def mqa_decode(
     return args.restore((out * total[..., None], top, total))
 
 
-def _keys(args: Args, k: Any, lengths: Any, dtype: Any) -> CachedKeys:
-    """The argument `k`, an array or a cache."""
-    if isinstance(k, FlatCache | PagedCache):
-        none = lengths is None
-        args.option("key_value_seq_lengths", lengths, none, "None with a cache, which has its own")
-        keys = cached_keys(args, "k", k, "G R", (dtype, jnp.uint8))
-        check_row(args, "k", keys)
-        return keys
-    rows = args.array("k", k, "B S G D", (dtype,))
-    if lengths is None:
-        lengths = jnp.full(args.batch, rows.shape[1], jnp.int32)
-    else:
-        lengths = args.array("key_value_seq_lengths", lengths, "B", INT32)
-    return CachedKeys(rows, lengths, None, 1)
-
-
-def _values(args: Args, v: Any, keys: CachedKeys, dtype: Any) -> Array:
-    """The argument `v`, as the keys lie."""
+def _values(args: Args, v: Any, keys: Keys, dtype: Any) -> Array:
+    """Returns the checked argument `v`, which has one value per key."""
     if keys.rows.dtype == jnp.uint8:
         raise ValueError(
             f"{args.op}: argument 'v' is an array, want None with FP8 records for keys"
         )
-    layout = "B S" if keys.page_table is None else "P L"
-    v = args.array("v", v, f"{layout} G E", (dtype,))
-    if keys.page_table is None:
-        return v
-    return v.reshape(v.shape[0] * v.shape[1], *v.shape[2:])[None]
+    return keys.alongside(args, "v", v, "G E", (dtype,))
 
 
 def _visible(
@@ -317,27 +304,29 @@ def merge_attention(
 
 
 def _stacked(name: str, parts: Any) -> jax.Array:
-    """The parts along a new first axis, unless they are stacked already."""
+    """Returns the partial results stacked along a new first axis, unless they are stacked."""
     op = "merge_attention"
     if isinstance(parts, list | tuple):
-        if any(as_array(x) is None for x in parts):
+        arrays: list[Any] = [as_array(x) for x in parts]
+        if any(x is None for x in arrays):
             raise TypeError(f"{op}: argument '{name}' is a sequence, want arrays for its items")
-        kinds = {(x.shape, x.dtype.name) for x in parts}
+        kinds = {(x.shape, x.dtype.name) for x in arrays}
         if len(kinds) != 1:
             got = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in sorted(kinds)) or "nothing"
             raise ValueError(
                 f"{op}: argument '{name}' holds {got}, want arrays of one shape and dtype"
             )
-        return _of_jax(name, jnp.stack, parts, kinds.pop()[1])
-    if as_array(parts) is None:
+        return _of_jax(name, jnp.stack, arrays, kinds.pop()[1])
+    array = as_array(parts)
+    if array is None:
         raise TypeError(
             f"{op}: argument '{name}' is {type(parts).__name__}, want an array or a list of arrays"
         )
-    if parts.shape[:1] in ((), (0,)):
+    if array.shape[:1] in ((), (0,)):
         raise ValueError(
-            f"{op}: argument '{name}' has shape {parts.shape}, want parts along the first axis"
+            f"{op}: argument '{name}' has shape {array.shape}, want parts along the first axis"
         )
-    return _of_jax(name, jnp.asarray, parts, parts.dtype)
+    return _of_jax(name, jnp.asarray, array, array.dtype)
 
 
 def _of_jax(name: str, make: Any, parts: Any, dtype: Any) -> jax.Array:

@@ -40,7 +40,7 @@ def supports(options: Options, x: Operands) -> str | None:
         return f"with v it has D=E in {_DIMS}, got D={D} and E={x.v.shape[3]}"
     if options.scale <= 0:
         return f"it takes scale > 0, got {options.scale}"
-    room = 0 if x.page_table is None else x.page_table.shape[1] * options.page_size
+    room = 0 if x.page_table is None else x.page_table.shape[1] * (options.page_size or 1)
     rows = max(B * T * N, x.k.shape[1], room)
     if rows > _MAX_ROWS:
         return f"it takes up to {_MAX_ROWS} keys, and queries times heads, got {rows}"
@@ -74,6 +74,6 @@ def mqa_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
         operands,
         [*avals, *workspace],
         scale=np.float32(options.scale),
-        page_size=np.int32(options.page_size),
+        page_size=np.int32(options.page_size or 1),
     )
     return Results(out, lse, top)

@@ -21,7 +21,7 @@ class Options:
     value_dim: int
     num_splits: int | None
     normalize: bool
-    page_size: int = 1
+    page_size: int | None = None
     batch_invariant: bool = False
 
     def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:

@@ -36,7 +36,7 @@ def _reader(options: Options, x: Operands) -> tuple[Reader, int, int]:
     Returns the reader, the number of items, and the keys in each.
     """
     q, k, v, starts, ends, _, page_table = x
-    page = options.page_size if page_table is not None else 1
+    page = options.page_size or 1
     pages = k.shape[1] // page
 
     def rows(x: Array, items: Int[Array, "1 n"], table: Array | None) -> Array:

@@ -19,7 +19,8 @@ from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
-from jax_dsa.ops.cache.api import FlatCache, PagedCache, cached_keys, check_row
+from jax_dsa.ops.cache.api import FlatCache, PagedCache
+from jax_dsa.ops.cache.keys import check_row, read_cache
 from jax_dsa.ops.sparse_mla import cuda, xla
 from jax_dsa.ops.sparse_mla.spec import Operands, Options
 
@@ -269,7 +270,7 @@ def sparse_mla_decode(
     call = args.call(implementation)
     return_lse = args.flag("return_lse", return_lse)
     q = args.array("q", q, "B T N D", FLOATS)
-    keys = cached_keys(args, "cache", cache, "G R", (q.dtype, jnp.uint8))
+    keys = read_cache(args, "cache", cache, "G R", (q.dtype, jnp.uint8))
     check_row(args, "cache", keys)
     check_heads(args, "q", "cache")
     indices, topk_length = selection(args, indices, topk_length)

@@ -95,7 +95,7 @@ def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Resu
         [getattr(x, name) for name in DECODE_TAKES],
         [*avals, *(partial if splits > 1 else ())],
         scale=np.float32(options.scale),
-        page_size=np.int32(options.page_size),
+        page_size=np.int32(options.page_size or 1),
         splits=np.int32(splits),
         batch_invariant=np.bool_(options.batch_invariant),
     )

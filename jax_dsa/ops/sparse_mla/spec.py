@@ -19,7 +19,7 @@ class Options:
     scale: float
     value_dim: int
     deterministic: bool = False
-    page_size: int = 1
+    page_size: int | None = None
     batch_invariant: bool = False
 
     def result_sizes(self, _: Mapping[str, int]) -> dict[str, int]:

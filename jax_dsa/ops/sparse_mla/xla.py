@@ -134,6 +134,7 @@ def _in_pool(options: Options, x: Operands) -> Operands:
     if x.ends is not None:
         visible = jnp.where(visible < x.ends[:, :, None, None], visible, -1)
     size = options.page_size
+    assert size is not None
     indices = physical_rows(x.kv.shape[1] // size, size, x.page_table, visible)
     return x._replace(indices=indices, ends=None, page_table=None)
 

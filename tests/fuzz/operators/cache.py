@@ -1,4 +1,4 @@
-"""Appends and updates of flat and paged caches, exact to the bit."""
+"""Appends to and updates of flat and paged caches, compared bit by bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax_dsa import FlatCache, PagedCache
 
 
 def draw_cache(c: Draw, r: Draw, kind: type, B: int, G: int, dim: int, fp8: bool) -> Any:
-    """With rubbish in it, and pages that requests do not share."""
+    """Draws a cache with arbitrary contents, whose requests share no pages."""
     dtype, width = (np.uint8, 656) if fp8 else (c.one(f32, bf16, f16), dim)
 
     def rows(*shape: int) -> np.ndarray:
@@ -32,7 +32,7 @@ def draw_cache(c: Draw, r: Draw, kind: type, B: int, G: int, dim: int, fp8: bool
 
 
 def written(cache: Any, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The cache's rows with new ones at positions [B, T]."""
+    """Returns the stored rows with new ones written at positions [B, T]."""
     data = (cache.data if isinstance(cache, FlatCache) else cache.pages).copy()
     new = packed(rows) if data.dtype == np.uint8 else rows.astype(data.dtype)
     for b, t in np.ndindex(*positions.shape):
@@ -48,14 +48,14 @@ def written(cache: Any, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def result(cache: Any, data: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """The leaves of a cache."""
+    """Returns the leaves of a cache."""
     if isinstance(cache, FlatCache):
         return [data, lengths]
     return [data, cache.page_table, lengths]
 
 
 def draw_step(c: Draw, r: Draw, kind: type) -> tuple[Any, np.ndarray, tuple]:
-    """A cache, new rows, and the dtypes of the cache's leaves."""
+    """Draws a cache and new rows. Returns them and the dtypes of the cache's leaves."""
     B, T, G, D = c.dims(B=3, T=5, G=2, D=4)
     fp8 = D > 0 and c.chance(0.2)
     dim = 576 if fp8 else D
@@ -72,13 +72,13 @@ def appender(kind: type) -> Any:
         kwargs = {"self": cache, "rows": rows, "counts": r.positions(T, B) if c.chance() else None}
 
         def want(**x: Any) -> list[np.ndarray]:
-            cache, room = x["self"], x["self"].capacity
-            lengths = np.clip(cache.lengths.astype(np.int64), 0, room)
+            cache, capacity = x["self"], x["self"].capacity
+            lengths = np.clip(cache.lengths.astype(np.int64), 0, capacity)
             counts = np.full(B, T) if x["counts"] is None else np.clip(x["counts"], 0, T)
             step = np.arange(T)
             positions = np.where(step < counts[:, None], lengths[:, None] + step, -1)
             data = written(cache, x["rows"], positions)
-            return result(cache, data, np.minimum(lengths + counts, room))
+            return result(cache, data, np.minimum(lengths + counts, capacity))
 
         return Call(kind.append, kwargs, want, dtypes, exact=True)
 
@@ -89,7 +89,7 @@ def updater(kind: type) -> Any:
     def draw(c: Draw, r: Draw) -> Call:
         cache, rows, dtypes = draw_step(c, r, kind)
         B, T = rows.shape[:2]
-        # Each at its own position, or the last one written is anyone's guess.
+        # All positions differ, because the order of writes to one position is undefined.
         positions = np.stack([r.rng.permutation(T + 9)[:T] - 2 for _ in range(B)] or [np.zeros(T)])
         ends = r.positions(0, B, T)
         outside = (ends < 0) | (ends > 10**6)

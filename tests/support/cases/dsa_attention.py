@@ -1,5 +1,7 @@
-"""`dsa_attention`. The route "rows" is the batch, by a name that keeps its KL, a scalar of local
-means, out of the tests inside shard_map.
+"""The transform case of `dsa_attention`.
+
+Its route over the batch is called "rows", not "batch". That name keeps the KL, which inside
+shard_map would be the mean over local rows only, out of the tests inside shard_map.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ CASES = [
             "keys": (QUERY, QUERY, QUERY, QUERY, QUERY),
         },
         {
-            # The heads share one selection: each device makes it for some queries.
+            # The heads share one selection. Each device computes it for some of the queries.
             "shared": {(B, T, K), (B, T, J, C), (B, T, J)},
             "keys": {(B, S, G, D), (B, S, C)},
         },

@@ -1,0 +1,133 @@
+"""How the operators that decode read their keys: from an array, a flat cache or a paged cache."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jax_dsa.core.checks import INT32, LARGEST, Args
+from jax_dsa.core.layout import PAGE_RECORD_BYTES, PAGE_RECORD_DIM, RECORD_BYTES, RECORD_DIM
+from jax_dsa.core.typing import Array, Int
+from jax_dsa.ops.cache.api import FlatCache, PagedCache, checked_pages
+from jax_dsa.ops.cache.records import RECORDS
+
+
+class Keys(NamedTuple):
+    """The keys of a call, as the operands of a pass.
+
+    Attributes:
+        rows: [B, S, G, R], or [B, S, R] for operators whose keys have no heads. The pages of a
+            paged cache are one batch entry [1, P * L, ...] that all requests share.
+        lengths: the number of tokens that each request holds; None if the keys are an array and the
+            caller gave no lengths.
+        page_table: the page table of a paged cache, else None.
+        page_size: L, the tokens per page; None if there are no pages.
+    """
+
+    rows: Array
+    lengths: Int[Array, "B"] | None
+    page_table: Int[Array, "B M"] | None
+    page_size: int | None
+
+    def alongside(self, args: Args, name: str, x: Any, tail: str, dtypes: Any) -> Array:
+        """Returns the checked argument `name`, which has one entry per key.
+
+        Args:
+            args: the checks of the call.
+            name: the argument's name.
+            x: values or scales, [B, S, *tail], or [P, L, *tail] where the keys are pages.
+            tail: the dims of an entry.
+            dtypes: the dtypes that the argument may have.
+
+        Returns:
+            The array with the leading axes of `rows`.
+        """
+        if self.page_table is None:
+            return args.array(name, x, f"B S {tail}", dtypes)
+        x = args.array(name, x, f"P L {tail}", dtypes)
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[None]
+
+
+def read_keys(
+    args: Args,
+    name: str,
+    keys: Any,
+    dims: str,
+    cache_dims: str,
+    dtypes: Any,
+    stored: Any = None,
+    lengths: Any = None,
+) -> Keys:
+    """Returns the checked argument `name`, an array or a cache of keys.
+
+    Args:
+        args: the checks of the call.
+        name: the argument's name.
+        keys: the argument.
+        dims: the dims of one key of an array.
+        cache_dims: the dims of one row of a cache; see `read_cache`.
+        dtypes: the dtypes that an array may have.
+        stored: the dtypes that a cache may store; `dtypes` by default.
+        lengths: the user's argument 'key_value_seq_lengths'. It must be None with a cache.
+    """
+    if isinstance(keys, FlatCache | PagedCache):
+        free = lengths is None
+        args.option("key_value_seq_lengths", lengths, free, "None with a cache, which has its own")
+        return read_cache(args, name, keys, cache_dims, stored or dtypes)
+    rows = args.array(name, keys, f"B S {dims}", dtypes)
+    if lengths is not None:
+        lengths = args.array("key_value_seq_lengths", lengths, "B", INT32)
+    return Keys(rows, lengths, None, None)
+
+
+def read_cache(args: Args, name: str, cache: Any, dims: str, dtypes: Any) -> Keys:
+    """Returns the checked argument `name`, a cache of keys.
+
+    The size S becomes the number of tokens that a request may have.
+
+    Args:
+        args: the checks of the call.
+        name: the argument's name.
+        cache: the argument.
+        dims: the dims of one row. The result has no axis G if they begin with 1.
+        dtypes: the dtypes that the cache may store.
+    """
+    table, page_size = None, None
+    if isinstance(cache, PagedCache):
+        pages = checked_pages(args, f"{name}.pages", cache.pages, dims, dtypes)
+        table = args.array(f"{name}.page_table", cache.page_table, "B M", INT32)
+        count, page_size = pages.shape[:2]
+        rows = pages.reshape(count * page_size, *pages.shape[2:])[None]
+        capacity = args.sizes["S"] = table.shape[1] * page_size
+        fits = not isinstance(capacity, int) or capacity <= LARGEST
+        args.option(f"{name}.page_table", capacity, fits, "room for less than 2**31 rows")
+    elif isinstance(cache, FlatCache):
+        rows = args.array(f"{name}.data", cache.data, f"B S {dims}", dtypes)
+    else:
+        raise TypeError(
+            f"{args.op}: argument '{name}' is {type(cache).__name__}, want a FlatCache or a "
+            f"PagedCache"
+        )
+    if dims.startswith("1 "):
+        rows = rows[:, :, 0]
+    lengths = args.array(f"{name}.lengths", cache.lengths, "B", INT32)
+    return Keys(rows, lengths, table, page_size)
+
+
+def check_row(args: Args, name: str, keys: Keys) -> None:
+    """Raises unless the rows of a cache have the D values of q, or are FP8 records of as many."""
+    dim, rows = args.sizes["D"], keys.rows
+    fits, rule = rows.shape[-1] == dim, f"D={dim}"
+    if rows.dtype == jnp.uint8:
+        paged = keys.page_table is not None
+        fits = rows.shape[-1] == RECORDS.get(dim) and (paged or dim == RECORD_DIM)
+        rule = (
+            f"FP8 records of {RECORD_BYTES} bytes with D={RECORD_DIM} or, in pages, of "
+            f"{PAGE_RECORD_BYTES} with D={PAGE_RECORD_DIM}"
+        )
+    if not fits:
+        raise ValueError(
+            f"{args.op}: argument '{name}' holds rows of {rows.shape[-1]} elements of "
+            f"{rows.dtype} for queries of D={dim}, want {rule}"
+        )
