@@ -13,7 +13,6 @@ import runpy
 from typing import Any
 
 import pytest
-from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import nn

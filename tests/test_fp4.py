@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.compare import assert_matches
+from support.models import COMPRESSED, SEGMENT_IDS, VARIANT, B, T, hidden, layer
 from support.oracles import fp4 as oracle
-from support.published_layers import COMPRESSED, SEGMENT_IDS, VARIANT, B, T, hidden, layer
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import nn
 

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.quick import compile_fully, compile_quickly  # noqa: F401
-from test_training import ATTENTION
+from support.training import ATTENTION
 
 from jax_dsa import nn, training
 from jax_dsa.serving import pack_records, unpack_records
@@ -113,7 +112,8 @@ def test_sampler_uses_a_new_key_for_each_token():
 
 @BOTH
 @pytest.mark.parametrize("fp8", [False, True], ids=["keys", "fp8"])
-def test_step_updates_its_cache_in_place(page_size, fp8, compile_fully):  # noqa: F811
+@pytest.mark.full_optimization
+def test_step_updates_its_cache_in_place(page_size, fp8):
     attention = dataclasses.replace(ATTENTION, kv_rank=512, rope_dim=64)
     model = decoder(dataclasses.replace(DECODER, attention=attention, num_layers=1))
     sampler = training.Sampler(model)

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.published_layers import LAYERS, VARIANT, layer
-from support.quick import compile_quickly  # noqa: F401
+from support.models import LAYERS, VARIANT, layer
 
 from jax_dsa import nn
 

@@ -9,7 +9,6 @@ import numpy as np
 from flax import nnx
 from support.compare import assert_matches
 from support.decoders import CONFIG, B, T, attend, attention, hidden
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import nn
 from jax_dsa.nn.cache import LayerCache

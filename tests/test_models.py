@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.compare import assert_matches
-from support.published_layers import (
+from support.models import (
     COMPRESSED,
     LAYERS,
     PACKED,
@@ -31,7 +31,6 @@ from support.published_layers import (
     hidden,
     layer,
 )
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import nn
 from jax_dsa.nn import compressed

@@ -27,7 +27,6 @@ from support.decoders import (
     positions,
 )
 from support.oracles import nn as oracle
-from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import nn, training

@@ -22,7 +22,6 @@ from support.decoders import (
     decoder,
     hidden,
 )
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import nn
 from jax_dsa.nn.cache import LayerCache

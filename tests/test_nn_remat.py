@@ -13,7 +13,6 @@ import pytest
 from flax import nnx
 from support.compare import assert_matches
 from support.decoders import CONFIG, DECODER, SEGMENT_IDS, SHARING, B, T, attention, decoder, hidden
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import nn, training
 from jax_dsa.training.remat import RESIDUALS, SELECTION, remat_policy

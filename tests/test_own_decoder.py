@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa.training import INDEXER
 from jax_dsa.training.data import load_corpus

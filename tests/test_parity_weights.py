@@ -23,7 +23,6 @@ from support.parity import (
     torch,
     transformers,
 )
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import nn
 

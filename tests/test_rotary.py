@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from support.compare import assert_matches
 from support.decoders import B, T, hidden, positions
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import nn
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.compare import assert_matches
-from support.quick import compile_quickly  # noqa: F401
-from test_training import ATTENTION
+from support.training import ATTENTION
 
 from jax_dsa import nn
 

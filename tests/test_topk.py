@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import Variable
 from support.oracles import topk as oracle
-from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import topk

@@ -27,7 +27,7 @@ struct alignas(1024) AttendShared {
 // Of a lane's heads lane / 4 and 8 more.
 struct Softmax {
   float running_max[2] = {-INFINITY, -INFINITY};  // log2 units
-  float sum[2] = {};                            // of this lane's probabilities
+  float sum[2] = {};                              // of this lane's probabilities
 
   __device__ static float finite(float x) { return x == -INFINITY ? 0.f : x; }
 
@@ -41,8 +41,8 @@ struct Softmax {
 #pragma unroll
       for (int j = 0; j < 4; ++j) top[j / 2] = fmaxf(top[j / 2], s[i][j]);
     }
-    if (__any_sync(~0u,
-                   top[0] > running_max[0] + kLazyMargin || top[1] > running_max[1] + kLazyMargin)) {
+    if (__any_sync(
+            ~0u, top[0] > running_max[0] + kLazyMargin || top[1] > running_max[1] + kLazyMargin)) {
       float factor[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -272,7 +272,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
       out[i * 4] = pack_bf16(o[i][2 * r] * factor, o[i][2 * r + 1] * factor);
     }
     if (lane % 4 == 0) {
-      p.lse[own_part.head + own] = empty ? -INFINITY : (softmax.running_max[r] + log2f(total)) * kLn2;
+      p.lse[own_part.head + own] =
+          empty ? -INFINITY : (softmax.running_max[r] + log2f(total)) * kLn2;
     }
   }
 }

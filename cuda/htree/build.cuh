@@ -52,8 +52,8 @@ inline constexpr int kBuildThreads = kR * kD / 4;
 
 template <int kD, int kR>
 struct BuildShared {
-  uint32_t means[kR][kD / 4][4];  // of each team's thread
-  float4 rotations[kR][4][kD / 16];   // (cos, sin) of pairs 8 j + 2 i and the next one at [i][j]
+  uint32_t means[kR][kD / 4][4];     // of each team's thread
+  float4 rotations[kR][4][kD / 16];  // (cos, sin) of pairs 8 j + 2 i and the next one at [i][j]
 };
 
 // A thousand threads a SM: while some wait for rows, others write.
@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
   if (p.layer > 0) grid_dependency_wait();  // for the source
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool is_value = warp % 2;
-  const int thread_group = warp / 2 * (64 / kGroupThreads) + lane / (kGroupThreads / 2), chunk = lane % (kGroupThreads / 2);
+  const int thread_group = warp / 2 * (64 / kGroupThreads) + lane / (kGroupThreads / 2),
+            chunk = lane % (kGroupThreads / 2);
   const int group_thread = is_value * (kGroupThreads / 2) + chunk, column = chunk * 8;
   const bool is_upper = column >= kD / 2;  // of a key's pairs
   const int64_t size = p.layers.size[p.layer];

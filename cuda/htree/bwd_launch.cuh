@@ -65,8 +65,8 @@ cudaError_t launch_restore(const BwdPlan& x, cudaStream_t stream) {
 
 template <int kD>
 cudaError_t launch_pack(const BwdPlan& x, cudaStream_t stream) {
-  return launch_blocks(pack_kernel<kD>, x.plan.chunk.rows * x.plan.head_tiles, kTileHeads * kD / 8, 0,
-                       stream, x);
+  return launch_blocks(pack_kernel<kD>, x.plan.chunk.rows * x.plan.head_tiles, kTileHeads * kD / 8,
+                       0, stream, x);
 }
 
 template <typename S, int kD, int kR>
@@ -76,8 +76,8 @@ cudaError_t launch_queries(const BwdPlan& x, cudaStream_t stream) {
   BwdPlan shaped = x;
   shaped.plan = x.plan.shaped<S>();
   if (shaped.plan.ctas() > INT32_MAX) return cudaErrorInvalidValue;
-  return launch_blocks(queries_kernel<S, kD, kR>, shaped.plan.ctas(), S::kThreads, kShared,
-                       stream, shaped);
+  return launch_blocks(queries_kernel<S, kD, kR>, shaped.plan.ctas(), S::kThreads, kShared, stream,
+                       shaped);
 }
 
 template <int kR>

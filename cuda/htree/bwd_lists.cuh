@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(kVisitThreads) visit_kernel(const __grid_const
         atomicOr(&x.marks[word], bit);
       } else {
         const uint32_t rotation = blocks.list == nullptr ? n - 1 : n - 1 - kR * i;
-        const int64_t at = x.starts[list] + x.marks_before[word] + __popc(x.marks[word] & (bit - 1));
+        const int64_t at =
+            x.starts[list] + x.marks_before[word] + __popc(x.marks[word] & (bit - 1));
         for (int head_tile = 0; head_tile < plan.head_tiles; ++head_tile) {
           const uint32_t record = query * plan.head_tiles + head_tile;
           x.visits[at * plan.head_tiles + head_tile] = {record | rotation << 16, masked};
@@ -99,7 +100,8 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constan
     const int at = scan(has, work_tiles);
     if (has) x.work_tiles[at] = {list, 0};
   }
-  for (int segment = 1, begin = 0; begin < work_tiles; ++segment) {  // of the lists of the last items
+  for (int segment = 1, begin = 0; begin < work_tiles;
+       ++segment) {  // of the lists of the last items
     const int end = work_tiles;
     __syncthreads();  // they are written
     for (int first = begin; first < end; first += kThreads) {

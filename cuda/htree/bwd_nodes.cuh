@@ -61,18 +61,22 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
     const WorkTile work_tile = x.work_tiles[tile_index / kBwdTilesPerBlock<kR>];
     const int key_tile = tile_index % kBwdTilesPerBlock<kR>;
     const int64_t bg = work_tile.list / plan.layers.blocks;
-    const int64_t first = int64_t{x.starts[work_tile.list]} * plan.head_tiles + work_tile.segment * kSegment;
-    const int count = min(x.counts[work_tile.list] * plan.head_tiles - work_tile.segment * kSegment, kSegment);
+    const int64_t first =
+        int64_t{x.starts[work_tile.list]} * plan.head_tiles + work_tile.segment * kSegment;
+    const int count =
+        min(x.counts[work_tile.list] * plan.head_tiles - work_tile.segment * kSegment, kSegment);
     const Visit* const visits = x.visits + first;
-    const uint8_t* const records = x.records + bg * plan.chunk.queries * plan.head_tiles * R::kBytes;
+    const uint8_t* const records =
+        x.records + bg * plan.chunk.queries * plan.head_tiles * R::kBytes;
     // Of the tree, whose batch entries are not the chunk's.
-    const int64_t block = plan.chunk.first_batch * plan.p.groups * plan.layers.blocks + work_tile.list;
+    const int64_t block =
+        plan.chunk.first_batch * plan.p.groups * plan.layers.blocks + work_tile.list;
 
     const auto load = [&](uint32_t record_and_rotation, RingPlace<2> to) {
       Buffer& buffer = shared.buffers[to.index];
       mbarrier_arrive_expect(&shared.full[to.index], R::kBytes + sizeof(buffer.rotation));
-      bulk_load(buffer.record, records + int64_t{record_and_rotation & 0xffff} * R::kBytes, R::kBytes,
-                &shared.full[to.index], keep);
+      bulk_load(buffer.record, records + int64_t{record_and_rotation & 0xffff} * R::kBytes,
+                R::kBytes, &shared.full[to.index], keep);
       bulk_load(buffer.rotation,
                 reinterpret_cast<const uint8_t*>(plan.p.rotations) +
                     int64_t{record_and_rotation >> 16} * sizeof(buffer.rotation),
@@ -117,7 +121,8 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
         load_matrix_x4(offset_chunks(q + own, (j + kD / 32) * 2), high);
         rotate<kD>(low, high, rotation, j);
         store_matrix_x4(offset_chunks(q + own, j * 2), low[0], low[1], low[2], low[3]);
-        store_matrix_x4(offset_chunks(q + own, (j + kD / 32) * 2), high[0], high[1], high[2], high[3]);
+        store_matrix_x4(offset_chunks(q + own, (j + kD / 32) * 2), high[0], high[1], high[2],
+                        high[3]);
         load_matrix_x4(offset_chunks(keys, j * 2), a);
         mma_16<DType::kBF16>(s[0], a, low[0], low[2]);
         mma_16<DType::kBF16>(s[1], a, low[1], low[3]);
@@ -170,7 +175,8 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
     uint32_t* const done = x.done + work_tile.list * int64_t{kBwdTilesPerBlock<kR>} + key_tile;
     if (lane == 0 && work_tile.segment > 0) counter_wait(done, work_tile.segment);
     __syncwarp();
-    float* const to = x.gradients + (block * 2 * kR + key_tile * kRows + lane / 4) * kD + lane % 4 * 2;
+    float* const to =
+        x.gradients + (block * 2 * kR + key_tile * kRows + lane / 4) * kD + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < kD / 8; ++j) {
 #pragma unroll

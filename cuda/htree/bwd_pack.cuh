@@ -6,7 +6,8 @@
 namespace jax_dsa::htree {
 
 template <int kD>
-__global__ void __launch_bounds__(kTileHeads* kD / 8) pack_kernel(const __grid_constant__ BwdPlan x) {
+__global__ void __launch_bounds__(kTileHeads* kD / 8)
+    pack_kernel(const __grid_constant__ BwdPlan x) {
   using R = Record<kD>;
   constexpr int kHeadThreads = kD / 8;
   const Plan& plan = x.plan;

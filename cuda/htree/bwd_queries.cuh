@@ -126,7 +126,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
               rotate<kD, true>(low, high, rotation, j);
               const uint32_t to = rotated_keys + own;
               store_matrix_x4(offset_chunks(to, j * 2), low[0], low[1], low[2], low[3]);
-              store_matrix_x4(offset_chunks(to, (j + kD / 32) * 2), high[0], high[1], high[2], high[3]);
+              store_matrix_x4(offset_chunks(to, (j + kD / 32) * 2), high[0], high[1], high[2],
+                              high[3]);
             }
             mma_16<DType::kBF16>(s[2 * group], q[j], low[0], low[2]);
             mma_16<DType::kBF16>(s[2 * group + 1], q[j], low[1], low[3]);

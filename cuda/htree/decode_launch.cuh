@@ -10,7 +10,8 @@ namespace jax_dsa::htree {
 inline int64_t decode_rows(const HTreeFwdParams& p) { return p.batch * p.groups * p.queries; }
 
 // Takes the workspace apart, for `blocks` thread blocks; returns its size.
-inline int64_t assign_workspace(const HTreeFwdParams& p, int64_t layers, int64_t blocks, DecodePlan& x) {
+inline int64_t assign_workspace(const HTreeFwdParams& p, int64_t layers, int64_t blocks,
+                                DecodePlan& x) {
   char* const start = static_cast<char*>(p.workspace);
   WorkspaceAllocator workspace = {start};
   const int64_t rows = decode_rows(p), width = p.compression * p.top_k;
@@ -52,7 +53,8 @@ inline cudaError_t make_decode_plan(const HTreeDecodeParams& params, DecodePlan&
 // half of its shared memory. With few blocks a warp only the middle launches do, and half of what
 // is then preferred; the top one has all SMs, and the last one's registers keep it
 // alone.
-inline constexpr int kExclusiveBytes = kMaxSharedBytes / 2 + 1024, kExclusiveBytesFewTiles = 98 * 1024;
+inline constexpr int kExclusiveBytes = kMaxSharedBytes / 2 + 1024,
+                     kExclusiveBytesFewTiles = 98 * 1024;
 constexpr int preferred_shared_kib(int64_t layers) { return layers > 2 ? 196 : 132; }
 
 template <int kD, int kR, bool kFewTiles>
@@ -77,7 +79,7 @@ cudaError_t launch_layer(const DecodePlan& x, int layer, cudaStream_t stream) {
 template <int kD, int kR>
 cudaError_t launch_layer(const DecodePlan& x, int layer, cudaStream_t stream) {
   return x.few_tiles ? launch_layer<kD, kR, true>(x, layer, stream)
-               : launch_layer<kD, kR, false>(x, layer, stream);
+                     : launch_layer<kD, kR, false>(x, layer, stream);
 }
 
 template <int kD>

@@ -7,8 +7,8 @@
 namespace jax_dsa {
 namespace {
 
-using htree::Plan;
 using htree::AttendShape;
+using htree::Plan;
 using htree::ScoresShape;
 
 static_assert(kHTreeMaxGroupHeads == AttendShape::kWarps * htree::kTileHeads);
@@ -58,12 +58,13 @@ cudaError_t launch_htree_fwd(const HTreeFwdParams& p, cudaStream_t stream) {
   const auto bytes = [&](const htree::ChunkRange& of) {
     return htree_fwd_workspace(p, of.entries * of.count * p.groups);
   };
-  return htree::for_chunks(p, AttendShape::kWarps / plan.head_tiles, bytes, [&](const htree::ChunkRange& of) {
-    htree::set_chunk(plan, of);
-    return p.dim == 128  ? run<128>(plan, stream)
-           : p.dim == 64 ? run<64>(plan, stream)
-                         : cudaErrorInvalidValue;
-  });
+  return htree::for_chunks(p, AttendShape::kWarps / plan.head_tiles, bytes,
+                           [&](const htree::ChunkRange& of) {
+                             htree::set_chunk(plan, of);
+                             return p.dim == 128  ? run<128>(plan, stream)
+                                    : p.dim == 64 ? run<64>(plan, stream)
+                                                  : cudaErrorInvalidValue;
+                           });
 }
 
 }  // namespace jax_dsa

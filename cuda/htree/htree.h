@@ -20,8 +20,9 @@ struct HTreeLayers {
   int count;
   int64_t size[kHTreeMaxLayers];   // in nodes
   int64_t first[kHTreeMaxLayers];  // in blocks
-  int64_t prefix_blocks[kHTreeMaxLayers];  // how many blocks there are by ordinal; the others follow
-  int64_t blocks;                  // of all layers
+  int64_t
+      prefix_blocks[kHTreeMaxLayers];  // how many blocks there are by ordinal; the others follow
+  int64_t blocks;                      // of all layers
 };
 constexpr HTreeLayers htree_layers(int64_t tokens, int64_t compression, int64_t top_k) {
   HTreeLayers x = {};

@@ -75,7 +75,7 @@ struct RotationMatrices {
   uint32_t from;  // where this lane reads
 
   __device__ RotationMatrices(const float* rotations, uint8_t (&buffer)[kBytes],
-                      const uint8_t (&zeros)[kBytes])
+                              const uint8_t (&zeros)[kBytes])
       : loader(rotations, buffer) {
     const int lane = threadIdx.x % 32;
     // Zeros from banks that no lane of these eight has.

@@ -108,7 +108,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int head_tiles = plan.head_tiles, heads = plan.group_heads;
 
   for (int i = threadIdx.x; i < S::kWarps * kTileHeads * (kD / 8); i += S::kThreads) {
-    const int chunk = i % (kD / 8), row = i / (kD / 8) % kTileHeads, head_tile = i / (kD / 8) / kTileHeads;
+    const int chunk = i % (kD / 8), row = i / (kD / 8) % kTileHeads,
+              head_tile = i / (kD / 8) / kTileHeads;
     const int query = head_tile / head_tiles, head = head_tile % head_tiles * kTileHeads + row;
     const bool has = query < tile.queries && head < heads;
     const int64_t from = has ? tile.token(plan, query) * p.heads + tile.group * heads + head : 0;
@@ -144,7 +145,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (query < tile.queries && head_tile == 0 && lane == 0) plan.chunk.ends[row] = max(n - 1, 0);
   float* const importance = plan.chunk.importance + row * plan.chunk.width;
   const float scale_log2 = p.scale * kLog2E;
-  const uint32_t queries = smem_address(shared.q[query * head_tiles < S::kWarps ? query * head_tiles : 0]);
+  const uint32_t queries =
+      smem_address(shared.q[query * head_tiles < S::kWarps ? query * head_tiles : 0]);
   RotationMatrices<kD> rotations(p.rotations, shared.rotations[warp], shared.zeros);
   const bool prefix = sees_prefix<kR>(plan, position, layer);
   // The warp's part of them: pairs for the rotations to come, or rotated already where all blocks

@@ -56,10 +56,10 @@ struct Plan {
   HTreeFwdParams p;
   HTreeLayers layers;
   QueryChunk chunk;
-  int group_heads;  // M
-  int head_tiles;        // warps of a query
-  int tile_queries;         // queries of a thread block
-  int query_tiles;        // of the queries of a batch entry and group
+  int group_heads;   // M
+  int head_tiles;    // warps of a query
+  int tile_queries;  // queries of a thread block
+  int query_tiles;   // of the queries of a batch entry and group
 
   // For thread blocks of shape S.
   template <typename S>
@@ -153,7 +153,7 @@ struct BlockList {
   template <int kR>
   static __device__ BlockList of(const Plan& plan, int position, int64_t row, int layer) {
     BlockList x = {nullptr, ceil_div(candidates<kR>(plan, position, layer), kR),
-                static_cast<int>(plan.layers.prefix_blocks[layer])};
+                   static_cast<int>(plan.layers.prefix_blocks[layer])};
     if (!sees_prefix<kR>(plan, position, layer)) {
       x.list = plan.chunk.nodes + (layer * plan.chunk.rows + row) * plan.p.top_k;
     }

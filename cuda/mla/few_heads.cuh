@@ -159,7 +159,7 @@ __device__ void consume_few(const Params& p, FewShared<Tr, Notes>& shared) {
       for (int j = 0; j < 2; ++j) {
         const int mine = Columns<kN>::of(i + j);
         exceeds |= s[i + j] > columns.reference[mine] + lazy_margin(p);
-        x[j] = exp2_approx(s[i + j] - Rows::finite(columns.reference[mine]));
+        x[j] = exp2_approx(s[i + j] - finite_max(columns.reference[mine]));
         sum[mine] += x[j];
       }
       packed[i / 2] = pack_bf16(x[0], x[1]);
@@ -183,7 +183,7 @@ __device__ void consume_few(const Params& p, FewShared<Tr, Notes>& shared) {
     for (int i = 0; i < kMine; ++i) {
       const float from = columns.reference[i];
       const float to = top[i] > from + lazy_margin(p) ? top[i] : from;
-      factor[i] = exp2_approx(from - Rows::finite(to));
+      factor[i] = exp2_approx(from - finite_max(to));
       columns.sum[i] *= factor[i];
       columns.reference[i] = to;
     }

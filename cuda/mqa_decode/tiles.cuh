@@ -9,6 +9,7 @@
 #pragma once
 
 #include "common/gather.cuh"
+#include "common/softmax.cuh"
 #include "mla/record_tiles.cuh"
 #include "mla/rows.cuh"
 #include "mqa_decode/plan.cuh"
@@ -207,7 +208,7 @@ __device__ __forceinline__ float end_row(const Decode& p, const Piece& piece, in
   }
   if (p.sinks && !empty) {
     const int head = piece.group * p.per_group + (piece.row + row) % p.per_group;
-    factor /= mla::sink_divisor(p.sinks[int64_t{piece.batch} * p.sinks_stride + head], lse);
+    factor /= sink_divisor(p.sinks[int64_t{piece.batch} * p.sinks_stride + head], lse);
   }
   if (store) {
     p.lse[place] = lse;

@@ -13,6 +13,7 @@
 // columns. Parts are summed in order, so results are the same on every run.
 #pragma once
 
+#include "common/combine_splits.cuh"
 #include "common/limits.h"
 #include "mla/consumer.cuh"
 #include "mla/rows.cuh"
@@ -128,27 +129,19 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
       lse[i] =
           r < rows && split < p.splits ? partial_lse(p, number, split)[strip * 16 + r] : -INFINITY;
     }
-    float top = fmaxf(lse[0], lse[1]);
+    const float max_lse = max_over_lanes(fmaxf(lse[0], lse[1]));
 #pragma unroll
-    for (int i = 16; i > 0; i /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-    const float base = mla::Rows::finite(top);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) weight[i] = exp2_approx((lse[i] - base) * kLog2E);
-    float total = weight[0] + weight[1];
-#pragma unroll
-    for (int i = 16; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
-    const bool empty = total == 0.f;
-    const float sum = empty ? -INFINITY : top + log2f(total) * kLn2;
-    float factor = empty ? 0.f : 1.f / total;
-    if (p.sinks && !empty && r < rows) {
-      const float sink = p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + strip * 16 + r];
-      factor /= mla::sink_divisor(sink, sum);
+    for (int i = 0; i < 2; ++i) weight[i] = split_weight(lse[i], max_lse);
+    CombinedRow combined(max_lse, sum_over_lanes(weight[0] + weight[1]));
+    if (p.sinks && !combined.empty && r < rows) {
+      combined.apply_sink(
+          p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + strip * 16 + r]);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (lane + i * 32 < p.splits) shared.weight[lane + i * 32][r] = weight[i] * factor;
+      if (lane + i * 32 < p.splits) shared.weight[lane + i * 32][r] = weight[i] * combined.factor;
     }
-    if (column_block == 0 && lane == 0 && r < rows) p.lse[head + r] = sum;
+    if (column_block == 0 && lane == 0 && r < rows) p.lse[head + r] = combined.lse;
   }
   __syncthreads();
 

@@ -32,6 +32,7 @@
 #pragma once
 
 #include "common/limits.h"
+#include "common/softmax.cuh"
 #include "mla/consumer.cuh"
 #include "mla/rows.cuh"
 #include "sparse_mla/fwd_plan.cuh"
@@ -58,7 +59,7 @@ __device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int n
     if (r * 8 < rows_left) {
       if (p.sinks) {
         const float sink = p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + row + r * 8];
-        if (!empty) factor[r] /= mla::sink_divisor(sink, lse);
+        if (!empty) factor[r] /= sink_divisor(sink, lse);
       }
       if (kSide == 0 && lane % 4 == 0) p.lse[head + r * 8] = lse;
     }

@@ -22,6 +22,7 @@
 
 #include "common/limits.h"
 #include "common/ring.cuh"
+#include "common/softmax.cuh"
 #include "mla/few_heads.cuh"
 #include "mla/producer.cuh"
 #include "sparse_mla/fwd_plan.cuh"
@@ -68,7 +69,7 @@ __device__ void write_few(const SparseMlaFwdParams& p, int number, int tiles,
     if (head < item.heads) {
       if (p.sinks && !empty) {
         const float sink = p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + head];
-        factor[i] /= mla::sink_divisor(sink, lse);
+        factor[i] /= sink_divisor(sink, lse);
       }
       if (threadIdx.x < 4) p.lse[first + head] = lse;
     }

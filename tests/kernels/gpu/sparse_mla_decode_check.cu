@@ -9,9 +9,9 @@
 #include <string>
 
 #include "gpu/check.cuh"
+#include "mla/records.cuh"
 #include "problems/record_values.h"
 #include "problems/sparse_mla_cache.h"
-#include "mla/records.cuh"
 #include "sparse_mla/sparse_mla_decode.h"
 
 using namespace jax_dsa;

@@ -1,4 +1,4 @@
-"""Small layers with the features of published models, and their inputs."""
+"""Small configurations of attention layers and decoders, and layers with random parameters."""
 
 from __future__ import annotations
 
@@ -11,8 +11,24 @@ from flax import nnx
 
 from jax_dsa import nn
 
+ATTENTION = nn.AttentionConfig(
+    model_dim=16,
+    num_heads=2,
+    q_rank=12,
+    kv_rank=8,
+    nope_dim=6,
+    rope_dim=4,
+    v_dim=5,
+    index_heads=3,
+    index_dim=8,
+    index_rope_dim=4,
+    top_k=5,
+)
+DECODER = nn.DecoderConfig(ATTENTION, vocab=11, num_layers=2, mlp_dim=24)
+
 B, T, M = 2, 29, 16
-# This layer has queries without a latent, biases, sinks, a gate, scaling by position, and YaRN.
+# This layer has the options that DeepSeek-V3.2 does not use: queries without a latent, biases,
+# sinks, a gate, scaling by position, and YaRN.
 VARIANT = nn.AttentionConfig(
     model_dim=M,
     num_heads=2,
@@ -62,6 +78,7 @@ SEGMENT_IDS = jnp.asarray([np.repeat(*np.transpose(row)) for row in PACKED], jnp
 
 
 def hidden(rng, *shape):
+    """Returns random hidden states, by default of shape [B, T, M]."""
     return jnp.asarray(rng.normal(size=shape or (B, T, M)), jnp.float32)
 
 
