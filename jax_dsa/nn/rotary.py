@@ -47,10 +47,12 @@ def rope(
         ValueError: If R is odd, `layout` is unknown, or the number of `frequencies` is not R/2.
 
     Examples:
-        >>> import jax.numpy as jnp
+        >>> import math, jax.numpy as jnp
         >>> from jax_dsa import nn
-        >>> nn.rope(jnp.ones((1, 2, 2)), jnp.array([[0, 1]])).round(2).tolist()
-        [[[1.0, 1.0], [-0.30000001192092896, 1.3799999952316284]]]
+        >>> quarter_turn = [math.pi / 2]
+        >>> x = nn.rope(jnp.ones((1, 2, 2)), jnp.array([[0, 1]]), frequencies=quarter_turn)
+        >>> x.round().tolist()
+        [[[1.0, 1.0], [-1.0, 1.0]]]
 
     Source: RoFormer (Su et al., 2021).
     """
