@@ -1,4 +1,4 @@
-"""Tests the code around the masked attention kernels, with the XLA implementation in their place."""
+"""Tests the code around the masked attention kernels, with XLA in place of the kernels."""
 
 from __future__ import annotations
 
