@@ -763,3 +763,10 @@ def test_bfloat16(rng):
     assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(nnx.state(module, nnx.Param)))
     want, _ = attend(attention(), x.astype(jnp.float32))
     assert np.abs(y.astype(jnp.float32) - want).mean() < 0.1 * np.abs(want).mean()
+
+
+def test_sparse_mla_is_a_deprecated_name_of_mla() -> None:
+    with pytest.warns(DeprecationWarning, match="use nn.MLA"):
+        assert nn.SparseMLA is nn.MLA
+    with pytest.raises(AttributeError, match=r"'jax_dsa\.nn' has no attribute 'nothing'"):
+        nn.nothing  # noqa: B018

@@ -126,16 +126,14 @@ EXPLANATIONS = {
     frozenset(["mqa_decode/wide.cuh:hide_scores", "mqa_decode/wide.cuh:produce_wide"]): (
         "beside_copies"
     ),
-    frozenset(["sparse_mla/fwd.cuh:consume"]): "through_producer",
+    frozenset(["mla/consumer.cuh:consume"]): "through_producer",
     frozenset(
         [
-            *("common/gather.cuh:set", "sparse_mla/fwd_few.cuh:consume_few"),
-            "sparse_mla/fwd_few.cuh:CountingRows",
+            *("common/gather.cuh:set", "mla/few_heads.cuh:consume_few"),
+            "mla/few_heads.cuh:CountingRows",
         ]
     ): "elected_writer",
-    frozenset(["sparse_mla/fwd_few.cuh:consume_few", "sparse_mla/fwd_producer.cuh:begin_item"]): (
-        "beside_copies"
-    ),
+    frozenset(["mla/few_heads.cuh:consume_few", "mla/producer.cuh:begin_item"]): ("beside_copies"),
     # In the backward kernel the way back is that of over_two_barriers.
     frozenset(["common/gather.cuh:all", "common/gather.cuh:set"]): "beside_copies",
     frozenset(
@@ -198,7 +196,7 @@ class Outcome:
 
 
 def function_at(path: str, line: int) -> str:
-    """The device function that a line of ours belongs to, as `sparse_mla/fwd.cuh:consume`."""
+    """The device function that a line of ours belongs to, as `mla/consumer.cuh:consume`."""
     ours = re.fullmatch(r"(?:.*/)?((?:cuda|tests)/.*)", path)  # wherever it was built
     if ours is None or not (ROOT / ours[1]).is_file():
         return f"{path}:{line}"

@@ -11,8 +11,8 @@
 #include <cuda_bf16.h>
 
 #include "common/ptx.cuh"
+#include "mla/rows.cuh"
 #include "mqa_decode/plan.cuh"
-#include "sparse_mla/fwd_rows.cuh"
 
 namespace jax_dsa::mqa_decode {
 
@@ -145,7 +145,7 @@ struct Merge {
       top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, i));
     }
-    const float base = sparse_mla::Rows::finite(top);
+    const float base = mla::Rows::finite(top);
     if (weighs) {
 #pragma unroll 4
       for (int part = at_first; part < cut.parts; part += kLanes) {
@@ -163,7 +163,7 @@ struct Merge {
       float factor = empty ? 0.f : 1.f / total;
       if (p.sinks && !empty && has) {
         const int head = group * p.per_group + of_group % p.per_group;
-        factor /= sparse_mla::sink_divisor(p.sinks[batch * p.sinks_stride + head], lse);
+        factor /= mla::sink_divisor(p.sinks[batch * p.sinks_stride + head], lse);
       }
       factors[its] = factor;
       // The job that has the row's first column.

@@ -1,5 +1,8 @@
 """Flax NNX modules with DeepSeek sparse attention; needs the extra `flax`."""
 
+import warnings
+from typing import Any
+
 from jax_dsa.core.extras import needs_extra
 
 with needs_extra("flax", __name__):
@@ -57,3 +60,11 @@ __all__ = [
     "unstriped",
     "yarn_frequencies",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Serves the deprecated names of the package."""
+    if name == "SparseMLA":
+        warnings.warn("nn.SparseMLA is deprecated, use nn.MLA", DeprecationWarning, stacklevel=2)
+        return MLA
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,6 @@
 // Tests the block mask kernel bit for bit, then times it, without JAX.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   block_mask_check \
-//       tests/kernels/gpu/block_mask_check.cu cuda/block_mask/dispatch.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o block_mask_check tests/kernels/gpu/block_mask_check.cu cuda/block_mask/dispatch.cu
 //   ./block_mask_check [test|small|bench]
 // `test` solves the problems of the emulator test and many random ones, then compares masks with up
 // to more than 2^31 keys with a plain kernel. `small` is for compute-sanitizer. `bench` prints rates

@@ -1,8 +1,7 @@
 // Tests the masked attention kernels against float64 on the CPU, then times them.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   masked_attention_check \
-//       tests/kernels/gpu/masked_attention_check.cu cuda/masked_attention/fwd.cu \
-//       cuda/masked_attention/bwd.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o masked_attention_check tests/kernels/gpu/masked_attention_check.cu \
+//       cuda/masked_attention/fwd.cu cuda/masked_attention/bwd.cu
 //   ./masked_attention_check [test|small|bench|variants|profile] [substring of case names]
 // `small` is for compute-sanitizer; `variants` times the forward kernel with other traits.
 #include <algorithm>

@@ -5,9 +5,9 @@
 #include <cuda_bf16.h>
 
 #include "common/ptx.cuh"
-#include "sparse_mla/fwd_plan.cuh"
+#include "mla/plan.cuh"
 
-namespace jax_dsa::sparse_mla {
+namespace jax_dsa::mla {
 
 // What a sink divides the output by.
 __device__ __forceinline__ float sink_divisor(float sink, float lse) {
@@ -143,4 +143,4 @@ __device__ __forceinline__ void store_rows(const float (&o)[kN], const float (&f
   }
 }
 
-}  // namespace jax_dsa::sparse_mla
+}  // namespace jax_dsa::mla
