@@ -1,4 +1,4 @@
-"""Block masks against the masks they are made of, and the masks made of biases."""
+"""Tests block masks against the masks they are made of, and the masks made of biases."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ f32, i32 = np.float32, np.int32
 
 
 def expanded(blocks: BlockMask) -> np.ndarray:
-    """The mask that a block mask stands for, tile by tile."""
+    """Returns the mask that a block mask represents."""
     tiles, bits = np.asarray(blocks.tiles), np.asarray(blocks.bits)
     block_q, block_k = blocks.block_q, blocks.block_k
     batch, heads, rows, columns = tiles.shape
     out = np.zeros((batch, heads, rows * block_q, columns * block_k), bool)
     for b, h, i, j in np.ndindex(*tiles.shape):
         tile = tiles[b, h, i, j]
-        part = out[b, h, i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k]
-        part[:] = tile == -1
+        block = out[b, h, i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k]
+        block[:] = tile == -1
         if tile >= 0:
-            part[:] = np.unpackbits(bits[b, h, tile], axis=-1, bitorder="little")
+            block[:] = np.unpackbits(bits[b, h, tile], axis=-1, bitorder="little")
     return out[:, :, : blocks.query_length, : blocks.key_length]
 
 
 def check(blocks: BlockMask, mask: np.ndarray) -> None:
-    """Everything in the block mask follows from `mask` [B, H, T, S]."""
+    """Asserts that all fields of the block mask follow from `mask` [B, H, T, S]."""
     blocks = jax.tree.map(np.asarray, blocks)
     np.testing.assert_array_equal(expanded(blocks), mask)
     _, _, rows, columns = blocks.tiles.shape
@@ -58,34 +58,34 @@ def check(blocks: BlockMask, mask: np.ndarray) -> None:
             assert (got == -1) == tile.all() and (got == -2) == (not tile.any())
             slots += [got] if got >= 0 else []
         assert slots == list(range(len(slots)))
-        for lists, counts, lines in (
+        for lists, counts, rows_of_tiles in (
             (blocks.kv_tiles, blocks.num_kv_tiles, occupied),
             (blocks.q_tiles, blocks.num_q_tiles, occupied.T),
         ):
-            for i, line in enumerate(lines):
-                want = list(np.flatnonzero(line))
+            for i, row in enumerate(rows_of_tiles):
+                want = list(np.flatnonzero(row))
                 assert int(counts[b, h, i]) == len(want)
-                assert lists[b, h, i].tolist() == want + [-1] * (len(line) - len(want))
+                assert lists[b, h, i].tolist() == want + [-1] * (len(row) - len(want))
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("mask_shape", [(2, 3, 21, 37), (1, 3, 1, 37), (2, 1, 21, 37)])
-def test_of_an_array(mask_shape: tuple, traced: bool, rng: np.random.Generator) -> None:
+def test_from_an_array(mask_shape: tuple, traced: bool, rng: np.random.Generator) -> None:
     shape = (2, 3, 21, 37)
     mask = rng.random(mask_shape) < 0.5
-    # Tiles of every kind, whatever the draw.
+    # Make sure that there are tiles of every kind.
     mask[..., :8] = True
     mask[..., 16:32] = False
     make = lambda m: make_block_mask(m, shape=shape, block_q=4, block_k=8)  # noqa: E731
     blocks = (jax.jit(make) if traced else make)(jnp.asarray(mask))
     check(blocks, np.broadcast_to(mask, (*mask_shape[:2], *shape[2:])))
     partial = int((np.asarray(blocks.tiles) >= 0).sum((2, 3)).max())
-    room = blocks.bits.shape[2]
-    assert room == blocks.tiles[0, 0].size if traced else partial <= room < 2 * partial
+    slots = blocks.bits.shape[2]
+    assert slots == blocks.tiles[0, 0].size if traced else partial <= slots < 2 * partial
 
 
-def test_of_a_function(rng: np.random.Generator) -> None:
-    """Also what the function asks for that is not there: numbers stay in range."""
+def test_from_a_function(rng: np.random.Generator) -> None:
+    """The function gets int32 indices in range, also for tiles that extend beyond the mask."""
     lengths = jnp.asarray([5, 30])
     seen = []
 
@@ -112,7 +112,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_of_options(options: dict[str, Any], rng: np.random.Generator) -> None:
+def test_from_options(options: dict[str, Any], rng: np.random.Generator) -> None:
     shape = (2, 1, 11, 21)
     segments = rng.integers(0, 2, (2, 11)).astype(i32), rng.integers(0, 2, (2, 21)).astype(i32)
     blocks = make_block_mask(shape=shape, segment_ids=segments, block_q=3, block_k=8, **options)
@@ -120,8 +120,10 @@ def test_of_options(options: dict[str, Any], rng: np.random.Generator) -> None:
     check(blocks, count > 0)
 
 
-def test_attention_takes_it_for_the_mask(rng: np.random.Generator) -> None:
-    """Same results, bit for bit: outputs and gradients, under vmap too, and with a mask besides."""
+def test_attention_with_a_block_mask_equals_attention_with_the_mask(
+    rng: np.random.Generator,
+) -> None:
+    """Outputs and gradients agree, under vmap too, and with another mask besides."""
     q = jnp.asarray(rng.normal(size=(2, 13, 4, 8)), f32)
     k = jnp.asarray(rng.normal(size=(2, 19, 2, 8)), f32)
     own = jnp.asarray(rng.random((1, 2, 13, 19)) < 0.5)
@@ -174,7 +176,7 @@ def test_relu_mask() -> None:
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
 def test_topk_masks(rows: list[list[float]], top_k: int, dtype: str) -> None:
-    """Against a stable sort by descending value, ties at the threshold and all."""
+    """Compares with a stable sort by descending value, including ties at the threshold."""
     bias = jnp.asarray(rows, dtype)[:, None]
     mask, indices = topk_mask(bias, top_k), topk_indices(bias, top_k)
     for i, row in enumerate(rows):
@@ -184,8 +186,8 @@ def test_topk_masks(rows: list[list[float]], top_k: int, dtype: str) -> None:
         assert indices[i, 0].tolist() == best + [-1] * (top_k - len(best))
 
 
-def test_topk_mask_below_a_mask(rng: np.random.Generator) -> None:
-    """One bias a key, a choice of its own for each query: dynamic mask attention's mask."""
+def test_topk_mask_within_a_mask(rng: np.random.Generator) -> None:
+    """With one bias per key, each query selects its own keys, as in dynamic mask attention."""
     bias = jnp.asarray(rng.normal(size=(2, 3, 1, 9)), f32)
     causal = jnp.tril(jnp.ones((9, 9), bool))
     mask = np.asarray(jax.jit(lambda b: topk_mask(b, 4, mask=causal))(bias))
@@ -195,8 +197,8 @@ def test_topk_mask_below_a_mask(rng: np.random.Generator) -> None:
         assert np.flatnonzero(mask[b, h, t]).tolist() == sorted(np.argsort(-row)[:4].tolist())
 
 
-def test_kept_keys_are_a_mask(rng: np.random.Generator) -> None:
-    """`topk_indices` as kv_indices and `topk_mask` as mask: two ways to the same attention."""
+def test_kept_keys_equal_a_mask(rng: np.random.Generator) -> None:
+    """`topk_indices` as kv_indices and `topk_mask` as mask give the same attention."""
     q = jnp.asarray(rng.normal(size=(2, 6, 4, 8)), f32)
     k, v = (jnp.asarray(rng.normal(size=(2, 15, 2, 8)), f32) for _ in range(2))
     bias = jnp.asarray(rng.normal(size=(2, 2, 1, 15)), f32)
@@ -253,6 +255,6 @@ def test_misuse(args: tuple, options: dict, error: type[Exception], message: str
         (lambda: topk_mask(np.ones(8, f32), 1, mask=ARRAY), ValueError, "'mask' has shape"),
     ],
 )
-def test_misuse_of_masks_of_biases(call: Any, error: type[Exception], message: str) -> None:
+def test_misuse_of_masks_from_biases(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

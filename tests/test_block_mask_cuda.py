@@ -1,4 +1,4 @@
-"""The kernel of block masks, and what surrounds it with NumPy in its place."""
+"""Tests the block mask kernel, and the code around it with NumPy in place of the kernel."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ EMPTY_MAP = (None, None, None)
 
 
 def visible_in(other: Any, heads: int) -> np.ndarray:
-    """Which keys a map leaves, [B, heads, T, ...], overhanging keys too."""
+    """Returns which keys a map shows, [B, heads, T, ...], including keys beyond S."""
     rows, tiles, bits = (np.asarray(x) for x in other)
     block_q, slots = bits.shape[3], bits.shape[2]
     kept = np.unpackbits(bits, axis=-1, bitorder="little").astype(bool)
     batch = max(rows.shape[0], tiles.shape[0])
     out = np.zeros((batch, tiles.shape[1], rows.shape[1], tiles.shape[3], kept.shape[-1]), bool)
     for b, h, t, j in np.ndindex(*out.shape[:4]):
-        row, of = rows[b % rows.shape[0], t], b % tiles.shape[0]
-        tile = tiles[of, h, row // block_q, j]
+        row, entry = rows[b % rows.shape[0], t], b % tiles.shape[0]
+        tile = tiles[entry, h, row // block_q, j]
         if tile == -1:
             out[b, h, t, j] = True
         elif 0 <= tile < slots:
-            out[b, h, t, j] = kept[of, h, tile, row % block_q]
+            out[b, h, t, j] = kept[entry, h, tile, row % block_q]
     wide = out.reshape(*out.shape[:3], -1)
     return np.repeat(wide, heads // wide.shape[1], axis=1)
 
 
 def call(target: str, operands: Any, avals: Any, **sizes: Any) -> list[Any]:
-    """The handlers' contract, in NumPy."""
+    """Implements the FFI handlers in NumPy and checks their operands."""
     assert all(type(n) is np.int64 for n in sizes.values())
     queries, keys = int(sizes["queries"]), int(sizes["keys"])
     mask, starts, ends, q_segments, kv_segments, *other = operands[:8]
     batch, heads = avals[0].shape[:2]
     if starts is not None and ends is not None:
-        assert starts.shape == ends.shape  # one stride serves both
+        assert starts.shape == ends.shape  # the handlers have one stride for both
     seen = np.ones((batch, heads, queries, keys), bool)
     if mask is not None:
         assert mask.dtype == bool and mask.shape[0] in (1, batch)
         assert mask.shape[2] in (1, queries) and mask.shape[3] == keys
         seen &= np.repeat(np.asarray(mask), heads // mask.shape[1], axis=1)
-    number = np.arange(keys)
+    position = np.arange(keys)
     for bound, inside in ((starts, np.greater_equal), (ends, np.less)):
         if bound is not None:
             assert bound.shape in ((1, queries), (batch, queries))
-            seen &= inside(number, np.asarray(bound)[:, None, :, None])
+            seen &= inside(position, np.asarray(bound)[:, None, :, None])
     if q_segments is not None:
         assert q_segments.shape == (batch, queries) and kv_segments.shape == (batch, keys)
         same = np.asarray(q_segments)[:, :, None] == np.asarray(kv_segments)[:, None]
@@ -68,23 +68,23 @@ def call(target: str, operands: Any, avals: Any, **sizes: Any) -> list[Any]:
     block_q, line = avals[-1].shape[3:] if not classify else (int(sizes["block_q"]), 0)
     block_k = int(sizes["block_k"]) if classify else 8 * line
     rows, columns = -(-queries // block_q), -(-keys // block_k)
-    over = (rows * block_q - queries, columns * block_k - keys)
+    padding = (rows * block_q - queries, columns * block_k - keys)
 
     def tiled(x: np.ndarray) -> np.ndarray:
-        wide = np.pad(x, ((0, 0), (0, 0), (0, over[0]), (0, over[1])))
+        wide = np.pad(x, ((0, 0), (0, 0), (0, padding[0]), (0, padding[1])))
         split = wide.reshape(*wide.shape[:2], rows, block_q, columns, block_k)
         return split.swapaxes(3, 4)
 
-    tiles, hidden = tiled(seen), tiled(~seen)
-    some, full = tiles.any((4, 5)), ~hidden.any((4, 5))
+    tiles, masked = tiled(seen), tiled(~seen)
+    occupied, full = tiles.any((4, 5)), ~masked.any((4, 5))
     if classify:
-        results = [some, full]
+        results = [occupied, full]
     else:
         bits = np.packbits(tiles, axis=-1, bitorder="little")
         flat = bits.reshape(batch, heads, rows * columns, block_q, line)
         number = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
         if target == "jax_dsa.block_mask_compress.v1":
-            results = [np.where(full, -1, np.where(some, number, -2)).astype(np.int32), flat]
+            results = [np.where(full, -1, np.where(occupied, number, -2)).astype(np.int32), flat]
         else:
             assert target == "jax_dsa.block_mask_pack.v1"
             packed = np.zeros(avals[0].shape, np.uint8)
@@ -107,15 +107,15 @@ def integers(rng: np.random.Generator, low: int, high: int, *shape: int) -> jax.
 
 
 def bools(rng: np.random.Generator, *shape: int) -> jax.Array:
-    """With patches of nothing and of everything."""
+    """Returns random bools with all-True and all-False ranges of keys."""
     mask = rng.random(shape) < 0.5
     mask[..., : shape[3] // 3] = True
     mask[..., shape[3] // 2 : shape[3] * 4 // 5] = False
     return jnp.asarray(mask)
 
 
-def operands(rng: np.random.Generator, which: str, queries: int, keys: int) -> Operands:
-    """Of two batch entries, where they are not shared."""
+def operands(rng: np.random.Generator, name: str, queries: int, keys: int) -> Operands:
+    """Returns the operands of a case, with two batch entries where they are not shared."""
     full = jnp.full((1, queries), keys, jnp.int32)
     causal = jnp.arange(1, queries + 1, dtype=jnp.int32)[None]
     random = integers(rng, -9, keys + 9, 2, queries)
@@ -126,18 +126,18 @@ def operands(rng: np.random.Generator, which: str, queries: int, keys: int) -> O
         "one row": Operands(bools(rng, 2, 1, 1, keys), None, random, None, None),
         "ranges": Operands(None, causal - 5, random, None, None),
         "segments": Operands(bools(rng, 1, 1, queries, keys), None, full, *pair),
-    }[which]
+    }[name]
 
 
 KINDS = ["mask", "shared mask", "one row", "ranges", "segments"]
 
 
 @pytest.mark.parametrize("blocks", [(4, 8), (8, 48)])
-@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_composition(
-    which: str, blocks: tuple[int, int], rng: np.random.Generator, kernel: None
+    name: str, blocks: tuple[int, int], rng: np.random.Generator, kernel: None
 ) -> None:
-    options, x = Options(T, S, *blocks, room=40), operands(rng, which, T, S)
+    options, x = Options(T, S, *blocks, slots=40), operands(rng, name, T, S)
     want = xla.block_mask_classify(options, x)
     for got, kinds in zip(cuda.block_mask_classify(options, want, x), want, strict=True):
         np.testing.assert_array_equal(got, kinds)
@@ -150,7 +150,7 @@ def test_composition(
 
 
 def compressed(rng: np.random.Generator, rows: int, heads: int, other: bool, ranges: bool) -> None:
-    """`cuda.compress` of masks and maps, each shared or not, against the masks themselves."""
+    """Compares `cuda.compress` of a mask and a block mask with the masks themselves."""
     mask = bools(rng, 2, heads, rows, S)
     ends = integers(rng, 0, S, 2, T) if ranges else None
     blocks = make_block_mask(bools(rng, 1, 4, T, S), block_q=5, block_k=16)
@@ -162,7 +162,7 @@ def compressed(rng: np.random.Generator, rows: int, heads: int, other: bool, ran
     if given is not None:
         want = want & visible_in(given, count)[..., :S]
     seen = visible_in(got, count)[..., :S]
-    if ends is not None:  # beyond it anything is right
+    if ends is not None:  # keys outside of the range may be anything
         inside = np.arange(S) < np.asarray(ends)[:, None, :, None]
         seen, want = seen & inside, want & inside
     np.testing.assert_array_equal(seen, want)
@@ -185,14 +185,16 @@ def test_compress(
     compressed(rng, rows, heads, other, ranges)
 
 
-def test_ranges_of_each_entry_make_no_map_of_each(rng: np.random.Generator, kernel: None) -> None:
+def test_ranges_per_batch_entry_do_not_repeat_a_shared_mask(
+    rng: np.random.Generator, kernel: None
+) -> None:
     mask, ends = bools(rng, 1, 1, T, S), integers(rng, 0, S, 2, T)
     got = cuda.compress(mask, T, ends=ends, block_q=8, block_k=16)
     assert got.tiles.shape[0] == 1
     np.testing.assert_array_equal(visible_in(got, 1)[..., :S], mask)
 
 
-def test_what_the_kernel_does_not_take() -> None:
+def test_unsupported_calls() -> None:
     assert cuda.supports(Options(T, S, 8, 8)) is None
     assert "function" in str(cuda.supports(Options(T, S, 8, 8, function=jnp.equal)))
     assert "1073741825" in str(cuda.supports(Options(T, 2**30 + 1, 8, 8)))
@@ -205,13 +207,13 @@ def test_what_the_kernel_does_not_take() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(200, 512), (213, 333), (1, 1), (700, 1040)], ids=str)
 @pytest.mark.parametrize("blocks", [(128, 128), (16, 40), (64, 1040)], ids=str)
-@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_kernel(
-    which: str, blocks: tuple[int, int], shape: tuple[int, int], rng: np.random.Generator
+    name: str, blocks: tuple[int, int], shape: tuple[int, int], rng: np.random.Generator
 ) -> None:
-    x = operands(rng, which, *shape)
+    x = operands(rng, name, *shape)
     options = Options(
-        *shape, *blocks, room=2 * -(-shape[0] // blocks[0]) * -(-shape[1] // blocks[1])
+        *shape, *blocks, slots=2 * -(-shape[0] // blocks[0]) * -(-shape[1] // blocks[1])
     )
     kernel, plain = Call("make_block_mask", "cuda"), Call("make_block_mask", "xla")
     want = CLASSIFY(plain, options, x)
@@ -230,7 +232,7 @@ def test_kernel(
 @ROWS
 @RANGES
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_compressing_kernel(
+def test_compress_on_the_kernel(
     heads: int, rows: int, other: bool, ranges: bool, rng: np.random.Generator
 ) -> None:
     compressed(rng, rows, heads, other, ranges)
@@ -238,7 +240,7 @@ def test_compressing_kernel(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "jit"])
-def test_block_masks_are_made_by_the_kernel(
+def test_make_block_mask_on_the_kernel(
     traced: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mask = bools(rng, 2, 2, 300, 500)
@@ -274,5 +276,5 @@ def test_kernel_with_more_than_2_31_keys() -> None:
     got = CLASSIFY(Call("make_block_mask", "cuda"), options, x)
     tile = np.add.outer(np.arange(363), np.arange(363)) % 3
     want = Kinds(jnp.asarray(tile < 2), jnp.asarray(tile == 1))
-    for kinds, right in zip(got, want, strict=True):
-        np.testing.assert_array_equal(kinds[0, 0], right)
+    for kinds, expected in zip(got, want, strict=True):
+        np.testing.assert_array_equal(kinds[0, 0], expected)

@@ -1,4 +1,4 @@
-"""What surrounds the kernels of masked attention, with the XLA implementation in their place."""
+"""Tests the code around the masked attention kernels, with XLA in place of the kernels."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from support.compare import assert_matches
 from jax_dsa import make_block_mask, masked_attention
 from jax_dsa.core import ffi
 from jax_dsa.ops.block_mask import cuda as block_mask_cuda
-from jax_dsa.ops.masked_attention import cuda, xla
+from jax_dsa.ops.masked_attention import cuda, scores, xla
 from jax_dsa.ops.masked_attention.api import BWD, FWD
-from jax_dsa.ops.masked_attention.spec import LSE, Operands, Options, Results
+from jax_dsa.ops.masked_attention.spec import Operands, Options, Results
 
 B, T, S, N, G, D, E, W = 2, 6, 9, 4, 2, 8, 16, 7
 OPTIONS = Options(0.3, None, "x", "x", "x", deterministic=False)
@@ -39,13 +39,13 @@ def call(
     softcap: np.float32,
     **backward: np.bool_,
 ) -> Any:
-    """The handlers' contract."""
+    """Implements the FFI handlers by the XLA implementation and checks their operands."""
     assert isinstance(scale, np.float32) and isinstance(softcap, np.float32)
     assert list(backward) == (["deterministic"] if target == BACKWARD else [])
     given = dict(zip(FIELDS, operands[: len(FIELDS)], strict=True))
     starts, ends = given["starts"], given["ends"]
     if starts is not None and ends is not None:
-        assert starts.shape == ends.shape  # one stride serves both
+        assert starts.shape == ends.shape  # the handlers have one stride for both
     absent = dict.fromkeys(set(Operands._fields) - set(FIELDS))
     x = Operands(**given, **absent)
     heads = "x" if x.tiles is None else {1: "x", G: "g", N: "(g m)"}[x.tiles.shape[1]]
@@ -77,7 +77,7 @@ def call(
 
 
 def compress_call(target: str, operands: Any, avals: Any, **lengths: np.generic) -> Any:
-    """The contract of the kernel that compresses masks: bits for every tile."""
+    """Implements the FFI handler that compresses masks: it makes bits for every tile."""
     assert target == "jax_dsa.block_mask_compress.v1"
     mask, starts, ends, _, _, rows, tiles, bits = operands
     (batch, heads, i, j), (*_, block_q, _) = (a.shape for a in avals)
@@ -87,19 +87,13 @@ def compress_call(target: str, operands: Any, avals: Any, **lengths: np.generic)
         if bound is not None:
             visible &= inside(jnp.arange(keys), bound[:, None, :queries, None])
     if rows is not None:
-        q = jnp.zeros((1, queries, heads, 1))
-        x = Operands(**(dict.fromkeys(Operands._fields) | {"rows": rows, "tiles": tiles}))
-        x = x._replace(q=q, k=jnp.zeros((1, keys, heads, 1)), v=q, bits=bits)
-        visible &= (
-            xla.masked_attention_probs(
-                dataclasses.replace(OPTIONS, tile_heads="(g m)" if tiles.shape[1] > 1 else "x"),
-                x._replace(v=x.k),
-                LSE(jnp.zeros((1, queries, heads))),
-            ).probs
-            > 0
-        )
-    room = ((0, 0), (0, 0), (0, i * block_q - queries), (0, j * 128 - keys))
-    visible = jnp.pad(jnp.broadcast_to(visible, (batch, *visible.shape[1:])), room)
+        q, k = jnp.zeros((1, queries, heads, 1)), jnp.zeros((1, keys, heads, 1))
+        x = problem_of(q=q, k=k, v=k, rows=rows, tiles=tiles, bits=bits)
+        other = scores.Queries.of(x).visible(scores.Keys.of(x))
+        assert other is not None
+        visible &= scores.merge_heads(other)
+    padding = ((0, 0), (0, 0), (0, i * block_q - queries), (0, j * 128 - keys))
+    visible = jnp.pad(jnp.broadcast_to(visible, (batch, *visible.shape[1:])), padding)
     visible = visible.reshape(batch, heads, i, block_q, j, 128).swapaxes(3, 4)
     packed = jnp.packbits(visible, axis=-1, bitorder="little")
     slots = jnp.broadcast_to(jnp.arange(i * j, dtype=jnp.int32).reshape(i, j), avals[0].shape)
@@ -126,13 +120,18 @@ def qkv(rng: np.random.Generator, **sizes: int) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
 
 
+def problem_of(**given: Any) -> Operands:
+    """Returns operands of which all that are not given are None."""
+    return Operands(**(dict.fromkeys(Operands._fields) | given))
+
+
 def problem(rng: np.random.Generator, **given: Any) -> Operands:
     q, k, v = qkv(rng)
-    return Operands(**(dict.fromkeys(Operands._fields) | {"q": q, "k": k, "v": v} | given))
+    return problem_of(**({"q": q, "k": k, "v": v} | given))
 
 
 def both_ways(rng: np.random.Generator, options: Options, x: Operands) -> None:
-    """The composition does what the XLA implementation does."""
+    """Asserts that both passes agree with the XLA implementation."""
     y = xla.masked_attention_fwd(options, x)
     assert_matches(cuda.masked_attention_fwd(options, y, x), y, 1e-5)
     dy = Results(*(jnp.asarray(rng.normal(size=z.shape), jnp.float32) for z in y))
@@ -153,9 +152,9 @@ MASKS: dict[str, Any] = {
     "none": lambda rng: {},
     "ends": lambda rng: {"ends": integers(rng, 0, S + 1, B, T)},
     "starts": lambda rng: {"starts": integers(rng, 0, S, 1, T)},
-    "ranges of all": lambda rng: random_ranges(rng, 1, 1),
-    "starts of all, ends of each": lambda rng: random_ranges(rng, 1, B),
-    "starts of each, ends of all": lambda rng: random_ranges(rng, B, 1),
+    "shared ranges": lambda rng: random_ranges(rng, 1, 1),
+    "shared starts": lambda rng: random_ranges(rng, 1, B),
+    "shared ends": lambda rng: random_ranges(rng, B, 1),
     "segments": segments,
     "segments and ranges": lambda rng: segments(rng) | random_ranges(rng, B, B),
 }
@@ -174,7 +173,7 @@ def test_composition(mask: str, kept: bool, rng: np.random.Generator, kernels: N
 
 
 @pytest.mark.parametrize("heads", [1, G, N])
-def test_composition_of_a_block_mask(heads: int, rng: np.random.Generator, kernels: None) -> None:
+def test_composition_with_a_block_mask(heads: int, rng: np.random.Generator, kernels: None) -> None:
     blocks = make_block_mask(jnp.asarray(rng.random((1, heads, T, S)) < 0.6), block_q=4, block_k=8)
     rows = jnp.arange(T, dtype=jnp.int32)[None]
     factors = {1: "x", G: "g", N: "(g m)"}[heads]
@@ -185,7 +184,7 @@ def test_composition_of_a_block_mask(heads: int, rng: np.random.Generator, kerne
 @pytest.mark.parametrize("beside", ["nothing", "ranges", "block mask"])
 @pytest.mark.parametrize("rows", [1, T])
 @pytest.mark.parametrize("heads", [1, G, N])
-def test_composition_of_a_mask(
+def test_composition_with_a_mask(
     heads: int, rows: int, beside: str, rng: np.random.Generator, kernels: None
 ) -> None:
     given: dict[str, Any] = {"mask": jnp.asarray(rng.random((B, heads, rows, S)) < 0.6)}
@@ -203,7 +202,7 @@ def test_composition_of_a_mask(
 @pytest.mark.parametrize("rows", [1, T])
 @pytest.mark.parametrize("batch", [1, B])
 @pytest.mark.parametrize("heads", [1, G, N])
-def test_composition_of_a_bias(
+def test_composition_with_a_bias(
     heads: int, batch: int, rows: int, kept: bool, rng: np.random.Generator, kernels: None
 ) -> None:
     given: dict[str, Any] = random_ranges(rng, B, 1)
@@ -243,19 +242,19 @@ def test_empty_axes(
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the extension were there."""
+    """Pretends that the extension is installed."""
     monkeypatch.setattr(ffi, "status", lambda: (True, ""))
     monkeypatch.setattr(ffi, "extension", extension)
 
 
 def shaped(t: int, d: int, e: int, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
-    """q, k and v. Every test has a length of its own, so that none finds a trace."""
+    """Returns q, k and v. Each test uses another length, so that no trace is found in a cache."""
     shapes = (1, t, 4, d), (1, t, 2, d), (1, t, 2, e)
     return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
 
 
 def traced(arrays: tuple[Any, ...], **options: Any) -> str:
-    """Forward and backward pass."""
+    """Returns the jaxpr of the forward and backward pass."""
 
     def loss(q: Any, k: Any, v: Any) -> Any:
         return masked_attention(q, k, v, **options).astype(jnp.float32).sum()
@@ -264,21 +263,21 @@ def traced(arrays: tuple[Any, ...], **options: Any) -> str:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_the_kernels_run_what_they_cover(dtype: Any, loaded: None) -> None:
+def test_supported_calls_run_on_the_kernels(dtype: Any, loaded: None) -> None:
     for options in ({}, {"is_causal": True, "softcap": 30.0}, {"implementation": "cuda"}):
         text = traced(shaped(20, 64, 128, dtype), **options)
         assert FORWARD in text and BACKWARD in text
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_kernel_is_told_whether_sums_have_an_order(deterministic: bool, loaded: None) -> None:
+def test_the_kernel_gets_the_deterministic_flag(deterministic: bool, loaded: None) -> None:
     text = traced(shaped(21, 64, 64), deterministic=deterministic)
     assert FORWARD in text
     call = text[: text.index(BACKWARD)].rindex("ffi_call[")
     assert f"('deterministic', {np.bool_(deterministic)!r})" in text[call : text.index(BACKWARD)]
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"dtype": jnp.float32}, "bfloat16 or float16, got float32"),
     "D 12": ({"d": 12}, "multiples of 8 up to 256 for D and E, got D=12, E=64"),
     "E 264": ({"e": 264}, "got D=64, E=264"),
@@ -297,12 +296,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_the_kernels_do_not_cover(name: str) -> None:
-    given, why = REFUSED[name]
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_calls(name: str) -> None:
+    given, why = UNSUPPORTED[name]
     given = {"t": 20, "d": 64, "e": 64, "dtype": jnp.bfloat16} | given
     q, k, v = shaped(*(given.pop(n) for n in ("t", "d", "e")), given.pop("dtype"))
-    x = Operands(**(dict.fromkeys(Operands._fields) | {"q": q, "k": k, "v": v} | given))
+    x = problem_of(**({"q": q, "k": k, "v": v} | given))
     for kernel in (FWD.kernel, BWD.kernel):
         assert kernel is not None
         assert why in (kernel.unsupported_reason(OPTIONS, x) or "")
@@ -318,14 +317,14 @@ def test_what_the_kernels_do_not_cover(name: str) -> None:
         ((2, 4, 1, 20), False, False),
     ],
 )
-def test_deterministic_gradients_of_biases(
+def test_support_of_deterministic_bias_gradients(
     shape: tuple[int, ...], kept: bool, covered: bool
 ) -> None:
     q, k = (jax.ShapeDtypeStruct((2, 20, n, 64), jnp.bfloat16) for n in (4, 2))
     bias = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     indices = jax.ShapeDtypeStruct((2, 2, 3), jnp.int32) if kept else None
     given = {"q": q, "k": k, "v": k, "bias": bias, "kv_indices": indices}
-    x = Operands(**(dict.fromkeys(Operands._fields) | given))
+    x = problem_of(**given)
     assert FWD.kernel is not None and BWD.kernel is not None
     options = dataclasses.replace(OPTIONS, deterministic=True)
     assert FWD.kernel.unsupported_reason(options, x) is None
@@ -334,7 +333,7 @@ def test_deterministic_gradients_of_biases(
 
 @pytest.mark.parametrize("kept", [False, True], ids=["all keys", "kept keys"])
 def test_lowers_for_a_gpu(kept: bool) -> None:
-    """With the extension, on a machine without a GPU, too."""
+    """Lowering works without a GPU if the extension is built."""
     pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
     indices = jnp.zeros((1, 2, 3), jnp.int32) if kept else None
 

@@ -1,4 +1,4 @@
-"""Every wrong argument of `masked_attention` is named before anything is computed."""
+"""Tests that every wrong argument of `masked_attention` raises an error that names it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,6 @@ ERRORS = [
     ("kv_indices", np.ones((B, G, 3), f32), TypeError, "argument 'kv_indices' has dtype"),
     ("deterministic", None, TypeError, "argument 'deterministic'"),
     ("return_lse", "yes", TypeError, "argument 'return_lse'"),
-    ("return_attn_probs", 0, TypeError, "argument 'return_attn_probs'"),
     ("implementation", "triton", ValueError, "argument 'implementation' is 'triton'"),
     ("implementation", "cuda", NotImplementedError, "implementation='xla'"),
 ]
@@ -101,7 +100,7 @@ def test_misuse(name: str, value: Any, error: type[Exception], message: str) -> 
 @pytest.mark.parametrize(
     "leaf", ["tiles", "bits", "num_kv_tiles", "kv_tiles", "num_q_tiles", "q_tiles"]
 )
-def test_leaves_of_a_block_mask(
+def test_wrong_fields_of_a_block_mask(
     leaf: str, wrong: Callable[[np.ndarray], Any], error: type[Exception]
 ) -> None:
     arguments = valid_arguments()
@@ -111,7 +110,7 @@ def test_leaves_of_a_block_mask(
         masked_attention(**arguments, block_mask=blocks)
 
 
-def test_block_mask_of_parts_that_do_not_fit() -> None:
+def test_block_mask_with_inconsistent_fields() -> None:
     arguments = valid_arguments()
     mask = arguments.pop("mask")
     blocks, other = (make_block_mask(mask, block_q=n, block_k=8) for n in (2, 5))
@@ -122,14 +121,12 @@ def test_block_mask_of_parts_that_do_not_fit() -> None:
         masked_attention(**arguments, block_mask=mixed)
 
 
-def test_misuse_of_two_arguments() -> None:
+def test_misuse_of_combined_arguments() -> None:
     arguments = valid_arguments()
     blocks = make_block_mask(arguments["mask"])
     with pytest.raises(ValueError, match=r"'block_mask'.*beside 'kv_indices'"):
         kept = np.zeros((B, G, 2), np.int32)
         masked_attention(**arguments, block_mask=blocks, kv_indices=kept)
-    with pytest.raises(NotImplementedError, match=r"return_attn_probs.*implementation='xla'"):
-        masked_attention(**arguments, return_attn_probs=True, implementation="cuda")
     other = make_block_mask(lambda b, h, t, s: t >= s, shape=(1, 3, T, S))
     with pytest.raises(ValueError, match=r"'block_mask' is \(1, 3, 5, 7\)"):
         masked_attention(**arguments, block_mask=other)
@@ -152,9 +149,7 @@ def test_misuse_of_two_arguments() -> None:
     rank=st.booleans(),
 )
 def test_any_wrong_shape_is_named(name: str, axis: int, change: int, rank: bool) -> None:
-    """One axis longer or shorter, or one axis more, never gets as far as a computation, and what
-    is legal does.
-    """
+    """An axis of another size or an additional axis raises an error unless the shape is legal."""
     arguments = valid_arguments()
     shape = list(arguments[name].shape)
     legal = False

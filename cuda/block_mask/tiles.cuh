@@ -52,6 +52,9 @@ struct Strips {
 
 // ---- results -----------------------------------------------------------------------------------
 
+// What the kernel writes; see block_mask.h. kKinds and kBits tell whether it needs the kinds and
+// the bits of tiles. `slot` returns where the bits of a tile go (negative: nowhere) and `put`
+// writes its kind, given the index of the tile among all tiles and within its map.
 struct Classify {
   bool* occupied;
   bool* full;
@@ -252,6 +255,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
                  const __grid_constant__ Out out) {
   constexpr int kKeys = Tr::kKeys, kInFlight = Tr::kInFlight, kWarps = Tr::kWarps;
   const int lane = threadIdx.x % 32, warp = uniform(static_cast<int>(threadIdx.x) / 32);
+  // A tile line is a row of tiles of one of the batch * heads maps.
   const unsigned cta = blockIdx.x, tile_line = cta / strips.per_row,
                  map_index = tile_line / strips.rows;
   const int column = (cta - tile_line * strips.per_row) * strips.tiles;

@@ -12,7 +12,7 @@
 
 namespace jax_dsa::masked_attention {
 
-inline constexpr int kStageBytes = 1024;  // bytes of a warp's staging buffer for outputs
+inline constexpr int kStagingBytes = 1024;  // bytes of a warp's staging buffer for outputs
 
 // Returns how many 16-dim steps of Q a warpgroup keeps in registers. Each step saves 2 KiB of
 // shared-memory reads per key tile and costs four registers per thread.
@@ -82,7 +82,7 @@ struct alignas(1024) Shared {
   uint8_t q[Tr::kDBlocks][Tr::kQBlockBytes];
   uint8_t k[Tr::kStages][Tr::kDBlocks][Tr::kKeyBlockBytes];
   uint8_t v[Tr::kStages][Tr::kEBlocks][Tr::kKeyBlockBytes];
-  uint8_t out[8][kStageBytes];
+  uint8_t out[8][kStagingBytes];
   [[no_unique_address]] BiasBuffers<Tr::kBiasBuffers, kQueryTile, Tr::kKeys / 64> bias;
   // Mask bits of the partial tiles in the queue, and one bit per key that no query of the tile
   // sees.

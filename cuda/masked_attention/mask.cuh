@@ -187,12 +187,12 @@ class TileWalk {
 
 // ---- bits --------------------------------------------------------------------------------------
 
-// The lowest n bits, for n in any range.
+// Returns a mask of the lowest n bits. n may be out of range.
 __device__ __forceinline__ uint32_t low_bits(int n) {
   return n <= 0 ? 0u : n >= 32 ? ~0u : (1u << n) - 1;
 }
 
-// A row of bits in memory.
+// Loads a row of bits.
 template <int kWords>
 __device__ __forceinline__ void load_bits(const uint8_t* from, uint32_t (&bits)[kWords]) {
   static_assert(kWords == 2 || kWords == 4);
@@ -245,8 +245,8 @@ __device__ __forceinline__ void query_bits(const AttentionMask& m, int64_t map, 
           m.bits + map * m.slots * m.block_q * (m.block_k / 8) + first % m.block_k / 8;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const int64_t line = int64_t{max(kind[r], 0)} * m.block_q + row[r];
-        load_bits(slots + line * (m.block_k / 8), bits[r]);
+        const int64_t bit_row = int64_t{max(kind[r], 0)} * m.block_q + row[r];
+        load_bits(slots + bit_row * (m.block_k / 8), bits[r]);
       }
     }
 #pragma unroll

@@ -28,7 +28,7 @@ for _path in sorted((pathlib.Path(__file__).parent / "operators").glob("*.py")):
 WITHOUT_GRADIENT = {
     *("FlatCache.append", "FlatCache.update", "PagedCache.append", "PagedCache.update"),
     *("HTreeCache.append", "htree_decode", "htree_select", "make_block_mask", "quantize_fp8"),
-    *("topk_indices", "topk_mask"),
+    *("attention_probs", "topk_indices", "topk_mask"),
 }
 WITH_KERNEL = (
     *("topk", "indexer_logits", "indexer_topk", "sparse_mla", "sparse_mla_decode", "attn_dist"),

@@ -11,10 +11,22 @@ import numpy as np
 from flax import nnx
 
 from jax_dsa import nn
-from support.models import ATTENTION, DECODER
 
-B, T, M = 2, 12, ATTENTION.model_dim
-CONFIG = ATTENTION
+B, T, M = 2, 12, 16
+CONFIG = nn.AttentionConfig(
+    model_dim=M,
+    num_heads=2,
+    q_rank=12,
+    kv_rank=8,
+    nope_dim=6,
+    rope_dim=4,
+    v_dim=5,
+    index_heads=3,
+    index_dim=8,
+    index_rope_dim=4,
+    top_k=5,
+)
+DECODER = nn.DecoderConfig(CONFIG, vocab=11, num_layers=2, mlp_dim=24)
 # Four layers. The first and the last have an indexer.
 SHARING = dataclasses.replace(DECODER, num_layers=4, indexer_types=("full", "shared", "shared"))
 

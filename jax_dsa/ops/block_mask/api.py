@@ -14,8 +14,6 @@ from jax_dsa.core.arguments import (
     CausalAlignment,
     SegmentIds,
     Window,
-    segments,
-    window_ranges,
 )
 from jax_dsa.core.checks import BOOL, FLOATS, Args
 from jax_dsa.core.ffi import Kernel
@@ -36,6 +34,7 @@ from jax_dsa.ops.block_mask.spec import (
     Options,
     Tiles,
 )
+from jax_dsa.ops.block_mask.visible import Visible
 from jax_dsa.ops.topk.api import topk_of
 
 if TYPE_CHECKING:
@@ -69,38 +68,40 @@ def make_block_mask(
     block_q: int = 128,
     block_k: int = 128,
 ) -> BlockMask:
-    """Sorts a mask into empty, full and partial tiles, once for many calls of `masked_attention`.
+    """Returns a mask as a block mask: a mask divided into empty, full and partial tiles.
 
-    The mask is never held as a whole: one row of tiles, [B, H, block_q, S], is evaluated at a time.
-    Outside of `jit` the result has room for just the partial tiles (rounded up to a power of two,
-    since each size compiles the attention anew); where it is traced, room for all tiles, which is
-    B*H*T*S/8 bytes.
+    Make a block mask once for all calls of `masked_attention` that share it.
+
+    The mask is never stored as a whole. One row of tiles, [B, H, block_q, S], is evaluated at a
+    time. Outside of `jit`, the result stores bits for the partial tiles only. Their number is
+    rounded up to a power of two, since the attention is compiled once per size. Under `jit`, the
+    result stores bits for all tiles, B*H*T*S/8 bytes.
 
     Args:
-        mask: True keeps. An array, a function, or None if the other arguments say it all. The
-            function takes batch, head, query and key numbers, int32 arrays that broadcast against
-            each other, and returns bools that broadcast with them. An array has a kernel, a
-            function has none.
-        shape: (B, H, T, S) of the attention, by default the shape of the array `mask`, which must
-            broadcast to it.
-        is_causal, causal_alignment, local_window_size, segment_ids, key_value_seq_lengths: as in
-            `masked_attention`, and combined with `mask`. What is in the block mask need not be said
-            again there.
-        block_q: queries a tile, up to T (or 128).
-        block_k: keys a tile, a multiple of 8, up to S (or 128).
+        mask: Mask; True keeps a key. An array, a function, or None if the other arguments describe
+            the mask. A function takes the indices of batch entries, heads, queries and keys as
+            int32 arrays that broadcast against each other, and returns bools that broadcast with
+            them. Arrays are converted by a CUDA kernel, functions are not.
+        shape: (B, H, T, S) of the attention. `mask` must broadcast to it. Default: the shape of the
+            array `mask`.
+        is_causal, causal_alignment, local_window_size, segment_ids, key_value_seq_lengths: As in
+            `masked_attention`, and combined with `mask`. Do not repeat them in the call of
+            `masked_attention`.
+        block_q: Number of queries per tile, up to T (or 128).
+        block_k: Number of keys per tile, a multiple of 8, up to S (or 128).
 
     Returns:
-        The block mask, with a B or H of 1 if the mask is an array or None and nothing depends on
-        it. Masks have no gradient. Sharded over batch and heads as the arrays are; what a mask
-        function closes over must not be sharded on an Explicit mesh.
+        The block mask. Its B or H is 1 if the mask is an array or None and does not depend on the
+        batch entry or the head. It has no gradient. It is sharded over batch and heads like the
+        arrays. Arrays that a mask function closes over must not be sharded on an Explicit mesh.
 
     Raises:
-        ValueError, TypeError: for wrong shapes, dtypes or options.
+        ValueError, TypeError: If a shape, dtype or option is wrong.
 
     Examples:
         >>> import jax_dsa
         >>> mask = jax_dsa.make_block_mask(shape=(1, 1, 512, 512), is_causal=True)
-        >>> mask.num_kv_tiles  # tiles of keys that each tile of queries sees
+        >>> mask.num_kv_tiles  # number of key tiles that each query tile sees
         Array([[[1, 2, 3, 4]]], dtype=int32)
     """
     args = Args("make_block_mask", "shape", np.empty((0,) * 4), "B H T S")
@@ -123,68 +124,86 @@ def make_block_mask(
         block_k=args.integer("block_k", block_k, 8, max(128, keys + 7)),
     )
     args.option("block_k", block_k, block_k % 8 == 0, "a multiple of 8")
-    starts, ends = window_ranges(
-        args, is_causal, causal_alignment, local_window_size, key_value_seq_lengths
+    visible = Visible.from_arguments(
+        args, is_causal, causal_alignment, local_window_size, key_value_seq_lengths, segment_ids
     )
-    if ends is None:
-        ends = jnp.full((1, queries), keys, jnp.int32)
-    operands = Operands(array, starts, ends, *segments(args, segment_ids))
+    if visible.ends is None:
+        visible = visible._replace(ends=jnp.full((1, queries), keys, jnp.int32))
+    operands = Operands(mask=array, **visible._asdict())
     call = args.call(None)
     classify: Callable[[Options, Operands], Kinds] = functools.partial(CLASSIFY, call)
     pack: Callable[[Options, Operands, Tiles], Bits] = functools.partial(PACK, call)
     if callable(mask):
         options = dataclasses.replace(
-            options, batch=batch, heads=heads, function=_checked(args, mask)
+            options, batch=batch, heads=heads, function=_check_results(args, mask)
         )
-        # What the function closes over cannot pass through the rules of a Pass.
+        # A Pass cannot handle the arrays that the function closes over.
         classify, pack = CLASSIFY.xla, PACK.xla
 
     if 0 in sizes:
         empty = jnp.zeros((batch, heads, options.rows, options.columns), bool)
-        tiles, room = _slots(empty, empty)
-        bits = jnp.zeros((batch, heads, room, block_q, block_k // 8), jnp.uint8)
+        tiles, slots = _assign_slots(empty, empty)
+        bits = jnp.zeros((batch, heads, slots, block_q, block_k // 8), jnp.uint8)
         return _block_mask(tiles, bits, options)
-    tiles, room = _slots(*classify(options, operands))
-    options = dataclasses.replace(options, room=room)
+    tiles, slots = _assign_slots(*classify(options, operands))
+    options = dataclasses.replace(options, slots=slots)
     (bits,) = pack(options, operands, Tiles(tiles))
     return _block_mask(tiles, bits, options)
 
 
-def _slots(occupied: Bool[Array, "B H I J"], full: Bool[Array, "B H I J"]) -> tuple[Array, int]:
-    """`BlockMask.tiles`, and for how many partial tiles there has to be room."""
-    room = full.shape[2] * full.shape[3]
-    partial = (occupied & ~full).reshape(*full.shape[:2], room)
-    slots = jnp.cumsum(partial, axis=-1, dtype=jnp.int32) - 1
-    tiles = jnp.where(occupied, slots.reshape(full.shape), EMPTY)
+def _assign_slots(
+    occupied: Bool[Array, "B H I J"], full: Bool[Array, "B H I J"]
+) -> tuple[Array, int]:
+    """Returns `BlockMask.tiles`, and the number of slots for partial tiles."""
+    slots = full.shape[2] * full.shape[3]
+    partial = (occupied & ~full).reshape(*full.shape[:2], slots)
+    slot = jnp.cumsum(partial, axis=-1, dtype=jnp.int32) - 1
+    tiles = jnp.where(occupied, slot.reshape(full.shape), EMPTY)
     if not isinstance(partial, jax.core.Tracer):
         most = int(partial.sum(-1).max(initial=1))
-        room = min(room, 1 << (most - 1).bit_length())
-    return jnp.where(full, FULL, tiles), max(room, 1)
+        slots = min(slots, 1 << (most - 1).bit_length())
+    return jnp.where(full, FULL, tiles), max(slots, 1)
 
 
 def _block_mask(tiles: Array, bits: Array, options: Options) -> BlockMask:
     occupied = tiles != EMPTY
-    across, down = _ascending(occupied), _ascending(jnp.swapaxes(occupied, 2, 3))
-    return BlockMask(tiles, bits, *across, *down, options.queries, options.keys)
+    num_kv_tiles, kv_tiles = _indices_of_set(occupied)
+    num_q_tiles, q_tiles = _indices_of_set(jnp.swapaxes(occupied, 2, 3))
+    return BlockMask(
+        tiles=tiles,
+        bits=bits,
+        num_kv_tiles=num_kv_tiles,
+        kv_tiles=kv_tiles,
+        num_q_tiles=num_q_tiles,
+        q_tiles=q_tiles,
+        query_length=options.queries,
+        key_length=options.keys,
+    )
 
 
-def _checked(args: Args, function: MaskFunction) -> MaskFunction:
-    """`function`, whose results have to be bools."""
-    return lambda *numbers: args.typed("mask", function(*numbers), BOOL)
+def _check_results(args: Args, function: MaskFunction) -> MaskFunction:
+    """Returns `function` with a check that its results are bools."""
+    return lambda *indices: args.typed("mask", function(*indices), BOOL)
 
 
-def _ascending(occupied: Bool[Array, "... J"]) -> tuple[Array, Array]:
-    """How many are set along the last axis, and which, in ascending order and then -1."""
+def _indices_of_set(occupied: Bool[Array, "... J"]) -> tuple[Array, Array]:
+    """Returns how many entries of the last axis are True, and their indices, followed by -1."""
     size = occupied.shape[-1]
     which = jnp.sort(jnp.where(occupied, jnp.arange(size, dtype=jnp.int32), size), axis=-1)
     return occupied.sum(-1, dtype=jnp.int32), jnp.where(which < size, which, -1)
 
 
 def relu_mask(bias: Float[Array, "..."]) -> Bool[Array, "..."]:
-    """The mask that keeps the keys of positive bias. It has no gradient.
+    """Returns the mask that keeps the keys of positive bias. It has no gradient.
+
+    Args:
+        bias: Bias of any shape and float dtype.
+
+    Returns:
+        A mask in the shape of `bias`, bool.
 
     Raises:
-        TypeError: for a bias that is not a float array.
+        TypeError: If `bias` is not a float array.
 
     Examples:
         >>> import jax.numpy as jnp, jax_dsa
@@ -197,18 +216,21 @@ def relu_mask(bias: Float[Array, "..."]) -> Bool[Array, "..."]:
 def topk_mask(
     bias: Float[Array, "... S"], top_k: int, *, mask: Bool[Array, "... S"] | None = None
 ) -> Bool[Array, "... S"]:
-    """The mask that keeps the `top_k` keys of largest bias in each row. It has no gradient.
+    """Returns the mask that keeps the `top_k` keys of largest bias in each row.
 
-    Ties go to the lower position. -inf and NaN are never kept, so a row may keep fewer.
+    Among equal values, lower positions come first. -inf and NaN are never kept, so a row may keep
+    fewer keys. The mask has no gradient.
 
     Args:
-        bias: rows of any float dtype.
-        top_k: how many keys to keep.
-        mask: True where a key may be kept (a causal mask, say); it broadcasts against `bias`, and
-            the result has their common shape.
+        bias: Rows of biases of any float dtype.
+        top_k: Number of keys to keep per row.
+        mask: True where a key may be kept, for example a causal mask. It broadcasts against `bias`.
+
+    Returns:
+        A mask in the common shape of `bias` and `mask`, bool.
 
     Raises:
-        ValueError, TypeError: for wrong shapes or dtypes, or a top_k < 1.
+        ValueError, TypeError: If a shape or dtype is wrong, or top_k < 1.
 
     Examples:
         >>> import jax.numpy as jnp, jax_dsa
@@ -229,23 +251,27 @@ def topk_mask(
     mark: Callable[[Indices], Mask] = functools.partial(
         INDEX_MASK, args.call("xla"), IndexOptions(x.shape[-1])
     )
-    for _ in range(len(rows) - 2):  # not one reshape, as in `topk`
+    for _ in range(len(rows) - 2):  # a single reshape would gather sharded axes
         mark = jax.vmap(mark)
     return mark(Indices(kept.reshape(*rows, top_k))).mask.reshape(x.shape)
 
 
 def topk_indices(bias: Float[Array, "... S"], top_k: int) -> Int[Array, "... W"]:
-    """Positions of the `top_k` largest entries of each row, ascending, then -1. No gradient.
+    """Returns the positions of the `top_k` largest entries of each row in ascending order.
 
-    Ties go to the lower position; -inf and NaN are never selected. Of a bias [B, G, S] they are the
-    `kv_indices` of `masked_attention`.
+    Among equal values, lower positions come first. -inf and NaN are never selected. If a row has
+    fewer than `top_k` candidates, the remaining entries are -1. The result has no gradient. For a
+    bias [B, G, S] it is the argument `kv_indices` of `masked_attention`.
 
     Args:
-        bias: rows of any float dtype.
-        top_k: W, how many entries to take.
+        bias: Rows of biases of any float dtype.
+        top_k: W, the number of entries to select per row.
+
+    Returns:
+        Positions of shape [..., W], int32.
 
     Raises:
-        ValueError, TypeError: for a bias that is not a float array, or a top_k < 1.
+        ValueError, TypeError: If `bias` is not a float array, or top_k < 1.
 
     Examples:
         >>> import jax.numpy as jnp, jax_dsa
@@ -258,7 +284,7 @@ def topk_indices(bias: Float[Array, "... S"], top_k: int) -> Int[Array, "... W"]
 
 
 def _checks(name: str) -> Args:
-    """Checks for a function of rows, which has no batch axis of its own."""
+    """Returns checks for a function of rows, which has no batch axis."""
     return Args(name, "bias", np.empty(0), "S")
 
 

@@ -1,4 +1,4 @@
-"""Block masks on their CUDA kernel, and masks of single calls as what attention's kernels read."""
+"""Block masks on their CUDA kernel, and conversion of masks for the attention kernels."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jax_dsa.ops.block_mask.spec import Bits, Kinds, Map, Operands, Options, Til
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# The kernel's limits, as cuda/block_mask/block_mask.h has them.
+# The limits of the kernel; see cuda/block_mask/block_mask.h.
 _MAX_LENGTH = 2**30
 _MAX_TILES = 2**31 - 1
 
 
 def supports(options: Options, *_: Any) -> str | None:
-    """None, or why the kernel does not run this call."""
+    """Returns None, or the reason why the kernel does not cover this call."""
     longest = max(options.queries, options.keys)
     if options.function is not None:
-        return "it reads arrays, and there is a mask function"
+        return "it takes arrays, got a mask function"
     if longest > _MAX_LENGTH:
         return f"it takes T and S up to {_MAX_LENGTH}, got {longest}"
     if options.rows * options.columns > _MAX_TILES:
@@ -33,7 +33,7 @@ def supports(options: Options, *_: Any) -> str | None:
 
 
 def block_mask_classify(options: Options, avals: Kinds, x: Operands) -> Kinds:
-    """`xla.block_mask_classify`."""
+    """Computes `xla.block_mask_classify` on the kernel."""
     sizes: dict[str, Any] = {
         "block_q": np.int64(options.block_q),
         "block_k": np.int64(options.block_k),
@@ -45,7 +45,7 @@ def block_mask_classify(options: Options, avals: Kinds, x: Operands) -> Kinds:
 
 
 def block_mask_pack(options: Options, avals: Bits, x: Operands, y: Tiles) -> Bits:
-    """`xla.block_mask_pack`."""
+    """Computes `xla.block_mask_pack` on the kernel."""
     operands = [*_operands(x, avals.bits.shape[0]), y.tiles]
     return Bits(*ffi.call("jax_dsa.block_mask_pack.v1", operands, avals, **_lengths(options)))
 
@@ -60,18 +60,19 @@ def compress(
     block_q: int = 128,
     block_k: int = 128,
 ) -> Map:
-    """The mask as a map that has bits for every tile, which reads it once.
+    """Returns a mask as a block mask that has bits for every tile.
 
-    Attention's passes then read an eighth of its bytes. A mask that all queries share becomes one
-    row, which all of them have.
+    The kernel reads the mask once, and the attention kernels then read an eighth of its bytes. A
+    mask that all queries share becomes a single row, which `Map.rows` assigns to all queries.
 
     Args:
-        mask: True keeps. If there are other heads in `other`, one number divides the other.
+        mask: Mask; True keeps a key. If `other` has a different number of heads, one number must
+            divide the other.
         queries: T.
-        starts, ends: ranges of keys beyond which the mask need not be read. Keys there may or may
+        starts, ends: Ranges of keys outside of which the mask is not read. Keys there may or may
             not be visible in the result.
-        other: a map to combine with the mask.
-        block_q, block_k: queries and keys a tile.
+        other: A block mask to combine with the mask.
+        block_q, block_k: Numbers of queries and keys per tile.
     """
     batch, heads, mask_rows, keys = mask.shape
     rows = jnp.arange(queries, dtype=jnp.int32)[None]
@@ -82,13 +83,14 @@ def compress(
         rows = jnp.zeros_like(rows)
         queries = block_q = 1
         starts = ends = None
-    # Ranges of each batch entry would make a map of each.
+    # If the ranges differ by batch entry and the mask does not, do not use them: the block mask
+    # would need one copy per batch entry.
     ranges = [None if x is None or x.shape[0] > batch else x for x in (starts, ends)]
     tiles = (batch, heads, -(-queries // block_q), -(-keys // block_k))
     bits = (batch, heads, tiles[2] * tiles[3], block_q, block_k // 8)
     made = ffi.call(
         "jax_dsa.block_mask_compress.v1",
-        [mask, *_alike(*ranges), None, None, *(other or (None, None, None))],
+        [mask, *_same_shape(*ranges), None, None, *(other or (None, None, None))],
         [jax.ShapeDtypeStruct(tiles, jnp.int32), jax.ShapeDtypeStruct(bits, jnp.uint8)],
         queries=np.int64(queries),
         keys=np.int64(keys),
@@ -97,16 +99,16 @@ def compress(
 
 
 def _operands(x: Operands, batch: int) -> Sequence[Array | None]:
-    """In the handlers' order; there is no other map."""
+    """Returns the operands in the order of the FFI handlers, without another block mask."""
     pair = [
         None if y is None else jnp.broadcast_to(y, (batch, y.shape[1]))
         for y in (x.q_segments, x.kv_segments)
     ]
-    return [x.mask, *_alike(x.starts, x.ends), *pair, None, None, None]
+    return [x.mask, *_same_shape(x.starts, x.ends), *pair, None, None, None]
 
 
-def _alike(*ranges: Array | None) -> Sequence[Array | None]:
-    """Starts and ends, both of each batch entry or both shared."""
+def _same_shape(*ranges: Array | None) -> Sequence[Array | None]:
+    """Broadcasts starts and ends to the same shape, as the FFI handlers require."""
     shape = jnp.broadcast_shapes(*(x.shape for x in ranges if x is not None))
     return [None if x is None else jnp.broadcast_to(x, shape) for x in ranges]
 

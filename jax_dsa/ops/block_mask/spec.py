@@ -1,4 +1,4 @@
-"""What block masks are, and what making one takes and gives."""
+"""Block masks, and the options, operands and results of making one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_dsa.core.typing import Array, Bool, Int, UInt8
 
 MaskFunction = Callable[[Array, Array, Array, Array], Array]
 
-# What a block mask has for a tile that is not partial; a partial one has its slot in the bits.
+# The entries of `BlockMask.tiles` for tiles that are not partial. A partial tile has its slot.
 EMPTY, FULL = -2, -1
 
 
@@ -26,17 +26,18 @@ EMPTY, FULL = -2, -1
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A mask by tiles of `block_q` queries x `block_k` keys. A pytree; `make_block_mask` makes it.
+    """A mask in tiles of `block_q` queries x `block_k` keys, as `make_block_mask` returns it.
 
-    I and J count the tiles along queries and keys; the last ones may overhang. B and H are 1 where
-    all batch entries or heads share the mask; H is G or N otherwise.
+    A block mask is a pytree. I and J are the numbers of tiles along queries and keys; the last
+    tiles may extend beyond T and S. B and H are 1 if all batch entries or heads share the mask.
+    Otherwise H is G or N.
 
     Attributes:
-        tiles: -2 for an empty tile, -1 for a full one, and for a partial one its slot in `bits`.
-        bits: the masks of the partial tiles, 8 keys a byte, the lowest bit first.
-        num_kv_tiles, kv_tiles: of each row of tiles the non-empty ones: how many, and which columns
-            in ascending order, then -1.
-        num_q_tiles, q_tiles: the same of each column of tiles.
+        tiles: -2 for an empty tile, -1 for a full one, and the slot in `bits` for a partial one.
+        bits: The masks of the partial tiles, 8 keys per byte, the lowest bit first.
+        num_kv_tiles: Number of non-empty tiles in each row of tiles.
+        kv_tiles: Columns of these tiles in ascending order, followed by -1.
+        num_q_tiles, q_tiles: The same for each column of tiles.
         query_length, key_length: T and S.
     """
 
@@ -51,23 +52,25 @@ class BlockMask:
 
     @property
     def block_q(self) -> int:
-        """Queries a tile."""
+        """Number of queries per tile."""
         return self.bits.shape[-2]
 
     @property
     def block_k(self) -> int:
-        """Keys a tile."""
+        """Number of keys per tile."""
         return 8 * self.bits.shape[-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is static in making a block mask.
+    """The static options of making a block mask.
 
     Attributes:
-        batch, heads: B and H of what `function` depends on.
-        function: the mask, if it is none.
-        room: P, how many partial tiles there is room for.
+        queries, keys: T and S.
+        block_q, block_k: Numbers of queries and keys per tile.
+        batch, heads: B and H for `function`.
+        function: The mask function, if the mask is one.
+        slots: P, the number of slots for partial tiles.
     """
 
     queries: int
@@ -77,16 +80,16 @@ class Options:
     batch: int = 1
     heads: int = 1
     function: MaskFunction | None = None
-    room: int = 0
+    slots: int = 0
 
     @property
     def rows(self) -> int:
-        """I, how many tiles the queries make."""
+        """I, the number of rows of tiles."""
         return -(-self.queries // self.block_q)
 
     @property
     def columns(self) -> int:
-        """J, how many tiles the keys make."""
+        """J, the number of columns of tiles."""
         return -(-self.keys // self.block_k)
 
     def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
@@ -103,7 +106,7 @@ class Options:
 
 
 class Operands(NamedTuple):
-    """What decides which keys are visible, besides a mask function in the options."""
+    """The conditions on visible keys, besides a mask function in the options."""
 
     mask: Bool[Array, "b h t s", SHARED] | None
     starts: Int[Array, "b t", SHARED] | None
@@ -113,14 +116,14 @@ class Operands(NamedTuple):
 
 
 class Kinds(NamedTuple):
-    """Which tiles hold any visible key, and which hold no hidden one."""
+    """The kinds of tiles: which contain a visible key, and which contain no masked key."""
 
     occupied: Bool[Array, "b h i j", jnp.bool_]
     full: Bool[Array, "b h i j", jnp.bool_]
 
 
 class Tiles(NamedTuple):
-    """Where the partial tiles go."""
+    """The slots of the partial tiles; see `BlockMask.tiles`."""
 
     tiles: Int[Array, "b h i j"]
 
@@ -132,12 +135,12 @@ class Bits(NamedTuple):
 
 
 class Map(NamedTuple):
-    """A block mask as the kernels of attention read it.
+    """A block mask in the form that the attention kernels read.
 
     Attributes:
-        rows: each query's row in it.
+        rows: The row of each query in the block mask.
         tiles: EMPTY, FULL or a slot in `bits`.
-        bits: of the tiles that have a slot.
+        bits: The bits of the tiles that have a slot.
     """
 
     rows: Int[Array, "b t"]
@@ -147,7 +150,7 @@ class Map(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class IndexOptions:
-    """Static options of a mask from indices: how many keys there are."""
+    """The static options of a mask from indices: the number of keys."""
 
     size: int
 
@@ -157,12 +160,12 @@ class IndexOptions:
 
 
 class Indices(NamedTuple):
-    """Positions, negative for none."""
+    """Positions of keys; negative entries are no keys."""
 
     indices: Int[Array, "b t k"]
 
 
 class Mask(NamedTuple):
-    """True at the positions."""
+    """A mask that is True at the positions."""
 
     mask: Bool[Array, "b t s", jnp.bool_]

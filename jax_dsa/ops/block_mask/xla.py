@@ -1,4 +1,4 @@
-"""Block masks in plain JAX, one row of tiles at a time: the mask is never held as a whole."""
+"""Block masks in plain JAX. One row of tiles is evaluated at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def block_mask_classify(options: Options, x: Operands) -> Kinds:
-    """Which tiles hold any visible key, and which hold no hidden one."""
+    """Returns which tiles contain a visible key, and which contain no masked key."""
     row = _row_of_tiles(options, x)
 
     def classify(i: Array) -> tuple[Array, Array]:
@@ -39,7 +39,7 @@ def block_mask_classify(options: Options, x: Operands) -> Kinds:
 
 
 def block_mask_pack(options: Options, x: Operands, y: Tiles) -> Bits:
-    """The masks of the partial tiles, each in the slot that `tiles` has for it."""
+    """Returns the bits of the partial tiles, each in its slot of `tiles`."""
     tiles = y.tiles
     row = _row_of_tiles(options, x)
     batch, heads = tiles.shape[:2]
@@ -49,28 +49,31 @@ def block_mask_pack(options: Options, x: Operands, y: Tiles) -> Bits:
         visible, _ = row(i)
         packed = jnp.packbits(jnp.swapaxes(visible, 2, 3), axis=-1, bitorder="little")
         slot = tiles[:, :, i]
-        slot = jnp.where(slot < 0, options.room, slot)
+        slot = jnp.where(slot < 0, options.slots, slot)
         return bits.at[b[..., None], h[..., None], slot].set(packed, mode="drop"), None
 
-    shape = (batch, heads, options.room, options.block_q, options.block_k // 8)
+    shape = (batch, heads, options.slots, options.block_q, options.block_k // 8)
     bits = compat.match_vary(jnp.zeros(shape, jnp.uint8), tiles)
     return Bits(jax.lax.scan(pack, bits, jnp.arange(options.rows, dtype=jnp.int32))[0])
 
 
 def _row_of_tiles(options: Options, x: Operands) -> Callable[[Array], tuple[Array, Array]]:
-    """Of row i: which keys are visible, and which exist, [B, H, block_q, J, block_k]."""
+    """Returns a function from a row of tiles to which keys of it are visible, and which exist.
+
+    Both are bools [B, H, block_q, J, block_k].
+    """
     mask, starts, ends, q_segments, kv_segments = x
     batch = jnp.broadcast_shapes((options.batch,), *(y.shape[:1] for y in x if y is not None))
     heads = options.heads if mask is None else mask.shape[1]
     shape = (*batch, heads, options.block_q, options.columns, options.block_k)
-    wide = jnp.arange(options.columns * options.block_k, dtype=jnp.int32)
-    # The last tiles overhang: what is beyond reads the last query or key, and is not there.
-    key = jnp.minimum(wide, options.keys - 1)
+    padded = jnp.arange(options.columns * options.block_k, dtype=jnp.int32)
+    # The last tiles extend beyond the mask. Clamp their indices and mask these entries by `exists`.
+    key = jnp.minimum(padded, options.keys - 1)
 
     def row(i: Array) -> tuple[Array, Array]:
-        tall = i * options.block_q + jnp.arange(options.block_q, dtype=jnp.int32)
-        query = jnp.minimum(tall, options.queries - 1)
-        exists = (tall < options.queries)[:, None] & (wide < options.keys)[None]
+        rows = i * options.block_q + jnp.arange(options.block_q, dtype=jnp.int32)
+        query = jnp.minimum(rows, options.queries - 1)
+        exists = (rows < options.queries)[:, None] & (padded < options.keys)[None]
         exists, column = exists[None, None], key[None, None, None]
         conditions: list[Any] = [exists, column < ends[:, None, query, None]]
         if starts is not None:
@@ -83,7 +86,7 @@ def _row_of_tiles(options: Options, x: Operands) -> Callable[[Array], tuple[Arra
             b, h = (jnp.arange(n, dtype=jnp.int32) for n in (options.batch, heads))
             conditions.append(options.function(*jnp.ix_(b, h, query, key)))
         visible = functools.reduce(operator.and_, conditions)
-        flat = (*shape[:3], wide.size)
+        flat = (*shape[:3], padded.size)
         both = (jnp.broadcast_to(y, flat).reshape(shape) for y in (visible, exists))
         return next(both), next(both)
 
@@ -91,10 +94,10 @@ def _row_of_tiles(options: Options, x: Operands) -> Callable[[Array], tuple[Arra
 
 
 def index_mask(options: IndexOptions, x: Indices) -> Mask:
-    """True at `indices`."""
+    """Returns the mask that is True at `indices`."""
 
     def row(indices: Array) -> Array:
-        indices = jnp.where(indices < 0, options.size, indices)  # -1 would be the last position
+        indices = jnp.where(indices < 0, options.size, indices)  # -1 would index the last key
         return jnp.zeros(options.size, bool).at[indices].set(True, mode="drop")
 
     return Mask(jax.vmap(jax.vmap(row))(x.indices))

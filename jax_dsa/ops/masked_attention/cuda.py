@@ -1,4 +1,4 @@
-"""Masked attention on its CUDA kernels: what they cover, and what surrounds them."""
+"""Masked attention on its CUDA kernels: their limits, and the conversion of operands for them."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from jax_dsa.ops.masked_attention.spec import Gradients, Operands, Options, Resu
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# What the kernels take; `mask` and `kv_indices` are seen to here.
+# The operands of the kernels. `mask` and `kv_indices` are converted in this module.
 TAKES = (
     "q", "k", "v", "bias", "mask", "starts", "ends", "q_segments", "kv_segments", "kv_indices",
     "rows", "tiles", "bits",
 )  # fmt: skip
 
-# What they cover, as in cuda/masked_attention/masked_attention.h.
+# The limits of the kernels; see cuda/masked_attention/masked_attention.h.
 _DTYPES = (jnp.bfloat16, jnp.float16)
-MOST_DIMS = 256
+MAX_DIM = 256
 _BLOCK_K = 128
-_MOST_ROWS = 2**31 - 1 - 4096
+_MAX_LENGTH = 2**31 - 1 - 4096
 
 
 def supports(options: Options, x: Operands) -> str | None:
-    """None, or why the forward kernel does not run this call."""
+    """Returns None, or the reason why the forward kernel does not cover this call."""
     del options
     (T, _, D), S, E = x.q.shape[1:], x.k.shape[1], x.v.shape[3]
     if x.q.dtype not in _DTYPES:
         return f"it takes bfloat16 or float16, got {x.q.dtype}"
-    if not all(0 < dim <= MOST_DIMS and dim % 8 == 0 for dim in (D, E)):
-        return f"it takes multiples of 8 up to {MOST_DIMS} for D and E, got D={D}, E={E}"
-    if max(T, S) > _MOST_ROWS:
-        return f"it takes T and S up to {_MOST_ROWS}, got T={T}, S={S}"
+    if not all(0 < dim <= MAX_DIM and dim % 8 == 0 for dim in (D, E)):
+        return f"it takes multiples of 8 up to {MAX_DIM} for D and E, got D={D}, E={E}"
+    if max(T, S) > _MAX_LENGTH:
+        return f"it takes T and S up to {_MAX_LENGTH}, got T={T}, S={S}"
     if x.mask is not None and x.kv_indices is not None:
-        return "it takes 'mask' or 'kv_indices'"
+        return "it takes 'mask' or 'kv_indices', got both"
     if x.bits is not None and 8 * x.bits.shape[4] % _BLOCK_K != 0:
         got = 8 * x.bits.shape[4]
         return f"it takes block masks whose block_k is a multiple of {_BLOCK_K}, got {got}"
@@ -51,76 +51,79 @@ def supports(options: Options, x: Operands) -> str | None:
 
 
 def bwd_supports(options: Options, x: Operands, *_: Results) -> str | None:
-    """None, or why the backward kernel does not run this call."""
-    if options.deterministic and x.bias is not None and _is_shared(x.bias, x):
-        return "its sums of biases' gradients have no fixed order (deterministic=True)"
+    """Returns None, or the reason why the backward kernel does not cover this call."""
+    if options.deterministic and x.bias is not None and _scores_share_bias(x.bias, x):
+        return (
+            "it has no fixed order for the gradient of a bias that several scores share, which "
+            "deterministic=True requires"
+        )
     return supports(options, x)
 
 
-def _is_shared(bias: Array, x: Operands) -> bool:
-    """Whether the kernel sees a bias that several scores share."""
+def _scores_share_bias(bias: Array, x: Operands) -> bool:
+    """Returns whether several scores share an entry of the bias that the kernel reads."""
     batch, queries, heads = x.q.shape[:3]
     own_batch = x.kv_indices is not None or bias.shape[0] == batch
     return not (own_batch and bias.shape[1:3] == (heads, queries) and queries > 1)
 
 
 def masked_attention_fwd(options: Options, avals: Results, x: Operands) -> Results:
-    """`xla.masked_attention_fwd`."""
+    """Computes `xla.masked_attention_fwd` on the kernel."""
     del avals
     if x.kv_indices is None:
         return _forward(options, x)
     groups = x.k.shape[2]
-    out, lse = _forward(options, _Kept.of(x, x.kv_indices).operands)
-    return Results(_joined(out, groups), _joined(lse, groups))
+    out, lse = _forward(options, _KeptKeys.of(x, x.kv_indices).operands)
+    return Results(_groups_to_heads(out, groups), _groups_to_heads(lse, groups))
 
 
 def masked_attention_bwd(
     options: Options, avals: Gradients, x: Operands, y: Results, dy: Results
 ) -> Gradients:
-    """`xla.masked_attention_bwd`."""
+    """Computes `xla.masked_attention_bwd` on the kernels."""
     if x.kv_indices is None:
         return _backward(options, x, y, dy)
-    groups, kept = x.k.shape[2], _Kept.of(x, x.kv_indices)
-    y, dy = (Results(*(_split(z, groups) for z in given)) for given in (y, dy))
+    groups, kept = x.k.shape[2], _KeptKeys.of(x, x.kv_indices)
+    y, dy = (Results(*(_groups_to_batch(z, groups) for z in given)) for given in (y, dy))
     dq, dk, dv, dbias = _backward(options, kept.operands, y, dy)
-    spread = functools.partial(kept.spread, deterministic=options.deterministic)
-    dk, dv = spread(dk, avals.k), spread(dv, avals.v)
+    scatter = functools.partial(kept.scatter, deterministic=options.deterministic)
+    dk, dv = scatter(dk, avals.k), scatter(dv, avals.v)
     if x.bias is not None and dbias is not None:
-        like = jax.eval_shape(functools.partial(_bias_rows, groups=groups), x.bias)
-        total = spread(_bias_rows(dbias, 1), like.update(dtype=jnp.float32))
-        dbias = _of_bias_rows(total, x.bias)
-    return Gradients(_joined(dq, groups), dk, dv, dbias)
+        like = jax.eval_shape(functools.partial(_bias_by_key, groups=groups), x.bias)
+        total = scatter(_bias_by_key(dbias, 1), like.update(dtype=jnp.float32))
+        dbias = _bias_from_keys(total, x.bias)
+    return Gradients(_groups_to_heads(dq, groups), dk, dv, dbias)
 
 
 def _forward(options: Options, x: Operands) -> Results:
-    """Without `kv_indices`."""
-    x = _mapped(x)
+    """Runs the forward kernel on a call without `kv_indices`."""
+    x = _mask_to_block_mask(x)
     space, _ = _workspaces(x)
     out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
     lse = jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
     *results, _ = ffi.call(
-        "jax_dsa.masked_attention_fwd.v1", _operands(x), [out, lse, space], **_numbers(options)
+        "jax_dsa.masked_attention_fwd.v1", _operands(x), [out, lse, space], **_attributes(options)
     )
     return Results(*results)
 
 
 def _backward(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
-    """Without `kv_indices`."""
-    x = _mapped(x)
+    """Runs the backward kernels on a call without `kv_indices`."""
+    x = _mask_to_block_mask(x)
     _, space = _workspaces(x)
     operands = _operands(x)
     dq, dk, dv, dbias, _ = ffi.call(
         "jax_dsa.masked_attention_bwd.v1",
         [*operands, *y, *dy],
         [x.q, x.k, x.v, operands[-1], space],
-        **_numbers(options),
+        **_attributes(options),
         deterministic=np.bool_(options.deterministic),
     )
     return Gradients(dq, dk, dv, None if dbias is None else dbias[..., : x.k.shape[1]])
 
 
-def _mapped(x: Operands) -> Operands:
-    """With the mask as a map in tiles, which the kernels read, joined to the one that is given."""
+def _mask_to_block_mask(x: Operands) -> Operands:
+    """Returns operands without `mask`: it is combined with the block mask, if there is one."""
     if x.mask is None:
         return x
     other = None
@@ -131,24 +134,26 @@ def _mapped(x: Operands) -> Operands:
 
 
 def _operands(x: Operands) -> Sequence[Any]:
-    """In the handlers' order. Starts and ends are of each batch entry, or shared, alike; a row of
-    the bias has its keys rounded up to whole eights.
+    """Returns the operands in the order of the FFI handlers.
+
+    The handlers require that starts and ends have the same shape, and that the rows of the bias are
+    padded to a multiple of 8 keys.
     """
     shape = jnp.broadcast_shapes(*(b.shape for b in (x.starts, x.ends) if b is not None))
     starts, ends = (None if b is None else jnp.broadcast_to(b, shape) for b in (x.starts, x.ends))
-    limits = starts, ends, x.q_segments, x.kv_segments
+    visible = starts, ends, x.q_segments, x.kv_segments
     bias = x.bias
     if bias is not None:
         bias = jnp.pad(bias, [(0, 0)] * 3 + [(0, -bias.shape[3] % 8)])
-    return x.q, x.k, x.v, *limits, x.rows, x.tiles, x.bits, bias
+    return x.q, x.k, x.v, *visible, x.rows, x.tiles, x.bits, bias
 
 
-def _numbers(options: Options) -> dict[str, Any]:
+def _attributes(options: Options) -> dict[str, Any]:
     return {"scale": np.float32(options.scale), "softcap": np.float32(options.softcap or 0)}
 
 
 def _workspaces(x: Operands) -> list[jax.ShapeDtypeStruct]:
-    """The forward kernel's and the backward kernel's."""
+    """Returns the workspaces of the forward kernel and of the backward kernels."""
     (B, T, N, D), (S, G), E = x.q.shape, x.k.shape[1:3], x.v.shape[3]
     segmented = x.q_segments is not None
     bounded = segmented or any(b is not None for b in (x.starts, x.ends, x.rows))
@@ -159,44 +164,50 @@ def _workspaces(x: Operands) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((size,), jnp.uint8) for size in sizes]
 
 
-def _split(x: Array, groups: int) -> Array:
+def _groups_to_batch(x: Array, groups: int) -> Array:
     """[B, T, N, ...] -> [B*G, T, N/G, ...]"""
     B, T, N, *rest = x.shape
     x = x.reshape(B, T, groups, N // groups, *rest)
     return jnp.swapaxes(x, 1, 2).reshape(B * groups, T, N // groups, *rest)
 
 
-def _joined(x: Array, groups: int) -> Array:
-    """The inverse of `_split`."""
+def _groups_to_heads(x: Array, groups: int) -> Array:
+    """[B*G, T, N/G, ...] -> [B, T, N, ...]"""
     rows, T, M, *rest = x.shape
     x = x.reshape(rows // groups, groups, T, M, *rest)
     return jnp.swapaxes(x, 1, 2).reshape(rows // groups, T, groups * M, *rest)
 
 
-def _bias_rows(bias: Array, groups: int) -> Array:
-    """[1|B, 1|G|N, 1|T, S] -> [1|B, S, G, M*T], as k and v lie."""
+def _bias_by_key(bias: Array, groups: int) -> Array:
+    """[1|B, 1|G|N, 1|T, S] -> [1|B, S, G, M*T], which is the layout of k and v."""
     B, heads, T, S = bias.shape
     if heads == 1:
         bias, heads = jnp.broadcast_to(bias, (B, groups, T, S)), groups
     return jnp.moveaxis(bias.reshape(B, groups, heads // groups * T, S), 3, 1)
 
 
-def _of_bias_rows(rows: Array, bias: Array) -> Array:
-    """The inverse of `_bias_rows`, for a sum of gradients."""
+def _bias_from_keys(rows: Array, bias: Array) -> Array:
+    """Converts a gradient in the layout of `_bias_by_key` to the shape and dtype of the bias."""
     x = jnp.moveaxis(rows, 1, 3)
     if bias.shape[1] == 1:
         x = x.sum(1, keepdims=True)
     return x.reshape(bias.shape).astype(bias.dtype)
 
 
-class _Kept(NamedTuple):
-    """A call with `kv_indices` as one without: each group is a batch entry, B*G in all, and has the
-    keys that it keeps, in ascending order. What was a range of keys is then a range of those.
+class _KeptKeys(NamedTuple):
+    """A call with `kv_indices`, converted to a call without.
+
+    Each KV head becomes a batch entry (B*G in total) and has the keys that it keeps, in ascending
+    order. A range of keys is then still a range.
+
+    A key that is listed twice occurs twice, since the kernels have no counts. So `scatter` has to
+    add, unlike `scores.Keys.scatter_rows` of the XLA implementation.
 
     Attributes:
-        operands: of that call.
-        position: where its keys lie in 0..S-1; last come entries that are no keys, with S.
-        valid: which are keys.
+        operands: The operands of the converted call.
+        position: The positions of its keys in 0..S-1; S for entries that are no keys, which are
+            last.
+        valid: Which entries are keys.
     """
 
     operands: Operands
@@ -204,7 +215,8 @@ class _Kept(NamedTuple):
     valid: Bool[Array, "B 1 G W"]
 
     @classmethod
-    def of(cls, x: Operands, indices: Int[Array, "B G W"]) -> _Kept:
+    def of(cls, x: Operands, indices: Int[Array, "B G W"]) -> _KeptKeys:
+        """Converts a call; `indices` are its `kv_indices`."""
         (B, T), (S, G) = x.q.shape[:2], x.k.shape[1:3]
         position = jnp.sort(jnp.where((indices >= 0) & (indices < S), indices, S))[:, None]
         valid = position < S
@@ -214,7 +226,7 @@ class _Kept(NamedTuple):
             return kept.reshape(B * G, kept.shape[3], 1, y.shape[3])
 
         def before(bound: Int[Array, "1|B T"]) -> Int[Array, "B*G T"]:
-            """How many kept keys lie before each query's bound."""
+            """Returns the number of kept keys before the bound of each query."""
             bound = jnp.broadcast_to(jnp.minimum(bound, S)[:, None], (B, G, T))
             find = functools.partial(jnp.searchsorted, method="sort")
             count = jax.vmap(jax.vmap(find))(position[:, 0], bound)
@@ -222,7 +234,7 @@ class _Kept(NamedTuple):
 
         bias = x.bias
         if bias is not None:
-            kept = jnp.moveaxis(rows(_bias_rows(bias, G)), 1, 3)
+            kept = jnp.moveaxis(rows(_bias_by_key(bias, G)), 1, 3)
             bias = kept.reshape(B * G, max(bias.shape[1] // G, 1), bias.shape[2], kept.shape[3])
         q_segments, kv_segments = x.q_segments, x.kv_segments
         if q_segments is not None and kv_segments is not None:
@@ -230,7 +242,7 @@ class _Kept(NamedTuple):
             wide = jnp.broadcast_to(kv_segments[:, :, None, None], (B, S, G, 1))
             kv_segments = rows(wide)[..., 0, 0]
         operands = x._replace(
-            q=_split(x.q, G),
+            q=_groups_to_batch(x.q, G),
             k=rows(x.k),
             v=rows(x.v),
             bias=bias,
@@ -242,8 +254,8 @@ class _Kept(NamedTuple):
         )
         return cls(operands, position, valid)
 
-    def spread(self, rows: Array, like: Any, *, deterministic: bool) -> Array:
-        """Gradients of k or v from those of the kept rows; a key listed twice gets the sum."""
+    def scatter(self, rows: Array, like: Any, *, deterministic: bool) -> Array:
+        """Returns the gradient of k or v from that of the kept rows, summed for repeated keys."""
         rows = rows.astype(jnp.float32).reshape(*self.position.shape, rows.shape[3])
         total = compat.match_vary(jnp.zeros(like.shape, jnp.float32), rows)
         total = scatter_rows(total, self.position, self.valid, rows, deterministic=deterministic)

@@ -1,4 +1,4 @@
-"""What masked attention takes and gives."""
+"""Operands, options and results of masked attention."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from jax_dsa.core.typing import Array, Bool, Float, Int, UInt8
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is static in a call.
+    """The static options of a call.
 
     Attributes:
-        bias_heads, mask_heads, tile_heads: the factors of the operand's head axis: "(g m)" for one
-            entry a query head, "g" for one a key head, "x" for one that all heads share.
-        deterministic: gradients are bit-identical from run to run. The XLA implementation's are.
+        scale: Factor of q.k.
+        softcap: The softcap, or None.
+        bias_heads, mask_heads, tile_heads: The factors of the operand's head axis: "(g m)" for one
+            entry per query head, "g" for one per KV head, "x" for one that all heads share.
+        deterministic: Whether gradients must be bit-identical from run to run. Those of the XLA
+            implementation always are.
     """
 
     scale: float
@@ -28,19 +31,19 @@ class Options:
     deterministic: bool
 
     def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
-        """Returns the number of keys that `Probabilities` has."""
+        """Returns the size of the key axis of `attention_probs`, which is named z there."""
         return {"z": known["s"]}
 
 
 class Operands(NamedTuple):
-    """What every pass starts with. A key is visible unless one of those that are given hides it.
+    """The operands of every pass. A key is visible unless one of the given conditions masks it.
 
     Attributes:
-        starts, ends: the half-open range of keys that a query may see.
-        kv_indices: the keys that a head keeps; an entry outside 0..S-1 is no key.
-        rows: each query's row in the block mask.
+        starts, ends: The half-open range of keys that each query may see.
+        kv_indices: The keys that each KV head keeps. An entry outside 0..S-1 is no key.
+        rows: The row of each query in the block mask.
         tiles: EMPTY, FULL or a slot in `bits`, for each tile of the block mask.
-        bits: a bit for each key of a partial tile, the lowest bit first.
+        bits: One bit per key of the partial tiles, the lowest bit first.
     """
 
     q: Float[Array, "b t (g m) d"]
@@ -59,28 +62,16 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Output in q's dtype and log-sum-exp."""
+    """The output in q's dtype and the log-sum-exp."""
 
     out: Float[Array, "b t (g m) e", like("q"), Remat("dsa_out")]
     lse: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
 
 
 class Gradients(NamedTuple):
-    """Of the arrays, in their dtypes; that of the bias in its broadcast shape."""
+    """Gradients in the shapes and dtypes of the operands; the bias keeps its broadcast shape."""
 
     q: Array
     k: Array
     v: Array
     bias: Array | None
-
-
-class LSE(NamedTuple):
-    """What the probabilities need of the forward pass."""
-
-    lse: Float[Array, "b t (g m)", accumulated("q")]
-
-
-class Probabilities(NamedTuple):
-    """Over all keys; z is S, a letter of its own as this is no gradient."""
-
-    probs: Float[Array, "b (g m) t z", accumulated("q")]

@@ -1,4 +1,4 @@
-"""Attention under masks and biases, its packed form, and block masks."""
+"""Generators of calls of masked attention, its packed form, its probabilities, and block masks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from fuzz.draw import INT_MAX, Call, Draw, peak, without_batch
 from fuzz.operators.sparse_mla import wide
 from support.oracles import masked_attention as oracle
 
-from jax_dsa import BlockMask, make_block_mask, masked_attention, masked_attention_varlen
+from jax_dsa import (
+    BlockMask,
+    attention_probs,
+    make_block_mask,
+    masked_attention,
+    masked_attention_varlen,
+)
 
-# What the kernels take.
+# Sizes that the kernels cover.
 KERNEL = {"T": (1, 62, 213), "S": (1, 70, 300), "M": (1, 3), "D": (64, 72, 128), "E": (40, 64, 128)}
 
 
 def draw_window(c: Draw) -> dict[str, Any]:
-    """What says which positions are visible."""
+    """Draws the arguments that bound visible positions."""
     sizes = [c.integer(0), c.integer(2), (1, 0), (0, 3), (INT_MAX, 1), [2, 2]]
     return {
         "is_causal": c.flag(),
@@ -35,7 +41,7 @@ def draw_softcap(c: Draw) -> Any:
 
 
 def draw_blocks(c: Draw, r: Draw, B: int, N: int, G: int, T: int, S: int) -> Any:
-    """A block mask of random bools."""
+    """Draws a block mask of random bools."""
     shape = c.one(1, B), c.one(1, G, N), T, S
     return jax.tree.map(
         np.asarray, _blocks(r.bools(*shape), c.one(2, 3, 128), 128 if c.kernel else c.one(8, 16))
@@ -44,12 +50,12 @@ def draw_blocks(c: Draw, r: Draw, B: int, N: int, G: int, T: int, S: int) -> Any
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _blocks(mask: Any, block_q: int, block_k: int) -> BlockMask:
-    """Traced, so that its room does not depend on the mask."""
+    """Makes a block mask under jit, so that its number of slots does not depend on the mask."""
     return make_block_mask(mask, block_q=block_q, block_k=block_k)
 
 
 def expanded(blocks: Any) -> Any:
-    """The mask [1|B, 1|H, T, S] that a block mask stands for."""
+    """Returns the mask [1|B, 1|H, T, S] that a block mask represents."""
     tiles, (bq, bk) = jnp.asarray(blocks.tiles), (blocks.block_q, blocks.block_k)
     B, H, I, J = tiles.shape
     if not tiles.size:
@@ -63,27 +69,30 @@ def expanded(blocks: Any) -> Any:
 
 
 def window_of(window: Any) -> Any:
-    """As the oracle has it, in ints that numpy takes."""
+    """Returns a window as the oracle takes it, clamped to ints that NumPy holds."""
     if window is None:
         return None
     pair = window if isinstance(window, tuple | list) else (window, window)
     return tuple(min(int(n), 2**40) for n in pair)
 
 
-def attended(
-    x: dict[str, Any], count: np.ndarray, kwargs: dict[str, Any], probs: bool
-) -> list[np.ndarray]:
-    """What is asked for of out, lse and probabilities."""
-    scale, softcap = kwargs["scale"], kwargs["softcap"]
+def solution(x: dict[str, Any], count: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns out, lse and probabilities of a call by the oracle."""
+    scale, softcap = x["scale"], x["softcap"]
     scale = max(1, x["q"].shape[3]) ** -0.5 if scale is None else float(scale)
-    out, lse, p = oracle.attention(
+    return oracle.attention(
         x["q"], x["k"], x["v"], x["bias"], count, scale, None if softcap is None else float(softcap)
     )
-    return [out, *([lse] if kwargs["return_lse"] else []), *([p] if probs else [])]
+
+
+def results(x: dict[str, Any], count: np.ndarray) -> list[np.ndarray]:
+    """Returns the results of a call of `masked_attention` by the oracle."""
+    out, lse, _ = solution(x, count)
+    return [out, lse] if x["return_lse"] else [out]
 
 
 def draw_common(c: Draw, r: Draw, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, Any]:
-    """What both functions have, with a batch axis."""
+    """Draws the arguments of both functions, with a batch axis."""
     B, T, S, G, M, D, E = shape
     N = G * M
     per_score = [(c.one(1, B), c.one(1, G, N), c.one(1, T), S) for _ in range(2)]
@@ -92,7 +101,9 @@ def draw_common(c: Draw, r: Draw, shape: tuple[int, ...], dtype: np.dtype) -> di
     return {
         "q": r.floats(dtype, B, T, N, D),
         "k": r.floats(dtype, B, S, G, D),
-        "v": r.normal(dtype, B, S, G, E),  # what one query sees, others may too
+        "v": r.normal(
+            dtype, B, S, G, E
+        ),  # without NaN, which could reach queries that do not see it
         "bias": r.floats(dtype, *per_score[0]) if c.chance() else None,
         "mask": r.bools(*per_score[1]) if c.chance() else None,
         "scale": c.scale(),
@@ -102,12 +113,11 @@ def draw_common(c: Draw, r: Draw, shape: tuple[int, ...], dtype: np.dtype) -> di
         "kv_indices": r.positions(S, B, G, 70 if c.kernel else c.below(5)) if kept else None,
         "deterministic": c.flag(),
         "return_lse": c.flag(),
-        "return_attn_probs": c.flag(0.0 if c.kernel else 0.3),
     }
 
 
 def whole_mask(x: dict[str, Any], shape: tuple[int, ...]) -> np.ndarray:
-    """`mask` and `block_mask` together, for every score."""
+    """Returns `mask` and `block_mask` combined, for every score."""
     mask = np.ones(shape, bool)
     blocks = None if x["block_mask"] is None else np.asarray(expanded(x["block_mask"]))
     for own in (x["mask"], blocks):
@@ -118,16 +128,17 @@ def whole_mask(x: dict[str, Any], shape: tuple[int, ...]) -> np.ndarray:
 
 
 def finish(c: Draw, call: Call, dtype: np.dtype) -> Call:
-    """With what both functions have."""
+    """Sets the properties of a call of either function."""
     x, sums = call.kwargs, wide(dtype)
-    call.dtypes = (dtype, *[sums] * (int(x["return_lse"]) + int(x["return_attn_probs"])))
+    call.dtypes = (dtype, *[sums] * int(x["return_lse"]))
     call.diff = ("q", "k", "v", *(["bias"] if x["bias"] is not None else []))
     call.poison = ("k", "v")
     call.peak = peak(x["scale"], x["q"], x["k"]) + 4
     return call
 
 
-def draw_masked_attention(c: Draw, r: Draw) -> Call:
+def draw_batched(c: Draw, r: Draw) -> tuple[dict[str, Any], np.dtype]:
+    """Draws the arguments of `masked_attention` and their dtype."""
     B, T, S, *_ = shape = c.dims(KERNEL, B=2, T=5, S=7, G=2, M=2, D=5, E=4)
     dtype = c.dtype()
     ids = (
@@ -139,29 +150,51 @@ def draw_masked_attention(c: Draw, r: Draw) -> Call:
         "segment_ids": c.one(None, ids, *([ids[0]] if T == S else [])),
         "key_value_seq_lengths": r.positions(S, B) if c.chance() else None,
     }
-    if c.gradient:  # the probabilities have none
-        kwargs["return_attn_probs"] = False
+    return kwargs, dtype
+
+
+def counts(x: dict[str, Any]) -> np.ndarray:
+    """Returns how often each key counts for each query, by the oracle."""
+    B, T, N, _ = x["q"].shape
+    ids = x["segment_ids"]
+    pair = (None, None) if ids is None else ids if isinstance(ids, tuple) else (ids, ids)
+    return oracle.counts(
+        (B, N, T, x["k"].shape[1]),
+        x["k"].shape[2],
+        mask=whole_mask(x, (B, N, T, x["k"].shape[1])),
+        is_causal=x["is_causal"],
+        causal_alignment=x["causal_alignment"],
+        local_window_size=window_of(x["local_window_size"]),
+        q_segments=pair[0],
+        kv_segments=pair[1],
+        key_value_seq_lengths=x["key_value_seq_lengths"],
+        kv_indices=x["kv_indices"],
+    )
+
+
+def draw_masked_attention(c: Draw, r: Draw) -> Call:
+    kwargs, dtype = draw_batched(c, r)
 
     def want(**x: Any) -> list[np.ndarray]:
-        B, T, N, _ = x["q"].shape
-        ids = x["segment_ids"]
-        pair = (None, None) if ids is None else ids if isinstance(ids, tuple) else (ids, ids)
-        count = oracle.counts(
-            (B, N, T, x["k"].shape[1]),
-            x["k"].shape[2],
-            mask=whole_mask(x, (B, N, T, x["k"].shape[1])),
-            is_causal=x["is_causal"],
-            causal_alignment=x["causal_alignment"],
-            local_window_size=window_of(x["local_window_size"]),
-            q_segments=pair[0],
-            kv_segments=pair[1],
-            key_value_seq_lengths=x["key_value_seq_lengths"],
-            kv_indices=x["kv_indices"],
-        )
-        return attended(x, count, x, bool(x["return_attn_probs"]))
+        return results(x, counts(x))
 
     call = finish(c, Call(masked_attention, kwargs, want, ()), dtype)
-    return without_batch(call) if B == 1 and c.chance() else call
+    return without_batch(call) if kwargs["q"].shape[0] == 1 and c.chance() else call
+
+
+def draw_attention_probs(c: Draw, r: Draw) -> Call:
+    kwargs, dtype = draw_batched(c, r)
+    v = kwargs.pop("v")
+    for name in ("deterministic", "return_lse"):
+        del kwargs[name]
+
+    def want(**x: Any) -> list[np.ndarray]:
+        return [solution({**x, "v": np.zeros_like(v)}, counts(x))[2]]
+
+    call = Call(attention_probs, kwargs, want, (wide(dtype),))
+    call.poison = ("k",)
+    call.peak = peak(kwargs["scale"], kwargs["q"], kwargs["k"]) + 4
+    return without_batch(call) if kwargs["q"].shape[0] == 1 and c.chance() else call
 
 
 def draw_masked_attention_varlen(c: Draw, r: Draw) -> Call:
@@ -172,8 +205,6 @@ def draw_masked_attention_varlen(c: Draw, r: Draw) -> Call:
     kwargs = {n: x[0] if n in names and x is not None else x for n, x in whole.items()}
     for name, size in (("cu_seqlens_q", T), ("cu_seqlens_k", S)):
         kwargs[name] = np.sort(r.rng.integers(0, size + 1, R + 1)).astype(np.int32)
-    if c.gradient:
-        kwargs["return_attn_probs"] = False
 
     def want(cu_seqlens_q: Any, cu_seqlens_k: Any, **x: Any) -> list[np.ndarray]:
         x = {n: y[None] if n in names and y is not None else y for n, y in x.items()}
@@ -191,14 +222,14 @@ def draw_masked_attention_varlen(c: Draw, r: Draw) -> Call:
                 local_window_size=window_of(x["local_window_size"]),
                 kv_indices=None if kept is None else kept.astype(np.int64) - first,
             )
-        return [y[0] for y in attended(x, count, x, bool(x["return_attn_probs"]))]
+        return [y[0] for y in results(x, count)]
 
     return finish(c, Call(masked_attention_varlen, kwargs, want, ()), dtype)
 
 
 @functools.wraps(make_block_mask)
 def expanded_block_mask(**kwargs: Any) -> Any:
-    """What is made, as a mask of the shape that was asked for."""
+    """Makes a block mask and returns it as a mask of the requested shape."""
     blocks = make_block_mask(**kwargs)
     shape = kwargs["mask"].shape if kwargs["shape"] is None else kwargs["shape"]
     return jnp.broadcast_to(expanded(blocks), tuple(int(n) for n in shape))
@@ -243,6 +274,7 @@ def draw_make_block_mask(c: Draw, r: Draw) -> Call:
 
 
 GENERATORS = {
+    "attention_probs": draw_attention_probs,
     "masked_attention": draw_masked_attention,
     "masked_attention_varlen": draw_masked_attention_varlen,
     "make_block_mask": draw_make_block_mask,

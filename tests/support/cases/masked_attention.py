@@ -1,4 +1,4 @@
-"""`masked_attention` in its forms: broadcast bias and mask, kept keys, block mask, packed."""
+"""Cases of `masked_attention` and its relatives: bias and mask, kept keys, block mask, packed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jax_dsa import (
+    attention_probs,
     make_block_mask,
     masked_attention,
     masked_attention_varlen,
@@ -42,7 +43,7 @@ def attend_causal(q, k, v):
 
 
 def make_masked_args(rng: np.random.Generator) -> tuple:
-    """Bias and mask are shared by the batch, in two different ways otherwise."""
+    """Makes a bias that heads share and a mask that queries share."""
     mask = jnp.asarray(rng.random((1, N, 1, S)) < 0.8)
     return *qkv(rng, 1), floats(rng, 1, 1, T, S), mask, integers(rng, 0, S + 1, B)
 
@@ -73,7 +74,16 @@ def attend_block(q, k, v, bias):
     block_mask = make_block_mask(
         lambda b, h, t, s: (t + s + h) % 3 != 0, shape=(1, N, T, S), block_q=3, block_k=8
     )
-    return masked_attention(q, k, v, bias, block_mask=block_mask, return_attn_probs=True)
+    return masked_attention(q, k, v, bias, block_mask=block_mask)
+
+
+def make_probs_args(rng: np.random.Generator) -> tuple:
+    q, k, _ = qkv(rng, 2)
+    return q, k, floats(rng, 1, 2, T, S), integers(rng, 0, S + 1, B)
+
+
+def probabilities(q, k, bias, lengths):
+    return attention_probs(q, k, bias, is_causal=True, key_value_seq_lengths=lengths)
 
 
 def make_packed_args(rng: np.random.Generator) -> tuple:
@@ -93,7 +103,7 @@ def make_mask_args(rng: np.random.Generator) -> tuple:
     return mask, integers(rng, 0, S + 1, B), integers(rng, 0, 2, B, T), integers(rng, 0, 2, B, S)
 
 
-@jax.jit  # outside of jit the room for partial tiles depends on the mask
+@jax.jit  # outside of jit the number of slots depends on the mask
 def block_masks(mask, lengths, q_segments, kv_segments):
     segments = q_segments, kv_segments
     return jax.tree.leaves(
@@ -107,7 +117,7 @@ def make_bias_args(rng: np.random.Generator) -> tuple:
     return floats(rng, B, N, S), jnp.asarray(rng.random((B, 1, S)) < 0.7)
 
 
-def best(bias, mask):
+def masks_from_bias(bias, mask):
     return topk_mask(bias, 3, mask=mask), topk_indices(bias, 3), relu_mask(bias)
 
 
@@ -159,6 +169,17 @@ CASES = [
         },
     ),
     TransformCase(
+        "attention_probs",
+        probabilities,
+        make_probs_args,
+        (),
+        {
+            "batch": (batch, batch, P(), batch),
+            "query": (query, P(), head, P()),
+            "head": (head, P(), P(), P()),
+        },
+    ),
+    TransformCase(
         "make_block_mask",
         block_masks,
         make_mask_args,
@@ -167,7 +188,7 @@ CASES = [
     ),
     TransformCase(
         "topk_mask",
-        best,
+        masks_from_bias,
         make_bias_args,
         (),
         {"batch": (batch, batch), "head": (query, P())},

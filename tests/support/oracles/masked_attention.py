@@ -1,4 +1,4 @@
-"""Masked attention in numpy float64, one score at a time."""
+"""Masked attention in NumPy float64, one score at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ def counts(
     key_value_seq_lengths: Any = None,
     kv_indices: Any = None,
 ) -> np.ndarray:
-    """How often each key counts for each query, [B, N, T, S]: 2 if `kv_indices` has it twice."""
+    """Returns how often each key counts for each query, [B, N, T, S].
+
+    A masked key counts 0 times. A key that `kv_indices` lists twice counts twice.
+    """
     _, heads, queries, keys = shape
     out = np.zeros(shape, np.int64)
-    # Numbers of arrays on a device would come one transfer at a time.
+    # Indexing an array on a device would transfer each element separately.
     mask, q_segments, kv_segments, key_value_seq_lengths, kv_indices = (
         None if x is None else np.asarray(x)
         for x in (mask, q_segments, kv_segments, key_value_seq_lengths, kv_indices)
@@ -51,7 +54,7 @@ def counts(
 
 
 def at(x: Any, b: int, n: int, t: int, s: int, shape: tuple[int, int, int, int]) -> Any:
-    """The entry of a mask or bias [1|B, 1|G|N, 1|T, S] for one score."""
+    """Returns the entry of a mask or bias [1|B, 1|G|N, 1|T, S] for one score."""
     h = n // (shape[1] // x.shape[1])
     return x[b if x.shape[0] > 1 else 0, h, t if x.shape[2] > 1 else 0, s]
 
@@ -59,7 +62,7 @@ def at(x: Any, b: int, n: int, t: int, s: int, shape: tuple[int, int, int, int])
 def attention(
     q: Any, k: Any, v: Any, bias: Any, count: np.ndarray, scale: float, softcap: float | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """out [B, T, N, E], lse [B, T, N], probs [B, N, T, S]."""
+    """Returns out [B, T, N, E], lse [B, T, N] and probabilities [B, N, T, S]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     batch, heads, queries, keys = count.shape
     out = np.zeros((*q.shape[:3], v.shape[3]))
@@ -94,7 +97,7 @@ def gradients(
     q: Any, k: Any, v: Any, bias: Any, count: np.ndarray, scale: float, softcap: float | None,
     dout: Any, dlse: Any,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:  # fmt: skip
-    """Of q, k, v and bias, by the chain rule score by score."""
+    """Returns the gradients of q, k, v and bias by the chain rule, score by score."""
     q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in (q, k, v, dout, dlse))
     out, _, probs = attention(q, k, v, bias, count, scale, softcap)
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
