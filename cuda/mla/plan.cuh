@@ -13,14 +13,14 @@ namespace jax_dsa::mla {
 inline constexpr int kHeads = 64;     // heads (rows of Q) per work tile
 inline constexpr int kThreads = 384;  // three warpgroups
 inline constexpr int kKeyBlocks = 9;
-inline constexpr int kProbabilities = 8;  // the block of a key tile that P replaces
+inline constexpr int kProbabilityBlock = 8;  // the block of a key tile that P replaces
 inline constexpr float kLazyMargin = 8.f;
 
 // Barrier 0 is __syncthreads.
 enum NamedBarrier {
   kEvenReady = 1,  // P and the running maxima of an even tile are in shared memory
   kOddReady,       // the same for an odd tile
-  kTurn,           // the even warpgroup has issued its scores, so the odd one may issue its own;
+  kPingPong,       // the even warpgroup has issued its scores, so the odd one may issue its own;
                    // this staggers their softmaxes
   kEvenScored,     // the even tile's scores have used its keys; kOddScored follows
   kOddScored,
@@ -29,21 +29,21 @@ enum NamedBarrier {
 };
 
 // What the producer tells the consumers about a work tile.
-struct Tiles {
+struct ProducerNotes {
   static constexpr bool kRecords = false;  // whether keys come as FP8 records
   int tiles;                               // key tiles of the work tile whose Q is in shared memory
 };
 
 // `Notes` must have the members of `ProducerNotes`.
-template <int kD, typename Notes = Tiles>
+template <int kD, typename Notes = ProducerNotes>
 struct alignas(1024) Shared {
   uint8_t q[kD / 64][kBlockBytes];
   uint8_t keys[2][kKeyBlocks][kBlockBytes];
-  float reference[2][kHeads];  // by tile parity, log2 units
-  float2 sum[2][128];          // by tile parity, one entry per thread; written with a work tile's
-                               // last key tiles
-  uint8_t stage[8][1024];      // per warp, for outputs
-  ValidRows valid[2];          // by tile parity
+  float running_max[2][kHeads];  // by tile parity, log2 units
+  float2 sum[2][128];            // by tile parity, one entry per thread; written with a work tile's
+                                 // last key tiles
+  uint8_t staging[8][1024];      // per warp, for outputs
+  ValidRows valid[2];            // by tile parity
   Notes notes;
   uint64_t q_full, q_free;
   // The first index of the following barriers is the tile's parity.

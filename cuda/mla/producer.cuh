@@ -10,9 +10,9 @@ namespace jax_dsa::mla {
 // Begins a work tile. Once the previous work tile's Q has been used, `copy_queries` copies the new
 // Q, which a work tile without key tiles does not need.
 template <typename Shared, typename Copy>
-__device__ __forceinline__ void begin_item(Shared& shared, uint32_t item_parity, int tiles,
-                                           Copy copy_queries) {
-  mbarrier_wait(&shared.q_free, item_parity ^ 1);
+__device__ __forceinline__ void begin_work_tile(Shared& shared, uint32_t q_parity, int tiles,
+                                                Copy copy_queries) {
+  mbarrier_wait(&shared.q_free, q_parity ^ 1);
   if (threadIdx.x % 128 == 0) {
     shared.notes.tiles = tiles;
     mbarrier_arrive(&shared.q_full);

@@ -12,29 +12,29 @@ namespace jax_dsa::mla {
 
 // Softmax state of two rows of a warpgroup's accumulator: a thread holds rows r and r + 8.
 struct Rows {
-  float reference[2];  // log2 units; -inf before the first valid score
-  float sum[2];        // of this thread's probabilities, relative to the running maximum
-  float others[2];     // the sum of the same thread of the peer warpgroup, known near the end
+  float running_max[2];  // log2 units; -inf before the first valid score
+  float sum[2];          // of this thread's probabilities, relative to the running maximum
+  float peer_sum[2];     // the sum of the same thread of the peer warpgroup, known near the end
 
   // Adopts new running maxima. Returns the factors for everything that is relative to the old ones.
-  __device__ void move(const float (&to)[2], float (&factor)[2]) {
+  __device__ void raise(const float (&next)[2], float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      factor[r] = exp2_approx(reference[r] - finite_max(to[r]));
+      factor[r] = exp2_approx(running_max[r] - finite_max(next[r]));
       sum[r] *= factor[r];
-      others[r] *= factor[r];
-      reference[r] = to[r];
+      peer_sum[r] *= factor[r];
+      running_max[r] = next[r];
     }
   }
   // Returns row r's sum over all keys, near the end; 0 if no key was valid.
   __device__ float total(int r) const {
-    float x = sum[r] + others[r];
+    float x = sum[r] + peer_sum[r];
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
   }
   // Returns the natural logarithm of the sum of exp(score).
   __device__ float lse(int r, float total) const {
-    return total == 0.f ? -INFINITY : (reference[r] + log2f(total)) * kLn2;
+    return total == 0.f ? -INFINITY : (running_max[r] + log2f(total)) * kLn2;
   }
 };
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ void scale_rows(float (&o)[128], const float (&factor
 }
 
 // Sets the scores of invalid keys (columns) to -inf.
-__device__ __forceinline__ void hide_columns(float (&s)[32], uint64_t valid) {
+__device__ __forceinline__ void mask_columns(float (&s)[32], uint64_t valid) {
   if (valid != ~uint64_t{0}) {
     const int column = threadIdx.x % 4 * 2;
     const uint32_t low = static_cast<uint32_t>(valid) >> column;
@@ -69,19 +69,20 @@ __device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float 
   for (int i = 0; i < 4; ++i) top[i] = s[i];
 #pragma unroll
   for (int i = 4; i < 32; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
-  float to[2];
+  float next[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float m = fmaxf(top[2 * r], top[2 * r + 1]);
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
     m *= scale_log2;
-    to[r] = m > rows.reference[r] + margin ? m : rows.reference[r];
+    next[r] = m > rows.running_max[r] + margin ? m : rows.running_max[r];
   }
-  const bool moved = __any_sync(~0u, to[0] != rows.reference[0] || to[1] != rows.reference[1]);
-  if (moved) rows.move(to, factor);
+  const bool raised =
+      __any_sync(~0u, next[0] != rows.running_max[0] || next[1] != rows.running_max[1]);
+  if (raised) rows.raise(next, factor);
   between();
-  const float base[2] = {finite_max(to[0]), finite_max(to[1])};
+  const float base[2] = {finite_max(next[0]), finite_max(next[1])};
   float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < 32; i += 2) {
@@ -94,7 +95,7 @@ __device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float 
   }
   rows.sum[0] += sum[0] + sum[1];
   rows.sum[1] += sum[2] + sum[3];
-  return moved;
+  return raised;
 }
 
 // Stores the warp's 16 rows of the accumulator as bf16, 32 columns at a time through `staging`,
@@ -103,9 +104,9 @@ __device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float 
 // does the same for any stride, but with it ptxas 13.0 serializes products of the backward pass.
 template <int kStride, int kN>
 __device__ __forceinline__ void store_rows(const float (&o)[kN], const float (&factor)[2],
-                                           uint32_t stage, __nv_bfloat16* out, int rows_left) {
+                                           uint32_t staging, __nv_bfloat16* out, int rows_left) {
   const int lane = threadIdx.x % 32;
-  const uint32_t to = stage + lane % 16 * 64;
+  const uint32_t to = staging + lane % 16 * 64;
   const uint32_t mask[2] = {factor[0] == 0.f ? 0u : ~0u, factor[1] == 0.f ? 0u : ~0u};
 #pragma unroll
   for (int i = 0; i < kN / 16; ++i) {
@@ -125,7 +126,7 @@ __device__ __forceinline__ void store_rows(const float (&o)[kN], const float (&f
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int chunk = lane % 4 ^ (lane / 8);
-      load_shared_16(stage + (r * 8 + lane / 4) * 64 + chunk * 16, x[r]);
+      load_shared_16(staging + (r * 8 + lane / 4) * 64 + chunk * 16, x[r]);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -11,13 +11,6 @@
 
 namespace jax_dsa {
 
-// How work is divided. The defaults are the fastest that were measured.
-struct MqaDecodeTuning {
-  int merge_cost = 6;  // cost of splitting a few work tiles, in key tiles; nothing is split to save
-                       // less
-  int least = 3;       // the fewest key tiles of a work range, if there are enough for one
-};
-
 // Query t of request b sees the existing keys with starts[b, t] <= j < ends[b, t].
 struct MqaDecodeParams {
   const void* q;              // [batch, queries, heads, dim], bf16
@@ -37,7 +30,7 @@ struct MqaDecodeParams {
                               // logarithm units
   float* partial;             // [partial results, rows, value_dim], see `mqa_decode_workspace`
   float2* partial_rows;       // [partial results, rows]: lse and largest score
-  int2* cuts;                 // [CTA groups]: for a work tile that the group begins and does not
+  int2* split_tiles;          // [CTA groups]: for a work tile that the group begins and does not
                               // finish, its number and its number of splits; otherwise zeros
   int64_t batch;
   int64_t queries;
@@ -51,9 +44,8 @@ struct MqaDecodeParams {
   int pages;
   int page_size;
   int page_slots;
-  int sinks_stride;
+  int sinks_stride = 0;
   float scale;  // > 0
-  MqaDecodeTuning tuning;
 };
 
 // Returns the number of rows (queries times heads of a KV head group) that are multiplied at a
@@ -66,11 +58,11 @@ inline int mqa_decode_rows(int64_t queries, int heads, int groups, int dim, bool
 // The size of the workspace for partial results, sufficient for every device: rows of `partial` and
 // `partial_rows`, and entries of `split_tiles`.
 struct MqaDecodeWorkspace {
-  int64_t rows, cuts;
+  int64_t rows, split_tiles;
 };
 inline MqaDecodeWorkspace mqa_decode_workspace(int rows) {
-  const int blocks = kMaxSms * (rows == 64 ? 1 : 2);
-  return {int64_t{2} * blocks * rows, blocks};
+  const int ctas = kMaxSms * (rows == 64 ? 1 : 2);
+  return {int64_t{2} * ctas * rows, ctas};
 }
 
 cudaError_t launch_mqa_decode(const MqaDecodeParams& params, cudaStream_t stream);

@@ -28,42 +28,43 @@ struct SplitDecode : Decode {
 };
 
 template <bool kRecords_>
-struct DecodeNotes : mla::Tiles {
+struct DecodeNotes : mla::ProducerNotes {
   static constexpr bool kRecords = kRecords_;
 };
 template <int kD, bool kRecords>
 using DecodeShared = mla::Shared<kD, DecodeNotes<kRecords>>;
 
-// Split `split` of a work tile of the forward kernel: the key tiles split, split + splits, ... of
+// Split `index` of a work tile of the forward kernel: the key tiles index, index + splits, ... of
 // its slots, so that rows whose slots end early are still divided evenly. The heads of one query
 // are neighbors, so that they share keys in the L2.
-struct Part {
-  int item, split;
+struct WorkSplit {
+  int work_tile, index;
 
-  __device__ Part(const Decode& p, int number) {
+  __device__ WorkSplit(const Decode& p, int work_index) {
     const int tiles = ceil_div(p.heads / p.groups, mla::kHeads);
-    const int rest = number / tiles;
-    split = rest % p.splits;
-    item = rest / p.splits * tiles + (number - rest * tiles);
+    const int rest = work_index / tiles;
+    index = rest % p.splits;
+    work_tile = rest / p.splits * tiles + (work_index - rest * tiles);
   }
 };
 
-__host__ __device__ inline int64_t item_count(const Decode& p) {
-  return item_count(static_cast<const SparseMlaFwdParams&>(p)) * p.splits;
+__host__ __device__ inline int64_t work_tile_count(const Decode& p) {
+  return work_tile_count(static_cast<const SparseMlaFwdParams&>(p)) * p.splits;
 }
 
 // Returns where this warp's partial outputs of a work tile and split lie. A split stores lse and
 // the normalized output of its 64 heads. Outputs are ordered by warpgroup, warp and column group (8
 // columns), as the accumulator's lanes hold them: a lane has two columns of rows lane / 4 and lane
 // / 4 + 8 of its warp's 16 rows.
-inline constexpr int kPieces = 32;  // column groups: 16 rows by 8 columns each
-__device__ __forceinline__ float4* partial_pieces(const Decode& p, int item, int split, int side,
-                                                  int warp) {
-  const int64_t part = int64_t{item} * p.splits + split;
-  return reinterpret_cast<float4*>(p.partial) + ((part * 2 + side) * 4 + warp) * (kPieces * 32);
+inline constexpr int kColumnGroups = 32;  // column groups: 16 rows by 8 columns each
+__device__ __forceinline__ float4* partial_columns(const Decode& p, int work_tile, int split,
+                                                   int side, int warp) {
+  const int64_t result = int64_t{work_tile} * p.splits + split;
+  return reinterpret_cast<float4*>(p.partial) +
+         ((result * 2 + side) * 4 + warp) * (kColumnGroups * 32);
 }
-__device__ inline float* partial_lse(const Decode& p, int item, int split) {
-  return p.partial_lse + (int64_t{item} * p.splits + split) * mla::kHeads;
+__device__ inline float* partial_lse(const Decode& p, int work_tile, int split) {
+  return p.partial_lse + (int64_t{work_tile} * p.splits + split) * mla::kHeads;
 }
 
 }  // namespace jax_dsa::sparse_mla

@@ -12,17 +12,17 @@ namespace jax_dsa::sparse_mla {
 
 // The slots of one split, and the cache rows that they select. Finding a row takes two dependent
 // loads (index, page), so the loads for the next tiles are in flight beside this tile's keys.
-struct Selected {
+struct SelectedKeys {
   Slots slots;           // starts at the split's first tile
   const int32_t* table;  // the request's page table, or null
 
-  struct Place {
+  struct Location {
     int page, offset;
   };
 
-  __device__ Selected(const Decode& p, const Item& item, int split)
-      : slots(p, item.token, item.group),
-        table(p.page_table ? p.page_table + int64_t{item.batch} * p.page_slots : nullptr) {
+  __device__ SelectedKeys(const Decode& p, const WorkTile& work_tile, int split)
+      : slots(p, work_tile.token, work_tile.group),
+        table(p.page_table ? p.page_table + int64_t{work_tile.batch} * p.page_slots : nullptr) {
     slots.row += split * kTile;
     slots.length = max(slots.length, 0) - split * kTile;
   }
@@ -39,7 +39,7 @@ struct Selected {
                             [&](int first, int row) { return index(p, first, row); });
   }
 
-  __device__ Place place(const Decode& p, int index) const {
+  __device__ Location location(const Decode& p, int index) const {
     const bool counts = slots.counts(index);
     if (!table) return {counts ? 0 : -1, index};
     const int page =
@@ -47,7 +47,7 @@ struct Selected {
     return {load_now(table + page, counts, -1), index - page * p.page_size};
   }
   // Returns the row in the cache, or -1 if there is none. A flat cache is treated as one page.
-  __device__ int find(const Decode& p, Place at) const {
+  __device__ int cache_row(const Decode& p, Location at) const {
     const int pages = table ? p.pages : 1;
     return at.page >= 0 && at.page < pages ? at.page * p.page_size + at.offset : -1;
   }
@@ -59,39 +59,40 @@ __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last();
-  const int items = item_count(p);
+  const int work_tiles = work_tile_count(p);
   const int slot = Gather::row(warp, lane % 4, sub);  // the row of a tile whose index this lane
                                                       // reads
   const uint32_t stride = p.groups * kRowBytes;
   Gather gather(warp, sub, chunk);
   const mla::RecordsInPlace records(shared.keys[0][0]);
-  uint32_t item_parity = 0;
+  uint32_t q_parity = 0;
   uint32_t phases = 0;  // one bit per tile parity
 
-  for (int number = blockIdx.x; number < items; number += gridDim.x, item_parity ^= 1) {
-    const Part part(p, number);
-    const Item item(p, part.item);
-    const Selected selected(p, item, part.split);
+  for (int work_index = blockIdx.x; work_index < work_tiles;
+       work_index += gridDim.x, q_parity ^= 1) {
+    const WorkSplit split(p, work_index);
+    const WorkTile work_tile(p, split.work_tile);
+    const SelectedKeys selected(p, work_tile, split.index);
     const int first = selected.index(p, 0, slot), second = selected.index(p, kTile, slot);
     int index = selected.index(p, 2 * kTile, slot);
     const int tiles = selected.tiles(p, lane);
-    Selected::Place place = selected.place(p, first);
+    SelectedKeys::Location location = selected.location(p, first);
 
-    mla::begin_item(shared, item_parity, tiles, [&] {
-      gather_queries(p, item, gather, sub, chunk, shared, l2_policy_evict_first());
+    mla::begin_work_tile(shared, q_parity, tiles, [&] {
+      gather_queries(p, work_tile, gather, sub, chunk, shared, l2_policy_evict_first());
     });
 
-    const char* kv = static_cast<const char*>(p.kv) + item.group * kRowBytes +
-                     item.batch * p.batch_rows * stride;
+    const char* kv = static_cast<const char*>(p.kv) + work_tile.group * kRowBytes +
+                     work_tile.batch * p.batch_rows * stride;
     const auto at = [&](int row) { return kv + uint64_t{static_cast<uint32_t>(row)} * stride; };
-    int row = -1;                        // cache row of this lane's slot of the current tile
-    int next = selected.find(p, place);  // the same for the next tile; `location` and `index` are
-                                         // one and two tiles further on
-    place = selected.place(p, second);
+    int row = -1;  // cache row of this lane's slot of the current tile
+    int next = selected.cache_row(p, location);  // the same for the next tile; `location` and
+                                                 // `index` are one and two tiles further on
+    location = selected.location(p, second);
     const auto advance = [&](int tile) {
       row = next;
-      next = selected.find(p, place);
-      place = selected.place(p, index);
+      next = selected.cache_row(p, location);
+      location = selected.location(p, index);
       index = selected.index(p, (tile + 3) * kTile, slot);
       // Little time passes between the release of a record buffer and the use of its next records,
       // so fetch these from memory to the L2 beforehand.
@@ -112,9 +113,9 @@ __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
         advance(tile);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int its = __shfl_sync(~0u, row, i, 8);
-          gather.valid[i] = its >= 0;
-          gather.from[i] = at(max(its, 0)) + chunk * 16;
+          const int cache_row = __shfl_sync(~0u, row, i, 8);
+          gather.valid[i] = cache_row >= 0;
+          gather.from[i] = at(max(cache_row, 0)) + chunk * 16;
         }
         mbarrier_wait(&shared.key_free[kParity][0], free);
         publish(kParity);

@@ -3,9 +3,10 @@
 //   s_i = scale * q . kv[idx_i]                           lse  = log sum_i exp(s_i)
 //   out = gate * sum_i exp(s_i - lse) kv[idx_i, :512]     gate = 1 / (1 + exp(sink - lse))
 //
-// Tiling. A work tile is (query, KV head group, 64 heads). CTAs are persistent and process work tiles
-// one after the other, so that a work tile's first keys are copied while the previous results are
-// written. The selected keys come in tiles of 64, of which an even and an odd one are in flight.
+// Tiling. A work tile is (query, KV head group, 64 heads). CTAs are persistent and process work
+// tiles one after the other, so that a work tile's first keys are copied while the previous results
+// are written. The selected keys come in tiles of 64, of which an even and an odd one are in
+// flight.
 //
 // Warpgroups.
 //   0, 1  MMA, see mla/consumer.cuh
@@ -24,13 +25,13 @@ namespace jax_dsa::sparse_mla {
 // Writes one warpgroup's half of a work tile's results: its columns of the output. The left
 // warpgroup also writes lse.
 template <int kSide>
-__device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int number,
+__device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int work_index,
                                               const float (&o)[128], const mla::Rows& rows,
-                                              uint32_t stage) {
+                                              uint32_t staging) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-  const Item item(p, number);
-  const int64_t head = item.token * p.heads + item.head + row;
-  const int rows_left = item.heads - row;
+  const WorkTile work_tile(p, work_index);
+  const int64_t head = work_tile.token * p.heads + work_tile.head + row;
+  const int rows_left = work_tile.heads - row;
   float factor[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -40,21 +41,22 @@ __device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int n
     factor[r] = empty ? 0.f : 1.f / total;
     if (r * 8 < rows_left) {
       if (p.sinks) {
-        const float sink = p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + row + r * 8];
+        const float sink =
+            p.sinks[int64_t{work_tile.batch} * p.sinks_stride + work_tile.head + row + r * 8];
         if (!empty) factor[r] /= sink_divisor(sink, lse);
       }
       if (kSide == 0 && lane % 4 == 0) p.lse[head + r * 8] = lse;
     }
   }
   auto* out = static_cast<__nv_bfloat16*>(p.out) + head * kMlaValueDim + kSide * 256;
-  mla::store_rows<kMlaValueDim>(o, factor, stage, out, rows_left);
+  mla::store_rows<kMlaValueDim>(o, factor, staging, out, rows_left);
 }
 
 // Sets the scores of invalid keys of warpgroup kSide's tile to -inf.
 template <int kSide, typename Shared>
-__device__ __forceinline__ void hide_scores(const SparseMlaFwdParams&, const Shared&,
+__device__ __forceinline__ void mask_scores(const SparseMlaFwdParams&, const Shared&,
                                             uint64_t valid, float (&s)[32]) {
-  mla::hide_columns(s, valid);
+  mla::mask_columns(s, valid);
 }
 
 template <int kD>

@@ -35,16 +35,16 @@ struct SparseMlaFwdParams {
 //   dS = P (dout . v - delta) scale    dq = dS kv    dkv = dS^T q, plus P^T dout in the values
 // The gate of a sink must already be a factor of `dout`.
 struct SparseMlaBwdParams {
-  const void* q;               // this and the next four as in the forward pass
+  const void* q;  // this and the next four as in the forward pass
   const void* kv;
   const int32_t* indices;
   const int32_t* ends;
   const int32_t* topk_length;
-  const void* dout;            // [batch, queries, heads, 512], bf16
-  const float* lse;            // [batch, queries, heads]
-  const void* out;             // [batch, queries, heads, 512], bf16
-  const float* dlse;           // [batch, queries, heads]
-  void* dq;                    // [batch, queries, heads, dim], bf16
+  const void* dout;   // [batch, queries, heads, 512], bf16
+  const float* lse;   // [batch, queries, heads]
+  const void* out;    // [batch, queries, heads, 512], bf16
+  const float* dlse;  // [batch, queries, heads]
+  void* dq;           // [batch, queries, heads, dim], bf16
   // [batch, keys, groups, dim]. Without by_rows, dkv is summed by atomic reductions in an order
   // that differs from run to run, and columns are permuted by `sparse_mla_dkv_place`. With by_rows,
   // dkv is bit-identical on every run and columns are in order: `count` queries at a time, counted

@@ -30,33 +30,33 @@ struct SparseMlaDecodeParams : SparseMlaFwdParams {
 };
 
 // Returns the number of (query, KV head group, 64 heads).
-inline int64_t sparse_mla_decode_items(int64_t batch, int64_t queries, int heads, int groups) {
+inline int64_t sparse_mla_decode_work_tiles(int64_t batch, int64_t queries, int heads, int groups) {
   return batch * queries * groups * ((heads / groups + 63) / 64);
 }
-inline int64_t sparse_mla_decode_partial_count(int64_t items, int splits) {
-  return splits > 1 ? items * splits * 64 * kMlaValueDim : 0;
+inline int64_t sparse_mla_decode_partial_count(int64_t work_tiles, int splits) {
+  return splits > 1 ? work_tiles * splits * 64 * kMlaValueDim : 0;
 }
-inline int64_t sparse_mla_decode_lse_count(int64_t items, int splits) {
-  return splits > 1 ? items * splits * 64 : 0;
+inline int64_t sparse_mla_decode_lse_count(int64_t work_tiles, int splits) {
+  return splits > 1 ? work_tiles * splits * 64 : 0;
 }
 
 // Returns the number of splits for rows of `slots` that minimizes a model of the time. The unit is
 // a quarter of the time of one tile of 64 keys. A CTA's start and end cost 6 units, or 8 with
 // partial results. Combining costs 5 units plus the traffic of the splits. More than two rounds of
 // partial results would not stay in the L2.
-inline int sparse_mla_decode_splits(int64_t items, int slots, int num_sms) {
+inline int sparse_mla_decode_splits(int64_t work_tiles, int slots, int num_sms) {
   const int tiles = (slots + 63) / 64;
   int best = 1;
   int64_t least = INT64_MAX;
-  for (int n = 1; n <= tiles && n <= kSparseMlaMaxSplits; ++n) {
-    const int64_t parts = items * n, rounds = (parts + num_sms - 1) / num_sms;
-    const int64_t time = n == 1
-                             ? rounds * (4 * tiles + 6)
-                             : rounds * (4 * ((tiles + n - 1) / n) + 8) + 5 + 4 * parts / num_sms;
-    if (n > 1 && parts > 2 * num_sms) break;
+  for (int splits = 1; splits <= tiles && splits <= kSparseMlaMaxSplits; ++splits) {
+    const int64_t ctas = work_tiles * splits, rounds = (ctas + num_sms - 1) / num_sms;
+    const int64_t time =
+        splits == 1 ? rounds * (4 * tiles + 6)
+                    : rounds * (4 * ((tiles + splits - 1) / splits) + 8) + 5 + 4 * ctas / num_sms;
+    if (splits > 1 && ctas > 2 * num_sms) break;
     if (time < least) {
       least = time;
-      best = n;
+      best = splits;
     }
   }
   return best;

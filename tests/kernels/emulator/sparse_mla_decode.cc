@@ -24,10 +24,10 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
   std::vector<bf16> out(rows * 512, __float2bfloat16(NAN));
   std::vector<float> lse(rows, NAN);
-  const int64_t items = sparse_mla_decode_items(c.batch, c.queries, c.heads, c.groups);
-  std::vector<float4> partial(sparse_mla_decode_partial_count(items, tried.splits) / 4,
+  const int64_t work_tiles = sparse_mla_decode_work_tiles(c.batch, c.queries, c.heads, c.groups);
+  std::vector<float4> partial(sparse_mla_decode_partial_count(work_tiles, tried.splits) / 4,
                               make_float4(NAN, NAN, NAN, NAN));
-  std::vector<float> partial_lse(sparse_mla_decode_lse_count(items, tried.splits), NAN);
+  std::vector<float> partial_lse(sparse_mla_decode_lse_count(work_tiles, tried.splits), NAN);
   SparseMlaDecodeParams p = decode_shapes(x, tried.layout, cache, tried.splits);
   p.q = x.q.data(), p.kv = cache.rows.data(), p.indices = cache.indices.data();
   p.ends = c.ends ? x.ends.data() : nullptr;

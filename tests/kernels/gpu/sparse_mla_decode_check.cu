@@ -30,11 +30,11 @@ bool run_case(const DecodeCase& tried, uint64_t seed) {
   Problem x = make(c, seed);
   const Cache cache = store(x, tried.layout, seed);
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
-  const int64_t items = sparse_mla_decode_items(c.batch, c.queries, c.heads, c.groups);
+  const int64_t work_tiles = sparse_mla_decode_work_tiles(c.batch, c.queries, c.heads, c.groups);
   const int splits =
-      tried.splits ? tried.splits : sparse_mla_decode_splits(items, c.slots, num_sms());
-  const int64_t partials = sparse_mla_decode_partial_count(items, splits);
-  const int64_t partial_lses = sparse_mla_decode_lse_count(items, splits);
+      tried.splits ? tried.splits : sparse_mla_decode_splits(work_tiles, c.slots, num_sms());
+  const int64_t partials = sparse_mla_decode_partial_count(work_tiles, splits);
+  const int64_t partial_lses = sparse_mla_decode_lse_count(work_tiles, splits);
   SparseMlaDecodeParams p = decode_shapes(x, tried.layout, cache, splits);
   bf16 *q = upload(x.q), *out = device<bf16>(rows * 512);
   uint8_t* kv = upload(cache.rows);
@@ -229,8 +229,8 @@ void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
   fill_indices<<<2048, 256>>>(indices, sets * tokens, K, S, 3);
   fill_table<<<256, 256>>>(table, rows / kPageSize);
   CHECK(cudaDeviceSynchronize());
-  const int64_t items = sparse_mla_decode_items(B, T, N, 1);
-  const int chosen = sparse_mla_decode_splits(items, K, num_sms());
+  const int64_t work_tiles = sparse_mla_decode_work_tiles(B, T, N, 1);
+  const int chosen = sparse_mla_decode_splits(work_tiles, K, num_sms());
   std::vector<int> tried = {chosen};
   for (int n : {1, chosen / 2, chosen + 1, chosen * 2}) {
     const bool fits = n >= 1 && n <= (K + 63) / 64 && n <= kSparseMlaMaxSplits;
@@ -242,8 +242,8 @@ void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
   cudaStream_t stream;
   CHECK(cudaStreamCreate(&stream));
   for (int splits : tried) {
-    auto* partial = device<float>(sparse_mla_decode_partial_count(items, splits));
-    auto* partial_lse = device<float>(sparse_mla_decode_lse_count(items, splits));
+    auto* partial = device<float>(sparse_mla_decode_partial_count(work_tiles, splits));
+    auto* partial_lse = device<float>(sparse_mla_decode_lse_count(work_tiles, splits));
     SparseMlaDecodeParams p = {};
     p.q = q, p.kv = kv, p.out = out, p.lse = lse, p.partial = partial, p.partial_lse = partial_lse;
     p.batch = B, p.queries = T, p.keys = S, p.heads = N, p.groups = 1, p.slots = K, p.dim = D;
