@@ -131,7 +131,7 @@ __device__ inline int work_tile_cost(const VisibleKeys& x) { return kWorkTileOve
 // A position in the sequence of all work.
 struct WorkPosition {
   int batch, tile;  // the request, and the work tile's number within the request
-  int offset;       // cost of the work tile's key tiles that come before the position
+  int offset;       // cost of the work tile up to the position
 };
 
 // The work range of a CTA group.
@@ -162,13 +162,14 @@ struct WorkRangeFinder {
   const Decode& p;
   WorkRange& range;
   int per_request;
-  int first, last;  // this thread's requests
-  int own_cost = 0, cost_before = 0,
-      max_cost = 0;  // cost of this thread's requests, cost of all requests before
-                     // them, and the largest cost of a work tile
-  int range_cost, longer_ranges, begin, end;  // cost of a range; the first `longer_ranges` ranges
-                                              // have one more
-  int uniform_cost;
+  int first, last;      // this thread's requests
+  int own_cost = 0;     // of this thread's requests
+  int cost_before = 0;  // of all requests before them
+  int max_cost = 0;     // of a work tile
+  int range_cost;       // of a work range; the first `longer_ranges` ranges have one more
+  int longer_ranges;
+  int begin, end;    // this CTA's range within the cost of all work
+  int uniform_cost;  // see WorkRange
 
   __device__ WorkRangeFinder(const Decode& p, Scratch& scratch, WorkRange& range)
       : p(p), range(range), per_request(p.groups * p.row_passes) {
@@ -194,8 +195,9 @@ struct WorkRangeFinder {
       max_cost = max(max_cost, scratch.tops[i]);
     }
     int busy = p.cta_groups;
-    if (total < p.cta_groups * p.tuning.min_range_tiles)
+    if (total < p.cta_groups * p.tuning.min_range_tiles) {
       busy = max(quotient(total, p.tuning.min_range_tiles), 1);
+    }
     range_cost = quotient(total, busy), longer_ranges = total - range_cost * busy;
     const int work_tiles = batch * per_request, tiles = max(max_cost - kWorkTileOverhead, 1);
     uniform_cost = 0;
@@ -203,10 +205,11 @@ struct WorkRangeFinder {
       range_cost = p.work_tiles_per_cta_group * tiles;
       uniform_cost = tiles;
     } else if (busy >= 2 * work_tiles) {
-      const int splits_per_tile = quotient(busy, work_tiles),
-                split_cost = ceil_div(tiles, splits_per_tile);
-      if (split_cost <= range_cost + 1)
+      const int splits_per_tile = quotient(busy, work_tiles);
+      const int split_cost = ceil_div(tiles, splits_per_tile);
+      if (split_cost <= range_cost + 1) {
         range_cost = split_cost, uniform_cost = split_cost * splits_per_tile;
+      }
     }
     if (uniform_cost > 0) {
       own_cost = (last - first) * per_request * uniform_cost;
