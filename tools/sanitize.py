@@ -70,34 +70,49 @@ EXPLANATIONS = {
     ),
     frozenset(
         [
-            *("common/ptx.cuh:bulk_load", "masked_attention/scores.cuh:start_at"),
+            *("common/ptx.cuh:bulk_load", "masked_attention/scores.cuh:init_negated"),
             *("masked_attention/bwd.cuh:consume", "masked_attention/bwd_wide.cuh:consume_wide"),
         ]
     ): "bulk_copy",
     frozenset(
         [
-            *("masked_attention/bwd_producer.cuh:copy", "masked_attention/bwd_producer.cuh:build"),
+            *(
+                "masked_attention/bwd_producer.cuh:load_steps",
+                "masked_attention/bwd_producer.cuh:prepare_steps",
+            ),
             *("masked_attention/bwd.cuh:consume", "masked_attention/bwd_wide.cuh:consume_wide"),
-            *("masked_attention/bwd_rows.cuh:walk_items", "masked_attention/mask.cuh:clear_rows"),
+            *(
+                "masked_attention/bwd_rows.cuh:for_each_work_tile",
+                "masked_attention/mask.cuh:clear_rows",
+            ),
         ]
     ): "bulk_copy",
     frozenset(
         [
-            *("masked_attention/fwd_producer.cuh:list", "masked_attention/fwd_producer.cuh:copy"),
-            "masked_attention/fwd_producer.cuh:build",
+            *(
+                "masked_attention/fwd_producer.cuh:schedule_tiles",
+                "masked_attention/fwd_producer.cuh:load_tiles",
+            ),
+            "masked_attention/fwd_producer.cuh:build_mask_bits",
         ]
     ): "elected_writer",
-    frozenset(["masked_attention/fwd_producer.cuh:copy", "masked_attention/fwd.cuh:consume"]): (
-        "bulk_copy"
-    ),
+    frozenset(
+        ["masked_attention/fwd_producer.cuh:load_tiles", "masked_attention/fwd.cuh:consume"]
+    ): ("bulk_copy"),
     frozenset(
         [
-            *("masked_attention/fwd_producer.cuh:build", "masked_attention/fwd_producer.cuh:copy"),
-            *("masked_attention/mask.cuh:clear_rows", "masked_attention/scores.cuh:hide"),
+            *(
+                "masked_attention/fwd_producer.cuh:build_mask_bits",
+                "masked_attention/fwd_producer.cuh:load_tiles",
+            ),
+            *("masked_attention/mask.cuh:clear_rows", "masked_attention/scores.cuh:mask_scores"),
         ]
     ): "elected_arrival",
     frozenset(
-        ["masked_attention/bwd_producer.cuh:build_bits", "masked_attention/scores.cuh:hide"]
+        [
+            "masked_attention/bwd_producer.cuh:build_mask_bits",
+            "masked_attention/scores.cuh:mask_scores",
+        ]
     ): ("elected_arrival"),
     frozenset(
         [
@@ -118,9 +133,7 @@ EXPLANATIONS = {
             "mla/few_heads.cuh:CountingRows",
         ]
     ): "elected_writer",
-    frozenset(["mla/few_heads.cuh:consume_few", "mla/producer.cuh:begin_item"]): (
-        "beside_copies"
-    ),
+    frozenset(["mla/few_heads.cuh:consume_few", "mla/producer.cuh:begin_item"]): ("beside_copies"),
     # In the backward kernel the way back is that of over_two_barriers.
     frozenset(["common/gather.cuh:all", "common/gather.cuh:set"]): "beside_copies",
     frozenset(
