@@ -328,25 +328,27 @@ def _stacked(name: str, given: Any) -> jax.Array:
     """Returns a sequence of arrays stacked along a new first axis, or a stacked array as it is."""
     op = "merge_attention"
     if isinstance(given, list | tuple):
-        if any(as_array(x) is None for x in given):
+        arrays = [as_array(x) for x in given]
+        kinds = {(x.shape, x.dtype.name) for x in arrays if x is not None}
+        if any(x is None for x in arrays):
             raise TypeError(f"{op}: argument '{name}' is a sequence, want arrays as its elements")
-        kinds = {(x.shape, x.dtype.name) for x in given}
         if len(kinds) != 1:
             got = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in sorted(kinds)) or "nothing"
             raise ValueError(
                 f"{op}: argument '{name}' holds {got}, want arrays of one shape and dtype"
             )
-        return _as_jax(name, jnp.stack, given, kinds.pop()[1])
-    if as_array(given) is None:
+        return _as_jax(name, jnp.stack, arrays, kinds.pop()[1])
+    array = as_array(given)
+    if array is None:
         raise TypeError(
             f"{op}: argument '{name}' is {type(given).__name__}, want an array or a list of arrays"
         )
-    if given.shape[:1] in ((), (0,)):
+    if array.shape[:1] in ((), (0,)):
         raise ValueError(
-            f"{op}: argument '{name}' has shape {given.shape}, want at least one set of keys along "
+            f"{op}: argument '{name}' has shape {array.shape}, want at least one set of keys along "
             "the first axis"
         )
-    return _as_jax(name, jnp.asarray, given, given.dtype)
+    return _as_jax(name, jnp.asarray, array, array.dtype)
 
 
 def _as_jax(name: str, make: Any, given: Any, dtype: Any) -> jax.Array:

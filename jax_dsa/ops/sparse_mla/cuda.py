@@ -40,9 +40,9 @@ ROWS_BUDGET = 5 << 28
 SORT_BUDGET = 3 << 27
 
 # If the sums of the keys that a batch entry's queries select take at least this many bytes, rows
-# are faster than atomic reductions. Reductions are fast as long as the sums fit in the L2 (50 MB on an
-# H100, 60 MB on an H200). Rows are written to memory and read again, however many keys there are.
-# `benchmarks/backward_routes.py` measures where the two cross.
+# are faster than atomic reductions. Reductions are fast as long as the sums fit in the L2 (50 MB on
+# an H100, 60 MB on an H200). Rows are written to memory and read again, however many keys there
+# are. `benchmarks/backward_routes.py` measures where the two cross.
 ROWS_FROM = 64 << 20
 
 
