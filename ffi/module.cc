@@ -100,11 +100,11 @@ nb::tuple sparse_mla_bwd_workspace(int64_t batch, int64_t queries, int64_t keys,
                         jax_dsa::sparse_mla_bwd_order_bytes(p));
 }
 
-// Rows of the partial results of mqa_decode, and entries of its list of cuts.
+// Rows of the partial results of mqa_decode, and entries of its list of split work tiles.
 nb::tuple mqa_decode_workspace(int64_t queries, int heads, int groups, int dim, bool records) {
   const jax_dsa::MqaDecodeWorkspace room =
       jax_dsa::mqa_decode_workspace(jax_dsa::mqa_decode_rows(queries, heads, groups, dim, records));
-  return nb::make_tuple(room.rows, room.cuts);
+  return nb::make_tuple(room.rows, room.split_tiles);
 }
 
 // Bytes of the tree, of rotations, and of the workspaces of the build, of the attention and of its

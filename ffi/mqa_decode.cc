@@ -25,7 +25,8 @@ ffi::Error mqa_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::AnyBuf
                       ffi::Result<ffi::Buffer<ffi::F32>> top,
                       ffi::Result<ffi::Buffer<ffi::F32>> partial,
                       ffi::Result<ffi::Buffer<ffi::F32>> partial_rows,
-                      ffi::Result<ffi::Buffer<ffi::S32>> cuts, float scale, int32_t page_size) {
+                      ffi::Result<ffi::Buffer<ffi::S32>> split_tiles, float scale,
+                      int32_t page_size) {
   constexpr const char* kOp = "mqa_decode";
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   if (q.dimensions().size() != 4) return invalid_argument(kOp, "q is not of rank 4");
@@ -92,7 +93,8 @@ ffi::Error mqa_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::AnyBuf
       check_shape(kOp, "partial", partial->dimensions(), {}, {room.rows, value_dim}));
   DSA_FFI_RETURN_IF_ERROR(
       check_shape(kOp, "partial_rows", partial_rows->dimensions(), {}, {room.rows, 2}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "cuts", cuts->dimensions(), {}, {room.cuts, 2}));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(kOp, "split_tiles", split_tiles->dimensions(), {}, {room.split_tiles, 2}));
   params.q = q.untyped_data();
   params.k = k.untyped_data();
   params.v = values;
@@ -102,7 +104,7 @@ ffi::Error mqa_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::AnyBuf
   params.lse = lse->typed_data();
   params.partial = partial->typed_data();
   params.partial_rows = reinterpret_cast<float2*>(partial_rows->typed_data());
-  params.cuts = reinterpret_cast<int2*>(cuts->typed_data());
+  params.split_tiles = reinterpret_cast<int2*>(split_tiles->typed_data());
   return launch_status(kOp, launch_mqa_decode(params, stream));
 }
 

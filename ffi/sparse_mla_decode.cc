@@ -65,7 +65,7 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi:
     if (partial.has_error()) return partial.error();
     if (partial_lse.has_error()) return partial_lse.error();
     ffi::Result<ffi::Buffer<ffi::F32>> x = partial.value(), y = partial_lse.value();
-    const int64_t items = sparse_mla_decode_items(batch, queries, params.heads, params.groups);
+    const int64_t items = sparse_mla_decode_work_tiles(batch, queries, params.heads, params.groups);
     DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "partial", x->dimensions(), {},
                                         {items, splits, 64, int64_t{kMlaValueDim}}));
     DSA_FFI_RETURN_IF_ERROR(

@@ -1,44 +1,36 @@
-"""`mqa_decode` and `merge_attention`; FP8 records are in test_caches.py."""
+"""`mqa_decode` against the float64 oracle, and at its edges. FP8 records: test_caches.py."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.test_util import check_grads
-from support.compare import Variable, assert_as_good_as, assert_matches
+from support.compare import assert_as_good_as, assert_matches
+from support.mqa_decode import (
+    PAGE,
+    PAGES,
+    B,
+    D,
+    E,
+    G,
+    N,
+    T,
+    as_float32,
+    both,
+    inputs,
+    lengths,
+    paged,
+)
 from support.oracles import mqa_decode as oracle
 
 from jax_dsa.core import streaming
 from jax_dsa.ops.cache import FlatCache, PagedCache
-from jax_dsa.ops.mqa_decode import merge_attention, mqa_decode, xla
+from jax_dsa.ops.mqa_decode import mqa_decode, xla
 from jax_dsa.ops.mqa_decode.spec import Operands, Options, Results
-
-B, T, S, N, G, D, E = 3, 3, 13, 6, 2, 10, 7
-PAGES, PAGE = 9, 4
-
-
-def inputs(rng: np.random.Generator, dtype: Any = np.float32, t: int = T, g: int = G) -> tuple:
-    shapes = (B, t, N, D), (B, S, g, D), (B, S, g, E)
-    return tuple(rng.normal(size=shape).astype(dtype) for shape in shapes)
-
-
-both = functools.partial(mqa_decode, return_lse=True)
-
-
-def as_float32(xs: Any) -> tuple:
-    return tuple(x.astype(np.float32) for x in xs)
-
-
-def lengths(*numbers: int) -> dict[str, np.ndarray]:
-    return {"key_value_seq_lengths": np.array(numbers, np.int32)}
-
 
 LEAST, MOST = -(2**31), 2**31 - 1
 CASES = {
@@ -89,7 +81,7 @@ def test_wide_integers_of_jax(rng: np.random.Generator) -> None:
 
 
 def test_window_forms(rng: np.random.Generator) -> None:
-    """An int, (left, 0) and one for each request; under jit and vmap too."""
+    """An int, (left, 0) and one window per request agree, also under jit and vmap."""
     q, k, v = inputs(rng)
     want = mqa_decode(q, k, v, local_window_size=3)
     each = np.full(B, 3, np.int32)
@@ -101,7 +93,7 @@ def test_window_forms(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("num_splits", [2, 5, 99])
-def test_splits_change_nothing(num_splits: int, rng: np.random.Generator) -> None:
+def test_num_splits_changes_only_rounding(num_splits: int, rng: np.random.Generator) -> None:
     q, k, v = inputs(rng)
     options = {**lengths(13, 7, 2), "local_window_size": 5}
     want = both(q, k, v, **options)
@@ -136,7 +128,7 @@ def test_gradients_against_finite_differences(shared: bool, rng: np.random.Gener
         check_grads(fn, args, order=1, modes=["rev"], atol=1e-7, rtol=1e-7, eps=1e-5)
 
 
-def test_unnormalised(rng: np.random.Generator) -> None:
+def test_unnormalized(rng: np.random.Generator) -> None:
     q, k, v = inputs(rng)
     options = lengths(13, 2, 0)
     out, lse, top = oracle.mqa_decode(q, k, v, scale=D**-0.5, **options)
@@ -150,30 +142,19 @@ def test_unnormalised(rng: np.random.Generator) -> None:
     jax.tree.map(np.testing.assert_array_equal, again, got)
 
 
-def test_unnormalised_gradients(rng: np.random.Generator) -> None:
-    """Of whatever does not depend on the unit m: the same as through (out, lse)."""
+def test_unnormalized_gradients(rng: np.random.Generator) -> None:
+    """Functions that do not depend on the unit m have the gradients of functions of (out, lse)."""
     q, k, v = inputs(rng)
     dout, dlse = (rng.normal(size=x).astype(np.float32) for x in ((B, T, N, E), (B, T, N)))
 
-    def by_parts(q: Any, k: Any, v: Any) -> Any:
+    def unnormalized(q: Any, k: Any, v: Any) -> Any:
         o, m, total = mqa_decode(q, k, v, normalize=False)
         return o / total[..., None], m + jnp.log(total)
 
     want, pull_want = jax.vjp(both, q, k, v)
-    got, pull_got = jax.vjp(by_parts, q, k, v)
+    got, pull_got = jax.vjp(unnormalized, q, k, v)
     assert_matches(got, want, tol=1e-5)
     assert_matches(pull_got((dout, dlse)), pull_want((dout, dlse)), tol=1e-5)
-
-
-def paged(rng: np.random.Generator) -> tuple:
-    """Pages, a table that shares some and leaves some out, and the flat rows they stand for."""
-    k = rng.normal(size=(PAGES, PAGE, G, D)).astype(np.float32)
-    v = rng.normal(size=(PAGES, PAGE, G, E)).astype(np.float32)
-    table = rng.integers(0, PAGES, size=(B, 5)).astype(np.int32)
-    table[0, 1], table[1, 0], table[2, 3] = -1, PAGES, -(2**31)
-    flat_k, mapped = oracle.unpaged(k, table)
-    flat_v, _ = oracle.unpaged(v, table)
-    return k, v, table, flat_k, flat_v, mapped
 
 
 @pytest.mark.parametrize("num_splits", [None, 2])
@@ -190,7 +171,7 @@ def test_pages(num_splits: int | None, rng: np.random.Generator) -> None:
 
 
 def test_flat_cache(rng: np.random.Generator) -> None:
-    """What is said of arrays holds of caches, with and without values of their own."""
+    """A cache gives the results of an array, with and without separate values."""
     q, k, v = inputs(rng)
     held = lengths(13, 7, 0)
     cache = FlatCache(k, *held.values())
@@ -221,7 +202,7 @@ def test_cache_of_one_request(kind: str, rng: np.random.Generator) -> None:
 
 
 def test_gradients_of_pages(rng: np.random.Generator) -> None:
-    """A page's gradient is the sum over everyone who reads it."""
+    """The gradient of a page is the sum over all requests that read it."""
     q = inputs(rng)[0]
     k, v, table = paged(rng)[:3]
     held = lengths(20, 11, 6)
@@ -241,17 +222,17 @@ def test_gradients_of_pages(rng: np.random.Generator) -> None:
         assert_matches(pages, want, tol=1e-5)
 
 
-def test_keys_that_nobody_sees(rng: np.random.Generator) -> None:
-    """NaN in a key changes nothing for those who do not see it, and everything for those who do."""
+def test_nan_in_keys(rng: np.random.Generator) -> None:
+    """NaN in a key affects the queries that see it, and no others."""
     q, k, v = inputs(rng)
     options = {**lengths(13, 9, 2), "local_window_size": 3}
-    poisons = [(0, 12), (1, 2), (1, 9), (2, 5), (2, 12)]  # the first is seen by the last query only
+    nan_keys = [(0, 12), (1, 2), (1, 9), (2, 5), (2, 12)]  # only the last query sees the first one
     dout = rng.normal(size=(B, T, N, E)).astype(np.float32)
     clean, pull = jax.vjp(lambda *a: mqa_decode(*a, **options), q, k, v)
     clean_grads = pull(dout)
     for what in ("k", "v"):
         bad_k, bad_v = k.copy(), v.copy()
-        for b, j in poisons:
+        for b, j in nan_keys:
             {"k": bad_k, "v": bad_v}[what][b, j] = np.nan
         out, pull = jax.vjp(lambda *a: mqa_decode(*a, **options), q, bad_k, bad_v)
         dq, dk, dv = pull(dout)
@@ -261,12 +242,12 @@ def test_keys_that_nobody_sees(rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(got[1:], want[1:])
         for got, want in ((dk, clean_grads[1]), (dv, clean_grads[2])):
             np.testing.assert_array_equal(got[1:], want[1:])
-            assert np.isfinite(got[0, :9]).all()  # the poisoned query sees keys 9 to 12
+            assert np.isfinite(got[0, :9]).all()  # the query with NaN sees keys 9 to 12
 
 
 @pytest.mark.parametrize("key", [2, 10])
-def test_nan_in_one_of_several_parts(key: int, rng: np.random.Generator) -> None:
-    """In the values of one group, in the first part of three or in the last."""
+def test_nan_in_one_of_several_chunks(key: int, rng: np.random.Generator) -> None:
+    """NaN in the values of one group, in the first or in the last of three chunks."""
     q, k, v = inputs(rng)
     clean, lse = both(q, k, v, num_splits=3)
     v[1, key, 0] = np.nan
@@ -292,8 +273,8 @@ def test_a_request_without_a_key(rng: np.random.Generator) -> None:
         assert np.all(np.asarray(x[1]) == 0)
 
 
-def test_what_a_query_without_a_key_holds_reaches_nothing(rng: np.random.Generator) -> None:
-    """NaN in it or in its cotangents, as the derivative of a function of lse has it at -inf."""
+def test_a_query_without_a_key_affects_nothing(rng: np.random.Generator) -> None:
+    """NaN in such a query or in its cotangents, as a function of lse has at -inf, is ignored."""
     q, k, v = inputs(rng)
     sinks = rng.normal(size=N).astype(np.float32)
     alone = np.zeros((B, T), bool)
@@ -388,195 +369,3 @@ def test_without_batch_axis(rng: np.random.Generator) -> None:
         one = {"local_window_size": window, "starts": starts[b]}
         got = both(q[b], k[b], v[b], key_value_seq_lengths=held[b], **one)
         assert_matches(got, tuple(x[b] for x in want), tol=1e-6)
-
-
-@pytest.mark.parametrize("as_list", [False, True])
-def test_merge(as_list: bool, rng: np.random.Generator) -> None:
-    outs = rng.normal(size=(4, B, T, N, E)).astype(np.float32)
-    lses = rng.normal(size=(4, B, T, N)).astype(np.float32)
-    lses[0, 0], lses[:, 1, 1] = -np.inf, -np.inf
-    outs[0, 0] = np.nan
-    want = as_float32(oracle.merge_attention(outs, lses))
-    got = merge_attention(list(outs), tuple(lses)) if as_list else merge_attention(outs, lses)
-    assert_matches(got, want, tol=1e-5)
-    wrapped = [Variable(x) for x in outs], [Variable(x) for x in lses]
-    if not as_list:
-        wrapped = Variable(outs), Variable(lses)
-    assert_matches(merge_attention(*wrapped), got, tol=0)
-    (out, lse), pull = jax.vjp(lambda *a: merge_attention(*a), outs, lses)
-    grads = pull((jnp.ones_like(out), jnp.ones_like(lse)))
-    assert all(np.isfinite(g).all() for g in grads)
-    assert np.all(np.asarray(grads[1])[np.isneginf(lses)] == 0)
-
-
-def test_merged_parts_are_the_whole(rng: np.random.Generator) -> None:
-    q, k, v = inputs(rng)
-    starts = [np.full(B, s, np.int32) for s in (0, 4, 5)]
-    ends = [4, 5, 13]
-
-    def split(q: Any, k: Any, v: Any) -> Any:
-        # A part has neither the keys before its start nor those cut away behind its end.
-        parts = [
-            both(q, k[:, :e], v[:, :e], starts=s, **lengths(S, S, S))
-            for s, e in zip(starts, ends, strict=True)
-        ]
-        return merge_attention(*zip(*parts, strict=True))
-
-    want, pull_want = jax.vjp(both, q, k, v)
-    got, pull_got = jax.vjp(split, q, k, v)
-    assert_matches(got, want, tol=1e-5)
-    cotangent = tuple(jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in want)
-    assert_matches(pull_got(cotangent), pull_want(cotangent), tol=1e-5)
-
-
-def test_merge_gradients_to_second_order(rng: np.random.Generator) -> None:
-    outs, lses = rng.normal(size=(3, 2, 4)), rng.normal(size=(3, 2))
-    with jax.enable_x64(True):
-        args = jnp.asarray(outs), jnp.asarray(lses)
-        check_grads(jax.jit(merge_attention), args, order=2, modes=["rev"])
-
-
-ZERO = np.zeros(B, np.int32)
-GOOD = {
-    "q": np.zeros((B, T, N, D), np.float32),
-    "k": np.zeros((B, S, G, D), np.float32),
-    "v": np.zeros((B, S, G, E), np.float32),
-}
-WRONG = {
-    "q": ({"q": np.zeros(4, np.float32)}, ValueError, "'q' has shape"),
-    "q dtype": ({"q": np.zeros((B, T, N, D), np.int32)}, TypeError, "'q' has dtype int32"),
-    "k": ({"k": np.zeros((B, S, G, D + 1), np.float32)}, ValueError, "'k'.*D=10"),
-    "k batch": ({"k": np.zeros((1, S, G, D), np.float32)}, ValueError, "'k'.*B=3"),
-    "k dtype": ({"k": jnp.zeros((B, S, G, D), jnp.bfloat16)}, TypeError, "'k'.*want float32"),
-    "k records": ({"k": np.zeros((B, S, G, 656), np.uint8), "v": None}, TypeError, "'k'.*float32"),
-    "cache records": (
-        {"k": FlatCache(np.zeros((B, S, G, 656), np.uint8), ZERO), "v": None},
-        ValueError,
-        "'k'.*D=576",
-    ),
-    "cache records and v": (
-        {
-            "q": np.zeros((B, T, N, 576), np.float32),
-            "k": FlatCache(np.zeros((B, S, G, 656), np.uint8), ZERO),
-        },
-        ValueError,
-        "'v' is an array, want None with FP8 records",
-    ),
-    "cache": ({"k": FlatCache(np.zeros((B, S, G, D + 1), np.float32), ZERO)}, ValueError, "D=10"),
-    "cache dtype": (
-        {"k": FlatCache(np.zeros((B, S, G, D), np.float16), ZERO)},
-        TypeError,
-        "'k.data'.*float32 or uint8",
-    ),
-    "cache lengths": (
-        {"k": FlatCache(np.zeros((B, S, G, D), np.float32), ZERO[:2])},
-        ValueError,
-        "'k.lengths'.*B=3",
-    ),
-    "cache and lengths": (
-        {"k": FlatCache(np.zeros((B, S, G, D), np.float32), ZERO), **lengths(1, 2, 3)},
-        ValueError,
-        "'key_value_seq_lengths'.*None with a cache",
-    ),
-    "v of pages": (
-        {"k": PagedCache(np.zeros((PAGES, PAGE, G, D), np.float32), np.zeros((B, 4), int), ZERO)},
-        ValueError,
-        "'v'.*P=9",
-    ),
-    "heads": ({"k": np.zeros((B, S, 4, D), np.float32)}, ValueError, "N=6.*G=4.*multiple"),
-    "v": ({"v": np.zeros((B, S + 1, G, E), np.float32)}, ValueError, "'v'.*S=13"),
-    "v dtype": ({"v": np.zeros((B, S, G, E), np.float16)}, TypeError, "'v'.*float32"),
-    "value_dim": ({"v": None, "value_dim": D + 1}, ValueError, "'value_dim' is 11"),
-    "value_dim type": ({"v": None, "value_dim": 7.0}, TypeError, "'value_dim' is 7.0"),
-    "value_dim beside v": ({"value_dim": E - 1}, ValueError, "'value_dim' is 6.*E=7 of 'v'"),
-    "lengths": (
-        {"key_value_seq_lengths": np.zeros((B, T), np.int32)},
-        ValueError,
-        "'key_value_seq_lengths'.*B=3",
-    ),
-    "lengths dtype": (
-        {"key_value_seq_lengths": np.zeros(B, np.float32)},
-        TypeError,
-        "'key_value_seq_lengths'.*int32",
-    ),
-    "starts": ({"starts": np.zeros(2, np.int32)}, ValueError, "'starts'.*B=3"),
-    "starts of queries": ({"starts": np.zeros((B, T + 1), np.int32)}, ValueError, "'starts'.*T=3"),
-    "window": ({"local_window_size": -1}, ValueError, "'local_window_size' is -1"),
-    "window type": ({"local_window_size": 2.5}, TypeError, "'local_window_size' is 2.5"),
-    "window pair": ({"local_window_size": (3, 1)}, ValueError, r"is \(3, 1\).*\(left, 0\)"),
-    "window of none": ({"local_window_size": ()}, ValueError, r"is \(\), want an int or"),
-    "window of three": ({"local_window_size": (3, 0, 0)}, ValueError, r"is \(3, 0, 0\)"),
-    "windows": (
-        {"local_window_size": np.ones(T + 1, np.int32)},
-        ValueError,
-        "'local_window_size'.*B=3",
-    ),
-    "sinks": ({"sinks": np.zeros(G, np.float32)}, ValueError, "'sinks'.*N=6"),
-    "page_table": (
-        {"k": PagedCache(np.zeros((PAGES, PAGE, G, D), np.float32), np.zeros((2, 4), int), ZERO)},
-        ValueError,
-        "'k.page_table'.*B=3",
-    ),
-    "page_table type": (
-        {"k": PagedCache(np.zeros((PAGES, PAGE, G, D), np.float32), [[0]], ZERO)},
-        TypeError,
-        "'k.page_table' is list",
-    ),
-    "scale": ({"scale": True}, TypeError, "'scale'"),
-    "num_splits": ({"num_splits": 0}, ValueError, "'num_splits' is 0"),
-    "normalize": ({"normalize": 0}, TypeError, "'normalize'"),
-    "sinks unnormalised": (
-        {"normalize": False, "sinks": np.zeros(N)},
-        ValueError,
-        "'sinks'.*normalize",
-    ),
-    "return_lse": ({"return_lse": 1}, TypeError, "'return_lse' is 1"),
-    "implementation": ({"implementation": "cpu"}, ValueError, "'implementation' is 'cpu'"),
-}
-
-
-@pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
-def test_misuse(change: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=f"mqa_decode: .*{message}"):
-        mqa_decode(**{**GOOD, **change})
-
-
-OUTS, LSES = np.zeros((2, 3, 4), np.float32), np.zeros((2, 3), np.float32)
-WRONG_MERGE = {
-    "outs type": (3, LSES, {}, TypeError, "'outs' is int"),
-    "outs items": ([OUTS[0], 1.0], LSES, {}, TypeError, "'outs' is a sequence"),
-    "outs shapes": ([OUTS[0], OUTS[0, :2]], LSES, {}, ValueError, "'outs' holds"),
-    "outs dtype": (OUTS.astype(np.int32), LSES, {}, TypeError, "'outs' has dtype int32"),
-    "no parts": ([], [], {}, ValueError, "'outs' holds nothing"),
-    "no stacked parts": (OUTS[:0], LSES[:0], {}, ValueError, "'outs' has shape"),
-    "lses shape": (OUTS, LSES[:, :2], {}, ValueError, "'lses' has shape"),
-    "lses count": (OUTS, [LSES[0]], {}, ValueError, "'lses' has shape"),
-    "lses dtype": (OUTS, LSES.astype(np.float16), {}, TypeError, "'lses' has dtype float16"),
-    "implementation": (OUTS, LSES, {"implementation": "best"}, ValueError, "'implementation'"),
-    "cuda": (OUTS, LSES, {"implementation": "cuda"}, NotImplementedError, "no CUDA kernel"),
-}
-
-
-@pytest.mark.parametrize(
-    ("outs", "lses", "options", "error", "message"), WRONG_MERGE.values(), ids=WRONG_MERGE.keys()
-)
-def test_misuse_of_merge(outs: Any, lses: Any, options: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=f"merge_attention: .*{message}"):
-        merge_attention(outs, lses, **options)
-
-
-@settings(max_examples=12, deadline=None)
-@given(st.data())
-def test_any_wrong_shape_is_refused(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted(GOOD)))
-    shape = list(GOOD[name].shape)
-    axis = data.draw(st.integers(0, 3))
-    shape[axis] = data.draw(st.integers(0, 20).filter(lambda n: n != shape[axis]))
-    bad = {**GOOD, name: np.zeros(shape, GOOD[name].dtype)}
-    free = (name, axis) in (("q", 1), ("v", 3)) or (name == "q" and axis == 2 and shape[2] % G == 0)
-    if free:
-        out = jax.eval_shape(mqa_decode, **bad)
-        assert out.shape == (*bad["q"].shape[:3], bad["v"].shape[3])
-    else:
-        with pytest.raises(ValueError, match="mqa_decode: argument"):
-            mqa_decode(**bad)

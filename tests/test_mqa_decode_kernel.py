@@ -1,4 +1,4 @@
-"""The mqa_decode kernels against the XLA implementation in float32, and what they are told."""
+"""The mqa_decode kernels against the XLA implementation in float32, and their FFI calls."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ MOST, LEAST = 2**31 - 1, -(2**31)
 def inputs(
     rng: np.random.Generator, *, b: int, t: int, s: int, n: int, g: int = 1, d: int = 576
 ) -> tuple[Any, ...]:
-    """bfloat16 q, k and, below D 512, v; lengths, of which one is s and one 0; NaN in the keys and
-    values that nothing sees.
+    """Returns bfloat16 q, k and (for D < 512) v, and lengths, one of which is s and one 0.
+
+    Keys and values that no query sees are NaN.
     """
     lengths = rng.integers(0, s + 1, b).astype(np.int32)
     lengths[0] = s
@@ -40,7 +41,7 @@ def inputs(
 
 
 def compare(*arrays: Any, **options: Any) -> None:
-    """Out and lse; of `arrays` the last are lengths."""
+    """Compares out and lse. The last of `arrays` are the lengths."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(implementation: str, q: Any, k: Any, v: Any, lengths: Any) -> Any:
@@ -100,7 +101,7 @@ def test_options(name: str, rng: np.random.Generator) -> None:
 
 @gpu
 @pytest.mark.parametrize("heads", [16, 96])
-def test_unnormalised(heads: int, rng: np.random.Generator) -> None:
+def test_unnormalized(heads: int, rng: np.random.Generator) -> None:
     q, k, lengths = inputs(rng, b=5, t=2, s=900, n=heads)
     call = functools.partial(mqa_decode, normalize=False, key_value_seq_lengths=lengths)
     got = call(q * 4, k, implementation="cuda")
@@ -158,7 +159,7 @@ def test_records(heads: int, queries: int, paged: bool, rng: np.random.Generator
 
 @gpu
 @pytest.mark.parametrize("heads", [4, 64])
-def test_infinities_reach_who_sees_them(heads: int, rng: np.random.Generator) -> None:
+def test_infinities_reach_the_queries_that_see_them(heads: int, rng: np.random.Generator) -> None:
     """Query t of four sees one key more than the query before."""
     q, k, _ = inputs(rng, b=1, t=4, s=300, n=heads)
     for key in (297, 298, 299):
@@ -170,7 +171,7 @@ def test_infinities_reach_who_sees_them(heads: int, rng: np.random.Generator) ->
 
 @gpu
 def test_in_a_replayed_program(rng: np.random.Generator) -> None:
-    """XLA records programs into CUDA graphs and replays them: other lengths, other shares."""
+    """XLA replays programs as CUDA graphs: new lengths must give new work ranges."""
     program = jax.jit(lambda *a: mqa_decode(*a[:2], key_value_seq_lengths=a[2]) * 2)
     for _ in range(6):
         args = inputs(rng, b=9, t=1, s=3000, n=64)
@@ -213,7 +214,7 @@ def test_empty_axes(empty: str, heads: int) -> None:
 
 @gpu
 def test_under_vmap(rng: np.random.Generator) -> None:
-    """Pages of each entry's own, and shared ones."""
+    """Each entry has its own page pool, or all share one."""
     pages = jnp.asarray(rng.standard_normal((3, 9, 64, 1, 576)), jnp.bfloat16)
     table = jnp.asarray(rng.permutation(9)[:8].reshape(2, 4), jnp.int32)
     q = jnp.asarray(rng.standard_normal((3, 2, 1, 64, 576)), jnp.bfloat16)
@@ -231,7 +232,7 @@ def test_under_vmap(rng: np.random.Generator) -> None:
 
 @gpu
 def test_gradients(rng: np.random.Generator) -> None:
-    """The backward pass is XLA's, from the kernel's results."""
+    """The backward pass runs in XLA and uses the kernel's results."""
     q, k, lengths = inputs(rng, b=3, t=2, s=300, n=64)
 
     def loss(implementation: str | None, dtype: Any) -> Any:
@@ -270,17 +271,17 @@ def operands(**changes: Any) -> Operands:
 LATENT = Options(0.1, 512, None, normalize=True)
 
 
-def test_what_the_kernels_cover() -> None:
-    apart = {"q": (5, 2, 8, 128), "k": (5, 9, 2, 128), "v": (5, 9, 2, 128)}
+def test_supported_calls() -> None:
+    separate = {"q": (5, 2, 8, 128), "k": (5, 9, 2, 128), "v": (5, 9, 2, 128)}
     own = Options(0.1, 128, None, normalize=True)
     assert cuda.supports(LATENT, operands()) is None
-    assert cuda.supports(own, operands(**apart)) is None
+    assert cuda.supports(own, operands(**separate)) is None
     assert cuda.supports(LATENT, operands(k=(5, 90, 1, 656), k_dtype=jnp.uint8)) is None
     for options, x, why in (
         (LATENT, operands(dtype=jnp.float16), "bfloat16, got float16"),
         (LATENT, operands(q=(5, 2, 64, 128), k=(5, 9, 1, 128)), "D=128 and value_dim=512"),
         (Options(0.1, 500, None, normalize=True), operands(), "value_dim=500"),
-        (own, operands(**apart | {"v": (5, 9, 2, 64)}), "D=128 and E=64"),
+        (own, operands(**separate | {"v": (5, 9, 2, 64)}), "D=128 and E=64"),
         (Options(0.0, 512, None, normalize=True), operands(), "scale > 0"),
         (LATENT, operands(q=(5, 2, 0, 576)), "at least one head"),
         (LATENT, operands(k=(5, 2**31 - 30, 1, 576)), "keys"),
@@ -300,14 +301,12 @@ def test_what_the_kernels_cover() -> None:
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_what_the_kernel_is_told(
-    batch_invariant: bool, normalize: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One request after the other where results must not depend on the others."""
-    told: list[Any] = []
+def test_ffi_calls(batch_invariant: bool, normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With batch_invariant, each request is a call of its own."""
+    calls: list[Any] = []
 
     def call(target: str, operands: Any, avals: Any, **attrs: Any) -> Any:
-        told.append((operands[0].shape, [a if a is None else a.shape for a in avals], attrs))
+        calls.append((operands[0].shape, [a if a is None else a.shape for a in avals], attrs))
         return [a if a is None else jnp.zeros(a.shape, a.dtype) for a in avals]
 
     extension = SimpleNamespace(mqa_decode_workspace=lambda *_: (1000, 132))
@@ -325,15 +324,15 @@ def test_what_the_kernel_is_told(
         lambda a: (a.shape, a.dtype), avals
     )
     b = 1 if batch_invariant else 5
-    (shape, shapes, attrs), *more = told
+    (shape, shapes, attrs), *more = calls
     assert not more and shape == (b, 2, 64, 576)
     top = None if normalize else (b, 2, 64)
     assert shapes == [(b, 2, 64, 512), (b, 2, 64), top, (1000, 512), (1000, 2), (132, 2)]
     assert attrs == {"scale": np.float32(0.1), "page_size": 7}
 
 
-def test_room_for_pieces() -> None:
-    """Two for each block of a device with 132 SMs."""
+def test_workspace() -> None:
+    """Each CTA of a device with 132 SMs has two partial results."""
     extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
     assert extension.mqa_decode_workspace(1, 128, 1, 576, False) == (2 * 132 * 64, 132)
     assert extension.mqa_decode_workspace(4, 8, 1, 576, False) == (2 * 264 * 32, 264)

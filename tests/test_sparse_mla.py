@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
 from support.compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
 from support.oracles import sparse_mla as oracle
+from support.sparse_mla import INT_MAX, INT_MIN, B, D, E, G, K, N, S, T, both, grads, inputs
 
 from jax_dsa import sparse_mla
 from jax_dsa.core import streaming
@@ -22,42 +21,6 @@ from jax_dsa.core.rows import query_bytes
 from jax_dsa.core.softmax import row_products
 from jax_dsa.ops.sparse_mla import xla
 from jax_dsa.ops.sparse_mla.spec import Operands, Options, Results
-
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-B, T, S, N, G, D, E, K = 2, 7, 11, 6, 2, 10, 6, 9
-
-
-def inputs(
-    rng: np.random.Generator,
-    dtype: Any = np.float32,
-    t: int = T,
-    s: int = S,
-    k: int = K,
-    g: int = G,
-) -> tuple:
-    """q, kv, and indices with duplicates, every kind of invalid one, and a row of only those."""
-    q = rng.normal(size=(B, t, N, D)).astype(dtype)
-    kv = rng.normal(size=(B, s, g, D)).astype(dtype)
-    indices = rng.integers(0, max(s, 1), size=(B, t, g, k)).astype(np.int32)
-    bad = np.array([INT_MIN, -1, s, INT_MAX], np.int32)
-    wrong = rng.random(indices.shape) < 0.3
-    indices = np.where(wrong, rng.choice(bad, size=indices.shape), indices)
-    indices[0, t // 2] = rng.choice(bad, size=(g, k))
-    return q, kv, indices
-
-
-def both(q: Any, kv: Any, indices: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
-    return sparse_mla(q, kv, indices, value_dim=E, return_lse=True, **options)
-
-
-def grads(args: tuple, dout: Any, dlse: Any, sinks: Any = None, **options: Any) -> tuple:
-    """Gradients of q, kv and the sinks for the given cotangents."""
-
-    def fn(q: Any, kv: Any, sinks: Any) -> Any:
-        return both(q, kv, args[2], sinks=sinks, **options)
-
-    return jax.vjp(fn, args[0], args[1], sinks)[1]((dout, dlse))
-
 
 CASES = {
     "plain": {},
@@ -68,10 +31,10 @@ CASES = {
     "length": {"topk_length": np.array([[9, 0, 1, 5, 3, -2, 99], [8, 7, 6, 5, 4, 3, 2]], np.int32)},
     "sinks": {"sinks": np.array([0.5, -1.0, np.inf, -np.inf, 3.0, 0.0], np.float32)},
 }
-EACH = pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+EVERY_CASE = pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
 
 
-def test_oracle_on_a_case_done_by_hand() -> None:
+def test_oracle_on_a_hand_computed_case() -> None:
     q, kv = np.array([[[[2.0]]]]), np.array([[[[1.0]], [[3.0]], [[7.0]]]])
     out, lse = oracle.sparse_mla(q, kv, np.array([[[[0, 1, -1, 0]]]]), value_dim=1, scale=0.5)
     e1, e3 = np.exp(1.0), np.exp(3.0)
@@ -79,14 +42,14 @@ def test_oracle_on_a_case_done_by_hand() -> None:
     np.testing.assert_allclose(lse, np.log(2 * e1 + e3))
 
 
-@EACH
+@EVERY_CASE
 def test_forward(options: dict, rng: np.random.Generator) -> None:
     args = inputs(rng)
     want = oracle.sparse_mla(*args, value_dim=E, **{"scale": D**-0.5, **options})
     assert_matches(both(*args, **options), tuple(x.astype(np.float32) for x in want), tol=1e-5)
 
 
-@EACH
+@EVERY_CASE
 def test_gradients(options: dict, rng: np.random.Generator) -> None:
     args = inputs(rng)
     dout = rng.normal(size=(B, T, N, E)).astype(np.float32)
@@ -154,7 +117,7 @@ def test_keys_that_no_slot_selects(
 def test_cotangents_of_a_query_without_a_slot(
     cotangents: tuple[float, float], rng: np.random.Generator
 ) -> None:
-    """They may be NaN, as the derivative of a function of lse is at -inf."""
+    """They may be NaN, like the derivative of a function of lse at -inf."""
     args = inputs(rng)
     row, sinks = (0, T // 2), rng.normal(size=N).astype(np.float32)
     dout, dlse = np.ones((B, T, N, E), np.float32), np.ones((B, T, N), np.float32)
@@ -164,7 +127,7 @@ def test_cotangents_of_a_query_without_a_slot(
     assert np.all(np.asarray(want[0])[row] == 0)
 
 
-def test_a_poisoned_key_reaches_only_who_selects_it(rng: np.random.Generator) -> None:
+def test_nan_in_a_key_affects_only_queries_that_select_it(rng: np.random.Generator) -> None:
     q, kv, indices = inputs(rng)
     indices[indices == 3] = 4
     indices[1, 2, 0, 0] = 3
@@ -246,7 +209,7 @@ def test_chunks_of_queries(
 
 
 def test_memory_is_bounded(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing as large as the gathered rows of all queries exists in either pass."""
+    """No array of either pass is as large as the gathered rows of all queries."""
     queries, keys, heads, dim, k = 64, 32, 4, 32, 32
     q = jnp.zeros((1, queries, heads, dim))
     kv = jnp.zeros((1, keys, 1, dim))
@@ -271,7 +234,7 @@ def test_memory_is_bounded(rng: np.random.Generator, monkeypatch: pytest.MonkeyP
 
 
 def test_deterministic_gradients(rng: np.random.Generator) -> None:
-    """The same sums, in an order of their own, for which the slots are sorted."""
+    """Deterministic gradients are the same sums in another order, for which slots are sorted."""
     q, kv, indices = inputs(rng, s=3)
     dout, dlse = jnp.ones((B, T, N, E)), jnp.ones((B, T, N))
 
@@ -297,7 +260,7 @@ def test_without_batch_axis(rng: np.random.Generator) -> None:
         assert_matches(one, (out[b], lse[b]), tol=1e-6)
 
 
-def test_indices_that_all_groups_share(rng: np.random.Generator) -> None:
+def test_indices_shared_by_all_groups(rng: np.random.Generator) -> None:
     q, kv, indices = inputs(rng)
     shared = indices[:, :, 0]
     want = both(q, kv, np.stack([shared] * G, axis=2), is_causal=True, query_start=3)
@@ -307,14 +270,14 @@ def test_indices_that_all_groups_share(rng: np.random.Generator) -> None:
     assert_matches(single, (want[0][1], want[1][1]), tol=1e-6)
 
 
-def test_defaults_fit_what_is_passed(rng: np.random.Generator) -> None:
+def test_default_value_dim(rng: np.random.Generator) -> None:
     args = inputs(rng)
     assert sparse_mla(*args).shape == (B, T, N, D)
     wide = np.zeros((1, 1, 1, 576), np.float32)
     assert sparse_mla(wide, wide, np.zeros((1, 1, 1), int)).shape == (1, 1, 1, 512)
 
 
-def test_what_counts_as_an_array_or_a_number(rng: np.random.Generator) -> None:
+def test_arguments_of_other_types(rng: np.random.Generator) -> None:
     q, kv, indices = inputs(rng)
     length = np.full((B, T), 5)
     options = {"is_causal": True, "query_start": 3, "scale": 0.5, "key_stride": 1}
@@ -331,12 +294,12 @@ def test_what_counts_as_an_array_or_a_number(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("start", [INT_MAX, np.int64(2**31 - 1), np.array([INT_MAX] * B)])
-def test_the_last_positions_see_everything(start: Any, rng: np.random.Generator) -> None:
+def test_last_positions_see_all_keys(start: Any, rng: np.random.Generator) -> None:
     args = inputs(rng)
     assert_matches(both(*args, is_causal=True, query_start=start), both(*args), tol=0)
 
 
-def test_positions_before_the_first_key_see_nothing(rng: np.random.Generator) -> None:
+def test_positions_before_the_first_key_see_no_key(rng: np.random.Generator) -> None:
     out, lse = both(*inputs(rng), is_causal=True, query_start=INT_MIN)
     assert not out.any() and (lse == -jnp.inf).all()
 
@@ -349,68 +312,8 @@ def test_traced_query_start_and_single_result(rng: np.random.Generator) -> None:
         assert_matches(fn(jnp.int32(start)), want, tol=1e-6)
 
 
-GOOD = {
-    "q": np.zeros((B, T, N, D), np.float32),
-    "kv": np.zeros((B, S, G, D), np.float32),
-    "indices": np.zeros((B, T, G, K), np.int32),
-}
-WRONG = {
-    "q rank": ({"q": np.zeros(4, np.float32)}, ValueError, "'q' has shape"),
-    "q dtype": ({"q": np.zeros((B, T, N, D), np.int32)}, TypeError, "'q' has dtype int32"),
-    "q type": ({"q": [1.0]}, TypeError, "'q' is list"),
-    "kv shape": ({"kv": np.zeros((B, S, G, D + 1), np.float32)}, ValueError, "'kv'.*D=10"),
-    "kv batch": ({"kv": np.zeros((1, S, G, D), np.float32)}, ValueError, "'kv'.*B=2"),
-    "kv dtype": ({"kv": jnp.zeros((B, S, G, D), jnp.bfloat16)}, TypeError, "'kv'.*float32"),
-    "heads": ({"kv": np.zeros((B, S, 4, D), np.float32)}, ValueError, "N=6.*G=4.*multiple"),
-    "no groups": ({"kv": np.zeros((B, S, 0, D), np.float32)}, ValueError, "N=6.*G=0.*multiple"),
-    "indices shape": ({"indices": np.zeros((B, T), np.int32)}, ValueError, "'indices'.*B, T, G, K"),
-    "indices of all": ({"indices": np.zeros((B, 1, K), np.int32)}, ValueError, "'indices'.*T=7"),
-    "indices group": ({"indices": np.zeros((B, T, 1, K), np.int32)}, ValueError, "'indices'.*G=2"),
-    "indices dtype": ({"indices": np.zeros((B, T, G, K))}, TypeError, "'indices'.*int32"),
-    "value_dim": ({"value_dim": D + 1}, ValueError, "'value_dim' is 11, want.* int in 1..10"),
-    "value_dim default": ({"value_dim": 512}, ValueError, "'value_dim' is 512"),
-    "value_dim type": ({"value_dim": 2.0}, TypeError, "'value_dim'.*want an int"),
-    "scale": ({"scale": np.nan}, ValueError, "'scale' is nan"),
-    "scale type": ({"scale": "1"}, TypeError, "'scale'"),
-    "is_causal": ({"is_causal": 1}, TypeError, "'is_causal'.*want a bool"),
-    "query_start": ({"query_start": np.zeros(3, np.int32)}, ValueError, "'query_start'"),
-    "query_start type": ({"query_start": 0.5}, TypeError, "'query_start'"),
-    "key_stride": ({"key_stride": 0}, ValueError, "'key_stride' is 0"),
-    "topk_length": ({"topk_length": np.zeros((B, 1), np.int32)}, ValueError, "'topk_length'.*T=7"),
-    "topk_length type": ({"topk_length": 3}, TypeError, "'topk_length' is int, want an array"),
-    "sinks": ({"sinks": np.zeros(5, np.float32)}, ValueError, "'sinks'.*N=6"),
-    "sinks dtype": ({"sinks": jnp.zeros(N, jnp.bfloat16)}, TypeError, "'sinks'.*float32"),
-    "deterministic": ({"deterministic": None}, TypeError, "'deterministic'"),
-    "return_lse": ({"return_lse": "yes"}, TypeError, "'return_lse'"),
-    "implementation": ({"implementation": "gpu"}, ValueError, "'implementation' is 'gpu'"),
-}
-
-
-@pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
-def test_misuse(change: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=f"sparse_mla: .*{message}"):
-        sparse_mla(**{**GOOD, "value_dim": E, **change})
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.data())
-def test_any_wrong_shape_is_refused(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted(GOOD)))
-    shape = list(GOOD[name].shape)
-    axis = data.draw(st.integers(0, 3))
-    free = {"q": (), "kv": (1,), "indices": (3,)}[name]
-    shape[axis] = data.draw(st.integers(0, 20).filter(lambda n: n != shape[axis]))
-    allowed = axis in free or (name == "q" and axis == 2 and shape[2] % G == 0)
-    bad = {**GOOD, name: np.zeros(shape, GOOD[name].dtype)}
-    if allowed:
-        assert sparse_mla(**bad, value_dim=E).shape == (*bad["q"].shape[:3], E)
-    else:
-        with pytest.raises(ValueError, match="sparse_mla: argument"):
-            sparse_mla(**bad, value_dim=E)
-
-
-def test_row_products_are_of_the_values_that_arrays_hold(rng: np.random.Generator) -> None:
-    """Rounding is part of the program, whatever XLA fuses."""
+def test_row_products_use_rounded_values(rng: np.random.Generator) -> None:
+    """Operands are rounded to their dtype even if XLA fuses the conversion."""
     x = jnp.asarray(rng.normal(size=(64, 512)), jnp.float32)
     out = jnp.asarray(rng.normal(size=(64, 512)), jnp.bfloat16)
 

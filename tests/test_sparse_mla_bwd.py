@@ -1,4 +1,4 @@
-"""What surrounds the backward kernels of sparse MLA, with plain JAX in their place."""
+"""The JAX code around the backward kernels of sparse MLA, with JAX code instead of the kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLACES = np.array([c // 16 * 16 + c % 8 // 2 * 4 + c // 8 % 2 * 2 + c % 2 for c 
 
 
 def call(target: str, operands: Any, avals: Any, scale: np.float32) -> tuple[Any, ...]:
-    """The handler's contract."""
+    """Does what the FFI handler promises."""
     q, kv, indices, ends, topk_length, dout, lse, out, dlse, order, key = operands
     delta = jnp.sum(out * dout, axis=-1) - dlse
     valid = valid_slots(indices, ends, topk_length, S)
@@ -35,7 +35,7 @@ def call(target: str, operands: Any, avals: Any, scale: np.float32) -> tuple[Any
     rows = jnp.einsum("btgmk,btgmd->btgkd", ds, q)
     rows = rows.at[..., :E].add(jnp.einsum("btgmk,btgme->btgke", p, dout))
     if order is not None:
-        # Of so many queries at a time: their rows, in the order of their keys.
+        # For every `count` queries: their rows, in the order of their keys.
         queries, query_rows = order.shape
         count = avals[-1].shape[0] // query_rows
         pad = [(0, 0)] * 3 + [(0, query_rows // G - K), (0, 0)]
@@ -54,7 +54,7 @@ def call(target: str, operands: Any, avals: Any, scale: np.float32) -> tuple[Any
     return dq, zeros.at[..., PLACES].set(dkv), 0, 0
 
 
-ROW_BYTES = G * 64 * D * 2  # of a query
+ROW_BYTES = G * 64 * D * 2  # rows of one query
 KERNELS = SimpleNamespace(
     call=call,
     extension=lambda: SimpleNamespace(sparse_mla_bwd_workspace=lambda *_: (0, 0, 0)),
@@ -69,10 +69,10 @@ KERNELS = SimpleNamespace(
         (True, S * G * D * 4 + 1, 3, 5),
         (True, 0, 1, 2),
     ],
-    ids=["reductions", "rows, which are faster", "rows", "rows of two calls"],
+    ids=["reductions", "rows because they are faster", "rows", "rows of two calls"],
 )
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_composition(
+def test_gradients(
     rng: np.random.Generator,
     monkeypatch: Any,
     deterministic: bool,
@@ -113,16 +113,16 @@ def test_composition(
 @pytest.mark.parametrize(
     ("shape", "wins"),
     {
-        "the sums lie in the L2": ((1, 4096, 8192, 128, 2048), False),
-        "they do not": ((1, 4096, 131072, 128, 2048), True),
-        "those of few queries do": ((1, 4, 131072, 128, 2048), False),
-        "those of one batch entry do": ((16, 512, 8192, 128, 2048), False),
+        "sums fit in the L2": ((1, 4096, 8192, 128, 2048), False),
+        "sums do not fit in the L2": ((1, 4096, 131072, 128, 2048), True),
+        "sums of few queries fit in the L2": ((1, 4, 131072, 128, 2048), False),
+        "sums of one batch entry fit in the L2": ((16, 512, 8192, 128, 2048), False),
         "few heads": ((1, 4096, 32768, 64, 2048), True),
         "several calls": ((1, 32768, 131072, 128, 2048), True),
         "several calls, no room for a second dkv": ((8, 32768, 131072, 128, 2048), False),
     }.values(),
 )
-def test_the_default_is_the_faster_route(shape: tuple[int, ...], wins: bool) -> None:
+def test_default_is_the_faster_route(shape: tuple[int, ...], wins: bool) -> None:
     b, t, s, n, k = shape
     q = jax.ShapeDtypeStruct((b, t, n, 576), jnp.bfloat16)
     kv = jax.ShapeDtypeStruct((b, s, 1, 576), jnp.bfloat16)
@@ -134,21 +134,21 @@ def test_the_default_is_the_faster_route(shape: tuple[int, ...], wins: bool) -> 
 
 @pytest.mark.parametrize("keys", [S, 5461, 5462, 50000], ids=lambda x: f"{x} keys")
 def test_rows_by_key(rng: np.random.Generator, keys: int) -> None:
-    """Of 4 and 4 and 2 queries; keys of 16 bits up to 5461."""
+    """Rows of 4, 4 and 2 queries are sorted; keys up to 5461 fit in 16 bits."""
     indices = jnp.asarray(rng.integers(-2, keys + 2, size=(B, T, G, K)), jnp.int32)
     valid = (indices >= 0) & (indices < keys)
     order, key = cuda._rows_by_key(indices, valid, keys, 2, 4)
     batch, group = np.arange(B)[:, None, None, None], np.arange(G)[:, None]
-    nowhere = B * keys * G
-    want = np.where(valid, (batch * keys + indices) * G + group, nowhere)
-    want = np.pad(want, [(0, 0)] * 3 + [(0, 64 - K)], constant_values=nowhere)
+    no_key = B * keys * G
+    want = np.where(valid, (batch * keys + indices) * G + group, no_key)
+    want = np.pad(want, [(0, 0)] * 3 + [(0, 64 - K)], constant_values=no_key)
     want = np.repeat(want[:, :, :, None], 2, axis=3).reshape(B * T, -1)
     for first in range(0, B * T, 4):
         some = want[first : first + 4].reshape(-1)
         ascending = np.argsort(some, kind="stable")
         np.testing.assert_array_equal(order[first : first + 4].reshape(-1), ascending)
-        moved = some[ascending] + first // 4 * (nowhere + 1)
-        np.testing.assert_array_equal(key[first : first + 4].reshape(-1), moved)
+        numbered = some[ascending] + first // 4 * (no_key + 1)
+        np.testing.assert_array_equal(key[first : first + 4].reshape(-1), numbered)
     assert key.dtype == jnp.uint32
 
 
@@ -164,18 +164,18 @@ def test_no_queries(monkeypatch: Any) -> None:
 
 
 def test_workspace_of_the_kernel() -> None:
-    """As the launcher counts it: bytes of counters, images and ordered slots."""
+    """The launcher's sizes: bytes of counters, P and dS tiles, and reordered slots."""
     extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
 
     def workspace(queries: int, heads: int, slots: int = 2048, by_rows: bool = False) -> Any:
         shape = (1, queries, 8192, heads, 1, slots, 576)
         return extension.sparse_mla_bwd_workspace(*shape, queries, by_rows)
 
-    counters, images, order = workspace(4096, 64)
-    assert images == 2 * 66 * 2 * 32 * 2**14 and order == (4096 * 2048 + 2048) * 4
-    # Four queries of 16 heads are one, whose slots are stored twice.
-    packed_counters, packed_images, packed_order = workspace(4096, 16)
-    assert packed_images == 4 * images and packed_counters == 16 + (counters - 16) // 4
+    counters, tiles, order = workspace(4096, 64)
+    assert tiles == 2 * 66 * 2 * 32 * 2**14 and order == (4096 * 2048 + 2048) * 4
+    # Four queries of 16 heads are packed into one, whose slots are stored twice.
+    packed_counters, packed_tiles, packed_order = workspace(4096, 16)
+    assert packed_tiles == 4 * tiles and packed_counters == 16 + (counters - 16) // 4
     assert packed_order == (2 * 4096 * 2048 + 512 + 1024) * 4
     assert workspace(4096, 12) == workspace(4096, 64)
     assert workspace(4096, 16, by_rows=True)[2] == 0

@@ -22,8 +22,10 @@ INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 def inputs(
     rng: np.random.Generator, *, b: int = 2, t: int, s: int, n: int, g: int = 1, d: int, k: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """bfloat16 q and kv, and indices with duplicates, every kind of invalid one, and a row of only
-    those; NaN in the keys that nothing selects.
+    """Returns bfloat16 q and kv, and indices.
+
+    The indices contain duplicates, every kind of invalid index, and a row of only invalid ones.
+    Keys that nothing selects are NaN.
     """
     q = rng.standard_normal((b, t, n, d), np.float32)
     kv = rng.standard_normal((b, s, g, d), np.float32)
@@ -37,7 +39,7 @@ def inputs(
 
 
 def compare(q: jax.Array, kv: jax.Array, indices: jax.Array, **options: Any) -> None:
-    # All arrays are arguments: of large constants XLA folds for minutes what it can.
+    # All arrays are arguments, because XLA would spend minutes folding large constants.
     @functools.partial(jax.jit, static_argnums=0)
     def run(implementation: str, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         return sparse_mla(*arrays, return_lse=True, implementation=implementation, **options)
@@ -97,7 +99,7 @@ def test_empty_axes(empty: str, rng: np.random.Generator) -> None:
 
 
 def test_no_heads() -> None:
-    """Left to XLA; the kernel, if named, declines."""
+    """XLA computes this case; the kernel refuses it."""
     q, kv = jnp.ones((2, 3, 0, 576), jnp.bfloat16), jnp.ones((2, 5, 1, 576), jnp.bfloat16)
     indices = jnp.zeros((2, 3, 1, 4), jnp.int32)
     assert sparse_mla(q, kv, indices).shape == (2, 3, 0, 512)
@@ -106,7 +108,7 @@ def test_no_heads() -> None:
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-def test_repeats_itself_and_ignores_what_nothing_selects(
+def test_repeats_and_ignores_keys_that_nothing_selects(
     heads: int, rng: np.random.Generator
 ) -> None:
     q, kv, indices = inputs(rng, t=100, s=1000, n=heads, d=576, k=640)
@@ -135,7 +137,7 @@ def gradients(
     sinks: Any = None,
     **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """Of a loss in which out and lse both count."""
+    """Returns the gradients of a loss of both out and lse."""
 
     @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1) if sinks is None else (0, 1, 2))
@@ -186,8 +188,8 @@ def test_gradients_with_options(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
-def test_gradients_of_neighbouring_queries(heads: int, rng: np.random.Generator) -> None:
-    """Up to 64 heads share the sums of common keys, here of top-k's kind and in any order."""
+def test_gradients_of_neighboring_queries(heads: int, rng: np.random.Generator) -> None:
+    """Queries of up to 64 heads share the sums of common keys, sorted as by top-k or unsorted."""
     q, kv, _ = inputs(rng, t=63, s=700, n=heads, d=576, k=8)
     scores = rng.standard_normal((2, 1, 698)) + 0.5 * rng.standard_normal((2, 63, 698))
     picks = np.sort(np.argsort(-scores)[:, :, :300])[:, :, None].astype(np.int32)
@@ -202,7 +204,7 @@ def test_gradients_of_neighbouring_queries(heads: int, rng: np.random.Generator)
 
 
 def test_gradients_of_many_slots(rng: np.random.Generator) -> None:
-    """Above 8192 the slots of neighbouring queries are not put in order."""
+    """Beyond 8192 slots, the kernel does not reorder the slots of neighboring queries."""
     for slots in (8192, 8200):
         compare_gradients(*inputs(rng, b=1, t=3, s=500, n=16, d=512, k=slots))
 
@@ -226,8 +228,8 @@ def test_deterministic_gradients_repeat(rng: np.random.Generator) -> None:
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), first, again)
 
 
-def test_the_default_takes_the_faster_route(rng: np.random.Generator) -> None:
-    """Sums by rows where those of all keys exceed the L2."""
+def test_default_takes_the_faster_route(rng: np.random.Generator) -> None:
+    """Gradients of keys are summed by rows if the sums exceed the L2."""
     args = inputs(rng, b=1, t=64, s=40000, n=128, d=576, k=1100)
     compare_gradients(*args)
     default = gradients("cuda", jnp.bfloat16, *args)
@@ -236,7 +238,7 @@ def test_the_default_takes_the_faster_route(rng: np.random.Generator) -> None:
 
 
 def test_gradients_in_a_replayed_program(rng: np.random.Generator) -> None:
-    """The kernel's counters must start anew in every replay."""
+    """The kernel's counters must be cleared in every replay."""
 
     def step(q: jax.Array, kv: jax.Array, indices: jax.Array) -> Any:
         return gradients("cuda", q.dtype, q, kv, indices, deterministic=True)
@@ -246,7 +248,7 @@ def test_gradients_in_a_replayed_program(rng: np.random.Generator) -> None:
     for _ in range(6):
         args = (args[0] + 1, args[1], (args[2] + 3) % 190)
         want = step(*args)
-        assert_matches(program(*args), want, tol=1e-2)  # the loss may be fused otherwise
+        assert_matches(program(*args), want, tol=1e-2)  # the loss may be fused differently
 
 
 def test_more_than_2_31_key_elements() -> None:
@@ -255,14 +257,14 @@ def test_more_than_2_31_key_elements() -> None:
     q = jax.random.normal(jax.random.key(1), (1, 4, 64, 576), jnp.bfloat16)
     indices = keys - 1 - jnp.arange(4 * 128, dtype=jnp.int32).reshape(1, 4, 1, 128) * 1001
     out, lse = sparse_mla(q, kv, indices, return_lse=True, implementation="cuda")
-    rows = kv[0, indices[0, :, 0], 0][:, :, None]  # each query's keys as a batch entry of its own
+    rows = kv[0, indices[0, :, 0], 0][:, :, None]  # makes each query's keys a batch entry
     own = jnp.broadcast_to(jnp.arange(128, dtype=jnp.int32), (4, 1, 1, 128))
     want, want_lse = sparse_mla(q[0][:, None], rows, own, return_lse=True, implementation="cuda")
     np.testing.assert_array_equal(np.asarray(out[0]), np.asarray(want[:, 0]))
     np.testing.assert_array_equal(np.asarray(lse[0]), np.asarray(want_lse[:, 0]))
 
 
-def test_what_the_kernel_does_not_cover(rng: np.random.Generator) -> None:
+def test_unsupported_calls(rng: np.random.Generator) -> None:
     q, kv, indices = inputs(rng, t=2, s=8, n=64, d=576, k=4)
     for call in (
         lambda: sparse_mla(
@@ -279,7 +281,7 @@ def test_what_the_kernel_does_not_cover(rng: np.random.Generator) -> None:
 def decode_inputs(
     rng: np.random.Generator, *, b: int, t: int, s: int, n: int, k: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """q, rows for a cache, indices with invalid ones, and requests' lengths."""
+    """Returns q, rows for a cache, indices with invalid ones, and the lengths of requests."""
     q, kv, indices = inputs(rng, b=b, t=t, s=s, n=n, d=576, k=k)
     lengths = jnp.asarray(rng.integers(t, s + 1, b), jnp.int32)
     return q, jnp.nan_to_num(kv), indices, lengths
@@ -328,7 +330,7 @@ def test_decode(name: str, paged: bool, fp8: bool, rng: np.random.Generator) -> 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_decode_of_several_pools(fp8: bool, rng: np.random.Generator) -> None:
-    """vmap gives each request the pool of its own call."""
+    """Under vmap each request reads the page pool of its own call."""
     calls, b, s = 3, 2, 320
     q, rows, indices, lengths = decode_inputs(rng, b=calls * b, t=1, s=s, n=16, k=70)
     pages = s // 64

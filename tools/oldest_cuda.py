@@ -55,7 +55,7 @@ KERNELS = {
         "mqa_decode::few_kernel<jax_dsa::mla::FewTraits<576, 16>, true>",
         "mqa_decode::few_kernel<jax_dsa::mla::FewTraits<128, 32, 128, true>, false>",
     ],
-    "mqa_decode/merge.cuh": ["mqa_decode::merge_kernel<true, 2>"],
+    "mqa_decode/combine.cuh": ["mqa_decode::combine_kernel<true, 2>"],
     "mqa_decode/wide.cuh": ["mqa_decode::wide_kernel<576, true>"],
     "losses/index_grads.cuh": [
         "index_grads::index_grads_kernel<128, jax_dsa::index_grads::Of::kKeys>"
@@ -74,7 +74,7 @@ KERNELS = {
     "sparse_mla/bwd_pack.cuh": ["sparse_mla::pack_kernel"],
     "sparse_mla/decode.cuh": [
         "sparse_mla::decode_kernel<576, true, jax_dsa::sparse_mla::Decode>",
-        "sparse_mla::merge_kernel",
+        "sparse_mla::combine_kernel",
     ],
     "sparse_mla/fwd.cuh": ["sparse_mla::fwd_kernel<576>"],
     "sparse_mla/fwd_few.cuh": ["sparse_mla::fwd_few_kernel<576, 16>"],

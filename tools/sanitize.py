@@ -116,24 +116,26 @@ EXPLANATIONS = {
     ): ("elected_arrival"),
     frozenset(
         [
-            *("mqa_decode/plan.cuh:ShareFinder", "mqa_decode/plan.cuh:find_last_item"),
-            *("mqa_decode/plan.cuh:Walk", "mqa_decode/plan.cuh:next"),
+            *("mqa_decode/plan.cuh:WorkRangeFinder", "mqa_decode/plan.cuh:find_last_tile"),
+            *("mqa_decode/plan.cuh:SplitIterator", "mqa_decode/plan.cuh:next"),
         ]
     ): "warpgroup_arrival",
-    frozenset(["mqa_decode/few.cuh:hide_scores", "mqa_decode/few.cuh:produce_few"]): (
+    frozenset(["mqa_decode/few.cuh:mask_scores", "mqa_decode/few.cuh:produce_few"]): (
         "beside_copies"
     ),
-    frozenset(["mqa_decode/wide.cuh:hide_scores", "mqa_decode/wide.cuh:produce_wide"]): (
+    frozenset(["mqa_decode/wide.cuh:mask_scores", "mqa_decode/wide.cuh:produce_wide"]): (
         "beside_copies"
     ),
     frozenset(["mla/consumer.cuh:consume"]): "through_producer",
     frozenset(
         [
             *("common/gather.cuh:set", "mla/few_heads.cuh:consume_few"),
-            "mla/few_heads.cuh:CountingRows",
+            "mla/few_heads.cuh:ValidKeyRows",
         ]
     ): "elected_writer",
-    frozenset(["mla/few_heads.cuh:consume_few", "mla/producer.cuh:begin_item"]): ("beside_copies"),
+    frozenset(["mla/few_heads.cuh:consume_few", "mla/producer.cuh:begin_work_tile"]): (
+        "beside_copies"
+    ),
     # In the backward kernel the way back is that of over_two_barriers.
     frozenset(["common/gather.cuh:all", "common/gather.cuh:set"]): "beside_copies",
     frozenset(

@@ -1,4 +1,29 @@
-// CONSUMER
+// The MMA warpgroups of attention over the keys of MLA, for 64 heads (rows) at a time. The forward
+// and decode kernels of sparse MLA and the wide kernel of mqa_decode use them.
+//
+// Warpgroups.
+//   0 (left)   scores and softmax of the even key tiles; columns 0..255 of the output
+//   1 (right)  scores and softmax of the odd key tiles; columns 256..511 of the output
+//   2          producer: copies Q and the keys; each kernel brings its own
+// Warpgroups 0 and 1 both multiply the probabilities P of every tile with their half of its values.
+// They read their own P from registers and the peer's P from shared memory. While one of them is in
+// its softmax, the tensor cores have the other's products to work on.
+//
+// Running maximum. P of a tile is relative to a lazily rescaled running maximum of its row. The
+// maximum is raised only when a score exceeds it by more than 2^8, so the accumulators are rarely
+// rescaled and P stays in [0, 256]. The maxima of the tiles form one chain (even, odd, even, ...).
+// Both warpgroups add the tiles in this order, so each accumulator only ever follows that chain.
+//
+// Shared memory, in blocks of 64 rows by 64 columns of bf16 (8 KiB, 128-byte swizzle; see
+// common/tile.cuh):
+//   q        D/64 blocks
+//   keys     2 tiles of 9 blocks. P of a tile replaces its ninth block once the scores have used
+//   it. staging  1 KiB per warp, through which outputs leave in 64-byte chunks
+// Running maxima, row sums, validity bits and mbarriers take another 3 KiB or so.
+//
+// A key tile is filled and freed in halves. It is freed by rows, 0..31 before 32..63, in the order
+// in which the products with V read them. The scores wait for columns: the owner's half of the
+// value columns first, then the other half with the ninth block.
 #pragma once
 
 #include "common/limits.h"
@@ -9,53 +34,60 @@
 
 namespace jax_dsa::mla {
 
-// Warpgroup kSide. `Params` has a factor of scores, and functions which say what items there are
-// and what becomes of their scores and results: `first_item`, `item_step`, `item_count`,
-// `lazy_margin`, `hide_scores`, `write_results`.
-template <int kD, int kSide, typename Params, typename Notes>
-__device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
+// Runs MMA warpgroup kSide over the CTA's work tiles. `Work` has a member `scale`. The following
+// functions, found in the namespace of `Work`, say which work tiles there are and what becomes of
+// scores and results:
+//   work_tile_count(work), first_work_tile(work), work_tile_step(work)
+//   lazy_margin(work)    by how much, in log2 units, a score may exceed the running maximum
+//   mask_scores<kSide>(work, shared, valid, s)
+//   write_results<kSide>(work, work_index, o, rows, staging)
+template <int kD, int kSide, typename Work, typename Notes>
+__device__ void consume(const Work& work, Shared<kD, Notes>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int row = warp * 16 + lane / 4;
-  const float scale_log2 = p.scale * kLog2E;
-  const int items = item_count(p);
+  const float scale_log2 = work.scale * kLog2E;
+  const int work_tiles = work_tile_count(work);
   const uint64_t q = k_major_descriptor(smem_address(shared.q));
   const uint64_t own_keys = k_major_descriptor(smem_address(shared.keys[kSide]));
-  const uint64_t others_p =
-      k_major_descriptor(smem_address(shared.keys[1 - kSide][kProbabilities]));
-  // Where this lane stores its row of an 8x8 matrix of P, without the swizzled chunk.
+  const uint64_t peer_p =
+      k_major_descriptor(smem_address(shared.keys[1 - kSide][kProbabilityBlock]));
+  // The address at which this lane stores its row of an 8x8 matrix of P, without the swizzled
+  // chunk.
   const uint32_t own_p =
-      smem_address(shared.keys[kSide][kProbabilities]) + (warp * 16 + lane % 16) * 128;
+      smem_address(shared.keys[kSide][kProbabilityBlock]) + (warp * 16 + lane % 16) * 128;
 
   float o[128] = {};
   float s[32];
   uint32_t probabilities[4][4];
   float factor[2];
-  uint64_t valid = 0;  // of the tile whose scores are in `s`
+  uint64_t valid = 0;  // valid keys of the tile whose scores are in `s`
   Rows rows = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
-  uint32_t item_parity = 0, key_parity = 0, others_parity = 0;
-  int previous = -1;  // the item whose results are in `o` and `rows`
-  const uint32_t places = Notes::kRecords ? RecordsInPlace::places() : 0;
+  uint32_t q_parity = 0, key_parity = 0, peer_parity = 0;
+  int previous = -1;  // the work tile whose results are in `o` and `rows`
+  const uint32_t offsets = Notes::kRecords ? RecordsInPlace::unpack_offsets() : 0;
 
   const auto arrive = [&](uint64_t* barrier) {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
   };
-  // Starts Q K^T of the next own tile; `turns` if the even tile has an odd one to let pass.
-  const auto start_scores = [&](bool turns) {
+  // Starts Q K^T of the next own tile. `ping_pong` is true if an odd tile follows the even one and
+  // may start its scores after it.
+  const auto start_scores = [&](bool ping_pong) {
     if constexpr (Notes::kRecords) named_barrier_sync<256>(kEvenUnpacked + kSide);
-    if (kSide == 1) named_barrier_sync<256>(kTurn);
+    if (kSide == 1) named_barrier_sync<256>(kPingPong);
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      // PTX asks for a proxy fence here: cp.async is of the generic proxy, wgmma of the async one.
-      // It takes 2 % of the time. That wgmma sees copies whose mbarrier has completed is measured,
-      // not promised; all kernels here that gather by cp.async rely on it, and others' do, too.
-      mbarrier_wait(&shared.key_full[kSide][part], key_parity);
-      if (part == 0) valid = shared.valid[kSide].all();
+    for (int half = 0; half < 2; ++half) {
+      // PTX asks for a proxy fence here, because cp.async belongs to the generic proxy and wgmma to
+      // the async proxy. The fence would take 2 % of the time. That wgmma sees copies whose
+      // mbarrier phase has completed is measured, not promised. All kernels here that gather with
+      // cp.async rely on it, as do kernels of other projects.
+      mbarrier_wait(&shared.key_full[kSide][half], key_parity);
+      if (half == 0) valid = shared.valid[kSide].all();
       wgmma_fence();
 #pragma unroll
       for (int block = 0; block < kD / 64; ++block) {
-        const bool mine = block < 8 && block / 4 == kSide;
-        if (mine != (part == 0)) continue;
+        const bool own_half = block < 8 && block / 4 == kSide;
+        if (own_half != (half == 0)) continue;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const uint64_t offset = block * (kBlockBytes / 16) + k * 2;
@@ -65,7 +97,7 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
       }
     }
     wgmma_commit();
-    if (kSide == 0 && turns) named_barrier_arrive<256>(kTurn);
+    if (kSide == 0 && ping_pong) named_barrier_arrive<256>(kPingPong);
     key_parity ^= 1;
   };
   const auto finish_scores = [&](bool last) {
@@ -73,13 +105,14 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
     wgmma_pin(s);
     if (last) arrive(&shared.q_free);
   };
-  // The owner's P, to registers and to shared memory. Returns whether the accumulator must be
-  // scaled by `factor`.
+  // Computes the owner's P and puts it into registers and shared memory. Returns whether the
+  // accumulator must be scaled by `factor`.
   const auto own_softmax = [&](bool last, auto between, auto before_store) {
-    hide_scores<kSide>(p, shared, valid, s);
-    const bool moved = softmax(s, scale_log2, lazy_margin(p), rows, probabilities, factor, between);
+    mask_scores<kSide>(work, shared, valid, s);
+    const bool raised =
+        softmax(s, scale_log2, lazy_margin(work), rows, probabilities, factor, between);
     before_store();
-    // P replaces keys, which the scores of all four warps must have used.
+    // P replaces keys that the scores of all four warps must have used.
     if constexpr (kD > 512) named_barrier_sync<128>(kEvenScored + kSide);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -88,33 +121,34 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
                       probabilities[k][2], probabilities[k][3]);
     }
     if (lane % 4 == 0) {
-      shared.reference[kSide][row] = rows.reference[0];
-      shared.reference[kSide][row + 8] = rows.reference[1];
+      shared.running_max[kSide][row] = rows.running_max[0];
+      shared.running_max[kSide][row + 8] = rows.running_max[1];
     }
     if (last) shared.sum[kSide][threadIdx.x % 128] = make_float2(rows.sum[0], rows.sum[1]);
     fence_async_proxy();
     named_barrier_arrive<256>(kSide == 0 ? kEvenReady : kOddReady);
-    return moved;
+    return raised;
   };
-  // Waits for the other's P and follows its references.
+  // Waits for the peer's P and adopts its running maxima.
   const auto follow = [&](bool last) {
     named_barrier_sync<256>(kSide == 0 ? kOddReady : kEvenReady);
-    const float to[2] = {shared.reference[1 - kSide][row], shared.reference[1 - kSide][row + 8]};
-    if (__any_sync(~0u, to[0] != rows.reference[0] || to[1] != rows.reference[1])) {
-      rows.move(to, factor);
+    const float next[2] = {shared.running_max[1 - kSide][row],
+                           shared.running_max[1 - kSide][row + 8]};
+    if (__any_sync(~0u, next[0] != rows.running_max[0] || next[1] != rows.running_max[1])) {
+      rows.raise(next, factor);
       scale_rows(o, factor);
     }
     if (last) {
       const float2 sum = shared.sum[1 - kSide][threadIdx.x % 128];
-      rows.others[0] = sum.x;
-      rows.others[1] = sum.y;
+      rows.peer_sum[0] = sum.x;
+      rows.peer_sum[1] = sum.y;
     }
   };
   const auto values = [&](int parity) {
     return mn_major_descriptor(smem_address(shared.keys[parity][kSide * 4]), kBlockBytes);
   };
-  // Both products come in two groups of 32 keys, whose rows can then be refilled one half after the
-  // other.
+  // Both products are issued in two groups of 32 keys, so that the rows of the first group can be
+  // refilled while the second is multiplied.
   const auto multiply_own = [&](bool accumulate) {
     const uint64_t v = values(kSide);
     wgmma_fence();
@@ -124,13 +158,13 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
       if (k % 2 == 1) wgmma_commit();
     }
   };
-  const auto multiply_others = [&](int half, bool accumulate) {
+  const auto multiply_peer = [&](int half, bool accumulate) {
     const uint64_t v = values(1 - kSide);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int k = half * 2 + i;
-      wgmma_bf16<kKMajor, kMNMajor>(o, others_p + k * 2, v + k * (16 * 128 / 16),
+      wgmma_bf16<kKMajor, kMNMajor>(o, peer_p + k * 2, v + k * (16 * 128 / 16),
                                     i > 0 || accumulate);
     }
     wgmma_commit();
@@ -146,37 +180,38 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
   };
   const auto nothing = [] {};
 
-  // Results leave late, so that the next item's first scores can run beside.
+  // Results are written late, so that the next work tile's first scores can run meanwhile.
   const auto write_previous = [&] {
     if (previous < 0) return;
-    write_results<kSide>(p, previous, o, rows, smem_address(shared.stage[kSide * 4 + warp]));
+    write_results<kSide>(work, previous, o, rows, smem_address(shared.staging[kSide * 4 + warp]));
     rows = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
     previous = -1;
   };
 
-  for (int number = first_item(p);; number += item_step(p)) {
+  for (int work_index = first_work_tile(work);; work_index += work_tile_step(work)) {
     int tiles = 0;
-    if (number < items) {
-      mbarrier_wait(&shared.q_full, item_parity);
-      item_parity ^= 1;
+    if (work_index < work_tiles) {
+      mbarrier_wait(&shared.q_full, q_parity);
+      q_parity ^= 1;
       tiles = shared.notes.tiles;
       if (tiles <= kSide) arrive(&shared.q_free);
     }
     if (tiles <= kSide) write_previous();
-    if (number >= items) break;
+    if (work_index >= work_tiles) break;
 
     if constexpr (kSide == 0) {
       for (int tile = 0; tile < tiles; tile += 2) {
         const bool odd = tile + 1 < tiles, last = tile + 2 >= tiles;
         if constexpr (Notes::kRecords) {
-          // The odd tile beside the even one's scores; in a loop, for code that stays in its cache.
+          // Unpack the odd tile while the even one's scores run. A loop keeps the code small enough
+          // for the instruction cache.
 #pragma unroll 1
           for (int i = 0; i <= odd; ++i) {
-            unpack_half<0>(shared, i, i == 0 ? key_parity : others_parity, places);
+            unpack_half<0>(shared, i, i == 0 ? key_parity : peer_parity, offsets);
             if (i == 0) start_scores(odd);
           }
           if (odd) {
-            others_parity ^= 1;
+            peer_parity ^= 1;
             named_barrier_arrive<256>(kOddUnpacked);
           }
         } else {
@@ -190,8 +225,8 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
         finish_rest(0);
         if (odd) {
           follow(tile + 3 >= tiles);
-          multiply_others(0, true);
-          multiply_others(1, true);
+          multiply_peer(0, true);
+          multiply_peer(1, true);
           finish_half(1);
           finish_rest(1);
         }
@@ -202,39 +237,40 @@ __device__ void consume(const Params& p, Shared<kD, Notes>& shared) {
         if constexpr (Notes::kRecords) {
 #pragma unroll 1
           for (int i = 0; i < 2; ++i) {
-            unpack_half<1>(shared, i, i == 0 ? others_parity : key_parity, places);
+            unpack_half<1>(shared, i, i == 0 ? peer_parity : key_parity, offsets);
             if (i == 0) named_barrier_arrive<256>(kEvenUnpacked);
           }
-          others_parity ^= 1;
+          peer_parity ^= 1;
         }
         start_scores(true);
         if (tile == 0) write_previous();
         finish_scores(last);
         follow(tile + 2 >= tiles);
-        // Half of the product first: more would fill the queue of wgmma and hold up the softmax.
-        multiply_others(0, tile > 0);
-        const bool moved =
-            own_softmax(last, [&] { multiply_others(1, true); }, [&] { finish_half(0); });
+        // Issue only half of the product first. More would fill the wgmma queue and delay the
+        // softmax.
+        multiply_peer(0, tile > 0);
+        const bool raised =
+            own_softmax(last, [&] { multiply_peer(1, true); }, [&] { finish_half(0); });
         finish_rest(0);
-        if (moved) scale_rows(o, factor);
+        if (raised) scale_rows(o, factor);
         multiply_own(true);
         finish_half(1);
         finish_rest(1);
       }
       if (tiles % 2 == 1) {
         if constexpr (Notes::kRecords) {
-          unpack_half<1>(shared, 0, others_parity, places);
-          others_parity ^= 1;
+          unpack_half<1>(shared, 0, peer_parity, offsets);
+          peer_parity ^= 1;
           named_barrier_arrive<256>(kEvenUnpacked);
         }
         follow(true);
-        multiply_others(0, tiles > 1);
-        multiply_others(1, true);
+        multiply_peer(0, tiles > 1);
+        multiply_peer(1, true);
         finish_half(0);
         finish_rest(0);
       }
     }
-    previous = number;
+    previous = work_index;
   }
 }
 

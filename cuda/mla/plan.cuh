@@ -1,4 +1,5 @@
-// What the warpgroups of the MLA kernels for 64 heads at a time share. See consumer.cuh.
+// Constants, named barriers and shared memory of the kernels that process 64 heads at a time. See
+// consumer.cuh.
 #pragma once
 
 #include <cstdint>
@@ -9,44 +10,45 @@
 
 namespace jax_dsa::mla {
 
-inline constexpr int kHeads = 64;     // heads of an item
+inline constexpr int kHeads = 64;     // heads (rows of Q) per work tile
 inline constexpr int kThreads = 384;  // three warpgroups
 inline constexpr int kKeyBlocks = 9;
-inline constexpr int kProbabilities = 8;  // the block of a key tile that P replaces
+inline constexpr int kProbabilityBlock = 8;  // the block of a key tile that P replaces
 inline constexpr float kLazyMargin = 8.f;
 
-// 0 is __syncthreads.
+// Barrier 0 is __syncthreads.
 enum NamedBarrier {
-  kEvenReady = 1,  // P and the references of an even tile are in shared memory
-  kOddReady,       // ... of an odd tile
-  kTurn,           // the even warpgroup has issued its scores; the odd one may issue its own
-                   // (staggers the softmaxes)
-  kEvenScored,     // the even tile's scores have used its keys; an odd tile's: the next number
+  kEvenReady = 1,  // P and the running maxima of an even tile are in shared memory
+  kOddReady,       // the same for an odd tile
+  kPingPong,       // the even warpgroup has issued its scores, so the odd one may issue its own;
+                   // this staggers their softmaxes
+  kEvenScored,     // the even tile's scores have used its keys; kOddScored follows
   kOddScored,
-  kEvenUnpacked,  // records of an even tile are bf16; of an odd one: the next number
+  kEvenUnpacked,  // the records of an even tile are unpacked to bf16; kOddUnpacked follows
   kOddUnpacked,
 };
 
-// What the producer tells of an item.
-struct Tiles {
+// What the producer tells the consumers about a work tile.
+struct ProducerNotes {
   static constexpr bool kRecords = false;  // whether keys come as FP8 records
-  int tiles;                               // of the item whose Q is here
+  int tiles;                               // key tiles of the work tile whose Q is in shared memory
 };
 
-// `Notes` has what `Tiles` has.
-template <int kD, typename Notes = Tiles>
+// `Notes` must have the members of `ProducerNotes`.
+template <int kD, typename Notes = ProducerNotes>
 struct alignas(1024) Shared {
   uint8_t q[kD / 64][kBlockBytes];
   uint8_t keys[2][kKeyBlocks][kBlockBytes];
-  float reference[2][kHeads];  // by owner of the tile, log2 units
-  float2 sum[2][128];          // by owner, of every thread; written with an item's last tiles
-  uint8_t stage[8][1024];      // each warp's, for its output
-  ValidRows valid[2];          // by tile parity
+  float running_max[2][kHeads];  // by tile parity, log2 units
+  float2 sum[2][128];            // by tile parity, one entry per thread; written with a work tile's
+                                 // last key tiles
+  uint8_t staging[8][1024];      // per warp, for outputs
+  ValidRows valid[2];            // by tile parity
   Notes notes;
   uint64_t q_full, q_free;
-  // By tile parity, and
-  uint64_t key_full[2][2];  // the owner's half of the value columns; all columns
-  uint64_t key_free[2][2];  // rows 0..31 but for the ninth block; everything
+  // The first index of the following barriers is the tile's parity.
+  uint64_t key_full[2][2];  // [0]: the owner's half of the value columns; [1]: all columns
+  uint64_t key_free[2][2];  // [0]: rows 0..31 except in the ninth block; [1]: everything
 };
 
 }  // namespace jax_dsa::mla

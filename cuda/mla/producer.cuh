@@ -1,4 +1,4 @@
-// What producer warpgroups of the MLA kernels share.
+// What the producer warpgroups of the MLA kernels share.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,12 @@
 
 namespace jax_dsa::mla {
 
-// Begins an item: when the one before has used its Q, `copy_queries` copies this one's, which an
-// item without tiles does not need.
+// Begins a work tile. Once the previous work tile's Q has been used, `copy_queries` copies the new
+// Q, which a work tile without key tiles does not need.
 template <typename Shared, typename Copy>
-__device__ __forceinline__ void begin_item(Shared& shared, uint32_t item_parity, int tiles,
-                                           Copy copy_queries) {
-  mbarrier_wait(&shared.q_free, item_parity ^ 1);
+__device__ __forceinline__ void begin_work_tile(Shared& shared, uint32_t q_parity, int tiles,
+                                                Copy copy_queries) {
+  mbarrier_wait(&shared.q_free, q_parity ^ 1);
   if (threadIdx.x % 128 == 0) {
     shared.notes.tiles = tiles;
     mbarrier_arrive(&shared.q_full);

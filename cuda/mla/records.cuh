@@ -1,10 +1,10 @@
 // The values of FP8 records as bf16: e4m3 * scale, rounded to nearest.
 //
-// An e4m3 code's exponent and mantissa, moved to where bf16 has its own, mean 2^-120 times the
-// value, subnormals included; a packed multiplication by 2^120 * scale makes up for it, and is
-// exact where the scale is a power of two (but for the rounding of results below 2^-126). The rest
-// takes the way through f32: scales that are no powers of two, or outside 2^-126 .. 2^7, where the
-// factor would not be finite, and codes for NaN, whose bits would become 480.
+// The exponent and mantissa of an e4m3 code, shifted to where bf16 has its own, are 2^-120 times
+// the value, subnormals included. A packed multiplication by 2^120 * scale makes up for it. It is
+// exact where the scale is a power of two, except that results below 2^-126 are rounded. Everything
+// else is computed in float32: scales that are not powers of two or lie outside 2^-126 .. 2^7,
+// where the factor would not be finite, and NaN codes, whose bits would become 480.
 #pragma once
 
 #include <cstdint>
@@ -13,59 +13,60 @@
 
 namespace jax_dsa::mla {
 
-// Whether `scale` may become a factor.
-__device__ __forceinline__ bool is_plain_scale(float scale) {
+// Whether `scale` is a power of two in the range of the fast path.
+__device__ __forceinline__ bool is_power_of_two_scale(float scale) {
   constexpr uint32_t kLeast = 1u << 23, kBeyond = (127 + 8) << 23;
   const uint32_t bits = __float_as_uint(scale);
   return (bits & 0x7fffff) == 0 && bits - kLeast < kBeyond - kLeast;
 }
 
-// Two times 2^120 * scale in bf16.
+// Returns 2^120 * scale in bf16, twice.
 __device__ __forceinline__ uint32_t scale_factor(float scale) {
   const uint32_t factor = __float_as_uint(scale) + (120u << 23);
   return factor | factor >> 16;
 }
 
-// Of sums and shifts. Where the assembler does not know them, it multiplies, and multiplications
-// have a pipe of their own, while integer sums, shifts and logic share the one that unpacking waits
-// for.
-struct Factors {
+// Factors that turn sums and shifts into multiplications. The assembler emits multiplications only
+// if it does not know the factors. Multiplications have a pipe of their own, while integer sums,
+// shifts and logic share the pipe that limits unpacking.
+struct OpaqueFactors {
   uint32_t one = 1, sixteen = 16;
 
-  __device__ static Factors opaque() { return {opaque_one(), opaque_one() << 4}; }
+  __device__ static OpaqueFactors opaque() { return {opaque_one(), opaque_one() << 4}; }
 };
 
-// In each byte's top bit of the result: whether a word's first NaN, code 0x7f or 0xff, is there;
-// behind it, anything. Adding one to each code changes the top bit of the first that is NaN, and of
-// none if none is.
-__device__ __forceinline__ uint32_t nan_bits_e4m3(uint32_t codes, Factors factors) {
+// Sets a byte's top bit if it is the word's first NaN code (0x7f or 0xff). The bits above that byte
+// are undefined. Adding one to each code changes the top bit of the first NaN code, and of no code
+// if there is none.
+__device__ __forceinline__ uint32_t nan_bits_e4m3(uint32_t codes, OpaqueFactors factors) {
   return (codes * factors.one + 0x01010101) ^ codes;
 }
 
-// Whether one of a thread's codes is NaN, by the union of their nan_bits_e4m3.
+// Whether one of a thread's codes is NaN, given the union of their nan_bits_e4m3.
 __device__ __forceinline__ bool any_nan(uint32_t bits) { return bits & 0x80808080; }
 
-// The values of a word's codes, without NaN.
-__device__ __forceinline__ void plain_values(uint32_t codes, uint32_t factor, Factors factors,
-                                             uint32_t& low, uint32_t& high) {
+// Converts a word's codes, none of which is NaN, with a power-of-two scale.
+__device__ __forceinline__ void values_by_power_of_two(uint32_t codes, uint32_t factor,
+                                                       OpaqueFactors factors, uint32_t& low,
+                                                       uint32_t& high) {
   low = multiply_bf16(sign_extended_bytes<0>(codes) * factors.sixteen & 0x87f087f0, factor);
   high = multiply_bf16(sign_extended_bytes<1>(codes) * factors.sixteen & 0x87f087f0, factor);
 }
 
-// The values of any word's codes by any scale.
-__device__ __forceinline__ void any_values(uint32_t codes, float scale, uint32_t& low,
-                                           uint32_t& high) {
+// Converts any codes with any scale.
+__device__ __forceinline__ void values_by_any_scale(uint32_t codes, float scale, uint32_t& low,
+                                                    uint32_t& high) {
   float v[4];
   unpack_e4m3(codes, v);
   low = pack_bf16(v[0] * scale, v[1] * scale);
   high = pack_bf16(v[2] * scale, v[3] * scale);
 }
 
-// 32 values; `store` gets the number and the values of each eight.
+// Converts 32 codes. Calls store(i, values) for each group of eight values.
 template <typename Store>
 __device__ __forceinline__ void unpack_values(const uint32_t (&codes)[8], float scale,
                                               Store store) {
-  constexpr Factors factors;
+  constexpr OpaqueFactors factors;
   const auto has_nan = [&] {
     uint32_t bits = 0;
 #pragma unroll
@@ -73,19 +74,19 @@ __device__ __forceinline__ void unpack_values(const uint32_t (&codes)[8], float 
     return any_nan(bits);
   };
   uint32_t y[4];
-  if (is_plain_scale(scale) && !has_nan()) {
+  if (is_power_of_two_scale(scale) && !has_nan()) {
     const uint32_t factor = scale_factor(scale);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      plain_values(codes[2 * i], factor, factors, y[0], y[1]);
-      plain_values(codes[2 * i + 1], factor, factors, y[2], y[3]);
+      values_by_power_of_two(codes[2 * i], factor, factors, y[0], y[1]);
+      values_by_power_of_two(codes[2 * i + 1], factor, factors, y[2], y[3]);
       store(i, y);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      any_values(codes[2 * i], scale, y[0], y[1]);
-      any_values(codes[2 * i + 1], scale, y[2], y[3]);
+      values_by_any_scale(codes[2 * i], scale, y[0], y[1]);
+      values_by_any_scale(codes[2 * i + 1], scale, y[2], y[3]);
       store(i, y);
     }
   }

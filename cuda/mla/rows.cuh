@@ -1,5 +1,5 @@
-// What one thread of the sparse MLA forward kernel does to its rows of scores and outputs. See
-// fwd.cuh.
+// What one thread of the kernels for 64 heads does to its rows of scores and outputs. See
+// consumer.cuh.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,31 +10,31 @@
 
 namespace jax_dsa::mla {
 
-// State of two rows of one warpgroup's accumulator: a thread has rows r and r + 8.
+// Softmax state of two rows of a warpgroup's accumulator: a thread holds rows r and r + 8.
 struct Rows {
-  float reference[2];  // log2 units; -inf before the first valid score
-  float sum[2];        // of this thread's probabilities, relative to the reference
-  float others[2];     // the same of its counterpart in the other warpgroup, known near the end
+  float running_max[2];  // log2 units; -inf before the first valid score
+  float sum[2];          // of this thread's probabilities, relative to the running maximum
+  float peer_sum[2];     // the sum of the same thread of the peer warpgroup, known near the end
 
-  // Moves to new references; returns by how much to scale what is relative to the old ones.
-  __device__ void move(const float (&to)[2], float (&factor)[2]) {
+  // Adopts new running maxima. Returns the factors for everything that is relative to the old ones.
+  __device__ void raise(const float (&next)[2], float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      factor[r] = exp2_approx(reference[r] - finite_max(to[r]));
+      factor[r] = exp2_approx(running_max[r] - finite_max(next[r]));
       sum[r] *= factor[r];
-      others[r] *= factor[r];
-      reference[r] = to[r];
+      peer_sum[r] *= factor[r];
+      running_max[r] = next[r];
     }
   }
-  // Row r's sum over all keys, near the end; 0 if none counted.
+  // Returns row r's sum over all keys, near the end; 0 if no key was valid.
   __device__ float total(int r) const {
-    float x = sum[r] + others[r];
+    float x = sum[r] + peer_sum[r];
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
   }
-  // Its natural logarithm, of what the reference stands for too.
+  // Returns the natural logarithm of the sum of exp(score).
   __device__ float lse(int r, float total) const {
-    return total == 0.f ? -INFINITY : (reference[r] + log2f(total)) * kLn2;
+    return total == 0.f ? -INFINITY : (running_max[r] + log2f(total)) * kLn2;
   }
 };
 
@@ -43,8 +43,8 @@ __device__ __forceinline__ void scale_rows(float (&o)[128], const float (&factor
   for (int i = 0; i < 128; ++i) o[i] *= factor[i / 2 % 2];
 }
 
-// -inf in the columns of a tile's scores that do not count.
-__device__ __forceinline__ void hide_columns(float (&s)[32], uint64_t valid) {
+// Sets the scores of invalid keys (columns) to -inf.
+__device__ __forceinline__ void mask_columns(float (&s)[32], uint64_t valid) {
   if (valid != ~uint64_t{0}) {
     const int column = threadIdx.x % 4 * 2;
     const uint32_t low = static_cast<uint32_t>(valid) >> column;
@@ -57,31 +57,32 @@ __device__ __forceinline__ void hide_columns(float (&s)[32], uint64_t valid) {
   }
 }
 
-// Turns a tile's scores into probabilities, as operands of the next product. Advances `rows`; where
-// this moved a reference of the warp's rows, returns true and gives the factor that the accumulator
-// needs. Calls `between` halfway.
+// Turns a tile's scores into probabilities, packed as operands of the next product, and updates
+// `rows`. Returns whether a running maximum of the warp's rows was raised; `factor` is then what
+// the accumulator must be scaled by. Calls `between` halfway.
 template <typename F>
 __device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float margin, Rows& rows,
                                         uint32_t (&probabilities)[4][4], float (&factor)[2],
                                         F between) {
-  float top[4];  // by i % 4, for instructions that need not wait for each other
+  float top[4];  // by i % 4, to have independent dependency chains
 #pragma unroll
   for (int i = 0; i < 4; ++i) top[i] = s[i];
 #pragma unroll
   for (int i = 4; i < 32; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
-  float to[2];
+  float next[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float m = fmaxf(top[2 * r], top[2 * r + 1]);
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
     m *= scale_log2;
-    to[r] = m > rows.reference[r] + margin ? m : rows.reference[r];
+    next[r] = m > rows.running_max[r] + margin ? m : rows.running_max[r];
   }
-  const bool moved = __any_sync(~0u, to[0] != rows.reference[0] || to[1] != rows.reference[1]);
-  if (moved) rows.move(to, factor);
+  const bool raised =
+      __any_sync(~0u, next[0] != rows.running_max[0] || next[1] != rows.running_max[1]);
+  if (raised) rows.raise(next, factor);
   between();
-  const float base[2] = {finite_max(to[0]), finite_max(to[1])};
+  const float base[2] = {finite_max(next[0]), finite_max(next[1])};
   float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < 32; i += 2) {
@@ -94,18 +95,18 @@ __device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float 
   }
   rows.sum[0] += sum[0] + sum[1];
   rows.sum[1] += sum[2] + sum[3];
-  return moved;
+  return raised;
 }
 
-// Stores the warp's 16 rows of the accumulator as bf16, 32 columns at a time through `stage`, which
-// has rows of 64 bytes whose 16-byte chunks are swizzled. `out` is the row lane / 4 of rows kStride
-// long. A factor of 0 makes zeros of anything. common/store_rows.cuh does this for any stride; with
-// it ptxas 13.0 serialises products of the backward pass.
+// Stores the warp's 16 rows of the accumulator as bf16, 32 columns at a time through `staging`,
+// which has rows of 64 bytes with swizzled 16-byte chunks. `out` is row lane / 4; rows are kStride
+// elements apart. A factor of 0 turns any value, NaN included, into zero. common/store_rows.cuh
+// does the same for any stride, but with it ptxas 13.0 serializes products of the backward pass.
 template <int kStride, int kN>
 __device__ __forceinline__ void store_rows(const float (&o)[kN], const float (&factor)[2],
-                                           uint32_t stage, __nv_bfloat16* out, int rows_left) {
+                                           uint32_t staging, __nv_bfloat16* out, int rows_left) {
   const int lane = threadIdx.x % 32;
-  const uint32_t to = stage + lane % 16 * 64;
+  const uint32_t to = staging + lane % 16 * 64;
   const uint32_t mask[2] = {factor[0] == 0.f ? 0u : ~0u, factor[1] == 0.f ? 0u : ~0u};
 #pragma unroll
   for (int i = 0; i < kN / 16; ++i) {
@@ -125,7 +126,7 @@ __device__ __forceinline__ void store_rows(const float (&o)[kN], const float (&f
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int chunk = lane % 4 ^ (lane / 8);
-      load_shared_16(stage + (r * 8 + lane / 4) * 64 + chunk * 16, x[r]);
+      load_shared_16(staging + (r * 8 + lane / 4) * 64 + chunk * 16, x[r]);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

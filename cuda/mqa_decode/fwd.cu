@@ -4,35 +4,33 @@
 #include "mqa_decode/launch.cuh"
 #include "mqa_decode/wide.cuh"
 
-namespace jax_dsa {
+namespace jax_dsa::mqa_decode {
 namespace {
 
 template <int kD, bool kRecords>
-cudaError_t launch_wide(const MqaDecodeParams& p, cudaStream_t stream) {
-  using namespace mqa_decode;
-  return launch<WideShared<kD>, 1, true>(wide_kernel<kD, kRecords>, p, kWideRows, kWideThreads,
-                                         stream);
+cudaError_t launch_wide(const TunedParams& p, cudaStream_t stream) {
+  return launch_kernel<WideShared<kD>, 1, true>(wide_kernel<kD, kRecords>, p, kWideRows,
+                                                kWideThreads, stream);
 }
 
 template <typename Tr, bool kRecords>
-cudaError_t launch_few(const MqaDecodeParams& p, cudaStream_t stream) {
-  using namespace mqa_decode;
-  return launch<FewShared<Tr>, kFewBlocks, false>(few_kernel<Tr, kRecords>, p, Tr::kN, kFewThreads,
-                                                  stream);
+cudaError_t launch_few(const TunedParams& p, cudaStream_t stream) {
+  return launch_kernel<FewShared<Tr>, kFewCtasPerSm, false>(few_kernel<Tr, kRecords>, p, Tr::kN,
+                                                            kFewThreads, stream);
 }
 
-template <int kD, int kE, bool kApart, bool kRecords = false>
-cudaError_t launch_rows(const MqaDecodeParams& p, cudaStream_t stream) {
+template <int kD, int kE, bool kSeparateValues, bool kRecords = false>
+cudaError_t launch_rows(const TunedParams& p, cudaStream_t stream) {
   const int rows = mqa_decode_rows(p.queries, p.heads, p.groups, p.dim, p.records);
   if (rows == 16) {
-    return launch_few<mla::FewTraits<kD, 16, kE, kApart>, kRecords>(p, stream);
+    return launch_few<mla::FewTraits<kD, 16, kE, kSeparateValues>, kRecords>(p, stream);
   }
   if constexpr (!kRecords) {
     if (rows == 32) {
-      return launch_few<mla::FewTraits<kD, 32, kE, kApart>, kRecords>(p, stream);
+      return launch_few<mla::FewTraits<kD, 32, kE, kSeparateValues>, kRecords>(p, stream);
     }
   }
-  if constexpr (kApart) {
+  if constexpr (kSeparateValues) {
     return cudaErrorInvalidValue;
   } else {
     return launch_wide<kD, kRecords>(p, stream);
@@ -54,7 +52,8 @@ bool valid(const MqaDecodeParams& p) {
 
 }  // namespace
 
-cudaError_t launch_mqa_decode(const MqaDecodeParams& p, cudaStream_t stream) {
+cudaError_t launch(const MqaDecodeParams& params, const Tuning& tuning, cudaStream_t stream) {
+  const TunedParams p = {params, tuning};
   if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
   if (!valid(p)) return cudaErrorInvalidValue;
   if (p.records) return launch_rows<576, 512, false, true>(p, stream);
@@ -73,4 +72,8 @@ cudaError_t launch_mqa_decode(const MqaDecodeParams& p, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-}  // namespace jax_dsa
+}  // namespace jax_dsa::mqa_decode
+
+cudaError_t jax_dsa::launch_mqa_decode(const MqaDecodeParams& params, cudaStream_t stream) {
+  return mqa_decode::launch(params, {}, stream);
+}

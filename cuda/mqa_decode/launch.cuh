@@ -1,28 +1,29 @@
-// Launches a decode kernel and the merge of its pieces.
+// Launches a decode kernel and the kernel that combines its KV splits.
 #pragma once
 
 #include "common/launch.cuh"
-#include "mqa_decode/merge.cuh"
+#include "mqa_decode/combine.cuh"
 
 namespace jax_dsa::mqa_decode {
 
-// `kernel` in kBlocks blocks a SM; kWide: see PieceLine.
-template <typename Shared, int kBlocks, bool kWide>
-cudaError_t launch(void (*kernel)(Decode), const MqaDecodeParams& params, int tile_rows,
-                   int threads, cudaStream_t stream) {
-  static_assert(shared_memory_fits(kBlocks, sizeof(Shared)));
+// Launches `kernel` with kCtasPerSm CTAs per SM. See PartialLine for kWide.
+template <typename Shared, int kCtasPerSm, bool kWide>
+cudaError_t launch_kernel(void (*kernel)(Decode), const TunedParams& params, int tile_rows,
+                          int threads, cudaStream_t stream) {
+  static_assert(shared_memory_fits(kCtasPerSm, sizeof(Shared)));
   Device device;
   DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
-  const Decode p(params, tile_rows, kBlocks * std::min(device.num_sms, kMaxSms));
-  const int64_t tiles = ceil_div(p.keys, int64_t{kTile}) + kItemCost + 1;
-  if ((p.batch * p.groups * p.passes + kMaxTeams) * tiles > INT32_MAX) return cudaErrorInvalidValue;
-  const int64_t blocks = int64_t{p.teams} * p.members;
-  const cudaError_t e = launch_blocks(kernel, blocks, threads, sizeof(Shared), stream, p);
-  if (e != cudaSuccess || p.teams == 1) return e;
-  const auto merge =
-      kWide || p.value_dim % 256 == 0 ? merge_kernel<kWide, 2> : merge_kernel<kWide, 1>;
-  return launch_pdl(merge, int64_t{kMergeBlocks} * device.num_sms, kMergeThreads,
-                    sizeof(MergeShared), stream, p, tile_rows);
+  const Decode p(params, tile_rows, kCtasPerSm * std::min(device.num_sms, kMaxSms));
+  const int64_t tiles = ceil_div(p.keys, int64_t{kTile}) + kWorkTileOverhead + 1;
+  if ((p.batch * p.groups * p.row_passes + kMaxCtaGroups) * tiles > INT32_MAX)
+    return cudaErrorInvalidValue;
+  const int64_t ctas = int64_t{p.cta_groups} * p.cta_group_size;
+  const cudaError_t e = launch_blocks(kernel, ctas, threads, sizeof(Shared), stream, p);
+  if (e != cudaSuccess || p.cta_groups == 1) return e;
+  const auto combine =
+      kWide || p.value_dim % 256 == 0 ? combine_kernel<kWide, 2> : combine_kernel<kWide, 1>;
+  return launch_pdl(combine, int64_t{kCombineCtasPerSm} * device.num_sms, kCombineThreads,
+                    sizeof(CombineShared), stream, p, tile_rows);
 }
 
 }  // namespace jax_dsa::mqa_decode

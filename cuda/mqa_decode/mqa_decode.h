@@ -1,6 +1,6 @@
-// Attention of a few queries of each request over all keys that they see, in an array or in a flat
-// or paged cache: multi-query and grouped-query decoding, and MLA's, whose values are a part of the
-// keys.
+// Attention of a few queries per request to all keys that they see, in an array or in a flat or
+// paged cache. It covers multi-query, grouped-query and MLA decoding; the values of MLA are the
+// first elements of the keys.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,60 +11,58 @@
 
 namespace jax_dsa {
 
-// What is to be tuned, with what is best.
-struct MqaDecodeTuning {
-  int merge_cost = 6;  // of cutting a few requests, in tiles: below this, none is cut
-  int least = 3;       // tiles of a share, if there are enough for one
-};
-
-// Query t of request b sees the keys starts[b, t] <= j < ends[b, t], of those that there are.
+// Query t of request b sees the existing keys with starts[b, t] <= j < ends[b, t].
 struct MqaDecodeParams {
   const void* q;              // [batch, queries, heads, dim], bf16
   const void* k;              // flat: [batch, keys, groups, dim], bf16. Paged: [pages * page_size,
-                              // groups, dim]; `keys` is then page_slots * page_size
-  const void* v;              // the same with value_dim, or null: the first 512 of a key
-  bool records;               // without v, dim 576: rows of k are FP8 records in place of values
+                              // groups, dim], and `keys` is page_slots * page_size
+  const void* v;              // like k, with value_dim; or null: values are the first 512 elements
+                              // of a key
+  bool records;               // rows of k are FP8 records; requires dim 576 and no v
   const int32_t* starts;      // [batch, queries]
   const int32_t* ends;        // [batch, queries]
   const float* sinks;         // [batch, heads], or [heads] with sinks_stride = 0, or null
-  const int32_t* page_table;  // [batch, page_slots]: the page of tokens r * page_size on; anything
-                              // outside 0..pages-1 has none. Null: flat
-  void* out;                  // [batch, queries, heads, value_dim], bf16; f32 with `top`
+  const int32_t* page_table;  // [batch, page_slots]: entry r is the page of tokens r * page_size
+                              // and on; any value outside 0..pages-1 means no page. Null: flat
+  void* out;                  // [batch, queries, heads, value_dim], bf16; float32 if `top` is given
   float* lse;                 // [batch, queries, heads]; natural logarithm, without the sink
-  float* top;                 // [batch, queries, heads], or null: the largest score
-  float* partial;             // [slots, rows, value_dim]; see `mqa_decode_workspace`
-  float2* partial_rows;       // [slots, rows]
-  int2* cuts;                 // [teams]
+  float* top;                 // [batch, queries, heads], or null: the largest score, natural
+                              // logarithm units
+  float* partial;             // [partial results, rows, value_dim], see `mqa_decode_workspace`
+  float2* partial_rows;       // [partial results, rows]: lse and largest score
+  int2* split_tiles;          // [CTA groups]: for a work tile that the group begins and does not
+                              // finish, its number and its number of splits; otherwise zeros
   int64_t batch;
   int64_t queries;
-  int64_t keys;        // of a request
-  int64_t batch_rows;  // from one request's rows to the next's; 0 where all share them
+  int64_t keys;        // per request
+  int64_t batch_rows;  // rows from one request's first row to the next's; 0 if all requests share
+                       // the rows
   int heads;           // a multiple of groups
   int groups;
-  int dim;        // without v: 576 or 512. With v: 64, 128 or 256
-  int value_dim;  // 512, or dim
+  int dim;        // 576 or 512 without v; 64, 128 or 256 with v
+  int value_dim;  // 512 without v, dim with v
   int pages;
   int page_size;
   int page_slots;
-  int sinks_stride;
+  int sinks_stride = 0;
   float scale;  // > 0
-  MqaDecodeTuning tuning;
 };
 
-// Rows, queries times heads, of a group that are multiplied at a time.
+// Returns the number of rows (queries times heads of a KV head group) that are multiplied at a
+// time.
 inline int mqa_decode_rows(int64_t queries, int heads, int groups, int dim, bool records) {
   const int64_t rows = groups > 0 ? queries * (heads / groups) : 0;
   return rows <= 16 ? 16 : (rows <= 32 && !records) || dim < 512 ? 32 : 64;
 }
 
-// What results of parts of requests take, on any device: rows of `partial` and `partial_rows`, and
-// entries of `cuts`.
+// The size of the workspace for partial results, sufficient for every device: rows of `partial` and
+// `partial_rows`, and entries of `split_tiles`.
 struct MqaDecodeWorkspace {
-  int64_t rows, cuts;
+  int64_t rows, split_tiles;
 };
 inline MqaDecodeWorkspace mqa_decode_workspace(int rows) {
-  const int blocks = kMaxSms * (rows == 64 ? 1 : 2);
-  return {int64_t{2} * blocks * rows, blocks};
+  const int ctas = kMaxSms * (rows == 64 ? 1 : 2);
+  return {int64_t{2} * ctas * rows, ctas};
 }
 
 cudaError_t launch_mqa_decode(const MqaDecodeParams& params, cudaStream_t stream);

@@ -1,15 +1,19 @@
-// Who does what in the mqa_decode kernels.
+// How the mqa_decode kernels divide their work.
 //
-// An item is a request, a group and a pass: its tiles of 64 keys, and so many row tiles at a time
-// as a team has blocks. All items in order, each of its tiles and kItemCost, are cut into equal
-// shares, one a team; the blocks of a team have the same share, each another row tile, and so read
-// the same keys at the same time. Each block adds up the requests' tiles itself, from the lengths
-// that are on the device: that takes microseconds, another kernel before would take longer.
+// Work tiles. A work tile is (request, KV head group, row pass). It covers the request's key tiles
+// of 64 keys and as many row tiles (16, 32 or 64 rows of queries times heads) as a CTA group has
+// CTAs. Its cost is its number of key tiles plus kWorkTileOverhead.
 //
-// What a share has of an item is a piece. Pieces that are not whole leave results for the merge
-// kernel: of each block at most two, the end of an item that an earlier team began and the
-// beginning of one that a later team ends. Where whole items fit the teams nearly as well, none is
-// cut; else where all items are nearly as long, each is cut by teams of its own.
+// Work ranges. The work tiles of all requests, end to end, are divided into equal work ranges, one
+// per CTA group. All CTAs of a group process the same range, each for another row tile, and so read
+// the same keys at the same time. Each CTA adds up the requests' costs itself, from the lengths in
+// device memory. That takes microseconds; a kernel launch for it would take longer.
+//
+// KV splits. The intersection of a work range and a work tile is a KV split. Splits that are not
+// whole work tiles leave partial results for the combine kernel. A CTA has at most two of these:
+// the end of a work tile that an earlier CTA group began, and the beginning of one that a later CTA
+// group finishes. If whole work tiles fit the CTA groups nearly as well, none is split. Otherwise,
+// if all work tiles are nearly equally long, each gets CTA groups of its own.
 #pragma once
 
 #include <algorithm>
@@ -20,62 +24,70 @@
 #include "common/tile.cuh"
 #include "common/types.h"
 #include "mqa_decode/mqa_decode.h"
+#include "mqa_decode/tuning.h"
 
 namespace jax_dsa::mqa_decode {
 
-inline constexpr int kItemCost = 2;  // in tiles: until an item's first keys are there, and its end
-inline constexpr int kMaxMembers = 8;
-inline constexpr int kSumsHere = 6;  // a named barrier that no other code has
-inline constexpr int kMaxTeams = 2 * kMaxSms;
+inline constexpr int kWorkTileOverhead = 2;  // in key tiles: the wait for a work tile's first keys,
+                                             // and its end
+inline constexpr int kMaxCtaGroupSize = 8;
+inline constexpr int kPlanBarrier = 6;  // a named barrier that no other code uses
+inline constexpr int kMaxCtaGroups = 2 * kMaxSms;
 
-// a / b of a >= 0 and b > 0, which is a power of two more often than not; a division takes a
-// hundred cycles, of which a kernel's start would have many.
+// Returns a / b for a >= 0 and b > 0, where b is usually a power of two. A division takes about a
+// hundred cycles, and the start of a kernel would have many of them.
 __device__ __forceinline__ int quotient(int a, int b) {
   return (b & (b - 1)) == 0 ? a >> (__ffs(b) - 1) : a / b;
 }
 
-// The parameters, and what the launcher derives from them.
-struct Decode : MqaDecodeParams {
-  int per_group;  // heads
-  int rows;       // of a group: queries, and in each its heads
-  int members, passes, teams;
-  int merge_cost;    // of cutting all items
-  int items_a_team;  // if none is cut
+struct TunedParams : MqaDecodeParams {
+  Tuning tuning;
+};
 
-  Decode(const MqaDecodeParams& p, int tile_rows, int blocks) : MqaDecodeParams(p) {
+// The parameters, and what the launcher derives from them.
+struct Decode : TunedParams {
+  int per_group;  // heads per KV head group
+  int rows;       // rows of a KV head group: its heads for each query
+  int cta_group_size, row_passes, cta_groups;
+  int combine_cost;              // cost of splitting all work tiles, in key tiles
+  int work_tiles_per_cta_group;  // work tiles per CTA group if none is split
+
+  Decode(const TunedParams& p, int tile_rows, int ctas) : TunedParams(p) {
     per_group = heads / groups;
     rows = static_cast<int>(p.queries) * per_group;
     const int tiles = ceil_div(rows, tile_rows);
-    const auto items_a_time = [&](int n) { return double(blocks / n) / ceil_div(tiles, n); };
+    const auto work_tiles_at_once = [&](int n) { return double(ctas / n) / ceil_div(tiles, n); };
     double best = 0;
-    members = 1;
-    for (int n = 1; n <= std::min(std::min(tiles, kMaxMembers), blocks); ++n) {
-      // The keys of a larger team are read less often.
-      if (items_a_time(n) >= 0.95 * best) members = n;
-      best = std::max(best, items_a_time(n));
+    cta_group_size = 1;
+    for (int n = 1; n <= std::min(std::min(tiles, kMaxCtaGroupSize), ctas); ++n) {
+      // The keys of a larger CTA group are read less often.
+      if (work_tiles_at_once(n) >= 0.95 * best) cta_group_size = n;
+      best = std::max(best, work_tiles_at_once(n));
     }
-    passes = ceil_div(tiles, members);
-    teams = blocks / members;
-    const int64_t items = batch * groups * passes;
-    items_a_team = static_cast<int>(ceil_div(items, int64_t{teams}));
-    // The merge kernel takes a few tiles of 64 rows at a time.
-    const int64_t cuts = std::min<int64_t>(items, teams);
-    merge_cost = tuning.merge_cost * (1 + static_cast<int>(cuts) * members * (tile_rows / 64) / 64);
+    row_passes = ceil_div(tiles, cta_group_size);
+    cta_groups = ctas / cta_group_size;
+    const int64_t work_tiles = batch * groups * row_passes;
+    work_tiles_per_cta_group = static_cast<int>(ceil_div(work_tiles, int64_t{cta_groups}));
+    // The combine kernel processes a few tiles of 64 rows at a time.
+    const int64_t tiles_to_split = std::min<int64_t>(work_tiles, cta_groups);
+    combine_cost = tuning.combine_cost *
+                   (1 + static_cast<int>(tiles_to_split) * cta_group_size * (tile_rows / 64) / 64);
   }
 
-  __device__ int team() const { return quotient(blockIdx.x, members); }
-  __device__ int member() const { return blockIdx.x - team() * members; }
-  // Where a row of a group lies among [batch, queries, heads].
-  __device__ int place(int batch, int group, int row) const {
+  __device__ int cta_group() const { return quotient(blockIdx.x, cta_group_size); }
+  __device__ int cta_rank() const { return blockIdx.x - cta_group() * cta_group_size; }
+  // Returns the position of a row of a KV head group in [batch, queries, heads].
+  __device__ int row_index(int batch, int group, int row) const {
     const int query = quotient(row, per_group), head = group * per_group + row - query * per_group;
     return (batch * static_cast<int>(queries) + query) * heads + head;
   }
 };
 
-// The keys that some of a request's queries see, low..high-1, and those that all do.
-struct Seen {
+// The range [low, high) of keys that at least one of a request's queries sees, and the range that
+// all of them see.
+struct VisibleKeys {
   int low = INT_MAX, high = 0;
-  int low_of_all = 0, high_of_all = INT_MAX;
+  int common_low = 0, common_high = INT_MAX;
 
   __device__ void add(const Decode& p, int64_t token) {
     const int start = max(__ldg(p.starts + token), 0);
@@ -84,185 +96,202 @@ struct Seen {
       low = min(low, start);
       high = max(high, end);
     }
-    low_of_all = max(low_of_all, start);
-    high_of_all = min(high_of_all, end);
+    common_low = max(common_low, start);
+    common_high = min(common_high, end);
   }
-  __device__ int first() const { return low < high ? low / kTile * kTile : 0; }
-  __device__ int tiles() const { return low < high ? ceil_div(high - first(), kTile) : 0; }
-  // Of the tile from `key` on.
-  __device__ bool by_all(int key) const { return low_of_all <= key && key <= high_of_all - kTile; }
+  __device__ int first_key() const { return low < high ? low / kTile * kTile : 0; }
+  __device__ int tiles() const { return low < high ? ceil_div(high - first_key(), kTile) : 0; }
+  // Whether all queries see all keys of the tile that starts at `key`.
+  __device__ bool seen_by_all(int key) const {
+    return common_low <= key && key <= common_high - kTile;
+  }
 };
 
-// By a thread; or, faster, by a whole warp.
-__device__ inline Seen seen_by_thread(const Decode& p, int64_t batch) {
-  Seen x;
+// Returns the visible keys of a request. The second function is called by a whole warp, and faster.
+__device__ inline VisibleKeys visible_keys_by_thread(const Decode& p, int64_t batch) {
+  VisibleKeys x;
 #pragma unroll 1
   for (int t = 0; t < p.queries; ++t) x.add(p, batch * p.queries + t);
   return x;
 }
-__device__ inline Seen seen_by_warp(const Decode& p, int64_t batch) {
-  Seen x;
+__device__ inline VisibleKeys visible_keys_by_warp(const Decode& p, int64_t batch) {
+  VisibleKeys x;
 #pragma unroll 1
   for (int t = threadIdx.x % 32; t < p.queries; t += 32) x.add(p, batch * p.queries + t);
   x.low = __reduce_min_sync(~0u, x.low);
   x.high = __reduce_max_sync(~0u, x.high);
-  x.low_of_all = __reduce_max_sync(~0u, x.low_of_all);
-  x.high_of_all = __reduce_min_sync(~0u, x.high_of_all);
+  x.common_low = __reduce_max_sync(~0u, x.common_low);
+  x.common_high = __reduce_min_sync(~0u, x.common_high);
   return x;
 }
 
-// Of an item of this request.
-__device__ inline int cost(const Seen& x) { return kItemCost + x.tiles(); }
+// Returns the cost of a work tile of this request.
+__device__ inline int work_tile_cost(const VisibleKeys& x) { return kWorkTileOverhead + x.tiles(); }
 
-// A place in the order of all work.
-struct Position {
-  int batch, number;  // the item, and which it is of its request
-  int before;         // how much of the item's cost comes before
+// A position in the sequence of all work.
+struct WorkPosition {
+  int batch, tile;  // the request, and the work tile's number within the request
+  int offset;       // cost of the work tile up to the position
 };
 
-// A team's share.
-struct Share {
-  Position first;
-  Seen seen;  // by the first item's queries
-  int work;
-  int alike;      // what every item counts for where all are treated alike, in tiles; or 0
-  int pieces;     // known after `find_last_item`
-  uint64_t here;  // completes when all but `pieces` is written
+// The work range of a CTA group.
+struct WorkRange {
+  WorkPosition first;
+  VisibleKeys visible;  // by the queries of the first work tile
+  int cost;
+  int uniform_cost;  // cost of every work tile, in key tiles, if all are treated as equally long;
+                     // otherwise 0
+  int splits;        // known after `find_last_tile`
+  uint64_t ready;    // mbarrier; completes when everything except `splits` is written
 };
 
-// Before all threads meet.
-__device__ inline void initialise(Share& share) {
-  if (threadIdx.x == 0) mbarrier_init(&share.here, 1);
+// Must be called before the first __syncthreads.
+__device__ inline void initialise(WorkRange& range) {
+  if (threadIdx.x == 0) mbarrier_init(&range.ready, 1);
 }
-__device__ inline void wait_for(Share& share) { mbarrier_wait(&share.here, 0); }
+__device__ inline void wait_for(WorkRange& range) { mbarrier_wait(&range.ready, 0); }
 
-// Finds this block's share, by the warpgroups that multiply, whose kThreads threads each know some
-// requests' part of all work. The producer waits for it and begins; `find_last_item`
-// tells the others how many pieces there are.
+// Computes this CTA's work range. The MMA warpgroups do it with all of their kThreads threads, each
+// of which knows the cost of some requests. The producer waits for the range and starts.
+// `find_last_tile` then tells the MMA warpgroups how many splits there are.
 template <int kThreads>
-struct ShareFinder {
+struct WorkRangeFinder {
   struct Scratch {
     int sums[kThreads / 32], tops[kThreads / 32];
   };
   const Decode& p;
-  Share& share;
+  WorkRange& range;
   int per_request;
-  int first, last;                  // requests
-  int own = 0, up_to = 0, top = 0;  // their cost, and that of those before; the most of an item
-  int each, more, begin, end;       // `more` teams have one more than `each`
-  int alike;
+  int first, last;      // this thread's requests
+  int own_cost = 0;     // of this thread's requests
+  int cost_before = 0;  // of all requests before them
+  int max_cost = 0;     // of a work tile
+  int range_cost;       // of a work range; the first `longer_ranges` ranges have one more
+  int longer_ranges;
+  int begin, end;    // this CTA's range within the cost of all work
+  int uniform_cost;  // see WorkRange
 
-  __device__ ShareFinder(const Decode& p, Scratch& scratch, Share& share)
-      : p(p), share(share), per_request(p.groups * p.passes) {
+  __device__ WorkRangeFinder(const Decode& p, Scratch& scratch, WorkRange& range)
+      : p(p), range(range), per_request(p.groups * p.row_passes) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int batch = static_cast<int>(p.batch), chunk = ceil_div(batch, kThreads);
     first = min(chunk * static_cast<int>(threadIdx.x), batch);
     last = min(first + chunk, batch);
     for (int b = first; b < last; ++b) {
-      const int its = cost(seen_by_thread(p, b));
-      own += its * per_request;
-      top = max(top, its);
+      const int tile_cost = work_tile_cost(visible_keys_by_thread(p, b));
+      own_cost += tile_cost * per_request;
+      max_cost = max(max_cost, tile_cost);
     }
-    up_to = inclusive_scan(own);
-    top = __reduce_max_sync(~0u, top);
-    if (lane == 31) scratch.sums[warp] = up_to, scratch.tops[warp] = top;
-    named_barrier_sync<kThreads>(kSumsHere);
-    up_to -= own;
+    cost_before = inclusive_scan(own_cost);
+    max_cost = __reduce_max_sync(~0u, max_cost);
+    if (lane == 31) scratch.sums[warp] = cost_before, scratch.tops[warp] = max_cost;
+    named_barrier_sync<kThreads>(kPlanBarrier);
+    cost_before -= own_cost;
     int total = 0;
 #pragma unroll
     for (int i = 0; i < kThreads / 32; ++i) {
-      if (i < warp) up_to += scratch.sums[i];
+      if (i < warp) cost_before += scratch.sums[i];
       total += scratch.sums[i];
-      top = max(top, scratch.tops[i]);
+      max_cost = max(max_cost, scratch.tops[i]);
     }
-    int busy = p.teams;
-    if (total < p.teams * p.tuning.least) busy = max(quotient(total, p.tuning.least), 1);
-    each = quotient(total, busy), more = total - each * busy;
-    const int items = batch * per_request, tiles = max(top - kItemCost, 1);
-    alike = 0;
-    if (int64_t{p.items_a_team} * top <= each + p.merge_cost) {
-      each = p.items_a_team * tiles;
-      alike = tiles;
-    } else if (busy >= 2 * items) {
-      const int parts = quotient(busy, items), part = ceil_div(tiles, parts);
-      if (part <= each + 1) each = part, alike = part * parts;
+    int busy = p.cta_groups;
+    if (total < p.cta_groups * p.tuning.min_range_tiles) {
+      busy = max(quotient(total, p.tuning.min_range_tiles), 1);
     }
-    if (alike > 0) {
-      own = (last - first) * per_request * alike;
-      up_to = first * per_request * alike;
-      total = items * alike;
-      more = 0;
-    }
-    const int team = p.team();
-    begin = min(each * team + min(team, more), total);
-    end = min(begin + each + (team < more ? 1 : 0), total);
-    if (threadIdx.x == 0) {
-      share.work = end - begin;
-      share.alike = alike;
-      share.pieces = 0;
-      if (p.member() == 0) p.cuts[team] = make_int2(0, 0);
-    }
-    if (has(begin)) {
-      const Item item = find(begin);
-      share.first = {item.batch, item.number, begin - item.begin};
-      share.seen = item.seen;
-    }
-    named_barrier_sync<kThreads>(kSumsHere);
-    if (threadIdx.x == 0) mbarrier_arrive(&share.here);
-  }
-
-  // Counts the pieces; and if the last item is cut at the share's end and begins with it, writes
-  // down for the merge kernel which item it is and of how many parts.
-  __device__ void find_last_item() {
-    if (has(end - 1)) {
-      const Item item = find(end - 1);
-      share.pieces =
-          (item.batch - share.first.batch) * per_request + item.number - share.first.number + 1;
-      const int item_end = item.begin + item.its;
-      if (p.member() == 0 && item.begin >= begin && item_end > end) {
-        const int longer = more * (each + 1), rest = item_end - 1 - longer;
-        const int last_team = rest < 0 ? (item_end - 1) / (each + 1) : more + rest / each;
-        p.cuts[p.team()] =
-            make_int2(item.batch * per_request + item.number, last_team - p.team() + 1);
+    range_cost = quotient(total, busy), longer_ranges = total - range_cost * busy;
+    const int work_tiles = batch * per_request, tiles = max(max_cost - kWorkTileOverhead, 1);
+    uniform_cost = 0;
+    if (int64_t{p.work_tiles_per_cta_group} * max_cost <= range_cost + p.combine_cost) {
+      range_cost = p.work_tiles_per_cta_group * tiles;
+      uniform_cost = tiles;
+    } else if (busy >= 2 * work_tiles) {
+      const int splits_per_tile = quotient(busy, work_tiles);
+      const int split_cost = ceil_div(tiles, splits_per_tile);
+      if (split_cost <= range_cost + 1) {
+        range_cost = split_cost, uniform_cost = split_cost * splits_per_tile;
       }
     }
-    named_barrier_sync<kThreads>(kSumsHere);
+    if (uniform_cost > 0) {
+      own_cost = (last - first) * per_request * uniform_cost;
+      cost_before = first * per_request * uniform_cost;
+      total = work_tiles * uniform_cost;
+      longer_ranges = 0;
+    }
+    const int cta_group = p.cta_group();
+    begin = min(range_cost * cta_group + min(cta_group, longer_ranges), total);
+    end = min(begin + range_cost + (cta_group < longer_ranges ? 1 : 0), total);
+    if (threadIdx.x == 0) {
+      range.cost = end - begin;
+      range.uniform_cost = uniform_cost;
+      range.splits = 0;
+      if (p.cta_rank() == 0) p.split_tiles[cta_group] = make_int2(0, 0);
+    }
+    if (has(begin)) {
+      const WorkTile work_tile = find(begin);
+      range.first = {work_tile.batch, work_tile.tile, begin - work_tile.begin};
+      range.visible = work_tile.visible;
+    }
+    named_barrier_sync<kThreads>(kPlanBarrier);
+    if (threadIdx.x == 0) mbarrier_arrive(&range.ready);
+  }
+
+  // Counts the splits of the range. If the range begins its last work tile without finishing it,
+  // records that work tile and its number of splits for the combine kernel.
+  __device__ void find_last_tile() {
+    if (has(end - 1)) {
+      const WorkTile work_tile = find(end - 1);
+      range.splits = (work_tile.batch - range.first.batch) * per_request + work_tile.tile -
+                     range.first.tile + 1;
+      const int tile_end = work_tile.begin + work_tile.tile_cost;
+      if (p.cta_rank() == 0 && work_tile.begin >= begin && tile_end > end) {
+        const int longer_cost = longer_ranges * (range_cost + 1), rest = tile_end - 1 - longer_cost;
+        const int last_group =
+            rest < 0 ? (tile_end - 1) / (range_cost + 1) : longer_ranges + rest / range_cost;
+        p.split_tiles[p.cta_group()] = make_int2(work_tile.batch * per_request + work_tile.tile,
+                                                 last_group - p.cta_group() + 1);
+      }
+    }
+    named_barrier_sync<kThreads>(kPlanBarrier);
   }
 
  private:
-  struct Item {
-    Seen seen;
-    int batch, number, begin, its;
+  struct WorkTile {
+    VisibleKeys visible;
+    int batch, tile, begin, tile_cost;
   };
-  __device__ bool has(int at) const { return begin < end && at >= up_to && at < up_to + own; }
-  __device__ Item find(int at) const {
-    for (int b = first, before = up_to;; ++b) {
-      const Seen seen = seen_by_thread(p, b);
-      const int its = alike > 0 ? alike : cost(seen);
-      if (at < before + its * per_request) {
-        const int number = per_request == 1 ? 0 : quotient(at - before, its);
-        return {seen, b, number, before + number * its, its};
+  __device__ bool has(int at) const {
+    return begin < end && at >= cost_before && at < cost_before + own_cost;
+  }
+  __device__ WorkTile find(int at) const {
+    for (int b = first, position = cost_before;; ++b) {
+      const VisibleKeys visible = visible_keys_by_thread(p, b);
+      const int tile_cost = uniform_cost > 0 ? uniform_cost : work_tile_cost(visible);
+      if (at < position + tile_cost * per_request) {
+        const int tile = per_request == 1 ? 0 : quotient(at - position, tile_cost);
+        return {visible, b, tile, position + tile * tile_cost, tile_cost};
       }
-      before += its * per_request;
+      position += tile_cost * per_request;
     }
   }
 };
 
-// What consumers have to know of a piece.
-struct Piece {
-  int batch, group, row;  // the first of its row tile
-  int slot;               // for its partial results; -1: they are final
+// What consumers must know about a KV split.
+struct KvSplit {
+  int batch, group, row;  // `row` is the first of its row tile
+  int partial_index;      // index of its partial results; -1 if its results are final
   bool has_tiles;
 };
-// A piece's partial results are lines of 128 floats: rows one after the other, or where kWide, as
-// the accumulators hold them, by columns' half, warp and eight columns. This is where a lane's four
-// floats of a line belong: side by side in one row; or two in a row, two in the row 8 below.
+// Partial outputs are lines of 128 floats. If kWide, a line has the accumulator layout: lines are
+// ordered by column half, warp and column group (8 columns), and a lane has two floats of a row and
+// two of the row 8 below. Otherwise rows follow one another, and a lane has four neighboring floats
+// of one row. The constructor computes where a lane's four floats of a line belong.
 template <bool kWide>
-struct PieceLine {
-  static constexpr int kColumns = kWide ? 8 : 128;  // from a line to the next of the same rows
+struct PartialLine {
+  static constexpr int kColumns = kWide ? 8 : 128;  // from one line to the next line of the same
+                                                    // rows
   int row, column;
 
-  __device__ PieceLine(int line, int value_dim) {
+  __device__ PartialLine(int line, int value_dim) {
     const int lane = threadIdx.x % 32;
     if constexpr (kWide) {
       row = line / 32 % 4 * 16 + lane / 4;
@@ -273,47 +302,49 @@ struct PieceLine {
     }
   }
 };
-// Results are written after the next pieces' keys have come.
-inline constexpr int kPieces = 4;
+// Splits that are kept. Results of a split are written after the keys of the next splits have
+// arrived.
+inline constexpr int kSplitsKept = 4;
 
-// The pieces of a block's share; by a whole warp.
-struct Walk {
+// Iterates over the KV splits of a CTA's work range. Used by a whole warp.
+struct SplitIterator {
   const Decode& p;
-  const Share& share;
+  const WorkRange& range;
   int tile_rows;
-  int number = -1;  // of the piece
-  int batch, rest;  // its request, and which of its items
-  int left;
-  Seen seen;
-  Piece piece;
-  int first, tiles;  // the piece's first key and its tiles
+  int index = -1;   // of the split
+  int batch, tile;  // the split's request, and the work tile's number within the request
+  int cost_left;
+  VisibleKeys visible;
+  KvSplit split;
+  int first_key, tiles;  // the split's first key and number of key tiles
 
-  __device__ Walk(const Decode& p, const Share& share, int tile_rows)
+  __device__ SplitIterator(const Decode& p, const WorkRange& range, int tile_rows)
       : p(p),
-        share(share),
+        range(range),
         tile_rows(tile_rows),
-        batch(share.first.batch),
-        rest(share.first.number),
-        left(share.work),
-        seen(share.seen) {}
+        batch(range.first.batch),
+        tile(range.first.tile),
+        cost_left(range.cost),
+        visible(range.visible) {}
 
   __device__ bool next() {
-    if (left <= 0) return false;
-    if (++number > 0 && ++rest == p.groups * p.passes) {
-      rest = 0;
-      seen = seen_by_warp(p, ++batch);
+    if (cost_left <= 0) return false;
+    if (++index > 0 && ++tile == p.groups * p.row_passes) {
+      tile = 0;
+      visible = visible_keys_by_warp(p, ++batch);
     }
-    const int group = quotient(rest, p.passes);
-    const int row = ((rest - group * p.passes) * p.members + p.member()) * tile_rows;
-    const int begin = number == 0 ? share.first.before : 0;
-    const int all = share.alike > 0 ? share.alike : cost(seen);
-    const int stop = left < all - begin ? begin + left : all;
-    left -= stop - begin;
+    const int group = quotient(tile, p.row_passes);
+    const int row = ((tile - group * p.row_passes) * p.cta_group_size + p.cta_rank()) * tile_rows;
+    const int begin = index == 0 ? range.first.offset : 0;
+    const int all = range.uniform_cost > 0 ? range.uniform_cost : work_tile_cost(visible);
+    const int stop = cost_left < all - begin ? begin + cost_left : all;
+    cost_left -= stop - begin;
     const bool final = begin == 0 && stop == all;
-    const int before = share.alike > 0 ? 0 : kItemCost, from = max(begin - before, 0);
-    first = seen.first() + from * kTile;
-    tiles = row < p.rows ? max(min(stop - before, seen.tiles()) - from, 0) : 0;
-    piece = {batch, group, row, final ? -1 : static_cast<int>(blockIdx.x) * 2 + (begin == 0),
+    const int overhead = range.uniform_cost > 0 ? 0 : kWorkTileOverhead;
+    const int from = max(begin - overhead, 0);
+    first_key = visible.first_key() + from * kTile;
+    tiles = row < p.rows ? max(min(stop - overhead, visible.tiles()) - from, 0) : 0;
+    split = {batch, group, row, final ? -1 : static_cast<int>(blockIdx.x) * 2 + (begin == 0),
              tiles > 0};
     return true;
   }

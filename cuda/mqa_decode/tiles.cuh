@@ -1,11 +1,11 @@
-// Tiles of keys in the mqa_decode kernels: where they lie, how they are copied, and what of them
-// which query sees.
+// Key tiles of the mqa_decode kernels: where the keys lie, how they are copied, and which query
+// sees which of them.
 //
-// A tile that all of a request's queries see is plain. Others are copied with zeros for keys that
-// no query sees, and marked; if there are several queries, each score is compared with its query's
-// range. A probability of zero does not hide a NaN or an infinity of a value: in a tile that some
-// queries see and others do not, such values become zeros, and the scores of those who do see them
-// NaN.
+// Most tiles are seen by all queries of the request. In other tiles, keys that no query sees are
+// copied as zeros. If there are several queries, such a tile is mixed: each score is compared with
+// its query's range. A probability of zero does not suppress a NaN or an infinity in a value. So
+// values of a mixed tile that are not finite become zeros, and the scores of queries that see them
+// become NaN.
 #pragma once
 
 #include "common/gather.cuh"
@@ -16,34 +16,34 @@
 
 namespace jax_dsa::mqa_decode {
 
-// Rows follow each other, and all of each is copied.
+// Rows are contiguous and are copied whole, so no neighbor needs to be prefetched.
 using Gather = GatherOf<true>;
 
-// A tile that not all of the queries of several see.
+// A tile that some of several queries see and others do not.
 struct MixedTile {
-  int key;  // its first; -1: the tile is not mixed
+  int key;  // first key of the tile; -1: the tile is not mixed
   int batch;
-  int row;  // the first of the rows that are multiplied with it, of the group
+  int row;  // first row, within the KV head group, that is multiplied with the tile
 };
 
-// What the producer tells of a piece and of kTiles tiles, and what kThreads threads
-// find out before.
-template <int kTiles, int kThreads>
+// What the producer tells the consumers about a split and about kStages key tiles, and what
+// kThreads threads compute before.
+template <int kStages, int kThreads>
 struct Notes {
-  static constexpr bool kRecords = false;  // the producer unpacks them
-  int tiles;                               // of the piece whose Q is here
-  MixedTile mixed[kTiles];
-  ValidRows bad[kTiles];  // of a mixed tile: whose values are not all finite
-  Piece pieces[kPieces];
-  Share share;
-  typename ShareFinder<kThreads>::Scratch scratch;
+  static constexpr bool kRecords = false;  // the producer unpacks records
+  int tiles;                               // key tiles of the split whose Q is in shared memory
+  MixedTile mixed[kStages];
+  ValidRows nonfinite[kStages];  // keys of a mixed tile whose values are not all finite
+  KvSplit splits[kSplitsKept];
+  WorkRange range;
+  typename WorkRangeFinder<kThreads>::Scratch scratch;
 };
 
 // The keys that a query sees.
-struct Range {
+struct QueryRange {
   int start, end;
 
-  __device__ Range(const Decode& p, const MixedTile& tile, int row) {
+  __device__ QueryRange(const Decode& p, const MixedTile& tile, int row) {
     const int query = min((tile.row + row) / p.per_group, static_cast<int>(p.queries) - 1);
     const int64_t token = tile.batch * p.queries + query;
     start = __ldg(p.starts + token);
@@ -52,7 +52,7 @@ struct Range {
   __device__ bool has(int key) const { return start <= key && key < end; }
 };
 
-// What the warpgroups that multiply know of their block's pieces.
+// The work source of the MMA warpgroups: see mla/consumer.cuh and mla/few_heads.cuh.
 template <typename Shared>
 struct Work {
   const Decode& p;
@@ -60,101 +60,106 @@ struct Work {
 
   __device__ explicit Work(const Decode& p) : p(p), scale(p.scale) {}
   __device__ static const auto& notes() { return dynamic_shared<Shared>().notes; }
-  __device__ static Piece piece(int number) { return notes().pieces[number % kPieces]; }
+  __device__ static KvSplit split(int work_index) {
+    return notes().splits[work_index % kSplitsKept];
+  }
 };
 template <typename Shared>
-__device__ int first_item(const Work<Shared>&) {
+__device__ int first_work_tile(const Work<Shared>&) {
   return 0;
 }
 template <typename Shared>
-__device__ int item_step(const Work<Shared>&) {
+__device__ int work_tile_step(const Work<Shared>&) {
   return 1;
 }
 template <typename Shared>
-__device__ int item_count(const Work<Shared>& w) {
-  return w.notes().share.pieces;
+__device__ int work_tile_count(const Work<Shared>& w) {
+  return w.notes().range.splits;
 }
-// The largest score is a result if there is a place for it.
+// With `top` the largest score is a result, so the running maximum must be exact.
 template <typename Shared>
 __device__ float lazy_margin(const Work<Shared>& w) {
   return w.p.top ? 0.f : mla::kLazyMargin;
 }
 
-// Where the keys of a piece lie.
-struct Keys {
+// Finds the keys of a split.
+struct KeyLocator {
   const Decode& p;
-  const int32_t* table;  // of the request, or null
-  Seen seen;
-  int first;
-  int64_t before;  // rows before the request's first
+  const int32_t* table;  // the request's page table, or null
+  VisibleKeys visible;
+  int first_key;
+  int64_t rows_before;  // rows before the request's first row
 
-  __device__ Keys(const Decode& p, const Walk& walk)
+  __device__ KeyLocator(const Decode& p, const SplitIterator& iterator)
       : p(p),
-        table(p.page_table ? p.page_table + int64_t{walk.piece.batch} * p.page_slots : nullptr),
-        seen(walk.seen),
-        first(walk.first),
-        before(walk.piece.batch * p.batch_rows) {}
+        table(p.page_table ? p.page_table + int64_t{iterator.split.batch} * p.page_slots : nullptr),
+        visible(iterator.visible),
+        first_key(iterator.first_key),
+        rows_before(iterator.split.batch * p.batch_rows) {}
 
-  // The page of the piece's `i`-th key, -1 if no query sees the key; a flat array is one page.
+  // Returns the page of the split's i-th key, or -1 if no query sees the key. A flat array is
+  // treated as one page.
   __device__ int page(int i) const {
-    const int key = first + i;
-    const bool counts = seen.low <= key && key < seen.high;
-    if (!table) return counts ? 0 : -1;
-    return load_now(table + (counts ? key / p.page_size : 0), counts, -1);
+    const int key = first_key + i;
+    const bool visible_key = visible.low <= key && key < visible.high;
+    if (!table) return visible_key ? 0 : -1;
+    return load_now(table + (visible_key ? key / p.page_size : 0), visible_key, -1);
   }
-  // Its row after `before`, -1 if there is none.
+  // Returns the key's row, counted from `rows_before`, or -1 if there is none.
   __device__ int row(int i, int page) const {
-    const int key = first + i;
+    const int key = first_key + i;
     if (!table) return page < 0 ? -1 : key;
     return page >= 0 && page < p.pages ? page * p.page_size + key % p.page_size : -1;
   }
 };
 
-// Where records lie.
-struct RecordsAt {
+// Finds the records of a split.
+struct RecordLocator {
   const char* first;
   uint32_t stride;
 
-  __device__ RecordsAt(const Decode& p, const Keys& keys, const Piece& piece)
+  __device__ RecordLocator(const Decode& p, const KeyLocator& keys, const KvSplit& split)
       : first(static_cast<const char*>(p.k) +
-              (keys.before * p.groups + piece.group) * kMlaRecordBytes),
+              (keys.rows_before * p.groups + split.group) * kMlaRecordBytes),
         stride(p.groups * kMlaRecordBytes) {}
   __device__ const char* operator()(int row) const {
     return first + uint64_t{static_cast<uint32_t>(row)} * stride;
   }
 };
 
-// A lane's part of a warp's 16 rows of a tile: their pointers of `columns` values each.
-__device__ __forceinline__ uint32_t aim(const Decode& p, const Keys& keys, const Piece& piece,
-                                        const void* from, int columns, int row, Gather& gather) {
+// Points `gather` to this lane's chunks of the warp's 16 rows of a tile, each `columns` values
+// wide.
+__device__ __forceinline__ uint32_t point_gather(const Decode& p, const KeyLocator& keys,
+                                                 const KvSplit& split, const void* from,
+                                                 int columns, int row, Gather& gather) {
   const int sub = threadIdx.x % 32 / 8, chunk = threadIdx.x % 8;
   const int64_t stride = int64_t{p.groups} * columns * 2;
-  const char* base = static_cast<const char*>(from) + keys.before * stride +
-                     int64_t{piece.group} * columns * 2 + chunk * 16;
+  const char* base = static_cast<const char*>(from) + keys.rows_before * stride +
+                     int64_t{split.group} * columns * 2 + chunk * 16;
   return gather.aim(base, stride, sub, row, row >= 0);
 }
 
-// Zeros for what this lane has copied to a block and is not finite; a bit for each of its four rows
-// that had such.
-__device__ __forceinline__ uint32_t drop_not_finite(const Gather& gather, uint32_t block) {
+// Replaces values that are not finite by zeros, among those that this lane has copied to a block.
+// Returns a bit for each of the lane's four rows that had such values.
+__device__ __forceinline__ uint32_t zero_nonfinite(const Gather& gather, uint32_t block) {
   uint32_t rows = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t at = block + gather.offset[i % 2] + i / 2 * 4096;
     uint32_t x[4];
     load_shared_16(at, x);
-    bool bad = false;
+    bool nonfinite = false;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      bad |= (x[j] & 0x7f80) == 0x7f80 || (x[j] & 0x7f800000) == 0x7f800000;
+      nonfinite |= (x[j] & 0x7f80) == 0x7f80 || (x[j] & 0x7f800000) == 0x7f800000;
     }
-    if (bad) store_shared_16(at, {0, 0, 0, 0});
-    rows |= uint32_t{bad} << i;
+    if (nonfinite) store_shared_16(at, {0, 0, 0, 0});
+    rows |= uint32_t{nonfinite} << i;
   }
   return rows;
 }
-// Those bits of all lanes, in the order of `Gather::row`.
-__device__ __forceinline__ uint32_t bits_of_rows(uint32_t rows) {
+// Returns these bits of all lanes, in the order of `Gather::row`.
+__device__ __forceinline__ uint32_t gather_row_bits(uint32_t rows) {
   uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -167,17 +172,19 @@ __device__ __forceinline__ uint32_t bits_of_rows(uint32_t rows) {
   return bits;
 }
 
-// Copies a piece's Q to blocks of kRows rows, with zeros for rows that it has not; by a warpgroup.
+// Copies a split's Q to blocks of kRows rows. Rows beyond the KV head group's rows become zeros.
+// Called by a warpgroup.
 template <int kD, int kRows>
-__device__ __forceinline__ void copy_queries(const Decode& p, const Piece& piece, uint32_t q,
+__device__ __forceinline__ void copy_queries(const Decode& p, const KvSplit& split, uint32_t q,
                                              uint64_t policy) {
   const int warp = threadIdx.x / 32 % 4, sub = threadIdx.x % 32 / 8, chunk = threadIdx.x % 8;
 #pragma unroll
   for (int i = 0; i < kRows; i += 16) {
     const int row = i + warp * 4 + sub;
-    const bool has = piece.row + row < p.rows;
-    const int64_t place = p.place(piece.batch, piece.group, has ? piece.row + row : piece.row);
-    const char* from = static_cast<const char*>(p.q) + place * (kD * 2) + chunk * 16;
+    const bool has = split.row + row < p.rows;
+    const int64_t row_index =
+        p.row_index(split.batch, split.group, has ? split.row + row : split.row);
+    const char* from = static_cast<const char*>(p.q) + row_index * (kD * 2) + chunk * 16;
     const uint32_t to = whole_sum(q, row * 128 + (chunk ^ row % 8) * 16);
 #pragma unroll
     for (int block = 0; block < kD / 64; ++block) {
@@ -186,33 +193,36 @@ __device__ __forceinline__ void copy_queries(const Decode& p, const Piece& piece
   }
 }
 
-// Where a row of a piece's results goes, as f32: to the merge kernel, or it is final.
-__device__ __forceinline__ float* row_of_floats(const Decode& p, const Piece& piece, int tile_rows,
-                                                int row, int place) {
-  return piece.slot < 0 ? static_cast<float*>(p.out) + int64_t{place} * p.value_dim
-                        : p.partial + (int64_t{piece.slot} * tile_rows + row) * p.value_dim;
+// Returns where the float32 outputs of a row go: to the workspace, or to `out` if they are final.
+__device__ __forceinline__ float* float_row(const Decode& p, const KvSplit& split, int tile_rows,
+                                            int row, int row_index) {
+  return split.partial_index < 0
+             ? static_cast<float*>(p.out) + int64_t{row_index} * p.value_dim
+             : p.partial + (int64_t{split.partial_index} * tile_rows + row) * p.value_dim;
 }
 
-// Of a row that has ended: stores its sums, and returns by what to multiply its output.
-__device__ __forceinline__ float end_row(const Decode& p, const Piece& piece, int tile_rows,
-                                         int row, int place, float reference, float total,
-                                         bool store) {
+// Finishes a row: stores its lse and largest score. Returns the factor for its outputs.
+__device__ __forceinline__ float finish_row(const Decode& p, const KvSplit& split, int tile_rows,
+                                            int row, int row_index, float running_max, float total,
+                                            bool store) {
   const bool empty = total == 0.f;
-  const float lse = empty ? -INFINITY : (reference + log2f(total)) * kLn2;
-  const float top = isnan(total) ? total : reference * kLn2;  // fmaxf drops NaN
-  // Where all scores are -inf the output is zeros, or by an infinite value NaN, which has to show.
-  float factor = empty ? (piece.has_tiles ? 1.f : 0.f) : 1.f / total;
-  if (piece.slot >= 0) {
-    if (store) p.partial_rows[int64_t{piece.slot} * tile_rows + row] = make_float2(lse, top);
+  const float lse = empty ? -INFINITY : (running_max + log2f(total)) * kLn2;
+  const float top = isnan(total) ? total : running_max * kLn2;  // fmaxf drops NaN
+  // If all scores are -inf the output is zero, unless an infinite value has made it NaN, which must
+  // be visible.
+  float factor = empty ? (split.has_tiles ? 1.f : 0.f) : 1.f / total;
+  if (split.partial_index >= 0) {
+    if (store)
+      p.partial_rows[int64_t{split.partial_index} * tile_rows + row] = make_float2(lse, top);
     return factor;
   }
   if (p.sinks && !empty) {
-    const int head = piece.group * p.per_group + (piece.row + row) % p.per_group;
-    factor /= sink_divisor(p.sinks[int64_t{piece.batch} * p.sinks_stride + head], lse);
+    const int head = split.group * p.per_group + (split.row + row) % p.per_group;
+    factor /= sink_divisor(p.sinks[int64_t{split.batch} * p.sinks_stride + head], lse);
   }
   if (store) {
-    p.lse[place] = lse;
-    if (p.top) p.top[place] = top;
+    p.lse[row_index] = lse;
+    if (p.top) p.top[row_index] = top;
   }
   return factor;
 }

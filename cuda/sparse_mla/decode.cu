@@ -10,11 +10,12 @@ namespace {
 template <int kD, bool kRecords, typename Params>
 cudaError_t launch(const Params& p, cudaStream_t stream) {
   return launch_persistent<sparse_mla::DecodeShared<kD, kRecords>>(
-      sparse_mla::decode_kernel<kD, kRecords, Params>, item_count(p), mla::kThreads, stream, p);
+      sparse_mla::decode_kernel<kD, kRecords, Params>, work_tile_count(p), mla::kThreads, stream,
+      p);
 }
 
 template <typename Params>
-cudaError_t launch_parts(const Params& p, cudaStream_t stream) {
+cudaError_t launch_kernel(const Params& p, cudaStream_t stream) {
   if (p.records) return launch<576, true>(p, stream);
   return p.dim == 576 ? launch<576, false>(p, stream) : launch<512, false>(p, stream);
 }
@@ -24,7 +25,7 @@ bool valid(const SparseMlaDecodeParams& p) {
   if (p.dim != 576 && (p.dim != 512 || p.records)) return false;
   if (p.splits < 1 || p.splits > kSparseMlaMaxSplits) return false;
   if (p.splits > 1 && (p.partial == nullptr || p.partial_lse == nullptr)) return false;
-  // Slots are numbered a few tiles past a row's end.
+  // The producer computes slot numbers a few tiles past a row's end.
   if (p.slots > INT32_MAX - 8 * kTile * kSparseMlaMaxSplits) return false;
   if (p.page_table == nullptr) return true;
   return p.page_size > 0 && p.pages >= 0 && p.page_slots >= 0 &&
@@ -38,13 +39,14 @@ cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& params, cudaSt
   if (params.batch == 0 || params.queries == 0 || params.heads == 0) return cudaSuccess;
   if (!valid(params)) return cudaErrorInvalidValue;
   const sparse_mla::Decode p(params);
-  const int64_t items = sparse_mla_decode_items(p.batch, p.queries, p.heads, p.groups);
-  const int64_t merges = items * sparse_mla::merge_strips(p) * sparse_mla::kMergeBlocks;
-  if (item_count(p) > INT32_MAX - 4096 || merges > INT32_MAX) return cudaErrorInvalidValue;
-  if (p.splits == 1) return launch_parts(p, stream);
-  DSA_RETURN_IF_CUDA_ERROR(launch_parts(sparse_mla::SplitDecode(params), stream));
-  return launch_pdl(sparse_mla::merge_kernel, merges, sparse_mla::kMergeThreads,
-                    sizeof(sparse_mla::MergeShared), stream, p);
+  const int64_t work_tiles = sparse_mla_decode_work_tiles(p.batch, p.queries, p.heads, p.groups);
+  const int64_t combine_ctas = work_tiles * sparse_mla::row_strips(p) * sparse_mla::kCombineCtas;
+  if (work_tile_count(p) > INT32_MAX - 4096 || combine_ctas > INT32_MAX)
+    return cudaErrorInvalidValue;
+  if (p.splits == 1) return launch_kernel(p, stream);
+  DSA_RETURN_IF_CUDA_ERROR(launch_kernel(sparse_mla::SplitDecode(params), stream));
+  return launch_pdl(sparse_mla::combine_kernel, combine_ctas, sparse_mla::kCombineThreads,
+                    sizeof(sparse_mla::CombineShared), stream, p);
 }
 
 }  // namespace jax_dsa

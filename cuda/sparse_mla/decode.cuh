@@ -1,16 +1,19 @@
 // Sparse MLA, decode: the forward kernel (fwd.cuh) for so few queries that their heads alone would
-// leave most of the GPU idle. Each (query, group, 64 heads) is split into parts, every part takes
-// every so-manieth tile of the selected keys, and a second kernel merges the parts' results:
+// leave most of the GPU idle.
 //
-//     lse = log sum_p exp(lse_p)      out = gate * sum_p exp(lse_p - lse) out_p
+//   lse = log sum_p exp(lse_p)      out = gate * sum_p exp(lse_p - lse) out_p
 //
-// The warpgroups that compute are the forward's, with the same tiles, shared memory and barriers.
-// What differs is where keys come from (decode_producer.cuh): through a page table, as FP8 records
-// that are unpacked to bf16 on the way into the tile, or both. And where results go: with one part,
-// to `out`, else as f32 to `partial`. A part without any valid slot leaves only lse = -inf there.
+// Tiling. Each (query, KV head group, 64 heads) is divided into KV splits p. With n splits, each
+// split processes every n-th tile of the selected keys. A second kernel combines the splits.
 //
-// Merging: a block has 16 rows (a warp's of the forward) and 64 columns, each of its 8 warps 8
-// columns. Parts are summed in order, so results are the same on every run.
+// The MMA warpgroups are the forward kernel's (mla/consumer.cuh), with the same tiles, shared
+// memory and barriers. Two things differ. Keys may come through a page table, as FP8 records, or
+// both; the records are unpacked to bf16 in shared memory (decode_producer.cuh). Results go to
+// `out` if there is one split, and otherwise as float32 to `partial`. A split without a valid slot
+// writes only lse = -inf there.
+//
+// Combine kernel. A CTA processes 16 rows (those of one warp of the forward kernel) and 64 columns,
+// each of its 8 warps 8 columns. Splits are added in order, so results are the same on every run.
 #pragma once
 
 #include "common/combine_splits.cuh"
@@ -23,36 +26,38 @@
 
 namespace jax_dsa::sparse_mla {
 
-// With one part an item, its results are final.
+// With one split per work tile, its results are final.
 template <int kSide>
-__device__ __forceinline__ void write_results(const Decode& p, int number, const float (&o)[128],
-                                              const mla::Rows& rows, uint32_t stage) {
-  write_results<kSide>(static_cast<const SparseMlaFwdParams&>(p), Part(p, number).item, o, rows,
-                       stage);
+__device__ __forceinline__ void write_results(const Decode& p, int work_index,
+                                              const float (&o)[128], const mla::Rows& rows,
+                                              uint32_t staging) {
+  write_results<kSide>(static_cast<const SparseMlaFwdParams&>(p),
+                       WorkSplit(p, work_index).work_tile, o, rows, staging);
 }
 
-// Stores are predicated, not branched around: wgmma runs meanwhile, and a branch would make the
-// compiler wait for it.
+// Stores are predicated instead of branched around. A wgmma is in flight meanwhile, and the
+// compiler would make it finish before a branch.
 template <int kSide>
-__device__ __forceinline__ void write_results(const SplitDecode& p, int number,
+__device__ __forceinline__ void write_results(const SplitDecode& p, int work_index,
                                               const float (&o)[128], const mla::Rows& rows,
                                               uint32_t) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const Part part(p, number);
+  const WorkSplit split(p, work_index);
   float factor[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float total = rows.total(r);
     factor[r] = total == 0.f ? 0.f : 1.f / total;
     if (kSide == 0 && lane % 4 == 0) {
-      partial_lse(p, part.item, part.split)[warp * 16 + r * 8 + lane / 4] = rows.lse(r, total);
+      partial_lse(p, split.work_tile, split.index)[warp * 16 + r * 8 + lane / 4] =
+          rows.lse(r, total);
     }
   }
   const bool any = __any_sync(~0u, (factor[0] != 0.f) | (factor[1] != 0.f));
-  const bool needed = any & (warp * 16 < Item(p, part.item).heads);
-  float4* to = partial_pieces(p, part.item, part.split, kSide, warp) + lane;
+  const bool needed = any & (warp * 16 < WorkTile(p, split.work_tile).heads);
+  float4* to = partial_columns(p, split.work_tile, split.index, kSide, warp) + lane;
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
+  for (int i = 0; i < kColumnGroups; ++i) {
     uint32_t x[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) x[j] = __float_as_uint(o[i * 4 + j] * factor[j / 2]);
@@ -81,53 +86,55 @@ __global__ void __launch_bounds__(mla::kThreads, 1)
   }
 }
 
-inline constexpr int kMergeThreads = 256;
-inline constexpr int kMergeBlocks = 8;  // of 64 columns, for 16 rows
+inline constexpr int kCombineThreads = 256;
+inline constexpr int kCombineCtas = 8;  // per 16 rows; 64 columns each
 
-struct MergeShared {
-  float weight[kSparseMlaMaxSplits][16];  // of a part's row in the output
+struct CombineShared {
+  float weight[kSparseMlaMaxSplits][16];  // of each split and row in the output
 };
 
-// Strips of 16 rows of an item.
-__host__ __device__ inline int merge_strips(const Decode& p) {
+// Returns how many strips of 16 rows a work tile has.
+__host__ __device__ inline int row_strips(const Decode& p) {
   return ceil_div(min(p.heads / p.groups, mla::kHeads), 16);
 }
 
-__global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_constant__ Decode p) {
-  auto& shared = dynamic_shared<MergeShared>();
+__global__ void __launch_bounds__(kCombineThreads)
+    combine_kernel(const __grid_constant__ Decode p) {
+  auto& shared = dynamic_shared<CombineShared>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int column_block = blockIdx.x % kMergeBlocks;
-  const int strips = merge_strips(p), strip = blockIdx.x / kMergeBlocks % strips;
-  const int number = blockIdx.x / kMergeBlocks / strips;
-  const Item item(p, number);
-  if (strip * 16 >= item.heads) return;
-  const int64_t head = item.token * p.heads + item.head + strip * 16;
-  const int rows = min(item.heads - strip * 16, 16);
+  const int column_block = blockIdx.x % kCombineCtas;
+  const int strips = row_strips(p), strip = blockIdx.x / kCombineCtas % strips;
+  const int work_index = blockIdx.x / kCombineCtas / strips;
+  const WorkTile work_tile(p, work_index);
+  if (strip * 16 >= work_tile.heads) return;
+  const int64_t head = work_tile.token * p.heads + work_tile.head + strip * 16;
+  const int rows = min(work_tile.heads - strip * 16, 16);
 
-  // 16 parts' loads at a time, the first of them before anything waits.
+  // Load 16 splits at a time, the first batch before anything waits.
   constexpr int kBatch = 16;
-  const int side = column_block / 4, piece = column_block % 4 * 8 + warp;
-  const float4* from = partial_pieces(p, number, 0, side, strip) + piece * 32 + lane;
-  constexpr int kPart = 2 * 4 * kPieces * 32;
+  const int side = column_block / 4, column_group = column_block % 4 * 8 + warp;
+  const float4* from = partial_columns(p, work_index, 0, side, strip) + column_group * 32 + lane;
+  constexpr int kSplitStride = 2 * 4 * kColumnGroups * 32;
   float4 x[kBatch];
   const auto load = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (first + i < p.splits) x[i] = from[(first + i) * kPart];
+      if (first + i < p.splits) x[i] = from[(first + i) * kSplitStride];
     }
   };
   grid_dependency_wait();
   load(0);
 
-  // Weights of rows 2 * warp and the next: a lane has the parts lane and lane + 32.
+  // Compute the weights of rows 2 * warp and 2 * warp + 1. A lane has the splits lane and lane +
+  // 32.
 #pragma unroll
   for (int r = warp * 2; r < warp * 2 + 2; ++r) {
     float lse[2], weight[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int split = lane + i * 32;
-      lse[i] =
-          r < rows && split < p.splits ? partial_lse(p, number, split)[strip * 16 + r] : -INFINITY;
+      lse[i] = r < rows && split < p.splits ? partial_lse(p, work_index, split)[strip * 16 + r]
+                                            : -INFINITY;
     }
     const float max_lse = max_over_lanes(fmaxf(lse[0], lse[1]));
 #pragma unroll
@@ -135,7 +142,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
     CombinedRow combined(max_lse, sum_over_lanes(weight[0] + weight[1]));
     if (p.sinks && !combined.empty && r < rows) {
       combined.apply_sink(
-          p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + strip * 16 + r]);
+          p.sinks[int64_t{work_tile.batch} * p.sinks_stride + work_tile.head + strip * 16 + r]);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -153,14 +160,14 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
     for (int i = 0; i < kBatch; ++i) {
       if (first + i >= p.splits) continue;
       const float a = shared.weight[first + i][row], b = shared.weight[first + i][row + 8];
-      // A part without weight may be anything.
+      // The output of a split without weight is undefined.
       y[0] += a == 0.f ? 0.f : a * x[i].x;
       y[1] += a == 0.f ? 0.f : a * x[i].y;
       y[2] += b == 0.f ? 0.f : b * x[i].z;
       y[3] += b == 0.f ? 0.f : b * x[i].w;
     }
   }
-  const int column = side * 256 + piece * 8 + lane % 4 * 2;
+  const int column = side * 256 + column_group * 8 + lane % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (row + r * 8 >= rows) continue;

@@ -1,4 +1,5 @@
-// Work items of the sparse MLA decode kernels and where their partial results lie. See decode.cuh.
+// Work tiles of the sparse MLA decode kernels and the layout of their partial results. See
+// decode.cuh.
 #pragma once
 
 #include "mla/plan.cuh"
@@ -7,7 +8,7 @@
 
 namespace jax_dsa::sparse_mla {
 
-// The parameters, and what the launcher derives from them: index / page_size for any index >= 0 is
+// The parameters, and what the launcher derives from them: for any index >= 0, index / page_size is
 // index * page_factor >> page_shift.
 struct Decode : SparseMlaDecodeParams {
   uint32_t page_factor;
@@ -21,47 +22,49 @@ struct Decode : SparseMlaDecodeParams {
   }
 };
 
-// ... where there are several parts an item.
+// The same for several splits per work tile.
 struct SplitDecode : Decode {
   using Decode::Decode;
 };
 
 template <bool kRecords_>
-struct DecodeNotes : mla::Tiles {
+struct DecodeNotes : mla::ProducerNotes {
   static constexpr bool kRecords = kRecords_;
 };
 template <int kD, bool kRecords>
 using DecodeShared = mla::Shared<kD, DecodeNotes<kRecords>>;
 
-// Part `split` of an item of the forward kernel: the tiles split, split + splits, ... of its slots,
-// so that rows whose slots end early are still dealt out evenly. The heads of one query are
-// neighbours, for the L2.
-struct Part {
-  int item, split;
+// Split `index` of a work tile of the forward kernel: the key tiles index, index + splits, ... of
+// its slots, so that rows whose slots end early are still divided evenly. The heads of one query
+// are neighbors, so that they share keys in the L2.
+struct WorkSplit {
+  int work_tile, index;
 
-  __device__ Part(const Decode& p, int number) {
+  __device__ WorkSplit(const Decode& p, int work_index) {
     const int tiles = ceil_div(p.heads / p.groups, mla::kHeads);
-    const int rest = number / tiles;
-    split = rest % p.splits;
-    item = rest / p.splits * tiles + (number - rest * tiles);
+    const int rest = work_index / tiles;
+    index = rest % p.splits;
+    work_tile = rest / p.splits * tiles + (work_index - rest * tiles);
   }
 };
 
-__host__ __device__ inline int64_t item_count(const Decode& p) {
-  return item_count(static_cast<const SparseMlaFwdParams&>(p)) * p.splits;
+__host__ __device__ inline int64_t work_tile_count(const Decode& p) {
+  return work_tile_count(static_cast<const SparseMlaFwdParams&>(p)) * p.splits;
 }
 
-// Partial results of an item and split: of its 64 heads, lse and the normalised output, by
-// warpgroup, warp, and eight columns at a time as the accumulator's owners hold them: a lane has
-// rows lane / 4 and lane / 4 + 8 of its warp's 16, two columns of each.
-inline constexpr int kPieces = 32;  // of 16 rows and 8 columns
-__device__ __forceinline__ float4* partial_pieces(const Decode& p, int item, int split, int side,
-                                                  int warp) {
-  const int64_t part = int64_t{item} * p.splits + split;
-  return reinterpret_cast<float4*>(p.partial) + ((part * 2 + side) * 4 + warp) * (kPieces * 32);
+// Returns where this warp's partial outputs of a work tile and split lie. A split stores lse and
+// the normalized output of its 64 heads. Outputs are ordered by warpgroup, warp and column group (8
+// columns), as the accumulator's lanes hold them: a lane has two columns of rows lane / 4 and lane
+// / 4 + 8 of its warp's 16 rows.
+inline constexpr int kColumnGroups = 32;  // column groups: 16 rows by 8 columns each
+__device__ __forceinline__ float4* partial_columns(const Decode& p, int work_tile, int split,
+                                                   int side, int warp) {
+  const int64_t result = int64_t{work_tile} * p.splits + split;
+  return reinterpret_cast<float4*>(p.partial) +
+         ((result * 2 + side) * 4 + warp) * (kColumnGroups * 32);
 }
-__device__ inline float* partial_lse(const Decode& p, int item, int split) {
-  return p.partial_lse + (int64_t{item} * p.splits + split) * mla::kHeads;
+__device__ inline float* partial_lse(const Decode& p, int work_tile, int split) {
+  return p.partial_lse + (int64_t{work_tile} * p.splits + split) * mla::kHeads;
 }
 
 }  // namespace jax_dsa::sparse_mla

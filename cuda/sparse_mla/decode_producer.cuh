@@ -1,5 +1,5 @@
-// The producer warpgroup of the sparse MLA decode kernel: finds and gathers Q and the selected
-// keys, from a flat or paged cache of bf16 or of FP8 records. See decode.cuh.
+// The producer warpgroup of the sparse MLA decode kernel: it finds and gathers Q and the selected
+// keys, from a flat or paged cache of bf16 keys or of FP8 records. See decode.cuh.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -10,44 +10,44 @@
 
 namespace jax_dsa::sparse_mla {
 
-// A part's share of one row of indices, and the rows of the cache that they stand for. Finding a
-// row takes two loads, one after the other: those of the tiles to come travel beside this one's
-// keys.
-struct Selected {
-  Slots slots;           // from the part's first tile on
-  const int32_t* table;  // of the request, or null
+// The slots of one split, and the cache rows that they select. Finding a row takes two dependent
+// loads (index, page), so the loads for the next tiles are in flight beside this tile's keys.
+struct SelectedKeys {
+  Slots slots;           // starts at the split's first tile
+  const int32_t* table;  // the request's page table, or null
 
-  struct Place {
+  struct Location {
     int page, offset;
   };
 
-  __device__ Selected(const Decode& p, const Item& item, int split)
-      : slots(p, item.token, item.group),
-        table(p.page_table ? p.page_table + int64_t{item.batch} * p.page_slots : nullptr) {
+  __device__ SelectedKeys(const Decode& p, const WorkTile& work_tile, int split)
+      : slots(p, work_tile.token, work_tile.group),
+        table(p.page_table ? p.page_table + int64_t{work_tile.batch} * p.page_slots : nullptr) {
     slots.row += split * kTile;
     slots.length = max(slots.length, 0) - split * kTile;
   }
 
-  // The index in row `row` of the part's tile that starts at slot `first` of its own.
+  // Returns the index in row `row` of the tile that starts at slot `first` of the split's own
+  // slots.
   __device__ int index(const Decode& p, int first, int row) const {
     return slots.index(first * p.splits + row);
   }
-  // The part's tiles up to the last one with a slot that counts.
+  // Returns the number of the split's tiles up to the last one with a valid slot.
   __device__ int tiles(const Decode& p, int lane) const {
     const int own = ceil_div(max(slots.length, 0), kTile * p.splits) * kTile;
     return tiles_that_count(slots, own, lane,
                             [&](int first, int row) { return index(p, first, row); });
   }
 
-  __device__ Place place(const Decode& p, int index) const {
+  __device__ Location location(const Decode& p, int index) const {
     const bool counts = slots.counts(index);
     if (!table) return {counts ? 0 : -1, index};
     const int page =
         static_cast<int>(uint64_t{static_cast<uint32_t>(index)} * p.page_factor >> p.page_shift);
     return {load_now(table + page, counts, -1), index - page * p.page_size};
   }
-  // The cache's row, -1 if there is none. A flat cache is one page.
-  __device__ int find(const Decode& p, Place at) const {
+  // Returns the row in the cache, or -1 if there is none. A flat cache is treated as one page.
+  __device__ int cache_row(const Decode& p, Location at) const {
     const int pages = table ? p.pages : 1;
     return at.page >= 0 && at.page < pages ? at.page * p.page_size + at.offset : -1;
   }
@@ -59,40 +59,43 @@ __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last();
-  const int items = item_count(p);
-  const int slot = Gather::row(warp, lane % 4, sub);  // whose index this lane reads
+  const int work_tiles = work_tile_count(p);
+  const int slot = Gather::row(warp, lane % 4, sub);  // the row of a tile whose index this lane
+                                                      // reads
   const uint32_t stride = p.groups * kRowBytes;
   Gather gather(warp, sub, chunk);
   const mla::RecordsInPlace records(shared.keys[0][0]);
-  uint32_t item_parity = 0;
-  uint32_t phases = 0;  // a bit for each parity
+  uint32_t q_parity = 0;
+  uint32_t phases = 0;  // one bit per tile parity
 
-  for (int number = blockIdx.x; number < items; number += gridDim.x, item_parity ^= 1) {
-    const Part part(p, number);
-    const Item item(p, part.item);
-    const Selected selected(p, item, part.split);
+  for (int work_index = blockIdx.x; work_index < work_tiles;
+       work_index += gridDim.x, q_parity ^= 1) {
+    const WorkSplit split(p, work_index);
+    const WorkTile work_tile(p, split.work_tile);
+    const SelectedKeys selected(p, work_tile, split.index);
     const int first = selected.index(p, 0, slot), second = selected.index(p, kTile, slot);
     int index = selected.index(p, 2 * kTile, slot);
     const int tiles = selected.tiles(p, lane);
-    Selected::Place place = selected.place(p, first);
+    SelectedKeys::Location location = selected.location(p, first);
 
-    mla::begin_item(shared, item_parity, tiles, [&] {
-      gather_queries(p, item, gather, sub, chunk, shared, l2_policy_evict_first());
+    mla::begin_work_tile(shared, q_parity, tiles, [&] {
+      gather_queries(p, work_tile, gather, sub, chunk, shared, l2_policy_evict_first());
     });
 
-    const char* kv = static_cast<const char*>(p.kv) + item.group * kRowBytes +
-                     item.batch * p.batch_rows * stride;
+    const char* kv = static_cast<const char*>(p.kv) + work_tile.group * kRowBytes +
+                     work_tile.batch * p.batch_rows * stride;
     const auto at = [&](int row) { return kv + uint64_t{static_cast<uint32_t>(row)} * stride; };
-    int row = -1;                        // in the cache, of this lane's slot of a tile
-    int next = selected.find(p, place);  // of the tile after it; `place` and `index` are further on
-    place = selected.place(p, second);
+    int row = -1;  // cache row of this lane's slot of the current tile
+    int next = selected.cache_row(p, location);  // the same for the next tile; `location` and
+                                                 // `index` are one and two tiles further on
+    location = selected.location(p, second);
     const auto advance = [&](int tile) {
       row = next;
-      next = selected.find(p, place);
-      place = selected.place(p, index);
+      next = selected.cache_row(p, location);
+      location = selected.location(p, index);
       index = selected.index(p, (tile + 3) * kTile, slot);
-      // There is little time between room for a tile's records and their use: from memory they
-      // would take longer.
+      // Little time passes between the release of a record buffer and the use of its next records,
+      // so fetch these from memory to the L2 beforehand.
       if (kRecords && chunk < 4 && next >= 0) prefetch_l2(at(next), kRowBytes);
     };
     const auto publish = [&](int parity) {
@@ -110,9 +113,9 @@ __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
         advance(tile);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int its = __shfl_sync(~0u, row, i, 8);
-          gather.valid[i] = its >= 0;
-          gather.from[i] = at(max(its, 0)) + chunk * 16;
+          const int cache_row = __shfl_sync(~0u, row, i, 8);
+          gather.valid[i] = cache_row >= 0;
+          gather.from[i] = at(max(cache_row, 0)) + chunk * 16;
         }
         mbarrier_wait(&shared.key_free[kParity][0], free);
         publish(kParity);

@@ -11,18 +11,19 @@ namespace {
 template <int kD, int kN>
 cudaError_t launch_few(const SparseMlaFwdParams& p, cudaStream_t stream) {
   using Shared = mla::FewShared<mla::FewTraits<kD, kN>>;
-  return launch_persistent<Shared, mla::kFewBlocks>(
-      sparse_mla::fwd_few_kernel<kD, kN>, sparse_mla::item_count(p), mla::kFewThreads, stream, p);
+  return launch_persistent<Shared, mla::kFewCtasPerSm>(sparse_mla::fwd_few_kernel<kD, kN>,
+                                                       sparse_mla::work_tile_count(p),
+                                                       mla::kFewThreads, stream, p);
 }
 
 template <int kD>
 cudaError_t launch(const SparseMlaFwdParams& p, cudaStream_t stream) {
-  const int64_t items = sparse_mla::item_count(p);
-  if (items > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  const int64_t work_tiles = sparse_mla::work_tile_count(p);
+  if (work_tiles > INT32_MAX - 4096) return cudaErrorInvalidValue;
   const int heads = p.heads / p.groups;
   if (heads <= 16) return launch_few<kD, 16>(p, stream);
   if (heads <= 32) return launch_few<kD, 32>(p, stream);
-  return launch_persistent<mla::Shared<kD>>(sparse_mla::fwd_kernel<kD>, items, mla::kThreads,
+  return launch_persistent<mla::Shared<kD>>(sparse_mla::fwd_kernel<kD>, work_tiles, mla::kThreads,
                                             stream, p);
 }
 

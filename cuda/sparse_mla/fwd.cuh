@@ -1,34 +1,16 @@
-// Sparse MLA, forward: for one query and 64 of its heads at a time,
+// Sparse MLA, forward pass.
 //
-//     s_i = scale * q . kv[idx_i]          lse = log sum_i exp(s_i)
-//     out = gate * sum_i exp(s_i - lse) kv[idx_i, :512]    gate = 1 / (1 + exp(sink - lse))
+//   s_i = scale * q . kv[idx_i]                           lse  = log sum_i exp(s_i)
+//   out = gate * sum_i exp(s_i - lse) kv[idx_i, :512]     gate = 1 / (1 + exp(sink - lse))
 //
-// Blocks are persistent and take work items (query, group of keys, 64 heads) in turn, so that an
-// item's first keys travel while the one before is written out. The selected keys come in tiles of
-// 64, an even and an odd one in flight.
+// Tiling. A work tile is (query, KV head group, 64 heads). CTAs are persistent and process work
+// tiles one after the other, so that a work tile's first keys are copied while the previous results
+// are written. The selected keys come in tiles of 64, of which an even and an odd one are in
+// flight.
 //
-// Warpgroups:
-//   0 (left)   scores and softmax of the even tiles; columns 0..255 of the output
-//   1 (right)  scores and softmax of the odd tiles; columns 256..511 of the output
-//   2          gathers Q and the keys, 16 bytes a cp.async
-// Both of the first two multiply every tile's probabilities P with their half of its values: their
-// own P from registers, the other's from shared memory. While one is in its softmax the tensor
-// cores have the other's products to do.
-//
-// Running maximum: P of a tile is relative to a reference of its row that follows the maximum
-// lazily - it moves only when a score exceeds it by 2^8, so the accumulators are rarely rescaled
-// and P stays in [0, 256]. The tiles' references form one chain (even, odd, even, ...) and both
-// warpgroups add the tiles in this order, so each accumulator only ever follows it.
-//
-// Shared memory, in blocks of 64 rows by 64 columns of bf16 (8 KiB, 128-byte swizzle; see
-// common/tile.cuh):
-//   q      D/64 blocks
-//   keys   2 tiles of 9 blocks; P of a tile takes its ninth once the scores have used it
-//   stage  1 KiB a warp, through which outputs leave in 64-byte pieces
-//   and references, row sums, validity bits and mbarriers, ~3 KiB
-// A key tile fills and drains in parts. It is freed by rows, 0..31 before 32..63, in the order in
-// which the products with V read them; the scores wait for columns, the owner's half of the values
-// before the others with the ninth block.
+// Warpgroups.
+//   0, 1  MMA, see mla/consumer.cuh
+//   2     producer: gathers Q and the keys with cp.async (fwd_producer.cuh)
 #pragma once
 
 #include "common/limits.h"
@@ -40,15 +22,16 @@
 
 namespace jax_dsa::sparse_mla {
 
-// One warpgroup's half of an item's results: its columns of the output, and from the left one lse.
+// Writes one warpgroup's half of a work tile's results: its columns of the output. The left
+// warpgroup also writes lse.
 template <int kSide>
-__device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int number,
+__device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int work_index,
                                               const float (&o)[128], const mla::Rows& rows,
-                                              uint32_t stage) {
+                                              uint32_t staging) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-  const Item item(p, number);
-  const int64_t head = item.token * p.heads + item.head + row;
-  const int rows_left = item.heads - row;
+  const WorkTile work_tile(p, work_index);
+  const int64_t head = work_tile.token * p.heads + work_tile.head + row;
+  const int rows_left = work_tile.heads - row;
   float factor[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -58,22 +41,22 @@ __device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int n
     factor[r] = empty ? 0.f : 1.f / total;
     if (r * 8 < rows_left) {
       if (p.sinks) {
-        const float sink = p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + row + r * 8];
+        const float sink =
+            p.sinks[int64_t{work_tile.batch} * p.sinks_stride + work_tile.head + row + r * 8];
         if (!empty) factor[r] /= sink_divisor(sink, lse);
       }
       if (kSide == 0 && lane % 4 == 0) p.lse[head + r * 8] = lse;
     }
   }
   auto* out = static_cast<__nv_bfloat16*>(p.out) + head * kMlaValueDim + kSide * 256;
-  mla::store_rows<kMlaValueDim>(o, factor, stage, out, rows_left);
+  mla::store_rows<kMlaValueDim>(o, factor, staging, out, rows_left);
 }
 
-// -inf in the scores of warpgroup kSide's tile that do not count; `valid` are those of its keys
-// that do.
+// Sets the scores of invalid keys of warpgroup kSide's tile to -inf.
 template <int kSide, typename Shared>
-__device__ __forceinline__ void hide_scores(const SparseMlaFwdParams&, const Shared&,
+__device__ __forceinline__ void mask_scores(const SparseMlaFwdParams&, const Shared&,
                                             uint64_t valid, float (&s)[32]) {
-  mla::hide_columns(s, valid);
+  mla::mask_columns(s, valid);
 }
 
 template <int kD>

@@ -1,4 +1,4 @@
-// The producer warpgroup of the sparse MLA forward kernel: gathers Q and the selected keys. See
+// The producer warpgroup of the sparse MLA forward kernel: it gathers Q and the selected keys. See
 // fwd.cuh.
 #pragma once
 
@@ -9,16 +9,17 @@
 
 namespace jax_dsa::sparse_mla {
 
-// The item's Q, with zeros for heads that it has not.
+// Copies the work tile's Q. Rows beyond its heads become zeros.
 template <int kD, typename Notes>
-__device__ void gather_queries(const SparseMlaFwdParams& p, const Item& item, Gather& gather,
-                               int sub, int chunk, mla::Shared<kD, Notes>& shared,
+__device__ void gather_queries(const SparseMlaFwdParams& p, const WorkTile& work_tile,
+                               Gather& gather, int sub, int chunk, mla::Shared<kD, Notes>& shared,
                                uint64_t policy) {
-  const char* q = static_cast<const char*>(p.q) + (item.token * p.heads + item.head) * kD * 2;
+  const char* q =
+      static_cast<const char*>(p.q) + (work_tile.token * p.heads + work_tile.head) * kD * 2;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = Gather::row(threadIdx.x / 32 % 4, i, sub);
-    gather.valid[i] = row < item.heads;
+    gather.valid[i] = row < work_tile.heads;
     gather.from[i] = q + (gather.valid[i] ? row * (kD * 2) : 0) + chunk * 16;
   }
   gather.template copy<0, kD / 64, 0>(smem_address(shared.q), policy);
@@ -30,23 +31,25 @@ __device__ void produce(const SparseMlaFwdParams& p, mla::Shared<kD>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last(), drop = l2_policy_evict_first();
-  const int items = item_count(p);
-  const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // whose index this lane reads
+  const int work_tiles = work_tile_count(p);
+  const int slot = Gather::row(warp, lane % 16 / 4, lane % 4);  // the row of a tile whose index
+                                                                // this lane reads
   Gather gather(warp, sub, chunk);
-  uint32_t item_parity = 0, parity[2] = {0, 0};
+  uint32_t q_parity = 0, parity[2] = {0, 0};
 
-  for (int number = blockIdx.x; number < items; number += gridDim.x, item_parity ^= 1) {
-    const Item item(p, number);
-    const Slots slots(p, item.token, item.group);
+  for (int work_index = blockIdx.x; work_index < work_tiles;
+       work_index += gridDim.x, q_parity ^= 1) {
+    const WorkTile work_tile(p, work_index);
+    const Slots slots(p, work_tile.token, work_tile.group);
     const int tiles = tiles_that_count(slots, lane);
     int index = slots.index(slot);
 
-    mla::begin_item(shared, item_parity, tiles,
-                    [&] { gather_queries(p, item, gather, sub, chunk, shared, drop); });
+    mla::begin_work_tile(shared, q_parity, tiles,
+                         [&] { gather_queries(p, work_tile, gather, sub, chunk, shared, drop); });
 
     const int64_t stride = int64_t{p.groups} * kD * 2;
-    const char* kv = static_cast<const char*>(p.kv) + item.batch * p.keys * stride +
-                     item.group * (kD * 2) + chunk * 16;
+    const char* kv = static_cast<const char*>(p.kv) + work_tile.batch * p.keys * stride +
+                     work_tile.group * (kD * 2) + chunk * 16;
     for (int tile = 0; tile < tiles; ++tile) {
       const uint32_t bits = gather.aim(kv, stride, sub, index, slots.counts(index));
       if (tile + 1 < tiles) index = slots.index((tile + 1) * kTile + slot);

@@ -1,5 +1,5 @@
-// Sparse MLA of a few queries over a cache: flat or paged, of bf16 keys or of FP8 records, with
-// each query's slots dealt out to several blocks.
+// Sparse MLA of a few queries over a cache, which is flat or paged and holds bf16 keys or FP8
+// records. The slots of each query are divided among several CTAs.
 #pragma once
 
 #include "sparse_mla/sparse_mla.h"
@@ -8,60 +8,63 @@ namespace jax_dsa {
 
 inline constexpr int kSparseMlaMaxSplits = 64;
 
-// As in the forward pass, but for
-//   kv    flat: [batch, keys, groups, dim]. Paged: [pages * page_size, groups, dim], and `keys` is
-//         page_slots * page_size. With `records` (dim 576) a row is a record in place of dim
-//         values.
-//   dim   of q and of a row's meaning
+// As in the forward pass, with these differences:
+//   kv   flat: [batch, keys, groups, dim]. Paged: [pages * page_size, groups, dim], and `keys` is
+//        page_slots * page_size. With `records` (dim 576) a row is a record instead of dim values.
+//   dim  the width of q and of a key, whether or not keys are records
 struct SparseMlaDecodeParams : SparseMlaFwdParams {
-  int64_t batch_rows;  // from one request's rows to the next's: keys, or pages * page_size if each
-                       // has a pool of its own; 0 where all share them
+  int64_t batch_rows;  // rows from one request's first row to the next's: keys, or pages *
+                       // page_size if each request has its own page pool; 0 if all requests share
+                       // the rows
   bool records;
-  const int32_t* page_table;  // [batch, page_slots]: the page of tokens r * page_size on; anything
-                              // outside 0..pages-1 has none. Null: a flat cache
+  const int32_t* page_table;  // [batch, page_slots]: entry r is the page of tokens r * page_size
+                              // and on; any value outside 0..pages-1 means no page. Null: a flat
+                              // cache
   int pages;
   int page_size;
   int page_slots;
-  int splits;          // parts of every row of slots, 1..64
-  float* partial;      // sparse_mla_decode_partial_count floats, aligned to 16; null if splits = 1
+  int splits;          // KV splits of every row of slots, 1..64
+  float* partial;      // sparse_mla_decode_partial_count floats, aligned to 16 bytes; null if
+                       // splits = 1
   float* partial_lse;  // sparse_mla_decode_lse_count floats; null if splits = 1
 };
 
-// What (query, group, 64 heads) there are.
-inline int64_t sparse_mla_decode_items(int64_t batch, int64_t queries, int heads, int groups) {
+// Returns the number of (query, KV head group, 64 heads).
+inline int64_t sparse_mla_decode_work_tiles(int64_t batch, int64_t queries, int heads, int groups) {
   return batch * queries * groups * ((heads / groups + 63) / 64);
 }
-inline int64_t sparse_mla_decode_partial_count(int64_t items, int splits) {
-  return splits > 1 ? items * splits * 64 * kMlaValueDim : 0;
+inline int64_t sparse_mla_decode_partial_count(int64_t work_tiles, int splits) {
+  return splits > 1 ? work_tiles * splits * 64 * kMlaValueDim : 0;
 }
-inline int64_t sparse_mla_decode_lse_count(int64_t items, int splits) {
-  return splits > 1 ? items * splits * 64 : 0;
+inline int64_t sparse_mla_decode_lse_count(int64_t work_tiles, int splits) {
+  return splits > 1 ? work_tiles * splits * 64 : 0;
 }
 
-// Into how many parts to split rows of `slots`, by a model of the time in quarters of what a tile
-// of 64 keys takes: a block's start and end cost 6 of them, 8 with partial results; merging costs 5
-// and as much as the parts' traffic. More than two rounds of partial results would leave the L2.
-inline int sparse_mla_decode_splits(int64_t items, int slots, int num_sms) {
+// Returns the number of splits for rows of `slots` that minimizes a model of the time. The unit is
+// a quarter of the time of one tile of 64 keys. A CTA's start and end cost 6 units, or 8 with
+// partial results. Combining costs 5 units plus the traffic of the splits. More than two rounds of
+// partial results would not stay in the L2.
+inline int sparse_mla_decode_splits(int64_t work_tiles, int slots, int num_sms) {
   const int tiles = (slots + 63) / 64;
   int best = 1;
   int64_t least = INT64_MAX;
-  for (int n = 1; n <= tiles && n <= kSparseMlaMaxSplits; ++n) {
-    const int64_t parts = items * n, rounds = (parts + num_sms - 1) / num_sms;
-    const int64_t time = n == 1
-                             ? rounds * (4 * tiles + 6)
-                             : rounds * (4 * ((tiles + n - 1) / n) + 8) + 5 + 4 * parts / num_sms;
-    if (n > 1 && parts > 2 * num_sms) break;
+  for (int splits = 1; splits <= tiles && splits <= kSparseMlaMaxSplits; ++splits) {
+    const int64_t ctas = work_tiles * splits, rounds = (ctas + num_sms - 1) / num_sms;
+    const int64_t time =
+        splits == 1 ? rounds * (4 * tiles + 6)
+                    : rounds * (4 * ((tiles + splits - 1) / splits) + 8) + 5 + 4 * ctas / num_sms;
+    if (splits > 1 && ctas > 2 * num_sms) break;
     if (time < least) {
       least = time;
-      best = n;
+      best = splits;
     }
   }
   return best;
 }
 
-// The same from the slots alone, so that a request's result is the same, bit for bit, whatever
-// others it is computed with and on whatever device: parts of 512 slots. One request would be
-// fastest with parts of 64, 64 requests with whole rows.
+// Returns a number of splits that depends on the slots alone: one split per 512 slots. A request's
+// result is then bit-identical on every device and in every batch. For speed alone, splits of 64
+// slots would be best for one request and whole rows for 64 requests.
 inline int sparse_mla_decode_invariant_splits(int slots) {
   const int splits = (slots + 511) / 512;
   return splits < 1 ? 1 : splits < kSparseMlaMaxSplits ? splits : kSparseMlaMaxSplits;

@@ -30,6 +30,16 @@ def sink_gate(
     return jnp.where(empty, 1, jax.nn.sigmoid(jnp.where(empty, 0, lse) - sinks))
 
 
+def sink_gradient(
+    gate: Float[Array, "B T ..."], dout_dot_out: Float[Array, "B T ..."]
+) -> Float[Array, "B N"]:
+    """Returns the sinks' gradient from `sink_gate` and the row sums of dout * out.
+
+    Both are [B, T, G, m] or [B, T, N]. Rows without a key must have a gate of 1 or a sum of 0.
+    """
+    return -jnp.sum((1 - gate) * dout_dot_out, axis=1).reshape(gate.shape[0], -1)
+
+
 def of_rows_with_keys(lse: Float[Array, "*b"], *arrays: Array) -> tuple[Array, ...]:
     """Returns arrays [*b] or [*b, D] with zeros in rows without a key.
 

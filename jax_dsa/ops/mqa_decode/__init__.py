@@ -1,4 +1,4 @@
-"""Decode attention over a whole cache."""
+"""Decode attention to all keys of a cache."""
 
 from jax_dsa.ops.mqa_decode.api import merge_attention, mqa_decode
 

@@ -1,4 +1,4 @@
-"""`mqa_decode`, attention of a few new queries over a whole cache, and `merge_attention`."""
+"""`mqa_decode`, attention of a few new queries to a whole cache, and `merge_attention`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FWD = Pass(
     kernel=Kernel(
         cuda.mqa_decode_fwd,
         cuda.supports,
-        limits="bfloat16, keys in FP8 records, too; D 576 or 512 with value_dim 512 and no v, "
+        limits="bfloat16, keys also as FP8 records; D 576 or 512 with value_dim 512 and no v, "
         "D=E 64, 128 or 256 with v",
     ),
 )
@@ -42,7 +42,7 @@ mqa_decode_op = differentiable("mqa_decode", FWD, BWD)
 
 
 class _Keywords(TypedDict, total=False):
-    """For the overloads."""
+    """The keyword arguments of `mqa_decode`, for the overloads."""
 
     value_dim: int | None
     key_value_seq_lengths: Int[Array, "B"] | None
@@ -106,7 +106,7 @@ def mqa_decode(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N E"] | OutLSE | Unnormalized:
-    """Softmax attention of the newest T tokens of each request over the request's visible keys.
+    """Computes the softmax attention of the newest T tokens of each request to its visible keys.
 
     Query t is the token at position `p = key_value_seq_lengths[b] - T + t` and sees the keys
     `max(starts[b], p - left) <= j <= p`. Over these, with `v_j = k[j, :value_dim]` if there is no
@@ -115,47 +115,52 @@ def mqa_decode(
         s_j = scale * q . k_j        lse = log sum_j exp(s_j)
         out = sum_j exp(s_j - lse) v_j / (1 + exp(sink - lse))
 
-    A query that sees no key (a request shorter than T, or of length 0) has out = 0, lse = -inf and
-    zero gradients.
+    A query that sees no key (in a request shorter than T, or of length 0) has out = 0, lse = -inf
+    and zero gradients.
 
     Args:
-        q: queries, bfloat16, float16 or float32. N is a multiple of G; G = 1 is multi-query
-            attention.
-        k: keys in the dtype of `q`; or a cache of such keys or of FP8 records (D = 576, or 512 in
-            pages), with this step's tokens already appended.
-        v: values of any E; [B, S, G, E], or with a `PagedCache` a pool [P, L, G, E] of the same
-            pages. None takes them from the keys, which FP8 records require.
-        value_dim: E if `v` is None, in 1..D. Default 512, or D where that is less.
-        key_value_seq_lengths: tokens that each request holds, these T included. Default S; a cache
-            has its own. More than S where `k` is only the first part of them.
-        starts: first key that a request, or a query, may see. Default 0.
-        local_window_size: how many keys before its own position a query sees: an int, (left, 0), or
-            one for each request.
-        sinks: float32, logits that take part in the softmax's sum but have no value; +-inf are
-            legal. `lse` excludes them.
-        scale: of the scores, default D^-1/2.
-        num_splits: into how many parts, at least, XLA cuts the keys, which are then combined; None
-            chooses, and so do the kernels. Changes only rounding.
-        batch_invariant: a request's results are the same, bit for bit, whatever requests are
-            computed with it, and how many. Without it how its keys are cut, and so the last bits,
-            may depend on the others. Gradients are not covered. It costs time: one request is
-            computed after the other.
-        normalize: False returns `(o, m, l)`, all float32, in place of `out`: with m the
-            largest score, `o = sum_j exp(s_j - m) v_j` and `l = sum_j exp(s_j - m)` (l = 0 and
-            m = -inf without a key). Gradients take m for a constant, which is right for everything
-            made of o/l and m + log l. Excludes `sinks`.
-        return_lse: also return `lse`; without effect where `normalize` is False.
-        implementation: None chooses, "cuda" and "xla" insist.
+        q: Queries [B, T, N, D]; bfloat16, float16 or float32. N is a multiple of G. G = 1 is
+            multi-query attention.
+        k: Keys [B, S, G, D] in the dtype of `q`, or a cache of such keys or of FP8 records (D =
+            576, or 512 in a paged cache), with this step's tokens already appended.
+        v: Values [B, S, G, E] of any E. With a `PagedCache`, a pool [P, L, G, E] of the same pages.
+            Default: the first elements of the keys; FP8 records require this.
+        value_dim: E without `v`; 1 <= E <= D. Default: min(512, D).
+        key_value_seq_lengths: Number of tokens of each request, including the T new ones, int32
+            [B]. It may exceed S if `k` holds only the first of these tokens. Default: S. Must be
+            None with a cache, which has its own lengths.
+        starts: First visible key of each request, int32 [B], or of each query, int32 [B, T].
+            Default: 0.
+        local_window_size: Number of keys before its own position that a query sees: an int,
+            (left, 0), or int32 [B].
+        sinks: Logits [N], float32, that take part in the softmax denominator but have no value.
+            +-inf are legal. `lse` excludes them.
+        scale: Factor of the scores. Default: D^-1/2.
+        num_splits: Minimum number of chunks of keys that the XLA implementation computes one after
+            the other and combines. It bounds memory and changes only rounding. The CUDA kernels
+            ignore it and choose their own splits. Default: as many chunks as memory requires.
+        batch_invariant: Whether a request's result is bit-identical whatever other requests are in
+            the batch. Otherwise the KV splits of a request, and so the last bits, may depend on the
+            other requests. Gradients are not covered. This costs time: requests are computed one
+            after the other.
+        normalize: Whether to return `out`. False returns `(o, m, l)` instead, all float32. m is the
+            largest score, `o = sum_j exp(s_j - m) v_j` and `l = sum_j exp(s_j - m)`; l = 0 and
+            m = -inf without a key. Gradients treat m as a constant, which is correct for every
+            function of o/l and m + log l. False excludes `sinks`.
+        return_lse: Whether to return `lse` as well. Ignored if `normalize` is False.
+        implementation: "cuda" or "xla". Default: the CUDA kernels where they support the call.
 
     Returns:
-        `out` [B, T, N, E] in the dtype of `q`; with `return_lse` also `lse` [B, T, N], float32,
-        natural logarithm. They have gradients for `q`, `k` (not FP8 records), `v` and `sinks`.
-        Without a batch axis in the arguments there is none in the results.
+        `out` [B, T, N, E] in the dtype of `q`. With `return_lse` a tuple of `out` and `lse`
+        [B, T, N], float32, the natural logarithm. The results are differentiable with respect to
+        `q`, `k` (except FP8 records), `v` and `sinks`. If the arguments have no batch axis, the
+        results have none.
 
     Raises:
-        ValueError, TypeError: wrong shapes, dtypes or ranges.
-        NotImplementedError: forward mode, gradients of gradients, or `implementation="cuda"` for
-            what it does not cover.
+        ValueError: If a shape or a value is out of range.
+        TypeError: If a dtype or the type of an argument is wrong.
+        NotImplementedError: If forward-mode or second derivatives are taken, or if
+            `implementation="cuda"` does not support the call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
@@ -223,7 +228,7 @@ def _values(args: Args, v: Any, keys: Keys, dtype: Any) -> Array:
 def _visible(
     args: Args, lengths: Array, starts: Any, local_window_size: Any
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """The half-open range of keys that each query sees."""
+    """Returns the half-open range of keys that each query sees."""
     if starts is not None:
         each = np.ndim(as_array(starts)) == 1 + args.batched  # type: ignore[arg-type]
         starts = args.array("starts", starts, "B T" if each else "B", INT32)
@@ -245,14 +250,14 @@ def _visible(
 def _visible_ranges(
     lengths: Array, starts: Array | None, left: Array | None, queries: int
 ) -> tuple[Array, Array]:
-    # In this order no position overflows. Lengths past the keys stay, since they say where the
-    # queries are: these keys may be the first part of all.
+    # No position overflows in this order of operations. Lengths beyond the keys are kept, because
+    # they say where the queries are: the keys may be only the first ones of the request.
     last = jnp.maximum(lengths, 0)[:, None] - queries
     ends = jnp.maximum(last + jnp.arange(1, queries + 1, dtype=jnp.int32)[None], 0)
     first = jnp.zeros_like(ends)
     if starts is not None:
         first = jnp.maximum(first, starts if starts.ndim == 2 else starts[:, None])
-    if left is not None:  # a negative window sees nothing
+    if left is not None:  # with a negative window a query sees nothing
         first = jnp.maximum(first, ends - 1 - jnp.maximum(left, -1).reshape(-1, 1))
     return first, ends
 
@@ -263,25 +268,28 @@ def merge_attention(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N E"], Float[Array, "B T N"]]:
-    """Attention over P disjoint sets of keys together, from the attention over each.
+    """Combines the attention to P disjoint sets of keys into the attention to all of them.
 
         lse = log sum_p exp(lses[p])        out = sum_p exp(lses[p] - lse) outs[p]
 
-    A part with lse = -inf contributes nothing, whatever its out is; where all are, out = 0 and
-    lse = -inf.
+    A set with lse = -inf contributes nothing, whatever its output is. If all sets have lse = -inf,
+    then out = 0 and lse = -inf.
 
     Args:
-        outs: normalised partial outputs, stacked or in a sequence. Any number of axes, of which the
-            last is E.
-        lses: float32, their natural-log sums without sinks: one axis less than `outs`.
-        implementation: "cuda" has no kernel for it yet.
+        outs: Normalized outputs of each set, stacked along the first axis or as a sequence. Any
+            number of axes; the last one is E.
+        lses: Log-sum-exp of each set without sinks, float32, the natural logarithm. It has the axes
+            of `outs` without E.
+        implementation: "xla". "cuda" is not available.
 
     Returns:
-        `out` in the dtype of `outs` and `lse`, both differentiable in both arguments, to any order.
+        `out` in the dtype of `outs`, and `lse`. Both are differentiable with respect to both
+        arguments, to any order.
 
     Raises:
-        ValueError, TypeError: wrong shapes or dtypes, or no parts.
-        NotImplementedError: `implementation="cuda"`.
+        ValueError: If the shapes do not match or there are no sets.
+        TypeError: If a dtype or the type of an argument is wrong.
+        NotImplementedError: If `implementation="cuda"`.
 
     Examples:
         >>> import jax.numpy as jnp, jax_dsa
@@ -303,36 +311,37 @@ def merge_attention(
     return xla.merge(outs, lses)
 
 
-def _stacked(name: str, parts: Any) -> jax.Array:
-    """Returns the partial results stacked along a new first axis, unless they are stacked."""
+def _stacked(name: str, given: Any) -> jax.Array:
+    """Returns a sequence of arrays stacked along a new first axis, or a stacked array as it is."""
     op = "merge_attention"
-    if isinstance(parts, list | tuple):
-        arrays: list[Any] = [as_array(x) for x in parts]
+    if isinstance(given, list | tuple):
+        arrays: list[Any] = [as_array(x) for x in given]
         if any(x is None for x in arrays):
-            raise TypeError(f"{op}: argument '{name}' is a sequence, want arrays for its items")
+            raise TypeError(f"{op}: argument '{name}' is a sequence, want arrays as its elements")
         kinds = {(x.shape, x.dtype.name) for x in arrays}
         if len(kinds) != 1:
             got = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in sorted(kinds)) or "nothing"
             raise ValueError(
                 f"{op}: argument '{name}' holds {got}, want arrays of one shape and dtype"
             )
-        return _of_jax(name, jnp.stack, arrays, kinds.pop()[1])
-    array = as_array(parts)
+        return _as_jax(name, jnp.stack, arrays, kinds.pop()[1])
+    array = as_array(given)
     if array is None:
         raise TypeError(
-            f"{op}: argument '{name}' is {type(parts).__name__}, want an array or a list of arrays"
+            f"{op}: argument '{name}' is {type(given).__name__}, want an array or a list of arrays"
         )
     if array.shape[:1] in ((), (0,)):
         raise ValueError(
-            f"{op}: argument '{name}' has shape {array.shape}, want parts along the first axis"
+            f"{op}: argument '{name}' has shape {array.shape}, want at least one set of keys along "
+            "the first axis"
         )
-    return _of_jax(name, jnp.asarray, array, array.dtype)
+    return _as_jax(name, jnp.asarray, array, array.dtype)
 
 
-def _of_jax(name: str, make: Any, parts: Any, dtype: Any) -> jax.Array:
-    """`make(parts)`, whose dtype JAX may not have."""
+def _as_jax(name: str, make: Any, given: Any, dtype: Any) -> jax.Array:
+    """Returns `make(given)`. Raises a TypeError with the argument's name if JAX lacks its dtype."""
     try:
-        return make(parts)
+        return make(given)
     except TypeError:
         raise TypeError(
             f"merge_attention: argument '{name}' has dtype {dtype}, want floats"

@@ -1,4 +1,4 @@
-"""Decode attention over a whole cache on its CUDA kernels."""
+"""Calls of the CUDA kernels of `mqa_decode`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from jax_dsa.core.layout import RECORD_BYTES
 from jax_dsa.core.streaming import entry_by_entry
 from jax_dsa.ops.mqa_decode.spec import Operands, Options, Results
 
-# What the kernels cover, as in cuda/mqa_decode/mqa_decode.h.
-_LATENT_DIMS = (576, 512)  # of keys whose first values are the values
+# The limits of the kernels, as in cuda/mqa_decode/mqa_decode.h.
+_LATENT_DIMS = (576, 512)  # D without v
 _VALUE_DIM = 512
-_DIMS = (64, 128, 256)  # of keys, and of values of their own
+_DIMS = (64, 128, 256)  # D and E with v
 _MAX_ROWS = 2**31 - 1 - 64
 
 
 def supports(options: Options, x: Operands) -> str | None:
-    """None, or why the kernels do not run this call."""
+    """Returns why the kernels cannot run this call, or None if they can."""
     records = x.k.dtype == jnp.uint8
     dtypes = {a.dtype for a in (x.q, None if records else x.k, x.v) if a is not None}
     if dtypes != {jnp.dtype(jnp.bfloat16)}:
@@ -48,25 +48,29 @@ def supports(options: Options, x: Operands) -> str | None:
 
 
 def mqa_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
-    """`xla.mqa_decode_fwd`; how keys are split depends on all requests, unless each is alone."""
-    if options.batch_invariant:
-        alone = dataclasses.replace(options, batch_invariant=False)
+    """Returns what `xla.mqa_decode_fwd` returns.
 
-        def some(x: Operands) -> Results:
+    How the kernels split keys depends on the lengths of all requests. With batch_invariant each
+    request is therefore a call of its own.
+    """
+    if options.batch_invariant:
+        per_entry = dataclasses.replace(options, batch_invariant=False)
+
+        def of_entry(x: Operands) -> Results:
             outs = (
                 a if a is None else jax.ShapeDtypeStruct((x.q.shape[0], *a.shape[1:]), a.dtype)
                 for a in avals
             )
-            return mqa_decode_fwd(alone, Results(*outs), x)  # type: ignore[arg-type]
+            return mqa_decode_fwd(per_entry, Results(*outs), x)  # type: ignore[arg-type]
 
-        return entry_by_entry(some, x)
+        return entry_by_entry(of_entry, x)
     _, T, N, D = x.q.shape
     records = x.k.dtype == jnp.uint8
-    rows, cuts = ffi.extension().mqa_decode_workspace(T, N, x.k.shape[2], D, records)
+    rows, split_tiles = ffi.extension().mqa_decode_workspace(T, N, x.k.shape[2], D, records)
     workspace = (
         jax.ShapeDtypeStruct((rows, avals.out.shape[3]), jnp.float32),
         jax.ShapeDtypeStruct((rows, 2), jnp.float32),
-        jax.ShapeDtypeStruct((cuts, 2), jnp.int32),
+        jax.ShapeDtypeStruct((split_tiles, 2), jnp.int32),
     )
     operands = x.q, x.k, x.v, x.starts, x.ends, x.sinks, x.page_table
     out, lse, top, *_ = ffi.call(

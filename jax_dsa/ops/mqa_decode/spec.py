@@ -1,4 +1,4 @@
-"""What decode attention takes and gives."""
+"""Options, operands, results and gradients of `mqa_decode`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ from jax_dsa.core.typing import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options; `page_size` counts only if there is a page table, `batch_invariant` only in
-    the forward pass.
+    """Static options.
+
+    Attributes:
+        scale: Factor of the scores.
+        value_dim: Number of a key's first elements that are its value; used only without `v`.
+        num_splits: Minimum number of chunks of keys of the XLA implementation. None: as memory
+            allows. The kernels ignore it.
+        normalize: Whether the output is divided by the softmax denominator in q's dtype.
+        page_size: Tokens per page; used only with a page table.
+        batch_invariant: Whether a request's result is independent of the other requests; used only
+            in the forward pass.
     """
 
     scale: float
@@ -25,20 +34,21 @@ class Options:
     batch_invariant: bool = False
 
     def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
-        """Returns the size of a value, which is part of its key where there are no values."""
+        """Returns the sizes of dims that no operand has: without v a value is part of its key."""
         return {} if "e" in known else {"e": self.value_dim}
 
 
 class Operands(NamedTuple):
-    """What both passes read.
+    """The arrays that both passes read.
 
     Attributes:
-        k: keys; r is a row's D values, or the bytes of an FP8 record. Pages are one batch row that
-            all requests share.
-        v: values, None where they are the first ones of a key.
-        starts, ends: the half-open range of keys that each query sees.
-        sinks: logits without a value.
-        page_table: the pages of each request, where `k` is a pool of pages.
+        q: Queries.
+        k: Keys. r is D, or the number of bytes of an FP8 record. A pool of pages is one batch entry
+            that all requests share.
+        v: Values. None: the first elements of the keys.
+        starts, ends: The half-open range of keys that each query sees.
+        sinks: Logits that take part in the softmax denominator but have no value.
+        page_table: The pages of each request if `k` is a pool of pages.
     """
 
     q: Float[Array, "b t (g m) d"]
@@ -59,10 +69,11 @@ def _top_dtype(options: Options, x: Operands) -> Any:
 
 
 class Results(NamedTuple):
-    """Output, log-sum-exp without the sink, and, if options.normalize is False, the largest score,
-    which only sets the unit of a result that is not normalised.
+    """The output, the log-sum-exp without the sink, and the largest score.
 
-    The output is in q's dtype, or float32 if it is to be scaled further.
+    The largest score is None if options.normalize is True. It only sets the unit of a result that
+    is not normalized, so it has no gradient. The output is in the dtype of q, or in float32 if
+    options.normalize is False.
     """
 
     out: Float[Array, "b t (g m) e", Dtype(_out_dtype), Remat("dsa_out")]
@@ -71,9 +82,9 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of q in its dtype; of k (none for FP8 records), v and the sinks in float32.
+    """The gradients of q in its dtype, and of k (None for FP8 records), v and sinks in float32.
 
-    Those are sums that shards contribute to; they are rounded after the shards have been added.
+    Gradients of k, v and sinks are sums over shards. They are rounded after the shards are added.
     """
 
     q: Array

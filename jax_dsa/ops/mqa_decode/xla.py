@@ -1,9 +1,10 @@
-"""XLA implementation of decode attention over a whole cache: online softmax by chunks of keys.
+"""XLA implementation of decode attention to a whole cache: online softmax over chunks of keys.
 
-The mathematics is sparse MLA's (see there) with the keys `starts <= j < ends` of each query in
-place of its indices. A chunk of keys is read, from pages if there is a page table, and serves all
-heads. Values that are not finite, which a masked score's zero would turn into NaN for every query,
-are kept out of the products and put back for the queries that see them.
+The mathematics is that of sparse MLA (ops/sparse_mla/xla.py), with the keys `starts <= j < ends` of
+each query instead of its indices. A chunk of keys is read once, from pages if there is a page
+table, and serves all heads. A value that is not finite would become NaN for every query, since the
+probability 0 of a masked score times infinity is NaN. Such values are therefore kept out of the
+products, and the queries that see them get NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from jax.core import max_dim, min_dim
 
 from jax_dsa.core import compat
 from jax_dsa.core.layout import PAGE_RECORD_BYTES, unpack_page_records, unpack_records
-from jax_dsa.core.softmax import grouped, of_rows_with_keys, probabilities, row_products, sink_gate
+from jax_dsa.core.softmax import (
+    grouped,
+    of_rows_with_keys,
+    probabilities,
+    row_products,
+    sink_gate,
+    sink_gradient,
+)
 from jax_dsa.core.streaming import chunk_length, entry_by_entry, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.ops.mqa_decode.spec import Gradients, Operands, Options, Results
@@ -31,45 +39,45 @@ if TYPE_CHECKING:
 
 
 def _reader(options: Options, x: Operands) -> tuple[Reader, int, int]:
-    """Reads consecutive items: pages if there is a page table, single keys if not.
+    """Returns a reader of consecutive units, the number of units, and the keys per unit.
 
-    Returns the reader, the number of items, and the keys in each.
+    A unit is a page if there is a page table, and a single key otherwise.
     """
     q, k, v, starts, ends, _, page_table = x
     page = options.page_size or 1
     pages = k.shape[1] // page
 
-    def rows(x: Array, items: Int[Array, "1 n"], table: Array | None) -> Array:
+    def rows(x: Array, units: Int[Array, "1 n"], table: Array | None) -> Array:
         if table is None:
-            return jax.lax.dynamic_slice_in_dim(x, items[0, 0], items.shape[1], axis=1)
+            return jax.lax.dynamic_slice_in_dim(x, units[0, 0], units.shape[1], axis=1)
         x = x.reshape(x.shape[0], pages, page, *x.shape[2:])
         if x.shape[0] == 1:
             x = jnp.take(x[0], table, axis=0, mode="clip")
         else:
             x = jax.vmap(lambda x, table: jnp.take(x, table, axis=0, mode="clip"))(x, table)
-        return x.reshape(x.shape[0], items.shape[1] * page, *x.shape[3:])
+        return x.reshape(x.shape[0], units.shape[1] * page, *x.shape[3:])
 
-    def read(items: Int[Array, "1 n"]) -> tuple[Array, Array, Array]:
-        first = items[0, 0]
-        key = first * page + jnp.arange(items.shape[1] * page, dtype=jnp.int32)[None, None]
+    def read(units: Int[Array, "1 n"]) -> tuple[Array, Array, Array]:
+        first = units[0, 0]
+        key = first * page + jnp.arange(units.shape[1] * page, dtype=jnp.int32)[None, None]
         visible = (key >= starts[..., None]) & (key < ends[..., None])
         table = None
         if page_table is not None:
-            table = jax.lax.dynamic_slice_in_dim(page_table, first, items.shape[1], axis=1)
+            table = jax.lax.dynamic_slice_in_dim(page_table, first, units.shape[1], axis=1)
             mapped = (table >= 0) & (table < pages)
             visible &= jnp.repeat(mapped, page, axis=1)[:, None]
-        keys = rows(k, items, table)
+        keys = rows(k, units, table)
         if keys.dtype == jnp.uint8:
             keys = _unpacked(keys, page, q.dtype)
-        values = keys[..., : options.value_dim] if v is None else rows(v, items, table)
+        values = keys[..., : options.value_dim] if v is None else rows(v, units, table)
         return keys, values, visible
 
-    items = k.shape[1] if page_table is None else page_table.shape[1] if pages else 0
-    return read, items, page
+    units = k.shape[1] if page_table is None else page_table.shape[1] if pages else 0
+    return read, units, page
 
 
 def _unpacked(keys: Array, page: int, dtype: jnp.dtype) -> Float[Array, "B L G D"]:
-    """FP8 records of either kind as rows."""
+    """Returns the keys of FP8 records of either kind."""
     if keys.shape[-1] != PAGE_RECORD_BYTES:
         return unpack_records(keys, dtype)
     B, rows, G, width = keys.shape
@@ -78,7 +86,7 @@ def _unpacked(keys: Array, page: int, dtype: jnp.dtype) -> Float[Array, "B L G D
 
 
 def _split_finite(x: Array) -> tuple[Array, Bool[Array, "B L G"]]:
-    """`x` with zeros for what is not finite, and which of its rows had such."""
+    """Returns `x` with zeros for values that are not finite, and which rows had such values."""
     ok = jnp.isfinite(x)
     return jnp.where(ok, x, 0), ~ok.all(-1)
 
@@ -93,43 +101,43 @@ def _scores(
     return jnp.where(visible[:, :, None, None], s * scale, -jnp.inf)
 
 
-def _chunk(options: Options, q: Array, k: Array, items: int, page: int, score_bytes: int) -> int:
-    """Items per chunk: what fits the budget, at most a `num_splits`-th of all."""
+def _chunk(options: Options, q: Array, k: Array, units: int, page: int, score_bytes: int) -> int:
+    """Returns the units per chunk: as many as fit the budget, at most 1/num_splits of all."""
     B, T, N, D = q.shape
     G = k.shape[2]
     per_key = B * (G * D * 4 * q.dtype.itemsize + T * N * score_bytes)
-    fits = chunk_length(items, page * per_key)
-    return max_dim(1, min_dim(fits, -(-items // (options.num_splits or 1))))
+    fits = chunk_length(units, page * per_key)
+    return max_dim(1, min_dim(fits, -(-units // (options.num_splits or 1))))
 
 
 def mqa_decode_fwd(options: Options, x: Operands) -> Results:
-    """Output, log-sum-exp, largest score."""
+    """Returns the output, the log-sum-exp and the largest score."""
     if options.batch_invariant:
-        alone = dataclasses.replace(options, batch_invariant=False)
-        return entry_by_entry(functools.partial(mqa_decode_fwd, alone), x)
+        per_entry = dataclasses.replace(options, batch_invariant=False)
+        return entry_by_entry(functools.partial(mqa_decode_fwd, per_entry), x)
     q, k, v, _, _, sinks, _ = x
     B, T, N, _ = q.shape
     G = k.shape[2]
     acc = compat.accum_dtype(q.dtype)
     E = options.value_dim if v is None else v.shape[3]
-    read, items, page = _reader(options, x)
-    size = _chunk(options, q, k, items, page, 12)
+    read, units, page = _reader(options, x)
+    size = _chunk(options, q, k, units, page, 12)
     q = grouped(q, G)
 
-    def chunk(carry: Any, items: Array) -> Any:
+    def chunk(carry: Any, units: Array) -> Any:
         out, total, top, poisoned = carry
-        keys, values, visible = read(items)
+        keys, values, visible = read(units)
         s = _scores(options.scale, q, keys, visible)
         new = jax.lax.stop_gradient(jnp.maximum(top, s.max(-1)))
         base = jnp.where(new == -jnp.inf, 0, new)
         shrink = jnp.exp(top - base)
         p = jnp.exp(s - base[..., None])
         values, bad = _split_finite(values)
-        part = jnp.einsum(
+        weighted = jnp.einsum(
             "btgml,blge->btgme", p.astype(values.dtype), values, preferred_element_type=acc
         )
         seen = jnp.einsum("btl,blg->btg", visible.astype(jnp.float32), bad.astype(jnp.float32))
-        out = out * shrink[..., None] + part
+        out = out * shrink[..., None] + weighted
         return (out, total * shrink + p.sum(-1), new, poisoned | (seen > 0)), ()
 
     shape = (B, T, G, N // G)
@@ -140,8 +148,8 @@ def mqa_decode_fwd(options: Options, x: Operands) -> Results:
         jnp.zeros((B, T, G), bool),
     )
     carry = compat.match_vary(carry, *x)
-    if items:
-        ids = jnp.arange(items, dtype=jnp.int32)[None]
+    if units:
+        ids = jnp.arange(units, dtype=jnp.int32)[None]
         carry, _ = scan_chunks(chunk, carry, (ids,), chunk=size)
     out, total, top, poisoned = carry
     empty = total == 0
@@ -158,40 +166,40 @@ def mqa_decode_fwd(options: Options, x: Operands) -> Results:
 
 
 def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
-    """Gradients of q, k, v and the sinks."""
+    """Returns the gradients of q, k, v and the sinks."""
     q, k, v, _, _, sinks, page_table = x
     out, lse, _ = y
     dout, dlse, _ = dy
     B, T, N, D = q.shape
     G = k.shape[2]
     acc = compat.accum_dtype(q.dtype)
-    read, items, page = _reader(options, x)
-    ids = jnp.arange(items, dtype=jnp.int32)[None]
-    size = _chunk(options, q, k, items, page, 24)
+    read, units, page = _reader(options, x)
+    ids = jnp.arange(units, dtype=jnp.int32)[None]
+    size = _chunk(options, q, k, units, page, 24)
     q, dout, lse, dlse = (grouped(x, G) for x in (q, dout, lse, dlse))
     E = dout.shape[-1]
     q, dout, dlse = of_rows_with_keys(lse, q, dout.astype(q.dtype), dlse)
-    inner = row_products(dout, grouped(out, G))
+    dout_dot_out = row_products(dout, grouped(out, G))
     gate = sink_gate(sinks, lse)
     has_dk = k.dtype != jnp.uint8
 
-    def put(total: Array, items: Array, rows: Array) -> Array:
+    def put(total: Array, units: Array, rows: Array) -> Array:
         if page_table is None:
-            return jax.lax.dynamic_update_slice_in_dim(total, rows, items[0, 0], axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(total, rows, units[0, 0], axis=1)
         pages = total.shape[1] // page
-        table = jax.lax.dynamic_slice_in_dim(page_table, items[0, 0], items.shape[1], axis=1)
+        table = jax.lax.dynamic_slice_in_dim(page_table, units[0, 0], units.shape[1], axis=1)
         table = jnp.where(table < 0, pages, table)
         paged = total.reshape(total.shape[0], pages, page, *total.shape[2:])
-        rows = rows.reshape(B, items.shape[1], page, *rows.shape[2:])
+        rows = rows.reshape(B, units.shape[1], page, *rows.shape[2:])
         b = jnp.arange(B, dtype=jnp.int32)[:, None] if total.shape[0] == B else 0
         return paged.at[b, table].add(rows, mode="drop").reshape(total.shape)
 
-    def chunk(carry: Any, items: Array) -> Any:
+    def chunk(carry: Any, units: Array) -> Any:
         dq, dk, dv = carry
-        keys, values, visible = read(items)
+        keys, values, visible = read(units)
         p = probabilities(_scores(options.scale, q, keys, visible), lse)
         dp = jnp.einsum("btgme,blge->btgml", dout, values, preferred_element_type=acc)
-        dp = jnp.where(visible[:, :, None, None], dp - inner[..., None], 0)
+        dp = jnp.where(visible[:, :, None, None], dp - dout_dot_out[..., None], 0)
         weighted = p if gate is None else p * gate[..., None]
         ds = ((weighted * dp + p * dlse[..., None]) * options.scale).astype(q.dtype)
         dq += jnp.einsum(
@@ -204,8 +212,8 @@ def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
             if v is None:
                 dkeys += jnp.pad(dvalues, [(0, 0)] * 3 + [(0, D - E)])
             else:
-                dv = put(dv, items, dvalues)
-            dk = put(dk, items, dkeys)
+                dv = put(dv, units, dvalues)
+            dk = put(dk, units, dkeys)
         return (dq, dk, dv), ()
 
     carry = (
@@ -214,18 +222,18 @@ def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
         None if v is None else jnp.zeros(v.shape, acc),
     )
     carry = compat.match_vary(carry, *x, dout, dlse)
-    if items:
+    if units:
         carry, _ = scan_chunks(chunk, carry, (ids,), chunk=size)
     dq, dk, dv = carry
-    dsinks = None if gate is None else -jnp.sum((1 - gate) * inner, axis=1).reshape(B, N)
+    dsinks = None if gate is None else sink_gradient(gate, dout_dot_out)
     return Gradients(q=dq.reshape(B, T, N, D).astype(q.dtype), k=dk, v=dv, sinks=dsinks)
 
 
 def merge(
     outs: Float[Array, "P ... E"], lses: Float[Array, "P ..."]
 ) -> tuple[Float[Array, "... E"], Float[Array, "..."]]:
-    """The attention over the union of disjoint sets of keys, from the attention over each."""
-    acc = compat.accum_dtype(outs.dtype)
+    """Combines the attention results of disjoint sets of keys; see `merge_attention`."""
+    dtype, acc = outs.dtype, compat.accum_dtype(outs.dtype)
     lses = lses.astype(acc)
     top = jax.lax.stop_gradient(lses.max(0))
     top = jnp.where(top == -jnp.inf, 0, top)
@@ -233,6 +241,6 @@ def merge(
     total = weights.sum(0)
     empty = total == 0
     total = jnp.where(empty, 1, total)
-    parts = jnp.where(lses[..., None] == -jnp.inf, 0, outs.astype(acc))
-    out = jnp.sum(weights[..., None] * parts, axis=0) / total[..., None]
-    return out.astype(outs.dtype), jnp.where(empty, -jnp.inf, top + jnp.log(total))
+    outs = jnp.where(lses[..., None] == -jnp.inf, 0, outs.astype(acc))
+    out = jnp.sum(weights[..., None] * outs, axis=0) / total[..., None]
+    return out.astype(dtype), jnp.where(empty, -jnp.inf, top + jnp.log(total))

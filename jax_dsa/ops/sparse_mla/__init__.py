@@ -1,4 +1,4 @@
-"""Latent attention over selected keys."""
+"""Latent attention of every query to the keys that its indices select."""
 
 from jax_dsa.ops.sparse_mla.api import sparse_mla, sparse_mla_decode
 

@@ -1,4 +1,4 @@
-"""`sparse_mla`, `sparse_mla_decode`: latent attention over each query's own selection of keys."""
+"""`sparse_mla` and `sparse_mla_decode`: latent attention of each query to its selected keys."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ sparse_mla_decode_op = differentiable("sparse_mla_decode", DECODE_FWD, DECODE_BW
 
 
 class _Keywords(TypedDict, total=False):
-    """Those of both functions, for the overloads."""
+    """The keyword arguments of both functions, for the overloads."""
 
     value_dim: int | None
     scale: float | None
@@ -121,52 +121,56 @@ def sparse_mla(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N E"] | OutLSE:
-    """Softmax attention of every query over the keys that its indices select.
+    """Computes the softmax attention of every query to the keys that its indices select.
 
-    A slot of `indices` counts if it holds a key `0 <= j < S`, visible if `is_causal`, and lies
-    within `topk_length`. With `v_j = kv[j, :value_dim]` and the sum over the slots that count (a
-    key twice selected counts twice):
+    A slot of `indices` is valid if it holds a key `0 <= j < S`, the key is visible (see
+    `is_causal`), and the slot lies within `topk_length`. With `v_j = kv[j, :value_dim]`, and sums
+    over the valid slots (a key that is selected twice counts twice):
 
         s_i = scale * q . kv[idx_i]        lse = log sum_i exp(s_i)
         out = sum_i exp(s_i - lse) v_i / (1 + exp(sink - lse))
 
-    A query without such a slot has out = 0, lse = -inf and zero gradients. Keys that no slot
+    A query without a valid slot has out = 0, lse = -inf and zero gradients. Keys that no slot
     selects are never read.
 
     Args:
-        q: absorbed queries, bfloat16, float16 or float32. N is a multiple of G.
-        kv: latent keys, dtype of `q`; head n attends within group n // (N/G).
-        indices: positions along S, in any order; anything outside 0..S-1 is an empty slot. Without
-            the axis G all key heads share them, as they come from `indexer_topk`.
-        value_dim: E, in 1..D. Default 512, or D where that is less.
-        scale: of the scores, default D^-1/2.
-        is_causal: key j is visible to query t iff `j <= (query_start + t + 1) // key_stride - 1`.
-        query_start: position of the first query among the tokens: an int, a scalar, or one for each
-            batch entry.
-        key_stride: tokens per key, for compressed keys.
-        topk_length: how many of the first slots of a row count; the others are never read.
-            Default K.
-        sinks: float32, logits that take part in the softmax's sum but have no value; +-inf are
-            legal. `lse` excludes them.
-        deterministic: bit-identical gradients on every run. Without it the sum over the queries
-            that select a key is made in the way that is faster for the shapes.
-        return_lse: also return `lse`.
-        implementation: None chooses, "cuda" and "xla" insist.
+        q: Absorbed queries [B, T, N, D]; bfloat16, float16 or float32. N is a multiple of G.
+        kv: Latent keys [B, S, G, D] in the dtype of `q`. Query head n attends to KV head
+            n // (N/G).
+        indices: Positions along S [B, T, G, K] or [B, T, K], int32, in any order. Any value outside
+            0..S-1 is an empty slot. Without the axis G all KV heads share the indices, as
+            `indexer_topk` returns them.
+        value_dim: E, the number of a key's first elements that are its value; 1 <= E <= D.
+            Default: min(512, D).
+        scale: Factor of the scores. Default: D^-1/2.
+        is_causal: Whether query t sees only the keys
+            `j <= (query_start + t + 1) // key_stride - 1`. Default: all keys are visible.
+        query_start: Position of the first query in the sequence: an int, a scalar, or int32 [B].
+        key_stride: Tokens per key, for compressed keys.
+        topk_length: Number of slots that are used, from the first one, int32 [B, T]. The others are
+            never read. Default: K.
+        sinks: Logits [N], float32, that take part in the softmax denominator but have no value.
+            +-inf are legal. `lse` excludes them.
+        deterministic: Whether gradients are bit-identical on every run. Otherwise the gradients of
+            keys are summed in the way that is faster for the shapes.
+        return_lse: Whether to return `lse` as well.
+        implementation: "cuda" or "xla". Default: the CUDA kernels where they support the call.
 
     Returns:
-        `out` [B, T, N, E] in the dtype of `q`; with `return_lse` also `lse` [B, T, N], float32,
-        natural logarithm. Both have gradients for `q`, `kv` and `sinks`. Without a batch axis in
-        the arguments there is none in the results.
+        `out` [B, T, N, E] in the dtype of `q`. With `return_lse` a tuple of `out` and `lse`
+        [B, T, N], float32, the natural logarithm. Both are differentiable with respect to `q`, `kv`
+        and `sinks`. If the arguments have no batch axis, the results have none.
 
     Raises:
-        ValueError, TypeError: wrong shapes, dtypes or ranges.
-        NotImplementedError: forward mode, gradients of gradients, or `implementation="cuda"` for
-            what it does not cover.
+        ValueError: If a shape or a value is out of range.
+        TypeError: If a dtype or the type of an argument is wrong.
+        NotImplementedError: If forward-mode or second derivatives are taken, or if
+            `implementation="cuda"` does not support the call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
-        >>> q = jax.random.normal(jax.random.key(0), (1, 4, 8, 96))  # 4 queries of 8 heads
-        >>> kv = jax.random.normal(jax.random.key(1), (1, 32, 1, 96))  # 32 keys, which all share
+        >>> q = jax.random.normal(jax.random.key(0), (1, 4, 8, 96))  # 4 queries, 8 heads
+        >>> kv = jax.random.normal(jax.random.key(1), (1, 32, 1, 96))  # 32 keys, 1 KV head
         >>> indices = jnp.array([[[3, 1, 7], [0, 9, -1], [5, 5, 2], [31, 30, 29]]])
         >>> out, lse = jax_dsa.sparse_mla(q, kv, indices, value_dim=64, return_lse=True)
         >>> out.shape, lse.shape
@@ -224,39 +228,42 @@ def sparse_mla_decode(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N E"] | OutLSE:
-    """`sparse_mla` of a few new queries over a flat or paged cache of keys or of FP8 records.
+    """Computes `sparse_mla` of a few new queries over a flat or paged cache.
 
-    A slot counts if `0 <= idx < lengths[b]`, and on a paged cache if its page is mapped. Only the
-    selected rows are read: through the page table, and unpacked as they are.
+    A slot is valid if `0 <= idx < lengths[b]` and, in a paged cache, if its page is mapped. Only
+    the selected rows are read. Nothing is copied or unpacked beforehand.
 
     Args:
-        q: absorbed queries of the last T tokens of each request, bfloat16, float16 or float32.
-        cache: keys in the dtype of `q`, or FP8 records, with this step's tokens already appended.
-            The kernel reads records of 656 bytes (D = 576). Those of 584 bytes, in pages (D = 512,
-            and `value_dim` up to that), run in XLA, which unpacks the selected rows to q's dtype.
-        indices: positions within each request, not within the pages; without the axis G all key
-            heads share them.
-        value_dim: E, in 1..D. Default 512, or D where that is less.
-        scale: of the scores, default D^-1/2.
-        is_causal: query t, at position `lengths[b] - T + t`, sees only keys up to its own. Needed
-            where the indices do not see to it.
-        topk_length: as for `sparse_mla`.
-        sinks: as for `sparse_mla`.
-        batch_invariant: a request's results are the same, bit for bit, whatever requests are
-            computed with it, and how many. Without it how a query's slots are split, and so the
-            last bits, may depend on the batch size. Gradients are not covered. It costs time: the
-            kernel makes parts of 512 slots whatever the batch, and XLA computes one request after
-            the other.
-        return_lse: also return `lse`.
-        implementation: None chooses, "cuda" and "xla" insist.
+        q: Absorbed queries [B, T, N, D] of the last T tokens of each request; bfloat16, float16 or
+            float32.
+        cache: Keys in the dtype of `q`, or FP8 records, with this step's tokens already appended.
+            The CUDA kernel reads records of 656 bytes (D = 576). Records of 584 bytes, which only
+            paged caches have (D = 512 and value_dim <= 512), run in XLA, which unpacks the selected
+            rows to the dtype of `q`.
+        indices: Positions within each request (not within the page pool) [B, T, G, K] or [B, T, K],
+            int32. Without the axis G all KV heads share the indices.
+        value_dim: E, the number of a key's first elements that are its value; 1 <= E <= D.
+            Default: min(512, D).
+        scale: Factor of the scores. Default: D^-1/2.
+        is_causal: Whether query t, at position `lengths[b] - T + t`, sees only keys up to its own
+            position. Not needed if the indices select no later keys.
+        topk_length: As for `sparse_mla`.
+        sinks: As for `sparse_mla`.
+        batch_invariant: Whether a request's result is bit-identical whatever other requests are in
+            the batch. Otherwise the number of KV splits, and so the last bits, may depend on the
+            batch size. Gradients are not covered. This costs time: the kernel always uses splits of
+            512 slots, and XLA computes one request after the other.
+        return_lse: Whether to return `lse` as well.
+        implementation: "cuda" or "xla". Default: the CUDA kernels where they support the call.
 
     Returns:
-        As `sparse_mla`. There are gradients for `q`, `sinks`, and a cache that holds keys; none for
-        FP8 records.
+        As `sparse_mla`. The results are differentiable with respect to `q`, `sinks` and a cache
+        that holds keys, but not FP8 records.
 
     Raises:
-        ValueError, TypeError: wrong shapes, dtypes or ranges.
-        NotImplementedError: as for `sparse_mla`.
+        ValueError: If a shape or a value is out of range.
+        TypeError: If a dtype or the type of an argument is wrong.
+        NotImplementedError: As for `sparse_mla`.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa

@@ -1,4 +1,4 @@
-"""Sparse MLA on its CUDA kernels: what they cover, and what surrounds them."""
+"""Calls of the CUDA kernels of `sparse_mla` and `sparse_mla_decode`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import numpy as np
 from jax_dsa.core import compat, ffi
 from jax_dsa.core.layout import RECORD_BYTES
 from jax_dsa.core.rows import valid_slots
-from jax_dsa.core.softmax import grouped, of_rows_with_keys, row_products, sink_gate
+from jax_dsa.core.softmax import (
+    grouped,
+    of_rows_with_keys,
+    row_products,
+    sink_gate,
+    sink_gradient,
+)
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
@@ -19,34 +25,36 @@ from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# What the kernels take, in their handlers' order, and cover, as in cuda/sparse_mla/sparse_mla.h.
+# The operands of the FFI handlers, in their order. The limits below are those of
+# cuda/sparse_mla/sparse_mla.h.
 TAKES = ("q", "kv", "indices", "ends", "topk_length", "sinks")
 DECODE_TAKES = (*TAKES, "page_table")
 _DIMS = (576, 512)
 _VALUE_DIM = 512
-_TILE = 64  # slots of a tile, and heads
+_TILE = 64  # slots, and heads, per tile
 
-# Of a deterministic sum: bytes of the rows that are stored at a time (512 queries of 2048 slots),
-# and of what sorts the rows of one call of the kernel, 24 for each (8192 queries).
+# Memory for a deterministic sum, in bytes: for the rows that are stored at a time (enough for 512
+# queries of 2048 slots), and for sorting the rows of one call of the kernel, which takes 24 bytes
+# per row (enough for 8192 queries).
 ROWS_BUDGET = 5 << 28
 SORT_BUDGET = 3 << 27
 
-# From so many bytes of sums on, of the keys that a batch entry's queries select, rows are faster
-# than reductions. Reductions are fast while the sums lie in the L2 (50 MB on an H100, 60 on an
-# H200); rows are written to memory and read again, however many keys there are.
-# `benchmarks/backward_routes.py` measures where the two cross.
+# If the sums of the keys that a batch entry's queries select take at least this many bytes, rows
+# are faster than atomic reductions. Reductions are fast as long as the sums fit in the L2 (50 MB on
+# an H100, 60 MB on an H200). Rows are written to memory and read again, however many keys there
+# are. `benchmarks/backward_routes.py` measures where the two cross.
 ROWS_FROM = 64 << 20
 
 
 def supports(options: Options, x: Operands, *_: Results) -> str | None:
-    """None, or why the kernels of `sparse_mla` do not run this call."""
+    """Returns why the kernels of `sparse_mla` cannot run this call, or None if they can."""
     if x.kv.dtype != jnp.bfloat16:
         return f"it takes bfloat16, got q of {x.q.dtype} and kv of {x.kv.dtype}"
     return _queries_supported(options, x)
 
 
 def decode_supports(options: Options, x: Operands) -> str | None:
-    """None, or why the kernel of `sparse_mla_decode` does not run this call."""
+    """Returns why the kernel of `sparse_mla_decode` cannot run this call, or None if it can."""
     if x.page_table is not None and 0 in x.page_table.shape[1:]:
         return "it takes at least one page for a request"
     if x.kv.dtype != jnp.uint8:
@@ -71,21 +79,21 @@ def _queries_supported(options: Options, x: Operands) -> str | None:
 
 
 def sparse_mla_fwd(options: Options, avals: Results, x: Operands) -> Results:
-    """`xla.sparse_mla_fwd` of keys that are no pages."""
+    """Returns what `xla.sparse_mla_fwd` returns, for keys without a page table."""
     operands = [getattr(x, name) for name in TAKES]
     scale = np.float32(options.scale)
     return Results(*ffi.call("jax_dsa.sparse_mla_fwd.v1", operands, avals, scale=scale))
 
 
 def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
-    """`xla.sparse_mla_fwd` of few queries, whose slots are split among SMs."""
+    """Returns what `xla.sparse_mla_fwd` returns. The slots of each query are split among CTAs."""
     B, T, N, _ = x.q.shape
     G = x.kv.shape[2]
-    items = B * T * G * _ceil_div(N // G, _TILE)
+    work_tiles = B * T * G * _ceil_div(N // G, _TILE)
     splits = ffi.extension().sparse_mla_decode_splits(
-        items, x.indices.shape[3], options.batch_invariant
+        work_tiles, x.indices.shape[3], options.batch_invariant
     )
-    rows = (items, splits, _TILE)
+    rows = (work_tiles, splits, _TILE)
     partial = [
         jax.ShapeDtypeStruct((*rows, _VALUE_DIM), jnp.float32),
         jax.ShapeDtypeStruct(rows, jnp.float32),
@@ -105,37 +113,41 @@ def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Resu
 def sparse_mla_bwd(
     options: Options, avals: Gradients, x: Operands, y: Results, dy: Results
 ) -> Gradients:
-    """`xla.sparse_mla_bwd` on the kernels, which know no sinks: their gate scales `dout`."""
+    """Returns what `xla.sparse_mla_bwd` returns.
+
+    The kernels do not know sinks. The gate of a sink is multiplied into `dout` here.
+    """
     B, S, G, D = x.kv.shape
     gate = sink_gate(x.sinks, grouped(y.lse, G))
     dout, dsinks = dy.out, None
     if gate is not None:
         gate = gate.reshape(y.lse.shape)
-        (inner,) = of_rows_with_keys(y.lse, row_products(dout, y.out))
-        dsinks = -jnp.sum((1 - gate) * inner, axis=1)
+        (dout_dot_out,) = of_rows_with_keys(y.lse, row_products(dout, y.out))
+        dsinks = sink_gradient(gate, dout_dot_out)
         dout = (dout.astype(gate.dtype) * gate[..., None]).astype(dout.dtype)
     xs = x.q, x.indices, x.ends, x.topk_length, dout, y.lse, y.out, dy.lse
     if not sums_by_rows(options, x):
         dq, dkv = _kernel(options, x.kv, xs, avals.kv, B * x.q.shape[1])
-        return Gradients(q=dq, kv=_in_order(dkv), sinks=dsinks)
+        return Gradients(q=dq, kv=_columns_in_order(dkv), sinks=dsinks)
 
     query_rows = _query_rows(x.q, x.indices)
 
     def chunk(dkv: Any, *xs: Any) -> Any:
         q, indices, ends, topk_length = xs[:4]
         queries = B * q.shape[1]
-        # As many as have room, or more if there are not enough numbers for their keys.
+        # As many queries at a time as fit the budget. More are needed if the keys of all groups of
+        # `count` queries could not be numbered in 31 bits.
         count = max(
             1,
             min(queries, ROWS_BUDGET // max(1, query_rows * D * 2)),
             _ceil_div(queries * (B * S * G + 1), 2**31),
         )
         valid = valid_slots(indices, ends, topk_length, S)
-        rows = _rows_by_key(indices, valid, S, _parts(q, indices), count)
+        rows = _rows_by_key(indices, valid, S, _rows_per_slot(q, indices), count)
         dq, more = _kernel(options, x.kv, xs, avals.kv, count, rows)
         return more if dkv is None else dkv + more, (dq,)
 
-    size = _sorted_at_a_time(x)
+    size = _queries_per_call(x)
     zeros = None
     if size < x.q.shape[1]:
         zeros = compat.match_vary(jnp.zeros((B, S, G, D), jnp.float32), x.kv, *xs)
@@ -143,21 +155,24 @@ def sparse_mla_bwd(
     return Gradients(q=dq, kv=dkv, sinks=dsinks)
 
 
-def _sorted_at_a_time(x: Operands) -> int:
-    """Of each batch entry, the queries whose rows one call of the kernel has."""
+def _queries_per_call(x: Operands) -> int:
+    """Returns for how many queries of each batch entry one call of the kernel has rows."""
     B, T = x.q.shape[:2]
     return chunk_length(T, B * _query_rows(x.q, x.indices) * 24, budget=SORT_BUDGET)
 
 
 def sums_by_rows(options: Options, x: Operands, *_: Results) -> bool:
-    """Whether the keys' gradients are sums by rows: for bits that repeat, or because those are
-    faster, by the shapes alone, since the device is not known while tracing.
+    """Returns whether the gradients of keys are summed by rows instead of by atomic reductions.
 
-    A row is the sum over all heads that a device has. So where heads are sharded, it is cheaper to
-    give each device all heads of some queries: fewer rows, by two exchanges of all queries.
+    Rows give bit-identical results on every run, and are faster for some shapes. The choice depends
+    on shapes alone because the device is not known while tracing.
 
-    Several calls of the kernel need a second dkv, for what they add up: there is room for it if it
-    is no larger than the rows.
+    A row is the sum over all heads of a device. If heads are sharded, it is therefore cheaper to
+    give each device all heads of some queries. That makes fewer rows, at the cost of two exchanges
+    of all queries.
+
+    Several calls of the kernel need a second dkv to accumulate their results. Rows are chosen only
+    if it is no larger than the rows themselves.
     """
     B, S, G, D = x.kv.shape
     T = x.q.shape[1]
@@ -165,7 +180,7 @@ def sums_by_rows(options: Options, x: Operands, *_: Results) -> bool:
         return True
     if min(S, T * x.indices.shape[3]) * G * D * 4 < ROWS_FROM:
         return False
-    return _sorted_at_a_time(x) >= T or B * S * G * D * 4 <= ROWS_BUDGET
+    return _queries_per_call(x) >= T or B * S * G * D * 4 <= ROWS_BUDGET
 
 
 def _kernel(
@@ -176,7 +191,11 @@ def _kernel(
     count: int,
     rows: tuple[Any, Any] = (None, None),
 ) -> tuple[Any, Any]:
-    """dq and dkv; by rows if their order and keys are given, those of `count` queries at a time."""
+    """Returns dq and dkv.
+
+    If `rows` (the order of rows and their keys) is given, dkv is summed by the rows of `count`
+    queries at a time.
+    """
     q, indices, *rest = xs
     space = _workspace(q, kv, indices, count, by_rows=rows[0] is not None)
     dq, dkv, *_ = ffi.call(
@@ -192,37 +211,38 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _parts(q: Any, indices: Any) -> int:
-    """Rows of a slot: the sums of 128 heads each of its group."""
+def _rows_per_slot(q: Any, indices: Any) -> int:
+    """Returns the rows of a slot, each of which is the sum over 128 heads of the group."""
     return max(1, _ceil_div(q.shape[2] // indices.shape[2], 2 * _TILE))
 
 
 def _query_rows(q: Any, indices: Any) -> int:
-    """Rows of a query, whose slots are padded to whole tiles."""
+    """Returns the rows of a query, whose slots are padded to whole tiles."""
     G, K = indices.shape[2:]
-    return G * _parts(q, indices) * _ceil_div(K, _TILE) * _TILE
+    return G * _rows_per_slot(q, indices) * _ceil_div(K, _TILE) * _TILE
 
 
 def _workspace(
     q: Any, kv: Any, indices: Any, count: int, by_rows: bool
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The kernel's counters, images, and slots in an order of its own, for `count` queries at a
-    time; and rows.
+    """Returns the kernel's workspace for `count` queries at a time.
+
+    It consists of counters, P and dS tiles, reordered slots, and rows.
     """
     (B, T, N, D), (S, G), K = q.shape, kv.shape[1:3], indices.shape[3]
-    counters, images, order = ffi.extension().sparse_mla_bwd_workspace(
+    counters, tiles, order = ffi.extension().sparse_mla_bwd_workspace(
         B, T, S, N, G, K, D, count, by_rows
     )
     return (
         jax.ShapeDtypeStruct((counters,), jnp.uint8),
-        jax.ShapeDtypeStruct((images,), jnp.uint8),
+        jax.ShapeDtypeStruct((tiles,), jnp.uint8),
         jax.ShapeDtypeStruct((order // 4,), jnp.int32),
         jax.ShapeDtypeStruct((count * _query_rows(q, indices) if by_rows else 0, D), q.dtype),
     )
 
 
-def _in_order(dkv: Float[Array, "B S G D"]) -> Float[Array, "B S G D"]:
-    """Undoes `sparse_mla_dkv_place`: the kernel keeps pairs of 16 columns as 0 4 1 5 2 6 3 7."""
+def _columns_in_order(dkv: Float[Array, "B S G D"]) -> Float[Array, "B S G D"]:
+    """Undoes `sparse_mla_dkv_place`: the kernel stores 16 columns as the pairs 0 4 1 5 2 6 3 7."""
     pairs = dkv.reshape(*dkv.shape[:-1], dkv.shape[-1] // 16, 4, 2, 2)
     return jnp.swapaxes(pairs, -3, -2).reshape(dkv.shape)
 
@@ -231,26 +251,27 @@ def _rows_by_key(
     indices: Int[Array, "B T G K"],
     valid: Bool[Array, "B T G K"],
     keys: int,
-    parts: int,
+    rows_per_slot: int,
     count: int,
 ) -> tuple[Int[Array, "B*T R"], Int[Array, "B*T R"]]:
-    """Of every `count` queries, a stable order of their rows by key, and the keys in that order.
+    """Returns a stable order of the rows of every `count` queries by key, and the keys in it.
 
-    A query has R rows: of each group `parts` (128 heads each) times the slots, up to a whole tile.
-    Rows of no key come last, and the keys of the next queries follow.
+    A query has R rows: `rows_per_slot` times the slots, padded to whole tiles, of each group. Rows
+    without a key come last. The keys of every `count` queries are numbered after the keys of the
+    queries before.
     """
     B, T, G, K = indices.shape
     b = jnp.arange(B, dtype=jnp.int32)[:, None, None, None]
     g = jnp.arange(G, dtype=jnp.int32)[None, None, :, None]
-    nowhere = B * keys * G
-    key = jnp.where(valid, (b * keys + indices) * G + g, nowhere)
-    key = jnp.pad(key, [(0, 0)] * 3 + [(0, -K % _TILE)], constant_values=nowhere)
-    key = jnp.broadcast_to(key[:, :, :, None], (*key.shape[:3], parts, key.shape[3]))
-    # Unsigned, which XLA sorts by radix on a GPU; in half as many passes if 16 bits hold all keys.
-    R = G * parts * key.shape[-1]
-    short = _ceil_div(B * T, count) * (nowhere + 1) <= 2**16
+    no_key = B * keys * G
+    key = jnp.where(valid, (b * keys + indices) * G + g, no_key)
+    key = jnp.pad(key, [(0, 0)] * 3 + [(0, -K % _TILE)], constant_values=no_key)
+    key = jnp.broadcast_to(key[:, :, :, None], (*key.shape[:3], rows_per_slot, key.shape[3]))
+    # On a GPU, XLA sorts unsigned integers by radix, with half as many passes for 16 bits.
+    R = G * rows_per_slot * key.shape[-1]
+    short = _ceil_div(B * T, count) * (no_key + 1) <= 2**16
     query = jnp.arange(B * T, dtype=jnp.uint32)[:, None]
-    key = key.reshape(B * T, R).astype(jnp.uint32) + query // count * (nowhere + 1)
+    key = key.reshape(B * T, R).astype(jnp.uint32) + query // count * (no_key + 1)
     row = (query % count * R + jnp.arange(R, dtype=jnp.uint32)[None]).astype(jnp.int32)
     flat = key.reshape(-1).astype(jnp.uint16 if short else jnp.uint32), row.reshape(-1)
     key, order = (x.reshape(B * T, R) for x in jax.lax.sort(flat, num_keys=1, is_stable=True))

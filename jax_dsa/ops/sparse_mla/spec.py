@@ -1,4 +1,4 @@
-"""What sparse MLA takes and gives: `sparse_mla`, and `sparse_mla_decode` over a cache."""
+"""Options, operands, results and gradients of `sparse_mla` and `sparse_mla_decode`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from jax_dsa.core.typing import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options; `page_size` counts only if there is a page table, `batch_invariant` only in
-    the forward pass of decoding.
+    """Static options.
+
+    Attributes:
+        scale: Factor of the scores.
+        value_dim: Number of a key's first elements that are its value.
+        deterministic: Whether gradients are bit-identical on every run.
+        page_size: Tokens per page; used only with a page table.
+        batch_invariant: Whether a request's result is independent of the other requests; used only
+            in the forward pass of decoding.
     """
 
     scale: float
@@ -23,22 +30,22 @@ class Options:
     batch_invariant: bool = False
 
     def result_sizes(self, _: Mapping[str, int]) -> dict[str, int]:
-        """Returns the size of a value, which is a part of its key."""
+        """Returns the sizes of dims that no operand has: a value is the beginning of its key."""
         return {"e": self.value_dim}
 
 
 class Operands(NamedTuple):
-    """What both passes read.
+    """The arrays that both passes read.
 
     Attributes:
-        q: queries.
-        kv: keys; r is a row's D values, or the bytes of an FP8 record. Pages are one batch row
-            that all requests share.
-        indices: the keys that each query selects.
-        ends: one past the last key that a query sees.
-        topk_length: how many of the first slots of a row count.
-        sinks: logits without a value.
-        page_table: the pages of each request, where `kv` is a pool of pages.
+        q: Queries.
+        kv: Keys. r is D, or the number of bytes of an FP8 record. A pool of pages is one batch
+            entry that all requests share.
+        indices: The keys that each query selects.
+        ends: Exclusive end of the keys that a query sees. None: all keys.
+        topk_length: Number of slots of a row that are used, from the first one. None: all slots.
+        sinks: Logits that take part in the softmax denominator but have no value.
+        page_table: The pages of each request if `kv` is a pool of pages.
     """
 
     q: Float[Array, "b t (g m) d"]
@@ -51,16 +58,16 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The output in q's dtype, and the log-sum-exp without the sink."""
+    """The output in the dtype of q, and the log-sum-exp of the scores without the sink."""
 
     out: Float[Array, "b t (g m) e", like("q"), Remat("dsa_out")]
     lse: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
 
 
 class Gradients(NamedTuple):
-    """Of q in its dtype; of kv (none for FP8 records) and the sinks in float32.
+    """The gradients of q in its dtype, and of kv (None for FP8 records) and sinks in float32.
 
-    Those are sums that shards contribute to; they are rounded after the shards have been added.
+    Gradients of kv and sinks are sums over shards. They are rounded after the shards are added.
     """
 
     q: Array

@@ -1,4 +1,4 @@
-"""XLA implementation of sparse MLA: dense attention on the gathered rows of a chunk of queries.
+"""XLA implementation of sparse MLA: dense attention to the gathered rows of a chunk of queries.
 
 Per query and head, over the valid slots i of its indices, with v_i the first E values of row i:
 
@@ -8,9 +8,9 @@ Per query and head, over the valid slots i of its indices, with v_i the first E 
     ds_i = p_i * (gate * (dout . v_i - dout . out) + dlse)
     dsink = -(1 - gate) * dout . out
 
-where `out` is the gated output, so that neither the gate nor its inverse has to be kept. An invalid
-slot's row is read as zeros and its score as -inf, which keeps whatever is stored in unselected keys
-out of every sum.
+where `out` is the gated output, so neither the gate nor its inverse has to be kept. The row of an
+invalid slot is read as zeros and its score as -inf. This keeps the contents of unselected keys, NaN
+included, out of every sum.
 """
 
 from __future__ import annotations
@@ -25,18 +25,25 @@ import jax.numpy as jnp
 from jax_dsa.core import compat
 from jax_dsa.core.layout import physical_rows
 from jax_dsa.core.rows import gather_rows, query_bytes, scatter_rows, scores, valid_slots
-from jax_dsa.core.softmax import grouped, of_rows_with_keys, probabilities, row_products, sink_gate
+from jax_dsa.core.softmax import (
+    grouped,
+    of_rows_with_keys,
+    probabilities,
+    row_products,
+    sink_gate,
+    sink_gradient,
+)
 from jax_dsa.core.streaming import chunk_length, entry_by_entry, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float
 from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
 
 
 def sparse_mla_fwd(options: Options, x: Operands) -> Results:
-    """Output and log-sum-exp."""
-    x = _in_pool(options, x)
+    """Returns the output and the log-sum-exp."""
+    x = _without_page_table(options, x)
     if options.batch_invariant:
-        alone = dataclasses.replace(options, batch_invariant=False)
-        return entry_by_entry(functools.partial(sparse_mla_fwd, alone), x)
+        per_entry = dataclasses.replace(options, batch_invariant=False)
+        return entry_by_entry(functools.partial(sparse_mla_fwd, per_entry), x)
     kv, sinks = x.kv, x.sinks
     G, S = x.indices.shape[2], kv.shape[1]
 
@@ -66,12 +73,12 @@ def sparse_mla_fwd(options: Options, x: Operands) -> Results:
 
     per_query = query_bytes(x.q, x.indices, 2 * x.q.dtype.itemsize, 12)
     size = chunk_length(x.q.shape[1], per_query)
-    return Results(*scan_chunks(chunk, (), (_of_queries(x),), chunk=size)[1])
+    return Results(*scan_chunks(chunk, (), (_per_query_operands(x),), chunk=size)[1])
 
 
 def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
-    """Gradients of q, kv and the sinks."""
-    x = _in_pool(options, x)
+    """Returns the gradients of q, kv and the sinks."""
+    x = _without_page_table(options, x)
     kv, sinks = x.kv, x.sinks
     B, _, N, D = x.q.shape
     S, G = kv.shape[1], x.indices.shape[2]
@@ -92,42 +99,42 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
         dp = jnp.einsum(
             "btgme,btgke->btgmk", dout, rows[..., : options.value_dim], preferred_element_type=acc
         )
-        inner = row_products(dout, out)
+        dout_dot_out = row_products(dout, out)
         gate = sink_gate(sinks, lse)
-        dp -= inner[..., None]
+        dp -= dout_dot_out[..., None]
         weighted = p if gate is None else p * gate[..., None]
         ds = ((weighted * dp + p * dlse[..., None]) * options.scale).astype(q.dtype)
         dq = jnp.einsum("btgmk,btgkd->btgmd", ds, rows, preferred_element_type=acc)
         if dkv is not None:
-            # ds^T q + p^T dout in one product: the heads' axis holds both pairs.
+            # One product computes ds^T q + p^T dout: the operands are stacked along the head axis.
             left = jnp.concatenate([ds, weighted.astype(q.dtype)], axis=3)
-            right = jnp.concatenate([q, _widened(dout, D)], axis=3)
+            right = jnp.concatenate([q, _padded(dout, D)], axis=3)
             drows = jnp.einsum("btgmk,btgmd->btgkd", left, right, preferred_element_type=acc)
             dkv = scatter_rows(dkv, x.indices, valid, drows, deterministic=options.deterministic)
         if gate is not None:
-            dsinks -= jnp.sum((1 - gate) * inner, axis=1).reshape(B, N)
+            dsinks += sink_gradient(gate, dout_dot_out)
         return (dkv, dsinks), (dq.reshape(*dq.shape[:2], N, D).astype(q.dtype),)
 
-    moved = 6 if options.deterministic else 2
-    per_query = query_bytes(x.q, x.indices, 2 * x.q.dtype.itemsize + 4 * moved, 24)
+    row_copies = 6 if options.deterministic else 2
+    per_query = query_bytes(x.q, x.indices, 2 * x.q.dtype.itemsize + 4 * row_copies, 24)
     carry = compat.match_vary(carry, *x, *y, *dy)
     size = chunk_length(x.q.shape[1], per_query)
-    (dkv, dsinks), (dq,) = scan_chunks(chunk, carry, (_of_queries(x), y, dy), chunk=size)
+    (dkv, dsinks), (dq,) = scan_chunks(chunk, carry, (_per_query_operands(x), y, dy), chunk=size)
     return Gradients(q=dq, kv=dkv, sinks=dsinks)
 
 
-def _of_queries(x: Operands) -> Any:
-    """What there is for each query, which is walked in chunks."""
+def _per_query_operands(x: Operands) -> Any:
+    """Returns the operands that have a query axis, which is processed in chunks."""
     return x._replace(kv=None, sinks=None)  # type: ignore[arg-type]
 
 
 def _valid(x: Operands, keys: int) -> Bool[Array, "B T G K"]:
-    """Which slots count."""
+    """Returns which slots are valid."""
     return valid_slots(x.indices, x.ends, x.topk_length, keys)
 
 
-def _in_pool(options: Options, x: Operands) -> Operands:
-    """`x` without its page table: indices within the pool in place of those within each request."""
+def _without_page_table(options: Options, x: Operands) -> Operands:
+    """Returns `x` with indices within the page pool instead of indices within each request."""
     if x.page_table is None:
         return x
     visible = x.indices
@@ -139,5 +146,5 @@ def _in_pool(options: Options, x: Operands) -> Operands:
     return x._replace(indices=indices, ends=None, page_table=None)
 
 
-def _widened(x: Float[Array, "B T G m E"], dim: int) -> Float[Array, "B T G m D"]:
+def _padded(x: Float[Array, "B T G m E"], dim: int) -> Float[Array, "B T G m D"]:
     return jnp.pad(x, [(0, 0)] * 4 + [(0, dim - x.shape[-1])])

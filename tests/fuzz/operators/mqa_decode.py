@@ -1,4 +1,4 @@
-"""Decode attention over a whole cache, and the merge of its parts."""
+"""Random calls of `mqa_decode` and `merge_attention`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.oracles import mqa_decode as oracle
 
 from jax_dsa import FlatCache, PagedCache, merge_attention, mqa_decode
 
-# What the kernels take; dims up to 256 have values of their own.
+# Shapes that the kernels support. D up to 256 requires v.
 KERNEL = {"T": (1, 3), "S": (70, 300), "M": (1, 16, 70), "D": (64, 128, 256, 512, 576)}
 
 
@@ -27,7 +27,7 @@ def draw_mqa_decode(c: Draw, r: Draw) -> Call:
         k = draw_cache(c, r, (G, D), B, np.uint8 if records else dtype)
     rows = k if not cached else k.data if isinstance(k, FlatCache) else k.pages
     own = not records and (D <= 256 if c.kernel else c.chance())
-    # Kernels give those who see a NaN in a value NaN for lse, too.
+    # For queries that see a NaN in a value, the kernels also return NaN as lse.
     v = (r.normal if c.kernel else r.floats)(dtype, *rows.shape[:-1], E) if own else None
     width = 512 if c.kernel else c.integer(c.below(D))
     normalize = c.flag(0.7)

@@ -1,4 +1,4 @@
-"""Sparse MLA, its decode form over caches, and the distribution of its attention."""
+"""Random calls of `sparse_mla`, `sparse_mla_decode` and `attn_dist`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ KERNEL = {"T": (1, 5), "S": (70, 200), "G": (1,), "M": (4, 64, 70), "D": (512, 5
 
 
 def wide(dtype: np.dtype) -> np.dtype:
-    """What sums are in."""
+    """Returns the dtype of sums."""
     return f64 if dtype == f64 else f32
 
 
 def draw_start(c: Draw, r: Draw, batch: int, keys: int) -> Any:
-    """The first query's position, in all its forms."""
+    """Returns the position of the first query in one of its forms."""
     ends = INT_MIN, -1, keys, INT_MAX - 1, INT_MAX
     number = c.integer(c.one(0, 1, int(c.rng.integers(-2, keys + 2)), c.one(*ends)))
     return c.one(number, r.positions(keys), r.positions(keys, batch))
 
 
 def whole(start: Any) -> Any:
-    """Python ints, which have no ends."""
+    """Returns Python ints, which do not overflow."""
     return [int(x) for x in start] if np.ndim(start) else int(start)
 
 
 def draw_slots(c: Draw, r: Draw, batch: int, queries: int, groups: int, keys: int, K: int) -> dict:
-    """What says which slots count."""
+    """Returns the arguments that say which slots are valid."""
     shape = (batch, queries, K) if c.chance(0.3) else (batch, queries, groups, K)
     return {
         "indices": r.positions(keys, *shape),
@@ -43,7 +43,7 @@ def draw_slots(c: Draw, r: Draw, batch: int, queries: int, groups: int, keys: in
 
 
 def draw_causal(c: Draw, r: Draw, batch: int, keys: int) -> dict[str, Any]:
-    """What says which keys are visible."""
+    """Returns the arguments that say which keys are visible."""
     return {
         "is_causal": c.flag(),
         "query_start": draw_start(c, r, batch, keys),
@@ -52,13 +52,13 @@ def draw_causal(c: Draw, r: Draw, batch: int, keys: int) -> dict[str, Any]:
 
 
 def oracle_options(kwargs: dict[str, Any], q: np.ndarray, groups: int) -> dict[str, Any]:
-    """The options of `sparse_mla` and `attn_dist` as the oracles have them."""
+    """Converts the options of `sparse_mla` and `attn_dist` to those of the oracles."""
     x = dict(kwargs)
     x["scale"] = max(1, q.shape[3]) ** -0.5 if x["scale"] is None else float(x["scale"])
     if x["indices"].ndim == 3:
         x["indices"] = np.repeat(x["indices"][:, :, None], groups, 2)
     if "query_start" in x:
-        # Positions end where int32 does, and the queries' last one is as far as they go.
+        # The position of the last query is capped at the largest int32.
         x["query_start"] = np.minimum(whole(x["query_start"]), INT_MAX - q.shape[1])
         x["key_stride"] = int(x["key_stride"])
     return {n: v for n, v in x.items() if n not in ("deterministic", "return_lse")}
@@ -99,8 +99,9 @@ def draw_sparse_mla(c: Draw, r: Draw) -> Call:
 
 
 def draw_cache(c: Draw, r: Draw, rows: tuple[int, ...], batch: int, dtype: Any) -> Any:
-    """A flat or a paged cache of rows, with room for at least one token unless at the edge; with
-    uint8 for its dtype of FP8 records.
+    """Returns a flat or paged cache of rows; of FP8 records if dtype is uint8.
+
+    It has room for at least one token, except in edge cases.
     """
 
     def draw_rows(*shape: int) -> np.ndarray:
@@ -116,13 +117,13 @@ def draw_cache(c: Draw, r: Draw, rows: tuple[int, ...], batch: int, dtype: Any) 
 
 
 def cached_rows(cache: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [B, S, ...] of a cache, and which of them are there."""
+    """Returns the rows [B, S, ...] of a cache, and which of them exist."""
     if isinstance(cache, FlatCache):
         data = np.asarray(cache.data)
-        rows, there = data, np.ones(data.shape[:2], bool)
+        rows, exists = data, np.ones(data.shape[:2], bool)
     else:
-        rows, there = unpaged(np.asarray(cache.pages), np.asarray(cache.page_table))
-    return unpacked(rows) if rows.dtype == np.uint8 else rows, there
+        rows, exists = unpaged(np.asarray(cache.pages), np.asarray(cache.page_table))
+    return unpacked(rows) if rows.dtype == np.uint8 else rows, exists
 
 
 def draw_sparse_mla_decode(c: Draw, r: Draw) -> Call:
@@ -145,7 +146,7 @@ def draw_sparse_mla_decode(c: Draw, r: Draw) -> Call:
         q: Any, cache: Any, value_dim: Any, return_lse: Any, is_causal: Any, **others: Any
     ) -> list[np.ndarray]:
         E = min(512, q.shape[3]) if value_dim is None else int(value_dim)
-        rows, there = cached_rows(cache)
+        rows, exists = cached_rows(cache)
         options = oracle_options(others, q, rows.shape[2])
         lengths = np.clip(cache.lengths.astype(np.int64), 0, rows.shape[1])
         indices = options["indices"]
@@ -156,7 +157,7 @@ def draw_sparse_mla_decode(c: Draw, r: Draw) -> Call:
             seen &= indices <= lengths[b] - indices.shape[1] + t
         inside = np.clip(indices, 0, max(0, rows.shape[1] - 1))
         if rows.shape[1]:
-            seen &= there[b, inside]
+            seen &= exists[b, inside]
         options["indices"] = np.where(seen, indices, -1)
         out, lse = oracle.sparse_mla(q, rows, value_dim=E, **options)
         return [out, lse] if return_lse else [out]

@@ -1,4 +1,4 @@
-// The mqa_decode kernels on the emulator, against float64.
+// Runs the mqa_decode kernels on the emulator and compares them with float64 results.
 #include "emulator.h"
 #include "mqa_decode/fwd.cu"
 #include "problems/mqa_decode_problem.h"
@@ -11,7 +11,7 @@ using namespace mqa_decode_problem;
 struct DecodeCase {
   Case c;
   int num_sms;
-  MqaDecodeTuning tuning;
+  mqa_decode::Tuning tuning;
 };
 
 int failures = 0;
@@ -26,10 +26,9 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
       mqa_decode_workspace(mqa_decode_rows(c.queries, c.heads, c.groups, c.dim, c.with.records));
   std::vector<float4> partial(room.rows * E / 4, make_float4(NAN, NAN, NAN, NAN));
   std::vector<float2> partial_rows(room.rows, make_float2(NAN, NAN));
-  std::vector<int2> cuts(room.cuts, make_int2(-1, -1));
+  std::vector<int2> split_tiles(room.split_tiles, make_int2(-1, -1));
   MqaDecodeParams p = shapes(x);
-  p.tuning = tried.tuning;
-  p.q = x.q.data(), p.v = c.with.apart ? x.v.data() : nullptr;
+  p.q = x.q.data(), p.v = c.with.separate_values ? x.v.data() : nullptr;
   p.k = c.with.records ? static_cast<const void*>(x.records.data()) : x.k.data();
   p.starts = x.starts.data(), p.ends = x.ends.data();
   p.sinks = c.with.sinks ? x.sinks.data() : nullptr;
@@ -37,9 +36,9 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
   p.out = c.with.normalized ? static_cast<void*>(out.data()) : floats.data();
   p.lse = lse.data(), p.top = c.with.normalized ? nullptr : top.data();
   p.partial = reinterpret_cast<float*>(partial.data());
-  p.partial_rows = partial_rows.data(), p.cuts = cuts.data();
+  p.partial_rows = partial_rows.data(), p.split_tiles = split_tiles.data();
   emulator::machine.options = options, emulator::machine.num_sms = tried.num_sms;
-  emulator::require(launch_mqa_decode(p, nullptr));
+  emulator::require(mqa_decode::launch(p, tried.tuning, nullptr));
   Errors errors;
   for (int64_t r = 0; r < rows; ++r) {
     std::vector<float> got(E);
@@ -48,38 +47,43 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
     }
     errors.add(x, attend(x, r / c.heads, r % c.heads), got, lse[r], top[r]);
   }
-  int cut = 0, parts = 0;
-  for (const int2& x : cuts) cut += x.y > 0, parts = std::max(parts, x.y);
+  int split = 0, splits = 0;
+  for (const int2& x : split_tiles) split += x.y > 0, splits = std::max(splits, x.y);
   const bool good = errors.good();
-  printf("%-4s %-32s %2d cut in up to %2d, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e%s\n",
-         good ? "ok" : "BAD", c.name, cut, parts,
-         options.late_wgmma ? "late wgmma, " : "early wgmma,",
-         options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
-         errors.lse.worst, errors.lse.top, errors.out.worst, errors.out.top,
-         errors.poison ? "" : "  poison lost");
+  printf(
+      "%-4s %-32s %2d split in up to %2d, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e%s\n",
+      good ? "ok" : "BAD", c.name, split, splits,
+      options.late_wgmma ? "late wgmma, " : "early wgmma,",
+      options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
+      errors.lse.worst, errors.lse.top, errors.out.worst, errors.out.top,
+      errors.poison_kept ? "" : "  NaN lost");
   fflush(stdout);
   failures += !good;
 }
 
-constexpr MqaDecodeTuning kCut = {0, 1}, kWhole = {1 << 20}, kUsual = {};
+constexpr mqa_decode::Tuning kSplitAll = {0, 1}, kWhole = {1 << 20}, kUsual = {};
 
-// name, B, T, S, N, G, D; apart, page size, holes, window, starts, sinks, normalized, infinite,
-// size of q, full, shared; SMs, tuning
+// name, B, T, S, N, G, D; separate_values, page size, holes, window, starts, sinks, normalized,
+// infinite, size of q, full, shared; SMs, tuning
 const DecodeCase kCases[] = {
-    {{"one request", 1, 1, 500, 64, 1, 576, {.full = true}}, 3, kCut},
-    {{"one request, several parts", 1, 1, 500, 64, 1, 576, {.full = true}}, 6, kCut},
-    {{"one request, two row tiles", 1, 1, 450, 100, 1, 576, {.full = true}}, 4, kCut},
+    {{"one request", 1, 1, 500, 64, 1, 576, {.full = true}}, 3, kSplitAll},
+    {{"one request, several splits", 1, 1, 500, 64, 1, 576, {.full = true}}, 6, kSplitAll},
+    {{"one request, two row tiles", 1, 1, 450, 100, 1, 576, {.full = true}}, 4, kSplitAll},
     {{"few requests", 2, 1, 300, 40, 1, 576, {.sinks = 1}}, 3, kUsual},
-    {{"few requests, alike", 2, 1, 500, 40, 1, 576, {.full = true}}, 6, kUsual},
-    {{"few, as long, pages", 3, 2, 420, 12, 1, 512, {.page_size = 7, .window = 300}}, 5, kCut},
+    {{"few requests, equally long", 2, 1, 500, 40, 1, 576, {.full = true}}, 6, kUsual},
+    {{"few, equally long, pages", 3, 2, 420, 12, 1, 512, {.page_size = 7, .window = 300}},
+     5,
+     kSplitAll},
     {{"many, whole", 8, 1, 200, 33, 1, 512, {.sinks = 2}}, 3, kWhole},
-    {{"many, cut", 9, 1, 200, 40, 1, 576, {.window = 90, .sinks = 1}}, 3, kCut},
-    {{"queries", 4, 3, 260, 20, 1, 576, {.infinite = true}}, 3, kCut},
-    {{"queries, five row tiles", 2, 5, 200, 57, 1, 512, {.window = 70, .infinite = true}}, 3, kCut},
-    {{"starts, groups", 3, 4, 200, 24, 2, 576, {.starts = 2, .sinks = 1}}, 4, kCut},
+    {{"many, split", 9, 1, 200, 40, 1, 576, {.window = 90, .sinks = 1}}, 3, kSplitAll},
+    {{"queries", 4, 3, 260, 20, 1, 576, {.infinite = true}}, 3, kSplitAll},
+    {{"queries, five row tiles", 2, 5, 200, 57, 1, 512, {.window = 70, .infinite = true}},
+     3,
+     kSplitAll},
+    {{"starts, groups", 3, 4, 200, 24, 2, 576, {.starts = 2, .sinks = 1}}, 4, kSplitAll},
     {{"pages of 64", 3, 2, 256, 40, 1, 576, {.page_size = 64, .holes = true, .infinite = true}},
      3,
-     kCut},
+     kSplitAll},
     {{"pages of 7, sharp",
       3,
       1,
@@ -89,14 +93,16 @@ const DecodeCase kCases[] = {
       512,
       {.page_size = 7, .holes = true, .starts = 1, .q_size = 12.f}},
      3,
-     kCut},
-    {{"pools", 3, 1, 256, 40, 1, 576, {.page_size = 64, .holes = true, .pools = true}}, 3, kCut},
-    {{"few, pools", 3, 2, 210, 12, 1, 512, {.page_size = 7, .pools = true}}, 3, kCut},
-    {{"floats", 3, 2, 260, 33, 1, 576, {.window = 130, .normalized = false}}, 3, kCut},
-    {{"few", 4, 1, 400, 16, 1, 576, {.sinks = 1}}, 3, kCut},
-    {{"few, one request", 1, 1, 700, 16, 1, 576, {.full = true}}, 4, kCut},
+     kSplitAll},
+    {{"pools", 3, 1, 256, 40, 1, 576, {.page_size = 64, .holes = true, .pools = true}},
+     3,
+     kSplitAll},
+    {{"few, pools", 3, 2, 210, 12, 1, 512, {.page_size = 7, .pools = true}}, 3, kSplitAll},
+    {{"floats", 3, 2, 260, 33, 1, 576, {.window = 130, .normalized = false}}, 3, kSplitAll},
+    {{"few", 4, 1, 400, 16, 1, 576, {.sinks = 1}}, 3, kSplitAll},
+    {{"few, one request", 1, 1, 700, 16, 1, 576, {.full = true}}, 4, kSplitAll},
     {{"few, shared", 3, 1, 300, 30, 2, 512, {.starts = 1, .shared = true}}, 3, kUsual},
-    {{"few, queries", 5, 4, 300, 8, 1, 576, {.sinks = 2, .infinite = true}}, 3, kCut},
+    {{"few, queries", 5, 4, 300, 8, 1, 576, {.sinks = 2, .infinite = true}}, 3, kSplitAll},
     {{"few, starts, pages",
       3,
       3,
@@ -106,35 +112,64 @@ const DecodeCase kCases[] = {
       512,
       {.page_size = 128, .holes = true, .starts = 2, .infinite = true}},
      3,
-     kCut},
+     kSplitAll},
     {{"few, pages of 1", 6, 1, 150, 5, 1, 576, {.page_size = 1, .window = 64}}, 3, kWhole},
     {{"few, floats", 3, 2, 260, 16, 1, 576, {.starts = 1, .normalized = false, .q_size = 6.f}},
      3,
-     kCut},
-    {{"apart 128", 4, 2, 330, 32, 4, 128, {.apart = true, .sinks = 1, .infinite = true}}, 3, kCut},
-    {{"apart 128, many heads", 2, 1, 300, 80, 1, 128, {.apart = true, .window = 100}}, 4, kCut},
-    {{"apart 256, pages",
+     kSplitAll},
+    {{"separate values 128",
+      4,
+      2,
+      330,
+      32,
+      4,
+      128,
+      {.separate_values = true, .sinks = 1, .infinite = true}},
+     3,
+     kSplitAll},
+    {{"separate values 128, many heads",
+      2,
+      1,
+      300,
+      80,
+      1,
+      128,
+      {.separate_values = true, .window = 100}},
+     4,
+     kSplitAll},
+    {{"separate values 256, pages",
       3,
       3,
       192,
       36,
       2,
       256,
-      {.apart = true, .page_size = 64, .holes = true, .starts = 2, .infinite = true}},
+      {.separate_values = true, .page_size = 64, .holes = true, .starts = 2, .infinite = true}},
      3,
-     kCut},
-    {{"apart 64, queries", 3, 4, 300, 16, 2, 64, {.apart = true, .starts = 2, .infinite = true}},
+     kSplitAll},
+    {{"separate values 64, queries",
+      3,
+      4,
+      300,
+      16,
+      2,
+      64,
+      {.separate_values = true, .starts = 2, .infinite = true}},
      3,
      kUsual},
-    {{"apart 64", 3, 1, 600, 9, 1, 64, {.apart = true, .normalized = false}}, 3, kCut},
-    {{"many parts", 1, 1, 1100, 64, 1, 576, {.sinks = 1, .full = true}}, 20, kCut},
-    {{"few, many parts, floats", 1, 1, 2600, 4, 1, 512, {.normalized = false, .full = true}},
+    {{"separate values 64", 3, 1, 600, 9, 1, 64, {.separate_values = true, .normalized = false}},
+     3,
+     kSplitAll},
+    {{"many splits", 1, 1, 1100, 64, 1, 576, {.sinks = 1, .full = true}}, 20, kSplitAll},
+    {{"few, many splits, floats", 1, 1, 2600, 4, 1, 512, {.normalized = false, .full = true}},
      20,
-     kCut},
-    {{"requests", 300, 1, 70, 2, 1, 64, {.apart = true}}, 3, kCut},
-    {{"requests, whole", 300, 1, 70, 2, 1, 64, {.apart = true}}, 5, kWhole},
+     kSplitAll},
+    {{"requests", 300, 1, 70, 2, 1, 64, {.separate_values = true}}, 3, kSplitAll},
+    {{"requests, whole", 300, 1, 70, 2, 1, 64, {.separate_values = true}}, 5, kWhole},
     {{"records", 3, 1, 300, 40, 1, 576, {.sinks = 1, .records = true}}, 3, kUsual},
-    {{"records, one request", 1, 1, 450, 100, 1, 576, {.full = true, .records = true}}, 4, kCut},
+    {{"records, one request", 1, 1, 450, 100, 1, 576, {.full = true, .records = true}},
+     4,
+     kSplitAll},
     {{"records, queries, pages",
       4,
       3,
@@ -144,8 +179,8 @@ const DecodeCase kCases[] = {
       576,
       {.page_size = 16, .holes = true, .starts = 2, .infinite = true, .records = true}},
      3,
-     kCut},
-    {{"few, records", 4, 1, 400, 16, 1, 576, {.sinks = 1, .records = true}}, 3, kCut},
+     kSplitAll},
+    {{"few, records", 4, 1, 400, 16, 1, 576, {.sinks = 1, .records = true}}, 3, kSplitAll},
     {{"few, records, queries",
       3,
       3,
@@ -155,7 +190,7 @@ const DecodeCase kCases[] = {
       576,
       {.window = 130, .normalized = false, .infinite = true, .records = true}},
      3,
-     kCut},
+     kSplitAll},
     {{"few, records, pages",
       3,
       1,
@@ -166,13 +201,15 @@ const DecodeCase kCases[] = {
       {.page_size = 64, .holes = true, .pools = true, .records = true}},
      3,
      kUsual},
-    {{"infinite key by itself", 1, 1, 65, 64, 1, 576, {.infinite = true, .full = true}}, 3, kCut},
+    {{"infinite key by itself", 1, 1, 65, 64, 1, 576, {.infinite = true, .full = true}},
+     3,
+     kSplitAll},
     {{"few, infinite key by itself", 1, 1, 65, 16, 1, 576, {.infinite = true, .full = true}},
      3,
-     kCut},
+     kSplitAll},
     {{"infinite key, whole", 1, 1, 1, 64, 1, 576, {.infinite = true, .full = true}}, 1, kWhole},
-    {{"no keys", 2, 2, 0, 40, 1, 576}, 3, kCut},
-    {{"few, no keys", 3, 1, 0, 4, 2, 128, {.apart = true}}, 3, kCut},
+    {{"no keys", 2, 2, 0, 40, 1, 576}, 3, kSplitAll},
+    {{"few, no keys", 3, 1, 0, 4, 2, 128, {.separate_values = true}}, 3, kSplitAll},
 };
 
 }  // namespace

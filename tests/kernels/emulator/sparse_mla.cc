@@ -1,4 +1,4 @@
-// The sparse MLA kernels on the emulator, against float64.
+// Runs the sparse MLA kernels on the emulator and compares them with float64 results.
 #include "problems/sparse_mla_problem.h"
 #include "sparse_mla/bwd.cu"
 #include "sparse_mla/fwd.cu"
@@ -89,7 +89,7 @@ void backward(const Case& c, const emulator::Options& options) {
   };
   check("bwd", sparse_mla_dkv_place);
 
-  // The same by rows of two queries at a time, which are summed afterwards.
+  // The same by rows, two queries at a time; the rows are summed afterwards.
   p.by_rows = true;
   p.count = std::min<int64_t>(tokens, 2);
   const RowOrder of_rows = order_rows(x, p.count);
@@ -114,7 +114,8 @@ const Case kCases[] = {
     {"steps without slots", 1, 240, 5, 64, 1, 512, 4, false, true, true},
     {"no slots", 1, 3, 10, 16, 1, 576, 0},
     {"16 heads", 1, 16, 700, 16, 1, 576, 330, false, false, false, 0, 1.f, true, 8},
-    {"16 heads, alike", 1, 8, 700, 16, 1, 576, 330, false, false, false, 0, 1.f, true, 0, .97f},
+    {"16 heads, common keys", 1, 8, 700, 16, 1, 576, 330, false, false, false, 0, 1.f, true, 0,
+     .97f},
     {"16 heads, empty queries", 2, 12, 300, 16, 1, 512, 150, true, true, true, 2},
     {"8 heads, repeated keys", 1, 16, 30, 8, 1, 576, 70, false, true},
     {"13 heads, sharp", 1, 9, 200, 13, 1, 576, 320, false, true, true, 1, 12.f},

@@ -1,4 +1,4 @@
-// The sparse MLA decode kernels on the emulator, against float64.
+// Runs the sparse MLA decode kernels on the emulator and compares them with float64 results.
 #include "emulator.h"
 #include "problems/record_values.h"
 #include "problems/sparse_mla_cache.h"
@@ -24,10 +24,10 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
   std::vector<bf16> out(rows * 512, __float2bfloat16(NAN));
   std::vector<float> lse(rows, NAN);
-  const int64_t items = sparse_mla_decode_items(c.batch, c.queries, c.heads, c.groups);
-  std::vector<float4> partial(sparse_mla_decode_partial_count(items, tried.splits) / 4,
+  const int64_t work_tiles = sparse_mla_decode_work_tiles(c.batch, c.queries, c.heads, c.groups);
+  std::vector<float4> partial(sparse_mla_decode_partial_count(work_tiles, tried.splits) / 4,
                               make_float4(NAN, NAN, NAN, NAN));
-  std::vector<float> partial_lse(sparse_mla_decode_lse_count(items, tried.splits), NAN);
+  std::vector<float> partial_lse(sparse_mla_decode_lse_count(work_tiles, tried.splits), NAN);
   SparseMlaDecodeParams p = decode_shapes(x, tried.layout, cache, tried.splits);
   p.q = x.q.data(), p.kv = cache.rows.data(), p.indices = cache.indices.data();
   p.ends = c.ends ? x.ends.data() : nullptr;
@@ -44,7 +44,8 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
     lse_error.add(lse[r], want.lse);
     for (int d = 0; d < 512; ++d) out_error.add(__bfloat162float(out[r * 512 + d]), want.out[d]);
   }
-  // Each request by itself, bit for bit: results depend on the number of parts, not on the batch.
+  // Each request alone must give the same bits: results depend on the number of splits, not on the
+  // batch.
   bool alone = true;
   std::vector<bf16> own_out(rows / c.batch * 512);
   std::vector<float> own_lse(rows / c.batch);
@@ -67,12 +68,12 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
              !std::memcmp(own_lse.data(), lse_of_batch, own_lse.size() * sizeof(float));
   }
   const bool good = lse_error.good(1e-4) && out_error.good(6e-3) && alone;
-  printf("%-4s %-24s %2d parts, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e%s\n",
+  printf("%-4s %-24s %2d splits, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e%s\n",
          good ? "ok" : "BAD", c.name, tried.splits,
          options.late_wgmma ? "late wgmma, " : "early wgmma,",
          options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
          lse_error.worst, lse_error.top, out_error.worst, out_error.top,
-         alone ? "" : "  other bits alone");
+         alone ? "" : "  differs alone");
   fflush(stdout);
   failures += !good;
 }
@@ -81,12 +82,12 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
 // holes
 const DecodeCase kCases[] = {
     {{"whole", 1, 2, 100, 64, 1, 576, 200}, {}, 1},
-    {{"a tile a part", 1, 1, 300, 64, 1, 576, 192}, {}, 3},
+    {{"one tile per split", 1, 1, 300, 64, 1, 576, 192}, {}, 3},
     {{"adversarial", 2, 2, 90, 20, 1, 576, 331, true, true, true, 2}, {}, 3},
     {{"D 512, groups, sharp", 1, 2, 70, 6, 3, 512, 200, false, true, false, 1, 12.f}, {}, 2},
-    {{"more parts than tiles", 1, 1, 70, 70, 1, 512, 70, false, false, false, 1}, {}, 5},
+    {{"more splits than tiles", 1, 1, 70, 70, 1, 512, 70, false, false, false, 1}, {}, 5},
     {{"no slots", 1, 2, 10, 16, 1, 576, 0}, {}, 2},
-    {{"40 parts", 1, 1, 400, 16, 1, 512, 2600, false, false, false, 1}, {}, 40},
+    {{"40 splits", 1, 1, 400, 16, 1, 512, 2600, false, false, false, 1}, {}, 40},
     {{"pages", 2, 1, 91, 16, 1, 576, 400, true, true, true, 1}, {false, 7, true}, 2},
     {{"pools", 3, 1, 96, 16, 2, 512, 130}, {.page_size = 16, .holes = true, .pools = true}, 2},
     {{"pools of records", 2, 1, 90, 16, 1, 576, 200},
@@ -102,15 +103,15 @@ const DecodeCase kCases[] = {
 
 void run_values() {
   int wrong = 0;
-  const auto pieces = record_values::pieces();
-  for (const auto& piece : pieces) {
+  const auto code_groups = record_values::code_groups();
+  for (const auto& group : code_groups) {
     uint32_t values[16];
-    mla::unpack_values(piece.codes, piece.scale,
+    mla::unpack_values(group.codes, group.scale,
                        [&](int i, const uint32_t (&y)[4]) { std::copy_n(y, 4, values + 4 * i); });
-    wrong += record_values::wrong(piece, reinterpret_cast<const uint16_t*>(values));
+    wrong += record_values::wrong(group, reinterpret_cast<const uint16_t*>(values));
   }
   printf("%-4s values of records: %d of %zu wrong\n", wrong ? "BAD" : "ok", wrong,
-         32 * pieces.size());
+         32 * code_groups.size());
   failures += wrong > 0;
 }
 

@@ -1,8 +1,8 @@
-// Tests the mqa_decode kernels against float64 on the CPU, then times them.
+// Tests the mqa_decode kernels against float64 results of the CPU, then times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o mqa_decode_check tests/kernels/gpu/mqa_decode_check.cu cuda/mqa_decode/fwd.cu
 //   ./mqa_decode_check [test|small|bench|records|profile] [seed]
-// `small` is for compute-sanitizer, `records` those cases of `bench`.
+// `small` is for compute-sanitizer. `records` runs those cases of `bench` that have FP8 records.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -13,41 +13,43 @@
 #include "common/launch.cuh"
 #include "common/ptx.cuh"
 #include "common/wgmma.cuh"
+#include "gpu/cache_bench.cuh"
 #include "gpu/check.cuh"
+#include "mqa_decode/tuning.h"
 #include "problems/mqa_decode_problem.h"
 
 using namespace jax_dsa;
 using namespace mqa_decode_problem;
 
-// Room for pieces.
+// Memory for partial results.
 struct Workspace {
   float* partial;
   float2* rows;
-  int2* cuts;
-  int64_t count, columns, teams;
+  int2* split_tiles;
+  int64_t count, columns, cta_groups;
 
   explicit Workspace(const MqaDecodeParams& p) : columns(p.value_dim) {
     const auto room =
         mqa_decode_workspace(mqa_decode_rows(p.queries, p.heads, p.groups, p.dim, p.records));
-    count = room.rows, teams = room.cuts;
+    count = room.rows, cta_groups = room.split_tiles;
     partial = device<float>(count * columns);
     rows = device<float2>(count);
-    cuts = device<int2>(teams);
+    split_tiles = device<int2>(cta_groups);
   }
   void poison() const {
     CHECK(cudaMemset(partial, 0xff, count * columns * 4));
     CHECK(cudaMemset(rows, 0xff, count * sizeof(float2)));
-    CHECK(cudaMemset(cuts, 0xff, teams * sizeof(int2)));
+    CHECK(cudaMemset(split_tiles, 0xff, cta_groups * sizeof(int2)));
   }
   void give_to(MqaDecodeParams& p) const {
-    p.partial = partial, p.partial_rows = rows, p.cuts = cuts;
+    p.partial = partial, p.partial_rows = rows, p.split_tiles = split_tiles;
   }
   void free() const {
-    for (void* x : {(void*)partial, (void*)rows, (void*)cuts}) CHECK(cudaFree(x));
+    for (void* x : {(void*)partial, (void*)rows, (void*)split_tiles}) CHECK(cudaFree(x));
   }
 };
 
-// A graph of what `enqueue` enqueues.
+// Returns a graph of the work that `enqueue` enqueues.
 template <typename F>
 cudaGraphExec_t capture(cudaStream_t stream, F enqueue) {
   cudaGraph_t graph;
@@ -62,7 +64,7 @@ cudaGraphExec_t capture(cudaStream_t stream, F enqueue) {
 
 // ---- test --------------------------------------------------------------------------------------
 
-// The results of some rows, all if they are few, in float64.
+// The float64 results of some rows, or of all rows if there are few.
 struct References {
   std::vector<int64_t> rows;
   std::vector<Row> want;
@@ -107,8 +109,9 @@ struct Replay {
   }
 };
 
-// Captured once with each tuning, replayed with half of the lengths, then twice with the case's.
-int run_case(const Case& c, const std::vector<MqaDecodeTuning>& tunings, uint64_t seed) {
+// Captures one launch per tuning. Replays it with half of the lengths, then twice with the case's
+// lengths.
+int run_case(const Case& c, const std::vector<mqa_decode::Tuning>& tunings, uint64_t seed) {
   const Problem x = make(c, seed);
   Problem half = x;
   for (int32_t& end : half.ends) end /= 2;
@@ -123,7 +126,7 @@ int run_case(const Case& c, const std::vector<MqaDecodeTuning>& tunings, uint64_
   float *sinks = upload(x.sinks), *lse = device<float>(rows), *top = device<float>(rows);
   auto* out = device<uint8_t>(rows * E * out_bytes);
   uint8_t* records = upload(x.records);
-  p.q = q, p.v = c.with.apart ? v : nullptr, p.starts = starts, p.ends = ends;
+  p.q = q, p.v = c.with.separate_values ? v : nullptr, p.starts = starts, p.ends = ends;
   p.k = c.with.records ? static_cast<const void*>(records) : k;
   p.sinks = c.with.sinks ? sinks : nullptr;
   p.page_table = c.with.page_size > 0 ? table : nullptr;
@@ -132,9 +135,8 @@ int run_case(const Case& c, const std::vector<MqaDecodeTuning>& tunings, uint64_
   cudaStream_t stream;
   CHECK(cudaStreamCreate(&stream));
   int bad = 0;
-  for (const MqaDecodeTuning& tuning : tunings) {
-    p.tuning = tuning;
-    cudaGraphExec_t calls = capture(stream, [&] { CHECK(launch_mqa_decode(p, stream)); });
+  for (const mqa_decode::Tuning& tuning : tunings) {
+    cudaGraphExec_t calls = capture(stream, [&] { CHECK(mqa_decode::launch(p, tuning, stream)); });
     const auto replay = [&](const std::vector<int32_t>& its_ends) {
       CHECK(cudaMemset(out, 0xff, rows * E * out_bytes));
       CHECK(cudaMemset(lse, 0xff, rows * 4));
@@ -157,7 +159,7 @@ int run_case(const Case& c, const std::vector<MqaDecodeTuning>& tunings, uint64_
     printf("%-4s %-30s lse %.1e of %.1e  out %.1e of %.1e  nan %lld  %s%s%s\n", good ? "ok" : "BAD",
            c.name, errors.lse.worst, errors.lse.top, errors.out.worst, errors.out.top,
            (long long)nans, same ? "repeats" : "DIFFERS",
-           errors.poison && others.poison ? "" : "  poison lost",
+           errors.poison_kept && others.poison_kept ? "" : "  NaN lost",
            others.good() ? "" : "  wrong with other lengths");
     fflush(stdout);
     bad += !good;
@@ -204,17 +206,31 @@ const Case kCases[] = {
      {.page_size = 128, .holes = true, .starts = 2, .infinite = true}},
     {"few, pages of 1", 6, 1, 150, 5, 1, 576, {.page_size = 1, .window = 64}},
     {"few, floats", 3, 2, 260, 16, 1, 576, {.starts = 1, .normalized = false, .q_size = 6.f}},
-    {"apart 128", 4, 2, 330, 32, 4, 128, {.apart = true, .sinks = 1, .infinite = true}},
-    {"apart 128, many heads", 2, 1, 300, 80, 1, 128, {.apart = true, .window = 100}},
-    {"apart 256, pages",
+    {"separate values 128",
+     4,
+     2,
+     330,
+     32,
+     4,
+     128,
+     {.separate_values = true, .sinks = 1, .infinite = true}},
+    {"separate values 128, many heads",
+     2,
+     1,
+     300,
+     80,
+     1,
+     128,
+     {.separate_values = true, .window = 100}},
+    {"separate values 256, pages",
      3,
      3,
      192,
      36,
      2,
      256,
-     {.apart = true, .page_size = 64, .holes = true, .starts = 2, .infinite = true}},
-    {"apart 64", 3, 4, 600, 9, 1, 64, {.apart = true, .normalized = false}},
+     {.separate_values = true, .page_size = 64, .holes = true, .starts = 2, .infinite = true}},
+    {"separate values 64", 3, 4, 600, 9, 1, 64, {.separate_values = true, .normalized = false}},
     {"records", 3, 1, 300, 40, 1, 576, {.sinks = 1, .records = true}},
     {"records, queries, pages",
      4,
@@ -250,50 +266,12 @@ const Case kCases[] = {
     {"few, 300 requests", 300, 1, 700, 16, 1, 576, {.sinks = 1}},
     {"few, long, pages", 2, 4, 8192, 8, 1, 576, {.page_size = 16, .holes = true}},
     {"8 queries", 6, 8, 1500, 128, 1, 576, {.infinite = true}},
-    {"apart 128, groups", 33, 1, 2000, 32, 8, 128, {.apart = true}},
+    {"separate values 128, groups", 33, 1, 2000, 32, 8, 128, {.separate_values = true}},
 };
 
 // ---- bench -------------------------------------------------------------------------------------
 
-__global__ void fill_bf16(bf16* x, int64_t n, uint64_t seed) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    const uint64_t h = mix(seed + i);
-    x[i] = __float2bfloat16(
-        (float(h & 0xffff) + float(h >> 16 & 0xffff) + float(h >> 32 & 0xffff) - 98302.f) / 32768);
-  }
-}
-// Records of e4m3 values in +-1.875, all scales one, and bf16 values likewise.
-__global__ void fill_records(uint8_t* x, int64_t records, uint64_t seed) {
-  for (int64_t r = blockIdx.x; r < records; r += gridDim.x) {
-    uint8_t* record = x + r * kMlaRecordBytes;
-    for (int d = threadIdx.x; d < 512; d += blockDim.x) record[d] = mix(seed + r * 512 + d) & 0xbf;
-    for (int i = threadIdx.x; i < 4; i += blockDim.x) {
-      reinterpret_cast<float*>(record + 512)[i] = 1.f;
-    }
-    for (int i = threadIdx.x; i < 64; i += blockDim.x) {
-      reinterpret_cast<uint16_t*>(record + 528)[i] = (mix(seed + r * 64 + i) & 0x807f) | 0x3f00;
-    }
-  }
-}
-// A permutation of the pages: odd multiples modulo a power of two, else the identity.
-__global__ void fill_table(int32_t* x, int n) {
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
-    x[i] = (n & (n - 1)) ? i : static_cast<int>((i * 2654435761ull) & (n - 1));
-  }
-}
-
-double copy_rate() {
-  constexpr int64_t kBytes = int64_t{2} << 30;
-  auto *a = device<uint8_t>(kBytes), *b = device<uint8_t>(kBytes);
-  const float best =
-      best_milliseconds([&] { CHECK(cudaMemcpyAsync(a, b, kBytes, cudaMemcpyDeviceToDevice)); });
-  CHECK(cudaFree(a));
-  CHECK(cudaFree(b));
-  return 2. * kBytes / best * 1e-9;  // TB/s
-}
-
-// Products of random tiles in shared memory and nothing else, two warpgroups a SM.
+// Multiplies random tiles in shared memory and does nothing else, with two warpgroups per SM.
 constexpr int kProducts = 4096;
 __global__ void __launch_bounds__(256, 1) multiply(const bf16* from, float* to) {
   struct alignas(1024) Tiles {
@@ -338,11 +316,11 @@ struct Ceilings {
   double copy, products;
 };
 
-// What is timed: `lengths` log-uniform in 64..S, or all S.
+// A shape to time. Lengths are log-uniform in 64..S if `uneven`, otherwise all S.
 struct Shape {
   int B, T, S, N, G, D;
   int page_size = 0;
-  bool apart = false, uneven = false, records = false;
+  bool separate_values = false, uneven = false, records = false;
 };
 
 std::vector<int> lengths_of(const Shape& s) {
@@ -354,12 +332,13 @@ std::vector<int> lengths_of(const Shape& s) {
   return all;
 }
 
-// Microseconds a call in a graph of calls that take turns over enough keys to miss the L2.
-void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecodeTuning>& tunings) {
-  const int E = s.apart ? s.D : 512;
+// Times one call, in microseconds. A graph of calls alternates between enough keys to miss the L2.
+void bench(const Shape& s, const Ceilings& ceilings,
+           const std::vector<mqa_decode::Tuning>& tunings) {
+  const int E = s.separate_values ? s.D : 512;
   const int64_t rows = int64_t{s.B} * s.S, tokens = int64_t{s.B} * s.T;
   const std::vector<int> lengths = lengths_of(s);
-  int64_t keys = 0, pairs = 0;  // that are read; (query, key)
+  int64_t keys = 0, pairs = 0;  // keys that are read; (query, key) pairs
   std::vector<int32_t> starts(tokens), ends;
   for (int length : lengths) {
     keys += length;
@@ -369,22 +348,22 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecode
     }
   }
   const int64_t k_bytes = int64_t{s.G} * (s.records ? kMlaRecordBytes : s.D * 2);
-  const int64_t row_bytes = k_bytes + (s.apart ? int64_t{s.G} * E * 2 : 0);
+  const int64_t row_bytes = k_bytes + (s.separate_values ? int64_t{s.G} * E * 2 : 0);
   const int sets =
       static_cast<int>(std::clamp<int64_t>((int64_t{200} << 20) / (keys * row_bytes) + 1, 2, 32));
   auto* k = device<uint8_t>(sets * rows * k_bytes);
-  auto* v = device<bf16>(s.apart ? sets * rows * s.G * E : 0);
+  auto* v = device<bf16>(s.separate_values ? sets * rows * s.G * E : 0);
   auto *q = device<bf16>(tokens * s.N * s.D), *out = device<bf16>(tokens * s.N * E);
   auto* lse = device<float>(tokens * s.N);
   int32_t *starts_there = upload(starts), *ends_there = upload(ends);
   const int pages = s.page_size > 0 ? static_cast<int>(rows / s.page_size) : 0;
   auto* table = device<int32_t>(pages);
   if (s.records) {
-    fill_records<<<2048, 128>>>(k, sets * rows * s.G, 1);
+    fill_records<<<2048, 128>>>(k, sets * rows * s.G, 1.f, 1);
   } else {
     fill_bf16<<<2048, 256>>>(reinterpret_cast<bf16*>(k), sets * rows * s.G * s.D, 1);
   }
-  if (s.apart) fill_bf16<<<2048, 256>>>(v, sets * rows * s.G * E, 4);
+  if (s.separate_values) fill_bf16<<<2048, 256>>>(v, sets * rows * s.G * E, 4);
   fill_bf16<<<2048, 256>>>(q, tokens * s.N * s.D, 2);
   if (pages > 0) fill_table<<<256, 256>>>(table, pages);
   CHECK(cudaDeviceSynchronize());
@@ -400,19 +379,18 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecode
   const double bytes = keys * row_bytes + tokens * s.N * (s.D + E) * 2.;
   const double flops = 2. * pairs * s.N * (s.D + E);
   printf("B%d T%d S%d N%d G%d D%d%s%s%s%s: bytes take %.1f us, products %.1f us\n", s.B, s.T, s.S,
-         s.N, s.G, s.D, s.apart ? " apart" : "", s.uneven ? " uneven" : "",
+         s.N, s.G, s.D, s.separate_values ? " separate_values" : "", s.uneven ? " uneven" : "",
          s.records ? " records" : "",
          s.page_size > 0 ? (" pages of " + std::to_string(s.page_size)).c_str() : "",
          bytes / ceilings.copy * 1e-6, flops / ceilings.products * 1e-6);
   cudaStream_t stream;
   CHECK(cudaStreamCreate(&stream));
-  for (const MqaDecodeTuning& tuning : tunings) {
-    p.tuning = tuning;
+  for (const mqa_decode::Tuning& tuning : tunings) {
     cudaGraphExec_t calls = capture(stream, [&] {
       for (int i = 0; i < sets; ++i) {
         p.k = k + i * rows * k_bytes;
-        p.v = s.apart ? v + i * rows * s.G * E : nullptr;
-        CHECK(launch_mqa_decode(p, stream));
+        p.v = s.separate_values ? v + i * rows * s.G * E : nullptr;
+        CHECK(mqa_decode::launch(p, tuning, stream));
       }
     });
     cudaEvent_t start, stop;
@@ -431,9 +409,9 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecode
     std::sort(us.begin(), us.end());
     const double mid = us[us.size() / 2];
     printf(
-        "  merge %-7d least %d %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = %.2f of "
+        "  combine cost %-7d min range %d %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = %.2f of "
         "the copy  %.0f TFLOPS = %.2f of products\n",
-        tuning.merge_cost, tuning.least, mid, us[0], us.back(), bytes / mid * 1e-6,
+        tuning.combine_cost, tuning.min_range_tiles, mid, us[0], us.back(), bytes / mid * 1e-6,
         bytes / mid * 1e-6 / ceilings.copy, flops / mid * 1e-6,
         flops / mid * 1e-6 / ceilings.products);
     fflush(stdout);
@@ -453,12 +431,12 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "test";
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 20240607;
   printf("seed %llu\n", (unsigned long long)seed);
-  const MqaDecodeTuning usual, cut = {0, 1}, whole = {1 << 20};
+  const mqa_decode::Tuning usual, split_all = {0, 1}, whole = {1 << 20};
   if (what == "test" || what == "small") {
     int bad = 0;
     for (const Case& c : kCases) {
       if (what == "small" && int64_t{c.batch} * c.keys > 1500) continue;
-      bad += run_case(c, {usual, cut, whole}, seed);
+      bad += run_case(c, {usual, split_all, whole}, seed);
     }
     printf(bad ? "FAILED %d\n" : "all good\n", bad);
     return bad != 0;
@@ -470,10 +448,14 @@ int main(int argc, char** argv) {
     bench({64, 1, 8192, 128, 1, 576}, ceilings, {usual});
     return 0;
   }
-  const auto least = [](int tiles) { return MqaDecodeTuning{.least = tiles}; };
-  const MqaDecodeTuning always = {.merge_cost = 0};
-  const std::vector<MqaDecodeTuning> one = {usual};
-  const std::vector<MqaDecodeTuning> shared = {least(1), least(2), least(3), least(4), least(8)};
+  const auto min_range_tiles = [](int tiles) {
+    return mqa_decode::Tuning{.min_range_tiles = tiles};
+  };
+  const mqa_decode::Tuning always = {.combine_cost = 0};
+  const std::vector<mqa_decode::Tuning> one = {usual};
+  const std::vector<mqa_decode::Tuning> shared = {min_range_tiles(1), min_range_tiles(2),
+                                                  min_range_tiles(3), min_range_tiles(4),
+                                                  min_range_tiles(8)};
   const auto records = [&] {
     for (int N : {16, 64, 128}) {
       bench({.B = 64, .T = 1, .S = 8192, .N = N, .G = 1, .D = 576, .records = true}, ceilings, one);
@@ -483,14 +465,15 @@ int main(int argc, char** argv) {
     records();
     return 0;
   }
-  // What decides: when requests are cut, and how finely.
+  // These cases decide when requests are split, and how finely.
   bench({64, 1, 8192, 128, 1, 576}, ceilings, {usual, always});
   bench({128, 1, 8192, 128, 1, 576}, ceilings, {usual, always});
   bench({64, 1, 65536, 128, 1, 576, 0, false, true}, ceilings, one);
   bench({64, 1, 8192, 64, 1, 576}, ceilings, one);
   bench({1, 1, 8192, 128, 1, 576}, ceilings, shared);
   bench({8, 1, 8192, 128, 1, 576}, ceilings, one);
-  bench({1, 1, 640, 64, 1, 576}, ceilings, {least(1), least(2), least(3), least(12)});
+  bench({1, 1, 640, 64, 1, 576}, ceilings,
+        {min_range_tiles(1), min_range_tiles(2), min_range_tiles(3), min_range_tiles(12)});
   for (int B : {64, 128}) bench({B, 1, 8192, 16, 1, 576}, ceilings, one);
   bench({1, 1, 8192, 16, 1, 576}, ceilings, shared);
   bench({8, 1, 8192, 16, 1, 576}, ceilings, shared);

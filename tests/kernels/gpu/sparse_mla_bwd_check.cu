@@ -1,10 +1,10 @@
-// Tests the sparse MLA backward kernel against float64 on the CPU, then times it.
+// Tests the sparse MLA backward kernel against float64 results of the CPU, then times it.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o sparse_mla_bwd_check tests/kernels/gpu/sparse_mla_bwd_check.cu cuda/sparse_mla/fwd.cu \
 //       cuda/sparse_mla/bwd.cu
-//   ./sparse_mla_bwd_check [test|small|bench|profile]
-// Wrong dq with right dkv, or the reverse, tells the two kinds of work items apart; both wrong
-// means wrong P or dS.
+//   ./sparse_mla_bwd_check [test|small|bench|profile] [seed]
+// Wrong dq with correct dkv, or the reverse, tells which kind of work tile is wrong. If both are
+// wrong, P or dS is.
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 using namespace jax_dsa;
 using namespace sparse_mla_problem;
 
-// For all queries, and for `at_once` of them by rows.
+// Allocates enough for all queries without rows, and for `at_once` queries by rows.
 void allocate_workspace(SparseMlaBwdParams& p, int64_t at_once) {
   SparseMlaBwdParams rows = p;
   rows.by_rows = true, rows.count = at_once;
@@ -51,7 +51,8 @@ bool run_case(const Case& c, uint64_t seed) {
   const int64_t row_bytes = at_once * sparse_mla_bwd_query_rows(p) * c.dim * 2;
   p.rows = device<uint8_t>(row_bytes);
 
-  // Twice by reductions; twice by rows, in three parts, which must repeat bit for bit.
+  // Run twice with atomic reductions and twice by rows in three steps. The latter must repeat bit
+  // for bit.
   bool good = true;
   std::vector<bf16> dq_before;
   std::vector<float> dkv_before;
@@ -96,7 +97,7 @@ bool run_case(const Case& c, uint64_t seed) {
 
 // ---- timing ------------------------------------------------------------------------------------
 
-// About normal, unit variance.
+// Nearly normal with unit variance.
 __global__ void fill_random(bf16* x, int64_t n, uint64_t seed) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
        i += int64_t{gridDim.x} * blockDim.x) {
@@ -106,7 +107,8 @@ __global__ void fill_random(bf16* x, int64_t n, uint64_t seed) {
     x[i] = __float2bfloat16(static_cast<float>(sum - 131070) / 37837.f);
   }
 }
-// Query t sees visible_first + t keys; its slots are distinct and ascending where there are enough.
+// Query t sees visible_first + t + 1 keys. Its slots are distinct and ascending if there are enough
+// keys.
 __global__ void fill_indices(int32_t* indices, int queries, int slots, int visible_first) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < int64_t{queries} * slots;
        i += int64_t{gridDim.x} * blockDim.x) {
@@ -123,7 +125,7 @@ float milliseconds(F launch) {
   CHECK(cudaEventCreate(&a));
   CHECK(cudaEventCreate(&b));
   std::vector<float> ms;
-  for (int turn = 0; turn < 2; ++turn) {
+  for (int round = 0; round < 2; ++round) {
     usleep(150000);
     for (int i = 0; i < 5; ++i) {
       CHECK(cudaEventRecord(a));
@@ -139,7 +141,7 @@ float milliseconds(F launch) {
   return ms[ms.size() / 2];
 }
 
-// Causal, the queries at the end of the keys.
+// Times the causal case, with the queries at the end of the keys.
 void bench(int T, int S, int N, int D, int K) {
   const int64_t nq = int64_t{T} * N * D, no = int64_t{T} * N * 512;
   bf16 *q = device<bf16>(nq), *kv = device<bf16>(int64_t{S} * D);
@@ -163,7 +165,7 @@ void bench(int T, int S, int N, int D, int K) {
   const float fwd = milliseconds([&] { CHECK(launch_sparse_mla_fwd(f, nullptr)); });
   CHECK(cudaMemset(dlse, 0, int64_t{T} * N * 4));
   const float bwd = milliseconds([&] { CHECK(launch_sparse_mla_bwd(p, nullptr)); });
-  // By rows, 512 queries at a time; the sort that finds each key's rows is not in the time.
+  // By rows, 512 queries at a time. The time excludes the sort that finds each key's rows.
   const Problem selected = {
       .c = {.batch = 1, .queries = T, .keys = S, .heads = N, .groups = 1, .dim = D, .slots = K},
       .indices = download(indices, int64_t{T} * K)};

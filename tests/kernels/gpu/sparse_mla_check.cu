@@ -1,8 +1,8 @@
-// Tests the sparse MLA forward kernel against a float64 CPU reference, then times it.
+// Tests the sparse MLA forward kernel against float64 results of the CPU, then times it.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o sparse_mla_check tests/kernels/gpu/sparse_mla_check.cu cuda/sparse_mla/fwd.cu
-//   ./sparse_mla_check [test|small|bench|profile]
-// A wrong lse means wrong scores (Q K^T); a right lse with a wrong output means a wrong product
+//   ./sparse_mla_check [test|small|bench|profile] [seed]
+// A wrong lse means wrong scores (Q K^T). A correct lse with a wrong output means a wrong product
 // with V.
 #include <unistd.h>
 
@@ -22,7 +22,7 @@
 using jax_dsa::SparseMlaFwdParams;
 using bf16 = __nv_bfloat16;
 
-// About normal, unit variance, exactly reproducible on the host.
+// Nearly normal with unit variance, and exactly reproducible on the host.
 __host__ __device__ inline bf16 random_value(uint64_t seed, int64_t i, float size) {
   const uint64_t h = mix(seed * 0x1000003 + i);
   int sum = 0;
@@ -48,13 +48,13 @@ cudaError_t launch_shipped(const SparseMlaFwdParams& p) {
 template <int kD>
 cudaError_t launch_grid(const SparseMlaFwdParams& p) {
   const auto kernel = jax_dsa::sparse_mla::fwd_kernel<kD>;
-  constexpr int kBytes = sizeof(jax_dsa::sparse_mla::Shared<kD>);
+  constexpr int kBytes = sizeof(jax_dsa::mla::Shared<kD>);
   CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const int64_t items = jax_dsa::sparse_mla::item_count(p);
-  kernel<<<items, jax_dsa::sparse_mla::kThreads, kBytes>>>(p);
+  const int64_t work_tiles = jax_dsa::sparse_mla::work_tile_count(p);
+  kernel<<<work_tiles, jax_dsa::mla::kThreads, kBytes>>>(p);
   return cudaGetLastError();
 }
-cudaError_t launch_one_item(const SparseMlaFwdParams& p) {
+cudaError_t launch_one_work_tile(const SparseMlaFwdParams& p) {
   return p.dim == 576 ? launch_grid<576>(p) : launch_grid<512>(p);
 }
 struct Variant {
@@ -63,7 +63,7 @@ struct Variant {
 };
 const Variant kVariants[] = {
     {"shipped", launch_shipped},
-    {"64 rows, one item a block", launch_one_item},
+    {"64 rows, one work tile per CTA", launch_one_work_tile},
 };
 
 enum Mode { kValid, kAdversarial, kTails };
@@ -212,7 +212,7 @@ bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
   return good;
 }
 
-// The slots of query t: `visible` keys, in random order or ascending, distinct when ascending.
+// Fills the slots of query t, which sees `visible` keys: random, or distinct and ascending.
 __global__ void bench_indices(int32_t* idx, int T, int K, int visible_first, bool ascending) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < int64_t{T} * K;
        i += int64_t{gridDim.x} * blockDim.x) {
@@ -237,10 +237,10 @@ void bench(int T, int S, int N, int D, int K, bool ascending, bool all) {
   cudaEvent_t a, b;
   CHECK(cudaEventCreate(&a));
   CHECK(cudaEventCreate(&b));
-  // Variants take turns, so that clocks and heat are the same for all; `rest` lets the device cool
-  // down before a turn.
+  // Alternate between the variants, so that clocks and heat are the same for all. The pause lets
+  // the device cool down.
   std::vector<std::vector<float>> ms(std::size(kVariants));
-  for (int turn = 0; turn < 3; ++turn) {
+  for (int round = 0; round < 3; ++round) {
     for (size_t v = 0; v < std::size(kVariants); ++v) {
       usleep(150000);
       for (int i = 0; i < 5; ++i) {
@@ -276,15 +276,15 @@ int main(int argc, char** argv) {
       {"two tiles", 1, 1, 128, 64, 1, 576, 128},
       {"K 2048", 1, 3, 4096, 128, 1, 576, 2048},
       {"K 2048, D 512, sharp", 1, 3, 4096, 128, 1, 512, 2048, kValid, false, false, 0, true, 12.f},
-      {"sharp, many items", 2, 213, 700, 128, 1, 576, 320, kValid, true, true, 1, true, 12.f},
+      {"sharp, many work tiles", 2, 213, 700, 128, 1, 576, 320, kValid, true, true, 1, true, 12.f},
       {"adversarial", 2, 62, 333, 96, 1, 576, 201, kAdversarial, true, false, 2},
       {"adversarial, lengths", 3, 31, 100, 40, 1, 512, 131, kAdversarial, false, true, 1},
       {"tails, groups", 2, 41, 300, 40, 4, 576, 300, kTails, false, false, 1},
-      {"tails, many items", 1, 600, 900, 65, 1, 576, 700, kTails, true},
+      {"tails, many work tiles", 1, 600, 900, 65, 1, 576, 700, kTails, true},
       {"one head a group", 1, 7, 99, 5, 5, 512, 77, kTails, false, true},
       {"16 heads, K 2048", 1, 3, 4096, 16, 1, 576, 2048},
-      {"16 heads, sharp, many items", 2, 413, 700, 16, 1, 576, 320, kValid, true, true, 1, true,
-       12.f},
+      {"16 heads, sharp, many work tiles", 2, 413, 700, 16, 1, 576, 320, kValid, true, true, 1,
+       true, 12.f},
       {"9 heads, adversarial, lengths", 2, 162, 333, 9, 1, 512, 201, kAdversarial, true, true, 2},
       {"32 heads, sharp", 1, 213, 700, 32, 1, 576, 320, kValid, true, false, 1, true, 12.f},
       {"20 heads, tails", 1, 300, 900, 20, 1, 512, 700, kTails, false, true, 1},

@@ -1,13 +1,14 @@
-// Tests the sparse MLA decode kernels against float64 on the CPU, then times them.
+// Tests the sparse MLA decode kernels against float64 results of the CPU, then times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o sparse_mla_decode_check tests/kernels/gpu/sparse_mla_decode_check.cu \
 //       cuda/sparse_mla/decode.cu
 //   ./sparse_mla_decode_check [test|small|bench|records|profile] [seed]
-// `small` is for compute-sanitizer, `records` what users of FP8 caches wait for.
+// `small` is for compute-sanitizer. `records` times the cases that matter to users of FP8 caches.
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 
+#include "gpu/cache_bench.cuh"
 #include "gpu/check.cuh"
 #include "mla/records.cuh"
 #include "problems/record_values.h"
@@ -22,7 +23,7 @@ using namespace sparse_mla_problem;
 struct DecodeCase {
   Case c;
   Layout layout;
-  int splits;  // 0: as the rule has it
+  int splits;  // 0: sparse_mla_decode_splits chooses
 };
 
 bool run_case(const DecodeCase& tried, uint64_t seed) {
@@ -30,11 +31,11 @@ bool run_case(const DecodeCase& tried, uint64_t seed) {
   Problem x = make(c, seed);
   const Cache cache = store(x, tried.layout, seed);
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
-  const int64_t items = sparse_mla_decode_items(c.batch, c.queries, c.heads, c.groups);
+  const int64_t work_tiles = sparse_mla_decode_work_tiles(c.batch, c.queries, c.heads, c.groups);
   const int splits =
-      tried.splits ? tried.splits : sparse_mla_decode_splits(items, c.slots, num_sms());
-  const int64_t partials = sparse_mla_decode_partial_count(items, splits);
-  const int64_t partial_lses = sparse_mla_decode_lse_count(items, splits);
+      tried.splits ? tried.splits : sparse_mla_decode_splits(work_tiles, c.slots, num_sms());
+  const int64_t partials = sparse_mla_decode_partial_count(work_tiles, splits);
+  const int64_t partial_lses = sparse_mla_decode_lse_count(work_tiles, splits);
   SparseMlaDecodeParams p = decode_shapes(x, tried.layout, cache, splits);
   bf16 *q = upload(x.q), *out = device<bf16>(rows * 512);
   uint8_t* kv = upload(cache.rows);
@@ -78,7 +79,7 @@ bool run_case(const DecodeCase& tried, uint64_t seed) {
     for (float v : got_lse[0]) nans += std::isnan(v);
   }
   const bool good = same && nans == 0 && lse_error.good(3e-4) && out_error.good(6e-3);
-  printf("%-4s %-28s %2d parts  lse %.1e of %.1e  out %.1e of %.1e  nan %lld  %s\n",
+  printf("%-4s %-28s %2d splits  lse %.1e of %.1e  out %.1e of %.1e  nan %lld  %s\n",
          good ? "ok" : "BAD", c.name, splits, lse_error.worst, lse_error.top, out_error.worst,
          out_error.top, (long long)nans, same ? "repeats" : "DIFFERS");
   fflush(stdout);
@@ -96,7 +97,7 @@ const DecodeCase kCases[] = {
     {{"two tiles", 1, 1, 128, 64, 1, 576, 128}, {}, 2},
     {{"adversarial", 3, 2, 90, 20, 1, 576, 331, true, true, true, 2}, {}, 3},
     {{"groups, sharp", 1, 2, 70, 6, 3, 512, 200, false, true, false, 1, 12.f}, {}, 2},
-    {{"more parts than tiles", 1, 1, 70, 70, 1, 512, 70, false, false, false, 1}, {}, 5},
+    {{"more splits than tiles", 1, 1, 70, 70, 1, 512, 70, false, false, false, 1}, {}, 5},
     {{"no slots", 1, 2, 10, 16, 1, 576, 0}, {}, 2},
     {{"no keys", 1, 2, 0, 16, 1, 576, 65}, {}, 2},
     {{"pages", 3, 1, 91, 16, 1, 576, 400, true, true, true, 1}, {false, 7, true}, 2},
@@ -114,28 +115,31 @@ const DecodeCase kCases[] = {
     {{"70 requests", 70, 2, 500, 128, 1, 576, 512, true, true, true, 2}, {}, 0},
     {{"70 requests, records", 70, 2, 504, 64, 1, 576, 512, true, true, true}, {true, 63, true}, 0},
     {{"D 512, sharp", 4, 8, 2000, 128, 1, 512, 1024, false, true, true, 1, 12.f}, {}, 0},
-    {{"64 parts", 1, 1, 5000, 16, 1, 576, 4200, true}, {}, 64},
+    {{"64 splits", 1, 1, 5000, 16, 1, 576, 4200, true}, {}, 64},
 };
 
-__global__ void unpack_pieces(const record_values::Piece* pieces, uint32_t* values, int count) {
+__global__ void unpack_code_groups(const record_values::CodeGroup* code_groups, uint32_t* values,
+                                   int count) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;
-  mla::unpack_values(pieces[i].codes, pieces[i].scale, [&](int j, const uint32_t (&y)[4]) {
-    for (int m = 0; m < 4; ++m) values[i * 16 + j * 4 + m] = y[m];
-  });
+  mla::unpack_values(code_groups[i].codes, code_groups[i].scale,
+                     [&](int j, const uint32_t (&y)[4]) {
+                       for (int m = 0; m < 4; ++m) values[i * 16 + j * 4 + m] = y[m];
+                     });
 }
 
 bool run_values() {
-  const auto pieces = record_values::pieces();
-  const int count = static_cast<int>(pieces.size());
-  record_values::Piece* from = upload(pieces);
+  const auto code_groups = record_values::code_groups();
+  const int count = static_cast<int>(code_groups.size());
+  record_values::CodeGroup* from = upload(code_groups);
   auto* to = device<uint32_t>(count * 16);
-  unpack_pieces<<<(count + 127) / 128, 128>>>(from, to, count);
+  unpack_code_groups<<<(count + 127) / 128, 128>>>(from, to, count);
   CHECK(cudaGetLastError());
   const auto values = download(to, count * 16);
   int wrong = 0;
   for (int i = 0; i < count; ++i) {
-    wrong += record_values::wrong(pieces[i], reinterpret_cast<const uint16_t*>(&values[i * 16]));
+    wrong +=
+        record_values::wrong(code_groups[i], reinterpret_cast<const uint16_t*>(&values[i * 16]));
   }
   printf("%-4s values of records: %d of %d wrong\n", wrong ? "BAD" : "ok", wrong, 32 * count);
   CHECK(cudaFree(from));
@@ -145,28 +149,7 @@ bool run_values() {
 
 // ---- bench -------------------------------------------------------------------------------------
 
-__global__ void fill_bf16(bf16* x, int64_t n, uint64_t seed) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    const uint64_t h = mix(seed + i);
-    x[i] = __float2bfloat16(
-        (float(h & 0xffff) + float(h >> 16 & 0xffff) + float(h >> 32 & 0xffff) - 98302.f) / 32768);
-  }
-}
-// Records of e4m3 values in +-1.875, all scales the same, and bf16 values likewise.
-__global__ void fill_records(uint8_t* x, int64_t records, float scale, uint64_t seed) {
-  for (int64_t r = blockIdx.x; r < records; r += gridDim.x) {
-    uint8_t* record = x + r * kMlaRecordBytes;
-    for (int d = threadIdx.x; d < 512; d += blockDim.x) record[d] = mix(seed + r * 512 + d) & 0xbf;
-    for (int i = threadIdx.x; i < 4; i += blockDim.x) {
-      reinterpret_cast<float*>(record + 512)[i] = scale;
-    }
-    for (int i = threadIdx.x; i < 64; i += blockDim.x) {
-      reinterpret_cast<uint16_t*>(record + 528)[i] = (mix(seed + r * 64 + i) & 0x807f) | 0x3f00;
-    }
-  }
-}
-// Ascending, as the top-k gives them.
+// Ascending indices, as top-k returns them.
 __global__ void fill_indices(int32_t* x, int64_t rows, int K, int S, uint64_t seed) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * K;
        i += int64_t{gridDim.x} * blockDim.x) {
@@ -174,40 +157,12 @@ __global__ void fill_indices(int32_t* x, int64_t rows, int K, int S, uint64_t se
     x[i] = static_cast<int>((static_cast<double>(i % K) + within) * S / K);
   }
 }
-// A permutation of the pages: odd multiples modulo a power of two, else the identity.
-__global__ void fill_table(int32_t* x, int n) {
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
-    x[i] = (n & (n - 1)) ? i : static_cast<int>((i * 2654435761ull) & (n - 1));
-  }
-}
-
-double copy_rate() {
-  constexpr int64_t kBytes = int64_t{2} << 30;
-  auto *a = device<uint8_t>(kBytes), *b = device<uint8_t>(kBytes);
-  cudaEvent_t start, stop;
-  CHECK(cudaEventCreate(&start));
-  CHECK(cudaEventCreate(&stop));
-  float best = 1e9f;
-  for (int i = 0; i < 6; ++i) {
-    CHECK(cudaEventRecord(start));
-    CHECK(cudaMemcpyAsync(a, b, kBytes, cudaMemcpyDeviceToDevice));
-    CHECK(cudaEventRecord(stop));
-    CHECK(cudaEventSynchronize(stop));
-    float ms;
-    CHECK(cudaEventElapsedTime(&ms, start, stop));
-    best = std::min(best, ms);
-  }
-  CHECK(cudaFree(a));
-  CHECK(cudaFree(b));
-  return 2. * kBytes / best * 1e-9;  // TB/s
-}
-
 enum Kind { kFlat, kPages, kRecords, kOddRecords };
 const char* const kKinds[] = {"bf16", "bf16 pages", "fp8 pages",
                               "fp8 pages, scales no powers of two"};
 
-// Microseconds a call in a graph of calls that take turns over enough selections to miss the L2,
-// for the rule's number of parts and those around it.
+// Times one call, in microseconds, for the chosen number of splits and numbers around it. A graph
+// of calls alternates between enough selections to miss the L2.
 void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
   constexpr int kPageSize = 64;
   const bool records = kind == kRecords || kind == kOddRecords;
@@ -229,8 +184,8 @@ void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
   fill_indices<<<2048, 256>>>(indices, sets * tokens, K, S, 3);
   fill_table<<<256, 256>>>(table, rows / kPageSize);
   CHECK(cudaDeviceSynchronize());
-  const int64_t items = sparse_mla_decode_items(B, T, N, 1);
-  const int chosen = sparse_mla_decode_splits(items, K, num_sms());
+  const int64_t work_tiles = sparse_mla_decode_work_tiles(B, T, N, 1);
+  const int chosen = sparse_mla_decode_splits(work_tiles, K, num_sms());
   std::vector<int> tried = {chosen};
   for (int n : {1, chosen / 2, chosen + 1, chosen * 2}) {
     const bool fits = n >= 1 && n <= (K + 63) / 64 && n <= kSparseMlaMaxSplits;
@@ -242,8 +197,8 @@ void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
   cudaStream_t stream;
   CHECK(cudaStreamCreate(&stream));
   for (int splits : tried) {
-    auto* partial = device<float>(sparse_mla_decode_partial_count(items, splits));
-    auto* partial_lse = device<float>(sparse_mla_decode_lse_count(items, splits));
+    auto* partial = device<float>(sparse_mla_decode_partial_count(work_tiles, splits));
+    auto* partial_lse = device<float>(sparse_mla_decode_lse_count(work_tiles, splits));
     SparseMlaDecodeParams p = {};
     p.q = q, p.kv = kv, p.out = out, p.lse = lse, p.partial = partial, p.partial_lse = partial_lse;
     p.batch = B, p.queries = T, p.keys = S, p.heads = N, p.groups = 1, p.slots = K, p.dim = D;
@@ -279,7 +234,7 @@ void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
     }
     std::sort(us.begin(), us.end());
     const double mid = us[us.size() / 2];
-    printf("  %2d parts%s %7.1f us (best %.1f, worst %.1f)  %.2f of the bandwidth  %.0f TFLOPS\n",
+    printf("  %2d splits%s %7.1f us (best %.1f, worst %.1f)  %.2f of the bandwidth  %.0f TFLOPS\n",
            splits, splits == chosen ? ", chosen:" : ":        ", mid, us[0], us.back(),
            floor_us / mid, 2. * tokens * N * K * (D + 512) / mid * 1e-6);
     fflush(stdout);

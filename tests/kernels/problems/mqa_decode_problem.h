@@ -1,4 +1,4 @@
-// Random problems for mqa_decode and their float64 results: what the tests of its kernels share, on
+// Random problems for mqa_decode and their float64 results. The tests of its kernels share them on
 // the emulator and on a GPU.
 #pragma once
 
@@ -19,18 +19,18 @@ namespace mqa_decode_problem {
 using bf16 = __nv_bfloat16;
 
 struct Extras {
-  bool apart = false;      // values of their own, as wide as keys
-  int page_size = 0;       // 0: flat. Else a divisor of the number of keys
-  bool holes = false;      // some pages are not mapped
-  bool pools = false;      // each request has pages of its own
-  int window = -1;         // keys before its own that a query sees; -1: all
-  int starts = 0;          // 1: of each request, 2: of each query, at random
-  int sinks = 0;           // 1: [N], 2: [B, N]
-  bool normalized = true;  // else f32 results and the largest scores
-  bool infinite = false;   // the newest key of some requests
+  bool separate_values = false;  // values in an array of their own, as wide as keys
+  int page_size = 0;             // 0: flat; otherwise a divisor of the number of keys
+  bool holes = false;            // some pages are not mapped
+  bool pools = false;            // each request has its own page pool
+  int window = -1;               // a query sees this many keys before its own; -1: all
+  int starts = 0;                // random starts; 1: one per request, 2: one per query
+  int sinks = 0;                 // 1: [N], 2: [B, N]
+  bool normalized = true;        // otherwise float32 results and the largest scores
+  bool infinite = false;         // the newest key of some requests has infinite values
   float q_size = 1.f;
   bool full = false;     // all requests have all keys
-  bool shared = false;   // all requests have the keys of the first, flat
+  bool shared = false;   // all requests read the first request's keys; flat only
   bool records = false;  // keys are FP8 records
 };
 
@@ -43,14 +43,14 @@ struct Case {
 struct Problem {
   Case c;
   std::vector<bf16> q, k, v;     // as the kernel reads them
-  std::vector<uint8_t> records;  // in place of k
+  std::vector<uint8_t> records;  // used instead of k
   std::vector<int32_t> starts, ends, page_table;
   std::vector<float> sinks;
   int pages = 0;
   float scale;
 
-  int value_dim() const { return c.with.apart ? c.dim : 512; }
-  // A request's key in `k`, or -1.
+  int value_dim() const { return c.with.separate_values ? c.dim : 512; }
+  // Returns the row of a request's key in `k`, or -1.
   int64_t row(int batch, int key) const {
     if (c.with.page_size == 0) return (c.with.shared ? 0 : int64_t{batch} * c.keys) + key;
     const int page = page_table[batch * (c.keys / c.with.page_size) + key / c.with.page_size];
@@ -61,19 +61,21 @@ struct Problem {
   bool sees(int64_t token, int key) const { return starts[token] <= key && key < ends[token]; }
   const bf16* key(int64_t row, int group) const { return &k[(row * c.groups + group) * c.dim]; }
   const bf16* value(int64_t row, int group) const {
-    return c.with.apart ? &v[(row * c.groups + group) * c.dim] : key(row, group);
+    return c.with.separate_values ? &v[(row * c.groups + group) * c.dim] : key(row, group);
   }
 };
 
 inline Problem make(const Case& c, uint64_t seed) {
   std::mt19937_64 random(seed);
-  const auto normal = [](std::mt19937_64& random) {  // nearly; a sum of four numbers, and fast
+  const auto normal = [](std::mt19937_64& random) {  // nearly normal: a sum of four numbers, which
+                                                     // is fast
     const uint64_t x = random();
     const int sum = (x & 0xffff) + (x >> 16 & 0xffff) + (x >> 32 & 0xffff) + (x >> 48);
     return (sum - 131070) / 37837.f;
   };
   Problem p = {c};
-  p.scale = 0.8f / std::sqrt(float(c.dim));  // and not what a kernel might take for granted
+  p.scale = 0.8f / std::sqrt(float(c.dim));  // not the usual scale, so that a kernel cannot take it
+                                             // for granted
   int64_t rows = int64_t{c.with.shared ? 1 : c.batch} * c.keys;
   if (c.with.page_size > 0) {
     const int slots = c.batch * (c.keys / c.with.page_size);
@@ -91,7 +93,7 @@ inline Problem make(const Case& c, uint64_t seed) {
   p.q.resize(int64_t{c.batch} * c.queries * c.heads * c.dim);
   for (auto& x : p.q) x = __float2bfloat16(normal(random) * c.with.q_size);
   p.k.resize(rows * c.groups * c.dim + 8);
-  if (c.with.apart) p.v.resize(p.k.size());
+  if (c.with.separate_values) p.v.resize(p.k.size());
   for (auto* all : {&p.k, &p.v}) {
     for (auto& x : *all) x = __float2bfloat16(normal(random));
   }
@@ -125,7 +127,7 @@ inline Problem make(const Case& c, uint64_t seed) {
   for (size_t i = 0; i < p.sinks.size(); ++i) {
     p.sinks[i] = i % 7 == 2 ? INFINITY : i % 7 == 4 ? -INFINITY : normal(random) * 2;
   }
-  // NaN in every key that no query sees.
+  // Keys that no query sees become NaN.
   std::vector<bool> seen(rows);
   for (int b = 0; b < c.batch; ++b) {
     for (int key = 0; key < c.keys; ++key) {
@@ -153,16 +155,16 @@ inline Problem make(const Case& c, uint64_t seed) {
       record(row * c.groups + group)[value] |= 0x7f;
       continue;
     }
-    auto& all = c.with.apart ? p.v : p.k;
+    auto& all = c.with.separate_values ? p.v : p.k;
     all[row * width + random() % width] = __float2bfloat16(b % 4 ? NAN : -INFINITY);
     all[row * width] = __float2bfloat16(INFINITY);
   }
   return p;
 }
 
-// Of one head of a token; NaN where a value that it sees is not finite.
+// The result of one head of a token; NaN if a value that it sees is not finite.
 struct Row {
-  std::vector<double> out;  // gated
+  std::vector<double> out;  // with the sink's gate
   double lse = -INFINITY, top = -INFINITY;
 };
 
@@ -209,7 +211,7 @@ inline Row attend(const Problem& p, int64_t token, int head) {
   return row;
 }
 
-// The largest error of a result, and the largest that there should be.
+// The largest error of a result, and the largest expected magnitude.
 struct Error {
   double worst = 0, top = 0;
   void add(double got, double want) {
@@ -222,25 +224,26 @@ struct Error {
 
 struct Errors {
   Error out, lse, top;
-  bool poison = true;  // rows are NaN where they should be, at least one of their values
+  bool poison_kept =
+      true;  // whether rows that should be NaN have at least one value that is not finite
 
-  // `out` has a row's values, as floats.
+  // `out` holds a row's values as floats.
   void add(const Problem& p, const Row& want, const std::vector<float>& got, float got_lse,
            float got_top) {
     if (std::isnan(want.out[0])) {
       bool any = false;
       for (float x : got) any |= !std::isfinite(x);
-      poison &= any && (p.c.with.normalized || !std::isfinite(got_top));
+      poison_kept &= any && (p.c.with.normalized || !std::isfinite(got_top));
       return;
     }
     lse.add(got_lse, want.lse);
     if (!p.c.with.normalized) top.add(got_top, want.top);
     for (size_t d = 0; d < got.size(); ++d) out.add(got[d], want.out[d]);
   }
-  bool good() const { return out.good(6e-3) && lse.good(3e-4) && top.good(3e-4) && poison; }
+  bool good() const { return out.good(6e-3) && lse.good(3e-4) && top.good(3e-4) && poison_kept; }
 };
 
-// Everything but pointers to data.
+// Returns all parameters except pointers to data.
 inline jax_dsa::MqaDecodeParams shapes(const Problem& x) {
   const Case& c = x.c;
   jax_dsa::MqaDecodeParams p = {};

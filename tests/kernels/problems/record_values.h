@@ -1,4 +1,4 @@
-// What unpacking a record's values has to give, for its tests on the emulator and on a GPU.
+// Test values for unpacking FP8 records, for the tests on the emulator and on a GPU.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,38 +11,38 @@
 
 namespace record_values {
 
-struct Piece {
+struct CodeGroup {
   uint32_t codes[8];
   float scale;
 };
 
-// All codes by powers of two and other scales; with the NaNs, and with others in their place, since
-// one NaN is enough for another way through the code.
-inline std::vector<Piece> pieces() {
+// Returns all codes with power-of-two scales and other scales. Half of the groups have no NaN
+// codes, because one NaN sends a whole group through the slow path.
+inline std::vector<CodeGroup> code_groups() {
   std::vector<float> scales = {0x1p-130f, 1.f / 3, 0x1.8p-126f, 3e38f, 0.f, -1.f, INFINITY, NAN};
   for (int i = -126; i <= 10; ++i) scales.push_back(std::ldexp(1.f, i));
-  std::vector<Piece> all;
+  std::vector<CodeGroup> all;
   for (float scale : scales) {
     for (int first = 0; first < 512; first += 32) {
-      Piece piece = {{}, scale};
+      CodeGroup group = {{}, scale};
       for (int i = 0; i < 32; ++i) {
         uint8_t code = first + i;
         if (first >= 256 && (code & 0x7f) == 0x7f) --code;
-        reinterpret_cast<uint8_t*>(piece.codes)[i] = code;
+        reinterpret_cast<uint8_t*>(group.codes)[i] = code;
       }
-      all.push_back(piece);
+      all.push_back(group);
     }
   }
   return all;
 }
 
-// How many of the 32 values differ, in bits or in being NaN.
-inline int wrong(const Piece& piece, const uint16_t* got) {
+// Returns how many of the 32 values differ, in bits or in being NaN.
+inline int wrong(const CodeGroup& group, const uint16_t* got) {
   int count = 0;
   for (int i = 0; i < 32; ++i) {
     __nv_fp8_e4m3 code;
-    code.__x = reinterpret_cast<const uint8_t*>(piece.codes)[i];
-    const __nv_bfloat16 want = __float2bfloat16(float(code) * piece.scale);
+    code.__x = reinterpret_cast<const uint8_t*>(group.codes)[i];
+    const __nv_bfloat16 want = __float2bfloat16(float(code) * group.scale);
     __nv_bfloat16 value;
     std::memcpy(&value, got + i, 2);
     const bool nan = std::isnan(__bfloat162float(want));

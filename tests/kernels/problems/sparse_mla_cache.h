@@ -10,16 +10,17 @@
 
 namespace sparse_mla_problem {
 
-// Of records: the least powers of two; the least; powers of two that do not fit their values, and
-// others; the first with a NaN here and there among the values.
+// How the scales of records are chosen: the smallest powers of two that fit the values; the
+// smallest scales that fit; powers of two and others that do not fit; as the first, with a NaN here
+// and there among the values.
 enum Scales { kLeastPowers, kLeast, kWide, kWithNans };
 
 struct Layout {
   bool records = false;
-  int page_size = 0;   // 0: flat. Else a divisor of the number of keys
+  int page_size = 0;   // 0: flat; otherwise a divisor of the number of keys
   bool holes = false;  // some pages are not mapped
   Scales scales = kLeastPowers;
-  bool pools = false;  // each request has pages of its own
+  bool pools = false;  // each request has its own page pool
 };
 
 struct Cache {
@@ -50,8 +51,8 @@ inline void round_to_record(bf16* key, uint8_t* record, Scales kind, uint64_t ra
   std::memcpy(record + 528, key + 512, 128);
 }
 
-// Rounds the problem's keys to what the cache holds, and takes the slots out of it that point to
-// pages which are not mapped; the cache keeps all its indices.
+// Stores the problem's keys in a cache and rounds them to what the cache holds. Removes slots from
+// the problem that select unmapped pages; the cache's copy of the indices keeps them.
 inline Cache store(Problem& p, const Layout& layout, uint64_t seed) {
   const Case& c = p.c;
   std::mt19937_64 random(seed);
@@ -93,17 +94,17 @@ inline Cache store(Problem& p, const Layout& layout, uint64_t seed) {
       }
     }
   }
-  const int64_t a_batch = int64_t{c.queries} * c.groups * c.slots;
-  for (int64_t i = 0; layout.holes && i < c.batch * a_batch; ++i) {
+  const int64_t per_batch = int64_t{c.queries} * c.groups * c.slots;
+  for (int64_t i = 0; layout.holes && i < c.batch * per_batch; ++i) {
     int32_t& key = p.indices[i];
     if (key < 0 || key >= c.keys) continue;
-    const int page = cache.page_table[i / a_batch * cache.page_slots + key / layout.page_size];
+    const int page = cache.page_table[i / per_batch * cache.page_slots + key / layout.page_size];
     if (page < 0 || page >= cache.pages) key = -1;
   }
   return cache;
 }
 
-// Everything but pointers to data.
+// Returns all parameters except pointers to data.
 inline jax_dsa::SparseMlaDecodeParams decode_shapes(const Problem& x, const Layout& layout,
                                                     const Cache& cache, int splits) {
   jax_dsa::SparseMlaDecodeParams p = {};

@@ -1,4 +1,4 @@
-// Random problems for sparse MLA and their float64 results: what the tests of its kernels share, on
+// Random problems for sparse MLA and their float64 results. The tests of its kernels share them on
 // the emulator and on a GPU.
 #pragma once
 
@@ -23,9 +23,9 @@ struct Case {
   bool adversarial = false, ends = false, lengths = false;
   int sinks = 0;  // 1: [N], 2: [B, N]
   float q_size = 1.f;
-  bool sorted = false;   // distinct keys in ascending order, as top-k selects them
-  int shared_tiles = 0;  // at least so many that neighbouring queries have in common
-  float alike = 0;       // of sorted keys, the share that the query before has, too
+  bool sorted = false;    // distinct keys in ascending order, as top-k selects them
+  int shared_tiles = 0;   // at least this many key tiles are common to neighboring queries
+  float common_keys = 0;  // fraction of sorted keys that the previous query selects too
 };
 
 struct Problem {
@@ -43,7 +43,7 @@ struct Problem {
   int index(int64_t token, int group, int slot) const {
     return indices[(token * c.groups + group) * c.slots + slot];
   }
-  // A slot's key, among those of all batches and groups.
+  // Returns the row of a slot's key among the keys of all batch entries and groups.
   int64_t key_row(int64_t token, int group, int slot) const {
     return (token / c.queries * c.keys + index(token, group, slot)) * c.groups + group;
   }
@@ -57,7 +57,8 @@ inline Problem make(const Case& c, uint64_t seed) {
   std::normal_distribution<float> normal;
   Problem p = {c};
   const int64_t tokens = int64_t{c.batch} * c.queries;
-  p.scale = 0.8f / std::sqrt(float(c.dim));  // and not what a kernel might take for granted
+  p.scale = 0.8f / std::sqrt(float(c.dim));  // not the usual scale, so that a kernel cannot take it
+                                             // for granted
   p.q.resize(tokens * c.heads * c.dim);
   p.kv.resize(int64_t{c.batch} * c.keys * c.groups * c.dim + 8);
   for (auto& x : p.q) x = __float2bfloat16(normal(random) * c.q_size);
@@ -76,7 +77,8 @@ inline Problem make(const Case& c, uint64_t seed) {
       const auto before = p.indices.begin() + (row - c.groups) * c.slots;
       for (size_t i = 0; i < some.size(); ++i) {
         const bool there = std::count(some.begin(), some.end(), before[i]) > 0;
-        if (!there && std::generate_canonical<float, 24>(random) < c.alike) some[i] = before[i];
+        if (!there && std::generate_canonical<float, 24>(random) < c.common_keys)
+          some[i] = before[i];
       }
       std::sort(some.begin(), some.end());
     }
@@ -96,7 +98,7 @@ inline Problem make(const Case& c, uint64_t seed) {
   for (size_t i = 0; i < p.sinks.size(); ++i) {
     p.sinks[i] = i % 7 == 2 ? INFINITY : i % 7 == 4 ? -INFINITY : normal(random) * 2;
   }
-  // NaN in every key that no slot selects.
+  // Keys that no slot selects become NaN.
   std::vector<bool> used(int64_t{c.batch} * c.keys * c.groups);
   for (int64_t t = 0; t < tokens; ++t) {
     for (int g = 0; g < c.groups; ++g) {
@@ -111,8 +113,8 @@ inline Problem make(const Case& c, uint64_t seed) {
   return p;
 }
 
-// The rows that the backward pass sums: of every `count` tokens in the order of their keys, see
-// `row_order` and `row_key` in sparse_mla.h.
+// The order in which the backward pass sums rows: for every `count` tokens, rows in the order of
+// their keys. See `row_order` and `row_key` in sparse_mla.h.
 struct RowOrder {
   std::vector<int32_t> order;
   std::vector<uint32_t> key;
@@ -121,14 +123,14 @@ inline RowOrder order_rows(const Problem& p, int64_t count) {
   const Case& c = p.c;
   const int64_t tokens = int64_t{c.batch} * c.queries,
                 nowhere = int64_t{c.batch} * c.keys * c.groups;
-  const int parts = (c.heads / c.groups + 127) / 128, padded = (c.slots + 63) / 64 * 64;
+  const int head_tiles = (c.heads / c.groups + 127) / 128, padded = (c.slots + 63) / 64 * 64;
   RowOrder to;
   for (int64_t first = 0; first < tokens; first += count) {
     std::vector<std::vector<int>> lists(nowhere + 1);
     int row = 0;
     for (int64_t t = first; t < std::min(first + count, tokens); ++t) {
-      for (int i = 0; i < c.groups * parts * padded; ++i, ++row) {
-        const int group = i / (parts * padded), slot = i % padded;
+      for (int i = 0; i < c.groups * head_tiles * padded; ++i, ++row) {
+        const int group = i / (head_tiles * padded), slot = i % padded;
         const bool counts = slot < c.slots && p.counts(t, group, slot);
         lists[counts ? p.key_row(t, group, slot) : nowhere].push_back(row);
       }
@@ -141,9 +143,10 @@ inline RowOrder order_rows(const Problem& p, int64_t count) {
   return to;
 }
 
-// Of one (token, head).
+// The result of one head of a token.
 struct Row {
-  std::vector<double> score, out;  // -inf in slots that do not count; the gated output
+  std::vector<double> score, out;  // scores are -inf in invalid slots; the output has the sink's
+                                   // gate
   double lse, gate;
 };
 
@@ -179,7 +182,7 @@ inline Row attend(const Problem& p, int64_t token, int head) {
   return row;
 }
 
-// Of a result.
+// The largest error of a result, and the largest expected magnitude.
 struct Error {
   double worst = 0, top = 0;
   void add(double got, double want) {
@@ -191,7 +194,7 @@ struct Error {
   bool good(double relative) const { return worst <= relative * top + 1e-6; }
 };
 
-// Upstream gradients and what they should become.
+// Gradients of the results, and the expected gradients of the inputs.
 struct Gradients {
   std::vector<bf16> dout;  // with the gate of a sink as a factor
   std::vector<bf16> out;
@@ -210,11 +213,11 @@ inline Gradients differentiate(const Problem& x, uint64_t seed) {
   g.dq.resize(rows * c.dim);
   g.dkv.resize(int64_t{c.batch} * c.keys * c.groups * c.dim);
   const int workers = std::max(1u, std::thread::hardware_concurrency());
-  std::vector<std::vector<double>> parts(workers);
+  std::vector<std::vector<double>> worker_dkv(workers);
   std::vector<std::thread> threads;
   for (int worker = 0; worker < workers; ++worker) {
     threads.emplace_back([&, worker] {
-      std::vector<double>& dkv = parts[worker];
+      std::vector<double>& dkv = worker_dkv[worker];
       dkv.resize(g.dkv.size());
       for (int64_t r = worker; r < rows; r += workers) {
         std::mt19937_64 random(seed * 1000003 + r);
@@ -232,7 +235,9 @@ inline Gradients differentiate(const Problem& x, uint64_t seed) {
           delta += dout[d] * __bfloat162float(g.out[r * 512 + d]);
         }
         g.lse[r] = row.lse;
-        if (row.lse == -INFINITY) g.dlse[r] = NAN;  // of no key, so it must reach nothing
+        if (row.lse == -INFINITY)
+          g.dlse[r] = NAN;  // this row has no key, so the gradient must not
+                            // reach anything
         for (int k = 0; k < c.slots; ++k) {
           if (row.score[k] == -INFINITY) continue;
           const double p = std::exp(row.score[k] - row.lse);
@@ -250,8 +255,8 @@ inline Gradients differentiate(const Problem& x, uint64_t seed) {
     });
   }
   for (auto& thread : threads) thread.join();
-  for (const auto& part : parts) {
-    for (size_t i = 0; i < part.size(); ++i) g.dkv[i] += part[i];
+  for (const auto& own : worker_dkv) {
+    for (size_t i = 0; i < own.size(); ++i) g.dkv[i] += own[i];
   }
   return g;
 }

@@ -1,4 +1,4 @@
-"""`mqa_decode` over flat and paged keys, and `merge_attention`."""
+"""Transform cases of `mqa_decode` with flat and paged keys, and of `merge_attention`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_grouped_args(rng: np.random.Generator) -> tuple:
     return floats(rng, B, T, N, D), floats(rng, B, S, 2, D), floats(rng, B, S, 2, E)
 
 
-def unnormalised(q, k, v):
+def unnormalized(q, k, v):
     return mqa_decode(q, k, v, local_window_size=4, normalize=False)
 
 
@@ -45,7 +45,7 @@ def paged(q, k, v, table, lengths):
     return mqa_decode(q, cache, v, num_splits=2, return_lse=True)
 
 
-def make_parts(rng: np.random.Generator) -> tuple:
+def make_merge_args(rng: np.random.Generator) -> tuple:
     outs = [floats(rng, B, T, N, E) for _ in range(2)]
     return *outs, *(floats(rng, B, T, N) for _ in range(2))
 
@@ -67,8 +67,8 @@ CASES = [
         },
     ),
     TransformCase(
-        "mqa_decode-unnormalised-groups",
-        unnormalised,
+        "mqa_decode-unnormalized-groups",
+        unnormalized,
         make_grouped_args,
         (0, 1, 2),
         {"batch": (P("x"), P("x"), P("x")), "head": (P(None, None, "x"), P(), P())},

@@ -1,4 +1,4 @@
-"""`sparse_mla` and its decode form."""
+"""Transform cases of `sparse_mla` and `sparse_mla_decode`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def floats(rng: np.random.Generator, *shape: int) -> jnp.ndarray:
 
 
 def picks(rng: np.random.Generator, *shape: int, below: int = S) -> jnp.ndarray:
-    """Indices with duplicates and empty slots among them."""
+    """Returns indices that contain duplicates and empty slots."""
     return jnp.asarray(rng.integers(-1, below + 1, size=shape), jnp.int32)
 
 

@@ -1,4 +1,4 @@
-"""Decode attention over a range of keys, one query head at a time, in float64."""
+"""Decode attention to a range of keys in float64, one query head at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from support.oracles.sparse_mla import gate
 
 
 def unpaged(pages: np.ndarray, page_table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [B, R * L, G, D] that a table [B, R] deals out of pages, and which are mapped."""
+    """Returns the rows [B, R * L, G, D] that a page table [B, R] selects, and which are mapped."""
     num_pages, size = pages.shape[:2]
     B, R = page_table.shape
     rows = np.zeros((B, R * size, *pages.shape[2:]), pages.dtype)
@@ -32,7 +32,7 @@ def mqa_decode(
     sinks: np.ndarray | None = None,
     mapped: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """out [B, T, N, E], lse and the largest score [B, T, N]."""
+    """Returns out [B, T, N, E], and lse and the largest score [B, T, N]."""
     B, T, N, _ = q.shape
     S, G = k.shape[1:3]
     q, k, v = q.astype(np.float64), k.astype(np.float64), v.astype(np.float64)
@@ -59,14 +59,14 @@ def mqa_decode(
 
 
 def merge_attention(outs: np.ndarray, lses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Partial results [P, ..., E] and [P, ...] combined."""
+    """Combines the results [P, ..., E] and [P, ...] of disjoint sets of keys."""
     out, lse = np.zeros(outs.shape[1:]), np.full(lses.shape[1:], -np.inf)
     for i in np.ndindex(*lse.shape):
-        parts = [p for p in range(len(outs)) if lses[(p, *i)] > -np.inf]
-        if not parts:
+        sets = [p for p in range(len(outs)) if lses[(p, *i)] > -np.inf]
+        if not sets:
             continue
-        top = max(lses[(p, *i)] for p in parts)
-        weights = np.array([np.exp(lses[(p, *i)] - top) for p in parts])
+        top = max(lses[(p, *i)] for p in sets)
+        weights = np.array([np.exp(lses[(p, *i)] - top) for p in sets])
         lse[i] = top + np.log(weights.sum())
-        out[i] = sum(w * outs[(p, *i)] for w, p in zip(weights, parts, strict=True)) / weights.sum()
+        out[i] = sum(w * outs[(p, *i)] for w, p in zip(weights, sets, strict=True)) / weights.sum()
     return out, lse

@@ -1,4 +1,4 @@
-"""Sparse attention, one query head at a time, in float64."""
+"""Sparse attention in float64, one query head at a time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 
 def valid_keys(row: np.ndarray, keys: int, end: int, length: int) -> list[tuple[int, int]]:
-    """(slot, key) of the slots of one row of indices that count."""
+    """Returns the (slot, key) pairs of the valid slots of one row of indices."""
     return [(i, int(j)) for i, j in enumerate(row[:length]) if 0 <= j < keys and j < end]
 
 
 def visible_end(t: int, keys: int, is_causal: bool, query_start: int, key_stride: int) -> int:
-    """One past the last key that query t sees."""
+    """Returns the exclusive end of the keys that query t sees."""
     return (query_start + t + 1) // key_stride if is_causal else keys
 
 
@@ -27,7 +27,7 @@ def selections(
     key_stride: int = 1,
     topk_length: np.ndarray | None = None,
 ) -> Any:
-    """For every (b, t, n): its KV group, and the (slot, key) pairs that count."""
+    """Yields every (b, t, n) with its KV head group and the valid (slot, key) pairs."""
     B, T, N, _ = q.shape
     S, G = kv.shape[1:3]
     first = np.broadcast_to(query_start, B)
@@ -41,14 +41,16 @@ def selections(
 def slot_scores(
     q: np.ndarray, kv: np.ndarray, slots: list[tuple[int, int]], scale: float
 ) -> np.ndarray:
-    """Of one query and one head; the same to the last bit wherever they are needed, since a huge
-    scale makes much of a bit.
+    """Returns the scores of one query head.
+
+    All oracles use this function so that their scores are bit-identical. With a huge scale a single
+    bit matters.
     """
     return np.array([scale * float(q @ kv[j]) for _, j in slots])
 
 
 def gate(sink: float, lse: float) -> float:
-    """1 / (1 + exp(sink - lse)) with its limits."""
+    """Returns 1 / (1 + exp(sink - lse)), also for infinite arguments."""
     if sink == np.inf or lse == -np.inf:
         return 0.0
     return 1.0 if sink == -np.inf else 1 / (1 + np.exp(sink - lse))
@@ -64,7 +66,7 @@ def sparse_mla(
     sinks: np.ndarray | None = None,
     **which: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """out [B, T, N, E] and lse [B, T, N]."""
+    """Returns out [B, T, N, E] and lse [B, T, N]."""
     q, kv = q.astype(np.float64), kv.astype(np.float64)
     out = np.zeros((*q.shape[:3], value_dim))
     lse = np.full(q.shape[:3], -np.inf)
@@ -93,7 +95,7 @@ def sparse_mla_grads(
     sinks: np.ndarray | None = None,
     **which: Any,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """dq, dkv and dsinks, through the softmax's Jacobian."""
+    """Returns dq, dkv and dsinks, computed with the Jacobian of the softmax."""
     q, kv, dout = (x.astype(np.float64) for x in (q, kv, dout))
     dq, dkv, dsinks = np.zeros(q.shape), np.zeros(kv.shape), np.zeros(q.shape[2])
     for (b, t, n), g, slots in selections(q, kv, indices, **which):
@@ -104,15 +106,15 @@ def sparse_mla_grads(
         p = np.exp(s - s.max())
         lse = s.max() + np.log(p.sum())
         p /= p.sum()
-        share = 1.0 if sinks is None else gate(sinks[n], lse)
-        plain = p @ rows[:, :value_dim]
-        dshare = dout[b, t, n] @ plain
-        dsinks[n] -= dshare * share * (1 - share)
-        dp = rows[:, :value_dim] @ dout[b, t, n] * share
+        gate_n = 1.0 if sinks is None else gate(sinks[n], lse)
+        ungated = p @ rows[:, :value_dim]
+        dgate = dout[b, t, n] @ ungated
+        dsinks[n] -= dgate * gate_n * (1 - gate_n)
+        dp = rows[:, :value_dim] @ dout[b, t, n] * gate_n
         ds = (np.diag(p) - np.outer(p, p)) @ dp
-        ds += p * (dlse[b, t, n] + dshare * share * (1 - share))
+        ds += p * (dlse[b, t, n] + dgate * gate_n * (1 - gate_n))
         dq[b, t, n] = scale * ds @ rows
         for i, (_, j) in enumerate(slots):
             dkv[b, j, g] += scale * ds[i] * q[b, t, n]
-            dkv[b, j, g, :value_dim] += p[i] * share * dout[b, t, n]
+            dkv[b, j, g, :value_dim] += p[i] * gate_n * dout[b, t, n]
     return dq, dkv, dsinks
