@@ -253,7 +253,7 @@ DECODE = {
         "'cache.k' has dtype float32",
     ),
     "q batch": ({"q": np.zeros((3, 1, N, D), f32)}, ValueError, "'cache.k' has shape"),
-    "cache": ({"cache": None}, TypeError, "'cache' is NoneType, want an HTreeCache"),
+    "cache": ({"cache": None}, TypeError, "'cache' is NoneType, expected an HTreeCache"),
     "scale": ({"scale": np.inf}, ValueError, "'scale' is inf"),
     "rope_base": ({"rope_base": -1}, ValueError, "'rope_base' is -1"),
     "return_lse": ({"return_lse": 0}, TypeError, "'return_lse'"),

@@ -1,4 +1,4 @@
-// Launcher of decode: a kernel a layer, and a merge.
+// Launcher of decode: one kernel per layer, then the combine.
 
 #include "common/error.h"
 #include "htree/decode_launch.cuh"
@@ -38,7 +38,8 @@ int64_t htree_decode_workspace(const HTreeDecodeParams& p) {
   HTreeFwdParams none = p.fwd;
   none.workspace = nullptr;
   const int64_t layers = htree_layers(none.tokens, none.compression, none.top_k).count;
-  return htree::assign_workspace(none, layers, std::max<int64_t>(htree::decode_rows(none), kMaxSms), x);
+  return htree::assign_workspace(none, layers, std::max<int64_t>(htree::decode_rows(none), kMaxSms),
+                                 x);
 }
 
 cudaError_t launch_htree_decode(const HTreeDecodeParams& params, cudaStream_t stream) {
