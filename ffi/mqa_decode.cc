@@ -7,7 +7,7 @@
 #include "ffi/common.h"
 #include "ffi/sparse_mla_operands.h"
 #include "ffi/targets.h"
-#include "sparse_mla/sparse_mla_decode.h"
+#include "mla/layout.h"
 
 namespace jax_dsa {
 namespace {
@@ -44,9 +44,8 @@ ffi::Error mqa_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::AnyBuf
     return invalid_argument(kOp, "k is neither bfloat16 nor uint8");
   }
   if (params.records && dim != 576) return invalid_argument(kOp, "D of records is not 576");
-  DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "k", k.dimensions(), {},
-                  {pools, rows, groups, params.records ? kSparseMlaRecordBytes : dim}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(
+      kOp, "k", k.dimensions(), {}, {pools, rows, groups, params.records ? kMlaRecordBytes : dim}));
   const int64_t value_dim = present(v) ? dim : 512;
   const void* values = nullptr;
   DSA_FFI_RETURN_IF_ERROR(

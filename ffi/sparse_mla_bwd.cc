@@ -34,7 +34,7 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::Bu
   DSA_FFI_RETURN_IF_ERROR(read_scale(kOp, scale, &params));
   const int64_t batch = params.batch, queries = params.queries, heads = params.heads;
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dout", dout.dimensions(), {},
-                                      {batch, queries, heads, int64_t{kSparseMlaValueDim}}));
+                                      {batch, queries, heads, int64_t{kMlaValueDim}}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse.dimensions(), {}, {batch, queries, heads}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "out", out.dimensions(), dout.dimensions(), {}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dlse", dlse.dimensions(), {}, {batch, queries, heads}));

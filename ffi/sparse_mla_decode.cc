@@ -35,7 +35,7 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi:
   SparseMlaDecodeParams params = {};
   DSA_FFI_RETURN_IF_ERROR(
       read_operands(kOp, q, kv, indices, ends, topk_length, &params,
-                    {.shared = shared, .record_bytes = records ? kSparseMlaRecordBytes : 0}));
+                    {.shared = shared, .record_bytes = records ? kMlaRecordBytes : 0}));
   DSA_FFI_RETURN_IF_ERROR(read_sinks(kOp, sinks, &params));
   DSA_FFI_RETURN_IF_ERROR(read_results(kOp, out, lse, &params));
   DSA_FFI_RETURN_IF_ERROR(read_scale(kOp, scale, &params));
@@ -67,7 +67,7 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi:
     ffi::Result<ffi::Buffer<ffi::F32>> x = partial.value(), y = partial_lse.value();
     const int64_t items = sparse_mla_decode_items(batch, queries, params.heads, params.groups);
     DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "partial", x->dimensions(), {},
-                                        {items, splits, 64, int64_t{kSparseMlaValueDim}}));
+                                        {items, splits, 64, int64_t{kMlaValueDim}}));
     DSA_FFI_RETURN_IF_ERROR(
         check_shape(kOp, "partial_lse", y->dimensions(), {}, {items, splits, 64}));
     params.partial = x->typed_data();

@@ -72,7 +72,7 @@ inline ffi::Error read_results(const char* op, ffi::Result<ffi::Buffer<ffi::BF16
                                ffi::Result<ffi::Buffer<ffi::F32>> lse, SparseMlaFwdParams* params) {
   const int64_t batch = params->batch, queries = params->queries, heads = params->heads;
   DSA_FFI_RETURN_IF_ERROR(check_shape(op, "out", out->dimensions(), {},
-                                      {batch, queries, heads, int64_t{kSparseMlaValueDim}}));
+                                      {batch, queries, heads, int64_t{kMlaValueDim}}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(op, "lse", lse->dimensions(), {}, {batch, queries, heads}));
   params->out = out->untyped_data();
   params->lse = lse->typed_data();

@@ -1,8 +1,7 @@
 // Tests hierarchical tree attention's backward kernels against float64 on the CPU, then times them.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   htree_bwd_check \
-//       tests/kernels/gpu/htree_bwd_check.cu cuda/htree/build.cu cuda/htree/bwd.cu \
-//       cuda/htree/fwd.cu cuda/topk/dispatch.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o htree_bwd_check tests/kernels/gpu/htree_bwd_check.cu cuda/htree/build.cu \
+//       cuda/htree/bwd.cu cuda/htree/fwd.cu cuda/topk/dispatch.cu
 //   ./htree_bwd_check [test|small|bench] [seed or T]
 // Of what `test` prints: dq is the walk's, dk and dv are the lists' and the nodes'; all are wrong
 // with wrong records. `bench` times every pass, for shapes of thread blocks and numbers of queries

@@ -1,7 +1,6 @@
 // Tests hierarchical tree attention's forward kernels against float64 on the CPU, then times them.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o htree_check
-//   \
-//       tests/kernels/gpu/htree_check.cu cuda/htree/build.cu cuda/htree/fwd.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o htree_check tests/kernels/gpu/htree_check.cu cuda/htree/build.cu cuda/htree/fwd.cu \
 //       cuda/topk/dispatch.cu
 //   ./htree_check [test|small|bench|once|build] [seed or T]
 // Of what `test` prints: a wrong tree explains all else; then "gap" (a candidate was left that is
@@ -86,7 +85,8 @@ double overlap(const htree::Plan& plan) {
   double taken = 0, gathered = 0;
   for (int64_t row = 0; row + plan.tile_queries <= plan.chunk.rows && row < 50 * plan.tile_queries;
        row += plan.tile_queries) {
-    std::vector<int32_t> all(nodes.begin() + row * k, nodes.begin() + (row + plan.tile_queries) * k);
+    std::vector<int32_t> all(nodes.begin() + row * k,
+                             nodes.begin() + (row + plan.tile_queries) * k);
     all.erase(std::remove(all.begin(), all.end(), -1), all.end());
     std::sort(all.begin(), all.end());
     taken += all.size();

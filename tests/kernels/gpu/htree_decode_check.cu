@@ -1,7 +1,6 @@
 // Tests hierarchical tree attention's decode kernels against float64 on the CPU, then times them.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   htree_decode_check \
-//       tests/kernels/gpu/htree_decode_check.cu cuda/htree/decode.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o htree_decode_check tests/kernels/gpu/htree_decode_check.cu cuda/htree/decode.cu
 //   ./htree_decode_check [test|small|bench] [seed or T]
 // `bench` times a step as a graph, then each of its kernels by itself, many times in a row.
 #include <cstdio>
