@@ -13,6 +13,7 @@
 
 #include <type_traits>
 
+#include "common/softmax.cuh"
 #include "htree/walk.cuh"
 
 namespace jax_dsa::htree {
@@ -30,8 +31,6 @@ struct alignas(1024) AttendShared {
 struct Softmax {
   float running_max[2] = {-INFINITY, -INFINITY};  // log2 units
   float sum[2] = {};                              // over this lane's probabilities only
-
-  __device__ static float finite(float x) { return x == -INFINITY ? 0.f : x; }
 
   // Turns scores into probabilities. If a score of the warp's exceeds its running max by more
   // than the margin, raises the running max and rescales the outputs.
@@ -51,7 +50,7 @@ struct Softmax {
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
         const float to = top[r] > running_max[r] + kLazyMargin ? top[r] : running_max[r];
-        factor[r] = exp2_approx(running_max[r] - finite(to));
+        factor[r] = exp2_approx(running_max[r] - finite_max(to));
         sum[r] *= factor[r];
         running_max[r] = to;
       }
@@ -61,7 +60,7 @@ struct Softmax {
         for (int j = 0; j < 4; ++j) o[i][j] *= factor[j / 2];
       }
     }
-    const float shift[2] = {finite(running_max[0]), finite(running_max[1])};
+    const float shift[2] = {finite_max(running_max[0]), finite_max(running_max[1])};
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll

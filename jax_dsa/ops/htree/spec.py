@@ -70,9 +70,6 @@ class Operands(NamedTuple):
     positions: Int[Array, "b t"]
 
 
-_ORDINALS = Dtype(lambda options, _: options.ordinal_dtype)
-
-
 class Results(NamedTuple):
     """The results of the forward pass.
 
