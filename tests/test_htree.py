@@ -1,4 +1,7 @@
-"""`htree_attention` and `htree_select` against the float64 oracle. Trees: test_htree_decode.py."""
+"""`htree_attention` and `htree_select` against the float64 oracle.
+
+test_htree_decode.py tests trees and decode, test_htree_arguments.py tests misuse.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
 from support.compare import assert_as_good_as, assert_matches, assert_unmoved
@@ -20,7 +21,6 @@ import jax_dsa
 from jax_dsa.core import streaming
 from jax_dsa.ops.htree import (
     HTreeCache,
-    cuda,
     htree_attention,
     htree_build,
     htree_select,
@@ -53,27 +53,27 @@ def cotangents(rng: np.random.Generator, t: int = T) -> tuple:
 
 
 def listed(indices: Any) -> list[int]:
-    """An inspected row without its -1, which come last."""
+    """Returns a row of an `HTreeSelection` without the -1 at its end, checking its order."""
     row = np.asarray(indices)
     count = (row >= 0).sum()
     assert np.all(row[:count] >= 0) and np.all(np.diff(row[:count]) > 0)
     return row[:count].tolist()
 
 
-def test_oracle_on_a_case_done_by_hand() -> None:
+def test_oracle_on_a_hand_computed_case() -> None:
     k, v = np.zeros((1, 4, 1, 2)), np.array([1.0, 3.0, 10.0, 20.0]).reshape(1, 4, 1, 1)
     q = np.ones((1, 4, 1, 2))
     out, lse, seen = oracle.attention(q, k, v, compression=2, top_k=1)
-    # The last query takes tokens 2 and 3 themselves, and the mean of the first two.
+    # The last query attends to tokens 2 and 3 themselves, and to the mean of the first two.
     np.testing.assert_allclose(out[0, :, 0, 0], [1, 2, (2 + 10) / 2, (2 + 10 + 20) / 3])
     np.testing.assert_allclose(lse[0, :, 0], np.log([1, 2, 2, 3]))
     assert seen[0, 3, 0] == [[[2, 3], [0, 1]], [[], [1]]]
-    turned = oracle.rope(np.array([1.0, 1.0, 0.0, 0.0]), 3, base=100.0)
-    np.testing.assert_allclose(turned, [np.cos(3), np.cos(0.3), np.sin(3), np.sin(0.3)])
+    rotated = oracle.rope(np.array([1.0, 1.0, 0.0, 0.0]), 3, base=100.0)
+    np.testing.assert_allclose(rotated, [np.cos(3), np.cos(0.3), np.sin(3), np.sin(0.3)])
 
 
 def test_defaults(rng: np.random.Generator) -> None:
-    """16 children a node, 512 nodes selected: one layer up to 8192 tokens, the dense attention."""
+    """With 16 children per node and 512 selected nodes, up to 8192 tokens are one layer."""
     small = inputs(rng, t=20)
     assert_matches(htree_attention(*small), oracle.dense(*small).astype(np.float32), tol=1e-5)
     q, k = (jax.ShapeDtypeStruct((1, 8193, heads, D), jnp.float32) for heads in (N, G))
@@ -122,7 +122,7 @@ def test_accumulated_nodes_are_a_partition(rng: np.random.Generator) -> None:
 
 
 def at_some_tokens(q: Any, k: Any, positions: Any, **options: Any) -> np.ndarray:
-    """Ordinals [queries, layers - 1, K] that queries at these tokens select."""
+    """Returns the ordinals [queries, layers - 1, K] that queries at these tokens select."""
     operands = Operands(jnp.asarray(q), jnp.asarray(k), jnp.asarray(k), jnp.asarray(positions))
     return np.asarray(jax.jit(xla.htree_fwd, static_argnums=0)(Options(**options), operands)[2])[
         0, :, 0
@@ -143,7 +143,7 @@ def test_accumulated_nodes_are_a_partition_of_many_tokens(
 
 
 def test_selection_is_exact_with_many_ties(rng: np.random.Generator) -> None:
-    """Of 1000 queries, in two layers."""
+    """Checks 1000 queries in two layers."""
     tokens, sizes = 20_000, {"compression": 16, "top_k": 32}
     q, k = oracle.exact_problem(rng, tokens, 2, 16, 16)
     positions = rng.integers(0, tokens, 1000).astype(np.int32)
@@ -162,26 +162,26 @@ def test_selection_is_exact_with_many_ties(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("top_k", [16, 512])
-def test_up_to_the_budget_it_is_dense_attention(top_k: int, rng: np.random.Generator) -> None:
-    """With as many tokens as there is room for, and with fewer."""
+def test_one_layer_is_dense_attention(top_k: int, rng: np.random.Generator) -> None:
+    """Holds for exactly r * K tokens, and for fewer."""
     args = inputs(rng, t=64)
     got = htree_attention(*args, compression=4, top_k=top_k)
     assert_matches(got, oracle.dense(*args).astype(np.float32), tol=1e-5)
 
 
-def test_later_tokens_do_not_matter(rng: np.random.Generator) -> None:
-    """The same from a tree of three layers, of two, and of one."""
+def test_later_tokens_have_no_influence(rng: np.random.Generator) -> None:
+    """Trees of three layers, of two and of one give the same results."""
     args = inputs(rng)
     whole = both(*args)
     for t in (7, 20):
-        part = both(*(x[:, :t] for x in args))
-        assert_matches(part, tuple(x[:, :t] for x in whole), tol=1e-5)
+        shorter = both(*(x[:, :t] for x in args))
+        assert_matches(shorter, tuple(x[:, :t] for x in whole), tol=1e-5)
 
 
 @pytest.mark.parametrize("t", [T, 9], ids=["three layers", "one layer"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_poisoned_future(t: int, poison: float, rng: np.random.Generator) -> None:
-    """Not a bit changes for queries 0..last, and what they send back to the inputs."""
+    """The results of queries 0..last, and their gradients, do not change by a single bit."""
     last = t // 2
     args, (dout, dlse) = inputs(rng, t=t), cotangents(rng, t)
     dout[:, last + 1 :], dlse[:, last + 1 :] = 0, 0
@@ -199,7 +199,7 @@ def test_poisoned_future(t: int, poison: float, rng: np.random.Generator) -> Non
 
 
 @pytest.mark.parametrize("t", [T, 9], ids=["three layers", "one layer"])
-def test_poison_that_is_visible_shows(t: int, rng: np.random.Generator) -> None:
+def test_visible_nan_reaches_the_output(t: int, rng: np.random.Generator) -> None:
     q, k, v = inputs(rng, t=t)
     v[0, 5, 1, 2] = np.nan
     k[1, 3, 0, 4] = np.nan
@@ -212,7 +212,7 @@ def test_poison_that_is_visible_shows(t: int, rng: np.random.Generator) -> None:
 
 
 def test_large_score_gaps(rng: np.random.Generator) -> None:
-    """Selected and other nodes lie tens of nats apart, one way and the other."""
+    """Scores of selected and of other nodes differ by tens of nats, in either direction."""
     q, k, v = inputs(rng)
     q *= 40
     out, lse, _ = oracle.attention(q, k, v, **TREE)
@@ -234,14 +234,12 @@ def test_ties_go_to_the_lower_ordinal(rng: np.random.Generator) -> None:
 
 
 def test_importance_is_over_all_heads_of_a_group() -> None:
-    """Node 1 is the best for each of the heads, node 0 has the best single score, and node 1 wins
-    by the sum; by the largest score node 0 would.
-    """
+    """Node 1 has the largest logsumexp over both heads; node 0 has the largest single score."""
     q = np.zeros((1, 8, 2, 2), np.float32)
     q[0, 7] = [[30.0, 0.0], [0.0, 30.0]]
     k = np.zeros((1, 8, 1, 2), np.float32)
     k[0, 0:2, 0], k[0, 2:4, 0] = [1.0, -10.0], [0.95, 0.95]
-    # The query stands at place 3 of the upper layer: turned so, keys meet it as they are.
+    # The query has ordinal 3 in the upper layer. This rotation cancels that of the scores.
     for t in range(8):
         k[0, t, 0] = oracle.rope(k[0, t, 0], 3 - t // 2, 1.0)
     upper = htree_select(q, k, compression=2, top_k=2, scale=0.05)[1]
@@ -250,7 +248,7 @@ def test_importance_is_over_all_heads_of_a_group() -> None:
 
 @pytest.mark.parametrize("t", [T, 9], ids=["three layers", "one layer"])
 def test_gradients_are_those_of_plain_autodiff(t: int, rng: np.random.Generator) -> None:
-    """Of both results, and of each alone."""
+    """Checks cotangents of both results, and of each alone."""
     args, (dout, dlse) = inputs(rng, t=t), cotangents(rng, t)
     plain = jax.jit(lambda args, cts: jax.vjp(both, *args)[1](cts))
     for cts in ((dout, dlse), (dout, 0 * dlse), (0 * dout, dlse)):
@@ -268,17 +266,17 @@ def test_gradients_against_finite_differences(rng: np.random.Generator) -> None:
 
 
 def dense(q: Any, k: Any, v: Any) -> jax.Array:
-    """Causal attention with RoPE in the dtype of its operands."""
+    """Returns causal attention with RoPE, in the dtype of its operands."""
     t = q.shape[1]
     angle = np.arange(t)[:, None] * 10000.0 ** -(np.arange(D // 2) / (D // 2))
     cos, sin = (f(angle)[:, None].astype(np.float32) for f in (np.cos, np.sin))
 
-    def turn(x: Any) -> Any:
+    def rotate(x: Any) -> Any:
         a, b = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
-    k, v = (jnp.repeat(x, N // G, axis=2) for x in (turn(k), v))
-    s = jnp.einsum("btnd,bsnd->bnts", turn(q), k) * jnp.asarray(D**-0.5, q.dtype)
+    k, v = (jnp.repeat(x, N // G, axis=2) for x in (rotate(k), v))
+    s = jnp.einsum("btnd,bsnd->bnts", rotate(q), k) * jnp.asarray(D**-0.5, q.dtype)
     s = jnp.where(np.tri(t, dtype=bool), s, -jnp.inf)
     return jnp.einsum("bnts,bsne->btne", jax.nn.softmax(s), v)
 
@@ -301,7 +299,7 @@ def test_low_precision_of_one_layer(dtype: Any, rng: np.random.Generator) -> Non
 
 
 def test_low_precision_of_a_tree(rng: np.random.Generator) -> None:
-    """Against the oracle that is given the selection, which rounding may decide."""
+    """The oracle is given the selection, which rounding errors may change."""
     t = 20
     args = [jnp.asarray(x, jnp.bfloat16) for x in inputs(rng, t=t)]
     layers = jax.tree.map(np.asarray, htree_select(*args[:2], **TREE))
@@ -317,7 +315,7 @@ def test_low_precision_of_a_tree(rng: np.random.Generator) -> None:
 
 
 def passes(args: tuple, cts: tuple, options: Options) -> Any:
-    """Both passes of the XLA implementation, traced anew."""
+    """Returns both passes of the XLA implementation, traced again, and their operands."""
 
     def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple:
         positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
@@ -329,7 +327,7 @@ def passes(args: tuple, cts: tuple, options: Options) -> Any:
 
 
 def test_chunks(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few queries at a time, and whole rows of the batch, give what one chunk does."""
+    """Chunks of a few queries, and of whole batch entries, give the results of one chunk."""
     t, options = 22, Options(**TREE, scale=0.4)
     args = tuple(jnp.asarray(x) for x in inputs(rng, t=t))
     run, operands = passes(args, cotangents(rng, t), options)
@@ -369,90 +367,3 @@ def test_without_batch_axis(rng: np.random.Generator) -> None:
     assert_matches(both(q[0], k[0], v[0]), tuple(x[0] for x in both(q, k, v)), tol=1e-5)
     one, all_ = htree_select(q[1], k[1], **TREE), htree_select(q, k, **TREE)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[1]), one, all_)
-
-
-GOOD = {name: jnp.zeros(s) for name, s in zip("qkv", ((B, 7, N, D), (B, 7, G, D), (B, 7, G, E)))}
-f32 = np.float32
-WRONG = {
-    "q rank": ({"q": np.zeros(4, f32)}, ValueError, "'q' has shape"),
-    "q dtype": ({"q": np.zeros((B, 7, N, D), int)}, TypeError, "'q' has dtype int"),
-    "q type": ({"q": [1.0]}, TypeError, "'q' is list"),
-    "q odd": (
-        {"q": np.zeros((B, 7, N, 5), f32), "k": np.zeros((B, 7, G, 5), f32)},
-        ValueError,
-        "even",
-    ),
-    "heads": ({"q": np.zeros((B, 7, 3, D), f32)}, ValueError, "'q'.*N=3.*G=2.*multiple of G"),
-    "no groups": (
-        {"k": np.zeros((B, 7, 0, D), f32), "v": np.zeros((B, 7, 0, E), f32)},
-        ValueError,
-        "G=0",
-    ),
-    "k tokens": ({"k": np.zeros((B, 8, G, D), f32)}, ValueError, "'k' has shape.*T=7"),
-    "k dtype": ({"k": jnp.zeros((B, 7, G, D), jnp.bfloat16)}, TypeError, "'k'.*want float32"),
-    "k dim": ({"k": np.zeros((B, 7, G, 8), f32)}, ValueError, "'k' has shape.*D=6"),
-    "v groups": ({"v": np.zeros((B, 7, 1, E), f32)}, ValueError, "'v' has shape.*G=2"),
-    "v type": ({"v": None}, TypeError, "'v' is NoneType"),
-    "compression": ({"compression": 1}, ValueError, "'compression' is 1, want int in 2"),
-    "compression type": ({"compression": 2.0}, TypeError, "'compression'.*want an int"),
-    "top_k": ({"top_k": 0}, ValueError, "'top_k' is 0, want int in 1"),
-    "top_k type": ({"top_k": np.float32(3)}, TypeError, "'top_k'.*want an int"),
-    "scale": ({"scale": np.nan}, ValueError, "'scale' is nan"),
-    "scale type": ({"scale": "1"}, TypeError, "'scale'"),
-    "rope_base": ({"rope_base": 0.0}, ValueError, "'rope_base' is 0.0, want a positive"),
-    "rope_base type": ({"rope_base": None}, TypeError, "'rope_base'"),
-    "return_lse": ({"return_lse": 1}, TypeError, "'return_lse'.*want a bool"),
-    "implementation": ({"implementation": "gpu"}, ValueError, "'implementation' is 'gpu'"),
-}
-
-
-@pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
-def test_misuse(change: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=f"htree_attention: .*{message}"):
-        htree_attention(**{**GOOD, **TREE, **change})
-    if not {"v", "return_lse"} & change.keys():
-        arguments = {**GOOD, **TREE, **change}
-        del arguments["v"]
-        with pytest.raises(error, match=f"htree_select: .*{message}"):
-            htree_select(**arguments)
-
-
-def test_calls_that_the_kernels_do_not_cover() -> None:
-    with pytest.raises(NotImplementedError, match=r"htree_fwd.*implementation='xla'"):
-        htree_attention(**GOOD, **TREE, implementation="cuda")
-
-
-NOT_COVERED = {
-    "queries": ({"capacity": 100}, {}),
-    "bfloat16": ({}, {"dtype": jnp.float16}),
-    "D=256": ({}, {"d": 256}),
-    "E=32": ({}, {"e": 32}),
-    "compression": ({"compression": 4}, {}),
-    "top_k": ({"top_k": 1025}, {}),
-    "heads": ({}, {"n": 400}),
-}
-
-
-@pytest.mark.parametrize(("why", "case"), NOT_COVERED.items(), ids=NOT_COVERED.keys())
-def test_kernels_say_what_they_do_not_cover(why: str, case: Any) -> None:
-    def supports(options: dict, shapes: dict) -> str | None:
-        s = {"n": 8, "d": 64, "e": 64, "dtype": jnp.bfloat16, **shapes}
-        rows = ((s["n"], s["d"]), (2, s["d"]), (2, s["e"]))
-        q, k, v = (jax.ShapeDtypeStruct((1, 100, *row), s["dtype"]) for row in rows)
-        positions = jax.ShapeDtypeStruct((1, 100), jnp.int32)
-        chosen = Options(**{"compression": 16, "top_k": 512, **options})
-        return cuda.supports(chosen, Operands(q, k, v, positions))
-
-    assert supports({}, {}) is None
-    assert why in (supports(*case) or "")
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.data())
-def test_any_wrong_shape_is_refused(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from("qkv"))
-    shape = list(GOOD[name].shape)
-    axis = data.draw(st.sampled_from((0, 1, 3) if name == "q" else (0, 1, 2)))
-    shape[axis] = data.draw(st.integers(0, 20).filter(lambda n: n != shape[axis]))
-    with pytest.raises(ValueError, match="htree_attention: argument"):
-        htree_attention(**{**GOOD, name: np.zeros(shape, f32)}, **TREE)

@@ -1,4 +1,4 @@
-"""`htree_build`, the growing tree `HTreeCache`, and `htree_decode` over it."""
+"""`htree_build`, `HTreeCache`, and `htree_decode` over it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ decode = jax.jit(functools.partial(htree_decode, return_lse=True))
 
 
 def assert_holds(cache: HTreeCache, k: Any, v: Any, b: int) -> None:
-    """The nodes of request b are those of the tree over its tokens k, v."""
+    """Checks that the nodes of request b are those of the tree over its tokens k, v."""
     assert cache.lengths[b] == len(k)
     for nodes, tokens in ((0, k), (1, v)):
-        # With top_k=1 the tree has no fewer layers than the cache.
+        # With top_k=1 the oracle's tree has at least as many layers as the cache.
         want = oracle.layers(tokens, compression=3, top_k=1)
         for layer, y in zip(cache.layers, want, strict=False):
             assert_matches(np.asarray(layer[nodes])[b, : len(y)], y, tol=1e-6)
@@ -57,7 +57,7 @@ def test_build(rng: np.random.Generator) -> None:
     assert [x.shape for x, _ in htree_build(k[:, :0], v[:, :0], **TREE)] == [(B, 0, G, D)]
 
 
-def test_build_rounds_once_a_layer(rng: np.random.Generator) -> None:
+def test_build_rounds_once_per_layer(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(18, 1, 64)), jnp.bfloat16)
     layers = htree_build(x, x, compression=3, top_k=1)
     assert [len(k) for k, _ in layers] == [18, 6, 2]
@@ -75,8 +75,8 @@ def test_build_gradients(rng: np.random.Generator) -> None:
         check_grads(fn, (k, v), order=1, modes=["rev"], atol=1e-7, rtol=1e-7)
 
 
-def test_append_in_any_pieces(rng: np.random.Generator) -> None:
-    """Also of different lengths, and over what an earlier request has left behind."""
+def test_append_in_several_calls(rng: np.random.Generator) -> None:
+    """Appends different counts per request, to a cache with stale contents."""
     _, k, v = inputs(rng)
     dirty = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (empty().k, empty().v))
     cache = dataclasses.replace(empty(), k=dirty[0], v=dirty[1])
@@ -102,7 +102,7 @@ def test_append_beyond_the_capacity(rng: np.random.Generator) -> None:
 
 
 def test_lengths_out_of_range(rng: np.random.Generator) -> None:
-    """They count as the nearest end of 0..capacity, in decoding and in appending."""
+    """Lengths are clipped to 0..capacity, in `htree_decode` and in `append`."""
     q, k, v = inputs(rng)
     full = append(append(empty(), k, v), k, v)
     wrong = dataclasses.replace(full, lengths=jnp.asarray([2**31 - 1, -(2**31)], jnp.int32))
@@ -117,7 +117,7 @@ def test_lengths_out_of_range(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("capacity", [CAPACITY, 3 * CAPACITY])
 def test_decode_is_attention(capacity: int, rng: np.random.Generator) -> None:
-    """Whatever the number of layers, and for several queries at once."""
+    """Holds for any number of layers, and for several queries at once."""
     q, k, v = inputs(rng)
     want = htree_attention(q, k, v, **TREE, return_lse=True)
     cache = HTreeCache.empty(B, capacity, D, E, groups=G, dtype=jnp.float32, **TREE)
@@ -140,7 +140,7 @@ def test_decode_token_by_token(rng: np.random.Generator) -> None:
 
 
 def test_decode_without_tokens_and_past_the_end(rng: np.random.Generator) -> None:
-    """Queries before the first token see nothing; what lies behind the last one is never seen."""
+    """Queries before the first token see nothing; nodes past the last token are never read."""
     q, k, v = inputs(rng)
     cache = append(empty(), k, v)
     cache = dataclasses.replace(cache, lengths=jnp.asarray([0, 1], jnp.int32))
@@ -160,8 +160,8 @@ def test_decode_without_tokens_and_past_the_end(rng: np.random.Generator) -> Non
         assert np.all(x[0] == 0) and np.all(x[1, 1:] == 0)
 
 
-def test_what_a_query_without_a_token_holds_reaches_nothing(rng: np.random.Generator) -> None:
-    """NaN in it or in its cotangents, as the derivative of a function of lse has it at -inf."""
+def test_queries_without_a_token_have_no_influence(rng: np.random.Generator) -> None:
+    """Neither has NaN in their cotangents, as derivatives of functions of lse have it at -inf."""
     q, k, v = inputs(rng)
     cache = dataclasses.replace(append(empty(), k, v), lengths=jnp.asarray([1, 9], jnp.int32))
 
@@ -195,7 +195,7 @@ def test_decode_gradients_are_those_of_plain_autodiff(rng: np.random.Generator) 
 
 
 def test_without_batch_axis(rng: np.random.Generator) -> None:
-    """One request by itself, and requests mapped over."""
+    """Tests one request by itself, and requests under vmap."""
     q, k, v = inputs(rng)
 
     def step(cache: HTreeCache, q: Any, k: Any, v: Any) -> Any:
@@ -209,7 +209,7 @@ def test_without_batch_axis(rng: np.random.Generator) -> None:
     assert_matches(jax.jit(jax.vmap(step))(empty(), q, k, v), (want_cache, want), tol=1e-6)
 
 
-def test_cache_rounds_what_it_stores(rng: np.random.Generator) -> None:
+def test_cache_rounds_to_its_dtype(rng: np.random.Generator) -> None:
     q, k, v = inputs(rng)
     cache = append(empty(jnp.bfloat16), k, v)
     exact = append(empty(), *(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32) for x in (k, v)))
@@ -252,7 +252,7 @@ DECODE = {
         "'cache.k' has dtype float32",
     ),
     "q batch": ({"q": np.zeros((3, 1, N, D), f32)}, ValueError, "'cache.k' has shape"),
-    "cache": ({"cache": None}, TypeError, "'cache' is NoneType, want an HTreeCache"),
+    "cache": ({"cache": None}, TypeError, "'cache' is NoneType, expected an HTreeCache"),
     "scale": ({"scale": np.inf}, ValueError, "'scale' is inf"),
     "rope_base": ({"rope_base": -1}, ValueError, "'rope_base' is -1"),
     "return_lse": ({"return_lse": 0}, TypeError, "'return_lse'"),

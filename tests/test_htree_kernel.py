@@ -1,4 +1,4 @@
-"""The kernels of hierarchical tree attention against float64 and the XLA implementation."""
+"""The CUDA kernels of hierarchical tree attention against float64 and the XLA implementation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TREES = {
 
 @pytest.mark.parametrize(("shape", "options"), TREES.values(), ids=TREES.keys())
 def test_against_the_oracle(shape: Any, options: dict, rng: np.random.Generator) -> None:
-    """It is given the selection, which rounding may decide."""
+    """The oracle is given the selection, which rounding errors may change."""
     args = inputs(rng, *shape)
     batch, tokens, _, groups, _ = shape
     layers = jax.tree.map(np.asarray, htree_select(*args[:2], implementation="cuda", **options))
@@ -60,7 +60,7 @@ def test_against_the_oracle(shape: Any, options: dict, rng: np.random.Generator)
 
 
 def at_some_tokens(q: Any, k: Any, v: Any, positions: Any, **options: Any) -> Results:
-    """Of queries at these tokens alone."""
+    """Returns the forward pass of queries at these tokens only."""
     options = {"scale": q.shape[3] ** -0.5} | options
     operands = Operands(q, k, v, jnp.asarray(positions, jnp.int32)[None])
     layers = tree.tree_layers(k.shape[1], options["compression"], options["top_k"])
@@ -68,8 +68,8 @@ def at_some_tokens(q: Any, k: Any, v: Any, positions: Any, **options: Any) -> Re
 
 
 @pytest.mark.parametrize("t", [8191, 8193, 131073])
-def test_lengths_around_those_of_the_layers(t: int, rng: np.random.Generator) -> None:
-    """It is given the selection."""
+def test_tokens_around_a_new_layer(t: int, rng: np.random.Generator) -> None:
+    """The oracle is given the selection."""
     sizes = {"compression": 16, "top_k": 512}
     positions = [0, 4321, t - 1]
     q, _, _ = inputs(rng, 1, len(positions), 2, 1, 64)
@@ -101,7 +101,7 @@ def test_accumulated_nodes_are_a_partition_of_many_tokens(
 
 
 def test_selection_is_exact_with_many_ties(rng: np.random.Generator) -> None:
-    """Of 1000 queries, in two layers; and in decode."""
+    """Checks 1000 queries in two layers, and decode."""
     tokens, sizes = 20_000, {"compression": 16, "top_k": 32}
     exact = oracle.exact_problem(rng, tokens, 16, 64, 16)
     q, k = (jnp.asarray(x, jnp.bfloat16) for x in exact)
@@ -127,7 +127,7 @@ def test_selection_is_exact_with_many_ties(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("t", [1, 15, 16, 17, 2000, 8192])
-def test_up_to_the_budget_it_is_dense_attention(t: int, rng: np.random.Generator) -> None:
+def test_one_layer_is_dense_attention(t: int, rng: np.random.Generator) -> None:
     args = inputs(rng, 1, t, 16, 1, 128)
     exact = [x.astype(jnp.float32) for x in args]
     want, low = both(exact, "xla"), both(args, "xla")
@@ -135,8 +135,8 @@ def test_up_to_the_budget_it_is_dense_attention(t: int, rng: np.random.Generator
     assert_matches(both(args)[1], want[1], tol=1e-2)
 
 
-def test_later_tokens_do_not_matter(rng: np.random.Generator) -> None:
-    """Bit for bit: not if they are NaN, not if there are none."""
+def test_later_tokens_have_no_influence(rng: np.random.Generator) -> None:
+    """Results are the same bits if later tokens are NaN, and if there are none."""
     q, k, v = inputs(rng, 2, 9000, 8, 2, 64)
     whole = both((q, k, v))
     late = jnp.arange(9000)[None, :, None, None] >= 8100
@@ -164,7 +164,7 @@ def test_chunks_and_runs_have_the_same_bits(
 def gradients(
     args: Any, weights: Any, implementation: str | None, dtype: Any = jnp.bfloat16, **options: Any
 ) -> Any:
-    """Of a loss of out and lse."""
+    """Returns the gradients of a loss of out and lse."""
 
     def loss(*args: Any) -> jax.Array:
         results = htree_attention(*args, return_lse=True, implementation=implementation, **options)
@@ -178,7 +178,7 @@ def cotangents(rng: np.random.Generator, q: jax.Array) -> tuple[jax.Array, jax.A
     return out, lse
 
 
-# Rounding selects nothing there.
+# With one layer nothing is selected, so rounding errors cannot change a selection.
 ONE_LAYER = {
     "one layer": ((2, 60, 4, 2, 64), {"compression": 16, "top_k": 4}),
     "20 heads a group": ((1, 130, 40, 2, 128), {"compression": 8, "top_k": 32}),
@@ -201,7 +201,7 @@ def test_gradients_are_those_of_the_xla_implementation(
 
 @pytest.mark.parametrize(("shape", "options"), TREES.values(), ids=TREES.keys())
 def test_gradients_through_all_layers(shape: Any, options: dict, rng: np.random.Generator) -> None:
-    """Against the XLA implementation's backward pass, given the kernels' selection."""
+    """The XLA implementation's backward pass is given the kernels' selection."""
     args = inputs(rng, *shape)
     weights = cotangents(rng, args[0])
     got = gradients(args, weights, "cuda", **options)
@@ -223,7 +223,7 @@ def test_gradients_through_all_layers(shape: Any, options: dict, rng: np.random.
 
 
 def avals(x: Operands, options: dict, layers: Any) -> Results:
-    """Of the forward pass over a tree."""
+    """Returns the shapes and dtypes of the forward pass over a tree."""
     batch, tokens, heads, _ = x.q.shape
     return Results(
         jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
@@ -244,12 +244,12 @@ def test_gradients_have_the_same_bits_on_every_run(rng: np.random.Generator) -> 
 
 
 def test_queries_without_cotangents_have_no_gradients(rng: np.random.Generator) -> None:
-    """Not even if they meet NaN."""
+    """Holds even if they see NaN."""
     q, k, v = inputs(rng, 1, 400, 4, 1, 64)
     out, lse = cotangents(rng, q)
-    early = jnp.arange(400)[None, :, None] < 300
-    weights = jnp.where(early[..., None], out, 0), jnp.where(early, lse, 0)
-    nan = [jnp.where(early[..., None], x, jnp.nan).astype(x.dtype) for x in (q, k, v)]
+    has_cotangent = jnp.arange(400)[None, :, None] < 300
+    weights = jnp.where(has_cotangent[..., None], out, 0), jnp.where(has_cotangent, lse, 0)
+    nan = [jnp.where(has_cotangent[..., None], x, jnp.nan).astype(x.dtype) for x in (q, k, v)]
     want = gradients((q, k, v), weights, "cuda", compression=8, top_k=4)
     got = gradients(nan, weights, "cuda", compression=8, top_k=4)
     for name, g, w in zip("qkv", got, want, strict=True):
@@ -257,7 +257,7 @@ def test_queries_without_cotangents_have_no_gradients(rng: np.random.Generator) 
 
 
 def steps(cache: HTreeCache, args: Any, counts: Any) -> Any:
-    """Appends so many tokens at a time, and yields them with the cache."""
+    """Appends `counts` tokens at a time; yields their start, their queries and the cache."""
     start = 0
     for count in counts:
         q, k, v = (x[:, start : start + count] for x in args)
@@ -267,7 +267,7 @@ def steps(cache: HTreeCache, args: Any, counts: Any) -> Any:
 
 
 def dirty_cache(args: Any, capacity: int, **options: Any) -> HTreeCache:
-    """Without tokens, NaN wherever nothing is written."""
+    """Returns a cache without tokens, filled with NaN."""
     k = args[1]
     cache = HTreeCache.empty(k.shape[0], capacity, k.shape[3], groups=k.shape[2], **options)
     return dataclasses.replace(
@@ -277,8 +277,9 @@ def dirty_cache(args: Any, capacity: int, **options: Any) -> HTreeCache:
 
 @pytest.mark.parametrize(("shape", "options"), TREES.values(), ids=TREES.keys())
 def test_decode_against_the_oracle(shape: Any, options: dict, rng: np.random.Generator) -> None:
-    """A prompt and then one or four tokens a step, where there is room for more; it is given the
-    selection.
+    """Appends a prompt, then one or four tokens per step, to a cache with capacity for more.
+
+    The oracle is given the selection.
     """
     args = inputs(rng, *shape)
     batch, tokens, heads, groups, dim = shape
@@ -298,7 +299,7 @@ def test_decode_against_the_oracle(shape: Any, options: dict, rng: np.random.Gen
         got = htree_decode(q, cache, return_lse=True, implementation="cuda", **rotary(options))
         assert all(np.array_equal(a, b) for a, b in zip(got, y[:2], strict=True))
         for b, t, g in np.ndindex(batch, q.shape[1], groups):
-            own = slice(g * (heads // groups), (g + 1) * (heads // groups))
+            group = slice(g * (heads // groups), (g + 1) * (heads // groups))
             trees = [oracle.layers(x[b, :, g], **sizes) for x in exact[1:]]
             choice = oracle.selected_nodes(
                 np.asarray(y.selected[b, t, g]),
@@ -307,7 +308,7 @@ def test_decode_against_the_oracle(shape: Any, options: dict, rng: np.random.Gen
                 sizes["compression"],
             )
             out, lse, *_ = oracle.query(
-                exact[0][b, first + t, own],
+                exact[0][b, first + t, group],
                 *trees,
                 first + t,
                 *sizes.values(),
@@ -315,8 +316,8 @@ def test_decode_against_the_oracle(shape: Any, options: dict, rng: np.random.Gen
                 chosen["rope_base"],
                 choice,
             )
-            assert_matches(y.out[b, t, own].astype(np.float32), out.astype(np.float32), tol=2e-2)
-            assert_matches(y.lse[b, t, own], lse.astype(np.float32), tol=1e-2)
+            assert_matches(y.out[b, t, group].astype(np.float32), out.astype(np.float32), tol=2e-2)
+            assert_matches(y.lse[b, t, group], lse.astype(np.float32), tol=1e-2)
 
 
 def rotary(options: dict) -> dict:
@@ -324,7 +325,7 @@ def rotary(options: dict) -> dict:
 
 
 def test_decode_is_attention(rng: np.random.Generator) -> None:
-    """Where the budget has room for all tokens: nothing is selected that rounding may decide."""
+    """Holds with one layer, where rounding errors cannot change a selection."""
     args = inputs(rng, 2, 3000, 16, 1, 128)
     want = both(args)
     cache = dirty_cache(args, 4000)
@@ -336,7 +337,7 @@ def test_decode_is_attention(rng: np.random.Generator) -> None:
 
 
 def test_decode_in_a_jitted_step_with_a_donated_cache(rng: np.random.Generator) -> None:
-    """Whose results have the same bits on every run."""
+    """The results have the same bits on every run."""
     args = inputs(rng, 3, 2000, 16, 2, 64)
     options = {"compression": 8, "top_k": 16}
 

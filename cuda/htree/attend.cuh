@@ -1,16 +1,19 @@
-// The attention: one softmax over what the queries of a thread block did not select, all layers.
+// The attention: one softmax over all candidates that a query did not select, in all layers.
 //
-// Thread block, producer, ring: walk.cuh. A warp has 16 heads of one query, whose fragments and
-// outputs stay in registers, as in FlashAttention-2: a block's scores are, packed, the operand of
-// the product with its values. Probabilities are relative to a reference of their head, which
-// follows the maximum only when it is exceeded by a margin.
+//   S = scale * Q K^T        P = exp(S - lse)        O = sum over layers of P V
 //
-// What does not count has the score -inf. Of a query's last block, though, rows past the query may
-// hold anything: there values are replaced by zeros on their way to registers.
+// CTA, producer and pipeline: see walk.cuh. An MMA warp has one head tile of one query. Its
+// query fragments and outputs stay in registers, as in FlashAttention-2: the accumulator
+// fragments of S, packed, are the A operand of P V. The running max is rescaled lazily: it
+// follows the true maximum only when that exceeds it by a margin.
+//
+// Masked candidates have the score -inf. In a query's last block the rows past the query may
+// hold anything, even NaN, so their values are replaced by zeros in registers.
 #pragma once
 
 #include <type_traits>
 
+#include "common/softmax.cuh"
 #include "htree/walk.cuh"
 
 namespace jax_dsa::htree {
@@ -24,15 +27,13 @@ struct alignas(1024) AttendShared {
   uint8_t zeros[RotationMatrices<kD>::kBytes];
 };
 
-// Of a lane's heads lane / 4 and 8 more.
+// The online softmax of a lane's two heads, lane / 4 and lane / 4 + 8.
 struct Softmax {
   float running_max[2] = {-INFINITY, -INFINITY};  // log2 units
-  float sum[2] = {};                              // of this lane's probabilities
+  float sum[2] = {};                              // over this lane's probabilities only
 
-  __device__ static float finite(float x) { return x == -INFINITY ? 0.f : x; }
-
-  // Scores to probabilities. Moves the references, and the outputs with them, if a score of the
-  // warp's is too high.
+  // Turns scores into probabilities. If a score of the warp's exceeds its running max by more
+  // than the margin, raises the running max and rescales the outputs.
   template <int kTiles, int kOut>
   __device__ __forceinline__ void apply(float (&s)[kTiles][4], float (&o)[kOut][4]) {
     float top[2] = {-INFINITY, -INFINITY};
@@ -49,7 +50,7 @@ struct Softmax {
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
         const float to = top[r] > running_max[r] + kLazyMargin ? top[r] : running_max[r];
-        factor[r] = exp2_approx(running_max[r] - finite(to));
+        factor[r] = exp2_approx(running_max[r] - finite_max(to));
         sum[r] *= factor[r];
         running_max[r] = to;
       }
@@ -59,7 +60,7 @@ struct Softmax {
         for (int j = 0; j < 4; ++j) o[i][j] *= factor[j / 2];
       }
     }
-    const float shift[2] = {finite(running_max[0]), finite(running_max[1])};
+    const float shift[2] = {finite_max(running_max[0]), finite_max(running_max[1])};
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -71,8 +72,8 @@ struct Softmax {
   }
 };
 
-// o [16 heads, D] += probabilities [16, r] times the block's values, of which the first `rows` are
-// there.
+// o [16 heads, D] += P [16, r] V for a block's values. If kPartial, rows from `rows` on count as
+// zeros.
 template <int kD, int kR, bool kPartial>
 __device__ __forceinline__ void multiply_values(float (&o)[kD / 8][4], const float (&s)[kR / 8][4],
                                                 uint32_t values, int rows) {
@@ -107,7 +108,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[kD / 8][4], const flo
       const uint32_t from = values + swizzled<kD>(step * 16 + matrix % 2 * 8 + row, matrix / 2);
 #pragma unroll
       for (int i = 0; i < kD / 16; ++i) {
-        uint32_t b[4];  // both halves of the keys, of 8 dimensions, then of the next 8
+        uint32_t b[4];  // keys 0-7 and 8-15 of 8 dimensions, then of the next 8
         load_matrix_x4_transposed(offset_chunks(from, i * 2), b);
 #pragma unroll
         for (int j = 0; j < 4; ++j) clean(b[j], j % 2);
@@ -118,11 +119,11 @@ __device__ __forceinline__ void multiply_values(float (&o)[kD / 8][4], const flo
   }
 }
 
-// What a warp has, likewise computed where it is constructed.
+// The MMA warp's head tile. Like QueryTile, it is recomputed where it is needed.
 struct HeadTile {
-  int query, position, heads;  // heads: how many of its 16 there are
-  int64_t row;                 // of the chunk
-  int64_t head;                // the first one, of [B, T, N]
+  int query, position, heads;  // heads: number of valid heads of the 16
+  int64_t row;                 // within the chunk
+  int64_t head;                // index of the first head in [B, T, N]
 
   __device__ explicit HeadTile(const Plan& plan) {
     const QueryTile tile(plan);
@@ -137,22 +138,22 @@ struct HeadTile {
   }
 };
 
-// Fragments of the warp's rows of queries, or of an array like them, zeros for heads that it has
-// not.
+// Loads the fragments of the warp's heads from the queries, or from another array [B, T, N, D].
+// Heads that pad the tile become zeros.
 template <int kD>
 __device__ __forceinline__ void load_heads(const void* rows, const HeadTile& head_tile,
                                            uint32_t (&q)[kD / 16][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int own = lane / 4 + r * 8;
-    const bool has = own < head_tile.heads;
+    const int head = lane / 4 + r * 8;
+    const bool valid = head < head_tile.heads;
     const int* const from =
-        static_cast<const int*>(rows) + (head_tile.head + (has ? own : 0)) * kD / 2 + lane % 4;
+        static_cast<const int*>(rows) + (head_tile.head + (valid ? head : 0)) * kD / 2 + lane % 4;
 #pragma unroll
     for (int j = 0; j < kD / 16; ++j) {
-      q[j][r] = static_cast<uint32_t>(load_now(from + j * 8, has, 0));
-      q[j][r + 2] = static_cast<uint32_t>(load_now(from + j * 8 + 4, has, 0));
+      q[j][r] = static_cast<uint32_t>(load_now(from + j * 8, valid, 0));
+      q[j][r + 2] = static_cast<uint32_t>(load_now(from + j * 8 + 4, valid, 0));
     }
   }
 }
@@ -184,26 +185,28 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
   float o[kD / 8][4] = {};
   Softmax softmax;
   RotationMatrices<kD> rotations(p.rotations, shared.rotations[warp], shared.zeros);
-  // Above the tokens some nodes are selected: the last one always, and others by the masks.
+  // Attends to a layer. Above the tokens, selected nodes are masked: the last candidate is
+  // always selected, the others as the masks say.
   const auto attend = [&](int layer, auto selects) {
     constexpr bool kSelects = decltype(selects)::value;
-    const HeadTile mine(plan);
-    const int n = candidates<kR>(plan, mine.position, layer);
-    int left = n - kSelects;  // candidates to be seen, from the block on that comes next
+    const HeadTile tile(plan);
+    const int n = candidates<kR>(plan, tile.position, layer);
+    int left = n - kSelects;  // candidates from the next block on
     const int32_t* mask = nullptr;
     if constexpr (kSelects) {
       mask = reinterpret_cast<const int32_t*>(plan.chunk.masks) +
-             ((layer - 1) * plan.chunk.rows + mine.row) * p.top_k;
+             ((layer - 1) * plan.chunk.rows + tile.row) * p.top_k;
     }
-    // What is selected of the next block, loaded one ahead.
+    // The mask of the next block is loaded one block ahead.
     const auto fetch = [&] {
       return kSelects ? static_cast<uint32_t>(load_now(mask, left >= 0, 0)) : 0;
     };
     uint32_t selected = fetch();
     rotations.load(n - 1);
-    // All early blocks meet the same queries; of the others each meets its own.
-    const bool prefix = sees_prefix<kR>(plan, mine.position, layer);
-    load_heads<kD>(p.q, mine, q);
+    // All prefix blocks need the same rotation of the query; each of the other blocks needs
+    // its own.
+    const bool prefix = sees_prefix<kR>(plan, tile.position, layer);
+    load_heads<kD>(p.q, tile, q);
     const uint32_t prefix_rotation = prefix ? rotations.next(-1) : 0;
 #pragma unroll
     for (int j = 0; j < kD / 32; ++j) {
@@ -213,10 +216,10 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
     }
     const auto walk = [&](auto rotates) {
       constexpr bool kRotates = decltype(rotates)::value;
-      // A rotation is made ready while the block before has its softmax.
+      // The rotation for a block is prepared while the softmax of the block before runs.
       uint32_t rotation = 0;
       if constexpr (kRotates) rotation = rotations.next(n - 1 - kR);
-      consume(shared.ring, at, mine.query, [&](uint32_t block) {
+      consume(shared.ring, at, tile.query, [&](uint32_t block) {
         const int rows = left;
         left -= kR;
         float s[kR / 8][4];
@@ -227,14 +230,14 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
         });
         if constexpr (kRotates) rotation = rotations.next(left - !kSelects - kR);
         const uint32_t masked = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
-        const uint32_t own = masked >> lane % 4 * 2;  // from this lane's first key on
+        const uint32_t lane_masked = masked >> lane % 4 * 2;  // bit 0: this lane's first key
         ++mask;
         selected = fetch();
 #pragma unroll
         for (int i = 0; i < kR / 8; ++i) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            s[i][j] = own >> (i * 8 + j % 2) & 1 ? -INFINITY : s[i][j] * scale_log2;
+            s[i][j] = lane_masked >> (i * 8 + j % 2) & 1 ? -INFINITY : s[i][j] * scale_log2;
           }
         }
         softmax.apply(s, o);
@@ -255,25 +258,23 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
   for (int layer = plan.layers.count - 1; layer > 0; --layer) attend(layer, std::true_type());
   attend(0, std::false_type());
 
-  const HeadTile own_part(plan);
+  const HeadTile tile(plan);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float total = softmax.sum[r];
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
-    const int own = lane / 4 + r * 8;
-    if (own >= own_part.heads) continue;
+    const int head = lane / 4 + r * 8;
+    if (head >= tile.heads) continue;
     const bool empty = total == 0.f;
     const float factor = empty ? 0.f : 1.f / total;
-    auto* const out =
-        static_cast<uint32_t*>(p.out) + ((own_part.head + own) * kD + lane % 4 * 2) / 2;
+    auto* const out = static_cast<uint32_t*>(p.out) + ((tile.head + head) * kD + lane % 4 * 2) / 2;
 #pragma unroll
     for (int i = 0; i < kD / 8; ++i) {
       out[i * 4] = pack_bf16(o[i][2 * r] * factor, o[i][2 * r + 1] * factor);
     }
     if (lane % 4 == 0) {
-      p.lse[own_part.head + own] =
-          empty ? -INFINITY : (softmax.running_max[r] + log2f(total)) * kLn2;
+      p.lse[tile.head + head] = empty ? -INFINITY : (softmax.running_max[r] + log2f(total)) * kLn2;
     }
   }
 }

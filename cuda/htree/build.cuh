@@ -1,11 +1,13 @@
-// The tree: all layers pooled from the tokens' keys and values, keys rotated.
+// Builds the tree: pools the tokens' keys and values into all layers and rotates the keys.
 //
-// A thread block takes the nodes below one node two layers up, r^2 of them, from `source`. Teams of
-// D / 4 threads have a block of siblings each: a thread 8 columns of the keys, or of the values,
-// and a warp either keys, to be rotated, or values. The rotations of all slots are in shared
-// memory. They write its rows, and their mean, rounded, is a row of the layer above; the thread
-// block's r means are a block of it. Its mean in turn goes, unrotated, to `above`, which is the
-// source of the next pass.
+// Tiling. A launch builds two layers. A CTA takes the r^2 nodes of the source layer below one
+// node two layers up. A thread group of D / 4 threads has a block of siblings; a thread has 8
+// columns of the keys or of the values, and a warp has either keys, which it rotates, or values.
+// The thread group writes the block's rows. Their mean, rounded, is a row of the layer above,
+// and the CTA's r means are a block of it. The mean of these goes, not rotated, to `above`,
+// which is the source of the next launch.
+//
+// The rotations of all slots are in shared memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,20 +20,20 @@ namespace jax_dsa::htree {
 
 struct BuildPlan {
   HTreeLayers layers;
-  int layer;               // of the source
-  const __nv_bfloat16* k;  // the source's first keys and values
+  int layer;               // of the source layer
+  const __nv_bfloat16* k;  // first key and value of the source layer
   const __nv_bfloat16* v;
-  int64_t batch_stride, group_stride, node_stride;  // of both, in elements
-  __nv_bfloat16* above;                             // [B, G, nodes, 2, D], if there is such a layer
+  int64_t batch_stride, group_stride, node_stride;  // of k and v, in elements
+  __nv_bfloat16* above;  // [B, G, nodes, 2, D], unless there is no such layer
   uint8_t* tree;
   const float* rotations;
   int groups;
 };
 
 inline constexpr int kRotationThreads = 256;
-inline constexpr int kRotationRows = 64;  // of a thread block
+inline constexpr int kRotationRows = 64;  // per CTA
 
-// (cos, sin) of position times the pair's frequency.
+// table [rows, D / 2] = (cos, sin) of the row times the pair's frequency.
 template <int kHalf>
 __global__ void __launch_bounds__(kRotationThreads)
     rotations_kernel(float2* table, int64_t rows, const __grid_constant__ Frequencies frequencies) {
@@ -52,11 +54,11 @@ inline constexpr int kBuildThreads = kR * kD / 4;
 
 template <int kD, int kR>
 struct BuildShared {
-  uint32_t means[kR][kD / 4][4];     // of each team's thread
-  float4 rotations[kR][4][kD / 16];  // (cos, sin) of pairs 8 j + 2 i and the next one at [i][j]
+  uint32_t means[kR][kD / 4][4];     // by thread of the group
+  float4 rotations[kR][4][kD / 16];  // [i][j]: (cos, sin) of pairs 8 j + 2 i and the next one
 };
 
-// A thousand threads a SM: while some wait for rows, others write.
+// 1024 threads per SM: while some wait for rows, others write.
 template <int kD, int kR>
 __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD, kR>)
     build_kernel(const __grid_constant__ BuildPlan p) {
@@ -64,13 +66,14 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
   constexpr int64_t kNodeBytes = kR * kD * 2 * 2;
   auto& shared = dynamic_shared<BuildShared<kD, kR>>();
   launch_dependents();
-  if (p.layer > 0) grid_dependency_wait();  // for the source
+  if (p.layer > 0) grid_dependency_wait();  // for the source layer
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool is_value = warp % 2;
   const int thread_group = warp / 2 * (64 / kGroupThreads) + lane / (kGroupThreads / 2),
             chunk = lane % (kGroupThreads / 2);
   const int group_thread = is_value * (kGroupThreads / 2) + chunk, column = chunk * 8;
-  const bool is_upper = column >= kD / 2;  // of a key's pairs
+  const bool is_upper =
+      column >= kD / 2;  // whether the columns are the upper ones of a key's pairs
   const int64_t size = p.layers.size[p.layer];
   const int64_t spans = ceil_div(size, int64_t{kR} * kR);
   const int64_t span = blockIdx.x % spans, bg = blockIdx.x / spans;
@@ -78,7 +81,7 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
   const __nv_bfloat16* const source = (is_value ? p.v : p.k) + bg / p.groups * p.batch_stride +
                                       bg % p.groups * p.group_stride + column;
 
-  // Row `slot` of a layer's block; all threads of a warp come here together.
+  // Writes row `slot` of a layer's block. All threads of a warp call it together.
   const auto write = [&](int layer, int64_t block, int slot, const uint32_t (&x)[4], bool valid) {
     uint32_t partner[4] = {};
     if (!is_value) {
@@ -128,7 +131,7 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
   const int64_t block = span * kR + thread_group;
   const int count = static_cast<int>(max(min(size - block * kR, int64_t{kR}), int64_t{0}));
   float sum[8] = {};
-  constexpr int kAtOnce = 4;  // by the registers
+  constexpr int kAtOnce = 4;  // limited by registers
 #pragma unroll 1
   for (int first = 0; first < kR; first += kAtOnce) {
     uint32_t x[kAtOnce][4];

@@ -1,6 +1,6 @@
-// Launcher of the backward kernels: for as many queries as the workspace has room for, the
-// selection's lists, records, queries' gradients, who meets which block, nodes' gradients; at last
-// the tokens'.
+// Launcher of the backward pass. For as many queries at a time as the workspace has room for:
+// lists from the selection, records, dQ, lists of visits, gradients of the nodes. At last the
+// gradients of the tokens.
 
 #include "common/error.h"
 #include "htree/bwd_launch.cuh"
@@ -31,12 +31,12 @@ cudaError_t run_all(const HTreeBwdParams& p, cudaStream_t stream) {
   BwdPlan x = htree::make_bwd_plan(p);
   const int64_t bytes =
       p.fwd.batch * p.fwd.groups * x.plan.layers.blocks * htree::kNodeBytes<kD, kR> * 2;
-  htree::set_chunk(p, x, {});  // the gradients lie first
+  htree::set_chunk(p, x, {});  // the gradients come first in the workspace
   DSA_RETURN_IF_CUDA_ERROR(clear(x.gradients, bytes, stream));
   const auto needs = [&](const ChunkRange& of) {
-    // A meeting has 16 bits for a record.
-    if (of.count * x.plan.head_tiles > 65536) return INT64_MAX;
-    return htree_bwd_workspace(p, of.entries * of.count * p.fwd.groups);
+    // A visit stores the record in 16 bits.
+    if (of.queries * x.plan.head_tiles > 65536) return INT64_MAX;
+    return htree_bwd_workspace(p, of.batch_entries * of.queries * p.fwd.groups);
   };
   if (p.fwd.batch * p.fwd.queries * p.fwd.heads > 0) {
     const auto chunk = [&](const ChunkRange& of) {

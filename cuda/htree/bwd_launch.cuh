@@ -1,4 +1,4 @@
-// The backward's passes: how they share the workspace, and their launches.
+// The backward pass: workspace layout and launches.
 #pragma once
 
 #include "common/error.h"
@@ -12,10 +12,11 @@
 
 namespace jax_dsa::htree {
 
-// Eight warps: they hold queries, cotangents and gradients in registers.
+// Eight warps with 232 registers per thread: they hold queries, dO and dQ in registers.
 using BwdShape = CtaShape<8, 232, 64>;
 
-// Takes the workspace apart for the rows of the pass's chunk; returns its size.
+// Assigns the arrays for the rows of the plan's chunk in the workspace; returns its size in
+// bytes.
 inline int64_t assign_workspace(const HTreeBwdParams& p, BwdPlan& x) {
   char* const start = static_cast<char*>(p.fwd.workspace);
   WorkspaceAllocator workspace = {start};
@@ -28,7 +29,7 @@ inline int64_t assign_workspace(const HTreeBwdParams& p, BwdPlan& x) {
   const int64_t record = dim == 64 ? Record<64>::kBytes : Record<128>::kBytes;
   workspace.allocate(x.records, chunk.rows * x.plan.head_tiles * record);
   x.words = static_cast<int>(ceil_div(chunk.queries, int64_t{32}));
-  // Cleared together.
+  // tile_counter, done and marks are cleared together.
   workspace.allocate(x.tile_counter, 2);
   workspace.allocate(x.done, x.lists() * (r < 16 ? 1 : r / 16));
   workspace.allocate(x.marks, x.lists() * x.words);
@@ -54,7 +55,7 @@ inline void set_chunk(const HTreeBwdParams& p, BwdPlan& x, const ChunkRange& of)
   assign_workspace(p, x);
 }
 
-// The selection's nodes and masks, from its ordinals.
+// Restores the selected nodes and masks from the selected ordinals.
 template <int kR>
 cudaError_t launch_restore(const BwdPlan& x, cudaStream_t stream) {
   for (int layer = x.plan.layers.count - 1; layer > 0; --layer) {

@@ -1,5 +1,6 @@
-// Which queries meet a block: marks in a bitmap, which are counted, and then every query of a block
-// knows its place in the block's list. Nothing depends on the order in which threads come.
+// Lists the queries that visit each block. visit_kernel marks them in a bitmap; count_kernel
+// counts the marks, which tells every query its position in the block's list; then visit_kernel
+// writes the visits there. The result does not depend on the order in which threads run.
 #pragma once
 
 #include "htree/bwd_plan.cuh"
@@ -8,8 +9,8 @@ namespace jax_dsa::htree {
 
 inline constexpr int kVisitThreads = 128;
 
-// A query a thread block. First marks the blocks that it meets; in a second run, with kWrites, puts
-// the meetings where they belong.
+// One CTA per query. Marks the blocks that the query visits; with kWrites, in a second launch,
+// writes the visits to the lists.
 template <int kR, bool kWrites>
 __global__ void __launch_bounds__(kVisitThreads) visit_kernel(const __grid_constant__ BwdPlan x) {
   constexpr uint32_t kAll = kR == 32 ? ~0u : (1u << kR) - 1;
@@ -26,7 +27,7 @@ __global__ void __launch_bounds__(kVisitThreads) visit_kernel(const __grid_const
     const uint32_t* const masks = chunk.masks + ((layer - 1) * chunk.rows + row) * p.top_k;
     for (int i = threadIdx.x; i < blocks.count; i += kVisitThreads) {
       const int place = blocks[i];
-      if (place == INT_MAX) break;  // no selection that is whole has that
+      if (place == INT_MAX) break;  // only a damaged selection has such an entry
       const int left = (layer ? n - 1 : n) - kR * i;
       uint32_t masked = layer ? masks[i] : 0;
       if (left < kR) masked |= ~0u << left;
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kVisitThreads) visit_kernel(const __grid_const
 inline constexpr int kCountThreads = 256;
 inline constexpr int kScheduleThreads = 1024;
 
-// A list a warp.
+// One warp per list.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) count_kernel(const __grid_constant__ BwdPlan x) {
   const int64_t list = blockIdx.x * int64_t{kThreads / 32} + threadIdx.x / 32;
@@ -69,12 +70,14 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const __grid_constant__
   if (lane == 0) x.counts[list] = before;
 }
 
-// Starts of the lists, and their segments as items; by one thread block.
+// Computes the starts of the lists and lists their segments as work tiles. A single CTA runs
+// this kernel.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constant__ BwdPlan x) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   auto& sums = dynamic_shared<int[kThreads / 32]>();
-  // What the threads before this one have; adds that of all to `total`.
+  // Returns the sum over the threads before this one plus `total`, and adds the sum over all
+  // threads to `total`.
   const auto scan = [&](int mine, int& total) {
     const int sum = inclusive_scan(mine);
     if (lane == 31) sums[warp] = sum;
@@ -101,9 +104,9 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constan
     if (has) x.work_tiles[at] = {list, 0};
   }
   for (int segment = 1, begin = 0; begin < work_tiles;
-       ++segment) {  // of the lists of the last items
+       ++segment) {  // of the lists that had a segment before
     const int end = work_tiles;
-    __syncthreads();  // they are written
+    __syncthreads();  // work tiles of the segment before are written
     for (int first = begin; first < end; first += kThreads) {
       const int i = first + threadIdx.x;
       const int list = i < end ? x.work_tiles[i].list : 0;

@@ -1,11 +1,12 @@
-// The gradients of nodes: for a block of the tree, over the queries that meet it,
+// The gradients of nodes: for a block of the tree, over the queries that visit it,
 //
-//     dK += sum over 16 heads of dS q, dV += sum of P dout
+//   dK += sum over 16 heads of dS^T Q,        dV += sum over 16 heads of P^T dO
 //
-// with the keys as rows of all products. A warp has 16 rows of a block, a unit, and their gradients
-// in registers; it gathers the queries' records, two at a time, with their rotations. Warps know
-// nothing of each other: each takes the next item when it is done, and adds what it has to the
-// tree's gradients after the segments before.
+// with the keys as the M dimension of all MMAs. A warp has a key tile, 16 rows of a block (all 8
+// if r = 8), and its gradients in registers. It loads the records of the visits, two ahead, with
+// their rotations. Warps work independently: each fetches the next work tile from an atomic
+// counter when it is done, and adds its result to the tree's gradients after the segments
+// before.
 #pragma once
 
 #include "htree/bwd_plan.cuh"
@@ -48,9 +49,9 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
 
   const float scale_log2 = plan.p.scale * kLog2E;
   const uint64_t keep = l2_policy_evict_last();
-  const uint32_t own = swizzled<kD>(lane % 16, lane / 16);
-  const uint32_t own_key = swizzled<kD>(lane % kRows, lane / 16);
-  const uint32_t across = swizzled<kD>(matrix % 2 * 8 + lane % 8, matrix / 2);
+  const uint32_t row_offset = swizzled<kD>(lane % 16, lane / 16);
+  const uint32_t key_offset = swizzled<kD>(lane % kRows, lane / 16);
+  const uint32_t transposed_offset = swizzled<kD>(matrix % 2 * 8 + lane % 8, matrix / 2);
   RingPlace<2> at;
   uint32_t tile_parity = 0;
   for (;;) {
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
     const Visit* const visits = x.visits + first;
     const uint8_t* const records =
         x.records + bg * plan.chunk.queries * plan.head_tiles * R::kBytes;
-    // Of the tree, whose batch entries are not the chunk's.
+    // Block of the whole tree, which has all batch entries, not only the chunk's.
     const int64_t block =
         plan.chunk.first_batch * plan.p.groups * plan.layers.blocks + work_tile.list;
 
@@ -109,19 +110,19 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
       Buffer& buffer = shared.buffers[at.index];
       const uint32_t q = smem_address(buffer.record), dout = q + R::kRows;
       const uint32_t rotation = smem_address(buffer.rotation);
-      const uint32_t keys = smem_address(shared.keys) + own_key;
-      const uint32_t values = smem_address(shared.values) + own_key;
+      const uint32_t keys = smem_address(shared.keys) + key_offset;
+      const uint32_t values = smem_address(shared.values) + key_offset;
       mbarrier_wait(&shared.full[at.index], at.parity);
 
-      float s[2][4] = {}, dp[2][4] = {};  // of 8 heads each
+      float s[2][4] = {}, dp[2][4] = {};  // [8 heads]
 #pragma unroll
       for (int j = 0; j < kD / 32; ++j) {
         uint32_t low[4], high[4], a[4], b[4];
-        load_matrix_x4(offset_chunks(q + own, j * 2), low);
-        load_matrix_x4(offset_chunks(q + own, (j + kD / 32) * 2), high);
+        load_matrix_x4(offset_chunks(q + row_offset, j * 2), low);
+        load_matrix_x4(offset_chunks(q + row_offset, (j + kD / 32) * 2), high);
         rotate<kD>(low, high, rotation, j);
-        store_matrix_x4(offset_chunks(q + own, j * 2), low[0], low[1], low[2], low[3]);
-        store_matrix_x4(offset_chunks(q + own, (j + kD / 32) * 2), high[0], high[1], high[2],
+        store_matrix_x4(offset_chunks(q + row_offset, j * 2), low[0], low[1], low[2], low[3]);
+        store_matrix_x4(offset_chunks(q + row_offset, (j + kD / 32) * 2), high[0], high[1], high[2],
                         high[3]);
         load_matrix_x4(offset_chunks(keys, j * 2), a);
         mma_16<DType::kBF16>(s[0], a, low[0], low[2]);
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           load_matrix_x4(offset_chunks(values, (j + half * kD / 32) * 2), a);
-          load_matrix_x4(offset_chunks(dout + own, (j + half * kD / 32) * 2), b);
+          load_matrix_x4(offset_chunks(dout + row_offset, (j + half * kD / 32) * 2), b);
           mma_16<DType::kBF16>(dp[0], a, b[0], b[2]);
           mma_16<DType::kBF16>(dp[1], a, b[1], b[3]);
         }
@@ -155,14 +156,14 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
         p[half * 2] = pack_bf16(y[0], y[1]), p[half * 2 + 1] = pack_bf16(y[2], y[3]);
         ds[half * 2] = pack_bf16(z[0], z[1]), ds[half * 2 + 1] = pack_bf16(z[2], z[3]);
       }
-      __syncwarp();  // rotated queries are stored
+      __syncwarp();  // rotated queries are in shared memory
 #pragma unroll
       for (int j = 0; j < kD / 16; ++j) {
         uint32_t b[4];
-        load_matrix_x4_transposed(offset_chunks(dout + across, j * 2), b);
+        load_matrix_x4_transposed(offset_chunks(dout + transposed_offset, j * 2), b);
         mma_16<DType::kBF16>(dv[2 * j], p, b[0], b[1]);
         mma_16<DType::kBF16>(dv[2 * j + 1], p, b[2], b[3]);
-        load_matrix_x4_transposed(offset_chunks(q + across, j * 2), b);
+        load_matrix_x4_transposed(offset_chunks(q + transposed_offset, j * 2), b);
         mma_16<DType::kBF16>(dk[2 * j], ds, b[0], b[1]);
         mma_16<DType::kBF16>(dk[2 * j + 1], ds, b[2], b[3]);
       }

@@ -1,4 +1,5 @@
-// The backward's records. One a thread block, a head a team of threads with 16 bytes each.
+// Packs the records of the backward pass. A CTA packs one record; kHeadThreads threads handle a
+// head, with 16 bytes each.
 #pragma once
 
 #include "htree/bwd_plan.cuh"
@@ -13,15 +14,15 @@ __global__ void __launch_bounds__(kTileHeads* kD / 8)
   const Plan& plan = x.plan;
   const HTreeFwdParams& p = plan.p;
   const int row = threadIdx.x / kHeadThreads, chunk = threadIdx.x % kHeadThreads;
-  const int64_t at = blockIdx.x / plan.head_tiles;  // of the chunk
+  const int64_t at = blockIdx.x / plan.head_tiles;  // query of the chunk, in order of rows
   const int head = static_cast<int>(blockIdx.x % plan.head_tiles) * kTileHeads + row;
   const int64_t bg = at / plan.chunk.queries;
   const int64_t token = (plan.chunk.first_batch + bg / p.groups) * p.queries +
                         plan.chunk.first_query + at % plan.chunk.queries;
-  const bool has = head < plan.group_heads;
-  const int64_t own = token * p.heads + bg % p.groups * plan.group_heads + (has ? head : 0);
+  const bool valid = head < plan.group_heads;
+  const int64_t source = token * p.heads + bg % p.groups * plan.group_heads + (valid ? head : 0);
   const auto load = [&](const void* from, uint32_t (&y)[4]) {
-    load_16_now<0>(static_cast<const char*>(from) + (own * kD + chunk * 8) * 2, has, y);
+    load_16_now<0>(static_cast<const char*>(from) + (source * kD + chunk * 8) * 2, valid, y);
   };
   uint32_t q[4], out[4], dout[4];
   load(p.q, q), load(x.out, out), load(x.dout, dout);
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(kTileHeads* kD / 8)
     sum += __shfl_xor_sync(~0u, sum, mask);
     live |= __shfl_xor_sync(~0u, int{live}, mask) != 0;
   }
-  const float dlse = has ? x.dlse[own] : 0.f;
+  const float dlse = valid ? x.dlse[source] : 0.f;
   live |= dlse != 0.f;
   uint8_t* const record = x.records + int64_t{blockIdx.x} * R::kBytes;
   const uint32_t to = swizzled<kD>(row, chunk);
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kTileHeads* kD / 8)
   *reinterpret_cast<uint4*>(record + R::kRows + to) =
       live ? make_uint4(dout[0], dout[1], dout[2], dout[3]) : make_uint4(0, 0, 0, 0);
   if (chunk != 0) return;
-  reinterpret_cast<float*>(record + R::kLse)[row] = live ? x.lse[own] * kLog2E : INFINITY;
+  reinterpret_cast<float*>(record + R::kLse)[row] = live ? x.lse[source] * kLog2E : INFINITY;
   reinterpret_cast<float*>(record + R::kDelta)[row] = live ? sum - dlse : 0.f;
 }
 

@@ -1,33 +1,37 @@
-// What the passes of the backward share. See docs/design/htree.md.
+// What the kernels of the backward pass share. docs/design/htree.md describes the pass.
 //
-// Queries' gradients are made by a walk like the attention's. Those of nodes are sums over the
-// queries that meet a block: for each block of the tree there is a list of them, in order, so that
-// one warp after the other adds to its gradients, always in the same order.
+//   P  = exp(S - lse)           dS = P * (dP - delta)          dP = dO V^T
+//   dV = P^T dO                 dK = scale * dS^T Q            dQ = scale * dS K
+//
+// dQ comes from a walk like that of the attention. A query visits a block of the tree if any of
+// the block's nodes counts in its softmax. The gradients of nodes are sums over the visits of
+// their block. For each block there is a list of visits in a fixed order, cut into segments. One
+// warp after another adds its segment to the block's gradients, always in the same order.
 #pragma once
 
 #include "htree/walk.cuh"
 
 namespace jax_dsa::htree {
 
-// 16 heads of a query as the gradients of nodes meet them, swizzled like a block: queries, then
-// the outputs' gradients; of each head the lse in log2 units, then delta. A head without
-// cotangents has zeros, and the lse +inf.
+// A record: one head tile of a query as nodes_kernel reads it. First the queries, then dO, both
+// swizzled like a block; then lse of each head in log2 units, then delta. Heads without
+// cotangents have zeros, and the lse +inf.
 template <int kD>
 struct Record {
   static constexpr int kRows = kTileHeads * kD * 2;  // bytes of the queries
-  static constexpr int kLse = 2 * kRows;             // where that is
+  static constexpr int kLse = 2 * kRows;             // byte offset
   static constexpr int kDelta = kLse + kTileHeads * 4;
   static constexpr int kBytes = kDelta + kTileHeads * 4;
 };
 
-// That a query meets a block.
+// A visit of a block by a head tile of a query.
 struct Visit {
-  uint32_t record_and_rotation;  // lower half: number of the record; upper half: by which the query
-                                 // is rotated
-  uint32_t masked;               // bit i: row i of the block does not count
+  uint32_t record_and_rotation;  // low 16 bits: number of the record; high 16 bits: rotation of the
+                                 // query
+  uint32_t masked;               // bit i: row i of the block is masked
 };
 
-// At most so many meetings of a block, by one warp.
+// A work tile: at most kSegment visits of one block.
 struct WorkTile {
   int32_t list, segment;
 };
@@ -40,25 +44,25 @@ struct BwdPlan {
   const void* dout;
   const float* dlse;
   void* dq;
-  float* gradients;  // of the tree, in its order but not swizzled; of keys without the scale
+  float* gradients;  // of the tree, in its layout but not swizzled; dK without the scale
 
-  // Of the chunk. A list is of a block of the tree of a batch entry and group.
-  uint8_t* records;        // [batch entry and group, query, part]
-  int words;               // of marks, of a list
-  uint32_t* marks;         // [lists, words]: bit i of word w: query 32 w + i meets the block
-  uint16_t* marks_before;  // [lists, words]: how many marks there are in the words before
-  int32_t* counts;         // [lists]: queries
-  int32_t* starts;         // [lists]: the same of the lists before
+  // For the chunk. There is a list for each block of the tree of each batch entry and group.
+  uint8_t* records;  // [batch entry and group, query, head tile]
+  int words;         // words of marks per list
+  uint32_t* marks;   // [lists, words]: bit i of word w says that query 32 w + i visits the block
+  uint16_t* marks_before;  // [lists, words]: number of marks in the words before
+  int32_t* counts;         // [lists]: number of queries
+  int32_t* starts;         // [lists]: number of queries in the lists before
   Visit* visits;
-  WorkTile* work_tiles;    // first segments of all lists, then second ones, ...
-  uint32_t* tile_counter;  // item; [0]: how many are taken, [1]: how many there are
-  uint32_t* done;          // [lists, units]: segments that have been added
+  WorkTile* work_tiles;    // first segments of all lists, then second segments, ...
+  uint32_t* tile_counter;  // [0]: next tile index (atomic), [1]: number of work tiles
+  uint32_t* done;          // [lists, key tiles per block]: number of segments added so far
 
   __host__ __device__ int64_t trees() const { return plan.chunk.batch * plan.p.groups; }
   __host__ __device__ int64_t lists() const { return trees() * plan.layers.blocks; }
 };
 
-// Rows of a block that a warp has at a time.
+// Rows of a key tile, which a warp handles at a time.
 template <int kR>
 inline constexpr int kBwdTileRows = kR < 16 ? kR : 16;
 template <int kR>

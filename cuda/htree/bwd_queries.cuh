@@ -1,8 +1,10 @@
-// The gradients of queries: dq = sum over the layers of dS K, in the attention's walk.
+// The gradients of queries: dQ = scale * sum over the layers of dS K, in the walk of the
+// attention.
 //
-// A warp has 16 heads of one query. Here the keys of a block are rotated back to where the query
-// stands, so that gradients of all blocks add up; they lie in shared memory for their second
-// product. With early blocks the query is rotated and the gradients with it.
+// A warp has one head tile of one query. It rotates the keys of a block back to the query's
+// position, so that the gradients of all blocks add up, and keeps the rotated keys in shared
+// memory for the second product. With prefix blocks it rotates the query and its gradient
+// instead.
 #pragma once
 
 #include <type_traits>
@@ -16,11 +18,11 @@ template <typename S, int kD, int kR>
 struct alignas(1024) QueriesShared {
   using BlockRing = Ring<S, kR, kNodeBytes<kD, kR>, 128 * 1024>;
   BlockRing ring;
-  uint8_t keys[S::kWarps][(kR < 16 ? 16 : kR) * kD * 2];  // of a warp's block, rotated
+  uint8_t keys[S::kWarps][(kR < 16 ? 16 : kR) * kD * 2];  // rotated keys of the warp's block
   uint8_t rotations[S::kWarps][RotationLoader<kD>::kBytes];
 };
 
-// x [16 heads, D], rotated in place, or back.
+// Rotates x [16 heads, D] in place; with kBack by the inverse.
 template <int kD, bool kBack>
 __device__ __forceinline__ void rotate_sums(float (&x)[kD / 8][4], uint32_t rotation) {
 #pragma unroll
@@ -43,7 +45,7 @@ template <typename S, int kD, int kR>
 __global__ void __launch_bounds__(S::kThreads, 1)
     queries_kernel(const __grid_constant__ BwdPlan x) {
   using Shared = QueriesShared<S, kD, kR>;
-  constexpr int kGroups = ceil_div(kR, 16);  // of keys
+  constexpr int kGroups = ceil_div(kR, 16);  // groups of 16 keys
   auto& shared = dynamic_shared<Shared>();
   const Plan& plan = x.plan;
   const HTreeFwdParams& p = plan.p;
@@ -69,10 +71,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   uint32_t q[kD / 16][4], dout[kD / 16][4];
   float dq[kD / 8][4] = {}, lse[2], delta[2];
   {
-    const HeadTile mine(plan);
-    load_heads<kD>(x.dout, mine, dout);
+    const HeadTile tile(plan);
+    load_heads<kD>(x.dout, tile, dout);
     const uint8_t* const record =
-        x.records + (mine.row * plan.head_tiles + warp % plan.head_tiles) * Record<kD>::kBytes;
+        x.records + (tile.row * plan.head_tiles + warp % plan.head_tiles) * Record<kD>::kBytes;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int head = lane / 4 + r * 8;
@@ -82,23 +84,23 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   RotationLoader<kD> rotations(p.rotations, shared.rotations[warp]);
   for (int layer = plan.layers.count - 1; layer >= 0; --layer) {
-    const HeadTile mine(plan);
-    const int n = candidates<kR>(plan, mine.position, layer);
-    int left = layer ? n - 1 : n;  // candidates to be seen, from the block on that comes next
+    const HeadTile tile(plan);
+    const int n = candidates<kR>(plan, tile.position, layer);
+    int left = layer ? n - 1 : n;  // candidates from the next block on
     const int32_t* mask = nullptr;
     if (layer) {
       mask = reinterpret_cast<const int32_t*>(plan.chunk.masks) +
-             ((layer - 1) * plan.chunk.rows + mine.row) * p.top_k;
+             ((layer - 1) * plan.chunk.rows + tile.row) * p.top_k;
     }
-    // What is selected of the next block, loaded one ahead.
+    // The mask of the next block is loaded one block ahead.
     const auto fetch = [&] {
       const bool has = layer && left >= 0;
       return static_cast<uint32_t>(load_now(mask, has, 0));
     };
     uint32_t selected = fetch();
     rotations.load(n - 1);
-    const bool prefix = sees_prefix<kR>(plan, mine.position, layer);
-    load_heads<kD>(p.q, mine, q);
+    const bool prefix = sees_prefix<kR>(plan, tile.position, layer);
+    load_heads<kD>(p.q, tile, q);
     uint32_t prefix_rotation = 0;
     if (prefix) {
       prefix_rotation = rotations.next(-1);
@@ -108,12 +110,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
     const auto walk = [&](auto rotates) {
       constexpr bool kRotates = decltype(rotates)::value;
-      consume(shared.ring, at, mine.query, [&](uint32_t block) {
+      consume(shared.ring, at, tile.query, [&](uint32_t block) {
         const int rows = left;
         left -= kR;
         const uint32_t rotation = kRotates ? rotations.next(layer ? left : left - 1) : 0;
         const uint32_t values = block + kNodeBytes<kD, kR> / 2;
-        float s[kGroups * 2][4] = {}, dp[kGroups * 2][4] = {};  // of 8 keys each
+        float s[kGroups * 2][4] = {}, dp[kGroups * 2][4] = {};  // [8 keys]
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
           const uint32_t own = swizzled<kD>(group * 16 + lane % (kR < 16 ? kR : 16), lane / 16);
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             ds[i][j] = counts ? prob * (dp[i][j] - delta[j / 2]) : 0.f;
           }
         }
-        __syncwarp();  // rotated keys are stored
+        __syncwarp();  // rotated keys are in shared memory
         const uint32_t keys = kRotates ? rotated_keys : block;
         if (rows < kR) {
           multiply_values<kD, kR, true>(dq, ds, keys, rows);
@@ -172,13 +174,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
   }
 
-  const HeadTile own_part(plan);
+  const HeadTile tile(plan);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int own = lane / 4 + r * 8;
-    if (own >= own_part.heads) continue;
-    const bool live = lse[r] < INFINITY;  // else keys' NaN would show
-    auto* const to = static_cast<uint32_t*>(x.dq) + ((own_part.head + own) * kD + lane % 4 * 2) / 2;
+    const int head = lane / 4 + r * 8;
+    if (head >= tile.heads) continue;
+    const bool live = lse[r] < INFINITY;  // otherwise NaN in the keys would reach dQ
+    auto* const to = static_cast<uint32_t*>(x.dq) + ((tile.head + head) * kD + lane % 4 * 2) / 2;
 #pragma unroll
     for (int i = 0; i < kD / 8; ++i) {
       to[i * 4] = live ? pack_bf16(dq[i][2 * r] * p.scale, dq[i][2 * r + 1] * p.scale) : 0;

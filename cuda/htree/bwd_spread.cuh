@@ -1,4 +1,5 @@
-// The tokens' gradients from those of all nodes: a mean's goes in equal parts to what it is of.
+// Computes the tokens' gradients from those of all nodes: the gradient of a mean is divided
+// equally among the nodes that it is the mean of.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,10 +20,10 @@ struct Spread {
 
 inline constexpr int kSpreadThreads = 256;
 
-// A thread has a pair of columns of a token, of both.
+// A thread handles a pair of columns of one token, of dK and of dV.
 template <int kD, int kR>
 __global__ void __launch_bounds__(kSpreadThreads) spread_kernel(const __grid_constant__ Spread x) {
-  constexpr int kPairs = kD / 2, kTokens = kSpreadThreads / kPairs;  // of a thread block
+  constexpr int kPairs = kD / 2, kTokens = kSpreadThreads / kPairs;  // per CTA
   const int64_t spans = ceil_div(x.tokens, int64_t{kTokens});
   const int64_t bg = blockIdx.x / spans;
   const int64_t token = blockIdx.x % spans * kTokens + threadIdx.x / kPairs;

@@ -1,4 +1,4 @@
-// Launcher of decode: a kernel a layer, and a merge.
+// Launcher of decode: one kernel per layer, then the combine.
 
 #include "common/error.h"
 #include "htree/decode_launch.cuh"

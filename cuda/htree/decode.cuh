@@ -61,53 +61,6 @@ __device__ __forceinline__ void prepare_rotations(const DecodePlan& x, Shared& s
   }
 }
 
-// Combines the outputs of the CTA's warps and writes them as the split's outputs.
-template <int kD, typename Shared>
-__device__ __forceinline__ void store_split(const DecodePlan& x, const DecodeRow& row, int workers,
-                                            const Softmax& softmax, const float (&o)[kD / 8][4],
-                                            Shared& shared) {
-  constexpr int kStride = Shared::kOutputStride;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int head_tiles = x.plan.head_tiles;
-  // [warps, heads, kStride], columns in the order of ValueTile::multiply.
-  float* const outputs = shared.outputs(head_tiles);
-  const int padded = head_tiles * kTileHeads;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float total = softmax.sum[r];
-    total += __shfl_xor_sync(~0u, total, 1);
-    total += __shfl_xor_sync(~0u, total, 2);
-    const int head = lane / 4 + r * 8;
-    if (lane % 4 == 0) shared.max_and_sum[warp][head] = make_float2(softmax.running_max[r], total);
-    float* const to = outputs + (warp * kTileHeads + head) * kStride + lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kD / 8; ++i) {
-      *reinterpret_cast<float2*>(to + i * 8) = make_float2(o[i][2 * r], o[i][2 * r + 1]);
-    }
-  }
-  __syncthreads();
-  const int64_t to = (row.row * x.splits + row.split) * padded;
-  for (int i = threadIdx.x; i < padded * (kD / 4); i += kDecodeThreads) {
-    const int column = i % (kD / 4) * 4, head = i / (kD / 4) % kTileHeads,
-              head_tile = i / (kD / 4) / kTileHeads;
-    float top = -INFINITY, total = 0.f;
-    for (int j = head_tile; j < workers * head_tiles; j += head_tiles) {
-      top = fmaxf(top, shared.max_and_sum[j][head].x);
-    }
-    float4 sum = {};
-    for (int j = head_tile; j < workers * head_tiles; j += head_tiles) {
-      const float2 max_and_sum = shared.max_and_sum[j][head];
-      const float weight = exp2_approx(max_and_sum.x - Softmax::finite(top));
-      const float4 y =
-          *reinterpret_cast<const float4*>(&outputs[(j * kTileHeads + head) * kStride + column]);
-      total += weight * max_and_sum.y;
-      sum.x += weight * y.x, sum.y += weight * y.y, sum.z += weight * y.z, sum.w += weight * y.w;
-    }
-    reinterpret_cast<float4*>(x.outputs + to * kD)[i] = sum;
-    if (column == 0) x.max_and_sum[to + i / (kD / 4)] = make_float2(top, total);
-  }
-}
-
 template <int kD, int kR, DecodeStep kStep, bool kFewTiles>
 __global__ void __launch_bounds__(kRegisterThreads<kStep, kFewTiles>, 1)
     decode_kernel(const __grid_constant__ DecodePlan x, int layer) {
@@ -306,7 +259,45 @@ __global__ void __launch_bounds__(kRegisterThreads<kStep, kFewTiles>, 1)
       load_first();
       attend_first();
     }
-    store_split<kD>(x, row, workers, softmax, o, shared);
+    constexpr int kStride = Shared::kOutputStride;
+    // [warps, heads, kStride], columns in the order of ValueTile::multiply.
+    float* const outputs = shared.outputs(head_tiles);
+    const int padded = head_tiles * kTileHeads;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float total = softmax.sum[r];
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      const int head = lane / 4 + r * 8;
+      if (lane % 4 == 0)
+        shared.max_and_sum[warp][head] = make_float2(softmax.running_max[r], total);
+      float* const to = outputs + (warp * kTileHeads + head) * kStride + lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < kD / 8; ++i) {
+        *reinterpret_cast<float2*>(to + i * 8) = make_float2(o[i][2 * r], o[i][2 * r + 1]);
+      }
+    }
+    __syncthreads();
+    const int64_t to = (row.row * x.splits + row.split) * padded;
+    for (int i = threadIdx.x; i < padded * (kD / 4); i += kDecodeThreads) {
+      const int column = i % (kD / 4) * 4, head = i / (kD / 4) % kTileHeads,
+                head_tile = i / (kD / 4) / kTileHeads;
+      float top = -INFINITY, total = 0.f;
+      for (int j = head_tile; j < workers * head_tiles; j += head_tiles) {
+        top = fmaxf(top, shared.max_and_sum[j][head].x);
+      }
+      float4 sum = {};
+      for (int j = head_tile; j < workers * head_tiles; j += head_tiles) {
+        const float2 max_and_sum = shared.max_and_sum[j][head];
+        const float weight = exp2_approx(max_and_sum.x - finite_max(top));
+        const float4 y =
+            *reinterpret_cast<const float4*>(&outputs[(j * kTileHeads + head) * kStride + column]);
+        total += weight * max_and_sum.y;
+        sum.x += weight * y.x, sum.y += weight * y.y, sum.z += weight * y.z, sum.w += weight * y.w;
+      }
+      reinterpret_cast<float4*>(x.outputs + to * kD)[i] = sum;
+      if (column == 0) x.max_and_sum[to + i / (kD / 4)] = make_float2(top, total);
+    }
   }
 }
 

@@ -53,12 +53,12 @@ __global__ void __launch_bounds__(kCombineThreads)
     float next = top;
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) next = fmaxf(next, max_and_sum[j].x);
-    const float factor = exp2_approx(top - Softmax::finite(next));
+    const float factor = exp2_approx(top - finite_max(next));
     top = next, total *= factor;
     sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const float weight = exp2_approx(max_and_sum[j].x - Softmax::finite(top));
+      const float weight = exp2_approx(max_and_sum[j].x - finite_max(top));
       const float4 y = outputs[j];
       total += weight * max_and_sum[j].y;
       sum.x += weight * y.x, sum.y += weight * y.y, sum.z += weight * y.z, sum.w += weight * y.w;
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   float all = 0.f, weights = 0.f;
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) {
-    const float weight = exp2_approx(shared.max_and_sum[i].x - Softmax::finite(top));
+    const float weight = exp2_approx(shared.max_and_sum[i].x - finite_max(top));
     all += weight * shared.outputs[i][d], weights += weight * shared.max_and_sum[i].y;
   }
   const int64_t token = bg / p.groups * p.queries + row % p.queries;

@@ -1,4 +1,4 @@
-// Decode's launches, and how they share the workspace.
+// Decode: workspace layout and launches.
 #pragma once
 
 #include "common/error.h"
@@ -9,8 +9,8 @@ namespace jax_dsa::htree {
 
 inline int64_t decode_rows(const HTreeFwdParams& p) { return p.batch * p.groups * p.queries; }
 
-// Takes the workspace apart, for `blocks` thread blocks; returns its size.
-inline int64_t assign_workspace(const HTreeFwdParams& p, int64_t layers, int64_t blocks,
+// Assigns the arrays for `ctas` CTAs in the workspace; returns its size in bytes.
+inline int64_t assign_workspace(const HTreeFwdParams& p, int64_t layers, int64_t ctas,
                                 DecodePlan& x) {
   char* const start = static_cast<char*>(p.workspace);
   WorkspaceAllocator workspace = {start};
@@ -21,12 +21,12 @@ inline int64_t assign_workspace(const HTreeFwdParams& p, int64_t layers, int64_t
     workspace.allocate(x.lists, (layers - 1) * rows * p.top_k);
     workspace.allocate(x.bits, (layers - 1) * rows * ceil_div(width, int64_t{32}));
   }
-  workspace.allocate(x.outputs, blocks * heads * p.dim);
-  workspace.allocate(x.max_and_sum, blocks * heads);
+  workspace.allocate(x.outputs, ctas * heads * p.dim);
+  workspace.allocate(x.max_and_sum, ctas * heads);
   return workspace.next - start;
 }
 
-// Of at least one row.
+// Fills in the plan, which must have at least one row.
 inline cudaError_t make_decode_plan(const HTreeDecodeParams& params, DecodePlan& x) {
   const HTreeFwdParams& p = params.fwd;
   Device device;
@@ -49,10 +49,11 @@ inline cudaError_t make_decode_plan(const HTreeDecodeParams& params, DecodePlan&
                                                                          : cudaSuccess;
 }
 
-// Thread blocks of a launch do not share a SM, or others would have none: they ask for
-// half of its shared memory. With few blocks a warp only the middle launches do, and half of what
-// is then preferred; the top one has all SMs, and the last one's registers keep it
-// alone.
+// CTAs of one launch must not share an SM while other SMs are idle, so each requests more than
+// half of an SM's shared memory. If there are few key tiles, CTAs of two launches share an SM
+// instead. Then only those of the middle layers request a size, half of the shared memory that
+// `preferred_shared_kib` asks for: the top launch has all SMs to itself, and the registers of
+// the last one keep its CTAs apart.
 inline constexpr int kExclusiveBytes = kMaxSharedBytes / 2 + 1024,
                      kExclusiveBytesFewTiles = 98 * 1024;
 constexpr int preferred_shared_kib(int64_t layers) { return layers > 2 ? 196 : 132; }

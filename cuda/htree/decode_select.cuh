@@ -59,44 +59,6 @@ __device__ __forceinline__ void for_each_quad(const float4* values, int word, Ta
   }
 }
 
-// Copies the importances of the `others`, all candidates but the last one, to shared memory and
-// takes the samples. NaN becomes -inf, -0 becomes 0.
-template <typename Selection>
-__device__ __forceinline__ void load_importances(const float4* importance, int split, int others,
-                                                 int quads, Selection& selection, float4* values) {
-  const int thread = threadIdx.x;
-  // One quad in 2^shift gives a sample.
-  const int shift = quads > kSamples ? 32 - __clz((quads - 1) / kSamples) : 0;
-  constexpr int kAtOnce = 8;
-  for (int first = thread; first < quads; first += kAtOnce * kDecodeThreads) {
-    // The CTAs of a row begin with different quads, so that they do not wait for the same slice of
-    // the L2.
-    const auto quad_of = [&](int i) { return first + (i + split) % kAtOnce * kDecodeThreads; };
-    float4 y[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int quad = quad_of(i);
-      y[i] = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-      if (quad * 4 < others) y[i] = __ldcg(importance + quad);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int quad = quad_of(i);
-      const auto clean = [](float z) { return fmaxf(z + 0.f, -INFINITY); };  // no NaN, no -0
-      y[i] = make_float4(clean(y[i].x), clean(y[i].y), clean(y[i].z), clean(y[i].w));
-      if (quad == others / 4) {  // memory past the last one of them is undefined
-        const int rest = others % 4;
-        y[i] = make_float4(rest > 0 ? y[i].x : -INFINITY, rest > 1 ? y[i].y : -INFINITY,
-                           rest > 2 ? y[i].z : -INFINITY, -INFINITY);
-      }
-      if (quad < quads) values[quad] = y[i];
-      const int sample = quad >> shift;
-      if (quad < quads && ((quad ^ sample * 5) & ((1 << shift) - 1)) == 0)
-        selection.samples[sample] = y[i].x;
-    }
-  }
-}
-
 // Ranks the samples and writes three of them to `selection`: the highest, the lowest, and a `low`
 // that is below the cut unless the sample is misleading. Returns whether there are samples below
 // `low`, so that it excludes anything.
@@ -129,20 +91,68 @@ __device__ __forceinline__ bool rank_samples(Selection& selection, int wanted, i
   return least < valid;
 }
 
-// Bin `bin` is the boundary; `above` candidates lie in higher bins.
-struct Cut {
-  Bins bins;
-  int bin, above;
-};
+// Selects the nodes of a layer with n candidates into `shared.bits` and `shared.list`. All threads
+// call it, and must synchronize before they read the results.
+template <int kR, typename Shared>
+__device__ void select(const DecodePlan& x, const DecodeRow& row, int layer, int n,
+                       Shared& shared) {
+  const HTreeFwdParams& p = x.plan.p;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int k = static_cast<int>(p.top_k), wanted = k - 1;
+  const int words = ceil_div(n, 32);
+  const int others = max(n - 1, 0), quads = words * 8;
+  auto& selection = shared.selection(x.plan.head_tiles);
+  float4* const values = shared.values(x.plan.head_tiles);
+  const float* const scalars = reinterpret_cast<const float*>(values);
+  const bool top = layer + 1 == x.plan.layers.count;
 
-// Counts the candidates by bins until `wanted` of them are reached. `filters` says whether to leave
-// out those below `selection.low` at first. The bins must be 0.
-template <typename Selection>
-__device__ __forceinline__ Cut find_cut(Selection& selection, const float4* values, int words,
-                                        int wanted, bool filters) {
-  const int thread = threadIdx.x, lane = thread % 32;
-  Cut cut;
-  Bins& bins = cut.bins;
+  // Step 1. Copy the importances of the `others`, all candidates but the last one, to shared memory
+  // and take the samples. NaN becomes -inf, -0 becomes 0. One quad in 2^shift gives a sample.
+  const int shift = quads > kSamples ? 32 - __clz((quads - 1) / kSamples) : 0;
+  const auto* const importance = reinterpret_cast<const float4*>(row.importance(x, layer));
+  constexpr int kAtOnce = 8;
+  for (int first = thread; first < quads; first += kAtOnce * kDecodeThreads) {
+    // The CTAs of a row begin with different quads, so that they do not wait for the same slice of
+    // the L2.
+    const auto quad_of = [&](int i) { return first + (i + row.split) % kAtOnce * kDecodeThreads; };
+    float4 y[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int quad = quad_of(i);
+      y[i] = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+      if (quad * 4 < others) y[i] = __ldcg(importance + quad);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int quad = quad_of(i);
+      const auto clean = [](float z) { return fmaxf(z + 0.f, -INFINITY); };  // no NaN, no -0
+      y[i] = make_float4(clean(y[i].x), clean(y[i].y), clean(y[i].z), clean(y[i].w));
+      if (quad == others / 4) {  // memory past the last one of them is undefined
+        const int rest = others % 4;
+        y[i] = make_float4(rest > 0 ? y[i].x : -INFINITY, rest > 1 ? y[i].y : -INFINITY,
+                           rest > 2 ? y[i].z : -INFINITY, -INFINITY);
+      }
+      if (quad < quads) values[quad] = y[i];
+      const int sample = quad >> shift;
+      if (quad < quads && ((quad ^ sample * 5) & ((1 << shift) - 1)) == 0) {
+        selection.samples[sample] = y[i].x;
+      }
+    }
+  }
+  if (!top) {
+    const int32_t* const parents = x.lists + row.list(x, layer + 1);
+    for (int i = thread; i < k; i += kDecodeThreads) selection.parents[i] = parents[i];
+  }
+  __syncthreads();
+
+  // Step 2. Rank the samples.
+  bool filters = rank_samples(selection, wanted, others);
+  __syncthreads();
+
+  // Step 3. Count the candidates by bins. `cut` is the boundary bin, and `above` candidates are in
+  // higher bins.
+  Bins bins;
+  int cut, above;
   for (float low = selection.low;; low = selection.lowest) {
     bins.floor = filters ? low : -FLT_MAX;
     bins.base = fmaxf(low, -FLT_MAX);
@@ -169,42 +179,37 @@ __device__ __forceinline__ Cut find_cut(Selection& selection, const float4* valu
       sum += counts[i];
     }
     const int through = inclusive_scan(sum), total = __shfl_sync(~0u, through, 31);
-    cut.bin = kBins - 1 - lane * kEach, cut.above = through - sum;
+    cut = kBins - 1 - lane * kEach, above = through - sum;
     const uint32_t reach = __ballot_sync(~0u, through >= wanted);
     bool open = true;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      open = open && cut.above + counts[i] < wanted;
-      if (open) cut.above += counts[i], --cut.bin;
+      open = open && above + counts[i] < wanted;
+      if (open) above += counts[i], --cut;
     }
     const int holder = reach ? __ffs(reach) - 1 : 0;
-    cut.bin = __shfl_sync(~0u, cut.bin, holder), cut.above = __shfl_sync(~0u, cut.above, holder);
-    if (!reach || wanted == 0) cut.bin = wanted == 0 ? kBins : -1, cut.above = wanted;
+    cut = __shfl_sync(~0u, cut, holder), above = __shfl_sync(~0u, above, holder);
+    if (!reach || wanted == 0) cut = wanted == 0 ? kBins : -1, above = wanted;
     if (total >= wanted || !filters) break;
     filters = false;  // the sample was misleading: count all candidates
     __syncthreads();
     for (int i = thread; i < kBins; i += kDecodeThreads) selection.bins[i] = 0;
     __syncthreads();
   }
-  return cut;
-}
 
-// Sets the bits of candidates above the boundary bin, and collects the keys of those in it. `mine`
-// to `end` are the thread's words.
-template <typename Shared, typename Selection>
-__device__ __forceinline__ void collect_boundary(Shared& shared, Selection& selection,
-                                                 const float4* values, const Cut& cut, int mine,
-                                                 int end) {
-  const float* const scalars = reinterpret_cast<const float*>(values);
-  const float from = Bins::kFirst + static_cast<float>(cut.bin), to = from + 1.f;
+  // Step 4. Set the bits of candidates above the boundary bin, and collect the keys of those in it.
+  // Words `mine` to `end` - 1 belong to this thread.
+  const int each = ceil_div(words, kDecodeThreads), mine = thread * each;
+  const int end = min(mine + each, words);
+  const float from = Bins::kFirst + static_cast<float>(cut), to = from + 1.f;
   for (int word = mine; word < end; ++word) {
     uint32_t more = 0, equal = 0;  // above the boundary bin; in it or above
     for_each_quad(values, word, [&](const float (&y)[4], int first) {
       uint32_t its_more = 0, its_equal = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float at = cut.bins.bin_of(y[i]);
-        const bool is = y[i] >= cut.bins.floor && at >= from;
+        const float at = bins.bin_of(y[i]);
+        const bool is = y[i] >= bins.floor && at >= from;
         its_equal |= uint32_t{is} << i, its_more |= uint32_t{is && at >= to} << i;
       }
       more |= its_more << first, equal |= its_equal << first;
@@ -216,93 +221,48 @@ __device__ __forceinline__ void collect_boundary(Shared& shared, Selection& sele
       if (at < kMaxBoundary) selection.boundary[at] = rank_key(scalars[i], i);
     }
   }
-}
-
-// Sets the bits of the `left` greatest keys of the `count` in the boundary bin.
-template <typename Shared, typename Selection>
-__device__ __forceinline__ void rank_boundary(Shared& shared, const Selection& selection,
-                                              const float* importance, int count, int left,
-                                              int mine, int end) {
-  for (int word = mine; word < end; ++word) {
-    for (uint32_t equal = selection.boundary_bits[word]; equal; equal &= equal - 1) {
-      const int bit = __ffs(equal) - 1, i = word * 32 + bit;
-      const uint64_t key = rank_key(importance[i], i);
-      int before = 0;
-#pragma unroll 8
-      for (int j = 0; j < count; ++j) before += selection.boundary[j] > key;
-      if (before < left) shared.bits[word] |= 1u << bit;
-    }
-  }
-}
-
-// Finds the least selected key by bisection over all candidates, and sets the bits from it on.
-template <typename Shared, typename Selection>
-__device__ __forceinline__ void bisect_keys(Shared& shared, Selection& selection,
-                                            const float* importance, int wanted, int mine,
-                                            int end) {
-  const int thread = threadIdx.x;
-  uint64_t least_key = 0;
-  const auto bits_from = [&](int word, uint64_t key) {
-    uint32_t bits = 0;
-#pragma unroll 1
-    for (int i = 0; i < 32; ++i) {
-      const int bit = (i + thread) % 32, at = word * 32 + bit;
-      const bool is = importance[at] > -INFINITY && rank_key(importance[at], at) >= key;
-      bits |= uint32_t{is} << bit;
-    }
-    return bits;
-  };
-  for (int bit = 63; bit >= 0; --bit) {
-    const uint64_t trial = least_key | uint64_t{1} << bit;
-    int count = 0;
-    for (int word = mine; word < end; ++word) count += __popc(bits_from(word, trial));
-    if (sum_over_cta(count, bit % 2, selection.warp_sums) >= wanted) least_key = trial;
-  }
   __syncthreads();
-  for (int word = mine; word < end; ++word) {
-    shared.bits[word] = wanted > 0 ? bits_from(word, least_key) : 0;
-  }
-}
+  const int boundary = selection.boundary_count, left = wanted - above;
 
-// Selects the nodes of a layer with n candidates into `shared.bits` and `shared.list`. All threads
-// call it, and must synchronize before they read the results.
-template <int kR, typename Shared>
-__device__ void select(const DecodePlan& x, const DecodeRow& row, int layer, int n,
-                       Shared& shared) {
-  const HTreeFwdParams& p = x.plan.p;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const int k = static_cast<int>(p.top_k), wanted = k - 1;
-  const int words = ceil_div(n, 32);
-  const int others = max(n - 1, 0), quads = words * 8;
-  auto& selection = shared.selection(x.plan.head_tiles);
-  float4* const values = shared.values(x.plan.head_tiles);
-  const float* const scalars = reinterpret_cast<const float*>(values);
-  const bool top = layer + 1 == x.plan.layers.count;
-
-  load_importances(reinterpret_cast<const float4*>(row.importance(x, layer)), row.split, others,
-                   quads, selection, values);
-  if (!top) {
-    const int32_t* const parents = x.lists + row.list(x, layer + 1);
-    for (int i = thread; i < k; i += kDecodeThreads) selection.parents[i] = parents[i];
-  }
-  __syncthreads();
-  const bool filters = rank_samples(selection, wanted, others);
-  __syncthreads();
-  const Cut cut = find_cut(selection, values, words, wanted, filters);
-
-  const int each = ceil_div(words, kDecodeThreads), mine = thread * each;
-  const int end = min(mine + each, words);
-  collect_boundary(shared, selection, values, cut, mine, end);
-  __syncthreads();
-  const int boundary = selection.boundary_count, left = wanted - cut.above;
+  // Step 5. Set the bits of the `left` greatest keys of the boundary bin.
   if (boundary <= kMaxBoundary) {
-    rank_boundary(shared, selection, scalars, boundary, left, mine, end);
+    for (int word = mine; word < end; ++word) {
+      for (uint32_t equal = selection.boundary_bits[word]; equal; equal &= equal - 1) {
+        const int bit = __ffs(equal) - 1, i = word * 32 + bit;
+        const uint64_t key = rank_key(scalars[i], i);
+        int before = 0;
+#pragma unroll 8
+        for (int j = 0; j < boundary; ++j) before += selection.boundary[j] > key;
+        if (before < left) shared.bits[word] |= 1u << bit;
+      }
+    }
   } else {
-    bisect_keys(shared, selection, scalars, wanted, mine, end);
+    // Find the least selected key by bisection over all candidates.
+    uint64_t least_key = 0;
+    const auto bits_from = [&](int word, uint64_t key) {
+      uint32_t bits = 0;
+#pragma unroll 1
+      for (int i = 0; i < 32; ++i) {
+        const int bit = (i + thread) % 32, at = word * 32 + bit;
+        const bool is = scalars[at] > -INFINITY && rank_key(scalars[at], at) >= key;
+        bits |= uint32_t{is} << bit;
+      }
+      return bits;
+    };
+    for (int bit = 63; bit >= 0; --bit) {
+      const uint64_t trial = least_key | uint64_t{1} << bit;
+      int count = 0;
+      for (int word = mine; word < end; ++word) count += __popc(bits_from(word, trial));
+      if (sum_over_cta(count, bit % 2, selection.warp_sums) >= wanted) least_key = trial;
+    }
+    __syncthreads();
+    for (int word = mine; word < end; ++word) {
+      shared.bits[word] = wanted > 0 ? bits_from(word, least_key) : 0;
+    }
   }
 
-  // Add the last candidate and turn the bits into the list of nodes. The row's first CTA also
-  // writes bits, list and ordinals to global memory.
+  // Step 6. Add the last candidate and turn the bits into the list of nodes. The row's first CTA
+  // also writes bits, list and ordinals to global memory.
   const bool keeps = row.split == 0;
   int count = 0;
   for (int word = mine; word < end; ++word) {

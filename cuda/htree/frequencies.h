@@ -1,4 +1,4 @@
-// RoPE's frequencies, as kernels take them.
+// RoPE frequencies as kernel parameters.
 #pragma once
 
 #include <cmath>
@@ -6,10 +6,10 @@
 
 namespace jax_dsa::htree {
 
-inline constexpr int kMaxHalf = 64;  // of D
+inline constexpr int kMaxHalf = 64;  // largest D / 2
 
 struct Frequencies {
-  double revolutions[kMaxHalf];  // of a pair, a place
+  double revolutions[kMaxHalf];  // of a pair of dimensions, per position
 };
 inline Frequencies make_frequencies(int64_t dim, double base) {
   Frequencies x = {};

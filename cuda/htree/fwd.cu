@@ -1,5 +1,5 @@
-// Launcher of the forward kernels: for as many queries as the workspace has room for, layer by
-// layer scores, top-k and lists, then the attention.
+// Launcher of the forward pass. For as many queries at a time as the workspace has room for:
+// layer by layer scores, top-k and lists, then the attention.
 
 #include "common/error.h"
 #include "htree/launch.cuh"
@@ -56,7 +56,7 @@ cudaError_t launch_htree_fwd(const HTreeFwdParams& p, cudaStream_t stream) {
   }
   Plan plan = htree::make_plan(p);
   const auto bytes = [&](const htree::ChunkRange& of) {
-    return htree_fwd_workspace(p, of.entries * of.count * p.groups);
+    return htree_fwd_workspace(p, of.batch_entries * of.queries * p.groups);
   };
   return htree::for_chunks(p, AttendShape::kWarps / plan.head_tiles, bytes,
                            [&](const htree::ChunkRange& of) {

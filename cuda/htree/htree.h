@@ -1,4 +1,5 @@
-// Hierarchical tree attention (docs/ops/htree.md): the tree's layout and what the launchers take.
+// Hierarchical tree attention (docs/ops/htree.md): layout of the tree and parameters of the
+// launchers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,18 +12,25 @@ namespace jax_dsa {
 
 inline constexpr int kHTreeMaxLayers = 12;
 
-// Layer 0 is the tokens, the last one has at most compression * top_k nodes. A block is
-// `compression` siblings. Of every layer the first top_k blocks lie in memory, then, but of the
-// last layer, all blocks, each layer from block `first` on: whose candidates begin a layer, as of
-// queries that are early enough, or in the last layer of all, has them at ordinals that are the
-// nodes' own numbers.
+// Layer 0 is the tokens; the last (top) layer has at most compression * top_k nodes. A block is
+// `compression` siblings: keys, then values.
+//
+// The tree in memory consists of the layers one after another, layer l from block `first[l]` on.
+// Each layer stores two kinds of blocks:
+//   - Prefix blocks: the first top_k blocks of the layer, or all blocks of the top layer. Their
+//   keys are
+//     rotated by the nodes' numbers.
+//   - All blocks of the layer, except for the top layer. Their keys are rotated by the slot in the
+//   block.
+// If the candidates of a query are the first nodes of the layer, because the query is early
+// enough or because this is the top layer, then their ordinals are the nodes' numbers and the
+// query reads the prefix blocks. Otherwise it reads the others.
 struct HTreeLayers {
   int count;
-  int64_t size[kHTreeMaxLayers];   // in nodes
-  int64_t first[kHTreeMaxLayers];  // in blocks
-  int64_t
-      prefix_blocks[kHTreeMaxLayers];  // how many blocks there are by ordinal; the others follow
-  int64_t blocks;                      // of all layers
+  int64_t size[kHTreeMaxLayers];           // nodes
+  int64_t first[kHTreeMaxLayers];          // block at which the layer begins
+  int64_t prefix_blocks[kHTreeMaxLayers];  // number of prefix blocks; the others follow
+  int64_t blocks;                          // of all layers together
 };
 constexpr HTreeLayers htree_layers(int64_t tokens, int64_t compression, int64_t top_k) {
   HTreeLayers x = {};
@@ -39,14 +47,13 @@ constexpr HTreeLayers htree_layers(int64_t tokens, int64_t compression, int64_t 
 }
 
 struct HTreeBuildParams {
-  const void* k;  // [B, T, G, D], bf16
-  const void* v;  // the same
-  // [B, G, blocks, 2, compression, D]: a block's keys, then its values; a row's 16-byte chunk c
-  // lies at c ^ (row % 8). Keys are rotated, in the early blocks by the nodes' numbers, in the
-  // others by their slots in the block.
+  const void* k;  // [B, T, G, D], bfloat16
+  const void* v;  // like k
+  // [B, G, blocks, 2, compression, D], bfloat16: a block's keys, then its values. 16-byte
+  // chunk c of a row is stored at chunk c ^ (row % 8). HTreeLayers says how keys are rotated.
   void* tree;
-  float* rotations;  // [compression * top_k, D / 2, 2]: cos and sin by ordinal
-  void* workspace;   // of htree_build_workspace
+  float* rotations;  // [compression * top_k, D / 2, 2], float32: cos and sin by ordinal
+  void* workspace;   // htree_build_workspace bytes
   int64_t batch, tokens, groups, dim, compression, top_k;
   double rope_base;
 };
@@ -57,7 +64,7 @@ constexpr int64_t htree_tree_bytes(const HTreeBuildParams& p) {
 constexpr int64_t htree_rotation_bytes(const HTreeBuildParams& p) {
   return p.compression * p.top_k * p.dim * 4;
 }
-// Bytes: layers 2, 4, ... as [B, G, nodes, 2, D], not rotated.
+// Returns the bytes for layers 2, 4, ... as [B, G, nodes, 2, D], not rotated.
 constexpr int64_t htree_build_workspace(const HTreeBuildParams& p) {
   const HTreeLayers layers = htree_layers(p.tokens, p.compression, p.top_k);
   int64_t nodes = 0;
@@ -66,27 +73,28 @@ constexpr int64_t htree_build_workspace(const HTreeBuildParams& p) {
 }
 
 struct HTreeFwdParams {
-  const void* q;             // [B, T, N, D], bf16
-  const int32_t* positions;  // [B, T], the tokens that queries stand at; below 0: none
+  const void* q;             // [B, T, N, D], bfloat16
+  const int32_t* positions;  // [B, T], token of each query; negative: none
   const void* tree;
   const float* rotations;
-  void* out;   // [B, T, N, D], bf16
-  float* lse;  // [B, T, N]
-  // [B, T, G, layers - 1, top_k], ordinals, ascending, then -1; null: not wanted. Ordinals are
-  // below compression * top_k, at most 2^15.
+  void* out;   // [B, T, N, D], bfloat16
+  float* lse;  // [B, T, N], natural logarithm
+  // [B, T, G, layers - 1, top_k]: selected ordinals of layers 1, 2, ..., ascending, then -1.
+  // Ordinals are below compression * top_k, which is at most 2^15. May be null for the forward
+  // pass.
   int16_t* selected;
-  void* workspace;  // 256-byte aligned
+  void* workspace;  // aligned to 256 bytes
   int64_t workspace_bytes;
   int64_t batch, queries, heads, groups, tokens, dim, compression, top_k;
   float scale;
 };
 
-// Of a cache: `tree` and `rotations` of `fwd` are not read, its tokens are the capacity; `selected`
-// is wanted.
+// Attention over an HTreeCache. `fwd.tree` and `fwd.rotations` are not used, `fwd.tokens` is the
+// cache's capacity, and `fwd.selected` must not be null.
 struct HTreeDecodeParams {
   HTreeFwdParams fwd;
-  const void* k;  // [B, htree_cache_nodes, G, D], bf16, all layers, each in whole blocks
-  const void* v;  // the same
+  const void* k;  // [B, htree_cache_nodes, G, D], bfloat16; layers are padded to whole blocks
+  const void* v;  // like k
   double rope_base;
 };
 constexpr int64_t htree_cache_nodes(int64_t capacity, int64_t compression, int64_t top_k) {
@@ -99,12 +107,12 @@ constexpr int64_t htree_cache_nodes(int64_t capacity, int64_t compression, int64
 }
 
 struct HTreeBwdParams {
-  HTreeFwdParams fwd;  // the forward pass's; out, lse and selected are read
-  const void* dout;    // as out
-  const float* dlse;   // as lse
-  void* dq;            // as q
-  void* dk;            // [B, S, G, D], bf16, of the tokens
-  void* dv;            // the same
+  HTreeFwdParams fwd;  // of the forward pass; out, lse and selected are inputs
+  const void* dout;    // like out
+  const float* dlse;   // like lse
+  void* dq;            // like q
+  void* dk;            // [B, S, G, D], bfloat16, of the tokens
+  void* dv;            // like dk
 };
 
 inline constexpr int64_t kHTreeMaxTopK = 1024;
@@ -112,19 +120,18 @@ inline constexpr int64_t kHTreeMaxGroupHeads = 192;
 inline constexpr int64_t kHTreeMaxBwdGroupHeads = 128;
 inline constexpr int64_t kHTreeMaxDecodeGroupHeads = 128;
 
-// cudaErrorInvalidValue for what is not there: D is 64 or 128, compression 8, 16 or 32; and for a
-// workspace that is too small for a query.
+// The launchers return cudaErrorInvalidValue unless D is 64 or 128 and compression is 8, 16 or
+// 32, and if the workspace does not suffice for a single query. Their results are the same bits
+// on every run.
 cudaError_t launch_htree_build(const HTreeBuildParams& params, cudaStream_t stream);
 cudaError_t launch_htree_fwd(const HTreeFwdParams& params, cudaStream_t stream);
-// The same bits on every run.
 cudaError_t launch_htree_bwd(const HTreeBwdParams& params, cudaStream_t stream);
-// The same bits on every run.
 cudaError_t launch_htree_decode(const HTreeDecodeParams& params, cudaStream_t stream);
 
-// Bytes that the workspace has to have for so many queries of a group at a time.
+// Workspace bytes for processing `rows` rows, (query, KV head group) pairs, at a time.
 int64_t htree_fwd_workspace(const HTreeFwdParams& params, int64_t rows);
 int64_t htree_bwd_workspace(const HTreeBwdParams& params, int64_t rows);
-// Bytes that the workspace has to have.
+// Workspace bytes.
 int64_t htree_decode_workspace(const HTreeDecodeParams& params);
 
 }  // namespace jax_dsa

@@ -1,4 +1,4 @@
-// The forward's passes: how they share the workspace, and their launches.
+// The forward pass: workspace layout and launches.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace jax_dsa::htree {
 
-// Parts of the workspace, one behind the other.
+// Hands out arrays from the workspace, one after another, each aligned to 256 bytes.
 struct WorkspaceAllocator {
   char* next;
   template <typename T>
@@ -21,7 +21,7 @@ struct WorkspaceAllocator {
   }
 };
 
-// Takes the workspace apart; returns its size.
+// Assigns the chunk's arrays in the workspace; returns its size in bytes.
 inline int64_t assign_workspace(const HTreeFwdParams& p, int64_t layers, QueryChunk& chunk) {
   char* const start = static_cast<char*>(p.workspace);
   WorkspaceAllocator workspace = {start};
@@ -35,7 +35,7 @@ inline int64_t assign_workspace(const HTreeFwdParams& p, int64_t layers, QueryCh
   return workspace.next - start;
 }
 
-// No chunk yet.
+// Returns the plan without a chunk.
 inline Plan make_plan(const HTreeFwdParams& p) {
   Plan plan = {};
   plan.p = p;
@@ -45,29 +45,29 @@ inline Plan make_plan(const HTreeFwdParams& p) {
   return plan;
 }
 
-// Some of the queries of some batch entries.
+// Queries first_query to first_query + queries - 1 of `batch_entries` batch entries.
 struct ChunkRange {
-  int64_t batch, entries, query, count;
+  int64_t first_batch, batch_entries, first_query, queries;
 };
 inline void set_range(Plan& plan, const ChunkRange& of) {
   QueryChunk& chunk = plan.chunk;
-  chunk.first_batch = static_cast<int>(of.batch);
-  chunk.batch = static_cast<int>(of.entries);
-  chunk.first_query = of.query;
-  chunk.queries = of.count;
-  chunk.rows = of.entries * plan.p.groups * of.count;
+  chunk.first_batch = static_cast<int>(of.first_batch);
+  chunk.batch = static_cast<int>(of.batch_entries);
+  chunk.first_query = of.first_query;
+  chunk.queries = of.queries;
+  chunk.rows = of.batch_entries * plan.p.groups * of.queries;
 }
 inline void set_chunk(Plan& plan, const ChunkRange& of) {
   set_range(plan, of);
   assign_workspace(plan.p, plan.layers.count, plan.chunk);
 }
 
-// run(chunk) for all queries, as many at a time as bytes(chunk), their workspace, has room for:
-// whole batch entries where one fits, else parts of one, in whole waves of thread blocks unless the
-// last wave is nearly full.
+// Calls run(range) for all queries, as many at a time as fit into the workspace by bytes(range):
+// whole batch entries if one fits, otherwise some of the queries of one. The latter are whole
+// waves of CTAs unless the last wave is nearly full.
 template <typename Bytes, typename Run>
 cudaError_t for_chunks(const HTreeFwdParams& p, int tile_queries, Bytes bytes, Run run) {
-  const auto range_of = [&](int64_t fit) {  // queries
+  const auto range_of = [&](int64_t fit) {  // fit: number of queries
     const int64_t entries = std::max<int64_t>(fit / p.queries, 1);
     return ChunkRange{0, std::min(entries, p.batch), 0, std::min(fit, p.queries)};
   };
@@ -77,16 +77,17 @@ cudaError_t for_chunks(const HTreeFwdParams& p, int tile_queries, Bytes bytes, R
   if (bytes(chunk) > p.workspace_bytes) return cudaErrorInvalidValue;
   Device device;
   DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
-  if (chunk.count < p.queries) {
+  if (chunk.queries < p.queries) {
     const int64_t wave = std::max<int64_t>(device.num_sms / p.groups, 1) * tile_queries;
-    const int64_t rest = chunk.count % wave;
-    if (chunk.count >= wave && rest * 8 < wave * 7) chunk.count -= rest;
+    const int64_t rest = chunk.queries % wave;
+    if (chunk.queries >= wave && rest * 8 < wave * 7) chunk.queries -= rest;
   }
   const ChunkRange most = chunk;
-  for (chunk.batch = 0; chunk.batch < p.batch; chunk.batch += most.entries) {
-    chunk.entries = std::min(most.entries, p.batch - chunk.batch);
-    for (chunk.query = 0; chunk.query < p.queries; chunk.query += most.count) {
-      chunk.count = std::min(most.count, p.queries - chunk.query);
+  for (chunk.first_batch = 0; chunk.first_batch < p.batch;
+       chunk.first_batch += most.batch_entries) {
+    chunk.batch_entries = std::min(most.batch_entries, p.batch - chunk.first_batch);
+    for (chunk.first_query = 0; chunk.first_query < p.queries; chunk.first_query += most.queries) {
+      chunk.queries = std::min(most.queries, p.queries - chunk.first_query);
       DSA_RETURN_IF_CUDA_ERROR(run(chunk));
     }
   }

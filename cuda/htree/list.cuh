@@ -1,6 +1,6 @@
-// From the most important candidates of a layer to what the other passes read: the nodes that are
-// selected, the last candidate among them, and bits by ordinal. A row of ordinals a thread block.
-// With kGiven the selection is not made but read.
+// Turns the most important candidates of a layer into what the other kernels read: the selected
+// nodes, including the last candidate, and bit masks by ordinal. One CTA per row. With kGiven
+// the selected ordinals are read from `selected` instead.
 #pragma once
 
 #include "htree/walk.cuh"

@@ -1,10 +1,11 @@
-// RoPE of the fragments of 16 rows, by rotations that differ from one block of the tree to the
-// next.
+// RoPE for the register fragments of 16 rows, by rotations that differ from one block of the
+// tree to the next.
 //
-// In f32 (`rotate`) it takes 240 instructions for 128 dimensions. The tensor cores (`rotate_pairs`)
-// do it in 80: for 4 pairs of dimensions (d, d + D / 2) it is a product of 8 columns with a matrix
-// that has four blocks of 2 x 2. cos and sin are two bf16 each, of which the second has what the
-// first leaves, hence two such products: nothing is lost that the result has room for.
+// In float32 (`rotate`) this takes 240 instructions for 128 dimensions. On the tensor cores
+// (`rotate_pairs`) it takes 80: for 4 pairs of dimensions (d, d + D / 2) it is a product of 8
+// columns with a block-diagonal matrix of four 2 x 2 rotations. cos and sin are split into two
+// bfloat16 each, the second of which is the rounding error of the first, hence two such
+// products. The rounded result is as exact as that in float32.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +15,12 @@
 
 namespace jax_dsa::htree {
 
-// cos and sin of a warp's rotations, one after the other: each is loaded one ahead, a part a lane,
-// and shared through `buffer`.
+// Loads the warp's rotations (cos and sin of all pairs) one ahead. Each lane loads 16 bytes, and
+// the warp shares them through `buffer` in shared memory.
 template <int kD>
 struct RotationLoader {
-  static constexpr int kBytes = kD / 2 * 8;  // of a rotation
-  const float4* table;                       // this lane's part
+  static constexpr int kBytes = kD / 2 * 8;  // per rotation
+  const float4* table;                       // this lane's 16 bytes of the first rotation
   uint32_t buffer;
   float4 upcoming = {};
 
@@ -27,15 +28,16 @@ struct RotationLoader {
       : table(reinterpret_cast<const float4*>(rotations) + threadIdx.x % 32),
         buffer(smem_address(buffer)) {}
 
-  // Loads the one by `position`.
+  // Starts to load the rotation by `position`.
   __device__ __forceinline__ void load(int position) {
     if (position >= 0 && is_loader()) upcoming = __ldg(table + int64_t{position} * (kBytes / 16));
   }
-  // Where the one is that was loaded; loads the next.
+  // Returns the shared address of the rotation that was loaded last, and starts to load the
+  // next one.
   __device__ __forceinline__ uint32_t next(int position) {
     const uint32_t bits[4] = {__float_as_uint(upcoming.x), __float_as_uint(upcoming.y),
                               __float_as_uint(upcoming.z), __float_as_uint(upcoming.w)};
-    __syncwarp();  // all have read the one before
+    __syncwarp();  // all lanes have read the previous one
     if (is_loader()) store_shared_16(buffer + threadIdx.x % 32 * 16, bits);
     __syncwarp();
     load(position);
@@ -45,7 +47,7 @@ struct RotationLoader {
   __device__ static bool is_loader() { return static_cast<int>(threadIdx.x % 32) < kBytes / 16; }
 };
 
-// Fragments j and j + D / 32 of 16 rows, rotated in place, or back.
+// Rotates fragments j and j + D / 32 of 16 rows in place; with kBack by the inverse.
 template <int kD, bool kBack = false>
 __device__ __forceinline__ void rotate(uint32_t (&low)[4], uint32_t (&high)[4], uint32_t rotation,
                                        int j) {
@@ -65,43 +67,43 @@ __device__ __forceinline__ void rotate(uint32_t (&low)[4], uint32_t (&high)[4], 
   }
 }
 
-// The same as matrices for the tensor cores. Of 8 dimensions of each half the eight lanes whose
-// part of the matrices is on the diagonal, lane / 4 = 2 * (lane % 4) + {0, 1}, have 16 bytes each.
-// The others read zeros.
+// The same rotations as B fragments of block-diagonal matrices. For 8 dimensions of each half,
+// the eight lanes on the diagonal, lane / 4 = 2 * (lane % 4) + {0, 1}, have 16 bytes each. The
+// other lanes read zeros.
 template <int kD>
 struct RotationMatrices {
-  static constexpr int kBytes = kD / 2 * 16;  // of a rotation; of the zeros, too
+  static constexpr int kBytes = kD / 2 * 16;  // per rotation; also the size of the zeros
   RotationLoader<kD> loader;
-  uint32_t from;  // where this lane reads
+  uint32_t from;  // address that this lane reads from
 
   __device__ RotationMatrices(const float* rotations, uint8_t (&buffer)[kBytes],
                               const uint8_t (&zeros)[kBytes])
       : loader(rotations, buffer) {
     const int lane = threadIdx.x % 32;
-    // Zeros from banks that no lane of these eight has.
+    // The zeros are in banks that none of the eight lanes reads.
     from = lane % 4 == lane / 8 ? smem_address(buffer) + lane / 4 * 16
                                 : smem_address(zeros) + (lane / 8 + 1) % 4 * 32;
   }
 
-  // As those of Turns.
+  // Like those of RotationLoader.
   __device__ __forceinline__ void load(int position) { loader.load(position); }
   __device__ __forceinline__ uint32_t next(int position) {
-    // This lane has two pairs. A matrix has the columns (cos, -sin) and (sin, cos).
+    // This lane loaded two pairs. A 2 x 2 matrix has the columns (cos, -sin) and (sin, cos).
     const float cs[2][2] = {{loader.upcoming.x, loader.upcoming.y},
                             {loader.upcoming.z, loader.upcoming.w}};
     uint32_t first[4], second[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint32_t most = pack_bf16(cs[i][0], cs[i][1]);
-      const float2 has = unpack_bf16(most);
-      const uint32_t rest = pack_bf16(cs[i][0] - has.x, cs[i][1] - has.y);
-      first[2 * i] = most ^ 0x80000000u, first[2 * i + 1] = rest ^ 0x80000000u;
-      second[2 * i] = __byte_perm(most, 0, 0x1032);
+      const uint32_t rounded = pack_bf16(cs[i][0], cs[i][1]);
+      const float2 value = unpack_bf16(rounded);
+      const uint32_t rest = pack_bf16(cs[i][0] - value.x, cs[i][1] - value.y);
+      first[2 * i] = rounded ^ 0x80000000u, first[2 * i + 1] = rest ^ 0x80000000u;
+      second[2 * i] = __byte_perm(rounded, 0, 0x1032);
       second[2 * i + 1] = __byte_perm(rest, 0, 0x1032);
     }
-    __syncwarp();  // all have read the one before
+    __syncwarp();  // all lanes have read the previous one
     if (loader.is_loader()) {
-      // Computed anew, so that no register holds it from one block to the next.
+      // Recomputed in every step, so that no register holds it from one block to the next.
       const uint32_t to = loader.buffer + opaque(threadIdx.x) % 32 * 32;
       store_shared_16(to, first), store_shared_16(to + 16, second);
     }
@@ -111,13 +113,14 @@ struct RotationMatrices {
   }
 };
 
-// By all threads of a block, before they meet.
+// Clears an array in shared memory. All threads of the CTA call it and then synchronize.
 template <int kBytes>
 __device__ __forceinline__ void clear_zeros(uint8_t (&bytes)[kBytes]) {
   for (int i = threadIdx.x; i < kBytes / 4; i += blockDim.x) reinterpret_cast<int*>(bytes)[i] = 0;
 }
 
-// Fragments j and j + D / 32 with the pairs of dimensions in a register, the even ones in `low`.
+// Rearranges fragments j and j + D / 32 so that a register holds a pair of dimensions (d, d + D
+// / 2): even d in `low`, odd d in `high`.
 __device__ __forceinline__ void pair_up(uint32_t (&low)[4], uint32_t (&high)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -127,7 +130,7 @@ __device__ __forceinline__ void pair_up(uint32_t (&low)[4], uint32_t (&high)[4])
   }
 }
 
-// From these pairs to fragments j and j + D / 32 of rotated rows, in their place.
+// Rotates such pairs and turns them back into fragments j and j + D / 32, in place.
 __device__ __forceinline__ void rotate_pairs(uint32_t (&low)[4], uint32_t (&high)[4],
                                              uint32_t matrices, int j) {
 #pragma unroll

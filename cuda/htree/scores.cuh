@@ -1,16 +1,18 @@
-// The importance of a layer's candidates: logsumexp over the heads of the group of their scores, in
-// log2 units.
+// The importance of a layer's candidates: logsumexp of their scores over the heads of the KV
+// head group, in log2 units.
 //
-// Thread block, producer, ring: walk.cuh. All heads of a query meet in one warp, 16 at a time; of
-// the warps that a query has, each takes every so many-th block. The queries are in the warp's
-// registers if there are no more than 16, else in shared memory: a block of keys takes as long to
-// read from there as 16 heads of a query.
-// A lane has heads lane / 4 and 8 more of two columns in eight; it keeps a sum for each column, and
-// in three exchanges lanes that differ in heads join theirs, each passing on half of its columns as
-// long as it has two. Sums that leave the range of plain ones are made again with maxima. That
-// depends on the column alone, so that equal scores have equal importances.
+// CTA, producer and pipeline: see walk.cuh. A warp multiplies a block with all heads of its
+// query, 16 at a time. If a query has several warps, they take the blocks in turn. Queries of at
+// most 16 heads stay in registers. Queries of more heads are in shared memory: reading a block
+// of keys from there takes as long as reading 16 heads of a query.
 //
-// The last candidate is not scored: it is selected whatever it holds.
+// A lane holds heads lane / 4 and lane / 4 + 8 of two columns in eight. It keeps a sum for each
+// column. Three shuffles then add up the lanes that differ in heads; in each, a lane passes on
+// half of its columns as long as it has two. If a plain sum leaves the safe range, it is
+// computed again with running maxima. This decision depends on the column alone, so that equal
+// scores give equal importances.
+//
+// The last candidate is not scored: it is always selected.
 #pragma once
 
 #include <cfloat>
@@ -26,11 +28,11 @@ struct alignas(1024) ScoresShared {
   BlockRing ring;
   uint8_t rotations[S::kWarps][RotationMatrices<kD>::kBytes];
   uint8_t zeros[RotationMatrices<kD>::kBytes];
-  // Of query i the warps' parts from i * warps_per_query on: 16 heads each, swizzled like blocks.
+  // Head tiles i * head_tiles, ... belong to query i: 16 heads each, swizzled like blocks.
   uint8_t q[S::kWarps][kTileHeads * kD * 2];
 };
 
-// 2^scores summed.
+// Sum of 2^score.
 struct PlainSum {
   float sum = 0.f;
 
@@ -38,11 +40,11 @@ struct PlainSum {
   __device__ PlainSum operator+(PlainSum x) const { return {sum + x.sum}; }
   __device__ PlainSum shuffled(int mask) const { return {__shfl_xor_sync(~0u, sum, mask)}; }
   __device__ PlainSum choose(bool other, PlainSum x) const { return {other ? x.sum : sum}; }
-  // Whether nothing that matters was too large or too small.
+  // Returns whether no term that matters was too large or too small.
   __device__ bool in_range() const { return sum > 0x1p-60f && sum < 0x1p100f; }
   __device__ float log2() const { return log2_approx(sum); }
 };
-// The same of scores of any size.
+// The same for scores of any size.
 struct Sum {
   float peak = -INFINITY, sum = 0.f;
 
@@ -63,8 +65,8 @@ struct Sum {
   __device__ float log2() const { return peak + log2_approx(sum); }
 };
 
-// Joins the first kCount columns of lanes that differ in the bits kLane, kLane / 2, ..., 4. A lane
-// with kLane set keeps the upper half.
+// Adds up the first kCount columns of the lanes that differ in the bits kLane, kLane / 2, ...,
+// 4. A lane whose bit kLane is set keeps the upper half of the columns.
 template <int kCount, int kLane, typename Sum, int kColumns>
 __device__ __forceinline__ void reduce_columns(Sum (&x)[kColumns]) {
   if constexpr (kLane >= 4) {
@@ -83,11 +85,12 @@ __device__ __forceinline__ void reduce_columns(Sum (&x)[kColumns]) {
   }
 }
 
-// Which column a lane has then: the bits of lane / 4 from the highest on choose halves.
+// The column that a lane holds after reduce_columns: the bits of lane / 4, from the highest on,
+// have chosen the halves.
 template <int kR>
 struct Column {
   int column;
-  bool first;  // of the lanes that have it
+  bool first;  // whether this is the first of the lanes that hold the column
 
   __device__ explicit Column(int lane) {
     constexpr int kBits = kR == 32 ? 3 : kR == 16 ? 2 : 1;
@@ -149,8 +152,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       smem_address(shared.q[query * head_tiles < S::kWarps ? query * head_tiles : 0]);
   RotationMatrices<kD> rotations(p.rotations, shared.rotations[warp], shared.zeros);
   const bool prefix = sees_prefix<kR>(plan, position, layer);
-  // The warp's part of them: pairs for the rotations to come, or rotated already where all blocks
-  // meet the same queries. Held in registers if it is all of them.
+  // The queries of the warp's head tile: arranged in pairs for the rotations to come, or
+  // rotated already where all blocks need the same rotation. If this is the query's only head
+  // tile, it stays in registers.
   const bool held = head_tiles == 1;
   if (prefix) rotations.load(n - 1);
   const uint32_t prefix_rotation = prefix ? rotations.next(-1) : 0;
@@ -169,14 +173,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   if (!held) named_barrier_sync<S::kWarps * 32>(1);
   rotations.load(n - 1 - kR * head_tile);
-  int ordinal = 0;  // of the block that comes next
+  int ordinal = 0;  // of the next block, in units of blocks
   const auto walk = [&](auto rotates, auto holds) {
     constexpr bool kRotates = decltype(rotates)::value, kHeld = decltype(holds)::value;
     consume(shared.ring, at, query, [&](uint32_t block) {
       const int at_ordinal = ordinal++, first = kR * at_ordinal;
       if (!kHeld && at_ordinal % head_tiles != head_tile) return;
       const uint32_t rotation = kRotates ? rotations.next(n - 1 - first - kR * head_tiles) : 0;
-      // Of one column of this lane's, all heads.
+      // Returns the sum of one of this lane's columns over all heads.
       const auto sum = [&](auto none) {
         decltype(none) sums[kColumns];
 #pragma unroll 1
@@ -212,7 +216,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       float result = plain.log2();
       if (__any_sync(~0u, has && !plain.in_range())) {
         const Sum any = sum(Sum());
-        // Top-k takes neither NaN nor -inf, and n counts on as many selected as there can be.
+        // Top-k skips NaN and -inf, and would then select fewer nodes than n calls for.
         result = plain.in_range() ? result : fmaxf(any.log2(), -FLT_MAX);
       }
       if (has) importance[first + mine.column] = result;

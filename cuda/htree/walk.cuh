@@ -1,10 +1,14 @@
-// What the scores and the attention share: a thread block's queries, its walk over the blocks that
-// they selected, and the products of rotated queries with a block's keys.
+// What the scores and the attention share: a CTA's queries, its walk over the blocks that they
+// selected, and the products of rotated queries with a block's keys.
 //
-// The queries are of one group of heads. The warp behind those that multiply is the producer: its
-// lane i has the list of query i's nodes, ascending, and all lanes together pass over the union of
-// the lists. The block of children of each node is copied once, with a word of who takes it.
-// Kernels differ in what of a block they copy and in what their warps do with the ones they take.
+// Warps. A CTA takes a query tile: a few queries of one KV head group. Each MMA warp has one
+// head tile (16 query heads) of one query. The warp after the MMA warps is the producer. Its
+// lane i reads the list of the nodes that query i selected, in ascending order.
+//
+// Walk. The producer forms the union of these lists: it visits the nodes in ascending order and
+// loads the block of children of each node once, together with a bit mask of the queries that take
+// it. The MMA warps of a query work on the blocks that the query takes. Kernels differ in what of a
+// block they load and in what the MMA warps do.
 #pragma once
 
 #include <climits>
@@ -19,49 +23,50 @@
 
 namespace jax_dsa::htree {
 
-inline constexpr int kTileHeads = 16;  // of a warp
+inline constexpr int kTileHeads = 16;  // query heads per head tile; a warp has one head tile
 inline constexpr int kRingBytes = 192 * 1024;
 
-// How a thread block is made up: warps that multiply, their registers, rows of a stage's blocks.
+// The shape of a CTA: number of MMA warps, registers per thread of theirs, and rows of blocks
+// per pipeline stage.
 template <int kWarps_, int kRegisters_, int kStageRows_>
 struct CtaShape {
   static constexpr int kWarps = kWarps_;
-  static constexpr int kThreads = (kWarps + 4) * 32;  // of the last four warps one is the producer
+  static constexpr int kThreads = (kWarps + 4) * 32;  // one more warpgroup, with the producer warp
   static constexpr int kRegisters = kRegisters_;
   static constexpr int kProducerRegisters = 32;
   static constexpr int kStageRows = kStageRows_;
   static_assert(kWarps % 4 == 0 && registers_fit(1, kWarps / 4, kRegisters, kProducerRegisters));
 };
-// Its twelve warps are one, two, three, four or six a query.
+// With 12 warps a CTA holds 12, 6, 4, 3, 2 or 1 queries of 1, 2, 3, 4, 6 or 12 head tiles each.
 using AttendShape = CtaShape<12, 160, 96>;
 // Scores need fewer registers.
 using ScoresShape = CtaShape<16, 112, 64>;
 
-// Some of the queries, and what the passes leave each other about them. A row is a (batch entry,
-// group, query) of these, in that order.
+// A chunk of the queries that is processed at a time, and what the kernels leave for each other
+// about it. A row is a (batch entry, KV head group, query) of the chunk, in this order.
 struct QueryChunk {
   int first_batch, batch;
   int64_t first_query, queries;
   int64_t rows;
 
-  float* importance;  // [rows, width], by ordinal
+  float* importance;  // [rows, width], by ordinal, log2 units
   int64_t width;
-  int32_t* ends;      // [rows], ordinal of the last candidate
-  int32_t* ordinals;  // [rows, K - 1], of the most important others
-  int32_t* nodes;     // [layers - 1, rows, K]: what is selected in layers 1, 2, ...; then -1
-  uint32_t* masks;    // [layers - 1, rows, K]: bit i of word o: ordinal r o + i is selected
+  int32_t* ends;      // [rows]: ordinal of the last candidate
+  int32_t* ordinals;  // [rows, K - 1]: the most important others, ascending
+  int32_t* nodes;     // [layers - 1, rows, K]: selected nodes of layers 1, 2, ..., then -1
+  uint32_t* masks;  // [layers - 1, rows, K]: bit i of word o says that ordinal r o + i is selected
 };
 
 struct Plan {
   HTreeFwdParams p;
   HTreeLayers layers;
   QueryChunk chunk;
-  int group_heads;   // M
-  int head_tiles;    // warps of a query
-  int tile_queries;  // queries of a thread block
-  int query_tiles;   // of the queries of a batch entry and group
+  int group_heads;   // M, query heads per KV head group
+  int head_tiles;    // per query
+  int tile_queries;  // queries per CTA
+  int query_tiles;   // per batch entry and KV head group
 
-  // For thread blocks of shape S.
+  // Returns the plan for CTAs of shape S.
   template <typename S>
   Plan shaped() const {
     Plan plan = *this;
@@ -72,7 +77,7 @@ struct Plan {
   int64_t ctas() const { return int64_t{query_tiles} * chunk.batch * p.groups; }
 };
 
-// How many candidates the query at a token has in a layer.
+// Returns how many candidates the query at `position` has in a layer.
 template <int kR>
 __device__ __forceinline__ int candidates(const Plan& plan, int position, int layer) {
   if (position < 0) return 0;
@@ -85,23 +90,24 @@ __device__ __forceinline__ int candidates(const Plan& plan, int position, int la
   return n;
 }
 
-// Whether these are the layer's first nodes, whatever the query selects above: it then meets the
-// early blocks, so that its result does not depend on how many tokens follow.
+// Returns whether the query's candidates are the layer's first nodes whatever it selects above.
+// It then reads the prefix blocks, so that its result does not depend on how many tokens follow.
 template <int kR>
 __device__ __forceinline__ bool sees_prefix(const Plan& plan, int position, int layer) {
   constexpr int kBits = kR == 8 ? 3 : kR == 16 ? 4 : 5;
   return position >> (kBits * layer) < kR * static_cast<int>(plan.p.top_k);
 }
 
-// The queries of this thread block. Computed where it is constructed: nothing of it needs to be
-// held over a walk.
+// The CTA's query tile. It is recomputed where it is needed, so that no register holds it during
+// the walk.
 struct QueryTile {
-  int batch, group, first;  // first: query of the chunk
+  int batch, group, first;  // first: within the chunk
   int queries;
-  int64_t row;  // of the first query
+  int64_t row;  // of the tile's first query
 
   __device__ explicit QueryTile(const Plan& plan) {
-    const uint32_t block = gridDim.x - 1 - opaque(blockIdx.x);  // late queries see most: first
+    const uint32_t block =
+        gridDim.x - 1 - opaque(blockIdx.x);  // the last queries have the most work: start with them
     const uint32_t groups = static_cast<uint32_t>(plan.p.groups);
     const uint32_t bg = block / plan.query_tiles;
     first = static_cast<int>(block % plan.query_tiles) * plan.tile_queries;
@@ -110,7 +116,7 @@ struct QueryTile {
     group = static_cast<int>(bg % groups);
     row = bg * plan.chunk.queries + first;
   }
-  // Of [B, T].
+  // Returns the query's index in [B, T].
   __device__ int64_t token(const Plan& plan, int query) const {
     return int64_t{batch} * plan.p.queries + plan.chunk.first_query + first + query;
   }
@@ -120,19 +126,21 @@ struct QueryTile {
 };
 
 template <int kD, int kR>
-inline constexpr int kNodeBytes = kR * kD * 2 * 2;  // of a block in memory
+inline constexpr int kNodeBytes = kR * kD * 2 * 2;  // bytes of a block in memory: keys and values
 
-// `kBytes` of each block are copied.
+// The ring of pipeline stages that the producer fills. `kBytes_` is how much of each block it
+// loads.
 template <typename S, int kR, int kBytes_, int kCapacity = kRingBytes>
 struct alignas(1024) Ring {
   static constexpr int kBytes = kBytes_;
-  static constexpr int kBlocks = S::kStageRows / kR;  // of a stage
+  static constexpr int kBlocks = S::kStageRows / kR;  // per stage
   static constexpr int kStages = kCapacity / (kBlocks * kBytes);
   uint8_t blocks[kStages][kBlocks][kBytes];
   static constexpr int kLookahead = 32;
-  // Of each query bit i: it takes block i; bit kBlocks: the layer ends.
+  // One mask per query: bit i says that the query takes block i of the stage, bit kBlocks that
+  // this is the layer's last stage.
   uint32_t takes[kStages][32];
-  int lookahead[kLookahead][32];  // of the producer's lanes: the blocks that come next
+  int lookahead[kLookahead][32];  // each producer lane's next blocks
   uint64_t full[kStages], free[kStages];
 
   __device__ void init() {
@@ -143,12 +151,12 @@ struct alignas(1024) Ring {
   }
 };
 
-// A query's blocks of a layer: `count` of them, those of the nodes in `list`; the early ones if
-// that is null.
+// A query's blocks of a layer: the children of the `count` nodes in `list`, or the first `count`
+// prefix blocks if `list` is null.
 struct BlockList {
   const int32_t* list;
   int count;
-  int prefix_blocks;  // how many blocks lie before those that nodes have
+  int prefix_blocks;  // of the layer; the block of node i's children is prefix_blocks + i
 
   template <int kR>
   static __device__ BlockList of(const Plan& plan, int position, int64_t row, int layer) {
@@ -159,7 +167,7 @@ struct BlockList {
     }
     return x;
   }
-  // The i-th one's number; INT_MAX if there is none.
+  // Returns the number of the i-th block within the layer, or INT_MAX past the last one.
   __device__ int operator[](int i) const {
     if (list == nullptr) return i < count ? i : INT_MAX;
     const int node = load_now(list + i, i < count, -1);
@@ -167,11 +175,14 @@ struct BlockList {
   }
 };
 
-// One layer, by the producer: lane i has query i's blocks. `tree` is the layer's first one.
+// The producer's walk over one layer. Lane i passes the blocks of query i; `tree` is the layer's
+// first block.
 //
-// The walk is a chain of waits, for the least number and for the next one of who has it. So numbers
-// (less those of the early blocks) come through shared memory, with those of two stages always on
-// their way, and a lane reads ahead what it may need for the next block.
+// The walk is a chain of dependent steps: find the least block number of all lanes, then advance
+// the lanes that have it. To keep memory latency out of the chain, block numbers come through
+// shared memory, where those for two stages are always requested ahead, and a lane reads the
+// number that it may need next before it knows whether it does. Numbers are relative to the
+// first block that is not a prefix block.
 template <typename Ring>
 __device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t* tree,
                         int64_t node_bytes, const BlockList& blocks_of) {
@@ -182,7 +193,7 @@ __device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t*
   tree += blocks_of.prefix_blocks * node_bytes;
   const auto count = static_cast<uint32_t>(blocks_of.count);
   const uint32_t listed = blocks_of.list == nullptr ? 0 : count;
-  uint32_t next = 0, requested = 0;  // what is to be read and asked for
+  uint32_t next = 0, requested = 0;  // next entry to read, next entry to request
   const auto request = [&] {
 #pragma unroll 1
     for (; requested < next + kLookahead; ++requested) {
@@ -201,7 +212,7 @@ __device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t*
   ++next;
   int upcoming = read(), first = __reduce_min_sync(~0u, node);
   do {
-    cp_async_wait();  // for what was asked for a stage ago
+    cp_async_wait();  // for what was requested one stage ago
     request();
     int least[kBlocks], blocks = 0;
     uint32_t takes = 0;
@@ -252,12 +263,13 @@ __device__ __forceinline__ void produce_all_layers(const Plan& plan, Ring& ring,
   }
 }
 
-// One layer, by a warp that multiplies: take(block) for each block that `query` takes, in order.
+// An MMA warp's walk over one layer. Calls take(address of the block in shared memory) for each
+// block that `query` takes, in order.
 template <typename Ring, typename Take>
 __device__ __forceinline__ void consume(Ring& ring, RingPlace<Ring::kStages>& at, int query,
                                         Take take) {
   constexpr uint32_t kLast = 1u << Ring::kBlocks;
-  uint32_t takes;  // bit i: block i of the stage, until it is taken
+  uint32_t takes;  // bit i: block i of the stage is still to be taken
   do {
     mbarrier_wait(&ring.full[at.index], at.parity);
     takes = ring.takes[at.index][query];
@@ -273,18 +285,19 @@ __device__ __forceinline__ void consume(Ring& ring, RingPlace<Ring::kStages>& at
   } while (!(takes & kLast));
 }
 
-// Where 16-byte chunk c of a row lies in a block (or in queries, which are swizzled likewise).
+// Returns the byte offset of 16-byte chunk c of a row in a block, or in a head tile of queries,
+// which is swizzled in the same way.
 template <int kD>
 __device__ __forceinline__ uint32_t swizzled(int row, int c) {
   return row * (kD * 2) + c / 8 * 128 + ((c % 8) ^ (row % 8)) * 16;
 }
-// The place that is `chunks` further on, if that changes only bits of c that are 0.
+// Returns the address `chunks` chunks further on. Only bits of c that are 0 may change.
 __device__ __forceinline__ uint32_t offset_chunks(uint32_t from, int chunks) {
   return (from ^ chunks % 8 * 16) + chunks / 8 * 128;
 }
 
-// s [16 heads, r keys] = queries times the block's keys. load(j, low, high) gives fragments j and
-// j + D / 32 of the queries, dimensions 16 j to 16 j + 15 and the same of the other half.
+// s [16 heads, r keys] = Q K^T for a block's keys. load(j, low, high) returns query fragments j
+// and j + D / 32, which are dimensions 16 j to 16 j + 15 of either half of D.
 template <int kD, int kR, typename Load>
 __device__ __forceinline__ void multiply_keys(float (&s)[kR / 8][4], uint32_t block, Load load) {
   const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
@@ -294,7 +307,7 @@ __device__ __forceinline__ void multiply_keys(float (&s)[kR / 8][4], uint32_t bl
   for (int j = 0; j < kD / 32; ++j) {
     uint32_t low[4], high[4], b[4];
     load(j, low, high);
-    if constexpr (kR == 8) {  // of both fragments
+    if constexpr (kR == 8) {  // b: keys of both fragments
       const uint32_t keys = block + swizzled<kD>(row, matrix / 2 * (kD / 16) + matrix % 2);
       load_matrix_x4(offset_chunks(keys, j * 2), b);
       mma_16<DType::kBF16>(s[0], low, b[0], b[1]);

@@ -1,4 +1,8 @@
-"""`htree_attention`, hierarchical tree attention, its stages for inspection, and `htree_decode`."""
+"""The public functions of hierarchical tree attention.
+
+`htree_attention` and `htree_decode` attend; `htree_build` and `htree_select` return the tree and
+the selection for inspection.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from jax_dsa.ops.htree.spec import Operands, Options, Tokens, check_tree
 
 _LIMITS = "bfloat16; D = E 64 or 128; compression 8, 16 or 32; top_k to 1024"
 
-# The heads of a group select together: they are not split.
+# The heads of a KV head group select together, so a mesh must not split them.
 FWD = Pass(
     "htree_fwd",
     xla.htree_fwd,
@@ -40,18 +44,20 @@ BWD = Pass(
 BUILD_FWD = Pass("htree_build_fwd", xla.htree_build_fwd, shardable="b g")
 BUILD_BWD = Pass("htree_build_bwd", xla.htree_build_bwd, shardable="b g")
 
-# The operators without their checks.
+# The operators, without the checks of their arguments.
 htree_op = differentiable("htree", FWD, BWD)
 htree_build_op = differentiable("htree_build", BUILD_FWD, BUILD_BWD, residuals=lambda x, y: ())
 
 
 class HTreeSelection(NamedTuple):
-    """What queries see of one layer: indices of nodes in it, in rows that ascend and end in -1.
+    """The candidates and the selected nodes of one layer, by query and KV head group.
+
+    Rows contain indices of nodes of the layer, int32, in ascending order, followed by -1.
 
     Attributes:
-        candidates: the nodes that are looked at. The last one is the node the query itself lies in.
-        selected: those of them whose children are looked at in the layer below; [B, T, G, 0] in
-            layer 0. The softmax runs over the candidates that are not selected.
+        candidates: The candidates. The last one is the node that contains the query itself.
+        selected: The selected ones, whose children are the candidates in the layer below;
+            [B, T, G, 0] in layer 0. The softmax runs over the candidates that are not selected.
     """
 
     candidates: Int[Array, "B T G W"]
@@ -59,7 +65,7 @@ class HTreeSelection(NamedTuple):
 
 
 def check_attention(args: Args, keys: str, scale: Any, rope_base: Any) -> dict[str, float]:
-    """`scale` and `rope_base` for `Options`, and a check of the queries against the `keys`."""
+    """Checks the queries against the keys, and returns `scale` and `rope_base` for `Options`."""
     check_heads(args, "q", keys)
     dim = args.sizes["D"]
     args.option("q", dim, dim > 0 and dim % 2 == 0, "D even, for RoPE")
@@ -69,13 +75,13 @@ def check_attention(args: Args, keys: str, scale: Any, rope_base: Any) -> dict[s
 
 
 def _check_tokens(args: Args, name: str, letter: str) -> None:
-    """Raises for a symbolic number of tokens, on which the layers of the tree depend."""
+    """Raises if the number of tokens is symbolic: the layers of the tree depend on it."""
     size = args.sizes[letter]
     args.option(name, f"{letter}={size} tokens", isinstance(size, int), NO_SYMBOL)
 
 
 class _Keywords(TypedDict, total=False):
-    """For the overloads."""
+    """Keyword arguments that the overloads share."""
 
     scale: float | None
     rope_base: float
@@ -120,44 +126,48 @@ def htree_attention(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N E"] | OutLSE:
-    """Causal attention to important spans of tokens in detail, and to the others as means.
+    """Returns causal attention to important tokens one by one, and to the others as means.
 
-    Layer 0 is the tokens, a node of layer l + 1 is the mean of r = `compression` nodes of layer l
-    (the last one of what is left), up to the first layer of at most r * K nodes, K = `top_k`. From
-    the top down, a query has as candidates all nodes of the top layer, then the children of the
-    nodes it selected, in ascending order, and none past the one it lies in itself. Of n candidates
-    it selects, above layer 0, that last one and the K - 1 others with the largest logsumexp of
-    scores over the heads of the group, of equals the first. One softmax runs over all tokens and
-    nodes that were candidates and not selected: together they are the tokens up to the query, each
-    once. So for T <= r * K this is dense causal attention with RoPE. A query's result does not
-    depend on T.
+    Tree: layer 0 is the tokens. A node of layer l + 1 is the mean of r = `compression` nodes of
+    layer l; the last node is the mean of the remaining ones. The first layer with at most r * K
+    nodes, K = `top_k`, is the top layer.
 
-    In each layer RoPE (half split) rotates keys by their place among the candidates, 0..n-1, and
-    the query by n - 1. A node above layer 0 that the query lies in is never scored, since it may
-    hold later tokens: nothing after a query's token has any influence on it, not even NaN. The work
-    for a query is at most r * K scores a layer.
+    Selection: in the top layer all nodes are candidates of a query, and in each layer below the
+    children of the nodes that it selected, in ascending order, in both cases up to the node that
+    contains the query itself. In each layer above layer 0, the query selects that last candidate
+    and the K - 1 others with the largest logsumexp of scores over the heads of the KV head group.
+    Ties go to the lower index.
+
+    Attention: one softmax runs over all candidates, in all layers, that are not selected. Together
+    they cover the tokens up to the query, each exactly once. So for T <= r * K this is dense causal
+    attention with RoPE. The result of a query does not depend on T.
+
+    In each layer, RoPE (half split) rotates the n candidates by 0..n-1 and the query by n - 1. The
+    last candidate is not scored above layer 0, because it may contain later tokens: tokens after
+    the query have no influence on it, not even if they are NaN. A query computes at most r * K
+    scores per layer.
 
     Args:
-        q: queries without RoPE, bfloat16, float16 or float32. N is a multiple of G, D is even.
-        k: keys without RoPE, dtype of `q`; head n of the queries attends within group n // (N/G).
-        v: values, dtype of `q`.
-        compression: r >= 2, children per node.
-        top_k: K >= 1, nodes selected in a layer.
-        scale: of the scores, default D^-1/2.
-        rope_base: RoPE's base; pair i turns by `rope_base ** (-2i / D)` per place.
-        return_lse: also return `lse`.
-        implementation: None chooses, "cuda" and "xla" insist.
+        q: Queries without RoPE; bfloat16, float16 or float32. N is a multiple of G, D is even.
+        k: Keys without RoPE, in the dtype of `q`. Query head n attends to KV head n // (N / G).
+        v: Values, in the dtype of `q`.
+        compression: Children per node, r >= 2.
+        top_k: Nodes selected per layer, K >= 1.
+        scale: Factor of the scores. Default: D^-1/2.
+        rope_base: Base of RoPE. Pair i rotates by `rope_base ** (-2i / D)` radians per position.
+        return_lse: Whether to return `lse`, too.
+        implementation: "cuda" or "xla"; None chooses automatically.
 
     Returns:
         `out` [B, T, N, E] in the dtype of `q`; with `return_lse` also `lse` [B, T, N], float32,
-        natural logarithm. Both have gradients for q, k and v, through the nodes of all layers; the
-        selection counts as constant. Without a batch axis in the arguments there is none in the
+        natural logarithm. Both have gradients for q, k and v, through the nodes of all layers. The
+        selection is treated as constant. If the arguments have no batch axis, neither have the
         results.
 
     Raises:
-        ValueError, TypeError: wrong shapes, dtypes or ranges.
-        NotImplementedError: forward mode, gradients of gradients, or `implementation="cuda"` for
-            what it does not cover.
+        ValueError, TypeError: If an argument has the wrong shape or dtype, or is out of range.
+        NotImplementedError: For forward-mode differentiation, for gradients of gradients, and if
+            `implementation="cuda"` does not cover the call.
 
     Examples:
         >>> import jax, jax_dsa
@@ -189,23 +199,24 @@ def htree_build(
     top_k: int = 512,
     implementation: Implementation | None = None,
 ) -> tuple[tuple[Float[Array, "B nodes G D"], Float[Array, "B nodes G E"]], ...]:
-    """The tree that `htree_attention` builds: keys and values of every layer.
+    """Returns the tree that `htree_attention` builds: keys and values of every layer.
 
     Args:
-        k: keys of the tokens, bfloat16, float16 or float32.
-        v: values of the tokens, dtype of `k`.
-        compression: r >= 2, children per node.
-        top_k: K >= 1; layers are added up to the first one of at most r * K nodes.
-        implementation: None chooses, "cuda" and "xla" insist.
+        k: Keys of the tokens; bfloat16, float16 or float32.
+        v: Values of the tokens, in the dtype of `k`.
+        compression: Children per node, r >= 2.
+        top_k: Nodes selected per layer, K >= 1. The first layer with at most r * K nodes is the
+            last one.
+        implementation: "cuda" or "xla"; None chooses automatically.
 
     Returns:
         For each layer, tokens first, (keys [B, nodes, G, D], values [B, nodes, G, E]), in the dtype
-        of `k`: means over the r nodes below (the last one over what is left), summed in float32 and
-        rounded once a layer. Differentiable.
+        of `k`. Nodes are means of r nodes of the layer below (the last one of the remaining nodes),
+        summed in float32 and rounded once per layer. The result is differentiable.
 
     Raises:
-        ValueError, TypeError: wrong shapes, dtypes or ranges.
-        NotImplementedError: as for `htree_attention`.
+        ValueError, TypeError: If an argument has the wrong shape or dtype, or is out of range.
+        NotImplementedError: As for `htree_attention`.
 
     Examples:
         >>> import jax, jax_dsa
@@ -236,26 +247,26 @@ def htree_select(
     rope_base: float = 10000.0,
     implementation: Implementation | None = None,
 ) -> tuple[HTreeSelection, ...]:
-    """What every query looks at and selects in `htree_attention`, for inspection on small shapes.
+    """Returns the candidates and the selection of every query in `htree_attention`.
 
-    The result holds up to r * K indices for each query, group and layer, and the work is that of
-    the attention.
+    This is meant for inspection on small shapes: the result has up to r * K indices for each query,
+    KV head group and layer, and computing it costs as much as the attention.
 
     Args:
-        q, k, compression, top_k, scale, rope_base, implementation: as for `htree_attention`.
+        q, k, compression, top_k, scale, rope_base, implementation: As for `htree_attention`.
 
     Returns:
-        For each layer, tokens first, an `HTreeSelection` of int32 arrays. No gradients.
+        For each layer, tokens first, an `HTreeSelection` of int32 arrays, without gradients.
 
     Raises:
-        ValueError, TypeError: wrong shapes, dtypes or ranges.
-        NotImplementedError: `implementation="cuda"` for what it does not cover.
+        ValueError, TypeError: If an argument has the wrong shape or dtype, or is out of range.
+        NotImplementedError: If `implementation="cuda"` does not cover the call.
 
     Examples:
         >>> import jax, jax_dsa
         >>> q, k = jax.random.normal(jax.random.key(0), (2, 1, 32, 1, 16))
         >>> top = jax_dsa.htree_select(q, k, compression=4, top_k=2)[-1]
-        >>> top.candidates[0, 31, 0]  # the nodes of the top layer that the last query looks at
+        >>> top.candidates[0, 31, 0]  # candidates of the last query in the top layer
         Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
     """
     args = Args("htree_select", "q", q, "B T N D")
@@ -306,28 +317,29 @@ def htree_decode(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N E"] | OutLSE:
-    """`htree_attention` of the last T tokens of each request, over a cache that holds them all.
+    """Returns `htree_attention` of the last T tokens of each request, over a cache of all tokens.
 
-    The result does not depend on the cache's capacity and is what `htree_attention` gives for the
-    same queries. The work for a query is at most r * K scores a layer, and only what is scored is
-    read, besides the top layer.
+    The result equals that of `htree_attention` for the same queries and does not depend on the
+    capacity of the cache. A query computes at most r * K scores per layer, and reads only the
+    nodes that it scores, besides the top layer.
 
     Args:
-        q: queries without RoPE, in the cache's dtype, of the tokens `lengths - T .. lengths - 1`,
-            which have been appended. A query before the first token gives out = 0, lse = -inf.
-        cache: keys and values, with `compression` and `top_k`.
-        scale: of the scores, default D^-1/2.
-        rope_base: as for `htree_attention`.
-        return_lse: also return `lse`.
-        implementation: None chooses, "cuda" and "xla" insist.
+        q: Queries without RoPE, in the dtype of the cache, of the tokens `lengths - T ..
+            lengths - 1`, which must have been appended. A query before the first token has
+            out = 0 and lse = -inf.
+        cache: Keys and values; it also sets `compression` and `top_k`.
+        scale: Factor of the scores. Default: D^-1/2.
+        rope_base: As for `htree_attention`.
+        return_lse: Whether to return `lse`, too.
+        implementation: "cuda" or "xla"; None chooses automatically.
 
     Returns:
-        As `htree_attention`. The gradients of the cache are those of its nodes, each layer's on its
-        own.
+        The same as `htree_attention`. Gradients of the cache are those of its nodes, for each layer
+        separately.
 
     Raises:
-        ValueError, TypeError: wrong shapes, dtypes or ranges.
-        NotImplementedError: as for `htree_attention`.
+        ValueError, TypeError: If an argument has the wrong shape or dtype, or is out of range.
+        NotImplementedError: As for `htree_attention`.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
@@ -342,7 +354,7 @@ def htree_decode(
     q = args.array("q", q, "B T N D", FLOATS)
     if not isinstance(cache, HTreeCache):
         raise TypeError(
-            f"{args.op}: argument 'cache' is {type(cache).__name__}, want an HTreeCache"
+            f"{args.op}: argument 'cache' is {type(cache).__name__}, expected an HTreeCache"
         )
     k, v, lengths = cache.checked(args)
     args.typed("cache.k", k, (q.dtype,))

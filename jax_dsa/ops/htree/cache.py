@@ -1,4 +1,4 @@
-"""`HTreeCache`: a tree of keys and values that grows."""
+"""`HTreeCache`, a cache that keeps the tree over the tokens of each request."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from jax_dsa.ops.htree.spec import check_tree
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)  # equality of arrays is no bool
+@dataclasses.dataclass(frozen=True, eq=False)  # == of arrays is not a bool
 class HTreeCache:
-    """The tree over the tokens of each request. A pytree; `empty` makes it.
+    """Keys and values of the tokens of each request, and the tree of means over them.
 
-    All layers lie on one node axis, tokens first; see `layers`. Memory is about r / (r - 1) times
-    that of the tokens.
+    The cache is a pytree; `empty` creates one. All layers are stored on one node axis, tokens
+    first; `layers` returns them one by one. The cache takes about r / (r - 1) times the memory of
+    the tokens alone.
 
     Examples:
         >>> import jax, jax_dsa
@@ -32,11 +33,11 @@ class HTreeCache:
         Array([5, 5], dtype=int32)
 
     Attributes:
-        k, v: keys (without RoPE) and values of all nodes.
-        lengths: int32, tokens held for each request. Setting it to 0 empties the cache, or to less
-            cuts it off: nodes past the end are never read.
-        capacity: room for tokens.
-        compression, top_k: as for `htree_attention`.
+        k, v: Keys (without RoPE) and values of all nodes.
+        lengths: int32, number of tokens that each request holds. Set it to 0 to empty the cache,
+            or to a smaller number to truncate a request: nodes past the end are never read.
+        capacity: Maximum number of tokens per request.
+        compression, top_k: As for `htree_attention`.
     """
 
     k: Float[Array, "B nodes G D"]
@@ -59,16 +60,22 @@ class HTreeCache:
         compression: int = 16,
         top_k: int = 512,
     ) -> HTreeCache:
-        """A cache without tokens.
+        """Returns a cache without tokens.
 
         Args:
-            batch: B.
-            capacity: room for tokens.
-            head_dim: D.
-            value_dim: E, default D.
-            groups: G, heads of keys and values.
-            dtype: of keys and values.
-            compression, top_k: as for `htree_attention`.
+            batch: Number of requests, B.
+            capacity: Maximum number of tokens per request.
+            head_dim: Dimension of the keys, D.
+            value_dim: Dimension of the values, E. Default: D.
+            groups: Number of KV heads, G.
+            dtype: Dtype of keys and values; bfloat16, float16 or float32.
+            compression, top_k: As for `htree_attention`.
+
+        Returns:
+            An `HTreeCache` whose `lengths` are 0.
+
+        Raises:
+            ValueError, TypeError: If an argument has the wrong type or is out of range.
         """
         args = Args("HTreeCache.empty", "dtype", np.empty(0), "K")
         dtype = args.dtype("dtype", dtype, FLOATS)
@@ -94,20 +101,23 @@ class HTreeCache:
         v: Float[Array, "B T G E"],
         counts: Int[Array, "B"] | None = None,
     ) -> HTreeCache:
-        """The cache with T more tokens of each request, or the first `counts` of them.
+        """Returns the cache with T more tokens of each request, or the first `counts` of them.
 
-        Of layer l only about T / r^l nodes are computed anew. Keys and values are rounded to what
-        the cache stores. Tokens for which there is no `room` are dropped, and the length stays at
-        the capacity: a traced function cannot raise. Donate the old cache under `jit`, or it is
-        copied.
+        Only about T / r^l nodes of layer l are computed again. Keys and values are rounded to the
+        dtype of the cache. Tokens beyond `free_tokens` are dropped and the length stays at the
+        capacity, because a traced function cannot raise. Under `jit`, donate the old cache;
+        otherwise it is copied.
 
         Args:
-            k: keys without RoPE.
-            v: values.
-            counts: int32, in 0..T; default T.
+            k: Keys without RoPE.
+            v: Values.
+            counts: Number of tokens to append to each request, int32 in 0..T. Default: T.
+
+        Returns:
+            The new cache.
 
         Raises:
-            ValueError, TypeError: wrong shapes or dtypes.
+            ValueError, TypeError: If an argument has the wrong shape or dtype.
         """
         args = Args("HTreeCache.append", "k", k, "B T G D")
         old_k, old_v, start = self.checked(args)
@@ -124,31 +134,35 @@ class HTreeCache:
 
     @property
     def free_tokens(self) -> Int[Array, "B"]:
-        """How many more tokens each request has room for; 0 where the cache is full."""
+        """The number of tokens that can still be appended to each request, int32 [B]."""
         return self.capacity - jnp.clip(self.lengths, 0, self.capacity)
 
     @property
     def room(self) -> Int[Array, "B"]:
         """Deprecated name of `free_tokens`."""
-        warnings.warn("room is deprecated, use free_tokens", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "HTreeCache.room is deprecated: use HTreeCache.free_tokens",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         return self.free_tokens
 
     @property
     def layers(self) -> tuple[tuple[Array, Array], ...]:
-        """Keys and values of each layer, as from `htree_build` for `capacity` tokens."""
-        lead = self.lengths.ndim
+        """Keys and values of each layer, as `htree_build` returns them for `capacity` tokens."""
+        axis = self.lengths.ndim  # 1, or 0 without a batch axis
 
-        def of(x: Array, layer: tree.Layer) -> Array:
-            return jax.lax.slice_in_dim(x, layer.start, layer.start + layer.size, axis=lead)
+        def nodes_of(x: Array, layer: tree.Layer) -> Array:
+            return jax.lax.slice_in_dim(x, layer.start, layer.start + layer.size, axis=axis)
 
-        return tuple((of(self.k, layer), of(self.v, layer)) for layer in self._layers)
+        return tuple((nodes_of(self.k, layer), nodes_of(self.v, layer)) for layer in self._layers)
 
     @property
     def _layers(self) -> tuple[tree.Layer, ...]:
         return tree.tree_layers(self.capacity, self.compression, self.top_k)
 
     def checked(self, args: Args) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The arrays, with a batch axis; lengths in 0..capacity."""
+        """Returns the checked arrays, with a batch axis; lengths are clipped to 0..capacity."""
         nodes = tree.node_count(self._layers, self.compression)
         k = args.array("cache.k", self.k, f"B {nodes} G D", FLOATS)
         v = args.array("cache.v", self.v, f"B {nodes} G E", (k.dtype,))

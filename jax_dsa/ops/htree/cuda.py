@@ -1,8 +1,8 @@
-"""Hierarchical tree attention on its CUDA kernels."""
+"""The CUDA implementation of hierarchical tree attention."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +11,24 @@ import numpy as np
 from jax_dsa.core import ffi
 from jax_dsa.ops.htree.spec import Gradients, Operands, Options, Results
 
-# What the kernels cover, as in cuda/htree/htree.h.
+# The limits of the kernels, as in cuda/htree/htree.h.
 _DIMS = (64, 128)
 _COMPRESSIONS = (8, 16, 32)
 _MAX_TOP_K = 1024
 _MAX_GROUP_HEADS = 192
 _MAX_BWD_GROUP_HEADS = 128
 _MAX_DECODE_GROUP_HEADS = 128
-_MAX_DECODE_QUERIES = 16  # each works for itself
+_MAX_DECODE_QUERIES = 16  # every query reads its keys by itself, so more are slow
 
-# Bytes of importances and lists that are in memory at a time: with 16 children a node and 512
-# selected, what 12 queries for each of 132 SMs need, three times over.
+# Bytes of the workspace for importances and lists. The forward kernels process as many queries at a
+# time as fit: with compression 16 and top_k 512, these are three waves of CTAs of 12 queries on the
+# 132 SMs of an H100. A smaller workspace leaves SMs idle between waves; the launcher adapts the
+# chunks to the actual number of SMs, so other GPUs only get a different number of waves.
 WORKSPACE_BUDGET = 224 * 10**6
 
 
 def supports(options: Options, x: Operands) -> str | None:
-    """None, or why the kernels do not run this call."""
+    """Returns None if the kernels can run this call, or the reason why they cannot."""
     if x.q.dtype != jnp.bfloat16:
         return f"it takes bfloat16, got {x.q.dtype}"
     dim, value_dim, heads, groups = x.q.shape[3], x.v.shape[3], x.q.shape[2], x.k.shape[2]
@@ -37,35 +39,40 @@ def supports(options: Options, x: Operands) -> str | None:
     if options.top_k > _MAX_TOP_K:
         return f"it takes top_k up to {_MAX_TOP_K}, got {options.top_k}"
     cache = options.capacity is not None
-    most = _MAX_DECODE_GROUP_HEADS if cache else _MAX_GROUP_HEADS
-    if not 1 <= heads // max(groups, 1) <= most:
-        return f"it takes 1..{most} heads a group, got N={heads}, G={groups}"
+    limit = _MAX_DECODE_GROUP_HEADS if cache else _MAX_GROUP_HEADS
+    if not 1 <= heads // max(groups, 1) <= limit:
+        return f"it takes 1..{limit} heads per KV head, got N={heads}, G={groups}"
     if cache and x.q.shape[1] > _MAX_DECODE_QUERIES:
         return f"over a cache it takes up to {_MAX_DECODE_QUERIES} queries, got T={x.q.shape[1]}"
     return None
 
 
 def bwd_supports(options: Options, x: Operands, *_: Results) -> str | None:
-    """None, or why the backward kernels do not run this call."""
+    """Returns None if the backward kernels can run this call, or the reason why they cannot."""
     if options.capacity is not None:
-        return "it builds the tree that it reads, and has none for a cache"
+        return "its backward pass does not support a cache"
     heads, groups = x.q.shape[2], x.k.shape[2]
     if heads // max(groups, 1) > _MAX_BWD_GROUP_HEADS:
-        return f"it takes up to {_MAX_BWD_GROUP_HEADS} heads a group, got N={heads}, G={groups}"
+        return f"it takes up to {_MAX_BWD_GROUP_HEADS} heads per KV head, got N={heads}, G={groups}"
     return supports(options, x)
 
 
 def htree_fwd(options: Options, avals: Results, x: Operands) -> Results:
-    """`xla.htree_fwd`."""
+    """Computes the same as `xla.htree_fwd`."""
     if options.capacity is not None:
         return _decode(options, avals, x)
-    *tree, attending, _ = _workspaces(options, x)
-    outs = ffi.call("jax_dsa.htree_fwd.v1", x, [*avals, *tree, attending], **_numbers(options))
-    return Results(*outs[:3])
+    w = _workspaces(options, x)
+    out, lse, selected, *_ = ffi.call(
+        "jax_dsa.htree_fwd.v1",
+        x,
+        [*avals, w.tree, w.rotations, w.build, w.fwd],
+        **_attributes(options),
+    )
+    return Results(out=out, lse=lse, selected=selected)
 
 
 def _decode(options: Options, avals: Results, x: Operands) -> Results:
-    """The same over a cache."""
+    """Computes `htree_fwd` over a cache."""
     assert options.capacity is not None
     batch, queries, heads, dim = x.q.shape
     size = ffi.extension().htree_decode_workspace(
@@ -78,32 +85,52 @@ def _decode(options: Options, avals: Results, x: Operands) -> Results:
         options.compression,
         options.top_k,
     )
-    outs = ffi.call(
+    out, lse, selected, _ = ffi.call(
         "jax_dsa.htree_decode.v1",
         x,
         [*avals, jax.ShapeDtypeStruct((size,), jnp.uint8)],
         capacity=np.int64(options.capacity),
-        **_numbers(options),
+        **_attributes(options),
     )
-    return Results(*outs[:3])
+    return Results(out=out, lse=lse, selected=selected)
 
 
 def htree_bwd(
     options: Options, avals: Gradients, x: Operands, y: Results, dy: Results
 ) -> Gradients:
-    """`xla.htree_bwd`. The tree is built anew, which costs less than to keep it."""
-    *tree, _, attending = _workspaces(options, x)
-    outs = ffi.call(
+    """Computes the same as `xla.htree_bwd`.
+
+    The tree is built again: building it is cheap, and keeping it would cost memory.
+    """
+    w = _workspaces(options, x)
+    dq, dk, dv, *_ = ffi.call(
         "jax_dsa.htree_bwd.v1",
         [*x, *y, dy.out, dy.lse],
-        [*avals, *tree, attending],
-        **_numbers(options),
+        [*avals, w.tree, w.rotations, w.build, w.bwd],
+        **_attributes(options),
     )
-    return Gradients(*outs[:3])
+    return Gradients(q=dq, k=dk, v=dv)
 
 
-def _workspaces(options: Options, x: Operands) -> list[jax.ShapeDtypeStruct]:
-    """The tree, rotations, the build's, the forward's and the backward's."""
+class _Workspaces(NamedTuple):
+    """Shapes of the scratch arrays of the kernels, uint8.
+
+    Attributes:
+        tree: Rotated keys and values of all nodes.
+        rotations: cos and sin by ordinal.
+        build: Workspace of the kernels that build the tree.
+        fwd: Workspace of the forward pass.
+        bwd: Workspace of the backward pass.
+    """
+
+    tree: jax.ShapeDtypeStruct
+    rotations: jax.ShapeDtypeStruct
+    build: jax.ShapeDtypeStruct
+    fwd: jax.ShapeDtypeStruct
+    bwd: jax.ShapeDtypeStruct
+
+
+def _workspaces(options: Options, x: Operands) -> _Workspaces:
     batch, queries, heads, dim = x.q.shape
     sizes = ffi.extension().htree_workspaces(
         batch,
@@ -116,10 +143,11 @@ def _workspaces(options: Options, x: Operands) -> list[jax.ShapeDtypeStruct]:
         options.top_k,
         WORKSPACE_BUDGET,
     )
-    return [jax.ShapeDtypeStruct((size,), jnp.uint8) for size in sizes]
+    return _Workspaces(*(jax.ShapeDtypeStruct((size,), jnp.uint8) for size in sizes))
 
 
-def _numbers(options: Options) -> dict[str, Any]:
+def _attributes(options: Options) -> dict[str, Any]:
+    """Returns the attributes that all handlers take."""
     return {
         "compression": np.int64(options.compression),
         "top_k": np.int64(options.top_k),

@@ -1,8 +1,9 @@
-"""What a query of hierarchical tree attention sees of each layer, and what it selects there.
+"""The candidates of a query of hierarchical tree attention in each layer, and their selection.
 
-The candidates of a query have ordinals 0..n-1 in every layer, and n depends on its position alone;
-only which nodes they are depends on the data. So masks and RoPE are by ordinal: the arrays below
-have W columns, one per ordinal (the nodes of the top layer; r * K below).
+The candidates of a query have the ordinals 0..n-1 in every layer. Their number n depends on the
+position of the query alone; only which nodes they are depends on the data. Therefore masks and RoPE
+go by ordinal. The arrays below have W columns, one per ordinal: the number of nodes in the top
+layer, and r * K below it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from jax_dsa.ops.htree.spec import Options
 def candidate_counts(
     positions: Int[Array, "B T"], layers: tuple[tree.Layer, ...], compression: int, top_k: int
 ) -> list[Int[Array, "B T"]]:
-    """How many candidates the queries at `positions` have in each layer; none at position -1.
+    """Returns how many candidates the queries at `positions` have in each layer, tokens first.
 
-    The last candidate is the node that the query itself lies in.
+    The last candidate is the node that contains the query itself. Queries at position -1 have no
+    candidates.
     """
     counts = [positions // compression ** (len(layers) - 1) + 1]
     for level in reversed(range(len(layers) - 1)):
@@ -38,13 +40,16 @@ def candidate_counts(
 def select(
     importance: Float[Array, "B T G W"], count: Int[Array, "B T"], top_k: int
 ) -> Int[Array, "B T G K"]:
-    """Ordinals of the last and the top_k - 1 most important other candidates, ascending."""
-    width = importance.shape[-1]  # in place of -1, until sorted
+    """Returns the ordinals of the selected candidates, ascending, then -1.
+
+    These are the last candidate and the top_k - 1 most important others.
+    """
+    width = importance.shape[-1]  # stands for -1 until the ordinals are sorted
     last = count[:, :, None, None] - 1
     others = jnp.where(
         jnp.arange(width, dtype=jnp.int32).reshape(1, 1, 1, width) < last, importance, -jnp.inf
     )
-    _, best = jax.lax.top_k(others, top_k - 1)  # of equals the first
+    _, best = jax.lax.top_k(others, top_k - 1)  # among equals the first ones
     best = jnp.where(best < last, best, width)
     last = jnp.broadcast_to(jnp.where(last < 0, width, last), (*best.shape[:-1], 1))
     best = jnp.sort(jnp.concatenate([best, last], axis=-1), axis=-1)
@@ -54,7 +59,10 @@ def select(
 def selected_nodes(
     ordinals: Int[Array, "B T G K"], parents: Int[Array, "B T G K"] | None, compression: int
 ) -> Int[Array, "B T G K"]:
-    """The nodes of these ordinals among the children of `parents` (None: the top); -1 stays -1."""
+    """Returns the nodes with these ordinals; -1 stays -1.
+
+    The candidates are the children of `parents`, or all nodes of the top layer if that is None.
+    """
     if parents is None:
         return ordinals
     parent = jnp.take_along_axis(parents, jnp.maximum(ordinals, 0) // compression, axis=-1)
@@ -67,7 +75,7 @@ def inspect(
     layers: tuple[tree.Layer, ...],
     compression: int,
 ) -> list[tuple[Int[Array, "B T G W"], Int[Array, "B T G K"]]]:
-    """For each layer, tokens first, the candidates and the selected ones, as nodes of the layer."""
+    """Returns the candidates and the selected nodes of each layer, tokens first."""
     top_k = selected.shape[-1]
     counts = candidate_counts(positions, layers, compression, top_k)
     parents: Array | None = None
@@ -92,7 +100,7 @@ def inspect(
 
 
 def mark(ordinals: Int[Array, "B T G K"], width: int) -> Bool[Array, "B T G W"]:
-    """Which of `width` columns are among `ordinals`."""
+    """Returns a mask of `width` columns that is true for the columns in `ordinals`."""
     b, t, g, _ = ordinals.shape
     index = jnp.ix_(
         jnp.arange(b, dtype=jnp.int32),
@@ -104,18 +112,18 @@ def mark(ordinals: Int[Array, "B T G K"], width: int) -> Bool[Array, "B T G W"]:
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """RoPE, half split: rotates the pairs (x_i, x_{i + D/2}), in the dtype of the tables."""
+    """Rotates the pairs (x_i, x_{i + D/2}) (RoPE, half split), in the dtype of the tables."""
     a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     cos, sin = (jnp.expand_dims(y, range(x.ndim - y.ndim)) for y in (cos, sin))
-    # Stacked, since XLA fuses that on CPU and not the concatenation: 3 times as fast.
+    # On CPU, XLA fuses a stack but not a concatenation; this is 3 times as fast.
     return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-2).reshape(x.shape)
 
 
 def _split_finite(x: Array) -> tuple[Array, Array]:
-    """x as a finite and a non-finite part, each zero where the other is not.
+    """Splits x into its finite and its non-finite values; each result is 0 elsewhere.
 
-    A matrix product over columns that some queries do not see must not meet their NaN:
-    0 * NaN = NaN.
+    A matrix product runs over columns that some queries do not see. Their NaN must not be in its
+    operands, because 0 * NaN = NaN.
     """
     finite = jnp.isfinite(x)
     return jnp.where(finite, x, 0), jax.lax.stop_gradient(jnp.where(finite, 0, x))
@@ -123,16 +131,16 @@ def _split_finite(x: Array) -> tuple[Array, Array]:
 
 @dataclasses.dataclass
 class Columns:
-    """One layer as a chunk of queries sees it.
+    """The candidates of a chunk of queries in one layer.
 
     Attributes:
-        keys: rotated by their ordinals: [B, T, G, W, D], or [B, W, G, D] at the top, which all
-            queries share. (XLA on CPU fails on bfloat16 products with [B, G, W, D].)
-        values: as keys.
-        axes: the einsum letters of keys and values, but the last one.
-        tables: cos and sin of the keys' rotation.
-        visible: the columns whose scores count.
-        poison: the non-finite part of the scores and that of the weighted sums.
+        keys: Keys, rotated by their ordinals: [B, T, G, W, D], or [B, W, G, D] in the top layer,
+            which all queries share. (XLA on CPU fails on bfloat16 products with [B, G, W, D].)
+        values: Values, with the same axes.
+        axes: The einsum letters of the axes of keys and values, except for the last axis.
+        tables: cos and sin of the keys' rotations.
+        visible: Mask of the columns whose scores count.
+        poison: The non-finite values to add to the scores and to the weighted sums.
     """
 
     keys: Array
@@ -143,7 +151,10 @@ class Columns:
     poison: tuple[Any, Any] = (0, 0)
 
     def dot(self, equation: str, x: Array, y: Array) -> Array:
-        """einsum of operands rounded to the keys' dtype; "*" in the equation stands for `axes`."""
+        """Returns an einsum of x and y, rounded to the keys' dtype.
+
+        In the equation, "*" stands for `axes`.
+        """
         dtype = self.keys.dtype
         return jnp.einsum(
             equation.replace("*", self.axes),
@@ -153,15 +164,15 @@ class Columns:
         )
 
     def scores(self, q: Float[Array, "B T G M D"]) -> Float[Array, "B T G M W"]:
-        """q . k in all columns, visible or not."""
+        """Returns q . k of all columns, visible or not."""
         return self.dot("btgmd,*d->btgmw", q, self.keys) + self.poison[0]
 
     def mix(self, p: Float[Array, "B T G M W"]) -> Float[Array, "B T G M E"]:
-        """The values weighted by p, which is 0 where a column is not visible."""
+        """Returns the sums of the values weighted by p, which is 0 where a column is masked."""
         return self.dot("btgmw,*e->btgme", p, self.values) + self.poison[1]
 
     def key_gradients(self, ds: Float[Array, "B T G M W"], q: Float[Array, "B T G M D"]) -> Array:
-        """Gradients of the keys before rotation, from those of the unscaled scores."""
+        """Returns the gradients of the keys before rotation, given those of the unscaled scores."""
         cos, sin = self.tables
         return rotate(self.dot("btgmw,btgmd->*d", ds, q), cos, -sin)
 
@@ -171,15 +182,16 @@ class Nodes:
     """Keys and values of all nodes, prepared for any number of chunks of queries.
 
     Attributes:
-        layers: where the layers lie.
-        compression: children per node.
-        k, v: all nodes.
-        row: the rows of the batch, of k and v, that the queries belong to.
-        cos, sin: RoPE by ordinal, in the dtype that sums run in.
-        top_keys, top_values: the top layer's, rotated, without non-finite parts.
-        key_poison: of each top key the non-finite part, summed over D.
-        value_poison: that of top values, summed over prefixes, since a query sees a prefix of the
-            layer. (What it selects there does not count; but its descendants do, no more finite.)
+        layers: The ranges of the layers.
+        compression: Children per node.
+        k, v: Keys and values of all nodes.
+        row: The batch entries of k and v that the queries belong to.
+        cos, sin: RoPE tables by ordinal, in the dtype of accumulation.
+        top_keys, top_values: The finite keys, rotated, and values of the top layer.
+        key_poison: The non-finite values of each top key, summed over D.
+        value_poison: The non-finite values of the top layer, summed over prefixes, since a query
+            sees a prefix of the layer. (The nodes that it selects there do not count, but their
+            descendants do, and those are not finite either.)
     """
 
     layers: tuple[tree.Layer, ...]
@@ -196,7 +208,10 @@ class Nodes:
 
     @classmethod
     def of(cls, options: Options, k: Array, v: Array) -> Nodes:
-        """The nodes of a tree, given as its tokens or (with `options.capacity`) as its nodes."""
+        """Returns the nodes of a tree.
+
+        k and v are those of the tokens or, with `options.capacity`, those of all nodes.
+        """
         r, top_k = options.compression, options.top_k
         tokens = k.shape[1] if options.capacity is None else options.capacity
         layers = tree.tree_layers(tokens, r, top_k)
@@ -221,24 +236,25 @@ class Nodes:
         return cls(layers, r, k, v, row, cos, sin, keys, values, key_poison, value_poison)
 
     def rows(self, row: Int[Array, "R"]) -> Nodes:
-        """The same for queries of just these rows of the batch, or for all of them in order."""
+        """Returns the nodes for queries of these batch entries, or of all of them in order."""
         if row.size == self.row.size:
             return self
         names = "top_keys", "top_values", "key_poison", "value_poison"
         return dataclasses.replace(self, row=row, **{n: getattr(self, n)[row] for n in names})
 
     def tables(self, ordinals: Int[Array, "B T"]) -> tuple[Array, Array]:
-        """cos and sin for queries [B, T, G, M, D] at these ordinals."""
+        """Returns cos and sin for queries [B, T, G, M, D] at these ordinals."""
         return self.cos[ordinals][:, :, None, None], self.sin[ordinals][:, :, None, None]
 
     def columns(
         self, level: int, parents: Int[Array, "B T G K"] | None, count: Int[Array, "B T"]
     ) -> Columns:
-        """Layer `level` for queries with `count` candidates there, the children of `parents`.
+        """Returns the candidates of queries with `count` candidates in layer `level`.
 
-        `parents` is None for the top layer, and else one layer up.
+        The candidates are the children of `parents`, nodes of the layer above, or all nodes of the
+        top layer if that is None.
         """
-        # Above the tokens the last candidate may hold future ones.
+        # Above the tokens, the last candidate may contain future tokens.
         seen = (count if level == 0 else count - 1)[:, :, None]
         if parents is None:
             size = self.layers[level].size
@@ -255,29 +271,29 @@ class Nodes:
             )
         keys, values = self._gather(self.k, level, parents), self._gather(self.v, level, parents)
         visible = jnp.arange(keys.shape[3], dtype=jnp.int32)[None, None] < seen
-        there = visible[:, :, None, :, None]
-        keys, values = jnp.where(there, keys, 0), jnp.where(there, values, 0)
+        mask = visible[:, :, None, :, None]
+        keys, values = jnp.where(mask, keys, 0), jnp.where(mask, values, 0)
         keys = rotate(keys, self.cos, self.sin).astype(keys.dtype)
         return Columns(keys, values, "btgw", (self.cos, self.sin), visible[:, :, None, None])
 
     def add(self, grad: Array, level: int, parents: Array | None, update: Array) -> Array:
-        """The gradient of all keys or values, and `update`, that of one layer's `Columns`."""
+        """Adds `update`, the gradient of one layer's `Columns`, to that of all keys or values."""
         size, start = self.layers[level]
         if parents is None:
             return grad.at[self.row, start : start + size].add(update)
         update = update.reshape(*parents.shape, self.compression, grad.shape[-1])
         blocks = tree.blocks(grad, self.compression)
-        blocks = blocks.at[self._place(level, parents)].add(update, mode="drop")
+        blocks = blocks.at[self._block_index(level, parents)].add(update, mode="drop")
         return blocks.reshape(grad.shape)
 
     def _gather(self, nodes: Array, level: int, parents: Array) -> Array:
         blocks = tree.blocks(nodes, self.compression)
-        children = blocks.at[self._place(level, parents)].get(mode="clip")
+        children = blocks.at[self._block_index(level, parents)].get(mode="clip")
         width = parents.shape[3] * self.compression
         return children.reshape(*parents.shape[:3], width, nodes.shape[-1])
 
-    def _place(self, level: int, parents: Array) -> tuple[Any, ...]:
-        """Where the children of `parents` lie in the blocks of siblings; past the end for -1."""
+    def _block_index(self, level: int, parents: Array) -> tuple[Any, ...]:
+        """Returns the index of the children of `parents` in the blocks; past the end for -1."""
         b, _, g = jnp.ix_(self.row, *(jnp.arange(n, dtype=jnp.int32) for n in parents.shape[1:3]))
         block = self.layers[level].start // self.compression + parents
         block = jnp.where(parents < 0, self.k.shape[1], block)

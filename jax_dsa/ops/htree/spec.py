@@ -1,4 +1,4 @@
-"""What hierarchical tree attention takes and gives: the attention, and the building of its tree."""
+"""Options, operands and results of hierarchical tree attention and of building its tree."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jax_dsa.ops.htree.tree import node_count, tree_layers
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options of the passes.
+    """The static options of both passes.
 
     Attributes:
-        compression: r, children per node.
-        top_k: K, nodes selected in a layer.
-        capacity: None where keys and values are the tokens; where they are all nodes of a tree, how
-            many tokens it is over.
-        scale: of the scores.
+        compression: Children per node, r.
+        top_k: Nodes selected per layer, K.
+        capacity: None if keys and values are those of the tokens. If they are those of all nodes
+            of a tree, the number of tokens that the tree is built for.
+        scale: Factor of the scores.
         rope_base: RoPE rotates pair i of D/2 by `ordinal * rope_base ** (-2i / D)`.
     """
 
@@ -35,7 +35,7 @@ class Options:
 
     @property
     def ordinal_dtype(self) -> Any:
-        """Of a selection that is kept: a candidate's ordinal is below r * K."""
+        """The dtype of a stored selection, whose ordinals are below r * K."""
         return jnp.int16 if self.compression * self.top_k <= 2**15 else jnp.int32
 
     def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
@@ -48,7 +48,7 @@ class Options:
 
 
 def check_tree(args: Args, compression: Any, top_k: Any, **others: Any) -> Options:
-    """Checked options of a tree."""
+    """Returns the checked options of a tree."""
     return Options(
         args.integer("compression", compression, 2),
         args.integer("top_k", top_k, 1),
@@ -57,11 +57,11 @@ def check_tree(args: Args, compression: Any, top_k: Any, **others: Any) -> Optio
 
 
 class Operands(NamedTuple):
-    """What both passes of the attention read; s is the tokens, or the nodes of a tree.
+    """The operands of both passes. The axis s is the tokens, or the nodes of a tree.
 
     Attributes:
-        q, k, v: not yet rotated.
-        positions: the token each query stands at; negative for none.
+        q, k, v: Queries, keys and values, without RoPE.
+        positions: The token of each query; negative for a query without a token.
     """
 
     q: Float[Array, "b t (g m) d"]
@@ -70,15 +70,14 @@ class Operands(NamedTuple):
     positions: Int[Array, "b t"]
 
 
-_ORDINALS = Dtype(lambda options, _: options.ordinal_dtype)
-
-
 class Results(NamedTuple):
-    """Output in q's dtype, lse, and selection.
+    """The results of the forward pass.
 
     Attributes:
-        selected: in [..., l - 1, :] the ordinals of the candidates selected in layer l, ascending,
-            then -1.
+        out: The output, in the dtype of q.
+        lse: Logsumexp of the scores, float32, natural logarithm.
+        selected: The ordinals of the candidates selected in layer l are in [..., l - 1, :],
+            ascending, then -1.
     """
 
     out: Float[Array, "b t (g m) e", like("q"), Remat("dsa_out")]
@@ -92,7 +91,7 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the attention's arrays, in their dtypes."""
+    """The gradients of q, k and v, in their dtypes."""
 
     q: Array
     k: Array
@@ -100,7 +99,7 @@ class Gradients(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Keys and values that a tree is built over."""
+    """Keys and values of the tokens that a tree is built over."""
 
     k: Float[Array, "b s g d"]
     v: Float[Array, "b s g e"]
@@ -114,7 +113,7 @@ class Nodes(NamedTuple):
 
 
 class TokenGradients(NamedTuple):
-    """Of the tokens. Their axis is in none of the operands, so its dims stand here."""
+    """The gradients of the tokens. No operand has their axis, so the annotations name it."""
 
     k: Float[Array, "b s g d", like("k")]
     v: Float[Array, "b s g e", like("v")]

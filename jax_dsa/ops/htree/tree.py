@@ -1,10 +1,10 @@
-"""The tree under hierarchical tree attention: how its nodes lie in memory, and how they are pooled.
+"""The tree of hierarchical tree attention: the memory layout of its nodes and their pooling.
 
-Layer 0 is the tokens, a node of layer l + 1 is the mean of `compression` nodes of layer l, and the
-top layer is the first one of at most `compression * top_k` nodes. All layers lie on one node axis,
-one behind the other, each filled up with zeros to a multiple of `compression`: so the axis also
-reads as blocks of siblings, `[B, nodes / r, r, G, D]`, and block `start / r + p` of a layer holds
-the children of node p of the next layer.
+Layer 0 is the tokens. A node of layer l + 1 is the mean of `compression` nodes of layer l. The top
+layer is the first one with at most `compression * top_k` nodes. All layers are stored on one node
+axis, one after another, and each is padded with zeros to a multiple of `compression`. So the axis
+can be viewed as blocks of siblings, `[B, nodes / r, r, G, D]`, where block `start / r + p` of a
+layer contains the children of node p of the next layer.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jax_dsa.core.typing import Array, Float, Int
 
 
 class Layer(NamedTuple):
-    """One layer's place on the node axis.
+    """The range of a layer on the node axis.
 
     Attributes:
-        size: how many nodes it has.
-        start: the first one's row.
+        size: Number of nodes.
+        start: Index of the first node.
     """
 
     size: int
@@ -34,7 +34,7 @@ class Layer(NamedTuple):
 
 
 def tree_layers(tokens: int, compression: int, top_k: int) -> tuple[Layer, ...]:
-    """The layers of the tree over `tokens` tokens, tokens first."""
+    """Returns the layers of the tree over `tokens` tokens, tokens first."""
     layers = [Layer(tokens, 0)]
     while layers[-1].size > compression * top_k:
         size = -(-layers[-1].size // compression)
@@ -43,49 +43,55 @@ def tree_layers(tokens: int, compression: int, top_k: int) -> tuple[Layer, ...]:
 
 
 def node_count(layers: tuple[Layer, ...] | list[Layer], compression: int) -> int:
-    """The length of the node axis."""
+    """Returns the length of the node axis."""
     last = layers[-1]
     return last.start + -(-last.size // compression) * compression
 
 
 def _children(size: int, compression: int, dtype: Any) -> np.ndarray:
-    """How many of a layer's `size` nodes belong to each parent: the last one gets what is left."""
+    """Returns the number of children of each parent of a layer with `size` nodes.
+
+    All parents have `compression` children except for the last one, which has the remaining ones.
+    """
     first = np.arange(0, size, compression)
     return np.minimum(compression, size - first).reshape(1, -1, 1, 1).astype(dtype)
 
 
 def blocks(nodes: Array, compression: int) -> Array:
-    """The node axis as blocks of siblings."""
+    """Returns the nodes as blocks of siblings, [B, nodes / r, r, G, D]."""
     batch, size, *row = nodes.shape
     return nodes.reshape(batch, size // compression, compression, *row)
 
 
 def build(x: Float[Array, "B S G D"], compression: int, top_k: int) -> Float[Array, "B nodes G D"]:
-    """All nodes of the tree over the tokens x: float32 means, rounded to x's dtype once a layer."""
+    """Returns all nodes of the tree over the tokens x.
+
+    Means are summed in float32 and rounded to the dtype of x once per layer.
+    """
     layers = tree_layers(x.shape[1], compression, top_k)
-    parts: list[Array] = []
+    padded: list[Array] = []
     for layer in layers:
         fill = -layer.size % compression
-        parts.append(jnp.pad(x, ((0, 0), (0, fill), (0, 0), (0, 0))))
-        total = blocks(parts[-1], compression).sum(2, dtype=compat.accum_dtype(x.dtype))
+        padded.append(jnp.pad(x, ((0, 0), (0, fill), (0, 0), (0, 0))))
+        total = blocks(padded[-1], compression).sum(2, dtype=compat.accum_dtype(x.dtype))
         x = (total / _children(layer.size, compression, total.dtype)).astype(x.dtype)
-    return jnp.concatenate(parts, axis=1)
+    return jnp.concatenate(padded, axis=1)
 
 
 def spread(
     nodes: Float[Array, "B nodes G D"], tokens: int, compression: int, top_k: int
 ) -> Float[Array, "B S G D"]:
-    """The transpose of `build`: the tokens' gradients from those of all nodes, in their dtype."""
+    """Returns the gradients of the tokens, given those of all nodes: the transpose of `build`."""
     layers = tree_layers(tokens, compression, top_k)
 
-    def of(layer: Layer) -> Array:
+    def nodes_of(layer: Layer) -> Array:
         return jax.lax.slice_in_dim(nodes, layer.start, layer.start + layer.size, axis=1)
 
-    grad = of(layers[-1])
+    grad = nodes_of(layers[-1])
     for layer in reversed(layers[:-1]):
-        share = grad / _children(layer.size, compression, grad.dtype)
-        share = jnp.repeat(share.astype(nodes.dtype), compression, axis=1)
-        grad = of(layer) + share[:, : layer.size]
+        weighted = grad / _children(layer.size, compression, grad.dtype)
+        weighted = jnp.repeat(weighted.astype(nodes.dtype), compression, axis=1)
+        grad = nodes_of(layer) + weighted[:, : layer.size]
     return grad
 
 
@@ -97,15 +103,16 @@ def append(
     layers: tuple[Layer, ...],
     compression: int,
 ) -> Float[Array, "B nodes G D"]:
-    """`nodes` after the first of the tokens x took the places `start..end - 1`.
+    """Returns `nodes` with tokens `start..end - 1` of each request replaced by the first ones of x.
 
-    Only nodes above new tokens are pooled again. What lies past the end in `nodes` may be anything.
+    Only the nodes above new tokens are pooled again. The contents of `nodes` past the end of the
+    tokens have no influence.
     """
     tokens = x.shape[1]
     start, end = start[:, None], end[:, None]
 
-    def put(nodes: Array, layer: Layer, node: Array, there: Array, value: Array) -> Array:
-        return put_rows(nodes, jnp.where(there, layer.start + node, -1), value.astype(nodes.dtype))
+    def put(nodes: Array, layer: Layer, node: Array, valid: Array, value: Array) -> Array:
+        return put_rows(nodes, jnp.where(valid, layer.start + node, -1), value.astype(nodes.dtype))
 
     node = start + jnp.arange(tokens, dtype=jnp.int32)[None]
     nodes = put(nodes, layers[0], node, node < end, x)
@@ -113,7 +120,7 @@ def append(
         span = compression**level
         touched = -(-(tokens - 1) // span) + 1
         node = start // span + jnp.arange(touched, dtype=jnp.int32)[None]
-        size = -(-end // (span // compression))  # of the layer below, by now
+        size = -(-end // (span // compression))  # of the layer below, with the new tokens
         count = jnp.clip(size - node * compression, 0, compression)
         block = jnp.minimum(below.start // compression + node, nodes.shape[1] // compression - 1)
         children = jax.vmap(lambda x, i: x[i])(blocks(nodes, compression), block)

@@ -1,8 +1,8 @@
-"""Hierarchical tree attention in plain JAX: the XLA implementation, and the kernels' oracle.
+"""The XLA implementation of hierarchical tree attention, in plain JAX.
 
-Layers are walked from the top down, queries a chunk at a time, so that what a chunk gathers fits
-the streaming budget. Letters inside: N query heads are G groups of M; W columns, one per candidate
-ordinal (see `nodes`).
+It walks the layers from the top down for one chunk of queries at a time, so that the nodes that a
+chunk gathers fit the streaming budget. In the einsum equations, N query heads are G groups of M,
+and W is the number of columns, one per ordinal of a candidate (see `nodes`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from jax_dsa.ops.htree.spec import (
 
 
 def htree_build_fwd(options: Options, x: Tokens) -> spec.Nodes:
-    """All nodes of the tree over the tokens."""
+    """Returns all nodes of the tree over the tokens."""
     r, top_k = options.compression, options.top_k
     return spec.Nodes(tree.build(x.k, r, top_k), tree.build(x.v, r, top_k))
 
 
 def htree_build_bwd(options: Options, dy: spec.Nodes) -> TokenGradients:
-    """Gradients of the `options.capacity` tokens, from those of all nodes."""
+    """Returns the gradients of the `options.capacity` tokens, given those of all nodes."""
     assert options.capacity is not None
     size = (options.capacity, options.compression, options.top_k)
     return TokenGradients(
@@ -50,7 +50,7 @@ def htree_build_bwd(options: Options, dy: spec.Nodes) -> TokenGradients:
 
 
 def htree_fwd(options: Options, x: Operands) -> Results:
-    """Output, lse and selection."""
+    """Returns the output, the logsumexp and the selection."""
     nodes = Nodes.of(options, x.k, x.v)
 
     def body(carry: Any, nodes: Nodes, *xs: Array) -> Any:
@@ -61,7 +61,7 @@ def htree_fwd(options: Options, x: Operands) -> Results:
 
 
 def htree_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
-    """Gradients of q, k and v."""
+    """Returns the gradients of q, k and v."""
     nodes = Nodes.of(options, x.k, x.v)
     dtype = compat.accum_dtype(x.k.dtype)
     grads = (jnp.zeros(nodes.k.shape, dtype), jnp.zeros(nodes.v.shape, dtype))
@@ -79,40 +79,44 @@ def htree_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gradien
 
 
 def query_bytes(options: Options, q: Array, k: Array, v: Array) -> int:
-    """What one query holds at a time: scores, and the children it gathers with rotated keys."""
+    """Returns the bytes that one query needs at a time.
+
+    These are its scores, the children that it gathers, and their rotated keys.
+    """
     tokens = k.shape[1] if options.capacity is None else options.capacity
     columns = options.compression * options.top_k
-    wide = jnp.dtype(compat.accum_dtype(q.dtype)).itemsize
-    cost = 3 * q.shape[2] * min(tokens, columns) * wide
+    accum_bytes = jnp.dtype(compat.accum_dtype(q.dtype)).itemsize
+    cost = 3 * q.shape[2] * min(tokens, columns) * accum_bytes
     if tokens > columns:
-        cost += columns * math.prod(k.shape[2:]) * (2 * k.dtype.itemsize + wide)
+        cost += columns * math.prod(k.shape[2:]) * (2 * k.dtype.itemsize + accum_bytes)
         cost += columns * math.prod(v.shape[2:]) * v.dtype.itemsize
     return cost
 
 
 def _scan(body: Any, carry: Any, nodes: Nodes, xs: tuple[Array, ...], cost: int) -> Any:
-    """`carry, ys = body(carry, nodes, *chunks)` over chunks of xs [B, T, ...].
+    """Scans `carry, ys = body(carry, nodes, *chunks)` over chunks of the queries xs [B, T, ...].
 
-    Queries of one row of the batch, which share keys, come first. Nodes are not split, since that
-    would copy a whole cache for the few rows that decoding reads.
+    A chunk has queries of one batch entry, which share keys, and of several entries only if all
+    their queries fit. The nodes are indexed, not split: splitting would copy a whole cache although
+    decoding reads few of its rows.
     """
     batch, queries = xs[0].shape[:2]
     chunk = streaming.chunk_length(queries, cost)
 
-    def rows(carry: Any, row: Array, *xs: Array) -> Any:
-        some = nodes.rows(row)
-        step = lambda carry, *xs: body(carry, some, *xs)  # noqa: E731
+    def scan_rows(carry: Any, row: Array, *xs: Array) -> Any:
+        row_nodes = nodes.rows(row)
+        step = lambda carry, *xs: body(carry, row_nodes, *xs)  # noqa: E731
         return streaming.scan_chunks(step, carry, xs, chunk=chunk)
 
     row = jnp.arange(batch, dtype=jnp.int32)
     size = streaming.chunk_length(batch, cost * chunk)
-    return streaming.scan_chunks(rows, carry, (row, *xs), axis=0, chunk=size)
+    return streaming.scan_chunks(scan_rows, carry, (row, *xs), axis=0, chunk=size)
 
 
 def _attend(
     options: Options, nodes: Nodes, q: Array, positions: Array
 ) -> tuple[Array, Array, Array]:
-    """`htree_fwd` for a chunk of queries: one running softmax over all layers."""
+    """Computes `htree_fwd` for a chunk of queries, with one running softmax over all layers."""
     batch, queries, heads, _ = q.shape
     groups, value_dim = nodes.v.shape[2:]
     r, top_k = options.compression, options.top_k
@@ -143,9 +147,9 @@ def _attend(
         out = out * decay + columns.mix(p)
         peak = highest
 
-    some = total != 0  # false for a query without a token, and there alone
-    total = jnp.where(some, total, 1)
-    lse = jnp.where(some, peak + jnp.log(total), -jnp.inf)
+    has_token = total != 0
+    total = jnp.where(has_token, total, 1)
+    lse = jnp.where(has_token, peak + jnp.log(total), -jnp.inf)
     return (
         (out / total).reshape(batch, queries, heads, value_dim).astype(q.dtype),
         lse.reshape(batch, queries, heads),
@@ -167,14 +171,17 @@ def _attend_transposed(
     dout: Array,
     dlse: Array,
 ) -> tuple[tuple[Array, Array], tuple[Array]]:
-    """`htree_bwd` for a chunk of queries: adds to the gradients of all nodes, returns that of q."""
+    """Computes `htree_bwd` for a chunk of queries.
+
+    Returns `grads`, the gradients of all nodes, with those of the chunk added; and that of q.
+    """
     shape, dtype = q.shape, nodes.cos.dtype
     groups = nodes.k.shape[2]
     r, top_k = options.compression, options.top_k
     counts = candidate_counts(positions, nodes.layers, r, top_k)
 
-    # A query without cotangents has no gradients, even if there is a NaN among what it sees, and
-    # one without a token none, whatever its cotangents are.
+    # A query without cotangents has zero gradients even if it sees NaN, and so has a query without
+    # a token, whatever its cotangents are.
     live = (dout != 0).any(-1, keepdims=True) | (dlse != 0)[..., None]
     live &= lse[..., None] != -jnp.inf
     dout = jnp.where(live, dout, 0)
@@ -192,7 +199,7 @@ def _attend_transposed(
         cos, sin = nodes.tables(counts[level] - 1)
         rotated = rotate(q, cos, sin)
         counted = columns.visible & live
-        place = level, parents
+        layer = level, parents
         if level:
             ordinals = selected[..., level - 1, :].astype(jnp.int32)
             parents = selected_nodes(ordinals, parents, r)
@@ -203,7 +210,7 @@ def _attend_transposed(
         ds = jnp.where(counted, p * (dp - delta) * options.scale, 0)
 
         dq += rotate(columns.dot("btgmw,*d->btgmd", ds, columns.keys), cos, -sin)
-        dk = nodes.add(dk, *place, columns.key_gradients(ds, rotated))
-        dv = nodes.add(dv, *place, columns.dot("btgmw,btgme->*e", p, dout))
+        dk = nodes.add(dk, *layer, columns.key_gradients(ds, rotated))
+        dv = nodes.add(dv, *layer, columns.dot("btgmw,btgme->*e", p, dout))
     dq = jnp.where(live, dq, 0)
     return (dk, dv), (dq.reshape(shape).astype(q.dtype),)

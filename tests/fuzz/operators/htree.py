@@ -1,5 +1,7 @@
-"""Hierarchical tree attention, its tree, and decode over a cache of one. Only in float64 does
-rounding not decide a selection: in float32 the trees have one layer.
+"""Hierarchical tree attention, its tree, and decode over a cache.
+
+Rounding errors may change a selection except in float64. Therefore trees have one layer in other
+dtypes.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from jax_dsa.ops.htree.tree import node_count, tree_layers
 
 
 def draw_tree(c: Draw, tokens: int, dtype: np.dtype) -> dict[str, Any]:
-    """The options of a tree over so many tokens."""
-    if c.kernel:  # rounding may decide a selection: one layer
+    """Draws the options of a tree over `tokens` tokens."""
+    if c.kernel:  # one layer, because rounding may change a selection
         return {"compression": c.integer(c.one(8, 16, 32)), "top_k": c.integer(512)}
     if dtype == f64 and c.chance(0.8):
         return {"compression": c.integer(c.one(2, 3, 4)), "top_k": c.integer(c.one(1, 2, 3))}
@@ -28,21 +30,21 @@ def draw_tree(c: Draw, tokens: int, dtype: np.dtype) -> dict[str, Any]:
 
 
 def draw_dims(c: Draw) -> list[int]:
-    """B, T, G, M, D, E with D even."""
+    """Draws B, T, G, M, D and E, with D even."""
     on_kernel = {"T": (1, 17, 300), "M": (1, 16, 64), "D": (32, 64)}
     B, T, G, M, half, E = c.dims(on_kernel, B=2, T=14, G=2, M=2, D=3, E=4)
     return [B, T, G, M, 2 * half, 2 * half if c.kernel else E]
 
 
 def draw_rotary(c: Draw) -> dict[str, Any]:
-    """Options of the scores."""
-    # A base below 1 turns far: float32 holds no angle of 1e15.
+    """Draws the options of the scores."""
+    # With a base below 1 angles grow large; float32 cannot represent an angle of 1e15.
     bases = [10000.0, 10000, np.float32(100), *([0.5, 1e30, 1e300] if c.edge else [])]
     return {"scale": c.scale(), "rope_base": c.one(*bases)}
 
 
 def options_of(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The oracle's options."""
+    """Returns the options for the oracle."""
     numbers = {"compression": int, "top_k": int, "rope_base": float}
     return {
         **{n: kind(kwargs[n]) for n, kind in numbers.items()},
@@ -55,7 +57,7 @@ def draw_htree_attention(c: Draw, r: Draw) -> Call:
     dtype = bf16 if c.kernel else c.one(f64, f64, f32)
     q, k = r.floats(dtype, B, T, G * M, D), r.floats(dtype, B, T, G, D)
     if r.hostile and r.chance(0.3):
-        q[:] = 0  # all nodes of a layer are as important
+        q[:] = 0  # all nodes of a layer are equally important
     kwargs = {
         **{"q": q, "k": k, "v": r.floats(dtype, B, T, G, E)},
         **draw_tree(c, T, dtype),
@@ -79,7 +81,7 @@ def draw_htree_attention(c: Draw, r: Draw) -> Call:
         diff=("q", "k", "v"),
         hold=hold,
         peak=peak(kwargs["scale"], q, k),
-        low=dtype,  # of rotated keys
+        low=dtype,  # the dtype of rotated keys
     )
 
 
@@ -93,7 +95,7 @@ def draw_htree_select(c: Draw, r: Draw) -> Call:
         **draw_rotary(c),
     }
     kwargs = {n: np.nan_to_num(x) if isinstance(x, np.ndarray) else x for n, x in kwargs.items()}
-    # The result has r * K slots.
+    # The result has r * K indices per row.
     if kwargs["compression"] > 16 or kwargs["top_k"] > 16:
         kwargs |= {"compression": 4, "top_k": 8}
 
@@ -109,10 +111,10 @@ def draw_htree_select(c: Draw, r: Draw) -> Call:
                 min(size, options["compression"] * options["top_k"]),
                 options["top_k"] * (layer > 0),
             )
-            for part, width in enumerate(widths):
+            for field, width in enumerate(widths):  # candidates, selected
                 rows = np.full((B, T, G, width), -1)
                 for (b, t, g), views in seen.items():
-                    nodes = views[part][layer]
+                    nodes = views[field][layer]
                     rows[b, t, g, : len(nodes)] = nodes
                 results.append(rows)
         return results
@@ -121,14 +123,14 @@ def draw_htree_select(c: Draw, r: Draw) -> Call:
 
 
 def tree_of(x: np.ndarray, compression: int, top_k: int) -> list[np.ndarray]:
-    """The layers of every batch entry's tokens."""
+    """Returns the layers of the trees over all batch entries' tokens."""
     x = np.moveaxis(np.asarray(x, np.float64), 1, 0)
     return [np.moveaxis(y, 0, 1) for y in oracle.layers(x, compression, top_k)]
 
 
 def draw_htree_build(c: Draw, r: Draw) -> Call:
     B, T, G, _, D, E = draw_dims(c)
-    dtype = c.one(f64, f32)  # others round once a layer
+    dtype = c.one(f64, f32)  # other dtypes round once per layer
     k, v = r.floats(dtype, B, T, G, D), r.floats(dtype, B, T, G, E)
     kwargs = {
         "k": k,
@@ -146,7 +148,7 @@ def draw_htree_build(c: Draw, r: Draw) -> Call:
 
 
 def draw_filled_cache(c: Draw, r: Draw, B: int, G: int, D: int, E: int, dtype: np.dtype) -> Any:
-    """A cache full of tokens, of which some lengths count."""
+    """Draws a cache that is full of tokens, with random lengths."""
     capacity = c.below(14)
     tree = {n: int(x) for n, x in draw_tree(c, capacity, dtype).items()}
     layers = tree_layers(capacity, **tree)
@@ -161,7 +163,7 @@ def draw_filled_cache(c: Draw, r: Draw, B: int, G: int, D: int, E: int, dtype: n
 
 
 def tokens_of(cache: Any, b: int) -> list[np.ndarray]:
-    """Keys and values of the tokens of one request."""
+    """Returns keys and values of the tokens of one request."""
     length = min(max(0, int(cache.lengths[b])), cache.capacity)
     return [np.asarray(x[b, :length], np.float64) for x in (cache.k, cache.v)]
 
@@ -170,7 +172,7 @@ def draw_htree_decode(c: Draw, r: Draw) -> Call:
     B, T, G, M, D, E = draw_dims(c)
     T = min(T, 3)
     dtype = c.one(f64, f64, f32)
-    if 0 in (G, D, E):  # no cache has these
+    if 0 in (G, D, E):  # a cache cannot have these
         G, D, E = max(G, 1), max(D, 2), max(E, 1)
     cache = draw_filled_cache(c, r, B, G, D, E, dtype)
     kwargs = {
@@ -186,12 +188,12 @@ def draw_htree_decode(c: Draw, r: Draw) -> Call:
         out, lse = np.zeros((B, T, G * M, E)), np.full((B, T, G * M), -np.inf)
         for b in range(B):
             k, v = tokens_of(cache, b)
-            there, first = slice(max(0, T - len(k)), T), max(0, len(k) - T)
-            own = np.zeros((1, len(k), G * M, D))
-            own[0, first:] = np.asarray(q, np.float64)[b, there]
-            if own.size:
-                whole = oracle.attention(own, k[None], v[None], **options)
-                out[b, there], lse[b, there] = (y[0, first:] for y in whole[:2])
+            valid, first = slice(max(0, T - len(k)), T), max(0, len(k) - T)
+            padded = np.zeros((1, len(k), G * M, D))
+            padded[0, first:] = np.asarray(q, np.float64)[b, valid]
+            if padded.size:
+                whole = oracle.attention(padded, k[None], v[None], **options)
+                out[b, valid], lse[b, valid] = (y[0, first:] for y in whole[:2])
         return [out, lse] if return_lse else [out]
 
     return Call(
@@ -205,7 +207,7 @@ def draw_htree_decode(c: Draw, r: Draw) -> Call:
 
 @functools.wraps(HTreeCache.append)
 def appended(self: Any, k: Any, v: Any, counts: Any) -> list[Any]:
-    """Lengths, and the nodes that are full of tokens; zeros in the others."""
+    """Returns lengths and nodes, with zeros for nodes that are not full of tokens."""
     cache = HTreeCache.append(self, k, v, counts)
     results, size = [cache.lengths], 1
     for layer in cache.layers:
@@ -229,13 +231,13 @@ def draw_htree_append(c: Draw, r: Draw) -> Call:
 
     def want(**x: Any) -> list[np.ndarray]:
         cache = x["self"]
-        r, K, room = cache.compression, cache.top_k, cache.capacity
+        r, K, capacity = cache.compression, cache.top_k, cache.capacity
         counts = np.full(B, T) if x["counts"] is None else np.clip(x["counts"], 0, T)
-        sizes = [len(y) for y in oracle.layers(np.zeros(room), r, K)]
+        sizes = [len(y) for y in oracle.layers(np.zeros(capacity), r, K)]
         lengths, trees = np.zeros(B), [[np.zeros((B, n, G, d)) for n in sizes] for d in (D, E)]
         for b in range(B):
             for tree, old, new in zip(trees, tokens_of(cache, b), (x["k"], x["v"]), strict=True):
-                tokens = np.concatenate([old, new[b, : counts[b]]])[:room].astype(np.float64)
+                tokens = np.concatenate([old, new[b, : counts[b]]])[:capacity].astype(np.float64)
                 lengths[b] = len(tokens)
                 for level, layer in enumerate(tree):
                     full = len(tokens) // r**level

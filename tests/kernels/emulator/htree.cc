@@ -1,11 +1,11 @@
-// Hierarchical tree attention on the emulator, against float64: the tree, the selection, the
-// outputs.
+// Forward pass of hierarchical tree attention on the emulator, against float64: the tree, the
+// selection, the outputs.
 #include <cstdio>
 
 #include "htree/build.cu"
 #include "htree/fwd.cu"
 #include "problems/aligned.h"
-#include "problems/htree_problem.h"
+#include "problems/htree_findings.h"
 #include "topk/dispatch.cu"
 
 namespace {
@@ -15,7 +15,8 @@ using namespace htree_problem;
 
 int failures = 0;
 
-// Nodes of the tree that differ from those of the problem by more than a rounding.
+// Returns the number of rows of the tree that differ from the problem's by more than a rounding
+// error.
 int64_t wrong_rows(const Problem& p, const uint8_t* tree) {
   const Case& c = p.c;
   const int r = c.compression;
@@ -24,27 +25,28 @@ int64_t wrong_rows(const Problem& p, const uint8_t* tree) {
     for (int l = 0; l < p.layers.count; ++l) {
       const int64_t end = l + 1 < p.layers.count ? p.layers.first[l + 1] : p.layers.blocks;
       for (int64_t at = 0; at < (end - p.layers.first[l]) * r; ++at) {
-        const bool early = at / r < p.layers.prefix_blocks[l];
-        const int64_t i = early ? at : at - p.layers.prefix_blocks[l] * r;
-        const bool there = i < p.layers.size[l];
+        const bool prefix = at / r < p.layers.prefix_blocks[l];
+        const int64_t i = prefix ? at : at - p.layers.prefix_blocks[l] * r;
+        const bool exists = i < p.layers.size[l];
         const std::vector<float> zeros(c.dim);
         const auto row = [&](const std::vector<std::vector<float>>& x) {
-          return there ? &x[l][i * c.dim] : zeros.data();
+          return exists ? &x[l][i * c.dim] : zeros.data();
         };
         const auto keys =
-            rotated(p, row(p.trees[bg].k), static_cast<double>(early ? i : i % r), true);
+            rotated(p, row(p.trees[bg].k), static_cast<double>(prefix ? i : i % r), true);
         const int64_t block = bg * p.layers.blocks + p.layers.first[l] + at / r;
         for (int half = 0; half < 2; ++half) {
           for (int d = 0; d < c.dim; ++d) {
-            const double want = half ? row(p.trees[bg].v)[d] : keys[d];
+            const double expected = half ? row(p.trees[bg].v)[d] : keys[d];
             bf16 x;
             memcpy(&x,
                    tree + ((block * 2 + half) * r + i % r) * c.dim * 2 +
                        ((d / 8) ^ (i % r % 8)) * 16 + d % 8 * 2,
                    2);
             const double got = __bfloat162float(x);
-            if (std::isnan(want) ? !std::isnan(got)
-                                 : !(error(got, want) <= std::fabs(want) / 128 + 1e-5)) {
+            if (std::isnan(expected)
+                    ? !std::isnan(got)
+                    : !(error(got, expected) <= std::fabs(expected) / 128 + 1e-5)) {
               ++wrong;
               break;
             }
@@ -60,12 +62,13 @@ struct Outcome {
   std::vector<bf16> out;
   std::vector<float> lse;
   std::vector<int16_t> selected;
-  std::vector<float> importance;  // of the last chunk's layer 1
+  std::vector<float> importance;  // of layer 1, of the last chunk
   int64_t width = 0;
-  int64_t wrong = 0;  // rows of the tree
+  int64_t wrong = 0;  // wrong rows of the tree
 };
 
-// Over the first `tokens` of the tokens; if that is not all of them, of one batch entry.
+// Runs the kernels over the first `tokens` tokens. If these are not all tokens, the batch has
+// one entry.
 Outcome run(const Problem& x, int tokens) {
   const Case& c = x.c;
   const HTreeLayers layers = htree_layers(tokens, c.compression, c.top_k);
@@ -137,9 +140,9 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
     }
     if (i == 0) first = y;
     bool same = equal_bits(first.out, y.out) && equal_bits(first.lse, y.lse);
-    if (c.batch == 1 && c.end > 0) {  // nor does it matter how many tokens follow
-      const Outcome less = run(x, c.end);
-      same &= equal_bits(less.out, y.out) && equal_bits(less.lse, y.lse);
+    if (c.batch == 1 && c.end > 0) {  // the number of tokens that follow has no influence
+      const Outcome shorter = run(x, c.end);
+      same &= equal_bits(shorter.out, y.out) && equal_bits(shorter.lse, y.lse);
     }
     const bool good = y.wrong == 0 && inexact == 0 && found.good(c.size) && same;
     printf(

@@ -1,11 +1,11 @@
-// The backward pass of hierarchical tree attention on the emulator, against float64.
+// Backward pass of hierarchical tree attention on the emulator, against float64.
 #include <cstdio>
 
 #include "htree/build.cu"
 #include "htree/bwd.cu"
 #include "htree/fwd.cu"
 #include "problems/aligned.h"
-#include "problems/htree_problem.h"
+#include "problems/htree_gradients.h"
 #include "topk/dispatch.cu"
 
 namespace {
@@ -54,8 +54,8 @@ Outcome run(const Problem& x, const Cotangents& y, int64_t chunk) {
   p.dout = dout.get(), p.dlse = y.dlse.data();
   p.dq = dq.get(), p.dk = dk.get(), p.dv = dv.get();
   fwd.workspace_bytes = htree_bwd_workspace(p, chunk ? chunk : queries * c.groups);
-  Aligned<uint8_t> room(fwd.workspace_bytes);
-  fwd.workspace = room.get();
+  Aligned<uint8_t> bwd_workspace(fwd.workspace_bytes);
+  fwd.workspace = bwd_workspace.get();
   emulator::require(launch_htree_bwd(p, nullptr));
   for (auto [to, from] : {std::pair(&z.dq, &dq), {&z.dk, &dk}, {&z.dv, &dv}}) {
     to->assign(from->get(), from->get() + from->size);
@@ -71,15 +71,15 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
   Problem x = make(c, schedules[0].seed);
   const Cotangents y = cotangents(x, schedules[0].seed);
   Outcome first;
-  Gradients want;
+  Gradients expected;
   for (size_t i = 0; i < schedules.size(); ++i) {
     const emulator::Options& options = schedules[i];
     emulator::machine.options = options, emulator::machine.num_sms = 2;
     const Outcome z = run(x, y, c.chunk);
-    if (i == 0) first = z, want = gradients(x, y, z.selected.data());
-    const GradientError dq = gradient_error(z.dq.data(), want.dq),
-                        dk = gradient_error(z.dk.data(), want.dk),
-                        dv = gradient_error(z.dv.data(), want.dv);
+    if (i == 0) first = z, expected = gradients(x, y, z.selected.data());
+    const GradientError dq = gradient_error(z.dq.data(), expected.dq),
+                        dk = gradient_error(z.dk.data(), expected.dk),
+                        dv = gradient_error(z.dv.data(), expected.dv);
     const bool same =
         equal_bits(first.dq, z.dq) && equal_bits(first.dk, z.dk) && equal_bits(first.dv, z.dv);
     const bool good = dq.good(c.size) && dk.good(c.size) && dv.good(c.size) && same;

@@ -3,7 +3,7 @@
 
 #include "htree/decode.cu"
 #include "problems/aligned.h"
-#include "problems/htree_problem.h"
+#include "problems/htree_findings.h"
 
 namespace {
 
@@ -27,7 +27,7 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
   Outcome first;
   for (const auto& options : schedules) {
     emulator::machine.options = options;
-    // Blocks a row; results are the same only for as many.
+    // 3 CTAs per row. Results are the same bits only for the same number.
     emulator::machine.num_sms = static_cast<int>(3 * rows);
     Outcome y;
     y.out.assign(queries * c.heads * c.dim, __float2bfloat16(NAN));

@@ -1,11 +1,12 @@
-// Tests hierarchical tree attention's backward kernels against float64 on the CPU, then times them.
+// Tests the backward kernels of hierarchical tree attention against float64 on the CPU, then
+// times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o htree_bwd_check tests/kernels/gpu/htree_bwd_check.cu cuda/htree/build.cu \
 //       cuda/htree/bwd.cu cuda/htree/fwd.cu cuda/topk/dispatch.cu
 //   ./htree_bwd_check [test|small|bench] [seed or T]
-// Of what `test` prints: dq is the walk's, dk and dv are the lists' and the nodes'; all are wrong
-// with wrong records. `bench` times every pass, for shapes of thread blocks and numbers of queries
-// at a time.
+// How to read the output of `test`: dq comes from the walk, dk and dv from the lists and the
+// nodes' kernel. All are wrong if the records are. `bench` times every kernel for two chunk
+// sizes and two CTA shapes.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -14,6 +15,7 @@
 
 #include "gpu/htree_call.cuh"
 #include "htree/bwd_launch.cuh"
+#include "problems/htree_gradients.h"
 
 using namespace htree_problem;
 
@@ -62,10 +64,10 @@ bool run_case(const Case& c, uint64_t seed) {
   }
   const auto selected = download(
       call.p.selected, int64_t{c.batch} * c.queries * c.groups * (x.layers.count - 1) * c.top_k);
-  const Gradients want = gradients(x, y, selected.data());
-  const GradientError dq = gradient_error(got[0].data(), want.dq),
-                      dk = gradient_error(got[1].data(), want.dk),
-                      dv = gradient_error(got[2].data(), want.dv);
+  const Gradients expected = gradients(x, y, selected.data());
+  const GradientError dq = gradient_error(got[0].data(), expected.dq),
+                      dk = gradient_error(got[1].data(), expected.dk),
+                      dv = gradient_error(got[2].data(), expected.dv);
   const bool good = dq.good(c.size) && dk.good(c.size) && dv.good(c.size) && same;
   printf("%-4s %-26s T %d, %d layers: dq %.1e (%.1e), dk %.1e (%.1e), dv %.1e (%.1e)%s\n",
          good ? "ok" : "BAD", c.name, c.tokens, x.layers.count, dq.norm, dq.most, dk.norm, dk.most,
@@ -81,7 +83,7 @@ void time_shape(const char* name, const HTreeBwdParams& p, int64_t queries) {
   htree::BwdPlan x = htree::make_bwd_plan(p);
   const auto pairs = count_pairs(p.fwd.queries, p.fwd.top_k, x.plan.layers.count);
   Timer all, restore, pack, dq, visits, nodes, spread;
-  for (int run = 0; run < 2; ++run) {  // the first warms up
+  for (int run = 0; run < 2; ++run) {  // the first run warms up
     for (int64_t first = 0; first < p.fwd.queries; first += queries) {
       htree::set_chunk(p, x, {0, 1, first, std::min(queries, p.fwd.queries - first)});
       all([&] {
@@ -99,10 +101,10 @@ void time_shape(const char* name, const HTreeBwdParams& p, int64_t queries) {
     const float sum = all.total(), a = restore.total(), b = pack.total(), c = dq.total(),
                 d = visits.total(), e = nodes.total(), f = spread.total();
     if (run == 0) continue;
-    const double cycles = 132 * 1.7e6 / pairs[0];  // a millisecond, at about the clock under load
+    const double cycles = 132 * 1.7e6 / pairs[0];  // per millisecond, at about the clock under load
     printf(
         "  %-20s %5lld queries %8.2f ms: lists %.2f, records %.2f, dq %.2f (%.0f cycles a block), "
-        "meetings %.2f, nodes %.2f (%.0f cycles a block), spread %.2f\n",
+        "visits %.2f, nodes %.2f (%.0f cycles a block), spread %.2f\n",
         name, (long long)queries, sum, a, b, c, c * cycles, d, e, e * cycles, f);
     fflush(stdout);
   }
@@ -137,7 +139,7 @@ void bench(int64_t tokens) {
       same &= memcmp(got[0][i].data(), got[1][i].data(), got[0][i].size() * 2) == 0;
     }
     printf("T %lld N16 G1 D128 r16 K512, %s: forward %.2f ms; %s bits in two runs\n",
-           (long long)tokens, alike ? "neighbours alike" : "every query by itself", fwd,
+           (long long)tokens, alike ? "neighbors alike" : "every query by itself", fwd,
            same ? "the same" : "DIFFERENT");
     time_shape<htree::BwdShape>("8 warps", call.b, queries);
     time_shape<htree::BwdShape>("8 warps", call.b, queries / 2);

@@ -1,5 +1,5 @@
-// A call of hierarchical tree attention on the device, and its timing; for the check programs
-// beside this file.
+// A call of hierarchical tree attention on the GPU, and its timing, for the check programs in
+// this folder.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 using htree_problem::bf16;
 using namespace jax_dsa;
 
-// What `test` and `small` do: run(seed) tells how many cases were wrong.
+// Runs the modes `test` and `small`: run(seed) returns the number of cases that failed.
 template <typename Run>
 int report(uint64_t seed, Run run) {
   if (seed == 0) seed = 20261123;
@@ -25,7 +25,7 @@ int report(uint64_t seed, Run run) {
   return bad != 0;
 }
 
-// What lies on the device for a call.
+// The device arrays of a call.
 struct Call : Memory {
   HTreeBuildParams build = {};
   HTreeFwdParams p = {};
@@ -61,7 +61,7 @@ void put(const void* to, const std::vector<T>& x) {
 }
 
 __global__ void fill(bf16* x, int64_t n, uint64_t seed, int64_t row, int64_t repeats, float noise) {
-  const auto normal = [](uint64_t h) {  // about
+  const auto normal = [](uint64_t h) {  // approximately normal
     int sum = 0;
     for (int k = 0; k < 4; ++k) sum += static_cast<int>(h >> (16 * k) & 0xffff);
     return static_cast<float>(sum - 131070) / 37837.f;
@@ -75,8 +75,9 @@ __global__ void fill(bf16* x, int64_t n, uint64_t seed, int64_t row, int64_t rep
 }
 __global__ void count_up(int32_t* x, int64_t n) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
-       i += int64_t{gridDim.x} * blockDim.x)
+       i += int64_t{gridDim.x} * blockDim.x) {
     x[i] = static_cast<int32_t>(i);
+  }
 }
 
 struct Timer {
@@ -106,8 +107,8 @@ struct Timer {
   }
 };
 
-// How often a query meets a block: in all layers, in those that select. r 16, queries at all
-// tokens.
+// Returns how often a query visits a block, in all layers and in those that select, for r = 16
+// and queries at all tokens.
 inline std::array<double, 2> count_pairs(int64_t queries, int64_t top_k, int layers) {
   std::array<double, 2> pairs = {};
   for (int64_t t = 0; t < queries; t += 37) {

@@ -1,12 +1,14 @@
-// Tests hierarchical tree attention's forward kernels against float64 on the CPU, then times them.
+// Tests the forward kernels of hierarchical tree attention against float64 on the CPU, then
+// times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o htree_check tests/kernels/gpu/htree_check.cu cuda/htree/build.cu cuda/htree/fwd.cu \
 //       cuda/topk/dispatch.cu
 //   ./htree_check [test|small|bench|once|build] [seed or T]
-// Of what `test` prints: a wrong tree explains all else; then "gap" (a candidate was left that is
-// more important than one selected: scores), "inexact" (top-k or lists) and "out" (attention).
-// `bench` times every pass, for so many queries at a time, on queries that select each by itself
-// and on neighbours that select the same; `build` the build alone.
+// How to read the output of `test`: a wrong tree explains all other errors. Then look at "gap"
+// (a candidate that was not selected is more important than a selected one: the scores are
+// wrong), "inexact" (top-k or lists are wrong) and "out" (the attention is wrong). `bench` times
+// every kernel for two chunk sizes, on queries that all select differently and on neighbors that
+// select the same. `build` times the build alone.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,7 +17,7 @@
 
 #include "gpu/htree_call.cuh"
 #include "htree/launch.cuh"
-#include "problems/htree_problem.h"
+#include "problems/htree_findings.h"
 
 using namespace jax_dsa;
 using namespace htree_problem;
@@ -60,9 +62,11 @@ bool run_case(const Case& c, uint64_t seed, int64_t samples) {
     const int g = static_cast<int>(row / c.queries % c.groups);
     const int64_t head = x.token(b, t) * c.heads + g * heads;
     const int16_t* chosen = selected.data() + (x.token(b, t) * c.groups + g) * layers * c.top_k;
-    const float* own = importance.empty() ? nullptr : &importance[row * plan.chunk.width];
-    inexact += own && !selects_exactly(x, b, t, own, chosen);
-    if (row % step == 0) found += check(x, b, t, g, chosen, &out[1][head * c.dim], &lse[head], own);
+    const float* row_importance =
+        importance.empty() ? nullptr : &importance[row * plan.chunk.width];
+    inexact += row_importance && !selects_exactly(x, b, t, row_importance, chosen);
+    if (row % step == 0)
+      found += check(x, b, t, g, chosen, &out[1][head * c.dim], &lse[head], row_importance);
   }
   const bool good = inexact == 0 && found.good(c.size, true) && same;
   printf(
@@ -78,10 +82,13 @@ bool run_case(const Case& c, uint64_t seed, int64_t samples) {
 
 // ---- timing ------------------------------------------------------------------------------------
 
-// Of what the thread blocks gather below the top layer, how much it would be query by query.
+// Returns how many times more nodes below the top layer would be loaded query by query than CTAs
+// load for their query tiles.
 double overlap(const htree::Plan& plan) {
   const int64_t k = plan.p.top_k;
-  const auto nodes = download(plan.chunk.nodes, plan.chunk.rows * k);  // of layer 0's blocks
+  const auto nodes =
+      download(plan.chunk.nodes,
+               plan.chunk.rows * k);  // selected in layer 1: the parents of layer 0's blocks
   double taken = 0, gathered = 0;
   for (int64_t row = 0; row + plan.tile_queries <= plan.chunk.rows && row < 50 * plan.tile_queries;
        row += plan.tile_queries) {
@@ -95,13 +102,13 @@ double overlap(const htree::Plan& plan) {
   return gathered > 0 ? taken / gathered : 1;
 }
 
-// S scores, A attends.
+// S is the shape of the CTAs that score, A of those that attend.
 template <typename S, typename A>
 void time_shape(const char* name, const HTreeFwdParams& p, int64_t queries) {
   htree::Plan plan = htree::make_plan(p);
   Timer all, scores, best, list, attend;
   double shared = 1;
-  for (int run = 0; run < 2; ++run) {  // the first warms up
+  for (int run = 0; run < 2; ++run) {  // the first run warms up
     for (int64_t first = 0; first < p.queries; first += queries) {
       htree::set_chunk(plan, {0, 1, first, std::min(queries, p.queries - first)});
       all([&] {
@@ -113,14 +120,15 @@ void time_shape(const char* name, const HTreeFwdParams& p, int64_t queries) {
         attend([&] { return htree::launch_attend<A, 128, 16>(plan, nullptr); });
         return cudaSuccess;
       });
-      if (run == 1 && first + queries >= p.queries && plan.layers.count > 1)
+      if (run == 1 && first + queries >= p.queries && plan.layers.count > 1) {
         shared = overlap(plan.shaped<A>());
+      }
     }
     const float sum = all.total(), a = scores.total(), b = best.total(), c = list.total(),
                 d = attend.total();
     if (run == 0) continue;
     const std::array<double, 2> pairs = count_pairs(p.queries, p.top_k, plan.layers.count);
-    const double cycles = 132 * 1.7e6;  // a millisecond, at about the clock under load
+    const double cycles = 132 * 1.7e6;  // per millisecond, at about the clock under load
     printf(
         "  %-22s %8.2f ms: scores %.2f (%.0f cycles a block), top-k %.2f, lists %.2f, attention "
         "%.2f (%.0f cycles a block); selections overlap %.2f times\n",
@@ -131,7 +139,7 @@ void time_shape(const char* name, const HTreeFwdParams& p, int64_t queries) {
 }
 
 void bench(int64_t tokens, const std::string& what) {
-  const int64_t heads = 16, queries = 6336;  // at a time: 4 waves on 132 SMs
+  const int64_t heads = 16, queries = 6336;  // at a time: 4 waves of 12 queries on 132 SMs
   Call call(1, tokens, tokens, heads, 1, 128, 16, 512, false, 2 * queries);
   HTreeFwdParams& p = call.p;
   auto* const q = static_cast<bf16*>(const_cast<void*>(p.q));
@@ -151,7 +159,7 @@ void bench(int64_t tokens, const std::string& what) {
   for (const bool alike : {false, true}) {
     fill<<<2048, 256>>>(q, n * heads, 3, row * heads, alike ? 64 : 1, alike ? 0.1f : 0.f);
     CHECK(cudaGetLastError());
-    printf(" %s\n", alike ? "neighbours alike" : "every query by itself");
+    printf(" %s\n", alike ? "neighbors alike" : "every query by itself");
     using htree::AttendShape;
     using Scores = htree::ScoresShape;
     time_shape<Scores, AttendShape>("6336 queries", p, queries);

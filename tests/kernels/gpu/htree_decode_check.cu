@@ -1,8 +1,9 @@
-// Tests hierarchical tree attention's decode kernels against float64 on the CPU, then times them.
+// Tests the decode kernels of hierarchical tree attention against float64 on the CPU, then times
+// them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o htree_decode_check tests/kernels/gpu/htree_decode_check.cu cuda/htree/decode.cu
 //   ./htree_decode_check [test|small|bench] [seed or T]
-// `bench` times a step as a graph, then each of its kernels by itself, many times in a row.
+// `bench` times a step as a CUDA graph, then each of its kernels by itself, many times in a row.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -11,7 +12,7 @@
 
 #include "gpu/htree_call.cuh"
 #include "htree/decode_launch.cuh"
-#include "problems/htree_problem.h"
+#include "problems/htree_findings.h"
 
 using namespace jax_dsa;
 using namespace htree_problem;
@@ -40,7 +41,7 @@ struct DecodeCall : Memory {
   }
 };
 
-// `runs` times: the bits have to be the same.
+// Runs the case `runs` times; the results must have the same bits.
 bool run_case(const Case& c, uint64_t seed, int runs) {
   Problem x = make(c, seed);
   x.decodes = true;
@@ -79,9 +80,9 @@ bool run_case(const Case& c, uint64_t seed, int runs) {
     const int g = static_cast<int>(row / c.queries % c.groups);
     const int64_t head = x.token(b, t) * c.heads + g * heads;
     const int16_t* chosen = selected.data() + (x.token(b, t) * c.groups + g) * layers * c.top_k;
-    const float* own = importance.empty() ? nullptr : &importance[row * plan.width];
-    inexact += own && !selects_exactly(x, b, t, own, chosen);
-    found += check(x, b, t, g, chosen, &out[0][head * c.dim], &lse[0][head], own);
+    const float* row_importance = importance.empty() ? nullptr : &importance[row * plan.width];
+    inexact += row_importance && !selects_exactly(x, b, t, row_importance, chosen);
+    found += check(x, b, t, g, chosen, &out[0][head * c.dim], &lse[0][head], row_importance);
   }
   const bool good = inexact == 0 && found.good(c.size) && same;
   printf(
@@ -95,8 +96,8 @@ bool run_case(const Case& c, uint64_t seed, int runs) {
   return good;
 }
 
-// Microseconds of one of many launches in a row, of the best row: short ones, between the slices of
-// time that other processes have.
+// Returns the microseconds per launch of the best of 10 series of 20 launches. Short series fit
+// between the time slices of other processes.
 template <typename F>
 float each(cudaStream_t stream, F launch) {
   constexpr int kTimes = 20;
@@ -145,7 +146,7 @@ void bench(int64_t batch, int64_t tokens, int64_t queries, double copy) {
   const float us = each(stream, [&] { return cudaGraphLaunch(step, stream); });
   const double dense = 2. * batch * tokens * 128 * 2 / copy / 1e6;
   printf(
-      "B%lld T%lld S%lld N16 G1 D128 r16 K512: %.1f us a step; all keys and values at the copy's"
+      "B%lld T%lld S%lld N16 G1 D128 r16 K512: %.1f us per step; all keys and values at the copy's"
       " bandwidth %.1f us, ratio %.3f;",
       (long long)batch, (long long)queries, (long long)tokens, us, dense, us / dense);
   htree::DecodePlan x = {};
@@ -154,7 +155,7 @@ void bench(int64_t batch, int64_t tokens, int64_t queries, double copy) {
     printf(" layer %d %.1f us,", layer,
            each(stream, [&] { return htree::launch_layer<128, 16>(x, layer, stream); }));
   }
-  printf(" merge %.1f us; %d blocks a row\n",
+  printf(" combine %.1f us; %d CTAs per row\n",
          each(stream, [&] { return htree::launch_combine<128>(x, stream); }), x.splits);
   fflush(stdout);
   CHECK(cudaGraphExecDestroy(step));
@@ -180,7 +181,7 @@ int main(int argc, char** argv) {
     return report(number, [&](uint64_t seed) {
       int bad = 0;
       for (const Case& c : kDecodeCases) {
-        // Many tokens take racecheck minutes.
+        // racecheck takes minutes for many tokens.
         if (what == "test") bad += !run_case(c, seed, 100);
         if (what == "small" && c.tokens <= 1100) bad += !run_case(c, seed, 2);
       }

@@ -1,4 +1,7 @@
-"""`htree_attention`, deep enough to select, its build, and decode over a cache."""
+"""Transform cases of `htree_attention`, `htree_build` and `htree_decode`.
+
+The trees have two layers, so that queries select.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def floats(rng: np.random.Generator, *shape: int) -> jnp.ndarray:
 
 
 def make_args(rng: np.random.Generator) -> tuple:
-    """Groups of two heads, which select together and stay together."""
+    """Returns arguments with groups of two heads, which select together and must not be split."""
     return floats(rng, B, T, 16, D), floats(rng, B, T, 8, D), floats(rng, B, T, 8, E)
 
 
@@ -38,7 +41,7 @@ def make_tokens(rng: np.random.Generator) -> tuple:
 
 
 def build(k, v):
-    # Squared, so that there is a second derivative to refuse.
+    # The squares make the second derivative nonzero, so that it must be rejected.
     return jax.tree.map(jnp.square, htree_build(k, v, **TREE))
 
 
@@ -78,7 +81,7 @@ CASES = [
         attend,
         make_grouped_args,
         (0, 1, 2),
-        # The heads of a group select together, so queries are split instead.
+        # The heads of a group select together, so the mesh axis splits the queries instead.
         {"shared": (head, P(), P())},
         {"shared": {(B, T, 2, 1, 2)}},
     ),

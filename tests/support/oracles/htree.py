@@ -1,4 +1,4 @@
-"""Hierarchical tree attention in float64, one query and one head group at a time."""
+"""Hierarchical tree attention in float64, for one query and one KV head group at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def layers(x: np.ndarray, compression: int, top_k: int) -> list[np.ndarray]:
-    """Tokens x [S, ...] and means over them, up to a layer of <= compression * top_k nodes."""
+    """Returns the layers of the tree over the tokens x [S, ...], tokens first."""
     tree = [x]
     while len(tree[-1]) > compression * top_k:
         below = tree[-1]
@@ -15,25 +15,25 @@ def layers(x: np.ndarray, compression: int, top_k: int) -> list[np.ndarray]:
     return tree
 
 
-def rope(x: np.ndarray, place: int, base: float) -> np.ndarray:
-    """x [D] turned to `place`."""
+def rope(x: np.ndarray, position: int, base: float) -> np.ndarray:
+    """Returns x [D] rotated to `position`."""
     half = len(x) // 2
     out = np.empty_like(x)
     for i in range(half):
-        angle = place * base ** (-2 * i / len(x))
+        angle = position * base ** (-2 * i / len(x))
         out[i] = x[i] * np.cos(angle) - x[i + half] * np.sin(angle)
         out[i + half] = x[i + half] * np.cos(angle) + x[i] * np.sin(angle)
     return out
 
 
 def query(q, k, v, position, compression, top_k, scale, base, choice=None):
-    """One query's heads q [M, D] over one group's tree (lists of layers k, v).
+    """Attends with one query's heads q [M, D] to the tree of one KV head (lists of layers k, v).
 
-    `choice`, if given, holds for each layer the nodes to select.
+    If `choice` is given, it contains the nodes to select in each layer.
 
     Returns out [M, E], lse [M], and for each layer the candidates and the selected nodes.
     """
-    scores = [[] for _ in q]  # of what is accumulated, by head
+    scores = [[] for _ in q]  # by head, of all nodes that are not selected
     values = []
     candidates, selected = [None] * len(k), [[] for _ in k]
     for level in reversed(range(len(k))):
@@ -49,11 +49,11 @@ def query(q, k, v, position, compression, top_k, scale, base, choice=None):
             ]
         candidates[level] = nodes
         n = len(nodes)
-        turned = [rope(head, n - 1, base) for head in q]
+        rotated = [rope(head, n - 1, base) for head in q]
         scored = nodes if level == 0 else nodes[:-1]
         s = np.array(
             [
-                [scale * (h @ rope(k[level][c], i, base)) for h in turned]
+                [scale * (h @ rope(k[level][c], i, base)) for h in rotated]
                 for i, c in enumerate(scored)
             ]
         )
@@ -78,9 +78,9 @@ def query(q, k, v, position, compression, top_k, scale, base, choice=None):
 
 
 def attention(q, k, v, *, compression, top_k, scale=None, rope_base=10000.0, choice=None):
-    """q [B, T, N, D], k [B, T, G, D], v [B, T, G, E].
+    """Returns the attention of q [B, T, N, D] to k [B, T, G, D] and v [B, T, G, E].
 
-    `choice`, if given, maps (b, t, g) to the nodes to select in each layer.
+    If `choice` is given, it maps (b, t, g) to the nodes to select in each layer.
 
     Returns out [B, T, N, E], lse [B, T, N], and {(b, t, g): (candidates, selected)}, each a list of
     lists by layer.
@@ -97,9 +97,9 @@ def attention(q, k, v, *, compression, top_k, scale=None, rope_base=10000.0, cho
         for g in range(groups):
             tree = [layers(x[b, :, g], compression, top_k) for x in (k, v)]
             for t in range(tokens):
-                own = slice(g * size, (g + 1) * size)
-                out[b, t, own], lse[b, t, own], *seen[b, t, g] = query(
-                    q[b, t, own],
+                heads_of_group = slice(g * size, (g + 1) * size)
+                out[b, t, heads_of_group], lse[b, t, heads_of_group], *seen[b, t, g] = query(
+                    q[b, t, heads_of_group],
                     *tree,
                     t,
                     compression,
@@ -112,16 +112,16 @@ def attention(q, k, v, *, compression, top_k, scale=None, rope_base=10000.0, cho
 
 
 def dense(q, k, v, *, scale=None, rope_base=10000.0):
-    """Causal attention with RoPE by position."""
+    """Returns dense causal attention with RoPE by position."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     batch, tokens, heads, dim = q.shape
     size = heads // k.shape[2]
     scale = dim**-0.5 if scale is None else scale
     out = np.zeros((batch, tokens, heads, v.shape[-1]))
     for b, t, n in np.ndindex(batch, tokens, heads):
-        turned = rope(q[b, t, n], t, rope_base)
+        rotated = rope(q[b, t, n], t, rope_base)
         s = np.array(
-            [scale * (turned @ rope(k[b, i, n // size], i, rope_base)) for i in range(t + 1)]
+            [scale * (rotated @ rope(k[b, i, n // size], i, rope_base)) for i in range(t + 1)]
         )
         p = np.exp(s - s.max())
         out[b, t, n] = (p / p.sum()) @ v[b, : t + 1, n // size]
@@ -129,7 +129,7 @@ def dense(q, k, v, *, scale=None, rope_base=10000.0):
 
 
 def selected_nodes(ordinals, position, sizes, compression):
-    """The nodes of these ordinals [layers - 1, K], as `query` wants its `choice`."""
+    """Returns the nodes with these ordinals [layers - 1, K], as `query` expects its `choice`."""
     chosen = [[] for _ in sizes]
     parents = None
     for level in range(len(sizes) - 1, 0, -1):
@@ -143,8 +143,9 @@ def selected_nodes(ordinals, position, sizes, compression):
 
 
 def times_covered(ordinals, position, tokens, sizes, compression, top_k):
-    """How often each token is in what one query accumulates, given the ordinals [layers - 1, K]
-    that it selects in layers 1, 2, ... of these sizes.
+    """Returns how often each token is contained in the nodes that one query attends to.
+
+    `ordinals` [layers - 1, K] are those that the query selects in layers 1, 2, ... of these sizes.
     """
     times = np.zeros(tokens, int)
     parents = None
@@ -169,8 +170,9 @@ def times_covered(ordinals, position, tokens, sizes, compression, top_k):
 
 
 def assert_partition(selected, positions, tokens, sizes, **options):
-    """Each query accumulates every token up to its own once, and no other; `selected` are the
-    ordinals [layers - 1, K] of each.
+    """Checks that each query attends to every token up to its own exactly once, and to no other.
+
+    `selected` contains the ordinals [layers - 1, K] of each query.
     """
     for ordinals, position in zip(selected, positions, strict=True):
         times = times_covered(ordinals, position, tokens, sizes, **options)
@@ -178,11 +180,12 @@ def assert_partition(selected, positions, tokens, sizes, **options):
 
 
 def exact_problem(rng, tokens, heads, dim, compression):
-    """Queries q [1, tokens, heads, dim] and keys [1, tokens, 1, dim] of small integers: rotations
-    leave them alone at a `rope_base` of 1e38, so that scores are exact and many are equal. All
-    heads have the same query.
+    """Returns queries [1, tokens, heads, dim] and keys [1, tokens, 1, dim] with exact scores.
+
+    They are small integers in dimensions that rotate by less than a rounding error if `rope_base`
+    is 1e38. So scores are exact and many are equal. All heads have the same query.
     """
-    used = slice(dim // 2 - dim // 8, dim // 2)  # of no more than a rounding's turn
+    used = slice(dim // 2 - dim // 8, dim // 2)  # dimensions that hardly rotate
     q, k = np.zeros((1, tokens, heads, dim)), np.zeros((1, tokens, 1, dim))
     q[..., used] = rng.integers(-3, 4, (1, tokens, 1, dim // 8))
     blocks = rng.integers(-3, 4, (-(-tokens // compression), dim // 8))
@@ -191,8 +194,9 @@ def exact_problem(rng, tokens, heads, dim, compression):
 
 
 def exact_selection(q, k, position, compression, top_k):
-    """Ordinals that one query q [dim] selects of an `exact_problem`'s keys [tokens, dim], by layer
-    from layer 1 on.
+    """Returns the ordinals that one query q [dim] of an `exact_problem` selects, from layer 1 on.
+
+    k is the problem's keys [tokens, dim].
     """
     tree = layers(k, compression, top_k)
     ordinals = [None] * (len(tree) - 1)
