@@ -10,8 +10,6 @@
 namespace jax_dsa {
 namespace {
 
-namespace limits = ::jax_dsa::limits::htree;
-
 struct Options {
   int64_t compression, top_k;
   float scale;
@@ -46,9 +44,10 @@ ffi::Error check(const char* op, const Arrays& x, const Options& options,
   DSA_FFI_RETURN_IF_ERROR(check_rank(op, "k", k_dims, {"B", "S", "G", "D"}));
   const int64_t batch = q_dims[0], queries = q_dims[1], heads = q_dims[2], dim = q_dims[3];
   const int64_t groups = k_dims[2];
-  DSA_FFI_RETURN_IF_ERROR(check_one_of(op, "D", dim, limits::kDims));
-  DSA_FFI_RETURN_IF_ERROR(check_one_of(op, "compression", compression, limits::kCompressions));
-  DSA_FFI_RETURN_IF_ERROR(check_range(op, "top_k", top_k, 1, limits::kMaxTopK));
+  DSA_FFI_RETURN_IF_ERROR(check_one_of(op, "D", dim, limits::htree::kDims));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_one_of(op, "compression", compression, limits::htree::kCompressions));
+  DSA_FFI_RETURN_IF_ERROR(check_range(op, "top_k", top_k, 1, limits::htree::kMaxTopK));
   DSA_FFI_RETURN_IF_ERROR(check_groups(op, heads, groups));
   DSA_FFI_RETURN_IF_ERROR(
       check_range(op, "the number of heads of a group", heads / groups, 0, max_group_heads));
@@ -136,7 +135,7 @@ ffi::Error htree_fwd(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positions,
   HTreeFwdParams params;
   DSA_FFI_RETURN_IF_ERROR(check(kOp, {q, k, v, positions, *out, *lse, *selected},
                                 {compression, top_k, scale, rope_base}, std::nullopt,
-                                limits::kMaxGroupHeads, &params));
+                                limits::htree::kMaxGroupHeads, &params));
   DSA_FFI_RETURN_IF_ERROR(
       set_workspace(kOp, *attending, htree_fwd_workspace(params, params.groups), &params));
   DSA_FFI_RETURN_IF_ERROR(
@@ -163,7 +162,7 @@ ffi::Error htree_bwd(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positions,
   };
   DSA_FFI_RETURN_IF_ERROR(check(kOp, {q, k, v, positions, out, lse, selected},
                                 {compression, top_k, scale, rope_base}, std::nullopt,
-                                limits::kMaxBwdGroupHeads, &params.fwd));
+                                limits::htree::kMaxBwdGroupHeads, &params.fwd));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dout", dout.dimensions(), q.dimensions(), {}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dlse", dlse.dimensions(), lse.dimensions(), {}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dq", dq->dimensions(), q.dimensions(), {}));
@@ -192,7 +191,7 @@ ffi::Error htree_decode(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positio
   };
   DSA_FFI_RETURN_IF_ERROR(check(kOp, {q, k, v, positions, *out, *lse, *selected},
                                 {compression, top_k, scale, rope_base}, capacity.value,
-                                limits::kMaxDecodeGroupHeads, &params.fwd));
+                                limits::htree::kMaxDecodeGroupHeads, &params.fwd));
   DSA_FFI_RETURN_IF_ERROR(
       set_workspace(kOp, *workspace, htree_decode_workspace(params), &params.fwd));
   return launch_status(kOp, launch_htree_decode(params, stream));

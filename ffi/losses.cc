@@ -8,13 +8,11 @@
 namespace jax_dsa {
 namespace {
 
-namespace limits = ::jax_dsa::limits::losses;
-
 // Checks logits [B, T, K] against the limits of the kernels that process them row by row.
 ffi::Error check_logits(const char* op, const char* name, Dims dims) {
   DSA_FFI_RETURN_IF_ERROR(check_rank(op, name, dims, {"B", "T", "K"}));
-  DSA_FFI_RETURN_IF_ERROR(check_range(op, "B * T", dims[0] * dims[1], 0, limits::kMaxRows));
-  return check_range(op, "K", dims[2], 0, limits::kMaxSlots);
+  DSA_FFI_RETURN_IF_ERROR(check_range(op, "B * T", dims[0] * dims[1], 0, limits::losses::kMaxRows));
+  return check_range(op, "K", dims[2], 0, limits::losses::kMaxSlots);
 }
 
 // logits and teacher [B, T, K], valid [B, T, K]?
@@ -75,12 +73,12 @@ ffi::Error dense_indexer_kl_loss_fwd(cudaStream_t stream, BF16 index_q, BF16 ind
   DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "kv", of_kv, {"B", "S", "G", "D"}));
   const int64_t batch = of_q[0], queries = of_q[1], heads = of_q[2], channels = of_q[3];
   const int64_t keys = of_k[1], groups = of_kv[2], dim = of_heads[3];
-  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "S", keys, 0, limits::kMaxSlots));
-  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "T", queries, 0, limits::kMaxSlots));
-  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "N", of_heads[2], 0, limits::kMaxSlots));
-  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "J", heads, 1, limits::kMaxIndexHeads));
-  DSA_FFI_RETURN_IF_ERROR(check_one_of(kOp, "C", channels, limits::kChannels));
-  DSA_FFI_RETURN_IF_ERROR(check_one_of(kOp, "D", dim, limits::kDims));
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "S", keys, 0, limits::losses::kMaxSlots));
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "T", queries, 0, limits::losses::kMaxSlots));
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "N", of_heads[2], 0, limits::losses::kMaxSlots));
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "J", heads, 1, limits::losses::kMaxIndexHeads));
+  DSA_FFI_RETURN_IF_ERROR(check_one_of(kOp, "C", channels, limits::losses::kChannels));
+  DSA_FFI_RETURN_IF_ERROR(check_one_of(kOp, "D", dim, limits::losses::kDims));
   DSA_FFI_RETURN_IF_ERROR(check_groups(kOp, of_heads[2], groups));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "index_k", of_k, {batch, keys, channels}));
   DSA_FFI_RETURN_IF_ERROR(

@@ -310,7 +310,7 @@ def test_what_the_kernel_is_told(
         told.append((operands[0].shape, [a if a is None else a.shape for a in avals], attrs))
         return [a if a is None else jnp.zeros(a.shape, a.dtype) for a in avals]
 
-    extension = SimpleNamespace(mqa_decode_workspace=lambda *_: (1000, 132))
+    extension = SimpleNamespace(mqa_decode_workspace=lambda **_: (1000, 132))
     monkeypatch.setattr(cuda, "ffi", SimpleNamespace(call=call, extension=lambda: extension))
     x = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), operands())
     dtype = jnp.bfloat16 if normalize else jnp.float32
@@ -335,8 +335,14 @@ def test_what_the_kernel_is_told(
 def test_room_for_pieces() -> None:
     """Two for each block of a device with 132 SMs."""
     extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
-    assert extension.mqa_decode_workspace(1, 128, 1, 576, False) == (2 * 132 * 64, 132)
-    assert extension.mqa_decode_workspace(4, 8, 1, 576, False) == (2 * 264 * 32, 264)
-    assert extension.mqa_decode_workspace(4, 8, 1, 576, True) == (2 * 132 * 64, 132)
-    assert extension.mqa_decode_workspace(4, 8, 2, 576, True) == (2 * 264 * 16, 264)
-    assert extension.mqa_decode_workspace(8, 128, 1, 128, False) == (2 * 264 * 32, 264)
+
+    def workspace(queries: int, heads: int, groups: int, dim: int, records: bool) -> Any:
+        return extension.mqa_decode_workspace(
+            queries=queries, heads=heads, groups=groups, dim=dim, records=records
+        )
+
+    assert workspace(1, 128, 1, 576, False) == (2 * 132 * 64, 132)
+    assert workspace(4, 8, 1, 576, False) == (2 * 264 * 32, 264)
+    assert workspace(4, 8, 1, 576, True) == (2 * 132 * 64, 132)
+    assert workspace(4, 8, 2, 576, True) == (2 * 264 * 16, 264)
+    assert workspace(8, 128, 1, 128, False) == (2 * 264 * 32, 264)

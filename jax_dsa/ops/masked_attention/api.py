@@ -29,7 +29,7 @@ from jax_dsa.ops.masked_attention.spec import LSE, Operands, Options
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_LIMITS = f"bfloat16 or float16; D and E multiples of 8 up to {cuda.MOST_DIMS}"
+_LIMITS = f"bfloat16 or float16; D and E multiples of {cuda.DIM_MULTIPLE} up to {cuda.MAX_DIM}"
 FWD = Pass(
     "masked_attention_fwd",
     xla.masked_attention_fwd,

@@ -16,12 +16,15 @@ from jax_dsa.core.arguments import (
     value_dim_or_default,
 )
 from jax_dsa.core.checks import FLOATS, Args
-from jax_dsa.core.ffi import Kernel
+from jax_dsa.core.ffi import Kernel, either
+from jax_dsa.core.layout import RECORD_DIM
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.cache.api import FlatCache, PagedCache, cached_keys, check_row
 from jax_dsa.ops.sparse_mla import cuda, xla
 from jax_dsa.ops.sparse_mla.spec import Operands, Options
+
+_LIMITS = f"bfloat16; D {either(cuda.DIMS)}, value_dim {cuda.VALUE_DIM}; scale > 0"
 
 FWD = Pass(
     "sparse_mla_fwd",
@@ -29,7 +32,7 @@ FWD = Pass(
     kernel=Kernel(
         cuda.sparse_mla_fwd,
         cuda.supports,
-        limits="bfloat16; D 576 or 512, value_dim 512; scale > 0",
+        limits=_LIMITS,
         takes=cuda.TAKES,
     ),
 )
@@ -39,7 +42,7 @@ BWD = Pass(
     kernel=Kernel(
         cuda.sparse_mla_bwd,
         cuda.supports,
-        limits="bfloat16; D 576 or 512, value_dim 512; scale > 0",
+        limits=_LIMITS,
         takes=cuda.TAKES,
         prefer_query_sharding=cuda.sums_by_rows,
     ),
@@ -50,7 +53,7 @@ DECODE_FWD = Pass(
     kernel=Kernel(
         cuda.sparse_mla_decode_fwd,
         cuda.decode_supports,
-        limits="bfloat16, or FP8 records; D 576 (512 in bfloat16), value_dim 512; scale > 0",
+        limits=f"{_LIMITS}; or FP8 records with D {RECORD_DIM}",
         takes=cuda.DECODE_TAKES,
     ),
 )
