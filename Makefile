@@ -27,6 +27,7 @@ wheel: venv
 	$(BIN)/python tools/wheels.py $(ARGS)
 
 lint: venv
+	$(BIN)/python tools/plain_words.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

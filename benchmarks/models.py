@@ -3,12 +3,12 @@
     python benchmarks/models.py --csv benchmarks/results/h200/models.csv
     python benchmarks/models.py --only "V4-Flash" --tokens 8192
 
-Layers of their published sizes in bfloat16, one sequence, random weights; "N/8" has an eighth of
-the heads, as under tensor parallelism. A step "fwd+bwd" is the gradient of everything with the
-indexer's loss in it. Operations are those of the keys that a query attends to or that its indexer
-sees, of the projections, and in the backward pass of the scores that are computed again; the
-ceiling is measured in the same run, and so is what the compressor is compared with, a copy. The
-memory is the program's: arguments, results and temporaries.
+The layers have their published sizes, bfloat16 and random weights, and run on one sequence. "N/8"
+has an eighth of the heads, as under tensor parallelism. The step "fwd+bwd" computes the gradients
+of all parameters and of the input, including those of the indexer's loss. Operations count the keys
+that a query attends to or that its indexer scores, the projections, and the scores that the
+backward pass recomputes. The ceiling is a matmul, or for the compressor a copy, measured in the
+same run. The memory is the program's: arguments, results and temporaries.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ HY = dataclasses.replace(
 MISTRAL = dataclasses.replace(GLM, q_rank=None, nope_dim=64, v_dim=128, log_scaling=True)
 LATENT = {"GLM-5": GLM, "Hy4": HY, "Mistral-Large-4": MISTRAL}
 
-# What compiles together, before any of it is measured: the most wanted first.
+# The programs of one group are compiled together before any of them is measured. The most important
+# group comes first.
 GROUPS: tuple[dict[str, Any], ...] = (
     {"V4-Flash ratio 4": FLASH, "V4-Pro ratio 4": PRO},
     LATENT,
@@ -92,13 +93,13 @@ GROUPS: tuple[dict[str, Any], ...] = (
     },
 )
 STEPS = "fwd", "fwd+bwd"
-# Where FlashMLA has figures: heads, slots.
+# Heads and slots for which FlashMLA has published figures.
 PEERS = (64, 512), (128, 1024)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement; `ratio` is the share of the ceiling."""
+    """One measurement; `ratio` is the rate relative to the ceiling."""
 
     layer: str
     step: str
@@ -115,7 +116,7 @@ class Row:
 
 
 class Layer:
-    """A layer of a configuration, and what its steps are."""
+    """A layer and its steps."""
 
     def __init__(self, config: Any, tokens: int) -> None:
         self.config, self.tokens = config, tokens
@@ -126,7 +127,7 @@ class Layer:
         self.x = jax.ShapeDtypeStruct((1, tokens, config.model_dim), config.dtype)
 
     def make(self, key: jax.Array) -> tuple[Any, jax.Array]:
-        """Weights, and hidden states."""
+        """Returns random weights and hidden states."""
 
         def weight(shape: Any) -> jax.Array:
             if len(shape.shape) < 2:
@@ -136,26 +137,26 @@ class Layer:
         return jax.tree.map(weight, self.shapes), jax.random.normal(key, self.x.shape, self.x.dtype)
 
     def fwd(self, params: Any, x: jax.Array) -> jax.Array:
-        """The output."""
+        """Returns the layer's output."""
         return nnx.merge(self.graph, params)(x)[0]
 
     def loss(self, params: Any, x: jax.Array) -> jax.Array:
-        """A sum of the output, and the indexer's loss."""
+        """Returns the sum of the output plus the indexer's loss."""
         y, aux = nnx.merge(self.graph, params)(x)
         return jnp.sum(jnp.sin(y.astype(jnp.float32))) + (0 if aux.kl is None else aux.kl)
 
     def compiled(self, step: str) -> Any:
-        """A step's program, of weights and hidden states."""
+        """Returns the compiled program of a step, a function of weights and hidden states."""
         fn = self.fwd if step == "fwd" else jax.grad(self.loss, (0, 1))
         return jax.jit(fn).lower(self.shapes, self.x).compile()
 
     def operations(self, step: str) -> float:
-        """That a step cannot do without; a multiplication and an addition are two."""
+        """Returns the operations that a step needs; a multiply-add counts as two."""
         c, t = self.config, self.tokens
         sizes = {"main": 0, "indexer": 0}
         for path, leaf in nnx.to_flat_state(self.shapes):
-            part = "indexer" if path[0] == "indexer" else "main"
-            sizes[part] += leaf.size if len(leaf.shape) > 1 else 0
+            owner = "indexer" if path[0] == "indexer" else "main"
+            sizes[owner] += leaf.size if len(leaf.shape) > 1 else 0
         if self.kind is nn.CompressedAttention:
             dims = value = c.head_dim
             ends = [(i + 1) // c.ratio for i in range(t)]
@@ -177,18 +178,18 @@ class Layer:
 
 
 def seconds(program: Any, *args: Any) -> float:
-    """Of one call that takes long enough for a clock on the host."""
+    """Returns the median time of a call that is long enough for the host's clock."""
     jax.block_until_ready(program(*args))
-    found = []
-    while len(found) < 3 or (len(found) < 9 and sum(found) < 0.3):
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < 9 and sum(times) < 0.3):
         start = time.perf_counter()
         jax.block_until_ready(program(*args))
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 class Run:
-    """Measurements, and the ceilings that they are shares of."""
+    """Measurements, and the ceilings that they are compared with."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -204,7 +205,10 @@ class Run:
             self.rates[name] = case.work[name] / timing.device_seconds(fn, [args], 0.1)
 
     def row(self, layer: str, step: str, case: str, time: float, **work: Any) -> Row:
-        """With `operations` or `moved` bytes of `work`, and its `gib`."""
+        """Returns a row of a step that takes `time` seconds.
+
+        `work` has the number of `operations` or of `moved` bytes and, optionally, the memory `gib`.
+        """
         operations, moved = work.get("operations"), work.get("moved")
         name, amount = (BF16, operations) if operations else (COPY, moved)
         rate = self.rates[name]
@@ -218,7 +222,7 @@ class Run:
         )
 
     def layers(self, group: dict[str, Any], steps: list[tuple[str, str]]) -> Iterator[Row]:
-        """The steps of a group's layers; they compile at once."""
+        """Yields the measured steps of a group's layers, which are compiled in parallel."""
         layers = {name: Layer(group[name], self.tokens) for name, _ in steps}
         with ThreadPoolExecutor() as pool:
             makers = {
@@ -229,7 +233,7 @@ class Run:
         args: Any = None
         for i, ((name, step), program) in enumerate(zip(steps, programs, strict=True)):
             if i == 0 or name != steps[i - 1][0]:
-                args = None  # gives its memory back first
+                args = None  # Frees the memory of the layer before.
                 args = makers[name].result()(jax.random.key(0))
             memory = program.result().memory_analysis()
             size = memory.argument_size_in_bytes + memory.output_size_in_bytes
@@ -242,9 +246,11 @@ class Run:
             )
 
     def compressor(self, step: str) -> Row:
-        """V4-Flash's pooling of projected tokens, with norm and rotation of the keys: it reads
-        values and gates and writes keys; its backward pass reads all three (the keys' cotangent)
-        and writes gradients of both, and of its parameters. Of the projections it has none.
+        """Measures V4-Flash's pooling of projected tokens, with norm and rotation of the keys.
+
+        The forward pass reads values and gates and writes keys. The backward pass reads values,
+        gates and the keys' cotangent, and writes the gradients of values, gates and parameters. The
+        projections are not part of either.
         """
         module = nn.Compressor(FLASH, FLASH.head_dim, rngs=nnx.Rngs(0))
         is_projection = nnx.Any(nnx.PathContains("wkv"), nnx.PathContains("wg"))
@@ -252,10 +258,10 @@ class Run:
         keys = jax.random.split(jax.random.key(0))
         shape = 1, self.tokens, module.position_bias.shape[1]
         values, gates = (normal(key, *shape) for key in keys)
-        places = jnp.arange(0, self.tokens, module.ratio, dtype=jnp.int32)[None]
+        positions = jnp.arange(0, self.tokens, module.ratio, dtype=jnp.int32)[None]
 
         def pool(params: Any, values: jax.Array, gates: jax.Array) -> jax.Array:
-            return nnx.merge(graph, projections, params).pool(values, gates, places, None)
+            return nnx.merge(graph, projections, params).pool(values, gates, positions, None)
 
         out = jax.eval_shape(pool, params, values, gates)
         moved = out.size * out.dtype.itemsize + (1 if step == "fwd" else 2) * 2 * values.nbytes
@@ -268,7 +274,7 @@ class Run:
         return self.row("compressor", step, f"T{self.tokens}-D512-ratio4", took, moved=moved)
 
     def core(self, heads: int, slots: int, sink: bool) -> Row:
-        """Sparse MLA alone, of what FlashMLA has figures of."""
+        """Measures sparse MLA alone, for a shape for which FlashMLA has published figures."""
         queries, keys = 4096, 8192
         a, b, c = jax.random.split(jax.random.key(0), 3)
         args = (
@@ -285,7 +291,7 @@ class Run:
 
 
 def rows(tokens: int, only: str) -> Iterable[Row]:
-    """As they come."""
+    """Yields rows as they are measured."""
     run = Run(tokens)
     for i, group in enumerate(GROUPS):
         steps = [(n, s) for n in group for s in STEPS if re.search(only, f"{n} {s}")]
@@ -298,7 +304,7 @@ def rows(tokens: int, only: str) -> Iterable[Row]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints and writes each row as it comes."""
+    """Prints and writes each row as soon as it is measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,11 +1,14 @@
-"""Writes README's table of speeds from the committed results: `python docs/speed.py`.
+"""Writes docs/benchmarks.md's tables and README's headline figures: `python docs/speed.py`.
 
-They come from two runs of the table's cases, which `python docs/speed.py --cases` prints:
+The tables come from two runs of the same cases, which `python docs/speed.py --cases` prints:
 
     python -m jax_dsa.bench --only "$(python docs/speed.py --cases)" --seconds 0.05 \\
         --csv benchmarks/results/h200/loaded.csv
     python -m jax_dsa.bench --only "$(python docs/speed.py --cases)" --seconds 0.03 --rest 0.12 \\
         --csv benchmarks/results/h200/rested.csv
+
+The headline figures come from `python -m jax_dsa.bench --peers`, whose results are in
+benchmarks/results/h200/peers.csv.
 """
 
 from __future__ import annotations
@@ -14,117 +17,135 @@ import argparse
 import csv
 import pathlib
 import re
-from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 BETWEEN = "<!-- docs/speed.py -->\n", "<!-- -->\n"
 
 Row = dict[str, str]
-Results = dict[tuple[str, str], Row]  # by name and implementation
+Results = dict[tuple[str, str], Row]  # by case name and implementation
 CEILINGS = ("bf16-matmul", "fp8-matmul", "copy")
 
-# The table's lines: a label, and the names of what it shows in the results.
-LINES = {
-    "bf16 matmul / fp8 matmul, 8192 x 8192 x 8192": [
+# The tables: a heading, and the cases of its rows by their names in the results.
+TABLES = {
+    "Ceilings": [
         "bf16-matmul fwd M8192-N8192-K8192 bf16",
         "fp8-matmul fwd M8192-N8192-K8192 fp8",
+        "copy fwd C268435456 u32",
     ],
-    "copy of 1 GiB, bytes read and written": ["copy fwd C268435456 u32"],
-    "sparse MLA forward, T4096 N128 D576 K2048, S8192 / S32768 / S131072": [
-        f"sparse_mla fwd T4096-S{s}-N128-D576-K2048 bf16" for s in (8192, 32768, 131072)
+    "Sparse MLA, forward": [
+        *(f"sparse_mla fwd T4096-S{s}-N128-D576-K2048 bf16" for s in (8192, 32768, 131072)),
+        *(f"sparse_mla fwd T4096-S8192-N{n}-D576-K2048 bf16" for n in (64, 16)),
     ],
-    "the same, S8192, N64 / N16": [
-        f"sparse_mla fwd T4096-S8192-N{n}-D576-K2048 bf16" for n in (64, 16)
+    "Sparse MLA, backward": [
+        *(f"sparse_mla bwd T4096-S{s}-N128-D576-K2048 bf16" for s in (4096, 8192, 131072)),
+        *(f"sparse_mla bwd T4096-S{s}-N64-D576-K2048 bf16" for s in (4096, 8192)),
+        *(f"sparse_mla bwd T4096-S{s}-N16-D576-K2048 bf16" for s in (4096, 8192)),
     ],
-    "sparse MLA backward, T4096 N128 D576 K2048, S4096 / S8192 / S131072": [
-        f"sparse_mla bwd T4096-S{s}-N128-D576-K2048 bf16" for s in (4096, 8192, 131072)
-    ],
-    "the same, `deterministic=True`, S4096 / S8192": [
+    "Sparse MLA, backward with `deterministic=True`": [
         f"sparse_mla bwd-deterministic T4096-S{s}-N128-D576-K2048 bf16" for s in (4096, 8192)
     ],
-    "the same, N64, S4096 / S8192": [
-        f"sparse_mla bwd T4096-S{s}-N64-D576-K2048 bf16" for s in (4096, 8192)
-    ],
-    "the same, N16, S4096 / S8192": [
-        f"sparse_mla bwd T4096-S{s}-N16-D576-K2048 bf16" for s in (4096, 8192)
-    ],
-    "attn_dist, T4096 S4096 N128 D576 K2048": ["attn_dist fwd T4096-S4096-N128-D576-K2048 bf16"],
-    "decode, T1 N128 D576 K2048, 1 / 8 / 64 / 128 requests": [
+    "Sparse MLA, decode from a bfloat16 cache": [
         f"sparse_mla fwd B{b}-T1-S8192-N128-D576-K2048-decode bf16" for b in (1, 8, 64, 128)
     ],
-    "the same, FP8 records": [
-        f"sparse_mla fwd B{b}-T1-S8192-N128-D576-K2048-decode fp8" for b in (1, 8, 64, 128)
+    "Sparse MLA, decode from FP8 records": [
+        *(f"sparse_mla fwd B{b}-T1-S8192-N128-D576-K2048-decode fp8" for b in (1, 8, 64, 128)),
+        *(f"sparse_mla fwd B{b}-T1-S8192-N64-D576-K2048-decode fp8" for b in (64, 128)),
     ],
-    "the same, N64, 64 / 128 requests": [
-        f"sparse_mla fwd B{b}-T1-S8192-N64-D576-K2048-decode fp8" for b in (64, 128)
+    "`attn_dist`": ["attn_dist fwd T4096-S4096-N128-D576-K2048 bf16"],
+    "Indexer logits, forward": [
+        *(f"indexer fwd T4096-S{s}-J64-C128 fp8" for s in (8192, 32768)),
+        "indexer fwd T8192-S8192-J64-C128 bf16",
     ],
-    "indexer fp8, T4096 J64 C128, S8192 / S32768": [
-        f"indexer fwd T4096-S{s}-J64-C128 fp8" for s in (8192, 32768)
-    ],
-    "indexer bf16, T8192 S8192 J64 C128": ["indexer fwd T8192-S8192-J64-C128 bf16"],
-    "indexer backward bf16, T4096 S8192 J64 C128 K2048": [
-        "indexer bwd T4096-S8192-J64-C128-K2048 bf16"
-    ],
-    "indexer and top-k, fp8 J64 C128 K2048, T4096 S8192 / T4096 S32768 / T8192 S131072": [
+    "Indexer, backward over selected keys": ["indexer bwd T4096-S8192-J64-C128-K2048 bf16"],
+    "`indexer_topk`: indexer and top-k in one call": [
         f"indexer fwd T{t}-S{s}-J64-C128-K2048-topk fp8"
         for t, s in ((4096, 8192), (4096, 32768), (8192, 131072))
     ],
-    "the same, decode T1 S131072, 1 / 8 / 64 / 128 requests": [
+    "`indexer_topk`, decode": [
         f"indexer fwd B{b}-T1-S131072-J64-C128-K2048-decode fp8" for b in (1, 8, 64, 128)
     ],
-    "top-k, 4096 rows of 8192 / 32768, k 2048": [
-        f"topk fwd R4096-S{s}-K2048 f32" for s in (8192, 32768)
+    "Top-k": [
+        *(f"topk fwd R4096-S{s}-K2048 f32" for s in (8192, 32768)),
+        "topk fwd R1024-S131072-K2048 f32",
     ],
-    "top-k, 1024 rows of 131072, k 2048": ["topk fwd R1024-S131072-K2048 f32"],
-    "masked attention forward, T16384 N16 D128, dense / causal": [
-        f"masked_attention fwd T16384-S16384-N16-D128-{mask} bf16" for mask in ("dense", "causal")
+    "Masked attention, forward": [
+        *(
+            f"masked_attention fwd T16384-S16384-N16-D128-{mask} bf16"
+            for mask in ("dense", "causal")
+        ),
+        "masked_attention fwd T8192-S8192-N128-D192-E128-causal bf16",
+        *(f"masked_attention fwd T8192-S8192-N16-D128-empty{x} bf16" for x in (75, 90)),
     ],
-    "the same, backward": [
-        f"masked_attention bwd T16384-S16384-N16-D128-{mask} bf16" for mask in ("dense", "causal")
+    "Masked attention, backward": [
+        *(
+            f"masked_attention bwd T16384-S16384-N16-D128-{mask} bf16"
+            for mask in ("dense", "causal")
+        ),
+        "masked_attention bwd T8192-S8192-N128-D192-E128-causal bf16",
     ],
-    "the same, multi-head form, T8192 N128 D192 E128 causal, forward / backward": [
-        f"masked_attention {step} T8192-S8192-N128-D192-E128-causal bf16" for step in ("fwd", "bwd")
+    "Multi-query decode": [
+        *(f"mqa_decode fwd B{b}-S8192-N128-D576 bf16" for b in (1, 8, 64, 128)),
+        *(f"mqa_decode fwd B{b}-S8192-N16-D576 bf16" for b in (64, 128)),
     ],
-    "the same, T8192 N16 D128, 75 / 90 % of tiles empty, forward": [
-        f"masked_attention fwd T8192-S8192-N16-D128-empty{share} bf16" for share in (75, 90)
-    ],
-    "multi-query decode, S8192 N128 D576, 1 / 8 / 64 / 128 requests": [
-        f"mqa_decode fwd B{b}-S8192-N128-D576 bf16" for b in (1, 8, 64, 128)
-    ],
-    "the same, N16, 64 / 128 requests": [
-        f"mqa_decode fwd B{b}-S8192-N16-D576 bf16" for b in (64, 128)
-    ],
-    "FP8 matmul, M4096 N7168 K2048 / M4096 N4096 K7168 / M8192 N8192 K8192": [
+    "FP8 matmul": [
         f"fp8 fwd {case} fp8"
         for case in ("M4096-N7168-K2048", "M4096-N4096-K7168", "M8192-N8192-K8192")
     ],
-    "FP8 linear layer with its gradients, quantised as it goes, M8192 N8192 K8192": [
+    "FP8 linear layer with its gradients, including quantisation": [
         "fp8 fwd M8192-N8192-K8192-linear-and-gradients bf16"
     ],
-    "quantise to FP8, [65536, 7168] bf16": ["fp8 fwd M65536-C7168 bf16"],
-    "the indexer's loss over selected keys, T8192 K2048, with its gradient": [
-        "losses fwd T8192-K2048-gradient f32"
-    ],
-    "the indexer's warm-up loss, T4096 N128 D576 J64 C128, with its gradients": [
+    "Quantisation to FP8": ["fp8 fwd M65536-C7168 bf16"],
+    "`indexer_kl_loss` with its gradient": ["losses fwd T8192-K2048-gradient f32"],
+    "`dense_indexer_kl_loss` with its gradients": [
         "losses fwd T4096-N128-G1-D576-J64-C128-gradients bf16"
     ],
 }
 
-# Other implementations in the table: their names in the results, and what stands before their time.
-OTHERS = {"lax.top_k": "`lax.top_k` ", "cudnn": "cuDNN ", "bf16": "in bf16 ", "xla": "XLA "}
-# Those that XLA runs in a time and in memory that a benchmark has.
+# Other implementations in these results, and how the tables name them.
+OTHERS = {"lax.top_k": "`lax.top_k`", "cudnn": "cuDNN", "bf16": "the layer in bf16", "xla": "XLA"}
+# Cases that XLA runs in the time and memory of a benchmark.
 IN_XLA = r"sparse_mla fwd T4096-S\d+-N(128|64)-D576-"
+
+# README's headline figures: what is compared, the case, and the peer.
+HEADLINES = [
+    (
+        "sparse MLA forward, T 4096, S 32768, 128 heads, K 2048",
+        "sparse_mla fwd T4096-S32768-N128-D576-K2048 bf16",
+        "FlashMLA",
+    ),
+    (
+        "sparse MLA backward, T 4096, S 4096, 128 heads, K 2048",
+        "sparse_mla bwd T4096-S4096-N128-D576-K2048 bf16",
+        "jax-linear-attention",
+    ),
+    (
+        "lightning indexer in FP8, T 8192, S 131072, 64 heads",
+        "indexer fwd T8192-S131072-J64-C128 fp8",
+        "DeepGEMM",
+    ),
+    ("top-k, 64 rows of 32768, k 2048", "topk fwd R64-S32768-K2048 f32", "PyTorch"),
+    (
+        "causal attention forward, T 16384, 16 heads of 128",
+        "masked_attention fwd T16384-S16384-N16-D128-causal bf16",
+        "cudnn",
+    ),
+    (
+        "causal attention backward, T 16384, 16 heads of 128",
+        "masked_attention bwd T16384-S16384-N16-D128-causal bf16",
+        "flash-attn3-jax",
+    ),
+]
 
 
 def cases() -> str:
-    """The table's cases, as `python -m jax_dsa.bench --only` takes them."""
-    own = "|".join(re.escape(name) for names in LINES.values() for name in names)
+    """The tables' cases, as `python -m jax_dsa.bench --only` takes them."""
+    own = "|".join(re.escape(name) for names in TABLES.values() for name in names)
     return rf"^(({own}) (cuda|cudnn|bf16|lax.top_k)$|{IN_XLA}.* xla$)"
 
 
 def read(file: str) -> Results:
-    """The rows of a file, by name and implementation; none where it is not there."""
+    """Returns a file's rows by case name and implementation; nothing if the file is missing."""
     rows: Results = {}
     if (path := RESULTS / f"{file}.csv").exists():
         with path.open() as f:
@@ -134,69 +155,91 @@ def read(file: str) -> Results:
     return rows
 
 
-def _times(rows: Sequence[Row | None]) -> str:
-    times = [row and float(row["milliseconds"]) for row in rows]
-    unit, factor = ("ms", 1) if max(x or 0 for x in times) >= 0.4 else ("us", 1000)
-    shown = [f"{x * factor:#.3g}".rstrip(".") if x else "-" for x in times]
-    return f"{' / '.join(shown)} {unit}"
+def milliseconds(row: Row | None) -> str:
+    """Three significant digits."""
+    if row is None:
+        return "-"
+    x = float(row["milliseconds"])
+    return f"{x:.0f}" if x >= 100 else f"{x:#.3g}"
 
 
-def _rates(rows: Sequence[Row]) -> str:
-    """In the unit of the ceiling; in brackets with the slots that hold no key, where there are."""
-    by_bytes = rows[0]["ceiling"].startswith("copy")
-
-    def rate(row: Row) -> str:
-        if by_bytes:
-            return f"{float(row['gbytes_per_s']) / 1000:.2f}"
-        tflops, every = float(row["tflops"]), float(row["tflops_all_slots"] or row["tflops"])
-        return f"{tflops:.0f}" + (f" ({every:.0f})" if every > 1.001 * tflops else "")
-
-    return " / ".join(map(rate, rows)) + (" TB/s" if by_bytes else " TFLOPS")
+def rate(row: Row) -> tuple[str, str]:
+    """The rate and its unit: that of the ceiling."""
+    if row["ceiling"].startswith("copy"):
+        return f"{float(row['gbytes_per_s']) / 1000:.2f}", "TB/s"
+    return f"{float(row['tflops']):.0f}", "TFLOPS"
 
 
-def _shares(rows: Sequence[Row]) -> str:
-    (ceiling,) = {row["ceiling"].split("-")[0].split()[0] for row in rows}
-    return " / ".join(f"{float(row['ratio']):.2f}" for row in rows) + f" of {ceiling}"
+def shape(name: str) -> str:
+    """`T4096-S8192-causal bf16` of a case name as `T 4096, S 8192, causal, bf16`."""
+    case, dtype = name.split()[2:]
+    words = [re.sub(r"^([A-Z])(\d+)$", r"\1 \2", word) for word in case.split("-")]
+    words = [re.sub(r"^empty(\d+)$", r"\1 % of tiles empty", word) for word in words]
+    return ", ".join([*words, dtype])
 
 
-def _elsewhere(rows: Results, names: Sequence[str]) -> str:
-    for kind, label in OTHERS.items():
-        found = [rows.get((name, kind)) for name in names]
-        if any(found):
-            return label + _times(found)
-    return "-"
-
-
-def table() -> str:
-    """README's table."""
-    now, rest = read("loaded"), read("rested")
-    lines = [
-        "| pass and shape | time | rate | of its ceiling | rested | of its ceiling | elsewhere |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for label, names in LINES.items():
-        ceiling = names[0].split()[0] in CEILINGS
-        own = "xla" if ceiling else "cuda"
-        rows, rows_rested = ([x[name, own] for name in names] for x in (now, rest))
-        cells = [
-            label,
-            _times(rows),
-            _rates(rows),
-            "-" if ceiling else _shares(rows),
-            _rates(rows_rested),
-            "-" if ceiling else _shares(rows_rested),
-            "-" if ceiling else _elsewhere(now, names),
-        ]
+def table(names: list[str], loaded: Results, unthrottled: Results) -> str:
+    """One table: a shape per row, a number per cell."""
+    ceilings = names[0].split()[0] in CEILINGS
+    own = "xla" if ceilings else "cuda"
+    others = [x for x in OTHERS if not ceilings and any((n, x) in loaded for n in names)]
+    all_slots = any(loaded[n, own]["tflops_all_slots"] for n in names) and any(
+        float(loaded[n, own]["tflops_all_slots"] or 0) > 1.001 * float(loaded[n, own]["tflops"])
+        for n in names
+    )
+    units = {rate(loaded[n, own])[1] for n in names}
+    head = ["operation" if ceilings else "shape", "ms", "rate", "unit"]
+    head += ["rate, all slots"] if all_slots else []
+    head += [] if ceilings else ["of ceiling"]
+    head += ["rate, unthrottled"] + ([] if ceilings else ["of ceiling, unthrottled"])
+    head += [f"{OTHERS[x]}, ms" for x in others]
+    assert units <= {"TFLOPS", "TB/s"}
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    for name in names:
+        row, calm = loaded[name, own], unthrottled[name, own]
+        cells = [shape(name) if not ceilings else f"{name.split()[0]}, {shape(name)}"]
+        cells += [milliseconds(row), *rate(row)]
+        cells += [f"{float(row['tflops_all_slots'] or row['tflops']):.0f}"] if all_slots else []
+        cells += [] if ceilings else [f"{float(row['ratio']):.2f}"]
+        cells += [rate(calm)[0]] + ([] if ceilings else [f"{float(calm['ratio']):.2f}"])
+        cells += [milliseconds(loaded.get((name, x))) for x in others]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def renewed(readme: str) -> str:
-    """README with the table as the results have it."""
+def tables() -> str:
+    """All tables of docs/benchmarks.md."""
+    loaded, unthrottled = read("loaded"), read("rested")
+    return "\n".join(
+        f"### {title}\n\n{table(names, loaded, unthrottled)}" for title, names in TABLES.items()
+    )
+
+
+def headlines() -> str:
+    """README's six headline figures."""
+    peers = read("peers")
+    lines = [
+        "| case | jax_dsa, ms | peer | peer, ms | speedup |",
+        "| --- | ---: | --- | ---: | ---: |",
+    ]
+    for label, name, peer in HEADLINES:
+        ours, theirs = peers[name, "cuda"], peers[name, peer]
+        factor = float(theirs["milliseconds"]) / float(ours["milliseconds"])
+        cells = [label, milliseconds(ours), OTHERS.get(peer, peer), milliseconds(theirs)]
+        lines.append(f"| {' | '.join([*cells, f'{factor:.2f}'])} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"README.md": headlines, "docs/benchmarks.md": tables}
+
+
+def renewed(page: str) -> str:
+    """Returns a page's text with the tables that the results give."""
+    text = (ROOT / page).read_text()
     first, last = map(re.escape, BETWEEN)
-    found = re.subn(f"(?<={first}).*?(?={last})", lambda _: table(), readme, flags=re.S)
+    found = re.subn(f"(?<={first}).*?(?={last})", lambda _: PAGES[page](), text, flags=re.S)
     if found[1] != 1:
-        raise ValueError(f"README has {found[1]} tables between {BETWEEN}, want 1")
+        raise ValueError(f"{page} has {found[1]} tables between {BETWEEN}, expected 1")
     return found[0]
 
 
@@ -204,9 +247,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--cases", action="store_true", help="prints the table's cases and stops")
+    parser.add_argument("--cases", action="store_true", help="print the tables' cases and stop")
     if parser.parse_args().cases:
         print(cases())
         raise SystemExit
-    path = ROOT / "README.md"
-    path.write_text(renewed(path.read_text()))
+    for page in PAGES:
+        text = renewed(page)
+        (ROOT / page).write_text(text)

@@ -10,7 +10,7 @@
 #include "gated_pool/gated_pool.h"
 #include "htree/htree.h"
 #include "indexer/indexer.h"
-#include "sparse_mla/sparse_mla.h"
+#include "mla/layout.h"
 #include "sparse_mla/sparse_mla_decode.h"
 #include "topk/topk.h"
 
@@ -74,17 +74,17 @@ inline constexpr int64_t kMaxLength = kInt32Max - 4096;
 
 namespace mqa_decode {
 inline constexpr int64_t kLatentDims[] = {576, 512};  // of keys whose first values are the values
-inline constexpr int64_t kValueDim = kSparseMlaValueDim;
+inline constexpr int64_t kValueDim = kMlaValueDim;
 inline constexpr int64_t kDims[] = {64, 128, 256};  // of keys, and of values of their own
 inline constexpr int64_t kMaxRows = kInt32Max - 64;
 }  // namespace mqa_decode
 
 namespace sparse_mla {
 inline constexpr int64_t kDims[] = {576, 512};
-inline constexpr int64_t kValueDim = kSparseMlaValueDim;
+inline constexpr int64_t kValueDim = kMlaValueDim;
 inline constexpr int64_t kTileSlots = 64;
 inline constexpr int64_t kRecordDim = 576;
-inline constexpr int64_t kRecordBytes = kSparseMlaRecordBytes;
+inline constexpr int64_t kRecordBytes = kMlaRecordBytes;
 // The decode kernel numbers slots up to a few tiles past the end of a row.
 inline constexpr int64_t kMaxDecodeSlots = kInt32Max - 8 * kTileSlots * kSparseMlaMaxSplits;
 }  // namespace sparse_mla

@@ -4,7 +4,6 @@
 
 #include "ffi/common.h"
 #include "ffi/sparse_mla_operands.h"
-#include "sparse_mla/sparse_mla_decode.h"
 
 namespace jax_dsa {
 namespace {
@@ -42,9 +41,8 @@ ffi::Error mqa_decode(cudaStream_t stream, BF16 q, AnyBuffer k, AnyBuffer v, S32
     DSA_FFI_RETURN_IF_ERROR(
         check_one_of(kOp, "D of FP8 records", dim, {::jax_dsa::limits::sparse_mla::kRecordDim}));
   }
-  DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "k", k.dimensions(),
-                  {pools, rows, groups, params.records ? kSparseMlaRecordBytes : dim}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(
+      kOp, "k", k.dimensions(), {pools, rows, groups, params.records ? kMlaRecordBytes : dim}));
   const int64_t value_dim = present(v) ? dim : limits::kValueDim;
   const void* values = nullptr;
   DSA_FFI_RETURN_IF_ERROR(

@@ -34,7 +34,7 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, BF16 q, AnyBuffer kv, S32 indi
   SparseMlaDecodeParams params = {};
   DSA_FFI_RETURN_IF_ERROR(
       read_operands(kOp, q, kv, indices, ends, topk_length, &params,
-                    {.shared = shared, .record_bytes = records ? kSparseMlaRecordBytes : 0}));
+                    {.shared = shared, .record_bytes = records ? kMlaRecordBytes : 0}));
   DSA_FFI_RETURN_IF_ERROR(read_sinks(kOp, sinks, &params));
   DSA_FFI_RETURN_IF_ERROR(read_results(kOp, *out, *lse, &params));
   DSA_FFI_RETURN_IF_ERROR(read_scale(kOp, scale, &params));

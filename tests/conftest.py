@@ -1,7 +1,7 @@
-"""Eight CPU devices for the sharding tests, and what the mark `gpu` means.
+"""Settings that all tests share: devices, seeds, compilation, and the meaning of the marks.
 
-Tests marked `gpu` are skipped only where there is no NVIDIA GPU. Where there is one, a run that
-skipped all of them fails.
+Without JAX_DSA_TEST_SEED every random choice is the same in every run, so that a test that fails
+does so again. `make test-all` sets a fresh seed and prints it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import os
 import pathlib
 from typing import TYPE_CHECKING, Any
 
-# Without autotuning, which takes most of a GPU's compilations and gains a test nothing.
+# Tests of sharding need eight CPU devices. Autotuning would take most of a GPU's compilation time,
+# and tests do not measure speed.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8 --xla_gpu_autotune_level=0"
 )
-
-# Test processes share one GPU, and float32 tolerances assume float32 products.
+# Several test processes share one GPU, so each must leave memory to the others.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# Many processes share the GPU: what one has freed, another may need.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+# The tolerances of float32 results assume float32 products.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
@@ -33,9 +34,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HAS_GPU = pathlib.Path("/proc/driver/nvidia/version").exists()
+SEED = int(os.environ.get("JAX_DSA_TEST_SEED") or 0)
+
+# Most tests compile much and run little. The mark `full_optimization` excepts a test.
+jax.config.update("jax_disable_most_optimizations", True)
+
+# How long an example takes depends on what else the machine does, so there is no deadline.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("fresh", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("fresh" if os.environ.get("JAX_DSA_TEST_SEED") else "fixed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Passes the seed on to hypothesis, before its plugin reads the option."""
+    if os.environ.get("JAX_DSA_TEST_SEED"):
+        config.option.hypothesis_seed = str(SEED)
+
+
+def pytest_report_header() -> str:
+    return f"JAX_DSA_TEST_SEED={SEED}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests marked `gpu` where there is no NVIDIA GPU."""
     if HAS_GPU:
         return
     for item in items:
@@ -44,8 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    # pytest collects garbage twice more, seconds each with all that JAX keeps, and xdist interrupts
-    # a worker that takes longer than five: a KeyboardInterrupt in a callback of the collector.
+    """Fails a run that skipped every GPU test although the machine has a GPU."""
+    # pytest collects garbage twice at the end, which takes seconds with all that JAX keeps. xdist
+    # interrupts a worker that needs more than five, and the traceback hides the tests' results.
     gc.collect()
     gc.freeze()
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
@@ -60,21 +83,31 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.fixture(autouse=True)
+def optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Lets XLA optimise in tests marked `full_optimization` or `gpu`, and in those alone."""
+    full = any(request.node.get_closest_marker(name) for name in ("full_optimization", "gpu"))
+    jax.config.update("jax_disable_most_optimizations", not full)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs() -> Iterator[None]:
-    """Linux gives a process 65,530 maps of memory, and every compiled program takes some: a worker
-    that kept all of them had come to 58,000, and to 11 GB.
+    """Drops a module's compiled programs when its tests are done.
+
+    Linux gives a process 65,530 memory maps, and every compiled program takes some. A worker that
+    kept all of its programs used 58,000 maps and 11 GB.
     """
     yield
     jax.clear_caches()
 
 
 @pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    """A fresh seed for every run; a failing test shows it, JAX_DSA_TEST_SEED repeats it."""
-    chosen = int(os.environ.get("JAX_DSA_TEST_SEED") or np.random.SeedSequence().entropy % 2**32)
-    print(f"JAX_DSA_TEST_SEED={chosen}")
-    return chosen
+def seed() -> int:
+    """The run's seed: JAX_DSA_TEST_SEED, by default 0. A failing test shows it."""
+    print(f"JAX_DSA_TEST_SEED={SEED}")
+    return SEED
 
 
 @pytest.fixture
@@ -84,13 +117,13 @@ def rng(seed: int) -> np.random.Generator:
 
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the extension were not there: default calls take XLA alone."""
+    """Makes default calls use the XLA implementation, as if the extension were not installed."""
     monkeypatch.setattr(ffi, "status", lambda: (False, "a test says so"))
 
 
 @pytest.fixture(scope="session")
 def cpus() -> list[jax.Device]:
-    """The eight host devices, whatever the default backend is."""
+    """The eight CPU devices, also where the default backend is a GPU."""
     devices = jax.devices("cpu")
     assert len(devices) == 8
     return devices

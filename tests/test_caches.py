@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.compare import assert_matches
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import (
     FlatCache,
@@ -548,3 +547,12 @@ def test_misuse_of_decode(change: dict, error: type, message: str) -> None:
     args = {"q": GOOD_Q, "cache": GOOD_CACHE, "indices": GOOD_INDICES, "value_dim": E}
     with pytest.raises(error, match=f"sparse_mla_decode: .*{message}"):
         sparse_mla_decode(**{**args, **change})
+
+
+def test_room_is_a_deprecated_name_of_free_tokens() -> None:
+    for cache in (
+        FlatCache.empty(B, S, D),
+        HTreeCache.empty(B, S, D, compression=2, top_k=2),
+    ):
+        with pytest.warns(DeprecationWarning, match="use free_tokens"):
+            assert cache.room.tolist() == cache.free_tokens.tolist()

@@ -14,8 +14,7 @@ import pytest
 from support.cases import TransformCase
 from support.cases.registry import CASES
 from support.compare import assert_matches
-from support.quick import compile_quickly  # noqa: F401
-from test_transforms import grad, outputs
+from support.transforms import both_ways
 
 import jax_dsa
 from jax_dsa.core import ffi, streaming
@@ -131,10 +130,6 @@ def configured(**settings: Any) -> Iterator[None]:
             jax.config.update(name, value)
 
 
-def both_ways(case: TransformCase, *args: Any) -> Any:
-    return outputs(case, *args), grad(case)(*args) if case.diff else ()
-
-
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
 @ALL
 def test_nothing_is_promoted(
@@ -145,11 +140,11 @@ def test_nothing_is_promoted(
     """
     monkeypatch.setattr(streaming, "BUDGET", 1)
     args = case.make_args(rng)
-    want = jax.eval_shape(functools.partial(both_ways, case), *args)
+    want = jax.eval_shape(both_ways(case), *args)
     with configured(
         jax_numpy_rank_promotion="raise", jax_numpy_dtype_promotion="strict", jax_enable_x64=x64
     ):
-        got = jax.eval_shape(functools.partial(both_ways, case), *args)
+        got = jax.eval_shape(both_ways(case), *args)
     assert jax.tree.map(str, got) == jax.tree.map(str, want)
 
 
@@ -190,8 +185,8 @@ CONFIGURATIONS = {
 @ALL
 def test_same_results(case: Any, rng: np.random.Generator) -> None:
     args = case.make_args(rng)
-    want = jax.jit(functools.partial(both_ways, case))(*args)
+    want = jax.jit(both_ways(case))(*args)
     for name, settings in CONFIGURATIONS.items():
         with configured(**settings):
-            got = jax.jit(functools.partial(both_ways, case))(*args)
+            got = jax.jit(both_ways(case))(*args)
         assert_matches(got, want, what=name)

@@ -13,7 +13,6 @@ import runpy
 from typing import Any
 
 import pytest
-from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import nn
@@ -101,11 +100,11 @@ def test_the_reference_has_every_public_name() -> None:
     assert {*names, "__version__"} == set(jax_dsa.__all__)
 
 
-def test_the_table_of_speeds_is_that_of_the_results() -> None:
-    """`python docs/speed.py` renews it."""
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_tables_of_speeds_are_those_of_the_results(page: str) -> None:
+    """`python docs/speed.py` renews them."""
     speed = runpy.run_path(str(ROOT / "docs" / "speed.py"))
-    readme = (ROOT / "README.md").read_text()
-    assert speed["table"]() in readme
+    assert speed["renewed"](page) == (ROOT / page).read_text()
 
 
 def test_where_we_lose_is_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> None:

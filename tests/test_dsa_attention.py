@@ -16,7 +16,6 @@ from support.oracles.indexer import indexer_logits
 from support.oracles.losses import kl_rows
 from support.oracles.sparse_mla import sparse_mla
 from support.oracles.topk import topk, values
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import dsa_attention
 

@@ -6,7 +6,6 @@ import importlib.util
 import pathlib
 
 import pytest
-from support.quick import compile_quickly  # noqa: F401
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import fuzz
 import pytest
-from support.quick import compile_quickly  # noqa: F401
 
 CALLS = 10_000
 

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.compare import assert_as_good_as, assert_matches
 from support.oracles import sparse_mla as oracle
-from support.quick import compile_fully, compile_quickly  # noqa: F401
 
 from jax_dsa import (
     FlatCache,
@@ -157,7 +156,7 @@ def test_the_warm_up_loss_scores_all_keys(rng: np.random.Generator) -> None:
         assert loss(index_k, kv.at[:, key].multiply(3)) != first
 
 
-@pytest.mark.usefixtures("compile_fully")
+@pytest.mark.full_optimization
 def test_nothing_has_the_size_of_queries_times_keys(rng: np.random.Generator) -> None:
     """A layer's forward and backward pass, with the indexer's loss, in XLA."""
     t = 8192

@@ -15,7 +15,6 @@ from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
 from support.compare import assert_as_good_as, assert_matches, assert_unmoved
 from support.oracles import htree as oracle
-from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa.core import streaming

@@ -14,7 +14,6 @@ import pytest
 from jax.test_util import check_grads
 from support.compare import assert_matches
 from support.oracles import htree as oracle
-from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa.ops.htree import HTreeCache, htree_attention, htree_build, htree_decode

@@ -13,7 +13,6 @@ from jax.test_util import check_grads
 from support.compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
 from support.oracles import indexer as oracle
 from support.oracles import topk as topk_oracle
-from support.quick import compile_fully, compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import FlatCache, PagedCache, indexer_logits, indexer_topk, topk
@@ -56,7 +55,7 @@ def test_logits(sizes, relu, rng):
         assert_matches(got, want.astype(np.float32), 1e-6)
 
 
-@pytest.mark.usefixtures("compile_fully")
+@pytest.mark.full_optimization
 def test_selection_is_top_k_of_the_logits(rng):
     """Its set is bit for bit that of the two operators one after the other."""
     arrays, options = inputs(rng, T=7, S=40), options_of(rng, T=7, S=40)
@@ -282,7 +281,7 @@ def test_pages_have_no_gradient(rng):
         call(q, pool[:, :0], table)
 
 
-@pytest.mark.usefixtures("compile_fully")
+@pytest.mark.full_optimization
 @pytest.mark.parametrize("budget", [1, 30_000, 10**9])
 def test_chunks(budget, rng, monkeypatch):
     """No chunk, some with a remainder, one query of one batch entry: one result, and in every case
@@ -324,7 +323,7 @@ def test_chunks(budget, rng, monkeypatch):
     assert_matches(got, tuple(w.astype(np.float32) for w in want), 1e-5)
 
 
-@pytest.mark.usefixtures("compile_fully")
+@pytest.mark.full_optimization
 def test_workspace_is_bounded():
     """Neither direction of `indexer_topk` compiles to temporaries of the size of [B, T, J, S], nor
     of [B, T, S].

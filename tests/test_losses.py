@@ -14,7 +14,6 @@ from jax.test_util import check_grads
 from support.compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
 from support.oracles import indexer as indexer_oracle
 from support.oracles import losses as oracle
-from support.quick import compile_fully, compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import dense_indexer_kl_loss, indexer_kl_loss
@@ -267,7 +266,7 @@ def test_chunks(budget, rng, monkeypatch):
     assert_matches(got, tuple(x.astype(np.float32) for x in want_grads[:3]), 1e-5)
 
 
-@pytest.mark.usefixtures("compile_fully")
+@pytest.mark.full_optimization
 def test_workspace_is_bounded():
     """Less than one array [B, T, S], forward and backward."""
     B, T, S = 2, 4096, 8192

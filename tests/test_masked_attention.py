@@ -12,7 +12,6 @@ import pytest
 from jax.test_util import check_grads
 from support.compare import assert_as_good_as, assert_matches
 from support.oracles import masked_attention as oracle
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa.core import streaming
 from jax_dsa.ops.block_mask import make_block_mask

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.compare import assert_matches
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa import make_block_mask, masked_attention
 from jax_dsa.core import ffi

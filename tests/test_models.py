@@ -1,5 +1,6 @@
-"""Attention layers of published models, by our own means: variants of `DSAttention`, compressed
-attention, weights by their Hugging Face names. `test_parity.py` compares with `transformers`.
+"""Attention layers of published models: variants of `DSAttention`, compressed attention, weights.
+
+These tests need no other library; `test_parity.py` compares the layers with `transformers`.
 """
 
 from __future__ import annotations
@@ -19,76 +20,17 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.compare import assert_matches
-from support.quick import compile_quickly  # noqa: F401
+from support.models import COMPRESSED, PACKED, SEGMENT_IDS, VARIANT, B, M, T, hidden, layer
 
 from jax_dsa import nn
 from jax_dsa.nn import compressed
 
-B, T, M = 2, 29, 16
-# Queries without a latent, biases, sinks, a gate, scaling by position, YaRN.
-VARIANT = nn.AttentionConfig(
-    model_dim=M,
-    num_heads=2,
-    q_rank=None,
-    kv_rank=8,
-    nope_dim=6,
-    rope_dim=4,
-    v_dim=7,
-    index_heads=3,
-    index_dim=8,
-    index_rope_dim=4,
-    top_k=5,
-    rope_frequencies=nn.yarn_frequencies(4, base=1e4, factor=4.0, original_length=8),
-    rope_factor=1.1,
-    scale_factor=1.2,
-    bias=True,
-    sinks=True,
-    gate=True,
-    log_scaling=True,
-    index_rope_last=True,
-)
-COMPRESSED = nn.CompressedConfig(
-    model_dim=M,
-    num_heads=4,
-    q_rank=12,
-    head_dim=8,
-    rope_dim=4,
-    out_groups=2,
-    out_rank=6,
-    window=6,
-    ratio=4,
-    overlap=True,
-    top_k=3,
-    index_heads=3,
-    index_dim=8,
-)
 LAYERS = {
     "latent": VARIANT,
     "selected": COMPRESSED,
     "all": dataclasses.replace(COMPRESSED, ratio=3, overlap=False, top_k=None),
     "window": dataclasses.replace(COMPRESSED, ratio=None, overlap=False, top_k=None),
 }
-# Documents shorter than a block, of whole blocks, and of more; the same number twice.
-PACKED = ((7, 13), (2, 1), (7, 4), (1, 11)), ((0, 8), (3, 2), (1, 19))
-SEGMENT_IDS = jnp.asarray([np.repeat(*np.transpose(row)) for row in PACKED], jnp.int32)
-
-
-def hidden(rng, *shape):
-    return jnp.asarray(rng.normal(size=shape or (B, T, M)), jnp.float32)
-
-
-def layer(rng, config):
-    """With parameters that no initialiser would give."""
-    kind = nn.CompressedAttention if isinstance(config, nn.CompressedConfig) else nn.DSAttention
-    module = kind(config, rngs=nnx.Rngs(0))
-    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    nnx.update(
-        module,
-        jax.tree.map(
-            lambda x: x + jnp.asarray(rng.normal(size=x.shape, scale=0.3), x.dtype), params
-        ),
-    )
-    return module
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -122,7 +64,6 @@ def test_packed_documents_do_not_see_each_other(rng, kind):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_decoding_in_chunks(rng, kind):
-    """Of requests that each go on from their own length."""
     module, x = layer(rng, LAYERS[kind]), hidden(rng)
     want, aux = jax.jit(lambda x: module(x))(x)
     step = jax.jit(lambda x, cache: module.decode(x, cache))
@@ -131,19 +72,19 @@ def test_decoding_in_chunks(rng, kind):
             cache = nn.LayerCache.empty(module.config, B, T + 2)
         else:
             cache = module.init_cache(B, T + 2)
-        start, got, chosen = 0, [], []
+        start, got, selections = 0, [], []
         for n in chunks:
             y, cache, indices = step(x[:, start : start + n], cache)
             start += n
             got.append(y)
-            chosen.append(indices)
+            selections.append(indices)
         assert_matches(jnp.concatenate(got, 1), want, 1e-4)
         if aux.indices is not None and kind != "all":
-            np.testing.assert_array_equal(jnp.concatenate(chosen, 1), aux.indices)
+            np.testing.assert_array_equal(jnp.concatenate(selections, 1), aux.indices)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_selection_is_recorded_and_replayed(rng, kind):
+def test_replaying_a_recorded_selection(rng, kind):
     module, x = layer(rng, LAYERS[kind]), hidden(rng)
     run = jax.jit(lambda x, indices: module(x, indices=indices))
     want, aux = run(x, None)
@@ -157,7 +98,7 @@ def test_a_selection_is_recorded_and_replayed(rng, kind):
 
 
 @pytest.mark.parametrize("kind", ["latent", "selected"])
-def test_the_indexers_loss_trains_the_indexer_alone(rng, kind):
+def test_the_indexer_loss_trains_only_the_indexer(rng, kind):
     graph, params = nnx.split(layer(rng, LAYERS[kind]))
     x = hidden(rng)
 
@@ -174,14 +115,16 @@ def test_the_indexers_loss_trains_the_indexer_alone(rng, kind):
     main, _ = gradients(lambda y, aux: jnp.sin(y).sum())
     assert any(name.startswith("indexer") for name in own)
     for name in own:
-        # The first key's norm has a bias or not; a shift of all keys may have no gradient.
+        # A parameter of the indexer may have zero gradient: shifting all keys changes no softmax.
         assert own[name] <= name.startswith("indexer") and main[name] != name.startswith("indexer")
     assert sum(own.values()) >= 4
 
 
 def test_warm_up_of_compressed_attention(rng):
-    """With as many keys selected as there are, both stages attend to the same ones. The loss over
-    all of them is the mean of the heads' softmax over compressed keys, against the indexer's.
+    """Checks the warm-up against the sparse stage with all keys selected, and its loss.
+
+    The loss is the KL divergence of the indexer's softmax from the mean of the heads' softmax, both
+    over the compressed keys only.
     """
     module, x = layer(rng, dataclasses.replace(COMPRESSED, top_k=T // 4)), hidden(rng)
     (want, aux), (got, dense) = (
@@ -209,12 +152,12 @@ def test_warm_up_of_compressed_attention(rng):
             total += (p * (np.log(p) - i + np.log(np.exp(i).sum()))).sum()
             rows += 1
     np.testing.assert_allclose(plain, total / rows, rtol=1e-3)
-    with pytest.raises(ValueError, match="'indices' is given, want None with sparse=False"):
+    with pytest.raises(ValueError, match="'indices' is given, expected None with sparse=False"):
         module(x, indices=aux.indices, sparse=False)
 
 
 def test_warm_up_in_chunks(rng, monkeypatch):
-    """Of 5 queries, and a remainder."""
+    """The chunks have 5 queries, and there is a remainder."""
     graph, params = nnx.split(layer(rng, COMPRESSED))
     x = hidden(rng)
 
@@ -225,15 +168,15 @@ def test_warm_up_in_chunks(rng, monkeypatch):
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
 
-    want, taken = run(), []
-    monkeypatch.setattr(compressed, "chunk_length", lambda *_: taken.append(5) or 5)
+    want, calls = run(), []
+    monkeypatch.setattr(compressed, "chunk_length", lambda *_: calls.append(5) or 5)
     assert_matches(run(), want, 1e-5)
-    assert taken
+    assert calls
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_nothing_has_the_size_of_queries_times_compressed_keys(sparse):
-    """A layer's forward and backward pass in both stages, with the indexer's loss."""
+def test_no_array_of_queries_times_compressed_keys(sparse):
+    """Checks a layer's forward and backward pass, with the indexer's loss, in both stages."""
     length = 16384
     graph, params = nnx.split(
         nnx.eval_shape(lambda: nn.CompressedAttention(COMPRESSED, rngs=nnx.Rngs(0)))
@@ -278,7 +221,7 @@ def test_compressed_attention_on_an_explicit_mesh(rng, axis):
     assert_matches(got, want, 1e-5)
 
 
-# Every operator's kernels cover them.
+# Layers of sizes that the kernels of all their operators cover.
 KERNELS = {
     "latent": dataclasses.replace(
         VARIANT,
@@ -301,8 +244,9 @@ KERNELS["all"] = dataclasses.replace(
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KERNELS)
 def test_layers_on_kernels(rng, kind, monkeypatch):
-    """In bfloat16, as far from float32 as XLA's implementation is; of one selection, since theirs
-    differ where scores do by a rounding.
+    """The kernels' error in bfloat16 is about that of the XLA implementation in bfloat16.
+
+    All runs use one selection, because rounding may change which keys are selected.
     """
     module, x = layer(rng, KERNELS[kind]), hidden(rng, 1, 600, M)
     params = nnx.split(module)[1]
@@ -329,13 +273,13 @@ def test_layers_on_kernels(rng, kind, monkeypatch):
     *rounded, _ = run(jnp.bfloat16, indices)
     monkeypatch.delenv("JAX_DSA_IMPL")
     *got, _ = run(jnp.bfloat16, indices)
-    for part in zip(*map(jax.tree.leaves, (exact, rounded, got)), strict=True):
-        want, own, kernel = (np.asarray(a, np.float64) for a in part)
-        error = np.abs(own - want).max()
+    for arrays in zip(*map(jax.tree.leaves, (exact, rounded, got)), strict=True):
+        want, xla, kernel = (np.asarray(a, np.float64) for a in arrays)
+        error = np.abs(xla - want).max()
         assert np.abs(kernel - want).max() <= 3 * error + 1e-3 * np.abs(want).max()
 
 
-def test_another_layers_keys(rng):
+def test_attention_to_another_layers_keys(rng):
     source = nn.DSAttention(VARIANT, rngs=nnx.Rngs(0))
     module = nn.DSAttention(dataclasses.replace(VARIANT, shares_keys=True), rngs=nnx.Rngs(0))
     x, y = hidden(rng), hidden(rng)
@@ -344,8 +288,9 @@ def test_another_layers_keys(rng):
     for sparse in (True, False):
         out, found = module(y, kv=aux.kv, sparse=sparse)
         assert_matches(found.kv, aux.kv)
-        moved = jax.grad(lambda kv, s=sparse: jnp.sin(module(y, kv=kv, sparse=s)[0]).sum())(aux.kv)
-        assert np.abs(moved).max() > 1e-3
+        loss = lambda kv, s=sparse: jnp.sin(module(y, kv=kv, sparse=s)[0]).sum()  # noqa: E731
+        gradient = jax.grad(loss)(aux.kv)
+        assert np.abs(gradient).max() > 1e-3
     first = nn.LayerCache.empty(VARIANT, B, T)
     second = nn.LayerCache.empty(module.config, B, T)
     assert second.kv is None
@@ -353,9 +298,9 @@ def test_another_layers_keys(rng):
     _, first, _ = source.decode(x, first)
     got, _, _ = module.decode(y, second, kv=first.kv)
     assert_matches(got, want, 1e-4)
-    with pytest.raises(ValueError, match="'kv' is None, want another layer's keys"):
+    with pytest.raises(ValueError, match="'kv' is None, expected another layer's keys"):
         module(y)
-    with pytest.raises(ValueError, match="'kv' is given, want None"):
+    with pytest.raises(ValueError, match="'kv' is given, expected None"):
         source(x, kv=aux.kv)
     assert out.shape == y.shape
 
@@ -371,7 +316,7 @@ def test_sinks_in_both_forms(rng):
     assert np.abs(plain(x)[0] - module(x)[0]).max() > 1e-3
 
 
-def test_a_decoder_replays_selections(rng):
+def test_decoder_replays_selections(rng):
     attention = dataclasses.replace(VARIANT, q_rank=12)
     config = nn.DecoderConfig(
         attention, vocab=11, num_layers=3, mlp_dim=24, indexer_types=("full", "shared")
@@ -397,7 +342,7 @@ def test_a_decoder_replays_selections(rng):
     assert np.abs(run(tokens, [first, None, None])[0] - want).max() > 1e-3
 
 
-def test_the_benchmark_of_layers(tmp_path, monkeypatch):
+def test_benchmark_of_layers(tmp_path, monkeypatch):
     path = pathlib.Path(__file__).parent.parent / "benchmarks" / "models.py"
     spec = importlib.util.spec_from_file_location("benchmark_of_models", path)
     benchmark = importlib.util.module_from_spec(spec)
@@ -411,7 +356,7 @@ def test_the_benchmark_of_layers(tmp_path, monkeypatch):
         (name, step) for name in ("tiny", "latent") for step in ("fwd", "fwd+bwd")
     ]
     assert all(float(r["milliseconds"]) > 0 and float(r["gib"]) > 0 for r in rows)
-    # Of a token's query: the keys that it attends to, and those that its indexer scores.
+    # For each query: the number of keys that it attends to, and of those that its indexer scores.
     seen = {
         "tiny": [(min(t + 1, 6) + min((t + 1) // 4, 3), (t + 1) // 4) for t in range(T)],
         "latent": [(min(t + 1, 5), t + 1) for t in range(T)],
@@ -471,7 +416,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
-def test_weights_by_the_names_they_are_published_under(rng, kind):
+def test_loading_weights_by_their_published_names(rng, kind):
     module = layer(rng, LAYERS[kind])
     weights, renamed = nn.save_hf(module), PUBLISHED[kind]
     assert set(renamed) <= set(weights)
@@ -481,7 +426,7 @@ def test_weights_by_the_names_they_are_published_under(rng, kind):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_weights_come_back(rng, kind):
+def test_saved_weights_can_be_loaded(rng, kind):
     module = layer(rng, LAYERS[kind])
     other = type(module)(LAYERS[kind], rngs=nnx.Rngs(1))
     weights = nn.save_hf(module, "model.layers.7.self_attn.")
@@ -490,8 +435,8 @@ def test_weights_come_back(rng, kind):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(other), nnx.state(module))
 
 
-def written(path, tensors):
-    """A safetensors file: the header's length, the header, the numbers."""
+def write_safetensors(path, tensors):
+    """Writes a safetensors file: the length of the header, the header, the data."""
     header, start, blobs = {}, 0, []
     names = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
     for name, x in tensors.items():
@@ -503,12 +448,12 @@ def written(path, tensors):
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
 
 
-def test_weights_from_files_onto_a_mesh(rng, tmp_path):
+def test_loading_files_onto_a_mesh(rng, tmp_path):
     module = layer(rng, VARIANT)
     weights = nn.save_hf(module, "a.", dtype=jnp.bfloat16)
     items = list(weights.items())
-    written(tmp_path / "model-1.safetensors", dict(items[:5]))
-    written(tmp_path / "model-2.safetensors", dict(items[5:]))
+    write_safetensors(tmp_path / "model-1.safetensors", dict(items[:5]))
+    write_safetensors(tmp_path / "model-2.safetensors", dict(items[5:]))
     mesh = jax.make_mesh((2,), ("n",), devices=jax.devices()[:2])
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("n"))
     other = nn.DSAttention(VARIANT, rngs=nnx.Rngs(1))
@@ -523,7 +468,7 @@ def test_weights_from_files_onto_a_mesh(rng, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(abstract), nnx.state(other))
 
 
-def test_fp8_weights_are_scaled_block_by_block(rng):
+def test_fp8_weights_are_scaled_by_block(rng):
     config = dataclasses.replace(VARIANT, model_dim=300, bias=False)
     module = nn.DSAttention(config, rngs=nnx.Rngs(0))
     weights = nn.save_hf(module)
@@ -537,24 +482,57 @@ def test_fp8_weights_are_scaled_block_by_block(rng):
     np.testing.assert_array_equal(nn.save_hf(module)[name], want)
 
 
-def test_misuse(rng):
+def corrupted(weights, defect):
+    """Returns a layer's weights with a defect in a tensor that is loaded after others."""
+    weights = dict(weights)
+    if defect == "missing":
+        del weights["o_proj.weight"]
+    elif defect == "shape":
+        weights["o_proj.weight"] = weights["o_proj.weight"][:, 1:]
+    elif defect == "size":  # It cannot be reshaped to the heads.
+        weights["kv_b_proj.weight"] = weights["kv_b_proj.weight"][1:]
+    elif defect == "scale":
+        weights["o_proj.weight_scale_inv"] = np.ones((2, 1), np.float32)
+    elif defect == "unknown":
+        weights["other.weight"] = weights["o_proj.weight"]
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("defect", "error", "message"),
+    [
+        ("missing", KeyError, r"'tensors' lacks \['a.o_proj.weight'\]"),
+        ("shape", ValueError, r"'a.o_proj.weight' has shape \(16, 13\), expected \(16, 14\)"),
+        ("size", ValueError, r"'a.kv_b_proj.weight' has shape \(25, 8\), expected \(26, 8\)"),
+        ("scale", ValueError, r"weight_scale_inv' has shape \(2, 1\), expected \(1, 1\)"),
+        ("unknown", ValueError, r"has \['a.other.weight'\], for which the module has no parameter"),
+    ],
+)
+def test_weights_that_do_not_fit_leave_the_module_unchanged(rng, defect, error, message):
+    weights = corrupted(nn.save_hf(layer(rng, VARIANT)), defect)
+    module = nn.DSAttention(VARIANT, rngs=nnx.Rngs(1))
+    before = jax.tree.map(np.array, nnx.state(module))
+    with pytest.raises(error, match=message):
+        nn.load_hf(module, {f"a.{name}": x for name, x in weights.items()}, "a.")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(module), before)
+
+
+def test_invalid_arguments_raise(rng):
     module = layer(rng, VARIANT)
     weights = nn.save_hf(module)
-    with pytest.raises(KeyError, match=r"tensor 'sinks' is missing"):
-        nn.load_hf(module, {k: v for k, v in weights.items() if k != "sinks"})
-    with pytest.raises(ValueError, match=r"no place for \['q_b_proj.weight'\]"):
+    with pytest.raises(ValueError, match=r"has \['q_b_proj.weight'\], for which the module has no"):
         nn.load_hf(module, {**weights, "q_b_proj.weight": weights["q_proj.weight"]})
-    with pytest.raises(ValueError, match=r"'sinks' gives a shape of \(3,\), want \(2,\)"):
+    with pytest.raises(ValueError, match=r"'sinks' has shape \(3,\), expected \(2,\)"):
         nn.load_hf(module, {**weights, "sinks": np.zeros(3, np.float32)})
-    with pytest.raises(ValueError, match="model type is 'llama', want one of"):
+    with pytest.raises(ValueError, match="model_type is 'llama', expected one of"):
         nn.from_hf({"model_type": "llama"})
-    with pytest.raises(ValueError, match="rope_frequencies has 2 numbers, want rope_dim / 2 = 1"):
+    with pytest.raises(ValueError, match=r"rope_frequencies has 2 numbers, expected .* = 1"):
         dataclasses.replace(VARIANT, rope_dim=2)
-    with pytest.raises(ValueError, match="rope_dim is 12, want even and at most 8"):
+    with pytest.raises(ValueError, match="rope_dim is 12, expected an even number of at most 8"):
         dataclasses.replace(COMPRESSED, rope_dim=12)
-    with pytest.raises(ValueError, match="num_heads is 4, want a multiple of out_groups = 3"):
+    with pytest.raises(ValueError, match="num_heads is 4, expected a multiple of out_groups = 3"):
         dataclasses.replace(COMPRESSED, out_groups=3)
-    with pytest.raises(ValueError, match="ratio is None, want one with overlap or top_k"):
+    with pytest.raises(ValueError, match="ratio is None, expected an int because overlap or top_k"):
         dataclasses.replace(COMPRESSED, ratio=None)
-    with pytest.raises(ValueError, match="'frequencies' has 2 numbers, want 4"):
+    with pytest.raises(ValueError, match="'frequencies' has 2 numbers, expected 4"):
         nn.rope(jnp.zeros((1, 1, 8)), jnp.zeros((1, 1), jnp.int32), frequencies=(1.0, 0.1))

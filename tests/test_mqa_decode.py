@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 from support.compare import assert_as_good_as, assert_matches
 from support.oracles import mqa_decode as oracle
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa.core import streaming
 from jax_dsa.ops.cache import FlatCache, PagedCache

@@ -1,4 +1,4 @@
-"""Modules: rotations, both forms of latent attention, caches, the Linen bridge, remat."""
+"""Rotary functions, `DSAttention` and `DecoderLM`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.compare import assert_matches
+from support.models import ATTENTION, DECODER
 from support.oracles import nn as oracle
-from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import nn, training
@@ -21,22 +21,9 @@ from jax_dsa.nn.cache import LayerCache
 from jax_dsa.serving import pack_records, unpack_records
 from jax_dsa.training.remat import RESIDUALS, SELECTION, remat_policy
 
-B, T, M = 2, 12, 16
-CONFIG = nn.AttentionConfig(
-    model_dim=M,
-    num_heads=2,
-    q_rank=12,
-    kv_rank=8,
-    nope_dim=6,
-    rope_dim=4,
-    v_dim=5,
-    index_heads=3,
-    index_dim=8,
-    index_rope_dim=4,
-    top_k=5,
-)
-DECODER = nn.DecoderConfig(CONFIG, vocab=11, num_layers=2, mlp_dim=24)
-# Four layers, of which the first and the last select.
+B, T, M = 2, 12, ATTENTION.model_dim
+CONFIG = ATTENTION
+# Four layers. The first and the last have an indexer.
 SHARING = dataclasses.replace(DECODER, num_layers=4, indexer_types=("full", "shared", "shared"))
 
 
@@ -63,7 +50,7 @@ def attend(module, x, sparse=True):
 
 
 def decode(module, x, cache):
-    """What a module or a model makes of the next tokens, and the cache with them in it."""
+    """Returns the output for the next tokens, and the cache with these tokens in it."""
     return jax.jit(lambda x, cache: module.decode(x, cache)[:2])(x, cache)
 
 
@@ -71,8 +58,8 @@ def decode(module, x, cache):
 def test_rope_rotates_complex_numbers(rng, layout):
     x = rng.normal(size=(B, T, 3, 8)).astype(np.float32)
     first, second = (x[..., :4], x[..., 4:]) if layout == "half" else (x[..., ::2], x[..., 1::2])
-    turn = np.exp(1j * np.arange(5, 5 + T)[:, None, None] * 100.0 ** (-np.arange(4) / 4))
-    z = (first + 1j * second) * turn
+    rotation = np.exp(1j * np.arange(5, 5 + T)[:, None, None] * 100.0 ** (-np.arange(4) / 4))
+    z = (first + 1j * second) * rotation
     got = np.asarray(nn.rope(x, positions(5), base=100.0, layout=layout))
     got = (got[..., :4], got[..., 4:]) if layout == "half" else (got[..., ::2], got[..., 1::2])
     np.testing.assert_allclose(got[0] + 1j * got[1], z, atol=1e-5)
@@ -80,13 +67,13 @@ def test_rope_rotates_complex_numbers(rng, layout):
 
 def test_rope_layouts_differ_by_a_permutation_only(rng):
     x = hidden(rng, B, T, 8)
-    order = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # pairs of "half", made neighbours
+    order = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # Pairs of "half" become neighbours.
     half = nn.rope(x, positions(), layout="half")
     assert_matches(half[..., order], nn.rope(x[..., order], positions(), layout="interleaved"))
     assert np.abs(half - nn.rope(x, positions(), layout="interleaved")).max() > 0.1
 
 
-def test_rope_scores_depend_on_distance_alone(rng):
+def test_rope_scores_depend_only_on_distance(rng):
     q, k = hidden(rng, B, T, 8), hidden(rng, B, T, 8)
     for layout in ("half", "interleaved"):
         near, far = (
@@ -102,37 +89,37 @@ def test_hadamard_is_orthogonal():
     np.testing.assert_allclose(np.abs(h), 0.25, rtol=1e-6)
 
 
-def test_misuse():
+def test_invalid_arguments_raise():
     x = jnp.zeros((B, T, 6))
     with pytest.raises(
-        ValueError, match="'layout' is 'whole', want one of \\('half', 'interleaved'"
+        ValueError, match="'layout' is 'whole', expected one of \\('half', 'interleaved'"
     ):
         nn.rope(x, positions(), layout="whole")
-    with pytest.raises(ValueError, match="want an even last axis"):
+    with pytest.raises(ValueError, match="expected an even last axis"):
         nn.rope(x[..., :5], positions())
-    with pytest.raises(ValueError, match="want a power of two last"):
+    with pytest.raises(ValueError, match="expected a power of two as the last axis"):
         nn.hadamard(x)
-    with pytest.raises(ValueError, match="rope_dim is 3, want even"):
+    with pytest.raises(ValueError, match="rope_dim is 3, expected even"):
         dataclasses.replace(CONFIG, rope_dim=3)
-    with pytest.raises(ValueError, match="index_rope_dim is 10, want at most index_dim = 8"):
+    with pytest.raises(ValueError, match="index_rope_dim is 10, expected at most index_dim = 8"):
         dataclasses.replace(CONFIG, index_rope_dim=10)
-    with pytest.raises(ValueError, match="index_dim is 6, want a power of two"):
+    with pytest.raises(ValueError, match="index_dim is 6, expected a power of two"):
         dataclasses.replace(CONFIG, index_dim=6, index_hadamard=True)
     for types in ((), ("shared", "full"), ("full", "none"), "full", ["full"]):
-        with pytest.raises(ValueError, match="want a tuple of 'full' and 'shared' that begins"):
+        with pytest.raises(ValueError, match="expected a tuple of 'full' and 'shared' that"):
             dataclasses.replace(DECODER, indexer_types=types)
     x = jnp.zeros((B, T, M))
     for name in ("positions", "segment_ids"):
         with pytest.raises(ValueError, match=rf"DSAttention: argument '{name}' has shape \(12,\)"):
             attention()(x, **{name: jnp.zeros(T, jnp.int32)})
-    with pytest.raises(ValueError, match="'indices' is given, want None with sparse=False"):
+    with pytest.raises(ValueError, match="'indices' is given, expected None with sparse=False"):
         attention()(x, indices=jnp.zeros((B, T, 1), jnp.int32), sparse=False)
     shared = nn.DSAttention(CONFIG, "shared", rngs=nnx.Rngs(0))
     cache = LayerCache.empty(CONFIG, B, T, indexer_type="shared")
     for run in (lambda: shared(x), lambda: shared.decode(x, cache)):
-        with pytest.raises(ValueError, match="'indices' is None, want a selection"):
+        with pytest.raises(ValueError, match="'indices' is None, expected a selection"):
             run()
-    with pytest.raises(ValueError, match="'indexer_type' is 'none', want 'full' or 'shared'"):
+    with pytest.raises(ValueError, match="'indexer_type' is 'none', expected 'full' or 'shared'"):
         nn.DSAttention(CONFIG, "none", rngs=nnx.Rngs(0))
 
 
@@ -146,16 +133,16 @@ def index_logits(module, x):
     return run(x)
 
 
-def test_hadamard_and_fp8_leave_the_indexers_scores(rng):
+def test_hadamard_and_fp8_keep_the_indexer_scores(rng):
     x = hidden(rng)
-    plain, turned = (attention(index_hadamard=h) for h in (False, True))
+    plain, transformed = (attention(index_hadamard=h) for h in (False, True))
     want = index_logits(plain, x)
-    assert_matches(index_logits(turned, x), want, 1e-4)
+    assert_matches(index_logits(transformed, x), want, 1e-4)
     got = index_logits(attention(index_fp8=True, index_hadamard=True), x)
     assert 0 < np.abs(got - want).max() < 0.1 * np.abs(want).max()
 
 
-def test_the_indexer_passes_no_gradient_on(rng):
+def test_the_indexer_passes_no_gradient_to_its_inputs(rng):
     module, x = attention(), hidden(rng)
     latent = hidden(rng, B, T, CONFIG.q_rank)
 
@@ -178,15 +165,14 @@ def test_with_all_keys_selected_both_forms_agree(rng):
     assert dense_aux.indices is None and aux.indices.shape == (B, T, T)
 
 
-def test_value_heads_of_any_width(rng):
-    """Wider than the keys'; narrower is the other tests' case."""
+def test_values_wider_than_keys(rng):
     x = hidden(rng)
     module = attention(top_k=T, v_dim=14)
     assert_matches(attend(module, x)[0], attend(module, x, sparse=False)[0], 1e-4)
 
 
-def chosen(indices):
-    """Indices as a mask [B, T, T]."""
+def selection_mask(indices):
+    """Returns the mask [B, T, T] of selected keys."""
     return (np.asarray(indices)[..., None] == np.arange(T)).any(-2)
 
 
@@ -205,8 +191,8 @@ def chosen(indices):
     ids=["defaults", "changed", "hadamard"],
 )
 @pytest.mark.parametrize("sparse", [True, False])
-def test_the_decoder_against_numpy(rng, changes, sparse):
-    """With parameters that no initialiser would give: norms that scale, and shift."""
+def test_decoder_matches_numpy(rng, changes, sparse):
+    """The parameters are random, so that norms have scales and biases other than 1 and 0."""
     config = dataclasses.replace(
         DECODER,
         attention=dataclasses.replace(CONFIG, **changes),
@@ -228,7 +214,7 @@ def test_the_decoder_against_numpy(rng, changes, sparse):
         if kl is not None:
             np.testing.assert_allclose(aux.kl, kl, rtol=1e-3)
         if sparse:
-            np.testing.assert_array_equal(chosen(aux.indices), mask)
+            np.testing.assert_array_equal(selection_mask(aux.indices), mask)
     assert_matches(logits, want.astype(np.float32), 1e-3)
 
 
@@ -256,8 +242,8 @@ def test_attention_is_causal(rng):
         assert (np.asarray(before[:, 7:]) != np.asarray(after[:, 7:])).any()
 
 
-def test_a_selection_from_elsewhere(rng):
-    """The layer that made it and one without an indexer attend to it alike."""
+def test_layers_attend_to_a_given_selection(rng):
+    """The layer that selected it and a layer without an indexer give the same output."""
     x, full = hidden(rng), attention()
     shared = nn.DSAttention(CONFIG, "shared", rngs=nnx.Rngs(1))
     nnx.update(shared.mla, nnx.state(full.mla))
@@ -269,7 +255,7 @@ def test_a_selection_from_elsewhere(rng):
         np.testing.assert_array_equal(again.indices, aux.indices)
     assert again.kl is None and again.indexer is None
     assert_matches(run(full, x, aux.indices)[1].kl, aux.kl)
-    # An own indexer does not select then: keys 0 and 1 it is.
+    # A given selection replaces that of the layer's own indexer.
     first = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (B, T, 2))
     got, again = run(full, x, first)
     assert np.abs(got - want).max() > 1e-3 and set(np.asarray(again.indices).ravel()) == {-1, 0, 1}
@@ -281,7 +267,7 @@ def test_a_selection_from_elsewhere(rng):
     assert_matches(cache.index_k, again.indexer.index_k)
 
 
-def test_layers_that_reuse_a_selection(rng):
+def test_shared_layers_reuse_a_selection(rng):
     model = decoder(SHARING)
     assert SHARING.layers == ("full", "shared", "shared", "full")
     tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
@@ -301,7 +287,7 @@ def test_layers_that_reuse_a_selection(rng):
     assert [c.index_k is None for c in cache.layers] == [False, True, True, False]
 
 
-def test_remat_of_layers_that_reuse_a_selection(rng):
+def test_remat_of_shared_layers(rng):
     tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
     graph, params = nnx.split(decoder(SHARING))
 
@@ -315,13 +301,14 @@ def test_remat_of_layers_that_reuse_a_selection(rng):
     assert_matches(gradients("full"), gradients("none"), 1e-5)
 
 
-# Two sequences of documents; the second document of the same number is another one.
+# Documents of two sequences as (segment id, length). Two documents that are not adjacent may have
+# the same id.
 PACKED = ((7, 5), (2, 1), (7, 6)), ((0, 3), (1, 9))
 SEGMENT_IDS = jnp.asarray([np.repeat(*np.transpose(row)) for row in PACKED], jnp.int32)
 
 
 def documents():
-    """Where the packed documents lie: the sequence, the first token, the end."""
+    """Yields each packed document as (sequence, first token, end)."""
     for b, row in enumerate(PACKED):
         ends = np.cumsum([length for _, length in row])
         yield from ((b, int(end) - length, int(end)) for end, (_, length) in zip(ends, row))
@@ -363,7 +350,7 @@ def test_packed_documents_do_not_see_each_other(rng, sparse):
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_a_decoder_of_packed_documents(rng, sparse):
+def test_decoder_with_packed_documents(rng, sparse):
     model = decoder(SHARING)
     tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
     got, _ = jax.jit(lambda t: model(t, segment_ids=SEGMENT_IDS, sparse=sparse))(tokens)
@@ -372,17 +359,17 @@ def test_a_decoder_of_packed_documents(rng, sparse):
         assert_matches(got[b, start:end], run(tokens[b : b + 1, start:end])[0], 1e-4)
 
 
-def test_positions_turn_queries_and_keys_alone(rng):
+def test_positions_affect_only_rotary_elements(rng):
     module, x = attention(), hidden(rng)
     run = jax.jit(lambda x, places: module(x, positions=places))
     want, aux = attend(module, x)
     assert_matches(run(x, positions())[0], want)
     far, far_aux = run(x, positions(40))
-    assert_matches(far, want, 1e-4)  # scores depend on distance alone
+    assert_matches(far, want, 1e-4)  # Scores depend only on distance.
     assert_matches(far_aux.kv[..., : CONFIG.kv_rank], aux.kv[..., : CONFIG.kv_rank])
     assert np.abs(far_aux.kv - aux.kv).max() > 0.1
-    for turned, plain in zip(far_aux.indexer[:2], aux.indexer[:2], strict=True):
-        assert np.abs(turned - plain).max() > 0.1
+    for rotated, plain in zip(far_aux.indexer[:2], aux.indexer[:2], strict=True):
+        assert np.abs(rotated - plain).max() > 0.1
     assert np.abs(run(x, 3 * positions())[0] - want).max() > 1e-3
 
 
@@ -390,7 +377,7 @@ PAGE = 3
 
 
 def empty_cache(model, capacity, *, paged, **options):
-    """Flat, or of scattered pages."""
+    """Returns a flat cache, or a paged one whose pages are shuffled."""
     if not paged:
         return model.init_cache(B, capacity, **options)
     cache = model.init_cache(B, capacity, page_size=PAGE, **options)
@@ -411,7 +398,7 @@ def decode_in_chunks(model, tokens, cache, chunks):
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("index_fp8", [False, True])
-def test_cached_decode_equals_the_full_forward(rng, paged, index_fp8):
+def test_cached_decode_equals_the_forward_pass(rng, paged, index_fp8):
     config = dataclasses.replace(
         SHARING, attention=dataclasses.replace(CONFIG, index_fp8=index_fp8)
     )
@@ -425,7 +412,7 @@ def test_cached_decode_equals_the_full_forward(rng, paged, index_fp8):
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_decode_over_records_equals_the_forward_over_what_they_hold(rng, paged, monkeypatch):
+def test_decode_from_fp8_records_equals_the_forward_pass_over_their_values(rng, paged, monkeypatch):
     wide = dataclasses.replace(CONFIG, kv_rank=512, rope_dim=64)
     model = decoder(dataclasses.replace(SHARING, attention=wide))
     tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
@@ -433,29 +420,30 @@ def test_decode_over_records_equals_the_forward_over_what_they_hold(rng, paged, 
     cache = empty_cache(model, T + 2, paged=paged, fp8=True)
     got, cache = decode_in_chunks(model, tokens, cache, (9, 1, 1, 1))
 
-    def held(kv):
+    def stored_rows(kv):
         records = kv.pages[kv.page_table].reshape(B, -1, 1, 656) if paged else kv.data
         return unpack_records(records[:, :T], jnp.float32)
 
-    # Rounded anew, a key beside the middle of two codes may take the other one.
-    keys, exact_keys = [held(layer.kv) for layer in cache.layers], []
-    project, recalled = nn.MLA.project, iter(keys)
+    # The forward pass gets the keys of the cache: a key close to the middle of two codes may round
+    # to the other code if it is computed again.
+    keys, exact_keys = [stored_rows(layer.kv) for layer in cache.layers], []
+    project, cached = nn.MLA.project, iter(keys)
 
-    def recall(self, x, positions):
+    def project_with_cached_keys(self, x, positions):
         p = project(self, x, positions)
         exact_keys.append(p.kv)
-        return p._replace(kv=next(recalled))
+        return p._replace(kv=next(cached))
 
-    monkeypatch.setattr(nn.MLA, "project", recall)
+    monkeypatch.setattr(nn.MLA, "project", project_with_cached_keys)
     want, exact_keys = jax.jit(lambda t: (model(t)[0], exact_keys))(tokens)
     assert_matches(got, want, 1e-4)
-    assert_matches(keys, exact_keys, 2**-4)  # half a step of e4m3
+    assert_matches(keys, exact_keys, 2**-4)  # Half a step of e4m3.
     again = [unpack_records(pack_records(x), x.dtype) for x in exact_keys]
     assert np.mean(np.stack(keys) != np.stack(again)) < 0.01
     assert np.abs(got - exact).max() > 1e-3
 
 
-def test_the_pages_of_a_cache():
+def test_paged_cache_shapes():
     cache = empty_cache(decoder(), 7, paged=True).layers[0]
     assert cache.kv.pages.shape == (B * 3, PAGE, 1, 12) and cache.kv.capacity == 9
     assert cache.index_k.shape == (B * 3, PAGE, CONFIG.index_dim)
@@ -464,26 +452,26 @@ def test_the_pages_of_a_cache():
         LayerCache.empty(CONFIG, B, 7, page_size=0)
 
 
-def after(lengths, x):
-    """Where the tokens of `x` [B, S, ...] lie behind the lengths."""
-    behind = jnp.arange(x.shape[1]) >= lengths[:, None]
-    return behind.reshape(*behind.shape, *(1,) * (x.ndim - 2))
+def beyond_length(lengths, x):
+    """Returns a mask of the tokens of `x` [B, S, ...] that lie beyond the lengths."""
+    beyond = jnp.arange(x.shape[1]) >= lengths[:, None]
+    return beyond.reshape(*beyond.shape, *(1,) * (x.ndim - 2))
 
 
 def test_decode_of_requests_of_different_lengths(rng):
-    """Each row of a cache goes on from its own length."""
+    """Each request continues from its own length."""
     model = decoder()
     tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
     want, _ = jax.jit(lambda t: model(t))(tokens)
     short, long = 4, 9
     full, cache = decode_in_chunks(model, tokens, model.init_cache(B, T), (T,))
     assert_matches(full, want, 1e-4)
-    # What lies behind a request's length is never read, so cutting the lengths is a shorter
-    # prefill.
+    # Rows beyond a request's length are never read, so reducing the lengths is equivalent to a
+    # shorter prefill. NaN in these rows shows any read.
     cut = jnp.array([short, long], jnp.int32)
     layers = [c._replace(kv=dataclasses.replace(c.kv, lengths=cut)) for c in cache.layers]
     cache = jax.tree.map(
-        lambda x: x if x.dtype == jnp.int32 else jnp.where(after(cut, x), jnp.nan, x),
+        lambda x: x if x.dtype == jnp.int32 else jnp.where(beyond_length(cut, x), jnp.nan, x),
         nn.DecoderCache(tuple(layers)),
     )
     new = jnp.stack([tokens[0, short : short + 3], tokens[1, long : long + 3]])
@@ -504,8 +492,8 @@ def test_decode_with_a_quantised_indexer(rng):
     assert_matches(cache.index_k_scale[:, :T], aux.indexer.index_k_scale)
 
 
-def test_a_cache_of_fp8_records(rng):
-    """The 656-byte record asks for 512 + 64 numbers a token."""
+def test_fp8_records_in_a_cache(rng):
+    """A record of 656 bytes holds rows of 512 + 64 numbers."""
     module = attention(kv_rank=512, rope_dim=64)
     x = hidden(rng)
     want, _ = attend(module, x)
@@ -518,7 +506,7 @@ def test_a_cache_of_fp8_records(rng):
         assert layer.kv.data.dtype == jnp.uint8 and (layer.index_k is None) == (kind == "shared")
 
 
-def test_a_full_cache_drops_what_comes(rng):
+def test_a_full_cache_drops_new_tokens(rng):
     module, x = attention(), hidden(rng)
     _, cache = decode(module, x, LayerCache.empty(CONFIG, B, T - 2))
     np.testing.assert_array_equal(cache.lengths, [T - 2] * B)
@@ -574,7 +562,7 @@ def test_remat_policies_keep_gradients_and_selection(rng):
         remat_policy("some")
 
 
-def test_the_decoder_rematerialises_each_block():
+def test_decoder_rematerialises_each_block():
     tokens = jnp.zeros((B, T), jnp.int32)
     graph, params = nnx.split(decoder())
 
@@ -588,17 +576,17 @@ def test_the_decoder_rematerialises_each_block():
     assert blocks("none") == 0 and blocks("selection") == DECODER.num_layers
 
 
-def test_blocks_get_their_gradients_in_turn():
+def test_barriers_order_the_gradients_of_blocks():
     tokens = jnp.zeros((B, T), jnp.int32)
     graph, params = nnx.split(decoder(dataclasses.replace(DECODER, num_layers=3)))
 
     def loss(params):
         return nnx.merge(graph, params)(tokens)[0].sum()
 
-    one = len(jax.tree.leaves(params["blocks"][0])) + 1  # and hidden states
+    one = len(jax.tree.leaves(params["blocks"][0])) + 1  # Parameters and hidden states.
     text = jax.jit(jax.grad(loss)).lower(params).as_text()
     barriers = re.findall(r"= stablehlo.optimization_barrier (.*) :", text)
-    # Forward and backward between two blocks each.
+    # There is a barrier in each pass between every two of the three blocks.
     assert [line.count("%") for line in barriers].count(one) == 2 * 2
 
 
@@ -628,17 +616,17 @@ def test_queries_in_chunks(rng, changes, stripes):
         assert_matches(grads, want_grads, 1e-4, f"gradients, chunks of {chunk}")
 
 
-def test_chunks_that_do_not_divide_the_sequence(rng):
-    with pytest.raises(ValueError, match=r"'x' has shape \[2, 12, 16\], want T .* query_chunk = 5"):
+def test_query_chunks_must_divide_the_sequence(rng):
+    with pytest.raises(ValueError, match=r"'x' has shape \[2, 12, 16\], expected T .*chunk = 5"):
         attention(query_chunk=5)(hidden(rng))
-    with pytest.raises(ValueError, match="want T / 2 stripes to be a multiple of query_chunk = 4"):
+    with pytest.raises(ValueError, match=r"expected T / 2 stripes to be a multiple of .* = 4"):
         attention(query_chunk=4)(hidden(rng), stripes=2)
 
 
-def test_chunks_of_queries_take_less_memory():
+def test_query_chunks_reduce_memory():
     tokens = jnp.zeros((1, 512), jnp.int32)
 
-    def room(chunk):
+    def temporary_bytes(chunk):
         wide = dataclasses.replace(CONFIG, num_heads=16, kv_rank=64, query_chunk=chunk)
         config = dataclasses.replace(DECODER, attention=wide, num_layers=1)
         graph, params = nnx.split(decoder(config))
@@ -651,16 +639,16 @@ def test_chunks_of_queries_take_less_memory():
 
         return jax.jit(jax.grad(loss)).lower(params).compile().memory_analysis().temp_size_in_bytes
 
-    # Queries, outputs and their gradients, of which a chunk has an eighth.
+    # The queries, the outputs and their gradients. A chunk has an eighth of them.
     numbers = 512 * 16 * (2 * (64 + 4) + 2 * 64)
-    assert room(None) - room(64) > 4 * numbers / 2
+    assert temporary_bytes(None) - temporary_bytes(64) > 4 * numbers / 2
 
 
 @pytest.mark.parametrize(
     ("policy", "once"), [("full", ()), ("selection", SELECTION), ("attention", RESIDUALS)]
 )
 @pytest.mark.parametrize("chunk", [None, 4])
-def test_what_remat_policies_compute_once(rng, policy, once, chunk):
+def test_values_that_remat_policies_save(rng, policy, once, chunk):
     module, x = attention(query_chunk=chunk), hidden(rng)
     graph, params = nnx.split(module)
 
@@ -671,16 +659,16 @@ def test_what_remat_policies_compute_once(rng, policy, once, chunk):
 
     program = str(jax.make_jaxpr(jax.grad(run))(params))
     for name in RESIDUALS:
-        # A policy that saves nothing has the block computed again, and then each chunk.
+        # A policy that saves nothing recomputes the block and then each chunk.
         times = (1,) if name in once else (2, 3) if chunk and not once else (2,)
         assert program.count(f"name[name={name}]") in times, name
 
 
 @pytest.mark.parametrize("use_bias", [False, True])
-def test_fp8_linear_is_a_linear_layer(rng, use_bias):
+def test_fp8_linear_approximates_nnx_linear(rng, use_bias):
     options = {"use_bias": use_bias, "dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
     plain, fp8 = nnx.Linear(40, 24, **options), nn.Fp8Linear(40, 24, **options)
-    nnx.update(fp8, nnx.state(plain))  # the same parameters
+    nnx.update(fp8, nnx.state(plain))
     if use_bias:
         plain.bias[...] = fp8.bias[...] = hidden(rng, 24)
     x = hidden(rng, B, T, 40)
@@ -695,8 +683,8 @@ def test_fp8_linear_is_a_linear_layer(rng, use_bias):
     assert gradient.shape == x.shape and gradient.dtype == x.dtype
 
 
-def test_a_decoder_in_fp8(rng):
-    """Its projections are, all of them, and with the same parameters it says about the same."""
+def test_decoder_in_fp8(rng):
+    """All projections are FP8 layers, and the logits are close to those without FP8."""
     config = dataclasses.replace(DECODER, attention=dataclasses.replace(CONFIG, fp8=True))
     fp8, plain = decoder(config), decoder()
     kinds = {
@@ -713,7 +701,7 @@ def test_a_decoder_in_fp8(rng):
 
 
 @pytest.mark.parametrize(("policy", "times"), [("selection", 2), ("attention", 1)])
-def test_how_often_remat_computes_the_warm_ups_loss(rng, policy, times):
+def test_how_often_remat_computes_the_warm_up_loss(rng, policy, times):
     module, x = attention(), hidden(rng)
     graph, params = nnx.split(module)
 
@@ -722,12 +710,12 @@ def test_how_often_remat_computes_the_warm_ups_loss(rng, policy, times):
         return nnx.merge(graph, params)(jnp.sin(x), sparse=False)[1].kl
 
     program = str(jax.make_jaxpr(jax.grad(run))(params))
-    # How many rows count, which the mean's derivative needs, and three gradients.
+    # The name marks four values: the three gradients, and the number of rows with a loss.
     assert program.count("name[name=dsa_kl_grads]") == 4 * times
 
 
 def exact_attention(q, k, v, *, scale, is_causal, segment_ids, return_lse):
-    """What the model asks of `masked_attention`, by the formula."""
+    """Computes the case of `masked_attention` that the model uses, by the formula."""
     assert is_causal and return_lse
     s = scale * jnp.einsum("btnd,bsnd->bnts", q, k)
     seen = jnp.tril(jnp.ones((T, T), bool))[None, None]
@@ -739,7 +727,7 @@ def exact_attention(q, k, v, *, scale, is_causal, segment_ids, return_lse):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_dense_attention_by_the_formula(rng, packed, monkeypatch):
+def test_dense_attention_matches_the_formula(rng, packed, monkeypatch):
     graph, params = nnx.split(attention())
     x = hidden(rng)
 
@@ -750,7 +738,7 @@ def test_dense_attention_by_the_formula(rng, packed, monkeypatch):
 
     run = jax.value_and_grad(loss, (0, 1), has_aux=True)
     got = jax.jit(run)(params, x)
-    monkeypatch.setattr("jax_dsa.nn.attention.masked_attention", exact_attention)
+    monkeypatch.setattr("jax_dsa.nn.mla.masked_attention", exact_attention)
     assert_matches(got, jax.jit(lambda *args: run(*args))(params, x), 1e-5)
 
 
@@ -763,3 +751,10 @@ def test_bfloat16(rng):
     assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(nnx.state(module, nnx.Param)))
     want, _ = attend(attention(), x.astype(jnp.float32))
     assert np.abs(y.astype(jnp.float32) - want).mean() < 0.1 * np.abs(want).mean()
+
+
+def test_sparse_mla_is_a_deprecated_name_of_mla() -> None:
+    with pytest.warns(DeprecationWarning, match="use nn.MLA"):
+        assert nn.SparseMLA is nn.MLA
+    with pytest.raises(AttributeError, match=r"'jax_dsa\.nn' has no attribute 'nothing'"):
+        nn.nothing  # noqa: B018

@@ -1,4 +1,4 @@
-"""`examples/own_decoder.py`: attention layers in a decoder that is not ours."""
+"""`examples/own_decoder.py`: our attention layers in a decoder outside the package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa.training import INDEXER
 from jax_dsa.training.data import load_corpus
@@ -36,7 +35,7 @@ def text(tmp_path):
 
 
 @pytest.mark.parametrize("model", ["glm", "v4"])
-def test_it_learns_in_both_stages(example, text, tmp_path, model):
+def test_training_in_both_stages(example, text, tmp_path, model):
     setting = example.MODELS[model](False)
     setting = dataclasses.replace(setting, seq_len=48, batch=2, steps=10, dense_steps=3)
     corpus = load_corpus(text, tmp_path / "run")
@@ -45,17 +44,17 @@ def test_it_learns_in_both_stages(example, text, tmp_path, model):
     assert history.shape == (10, 2) and np.isfinite(history).all()
     assert history[-1, 0] < history[0, 0] - 0.3
     selecting = [i for i, (c, kind) in enumerate(setting.layers) if kind == "full" and c.top_k]
-    moved = {}
+    changes: dict[int, list[float]] = {}
     for (path, new), (_, old) in zip(
         nnx.to_flat_state(trainer.params), nnx.to_flat_state(before), strict=True
     ):
         if INDEXER(path, new):
-            moved.setdefault(path[1], []).append(float(np.abs(new[...] - old[...]).max()))
-    assert sorted(moved) == selecting
-    assert all(max(changes) > 1e-4 for changes in moved.values())
+            changes.setdefault(path[1], []).append(float(np.abs(new[...] - old[...]).max()))
+    assert sorted(changes) == selecting
+    assert all(max(largest) > 1e-4 for largest in changes.values())
 
 
-def test_the_command(example, text, tmp_path, capsys, monkeypatch):
+def test_command_line(example, text, tmp_path, capsys, monkeypatch):
     small = dataclasses.replace(example.v4(False), seq_len=40, batch=2)
     monkeypatch.setitem(example.MODELS, "v4", lambda large: small)
     argv = ["--model", "v4", "--steps", "2", "--dense-steps", "1", "--data", str(text)]
@@ -65,7 +64,7 @@ def test_the_command(example, text, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("model", ["glm", "v4"])
-def test_the_large_settings_have_sizes_that_kernels_cover(example, model):
+def test_large_settings_have_sizes_that_kernels_cover(example, model):
     setting = example.MODELS[model](True)
     assert setting.seq_len == (32768 if model == "v4" else 8192)
     shapes = nnx.eval_shape(lambda: example.Decoder(setting.layers, rngs=nnx.Rngs(0)))

@@ -1,5 +1,6 @@
-"""Attention layers against those of `transformers`, its eager path in float32: outputs, gradients,
-decoding, weights. Needs the extra `parity`.
+"""Attention layers against the eager float32 layers of `transformers`; needs the extra `parity`.
+
+The tests compare outputs, gradients, decoding and weights.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import nn
@@ -26,7 +26,7 @@ SLOW = pytest.mark.slow
 LENGTHS = 1, 5, 77, pytest.param(300, marks=SLOW)
 SEEDS, BATCH = (0, 1, 2), 2
 TOLERANCE = 1e-5
-"""Of the largest value."""
+"""Largest permitted difference, relative to the largest value."""
 
 SIZES = {
     "hidden_size": 48,
@@ -55,11 +55,14 @@ YARN = {
 
 
 class Model(NamedTuple):
-    """A model of `transformers`: where it lies, and a small configuration."""
+    """A model of `transformers` with a small configuration."""
 
     module: str
+    """The module below `transformers.models`."""
     names: str
+    """The prefix of the names of its classes."""
     config: dict[str, Any]
+    """Fields of the configuration beside `SIZES`."""
 
 
 MODELS = {
@@ -96,7 +99,7 @@ MODELS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
-    # Layers 1 and 3 are without position; 2 and 3 attend to the keys of 0 and 1.
+    # Layers 1 and 3 have no RoPE. Layers 2 and 3 attend to the keys of layers 0 and 1.
     "mistral_large4": Model(
         "mistral_large4",
         "MistralLarge4Text",
@@ -138,7 +141,8 @@ MODELS = {
 WINDOW = MODELS["deepseek_v4"].config["sliding_window"]
 
 
-def theirs(kind: str) -> Any:
+def hf_config(kind: str) -> Any:
+    """Returns the configuration of a model in `transformers`."""
     model = MODELS[kind]
     package = getattr(transformers.models, model.module)
     name = next(
@@ -149,8 +153,8 @@ def theirs(kind: str) -> Any:
 
 @functools.cache
 def stack(kind: str) -> tuple[Any, Any, list[Any], tuple[nn.HFLayer, ...]]:
-    """A configuration, its rotary embedding and attention layers, and what we make of it."""
-    config, model = theirs(kind), MODELS[kind]
+    """Returns a model's configuration, rotary embedding and layers, and our layers' specs."""
+    config, model = hf_config(kind), MODELS[kind]
     modeling = __import__(
         f"transformers.models.{model.module}.modeling_{model.module}", fromlist=["x"]
     )
@@ -167,7 +171,8 @@ def stack(kind: str) -> tuple[Any, Any, list[Any], tuple[nn.HFLayer, ...]]:
 
 
 @functools.cache
-def ours(kind: str) -> list[Any]:
+def our_layers(kind: str) -> list[Any]:
+    """Returns our attention layers of a model."""
     return [
         nn.CompressedAttention(layer.config, rngs=nnx.Rngs(0))
         if isinstance(layer.config, nn.CompressedConfig)
@@ -177,7 +182,7 @@ def ours(kind: str) -> list[Any]:
 
 
 def fill(layers: list[Any], seed: int) -> None:
-    """Weights that no initialiser would give: norms that scale, biases that shift."""
+    """Fills the layers with random weights, unlike those of an initialiser."""
     torch.manual_seed(seed)
     for layer in layers:
         for name, p in layer.named_parameters():
@@ -190,11 +195,12 @@ def fill(layers: list[Any], seed: int) -> None:
 
 
 def tensors(layer: Any) -> dict[str, np.ndarray]:
+    """Returns a layer's weights as NumPy arrays."""
     return {name: x.numpy() for name, x in layer.state_dict().items()}
 
 
-def causal(length: int, past: int = 0, window: int | None = None) -> Any:
-    """With a window, of the keys that such a cache holds."""
+def causal_bias(length: int, past: int = 0, window: int | None = None) -> Any:
+    """Returns the causal mask as a bias; with a window, for the keys that the cache still holds."""
     mask = torch.ones(length, past + length, dtype=torch.bool).tril(past)
     if window is not None:
         mask = mask.triu(past + 1 - window)[:, max(past - window + 1, 0) :]
@@ -202,18 +208,21 @@ def causal(length: int, past: int = 0, window: int | None = None) -> Any:
     return bias[None, None].expand(BATCH, 1, -1, -1)
 
 
-def run_theirs(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> tuple[list, list]:
-    """Outputs and selections of all layers, each with inputs of its own."""
+def run_hf(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> tuple[list, list]:
+    """Runs the layers of `transformers`, each on inputs of its own.
+
+    Returns the outputs and the selections of all layers.
+    """
     _, rotary, layers, _ = stack(kind)
     length = inputs[0].shape[1]
     positions = torch.arange(past, past + length)[None].expand(BATCH, -1)
     compressed = kind == "deepseek_v4"
     if compressed:
         names = ("main", "compress")
-        places: Any = {name: rotary(inputs[0], positions, layer_type=name) for name in names}
+        rotations: Any = {name: rotary(inputs[0], positions, layer_type=name) for name in names}
     else:
-        places = rotary(inputs[0], positions)
-    outs, selections, chosen = [], [], None
+        rotations = rotary(inputs[0], positions)
+    outs, selections, selected = [], [], None
     extra: dict[str, Any] = {}
     if kind == "mistral_large4":
         extra["shared_kv_states"] = {}
@@ -224,28 +233,31 @@ def run_theirs(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> t
         if indexer is not None:
             hook = indexer.register_forward_hook(lambda m, i, o, found=found: found.append(o))
         if kind not in ("deepseek_v32", "deepseek_v4"):
-            extra["prev_topk_indices"] = chosen
+            extra["prev_topk_indices"] = selected
         out, *_ = layer(
             x,
-            position_embeddings=places,
-            attention_mask=causal(length, past, WINDOW if compressed else None),
+            position_embeddings=rotations,
+            attention_mask=causal_bias(length, past, WINDOW if compressed else None),
             position_ids=positions,
             past_key_values=cache,
             **extra,
         )
         if hook is not None:
             hook.remove()
-            chosen = found[0]
+            selected = found[0]
         outs.append(out)
-        without = compressed and indexer is None
-        selections.append(None if without else chosen.int().numpy())
+        has_no_selection = compressed and indexer is None
+        selections.append(None if has_no_selection else selected.int().numpy())
     return outs, selections
 
 
 def run_ours(
     kind: str, modules: list[Any], inputs: Any, selections: Any = None, **given: Any
 ) -> tuple:
-    """Outputs and what was found; with `selections` these are replayed."""
+    """Runs our layers, each on inputs of its own, and replays `selections` if they are given.
+
+    Returns the outputs and the other results of all layers.
+    """
     outs, found = [], []
     for i, (layer, x) in enumerate(zip(stack(kind)[3], inputs, strict=True)):
         indices = None if selections is None else selections[i]
@@ -261,65 +273,69 @@ def run_ours(
     return outs, found
 
 
-def scores_of(module: Any, x: Any, aux: Any) -> Any:
-    """The indexer's scores of all keys, -inf for those that a token does not see; None without an
-    indexer."""
+def index_scores(module: Any, x: Any, aux: Any) -> Any:
+    """Returns the indexer's scores of all keys, -inf for keys that a token does not see.
+
+    The result is None if the layer has no indexer.
+    """
     if module.indexer is None:
         return None
     if not isinstance(module, nn.CompressedAttention):
         return jax_dsa.indexer_logits(**aux.indexer._asdict(), is_causal=True)
-    places = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    q, weights = module.indexer(x, module.q_norm(module.wq_a(x)), places)
-    keys = module.indexer.compressor(x, places, None)
-    return jax_dsa.indexer_logits(q, keys, weights, ends=(places + 1) // module.config.ratio)
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    q, weights = module.indexer(x, module.q_norm(module.wq_a(x)), positions)
+    keys = module.indexer.compressor(x, positions, None)
+    return jax_dsa.indexer_logits(q, keys, weights, ends=(positions + 1) // module.config.ratio)
 
 
-def close(got: Any, want: Any, what: str, least: float = 0.0) -> None:
-    """Equal up to `TOLERANCE` of the largest value, or of `least`."""
+def assert_close(got: Any, want: Any, what: str, least: float = 0.0) -> None:
+    """Asserts a difference of at most `TOLERANCE` times the largest value, or times `least`."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, what
     scale = max(np.abs(want).max(initial=0), least)
     worst = np.abs(got - want).max(initial=0)
-    assert worst <= TOLERANCE * scale, f"{what}: off by {worst}, largest value {scale}"
+    assert worst <= TOLERANCE * scale, f"{what}: error {worst}, largest value {scale}"
     model = what.split()[0]
     WORST[model] = max(WORST.get(model, 0.0), worst / scale if worst else 0.0)
 
 
 WORST: dict[str, float] = {}
-"""What each model was off by at most: a column of the table in docs/models.md."""
+"""The largest relative error of each model, a column of the table in docs/models.md."""
 
 
 def same_selection(got: Any, want: Any, scores: Any, what: str) -> np.ndarray:
-    """Which rows select the same keys. In the others scores tie: what only one side selects has, to
-    rounding, the score of the last that both would take.
+    """Returns a mask of the rows that select the same keys, and checks the other rows.
+
+    In the other rows, scores must tie: every key that only one side selects has, up to rounding,
+    the smallest selected score.
     """
     got, want, scores = np.asarray(got), np.asarray(want), np.asarray(scores, np.float64)
     finite = np.isfinite(scores)
     scale = np.abs(scores[finite]).max(initial=0)
     same = np.ones(got.shape[:2], bool)
     for b, t in np.ndindex(same.shape):
-        mine = set(got[b, t].tolist()) - {-1}
-        their = set(want[b, t].tolist()) & set(np.flatnonzero(finite[b, t]).tolist())
-        same[b, t] = mine == their
+        ours = set(got[b, t].tolist()) - {-1}
+        theirs = set(want[b, t].tolist()) & set(np.flatnonzero(finite[b, t]).tolist())
+        same[b, t] = ours == theirs
         if same[b, t]:
             continue
-        assert len(mine) == len(their), what
-        last, after = np.sort(scores[b, t])[::-1][len(mine) - 1 : len(mine) + 1]
+        assert len(ours) == len(theirs), what
+        last, after = np.sort(scores[b, t])[::-1][len(ours) - 1 : len(ours) + 1]
         assert last - after <= TOLERANCE * scale, f"{what}: row {b, t} has no tie"
-        for key in mine ^ their:
+        for key in ours ^ theirs:
             assert abs(scores[b, t, key] - last) <= TOLERANCE * scale, f"{what}: row {b, t}"
     return same
 
 
 @functools.cache
 def compiled(kind: str) -> tuple[Any, Any]:
-    graph = nnx.split(ours(kind))[0]
+    graph = nnx.split(our_layers(kind))[0]
 
     @jax.jit
     def forward(params: Any, inputs: Any) -> Any:
         modules = nnx.merge(graph, params)
         outs, found = run_ours(kind, modules, inputs)
-        scores = [scores_of(*each) for each in zip(modules, inputs, found, strict=True)]
+        scores = [index_scores(*each) for each in zip(modules, inputs, found, strict=True)]
         return outs, [aux.indices for aux in found], scores
 
     @jax.jit
@@ -335,12 +351,12 @@ def compiled(kind: str) -> tuple[Any, Any]:
 
 
 def filled(kind: str, seed: int) -> Any:
-    """The parameters of our layers, which have been given those of theirs."""
+    """Fills the layers of `transformers` and returns the same parameters for our layers."""
     _, _, layers, _ = stack(kind)
     fill(layers, seed)
-    for module, layer in zip(ours(kind), layers, strict=True):
+    for module, layer in zip(our_layers(kind), layers, strict=True):
         nn.load_hf(module, tensors(layer))
-    return nnx.split(ours(kind))[1]
+    return nnx.split(our_layers(kind))[1]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -353,17 +369,18 @@ def test_outputs_and_gradients(kind: str, length: int) -> None:
         shape = (len(layers), BATCH, length, SIZES["hidden_size"])
         x, weights = (rng.normal(size=shape).astype(np.float32) for _ in range(2))
         inputs = torch.tensor(x, requires_grad=True)
-        wants, selections = run_theirs(kind, list(inputs))
+        wants, selections = run_hf(kind, list(inputs))
         for layer in layers:
             layer.zero_grad()
         sum((o * torch.tensor(w)).sum() for o, w in zip(wants, weights, strict=True)).backward()
 
         own, indices, scores = forward(params, list(x))
         outs, (d_params, d_inputs) = replayed(params, list(x), selections, list(weights))
-        gradients = nnx.merge(nnx.split(ours(kind))[0], d_params)
+        gradients = nnx.merge(nnx.split(our_layers(kind))[0], d_params)
         last = None
         for i, layer in enumerate(layers):
-            # A single key has all the weight: the queries' gradients are the others' rounding.
+            # A single key has all the weight, so the gradients of the queries are zero up to
+            # rounding errors of the size of the other gradients.
             grads = [p.grad.abs().max().item() for p in layer.parameters() if p.grad is not None]
             least = max(grads) if length == 1 else 0.0
             what, want = f"{kind} layer {i} T {length} seed {seed}:", wants[i].detach().numpy()
@@ -372,15 +389,15 @@ def test_outputs_and_gradients(kind: str, length: int) -> None:
             if selections[i] is not None:
                 same = same_selection(indices[i], selections[i], last, what)
             assert same.mean() > 0.9, what
-            close(own[i][same], want[same], f"{what} output")
-            close(outs[i], want, f"{what} output, selection replayed")
-            close(d_inputs[i], inputs.grad[i], f"{what} gradient of the input", least)
+            assert_close(own[i][same], want[same], f"{what} output")
+            assert_close(outs[i], want, f"{what} output, selection replayed")
+            assert_close(d_inputs[i], inputs.grad[i], f"{what} gradient of the input", least)
             got = nn.save_hf(gradients[i])
             for name, p in layer.named_parameters():
-                if p.grad is None:  # the indexer's, and of blocks that are not whole
+                if p.grad is None:  # The indexer, or no complete block.
                     assert not got[name].any(), f"{what} {name}"
                 else:
-                    close(got[name], p.grad, f"{what} gradient of {name}", least)
+                    assert_close(got[name], p.grad, f"{what} gradient of {name}", least)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +407,7 @@ def test_outputs_and_gradients(kind: str, length: int) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_prefill_and_token_by_token_decode(kind: str, prefill: int, length: int) -> None:
     config, _, layers, specs = stack(kind)
-    graph = nnx.split(ours(kind))[0]
+    graph = nnx.split(our_layers(kind))[0]
 
     @jax.jit
     def step(params: Any, inputs: Any, caches: Any) -> Any:
@@ -420,13 +437,13 @@ def test_prefill_and_token_by_token_decode(kind: str, prefill: int, length: int)
             module.init_cache(BATCH, length + 3)
             if isinstance(module, nn.CompressedAttention)
             else nn.LayerCache.empty(spec.config, BATCH, length + 3, indexer_type=spec.indexer_type)
-            for module, spec in zip(ours(kind), specs, strict=True)
+            for module, spec in zip(our_layers(kind), specs, strict=True)
         ]
         ends = [*([prefill] if prefill else []), *range(prefill + 1, length + 1)]
         for start, end in zip([0, *ends], ends, strict=False):
             chunk = x[:, :, start:end]
             with torch.no_grad():
-                wants, picked = run_theirs(kind, list(torch.tensor(chunk)), past=start, cache=cache)
+                wants, picked = run_hf(kind, list(torch.tensor(chunk)), past=start, cache=cache)
             outs, caches, selections = step(params, list(chunk), caches)
             last = None
             for i in range(len(layers)):
@@ -435,14 +452,14 @@ def test_prefill_and_token_by_token_decode(kind: str, prefill: int, length: int)
                 same = np.ones((BATCH, end - start), bool)
                 if picked[i] is not None:
                     same = same_selection(selections[i], picked[i], last, what)
-                close(np.asarray(outs[i])[same], wants[i].numpy()[same], f"{what} decoded")
+                assert_close(np.asarray(outs[i])[same], wants[i].numpy()[same], f"{what} decoded")
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_packed_documents(kind: str) -> None:
-    """Each document of a sequence against theirs of the document alone."""
+    """Compares each document of a sequence with the layers of `transformers` on it alone."""
     specs, (forward, _), lengths = stack(kind)[3], compiled(kind), (5, 77, 1)
-    graph = nnx.split(ours(kind))[0]
+    graph = nnx.split(our_layers(kind))[0]
     ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     ids = jnp.broadcast_to(ids, (BATCH, len(ids)))
 
@@ -456,13 +473,13 @@ def test_packed_documents(kind: str) -> None:
         rng = np.random.default_rng(seed)
         shape = (len(specs), BATCH, sum(lengths), SIZES["hidden_size"])
         x = rng.normal(size=shape).astype(np.float32)
-        outs, chosen = packed(params, list(x))
+        outs, selections = packed(params, list(x))
         start = 0
         for n in lengths:
-            own = x[:, :, start : start + n]
+            document = x[:, :, start : start + n]
             with torch.no_grad():
-                wants, picked = run_theirs(kind, list(torch.tensor(own)))
-            _, alone, scores = forward(params, list(own))
+                wants, picked = run_hf(kind, list(torch.tensor(document)))
+            _, alone, scores = forward(params, list(document))
             last = None
             for i, spec in enumerate(specs):
                 what = f"{kind} layer {i} tokens {start}..{start + n} packed, seed {seed}:"
@@ -471,21 +488,25 @@ def test_packed_documents(kind: str) -> None:
                 if picked[i] is not None:
                     same = same_selection(alone[i], picked[i], last, what)
                     ratio = getattr(spec.config, "ratio", 1)
-                    here = np.asarray(chosen[i])[:, start : start + n]
-                    mine, alike = (np.sort(k, -1)[..., ::-1] for k in (here, np.asarray(alone[i])))
-                    mine, width = np.where(mine >= 0, mine - start // ratio, -1), alike.shape[-1]
-                    np.testing.assert_array_equal(mine[..., :width], alike, what)
-                    assert (mine[..., width:] < 0).all(), what
-                close(np.asarray(outs[i])[:, start : start + n][same], wants[i].numpy()[same], what)
+                    here = np.asarray(selections[i])[:, start : start + n]
+                    ours, separate = (
+                        np.sort(k, -1)[..., ::-1] for k in (here, np.asarray(alone[i]))
+                    )
+                    ours, width = np.where(ours >= 0, ours - start // ratio, -1), separate.shape[-1]
+                    np.testing.assert_array_equal(ours[..., :width], separate, what)
+                    assert (ours[..., width:] < 0).all(), what
+                assert_close(
+                    np.asarray(outs[i])[:, start : start + n][same], wants[i].numpy()[same], what
+                )
             start += n
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_weights_come_back(kind: str, tmp_path: pathlib.Path) -> None:
-    """From arrays, from a file, and in bfloat16."""
+def test_saved_weights_equal_loaded_weights(kind: str, tmp_path: pathlib.Path) -> None:
+    """The weights come from arrays, and in bfloat16 from a file."""
     layers = stack(kind)[2]
     fill(layers, 0)
-    for i, (module, layer) in enumerate(zip(ours(kind), layers, strict=True)):
+    for i, (module, layer) in enumerate(zip(our_layers(kind), layers, strict=True)):
         want, prefix = tensors(layer), f"model.layers.{i}.self_attn."
         got = nn.save_hf(nn.load_hf(module, want))
         assert got.keys() == want.keys()
@@ -493,7 +514,7 @@ def test_weights_come_back(kind: str, tmp_path: pathlib.Path) -> None:
             np.testing.assert_array_equal(got[name], x)
         half = {prefix + name: x.bfloat16().contiguous() for name, x in layer.state_dict().items()}
         safetensors_torch.save_file(half, tmp_path / f"model-{i}.safetensors")
-    for i, (module, layer) in enumerate(zip(ours(kind), layers, strict=True)):
+    for i, (module, layer) in enumerate(zip(our_layers(kind), layers, strict=True)):
         prefix = f"model.layers.{i}.self_attn."
         got = nn.save_hf(nn.load_hf(module, tmp_path, prefix), prefix, dtype=jnp.bfloat16)
         for name, x in layer.state_dict().items():
@@ -525,21 +546,23 @@ def test_yarn_at_the_models_sizes(rope: dict[str, Any]) -> None:
 
 
 def test_a_published_checkpoint(tmp_path: pathlib.Path) -> None:
-    """DeepSeek-V4's files have other names than its modules in `transformers`."""
-    config = theirs("deepseek_v4")
+    """The published names of DeepSeek-V4's weights differ from those of `transformers`' modules."""
+    config = hf_config("deepseek_v4")
     config.n_routed_experts = config.n_shared_experts = config.num_experts_per_tok = 1
     config.moe_intermediate_size = 8
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
-    for i, (module, layer) in enumerate(zip(ours("deepseek_v4"), model.model.layers, strict=True)):
+    for i, (module, layer) in enumerate(
+        zip(our_layers("deepseek_v4"), model.model.layers, strict=True)
+    ):
         got = nn.save_hf(nn.load_hf(module, tmp_path, f"model.layers.{i}.attn."))
         for name, x in tensors(layer.self_attn).items():
             np.testing.assert_array_equal(got[name], x)
 
 
 def test_a_model_from_files(tmp_path: pathlib.Path) -> None:
-    """Two blocks of DeepSeek-V3.2 with YaRN, written by `transformers`, as a `DecoderLM`."""
-    config = theirs("deepseek_v32")
+    """Loads two blocks of DeepSeek-V3.2 with YaRN from files into a `DecoderLM`."""
+    config = hf_config("deepseek_v32")
     config.first_k_dense_replace, config.mlp_layer_types = 2, ["dense"] * 2
     torch.manual_seed(0)
     want = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -570,13 +593,14 @@ def test_a_model_from_files(tmp_path: pathlib.Path) -> None:
         layer.self_attn.indexer.register_forward_hook(lambda m, i, o: selections.append(o.numpy()))
     with torch.no_grad():
         logits = want(torch.tensor(tokens, dtype=torch.long)).logits
-    # A tied selection of the first layer would change the scores of the second: theirs is replayed.
+    # A tie in the first layer could change the scores of the second one, so the selections of
+    # `transformers` are replayed.
     got, found = jax.jit(lambda t, s: model(t, indices=s))(tokens, selections)
-    close(got, logits, "deepseek_v32 logits of two blocks")
+    assert_close(got, logits, "deepseek_v32 logits of two blocks")
     own, again = jax.jit(lambda t: model(t))(tokens)
     same = np.ones(tokens.shape, bool)
     for recorded, other in zip(found, again, strict=True):
-        chosen = [np.sort(np.asarray(x.indices), -1) for x in (recorded, other)]
-        same &= (chosen[0] == chosen[1]).all(-1)
+        ours, theirs = (np.sort(np.asarray(x.indices), -1) for x in (other, recorded))
+        same &= (ours == theirs).all(-1)
     assert same.mean() > 0.9
-    close(np.asarray(own)[same], logits.numpy()[same], "deepseek_v32 logits of two blocks")
+    assert_close(np.asarray(own)[same], logits.numpy()[same], "deepseek_v32 logits of two blocks")

@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import pytest
-from support.quick import compile_quickly  # noqa: F401
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 T = 64

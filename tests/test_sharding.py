@@ -17,9 +17,8 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support.cases.registry import CASES
 from support.compare import assert_matches
-from support.quick import compile_quickly  # noqa: F401
-from test_nn import DECODER
-from test_transforms import grad, loss, outputs, weighted
+from support.models import DECODER
+from support.transforms import both_ways, grad, loss, outputs, weighted
 
 import jax_dsa
 from jax_dsa import nn
@@ -35,12 +34,6 @@ def exchanged(text: str, collective: str) -> set[tuple[int, ...]]:
     results = re.findall(rf"= (\S.*?) {collective}(?:-start)?\(", text)
     shapes = (re.findall(r"\w+\[([\d,]*)\]", result) for result in results)
     return {tuple(map(int, filter(None, s.split(",")))) for found in shapes for s in found}
-
-
-def both_ways(case: Any) -> Any:
-    if not case.diff:
-        return lambda *args: (outputs(case, *args), ())
-    return lambda *args: (outputs(case, *args), grad(case)(*args))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

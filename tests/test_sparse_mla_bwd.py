@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa.core.rows import gather_rows, scatter_rows, scores, valid_slots
 from jax_dsa.core.softmax import grouped, probabilities

@@ -1,4 +1,4 @@
-"""Sequences stored in stripes give what they give in order."""
+"""Sequences that are stored in stripes give the results of sequences in order."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.compare import assert_matches
-from support.quick import compile_quickly  # noqa: F401
-from test_training import ATTENTION
+from support.training import ATTENTION
 
 from jax_dsa import nn
 
@@ -18,14 +17,14 @@ def test_each_device_has_early_and_late_tokens(rng):
     np.testing.assert_array_equal(nn.striped(np.arange(12)[None], 3)[0, :5], [0, 3, 6, 9, 1])
     x = rng.normal(size=(2, 12, 3))
     np.testing.assert_array_equal(nn.unstriped(nn.striped(x, 4), 4), x)
-    seen = nn.striped(np.arange(1, 4097)[None], 8).reshape(8, -1).sum(1)  # causal work
+    seen = nn.striped(np.arange(1, 4097)[None], 8).reshape(8, -1).sum(1)  # Keys per device.
     assert seen.max() / seen.mean() < 1.002 and np.arange(3585, 4097).sum() / seen.mean() > 1.8
 
 
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
 def test_attention_in_stripes(rng, sparse, packed):
-    """Values, loss, selection, and gradients of inputs and parameters."""
+    """Checks values, loss, selection, and gradients of inputs and parameters."""
     stripes, shape = 4, (2, 24)
     module = nn.DSAttention(ATTENTION, rngs=nnx.Rngs(0))
     graph, params = nnx.split(module)
@@ -46,7 +45,7 @@ def test_attention_in_stripes(rng, sparse, packed):
     assert_matches((got_params, nn.unstriped(got_x, stripes)), want_grads, 1e-5)
 
 
-def test_a_number_of_stripes_that_does_not_divide():
+def test_the_number_of_stripes_must_divide_the_sequence():
     module = nn.DSAttention(ATTENTION, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="'stripes' is 5, want a divisor of T = 24"):
         module(jnp.zeros((1, 24, ATTENTION.model_dim)), stripes=5)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from jax import export
 from support.compare import assert_matches
-from support.quick import compile_quickly  # noqa: F401
-from test_transforms import weighted
+from support.transforms import weighted
 
 import jax_dsa
 from jax_dsa import FlatCache, PagedCache

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import Variable
 from support.oracles import topk as oracle
-from support.quick import compile_quickly  # noqa: F401
 
 import jax_dsa
 from jax_dsa import topk
@@ -229,16 +228,16 @@ def test_any_call_selects_or_says_why_not(x, rows, k):
 
 
 def test_what_the_kernel_covers():
-    def why_not(k, *shape, dtype=jnp.float32):
+    def unsupported_reason(k, *shape, dtype=jnp.float32):
         each = jax.ShapeDtypeStruct(shape[:2], jnp.int32)
         x = Operands(jax.ShapeDtypeStruct(shape, dtype), each, each)
         return cuda.supports(Options(k, shape[2], return_values=False), x)
 
-    assert why_not(4096, 2, 2**27 - 1, 9000) is None
-    assert "float32, got bfloat16" in why_not(8, 1, 1, 16, dtype=jnp.bfloat16)
-    assert "at most 4096 values of a row, want 4097" in why_not(5000, 1, 1, 4097)
-    assert "at most 268435455 rows, got 268435456" in why_not(1, 2, 2**27, 8)
-    assert "rows of at most" in why_not(1, 1, 1, 2**31 - 2**16)
+    assert unsupported_reason(4096, 2, 2**27 - 1, 9000) is None
+    assert "float32, got bfloat16" in unsupported_reason(8, 1, 1, 16, dtype=jnp.bfloat16)
+    assert "at most 4096 values of a row, want 4097" in unsupported_reason(5000, 1, 1, 4097)
+    assert "at most 268435455 rows, got 268435456" in unsupported_reason(1, 2, 2**27, 8)
+    assert "rows of at most" in unsupported_reason(1, 1, 1, 2**31 - 2**16)
 
 
 def test_is_exported_under_its_name():

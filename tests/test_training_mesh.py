@@ -12,17 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.compare import assert_matches
-from support.quick import compile_quickly  # noqa: F401
-from test_training import ATTENTION, CONFIG, STAGES, corpus
+from support.training import ATTENTION, CONFIG, MESH_CONFIG, STAGES, corpus
 
 from jax_dsa import nn
 from jax_dsa.training.data import Batches, RunError
 from jax_dsa.training.mesh import AXES, make_mesh
 from jax_dsa.training.steps import Program
 
-MESH_CONFIG = dataclasses.replace(
-    CONFIG, batch_size=4, model=dataclasses.replace(CONFIG.model, num_layers=2, mlp_dim=32)
-)
 MESHES = [
     *({axis: 2} for axis in AXES),
     *(

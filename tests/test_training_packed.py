@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.compare import assert_matches
-from support.quick import compile_quickly  # noqa: F401
-from test_training import CONFIG, STAGES
+from support.training import CONFIG, STAGES
 
 from jax_dsa import training
 from jax_dsa.training.data import BOS

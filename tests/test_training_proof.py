@@ -9,8 +9,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from support.quick import compile_quickly  # noqa: F401
-from test_training import CONFIG, corpus, shared_evaluator, shared_program
+from support.training import CONFIG, corpus, shared_evaluator, shared_program
 
 from jax_dsa import training
 from jax_dsa.training import proof

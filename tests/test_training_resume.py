@@ -15,10 +15,8 @@ import time
 import jax
 import numpy as np
 import pytest
-from support.quick import compile_quickly  # noqa: F401
+from support.training import CONFIG, MESH_CONFIG, corpus
 from support.workers import Worker, finish, free_port
-from test_training import CONFIG, corpus
-from test_training_mesh import MESH_CONFIG
 
 from jax_dsa.training.checkpoint import Checkpoints
 from jax_dsa.training.mesh import make_mesh

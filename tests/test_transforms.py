@@ -12,32 +12,13 @@ import numpy as np
 import pytest
 from support.cases.registry import CASES
 from support.compare import assert_matches
-from support.quick import compile_quickly  # noqa: F401
+from support.transforms import grad, loss, outputs
 
 import jax_dsa
 from jax_dsa.core.call import in_plain_xla
 
 ALL = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 DIFFERENTIABLE = pytest.mark.parametrize("case", [c for c in CASES if c.diff], ids=lambda c: c.name)
-
-
-def outputs(case: Any, *args: Any) -> tuple:
-    return tuple(jax.tree.leaves(case.fn(*args)))
-
-
-def weighted(y: jax.Array) -> jax.Array:
-    """A scalar that depends on every finite element of `y` differently."""
-    weights = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
-    return jnp.sum(jnp.where(jnp.isfinite(y), y.astype(jnp.float32), 0.0) * weights)
-
-
-def loss(case: Any, *args: Any) -> jax.Array:
-    floats = [y for y in outputs(case, *args) if jnp.issubdtype(y.dtype, jnp.floating)]
-    return sum((weighted(y) for y in floats), start=jnp.float32(0))
-
-
-def grad(case: Any) -> Any:
-    return jax.grad(lambda *args: loss(case, *args), argnums=case.diff)
 
 
 def stacked(fn: Any, samples: list[tuple]) -> Any:

@@ -52,8 +52,8 @@ KERNELS = {
         for bias in ("false", "true")
     ],
     "mqa_decode/few.cuh": [
-        "mqa_decode::few_kernel<jax_dsa::sparse_mla::FewTraits<576, 16>, true>",
-        "mqa_decode::few_kernel<jax_dsa::sparse_mla::FewTraits<128, 32, 128, true>, false>",
+        "mqa_decode::few_kernel<jax_dsa::mla::FewTraits<576, 16>, true>",
+        "mqa_decode::few_kernel<jax_dsa::mla::FewTraits<128, 32, 128, true>, false>",
     ],
     "mqa_decode/merge.cuh": ["mqa_decode::merge_kernel<true, 2>"],
     "mqa_decode/wide.cuh": ["mqa_decode::wide_kernel<576, true>"],

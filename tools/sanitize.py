@@ -70,34 +70,49 @@ EXPLANATIONS = {
     ),
     frozenset(
         [
-            *("common/ptx.cuh:bulk_load", "masked_attention/scores.cuh:start_at"),
+            *("common/ptx.cuh:bulk_load", "masked_attention/scores.cuh:init_negated"),
             *("masked_attention/bwd.cuh:consume", "masked_attention/bwd_wide.cuh:consume_wide"),
         ]
     ): "bulk_copy",
     frozenset(
         [
-            *("masked_attention/bwd_producer.cuh:copy", "masked_attention/bwd_producer.cuh:build"),
+            *(
+                "masked_attention/bwd_producer.cuh:load_steps",
+                "masked_attention/bwd_producer.cuh:prepare_steps",
+            ),
             *("masked_attention/bwd.cuh:consume", "masked_attention/bwd_wide.cuh:consume_wide"),
-            *("masked_attention/bwd_rows.cuh:walk_items", "masked_attention/mask.cuh:clear_rows"),
+            *(
+                "masked_attention/bwd_rows.cuh:for_each_work_tile",
+                "masked_attention/mask.cuh:clear_rows",
+            ),
         ]
     ): "bulk_copy",
     frozenset(
         [
-            *("masked_attention/fwd_producer.cuh:list", "masked_attention/fwd_producer.cuh:copy"),
-            "masked_attention/fwd_producer.cuh:build",
+            *(
+                "masked_attention/fwd_producer.cuh:schedule_tiles",
+                "masked_attention/fwd_producer.cuh:load_tiles",
+            ),
+            "masked_attention/fwd_producer.cuh:build_mask_bits",
         ]
     ): "elected_writer",
-    frozenset(["masked_attention/fwd_producer.cuh:copy", "masked_attention/fwd.cuh:consume"]): (
-        "bulk_copy"
-    ),
+    frozenset(
+        ["masked_attention/fwd_producer.cuh:load_tiles", "masked_attention/fwd.cuh:consume"]
+    ): ("bulk_copy"),
     frozenset(
         [
-            *("masked_attention/fwd_producer.cuh:build", "masked_attention/fwd_producer.cuh:copy"),
-            *("masked_attention/mask.cuh:clear_rows", "masked_attention/scores.cuh:hide"),
+            *(
+                "masked_attention/fwd_producer.cuh:build_mask_bits",
+                "masked_attention/fwd_producer.cuh:load_tiles",
+            ),
+            *("masked_attention/mask.cuh:clear_rows", "masked_attention/scores.cuh:mask_scores"),
         ]
     ): "elected_arrival",
     frozenset(
-        ["masked_attention/bwd_producer.cuh:build_bits", "masked_attention/scores.cuh:hide"]
+        [
+            "masked_attention/bwd_producer.cuh:build_mask_bits",
+            "masked_attention/scores.cuh:mask_scores",
+        ]
     ): ("elected_arrival"),
     frozenset(
         [
@@ -111,16 +126,14 @@ EXPLANATIONS = {
     frozenset(["mqa_decode/wide.cuh:hide_scores", "mqa_decode/wide.cuh:produce_wide"]): (
         "beside_copies"
     ),
-    frozenset(["sparse_mla/fwd.cuh:consume"]): "through_producer",
+    frozenset(["mla/consumer.cuh:consume"]): "through_producer",
     frozenset(
         [
-            *("common/gather.cuh:set", "sparse_mla/fwd_few.cuh:consume_few"),
-            "sparse_mla/fwd_few.cuh:CountingRows",
+            *("common/gather.cuh:set", "mla/few_heads.cuh:consume_few"),
+            "mla/few_heads.cuh:CountingRows",
         ]
     ): "elected_writer",
-    frozenset(["sparse_mla/fwd_few.cuh:consume_few", "sparse_mla/fwd_producer.cuh:begin_item"]): (
-        "beside_copies"
-    ),
+    frozenset(["mla/few_heads.cuh:consume_few", "mla/producer.cuh:begin_item"]): ("beside_copies"),
     # In the backward kernel the way back is that of over_two_barriers.
     frozenset(["common/gather.cuh:all", "common/gather.cuh:set"]): "beside_copies",
     frozenset(
@@ -183,7 +196,7 @@ class Outcome:
 
 
 def function_at(path: str, line: int) -> str:
-    """The device function that a line of ours belongs to, as `sparse_mla/fwd.cuh:consume`."""
+    """The device function that a line of ours belongs to, as `mla/consumer.cuh:consume`."""
     ours = re.fullmatch(r"(?:.*/)?((?:cuda|tests)/.*)", path)  # wherever it was built
     if ours is None or not (ROOT / ours[1]).is_file():
         return f"{path}:{line}"

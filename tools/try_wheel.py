@@ -2,7 +2,7 @@
 
     python try_wheel.py README.md [--gpu]
 
-Runs README's ten lines, then an example of every public function; with --gpu a gradient by the
+Runs README's example, then an example of every public function; with --gpu a gradient by the
 kernels instead, against XLA's. Nothing but jax_dsa and what it depends on has to be there.
 """
 
@@ -36,14 +36,14 @@ def examples() -> int:
     return len(functions)
 
 
-def ten_lines(readme: Path) -> None:
-    """README's first block of Python."""
+def readme_example(readme: Path) -> None:
+    """Runs the README's Python block and checks its gradients."""
     found = re.search(r"```python\n(.*?)```", readme.read_text(), re.S)
     assert found, f"{readme} has no Python"
     names: dict[str, Any] = {}
     exec(compile(found[1], str(readme), "exec"), names)
-    for name, gradient in names["grads"].items():
-        assert jnp.isfinite(gradient).all() and gradient.any(), name
+    for i, gradient in enumerate(names["gradients"]):
+        assert jnp.isfinite(gradient).all() and gradient.any(), i
 
 
 def gradient_by_kernels() -> None:
@@ -85,7 +85,7 @@ def main() -> None:
     asked = parser.parse_args()
     python = ".".join(map(str, sys.version_info[:3]))
     print(f"Python {python}, JAX {jax.__version__}, {jax.default_backend()}, {jax_dsa.__file__}")
-    ten_lines(asked.readme)
+    readme_example(asked.readme)
     print("the ten lines run")
     if asked.gpu:
         return gradient_by_kernels()

@@ -1,6 +1,6 @@
 // Whether reductions into global memory leave a SM's tensor cores alone.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o reduce_beside_wgmma \
-//       benchmarks/micro/reduce_beside_wgmma.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o reduce_beside_wgmma benchmarks/micro/reduce_beside_wgmma.cu
 // One warpgroup multiplies from shared memory (m64n256k16), the other one adds f32 to scattered
 // rows of 576, by red.v4 (128 bytes of a row by eight lanes) or by cp.reduce.async.bulk (256
 // bytes), or stores to them; each alone, then both. If both take as long as the slower one, they do
@@ -9,9 +9,9 @@
 #include <cstdlib>
 #include <vector>
 
-#include "gpu/check.cuh"
 #include "common/ptx.cuh"
 #include "common/wgmma.cuh"
+#include "gpu/check.cuh"
 
 using namespace jax_dsa;
 

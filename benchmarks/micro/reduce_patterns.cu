@@ -1,6 +1,6 @@
 // How fast f32 is added to scattered rows of 576, by how a warp's 32 lanes share out the rows.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o reduce_patterns \
-//       benchmarks/micro/reduce_patterns.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o reduce_patterns benchmarks/micro/reduce_patterns.cu
 // red.v4 with 2, 4, 8 or 32 lanes side by side in a row (32, 64, 128 or 512 bytes of it); red.v2,
 // red and red.v4 with lanes in another order, 128 bytes of it; and cp.reduce.async.bulk of 1 KiB.
 // Random rows among S; 4 or 8 warps on each SM, or on a half or a quarter of them, or
@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "gpu/check.cuh"
 #include "common/ptx.cuh"
+#include "gpu/check.cuh"
 
 using namespace jax_dsa;
 

@@ -1,4 +1,4 @@
-// Launchers of the kernel that makes tiles of masks.
+// Launchers of the kernel that converts masks to block masks.
 
 #include "block_mask/block_mask.h"
 #include "block_mask/tiles.cuh"
@@ -9,21 +9,21 @@ namespace {
 
 using namespace block_mask;
 
-constexpr int kWarps = 4;  // of a block
+constexpr int kWarps = 4;  // warps per CTA
 
-int64_t tiles_of_map(const BlockMaskParams& p) {
+int64_t tiles_per_map(const BlockMaskParams& p) {
   return ceil_div(p.queries, int64_t{p.block_q}) * ceil_div(p.keys, int64_t{p.block_k});
 }
 
 bool fits(const BlockMaskParams& p) {
   const AttentionMask& m = p.others;
-  const bool blocks = p.block_q > 0 && p.block_q <= kBlockMaskMaxLength && p.block_k > 0 &&
-                      p.block_k <= kBlockMaskMaxLength && p.block_k % 8 == 0;
+  const bool block_sizes = p.block_q > 0 && p.block_q <= kBlockMaskMaxLength && p.block_k > 0 &&
+                           p.block_k <= kBlockMaskMaxLength && p.block_k % 8 == 0;
   const bool mask = !p.mask || (p.mask_heads > 0 && p.heads % p.mask_heads == 0);
   const bool map = !m.map_rows || (m.block_q > 0 && m.block_k > 0 && m.block_k % 8 == 0 &&
                                    m.map_heads > 0 && p.heads % m.map_heads == 0);
-  return blocks && mask && map && p.queries <= kBlockMaskMaxLength &&
-         p.keys <= kBlockMaskMaxLength && tiles_of_map(p) <= INT32_MAX;
+  return block_sizes && mask && map && p.queries <= kBlockMaskMaxLength &&
+         p.keys <= kBlockMaskMaxLength && tiles_per_map(p) <= INT32_MAX;
 }
 
 bool empty(const BlockMaskParams& p) {
@@ -64,7 +64,7 @@ cudaError_t launch_block_mask_compress(const BlockMaskParams& p, int32_t* tiles,
                                        cudaStream_t stream) {
   if (empty(p)) return cudaSuccess;
   if (!fits(p)) return cudaErrorInvalidValue;
-  return launch_width(p, Compress{tiles, bits, tiles_of_map(p)}, stream);
+  return launch_width(p, Compress{tiles, bits, tiles_per_map(p)}, stream);
 }
 
 }  // namespace jax_dsa

@@ -1,14 +1,19 @@
-// Reads a mask once, tile by tile, and says of each tile whether it is empty or full, or what its
-// bits are.
+// Converts a mask to a block mask in a single read: the kind of each tile, its bits, or both.
 //
-// Bound by memory: a key costs a byte read and at most an eighth of one written. A block takes a
-// strip: one row of tiles, as many of them as a warp's lanes cover with kKeys keys each, or one
-// that is wider. Its rows go to its warps in turn. A warp reads the 32 * kKeys bytes of a row with
-// one instruction and has kInFlight rows under way; it does not read what is hidden already. Loads
-// are of aligned chunks, wherever a row begins: a lane makes bits of its chunk (dp4a: four bytes
-// times four weights), and shifts them and the next lane's into place. It notes which of its keys
-// were seen in any row, and which were hidden in any; two ballots a warp and one exchange between
-// the warps make kinds of tiles of these notes. No tile is in two blocks, and nothing is atomic.
+// Tiling. The kernel is bound by memory: a key costs one byte read and at most an eighth of a byte
+// written. A CTA processes a strip of one row of tiles: as many tiles as the lanes of a warp cover
+// with kKeys keys each, or a single tile that is wider. No tile belongs to two CTAs, so the kernel
+// needs no atomics.
+//
+// Loads. The warps of a CTA alternate between the rows of the strip. A warp reads the 32 * kKeys
+// bytes of a row with one instruction and keeps kInFlight rows in flight. It skips keys that other
+// conditions mask already. All loads are aligned chunks, whatever the alignment of the row. A lane
+// packs its chunk into bits (dp4a: four bytes times four weights) and combines them with the bits
+// of the next lane to shift them into place.
+//
+// Kinds. Each lane records which of its keys were visible in any row and which were masked in any
+// row. Two ballots per warp and one exchange between the warps turn these records into the kinds
+// of the tiles.
 #pragma once
 
 #include <cstdint>
@@ -19,29 +24,30 @@
 
 namespace jax_dsa::block_mask {
 
-// kKeys: of a lane, 16 or 8; tiles are as many wide, or a multiple. kInFlight: rows under way.
-// kBlocks: of a SM. kGeneral: there are segments or a map, too.
-template <int kKeys_, int kInFlight_, int kWarps_, int kBlocks_, bool kGeneral_>
+// kKeys: keys per lane, 16 or 8; the width of a tile is a multiple of it. kInFlight: rows in flight
+// per warp. kCtasPerSm: occupancy for __launch_bounds__. kGeneral: there are segments or another
+// map.
+template <int kKeys_, int kInFlight_, int kWarps_, int kCtasPerSm_, bool kGeneral_>
 struct Traits {
   static constexpr int kKeys = kKeys_, kInFlight = kInFlight_, kWarps = kWarps_;
-  static constexpr int kBlocks = kBlocks_;
+  static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr bool kGeneral = kGeneral_;
   static constexpr int kThreads = 32 * kWarps, kWarpKeys = 32 * kKeys;
   static_assert(kKeys == 16 || kKeys == 8);
 };
 
-// The tiles of a result, and how they are shared out.
+// The division of the result tiles into strips.
 struct Strips {
-  int rows, columns;  // of tiles
-  int tiles;          // of a strip
-  int count;          // of a row of tiles
+  int rows, columns;  // rows and columns of tiles per map
+  int tiles;          // tiles per strip
+  int per_row;        // strips per row of tiles
 
   Strips(const BlockMaskParams& p, int warp_keys)
       : rows(static_cast<int>(ceil_div(p.queries, int64_t{p.block_q}))),
         columns(static_cast<int>(ceil_div(p.keys, int64_t{p.block_k}))),
         tiles(std::max(1, warp_keys / p.block_k)),
-        count(ceil_div(columns, tiles)) {}
-  int64_t blocks(const BlockMaskParams& p) const { return p.batch * p.heads * rows * count; }
+        per_row(ceil_div(columns, tiles)) {}
+  int64_t num_ctas(const BlockMaskParams& p) const { return p.batch * p.heads * rows * per_row; }
 };
 
 // ---- results -----------------------------------------------------------------------------------
@@ -50,9 +56,9 @@ struct Classify {
   bool* occupied;
   bool* full;
   static constexpr bool kKinds = true, kBits = false;
-  __device__ void put(int64_t tile, int, bool some, bool all) const {
-    occupied[tile] = some;
-    full[tile] = all;
+  __device__ void put(int64_t tile, int, bool any_visible, bool all_visible) const {
+    occupied[tile] = any_visible;
+    full[tile] = all_visible;
   }
 };
 
@@ -72,22 +78,23 @@ struct Compress {
   uint8_t* bits;
   int64_t slots;
   static constexpr bool kKinds = true, kBits = true;
-  __device__ int slot(int64_t, int number) const { return number; }
-  __device__ void put(int64_t tile, int number, bool some, bool all) const {
-    tiles[tile] = !some ? -2 : all ? -1 : number;
+  __device__ int slot(int64_t, int tile_index) const { return tile_index; }
+  __device__ void put(int64_t tile, int tile_index, bool any_visible, bool all_visible) const {
+    tiles[tile] = !any_visible ? -2 : all_visible ? -1 : tile_index;
   }
 };
 
 // ---- a lane's keys -----------------------------------------------------------------------------
 
-// Bits for the first n of kKeys keys, for n in any range.
+// Returns a mask of the first n of kKeys bits. n may be out of range.
 template <int kKeys>
 __device__ __forceinline__ uint32_t first_bits(int n) {
   return (1u << min(max(n, 0), kKeys)) - 1;
 }
 
-// As many bytes as a lane has keys, from an address that is a multiple of that. Bytes beside the
-// mask may be anything, so only the lowest bit of each counts: no byte reaches another's bit.
+// A chunk of as many bytes as a lane has keys, at an address that is a multiple of kKeys. Bytes
+// outside of the mask may have any value, so only the lowest bit of each byte is used. No byte can
+// then affect the bit of another one.
 template <int kKeys>
 struct Chunk {
   uint32_t x[kKeys / 4];
@@ -111,22 +118,27 @@ struct Chunk {
   }
 };
 
-// What of a lane's keys a head's queries see, but for the mask. Lane u of a warp looks after the
-// u-th of the rows under way.
+// Evaluates the other conditions (ranges, segments, another map) for the keys of a lane. Lane u of
+// a warp holds the data of the u-th row in flight.
 template <typename Tr>
-class Others {
+class OtherMasks {
  public:
-  __device__ __forceinline__ Others(const BlockMaskParams& p, int64_t entry, int head, int key)
-      : m(p.others), entry(entry), queries(p.queries), key(key), keys(static_cast<int>(p.keys)) {
+  __device__ __forceinline__ OtherMasks(const BlockMaskParams& p, int64_t batch_index, int head,
+                                        int key)
+      : m(p.others),
+        batch_index(batch_index),
+        queries(p.queries),
+        key(key),
+        keys(static_cast<int>(p.keys)) {
     if constexpr (Tr::kGeneral) {
       if (m.kv_segments) {
 #pragma unroll
         for (int i = 0; i < Tr::kKeys; ++i) {
-          segment[i] = __ldg(m.kv_segments + entry * keys + min(key + i, keys - 1));
+          segment[i] = __ldg(m.kv_segments + batch_index * keys + min(key + i, keys - 1));
         }
       }
       if (m.map_rows) {
-        const int64_t b = m.map_batch == 1 ? 0 : entry;
+        const int64_t b = m.map_batch == 1 ? 0 : batch_index;
         const int64_t map = b * m.map_heads + head / (p.heads / m.map_heads);
         tiles = m.tiles + map * m.tile_rows * m.tile_columns;
         bits = m.bits + map * m.slots * m.block_q * (m.block_k / 8);
@@ -139,23 +151,25 @@ class Others {
     }
   }
 
-  // For this lane's row.
-  __device__ __forceinline__ void look(int64_t query, bool valid) {
-    const int64_t range = entry * m.range_stride + query;
+  // Loads the data of the row that this lane holds.
+  __device__ __forceinline__ void load_row(int64_t query, bool valid) {
+    const int64_t range = batch_index * m.range_stride + query;
     start = load_now(m.starts + range, valid && m.starts, 0);
     end = load_now(m.ends + range, valid && m.ends, keys);
     if constexpr (Tr::kGeneral) {
-      segment_of_query = load_now(m.q_segments + entry * queries + query, valid && m.q_segments, 0);
+      segment_of_query =
+          load_now(m.q_segments + batch_index * queries + query, valid && m.q_segments, 0);
       if (m.map_rows) {
-        const int row = load_now(m.map_rows + entry * m.map_rows_stride + query, valid, 0);
+        const int row = load_now(m.map_rows + batch_index * m.map_rows_stride + query, valid, 0);
         map_row = row / m.block_q;
-        map_line = row - map_row * m.block_q;
+        row_in_tile = row - map_row * m.block_q;
       }
     }
   }
 
-  // Leaves of `wanted` what the rows' queries see, for a whole warp.
-  __device__ __forceinline__ void narrow(uint32_t (&wanted)[Tr::kInFlight]) const {
+  // Clears the bits of `wanted` that the queries of the rows in flight do not see. A whole warp
+  // calls this.
+  __device__ __forceinline__ void intersect(uint32_t (&wanted)[Tr::kInFlight]) const {
 #pragma unroll
     for (int u = 0; u < Tr::kInFlight; ++u) {
       wanted[u] &= first_bits(__shfl_sync(~0u, end, u)) & ~first_bits(__shfl_sync(~0u, start, u));
@@ -171,26 +185,29 @@ class Others {
           wanted[u] &= same;
         }
       }
-      if (m.map_rows) narrow_by_map(wanted);
+      if (m.map_rows) intersect_map(wanted);
     }
   }
 
  private:
   const AttentionMask& m;
-  const int64_t entry, queries;
+  const int64_t batch_index, queries;
   const int key, keys;
   int segment[Tr::kGeneral ? Tr::kKeys : 1];
   const int32_t* tiles;
   const uint8_t* bits;
-  int column[Tr::kKeys / 8], byte[Tr::kKeys / 8];       // of the map's tiles; in one
-  int start, end, segment_of_query, map_row, map_line;  // the map's row of tiles; in one
+  // The column of tiles of the map, and the byte in a row of that tile, of every 8 keys.
+  int column[Tr::kKeys / 8], byte[Tr::kKeys / 8];
+  // The data of this lane's row; `map_row` is a row of tiles of the map.
+  int start, end, segment_of_query, map_row, row_in_tile;
 
-  // Bits for the lane's keys before `stop`.
+  // Returns the bits of the lane's keys before `stop`.
   __device__ __forceinline__ uint32_t first_bits(int stop) const {
     return block_mask::first_bits<Tr::kKeys>(min(max(stop, 0), keys) - key);
   }
-  // All kinds of tiles are under way before the first bits, and these before their use.
-  __device__ __forceinline__ void narrow_by_map(uint32_t (&wanted)[Tr::kInFlight]) const {
+  // Issues the loads of all tile kinds before the first load of bits, and all of these before their
+  // use, to overlap latencies.
+  __device__ __forceinline__ void intersect_map(uint32_t (&wanted)[Tr::kInFlight]) const {
     constexpr int kBytes = Tr::kKeys / 8;
     int kind[Tr::kInFlight][kBytes];
     uint32_t visible[Tr::kInFlight][kBytes];
@@ -204,11 +221,11 @@ class Others {
     }
 #pragma unroll
     for (int u = 0; u < Tr::kInFlight; ++u) {
-      const int line = __shfl_sync(~0u, map_line, u);
+      const int row = __shfl_sync(~0u, row_in_tile, u);
 #pragma unroll
       for (int i = 0; i < kBytes; ++i) {
         const bool partial = kind[u][i] >= 0 && kind[u][i] < m.slots;
-        const int64_t at = (int64_t{kind[u][i]} * m.block_q + line) * (m.block_k / 8) + byte[i];
+        const int64_t at = (int64_t{kind[u][i]} * m.block_q + row) * (m.block_k / 8) + byte[i];
         visible[u][i] = partial ? __ldg(bits + at) : kind[u][i] == -1 ? 0xff : 0;
       }
     }
@@ -226,106 +243,110 @@ class Others {
 
 template <typename Tr>
 struct Shared {
-  uint32_t seen[Tr::kWarps], hidden[Tr::kWarps];  // a bit for each lane
+  uint32_t seen[Tr::kWarps], masked[Tr::kWarps];  // one bit per lane
 };
 
 template <typename Tr, typename Out>
-__global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
+__global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
     tiles_kernel(const __grid_constant__ BlockMaskParams p, const __grid_constant__ Strips strips,
                  const __grid_constant__ Out out) {
   constexpr int kKeys = Tr::kKeys, kInFlight = Tr::kInFlight, kWarps = Tr::kWarps;
   const int lane = threadIdx.x % 32, warp = uniform(static_cast<int>(threadIdx.x) / 32);
-  const unsigned block = blockIdx.x, line = block / strips.count, which = line / strips.rows;
-  const int column = (block - line * strips.count) * strips.tiles;
-  const int tile_row = line - which * strips.rows;
-  const int64_t entry = which / p.heads;
-  const int head = which - static_cast<int>(entry) * p.heads;
+  const unsigned cta = blockIdx.x, tile_line = cta / strips.per_row,
+                 map_index = tile_line / strips.rows;
+  const int column = (cta - tile_line * strips.per_row) * strips.tiles;
+  const int tile_row = tile_line - map_index * strips.rows;
+  const int64_t batch_index = map_index / p.heads;
+  const int head = map_index - static_cast<int>(batch_index) * p.heads;
 
-  // Of a lane: its tile, if its keys are in one, and where the tile's bits go.
-  const int of_strip = strips.tiles == 1 ? 0 : lane * kKeys / p.block_k;
-  bool mine = of_strip < strips.tiles && column + of_strip < strips.columns;
-  const int64_t tile = int64_t{line} * strips.columns + column + of_strip;
-  const int64_t line_bytes = p.block_k / 8;
+  // The tile of this lane, if its keys are in one, and the address of the bits of that tile.
+  const int tile_in_strip = strips.tiles == 1 ? 0 : lane * kKeys / p.block_k;
+  bool has_tile = tile_in_strip < strips.tiles && column + tile_in_strip < strips.columns;
+  const int64_t tile = int64_t{tile_line} * strips.columns + column + tile_in_strip;
+  const int64_t row_bytes = p.block_k / 8;
   uint8_t* to = nullptr;
   if constexpr (Out::kBits) {
-    const int slot = mine ? out.slot(tile, tile_row * strips.columns + column + of_strip) : -1;
-    mine = slot >= 0;
-    to = out.bits + (which * out.slots + slot) * p.block_q * line_bytes;
+    const int slot =
+        has_tile ? out.slot(tile, tile_row * strips.columns + column + tile_in_strip) : -1;
+    has_tile = slot >= 0;
+    to = out.bits + (map_index * out.slots + slot) * p.block_q * row_bytes;
   }
   if constexpr (!Out::kKinds) {
-    if (!__any_sync(~0u, mine)) return;
+    if (!__any_sync(~0u, has_tile)) return;
   }
 
   const int64_t first_query = int64_t{tile_row} * p.block_q, left = p.queries - first_query;
-  const int there_rows = static_cast<int>(min(left, int64_t{p.block_q}));
-  const int rows = Out::kBits ? p.block_q : there_rows;
+  const int existing_rows = static_cast<int>(min(left, int64_t{p.block_q}));
+  const int rows = Out::kBits ? p.block_q : existing_rows;
   const bool by_query = p.mask && p.mask_queries > 1;
   const uint8_t* mask = p.mask;
   if (mask) {
-    const int64_t of_head =
-        (p.mask_batch == 1 ? 0 : entry) * p.mask_heads + head / (p.heads / p.mask_heads);
-    mask += (of_head * p.mask_queries + (by_query ? first_query : 0)) * p.keys;
+    const int64_t mask_index =
+        (p.mask_batch == 1 ? 0 : batch_index) * p.mask_heads + head / (p.heads / p.mask_heads);
+    mask += (mask_index * p.mask_queries + (by_query ? first_query : 0)) * p.keys;
   }
 
   const int span = strips.tiles * p.block_k;
-  uint32_t notes = 0;  // of the lane's keys: seen in any row; above them, hidden in any
-  for (int part = 0; part < span; part += Tr::kWarpKeys) {
-    const int at = part + lane * kKeys;  // from the strip's first key
-    const bool active = mine && at < span;
-    const int first_key = column * p.block_k + part, key = column * p.block_k + at;
+  uint32_t summary = 0;  // low half: keys visible in any row; high half: keys masked in any row
+  for (int chunk_start = 0; chunk_start < span; chunk_start += Tr::kWarpKeys) {
+    const int at = chunk_start + lane * kKeys;  // offset from the first key of the strip
+    const bool active = has_tile && at < span;
+    const int first_key = column * p.block_k + chunk_start, key = column * p.block_k + at;
     const int left_keys = static_cast<int>(p.keys) - first_key;
-    const uint32_t there = active ? first_bits<kKeys>(left_keys - lane * kKeys) : 0;
-    Others<Tr> others(p, entry, head, key);
-    uint32_t common = there;
+    const uint32_t existing = active ? first_bits<kKeys>(left_keys - lane * kKeys) : 0;
+    OtherMasks<Tr> others(p, batch_index, head, key);
+    uint32_t shared_bits = existing;
     if (mask && !by_query) {
-      common = 0;
+      shared_bits = 0;
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
-        if (there >> i & 1) common |= (__ldg(mask + key + i) & 1u) << i;
+        if (existing >> i & 1) shared_bits |= (__ldg(mask + key + i) & 1u) << i;
       }
     }
-    uint8_t* const byte = to + (at - of_strip * p.block_k) / 8;
+    uint8_t* const byte = to + (at - tile_in_strip * p.block_k) / 8;
     for (int first = warp; first < rows; first += kWarps * kInFlight) {
-      const int looked = first + lane * kWarps;
-      others.look(first_query + looked, lane < kInFlight && looked < there_rows);
+      const int own_row = first + lane * kWarps;
+      others.load_row(first_query + own_row, lane < kInFlight && own_row < existing_rows);
       uint32_t seen[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        seen[u] = first + u * kWarps < there_rows ? common : 0;
+        seen[u] = first + u * kWarps < existing_rows ? shared_bits : 0;
       }
-      others.narrow(seen);
+      others.intersect(seen);
       if (by_query) {
-        // Chunks begin up to 15 bytes before a row's keys; a lane's are in its own and the next.
-        Chunk<kKeys> x[kInFlight], last;  // lane u's last is the one after those of row u
-        int before[kInFlight];
+        // Aligned chunks begin up to kKeys - 1 bytes before the keys of a lane, so the keys of a
+        // lane are in its own chunk and the next one. The chunk after lane 31 of row u is loaded by
+        // lane u (`tail_chunk`).
+        Chunk<kKeys> x[kInFlight], tail_chunk;
+        int misalignment[kInFlight];
         const uint8_t* from = mask + first * p.keys + first_key;
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u, from += kWarps * p.keys) {
-          before[u] = reinterpret_cast<uintptr_t>(from) % kKeys;
-          const uint32_t also = __shfl_up_sync(~0u, seen[u], 1);
-          const bool wanted = seen[u] || (also && before[u] > 0);
-          x[u].load(from + (lane * kKeys - before[u]),
-                    wanted && lane * kKeys - before[u] < left_keys);
+          misalignment[u] = reinterpret_cast<uintptr_t>(from) % kKeys;
+          const uint32_t previous = __shfl_up_sync(~0u, seen[u], 1);
+          const bool wanted = seen[u] || (previous && misalignment[u] > 0);
+          x[u].load(from + (lane * kKeys - misalignment[u]),
+                    wanted && lane * kKeys - misalignment[u] < left_keys);
         }
-        from = mask + looked * p.keys + first_key;
-        const int own_before = reinterpret_cast<uintptr_t>(from) % kKeys;
-        last.load(from + (Tr::kWarpKeys - own_before), lane < kInFlight && looked < there_rows &&
-                                                           own_before > 0 &&
-                                                           Tr::kWarpKeys - own_before < left_keys);
-        const uint32_t last_bits = last.bits();
+        from = mask + own_row * p.keys + first_key;
+        const int own_misalignment = reinterpret_cast<uintptr_t>(from) % kKeys;
+        tail_chunk.load(from + (Tr::kWarpKeys - own_misalignment),
+                        lane < kInFlight && own_row < existing_rows && own_misalignment > 0 &&
+                            Tr::kWarpKeys - own_misalignment < left_keys);
+        const uint32_t tail_bits = tail_chunk.bits();
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
           const uint32_t bits = x[u].bits(), next = __shfl_down_sync(~0u, bits, 1);
-          const uint32_t after_all = __shfl_sync(~0u, last_bits, u);
-          seen[u] &= (bits | (lane == 31 ? after_all : next) << kKeys) >> before[u];
+          const uint32_t tail = __shfl_sync(~0u, tail_bits, u);
+          seen[u] &= (bits | (lane == 31 ? tail : next) << kKeys) >> misalignment[u];
         }
       }
-      uint8_t* here = byte + first * line_bytes;
+      uint8_t* here = byte + first * row_bytes;
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u, here += kWarps * line_bytes) {
+      for (int u = 0; u < kInFlight; ++u, here += kWarps * row_bytes) {
         const int row = first + u * kWarps;
-        const uint32_t hidden = row < there_rows ? there ^ seen[u] : 0;
-        notes |= seen[u] | hidden << 16;
+        const uint32_t masked = row < existing_rows ? existing ^ seen[u] : 0;
+        summary |= seen[u] | masked << 16;
         if (!Out::kBits || !active || row >= rows) continue;
         if constexpr (kKeys == 16) {
           *reinterpret_cast<uint16_t*>(here) = static_cast<uint16_t>(seen[u]);
@@ -338,28 +359,29 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
 
   if constexpr (Out::kKinds) {
     auto& shared = dynamic_shared<Shared<Tr>>();
-    const uint32_t some = __ballot_sync(~0u, (notes & 0xffff) != 0);
-    const uint32_t not_all = __ballot_sync(~0u, notes >> 16 != 0);
-    if (lane == 0) shared.seen[warp] = some, shared.hidden[warp] = not_all;
+    const uint32_t any_visible = __ballot_sync(~0u, (summary & 0xffff) != 0);
+    const uint32_t any_masked = __ballot_sync(~0u, summary >> 16 != 0);
+    if (lane == 0) shared.seen[warp] = any_visible, shared.masked[warp] = any_masked;
     __syncthreads();
-    const int number = static_cast<int>(threadIdx.x);  // of a tile in the strip
-    if (number >= strips.tiles || column + number >= strips.columns) return;
-    uint32_t seen = 0, hidden = 0;
+    const int tile_index = static_cast<int>(threadIdx.x);  // index in the strip
+    if (tile_index >= strips.tiles || column + tile_index >= strips.columns) return;
+    uint32_t seen = 0, masked = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) seen |= shared.seen[w], hidden |= shared.hidden[w];
+    for (int w = 0; w < kWarps; ++w) seen |= shared.seen[w], masked |= shared.masked[w];
     const int lanes = p.block_k / kKeys;
-    const uint32_t own =
-        strips.tiles == 1 ? ~0u : ((1u << lanes) - 1) << (number * lanes);  // its lanes
-    out.put(int64_t{line} * strips.columns + column + number,
-            tile_row * strips.columns + column + number, (seen & own) != 0, (hidden & own) == 0);
+    // The lanes of this tile.
+    const uint32_t own = strips.tiles == 1 ? ~0u : ((1u << lanes) - 1) << (tile_index * lanes);
+    out.put(int64_t{tile_line} * strips.columns + column + tile_index,
+            tile_row * strips.columns + column + tile_index, (seen & own) != 0,
+            (masked & own) == 0);
   }
 }
 
 template <typename Tr, typename Out>
 cudaError_t launch(const BlockMaskParams& p, const Out& out, cudaStream_t stream) {
   const Strips strips(p, Tr::kWarpKeys);
-  if (strips.blocks(p) > INT32_MAX) return cudaErrorInvalidValue;
-  return launch_blocks(tiles_kernel<Tr, Out>, strips.blocks(p), Tr::kThreads, sizeof(Shared<Tr>),
+  if (strips.num_ctas(p) > INT32_MAX) return cudaErrorInvalidValue;
+  return launch_blocks(tiles_kernel<Tr, Out>, strips.num_ctas(p), Tr::kThreads, sizeof(Shared<Tr>),
                        stream, p, strips, out);
 }
 

@@ -20,14 +20,14 @@ inline constexpr float kLazyMargin = 8.f;  // log2 units
 template <typename S, int kD, int kR>
 struct alignas(1024) AttendShared {
   Ring<S, kR, kNodeBytes<kD, kR>> ring;
-  uint8_t turns[S::kWarps][Matrices<kD>::kBytes];
-  uint8_t zeros[Matrices<kD>::kBytes];
+  uint8_t rotations[S::kWarps][RotationMatrices<kD>::kBytes];
+  uint8_t zeros[RotationMatrices<kD>::kBytes];
 };
 
 // Of a lane's heads lane / 4 and 8 more.
 struct Softmax {
-  float reference[2] = {-INFINITY, -INFINITY};  // log2 units
-  float sum[2] = {};                            // of this lane's probabilities
+  float running_max[2] = {-INFINITY, -INFINITY};  // log2 units
+  float sum[2] = {};                              // of this lane's probabilities
 
   __device__ static float finite(float x) { return x == -INFINITY ? 0.f : x; }
 
@@ -41,17 +41,17 @@ struct Softmax {
 #pragma unroll
       for (int j = 0; j < 4; ++j) top[j / 2] = fmaxf(top[j / 2], s[i][j]);
     }
-    if (__any_sync(~0u,
-                   top[0] > reference[0] + kLazyMargin || top[1] > reference[1] + kLazyMargin)) {
+    if (__any_sync(
+            ~0u, top[0] > running_max[0] + kLazyMargin || top[1] > running_max[1] + kLazyMargin)) {
       float factor[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-        const float to = top[r] > reference[r] + kLazyMargin ? top[r] : reference[r];
-        factor[r] = exp2_approx(reference[r] - finite(to));
+        const float to = top[r] > running_max[r] + kLazyMargin ? top[r] : running_max[r];
+        factor[r] = exp2_approx(running_max[r] - finite(to));
         sum[r] *= factor[r];
-        reference[r] = to;
+        running_max[r] = to;
       }
 #pragma unroll
       for (int i = 0; i < kOut; ++i) {
@@ -59,7 +59,7 @@ struct Softmax {
         for (int j = 0; j < 4; ++j) o[i][j] *= factor[j / 2];
       }
     }
-    const float shift[2] = {finite(reference[0]), finite(reference[1])};
+    const float shift[2] = {finite(running_max[0]), finite(running_max[1])};
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -92,11 +92,11 @@ __device__ __forceinline__ void multiply_values(float (&o)[kD / 8][4], const flo
       if constexpr (kPartial) x &= mask[half];
     };
     if constexpr (kR == 8) {
-      const uint32_t from = values + place<kD>(row, matrix);
+      const uint32_t from = values + swizzled<kD>(row, matrix);
 #pragma unroll
       for (int i = 0; i < kD / 32; ++i) {
         uint32_t b[4];  // 8 dimensions each
-        load_matrix_x4_transposed(further(from, i * 4), b);
+        load_matrix_x4_transposed(offset_chunks(from, i * 4), b);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           clean(b[j], 0);
@@ -104,11 +104,11 @@ __device__ __forceinline__ void multiply_values(float (&o)[kD / 8][4], const flo
         }
       }
     } else {
-      const uint32_t from = values + place<kD>(step * 16 + matrix % 2 * 8 + row, matrix / 2);
+      const uint32_t from = values + swizzled<kD>(step * 16 + matrix % 2 * 8 + row, matrix / 2);
 #pragma unroll
       for (int i = 0; i < kD / 16; ++i) {
         uint32_t b[4];  // both halves of the keys, of 8 dimensions, then of the next 8
-        load_matrix_x4_transposed(further(from, i * 2), b);
+        load_matrix_x4_transposed(offset_chunks(from, i * 2), b);
 #pragma unroll
         for (int j = 0; j < 4; ++j) clean(b[j], j % 2);
         mma_16<DType::kBF16>(o[i * 2], a, b[0], b[1]);
@@ -119,20 +119,20 @@ __device__ __forceinline__ void multiply_values(float (&o)[kD / 8][4], const flo
 }
 
 // What a warp has, likewise computed where it is constructed.
-struct Part {
+struct HeadTile {
   int query, position, heads;  // heads: how many of its 16 there are
   int64_t row;                 // of the chunk
   int64_t head;                // the first one, of [B, T, N]
 
-  __device__ explicit Part(const Pass& pass) {
-    const Tile tile(pass);
-    const int warp = thread_index() / 32, first = warp % pass.parts * kHeads;
-    query = warp / pass.parts;
-    position = tile.position(pass, query);
+  __device__ explicit HeadTile(const Plan& plan) {
+    const QueryTile tile(plan);
+    const int warp = thread_index() / 32, first = warp % plan.head_tiles * kTileHeads;
+    query = warp / plan.head_tiles;
+    position = tile.position(plan, query);
     const bool there = query < tile.queries;
-    heads = there ? pass.group_heads - first : 0;
+    heads = there ? plan.group_heads - first : 0;
     row = tile.row + (there ? query : 0);
-    head = (there ? tile.token(pass, query) : 0) * pass.p.heads + tile.group * pass.group_heads +
+    head = (there ? tile.token(plan, query) : 0) * plan.p.heads + tile.group * plan.group_heads +
            first;
   }
 };
@@ -140,15 +140,15 @@ struct Part {
 // Fragments of the warp's rows of queries, or of an array like them, zeros for heads that it has
 // not.
 template <int kD>
-__device__ __forceinline__ void load_heads(const void* rows, const Part& part,
+__device__ __forceinline__ void load_heads(const void* rows, const HeadTile& head_tile,
                                            uint32_t (&q)[kD / 16][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int own = lane / 4 + r * 8;
-    const bool has = own < part.heads;
+    const bool has = own < head_tile.heads;
     const int* const from =
-        static_cast<const int*>(rows) + (part.head + (has ? own : 0)) * kD / 2 + lane % 4;
+        static_cast<const int*>(rows) + (head_tile.head + (has ? own : 0)) * kD / 2 + lane % 4;
 #pragma unroll
     for (int j = 0; j < kD / 16; ++j) {
       q[j][r] = static_cast<uint32_t>(load_now(from + j * 8, has, 0));
@@ -158,9 +158,9 @@ __device__ __forceinline__ void load_heads(const void* rows, const Part& part,
 }
 
 template <typename S, int kD, int kR>
-__global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_constant__ Pass pass) {
+__global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_constant__ Plan plan) {
   auto& shared = dynamic_shared<AttendShared<S, kD, kR>>();
-  const HTreeFwdParams& p = pass.p;
+  const HTreeFwdParams& p = plan.p;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     shared.ring.init();
@@ -173,16 +173,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
   if (warp >= S::kWarps) {
     lower_registers<S::kProducerRegisters>();
     if (warp > S::kWarps) return;
-    const Tile tile(pass);
-    const int position = tile.position(pass, lane);
-    const int64_t row = tile.row + min(lane, tile.queries - 1);
-    const int64_t first = (tile.batch * p.groups + tile.group) * pass.layers.blocks;
-    for (int layer = pass.layers.count - 1; layer >= 0; --layer) {
-      produce(shared.ring, at,
-              static_cast<const uint8_t*>(p.tree) +
-                  (first + pass.layers.first[layer]) * kNodeBytes<kD, kR>,
-              kNodeBytes<kD, kR>, Blocks::of<kR>(pass, position, row, layer));
-    }
+    produce_all_layers<kD, kR>(plan, shared.ring, at);
     return;
   }
 
@@ -192,39 +183,39 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
   uint32_t q[kD / 16][4];
   float o[kD / 8][4] = {};
   Softmax softmax;
-  Matrices<kD> turns(p.rotations, shared.turns[warp], shared.zeros);
+  RotationMatrices<kD> rotations(p.rotations, shared.rotations[warp], shared.zeros);
   // Above the tokens some nodes are selected: the last one always, and others by the masks.
   const auto attend = [&](int layer, auto selects) {
     constexpr bool kSelects = decltype(selects)::value;
-    const Part mine(pass);
-    const int n = candidates<kR>(pass, mine.position, layer);
+    const HeadTile mine(plan);
+    const int n = candidates<kR>(plan, mine.position, layer);
     int left = n - kSelects;  // candidates to be seen, from the block on that comes next
     const int32_t* mask = nullptr;
     if constexpr (kSelects) {
-      mask = reinterpret_cast<const int32_t*>(pass.chunk.masks) +
-             ((layer - 1) * pass.chunk.rows + mine.row) * p.top_k;
+      mask = reinterpret_cast<const int32_t*>(plan.chunk.masks) +
+             ((layer - 1) * plan.chunk.rows + mine.row) * p.top_k;
     }
     // What is selected of the next block, loaded one ahead.
     const auto fetch = [&] {
       return kSelects ? static_cast<uint32_t>(load_now(mask, left >= 0, 0)) : 0;
     };
     uint32_t selected = fetch();
-    turns.load(n - 1);
+    rotations.load(n - 1);
     // All early blocks meet the same queries; of the others each meets its own.
-    const bool early = is_early<kR>(pass, mine.position, layer);
+    const bool prefix = sees_prefix<kR>(plan, mine.position, layer);
     load_heads<kD>(p.q, mine, q);
-    const uint32_t early_turn = early ? turns.next(-1) : 0;
+    const uint32_t prefix_rotation = prefix ? rotations.next(-1) : 0;
 #pragma unroll
     for (int j = 0; j < kD / 32; ++j) {
       uint32_t (&low)[4] = q[j], (&high)[4] = q[j + kD / 32];
       pair_up(low, high);
-      if (early) rotate_pairs(low, high, early_turn, j);
+      if (prefix) rotate_pairs(low, high, prefix_rotation, j);
     }
     const auto walk = [&](auto rotates) {
       constexpr bool kRotates = decltype(rotates)::value;
       // A rotation is made ready while the block before has its softmax.
-      uint32_t turn = 0;
-      if constexpr (kRotates) turn = turns.next(n - 1 - kR);
+      uint32_t rotation = 0;
+      if constexpr (kRotates) rotation = rotations.next(n - 1 - kR);
       consume(shared.ring, at, mine.query, [&](uint32_t block) {
         const int rows = left;
         left -= kR;
@@ -232,11 +223,11 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
         multiply_keys<kD, kR>(s, block, [&](int j, uint32_t (&low)[4], uint32_t (&high)[4]) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) low[i] = q[j][i], high[i] = q[j + kD / 32][i];
-          if constexpr (kRotates) rotate_pairs(low, high, turn, j);
+          if constexpr (kRotates) rotate_pairs(low, high, rotation, j);
         });
-        if constexpr (kRotates) turn = turns.next(left - !kSelects - kR);
-        const uint32_t hides = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
-        const uint32_t own = hides >> lane % 4 * 2;  // from this lane's first key on
+        if constexpr (kRotates) rotation = rotations.next(left - !kSelects - kR);
+        const uint32_t masked = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
+        const uint32_t own = masked >> lane % 4 * 2;  // from this lane's first key on
         ++mask;
         selected = fetch();
 #pragma unroll
@@ -255,16 +246,16 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
         }
       });
     };
-    if (early) {
+    if (prefix) {
       walk(std::false_type());
     } else {
       walk(std::true_type());
     }
   };
-  for (int layer = pass.layers.count - 1; layer > 0; --layer) attend(layer, std::true_type());
+  for (int layer = plan.layers.count - 1; layer > 0; --layer) attend(layer, std::true_type());
   attend(0, std::false_type());
 
-  const Part own_part(pass);
+  const HeadTile own_part(plan);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float total = softmax.sum[r];
@@ -281,7 +272,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
       out[i * 4] = pack_bf16(o[i][2 * r] * factor, o[i][2 * r + 1] * factor);
     }
     if (lane % 4 == 0) {
-      p.lse[own_part.head + own] = empty ? -INFINITY : (softmax.reference[r] + log2f(total)) * kLn2;
+      p.lse[own_part.head + own] =
+          empty ? -INFINITY : (softmax.running_max[r] + log2f(total)) * kLn2;
     }
   }
 }

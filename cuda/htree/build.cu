@@ -18,25 +18,25 @@ cudaError_t launch(const HTreeBuildParams& p, cudaStream_t stream) {
       rotations_kernel<kD / 2>, ceil_div(rows, int64_t{kRotationRows}), kRotationThreads, 0, stream,
       reinterpret_cast<float2*>(p.rotations), rows, make_frequencies(kD, p.rope_base)));
   if (groups == 0 || p.tokens == 0) return cudaSuccess;
-  BuildPass pass = {};
-  pass.layers = layers;
-  pass.k = static_cast<const __nv_bfloat16*>(p.k), pass.v = static_cast<const __nv_bfloat16*>(p.v);
-  pass.node_stride = p.groups * kD, pass.group_stride = kD;
-  pass.batch_stride = p.tokens * pass.node_stride;
-  pass.above = static_cast<__nv_bfloat16*>(p.workspace);
-  pass.tree = static_cast<uint8_t*>(p.tree), pass.rotations = p.rotations;
-  pass.groups = static_cast<int>(p.groups);
-  for (pass.layer = 0; pass.layer < layers.count; pass.layer += 2) {
-    const int64_t spans = ceil_div(layers.size[pass.layer], int64_t{kR} * kR);
+  BuildPlan plan = {};
+  plan.layers = layers;
+  plan.k = static_cast<const __nv_bfloat16*>(p.k), plan.v = static_cast<const __nv_bfloat16*>(p.v);
+  plan.node_stride = p.groups * kD, plan.group_stride = kD;
+  plan.batch_stride = p.tokens * plan.node_stride;
+  plan.above = static_cast<__nv_bfloat16*>(p.workspace);
+  plan.tree = static_cast<uint8_t*>(p.tree), plan.rotations = p.rotations;
+  plan.groups = static_cast<int>(p.groups);
+  for (plan.layer = 0; plan.layer < layers.count; plan.layer += 2) {
+    const int64_t spans = ceil_div(layers.size[plan.layer], int64_t{kR} * kR);
     DSA_RETURN_IF_CUDA_ERROR(launch_pdl(build_kernel<kD, kR>, spans * groups, kBuildThreads<kD, kR>,
                                         static_cast<int>(sizeof(BuildShared<kD, kR>)), stream,
-                                        pass));
-    if (pass.layer + 2 >= layers.count) break;
-    const int64_t nodes = layers.size[pass.layer + 2];
-    pass.k = pass.above, pass.v = pass.above + kD;
-    pass.node_stride = 2 * kD, pass.group_stride = nodes * 2 * kD;
-    pass.batch_stride = p.groups * pass.group_stride;
-    pass.above += groups * nodes * 2 * kD;
+                                        plan));
+    if (plan.layer + 2 >= layers.count) break;
+    const int64_t nodes = layers.size[plan.layer + 2];
+    plan.k = plan.above, plan.v = plan.above + kD;
+    plan.node_stride = 2 * kD, plan.group_stride = nodes * 2 * kD;
+    plan.batch_stride = p.groups * plan.group_stride;
+    plan.above += groups * nodes * 2 * kD;
   }
   return cudaSuccess;
 }

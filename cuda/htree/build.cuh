@@ -16,7 +16,7 @@
 
 namespace jax_dsa::htree {
 
-struct BuildPass {
+struct BuildPlan {
   HTreeLayers layers;
   int layer;               // of the source
   const __nv_bfloat16* k;  // the source's first keys and values
@@ -37,13 +37,13 @@ __global__ void __launch_bounds__(kRotationThreads)
     rotations_kernel(float2* table, int64_t rows, const __grid_constant__ Frequencies frequencies) {
   launch_dependents();
   const int pair = threadIdx.x % kHalf;
-  const double frequency = frequencies.turns[pair];
+  const double frequency = frequencies.revolutions[pair];
   for (int i = threadIdx.x / kHalf; i < kRotationRows; i += kRotationThreads / kHalf) {
     const int64_t row = blockIdx.x * int64_t{kRotationRows} + i;
     if (row >= rows) return;
-    double turn = static_cast<double>(row) * frequency;
-    turn -= rint(turn);
-    table[row * kHalf + pair] = cosine_and_sine(static_cast<float>(turn));
+    double revolutions = static_cast<double>(row) * frequency;
+    revolutions -= rint(revolutions);
+    table[row * kHalf + pair] = cosine_and_sine(static_cast<float>(revolutions));
   }
 }
 
@@ -52,23 +52,24 @@ inline constexpr int kBuildThreads = kR * kD / 4;
 
 template <int kD, int kR>
 struct BuildShared {
-  uint32_t means[kR][kD / 4][4];  // of each team's thread
-  float4 turns[kR][4][kD / 16];   // (cos, sin) of pairs 8 j + 2 i and the next one at [i][j]
+  uint32_t means[kR][kD / 4][4];     // of each team's thread
+  float4 rotations[kR][4][kD / 16];  // (cos, sin) of pairs 8 j + 2 i and the next one at [i][j]
 };
 
 // A thousand threads a SM: while some wait for rows, others write.
 template <int kD, int kR>
 __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD, kR>)
-    build_kernel(const __grid_constant__ BuildPass p) {
-  constexpr int kTeam = kD / 4;
+    build_kernel(const __grid_constant__ BuildPlan p) {
+  constexpr int kGroupThreads = kD / 4;
   constexpr int64_t kNodeBytes = kR * kD * 2 * 2;
   auto& shared = dynamic_shared<BuildShared<kD, kR>>();
   launch_dependents();
   if (p.layer > 0) grid_dependency_wait();  // for the source
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool is_value = warp % 2;
-  const int team = warp / 2 * (64 / kTeam) + lane / (kTeam / 2), chunk = lane % (kTeam / 2);
-  const int member = is_value * (kTeam / 2) + chunk, column = chunk * 8;
+  const int thread_group = warp / 2 * (64 / kGroupThreads) + lane / (kGroupThreads / 2),
+            chunk = lane % (kGroupThreads / 2);
+  const int group_thread = is_value * (kGroupThreads / 2) + chunk, column = chunk * 8;
   const bool is_upper = column >= kD / 2;  // of a key's pairs
   const int64_t size = p.layers.size[p.layer];
   const int64_t spans = ceil_div(size, int64_t{kR} * kR);
@@ -84,13 +85,13 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
 #pragma unroll
       for (int i = 0; i < 4; ++i) partner[i] = __shfl_xor_sync(~0u, x[i], kD / 16);
     }
-    const auto put = [&](int64_t place, auto turn_of) {
+    const auto put = [&](int64_t place, auto rotation_of) {
       uint32_t y[4] = {x[0], x[1], x[2], x[3]};
       if (!is_value) {
         const float sign = is_upper ? 1.f : -1.f;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float4 cs = turn_of(i);
+          const float4 cs = rotation_of(i);
           const float2 a = unpack_bf16(x[i]), b = unpack_bf16(partner[i]);
           y[i] = pack_bf16(a.x * cs.x + sign * (b.x * cs.y), a.y * cs.z + sign * (b.y * cs.w));
         }
@@ -100,14 +101,14 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
                           (chunk ^ slot % 8) * 16;
       *reinterpret_cast<uint4*>(to) = make_uint4(y[0], y[1], y[2], y[3]);
     };
-    const int64_t early = p.layers.early[layer];
-    if (valid && block < early) {
-      const float* const turn =
+    const int64_t prefix = p.layers.prefix_blocks[layer];
+    if (valid && block < prefix) {
+      const float* const rotation =
           p.rotations + ((block * kR + slot) * (kD / 2) + column % (kD / 2)) * 2;
-      put(block, [&](int i) { return reinterpret_cast<const float4*>(turn)[i]; });
+      put(block, [&](int i) { return reinterpret_cast<const float4*>(rotation)[i]; });
     }
     if (valid && layer + 1 < p.layers.count) {
-      put(early + block, [&](int i) { return shared.turns[slot][i][chunk % (kD / 16)]; });
+      put(prefix + block, [&](int i) { return shared.rotations[slot][i][chunk % (kD / 16)]; });
     }
   };
   const auto add = [](float (&sum)[8], const uint32_t (&x)[4]) {
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
     }
   };
 
-  const int64_t block = span * kR + team;
+  const int64_t block = span * kR + thread_group;
   const int count = static_cast<int>(max(min(size - block * kR, int64_t{kR}), int64_t{0}));
   float sum[8] = {};
   constexpr int kAtOnce = 4;  // by the registers
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
       if (p.layer == 0) grid_dependency_wait();  // for the rotations
       for (int j = threadIdx.x; j < kR * (kD / 4); j += kBuildThreads<kD, kR>) {
         const int slot = j / (kD / 4), at = j % (kD / 4);
-        shared.turns[slot][at % 4][at / 4] = reinterpret_cast<const float4*>(p.rotations)[j];
+        shared.rotations[slot][at % 4][at / 4] = reinterpret_cast<const float4*>(p.rotations)[j];
       }
       __syncthreads();
     }
@@ -155,17 +156,17 @@ __global__ void __launch_bounds__(kBuildThreads<kD, kR>, 1024 / kBuildThreads<kD
 
   uint32_t x[4];
   mean(sum, count, x);
-  write(p.layer + 1, span, team, x, true);
+  write(p.layer + 1, span, thread_group, x, true);
   if (p.layer + 2 == p.layers.count) return;
 
 #pragma unroll
-  for (int i = 0; i < 4; ++i) shared.means[team][member][i] = x[i];
+  for (int i = 0; i < 4; ++i) shared.means[thread_group][group_thread][i] = x[i];
   __syncthreads();
-  if (team > 0) return;
+  if (thread_group > 0) return;
   const int64_t nodes = p.layers.size[p.layer + 1] - span * kR;
   const int means = static_cast<int>(min(nodes, int64_t{kR}));
   float above[8] = {};
-  for (int i = 0; i < means; ++i) add(above, shared.means[i][member]);
+  for (int i = 0; i < means; ++i) add(above, shared.means[i][group_thread]);
   mean(above, means, x);
   uint32_t* const to = reinterpret_cast<uint32_t*>(
       p.above + ((bg * p.layers.size[p.layer + 2] + span) * 2 + is_value) * kD + column);

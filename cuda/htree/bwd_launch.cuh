@@ -13,99 +13,99 @@
 namespace jax_dsa::htree {
 
 // Eight warps: they hold queries, cotangents and gradients in registers.
-using BwdShipped = Shape<8, 232, 64>;
+using BwdShape = CtaShape<8, 232, 64>;
 
 // Takes the workspace apart for the rows of the pass's chunk; returns its size.
-inline int64_t divide(const HTreeBwdParams& p, BwdPass& x) {
+inline int64_t assign_workspace(const HTreeBwdParams& p, BwdPlan& x) {
   char* const start = static_cast<char*>(p.fwd.workspace);
-  Parts parts = {start};
-  const HTreeLayers& layers = x.pass.layers;
-  Chunk& chunk = x.pass.chunk;
+  WorkspaceAllocator workspace = {start};
+  const HTreeLayers& layers = x.plan.layers;
+  QueryChunk& chunk = x.plan.chunk;
   const int64_t r = p.fwd.compression, top_k = p.fwd.top_k, dim = p.fwd.dim;
-  parts.take(x.gradients, p.fwd.batch * p.fwd.groups * layers.blocks * 2 * r * dim);
-  parts.take(chunk.nodes, chunk.rows * top_k * (layers.count - 1));
-  parts.take(chunk.masks, chunk.rows * top_k * (layers.count - 1));
+  workspace.allocate(x.gradients, p.fwd.batch * p.fwd.groups * layers.blocks * 2 * r * dim);
+  workspace.allocate(chunk.nodes, chunk.rows * top_k * (layers.count - 1));
+  workspace.allocate(chunk.masks, chunk.rows * top_k * (layers.count - 1));
   const int64_t record = dim == 64 ? Record<64>::kBytes : Record<128>::kBytes;
-  parts.take(x.records, chunk.rows * x.pass.parts * record);
+  workspace.allocate(x.records, chunk.rows * x.plan.head_tiles * record);
   x.words = static_cast<int>(ceil_div(chunk.queries, int64_t{32}));
   // Cleared together.
-  parts.take(x.next, 2);
-  parts.take(x.done, x.lists() * (r < 16 ? 1 : r / 16));
-  parts.take(x.marks, x.lists() * x.words);
-  parts.take(x.before, x.lists() * x.words);
-  parts.take(x.counts, x.lists());
-  parts.take(x.starts, x.lists());
-  const int64_t meetings = chunk.rows * layers.count * top_k * x.pass.parts;
-  parts.take(x.meetings, meetings);
-  parts.take(x.items, x.lists() + meetings / kSegment);
-  return parts.at - start;
+  workspace.allocate(x.tile_counter, 2);
+  workspace.allocate(x.done, x.lists() * (r < 16 ? 1 : r / 16));
+  workspace.allocate(x.marks, x.lists() * x.words);
+  workspace.allocate(x.marks_before, x.lists() * x.words);
+  workspace.allocate(x.counts, x.lists());
+  workspace.allocate(x.starts, x.lists());
+  const int64_t visits = chunk.rows * layers.count * top_k * x.plan.head_tiles;
+  workspace.allocate(x.visits, visits);
+  workspace.allocate(x.work_tiles, x.lists() + visits / kSegment);
+  return workspace.next - start;
 }
 
-inline BwdPass make_bwd_pass(const HTreeBwdParams& p) {
-  BwdPass x = {};
-  x.pass = make_pass(p.fwd);
+inline BwdPlan make_bwd_plan(const HTreeBwdParams& p) {
+  BwdPlan x = {};
+  x.plan = make_plan(p.fwd);
   x.out = p.fwd.out, x.lse = p.fwd.lse;
   x.dout = p.dout, x.dlse = p.dlse, x.dq = p.dq;
   return x;
 }
 
-inline void set_chunk(const HTreeBwdParams& p, BwdPass& x, const ChunkOf& of) {
-  set_range(x.pass, of);
-  divide(p, x);
+inline void set_chunk(const HTreeBwdParams& p, BwdPlan& x, const ChunkRange& of) {
+  set_range(x.plan, of);
+  assign_workspace(p, x);
 }
 
 // The selection's nodes and masks, from its ordinals.
 template <int kR>
-cudaError_t launch_restore(const BwdPass& x, cudaStream_t stream) {
-  for (int layer = x.pass.layers.count - 1; layer > 0; --layer) {
-    DSA_RETURN_IF_CUDA_ERROR(launch_list<kR, true>(x.pass, layer, stream));
+cudaError_t launch_restore(const BwdPlan& x, cudaStream_t stream) {
+  for (int layer = x.plan.layers.count - 1; layer > 0; --layer) {
+    DSA_RETURN_IF_CUDA_ERROR(launch_list<kR, true>(x.plan, layer, stream));
   }
   return cudaSuccess;
 }
 
 template <int kD>
-cudaError_t launch_pack(const BwdPass& x, cudaStream_t stream) {
-  return launch_blocks(pack_kernel<kD>, x.pass.chunk.rows * x.pass.parts, kHeads * kD / 8, 0,
-                       stream, x);
+cudaError_t launch_pack(const BwdPlan& x, cudaStream_t stream) {
+  return launch_blocks(pack_kernel<kD>, x.plan.chunk.rows * x.plan.head_tiles, kTileHeads * kD / 8,
+                       0, stream, x);
 }
 
 template <typename S, int kD, int kR>
-cudaError_t launch_queries(const BwdPass& x, cudaStream_t stream) {
+cudaError_t launch_queries(const BwdPlan& x, cudaStream_t stream) {
   constexpr int kShared = sizeof(QueriesShared<S, kD, kR>);
   static_assert(shared_memory_fits(1, kShared));
-  BwdPass shaped = x;
-  shaped.pass = x.pass.shaped<S>();
-  if (shaped.pass.blocks() > INT32_MAX) return cudaErrorInvalidValue;
-  return launch_blocks(queries_kernel<S, kD, kR>, shaped.pass.blocks(), S::kThreads, kShared,
-                       stream, shaped);
+  BwdPlan shaped = x;
+  shaped.plan = x.plan.shaped<S>();
+  if (shaped.plan.ctas() > INT32_MAX) return cudaErrorInvalidValue;
+  return launch_blocks(queries_kernel<S, kD, kR>, shaped.plan.ctas(), S::kThreads, kShared, stream,
+                       shaped);
 }
 
 template <int kR>
-cudaError_t launch_meetings(const BwdPass& x, cudaStream_t stream) {
+cudaError_t launch_visits(const BwdPlan& x, cudaStream_t stream) {
   const int64_t bytes =
-      reinterpret_cast<const char*>(x.before) - reinterpret_cast<const char*>(x.next);
-  DSA_RETURN_IF_CUDA_ERROR(clear(x.next, bytes, stream));
+      reinterpret_cast<const char*>(x.marks_before) - reinterpret_cast<const char*>(x.tile_counter);
+  DSA_RETURN_IF_CUDA_ERROR(clear(x.tile_counter, bytes, stream));
   DSA_RETURN_IF_CUDA_ERROR(
-      launch_blocks(meet_kernel<kR, false>, x.pass.chunk.rows, kMeetThreads, 0, stream, x));
+      launch_blocks(visit_kernel<kR, false>, x.plan.chunk.rows, kVisitThreads, 0, stream, x));
   DSA_RETURN_IF_CUDA_ERROR(launch_blocks(count_kernel<kCountThreads>,
                                          ceil_div(x.lists(), int64_t{kCountThreads / 32}),
                                          kCountThreads, 0, stream, x));
-  DSA_RETURN_IF_CUDA_ERROR(launch_blocks(share_kernel<kShareThreads>, 1, kShareThreads,
-                                         kShareThreads / 32 * 4, stream, x));
-  return launch_blocks(meet_kernel<kR, true>, x.pass.chunk.rows, kMeetThreads, 0, stream, x);
+  DSA_RETURN_IF_CUDA_ERROR(launch_blocks(schedule_kernel<kScheduleThreads>, 1, kScheduleThreads,
+                                         kScheduleThreads / 32 * 4, stream, x));
+  return launch_blocks(visit_kernel<kR, true>, x.plan.chunk.rows, kVisitThreads, 0, stream, x);
 }
 
 template <int kD, int kR>
-cudaError_t launch_nodes(const BwdPass& x, cudaStream_t stream) {
-  const int64_t pieces = ceil_div(x.lists(), int64_t{kNodeWarps}) * kUnits<kR>;
-  return launch_persistent<NodesShared<kD, kR>>(nodes_kernel<kD, kR>, pieces, kNodeWarps * 32,
+cudaError_t launch_nodes(const BwdPlan& x, cudaStream_t stream) {
+  const int64_t work_tiles = ceil_div(x.lists(), int64_t{kNodeWarps}) * kBwdTilesPerBlock<kR>;
+  return launch_persistent<NodesShared<kD, kR>>(nodes_kernel<kD, kR>, work_tiles, kNodeWarps * 32,
                                                 stream, x);
 }
 
 template <int kD, int kR>
-cudaError_t launch_spread(const HTreeBwdParams& p, const BwdPass& x, cudaStream_t stream) {
+cudaError_t launch_spread(const HTreeBwdParams& p, const BwdPlan& x, cudaStream_t stream) {
   const Spread spread = {
-      .layers = x.pass.layers,
+      .layers = x.plan.layers,
       .gradients = x.gradients,
       .rotations = p.fwd.rotations,
       .dk = static_cast<__nv_bfloat16*>(p.dk),

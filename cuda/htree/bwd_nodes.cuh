@@ -18,12 +18,12 @@ template <int kD, int kR>
 struct alignas(128) NodesWarp {
   struct alignas(128) Buffer {
     uint8_t record[Record<kD>::kBytes];
-    uint8_t turn[Turns<kD>::kBytes];
+    uint8_t rotation[RotationLoader<kD>::kBytes];
   };
-  static constexpr int kUnitBytes = kUnitRows<kR> * kD * 2;
+  static constexpr int kTileBytes = kBwdTileRows<kR> * kD * 2;
   Buffer buffers[2];
-  uint8_t keys[kUnitBytes], values[kUnitBytes];
-  uint64_t full[2], unit_full;
+  uint8_t keys[kTileBytes], values[kTileBytes];
+  uint64_t full[2], tile_full;
 };
 template <int kD, int kR>
 struct alignas(1024) NodesShared {
@@ -32,79 +32,83 @@ struct alignas(1024) NodesShared {
 
 template <int kD, int kR>
 __global__ void __launch_bounds__(kNodeWarps * 32, 1)
-    nodes_kernel(const __grid_constant__ BwdPass x) {
+    nodes_kernel(const __grid_constant__ BwdPlan x) {
   using R = Record<kD>;
   using Buffer = typename NodesWarp<kD, kR>::Buffer;
-  constexpr int kRows = kUnitRows<kR>;
-  const Pass& pass = x.pass;
+  constexpr int kRows = kBwdTileRows<kR>;
+  const Plan& plan = x.plan;
   const int lane = threadIdx.x % 32, matrix = lane / 8;
   auto& shared = dynamic_shared<NodesShared<kD, kR>>().warps[threadIdx.x / 32];
   if (lane == 0) {
     for (auto& barrier : shared.full) mbarrier_init(&barrier, 1);
-    mbarrier_init(&shared.unit_full, 1);
+    mbarrier_init(&shared.tile_full, 1);
     mbarrier_init_fence();
   }
   __syncthreads();
 
-  const float scale_log2 = pass.p.scale * kLog2E;
+  const float scale_log2 = plan.p.scale * kLog2E;
   const uint64_t keep = l2_policy_evict_last();
-  const uint32_t own = place<kD>(lane % 16, lane / 16);
-  const uint32_t own_key = place<kD>(lane % kRows, lane / 16);
-  const uint32_t across = place<kD>(matrix % 2 * 8 + lane % 8, matrix / 2);
+  const uint32_t own = swizzled<kD>(lane % 16, lane / 16);
+  const uint32_t own_key = swizzled<kD>(lane % kRows, lane / 16);
+  const uint32_t across = swizzled<kD>(matrix % 2 * 8 + lane % 8, matrix / 2);
   RingPlace<2> at;
-  uint32_t unit_parity = 0;
+  uint32_t tile_parity = 0;
   for (;;) {
-    uint32_t taken = 0;
-    if (lane == 0) taken = atomicAdd(x.next, 1u);
-    taken = __shfl_sync(~0u, taken, 0);
-    if (taken >= __ldg(x.next + 1) * kUnits<kR>) break;
-    const Item item = x.items[taken / kUnits<kR>];
-    const int unit = taken % kUnits<kR>;
-    const int64_t bg = item.list / pass.layers.blocks;
-    const int64_t first = int64_t{x.starts[item.list]} * pass.parts + item.segment * kSegment;
-    const int count = min(x.counts[item.list] * pass.parts - item.segment * kSegment, kSegment);
-    const Meeting* const meetings = x.meetings + first;
-    const uint8_t* const records = x.records + bg * pass.chunk.queries * pass.parts * R::kBytes;
+    uint32_t tile_index = 0;
+    if (lane == 0) tile_index = atomicAdd(x.tile_counter, 1u);
+    tile_index = __shfl_sync(~0u, tile_index, 0);
+    if (tile_index >= __ldg(x.tile_counter + 1) * kBwdTilesPerBlock<kR>) break;
+    const WorkTile work_tile = x.work_tiles[tile_index / kBwdTilesPerBlock<kR>];
+    const int key_tile = tile_index % kBwdTilesPerBlock<kR>;
+    const int64_t bg = work_tile.list / plan.layers.blocks;
+    const int64_t first =
+        int64_t{x.starts[work_tile.list]} * plan.head_tiles + work_tile.segment * kSegment;
+    const int count =
+        min(x.counts[work_tile.list] * plan.head_tiles - work_tile.segment * kSegment, kSegment);
+    const Visit* const visits = x.visits + first;
+    const uint8_t* const records =
+        x.records + bg * plan.chunk.queries * plan.head_tiles * R::kBytes;
     // Of the tree, whose batch entries are not the chunk's.
-    const int64_t block = pass.chunk.first_batch * pass.p.groups * pass.layers.blocks + item.list;
+    const int64_t block =
+        plan.chunk.first_batch * plan.p.groups * plan.layers.blocks + work_tile.list;
 
-    const auto load = [&](uint32_t row_turn, RingPlace<2> to) {
+    const auto load = [&](uint32_t record_and_rotation, RingPlace<2> to) {
       Buffer& buffer = shared.buffers[to.index];
-      mbarrier_arrive_expect(&shared.full[to.index], R::kBytes + sizeof(buffer.turn));
-      bulk_load(buffer.record, records + int64_t{row_turn & 0xffff} * R::kBytes, R::kBytes,
-                &shared.full[to.index], keep);
-      bulk_load(buffer.turn,
-                reinterpret_cast<const uint8_t*>(pass.p.rotations) +
-                    int64_t{row_turn >> 16} * sizeof(buffer.turn),
-                sizeof(buffer.turn), &shared.full[to.index], keep);
+      mbarrier_arrive_expect(&shared.full[to.index], R::kBytes + sizeof(buffer.rotation));
+      bulk_load(buffer.record, records + int64_t{record_and_rotation & 0xffff} * R::kBytes,
+                R::kBytes, &shared.full[to.index], keep);
+      bulk_load(buffer.rotation,
+                reinterpret_cast<const uint8_t*>(plan.p.rotations) +
+                    int64_t{record_and_rotation >> 16} * sizeof(buffer.rotation),
+                sizeof(buffer.rotation), &shared.full[to.index], keep);
     };
     if (lane == 0) {
-      const uint8_t* const from = static_cast<const uint8_t*>(pass.p.tree) +
-                                  block * kNodeBytes<kD, kR> + unit * sizeof(shared.keys);
-      mbarrier_arrive_expect(&shared.unit_full, 2 * sizeof(shared.keys));
-      bulk_load(shared.keys, from, sizeof(shared.keys), &shared.unit_full, keep);
+      const uint8_t* const from = static_cast<const uint8_t*>(plan.p.tree) +
+                                  block * kNodeBytes<kD, kR> + key_tile * sizeof(shared.keys);
+      mbarrier_arrive_expect(&shared.tile_full, 2 * sizeof(shared.keys));
+      bulk_load(shared.keys, from, sizeof(shared.keys), &shared.tile_full, keep);
       bulk_load(shared.values, from + kNodeBytes<kD, kR> / 2, sizeof(shared.keys),
-                &shared.unit_full, keep);
-      load(__ldg(&meetings[0].row_turn), at);
-      if (count > 1) load(__ldg(&meetings[1].row_turn), at + 1);
+                &shared.tile_full, keep);
+      load(__ldg(&visits[0].record_and_rotation), at);
+      if (count > 1) load(__ldg(&visits[1].record_and_rotation), at + 1);
     }
-    mbarrier_wait(&shared.unit_full, unit_parity);
-    unit_parity ^= 1;
+    mbarrier_wait(&shared.tile_full, tile_parity);
+    tile_parity ^= 1;
 
     float dk[kD / 8][4] = {}, dv[kD / 8][4] = {};
-    uint32_t upcoming = __ldg(&meetings[0].hides);
+    uint32_t upcoming = __ldg(&visits[0].masked);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      const uint32_t hides = upcoming >> unit * kRows;
+      const uint32_t masked = upcoming >> key_tile * kRows;
       const auto fetch = [&](const uint32_t& from, int ahead) {
         return static_cast<uint32_t>(
             load_now(reinterpret_cast<const int*>(&from), i + ahead < count, 0));
       };
-      upcoming = fetch(meetings[i + 1].hides, 1);
-      const uint32_t next_record = fetch(meetings[i + 2].row_turn, 2);
+      upcoming = fetch(visits[i + 1].masked, 1);
+      const uint32_t next_record = fetch(visits[i + 2].record_and_rotation, 2);
       Buffer& buffer = shared.buffers[at.index];
       const uint32_t q = smem_address(buffer.record), dout = q + R::kRows;
-      const uint32_t turn = smem_address(buffer.turn);
+      const uint32_t rotation = smem_address(buffer.rotation);
       const uint32_t keys = smem_address(shared.keys) + own_key;
       const uint32_t values = smem_address(shared.values) + own_key;
       mbarrier_wait(&shared.full[at.index], at.parity);
@@ -113,21 +117,22 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
 #pragma unroll
       for (int j = 0; j < kD / 32; ++j) {
         uint32_t low[4], high[4], a[4], b[4];
-        load_matrix_x4(further(q + own, j * 2), low);
-        load_matrix_x4(further(q + own, (j + kD / 32) * 2), high);
-        rotate<kD>(low, high, turn, j);
-        store_matrix_x4(further(q + own, j * 2), low[0], low[1], low[2], low[3]);
-        store_matrix_x4(further(q + own, (j + kD / 32) * 2), high[0], high[1], high[2], high[3]);
-        load_matrix_x4(further(keys, j * 2), a);
+        load_matrix_x4(offset_chunks(q + own, j * 2), low);
+        load_matrix_x4(offset_chunks(q + own, (j + kD / 32) * 2), high);
+        rotate<kD>(low, high, rotation, j);
+        store_matrix_x4(offset_chunks(q + own, j * 2), low[0], low[1], low[2], low[3]);
+        store_matrix_x4(offset_chunks(q + own, (j + kD / 32) * 2), high[0], high[1], high[2],
+                        high[3]);
+        load_matrix_x4(offset_chunks(keys, j * 2), a);
         mma_16<DType::kBF16>(s[0], a, low[0], low[2]);
         mma_16<DType::kBF16>(s[1], a, low[1], low[3]);
-        load_matrix_x4(further(keys, (j + kD / 32) * 2), a);
+        load_matrix_x4(offset_chunks(keys, (j + kD / 32) * 2), a);
         mma_16<DType::kBF16>(s[0], a, high[0], high[2]);
         mma_16<DType::kBF16>(s[1], a, high[1], high[3]);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          load_matrix_x4(further(values, (j + half * kD / 32) * 2), a);
-          load_matrix_x4(further(dout + own, (j + half * kD / 32) * 2), b);
+          load_matrix_x4(offset_chunks(values, (j + half * kD / 32) * 2), a);
+          load_matrix_x4(offset_chunks(dout + own, (j + half * kD / 32) * 2), b);
           mma_16<DType::kBF16>(dp[0], a, b[0], b[2]);
           mma_16<DType::kBF16>(dp[1], a, b[1], b[3]);
         }
@@ -143,7 +148,7 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float own_lse = j % 2 ? lse.y : lse.x;
-          const bool counts = !(hides >> (lane / 4 + j / 2 * 8) & 1) && own_lse < INFINITY;
+          const bool counts = !(masked >> (lane / 4 + j / 2 * 8) & 1) && own_lse < INFINITY;
           y[j] = counts ? exp2_approx(s[half][j] * scale_log2 - own_lse) : 0.f;
           z[j] = counts ? y[j] * (dp[half][j] - (j % 2 ? delta.y : delta.x)) : 0.f;
         }
@@ -154,10 +159,10 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
 #pragma unroll
       for (int j = 0; j < kD / 16; ++j) {
         uint32_t b[4];
-        load_matrix_x4_transposed(further(dout + across, j * 2), b);
+        load_matrix_x4_transposed(offset_chunks(dout + across, j * 2), b);
         mma_16<DType::kBF16>(dv[2 * j], p, b[0], b[1]);
         mma_16<DType::kBF16>(dv[2 * j + 1], p, b[2], b[3]);
-        load_matrix_x4_transposed(further(q + across, j * 2), b);
+        load_matrix_x4_transposed(offset_chunks(q + across, j * 2), b);
         mma_16<DType::kBF16>(dk[2 * j], ds, b[0], b[1]);
         mma_16<DType::kBF16>(dk[2 * j + 1], ds, b[2], b[3]);
       }
@@ -167,10 +172,11 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
       at.advance();
     }
 
-    uint32_t* const done = x.done + item.list * int64_t{kUnits<kR>} + unit;
-    if (lane == 0 && item.segment > 0) counter_wait(done, item.segment);
+    uint32_t* const done = x.done + work_tile.list * int64_t{kBwdTilesPerBlock<kR>} + key_tile;
+    if (lane == 0 && work_tile.segment > 0) counter_wait(done, work_tile.segment);
     __syncwarp();
-    float* const to = x.gradients + (block * 2 * kR + unit * kRows + lane / 4) * kD + lane % 4 * 2;
+    float* const to =
+        x.gradients + (block * 2 * kR + key_tile * kRows + lane / 4) * kD + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < kD / 8; ++j) {
 #pragma unroll

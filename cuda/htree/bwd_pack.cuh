@@ -6,19 +6,20 @@
 namespace jax_dsa::htree {
 
 template <int kD>
-__global__ void __launch_bounds__(kHeads* kD / 8) pack_kernel(const __grid_constant__ BwdPass x) {
+__global__ void __launch_bounds__(kTileHeads* kD / 8)
+    pack_kernel(const __grid_constant__ BwdPlan x) {
   using R = Record<kD>;
-  constexpr int kTeam = kD / 8;
-  const Pass& pass = x.pass;
-  const HTreeFwdParams& p = pass.p;
-  const int row = threadIdx.x / kTeam, chunk = threadIdx.x % kTeam;
-  const int64_t at = blockIdx.x / pass.parts;  // of the chunk
-  const int head = static_cast<int>(blockIdx.x % pass.parts) * kHeads + row;
-  const int64_t bg = at / pass.chunk.queries;
-  const int64_t token = (pass.chunk.first_batch + bg / p.groups) * p.queries +
-                        pass.chunk.first_query + at % pass.chunk.queries;
-  const bool has = head < pass.group_heads;
-  const int64_t own = token * p.heads + bg % p.groups * pass.group_heads + (has ? head : 0);
+  constexpr int kHeadThreads = kD / 8;
+  const Plan& plan = x.plan;
+  const HTreeFwdParams& p = plan.p;
+  const int row = threadIdx.x / kHeadThreads, chunk = threadIdx.x % kHeadThreads;
+  const int64_t at = blockIdx.x / plan.head_tiles;  // of the chunk
+  const int head = static_cast<int>(blockIdx.x % plan.head_tiles) * kTileHeads + row;
+  const int64_t bg = at / plan.chunk.queries;
+  const int64_t token = (plan.chunk.first_batch + bg / p.groups) * p.queries +
+                        plan.chunk.first_query + at % plan.chunk.queries;
+  const bool has = head < plan.group_heads;
+  const int64_t own = token * p.heads + bg % p.groups * plan.group_heads + (has ? head : 0);
   const auto load = [&](const void* from, uint32_t (&y)[4]) {
     load_16_now<0>(static_cast<const char*>(from) + (own * kD + chunk * 8) * 2, has, y);
   };
@@ -33,14 +34,14 @@ __global__ void __launch_bounds__(kHeads* kD / 8) pack_kernel(const __grid_const
     live |= (dout[i] & 0x7fff7fff) != 0;
   }
 #pragma unroll
-  for (int mask = 1; mask < kTeam; mask *= 2) {
+  for (int mask = 1; mask < kHeadThreads; mask *= 2) {
     sum += __shfl_xor_sync(~0u, sum, mask);
     live |= __shfl_xor_sync(~0u, int{live}, mask) != 0;
   }
   const float dlse = has ? x.dlse[own] : 0.f;
   live |= dlse != 0.f;
   uint8_t* const record = x.records + int64_t{blockIdx.x} * R::kBytes;
-  const uint32_t to = place<kD>(row, chunk);
+  const uint32_t to = swizzled<kD>(row, chunk);
   *reinterpret_cast<uint4*>(record + to) =
       live ? make_uint4(q[0], q[1], q[2], q[3]) : make_uint4(0, 0, 0, 0);
   *reinterpret_cast<uint4*>(record + R::kRows + to) =

@@ -14,19 +14,19 @@ namespace jax_dsa::htree {
 
 template <typename S, int kD, int kR>
 struct alignas(1024) QueriesShared {
-  using Blocks = Ring<S, kR, kNodeBytes<kD, kR>, 128 * 1024>;
-  Blocks ring;
+  using BlockRing = Ring<S, kR, kNodeBytes<kD, kR>, 128 * 1024>;
+  BlockRing ring;
   uint8_t keys[S::kWarps][(kR < 16 ? 16 : kR) * kD * 2];  // of a warp's block, rotated
-  uint8_t turns[S::kWarps][Turns<kD>::kBytes];
+  uint8_t rotations[S::kWarps][RotationLoader<kD>::kBytes];
 };
 
 // x [16 heads, D], rotated in place, or back.
 template <int kD, bool kBack>
-__device__ __forceinline__ void rotate_sums(float (&x)[kD / 8][4], uint32_t turn) {
+__device__ __forceinline__ void rotate_sums(float (&x)[kD / 8][4], uint32_t rotation) {
 #pragma unroll
   for (int i = 0; i < kD / 16; ++i) {
     uint32_t bits[4];  // cos, sin, cos, sin
-    load_shared_16(turn + (i * 8 + threadIdx.x % 4 * 2) * 8, bits);
+    load_shared_16(rotation + (i * 8 + threadIdx.x % 4 * 2) * 8, bits);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float cos = __uint_as_float(bits[j % 2 * 2]);
@@ -41,12 +41,12 @@ __device__ __forceinline__ void rotate_sums(float (&x)[kD / 8][4], uint32_t turn
 
 template <typename S, int kD, int kR>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    queries_kernel(const __grid_constant__ BwdPass x) {
+    queries_kernel(const __grid_constant__ BwdPlan x) {
   using Shared = QueriesShared<S, kD, kR>;
   constexpr int kGroups = ceil_div(kR, 16);  // of keys
   auto& shared = dynamic_shared<Shared>();
-  const Pass& pass = x.pass;
-  const HTreeFwdParams& p = pass.p;
+  const Plan& plan = x.plan;
+  const HTreeFwdParams& p = plan.p;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     shared.ring.init();
@@ -54,20 +54,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   __syncthreads();
 
-  RingPlace<Shared::Blocks::kStages> at;
+  RingPlace<Shared::BlockRing::kStages> at;
   if (warp >= S::kWarps) {
     lower_registers<S::kProducerRegisters>();
     if (warp > S::kWarps) return;
-    const Tile tile(pass);
-    const int position = tile.position(pass, lane);
-    const int64_t row = tile.row + min(lane, tile.queries - 1);
-    const int64_t first = (tile.batch * p.groups + tile.group) * pass.layers.blocks;
-    for (int layer = pass.layers.count - 1; layer >= 0; --layer) {
-      produce(shared.ring, at,
-              static_cast<const uint8_t*>(p.tree) +
-                  (first + pass.layers.first[layer]) * kNodeBytes<kD, kR>,
-              kNodeBytes<kD, kR>, Blocks::of<kR>(pass, position, row, layer));
-    }
+    produce_all_layers<kD, kR>(plan, shared.ring, at);
     return;
   }
 
@@ -78,10 +69,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   uint32_t q[kD / 16][4], dout[kD / 16][4];
   float dq[kD / 8][4] = {}, lse[2], delta[2];
   {
-    const Part mine(pass);
+    const HeadTile mine(plan);
     load_heads<kD>(x.dout, mine, dout);
     const uint8_t* const record =
-        x.records + (mine.row * pass.parts + warp % pass.parts) * Record<kD>::kBytes;
+        x.records + (mine.row * plan.head_tiles + warp % plan.head_tiles) * Record<kD>::kBytes;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int head = lane / 4 + r * 8;
@@ -89,15 +80,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       delta[r] = reinterpret_cast<const float*>(record + Record<kD>::kDelta)[head];
     }
   }
-  Turns<kD> turns(p.rotations, shared.turns[warp]);
-  for (int layer = pass.layers.count - 1; layer >= 0; --layer) {
-    const Part mine(pass);
-    const int n = candidates<kR>(pass, mine.position, layer);
+  RotationLoader<kD> rotations(p.rotations, shared.rotations[warp]);
+  for (int layer = plan.layers.count - 1; layer >= 0; --layer) {
+    const HeadTile mine(plan);
+    const int n = candidates<kR>(plan, mine.position, layer);
     int left = layer ? n - 1 : n;  // candidates to be seen, from the block on that comes next
     const int32_t* mask = nullptr;
     if (layer) {
-      mask = reinterpret_cast<const int32_t*>(pass.chunk.masks) +
-             ((layer - 1) * pass.chunk.rows + mine.row) * p.top_k;
+      mask = reinterpret_cast<const int32_t*>(plan.chunk.masks) +
+             ((layer - 1) * plan.chunk.rows + mine.row) * p.top_k;
     }
     // What is selected of the next block, loaded one ahead.
     const auto fetch = [&] {
@@ -105,37 +96,38 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       return static_cast<uint32_t>(load_now(mask, has, 0));
     };
     uint32_t selected = fetch();
-    turns.load(n - 1);
-    const bool early = is_early<kR>(pass, mine.position, layer);
+    rotations.load(n - 1);
+    const bool prefix = sees_prefix<kR>(plan, mine.position, layer);
     load_heads<kD>(p.q, mine, q);
-    uint32_t early_turn = 0;
-    if (early) {
-      early_turn = turns.next(-1);
+    uint32_t prefix_rotation = 0;
+    if (prefix) {
+      prefix_rotation = rotations.next(-1);
 #pragma unroll
-      for (int j = 0; j < kD / 32; ++j) rotate<kD>(q[j], q[j + kD / 32], early_turn, j);
-      rotate_sums<kD, false>(dq, early_turn);
+      for (int j = 0; j < kD / 32; ++j) rotate<kD>(q[j], q[j + kD / 32], prefix_rotation, j);
+      rotate_sums<kD, false>(dq, prefix_rotation);
     }
     const auto walk = [&](auto rotates) {
       constexpr bool kRotates = decltype(rotates)::value;
       consume(shared.ring, at, mine.query, [&](uint32_t block) {
         const int rows = left;
         left -= kR;
-        const uint32_t turn = kRotates ? turns.next(layer ? left : left - 1) : 0;
+        const uint32_t rotation = kRotates ? rotations.next(layer ? left : left - 1) : 0;
         const uint32_t values = block + kNodeBytes<kD, kR> / 2;
         float s[kGroups * 2][4] = {}, dp[kGroups * 2][4] = {};  // of 8 keys each
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-          const uint32_t own = place<kD>(group * 16 + lane % (kR < 16 ? kR : 16), lane / 16);
+          const uint32_t own = swizzled<kD>(group * 16 + lane % (kR < 16 ? kR : 16), lane / 16);
 #pragma unroll
           for (int j = 0; j < kD / 32; ++j) {
             uint32_t low[4], high[4], b[4];
-            load_matrix_x4(further(block + own, j * 2), low);
-            load_matrix_x4(further(block + own, (j + kD / 32) * 2), high);
+            load_matrix_x4(offset_chunks(block + own, j * 2), low);
+            load_matrix_x4(offset_chunks(block + own, (j + kD / 32) * 2), high);
             if constexpr (kRotates) {
-              rotate<kD, true>(low, high, turn, j);
+              rotate<kD, true>(low, high, rotation, j);
               const uint32_t to = rotated_keys + own;
-              store_matrix_x4(further(to, j * 2), low[0], low[1], low[2], low[3]);
-              store_matrix_x4(further(to, (j + kD / 32) * 2), high[0], high[1], high[2], high[3]);
+              store_matrix_x4(offset_chunks(to, j * 2), low[0], low[1], low[2], low[3]);
+              store_matrix_x4(offset_chunks(to, (j + kD / 32) * 2), high[0], high[1], high[2],
+                              high[3]);
             }
             mma_16<DType::kBF16>(s[2 * group], q[j], low[0], low[2]);
             mma_16<DType::kBF16>(s[2 * group + 1], q[j], low[1], low[3]);
@@ -143,13 +135,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             mma_16<DType::kBF16>(s[2 * group + 1], q[j + kD / 32], high[1], high[3]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              load_matrix_x4(further(values + own, (j + half * kD / 32) * 2), b);
+              load_matrix_x4(offset_chunks(values + own, (j + half * kD / 32) * 2), b);
               mma_16<DType::kBF16>(dp[2 * group], dout[j + half * kD / 32], b[0], b[2]);
               mma_16<DType::kBF16>(dp[2 * group + 1], dout[j + half * kD / 32], b[1], b[3]);
             }
           }
         }
-        const uint32_t hides = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
+        const uint32_t masked = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
         ++mask;
         selected = fetch();
         float ds[kR / 8][4];
@@ -158,7 +150,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const int key = i * 8 + lane % 4 * 2 + j % 2;
-            const bool counts = !(hides >> key & 1) && lse[j / 2] < INFINITY;
+            const bool counts = !(masked >> key & 1) && lse[j / 2] < INFINITY;
             const float prob = exp2_approx(s[i][j] * scale_log2 - lse[j / 2]);
             ds[i][j] = counts ? prob * (dp[i][j] - delta[j / 2]) : 0.f;
           }
@@ -172,15 +164,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       });
     };
-    if (early) {
+    if (prefix) {
       walk(std::false_type());
-      rotate_sums<kD, true>(dq, early_turn);
+      rotate_sums<kD, true>(dq, prefix_rotation);
     } else {
       walk(std::true_type());
     }
   }
 
-  const Part own_part(pass);
+  const HeadTile own_part(plan);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int own = lane / 4 + r * 8;

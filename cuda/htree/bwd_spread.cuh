@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kSpreadThreads) spread_kernel(const __grid_con
   const int64_t token = blockIdx.x % spans * kTokens + threadIdx.x / kPairs;
   const int pair = threadIdx.x % kPairs;
   if (token >= x.tokens) return;
-  float key[2] = {}, value[2] = {}, share = 1.f;
+  float key[2] = {}, value[2] = {}, weight = 1.f;
   int64_t node = token;
   for (int layer = 0; layer < x.layers.count; ++layer) {
     const int64_t block = node / kR;
@@ -37,17 +37,17 @@ __global__ void __launch_bounds__(kSpreadThreads) spread_kernel(const __grid_con
       const float* const from =
           x.gradients +
           ((bg * x.layers.blocks + x.layers.first[layer] + place) * 2 * kR + slot) * kD + pair;
-      const float2 turn =
+      const float2 rotation =
           __ldg(reinterpret_cast<const float2*>(x.rotations) + ordinal * kPairs + pair);
       const float low = from[0], high = from[kPairs];
-      key[0] += share * (low * turn.x + high * turn.y);
-      key[1] += share * (high * turn.x - low * turn.y);
-      value[0] += share * from[kR * kD];
-      value[1] += share * from[kR * kD + kPairs];
+      key[0] += weight * (low * rotation.x + high * rotation.y);
+      key[1] += weight * (high * rotation.x - low * rotation.y);
+      value[0] += weight * from[kR * kD];
+      value[1] += weight * from[kR * kD + kPairs];
     };
-    if (block < x.layers.early[layer]) add(block, node);
-    if (layer + 1 < x.layers.count) add(x.layers.early[layer] + block, slot);
-    share /= static_cast<float>(min(x.layers.size[layer] - block * kR, int64_t{kR}));
+    if (block < x.layers.prefix_blocks[layer]) add(block, node);
+    if (layer + 1 < x.layers.count) add(x.layers.prefix_blocks[layer] + block, slot);
+    weight /= static_cast<float>(min(x.layers.size[layer] - block * kR, int64_t{kR}));
     node = block;
   }
   const int64_t to = ((bg / x.groups * x.tokens + token) * x.groups + bg % x.groups) * kD + pair;

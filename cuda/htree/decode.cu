@@ -6,21 +6,21 @@
 namespace jax_dsa {
 namespace {
 
-using htree::DecodePass;
+using htree::DecodePlan;
 
-static_assert(kHTreeMaxDecodeGroupHeads == htree::kDecodeWarps * htree::kHeads);
+static_assert(kHTreeMaxDecodeGroupHeads == htree::kDecodeWarps * htree::kTileHeads);
 
 template <int kD, int kR>
-cudaError_t run(const DecodePass& x, cudaStream_t stream) {
-  for (int layer = x.pass.layers.count - 1; layer >= 0; --layer) {
+cudaError_t run(const DecodePlan& x, cudaStream_t stream) {
+  for (int layer = x.plan.layers.count - 1; layer >= 0; --layer) {
     DSA_RETURN_IF_CUDA_ERROR(htree::launch_layer<kD, kR>(x, layer, stream));
   }
-  return htree::launch_merge<kD>(x, stream);
+  return htree::launch_combine<kD>(x, stream);
 }
 
 template <int kD>
-cudaError_t run(const DecodePass& x, cudaStream_t stream) {
-  switch (x.pass.p.compression) {
+cudaError_t run(const DecodePlan& x, cudaStream_t stream) {
+  switch (x.plan.p.compression) {
     case 8:
       return run<kD, 8>(x, stream);
     case 16:
@@ -34,11 +34,12 @@ cudaError_t run(const DecodePass& x, cudaStream_t stream) {
 }  // namespace
 
 int64_t htree_decode_workspace(const HTreeDecodeParams& p) {
-  DecodePass x = {};
+  DecodePlan x = {};
   HTreeFwdParams none = p.fwd;
   none.workspace = nullptr;
   const int64_t layers = htree_layers(none.tokens, none.compression, none.top_k).count;
-  return htree::divide(none, layers, std::max<int64_t>(htree::decode_rows(none), kMaxSms), x);
+  return htree::assign_workspace(none, layers, std::max<int64_t>(htree::decode_rows(none), kMaxSms),
+                                 x);
 }
 
 cudaError_t launch_htree_decode(const HTreeDecodeParams& params, cudaStream_t stream) {
@@ -49,8 +50,8 @@ cudaError_t launch_htree_decode(const HTreeDecodeParams& params, cudaStream_t st
       p.workspace_bytes < htree_decode_workspace(params)) {
     return cudaErrorInvalidValue;
   }
-  DecodePass x = {};
-  DSA_RETURN_IF_CUDA_ERROR(htree::make_decode_pass(params, x));
+  DecodePlan x = {};
+  DSA_RETURN_IF_CUDA_ERROR(htree::make_decode_plan(params, x));
   return p.dim == 128  ? run<128>(x, stream)
          : p.dim == 64 ? run<64>(x, stream)
                        : cudaErrorInvalidValue;

@@ -20,8 +20,9 @@ struct HTreeLayers {
   int count;
   int64_t size[kHTreeMaxLayers];   // in nodes
   int64_t first[kHTreeMaxLayers];  // in blocks
-  int64_t early[kHTreeMaxLayers];  // how many blocks there are by ordinal; the others follow
-  int64_t blocks;                  // of all layers
+  int64_t
+      prefix_blocks[kHTreeMaxLayers];  // how many blocks there are by ordinal; the others follow
+  int64_t blocks;                      // of all layers
 };
 constexpr HTreeLayers htree_layers(int64_t tokens, int64_t compression, int64_t top_k) {
   HTreeLayers x = {};
@@ -30,7 +31,7 @@ constexpr HTreeLayers htree_layers(int64_t tokens, int64_t compression, int64_t 
     const int64_t blocks = ceil_div(size, compression);
     x.size[x.count] = size;
     x.first[x.count] = x.blocks;
-    x.early[x.count] = last ? blocks : top_k;
+    x.prefix_blocks[x.count] = last ? blocks : top_k;
     x.blocks += last ? blocks : top_k + blocks;
     ++x.count;
     if (last) return x;

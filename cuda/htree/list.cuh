@@ -11,23 +11,23 @@ inline constexpr int kListThreads = 128;
 
 template <int kR, bool kGiven>
 __global__ void __launch_bounds__(kListThreads)
-    list_kernel(const __grid_constant__ Pass pass, int layer) {
-  const HTreeFwdParams& p = pass.p;
-  const Chunk& chunk = pass.chunk;
+    list_kernel(const __grid_constant__ Plan plan, int layer) {
+  const HTreeFwdParams& p = plan.p;
+  const QueryChunk& chunk = plan.chunk;
   const int64_t row = blockIdx.x;
   const int k = static_cast<int>(p.top_k);
   const int64_t query = chunk.first_query + row % chunk.queries, bg = row / chunk.queries;
   const int64_t token = (chunk.first_batch + bg / p.groups) * p.queries + query;
-  const int n = candidates<kR>(pass, __ldg(p.positions + token), layer);
+  const int n = candidates<kR>(plan, __ldg(p.positions + token), layer);
   auto* const bits = &dynamic_shared<uint32_t>();  // [k]
   for (int i = threadIdx.x; i < k; i += kListThreads) bits[i] = 0;
   __syncthreads();
 
   const int32_t* const others = kGiven ? nullptr : chunk.ordinals + row * (k - 1);
   const int64_t given =
-      ((token * p.groups + bg % p.groups) * (pass.layers.count - 1) + layer - 1) * k;
+      ((token * p.groups + bg % p.groups) * (plan.layers.count - 1) + layer - 1) * k;
   const int64_t place = ((layer - 1) * chunk.rows + row) * k;
-  const bool early = is_early<kR>(pass, __ldg(p.positions + token), layer);
+  const bool prefix = sees_prefix<kR>(plan, __ldg(p.positions + token), layer);
   const int32_t* const parents = chunk.nodes + (layer * chunk.rows + row) * k;
   for (int i = threadIdx.x; i < k; i += kListThreads) {
     int ordinal;
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kListThreads)
     int node = -1;
     if (ordinal >= 0) {
       const int slot = ordinal % kR;
-      node = early ? ordinal : parents[ordinal / kR] * kR + slot;
+      node = prefix ? ordinal : parents[ordinal / kR] * kR + slot;
       atomicAdd(&bits[ordinal / kR], 1u << slot);
     }
     chunk.nodes[place + i] = node;

@@ -17,42 +17,42 @@ namespace jax_dsa::htree {
 // cos and sin of a warp's rotations, one after the other: each is loaded one ahead, a part a lane,
 // and shared through `buffer`.
 template <int kD>
-struct Turns {
+struct RotationLoader {
   static constexpr int kBytes = kD / 2 * 8;  // of a rotation
   const float4* table;                       // this lane's part
   uint32_t buffer;
   float4 upcoming = {};
 
-  __device__ Turns(const float* rotations, const uint8_t* buffer)
+  __device__ RotationLoader(const float* rotations, const uint8_t* buffer)
       : table(reinterpret_cast<const float4*>(rotations) + threadIdx.x % 32),
         buffer(smem_address(buffer)) {}
 
   // Loads the one by `position`.
   __device__ __forceinline__ void load(int position) {
-    if (position >= 0 && has_part()) upcoming = __ldg(table + int64_t{position} * (kBytes / 16));
+    if (position >= 0 && is_loader()) upcoming = __ldg(table + int64_t{position} * (kBytes / 16));
   }
   // Where the one is that was loaded; loads the next.
   __device__ __forceinline__ uint32_t next(int position) {
     const uint32_t bits[4] = {__float_as_uint(upcoming.x), __float_as_uint(upcoming.y),
                               __float_as_uint(upcoming.z), __float_as_uint(upcoming.w)};
     __syncwarp();  // all have read the one before
-    if (has_part()) store_shared_16(buffer + threadIdx.x % 32 * 16, bits);
+    if (is_loader()) store_shared_16(buffer + threadIdx.x % 32 * 16, bits);
     __syncwarp();
     load(position);
     return buffer;
   }
 
-  __device__ static bool has_part() { return static_cast<int>(threadIdx.x % 32) < kBytes / 16; }
+  __device__ static bool is_loader() { return static_cast<int>(threadIdx.x % 32) < kBytes / 16; }
 };
 
 // Fragments j and j + D / 32 of 16 rows, rotated in place, or back.
 template <int kD, bool kBack = false>
-__device__ __forceinline__ void rotate(uint32_t (&low)[4], uint32_t (&high)[4], uint32_t turn,
+__device__ __forceinline__ void rotate(uint32_t (&low)[4], uint32_t (&high)[4], uint32_t rotation,
                                        int j) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint32_t bits[4];  // cos, sin, cos, sin
-    load_shared_16(turn + (j * 16 + half * 8 + threadIdx.x % 4 * 2) * 8, bits);
+    load_shared_16(rotation + (j * 16 + half * 8 + threadIdx.x % 4 * 2) * 8, bits);
     const float cs[4] = {__uint_as_float(bits[0]), __uint_as_float(bits[1]),
                          __uint_as_float(bits[2]), __uint_as_float(bits[3])};
 #pragma unroll
@@ -69,14 +69,14 @@ __device__ __forceinline__ void rotate(uint32_t (&low)[4], uint32_t (&high)[4], 
 // part of the matrices is on the diagonal, lane / 4 = 2 * (lane % 4) + {0, 1}, have 16 bytes each.
 // The others read zeros.
 template <int kD>
-struct Matrices {
+struct RotationMatrices {
   static constexpr int kBytes = kD / 2 * 16;  // of a rotation; of the zeros, too
-  Turns<kD> turns;
+  RotationLoader<kD> loader;
   uint32_t from;  // where this lane reads
 
-  __device__ Matrices(const float* rotations, uint8_t (&buffer)[kBytes],
-                      const uint8_t (&zeros)[kBytes])
-      : turns(rotations, buffer) {
+  __device__ RotationMatrices(const float* rotations, uint8_t (&buffer)[kBytes],
+                              const uint8_t (&zeros)[kBytes])
+      : loader(rotations, buffer) {
     const int lane = threadIdx.x % 32;
     // Zeros from banks that no lane of these eight has.
     from = lane % 4 == lane / 8 ? smem_address(buffer) + lane / 4 * 16
@@ -84,11 +84,11 @@ struct Matrices {
   }
 
   // As those of Turns.
-  __device__ __forceinline__ void load(int position) { turns.load(position); }
+  __device__ __forceinline__ void load(int position) { loader.load(position); }
   __device__ __forceinline__ uint32_t next(int position) {
     // This lane has two pairs. A matrix has the columns (cos, -sin) and (sin, cos).
-    const float cs[2][2] = {{turns.upcoming.x, turns.upcoming.y},
-                            {turns.upcoming.z, turns.upcoming.w}};
+    const float cs[2][2] = {{loader.upcoming.x, loader.upcoming.y},
+                            {loader.upcoming.z, loader.upcoming.w}};
     uint32_t first[4], second[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -100,9 +100,9 @@ struct Matrices {
       second[2 * i + 1] = __byte_perm(rest, 0, 0x1032);
     }
     __syncwarp();  // all have read the one before
-    if (turns.has_part()) {
+    if (loader.is_loader()) {
       // Computed anew, so that no register holds it from one block to the next.
-      const uint32_t to = turns.buffer + opaque(threadIdx.x) % 32 * 32;
+      const uint32_t to = loader.buffer + opaque(threadIdx.x) % 32 * 32;
       store_shared_16(to, first), store_shared_16(to + 16, second);
     }
     __syncwarp();

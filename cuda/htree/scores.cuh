@@ -22,12 +22,12 @@ namespace jax_dsa::htree {
 
 template <typename S, int kD, int kR>
 struct alignas(1024) ScoresShared {
-  using Blocks = Ring<S, kR, kR * kD * 2, 96 * 1024>;
-  Blocks ring;
-  uint8_t turns[S::kWarps][Matrices<kD>::kBytes];
-  uint8_t zeros[Matrices<kD>::kBytes];
+  using BlockRing = Ring<S, kR, kR * kD * 2, 96 * 1024>;
+  BlockRing ring;
+  uint8_t rotations[S::kWarps][RotationMatrices<kD>::kBytes];
+  uint8_t zeros[RotationMatrices<kD>::kBytes];
   // Of query i the warps' parts from i * warps_per_query on: 16 heads each, swizzled like blocks.
-  uint8_t q[S::kWarps][kHeads * kD * 2];
+  uint8_t q[S::kWarps][kTileHeads * kD * 2];
 };
 
 // 2^scores summed.
@@ -36,10 +36,10 @@ struct PlainSum {
 
   static __device__ PlainSum of(float a, float b) { return {exp2_approx(a) + exp2_approx(b)}; }
   __device__ PlainSum operator+(PlainSum x) const { return {sum + x.sum}; }
-  __device__ PlainSum of_lane(int mask) const { return {__shfl_xor_sync(~0u, sum, mask)}; }
-  __device__ PlainSum or_other(bool other, PlainSum x) const { return {other ? x.sum : sum}; }
+  __device__ PlainSum shuffled(int mask) const { return {__shfl_xor_sync(~0u, sum, mask)}; }
+  __device__ PlainSum choose(bool other, PlainSum x) const { return {other ? x.sum : sum}; }
   // Whether nothing that matters was too large or too small.
-  __device__ bool good() const { return sum > 0x1p-60f && sum < 0x1p100f; }
+  __device__ bool in_range() const { return sum > 0x1p-60f && sum < 0x1p100f; }
   __device__ float log2() const { return log2_approx(sum); }
 };
 // The same of scores of any size.
@@ -54,10 +54,10 @@ struct Sum {
     const float high = fmaxf(peak, x.peak), finite = high == -INFINITY ? 0.f : high;
     return {high, sum * exp2_approx(peak - finite) + x.sum * exp2_approx(x.peak - finite)};
   }
-  __device__ Sum of_lane(int mask) const {
+  __device__ Sum shuffled(int mask) const {
     return {__shfl_xor_sync(~0u, peak, mask), __shfl_xor_sync(~0u, sum, mask)};
   }
-  __device__ Sum or_other(bool other, Sum x) const {
+  __device__ Sum choose(bool other, Sum x) const {
     return {other ? x.peak : peak, other ? x.sum : sum};
   }
   __device__ float log2() const { return peak + log2_approx(sum); }
@@ -66,19 +66,19 @@ struct Sum {
 // Joins the first kCount columns of lanes that differ in the bits kLane, kLane / 2, ..., 4. A lane
 // with kLane set keeps the upper half.
 template <int kCount, int kLane, typename Sum, int kColumns>
-__device__ __forceinline__ void join(Sum (&x)[kColumns]) {
+__device__ __forceinline__ void reduce_columns(Sum (&x)[kColumns]) {
   if constexpr (kLane >= 4) {
     if constexpr (kCount > 1) {
       const bool upper = threadIdx.x & kLane;
 #pragma unroll
       for (int i = 0; i < kCount / 2; ++i) {
-        const Sum passed = x[i].or_other(!upper, x[i + kCount / 2]);
-        x[i] = x[i].or_other(upper, x[i + kCount / 2]) + passed.of_lane(kLane);
+        const Sum passed = x[i].choose(!upper, x[i + kCount / 2]);
+        x[i] = x[i].choose(upper, x[i + kCount / 2]) + passed.shuffled(kLane);
       }
-      join<kCount / 2, kLane / 2>(x);
+      reduce_columns<kCount / 2, kLane / 2>(x);
     } else {
-      x[0] = x[0] + x[0].of_lane(kLane);
-      join<1, kLane / 2>(x);
+      x[0] = x[0] + x[0].shuffled(kLane);
+      reduce_columns<1, kLane / 2>(x);
     }
   }
 }
@@ -99,22 +99,23 @@ struct Column {
 
 template <typename S, int kD, int kR>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    scores_kernel(const __grid_constant__ Pass pass, int layer) {
+    scores_kernel(const __grid_constant__ Plan plan, int layer) {
   constexpr int kRowBytes = kD * 2, kColumns = kR / 4;
   auto& shared = dynamic_shared<ScoresShared<S, kD, kR>>();
-  const HTreeFwdParams& p = pass.p;
-  const Tile tile(pass);
+  const HTreeFwdParams& p = plan.p;
+  const QueryTile tile(plan);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int parts = pass.parts, heads = pass.group_heads;
+  const int head_tiles = plan.head_tiles, heads = plan.group_heads;
 
-  for (int i = threadIdx.x; i < S::kWarps * kHeads * (kD / 8); i += S::kThreads) {
-    const int chunk = i % (kD / 8), row = i / (kD / 8) % kHeads, part = i / (kD / 8) / kHeads;
-    const int query = part / parts, head = part % parts * kHeads + row;
+  for (int i = threadIdx.x; i < S::kWarps * kTileHeads * (kD / 8); i += S::kThreads) {
+    const int chunk = i % (kD / 8), row = i / (kD / 8) % kTileHeads,
+              head_tile = i / (kD / 8) / kTileHeads;
+    const int query = head_tile / head_tiles, head = head_tile % head_tiles * kTileHeads + row;
     const bool has = query < tile.queries && head < heads;
-    const int64_t from = has ? tile.token(pass, query) * p.heads + tile.group * heads + head : 0;
+    const int64_t from = has ? tile.token(plan, query) * p.heads + tile.group * heads + head : 0;
     uint32_t x[4];
     load_16_now<0>(static_cast<const char*>(p.q) + from * kRowBytes + chunk * 16, has, x);
-    store_shared_16(smem_address(shared.q[part]) + place<kD>(row, chunk), x);
+    store_shared_16(smem_address(shared.q[head_tile]) + swizzled<kD>(row, chunk), x);
   }
   if (threadIdx.x == 0) {
     shared.ring.init();
@@ -123,74 +124,75 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   clear_zeros(shared.zeros);
   __syncthreads();
 
-  RingPlace<ScoresShared<S, kD, kR>::Blocks::kStages> at;
+  RingPlace<ScoresShared<S, kD, kR>::BlockRing::kStages> at;
   if (warp >= S::kWarps) {
     lower_registers<S::kProducerRegisters>();
     if (warp > S::kWarps) return;
     const int64_t row = tile.row + min(lane, tile.queries - 1);
-    const int64_t first = (tile.batch * p.groups + tile.group) * pass.layers.blocks;
+    const int64_t first = (tile.batch * p.groups + tile.group) * plan.layers.blocks;
     produce(shared.ring, at,
             static_cast<const uint8_t*>(p.tree) +
-                (first + pass.layers.first[layer]) * kNodeBytes<kD, kR>,
-            kNodeBytes<kD, kR>, Blocks::of<kR>(pass, tile.position(pass, lane), row, layer));
+                (first + plan.layers.first[layer]) * kNodeBytes<kD, kR>,
+            kNodeBytes<kD, kR>, BlockList::of<kR>(plan, tile.position(plan, lane), row, layer));
     return;
   }
 
   raise_registers<S::kRegisters>();
-  const int query = warp / parts, part = warp % parts;
-  const int position = tile.position(pass, query);
-  const int n = candidates<kR>(pass, position, layer);
+  const int query = warp / head_tiles, head_tile = warp % head_tiles;
+  const int position = tile.position(plan, query);
+  const int n = candidates<kR>(plan, position, layer);
   const int64_t row = tile.row + min(query, tile.queries - 1);
-  if (query < tile.queries && part == 0 && lane == 0) pass.chunk.ends[row] = max(n - 1, 0);
-  float* const importance = pass.chunk.importance + row * pass.chunk.width;
+  if (query < tile.queries && head_tile == 0 && lane == 0) plan.chunk.ends[row] = max(n - 1, 0);
+  float* const importance = plan.chunk.importance + row * plan.chunk.width;
   const float scale_log2 = p.scale * kLog2E;
-  const uint32_t queries = smem_address(shared.q[query * parts < S::kWarps ? query * parts : 0]);
-  Matrices<kD> turns(p.rotations, shared.turns[warp], shared.zeros);
-  const bool early = is_early<kR>(pass, position, layer);
+  const uint32_t queries =
+      smem_address(shared.q[query * head_tiles < S::kWarps ? query * head_tiles : 0]);
+  RotationMatrices<kD> rotations(p.rotations, shared.rotations[warp], shared.zeros);
+  const bool prefix = sees_prefix<kR>(plan, position, layer);
   // The warp's part of them: pairs for the rotations to come, or rotated already where all blocks
   // meet the same queries. Held in registers if it is all of them.
-  const bool held = parts == 1;
-  if (early) turns.load(n - 1);
-  const uint32_t early_turn = early ? turns.next(-1) : 0;
-  const uint32_t own = smem_address(shared.q[warp]) + place<kD>(lane % 16, lane / 16);
+  const bool held = head_tiles == 1;
+  if (prefix) rotations.load(n - 1);
+  const uint32_t prefix_rotation = prefix ? rotations.next(-1) : 0;
+  const uint32_t own = smem_address(shared.q[warp]) + swizzled<kD>(lane % 16, lane / 16);
   uint32_t q[kD / 16][4];
 #pragma unroll
   for (int j = 0; j < kD / 32; ++j) {
     uint32_t (&low)[4] = q[j], (&high)[4] = q[j + kD / 32];
-    load_matrix_x4(further(own, j * 2), low);
-    load_matrix_x4(further(own, (j + kD / 32) * 2), high);
+    load_matrix_x4(offset_chunks(own, j * 2), low);
+    load_matrix_x4(offset_chunks(own, (j + kD / 32) * 2), high);
     pair_up(low, high);
-    if (early) rotate_pairs(low, high, early_turn, j);
+    if (prefix) rotate_pairs(low, high, prefix_rotation, j);
     if (held) continue;
-    store_matrix_x4(further(own, j * 2), low[0], low[1], low[2], low[3]);
-    store_matrix_x4(further(own, (j + kD / 32) * 2), high[0], high[1], high[2], high[3]);
+    store_matrix_x4(offset_chunks(own, j * 2), low[0], low[1], low[2], low[3]);
+    store_matrix_x4(offset_chunks(own, (j + kD / 32) * 2), high[0], high[1], high[2], high[3]);
   }
   if (!held) named_barrier_sync<S::kWarps * 32>(1);
-  turns.load(n - 1 - kR * part);
+  rotations.load(n - 1 - kR * head_tile);
   int ordinal = 0;  // of the block that comes next
   const auto walk = [&](auto rotates, auto holds) {
     constexpr bool kRotates = decltype(rotates)::value, kHeld = decltype(holds)::value;
     consume(shared.ring, at, query, [&](uint32_t block) {
       const int at_ordinal = ordinal++, first = kR * at_ordinal;
-      if (!kHeld && at_ordinal % parts != part) return;
-      const uint32_t turn = kRotates ? turns.next(n - 1 - first - kR * parts) : 0;
+      if (!kHeld && at_ordinal % head_tiles != head_tile) return;
+      const uint32_t rotation = kRotates ? rotations.next(n - 1 - first - kR * head_tiles) : 0;
       // Of one column of this lane's, all heads.
       const auto sum = [&](auto none) {
         decltype(none) sums[kColumns];
 #pragma unroll 1
-        for (int heads_before = 0; heads_before < (kHeld ? 1 : heads); heads_before += kHeads) {
+        for (int heads_before = 0; heads_before < (kHeld ? 1 : heads); heads_before += kTileHeads) {
           const uint32_t from =
-              queries + heads_before * kRowBytes + place<kD>(lane % 16, lane / 16);
+              queries + heads_before * kRowBytes + swizzled<kD>(lane % 16, lane / 16);
           float s[kR / 8][4];
           multiply_keys<kD, kR>(s, block, [&](int j, uint32_t (&low)[4], uint32_t (&high)[4]) {
             if constexpr (kHeld) {
 #pragma unroll
               for (int i = 0; i < 4; ++i) low[i] = q[j][i], high[i] = q[j + kD / 32][i];
             } else {
-              load_matrix_x4(further(from, j * 2), low);
-              load_matrix_x4(further(from, (j + kD / 32) * 2), high);
+              load_matrix_x4(offset_chunks(from, j * 2), low);
+              load_matrix_x4(offset_chunks(from, (j + kD / 32) * 2), high);
             }
-            if constexpr (kRotates) rotate_pairs(low, high, turn, j);
+            if constexpr (kRotates) rotate_pairs(low, high, rotation, j);
           });
           const int head = heads_before + lane / 4;
           const float absent[2] = {head < heads ? 0.f : -INFINITY,
@@ -201,23 +203,23 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                                                    s[i / 2][i % 2 + 2] * scale_log2 + absent[1]);
           }
         }
-        join<kColumns, 16>(sums);
+        reduce_columns<kColumns, 16>(sums);
         return sums[0];
       };
       const Column<kR> mine(lane);
       const bool has = mine.first && first + mine.column < n - 1;
       const PlainSum plain = sum(PlainSum());
       float result = plain.log2();
-      if (__any_sync(~0u, has && !plain.good())) {
+      if (__any_sync(~0u, has && !plain.in_range())) {
         const Sum any = sum(Sum());
         // Top-k takes neither NaN nor -inf, and n counts on as many selected as there can be.
-        result = plain.good() ? result : fmaxf(any.log2(), -FLT_MAX);
+        result = plain.in_range() ? result : fmaxf(any.log2(), -FLT_MAX);
       }
       if (has) importance[first + mine.column] = result;
     });
   };
   const auto walk_as = [&](auto holds) {
-    if (early) {
+    if (prefix) {
       walk(std::false_type(), holds);
     } else {
       walk(std::true_type(), holds);

@@ -19,12 +19,12 @@
 
 namespace jax_dsa::htree {
 
-inline constexpr int kHeads = 16;  // of a warp
+inline constexpr int kTileHeads = 16;  // of a warp
 inline constexpr int kRingBytes = 192 * 1024;
 
 // How a thread block is made up: warps that multiply, their registers, rows of a stage's blocks.
 template <int kWarps_, int kRegisters_, int kStageRows_>
-struct Shape {
+struct CtaShape {
   static constexpr int kWarps = kWarps_;
   static constexpr int kThreads = (kWarps + 4) * 32;  // of the last four warps one is the producer
   static constexpr int kRegisters = kRegisters_;
@@ -33,13 +33,13 @@ struct Shape {
   static_assert(kWarps % 4 == 0 && registers_fit(1, kWarps / 4, kRegisters, kProducerRegisters));
 };
 // Its twelve warps are one, two, three, four or six a query.
-using Shipped = Shape<12, 160, 96>;
+using AttendShape = CtaShape<12, 160, 96>;
 // Scores need fewer registers.
-using ShippedScores = Shape<16, 112, 64>;
+using ScoresShape = CtaShape<16, 112, 64>;
 
 // Some of the queries, and what the passes leave each other about them. A row is a (batch entry,
 // group, query) of these, in that order.
-struct Chunk {
+struct QueryChunk {
   int first_batch, batch;
   int64_t first_query, queries;
   int64_t rows;
@@ -52,35 +52,35 @@ struct Chunk {
   uint32_t* masks;    // [layers - 1, rows, K]: bit i of word o: ordinal r o + i is selected
 };
 
-struct Pass {
+struct Plan {
   HTreeFwdParams p;
   HTreeLayers layers;
-  Chunk chunk;
-  int group_heads;  // M
-  int parts;        // warps of a query
-  int tile;         // queries of a thread block
-  int tiles;        // of the queries of a batch entry and group
+  QueryChunk chunk;
+  int group_heads;   // M
+  int head_tiles;    // warps of a query
+  int tile_queries;  // queries of a thread block
+  int query_tiles;   // of the queries of a batch entry and group
 
   // For thread blocks of shape S.
   template <typename S>
-  Pass shaped() const {
-    Pass pass = *this;
-    pass.tile = S::kWarps / parts;
-    pass.tiles = static_cast<int>(ceil_div(chunk.queries, int64_t{pass.tile}));
-    return pass;
+  Plan shaped() const {
+    Plan plan = *this;
+    plan.tile_queries = S::kWarps / head_tiles;
+    plan.query_tiles = static_cast<int>(ceil_div(chunk.queries, int64_t{plan.tile_queries}));
+    return plan;
   }
-  int64_t blocks() const { return int64_t{tiles} * chunk.batch * p.groups; }
+  int64_t ctas() const { return int64_t{query_tiles} * chunk.batch * p.groups; }
 };
 
 // How many candidates the query at a token has in a layer.
 template <int kR>
-__device__ __forceinline__ int candidates(const Pass& pass, int position, int layer) {
+__device__ __forceinline__ int candidates(const Plan& plan, int position, int layer) {
   if (position < 0) return 0;
   constexpr int kBits = kR == 8 ? 3 : kR == 16 ? 4 : 5;
-  int at = pass.layers.count - 1;
+  int at = plan.layers.count - 1;
   int n = (position >> (kBits * at)) + 1;
   while (at-- > layer) {
-    n = kR * (min(n, static_cast<int>(pass.p.top_k)) - 1) + (position >> (kBits * at)) % kR + 1;
+    n = kR * (min(n, static_cast<int>(plan.p.top_k)) - 1) + (position >> (kBits * at)) % kR + 1;
   }
   return n;
 }
@@ -88,34 +88,34 @@ __device__ __forceinline__ int candidates(const Pass& pass, int position, int la
 // Whether these are the layer's first nodes, whatever the query selects above: it then meets the
 // early blocks, so that its result does not depend on how many tokens follow.
 template <int kR>
-__device__ __forceinline__ bool is_early(const Pass& pass, int position, int layer) {
+__device__ __forceinline__ bool sees_prefix(const Plan& plan, int position, int layer) {
   constexpr int kBits = kR == 8 ? 3 : kR == 16 ? 4 : 5;
-  return position >> (kBits * layer) < kR * static_cast<int>(pass.p.top_k);
+  return position >> (kBits * layer) < kR * static_cast<int>(plan.p.top_k);
 }
 
 // The queries of this thread block. Computed where it is constructed: nothing of it needs to be
 // held over a walk.
-struct Tile {
+struct QueryTile {
   int batch, group, first;  // first: query of the chunk
   int queries;
   int64_t row;  // of the first query
 
-  __device__ explicit Tile(const Pass& pass) {
+  __device__ explicit QueryTile(const Plan& plan) {
     const uint32_t block = gridDim.x - 1 - opaque(blockIdx.x);  // late queries see most: first
-    const uint32_t groups = static_cast<uint32_t>(pass.p.groups);
-    const uint32_t bg = block / pass.tiles;
-    first = static_cast<int>(block % pass.tiles) * pass.tile;
-    queries = static_cast<int>(min(pass.chunk.queries - first, int64_t{pass.tile}));
-    batch = pass.chunk.first_batch + static_cast<int>(bg / groups);
+    const uint32_t groups = static_cast<uint32_t>(plan.p.groups);
+    const uint32_t bg = block / plan.query_tiles;
+    first = static_cast<int>(block % plan.query_tiles) * plan.tile_queries;
+    queries = static_cast<int>(min(plan.chunk.queries - first, int64_t{plan.tile_queries}));
+    batch = plan.chunk.first_batch + static_cast<int>(bg / groups);
     group = static_cast<int>(bg % groups);
-    row = bg * pass.chunk.queries + first;
+    row = bg * plan.chunk.queries + first;
   }
   // Of [B, T].
-  __device__ int64_t token(const Pass& pass, int query) const {
-    return int64_t{batch} * pass.p.queries + pass.chunk.first_query + first + query;
+  __device__ int64_t token(const Plan& plan, int query) const {
+    return int64_t{batch} * plan.p.queries + plan.chunk.first_query + first + query;
   }
-  __device__ int position(const Pass& pass, int query) const {
-    return query < queries ? __ldg(pass.p.positions + token(pass, query)) : -1;
+  __device__ int position(const Plan& plan, int query) const {
+    return query < queries ? __ldg(plan.p.positions + token(plan, query)) : -1;
   }
 };
 
@@ -123,16 +123,16 @@ template <int kD, int kR>
 inline constexpr int kNodeBytes = kR * kD * 2 * 2;  // of a block in memory
 
 // `kBytes` of each block are copied.
-template <typename S, int kR, int kBytes_, int kRoom = kRingBytes>
+template <typename S, int kR, int kBytes_, int kCapacity = kRingBytes>
 struct alignas(1024) Ring {
   static constexpr int kBytes = kBytes_;
   static constexpr int kBlocks = S::kStageRows / kR;  // of a stage
-  static constexpr int kStages = kRoom / (kBlocks * kBytes);
+  static constexpr int kStages = kCapacity / (kBlocks * kBytes);
   uint8_t blocks[kStages][kBlocks][kBytes];
-  static constexpr int kWindow = 32;
+  static constexpr int kLookahead = 32;
   // Of each query bit i: it takes block i; bit kBlocks: the layer ends.
   uint32_t takes[kStages][32];
-  int window[kWindow][32];  // of the producer's lanes: the blocks that come next
+  int lookahead[kLookahead][32];  // of the producer's lanes: the blocks that come next
   uint64_t full[kStages], free[kStages];
 
   __device__ void init() {
@@ -145,17 +145,17 @@ struct alignas(1024) Ring {
 
 // A query's blocks of a layer: `count` of them, those of the nodes in `list`; the early ones if
 // that is null.
-struct Blocks {
+struct BlockList {
   const int32_t* list;
   int count;
-  int early;  // how many blocks lie before those that nodes have
+  int prefix_blocks;  // how many blocks lie before those that nodes have
 
   template <int kR>
-  static __device__ Blocks of(const Pass& pass, int position, int64_t row, int layer) {
-    Blocks x = {nullptr, ceil_div(candidates<kR>(pass, position, layer), kR),
-                static_cast<int>(pass.layers.early[layer])};
-    if (!is_early<kR>(pass, position, layer)) {
-      x.list = pass.chunk.nodes + (layer * pass.chunk.rows + row) * pass.p.top_k;
+  static __device__ BlockList of(const Plan& plan, int position, int64_t row, int layer) {
+    BlockList x = {nullptr, ceil_div(candidates<kR>(plan, position, layer), kR),
+                   static_cast<int>(plan.layers.prefix_blocks[layer])};
+    if (!sees_prefix<kR>(plan, position, layer)) {
+      x.list = plan.chunk.nodes + (layer * plan.chunk.rows + row) * plan.p.top_k;
     }
     return x;
   }
@@ -163,7 +163,7 @@ struct Blocks {
   __device__ int operator[](int i) const {
     if (list == nullptr) return i < count ? i : INT_MAX;
     const int node = load_now(list + i, i < count, -1);
-    return node < 0 ? INT_MAX : early + node;
+    return node < 0 ? INT_MAX : prefix_blocks + node;
   }
 };
 
@@ -174,27 +174,27 @@ struct Blocks {
 // their way, and a lane reads ahead what it may need for the next block.
 template <typename Ring>
 __device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t* tree,
-                        int64_t node_bytes, const Blocks& blocks_of) {
-  constexpr int kBlocks = Ring::kBlocks, kWindow = Ring::kWindow;
-  static_assert(kWindow > 2 * kBlocks);
+                        int64_t node_bytes, const BlockList& blocks_of) {
+  constexpr int kBlocks = Ring::kBlocks, kLookahead = Ring::kLookahead;
+  static_assert(kLookahead > 2 * kBlocks);
   const int lane = threadIdx.x % 32;
   const uint64_t keep = l2_policy_evict_last();
-  tree += blocks_of.early * node_bytes;
+  tree += blocks_of.prefix_blocks * node_bytes;
   const auto count = static_cast<uint32_t>(blocks_of.count);
   const uint32_t listed = blocks_of.list == nullptr ? 0 : count;
   uint32_t next = 0, requested = 0;  // what is to be read and asked for
   const auto request = [&] {
 #pragma unroll 1
-    for (; requested < next + kWindow; ++requested) {
-      int& to = ring.window[requested % kWindow][lane];
+    for (; requested < next + kLookahead; ++requested) {
+      int& to = ring.lookahead[requested % kLookahead][lane];
       if (requested < listed) {
         cp_async_4(smem_address(&to), blocks_of.list + requested, true);
       } else {
-        to = requested < count ? static_cast<int>(requested) - blocks_of.early : INT_MAX;
+        to = requested < count ? static_cast<int>(requested) - blocks_of.prefix_blocks : INT_MAX;
       }
     }
   };
-  const auto read = [&] { return ring.window[next % kWindow][lane]; };
+  const auto read = [&] { return ring.lookahead[next % kLookahead][lane]; };
   request();
   cp_async_wait();
   int node = read();
@@ -234,6 +234,24 @@ __device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t*
   } while (first != INT_MAX);
 }
 
+// The producer warp's walk over all layers, from the top one down to the tokens.
+template <int kD, int kR, typename Ring>
+__device__ __forceinline__ void produce_all_layers(const Plan& plan, Ring& ring,
+                                                   RingPlace<Ring::kStages>& at) {
+  const HTreeFwdParams& p = plan.p;
+  const int lane = threadIdx.x % 32;
+  const QueryTile tile(plan);
+  const int position = tile.position(plan, lane);
+  const int64_t row = tile.row + min(lane, tile.queries - 1);
+  const int64_t first = (tile.batch * p.groups + tile.group) * plan.layers.blocks;
+  for (int layer = plan.layers.count - 1; layer >= 0; --layer) {
+    produce(ring, at,
+            static_cast<const uint8_t*>(p.tree) +
+                (first + plan.layers.first[layer]) * kNodeBytes<kD, kR>,
+            kNodeBytes<kD, kR>, BlockList::of<kR>(plan, position, row, layer));
+  }
+}
+
 // One layer, by a warp that multiplies: take(block) for each block that `query` takes, in order.
 template <typename Ring, typename Take>
 __device__ __forceinline__ void consume(Ring& ring, RingPlace<Ring::kStages>& at, int query,
@@ -257,11 +275,11 @@ __device__ __forceinline__ void consume(Ring& ring, RingPlace<Ring::kStages>& at
 
 // Where 16-byte chunk c of a row lies in a block (or in queries, which are swizzled likewise).
 template <int kD>
-__device__ __forceinline__ uint32_t place(int row, int c) {
+__device__ __forceinline__ uint32_t swizzled(int row, int c) {
   return row * (kD * 2) + c / 8 * 128 + ((c % 8) ^ (row % 8)) * 16;
 }
 // The place that is `chunks` further on, if that changes only bits of c that are 0.
-__device__ __forceinline__ uint32_t further(uint32_t from, int chunks) {
+__device__ __forceinline__ uint32_t offset_chunks(uint32_t from, int chunks) {
   return (from ^ chunks % 8 * 16) + chunks / 8 * 128;
 }
 
@@ -277,18 +295,18 @@ __device__ __forceinline__ void multiply_keys(float (&s)[kR / 8][4], uint32_t bl
     uint32_t low[4], high[4], b[4];
     load(j, low, high);
     if constexpr (kR == 8) {  // of both fragments
-      const uint32_t keys = block + place<kD>(row, matrix / 2 * (kD / 16) + matrix % 2);
-      load_matrix_x4(further(keys, j * 2), b);
+      const uint32_t keys = block + swizzled<kD>(row, matrix / 2 * (kD / 16) + matrix % 2);
+      load_matrix_x4(offset_chunks(keys, j * 2), b);
       mma_16<DType::kBF16>(s[0], low, b[0], b[1]);
       mma_16<DType::kBF16>(s[0], high, b[2], b[3]);
     } else {
 #pragma unroll
       for (int i = 0; i < kR / 16; ++i) {
-        const uint32_t keys = block + place<kD>(i * 16 + matrix / 2 * 8 + row, matrix % 2);
-        load_matrix_x4(further(keys, j * 2), b);
+        const uint32_t keys = block + swizzled<kD>(i * 16 + matrix / 2 * 8 + row, matrix % 2);
+        load_matrix_x4(offset_chunks(keys, j * 2), b);
         mma_16<DType::kBF16>(s[2 * i], low, b[0], b[1]);
         mma_16<DType::kBF16>(s[2 * i + 1], low, b[2], b[3]);
-        load_matrix_x4(further(keys, (j + kD / 32) * 2), b);
+        load_matrix_x4(offset_chunks(keys, (j + kD / 32) * 2), b);
         mma_16<DType::kBF16>(s[2 * i], high, b[0], b[1]);
         mma_16<DType::kBF16>(s[2 * i + 1], high, b[2], b[3]);
       }

@@ -1,5 +1,5 @@
-// Tiles of biases, for both passes: boxes of 64 keys, a row for each query, or one that all queries
-// share. See AttentionBias.
+// Loads tiles of biases, for both passes. A tile consists of boxes of 64 keys, with one row per
+// query or one row that all queries share. See AttentionBias.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace jax_dsa::masked_attention {
 
-// Buffers in shared memory for tiles of kQueries queries and kBoxes * 64 keys; they lie where
-// operands of wgmma may. Without buffers this takes no room.
+// Shared-memory buffers for tiles of kQueries queries by kBoxes * 64 keys, aligned like wgmma
+// operands. The specialization without buffers takes no space.
 template <int kBuffers, int kQueries, int kBoxes>
 struct BiasBuffers {
   uint8_t tile[kBuffers][kBoxes][kQueries * 128];
@@ -23,7 +23,8 @@ struct BiasBuffers<0, kQueries, kBoxes> {};
 
 __host__ __device__ inline int64_t bias_row(int64_t keys) { return ceil_div(keys, int64_t{8}) * 8; }
 
-// By one thread: loads the tile of a head's queries from `query` on and keys from `key` on.
+// Loads the biases of one head for the queries from `query` on and the keys from `key` on. One
+// thread calls this.
 template <int kBuffers, int kQueries, int kBoxes>
 __device__ __forceinline__ void load_bias(const AttentionBias& bias, const CUtensorMap& map,
                                           BiasBuffers<kBuffers, kQueries, kBoxes>& buffers, int at,
@@ -36,8 +37,8 @@ __device__ __forceinline__ void load_bias(const AttentionBias& bias, const CUten
   }
 }
 
-// scale * s + bias. `load(k, x)` loads the biases of 16 columns of the scores, in the order of
-// their accumulators.
+// Computes s = scale * s + bias. `load(k, x)` loads the biases of 16 columns of the scores in the
+// order of the accumulator fragment.
 template <DType kType, int kScores, typename Load>
 __device__ __forceinline__ void add_bias(float (&s)[kScores], float scale, Load load) {
 #pragma unroll
@@ -53,7 +54,7 @@ __device__ __forceinline__ void add_bias(float (&s)[kScores], float scale, Load 
   }
 }
 
-// Where a lane finds the row of its query, and its 16-byte chunk in it.
+// Returns the address of 16-byte chunk `chunk` of the row of query `query` (swizzled).
 __device__ __forceinline__ uint32_t bias_chunk(uint32_t box, bool shared_row, int query,
                                                int chunk) {
   const int row = shared_row ? 0 : query;

@@ -10,7 +10,7 @@ namespace {
 
 using namespace masked_attention;
 
-// The dims of the template that takes these.
+// Returns kD of the kernel template that handles these dims.
 int template_dim(const MaskedAttentionBwdParams& p) {
   if (p.dim <= 64 && p.value_dim <= 64) return 64;
   if (p.dim > 192 || p.value_dim > 128) return 256;
@@ -18,26 +18,28 @@ int template_dim(const MaskedAttentionBwdParams& p) {
 }
 
 template <typename Tr>
-cudaError_t launch_keys(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
-                        cudaStream_t stream) {
+cudaError_t launch_main_kernel(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
+                               cudaStream_t stream) {
   Device device;
   DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
-  BwdWork work(p, Tr::kKeys, device);
-  if (work.items == 0) return cudaSuccess;
-  if (work.items > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  BwdTileScheduler scheduler(p, Tr::kKeys, device);
+  if (scheduler.work_tiles == 0) return cudaSuccess;
+  if (scheduler.work_tiles > INT32_MAX - 4096) return cudaErrorInvalidValue;
   Bounds bounds;
   DSA_RETURN_IF_CUDA_ERROR(find_bounds(p, w.queries, w.segments, &bounds, stream));
-  const int64_t blocks = ceil_div(work.items, int64_t{kKeyBoundsThreads / 32});
+  const int64_t blocks = ceil_div(scheduler.work_tiles, int64_t{kKeyBoundsThreads / 32});
   if (bounds.queries) {
-    DSA_RETURN_IF_CUDA_ERROR(launch_blocks(key_bounds_kernel<Tr::kKeys>, blocks, kKeyBoundsThreads,
-                                           0, stream, p.mask, bounds, work.items, p.queries,
-                                           static_cast<int>(p.keys), p.heads, p.groups, w.keys));
+    DSA_RETURN_IF_CUDA_ERROR(launch_blocks(
+        key_bounds_kernel<Tr::kKeys>, blocks, kKeyBoundsThreads, 0, stream, p.mask, bounds,
+        scheduler.work_tiles, p.queries, static_cast<int>(p.keys), p.heads, p.groups, w.keys));
   }
-  // Ranges give the first keys the most queries as a rule, and keys side by side the same ones.
+  // Without a block mask, the first keys have the most queries as a rule, and neighbouring keys
+  // share theirs, so the natural order is good. With a block mask, sort the key tiles by weight.
   if (p.mask.map_rows && !p.deterministic) {
     DSA_RETURN_IF_CUDA_ERROR(launch_blocks(order_kernel, blocks, kKeyBoundsThreads, 0, stream,
-                                           w.keys, work.items, work.key_tiles, w.order));
-    work.order = w.order;
+                                           w.keys, scheduler.work_tiles, scheduler.key_tiles,
+                                           w.order));
+    scheduler.order = w.order;
   }
   const struct {
     const void* x;
@@ -60,29 +62,31 @@ cudaError_t launch_keys(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     DSA_RETURN_IF_CUDA_ERROR(
         encode_bias(&bias_maps[i], p, i == 0 ? p.bias.x : p.dbias, kStepQueries));
   }
-  return launch_persistent<BwdShared<Tr>>(bwd_kernel<Tr>, work.items, kThreads, stream, p, work, w,
-                                          bounds, maps[0], maps[1], maps[2], maps[3], bias_maps[0],
-                                          bias_maps[1]);
+  return launch_persistent<BwdShared<Tr>>(bwd_kernel<Tr>, scheduler.work_tiles, kThreads, stream, p,
+                                          scheduler, w, bounds, maps[0], maps[1], maps[2], maps[3],
+                                          bias_maps[0], bias_maps[1]);
 }
 
-// Before the kernel: zeros where it adds, or where it passes tiles over.
+// Clears the bias gradients, or their float32 sums, where the main kernel accumulates or skips
+// tiles. Runs before the main kernel.
 cudaError_t clear_bias_gradients(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
                                  cudaStream_t stream) {
-  if (w.dbias) return clear(w.dbias, bias_sums(p) * 4, stream);
+  if (w.dbias) return clear(w.dbias, num_bias_sums(p) * 4, stream);
   if (!p.bias.x || !has_query_bounds(p.mask)) return cudaSuccess;
   return clear(p.dbias, p.batch * p.heads * p.queries * bias_row(p.keys) * 2, stream);
 }
 
-// After it: the sums, rounded.
+// Rounds the float32 sums to bias gradients. Runs after the main kernel.
 template <DType kType>
 cudaError_t round_bias_gradients(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
                                  cudaStream_t stream) {
   if (w.dbias == nullptr) return cudaSuccess;
   if (p.bias.queries == 1) {
-    return launch_blocks(bias_keys_kernel<kType>, ceil_div(bias_sums(p), int64_t{kBiasKeysThreads}),
-                         kBiasKeysThreads, 0, stream, p, w.dbias);
+    return launch_blocks(bias_keys_kernel<kType>,
+                         ceil_div(num_bias_sums(p), int64_t{kBiasKeysThreads}), kBiasKeysThreads, 0,
+                         stream, p, w.dbias);
   }
-  const int64_t blocks = bias_sums(p) / (kStepQueries * 64);
+  const int64_t blocks = num_bias_sums(p) / (kStepQueries * 64);
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   return launch_blocks(bias_tiles_kernel<kType>, blocks, 128, kStepQueries * 128, stream, p,
                        w.dbias);
@@ -95,7 +99,7 @@ cudaError_t launch(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
   const int64_t blocks = p.batch * p.heads * steps;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   if (blocks == 0) {
-    DSA_RETURN_IF_CUDA_ERROR(clear(w.ticket, 16, stream));
+    DSA_RETURN_IF_CUDA_ERROR(clear(w.tile_counter, 16, stream));
   } else {
     DSA_RETURN_IF_CUDA_ERROR(launch_blocks(rows_kernel<Tr::kType>, blocks, kRowsThreads,
                                            kStepQueries, stream, p, w, steps, Tr::kD,
@@ -104,13 +108,13 @@ cudaError_t launch(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
   if constexpr (Tr::kBias) {
     DSA_RETURN_IF_CUDA_ERROR(clear_bias_gradients(p, w, stream));
   }
-  DSA_RETURN_IF_CUDA_ERROR(launch_keys<Tr>(p, w, stream));
+  DSA_RETURN_IF_CUDA_ERROR(launch_main_kernel<Tr>(p, w, stream));
   if constexpr (Tr::kBias) {
     DSA_RETURN_IF_CUDA_ERROR(round_bias_gradients<Tr::kType>(p, w, stream));
   }
   if (blocks == 0) return cudaSuccess;
-  return launch_blocks(dq_kernel<Tr::kType, Tr::kParts, Tr::kPartColumns>, blocks, 128 * Tr::kParts,
-                       4 * Tr::kParts * 1024, stream, p, w.dq, steps);
+  return launch_blocks(dq_kernel<Tr::kType, Tr::kDqSlices, Tr::kDqSliceColumns>, blocks,
+                       128 * Tr::kDqSlices, 4 * Tr::kDqSlices * 1024, stream, p, w.dq, steps);
 }
 
 template <DType kType, bool kGeneral, bool kBias>
@@ -134,7 +138,7 @@ int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& p) 
 }
 
 cudaError_t launch_masked_attention_bwd(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
-  if (!dims_fit(p) || (p.deterministic && bias_sums(p) > 0)) return cudaErrorInvalidValue;
+  if (!dims_fit(p) || (p.deterministic && num_bias_sums(p) > 0)) return cudaErrorInvalidValue;
   return launch_kind(p, [&]<DType kType, bool kGeneral, bool kBias>() {
     return launch_dims<kType, kGeneral, kBias>(p, stream);
   });

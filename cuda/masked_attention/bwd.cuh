@@ -1,32 +1,34 @@
-// Masked attention, backward: for 128 keys of one group at a time, over the queries of its heads,
+// Masked attention, backward pass.
 //
-//     P = exp(y - lse)                 dS = P * (dout . v - delta) * dy/dx
-//     dv += P dout                     dk += scale * dS q
-//     dq += scale * dS k               delta = sum(out * dout) - dlse
-//     dbias += dS
+//   P  = exp(y - lse)                dS = P * (dP - delta) * dy/dx       dP = dO V^T
+//   dV = P^T dO                      dK = scale * dS^T Q                 dQ = scale * dS K
+//   dbias = dS                       delta = rowsum(O * dO) - dlse
 //
-// with y as in fwd.cuh. Blocks are persistent and take items (batch entry, group, 128 keys) by
-// tickets. dk and dv of an item stay in registers; dq is added up in f32 in the workspace, by
-// reductions. bwd_rows.cuh has what comes before and after: lse, delta, and dq rounded.
+// with x and y as in fwd.cuh.
 //
-// Scores are made with keys as rows: the accumulators of P and dS are then operands, from
-// registers, of the products for dv and dk. For dq, which wants all 128 keys, dS goes through
-// shared memory.
+// Tiling. A work tile is (batch, KV head, 128 keys). Persistent CTAs fetch work tiles from an
+// atomic counter and loop over the steps (64 queries of one head of the group) that can see these
+// keys. dK and dV stay in registers. dQ is accumulated in float32 in the workspace by global
+// reductions. bwd_rows.cuh holds the kernels before and after: delta and lse, and rounding of dQ.
 //
-// Warpgroups:
-//   0, 1  64 keys each: P and dS of a step, dk and dv; and half of the columns of dq
-//   2     its first warp lists the steps of an item, 64 queries each, and copies (TMA); the
-//         other three make the bits of partial tiles (bwd_producer.cuh)
-// Dims beyond 192 are dealt out otherwise (bwd_wide.cuh).
+// Operand layout. The kernel computes S^T, with keys as the M dimension. The accumulator fragments
+// of P^T and dS^T then feed the dV and dK MMAs from registers. The dQ MMA reduces over all 128
+// keys, so dS goes through shared memory.
 //
-// Shared memory, in blocks of 64 columns (128-byte swizzle; see common/tile.cuh), for D = E = 128:
-//   k, v     128 rows each, 64 KiB
-//   q, dout  a ring of two steps, 32 KiB each
-//   ds       of two steps, 128 keys by 64 queries, 16 KiB each
-//   out      1 KiB a warp, through which dk and dv leave
-//   bias     of two steps, 64 queries by 128 keys, 16 KiB each, if there are any; their gradients
-//            take their place (bwd_bias.cuh)
-// and lse, delta, bits, descriptions of items and steps, mbarriers.
+// Warpgroups.
+//   0, 1  MMA: 64 keys each for P, dS, dK and dV, and half of the columns of dQ
+//   2     producer: warp 0 schedules work tiles and steps and issues TMA loads, warps 1-3 build
+//         the mask bits of partial tiles (bwd_producer.cuh)
+// Dims above 192 use another division of the work (bwd_wide.cuh).
+//
+// Shared memory for D = E = 128, in blocks of 64 columns (128-byte swizzle; see common/tile.cuh):
+//   k, v     128 rows each, 64 KiB for both
+//   q, dout  two stages, 32 KiB for each array
+//   ds       two stages of 128 keys by 64 queries, 16 KiB each
+//   out      1 KiB per warp, staging for dK and dV
+//   bias     with biases: two stages of 64 queries by 128 keys, 16 KiB each; their gradients
+//            overwrite them (bwd_bias.cuh)
+// The rest holds lse, delta, mask bits, descriptions of work tiles and steps, and mbarriers.
 #pragma once
 
 #include <type_traits>
@@ -40,24 +42,25 @@
 
 namespace jax_dsa::masked_attention {
 
-// Warpgroup `side`.
+// The main loop of MMA warpgroup `warpgroup`.
 template <typename Tr>
 __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
-                        const CUtensorMap& dbias_map, BwdShared<Tr>& shared, int side) {
+                        const CUtensorMap& dbias_map, BwdShared<Tr>& shared, int warpgroup) {
   constexpr int kScores = kStepQueries / 2, kSteps = kStepQueries / 16;
-  constexpr int kPart = Tr::kPartColumns / 2;  // of a part of dq, a thread's
-  // What follows from the thread's number is worked out anew in each step: registers are scarce.
+  constexpr int kSliceRegisters = Tr::kDqSliceColumns / 2;
+  // Recompute thread-dependent indices in every step. Keeping them live would cost registers that
+  // the MMA needs.
   const auto lane_now = [] { return thread_index() & 31; };
-  const auto row_now = [&](int row) {  // of the item's keys
-    return side * 64 + (thread_index() >> 5 & 3) * 16 + row;
+  const auto row_now = [&](int row) {  // row in the work tile
+    return warpgroup * 64 + (thread_index() >> 5 & 3) * 16 + row;
   };
   const float scale_log2 = p.scale * kLog2E;
   const float cap_inverse = Tr::kGeneral && p.softcap > 0.f ? 1.f / p.softcap : 0.f;
-  const uint64_t own_keys = k_major_descriptor(smem_address(shared.k) + side * kBlockBytes);
-  const uint64_t own_values = k_major_descriptor(smem_address(shared.v) + side * kBlockBytes);
-  // The keys' columns of a part of dq, from key `key` on.
-  const auto part_keys = [&](int part, int key) {
-    const int column = part * Tr::kPartColumns;
+  const uint64_t own_keys = k_major_descriptor(smem_address(shared.k) + warpgroup * kBlockBytes);
+  const uint64_t own_values = k_major_descriptor(smem_address(shared.v) + warpgroup * kBlockBytes);
+  // The descriptor of K restricted to the columns of a dQ slice, from key `key` on.
+  const auto slice_keys = [&](int slice, int key) {
+    const int column = slice * Tr::kDqSliceColumns;
     return mn_major_descriptor(
         smem_address(shared.k) + column / 64 * Tr::kKeyBlockBytes + column % 64 * 2 + key * 128,
         Tr::kKeyBlockBytes);
@@ -71,17 +74,17 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     if (lane_now() == 0) mbarrier_arrive(barrier);
   };
 
-  // One step: 64 queries of a head. Returns whether it is its item's last.
+  // Processes one step. Returns whether it is the last one of its work tile.
   const auto step = [&](bool accumulate) {
     const int at = uniform(ring.index);
     const uint32_t q_at = smem_address(shared.q[at]), dout_at = smem_address(shared.dout[at]);
     mbarrier_wait(&shared.q_full[at], ring.parity);
-    mbarrier_wait(&shared.checked[at], ring.parity);
+    mbarrier_wait(&shared.step_ready[at], ring.parity);
     const bool partial = shared.stage[at].partial;
 
     float s[kScores], dp[kScores];
-    if constexpr (!Tr::kGeneral) start_at(s, shared.lse[at]);
-    if constexpr (!Tr::kInTurn) start_at(dp, shared.delta[at]);
+    if constexpr (!Tr::kGeneral) init_negated(s, shared.lse[at]);
+    if constexpr (!Tr::kSerialProducts) init_negated(dp, shared.delta[at]);
     const uint64_t q = k_major_descriptor(q_at), dout = k_major_descriptor(dout_at);
     wgmma_fence();
 #pragma unroll
@@ -102,22 +105,23 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
       }
       wgmma_commit();
     };
-    if constexpr (!Tr::kInTurn) multiply_values();
-    if (p.deterministic) count_added(shared);
-    wgmma_wait<Tr::kInTurn ? 0 : 1>();
+    if constexpr (!Tr::kSerialProducts) multiply_values();
+    if (p.deterministic) publish_pending_add(shared);
+    wgmma_wait<Tr::kSerialProducts ? 0 : 1>();
     wgmma_pin(s);
 
     if constexpr (Tr::kBias) {
       mbarrier_wait(&shared.bias.full[at], ring.parity);
       add_bias<Tr::kType>(s, p.scale, [&](int k, uint32_t (&x)[4]) {
-        load_matrix_x4_transposed(bias_place(shared.bias, at, side, p.bias.queries == 1, k), x);
+        load_matrix_x4_transposed(bias_fragment(shared.bias, at, warpgroup, p.bias.queries == 1, k),
+                                  x);
       });
     }
     if constexpr (Tr::kGeneral) {
       cap_scores(s, Tr::kBias ? 1.f : p.scale, p.softcap, cap_inverse);
     }
-    if (partial) hide(s, &shared.bits[at][row_now(lane_now() / 4)]);
-    const auto lse_of = [&](int i) {  // of the queries of scores i and i + 1
+    if (partial) mask_scores(s, &shared.bits[at][row_now(lane_now() / 4)]);
+    const auto lse_of = [&](int i) {  // lse of the queries of scores i and i + 1
       return *reinterpret_cast<const float2*>(&shared.lse[at][i / 4 * 8 + lane_now() % 4 * 2]);
     };
     const int lane = lane_now();
@@ -139,27 +143,28 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
         }
         probabilities[k][j] = pack_16<Tr::kType>(s[i], s[i + 1]);
       }
-      if constexpr (Tr::kInTurn) {
+      if constexpr (Tr::kSerialProducts) {
         store_matrix_x4(smem_address(shared.p) + chunk(k), probabilities[k][0], probabilities[k][1],
                         probabilities[k][2], probabilities[k][3]);
       }
     }
 
-    if constexpr (Tr::kInTurn) {
-      start_at(dp, shared.delta[at]);
+    if constexpr (Tr::kSerialProducts) {
+      init_negated(dp, shared.delta[at]);
       multiply_values();
     }
     wgmma_wait<0>();
     wgmma_pin(dp);
     const uint32_t ds_at = smem_address(shared.ds[at]);
     const auto load_probabilities = [&](int k) {
-      if constexpr (Tr::kInTurn) {
+      if constexpr (Tr::kSerialProducts) {
         load_matrix_x4(smem_address(shared.p) + chunk(k), probabilities[k]);
       }
     };
-    const auto probability = [&](int k, int j) {  // of two scores
+    const auto probability = [&](int k, int j) {  // probabilities of two scores
       const int i = 8 * k + 2 * j;
-      return Tr::kInTurn ? unpack_16<Tr::kType>(probabilities[k][j]) : make_float2(s[i], s[i + 1]);
+      return Tr::kSerialProducts ? unpack_16<Tr::kType>(probabilities[k][j])
+                                 : make_float2(s[i], s[i + 1]);
     };
     if (Tr::kGeneral && cap_inverse > 0.f) {
 #pragma unroll
@@ -187,15 +192,16 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
                       gradients[k][3]);
       if constexpr (Tr::kBias) {
         if (w.dbias == nullptr) {
-          store_matrix_x4_transposed(bias_place(shared.bias, at, side, false, k), gradients[k][0],
-                                     gradients[k][1], gradients[k][2], gradients[k][3]);
+          store_matrix_x4_transposed(bias_fragment(shared.bias, at, warpgroup, false, k),
+                                     gradients[k][0], gradients[k][1], gradients[k][2],
+                                     gradients[k][3]);
         }
       }
     }
     if constexpr (Tr::kBias) {
       if (w.dbias) {
-        sum_bias_gradients(p, w.dbias, shared.item.batch, shared.stage[at].head,
-                           shared.stage[at].query, shared.item.key + side * 64, dp);
+        sum_bias_gradients(p, w.dbias, shared.work_tile.batch, shared.stage[at].head,
+                           shared.stage[at].query, shared.work_tile.key + warpgroup * 64, dp);
       }
     }
     fence_async_proxy();
@@ -207,8 +213,8 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         const uint64_t b = dout_rows + k * (16 * 128 / 16);
-        if constexpr (Tr::kInTurn) {
-          const uint64_t a = k_major_descriptor(smem_address(shared.p) + side * kBlockBytes);
+        if constexpr (Tr::kSerialProducts) {
+          const uint64_t a = k_major_descriptor(smem_address(shared.p) + warpgroup * kBlockBytes);
           wgmma_16<Tr::kType, kKMajor, kMNMajor>(dv, a + k * 2, b, k > 0 || accumulate);
         } else {
           wgmma_16<Tr::kType, kMNMajor>(dv, probabilities[k], b, k > 0 || accumulate);
@@ -220,8 +226,8 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         const uint64_t b = q_rows + k * (16 * 128 / 16);
-        if constexpr (Tr::kInTurn) {
-          const uint64_t a = k_major_descriptor(ds_at + side * kBlockBytes);
+        if constexpr (Tr::kSerialProducts) {
+          const uint64_t a = k_major_descriptor(ds_at + warpgroup * kBlockBytes);
           wgmma_16<Tr::kType, kKMajor, kMNMajor>(dk, a + k * 2, b, k > 0 || accumulate);
         } else {
           wgmma_16<Tr::kType, kMNMajor>(dk, gradients[k], b, k > 0 || accumulate);
@@ -229,11 +235,11 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
       }
       wgmma_commit();
     };
-    float dq[kPart];
-    // Part `part` of dq, over kCount keys from `key` on.
-    const auto multiply_keys = [&]<int kCount>(std::integral_constant<int, kCount>, int part,
+    float dq[kSliceRegisters];
+    // Issues the MMA of slice `slice` of dQ over kCount keys from `key` on.
+    const auto multiply_keys = [&]<int kCount>(std::integral_constant<int, kCount>, int slice,
                                                int key) {
-      const uint64_t a = moved(ds, key * 128), b = part_keys(part, key);
+      const uint64_t a = moved(ds, key * 128), b = slice_keys(slice, key);
 #pragma unroll
       for (int k = 0; k < kCount / 16; ++k) {
         wgmma_16<Tr::kType, kMNMajor, kMNMajor>(dq, a + k * (16 * 128 / 16),
@@ -241,36 +247,38 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
       }
       wgmma_commit();
     };
-    const auto add_part = [&](int part) {
+    const auto add_dq_slice = [&](int slice) {
       wgmma_pin(dq);
-      add_dq(dq, w.dq, shared.stage[at].step * Tr::kParts + part);
+      add_dq(dq, w.dq, shared.stage[at].step * Tr::kDqSlices + slice);
     };
     const BwdStage& stage = shared.stage[at];
-    // A stage has its buffer of dS: that both warpgroups have come to the barrier of one step tells
-    // that they have read dS of the step before.
+    // Each stage has its own dS buffer. Once both warpgroups reach this barrier, both have finished
+    // reading the previous step's dS.
     wgmma_fence();
-    if constexpr (!Tr::kInTurn) add_to_dv();
+    if constexpr (!Tr::kSerialProducts) add_to_dv();
     named_barrier_sync<256>(kGradients);
     if constexpr (Tr::kBias) {
       if (thread_index() == 0 && w.dbias == nullptr) {
-        store_bias_gradients(dbias_map, shared.bias, at, shared.item.batch, shared.stage[at].head,
-                             shared.stage[at].query, shared.item.key);
+        store_bias_gradients(dbias_map, shared.bias, at, shared.work_tile.batch,
+                             shared.stage[at].head, shared.stage[at].query, shared.work_tile.key);
       }
     }
-    if constexpr (Tr::kInTurn) {
+    if constexpr (Tr::kSerialProducts) {
       wgmma_fence();
       add_to_dv();
-      multiply_keys(std::integral_constant<int, 64>(), 2, side * 64);
-      if (p.deterministic) wait_for_turn(w, shared, stage.step, 2, 2 * stage.turn + side);
+      multiply_keys(std::integral_constant<int, 64>(), 2, warpgroup * 64);
+      if (p.deterministic)
+        wait_for_earlier_adds(w, shared, stage.step, 2, 2 * stage.earlier_adds + warpgroup);
       wgmma_wait<0>();
-      add_part(2);
+      add_dq_slice(2);
     }
     wgmma_fence();
-    multiply_keys(std::integral_constant<int, Tr::kKeys>(), side, 0);
+    multiply_keys(std::integral_constant<int, Tr::kKeys>(), warpgroup, 0);
     add_to_dk();
-    if (p.deterministic) wait_for_turn(w, shared, stage.step, side, stage.turn);
+    if (p.deterministic)
+      wait_for_earlier_adds(w, shared, stage.step, warpgroup, stage.earlier_adds);
     wgmma_wait<1>();
-    add_part(side);
+    add_dq_slice(warpgroup);
     wgmma_wait<0>();
     wgmma_pin(dk);
     wgmma_pin(dv);
@@ -287,34 +295,35 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     return last;
   };
 
-  walk_items(shared, step, [&](const BwdItem& item) {
-    if (p.deterministic) count_added(shared);
-    store_keys<Tr::kType>(p, item, dk, dv, row_now(lane_now() / 4), Tr::kKeys, 0, 0,
-                          shared.out[thread_index() / 32]);
+  for_each_work_tile(shared, step, [&](const BwdWorkTile& work_tile) {
+    if (p.deterministic) publish_pending_add(shared);
+    store_dk_dv<Tr::kType>(p, work_tile, dk, dv, row_now(lane_now() / 4), Tr::kKeys, 0, 0,
+                           shared.out[thread_index() / 32]);
   });
 }
 
 template <typename Tr>
 __global__ void __launch_bounds__(kThreads, 1)
     bwd_kernel(const __grid_constant__ MaskedAttentionBwdParams p,
-               const __grid_constant__ BwdWork work, const __grid_constant__ BwdWorkspace w,
-               const __grid_constant__ Bounds bounds, const __grid_constant__ CUtensorMap q_map,
-               const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
+               const __grid_constant__ BwdTileScheduler scheduler,
+               const __grid_constant__ BwdWorkspace w, const __grid_constant__ Bounds bounds,
+               const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+               const __grid_constant__ CUtensorMap v_map,
                const __grid_constant__ CUtensorMap dout_map,
                const __grid_constant__ CUtensorMap bias_map,
                const __grid_constant__ CUtensorMap dbias_map) {
   auto& shared = dynamic_shared<BwdShared<Tr>>();
-  constexpr int kBuilderWarps = kBuilders / 32;
+  constexpr int kMaskWarps = kMaskThreads / 32;
   if (threadIdx.x == 0) {
-    mbarrier_init(&shared.item_full, 1);
+    mbarrier_init(&shared.work_tile_full, 1);
     mbarrier_init(&shared.kv_full, 1);
-    mbarrier_init(&shared.kv_clean, kBuilderWarps);
-    mbarrier_init(&shared.kv_free, 8 + kBuilderWarps);
+    mbarrier_init(&shared.kv_cleared, kMaskWarps);
+    mbarrier_init(&shared.kv_free, 8 + kMaskWarps);
     for (int i = 0; i < Tr::kStages; ++i) {
-      mbarrier_init(&shared.listed[i], 1);
+      mbarrier_init(&shared.stage_described[i], 1);
       mbarrier_init(&shared.q_full[i], 1);
       mbarrier_init(&shared.dout_full[i], 1);
-      mbarrier_init(&shared.checked[i], kBuilderWarps);
+      mbarrier_init(&shared.step_ready[i], kMaskWarps);
       mbarrier_init(&shared.free[i], 8);
     }
     if constexpr (Tr::kBias) {
@@ -323,7 +332,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         mbarrier_init(&shared.bias.free[i], 1);
       }
     }
-    for (uint32_t*& counter : shared.adding) counter = nullptr;
+    for (uint32_t*& counter : shared.pending_add) counter = nullptr;
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -339,9 +348,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     lower_registers<Tr::kProducerRegisters>();
     const int thread = threadIdx.x % 128;
     if (thread < 32) {
-      copy<Tr>(p, work, w, bounds, q_map, k_map, v_map, dout_map, bias_map, shared);
+      load_steps<Tr>(p, scheduler, w, bounds, q_map, k_map, v_map, dout_map, bias_map, shared);
     } else {
-      build<Tr>(p, w, shared, thread - 32);
+      prepare_steps<Tr>(p, w, shared, thread - 32);
     }
   }
 }

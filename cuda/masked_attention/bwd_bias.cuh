@@ -1,5 +1,6 @@
-// The gradients of biases, which are those of scores, in the masked attention backward kernel: each
-// is stored where its bias was, or summed over the scores that share the bias. See bwd.cuh.
+// Bias gradients, which are dS, in the masked attention backward kernel. A gradient overwrites its
+// bias in shared memory and is stored from there, or is summed over all scores that share the bias.
+// See bwd.cuh.
 #pragma once
 
 #include "common/tma.cuh"
@@ -7,18 +8,18 @@
 
 namespace jax_dsa::masked_attention {
 
-// Where a lane finds its row of biases of a warp's 16 keys, for 16 queries of a step in
-// `load_matrix_x4_transposed`; or puts their gradients.
+// Returns the address that a lane passes to load_matrix_x4_transposed for the biases of 16 keys of
+// its warp and 16 queries of a step, or to store_matrix_x4_transposed for their gradients.
 template <int kBuffers, int kBoxes>
 __device__ __forceinline__ uint32_t
-bias_place(const BiasBuffers<kBuffers, kStepQueries, kBoxes>& buffers, int at, int box,
-           bool shared_row, int k) {
+bias_fragment(const BiasBuffers<kBuffers, kStepQueries, kBoxes>& buffers, int at, int box,
+              bool shared_row, int k) {
   const int lane = thread_index() & 31, warp = thread_index() >> 5 & 3;
   return bias_chunk(smem_address(buffers.tile[at][box]), shared_row,
                     16 * k + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
 }
 
-// Adds a warpgroup's gradients of 64 keys, from `key` on, and a step's queries to their sums.
+// Adds the dS fragment of a warpgroup (64 keys from `key` on, 64 queries of a step) to the sums.
 template <int kScores>
 __device__ __forceinline__ void sum_bias_gradients(const MaskedAttentionBwdParams& p, float* sums,
                                                    int batch, int head, int query, int key,
@@ -28,7 +29,7 @@ __device__ __forceinline__ void sum_bias_gradients(const MaskedAttentionBwdParam
   if (b.queries > 1) {
     add_dq(ds, sums,
            (row * ceil_div(p.queries, int64_t{kStepQueries}) + query / kStepQueries) *
-                   bias_key_parts(p.keys) +
+                   bias_key_boxes(p.keys) +
                key / 64);
     return;
   }
@@ -46,7 +47,7 @@ __device__ __forceinline__ void sum_bias_gradients(const MaskedAttentionBwdParam
   }
 }
 
-// By one thread, after the tile of biases has become their gradients: stores it.
+// Stores a tile of bias gradients, after they have overwritten the biases. One thread calls this.
 template <int kBuffers, int kBoxes>
 __device__ __forceinline__ void store_bias_gradients(
     const CUtensorMap& map, const BiasBuffers<kBuffers, kStepQueries, kBoxes>& buffers, int at,
@@ -57,15 +58,15 @@ __device__ __forceinline__ void store_bias_gradients(
   bulk_commit();
 }
 
-// 64 queries by 64 keys of the sums over heads or batch entries, rounded.
+// Rounds sums over heads or batch entries; one CTA per 64 queries by 64 keys.
 template <DType kType>
 __global__ void __launch_bounds__(128)
     bias_tiles_kernel(const __grid_constant__ MaskedAttentionBwdParams p, const float* sums) {
-  const int64_t parts = bias_key_parts(p.keys), steps = ceil_div(p.queries, int64_t{kStepQueries});
-  const int64_t number = blockIdx.x, tile = number / parts, row = tile / steps;
-  const int64_t key = (number - tile * parts) * 64, query = (tile - row * steps) * kStepQueries;
+  const int64_t boxes = bias_key_boxes(p.keys), steps = ceil_div(p.queries, int64_t{kStepQueries});
+  const int64_t index = blockIdx.x, tile = index / boxes, row = tile / steps;
+  const int64_t key = (index - tile * boxes) * 64, query = (tile - row * steps) * kStepQueries;
   constexpr int kN = kStepQueries / 2;
-  const float* const from = dq_place<kN>(const_cast<float*>(sums), number);
+  const float* const from = dq_fragment<kN>(const_cast<float*>(sums), index);
   auto& stage = dynamic_shared<uint8_t[kStepQueries * 128]>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(128)
 
 inline constexpr int kBiasKeysThreads = 256;
 
-// The sums over queries, rounded; a thread takes a key.
+// Rounds sums over queries; one thread per key.
 template <DType kType>
 __global__ void __launch_bounds__(kBiasKeysThreads)
     bias_keys_kernel(const __grid_constant__ MaskedAttentionBwdParams p, const float* sums) {

@@ -1,59 +1,60 @@
-// Which queries see a tile of keys, for the masked attention backward kernel.
+// Which queries see the keys of a work tile, for the masked attention backward kernel.
 #pragma once
 
 #include "masked_attention/mask.cuh"
 
 namespace jax_dsa::masked_attention {
 
-// Of the keys of an item: 128 or 64 of one group.
+// Bounds of a work tile: 128 or 64 keys of one KV head.
 struct alignas(16) KeyBounds {
-  uint32_t unseen[kKeyTile / 32];  // a bit for each key that no query of the group sees
-  int first, stop;                 // all tiles of queries that see any; none if first >= stop
-  int weight;                      // how many they are, of all heads that have maps of their own
+  uint32_t unseen[kKeyTile / 32];  // one bit per key that no query of the group sees
+  int first, stop;  // range of the query tiles that see any of the keys; empty if first >= stop
+  int weight;       // number of those tiles, over all heads of the group that have their own map
 };
 
 inline constexpr int kKeyBoundsThreads = 128;
 
-// Which of the 32 keys from `first` on lie in start..end.
+// Returns which of the 32 keys from `first` on are in [start, end).
 __device__ __forceinline__ uint32_t range_bits(int start, int end, int first) {
   return low_bits(max(end, 0) - first) & ~low_bits(max(start, 0) - first);
 }
 
-// A warp takes an item.
+// Computes the bounds of one work tile per warp.
 template <int kKeys>
 __global__ void __launch_bounds__(kKeyBoundsThreads, 1)
     key_bounds_kernel(const __grid_constant__ AttentionMask m,
-                      const __grid_constant__ Bounds bounds, int64_t items, int64_t queries,
+                      const __grid_constant__ Bounds bounds, int64_t work_tiles, int64_t queries,
                       int keys, int heads, int groups, KeyBounds* result) {
   constexpr int kWords = kKeys / 32;
   const int lane = threadIdx.x % 32;
-  const int64_t item = int64_t{blockIdx.x} * (kKeyBoundsThreads / 32) + threadIdx.x / 32;
-  if (item >= items) return;
+  const int64_t work_tile = int64_t{blockIdx.x} * (kKeyBoundsThreads / 32) + threadIdx.x / 32;
+  if (work_tile >= work_tiles) return;
   const int key_tiles = ceil_div(keys, kKeys);
   const int query_tiles = static_cast<int>(ceil_div(queries, int64_t{kQueryTile}));
-  const int64_t pair = item / key_tiles, entry = pair / groups;
-  const int tile = static_cast<int>(item - pair * key_tiles), key = tile * kKeys;
-  const int per_group = heads / groups;
-  const int head = static_cast<int>(pair - entry * groups) * per_group;
-  const int maps = m.map_rows && m.map_heads > groups ? per_group : 1;  // of the group's heads
-  const QueryBounds* const q = bounds.queries + entry * query_tiles;
+  const int64_t pair = work_tile / key_tiles, batch_index = pair / groups;
+  const int tile = static_cast<int>(work_tile - pair * key_tiles), key = tile * kKeys;
+  const int heads_per_group = heads / groups;
+  const int head = static_cast<int>(pair - batch_index * groups) * heads_per_group;
+  const int maps = m.map_rows && m.map_heads > groups ? heads_per_group : 1;  // maps of the group
+  const QueryBounds* const q = bounds.queries + batch_index * query_tiles;
   const SegmentBounds* const segments =
-      bounds.segments ? bounds.segments + entry * ceil_div(keys, kKeyTile) : nullptr;
+      bounds.segments ? bounds.segments + batch_index * ceil_div(keys, kKeyTile) : nullptr;
   const bool ranges_only = !m.map_rows && !m.q_segments;
 
   int first = INT_MAX, stop = 0, weight = 0;
   uint32_t unseen[kWords] = {};
   for (int n = lane; n < maps * query_tiles; n += 32) {
     const int t = n % query_tiles;
-    const int32_t* const map = map_tiles(m, map_number(m, entry, head + n / query_tiles, heads));
-    const Tile kind = key_tile<kKeys>(m, q + t, segments, map, keys, tile);
-    if (kind == Tile::kEmpty) continue;
+    const int32_t* const map =
+        map_tiles(m, mask_map_index(m, batch_index, head + n / query_tiles, heads));
+    const TileKind kind = classify_key_tile<kKeys>(m, q + t, segments, map, keys, tile);
+    if (kind == TileKind::kEmpty) continue;
     first = min(first, t), stop = max(stop, t + 1), ++weight;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {  // those that all queries of the tile see
-      unseen[w] |= kind == Tile::kFull ? ~0u
-                   : ranges_only       ? range_bits(q[t].max_start, q[t].min_end, key + 32 * w)
-                                       : 0u;
+    for (int w = 0; w < kWords; ++w) {  // keys that all queries of the tile see; negated below
+      unseen[w] |= kind == TileKind::kFull ? ~0u
+                   : ranges_only           ? range_bits(q[t].max_start, q[t].min_end, key + 32 * w)
+                                           : 0u;
     }
   }
   first = __reduce_min_sync(~0u, first), stop = __reduce_max_sync(~0u, stop);
@@ -64,27 +65,30 @@ __global__ void __launch_bounds__(kKeyBoundsThreads, 1)
     unseen[w] = low_bits(keys - key - 32 * w) & ~__reduce_or_sync(~0u, unseen[w]);
     any |= unseen[w];
   }
-  // Keys that no tile sees as a whole: query by query, until all are seen.
+  // Some keys are not seen by any query tile as a whole. Check them query by query, until all of
+  // them are seen.
   for (int n = 0; any && n < maps * query_tiles; n += 32) {
     const auto may_see = [&](int i) {
       if (i >= maps * query_tiles) return false;
       const int t = i % query_tiles;
-      uint32_t some = 0;
+      uint32_t candidates = 0;
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        some |= unseen[w] & range_bits(q[t].min_start, q[t].max_end, key + 32 * w);
+        candidates |= unseen[w] & range_bits(q[t].min_start, q[t].max_end, key + 32 * w);
       }
-      const int32_t* const map = map_tiles(m, map_number(m, entry, head + i / query_tiles, heads));
-      return some && key_tile<kKeys>(m, q + t, segments, map, keys, tile) != Tile::kEmpty;
+      const int32_t* const map =
+          map_tiles(m, mask_map_index(m, batch_index, head + i / query_tiles, heads));
+      return candidates &&
+             classify_key_tile<kKeys>(m, q + t, segments, map, keys, tile) != TileKind::kEmpty;
     };
     for (unsigned left = __ballot_sync(~0u, may_see(n + lane)); any && left; left &= left - 1) {
       const int i = n + __ffs(left) - 1;
-      const int64_t map = map_number(m, entry, head + i / query_tiles, heads);
+      const int64_t map = mask_map_index(m, batch_index, head + i / query_tiles, heads);
       uint32_t seen[kWords] = {};
       for (int row = 0; row < kQueryTile; row += 32) {
         uint32_t bits[1][kWords];
-        query_bits<kKeys>(m, map, entry, i % query_tiles * kQueryTile + row, queries, key, keys,
-                          bits);
+        query_bits<kKeys>(m, map, batch_index, i % query_tiles * kQueryTile + row, queries, key,
+                          keys, bits);
 #pragma unroll
         for (int w = 0; w < kWords; ++w) seen[w] |= bits[0][w];
       }
@@ -100,17 +104,17 @@ __global__ void __launch_bounds__(kKeyBoundsThreads, 1)
   KeyBounds x = {{}, first, stop, weight};
 #pragma unroll
   for (int w = 0; w < kWords; ++w) x.unseen[w] = unseen[w];
-  result[item] = x;
+  result[work_tile] = x;
 }
 
-// The tiles of each group by their weights, the heaviest first. A warp takes a tile and finds its
-// place.
+// Sorts the key tiles of each KV head by weight, the heaviest first. Each warp takes one tile and
+// computes its rank.
 static __global__ void __launch_bounds__(kKeyBoundsThreads, 1)
-    order_kernel(const KeyBounds* keys, int64_t items, int key_tiles, int* order) {
-  const int64_t item = int64_t{blockIdx.x} * (kKeyBoundsThreads / 32) + threadIdx.x / 32;
-  if (item >= items) return;
-  const int64_t group = item / key_tiles;
-  const int tile = static_cast<int>(item - group * key_tiles), weight = keys[item].weight;
+    order_kernel(const KeyBounds* keys, int64_t work_tiles, int key_tiles, int* order) {
+  const int64_t work_tile = int64_t{blockIdx.x} * (kKeyBoundsThreads / 32) + threadIdx.x / 32;
+  if (work_tile >= work_tiles) return;
+  const int64_t group = work_tile / key_tiles;
+  const int tile = static_cast<int>(work_tile - group * key_tiles), weight = keys[work_tile].weight;
   int before = 0;
   for (int i = threadIdx.x % 32; i < key_tiles; i += 32) {
     const int other = keys[group * key_tiles + i].weight;

@@ -1,5 +1,5 @@
-// What the warpgroups of the masked attention backward kernel share: tile sizes, work items, the
-// workspace, shared memory. See bwd.cuh.
+// Traits, work tiles, tile scheduler, workspace and shared memory of the masked attention backward
+// kernel. See bwd.cuh.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +14,13 @@
 
 namespace jax_dsa::masked_attention {
 
-inline constexpr int kBuilders = 96;  // threads that make bits: three warps
+inline constexpr int kMaskThreads = 96;  // threads that build mask bits: three warps
+// Queries of a step: the query tile of the main loop.
 inline constexpr int kStepQueries = 64;
-inline constexpr int kLeastKeys = 64;  // of an item
+inline constexpr int kMinKeys = 64;  // minimum number of keys of a work tile
 
-// kD, kE: the most dims of queries and keys, and of values. kGeneral: scores are softcapped, or
-// their scale is not positive. kBias: scores have biases; they are then general.
+// kD: maximum dim of queries and keys. kE: maximum dim of values. kGeneral: scores have a bias or a
+// softcap, or a scale that is not positive. kBias: scores have a bias, which implies kGeneral.
 template <DType kType_, int kD_, int kE_, bool kGeneral_, bool kBias_ = false>
 struct BwdTraits {
   static constexpr DType kType = kType_;
@@ -28,47 +29,48 @@ struct BwdTraits {
   static constexpr bool kBias = kBias_;
   static_assert(kGeneral || !kBias);
   static constexpr bool kWide = kD > 192 || kE > 128;
-  static constexpr int kKeys = kWide ? 64 : 128;  // of an item
+  static constexpr int kKeys = kWide ? 64 : 128;  // keys of a work tile
   static constexpr int kDBlocks = ceil_div(kD, 64), kEBlocks = ceil_div(kE, 64);
   static constexpr int kKeyBlockBytes = kKeys * 128, kQBlockBytes = kStepQueries * 128;
   static constexpr int kStages = 2;
   static constexpr int kBiasBuffers = !kBias ? 0 : kWide ? 1 : kStages;
-  // dq is made in parts of so many columns: one a warpgroup, and a third whose sums over keys the
-  // warpgroups share.
-  static constexpr int kParts = kD > 128 && !kWide ? 3 : 2, kPartColumns = kD / kParts;
-  // Whether the products of scores and of dout with values follow each other, and probabilities go
-  // through shared memory, for want of registers.
-  static constexpr bool kInTurn = kD > 128 && !kWide;
+  // dQ of a step is computed in column slices of this width, one per MMA warpgroup. A third slice,
+  // if any, is split over keys: each warpgroup multiplies its own 64 keys.
+  static constexpr int kDqSlices = kD > 128 && !kWide ? 3 : 2, kDqSliceColumns = kD / kDqSlices;
+  // Whether the products QK^T and dO V^T run one after the other and P goes through shared memory,
+  // because there are not enough registers to overlap them.
+  static constexpr bool kSerialProducts = kD > 128 && !kWide;
   static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
   static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
 };
 
-// 0 is __syncthreads.
+// Barrier 0 is __syncthreads.
 enum BwdNamedBarrier {
-  kGradients = 1,  // both warpgroups' gradients of scores are in shared memory
-  // Of dims beyond 192:
-  kProbabilities = 2,  // the first warpgroup's are in shared memory
-  kOwnGradients = 3,   // all threads of the second have written theirs
+  kGradients = 1,  // dS of both warpgroups is in shared memory
+  // Only for dims above 192:
+  kProbabilities = 2,  // P of warpgroup 0 is in shared memory
+  kOwnGradients = 3,   // all threads of warpgroup 1 have written their dS
 };
 
-// What a block does at a time: 128 keys of one group.
-struct BwdItem {
+// A work tile: 128 (or 64) keys of one KV head, from `key` on.
+struct BwdWorkTile {
   int batch, group, key;
-  bool over;           // there are no more items
-  bool some;           // any query sees its keys
+  bool done;           // there are no more work tiles
+  bool nonempty;       // at least one query tile sees its keys
   uint32_t unseen[4];  // see KeyBounds
 };
 
-// What lies in a stage of the ring: 64 queries of one head.
+// Describes the step in a pipeline stage: 64 queries of one head.
 struct BwdStage {
   int head, query;
   bool partial;
-  bool last;      // of its item
-  uint32_t turn;  // if deterministic: how many items add to dq of these queries before this one
-  int64_t step;   // its number among those of all heads
+  bool last;  // the last step of its work tile
+  // If deterministic: the number of work tiles that add to dQ of these queries before this one.
+  uint32_t earlier_adds;
+  int64_t step;  // index of the step among the steps of all heads
 };
 
-inline constexpr int kMostParts = 3;  // of dq
+inline constexpr int kMaxDqSlices = 3;  // maximum number of column slices of dQ
 
 template <typename Tr>
 struct alignas(1024) BwdShared {
@@ -77,126 +79,129 @@ struct alignas(1024) BwdShared {
   uint8_t q[Tr::kStages][Tr::kDBlocks][Tr::kQBlockBytes];
   uint8_t dout[Tr::kStages][Tr::kEBlocks][Tr::kQBlockBytes];
   uint8_t ds[Tr::kWide ? 1 : Tr::kStages][Tr::kKeys * kStepQueries * 2];  // [keys, queries]
-  // Probabilities, like ds, where they go through shared memory.
-  uint8_t p[Tr::kInTurn || Tr::kWide ? Tr::kKeys * kStepQueries * 2 : 1024];
+  // P, with the layout of ds, where it goes through shared memory.
+  uint8_t p[Tr::kSerialProducts || Tr::kWide ? Tr::kKeys * kStepQueries * 2 : 1024];
   uint8_t out[8][1024];
   [[no_unique_address]] BiasBuffers<Tr::kBiasBuffers, kStepQueries, Tr::kKeys / 64> bias;
   float lse[Tr::kStages][kStepQueries];
   float delta[Tr::kStages][kStepQueries];
-  uint32_t bits[Tr::kStages][Tr::kKeys][kStepQueries / 32];  // of partial tiles
+  uint32_t bits[Tr::kStages][Tr::kKeys][kStepQueries / 32];  // mask bits of partial tiles
   BwdStage stage[Tr::kStages];
-  uint32_t* adding[8];  // a warp's counter that is still to count what the warp has added
-  BwdItem item;
-  uint64_t item_full, kv_full, kv_clean, kv_free;
-  // A stage's description; its arrays; its bits, and that unseeing queries are zero.
-  uint64_t listed[Tr::kStages], q_full[Tr::kStages], dout_full[Tr::kStages];
-  uint64_t checked[Tr::kStages], free[Tr::kStages];
+  uint32_t* pending_add[8];  // per warp: the counter of its last addition, not yet incremented
+  BwdWorkTile work_tile;
+  uint64_t work_tile_full, kv_full, kv_cleared, kv_free;
+  // Barriers of a stage: it is described; Q, lse and delta are loaded; dO is loaded; mask bits are
+  // built and fully masked rows are zero; the stage is free.
+  uint64_t stage_described[Tr::kStages], q_full[Tr::kStages], dout_full[Tr::kStages];
+  uint64_t step_ready[Tr::kStages], free[Tr::kStages];
 };
 
-// How the items are numbered: groups come in sections whose queries the L2 holds, or as many as the
-// processors need, since few items that are left for the end leave processors idle. Within a
-// section, the first keys of all its groups come first, as most queries see them where masks are
-// causal; `order` tells better.
-struct BwdWork {
-  int64_t items;
-  int64_t steps;  // of 64 queries, of a head
+// Maps the tile counter to work tiles. KV heads are processed in sections. The queries of a section
+// should fit in the L2 cache, but a section has at least enough KV heads to fill all SMs, because a
+// few work tiles left at the end leave SMs idle. Within a section, the first keys of all KV heads
+// come first, because with a causal mask most queries see them. `order` replaces this order if the
+// weights of the key tiles are known.
+struct BwdTileScheduler {
+  int64_t work_tiles;
+  int64_t steps;  // steps of 64 queries per head
   int key_tiles;
-  int keys;  // of a tile
+  int keys;  // keys per tile
   int64_t groups, sections;
-  const int* order = nullptr;  // a group's tiles of keys, the heaviest first; or null
+  const int* order = nullptr;  // key tiles of each KV head, the heaviest first; or null
 
-  BwdWork(const MaskedAttentionBwdParams& p, int keys_per_tile, const Device& device) {
+  BwdTileScheduler(const MaskedAttentionBwdParams& p, int keys_per_tile, const Device& device) {
     keys = keys_per_tile;
     key_tiles = static_cast<int>(ceil_div(p.keys, int64_t{keys}));
     steps = ceil_div(p.queries, int64_t{kStepQueries});
-    const int64_t per_group = p.heads / p.groups;
+    const int64_t heads_per_group = p.heads / p.groups;
     groups = p.batch * p.groups;
-    items = groups * key_tiles;
-    // q and dout, and dq in f32.
-    const int64_t group_bytes = per_group * p.queries * (p.dim * 6 + p.value_dim * 2);
+    work_tiles = groups * key_tiles;
+    // Bytes of q and dout in 16 bits, and of dq in float32.
+    const int64_t group_bytes = heads_per_group * p.queries * (p.dim * 6 + p.value_dim * 2);
     const int64_t fit = device.l2_bytes / 2 / std::max(group_bytes, int64_t{1});
-    // Where sums have an order, the fewer tiles of a group are under way, the less they wait.
+    // Ordered sums wait less if fewer key tiles of a KV head are in progress.
     const int64_t needed = device.num_sms / (p.deterministic ? 8 : std::max(key_tiles, 1));
     sections = std::max(groups / std::max(std::max(fit, needed), int64_t{1}), int64_t{1});
   }
 
-  __device__ BwdItem item(const MaskedAttentionBwdParams& p, unsigned number) const {
-    if (number >= items) return {.over = true};
-    const int64_t section = ((number / key_tiles + 1) * sections - 1) / groups;
+  __device__ BwdWorkTile work_tile(const MaskedAttentionBwdParams& p, unsigned index) const {
+    if (index >= work_tiles) return {.done = true};
+    const int64_t section = ((index / key_tiles + 1) * sections - 1) / groups;
     const int64_t first = section * groups / sections;
     const int count = static_cast<int>((section + 1) * groups / sections - first);
-    const int rest = static_cast<int>(number - first * key_tiles), place = rest / count;
+    const int rest = static_cast<int>(index - first * key_tiles), place = rest / count;
     const int64_t group = first + (rest - place * count), batch = group / p.groups;
     const int tile = order ? order[group * key_tiles + place] : place;
     return {static_cast<int>(batch), static_cast<int>(group - batch * p.groups), tile * keys};
   }
 };
 
-// What a logarithm is multiplied by to be subtracted from scores with biases, or from what exp2
-// takes, if scores are general, or from unscaled scores.
+// Returns the factor of lse in the workspace. With biases, lse is subtracted from scores in natural
+// units; with other general scores, from the argument of exp2; else from unscaled scores.
 template <typename Tr>
 float lse_factor(const MaskedAttentionBwdParams& p) {
   return Tr::kBias ? 1.f : Tr::kGeneral ? kLog2E : 1.f / p.scale;
 }
 
-// Of 64 keys, with those that items of 128 keys have beyond the last.
-__host__ __device__ inline int64_t bias_key_parts(int64_t keys) {
+// Returns how many boxes of 64 keys cover `keys` when rounded up to whole tiles of 128 keys.
+__host__ __device__ inline int64_t bias_key_boxes(int64_t keys) {
   return ceil_div(keys, int64_t{128}) * 2;
 }
 
-// Whether a bias is of one score alone, so that its gradient is stored at once.
-inline bool bias_of_each_score(const MaskedAttentionBwdParams& p) {
+// Returns whether each bias belongs to a single score. Its gradient is then stored directly.
+inline bool bias_is_unshared(const MaskedAttentionBwdParams& p) {
   return p.bias.queries > 1 && p.bias.batch == p.batch && p.bias.heads == p.heads;
 }
 
-// How many floats are summed to the biases' gradients: for a row that all queries share, one for a
-// key; else tiles as the accumulators lie.
-inline int64_t bias_sums(const MaskedAttentionBwdParams& p) {
-  if (!p.bias.x || bias_of_each_score(p)) return 0;
+// Returns how many float32 sums the bias gradients need: one per key if all queries share a row,
+// otherwise tiles in the layout of the accumulators.
+inline int64_t num_bias_sums(const MaskedAttentionBwdParams& p) {
+  if (!p.bias.x || bias_is_unshared(p)) return 0;
   const int64_t rows = int64_t{p.bias.batch} * p.bias.heads;
   if (p.bias.queries == 1) return rows * p.keys;
-  return rows * ceil_div(p.queries, int64_t{kStepQueries}) * bias_key_parts(p.keys) *
+  return rows * ceil_div(p.queries, int64_t{kStepQueries}) * bias_key_boxes(p.keys) *
          (kStepQueries * 64);
 }
 
-// The parts of the workspace. Arrays by query have a step's queries side by side, with those that
-// are not there: [batch, heads, steps, ...].
+// The arrays in the workspace. Arrays with an entry per query are [batch, heads, steps, 64, ...]
+// and include entries for the queries beyond the last one.
 struct BwdWorkspace {
-  unsigned* ticket;  // 16 bytes of its own
+  unsigned* tile_counter;  // alone in its 16 bytes
   QueryBounds* queries;
   SegmentBounds* segments;
-  KeyBounds* keys;  // [batch, groups, tiles of keys]
-  int* order;       // likewise; see BwdWork
-  float* lse;       // [.., 64]; see lse_factor; +inf for queries that see nothing or are not there
-  float* delta;     // [.., 64]; 0 for those
-  uint64_t* dead;   // [..]; a bit for each query that sees nothing
-  uint32_t* added;  // [.., kMostParts, 4]: if deterministic, how many items have added, by warp
-  float* dq;        // [.., kD * 64], as the accumulators lie; see add_dq
-  float* dbias;     // bias_sums; null if there are none
+  KeyBounds* keys;         // [batch, groups, key tiles]
+  int* order;              // [batch, groups, key tiles]; see BwdTileScheduler
+  float* lse;              // [.., 64]; see lse_factor; +inf for fully masked or missing queries
+  float* delta;            // [.., 64]; 0 for fully masked or missing queries
+  uint64_t* fully_masked;  // [..]; one bit per query, set if it is fully masked
+  // [.., kMaxDqSlices, 4]; if deterministic: the number of work tiles that have added, per warp.
+  uint32_t* add_counts;
+  float* dq;     // [.., kD * 64], in the layout of the accumulators; see add_dq
+  float* dbias;  // num_bias_sums floats; null if there are none
   int64_t bytes;
 
   BwdWorkspace(const MaskedAttentionBwdParams& p, int template_dim) {
     char* const base = static_cast<char*>(p.workspace);
     int64_t at = 0;
     const auto take = [&](int64_t size) {
-      char* const part = base + at;
+      char* const array = base + at;
       at += ceil_div(size, int64_t{128}) * 128;
-      return part;
+      return array;
     };
     const int64_t steps = p.batch * p.heads * ceil_div(p.queries, int64_t{kStepQueries});
-    ticket = reinterpret_cast<unsigned*>(take(16));
+    tile_counter = reinterpret_cast<unsigned*>(take(16));
     queries = reinterpret_cast<QueryBounds*>(take(bounded_query_tiles(p) * sizeof(QueryBounds)));
     segments = reinterpret_cast<SegmentBounds*>(take(bounded_key_tiles(p) * sizeof(SegmentBounds)));
     const int64_t bounded = has_query_bounds(p.mask) ? p.batch * p.groups : 0;
-    const int64_t key_tiles = bounded * ceil_div(p.keys, int64_t{kLeastKeys});
+    const int64_t key_tiles = bounded * ceil_div(p.keys, int64_t{kMinKeys});
     keys = reinterpret_cast<KeyBounds*>(take(key_tiles * sizeof(KeyBounds)));
     order = reinterpret_cast<int*>(take(key_tiles * sizeof(int)));
     lse = reinterpret_cast<float*>(take(steps * kStepQueries * 4));
     delta = reinterpret_cast<float*>(take(steps * kStepQueries * 4));
-    dead = reinterpret_cast<uint64_t*>(take(steps * 8));
-    added = reinterpret_cast<uint32_t*>(take(steps * kMostParts * 4 * 4));
+    fully_masked = reinterpret_cast<uint64_t*>(take(steps * 8));
+    add_counts = reinterpret_cast<uint32_t*>(take(steps * kMaxDqSlices * 4 * 4));
     dq = reinterpret_cast<float*>(take(steps * kStepQueries * template_dim * 4));
-    const int64_t sums = bias_sums(p);
+    const int64_t sums = num_bias_sums(p);
     float* const biases = reinterpret_cast<float*>(take(sums * 4));
     dbias = sums > 0 ? biases : nullptr;
     bytes = at;

@@ -1,4 +1,5 @@
-// What comes before and after the masked attention backward kernel, query by query.
+// Row-wise kernels before and after the masked attention backward kernel, and the functions of the
+// main kernel that access their arrays.
 #pragma once
 
 #include "common/store_rows.cuh"
@@ -8,38 +9,38 @@ namespace jax_dsa::masked_attention {
 
 inline constexpr int kRowsThreads = 256;
 
-// lse, delta = sum(out * dout) - dlse and `dead` of a step's 64 queries; sets dq to zero, and the
-// ticket. 16 lanes take a query, all of its step's at once: it takes many loads under way to hide
-// their latency.
+// Computes lse, delta = rowsum(O * dO) - dlse and the bits of fully masked queries of one step per
+// CTA. Also clears dQ and the tile counter. 16 lanes share a query, and all 64 queries are in
+// flight at once, because hiding the latency takes many outstanding loads.
 template <DType kType>
 __global__ void __launch_bounds__(kRowsThreads)
     rows_kernel(const __grid_constant__ MaskedAttentionBwdParams p,
                 const __grid_constant__ BwdWorkspace w, int64_t steps, int dq_dim,
                 float lse_factor) {
-  constexpr int kAtOnce = kRowsThreads / 16, kRounds = kStepQueries / kAtOnce;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = threadIdx.x % 16;
-  const int64_t number = blockIdx.x, pair = number / steps, step = number - pair * steps;
+  constexpr int kRowsPerRound = kRowsThreads / 16, kRounds = kStepQueries / kRowsPerRound;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group_lane = threadIdx.x % 16;
+  const int64_t index = blockIdx.x, pair = index / steps, step = index - pair * steps;
   const int64_t batch = pair / p.heads, head = pair - batch * p.heads;
   const int64_t first = step * kStepQueries + threadIdx.x / 16;
   const auto row = [&](int round) {
-    return (batch * p.queries + first + round * kAtOnce) * p.heads + head;
+    return (batch * p.queries + first + round * kRowsPerRound) * p.heads + head;
   };
-  const auto there = [&](int round) { return first + round * kAtOnce < p.queries; };
+  const auto exists = [&](int round) { return first + round * kRowsPerRound < p.queries; };
 
-  if (number == 0 && threadIdx.x == 0) *w.ticket = 0;
+  if (index == 0 && threadIdx.x == 0) *w.tile_counter = 0;
   float lse[kRounds], dlse[kRounds], sum[kRounds] = {};
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {
-    lse[i] = load_now(p.lse + row(i), there(i), INFINITY);
-    dlse[i] = load_now(p.dlse + row(i), there(i), 0.f);
+    lse[i] = load_now(p.lse + row(i), exists(i), INFINITY);
+    dlse[i] = load_now(p.dlse + row(i), exists(i), 0.f);
   }
-  for (int e = part * 8; e < p.value_dim; e += 128) {
+  for (int e = group_lane * 8; e < p.value_dim; e += 128) {
     uint32_t x[kRounds][4], y[kRounds][4];
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       const int64_t at = row(i) * p.value_dim + e;
-      load_16_now<0>(static_cast<const uint16_t*>(p.out) + at, there(i), x[i]);
-      load_16_now<0>(static_cast<const uint16_t*>(p.dout) + at, there(i), y[i]);
+      load_16_now<0>(static_cast<const uint16_t*>(p.out) + at, exists(i), x[i]);
+      load_16_now<0>(static_cast<const uint16_t*>(p.dout) + at, exists(i), y[i]);
     }
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
@@ -50,51 +51,54 @@ __global__ void __launch_bounds__(kRowsThreads)
       }
     }
   }
-  if (threadIdx.x < kMostParts * 4) w.added[number * (kMostParts * 4) + threadIdx.x] = 0;
+  if (threadIdx.x < kMaxDqSlices * 4) w.add_counts[index * (kMaxDqSlices * 4) + threadIdx.x] = 0;
   const float4 zero = {0.f, 0.f, 0.f, 0.f};
-  auto* const dq = reinterpret_cast<float4*>(w.dq + number * kStepQueries * dq_dim);
+  auto* const dq = reinterpret_cast<float4*>(w.dq + index * kStepQueries * dq_dim);
   for (int i = threadIdx.x; i < kStepQueries * dq_dim / 4; i += kRowsThreads) dq[i] = zero;
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {
 #pragma unroll
     for (int d = 8; d > 0; d /= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], d);
-    const int query = threadIdx.x / 16 + i * kAtOnce;
-    const bool dead = lse[i] == -INFINITY;
-    if (part == 0) {
-      w.lse[number * kStepQueries + query] = there(i) && !dead ? lse[i] * lse_factor : INFINITY;
-      w.delta[number * kStepQueries + query] = there(i) && !dead ? sum[i] - dlse[i] : 0.f;
-      dynamic_shared<bool[kStepQueries]>()[query] = dead;
+    const int query = threadIdx.x / 16 + i * kRowsPerRound;
+    const bool fully_masked = lse[i] == -INFINITY;
+    if (group_lane == 0) {
+      w.lse[index * kStepQueries + query] =
+          exists(i) && !fully_masked ? lse[i] * lse_factor : INFINITY;
+      w.delta[index * kStepQueries + query] = exists(i) && !fully_masked ? sum[i] - dlse[i] : 0.f;
+      dynamic_shared<bool[kStepQueries]>()[query] = fully_masked;
     }
   }
   __syncthreads();
   if (warp > 0) return;
   const auto& all = dynamic_shared<bool[kStepQueries]>();
   const uint64_t low = __ballot_sync(~0u, all[lane]), high = __ballot_sync(~0u, all[lane + 32]);
-  if (lane == 0) w.dead[number] = high << 32 | low;
+  if (lane == 0) w.fully_masked[index] = high << 32 | low;
 }
 
-// dq has the accumulators of a step's parts one after the other: of each, four floats of all 128
-// threads side by side. `part` counts those of all steps.
+// dQ in the workspace holds the accumulator fragments of the slices of all steps: first four floats
+// of each of the 128 threads, then the next four, and so on. `slice` counts the slices of all
+// steps.
 template <int kN>
-__device__ __forceinline__ float* dq_place(float* dq, int64_t part) {
-  return dq + part * (kN * 128) + threadIdx.x % 128 * 4;
+__device__ __forceinline__ float* dq_fragment(float* dq, int64_t slice) {
+  return dq + slice * (kN * 128) + threadIdx.x % 128 * 4;
 }
 
-// Adds a thread's accumulators of a part.
+// Adds the accumulator fragment of a thread to a slice.
 template <int kN>
-__device__ __forceinline__ void add_dq(const float (&x)[kN], float* dq, int64_t part) {
-  float* const sum = dq_place<kN>(dq, part);
+__device__ __forceinline__ void add_dq(const float (&x)[kN], float* dq, int64_t slice) {
+  float* const sum = dq_fragment<kN>(dq, slice);
 #pragma unroll
   for (int i = 0; i < kN; i += 4) {
     red_add(sum + i * 128, x[i], x[i + 1], x[i + 2], x[i + 3]);
   }
 }
 
-// In deterministic sums each warp adds its share of a part when those of all items before have
-// added theirs. That it has added is counted late, since waiting for its reductions takes long.
+// Deterministic sums: a warp adds its fragment of a slice after all earlier work tiles have added
+// theirs. wait_for_earlier_adds waits for them. The counter is incremented late, in
+// publish_pending_add, because waiting for the completion of the reductions takes long.
 template <typename Tr>
-__device__ __forceinline__ void count_added(BwdShared<Tr>& shared) {
-  uint32_t*& counter = shared.adding[thread_index() >> 5];
+__device__ __forceinline__ void publish_pending_add(BwdShared<Tr>& shared) {
+  uint32_t*& counter = shared.pending_add[thread_index() >> 5];
   __syncwarp();
   if ((thread_index() & 31) == 0 && counter) {
     counter_add(counter);
@@ -102,25 +106,30 @@ __device__ __forceinline__ void count_added(BwdShared<Tr>& shared) {
   }
 }
 template <typename Tr>
-__device__ __forceinline__ void wait_for_turn(const BwdWorkspace& w, BwdShared<Tr>& shared,
-                                              int64_t step, int part, uint32_t turn) {
-  uint32_t* const counter = w.added + (step * kMostParts + part) * 4 + (thread_index() >> 5 & 3);
-  count_added(shared);
-  counter_wait(counter, turn);
+__device__ __forceinline__ void wait_for_earlier_adds(const BwdWorkspace& w, BwdShared<Tr>& shared,
+                                                      int64_t step, int slice,
+                                                      uint32_t earlier_adds) {
+  uint32_t* const counter =
+      w.add_counts + (step * kMaxDqSlices + slice) * 4 + (thread_index() >> 5 & 3);
+  publish_pending_add(shared);
+  counter_wait(counter, earlier_adds);
   __syncwarp();
-  if ((thread_index() & 31) == 0) shared.adding[thread_index() >> 5] = counter;
+  if ((thread_index() & 31) == 0) shared.pending_add[thread_index() >> 5] = counter;
 }
 
-// Stores a warp's rows of dk and dv of an item's keys: the columns from dk_column and dv_column on.
-// `row` is the thread's, `rows` how many keys an item has.
+// Stores a warp's rows of dK and dV, the columns from dk_column and dv_column on. `row` is the row
+// of the thread in the work tile, `rows` the number of keys of a work tile.
 template <DType kType, int kK, int kV>
-__device__ __forceinline__ void store_keys(const MaskedAttentionBwdParams& p, const BwdItem& item,
-                                           const float (&dk)[kK], const float (&dv)[kV], int row,
-                                           int rows, int dk_column, int dv_column, uint8_t* stage) {
-  const int64_t at = (int64_t{item.batch} * p.keys + item.key + row) * p.groups + item.group;
-  const int rows_left = static_cast<int>(min(p.keys - item.key, int64_t{rows})) - row;
-  const float dk_factor[2] = {item.some ? p.scale : 0.f, item.some ? p.scale : 0.f};
-  const float dv_factor[2] = {item.some ? 1.f : 0.f, item.some ? 1.f : 0.f};
+__device__ __forceinline__ void store_dk_dv(const MaskedAttentionBwdParams& p,
+                                            const BwdWorkTile& work_tile, const float (&dk)[kK],
+                                            const float (&dv)[kV], int row, int rows, int dk_column,
+                                            int dv_column, uint8_t* stage) {
+  const int64_t at =
+      (int64_t{work_tile.batch} * p.keys + work_tile.key + row) * p.groups + work_tile.group;
+  const int rows_left = static_cast<int>(min(p.keys - work_tile.key, int64_t{rows})) - row;
+  const float dk_factor[2] = {work_tile.nonempty ? p.scale : 0.f,
+                              work_tile.nonempty ? p.scale : 0.f};
+  const float dv_factor[2] = {work_tile.nonempty ? 1.f : 0.f, work_tile.nonempty ? 1.f : 0.f};
   store_rows<kType>(dk, dk_factor, smem_address(stage),
                     static_cast<uint16_t*>(p.dk) + at * p.dim + dk_column,
                     int64_t{p.groups} * p.dim, rows_left, p.dim - dk_column);
@@ -129,36 +138,36 @@ __device__ __forceinline__ void store_keys(const MaskedAttentionBwdParams& p, co
                     int64_t{p.groups} * p.value_dim, rows_left, p.value_dim - dv_column);
 }
 
-// A multiplying warp's way through the items: `step(accumulate)` does a step and tells whether it
-// was its item's last, `store(item)` stores what came of them.
+// The loop of an MMA warp over work tiles. `step(accumulate)` processes a step and returns whether
+// it was the last one of its work tile; `store(work_tile)` stores the results.
 template <typename Tr, typename Step, typename Store>
-__device__ __forceinline__ void walk_items(BwdShared<Tr>& shared, Step step, Store store) {
+__device__ __forceinline__ void for_each_work_tile(BwdShared<Tr>& shared, Step step, Store store) {
   uint32_t kv_parity = 0;
   for (uint32_t parity = 0;; parity ^= 1) {
-    mbarrier_wait(&shared.item_full, parity);
-    if (shared.item.over) return;
-    if (shared.item.some) {
+    mbarrier_wait(&shared.work_tile_full, parity);
+    if (shared.work_tile.done) return;
+    if (shared.work_tile.nonempty) {
       mbarrier_wait(&shared.kv_full, kv_parity);
-      mbarrier_wait(&shared.kv_clean, kv_parity);
+      mbarrier_wait(&shared.kv_cleared, kv_parity);
       kv_parity ^= 1;
       for (bool accumulate = false; !step(accumulate);) accumulate = true;
     }
-    const BwdItem item = shared.item;
+    const BwdWorkTile work_tile = shared.work_tile;
     __syncwarp();
     if ((thread_index() & 31) == 0) mbarrier_arrive(&shared.kv_free);
-    store(item);
+    store(work_tile);
   }
 }
 
-// dq of a step's 64 queries, scaled and rounded.
-template <DType kType, int kParts, int kPartColumns>
-__global__ void __launch_bounds__(128 * kParts)
+// Scales and rounds dQ; one CTA per step of 64 queries.
+template <DType kType, int kDqSlices, int kDqSliceColumns>
+__global__ void __launch_bounds__(128 * kDqSlices)
     dq_kernel(const __grid_constant__ MaskedAttentionBwdParams p, float* dq, int64_t steps) {
-  constexpr int kN = kPartColumns / 2;  // of a thread
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, part = threadIdx.x / 128;
-  const int64_t number = blockIdx.x, pair = number / steps, step = number - pair * steps;
+  constexpr int kN = kDqSliceColumns / 2;  // registers per thread
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, slice = threadIdx.x / 128;
+  const int64_t index = blockIdx.x, pair = index / steps, step = index - pair * steps;
   const int64_t batch = pair / p.heads, head = pair - batch * p.heads;
-  const float* const from = dq_place<kN>(dq, number * kParts + part);
+  const float* const from = dq_fragment<kN>(dq, index * kDqSlices + slice);
   float x[kN];
 #pragma unroll
   for (int i = 0; i < kN; i += 4) {
@@ -171,10 +180,10 @@ __global__ void __launch_bounds__(128 * kParts)
       static_cast<int>(min(p.queries - step * kStepQueries, int64_t{kStepQueries})) -
       (warp * 16 + lane / 4);
   const float factor[2] = {p.scale, p.scale};
-  auto& stage = dynamic_shared<uint8_t[4 * kParts][1024]>();
+  auto& stage = dynamic_shared<uint8_t[4 * kDqSlices][1024]>();
   store_rows<kType>(x, factor, smem_address(stage[threadIdx.x / 32]),
-                    static_cast<uint16_t*>(p.dq) + row * p.dim + part * kPartColumns,
-                    int64_t{p.heads} * p.dim, rows_left, p.dim - part * kPartColumns);
+                    static_cast<uint16_t*>(p.dq) + row * p.dim + slice * kDqSliceColumns,
+                    int64_t{p.heads} * p.dim, rows_left, p.dim - slice * kDqSliceColumns);
 }
 
 }  // namespace jax_dsa::masked_attention

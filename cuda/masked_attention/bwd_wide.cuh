@@ -1,8 +1,8 @@
-// The masked attention backward kernel's products for dims beyond 192. See bwd.cuh.
+// MMA warpgroups of the masked attention backward kernel for dims above 192. See bwd.cuh.
 //
-// dk and dv of 64 keys fill the registers of both warpgroups, so an item has 64 keys and each
-// warpgroup has half of the columns of dk, dv and dq. The first makes P, the second dS: each needs
-// the other's, through shared memory.
+// dK and dV of 64 keys fill the registers of both warpgroups. A work tile therefore has 64 keys,
+// and each warpgroup owns half of the columns of dK, dV and dQ. Warpgroup 0 computes P and
+// warpgroup 1 computes dS. They exchange P and dS through shared memory.
 #pragma once
 
 #include "common/store_rows.cuh"
@@ -12,10 +12,10 @@
 
 namespace jax_dsa::masked_attention {
 
-// Warpgroup `side`.
+// The main loop of MMA warpgroup `warpgroup`.
 template <typename Tr>
 __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
-                             const CUtensorMap& dbias_map, BwdShared<Tr>& shared, int side) {
+                             const CUtensorMap& dbias_map, BwdShared<Tr>& shared, int warpgroup) {
   constexpr int kScores = kStepQueries / 2, kSteps = kStepQueries / 16;
   constexpr int kDHalf = Tr::kD / 2, kEHalf = Tr::kE / 2;
   static_assert(kDHalf % 64 == 0 && kEHalf % 64 == 0 && Tr::kKeys == 64);
@@ -32,7 +32,7 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
     __syncwarp();
     if (lane_now() == 0) mbarrier_arrive(barrier);
   };
-  // a [64, kDim] b [64, kDim]^T of two tiles, added to x.
+  // Computes x (+)= a b^T for two tiles [64, kDim] in shared memory.
   const auto multiply_rows = [&]<int kDim>(std::integral_constant<int, kDim>, float (&x)[kScores],
                                            const void* a, int a_block, const void* b, int b_block,
                                            bool accumulate) {
@@ -50,13 +50,13 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
     wgmma_pin(x);
   };
 
-  // One step: 64 queries of a head. Returns whether it is its item's last.
+  // Processes one step. Returns whether it is the last one of its work tile.
   const auto step = [&](bool accumulate) {
     const int at = uniform(ring.index);
     mbarrier_wait(&shared.q_full[at], ring.parity);
-    mbarrier_wait(&shared.checked[at], ring.parity);
+    mbarrier_wait(&shared.step_ready[at], ring.parity);
     const bool partial = shared.stage[at].partial;
-    const auto lse_of = [&](int i) {  // of the queries of scores i and i + 1
+    const auto lse_of = [&](int i) {  // lse of the queries of scores i and i + 1
       return *reinterpret_cast<const float2*>(&shared.lse[at][i / 4 * 8 + lane_now() % 4 * 2]);
     };
     const int lane = lane_now();
@@ -65,21 +65,21 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
     const uint32_t p_at = smem_address(shared.p), ds_at = smem_address(shared.ds[0]);
     uint32_t probabilities[kSteps][4];
     float x[kScores];
-    if (side == 0) {
-      if constexpr (!Tr::kGeneral) start_at(x, shared.lse[at]);
+    if (warpgroup == 0) {
+      if constexpr (!Tr::kGeneral) init_negated(x, shared.lse[at]);
       multiply_rows(std::integral_constant<int, Tr::kD>(), x, shared.k, Tr::kKeyBlockBytes,
                     shared.q[at], Tr::kQBlockBytes, !Tr::kGeneral);
       if constexpr (Tr::kBias) {
         mbarrier_wait(&shared.bias.full[bias.index], bias.parity);
         add_bias<Tr::kType>(x, p.scale, [&](int k, uint32_t (&y)[4]) {
-          load_matrix_x4_transposed(bias_place(shared.bias, bias.index, 0, p.bias.queries == 1, k),
-                                    y);
+          load_matrix_x4_transposed(
+              bias_fragment(shared.bias, bias.index, 0, p.bias.queries == 1, k), y);
         });
       }
       if constexpr (Tr::kGeneral) {
         cap_scores(x, Tr::kBias ? 1.f : p.scale, p.softcap, cap_inverse);
       }
-      if (partial) hide(x, &shared.bits[at][row_now(lane_now() / 4)]);
+      if (partial) mask_scores(x, &shared.bits[at][row_now(lane_now() / 4)]);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
@@ -100,11 +100,11 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
       mbarrier_wait(&shared.dout_full[at], ring.parity);
       named_barrier_arrive<256>(kProbabilities);
     } else {
-      start_at(x, shared.delta[at]);
+      init_negated(x, shared.delta[at]);
       mbarrier_wait(&shared.dout_full[at], ring.parity);
       multiply_rows(std::integral_constant<int, Tr::kE>(), x, shared.v, Tr::kKeyBlockBytes,
                     shared.dout[at], Tr::kQBlockBytes, true);
-      // The first has read dS of the step before when it comes here.
+      // When warpgroup 0 arrives here, it has finished reading the previous step's dS.
       named_barrier_sync<256>(kProbabilities);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) load_matrix_x4(p_at + chunk(k), probabilities[k]);
@@ -130,23 +130,23 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
         store_matrix_x4(ds_at + chunk(k), gradients[0], gradients[1], gradients[2], gradients[3]);
         if constexpr (Tr::kBias) {
           if (w.dbias == nullptr) {
-            store_matrix_x4_transposed(bias_place(shared.bias, bias.index, 0, false, k),
+            store_matrix_x4_transposed(bias_fragment(shared.bias, bias.index, 0, false, k),
                                        gradients[0], gradients[1], gradients[2], gradients[3]);
           }
         }
       }
       if constexpr (Tr::kBias) {
         if (w.dbias) {
-          sum_bias_gradients(p, w.dbias, shared.item.batch, shared.stage[at].head,
-                             shared.stage[at].query, shared.item.key, x);
+          sum_bias_gradients(p, w.dbias, shared.work_tile.batch, shared.stage[at].head,
+                             shared.stage[at].query, shared.work_tile.key, x);
         }
       }
       fence_async_proxy();
       named_barrier_arrive<256>(kGradients);
     }
 
-    const uint64_t dout_half =
-        mn_major_descriptor(smem_address(shared.dout[at][side * kEHalf / 64]), Tr::kQBlockBytes);
+    const uint64_t dout_half = mn_major_descriptor(
+        smem_address(shared.dout[at][warpgroup * kEHalf / 64]), Tr::kQBlockBytes);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -154,26 +154,26 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
                                     k > 0 || accumulate);
     }
     wgmma_commit();
-    if (side == 0) {
+    if (warpgroup == 0) {
       named_barrier_sync<256>(kGradients);
     } else {
       named_barrier_sync<128>(kOwnGradients);
       if constexpr (Tr::kBias) {
         if (thread_index() == 128 && w.dbias == nullptr) {
-          store_bias_gradients(dbias_map, shared.bias, bias.index, shared.item.batch,
-                               shared.stage[at].head, shared.stage[at].query, shared.item.key);
+          store_bias_gradients(dbias_map, shared.bias, bias.index, shared.work_tile.batch,
+                               shared.stage[at].head, shared.stage[at].query, shared.work_tile.key);
         }
       }
     }
-    wgmma_wait<0>();  // dq takes the registers of the probabilities
+    wgmma_wait<0>();  // dq reuses the registers of the probabilities
     wgmma_pin(dv);
     float dq[kDHalf / 2];
     const uint64_t ds_columns = mn_major_descriptor(ds_at, sizeof(shared.ds[0]));
     const uint64_t ds_rows = k_major_descriptor(ds_at);
     const uint64_t k_half =
-        mn_major_descriptor(smem_address(shared.k[side * kDHalf / 64]), Tr::kKeyBlockBytes);
+        mn_major_descriptor(smem_address(shared.k[warpgroup * kDHalf / 64]), Tr::kKeyBlockBytes);
     const uint64_t q_half =
-        mn_major_descriptor(smem_address(shared.q[at][side * kDHalf / 64]), Tr::kQBlockBytes);
+        mn_major_descriptor(smem_address(shared.q[at][warpgroup * kDHalf / 64]), Tr::kQBlockBytes);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -188,10 +188,11 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
     }
     wgmma_commit();
     const BwdStage& stage = shared.stage[at];
-    if (p.deterministic) wait_for_turn(w, shared, stage.step, side, stage.turn);
+    if (p.deterministic)
+      wait_for_earlier_adds(w, shared, stage.step, warpgroup, stage.earlier_adds);
     wgmma_wait<1>();
     wgmma_pin(dq);
-    add_dq(dq, w.dq, shared.stage[at].step * Tr::kParts + side);
+    add_dq(dq, w.dq, shared.stage[at].step * Tr::kDqSlices + warpgroup);
     wgmma_wait<0>();
     wgmma_pin(dk);
     wgmma_pin(dv);
@@ -208,10 +209,10 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
     return last;
   };
 
-  walk_items(shared, step, [&](const BwdItem& item) {
-    if (p.deterministic) count_added(shared);
-    store_keys<Tr::kType>(p, item, dk, dv, row_now(lane_now() / 4), Tr::kKeys, side * kDHalf,
-                          side * kEHalf, shared.out[thread_index() / 32]);
+  for_each_work_tile(shared, step, [&](const BwdWorkTile& work_tile) {
+    if (p.deterministic) publish_pending_add(shared);
+    store_dk_dv<Tr::kType>(p, work_tile, dk, dv, row_now(lane_now() / 4), Tr::kKeys,
+                           warpgroup * kDHalf, warpgroup * kEHalf, shared.out[thread_index() / 32]);
   });
 }
 

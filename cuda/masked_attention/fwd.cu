@@ -11,24 +11,24 @@ using namespace masked_attention;
 template <DType kType, bool kGeneral, bool kBias>
 cudaError_t launch_dims(const MaskedAttentionFwdParams& p, cudaStream_t stream) {
   const int dim = p.dim, value_dim = p.value_dim;
-  const auto take = [&]<int kD, int kE>() {
+  const auto launch_traits = [&]<int kD, int kE>() {
     return launch<FwdTraits<kType, kD, kE, kGeneral, kBias>>(p, stream);
   };
-  if (dim <= 64 && value_dim <= 64) return take.template operator()<64, 64>();
+  if (dim <= 64 && value_dim <= 64) return launch_traits.template operator()<64, 64>();
   if constexpr (!kBias) {
-    if (dim <= 96 && value_dim <= 96) return take.template operator()<96, 96>();
+    if (dim <= 96 && value_dim <= 96) return launch_traits.template operator()<96, 96>();
   }
-  if (dim <= 128 && value_dim <= 128) return take.template operator()<128, 128>();
+  if (dim <= 128 && value_dim <= 128) return launch_traits.template operator()<128, 128>();
   if constexpr (!kBias) {
-    if (dim <= 192 && value_dim <= 128) return take.template operator()<192, 128>();
+    if (dim <= 192 && value_dim <= 128) return launch_traits.template operator()<192, 128>();
   }
-  return take.template operator()<256, 256>();
+  return launch_traits.template operator()<256, 256>();
 }
 
 }  // namespace
 
 int64_t masked_attention_fwd_workspace_bytes(const MaskedAttentionFwdParams& p) {
-  return kTicketBytes + bounded_query_tiles(p) * int64_t{sizeof(QueryBounds)} +
+  return kTileCounterBytes + bounded_query_tiles(p) * int64_t{sizeof(QueryBounds)} +
          bounded_key_tiles(p) * int64_t{sizeof(SegmentBounds)};
 }
 

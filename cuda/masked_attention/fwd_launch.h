@@ -7,18 +7,18 @@
 
 namespace jax_dsa::masked_attention {
 
-// The ticket has 16 bytes of its own; the bounds follow.
-inline constexpr int64_t kTicketBytes = 16;
+// The tile counter occupies the first 16 bytes of the workspace; the bounds follow.
+inline constexpr int64_t kTileCounterBytes = 16;
 
 template <typename Tr>
 cudaError_t launch(const MaskedAttentionFwdParams& p, cudaStream_t stream) {
   Device device;
   DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
-  const Work work(p, device.l2_bytes);
-  if (work.items > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  DSA_RETURN_IF_CUDA_ERROR(clear(p.workspace, kTicketBytes, stream));
+  const TileScheduler scheduler(p, device.l2_bytes);
+  if (scheduler.work_tiles > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  DSA_RETURN_IF_CUDA_ERROR(clear(p.workspace, kTileCounterBytes, stream));
   auto* const queries =
-      reinterpret_cast<QueryBounds*>(static_cast<char*>(p.workspace) + kTicketBytes);
+      reinterpret_cast<QueryBounds*>(static_cast<char*>(p.workspace) + kTileCounterBytes);
   auto* const segments = reinterpret_cast<SegmentBounds*>(queries + bounded_query_tiles(p));
   Bounds bounds;
   DSA_RETURN_IF_CUDA_ERROR(find_bounds(p, queries, segments, &bounds, stream));
@@ -31,8 +31,8 @@ cudaError_t launch(const MaskedAttentionFwdParams& p, cudaStream_t stream) {
       encode_rows(&v_map, p.dtype, p.v, p.batch, p.keys, p.groups, p.value_dim, Tr::kKeys));
   CUtensorMap bias_map;
   DSA_RETURN_IF_CUDA_ERROR(encode_bias(&bias_map, p, p.bias.x, kQueryTile));
-  return launch_persistent<Shared<Tr>>(fwd_kernel<Tr>, work.items, kThreads, stream, p, work,
-                                       bounds, q_map, k_map, v_map, bias_map);
+  return launch_persistent<Shared<Tr>>(fwd_kernel<Tr>, scheduler.work_tiles, kThreads, stream, p,
+                                       scheduler, bounds, q_map, k_map, v_map, bias_map);
 }
 
 }  // namespace jax_dsa::masked_attention

@@ -1,5 +1,5 @@
-// What the warpgroups of the masked attention forward kernel share: tile sizes, work items, shared
-// memory. See fwd.cuh.
+// Traits, work tiles, tile scheduler and shared memory of the masked attention forward kernel. See
+// fwd.cuh.
 #pragma once
 
 #include <cstdint>
@@ -12,68 +12,68 @@
 
 namespace jax_dsa::masked_attention {
 
-inline constexpr int kStageBytes = 1024;  // a warp's way out
+inline constexpr int kStageBytes = 1024;  // bytes of a warp's staging buffer for outputs
 
-// How many steps of 16 dims of its queries a warpgroup keeps in registers: each saves the tensor
-// cores 2 KiB of shared memory a tile, and takes four registers a thread.
-constexpr int held_steps(int dim, int value_dim, bool bias) {
+// Returns how many 16-dim steps of Q a warpgroup keeps in registers. Each step saves 2 KiB of
+// shared-memory reads per key tile and costs four registers per thread.
+constexpr int q_register_steps(int dim, int value_dim, bool bias) {
   return dim + value_dim <= 256 ? dim / 16 : value_dim > 128 && !bias ? 4 : 0;
 }
 
-// kD, kE: the most dims of queries and keys, and of values. kGeneral: scores are softcapped, or
-// their scale is not positive. kTurns: the warpgroups take turns with their products. kBias: scores
-// have biases; they are then general.
+// kD: maximum dim of queries and keys. kE: maximum dim of values. kGeneral: scores have a bias or a
+// softcap, or a scale that is not positive. kBias: scores have a bias, which implies kGeneral.
+// kUsePingPong: the two MMA warpgroups alternate between MMA and softmax.
 template <DType kType_, int kD_, int kE_, bool kGeneral_, bool kBias_ = false,
-          int kHeldSteps_ = held_steps(kD_, kE_, kBias_), bool kTurns_ = true>
+          int kQRegisterSteps_ = q_register_steps(kD_, kE_, kBias_), bool kUsePingPong_ = true>
 struct FwdTraits {
   static constexpr DType kType = kType_;
   static constexpr int kD = kD_, kE = kE_;
   static constexpr bool kGeneral = kGeneral_;
   static constexpr bool kBias = kBias_;
   static_assert(kGeneral || !kBias);
-  static constexpr int kKeys = kE > 128 || kBias ? 64 : 128;  // of a tile
+  static constexpr int kKeys = kE > 128 || kBias ? 64 : 128;  // keys per tile
   static constexpr int kDBlocks = ceil_div(kD, 64), kEBlocks = ceil_div(kE, 64);
   static constexpr int kQBlockBytes = kQueryTile * 128, kKeyBlockBytes = kKeys * 128;
   static constexpr int kStages = kD + kE <= 128 ? 4 : kBias && kE <= 128 ? 3 : 2;
   static constexpr int kBiasBuffers = !kBias ? 0 : kE > 128 ? 1 : kStages;
-  // Tiles are listed, and have their bits made, so many at a time: two more than are copied, so
-  // that whoever makes bits is ahead of the products; in all an even number, since two warps take
-  // turns.
-  static constexpr int kListed = ceil_div(kStages + 2, 2) * 2;
-  static constexpr int kHeldSteps = kHeldSteps_;
-  static constexpr bool kTurns = kTurns_;
+  // Number of entries of the tile queue. It exceeds the number of stages by two, so that the mask
+  // bits are built ahead of the MMA. It is even because two mask warps alternate.
+  static constexpr int kQueued = ceil_div(kStages + 2, 2) * 2;
+  static constexpr int kQRegisterSteps = kQRegisterSteps_;
+  static constexpr bool kUsePingPong = kUsePingPong_;
   static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
   static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
 };
 
-// 0 is __syncthreads.
+// Barrier 0 is __syncthreads.
 enum NamedBarrier {
-  kTurn = 1,  // warpgroup kTurn + i may issue its products
+  kPingPong = 1,  // kPingPong + i: warpgroup i may issue its MMAs
 };
 
 inline constexpr int kConsumerWarps = 8;
-inline constexpr int kBuilderWarps = 2;  // they make bits
+inline constexpr int kMaskWarps = 2;  // warps that build mask bits
 
-// What a block does at a time: the queries from `query` on of one head.
-struct Item {
+// A work tile: 128 queries of one head, from `query` on.
+struct WorkTile {
   int batch, head, query;
-  bool over;  // there are no more items
-  bool some;  // its queries see any tile
+  bool done;      // there are no more work tiles
+  bool nonempty;  // its queries see at least one key tile
 };
 
-// A tile of an item's keys; an item that sees none has one, too, and so has the end.
-struct Listing {
-  Item item;
-  int map;  // its number
-  int key;  // the first
+// A key tile of a work tile, as an entry of the tile queue. A work tile without visible keys also
+// has one entry, and so has the end of the work.
+struct QueuedTile {
+  WorkTile work_tile;
+  int map;  // index of the map of its head
+  int key;  // first key of the tile
   bool partial;
-  bool first, last;  // of its item
+  bool first, last;  // whether this is the first or last key tile of its work tile
 };
 
-// What lies in a stage of the ring.
+// Describes the key tile in a stage of the K/V pipeline.
 struct Stage {
-  int listing;      // its place
-  uint32_t parity;  // of its listing's barriers
+  int queue_slot;   // slot of the tile in the tile queue
+  uint32_t parity;  // parity of the barriers of that slot
   bool partial, last;
 };
 
@@ -84,42 +84,46 @@ struct alignas(1024) Shared {
   uint8_t v[Tr::kStages][Tr::kEBlocks][Tr::kKeyBlockBytes];
   uint8_t out[8][kStageBytes];
   [[no_unique_address]] BiasBuffers<Tr::kBiasBuffers, kQueryTile, Tr::kKeys / 64> bias;
-  // Of partial tiles that are listed; and a bit for each key that no query sees.
-  uint32_t bits[Tr::kListed][kQueryTile][Tr::kKeys / 32];
-  uint32_t unseen[Tr::kListed][Tr::kKeys / 32];
-  Listing listing[Tr::kListed];
+  // Mask bits of the partial tiles in the queue, and one bit per key that no query of the tile
+  // sees.
+  uint32_t bits[Tr::kQueued][kQueryTile][Tr::kKeys / 32];
+  uint32_t unseen[Tr::kQueued][Tr::kKeys / 32];
+  QueuedTile queue[Tr::kQueued];
   Stage stage[Tr::kStages];
-  Item item;
+  WorkTile work_tile;
   uint64_t q_full, q_free;
-  // A tile's listing; its bits; that both are done with.
-  uint64_t listed[Tr::kListed], built[Tr::kListed], unlisted[Tr::kListed];
-  // A stage's keys; its values, and that unseen ones are zero.
+  // Barriers of a queue slot: its tile is described; its mask bits are built; all readers are done
+  // with it.
+  uint64_t tile_queued[Tr::kQueued], bits_built[Tr::kQueued], tile_released[Tr::kQueued];
+  // Barriers of a stage: K is loaded; K is free; V is loaded; rows of V that no query sees are
+  // zero; V is free.
   uint64_t k_full[Tr::kStages], k_free[Tr::kStages];
-  uint64_t v_full[Tr::kStages], v_clean[Tr::kStages], v_free[Tr::kStages];
+  uint64_t v_full[Tr::kStages], v_cleared[Tr::kStages], v_free[Tr::kStages];
 };
 
-// How the items are numbered: heads come in sections whose keys and values the L2 holds; within
-// a section, the last queries of all its heads come first, as they see most where masks are causal.
-struct Work {
-  int64_t items;
+// Maps the tile counter to work tiles. Heads are processed in sections whose K and V fit in half of
+// the L2 cache. Within a section, the last queries of all heads come first, because with a causal
+// mask they see the most keys.
+struct TileScheduler {
+  int64_t work_tiles;
   int query_tiles;
-  int section;  // heads of a section
+  int section;  // heads per section
 
-  Work(const MaskedAttentionFwdParams& p, int64_t l2_bytes) {
+  TileScheduler(const MaskedAttentionFwdParams& p, int64_t l2_bytes) {
     query_tiles = static_cast<int>(ceil_div(p.queries, int64_t{kQueryTile}));
-    const int64_t heads = p.batch * p.heads, per_group = p.heads / p.groups;
-    items = heads * query_tiles;
+    const int64_t heads = p.batch * p.heads, heads_per_group = p.heads / p.groups;
+    work_tiles = heads * query_tiles;
     const int64_t group_bytes = p.keys * (p.dim + p.value_dim) * 2;
     const int64_t groups = l2_bytes / 2 / (group_bytes > 0 ? group_bytes : 1);
-    const int64_t fit = (groups > 0 ? groups : 1) * per_group;
+    const int64_t fit = (groups > 0 ? groups : 1) * heads_per_group;
     section = static_cast<int>(fit < heads ? fit : heads);
   }
 
-  __device__ Item item(const MaskedAttentionFwdParams& p, unsigned number) const {
-    if (number >= items) return {0, 0, 0, true, false};
-    const int64_t before = int64_t{number} / (int64_t{section} * query_tiles) * section;
+  __device__ WorkTile work_tile(const MaskedAttentionFwdParams& p, unsigned index) const {
+    if (index >= work_tiles) return {0, 0, 0, true, false};
+    const int64_t before = int64_t{index} / (int64_t{section} * query_tiles) * section;
     const int heads = static_cast<int>(min(int64_t{section}, p.batch * p.heads - before));
-    const int rest = static_cast<int>(number - before * query_tiles), tile = rest / heads;
+    const int rest = static_cast<int>(index - before * query_tiles), tile = rest / heads;
     const int64_t head = before + (rest - tile * heads), batch = head / p.heads;
     return {static_cast<int>(batch), static_cast<int>(head - batch * p.heads),
             (query_tiles - 1 - tile) * kQueryTile, false, false};

@@ -1,5 +1,5 @@
-// The warpgroup of the masked attention forward kernel that lists tiles, copies queries, keys and
-// values, and makes the bits of partial tiles. See fwd.cuh.
+// The producer warpgroup of the masked attention forward kernel. It schedules tiles, loads Q, K and
+// V, and builds the mask bits of partial tiles. See fwd.cuh.
 #pragma once
 
 #include "common/tma.cuh"
@@ -7,92 +7,94 @@
 
 namespace jax_dsa::masked_attention {
 
-// The first warp: takes items and lists their tiles.
+// Scheduler warp: fetches work tiles and pushes their visible key tiles to the queue.
 template <typename Tr>
-__device__ void list(const MaskedAttentionFwdParams& p, const Work& work, const Bounds& bounds,
-                     Shared<Tr>& shared) {
+__device__ void schedule_tiles(const MaskedAttentionFwdParams& p, const TileScheduler& scheduler,
+                               const Bounds& bounds, Shared<Tr>& shared) {
   const bool leader = threadIdx.x % 32 == 0;
   const int keys = static_cast<int>(p.keys);
-  auto* const ticket = static_cast<unsigned*>(p.workspace);
-  RingPlace<Tr::kListed> place = {0, 1};
-  const auto put = [&](const Listing& x) {
-    mbarrier_wait(&shared.unlisted[place.index], place.parity);
+  auto* const tile_counter = static_cast<unsigned*>(p.workspace);
+  RingPlace<Tr::kQueued> place = {0, 1};
+  const auto push = [&](const QueuedTile& x) {
+    mbarrier_wait(&shared.tile_released[place.index], place.parity);
     if (leader) {
-      shared.listing[place.index] = x;
-      mbarrier_arrive(&shared.listed[place.index]);
+      shared.queue[place.index] = x;
+      mbarrier_arrive(&shared.tile_queued[place.index]);
     }
     place.advance();
   };
   for (;;) {
-    unsigned number = 0;
-    if (leader) number = atomicAdd(ticket, 1u);
-    Item item = work.item(p, __shfl_sync(~0u, number, 0));
-    if (item.over) {
-      for (int i = 0; i < kBuilderWarps; ++i) put({item, 0, 0, false, true, true});
+    unsigned index = 0;
+    if (leader) index = atomicAdd(tile_counter, 1u);
+    WorkTile work_tile = scheduler.work_tile(p, __shfl_sync(~0u, index, 0));
+    if (work_tile.done) {
+      for (int i = 0; i < kMaskWarps; ++i) push({work_tile, 0, 0, false, true, true});
       return;
     }
     const QueryBounds* const q =
-        bounds.queries
-            ? bounds.queries + int64_t{item.batch} * work.query_tiles + item.query / kQueryTile
-            : nullptr;
+        bounds.queries ? bounds.queries + int64_t{work_tile.batch} * scheduler.query_tiles +
+                             work_tile.query / kQueryTile
+                       : nullptr;
     const SegmentBounds* const segments =
-        bounds.segments ? bounds.segments + int64_t{item.batch} * ceil_div(keys, kKeyTile)
+        bounds.segments ? bounds.segments + int64_t{work_tile.batch} * ceil_div(keys, kKeyTile)
                         : nullptr;
-    const int number_of_map = static_cast<int>(map_number(p.mask, item.batch, item.head, p.heads));
-    const int32_t* const map = map_tiles(p.mask, number_of_map);
+    const int map_index =
+        static_cast<int>(mask_map_index(p.mask, work_tile.batch, work_tile.head, p.heads));
+    const int32_t* const map = map_tiles(p.mask, map_index);
     const int start = q ? max(q->min_start, 0) : 0, end = q ? min(q->max_end, keys) : keys;
     const bool any = start < end;
     TileWalk tiles(any ? start / Tr::kKeys : 0, any ? ceil_div(end, Tr::kKeys) : 0, [&](int tile) {
-      return key_tile<Tr::kKeys>(p.mask, q, segments, map, keys, tile);
+      return classify_key_tile<Tr::kKeys>(p.mask, q, segments, map, keys, tile);
     });
-    item.some = tiles.more();
-    if (!item.some) put({item, 0, 0, false, true, true});
-    for (bool first = true; tiles.more(); first = false) {
-      Listing x = {item, number_of_map, tiles.tile() * Tr::kKeys, tiles.partial(), first, false};
-      tiles.pass();
-      x.last = !tiles.more();
-      put(x);
+    work_tile.nonempty = tiles.has_tile();
+    if (!work_tile.nonempty) push({work_tile, 0, 0, false, true, true});
+    for (bool first = true; tiles.has_tile(); first = false) {
+      QueuedTile x = {work_tile,       map_index, tiles.tile() * Tr::kKeys,
+                      tiles.partial(), first,     false};
+      tiles.advance();
+      x.last = !tiles.has_tile();
+      push(x);
     }
   }
 }
 
-// The second warp: copies. Keys that no query of a partial tile sees may hold anything, and 0 * NaN
-// is NaN: their values become zeros.
+// Load warp: issues the TMA loads. Keys that no query of a partial tile sees may hold anything, and
+// 0 * NaN is NaN, so this warp writes zeros to their rows of V.
 template <typename Tr>
-__device__ void copy(const MaskedAttentionFwdParams& p, const CUtensorMap& q_map,
-                     const CUtensorMap& k_map, const CUtensorMap& v_map,
-                     const CUtensorMap& bias_map, Shared<Tr>& shared) {
-  const int lane = threadIdx.x % 32, per_group = p.heads / p.groups;
+__device__ void load_tiles(const MaskedAttentionFwdParams& p, const CUtensorMap& q_map,
+                           const CUtensorMap& k_map, const CUtensorMap& v_map,
+                           const CUtensorMap& bias_map, Shared<Tr>& shared) {
+  const int lane = threadIdx.x % 32, heads_per_group = p.heads / p.groups;
   const bool leader = lane == 0;
-  RingPlace<Tr::kStages> ring = {0, 1};  // of what comes next, as `free` counts
+  RingPlace<Tr::kStages> ring = {0, 1};  // the next stage, with the parity of its free barriers
   RingPlace<Tr::kBiasBuffers> bias = {0, 1};
   uint32_t q_parity = 1;
   int group = 0;
-  for (RingPlace<Tr::kListed> place;; place.advance()) {
-    mbarrier_wait(&shared.listed[place.index], place.parity);
-    const Listing x = shared.listing[place.index];
-    const Item& item = x.item;
+  for (RingPlace<Tr::kQueued> place;; place.advance()) {
+    mbarrier_wait(&shared.tile_queued[place.index], place.parity);
+    const QueuedTile x = shared.queue[place.index];
+    const WorkTile& work_tile = x.work_tile;
     __syncwarp();
     if (x.first) {
-      group = item.head / per_group;
+      group = work_tile.head / heads_per_group;
       mbarrier_wait(&shared.q_free, q_parity);
       q_parity ^= 1;
       if (leader) {
-        shared.item = item;
-        if (item.some) {
+        shared.work_tile = work_tile;
+        if (work_tile.nonempty) {
           mbarrier_arrive_expect(&shared.q_full, Tr::kDBlocks * Tr::kQBlockBytes);
           for (int block = 0; block < Tr::kDBlocks; ++block) {
-            tma_load(shared.q[block], &q_map, &shared.q_full, block * 64, item.head, item.query,
-                     item.batch);
+            tma_load(shared.q[block], &q_map, &shared.q_full, block * 64, work_tile.head,
+                     work_tile.query, work_tile.batch);
           }
         } else {
           mbarrier_arrive(&shared.q_full);
-          // The consumers do not look at its listing.
-          mbarrier_arrive(&shared.unlisted[place.index], 1 + kConsumerWarps);
+          // The consumers skip this queue entry, so arrive on their behalf.
+          mbarrier_arrive(&shared.tile_released[place.index], 1 + kConsumerWarps);
         }
       }
-      if (item.over) return;
-      if (!item.some) continue;
+      if (work_tile.done) return;
+      if (!work_tile.nonempty) continue;
     }
     const int at = ring.index;
     mbarrier_wait(&shared.k_free[at], ring.parity);
@@ -101,14 +103,14 @@ __device__ void copy(const MaskedAttentionFwdParams& p, const CUtensorMap& q_map
       mbarrier_arrive_expect(&shared.k_full[at], Tr::kDBlocks * Tr::kKeyBlockBytes);
       for (int block = 0; block < Tr::kDBlocks; ++block) {
         tma_load(shared.k[at][block], &k_map, &shared.k_full[at], block * 64, group, x.key,
-                 item.batch);
+                 work_tile.batch);
       }
     }
     if constexpr (Tr::kBias) {
       mbarrier_wait(&shared.bias.free[bias.index], bias.parity);
       if (leader) {
-        load_bias(p.bias, bias_map, shared.bias, bias.index, item.batch, item.head, p.heads,
-                  item.query, x.key);
+        load_bias(p.bias, bias_map, shared.bias, bias.index, work_tile.batch, work_tile.head,
+                  p.heads, work_tile.query, x.key);
       }
       bias.advance();
     }
@@ -117,11 +119,11 @@ __device__ void copy(const MaskedAttentionFwdParams& p, const CUtensorMap& q_map
       mbarrier_arrive_expect(&shared.v_full[at], Tr::kEBlocks * Tr::kKeyBlockBytes);
       for (int block = 0; block < Tr::kEBlocks; ++block) {
         tma_load(shared.v[at][block], &v_map, &shared.v_full[at], block * 64, group, x.key,
-                 item.batch);
+                 work_tile.batch);
       }
     }
     if (x.partial) {
-      mbarrier_wait(&shared.built[place.index], place.parity);
+      mbarrier_wait(&shared.bits_built[place.index], place.parity);
       const uint32_t* const unseen = shared.unseen[place.index];
       uint32_t any = 0;
 #pragma unroll
@@ -134,27 +136,28 @@ __device__ void copy(const MaskedAttentionFwdParams& p, const CUtensorMap& q_map
       __syncwarp();
     }
     if (leader) {
-      mbarrier_arrive(&shared.v_clean[at]);
-      mbarrier_arrive(&shared.unlisted[place.index]);
+      mbarrier_arrive(&shared.v_cleared[at]);
+      mbarrier_arrive(&shared.tile_released[place.index]);
     }
     ring.advance();
   }
 }
 
-// The other two warps, in turn: make the bits of partial tiles.
+// Mask warps: build the mask bits of partial tiles. The two warps alternate between queue slots.
 template <typename Tr>
-__device__ void build(const MaskedAttentionFwdParams& p, Shared<Tr>& shared, int warp) {
+__device__ void build_mask_bits(const MaskedAttentionFwdParams& p, Shared<Tr>& shared, int warp) {
   constexpr int kWords = Tr::kKeys / 32, kRows = kQueryTile / 32;
   const int lane = threadIdx.x % 32, keys = static_cast<int>(p.keys);
-  for (RingPlace<Tr::kListed> place = {warp, 0};; place = place + kBuilderWarps) {
+  for (RingPlace<Tr::kQueued> place = {warp, 0};; place = place + kMaskWarps) {
     const int at = place.index;
-    mbarrier_wait(&shared.listed[at], place.parity);
-    const Listing x = shared.listing[at];
-    const Item& item = x.item;
-    if (item.over) return;
+    mbarrier_wait(&shared.tile_queued[at], place.parity);
+    const QueuedTile x = shared.queue[at];
+    const WorkTile& work_tile = x.work_tile;
+    if (work_tile.done) return;
     if (x.partial) {
       uint32_t bits[kRows][kWords];
-      query_bits<Tr::kKeys>(p.mask, x.map, item.batch, item.query, p.queries, x.key, keys, bits);
+      query_bits<Tr::kKeys>(p.mask, x.map, work_tile.batch, work_tile.query, p.queries, x.key, keys,
+                            bits);
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         uint32_t seen = 0;
@@ -164,14 +167,14 @@ __device__ void build(const MaskedAttentionFwdParams& p, Shared<Tr>& shared, int
           seen |= bits[r][w];
         }
         seen = __reduce_or_sync(~0u, seen);
-        // Beyond the last key are zeros.
+        // TMA fills rows beyond the last key with zeros already.
         if (lane == w) shared.unseen[at][w] = low_bits(keys - x.key - 32 * w) & ~seen;
       }
     }
     __syncwarp();
     if (lane == 0) {
-      mbarrier_arrive(&shared.built[at]);
-      mbarrier_arrive(&shared.unlisted[at]);
+      mbarrier_arrive(&shared.bits_built[at]);
+      mbarrier_arrive(&shared.tile_released[at]);
     }
   }
 }

@@ -1,4 +1,4 @@
-// What the launchers of masked attention share.
+// Helpers that the launchers of both passes of masked attention share.
 #pragma once
 
 #include "common/launch.cuh"
@@ -8,7 +8,8 @@
 
 namespace jax_dsa::masked_attention {
 
-// Finds the bounds, in arrays of so many tiles.
+// Launches the kernel that computes the bounds of all query tiles and key tiles, and sets `bounds`
+// to the arrays that it fills. An array that the mask does not need stays null.
 template <typename Params>
 cudaError_t find_bounds(const Params& p, QueryBounds* query_bounds, SegmentBounds* segment_bounds,
                         Bounds* bounds, cudaStream_t stream) {
@@ -25,8 +26,8 @@ inline CUtensorMapDataType map_type(DType dtype) {
   return dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
-// Boxes of `rows` rows and 64 columns of one head of x [batch, length, heads, dim]. There is no map
-// of an empty array, and no copy of it.
+// Encodes a tensor map of x [batch, length, heads, dim] whose boxes are `rows` rows by 64 columns
+// of one head. An empty array gets no map; nothing is loaded from it.
 inline cudaError_t encode_rows(CUtensorMap* map, DType dtype, const void* x, int64_t batch,
                                int64_t length, int heads, int dim, int rows) {
   *map = {};
@@ -35,8 +36,8 @@ inline cudaError_t encode_rows(CUtensorMap* map, DType dtype, const void* x, int
                            tensor_box<4>(2, x, {dim, heads, length, batch}, {64, 1, rows, 1}));
 }
 
-// Boxes of 64 keys, and `queries` queries or the row that all share, of x, which lies like the
-// bias.
+// Encodes a tensor map of x, which has the layout of the bias. Its boxes are 64 keys by `queries`
+// queries, or by the one row that all queries share.
 template <typename Params>
 cudaError_t encode_bias(CUtensorMap* map, const Params& p, const void* x, int queries) {
   *map = {};
@@ -52,26 +53,26 @@ cudaError_t encode_bias(CUtensorMap* map, const Params& p, const void* x, int qu
 template <typename Params>
 bool dims_fit(const Params& p) {
   const auto dim = [](int n) { return n > 0 && n <= 256 && n % 8 == 0; };
-  constexpr int64_t kMost = INT32_MAX - 4096;
+  constexpr int64_t kMaxLength = INT32_MAX - 4096;
   const AttentionMask& m = p.mask;
   // The kernels decide by comparing with `groups` whether the heads of a group share a map.
-  const auto shared = [&](int heads) {
+  const auto allowed = [&](int heads) {
     return heads == 1 || heads == p.groups || heads == p.heads;
   };
   const bool map = !m.map_rows || (m.block_q > 0 && m.block_k > 0 && m.block_k % kKeyTile == 0 &&
-                                   shared(m.map_heads));
+                                   allowed(m.map_heads));
   const AttentionBias& b = p.bias;
-  const bool bias = !b.x || ((b.queries == 1 || b.queries == p.queries) && shared(b.heads) &&
+  const bool bias = !b.x || ((b.queries == 1 || b.queries == p.queries) && allowed(b.heads) &&
                              (b.batch == 1 || b.batch == p.batch));
   return p.groups > 0 && p.heads % p.groups == 0 && dim(p.dim) && dim(p.value_dim) &&
-         p.queries <= kMost && p.keys <= kMost && p.batch <= kMost && map && bias;
+         p.queries <= kMaxLength && p.keys <= kMaxLength && p.batch <= kMaxLength && map && bias;
 }
 
-// Calls launch<dtype, general, bias>(), where scores are general if they are biased or softcapped
-// or their scale is not positive.
+// Calls launch<dtype, general, bias>(). Scores are "general" if they have a bias or a softcap, or
+// if their scale is not positive.
 template <typename Params, typename Launch>
 cudaError_t launch_kind(const Params& p, Launch launch) {
-  const auto of = [&]<DType kType>() {
+  const auto with_type = [&]<DType kType>() {
     if (p.bias.x) return launch.template operator()<kType, true, true>();
     if (p.softcap > 0.f || !(p.scale > 0.f)) {
       return launch.template operator()<kType, true, false>();
@@ -80,9 +81,9 @@ cudaError_t launch_kind(const Params& p, Launch launch) {
   };
   switch (p.dtype) {
     case DType::kBF16:
-      return of.template operator()<DType::kBF16>();
+      return with_type.template operator()<DType::kBF16>();
     case DType::kF16:
-      return of.template operator()<DType::kF16>();
+      return with_type.template operator()<DType::kF16>();
     default:
       return cudaErrorInvalidValue;
   }

@@ -1,5 +1,5 @@
-// Which keys queries see, by tiles of queries and keys: a tile is empty and passed over, full and
-// nothing is tested, or partial and has a bit for each of its scores. See AttentionMask.
+// Visibility of tiles of queries and keys. The kernels skip an empty tile, use a full tile without
+// testing scores, and read one bit per score for a partial tile. See AttentionMask.
 #pragma once
 
 #include <climits>
@@ -10,33 +10,33 @@
 
 namespace jax_dsa::masked_attention {
 
-inline constexpr int kThreads = 384;    // of the kernels: three warpgroups
-inline constexpr int kQueryTile = 128;  // of the bounds
+inline constexpr int kThreads = 384;    // threads of the main kernels: three warpgroups
+inline constexpr int kQueryTile = 128;  // queries of the tiles that have QueryBounds
 inline constexpr int kKeyTile = 128;
 
-// What the queries of a tile see, at most and at least. Queries that see nothing count for the
-// least alone.
+// Bounds on what the queries of a tile see. A query with an empty range contributes to max_start
+// and min_end only.
 struct QueryBounds {
   int min_start, max_start, min_end, max_end;
   int min_segment, max_segment;
-  int first_row, last_row;  // of the map, in rows of tiles
+  int first_row, last_row;  // rows of tiles of the map
 };
 
 struct SegmentBounds {
   int min, max;
 };
 
-// What bounds_kernel finds out; null where nothing is to be known.
+// The arrays that bounds_kernel fills. A pointer is null if the mask does not need that array.
 struct Bounds {
-  const QueryBounds* queries;     // [batch, tiles of queries]
-  const SegmentBounds* segments;  // [batch, tiles of keys]
+  const QueryBounds* queries;     // [batch, query tiles]
+  const SegmentBounds* segments;  // [batch, key tiles]
 };
 
 __host__ __device__ inline bool has_query_bounds(const AttentionMask& m) {
   return m.starts || m.ends || m.q_segments || m.map_rows;
 }
 
-// The bounds that a mask needs: of how many tiles of queries and of keys.
+// Return how many query tiles and key tiles need bounds.
 template <typename Params>
 int64_t bounded_query_tiles(const Params& p) {
   return has_query_bounds(p.mask) ? p.batch * ceil_div(p.queries, int64_t{kQueryTile}) : 0;
@@ -51,133 +51,135 @@ int64_t bounded_key_tiles(const Params& p) {
 inline constexpr int kBoundsThreads = kQueryTile;
 
 struct BoundsShared {
-  int least[kBoundsThreads / 32][4], most[kBoundsThreads / 32][4];  // of a warp's
+  int warp_min[kBoundsThreads / 32][4], warp_max[kBoundsThreads / 32][4];  // one entry per warp
 };
 
-// The bounds of one tile of queries, or of the segments of one tile of keys.
+// Each CTA computes the bounds of one query tile, or the segment bounds of one key tile.
 static __global__ void __launch_bounds__(kBoundsThreads)
     bounds_kernel(const __grid_constant__ AttentionMask m, int64_t batch, int64_t queries,
                   int64_t keys, QueryBounds* query_bounds, SegmentBounds* segment_bounds) {
   auto& shared = dynamic_shared<BoundsShared>();
   const int64_t query_tiles = ceil_div(queries, int64_t{kQueryTile});
   const int64_t key_tiles = ceil_div(keys, int64_t{kKeyTile});
-  const bool of_queries = blockIdx.x < batch * query_tiles;
-  const int64_t number = of_queries ? blockIdx.x : blockIdx.x - batch * query_tiles;
-  const int64_t tiles = of_queries ? query_tiles : key_tiles;
-  const int64_t entry = number / tiles, tile = number - entry * tiles;
+  const bool is_query_tile = blockIdx.x < batch * query_tiles;
+  const int64_t index = is_query_tile ? blockIdx.x : blockIdx.x - batch * query_tiles;
+  const int64_t tiles = is_query_tile ? query_tiles : key_tiles;
+  const int64_t batch_index = index / tiles, tile = index - batch_index * tiles;
   const int64_t at = tile * kQueryTile + threadIdx.x;
 
-  // start, end, segment, row of the map
+  // Minima and maxima of start, end, segment and map row.
   int low[4] = {INT_MAX, INT_MAX, INT_MAX, INT_MAX}, high[4] = {INT_MIN, INT_MIN, INT_MIN, INT_MIN};
-  if (of_queries && at < queries) {
-    const int64_t range = entry * m.range_stride + at;
+  if (is_query_tile && at < queries) {
+    const int64_t range = batch_index * m.range_stride + at;
     const int start = m.starts ? m.starts[range] : 0;
     const int end = m.ends ? m.ends[range] : INT_MAX;
     high[0] = start, low[1] = end;
     if (start < end) low[0] = start, high[1] = end;
-    if (m.q_segments) low[2] = high[2] = m.q_segments[entry * queries + at];
+    if (m.q_segments) low[2] = high[2] = m.q_segments[batch_index * queries + at];
     if (m.map_rows) {
-      low[3] = high[3] = m.map_rows[entry * m.map_rows_stride + at] / m.block_q;
+      low[3] = high[3] = m.map_rows[batch_index * m.map_rows_stride + at] / m.block_q;
     }
-  } else if (!of_queries && at < keys) {
-    low[2] = high[2] = m.kv_segments[entry * keys + at];
+  } else if (!is_query_tile && at < keys) {
+    low[2] = high[2] = m.kv_segments[batch_index * keys + at];
   }
   const int warp = threadIdx.x / 32;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    shared.least[warp][i] = __reduce_min_sync(~0u, low[i]);
-    shared.most[warp][i] = __reduce_max_sync(~0u, high[i]);
+    shared.warp_min[warp][i] = __reduce_min_sync(~0u, low[i]);
+    shared.warp_max[warp][i] = __reduce_max_sync(~0u, high[i]);
   }
   __syncthreads();
   if (threadIdx.x > 0) return;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     for (int w = 0; w < kBoundsThreads / 32; ++w) {
-      low[i] = min(low[i], shared.least[w][i]);
-      high[i] = max(high[i], shared.most[w][i]);
+      low[i] = min(low[i], shared.warp_min[w][i]);
+      high[i] = max(high[i], shared.warp_max[w][i]);
     }
   }
-  if (of_queries) {
-    query_bounds[number] = {low[0], high[0], low[1], high[1], low[2], high[2], low[3], high[3]};
+  if (is_query_tile) {
+    query_bounds[index] = {low[0], high[0], low[1], high[1], low[2], high[2], low[3], high[3]};
   } else {
-    segment_bounds[number] = {low[2], high[2]};
+    segment_bounds[index] = {low[2], high[2]};
   }
 }
 
 // ---- tiles -------------------------------------------------------------------------------------
 
-enum class Tile { kEmpty, kFull, kPartial };
+enum class TileKind { kEmpty, kFull, kPartial };
 
-// The number of a head's map; 0 if there is no map.
-__device__ __forceinline__ int64_t map_number(const AttentionMask& m, int64_t entry, int head,
-                                              int heads) {
+// Returns the index of the map of a head; 0 if there is no map.
+__device__ __forceinline__ int64_t mask_map_index(const AttentionMask& m, int64_t batch_index,
+                                                  int head, int heads) {
   if (!m.map_rows) return 0;
-  const int64_t b = m.map_batch == 1 ? 0 : entry;
+  const int64_t b = m.map_batch == 1 ? 0 : batch_index;
   return b * m.map_heads + head / (heads / m.map_heads);
 }
 
-// The tiles of a map, by its number; null if there is no map.
-__device__ __forceinline__ const int32_t* map_tiles(const AttentionMask& m, int64_t number) {
-  return m.map_rows ? m.tiles + number * m.tile_rows * m.tile_columns : nullptr;
+// Returns the tiles of the map with this index; null if there is no map.
+__device__ __forceinline__ const int32_t* map_tiles(const AttentionMask& m, int64_t index) {
+  return m.map_rows ? m.tiles + index * m.tile_rows * m.tile_columns : nullptr;
 }
 
-// Tile `tile` of kKeys keys, as the queries of a tile see it; `q` is null if they see all.
+// Classifies key tile `tile` of kKeys keys for all queries of a query tile. `q` is null if every
+// query sees every key.
 template <int kKeys>
-__device__ __forceinline__ Tile key_tile(const AttentionMask& m, const QueryBounds* q,
-                                         const SegmentBounds* segments, const int32_t* map,
-                                         int keys, int tile) {
+__device__ __forceinline__ TileKind classify_key_tile(const AttentionMask& m, const QueryBounds* q,
+                                                      const SegmentBounds* segments,
+                                                      const int32_t* map, int keys, int tile) {
   static_assert(kKeyTile % kKeys == 0);
   const int first = tile * kKeys, stop = first + kKeys;
   bool full = stop <= keys;
-  if (q == nullptr) return full ? Tile::kFull : Tile::kPartial;
-  if (q->max_end <= first || q->min_start >= min(stop, keys)) return Tile::kEmpty;
+  if (q == nullptr) return full ? TileKind::kFull : TileKind::kPartial;
+  if (q->max_end <= first || q->min_start >= min(stop, keys)) return TileKind::kEmpty;
   full = full && q->max_start <= first && q->min_end >= stop;
   if (segments) {
     const SegmentBounds k = segments[first / kKeyTile];
-    if (k.max < q->min_segment || k.min > q->max_segment) return Tile::kEmpty;
+    if (k.max < q->min_segment || k.min > q->max_segment) return TileKind::kEmpty;
     full = full && k.min == k.max && q->min_segment == q->max_segment;
   }
   if (map) {
-    bool some = false;
+    bool nonempty = false;
     for (int row = q->first_row; row <= q->last_row; ++row) {
       const int kind = __ldg(map + int64_t{row} * m.tile_columns + first / m.block_k);
-      some = some || kind != -2;
+      nonempty = nonempty || kind != -2;
       full = full && kind == -1;
     }
-    if (!some) return Tile::kEmpty;
+    if (!nonempty) return TileKind::kEmpty;
   }
-  return full ? Tile::kFull : Tile::kPartial;
+  return full ? TileKind::kFull : TileKind::kPartial;
 }
 
-// The tiles of first..stop that are not empty, in ascending order; `kind` says what a tile is. 32
-// are looked at a time, by a whole warp.
+// Iterates over the non-empty tiles of [first, stop) in ascending order. `kind(tile)` classifies a
+// tile. The lanes of a warp classify 32 tiles at a time, so the whole warp must call every method.
 template <typename Kind>
 class TileWalk {
  public:
   __device__ __forceinline__ TileWalk(int first, int stop, Kind kind)
       : kind(kind), at(first), stop(stop) {
-    look();
+    classify_next();
   }
-  // Whether there is another one; it is `tile()`.
-  __device__ bool more() const { return some != 0; }
-  __device__ int tile() const { return at - 32 + __ffs(some) - 1; }
-  __device__ bool partial() const { return partly >> (__ffs(some) - 1) & 1; }
-  __device__ __forceinline__ void pass() {
-    some &= some - 1;
-    look();
+  // Returns whether there is a current tile, whose index is `tile()`.
+  __device__ bool has_tile() const { return nonempty != 0; }
+  __device__ int tile() const { return at - 32 + __ffs(nonempty) - 1; }
+  __device__ bool partial() const { return partial_bits >> (__ffs(nonempty) - 1) & 1; }
+  __device__ __forceinline__ void advance() {
+    nonempty &= nonempty - 1;
+    classify_next();
   }
 
  private:
   Kind kind;
-  int at, stop;                   // of the tiles not looked at
-  unsigned some = 0, partly = 0;  // of the 32 before `at`: those to come; those that are partial
+  int at, stop;  // `at` is the first tile that has not been classified
+  // Bits of the 32 tiles before `at`: those still to visit, and those that are partial.
+  unsigned nonempty = 0, partial_bits = 0;
 
-  __device__ __forceinline__ void look() {
-    while (some == 0 && at < stop) {
+  __device__ __forceinline__ void classify_next() {
+    while (nonempty == 0 && at < stop) {
       const int tile = at + static_cast<int>(threadIdx.x % 32);
-      const Tile x = tile < stop ? kind(tile) : Tile::kEmpty;
-      some = __ballot_sync(~0u, x != Tile::kEmpty);
-      partly = __ballot_sync(~0u, x == Tile::kPartial);
+      const TileKind x = tile < stop ? kind(tile) : TileKind::kEmpty;
+      nonempty = __ballot_sync(~0u, x != TileKind::kEmpty);
+      partial_bits = __ballot_sync(~0u, x == TileKind::kPartial);
       at += 32;
     }
   }
@@ -203,11 +205,12 @@ __device__ __forceinline__ void load_bits(const uint8_t* from, uint32_t (&bits)[
   }
 }
 
-// Which of the keys from `first` on a lane's queries see, the lowest bit of the first word first:
-// by a whole warp, whose lanes have queries `query` + lane, and those 32, 64, ... further on.
-// Beyond the last query is the last one again. Each step loads for all of them before any waits.
+// Computes which of the kKeys keys from `first` on each query sees, the lowest bit of the first
+// word first. The whole warp calls this. Each lane has the queries `query` + lane, + 32, and so on,
+// with the last query repeated beyond the end. Each step issues the loads of all rows before it
+// uses any of them, to overlap their latencies.
 template <int kKeys, int kRows>
-__device__ __forceinline__ void query_bits(const AttentionMask& m, int64_t map, int64_t entry,
+__device__ __forceinline__ void query_bits(const AttentionMask& m, int64_t map, int64_t batch_index,
                                            int query, int64_t queries, int first, int keys,
                                            uint32_t (&bits)[kRows][kKeys / 32]) {
   constexpr int kWords = kKeys / 32;
@@ -221,11 +224,11 @@ __device__ __forceinline__ void query_bits(const AttentionMask& m, int64_t map, 
   }
   if (m.map_rows) {
     const int32_t* const tiles = map_tiles(m, map) + first / m.block_k;
-    const int32_t* const rows = m.map_rows + entry * m.map_rows_stride;
+    const int32_t* const rows = m.map_rows + batch_index * m.map_rows_stride;
     int row[kRows], kind[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) row[r] = __ldg(rows + at[r]);
-    bool some = false;
+    bool any_partial = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int tile_row = row[r] / m.block_q;
@@ -235,9 +238,9 @@ __device__ __forceinline__ void query_bits(const AttentionMask& m, int64_t map, 
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (kind[r] >= m.slots) kind[r] = -2;
-      some = some || kind[r] >= 0;
+      any_partial = any_partial || kind[r] >= 0;
     }
-    if (some) {  // then there is a slot 0
+    if (any_partial) {  // so slot 0 exists, and lanes without a partial tile may read it
       const uint8_t* const slots =
           m.bits + map * m.slots * m.block_q * (m.block_k / 8) + first % m.block_k / 8;
 #pragma unroll
@@ -258,7 +261,7 @@ __device__ __forceinline__ void query_bits(const AttentionMask& m, int64_t map, 
     int start[kRows], end[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int64_t range = entry * m.range_stride + at[r];
+      const int64_t range = batch_index * m.range_stride + at[r];
       start[r] = m.starts ? max(__ldg(m.starts + range), 0) : 0;
       end[r] = m.ends ? max(min(__ldg(m.ends + range), keys), 0) : keys;
     }
@@ -274,18 +277,18 @@ __device__ __forceinline__ void query_bits(const AttentionMask& m, int64_t map, 
   if (m.kv_segments) {
     int own[kRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) own[r] = __ldg(m.q_segments + entry * queries + at[r]);
-    const int32_t* const segments = m.kv_segments + entry * keys;
+    for (int r = 0; r < kRows; ++r) own[r] = __ldg(m.q_segments + batch_index * queries + at[r]);
+    const int32_t* const segments = m.kv_segments + batch_index * keys;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       const int key_segment = __ldg(segments + min(first + 32 * w + lane, keys - 1));
       uint32_t same[kRows] = {};
-      for (uint32_t left = ~0u; left != 0;) {  // a round for each segment of the 32 keys
+      for (uint32_t left = ~0u; left != 0;) {  // one round per distinct segment of the 32 keys
         const int segment = __shfl_sync(~0u, key_segment, __ffs(left) - 1);
-        const uint32_t its = __ballot_sync(~0u, key_segment == segment);
-        left &= ~its;
+        const uint32_t same_lanes = __ballot_sync(~0u, key_segment == segment);
+        left &= ~same_lanes;
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) same[r] |= own[r] == segment ? its : 0u;
+        for (int r = 0; r < kRows; ++r) same[r] |= own[r] == segment ? same_lanes : 0u;
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) bits[r][w] &= same[r];
@@ -293,7 +296,8 @@ __device__ __forceinline__ void query_bits(const AttentionMask& m, int64_t map, 
   }
 }
 
-// Puts zeros in the rows of a tile whose bit is set in `rows`; by so many threads.
+// Writes zeros to the rows of a shared-memory tile whose bit is set in `rows`. kThreads threads
+// call this.
 template <int kRows, int kThreads, int kBlocks>
 __device__ void clear_rows(uint8_t (&x)[kBlocks][kRows * 128], const uint32_t* rows, int thread) {
   const uint32_t zero[4] = {0, 0, 0, 0};

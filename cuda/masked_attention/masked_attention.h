@@ -1,4 +1,4 @@
-// Attention under masks: softmax attention in which each query sees some of the keys.
+// Interface of masked attention: softmax attention in which each query sees a subset of the keys.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,18 +9,21 @@
 
 namespace jax_dsa {
 
-// A query sees a key if everything that is given lets it.
+// Describes which keys a query sees. A query sees a key if every condition that is given (not null)
+// allows it.
 struct AttentionMask {
-  // The half-open range of keys that a query sees: [batch, queries], or [queries] with
-  // range_stride = 0; null for no bound.
+  // The half-open range of keys that each query sees: [batch, queries], or [queries] with
+  // range_stride = 0. Null means no bound.
   const int32_t* starts;
   const int32_t* ends;
   int64_t range_stride;
-  // Queries see keys of their own segment: [batch, queries] and [batch, keys]; or both null.
+  // Segment ids, [batch, queries] and [batch, keys]. A query sees the keys of its own segment.
+  // Either both are null or neither is.
   const int32_t* q_segments;
   const int32_t* kv_segments;
-  // A map in tiles: of each tile -2 if it is empty, -1 if it is full, else its slot in `bits`.
-  // `map_rows` has the map's row of each query, ascending by one from query to query.
+  // The block mask ("map"): each tile is -2 if it is empty, -1 if it is full, and otherwise its
+  // slot in `bits`. `map_rows` holds the row of each query in the map; it increases by one from
+  // query to query.
   const int32_t* map_rows;  // [batch, queries], or [queries] with map_rows_stride = 0; or null
   const int32_t* tiles;     // [map_batch, map_heads, tile_rows, tile_columns]
   const uint8_t* bits;      // [map_batch, map_heads, slots, block_q, block_k / 8], lowest bit first
@@ -32,12 +35,12 @@ struct AttentionMask {
   int block_q, block_k;  // block_k is a multiple of 128
 };
 
-// Biases of scores. In memory a row has `keys` rounded up to a multiple of 8; what comes after the
-// last key is arbitrary.
+// Biases that are added to the scores. In memory each row is padded to a multiple of 8 keys. The
+// padding may hold anything.
 struct AttentionBias {
   const void* x;    // [batch, heads, queries, keys]; null for none
-  int64_t queries;  // 1 or all
-  int batch;        // 1 or all
+  int64_t queries;  // 1 or `queries` of the call
+  int batch;        // 1 or `batch` of the call
   int heads;        // 1, groups or heads
 };
 
@@ -53,13 +56,13 @@ struct MaskedAttentionFwdParams {
   int64_t batch;
   int64_t queries;
   int64_t keys;
-  int heads;      // a multiple of groups
-  int groups;     // of keys
+  int heads;      // number of query heads, a multiple of groups
+  int groups;     // number of KV heads
   int dim;        // a multiple of 8, up to 256
-  int value_dim;  // likewise
-  DType dtype;    // bf16 or f16, of everything but lse
+  int value_dim;  // a multiple of 8, up to 256
+  DType dtype;    // bf16 or f16; the type of all arrays except lse
   float scale;
-  float softcap;  // 0 for none
+  float softcap;  // 0 for no softcap
 };
 
 struct MaskedAttentionBwdParams {
@@ -73,7 +76,7 @@ struct MaskedAttentionBwdParams {
   void* dq;           // like q
   void* dk;           // like k
   void* dv;           // like v
-  void* dbias;        // like the bias
+  void* dbias;        // like bias.x
   void* workspace;    // masked_attention_bwd_workspace_bytes, 16-byte aligned
   AttentionMask mask;
   AttentionBias bias;
@@ -87,8 +90,8 @@ struct MaskedAttentionBwdParams {
   DType dtype;
   float scale;
   float softcap;
-  // Sums have one order, and gradients the same bits on every run. Not for biases that scores
-  // share.
+  // If true, all sums have a fixed order and the gradients are bit-identical from run to run. Not
+  // supported for biases that several scores share.
   bool deterministic;
 };
 

@@ -1,4 +1,4 @@
-// What both passes of masked attention do to scores as accumulators have them.
+// Operations on accumulator fragments of scores that both passes of masked attention use.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -6,9 +6,10 @@
 
 namespace jax_dsa::masked_attention {
 
-// y of scores x, in natural units.
+// Returns softcap * tanh(x / softcap) of a score x in natural units. `inverse` is 1 / softcap.
 __device__ __forceinline__ float softcapped(float x, float softcap, float inverse) {
-  // tanh(z) = 1 - 2 / (1 + exp(2 z)), without its cancellation near 0.
+  // tanh(z) = (1 - e) / (1 + e) with e = exp(-2 |z|). Near 0 that form cancels, so a polynomial
+  // replaces it.
   const float z = x * inverse, e = exp2_approx(-2.f * kLog2E * fabsf(z));
   const float far = (1.f - e) * reciprocal_approx(1.f + e);
   const float z2 = z * z;
@@ -17,10 +18,11 @@ __device__ __forceinline__ float softcapped(float x, float softcap, float invers
   return softcap * copysignf(t, z);
 }
 
-// -inf for scores whose bit is not set; `row` has the bits of the thread's row, those of the row
-// eight further on follow after eight rows.
+// Sets the scores whose bit is not set to -inf. row[0] holds the bits of the thread's first row,
+// row[8] those of its second row, which is eight rows below.
 template <int kScores>
-__device__ __forceinline__ void hide(float (&s)[kScores], const uint32_t (*row)[kScores / 16]) {
+__device__ __forceinline__ void mask_scores(float (&s)[kScores],
+                                            const uint32_t (*row)[kScores / 16]) {
   const int column = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int w = 0; w < kScores / 16; ++w) {
@@ -32,10 +34,11 @@ __device__ __forceinline__ void hide(float (&s)[kScores], const uint32_t (*row)[
   }
 }
 
-// Sums over keys or values start at what is to be subtracted from them, which has a value for each
-// query, a column.
+// Initializes an accumulator with the negated value of each query, where queries are the columns.
+// The MMA that follows thus subtracts these values for free.
 template <int kScores>
-__device__ __forceinline__ void start_at(float (&x)[kScores], const float (&queries)[kScores * 2]) {
+__device__ __forceinline__ void init_negated(float (&x)[kScores],
+                                             const float (&queries)[kScores * 2]) {
   const auto* const from = reinterpret_cast<const float2*>(&queries[(thread_index() & 3) * 2]);
 #pragma unroll
   for (int i = 0; i < kScores; i += 4) {
@@ -45,7 +48,7 @@ __device__ __forceinline__ void start_at(float (&x)[kScores], const float (&quer
   wgmma_pin(x);
 }
 
-// y of all scores, for general ones.
+// Scales scores and applies the softcap, if there is one.
 template <int kScores>
 __device__ __forceinline__ void cap_scores(float (&s)[kScores], float scale, float softcap,
                                            float inverse) {
@@ -56,16 +59,16 @@ __device__ __forceinline__ void cap_scores(float (&s)[kScores], float scale, flo
   }
 }
 
-// What exp2 takes for the probability of a general score; see lse_factor. A bias may hide all keys
-// of a query by -1e9 or more: lse is then as far from 0, and no product may be rounded before both
-// are subtracted.
+// Returns the argument of exp2 for the probability of a general score. See lse_factor for the units
+// of `lse`. A bias may mask all keys of a query with -1e9 or less. lse is then just as far from 0,
+// so no product may be rounded before the two are subtracted.
 template <bool kBias>
 __device__ __forceinline__ float exponent(float s, float lse) {
   return kBias ? (s - lse) * kLog2E : fmaf(s, kLog2E, -lse);
 }
 
-// Multiplies dout . v - delta of two neighbouring scores by what a softcap makes of gradients, 1 -
-// (y / softcap)^2, as their probabilities x and their queries' logarithms tell y.
+// Multiplies dP - delta of two neighbouring scores by the derivative of the softcap, 1 - (y /
+// softcap)^2. The capped score y is recomputed from the probability x and the lse of its query.
 template <bool kBias>
 __device__ __forceinline__ void cap_gradients(float& first, float& second, float2 x, float2 lse,
                                               float inverse) {
@@ -76,8 +79,8 @@ __device__ __forceinline__ void cap_gradients(float& first, float& second, float
   first *= x.x > 0.f ? 1.f - t * t : 0.f, second *= x.y > 0.f ? 1.f - u * u : 0.f;
 }
 
-// dS of two neighbouring scores from their probabilities x and from dout . v - delta. Where scores
-// are hidden, dp may be anything.
+// Returns dS of two neighbouring scores from their probabilities x and from dP - delta. dP is
+// undefined where the mask hides a score, so multiply only where the probability is not 0.
 __device__ __forceinline__ float2 score_gradients(float2 x, float2 dp, bool partial) {
   float2 ds = {x.x * dp.x, x.y * dp.y};
   if (partial) ds.x = x.x == 0.f ? 0.f : ds.x, ds.y = x.y == 0.f ? 0.f : ds.y;

@@ -6,21 +6,22 @@
 // whole to `out`.
 #pragma once
 
+#include "mla/few_heads.cuh"
+#include "mla/producer.cuh"
 #include "mqa_decode/tiles.cuh"
-#include "sparse_mla/fwd_few.cuh"
 
 namespace jax_dsa::mqa_decode {
 
-inline constexpr int kFewThreads = sparse_mla::kFewThreads;
-inline constexpr int kFewBlocks = sparse_mla::kFewBlocks;
+inline constexpr int kFewThreads = mla::kFewThreads;
+inline constexpr int kFewBlocks = mla::kFewBlocks;
 
 template <typename Tr>
 using FewNotes = Notes<Tr::kBits, 128>;
 template <typename Tr>
-using FewShared = sparse_mla::FewShared<Tr, FewNotes<Tr>>;
+using FewShared = mla::FewShared<Tr, FewNotes<Tr>>;
 
 // Which of this thread's rows of a tile count, and where to look for whom.
-struct SeenRows : sparse_mla::CountingRows {
+struct SeenRows : mla::CountingRows {
   int slot;
 };
 template <typename Shared>
@@ -35,10 +36,10 @@ __device__ __forceinline__ void hide_scores(const Work<Shared>& w, const SeenRow
   for (int i = 0; i < kN; ++i) s[i] = rows.counts[i / 2 % 2] ? s[i] * scale_log2 : -INFINITY;
   const MixedTile tile = w.notes().mixed[rows.slot];
   if (tile.key < 0) return;
-  using Columns = sparse_mla::Columns<kN * 2>;
+  using Columns = mla::Columns<kN * 2>;
   const int warp = thread_index() / 32 % 4, lane = thread_index() % 32;
   const int key = tile.key + warp * 16 + lane / 4;
-  const sparse_mla::CountingRows bad(w.notes().bad[rows.slot], warp, lane);
+  const mla::CountingRows bad(w.notes().bad[rows.slot], warp, lane);
 #pragma unroll
   for (int c = 0; c < Columns::kHeadsOfThread; ++c) {
     const Range range(w.p, tile, Columns::head(c));
@@ -57,16 +58,15 @@ __device__ __forceinline__ void hide_scores(const Work<Shared>& w, const SeenRow
 
 template <typename Shared, typename Tr>
 __device__ void write_few(const Work<Shared>& w, int number, int tiles,
-                          const float (&o)[Tr::kValues][Tr::kN / 2],
-                          sparse_mla::Columns<Tr::kN>& columns,
-                          sparse_mla::FewShared<Tr, FewNotes<Tr>>& shared) {
+                          const float (&o)[Tr::kValues][Tr::kN / 2], mla::Columns<Tr::kN>& columns,
+                          mla::FewShared<Tr, FewNotes<Tr>>& shared) {
   constexpr int kN = Tr::kN;
-  using Columns = sparse_mla::Columns<kN>;
+  using Columns = mla::Columns<kN>;
   const Decode& p = w.p;
   const Piece piece = w.piece(number);
   // Between two exchanges there must be another barrier, which only tiles have.
   if (tiles > 0) {
-    sparse_mla::over_rows<kN>(columns.sum, shared.exchange, [](float a, float b) { return a + b; });
+    mla::over_rows<kN>(columns.sum, shared.exchange, [](float a, float b) { return a + b; });
   }
   const int dim = thread_index() / 32 % 4 * 16 + thread_index() % 32 / 4;
 #pragma unroll
@@ -101,11 +101,11 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
   const uint64_t drop = l2_policy_evict_first();
   const bool leader = threadIdx.x % 128 == 0;
   // Whose place this lane looks up.
-  const int slot = kRecords ? sparse_mla::record_row(warp, lane % 2, lane)
-                            : Gather::row(warp, lane % 16 / 4, lane % 4);
+  const int slot =
+      kRecords ? mla::record_row(warp, lane % 2, lane) : Gather::row(warp, lane % 16 / 4, lane % 4);
   const uint32_t ring = smem_address(shared.ring);
   Gather gather(warp, lane / 8, lane % 8);
-  const sparse_mla::Unpacked unpacked(ring);
+  const mla::Unpacked unpacked(ring);
   using Place = RingPlace<Tr::kRing>;
   Place at;
   RingPlace<Tr::kBits> bits_at;
@@ -116,17 +116,16 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
     const Keys keys(p, walk);
     int page = keys.page(slot);
     if (leader) shared.notes.pieces[walk.number % kPieces] = piece;
-    sparse_mla::begin_item(shared, walk.number % 2, tiles, [&] {
-      copy_queries<Tr::kD, Tr::kN>(p, piece, smem_address(shared.q), drop);
-    });
+    mla::begin_item(shared, walk.number % 2, tiles,
+                    [&] { copy_queries<Tr::kD, Tr::kN>(p, piece, smem_address(shared.q), drop); });
     const RecordsAt record_at(p, keys, piece);
 
     for (int tile = 0; tile < tiles; ++tile) {
       const int key = keys.first + tile * kTile, row = keys.row(tile * kTile + slot, page);
       const bool mixed = p.queries > 1 && !keys.seen.by_all(key);
       if (tile + 1 < tiles) page = keys.page((tile + 1) * kTile + slot);
-      const uint32_t bits = kRecords ? sparse_mla::bits_of_records(row)
-                                     : aim(p, keys, piece, p.k, Tr::kD, row, gather);
+      const uint32_t bits =
+          kRecords ? mla::bits_of_records(row) : aim(p, keys, piece, p.k, Tr::kD, row, gather);
       const auto publish = [&] {
         if (leader) shared.notes.mixed[bits_at.index] = {mixed ? key : -1, piece.batch, piece.row};
         if (lane == 0) {
@@ -141,12 +140,12 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
       if constexpr (kRecords) {
         static_assert(Tr::kLead == 1);
         // Of each scale's values first one half of the rows, then the other.
-        sparse_mla::Records records[2];
-        sparse_mla::Unpacking travelling[sparse_mla::kStepsHeld];
+        mla::Records records[2];
+        mla::Unpacking travelling[mla::kStepsHeld];
         records[0].aim<0>(row, record_at);
         records[1].aim<1>(row, record_at);
         const auto load = [&]<int kStep>() {
-          records[kStep % 2].load<kStep / 2>(travelling[kStep % sparse_mla::kStepsHeld]);
+          records[kStep % 2].load<kStep / 2>(travelling[kStep % mla::kStepsHeld]);
         };
         load.template operator()<0>();
         load.template operator()<1>();
@@ -159,13 +158,13 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
         at.advance();
         const auto step = [&]<int kStep>() {
           constexpr int kScale = kStep / 2, kHalf = kStep % 2;
-          constexpr int kNext = kStep + sparse_mla::kStepsAhead;
-          if constexpr (kNext < sparse_mla::kSteps) load.template operator()<kNext>();
+          constexpr int kNext = kStep + mla::kStepsAhead;
+          if constexpr (kNext < mla::kSteps) load.template operator()<kNext>();
           const Place then = at + 1;
           if constexpr (kHalf == 0) wait_free(at), wait_free(then);
           const float scale = __shfl_sync(~0u, records[kHalf].scales[kHalf], kScale, 4);
           unpacked.store<kHalf>(at.index * kBlockBytes, then.index * kBlockBytes,
-                                travelling[kStep % sparse_mla::kStepsHeld], scale);
+                                travelling[kStep % mla::kStepsHeld], scale);
           if constexpr (kHalf == 1) {
             if (!mixed) {
               fence_async_proxy();  // ordinary stores, which wgmma reads
@@ -175,7 +174,7 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
             at = at + 2;
           }
         };
-        sparse_mla::each_step(step);
+        mla::each_step(step);
       } else {
 #pragma unroll 1
         for (int i = 0; i < kBlocks; ++i, at.advance()) {
@@ -215,7 +214,7 @@ __global__ void __launch_bounds__(kFewThreads, kFewBlocks)
   static_assert(registers_fit(kFewBlocks, 1, kConsumer, kProducer));
   auto& shared = dynamic_shared<FewShared<Tr>>();
   initialise(shared.notes.share);
-  sparse_mla::initialise(shared);
+  mla::initialise(shared);
   launch_dependents();
   if (threadIdx.x / 128 == 1) {
     lower_registers<kProducer>();
@@ -224,7 +223,7 @@ __global__ void __launch_bounds__(kFewThreads, kFewBlocks)
   } else {
     ShareFinder<128>(p, shared.notes.scratch, shared.notes.share).find_last_item();
     raise_registers<kConsumer>();
-    sparse_mla::consume_few(Work<FewShared<Tr>>(p), shared);
+    mla::consume_few(Work<FewShared<Tr>>(p), shared);
   }
 }
 

@@ -25,11 +25,11 @@ template <int kD, int kE, bool kApart, bool kRecords = false>
 cudaError_t launch_rows(const MqaDecodeParams& p, cudaStream_t stream) {
   const int rows = mqa_decode_rows(p.queries, p.heads, p.groups, p.dim, p.records);
   if (rows == 16) {
-    return launch_few<sparse_mla::FewTraits<kD, 16, kE, kApart>, kRecords>(p, stream);
+    return launch_few<mla::FewTraits<kD, 16, kE, kApart>, kRecords>(p, stream);
   }
   if constexpr (!kRecords) {
     if (rows == 32) {
-      return launch_few<sparse_mla::FewTraits<kD, 32, kE, kApart>, kRecords>(p, stream);
+      return launch_few<mla::FewTraits<kD, 32, kE, kApart>, kRecords>(p, stream);
     }
   }
   if constexpr (kApart) {
@@ -42,7 +42,7 @@ cudaError_t launch_rows(const MqaDecodeParams& p, cudaStream_t stream) {
 bool valid(const MqaDecodeParams& p) {
   if (p.groups <= 0 || p.heads % p.groups != 0 || !(p.scale > 0.f)) return false;
   if (p.queries * p.batch * p.heads > INT32_MAX || p.keys > INT32_MAX - kTile) return false;
-  if (p.v ? p.value_dim != p.dim : p.value_dim != kSparseMlaValueDim) return false;
+  if (p.v ? p.value_dim != p.dim : p.value_dim != kMlaValueDim) return false;
   if (p.top && p.sinks) return false;
   if (p.records && (p.v || p.dim != 576)) return false;
   if (p.page_table == nullptr) return true;

@@ -10,9 +10,9 @@
 
 #include <cuda_bf16.h>
 
+#include "common/combine_splits.cuh"
 #include "common/ptx.cuh"
 #include "mqa_decode/plan.cuh"
-#include "sparse_mla/fwd_rows.cuh"
 
 namespace jax_dsa::mqa_decode {
 
@@ -140,38 +140,32 @@ struct Merge {
     const int per_request = p.groups * p.passes, batch = quotient(cut.item, per_request);
     const int rest = cut.item - batch * per_request, group = quotient(rest, p.passes);
     const int row = ((rest - group * p.passes) * p.members + member) * tile_rows;
-#pragma unroll
-    for (int i = kLanes / 2; i > 0; i /= 2) {
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, i));
-    }
-    const float base = sparse_mla::Rows::finite(top);
+    top = max_over_lanes<kLanes>(top);
+    highest = max_over_lanes<kLanes>(highest);
     if (weighs) {
 #pragma unroll 4
       for (int part = at_first; part < cut.parts; part += kLanes) {
         float& weight = weights[part * kRowsOfLine + its];
-        weight = exp2_approx((weight - base) * kLog2E);
+        weight = split_weight(weight, top);
         total += weight;
       }
     }
-#pragma unroll
-    for (int i = kLanes / 2; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
+    total = sum_over_lanes<kLanes>(total);
     if (weighs && at_first == 0) {
       const int of_group = row + first_row + its;
-      const bool empty = total == 0.f, has = of_group < p.rows;
-      const float lse = empty ? -INFINITY : top + log2f(total) * kLn2;
-      float factor = empty ? 0.f : 1.f / total;
-      if (p.sinks && !empty && has) {
+      const bool has = of_group < p.rows;
+      CombinedRow combined(top, total);
+      if (p.sinks && !combined.empty && has) {
         const int head = group * p.per_group + of_group % p.per_group;
-        factor /= sparse_mla::sink_divisor(p.sinks[batch * p.sinks_stride + head], lse);
+        combined.apply_sink(p.sinks[batch * p.sinks_stride + head]);
       }
-      factors[its] = factor;
+      factors[its] = combined.factor;
       // The job that has the row's first column.
       const int column =
           kWide ? line / 128 * 256 + line % 32 : line * 128 - (first_row + its) * p.value_dim;
       if (has && column <= 0) {
         const int place = p.place(batch, group, of_group);
-        p.lse[place] = lse;
+        p.lse[place] = combined.lse;
         if (p.top) p.top[place] = isnan(total) ? total : highest;
       }
     }

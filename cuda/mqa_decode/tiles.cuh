@@ -9,9 +9,10 @@
 #pragma once
 
 #include "common/gather.cuh"
+#include "common/softmax.cuh"
+#include "mla/record_tiles.cuh"
+#include "mla/rows.cuh"
 #include "mqa_decode/plan.cuh"
-#include "sparse_mla/fwd_rows.cuh"
-#include "sparse_mla/record_tiles.cuh"
 
 namespace jax_dsa::mqa_decode {
 
@@ -76,7 +77,7 @@ __device__ int item_count(const Work<Shared>& w) {
 // The largest score is a result if there is a place for it.
 template <typename Shared>
 __device__ float lazy_margin(const Work<Shared>& w) {
-  return w.p.top ? 0.f : sparse_mla::kLazyMargin;
+  return w.p.top ? 0.f : mla::kLazyMargin;
 }
 
 // Where the keys of a piece lie.
@@ -116,8 +117,8 @@ struct RecordsAt {
 
   __device__ RecordsAt(const Decode& p, const Keys& keys, const Piece& piece)
       : first(static_cast<const char*>(p.k) +
-              (keys.before * p.groups + piece.group) * kSparseMlaRecordBytes),
-        stride(p.groups * kSparseMlaRecordBytes) {}
+              (keys.before * p.groups + piece.group) * kMlaRecordBytes),
+        stride(p.groups * kMlaRecordBytes) {}
   __device__ const char* operator()(int row) const {
     return first + uint64_t{static_cast<uint32_t>(row)} * stride;
   }
@@ -207,7 +208,7 @@ __device__ __forceinline__ float end_row(const Decode& p, const Piece& piece, in
   }
   if (p.sinks && !empty) {
     const int head = piece.group * p.per_group + (piece.row + row) % p.per_group;
-    factor /= sparse_mla::sink_divisor(p.sinks[int64_t{piece.batch} * p.sinks_stride + head], lse);
+    factor /= sink_divisor(p.sinks[int64_t{piece.batch} * p.sinks_stride + head], lse);
   }
   if (store) {
     p.lse[place] = lse;

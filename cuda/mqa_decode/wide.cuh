@@ -6,23 +6,24 @@
 #pragma once
 
 #include "common/store_rows.cuh"
+#include "mla/consumer.cuh"
+#include "mla/producer.cuh"
 #include "mqa_decode/tiles.cuh"
-#include "sparse_mla/fwd.cuh"
 
 namespace jax_dsa::mqa_decode {
 
 inline constexpr int kWideRows = 64;
-inline constexpr int kWideThreads = sparse_mla::kThreads;
-inline constexpr int kWideValues = kSparseMlaValueDim;
+inline constexpr int kWideThreads = mla::kThreads;
+inline constexpr int kWideValues = kMlaValueDim;
 
 using WideNotes = Notes<2, 256>;
 template <int kD>
-using WideShared = sparse_mla::Shared<kD, WideNotes>;
+using WideShared = mla::Shared<kD, WideNotes>;
 
 template <int kSide, typename Shared>
 __device__ __forceinline__ void hide_scores(const Work<Shared>& w, const Shared& shared,
                                             uint64_t valid, float (&s)[32]) {
-  sparse_mla::hide_columns(s, valid);
+  mla::hide_columns(s, valid);
   const MixedTile tile = shared.notes.mixed[kSide];
   if (tile.key < 0) return;
   const uint64_t bad = shared.notes.bad[kSide].all();
@@ -41,7 +42,7 @@ __device__ __forceinline__ void hide_scores(const Work<Shared>& w, const Shared&
 
 template <int kSide, typename Shared>
 __device__ __forceinline__ void write_results(const Work<Shared>& w, int number,
-                                              const float (&o)[128], const sparse_mla::Rows& rows,
+                                              const float (&o)[128], const mla::Rows& rows,
                                               uint32_t) {
   const Decode& p = w.p;
   const Piece piece = w.piece(number);
@@ -90,10 +91,10 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
   const uint64_t drop = l2_policy_evict_first();
   const bool leader = threadIdx.x % 128 == 0;
   // Whose place this lane looks up.
-  const int slot = kRecords ? sparse_mla::record_row(warp, lane % 2, lane)
-                            : Gather::row(warp, lane % 16 / 4, lane % 4);
+  const int slot =
+      kRecords ? mla::record_row(warp, lane % 2, lane) : Gather::row(warp, lane % 16 / 4, lane % 4);
   Gather gather(warp, lane / 8, lane % 8);
-  const sparse_mla::Unpacked unpacked(smem_address(shared.keys));
+  const mla::Unpacked unpacked(smem_address(shared.keys));
   uint32_t phases = 0;  // a bit for each parity
 
   for (Walk walk(p, shared.notes.share, kWideRows); walk.next();) {
@@ -102,9 +103,8 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
     const Keys keys(p, walk);
     int page = keys.page(slot);
     if (leader) shared.notes.pieces[walk.number % kPieces] = piece;
-    sparse_mla::begin_item(shared, walk.number % 2, tiles, [&] {
-      copy_queries<kD, kWideRows>(p, piece, smem_address(shared.q), drop);
-    });
+    mla::begin_item(shared, walk.number % 2, tiles,
+                    [&] { copy_queries<kD, kWideRows>(p, piece, smem_address(shared.q), drop); });
 
     int row = -1;  // in the cache, of this lane's slot of the next tile
     const auto advance = [&](int tile) {
@@ -131,11 +131,11 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
     };
 
     const RecordsAt at(p, keys, piece);
-    sparse_mla::Unpacking travelling[sparse_mla::kStepsHeld];
-    sparse_mla::Records records;
+    mla::Unpacking travelling[mla::kStepsHeld];
+    mla::Records records;
     const auto load = [&]<int kStep>() {
       if constexpr (kStep % 4 == 0) records.aim<kStep / 4>(row, at);
-      records.load<kStep % 4>(travelling[kStep % sparse_mla::kStepsHeld]);
+      records.load<kStep % 4>(travelling[kStep % mla::kStepsHeld]);
     };
     if (kRecords && tiles > 0) {
       advance(0);
@@ -193,30 +193,30 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
       };
       // The bytes of the steps to come are under way while those of one are unpacked.
       const auto unpack = [&](int parity) {
-        const uint32_t to = parity * (sparse_mla::kKeyBlocks * kBlockBytes);
-        const uint32_t bits = sparse_mla::bits_of_records(row);
+        const uint32_t to = parity * (mla::kKeyBlocks * kBlockBytes);
+        const uint32_t bits = mla::bits_of_records(row);
         if (tile + 1 < tiles) fetch(keys.row((tile + 1) * kTile + slot, page));
         wait_free(parity, 0);
         if (!mixed) publish(parity, key, mixed, bits);
         const auto step = [&]<int kStep>() {
-          constexpr int kNext = kStep + sparse_mla::kStepsAhead;
-          if constexpr (kStep == sparse_mla::kSteps / 2) {
+          constexpr int kNext = kStep + mla::kStepsAhead;
+          if constexpr (kStep == mla::kSteps / 2) {
             wait_free(parity, 1);
             unpacked.copy_last<0, 8>(to, row, at, drop);
             unpacked.copy_last<1, 8>(to, row, at, drop);
           }
-          if constexpr (kNext < sparse_mla::kSteps) {
+          if constexpr (kNext < mla::kSteps) {
             load.template operator()<kNext>();
           } else if (tile + 1 < tiles) {
-            if constexpr (kNext == sparse_mla::kSteps) advance(tile + 1);
-            load.template operator()<kNext - sparse_mla::kSteps>();
+            if constexpr (kNext == mla::kSteps) advance(tile + 1);
+            load.template operator()<kNext - mla::kSteps>();
           }
           const float scale = __shfl_sync(~0u, records.scales[kStep / 4], kStep % 4, 4);
           const uint32_t block = to + kStep % 4 * 2 * kBlockBytes;
-          unpacked.store<kStep / 4>(block, block + kBlockBytes,
-                                    travelling[kStep % sparse_mla::kStepsHeld], scale);
+          unpacked.store<kStep / 4>(block, block + kBlockBytes, travelling[kStep % mla::kStepsHeld],
+                                    scale);
         };
-        sparse_mla::each_step(step);
+        mla::each_step(step);
         if (mixed) {
           __syncwarp();
           drop_bad(parity);
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<WideShared<kD>>();
   initialise(shared.notes.share);
-  sparse_mla::initialise(shared);
+  mla::initialise(shared);
   launch_dependents();
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 2) {
@@ -258,10 +258,10 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
   ShareFinder<256>(p, shared.notes.scratch, shared.notes.share).find_last_item();
   if (warpgroup == 0) {
     raise_registers<kConsumer>();
-    sparse_mla::consume<kD, 0>(Work<WideShared<kD>>(p), shared);
+    mla::consume<kD, 0>(Work<WideShared<kD>>(p), shared);
   } else {
     raise_registers<kConsumer>();
-    sparse_mla::consume<kD, 1>(Work<WideShared<kD>>(p), shared);
+    mla::consume<kD, 1>(Work<WideShared<kD>>(p), shared);
   }
 }
 

@@ -11,9 +11,9 @@
 #pragma once
 
 #include "common/wgmma.cuh"
+#include "mla/rows.cuh"
 #include "sparse_mla/bwd_plan.cuh"
 #include "sparse_mla/bwd_rows.cuh"
-#include "sparse_mla/fwd_rows.cuh"
 
 namespace jax_dsa::sparse_mla {
 
@@ -160,8 +160,8 @@ __device__ void consume_keys(const SparseMlaBwdParams& p, const BwdWork& work, c
       const float one[2] = {1.f, 1.f};
       auto* const to =
           static_cast<__nv_bfloat16*>(p.rows) + (first_sum + warp * 16 + lane / 4) * kD;
-      store_rows<kD>(values, one, stage, to + keys.half * 256, kTile);
-      if constexpr (kNinth) store_rows<kD>(rest, one, stage, to + 512 + keys.half * 32, kTile);
+      mla::store_rows<kD>(values, one, stage, to + keys.half * 256, kTile);
+      if constexpr (kNinth) mla::store_rows<kD>(rest, one, stage, to + 512 + keys.half * 32, kTile);
     } else {
       const auto reduce = [&]<bool kAll>() {
         reduce_rows<kAll>(values, rows);

@@ -9,10 +9,13 @@
 #include "common/gather.cuh"
 #include "common/limits.h"
 #include "common/types.h"
-#include "sparse_mla/fwd_plan.cuh"
+#include "mla/plan.cuh"
 #include "sparse_mla/sparse_mla.h"
 
 namespace jax_dsa::sparse_mla {
+
+using mla::kHeads;
+using mla::kThreads;
 
 inline constexpr int kTileImages = 2;     // P and dS of 64 heads and 64 slots, a block each
 inline constexpr int kKeyTiles = 2;       // head tiles that an item of the keys' kind contracts

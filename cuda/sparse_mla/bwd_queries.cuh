@@ -17,8 +17,8 @@
 #pragma once
 
 #include "common/wgmma.cuh"
+#include "mla/rows.cuh"
 #include "sparse_mla/bwd_plan.cuh"
-#include "sparse_mla/fwd_rows.cuh"
 
 namespace jax_dsa::sparse_mla {
 
@@ -152,7 +152,8 @@ struct QueriesPart {
                         const uint8_t* image, int block) const {
     const float one[2] = {1.f, 1.f};
     auto* const out = static_cast<__nv_bfloat16*>(p.dq) + (heads.first + row) * kD;
-    store_rows<kD>(dq, one, smem_address(image) + warp * 2048, out + block * 64, heads.heads - row);
+    mla::store_rows<kD>(dq, one, smem_address(image) + warp * 2048, out + block * 64,
+                        heads.heads - row);
   }
 };
 

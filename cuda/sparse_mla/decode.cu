@@ -10,8 +10,7 @@ namespace {
 template <int kD, bool kRecords, typename Params>
 cudaError_t launch(const Params& p, cudaStream_t stream) {
   return launch_persistent<sparse_mla::DecodeShared<kD, kRecords>>(
-      sparse_mla::decode_kernel<kD, kRecords, Params>, item_count(p), sparse_mla::kThreads, stream,
-      p);
+      sparse_mla::decode_kernel<kD, kRecords, Params>, item_count(p), mla::kThreads, stream, p);
 }
 
 template <typename Params>

@@ -13,7 +13,10 @@
 // columns. Parts are summed in order, so results are the same on every run.
 #pragma once
 
+#include "common/combine_splits.cuh"
 #include "common/limits.h"
+#include "mla/consumer.cuh"
+#include "mla/rows.cuh"
 #include "sparse_mla/decode_plan.cuh"
 #include "sparse_mla/decode_producer.cuh"
 #include "sparse_mla/fwd.cuh"
@@ -23,7 +26,7 @@ namespace jax_dsa::sparse_mla {
 // With one part an item, its results are final.
 template <int kSide>
 __device__ __forceinline__ void write_results(const Decode& p, int number, const float (&o)[128],
-                                              const Rows& rows, uint32_t stage) {
+                                              const mla::Rows& rows, uint32_t stage) {
   write_results<kSide>(static_cast<const SparseMlaFwdParams&>(p), Part(p, number).item, o, rows,
                        stage);
 }
@@ -32,7 +35,8 @@ __device__ __forceinline__ void write_results(const Decode& p, int number, const
 // compiler wait for it.
 template <int kSide>
 __device__ __forceinline__ void write_results(const SplitDecode& p, int number,
-                                              const float (&o)[128], const Rows& rows, uint32_t) {
+                                              const float (&o)[128], const mla::Rows& rows,
+                                              uint32_t) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const Part part(p, number);
   float factor[2];
@@ -57,19 +61,20 @@ __device__ __forceinline__ void write_results(const SplitDecode& p, int number,
 }
 
 template <int kD, bool kRecords, typename Params>
-__global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(mla::kThreads, 1)
+    decode_kernel(const __grid_constant__ Params p) {
   constexpr int kConsumer = 216, kProducer = 72;
   static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<DecodeShared<kD, kRecords>>();
-  initialise(shared);
+  mla::initialise(shared);
   launch_dependents();
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     raise_registers<kConsumer>();
-    consume<kD, 0>(p, shared);
+    mla::consume<kD, 0>(p, shared);
   } else if (warpgroup == 1) {
     raise_registers<kConsumer>();
-    consume<kD, 1>(p, shared);
+    mla::consume<kD, 1>(p, shared);
   } else {
     lower_registers<kProducer>();
     produce<kD, kRecords>(p, shared);
@@ -85,7 +90,7 @@ struct MergeShared {
 
 // Strips of 16 rows of an item.
 __host__ __device__ inline int merge_strips(const Decode& p) {
-  return ceil_div(min(p.heads / p.groups, kHeads), 16);
+  return ceil_div(min(p.heads / p.groups, mla::kHeads), 16);
 }
 
 __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_constant__ Decode p) {
@@ -124,27 +129,19 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
       lse[i] =
           r < rows && split < p.splits ? partial_lse(p, number, split)[strip * 16 + r] : -INFINITY;
     }
-    float top = fmaxf(lse[0], lse[1]);
+    const float max_lse = max_over_lanes(fmaxf(lse[0], lse[1]));
 #pragma unroll
-    for (int i = 16; i > 0; i /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-    const float base = Rows::finite(top);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) weight[i] = exp2_approx((lse[i] - base) * kLog2E);
-    float total = weight[0] + weight[1];
-#pragma unroll
-    for (int i = 16; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
-    const bool empty = total == 0.f;
-    const float sum = empty ? -INFINITY : top + log2f(total) * kLn2;
-    float factor = empty ? 0.f : 1.f / total;
-    if (p.sinks && !empty && r < rows) {
-      const float sink = p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + strip * 16 + r];
-      factor /= sink_divisor(sink, sum);
+    for (int i = 0; i < 2; ++i) weight[i] = split_weight(lse[i], max_lse);
+    CombinedRow combined(max_lse, sum_over_lanes(weight[0] + weight[1]));
+    if (p.sinks && !combined.empty && r < rows) {
+      combined.apply_sink(
+          p.sinks[int64_t{item.batch} * p.sinks_stride + item.head + strip * 16 + r]);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (lane + i * 32 < p.splits) shared.weight[lane + i * 32][r] = weight[i] * factor;
+      if (lane + i * 32 < p.splits) shared.weight[lane + i * 32][r] = weight[i] * combined.factor;
     }
-    if (column_block == 0 && lane == 0 && r < rows) p.lse[head + r] = sum;
+    if (column_block == 0 && lane == 0 && r < rows) p.lse[head + r] = combined.lse;
   }
   __syncthreads();
 
@@ -167,7 +164,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (row + r * 8 >= rows) continue;
-    auto* out = static_cast<__nv_bfloat16*>(p.out) + (head + row + r * 8) * kSparseMlaValueDim;
+    auto* out = static_cast<__nv_bfloat16*>(p.out) + (head + row + r * 8) * kMlaValueDim;
     *reinterpret_cast<uint32_t*>(out + column) = pack_bf16(y[2 * r], y[2 * r + 1]);
   }
 }

@@ -1,6 +1,7 @@
 // Work items of the sparse MLA decode kernels and where their partial results lie. See decode.cuh.
 #pragma once
 
+#include "mla/plan.cuh"
 #include "sparse_mla/fwd_plan.cuh"
 #include "sparse_mla/sparse_mla_decode.h"
 
@@ -26,11 +27,11 @@ struct SplitDecode : Decode {
 };
 
 template <bool kRecords_>
-struct DecodeNotes : Tiles {
+struct DecodeNotes : mla::Tiles {
   static constexpr bool kRecords = kRecords_;
 };
 template <int kD, bool kRecords>
-using DecodeShared = Shared<kD, DecodeNotes<kRecords>>;
+using DecodeShared = mla::Shared<kD, DecodeNotes<kRecords>>;
 
 // Part `split` of an item of the forward kernel: the tiles split, split + splits, ... of its slots,
 // so that rows whose slots end early are still dealt out evenly. The heads of one query are
@@ -39,7 +40,7 @@ struct Part {
   int item, split;
 
   __device__ Part(const Decode& p, int number) {
-    const int tiles = ceil_div(p.heads / p.groups, kHeads);
+    const int tiles = ceil_div(p.heads / p.groups, mla::kHeads);
     const int rest = number / tiles;
     split = rest % p.splits;
     item = rest / p.splits * tiles + (number - rest * tiles);
@@ -60,7 +61,7 @@ __device__ __forceinline__ float4* partial_pieces(const Decode& p, int item, int
   return reinterpret_cast<float4*>(p.partial) + ((part * 2 + side) * 4 + warp) * (kPieces * 32);
 }
 __device__ inline float* partial_lse(const Decode& p, int item, int split) {
-  return p.partial_lse + (int64_t{item} * p.splits + split) * kHeads;
+  return p.partial_lse + (int64_t{item} * p.splits + split) * mla::kHeads;
 }
 
 }  // namespace jax_dsa::sparse_mla

@@ -3,9 +3,10 @@
 #pragma once
 
 #include "common/ptx.cuh"
+#include "mla/producer.cuh"
+#include "mla/record_tiles.cuh"
 #include "sparse_mla/decode_plan.cuh"
 #include "sparse_mla/fwd_producer.cuh"
-#include "sparse_mla/record_tiles.cuh"
 
 namespace jax_dsa::sparse_mla {
 
@@ -54,7 +55,7 @@ struct Selected {
 
 template <int kD, bool kRecords>
 __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
-  constexpr int kRowBytes = kRecords ? kSparseMlaRecordBytes : kD * 2;
+  constexpr int kRowBytes = kRecords ? kMlaRecordBytes : kD * 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last();
@@ -62,7 +63,7 @@ __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
   const int slot = Gather::row(warp, lane % 4, sub);  // whose index this lane reads
   const uint32_t stride = p.groups * kRowBytes;
   Gather gather(warp, sub, chunk);
-  const RecordsInPlace records(shared.keys[0][0]);
+  const mla::RecordsInPlace records(shared.keys[0][0]);
   uint32_t item_parity = 0;
   uint32_t phases = 0;  // a bit for each parity
 
@@ -75,7 +76,7 @@ __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
     const int tiles = selected.tiles(p, lane);
     Selected::Place place = selected.place(p, first);
 
-    begin_item(shared, item_parity, tiles, [&] {
+    mla::begin_item(shared, item_parity, tiles, [&] {
       gather_queries(p, item, gather, sub, chunk, shared, l2_policy_evict_first());
     });
 

@@ -10,10 +10,9 @@ namespace {
 
 template <int kD, int kN>
 cudaError_t launch_few(const SparseMlaFwdParams& p, cudaStream_t stream) {
-  using Shared = sparse_mla::FewShared<sparse_mla::FewTraits<kD, kN>>;
-  return launch_persistent<Shared, sparse_mla::kFewBlocks>(sparse_mla::fwd_few_kernel<kD, kN>,
-                                                           sparse_mla::item_count(p),
-                                                           sparse_mla::kFewThreads, stream, p);
+  using Shared = mla::FewShared<mla::FewTraits<kD, kN>>;
+  return launch_persistent<Shared, mla::kFewBlocks>(
+      sparse_mla::fwd_few_kernel<kD, kN>, sparse_mla::item_count(p), mla::kFewThreads, stream, p);
 }
 
 template <int kD>
@@ -23,8 +22,8 @@ cudaError_t launch(const SparseMlaFwdParams& p, cudaStream_t stream) {
   const int heads = p.heads / p.groups;
   if (heads <= 16) return launch_few<kD, 16>(p, stream);
   if (heads <= 32) return launch_few<kD, 32>(p, stream);
-  return launch_persistent<sparse_mla::Shared<kD>>(sparse_mla::fwd_kernel<kD>, items,
-                                                   sparse_mla::kThreads, stream, p);
+  return launch_persistent<mla::Shared<kD>>(sparse_mla::fwd_kernel<kD>, items, mla::kThreads,
+                                            stream, p);
 }
 
 }  // namespace

@@ -1,53 +1,18 @@
-// What the warpgroups of the sparse MLA forward kernel share. See fwd.cuh.
+// Work items of the sparse MLA forward kernels. See fwd.cuh.
 #pragma once
 
 #include <cstdint>
 
-#include "common/gather.cuh"
 #include "common/tile.cuh"
 #include "common/types.h"
+#include "mla/plan.cuh"
 #include "sparse_mla/sparse_mla.h"
 
 namespace jax_dsa::sparse_mla {
 
-inline constexpr int kHeads = 64;     // heads of an item
-inline constexpr int kThreads = 384;  // three warpgroups
-inline constexpr int kKeyBlocks = 9;
-inline constexpr int kProbabilities = 8;  // the block of a key tile that P replaces
-inline constexpr float kLazyMargin = 8.f;
-
-// 0 is __syncthreads.
-enum NamedBarrier {
-  kEvenReady = 1,  // P and the references of an even tile are in shared memory
-  kOddReady,       // ... of an odd tile
-  kTurn,           // the even warpgroup has issued its scores; the odd one may issue its own
-                   // (staggers the softmaxes)
-  kEvenScored,     // the even tile's scores have used its keys; an odd tile's: the next number
-  kOddScored,
-  kEvenUnpacked,  // records of an even tile are bf16; of an odd one: the next number
-  kOddUnpacked,
-};
-
-// What the producer tells of an item.
-struct Tiles {
-  static constexpr bool kRecords = false;  // whether keys come as FP8 records
-  int tiles;                               // of the item whose Q is here
-};
-
-// `Notes` has what `Tiles` has.
-template <int kD, typename Notes = Tiles>
-struct alignas(1024) Shared {
-  uint8_t q[kD / 64][kBlockBytes];
-  uint8_t keys[2][kKeyBlocks][kBlockBytes];
-  float reference[2][kHeads];  // by owner of the tile, log2 units
-  float2 sum[2][128];          // by owner, of every thread; written with an item's last tiles
-  uint8_t stage[8][1024];      // each warp's, for its output
-  ValidRows valid[2];          // by tile parity
-  Notes notes;
-  uint64_t q_full, q_free;
-  // By tile parity, and
-  uint64_t key_full[2][2];  // the owner's half of the value columns; all columns
-  uint64_t key_free[2][2];  // rows 0..31 but for the ninth block; everything
+// The parameters, as a type of this namespace, in which mla/ finds the functions that it calls.
+struct Forward : SparseMlaFwdParams {
+  Forward(const SparseMlaFwdParams& p) : SparseMlaFwdParams(p) {}
 };
 
 struct Item {
@@ -56,19 +21,19 @@ struct Item {
 
   __device__ Item(const SparseMlaFwdParams& p, int number) {
     const int per_group = p.heads / p.groups;
-    const int tiles = ceil_div(per_group, kHeads);
+    const int tiles = ceil_div(per_group, mla::kHeads);
     const int rest = number / tiles;
     group = rest % p.groups;
     token = rest / p.groups;
     batch = static_cast<int>(token) / static_cast<int>(p.queries);
-    const int first = (number - rest * tiles) * kHeads;
+    const int first = (number - rest * tiles) * mla::kHeads;
     head = group * per_group + first;
-    heads = min(per_group - first, kHeads);
+    heads = min(per_group - first, mla::kHeads);
   }
 };
 
 __host__ __device__ inline int64_t item_count(const SparseMlaFwdParams& p) {
-  return p.batch * p.queries * p.groups * ceil_div(p.heads / p.groups, kHeads);
+  return p.batch * p.queries * p.groups * ceil_div(p.heads / p.groups, mla::kHeads);
 }
 
 // A block takes the items first_item, first_item + item_step, ... below item_count.
@@ -76,6 +41,6 @@ __device__ inline int first_item(const SparseMlaFwdParams&) { return blockIdx.x;
 __device__ inline int item_step(const SparseMlaFwdParams&) { return gridDim.x; }
 
 // How far, in log2 units, scores may exceed their row's reference before it moves.
-__device__ constexpr float lazy_margin(const SparseMlaFwdParams&) { return kLazyMargin; }
+__device__ constexpr float lazy_margin(const SparseMlaFwdParams&) { return mla::kLazyMargin; }
 
 }  // namespace jax_dsa::sparse_mla

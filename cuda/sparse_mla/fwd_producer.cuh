@@ -4,28 +4,16 @@
 
 #include "common/gather.cuh"
 #include "common/ptx.cuh"
+#include "mla/producer.cuh"
 #include "sparse_mla/fwd_plan.cuh"
 
 namespace jax_dsa::sparse_mla {
 
-// Begins an item: when the one before has used its Q, `copy_queries` copies this one's, which an
-// item without tiles does not need.
-template <typename Shared, typename Copy>
-__device__ __forceinline__ void begin_item(Shared& shared, uint32_t item_parity, int tiles,
-                                           Copy copy_queries) {
-  mbarrier_wait(&shared.q_free, item_parity ^ 1);
-  if (threadIdx.x % 128 == 0) {
-    shared.notes.tiles = tiles;
-    mbarrier_arrive(&shared.q_full);
-  }
-  if (tiles > 0) copy_queries();
-  cp_async_arrive(&shared.q_full);
-}
-
 // The item's Q, with zeros for heads that it has not.
 template <int kD, typename Notes>
 __device__ void gather_queries(const SparseMlaFwdParams& p, const Item& item, Gather& gather,
-                               int sub, int chunk, Shared<kD, Notes>& shared, uint64_t policy) {
+                               int sub, int chunk, mla::Shared<kD, Notes>& shared,
+                               uint64_t policy) {
   const char* q = static_cast<const char*>(p.q) + (item.token * p.heads + item.head) * kD * 2;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -38,7 +26,7 @@ __device__ void gather_queries(const SparseMlaFwdParams& p, const Item& item, Ga
 }
 
 template <int kD>
-__device__ void produce(const SparseMlaFwdParams& p, Shared<kD>& shared) {
+__device__ void produce(const SparseMlaFwdParams& p, mla::Shared<kD>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last(), drop = l2_policy_evict_first();
@@ -53,8 +41,8 @@ __device__ void produce(const SparseMlaFwdParams& p, Shared<kD>& shared) {
     const int tiles = tiles_that_count(slots, lane);
     int index = slots.index(slot);
 
-    begin_item(shared, item_parity, tiles,
-               [&] { gather_queries(p, item, gather, sub, chunk, shared, drop); });
+    mla::begin_item(shared, item_parity, tiles,
+                    [&] { gather_queries(p, item, gather, sub, chunk, shared, drop); });
 
     const int64_t stride = int64_t{p.groups} * kD * 2;
     const char* kv = static_cast<const char*>(p.kv) + item.batch * p.keys * stride +

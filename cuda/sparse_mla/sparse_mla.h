@@ -5,9 +5,9 @@
 
 #include <cstdint>
 
-namespace jax_dsa {
+#include "mla/layout.h"
 
-inline constexpr int kSparseMlaValueDim = 512;
+namespace jax_dsa {
 
 // A slot k of a row of indices counts if 0 <= index < min(keys, end) and k < topk_length.
 struct SparseMlaFwdParams {

@@ -6,8 +6,6 @@
 
 namespace jax_dsa {
 
-// A record: 512 e4m3 values, 4 f32 scales (one per 128 of them), 64 bf16 values.
-inline constexpr int kSparseMlaRecordBytes = 656;
 inline constexpr int kSparseMlaMaxSplits = 64;
 
 // As in the forward pass, but for
@@ -34,7 +32,7 @@ inline int64_t sparse_mla_decode_items(int64_t batch, int64_t queries, int heads
   return batch * queries * groups * ((heads / groups + 63) / 64);
 }
 inline int64_t sparse_mla_decode_partial_count(int64_t items, int splits) {
-  return splits > 1 ? items * splits * 64 * kSparseMlaValueDim : 0;
+  return splits > 1 ? items * splits * 64 * kMlaValueDim : 0;
 }
 inline int64_t sparse_mla_decode_lse_count(int64_t items, int splits) {
   return splits > 1 ? items * splits * 64 : 0;

@@ -42,14 +42,15 @@ def fold(
     return lead, batch, out
 
 
-def unfold(
-    y: jax.Array | None, lead: tuple[int, ...], batch: int, own: int | None
-) -> jax.Array | None:
-    """A result of folded arguments with the leading axes again; `own` is the batch axis that it
-    shall have, None for `batch`.
+def unfold(y: jax.Array, lead: tuple[int, ...], batch: int, own: int | None) -> jax.Array:
+    """Returns a result of folded arguments with the leading axes restored.
+
+    Args:
+        y: the result, with a folded batch axis.
+        lead: the sizes of the leading axes.
+        batch: the batch size of the arguments.
+        own: the length that the batch axis of this result has; None for `batch`.
     """
-    if y is None or not lead:
-        return y
     y = y.reshape(*lead, batch, *y.shape[1:])
     if own is not None and own != batch:
         y = y.sum(len(lead), keepdims=True, dtype=y.dtype)

@@ -15,12 +15,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_dsa.core import batching, ffi, partition
 from jax_dsa.core.derivative import differentiable, no_second_derivative
-from jax_dsa.core.spec import Signature, fields
+from jax_dsa.core.spec import Signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jax_dsa.core.call import Call
+    from jax_dsa.core.spec import Dims
 
 __all__ = ["Pass", "differentiable", "passes"]
 
@@ -70,46 +71,48 @@ class Pass(Generic[O, P, R]):
         _passes[name] = self
 
     def __call__(self, call: Call, options: O, *groups: P.args, **_: P.kwargs) -> R:
+        signature = self.signature
         operands = list(itertools.chain(*groups))
-        if call.implementation == "cuda":
-            self._require_kernel(call, options, groups)
         present = tuple([x is not None for x in operands])
-        built = _built(
-            self, call, options, present, self._prefer_query_sharding(call, options, groups)
-        )
-        outs = built(*[x for x in operands if x is not None])
-        results = self.signature.results
-        for i, field in enumerate(fields(results)):
-            if field.remat and outs[i] is not None:
-                outs[i] = checkpoint_name(outs[i], field.remat)
-        return results(*outs)
+        dtypes = signature.dtypes(options, operands)
+        prefer_query_sharding = self._kernel_prefers_query_sharding(call, options, groups)
+        built = _built(self, call, options, present, dtypes, prefer_query_sharding)
+        outs = iter(built(*[x for x in operands if x is not None]))
+        results: list[Any] = []
+        for field, dtype in zip(signature.result_fields, dtypes, strict=True):
+            y = None if dtype is None else next(outs)
+            if field.remat and y is not None:
+                y = checkpoint_name(y, field.remat)
+            results.append(y)
+        return signature.results(*results)
 
-    def _prefer_query_sharding(self, call: Call, options: O, groups: Any) -> bool:
-        """Whether the call has a kernel that would rather have all heads of some queries."""
-        kernel = self.kernel
-        if kernel is None or kernel.prefer_query_sharding is None or not ffi.status()[0]:
-            return False
-        if (
-            call.implementation in ("xla", "plain")
-            or kernel.unsupported_reason(options, *groups) is not None
-        ):
-            return False
-        return kernel.prefer_query_sharding(options, *groups)
+    def _kernel_prefers_query_sharding(self, call: Call, options: O, groups: Any) -> bool:
+        """Returns whether the kernel runs this call and prefers query sharding to head sharding.
 
-    def _require_kernel(self, call: Call, options: O, groups: Any) -> None:
-        """Raises unless the kernel can run this call: a user who names an implementation gets it or
-        an error.
+        Raises:
+            NotImplementedError: the user asked for the kernel, and it cannot run this call. A user
+                who names an implementation gets it or an error.
         """
+        kernel = self.kernel
+        if call.implementation in ("xla", "plain"):
+            return False
+        if call.implementation is None and (kernel is None or kernel.prefer_query_sharding is None):
+            return False
         loaded, why = ffi.status()
-        if self.kernel is None:
-            why = "it has no CUDA kernel yet"
+        reason: str | None = why
+        if kernel is None:
+            reason = "it has no CUDA kernel yet"
         elif loaded:
-            why = self.kernel.unsupported_reason(options, *groups) or ""
-        if why:
+            reason = kernel.unsupported_reason(options, *groups)
+            if reason is None:
+                prefer = kernel.prefer_query_sharding
+                return prefer is not None and prefer(options, *groups)
+        if call.implementation == "cuda":
             raise NotImplementedError(
                 f"{call.op}: implementation='cuda' is not available here for the pass "
-                f"{self.name}: {why}; implementation='xla' covers this call"
+                f"{self.name}: {reason}; implementation='xla' covers this call"
             )
+        return False
 
 
 @functools.lru_cache(maxsize=1024)
@@ -118,41 +121,39 @@ def _built(
     call: Call,
     options: Any,
     present: tuple[bool, ...],
+    dtypes: tuple[Any, ...],
     prefer_query_sharding: bool,
 ) -> Callable[..., list[Any]]:
-    """The pass for the operands that are `present`, with any number of axes in front of theirs."""
-    signature = self.signature
-    kept = [i for i, p in enumerate(present) if p]
-    axes = [signature.operands[i].axes_with(options) for i in kept]
-    shared = frozenset([n for n, i in enumerate(kept) if signature.operands[i].shared])
-    result_axes = []
-    mirrors = []  # of a gradient, which argument it belongs to, if that is shared
-    for f, i in zip(fields(signature.results), signature.mirrors, strict=True):
-        mine = kept.index(i) if i in kept else None
-        # The gradient of an absent operand is absent too.
-        result_axes.append(f.axes_with(options) if mine is None else axes[mine])
-        mirrors.append(mine if mine in shared else None)
-    first_rank = len(axes[0])
+    """Returns the pass as a function of the operands that are present.
 
-    def local(*args: jax.Array) -> list[jax.Array | None]:
-        own = args[0].ndim - first_rank
-        lead, batch, folded = batching.fold(args, own, shared)
+    The operands may have any number of axes in front of their own. The function returns the results
+    that are present, those with a dtype.
+    """
+    signature = self.signature
+    dims = signature.dims(options, present, [dtype is not None for dtype in dtypes])
+    kept = [i for i, is_present in enumerate(present) if is_present]
+    shared = frozenset([n for n, i in enumerate(kept) if signature.operands[i].shared])
+
+    def local(*args: jax.Array) -> list[jax.Array]:
+        rank = args[0].ndim - len(dims.operands[0])
+        lead, batch, folded = batching.fold(args, rank, shared)
         given = iter(folded)
-        operands = iter([next(given) if p else None for p in present])
+        operands = iter([next(given) if is_present else None for is_present in present])
         groups = [g(*itertools.islice(operands, len(g._fields))) for g in signature.groups]
-        outs = _implementation(self, call, options, groups)(*groups)
+        run = _implementation(self, call, options, groups, dims, dtypes)
+        outs = [y for y in run(*groups) if y is not None]
         if not lead:
-            return list(outs)
-        sizes = [None if m is None else args[m].shape[own] for m in mirrors]
+            return outs
+        sizes = [None if i is None else args[i].shape[rank] for i in dims.copied]
         return [batching.unfold(y, lead, batch, n) for y, n in zip(outs, sizes, strict=True)]
 
     declared = partition.Declared(
-        axes, result_axes, self.shardable, self.shard_queries_on_idle_axes, prefer_query_sharding
+        dims, self.shardable, self.shard_queries_on_idle_axes, prefer_query_sharding
     )
     if call.implementation == "plain":
         return partition.partitioned(local, declared, plain=True)
-    local.__name__ = self.name  # what compiled programs and profiles call it
-    # jit keeps one trace for the shapes, the partitioner and the lowering to share.
+    local.__name__ = self.name  # Compiled programs and profiles call the pass by this name.
+    # jit keeps one trace for the partitioner and the lowering to share.
     routed = partition.partitioned(jax.jit(local), declared)
     op = jax.custom_jvp(batching.batched(routed))
     op.defjvp(no_second_derivative(call.op))
@@ -160,10 +161,16 @@ def _built(
 
 
 def _implementation(
-    self: Pass[Any, Any, Any], call: Call, options: Any, groups: list[Any]
+    self: Pass[Any, Any, Any],
+    call: Call,
+    options: Any,
+    groups: list[Any],
+    dims: Dims,
+    dtypes: tuple[Any, ...],
 ) -> Callable[..., Any]:
-    """What computes the pass on local, fully batched arrays: the kernel where there is one for the
-    call, else the XLA implementation.
+    """Returns what computes the pass on local, fully batched arrays.
+
+    This is the kernel if one exists and supports the call, else the XLA implementation.
     """
     xla: Any = functools.partial(self.xla, options)
     kernel = self.kernel
@@ -171,9 +178,10 @@ def _implementation(
         return xla
     if call.implementation is None and kernel.unsupported_reason(options, *groups) is not None:
         return xla
-    # One trace for the results' shapes and for the branch of other platforms.
-    xla = jax.jit(functools.update_wrapper(xla, self.xla))
-    cuda = functools.partial(kernel.run, options, jax.eval_shape(xla, *groups))
+    shapes = iter(dims.solve([x.shape for x in itertools.chain(*groups) if x is not None])[1])
+    avals = [None if d is None else jax.ShapeDtypeStruct(next(shapes), d) for d in dtypes]
+    cuda = functools.partial(kernel.run, options, self.signature.results(*avals))
     if call.implementation == "cuda":
         return cuda
+    xla = functools.update_wrapper(xla, self.xla)
     return functools.partial(jax.lax.platform_dependent, cuda=cuda, default=xla)

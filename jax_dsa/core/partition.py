@@ -20,8 +20,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dsa.core import compat
-from jax_dsa.core.placement import Layout, Local, Part, Placement, Where, names_of, present
-from jax_dsa.core.spec import Axes
+from jax_dsa.core.placement import Layout, Local, Part, Placement, Where, names_of
+from jax_dsa.core.spec import Axes, Dims
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,18 +33,16 @@ _IDLE_AXIS_FACTORS = ("t", "b", "d")
 
 
 class Declared(NamedTuple):
-    """What a pass says of its arrays.
+    """What a pass declares about one call.
 
     Attributes:
-        operands: the axes of just the operands that are present.
-        results: the axes of all results.
+        dims: the axes of the arrays that are present.
         shardable: the factors that may be sharded.
-        shard_queries_on_idle_axes: whether mesh axes that shard nothing split the work too.
-        prefer_query_sharding: whether mesh axes that shard heads had better split the queries.
+        shard_queries_on_idle_axes: whether mesh axes that shard no operand split the work too.
+        prefer_query_sharding: whether mesh axes that shard heads should split the queries instead.
     """
 
-    operands: Sequence[Axes]
-    results: Sequence[Axes]
+    dims: Dims
     shardable: frozenset[str]
     shard_queries_on_idle_axes: bool
     prefer_query_sharding: bool
@@ -52,12 +50,12 @@ class Declared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The factors of every axis of one call, with sizes: what its sharding is worked out on.
+    """The factors of every axis of one call, with sizes: the basis of its sharding.
 
     Attributes:
-        operands, results: the factors of their axes.
-        shapes: of the results.
-        sizes: of the factors.
+        operands, results: the axes of the arrays.
+        shapes: the shapes of the results.
+        sizes: the sizes of the factors.
         shardable, shard_queries_on_idle_axes, prefer_query_sharding: as in `Declared`.
     """
 
@@ -70,39 +68,29 @@ class Plan:
     prefer_query_sharding: bool
 
     @classmethod
-    def of(cls, declared: Declared, args: Sequence[Any], outs: Sequence[Any]) -> Plan:
-        """Solves the factor sizes, with as many leading axes in each array as vmap put there."""
-        kept = [a for a, y in zip(declared.results, outs, strict=True) if y is not None]
-        shapes = [x.shape for x in (*args, *present(outs))]
-        n = len(args)
-        lead = tuple((f"v{i}",) for i in range(len(shapes[0]) - len(declared.operands[0])))
-        arrays = [lead + axes for axes in (*declared.operands, *kept)]
-        sizes: dict[str, int] = {}
-        products = []
-        for axes, shape in zip(arrays, shapes, strict=True):
-            for axis, size in zip(axes, shape, strict=True):
-                if len(axis) > 1:
-                    products.append((axis, size))
-                elif sizes.get(axis[0], 1) == 1:
+    def of(cls, declared: Declared, args: Sequence[Any]) -> Plan:
+        """Returns the plan for operands that may have axes of vmap in front of their own."""
+        dims, n = declared.dims, len(args)
+        shapes = [x.shape for x in args]
+        sizes, results = dims.solve(shapes)
+        shapes += results
+        lead: Axes = tuple((f"v{i}",) for i in range(len(shapes[0]) - len(dims.operands[0])))
+        for shape in shapes:
+            for axis, size in zip(lead, shape, strict=False):
+                if sizes.get(axis[0], 1) == 1:
                     sizes[axis[0]] = size
-        # Twice: the second time solves products whose other factors only a later array gave away.
-        for axis, size in products + products:
-            unknown = [f for f in axis if f not in sizes]
-            if len(unknown) == 1:
-                for f in axis:
-                    size //= max(1, sizes.get(f, 1))
-                sizes[unknown[0]] = size
+        arrays = [lead + axes for axes in (*dims.operands, *dims.results)]
         for i, (axes, shape) in enumerate(zip(arrays, shapes, strict=True)):
             actual = []
             for axis, size in zip(axes, shape, strict=True):
                 if len(axis) > 1:
                     axis = tuple(f for f in axis if sizes[f] != 1) or axis[-1:]
-                elif size != sizes[axis[0]]:  # an axis of 1 where others have more: broadcast
+                elif size != sizes[axis[0]]:  # This axis of 1 is broadcast.
                     axis = ()
                 actual.append(axis)
             arrays[i] = tuple(actual)
         can = declared.shardable.union(*lead)
-        return cls(arrays[:n], arrays[n:], shapes[n:], sizes, can, *declared[3:])
+        return cls(arrays[:n], arrays[n:], results, sizes, can, *declared[2:])
 
     def layout(self, mesh: Mapping[str, int], specs: Sequence[PartitionSpec | None]) -> Layout:
         """How the call runs on a mesh with axes of these sizes, where the arrays, operands first,
@@ -281,7 +269,7 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
     `custom_partitioning`. Over Manual axes the arrays are already local.
     """
 
-    def call(*args: jax.Array, explicit: bool = True) -> list[jax.Array | None]:
+    def call(*args: jax.Array, explicit: bool = True) -> list[jax.Array]:
         mesh = jax.sharding.get_abstract_mesh()
         if explicit and mesh.explicit_axes:
             return _over_explicit(functools.partial(call, explicit=False), declared, mesh, args)
@@ -290,9 +278,8 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
         without_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]  # nothing to partition
         if plain or without_jit or not (mesh.empty or sizes):
             return fun(*args)
-        given = jax.eval_shape(fun, *_shapes(args))
-        plan = Plan.of(declared, args, given)
-        device_order_probe = compat.device_order_probe(mesh, *args)
+        plan = Plan.of(declared, args)
+        probe = compat.device_order_probe(mesh, *args)
         count = len(args)
 
         def partition(devices: Any, arg_infos: Any, result_infos: Any) -> Any:
@@ -310,29 +297,27 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
             outs = [NamedSharding(auto, p.spec) for p in layout.results]
             return devices, lower, outs, ins
 
-        op = custom_partitioning(lambda *xs: present(fun(*xs[:count])))
+        op = custom_partitioning(fun if not probe else lambda *xs: fun(*xs[:count]))
         op.def_partition(
             partition=partition,
             sharding_rule=lambda devices, *_: plan.rule(
-                sizes or dict(devices.shape), [x.ndim for x in device_order_probe]
+                sizes or dict(devices.shape), [x.ndim for x in probe]
             ),
             decode_shardings=False,
         )
-        return _like(given, op(*args, *device_order_probe))
+        return op(*args, *probe)
 
     return call
 
 
-def _over_explicit(fun: Local, declared: Declared, mesh: Any, args: Any) -> list[jax.Array | None]:
+def _over_explicit(fun: Local, declared: Declared, mesh: Any, args: Any) -> list[jax.Array]:
     """`fun` on a mesh with Explicit axes: through `shard_map`, since anything else would gather its
     operands. The other axes are left to `fun`.
     """
-    given = jax.eval_shape(fun, *_shapes(args))
+    plan = Plan.of(declared, args)
     taken = compat.mapped_mesh_axes()
     sizes = {name: mesh.shape[name] for name in mesh.explicit_axes if name not in taken}
-    layout = Plan.of(declared, args, given).layout(
-        sizes, [jax.typeof(x).sharding.spec for x in args]
-    )
+    layout = plan.layout(sizes, [jax.typeof(x).sharding.spec for x in args])
     in_specs = tuple(p.spec for p in layout.operands)
     args = tuple(jax.reshard(x, s) for x, s in zip(args, in_specs, strict=True))
     names = set(itertools.chain(*(names_of(e) for spec in in_specs for e in spec)))
@@ -343,17 +328,6 @@ def _over_explicit(fun: Local, declared: Declared, mesh: Any, args: Any) -> list
             out_specs=[p.spec for p in layout.results],
             axis_names=set(sizes),  # others would be left to the compiler as well
         )
-    else:  # as where an outer vmap has the only sharded axis
-        run = lambda *xs: present(fun(*xs))  # noqa: E731
-    outs = zip(run(*args), layout.wanted, strict=True)
-    return _like(given, [jax.reshard(y, spec) for y, spec in outs])
-
-
-def _shapes(args: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
-
-
-def _like(given: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    """`outs` with None where `given` has it."""
-    rest = iter(outs)
-    return [None if y is None else next(rest) for y in given]
+    else:  # for example, an outer vmap has the only sharded axis
+        run = fun
+    return [jax.reshard(y, spec) for y, spec in zip(run(*args), layout.wanted, strict=True)]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from jax_dsa.core.spec import Axes
 
-Local = Callable[..., list[jax.Array | None]]
+Local = Callable[..., list[jax.Array]]
 """A pass on arrays with any number of axes in front."""
 
 
@@ -123,15 +123,10 @@ class Layout:
     def run(self, fun: Local, blocks: Any) -> list[jax.Array]:
         """`fun` on this device's blocks, summed over the devices where need be."""
         local = [p.cut(x) for p, x in zip(self.operands, blocks, strict=True)]
-        outs = present(fun(*local))
+        outs = fun(*local)
         for i, (place, sums) in enumerate(zip(self.results, self.sums, strict=True)):
             y = place.uncut(outs[i])
             for axis, names in self.scatters[i].items():
                 y = jax.lax.psum_scatter(y, names, scatter_dimension=axis, tiled=True)
             outs[i] = jax.lax.psum(y, sums) if sums else y
         return outs
-
-
-def present(outs: Sequence[Any]) -> list[Any]:
-    """All but the Nones."""
-    return [y for y in outs if y is not None]

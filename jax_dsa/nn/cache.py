@@ -1,4 +1,7 @@
-"""Key caches of the decoder: pytrees of arrays, for jit, scan and sharding as they are."""
+"""Key caches of attention layers.
+
+They are pytrees of arrays, so jit, scan and sharding take them as they are.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,13 @@ class LayerCache(NamedTuple):
     """One layer's keys of up to S tokens of each request, flat or in P pages of L tokens."""
 
     kv: FlatCache | PagedCache | None
-    """What attention reads; its `lengths` count the tokens, and the indexer's keys lie as its. None
-    if the keys are another layer's: the indexer's are flat then."""
+    """The rows that attention reads; its `lengths` count the tokens. None if the layer attends to
+    another layer's keys."""
     index_k: Float[Array, "B S C"] | Float[Array, "P L C"] | None
-    """None in a layer without an indexer."""
+    """The indexer's keys, in the layout of `kv`, and flat if `kv` is None. None without an
+    indexer."""
     index_k_scale: Float[Array, "B S"] | Float[Array, "P L"] | None
-    """Only with a quantised indexer."""
+    """Scales of the indexer's keys, float32; None unless the indexer is quantised to FP8."""
 
     @classmethod
     def empty(
@@ -41,44 +45,51 @@ class LayerCache(NamedTuple):
         fp8: bool = False,
         page_size: int | None = None,
     ) -> LayerCache:
-        """Room for `capacity` tokens of each of `batch` requests; `fp8` as in `FlatCache.empty`.
+        """Returns an empty cache.
 
-        With a `page_size` it is paged: of the pool each request has the pages for its room, one
-        after the other. `DecoderCache.with_page_table` deals them out anew.
+        Args:
+            config: Configuration of the layer.
+            batch: B, number of requests.
+            capacity: S, number of tokens that each request may have.
+            indexer_type: The layer's indexer type; "shared" stores no indexer's keys.
+            fp8: Whether to store FP8 records, as in `FlatCache.empty`.
+            page_size: L, tokens per page; None: the cache is flat. In a paged cache each request
+                owns consecutive pages of the pool for its capacity;
+                `DecoderCache.with_page_table` replaces this table.
         """
         c = config
         dim = c.kv_rank + c.rope_dim
-        places = batch, capacity
+        tokens = batch, capacity
         kv: FlatCache | PagedCache | None = None
         if not c.shares_keys and page_size is None:
-            kv = FlatCache.empty(*places, dim, dtype=c.dtype, fp8=fp8)
+            kv = FlatCache.empty(*tokens, dim, dtype=c.dtype, fp8=fp8)
         elif not c.shares_keys:
             page_size = Args("LayerCache.empty", "", np.empty(0), "K").integer(
                 "page_size", page_size, 1
             )
-            room = -(-capacity // page_size)
-            places = batch * room, page_size
-            kv = PagedCache.empty(*places, batch, room, dim, dtype=c.dtype, fp8=fp8)
-            table = jnp.arange(batch * room, dtype=jnp.int32).reshape(batch, room)
+            pages = -(-capacity // page_size)  # of each request
+            tokens = batch * pages, page_size
+            kv = PagedCache.empty(*tokens, batch, pages, dim, dtype=c.dtype, fp8=fp8)
+            table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
             kv = dataclasses.replace(kv, page_table=table)
         if indexer_type == "shared":
             return cls(kv, None, None)
         index_dtype = jnp.float8_e4m3fn if c.index_fp8 else c.dtype
         return cls(
             kv,
-            jnp.zeros((*places, c.index_dim), index_dtype),
-            jnp.zeros(places, jnp.float32) if c.index_fp8 else None,
+            jnp.zeros((*tokens, c.index_dim), index_dtype),
+            jnp.zeros(tokens, jnp.float32) if c.index_fp8 else None,
         )
 
     @property
     def lengths(self) -> Int[Array, "B"]:
-        """How many tokens of each request are in the cache."""
-        assert self.kv is not None, "a layer that shares keys counts no tokens"
+        """Number of tokens of each request in the cache, int32."""
+        assert self.kv is not None, "the cache of a layer with shares_keys does not count tokens"
         return self.kv.lengths
 
     @property
     def index_keys(self) -> Array | FlatCache | PagedCache:
-        """The indexer's keys, as `indexer_topk` takes them."""
+        """The indexer's keys in the form that `indexer_topk` takes."""
         assert self.index_k is not None
         if self.kv is None:
             return self.index_k
@@ -93,25 +104,32 @@ class LayerCache(NamedTuple):
         index: IndexerInputs | None,
         positions: Int[Array, "B T"],
     ) -> LayerCache:
-        """The cache with T more tokens of each request, at positions that go on from its length;
-        those beyond the capacity are dropped.
+        """Returns the cache with T more tokens of each request.
+
+        Tokens beyond the capacity are dropped.
+
+        Args:
+            kv: Rows of the new tokens; None if the layer attends to another layer's keys.
+            index: The new tokens' indexer inputs; None without an indexer.
+            positions: Positions of the new tokens, int32, which continue from `lengths`.
         """
         old = self.index_k, self.index_k_scale
         new = (None, None) if index is None else (index.index_k, index.index_k_scale)
 
-        def put(rows: jax.Array, more: jax.Array) -> jax.Array:
+        def write(rows: jax.Array, new_rows: jax.Array) -> jax.Array:
             if isinstance(self.kv, PagedCache):
-                return put_in_pages(rows, self.kv.page_table, positions, more)
-            return put_rows(rows, positions, more)
+                return put_in_pages(rows, self.kv.page_table, positions, new_rows)
+            return put_rows(rows, positions, new_rows)
 
-        grown = None if self.kv is None or kv is None else self.kv.append(kv)
-        return LayerCache(grown, *jax.tree.map(put, old, new))
+        extended = None if self.kv is None or kv is None else self.kv.append(kv)
+        return LayerCache(extended, *jax.tree.map(write, old, new))
 
 
 class DecoderCache(NamedTuple):
-    """The caches of all layers."""
+    """The caches of all layers of a decoder."""
 
     layers: tuple[LayerCache, ...]
+    """One cache per layer, from the first layer on."""
 
     @classmethod
     def empty(
@@ -123,7 +141,10 @@ class DecoderCache(NamedTuple):
         fp8: bool = False,
         page_size: int | None = None,
     ) -> DecoderCache:
-        """Room for `capacity` tokens of each of `batch` requests, as in `LayerCache.empty`."""
+        """Returns an empty cache for `capacity` tokens of each of `batch` requests.
+
+        The arguments are those of `LayerCache.empty`.
+        """
         options: dict[str, Any] = {"fp8": fp8, "page_size": page_size}
         return cls(
             tuple(
@@ -133,19 +154,22 @@ class DecoderCache(NamedTuple):
         )
 
     def with_page_table(self, page_table: Int[Array, "B R"]) -> DecoderCache:
-        """The paged cache with another table, the same in every layer.
+        """Returns the paged cache with another page table, the same one in every layer.
+
+        Args:
+            page_table: For each request, the numbers of its pages in the pool, int32.
 
         Raises:
-            ValueError: the cache is flat.
+            ValueError: If the cache is flat.
         """
 
-        def dealt(layer: LayerCache) -> LayerCache:
+        def with_table(layer: LayerCache) -> LayerCache:
             if not isinstance(layer.kv, PagedCache):
                 raise ValueError(
-                    "DecoderCache.with_page_table: the cache is flat and has no table, want one "
-                    "made with a page_size"
+                    "DecoderCache.with_page_table: the cache is flat and has no page table; create "
+                    "it with a page_size"
                 )
-            # A copy, since a buffer that several arrays share cannot be donated.
+            # Every layer gets a copy, because a buffer that several arrays share cannot be donated.
             return layer._replace(kv=dataclasses.replace(layer.kv, page_table=page_table.copy()))
 
-        return DecoderCache(tuple(dealt(layer) for layer in self.layers))
+        return DecoderCache(tuple(with_table(layer) for layer in self.layers))

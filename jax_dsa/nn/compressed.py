@@ -1,297 +1,88 @@
-"""Attention to a window of keys and to compressed ones, as in DeepSeek-V4.
+"""Attention to a window of keys and to compressed keys, as in DeepSeek-V4.
 
 Every `ratio` tokens are pooled into one compressed key. A query attends, in one softmax with a
-sink, to the last `window` keys and to compressed keys of whole blocks before it: those that an
-indexer selects, or all of them. Keys are values, so what comes out is rotated: it is turned back by
-the query's position before the output projection.
+sink, to the last `window` keys and to compressed keys of complete blocks before it: those that an
+indexer selects, or all of them. A key is also the value, so the heads' outputs contain rotated
+elements. They are rotated back by the query's position before the output projection.
 
 Source: DeepSeek-V4 (2026), section 2.3; its configuration and names in `transformers`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jax_dsa.core import compat
-from jax_dsa.core.checks import FLOATS, Args
-from jax_dsa.core.layout import put_rows
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.nn.attention import placed
-from jax_dsa.nn.config import check_quantised
-from jax_dsa.nn.indexer import prepared
-from jax_dsa.nn.rotary import rope
+from jax_dsa.nn.compressed_indexer import CompressedIndexer
+from jax_dsa.nn.compressor import Compressor, Stream
+from jax_dsa.nn.positions import token_positions
 from jax_dsa.ops.attn_dist import attn_dist
-from jax_dsa.ops.gated_pool.api import gated_pool_for_norm
-from jax_dsa.ops.indexer import indexer_topk
-from jax_dsa.ops.indexer import spec as indexer
-from jax_dsa.ops.indexer.api import indexer_selected_op
+from jax_dsa.ops.indexer import indexer_selected_logits, indexer_topk
 from jax_dsa.ops.losses import dense_indexer_kl_loss, indexer_kl_loss
 from jax_dsa.ops.sparse_mla import sparse_mla
 
-
-@dataclasses.dataclass(frozen=True)
-class CompressedConfig:
-    """One layer that attends to a window of keys and, with a `ratio`, to compressed ones."""
-
-    model_dim: int
-    num_heads: int
-    q_rank: int
-    """Width of the latent that the queries of attention and indexer are both projected from."""
-    head_dim: int
-    """D, of queries, keys and values alike; all heads share one key."""
-    rope_dim: int
-    """The last elements of queries and keys, which have rotary position."""
-    out_groups: int
-    """Groups of heads whose outputs are projected to `out_rank` numbers each."""
-    out_rank: int
-    window: int
-    ratio: int | None = None
-    """Tokens that a compressed key stands for; None has no compressed keys."""
-    overlap: bool = False
-    """Whether a compressed key is made of its block's tokens and of the block's before."""
-    top_k: int | None = None
-    """Compressed keys that the indexer selects for a query; None attends to all of them."""
-    index_heads: int = 1
-    index_dim: int = 128
-    index_hadamard: bool = False
-    index_fp4: bool = False
-    """As in `AttentionConfig`."""
-    rope_base: float = 10000.0
-    rope_frequencies: tuple[float, ...] | None = None
-    rope_factor: float = 1.0
-    norm_eps: float = 1e-6
-    dtype: Any = jnp.float32
-    """Of activations and caches; parameters are float32."""
-
-    def __post_init__(self) -> None:
-        """Rejects sizes that no layer can be built of."""
-        args = Args("CompressedConfig", "", np.empty(0), "K")
-        sizes = ("model_dim", "num_heads", "q_rank", "head_dim", "out_groups", "out_rank", "window")
-        for name in (*sizes, "index_heads", "index_dim"):
-            args.integer(name, getattr(self, name), 1)
-        for name in ("ratio", "top_k"):
-            if getattr(self, name) is not None:
-                args.integer(name, getattr(self, name), 1)
-        args.integer("rope_dim", self.rope_dim, 0)
-        args.dtype("dtype", self.dtype, FLOATS)
-        least = self.head_dim if self.top_k is None else min(self.head_dim, self.index_dim)
-        if self.rope_dim % 2 or self.rope_dim > least:
-            raise ValueError(
-                f"CompressedConfig: rope_dim is {self.rope_dim}, want even and at most {least}"
-            )
-        if self.num_heads % self.out_groups:
-            raise ValueError(
-                f"CompressedConfig: num_heads is {self.num_heads}, want a multiple of "
-                f"out_groups = {self.out_groups}"
-            )
-        if self.ratio is None and (self.overlap or self.top_k is not None):
-            raise ValueError("CompressedConfig: ratio is None, want one with overlap or top_k")
-        check_quantised("CompressedConfig", self)
-
-    def rotate(
-        self, x: Float[Array, "B T *H D"], positions: Int[Array, "B T"]
-    ) -> Float[Array, "B T *H D"]:
-        """`x` with its last `rope_dim` elements turned by their positions."""
-        head, tail = jnp.split(x, [x.shape[-1] - self.rope_dim], axis=-1)
-        tail = rope(
-            tail,
-            positions,
-            base=self.rope_base,
-            layout="interleaved",
-            frequencies=self.rope_frequencies,
-            factor=self.rope_factor,
-        )
-        return jnp.concatenate([head, tail], axis=-1)
-
-
-class Stream(NamedTuple):
-    """Compressed keys of some requests, and what the next ones will be made of."""
-
-    keys: Float[Array, "B W D"]
-    values: Float[Array, "B H F"]
-    """The last tokens' contributions, before the pooling."""
-    gates: Float[Array, "B H F"]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normed(
-    epsilon: float, scaled: Float[Array, "B W D"], squares: Float[Array, "B W"]
-) -> Float[Array, "B W D"]:
-    """RMS norm of keys whose products with its scale are `scaled`, and whose squares add up so.
-
-    JAX's own derivative would save the keys in float32.
-    """
-    return _normed_fwd(epsilon, scaled, squares)[0]
-
-
-def _normed_fwd(epsilon: float, scaled: Array, squares: Array) -> tuple[Array, Any]:
-    factor = jax.lax.rsqrt(squares / scaled.shape[-1] + epsilon)[..., None]
-    return (scaled * factor).astype(scaled.dtype), (scaled, factor)
-
-
-def _normed_bwd(epsilon: float, saved: Any, dy: Array) -> tuple[Array, Array]:
-    scaled, factor = saved
-    by_squares = -0.5 / scaled.shape[-1] * factor**3
-    return (dy * factor).astype(scaled.dtype), jnp.sum(dy * (scaled * by_squares), axis=-1)
-
-
-_normed.defvjp(_normed_fwd, _normed_bwd)
-
-
-class Compressor(nnx.Module):
-    """Pools every `ratio` tokens into a key: element by element a softmax over the tokens' gates.
-
-    With `overlap` a token contributes twice, to its own block's key and to the next one's, and
-    keys are pooled from 2 `ratio` contributions. The tokens of a block that is not whole make none.
-    """
-
-    def __init__(self, config: CompressedConfig, dim: int, *, rngs: nnx.Rngs) -> None:
-        assert config.ratio is not None
-        self.config, self.dim, self.ratio = config, dim, config.ratio
-        c, width = config, dim * (2 if config.overlap else 1)
-        linear = {"use_bias": False, "dtype": c.dtype, "rngs": rngs}
-        self.wkv = nnx.Linear(c.model_dim, width, **linear)
-        self.wg = nnx.Linear(c.model_dim, width, **linear)
-        self.position_bias = nnx.Param(jnp.zeros((self.ratio, width)))
-        self.norm = nnx.RMSNorm(dim, epsilon=c.norm_eps, dtype=c.dtype, rngs=rngs)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T M"],
-        positions: Int[Array, "B T"],
-        starts: Int[Array, "B T"] | None,
-    ) -> Float[Array, "B W D"]:
-        """The keys of `x`. `starts` are the first rows of the tokens' documents: block i of one
-        that begins at row s has the number s // ratio + i. None: one document.
-        """
-        whole = x.shape[1] - x.shape[1] % self.ratio
-        places = positions[:, : whole : self.ratio]
-        if starts is not None:
-            first = functools.partial(_first_positions, self.ratio)
-            places = compat.left_to_compiler(first, places)(positions, starts)
-        return self.pool(self.wkv(x), self.wg(x), places, starts)
-
-    def stream(self, batch: int, capacity: int) -> Stream:
-        """Room for the compressed keys of `capacity` tokens of each of `batch` requests."""
-        c = self.config
-        history = self.ratio * (2 if c.overlap else 1) - 1
-        state = jnp.zeros((batch, history, self.position_bias.shape[1]), c.dtype)
-        return Stream(jnp.zeros((batch, capacity // self.ratio, self.dim), c.dtype), state, state)
-
-    def extend(self, stream: Stream, x: Float[Array, "B T M"], lengths: Int[Array, "B"]) -> Stream:
-        """The stream with T more tokens of each request, which has had `lengths` of them."""
-        ratio, length = self.ratio, x.shape[1]
-        values = jnp.concatenate([stream.values, self.wkv(x)], axis=1)
-        gates = jnp.concatenate([stream.gates, self.wg(x)], axis=1)
-        kept = values[:, length:], gates[:, length:]
-        count = length // ratio + 1
-        earlier = int(self.config.overlap)  # blocks
-
-        def aligned(x: Array, lengths: Array) -> Array:
-            """From the first token on of the first block that may have become whole, or of the one
-            before; as many rows as whole blocks may need.
-            """
-            rows = ratio - 1 - lengths % ratio
-            rows = rows[:, None] + jnp.arange((count + earlier) * ratio, dtype=jnp.int32)[None]
-            x = jnp.pad(x, ((0, 0), (0, ratio), (0, 0)))
-            return jnp.take_along_axis(x, rows[..., None], axis=1)
-
-        aligned = compat.left_to_compiler(aligned, values)
-        starts = None
-        if self.config.overlap:  # the first block of a request has none before it
-            is_first = (lengths < ratio)[:, None]
-            rows = jnp.arange((count + 1) * ratio, dtype=jnp.int32)[None]
-            starts = jnp.where(is_first & (rows >= ratio), jnp.int32(ratio), jnp.int32(0))
-        number = lengths[:, None] // ratio + jnp.arange(count, dtype=jnp.int32)
-        places = (number[:, :1] - earlier + jnp.arange(count + earlier, dtype=jnp.int32)) * ratio
-        new = self.pool(aligned(values, lengths), aligned(gates, lengths), places, starts)
-        is_whole = (number + 1) * ratio - lengths[:, None] <= length
-        keys = put_rows(stream.keys, jnp.where(is_whole, number, -1), new[:, earlier:])
-        return Stream(keys, *kept)
-
-    def pool(
-        self, values: Array, gates: Array, positions: Array, starts: Array | None
-    ) -> Float[Array, "B W D"]:
-        """The keys of blocks whose first tokens have these positions."""
-        bias = self.position_bias[...].astype(jnp.float32).reshape(self.ratio, -1, self.dim)
-        parts = [x.reshape(*x.shape[:2], *bias.shape[1:]) for x in (values, gates)]
-        assert self.norm.scale is not None
-        pooled = gated_pool_for_norm(parts[0], parts[1], bias, self.norm.scale[...], starts)
-        normed = functools.partial(_normed, self.config.norm_eps)
-        # Where tokens are sharded, the channels were for the pooling.
-        keys = compat.left_to_compiler(normed, values)(*pooled)
-        return self.config.rotate(keys, positions)
-
-
-class IndexCompressor(Compressor):
-    """Makes an indexer's keys."""
-
-    def pool(
-        self, values: Array, gates: Array, positions: Array, starts: Array | None
-    ) -> Float[Array, "B W D"]:
-        """`Compressor.pool`, prepared as the queries are."""
-        keys = super().pool(values, gates, positions, starts)
-        return prepared(keys, self.config.index_hadamard, self.config.index_fp4)
-
-
-class CompressedIndexer(nnx.Module):
-    """A lightning indexer with compressed keys of its own; trained by its own loss alone."""
-
-    def __init__(self, config: CompressedConfig, *, rngs: nnx.Rngs) -> None:
-        self.config = config
-        c, wide = config, config.index_heads * config.index_dim
-        self.wq = nnx.Linear(c.q_rank, wide, use_bias=False, dtype=c.dtype, rngs=rngs)
-        self.compressor = IndexCompressor(c, c.index_dim, rngs=rngs)
-        self.weights = nnx.Linear(c.model_dim, c.index_heads, use_bias=False, rngs=rngs)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T M"],
-        q_latent: Float[Array, "B T Q"],
-        positions: Int[Array, "B T"],
-    ) -> tuple[Float[Array, "B T J C"], Float[Array, "B T J"]]:
-        """Queries and weights of the heads, for `jax_dsa.indexer_topk`."""
-        c = self.config
-        q = self.wq(q_latent).reshape(*x.shape[:2], c.index_heads, c.index_dim)
-        weights = self.weights(x.astype(jnp.float32)) * (c.index_heads * c.index_dim) ** -0.5
-        return prepared(c.rotate(q, positions), c.index_hadamard, c.index_fp4), weights
+if TYPE_CHECKING:
+    from jax_dsa.nn.compressed_config import CompressedConfig
 
 
 class CompressedAux(NamedTuple):
-    """What attention found beside its output; under `jax.jit` unused parts cost nothing."""
+    """What a layer returns beside its output.
+
+    Under `jax.jit`, results that nothing reads cost nothing.
+    """
 
     kl: Float[Array, ""] | None
-    """The indexer's loss: over the compressed keys attended to if sparse, else over all. None
-    without an indexer."""
+    """The indexer's loss, in nats, the mean over queries. In sparse attention it compares the
+    selected compressed keys, in the warm-up all compressed keys. None without an indexer."""
     lse: Float[Array, "B T N"]
+    """Log of the sum of exponentials of each head's scores, float32."""
     indices: Int[Array, "B T K"] | None
-    """The compressed keys attended to, -1 where there are fewer; None without any, and in the
-    indexer's warm-up."""
+    """The compressed keys that each query attended to, int32, -1 in empty slots. None in the
+    indexer's warm-up, and if the layer has no compressed keys."""
 
 
 class CompressedCache(NamedTuple):
     """One layer's keys of some requests."""
 
     lengths: Int[Array, "B"]
-    """How many tokens each has had."""
+    """Number of tokens that each request has had, int32."""
     recent: Float[Array, "B W D"]
     """The last window - 1 keys."""
     compressed: Stream | None
+    """The compressed keys; None if the layer has none."""
     index_keys: Stream | None
+    """The indexer's compressed keys; None without an indexer."""
 
 
 class CompressedAttention(nnx.Module):
-    """Attention to the last `window` keys and to compressed ones; see `CompressedConfig`.
+    """Attention to the last `window` keys and to compressed keys; see `CompressedConfig`.
 
-    The indexer's parameters get gradients of `aux.kl` alone, which gives none to the others.
+    The indexer's own loss, `aux.kl`, trains the indexer's parameters and no others. No other loss
+    has a gradient for them.
+
+    Args:
+        config: Sizes and switches of the layer.
+        rngs: Random streams that initialise the parameters.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from jax_dsa import nn
+        >>> config = nn.CompressedConfig(
+        ...     model_dim=16, num_heads=2, q_rank=8, head_dim=8, rope_dim=4, out_groups=1,
+        ...     out_rank=8, window=4, ratio=2, top_k=3, index_dim=8,
+        ... )
+        >>> layer = nn.CompressedAttention(config, rngs=nnx.Rngs(0))
+        >>> y, aux = layer(jnp.ones((1, 6, 16)))
+        >>> y.shape, aux.indices[0, -1].tolist()
+        ((1, 6, 16), [0, 1, 2])
     """
 
     def __init__(self, config: CompressedConfig, *, rngs: nnx.Rngs) -> None:
@@ -305,8 +96,8 @@ class CompressedAttention(nnx.Module):
         self.wkv = nnx.Linear(c.model_dim, c.head_dim, **linear)
         self.kv_norm = nnx.RMSNorm(c.head_dim, **norm)
         per_group = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
-        wide = c.num_heads * c.head_dim // c.out_groups
-        self.wo_a = nnx.Param(per_group(rngs.params(), (c.out_groups, wide, c.out_rank)))
+        group_width = c.num_heads * c.head_dim // c.out_groups
+        self.wo_a = nnx.Param(per_group(rngs.params(), (c.out_groups, group_width, c.out_rank)))
         self.wo_b = nnx.Linear(c.out_groups * c.out_rank, c.model_dim, **linear)
         self.sinks = nnx.Param(jnp.zeros(c.num_heads))
         self.compressor = None if c.ratio is None else Compressor(c, c.head_dim, rngs=rngs)
@@ -321,31 +112,42 @@ class CompressedAttention(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         sparse: bool = True,
     ) -> tuple[Float[Array, "B T M"], CompressedAux]:
-        """Causal attention among the tokens of `x`.
+        """Computes causal attention among the tokens of `x`.
 
         Args:
-            x: hidden states.
-            indices: compressed keys to attend to in place of the indexer's, such as an earlier
-                run's `aux.indices`; anything that a query does not see is an empty slot.
-            positions: int32, for RoPE alone; by default each document counts from 0.
-            segment_ids: int32, for several documents in one sequence, as in `DSAttention`. Each
-                document has blocks of its own, which begin with it.
-            sparse: attend to the compressed keys that the indexer selects. False attends to all of
-                them, and its `aux.kl` is the indexer's warm-up loss over all of them.
+            x: Hidden states.
+            indices: Compressed keys to attend to, int32, such as an earlier run's `aux.indices`.
+                Keys that a query does not see are treated as empty slots. By default the indexer
+                selects the keys.
+            positions: Positions of the tokens, int32, which only RoPE reads. By default each
+                document counts from 0.
+            segment_ids: Document numbers, int32, for several documents in one sequence, as in
+                `DSAttention`. The blocks of a document begin with its first token.
+            sparse: True attends to the compressed keys that the indexer selects. False attends to
+                all of them, and `aux.kl` is then the indexer's warm-up loss over all of them.
+
+        Returns:
+            The hidden states, in the layer's dtype, and what else the layer computed.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If an argument has the wrong shape, or `indices` is given with
+                `sparse=False`.
         """
         c = self.config
         if not sparse and indices is not None:
             raise ValueError(
-                "CompressedAttention: argument 'indices' is given, want None with sparse=False"
+                "CompressedAttention: argument 'indices' is given, expected None with sparse=False"
             )
-        positions, starts, _ = placed("CompressedAttention", x, positions, segment_ids)
+        positions, starts, _ = token_positions("CompressedAttention", x, positions, segment_ids)
         rows = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
         first = jnp.zeros_like(rows) if starts is None else starts
         q, kv, q_latent = self._project(x, positions)
         if c.ratio is None or self.compressor is None:
             out, lse = self._attend(q, kv, self._slots(kv, rows, first, None))
             return self._output(out, positions), CompressedAux(None, lse, None)
-        # A document's blocks have the numbers from first // ratio on: they never reach the next's.
+        # The numbers of a document's blocks begin at first // ratio and end before the next
+        # document's numbers.
         begin = first // c.ratio
         end = begin + (rows - first + 1) // c.ratio
         keys = self.compressor(x, positions, starts)
@@ -374,21 +176,19 @@ class CompressedAttention(nnx.Module):
         seen = (indices >= begin[..., None]) & (indices < end[..., None])
         indices = jnp.where(seen, indices, -1)
         if replayed and index is not None:
-            call = Args("CompressedAttention", "x", x, "B T M").call(None)
-            options = indexer.Options(True, indices.shape[-1])
-            selected = indexer.Selected(*index, None, indices)
-            logits = indexer_selected_op(call, options, selected).logits
-        chosen = jnp.where(seen, indices + kv.shape[1], -1)
-        out, lse = self._attend(q, joined, self._slots(joined, rows, first, chosen))
+            logits = indexer_selected_logits(*index, indices)
+        # The compressed keys follow the T uncompressed ones in `joined`.
+        selected = jnp.where(seen, indices + kv.shape[1], -1)
+        out, lse = self._attend(q, joined, self._slots(joined, rows, first, selected))
         y = self._output(out, positions)
         if logits is None:
             return y, CompressedAux(None, lse, indices)
         main, taught, total = jax.lax.stop_gradient((q, joined[:, :, None], lse))
-        teacher = attn_dist(main, taught, chosen, total, scale=c.head_dim**-0.5)
+        teacher = attn_dist(main, taught, selected, total, scale=c.head_dim**-0.5)
         return y, CompressedAux(indexer_kl_loss(logits, teacher, seen), lse, indices)
 
     def init_cache(self, batch: int, capacity: int) -> CompressedCache:
-        """Room for `capacity` tokens of each of `batch` requests."""
+        """Returns an empty cache for `capacity` tokens of each of `batch` requests."""
         c = self.config
         return CompressedCache(
             jnp.zeros(batch, jnp.int32),
@@ -404,9 +204,19 @@ class CompressedAttention(nnx.Module):
         *,
         indices: Int[Array, "B T K"] | None = None,
     ) -> tuple[Float[Array, "B T M"], CompressedCache, Int[Array, "B T K"] | None]:
-        """`__call__` for each request's next T tokens; T = 1 is a decode step, T = the prompt's
-        length a prefill, anything between a chunk of one. Then the cache with the new tokens in it,
-        and the compressed keys that were attended to.
+        """Computes `__call__` for each request's next T tokens.
+
+        T = 1 is a decode step, T = the length of the prompt a prefill, and anything between is a
+        chunk of a prefill.
+
+        Args:
+            x: Hidden states of the next tokens.
+            cache: The layer's cache.
+            indices: Compressed keys to attend to, int32. By default the indexer selects them.
+
+        Returns:
+            The hidden states; the cache with the new tokens in it; the compressed keys attended to,
+            int32, -1 in empty slots, or None if the layer has no compressed keys.
         """
         c = self.config
         step = jnp.arange(x.shape[1], dtype=jnp.int32)
@@ -415,9 +225,10 @@ class CompressedAttention(nnx.Module):
         joined = jnp.concatenate([cache.recent, kv], axis=1)
         last = joined[:, x.shape[1] :]
         window = jnp.arange(c.window, dtype=jnp.int32)
-        recent = step[:, None] + window
+        slots = step[:, None] + window
+        # A request with fewer than window - 1 tokens has empty rows in the cache.
         is_token = positions[..., None] + window >= c.window - 1
-        recent = jnp.where(is_token, recent, -1)
+        slots = jnp.where(is_token, slots, -1)
         compressed, index = cache.compressed, cache.index_keys
         if self.compressor is None or compressed is None or c.ratio is None:
             indices = None
@@ -433,10 +244,10 @@ class CompressedAttention(nnx.Module):
             elif indices is None:
                 indices = jnp.arange(compressed.keys.shape[1], dtype=jnp.int32)
             indices = jnp.where((indices >= 0) & (indices < ends[..., None]), indices, -1)
-            chosen = jnp.where(indices >= 0, indices + joined.shape[1], -1)
-            recent = jnp.concatenate([recent, chosen], axis=-1)
+            selected = jnp.where(indices >= 0, indices + joined.shape[1], -1)
+            slots = jnp.concatenate([slots, selected], axis=-1)
             joined = jnp.concatenate([joined, compressed.keys], axis=1)
-        out, _ = self._attend(q, joined, recent)
+        out, _ = self._attend(q, joined, slots)
         cache = CompressedCache(cache.lengths + x.shape[1], last, compressed, index)
         return self._output(out, positions), cache, indices
 
@@ -449,8 +260,10 @@ class CompressedAttention(nnx.Module):
         begin: Int[Array, "B T"],
         end: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"]]:
-        """Attention to the window and to the compressed keys from `begin` to `end`. Lists of them
-        are made for a chunk of queries at a time, in the backward pass again.
+        """Computes attention to the window and to the compressed keys from `begin` to `end`.
+
+        The lists of keys are built for a chunk of queries at a time, and again in the backward
+        pass. So no array of all queries times all compressed keys exists.
         """
         batch, length = rows.shape
         numbers = jnp.arange(joined.shape[1] - length, dtype=jnp.int32)
@@ -459,8 +272,8 @@ class CompressedAttention(nnx.Module):
         @functools.partial(jax.checkpoint, policy=kept)
         def attend(q: Array, rows: Array, first: Array, begin: Array, end: Array) -> Any:
             seen = (numbers >= begin[..., None]) & (numbers < end[..., None])
-            chosen = jnp.where(seen, length + numbers, -1)
-            return self._attend(q, joined, self._slots(joined, rows, first, chosen))
+            selected = jnp.where(seen, length + numbers, -1)
+            return self._attend(q, joined, self._slots(joined, rows, first, selected))
 
         _, (out, lse) = scan_chunks(
             lambda carry, *xs: (carry, attend(*xs)),
@@ -471,26 +284,31 @@ class CompressedAttention(nnx.Module):
         return out, lse
 
     def _slots(
-        self, kv: Array, rows: Array, first: Array, chosen: Array | None
+        self, kv: Array, rows: Array, first: Array, selected: Array | None
     ) -> Int[Array, "B T K"]:
-        """The last `window` rows of each token's document, and what else is chosen."""
+        """Returns the rows of `kv` that each query attends to.
 
-        def slots(rows: Array, first: Array, chosen: Array | None) -> Array:
+        These are the last `window` rows of the query's document, and the `selected` ones.
+        """
+
+        def slots(rows: Array, first: Array, selected: Array | None) -> Array:
             recent = rows[..., None] + jnp.arange(1 - self.config.window, 1)
             recent = jnp.where(recent >= first[..., None], recent, -1)
-            return recent if chosen is None else jnp.concatenate([recent, chosen], axis=-1)
+            return recent if selected is None else jnp.concatenate([recent, selected], axis=-1)
 
-        return compat.left_to_compiler(slots, kv)(rows, first, chosen)
+        return compat.left_to_compiler(slots, kv)(rows, first, selected)
 
     def _project(
         self, x: Float[Array, "B T M"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T D"], Float[Array, "B T Q"]]:
+        """Returns queries, keys, and the latent that the queries are projected from."""
         c = self.config
         q_latent = self.q_norm(self.wq_a(x))
         q = self.wq_b(q_latent).reshape(*x.shape[:2], c.num_heads, c.head_dim)
-        wide = q.astype(jnp.float32)
-        size = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + c.norm_eps)
-        q = c.rotate((wide * size).astype(c.dtype), positions)
+        # The queries have an RMS norm without a scale.
+        exact = q.astype(jnp.float32)
+        factor = jax.lax.rsqrt(jnp.mean(exact * exact, axis=-1, keepdims=True) + c.norm_eps)
+        q = c.rotate((exact * factor).astype(c.dtype), positions)
         return q, c.rotate(self.kv_norm(self.wkv(x)), positions), q_latent
 
     def _attend(
@@ -499,6 +317,7 @@ class CompressedAttention(nnx.Module):
         kv: Float[Array, "B S D"],
         indices: Int[Array, "B T K"],
     ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"]]:
+        """Returns the heads' outputs over the keys at `indices`, and their lse."""
         dim = self.config.head_dim
         return sparse_mla(
             *(q, kv[:, :, None], indices),
@@ -511,21 +330,10 @@ class CompressedAttention(nnx.Module):
     def _output(
         self, out: Float[Array, "B T N D"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T M"]:
+        """Returns hidden states: rotates the heads' outputs back and projects them by groups."""
         c = self.config
         heads = c.num_heads // c.out_groups
         grouped = c.rotate(out, -positions).reshape(*out.shape[:2], c.out_groups, heads, c.head_dim)
         weights = self.wo_a[...].reshape(c.out_groups, heads, c.head_dim, c.out_rank)
         ranks = jnp.einsum("btgnd,gndr->btgr", grouped, weights.astype(c.dtype))
         return self.wo_b(ranks.reshape(*out.shape[:2], c.out_groups * c.out_rank))
-
-
-def _first_positions(
-    ratio: int, positions: Int[Array, "B T"], starts: Int[Array, "B T"]
-) -> Int[Array, "B W"]:
-    """Of the first tokens of the documents' blocks, by the blocks' numbers; any where there is no
-    whole block. They are the last rows in reach that a block begins at.
-    """
-    count = starts.shape[1] // ratio
-    rows = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
-    begins = jnp.where((rows - starts) % ratio == 0, rows, 0)[:, : count * ratio]
-    return jnp.take_along_axis(positions, begins.reshape(-1, count, ratio).max(axis=2), axis=1)

@@ -1,4 +1,4 @@
-"""Sizes and switches of the attention modules and of the decoder built of them."""
+"""Configurations of the attention layers and of the decoder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_dsa.nn.fp4 import BLOCK as FP4_BLOCK
 from jax_dsa.nn.rotary import ROPE_LAYOUTS, RopeLayout
 
 IndexerType = Literal["full", "shared"]
-"""What a layer selects by: its own indexer, or the one of the last layer that has one."""
+"""Whether a layer has an indexer ("full") or reuses an earlier layer's selection ("shared")."""
 
 _SIZES = (
     *("model_dim", "num_heads", "kv_rank", "nope_dim", "v_dim"),
@@ -23,75 +23,93 @@ _SIZES = (
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """One DeepSeek-style attention layer: multi-head latent attention (MLA) with a lightning
-    indexer.
+    """One layer of multi-head latent attention (MLA) with a lightning indexer.
 
-    A token's cache entry is its latent vector and its rotary key, D = kv_rank + rope_dim numbers,
-    and the indexer's key.
+    A cache stores, for each token, a row of D = kv_rank + rope_dim numbers (the latent and the
+    rotary key) and the indexer's key.
+
+    Raises:
+        TypeError: If a field has the wrong type.
+        ValueError: If no layer has such sizes.
     """
 
     model_dim: int
+    """M, width of the hidden states."""
     num_heads: int
+    """N, number of attention heads."""
     q_rank: int | None
     """Width of the latent that the queries of attention and indexer are both projected from. None
-    projects them from the hidden states, the indexer's after a layer norm."""
+    projects them from the hidden states; the indexer then applies a layer norm to these first."""
     kv_rank: int
     """E, width of the latent that keys and values are projected from."""
     nope_dim: int
-    """Part of each head's query and key without position."""
+    """P, number of elements without position in each head's query and key."""
     rope_dim: int
-    """Part with rotary position, one key shared by all heads."""
+    """R, number of rotary elements in each head's query and in the key that all heads share;
+    even."""
     v_dim: int
+    """V, width of each head's value."""
     index_heads: int
+    """J, number of the indexer's heads."""
     index_dim: int
+    """C, width of the indexer's queries and keys."""
     index_rope_dim: int
+    """Number of rotary elements of the indexer's queries and keys; even."""
     top_k: int
+    """K, number of keys that the indexer selects for a query."""
     rope_base: float = 10000.0
+    """Base of the rotary frequencies of attention and indexer."""
     rope_layout: RopeLayout = "interleaved"
+    """Rotary layout of the attention's queries and keys; see `rope`."""
     index_rope_layout: RopeLayout = "half"
+    """Rotary layout of the indexer's queries and keys; see `rope`."""
     index_hadamard: bool = False
+    """Whether to apply the Hadamard transform to the indexer's queries and keys."""
     index_fp8: bool = False
-    """Quantises the indexer's queries and keys to float8_e4m3fn. It stops their gradient:
-    for inference."""
+    """Whether to quantise the indexer's queries and keys to float8_e4m3fn. This stops their
+    gradient, so it is for inference."""
     index_fp4: bool = False
-    """Rounds the indexer's queries and keys to what FP4 holds, gradients straight through:
-    `fake_quantize_fp4`, for quantisation-aware training."""
+    """Whether to round the indexer's queries and keys to FP4 values with `fake_quantize_fp4`, which
+    passes gradients straight through, for quantisation-aware training."""
     fp8: bool = False
-    """Projections, and the feed-forward layers of a decoder, multiply in FP8, forward and backward:
-    `Fp8Linear`. Not the indexer's head weights, nor what the heads' latents are multiplied with."""
+    """Whether projections, and the feed-forward layers of a decoder, multiply in FP8 in both
+    passes, as `Fp8Linear`. The indexer's head weights and the up-projections of the latent stay in
+    `dtype`."""
     norm_eps: float = 1e-6
+    """Epsilon of the layer's norms."""
     dtype: Any = jnp.float32
-    """Of activations and caches; parameters are float32."""
+    """Dtype of activations and caches; parameters are float32."""
     rope_frequencies: tuple[float, ...] | None = None
-    """Radians per position of each rotary pair, of attention and indexer, in place of those that
-    `rope_base` gives: `yarn_frequencies` makes some."""
+    """Radians per position of each rotary pair, in attention and indexer, which replace those of
+    `rope_base`; `yarn_frequencies` computes some."""
     rope_factor: float = 1.0
-    """Multiplies rotated queries and keys (YaRN's attention factor)."""
+    """Multiplies the rotary elements of queries and keys (YaRN's attention factor)."""
     scale_factor: float = 1.0
-    """Multiplies the attention scores (YaRN's correction of their scale)."""
+    """Multiplies the attention scores (YaRN's correction of the softmax scale)."""
     bias: bool = False
-    """Of the projections to the latents and of the output."""
+    """Whether the projections to the latents and the output projection have a bias."""
     sinks: bool = False
-    """A learnt logit of each head without a value, in the softmax's sum."""
+    """Whether each head has a sink: a learnt logit without a value in the softmax's denominator."""
     gate: bool = False
-    """Multiplies the heads' values by the sigmoid of a projection of the hidden states."""
+    """Whether the heads' values are multiplied by the sigmoid of a projection of the hidden
+    states."""
     log_scaling: bool = False
-    """Multiplies the queries of each head, and of each indexer head, by
-    `scale log(position + 1) + bias`, both learnt."""
+    """Whether the queries of each head, and of each head of the indexer, are multiplied by
+    `scale log(position + 1) + bias`, where both parameters are learnt."""
     index_rope_last: bool = False
-    """The indexer's rotary elements are its last, not its first."""
+    """Whether the rotary elements of the indexer are its last ones instead of its first ones."""
     index_norm_eps: float | None = None
-    """Of the indexer's layer norms; None is `norm_eps`."""
+    """Epsilon of the indexer's layer norms; None: `norm_eps`."""
     shares_keys: bool = False
-    """The layer has no keys of its own and attends to another layer's."""
+    """Whether the layer attends to another layer's keys and has none of its own."""
     query_chunk: int | None = None
-    """Sparse attention to a sequence takes this many queries at a time (of each stripe, if it is
-    stored in stripes), and computes them again in the backward pass: against latent keys a query
-    has num_heads (kv_rank + rope_dim) numbers, which for long sequences are most of a step's
-    memory. T is a multiple of it, or less. None takes all at once."""
+    """Number of queries, of each stripe, that sparse attention processes at a time; None: all. The
+    backward pass recomputes each chunk. A query of the absorbed form has
+    num_heads (kv_rank + rope_dim) numbers, which for long sequences are most of a step's memory. T
+    must be a multiple of the chunk, or at most as large."""
 
     def __post_init__(self) -> None:
-        """Rejects sizes that no layer can be built of."""
+        """Rejects sizes that no layer can have."""
         args = Args("AttentionConfig", "", np.empty(0), "K")
         if self.q_rank is not None:
             args.integer("q_rank", self.q_rank, 1)
@@ -102,7 +120,7 @@ class AttentionConfig:
         for name in ("rope_dim", "index_rope_dim"):
             args.integer(name, getattr(self, name), 0)
             if getattr(self, name) % 2:
-                raise ValueError(f"AttentionConfig: {name} is {getattr(self, name)}, want even")
+                raise ValueError(f"AttentionConfig: {name} is {getattr(self, name)}, expected even")
         for name in ("rope_layout", "index_rope_layout"):
             layout = getattr(self, name)
             args.option(name, layout, layout in ROPE_LAYOUTS, f"one of {ROPE_LAYOUTS}")
@@ -111,29 +129,31 @@ class AttentionConfig:
         args.dtype("dtype", self.dtype, FLOATS)
         if self.index_rope_dim > self.index_dim:
             raise ValueError(
-                f"AttentionConfig: index_rope_dim is {self.index_rope_dim}, want at most "
+                f"AttentionConfig: index_rope_dim is {self.index_rope_dim}, expected at most "
                 f"index_dim = {self.index_dim}"
             )
         if self.rope_frequencies is not None:
             pairs = len(self.rope_frequencies)
             if (self.rope_dim, self.index_rope_dim) != (2 * pairs, 2 * pairs):
                 raise ValueError(
-                    f"AttentionConfig: rope_frequencies has {pairs} numbers, want rope_dim / 2 = "
-                    f"{self.rope_dim // 2} and index_rope_dim / 2 = {self.index_rope_dim // 2}"
+                    f"AttentionConfig: rope_frequencies has {pairs} numbers, expected "
+                    f"rope_dim / 2 = {self.rope_dim // 2} and "
+                    f"index_rope_dim / 2 = {self.index_rope_dim // 2}"
                 )
         if self.index_fp8 and self.index_fp4:
-            raise ValueError("AttentionConfig: index_fp8 and index_fp4 are True, want one of them")
-        check_quantised("AttentionConfig", self)
+            raise ValueError(
+                "AttentionConfig: index_fp8 and index_fp4 are True, expected at most one of them"
+            )
+        check_index_dim("AttentionConfig", self)
 
     @property
     def scale(self) -> float:
-        """Of the attention scores: (nope_dim + rope_dim)^-1/2 times `scale_factor`, whichever form
-        computes them."""
+        """The softmax scale of both forms, (nope_dim + rope_dim)^-1/2 times `scale_factor`."""
         return float((self.nope_dim + self.rope_dim) ** -0.5 * self.scale_factor)
 
     @property
     def rotation(self) -> dict[str, Any]:
-        """What `rope` takes beside the layout."""
+        """The keyword arguments of `rope`, except for the layout."""
         return {
             "base": self.rope_base,
             "frequencies": self.rope_frequencies,
@@ -141,28 +161,48 @@ class AttentionConfig:
         }
 
 
-def check_quantised(name: str, config: Any) -> None:
-    """Rejects an `index_dim` that cannot be turned or quantised as `config` says."""
+def check_index_dim(name: str, config: Any) -> None:
+    """Rejects an `index_dim` that `index_hadamard` or `index_fp4` cannot handle.
+
+    Args:
+        name: Name of the configuration's class, for the error message.
+        config: The configuration.
+
+    Raises:
+        ValueError: If `index_dim` does not fit.
+    """
     width = config.index_dim
     if config.index_hadamard and width & (width - 1):
-        raise ValueError(f"{name}: index_dim is {width}, want a power of two for index_hadamard")
+        raise ValueError(
+            f"{name}: index_dim is {width}, expected a power of two for index_hadamard"
+        )
     if config.index_fp4 and width % FP4_BLOCK:
         raise ValueError(
-            f"{name}: index_dim is {width}, want a multiple of {FP4_BLOCK} for index_fp4"
+            f"{name}: index_dim is {width}, expected a multiple of {FP4_BLOCK} for index_fp4"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder-only language model of pre-norm blocks: attention, then a SwiGLU layer."""
+    """A decoder-only language model of pre-norm blocks: attention, then a SwiGLU layer.
+
+    Raises:
+        TypeError: If a field has the wrong type.
+        ValueError: If a size is less than 1, or `indexer_types` leaves a layer without a selection.
+    """
 
     attention: AttentionConfig
+    """Configuration of every attention layer."""
     vocab: int
+    """Number of tokens in the vocabulary."""
     num_layers: int
+    """Number of blocks."""
     mlp_dim: int
+    """Width of the hidden layer of SwiGLU."""
     indexer_types: tuple[IndexerType, ...] = ("full",)
-    """Of the layers, from the first one on, and over again: "full" selects with an indexer of its
-    own, "shared" has none and attends to what the last "full" layer before it selected."""
+    """Indexer types of the layers, from the first one on; the pattern repeats. A "full" layer
+    selects with its own indexer. A "shared" layer has none and attends to the keys that the last
+    "full" layer before it selected."""
 
     def __post_init__(self) -> None:
         """Rejects sizes below 1, and a pattern that leaves a layer without a selection."""
@@ -173,8 +213,8 @@ class DecoderConfig:
         known = isinstance(types, tuple) and set(types) <= {"full", "shared"}
         if not known or types[:1] != ("full",):
             raise ValueError(
-                f"DecoderConfig: indexer_types is {types!r}, want a tuple of 'full' and 'shared' "
-                f"that begins with 'full'"
+                f"DecoderConfig: indexer_types is {types!r}, expected a tuple of 'full' and "
+                f"'shared' that begins with 'full'"
             )
 
     @property

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 
 class SwiGLU(nnx.Module):
-    """Gated feed-forward layer: `down(silu(gate(x)) * up(x))` (Shazeer, 2020)."""
+    """Gated feed-forward layer: `down(silu(gate(x)) * up(x))` (Shazeer, 2020).
+
+    Args:
+        config: Sizes of the decoder.
+        rngs: Random streams that initialise the parameters.
+    """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         a = config.attention
@@ -33,13 +38,19 @@ class SwiGLU(nnx.Module):
         self.down = projection(a, config.mlp_dim, a.model_dim, rngs)
 
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-        """Hidden states to hidden states."""
+        """Returns the layer's output for hidden states `x`."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(jax.nn.silu(gate) * up)
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block: attention, then SwiGLU."""
+    """Pre-norm residual block: attention, then SwiGLU.
+
+    Args:
+        config: Sizes of the decoder.
+        indexer_type: "full" or "shared", as in `DSAttention`.
+        rngs: Random streams that initialise the parameters.
+    """
 
     def __init__(
         self, config: DecoderConfig, indexer_type: IndexerType = "full", *, rngs: nnx.Rngs
@@ -61,7 +72,10 @@ class Block(nnx.Module):
         stripes: int = 1,
         sparse: bool = True,
     ) -> tuple[Float[Array, "B T M"], AttentionAux]:
-        """Hidden states to hidden states, and what the attention found; see `DSAttention`."""
+        """Returns hidden states, and the attention's other results.
+
+        The arguments are those of `DSAttention`.
+        """
         y, aux = self.attention(
             self.attention_norm(x),
             indices=indices,
@@ -80,14 +94,36 @@ class Block(nnx.Module):
         *,
         indices: Int[Array, "B T K"] | None = None,
     ) -> tuple[Float[Array, "B T M"], LayerCache, Int[Array, "B T K"]]:
-        """`__call__` for the T tokens after those in the cache; see `DSAttention.decode`."""
+        """Computes `__call__` for the T tokens after those in the cache.
+
+        Arguments and results are those of `DSAttention.decode`.
+        """
         y, cache, indices = self.attention.decode(self.attention_norm(x), cache, indices=indices)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), cache, indices
 
 
 class DecoderLM(nnx.Module):
-    """Embedding, blocks, final norm and vocabulary projection."""
+    """A language model: embedding, blocks, final norm and vocabulary projection.
+
+    Args:
+        config: Sizes of the decoder.
+        rngs: Random streams that initialise the parameters.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from jax_dsa import nn
+        >>> attention = nn.AttentionConfig(
+        ...     model_dim=16, num_heads=2, q_rank=None, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=4,
+        ...     index_heads=2, index_dim=8, index_rope_dim=4, top_k=3,
+        ... )
+        >>> config = nn.DecoderConfig(attention, vocab=11, num_layers=1, mlp_dim=32)
+        >>> model = nn.DecoderLM(config, rngs=nnx.Rngs(0))
+        >>> logits, layers = model(jnp.array([[1, 2, 3, 4, 5]]))
+        >>> logits.shape, layers[0].indices.shape
+        ((1, 5, 11), (1, 5, 3))
+    """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -109,43 +145,50 @@ class DecoderLM(nnx.Module):
         remat_policy: Callable[..., Any] | None = None,
         activation_sharding: Sharding | None = None,
     ) -> tuple[Float[Array, "B T V"], list[AttentionAux]]:
-        """Next-token logits in float32, and each layer's attention results.
+        """Computes next-token logits.
 
         Args:
-            tokens: int32 token numbers.
-            indices: a selection of each layer, to be replayed: `aux.indices` of an earlier run, or
-                what `decode` gave. None, for all or for one, selects anew.
-            positions, segment_ids, stripes, sparse: see `DSAttention`.
-            remat_policy: recompute each block in the backward pass except for what this policy of
-                `jax.checkpoint` saves (`jax_dsa.training.remat_policy` makes one by name); None
-                saves everything.
-            activation_sharding: of the hidden states [B, T, M] between the blocks, on a mesh with
-                Auto axes. Without it the compiler may shard them as it does the parameters.
+            tokens: Token numbers, int32.
+            indices: Each layer's selection to replay: `aux.indices` of an earlier run, or the
+                selections that `decode` returned. None, for all layers or for one, selects anew.
+            positions: As in `DSAttention`.
+            segment_ids: As in `DSAttention`.
+            stripes: As in `DSAttention`.
+            sparse: As in `DSAttention`.
+            remat_policy: A policy of `jax.checkpoint`, such as `jax_dsa.training.remat_policy`
+                returns. The backward pass recomputes each block, except for the values that the
+                policy saves. None saves everything.
+            activation_sharding: Sharding of the hidden states [B, T, M] between the blocks, on a
+                mesh with Auto axes. Without it the compiler may shard them like the parameters.
+
+        Returns:
+            The logits, float32, and each layer's attention results.
         """
 
-        def placed(x: jax.Array) -> jax.Array:
+        def sharded(x: jax.Array) -> jax.Array:
             if activation_sharding is None:
                 return x
             return jax.lax.with_sharding_constraint(x, activation_sharding)
 
-        x = placed(self._embed(tokens))
-        places = {"positions": positions, "segment_ids": segment_ids}
-        recorded = [None] * len(self.blocks) if indices is None else indices
+        x = sharded(self._embed(tokens))
+        token_arrays = {"positions": positions, "segment_ids": segment_ids}
+        selections = [None] * len(self.blocks) if indices is None else indices
         last = None
         layers: list[AttentionAux] = []
         blocks = [nnx.split(block) for block in self.blocks]
-        for i, (kind, replayed) in enumerate(zip(self.config.layers, recorded, strict=True)):
+        for i, (kind, replayed) in enumerate(zip(self.config.layers, selections, strict=True)):
             if replayed is None and kind == "shared":
                 replayed = last
             graph, params = blocks[i]
             if i + 1 < len(blocks):
-                # The backward pass goes on below this block once the next one's parameters have
-                # their gradients, whose exchange this block's backward pass hides. Where devices
-                # exchange anything, XLA would put them off to the end, for all blocks, and memory
-                # would hold what they are made of until then (JAX issue 20763).
-                after, later = blocks[i + 1]
-                later, x = jax.lax.optimization_barrier((later, x))
-                blocks[i + 1] = after, later
+                # In the backward pass, this barrier makes this block wait for the gradients of the
+                # next block's parameters, whose exchange then overlaps with this block's backward
+                # pass. Without it, XLA postpones all blocks' exchanges to the end of the step if
+                # devices exchange anything, and keeps their operands in memory until then (JAX
+                # issue 20763).
+                next_graph, next_params = blocks[i + 1]
+                next_params, x = jax.lax.optimization_barrier((next_params, x))
+                blocks[i + 1] = next_graph, next_params
 
             def run(
                 params: Any, x: jax.Array, arrays: dict[str, Any], graph: Any = graph
@@ -154,15 +197,18 @@ class DecoderLM(nnx.Module):
 
             if remat_policy is not None:
                 run = jax.checkpoint(run, policy=remat_policy)
-            x, aux = run(params, x, {"indices": replayed, **places})
-            x, last = placed(x), aux.indices
+            x, aux = run(params, x, {"indices": replayed, **token_arrays})
+            x, last = sharded(x), aux.indices
             layers.append(aux)
         return self._logits(x), layers
 
     def init_cache(
         self, batch: int, capacity: int, *, fp8: bool = False, page_size: int | None = None
     ) -> DecoderCache:
-        """Room for `capacity` tokens of each of `batch` requests, as in `LayerCache.empty`."""
+        """Returns an empty cache for `capacity` tokens of each of `batch` requests.
+
+        The arguments are those of `LayerCache.empty`.
+        """
         return DecoderCache.empty(self.config, batch, capacity, fp8=fp8, page_size=page_size)
 
     @overload
@@ -180,8 +226,16 @@ class DecoderLM(nnx.Module):
     def decode(
         self, tokens: Int[Array, "B T"], cache: DecoderCache, *, return_indices: bool = False
     ) -> Any:
-        """Logits of each request's next T tokens, and the cache with them in it; with
-        `return_indices` also what each layer selected, to be replayed.
+        """Computes logits of each request's next T tokens.
+
+        Args:
+            tokens: Numbers of the next tokens, int32.
+            cache: The caches of all layers.
+            return_indices: Whether to return each layer's selection, which `__call__` can replay.
+
+        Returns:
+            The logits, float32; the cache with the new tokens in it; with `return_indices`, each
+            layer's selected keys, int32.
         """
         x = self._embed(tokens)
         selections: list[jax.Array] = []
@@ -195,7 +249,7 @@ class DecoderLM(nnx.Module):
         return (*results, selections) if return_indices else results
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
-        # On an Explicit mesh a lookup wants to be told where its rows go.
+        # On a mesh with Explicit axes, the lookup needs the sharding of its result.
         spec = jax.typeof(tokens).sharding.spec
         explicit = jax.sharding.get_abstract_mesh().explicit_axes
         return self.embed(tokens, PartitionSpec(*spec, None) if explicit else None)

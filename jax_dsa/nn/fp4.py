@@ -1,4 +1,4 @@
-"""FP4 for quantisation-aware training."""
+"""FP4 rounding for quantisation-aware training."""
 
 from __future__ import annotations
 
@@ -8,32 +8,40 @@ import jax.numpy as jnp
 from jax_dsa.core.typing import Array, Float
 
 BLOCK = 32
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 
 _DTYPES = jnp.bfloat16, jnp.float16, jnp.float32
-# Of float32, whose bits order as magnitudes do.
+# Bits of float32: infinity, and one step of the exponent. Bits of positive float32 numbers have the
+# same order as the numbers.
 _INFINITY, _EXPONENT_ONE = 0x7F800000, 1 << 23
-# 2^-124: half of it, the smallest number, is normal. Devices differ in what they make of others.
+# 2^-124. Half of it, the smallest FP4 magnitude, is a normal float32 number. Devices differ in how
+# they treat subnormal numbers.
 _LEAST_SCALE = 3 * _EXPONENT_ONE
 
 
 @jax.custom_jvp
 def fake_quantize_fp4(x: Float[Array, "... C"]) -> Float[Array, "... C"]:
-    """`x` rounded to what its FP4 quantisation holds, in x's dtype, with the gradient of `x`.
+    """Rounds `x` to values that FP4 can represent, and passes gradients straight through.
 
-    Every 32 elements of the last axis share a scale, the least power of two from 2^-124 on with
-    `max|x| <= 6 scale`, and each is rounded to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times
-    that (e2m1), ties to the even code, with its sign: the same bits on every device. Where 4 times
-    the scale is more than the dtype holds, the largest is 3 times it. A block that holds a NaN or
-    an infinity becomes NaN.
+    Every 32 elements of the last axis are a block with one scale, the smallest power of two of at
+    least 2^-124 for which `max|x| <= 6 scale`. Each magnitude is rounded to the nearest of 0, 0.5,
+    1, 1.5, 2, 3, 4 and 6 times the scale (e2m1), ties to the even code. The results have the same
+    bits on every device. If 4 times the scale exceeds the dtype's largest number, magnitudes are at
+    most 3 times the scale. A block with a NaN or an infinity becomes NaN.
 
     Args:
         x: bfloat16, float16 or float32; C is a multiple of 32.
 
-    Source: OCP Microscaling Formats 1.0 (2023), MXFP4, but for its scale, which is rounded down and
+    Returns:
+        The rounded array, in the shape and dtype of `x`. Its gradient is that of `x`.
+
+    Raises:
+        ValueError: If `x` has another dtype, or C is not a multiple of 32.
+
+    Source: OCP Microscaling Formats 1.0 (2023), MXFP4, except that MXFP4 rounds the scale down and
     clips the largest values.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from jax_dsa import nn
         >>> nn.fake_quantize_fp4(jnp.linspace(0.0, 6.0, 32))[::5]
@@ -41,16 +49,17 @@ def fake_quantize_fp4(x: Float[Array, "... C"]) -> Float[Array, "... C"]:
     """
     if x.dtype not in _DTYPES or x.ndim < 1 or x.shape[-1] % BLOCK:
         raise ValueError(
-            f"fake_quantize_fp4: argument 'x' is {x.dtype}{list(x.shape)}, want bfloat16, float16 "
-            f"or float32 with a multiple of {BLOCK} last"
+            f"fake_quantize_fp4: argument 'x' is {x.dtype}{list(x.shape)}, expected bfloat16, "
+            f"float16 or float32 with a last axis that is a multiple of {BLOCK}"
         )
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK).astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.uint32)
-    most = jnp.max(bits, axis=-1, keepdims=True)
-    # Up to 1.5 times a power of two that power counts, above the next one; 6 is 1.5 times 2^2.
-    power = (most + (_EXPONENT_ONE // 2 - 1)) & _INFINITY
+    largest_bits = jnp.max(bits, axis=-1, keepdims=True)
+    # 6 scale = 1.5 * 2^2 scale. So a maximum of up to 1.5 * 2^e has the scale 2^(e - 2), and a
+    # greater one the next power of two.
+    power = (largest_bits + (_EXPONENT_ONE // 2 - 1)) & _INFINITY
     exponent = jnp.maximum(power, _LEAST_SCALE + 2 * _EXPONENT_ONE) - 2 * _EXPONENT_ONE
-    finite = most < _INFINITY
+    finite = largest_bits < _INFINITY
     scale, inverse = (
         jnp.where(finite, jax.lax.bitcast_convert_type(e.astype(jnp.uint32), jnp.float32), jnp.nan)
         for e in (exponent, 254 * _EXPONENT_ONE - exponent)

@@ -1,4 +1,4 @@
-"""The lightning indexer's projections: everything before `jax_dsa.indexer_topk`."""
+"""The projections of the lightning indexer, which precede `jax_dsa.indexer_topk`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,31 @@ if TYPE_CHECKING:
 
 
 class IndexerInputs(NamedTuple):
-    """The arguments, by name, that every operator with an indexer takes."""
+    """The arguments, by name, of every operator with an indexer."""
 
     index_q: Float[Array, "B T J C"]
+    """Queries, in the layer's dtype or float8_e4m3fn."""
     index_k: Float[Array, "B T C"]
+    """Keys, in the dtype of the queries."""
     index_weights: Float[Array, "B T J"]
+    """Weight of each head for each query, float32."""
     index_k_scale: Float[Array, "B T"] | None
+    """Scale of each FP8 key, float32; None without quantisation."""
 
     def unstriped_keys(self, stripes: int) -> IndexerInputs:
-        """With the keys by their places in the sequence; see `jax_dsa.nn.stripes`."""
+        """Returns these arguments with the keys in the sequence's order.
+
+        See `jax_dsa.nn.stripes`.
+        """
         k, scale = jax.tree.map(lambda a: unstriped(a, stripes), (self.index_k, self.index_k_scale))
         return self._replace(index_k=k, index_k_scale=scale)
 
 
 class LogScale(nnx.Module):
-    """Multiplies each head's queries by `scale log(position + 1) + bias`; 1 at first."""
+    """Multiplies each head's queries by `scale log(position + 1) + bias`.
+
+    The factor of a new module is 1.
+    """
 
     def __init__(self, num_heads: int) -> None:
         self.scale = nnx.Param(jnp.zeros(num_heads))
@@ -43,7 +53,7 @@ class LogScale(nnx.Module):
     def __call__(
         self, q: Float[Array, "B T N D"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T N D"]:
-        """The queries in their dtype."""
+        """Returns the scaled queries, in the dtype of `q`."""
         log = jnp.log(positions.astype(jnp.float32) + 1)[..., None]
         return q * (self.scale[...] * log + self.bias[...])[..., None].astype(q.dtype)
 
@@ -51,9 +61,14 @@ class LogScale(nnx.Module):
 class LightningIndexer(nnx.Module):
     """Projects hidden states to the indexer's queries, keys and head weights.
 
-    Layer norm on the keys, rotary position on the first (or last) `index_rope_dim` elements, then
-    optionally the Hadamard rotation and quantisation. Both inputs are cut off with `stop_gradient`:
-    whatever loss is put on the results trains the indexer alone.
+    The keys have a layer norm. Queries and keys have rotary position in their first (or last)
+    `index_rope_dim` elements. Then the Hadamard transform and quantisation follow, if the
+    configuration asks for them. Both inputs pass through `stop_gradient`, so that any loss of the
+    results trains the indexer alone.
+
+    Args:
+        config: Sizes and switches of the layer.
+        rngs: Random streams that initialise the parameters.
 
     Source: DeepSeek-V3.2 (2025), section 2.
     """
@@ -61,15 +76,15 @@ class LightningIndexer(nnx.Module):
     def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         c = config
-        wide = c.index_heads * c.index_dim
+        width = c.index_heads * c.index_dim
         eps = c.norm_eps if c.index_norm_eps is None else c.index_norm_eps
         norm = {"epsilon": eps, "dtype": c.dtype, "rngs": rngs}
         self.q_norm = nnx.LayerNorm(c.model_dim, **norm) if c.q_rank is None else None
-        self.wq = projection(c, c.q_rank or c.model_dim, wide, rngs)
+        self.wq = projection(c, c.q_rank or c.model_dim, width, rngs)
         self.wk = projection(c, c.model_dim, c.index_dim, rngs)
         self.k_norm = nnx.LayerNorm(c.index_dim, **norm)
         self.q_scale = LogScale(c.index_heads) if c.log_scaling else None
-        # The weights decide between close scores and are few: float32 throughout.
+        # The weights decide between close scores and are few, so they stay in float32.
         self.weights = nnx.Linear(c.model_dim, c.index_heads, use_bias=False, rngs=rngs)
 
     def __call__(
@@ -78,7 +93,13 @@ class LightningIndexer(nnx.Module):
         q_latent: Float[Array, "B T Q"],
         positions: Int[Array, "B T"],
     ) -> IndexerInputs:
-        """The arguments for hidden states `x` and what the attention's queries are made of."""
+        """Returns the indexer's arguments for some tokens.
+
+        Args:
+            x: Hidden states.
+            q_latent: The input of the attention's query projection; see `MLAProjections`.
+            positions: Rotary positions of the tokens, int32.
+        """
         c = self.config
         x, q_latent = jax.lax.stop_gradient((x, q_latent))
         if self.q_norm is not None:
@@ -93,23 +114,26 @@ class LightningIndexer(nnx.Module):
             return IndexerInputs(q, k, weights, None)
         q8, q_scale = quantize_fp8(jax.lax.stop_gradient(q), block=c.index_dim)
         k8, k_scale = quantize_fp8(jax.lax.stop_gradient(k), block=c.index_dim)
-        # relu(a x) = a relu(x) for a > 0, so the queries' scale moves into the weights.
+        # relu(a x) = a relu(x) for a > 0, so the weights absorb the queries' scale.
         return IndexerInputs(q8, k8, weights * q_scale[..., 0], k_scale[..., 0])
 
     def _rotate(
         self, x: Float[Array, "B T *H C"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T *H C"]:
+        """Returns queries or keys with rotary position, prepared for scoring."""
         c = self.config
         last = c.index_rope_last
         split = c.index_dim - c.index_rope_dim if last else c.index_rope_dim
         head, tail = jnp.split(x, [split], axis=-1)
-        turned = rope(tail if last else head, positions, layout=c.index_rope_layout, **c.rotation)
-        x = jnp.concatenate([head, turned] if last else [turned, tail], axis=-1)
-        return prepared(x, c.index_hadamard, c.index_fp4)
+        rotated = rope(tail if last else head, positions, layout=c.index_rope_layout, **c.rotation)
+        x = jnp.concatenate([head, rotated] if last else [rotated, tail], axis=-1)
+        return prepare_for_scoring(x, use_hadamard=c.index_hadamard, fp4=c.index_fp4)
 
 
-def prepared(x: Float[Array, "B T *H C"], turned: bool, fp4: bool) -> Float[Array, "B T *H C"]:
-    """An indexer's rotated queries or keys as it multiplies them."""
-    if turned:
+def prepare_for_scoring(
+    x: Float[Array, "B T *H C"], *, use_hadamard: bool, fp4: bool
+) -> Float[Array, "B T *H C"]:
+    """Returns an indexer's queries or keys after the Hadamard transform and FP4 rounding."""
+    if use_hadamard:
         x = hadamard(x)
     return fake_quantize_fp4(x) if fp4 else x

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class Fp8Linear(nnx.Linear):
-    """`nnx.Linear` whose three products, forward and backward, are `jax_dsa.fp8_linear`.
+    """An `nnx.Linear` whose three matrix products, forward and backward, run in FP8.
 
-    Arguments and parameters are those of `nnx.Linear`. The kernel is quantised as it is stored, and
-    its gradient is rounded to that dtype alone. `precision`, `dot_general` and
-    `preferred_element_type` have no effect.
+    `jax_dsa.fp8_linear` computes them. Arguments and parameters are those of `nnx.Linear`. The
+    kernel is quantised from the dtype that it is stored in, and its gradient is rounded to that
+    dtype only. `precision`, `dot_general` and `preferred_element_type` have no effect.
 
     Source: DeepSeek-V3 (2024), section 3.3.
     """
 
     def __call__(self, inputs: Float[Array, "... K"], out_sharding: Any = None) -> Array:
-        """`inputs @ kernel + bias`."""
+        """Returns `inputs @ kernel + bias`, in the layer's dtype."""
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]
         x, _, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
@@ -38,6 +38,14 @@ class Fp8Linear(nnx.Linear):
 def projection(
     config: AttentionConfig, inputs: int, outputs: int, rngs: nnx.Rngs, *, bias: bool = False
 ) -> nnx.Linear:
-    """A linear layer as the configuration wants its projections."""
+    """Returns a linear layer, in FP8 if `config.fp8` is True.
+
+    Args:
+        config: Configuration of the layer that the projection belongs to.
+        inputs: Width of the input.
+        outputs: Width of the output.
+        rngs: Random streams that initialise the parameters.
+        bias: Whether the projection has a bias.
+    """
     layer = Fp8Linear if config.fp8 else nnx.Linear
     return layer(inputs, outputs, use_bias=bias, dtype=config.dtype, rngs=rngs)

@@ -1,4 +1,4 @@
-"""Flax Linen bridge: the attention module for models written in Linen."""
+"""The attention module for models that are written in Flax Linen."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ if TYPE_CHECKING:
 def linen_dsattention(
     config: AttentionConfig, indexer_type: IndexerType = "full", *, name: str | None = None
 ) -> linen.Module:
-    """`DSAttention` as a Linen module: same call, same results, parameters in the collection
-    "params".
+    """Returns `DSAttention` as a Linen module, with parameters in the collection "params".
 
-    For `DSAttention.decode` pass `nnx_method="decode"` in the call.
+    Arguments and results of a call are those of `DSAttention`. To call `DSAttention.decode`, pass
+    `nnx_method="decode"`.
+
+    Args:
+        config: Sizes and switches of the layer.
+        indexer_type: "full" or "shared", as in `DSAttention`.
+        name: Name of the Linen module.
     """
     return nnx.bridge.to_linen(DSAttention, config, indexer_type, name=name)

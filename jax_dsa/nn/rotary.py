@@ -1,4 +1,4 @@
-"""Rotations of queries and keys: rotary position embedding and the Hadamard transform."""
+"""Rotary position embedding and the Hadamard transform of queries and keys."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 RopeLayout = Literal["half", "interleaved"]
+"""Which elements form a pair that `rope` rotates."""
 ROPE_LAYOUTS = get_args(RopeLayout)
 
 
@@ -26,22 +27,38 @@ def rope(
     frequencies: Sequence[float] | None = None,
     factor: float = 1.0,
 ) -> Float[Array, "B T *H R"]:
-    """Rotates pair i of the last axis by `positions * base^(-2i/R)` radians; R is even.
+    """Rotates pair i of the last axis by `positions * base^(-2i/R)` radians.
 
-    With `frequencies`, R/2 radians per position, by `positions * frequencies[i]` instead. `factor`
-    multiplies what was rotated.
+    Weights that were trained with one layout do not work with the other. A model that is loaded
+    with the wrong layout still runs, but its queries no longer find their keys.
 
-    Layout "half" pairs element i with i + R/2, "interleaved" pairs 2i with 2i + 1. Weights trained
-    with one layout do not work with the other: a model that is loaded with the wrong one still
-    runs, and no longer finds its keys.
+    Args:
+        x: Floating-point array; R is even. It is rotated in float32.
+        positions: Positions of the tokens, int32.
+        base: Base of the frequencies.
+        layout: "half" pairs element i with i + R/2, "interleaved" pairs 2i with 2i + 1.
+        frequencies: R/2 frequencies in radians per position, which replace those of `base`.
+        factor: Multiplies the rotated elements.
 
-    Source: RoFormer (Su et al., 2021). Computed in float32, returned in the dtype of `x`.
+    Returns:
+        The rotated array, in the shape and dtype of `x`.
+
+    Raises:
+        ValueError: If R is odd, `layout` is unknown, or the number of `frequencies` is not R/2.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax_dsa import nn
+        >>> nn.rope(jnp.ones((1, 2, 2)), jnp.array([[0, 1]])).round(2).tolist()
+        [[[1.0, 1.0], [-0.30000001192092896, 1.3799999952316284]]]
+
+    Source: RoFormer (Su et al., 2021).
     """
     if layout not in ROPE_LAYOUTS:
-        raise ValueError(f"rope: argument 'layout' is {layout!r}, want one of {ROPE_LAYOUTS}")
+        raise ValueError(f"rope: argument 'layout' is {layout!r}, expected one of {ROPE_LAYOUTS}")
     width = x.shape[-1]
     if width % 2:
-        raise ValueError(f"rope: argument 'x' has shape {x.shape}, want an even last axis")
+        raise ValueError(f"rope: argument 'x' has shape {x.shape}, expected an even last axis")
     if width == 0:
         return x
     if frequencies is None:
@@ -50,17 +67,18 @@ def rope(
         frequency = np.asarray(frequencies, np.float32)
     else:
         raise ValueError(
-            f"rope: argument 'frequencies' has {len(frequencies)} numbers, want {width // 2}"
+            f"rope: argument 'frequencies' has {len(frequencies)} numbers, expected {width // 2} "
+            f"because the last axis of x has {width} elements"
         )
     angle = positions[..., None].astype(jnp.float32) * frequency
     angle = angle.reshape(*positions.shape, *(1,) * (x.ndim - positions.ndim - 1), width // 2)
     cos, sin = factor * jnp.cos(angle), factor * jnp.sin(angle)
-    wide = x.astype(jnp.float32)
+    exact = x.astype(jnp.float32)
     if layout == "half":
-        a, b = jnp.split(wide, 2, axis=-1)
+        a, b = jnp.split(exact, 2, axis=-1)
         rotated = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
     else:
-        a, b = wide[..., 0::2], wide[..., 1::2]
+        a, b = exact[..., 0::2], exact[..., 1::2]
         rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
     return rotated.astype(x.dtype)
 
@@ -75,23 +93,34 @@ def yarn_frequencies(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> tuple[float, ...]:
-    """Frequencies for `rope` that stretch a context of `original_length` tokens by `factor`.
+    """Returns frequencies for `rope` in a context that is stretched by `factor`.
 
-    A pair that turns more than `beta_fast` times within the original length keeps its frequency,
-    one that turns less than `beta_slow` times has it divided by `factor`, and between them the
-    share of the two goes linearly with the pair's number. `truncate` widens that range to whole
-    pairs.
+    A pair that makes more than `beta_fast` turns within the original length keeps its frequency.
+    The frequency of a pair that makes fewer than `beta_slow` turns is divided by `factor`. Between
+    these pairs the frequencies are interpolated, linearly in the number of the pair.
+
+    Args:
+        width: R, number of rotary elements.
+        base: Base of the original frequencies.
+        factor: Growth of the context.
+        original_length: Tokens of the context that the model was trained with.
+        beta_fast: Turns above which a frequency is kept.
+        beta_slow: Turns below which a frequency is divided.
+        truncate: Whether to widen the interpolated range to whole pairs.
+
+    Returns:
+        R/2 frequencies, in radians per position.
 
     Source: YaRN (Peng et al., 2023), section 3.2.
     """
     pairs = np.arange(width // 2)
     plain = float(base) ** (-2.0 * pairs / width)
 
-    def turning(times: float) -> float:
-        """The pair, not always a whole one, that turns so often within the original length."""
-        return width * math.log(original_length / (2 * math.pi * times)) / (2 * math.log(base))
+    def pair_with_turns(turns: float) -> float:
+        """Returns the fractional number of the pair that makes so many turns."""
+        return width * math.log(original_length / (2 * math.pi * turns)) / (2 * math.log(base))
 
-    first, last = turning(beta_fast), turning(beta_slow)
+    first, last = pair_with_turns(beta_fast), pair_with_turns(beta_slow)
     if truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
@@ -100,15 +129,25 @@ def yarn_frequencies(
 
 
 def hadamard(x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
-    """Multiplies the last axis by the Hadamard matrix scaled by C^-1/2, which is orthogonal; C is a
-    power of two.
+    """Multiplies the last axis by the orthogonal Hadamard matrix, which is scaled by C^-1/2.
 
-    Applied to queries and keys alike it changes no dot product, and it spreads outliers over all C
-    elements before they are quantised.
+    If queries and keys are both transformed, their dot products stay the same. The transform
+    spreads outliers over all C elements, which reduces the error of a following quantisation.
+
+    Args:
+        x: Floating-point array; C is a power of two.
+
+    Returns:
+        The transformed array, in the shape and dtype of `x`, computed in float32.
+
+    Raises:
+        ValueError: If C is not a power of two.
     """
     width = x.shape[-1]
     if width < 1 or width & (width - 1):
-        raise ValueError(f"hadamard: argument 'x' has shape {x.shape}, want a power of two last")
+        raise ValueError(
+            f"hadamard: argument 'x' has shape {x.shape}, expected a power of two as the last axis"
+        )
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < width:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])

@@ -1,9 +1,9 @@
-"""Sequences stored in stripes, so that each device of a mesh axis has as much causal work.
+"""Sequences stored in stripes, so that all devices of a mesh axis have equal causal work.
 
-Cut into contiguous parts, a causal sequence gives its last part almost twice the mean work. Here
-token t lies in stripe t % n, and stripe after stripe is stored: every part has early and late
-tokens. Where a mesh has an Auto axis "context", both functions' results are sharded over it: over n
-devices each of them is one all-to-all.
+If a causal sequence is cut into contiguous shards, the last shard has almost twice the mean work.
+In stripes, token t belongs to stripe t % n, and the stripes are stored one after the other, so
+every shard has early and late tokens. If a mesh has an Auto axis "context", the results of both
+functions are sharded over it. On n devices, each function is then one all-to-all.
 
 Source: Striped Attention (Brandon et al., 2023).
 """
@@ -20,20 +20,31 @@ A = TypeVar("A", jax.Array, np.ndarray)
 
 
 def striped(x: A, stripes: int) -> A:
-    """`x` [B, T, ...] with its sequence stored in stripes."""
-    return _swapped(x, (x.shape[1] // stripes, stripes))
+    """Returns `x` with its sequence stored in stripes.
+
+    Args:
+        x: JAX or NumPy array [B, T, ...] in the order of the sequence.
+        stripes: Number of stripes, a divisor of T.
+    """
+    return _transposed(x, (x.shape[1] // stripes, stripes))
 
 
 def unstriped(x: A, stripes: int) -> A:
-    """`x` [B, T, ...], stored in stripes, as a sequence."""
-    return _swapped(x, (stripes, x.shape[1] // stripes))
+    """Returns `x` with its sequence in order; the inverse of `striped`.
+
+    Args:
+        x: JAX or NumPy array [B, T, ...] that is stored in stripes.
+        stripes: Number of stripes, a divisor of T.
+    """
+    return _transposed(x, (stripes, x.shape[1] // stripes))
 
 
-def _swapped(x: A, cut: tuple[int, int]) -> A:
-    if 1 in cut:
+def _transposed(x: A, shape: tuple[int, int]) -> A:
+    """Returns `x` with its sequence read as an array of this shape and transposed."""
+    if 1 in shape:
         return x
     batch, length, *rest = x.shape
-    x = x.reshape(batch, *cut, *rest).swapaxes(1, 2).reshape(batch, length, *rest)
+    x = x.reshape(batch, *shape, *rest).swapaxes(1, 2).reshape(batch, length, *rest)
     if isinstance(x, np.ndarray) or "context" not in jax.sharding.get_abstract_mesh().auto_axes:
         return x
     free = PartitionSpec.UNCONSTRAINED

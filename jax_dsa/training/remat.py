@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jax_dsa.nn.attention import CHUNKED, SELECTION
+from jax_dsa.nn.query_chunks import CHUNKED, SELECTION
 
 if TYPE_CHECKING:
     from collections.abc import Callable

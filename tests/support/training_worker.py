@@ -23,11 +23,9 @@ def main() -> None:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.distributed.initialize(args.address, num_processes=2, process_id=args.process)
 
-    from test_training import corpus
-    from test_training_mesh import MESH_CONFIG
-
     from jax_dsa.training.mesh import make_mesh
     from jax_dsa.training.trainer import Trainer
+    from support.training import MESH_CONFIG, corpus
 
     config = dataclasses.replace(MESH_CONFIG, checkpoint_every=2, log_every=1)
     trainer = Trainer(config, corpus(), args.folder, make_mesh(args.mesh))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from jax_dsa.core.spec import accumulated
 from jax_dsa.core.typing import Array, Float, Int
 
 
@@ -25,6 +27,14 @@ class Options:
     def sums(self) -> str:
         """The axes of the distribution before K."""
         return "b t" if self.head_group is None else "b (g h) t"
+
+    def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Returns h and m, of which a device that holds half a head group has one and a half m."""
+        if self.head_group is None:
+            return {}
+        heads = known["g h m"] // max(1, known["g"])
+        summed = max(1, min(self.head_group, heads))
+        return {"h": heads // summed, "m": summed}
 
 
 class Operands(NamedTuple):
@@ -50,13 +60,13 @@ class Operands(NamedTuple):
 class Results(NamedTuple):
     """The sums in float32."""
 
-    dist: Float[Array, "{o.sums} k"]
+    dist: Float[Array, "{o.sums} k", accumulated("q")]
 
 
 class Gradients(NamedTuple):
     """Of q in its dtype, of the others in float32."""
 
     q: Array
-    kv: Array
-    lse: Array
-    sinks: Array | None
+    kv: Float[Array, "", accumulated("q")]
+    lse: Float[Array, "", accumulated("q")]
+    sinks: Float[Array, "", accumulated("q")] | None

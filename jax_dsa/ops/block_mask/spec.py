@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jax_dsa.core.spec import SHARED
 from jax_dsa.core.typing import Array, Bool, Int, UInt8
@@ -88,6 +89,18 @@ class Options:
         """J, how many tiles the keys make."""
         return -(-self.keys // self.block_k)
 
+    def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Returns the sizes of a mask. A mask function may have more batch entries than arrays."""
+        return {
+            "b": self.batch if known["b"] == 1 else known["b"],
+            "h": known.get("h", self.heads),
+            "i": self.rows,
+            "j": self.columns,
+            "p": self.room,
+            "r": self.block_q,
+            "c": self.block_k // 8,
+        }
+
 
 class Operands(NamedTuple):
     """What decides which keys are visible, besides a mask function in the options."""
@@ -102,8 +115,8 @@ class Operands(NamedTuple):
 class Kinds(NamedTuple):
     """Which tiles hold any visible key, and which hold no hidden one."""
 
-    occupied: Bool[Array, "b h i j"]
-    full: Bool[Array, "b h i j"]
+    occupied: Bool[Array, "b h i j", jnp.bool_]
+    full: Bool[Array, "b h i j", jnp.bool_]
 
 
 class Tiles(NamedTuple):
@@ -115,7 +128,7 @@ class Tiles(NamedTuple):
 class Bits(NamedTuple):
     """The masks of the partial tiles."""
 
-    bits: UInt8[Array, "b h p r c"]
+    bits: UInt8[Array, "b h p r c", jnp.uint8]
 
 
 class Map(NamedTuple):
@@ -138,6 +151,10 @@ class IndexOptions:
 
     size: int
 
+    def result_sizes(self, _: Mapping[str, int]) -> dict[str, int]:
+        """Returns the number of keys."""
+        return {"s": self.size}
+
 
 class Indices(NamedTuple):
     """Positions, negative for none."""
@@ -148,4 +165,4 @@ class Indices(NamedTuple):
 class Mask(NamedTuple):
     """True at the positions."""
 
-    mask: Bool[Array, "b t s"]
+    mask: Bool[Array, "b t s", jnp.bool_]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -167,6 +168,12 @@ class _Cache:
     def free_tokens(self) -> Int[Array, "B"]:
         """How many more tokens each request has room for; 0 where the cache is full."""
         return self.capacity - jnp.clip(self.lengths, 0, self.capacity)
+
+    @property
+    def room(self) -> Int[Array, "B"]:
+        """Deprecated name of `free_tokens`."""
+        warnings.warn("room is deprecated, use free_tokens", DeprecationWarning, stacklevel=2)
+        return self.free_tokens
 
     def append(self, rows: Float[Array, "B T G D"], counts: Int[Array, "B"] | None = None) -> Self:
         """The cache with T more tokens of each request, or the first `counts` of them.

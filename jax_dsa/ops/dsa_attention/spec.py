@@ -6,7 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.ops.indexer.spec import IndexerInputs
+from jax_dsa.ops.indexer.spec import IndexerOperands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Operands(NamedTuple):
 
     q: Float[Array, "B T N D"]
     kv: Float[Array, "B S G D"]
-    indexer: IndexerInputs | None
+    indexer: IndexerOperands | None
     starts: Int[Array, "B T"]
     ends: Int[Array, "B T"]
     indices: Int[Array, "B T K"] | None

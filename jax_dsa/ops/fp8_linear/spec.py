@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jax_dsa.core.spec import CONSTANT
+import jax.numpy as jnp
+
+from jax_dsa.core.spec import CONSTANT, Dtype, like
 from jax_dsa.core.typing import Array, Float
 from jax_dsa.ops.quantize_fp8 import spec as quantize
 
@@ -43,6 +46,10 @@ class Options:
         """Of every quantisation."""
         return self.x.power_of_two_scale
 
+    def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Returns the sizes of the weights' blocks."""
+        return self.w.result_sizes(known)
+
 
 class Operands(NamedTuple):
     """Values."""
@@ -73,9 +80,9 @@ class WeightValues(NamedTuple):
 class WeightCodes(NamedTuple):
     """The weights, quantised by tiles, in the layouts of both directions."""
 
-    w: Float[Array, "b {o.k} {o.n}"]
-    w_transposed: Float[Array, "b {o.n} {o.k}"]
-    w_scale: Float[Array, "b {o.k_blocks} {o.n_blocks}"]
+    w: Float[Array, "b {o.k} {o.n}", jnp.float8_e4m3fn]
+    w_transposed: Float[Array, "b {o.n} {o.k}", jnp.float8_e4m3fn]
+    w_scale: Float[Array, "b {o.k_blocks} {o.n_blocks}", jnp.float32]
 
 
 class TransposedWeights(NamedTuple):
@@ -95,7 +102,7 @@ class Weights(NamedTuple):
 class Product(NamedTuple):
     """x @ w."""
 
-    out: Float[Array, "b {o.rows} {o.n}"]
+    out: Float[Array, "b {o.rows} {o.n}", Dtype(lambda options, _: options.dtype)]
 
 
 class Results(NamedTuple):
@@ -109,8 +116,8 @@ class Results(NamedTuple):
 class Gradients(NamedTuple):
     """Of the operands."""
 
-    x: Float[Array, "b {o.rows} {o.k}"]
-    w: Float[Array, "b {o.k} {o.n}"]
+    x: Float[Array, "b {o.rows} {o.k}", like("x")]
+    w: Float[Array, "b {o.k} {o.n}", Dtype(lambda options, _: options.w_dtype)]
 
 
 def flat_rows(x: Float[Array, "b ... C"]) -> Float[Array, "b R C"]:

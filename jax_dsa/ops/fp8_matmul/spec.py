@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from jax_dsa.core.spec import CONSTANT
+import jax.numpy as jnp
+
+from jax_dsa.core.spec import CONSTANT, Dtype
 from jax_dsa.core.typing import Array, Float
 from jax_dsa.ops.quantize_fp8 import spec as quantize
 
@@ -46,7 +48,7 @@ class Operands(NamedTuple):
 class Product(NamedTuple):
     """a @ b^T."""
 
-    out: Float[Array, "b {o.rows} {o.n}"]
+    out: Float[Array, "b {o.rows} {o.n}", Dtype(lambda options, _: options.dtype)]
 
 
 class Results(NamedTuple):
@@ -77,13 +79,13 @@ class B(NamedTuple):
 class AGradient(NamedTuple):
     """Of the first operand."""
 
-    a: Float[Array, "b {o.rows} {o.k}"]
+    a: Float[Array, "b {o.rows} {o.k}", jnp.float32]
 
 
 class BGradient(NamedTuple):
     """Of the second operand."""
 
-    b: Float[Array, "b i {o.k}"]
+    b: Float[Array, "b i {o.k}", jnp.float32]
 
 
 class RowProduct(NamedTuple):

@@ -1,5 +1,5 @@
 """Pooling of blocks of tokens."""
 
-from jax_dsa.ops.gated_pool.api import gated_pool
+from jax_dsa.ops.gated_pool.api import gated_pool, gated_pool_for_norm
 
-__all__ = ["gated_pool"]
+__all__ = ["gated_pool", "gated_pool_for_norm"]

@@ -88,9 +88,38 @@ def gated_pool_for_norm(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B S/R D"], Float[Array, "B S/R"]]:
-    """`gated_pool` of keys that a norm with this scale follows: the keys times the scale, and the
-    sums of the keys' squares before it. The norm's backward pass is in the kernel then, but for
-    one sum a key.
+    """Pools every R tokens into a key that an RMS norm follows.
+
+    The norm of a key needs only these two results: it is `scaled_key * rsqrt(squares / D + eps)`.
+    The kernel's backward pass then covers the norm's, except for one sum per key.
+
+    Args:
+        values: As in `gated_pool`.
+        gates: As in `gated_pool`.
+        bias: As in `gated_pool`.
+        scale: The norm's scale of each element, float32.
+        starts: As in `gated_pool`.
+        implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
+
+    Returns:
+        keys: The keys times `scale`, in the dtype of `values`.
+        squares: The sum of the squares of each key's elements before the scale, float32.
+
+        Both have gradients for values, gates, bias and scale.
+
+    Raises:
+        TypeError, ValueError: If an argument has the wrong type or shape.
+        NotImplementedError: For forward mode, gradients of gradients, or `implementation="cuda"`
+            where the kernel does not cover the arguments.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax_dsa.ops.gated_pool import gated_pool_for_norm
+        >>> values = jnp.arange(8.0).reshape(1, 8, 1, 1)
+        >>> gates, bias = jnp.zeros_like(values), jnp.zeros((4, 1, 1))
+        >>> keys, squares = gated_pool_for_norm(values, gates, bias, jnp.full(1, 2.0))
+        >>> keys[0, :, 0].tolist(), squares[0].tolist()
+        ([3.0, 11.0], [2.25, 30.25])
     """
     results = _pooled(values, gates, bias, starts, scale, implementation)
     assert results.squares is not None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from jax_dsa.core.spec import accumulated, like
 from jax_dsa.core.typing import Array, Float, Int
 
 
@@ -14,6 +16,10 @@ class Options:
 
     ratio: int
     """Tokens of a block."""
+
+    def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Returns the number of keys."""
+        return {"w": known["s"] // self.ratio}
 
 
 class Operands(NamedTuple):
@@ -42,8 +48,8 @@ class Results(NamedTuple):
         squares: with a scale, the sums of the squares of a key's elements before it.
     """
 
-    keys: Float[Array, "b w d"]
-    squares: Float[Array, "b w"] | None
+    keys: Float[Array, "b w d", like("values")]
+    squares: Float[Array, "b w", accumulated("scale")] | None
 
 
 class Gradients(NamedTuple):

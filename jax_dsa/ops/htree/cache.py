@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -125,6 +126,12 @@ class HTreeCache:
     def free_tokens(self) -> Int[Array, "B"]:
         """How many more tokens each request has room for; 0 where the cache is full."""
         return self.capacity - jnp.clip(self.lengths, 0, self.capacity)
+
+    @property
+    def room(self) -> Int[Array, "B"]:
+        """Deprecated name of `free_tokens`."""
+        warnings.warn("room is deprecated, use free_tokens", DeprecationWarning, stacklevel=2)
+        return self.free_tokens
 
     @property
     def layers(self) -> tuple[tuple[Array, Array], ...]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jax_dsa.core.checks import Args
-from jax_dsa.core.spec import Remat
+from jax_dsa.core.spec import Dtype, Remat, accumulated, like
 from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.ops.htree.tree import node_count, tree_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,14 @@ class Options:
         """Of a selection that is kept: a candidate's ordinal is below r * K."""
         return jnp.int16 if self.compression * self.top_k <= 2**15 else jnp.int32
 
+    def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Returns the number of tokens, of layers that are selected from, and of nodes."""
+        tokens = self.capacity or known["s"]
+        layers = tree_layers(tokens, self.compression, self.top_k)
+        nodes = node_count(layers, self.compression)
+        sizes = {"l": len(layers) - 1, "k": self.top_k, "u": nodes}
+        return sizes if "s" in known else {**sizes, "s": tokens}
+
 
 def check_tree(args: Args, compression: Any, top_k: Any, **others: Any) -> Options:
     """Checked options of a tree."""
@@ -60,6 +70,9 @@ class Operands(NamedTuple):
     positions: Int[Array, "b t"]
 
 
+_ORDINALS = Dtype(lambda options, _: options.ordinal_dtype)
+
+
 class Results(NamedTuple):
     """Output in q's dtype, lse, and selection.
 
@@ -68,9 +81,14 @@ class Results(NamedTuple):
             then -1.
     """
 
-    out: Float[Array, "b t (g m) e", Remat("dsa_out")]
-    lse: Float[Array, "b t (g m)", Remat("dsa_lse")]
-    selected: Int[Array, "b t g l k", Remat("dsa_topk_indices")]
+    out: Float[Array, "b t (g m) e", like("q"), Remat("dsa_out")]
+    lse: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
+    selected: Int[
+        Array,
+        "b t g l k",
+        Dtype(lambda options, _: options.ordinal_dtype),
+        Remat("dsa_topk_indices"),
+    ]
 
 
 class Gradients(NamedTuple):
@@ -91,12 +109,12 @@ class Tokens(NamedTuple):
 class Nodes(NamedTuple):
     """Keys and values of all nodes of a tree, on one axis u."""
 
-    k: Float[Array, "b u g d"]
-    v: Float[Array, "b u g e"]
+    k: Float[Array, "b u g d", like("k")]
+    v: Float[Array, "b u g e", like("v")]
 
 
 class TokenGradients(NamedTuple):
     """Of the tokens. Their axis is in none of the operands, so its dims stand here."""
 
-    k: Float[Array, "b s g d"]
-    v: Float[Array, "b s g e"]
+    k: Float[Array, "b s g d", like("k")]
+    v: Float[Array, "b s g e", like("v")]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jax_dsa.core.arguments import key_ranges
 from jax_dsa.core.call import Call
-from jax_dsa.core.checks import FLOATS, FP8, WIDE_FLOATS, Args
+from jax_dsa.core.checks import FLOATS, FP8, INT32, WIDE_FLOATS, Args
 from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
@@ -16,7 +16,7 @@ from jax_dsa.ops.cache.api import FlatCache, PagedCache, cached_keys
 from jax_dsa.ops.indexer import cuda, xla
 from jax_dsa.ops.indexer.spec import (
     Gradients,
-    IndexerInputs,
+    IndexerOperands,
     Operands,
     Options,
     Selected,
@@ -95,14 +95,14 @@ def _weights(args: Args, index_weights: Any) -> Float[Array, "B T J"]:
 
 def indexer_inputs(
     args: Args, index_q: Any, index_k: Any, index_weights: Any, index_k_scale: Any
-) -> IndexerInputs:
+) -> IndexerOperands:
     """The arguments of these names."""
     q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
     k = args.array("index_k", index_k, "B S C", (q.dtype,))
     weights = _weights(args, index_weights)
     if index_k_scale is not None:
         index_k_scale = args.array("index_k_scale", index_k_scale, "B S", WIDE_FLOATS)
-    return IndexerInputs(q, k, weights, index_k_scale)
+    return IndexerOperands(q, k, weights, index_k_scale)
 
 
 def indexer_logits(
@@ -230,7 +230,7 @@ def indexer_topk(
             index_k_scale = args.array("index_k_scale", index_k_scale, layout, WIDE_FLOATS)
             if keys.page_table is not None:
                 index_k_scale = index_k_scale.reshape(-1)[None]
-        inputs = IndexerInputs(q, k, weights, index_k_scale)
+        inputs = IndexerOperands(q, k, weights, index_k_scale)
         lengths = keys.lengths
         if keys.page_table is not None:
             page_table, page_size = keys.page_table, keys.page_size
@@ -246,3 +246,54 @@ def indexer_topk(
     operands = Operands(*inputs, *ranges, page_table)
     selection = args.restore(indexer_topk_op(call, options, operands))
     return selection.indices, selection.logits
+
+
+def indexer_selected_logits(
+    index_q: Float[Array, "B T J C"],
+    index_k: Float[Array, "B S C"],
+    index_weights: Float[Array, "B T J"],
+    indices: Int[Array, "B T K"],
+    *,
+    index_k_scale: Float[Array, "B S"] | None = None,
+    relu: bool = True,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T K"]:
+    """Returns the `indexer_logits` of keys that are selected already.
+
+    It replays a recorded selection: the logits are those that `indexer_topk` would return for the
+    same keys, and they have the same gradients. The batch axis may be absent from all arguments.
+
+    Args:
+        index_q: As in `indexer_logits`.
+        index_k: As in `indexer_logits`.
+        index_weights: As in `indexer_logits`.
+        indices: Selected keys of each query, int32. Negative entries, and entries from S on, are
+            empty slots.
+        index_k_scale: As in `indexer_logits`.
+        relu: As in `indexer_logits`.
+        implementation: None or "xla"; the forward pass has no kernel.
+
+    Returns:
+        Logits of shape [B, T, K], float32, -inf in empty slots. They are differentiable in index_q,
+        index_k, index_weights and index_k_scale.
+
+    Raises:
+        TypeError, ValueError: If an argument has the wrong type or shape.
+        NotImplementedError: For forward mode, gradients of gradients, or `implementation="cuda"`.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax_dsa.ops.indexer import indexer_selected_logits, indexer_topk
+        >>> index_q = jax.random.normal(jax.random.key(0), (1, 3, 4, 32))
+        >>> index_k = jax.random.normal(jax.random.key(1), (1, 3, 32))
+        >>> inputs = index_q, index_k, jnp.ones((1, 3, 4))
+        >>> indices, logits = indexer_topk(*inputs, 2, is_causal=True)
+        >>> bool(jnp.allclose(indexer_selected_logits(*inputs, indices), logits))
+        True
+    """
+    args = Args("indexer_selected_logits", "index_q", index_q, "B T J C")
+    call = args.call(implementation)
+    inputs = indexer_inputs(args, index_q, index_k, index_weights, index_k_scale)
+    indices = args.array("indices", indices, "B T K", INT32)
+    options = Options(relu=args.flag("relu", relu), top_k=indices.shape[2])
+    return args.restore(indexer_selected_op(call, options, Selected(*inputs, indices))).logits

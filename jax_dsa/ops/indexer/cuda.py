@@ -97,11 +97,11 @@ def indexer_topk_bwd(options: Options, avals: Gradients, x: Selected, dy: Select
     positive.
     """
     batch, queries, slots = x.indices.shape
-    gates = jax.ShapeDtypeStruct((batch, queries, -(-slots // 64) * 64, 2), jnp.uint32)
+    relu_mask = jax.ShapeDtypeStruct((batch, queries, -(-slots // 64) * 64, 2), jnp.uint32)
     *grads, _ = ffi.call(
         "jax_dsa.indexer_topk_bwd.v1",
         [*x, dy.logits],
-        [*avals, gates],
+        [*avals, relu_mask],
         relu=np.bool_(options.relu),
     )
     return Gradients(*grads)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from jax_dsa.core.spec import SHARED, Remat
+import jax.numpy as jnp
+
+from jax_dsa.core.spec import SHARED, Remat, accumulated
 from jax_dsa.core.typing import Array, Float, Int
 
 
@@ -22,8 +25,12 @@ class Options:
     deterministic: bool = False
     page_size: int = 0
 
+    def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Returns the number of selected keys where this operator selects them."""
+        return {} if "k" in known else {"k": self.top_k}
 
-class IndexerInputs(NamedTuple):
+
+class IndexerOperands(NamedTuple):
     """The arrays that every function of the indexer starts with, checked."""
 
     q: Float[Array, "B T J C"]
@@ -53,14 +60,14 @@ class Operands(NamedTuple):
 class Logits(NamedTuple):
     """Those of all keys, -inf outside a query's range."""
 
-    logits: Float[Array, "b t s"]
+    logits: Float[Array, "b t s", accumulated("q")]
 
 
 class Selection(NamedTuple):
     """The keys of the largest logits, and these."""
 
-    indices: Int[Array, "b t k", Remat("dsa_topk_indices")]
-    logits: Float[Array, "b t k"]
+    indices: Int[Array, "b t k", jnp.int32, Remat("dsa_topk_indices")]
+    logits: Float[Array, "b t k", accumulated("q")]
 
 
 class Selected(NamedTuple):
@@ -77,6 +84,6 @@ class Gradients(NamedTuple):
     """Of the inputs; those of keys are sums, which are rounded after shards have been added."""
 
     q: Array
-    k: Array
+    k: Float[Array, "", accumulated("k")]
     weights: Array
-    k_scale: Array | None
+    k_scale: Float[Array, "", accumulated("k_scale")] | None

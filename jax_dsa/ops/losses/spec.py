@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from jax_dsa.core.spec import CONSTANT, Remat
+import jax.numpy as jnp
+
+from jax_dsa.core.spec import CONSTANT, Remat, accumulated
 from jax_dsa.core.typing import Array, Bool, Float, Int
 
 
@@ -46,9 +48,9 @@ class Results(NamedTuple):
     what the gradient has already, and the backward pass has nothing to do.
     """
 
-    kl: Float[Array, "b t"]
-    counts: Bool[Array, "b t"]
-    grad: Float[Array, "b t k", CONSTANT]
+    kl: Float[Array, "b t", accumulated("logits")]
+    counts: Bool[Array, "b t", jnp.bool_]
+    grad: Float[Array, "b t k", accumulated("logits"), CONSTANT]
 
 
 class Saved(NamedTuple):
@@ -91,12 +93,14 @@ class DenseResults(NamedTuple):
     to keep for a backward pass, while the gradients are of the size of the inputs.
     """
 
-    kl: Float[Array, "b"]
-    rows: Int[Array, "b", Remat("dsa_kl_grads")]
-    index_q: Float[Array, "b t j c", CONSTANT, Remat("dsa_kl_grads")]
-    index_k: Float[Array, "b s c", CONSTANT, Remat("dsa_kl_grads")]
-    index_weights: Float[Array, "b t j", CONSTANT, Remat("dsa_kl_grads")]
-    index_k_scale: Float[Array, "b s", CONSTANT, Remat("dsa_kl_grads")] | None
+    kl: Float[Array, "b", accumulated("index_k")]
+    rows: Int[Array, "b", jnp.int32, Remat("dsa_kl_grads")]
+    index_q: Float[Array, "b t j c", accumulated("index_q"), CONSTANT, Remat("dsa_kl_grads")]
+    index_k: Float[Array, "b s c", accumulated("index_k"), CONSTANT, Remat("dsa_kl_grads")]
+    index_weights: Float[Array, "b t j", accumulated("index_q"), CONSTANT, Remat("dsa_kl_grads")]
+    index_k_scale: (
+        Float[Array, "b s", accumulated("index_k_scale"), CONSTANT, Remat("dsa_kl_grads")] | None
+    )
 
 
 class DenseGradients(NamedTuple):

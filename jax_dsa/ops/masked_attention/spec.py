@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from jax_dsa.core.spec import SHARED, Remat
+from jax_dsa.core.spec import SHARED, Remat, accumulated, like
 from jax_dsa.core.typing import Array, Bool, Float, Int, UInt8
 
 
@@ -25,6 +26,10 @@ class Options:
     mask_heads: str
     tile_heads: str
     deterministic: bool
+
+    def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Returns the number of keys that `Probabilities` has."""
+        return {"z": known["s"]}
 
 
 class Operands(NamedTuple):
@@ -56,8 +61,8 @@ class Operands(NamedTuple):
 class Results(NamedTuple):
     """Output in q's dtype and log-sum-exp."""
 
-    out: Float[Array, "b t (g m) e", Remat("dsa_out")]
-    lse: Float[Array, "b t (g m)", Remat("dsa_lse")]
+    out: Float[Array, "b t (g m) e", like("q"), Remat("dsa_out")]
+    lse: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
 
 
 class Gradients(NamedTuple):
@@ -72,10 +77,10 @@ class Gradients(NamedTuple):
 class LSE(NamedTuple):
     """What the probabilities need of the forward pass."""
 
-    lse: Float[Array, "b t (g m)"]
+    lse: Float[Array, "b t (g m)", accumulated("q")]
 
 
 class Probabilities(NamedTuple):
     """Over all keys; z is S, a letter of its own as this is no gradient."""
 
-    probs: Float[Array, "b (g m) t z"]
+    probs: Float[Array, "b (g m) t z", accumulated("q")]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from jax_dsa.core.spec import CONSTANT, SHARED, Remat
+from jax_dsa.core.compat import accum_dtype
+from jax_dsa.core.spec import CONSTANT, SHARED, Dtype, Remat, accumulated
 from jax_dsa.core.typing import Array, Float, Int
 
 
@@ -21,6 +23,10 @@ class Options:
     normalize: bool
     page_size: int = 1
     batch_invariant: bool = False
+
+    def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Returns the size of a value, which is part of its key where there are no values."""
+        return {} if "e" in known else {"e": self.value_dim}
 
 
 class Operands(NamedTuple):
@@ -44,6 +50,14 @@ class Operands(NamedTuple):
     page_table: Int[Array, "b p"] | None
 
 
+def _out_dtype(options: Options, x: Operands) -> Any:
+    return x.q.dtype if options.normalize else accum_dtype(x.q.dtype)
+
+
+def _top_dtype(options: Options, x: Operands) -> Any:
+    return None if options.normalize else accum_dtype(x.q.dtype)
+
+
 class Results(NamedTuple):
     """Output, log-sum-exp without the sink, and, if options.normalize is False, the largest score,
     which only sets the unit of a result that is not normalised.
@@ -51,9 +65,9 @@ class Results(NamedTuple):
     The output is in q's dtype, or float32 if it is to be scaled further.
     """
 
-    out: Float[Array, "b t (g m) e", Remat("dsa_out")]
-    lse: Float[Array, "b t (g m)", Remat("dsa_lse")]
-    top: Float[Array, "b t (g m)", CONSTANT] | None
+    out: Float[Array, "b t (g m) e", Dtype(_out_dtype), Remat("dsa_out")]
+    lse: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
+    top: Float[Array, "b t (g m)", Dtype(_top_dtype), CONSTANT] | None
 
 
 class Gradients(NamedTuple):
@@ -63,6 +77,6 @@ class Gradients(NamedTuple):
     """
 
     q: Array
-    k: Array | None
-    v: Array | None
-    sinks: Array | None
+    k: Float[Array, "", accumulated("k")] | None
+    v: Float[Array, "", accumulated("v")] | None
+    sinks: Float[Array, "", accumulated("q")] | None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jax_dsa.core.checks import as_array
+from jax_dsa.core.spec import Dtype
 from jax_dsa.core.typing import Array, Float
 
 BLOCK = 128  # of activations (1x128), of weights (128x128), and of the matmul's accumulation
@@ -39,6 +41,20 @@ class Options:
         dims, scale_dims = (" ".join([rows, *tokens]) for tokens in zip(*axes, strict=True))
         return cls(block, dims, scale_dims, **others)
 
+    def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Returns the sizes of the blocks and how many there are along each axis."""
+        rows, columns = self.block
+        sizes: dict[str, int] = {}
+        if "i p" in known:
+            sizes |= {"i": known["i p"] // rows, "p": rows}
+        if "r" in known:
+            sizes["y"] = -(-known["r"] // rows)
+        if "j q" in known:
+            sizes |= {"j": known["j q"] // columns, "q": columns}
+        if "c" in known:
+            sizes["z"] = -(-known["c"] // columns)
+        return sizes
+
 
 # Dims of an axis and of its axis of blocks. An axis of whole blocks is sharded by blocks; one whose
 # last block is shorter cannot be split where its blocks are, so its letters are not shardable ones.
@@ -66,14 +82,14 @@ class Operands(NamedTuple):
 class Codes(NamedTuple):
     """e4m3 codes, and the scales of the blocks."""
 
-    codes: Float[Array, "b {o.dims}"]
-    scale: Float[Array, "b {o.scale_dims}"]
+    codes: Float[Array, "b {o.dims}", jnp.float8_e4m3fn]
+    scale: Float[Array, "b {o.scale_dims}", jnp.float32]
 
 
 class Values(NamedTuple):
     """What codes stand for."""
 
-    x: Float[Array, "b {o.dims}"]
+    x: Float[Array, "b {o.dims}", Dtype(lambda options, _: options.dtype)]
 
 
 class OnlyCodes(NamedTuple):
@@ -85,7 +101,7 @@ class OnlyCodes(NamedTuple):
 class ScaleGradients(NamedTuple):
     """Of dequantisation. The scales are in none of its operands, so their dims stand here."""
 
-    scale: Float[Array, "b {o.scale_dims}"]
+    scale: Float[Array, "b {o.scale_dims}", jnp.float32]
 
 
 class Gradients(NamedTuple):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from jax_dsa.core.spec import SHARED, Remat
+from jax_dsa.core.spec import SHARED, Remat, accumulated, like
 from jax_dsa.core.typing import Array, Float, Int
 
 
@@ -20,6 +21,10 @@ class Options:
     deterministic: bool = False
     page_size: int = 1
     batch_invariant: bool = False
+
+    def result_sizes(self, _: Mapping[str, int]) -> dict[str, int]:
+        """Returns the size of a value, which is a part of its key."""
+        return {"e": self.value_dim}
 
 
 class Operands(NamedTuple):
@@ -48,8 +53,8 @@ class Operands(NamedTuple):
 class Results(NamedTuple):
     """The output in q's dtype, and the log-sum-exp without the sink."""
 
-    out: Float[Array, "b t (g m) e", Remat("dsa_out")]
-    lse: Float[Array, "b t (g m)", Remat("dsa_lse")]
+    out: Float[Array, "b t (g m) e", like("q"), Remat("dsa_out")]
+    lse: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
 
 
 class Gradients(NamedTuple):
@@ -59,5 +64,5 @@ class Gradients(NamedTuple):
     """
 
     q: Array
-    kv: Array | None
-    sinks: Array | None
+    kv: Float[Array, "", accumulated("kv")] | None
+    sinks: Float[Array, "", accumulated("q")] | None

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
+from jax_dsa.core.spec import Dtype, like
 from jax_dsa.core.typing import Array, Float, Int
 
 
@@ -16,6 +20,10 @@ class Options:
     size: int
     return_values: bool
 
+    def result_sizes(self, _: Mapping[str, int]) -> dict[str, int]:
+        """Returns the lengths of a row and of its selection."""
+        return {"k": self.top_k, "s": self.size}
+
 
 class Operands(NamedTuple):
     """Rows, and the half-open range of candidates in each."""
@@ -25,11 +33,15 @@ class Operands(NamedTuple):
     ends: Int[Array, "b t"]
 
 
+def _values_dtype(options: Options, x: Operands) -> Any:
+    return x.x.dtype if options.return_values else None
+
+
 class Results(NamedTuple):
     """Where the largest values are, and, if they are wanted, the values."""
 
-    indices: Int[Array, "b t k"]
-    values: Float[Array, "b t k"] | None
+    indices: Int[Array, "b t k", jnp.int32]
+    values: Float[Array, "b t k", Dtype(_values_dtype)] | None
 
 
 class Selected(NamedTuple):
@@ -41,4 +53,4 @@ class Selected(NamedTuple):
 class Gradients(NamedTuple):
     """Of the rows. Their axis S is in none of the operands, so its dims stand here."""
 
-    x: Float[Array, "b t s"]
+    x: Float[Array, "b t s", like("values")]

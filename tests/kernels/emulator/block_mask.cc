@@ -1,4 +1,4 @@
-// The kernel that makes tiles of masks on the emulator, bit for bit.
+// Tests the block mask kernel on the emulator, bit for bit.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -9,7 +9,8 @@ namespace {
 
 using namespace block_mask_problem;
 
-// A copy of an operand, after which there is nothing to read. It stays.
+// Returns a copy of an operand that ends at an inaccessible page, so that reads beyond it fail. The
+// copy is never freed.
 template <typename T>
 const T* guarded(const std::vector<T>& from) {
   const size_t page = sysconf(_SC_PAGESIZE), bytes = from.size() * sizeof(T);
@@ -23,7 +24,7 @@ const T* guarded(const std::vector<T>& from) {
   return reinterpret_cast<const T*>(stop - bytes);
 }
 
-// Bytes of a result, poisoned, with some before and after it that must stay.
+// A poisoned result buffer with guard bytes around it that must not change.
 class Result {
  public:
   explicit Result(size_t bytes)
@@ -33,12 +34,12 @@ class Result {
     return reinterpret_cast<T*>(words.data() + 1);
   }
   template <typename T>
-  bool is(const std::vector<T>& want) {
+  bool is(const std::vector<T>& expected) {
     const auto* all = reinterpret_cast<const uint8_t*>(words.data());
     for (size_t i = 0; i < words.size() * 16; ++i) {
       if ((i < 16 || i >= 16 + bytes) && all[i] != 0xff) return false;
     }
-    return bytes == want.size() * sizeof(T) && memcmp(all + 16, want.data(), bytes) == 0;
+    return bytes == expected.size() * sizeof(T) && memcmp(all + 16, expected.data(), bytes) == 0;
   }
 
  private:

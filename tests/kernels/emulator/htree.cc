@@ -24,8 +24,8 @@ int64_t wrong_rows(const Problem& p, const uint8_t* tree) {
     for (int l = 0; l < p.layers.count; ++l) {
       const int64_t end = l + 1 < p.layers.count ? p.layers.first[l + 1] : p.layers.blocks;
       for (int64_t at = 0; at < (end - p.layers.first[l]) * r; ++at) {
-        const bool early = at / r < p.layers.early[l];
-        const int64_t i = early ? at : at - p.layers.early[l] * r;
+        const bool early = at / r < p.layers.prefix_blocks[l];
+        const int64_t i = early ? at : at - p.layers.prefix_blocks[l] * r;
         const bool there = i < p.layers.size[l];
         const std::vector<float> zeros(c.dim);
         const auto row = [&](const std::vector<std::vector<float>>& x) {
@@ -99,9 +99,9 @@ Outcome run(const Problem& x, int tokens) {
   Aligned<uint8_t> workspace(p.workspace_bytes);
   p.workspace = workspace.get();
   emulator::require(launch_htree_fwd(p, nullptr));
-  htree::Chunk chunk = {};
+  htree::QueryChunk chunk = {};
   chunk.rows = queries * c.groups;
-  if (c.chunk == 0) htree::divide(p, layers.count, chunk);
+  if (c.chunk == 0) htree::assign_workspace(p, layers.count, chunk);
   if (chunk.importance) {
     y.width = chunk.width;
     y.importance.assign(chunk.importance, chunk.importance + chunk.rows * chunk.width);

@@ -44,8 +44,8 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
     Aligned<uint8_t> workspace(p.workspace_bytes);
     p.workspace = workspace.get();
     emulator::require(launch_htree_decode(params, nullptr));
-    htree::DecodePass pass = {};
-    htree::divide(p, x.layers.count, 3 * rows, pass);
+    htree::DecodePlan plan = {};
+    htree::assign_workspace(p, x.layers.count, 3 * rows, plan);
 
     Findings found;
     int64_t inexact = 0;
@@ -56,7 +56,7 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
       const int g = static_cast<int>(row / c.queries % c.groups);
       const int64_t head = x.token(b, t) * c.heads + g * (c.heads / c.groups);
       const int16_t* chosen = y.selected.data() + (x.token(b, t) * c.groups + g) * layers * c.top_k;
-      const float* importance = layers ? pass.importance + (rows + row) * width : nullptr;
+      const float* importance = layers ? plan.importance + (rows + row) * width : nullptr;
       found +=
           htree_problem::check(x, b, t, g, chosen, &y.out[head * c.dim], &y.lse[head], importance);
       inexact += importance && !selects_exactly(x, b, t, importance, chosen);

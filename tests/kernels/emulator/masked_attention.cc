@@ -1,4 +1,4 @@
-// The masked attention forward kernel on the emulator, against float64.
+// Tests the masked attention forward kernel on the emulator against float64.
 #include "masked_attention/fwd.cu"
 #include "problems/masked_attention_problem.h"
 
@@ -10,16 +10,16 @@ int failures = 0;
 
 void check(const AttentionCase& c, const std::vector<emulator::Options>& schedules) {
   const AttentionProblem x = make_attention(c, schedules[0].seed);
-  const Attended want = attend(x);
+  const ForwardResult expected = solve_forward(x);
   std::vector<uint16_t> first;
   for (size_t i = 0; i < schedules.size(); ++i) {
     const emulator::Options& options = schedules[i];
-    std::vector<uint16_t> out(want.out.size(), 0x7fff);
-    std::vector<float> lse(want.lse.size(), NAN);
+    std::vector<uint16_t> out(expected.out.size(), 0x7fff);
+    std::vector<float> lse(expected.lse.size(), NAN);
     MaskedAttentionFwdParams p = {};
     p.q = x.q.data(), p.k = x.k.data(), p.v = x.v.data();
     p.out = out.data(), p.lse = lse.data();
-    p.mask = x.mask(), p.bias = x.bias_of(x.bias.data());
+    p.mask = x.mask(), p.bias = x.attention_bias(x.bias.data());
     p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
     p.groups = c.groups, p.dim = c.dim, p.value_dim = c.value_dim;
     p.dtype = c.dtype, p.scale = x.scale, p.softcap = c.softcap;
@@ -30,10 +30,10 @@ void check(const AttentionCase& c, const std::vector<emulator::Options>& schedul
     if (i == 0) first = out;
     double worst = 0;
     for (size_t j = 0; j < out.size(); ++j) {
-      const double error = std::fabs(from_16(c.dtype, out[j]) - want.out[j]);
+      const double error = std::fabs(from_16(c.dtype, out[j]) - expected.out[j]);
       worst = std::max(worst, std::isnan(error) ? INFINITY : error);
     }
-    const double worst_lse = lse_difference(lse, want.lse);
+    const double worst_lse = lse_difference(lse, expected.lse);
     const bool same = first == out;
     const bool good = worst < 0.02 && worst_lse < 1e-4 && same;
     printf("%-4s %-32s %s %s seed %llu  out %.1e  lse %.1e%s\n", good ? "ok" : "BAD", c.name,

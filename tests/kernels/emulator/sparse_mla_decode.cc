@@ -52,8 +52,8 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
     SparseMlaDecodeParams own = p;
     own.batch = 1;
     own.q = x.q.data() + int64_t{b} * c.queries * c.heads * c.dim;
-    own.kv = cache.rows.data() + b * p.batch_rows * c.groups *
-                                     (tried.layout.records ? kSparseMlaRecordBytes : c.dim * 2);
+    own.kv = cache.rows.data() +
+             b * p.batch_rows * c.groups * (tried.layout.records ? kMlaRecordBytes : c.dim * 2);
     own.indices += int64_t{b} * c.queries * c.groups * c.slots;
     if (own.ends) own.ends += b * c.queries;
     if (own.topk_length) own.topk_length += b * c.queries;
@@ -105,9 +105,8 @@ void run_values() {
   const auto pieces = record_values::pieces();
   for (const auto& piece : pieces) {
     uint32_t values[16];
-    sparse_mla::unpack_values(piece.codes, piece.scale, [&](int i, const uint32_t (&y)[4]) {
-      std::copy_n(y, 4, values + 4 * i);
-    });
+    mla::unpack_values(piece.codes, piece.scale,
+                       [&](int i, const uint32_t (&y)[4]) { std::copy_n(y, 4, values + 4 * i); });
     wrong += record_values::wrong(piece, reinterpret_cast<const uint16_t*>(values));
   }
   printf("%-4s values of records: %d of %zu wrong\n", wrong ? "BAD" : "ok", wrong,

@@ -1,7 +1,6 @@
 // Tests the attn_dist forward kernel against a float64 CPU reference, then times it.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   attn_dist_check \
-//       tests/kernels/gpu/attn_dist_check.cu cuda/attn_dist/fwd.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o attn_dist_check tests/kernels/gpu/attn_dist_check.cu cuda/attn_dist/fwd.cu
 //   ./attn_dist_check [test|small|bench|profile] [seed]
 // Wrong values everywhere mean wrong scores (Q K^T); values that are a part of the right ones, or
 // columns in each other's place, mean wrong sums.

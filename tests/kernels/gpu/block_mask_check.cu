@@ -1,12 +1,10 @@
-// Exactness and speed of the kernel that makes tiles of masks, without JAX:
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   block_mask_check \
-//       tests/kernels/gpu/block_mask_check.cu cuda/block_mask/dispatch.cu
-//
-// block_mask_check test    the problems of the emulator's test and many random ones, bit for bit;
-//                          then masks of up to more than 2^31 keys, against a plain kernel
-// block_mask_check small   some of it, for compute-sanitizer
-// block_mask_check bench   rates beside the machine's copy and read, and variants
+// Tests the block mask kernel bit for bit, then times it, without JAX.
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o block_mask_check tests/kernels/gpu/block_mask_check.cu cuda/block_mask/dispatch.cu
+//   ./block_mask_check [test|small|bench]
+// `test` solves the problems of the emulator test and many random ones, then compares masks with up
+// to more than 2^31 keys with a plain kernel. `small` is for compute-sanitizer. `bench` prints
+// rates next to the rates of a copy and of reads alone, also of variants of the kernel.
 
 #include <cstring>
 #include <string>
@@ -24,7 +22,7 @@ namespace {
 
 int failures = 0;
 
-// Results in device memory, poisoned.
+// A poisoned result in device memory.
 template <typename T>
 struct Poisoned {
   T* p;
@@ -33,10 +31,10 @@ struct Poisoned {
   ~Poisoned() { cudaFree(p); }
   Poisoned(const Poisoned&) = delete;
   template <typename U>
-  bool is(const std::vector<U>& want) const {
+  bool is(const std::vector<U>& expected) const {
     static_assert(sizeof(T) == sizeof(U));
     const std::vector<T> got = download_bytes();
-    return got.size() == want.size() && memcmp(got.data(), want.data(), n * sizeof(T)) == 0;
+    return got.size() == expected.size() && memcmp(got.data(), expected.data(), n * sizeof(T)) == 0;
   }
 
  private:
@@ -82,8 +80,10 @@ void check(const Case& c, uint64_t seed) {
 
 // ---- against a plain kernel --------------------------------------------------------------------
 
-// A byte of bits at a time, of every tile; a tile's kind as two flags.
-__global__ void plainly(BlockMaskParams p, unsigned* some, unsigned* hidden, uint8_t* bits) {
+// A plain implementation. Each thread computes one byte of bits at a time. The kind of a tile is
+// stored as two flags.
+__global__ void reference_kernel(BlockMaskParams p, unsigned* any_visible, unsigned* any_masked,
+                                 uint8_t* bits) {
   const int64_t rows = ceil_div(p.queries, int64_t{p.block_q});
   const int64_t columns = ceil_div(p.keys, int64_t{p.block_k});
   const int64_t line = p.block_k / 8, all = p.batch * p.heads * rows * columns * p.block_q * line;
@@ -91,44 +91,48 @@ __global__ void plainly(BlockMaskParams p, unsigned* some, unsigned* hidden, uin
        i += int64_t{gridDim.x} * blockDim.x) {
     const int64_t tile = i / line / p.block_q, map = tile / columns / rows;
     const int64_t t = tile / columns % rows * p.block_q + i / line % p.block_q;
-    const int64_t entry = map / p.heads, head = map % p.heads;
-    const int64_t of_head =
-        (p.mask_batch == 1 ? 0 : entry) * p.mask_heads + head / (p.heads / p.mask_heads);
+    const int64_t batch_index = map / p.heads, head = map % p.heads;
+    const int64_t mask_index =
+        (p.mask_batch == 1 ? 0 : batch_index) * p.mask_heads + head / (p.heads / p.mask_heads);
     const uint8_t* const mask =
-        p.mask + (of_head * p.mask_queries + (p.mask_queries == 1 ? 0 : t)) * p.keys;
-    unsigned seen = 0, there = 0;
+        p.mask + (mask_index * p.mask_queries + (p.mask_queries == 1 ? 0 : t)) * p.keys;
+    unsigned seen = 0, existing = 0;
     for (int k = 0; k < 8; ++k) {
       const int64_t s = tile % columns * p.block_k + i % line * 8 + k;
       if (t >= p.queries || s >= p.keys) continue;
-      there |= 1u << k;
-      const int64_t range = entry * p.others.range_stride + t;
+      existing |= 1u << k;
+      const int64_t range = batch_index * p.others.range_stride + t;
       if (p.others.ends && s >= p.others.ends[range]) continue;
       if (mask[s]) seen |= 1u << k;
     }
     bits[i] = static_cast<uint8_t>(seen);
-    if (seen) atomicOr(some + tile, 1u);
-    if (seen != there) atomicOr(hidden + tile, 1u);
+    if (seen) atomicOr(any_visible + tile, 1u);
+    if (seen != existing) atomicOr(any_masked + tile, 1u);
   }
 }
 
-__global__ void compare(const unsigned* some, const unsigned* hidden, const bool* occupied,
-                        const bool* full, const int32_t* tiles, int64_t count, int64_t of_map,
-                        const uint8_t* want, const uint8_t* bits, int64_t bytes,
-                        unsigned long long* wrong) {
+__global__ void compare(const unsigned* any_visible, const unsigned* any_masked,
+                        const bool* occupied, const bool* full, const int32_t* tiles, int64_t count,
+                        int64_t tiles_per_map, const uint8_t* expected, const uint8_t* bits,
+                        int64_t bytes, unsigned long long* wrong) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   const int64_t first = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   for (int64_t i = first; i < count; i += step) {
-    const int kind = !some[i] ? -2 : !hidden[i] ? -1 : static_cast<int>(i % of_map);
-    if (occupied[i] != (some[i] != 0) || full[i] != (hidden[i] == 0) || tiles[i] != kind) {
+    const int kind = !any_visible[i]  ? -2
+                     : !any_masked[i] ? -1
+                                      : static_cast<int>(i % tiles_per_map);
+    if (occupied[i] != (any_visible[i] != 0) || full[i] != (any_masked[i] == 0) ||
+        tiles[i] != kind) {
       atomicAdd(wrong, 1ull);
     }
   }
   for (int64_t i = first; i < bytes; i += step) {
-    if (want[i] != bits[i]) atomicAdd(wrong, 1ull);
+    if (expected[i] != bits[i]) atomicAdd(wrong, 1ull);
   }
 }
 
-// Of `block_q` x 128 patches a share is empty and one full, in percent; the others are random.
+// Fills the mask with 128 x 128 patches. `empty` and `full` are the percentages of empty and full
+// ones; the others are random.
 __global__ void fill(uint8_t* mask, int64_t rows, int64_t keys, int empty, int full,
                      uint64_t seed) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x, all = rows * keys;
@@ -144,11 +148,11 @@ __global__ void fill_causal(int32_t* ends, int queries) {
   if (t < queries) ends[t] = t + 1;
 }
 
-// A mask in device memory, of which `shape` says what it is.
+// A mask in device memory and the sizes of its results.
 struct Mask {
   BlockMaskParams p = {};
-  int64_t keys;  // of the mask
-  int64_t maps, of_map, tiles, bits;
+  int64_t keys;  // number of bytes of the mask
+  int64_t maps, tiles_per_map, tiles, bits;
   uint8_t* mask;
   int32_t* ends;
 
@@ -165,19 +169,19 @@ struct Mask {
     p.others.ends = causal ? ends : nullptr;
     p.batch = batch, p.heads = heads, p.queries = queries, p.keys = keys;
     p.block_q = block_q, p.block_k = block_k;
-    of_map = ceil_div(queries, int64_t{block_q}) * ceil_div(keys, int64_t{block_k});
-    maps = batch * heads, tiles = maps * of_map, bits = tiles * block_q * (block_k / 8);
+    tiles_per_map = ceil_div(queries, int64_t{block_q}) * ceil_div(keys, int64_t{block_k});
+    maps = batch * heads, tiles = maps * tiles_per_map, bits = tiles * block_q * (block_k / 8);
   }
   ~Mask() { cudaFree(mask), cudaFree(ends); }
   Mask(const Mask&) = delete;
 };
 
 void check_large(const char* name, const Mask& x) {
-  unsigned *some = device<unsigned>(x.tiles), *hidden = device<unsigned>(x.tiles);
-  CHECK(cudaMemset(some, 0, x.tiles * 4));
-  CHECK(cudaMemset(hidden, 0, x.tiles * 4));
-  uint8_t* const want = device<uint8_t>(x.bits);
-  plainly<<<4096, 256>>>(x.p, some, hidden, want);
+  unsigned *any_visible = device<unsigned>(x.tiles), *any_masked = device<unsigned>(x.tiles);
+  CHECK(cudaMemset(any_visible, 0, x.tiles * 4));
+  CHECK(cudaMemset(any_masked, 0, x.tiles * 4));
+  uint8_t* const expected = device<uint8_t>(x.bits);
+  reference_kernel<<<4096, 256>>>(x.p, any_visible, any_masked, expected);
   CHECK(cudaGetLastError());
   unsigned long long* const wrong = device<unsigned long long>(1);
   CHECK(cudaMemset(wrong, 0, 8));
@@ -187,17 +191,17 @@ void check_large(const char* name, const Mask& x) {
     const Poisoned<uint8_t> bits(x.bits), packed(x.bits);
     CHECK(launch_block_mask_classify(x.p, occupied.p, full.p, nullptr));
     CHECK(launch_block_mask_compress(x.p, tiles.p, bits.p, nullptr));
-    compare<<<4096, 256>>>(some, hidden, occupied.p, full.p, tiles.p, x.tiles, x.of_map, want,
-                           bits.p, x.bits, wrong);
-    // Of the tiles that are neither empty nor full, in the same slots.
-    CHECK(launch_block_mask_pack(x.p, tiles.p, packed.p, x.of_map, nullptr));
+    compare<<<4096, 256>>>(any_visible, any_masked, occupied.p, full.p, tiles.p, x.tiles,
+                           x.tiles_per_map, expected, bits.p, x.bits, wrong);
+    // pack must produce the bits of the partial tiles in the same slots, and zeros elsewhere.
+    CHECK(launch_block_mask_pack(x.p, tiles.p, packed.p, x.tiles_per_map, nullptr));
     const std::vector<int32_t> kinds = download(tiles.p, x.tiles);
     const int64_t tile_bytes = x.bits / std::max<int64_t>(x.tiles, 1);
     for (int64_t i = 0; i < x.tiles; ++i) {
-      if (kinds[i] < 0) CHECK(cudaMemsetAsync(want + i * tile_bytes, 0, tile_bytes));
+      if (kinds[i] < 0) CHECK(cudaMemsetAsync(expected + i * tile_bytes, 0, tile_bytes));
     }
-    compare<<<4096, 256>>>(some, hidden, occupied.p, full.p, tiles.p, 0, x.of_map, want, packed.p,
-                           x.bits, wrong);
+    compare<<<4096, 256>>>(any_visible, any_masked, occupied.p, full.p, tiles.p, 0, x.tiles_per_map,
+                           expected, packed.p, x.bits, wrong);
     CHECK(cudaGetLastError());
     CHECK(cudaDeviceSynchronize());
   }
@@ -205,7 +209,8 @@ void check_large(const char* name, const Mask& x) {
   printf("%-4s %s: %lld tiles, %llu wrong\n", count ? "BAD" : "ok", name, (long long)x.tiles,
          count);
   failures += count != 0;
-  for (void* p : {(void*)some, (void*)hidden, (void*)want, (void*)wrong}) CHECK(cudaFree(p));
+  for (void* p : {(void*)any_visible, (void*)any_masked, (void*)expected, (void*)wrong})
+    CHECK(cudaFree(p));
 }
 
 void test() {
@@ -231,7 +236,7 @@ void small() {
 
 // ---- bench -------------------------------------------------------------------------------------
 
-double copy_rate = 0;  // bytes a second
+double copy_rate = 0;  // bytes per second
 
 void report(const std::string& name, double bytes, float milliseconds) {
   const double rate = bytes / (milliseconds * 1e-3);
@@ -240,7 +245,7 @@ void report(const std::string& name, double bytes, float milliseconds) {
   fflush(stdout);
 }
 
-// What reading alone takes.
+// Reads an array, to measure the rate of reads alone.
 __global__ void read(const uint4* from, int64_t count, uint4* to) {
   uint4 sum = {};
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
@@ -279,7 +284,7 @@ struct Results {
       : occupied(x.tiles), full(x.tiles), tiles(x.tiles), bits(x.bits) {}
 };
 
-// All three uses of a mask of which `read` bytes have to be read.
+// Times all three functions on a mask of which `read` bytes must be read.
 void time_mask(const std::string& name, const Mask& x, double read) {
   const Results y(x);
   report("classify " + name, read, best_milliseconds([&] {
@@ -292,21 +297,21 @@ void time_mask(const std::string& name, const Mask& x, double read) {
   for (const int32_t tile : download(y.tiles.p, x.tiles)) partial += tile >= 0;
   const double share = partial / double(x.tiles);
   report("pack     " + name, share * (double(x.keys) + x.bits) + x.bits, best_milliseconds([&] {
-           CHECK(launch_block_mask_pack(x.p, y.tiles.p, y.bits.p, x.of_map, nullptr));
+           CHECK(launch_block_mask_pack(x.p, y.tiles.p, y.bits.p, x.tiles_per_map, nullptr));
          }));
 }
 
 template <typename Tr>
 void time_variant(const Mask& x, const Results& y) {
   char name[96];
-  snprintf(name, sizeof(name), "  %d keys a lane, %d rows under way, %d warps, %d blocks",
-           Tr::kKeys, Tr::kInFlight, Tr::kWarps, Tr::kBlocks);
+  snprintf(name, sizeof(name), "  %d keys per lane, %d rows in flight, %d warps, %d CTAs per SM",
+           Tr::kKeys, Tr::kInFlight, Tr::kWarps, Tr::kCtasPerSm);
   report(std::string(name) + ": classify", double(x.keys), best_milliseconds([&] {
            CHECK(jax_dsa::block_mask::launch<Tr>(x.p, Classify{y.occupied.p, y.full.p}, nullptr));
          }));
   report(std::string(name) + ": compress", double(x.keys) + x.bits, best_milliseconds([&] {
-           CHECK(jax_dsa::block_mask::launch<Tr>(x.p, Compress{y.tiles.p, y.bits.p, x.of_map},
-                                                 nullptr));
+           CHECK(jax_dsa::block_mask::launch<Tr>(
+               x.p, Compress{y.tiles.p, y.bits.p, x.tiles_per_map}, nullptr));
          }));
 }
 

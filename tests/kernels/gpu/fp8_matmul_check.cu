@@ -1,7 +1,6 @@
 // Tests the FP8 matmul's kernels against float64 on the CPU, then times them and their variants.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   fp8_matmul_check \
-//       tests/kernels/gpu/fp8_matmul_check.cu cuda/fp8/matmul.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o fp8_matmul_check tests/kernels/gpu/fp8_matmul_check.cu cuda/fp8/matmul.cu
 //   ./fp8_matmul_check [test|small|bench|profile] [seed] [case]
 // Only cases whose name has `case` in it. `bench` prints a line for each variant of each
 // shape, `planned` for what launch_fp8_matmul takes.

@@ -1,7 +1,6 @@
 // Tests the pooling of blocks of tokens against float64 on the CPU, then times it.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   gated_pool_check \
-//       tests/kernels/gpu/gated_pool_check.cu cuda/gated_pool/dispatch.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o gated_pool_check tests/kernels/gpu/gated_pool_check.cu cuda/gated_pool/dispatch.cu
 //   ./gated_pool_check [test|small|bench]
 // Rates count what must be read and written: values, gates and keys, and in the backward pass the
 // gradients of all three. The copy's count bytes read and written.

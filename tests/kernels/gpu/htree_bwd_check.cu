@@ -1,8 +1,7 @@
 // Tests hierarchical tree attention's backward kernels against float64 on the CPU, then times them.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   htree_bwd_check \
-//       tests/kernels/gpu/htree_bwd_check.cu cuda/htree/build.cu cuda/htree/bwd.cu \
-//       cuda/htree/fwd.cu cuda/topk/dispatch.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o htree_bwd_check tests/kernels/gpu/htree_bwd_check.cu cuda/htree/build.cu \
+//       cuda/htree/bwd.cu cuda/htree/fwd.cu cuda/topk/dispatch.cu
 //   ./htree_bwd_check [test|small|bench] [seed or T]
 // Of what `test` prints: dq is the walk's, dk and dv are the lists' and the nodes'; all are wrong
 // with wrong records. `bench` times every pass, for shapes of thread blocks and numbers of queries
@@ -79,9 +78,9 @@ bool run_case(const Case& c, uint64_t seed) {
 
 template <typename S>
 void time_shape(const char* name, const HTreeBwdParams& p, int64_t queries) {
-  htree::BwdPass x = htree::make_bwd_pass(p);
-  const auto pairs = count_pairs(p.fwd.queries, p.fwd.top_k, x.pass.layers.count);
-  Timer all, restore, pack, dq, meetings, nodes, spread;
+  htree::BwdPlan x = htree::make_bwd_plan(p);
+  const auto pairs = count_pairs(p.fwd.queries, p.fwd.top_k, x.plan.layers.count);
+  Timer all, restore, pack, dq, visits, nodes, spread;
   for (int run = 0; run < 2; ++run) {  // the first warms up
     for (int64_t first = 0; first < p.fwd.queries; first += queries) {
       htree::set_chunk(p, x, {0, 1, first, std::min(queries, p.fwd.queries - first)});
@@ -89,7 +88,7 @@ void time_shape(const char* name, const HTreeBwdParams& p, int64_t queries) {
         restore([&] { return htree::launch_restore<16>(x, nullptr); });
         pack([&] { return htree::launch_pack<128>(x, nullptr); });
         dq([&] { return htree::launch_queries<S, 128, 16>(x, nullptr); });
-        meetings([&] { return htree::launch_meetings<16>(x, nullptr); });
+        visits([&] { return htree::launch_visits<16>(x, nullptr); });
         nodes([&] { return htree::launch_nodes<128, 16>(x, nullptr); });
         return cudaSuccess;
       });
@@ -98,7 +97,7 @@ void time_shape(const char* name, const HTreeBwdParams& p, int64_t queries) {
       return spread([&] { return htree::launch_spread<128, 16>(p, x, nullptr); }), cudaSuccess;
     });
     const float sum = all.total(), a = restore.total(), b = pack.total(), c = dq.total(),
-                d = meetings.total(), e = nodes.total(), f = spread.total();
+                d = visits.total(), e = nodes.total(), f = spread.total();
     if (run == 0) continue;
     const double cycles = 132 * 1.7e6 / pairs[0];  // a millisecond, at about the clock under load
     printf(
@@ -140,9 +139,9 @@ void bench(int64_t tokens) {
     printf("T %lld N16 G1 D128 r16 K512, %s: forward %.2f ms; %s bits in two runs\n",
            (long long)tokens, alike ? "neighbours alike" : "every query by itself", fwd,
            same ? "the same" : "DIFFERENT");
-    time_shape<htree::BwdShipped>("8 warps", call.b, queries);
-    time_shape<htree::BwdShipped>("8 warps", call.b, queries / 2);
-    time_shape<htree::Shape<8, 232, 32>>("8 warps, 32 rows", call.b, queries);
+    time_shape<htree::BwdShape>("8 warps", call.b, queries);
+    time_shape<htree::BwdShape>("8 warps", call.b, queries / 2);
+    time_shape<htree::CtaShape<8, 232, 32>>("8 warps, 32 rows", call.b, queries);
   }
 }
 

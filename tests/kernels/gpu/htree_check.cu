@@ -1,7 +1,6 @@
 // Tests hierarchical tree attention's forward kernels against float64 on the CPU, then times them.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o htree_check
-//   \
-//       tests/kernels/gpu/htree_check.cu cuda/htree/build.cu cuda/htree/fwd.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o htree_check tests/kernels/gpu/htree_check.cu cuda/htree/build.cu cuda/htree/fwd.cu \
 //       cuda/topk/dispatch.cu
 //   ./htree_check [test|small|bench|once|build] [seed or T]
 // Of what `test` prints: a wrong tree explains all else; then "gap" (a candidate was left that is
@@ -48,11 +47,11 @@ bool run_case(const Case& c, uint64_t seed, int64_t samples) {
 
   Findings found;
   int64_t inexact = 0;
-  htree::Pass pass = htree::make_pass(p);
+  htree::Plan plan = htree::make_plan(p);
   std::vector<float> importance;
   if (layers > 0 && c.chunk == 0 && tokens > 0) {
-    htree::set_chunk(pass, {0, c.batch, 0, c.queries});
-    importance = download(pass.chunk.importance, pass.chunk.rows * pass.chunk.width);
+    htree::set_chunk(plan, {0, c.batch, 0, c.queries});
+    importance = download(plan.chunk.importance, plan.chunk.rows * plan.chunk.width);
   }
   const int64_t rows = tokens * c.groups, step = std::max<int64_t>(rows / samples, 1);
   for (int64_t row = 0; row < rows; ++row) {
@@ -61,7 +60,7 @@ bool run_case(const Case& c, uint64_t seed, int64_t samples) {
     const int g = static_cast<int>(row / c.queries % c.groups);
     const int64_t head = x.token(b, t) * c.heads + g * heads;
     const int16_t* chosen = selected.data() + (x.token(b, t) * c.groups + g) * layers * c.top_k;
-    const float* own = importance.empty() ? nullptr : &importance[row * pass.chunk.width];
+    const float* own = importance.empty() ? nullptr : &importance[row * plan.chunk.width];
     inexact += own && !selects_exactly(x, b, t, own, chosen);
     if (row % step == 0) found += check(x, b, t, g, chosen, &out[1][head * c.dim], &lse[head], own);
   }
@@ -80,13 +79,14 @@ bool run_case(const Case& c, uint64_t seed, int64_t samples) {
 // ---- timing ------------------------------------------------------------------------------------
 
 // Of what the thread blocks gather below the top layer, how much it would be query by query.
-double overlap(const htree::Pass& pass) {
-  const int64_t k = pass.p.top_k;
-  const auto nodes = download(pass.chunk.nodes, pass.chunk.rows * k);  // of layer 0's blocks
+double overlap(const htree::Plan& plan) {
+  const int64_t k = plan.p.top_k;
+  const auto nodes = download(plan.chunk.nodes, plan.chunk.rows * k);  // of layer 0's blocks
   double taken = 0, gathered = 0;
-  for (int64_t row = 0; row + pass.tile <= pass.chunk.rows && row < 50 * pass.tile;
-       row += pass.tile) {
-    std::vector<int32_t> all(nodes.begin() + row * k, nodes.begin() + (row + pass.tile) * k);
+  for (int64_t row = 0; row + plan.tile_queries <= plan.chunk.rows && row < 50 * plan.tile_queries;
+       row += plan.tile_queries) {
+    std::vector<int32_t> all(nodes.begin() + row * k,
+                             nodes.begin() + (row + plan.tile_queries) * k);
     all.erase(std::remove(all.begin(), all.end(), -1), all.end());
     std::sort(all.begin(), all.end());
     taken += all.size();
@@ -98,28 +98,28 @@ double overlap(const htree::Pass& pass) {
 // S scores, A attends.
 template <typename S, typename A>
 void time_shape(const char* name, const HTreeFwdParams& p, int64_t queries) {
-  htree::Pass pass = htree::make_pass(p);
+  htree::Plan plan = htree::make_plan(p);
   Timer all, scores, best, list, attend;
   double shared = 1;
   for (int run = 0; run < 2; ++run) {  // the first warms up
     for (int64_t first = 0; first < p.queries; first += queries) {
-      htree::set_chunk(pass, {0, 1, first, std::min(queries, p.queries - first)});
+      htree::set_chunk(plan, {0, 1, first, std::min(queries, p.queries - first)});
       all([&] {
-        for (int layer = pass.layers.count - 1; layer > 0; --layer) {
-          scores([&] { return htree::launch_scores<S, 128, 16>(pass, layer, nullptr); });
-          best([&] { return htree::launch_best(pass, nullptr); });
-          list([&] { return htree::launch_list<16>(pass, layer, nullptr); });
+        for (int layer = plan.layers.count - 1; layer > 0; --layer) {
+          scores([&] { return htree::launch_scores<S, 128, 16>(plan, layer, nullptr); });
+          best([&] { return htree::launch_best(plan, nullptr); });
+          list([&] { return htree::launch_list<16>(plan, layer, nullptr); });
         }
-        attend([&] { return htree::launch_attend<A, 128, 16>(pass, nullptr); });
+        attend([&] { return htree::launch_attend<A, 128, 16>(plan, nullptr); });
         return cudaSuccess;
       });
-      if (run == 1 && first + queries >= p.queries && pass.layers.count > 1)
-        shared = overlap(pass.shaped<A>());
+      if (run == 1 && first + queries >= p.queries && plan.layers.count > 1)
+        shared = overlap(plan.shaped<A>());
     }
     const float sum = all.total(), a = scores.total(), b = best.total(), c = list.total(),
                 d = attend.total();
     if (run == 0) continue;
-    const std::array<double, 2> pairs = count_pairs(p.queries, p.top_k, pass.layers.count);
+    const std::array<double, 2> pairs = count_pairs(p.queries, p.top_k, plan.layers.count);
     const double cycles = 132 * 1.7e6;  // a millisecond, at about the clock under load
     printf(
         "  %-22s %8.2f ms: scores %.2f (%.0f cycles a block), top-k %.2f, lists %.2f, attention "
@@ -152,10 +152,10 @@ void bench(int64_t tokens, const std::string& what) {
     fill<<<2048, 256>>>(q, n * heads, 3, row * heads, alike ? 64 : 1, alike ? 0.1f : 0.f);
     CHECK(cudaGetLastError());
     printf(" %s\n", alike ? "neighbours alike" : "every query by itself");
-    using htree::Shipped;
-    using Scores = htree::ShippedScores;
-    time_shape<Scores, Shipped>("6336 queries", p, queries);
-    if (what != "once") time_shape<Scores, Shipped>("12672 queries", p, 2 * queries);
+    using htree::AttendShape;
+    using Scores = htree::ScoresShape;
+    time_shape<Scores, AttendShape>("6336 queries", p, queries);
+    if (what != "once") time_shape<Scores, AttendShape>("12672 queries", p, 2 * queries);
   }
 }
 

@@ -1,7 +1,6 @@
 // Tests hierarchical tree attention's decode kernels against float64 on the CPU, then times them.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   htree_decode_check \
-//       tests/kernels/gpu/htree_decode_check.cu cuda/htree/decode.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o htree_decode_check tests/kernels/gpu/htree_decode_check.cu cuda/htree/decode.cu
 //   ./htree_decode_check [test|small|bench] [seed or T]
 // `bench` times a step as a graph, then each of its kernels by itself, many times in a row.
 #include <cstdio>
@@ -66,11 +65,11 @@ bool run_case(const Case& c, uint64_t seed, int runs) {
     same &= memcmp(lse[0].data(), lse[1].data(), lse[0].size() * 4) == 0;
   }
   const auto selected = download(p.selected, rows * layers * c.top_k);
-  htree::DecodePass pass = {};
+  htree::DecodePlan plan = {};
   std::vector<float> importance;
   if (rows > 0) {
-    CHECK(htree::make_decode_pass(call.d, pass));
-    if (layers > 0) importance = download(pass.importance + rows * pass.width, rows * pass.width);
+    CHECK(htree::make_decode_plan(call.d, plan));
+    if (layers > 0) importance = download(plan.importance + rows * plan.width, rows * plan.width);
   }
   Findings found;
   int64_t inexact = 0;
@@ -80,7 +79,7 @@ bool run_case(const Case& c, uint64_t seed, int runs) {
     const int g = static_cast<int>(row / c.queries % c.groups);
     const int64_t head = x.token(b, t) * c.heads + g * heads;
     const int16_t* chosen = selected.data() + (x.token(b, t) * c.groups + g) * layers * c.top_k;
-    const float* own = importance.empty() ? nullptr : &importance[row * pass.width];
+    const float* own = importance.empty() ? nullptr : &importance[row * plan.width];
     inexact += own && !selects_exactly(x, b, t, own, chosen);
     found += check(x, b, t, g, chosen, &out[0][head * c.dim], &lse[0][head], own);
   }
@@ -149,14 +148,14 @@ void bench(int64_t batch, int64_t tokens, int64_t queries, double copy) {
       "B%lld T%lld S%lld N16 G1 D128 r16 K512: %.1f us a step; all keys and values at the copy's"
       " bandwidth %.1f us, ratio %.3f;",
       (long long)batch, (long long)queries, (long long)tokens, us, dense, us / dense);
-  htree::DecodePass x = {};
-  CHECK(htree::make_decode_pass(call.d, x));
-  for (int layer = x.pass.layers.count - 1; layer >= 0; --layer) {
+  htree::DecodePlan x = {};
+  CHECK(htree::make_decode_plan(call.d, x));
+  for (int layer = x.plan.layers.count - 1; layer >= 0; --layer) {
     printf(" layer %d %.1f us,", layer,
            each(stream, [&] { return htree::launch_layer<128, 16>(x, layer, stream); }));
   }
   printf(" merge %.1f us; %d blocks a row\n",
-         each(stream, [&] { return htree::launch_merge<128>(x, stream); }), x.splits);
+         each(stream, [&] { return htree::launch_combine<128>(x, stream); }), x.splits);
   fflush(stdout);
   CHECK(cudaGraphExecDestroy(step));
   CHECK(cudaGraphDestroy(graph));

@@ -1,7 +1,6 @@
 // Tests the indexer's backward kernels against float64 on the CPU, then times them.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   indexer_bwd_check \
-//       tests/kernels/gpu/indexer_bwd_check.cu cuda/indexer/bwd.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o indexer_bwd_check tests/kernels/gpu/indexer_bwd_check.cu cuda/indexer/bwd.cu
 //   ./indexer_bwd_check [test|small|bench|profile] [seed]
 // The reference makes the kernels' two roundings (g and w q to bf16), so that what is left is f32
 // summation, and dq's own rounding. Where a score is so close to 0 that its gate may be open or

@@ -1,8 +1,7 @@
 // Tests the indexer's forward kernels against a float64 reference, then times them.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   indexer_check \
-//       tests/kernels/gpu/indexer_check.cu cuda/indexer/dispatch.cu cuda/indexer/fwd_*.cu \
-//       cuda/topk/dispatch.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o indexer_check tests/kernels/gpu/indexer_check.cu cuda/indexer/dispatch.cu \
+//       cuda/indexer/fwd_*.cu cuda/topk/dispatch.cu
 //   ./indexer_check [test|small|bench|decode|profile] [seed]
 // `decode` times the kernels for few queries beside those for many, `bench` the latter.
 // The reference runs on the GPU for every element of small cases; the CPU repeats some of it.

@@ -1,9 +1,8 @@
 // Tests the masked attention kernels against float64 on the CPU, then times them.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   masked_attention_check \
-//       tests/kernels/gpu/masked_attention_check.cu cuda/masked_attention/fwd.cu \
-//       cuda/masked_attention/bwd.cu
-//   ./masked_attention_check [test|small|bench|variants|profile] [part of a case's name]
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o masked_attention_check tests/kernels/gpu/masked_attention_check.cu \
+//       cuda/masked_attention/fwd.cu cuda/masked_attention/bwd.cu
+//   ./masked_attention_check [test|small|bench|variants|profile] [substring of case names]
 // `small` is for compute-sanitizer; `variants` times the forward kernel with other traits.
 #include <algorithm>
 #include <cstdio>
@@ -20,7 +19,7 @@ namespace {
 
 // ---- test --------------------------------------------------------------------------------------
 
-// The mask of a problem, on the device.
+// Copies the mask of a problem to the device.
 AttentionMask upload_mask(const AttentionProblem& x) {
   AttentionMask m = x.mask();
   if (m.starts) m.starts = upload(x.starts), m.ends = upload(x.ends);
@@ -47,18 +46,18 @@ T* poisoned(size_t n) {
 
 bool test_forward(const AttentionProblem& x, bool print) {
   const AttentionCase& c = x.c;
-  const Attended want = attend(x);
+  const ForwardResult expected = solve_forward(x);
   MaskedAttentionFwdParams p = {};
   set_sizes(c, x.scale, p);
-  p.mask = upload_mask(x), p.bias = x.bias_of(upload(x.bias));
+  p.mask = upload_mask(x), p.bias = x.attention_bias(upload(x.bias));
   p.q = upload(x.q), p.k = upload(x.k), p.v = upload(x.v);
-  auto* const out = poisoned<uint16_t>(want.out.size());
-  p.out = out, p.lse = poisoned<float>(want.lse.size());
+  auto* const out = poisoned<uint16_t>(expected.out.size());
+  p.out = out, p.lse = poisoned<float>(expected.lse.size());
   p.workspace = poisoned<uint8_t>(masked_attention_fwd_workspace_bytes(p));
   CHECK(launch_masked_attention_fwd(p, nullptr));
   CHECK(cudaDeviceSynchronize());
-  const double error = difference(c.dtype, download(out, want.out.size()), want.out);
-  const double lse_error = lse_difference(download(p.lse, want.lse.size()), want.lse);
+  const double error = difference(c.dtype, download(out, expected.out.size()), expected.out);
+  const double lse_error = lse_difference(download(p.lse, expected.lse.size()), expected.lse);
   const bool good = error < 0.02 && lse_error < 1e-4;
   if (print || !good) {
     printf("%-4s forward   %-32s out %.1e  lse %.1e\n", good ? "ok" : "BAD", c.name, error,
@@ -69,44 +68,46 @@ bool test_forward(const AttentionProblem& x, bool print) {
 
 bool test_backward(const AttentionProblem& x, uint64_t seed, bool deterministic, bool print) {
   const AttentionCase& c = x.c;
-  const Given given = make_given(x, seed);
-  const Gradients want = differentiate(x, given);
+  const BackwardInputs inputs = make_backward_inputs(x, seed);
+  const Gradients expected = solve_backward(x, inputs);
   MaskedAttentionBwdParams p = {};
   p.deterministic = deterministic;
   set_sizes(c, x.scale, p);
-  p.mask = upload_mask(x), p.bias = x.bias_of(upload(x.bias));
+  p.mask = upload_mask(x), p.bias = x.attention_bias(upload(x.bias));
   p.q = upload(x.q), p.k = upload(x.k), p.v = upload(x.v);
-  p.out = upload(given.out), p.lse = upload(given.lse);
-  p.dout = upload(given.dout), p.dlse = upload(given.dlse);
-  auto* const dq = poisoned<uint16_t>(want.dq.size());
-  auto* const dk = poisoned<uint16_t>(want.dk.size());
-  auto* const dv = poisoned<uint16_t>(want.dv.size());
-  auto* const dbias = poisoned<uint16_t>(want.dbias.size());
+  p.out = upload(inputs.out), p.lse = upload(inputs.lse);
+  p.dout = upload(inputs.dout), p.dlse = upload(inputs.dlse);
+  auto* const dq = poisoned<uint16_t>(expected.dq.size());
+  auto* const dk = poisoned<uint16_t>(expected.dk.size());
+  auto* const dv = poisoned<uint16_t>(expected.dv.size());
+  auto* const dbias = poisoned<uint16_t>(expected.dbias.size());
   p.dq = dq, p.dk = dk, p.dv = dv, p.dbias = dbias;
   p.workspace = poisoned<uint8_t>(masked_attention_bwd_workspace_bytes(p));
   CHECK(launch_masked_attention_bwd(p, nullptr));
   CHECK(cudaDeviceSynchronize());
-  const double q_error = difference(c.dtype, download(dq, want.dq.size()), want.dq);
-  const double k_error = difference(c.dtype, download(dk, want.dk.size()), want.dk);
-  const double v_error = difference(c.dtype, download(dv, want.dv.size()), want.dv);
-  const double bias_error = bias_difference(x, download(dbias, want.dbias.size()), want.dbias);
+  const double q_error = difference(c.dtype, download(dq, expected.dq.size()), expected.dq);
+  const double k_error = difference(c.dtype, download(dk, expected.dk.size()), expected.dk);
+  const double v_error = difference(c.dtype, download(dv, expected.dv.size()), expected.dv);
+  const double bias_error =
+      bias_difference(x, download(dbias, expected.dbias.size()), expected.dbias);
   const bool good = std::max({q_error, k_error, v_error, bias_error}) < 0.03;
   if (print || !good) {
     printf("%-4s %s  %-32s dq %.1e  dk %.1e  dv %.1e  dbias %.1e\n", good ? "ok" : "BAD",
-           deterministic ? "in order" : "backward", c.name, q_error, k_error, v_error, bias_error);
+           deterministic ? "deterministic" : "backward", c.name, q_error, k_error, v_error,
+           bias_error);
   }
   return good;
 }
 
-int test(bool small, const char* part) {
+int test(bool small, const char* filter) {
   int failures = 0;
   for (const AttentionCase& c : kAttentionCases) {
-    if (!strstr(c.name, part)) continue;
+    if (!strstr(c.name, filter)) continue;
     for (uint64_t seed = 1; seed <= (small ? 1 : 3); ++seed) {
       const AttentionProblem x = make_attention(c, seed);
       failures += !test_forward(x, seed == 1);
       failures += !test_backward(x, seed, false, seed == 1);
-      if (!x.sums_biases()) failures += !test_backward(x, seed, true, seed == 1);
+      if (!x.shares_bias()) failures += !test_backward(x, seed, true, seed == 1);
       fflush(stdout);
     }
   }
@@ -119,7 +120,7 @@ int test(bool small, const char* part) {
 __global__ void fill(uint16_t* x, int64_t n, uint64_t seed) {
   for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += int64_t{gridDim.x} * 256) {
     const uint64_t bits = mix(seed * 0x100000001b3ull + i);
-    float sum = 0;  // of four uniform numbers: close to a normal one
+    float sum = 0;  // sum of four uniform numbers, close to a normal one
     for (int j = 0; j < 4; ++j) sum += float(bits >> (16 * j) & 0xffff) * (1.f / 65536) - 0.5f;
     x[i] = __bfloat16_as_ushort(__float2bfloat16(sum * 1.732f));
   }
@@ -137,7 +138,7 @@ struct Bench {
   const char* name;
   int queries, heads, groups, dim, value_dim;
   Mask mask;
-  int bias_heads = 0;  // none if 0
+  int bias_heads = 0;  // 0: no bias
   bool bias_rows = true;
 };
 
@@ -164,7 +165,7 @@ constexpr Bench kBenches[] = {
     {"T8192 N16 D128 biases, 90 % empty", 8192, 16, 16, 128, 128, kEmptyTiles90, 16},
 };
 
-// Makes the mask and counts the pairs of a head that see each other.
+// Makes the mask and returns the number of visible (query, key) pairs per head.
 double make_mask(const Bench& b, AttentionMask* m) {
   const int64_t n = b.queries;
   std::mt19937_64 random(7);
@@ -175,7 +176,7 @@ double make_mask(const Bench& b, AttentionMask* m) {
       if (b.mask == kWindow4096) starts[t] = std::max<int64_t>(0, t - 4095);
     }
   }
-  if (b.mask == kDocuments) {  // lengths from 128 to 16384, log-uniform, scaled to the sum
+  if (b.mask == kDocuments) {  // log-uniform lengths from 128 to 16384, scaled to the sum
     std::vector<double> length(64);
     double sum = 0;
     for (auto& x : length) {
@@ -210,7 +211,7 @@ double make_mask(const Bench& b, AttentionMask* m) {
       x = random();
       if (b.mask == kBits) pairs += __builtin_popcountll(x);
     }
-    // All that a tile of random bits costs is its product.
+    // A tile of random bits costs as much as a full one.
     if (b.mask == kBits) pairs = n * double(n);
     m->map_rows = upload(rows), m->tiles = upload(kinds);
     m->bits = reinterpret_cast<const uint8_t*>(upload(bits));
@@ -276,7 +277,7 @@ __global__ void add_checksum(const void* x, int64_t n, unsigned long long* sum) 
   }
   atomicAdd(sum, own);
 }
-// Whether the gradients of 20 runs have the same bits.
+// Returns whether the gradients of 20 runs are bit-identical.
 bool same_bits(const MaskedAttentionBwdParams& p) {
   auto* const sums = device<unsigned long long>(20);
   CHECK(cudaMemset(sums, 0, 20 * sizeof(*sums)));
@@ -292,7 +293,7 @@ bool same_bits(const MaskedAttentionBwdParams& p) {
   return std::count(all.begin(), all.end(), all[0]) == 20;
 }
 
-// Of three launches back to back, the shortest time of one.
+// Returns the shortest time per launch of three consecutive launches.
 template <typename F>
 double milliseconds(F launch) {
   launch();
@@ -302,7 +303,7 @@ double milliseconds(F launch) {
          3;
 }
 
-// Bytes a second, read and written.
+// Returns the bytes per second of a copy, counting reads and writes.
 double copy_rate() {
   constexpr int64_t kBytes = int64_t{1} << 29;
   auto* const from = device<uint8_t>(kBytes);
@@ -315,14 +316,14 @@ double copy_rate() {
   return 2 * kBytes / ms * 1e3;
 }
 
-void bench(const char* part) {
+void bench(const char* filter) {
   const double rate = copy_rate();
   printf("copy %.2f TB/s; biases are read twice and their gradients written: at the copy's rate\n",
          rate * 1e-12);
   printf("%-34s %10s %8s   %10s %8s   %10s %8s\n", "", "forward ms", "TFLOPS", "backward", "TFLOPS",
-         "in order", "TFLOPS");
+         "deterministic", "TFLOPS");
   for (const Bench& b : kBenches) {
-    if (!strstr(b.name, part)) continue;
+    if (!strstr(b.name, filter)) continue;
     Arrays x(b);
     const double forward =
         milliseconds([&] { CHECK(launch_masked_attention_fwd(x.forward, nullptr)); });
@@ -348,8 +349,8 @@ void bench(const char* part) {
 }
 
 template <typename... Tr>
-void time_variants(const char* part, const Bench& b, std::initializer_list<const char*> names) {
-  if (!strstr(b.name, part)) return;
+void time_variants(const char* filter, const Bench& b, std::initializer_list<const char*> names) {
+  if (!strstr(b.name, filter)) return;
   const Arrays x(b);
   auto name = names.begin();
   (
@@ -364,40 +365,46 @@ void time_variants(const char* part, const Bench& b, std::initializer_list<const
   x.free();
 }
 
-template <int kD, int kE, int kHeld, bool kTurns>
-using Variant = masked_attention::FwdTraits<DType::kBF16, kD, kE, false, false, kHeld, kTurns>;
+template <int kD, int kE, int kQInRegisters, bool kUsePingPong>
+using Variant =
+    masked_attention::FwdTraits<DType::kBF16, kD, kE, false, false, kQInRegisters, kUsePingPong>;
 
-template <int kHeld, bool kTurns>
-using BiasVariant = masked_attention::FwdTraits<DType::kBF16, 128, 128, true, true, kHeld, kTurns>;
+template <int kQInRegisters, bool kUsePingPong>
+using BiasVariant =
+    masked_attention::FwdTraits<DType::kBF16, 128, 128, true, true, kQInRegisters, kUsePingPong>;
 
-void variants(const char* part) {
+void variants(const char* filter) {
   for (int i : {0, 1}) {
     time_variants<Variant<128, 128, 8, true>, Variant<128, 128, 4, true>,
                   Variant<128, 128, 0, true>, Variant<128, 128, 8, false>,
                   Variant<128, 128, 0, false>>(
-        part, kBenches[i], {"8 held", "4 held", "0 held", "8 held, no turns", "0 held, no turns"});
+        filter, kBenches[i],
+        {"8 in registers", "4 in registers", "0 in registers", "8 in registers, no ping-pong",
+         "0 in registers, no ping-pong"});
   }
   time_variants<Variant<192, 128, 0, true>, Variant<192, 128, 4, true>,
-                Variant<192, 128, 0, false>>(part, kBenches[2], {"0 held", "4 held", "no turns"});
+                Variant<192, 128, 0, false>>(filter, kBenches[2],
+                                             {"0 in registers", "4 in registers", "no ping-pong"});
   time_variants<Variant<64, 64, 4, true>, Variant<64, 64, 0, true>, Variant<64, 64, 4, false>>(
-      part, kBenches[4], {"4 held", "0 held", "4 held, no turns"});
+      filter, kBenches[4], {"4 in registers", "0 in registers", "4 in registers, no ping-pong"});
   time_variants<Variant<256, 256, 4, true>, Variant<256, 256, 0, true>,
-                Variant<256, 256, 4, false>>(part, kBenches[5],
-                                             {"4 held", "0 held", "4 held, no turns"});
+                Variant<256, 256, 4, false>>(
+      filter, kBenches[5], {"4 in registers", "0 in registers", "4 in registers, no ping-pong"});
   for (const Bench& b : kBenches) {
     if (strcmp(b.name, "T4096 N16 D128 bias of heads")) continue;
     time_variants<BiasVariant<8, true>, BiasVariant<8, false>, BiasVariant<0, false>>(
-        part, b, {"8 held", "8 held, no turns", "0 held, no turns"});
+        filter, b,
+        {"8 in registers", "8 in registers, no ping-pong", "0 in registers, no ping-pong"});
   }
 }
 
-int run(const std::string& mode, const char* part) {
-  if (mode == "test" || mode == "small") return test(mode == "small", part);
+int run(const std::string& mode, const char* filter) {
+  if (mode == "test" || mode == "small") return test(mode == "small", filter);
   if (mode == "variants") {
-    variants(part);
-  } else if (mode == "profile") {  // one launch of each pass
+    variants(filter);
+  } else if (mode == "profile") {  // one launch of each direction
     for (const Bench& b : kBenches) {
-      if (!strstr(b.name, part)) continue;
+      if (!strstr(b.name, filter)) continue;
       const Arrays x(b);
       CHECK(launch_masked_attention_fwd(x.forward, nullptr));
       CHECK(launch_masked_attention_bwd(x.backward, nullptr));
@@ -405,7 +412,7 @@ int run(const std::string& mode, const char* part) {
       x.free();
     }
   } else {
-    bench(part);
+    bench(filter);
   }
   return 0;
 }

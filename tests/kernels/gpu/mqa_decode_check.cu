@@ -266,7 +266,7 @@ __global__ void fill_bf16(bf16* x, int64_t n, uint64_t seed) {
 // Records of e4m3 values in +-1.875, all scales one, and bf16 values likewise.
 __global__ void fill_records(uint8_t* x, int64_t records, uint64_t seed) {
   for (int64_t r = blockIdx.x; r < records; r += gridDim.x) {
-    uint8_t* record = x + r * kSparseMlaRecordBytes;
+    uint8_t* record = x + r * kMlaRecordBytes;
     for (int d = threadIdx.x; d < 512; d += blockDim.x) record[d] = mix(seed + r * 512 + d) & 0xbf;
     for (int i = threadIdx.x; i < 4; i += blockDim.x) {
       reinterpret_cast<float*>(record + 512)[i] = 1.f;
@@ -368,7 +368,7 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<MqaDecode
       pairs += ends.back();
     }
   }
-  const int64_t k_bytes = int64_t{s.G} * (s.records ? kSparseMlaRecordBytes : s.D * 2);
+  const int64_t k_bytes = int64_t{s.G} * (s.records ? kMlaRecordBytes : s.D * 2);
   const int64_t row_bytes = k_bytes + (s.apart ? int64_t{s.G} * E * 2 : 0);
   const int sets =
       static_cast<int>(std::clamp<int64_t>((int64_t{200} << 20) / (keys * row_bytes) + 1, 2, 32));

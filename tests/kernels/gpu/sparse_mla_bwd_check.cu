@@ -1,7 +1,7 @@
 // Tests the sparse MLA backward kernel against float64 on the CPU, then times it.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   sparse_mla_bwd_check \
-//       tests/kernels/gpu/sparse_mla_bwd_check.cu cuda/sparse_mla/fwd.cu cuda/sparse_mla/bwd.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o sparse_mla_bwd_check tests/kernels/gpu/sparse_mla_bwd_check.cu cuda/sparse_mla/fwd.cu \
+//       cuda/sparse_mla/bwd.cu
 //   ./sparse_mla_bwd_check [test|small|bench|profile]
 // Wrong dq with right dkv, or the reverse, tells the two kinds of work items apart; both wrong
 // means wrong P or dS.

@@ -1,7 +1,6 @@
 // Tests the sparse MLA forward kernel against a float64 CPU reference, then times it.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o
-//   sparse_mla_check \
-//       tests/kernels/gpu/sparse_mla_check.cu cuda/sparse_mla/fwd.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o sparse_mla_check tests/kernels/gpu/sparse_mla_check.cu cuda/sparse_mla/fwd.cu
 //   ./sparse_mla_check [test|small|bench|profile]
 // A wrong lse means wrong scores (Q K^T); a right lse with a wrong output means a wrong product
 // with V.

@@ -9,9 +9,9 @@
 #include <string>
 
 #include "gpu/check.cuh"
+#include "mla/records.cuh"
 #include "problems/record_values.h"
 #include "problems/sparse_mla_cache.h"
-#include "sparse_mla/records.cuh"
 #include "sparse_mla/sparse_mla_decode.h"
 
 using namespace jax_dsa;
@@ -120,7 +120,7 @@ const DecodeCase kCases[] = {
 __global__ void unpack_pieces(const record_values::Piece* pieces, uint32_t* values, int count) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;
-  sparse_mla::unpack_values(pieces[i].codes, pieces[i].scale, [&](int j, const uint32_t (&y)[4]) {
+  mla::unpack_values(pieces[i].codes, pieces[i].scale, [&](int j, const uint32_t (&y)[4]) {
     for (int m = 0; m < 4; ++m) values[i * 16 + j * 4 + m] = y[m];
   });
 }
@@ -156,7 +156,7 @@ __global__ void fill_bf16(bf16* x, int64_t n, uint64_t seed) {
 // Records of e4m3 values in +-1.875, all scales the same, and bf16 values likewise.
 __global__ void fill_records(uint8_t* x, int64_t records, float scale, uint64_t seed) {
   for (int64_t r = blockIdx.x; r < records; r += gridDim.x) {
-    uint8_t* record = x + r * kSparseMlaRecordBytes;
+    uint8_t* record = x + r * kMlaRecordBytes;
     for (int d = threadIdx.x; d < 512; d += blockDim.x) record[d] = mix(seed + r * 512 + d) & 0xbf;
     for (int i = threadIdx.x; i < 4; i += blockDim.x) {
       reinterpret_cast<float*>(record + 512)[i] = scale;
@@ -211,7 +211,7 @@ const char* const kKinds[] = {"bf16", "bf16 pages", "fp8 pages",
 void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
   constexpr int kPageSize = 64;
   const bool records = kind == kRecords || kind == kOddRecords;
-  const int row_bytes = records ? kSparseMlaRecordBytes : D * 2;
+  const int row_bytes = records ? kMlaRecordBytes : D * 2;
   const int64_t rows = int64_t{B} * S, tokens = int64_t{B} * T;
   const int64_t selected = tokens * K * row_bytes;
   const int sets = static_cast<int>(std::clamp<int64_t>((int64_t{200} << 20) / selected, 2, 32));

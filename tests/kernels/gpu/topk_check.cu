@@ -1,7 +1,6 @@
 // Exactness and speed of the top-k kernels, without JAX:
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o topk_check
-//   \
-//       tests/kernels/gpu/topk_check.cu cuda/topk/dispatch.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
+//       -o topk_check tests/kernels/gpu/topk_check.cu cuda/topk/dispatch.cu
 //
 // topk_check test            every kernel against a stable order on the CPU, bit for bit
 // topk_check small           a few small shapes of it, for compute-sanitizer

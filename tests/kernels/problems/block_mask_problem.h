@@ -1,4 +1,4 @@
-// A problem of block masks, and what must come of it bit for bit.
+// Test problems of block masks and their exact solutions, for the emulator and the GPU.
 #pragma once
 
 #include <algorithm>
@@ -20,14 +20,14 @@ enum Ranges { kNoRanges, kCausal, kRandom, kShared };
 struct Case {
   const char* name;
   int batch, heads, queries, keys, block_q, block_k;
-  // No mask if 0 queries.
+  // No mask array if mask_queries is 0.
   int mask_queries, mask_batch = 1, mask_heads = 1;
   Ranges ranges = kNoRanges;
   bool segments = false;
-  // No map if 0 heads.
+  // No other block mask ("map") if map_heads is 0.
   int map_heads = 0, map_batch = 1, map_block_q = 128, map_block_k = 128;
-  int offset = 0;     // of the mask, from an aligned address
-  int first_row = 0;  // of the map, of the first query
+  int offset = 0;     // bytes between an aligned address and the mask
+  int first_row = 0;  // row of the first query in the map
 };
 
 inline const Case kCases[] = {
@@ -63,12 +63,12 @@ inline const Case kCases[] = {
     {"no batch", 0, 1, 20, 30, 16, 16, 20},
 };
 
-// One with anything in it.
+// Returns a case with random sizes and options.
 inline Case random_case(uint64_t seed) {
   std::mt19937_64 random(seed);
   const auto one_of = [&](auto... x) {
-    const int all[] = {x...};
-    return all[random() % sizeof...(x)];
+    const int choices[] = {x...};
+    return choices[random() % sizeof...(x)];
   };
   Case c = {"random"};
   c.batch = one_of(1, 2), c.heads = one_of(1, 2, 4);
@@ -95,20 +95,22 @@ struct Problem {
   std::vector<int32_t> starts, ends, q_segments, kv_segments, rows, map_tiles;
   int64_t map_slots = 0;
   int map_rows = 0, map_columns = 0;
-  // What must come of it.
+  // The expected results.
   int64_t tile_rows, tile_columns;
-  int64_t slots = 1;                    // for `bits`
+  int64_t slots = 1;                    // slots of `bits`
   std::vector<uint8_t> occupied, full;  // [batch, heads, tile_rows, tile_columns]
   std::vector<int32_t> tiles, all_tiles;
-  std::vector<uint8_t> bits, all_bits;  // of packing, and of compressing
-  std::vector<uint8_t> first_bits;      // of packing into one slot: other tiles go nowhere
+  std::vector<uint8_t> bits, all_bits;  // results of pack, and of compress
+  std::vector<uint8_t>
+      first_bits;  // result of pack into a single slot; the other tiles are dropped
 
   bool in_map(int b, int h, int t, int s) const {
-    const int64_t which = (c.map_batch == 1 ? 0 : b) * c.map_heads + h / (c.heads / c.map_heads);
+    const int64_t map_index =
+        (c.map_batch == 1 ? 0 : b) * c.map_heads + h / (c.heads / c.map_heads);
     const int row = rows[t], i = row / c.map_block_q, j = s / c.map_block_k;
-    const int kind = map_tiles[(which * map_rows + i) * map_columns + j];
+    const int kind = map_tiles[(map_index * map_rows + i) * map_columns + j];
     if (kind < 0 || kind >= map_slots) return kind == -1;
-    const int64_t line = (which * map_slots + kind) * c.map_block_q + row % c.map_block_q;
+    const int64_t line = (map_index * map_slots + kind) * c.map_block_q + row % c.map_block_q;
     return map_bits[line * (c.map_block_k / 8) + s % c.map_block_k / 8] >> (s % 8) & 1;
   }
   bool visible(int b, int h, int t, int s) const {
@@ -122,14 +124,14 @@ struct Problem {
     }
     if (c.map_heads > 0 && !in_map(b, h, t, s)) return false;
     if (c.mask_queries == 0) return true;
-    const int64_t of_head =
+    const int64_t mask_index =
         (c.mask_batch == 1 ? 0 : b) * c.mask_heads + h / (c.heads / c.mask_heads);
-    const int64_t row = of_head * c.mask_queries + (c.mask_queries == 1 ? 0 : t);
+    const int64_t row = mask_index * c.mask_queries + (c.mask_queries == 1 ? 0 : t);
     return mask[c.offset + row * c.keys + s];
   }
 };
 
-// The parameters, over copies of the arrays that `copy` makes.
+// Returns the parameters of a launch. `copy` copies an array to where the kernel reads it.
 template <typename Copy>
 BlockMaskParams params(const Problem& x, Copy copy) {
   const Case& c = x.c;
@@ -164,7 +166,7 @@ inline void solve(Problem& x) {
   for (int64_t m = 0; m < maps; ++m) {
     int next = 0;
     for (int64_t i = 0; i < tiles; ++i) {
-      bool some = false, all = true;
+      bool any_visible = false, all_visible = true;
       uint8_t* const bits = x.all_bits.data() + (m * tiles + i) * tile_bytes;
       for (int r = 0; r < c.block_q; ++r) {
         for (int k = 0; k < c.block_k; ++k) {
@@ -172,15 +174,16 @@ inline void solve(Problem& x) {
           const int64_t s = i % x.tile_columns * c.block_k + k;
           if (t >= c.queries || s >= c.keys) continue;
           const bool seen = x.visible(m / c.heads, m % c.heads, t, s);
-          some = some || seen, all = all && seen;
+          any_visible = any_visible || seen, all_visible = all_visible && seen;
           bits[r * (c.block_k / 8) + k / 8] |= seen << k % 8;
         }
       }
-      x.occupied[m * tiles + i] = some, x.full[m * tiles + i] = all;
-      x.tiles[m * tiles + i] = !some ? -2 : all ? -1 : next++;
-      x.all_tiles[m * tiles + i] = !some ? -2 : all ? -1 : i;
+      x.occupied[m * tiles + i] = any_visible, x.full[m * tiles + i] = all_visible;
+      x.tiles[m * tiles + i] = !any_visible ? -2 : all_visible ? -1 : next++;
+      x.all_tiles[m * tiles + i] = !any_visible ? -2 : all_visible ? -1 : i;
     }
-    if (next > 0) x.slots = std::max<int64_t>(x.slots, next + 1);  // one that no tile has
+    if (next > 0)
+      x.slots = std::max<int64_t>(x.slots, next + 1);  // includes a slot that no tile has
   }
   x.bits.resize(maps * x.slots * tile_bytes);
   for (int64_t i = 0; i < maps * tiles; ++i) {
@@ -194,12 +197,13 @@ inline void solve(Problem& x) {
   }
 }
 
-// Random bits, but for patches of nothing and of everything: tiles of all kinds.
+// Makes a problem with random bits and with empty and full patches, so that tiles of all kinds
+// occur.
 inline Problem make(const Case& c, uint64_t seed) {
   std::mt19937_64 random(seed);
   Problem x = {c};
   const int64_t lines = int64_t{c.mask_batch} * c.mask_heads * c.mask_queries;
-  x.mask.resize(c.offset, 0xff);  // what is before it is no mask
+  x.mask.resize(c.offset, 0xff);  // bytes before the mask, which are not 0 or 1
   for (int64_t line = 0; line < lines; ++line) {
     for (int s = 0; s < c.keys; ++s) {
       const int kind = (s / std::max(c.block_k, 8) + line / c.block_q) % 5;
@@ -236,7 +240,7 @@ inline Problem make(const Case& c, uint64_t seed) {
     for (int64_t m = 0; m < maps; ++m) {
       int next = 0;
       for (int64_t i = 0; i < x.map_slots; ++i) {
-        const int kind = static_cast<int>(random() % 8);  // one in eight has its bits nowhere
+        const int kind = static_cast<int>(random() % 8);  // one tile in eight has an invalid slot
         x.map_tiles[m * x.map_slots + i] = kind < 2    ? -2
                                            : kind < 4  ? -1
                                            : kind == 4 ? INT_MAX

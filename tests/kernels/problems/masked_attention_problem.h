@@ -1,4 +1,4 @@
-// A problem of masked attention, and its solution in float64.
+// Test problems of masked attention and their solutions in float64, for the emulator and the GPU.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,15 +22,15 @@ struct AttentionCase {
   int batch, queries, keys, heads, groups, dim, value_dim;
   Ranges ranges = kNoRanges;
   bool segments = false;
-  int map_heads = 0, map_batch = 1;  // no map if 0
+  int map_heads = 0, map_batch = 1;  // no block mask if map_heads is 0
   int block_q = 128;
   DType dtype = DType::kBF16;
   float softcap = 0.f;
-  float scale = 0.f;                   // 0: dim^-1/2
-  int first_row = 0;                   // of the map, of the first query
-  int bias_heads = 0, bias_batch = 1;  // no bias if 0
-  bool bias_rows = true;               // a row for each query; or one for all
-  float hiding = 0.f;                  // a bias that hides keys as a mask does, in whole rows, too
+  float scale = 0.f;                   // 0 means dim^-1/2
+  int first_row = 0;                   // row of the first query in the block mask
+  int bias_heads = 0, bias_batch = 1;  // no bias if bias_heads is 0
+  bool bias_rows = true;               // whether each query has a row of biases, or all share one
+  float masking_bias = 0.f;            // a bias value that masks single keys and whole rows, or 0
 };
 
 inline uint16_t to_16(DType dtype, float x) {
@@ -68,12 +68,13 @@ struct AttentionProblem {
   float at(const std::vector<uint16_t>& x, int64_t i) const { return from_16(c.dtype, x[i]); }
 
   bool in_map(int b, int n, int t, int s) const {
-    const int64_t which = (c.map_batch == 1 ? 0 : b) * c.map_heads + n / (c.heads / c.map_heads);
+    const int64_t map_index =
+        (c.map_batch == 1 ? 0 : b) * c.map_heads + n / (c.heads / c.map_heads);
     const int row = rows[t];
-    const int kind = tiles[(which * tile_rows + row / c.block_q) * tile_columns + s / kBlockK];
+    const int kind = tiles[(map_index * tile_rows + row / c.block_q) * tile_columns + s / kBlockK];
     if (kind < 0) return kind == -1;
-    const int64_t line = (which * slots + kind) * c.block_q + row % c.block_q;
-    return bits[line * (kBlockK / 8) + s % kBlockK / 8] >> (s % 8) & 1;
+    const int64_t bit_row = (map_index * slots + kind) * c.block_q + row % c.block_q;
+    return bits[bit_row * (kBlockK / 8) + s % kBlockK / 8] >> (s % 8) & 1;
   }
   bool visible(int b, int n, int t, int s) const {
     if (c.ranges != kNoRanges) {
@@ -94,12 +95,12 @@ struct AttentionProblem {
     const int64_t head = (c.bias_batch == 1 ? 0 : b) * c.bias_heads + n / (c.heads / c.bias_heads);
     return (head * (c.bias_rows ? c.queries : 1) + (c.bias_rows ? t : 0)) * bias_row() + s;
   }
-  // Whether scores share a bias.
-  bool sums_biases() const {
+  // Returns whether several scores share a bias.
+  bool shares_bias() const {
     return c.bias_heads &&
            (!c.bias_rows || c.queries == 1 || c.bias_heads != c.heads || c.bias_batch != c.batch);
   }
-  AttentionBias bias_of(const void* x) const {
+  AttentionBias attention_bias(const void* x) const {
     if (!c.bias_heads) return {};
     return {x, c.bias_rows ? c.queries : 1, c.bias_batch, c.bias_heads};
   }
@@ -109,7 +110,7 @@ struct AttentionProblem {
     double sum = 0;
     for (int d = 0; d < c.dim; ++d) sum += double(at(q, row + d)) * at(k, key + d);
     sum *= scale;
-    // Beside a bias that hides its key a product is lost, in f32.
+    // In float32, a product is lost when it is added to a bias that masks its key.
     if (c.bias_heads) sum = static_cast<float>(sum + at(bias, bias_at(b, n, t, s)));
     return c.softcap > 0 ? c.softcap * std::tanh(sum / c.softcap) : sum;
   }
@@ -159,8 +160,8 @@ inline AttentionProblem make_attention(const AttentionCase& c, uint64_t seed) {
   }
   if (c.map_heads) {
     for (int t = 0; t < c.queries; ++t) p.rows.push_back(c.first_row + t);
-    const int lines = c.first_row + c.queries;
-    p.tile_rows = (lines + c.block_q - 1) / c.block_q, p.tile_columns = (c.keys + 127) / 128;
+    const int bit_rows = c.first_row + c.queries;
+    p.tile_rows = (bit_rows + c.block_q - 1) / c.block_q, p.tile_columns = (c.keys + 127) / 128;
     p.slots = int64_t{p.tile_rows} * p.tile_columns;
     const int64_t maps = int64_t{c.map_batch} * c.map_heads;
     p.tiles.resize(maps * p.slots);
@@ -174,13 +175,14 @@ inline AttentionProblem make_attention(const AttentionCase& c, uint64_t seed) {
     }
     for (auto& x : p.bits) x = static_cast<uint8_t>(random() & random());
   }
-  if (c.bias_heads) {  // NaN where no query sees the key, -inf here and there and in a whole row
+  if (c.bias_heads) {  // Biases are NaN where no query sees the key, and -inf at random places and
+                       // in one whole row.
     fill(p.bias, p.bias_size());
     for (size_t i = 0; i < p.bias.size(); ++i) {
       const bool row = c.bias_rows && static_cast<int>(i / p.bias_row()) == c.queries / 2;
       if (row || random() % 20 == 0) p.bias[i] = to_16(c.dtype, -INFINITY);
-      if (c.hiding != 0.f && (i / p.bias_row() % 7 == 3 || random() % 20 == 0)) {
-        p.bias[i] = to_16(c.dtype, c.hiding);
+      if (c.masking_bias != 0.f && (i / p.bias_row() % 7 == 3 || random() % 20 == 0)) {
+        p.bias[i] = to_16(c.dtype, c.masking_bias);
       }
     }
     std::vector<bool> seen(p.bias_size());
@@ -197,13 +199,13 @@ inline AttentionProblem make_attention(const AttentionCase& c, uint64_t seed) {
       if (!seen[i]) p.bias[i] = to_16(c.dtype, NAN);
     }
   }
-  // NaN in every key and value that no query of its head sees, and in queries that see no key.
-  const int per_group = c.heads / c.groups;
+  // Keys and values that no query of their group sees, and queries that see no key, are NaN.
+  const int heads_per_group = c.heads / c.groups;
   for (int b = 0; b < c.batch; ++b) {
     for (int g = 0; g < c.groups; ++g) {
       for (int s = 0; s < c.keys; ++s) {
         bool seen = false;
-        for (int n = g * per_group; n < (g + 1) * per_group && !seen; ++n) {
+        for (int n = g * heads_per_group; n < (g + 1) * heads_per_group && !seen; ++n) {
           for (int t = 0; t < c.queries && !seen; ++t) seen = p.visible(b, n, t, s);
         }
         const int64_t key = (int64_t{b} * c.keys + s) * c.groups + g;
@@ -225,29 +227,29 @@ inline AttentionProblem make_attention(const AttentionCase& c, uint64_t seed) {
   return p;
 }
 
-// ---- what comes out ----------------------------------------------------------------------------
+// ---- solutions ---------------------------------------------------------------------------------
 
-struct Attended {
+struct ForwardResult {
   std::vector<double> out, lse;
 };
 
-inline Attended attend(const AttentionProblem& x) {
+inline ForwardResult solve_forward(const AttentionProblem& x) {
   const AttentionCase& c = x.c;
-  Attended y;
+  ForwardResult y;
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
   y.out.resize(rows * c.value_dim), y.lse.resize(rows, -INFINITY);
   std::vector<double> scores(c.keys);
   for (int64_t row = 0; row < rows; ++row) {
     const int n = row % c.heads, t = row / c.heads % c.queries, b = row / c.heads / c.queries;
-    double top = -INFINITY, total = 0;
+    double max_score = -INFINITY, total = 0;
     for (int s = 0; s < c.keys; ++s) {
       scores[s] = x.visible(b, n, t, s) ? x.score(b, n, t, s) : -INFINITY;
-      top = std::max(top, scores[s]);
+      max_score = std::max(max_score, scores[s]);
     }
-    if (top == -INFINITY) continue;
+    if (max_score == -INFINITY) continue;
     for (int s = 0; s < c.keys; ++s) {
       if (scores[s] == -INFINITY) continue;
-      const double p = std::exp(scores[s] - top);
+      const double p = std::exp(scores[s] - max_score);
       total += p;
       const int64_t key = (int64_t{b} * c.keys + s) * c.groups + n / (c.heads / c.groups);
       for (int e = 0; e < c.value_dim; ++e) {
@@ -255,7 +257,7 @@ inline Attended attend(const AttentionProblem& x) {
       }
     }
     for (int e = 0; e < c.value_dim; ++e) y.out[row * c.value_dim + e] /= total;
-    y.lse[row] = top + std::log(total);
+    y.lse[row] = max_score + std::log(total);
   }
   return y;
 }
@@ -264,40 +266,40 @@ struct Gradients {
   std::vector<double> dq, dk, dv, dbias;
 };
 
-// The forward pass's results, and what comes back for them.
-struct Given {
+// The results of the forward pass, and the gradients of these results.
+struct BackwardInputs {
   std::vector<uint16_t> out, dout;
   std::vector<float> lse, dlse;
 };
 
-inline Given make_given(const AttentionProblem& x, uint64_t seed) {
+inline BackwardInputs make_backward_inputs(const AttentionProblem& x, uint64_t seed) {
   const AttentionCase& c = x.c;
   std::mt19937_64 random(seed + 1000);
   std::normal_distribution<float> normal;
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
-  Given y;
+  BackwardInputs y;
   y.out.resize(rows * c.value_dim + 8), y.dout.resize(rows * c.value_dim + 8);
   y.lse.resize(rows, -INFINITY), y.dlse.resize(rows);
   std::vector<double> out(c.value_dim);
   for (int64_t row = 0; row < rows; ++row) {
     const int n = row % c.heads, t = row / c.heads % c.queries, b = row / c.heads / c.queries;
-    double total = 0, top = -INFINITY;
+    double total = 0, max_score = -INFINITY;
     std::vector<double> scores(c.keys, -INFINITY);
     for (int s = 0; s < c.keys; ++s) {
       if (x.visible(b, n, t, s)) scores[s] = x.score(b, n, t, s);
-      top = std::max(top, scores[s]);
+      max_score = std::max(max_score, scores[s]);
     }
     std::fill(out.begin(), out.end(), 0);
     for (int s = 0; s < c.keys; ++s) {
       if (scores[s] == -INFINITY) continue;
-      const double p = std::exp(scores[s] - top);
+      const double p = std::exp(scores[s] - max_score);
       const int64_t key = (int64_t{b} * c.keys + s) * c.groups + n / (c.heads / c.groups);
       total += p;
       for (int e = 0; e < c.value_dim; ++e) out[e] += p * x.at(x.v, key * c.value_dim + e);
     }
-    if (total > 0) y.lse[row] = static_cast<float>(top + std::log(total));
-    // All keys of a hidden row have a probability of 1, as its lse cannot tell how many they are:
-    // their sums are larger.
+    if (total > 0) y.lse[row] = static_cast<float>(max_score + std::log(total));
+    // If the bias masks a whole row, its lse cannot tell how many keys it has, so each key gets a
+    // probability of 1. Their sums are larger, which smaller gradients compensate.
     const float size = std::fabs(y.lse[row]) > 1e6f && total > 0 ? 0.05f : 1.f;
     y.dlse[row] = size * normal(random);
     for (int e = 0; e < c.value_dim; ++e) {
@@ -309,7 +311,7 @@ inline Given make_given(const AttentionProblem& x, uint64_t seed) {
   return y;
 }
 
-inline Gradients differentiate(const AttentionProblem& x, const Given& given) {
+inline Gradients solve_backward(const AttentionProblem& x, const BackwardInputs& inputs) {
   const AttentionCase& c = x.c;
   Gradients y;
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
@@ -317,20 +319,20 @@ inline Gradients differentiate(const AttentionProblem& x, const Given& given) {
   y.dq.resize(rows * c.dim), y.dk.resize(keys * c.dim), y.dv.resize(keys * c.value_dim);
   y.dbias.resize(x.bias_size());
   for (int64_t row = 0; row < rows; ++row) {
-    if (given.lse[row] == -INFINITY) continue;
+    if (inputs.lse[row] == -INFINITY) continue;
     const int n = row % c.heads, t = row / c.heads % c.queries, b = row / c.heads / c.queries;
-    double delta = -given.dlse[row];
+    double delta = -inputs.dlse[row];
     for (int e = 0; e < c.value_dim; ++e) {
       const int64_t i = row * c.value_dim + e;
-      delta += double(x.at(given.out, i)) * x.at(given.dout, i);
+      delta += double(x.at(inputs.out, i)) * x.at(inputs.dout, i);
     }
     for (int s = 0; s < c.keys; ++s) {
       if (!x.visible(b, n, t, s)) continue;
       const int64_t key = (int64_t{b} * c.keys + s) * c.groups + n / (c.heads / c.groups);
-      const double score = x.score(b, n, t, s), p = std::exp(score - given.lse[row]);
+      const double score = x.score(b, n, t, s), p = std::exp(score - inputs.lse[row]);
       double dp = 0;
       for (int e = 0; e < c.value_dim; ++e) {
-        const double g = x.at(given.dout, row * c.value_dim + e);
+        const double g = x.at(inputs.dout, row * c.value_dim + e);
         dp += g * x.at(x.v, key * c.value_dim + e);
         y.dv[key * c.value_dim + e] += p * g;
       }
@@ -347,36 +349,38 @@ inline Gradients differentiate(const AttentionProblem& x, const Given& given) {
   return y;
 }
 
-// The largest error, relative to values above 1.
+// Returns the largest error, relative to 1 + |expected|.
 inline double difference(DType dtype, const std::vector<uint16_t>& got,
-                         const std::vector<double>& want) {
+                         const std::vector<double>& expected) {
   double worst = 0;
   for (size_t i = 0; i < got.size(); ++i) {
-    const double error = std::fabs(from_16(dtype, got[i]) - want[i]) / (1 + std::fabs(want[i]));
+    const double error =
+        std::fabs(from_16(dtype, got[i]) - expected[i]) / (1 + std::fabs(expected[i]));
     worst = std::max(worst, std::isnan(error) ? INFINITY : error);
   }
   return worst;
 }
 
-// The largest error of logarithms, relative to values far from 0.
-inline double lse_difference(const std::vector<float>& got, const std::vector<double>& want) {
+// Returns the largest error of lse, relative for values above 1000.
+inline double lse_difference(const std::vector<float>& got, const std::vector<double>& expected) {
   double worst = 0;
   for (size_t i = 0; i < got.size(); ++i) {
-    if (got[i] == want[i]) continue;
-    const double error = std::fabs(got[i] - want[i]) / std::max(1., 1e-3 * std::fabs(want[i]));
+    if (got[i] == expected[i]) continue;
+    const double error =
+        std::fabs(got[i] - expected[i]) / std::max(1., 1e-3 * std::fabs(expected[i]));
     worst = std::max(worst, std::isnan(error) ? INFINITY : error);
   }
   return worst;
 }
 
-// The same of the biases' gradients, without what comes after their rows' last keys.
+// Returns the difference of bias gradients, without the padding of their rows.
 inline double bias_difference(const AttentionProblem& x, const std::vector<uint16_t>& got,
-                              const std::vector<double>& want) {
+                              const std::vector<double>& expected) {
   std::vector<uint16_t> own;
   std::vector<double> other;
-  for (size_t i = 0; i < want.size(); ++i) {
+  for (size_t i = 0; i < expected.size(); ++i) {
     if (static_cast<int>(i % x.bias_row()) >= x.c.keys) continue;
-    own.push_back(got[i]), other.push_back(want[i]);
+    own.push_back(got[i]), other.push_back(expected[i]);
   }
   return difference(x.c.dtype, own, other);
 }
@@ -395,7 +399,7 @@ inline const AttentionCase kAttentionCases[] = {
     {"window over many tiles", 1, 4200, 4200, 1, 1, 64, 64, kWindow},
     {"random ranges, odd dims", 2, 213, 333, 2, 2, 72, 40, kRandom},
     {"segments and ranges", 2, 213, 213, 1, 1, 64, 64, kRandom, true},
-    {"map of all heads", 2, 300, 400, 2, 2, 64, 64, kNoRanges, false, 1, 1},
+    {"one map for all heads", 2, 300, 400, 2, 2, 64, 64, kNoRanges, false, 1, 1},
     {"map of each head, shifted", 1, 200, 300, 4, 2, 64, 64, kCausal, false, 4, 1, 128,
      DType::kBF16, 0.f, 0.f, 70},
     {"map of groups, blocks of 40", 2, 150, 300, 4, 2, 64, 64, kNoRanges, true, 2, 2, 40,
@@ -437,7 +441,7 @@ inline const AttentionCase kAttentionCases[] = {
      -0.1f, 0, 2},
     {"bias of all heads, 256 dims", 1, 150, 100, 2, 1, 256, 256, kCausal, false, 0, 1, 128,
      DType::kBF16, 0.f, 0.f, 0, 1},
-    {.name = "bias that hides by -1e9",
+    {.name = "bias that masks by -1e9",
      .batch = 1,
      .queries = 200,
      .keys = 150,
@@ -446,8 +450,8 @@ inline const AttentionCase kAttentionCases[] = {
      .dim = 64,
      .value_dim = 64,
      .bias_heads = 2,
-     .hiding = -1e9f},
-    {.name = "bias that hides by -1e10",
+     .masking_bias = -1e9f},
+    {.name = "bias that masks by -1e10",
      .batch = 2,
      .queries = 150,
      .keys = 200,
@@ -457,8 +461,8 @@ inline const AttentionCase kAttentionCases[] = {
      .value_dim = 128,
      .ranges = kCausal,
      .bias_heads = 1,
-     .hiding = -1e10f},
-    {.name = "bias that hides by all it can",
+     .masking_bias = -1e10f},
+    {.name = "bias that masks by the lowest float",
      .batch = 1,
      .queries = 150,
      .keys = 200,
@@ -467,7 +471,7 @@ inline const AttentionCase kAttentionCases[] = {
      .dim = 256,
      .value_dim = 256,
      .bias_heads = 1,
-     .hiding = -3.38e38f},
+     .masking_bias = -3.38e38f},
     {"one query and key, bias", 1, 1, 1, 1, 1, 64, 64, kNoRanges, false, 0, 1, 128, DType::kBF16,
      0.f, 0.f, 0, 1},
     {"no keys", 1, 130, 0, 2, 1, 128, 128},

@@ -112,10 +112,10 @@ inline Problem make(const Case& c, uint64_t seed) {
       p.ends.push_back(c.with.starts == 2 && random() % 4 == 0 ? INT_MIN : at + 1);
     }
   }
-  const auto record = [&](int64_t i) { return &p.records[i * jax_dsa::kSparseMlaRecordBytes]; };
+  const auto record = [&](int64_t i) { return &p.records[i * jax_dsa::kMlaRecordBytes]; };
   const int64_t width = int64_t{c.groups} * c.dim;
   if (c.with.records) {
-    p.records.resize(rows * c.groups * jax_dsa::kSparseMlaRecordBytes);
+    p.records.resize(rows * c.groups * jax_dsa::kMlaRecordBytes);
     for (int64_t i = 0; i < rows * c.groups; ++i) {
       sparse_mla_problem::round_to_record(&p.k[i * c.dim], record(i),
                                           sparse_mla_problem::kLeastPowers, random());
@@ -141,7 +141,7 @@ inline Problem make(const Case& c, uint64_t seed) {
     }
   }
   for (int64_t i = 0; i < rows * c.groups && c.with.records; ++i) {
-    if (!seen[i / c.groups]) std::fill_n(record(i), jax_dsa::kSparseMlaRecordBytes, 0xff);
+    if (!seen[i / c.groups]) std::fill_n(record(i), jax_dsa::kMlaRecordBytes, 0xff);
   }
   for (int b = 0; b < c.batch && c.with.infinite; b += 2) {
     const int key = lengths[b] - 1 - b % 3;

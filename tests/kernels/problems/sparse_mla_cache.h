@@ -55,7 +55,7 @@ inline void round_to_record(bf16* key, uint8_t* record, Scales kind, uint64_t ra
 inline Cache store(Problem& p, const Layout& layout, uint64_t seed) {
   const Case& c = p.c;
   std::mt19937_64 random(seed);
-  const int64_t row_bytes = layout.records ? jax_dsa::kSparseMlaRecordBytes : c.dim * 2;
+  const int64_t row_bytes = layout.records ? jax_dsa::kMlaRecordBytes : c.dim * 2;
   Cache cache;
   cache.indices = p.indices;
   int64_t rows = int64_t{c.batch} * c.keys;

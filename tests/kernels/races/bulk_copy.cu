@@ -1,7 +1,7 @@
 // One lane writes a note, arrives at the mbarrier on which its bulk copies complete, and starts
 // them; four warps read note and copies, and one lane of each of these arrives for its warp.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o bulk_copy tests/kernels/races/bulk_copy.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o bulk_copy \
+//       tests/kernels/races/bulk_copy.cu
 // Right: the arrival releases the note, as in elected_writer.cu; a phase ends when all its bytes
 // are there, and a wait for it sees them; the way back is that of elected_arrival.cu, after which
 // the next copies may write. So do the kernels whose producer is one lane, with items, tiles and

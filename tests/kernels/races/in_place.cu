@@ -1,7 +1,7 @@
 // What cp.async of one warp brought, another warp reads to registers and writes over, and one of
 // its lanes arrives for it; then the next copies come to the same place.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o in_place tests/kernels/races/in_place.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o in_place \
+//       tests/kernels/races/in_place.cu
 // Right: the mbarrier on which the copies complete orders them before the reads, __syncwarp all
 // lanes' reads before their stores, and __syncwarp and lane 0's arrival the stores before the next
 // copies. So do the warpgroups that multiply with FP8 records, which become bf16 where they lie.

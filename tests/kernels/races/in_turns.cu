@@ -1,7 +1,7 @@
 // A thread writes items to two places in turns; its own warp, another warp that copies and one that
 // uses the copies read them. That an item was read, the writer learns while it has the next one.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o in_turns tests/kernels/races/in_turns.cu
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o in_turns \
+//       tests/kernels/races/in_turns.cu
 // Right: of the warp that uses the copies, lane 0 arrives at `done` for an item when the warp has
 // read the one before, and the writer waits there before it takes the item after; the warps that
 // copy meet at a barrier when they have read an item. So does the sparse MLA backward kernel with

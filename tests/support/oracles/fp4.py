@@ -1,4 +1,4 @@
-"""FP4 (e2m1) in float64: every code is tried."""
+"""FP4 (e2m1) rounding in float64, by a search over all codes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def fake_quantize(x: np.ndarray, largest: float) -> np.ndarray:
-    """Blocks `x` [..., 32] in float64 as FP4 holds them, no value of which is above `largest`."""
+    """Returns blocks `x` [..., 32] rounded to FP4 values of at most `largest`, in float64."""
     x = np.asarray(x, np.float64)
     amax = np.abs(x).max(-1, keepdims=True)
     finite = np.isfinite(amax)

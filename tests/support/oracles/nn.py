@@ -1,4 +1,4 @@
-"""The decoder in float64, from its parameters: attention in its expanded form, over a mask."""
+"""The decoder in float64, with attention in its expanded form and a mask of visible keys."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import numpy as np
 
 
 def rope(x: np.ndarray, positions: np.ndarray, base: float, layout: str) -> np.ndarray:
-    """Pairs of the last axis as complex numbers, turned; `positions` fit all axes before it."""
+    """Rotates pairs of the last axis, as complex numbers.
+
+    `positions` broadcast to all axes but the last.
+    """
     half = x.shape[-1] // 2
     a, b = (x[..., :half], x[..., half:]) if layout == "half" else (x[..., ::2], x[..., 1::2])
-    turned = (a + 1j * b) * np.exp(1j * positions[..., None] * base ** (-np.arange(half) / half))
+    rotated = (a + 1j * b) * np.exp(1j * positions[..., None] * base ** (-np.arange(half) / half))
     if layout == "half":
-        return np.concatenate([turned.real, turned.imag], axis=-1)
-    return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
+        return np.concatenate([rotated.real, rotated.imag], axis=-1)
+    return np.stack([rotated.real, rotated.imag], axis=-1).reshape(x.shape)
 
 
 def rms_norm(x: np.ndarray, p: Any, eps: float) -> np.ndarray:
@@ -22,7 +25,7 @@ def rms_norm(x: np.ndarray, p: Any, eps: float) -> np.ndarray:
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
-    """Zeros for a row of -inf."""
+    """Returns the softmax of the last axis; a row of -inf gives zeros."""
     e = np.exp(x - np.maximum(x.max(-1, keepdims=True), -1e300))
     return e / np.maximum(e.sum(-1, keepdims=True), 1e-300)
 
@@ -33,15 +36,15 @@ def hadamard(width: int) -> np.ndarray:
 
 
 def index_logits(p: Any, c: Any, x: np.ndarray, latent: np.ndarray) -> np.ndarray:
-    """The indexer's logits [B, T, T] of all pairs."""
-    places = np.arange(x.shape[1])
+    """Returns the indexer's logits [B, T, T] of all pairs of queries and keys."""
+    positions = np.arange(x.shape[1])
     q = (latent @ p["wq"]["kernel"]).reshape(*x.shape[:2], c.index_heads, c.index_dim)
     k = x @ p["wk"]["kernel"]
     k = k - k.mean(-1, keepdims=True)
     k = rms_norm(k, p["k_norm"], c.norm_eps) + p["k_norm"]["bias"]
-    own, layout = c.index_rope_dim, c.index_rope_layout
-    q[..., :own] = rope(q[..., :own], places[:, None], c.rope_base, layout)
-    k[..., :own] = rope(k[..., :own], places, c.rope_base, layout)
+    width, layout = c.index_rope_dim, c.index_rope_layout
+    q[..., :width] = rope(q[..., :width], positions[:, None], c.rope_base, layout)
+    k[..., :width] = rope(k[..., :width], positions, c.rope_base, layout)
     if c.index_hadamard:
         q, k = q @ hadamard(c.index_dim), k @ hadamard(c.index_dim)
     weights = x @ p["weights"]["kernel"] / np.sqrt(c.index_heads) / np.sqrt(c.index_dim)
@@ -51,22 +54,31 @@ def index_logits(p: Any, c: Any, x: np.ndarray, latent: np.ndarray) -> np.ndarra
 def attention(
     p: Any, c: Any, x: np.ndarray, selected: np.ndarray | None, *, sparse: bool
 ) -> tuple[np.ndarray, np.ndarray, float | None]:
-    """The layer's output, the mask [B, T, T] of what it attended to, and the indexer's KL.
+    """Computes one attention layer.
 
-    `selected` is the mask of a layer before, for a layer without an indexer.
+    Args:
+        p: The layer's parameters.
+        c: Its `AttentionConfig`.
+        x: Hidden states [B, T, M].
+        selected: Mask [B, T, T] of an earlier layer's selection, for a layer without an indexer.
+        sparse: Whether to attend to the selected keys only.
+
+    Returns:
+        The layer's output, the mask [B, T, T] of the selection, and the indexer's KL loss (None
+        without an indexer).
     """
     mla, batch, length = p["mla"], *x.shape[:2]
-    places = np.arange(length)
+    positions = np.arange(length)
     latent = rms_norm(x @ mla["wq_a"]["kernel"], mla["q_norm"], c.norm_eps)
     q = (latent @ mla["wq_b"]["kernel"]).reshape(batch, length, c.num_heads, -1)
-    q_rope = rope(q[..., c.nope_dim :], places[:, None], c.rope_base, c.rope_layout)
+    q_rope = rope(q[..., c.nope_dim :], positions[:, None], c.rope_base, c.rope_layout)
     down = x @ mla["wkv_a"]["kernel"]
     kv = rms_norm(down[..., : c.kv_rank], mla["kv_norm"], c.norm_eps)
-    k_rope = rope(down[..., c.kv_rank :], places, c.rope_base, c.rope_layout)
+    k_rope = rope(down[..., c.kv_rank :], positions, c.rope_base, c.rope_layout)
     k_nope = np.einsum("bse,nep->bsnp", kv, mla["w_uk"])
     v = np.einsum("bse,nev->bsnv", kv, mla["w_uv"])
 
-    mask = np.broadcast_to(places <= places[:, None], (batch, length, length))
+    mask = np.broadcast_to(positions <= positions[:, None], (batch, length, length))
     scores = None
     if p.get("indexer") is not None:
         scores = np.where(mask, index_logits(p["indexer"], c, x, latent), -np.inf)
@@ -89,7 +101,7 @@ def attention(
 def decoder(
     p: Any, config: Any, tokens: np.ndarray, *, sparse: bool
 ) -> tuple[np.ndarray, list[np.ndarray], list[float | None]]:
-    """Logits; each layer's mask and KL, as `attention` gives them."""
+    """Returns the logits, and each layer's mask and KL loss as `attention` returns them."""
     c = config.attention
     x = p["embed"]["embedding"][tokens]
     selected, masks, losses = None, [], []

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/error.h"
 #include "emulator.h"
 
 namespace jax_dsa {

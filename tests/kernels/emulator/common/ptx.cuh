@@ -20,7 +20,7 @@ T uniform(T x) {
   return first;
 }
 
-inline uint32_t hidden(uint32_t x) { return x; }
+inline uint32_t opaque(uint32_t x) { return x; }
 inline uint32_t opaque_one() { return 1; }
 
 template <typename Int>

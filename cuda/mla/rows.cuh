@@ -5,14 +5,10 @@
 #include <cuda_bf16.h>
 
 #include "common/ptx.cuh"
-#include "sparse_mla/fwd_plan.cuh"
+#include "common/softmax.cuh"
+#include "mla/plan.cuh"
 
-namespace jax_dsa::sparse_mla {
-
-// What a sink divides the output by.
-__device__ __forceinline__ float sink_divisor(float sink, float lse) {
-  return 1.f + exp2_approx((sink - lse) * kLog2E);
-}
+namespace jax_dsa::mla {
 
 // State of two rows of one warpgroup's accumulator: a thread has rows r and r + 8.
 struct Rows {
@@ -24,7 +20,7 @@ struct Rows {
   __device__ void move(const float (&to)[2], float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      factor[r] = exp2_approx(reference[r] - finite(to[r]));
+      factor[r] = exp2_approx(reference[r] - finite_max(to[r]));
       sum[r] *= factor[r];
       others[r] *= factor[r];
       reference[r] = to[r];
@@ -39,10 +35,6 @@ struct Rows {
   // Its natural logarithm, of what the reference stands for too.
   __device__ float lse(int r, float total) const {
     return total == 0.f ? -INFINITY : (reference[r] + log2f(total)) * kLn2;
-  }
-  // What to subtract from a score: 2^(-inf - finite(-inf)) = 0.
-  __device__ static float finite(float reference) {
-    return reference == -INFINITY ? 0.f : reference;
   }
 };
 
@@ -89,7 +81,7 @@ __device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float 
   const bool moved = __any_sync(~0u, to[0] != rows.reference[0] || to[1] != rows.reference[1]);
   if (moved) rows.move(to, factor);
   between();
-  const float base[2] = {Rows::finite(to[0]), Rows::finite(to[1])};
+  const float base[2] = {finite_max(to[0]), finite_max(to[1])};
   float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < 32; i += 2) {
@@ -143,4 +135,4 @@ __device__ __forceinline__ void store_rows(const float (&o)[kN], const float (&f
   }
 }
 
-}  // namespace jax_dsa::sparse_mla
+}  // namespace jax_dsa::mla

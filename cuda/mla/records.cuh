@@ -11,7 +11,7 @@
 
 #include "common/ptx.cuh"
 
-namespace jax_dsa::sparse_mla {
+namespace jax_dsa::mla {
 
 // Whether `scale` may become a factor.
 __device__ __forceinline__ bool is_plain_scale(float scale) {
@@ -91,4 +91,4 @@ __device__ __forceinline__ void unpack_values(const uint32_t (&codes)[8], float 
   }
 }
 
-}  // namespace jax_dsa::sparse_mla
+}  // namespace jax_dsa::mla

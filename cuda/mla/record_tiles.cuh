@@ -4,11 +4,10 @@
 
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
-#include "sparse_mla/fwd_plan.cuh"
-#include "sparse_mla/records.cuh"
-#include "sparse_mla/sparse_mla_decode.h"
+#include "mla/plan.cuh"
+#include "mla/records.cuh"
 
-namespace jax_dsa::sparse_mla {
+namespace jax_dsa::mla {
 
 // A thread has a quarter of two rows of a tile of records: of 16-byte chunk lane % 4 of each block
 // (64 values) the row lane / 4 of its warp's eight, in either half of the tile. The values of one
@@ -227,4 +226,4 @@ __device__ __forceinline__ void unpack_half(Shared& shared, int parity, uint32_t
   fence_async_proxy();  // ordinary stores, which wgmma reads
 }
 
-}  // namespace jax_dsa::sparse_mla
+}  // namespace jax_dsa::mla

@@ -1,0 +1,93 @@
+"""Sparse attention to a long sequence, a chunk of queries at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_dsa.core.typing import Array, Int
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jax_dsa.nn.mla import MLAProjections
+
+SELECTION = ("dsa_topk_indices", "dsa_topk_logits")
+"""Remat names of an indexer's selection and of the selected logits."""
+CHUNKED = "dsa_chunked"
+"""Remat name of the attention's output where queries come in chunks.
+
+The backward pass of the chunks recomputes them already. A policy around the whole block should save
+this output, or the chunks are computed a third time.
+"""
+
+
+class QueryInputs(NamedTuple):
+    """The arrays of a chunk of queries. Keys are not among them: every chunk sees all keys."""
+
+    projections: MLAProjections
+    scoring: dict[str, Any]
+    """`index_q` and `index_weights`, if the layer has an indexer."""
+    starts: Int[Array, "B T"] | None
+    ends: Int[Array, "B T"] | None
+    indices: Int[Array, "B T K"] | None
+
+
+def map_query_chunks(
+    attend: Callable[[QueryInputs], tuple[Any, ...]],
+    inputs: QueryInputs,
+    shape: tuple[int, ...],
+    chunk: int | None,
+    stripes: int,
+) -> tuple[Any, ...]:
+    """Returns the results of `attend`, which may see only a chunk of the queries at a time.
+
+    Every stripe of the sequence, which is what one device holds, is cut into chunks. A chunk's call
+    of `attend` gets the corresponding chunk of every stripe, so that all devices take part in it.
+
+    Args:
+        attend: Maps the inputs of some queries to a tuple of results. The first is a loss that is a
+            mean over these queries, or None. The second is the output. All but the first are arrays
+            [B, T, ...] of these queries.
+        inputs: The inputs of all queries.
+        shape: [B, T, M], the shape of the hidden states.
+        chunk: Queries of each stripe that one call of `attend` takes; None: all of them.
+        stripes: Number of stripes that the sequence is stored in.
+
+    Returns:
+        The tuple of results for all queries.
+
+    Raises:
+        ValueError: If T / stripes is greater than `chunk` and not a multiple of it.
+    """
+    batch, length = shape[0], shape[1] // stripes
+    if chunk is None or length <= chunk:
+        return attend(inputs)
+    if length % chunk:
+        divided = "T" if stripes == 1 else f"T / {stripes} stripes"
+        raise ValueError(
+            f"DSAttention: argument 'x' has shape {list(shape)}, expected {divided} to be a "
+            f"multiple of query_chunk = {chunk}, or at most {chunk}"
+        )
+    if inputs.ends is None:
+        ends = jnp.arange(1, shape[1] + 1, dtype=jnp.int32)
+        inputs = inputs._replace(ends=jnp.broadcast_to(ends, shape[:2]))
+    chunks = length // chunk
+
+    def cut(a: jax.Array) -> jax.Array:
+        rest = a.shape[2:]
+        a = jnp.moveaxis(a.reshape(batch, stripes, chunks, chunk, *rest), 2, 0)
+        return a.reshape(chunks, batch, stripes * chunk, *rest)
+
+    def joined(a: jax.Array) -> jax.Array:
+        rest = a.shape[3:]
+        a = jnp.moveaxis(a.reshape(chunks, batch, stripes, chunk, *rest), 0, 2)
+        return a.reshape(batch, stripes * length, *rest)
+
+    policy = jax.checkpoint_policies.save_only_these_names(*SELECTION)
+    kl, y, *others = jax.lax.map(jax.checkpoint(attend, policy=policy), jax.tree.map(cut, inputs))
+    y, *others = jax.tree.map(joined, (y, *others))
+    return None if kl is None else kl.mean(), checkpoint_name(y, CHUNKED), *others
