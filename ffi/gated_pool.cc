@@ -1,41 +1,38 @@
-// Handlers of the pooling of blocks of tokens.
+// Handlers of gated pooling, which pools blocks of tokens.
 
 #include "gated_pool/gated_pool.h"
 
-#include <limits>
-
 #include "ffi/common.h"
-#include "ffi/targets.h"
+#include "ffi/limits.h"
 
 namespace jax_dsa {
 namespace {
 
-using F32 = ffi::Buffer<ffi::F32>;
-
-// values and gates [B, S, H, D], bias [B, R, H, D], starts [B, S]?, scale [B, D]?
-ffi::Error read_operands(const char* op, const ffi::AnyBuffer& values, const ffi::AnyBuffer& gates,
-                         const F32& bias, const ffi::AnyBuffer& starts, const ffi::AnyBuffer& scale,
+// Reads values and gates [B, S, H, D], bias [B, R, H, D], starts [B, S]?, scale [B, D]?.
+ffi::Error read_operands(const char* op, const AnyBuffer& values, const AnyBuffer& gates,
+                         const F32& bias, const AnyBuffer& starts, const AnyBuffer& scale,
                          GatedPoolParams* p) {
-  const auto dims = values.dimensions(), of_bias = bias.dimensions();
-  if (dims.size() != 4) return invalid_argument(op, "values is not of rank 4");
-  if (of_bias.size() != 4) return invalid_argument(op, "bias is not of rank 4");
+  namespace limits = ::jax_dsa::limits::gated_pool;
+  const Dims dims = values.dimensions();
+  DSA_FFI_RETURN_IF_ERROR(check_rank(op, "values", dims, {"B", "S", "H", "D"}));
+  DSA_FFI_RETURN_IF_ERROR(check_rank(op, "bias", bias.dimensions(), {"B", "R", "H", "D"}));
   const int64_t batch = dims[0], tokens = dims[1], halves = dims[2], dim = dims[3];
-  const int64_t ratio = of_bias[1];
-  if (halves < 1 || halves > 2) return invalid_argument(op, "H is not 1 or 2");
-  if (ratio < 1 || ratio * halves > kMostPooled) return invalid_argument(op, "R H is too large");
-  if (dim % 4 != 0 || dim > std::numeric_limits<int32_t>::max() / (2 * kMostPooled)) {
-    return invalid_argument(op, "D is no multiple of 4, or too large");
-  }
-  const auto dtype = kernel_dtype(values.element_type());
-  if (!dtype || gates.element_type() != values.element_type()) {
-    return invalid_argument(op, "values and gates are not both bf16, f16 or f32");
-  }
+  const int64_t ratio = bias.dimensions()[1];
+  DSA_FFI_RETURN_IF_ERROR(check_one_of(op, "H", halves, {1, 2}));
+  DSA_FFI_RETURN_IF_ERROR(check_range(op, "R * H", ratio * halves, halves, limits::kMaxPooled));
+  DSA_FFI_RETURN_IF_ERROR(check_range(op, "D", dim, 0, limits::kMaxDim));
+  DSA_FFI_RETURN_IF_ERROR(check_multiple(op, "D", dim, limits::kDimMultiple));
+  DSA_FFI_RETURN_IF_ERROR(check_range(op, "S", tokens, 0, limits::kMaxTokens));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_range(op, "B * ceil(S / R)", batch * ceil_div(tokens, ratio), 0, limits::kMaxBlocks));
+  DSA_FFI_RETURN_IF_ERROR(read_dtype(op, "values", values.element_type(), &p->dtype));
+  DSA_FFI_RETURN_IF_ERROR(check_dtype(op, "gates", gates.element_type(), {values.element_type()}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(op, "gates", gates.dimensions(), dims, {}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(op, "bias", of_bias, {}, {batch, ratio, halves, dim}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(op, "bias", bias.dimensions(), {batch, ratio, halves, dim}));
   DSA_FFI_RETURN_IF_ERROR(
-      optional_data(op, "starts", starts, ffi::DataType::S32, {batch, tokens}, &p->starts));
+      optional_data(op, "starts", starts, DataType::S32, {batch, tokens}, &p->starts));
   DSA_FFI_RETURN_IF_ERROR(
-      optional_data(op, "scale", scale, ffi::DataType::F32, {batch, dim}, &p->scale));
+      optional_data(op, "scale", scale, DataType::F32, {batch, dim}, &p->scale));
   p->values = values.untyped_data();
   p->gates = gates.untyped_data();
   p->bias = bias.typed_data();
@@ -43,22 +40,28 @@ ffi::Error read_operands(const char* op, const ffi::AnyBuffer& values, const ffi
   p->ratio = static_cast<int>(ratio);
   p->halves = static_cast<int>(halves);
   p->dim = static_cast<int>(dim);
-  p->dtype = *dtype;
   return ffi::Error::Success();
 }
 
-ffi::Error check_keys(const char* op, const char* name, const ffi::AnyBuffer& x,
-                      const ffi::AnyBuffer& values, const GatedPoolParams& p) {
-  if (x.element_type() != values.element_type()) {
-    return invalid_argument(op, std::string(name) + " has a wrong dtype");
-  }
-  return check_shape(op, name, x.dimensions(), {}, {p.batch, p.tokens / p.ratio, p.dim});
+// Checks the pooled keys or their gradient.
+ffi::Error check_keys(const char* op, const char* name, const AnyBuffer& x, const AnyBuffer& values,
+                      const GatedPoolParams& p) {
+  DSA_FFI_RETURN_IF_ERROR(check_dtype(op, name, x.element_type(), {values.element_type()}));
+  return check_shape(op, name, x.dimensions(), {p.batch, p.tokens / p.ratio, p.dim});
 }
 
-// -> keys [B, S / R, D], and with a scale parts of their squares' sums [B, P, S / R]
-ffi::Error gated_pool_fwd(cudaStream_t stream, ffi::AnyBuffer values, ffi::AnyBuffer gates,
-                          F32 bias, ffi::AnyBuffer starts, ffi::AnyBuffer scale,
-                          ffi::Result<ffi::AnyBuffer> keys, ffi::Result<F32> squares) {
+// Checks the gradient of values or gates.
+ffi::Error check_gradient(const char* op, const char* name, const AnyBuffer& x,
+                          const AnyBuffer& values) {
+  DSA_FFI_RETURN_IF_ERROR(check_dtype(op, name, x.element_type(), {values.element_type()}));
+  return check_shape(op, name, x.dimensions(), values.dimensions(), {});
+}
+
+// The operands -> keys [B, S / R, D], and if there is a scale squares [B, P, S / R], partial sums
+// of each key's squared elements
+ffi::Error gated_pool_fwd(cudaStream_t stream, AnyBuffer values, AnyBuffer gates, F32 bias,
+                          AnyBuffer starts, AnyBuffer scale, Result<AnyBuffer> keys,
+                          Result<F32> squares) {
   constexpr const char* kOp = "gated_pool_fwd";
   GatedPoolFwdParams params = {};
   const GatedPoolParams& p = params.in;
@@ -67,45 +70,37 @@ ffi::Error gated_pool_fwd(cudaStream_t stream, ffi::AnyBuffer values, ffi::AnyBu
   params.out = keys->untyped_data();
   if (present(scale)) {
     const int64_t tiles = gated_pool_tiles(p.ratio, p.halves, p.dim);
-    DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "squares", squares->dimensions(), {},
-                                        {p.batch, tiles, p.tokens / p.ratio}));
+    DSA_FFI_RETURN_IF_ERROR(
+        check_shape(kOp, "squares", squares->dimensions(), {p.batch, tiles, p.tokens / p.ratio}));
     params.squares = squares->typed_data();
   }
   return launch_status(kOp, launch_gated_pool_fwd(params, stream));
 }
 
-// The operands, and cotangents of the keys and, with a scale, of their squares' sums [B, S / R] ->
-// cotangents of values and gates, and parts of sums [B, P, R H, D] that the bias's is, with a scale
-// in one row more its own
-ffi::Error gated_pool_bwd(cudaStream_t stream, ffi::AnyBuffer values, ffi::AnyBuffer gates,
-                          F32 bias, ffi::AnyBuffer starts, ffi::AnyBuffer scale,
-                          ffi::AnyBuffer dkeys, ffi::AnyBuffer dsquares,
-                          ffi::Result<ffi::AnyBuffer> dvalues, ffi::Result<ffi::AnyBuffer> dgates,
-                          ffi::Result<F32> sums) {
+// The operands, dkeys [B, S / R, D], and if there is a scale dsquares [B, S / R], the gradient of
+// the sums of squares
+// -> dvalues, dgates, and sums [B, P, R * H, D], partial sums of the gradient of the bias; if there
+//    is a scale, a further row holds those of its gradient
+ffi::Error gated_pool_bwd(cudaStream_t stream, AnyBuffer values, AnyBuffer gates, F32 bias,
+                          AnyBuffer starts, AnyBuffer scale, AnyBuffer dkeys, AnyBuffer dsquares,
+                          Result<AnyBuffer> dvalues, Result<AnyBuffer> dgates, Result<F32> sums) {
   constexpr const char* kOp = "gated_pool_bwd";
   GatedPoolBwdParams params = {};
   GatedPoolParams& p = params.in;
   DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, values, gates, bias, starts, scale, &p));
   DSA_FFI_RETURN_IF_ERROR(check_keys(kOp, "dkeys", dkeys, values, p));
-  for (const ffi::AnyBuffer* x : {&*dvalues, &*dgates}) {
-    if (x->element_type() != values.element_type()) {
-      return invalid_argument(kOp, "a gradient has a wrong dtype");
-    }
-    DSA_FFI_RETURN_IF_ERROR(
-        check_shape(kOp, "a gradient", x->dimensions(), values.dimensions(), {}));
-  }
-  if (sums->dimensions().size() != 4) return invalid_argument(kOp, "sums is not of rank 4");
+  DSA_FFI_RETURN_IF_ERROR(check_gradient(kOp, "dvalues", *dvalues, values));
+  DSA_FFI_RETURN_IF_ERROR(check_gradient(kOp, "dgates", *dgates, values));
+  DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "sums", sums->dimensions(), {"B", "P", "rows", "D"}));
   params.parts = sums->dimensions()[1];
-  if (params.parts < 1 || params.parts > std::numeric_limits<int16_t>::max()) {
-    return invalid_argument(kOp, "sums has no parts, or too many");
-  }
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "P", params.parts, 1, INT16_MAX));
   const int64_t rows = int64_t{p.ratio} * p.halves + present(scale);
   DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "sums", sums->dimensions(), {}, {p.batch, params.parts, rows, p.dim}));
-  DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "dsquares", dsquares, ffi::DataType::F32,
+      check_shape(kOp, "sums", sums->dimensions(), {p.batch, params.parts, rows, p.dim}));
+  DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "dsquares", dsquares, DataType::F32,
                                         {p.batch, p.tokens / p.ratio}, &params.dsquares));
   if (present(scale) != present(dsquares)) {
-    return invalid_argument(kOp, "scale and dsquares go together");
+    return invalid_argument(kOp, "'scale' and 'dsquares' must be given together");
   }
   params.dout = dkeys.untyped_data();
   params.dvalues = dvalues->untyped_data();
@@ -114,28 +109,8 @@ ffi::Error gated_pool_bwd(cudaStream_t stream, ffi::AnyBuffer values, ffi::AnyBu
   return launch_status(kOp, launch_gated_pool_bwd(params, stream));
 }
 
-auto operands() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<F32>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>();
-}
+DSA_FFI_HANDLER("jax_dsa.gated_pool_bwd.v1", gated_pool_bwd);
+DSA_FFI_HANDLER("jax_dsa.gated_pool_fwd.v1", gated_pool_fwd);
 
 }  // namespace
 }  // namespace jax_dsa
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GatedPoolFwd, jax_dsa::gated_pool_fwd,
-                              jax_dsa::operands().Ret<xla::ffi::AnyBuffer>().Ret<jax_dsa::F32>(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GatedPoolBwd, jax_dsa::gated_pool_bwd,
-                              jax_dsa::operands()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<jax_dsa::F32>(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -2,26 +2,29 @@
 
 #include "ffi/common.h"
 #include "ffi/masked_attention_operands.h"
-#include "ffi/targets.h"
 #include "masked_attention/masked_attention.h"
 
 namespace jax_dsa {
 namespace {
 
-// q [B, T, N, D], k [B, S, G, D], v [B, S, G, E], the seven of MaskOperands and the bias, each
-// maybe absent;
+// Whether the gradient of a bias element is a sum over several scores.
+bool is_shared(const MaskedAttentionBwdParams& p) {
+  const AttentionBias& b = p.bias;
+  return b.batch != p.batch || b.heads != p.heads || b.queries != p.queries || b.queries == 1;
+}
+
+// q [B, T, N, D], k [B, S, G, D], v [B, S, G, E], the seven MaskOperands, bias?,
 // out [B, T, N, E], lse [B, T, N], dout [B, T, N, E], dlse [B, T, N]
-// -> dq, dk, dv, dbias, like q, k, v and the bias; then workspace
-ffi::Error masked_attention_bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k,
-                                ffi::AnyBuffer v, ffi::AnyBuffer starts, ffi::AnyBuffer ends,
-                                ffi::AnyBuffer q_segments, ffi::AnyBuffer kv_segments,
-                                ffi::AnyBuffer rows, ffi::AnyBuffer tiles, ffi::AnyBuffer bits,
-                                ffi::AnyBuffer bias, ffi::AnyBuffer out, ffi::Buffer<ffi::F32> lse,
-                                ffi::AnyBuffer dout, ffi::Buffer<ffi::F32> dlse,
-                                ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
-                                ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dbias,
-                                ffi::Result<ffi::Buffer<ffi::U8>> workspace, float scale,
-                                float softcap, bool deterministic) {
+// -> dq, dk, dv and dbias?, like q, k, v and bias; workspace
+ffi::Error masked_attention_bwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, AnyBuffer v,
+                                AnyBuffer starts, AnyBuffer ends, AnyBuffer q_segments,
+                                AnyBuffer kv_segments, AnyBuffer rows, AnyBuffer tiles,
+                                AnyBuffer bits, AnyBuffer bias, AnyBuffer out, F32 lse,
+                                AnyBuffer dout, F32 dlse, Result<AnyBuffer> dq,
+                                Result<AnyBuffer> dk, Result<AnyBuffer> dv, Result<AnyBuffer> dbias,
+                                Result<U8> workspace, Attr<float, "scale"> scale,
+                                Attr<float, "softcap"> softcap,
+                                Attr<bool, "deterministic"> deterministic) {
   constexpr const char* kOp = "masked_attention_bwd";
   MaskedAttentionBwdParams params = {};
   const MaskOperands mask = {starts, ends, q_segments, kv_segments, rows, tiles, bits};
@@ -31,12 +34,19 @@ ffi::Error masked_attention_bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyB
   const int64_t dim = params.dim, value_dim = params.value_dim;
   DSA_FFI_RETURN_IF_ERROR(check_like_q(kOp, "out", out, q, {batch, queries, heads, value_dim}));
   DSA_FFI_RETURN_IF_ERROR(check_like_q(kOp, "dout", dout, q, {batch, queries, heads, value_dim}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse.dimensions(), {}, {batch, queries, heads}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dlse", dlse.dimensions(), {}, {batch, queries, heads}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse.dimensions(), {batch, queries, heads}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dlse", dlse.dimensions(), {batch, queries, heads}));
   DSA_FFI_RETURN_IF_ERROR(check_like_q(kOp, "dq", *dq, q, {batch, queries, heads, dim}));
   DSA_FFI_RETURN_IF_ERROR(check_like_q(kOp, "dk", *dk, q, {batch, keys, groups, dim}));
   DSA_FFI_RETURN_IF_ERROR(check_like_q(kOp, "dv", *dv, q, {batch, keys, groups, value_dim}));
-  if (present(bias)) DSA_FFI_RETURN_IF_ERROR(check_bias(kOp, "dbias", *dbias, q, params));
+  if (present(bias)) {
+    DSA_FFI_RETURN_IF_ERROR(check_bias(kOp, "dbias", *dbias, q, params));
+    if (deterministic && is_shared(params)) {
+      return invalid_argument(kOp,
+                              "the gradient of a bias that several scores share is summed in no "
+                              "fixed order, so deterministic must be false");
+    }
+  }
   params.out = out.untyped_data();
   params.lse = lse.typed_data();
   params.dout = dout.untyped_data();
@@ -47,40 +57,12 @@ ffi::Error masked_attention_bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyB
   params.dbias = dbias->untyped_data();
   params.workspace = workspace->untyped_data();
   params.deterministic = deterministic;
-  if (static_cast<int64_t>(workspace->element_count()) <
-      masked_attention_bwd_workspace_bytes(params)) {
-    return invalid_argument(kOp, "the workspace is too small");
-  }
+  DSA_FFI_RETURN_IF_ERROR(check_workspace(kOp, "workspace", workspace->size_bytes(),
+                                          masked_attention_bwd_workspace_bytes(params)));
   return launch_status(kOp, launch_masked_attention_bwd(params, stream));
 }
 
+DSA_FFI_HANDLER("jax_dsa.masked_attention_bwd.v1", masked_attention_bwd);
+
 }  // namespace
 }  // namespace jax_dsa
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MaskedAttentionBwd, jax_dsa::masked_attention_bwd,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()
-                                  .Attr<float>("scale")
-                                  .Attr<float>("softcap")
-                                  .Attr<bool>("deterministic"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,13 +1,19 @@
-// The Python module jax_dsa._cuda: what there is to register with XLA, and which FFI version it was
-// compiled against.
+// The Python module jax_dsa._cuda: the handlers to register with XLA, the FFI version that they
+// were compiled against, the kernels' limits, and the sizes of workspaces.
+//
+// Sizes are asked for while a program is traced, perhaps on a machine without a GPU, so they hold
+// for every device. These functions take keyword arguments only: a size that is wrong because two
+// integers were swapped would show only on a GPU.
 
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <string>
 
 #include "common/limits.h"
-#include "ffi/targets.h"
+#include "ffi/handler.h"
+#include "ffi/limits.h"
 #include "gated_pool/gated_pool.h"
 #include "htree/htree.h"
 #include "losses/losses.h"
@@ -17,56 +23,92 @@
 #include "sparse_mla/sparse_mla_decode.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace {
 
-nb::capsule capsule(XLA_FFI_Handler* handler) {
-  return nb::capsule(reinterpret_cast<void*>(handler));
-}
-
-// Target name -> handler.
+// Target name -> handler, sorted by name.
 nb::dict targets() {
+  std::vector<jax_dsa::Target> sorted = jax_dsa::registered_targets();
+  std::sort(sorted.begin(), sorted.end(),
+            [](const auto& a, const auto& b) { return a.name < b.name; });
   nb::dict out;
-  out["jax_dsa.attn_dist_fwd.v1"] = capsule(AttnDistFwd);
-  out["jax_dsa.block_mask_classify.v1"] = capsule(BlockMaskClassify);
-  out["jax_dsa.block_mask_compress.v1"] = capsule(BlockMaskCompress);
-  out["jax_dsa.block_mask_pack.v1"] = capsule(BlockMaskPack);
-  out["jax_dsa.dense_indexer_kl_loss_fwd.v1"] = capsule(DenseIndexerKlLossFwd);
-  out["jax_dsa.dequantize_fp8.v1"] = capsule(DequantizeFp8);
-  out["jax_dsa.fp8_matmul.v1"] = capsule(Fp8Matmul);
-  out["jax_dsa.gated_pool_bwd.v1"] = capsule(GatedPoolBwd);
-  out["jax_dsa.gated_pool_fwd.v1"] = capsule(GatedPoolFwd);
-  out["jax_dsa.htree_bwd.v1"] = capsule(HTreeBwd);
-  out["jax_dsa.htree_decode.v1"] = capsule(HTreeDecode);
-  out["jax_dsa.htree_fwd.v1"] = capsule(HTreeFwd);
-  out["jax_dsa.indexer_kl_loss_bwd.v2"] = capsule(IndexerKlLossBwd);
-  out["jax_dsa.indexer_kl_loss_fwd.v2"] = capsule(IndexerKlLossFwd);
-  out["jax_dsa.indexer_logits_fwd.v1"] = capsule(IndexerLogitsFwd);
-  out["jax_dsa.indexer_topk_bwd.v1"] = capsule(IndexerTopkBwd);
-  out["jax_dsa.indexer_topk_fwd.v1"] = capsule(IndexerTopkFwd);
-  out["jax_dsa.masked_attention_bwd.v1"] = capsule(MaskedAttentionBwd);
-  out["jax_dsa.masked_attention_fwd.v1"] = capsule(MaskedAttentionFwd);
-  out["jax_dsa.mqa_decode.v1"] = capsule(MqaDecode);
-  out["jax_dsa.quantize_fp8.v1"] = capsule(QuantizeFp8);
-  out["jax_dsa.quantize_fp8_columns.v1"] = capsule(QuantizeFp8Columns);
-  out["jax_dsa.quantize_fp8_tiles.v1"] = capsule(QuantizeFp8Tiles);
-  out["jax_dsa.quantize_fp8_tiles_transpose.v1"] = capsule(QuantizeFp8TilesTranspose);
-  out["jax_dsa.quantize_fp8_transpose.v1"] = capsule(QuantizeFp8Transpose);
-  out["jax_dsa.sparse_mla_bwd.v2"] = capsule(SparseMlaBwd);
-  out["jax_dsa.sparse_mla_decode.v2"] = capsule(SparseMlaDecode);
-  out["jax_dsa.sparse_mla_fwd.v1"] = capsule(SparseMlaFwd);
-  out["jax_dsa.topk_fwd.v1"] = capsule(TopkFwd);
+  for (const auto& [name, handler] : sorted) {
+    const nb::str key(name.data(), name.size());
+    if (out.contains(key)) {
+      throw nb::value_error(("two handlers have the target " + std::string(name)).c_str());
+    }
+    out[key] = nb::capsule(reinterpret_cast<void*>(handler));
+  }
   return out;
 }
 
-// Bytes of the workspace of masked attention's kernels: of the forward one, of the backward ones.
-// `bounded`: queries have ranges, segments or rows of a map; `segmented`: they have segments. The
-// numbers of a bias are 0 if there is none.
+template <size_t kCount>
+nb::tuple values(const int64_t (&list)[kCount]) {
+  nb::list out;
+  for (const int64_t x : list) out.append(x);
+  return nb::tuple(out);
+}
+
+// Operator -> name -> limit. The names are those of the constants in jax_dsa/ops/*/cuda.py.
+nb::dict limits() {
+  namespace l = jax_dsa::limits;
+  nb::dict out;
+  const auto add = [&](const char* op, const char* name, const auto& limit) {
+    if (!out.contains(op)) out[op] = nb::dict();
+    nb::cast<nb::dict>(out[op])[name] = limit;
+  };
+  add("attn_dist", "DIMS", values(l::attn_dist::kDims));
+  add("block_mask", "MAX_LENGTH", l::block_mask::kMaxLength);
+  add("block_mask", "MAX_TILES", l::block_mask::kMaxTiles);
+  add("fp8_matmul", "MAX_SIZE", l::fp8_matmul::kMaxSize);
+  add("fp8_matmul", "ROW_BYTES", l::fp8_matmul::kRowBytes);
+  add("gated_pool", "DIM_MULTIPLE", l::gated_pool::kDimMultiple);
+  add("gated_pool", "MAX_DIM", l::gated_pool::kMaxDim);
+  add("gated_pool", "MAX_POOLED", l::gated_pool::kMaxPooled);
+  add("gated_pool", "MAX_TOKENS", l::gated_pool::kMaxTokens);
+  add("htree", "COMPRESSIONS", values(l::htree::kCompressions));
+  add("htree", "DIMS", values(l::htree::kDims));
+  add("htree", "MAX_BWD_GROUP_HEADS", l::htree::kMaxBwdGroupHeads);
+  add("htree", "MAX_DECODE_GROUP_HEADS", l::htree::kMaxDecodeGroupHeads);
+  add("htree", "MAX_GROUP_HEADS", l::htree::kMaxGroupHeads);
+  add("htree", "MAX_TOP_K", l::htree::kMaxTopK);
+  add("indexer", "CHANNELS", values(l::indexer::kChannels));
+  add("indexer", "MAX_HEADS", l::indexer::kMaxHeads);
+  add("indexer", "MAX_KEYS", l::indexer::kMaxKeys);
+  add("indexer", "MAX_SLOTS", l::indexer::kMaxSlots);
+  add("indexer", "PAGE_MULTIPLE", l::indexer::kPageMultiple);
+  add("losses", "CHANNELS", values(l::losses::kChannels));
+  add("losses", "DIMS", values(l::losses::kDims));
+  add("losses", "MAX_INDEX_HEADS", l::losses::kMaxIndexHeads);
+  add("losses", "MAX_SLOTS", l::losses::kMaxSlots);
+  add("masked_attention", "BLOCK_K_MULTIPLE", l::masked_attention::kBlockKMultiple);
+  add("masked_attention", "DIM_MULTIPLE", l::masked_attention::kDimMultiple);
+  add("masked_attention", "MAX_DIM", l::masked_attention::kMaxDim);
+  add("masked_attention", "MAX_LENGTH", l::masked_attention::kMaxLength);
+  add("mqa_decode", "DIMS", values(l::mqa_decode::kDims));
+  add("mqa_decode", "LATENT_DIMS", values(l::mqa_decode::kLatentDims));
+  add("mqa_decode", "MAX_ROWS", l::mqa_decode::kMaxRows);
+  add("mqa_decode", "VALUE_DIM", l::mqa_decode::kValueDim);
+  add("quantize_fp8", "BLOCK", int64_t{jax_dsa::kQuantizeBlock});
+  add("sparse_mla", "DIMS", values(l::sparse_mla::kDims));
+  add("sparse_mla", "RECORD_BYTES", l::sparse_mla::kRecordBytes);
+  add("sparse_mla", "TILE", l::sparse_mla::kTileSlots);
+  add("sparse_mla", "VALUE_DIM", l::sparse_mla::kValueDim);
+  add("topk", "MAX_ROWS", l::topk::kMaxRows);
+  add("topk", "MAX_SELECTED", l::topk::kMaxSelected);
+  add("topk", "MAX_SIZE", l::topk::kMaxSize);
+  return out;
+}
+
+// Returns the bytes of the workspaces of masked attention's forward and backward kernels.
+// `bounded`: the queries have ranges, segments or a block mask. `segmented`: they have segments.
+// The sizes of a bias are 0 if there is none.
 nb::tuple masked_attention_workspaces(int64_t batch, int64_t queries, int64_t keys, int heads,
                                       int groups, int dim, int value_dim, bool bounded,
                                       bool segmented, int bias_batch, int bias_heads,
                                       int64_t bias_queries) {
-  static const int32_t given = 0;  // all that is asked of what may be absent is whether it is
+  static const int32_t given = 0;  // the sizes depend on whether a pointer is null, not on its data
   const bool biased = bias_heads > 0;
   const auto sized = [&](auto p) {
     p.batch = batch, p.queries = queries, p.keys = keys;
@@ -81,15 +123,16 @@ nb::tuple masked_attention_workspaces(int64_t batch, int64_t queries, int64_t ke
       jax_dsa::masked_attention_bwd_workspace_bytes(sized(jax_dsa::MaskedAttentionBwdParams{})));
 }
 
-// The most parts that decode may make, which sizes its workspace. Asked while tracing, maybe on a
-// machine without a GPU; the handler makes fewer on a device with fewer SMs, unless
-// results must not depend on how many requests there are.
+// Returns the largest number of KV splits of sparse MLA decode, which sizes its workspace. On a
+// device with fewer SMs the handler uses fewer, unless results must not depend on the number of
+// requests.
 int sparse_mla_decode_splits(int64_t items, int slots, bool batch_invariant) {
   return batch_invariant ? jax_dsa::sparse_mla_decode_invariant_splits(slots)
                          : jax_dsa::sparse_mla_decode_splits(items, slots, jax_dsa::kMaxSms);
 }
 
-// Bytes of the backward pass's counters, images and order, for `count` queries at a time.
+// Returns the bytes of the counters, images and order of sparse MLA's backward pass, for `count`
+// queries at a time.
 nb::tuple sparse_mla_bwd_workspace(int64_t batch, int64_t queries, int64_t keys, int heads,
                                    int groups, int slots, int dim, int64_t count, bool by_rows) {
   jax_dsa::SparseMlaBwdParams p = {};
@@ -100,15 +143,17 @@ nb::tuple sparse_mla_bwd_workspace(int64_t batch, int64_t queries, int64_t keys,
                         jax_dsa::sparse_mla_bwd_order_bytes(p));
 }
 
-// Rows of the partial results of mqa_decode, and entries of its list of split work tiles.
+// Returns the number of rows of mqa_decode's partial results, and of entries of its list of split
+// work tiles.
 nb::tuple mqa_decode_workspace(int64_t queries, int heads, int groups, int dim, bool records) {
-  const jax_dsa::MqaDecodeWorkspace room =
+  const jax_dsa::MqaDecodeWorkspace workspace =
       jax_dsa::mqa_decode_workspace(jax_dsa::mqa_decode_rows(queries, heads, groups, dim, records));
-  return nb::make_tuple(room.rows, room.split_tiles);
+  return nb::make_tuple(workspace.rows, workspace.split_tiles);
 }
 
-// Bytes of the tree, of rotations, and of the workspaces of the build, of the attention and of its
-// backward: for all queries at a time, or as many as `budget` bytes have room for, at least one.
+// Returns the bytes of the tree, of the rotations, and of the workspaces of the build, of the
+// attention and of its backward pass. The last two have space for all queries at a time, or for as
+// many as fit into `budget` bytes, but for at least one.
 nb::tuple htree_workspaces(int64_t batch, int64_t tokens, int64_t queries, int64_t heads,
                            int64_t groups, int64_t dim, int64_t compression, int64_t top_k,
                            int64_t budget) {
@@ -124,14 +169,15 @@ nb::tuple htree_workspaces(int64_t batch, int64_t tokens, int64_t queries, int64
   };
   const auto attending = [&](int64_t rows) { return jax_dsa::htree_fwd_workspace(fwd, rows); };
   const auto backward = [&](int64_t rows) { return jax_dsa::htree_bwd_workspace(bwd, rows); };
-  // The backward's has the tree's gradients in float32, and for fewer queries: so the L2 keeps more
-  // of their records.
+  // The backward pass also keeps the gradients of the tree in float32. It gets half of the budget
+  // for its queries: with fewer of them at a time, more of their records stay in the L2 cache.
   const int64_t tree = jax_dsa::htree_tree_bytes(build);
   return nb::make_tuple(tree, jax_dsa::htree_rotation_bytes(build),
                         jax_dsa::htree_build_workspace(build), within(attending, budget),
                         within(backward, 2 * tree + budget / 2));
 }
 
+// Returns the bytes of the workspace of htree_decode.
 int64_t htree_decode_workspace(int64_t batch, int64_t capacity, int64_t queries, int64_t heads,
                                int64_t groups, int64_t dim, int64_t compression, int64_t top_k) {
   jax_dsa::HTreeDecodeParams params = {};
@@ -141,8 +187,8 @@ int64_t htree_decode_workspace(int64_t batch, int64_t capacity, int64_t queries,
   return jax_dsa::htree_decode_workspace(params);
 }
 
-// (major, minor) of every GPU that this process sees, none without a driver: asked of the driver
-// alone, so that no JAX backend starts.
+// Returns (major, minor) of every GPU that this process sees, and an empty list without a driver.
+// It asks the driver only, so that no JAX backend starts.
 nb::list compute_capabilities() {
   nb::list out;
   int count = 0;
@@ -157,12 +203,12 @@ nb::list compute_capabilities() {
       out.append(nb::make_tuple(major, minor));
     }
   }
-  cudaGetLastError();  // what failed here is nobody else's error
+  cudaGetLastError();  // clears the error, which nobody else should see
   return out;
 }
 
-// CUDA's version that the kernels are of, and the newest that the driver takes, as 13000 for 13.0;
-// 0 without a driver.
+// Returns the CUDA version of the kernels, and the newest that the driver supports, as 13000 for
+// 13.0. The latter is 0 without a driver.
 nb::tuple cuda_versions() {
   int driver = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
@@ -176,14 +222,25 @@ NB_MODULE(_cuda, m) {
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("compute_capabilities", &compute_capabilities);
   m.def("cuda_versions", &cuda_versions);
-  m.def("dense_loss_bytes", &jax_dsa::dense_loss_bytes);
-  m.def("gated_pool_parts", &jax_dsa::gated_pool_parts);
-  m.def("gated_pool_tiles", &jax_dsa::gated_pool_tiles);
-  m.def("htree_decode_workspace", &htree_decode_workspace);
-  m.def("htree_workspaces", &htree_workspaces);
-  m.def("masked_attention_workspaces", &masked_attention_workspaces);
-  m.def("mqa_decode_workspace", &mqa_decode_workspace);
-  m.def("sparse_mla_bwd_workspace", &sparse_mla_bwd_workspace);
-  m.def("sparse_mla_decode_splits", &sparse_mla_decode_splits);
+  m.def("dense_loss_bytes", &jax_dsa::dense_loss_bytes, nb::kw_only(), "batch"_a, "queries"_a,
+        "keys"_a, "channels"_a, "heads"_a);
+  m.def("gated_pool_parts", &jax_dsa::gated_pool_parts, nb::kw_only(), "batch"_a, "tokens"_a,
+        "ratio"_a, "halves"_a, "dim"_a);
+  m.def("gated_pool_tiles", &jax_dsa::gated_pool_tiles, nb::kw_only(), "ratio"_a, "halves"_a,
+        "dim"_a);
+  m.def("htree_decode_workspace", &htree_decode_workspace, nb::kw_only(), "batch"_a, "capacity"_a,
+        "queries"_a, "heads"_a, "groups"_a, "dim"_a, "compression"_a, "top_k"_a);
+  m.def("htree_workspaces", &htree_workspaces, nb::kw_only(), "batch"_a, "tokens"_a, "queries"_a,
+        "heads"_a, "groups"_a, "dim"_a, "compression"_a, "top_k"_a, "budget"_a);
+  m.def("limits", &limits);
+  m.def("masked_attention_workspaces", &masked_attention_workspaces, nb::kw_only(), "batch"_a,
+        "queries"_a, "keys"_a, "heads"_a, "groups"_a, "dim"_a, "value_dim"_a, "bounded"_a,
+        "segmented"_a, "bias_batch"_a, "bias_heads"_a, "bias_queries"_a);
+  m.def("mqa_decode_workspace", &mqa_decode_workspace, nb::kw_only(), "queries"_a, "heads"_a,
+        "groups"_a, "dim"_a, "records"_a);
+  m.def("sparse_mla_bwd_workspace", &sparse_mla_bwd_workspace, nb::kw_only(), "batch"_a,
+        "queries"_a, "keys"_a, "heads"_a, "groups"_a, "slots"_a, "dim"_a, "count"_a, "by_rows"_a);
+  m.def("sparse_mla_decode_splits", &sparse_mla_decode_splits, nb::kw_only(), "items"_a, "slots"_a,
+        "batch_invariant"_a);
   m.def("targets", &targets);
 }

@@ -2,57 +2,55 @@
 
 #include "mqa_decode/mqa_decode.h"
 
-#include <limits>
-
 #include "ffi/common.h"
 #include "ffi/sparse_mla_operands.h"
-#include "ffi/targets.h"
-#include "mla/layout.h"
 
 namespace jax_dsa {
 namespace {
 
-// q [B, T, N, D], k [B, S, G, D] or [1, S, G, D] for all requests; with a page table rows of pages,
-// [B or 1, P * page_size, G, D] (uint8: records of 656 bytes in place of D values); v the same with
-// E, or absent: the first 512 of a key;
-// starts [B, T], ends [B, T], sinks [B, N]?, page_table [B, M]?
-// -> out [B, T, N, E], lse [B, T, N], top [B, T, N]?; and the workspace of `mqa_decode_workspace`
-// `out` is bfloat16, or float32 if `top` is there.
-ffi::Error mqa_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::AnyBuffer k,
-                      ffi::AnyBuffer v, ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> ends,
-                      ffi::AnyBuffer sinks, ffi::AnyBuffer page_table,
-                      ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> lse,
-                      ffi::Result<ffi::Buffer<ffi::F32>> top,
-                      ffi::Result<ffi::Buffer<ffi::F32>> partial,
-                      ffi::Result<ffi::Buffer<ffi::F32>> partial_rows,
-                      ffi::Result<ffi::Buffer<ffi::S32>> split_tiles, float scale,
-                      int32_t page_size) {
+// q [B, T, N, D]; k [B, S, G, D], or [1, S, G, D] shared by all requests; with a page table
+// [B or 1, P * page_size, G, D]; FP8 records are uint8 [..., 656]; v like k with E in place of D,
+// or absent: the values are then the first 512 elements of the keys; starts [B, T], ends [B, T],
+// sinks [B, N]?, page_table [B, M]?
+// -> out [B, T, N, E], lse [B, T, N], top [B, T, N]?, and the workspaces partial, partial_rows and
+//    split_tiles, whose sizes mqa_decode_workspace returns
+// `out` is bfloat16, or float32 if there is `top`.
+ffi::Error mqa_decode(cudaStream_t stream, BF16 q, AnyBuffer k, AnyBuffer v, S32 starts, S32 ends,
+                      AnyBuffer sinks, AnyBuffer page_table, Result<AnyBuffer> out, Result<F32> lse,
+                      Result<F32> top, Result<F32> partial, Result<F32> partial_rows,
+                      Result<S32> split_tiles, Attr<float, "scale"> scale,
+                      Attr<int32_t, "page_size"> page_size) {
   constexpr const char* kOp = "mqa_decode";
-  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  if (q.dimensions().size() != 4) return invalid_argument(kOp, "q is not of rank 4");
-  if (k.dimensions().size() != 4) return invalid_argument(kOp, "k is not of rank 4");
+  namespace limits = ::jax_dsa::limits::mqa_decode;
+  DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "q", q.dimensions(), {"B", "T", "N", "D"}));
+  DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "k", k.dimensions(), {"B or 1", "S", "G", "D"}));
   const int64_t batch = q.dimensions()[0], queries = q.dimensions()[1], heads = q.dimensions()[2];
   const int64_t dim = q.dimensions()[3], pools = k.dimensions()[0], rows = k.dimensions()[1];
   const int64_t groups = k.dimensions()[2];
-  if (groups == 0 || heads % groups != 0) return invalid_argument(kOp, "N is no multiple of G");
-  if (heads > kMax || dim > kMax) return invalid_argument(kOp, "N or D exceeds 2^31 - 1");
-  if (pools != 1 && pools != batch) {
-    return invalid_argument(kOp, "k has another batch size than q");
-  }
   MqaDecodeParams params = {};
-  params.records = k.element_type() == ffi::DataType::U8;
-  if (!params.records && k.element_type() != ffi::DataType::BF16) {
-    return invalid_argument(kOp, "k is neither bfloat16 nor uint8");
+  DSA_FFI_RETURN_IF_ERROR(check_dtype(kOp, "k", k.element_type(), {DataType::BF16, DataType::U8}));
+  params.records = k.element_type() == DataType::U8;
+  DSA_FFI_RETURN_IF_ERROR(check_groups(kOp, heads, groups));
+  DSA_FFI_RETURN_IF_ERROR(check_one_of(kOp, "the batch size of 'k'", pools, {1, batch}));
+  if (present(v)) {
+    DSA_FFI_RETURN_IF_ERROR(check_one_of(kOp, "D of keys with values", dim, limits::kDims));
+  } else {
+    DSA_FFI_RETURN_IF_ERROR(check_one_of(kOp, "D of keys without 'v'", dim, limits::kLatentDims));
   }
-  if (params.records && dim != 576) return invalid_argument(kOp, "D of records is not 576");
+  if (params.records) {
+    DSA_FFI_RETURN_IF_ERROR(
+        check_one_of(kOp, "D of FP8 records", dim, {::jax_dsa::limits::sparse_mla::kRecordDim}));
+  }
   DSA_FFI_RETURN_IF_ERROR(check_shape(
-      kOp, "k", k.dimensions(), {}, {pools, rows, groups, params.records ? kMlaRecordBytes : dim}));
-  const int64_t value_dim = present(v) ? dim : 512;
+      kOp, "k", k.dimensions(), {pools, rows, groups, params.records ? kMlaRecordBytes : dim}));
+  const int64_t value_dim = present(v) ? dim : limits::kValueDim;
   const void* values = nullptr;
   DSA_FFI_RETURN_IF_ERROR(
-      optional_data(kOp, "v", v, ffi::DataType::BF16, {pools, rows, groups, value_dim}, &values));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "starts", starts.dimensions(), {}, {batch, queries}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "ends", ends.dimensions(), {}, {batch, queries}));
+      optional_data(kOp, "v", v, DataType::BF16, {pools, rows, groups, value_dim}, &values));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "starts", starts.dimensions(), {batch, queries}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "ends", ends.dimensions(), {batch, queries}));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_range(kOp, "B * T * N", batch * queries * heads, 0, limits::kMaxRows));
   params.batch = batch;
   params.queries = queries;
   params.heads = static_cast<int>(heads);
@@ -63,38 +61,30 @@ ffi::Error mqa_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::AnyBuf
   DSA_FFI_RETURN_IF_ERROR(read_sinks(kOp, sinks, &params));
   DSA_FFI_RETURN_IF_ERROR(read_scale(kOp, scale, &params));
   params.keys = rows;
-  if (present(page_table)) {
-    const int64_t page_slots = page_table.dimensions()[1];
-    if (page_size <= 0 || rows % page_size != 0 || rows > kMax || page_slots > kMax) {
-      return invalid_argument(kOp, "k's rows are no whole pages, or exceed 2^31 - 1");
-    }
-    DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "page_table", page_table, ffi::DataType::S32,
-                                          {batch, page_slots}, &params.page_table));
-    params.pages = static_cast<int>(rows / page_size);
-    params.page_size = page_size;
-    params.page_slots = static_cast<int>(page_slots);
-    params.keys = page_slots * page_size;
-  }
-  const bool floats = top->dimensions().size() > 1;
-  if (out->element_type() != (floats ? ffi::DataType::F32 : ffi::DataType::BF16)) {
-    return invalid_argument(kOp, "out has a wrong dtype");
-  }
+  DSA_FFI_RETURN_IF_ERROR(read_page_table(kOp, "k", page_table, rows, page_size, &params));
   DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "out", out->dimensions(), {}, {batch, queries, heads, value_dim}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse->dimensions(), {}, {batch, queries, heads}));
-  if (floats) {
-    DSA_FFI_RETURN_IF_ERROR(
-        check_shape(kOp, "top", top->dimensions(), {}, {batch, queries, heads}));
+      check_range(kOp, "the number of keys of a request", params.keys, 0, limits::kMaxRows));
+  const bool has_top = present(*top);
+  DSA_FFI_RETURN_IF_ERROR(
+      check_dtype(kOp, "out", out->element_type(), {has_top ? DataType::F32 : DataType::BF16}));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(kOp, "out", out->dimensions(), {batch, queries, heads, value_dim}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse->dimensions(), {batch, queries, heads}));
+  if (has_top) {
+    DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "top", top->dimensions(), {batch, queries, heads}));
+    if (present(sinks)) {
+      return invalid_argument(kOp, "there are sinks, expected none where 'top' is a result");
+    }
     params.top = top->typed_data();
   }
-  const MqaDecodeWorkspace room = mqa_decode_workspace(
+  const MqaDecodeWorkspace workspace = mqa_decode_workspace(
       mqa_decode_rows(queries, params.heads, params.groups, params.dim, params.records));
   DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "partial", partial->dimensions(), {}, {room.rows, value_dim}));
+      check_shape(kOp, "partial", partial->dimensions(), {workspace.rows, value_dim}));
   DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "partial_rows", partial_rows->dimensions(), {}, {room.rows, 2}));
+      check_shape(kOp, "partial_rows", partial_rows->dimensions(), {workspace.rows, 2}));
   DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "split_tiles", split_tiles->dimensions(), {}, {room.split_tiles, 2}));
+      check_shape(kOp, "split_tiles", split_tiles->dimensions(), {workspace.split_tiles, 2}));
   params.q = q.untyped_data();
   params.k = k.untyped_data();
   params.v = values;
@@ -108,25 +98,7 @@ ffi::Error mqa_decode(cudaStream_t stream, ffi::Buffer<ffi::BF16> q, ffi::AnyBuf
   return launch_status(kOp, launch_mqa_decode(params, stream));
 }
 
+DSA_FFI_HANDLER("jax_dsa.mqa_decode.v1", mqa_decode);
+
 }  // namespace
 }  // namespace jax_dsa
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MqaDecode, jax_dsa::mqa_decode,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::BF16>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Attr<float>("scale")
-                                  .Attr<int32_t>("page_size"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});

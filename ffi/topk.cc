@@ -5,52 +5,36 @@
 #include <algorithm>
 
 #include "ffi/common.h"
-#include "ffi/targets.h"
+#include "ffi/limits.h"
 
 namespace jax_dsa {
 namespace {
 
-// x [B, T, S] f32, starts, ends [B, T] int32 -> indices [B, T, K] int32, and values [B, T, K] f32
-// if there is a second result
-ffi::Error topk_fwd(cudaStream_t stream, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> starts,
-                    ffi::Buffer<ffi::S32> ends, ffi::Result<ffi::Buffer<ffi::S32>> indices,
-                    ffi::RemainingRets optional) {
+// x [B, T, S], starts [B, T], ends [B, T] -> indices [B, T, K], values [B, T, K]?
+ffi::Error topk_fwd(cudaStream_t stream, F32 x, S32 starts, S32 ends, Result<S32> indices,
+                    Result<F32> values) {
   constexpr const char* kOp = "topk_fwd";
-  const auto dims = x.dimensions();
-  if (dims.size() == 0) return invalid_argument(kOp, "x is a scalar");
-  const auto leading = dims.first(dims.size() - 1);
-  const int64_t size = dims.back();
-  const auto out_dims = indices->dimensions();
-  if (out_dims.size() == 0) return invalid_argument(kOp, "indices is a scalar");
-  const int64_t k = out_dims.back();
+  DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "x", x.dimensions(), {"B", "T", "S"}));
+  DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "indices", indices->dimensions(), {"B", "T", "K"}));
+  const Dims leading = x.dimensions().first(2);
+  const int64_t rows = leading[0] * leading[1], size = x.dimensions()[2];
+  const int64_t k = indices->dimensions()[2];
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "starts", starts.dimensions(), leading, {}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "ends", ends.dimensions(), leading, {}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "indices", out_dims, leading, {k}));
-  float* values = nullptr;
-  if (optional.size() > 1) return invalid_argument(kOp, "has more than two results");
-  if (optional.size() == 1) {
-    const auto result = optional.get<ffi::Buffer<ffi::F32>>(0);
-    if (result.has_error()) return result.error();
-    ffi::Result<ffi::Buffer<ffi::F32>> buffer = result.value();
-    DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "values", buffer->dimensions(), leading, {k}));
-    values = buffer->typed_data();
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "indices", indices->dimensions(), leading, {k}));
+  if (present(*values)) {
+    DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "values", values->dimensions(), leading, {k}));
   }
-  if (std::min(k, size) > kTopkMaxSelected) {
-    return invalid_argument(kOp, "min(k, S) is " + std::to_string(std::min(k, size)) +
-                                     ", at most " + std::to_string(kTopkMaxSelected));
-  }
-  if (size > kTopkMaxSize) {
-    return invalid_argument(
-        kOp, "S is " + std::to_string(size) + ", at most " + std::to_string(kTopkMaxSize));
-  }
-  int64_t rows = 1;
-  for (const int64_t n : leading) rows *= n;
+  DSA_FFI_RETURN_IF_ERROR(
+      check_range(kOp, "min(K, S)", std::min(k, size), 0, limits::topk::kMaxSelected));
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "S", size, 0, limits::topk::kMaxSize));
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "B * T", rows, 0, limits::topk::kMaxRows));
   const TopkParams params = {
       .logits = x.typed_data(),
       .starts = starts.typed_data(),
       .ends = ends.typed_data(),
       .indices = indices->typed_data(),
-      .values = values,
+      .values = present(*values) ? values->typed_data() : nullptr,
       .rows = rows,
       .size = size,
       .k = k,
@@ -58,15 +42,7 @@ ffi::Error topk_fwd(cudaStream_t stream, ffi::Buffer<ffi::F32> x, ffi::Buffer<ff
   return launch_status(kOp, launch_topk(params, stream));
 }
 
+DSA_FFI_HANDLER("jax_dsa.topk_fwd.v2", topk_fwd);
+
 }  // namespace
 }  // namespace jax_dsa
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TopkFwd, jax_dsa::topk_fwd,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .RemainingRets(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});

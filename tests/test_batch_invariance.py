@@ -105,8 +105,8 @@ def test_the_arguments_of_the_kernel(batch_invariant: bool, monkeypatch: Any) ->
     """The handler may reduce the KV splits on a small device, except for batch invariance."""
     asked, passed = [], {}
 
-    def splits(*args: Any) -> int:
-        asked.append(args)
+    def splits(**sizes: Any) -> int:
+        asked.append(sizes)
         return 3
 
     def call(target: str, operands: Any, avals: Any, **attrs: Any) -> Any:
@@ -120,7 +120,7 @@ def test_the_arguments_of_the_kernel(batch_invariant: bool, monkeypatch: Any) ->
     avals = Results(jax.ShapeDtypeStruct((5, 1, 128, 512), q.dtype), jnp.zeros((5, 1, 128)))
     options = Options(0.1, 512, batch_invariant=batch_invariant)
     cuda.sparse_mla_decode_fwd(options, avals, x)
-    assert asked == [(10, 1100, batch_invariant)]
+    assert asked == [{"items": 10, "slots": 1100, "batch_invariant": batch_invariant}]
     assert bool(passed["batch_invariant"]) == batch_invariant and passed["splits"] == 3
     assert passed["shapes"][2:] == [(10, 3, 64, 512), (10, 3, 64)]
 
@@ -128,11 +128,17 @@ def test_the_arguments_of_the_kernel(batch_invariant: bool, monkeypatch: Any) ->
 def test_kv_splits_of_the_kernel() -> None:
     """Batch-invariant splits depend on the number of slots alone."""
     extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
-    for slots, splits in ((0, 1), (1, 1), (512, 1), (513, 2), (2048, 4), (2**20, 64)):
-        for tiles in (1, 2, 128, 4096):
-            assert extension.sparse_mla_decode_splits(tiles, slots, True) == splits
-    assert extension.sparse_mla_decode_splits(2, 2048, False) > 4
-    assert extension.sparse_mla_decode_splits(128, 2048, False) < 4
+
+    def splits(items: int, slots: int, batch_invariant: bool) -> int:
+        return extension.sparse_mla_decode_splits(
+            items=items, slots=slots, batch_invariant=batch_invariant
+        )
+
+    for slots, expected in ((0, 1), (1, 1), (512, 1), (513, 2), (2048, 4), (2**20, 64)):
+        for items in (1, 2, 128, 4096):
+            assert splits(items, slots, True) == expected
+    assert splits(2, 2048, False) > 4
+    assert splits(128, 2048, False) < 4
 
 
 @pytest.mark.gpu

@@ -158,7 +158,7 @@ def test_nothing_is_promoted_around_a_kernel(
 ) -> None:
     """The same for what is traced where the extension is loaded."""
 
-    def sizes(*_: Any) -> tuple[int, int, int]:
+    def sizes(**_: Any) -> tuple[int, int, int]:
         return 16, 16, 16
 
     monkeypatch.setattr(ffi, "status", lambda: (True, ""))

@@ -1,11 +1,14 @@
-"""Loading the CUDA extension, and what is said where it cannot be."""
+"""Loading the CUDA extension, the message where it cannot be loaded, and its handlers' checks."""
 
 from __future__ import annotations
 
+import fnmatch
+import importlib
 import itertools
 import json
 import os
 import pathlib
+import re
 import runpy
 import shutil
 import subprocess
@@ -85,6 +88,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     monkeypatch.undo()
     ffi.status.cache_clear()
 
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 QUERIES = itertools.count(3)  # a size of its own for every test, so that none finds a trace
 
@@ -219,6 +224,60 @@ def test_auto_builds_kernels_for_hopper_alone(
     assert backend._wants_cuda() == wanted
     monkeypatch.setenv("JAX_DSA_CUDA", "OFF")
     assert not backend._wants_cuda()
+
+
+OPERATORS = sorted(path.parent for path in (ROOT / "jax_dsa" / "ops").glob("*/cuda.py"))
+
+
+def called_targets() -> set[str]:
+    """Returns the targets that the package calls, with "*" where a name is computed."""
+    texts = [(path / "cuda.py").read_text() for path in OPERATORS]
+    found = re.findall(r'"(jax_dsa\.[^"]+\.v\d+)"', "\n".join(texts))
+    return {re.sub(r"\{.*?\}", "*", target) for target in found}
+
+
+def test_handlers_check_their_arguments(tmp_path: pathlib.Path) -> None:
+    """Runs the handlers with launchers that only record what they get."""
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    program = ROOT / "tests" / "kernels" / "handlers" / "handlers.cc"
+    include = [f"-I{path}" for path in (ROOT, ROOT / "cuda", jax.ffi.include_dir())]
+    # As plain C++, for which nvcc supplies the paths of CUDA's headers and of its runtime.
+    compiled, binary = tmp_path / "handlers.o", tmp_path / "handlers"
+    plain = [nvcc, "-x", "c++", "-std=c++20", "-O0", "-w", *include]
+    subprocess.run([*plain, "-c", "-o", str(compiled), str(program)], check=True)
+    subprocess.run([nvcc, "-o", str(binary), str(compiled)], check=True)
+    ran = subprocess.run([binary], capture_output=True, text=True)
+    assert ran.returncode == 0 and "all good" in ran.stdout, ran.stdout
+    targets = re.findall(r"^target (\S+)$", ran.stdout, re.M)
+    assert len(targets) == len(set(targets))
+    called = called_targets()
+    assert all(any(fnmatch.fnmatch(target, name) for name in called) for target in targets)
+    assert all(fnmatch.filter(targets, name) for name in called)
+
+
+def test_targets_of_the_extension() -> None:
+    extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
+    targets = list(extension.targets())
+    assert targets == sorted(targets)
+    assert all(fnmatch.filter(targets, name) for name in called_targets())
+
+
+def test_limits_of_the_extension() -> None:
+    """The operators' constants are those that the handlers check."""
+    extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
+    for operator, limits in extension.limits().items():
+        module = importlib.import_module(f"jax_dsa.ops.{operator}.cuda")
+        assert limits == {name: getattr(module, name) for name in limits}, operator
+
+
+def test_sizes_of_workspaces_are_asked_for_by_keyword() -> None:
+    extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
+    sizes = {"ratio": 4, "halves": 2, "dim": 128}
+    assert extension.gated_pool_tiles(**sizes) >= 1
+    with pytest.raises(TypeError):
+        extension.gated_pool_tiles(*sizes.values())
 
 
 @pytest.mark.gpu

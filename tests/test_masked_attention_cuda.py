@@ -101,7 +101,7 @@ def compress_call(target: str, operands: Any, avals: Any, **lengths: np.generic)
 
 
 def extension() -> SimpleNamespace:
-    return SimpleNamespace(masked_attention_workspaces=lambda *_: (64, 128))
+    return SimpleNamespace(masked_attention_workspaces=lambda **_: (64, 128))
 
 
 @pytest.fixture

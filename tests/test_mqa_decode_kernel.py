@@ -309,7 +309,7 @@ def test_ffi_calls(batch_invariant: bool, normalize: bool, monkeypatch: pytest.M
         calls.append((operands[0].shape, [a if a is None else a.shape for a in avals], attrs))
         return [a if a is None else jnp.zeros(a.shape, a.dtype) for a in avals]
 
-    extension = SimpleNamespace(mqa_decode_workspace=lambda *_: (1000, 132))
+    extension = SimpleNamespace(mqa_decode_workspace=lambda **_: (1000, 132))
     monkeypatch.setattr(cuda, "ffi", SimpleNamespace(call=call, extension=lambda: extension))
     x = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), operands())
     dtype = jnp.bfloat16 if normalize else jnp.float32
@@ -334,8 +334,14 @@ def test_ffi_calls(batch_invariant: bool, normalize: bool, monkeypatch: pytest.M
 def test_workspace() -> None:
     """Each CTA of a device with 132 SMs has two partial results."""
     extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
-    assert extension.mqa_decode_workspace(1, 128, 1, 576, False) == (2 * 132 * 64, 132)
-    assert extension.mqa_decode_workspace(4, 8, 1, 576, False) == (2 * 264 * 32, 264)
-    assert extension.mqa_decode_workspace(4, 8, 1, 576, True) == (2 * 132 * 64, 132)
-    assert extension.mqa_decode_workspace(4, 8, 2, 576, True) == (2 * 264 * 16, 264)
-    assert extension.mqa_decode_workspace(8, 128, 1, 128, False) == (2 * 264 * 32, 264)
+
+    def workspace(queries: int, heads: int, groups: int, dim: int, records: bool) -> Any:
+        return extension.mqa_decode_workspace(
+            queries=queries, heads=heads, groups=groups, dim=dim, records=records
+        )
+
+    assert workspace(1, 128, 1, 576, False) == (2 * 132 * 64, 132)
+    assert workspace(4, 8, 1, 576, False) == (2 * 264 * 32, 264)
+    assert workspace(4, 8, 1, 576, True) == (2 * 132 * 64, 132)
+    assert workspace(4, 8, 2, 576, True) == (2 * 264 * 16, 264)
+    assert workspace(8, 128, 1, 128, False) == (2 * 264 * 32, 264)

@@ -57,7 +57,7 @@ def call(target: str, operands: Any, avals: Any, scale: np.float32) -> tuple[Any
 ROW_BYTES = G * 64 * D * 2  # rows of one query
 KERNELS = SimpleNamespace(
     call=call,
-    extension=lambda: SimpleNamespace(sparse_mla_bwd_workspace=lambda *_: (0, 0, 0)),
+    extension=lambda: SimpleNamespace(sparse_mla_bwd_workspace=lambda **_: (0, 0, 0)),
 )
 
 
@@ -168,8 +168,17 @@ def test_workspace_of_the_kernel() -> None:
     extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
 
     def workspace(queries: int, heads: int, slots: int = 2048, by_rows: bool = False) -> Any:
-        shape = (1, queries, 8192, heads, 1, slots, 576)
-        return extension.sparse_mla_bwd_workspace(*shape, queries, by_rows)
+        return extension.sparse_mla_bwd_workspace(
+            batch=1,
+            queries=queries,
+            keys=8192,
+            heads=heads,
+            groups=1,
+            slots=slots,
+            dim=576,
+            count=queries,
+            by_rows=by_rows,
+        )
 
     counters, tiles, order = workspace(4096, 64)
     assert tiles == 2 * 66 * 2 * 32 * 2**14 and order == (4096 * 2048 + 2048) * 4

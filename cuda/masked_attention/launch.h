@@ -55,11 +55,15 @@ bool dims_fit(const Params& p) {
   const auto dim = [](int n) { return n > 0 && n <= 256 && n % 8 == 0; };
   constexpr int64_t kMaxLength = INT32_MAX - 4096;
   const AttentionMask& m = p.mask;
+  // The kernels decide by comparing with `groups` whether the heads of a group share a map.
+  const auto allowed = [&](int heads) {
+    return heads == 1 || heads == p.groups || heads == p.heads;
+  };
   const bool map = !m.map_rows || (m.block_q > 0 && m.block_k > 0 && m.block_k % kKeyTile == 0 &&
-                                   m.map_heads > 0 && p.heads % m.map_heads == 0);
+                                   allowed(m.map_heads));
   const AttentionBias& b = p.bias;
-  const bool bias = !b.x || ((b.queries == 1 || b.queries == p.queries) && b.heads > 0 &&
-                             p.heads % b.heads == 0 && (b.batch == 1 || b.batch == p.batch));
+  const bool bias = !b.x || ((b.queries == 1 || b.queries == p.queries) && allowed(b.heads) &&
+                             (b.batch == 1 || b.batch == p.batch));
   return p.groups > 0 && p.heads % p.groups == 0 && dim(p.dim) && dim(p.value_dim) &&
          p.queries <= kMaxLength && p.keys <= kMaxLength && p.batch <= kMaxLength && map && bias;
 }

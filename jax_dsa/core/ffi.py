@@ -114,6 +114,12 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in sorted(targets)]
 
 
+def either(values: Sequence[int]) -> str:
+    """Returns the values as text for `Kernel.limits`: "8, 16 or 32"."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """A CUDA kernel that implements a pass.

@@ -10,7 +10,7 @@ from jax_dsa.core.arguments import (
     shared_sinks,
 )
 from jax_dsa.core.checks import FLOATS, WIDE_FLOATS, Args
-from jax_dsa.core.ffi import Kernel
+from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.attn_dist import cuda, xla
@@ -20,7 +20,7 @@ FWD = Pass(
     "attn_dist_fwd",
     xla.attn_dist_fwd,
     shardable="b t g h m",
-    kernel=Kernel(cuda.attn_dist_fwd, cuda.supports, limits="bfloat16; D 576 or 512"),
+    kernel=Kernel(cuda.attn_dist_fwd, cuda.supports, limits=f"bfloat16; D {either(cuda.DIMS)}"),
 )
 BWD = Pass("attn_dist_bwd", xla.attn_dist_bwd, shardable="b t g h m")
 

@@ -8,8 +8,8 @@ import numpy as np
 from jax_dsa.core import ffi
 from jax_dsa.ops.attn_dist.spec import Operands, Options, Results
 
-# What the kernel covers, as in cuda/attn_dist/attn_dist.h.
-_DIMS = (576, 512)
+# The kernel's limits; tests/test_ffi.py compares them with those of the extension.
+DIMS = (576, 512)
 
 
 def supports(options: Options, x: Operands) -> str | None:
@@ -18,8 +18,8 @@ def supports(options: Options, x: Operands) -> str | None:
         return f"it takes bfloat16, got q of {x.q.dtype} and kv of {x.kv.dtype}"
     if x.q.shape[2] == 0:
         return "it takes at least one head"
-    if x.q.shape[3] not in _DIMS:
-        return f"it has D=576 and D=512, got D={x.q.shape[3]}"
+    if x.q.shape[3] not in DIMS:
+        return f"it takes D in {DIMS}, got D={x.q.shape[3]}"
     return None
 
 

@@ -15,9 +15,9 @@ from jax_dsa.ops.block_mask.spec import Bits, Kinds, Map, Operands, Options, Til
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# The limits of the kernel; see cuda/block_mask/block_mask.h.
-_MAX_LENGTH = 2**30
-_MAX_TILES = 2**31 - 1
+# The kernels' limits; tests/test_ffi.py compares them with those of the extension.
+MAX_LENGTH = 2**30
+MAX_TILES = 2**31 - 1
 
 
 def supports(options: Options, *_: Any) -> str | None:
@@ -25,10 +25,10 @@ def supports(options: Options, *_: Any) -> str | None:
     longest = max(options.queries, options.keys)
     if options.function is not None:
         return "it takes arrays, got a mask function"
-    if longest > _MAX_LENGTH:
-        return f"it takes T and S up to {_MAX_LENGTH}, got {longest}"
-    if options.rows * options.columns > _MAX_TILES:
-        return f"it takes up to {_MAX_TILES} tiles, got {options.rows * options.columns}"
+    if longest > MAX_LENGTH:
+        return f"it takes T and S up to {MAX_LENGTH}, got {longest}"
+    if options.rows * options.columns > MAX_TILES:
+        return f"it takes up to {MAX_TILES} tiles, got {options.rows * options.columns}"
     return None
 
 

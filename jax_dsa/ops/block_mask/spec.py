@@ -99,7 +99,7 @@ class Options:
             "h": known.get("h", self.heads),
             "i": self.rows,
             "j": self.columns,
-            "p": self.room,
+            "p": self.slots,
             "r": self.block_q,
             "c": self.block_k // 8,
         }

@@ -21,7 +21,7 @@ from jax_dsa.ops.fp8_linear.spec import (
     WeightValues,
     flat_rows,
 )
-from jax_dsa.ops.fp8_matmul.cuda import MOST, whole_rows
+from jax_dsa.ops.fp8_matmul.cuda import MAX_SIZE, whole_rows
 from jax_dsa.ops.quantize_fp8.cuda import (
     quantize_fp8_columns,
     quantize_fp8_tiles_transpose,
@@ -32,8 +32,8 @@ from jax_dsa.ops.quantize_fp8.cuda import (
 def supports(options: Options, *groups: tuple[Array, ...]) -> str | None:
     """None, or why the kernels do not run this call: of any pass."""
     shapes = [x.shape for group in groups for x in group]
-    if any(max(math.prod(rows), cols) > MOST for _, *rows, cols in shapes):
-        return f"it takes sizes up to {MOST}"
+    if any(max(math.prod(rows), cols) > MAX_SIZE for _, *rows, cols in shapes):
+        return f"it takes sizes up to {MAX_SIZE}"
     return None
 
 

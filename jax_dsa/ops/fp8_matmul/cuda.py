@@ -9,8 +9,9 @@ from jax_dsa.core import ffi
 from jax_dsa.core.typing import Array, Float
 from jax_dsa.ops.fp8_matmul.spec import Operands, Options, Product
 
-MOST = 2**31 - 4097  # of an axis, as in cuda/fp8/matmul.cu
-_ROW = 16  # bytes: what the length of a row is a multiple of
+# The kernels' limits; tests/test_ffi.py compares them with those of the extension.
+MAX_SIZE = 2**31 - 4097  # of an axis
+ROW_BYTES = 16  # The size of a row is a multiple of this, because TMA copies it.
 
 
 def supports(options: Options, x: Operands) -> str | None:
@@ -18,14 +19,14 @@ def supports(options: Options, x: Operands) -> str | None:
     rows = 1
     for size in x.a.shape[1:-1]:
         rows *= size
-    if max(rows, x.a.shape[0], *x.b.shape[1:]) > MOST:
-        return f"it takes sizes up to {MOST}"
+    if max(rows, x.a.shape[0], *x.b.shape[1:]) > MAX_SIZE:
+        return f"it takes sizes up to {MAX_SIZE}"
     return None
 
 
 def whole_rows(codes: Float[Array, "... K"]) -> Float[Array, "... k"]:
     """The codes with zeros up to a length of rows that TMA copies."""
-    padding = -codes.shape[-1] % _ROW
+    padding = -codes.shape[-1] % ROW_BYTES
     if padding == 0:
         return codes
     widths = [(0, 0, 0)] * (codes.ndim - 1) + [(0, padding, 0)]

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jax_dsa.core import ffi
 from jax_dsa.ops.gated_pool.spec import Gradients, Operands, Options, Results
 
-# What the kernels cover, as in cuda/gated_pool/gated_pool.h.
-_MOST_POOLED = 128
-_MAX_DIM = 2**22
+# The kernels' limits; tests/test_ffi.py compares them with those of the extension.
+MAX_POOLED = 128
+MAX_DIM = 2**22
+DIM_MULTIPLE = 4
+MAX_TOKENS = 2**31 - 1 - 512
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -22,10 +24,12 @@ def supports(options: Options, x: Operands, *_: Any) -> str | None:
     if x.values.dtype not in _DTYPES or any(dtype != jnp.float32 for dtype in wide):
         return f"it takes bfloat16, float16 and float32, got {x.values.dtype}, {wide[0]}"
     pooled = options.ratio * x.values.shape[2]
-    if pooled > _MOST_POOLED:
-        return f"it has R H up to {_MOST_POOLED}, got R H={pooled}"
-    if x.values.shape[3] % 4 or x.values.shape[3] > _MAX_DIM:
-        return f"it has D in multiples of 4 up to {_MAX_DIM}, got D={x.values.shape[3]}"
+    if pooled > MAX_POOLED:
+        return f"it has R H up to {MAX_POOLED}, got R H={pooled}"
+    if x.values.shape[3] % DIM_MULTIPLE or x.values.shape[3] > MAX_DIM:
+        return f"it has D in multiples of {DIM_MULTIPLE} up to {MAX_DIM}, got D={x.values.shape[3]}"
+    if x.values.shape[1] > MAX_TOKENS:
+        return f"it takes S up to {MAX_TOKENS}, got S={x.values.shape[1]}"
     return None
 
 
@@ -34,7 +38,7 @@ def gated_pool_fwd(options: Options, avals: Results, x: Operands) -> Results:
     halves, dim = x.values.shape[2:]
     parts = None
     if avals.squares is not None:
-        tiles = int(ffi.extension().gated_pool_tiles(options.ratio, halves, dim))
+        tiles = int(ffi.extension().gated_pool_tiles(ratio=options.ratio, halves=halves, dim=dim))
         batch, slots = avals.squares.shape
         parts = jax.ShapeDtypeStruct((batch, tiles, slots), jnp.float32)
     keys, squares = ffi.call("jax_dsa.gated_pool_fwd.v1", x, (avals.keys, parts))
@@ -46,7 +50,11 @@ def gated_pool_bwd(options: Options, avals: Gradients, x: Operands, dy: Results)
     of the scale in the last row.
     """
     batch, length, halves, dim = x.values.shape
-    parts = int(ffi.extension().gated_pool_parts(batch, length, options.ratio, halves, dim))
+    parts = int(
+        ffi.extension().gated_pool_parts(
+            batch=batch, tokens=length, ratio=options.ratio, halves=halves, dim=dim
+        )
+    )
     pooled = options.ratio * halves
     rows = pooled + (x.scale is not None)
     of_parts = jax.ShapeDtypeStruct((batch, parts, rows, dim), jnp.float32)

@@ -15,14 +15,17 @@ import jax.numpy as jnp
 from jax_dsa.core.arguments import NO_SYMBOL, check_heads, scale_or_default
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import FLOATS, Args
-from jax_dsa.core.ffi import Kernel
+from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.htree import cuda, nodes, tree, xla
 from jax_dsa.ops.htree.cache import HTreeCache
 from jax_dsa.ops.htree.spec import Operands, Options, Tokens, check_tree
 
-_LIMITS = "bfloat16; D = E 64 or 128; compression 8, 16 or 32; top_k to 1024"
+_LIMITS = (
+    f"bfloat16; D = E {either(cuda.DIMS)}; compression {either(cuda.COMPRESSIONS)}; "
+    f"top_k to {cuda.MAX_TOP_K}"
+)
 
 # The heads of a KV head group select together, so a mesh must not split them.
 FWD = Pass(
@@ -32,7 +35,7 @@ FWD = Pass(
     kernel=Kernel(
         cuda.htree_fwd,
         cuda.supports,
-        limits=f"{_LIMITS}; over a cache up to 16 queries",
+        limits=f"{_LIMITS}; over a cache up to {cuda.MAX_DECODE_QUERIES} queries",
     ),
 )
 BWD = Pass(

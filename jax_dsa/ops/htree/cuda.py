@@ -11,14 +11,14 @@ import numpy as np
 from jax_dsa.core import ffi
 from jax_dsa.ops.htree.spec import Gradients, Operands, Options, Results
 
-# The limits of the kernels, as in cuda/htree/htree.h.
-_DIMS = (64, 128)
-_COMPRESSIONS = (8, 16, 32)
-_MAX_TOP_K = 1024
-_MAX_GROUP_HEADS = 192
-_MAX_BWD_GROUP_HEADS = 128
-_MAX_DECODE_GROUP_HEADS = 128
-_MAX_DECODE_QUERIES = 16  # every query reads its keys by itself, so more are slow
+# The kernels' limits; tests/test_ffi.py compares them with those of the extension.
+DIMS = (64, 128)
+COMPRESSIONS = (8, 16, 32)
+MAX_TOP_K = 1024
+MAX_GROUP_HEADS = 192
+MAX_BWD_GROUP_HEADS = 128
+MAX_DECODE_GROUP_HEADS = 128
+MAX_DECODE_QUERIES = 16  # every query reads its keys by itself, so more are slow
 
 # Bytes of the workspace for importances and lists. The forward kernels process as many queries at a
 # time as fit: with compression 16 and top_k 512, these are three waves of CTAs of 12 queries on the
@@ -32,18 +32,18 @@ def supports(options: Options, x: Operands) -> str | None:
     if x.q.dtype != jnp.bfloat16:
         return f"it takes bfloat16, got {x.q.dtype}"
     dim, value_dim, heads, groups = x.q.shape[3], x.v.shape[3], x.q.shape[2], x.k.shape[2]
-    if dim not in _DIMS or value_dim != dim:
-        return f"it has D in {_DIMS} and E=D, got D={dim}, E={value_dim}"
-    if options.compression not in _COMPRESSIONS:
-        return f"it has compression in {_COMPRESSIONS}, got {options.compression}"
-    if options.top_k > _MAX_TOP_K:
-        return f"it takes top_k up to {_MAX_TOP_K}, got {options.top_k}"
+    if dim not in DIMS or value_dim != dim:
+        return f"it has D in {DIMS} and E=D, got D={dim}, E={value_dim}"
+    if options.compression not in COMPRESSIONS:
+        return f"it has compression in {COMPRESSIONS}, got {options.compression}"
+    if options.top_k > MAX_TOP_K:
+        return f"it takes top_k up to {MAX_TOP_K}, got {options.top_k}"
     cache = options.capacity is not None
-    limit = _MAX_DECODE_GROUP_HEADS if cache else _MAX_GROUP_HEADS
+    limit = MAX_DECODE_GROUP_HEADS if cache else MAX_GROUP_HEADS
     if not 1 <= heads // max(groups, 1) <= limit:
         return f"it takes 1..{limit} heads per KV head, got N={heads}, G={groups}"
-    if cache and x.q.shape[1] > _MAX_DECODE_QUERIES:
-        return f"over a cache it takes up to {_MAX_DECODE_QUERIES} queries, got T={x.q.shape[1]}"
+    if cache and x.q.shape[1] > MAX_DECODE_QUERIES:
+        return f"over a cache it takes up to {MAX_DECODE_QUERIES} queries, got T={x.q.shape[1]}"
     return None
 
 
@@ -52,8 +52,8 @@ def bwd_supports(options: Options, x: Operands, *_: Results) -> str | None:
     if options.capacity is not None:
         return "its backward pass does not support a cache"
     heads, groups = x.q.shape[2], x.k.shape[2]
-    if heads // max(groups, 1) > _MAX_BWD_GROUP_HEADS:
-        return f"it takes up to {_MAX_BWD_GROUP_HEADS} heads per KV head, got N={heads}, G={groups}"
+    if heads // max(groups, 1) > MAX_BWD_GROUP_HEADS:
+        return f"it takes up to {MAX_BWD_GROUP_HEADS} heads per KV head, got N={heads}, G={groups}"
     return supports(options, x)
 
 
@@ -76,14 +76,14 @@ def _decode(options: Options, avals: Results, x: Operands) -> Results:
     assert options.capacity is not None
     batch, queries, heads, dim = x.q.shape
     size = ffi.extension().htree_decode_workspace(
-        batch,
-        options.capacity,
-        queries,
-        heads,
-        x.k.shape[2],
-        dim,
-        options.compression,
-        options.top_k,
+        batch=batch,
+        capacity=options.capacity,
+        queries=queries,
+        heads=heads,
+        groups=x.k.shape[2],
+        dim=dim,
+        compression=options.compression,
+        top_k=options.top_k,
     )
     out, lse, selected, _ = ffi.call(
         "jax_dsa.htree_decode.v1",
@@ -133,15 +133,15 @@ class _Workspaces(NamedTuple):
 def _workspaces(options: Options, x: Operands) -> _Workspaces:
     batch, queries, heads, dim = x.q.shape
     sizes = ffi.extension().htree_workspaces(
-        batch,
-        x.k.shape[1],
-        queries,
-        heads,
-        x.k.shape[2],
-        dim,
-        options.compression,
-        options.top_k,
-        WORKSPACE_BUDGET,
+        batch=batch,
+        tokens=x.k.shape[1],
+        queries=queries,
+        heads=heads,
+        groups=x.k.shape[2],
+        dim=dim,
+        compression=options.compression,
+        top_k=options.top_k,
+        budget=WORKSPACE_BUDGET,
     )
     return _Workspaces(*(jax.ShapeDtypeStruct((size,), jnp.uint8) for size in sizes))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_dsa.core.arguments import key_ranges
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import FLOATS, FP8, INT32, WIDE_FLOATS, Args
-from jax_dsa.core.ffi import Kernel
+from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.cache.api import FlatCache, PagedCache
@@ -23,6 +23,9 @@ from jax_dsa.ops.indexer.spec import (
     Selected,
     Selection,
 )
+from jax_dsa.ops.topk.cuda import MAX_SELECTED
+
+_LIMITS = f"J <= {cuda.MAX_HEADS}; C {either(cuda.CHANNELS)}"
 
 LOGITS_FWD = Pass(
     "indexer_logits_fwd",
@@ -31,7 +34,7 @@ LOGITS_FWD = Pass(
     kernel=Kernel(
         cuda.indexer_logits_fwd,
         cuda.logits_fwd_supports,
-        limits="bfloat16 or float8_e4m3fn; J <= 64; C 32, 64 or 128",
+        limits=f"bfloat16 or float8_e4m3fn; {_LIMITS}",
     ),
 )
 LOGITS_BWD = Pass("indexer_logits_bwd", xla.indexer_logits_bwd, shardable="b t")
@@ -43,7 +46,7 @@ TOPK_FWD = Pass(
     kernel=Kernel(
         cuda.indexer_topk_fwd,
         cuda.topk_fwd_supports,
-        limits="bfloat16 or float8_e4m3fn; J <= 64; C 32, 64 or 128; top_k <= 4096",
+        limits=f"bfloat16 or float8_e4m3fn; {_LIMITS}; top_k <= {MAX_SELECTED}",
     ),
 )
 TOPK_BWD = Pass(
@@ -54,7 +57,7 @@ TOPK_BWD = Pass(
     kernel=Kernel(
         cuda.indexer_topk_bwd,
         cuda.topk_bwd_supports,
-        limits="bfloat16; J <= 64; C 32, 64 or 128; K <= 8192",
+        limits=f"bfloat16; {_LIMITS}; K <= {cuda.MAX_SLOTS}",
     ),
 )
 SELECTED_FWD = Pass(

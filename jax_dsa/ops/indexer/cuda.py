@@ -13,12 +13,12 @@ from jax_dsa.core.checks import FP8
 from jax_dsa.ops.indexer.spec import Gradients, Logits, Operands, Options, Selected, Selection
 from jax_dsa.ops.topk.cuda import selects
 
-# What the kernels cover, as in cuda/indexer/indexer.h.
-_CHANNELS = (32, 64, 128)
-_MAX_HEADS = 64
-_MAX_KEYS = 2**31 - 1 - 4096
-_MAX_SLOTS = 8192
-_PAGE = 64
+# The kernels' limits; tests/test_ffi.py compares them with those of the extension.
+CHANNELS = (32, 64, 128)
+MAX_HEADS = 64
+MAX_KEYS = 2**31 - 1 - 4096
+MAX_SLOTS = 8192
+PAGE_MULTIPLE = 64
 
 # Bytes of logits that `indexer_topk`'s kernels have in memory at a time: at 131072 keys, the two
 # rows that each of 132 SMs selects from at once.
@@ -34,10 +34,10 @@ def logits_fwd_supports(options: Options, x: Operands) -> str | None:
 
 def topk_fwd_supports(options: Options, x: Operands) -> str | None:
     """None, or why the kernels of `indexer_topk` do not run this call."""
-    if (options.page_size or 0) % _PAGE != 0:
-        return f"it takes pages of a multiple of {_PAGE} keys, got {options.page_size}"
-    if x.page_table is not None and not 0 < x.k.shape[1] <= _MAX_KEYS:
-        return f"it takes pools of 1 to {_MAX_KEYS} keys, got {x.k.shape[1]}"
+    if (options.page_size or 0) % PAGE_MULTIPLE != 0:
+        return f"it takes pages of a multiple of {PAGE_MULTIPLE} keys, got {options.page_size}"
+    if x.page_table is not None and not 0 < x.k.shape[1] <= MAX_KEYS:
+        return f"it takes pools of 1 to {MAX_KEYS} keys, got {x.k.shape[1]}"
     return logits_fwd_supports(options, x) or selects(options.top_k, _keys(options, x))
 
 
@@ -47,18 +47,18 @@ def topk_bwd_supports(options: Options, x: Selected, dy: Selection) -> str | Non
         return "its sums over a key's slots have no fixed order (deterministic=True)"
     if x.q.dtype != jnp.bfloat16:
         return f"it takes bfloat16, got {x.q.dtype}"
-    if x.indices.shape[2] > _MAX_SLOTS:
-        return f"it takes K up to {_MAX_SLOTS}, got K={x.indices.shape[2]}"
+    if x.indices.shape[2] > MAX_SLOTS:
+        return f"it takes K up to {MAX_SLOTS}, got K={x.indices.shape[2]}"
     return _shapes_supported(x.q, x.k)
 
 
 def _shapes_supported(q: Any, k: Any) -> str | None:
-    if q.shape[3] not in _CHANNELS:
-        return f"it has C in {_CHANNELS}, got C={q.shape[3]}"
-    if not 1 <= q.shape[2] <= _MAX_HEADS:
-        return f"it has J in 1..{_MAX_HEADS}, got J={q.shape[2]}"
-    if k.shape[1] > _MAX_KEYS:
-        return f"it takes S up to {_MAX_KEYS}, got S={k.shape[1]}"
+    if q.shape[3] not in CHANNELS:
+        return f"it has C in {CHANNELS}, got C={q.shape[3]}"
+    if not 1 <= q.shape[2] <= MAX_HEADS:
+        return f"it has J in 1..{MAX_HEADS}, got J={q.shape[2]}"
+    if k.shape[1] > MAX_KEYS:
+        return f"it takes S up to {MAX_KEYS}, got S={k.shape[1]}"
     return None
 
 
@@ -99,11 +99,11 @@ def indexer_topk_bwd(options: Options, avals: Gradients, x: Selected, dy: Select
     positive.
     """
     batch, queries, slots = x.indices.shape
-    gates = jax.ShapeDtypeStruct((batch, queries, -(-slots // 64) * 64, 2), jnp.uint32)
+    relu_mask = jax.ShapeDtypeStruct((batch, queries, -(-slots // 64) * 64, 2), jnp.uint32)
     *grads, _ = ffi.call(
         "jax_dsa.indexer_topk_bwd.v1",
         [x.q, x.k, x.weights, x.k_scale, x.indices, dy.logits],
-        [*avals, gates],
+        [*avals, relu_mask],
         relu=np.bool_(options.relu),
     )
     return Gradients(*grads)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax_dsa.core.arguments import check_heads, key_ranges, scale_or_default
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import BOOL, FLOATS, Args
-from jax_dsa.core.ffi import Kernel
+from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Bool, Float, Implementation, Int
 from jax_dsa.ops.indexer.api import indexer_inputs
@@ -43,7 +43,8 @@ DENSE_FWD = Pass(
     kernel=Kernel(
         cuda.dense_indexer_kl_loss_fwd,
         cuda.dense_fwd_supports,
-        limits="bfloat16; D 576, 512, 256, 192, 128 or 64; C 128, 64 or 32; J to 64",
+        limits=f"bfloat16; D {either(cuda.DIMS)}; C {either(cuda.CHANNELS)}; "
+        f"J to {cuda.MAX_INDEX_HEADS}",
     ),
 )
 

@@ -20,11 +20,11 @@ from jax_dsa.ops.losses.spec import (
     Saved,
 )
 
-# What the kernels cover, as in cuda/losses/losses.h.
-_MAX_SLOTS = 2**31 - 1 - 16384
-_DIMS = (576, 512, 256, 192, 128, 64)
-_CHANNELS = (32, 64, 128)
-_MAX_INDEX_HEADS = 64
+# The kernels' limits; tests/test_ffi.py compares them with those of the extension.
+MAX_SLOTS = 2**31 - 1 - 16384
+DIMS = (576, 512, 256, 192, 128, 64)
+CHANNELS = (32, 64, 128)
+MAX_INDEX_HEADS = 64
 
 # Bytes of logits, teachers and parts of gradients that the dense loss's kernels have in memory at a
 # time: at 32768 keys, those of some 1300 queries.
@@ -46,7 +46,7 @@ def bwd_supports(options: Options, x: Saved, dy: Results) -> str | None:
 
 
 def _slots_supported(x: Any) -> str | None:
-    return None if x.shape[2] <= _MAX_SLOTS else f"it takes K up to {_MAX_SLOTS}, got {x.shape[2]}"
+    return None if x.shape[2] <= MAX_SLOTS else f"it takes K up to {MAX_SLOTS}, got {x.shape[2]}"
 
 
 def dense_fwd_supports(options: DenseOptions, x: DenseOperands) -> str | None:
@@ -55,16 +55,16 @@ def dense_fwd_supports(options: DenseOptions, x: DenseOperands) -> str | None:
         dtypes = ", ".join(str(a.dtype) for a in (x.index_q, x.index_k, x.q, x.kv))
         return f"it takes bfloat16, got index_q, index_k, q, kv of {dtypes}"
     heads, channels = x.index_q.shape[2:]
-    if channels not in _CHANNELS:
-        return f"it has C in {_CHANNELS}, got C={channels}"
-    if not 1 <= heads <= _MAX_INDEX_HEADS:
-        return f"it has J in 1..{_MAX_INDEX_HEADS}, got J={heads}"
+    if channels not in CHANNELS:
+        return f"it has C in {CHANNELS}, got C={channels}"
+    if not 1 <= heads <= MAX_INDEX_HEADS:
+        return f"it has J in 1..{MAX_INDEX_HEADS}, got J={heads}"
     if x.q.shape[2] == 0:
         return "it takes at least one head"
-    if x.q.shape[3] not in _DIMS:
-        return f"it has D in {_DIMS}, got D={x.q.shape[3]}"
-    if max(x.q.shape[1], x.kv.shape[1]) > _MAX_SLOTS:
-        return f"it takes T and S up to {_MAX_SLOTS}, got T={x.q.shape[1]}, S={x.kv.shape[1]}"
+    if x.q.shape[3] not in DIMS:
+        return f"it has D in {DIMS}, got D={x.q.shape[3]}"
+    if max(x.q.shape[1], x.kv.shape[1]) > MAX_SLOTS:
+        return f"it takes T and S up to {MAX_SLOTS}, got T={x.q.shape[1]}, S={x.kv.shape[1]}"
     return None
 
 
@@ -90,7 +90,11 @@ def dense_indexer_kl_loss_fwd(
     keys, channels = x.index_k.shape[1:]
 
     def need(batch: int, queries: int) -> int:
-        return int(ffi.extension().dense_loss_bytes(batch, queries, keys, channels, heads))
+        return int(
+            ffi.extension().dense_loss_bytes(
+                batch=batch, queries=queries, keys=keys, channels=channels, heads=heads
+            )
+        )
 
     size = max(need(1, 1), min(need(batch, queries), DENSE_BUDGET))
     *results, _ = ffi.call(

@@ -19,7 +19,7 @@ from jax_dsa.ops.masked_attention.arguments import (
 )
 from jax_dsa.ops.masked_attention.spec import Operands
 
-_LIMITS = f"bfloat16 or float16; D and E multiples of 8 up to {cuda.MAX_DIM}"
+_LIMITS = f"bfloat16 or float16; D and E multiples of {cuda.DIM_MULTIPLE} up to {cuda.MAX_DIM}"
 FWD = Pass(
     "masked_attention_fwd",
     xla.masked_attention_fwd,

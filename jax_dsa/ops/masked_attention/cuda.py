@@ -25,11 +25,13 @@ TAKES = (
     "rows", "tiles", "bits",
 )  # fmt: skip
 
-# The limits of the kernels; see cuda/masked_attention/masked_attention.h.
 _DTYPES = (jnp.bfloat16, jnp.float16)
+
+# The kernels' limits; tests/test_ffi.py compares them with those of the extension.
 MAX_DIM = 256
-_BLOCK_K = 128
-_MAX_LENGTH = 2**31 - 1 - 4096
+DIM_MULTIPLE = 8
+BLOCK_K_MULTIPLE = 128
+MAX_LENGTH = 2**31 - 1 - 4096
 
 
 def supports(options: Options, x: Operands) -> str | None:
@@ -38,15 +40,15 @@ def supports(options: Options, x: Operands) -> str | None:
     (T, _, D), S, E = x.q.shape[1:], x.k.shape[1], x.v.shape[3]
     if x.q.dtype not in _DTYPES:
         return f"it takes bfloat16 or float16, got {x.q.dtype}"
-    if not all(0 < dim <= MAX_DIM and dim % 8 == 0 for dim in (D, E)):
-        return f"it takes multiples of 8 up to {MAX_DIM} for D and E, got D={D}, E={E}"
-    if max(T, S) > _MAX_LENGTH:
-        return f"it takes T and S up to {_MAX_LENGTH}, got T={T}, S={S}"
+    if not all(0 < dim <= MAX_DIM and dim % DIM_MULTIPLE == 0 for dim in (D, E)):
+        return f"it takes multiples of {DIM_MULTIPLE} up to {MAX_DIM} for D and E, got D={D}, E={E}"
+    if max(T, S) > MAX_LENGTH:
+        return f"it takes T and S up to {MAX_LENGTH}, got T={T}, S={S}"
     if x.mask is not None and x.kv_indices is not None:
         return "it takes 'mask' or 'kv_indices', got both"
-    if x.bits is not None and 8 * x.bits.shape[4] % _BLOCK_K != 0:
+    if x.bits is not None and 8 * x.bits.shape[4] % BLOCK_K_MULTIPLE != 0:
         got = 8 * x.bits.shape[4]
-        return f"it takes block masks whose block_k is a multiple of {_BLOCK_K}, got {got}"
+        return f"it takes block masks whose block_k is a multiple of {BLOCK_K_MULTIPLE}, got {got}"
     return None
 
 
@@ -157,9 +159,20 @@ def _workspaces(x: Operands) -> list[jax.ShapeDtypeStruct]:
     (B, T, N, D), (S, G), E = x.q.shape, x.k.shape[1:3], x.v.shape[3]
     segmented = x.q_segments is not None
     bounded = segmented or any(b is not None for b in (x.starts, x.ends, x.rows))
-    bias = (0, 0, 0) if x.bias is None else x.bias.shape[:3]
+    bias_batch, bias_heads, bias_queries = (0, 0, 0) if x.bias is None else x.bias.shape[:3]
     sizes = ffi.extension().masked_attention_workspaces(
-        B, T, S, N, G, D, E, bounded, segmented, *bias
+        batch=B,
+        queries=T,
+        keys=S,
+        heads=N,
+        groups=G,
+        dim=D,
+        value_dim=E,
+        bounded=bounded,
+        segmented=segmented,
+        bias_batch=bias_batch,
+        bias_heads=bias_heads,
+        bias_queries=bias_queries,
     )
     return [jax.ShapeDtypeStruct((size,), jnp.uint8) for size in sizes]
 

@@ -17,7 +17,7 @@ from jax_dsa.core.arguments import (
     value_dim_or_default,
 )
 from jax_dsa.core.checks import FLOATS, INT32, WIDE_FLOATS, Args, as_array
-from jax_dsa.core.ffi import Kernel
+from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.cache.api import FlatCache, PagedCache
@@ -31,8 +31,8 @@ FWD = Pass(
     kernel=Kernel(
         cuda.mqa_decode_fwd,
         cuda.supports,
-        limits="bfloat16, keys also as FP8 records; D 576 or 512 with value_dim 512 and no v, "
-        "D=E 64, 128 or 256 with v",
+        limits=f"bfloat16, keys also as FP8 records; D {either(cuda.LATENT_DIMS)} with value_dim "
+        f"{cuda.VALUE_DIM} and no v, D=E {either(cuda.DIMS)} with v",
     ),
 )
 BWD = Pass("mqa_decode_bwd", xla.mqa_decode_bwd)

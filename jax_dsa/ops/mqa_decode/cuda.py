@@ -13,11 +13,11 @@ from jax_dsa.core.layout import RECORD_BYTES
 from jax_dsa.core.streaming import entry_by_entry
 from jax_dsa.ops.mqa_decode.spec import Operands, Options, Results
 
-# The limits of the kernels, as in cuda/mqa_decode/mqa_decode.h.
-_LATENT_DIMS = (576, 512)  # D without v
-_VALUE_DIM = 512
-_DIMS = (64, 128, 256)  # D and E with v
-_MAX_ROWS = 2**31 - 1 - 64
+# The kernels' limits; tests/test_ffi.py compares them with those of the extension.
+LATENT_DIMS = (576, 512)  # D without v
+VALUE_DIM = 512
+DIMS = (64, 128, 256)  # D and E with v
+MAX_ROWS = 2**31 - 1 - 64
 
 
 def supports(options: Options, x: Operands) -> str | None:
@@ -31,19 +31,19 @@ def supports(options: Options, x: Operands) -> str | None:
         return "it takes at least one head"
     if records and x.k.shape[3] != RECORD_BYTES:
         return f"it takes FP8 records of {RECORD_BYTES} bytes, got {x.k.shape[3]}"
-    if x.v is None and (D not in _LATENT_DIMS or options.value_dim != _VALUE_DIM):
+    if x.v is None and (D not in LATENT_DIMS or options.value_dim != VALUE_DIM):
         return (
-            f"without v it has D in {_LATENT_DIMS} and value_dim={_VALUE_DIM}, got D={D} and "
+            f"without v it has D in {LATENT_DIMS} and value_dim={VALUE_DIM}, got D={D} and "
             f"value_dim={options.value_dim}"
         )
-    if x.v is not None and (D not in _DIMS or x.v.shape[3] != D):
-        return f"with v it has D=E in {_DIMS}, got D={D} and E={x.v.shape[3]}"
+    if x.v is not None and (D not in DIMS or x.v.shape[3] != D):
+        return f"with v it has D=E in {DIMS}, got D={D} and E={x.v.shape[3]}"
     if options.scale <= 0:
         return f"it takes scale > 0, got {options.scale}"
     room = 0 if x.page_table is None else x.page_table.shape[1] * (options.page_size or 1)
     rows = max(B * T * N, x.k.shape[1], room)
-    if rows > _MAX_ROWS:
-        return f"it takes up to {_MAX_ROWS} keys, and queries times heads, got {rows}"
+    if rows > MAX_ROWS:
+        return f"it takes up to {MAX_ROWS} keys, and queries times heads, got {rows}"
     return None
 
 
@@ -66,7 +66,9 @@ def mqa_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
         return entry_by_entry(of_entry, x)
     _, T, N, D = x.q.shape
     records = x.k.dtype == jnp.uint8
-    rows, split_tiles = ffi.extension().mqa_decode_workspace(T, N, x.k.shape[2], D, records)
+    rows, split_tiles = ffi.extension().mqa_decode_workspace(
+        queries=T, heads=N, groups=x.k.shape[2], dim=D, records=records
+    )
     workspace = (
         jax.ShapeDtypeStruct((rows, avals.out.shape[3]), jnp.float32),
         jax.ShapeDtypeStruct((rows, 2), jnp.float32),

@@ -16,7 +16,8 @@ from jax_dsa.core.arguments import (
     value_dim_or_default,
 )
 from jax_dsa.core.checks import FLOATS, Args
-from jax_dsa.core.ffi import Kernel
+from jax_dsa.core.ffi import Kernel, either
+from jax_dsa.core.layout import RECORD_DIM
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.cache.api import FlatCache, PagedCache
@@ -24,13 +25,15 @@ from jax_dsa.ops.cache.keys import check_row, read_cache
 from jax_dsa.ops.sparse_mla import cuda, xla
 from jax_dsa.ops.sparse_mla.spec import Operands, Options
 
+_LIMITS = f"bfloat16; D {either(cuda.DIMS)}, value_dim {cuda.VALUE_DIM}; scale > 0"
+
 FWD = Pass(
     "sparse_mla_fwd",
     xla.sparse_mla_fwd,
     kernel=Kernel(
         cuda.sparse_mla_fwd,
         cuda.supports,
-        limits="bfloat16; D 576 or 512, value_dim 512; scale > 0",
+        limits=_LIMITS,
         takes=cuda.TAKES,
     ),
 )
@@ -40,7 +43,7 @@ BWD = Pass(
     kernel=Kernel(
         cuda.sparse_mla_bwd,
         cuda.supports,
-        limits="bfloat16; D 576 or 512, value_dim 512; scale > 0",
+        limits=_LIMITS,
         takes=cuda.TAKES,
         prefer_query_sharding=cuda.sums_by_rows,
     ),
@@ -51,7 +54,7 @@ DECODE_FWD = Pass(
     kernel=Kernel(
         cuda.sparse_mla_decode_fwd,
         cuda.decode_supports,
-        limits="bfloat16, or FP8 records; D 576 (512 in bfloat16), value_dim 512; scale > 0",
+        limits=f"{_LIMITS}; or FP8 records with D {RECORD_DIM}",
         takes=cuda.DECODE_TAKES,
     ),
 )

@@ -25,13 +25,14 @@ from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# The operands of the FFI handlers, in their order. The limits below are those of
-# cuda/sparse_mla/sparse_mla.h.
+# The operands of the FFI handlers, in their order.
 TAKES = ("q", "kv", "indices", "ends", "topk_length", "sinks")
 DECODE_TAKES = (*TAKES, "page_table")
-_DIMS = (576, 512)
-_VALUE_DIM = 512
-_TILE = 64  # slots, and heads, per tile
+
+# The kernels' limits; tests/test_ffi.py compares them with those of the extension.
+DIMS = (576, 512)
+VALUE_DIM = 512
+TILE = 64  # slots, and heads, per tile
 
 # Memory for a deterministic sum, in bytes: for the rows that are stored at a time (enough for 512
 # queries of 2048 slots), and for sorting the rows of one call of the kernel, which takes 24 bytes
@@ -69,10 +70,10 @@ def _queries_supported(options: Options, x: Operands) -> str | None:
         return f"it takes bfloat16, got q of {x.q.dtype} and kv of {x.kv.dtype}"
     if x.q.shape[2] == 0:
         return "it takes at least one head"
-    if x.q.shape[3] not in _DIMS:
-        return f"it has D=576 and D=512, got D={x.q.shape[3]}"
-    if options.value_dim != _VALUE_DIM:
-        return f"it has value_dim={_VALUE_DIM}, got {options.value_dim}"
+    if x.q.shape[3] not in DIMS:
+        return f"it takes D in {DIMS}, got D={x.q.shape[3]}"
+    if options.value_dim != VALUE_DIM:
+        return f"it has value_dim={VALUE_DIM}, got {options.value_dim}"
     if options.scale <= 0:
         return f"it takes scale > 0, got {options.scale}"
     return None
@@ -89,19 +90,19 @@ def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Resu
     """Returns what `xla.sparse_mla_fwd` returns. The slots of each query are split among CTAs."""
     B, T, N, _ = x.q.shape
     G = x.kv.shape[2]
-    work_tiles = B * T * G * _ceil_div(N // G, _TILE)
+    work_tiles = B * T * G * _ceil_div(N // G, TILE)
     splits = ffi.extension().sparse_mla_decode_splits(
-        work_tiles, x.indices.shape[3], options.batch_invariant
+        items=work_tiles, slots=x.indices.shape[3], batch_invariant=options.batch_invariant
     )
-    rows = (work_tiles, splits, _TILE)
+    rows = (work_tiles, splits, TILE)
     partial = [
-        jax.ShapeDtypeStruct((*rows, _VALUE_DIM), jnp.float32),
+        jax.ShapeDtypeStruct((*rows, VALUE_DIM), jnp.float32),
         jax.ShapeDtypeStruct(rows, jnp.float32),
     ]
     out, lse, *_ = ffi.call(
-        "jax_dsa.sparse_mla_decode.v2",
+        "jax_dsa.sparse_mla_decode.v3",
         [getattr(x, name) for name in DECODE_TAKES],
-        [*avals, *(partial if splits > 1 else ())],
+        [*avals, *(partial if splits > 1 else (None, None))],
         scale=np.float32(options.scale),
         page_size=np.int32(options.page_size or 1),
         splits=np.int32(splits),
@@ -213,13 +214,13 @@ def _ceil_div(a: int, b: int) -> int:
 
 def _rows_per_slot(q: Any, indices: Any) -> int:
     """Returns the rows of a slot, each of which is the sum over 128 heads of the group."""
-    return max(1, _ceil_div(q.shape[2] // indices.shape[2], 2 * _TILE))
+    return max(1, _ceil_div(q.shape[2] // indices.shape[2], 2 * TILE))
 
 
 def _query_rows(q: Any, indices: Any) -> int:
     """Returns the rows of a query, whose slots are padded to whole tiles."""
     G, K = indices.shape[2:]
-    return G * _rows_per_slot(q, indices) * _ceil_div(K, _TILE) * _TILE
+    return G * _rows_per_slot(q, indices) * _ceil_div(K, TILE) * TILE
 
 
 def _workspace(
@@ -231,7 +232,15 @@ def _workspace(
     """
     (B, T, N, D), (S, G), K = q.shape, kv.shape[1:3], indices.shape[3]
     counters, tiles, order = ffi.extension().sparse_mla_bwd_workspace(
-        B, T, S, N, G, K, D, count, by_rows
+        batch=B,
+        queries=T,
+        keys=S,
+        heads=N,
+        groups=G,
+        slots=K,
+        dim=D,
+        count=count,
+        by_rows=by_rows,
     )
     return (
         jax.ShapeDtypeStruct((counters,), jnp.uint8),
@@ -265,7 +274,7 @@ def _rows_by_key(
     g = jnp.arange(G, dtype=jnp.int32)[None, None, :, None]
     no_key = B * keys * G
     key = jnp.where(valid, (b * keys + indices) * G + g, no_key)
-    key = jnp.pad(key, [(0, 0)] * 3 + [(0, -K % _TILE)], constant_values=no_key)
+    key = jnp.pad(key, [(0, 0)] * 3 + [(0, -K % TILE)], constant_values=no_key)
     key = jnp.broadcast_to(key[:, :, :, None], (*key.shape[:3], rows_per_slot, key.shape[3]))
     # On a GPU, XLA sorts unsigned integers by radix, with half as many passes for 16 bits.
     R = G * rows_per_slot * key.shape[-1]

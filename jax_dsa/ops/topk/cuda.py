@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax_dsa.core import ffi
 from jax_dsa.ops.topk.spec import Operands, Options, Results
 
-# The kernel's limits, as cuda/topk/topk.h and dispatch.cu have them.
+# The kernel's limits; tests/test_ffi.py compares them with those of the extension.
 MAX_SELECTED = 4096
-_MAX_SIZE = 2**31 - 1 - 2**16
-_MAX_ROWS = (2**31 - 1) // 8
+MAX_SIZE = 2**31 - 1 - 2**16
+MAX_ROWS = (2**31 - 1) // 8
 
 
 def supports(options: Options, x: Operands) -> str | None:
@@ -18,8 +18,8 @@ def supports(options: Options, x: Operands) -> str | None:
     if x.x.dtype != jnp.float32:
         return f"it takes float32, got {x.x.dtype}"
     B, T, _ = x.x.shape
-    if B * T > _MAX_ROWS:
-        return f"it takes at most {_MAX_ROWS} rows, got {B * T}"
+    if B * T > MAX_ROWS:
+        return f"it takes at most {MAX_ROWS} rows, got {B * T}"
     return selects(options.top_k, options.size)
 
 
@@ -27,13 +27,11 @@ def selects(top_k: int, size: int) -> str | None:
     """None, or why the kernel does not select so many of rows of so many float32 values."""
     if min(top_k, size) > MAX_SELECTED:
         return f"it selects at most {MAX_SELECTED} values of a row, want {min(top_k, size)}"
-    if size > _MAX_SIZE:
-        return f"it takes rows of at most {_MAX_SIZE} values, got {size}"
+    if size > MAX_SIZE:
+        return f"it takes rows of at most {MAX_SIZE} values, got {size}"
     return None
 
 
 def topk_fwd(options: Options, avals: Results, x: Operands) -> Results:
-    """`xla.topk_fwd`; without values there is no second result."""
-    wanted = [a for a in avals if a is not None]
-    indices, *values = ffi.call("jax_dsa.topk_fwd.v1", x, wanted)
-    return Results(indices, *(values or [None]))
+    """`xla.topk_fwd`."""
+    return Results(*ffi.call("jax_dsa.topk_fwd.v2", x, avals))

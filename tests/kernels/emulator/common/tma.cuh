@@ -61,7 +61,7 @@ inline void load(uint8_t* shared, void* to, const CUtensorMap* map, uint64_t* ba
   emulator::later([=] {
     auto& full = emulator::mbarrier(reinterpret_cast<uint64_t*>(shared + signal));
     full.arrive(visit_box(shared, start, tensor, x, y, z, w,
-                        [](uint8_t& to, const uint8_t* from) { to = from ? *from : 0; }));
+                          [](uint8_t& to, const uint8_t* from) { to = from ? *from : 0; }));
   });
 }
 }  // namespace detail

@@ -1,0 +1,402 @@
+// Calls the FFI handlers on a CPU, with launchers that only record their parameters: which shapes
+// do handlers refuse, with what message, and what do they pass on? Every handler is in this
+// translation unit, because handlers are local to their files.
+//
+// Prints the targets, and then "all good" or what is wrong.
+
+#include <cuda_runtime_api.h>
+
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "ffi/attn_dist.cc"
+#include "ffi/block_mask.cc"
+#include "ffi/common.cc"
+#include "ffi/fp8.cc"
+#include "ffi/fp8_matmul.cc"
+#include "ffi/gated_pool.cc"
+#include "ffi/htree.cc"
+#include "ffi/indexer.cc"
+#include "ffi/losses.cc"
+#include "ffi/masked_attention.cc"
+#include "ffi/masked_attention_bwd.cc"
+#include "ffi/mqa_decode.cc"
+#include "ffi/sparse_mla.cc"
+#include "ffi/sparse_mla_bwd.cc"
+#include "ffi/sparse_mla_decode.cc"
+#include "ffi/topk.cc"
+
+namespace jax_dsa {
+
+// The parameters of the last launch.
+template <typename Params>
+Params launched = {};
+
+constexpr int64_t kWorkspaceBytes = 64;
+
+#define RECORD(launcher, Params)                             \
+  cudaError_t launcher(const Params& params, cudaStream_t) { \
+    launched<Params> = params;                               \
+    return cudaSuccess;                                      \
+  }
+
+RECORD(launch_attn_dist_fwd, AttnDistFwdParams)
+RECORD(launch_dense_loss, DenseLossParams)
+RECORD(launch_dequantize, DequantizeParams)
+RECORD(launch_fp8_matmul, Fp8MatmulParams)
+RECORD(launch_gated_pool_bwd, GatedPoolBwdParams)
+RECORD(launch_gated_pool_fwd, GatedPoolFwdParams)
+RECORD(launch_htree_build, HTreeBuildParams)
+RECORD(launch_htree_bwd, HTreeBwdParams)
+RECORD(launch_htree_decode, HTreeDecodeParams)
+RECORD(launch_htree_fwd, HTreeFwdParams)
+RECORD(launch_indexer_bwd, IndexerBwdParams)
+RECORD(launch_indexer_fwd, IndexerFwdParams)
+RECORD(launch_indexer_topk, IndexerTopkParams)
+RECORD(launch_kl_rows, KlRowsParams)
+RECORD(launch_masked_attention_bwd, MaskedAttentionBwdParams)
+RECORD(launch_masked_attention_fwd, MaskedAttentionFwdParams)
+RECORD(launch_mqa_decode, MqaDecodeParams)
+RECORD(launch_quantize, QuantizeParams)
+RECORD(launch_quantize_tiles, QuantizeTilesParams)
+RECORD(launch_quantize_transpose, QuantizeTransposeParams)
+RECORD(launch_scale_rows, ScaleRowsParams)
+RECORD(launch_sparse_mla_bwd, SparseMlaBwdParams)
+RECORD(launch_sparse_mla_decode, SparseMlaDecodeParams)
+RECORD(launch_sparse_mla_fwd, SparseMlaFwdParams)
+RECORD(launch_topk, TopkParams)
+
+cudaError_t launch_block_mask_classify(const BlockMaskParams& params, bool*, bool*, cudaStream_t) {
+  launched<BlockMaskParams> = params;
+  return cudaSuccess;
+}
+cudaError_t launch_block_mask_compress(const BlockMaskParams& params, int32_t*, uint8_t*,
+                                       cudaStream_t) {
+  launched<BlockMaskParams> = params;
+  return cudaSuccess;
+}
+cudaError_t launch_block_mask_pack(const BlockMaskParams& params, const int32_t*, uint8_t*, int64_t,
+                                   cudaStream_t) {
+  launched<BlockMaskParams> = params;
+  return cudaSuccess;
+}
+
+int gated_pool_tiles(int, int, int) { return 1; }
+int64_t htree_bwd_workspace(const HTreeBwdParams&, int64_t) { return kWorkspaceBytes; }
+int64_t htree_decode_workspace(const HTreeDecodeParams&) { return kWorkspaceBytes; }
+int64_t htree_fwd_workspace(const HTreeFwdParams&, int64_t) { return kWorkspaceBytes; }
+int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams&) {
+  return kWorkspaceBytes;
+}
+int64_t masked_attention_fwd_workspace_bytes(const MaskedAttentionFwdParams&) {
+  return kWorkspaceBytes;
+}
+int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams&) { return kWorkspaceBytes; }
+int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams&) { return kWorkspaceBytes; }
+int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams&) { return kWorkspaceBytes; }
+int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& p) {
+  return int64_t{p.groups} * p.slots;
+}
+
+namespace {
+
+// An operand or result. Its data is never read.
+class Array {
+ public:
+  Array(DataType dtype, std::vector<int64_t> dims)
+      : dims_(std::move(dims)),
+        buffer_{sizeof(XLA_FFI_Buffer),
+                nullptr,
+                static_cast<XLA_FFI_DataType>(dtype),
+                this,  // any address but null
+                static_cast<int64_t>(dims_.size()),
+                dims_.data()} {}
+  Array() : Array(DataType::F32, {0}) {}  // an absent one
+  Array(const Array& x) : Array(static_cast<DataType>(x.buffer_.dtype), x.dims_) {}
+  Array& operator=(const Array& x) {
+    dims_ = x.dims_;
+    buffer_.dtype = x.buffer_.dtype, buffer_.rank = x.buffer_.rank, buffer_.dims = dims_.data();
+    return *this;
+  }
+
+  operator AnyBuffer() const { return AnyBuffer(&buffer_); }
+  template <DataType kDtype>
+  operator ffi::Buffer<kDtype>() const {
+    return ffi::Buffer<kDtype>(&buffer_);
+  }
+  template <typename Buffer>
+  operator Result<Buffer>() const {
+    return Result<Buffer>(static_cast<Buffer>(*this));
+  }
+
+ private:
+  std::vector<int64_t> dims_;
+  XLA_FFI_Buffer buffer_;
+};
+
+using Shape = std::vector<int64_t>;
+Array bf16(Shape dims) { return {DataType::BF16, std::move(dims)}; }
+Array f32(Shape dims) { return {DataType::F32, std::move(dims)}; }
+Array s32(Shape dims) { return {DataType::S32, std::move(dims)}; }
+Array u8(Shape dims) { return {DataType::U8, std::move(dims)}; }
+
+const Array kAbsent;
+
+int failures = 0;
+
+void check_true(const char* what, bool holds) {
+  if (!holds) ++failures, printf("%s: does not hold\n", what);
+}
+
+// Expects this message, or success if it is empty.
+void expect(const char* what, const ffi::Error& error, const std::string& message = "") {
+  const std::string got = error.success() ? "" : error.message();
+  if (got != message) {
+    ++failures;
+    printf("%s:\n  got      \"%s\"\n  expected \"%s\"\n", what, got.c_str(), message.c_str());
+  }
+}
+
+// A call of masked attention's two handlers.
+struct Attention {
+  int64_t batch = 2, queries = 5, keys = 256, heads = 12, groups = 4, dim = 64;
+  Array starts, ends, q_segments, kv_segments, rows, tiles, bits, bias;
+  int64_t workspace = kWorkspaceBytes;
+  bool deterministic = false;
+
+  Array q() const { return bf16({batch, queries, heads, dim}); }
+  Array k() const { return bf16({batch, keys, groups, dim}); }
+  Array row() const { return f32({batch, queries, heads}); }
+
+  // A block mask with so many heads, of one tile row and a column for each 128 keys.
+  void set_map(int64_t map_batch, int64_t map_heads, int64_t block_k = 128) {
+    rows = s32({map_batch, queries});
+    tiles = s32({map_batch, map_heads, 1, ceil_div(keys, block_k)});
+    bits = u8({map_batch, map_heads, 3, 128, block_k / 8});
+  }
+
+  ffi::Error forward() const {
+    return masked_attention_fwd(nullptr, q(), k(), k(), starts, ends, q_segments, kv_segments, rows,
+                                tiles, bits, bias, q(), row(), u8({workspace}), 1.f, 0.f);
+  }
+  ffi::Error backward() const {
+    return masked_attention_bwd(nullptr, q(), k(), k(), starts, ends, q_segments, kv_segments, rows,
+                                tiles, bits, bias, q(), row(), q(), row(), q(), k(), k(), bias,
+                                u8({workspace}), 1.f, 0.f, deterministic);
+  }
+  // Expects this message of both, after the operator's name.
+  void expect_both(const char* what, const std::string& message = "") const {
+    expect(what, forward(), message.empty() ? "" : "masked_attention_fwd: " + message);
+    expect(what, backward(), message.empty() ? "" : "masked_attention_bwd: " + message);
+  }
+  const AttentionMask& mask_fwd() const { return launched<MaskedAttentionFwdParams>.mask; }
+  const AttentionMask& mask_bwd() const { return launched<MaskedAttentionBwdParams>.mask; }
+};
+
+void test_ranges_of_masked_attention() {
+  Attention x;
+  x.expect_both("no masks");
+  check_true("absent ranges are null", !x.mask_fwd().starts && !x.mask_bwd().ends);
+  x.starts = x.ends = s32({2, 5});
+  x.expect_both("ranges of each batch entry");
+  check_true("their stride", x.mask_fwd().range_stride == 5 && x.mask_bwd().range_stride == 5);
+  check_true("they are passed on", x.mask_fwd().starts && x.mask_bwd().ends);
+  x.starts = x.ends = s32({1, 5});
+  x.expect_both("ranges that the batch shares");
+  check_true("their stride", x.mask_fwd().range_stride == 0 && x.mask_bwd().range_stride == 0);
+  x.starts = s32({2, 5});
+  x.expect_both("starts and ends of different batch sizes",
+                "'ends' has shape (1, 5), expected (2, 5)");
+  x.starts = x.ends = s32({3, 5});
+  x.expect_both("ranges of another batch size",
+                "the batch size of 'starts' and 'ends' is 3, expected 1 or 2");
+  x.starts = Array(), x.ends = f32({2, 5});
+  x.expect_both("ranges of another dtype", "'ends' has dtype float32, expected int32");
+  x.ends = Array(), x.q_segments = s32({2, 5});
+  x.expect_both("segments of the queries only",
+                "'q_segments' and 'kv_segments' must be given together");
+}
+
+void test_block_masks_of_masked_attention() {
+  Attention x;
+  for (const int64_t heads : {1, 4, 12}) {
+    x.set_map(2, heads);
+    x.expect_both("a block mask of 1, G or N heads");
+    check_true("its heads", x.mask_fwd().map_heads == heads && x.mask_bwd().map_heads == heads);
+    check_true("its stride", x.mask_fwd().map_rows_stride == 5 && x.mask_fwd().map_batch == 2);
+  }
+  // The backward kernel would take 3 heads of 4 groups for one mask of each group.
+  x.set_map(2, 3);
+  x.expect_both("a block mask of 3 heads",
+                "the number of heads of 'tiles' is 3, expected 1, 4 or 12");
+  x.set_map(1, 4);
+  x.expect_both("a block mask that the batch shares");
+  check_true("its stride", x.mask_fwd().map_rows_stride == 0 && x.mask_bwd().map_batch == 1);
+  x.set_map(2, 4, 64);
+  x.expect_both("a block mask with blocks of 64 keys", "block_k is 64, expected a multiple of 128");
+  x.set_map(2, 4), x.keys = 300;
+  x.expect_both("a block mask with too few keys",
+                "the block mask has 256 keys, expected at least S = 300");
+}
+
+void test_other_operands_of_masked_attention() {
+  Attention x;
+  x.bias = bf16({2, 3, 5, 256});
+  x.expect_both("a bias of 3 heads", "the number of heads of 'bias' is 3, expected 1, 4 or 12");
+  x.bias = bf16({2, 12, 5, 256}), x.deterministic = true;
+  x.expect_both("a bias of each score");
+  x.bias = bf16({1, 12, 5, 256});
+  expect("a shared bias, deterministic", x.backward(),
+         "masked_attention_bwd: the gradient of a bias that several scores share is summed in no "
+         "fixed order, so deterministic must be false");
+  x = {}, x.dim = 264;
+  x.expect_both("too many dimensions", "D is 264, expected 1 to 256");
+  x.dim = 12;
+  x.expect_both("12 dimensions", "D is 12, expected a multiple of 8");
+  x = {}, x.groups = 5;
+  x.expect_both("5 groups",
+                "there are 12 heads and 5 groups, expected a number of heads that is a multiple of "
+                "the number of groups");
+  x = {}, x.workspace = 63;
+  x.expect_both("a small workspace",
+                "the workspace 'workspace' has 63 bytes, expected at least 64");
+}
+
+void test_block_mask() {
+  const auto compress = [](Array mask, int64_t map_heads) {
+    const Array rows = s32({1, 130}), tiles = s32({1, map_heads, 2, 2});
+    const Array bits = u8({1, map_heads, 3, 128, 16});
+    return block_mask_compress(nullptr, mask, kAbsent, kAbsent, kAbsent, kAbsent, rows, tiles, bits,
+                               s32({2, 12, 2, 2}), u8({2, 12, 4, 128, 16}), 130, 256);
+  };
+  // Unlike masked attention, making a block mask takes another one with any divisor of the heads.
+  for (const int64_t heads : {1, 3, 4, 12}) {
+    expect("another block mask", compress(Array(DataType::PRED, {1, 6, 1, 256}), heads));
+    const BlockMaskParams& p = launched<BlockMaskParams>;
+    check_true("its heads", p.others.map_heads == heads && p.others.map_rows_stride == 0);
+    check_true("the mask", p.mask_batch == 1 && p.mask_heads == 6 && p.mask_queries == 1);
+  }
+  expect("another block mask of 5 heads", compress(kAbsent, 5),
+         "block_mask_compress: the number of heads of 'tiles' is 5, expected a divisor of 12");
+  expect("a mask of 5 heads", compress(Array(DataType::PRED, {2, 5, 130, 256}), 1),
+         "block_mask_compress: 'mask' has shape (2, 5, 130, 256), expected (B or 1, a divisor of "
+         "H, T or 1, S) with (B, H, T, S) = (2, 12, 130, 256)");
+}
+
+void test_sparse_mla() {
+  const auto forward = [](int64_t dim, Array sinks, float scale = 1.f) {
+    return sparse_mla_fwd(nullptr, bf16({2, 3, 8, dim}), bf16({2, 9, 1, dim}), s32({2, 3, 1, 4}),
+                          kAbsent, kAbsent, sinks, bf16({2, 3, 8, 512}), f32({2, 3, 8}), scale);
+  };
+  const SparseMlaFwdParams& p = launched<SparseMlaFwdParams>;
+  expect("no sinks", forward(576, kAbsent));
+  check_true("no sinks", p.sinks == nullptr);
+  expect("sinks of each batch entry", forward(576, f32({2, 8})));
+  check_true("their stride", p.sinks && p.sinks_stride == 8);
+  expect("sinks that the batch shares", forward(512, f32({1, 8})));
+  check_true("their stride", p.sinks && p.sinks_stride == 0);
+  expect("128 dimensions", forward(128, kAbsent), "sparse_mla_fwd: D is 128, expected 576 or 512");
+  expect("a negative scale", forward(576, kAbsent, -1.f),
+         "sparse_mla_fwd: scale is -1.000000, expected a positive number");
+
+  const auto decode = [](Array kv, Array page_table, int page_size) {
+    return sparse_mla_decode(nullptr, bf16({2, 3, 8, 576}), kv, s32({2, 3, 1, 4}), kAbsent, kAbsent,
+                             kAbsent, page_table, bf16({2, 3, 8, 512}), f32({2, 3, 8}), kAbsent,
+                             kAbsent, 1.f, page_size, 1, false);
+  };
+  const SparseMlaDecodeParams& d = launched<SparseMlaDecodeParams>;
+  expect("keys of each request", decode(bf16({2, 9, 1, 576}), kAbsent, 1));
+  check_true("their stride", d.batch_rows == 9 && d.keys == 9 && !d.records && d.splits == 1);
+  expect("shared records in pages", decode(u8({1, 64, 1, 656}), s32({2, 3}), 16));
+  check_true("their pages",
+             d.batch_rows == 0 && d.keys == 48 && d.pages == 4 && d.records && d.page_slots == 3);
+  expect("pages of 15", decode(u8({1, 64, 1, 656}), s32({2, 3}), 15),
+         "sparse_mla_decode: 'kv' has 64 rows, expected a multiple of page_size = 15 up to 2^31 - "
+         "1");
+}
+
+void test_mqa_decode() {
+  const auto decode = [](Array k, Array v, int64_t dim, Array sinks, Array top) {
+    const int64_t value_dim = present(AnyBuffer(v)) ? dim : 512;
+    const MqaDecodeWorkspace w = mqa_decode_workspace(mqa_decode_rows(1, 8, 1, dim, false));
+    const bool floats = present(AnyBuffer(top));
+    return mqa_decode(nullptr, bf16({2, 1, 8, dim}), k, v, s32({2, 1}), s32({2, 1}), sinks, kAbsent,
+                      Array(floats ? DataType::F32 : DataType::BF16, {2, 1, 8, value_dim}),
+                      f32({2, 1, 8}), top, f32({w.rows, value_dim}), f32({w.rows, 2}),
+                      s32({w.cuts, 2}), 1.f, 1);
+  };
+  expect("latent keys", decode(bf16({2, 9, 1, 576}), kAbsent, 576, kAbsent, kAbsent));
+  check_true("their stride", launched<MqaDecodeParams>.batch_rows == 9);
+  expect("shared keys", decode(bf16({1, 9, 1, 64}), bf16({1, 9, 1, 64}), 64, kAbsent, kAbsent));
+  check_true("their stride", launched<MqaDecodeParams>.batch_rows == 0);
+  expect("96 dimensions", decode(bf16({1, 9, 1, 96}), bf16({1, 9, 1, 96}), 96, kAbsent, kAbsent),
+         "mqa_decode: D of keys with values is 96, expected 64, 128 or 256");
+  expect("sinks and top", decode(bf16({2, 9, 1, 576}), kAbsent, 576, f32({1, 8}), f32({2, 1, 8})),
+         "mqa_decode: there are sinks, expected none where 'top' is a result");
+}
+
+void test_htree() {
+  const auto forward = [](int64_t heads, int64_t compression, int64_t top_k, int64_t building) {
+    const int64_t tokens = 300;
+    const HTreeBuildParams build = {.batch = 1,
+                                    .tokens = tokens,
+                                    .groups = 1,
+                                    .dim = 64,
+                                    .compression = compression,
+                                    .top_k = top_k};
+    const bool valid = compression > 1 && top_k > 0;
+    const int64_t layers = valid ? htree_layers(tokens, compression, top_k).count : 1;
+    const Array q = bf16({1, 3, heads, 64}), k = bf16({1, tokens, 1, 64});
+    return htree_fwd(nullptr, q, k, k, s32({1, 3}), q, f32({1, 3, heads}),
+                     Array(DataType::S16, {1, 3, 1, layers - 1, top_k}),
+                     u8({valid ? htree_tree_bytes(build) : 0}),
+                     u8({valid ? htree_rotation_bytes(build) : 0}), u8({building}), u8({64}),
+                     compression, top_k, 1.f, 10000.);
+  };
+  launched<HTreeBuildParams> = {};
+  expect("193 heads", forward(193, 8, 4, 1 << 20),
+         "htree_fwd: the number of heads of a group is 193, expected 0 to 192");
+  expect("compression 4", forward(16, 4, 4, 1 << 20),
+         "htree_fwd: compression is 4, expected 8, 16 or 32");
+  expect("top_k 0", forward(16, 8, 0, 1 << 20), "htree_fwd: top_k is 0, expected 1 to 1024");
+  check_true("nothing is built after an error", launched<HTreeBuildParams>.tokens == 0);
+  expect("a tree", forward(16, 8, 4, 1 << 20));
+  check_true("it is built", launched<HTreeBuildParams>.tokens == 300);
+  expect("a small workspace", forward(16, 8, 4, 0),
+         "htree_fwd: the workspace 'building' has 0 bytes, expected at least 1280");
+}
+
+void test_topk() {
+  const auto topk = [](Array x, int64_t size, int64_t k, Array values) {
+    return topk_fwd(nullptr, x, s32({2, 3}), s32({2, 3}), s32({2, 3, k}), values);
+  };
+  expect("no values", topk(f32({2, 3, 50}), 50, 4, kAbsent));
+  check_true("no values", launched<TopkParams>.values == nullptr && launched<TopkParams>.rows == 6);
+  expect("values", topk(f32({2, 3, 50}), 50, 4, f32({2, 3, 4})));
+  check_true("values", launched<TopkParams>.values != nullptr);
+  expect("too many", topk(f32({2, 3, 5000}), 5000, 4097, kAbsent),
+         "topk_fwd: min(K, S) is 4097, expected 0 to 4096");
+  expect("a matrix", topk(f32({3, 50}), 50, 4, kAbsent),
+         "topk_fwd: 'x' has shape (3, 50), expected (B, T, S)");
+}
+
+}  // namespace
+}  // namespace jax_dsa
+
+int main() {
+  using namespace jax_dsa;
+  for (const Target& target : registered_targets()) {
+    printf("target %s\n", std::string(target.name).c_str());
+  }
+  test_ranges_of_masked_attention();
+  test_block_masks_of_masked_attention();
+  test_other_operands_of_masked_attention();
+  test_block_mask();
+  test_sparse_mla();
+  test_mqa_decode();
+  test_htree();
+  test_topk();
+  printf(failures == 0 ? "all good\n" : "%d failures\n", failures);
+  return failures != 0;
+}
