@@ -133,7 +133,7 @@ def test_step_updates_its_cache_in_place(page_size, fp8):
 def test_sampler_rounds_matrices_like_the_layers(rng):
     attention = dataclasses.replace(ATTENTION, dtype=jnp.bfloat16)
     model = decoder(dataclasses.replace(DECODER, attention=attention))
-    rounded = training.sampling._rounded(model)
+    rounded = training.sampling._cast_matrices(model)
     tokens = rng.integers(0, VOCAB, size=(B, 9)).astype(np.int32)
     run = jax.jit(lambda model: model.decode(tokens, model.init_cache(B, 9)))
     jax.tree.map(np.testing.assert_array_equal, run(rounded), run(model))
@@ -169,10 +169,11 @@ def test_example_continues_a_prompt(example, tmp_path, monkeypatch, capsys):
     other = dataclasses.replace(DECODER, num_layers=1)
     monkeypatch.setitem(training.PRESETS, "cpu", lambda: dataclasses.replace(CONFIG, model=other))
     for arguments, message in (
-        (["--run-dir", str(tmp_path)], "another model than --preset says"),
+        (["--run-dir", str(tmp_path)], "another model than the preset of --preset"),
         (["--run-dir", str(tmp_path / "none")], "no checkpoint in"),
         (["--random", "--fp8", "--prompt", "x"], "want 576 with fp8=True"),
         (["--random", "--tokens", "2"], "2 is less than 3"),
+        (["--random", "--temperature=-1"], "argument 'temperature' is -1.0"),
     ):
         with pytest.raises(SystemExit):
             example.main(arguments)
