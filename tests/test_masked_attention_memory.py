@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from support.compare import assert_matches
 from support.masked_attention import B, D, E, G, N, S, T, normal, qkv
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa.core import streaming
 from jax_dsa.ops.block_mask import make_block_mask

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from support.compare import assert_matches
 from support.masked_attention import EXTREMES, B, E, G, N, S, T, all_of, normal, qkv
-from support.quick import compile_quickly  # noqa: F401
 
 from jax_dsa.ops.attention_probs import attention_probs
 from jax_dsa.ops.masked_attention import masked_attention
