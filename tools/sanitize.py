@@ -133,7 +133,9 @@ EXPLANATIONS = {
             "mla/few_heads.cuh:ValidKeyRows",
         ]
     ): "elected_writer",
-    frozenset(["mla/few_heads.cuh:consume_few", "mla/producer.cuh:begin_work_tile"]): ("beside_copies"),
+    frozenset(["mla/few_heads.cuh:consume_few", "mla/producer.cuh:begin_work_tile"]): (
+        "beside_copies"
+    ),
     # In the backward kernel the way back is that of over_two_barriers.
     frozenset(["common/gather.cuh:all", "common/gather.cuh:set"]): "beside_copies",
     frozenset(
