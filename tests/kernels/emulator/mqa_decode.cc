@@ -215,12 +215,12 @@ const DecodeCase kCases[] = {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const auto cases =
-      emulator::cases(argc, argv, kCases,
-                      {"one request", "few requests", "many, whole", "queries", "pages of 7, sharp",
-                       "few, as long, pages", "few, floats", "apart 128", "apart 256, pages",
-                       "apart 64", "records", "few, records"},
-                      [](const DecodeCase& c) { return c.c.name; });
+  const auto cases = emulator::cases(
+      argc, argv, kCases,
+      {"one request", "few requests", "many, whole", "queries", "pages of 7, sharp",
+       "few, equally long, pages", "few, floats", "separate values 128",
+       "separate values 256, pages", "separate values 64", "records", "few, records"},
+      [](const DecodeCase& c) { return c.c.name; });
   for (const DecodeCase& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options);
   }
