@@ -149,7 +149,7 @@ class Kernel:
         for name in fields:
             if name not in (self.takes or ()) and getattr(groups[0], name) is not None:
                 return f"it does not take '{name}'"
-        if any(not isinstance(n, int) for x in chain(*groups) if x is not None for n in x.shape):
+        if {type(n) for x in chain(*groups) if x is not None for n in x.shape} - {int}:
             return "it takes no symbolic sizes"
         return self.supports(options, *groups)
 

@@ -227,7 +227,7 @@ class Dims:
             shape = lead
             for axis in axes:
                 known = axis in products
-                shape += (products[axis] if known else math.prod([sizes[f] for f in axis]),)
+                shape += (products[axis] if known else math.prod(map(sizes.__getitem__, axis)),)
             results.append(shape)
         return sizes, results
 

@@ -165,7 +165,7 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
 int main(int argc, char** argv) {
   const auto cases =
       emulator::cases(argc, argv, kSmallCases,
-                      {"tokens alone", "two layers", "early in three layers", "five layers, K 1",
+                      {"tokens alone", "two layers", "prefix of three layers", "five layers, K 1",
                        "blocks of 32", "192 heads", "ties, sharp"});
   for (const Case& c : cases) check(c, emulator::schedules(argc, argv, &c - kSmallCases));
   printf(failures ? "FAILED %d\n" : "all good\n", failures);

@@ -101,7 +101,7 @@ int main(int argc, char** argv) {
     check(c, emulator::schedules(argc, argv, &c - kBwdCases));
   const auto cases = emulator::cases(
       argc, argv, kSmallCases,
-      {"tokens alone", "two layers", "early in three layers", "five layers, K 1", "blocks of 32"});
+      {"tokens alone", "two layers", "prefix of three layers", "five layers, K 1", "blocks of 32"});
   for (const Case& c : cases) {
     if (has_gradients(c)) check(c, emulator::schedules(argc, argv, &c - kSmallCases));
   }

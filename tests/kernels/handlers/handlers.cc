@@ -324,7 +324,7 @@ void test_mqa_decode() {
     return mqa_decode(nullptr, bf16({2, 1, 8, dim}), k, v, s32({2, 1}), s32({2, 1}), sinks, kAbsent,
                       Array(floats ? DataType::F32 : DataType::BF16, {2, 1, 8, value_dim}),
                       f32({2, 1, 8}), top, f32({w.rows, value_dim}), f32({w.rows, 2}),
-                      s32({w.cuts, 2}), 1.f, 1);
+                      s32({w.split_tiles, 2}), 1.f, 1);
   };
   expect("latent keys", decode(bf16({2, 9, 1, 576}), kAbsent, 576, kAbsent, kAbsent));
   check_true("their stride", launched<MqaDecodeParams>.batch_rows == 9);
