@@ -176,7 +176,7 @@ def test_workspace_of_the_kernel() -> None:
             groups=1,
             slots=slots,
             dim=576,
-            count=queries,
+            queries_at_once=queries,
             by_rows=by_rows,
         )
 
