@@ -55,7 +55,7 @@ cudaError_t launch_grid(const AttnDistFwdParams& p) {
   const auto kernel = jax_dsa::attn_dist::fwd_kernel<kD>;
   constexpr int kBytes = sizeof(jax_dsa::attn_dist::Shared<kD>);
   CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const int64_t items = jax_dsa::attn_dist::item_count(p);
+  const int64_t items = jax_dsa::attn_dist::work_tile_count(p);
   kernel<<<items, jax_dsa::attn_dist::kThreads, kBytes>>>(p);
   return cudaGetLastError();
 }
