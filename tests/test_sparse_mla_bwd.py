@@ -1,4 +1,4 @@
-"""The JAX code around the backward kernels of sparse MLA, with JAX code instead of the kernels."""
+"""Tests the JAX code around the backward kernels of sparse MLA, which JAX code replaces here."""
 
 from __future__ import annotations
 
