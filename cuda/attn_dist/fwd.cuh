@@ -30,7 +30,6 @@
 
 #include "attn_dist/fwd_plan.cuh"
 #include "attn_dist/heads.cuh"
-#include "common/limits.h"
 #include "common/ptx.cuh"
 
 namespace jax_dsa::attn_dist {
@@ -235,8 +234,6 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
 template <int kD>
 __global__ void __launch_bounds__(kThreads, 1)
     fwd_kernel(const __grid_constant__ AttnDistFwdParams p) {
-  constexpr int kConsumer = 216, kProducer = 72;
-  static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<Shared<kD>>();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
@@ -247,14 +244,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_init_fence();
   }
   __syncthreads();
-  const int warpgroup = threadIdx.x / 128;
-  if (warpgroup < 2) {
-    raise_registers<kConsumer>();
-    consume<kD>(p, shared, warpgroup);
-  } else {
-    lower_registers<kProducer>();
-    produce<kD>(p, shared);
-  }
+  run_warpgroups<216, 72>([&](int warpgroup) { consume<kD>(p, shared, warpgroup); },
+                          [&] { produce<kD>(p, shared); });
 }
 
 }  // namespace jax_dsa::attn_dist

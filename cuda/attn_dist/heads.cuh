@@ -8,11 +8,27 @@
 
 #include <cstdint>
 
+#include "common/limits.h"
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
 #include "common/wgmma.cuh"
 
 namespace jax_dsa::attn_dist {
+
+// Runs consume(i) in consumer warpgroups i = 0 and 1, with kConsumer registers per thread, and
+// produce() in the producer warpgroup, with kProducer registers.
+template <int kConsumer, int kProducer, typename Consume, typename Produce>
+__device__ __forceinline__ void run_warpgroups(Consume consume, Produce produce) {
+  static_assert(registers_fit(1, 2, kConsumer, kProducer));
+  const int warpgroup = threadIdx.x / 128;
+  if (warpgroup < 2) {
+    raise_registers<kConsumer>();
+    consume(warpgroup);
+  } else {
+    lower_registers<kProducer>();
+    produce();
+  }
+}
 
 // Loads the head tile at address `tile` of shared memory. Calls wait() before it reads blocks from
 // kFirstBlocks on.

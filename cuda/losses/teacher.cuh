@@ -244,8 +244,6 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
 template <int kD>
 __global__ void __launch_bounds__(kThreads, 1)
     teacher_kernel(const __grid_constant__ TeacherParams p) {
-  constexpr int kConsumer = 216, kProducer = 72;
-  static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<Shared<kD>>();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
@@ -256,14 +254,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_init_fence();
   }
   __syncthreads();
-  const int warpgroup = threadIdx.x / 128;
-  if (warpgroup < 2) {
-    raise_registers<kConsumer>();
-    consume<kD>(p, shared, warpgroup);
-  } else {
-    lower_registers<kProducer>();
-    produce<kD>(p, shared);
-  }
+  attn_dist::run_warpgroups<216, 72>([&](int warpgroup) { consume<kD>(p, shared, warpgroup); },
+                                     [&] { produce<kD>(p, shared); });
 }
 
 }  // namespace jax_dsa::teacher

@@ -206,8 +206,6 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
 template <int kD, Pass kPass>
 __global__ void __launch_bounds__(kThreads, 1)
     teacher_heads_kernel(const __grid_constant__ TeacherParams p) {
-  constexpr int kConsumer = 208, kProducer = 88;
-  static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<Shared<kD>>();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Shared<kD>::kStages; ++stage) {
@@ -217,14 +215,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_init_fence();
   }
   __syncthreads();
-  const int warpgroup = threadIdx.x / 128;
-  if (warpgroup < 2) {
-    raise_registers<kConsumer>();
-    consume<kD, kPass>(p, shared, warpgroup);
-  } else {
-    lower_registers<kProducer>();
-    produce<kD, kPass>(p, shared);
-  }
+  attn_dist::run_warpgroups<208, 88>(
+      [&](int warpgroup) { consume<kD, kPass>(p, shared, warpgroup); },
+      [&] { produce<kD, kPass>(p, shared); });
 }
 
 }  // namespace jax_dsa::teacher_heads
