@@ -113,11 +113,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         mbarrier_wait(&shared.operand_free, operand_parity);
         operand_parity ^= 1;
       }
-      const auto wait_for_previous = [&] { mbarrier_wait(&shared.work_tile_done, parity); };
+      const auto wait_for_previous_tile = [&] { mbarrier_wait(&shared.work_tile_done, parity); };
       if (work_tile.is_dkv) {
-        produce_dkv<kD>(p, work, work_tile, shared, p_ds_parity, wait_for_previous);
+        produce_dkv<kD>(p, work, work_tile, shared, p_ds_parity, wait_for_previous_tile);
       } else {
-        produce_dq<kD, kPacked>(p, work, work_tile, shared, key_parity, wait_for_previous);
+        produce_dq<kD, kPacked>(p, work, work_tile, shared, key_parity, wait_for_previous_tile);
       }
       after_dq = !work_tile.is_dkv;
     }

@@ -33,11 +33,11 @@ struct DkvTile {
 };
 
 // Copies one half of the columns of q and dout, and P and dS tiles once they are written. Until
-// `wait_for_previous` returns, the previous work tile may still be finishing.
+// `wait_for_previous_tile` returns, the previous work tile may still be finishing.
 template <int kD, typename F>
 __device__ void produce_dkv(const SparseMlaBwdParams& p, const BwdWork& work,
                             const BwdWorkTile& work_tile, BwdShared<kD>& shared, uint32_t& parity,
-                            F wait_for_previous) {
+                            F wait_for_previous_tile) {
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t drop = l2_policy_evict_first();
@@ -78,7 +78,7 @@ __device__ void produce_dkv(const SparseMlaBwdParams& p, const BwdWork& work,
     copy_columns(tile, p.q, kD / 64, dkv_tile.half * 4, 4, to.q[tile]);
     copy_columns(tile, p.dout, 8, dkv_tile.half * 4, 4, to.dout[tile]);
   }
-  wait_for_previous();
+  wait_for_previous_tile();
   for (int tile = 0; kD > 512 && tile < head_tiles; ++tile) {
     copy_columns(tile, p.q, kD / 64, 8, 1, to.ninth[tile]);
   }

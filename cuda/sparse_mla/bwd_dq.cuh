@@ -28,12 +28,12 @@
 
 namespace jax_dsa::sparse_mla {
 
-// Gathers q, dout, out and the keys. Until `wait_for_previous` returns, which only one thread
+// Gathers q, dout, out and the keys. Until `wait_for_previous_tile` returns, which only one thread
 // calls, the previous work tile may still be finishing.
 template <int kD, bool kPacked, typename F>
 __device__ void produce_dq(const SparseMlaBwdParams& p, const BwdWork& work,
                            const BwdWorkTile& work_tile, BwdShared<kD>& shared, uint32_t& parity,
-                           F wait_for_previous) {
+                           F wait_for_previous_tile) {
   constexpr int kBlocks = kD / 64;
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
@@ -97,7 +97,7 @@ __device__ void produce_dq(const SparseMlaBwdParams& p, const BwdWork& work,
     if (work_tile.step >= work.ring) {
       counter_wait(&bwd_counters(p)[work_tile.step - work.ring].read, work.dkv_tiles_per_step());
     }
-    wait_for_previous();
+    wait_for_previous_tile();
     shared.tiles = tiles;
     mbarrier_arrive(&shared.rows_full);
   }

@@ -1,5 +1,5 @@
-// Packs neighbouring queries of few heads: n neighbours of 16 heads are processed as one query of n
-// * 16 heads, because the backward kernel rounds up to 64 heads. Their q and results already lie in
+// Packs neighbouring queries of few heads: n neighbours of 16 heads are processed as one query of
+// 16 n heads, because the backward kernel rounds up to 64 heads. Their q and results already lie in
 // memory in this way. The slots of the packed query are the union of theirs. Below each index there
 // are mask bits, one for every 8 heads, that say which heads have selected the key. P is nonzero
 // only for these. Since neighbours select mostly the same keys, the union is shorter than all lists
