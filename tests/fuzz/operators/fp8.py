@@ -143,8 +143,8 @@ def draw_fp8_matmul(c: Draw, r: Draw) -> Call:
         return [left @ right.T + da @ right.T + left @ db.T]
 
     dtype = np.dtype(dtype)
-    # Gradients are matmuls in the result's dtype. Tensor cores keep about half of float32's bits when
-    # they add FP8 products.
+    # Gradients are matmuls in the result's dtype. Tensor cores keep about half of float32's bits
+    # when they add FP8 products.
     low = np.dtype(f16) if c.kernel and dtype == f32 else dtype
     return Call(fp8_matmul, kwargs, expected, (dtype,), diff=diff, hold=hold, peak=30.0, low=low)
 
