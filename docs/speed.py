@@ -5,7 +5,7 @@ The tables come from two runs of the same cases, which `python docs/speed.py --c
     python -m jax_dsa.bench --only "$(python docs/speed.py --cases)" --seconds 0.05 \\
         --csv benchmarks/results/h200/loaded.csv
     python -m jax_dsa.bench --only "$(python docs/speed.py --cases)" --seconds 0.03 --rest 0.12 \\
-        --csv benchmarks/results/h200/rested.csv
+        --csv benchmarks/results/h200/unthrottled.csv
 
 The headline figures come from `python -m jax_dsa.bench --peers`, whose results are in
 benchmarks/results/h200/peers.csv.
@@ -209,7 +209,7 @@ def table(names: list[str], loaded: Results, unthrottled: Results) -> str:
 
 def tables() -> str:
     """Returns all tables of docs/benchmarks.md."""
-    loaded, unthrottled = read("loaded"), read("rested")
+    loaded, unthrottled = read("loaded"), read("unthrottled")
     return "\n".join(
         f"### {title}\n\n{table(names, loaded, unthrottled)}" for title, names in TABLES.items()
     )

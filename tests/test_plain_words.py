@@ -31,7 +31,8 @@ def fixture_plain_words(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("jax_dsa/core/any.py", "operands = resolved(operands)", "resolved("),
         ("tests/test_any.py", "FLOORS = ('core', 'ops')", "FLOORS"),
         ("jax_dsa/serving/any.py", "n = cache.room", "cache.room"),
-        ("docs/which.md", "Take `nn.SparseMLA`.", "SparseMLA"),
+        ("docs/which.md", "Use `nn.SparseMLA`.", "SparseMLA"),
+        ("docs/benchmarks.md", "loaded and rested", "rested"),
     ],
 )
 def test_a_planted_word_is_found(plain_words: ModuleType, path: str, line: str, word: str) -> None:

@@ -61,6 +61,7 @@ REPLACED = (
     Replaced(r"\b(item_count|first_item)\b", "work tile", LATENT_ATTENTION),
     Replaced(r"_parts?\b", "split", LATENT_ATTENTION),
     Replaced(r"\bmerge(_kernel|_parts|\.cuh)", "combine", KERNELS),
+    Replaced(r"\brested\b", "unthrottled", r"^(README\.md|docs/[^/]*)$"),
     # Names in Python.
     Replaced(r"\bwhy_not\b", "unsupported_reason"),
     Replaced(r"\bqueries_first\b", "prefer_query_sharding"),
