@@ -141,7 +141,7 @@ def test_nan_in_the_teacher_reaches_the_loss_and_its_own_row(rng):
     np.testing.assert_array_equal(np.isnan(grad).any(-1), [[0, 0, 0], [0, 0, 1]])
     index_q, index_k, weights, q, k = dense_inputs(rng)
     q[1, 2, 0] = NAN
-    # All scores are positive. A row whose scores the ReLU all sets to 0 has a gradient of 0, not NaN.
+    # All scores are positive: if the ReLU zeroed a whole row, its gradient would be 0, not NaN.
     index_q, index_k = np.abs(index_q), np.abs(index_k)
     loss, grads = jax.value_and_grad(dense_indexer_kl_loss, argnums=(0, 2))(
         index_q, index_k, weights, q, k
