@@ -226,8 +226,8 @@ NB_MODULE(_cuda, m) {
   m.def("cuda_versions", &cuda_versions);
   m.def("dense_loss_bytes", &jax_dsa::dense_loss_bytes, nb::kw_only(), "batch"_a, "queries"_a,
         "keys"_a, "channels"_a, "heads"_a);
-  m.def("gated_pool_parts", &jax_dsa::gated_pool_parts, nb::kw_only(), "batch"_a, "tokens"_a,
-        "ratio"_a, "halves"_a, "dim"_a);
+  m.def("gated_pool_bwd_splits", &jax_dsa::gated_pool_bwd_splits, nb::kw_only(), "batch"_a,
+        "tokens"_a, "ratio"_a, "halves"_a, "dim"_a);
   m.def("gated_pool_tiles", &jax_dsa::gated_pool_tiles, nb::kw_only(), "ratio"_a, "halves"_a,
         "dim"_a);
   m.def("htree_decode_workspace", &htree_decode_workspace, nb::kw_only(), "batch"_a, "capacity"_a,
