@@ -235,7 +235,7 @@ def test_what_the_kernel_covers():
 
     assert unsupported_reason(4096, 2, 2**27 - 1, 9000) is None
     assert "float32, got bfloat16" in unsupported_reason(8, 1, 1, 16, dtype=jnp.bfloat16)
-    assert "at most 4096 values of a row, want 4097" in unsupported_reason(5000, 1, 1, 4097)
+    assert "at most 4096 values of a row, got 4097" in unsupported_reason(5000, 1, 1, 4097)
     assert "at most 268435455 rows, got 268435456" in unsupported_reason(1, 2, 2**27, 8)
     assert "rows of at most" in unsupported_reason(1, 1, 1, 2**31 - 2**16)
 
