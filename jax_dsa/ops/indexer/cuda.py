@@ -22,8 +22,8 @@ PAGE_MULTIPLE = 64
 
 # Bytes of logits that the kernels of `indexer_topk` hold in memory at a time. Tuned for an H100 or
 # H200 with 132 SMs: each SM selects from two rows at once, which takes 138 MB of float32 logits at
-# 131072 keys. With a smaller workspace, some SMs would be idle at this length. Another GPU only runs
-# slower or uses more memory than it needs; results do not depend on the budget.
+# 131072 keys. With a smaller workspace, some SMs would be idle at this length. GPUs with more SMs
+# would gain from a larger one. Results do not depend on the size.
 LOGITS_BUDGET = 144 * 10**6
 
 

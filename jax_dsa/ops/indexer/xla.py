@@ -274,9 +274,8 @@ def _selected_keys(k: Array, k_scale: Array | None, indices: Array) -> tuple[Arr
     """Returns the selected keys and scales of each query, with any key in empty slots."""
     entry = jnp.arange(indices.shape[0], dtype=jnp.int32)[:, None, None]
     used = jnp.clip(indices, 0, k.shape[1] - 1)
-    return _as_batch_entries(k[entry, used]), None if k_scale is None else _as_batch_entries(
-        k_scale[entry, used]
-    )
+    own_scale = None if k_scale is None else _as_batch_entries(k_scale[entry, used])
+    return _as_batch_entries(k[entry, used]), own_scale
 
 
 def indexer_topk_bwd(options: Options, x: Selected, dy: Selection) -> Gradients:

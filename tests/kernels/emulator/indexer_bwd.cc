@@ -128,10 +128,10 @@ Gradients reference(const Problem& p) {
 struct Error {
   double worst = 0, top = 0;
   template <typename T>
-  void add(const std::vector<T>& got, const std::vector<double>& want, double relative) {
-    for (double x : want) top = std::max(top, std::fabs(x));
-    for (size_t i = 0; i < want.size(); ++i) {
-      const double e = std::fabs(double(got[i]) - want[i]) - relative * std::fabs(want[i]);
+  void add(const std::vector<T>& got, const std::vector<double>& expected, double relative) {
+    for (double x : expected) top = std::max(top, std::fabs(x));
+    for (size_t i = 0; i < expected.size(); ++i) {
+      const double e = std::fabs(double(got[i]) - expected[i]) - relative * std::fabs(expected[i]);
       worst = std::max(worst, std::isnan(e) ? INFINITY : e);
     }
   }
@@ -158,12 +158,12 @@ void run(const Case& c, const emulator::Options& options) {
   p.heads = c.heads, p.channels = c.channels, p.relu = c.relu;
   emulator::machine.options = options;
   emulator::require(launch_partitions<kPartition>(p, nullptr));
-  const Gradients want = reference(x);
+  const Gradients expected = reference(x);
   Error dq_error, dw_error, dk_error, dk_scale_error;
-  dq_error.add(dq, want.dq, 1. / 256);
-  dw_error.add(dw, want.dw, 0);
-  dk_error.add(dk, want.dk, 0);
-  if (c.scale) dk_scale_error.add(dk_scale, want.dk_scale, 0);
+  dq_error.add(dq, expected.dq, 1. / 256);
+  dw_error.add(dw, expected.dw, 0);
+  dk_error.add(dk, expected.dk, 0);
+  if (c.scale) dk_scale_error.add(dk_scale, expected.dk_scale, 0);
   bool good = true;
   for (const Error* e : {&dq_error, &dw_error, &dk_error, &dk_scale_error}) good &= e->good();
   printf("%-4s %-22s %s %s seed %llu ", good ? "ok" : "BAD", c.name,
