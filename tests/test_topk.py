@@ -23,7 +23,7 @@ TINY = float(np.finfo(np.float32).smallest_subnormal)
 
 
 def check(x, k, starts=None, ends=None):
-    """Indices and values agree with the oracle; returns the indices."""
+    """Compares indices and values with the oracle and returns the indices."""
     indices, values = topk(jnp.asarray(x), k, starts=starts, ends=ends, return_values=True)
     want = oracle.topk(x, k, starts, ends)
     assert indices.dtype == jnp.int32
@@ -73,14 +73,14 @@ def test_signed_zeros_tie_by_index():
 
 
 def test_more_candidates_in_one_coarse_bin_than_a_buffer_holds(rng):
-    """16385 values in [1, 1.25), which share sign, exponent and two bits of mantissa."""
+    """16385 values in [1, 1.25) share the sign, the exponent and two bits of the mantissa."""
     x = np.concatenate([rng.uniform(1, 1.25, size=16385), rng.uniform(-1, 1, size=4000)])
     check(rng.permutation(x.astype(np.float32))[None], 2048)
 
 
 @pytest.mark.parametrize("above", [0, 99, 100, 101])
 def test_plateau_of_zeros_across_the_boundary(above, rng):
-    """As a relu makes them: K = 100 falls inside, at the edge of, or above a plateau of 0.0."""
+    """The last of 100 selected values is in or at the edge of a plateau of 0.0, as of a ReLU."""
     x = np.zeros(1501, np.float32)
     x[:above] = rng.uniform(0.1, 1, size=above)
     x[1000:] = -1
@@ -95,7 +95,7 @@ def test_ranges(rng):
         check(x, k, starts, ends)
 
 
-def test_what_lies_outside_a_range_does_not_matter(rng):
+def test_values_outside_a_range_do_not_matter(rng):
     x = rng.normal(size=(2, 50)).astype(np.float32)
     x[:, :10], x[:, 40:] = NAN, INF
     starts, ends = np.full(2, 10, np.int32), np.full(2, 40, np.int32)
@@ -137,7 +137,7 @@ def test_k_beyond_the_row_and_k_of_zero():
 
 def test_float64(rng):
     with jax.enable_x64(True):
-        x = 1 + np.round(rng.normal(size=(3, 100)), 1) * 1e-14  # one value in float32
+        x = 1 + np.round(rng.normal(size=(3, 100)), 1) * 1e-14  # All values are equal in float32.
         check(x, 17)
 
 
@@ -145,7 +145,7 @@ def test_chunks_of_rows_change_nothing(rng, monkeypatch):
     x = np.round(rng.normal(size=(4, 9, 60)), 1).astype(np.float32)
     rows = Operands(x, np.zeros((4, 9), np.int32), np.full((4, 9), 60, np.int32))
     options = Options(top_k=11, size=60, return_values=True)
-    for rows_of_budget in (1, 5, 36):  # 36 rows in all: no remainder, one, no chunks
+    for rows_of_budget in (1, 5, 36):  # There are 36 rows: no remainder, a remainder, one chunk.
         monkeypatch.setattr(streaming, "BUDGET", rows_of_budget * 60 * 16)
         indices, values = jax.jit(lambda x: xla.topk_fwd(options, x))(rows)
         want = oracle.topk(x, 11)
@@ -155,7 +155,7 @@ def test_chunks_of_rows_change_nothing(rng, monkeypatch):
 
 @pytest.mark.gpu
 def test_runs_are_identical(rng):
-    """Those of the XLA implementation, where additions could change their order."""
+    """Checks the XLA implementation, because additions on a GPU could change their order."""
     x = jnp.asarray(np.round(rng.normal(size=(8, 300)), 1), jnp.float32)
     runs = {np.asarray(topk(x, 50, implementation="xla")).tobytes() for _ in range(20)}
     assert len(runs) == 1
@@ -163,9 +163,9 @@ def test_runs_are_identical(rng):
 
 def test_gradient_of_the_values_goes_to_the_selected_positions(rng):
     x = np.round(rng.normal(size=(3, 30)), 1).astype(np.float32)
-    ends = np.array([30, 2, 0], np.int32)  # the last two rows have fewer than k
+    ends = np.array([30, 2, 0], np.int32)  # The last two rows have fewer than k candidates.
     weights = rng.normal(size=(3, 5)).astype(np.float32)
-    weights[1, 2:], weights[2] = NAN, NAN  # a gradient of what was not selected is not used
+    weights[1, 2:], weights[2] = NAN, NAN  # Gradients of empty slots are not used.
 
     def loss(x):
         return jnp.sum(topk(x, 5, ends=ends, return_values=True)[1] * weights)
@@ -217,7 +217,7 @@ def test_misuse(error, message, call):
     k=st.one_of(st.integers(-2, 9), st.none(), st.text(max_size=2)),
 )
 def test_any_call_selects_or_says_why_not(x, rows, k):
-    """Shapes and k at random: the result's shape, or an error that names operator and argument."""
+    """Random shapes and k give a result of the right shape or an error that names the argument."""
     good = len(x) >= 1 and rows == x[:-1] and isinstance(k, int) and k >= 0
     call = lambda: topk(jnp.zeros(x), k, ends=jnp.zeros(rows, jnp.int32))  # noqa: E731
     if good:
