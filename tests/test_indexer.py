@@ -29,8 +29,8 @@ def test_logits(sizes, relu, rng):
     shape = dict(zip("BTS", (*arrays[0].shape[:2], arrays[1].shape[1]), strict=True))
     for options in ({}, options_of(rng, **shape)):
         got = indexer_logits(*arrays, relu=relu, **options)
-        want = oracle.indexer_logits(*arrays, relu=relu, **options)
-        assert_matches(got, want.astype(np.float32), 1e-6)
+        expected = oracle.indexer_logits(*arrays, relu=relu, **options)
+        assert_matches(got, expected.astype(np.float32), 1e-6)
 
 
 @pytest.mark.full_optimization
@@ -40,8 +40,8 @@ def test_selection_is_top_k_of_the_logits(rng):
     for k in (3, 50):
         indices, logits = indexer_topk(*arrays, k, **options)
         whole = indexer_logits(*arrays, **options)
-        want, values = topk(whole, k, return_values=True)
-        np.testing.assert_array_equal(indices, want)
+        expected, values = topk(whole, k, return_values=True)
+        np.testing.assert_array_equal(indices, expected)
         np.testing.assert_array_equal(logits, values)
         exact = oracle.indexer_logits(*arrays, **options)
         np.testing.assert_array_equal(indices, topk_oracle.topk(exact, k))
@@ -68,10 +68,10 @@ def test_causal_queries(name, rng):
     visible = np.clip(first + np.arange(5) + 1, 0, 9)
     same = options | {"ends": np.minimum(options["ends"], visible).astype(np.int32)}
     causal = options | {"is_causal": True, "query_start": query_start}
-    got, want = (indexer_logits(*arrays, **o) for o in (causal, same))
-    np.testing.assert_array_equal(got, want)
-    got, want = (indexer_topk(*arrays, 3, **o) for o in (causal, same))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    got, expected = (indexer_logits(*arrays, **o) for o in (causal, same))
+    np.testing.assert_array_equal(got, expected)
+    got, expected = (indexer_topk(*arrays, 3, **o) for o in (causal, same))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int16, np.uint8, np.uint64])
@@ -87,14 +87,14 @@ def test_integers_of_any_width(dtype, rng):
         n: np.clip(x.astype(object), -LAST - 1, LAST).astype(np.int32) for n, x in wide.items()
     }
     got = indexer_topk(*arrays, np.int64(3), **options | wide)
-    want = indexer_topk(*arrays, 3, **options | narrow)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    expected = indexer_topk(*arrays, 3, **options | narrow)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
     if dtype == np.int64:
         with jax.enable_x64(True):
             wide = {n: jnp.asarray(x) for n, x in wide.items()}
             assert all(x.dtype == jnp.int64 for x in wide.values())
             got = indexer_topk(*arrays, 3, **options | wide)
-        np.testing.assert_array_equal(got[0], want[0])
+        np.testing.assert_array_equal(got[0], expected[0])
 
 
 def test_variables_are_arrays(rng):
@@ -104,8 +104,8 @@ def test_variables_are_arrays(rng):
     got = indexer_logits(*variables[0], is_causal=True, **variables[1])
     np.testing.assert_array_equal(got, indexer_logits(*arrays, is_causal=True, **options))
     got = indexer_topk(*variables[0], 3, is_causal=True, **variables[1])
-    want = indexer_topk(*arrays, 3, is_causal=True, **options)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    expected = indexer_topk(*arrays, 3, is_causal=True, **options)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 @pytest.mark.full_optimization
@@ -138,18 +138,18 @@ def test_chunks(budget, rng, monkeypatch):
 
     g = rng.normal(size=(B, T, S)).astype(np.float32)
     seen = np.where(np.isfinite(exact), g, 0)
-    want = oracle.indexer_gradients(q, k, weights, seen, index_k_scale=scale)
+    expected = oracle.indexer_gradients(q, k, weights, seen, index_k_scale=scale)
     got = run(xla.indexer_logits_bwd, x, Logits(g))
-    assert_matches(got, tuple(w.astype(np.float32) for w in want), 1e-5)
+    assert_matches(got, tuple(w.astype(np.float32) for w in expected), 1e-5)
 
-    picked = np.zeros_like(g)
+    selected_g = np.zeros_like(g)
     for i in np.ndindex(B, T):
         for s in np.asarray(indices)[i]:
-            picked[(*i, s)] = g[(*i, s)] if s >= 0 else picked[(*i, s)]
-    want = oracle.indexer_gradients(q, k, weights, picked, index_k_scale=scale)
+            selected_g[(*i, s)] = g[(*i, s)] if s >= 0 else selected_g[(*i, s)]
+    expected = oracle.indexer_gradients(q, k, weights, selected_g, index_k_scale=scale)
     dy = Selection(None, gathered(g, np.asarray(indices)))
     got = run(xla.indexer_topk_bwd, chosen, dy)
-    assert_matches(got, tuple(w.astype(np.float32) for w in want), 1e-5)
+    assert_matches(got, tuple(w.astype(np.float32) for w in expected), 1e-5)
 
 
 @pytest.mark.full_optimization
@@ -193,6 +193,6 @@ def test_empty_axes(empty, rng):
         np.testing.assert_array_equal(g, np.zeros(x.shape))
 
 
-def test_are_exported_under_their_names():
+def test_exported_names():
     assert jax_dsa.indexer_logits is indexer_logits
     assert jax_dsa.indexer_topk is indexer_topk

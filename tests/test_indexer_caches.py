@@ -19,7 +19,7 @@ def test_pages(with_scale, rng):
     ranges = options_of(rng, B=3, S=40)
     scale = ranges.pop("index_k_scale")
     scale = scale if with_scale else None
-    pool, scales, table, there = paged(rng, k, 8, scale)
+    pool, scales, table, mapped = paged(rng, k, 8, scale)
     pool = pool[:, :, None]
 
     def call(q, pool, scales, weights, table, **ranges):
@@ -28,18 +28,18 @@ def test_pages(with_scale, rng):
 
     got = call(q, pool, scales, weights, table, **ranges)
     logits = np.asarray(indexer_logits(q, k, weights, index_k_scale=scale, **ranges))
-    want = topk(np.where(there[:, None], logits, -np.inf), 7, return_values=True)
-    assert_matches(got, want, 1e-6)
+    expected = topk(np.where(mapped[:, None], logits, -np.inf), 7, return_values=True)
+    assert_matches(got, expected, 1e-6)
 
     if with_scale:
         one = [call(q[i], pool, scales, weights[i], table[i]) for i in range(3)]
         one = jax.tree.map(lambda *x: np.stack(x), *one)
-        mapped = jax.vmap(call, in_axes=(0, None, None, 0, 0))(q, pool, scales, weights, table)
-        assert_matches(mapped, one, 1e-6)
+        vmapped = jax.vmap(call, in_axes=(0, None, None, 0, 0))(q, pool, scales, weights, table)
+        assert_matches(vmapped, one, 1e-6)
         pools = np.stack([pool, pool[::-1]]), np.stack([scales, scales[::-1]])
         each = [call(q, pools[0][i], pools[1][i], weights, table) for i in range(2)]
-        mapped = jax.vmap(call, in_axes=(None, 0, 0, None, None))(q, *pools, weights, table)
-        assert_matches(mapped, jax.tree.map(lambda *x: np.stack(x), *each), 1e-6)
+        vmapped = jax.vmap(call, in_axes=(None, 0, 0, None, None))(q, *pools, weights, table)
+        assert_matches(vmapped, jax.tree.map(lambda *x: np.stack(x), *each), 1e-6)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -59,16 +59,16 @@ def test_caches(is_causal, rng):
     logits = indexer_logits(q, k, weights, index_k_scale=scale, starts=options["starts"], ends=ends)
     dirty = np.where(np.arange(24) < held, 1, np.nan).astype(np.float32)
     k, scale = k * dirty[..., None], scale * dirty
-    pool, scales, table, there = paged(rng, k, 4, scale)
+    pool, scales, table, mapped = paged(rng, k, 4, scale)
     caches = (
-        (FlatCache(k[:, :, None], lengths), scale, np.ones_like(there)),
-        (PagedCache(pool[:, :, None], table, lengths), scales, there),
+        (FlatCache(k[:, :, None], lengths), scale, np.ones_like(mapped)),
+        (PagedCache(pool[:, :, None], table, lengths), scales, mapped),
     )
-    for cache, scale, there in caches:
+    for cache, scale, mapped in caches:
         given = options | {"index_k_scale": scale, "is_causal": is_causal}
         got = indexer_topk(q, cache, weights, 6, **given)
-        want = topk(np.where(there[:, None], logits, -np.inf), 6, return_values=True)
-        assert_matches(got, want, 1e-6)
+        expected = topk(np.where(mapped[:, None], logits, -np.inf), 6, return_values=True)
+        assert_matches(got, expected, 1e-6)
 
 
 def test_a_cache_of_one_request(rng):
@@ -76,8 +76,8 @@ def test_a_cache_of_one_request(rng):
     cache = FlatCache(k[:, :, None], np.array([6], np.int32))
     single = jax.tree.map(lambda x: x[0], cache)
     got = indexer_topk(q[0], single, weights[0], 3, is_causal=True)
-    want = indexer_topk(q, cache, weights, 3, is_causal=True)
-    for a, b in zip(got, want, strict=True):
+    expected = indexer_topk(q, cache, weights, 3, is_causal=True)
+    for a, b in zip(got, expected, strict=True):
         np.testing.assert_array_equal(a, b[0])
 
 
@@ -93,8 +93,8 @@ def test_gradients_through_a_flat_cache(rng):
     def plain(*arrays):
         return jnp.sum(jnp.exp(indexer_topk(*arrays, 3, ends=ends)[1]))
 
-    got, want = (jax.grad(fn, argnums=(0, 1, 2))(q, k, weights) for fn in (cached, plain))
-    assert_matches(got, want, tol=1e-6)  # On a GPU, scattered additions have no fixed order.
+    got, expected = (jax.grad(fn, argnums=(0, 1, 2))(q, k, weights) for fn in (cached, plain))
+    assert_matches(got, expected, tol=1e-6)  # On a GPU, scattered additions have no fixed order.
 
 
 def test_pages_have_no_gradient(rng):

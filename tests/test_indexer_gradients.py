@@ -98,11 +98,11 @@ def test_a_query_without_keys_affects_no_gradient(name, rng):
         y, pull = jax.vjp(fn, *args)
         return pull(jnp.ones_like(y))
 
-    want = grads(q, k, weights)
+    expected = grads(q, k, weights)
     for i in (0, 2):
         bad = [q.copy(), k, weights.copy()]
         bad[i][:, 1] = np.nan
-        jax.tree.map(np.testing.assert_array_equal, grads(*bad), want)
+        jax.tree.map(np.testing.assert_array_equal, grads(*bad), expected)
 
 
 def test_a_nan_key_in_range_stays_in_its_column(rng):
@@ -146,10 +146,10 @@ def test_float8(rng):
     q, k, weights = inputs(rng, dtype=FP8)
     scale = np.exp(rng.normal(size=(2, 9))).astype(np.float32)
     got = indexer_logits(q, k, weights, index_k_scale=scale)
-    want = oracle.indexer_logits(q, k, weights, index_k_scale=scale)
+    expected = oracle.indexer_logits(q, k, weights, index_k_scale=scale)
     # XLA may use the FP8 tensor cores of a GPU, whose sums have fewer bits than float32.
     tol = 1e-6 if jax.default_backend() == "cpu" else 1e-4
-    assert_matches(got, want.astype(np.float32), tol)
+    assert_matches(got, expected.astype(np.float32), tol)
 
     def loss(q, k, weights):
         return 1e4 * jnp.sum(indexer_topk(q, k, weights, 3, index_k_scale=scale)[1])
@@ -181,8 +181,8 @@ def test_weights_of_low_precision(rng):
         return logits, indexer_topk(q, k, weights, 3)[1]
 
     got, pull = jax.vjp(fn, low)
-    want, pull_wide = jax.vjp(fn, low.astype(jnp.float32))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    expected, pull_wide = jax.vjp(fn, low.astype(jnp.float32))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
     (grad,), (wide,) = pull(got), pull_wide(got)
     assert grad.dtype == jnp.bfloat16
     assert_matches(grad, wide.astype(jnp.bfloat16), tol=2**-7)  # The gradient is rounded twice.
@@ -207,11 +207,11 @@ def test_logits_of_selected_keys(rng, relu):
         logits = indexer_selected_logits(q, k, w, indices, index_k_scale=scale, relu=relu)
         return loss(logits), logits
 
-    want, got = (
+    expected, got = (
         jax.jit(jax.value_and_grad(fn, (0, 1, 2, 3), has_aux=True))(*arrays, k_scale)
         for fn in (by_topk, by_indices)
     )
-    assert_matches(got, want, 1e-5)
+    assert_matches(got, expected, 1e-5)
 
 
 def test_logits_of_empty_slots_and_a_missing_batch_axis(rng):

@@ -108,19 +108,19 @@ def test_more_than_2_31_logits() -> None:
     k = jax.random.normal(b, (1, 31000, 32), jnp.bfloat16)
     weights = jax.random.normal(c, (1, 70000, 8))
     got = indexer_logits(q, k, weights, implementation="cuda")[:, -3:]
-    want = indexer_logits(q[:, -3:], k, weights[:, -3:], implementation="cuda")
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    expected = indexer_logits(q[:, -3:], k, weights[:, -3:], implementation="cuda")
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("k", [1, 100, 2048])
 def test_topk_is_that_of_the_logits(k: int, dtype: Any, rng: np.random.Generator) -> None:
     given = inputs(rng, t=300, s=3000, j=64, c=128, dtype=dtype)
-    want, values = topk(logits(given, "cuda"), k, return_values=True, implementation="cuda")
+    expected, values = topk(logits(given, "cuda"), k, return_values=True, implementation="cuda")
     select = jax.jit(lambda given: indexer_topk(**given, top_k=k, implementation="cuda"))
     for _ in range(20):
         got = select(given)
-        np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want))
+        np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(expected))
         np.testing.assert_array_equal(np.asarray(got[1]), np.asarray(values))
 
 
@@ -129,8 +129,8 @@ def test_topk_in_chunks(b: int, t: int, rng: np.random.Generator) -> None:
     """The logits do not fit in the workspace at once."""
     given = inputs(rng, b=b, t=t, s=40000, j=8, c=32, dtype=jnp.bfloat16)
     got, _ = indexer_topk(**given, top_k=64, implementation="cuda")
-    want = topk(logits(given, "cuda"), 64, implementation="cuda")
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    expected = topk(logits(given, "cuda"), 64, implementation="cuda")
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])
@@ -156,9 +156,11 @@ def test_pages(t: int, page: int, dtype: Any, rng: np.random.Generator) -> None:
         **given, index_k=cache, index_k_scale=scales, top_k=100, implementation="cuda"
     )
     whole = logits(given | {"index_k": k, "index_k_scale": k_scale}, "cuda")
-    there = jnp.asarray(np.repeat(~hole, page, axis=1))[:, None]
-    want = topk(jnp.where(there, whole, -jnp.inf), 100, return_values=True, implementation="cuda")
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, want)
+    mapped = jnp.asarray(np.repeat(~hole, page, axis=1))[:, None]
+    expected = topk(
+        jnp.where(mapped, whole, -jnp.inf), 100, return_values=True, implementation="cuda"
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, expected)
 
 
 BACKWARD_SHAPES = {
@@ -201,8 +203,8 @@ def test_gradients_of_selected_logits(
         return TOPK_BWD(Call("indexer_topk", implementation), options, x, Selection(None, g))
 
     # The kernels round g, the weighted q and dq to bfloat16.
-    got, want = gradients("cuda", jnp.bfloat16), gradients("xla", jnp.bfloat16)
-    assert_matches(got, want, tol=8e-3)
+    got, expected = gradients("cuda", jnp.bfloat16), gradients("xla", jnp.bfloat16)
+    assert_matches(got, expected, tol=8e-3)
 
 
 def test_deterministic_gradients_repeat(rng: np.random.Generator) -> None:
@@ -237,5 +239,5 @@ def test_in_a_replayed_program(rng: np.random.Generator) -> None:
     program = jax.jit(lambda given: indexer_topk(**given, top_k=64, implementation="cuda"))
     for _ in range(6):
         given = inputs(rng, t=30, s=500, j=64, c=128, dtype=jnp.bfloat16)
-        want = indexer_topk(**given, top_k=64, implementation="cuda")
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), program(given), want)
+        expected = indexer_topk(**given, top_k=64, implementation="cuda")
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), program(given), expected)

@@ -25,11 +25,11 @@ TINY = float(np.finfo(np.float32).smallest_subnormal)
 def check(x, k, starts=None, ends=None):
     """Compares indices and values with the oracle and returns the indices."""
     indices, values = topk(jnp.asarray(x), k, starts=starts, ends=ends, return_values=True)
-    want = oracle.topk(x, k, starts, ends)
+    expected = oracle.topk(x, k, starts, ends)
     assert indices.dtype == jnp.int32
-    np.testing.assert_array_equal(indices, want)
+    np.testing.assert_array_equal(indices, expected)
     assert values.dtype == x.dtype
-    np.testing.assert_array_equal(np.asarray(values, np.float64), oracle.values(x, want))
+    np.testing.assert_array_equal(np.asarray(values, np.float64), oracle.values(x, expected))
     return np.asarray(indices)
 
 
@@ -114,12 +114,12 @@ def test_variables_and_wide_integers(rng):
     x = np.round(rng.normal(size=(2, 3, 40)), 1).astype(np.float32)
     ends = rng.integers(0, 41, size=(2, 3))
     ends[0, 0], ends[1, 1] = 2**40, -(2**40)
-    want = oracle.topk(x, 7, None, ends)
-    np.testing.assert_array_equal(topk(x, np.int16(7), ends=ends), want)
+    expected = oracle.topk(x, 7, None, ends)
+    np.testing.assert_array_equal(topk(x, np.int16(7), ends=ends), expected)
     got = topk(
         Variable(x), 7, starts=Variable(np.zeros_like(ends)), ends=Variable(ends.clip(0, 40))
     )
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 9), (2, 0, 9), (2, 3, 0), (0,)])
@@ -148,9 +148,9 @@ def test_chunks_of_rows_change_nothing(rng, monkeypatch):
     for rows_of_budget in (1, 5, 36):  # There are 36 rows: no remainder, a remainder, one chunk.
         monkeypatch.setattr(streaming, "BUDGET", rows_of_budget * 60 * 16)
         indices, values = jax.jit(lambda x: xla.topk_fwd(options, x))(rows)
-        want = oracle.topk(x, 11)
-        np.testing.assert_array_equal(indices, want)
-        np.testing.assert_array_equal(values, oracle.values(x, want))
+        expected = oracle.topk(x, 11)
+        np.testing.assert_array_equal(indices, expected)
+        np.testing.assert_array_equal(values, oracle.values(x, expected))
 
 
 @pytest.mark.gpu
@@ -170,12 +170,12 @@ def test_gradient_of_the_values_goes_to_the_selected_positions(rng):
     def loss(x):
         return jnp.sum(topk(x, 5, ends=ends, return_values=True)[1] * weights)
 
-    want = np.zeros((3, 30), np.float32)
+    expected = np.zeros((3, 30), np.float32)
     for r, row in enumerate(oracle.topk(x, 5, None, ends)):
         for slot, s in enumerate(row):
             if s >= 0:
-                want[r, s] = weights[r, slot]
-    np.testing.assert_array_equal(jax.grad(loss)(jnp.asarray(x)), want)
+                expected[r, s] = weights[r, slot]
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.asarray(x)), expected)
 
 
 X = np.zeros((2, 3, 8), np.float32)
@@ -227,7 +227,7 @@ def test_any_call_selects_or_says_why_not(x, rows, k):
             call()
 
 
-def test_what_the_kernel_covers():
+def test_calls_that_the_kernel_supports():
     def unsupported_reason(k, *shape, dtype=jnp.float32):
         each = jax.ShapeDtypeStruct(shape[:2], jnp.int32)
         x = Operands(jax.ShapeDtypeStruct(shape, dtype), each, each)
@@ -240,5 +240,5 @@ def test_what_the_kernel_covers():
     assert "rows of at most" in unsupported_reason(1, 1, 1, 2**31 - 2**16)
 
 
-def test_is_exported_under_its_name():
+def test_exported_name():
     assert jax_dsa.topk is topk

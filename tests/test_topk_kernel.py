@@ -84,10 +84,10 @@ def test_kernel_is_exact(kind: str, shape: tuple[int, int, int], rng: np.random.
     count, size, k = shape
     x = rows(kind, count, size, k, rng)
     indices, values = topk(jnp.asarray(x), k, return_values=True, implementation="cuda")
-    want = by_sorting(x, k)
-    np.testing.assert_array_equal(np.asarray(indices), want)
-    picked = np.take_along_axis(x, np.maximum(want, 0), axis=-1)
-    np.testing.assert_array_equal(np.asarray(values), np.where(want >= 0, picked, -np.inf))
+    expected = by_sorting(x, k)
+    np.testing.assert_array_equal(np.asarray(indices), expected)
+    picked = np.take_along_axis(x, np.maximum(expected, 0), axis=-1)
+    np.testing.assert_array_equal(np.asarray(values), np.where(expected >= 0, picked, -np.inf))
 
 
 def test_kernel_repeats_itself(rng: np.random.Generator) -> None:

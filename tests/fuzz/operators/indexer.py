@@ -1,6 +1,6 @@
 """Random calls of the lightning indexer.
 
-Inputs are small odd integers, so that all sums, and with them the selection, are exact.
+The inputs are -3, -1, 1 and 3, so that all sums, and with them the selection, are exact.
 """
 
 from __future__ import annotations

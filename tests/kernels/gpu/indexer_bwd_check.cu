@@ -24,7 +24,7 @@
 using jax_dsa::IndexerBwdParams;
 using bf16 = __nv_bfloat16;
 
-// Returns a random value of about normal distribution and unit variance, the same on the host.
+// Returns a random value from roughly a normal distribution of unit variance, the same on the host.
 __host__ __device__ inline float random_value(uint64_t seed, int64_t i) {
   const uint64_t h = mix(seed * 0x1000003 + i);
   int sum = 0;
@@ -74,10 +74,10 @@ struct Case {
 struct Error {
   double worst = 0, top = 0;
   int64_t nans = 0;
-  void add(double got, double want, double allowed) {
+  void add(double got, double expected, double allowed) {
     nans += std::isnan(got);
-    worst = std::max(worst, std::fabs(got - want) - allowed);
-    top = std::max(top, std::fabs(want));
+    worst = std::max(worst, std::fabs(got - expected) - allowed);
+    top = std::max(top, std::fabs(expected));
   }
   bool good() const { return nans == 0 && worst <= 1e-4 * top + 1e-6; }
 };

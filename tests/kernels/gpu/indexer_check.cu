@@ -35,8 +35,8 @@ bool run_case(const Case& c, uint64_t seed) {
   const int64_t step = std::max<int64_t>(1, data.out_size * c.J * c.C / 3000000000);
   for (int64_t i = 0; i < data.tokens; i += step) tokens.push_back(i);
   tokens.push_back(data.tokens - 1);
-  int64_t* there = upload(tokens);
-  compare_logits<<<2048, 128>>>(p, there, tokens.size(), errors);
+  int64_t* device_tokens = upload(tokens);
+  compare_logits<<<2048, 128>>>(p, device_tokens, tokens.size(), errors);
   float* first = nullptr;
   if (small) {  // Run the kernel again with another output, whose bits must be the same.
     first = p.out;
@@ -87,7 +87,7 @@ bool run_case(const Case& c, uint64_t seed) {
   }
   printf("\n");
   CHECK(cudaFree(errors));
-  CHECK(cudaFree(there));
+  CHECK(cudaFree(device_tokens));
   return good;
 }
 

@@ -17,7 +17,7 @@ using jax_dsa::IndexerFwdParams;
 
 constexpr uint32_t kPoison = 0x7fc0dead;  // a NaN that no arithmetic makes
 
-// Returns a random value of about normal distribution and unit variance.
+// Returns a random value from roughly a normal distribution of unit variance.
 __host__ __device__ inline float random_value(uint64_t seed, int64_t i) {
   const uint64_t h = mix(seed * 0x1000003 + i);
   int sum = 0;
@@ -207,10 +207,10 @@ struct Data {
       for (int64_t s = 0; s < keys; s += 37) {
         if (state[s] == 0) state[s] = 2;
       }
-      uint8_t* there = upload(state);
-      poison_keys<<<1024, 128>>>(k, c.scale ? scale : nullptr, there, c.dtype, keys, c.C);
+      uint8_t* device_state = upload(state);
+      poison_keys<<<1024, 128>>>(k, c.scale ? scale : nullptr, device_state, c.dtype, keys, c.C);
       CHECK(cudaDeviceSynchronize());
-      CHECK(cudaFree(there));
+      CHECK(cudaFree(device_state));
     }
     if (c.page > 0) p.page_table = upload(table);
     CHECK(cudaDeviceSynchronize());
