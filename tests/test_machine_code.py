@@ -30,7 +30,7 @@ def read(option: str) -> str:
 
 def test_no_copy_has_an_address_that_the_assembler_breaks() -> None:
     """ptxas 13.0 emits an illegal instruction for a cp.async whose shared-memory address is a
-    register plus a uniform register; `whole_sum` in cuda/common/ptx.cuh prevents that.
+    register plus a uniform register; `whole_sum` in cuda/common/address.cuh prevents that.
     """
     copies = re.findall(r"\bLDGSTS\.\S* \[([^\]]*)\]", read("-sass"))
     assert len(copies) > 100
@@ -94,14 +94,14 @@ def line_of(path: Path, text: str) -> int:
 
 
 def test_a_report_of_racecheck_is_about_two_functions(sanitize: ModuleType) -> None:
-    ptx = ROOT / "cuda" / "common" / "ptx.cuh"
-    write, read = line_of(ptx, '"cp.async.cg.'), line_of(ptx, '"ldmatrix.')
+    copy = ROOT / "cuda" / "common" / "copy.cuh"
+    write, read = line_of(copy, '"cp.async.cg.'), line_of(copy, '"ldmatrix.')
     one = f"""
-========= Error: Race reported between Write access at void f<(int)576>(T1)+0x10 in {ptx}:{write}
-=========     and Read access at void g<(int)576>(T1)+0x20 in {ptx}:{read} [38 hazards]
-=========     and Read access at void g<(int)576>(T1)+0x40 in {ptx}:{read} [2 hazards]
+========= Error: Race reported between Write access at void f<(int)576>(T1)+0x10 in {copy}:{write}
+=========     and Read access at void g<(int)576>(T1)+0x20 in {copy}:{read} [38 hazards]
+=========     and Read access at void g<(int)576>(T1)+0x40 in {copy}:{read} [2 hazards]
 ========= \n"""
-    pair = frozenset(["common/ptx.cuh:cp_async_16", "common/ptx.cuh:load_matrix_x4"])
+    pair = frozenset(["common/copy.cuh:cp_async_16", "common/copy.cuh:load_matrix_x4"])
     assert sanitize.races(one + one) == {pair: 2}
     assert sanitize.pattern_of(pair) == "load_matrix"
 

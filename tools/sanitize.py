@@ -36,17 +36,17 @@ TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
 EXPLANATIONS = {
     frozenset(["attn_dist/fwd.cuh:consume", "attn_dist/fwd.cuh:produce"]): "beside_copies",
     frozenset(["common/gather.cuh:operator[]", "common/gather.cuh:set"]): "beside_copies",
-    frozenset(["common/ptx.cuh:cp_async_16", "common/ptx.cuh:load_matrix_x4"]): "load_matrix",
+    frozenset(["common/copy.cuh:cp_async_16", "common/copy.cuh:load_matrix_x4"]): "load_matrix",
     frozenset(
         [
-            *("common/ptx.cuh:cp_async_16_alone", "common/ptx.cuh:load_shared_16"),
-            "common/ptx.cuh:store_shared_16",
+            *("common/copy.cuh:cp_async_16_alone", "common/copy.cuh:load_shared_16"),
+            "common/copy.cuh:store_shared_16",
         ]
     ): "in_place",
     frozenset(
         [
             *("fp8/matmul_tile.cuh:bring_scales", "fp8/matmul_tile.cuh:scales"),
-            *("fp8/matmul_few.cuh:thin_math", "common/ptx.cuh:load_shared_16"),
+            *("fp8/matmul_few.cuh:thin_math", "common/copy.cuh:load_shared_16"),
         ]
     ): "elected_arrival",
     frozenset(["htree/walk.cuh:produce", "htree/walk.cuh:consume", "htree::queries_kernel"]): (
@@ -54,15 +54,15 @@ EXPLANATIONS = {
     ),
     frozenset(
         [
-            *("common/ptx.cuh:bulk_load", "htree::queries_kernel", "htree::nodes_kernel"),
-            *("common/ptx.cuh:load_matrix_x4", "common/ptx.cuh:load_matrix_x4_transposed"),
+            *("common/copy.cuh:bulk_load", "htree::queries_kernel", "htree::nodes_kernel"),
+            *("common/copy.cuh:load_matrix_x4", "common/copy.cuh:load_matrix_x4_transposed"),
         ]
     ): "bulk_copy",
-    frozenset(["common/ptx.cuh:store_any"]): "any_of_several",
+    frozenset(["common/copy.cuh:store_any"]): "any_of_several",
     frozenset(
         [
             *("indexer/bwd_queries.cuh:gather", "indexer/bwd_queries.cuh:multiply"),
-            "common/ptx.cuh:mbarrier_wait",  # the line that a write of gather may have
+            "common/barrier.cuh:mbarrier_wait",  # the line that a write of gather may have
         ]
     ): "elected_arrival",
     frozenset(["losses/index_grads.cuh:copy", "losses/index_grads.cuh:multiply"]): (
@@ -70,7 +70,7 @@ EXPLANATIONS = {
     ),
     frozenset(
         [
-            *("common/ptx.cuh:bulk_load", "masked_attention/scores.cuh:init_negated"),
+            *("common/copy.cuh:bulk_load", "masked_attention/scores.cuh:init_negated"),
             *("masked_attention/bwd.cuh:consume", "masked_attention/bwd_wide.cuh:consume_wide"),
         ]
     ): "bulk_copy",
