@@ -19,7 +19,7 @@ struct Slots {
   __device__ Slots(const int32_t* row, int length, int limit)
       : row(row), length(length), limit(limit) {}
 
-  // Takes the list from the parameters of sparse MLA, attn_dist or the indexer's backward pass.
+  // Takes the list from the parameters of sparse MLA or attn_dist.
   template <typename Params>
   __device__ Slots(const Params& p, int64_t token, int group)
       : row(p.indices + (token * p.groups + group) * p.slots),
