@@ -74,22 +74,25 @@ def test_programs_compile_without_more_spills_or_a_serialised_wgmma(
         pytest.skip("no nvcc")
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[-4000:]
-    said = built.stdout + built.stderr
-    assert "wgmma.mma_async instructions are serialized" not in said
-    stacks = re.findall(r"properties for (_ZN7jax_dsa\w+)\n +(\d+) bytes stack frame", said)
+    printed = built.stdout + built.stderr
+    assert "wgmma.mma_async instructions are serialized" not in printed
+    stacks = re.findall(r"properties for (_ZN7jax_dsa\w+)\n +(\d+) bytes stack frame", printed)
     for kernel, stack in stacks:
-        budget = max((most for name, most in STACKS.items() if name in kernel), default=0)
+        budget = max((limit for name, limit in STACKS.items() if name in kernel), default=0)
         assert int(stack) <= budget, kernel
 
 
 def test_programs_have_every_kernel(sanitize: ModuleType) -> None:
     words = (word for p in PROGRAMS for word in sanitize.build_command(p, p))
     built = {(ROOT / word).resolve() for word in words}  # Bazel's tests see links to the sources
-    left = {str(p.relative_to(ROOT)) for p in ROOT.glob("cuda/*/*.cu") if p.resolve() not in built}
-    assert left == {"cuda/indexer/topk.cu"}  # launches others' kernels
+    missing = {
+        str(p.relative_to(ROOT)) for p in ROOT.glob("cuda/*/*.cu") if p.resolve() not in built
+    }
+    assert missing == {"cuda/indexer/topk.cu"}  # it only calls launchers of other files
 
 
 def line_of(path: Path, text: str) -> int:
+    """Returns the number of the line in which `text` first occurs."""
     return path.read_text().split(text)[0].count("\n") + 1
 
 

@@ -27,8 +27,8 @@ __device__ __forceinline__ float log2_approx(float x) {
 
 // Returns the cosine and the sine of an angle in turns, to within 2^-20. The angle is at most half
 // a turn.
-__device__ __forceinline__ float2 cosine_and_sine(float turn) {
-  const float angle = turn * 6.2831853f;
+__device__ __forceinline__ float2 cosine_and_sine(float turns) {
+  const float angle = turns * 6.2831853f;
   float2 y;
   asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y.x) : "f"(angle));
   asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y.y) : "f"(angle));

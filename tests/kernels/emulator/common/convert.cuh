@@ -16,8 +16,8 @@ inline float exp2_approx(float x) { return std::exp2(x); }
 
 inline float log2_approx(float x) { return std::log2(x); }
 
-inline float2 cosine_and_sine(float turn) {
-  const float angle = turn * 6.2831853f;
+inline float2 cosine_and_sine(float turns) {
+  const float angle = turns * 6.2831853f;
   return {std::cos(angle), std::sin(angle)};
 }
 
