@@ -10,7 +10,7 @@
 
 namespace jax_dsa {
 
-// The index list of one (token, KV head group).
+// The list of indices of one token and KV head group.
 struct Slots {
   const int32_t* row;
   int length;
@@ -64,8 +64,7 @@ __device__ __forceinline__ int tiles_that_count(const Slots& slots, int lane) {
 struct alignas(8) ValidRows {
   uint8_t bytes[kTile / 8];
 
-  // Sets the bits of a warp's 16 rows, in the order of GatherOf::row. One lane of the warp calls
-  // it.
+  // Sets the bits of a warp's 16 rows, in the order of GatherOf::row. One lane per warp calls this.
   __device__ void set(int warp, uint32_t bits) {
     bytes[warp] = bits;
     bytes[warp + 4] = bits >> 8;

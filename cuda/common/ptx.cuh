@@ -35,8 +35,8 @@ __device__ __forceinline__ uint32_t opaque_one() {
   return one;
 }
 
-// Returns threadIdx.x, read at this point, so that values derived from it do not occupy registers
-// before.
+// Returns threadIdx.x. It is read at this point, so that values derived from it do not occupy
+// registers earlier.
 __device__ __forceinline__ int thread_index() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
