@@ -260,8 +260,8 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t row, uint32_t (&r)[4]) {
                : "memory");
 }
 
-// Loads the transposed matrices. With row = lane % 4 * 2, a lane receives of each matrix the elements
-// (row, lane / 4) and (row + 1, lane / 4).
+// Loads the transposed matrices. With row = lane % 4 * 2, a lane receives of each matrix the
+// elements (row, lane / 4) and (row + 1, lane / 4).
 __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t row, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
