@@ -37,7 +37,7 @@ build_sdist = _backend.build_sdist
 get_requires_for_build_sdist = _backend.get_requires_for_build_sdist
 
 
-def _wants_cuda() -> bool:
+def _should_build_cuda() -> bool:
     asked = os.environ.get("JAX_DSA_CUDA", "AUTO").upper()
     if asked in ("ON", "1", "TRUE"):
         return True
@@ -60,7 +60,7 @@ def _has_hopper() -> bool:
 
 def _settings(config_settings: dict[str, Any] | None) -> dict[str, Any]:
     settings = dict(config_settings or {})
-    if not _wants_cuda():
+    if not _should_build_cuda():
         return settings | {"wheel.cmake": "false"}
     settings["wheel.py-api"] = "cp312"  # the stable ABI; older Pythons ignore it
     include = os.environ.get("JAX_DSA_FFI_INCLUDE")
@@ -70,7 +70,7 @@ def _settings(config_settings: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _requires() -> list[str]:
-    if not _wants_cuda():
+    if not _should_build_cuda():
         return []
     headers = [] if os.environ.get("JAX_DSA_FFI_INCLUDE") else [OLDEST_JAXLIB]
     return [NANOBIND, *headers]
