@@ -5,7 +5,7 @@ The tables come from two runs of the same cases, which `python docs/speed.py --c
     python -m jax_dsa.bench --only "$(python docs/speed.py --cases)" --seconds 0.05 \\
         --csv benchmarks/results/h200/loaded.csv
     python -m jax_dsa.bench --only "$(python docs/speed.py --cases)" --seconds 0.03 --rest 0.12 \\
-        --csv benchmarks/results/h200/rested.csv
+        --csv benchmarks/results/h200/unthrottled.csv
 
 The headline figures come from `python -m jax_dsa.bench --peers`, whose results are in
 benchmarks/results/h200/peers.csv.
@@ -26,7 +26,7 @@ Row = dict[str, str]
 Results = dict[tuple[str, str], Row]  # by case name and implementation
 CEILINGS = ("bf16-matmul", "fp8-matmul", "copy")
 
-# The tables: a heading, and the cases of its rows by their names in the results.
+# The headings of the tables, and for each the names of its rows' cases in the results.
 TABLES = {
     "Ceilings": [
         "bf16-matmul fwd M8192-N8192-K8192 bf16",
@@ -104,10 +104,10 @@ TABLES = {
 
 # Other implementations in these results, and how the tables name them.
 OTHERS = {"lax.top_k": "`lax.top_k`", "cudnn": "cuDNN", "bf16": "the layer in bf16", "xla": "XLA"}
-# Cases that XLA runs in the time and memory of a benchmark.
+# Cases that are small enough for the XLA implementation to be measured.
 IN_XLA = r"sparse_mla fwd T4096-S\d+-N(128|64)-D576-"
 
-# README's headline figures: what is compared, the case, and the peer.
+# README's table: a label, the case, and the peer.
 HEADLINES = [
     (
         "sparse MLA forward, T 4096, S 32768, 128 heads, K 2048",
@@ -139,13 +139,13 @@ HEADLINES = [
 
 
 def cases() -> str:
-    """The tables' cases, as `python -m jax_dsa.bench --only` takes them."""
+    """Returns the tables' cases as a pattern that `python -m jax_dsa.bench --only` takes."""
     own = "|".join(re.escape(name) for names in TABLES.values() for name in names)
     return rf"^(({own}) (cuda|cudnn|bf16|lax.top_k)$|{IN_XLA}.* xla$)"
 
 
 def read(file: str) -> Results:
-    """Returns a file's rows by case name and implementation; nothing if the file is missing."""
+    """Returns a file's rows by case name and implementation, or no rows without the file."""
     rows: Results = {}
     if (path := RESULTS / f"{file}.csv").exists():
         with path.open() as f:
@@ -156,7 +156,7 @@ def read(file: str) -> Results:
 
 
 def milliseconds(row: Row | None) -> str:
-    """Three significant digits."""
+    """Returns the time of one call with three significant digits, or a dash without a row."""
     if row is None:
         return "-"
     x = float(row["milliseconds"])
@@ -164,22 +164,22 @@ def milliseconds(row: Row | None) -> str:
 
 
 def rate(row: Row) -> tuple[str, str]:
-    """The rate and its unit: that of the ceiling."""
+    """Returns the rate and its unit, which is the unit of the case's ceiling."""
     if row["ceiling"].startswith("copy"):
         return f"{float(row['gbytes_per_s']) / 1000:.2f}", "TB/s"
     return f"{float(row['tflops']):.0f}", "TFLOPS"
 
 
 def shape(name: str) -> str:
-    """`T4096-S8192-causal bf16` of a case name as `T 4096, S 8192, causal, bf16`."""
+    """Returns the end `T4096-S8192-causal bf16` of a name as `T 4096, S 8192, causal, bf16`."""
     case, dtype = name.split()[2:]
     words = [re.sub(r"^([A-Z])(\d+)$", r"\1 \2", word) for word in case.split("-")]
     words = [re.sub(r"^empty(\d+)$", r"\1 % of tiles empty", word) for word in words]
-    return ", ".join([*words, dtype])
+    return ", ".join([*words, dtype]).replace(", and, ", " and ")
 
 
 def table(names: list[str], loaded: Results, unthrottled: Results) -> str:
-    """One table: a shape per row, a number per cell."""
+    """Returns one table, with a shape per row and a number per cell."""
     ceilings = names[0].split()[0] in CEILINGS
     own = "xla" if ceilings else "cuda"
     others = [x for x in OTHERS if not ceilings and any((n, x) in loaded for n in names)]
@@ -208,15 +208,15 @@ def table(names: list[str], loaded: Results, unthrottled: Results) -> str:
 
 
 def tables() -> str:
-    """All tables of docs/benchmarks.md."""
-    loaded, unthrottled = read("loaded"), read("rested")
+    """Returns all tables of docs/benchmarks.md."""
+    loaded, unthrottled = read("loaded"), read("unthrottled")
     return "\n".join(
         f"### {title}\n\n{table(names, loaded, unthrottled)}" for title, names in TABLES.items()
     )
 
 
 def headlines() -> str:
-    """README's six headline figures."""
+    """Returns README's table of six cases."""
     peers = read("peers")
     lines = [
         "| case | jax_dsa, ms | peer | peer, ms | speedup |",
@@ -234,7 +234,7 @@ PAGES = {"README.md": headlines, "docs/benchmarks.md": tables}
 
 
 def renewed(page: str) -> str:
-    """Returns a page's text with the tables that the results give."""
+    """Returns a page's text with its tables renewed from the results."""
     text = (ROOT / page).read_text()
     first, last = map(re.escape, BETWEEN)
     found = re.subn(f"(?<={first}).*?(?={last})", lambda _: PAGES[page](), text, flags=re.S)

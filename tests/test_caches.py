@@ -145,7 +145,7 @@ def test_room_is_a_deprecated_name_of_free_tokens() -> None:
         PagedCache.empty(B * ENTRIES, PAGE, B, ENTRIES, D),
         HTreeCache.empty(B, S, D, compression=2, top_k=2),
     ):
-        with pytest.warns(DeprecationWarning, match="use free_tokens"):
+        with pytest.warns(DeprecationWarning, match="free_tokens"):
             assert cache.room.tolist() == cache.free_tokens.tolist()
 
 
