@@ -74,7 +74,7 @@ __device__ void produce(const AttnDistFwdParams& p, Shared<kD>& shared) {
     const Item item(p, layout, pieces.number);
     Slots slots(p, item.token, item.group);
     slots.length = min(slots.length, pieces.last * kTile);
-    const int tiles = max(tiles_that_count(slots, lane) - pieces.first, 0);
+    const int tiles = max(count_tiles(slots, lane) - pieces.first, 0);
     const char* const q = static_cast<const char*>(p.q) + item.token * p.heads * (kD * 2);
     const int64_t stride = int64_t{p.groups} * kD * 2;
     const char* const kv = static_cast<const char*>(p.kv) + item.batch * p.keys * stride +
@@ -95,7 +95,7 @@ __device__ void produce(const AttnDistFwdParams& p, Shared<kD>& shared) {
       const int own = pieces.first * kTile + slot;
       int index = slots.index(own);
       for (int tile = 0; tile < tiles; ++tile) {
-        const uint32_t bits = gather.aim(kv, stride, sub, index, slots.counts(index));
+        const uint32_t bits = gather.set_rows(kv, stride, sub, index, slots.is_valid(index));
         if (tile + 1 < tiles) index = slots.index(own + (tile + 1) * kTile);
         fill(keep, true, [&](int stage) { shared.valid[stage].set(warp, bits); });
       }

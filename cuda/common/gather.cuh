@@ -30,7 +30,7 @@ struct Slots {
 
   // Returns the index in a slot; -1 for slots from `length` on.
   __device__ int index(int slot) const { return load_now(row + slot, slot < length, -1); }
-  __device__ bool counts(int index) const { return index >= 0 && index < limit; }
+  __device__ bool is_valid(int index) const { return index >= 0 && index < limit; }
 };
 
 // Returns how many tiles of the first `length` slots there are, up to the last tile with a valid
@@ -38,8 +38,7 @@ struct Slots {
 // tile that starts at slot `first`; it is also called for slots beyond the end. The search begins
 // at the end, because most lists are full.
 template <typename Index>
-__device__ __forceinline__ int tiles_that_count(const Slots& slots, int length, int lane,
-                                                Index index) {
+__device__ __forceinline__ int count_tiles(const Slots& slots, int length, int lane, Index index) {
   constexpr int kStep = 256;
   for (int base = (length - 1) / kStep * kStep; length > 0 && base >= 0; base -= kStep) {
     int found[kStep / 32], last = -1;
@@ -49,15 +48,15 @@ __device__ __forceinline__ int tiles_that_count(const Slots& slots, int length, 
     }
 #pragma unroll
     for (int i = 0; i < kStep / 32; ++i) {
-      if (__any_sync(~0u, slots.counts(found[i]))) last = i;
+      if (__any_sync(~0u, slots.is_valid(found[i]))) last = i;
     }
     if (last >= 0) return (base + 32 * last) / kTile + 1;
   }
   return 0;
 }
-__device__ __forceinline__ int tiles_that_count(const Slots& slots, int lane) {
-  return tiles_that_count(slots, slots.length, lane,
-                          [&](int first, int row) { return slots.index(first + row); });
+__device__ __forceinline__ int count_tiles(const Slots& slots, int lane) {
+  return count_tiles(slots, slots.length, lane,
+                     [&](int first, int row) { return slots.index(first + row); });
 }
 
 // Which rows of a tile are valid: bit r % 8 of byte r / 8.
@@ -100,10 +99,10 @@ struct GatherOf {
 
   // Sets the source rows of a tile. Lanes 0 to 15 pass the indices of the warp's 16 slots, in the
   // order of `row`, and whether they are valid. Returns the validity bits in the same order.
-  __device__ __forceinline__ uint32_t aim(const char* kv, int64_t stride, int sub, int index,
-                                          bool counts) {
-    const uint32_t bits = __ballot_sync(~0u, counts) & 0xffff;
-    const int safe = counts ? index : 0;
+  __device__ __forceinline__ uint32_t set_rows(const char* kv, int64_t stride, int sub, int index,
+                                               bool is_valid) {
+    const uint32_t bits = __ballot_sync(~0u, is_valid) & 0xffff;
+    const int safe = is_valid ? index : 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       valid[i] = bits >> (i * 4 + sub) & 1;

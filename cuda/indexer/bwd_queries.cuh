@@ -84,7 +84,7 @@ __device__ void gather(const IndexerBwdParams& p, QueryShared<kC>& shared) {
     const Slots slots(p.indices + token * p.slots, p.slots, keys);
     const float* grad = p.grad + token * p.slots;
     const int64_t batch = token / p.queries;
-    const int tiles = tiles_that_count(slots, lane);
+    const int tiles = count_tiles(slots, lane);
     int slot = half * 32 + lane;
     int index = slots.index(slot);
     float g = load_now(grad + slot, slot < p.slots, 0.f);
@@ -108,7 +108,7 @@ __device__ void gather(const IndexerBwdParams& p, QueryShared<kC>& shared) {
     const char* k = static_cast<const char*>(p.k) + batch * p.keys * row_bytes + chunk * 16;
     asm("" : "+l"(k));  // or the batch is added to every key before it is multiplied
     for (int tile = 0; tile < tiles; ++tile) {
-      const bool counts = slots.counts(index);
+      const bool counts = slots.is_valid(index);
       const int key = counts ? index : 0;
       const uint32_t bits = __ballot_sync(~0u, counts) >> sub;
       float gate = counts ? g : 0.f;

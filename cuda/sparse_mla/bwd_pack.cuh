@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kOrderThreads)
 #pragma unroll 8
     for (int i = thread; i < room; i += kOrderThreads) {
       const int index = slots.index(i);
-      const int32_t entry = slots.counts(index) ? index << kMemberBits | members : kNoKey;
+      const int32_t entry = slots.is_valid(index) ? index << kMemberBits | members : kNoKey;
       list[q * room + (q % 2 == 0 ? i : room - 1 - i)] = entry;
     }
   }

@@ -175,7 +175,7 @@ struct HeadTile {
   }
   // Of slots; by all lanes.
   __device__ int tiles(const SparseMlaBwdParams& p, int lane) const {
-    return heads > 0 ? tiles_that_count(slots(p), lane) : 0;
+    return heads > 0 ? count_tiles(slots(p), lane) : 0;
   }
 };
 
