@@ -143,12 +143,12 @@ def parse_host_code(include: list[Path]) -> None:
 def main() -> None:
     """Compiles everything. Without an argument, prints the packages that pip has to install."""
     if len(sys.argv) < 2:
-        names = ("nvrtc", "runtime", "nvcc", "cccl")
-        print(*(f"nvidia-cuda-{name}-cu12=={oldest()}.*" for name in names))
+        packages = ("nvrtc", "runtime", "nvcc", "cccl")
+        print(*(f"nvidia-cuda-{package}-cu12=={oldest()}.*" for package in packages))
         return
     wheels = Path(sys.argv[1]).resolve() / "nvidia"
     nvrtc = ctypes.CDLL(str(next(wheels.glob("cuda_nvrtc/lib/libnvrtc.so.*"))))
-    headers = [wheels / f"cuda_{name}" / "include" for name in ("runtime", "nvcc", "cccl")]
+    headers = [wheels / f"cuda_{package}" / "include" for package in ("runtime", "nvcc", "cccl")]
     device = [ROOT / "tools" / "nvrtc", ROOT / "cuda", *headers]
     for header, names in KERNELS.items():
         start = time.monotonic()
