@@ -53,7 +53,7 @@ ffi::Error fp8_matmul(cudaStream_t stream, AnyBuffer a, F32 a_scale, AnyBuffer b
       .n = n,
       .k = k,
       .dtype = dtype,
-      .b_rows = b_rows,
+      .b_scale_per_row = b_rows,
   };
   return launch_status(kOp, launch_fp8_matmul(params, stream));
 }

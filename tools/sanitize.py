@@ -49,8 +49,8 @@ EXPLANATIONS = {
     ): "in_place",
     frozenset(
         [
-            *("fp8/matmul_tile.cuh:bring_scales", "fp8/matmul_tile.cuh:scales"),
-            *("fp8/matmul_few.cuh:thin_math", "common/copy.cuh:load_shared_16"),
+            *("fp8/matmul_tile.cuh:produce_scales", "fp8/matmul_tile.cuh:row_scales"),
+            *("fp8/matmul_few.cuh:consume_thin", "common/copy.cuh:load_shared_16"),
         ]
     ): "elected_arrival",
     frozenset(["htree/walk.cuh:produce", "htree/walk.cuh:consume", "htree::queries_kernel"]): (

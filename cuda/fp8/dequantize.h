@@ -1,4 +1,4 @@
-// e4m3 codes times their blocks' scales.
+// Dequantisation: e4m3 codes times the scales of their blocks.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@ namespace jax_dsa {
 struct DequantizeParams {
   const uint8_t* q;    // [batch, rows, cols], e4m3
   const float* scale;  // [batch, ceil(rows / block_rows), ceil(cols / 128)]
-  void* x;             // [batch, rows, cols], of `dtype`
+  void* x;             // [batch, rows, cols], dtype
   int64_t batch, rows, cols;
   int block_rows;  // 1 or 128
   DType dtype;

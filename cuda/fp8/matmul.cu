@@ -9,35 +9,36 @@ namespace jax_dsa {
 namespace fp8 {
 namespace {
 
-template <int kGroups, int kHalves, bool kBRows>
-cudaError_t launch_many(const Fp8MatmulParams& p, bool pair, cudaStream_t stream) {
-  return pair ? launch<Traits<kGroups, kHalves, 2, kBRows>>(p, stream)
-              : launch<Traits<kGroups, kHalves, 1, kBRows>>(p, stream);
+template <int kWarpgroups, int kRowBlocks, bool kBScalePerRow>
+cudaError_t launch_many_rows(const Fp8MatmulParams& p, bool cta_pair, cudaStream_t stream) {
+  return cta_pair ? launch<Traits<kWarpgroups, kRowBlocks, 2, kBScalePerRow>>(p, stream)
+                  : launch<Traits<kWarpgroups, kRowBlocks, 1, kBScalePerRow>>(p, stream);
 }
 
-template <int kRows, bool kBRows>
+template <int kRows, bool kBScalePerRow>
 cudaError_t launch_thin(const Fp8MatmulParams& p, const Plan& plan, cudaStream_t stream) {
-  return plan.blocks == 3 ? launch_few<ThinTraits<kRows, 3, kBRows>>(p, plan.parts, stream)
-                          : launch_few<ThinTraits<kRows, 2, kBRows>>(p, plan.parts, stream);
+  return plan.ctas_per_sm == 3
+             ? launch_few_rows<ThinTraits<kRows, 3, kBScalePerRow>>(p, plan.k_splits, stream)
+             : launch_few_rows<ThinTraits<kRows, 2, kBScalePerRow>>(p, plan.k_splits, stream);
 }
 
-template <bool kBRows>
+template <bool kBScalePerRow>
 cudaError_t launch_planned(const Fp8MatmulParams& p, const Plan& plan, cudaStream_t stream) {
-  if (plan.few) {
+  if (plan.few_rows) {
     switch (plan.rows) {
       case 16:
-        return launch_thin<16, kBRows>(p, plan, stream);
+        return launch_thin<16, kBScalePerRow>(p, plan, stream);
       case 32:
-        return launch_thin<32, kBRows>(p, plan, stream);
+        return launch_thin<32, kBScalePerRow>(p, plan, stream);
       case 64:
-        return launch_few<Traits<1, 1, 1, kBRows>>(p, plan.parts, stream);
+        return launch_few_rows<Traits<1, 1, 1, kBScalePerRow>>(p, plan.k_splits, stream);
       default:
-        return launch_few<Traits<1, 2, 1, kBRows>>(p, plan.parts, stream);
+        return launch_few_rows<Traits<1, 2, 1, kBScalePerRow>>(p, plan.k_splits, stream);
     }
   }
-  if (plan.rows == 128) return launch<Traits<2, 1, 1, kBRows>>(p, stream);
-  if (plan.rows == 192) return launch_many<3, 1, kBRows>(p, plan.pair, stream);
-  if constexpr (!kBRows) return launch_many<2, 2, false>(p, plan.pair, stream);
+  if (plan.rows == 128) return launch<Traits<2, 1, 1, kBScalePerRow>>(p, stream);
+  if (plan.rows == 192) return launch_many_rows<3, 1, kBScalePerRow>(p, plan.cta_pair, stream);
+  if constexpr (!kBScalePerRow) return launch_many_rows<2, 2, false>(p, plan.cta_pair, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -50,18 +51,18 @@ cudaError_t launch_fp8_matmul(const Fp8MatmulParams& p, cudaStream_t stream) {
     const int64_t bytes = p.dtype == DType::kF32 ? 4 : 2;
     return clear(p.out, p.batch * p.m * p.n * bytes, stream);
   }
-  // TMA counts in 32 bits, and the last tile ends below 2^31, too.
-  constexpr int64_t kMost = INT32_MAX - 4096;
-  if (p.k % 16 != 0 || p.batch > kMost || p.m > kMost || p.n > kMost || p.k > kMost) {
+  // TMA coordinates have 32 bits. The margin keeps the end of the last tile below 2^31 as well.
+  constexpr int64_t kMaxSize = INT32_MAX - 4096;
+  if (p.k % 16 != 0 || p.batch > kMaxSize || p.m > kMaxSize || p.n > kMaxSize || p.k > kMaxSize) {
     return cudaErrorInvalidValue;
   }
   const int64_t tiles = ceil_div(p.m, int64_t{64}) * ceil_div(p.n, int64_t{fp8::kBColumns});
-  if (tiles > kMost / 8 || p.batch * tiles > kMost / 8) return cudaErrorInvalidValue;
+  if (tiles > kMaxSize / 8 || p.batch * tiles > kMaxSize / 8) return cudaErrorInvalidValue;
   Device device;
   DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   const fp8::Plan plan = fp8::plan(p, device.num_sms);
-  return p.b_rows ? fp8::launch_planned<true>(p, plan, stream)
-                  : fp8::launch_planned<false>(p, plan, stream);
+  return p.b_scale_per_row ? fp8::launch_planned<true>(p, plan, stream)
+                           : fp8::launch_planned<false>(p, plan, stream);
 }
 
 }  // namespace jax_dsa

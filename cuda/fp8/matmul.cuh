@@ -1,10 +1,18 @@
-// FP8 matmul for many rows: persistent, by tiles of 256x128, 192x128 or 128x128.
+// FP8 matmul for many rows. matmul_tile.cuh describes the pipeline.
 //
-// Two warpgroups multiply, each half of a tile's rows, 64 at a time, or three, a third each. Two
-// blocks of a cluster have tiles side by side and share a.
+// Tiling. A work tile is 256x128, 192x128 or 128x128 elements of the product and all of K.
+// Persistent CTAs walk over the work tiles with a static tile scheduler. The two CTAs of a cluster
+// have work tiles side by side and share their tile of a.
 //
-// Shared memory: three stages of 48 KiB (four of 40 KiB, five of 32 KiB) with their scales, and
-// room for a tile of the product, which TMA stores while the next one is on its way.
+// Warpgroups.
+//   256 or 128 rows: 0, 1     MMA, half of the rows each, 64 rows at a time
+//                    2        producer
+//   192 rows:        0, 1, 2  MMA, 64 rows each
+//                    3        producer
+//
+// Shared memory: 3 stages of 48 KiB, 4 of 40 KiB or 5 of 32 KiB for 256, 192 or 128 rows, with
+// their scales, and a work tile of the product in 16 bits. TMA stores the product while the next
+// work tile is computed.
 #pragma once
 
 #include "fp8/matmul_tile.cuh"
@@ -12,9 +20,9 @@
 
 namespace jax_dsa::fp8 {
 
-inline constexpr int kTileGroup = 8;  // rows of clusters' tiles that are gone through together
+inline constexpr int kTileGroupRows = 8;  // rows of tiles that the scheduler walks column by column
 
-// Whether rows of the product are such as TMA takes.
+// Returns whether TMA can store the product, whose rows must be multiples of 16 bytes.
 __host__ __device__ inline bool stored_by_tma(const Fp8MatmulParams& p) {
   const uint64_t row_bytes = p.n * (p.dtype == DType::kF32 ? 4 : 2);
   return (row_bytes | reinterpret_cast<uintptr_t>(p.out)) % 16 == 0;
@@ -23,194 +31,208 @@ __host__ __device__ inline bool stored_by_tma(const Fp8MatmulParams& p) {
 template <typename Tr>
 struct Shared {
   Ring<Tr> ring;
-  alignas(1024) uint8_t pieces[Tr::kMathThreads / 32][Tr::kPieces][kPieceBytes];
+  alignas(1024) uint8_t boxes[Tr::kMmaThreads / 32][Tr::kOutBoxes][kOutBoxBytes];
 };
 
-// How many tiles there are; a cluster's counts as one.
+// The numbers of work tiles. The tiles of a cluster, which are side by side, count as one.
 template <typename Tr>
 struct Tiles {
-  int rows, columns, all;  // rows and columns of one batch
+  int rows, columns;  // of one batch entry
+  int all;
   __host__ __device__ explicit Tiles(const Fp8MatmulParams& p)
       : rows(static_cast<int>(ceil_div(p.m, int64_t{Tr::kRows}))),
-        columns(static_cast<int>(ceil_div(p.n, int64_t{Tr::kRanks * Tr::kColumns}))),
+        columns(static_cast<int>(ceil_div(p.n, int64_t{Tr::kClusterSize * Tr::kColumns}))),
         all(static_cast<int>(p.batch) * rows * columns) {}
 };
 
-// The tiles of a block: every cluster's turn comes again after all others'. Tiles at work at a time
-// are of few rows and few columns, whose operands stay in the L2.
+// The static tile scheduler: cluster c takes tile indices c, c + clusters, and so on. Tile indices
+// go down kTileGroupRows rows before they go to the next column. So the work tiles that are
+// computed at the same time cover few rows and few columns, and their operands stay in the L2
+// cache.
 template <typename Tr>
-struct Walk {
+struct TileScheduler {
   Tiles<Tr> tiles;
-  int next_tile;
-  Item item;
+  int tile_index;
+  WorkTile work_tile;
 
-  __device__ explicit Walk(const Fp8MatmulParams& p)
+  __device__ explicit TileScheduler(const Fp8MatmulParams& p)
       : tiles(p),
-        next_tile(static_cast<int>(blockIdx.x) / Tr::kRanks),
-        item{0, 0, 0, 0, static_cast<int>(ceil_div(p.k, int64_t{kDepth}))} {}
+        tile_index(static_cast<int>(blockIdx.x) / Tr::kClusterSize),
+        work_tile{0, 0, 0, 0, static_cast<int>(ceil_div(p.k, int64_t{kBlockK}))} {}
 
   __device__ bool next() {
-    if (next_tile >= tiles.all) return false;
-    const int of_batch = tiles.rows * tiles.columns;
-    const int batch = next_tile / of_batch, tile = next_tile - batch * of_batch;
-    const int group = tile / (kTileGroup * tiles.columns) * kTileGroup;
-    const int within = tile - group * tiles.columns, high = min(kTileGroup, tiles.rows - group);
+    if (tile_index >= tiles.all) return false;
+    const int tiles_per_batch = tiles.rows * tiles.columns;
+    const int batch = tile_index / tiles_per_batch, tile = tile_index - batch * tiles_per_batch;
+    const int group = tile / (kTileGroupRows * tiles.columns) * kTileGroupRows;
+    const int within = tile - group * tiles.columns, high = min(kTileGroupRows, tiles.rows - group);
     const int column = within / high, row = group + within - column * high;
-    const int rank = Tr::kRanks > 1 ? cluster_rank() : 0;
-    item.batch = batch;
-    item.row = row * Tr::kRows;
-    item.column = (column * Tr::kRanks + rank) * Tr::kColumns;
-    next_tile += static_cast<int>(gridDim.x) / Tr::kRanks;
+    const int rank = Tr::kClusterSize > 1 ? cluster_rank() : 0;
+    work_tile.batch = batch;
+    work_tile.row = row * Tr::kRows;
+    work_tile.column = (column * Tr::kClusterSize + rank) * Tr::kColumns;
+    tile_index += static_cast<int>(gridDim.x) / Tr::kClusterSize;
     return true;
   }
 };
 
-// A multiplying warp's way to the product in memory: pieces of 8 rows of 128 bytes, which TMA
-// stores while the warp goes on to multiply. Where rows of the product are no multiple of 16 bytes,
-// the warp stores them itself.
+// Writes an MMA warp's results to global memory. The warp puts them into boxes of 8 rows of 128
+// bytes in shared memory. TMA stores these boxes while the warp goes on with the next MMAs. If TMA
+// cannot store the product, the warp copies the boxes itself.
 template <typename Tr>
-struct Store {
-  static constexpr int kSet = Tr::kPieces / Tr::kHalves;  // pieces that go together
+struct Epilogue {
+  static constexpr int kBoxesPerStore = Tr::kOutBoxes / Tr::kRowBlocks;  // boxes of one bulk group
 
   const Fp8MatmulParams& p;
   const CUtensorMap& map;
-  uint8_t (&pieces)[Tr::kPieces][kPieceBytes];
+  uint8_t (&boxes)[Tr::kOutBoxes][kOutBoxBytes];
   const int lane = threadIdx.x % 32;
-  int next = 0;  // set
+  int next = 0;  // the set of boxes to fill next
 
-  // Sums of 16 rows, from `row`, as the multiplier's.
+  // Stores 16 rows from `row` on, given as the accumulators of an MMA.
   template <typename T>
-  __device__ __forceinline__ void rows(const Item& item, int row, const float (&sum)[Tr::kSums]) {
-    constexpr int kWide = 128 / sizeof(T), kAcross = Tr::kColumns / kWide;
-    constexpr int kDown = kSet / kAcross;  // times 8 rows
-    static_assert(kDown * kAcross == kSet);
+  __device__ __forceinline__ void store(const WorkTile& work_tile, int row,
+                                        const float (&sum)[Tr::kAccumulators]) {
+    constexpr int kBoxColumns = 128 / sizeof(T), kBoxesAcross = Tr::kColumns / kBoxColumns;
+    constexpr int kBoxesDown = kBoxesPerStore / kBoxesAcross;  // in units of 8 rows
+    static_assert(kBoxesDown * kBoxesAcross == kBoxesPerStore);
 #pragma unroll
-    for (int first = 0; first < 2; first += kDown) {
-      uint8_t (*const set)[kPieceBytes] = pieces + next * kSet;
-      next = next + 1 < Tr::kHalves ? next + 1 : 0;
-      if (lane == 0) bulk_wait_read<Tr::kHalves - 1>();
+    for (int first = 0; first < 2; first += kBoxesDown) {
+      uint8_t (*const set)[kOutBoxBytes] = boxes + next * kBoxesPerStore;
+      next = next + 1 < Tr::kRowBlocks ? next + 1 : 0;
+      if (lane == 0) bulk_wait_read<Tr::kRowBlocks - 1>();
       __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kSet; ++i) {
-        fill<T>(set[i], sum + i % kAcross * kWide / 2 + 2 * (first + i / kAcross));
+      for (int i = 0; i < kBoxesPerStore; ++i) {
+        fill<T>(set[i], sum + i % kBoxesAcross * kBoxColumns / 2 + 2 * (first + i / kBoxesAcross));
       }
-      const auto place = [&](int i, auto f) {
-        f(item.batch, row + 8 * (first + i / kAcross), item.column + i % kAcross * kWide, set[i]);
+      const auto for_box = [&](int i, auto f) {
+        f(work_tile.batch, row + 8 * (first + i / kBoxesAcross),
+          work_tile.column + i % kBoxesAcross * kBoxColumns, set[i]);
       };
       if (stored_by_tma(p)) {
         fence_async_proxy();
         __syncwarp();
         if (lane == 0) {
 #pragma unroll
-          for (int i = 0; i < kSet; ++i) {
-            place(i, [&](int batch, int y, int x, uint8_t* piece) {
-              tma_store(&map, piece, x, y, batch);
+          for (int i = 0; i < kBoxesPerStore; ++i) {
+            for_box(i, [&](int batch, int y, int x, uint8_t* box) {
+              tma_store(&map, box, x, y, batch);
             });
           }
           bulk_commit();
         }
       } else {
         __syncwarp();
-        for (int i = 0; i < kSet; ++i) {
-          place(i, [&](int batch, int y, int x, uint8_t* piece) { store<T>(batch, y, x, piece); });
+        for (int i = 0; i < kBoxesPerStore; ++i) {
+          for_box(i,
+                  [&](int batch, int y, int x, uint8_t* box) { store_box<T>(batch, y, x, box); });
         }
         __syncwarp();
       }
     }
   }
 
-  // `x` has two values of this lane's row, of every eight columns; they are four apart.
+  // Fills a box with the warp's accumulators. Elements 4 i and 4 i + 1 of `x` belong to this lane's
+  // row, in columns 8 i to 8 i + 7 of the box.
   template <typename T>
-  __device__ __forceinline__ void fill(uint8_t* piece, const float* x) const {
+  __device__ __forceinline__ void fill(uint8_t* box, const float* x) const {
     const auto at = [](int row, int chunk) { return row * 128 + (chunk ^ row) * 16; };
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
       for (int g = 0; g < 4; ++g) {
         const int to = at(lane / 4, 2 * g + lane % 4 / 2) + lane % 2 * 8;
-        *reinterpret_cast<float2*>(piece + to) = {x[4 * g], x[4 * g + 1]};
+        *reinterpret_cast<float2*>(box + to) = {x[4 * g], x[4 * g + 1]};
       }
     } else {
 #pragma unroll
       for (int g = 0; g < 8; g += 4) {  // four 8x8 matrices
-        store_matrix_x4(smem_address(piece) + at(lane % 8, g + lane / 8),
+        store_matrix_x4(smem_address(box) + at(lane % 8, g + lane / 8),
                         pack<T>(x[4 * g], x[4 * g + 1]), pack<T>(x[4 * g + 4], x[4 * g + 5]),
                         pack<T>(x[4 * g + 8], x[4 * g + 9]), pack<T>(x[4 * g + 12], x[4 * g + 13]));
       }
     }
   }
 
+  // Copies a box to global memory, for products that TMA cannot store.
   template <typename T>
-  __device__ __forceinline__ void store(int batch, int row, int column,
-                                        const uint8_t* piece) const {
-    constexpr int kWide = 128 / sizeof(T), kChunk = 16 / sizeof(T);
+  __device__ __forceinline__ void store_box(int batch, int row, int column,
+                                            const uint8_t* box) const {
+    constexpr int kBoxColumns = 128 / sizeof(T), kChunkColumns = 16 / sizeof(T);
     T* const out = static_cast<T*>(p.out) + (batch * p.m + row) * p.n + column;
     for (int r = 0; r < 8 && row + r < p.m; ++r) {
 #pragma unroll
-      for (int c = lane; c < kWide; c += 32) {
-        const auto* chunk = piece + r * 128 + (c / kChunk ^ r) * 16;
-        if (column + c < p.n) out[r * p.n + c] = reinterpret_cast<const T*>(chunk)[c % kChunk];
+      for (int c = lane; c < kBoxColumns; c += 32) {
+        const auto* chunk = box + r * 128 + (c / kChunkColumns ^ r) * 16;
+        if (column + c < p.n) {
+          out[r * p.n + c] = reinterpret_cast<const T*>(chunk)[c % kChunkColumns];
+        }
       }
     }
   }
 
-  __device__ __forceinline__ void end() const {
+  // Waits until TMA has read all boxes.
+  __device__ __forceinline__ void drain() const {
     if (lane == 0) bulk_wait_read<0>();
   }
 };
 
-// A warpgroup's sums of 64 rows to memory.
+// Stores a warpgroup's results for 64 rows.
 template <typename Tr>
-__device__ __forceinline__ void store_half(Store<Tr>& store, const Item& item, int row,
-                                           const float (&sum)[Tr::kSums]) {
-  if (store.p.dtype == DType::kF32) {
-    store.template rows<float>(item, row, sum);
-  } else if (store.p.dtype == DType::kBF16) {
-    store.template rows<__nv_bfloat16>(item, row, sum);
+__device__ __forceinline__ void store_rows(Epilogue<Tr>& epilogue, const WorkTile& work_tile,
+                                           int row, const float (&sum)[Tr::kAccumulators]) {
+  if (epilogue.p.dtype == DType::kF32) {
+    epilogue.template store<float>(work_tile, row, sum);
+  } else if (epilogue.p.dtype == DType::kBF16) {
+    epilogue.template store<__nv_bfloat16>(work_tile, row, sum);
   } else {
-    store.template rows<__half>(item, row, sum);
+    epilogue.template store<__half>(work_tile, row, sum);
   }
 }
 
-// 256 rows: a warpgroup has two halves, one after the other. 192 rows: three have one each.
+// MMA loop for work tiles of 256 rows, where a warpgroup has two row blocks and processes one after
+// the other, and of 192 rows, where it has one.
 template <typename Tr>
-__device__ void math_halves(Walk<Tr> walk, Multiplier<Tr> multiplier, Store<Tr> store) {
+__device__ void consume(TileScheduler<Tr> scheduler, Multiplier<Tr> multiplier,
+                        Epilogue<Tr> epilogue) {
   const int own_row = multiplier.own_row - multiplier.lane / 4;
-  while (walk.next()) {
-    float sum[Tr::kHalves][Tr::kSums] = {};
+  while (scheduler.next()) {
+    float sum[Tr::kRowBlocks][Tr::kAccumulators] = {};
 #pragma unroll 1
-    for (int left = walk.item.last; left > 1; --left) {
-      multiplier.add(sum, [](int) {});
+    for (int left = scheduler.work_tile.k_end; left > 1; --left) {
+      multiplier.accumulate(sum, [](int) {});
     }
-    multiplier.add(sum, [&](int h) {
-      store_half(store, walk.item, walk.item.row + own_row + 64 * h, sum[h]);
+    multiplier.accumulate(sum, [&](int h) {
+      store_rows(epilogue, scheduler.work_tile, scheduler.work_tile.row + own_row + 64 * h, sum[h]);
     });
   }
-  store.end();
+  epilogue.drain();
 }
 
-// 128 rows and columns: there are registers for two products, and the next one begins before the
-// last one is added.
+// MMA loop for work tiles of 128 rows. There are registers for two products, so the MMAs of the
+// next stage overlap with the promotion of the current one.
 template <typename Tr>
-__device__ void math_ahead(Walk<Tr> walk, Multiplier<Tr> multiplier, Store<Tr> store) {
+__device__ void consume_overlapped(TileScheduler<Tr> scheduler, Multiplier<Tr> multiplier,
+                                   Epilogue<Tr> epilogue) {
   const int own_row = multiplier.own_row - multiplier.lane / 4;
   RingPlace<Tr::kStages> ahead;
-  while (walk.next()) {
-    float d[2][Tr::kSums], sum[Tr::kSums] = {};
-    const auto step = [&](float (&now)[Tr::kSums], float (&next)[Tr::kSums]) {
-      const float2 own = multiplier.scales(0);
-      multiplier.await(ahead);
-      multiplier.begin(ahead, next);
+  while (scheduler.next()) {
+    float d[2][Tr::kAccumulators], sum[Tr::kAccumulators] = {};
+    const auto step = [&](float (&now)[Tr::kAccumulators], float (&next)[Tr::kAccumulators]) {
+      const float2 scales = multiplier.row_scales(0);
+      multiplier.wait_full(ahead);
+      multiplier.start(ahead, next);
       wgmma_wait<1>();
-      multiplier.end(now, own, sum);
+      multiplier.finish(now, scales, sum);
     };
-    const auto last = [&](float (&now)[Tr::kSums]) {
-      const float2 own = multiplier.scales(0);
+    const auto last = [&](float (&now)[Tr::kAccumulators]) {
+      const float2 scales = multiplier.row_scales(0);
       wgmma_wait<0>();
-      multiplier.end(now, own, sum);
+      multiplier.finish(now, scales, sum);
     };
-    multiplier.await(ahead);
-    multiplier.begin(ahead, d[0]);
-    int left = walk.item.last;
+    multiplier.wait_full(ahead);
+    multiplier.start(ahead, d[0]);
+    int left = scheduler.work_tile.k_end;
 #pragma unroll 1
     for (; left > 2; left -= 2) {
       step(d[0], d[1]);
@@ -222,13 +244,13 @@ __device__ void math_ahead(Walk<Tr> walk, Multiplier<Tr> multiplier, Store<Tr> s
     } else {
       last(d[0]);
     }
-    store_half(store, walk.item, walk.item.row + own_row, sum);
+    store_rows(epilogue, scheduler.work_tile, scheduler.work_tile.row + own_row, sum);
   }
-  store.end();
+  epilogue.drain();
 }
 
 template <typename Tr>
-__global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
+__global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
     matmul_kernel(const __grid_constant__ Fp8MatmulParams p,
                   const __grid_constant__ CUtensorMap a_map,
                   const __grid_constant__ CUtensorMap b_map,
@@ -240,25 +262,26 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
     if (stored_by_tma(p)) tma_prefetch_map(&out_map);
     shared.ring.init();
   }
-  if (Tr::kRanks > 1) {
+  if (Tr::kClusterSize > 1) {
     cluster_sync();
   } else {
     __syncthreads();
   }
-  if (threadIdx.x < Tr::kMathThreads) {
-    raise_registers<Tr::kMathRegisters>();
+  if (threadIdx.x < Tr::kMmaThreads) {
+    raise_registers<Tr::kMmaRegisters>();
     const Multiplier<Tr> multiplier(shared.ring);
-    const Store<Tr> store = {p, out_map, shared.pieces[threadIdx.x / 32]};
-    if constexpr (Tr::kHalves > 1 || Tr::kGroups > 2) {
-      math_halves<Tr>(Walk<Tr>(p), multiplier, store);
+    const Epilogue<Tr> epilogue = {p, out_map, shared.boxes[threadIdx.x / 32]};
+    if constexpr (Tr::kRowBlocks > 1 || Tr::kWarpgroups > 2) {
+      consume<Tr>(TileScheduler<Tr>(p), multiplier, epilogue);
     } else {
-      math_ahead<Tr>(Walk<Tr>(p), multiplier, store);
+      consume_overlapped<Tr>(TileScheduler<Tr>(p), multiplier, epilogue);
     }
   } else {
-    lower_registers<Tr::kOtherRegisters>();
-    produce<Tr>(Walk<Tr>(p), p, a_map, b_map, shared.ring);
+    lower_registers<Tr::kProducerRegisters>();
+    produce<Tr>(TileScheduler<Tr>(p), p, a_map, b_map, shared.ring);
   }
-  if (Tr::kRanks > 1) cluster_join();  // the other block still writes here
+  if (Tr::kClusterSize > 1)
+    cluster_join();  // the other CTA still writes to this one's shared memory
 }
 
 }  // namespace jax_dsa::fp8

@@ -1,4 +1,4 @@
-// Matmul of operands that are quantised to e4m3 by blocks.
+// Matmul of operands that are quantised to e4m3 with one scale per block.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,19 +9,19 @@
 
 namespace jax_dsa {
 
-// out[m, n] = sum over blocks j of 128 of K of
-//     a_scale[m, j] * b_scale[n / 128, j] * sum over k in j of a[m, k] * b[n, k]
-// accumulated in f32 and rounded once.
+// out[m, n] = sum over K blocks j of
+//     a_scale[m, j] * b_scale[n / 128, j] * (sum over k in block j of a[m, k] * b[n, k])
+// A K block has 128 elements. The sum over blocks is accumulated in float32 and rounded once.
 struct Fp8MatmulParams {
-  const uint8_t* a;      // [batch, m, k], e4m3, at a multiple of 16 bytes, like b
+  const uint8_t* a;      // [batch, m, k], e4m3; 16-byte aligned, as is b
   const float* a_scale;  // [batch, m, ceil(k / 128)]
   const uint8_t* b;      // [batch, n, k]
-  const float* b_scale;  // [batch, ceil(n / 128), ceil(k / 128)]; [batch, n, ..] if `b_rows`
-  void* out;             // [batch, m, n], of `dtype`
+  const float* b_scale;  // [batch, ceil(n / 128) or n, ceil(k / 128)]
+  void* out;             // [batch, m, n], dtype
   int64_t batch, m, n;
   int64_t k;  // a multiple of 16
   DType dtype;
-  bool b_rows;  // blocks of b are 1x128, with b_scale[n, j] for b_scale[n / 128, j]
+  bool b_scale_per_row;  // blocks of b are 1x128, so the scale is b_scale[n, j]
 };
 
 cudaError_t launch_fp8_matmul(const Fp8MatmulParams& params, cudaStream_t stream);

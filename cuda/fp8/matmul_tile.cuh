@@ -1,10 +1,19 @@
-// What the FP8 matmul's two kernels share: a ring of stages in shared memory, each with a block of
-// 128 of K, and the three roles around it: one warp copies codes (TMA), two or three bring scales,
-// one to three warpgroups multiply.
+// The pipeline of the FP8 matmul, which both of its kernels use (matmul.cuh and matmul_few.cuh).
 //
-// A tensor core adds e4m3 products in less than f32, so the sum over a block is multiplied by its
-// scales and added in the FP32 units ("promoted"). A warpgroup has two sets of accumulators: those
-// of one product of 64 rows, and the sums of all its rows.
+//   out = sum over K blocks j of  a_scale[:, j] * b_scale[:, j] * (A_j B_j^T)
+//
+// Scale promotion. Tensor cores add e4m3 products with fewer bits than float32 has. So the MMAs
+// accumulate over one K block of 128 only. CUDA cores then multiply this sum by the block's scales
+// and add it to the result in float32. A warpgroup therefore has two sets of accumulators: those of
+// one MMA of 64 rows, and the float32 results of all its rows.
+//
+// Warps.
+//   1 to 3 MMA warpgroups  MMAs and promotion
+//   1 producer warpgroup   warp 0 issues TMA loads of the codes; the next kScaleWarps warps load
+//                          scales of a; with kBScalePerRow one more warp loads scales of b
+//
+// Shared memory is a ring of stages. A stage holds one K block of a tile of a and of a tile of b
+// (128-byte swizzle), with their scales.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -18,162 +27,178 @@
 
 namespace jax_dsa::fp8 {
 
-inline constexpr int kDepth = 128;     // elements of K in a stage: a block, and a row of 128 bytes
-inline constexpr int kBColumns = 128;  // that a block of b's scales has, unless they are by rows
-inline constexpr int kPieceBytes = 8 * 128;  // of the product
+inline constexpr int kBlockK = 128;    // elements of K in a stage; a row of codes has 128 bytes
+inline constexpr int kBColumns = 128;  // rows of b, columns of the product, that share a scale
+inline constexpr int kOutBoxBytes = 8 * 128;  // a TMA box of the product: 8 rows of 128 bytes
 
-// kGroups: warpgroups that multiply, each kHalves times 64 rows. kRanks: blocks of a cluster, which
-// share a: each copies a part of it to all. kBRows: blocks of b are 1x128.
-template <int kGroups_, int kHalves_, int kRanks_, bool kBRows_>
+// Template parameters:
+//   kWarpgroups    MMA warpgroups, each with kRowBlocks blocks of 64 rows
+//   kClusterSize   CTAs of a cluster, which use the same tile of a; each loads a fraction of that
+//                  tile and multicasts it to all
+//   kBScalePerRow  b has a scale for each 1x128 block instead of each 128x128 block
+template <int kWarpgroups_, int kRowBlocks_, int kClusterSize_, bool kBScalePerRow_>
 struct Traits {
-  static constexpr int kGroups = kGroups_, kHalves = kHalves_;
-  static constexpr int kColumns = kBColumns;  // of a tile: one block of b
-  static constexpr int kRanks = kRanks_;
-  static constexpr bool kBRows = kBRows_;
-  static constexpr int kBlocks = kGroups == 1 ? 2 : 1;  // on a SM
-  static constexpr int kRows = 64 * kHalves * kGroups;
-  static constexpr int kSums = kColumns / 2;  // of 64 rows, in a thread
-  static constexpr int kStageBytes = (kRows + kColumns) * kDepth;
-  // Of the product, in a warp: all of a tile, if that is in 16 bits.
-  static constexpr int kPieces = kGroups == 1 ? 0 : kHalves * kColumns / 32;
+  static constexpr int kWarpgroups = kWarpgroups_, kRowBlocks = kRowBlocks_;
+  static constexpr int kColumns = kBColumns;  // one 128x128 block of b
+  static constexpr int kClusterSize = kClusterSize_;
+  static constexpr bool kBScalePerRow = kBScalePerRow_;
+  static constexpr int kCtasPerSm = kWarpgroups == 1 ? 2 : 1;
+  static constexpr int kRows = 64 * kRowBlocks * kWarpgroups;
+  static constexpr int kAccumulators = kColumns / 2;  // per thread, for 64 rows
+  static constexpr int kStageBytes = (kRows + kColumns) * kBlockK;
+  // Boxes per warp. If elements of the product have 16 bits, they hold the warp's whole result.
+  static constexpr int kOutBoxes = kWarpgroups == 1 ? 0 : kRowBlocks * kColumns / 32;
   static constexpr int kStages =
-      (kGroups == 1 ? 96 * 1024 : 216 * 1024 - 4 * kGroups * kPieces * kPieceBytes) / kStageBytes;
-  static constexpr int kMathThreads = 128 * kGroups, kThreads = kMathThreads + 128;
-  static constexpr int kMathRegisters = kGroups == 1   ? 208
-                                        : kGroups == 2 ? 224
-                                                       : 152,
-                       kOtherRegisters = kGroups == 1 ? 40 : 56;
-  static_assert(registers_fit(kBlocks, kGroups, kMathRegisters, kOtherRegisters));
-  static constexpr int kScaleWarps = 2;  // those that bring scales of a; another brings b's
-  static constexpr int kFullArrivals = 1 + kScaleWarps + kBRows;
+      (kWarpgroups == 1 ? 96 * 1024 : 216 * 1024 - 4 * kWarpgroups * kOutBoxes * kOutBoxBytes) /
+      kStageBytes;
+  static constexpr int kMmaThreads = 128 * kWarpgroups, kThreads = kMmaThreads + 128;
+  static constexpr int kMmaRegisters = kWarpgroups == 1   ? 208
+                                       : kWarpgroups == 2 ? 224
+                                                          : 152,
+                       kProducerRegisters = kWarpgroups == 1 ? 40 : 56;
+  static_assert(registers_fit(kCtasPerSm, kWarpgroups, kMmaRegisters, kProducerRegisters));
+  static constexpr int kScaleWarps = 2;  // warps that load scales of a
+  static constexpr int kFullArrivals = 1 + kScaleWarps + kBScalePerRow;
 };
 
-// Where scales of b are that are by rows: a multiplying thread's four of 16 columns side by side.
+// The index at which the scale of row `column` of b is stored. The order puts the four scales that
+// an MMA thread needs for 16 columns side by side, so that it reads them at once.
 __device__ __forceinline__ int b_scale_at(int column) {
   return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
 }
 
 template <typename Tr>
 struct alignas(1024) Ring {
-  uint8_t a[Tr::kStages][Tr::kRows * kDepth];
-  uint8_t b[Tr::kStages][Tr::kColumns * kDepth];
-  float scale[Tr::kStages][Tr::kRows];  // of a's rows; unless kBRows times that of b's block
-  alignas(16) float b_scale[Tr::kStages][Tr::kBRows ? Tr::kColumns : 1];  // by b_scale_at
+  uint8_t a[Tr::kStages][Tr::kRows * kBlockK];
+  uint8_t b[Tr::kStages][Tr::kColumns * kBlockK];
+  float scale[Tr::kStages][Tr::kRows];  // a's; times b's scale unless kBScalePerRow
+  // Scales of b if kBScalePerRow, indexed by b_scale_at.
+  alignas(16) float b_scale[Tr::kStages][Tr::kBScalePerRow ? Tr::kColumns : 1];
   uint64_t full[Tr::kStages], free[Tr::kStages];
 
-  // By one thread, before a barrier of the cluster.
+  // Called by one thread. A barrier of the cluster must follow.
   __device__ void init() {
     for (int i = 0; i < Tr::kStages; ++i) {
       mbarrier_init(&full[i], Tr::kFullArrivals);
-      mbarrier_init(&free[i], Tr::kMathThreads / 32 * Tr::kRanks);
+      mbarrier_init(&free[i], Tr::kMmaThreads / 32 * Tr::kClusterSize);
     }
     mbarrier_init_fence();
   }
 };
 
-// A tile of the product, or some of the blocks of K of one.
-struct Item {
+// A tile of the product, and the K blocks that this CTA adds up for it.
+struct WorkTile {
   int batch;
-  int row, column;  // the first
-  int first, last;  // blocks
+  int row, column;     // of the first element of the tile
+  int k_begin, k_end;  // range of K blocks
 };
 
-// ---- copies ------------------------------------------------------------------------------------
+// ---- producer: codes ----------------------------------------------------------------------------
 
-// Rows of a to a stage. Blocks that share them bring a part each, to all.
-template <int kRows, int kRanks>
-__device__ __forceinline__ void copy_rows(uint8_t* to, const CUtensorMap& map, uint64_t* full,
-                                          int depth, int row, int batch) {
-  if constexpr (kRanks > 1) {
-    constexpr uint16_t kAll = (1 << kRanks) - 1;
-    const int part = cluster_rank() * (kRows / kRanks);
-    tma_load_multicast(to + part * kDepth, &map, full, kAll, depth, row + part, batch);
+// Loads one K block of a tile of a. In a cluster, each CTA multicasts its fraction of the rows.
+template <int kRows, int kClusterSize>
+__device__ __forceinline__ void load_a(uint8_t* to, const CUtensorMap& map, uint64_t* full, int k,
+                                       int row, int batch) {
+  if constexpr (kClusterSize > 1) {
+    constexpr uint16_t kAllCtas = (1 << kClusterSize) - 1;
+    const int offset = cluster_rank() * (kRows / kClusterSize);
+    tma_load_multicast(to + offset * kBlockK, &map, full, kAllCtas, k, row + offset, batch);
   } else {
-    tma_load(to, &map, full, depth, row, batch);
+    tma_load(to, &map, full, k, row, batch);
   }
 }
 
-// `Walk` has the items of this block, one after the other: next() goes to the next `item`.
-template <typename Tr, typename Walk>
-__device__ void copy(Walk walk, const CUtensorMap& a_map, const CUtensorMap& b_map,
-                     Ring<Tr>& ring) {
+// Issues the TMA loads. A `TileScheduler` yields this CTA's work tiles: next() sets `work_tile`.
+template <typename Tr, typename TileScheduler>
+__device__ void produce_operands(TileScheduler scheduler, const CUtensorMap& a_map,
+                                 const CUtensorMap& b_map, Ring<Tr>& ring) {
   const bool leader = threadIdx.x % 32 == 0;
   RingPlace<Tr::kStages> at = {0, 1};
-  while (walk.next()) {
-    const Item& item = walk.item;
-    for (int block = item.first; block < item.last; ++block, at.advance()) {
+  while (scheduler.next()) {
+    const WorkTile& work_tile = scheduler.work_tile;
+    for (int block = work_tile.k_begin; block < work_tile.k_end; ++block, at.advance()) {
       mbarrier_wait(&ring.free[at.index], at.parity);
       if (!leader) continue;
       uint64_t* const full = &ring.full[at.index];
       mbarrier_arrive_expect(full, Tr::kStageBytes);
-      copy_rows<Tr::kRows, Tr::kRanks>(ring.a[at.index], a_map, full, block * kDepth, item.row,
-                                       item.batch);
-      tma_load(ring.b[at.index], &b_map, full, block * kDepth, item.column, item.batch);
+      load_a<Tr::kRows, Tr::kClusterSize>(ring.a[at.index], a_map, full, block * kBlockK,
+                                          work_tile.row, work_tile.batch);
+      tma_load(ring.b[at.index], &b_map, full, block * kBlockK, work_tile.column, work_tile.batch);
     }
   }
 }
 
-// ---- scales ------------------------------------------------------------------------------------
+// ---- producer: scales ---------------------------------------------------------------------------
 
-// kCount scales from `from` on, zeros if !valid.
-template <int kCount>
-__device__ __forceinline__ void load_scales(const float* from, bool valid, float (&x)[kCount]) {
-  if constexpr (kCount == 4) {
+// Loads kBlocksPerLoad scales at `from`, or zeros if !valid.
+template <int kBlocksPerLoad>
+__device__ __forceinline__ void load_scales(const float* from, bool valid,
+                                            float (&x)[kBlocksPerLoad]) {
+  if constexpr (kBlocksPerLoad == 4) {
     const float4 y = valid ? __ldg(reinterpret_cast<const float4*>(from)) : float4{};
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
   } else {
-    static_assert(kCount == 1);
+    static_assert(kBlocksPerLoad == 1);
     x[0] = valid ? __ldg(from) : 0.f;
   }
 }
 
-// By the warps beside the copying one, of which `warp` is the number among those of one operand: kB
-// says whose. Lanes have rows side by side, and read kCount blocks of a row at a time, whose scales
-// lie side by side, too.
-template <typename Tr, bool kB, int kCount, typename Walk>
-__device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring, int warp) {
+// Loads the scales of b if kB, else of a. `warp` is this warp's number among those that load scales
+// of this operand. Adjacent lanes have adjacent rows. A lane reads the scales of kBlocksPerLoad
+// consecutive K blocks of a row at a time.
+template <typename Tr, bool kB, int kBlocksPerLoad, typename TileScheduler>
+__device__ void produce_scales(TileScheduler scheduler, const Fp8MatmulParams& p, Ring<Tr>& ring,
+                               int warp) {
   constexpr int kLanes = 32 * (kB ? 1 : Tr::kScaleWarps);
-  constexpr int kAll = kB ? Tr::kColumns : Tr::kRows, kOwn = ceil_div(kAll, kLanes);
-  constexpr bool kAhead = kOwn * kCount <= 4;  // more would not fit into the registers
-  const int lane = threadIdx.x % 32, own = warp * 32 + lane;
-  const int blocks = static_cast<int>(ceil_div(p.k, int64_t{kDepth}));
+  constexpr int kTileRows = kB ? Tr::kColumns : Tr::kRows;
+  constexpr int kRowsPerLane = ceil_div(kTileRows, kLanes);
+  // Prefetching more scales would not fit into registers.
+  constexpr bool kPrefetch = kRowsPerLane * kBlocksPerLoad <= 4;
+  const int lane = threadIdx.x % 32, own_row = warp * 32 + lane;
+  const int blocks = static_cast<int>(ceil_div(p.k, int64_t{kBlockK}));
   const int64_t rows = kB ? p.n : p.m;
   RingPlace<Tr::kStages> at = {0, 1};
-  while (walk.next()) {
-    const Item& item = walk.item;
-    const int64_t row = (kB ? item.column : item.row) + own;
-    const float* const from = (kB ? p.b_scale : p.a_scale) + (item.batch * rows + row) * blocks;
-    const int there = static_cast<int>(min(rows - row, int64_t{kLanes * kOwn}));
-    const float* const of_tile =
+  while (scheduler.next()) {
+    const WorkTile& work_tile = scheduler.work_tile;
+    const int64_t row = (kB ? work_tile.column : work_tile.row) + own_row;
+    const float* const from =
+        (kB ? p.b_scale : p.a_scale) + (work_tile.batch * rows + row) * blocks;
+    const int rows_left = static_cast<int>(min(rows - row, int64_t{kLanes * kRowsPerLane}));
+    const float* const tile_scales =
         p.b_scale +
-        (item.batch * ceil_div(p.n, int64_t{kBColumns}) + item.column / kBColumns) * blocks;
-    float x[kOwn][kCount], y[kCount];
+        (work_tile.batch * ceil_div(p.n, int64_t{kBColumns}) + work_tile.column / kBColumns) *
+            blocks;
+    float x[kRowsPerLane][kBlocksPerLoad], y[kBlocksPerLoad];
     const auto load = [&](int block) {
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        load_scales(from + int64_t{i * kLanes} * blocks + block, i * kLanes < there, x[i]);
+      for (int i = 0; i < kRowsPerLane; ++i) {
+        load_scales(from + int64_t{i * kLanes} * blocks + block, i * kLanes < rows_left, x[i]);
       }
-      if constexpr (!Tr::kBRows) load_scales(of_tile + block, item.column < p.n, y);
+      if constexpr (!Tr::kBScalePerRow) load_scales(tile_scales + block, work_tile.column < p.n, y);
     };
-    int block = item.first / kCount * kCount;
-    if (kAhead) load(block);
-    for (; block < item.last; block += kCount) {
-      if (!kAhead) load(block);
-      float now[kOwn][kCount];
+    int block = work_tile.k_begin / kBlocksPerLoad * kBlocksPerLoad;
+    if (kPrefetch) load(block);
+    for (; block < work_tile.k_end; block += kBlocksPerLoad) {
+      if (!kPrefetch) load(block);
+      float now[kRowsPerLane][kBlocksPerLoad];
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
+      for (int i = 0; i < kRowsPerLane; ++i) {
 #pragma unroll
-        for (int j = 0; j < kCount; ++j) now[i][j] = Tr::kBRows ? x[i][j] : x[i][j] * y[j];
+        for (int j = 0; j < kBlocksPerLoad; ++j) {
+          now[i][j] = Tr::kBScalePerRow ? x[i][j] : x[i][j] * y[j];
+        }
       }
-      if (kAhead && block + kCount < item.last) load(block + kCount);  // while these are handed out
+      if (kPrefetch && block + kBlocksPerLoad < work_tile.k_end) {
+        load(block + kBlocksPerLoad);
+      }
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        if (block + j < item.first || block + j >= item.last) continue;
+      for (int j = 0; j < kBlocksPerLoad; ++j) {
+        if (block + j < work_tile.k_begin || block + j >= work_tile.k_end) continue;
         mbarrier_wait(&ring.free[at.index], at.parity);
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-          const int to = own + kLanes * i;
-          if (kAll % kLanes != 0 && to >= kAll) continue;
+        for (int i = 0; i < kRowsPerLane; ++i) {
+          const int to = own_row + kLanes * i;
+          if (kTileRows % kLanes != 0 && to >= kTileRows) continue;
           if constexpr (kB) {
             ring.b_scale[at.index][b_scale_at(to)] = now[i][j];
           } else {
@@ -188,97 +213,100 @@ __device__ void bring_scales(Walk walk, const Fp8MatmulParams& p, Ring<Tr>& ring
   }
 }
 
-template <typename Tr, bool kB, typename Walk>
-__device__ void bring_scales(const Walk& walk, const Fp8MatmulParams& p, Ring<Tr>& ring, int warp) {
+template <typename Tr, bool kB, typename TileScheduler>
+__device__ void produce_scales(const TileScheduler& scheduler, const Fp8MatmulParams& p,
+                               Ring<Tr>& ring, int warp) {
   const auto address = reinterpret_cast<uintptr_t>(kB ? p.b_scale : p.a_scale) |
                        reinterpret_cast<uintptr_t>(p.b_scale);
-  if (ceil_div(p.k, int64_t{kDepth}) % 4 == 0 && address % 16 == 0) {
-    bring_scales<Tr, kB, 4>(walk, p, ring, warp);
+  if (ceil_div(p.k, int64_t{kBlockK}) % 4 == 0 && address % 16 == 0) {
+    produce_scales<Tr, kB, 4>(scheduler, p, ring, warp);
   } else {
-    bring_scales<Tr, kB, 1>(walk, p, ring, warp);
+    produce_scales<Tr, kB, 1>(scheduler, p, ring, warp);
   }
 }
 
-// What the last warpgroup does.
-template <typename Tr, typename Walk>
-__device__ void produce(const Walk& walk, const Fp8MatmulParams& p, const CUtensorMap& a_map,
-                        const CUtensorMap& b_map, Ring<Tr>& ring) {
-  const int warp = threadIdx.x / 32 - Tr::kMathThreads / 32;
+// Runs the producer warpgroup.
+template <typename Tr, typename TileScheduler>
+__device__ void produce(const TileScheduler& scheduler, const Fp8MatmulParams& p,
+                        const CUtensorMap& a_map, const CUtensorMap& b_map, Ring<Tr>& ring) {
+  const int warp = threadIdx.x / 32 - Tr::kMmaThreads / 32;
   if (warp == 0) {
-    copy<Tr>(walk, a_map, b_map, ring);
+    produce_operands<Tr>(scheduler, a_map, b_map, ring);
   } else if (warp <= Tr::kScaleWarps) {
-    bring_scales<Tr, false>(walk, p, ring, warp - 1);
-  } else if (Tr::kBRows && warp == Tr::kScaleWarps + 1) {
-    bring_scales<Tr, true>(walk, p, ring, 0);
+    produce_scales<Tr, false>(scheduler, p, ring, warp - 1);
+  } else if (Tr::kBScalePerRow && warp == Tr::kScaleWarps + 1) {
+    produce_scales<Tr, true>(scheduler, p, ring, 0);
   }
 }
 
-// ---- products ----------------------------------------------------------------------------------
+// ---- MMA ----------------------------------------------------------------------------------------
 
-// A multiplying warpgroup's view of the ring.
+// The MMAs and scale promotion of one warpgroup.
 template <typename Tr>
 struct Multiplier {
-  static constexpr int kSteps = kDepth / 32;
+  static constexpr int kSteps = kBlockK / 32;
 
   Ring<Tr>& ring;
   RingPlace<Tr::kStages> at;
   int lane;
-  int own_row;    // in the tile, of this thread's first element
-  uint64_t a, b;  // descriptors, of stage 0
+  int own_row;    // row in the work tile of this thread's first element
+  uint64_t a, b;  // descriptors of stage 0
 
   __device__ explicit Multiplier(Ring<Tr>& ring) : ring(ring), lane(threadIdx.x % 32) {
-    const int first = uniform(static_cast<int>(threadIdx.x / 128)) * Tr::kHalves;  // of 64 rows
-    own_row = first * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    a = uniform(k_major_descriptor(smem_address(ring.a[0]) + first * kBlockBytes));
+    const int first_block = uniform(static_cast<int>(threadIdx.x / 128)) * Tr::kRowBlocks;
+    own_row = first_block * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    a = uniform(k_major_descriptor(smem_address(ring.a[0]) + first_block * kBlockBytes));
     b = uniform(k_major_descriptor(smem_address(ring.b[0])));
   }
 
-  // Adds the next stage's product, times its scales, and calls done(h) when that of half h is in.
+  // Adds the next stage's product, times its scales. Calls done(h) when row block h is finished.
   template <typename Done>
-  __device__ __forceinline__ void add(float (&sum)[Tr::kHalves][Tr::kSums], const Done& done) {
+  __device__ __forceinline__ void accumulate(float (&sum)[Tr::kRowBlocks][Tr::kAccumulators],
+                                             const Done& done) {
     mbarrier_wait(&ring.full[at.index], at.parity);
 #pragma unroll
-    for (int h = 0; h < Tr::kHalves; ++h) {
-      const float2 own = scales(h);
-      float d[Tr::kSums];
+    for (int h = 0; h < Tr::kRowBlocks; ++h) {
+      const float2 scales = row_scales(h);
+      float d[Tr::kAccumulators];
       multiply(at, h, d);
       wgmma_wait<0>();
       wgmma_pin(d);
-      promote(d, own, sum[h]);
-      if (h == Tr::kHalves - 1) release();
+      promote(d, scales, sum[h]);
+      if (h == Tr::kRowBlocks - 1) release();
       done(h);
     }
     at.advance();
   }
 
-  // The same in three steps: waits for stage `place`, begins its product, and adds that of `at`.
-  __device__ __forceinline__ void await(const RingPlace<Tr::kStages>& place) const {
+  // The same in three calls, for one row block: wait_full waits for stage `place`, start issues the
+  // MMAs of that stage, and finish adds the product of stage `at`, which must have completed.
+  __device__ __forceinline__ void wait_full(const RingPlace<Tr::kStages>& place) const {
     mbarrier_wait(&ring.full[place.index], place.parity);
   }
-  __device__ __forceinline__ void begin(RingPlace<Tr::kStages>& place,
-                                        float (&d)[Tr::kSums]) const {
+  __device__ __forceinline__ void start(RingPlace<Tr::kStages>& place,
+                                        float (&d)[Tr::kAccumulators]) const {
     wgmma_forget(d);
     multiply(place, 0, d);
     place.advance();
   }
-  __device__ __forceinline__ void end(float (&d)[Tr::kSums], const float2& own,
-                                      float (&sum)[Tr::kSums]) {
+  __device__ __forceinline__ void finish(float (&d)[Tr::kAccumulators], const float2& scales,
+                                         float (&sum)[Tr::kAccumulators]) {
     wgmma_pin(d);
-    promote(d, own, sum);
+    promote(d, scales, sum);
     release();
     at.advance();
   }
 
-  // Of this thread's two rows of half h.
-  __device__ __forceinline__ float2 scales(int h) const {
+  // Returns the scales of this thread's two rows of row block h.
+  __device__ __forceinline__ float2 row_scales(int h) const {
     const float* const scale = ring.scale[at.index] + own_row + 64 * h;
     return {scale[0], scale[8]};
   }
 
   __device__ __forceinline__ void multiply(const RingPlace<Tr::kStages>& place, int h,
-                                           float (&d)[Tr::kSums]) const {
-    const uint64_t stage_a = moved(a, place.index * Tr::kRows * kDepth + h * kBlockBytes);
-    const uint64_t stage_b = moved(b, place.index * Tr::kColumns * kDepth);
+                                           float (&d)[Tr::kAccumulators]) const {
+    const uint64_t stage_a = moved(a, place.index * Tr::kRows * kBlockK + h * kBlockBytes);
+    const uint64_t stage_b = moved(b, place.index * Tr::kColumns * kBlockK);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
@@ -289,26 +317,27 @@ struct Multiplier {
 
   __device__ __forceinline__ void release() const {
     __syncwarp();
-    if constexpr (Tr::kRanks > 1) {
-      if (lane < Tr::kRanks) mbarrier_arrive_at(&ring.free[at.index], lane);
+    if constexpr (Tr::kClusterSize > 1) {
+      if (lane < Tr::kClusterSize) mbarrier_arrive_at(&ring.free[at.index], lane);
     } else {
       if (lane == 0) mbarrier_arrive(&ring.free[at.index]);
     }
   }
 
-  // A thread's accumulators are rows r and r + 8, columns 2 * (lane % 4) + {0, 1} of each eight.
-  __device__ __forceinline__ void promote(const float (&d)[Tr::kSums], const float2& own,
-                                          float (&sum)[Tr::kSums]) const {
+  // Adds d times its scales. A thread has rows r and r + 8 and, of every eight columns, columns
+  // 2 * (lane % 4) and the next one.
+  __device__ __forceinline__ void promote(const float (&d)[Tr::kAccumulators], const float2& scales,
+                                          float (&sum)[Tr::kAccumulators]) const {
 #pragma unroll
     for (int g = 0; g < Tr::kColumns / 16; ++g) {
-      uint32_t of_b[4];
-      if constexpr (Tr::kBRows) {
-        load_shared_16(smem_address(ring.b_scale[at.index]) + 64 * g + lane % 4 * 16, of_b);
+      uint32_t b_scales[4];
+      if constexpr (Tr::kBScalePerRow) {
+        load_shared_16(smem_address(ring.b_scale[at.index]) + 64 * g + lane % 4 * 16, b_scales);
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        float scale = i / 2 % 2 == 0 ? own.x : own.y;
-        if constexpr (Tr::kBRows) scale *= __uint_as_float(of_b[i / 4 * 2 + i % 2]);
+        float scale = i / 2 % 2 == 0 ? scales.x : scales.y;
+        if constexpr (Tr::kBScalePerRow) scale *= __uint_as_float(b_scales[i / 4 * 2 + i % 2]);
         sum[8 * g + i] = fmaf(scale, d[8 * g + i], sum[8 * g + i]);
       }
     }

@@ -1,4 +1,4 @@
-// Two floats rounded to 16 bits each, the first in the lower half.
+// Rounds two floats to 16 bits each and packs them, the first in the lower half.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,5 +1,5 @@
-// What the kernels share that quantise to e4m3 and back: a block's scale, correctly rounded
-// division, and how threads share out blocks of 128 elements.
+// Common code of the kernels that quantise to e4m3 and dequantise: the scale of a block, correctly
+// rounded division, and the assignment of blocks of 128 elements to threads.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,19 +13,19 @@
 namespace jax_dsa::fp8 {
 
 inline constexpr int kThreads = 256;
-inline constexpr int kLanes = 16;  // threads that share a block
-inline constexpr int kPerLane = kQuantizeBlock / kLanes;
-inline constexpr int kUnroll = 4;  // blocks that a thread works on, where rows have blocks
-inline constexpr int kBlocksPerCta = kThreads / kLanes * kUnroll;
+inline constexpr int kLanes = 16;  // threads per block of 128 elements
+inline constexpr int kElementsPerLane = kQuantizeBlock / kLanes;
+inline constexpr int kBlocksPerThread = 4;  // in the kernels for 1x128 blocks
+inline constexpr int kBlocksPerCta = kThreads / kLanes * kBlocksPerThread;
 inline constexpr float kMaxE4M3 = 448.f;
 inline constexpr float kMinAmax = 1e-4f;
-// Of what gradients are made from, which may lie far below that.
+// The minimum for operands of gradients, which may be far below 1e-4.
 inline constexpr float kMinAmaxBackward = 1e-20f;
 
-// One lane's part of a block.
+// One lane's elements of a block.
 template <typename T>
 struct alignas(16) Chunk {
-  T v[kPerLane];
+  T v[kElementsPerLane];
 };
 
 __device__ __forceinline__ float2 pair(const Chunk<float>& chunk, int i) {
@@ -35,11 +35,13 @@ __device__ __forceinline__ float2 pair(const Chunk<__half>& chunk, int i) {
   return __half22float2({chunk.v[2 * i], chunk.v[2 * i + 1]});
 }
 __device__ __forceinline__ float2 pair(const Chunk<__nv_bfloat16>& chunk, int i) {
-  const uint32_t bits = reinterpret_cast<const uint32_t*>(chunk.v)[i];  // one instruction a half
+  const uint32_t bits =
+      reinterpret_cast<const uint32_t*>(chunk.v)[i];  // one instruction per element
   return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
 }
 
-// Magnitudes of the same pair as it lies, of which maxima cost an instruction for two elements.
+// Returns the magnitudes of pair i in the input's dtype. The maximum of two pairs of 16-bit
+// elements then takes one instruction.
 __device__ __forceinline__ float2 magnitudes(const Chunk<float>& chunk, int i) {
   return {fabsf(chunk.v[2 * i]), fabsf(chunk.v[2 * i + 1])};
 }
@@ -49,7 +51,7 @@ __device__ __forceinline__ __half2 magnitudes(const Chunk<__half>& chunk, int i)
 __device__ __forceinline__ __nv_bfloat162 magnitudes(const Chunk<__nv_bfloat16>& chunk, int i) {
   return __habs2(reinterpret_cast<const __nv_bfloat162*>(chunk.v)[i]);
 }
-// The larger ones; a NaN wins.
+// Returns the elementwise maximum. NaN propagates.
 __device__ __forceinline__ float2 larger(float2 a, float2 b) {
   return {max_nan(a.x, b.x), max_nan(a.y, b.y)};
 }
@@ -57,20 +59,21 @@ __device__ __forceinline__ __half2 larger(__half2 a, __half2 b) { return __hmax2
 __device__ __forceinline__ __nv_bfloat162 larger(__nv_bfloat162 a, __nv_bfloat162 b) {
   return __hmax2_nan(a, b);
 }
-__device__ __forceinline__ float2 widened(float2 x) { return x; }
-__device__ __forceinline__ float2 widened(__half2 x) { return __half22float2(x); }
-__device__ __forceinline__ float2 widened(__nv_bfloat162 x) { return __bfloat1622float2(x); }
+__device__ __forceinline__ float2 to_float2(float2 x) { return x; }
+__device__ __forceinline__ float2 to_float2(__half2 x) { return __half22float2(x); }
+__device__ __forceinline__ float2 to_float2(__nv_bfloat162 x) { return __bfloat1622float2(x); }
 
-// 1 / x to within an ulp, for every scale there can be.
+// Returns 1 / x to within an ulp, for every possible scale x.
 __device__ __forceinline__ float reciprocal(float x) {
   const float r = reciprocal_approx(x);
   return __fmaf_rn(__fmaf_rn(-x, r, 1.f), r, r);
 }
 
-// a / b, correctly rounded for normal b and `inverse` = 1 / b to within an ulp: enumerated for bf16
-// and f16 `a` and the scales they lead to. Three instructions where __fdiv_rn takes ten, since a
-// block divides 128 times by one number. The quotient's excess, not the remainder, keeps the sign
-// of a zero.
+// Returns a / b, correctly rounded, for normal b and `inverse` = 1 / b to within an ulp. Tests have
+// confirmed this for all bf16 and f16 values of `a` and all scales that they lead to. This takes
+// three instructions where __fdiv_rn takes ten, because 128 elements share one reciprocal.
+// Subtracting the excess of the quotient, instead of adding the remainder, keeps the sign of a
+// zero.
 __device__ __forceinline__ float divide(float a, float b, float inverse) {
   const float quotient = a * inverse;
   const float excess = __fmaf_rn(quotient, b, -a);
@@ -82,8 +85,7 @@ __device__ __forceinline__ float round_up_to_power_of_two(float x) {
   return isnan(x) ? x : __uint_as_float(bits);
 }
 
-// What the elements of a block are divided by, of which `amax` (never less than one of the two
-// above) is the largest.
+// The scale of a block whose largest magnitude is `amax`, raised to kMinAmax or kMinAmaxBackward.
 struct Scale {
   float scale, inverse;
 
@@ -97,9 +99,10 @@ struct Scale {
   }
 };
 
-// A scale's reciprocal to some 48 bits, for threads that divide many elements by it: a quotient
-// then takes two instructions, as the products with both parts are rounded together. Neither part
-// is negative, so that zeros keep their signs.
+// The reciprocal of a scale to about 48 bits, as the sum of two floats. It costs more to compute,
+// but a quotient takes only two instructions, because an FMA rounds the sum of both products once.
+// It is for threads that divide many elements by the same scale. Neither float is negative, so
+// zeros keep their signs.
 struct Divisor {
   float high, low;
 
@@ -117,7 +120,7 @@ struct Divisor {
   }
 };
 
-// The larger of `amax` and a pair's magnitudes; a NaN wins, so that it shows in the scale.
+// Returns the maximum of `amax` and the magnitudes of a pair. NaN propagates into the scale.
 __device__ __forceinline__ float max_magnitude(float amax, float2 x) {
   return max_nan(max_nan(amax, fabsf(x.x)), fabsf(x.y));
 }
@@ -132,26 +135,26 @@ __device__ __forceinline__ int clamp(int64_t x, int high) {
   return x < high ? static_cast<int>(x) : high;
 }
 
-// A lane's elements of a block of `width`: eight side by side, or, where addresses do not allow
-// that, every sixteenth.
+// Returns the index in its block of a lane's element i. A lane has eight adjacent elements, or, if
+// addresses are not aligned, every sixteenth one.
 template <bool kVector>
 __device__ __forceinline__ int element(int lane, int i) {
-  return kVector ? lane * kPerLane + i : lane + i * kLanes;
+  return kVector ? lane * kElementsPerLane + i : lane + i * kLanes;
 }
 
 template <bool kVector, typename T>
 __device__ __forceinline__ Chunk<T> load(const T* block, int lane, int width) {
   Chunk<T> chunk = {};
   if constexpr (kVector) {
-    if (lane * kPerLane < width) {
+    if (lane * kElementsPerLane < width) {
       constexpr int kWords = sizeof(chunk) / sizeof(uint4);
-      const uint4* from = reinterpret_cast<const uint4*>(block + lane * kPerLane);
+      const uint4* from = reinterpret_cast<const uint4*>(block + lane * kElementsPerLane);
 #pragma unroll
       for (int i = 0; i < kWords; ++i) reinterpret_cast<uint4*>(&chunk)[i] = __ldcs(from + i);
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
+    for (int i = 0; i < kElementsPerLane; ++i) {
       if (lane + i * kLanes < width) chunk.v[i] = block[lane + i * kLanes];
     }
   }
@@ -161,54 +164,55 @@ __device__ __forceinline__ Chunk<T> load(const T* block, int lane, int width) {
 template <bool kVector>
 __device__ __forceinline__ void store(uint8_t* block, int lane, int width, uint2 codes) {
   if constexpr (kVector) {
-    if (lane * kPerLane < width) *reinterpret_cast<uint2*>(block + lane * kPerLane) = codes;
+    if (lane * kElementsPerLane < width)
+      *reinterpret_cast<uint2*>(block + lane * kElementsPerLane) = codes;
   } else {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
+    for (int i = 0; i < kElementsPerLane; ++i) {
       const uint32_t word = i < 4 ? codes.x : codes.y;
       if (lane + i * kLanes < width) block[lane + i * kLanes] = word >> (i % 4 * 8);
     }
   }
 }
 
-// Where the kUnroll blocks of a thread are: a block starts where the one before it ends, whatever
-// the rows' length, so that one division finds them all.
-struct Places {
-  int64_t first;        // block
-  int64_t row, column;  // of the first block: its row, and its number in that row
-  int64_t start;        // of the first block
-  int count;            // blocks that there are
-  int width[kUnroll];   // of each block
-  int offset[kUnroll];  // from `start`
+// The kBlocksPerThread consecutive blocks of a thread. In memory, a block starts where the one
+// before it ends, whatever the length of a row, so one division finds all of them.
+struct BlockRange {
+  int64_t first;                 // index of the first block
+  int64_t row, column;           // of the first block: its row, and its index in that row
+  int64_t start;                 // index of the first block's first element
+  int count;                     // blocks that exist; fewer at the end of the array
+  int width[kBlocksPerThread];   // elements of each block
+  int offset[kBlocksPerThread];  // from `start`
 
-  __device__ __forceinline__ Places(int64_t rows, int64_t cols) {
+  __device__ __forceinline__ BlockRange(int64_t rows, int64_t cols) {
     const int64_t per_row = ceil_div(cols, int64_t{kQuantizeBlock});
-    first = blockIdx.x * int64_t{kBlocksPerCta} + threadIdx.x / kLanes * int64_t{kUnroll};
+    first = blockIdx.x * int64_t{kBlocksPerCta} + threadIdx.x / kLanes * int64_t{kBlocksPerThread};
     row = first / per_row;
     column = first - row * per_row;
     start = row * cols + column * kQuantizeBlock;
-    // The blocks end where the array does, and their widths depend on at most kReach columns.
-    constexpr int kReach = kUnroll * kQuantizeBlock;
-    count = clamp(rows * per_row - first, kUnroll);
-    const int whole_row = clamp(cols, kReach);
-    int left = clamp(cols - column * kQuantizeBlock, kReach);
+    // Widths depend on at most kMaxColumns columns, so they can be computed in 32 bits.
+    constexpr int kMaxColumns = kBlocksPerThread * kQuantizeBlock;
+    count = clamp(rows * per_row - first, kBlocksPerThread);
+    const int next_row = clamp(cols, kMaxColumns);
+    int left = clamp(cols - column * kQuantizeBlock, kMaxColumns);
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kBlocksPerThread; ++u) {
       offset[u] = u == 0 ? 0 : offset[u - 1] + width[u - 1];
       width[u] = u < count ? min(left, kQuantizeBlock) : 0;
-      left = left > kQuantizeBlock ? left - kQuantizeBlock : whole_row;
+      left = left > kQuantizeBlock ? left - kQuantizeBlock : next_row;
     }
   }
 };
 
-// Blocks of threads for all blocks of 128 elements.
-inline int64_t place_ctas(int64_t rows, int64_t cols) {
+// Returns the number of CTAs for an array in blocks of 1x128.
+inline int64_t num_ctas(int64_t rows, int64_t cols) {
   return ceil_div(rows * ceil_div(cols, int64_t{kQuantizeBlock}), int64_t{kBlocksPerCta});
 }
 
 // Calls f<element type>().
 template <typename F>
-cudaError_t with_element_type(DType dtype, F f) {
+cudaError_t dispatch_dtype(DType dtype, F f) {
   switch (dtype) {
     case DType::kBF16:
       return f.template operator()<__nv_bfloat16>();

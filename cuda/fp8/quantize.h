@@ -1,4 +1,4 @@
-// Block quantisation to e4m3: one f32 scale for every 1x128 block of a row.
+// Quantisation to e4m3 with one float32 scale for each 1x128 block of a row.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@ namespace jax_dsa {
 inline constexpr int kQuantizeBlock = 128;
 
 struct QuantizeParams {
-  const void* x;  // [rows, cols], of `dtype`
+  const void* x;  // [rows, cols], dtype
   uint8_t* q;     // [rows, cols], e4m3
   float* scale;   // [rows, ceil(cols / 128)]
   int64_t rows;

@@ -1,13 +1,14 @@
-// Quantisation by tiles of 128 rows and 128 columns: a block of threads each, which reads a tile
-// once and keeps it in registers, eight rows and eight columns a thread.
+// Quantisation in tiles of 128 rows and 128 columns. One CTA processes one tile. It reads the tile
+// once and keeps it in registers, eight rows and eight columns per thread.
 //
-// Bound by memory: a tile of bf16 is 32 KiB on its way for each block. Maxima of rows are found by
-// shuffles, maxima of columns and of tiles through shared memory. Transposed codes pass through
-// shared memory, too: a column's 128 codes are 16 pieces of 8, which lie swizzled by the columns'
-// number, so that threads side by side find different banks.
+// The kernels are bound by memory. A CTA has a whole tile in flight (32 KiB for bf16). Maxima of
+// rows are found with shuffles, maxima of columns and tiles through shared memory.
 //
-// Rows (or, transposed, columns) that do not start at 16-byte boundaries take element-wise
-// accesses.
+// Transposed codes also go through shared memory. The 128 codes of a column form 16 chunks of 8.
+// The index of a chunk is swizzled with the index of the column, so that adjacent threads access
+// different banks.
+//
+// If rows (or rows of the transpose) do not start at 16-byte boundaries, accesses are element-wise.
 
 #include "common/launch.cuh"
 #include "fp8/quantize.cuh"
@@ -19,42 +20,43 @@ namespace {
 using namespace fp8;
 
 constexpr int kTile = kQuantizeBlock;             // rows and columns
-constexpr int kRows = kTile * kLanes / kThreads;  // of a thread
-static_assert(kRows == 8 && kPerLane == 8);
+constexpr int kRows = kTile * kLanes / kThreads;  // per thread
+static_assert(kRows == 8 && kElementsPerLane == 8);
 
-// Blocks of threads on a SM, which leave registers for a tile; kOf16Bits where elements
-// have 16.
-template <typename T, bool kVector, int kOf16Bits>
+// The number of CTAs per SM that leaves enough registers for a tile. kCtasFor16Bits is the number
+// for 16-bit elements.
+template <typename T, bool kVector, int kCtasFor16Bits>
 constexpr int kCtas = !kVector         ? 1
-                      : sizeof(T) == 2 ? kOf16Bits
+                      : sizeof(T) == 2 ? kCtasFor16Bits
                                        : 2;
 
-// A block's tile, and a thread's part of it.
+// A CTA's tile, and the thread's rows of it.
 struct Tile {
-  int across, down;        // tiles of a batch
-  int batch, row, column;  // of the tile, in tiles
-  int height, width;       // less at the ends
-  int lane, own_row;       // rows `own_row` to own_row + 7 of the tile
+  int tiles_across, tiles_down;  // tiles of a batch entry
+  int batch, row, column;        // which tile, counted in tiles
+  int height, width;             // 128, or less at the ends of x
+  int lane, own_row;             // the thread has rows own_row to own_row + 7 of the tile
 
   template <typename Params>
   __device__ explicit Tile(const Params& p)
-      : across(static_cast<int>(ceil_div(p.cols, int64_t{kTile}))),
-        down(static_cast<int>(ceil_div(p.rows, int64_t{kTile}))),
+      : tiles_across(static_cast<int>(ceil_div(p.cols, int64_t{kTile}))),
+        tiles_down(static_cast<int>(ceil_div(p.rows, int64_t{kTile}))),
         lane(threadIdx.x % kLanes),
         own_row(threadIdx.x / kLanes * kRows) {
-    const int tile = static_cast<int>(blockIdx.x), line = tile / across;
-    column = tile - line * across;
-    batch = line / down, row = line - batch * down;
+    const int tile = static_cast<int>(blockIdx.x), row_index = tile / tiles_across;
+    column = tile - row_index * tiles_across;
+    batch = row_index / tiles_down, row = row_index - batch * tiles_down;
     height = clamp(p.rows - int64_t{row} * kTile, kTile);
     width = clamp(p.cols - int64_t{column} * kTile, kTile);
   }
 
-  // Of this thread's first row.
+  // Returns the index in x of the first element of this thread's first row.
   template <typename Params>
   __device__ int64_t start(const Params& p) const {
     return (batch * p.rows + int64_t{row} * kTile + own_row) * p.cols + int64_t{column} * kTile;
   }
-  __device__ int width_of(int i) const { return own_row + i < height ? width : 0; }
+  // Returns the number of valid elements of this thread's row i.
+  __device__ int row_width(int i) const { return own_row + i < height ? width : 0; }
 };
 
 template <bool kVector, typename T, typename Params>
@@ -63,37 +65,39 @@ __device__ __forceinline__ void load_tile(const Params& p, const Tile& tile,
   const T* from = static_cast<const T*>(p.x) + tile.start(p);
 #pragma unroll
   for (int i = 0; i < kRows; ++i, from += p.cols) {
-    chunk[i] = load<kVector>(from, tile.lane, tile.width_of(i));
+    chunk[i] = load<kVector>(from, tile.lane, tile.row_width(i));
   }
 }
 
-// What follows from `chunk` after this is not computed before, nor kept from before: the registers
-// are then enough to load all rows before the first is used.
+// Makes the compiler treat the registers of `chunk` as changed. It then neither computes later uses
+// early nor keeps values from before this point. Otherwise the registers would not suffice to load
+// all rows before the first is used.
 template <typename T>
-__device__ __forceinline__ void hold(Chunk<T>& chunk) {
+__device__ __forceinline__ void pin(Chunk<T>& chunk) {
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(chunk) / 4); ++i) {
     asm volatile("" : "+r"(reinterpret_cast<uint32_t*>(&chunk)[i]));
   }
 }
 
-// `By` is a Scale or a Divisor.
+// Returns the codes of a chunk. `By` is Scale or Divisor.
 template <typename T, typename By>
-__device__ __forceinline__ uint2 codes_of(const Chunk<T>& chunk, const By& by) {
-  float2 v[kPerLane / 2];
+__device__ __forceinline__ uint2 quantize(const Chunk<T>& chunk, const By& by) {
+  float2 v[kElementsPerLane / 2];
 #pragma unroll
-  for (int i = 0; i < kPerLane / 2; ++i) v[i] = by.divided(pair(chunk, i));
+  for (int i = 0; i < kElementsPerLane / 2; ++i) v[i] = by.divided(pair(chunk, i));
   return {to_e4m3(v[0], v[1]), to_e4m3(v[2], v[3])};
 }
 
 // ---- transposed codes --------------------------------------------------------------------------
 
-// Byte of codes of the rows 8 * piece.. of a column.
-__device__ __forceinline__ int transposed_at(int column, int piece) {
-  return column * kTile + ((piece ^ column / kPerLane) * kRows);
+// Returns the offset in shared memory of a column's codes of the eight rows from 8 * chunk_index
+// on.
+__device__ __forceinline__ int transposed_at(int column, int chunk_index) {
+  return column * kTile + ((chunk_index ^ column / kElementsPerLane) * kRows);
 }
 
-// From shared memory, after a barrier, to rows of the transpose.
+// Copies the codes from shared memory to rows of the transpose. A barrier must come before.
 template <bool kVector, typename Params>
 __device__ __forceinline__ void store_transposed(const Params& p, const Tile& tile,
                                                  const uint8_t* transposed) {
@@ -101,8 +105,8 @@ __device__ __forceinline__ void store_transposed(const Params& p, const Tile& ti
   for (int i = 0; i < kTile; i += kThreads / kLanes) {
     const int column = i + threadIdx.x / kLanes;
     if (column >= tile.width) continue;
-    const int64_t line = tile.batch * p.cols + int64_t{tile.column} * kTile + column;
-    uint8_t* const to = p.q_transposed + line * p.rows + int64_t{tile.row} * kTile;
+    const int64_t row_index = tile.batch * p.cols + int64_t{tile.column} * kTile + column;
+    uint8_t* const to = p.q_transposed + row_index * p.rows + int64_t{tile.row} * kTile;
     if constexpr (kVector) {
       const auto* from = transposed + transposed_at(column, tile.lane);
       store<true>(to, tile.lane, tile.height, *reinterpret_cast<const uint2*>(from));
@@ -117,7 +121,7 @@ __device__ __forceinline__ void store_transposed(const Params& p, const Tile& ti
   }
 }
 
-// Four rows of four codes as four columns.
+// Transposes 4x4 codes.
 __device__ __forceinline__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column)[4]) {
   const uint32_t low[2] = {__byte_perm(row[0], row[1], 0x5140),
                            __byte_perm(row[2], row[3], 0x5140)};
@@ -129,10 +133,10 @@ __device__ __forceinline__ void transpose_4x4(const uint32_t (&row)[4], uint32_t
   column[3] = __byte_perm(high[0], high[1], 0x7632);
 }
 
-// A thread's codes, eight rows of eight, to shared memory.
+// Stores a thread's 8x8 codes, transposed, in shared memory.
 template <bool kVector>
-__device__ __forceinline__ void put_transposed(uint8_t* transposed, int lane,
-                                               const uint2 (&codes)[kRows]) {
+__device__ __forceinline__ void store_transposed_in_shared(uint8_t* transposed, int lane,
+                                                           const uint2 (&codes)[kRows]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint32_t row[2][4], column[2][4];
@@ -148,7 +152,7 @@ __device__ __forceinline__ void put_transposed(uint8_t* transposed, int lane,
   }
 }
 
-// ---- a scale for each tile ---------------------------------------------------------------------
+// ---- one scale per tile ------------------------------------------------------------------------
 
 struct alignas(16) TilesShared {
   uint8_t transposed[kTile * kTile];
@@ -162,13 +166,14 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 3>)
   const Tile tile(p);
   Chunk<T> chunk[kRows];
   load_tile<kVector>(p, tile, chunk);
-  auto own = magnitudes(chunk[0], 0);
+  auto own_amax = magnitudes(chunk[0], 0);
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-    for (int j = 0; j < kPerLane / 2; ++j) own = larger(own, magnitudes(chunk[i], j));
+    for (int j = 0; j < kElementsPerLane / 2; ++j)
+      own_amax = larger(own_amax, magnitudes(chunk[i], j));
   }
-  float amax = max_magnitude(kMinAmax, widened(own));
+  float amax = max_magnitude(kMinAmax, to_float2(own_amax));
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) {
     amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
@@ -182,38 +187,39 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 3>)
   uint2 codes[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i, to += p.cols) {
-    codes[i] = codes_of(chunk[i], scale);
-    store<kVector>(to, tile.lane, tile.width_of(i), codes[i]);
+    codes[i] = quantize(chunk[i], scale);
+    store<kVector>(to, tile.lane, tile.row_width(i), codes[i]);
   }
   if (threadIdx.x == 0) p.scale[blockIdx.x] = scale.scale;
   if (p.q_transposed == nullptr) return;
-  put_transposed<kVector>(transposed, tile.lane, codes);
+  store_transposed_in_shared<kVector>(transposed, tile.lane, codes);
   __syncthreads();
   store_transposed<kVector>(p, tile, transposed);
 }
 
-// ---- both layouts ------------------------------------------------------------------------------
+// ---- scales per row and per column -------------------------------------------------------------
 
 struct alignas(16) TransposeShared {
   uint8_t transposed[kTile * kTile];
-  // Of the columns, first each lane's first one, then each lane's second one: threads side by side
-  // find different banks.
-  float largest[kThreads / 32][kTile];  // by each warp
-  Divisor divisors[kTile];
+  // Maxima of columns, by warp. The first column of each lane comes first, then the second column
+  // of each lane, and so on, so that adjacent threads access different banks.
+  float largest[kThreads / 32][kTile];
+  Divisor divisors[kTile];  // of columns, in the same order
 };
 
-// The maximum of row lane / 2, of which each of the 16 lanes has a part: at every step a lane keeps
-// half of its rows and gives the others to the lane that keeps those. A shuffle less for every row
-// than if all lanes found all maxima, and each scale is computed by two lanes in place of 16.
-__device__ __forceinline__ float row_maximum(float (&amax)[kRows], int lane) {
+// Returns the maximum of row lane / 2. Each of the 16 lanes has partial maxima of all eight rows.
+// In every step a lane keeps half of its rows and sends the others to the lane that keeps those.
+// This takes fewer shuffles than finding all maxima in all lanes, and only two lanes, not 16, then
+// compute the same scale.
+__device__ __forceinline__ float reduce_row_amax(float (&amax)[kRows], int lane) {
 #pragma unroll
   for (int half = kRows / 2; half > 0; half /= 2) {
     const bool upper = lane & 2 * half;
 #pragma unroll
     for (int i = 0; i < half; ++i) {
       const float kept = upper ? amax[i + half] : amax[i];
-      const float given = upper ? amax[i] : amax[i + half];
-      amax[i] = max_nan(kept, __shfl_xor_sync(0xffffffffu, given, 2 * half));
+      const float sent = upper ? amax[i] : amax[i + half];
+      amax[i] = max_nan(kept, __shfl_xor_sync(0xffffffffu, sent, 2 * half));
     }
   }
   return max_nan(amax[0], __shfl_xor_sync(0xffffffffu, amax[0], 1));
@@ -227,16 +233,17 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 4>)
   Chunk<T> chunk[kRows];
   load_tile<kVector>(p, tile, chunk);
 
-  decltype(magnitudes(chunk[0], 0)) of_columns[kPerLane / 2];
+  decltype(magnitudes(chunk[0], 0)) column_amax[kElementsPerLane / 2];
 #pragma unroll
-  for (int j = 0; j < kPerLane / 2; ++j) {
-    of_columns[j] = magnitudes(chunk[0], j);
+  for (int j = 0; j < kElementsPerLane / 2; ++j) {
+    column_amax[j] = magnitudes(chunk[0], j);
 #pragma unroll
-    for (int i = 1; i < kRows; ++i) of_columns[j] = larger(of_columns[j], magnitudes(chunk[i], j));
+    for (int i = 1; i < kRows; ++i)
+      column_amax[j] = larger(column_amax[j], magnitudes(chunk[i], j));
   }
 #pragma unroll
-  for (int j = 0; j < kPerLane / 2; ++j) {
-    float2 amax = widened(of_columns[j]);
+  for (int j = 0; j < kElementsPerLane / 2; ++j) {
+    float2 amax = to_float2(column_amax[j]);
     amax = larger(amax, {__shfl_xor_sync(0xffffffffu, amax.x, kLanes),
                          __shfl_xor_sync(0xffffffffu, amax.y, kLanes)});
     if (threadIdx.x % 32 < kLanes) {
@@ -250,24 +257,25 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 4>)
     float amax[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      auto of_row = magnitudes(chunk[i], 0);
+      auto row_amax = magnitudes(chunk[i], 0);
 #pragma unroll
-      for (int j = 1; j < kPerLane / 2; ++j) of_row = larger(of_row, magnitudes(chunk[i], j));
-      amax[i] = max_magnitude(kMinAmaxBackward, widened(of_row));
+      for (int j = 1; j < kElementsPerLane / 2; ++j)
+        row_amax = larger(row_amax, magnitudes(chunk[i], j));
+      amax[i] = max_magnitude(kMinAmaxBackward, to_float2(row_amax));
     }
-    const Scale own(row_maximum(amax, tile.lane), p.power_of_two_scale);
-    const Divisor of_own(own);
+    const Scale row_scale(reduce_row_amax(amax, tile.lane), p.power_of_two_scale);
+    const Divisor own_divisor(row_scale);
     const int64_t row = tile.batch * p.rows + int64_t{tile.row} * kTile + tile.own_row;
     if (tile.lane % 2 == 0 && tile.own_row + tile.lane / 2 < tile.height) {
-      p.scale[(row + tile.lane / 2) * tile.across + tile.column] = own.scale;
+      p.scale[(row + tile.lane / 2) * tile.tiles_across + tile.column] = row_scale.scale;
     }
     uint8_t* to = p.q + tile.start(p);
 #pragma unroll
     for (int i = 0; i < kRows; ++i, to += p.cols) {
-      hold(chunk[i]);
-      const Divisor divisor(__shfl_sync(0xffffffffu, of_own.high, 2 * i, kLanes),
-                            __shfl_sync(0xffffffffu, of_own.low, 2 * i, kLanes));
-      store<kVector>(to, tile.lane, tile.width_of(i), codes_of(chunk[i], divisor));
+      pin(chunk[i]);
+      const Divisor divisor(__shfl_sync(0xffffffffu, own_divisor.high, 2 * i, kLanes),
+                            __shfl_sync(0xffffffffu, own_divisor.low, 2 * i, kLanes));
+      store<kVector>(to, tile.lane, tile.row_width(i), quantize(chunk[i], divisor));
     }
   }
 
@@ -279,16 +287,16 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 4>)
     divisors[threadIdx.x] = Divisor(scale);
     const int column = element<kVector>(tile.lane, threadIdx.x / kLanes);
     if (column < tile.width) {
-      const int64_t line = tile.batch * p.cols + int64_t{tile.column} * kTile + column;
-      p.scale_transposed[line * tile.down + tile.row] = scale.scale;
+      const int64_t row_index = tile.batch * p.cols + int64_t{tile.column} * kTile + column;
+      p.scale_transposed[row_index * tile.tiles_down + tile.row] = scale.scale;
     }
   }
   __syncthreads();
 
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) hold(chunk[i]);
+  for (int i = 0; i < kRows; ++i) pin(chunk[i]);
 #pragma unroll
-  for (int j = 0; j < kPerLane / 2; ++j) {
+  for (int j = 0; j < kElementsPerLane / 2; ++j) {
     float2 v[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) v[i] = pair(chunk[i], j);
@@ -311,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 4>)
 }
 
 template <typename Params>
-int64_t tiles(const Params& p) {
+int64_t num_tiles(const Params& p) {
   return p.batch * ceil_div(p.rows, int64_t{kTile}) * ceil_div(p.cols, int64_t{kTile});
 }
 
@@ -319,36 +327,36 @@ template <typename T>
 cudaError_t launch(const QuantizeTilesParams& p, cudaStream_t stream) {
   const auto address = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.q) |
                        reinterpret_cast<uintptr_t>(p.q_transposed);
-  const bool rows = p.q_transposed == nullptr || p.rows % kPerLane == 0;
-  const bool vector = p.cols % kPerLane == 0 && rows && address % 16 == 0;
-  return launch_blocks(vector ? tiles_kernel<T, true> : tiles_kernel<T, false>, tiles(p), kThreads,
-                       sizeof(TilesShared), stream, p);
+  const bool rows = p.q_transposed == nullptr || p.rows % kElementsPerLane == 0;
+  const bool vector = p.cols % kElementsPerLane == 0 && rows && address % 16 == 0;
+  return launch_blocks(vector ? tiles_kernel<T, true> : tiles_kernel<T, false>, num_tiles(p),
+                       kThreads, sizeof(TilesShared), stream, p);
 }
 
 template <typename T>
 cudaError_t launch(const QuantizeTransposeParams& p, cudaStream_t stream) {
   const auto address = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.q) |
                        reinterpret_cast<uintptr_t>(p.q_transposed);
-  const bool vector = (p.cols | p.rows) % kPerLane == 0 && address % 16 == 0;
-  return launch_blocks(vector ? transpose_kernel<T, true> : transpose_kernel<T, false>, tiles(p),
-                       kThreads, sizeof(TransposeShared), stream, p);
+  const bool vector = (p.cols | p.rows) % kElementsPerLane == 0 && address % 16 == 0;
+  return launch_blocks(vector ? transpose_kernel<T, true> : transpose_kernel<T, false>,
+                       num_tiles(p), kThreads, sizeof(TransposeShared), stream, p);
 }
 
 template <typename Params>
-cudaError_t launch_dtype(const Params& p, cudaStream_t stream) {
+cudaError_t launch_tiles(const Params& p, cudaStream_t stream) {
   if (p.batch == 0 || p.rows == 0 || p.cols == 0) return cudaSuccess;
-  if (tiles(p) > INT32_MAX) return cudaErrorInvalidValue;
-  return with_element_type(p.dtype, [&]<typename T>() { return launch<T>(p, stream); });
+  if (num_tiles(p) > INT32_MAX) return cudaErrorInvalidValue;
+  return dispatch_dtype(p.dtype, [&]<typename T>() { return launch<T>(p, stream); });
 }
 
 }  // namespace
 
 cudaError_t launch_quantize_tiles(const QuantizeTilesParams& p, cudaStream_t stream) {
-  return launch_dtype(p, stream);
+  return launch_tiles(p, stream);
 }
 
 cudaError_t launch_quantize_transpose(const QuantizeTransposeParams& p, cudaStream_t stream) {
-  return launch_dtype(p, stream);
+  return launch_tiles(p, stream);
 }
 
 }  // namespace jax_dsa

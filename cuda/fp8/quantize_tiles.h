@@ -1,5 +1,5 @@
-// Quantisation to e4m3 by tiles of 128 rows and 128 columns: with a scale for each tile, or for
-// each row and for each column of a tile.
+// Quantisation to e4m3 in tiles of 128 rows and 128 columns, with a scale for each tile, or with a
+// scale for each row and each column of a tile.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,11 +10,11 @@
 
 namespace jax_dsa {
 
-// For weights: a scale for each tile.
+// Quantises weights, with a scale for each tile.
 struct QuantizeTilesParams {
-  const void* x;          // [batch, rows, cols], of `dtype`
+  const void* x;          // [batch, rows, cols], dtype
   uint8_t* q;             // [batch, rows, cols], e4m3
-  uint8_t* q_transposed;  // [batch, cols, rows], the same codes; or none
+  uint8_t* q_transposed;  // [batch, cols, rows], the same codes; may be null
   float* scale;           // [batch, ceil(rows / 128), ceil(cols / 128)]
   int64_t batch, rows, cols;
   DType dtype;
@@ -23,12 +23,13 @@ struct QuantizeTilesParams {
 
 cudaError_t launch_quantize_tiles(const QuantizeTilesParams& params, cudaStream_t stream);
 
-// For the operands of gradients, which are multiplied along their columns and along their rows: x
-// and its transpose, each with a scale for every 1x128 block of a row, as small as 1e-20 / 448.
+// Quantises an operand of gradients, which is contracted both along its rows and along its columns.
+// The results are x and its transpose, each with a scale for each 1x128 block of its rows. The
+// smallest scale is 1e-20 / 448.
 struct QuantizeTransposeParams {
-  const void* x;            // [batch, rows, cols], of `dtype`
-  uint8_t* q;               // [batch, rows, cols], e4m3; or none, and then no
-  float* scale;             // [batch, rows, ceil(cols / 128)]
+  const void* x;            // [batch, rows, cols], dtype
+  uint8_t* q;               // [batch, rows, cols], e4m3; null if only the transpose is wanted
+  float* scale;             // [batch, rows, ceil(cols / 128)]; null if q is
   uint8_t* q_transposed;    // [batch, cols, rows], e4m3
   float* scale_transposed;  // [batch, cols, ceil(rows / 128)]
   int64_t batch, rows, cols;

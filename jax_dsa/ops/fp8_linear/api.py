@@ -1,4 +1,4 @@
-"""The linear layer whose three products are in FP8 (e4m3)."""
+"""Linear layer whose forward product and both gradients are FP8 (e4m3) matmuls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WEIGHTS = Pass(
     shardable="b i j",
     kernel=Kernel(cuda.fp8_linear_weights, cuda.supports, limits="any shape"),
 )
-# As of fp8_matmul: K stays whole in the forward pass.
+# As in fp8_matmul, K is not sharded in the forward pass.
 FWD = Pass(
     "fp8_linear_fwd",
     xla.fp8_linear_fwd,
@@ -70,32 +70,35 @@ def _fwd(call: Call, options: Options, x: Operands) -> Results:
 
 
 def _plain(options: Options, x: Operands) -> Results:
-    """The product in terms that JAX differentiates as `_bwd` does: each operand moves as itself
-    while the other stays as it is quantised for that product, and cotangents are rounded.
+    """Returns the product as plain JAX code with the same gradients as `_bwd`.
+
+    The result is the product of the quantised operands, plus one term per operand. A term is zero
+    but depends on its operand, and contains the other operand as it is quantised for that gradient.
+    `quantized_cotangent` quantises the cotangents of these terms.
     """
     row, column, tile = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
 
-    def moving(value: Array) -> Array:
+    def zero(value: Array) -> Array:  # with the gradient of `value`
         return (value - jax.lax.stop_gradient(value)).astype(jnp.float32)
 
-    def cotangent(value: Array, block: tuple[int, int]) -> Array:
-        identity, rounds = (lambda _, y: y), (lambda _, dy: xla.rounded_back(options, dy, block))
-        return linear_call(identity, rounds, (), value)
+    def quantized_cotangent(value: Array, block: tuple[int, int]) -> Array:
+        identity, transpose = (lambda _, y: y), (lambda _, dy: xla.rounded_back(options, dy, block))
+        return linear_call(identity, transpose, (), value)
 
     fixed = Operands(*jax.lax.stop_gradient(tuple(x)))
     w = xla.rounded(options, fixed.w, tile)
     out = xla.matmul(xla.rounded(options, fixed.x, row), w)
-    of_x = cotangent(xla.matmul(moving(x.x), w), row)
-    flat = xla.matmul(xla.rounded_back(options, flat_rows(fixed.x), column), moving(x.w))
-    of_w = cotangent(flat, column).reshape(out.shape)
-    return Results((out + of_x + of_w).astype(options.dtype), x.w, x.w)
+    x_term = quantized_cotangent(xla.matmul(zero(x.x), w), row)
+    flat = xla.matmul(xla.rounded_back(options, flat_rows(fixed.x), column), zero(x.w))
+    w_term = quantized_cotangent(flat, column).reshape(out.shape)
+    return Results((out + x_term + w_term).astype(options.dtype), x.w, x.w)
 
 
 def _bwd(call: Call, options: Options, x: Inputs, w: Weights, dy: Results) -> Gradients:
     return BWD(call, options, x, w, Product(dy.out))
 
 
-# The operator without its checks.
+# The operator without argument checks.
 fp8_linear_op = differentiable(
     "fp8_linear",
     _fwd,
@@ -112,29 +115,35 @@ def fp8_linear(
     dtype: Any = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "... N"]:
-    """`x @ w` for training, with forward pass, input gradient and weight gradient all in FP8.
+    """Returns `x @ w`, where the product and both of its gradients are FP8 matmuls.
 
-    The recipe of DeepSeek-V3 (arXiv:2412.19437, section 3.3). Each of the three products
-    multiplies e4m3 codes and accumulates in float32:
+    This is the training recipe of DeepSeek-V3 (arXiv:2412.19437, section 3.3). Each of the three
+    matmuls multiplies e4m3 codes and accumulates in float32:
 
-        y  = x @ w       x in blocks of 1x128 along K, w of 128x128
-        dx = dy @ w.T    dy in blocks of 1x128 along N, the same codes of w
-        dw = x.T @ dy    both in blocks of 128 rows, along which they are contracted
+        y  = x @ w       x has blocks of 1x128 along K, w of 128x128
+        dx = dy @ w.T    dy has blocks of 1x128 along N; w has the same codes
+        dw = x.T @ dy    both have blocks of 128x1 along the rows, which are contracted
 
-    `quantize_fp8` says how a block is quantised; for both gradients the least scale is 1e-20 / 448
-    in place of 1e-4 / 448, since a gradient may be small. All leading axes together are the rows.
+    The rows are all leading axes together. `quantize_fp8` describes the quantisation of a block.
+    For both gradients the smallest scale is 1e-20 / 448 instead of 1e-4 / 448, because gradients
+    may be small.
 
     Args:
-        x: bfloat16, float16 or float32, with any leading axes.
-        w: bfloat16, float16 or float32; not necessarily x's dtype. Its gradient is rounded once,
-            to w's dtype: float32 master weights get the float32 sum.
-        power_of_two_scale: of all quantisations.
-        dtype: of the result, bfloat16, float16 or float32; default x's.
-        implementation: None (the kernels where they are, else XLA), "cuda" or "xla".
+        x: Input of shape [..., K]; bfloat16, float16 or float32.
+        w: Weights of shape [K, N]; bfloat16, float16 or float32, not necessarily x's dtype. The
+            gradient is rounded only once, to w's dtype, so float32 master weights get the float32
+            sum.
+        power_of_two_scale: Whether all scales are rounded up to powers of two.
+        dtype: Dtype of the result: bfloat16, float16 or float32. Default: x's dtype.
+        implementation: None (the CUDA kernels if available, else XLA), "cuda" or "xla".
+
+    Returns:
+        The product, of shape [..., N] and dtype `dtype`.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, shape or range.
-        NotImplementedError: `implementation="cuda"` cannot run this call here.
+        TypeError: If an argument has the wrong type or dtype.
+        ValueError: If an argument has the wrong shape or value.
+        NotImplementedError: If `implementation="cuda"` cannot run this call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa

@@ -1,4 +1,4 @@
-"""The FP8 linear layer on its CUDA kernels."""
+"""Calls of the CUDA kernels of the FP8 linear layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jax_dsa.ops.fp8_linear.spec import (
     WeightValues,
     flat_rows,
 )
-from jax_dsa.ops.fp8_matmul.cuda import MAX_SIZE, whole_rows
+from jax_dsa.ops.fp8_matmul.cuda import MAX_SIZE, pad_rows
 from jax_dsa.ops.quantize_fp8.cuda import (
     quantize_fp8_columns,
     quantize_fp8_tiles_transpose,
@@ -30,36 +30,37 @@ from jax_dsa.ops.quantize_fp8.cuda import (
 
 
 def supports(options: Options, *groups: tuple[Array, ...]) -> str | None:
-    """None, or why the kernels do not run this call: of any pass."""
+    """Returns None, or the reason why the kernels cannot run this call, in any pass."""
     shapes = [x.shape for group in groups for x in group]
-    if any(max(math.prod(rows), cols) > MAX_SIZE for _, *rows, cols in shapes):
-        return f"it takes sizes up to {MAX_SIZE}"
+    largest = max((max(math.prod(rows), cols) for _, *rows, cols in shapes), default=0)
+    if largest > MAX_SIZE:
+        return f"it takes sizes up to {MAX_SIZE}, got {largest}"
     return None
 
 
 def fp8_linear_weights(options: Options, avals: WeightCodes, x: WeightValues) -> WeightCodes:
-    """`xla.fp8_linear_weights`."""
+    """Computes `xla.fp8_linear_weights`."""
     return WeightCodes(*quantize_fp8_tiles_transpose(x.w, options.power_of_two_scale))
 
 
 def fp8_linear_fwd(options: Options, avals: Product, x: Codes, w: TransposedWeights) -> Product:
-    """`xla.fp8_linear_fwd`."""
+    """Computes `xla.fp8_linear_fwd`."""
     return Product(_product(*x, w.w_transposed, w.w_scale.swapaxes(1, 2), avals.out))
 
 
 def fp8_linear_bwd(
     options: Options, avals: Gradients, x: Inputs, w: Weights, dy: Product
 ) -> Gradients:
-    """`xla.fp8_linear_bwd`."""
+    """Computes `xla.fp8_linear_bwd`."""
     power = options.power_of_two_scale
-    of_x = quantize_fp8_columns(flat_rows(x.x), power)
-    of_dy = quantize_fp8_transpose(flat_rows(dy.out), power)
-    flat = jax.eval_shape(flat_rows, avals.x)
-    dx = _product(of_dy.codes, of_dy.scale, *w, flat).reshape(avals.x.shape)
+    x_codes = quantize_fp8_columns(flat_rows(x.x), power)
+    dy_codes = quantize_fp8_transpose(flat_rows(dy.out), power)
+    flat_dx = jax.eval_shape(flat_rows, avals.x)
+    dx = _product(dy_codes.codes, dy_codes.scale, *w, flat_dx).reshape(avals.x.shape)
     dw = _product(
-        *of_x,
-        of_dy.codes_transposed,
-        of_dy.scale_transposed,
+        *x_codes,
+        dy_codes.codes_transposed,
+        dy_codes.scale_transposed,
         avals.w,
     )
     return Gradients(dx, dw)
@@ -72,7 +73,7 @@ def _product(
     b_scale: Float[Array, "b I J"],
     aval: Any,
 ) -> Float[Array, "b ... N"]:
-    """a @ b^T; blocks of b are 1x128 or 128x128."""
-    operands = (whole_rows(a), a_scale, whole_rows(b), b_scale)
+    """Returns a @ b^T. The shape of `b_scale` says whether blocks of b are 1x128 or 128x128."""
+    operands = (pad_rows(a), a_scale, pad_rows(b), b_scale)
     (out,) = ffi.call("jax_dsa.fp8_matmul.v1", operands, [aval])
     return out

@@ -25,20 +25,20 @@ from jax_dsa.ops.quantize_fp8.xla import dequantized, quantize_fp8
 
 
 def fp8_linear_weights(options: Options, x: WeightValues) -> WeightCodes:
-    """The weights, quantised by tiles."""
+    """Quantises the weights in tiles of 128x128."""
     codes, scale = quantize_fp8(options.w, quantize.Operands(x.w))
     return WeightCodes(codes, codes.swapaxes(1, 2), scale)
 
 
 def fp8_linear_fwd(options: Options, x: Codes, w: TransposedWeights) -> Product:
-    """x @ w of the dequantised operands."""
+    """Returns x @ w of the dequantised operands."""
     values = dequantized(*x, (1, options.block), jnp.float32)
     weights = _values(options, Weights(w.w_transposed.swapaxes(1, 2), w.w_scale))
     return Product(matmul(values, weights).astype(options.dtype))
 
 
 def fp8_linear_bwd(options: Options, x: Inputs, w: Weights, dy: Product) -> Gradients:
-    """The gradients, with every operand of every product quantised along its contracted axis."""
+    """Returns the gradients. Operands are quantised along the axis that is contracted."""
     row, column = (1, options.block), (options.block, 1)
     dx = matmul(rounded_back(options, dy.out, row), _values(options, w).swapaxes(1, 2))
     rows_x, rows_dy = (rounded_back(options, flat_rows(a), column) for a in (x.x, dy.out))
@@ -47,7 +47,7 @@ def fp8_linear_bwd(options: Options, x: Inputs, w: Weights, dy: Product) -> Grad
 
 
 def matmul(a: Float[Array, "b ... K"], b: Float[Array, "b K N"]) -> Float[Array, "b ... N"]:
-    """a @ b, accumulated in float32."""
+    """Returns a @ b, accumulated in float32."""
     return jnp.einsum("b...k,bkn->b...n", a, b, preferred_element_type=jnp.float32)
 
 
@@ -57,14 +57,15 @@ def rounded(
     block: tuple[int, int],
     min_amax: float = quantize.MIN_AMAX,
 ) -> Float[Array, "... R C"]:
-    """In float32, what the codes of `x` stand for."""
-    how = quantize.Options(block, "", "", options.power_of_two_scale, min_amax=min_amax)
-    return dequantized(*quantize_fp8(how, quantize.Operands(x)), block, jnp.float32)
+    """Returns `x`, quantised and dequantised to float32."""
+    quantization = quantize.Options(block, "", "", options.power_of_two_scale, min_amax=min_amax)
+    return dequantized(*quantize_fp8(quantization, quantize.Operands(x)), block, jnp.float32)
 
 
-# As the operands of the gradients are quantised.
+# Quantises and dequantises an operand of a gradient.
 rounded_back = functools.partial(rounded, min_amax=BACKWARD_MIN_AMAX)
 
 
 def _values(options: Options, w: Weights) -> Float[Array, "b K N"]:
+    """Returns the dequantised weights."""
     return dequantized(*w, (options.block, options.block), jnp.float32)

@@ -1,4 +1,4 @@
-"""FP8 matmul."""
+"""Matmul of FP8 (e4m3) operands with one scale per block."""
 
 from jax_dsa.ops.fp8_matmul.api import fp8_matmul
 

@@ -1,4 +1,4 @@
-"""The matmul of operands that are quantised to FP8 (e4m3) by blocks."""
+"""Matmul of operands that are quantised to FP8 (e4m3) with one scale per block."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from jax_dsa.ops.quantize_fp8.spec import (
     row_axis,
 )
 
-# The contracted axis stays whole in the forward pass, whose sum is rounded once, at the end.
+# The contracted axis is not sharded in the forward pass, because the sum is rounded only once.
 FWD = Pass(
     "fp8_matmul_fwd",
     xla.fp8_matmul_fwd,
@@ -61,7 +61,7 @@ def _fwd(call: Call, options: Options, x: Operands) -> Results:
 
 
 def _plain(call: Call, options: Options, x: Operands) -> Results:
-    """The product in terms that JAX differentiates as `_bwd` does."""
+    """Returns the product as plain JAX code with the same gradient as `_bwd`."""
 
     def value(options: quantize.Options, x: Array, scale: Array | None) -> Array:
         if scale is None:
@@ -83,7 +83,7 @@ def _bwd(call: Call, options: Options, a: A, b: B, dy: Results) -> Gradients:
     return Gradients(da, db)
 
 
-# The operator without its checks.
+# The operator without argument checks.
 fp8_matmul_op = differentiable(
     "fp8_matmul",
     _fwd,
@@ -102,31 +102,43 @@ def fp8_matmul(
     dtype: Any = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "... N"]:
-    """`a @ b.T` of block-quantised operands: activations by 1x128, weights by 128x128.
+    """Returns `a @ b.T` for operands that are quantised to FP8.
 
-    `out[m, n] = sum over blocks j of K: a_scale[m, j] * b_scale[n // 128, j] * sum over k in j:
-    a[m, k] * b[n, k]`, accumulated in float32 and rounded once.
+    Blocks of a, the activations, are 1x128. Blocks of b, the weights, are 128x128:
 
-    An operand given without its scale is quantised here, and then has a gradient: straight through
-    its quantisation, from a matmul in the result's dtype (bf16 for bf16 models) with the other
-    operand's dequantised values. The backward pass keeps the codes, not the operand. Operands that
-    come quantised are constants.
+        out[m, n] = sum over K blocks j of
+            a_scale[m, j] * b_scale[n // 128, j] * (sum over k in block j of a[m, k] * b[n, k])
+
+    The sum over K blocks is accumulated in float32 and rounded once.
+
+    An operand without a scale is quantised by this function and has a gradient. The gradient passes
+    straight through the quantisation. It is a matmul, in the result's dtype, with the dequantised
+    values of the other operand. The backward pass keeps the codes, not the operand. An operand with
+    a scale is a constant.
 
     Args:
-        a: float8_e4m3fn codes if `a_scale` is given, else bfloat16, float16 or float32; any leading
-            axes.
-        a_scale: float32, one for every 1x128 block of a; or None.
-        b: likewise; codes or not.
-        b_scale: float32, one for every 128x128 block of b; or None.
-        power_of_two_scale: for the operands that are quantised here.
-        dtype: of the result, bfloat16, float16 or float32; default a's, bfloat16 if a is codes.
-        implementation: None (the kernels where they are, else XLA), "cuda" or "xla". The kernels
-            promote to float32 every 128 of K. XLA multiplies float32, on a GPU in TF32 unless
-            `jax.default_matmul_precision` says otherwise. Gradients are XLA's, so "cuda" has none.
+        a: First operand of shape [..., K]. With `a_scale` float8_e4m3fn codes, else bfloat16,
+            float16 or float32.
+        a_scale: Scales of shape [..., ceil(K / 128)], float32, or None.
+        b: Second operand of shape [N, K]. With `b_scale` float8_e4m3fn codes, else bfloat16,
+            float16 or float32.
+        b_scale: Scales of shape [ceil(N / 128), ceil(K / 128)], float32, or None.
+        power_of_two_scale: Whether scales of operands that are quantised here are rounded up to
+            powers of two.
+        dtype: Dtype of the result: bfloat16, float16 or float32. Default: a's dtype, or bfloat16 if
+            `a` holds codes.
+        implementation: None (the CUDA kernels if available, else XLA), "cuda" or "xla". The kernels
+            promote partial sums to float32 after each K block of 128. XLA multiplies in float32,
+            which is TF32 on a GPU unless `jax.default_matmul_precision` is set. Gradients always
+            run in XLA, so with "cuda" they raise.
+
+    Returns:
+        The product, of shape [..., N] and dtype `dtype`.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, shape or range.
-        NotImplementedError: `implementation="cuda"` cannot run this call here.
+        TypeError: If an argument has the wrong type or dtype.
+        ValueError: If an argument has the wrong shape or value.
+        NotImplementedError: If `implementation="cuda"` cannot run this call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
@@ -143,15 +155,15 @@ def fp8_matmul(
     b = args.array("b", b, "N K", INPUTS if b_scale is None else E4M3)
     blocks_n, blocks_k = (-(-n // BLOCK) for n in b.shape)
     if a_scale is not None:
-        want = " ".join(map(str, (*a.shape[:-1], blocks_k)))
-        a_scale = args.array("a_scale", a_scale, want, SCALES)[None]
+        dims = " ".join(map(str, (*a.shape[:-1], blocks_k)))
+        a_scale = args.array("a_scale", a_scale, dims, SCALES)[None]
     if b_scale is not None:
         b_scale = args.array("b_scale", b_scale, f"{blocks_n} {blocks_k}", SCALES)[None]
     power = args.flag("power_of_two_scale", power_of_two_scale)
     if dtype is None:
         dtype = jnp.bfloat16 if a_scale is not None else a.dtype
 
-    # In the plain XLA route the operands are dequantised to float32.
+    # Under jax_dsa.plain_xla() the operands are dequantised to float32.
     plain = {"power_of_two_scale": power, "dtype": jnp.float32}
     (n, n_blocks), (k, k_blocks) = row_axis(b.shape[0], BLOCK), column_axis(b.shape[1], BLOCK)
     options = Options(

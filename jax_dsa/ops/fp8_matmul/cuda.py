@@ -1,4 +1,4 @@
-"""The FP8 matmul on its CUDA kernels."""
+"""Calls of the CUDA kernels of the FP8 matmul."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ ROW_BYTES = 16  # The size of a row is a multiple of this, because TMA copies it
 
 
 def supports(options: Options, x: Operands) -> str | None:
-    """None, or why the kernels do not run this call."""
+    """Returns None, or the reason why the kernels cannot run this call."""
     rows = 1
     for size in x.a.shape[1:-1]:
         rows *= size
-    if max(rows, x.a.shape[0], *x.b.shape[1:]) > MAX_SIZE:
-        return f"it takes sizes up to {MAX_SIZE}"
+    largest = max(rows, x.a.shape[0], *x.b.shape[1:])
+    if largest > MAX_SIZE:
+        return f"it takes sizes up to {MAX_SIZE}, got {largest}"
     return None
 
 
-def whole_rows(codes: Float[Array, "... K"]) -> Float[Array, "... k"]:
-    """The codes with zeros up to a length of rows that TMA copies."""
+def pad_rows(codes: Float[Array, "... K"]) -> Float[Array, "... k"]:
+    """Pads rows of codes with zeros to a multiple of 16 bytes, because TMA copies them."""
     padding = -codes.shape[-1] % ROW_BYTES
     if padding == 0:
         return codes
@@ -34,6 +35,6 @@ def whole_rows(codes: Float[Array, "... K"]) -> Float[Array, "... k"]:
 
 
 def fp8_matmul_fwd(options: Options, avals: Product, x: Operands) -> Product:
-    """`xla.fp8_matmul_fwd`."""
-    given = x._replace(a=whole_rows(x.a), b=whole_rows(x.b))
-    return Product(*ffi.call("jax_dsa.fp8_matmul.v1", given, avals))
+    """Computes `xla.fp8_matmul_fwd`."""
+    padded = x._replace(a=pad_rows(x.a), b=pad_rows(x.b))
+    return Product(*ffi.call("jax_dsa.fp8_matmul.v1", padded, avals))

@@ -1,4 +1,4 @@
-"""What the FP8 matmul takes and gives."""
+"""Options, operands, results and gradients of the FP8 matmul."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from jax_dsa.ops.quantize_fp8 import spec as quantize
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options. The dims leave out the batch axis; K is the contracted axis.
+    """Static options. Dims do not include the batch axis. K is the contracted axis.
 
     Attributes:
-        dtype: of the product.
-        quantized: whether a and b come quantised; else they have gradients.
-        a, b: of the operands' quantisation.
-        rows: dims of the rows of a.
-        n, n_blocks, k, k_blocks: dims of the axes of b, and of their axes of blocks.
+        dtype: Dtype of the product.
+        quantized: Whether the caller has quantised a and b. An operand has a gradient only if the
+            caller has not.
+        a, b: Options of the quantisation of each operand.
+        rows: Dims of the leading axes of a.
+        n, k: Dims of the axes of b.
+        n_blocks, k_blocks: Dims of the axes of b's scales.
+        block: Elements of a block along N and K.
     """
 
     dtype: Any
@@ -37,7 +40,7 @@ class Options:
 
 
 class Operands(NamedTuple):
-    """Codes with scales, or values without."""
+    """Each operand is either codes with scales, or values without."""
 
     a: Float[Array, "b {o.rows} {o.k}"]
     a_scale: Float[Array, "b {o.rows} {o.k_blocks}"] | None
@@ -46,13 +49,13 @@ class Operands(NamedTuple):
 
 
 class Product(NamedTuple):
-    """a @ b^T."""
+    """The product a @ b^T."""
 
     out: Float[Array, "b {o.rows} {o.n}", Dtype(lambda options, _: options.dtype)]
 
 
 class Results(NamedTuple):
-    """The product, and for the backward pass the operands as they were multiplied."""
+    """The product, and the quantised operands for the backward pass."""
 
     out: Float[Array, "b {o.rows} {o.n}"]
     a: Float[Array, "b {o.rows} {o.k}", CONSTANT]
@@ -75,27 +78,29 @@ class B(NamedTuple):
     b_scale: Float[Array, "b {o.n_blocks} {o.k_blocks}"]
 
 
-# Each is the gradient of the operand that the pass does not read; b's is by whole blocks of rows.
 class AGradient(NamedTuple):
-    """Of the first operand."""
+    """The gradient of the first operand."""
 
     a: Float[Array, "b {o.rows} {o.k}", jnp.float32]
 
 
 class BGradient(NamedTuple):
-    """Of the second operand."""
+    """The gradient of the second operand."""
 
     b: Float[Array, "b i {o.k}", jnp.float32]
 
 
 class RowProduct(NamedTuple):
-    """The product's cotangent as the gradient of b reads it: i need not be whole blocks."""
+    """The cotangent of the product for the gradient of b.
+
+    N is named `i`, so that it can be sharded at any row, not only between blocks.
+    """
 
     out: Float[Array, "b {o.rows} i"]
 
 
 class Gradients(NamedTuple):
-    """Of operands that came without a scale."""
+    """The gradients of operands without a scale; None for the others."""
 
     a: Array | None
     b: Array | None

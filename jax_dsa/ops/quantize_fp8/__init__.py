@@ -1,4 +1,4 @@
-"""FP8 block quantisation."""
+"""FP8 (e4m3) quantisation with one scale per block."""
 
 from jax_dsa.ops.quantize_fp8.api import dequantize_fp8, fake_quantize_fp8, quantize_fp8
 

@@ -1,4 +1,4 @@
-"""FP8 (e4m3) block quantisation and its inverse."""
+"""FP8 (e4m3) quantisation with one scale per block, and dequantisation."""
 
 from __future__ import annotations
 
@@ -54,16 +54,17 @@ def _quantize_fwd(call: Call, options: Options, x: Operands) -> Codes:
 
 def _quantize_bwd(call: Call, *_: Any) -> NoReturn:
     raise TypeError(
-        f"{call.op}: its results have no gradient (JAX would round their cotangents to e4m3). "
-        "Use fake_quantize_fp8, or give fp8_matmul the unquantised array: both pass gradients "
-        "straight through. Where no gradient is meant, quantise jax.lax.stop_gradient(x)"
+        f"{call.op}: the results have no gradient, because JAX would round their cotangents to "
+        "e4m3. Use fake_quantize_fp8, or pass the unquantised array to fp8_matmul: both pass "
+        "gradients straight through. If no gradient is wanted, quantise jax.lax.stop_gradient(x)"
     )
 
 
 def _fake_quantize_fwd(call: Call, options: Options, x: Operands) -> Values:
     codes = QUANTIZE(call, options, jax.lax.stop_gradient(x))
     y = DEQUANTIZE_FWD(call.auxiliary, options, codes).x
-    if call.implementation == "plain":  # JAX differentiates it: with the gradient of x
+    if call.implementation == "plain":
+        # JAX differentiates this code. The added term is zero, and its gradient is that of x.
         y = y + (x.x - jax.lax.stop_gradient(x.x)).astype(y.dtype)
     return Values(y)
 
@@ -72,7 +73,7 @@ def _fake_quantize_bwd(call: Call, options: Options, dy: Values) -> Gradients:
     return Gradients(dy.x)
 
 
-# The operators without their checks.
+# The operators without argument checks.
 quantize_fp8_op = differentiable(
     "quantize_fp8", _quantize_fwd, _quantize_bwd, residuals=lambda x, y: ()
 )
@@ -88,6 +89,7 @@ fake_quantize_fp8_op = differentiable(
 
 
 def _check_block(args: Args, block: Any) -> tuple[int, int]:
+    """Returns the rows and columns of a block."""
     if not isinstance(block, tuple | list):
         return 1, args.integer("block", block, 1)
     args.option("block", block, len(block) == 2, "an int >= 1, or a pair of them: rows, columns")
@@ -95,7 +97,7 @@ def _check_block(args: Args, block: Any) -> tuple[int, int]:
 
 
 def _check_x(op: str, x: Any, block: Any, dtypes: Any) -> tuple[Args, Any, tuple[int, int]]:
-    """The array to quantise or to dequantise, and its blocks."""
+    """Returns the checks of the call, the checked array, and the rows and columns of a block."""
     dims = leading_dims(x, "C")
     args = Args(op, "x", x, dims)
     rows, cols = _check_block(args, block)
@@ -114,32 +116,36 @@ def quantize_fp8(
     power_of_two_scale: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "... C"], Float[Array, "... J"]]:
-    """Quantises to float8_e4m3fn with one scale for every block of elements.
+    """Quantises an array to float8_e4m3fn with one scale per block of elements.
 
-    For every block, `scale = max(max|x|, 1e-4) / 448` and `q = e4m3(x / scale)`, both divisions
-    correctly rounded and the conversion to the nearest code, ties to even: the same bits on every
-    device and implementation. This is the quantisation of DeepSeek-V3 (arXiv:2412.19437, section
-    3.3): blocks of 1x128 for activations and 128x128 for weights.
+    For each block, `scale = max(max|x|, 1e-4) / 448` and `q = e4m3(x / scale)`. Both divisions are
+    correctly rounded, and the conversion rounds to nearest with ties to even. Results are the same
+    bits on every device and with every implementation. This is the quantisation of DeepSeek-V3
+    (arXiv:2412.19437, section 3.3), which uses blocks of 1x128 for activations and of 128x128 for
+    weights.
 
-    A block that holds a NaN or an infinity has NaN for its scale and in all its codes; other blocks
-    are not affected.
+    If a block contains a NaN or an infinity, its scale and all its codes are NaN. Other blocks are
+    not affected.
 
     Args:
-        x: bfloat16, float16 or float32, with any leading axes or none.
-        block: elements of the last axis that share a scale; or a pair, rows and columns of the last
-            two axes. The last block of an axis may be shorter.
-        power_of_two_scale: round every scale up to a power of two, so that dividing by it is exact.
-        implementation: None (the kernel where there is one, else XLA), "cuda" or "xla". The kernels
-            have blocks of 1x128 and 128x128.
+        x: Array of shape [..., C] or [..., R, C]; bfloat16, float16 or float32.
+        block: Number of elements of the last axis that share a scale, or a pair (rows, columns) of
+            sizes along the last two axes. The last block of an axis may be shorter.
+        power_of_two_scale: Whether to round each scale up to a power of two. Division by the scale
+            is then exact.
+        implementation: None (the CUDA kernel if it supports the call, else XLA), "cuda" or "xla".
+            The kernels support blocks of 1x128 and 128x128.
 
     Returns:
-        The codes, float8_e4m3fn of x's shape, and the scales, float32, with ceil(C / block) for C
-        (and ceil(R / rows) for R).
+        The codes, float8_e4m3fn, of the shape of `x`, and the scales, float32. The last axis of the
+        scales has length ceil(C / block). With a pair, the last two axes have lengths
+        ceil(R / rows) and ceil(C / columns).
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, shape or range. A TypeError also if a
-            gradient reaches the results: see `fake_quantize_fp8`.
-        NotImplementedError: `implementation="cuda"` cannot run this call here.
+        TypeError: If an argument has the wrong type or dtype, or if a gradient reaches the results.
+            Use `fake_quantize_fp8` for gradients.
+        ValueError: If an argument has the wrong shape or value.
+        NotImplementedError: If `implementation="cuda"` cannot run this call.
 
     Examples:
         >>> import jax.numpy as jnp, jax_dsa
@@ -163,21 +169,26 @@ def dequantize_fp8(
     dtype: Any = jnp.float32,
     implementation: Implementation | None = None,
 ) -> Float[Array, "... C"]:
-    """The inverse of `quantize_fp8`: every code times its block's scale.
+    """Returns each code times the scale of its block, which inverts `quantize_fp8`.
 
-    Differentiable in the scales. The codes are constants.
+    The result is differentiable with respect to the scales. The codes are constants.
 
     Args:
-        x: float8_e4m3fn codes.
-        scale: float32, the blocks' scales as `quantize_fp8` returns them.
-        block: that of the quantisation.
-        dtype: of the result: float32, bfloat16 or float16. With power-of-two scales all of them are
-            exact (float16 within its range).
-        implementation: as of `quantize_fp8`.
+        x: Codes of shape [..., C] or [..., R, C]; float8_e4m3fn.
+        scale: Scales of the blocks, of the shape that `quantize_fp8` returns; float32.
+        block: The `block` that was passed to `quantize_fp8`.
+        dtype: Dtype of the result: float32, bfloat16 or float16. With power-of-two scales the
+            result is exact in each of them (in float16 within its range).
+        implementation: None (the CUDA kernel if it supports the call, else XLA), "cuda" or "xla".
+            The kernels support blocks of 1x128 and 128x128. The gradient always runs in XLA.
+
+    Returns:
+        The values, of the shape of `x` and of dtype `dtype`.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, shape or range.
-        NotImplementedError: `implementation="cuda"` cannot run this call here.
+        TypeError: If an argument has the wrong type or dtype.
+        ValueError: If an argument has the wrong shape or value.
+        NotImplementedError: If `implementation="cuda"` cannot run this call.
 
     Examples:
         >>> import jax.numpy as jnp, jax_dsa
@@ -202,10 +213,24 @@ def fake_quantize_fp8(
     power_of_two_scale: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "... C"]:
-    """`x` rounded to what its FP8 quantisation holds, in x's dtype, with the gradient of `x`.
+    """Quantises `x` to FP8 and dequantises it again, with a straight-through gradient.
 
-    `dequantize_fp8(*quantize_fp8(x))` with a straight-through gradient: for training a model that
-    will run on quantised values. Arguments, limits and errors are those of `quantize_fp8`.
+    The result is `dequantize_fp8(*quantize_fp8(x))` in x's dtype. Its gradient with respect to `x`
+    is the cotangent, unchanged. This is for training a model that will run on quantised values.
+
+    Args:
+        x: Array of shape [..., C] or [..., R, C]; bfloat16, float16 or float32.
+        block: As in `quantize_fp8`.
+        power_of_two_scale: As in `quantize_fp8`.
+        implementation: As in `quantize_fp8`.
+
+    Returns:
+        The rounded values, of the shape and dtype of `x`.
+
+    Raises:
+        TypeError: If an argument has the wrong type or dtype.
+        ValueError: If an argument has the wrong shape or value.
+        NotImplementedError: If `implementation="cuda"` cannot run this call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa

@@ -1,4 +1,4 @@
-"""What quantisation to FP8 and its inverse take and give, and how an array is cut into blocks."""
+"""Options, operands and results of FP8 quantisation, and the blocks of an array."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jax_dsa.core.checks import as_array
 from jax_dsa.core.spec import Dtype
 from jax_dsa.core.typing import Array, Float
 
-BLOCK = 128  # of activations (1x128), of weights (128x128), and of the matmul's accumulation
-MIN_AMAX = 1e-4  # below which magnitudes do not make a block's scale smaller
+BLOCK = 128  # block size of activations (1x128) and weights (128x128), and K block of the matmul
+MIN_AMAX = 1e-4  # lower bound of the largest magnitude from which a block's scale is computed
 E4M3 = (jnp.float8_e4m3fn,)
 INPUTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 SCALES = (jnp.float32,)
@@ -22,18 +22,27 @@ SHARDED_ROWS = "b l0 l1 l2 l3 l4 l5 l6 l7"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options of quantisation and its inverse. The dims leave out the batch axis."""
+    """Static options of quantisation and dequantisation.
+
+    Attributes:
+        block: Rows and columns of a block.
+        dims: Dims of the array, without the batch axis.
+        scale_dims: Dims of the scales, without the batch axis.
+        power_of_two_scale: Whether scales are rounded up to powers of two.
+        dtype: Dtype of dequantised values; unused in quantisation.
+        min_amax: Lower bound of the magnitude from which a scale is computed.
+    """
 
     block: tuple[int, int]
     dims: str
     scale_dims: str
     power_of_two_scale: bool = False
-    dtype: Any = None  # of what dequantisation returns
+    dtype: Any = None
     min_amax: float = MIN_AMAX
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: tuple[int, int], **others: Any) -> Options:
-        """The options for an array of `shape`."""
+        """Returns the options for an array of `shape`, which has no batch axis."""
         axes = [column_axis(shape[-1], block[1])]
         if block[0] != 1:
             axes.insert(0, row_axis(shape[-2], block[0]))
@@ -56,61 +65,65 @@ class Options:
         return sizes
 
 
-# Dims of an axis and of its axis of blocks. An axis of whole blocks is sharded by blocks; one whose
-# last block is shorter cannot be split where its blocks are, so its letters are not shardable ones.
+# row_axis and column_axis return the dims of an axis and of the scales' corresponding axis. An axis
+# that consists of whole blocks can be sharded by blocks. An axis whose last block is shorter
+# cannot, so its dims have letters that are not in any pass's `shardable`.
 def row_axis(size: int, block: int) -> tuple[str, str]:
-    """Of an axis that the array's rows are counted along."""
+    """Returns the dims of the second-to-last axis and of its blocks."""
     return ("(i p)", "i") if size % block == 0 else ("r", "y")
 
 
 def column_axis(size: int, block: int) -> tuple[str, str]:
-    """Of the last axis."""
+    """Returns the dims of the last axis and of its blocks."""
     return ("(j q)", "j") if size % block == 0 else ("c", "z")
 
 
 def leading_axes(count: int) -> str:
-    """Dims of axes that no block spans."""
+    """Returns the dims of `count` leading axes, along which blocks have size 1."""
     return " ".join(f"l{i}" for i in range(count))
 
 
 class Operands(NamedTuple):
-    """What quantisation reads."""
+    """The operand of quantisation."""
 
     x: Float[Array, "b {o.dims}"]
 
 
 class Codes(NamedTuple):
-    """e4m3 codes, and the scales of the blocks."""
+    """e4m3 codes and the scales of their blocks."""
 
     codes: Float[Array, "b {o.dims}", jnp.float8_e4m3fn]
     scale: Float[Array, "b {o.scale_dims}", jnp.float32]
 
 
 class Values(NamedTuple):
-    """What codes stand for."""
+    """Dequantised values."""
 
     x: Float[Array, "b {o.dims}", Dtype(lambda options, _: options.dtype)]
 
 
 class OnlyCodes(NamedTuple):
-    """What the gradient of the scales needs of the operands."""
+    """The codes, which are all that the gradient of the scales needs."""
 
     codes: Float[Array, "b {o.dims}"]
 
 
 class ScaleGradients(NamedTuple):
-    """Of dequantisation. The scales are in none of its operands, so their dims stand here."""
+    """The gradient of dequantisation.
+
+    The dims of the scales are given here because the backward pass has no operand with them.
+    """
 
     scale: Float[Array, "b {o.scale_dims}", jnp.float32]
 
 
 class Gradients(NamedTuple):
-    """Of quantisation, straight through."""
+    """The straight-through gradient of fake quantisation."""
 
     x: Array
 
 
 def leading_dims(x: Any, last: str) -> str:
-    """Dims of `x` for messages: any leading axes, then `last`."""
+    """Returns the dims of `x` for messages: names of its leading axes, then `last`."""
     extra = max(0, getattr(as_array(x), "ndim", 0) - len(last.split()))
     return " ".join([*(["B", "T", *(f"T{i}" for i in range(2, extra))][:extra]), last])

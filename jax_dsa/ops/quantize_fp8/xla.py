@@ -1,4 +1,4 @@
-"""FP8 block quantisation in plain JAX."""
+"""FP8 quantisation and dequantisation in plain JAX."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MAX_E4M3 = 448.0
 
 
 def _split(x: Float[Array, "..."], low: int) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """float32 `x` as the sum of its leading bits and its `low` last ones.
+    """Splits float32 `x` into two terms: its leading bits, and its last `low` bits.
 
-    From the bits, and not as `x - leading`: were x a product, the compiler could fuse it into that
-    subtraction, unrounded.
+    Both terms are computed from the bits. If they were computed as `x - leading` and x were a
+    product, the compiler could fuse the product, unrounded, into that subtraction.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
 
@@ -40,33 +40,31 @@ def _split(x: Float[Array, "..."], low: int) -> tuple[Float[Array, "..."], Float
 
 
 def divide(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
-    """float32 a / b, correctly rounded: XLA's own division is not, everywhere.
+    """Returns float32 a / b, correctly rounded.
 
-    XLA turns a division by a constant, or by what is broadcast, into a multiplication by the
-    rounded reciprocal, and its GPU division may be 2 ulp off. e4m3 has so few bits that quotients
-    often lie right between two codes, and the kernel, every backend and any other implementation
-    have to fall to the same side. So the excess of the quotient is computed, without rounding, and
-    taken off.
+    XLA's own division is not always correctly rounded. XLA turns a division by a constant, or by a
+    broadcast value, into a multiplication by the rounded reciprocal, and its division on GPUs may
+    be off by 2 ulp. e4m3 has so few bits that quotients are often exactly between two codes, where
+    all implementations must round to the same side. So this function computes the excess of the
+    quotient without rounding, and subtracts it.
     """
     quotient = a / b
-    q_high, q_low = _split(quotient, 12)  # halves of 12 bits: their products are exact
+    q_high, q_low = _split(quotient, 12)  # 12 bits each, so that products of them are exact
     b_high, b_low = _split(b, 12)
     excess = ((q_high * b_high - a) + q_high * b_low + q_low * b_high) + q_low * b_low
     leading, last = _split(quotient, 1)
-    return leading - (excess / b - last)  # in this order -0 stays -0
+    return leading - (excess / b - last)  # this order keeps the sign of -0
 
 
 def _round_up_to_power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the least powers of two that are not less than positive x; NaN stays NaN."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(0x007FFFFF)
     up = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFF800000), jnp.float32)
     return jnp.where(jnp.isnan(x), x, up)
 
 
 def _reduce_blocks(x: Array, block: tuple[int, int], reduce: Callable[..., Array]) -> Array:
-    """Reduces every block of the last two axes (the last, for blocks of one row) to one element.
-
-    Shorter blocks at the ends are filled up with zeros.
-    """
+    """Reduces each block to one element. Blocks at the ends of axes are padded with zeros."""
     for axis, size in ((x.ndim - 1, block[1]), (x.ndim - 2, block[0])):
         if size == 1:
             continue
@@ -79,7 +77,7 @@ def _reduce_blocks(x: Array, block: tuple[int, int], reduce: Callable[..., Array
 
 
 def _expand_blocks(scale: Array, shape: tuple[int, ...], block: tuple[int, int]) -> Array:
-    """Every block's scale for each of its elements, in an array of `shape`."""
+    """Returns an array of `shape` that holds, for each element, the scale of its block."""
     for axis, size in ((len(shape) - 1, block[1]), (len(shape) - 2, block[0])):
         if size != 1:
             scale = jnp.repeat(scale, size, axis)
@@ -88,10 +86,10 @@ def _expand_blocks(scale: Array, shape: tuple[int, ...], block: tuple[int, int])
 
 
 def quantize_fp8(options: Options, x: Operands) -> Codes:
-    """The e4m3 codes and the blocks' scales."""
+    """Returns the e4m3 codes and the scales of the blocks."""
     values = x.x
-    # As integers, which order as magnitudes do with NaN on top: XLA's maximum of floats drops NaN
-    # on some CPUs.
+    # Compare the bits as integers. They have the order of the magnitudes, and NaN is the largest.
+    # XLA's maximum of floats ignores NaN on some CPUs.
     bits = jnp.dtype(f"uint{jnp.finfo(values.dtype).bits}")
     magnitude = jax.lax.bitcast_convert_type(jnp.abs(values), bits)
     amax = _reduce_blocks(magnitude, options.block, jnp.max)
@@ -103,7 +101,8 @@ def quantize_fp8(options: Options, x: Operands) -> Codes:
         values.astype(jnp.float32), _expand_blocks(scale, values.shape, options.block)
     )
     q = jnp.clip(quotient, -MAX_E4M3, MAX_E4M3).astype(jnp.float8_e4m3fn)
-    # XLA may drop a conversion that the next one undoes, and a quantisation with it.
+    # Without the barrier, XLA may remove the conversion together with a later conversion back, and
+    # with them the quantisation.
     return Codes(jax.lax.optimization_barrier(q), scale)
 
 
@@ -113,17 +112,17 @@ def dequantized(
     block: tuple[int, int],
     dtype: Any,
 ) -> Float[Array, "... R C"]:
-    """The codes times their blocks' scales."""
+    """Returns the codes times the scales of their blocks."""
     x = jax.lax.stop_gradient(codes).astype(jnp.float32)
     return (x * _expand_blocks(scale, codes.shape, block)).astype(dtype)
 
 
 def dequantize_fp8_fwd(options: Options, x: Codes) -> Values:
-    """The codes times their blocks' scales."""
+    """Returns the codes times the scales of their blocks."""
     return Values(dequantized(*x, options.block, options.dtype))
 
 
 def dequantize_fp8_bwd(options: Options, x: OnlyCodes, dy: Values) -> ScaleGradients:
-    """The scales' cotangent."""
+    """Returns the cotangent of the scales."""
     product = x.codes.astype(jnp.float32) * dy.x.astype(jnp.float32)
     return ScaleGradients(_reduce_blocks(product, options.block, jnp.sum))

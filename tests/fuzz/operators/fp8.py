@@ -1,4 +1,4 @@
-"""FP8 quantisation, exact to the bit, its inverse, and the matmul of its results."""
+"""Random calls of the FP8 operators. Quantisation is compared bit for bit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ def draw_block(c: Draw) -> Any:
     return c.one(c.integer(4), c.integer(1), 128, (1, 4), (c.integer(2), 3), [2, 4], (4, 1))
 
 
-def pair(block: Any) -> tuple[int, int]:
-    """Rows and columns of a block."""
+def block_shape(block: Any) -> tuple[int, int]:
+    """Returns the rows and columns of a block."""
     rows, cols = block if isinstance(block, tuple | list) else (1, block)
     return int(rows), int(cols)
 
 
 def draw_values(c: Draw, r: Draw, *shape: int) -> np.ndarray:
-    """Of all magnitudes; hostile ones with NaN and infinities."""
+    """Draws an array whose rows have very different magnitudes.
+
+    Hostile draws contain NaN, infinities, zeros and denormals.
+    """
     x = r.rng.normal(size=shape) * 10.0 ** r.rng.integers(-6, 4, size=(*shape[:-1], 1))
     if r.hostile and r.chance(0.3):
         special = r.rng.choice([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40], shape)
@@ -33,16 +36,16 @@ def draw_values(c: Draw, r: Draw, *shape: int) -> np.ndarray:
 
 
 def draw_shape(c: Draw, block: Any) -> tuple[int, ...]:
-    """Any leading axes, rows if blocks have them, columns."""
+    """Draws a shape: leading axes, rows if blocks span several, and columns."""
     *leading, rows, cols = c.dims({"R": (3, 130), "C": (128, 200)}, A=2, B=3, R=5, C=9)
-    if pair(block)[0] == 1:
+    if block_shape(block)[0] == 1:
         return (*[*leading, rows][c.one(0, 1, 2, 3) :], cols)
     return (*leading[c.one(0, 1, 2) :], rows, cols)
 
 
 def quantized(x: np.ndarray, block: Any, power_of_two_scale: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales."""
-    rows, cols = pair(block)
+    """Returns codes and scales."""
+    rows, cols = block_shape(block)
     if rows == 1:
         return oracle.quantize(x, cols, bool(power_of_two_scale))
     (R, C), lead = x.shape[-2:], x.shape[:-2]
@@ -53,9 +56,9 @@ def quantized(x: np.ndarray, block: Any, power_of_two_scale: Any) -> tuple[np.nd
     return codes, scales
 
 
-def values(codes: np.ndarray, scales: np.ndarray, block: Any) -> np.ndarray:
-    """What they stand for."""
-    rows, cols = pair(block)
+def dequantized(codes: np.ndarray, scales: np.ndarray, block: Any) -> np.ndarray:
+    """Returns the codes times the scales of their blocks, in float64."""
+    rows, cols = block_shape(block)
     scales = np.repeat(np.asarray(scales, np.float64), cols, -1)[..., : codes.shape[-1]]
     if rows > 1:
         scales = np.repeat(scales, rows, -2)[..., : codes.shape[-2], :]
@@ -76,11 +79,11 @@ def draw_dequantize(c: Draw, r: Draw) -> Call:
     block, dtype = draw_block(c), c.one(f32, f32, bf16, f16)
     codes, scales = quantized(draw_values(c, r, *draw_shape(c, block)), block, c.flag())
 
-    def want(x: Any, scale: Any, block: Any, dtype: Any) -> list[np.ndarray]:
-        return [values(x, scale, block)]
+    def expected(x: Any, scale: Any, block: Any, dtype: Any) -> list[np.ndarray]:
+        return [dequantized(x, scale, block)]
 
     kwargs = {"x": codes, "scale": scales, "block": block, "dtype": c.one(dtype, dtype.type)}
-    return Call(dequantize_fp8, kwargs, want, (dtype,), diff=("scale",))
+    return Call(dequantize_fp8, kwargs, expected, (dtype,), diff=("scale",))
 
 
 def draw_fake_quantize(c: Draw, r: Draw) -> Call:
@@ -89,13 +92,13 @@ def draw_fake_quantize(c: Draw, r: Draw) -> Call:
     kwargs = {"x": x, "block": block, "power_of_two_scale": c.flag()}
 
     def hold(x: Any, **options: Any) -> dict[str, Any]:
-        y = values(*quantized(x, **options), options["block"])
+        y = dequantized(*quantized(x, **options), options["block"])
         return {"offset": y - np.asarray(x, np.float64)}
 
-    def want(x: Any, offset: Any, **_: Any) -> list[np.ndarray]:
+    def expected(x: Any, offset: Any, **_: Any) -> list[np.ndarray]:
         return [np.asarray(x, np.float64) + offset]
 
-    return Call(fake_quantize_fp8, kwargs, want, (x.dtype,), diff=("x",), hold=hold)
+    return Call(fake_quantize_fp8, kwargs, expected, (x.dtype,), diff=("x",), hold=hold)
 
 
 def draw_fp8_matmul(c: Draw, r: Draw) -> Call:
@@ -119,25 +122,31 @@ def draw_fp8_matmul(c: Draw, r: Draw) -> Call:
         dtype = a.dtype if "a" in diff else bf16
 
     def operand(x: Any, scale: Any, block: Any, power: Any) -> np.ndarray:
-        return values(*((x, scale) if scale is not None else quantized(x, block, power)), block)
+        return dequantized(
+            *((x, scale) if scale is not None else quantized(x, block, power)), block
+        )
 
     def hold(a: Any, a_scale: Any, b: Any, b_scale: Any, **x: Any) -> dict[str, Any]:
         power = x["power_of_two_scale"]
         left, right = operand(a, a_scale, 128, power), operand(b, b_scale, (128, 128), power)
         return {"left": left, "right": right, "a0": a, "b0": b}
 
-    def want(a: Any, b: Any, left: Any, right: Any, a0: Any, b0: Any, **_: Any) -> list[np.ndarray]:
-        # Straight through: each operand moves as itself, the other stays as it is quantised.
-        moved = (
+    def expected(
+        a: Any, b: Any, left: Any, right: Any, a0: Any, b0: Any, **_: Any
+    ) -> list[np.ndarray]:
+        # The gradient of an operand passes straight through its quantisation. The other operand
+        # has its quantised value.
+        changes = (
             np.asarray(x, np.float64) - np.asarray(y, np.float64) for x, y in ((a, a0), (b, b0))
         )
-        da, db = (np.nan_to_num(x) for x in moved)
+        da, db = (np.nan_to_num(x) for x in changes)
         return [left @ right.T + da @ right.T + left @ db.T]
 
     dtype = np.dtype(dtype)
-    # Gradients are products in the result's dtype; tensor cores keep half of float32's bits of FP8.
+    # Gradients are matmuls in the result's dtype. Tensor cores keep about half of float32's bits
+    # when they add FP8 products.
     low = np.dtype(f16) if c.kernel and dtype == f32 else dtype
-    return Call(fp8_matmul, kwargs, want, (dtype,), diff=diff, hold=hold, peak=30.0, low=low)
+    return Call(fp8_matmul, kwargs, expected, (dtype,), diff=diff, hold=hold, peak=30.0, low=low)
 
 
 def draw_fp8_linear(c: Draw, r: Draw) -> Call:
@@ -145,13 +154,13 @@ def draw_fp8_linear(c: Draw, r: Draw) -> Call:
     *leading, K, N = c.dims(on_kernel, A=2, R=140, K=140, N=140)
     wide = [] if c.kernel else [f32] * 3
     x = r.floats(c.one(*wide, bf16, f16), *leading[c.one(0, 1, 2) :], K)
-    x *= 2.0 ** r.rng.integers(-3, 4, (*x.shape[:-1], 1))  # rows and columns have other scales
+    x *= 2.0 ** r.rng.integers(-3, 4, (*x.shape[:-1], 1))  # so that scales differ between rows
     w = r.floats(c.one(x.dtype, *wide, bf16), K, N)
     dtype = c.one(None, None, *wide, bf16, np.float16)
     kwargs = {"x": x, "w": w, "power_of_two_scale": c.flag(), "dtype": dtype}
 
     def rounded(x: Any, block: Any, power: Any) -> np.ndarray:
-        return values(*quantized(x, block, power), block)
+        return dequantized(*quantized(x, block, power), block)
 
     def hold(x: Any, w: Any, power_of_two_scale: Any, **_: Any) -> dict[str, Any]:
         flat = np.asarray(x).reshape(-1, x.shape[-1]) if x.size else np.zeros((x[..., 0].size, K))
@@ -163,11 +172,11 @@ def draw_fp8_linear(c: Draw, r: Draw) -> Call:
             **{"x0": x, "w0": w},
         }
 
-    def want(
+    def expected(
         x: Any, w: Any, rows: Any, columns: Any, weights: Any, x0: Any, w0: Any, **_: Any
     ) -> list[np.ndarray]:
-        # Straight through: each operand moves as itself, the other stays as it is quantised for
-        # that product.
+        # The gradient of an operand passes straight through its quantisation. The other operand is
+        # quantised as for that gradient.
         dx, dw = (
             np.nan_to_num(np.asarray(a, np.float64) - np.asarray(b, np.float64))
             for a, b in ((x, x0), (w, w0))
@@ -176,7 +185,7 @@ def draw_fp8_linear(c: Draw, r: Draw) -> Call:
 
     low = np.dtype(dtype or x.dtype)
     return Call(
-        fp8_linear, kwargs, want, (low,), ("x", "w"), hold=hold, peak=30.0, low=low, signs=True
+        fp8_linear, kwargs, expected, (low,), ("x", "w"), hold=hold, peak=30.0, low=low, signs=True
     )
 
 

@@ -1,4 +1,4 @@
-// Tests the FP8 quantisers and dequantisation against the CPU, bit for bit, then times them.
+// Tests FP8 quantisation and dequantisation against the CPU, bit for bit, and times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o fp8_check \
 //       tests/kernels/gpu/fp8_check.cu cuda/fp8/quantize.cu cuda/fp8/quantize_tiles.cu \
 //       cuda/fp8/dequantize.cu
@@ -21,31 +21,31 @@ void bench_all(Rates& rates, int64_t rows, int64_t cols) {
   const std::string shape = "[" + std::to_string(rows) + ", " + std::to_string(cols) + "] ";
   for (const bool f32 : {false, true}) {
     const DType dtype = f32 ? DType::kF32 : DType::kBF16;
-    const std::string of = shape + (f32 ? "f32 " : "bf16 ");
+    const std::string prefix = shape + (f32 ? "f32 " : "bf16 ");
     const double values = double(n) * bytes_of(dtype), scales = double(n) / 32;
-    rates.print(of + "rows", values + n + scales, [&] {
+    rates.print(prefix + "rows", values + n + scales, [&] {
       return jax_dsa::launch_quantize({x, q, scale, rows, cols, dtype, false}, nullptr);
     });
-    rates.print(of + "tiles", values + n, [&] {
+    rates.print(prefix + "tiles", values + n, [&] {
       return jax_dsa::launch_quantize_tiles({x, q, nullptr, scale, 1, rows, cols, dtype, false},
                                             nullptr);
     });
-    rates.print(of + "tiles and transpose", values + 2 * n, [&] {
+    rates.print(prefix + "tiles and transpose", values + 2 * n, [&] {
       return jax_dsa::launch_quantize_tiles({x, q, q_t, scale, 1, rows, cols, dtype, false},
                                             nullptr);
     });
-    rates.print(of + "transpose", values + 2 * (n + scales), [&] {
+    rates.print(prefix + "transpose", values + 2 * (n + scales), [&] {
       return jax_dsa::launch_quantize_transpose(
           {x, q, scale, q_t, scale_t, 1, rows, cols, dtype, false}, nullptr);
     });
-    rates.print(of + "columns", values + n + scales, [&] {
+    rates.print(prefix + "columns", values + n + scales, [&] {
       return jax_dsa::launch_quantize_transpose(
           {x, nullptr, nullptr, q_t, scale_t, 1, rows, cols, dtype, false}, nullptr);
     });
-    rates.print(of + "dequantise", values + n + scales, [&] {
+    rates.print(prefix + "dequantise", values + n + scales, [&] {
       return jax_dsa::launch_dequantize({q, scale, x, 1, rows, cols, 1, dtype}, nullptr);
     });
-    rates.print(of + "dequantise tiles", values + n, [&] {
+    rates.print(prefix + "dequantise tiles", values + n, [&] {
       return jax_dsa::launch_dequantize({q, scale, x, 1, rows, cols, 128, dtype}, nullptr);
     });
     fill<<<1024, 256>>>(reinterpret_cast<uint32_t*>(x), n);
@@ -63,7 +63,7 @@ int main(int argc, char** argv) {
   printf("seed %llu\n", (unsigned long long)seed);
   if (what != "bench") {
     std::vector<Case> cases(std::begin(kCases), std::end(kCases));
-    if (what == "test") {  // more tiles than run at a time
+    if (what == "test") {  // more tiles than run at the same time
       cases.push_back({"many tiles", 16, 24, DType::kBF16, false, 0, kTiles, 1000});
       cases.push_back(
           {"many tiles and transposes", 8, 24, DType::kF32, false, 0, kTilesTranspose, 900});
@@ -74,9 +74,9 @@ int main(int argc, char** argv) {
     int bad = 0;
     for (const Case& c : cases) {
       Memory memory;
-      const bool right = run(c, seed, memory);
-      printf("%-4s %s\n", right ? "ok" : "BAD", c.name);
-      bad += !right;
+      const bool good = run(c, seed, memory);
+      printf("%-4s %s\n", good ? "ok" : "BAD", c.name);
+      bad += !good;
     }
     printf(bad ? "FAILED %d\n" : "all good\n", bad);
     return bad != 0;

@@ -1,9 +1,9 @@
-// Tests the FP8 matmul's kernels against float64 on the CPU, then times them and their variants.
+// Tests the kernels of the FP8 matmul against float64 on the CPU, and times all their variants.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o fp8_matmul_check tests/kernels/gpu/fp8_matmul_check.cu cuda/fp8/matmul.cu
 //   ./fp8_matmul_check [test|small|bench|profile] [seed] [case]
-// Only cases whose name has `case` in it. `bench` prints a line for each variant of each
-// shape, `planned` for what launch_fp8_matmul takes.
+// `case` selects the cases whose names contain it. `bench` prints one line per shape and variant.
+// The variant `planned` is what launch_fp8_matmul chooses.
 #include <unistd.h>
 
 #include <ctime>
@@ -26,59 +26,63 @@ struct Variant {
 };
 
 template <typename Tr>
-Variant many(const std::string& name) {
+Variant many_rows(const std::string& name) {
   return {name, [](const Fp8MatmulParams& p) { return launch<Tr>(p, nullptr); }};
 }
 template <typename Tr>
-Variant few(const char* name, int parts) {
-  return {std::string(name) + ", K in " + std::to_string(parts),
-          [parts](const Fp8MatmulParams& p) { return launch_few<Tr>(p, parts, nullptr); }};
+Variant few_rows(const char* name, int k_splits) {
+  return {
+      std::string(name) + ", K split in " + std::to_string(k_splits),
+      [k_splits](const Fp8MatmulParams& p) { return launch_few_rows<Tr>(p, k_splits, nullptr); }};
 }
 const Variant kPlanned = {
     "planned", [](const Fp8MatmulParams& p) { return jax_dsa::launch_fp8_matmul(p, nullptr); }};
 
-template <bool kBRows>
-std::vector<Variant> variants_of_many() {
+template <bool kBScalePerRow>
+std::vector<Variant> variants_for_many_rows() {
   std::vector<Variant> all = {kPlanned};
-  if constexpr (!kBRows) {
-    all.push_back(many<Traits<2, 2, 2, false>>("256 x 128, pairs"));
-    all.push_back(many<Traits<2, 2, 1, false>>("256 x 128"));
+  if constexpr (!kBScalePerRow) {
+    all.push_back(many_rows<Traits<2, 2, 2, false>>("256 x 128, pairs"));
+    all.push_back(many_rows<Traits<2, 2, 1, false>>("256 x 128"));
   }
-  all.push_back(many<Traits<3, 1, 2, kBRows>>("192 x 128, pairs"));
-  all.push_back(many<Traits<3, 1, 1, kBRows>>("192 x 128"));
-  all.push_back(many<Traits<2, 1, 1, kBRows>>("128 x 128"));
+  all.push_back(many_rows<Traits<3, 1, 2, kBScalePerRow>>("192 x 128, pairs"));
+  all.push_back(many_rows<Traits<3, 1, 1, kBScalePerRow>>("192 x 128"));
+  all.push_back(many_rows<Traits<2, 1, 1, kBScalePerRow>>("128 x 128"));
   return all;
 }
-template <bool kBRows>
-std::vector<Variant> variants_of_few(std::vector<int> all_parts) {
+template <bool kBScalePerRow>
+std::vector<Variant> variants_for_few_rows(std::vector<int> all_splits) {
   std::vector<Variant> all = {kPlanned};
-  for (const int parts : all_parts) {
-    all.push_back(few<ThinTraits<16, 2, kBRows>>("16 rows", parts));
-    all.push_back(few<ThinTraits<16, 3, kBRows>>("16 rows, three blocks", parts));
-    all.push_back(few<ThinTraits<32, 2, kBRows>>("32 rows", parts));
-    all.push_back(few<ThinTraits<32, 3, kBRows>>("32 rows, three blocks", parts));
-    all.push_back(few<Traits<1, 1, 1, kBRows>>("64 rows", parts));
-    all.push_back(few<Traits<1, 2, 1, kBRows>>("128 rows", parts));
+  for (const int k_splits : all_splits) {
+    all.push_back(few_rows<ThinTraits<16, 2, kBScalePerRow>>("16 rows", k_splits));
+    all.push_back(few_rows<ThinTraits<16, 3, kBScalePerRow>>("16 rows, three CTAs", k_splits));
+    all.push_back(few_rows<ThinTraits<32, 2, kBScalePerRow>>("32 rows", k_splits));
+    all.push_back(few_rows<ThinTraits<32, 3, kBScalePerRow>>("32 rows, three CTAs", k_splits));
+    all.push_back(few_rows<Traits<1, 1, 1, kBScalePerRow>>("64 rows", k_splits));
+    all.push_back(few_rows<Traits<1, 2, 1, kBScalePerRow>>("128 rows", k_splits));
   }
   return all;
 }
-template <bool kBRows>
-std::vector<Variant> variants(int64_t blocks) {
-  std::vector<Variant> all = variants_of_many<kBRows>();
-  std::vector<int> all_parts;
-  for (int parts = 1; parts <= 8 && parts <= blocks; parts *= 2) all_parts.push_back(parts);
-  for (const Variant& x : variants_of_few<kBRows>(all_parts)) {
+template <bool kBScalePerRow>
+std::vector<Variant> variants(int64_t k_blocks) {
+  std::vector<Variant> all = variants_for_many_rows<kBScalePerRow>();
+  std::vector<int> all_splits;
+  for (int k_splits = 1; k_splits <= 8 && k_splits <= k_blocks; k_splits *= 2)
+    all_splits.push_back(k_splits);
+  for (const Variant& x : variants_for_few_rows<kBScalePerRow>(all_splits)) {
     if (x.name != kPlanned.name) all.push_back(x);
   }
   return all;
 }
 
-std::string only;  // cases
-bool chosen(const Case& c) { return std::string(c.name).find(only) != std::string::npos; }
+std::string case_filter;  // substring of the names of the cases to run
+bool chosen(const Case& c) { return std::string(c.name).find(case_filter) != std::string::npos; }
 
-constexpr double kBits = 8;  // of a tensor core's sum are allowed to be wrong: 5.4 were seen
+constexpr double kBits =
+    8;  // allowed error of a tensor core's sum, in last bits; the largest seen is 5.4
 
-// Every variant so many times: right, within its array, and the same bits again.
+// Runs every variant `times` times. The results must be right and identical, and the guard
+// untouched. Returns the number of failures.
 int run_case(const Case& c, uint64_t seed, int times) {
   const Problem x(c, seed);
   const auto *a = upload(x.a), *b = upload(x.b);
@@ -87,9 +91,9 @@ int run_case(const Case& c, uint64_t seed, int times) {
   const Fp8MatmulParams p = x.params(a, a_scale, b, b_scale, out);
   const bool empty = x.outputs() == 0 || c.k == 0;
   int bad = 0;
-  for (const Variant& v : empty      ? std::vector{kPlanned}
-                          : c.b_rows ? variants<true>(x.blocks)
-                                     : variants<false>(x.blocks)) {
+  for (const Variant& v : empty               ? std::vector{kPlanned}
+                          : c.b_scale_per_row ? variants<true>(x.k_blocks)
+                                              : variants<false>(x.k_blocks)) {
     std::vector<std::vector<uint8_t>> got(times);
     for (auto& y : got) {
       CHECK(cudaMemset(out, kPoison, x.out_bytes() + kGuard));
@@ -99,8 +103,8 @@ int run_case(const Case& c, uint64_t seed, int times) {
     }
     const double error = x.error(got.front(), kBits);
     const bool good = error <= 1 && got.front() == got.back();
-    printf("%-4s %-24s %-32s %.2f of what is allowed%s\n", good ? "ok" : "BAD", c.name,
-           v.name.c_str(), error, got.front() == got.back() ? "" : ", another time another result");
+    printf("%-4s %-24s %-32s %.2f of the allowed error%s\n", good ? "ok" : "BAD", c.name,
+           v.name.c_str(), error, got.front() == got.back() ? "" : ", not deterministic");
     bad += !good;
   }
   for (const void* q : {(const void*)a, (const void*)b, (const void*)a_scale, (const void*)b_scale,
@@ -116,7 +120,8 @@ __global__ void fill_codes(uint8_t* x, int64_t n, uint64_t seed) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
        i += int64_t{gridDim.x} * blockDim.x) {
     const uint64_t bits = mix(seed * 0x1000003 + i);
-    const int exponent = 13 - __clzll(bits);  // large ones are the most frequent, as of values
+    const int exponent =
+        13 - __clzll(bits);  // large exponents are more frequent, as in quantised values
     x[i] = static_cast<uint8_t>((bits & 0x87) | (exponent < 0 ? 0 : exponent) << 3);
   }
 }
@@ -129,13 +134,13 @@ __global__ void fill_scales(float* x, int64_t n, uint64_t seed) {
 
 struct Large {
   Fp8MatmulParams p = {};
-  int copies;  // of b, so that it is not in the L2
-  int64_t blocks, b_scales;
+  int copies;  // of b, used in rotation so that b is not in the L2 cache
+  int64_t k_blocks, b_scales;
 
-  Large(const Case& c, int copies) : copies(copies), blocks((c.k + 127) / 128) {
-    b_scales = c.batch * (c.b_rows ? c.n : (c.n + 127) / 128) * blocks;
+  Large(const Case& c, int copies) : copies(copies), k_blocks((c.k + 127) / 128) {
+    b_scales = c.batch * (c.b_scale_per_row ? c.n : (c.n + 127) / 128) * k_blocks;
     const int64_t a = c.batch * c.m * c.k, b = c.batch * c.n * c.k * copies;
-    const int64_t a_scales = c.batch * c.m * blocks;
+    const int64_t a_scales = c.batch * c.m * k_blocks;
     auto *a_codes = device<uint8_t>(a), *b_codes = device<uint8_t>(b);
     auto *a_scale = device<float>(a_scales), *b_scale = device<float>(b_scales);
     fill_codes<<<1024, 256>>>(a_codes, a, 1);
@@ -143,7 +148,8 @@ struct Large {
     fill_scales<<<1024, 256>>>(a_scale, a_scales, 3);
     fill_scales<<<1024, 256>>>(b_scale, b_scales, 4);
     auto* out = device<uint8_t>(c.batch * c.m * c.n * (c.dtype == DType::kF32 ? 4 : 2));
-    p = {a_codes, a_scale, b_codes, b_scale, out, c.batch, c.m, c.n, c.k, c.dtype, c.b_rows};
+    p = {a_codes, a_scale, b_codes, b_scale,          out, c.batch, c.m,
+         c.n,     c.k,     c.dtype, c.b_scale_per_row};
     CHECK(cudaDeviceSynchronize());
   }
   ~Large() {
@@ -159,7 +165,7 @@ struct Large {
   }
 };
 
-// Elements here and there, of a problem too large for the CPU.
+// Checks random elements of a problem that is too large for the CPU.
 int run_large(const Case& c, uint64_t seed) {
   Large x(c, 1);
   CHECK(cudaMemset(x.p.out, 0xff, c.batch * c.m * c.n * (c.dtype == DType::kF32 ? 4 : 2)));
@@ -169,17 +175,17 @@ int run_large(const Case& c, uint64_t seed) {
   double worst = 0;
   for (int i = 0; i < 200; ++i) {
     const int64_t at = mix(seed + i) % (c.batch * c.m * c.n), row = at / c.n, n = at % c.n;
-    const int64_t batch = row / c.m, scale_rows = c.b_rows ? c.n : (c.n + 127) / 128;
+    const int64_t batch = row / c.m, scale_rows = c.b_scale_per_row ? c.n : (c.n + 127) / 128;
     const auto a = download(x.p.a + row * c.k, c.k);
     const auto b = download(x.p.b + (batch * c.n + n) * c.k, c.k);
-    const auto a_scale = download(x.p.a_scale + row * x.blocks, x.blocks);
-    const int64_t of_b = batch * scale_rows + (c.b_rows ? n : n / 128);
-    const auto b_scale = download(x.p.b_scale + of_b * x.blocks, x.blocks);
-    double want = 0, size = 0, bit = 0;
-    for (int64_t j = 0; j < x.blocks; ++j) {
-      const Block block(&a[128 * j], &b[128 * j], std::min(c.k - 128 * j, int64_t{128}));
+    const auto a_scale = download(x.p.a_scale + row * x.k_blocks, x.k_blocks);
+    const int64_t b_row = batch * scale_rows + (c.b_scale_per_row ? n : n / 128);
+    const auto b_scale = download(x.p.b_scale + b_row * x.k_blocks, x.k_blocks);
+    double expected = 0, size = 0, bit = 0;
+    for (int64_t j = 0; j < x.k_blocks; ++j) {
+      const BlockProduct block(&a[128 * j], &b[128 * j], std::min(c.k - 128 * j, int64_t{128}));
       const double scale = double{a_scale[j]} * double{b_scale[j]};
-      want += scale * block.sum, size += scale * block.size, bit += scale * block.bit;
+      expected += scale * block.sum, size += scale * block.size, bit += scale * block.bit;
     }
     float got;
     if (c.dtype == DType::kF32) {
@@ -191,11 +197,11 @@ int run_large(const Case& c, uint64_t seed) {
     }
     const double round = c.dtype == DType::kF32 ? 1e-7 : std::ldexp(1., -8);
     const double error =
-        std::fabs(got - want) / (kBits * bit + 1e-6 * size + round * std::fabs(want));
+        std::fabs(got - expected) / (kBits * bit + 1e-6 * size + round * std::fabs(expected));
     bad += !(error <= 1);
     worst = std::fmax(worst, std::isnan(error) ? INFINITY : error);
   }
-  printf("%-4s %-28s %.2f of what is allowed\n", bad ? "BAD" : "ok", c.name, worst);
+  printf("%-4s %-28s %.2f of the allowed error\n", bad ? "BAD" : "ok", c.name, worst);
   return bad != 0;
 }
 
@@ -206,18 +212,18 @@ float median_ms(double flops, F run) {
   cudaEvent_t begin, end;
   CHECK(cudaEventCreate(&begin));
   CHECK(cudaEventCreate(&end));
-  constexpr int kRounds = 3, kEach = 10;  // back to back, so that launches overlap
+  constexpr int kRounds = 3, kRunsPerRound = 10;  // back to back, so that launch latency is hidden
   std::vector<float> ms;
   for (int i = 0; i <= kRounds; ++i) {
-    usleep(std::max(3000., 9e-8 * flops));  // the device cools down
+    usleep(std::max(3000., 9e-8 * flops));  // let the device cool down
     run();
     CHECK(cudaEventRecord(begin));
-    for (int j = 0; j < kEach; ++j) run();
+    for (int j = 0; j < kRunsPerRound; ++j) run();
     CHECK(cudaEventRecord(end));
     CHECK(cudaEventSynchronize(end));
     float x;
     CHECK(cudaEventElapsedTime(&x, begin, end));
-    if (i > 0) ms.push_back(x / kEach);
+    if (i > 0) ms.push_back(x / kRunsPerRound);
   }
   CHECK(cudaEventDestroy(begin));
   CHECK(cudaEventDestroy(end));
@@ -225,7 +231,7 @@ float median_ms(double flops, F run) {
   return ms[ms.size() / 2];
 }
 
-double copy_rate = 0;  // bytes read and written, a second
+double copy_rate = 0;  // bytes read and written per second
 
 void bench_copy() {
   const size_t bytes = size_t{1} << 30;
@@ -242,14 +248,14 @@ void bench(const Case& c, const std::vector<Variant>& all, int copies = 1) {
   if (!chosen(c)) return;
   Large x(c, copies);
   const Plan plan = jax_dsa::fp8::plan(x.p, num_sms());
-  printf("%s: M%lld N%lld K%lld, planned: %s%d x %d, %d parts\n", c.name, (long long)c.m,
-         (long long)c.n, (long long)c.k, plan.pair ? "pairs, " : "", plan.rows, plan.columns,
-         plan.parts);
+  printf("%s: M%lld N%lld K%lld, planned: %s%d x %d, K split in %d\n", c.name, (long long)c.m,
+         (long long)c.n, (long long)c.k, plan.cta_pair ? "pairs, " : "", plan.rows, plan.columns,
+         plan.k_splits);
   for (const Variant& v : all) {
-    int turn = 0;
+    int launches = 0;
     const float ms = median_ms(x.flops(), [&] {
       Fp8MatmulParams p = x.p;
-      p.b += turn++ % copies * c.batch * c.n * c.k;
+      p.b += launches++ % copies * c.batch * c.n * c.k;
       CHECK(v.launch(p));
     });
     printf("  %-32s %9.1f us %7.0f TFLOPS  %.2f TB/s, %.2f of the copy\n", v.name.c_str(), 1e3 * ms,
@@ -260,18 +266,18 @@ void bench(const Case& c, const std::vector<Variant>& all, int copies = 1) {
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "test";
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : time(nullptr);
-  if (argc > 3) only = argv[3];
+  if (argc > 3) case_filter = argv[3];
   setvbuf(stdout, nullptr, _IOLBF, 0);
   printf("seed %llu\n", (unsigned long long)seed);
   using enum DType;
   const Case cases[] = {
       {"one tile", 1, 128, 128, 128},
       {"ragged", 1, 300, 400, 656},
-      {"ragged, f32, b by rows", 2, 260, 130, 272, kF32, true},
+      {"ragged, f32, b scaled per row", 2, 260, 130, 272, kF32, true},
       {"ragged, f16", 1, 257, 264, 144, kF16},
       {"odd N", 2, 129, 131, 1040, kBF16},
       {"odd N, f32", 1, 70, 129, 400, kF32},
-      {"b by rows, blocks of 4", 1, 136, 136, 512, kBF16, true},
+      {"b scaled per row, four scales per load", 1, 136, 136, 512, kBF16, true},
       {"one row, one column", 1, 1, 1, 16, kF32},
       {"one row", 3, 1, 300, 1024},
       {"16 rows", 1, 16, 264, 4096},
@@ -287,7 +293,7 @@ int main(int argc, char** argv) {
     }
     if (what == "test") {
       const Case large[] = {{"many tiles", 1, 4000, 7000, 2000},
-                            {"many tiles, b by rows", 2, 3000, 1111, 4224, kF32, true},
+                            {"many tiles, b scaled per row", 2, 3000, 1111, 4224, kF32, true},
                             {"long K", 1, 300, 520, 100000, kF32},
                             {"few rows", 1, 16, 7168, 7168},
                             {"outputs beyond 2^31", 1, 32771, 65601, 128},
@@ -306,23 +312,24 @@ int main(int argc, char** argv) {
     return 0;
   }
   bench_copy();
-  bench({"8192", 1, 8192, 8192, 8192}, variants_of_many<false>());
-  bench({"wide", 1, 4096, 7168, 2048}, variants_of_many<false>());
-  bench({"deep", 1, 4096, 4096, 7168}, variants_of_many<false>());
-  bench({"nothing divides", 1, 4000, 7000, 2000}, variants_of_many<false>());
+  bench({"8192", 1, 8192, 8192, 8192}, variants_for_many_rows<false>());
+  bench({"wide", 1, 4096, 7168, 2048}, variants_for_many_rows<false>());
+  bench({"deep", 1, 4096, 4096, 7168}, variants_for_many_rows<false>());
+  bench({"nothing divides", 1, 4000, 7000, 2000}, variants_for_many_rows<false>());
   bench({"odd N", 1, 4000, 7001, 2000}, {kPlanned});
-  bench({"b by rows, f32", 1, 8192, 8192, 8192, kF32, true}, variants_of_many<true>());
-  bench({"b by rows", 1, 8192, 8192, 8192, kBF16, true}, variants_of_many<true>());
+  bench({"b scaled per row, f32", 1, 8192, 8192, 8192, kF32, true}, variants_for_many_rows<true>());
+  bench({"b scaled per row", 1, 8192, 8192, 8192, kBF16, true}, variants_for_many_rows<true>());
   bench({"f32", 1, 8192, 8192, 8192, kF32}, {kPlanned});
-  bench({"256 rows", 1, 256, 7168, 7168}, variants_of_many<false>(), 4);
+  bench({"256 rows", 1, 256, 7168, 7168}, variants_for_many_rows<false>(), 4);
   for (const int64_t m : {1, 16, 32, 64, 128}) {
-    bench({"few rows", 1, m, 7168, 7168}, variants_of_few<false>({1, 2, 4}), 4);
+    bench({"few rows", 1, m, 7168, 7168}, variants_for_few_rows<false>({1, 2, 4}), 4);
   }
-  bench({"few rows, few columns", 1, 16, 2112, 7168}, variants_of_few<false>({2, 4, 8}), 8);
+  bench({"few rows, few columns", 1, 16, 2112, 7168}, variants_for_few_rows<false>({2, 4, 8}), 8);
   for (const int64_t n : {4096, 18432, 36864}) {
-    bench({"few rows, many columns", 1, 16, n, 7168}, variants_of_few<false>({1, 2}), 4);
+    bench({"few rows, many columns", 1, 16, n, 7168}, variants_for_few_rows<false>({1, 2}), 4);
   }
-  bench({"few rows, short K", 1, 16, 24576, 1536}, variants_of_few<false>({1}), 4);
-  bench({"few rows, b by rows", 1, 16, 7168, 7168, kBF16, true}, variants_of_few<true>({1, 2}), 4);
+  bench({"few rows, short K", 1, 16, 24576, 1536}, variants_for_few_rows<false>({1}), 4);
+  bench({"few rows, b scaled per row", 1, 16, 7168, 7168, kBF16, true},
+        variants_for_few_rows<true>({1, 2}), 4);
   return 0;
 }

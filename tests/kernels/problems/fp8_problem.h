@@ -1,5 +1,5 @@
-// Problems of the FP8 quantisers and of dequantisation, and what must come of them bit for bit;
-// also used by tests/kernels/gpu.
+// Test problems for FP8 quantisation and dequantisation, with the exact results. The emulator's and
+// the GPU's tests use them.
 #pragma once
 
 #include <cmath>
@@ -25,7 +25,7 @@ struct Case {
   int64_t rows, cols;
   DType dtype;
   bool power_of_two;
-  int offset = 0;  // of the first element, from an aligned address
+  int offset = 0;  // of the first element from an aligned address, in elements
   Kind kind = kRows;
   int64_t batch = 1;
 };
@@ -74,16 +74,17 @@ inline const Case kCases[] = {
 };
 
 struct Problem {
-  std::vector<float> x;  // exactly as `bytes`
-  std::vector<uint8_t> bytes;
+  // The values of x: the input of quantisation, or the result of dequantisation.
+  std::vector<float> x;
+  std::vector<uint8_t> bytes;  // of x, in its dtype
   std::vector<uint8_t> codes;
   std::vector<float> scales;
-  // Of the transpose; or, of dequantisation, what `x` and `bytes` are.
+  // Codes and scales of the transpose.
   std::vector<uint8_t> codes_transposed;
   std::vector<float> scales_transposed;
 };
 
-// The code nearest to x, of two the even one; those beyond 448 become 448.
+// Returns the code nearest to x, with ties to even. Magnitudes above 448 become 448.
 inline uint8_t e4m3(float x) {
   if (std::isnan(x)) return 0x7f;
   int best = 0;
@@ -98,7 +99,7 @@ inline uint8_t e4m3(float x) {
   return static_cast<uint8_t>(best | (std::signbit(x) ? 0x80 : 0));
 }
 
-inline float scale_of(float amax, bool power_of_two) {
+inline float block_scale(float amax, bool power_of_two) {
   float scale = amax / 448.f;
   if (power_of_two && !std::isnan(scale)) {
     int exponent;
@@ -108,7 +109,7 @@ inline float scale_of(float amax, bool power_of_two) {
   return scale;
 }
 
-// Codes and scales of x [batch, rows, cols] by blocks of `height` rows and 128 columns.
+// Quantises x [batch, rows, cols] in blocks of `height` rows and 128 columns.
 inline void quantize(const std::vector<float>& x, int64_t batch, int64_t rows, int64_t cols,
                      int64_t height, bool power_of_two, float min_amax, std::vector<uint8_t>& codes,
                      std::vector<float>& scales) {
@@ -116,7 +117,7 @@ inline void quantize(const std::vector<float>& x, int64_t batch, int64_t rows, i
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t row = 0; row < rows; row += height) {
       for (int64_t col = 0; col < cols; col += 128) {
-        const auto each = [&](auto visit) {
+        const auto for_each = [&](auto visit) {
           for (int64_t r = row; r < std::min(row + height, rows); ++r) {
             for (int64_t c = col; c < std::min(col + 128, cols); ++c) {
               visit((b * rows + r) * cols + c);
@@ -124,15 +125,15 @@ inline void quantize(const std::vector<float>& x, int64_t batch, int64_t rows, i
           }
         };
         float amax = min_amax;
-        each([&](int64_t i) {
+        for_each([&](int64_t i) {
           if (std::isnan(x[i]) || std::fabs(x[i]) > amax) amax = std::fabs(x[i]);
         });
-        each([&](int64_t i) {
+        for_each([&](int64_t i) {
           if (std::isnan(x[i])) amax = NAN;
         });
-        const float scale = scale_of(amax, power_of_two);
+        const float scale = block_scale(amax, power_of_two);
         scales.push_back(scale);
-        each([&](int64_t i) { codes[i] = e4m3(x[i] / scale); });
+        for_each([&](int64_t i) { codes[i] = e4m3(x[i] / scale); });
       }
     }
   }
@@ -146,7 +147,7 @@ inline float e4m3_value(uint8_t code) {
   return code & 128 ? -size : size;
 }
 
-// Rows of very different sizes, with zeros, denormals and NaN.
+// Makes a problem whose rows have very different magnitudes, with zeros, denormals and NaN.
 inline Problem make(const Case& c, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal;
@@ -168,8 +169,8 @@ inline Problem make(const Case& c, uint64_t seed) {
   quantize(p.x, c.batch, c.rows, c.cols, height, c.power_of_two, min_amax, p.codes, p.scales);
   std::vector<float> transposed;
   for (int64_t i = 0; i < static_cast<int64_t>(p.x.size()); ++i) {
-    const int64_t line = i / c.rows, b = line / c.cols;
-    const int64_t from = (b * c.rows + i % c.rows) * c.cols + line % c.cols;
+    const int64_t column_index = i / c.rows, b = column_index / c.cols;
+    const int64_t from = (b * c.rows + i % c.rows) * c.cols + column_index % c.cols;
     transposed.push_back(p.x[from]);
     if (c.kind == kTilesTranspose) p.codes_transposed.push_back(p.codes[from]);
   }
@@ -179,26 +180,29 @@ inline Problem make(const Case& c, uint64_t seed) {
   }
   if (c.kind == kDequantize || c.kind == kDequantizeTiles) {
     p.bytes.clear();
-    const int64_t across = (c.cols + 127) / 128, down = (c.rows + height - 1) / height;
+    const int64_t blocks_across = (c.cols + 127) / 128,
+                  blocks_down = (c.rows + height - 1) / height;
     for (int64_t i = 0; i < static_cast<int64_t>(p.x.size()); ++i) {
       const int64_t row = i / c.cols, b = row / c.rows;
-      const int64_t block = (b * down + row % c.rows / height) * across + i % c.cols / 128;
+      const int64_t block =
+          (b * blocks_down + row % c.rows / height) * blocks_across + i % c.cols / 128;
       p.x[i] = append(p.bytes, c.dtype, e4m3_value(p.codes[i]) * p.scales[block]);
     }
   }
   return p;
 }
 
-inline bool same(const std::vector<float>& got, const std::vector<float>& want) {
-  for (size_t i = 0; i < want.size(); ++i) {
-    if (got[i] != want[i] && !(std::isnan(got[i]) && std::isnan(want[i]))) return false;
+inline bool same(const std::vector<float>& got, const std::vector<float>& expected) {
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if (got[i] != expected[i] && !(std::isnan(got[i]) && std::isnan(expected[i]))) return false;
   }
   return true;
 }
-// A NaN's sign does not matter.
-inline bool same(const std::vector<uint8_t>& got, const std::vector<uint8_t>& want) {
-  for (size_t i = 0; i < want.size(); ++i) {
-    if (got[i] != want[i] && ((got[i] & 0x7f) != 0x7f || (want[i] & 0x7f) != 0x7f)) return false;
+// The sign of a NaN does not matter.
+inline bool same(const std::vector<uint8_t>& got, const std::vector<uint8_t>& expected) {
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if (got[i] != expected[i] && ((got[i] & 0x7f) != 0x7f || (expected[i] & 0x7f) != 0x7f))
+      return false;
   }
   return true;
 }
@@ -219,8 +223,9 @@ inline bool same_values(const std::vector<uint8_t>& got, const Problem& p, DType
   return true;
 }
 
-// Runs a case. `Memory` has put(vector), an array of so many bytes' contents at an address that is
-// `offset` past an aligned one, room(bytes, offset) for results, poisoned, and get<T>(address, n).
+// Runs a case and returns whether the results are right. `Memory` has three methods. put(bytes,
+// offset) makes an array with these contents that starts `offset` past an aligned address.
+// room(bytes, offset) makes a poisoned array for results. get<T>(address, n) reads n elements.
 template <typename Memory>
 bool run(const Case& c, uint64_t seed, Memory& memory) {
   const Problem p = make(c, seed);
@@ -233,7 +238,7 @@ bool run(const Case& c, uint64_t seed, Memory& memory) {
   };
   constexpr size_t kGuard = 16;
   bool good = true;
-  const auto unharmed = [&](const uint8_t* end) {
+  const auto check_guard = [&](const uint8_t* end) {
     for (const uint8_t x : memory.template get<uint8_t>(end, kGuard)) good &= x == Memory::kPoison;
   };
   if (c.kind == kDequantize || c.kind == kDequantizeTiles) {
@@ -245,7 +250,7 @@ bool run(const Case& c, uint64_t seed, Memory& memory) {
                                     c.rows, c.cols, c.kind == kDequantize ? 1 : 128, c.dtype},
                                    nullptr));
     good &= same_values(memory.template get<uint8_t>(x, n * element), p, c.dtype);
-    unharmed(x + n * element);
+    check_guard(x + n * element);
     return good;
   }
   const auto* x = memory.put(p.bytes, offset * element);
@@ -263,7 +268,7 @@ bool run(const Case& c, uint64_t seed, Memory& memory) {
     memory.require(jax_dsa::launch_quantize_tiles(
         {x, codes, codes_t, to, c.batch, c.rows, c.cols, c.dtype, c.power_of_two}, nullptr));
     good &= same(memory.template get<uint8_t>(codes_t, n), p.codes_transposed);
-    unharmed(codes_t + n);
+    check_guard(codes_t + n);
   } else {
     auto* codes_t = memory.room(n + kGuard, offset);
     auto* scales_t = memory.room(p.scales_transposed.size() * 4 + kGuard, 0);
@@ -275,14 +280,14 @@ bool run(const Case& c, uint64_t seed, Memory& memory) {
                                            nullptr));
     good &= same(memory.template get<uint8_t>(codes_t, n), p.codes_transposed);
     good &= same(memory.template get<float>(to_t, p.scales_transposed.size()), p.scales_transposed);
-    unharmed(codes_t + n);
-    unharmed(scales_t + p.scales_transposed.size() * 4);
+    check_guard(codes_t + n);
+    check_guard(scales_t + p.scales_transposed.size() * 4);
     if (!both) return good;
   }
   good &= same(memory.template get<uint8_t>(codes, n), p.codes);
   good &= same(memory.template get<float>(to, p.scales.size()), p.scales);
-  unharmed(codes + n);
-  unharmed(scales + p.scales.size() * 4);
+  check_guard(codes + n);
+  check_guard(scales + p.scales.size() * 4);
   return good;
 }
 

@@ -1,4 +1,7 @@
-"""FP8 quantisation, its inverse, and the matmul. The "head" route shards the last axis."""
+"""Cases of the FP8 operators for the tests of transforms and sharding.
+
+The route "head" shards the last axis of the result.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def quantize(x, power_of_two_scale):
     return quantize_fp8(x, block=BLOCK, power_of_two_scale=power_of_two_scale)
 
 
-# Squared: alone it is linear to JAX, and its second derivative a zero that nothing computes.
+# The square makes the second derivative nonzero, so that JAX computes it.
 def fake_quantize(x):
     return fake_quantize_fp8(x, block=(4, BLOCK)) ** 2
 
@@ -37,7 +40,8 @@ def matmul(a, b):
     return fp8_matmul(a, None, b, None, power_of_two_scale=True)
 
 
-# Powers of two: then codes hardly depend on which rows of a device share a block.
+# On a mesh, blocks along the rows are those of each device. With power-of-two scales the results
+# hardly depend on that.
 def linear(x, w):
     return fp8_linear(x, w, power_of_two_scale=True)
 

@@ -1,4 +1,4 @@
-"""FP8 quantisation block by block, and the matmul of its results in float64."""
+"""FP8 quantisation block by block, and matmuls of the codes in float64, in NumPy."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 def quantize_row(
     x: np.ndarray, block: int, power_of_two_scale: bool, min_amax: float = 1e-4
 ) -> tuple:
-    """Codes and scales of one row."""
+    """Returns the codes and scales of one row."""
     x = x.astype(np.float32)
     codes, scales = [], []
     for start in range(0, len(x), block):
-        part = x[start : start + block]
-        amax = np.maximum(np.abs(part).max(), np.float32(min_amax))
+        values = x[start : start + block]
+        amax = np.maximum(np.abs(values).max(), np.float32(min_amax))
         scale = amax / np.float32(448)
         if power_of_two_scale:
             mantissa, exponent = math.frexp(scale)
             scale = np.float32(math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent))
-        if not np.isfinite(part).all():
+        if not np.isfinite(values).all():
             scale = np.float32(np.nan)
-        codes.append(np.clip(part / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn))
+        codes.append(np.clip(values / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn))
         scales.append(scale)
     empty = np.zeros(0, ml_dtypes.float8_e4m3fn)
     return np.concatenate([empty, *codes]), np.array(scales, np.float32)
@@ -32,7 +32,7 @@ def quantize_row(
 def quantize(
     x: np.ndarray, block: int = 128, power_of_two_scale: bool = False, min_amax: float = 1e-4
 ) -> tuple:
-    """Codes and scales of an array, row by row."""
+    """Returns the codes and scales of an array with blocks of 1 x `block`."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     blocks = math.ceil(x.shape[-1] / block)
     codes = np.zeros(rows.shape, ml_dtypes.float8_e4m3fn)
@@ -43,7 +43,7 @@ def quantize(
 
 
 def quantize_tiles(x: np.ndarray, rows: int, cols: int, power_of_two_scale: bool = False) -> tuple:
-    """Codes and scales of a matrix in tiles: each tile is one block of one long row."""
+    """Returns the codes and scales of a matrix with blocks of `rows` x `cols`."""
     shape = (math.ceil(x.shape[0] / rows), math.ceil(x.shape[1] / cols))
     codes = np.zeros(x.shape, ml_dtypes.float8_e4m3fn)
     scales = np.zeros(shape, np.float32)
@@ -57,7 +57,7 @@ def quantize_tiles(x: np.ndarray, rows: int, cols: int, power_of_two_scale: bool
 
 
 def dequantize(codes: np.ndarray, scales: np.ndarray, rows: int, cols: int) -> np.ndarray:
-    """A matrix of codes times its scales, in float64."""
+    """Returns a matrix of codes times the scales of their blocks, in float64."""
     out = codes.astype(np.float64)
     for r in range(out.shape[0]):
         for c in range(out.shape[1]):
@@ -66,7 +66,7 @@ def dequantize(codes: np.ndarray, scales: np.ndarray, rows: int, cols: int) -> n
 
 
 def matmul(a: np.ndarray, a_scale: np.ndarray, b: np.ndarray, b_scale: np.ndarray) -> np.ndarray:
-    """The product as a sum over blocks of 128, in float64."""
+    """Returns a @ b.T as a sum over K blocks of 128, in float64."""
     out = np.zeros((a.shape[0], b.shape[0]))
     for m in range(a.shape[0]):
         for n in range(b.shape[0]):
@@ -80,19 +80,24 @@ def matmul(a: np.ndarray, a_scale: np.ndarray, b: np.ndarray, b_scale: np.ndarra
 def linear_operands(
     x: np.ndarray, w: np.ndarray, dy: np.ndarray, power_of_two_scale: bool = False
 ) -> tuple:
-    """The factors of the three products of a linear layer in FP8, as they are quantised: of x @ w,
-    of dy @ w.T, and of x.T @ dy.
+    """Returns the operands of the three products of an FP8 linear layer: x @ w, dy @ w.T, x.T @ dy.
+
+    They are quantised for their product and dequantised to float64. All leading axes are combined.
     """
 
-    def rows(a: np.ndarray, min_amax: float = 1e-20) -> np.ndarray:
+    def round_rows(a: np.ndarray, min_amax: float = 1e-20) -> np.ndarray:
         return dequantize(*quantize(a, 128, power_of_two_scale, min_amax), 1, 128)
 
     x, dy = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
     weights = dequantize(*quantize_tiles(w, 128, 128, power_of_two_scale), 128, 128)
-    return (rows(x, 1e-4), weights), (rows(dy), weights.T), (rows(x.T), rows(dy.T).T)
+    return (
+        (round_rows(x, 1e-4), weights),
+        (round_rows(dy), weights.T),
+        (round_rows(x.T), round_rows(dy.T).T),
+    )
 
 
 def linear(x: np.ndarray, w: np.ndarray, dy: np.ndarray, power_of_two_scale: bool = False) -> tuple:
-    """The product x @ w and its gradients, in float64."""
+    """Returns x @ w and its two gradients, in float64."""
     y, dx, dw = (a @ b for a, b in linear_operands(x, w, dy, power_of_two_scale))
     return y.reshape(dy.shape), dx.reshape(x.shape), dw
