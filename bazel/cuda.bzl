@@ -3,7 +3,7 @@
 load("@rules_cc//cc:defs.bzl", "cc_library")
 load("@rules_cc//cc/common:cc_info.bzl", "CcInfo")
 
-# CMake's for a release (CMakeLists.txt): tools/machine_code.py finds the same kernels in both.
+# The flags of CMake's release build (CMakeLists.txt). tools/machine_code.py finds the same machine code in both builds.
 _FLAGS = [
     "-O3",
     "-DNDEBUG",
@@ -28,28 +28,28 @@ def _cuda_object(ctx):
         outputs = [out],
         mnemonic = "CudaCompile",
         progress_message = "Compiling %s" % ctx.file.src.short_path,
-        use_default_shell_env = True,  # nvcc looks for the host's compiler on PATH
+        use_default_shell_env = True,  # nvcc looks for the host compiler on PATH
     )
     return [DefaultInfo(files = depset([out]))]
 
 cuda_object = rule(
     implementation = _cuda_object,
-    doc = "One translation unit for sm_90a: one action, so that instantiations compile side by side.",
+    doc = "Compiles one translation unit for sm_90a in one action, so that units compile in parallel.",
     attrs = {
-        "deps": attr.label_list(doc = "Libraries of headers.", providers = [CcInfo]),
+        "deps": attr.label_list(doc = "Header libraries.", providers = [CcInfo]),
         "src": attr.label(allow_single_file = [".cu"], mandatory = True),
         "_nvcc": attr.label(allow_single_file = True, cfg = "exec", default = "@cuda//:nvcc", executable = True),
     },
 )
 
 def cuda_library(name, srcs, hdrs, deps = []):
-    """A cc_library of CUDA sources and what declares them.
+    """Defines a cc_library of CUDA sources and their headers.
 
     Args:
-        name: of the library; its headers alone are the library `name + "_headers"`.
-        srcs: .cu files, each an object of its own.
-        hdrs: .h and .cuh files.
-        deps: other CUDA libraries, of which the headers are used.
+        name: The library's name. Its headers alone form the library `name + "_headers"`.
+        srcs: The .cu files. Each becomes one object file.
+        hdrs: The .h and .cuh files.
+        deps: The CUDA libraries whose headers are used.
     """
     headers = [x + "_headers" for x in deps]
     cc_library(
@@ -69,6 +69,6 @@ def cuda_library(name, srcs, hdrs, deps = []):
     cc_library(
         name = name,
         srcs = objects,
-        linkstatic = True,  # their names are hidden
+        linkstatic = True,  # the objects' symbols have hidden visibility
         deps = [":%s_headers" % name, "@cuda//:cudart_static"] + deps,
     )

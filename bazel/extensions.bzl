@@ -1,4 +1,4 @@
-"""The repositories of bazel/repositories.bzl for MODULE.bazel."""
+"""Makes the repositories of bazel/repositories.bzl available to MODULE.bazel."""
 
 load(":repositories.bzl", "cuda_toolkit", "jaxlib_headers", "nanobind_sources", "python_interpreter")
 

@@ -1,4 +1,4 @@
-"""Tests by pytest, with the interpreter that the repository @python found."""
+"""Runs tests with pytest and the interpreter that the repository @python found."""
 
 load("@python//:defs.bzl", "PYTHON")
 
@@ -20,9 +20,9 @@ def _pytest_test(ctx):
 
 pytest_test = rule(
     implementation = _pytest_test,
-    doc = "The tests of some files, less those marked slow.",
+    doc = "Runs the tests of some files, except those marked slow.",
     attrs = {
-        "data": attr.label_list(allow_files = True, doc = "What the tests read and import."),
+        "data": attr.label_list(allow_files = True, doc = "The files that the tests read or import."),
         "srcs": attr.label_list(allow_files = [".py"], mandatory = True),
     },
     test = True,

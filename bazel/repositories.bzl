@@ -1,26 +1,28 @@
-"""What is installed on the machine, as repositories: nothing is downloaded.
+"""Repositories for software that is installed on the machine. Nothing is downloaded.
 
-The environment can choose: CUDACXX (nvcc), PYTHON_BIN_PATH (an interpreter that has jax and, to
-compile, nanobind; pytest for the tests) and JAX_DSA_FFI_INCLUDE (XLA's FFI headers, by default that
-interpreter's jaxlib's: they decide which jaxlibs can load the extension).
+These environment variables override what is found:
+  CUDACXX: nvcc.
+  PYTHON_BIN_PATH: A Python interpreter with jax; nanobind to compile, and pytest for the tests.
+  JAX_DSA_FFI_INCLUDE: The directory of XLA's FFI headers; by default those of the interpreter's
+    jaxlib. They determine which versions of jaxlib can load the extension.
 """
 
 def _python(ctx):
-    """The path of the interpreter."""
+    """Returns the path of the interpreter."""
     path = ctx.os.environ.get("PYTHON_BIN_PATH") or ctx.which("python3")
     if not path:
         fail("no python3 on PATH; PYTHON_BIN_PATH may name an interpreter")
     return path
 
 def _ask(ctx, code):
-    """What a line of Python prints."""
+    """Returns what a line of Python prints."""
     answer = ctx.execute([_python(ctx), "-c", code])
     if answer.return_code:
         fail("{}: {}".format(_python(ctx), answer.stderr))
     return answer.stdout.strip()
 
 def _headers(ctx, directory, pattern):
-    """Links a directory of headers, and gives the text of a library of them."""
+    """Links a directory of headers and returns the definition of a library of them."""
     ctx.symlink(directory, "include")
     return """
 load("@rules_cc//cc:defs.bzl", "cc_library")
@@ -35,7 +37,7 @@ cc_library(
 """.format(pattern)
 
 def _first(ctx, root, directories, file):
-    """The path of a file, in the first of some directories that has it."""
+    """Returns the path of a file in the first of some directories that contains it."""
     for directory in directories:
         path = ctx.path("{}/{}/{}".format(root, directory, file))
         if path.exists:
@@ -47,7 +49,7 @@ def _cuda_toolkit(ctx):
     if not nvcc:
         fail("no nvcc on PATH; CUDACXX may name one")
 
-    # What nvcc would do tells where its toolkit is, of whatever layout.
+    # The commands that nvcc would run show where its toolkit is, for any layout.
     said = ctx.execute([nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null"]).stderr
     tops = [x[len("#$ TOP="):].strip() for x in said.split("\n") if x.startswith("#$ TOP=")]
     if not tops:
@@ -69,7 +71,7 @@ exports_files(["nvcc"])
 
 cuda_toolkit = repository_rule(
     implementation = _cuda_toolkit,
-    doc = "@cuda//:nvcc, :headers and :cudart_static, of the toolkit that nvcc is of.",
+    doc = "@cuda//:nvcc, :headers and :cudart_static, from the toolkit of nvcc.",
     environ = ["CUDACXX", "PATH"],
     configure = True,
     local = True,
@@ -85,7 +87,7 @@ def _jaxlib_headers(ctx):
 
 jaxlib_headers = repository_rule(
     implementation = _jaxlib_headers,
-    doc = "@jaxlib//:headers: XLA's FFI.",
+    doc = "@jaxlib//:headers: the headers of XLA's FFI.",
     environ = ["JAX_DSA_FFI_INCLUDE", "PATH", "PYTHON_BIN_PATH"],
     configure = True,
     local = True,
@@ -101,7 +103,7 @@ def _python_interpreter(ctx):
 
 python_interpreter = repository_rule(
     implementation = _python_interpreter,
-    doc = "@python//:headers, and in @python//:defs.bzl the interpreter's path and ABI.",
+    doc = "@python//:headers, and @python//:defs.bzl with the interpreter's path and ABI.",
     environ = ["PATH", "PYTHON_BIN_PATH"],
     configure = True,
     local = True,
@@ -132,7 +134,7 @@ cc_library(
 
 nanobind_sources = repository_rule(
     implementation = _nanobind_sources,
-    doc = "@nanobind: the library, for the stable ABI where the interpreter is of 3.12 or newer.",
+    doc = "@nanobind: the library, for the stable ABI if the interpreter is Python 3.12 or newer.",
     environ = ["PATH", "PYTHON_BIN_PATH"],
     configure = True,
     local = True,

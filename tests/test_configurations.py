@@ -156,7 +156,7 @@ def test_nothing_is_promoted(
 def test_nothing_is_promoted_around_a_kernel(
     dim: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same for what is traced where the extension is loaded."""
+    """JAX promotes nothing either in the code that surrounds a kernel's custom call."""
 
     def sizes(**_: Any) -> tuple[int, int, int]:
         return 16, 16, 16

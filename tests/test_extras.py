@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
 
 
 @pytest.mark.parametrize(
-    ("statement", "hidden", "said"),
+    ("statement", "hidden", "message"),
     [
         ("jax_dsa.nn", "flax", "jax_dsa.nn needs 'flax', which the extra 'flax' brings"),
         ("import jax_dsa.nn", "flax", "jax_dsa.nn needs 'flax', which the extra 'flax' brings"),
@@ -54,9 +54,9 @@ except ModuleNotFoundError as error:
         ),
     ],
 )
-def test_a_missing_extra_is_named(statement, hidden, said):
+def test_a_missing_extra_is_named(statement, hidden, message):
     program = PROGRAM.format(statement=statement, hidden=hidden)
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith(f"ModuleNotFoundError {hidden}") and said in run.stdout
+    assert run.stdout.startswith(f"ModuleNotFoundError {hidden}") and message in run.stdout
     assert "pip install 'jax_dsa[" in run.stdout

@@ -68,7 +68,7 @@ def test_capabilities(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Extension:
-    """One that was built, on a machine with GPUs of these compute capabilities."""
+    """An extension module on a machine with GPUs of these compute capabilities."""
 
     def __init__(self, *capabilities: tuple[int, int], driver: int = 13000) -> None:
         self.compute_capabilities = lambda: list(capabilities)
@@ -77,7 +77,7 @@ class Extension:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Makes the machine one with the extension and GPUs of these compute capabilities."""
+    """A function that simulates a machine with the extension and the given GPUs."""
 
     def pretend(*capabilities: tuple[int, int], **driver: int) -> None:
         monkeypatch.setattr(ffi, "_LOADED", (True, ""))
@@ -91,11 +91,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-QUERIES = itertools.count(3)  # a size of its own for every test, so that none finds a trace
+QUERIES = itertools.count(3)  # every test uses another size, so that no test reuses a trace
 
 
 def text_for_gpus() -> str:
-    """Of a default call, as it is traced for any platform."""
+    """Returns the program of a default call, as it is traced for all platforms."""
     queries = next(QUERIES)
     q = jnp.ones((1, queries, 64, 576), jnp.bfloat16)
     indices = jnp.zeros((1, queries, 2), jnp.int32)
@@ -103,15 +103,17 @@ def text_for_gpus() -> str:
 
 
 @pytest.mark.parametrize("capabilities", [(), ((9, 0),), ((9, 0), (9, 0))])
-def test_kernels_are_for_hopper_or_for_another_machine(machine: Any, capabilities: tuple) -> None:
+def test_kernels_are_chosen_for_hopper_and_without_a_gpu(machine: Any, capabilities: tuple) -> None:
     machine(*capabilities)
     assert ffi.status() == (True, "")
     assert "jax_dsa.sparse_mla_fwd.v1" in text_for_gpus()
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["selected", "given"])
-def test_a_wish_for_kernels_leaves_steps_beside_them_free(machine: Any, given: bool) -> None:
-    """The loss has no kernel: `implementation="cuda"` does not ask for one."""
+def test_asking_for_kernels_does_not_concern_steps_without_kernels(
+    machine: Any, given: bool
+) -> None:
+    """The loss has no kernel here, but `implementation="cuda"` is accepted all the same."""
     machine((9, 0))
     queries = next(QUERIES)
     q = jnp.ones((1, queries, 64, 576), jnp.bfloat16)
@@ -129,7 +131,7 @@ def test_a_wish_for_kernels_leaves_steps_beside_them_free(machine: Any, given: b
 
 
 @pytest.mark.parametrize("found", [((8, 0),), ((12, 0),), ((9, 0), (10, 0))])
-def test_other_gpus_run_in_xla_and_say_why(machine: Any, found: tuple) -> None:
+def test_other_gpus_use_xla_and_the_error_says_why(machine: Any, found: tuple) -> None:
     machine(*found)
     assert "jax_dsa.sparse_mla_fwd.v1" not in text_for_gpus()
     q = jnp.ones((1, 3, 64, 576), jnp.bfloat16)
@@ -140,8 +142,8 @@ def test_other_gpus_run_in_xla_and_say_why(machine: Any, found: tuple) -> None:
 
 
 @pytest.mark.parametrize("driver", [12000, 12080, 12090])
-def test_a_driver_that_is_too_old_runs_in_xla_and_says_why(machine: Any, driver: int) -> None:
-    machine(driver=driver)  # which shows its GPUs to no runtime that is too new for it
+def test_with_an_old_driver_xla_is_used_and_the_status_says_why(machine: Any, driver: int) -> None:
+    machine(driver=driver)  # an old driver does not show its GPUs to a newer runtime
     fine, why = ffi.status()
     assert not fine
     assert "CUDA 13.0" in why and f"CUDA 12.{driver % 1000 // 10}:" in why
@@ -149,12 +151,12 @@ def test_a_driver_that_is_too_old_runs_in_xla_and_says_why(machine: Any, driver:
 
 
 @pytest.mark.parametrize("driver", [0, 13000, 13010, 14000])
-def test_no_driver_or_one_that_is_not_older_takes_the_kernels(machine: Any, driver: int) -> None:
+def test_kernels_are_chosen_without_a_driver_or_with_a_new_one(machine: Any, driver: int) -> None:
     machine((9, 0), driver=driver)
     assert ffi.status() == (True, "")
 
 
-# A libcuda.so.1 that knows one version of CUDA and no GPU: as much as CUDA's runtime asks first.
+# A libcuda.so.1 with a given version of CUDA and no GPU. It has what CUDA's runtime needs at first.
 DRIVER = """
 #include <string.h>
 static int none(void) { return 100; }
@@ -173,7 +175,9 @@ int cuGetProcAddress(const char* name, void** out, int v, unsigned long long f) 
 
 
 @pytest.mark.parametrize("version", [12090, 13000])
-def test_what_the_extension_makes_of_a_driver(version: int, tmp_path: pathlib.Path) -> None:
+def test_the_extension_reports_the_version_of_the_driver(
+    version: int, tmp_path: pathlib.Path
+) -> None:
     pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
@@ -194,9 +198,11 @@ print(json.dumps([extension.cuda_versions(), extension.compute_capabilities(), f
     assert fine == (version // 1000 >= built // 1000), why
 
 
-def test_the_environment_speaks_where_a_call_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_applies_where_a_call_has_no_implementation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loss = jax_dsa.indexer_kl_loss
-    x = jnp.ones((2, 3), jnp.float16)  # which its kernel takes on no machine
+    x = jnp.ones((2, 3), jnp.float16)  # a dtype that the kernel does not support
     monkeypatch.setenv("JAX_DSA_IMPL", "cuda")
     with pytest.raises(NotImplementedError, match=r"^indexer_kl_loss.*implementation='cuda'"):
         loss(x, x)
@@ -210,10 +216,10 @@ def test_the_environment_speaks_where_a_call_does_not(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted"), [("9.0\n", True), ("8.0\n9.0\n", True), ("8.9\n", False), ("", False)]
+    ("found", "expected"), [("9.0\n", True), ("8.0\n9.0\n", True), ("8.9\n", False), ("", False)]
 )
-def test_auto_builds_kernels_for_hopper_alone(
-    monkeypatch: pytest.MonkeyPatch, found: str, wanted: bool
+def test_auto_builds_kernels_only_for_hopper(
+    monkeypatch: pytest.MonkeyPatch, found: str, expected: bool
 ) -> None:
     monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent.parent / "tools"))
     backend = pytest.importorskip("build_backend")
@@ -221,9 +227,9 @@ def test_auto_builds_kernels_for_hopper_alone(
     monkeypatch.setattr(backend.subprocess, "run", lambda *_, **__: result)
     monkeypatch.setenv("CUDACXX", "nvcc")
     monkeypatch.delenv("JAX_DSA_CUDA", raising=False)
-    assert backend._wants_cuda() == wanted
+    assert backend._should_build_cuda() == expected
     monkeypatch.setenv("JAX_DSA_CUDA", "OFF")
-    assert not backend._wants_cuda()
+    assert not backend._should_build_cuda()
 
 
 OPERATORS = sorted(path.parent for path in (ROOT / "jax_dsa" / "ops").glob("*/cuda.py"))
@@ -237,13 +243,13 @@ def called_targets() -> set[str]:
 
 
 def test_handlers_check_their_arguments(tmp_path: pathlib.Path) -> None:
-    """Runs the handlers with launchers that only record what they get."""
+    """Runs the handlers with launchers that only record their arguments."""
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc")
     program = ROOT / "tests" / "kernels" / "handlers" / "handlers.cc"
     include = [f"-I{path}" for path in (ROOT, ROOT / "cuda", jax.ffi.include_dir())]
-    # As plain C++, for which nvcc supplies the paths of CUDA's headers and of its runtime.
+    # The program is plain C++. nvcc adds the paths of CUDA's headers and of its runtime.
     compiled, binary = tmp_path / "handlers.o", tmp_path / "handlers"
     plain = [nvcc, "-x", "c++", "-std=c++20", "-O0", "-w", *include]
     subprocess.run([*plain, "-c", "-o", str(compiled), str(program)], check=True)

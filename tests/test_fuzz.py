@@ -11,7 +11,7 @@ CALLS = 10_000
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", fuzz.GENERATORS)
 def test_fuzz(operator: str, seed: int) -> None:
-    share = CALLS // len(fuzz.GENERATORS)
-    outcomes = [case.run() for case in fuzz.cases(share, seed, operators=(operator,))]
+    calls = CALLS // len(fuzz.GENERATORS)
+    outcomes = [case.run() for case in fuzz.cases(calls, seed, operators=(operator,))]
     wrong = [outcome for outcome in outcomes if outcome not in fuzz.RIGHT]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(outcomes)} are wrong", *wrong])

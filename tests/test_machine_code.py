@@ -30,7 +30,7 @@ def read(option: str) -> str:
 
 def test_no_copy_has_an_address_that_the_assembler_breaks() -> None:
     """ptxas 13.0 emits an illegal instruction for a cp.async whose shared-memory address is a
-    register plus a uniform register; `whole_sum` in cuda/common/ptx.cuh prevents that.
+    register plus a uniform register; `whole_sum` in cuda/common/address.cuh prevents that.
     """
     copies = re.findall(r"\bLDGSTS\.\S* \[([^\]]*)\]", read("-sass"))
     assert len(copies) > 100
@@ -74,34 +74,37 @@ def test_programs_compile_without_more_spills_or_a_serialised_wgmma(
         pytest.skip("no nvcc")
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[-4000:]
-    said = built.stdout + built.stderr
-    assert "wgmma.mma_async instructions are serialized" not in said
-    stacks = re.findall(r"properties for (_ZN7jax_dsa\w+)\n +(\d+) bytes stack frame", said)
+    printed = built.stdout + built.stderr
+    assert "wgmma.mma_async instructions are serialized" not in printed
+    stacks = re.findall(r"properties for (_ZN7jax_dsa\w+)\n +(\d+) bytes stack frame", printed)
     for kernel, stack in stacks:
-        budget = max((most for name, most in STACKS.items() if name in kernel), default=0)
+        budget = max((limit for name, limit in STACKS.items() if name in kernel), default=0)
         assert int(stack) <= budget, kernel
 
 
 def test_programs_have_every_kernel(sanitize: ModuleType) -> None:
     words = (word for p in PROGRAMS for word in sanitize.build_command(p, p))
     built = {(ROOT / word).resolve() for word in words}  # Bazel's tests see links to the sources
-    left = {str(p.relative_to(ROOT)) for p in ROOT.glob("cuda/*/*.cu") if p.resolve() not in built}
-    assert left == {"cuda/indexer/topk.cu"}  # launches others' kernels
+    missing = {
+        str(p.relative_to(ROOT)) for p in ROOT.glob("cuda/*/*.cu") if p.resolve() not in built
+    }
+    assert missing == {"cuda/indexer/topk.cu"}  # it only calls launchers of other files
 
 
 def line_of(path: Path, text: str) -> int:
+    """Returns the number of the line in which `text` first occurs."""
     return path.read_text().split(text)[0].count("\n") + 1
 
 
 def test_a_report_of_racecheck_is_about_two_functions(sanitize: ModuleType) -> None:
-    ptx = ROOT / "cuda" / "common" / "ptx.cuh"
-    write, read = line_of(ptx, '"cp.async.cg.'), line_of(ptx, '"ldmatrix.')
+    copy = ROOT / "cuda" / "common" / "copy.cuh"
+    write, read = line_of(copy, '"cp.async.cg.'), line_of(copy, '"ldmatrix.')
     one = f"""
-========= Error: Race reported between Write access at void f<(int)576>(T1)+0x10 in {ptx}:{write}
-=========     and Read access at void g<(int)576>(T1)+0x20 in {ptx}:{read} [38 hazards]
-=========     and Read access at void g<(int)576>(T1)+0x40 in {ptx}:{read} [2 hazards]
+========= Error: Race reported between Write access at void f<(int)576>(T1)+0x10 in {copy}:{write}
+=========     and Read access at void g<(int)576>(T1)+0x20 in {copy}:{read} [38 hazards]
+=========     and Read access at void g<(int)576>(T1)+0x40 in {copy}:{read} [2 hazards]
 ========= \n"""
-    pair = frozenset(["common/ptx.cuh:cp_async_16", "common/ptx.cuh:load_matrix_x4"])
+    pair = frozenset(["common/copy.cuh:cp_async_16", "common/copy.cuh:load_matrix_x4"])
     assert sanitize.races(one + one) == {pair: 2}
     assert sanitize.pattern_of(pair) == "load_matrix"
 

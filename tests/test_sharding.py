@@ -289,9 +289,11 @@ def test_appending_to_pages_that_sharded_requests_share(
     want = append(*args)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,), devices=cpus)
     with jax.set_mesh(mesh):
-        whole, parts = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("x",)))
-        specs = dataclasses.replace(args[0], pages=whole, page_table=parts, lengths=parts), parts
-        got = append(*jax.device_put(args, specs))
+        replicated, sharded = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("x",)))
+        placement = dataclasses.replace(
+            args[0], pages=replicated, page_table=sharded, lengths=sharded
+        )
+        got = append(*jax.device_put(args, (placement, sharded)))
     np.testing.assert_array_equal(got, want)
     assert np.asarray(want).any()
 

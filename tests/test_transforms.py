@@ -93,8 +93,8 @@ def test_vmap_of_grad_and_grad_of_vmap(case: Any, rng: np.random.Generator) -> N
     assert_matches(jax.jit(jax.vmap(grad(case)))(*both), want, what="vmap(grad)")
     # The mapped axis may follow the batch axis; the gradients then have it there as well.
     total = lambda *a: jax.vmap(lambda *s: loss(case, *s), 1)(*a).sum()  # noqa: E731
-    behind = [jnp.moveaxis(x, 0, 1) for x in both]
-    got = jax.jit(jax.grad(total, argnums=case.diff))(*behind)
+    moved = [jnp.moveaxis(x, 0, 1) for x in both]
+    got = jax.jit(jax.grad(total, argnums=case.diff))(*moved)
     got = jax.tree.map(lambda g: jnp.moveaxis(g, 1, 0), got)
     assert_matches(got, want, what="grad(vmap)")
     if len(both) == 1:

@@ -1,12 +1,13 @@
-"""The build backend: scikit-build-core, with the CUDA extension only where it can be of use.
+"""The build backend: scikit-build-core, which builds the CUDA extension only where it is useful.
 
-The extension `jax_dsa._cuda` is built when `nvcc` and a Hopper GPU are both found, or when the
-environment says so: `JAX_DSA_CUDA=ON` builds it (or fails, saying what is missing), `OFF` never
-does. Without it the wheel is pure Python: CMake does not run and nothing is compiled.
+By default the extension `jax_dsa._cuda` is built if `nvcc` and a Hopper GPU are both found. With
+`JAX_DSA_CUDA=ON` in the environment it is always built, and the build fails if something is
+missing. With `OFF` it is never built. Without the extension the wheel is pure Python: CMake does
+not run, and nothing is compiled.
 
 The FFI headers come from the oldest jaxlib that the package supports, because XLA loads a kernel
 only if it was built against an API version no newer than its own. `JAX_DSA_FFI_INCLUDE` names
-another directory to take them from, for machines that cannot download that jaxlib.
+another directory with the headers, for machines that cannot download that jaxlib.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ build_sdist = _backend.build_sdist
 get_requires_for_build_sdist = _backend.get_requires_for_build_sdist
 
 
-def _wants_cuda() -> bool:
+def _should_build_cuda() -> bool:
     asked = os.environ.get("JAX_DSA_CUDA", "AUTO").upper()
     if asked in ("ON", "1", "TRUE"):
         return True
     if asked in ("OFF", "0", "FALSE"):
         return False
     if asked != "AUTO":
-        raise SystemExit(f"JAX_DSA_CUDA: got {asked!r}, want ON, OFF or AUTO")
+        raise SystemExit(f"JAX_DSA_CUDA is {asked!r}, expected ON, OFF or AUTO")
     return bool((os.environ.get("CUDACXX") or shutil.which("nvcc")) and _has_hopper())
 
 
 def _has_hopper() -> bool:
-    """Whether the driver knows a GPU of compute capability 9.0."""
+    """Returns whether the driver reports a GPU of compute capability 9.0."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -59,9 +60,9 @@ def _has_hopper() -> bool:
 
 def _settings(config_settings: dict[str, Any] | None) -> dict[str, Any]:
     settings = dict(config_settings or {})
-    if not _wants_cuda():
+    if not _should_build_cuda():
         return settings | {"wheel.cmake": "false"}
-    settings["wheel.py-api"] = "cp312"  # the stable ABI; without effect in older Pythons
+    settings["wheel.py-api"] = "cp312"  # the stable ABI; older Pythons ignore it
     include = os.environ.get("JAX_DSA_FFI_INCLUDE")
     if include:
         settings["cmake.define.JAX_DSA_FFI_INCLUDE"] = include
@@ -69,33 +70,33 @@ def _settings(config_settings: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _requires() -> list[str]:
-    if not _wants_cuda():
+    if not _should_build_cuda():
         return []
     headers = [] if os.environ.get("JAX_DSA_FFI_INCLUDE") else [OLDEST_JAXLIB]
     return [NANOBIND, *headers]
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """PEP 517 hook."""
+    """Implements the PEP 517 hook."""
     return _backend.get_requires_for_build_wheel(_settings(config_settings)) + _requires()
 
 
 def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """PEP 660 hook."""
+    """Implements the PEP 660 hook."""
     return _backend.get_requires_for_build_editable(_settings(config_settings)) + _requires()
 
 
 def prepare_metadata_for_build_wheel(
     metadata_directory: str, config_settings: dict[str, Any] | None = None
 ) -> str:
-    """PEP 517 hook."""
+    """Implements the PEP 517 hook."""
     return _backend.prepare_metadata_for_build_wheel(metadata_directory, _settings(config_settings))
 
 
 def prepare_metadata_for_build_editable(
     metadata_directory: str, config_settings: dict[str, Any] | None = None
 ) -> str:
-    """PEP 660 hook."""
+    """Implements the PEP 660 hook."""
     return _backend.prepare_metadata_for_build_editable(
         metadata_directory, _settings(config_settings)
     )
@@ -106,7 +107,7 @@ def build_wheel(
     config_settings: dict[str, Any] | None = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """PEP 517 hook."""
+    """Implements the PEP 517 hook."""
     return _backend.build_wheel(wheel_directory, _settings(config_settings), metadata_directory)
 
 
@@ -115,5 +116,5 @@ def build_editable(
     config_settings: dict[str, Any] | None = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """PEP 660 hook."""
+    """Implements the PEP 660 hook."""
     return _backend.build_editable(wheel_directory, _settings(config_settings), metadata_directory)

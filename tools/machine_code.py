@@ -2,8 +2,8 @@
 
     python tools/machine_code.py one/_cuda.so another/_cuda.so
 
-It wants cuobjdump, of a CUDA toolkit or of PyPI's nvidia-cuda-cuobjdump. Exit status 1: they
-differ.
+It needs cuobjdump, from a CUDA toolkit or from the PyPI package nvidia-cuda-cuobjdump. The exit
+status is 1 if the builds differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 def disassembler() -> str | None:
-    """cuobjdump, of a CUDA toolkit or of PyPI's nvidia-cuda-cuobjdump."""
+    """Returns the path of cuobjdump, from a CUDA toolkit or a PyPI package, or None."""
     try:
         import nvidia
     except ImportError:
@@ -30,10 +30,10 @@ def disassembler() -> str | None:
 
 
 def sections(elf: bytes) -> dict[str, bytes]:
-    """The sections of an ELF file of 64 bits, by name."""
+    """Returns the sections of a 64-bit ELF file by name."""
     (table,) = struct.unpack_from("<Q", elf, 40)
     size, count, names = struct.unpack_from("<HHH", elf, 58)
-    # Of each: the name's place among the names, where its bytes are, and how many they are.
+    # For each section: its name's offset in the name table, and its own offset and size.
     found = [struct.unpack_from("<I20xQQ", elf, table + size * i) for i in range(count)]
     _, start, length = found[names]
     text = elf[start : start + length]
@@ -41,9 +41,9 @@ def sections(elf: bytes) -> dict[str, bytes]:
 
 
 def kernels(extension: Path) -> dict[str, str]:
-    """Every kernel's name with a digest of its machine code.
+    """Returns a digest of each kernel's machine code, by the kernel's name.
 
-    A name from an unnamed namespace has hashes of its file in it, which are left out.
+    The name of a kernel in an unnamed namespace contains hashes of its file, which are left out.
     """
     tool = disassembler()
     if tool is None:
@@ -63,7 +63,7 @@ def kernels(extension: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Prints what differs."""
+    """Prints the differences."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("extension", type=Path, nargs=2)
     one, other = map(kernels, parser.parse_args().extension)

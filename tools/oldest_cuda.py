@@ -3,8 +3,9 @@
     pip install --no-deps --target build/cuda $(python tools/oldest_cuda.py)
     python tools/oldest_cuda.py build/cuda
 
-PyPI has no nvcc of CUDA 12, but NVRTC, which is the same compiler and assembler for the device, and
-the headers. Host code is parsed with these headers: the launchers as the emulator runs them.
+PyPI has no nvcc of CUDA 12. It has NVRTC, which contains the same device compiler and assembler,
+and the headers. A host compiler only parses the host code with these headers, in the form in which
+the emulator runs it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A kernel of each template, by the header that has it.
+# One or more instances of each kernel template, by the header that defines it.
 KERNELS = {
     "attn_dist/fwd.cuh": ["attn_dist::fwd_kernel<576>"],
     "fp8/matmul.cuh": ["fp8::matmul_kernel<jax_dsa::fp8::Traits<2, 2, 2, false>>"],
@@ -87,7 +88,7 @@ KERNELS = {
 
 
 def oldest() -> str:
-    """As CMakeLists.txt has it."""
+    """Returns the oldest supported version of CUDA, which CMakeLists.txt states."""
     cmake = (ROOT / "CMakeLists.txt").read_text()
     found = re.search(r"CMAKE_CUDA_COMPILER_VERSION VERSION_LESS ([\d.]+)", cmake)
     assert found
@@ -95,7 +96,17 @@ def oldest() -> str:
 
 
 def compile_kernels(nvrtc: ctypes.CDLL, header: str, names: list[str], include: list[Path]) -> str:
-    """What the compiler says; raises if it fails."""
+    """Compiles some kernels of a header; exits if that fails.
+
+    Args:
+        nvrtc: The library.
+        header: The header, relative to cuda/.
+        names: The kernels in the namespace jax_dsa, with their template arguments.
+        include: The folders to search for headers.
+
+    Returns:
+        The compiler's messages.
+    """
     program = ctypes.c_void_p()
     source = f'#include "{header}"\n'.encode()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None)
@@ -115,25 +126,29 @@ def compile_kernels(nvrtc: ctypes.CDLL, header: str, names: list[str], include: 
 
 
 def parse_host_code(include: list[Path]) -> None:
-    """The launchers, and what the emulator has of its own."""
+    """Parses the launchers, and the headers for which the emulator has replacements."""
     flags = ["-std=c++20", "-fsyntax-only", "-w", *(f"-I{p}" for p in include)]
-    own = '#include "common/device.h"\n#include "common/tensor_map.h"\n'
+    replaced = '#include "common/device.h"\n#include "common/tensor_map.h"\n'
     command = ["c++", "-x", "c++", *flags, f"-I{ROOT / 'cuda'}", "-"]
-    subprocess.run(command, input=own, text=True, check=True)
-    emulator = ROOT / "tests" / "emulator"
-    for program in sorted(emulator.glob("*.cc")):
-        subprocess.run(["c++", *flags, f"-I{emulator}", f"-I{ROOT / 'cuda'}", program], check=True)
+    subprocess.run(command, input=replaced, text=True, check=True)
+    kernels = ROOT / "tests" / "kernels"
+    programs = sorted((kernels / "emulator").glob("*.cc"))
+    if not programs:
+        sys.exit(f"no programs in {kernels / 'emulator'}")
+    for program in programs:
+        folders = (kernels / "emulator", ROOT / "cuda", kernels)
+        subprocess.run(["c++", *flags, *(f"-I{p}" for p in folders), program], check=True)
 
 
 def main() -> None:
-    """Without an argument, prints what pip is to install."""
+    """Compiles everything. Without an argument, prints the packages that pip has to install."""
     if len(sys.argv) < 2:
-        parts = ("nvrtc", "runtime", "nvcc", "cccl")
-        print(*(f"nvidia-cuda-{part}-cu12=={oldest()}.*" for part in parts))
+        packages = ("nvrtc", "runtime", "nvcc", "cccl")
+        print(*(f"nvidia-cuda-{package}-cu12=={oldest()}.*" for package in packages))
         return
     wheels = Path(sys.argv[1]).resolve() / "nvidia"
     nvrtc = ctypes.CDLL(str(next(wheels.glob("cuda_nvrtc/lib/libnvrtc.so.*"))))
-    headers = [wheels / f"cuda_{part}" / "include" for part in ("runtime", "nvcc", "cccl")]
+    headers = [wheels / f"cuda_{package}" / "include" for package in ("runtime", "nvcc", "cccl")]
     device = [ROOT / "tools" / "nvrtc", ROOT / "cuda", *headers]
     for header, names in KERNELS.items():
         start = time.monotonic()

@@ -1,12 +1,15 @@
-"""Runs the check programs of tests/kernels/gpu under compute-sanitizer's tools, on a Hopper GPU.
+"""Runs the check programs of tests/kernels/gpu under compute-sanitizer, on a Hopper GPU.
 
     python tools/sanitize.py [--jobs 8] [--only sparse_mla topk] [--tools memcheck racecheck]
 
-A row for each run as it ends, then one table, then what racecheck reported and which program of
-tests/kernels/races explains it. Such a program has the pattern of a report and no race: it
-explains if racecheck reports it all the same, and reports its control, which has one. The exit
-status is 1 if anything is left unexplained, ran into its time limit or gave wrong values.
-It needs nvcc, and compute-sanitizer in PATH or from PyPI's nvidia-cuda-sanitizer-api.
+The script prints a row when a run ends, then a table of all runs, then the reports of racecheck and
+the program of tests/kernels/races that explains each. Such a program uses the same synchronization
+as the reported accesses and has no race. It explains a report if racecheck reports the program too,
+and also reports its control, which has a race. The exit status is 1 if a report is unexplained, or
+if a program ran into its time limit or computed wrong values.
+
+The script needs nvcc, and compute-sanitizer on PATH or from the PyPI package
+nvidia-cuda-sanitizer-api.
 """
 
 from __future__ import annotations
@@ -31,22 +34,23 @@ CHECKS = sorted(ROOT.glob("tests/kernels/gpu/*_check.cu"))
 PATTERNS = sorted(ROOT.glob("tests/kernels/races/*.cu"))
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
 
-# The pattern of a report, by functions whose accesses are alike. A report is of some of these; a
-# function that the tool has no line of goes by its name.
+# The program that explains a report, by the functions whose accesses may be reported together. A
+# report concerns some of these functions. A function is listed by its name alone where the tool
+# reports no source line.
 EXPLANATIONS = {
     frozenset(["attn_dist/fwd.cuh:consume", "attn_dist/fwd.cuh:produce"]): "beside_copies",
     frozenset(["common/gather.cuh:operator[]", "common/gather.cuh:set"]): "beside_copies",
-    frozenset(["common/ptx.cuh:cp_async_16", "common/ptx.cuh:load_matrix_x4"]): "load_matrix",
+    frozenset(["common/copy.cuh:cp_async_16", "common/copy.cuh:load_matrix_x4"]): "load_matrix",
     frozenset(
         [
-            *("common/ptx.cuh:cp_async_16_alone", "common/ptx.cuh:load_shared_16"),
-            "common/ptx.cuh:store_shared_16",
+            *("common/copy.cuh:cp_async_16_alone", "common/copy.cuh:load_shared_16"),
+            "common/copy.cuh:store_shared_16",
         ]
     ): "in_place",
     frozenset(
         [
             *("fp8/matmul_tile.cuh:produce_scales", "fp8/matmul_tile.cuh:row_scales"),
-            *("fp8/matmul_few.cuh:consume_thin", "common/ptx.cuh:load_shared_16"),
+            *("fp8/matmul_few.cuh:consume_thin", "common/copy.cuh:load_shared_16"),
         ]
     ): "elected_arrival",
     frozenset(["htree/walk.cuh:produce", "htree/walk.cuh:consume", "htree::queries_kernel"]): (
@@ -54,15 +58,15 @@ EXPLANATIONS = {
     ),
     frozenset(
         [
-            *("common/ptx.cuh:bulk_load", "htree::queries_kernel", "htree::nodes_kernel"),
-            *("common/ptx.cuh:load_matrix_x4", "common/ptx.cuh:load_matrix_x4_transposed"),
+            *("common/copy.cuh:bulk_load", "htree::queries_kernel", "htree::nodes_kernel"),
+            *("common/copy.cuh:load_matrix_x4", "common/copy.cuh:load_matrix_x4_transposed"),
         ]
     ): "bulk_copy",
-    frozenset(["common/ptx.cuh:store_any"]): "any_of_several",
+    frozenset(["common/copy.cuh:store_any"]): "any_of_several",
     frozenset(
         [
             *("indexer/bwd_queries.cuh:gather", "indexer/bwd_queries.cuh:multiply"),
-            "common/ptx.cuh:mbarrier_wait",  # the line that a write of gather may have
+            "common/barrier.cuh:mbarrier_wait",  # the tool may attribute a write of gather to it
         ]
     ): "elected_arrival",
     frozenset(["losses/index_grads.cuh:copy", "losses/index_grads.cuh:multiply"]): (
@@ -70,7 +74,7 @@ EXPLANATIONS = {
     ),
     frozenset(
         [
-            *("common/ptx.cuh:bulk_load", "masked_attention/scores.cuh:init_negated"),
+            *("common/copy.cuh:bulk_load", "masked_attention/scores.cuh:init_negated"),
             *("masked_attention/bwd.cuh:consume", "masked_attention/bwd_wide.cuh:consume_wide"),
         ]
     ): "bulk_copy",
@@ -136,7 +140,7 @@ EXPLANATIONS = {
     frozenset(["mla/few_heads.cuh:consume_few", "mla/producer.cuh:begin_work_tile"]): (
         "beside_copies"
     ),
-    # In the backward kernel the way back is that of over_two_barriers.
+    # In the backward kernel the readers report back as in over_two_barriers.
     frozenset(["common/gather.cuh:all", "common/gather.cuh:set"]): "beside_copies",
     frozenset(
         ["sparse_mla/bwd_dq.cuh:compute_p_ds", "sparse_mla/bwd_dq.cuh:produce_dq"]
@@ -156,13 +160,13 @@ EXPLANATIONS = {
 
 
 def pattern_of(report: frozenset[str]) -> str | None:
-    """Which pattern the accesses of a report are of."""
+    """Returns the program that explains a report about these functions, or None."""
     fitting = [pattern for functions, pattern in EXPLANATIONS.items() if report <= functions]
     return fitting[0] if fitting else None
 
 
 def build_command(source: Path, binary: Path, *options: str) -> list[str]:
-    """The build line at the head of a program, with its output at `binary`."""
+    """Returns the build command in a program's first lines, with its output at `binary`."""
     head = source.read_text().split("#include")[0].replace("\n//", "\n")
     line = re.search(r"nvcc (?:.*\\\n)*.*", head)
     if line is None:
@@ -176,18 +180,18 @@ def build_command(source: Path, binary: Path, *options: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A program under a tool."""
+    """A program that is run under a tool."""
 
     name: str
     binary: Path
     args: tuple[str, ...]
     tool: str
-    control: bool = False  # has a race
+    control: bool = False  # whether the program has a race
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of it."""
+    """The result of a run."""
 
     run: Run
     status: str  # ok, wrong values, timed out, no summary
@@ -198,8 +202,11 @@ class Outcome:
 
 
 def function_at(path: str, line: int) -> str:
-    """The device function that a line of ours belongs to, as `mla/consumer.cuh:consume`."""
-    ours = re.fullmatch(r"(?:.*/)?((?:cuda|tests)/.*)", path)  # wherever it was built
+    """Returns the device function at a source line, for example `mla/consumer.cuh:consume`.
+
+    Returns the path and the line if the file does not belong to this repository.
+    """
+    ours = re.fullmatch(r"(?:.*/)?((?:cuda|tests)/.*)", path)  # the program may be built elsewhere
     if ours is None or not (ROOT / ours[1]).is_file():
         return f"{path}:{line}"
     place = ours[1].removeprefix("cuda/")
@@ -213,13 +220,13 @@ def function_at(path: str, line: int) -> str:
 
 
 def name_in(signature: str) -> str:
-    """Of void jax_dsa::htree::queries_kernel<...>(...): `htree::queries_kernel`."""
+    """Returns `htree::queries_kernel` for `void jax_dsa::htree::queries_kernel<...>(...)`."""
     name = re.search(r"jax_dsa::([\w:~]+)", signature)
     return name[1] if name else signature
 
 
 def races(output: str) -> Counter[frozenset[str]]:
-    """How often racecheck reports each pair of functions."""
+    """Returns how often racecheck reports each pair of functions."""
     found: Counter[frozenset[str]] = Counter()
     for report in re.split(r"Race reported between", output)[1:]:
         report = re.split(r"\n=+ *\n", report)[0]
@@ -234,7 +241,7 @@ def races(output: str) -> Counter[frozenset[str]]:
 
 
 def sanitizer() -> str:
-    """compute-sanitizer, of a CUDA toolkit or of PyPI's nvidia-cuda-sanitizer-api."""
+    """Returns the path of compute-sanitizer, from a CUDA toolkit or a PyPI package."""
     wheels = importlib.util.find_spec("nvidia")
     places = wheels.submodule_search_locations or [] if wheels else []
     found = (str(x) for place in places for x in Path(place).rglob("bin/compute-sanitizer"))
@@ -244,7 +251,7 @@ def sanitizer() -> str:
 
 
 def execute(run: Run, tool: str, timeout: float) -> Outcome:
-    """One run. Its process group is ended with it, and when its time is over."""
+    """Runs a program. Kills its process group after `timeout` seconds."""
     command = [tool, "--tool", run.tool, "--print-limit", "1000", "--strip-paths", "no"]
     command += ["--max-connections", "200", str(run.binary), *run.args]
     start = time.monotonic()
@@ -273,7 +280,7 @@ def execute(run: Run, tool: str, timeout: float) -> Outcome:
 
 
 def build(jobs: int, to: Path) -> None:
-    """All programs, the patterns with and without their race."""
+    """Builds all programs, and the patterns also with their race."""
     to.mkdir(parents=True, exist_ok=True)
     commands = [build_command(s, to / s.stem, "-lineinfo") for s in CHECKS + PATTERNS]
     commands += [build_command(s, to / f"{s.stem}_race", "-lineinfo", "-DRACE") for s in PATTERNS]
@@ -282,7 +289,7 @@ def build(jobs: int, to: Path) -> None:
 
 
 def runs(only: list[str], tools: list[str], built: Path) -> list[Run]:
-    """What to run, the longest first."""
+    """Returns the runs, the longest first."""
     checks = [s.stem for s in CHECKS if any(name in s.stem for name in only)]
     all_runs = [Run(n, built / n, ("small",), t) for t in TOOLS if t in tools for n in checks]
     if "racecheck" in tools:
@@ -294,7 +301,10 @@ def runs(only: list[str], tools: list[str], built: Path) -> list[Run]:
 
 
 def run_all(todo: list[Run], tool: str, jobs: int, timeout: float) -> list[Outcome]:
-    """So many at a time; a row for each as it ends, and what it printed in a file."""
+    """Executes up to `jobs` runs at a time.
+
+    Prints a row when a run ends, and writes the run's output to a file beside the program.
+    """
     outcomes = []
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         started = [pool.submit(execute, run, tool, timeout) for run in todo]
@@ -311,7 +321,7 @@ def run_all(todo: list[Run], tool: str, jobs: int, timeout: float) -> list[Outco
 
 
 def judge(outcomes: list[Outcome]) -> list[str]:
-    """Prints the table and the reports; returns what is wrong."""
+    """Prints the table and the reports, and returns the problems."""
     wrong = []
     cells: dict[str, dict[str, str]] = {}
     patterns: dict[str, bool] = {s.stem: False for s in PATTERNS}
@@ -344,21 +354,28 @@ def judge(outcomes: list[Outcome]) -> list[str]:
             if not explained:
                 wrong.append(f"{o.run.name}: {between} is not explained")
         if o.errors > 0 and not o.races:
-            wrong.append(f"{o.run.name}: reports of racecheck that were not understood")
+            wrong.append(f"{o.run.name}: reports of racecheck that could not be parsed")
     return wrong
 
 
 def main() -> int:
-    """Builds, runs, prints."""
+    """Builds and runs the programs and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds, of a run")
+    parser.add_argument("--jobs", type=int, default=8, help="number of processes at a time")
     parser.add_argument(
-        "--only", nargs="+", default=[""], help="check programs whose names have one of these"
+        "--timeout", type=float, default=300, help="time limit of a run, in seconds"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        help="run the check programs whose names contain one of these",
     )
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "sanitize")
-    parser.add_argument("--built", action="store_true", help="takes the programs as they are there")
+    parser.add_argument(
+        "--built", action="store_true", help="use the programs that are already built"
+    )
     options = parser.parse_args()
     tool = sanitizer()
     if not options.built:

@@ -1,9 +1,10 @@
-"""Tries an installed wheel, in the interpreter that runs this.
+"""Tries an installed wheel in the Python interpreter that runs this script.
 
     python try_wheel.py README.md [--gpu]
 
-Runs README's example, then an example of every public function; with --gpu a gradient by the
-kernels instead, against XLA's. Nothing but jax_dsa and what it depends on has to be there.
+It runs README's example and the examples of all public functions. With --gpu it compares gradients
+computed by the kernels with those of XLA instead of running the functions' examples. It needs only
+jax_dsa and its dependencies.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import jax_dsa
 
 
 def examples() -> int:
-    """Runs the docstrings' examples; the number of functions."""
+    """Runs the docstrings' examples and returns the number of functions."""
     public = [vars(jax_dsa)[name] for name in jax_dsa.__all__ if name in vars(jax_dsa)]
     functions = [f for f in public if inspect.isfunction(inspect.unwrap(f))]
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
@@ -32,14 +33,14 @@ def examples() -> int:
         for example in finder.find(inspect.unwrap(function), function.__name__, globs={}):
             runner.run(example)
     if runner.failures:
-        sys.exit(f"{runner.failures} lines of examples fail")
+        sys.exit(f"{runner.failures} lines of the examples fail")
     return len(functions)
 
 
 def readme_example(readme: Path) -> None:
     """Runs the README's Python block and checks its gradients."""
     found = re.search(r"```python\n(.*?)```", readme.read_text(), re.S)
-    assert found, f"{readme} has no Python"
+    assert found, f"{readme} has no Python block"
     names: dict[str, Any] = {}
     exec(compile(found[1], str(readme), "exec"), names)
     for i, gradient in enumerate(names["gradients"]):
@@ -47,7 +48,7 @@ def readme_example(readme: Path) -> None:
 
 
 def gradient_by_kernels() -> None:
-    """Sparse attention with its index loss in bfloat16, forward and backward, by both."""
+    """Compares gradients of sparse attention with its index loss, by kernels and by XLA."""
     shapes: dict[str, tuple[int, ...]] = {
         "q": (1, 256, 64, 576),
         "kv": (1, 256, 1, 576),
@@ -73,12 +74,12 @@ def gradient_by_kernels() -> None:
     kernels, xla = gradients("cuda"), gradients("xla")
     for name in shapes:
         error = jnp.linalg.norm(kernels[name] - xla[name]) / jnp.linalg.norm(xla[name])
-        print(f"gradient of {name} by kernels and by XLA: relative difference {error:.1e}")
+        print(f"gradient of {name}, kernels and XLA: relative difference {error:.1e}")
         assert error < 0.02, name
 
 
 def main() -> None:
-    """All of it."""
+    """Runs all checks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("readme", type=Path)
     parser.add_argument("--gpu", action="store_true")
@@ -86,13 +87,13 @@ def main() -> None:
     python = ".".join(map(str, sys.version_info[:3]))
     print(f"Python {python}, JAX {jax.__version__}, {jax.default_backend()}, {jax_dsa.__file__}")
     readme_example(asked.readme)
-    print("the ten lines run")
+    print("the example of the README runs")
     if asked.gpu:
         return gradient_by_kernels()
     print(f"the examples of {examples()} functions run")
     libraries = Path("/proc/self/maps").read_text()
-    assert "libcudart" not in libraries, "the extension brought CUDA's runtime with it"
-    print("the extension is", "loaded" if "jax_dsa/_cuda" in libraries else "not there")
+    assert "libcudart" not in libraries, "the extension loaded the shared library of CUDA's runtime"
+    print("the extension is", "loaded" if "jax_dsa/_cuda" in libraries else "not installed")
 
 
 if __name__ == "__main__":

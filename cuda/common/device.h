@@ -1,4 +1,4 @@
-// The device that a launch is for.
+// Properties of the GPU that a kernel is launched on.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,10 +11,11 @@ namespace jax_dsa {
 
 struct Device {
   int num_sms;
-  int64_t l2_bytes;
+  int64_t l2_bytes;  // size of the L2 cache
 };
 
-// The current one. The runtime answers from memory: there is nothing to gain by a cache.
+// Gets the properties of the current device. The CUDA runtime answers from memory, so that a cache
+// would gain nothing.
 inline cudaError_t current_device(Device* device) {
   int id = 0, l2_bytes = 0;
   DSA_RETURN_IF_CUDA_ERROR(cudaGetDevice(&id));

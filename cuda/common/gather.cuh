@@ -1,5 +1,5 @@
-// Gathering the rows that a row of indices selects into tiles of shared memory (common/tile.cuh),
-// by a warpgroup of producers.
+// Gathers the rows that a query's indices select into shared-memory tiles (common/tile.cuh). A
+// warpgroup of producer warps fills a tile.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +10,16 @@
 
 namespace jax_dsa {
 
-// One row of indices.
+// The list of indices of one token and KV head group.
 struct Slots {
   const int32_t* row;
   int length;
-  int limit;  // keys below this count
+  int limit;  // keys from here on are masked
 
   __device__ Slots(const int32_t* row, int length, int limit)
       : row(row), length(length), limit(limit) {}
 
-  // Row (token, group) of the indices of sparse MLA's or attn_dist's parameters.
+  // Takes the list from the parameters of sparse MLA or attn_dist.
   template <typename Params>
   __device__ Slots(const Params& p, int64_t token, int group)
       : row(p.indices + (token * p.groups + group) * p.slots),
@@ -28,16 +28,17 @@ struct Slots {
     if (p.ends) limit = min(limit, __ldg(p.ends + token));
   }
 
+  // Returns the index in a slot; -1 for slots from `length` on.
   __device__ int index(int slot) const { return load_now(row + slot, slot < length, -1); }
-  __device__ bool counts(int index) const { return index >= 0 && index < limit; }
+  __device__ bool is_valid(int index) const { return index >= 0 && index < limit; }
 };
 
-// Tiles of `length` slots up to the last one that counts; by a warp. index(first, row) is that of a
-// row of the tile that slot `first` begins, and may be asked for beyond the end. Searched from the
-// end, where rows are usually full.
+// Returns how many tiles of the first `length` slots there are, up to the last tile with a valid
+// slot. All lanes of a warp must call it. index(first, row) returns the index for row `row` of the
+// tile that starts at slot `first`; it is also called for slots beyond the end. The search begins
+// at the end, because most lists are full.
 template <typename Index>
-__device__ __forceinline__ int tiles_that_count(const Slots& slots, int length, int lane,
-                                                Index index) {
+__device__ __forceinline__ int count_tiles(const Slots& slots, int length, int lane, Index index) {
   constexpr int kStep = 256;
   for (int base = (length - 1) / kStep * kStep; length > 0 && base >= 0; base -= kStep) {
     int found[kStep / 32], last = -1;
@@ -47,22 +48,22 @@ __device__ __forceinline__ int tiles_that_count(const Slots& slots, int length, 
     }
 #pragma unroll
     for (int i = 0; i < kStep / 32; ++i) {
-      if (__any_sync(~0u, slots.counts(found[i]))) last = i;
+      if (__any_sync(~0u, slots.is_valid(found[i]))) last = i;
     }
     if (last >= 0) return (base + 32 * last) / kTile + 1;
   }
   return 0;
 }
-__device__ __forceinline__ int tiles_that_count(const Slots& slots, int lane) {
-  return tiles_that_count(slots, slots.length, lane,
-                          [&](int first, int row) { return slots.index(first + row); });
+__device__ __forceinline__ int count_tiles(const Slots& slots, int lane) {
+  return count_tiles(slots, slots.length, lane,
+                     [&](int first, int row) { return slots.index(first + row); });
 }
 
-// Which rows of a tile count: bit r % 8 of byte r / 8.
+// Which rows of a tile are valid: bit r % 8 of byte r / 8.
 struct alignas(8) ValidRows {
   uint8_t bytes[kTile / 8];
 
-  // Those of a warp's 16 rows, by one of its lanes; `bits` in the order of `Gather::row`.
+  // Sets the bits of a warp's 16 rows, in the order of GatherOf::row. One lane per warp calls this.
   __device__ void set(int warp, uint32_t bits) {
     bytes[warp] = bits;
     bytes[warp + 4] = bits >> 8;
@@ -71,36 +72,37 @@ struct alignas(8) ValidRows {
   __device__ uint64_t all() const { return *reinterpret_cast<const uint64_t*>(bytes); }
 };
 
-// A lane copies one 16-byte chunk of two rows in each half of a tile, eight lanes a row; kAlone: by
-// `cp_async_16_alone`.
+// One producer thread's copies of a tile. Eight lanes copy a row, each one 16-byte chunk per block.
+// A lane copies two rows in each half of the tile. With kAlone it uses cp_async_16_alone.
 template <bool kAlone>
 struct GatherOf {
-  uint32_t offset[2];  // within a block, for even and odd i
-  const char* from[4];
-  bool valid[4];
+  uint32_t offset[2];   // offset in a block of shared memory, for even and odd i
+  const char* from[4];  // the source of row(warp, i, sub)
+  bool valid[4];        // invalid rows are filled with zeros
 
   __device__ GatherOf(int warp, int sub, int chunk) {
     offset[0] = (warp * 8 + sub) * 128 + (chunk ^ sub) * 16;
     offset[1] = (warp * 8 + 4 + sub) * 128 + (chunk ^ (sub + 4)) * 16;
   }
 
+  // Returns the tile row that lane 8 * sub + chunk of a warp copies as its i-th of four.
   __device__ static int row(int warp, int i, int sub) {
     return i / 2 * 32 + warp * 8 + i % 2 * 4 + sub;
   }
 
-  // Where lane 8 * sub + i, i < 4, has the index of the warp's row (i, sub), -1 for none: a bit for
-  // each that there is, in the order of `row`.
+  // Returns one bit per row of the warp, in the order of `row`: whether the row has an index. Lane
+  // 8 * sub + i, for i < 4, passes the index of row (i, sub), or -1 if there is none.
   __device__ static uint32_t bits(int index) {
     const int lane = threadIdx.x % 32;
     return __ballot_sync(~0u, __shfl_sync(~0u, index, lane % 4 * 8 + lane / 4) >= 0) & 0xffff;
   }
 
-  // At the keys of a tile. Lanes 0..15 have the index of one of the warp's 16 slots each, in the
-  // order of `row`, and whether it counts; returns these bits.
-  __device__ __forceinline__ uint32_t aim(const char* kv, int64_t stride, int sub, int index,
-                                          bool counts) {
-    const uint32_t bits = __ballot_sync(~0u, counts) & 0xffff;
-    const int safe = counts ? index : 0;
+  // Sets the source rows of a tile. Lanes 0 to 15 pass the indices of the warp's 16 slots, in the
+  // order of `row`, and whether they are valid. Returns the validity bits in the same order.
+  __device__ __forceinline__ uint32_t set_rows(const char* kv, int64_t stride, int sub, int index,
+                                               bool is_valid) {
+    const uint32_t bits = __ballot_sync(~0u, is_valid) & 0xffff;
+    const int safe = is_valid ? index : 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       valid[i] = bits >> (i * 4 + sub) & 1;
@@ -109,6 +111,7 @@ struct GatherOf {
     return bits;
   }
 
+  // Copies half kHalf (32 rows) of blocks kFirst to kLast - 1.
   template <int kFirst, int kLast, int kHalf>
   __device__ void copy(uint32_t to, uint64_t policy) const {
 #pragma unroll
@@ -121,7 +124,7 @@ struct GatherOf {
     }
   }
 
-  // All rows of one block, to block `at`.
+  // Copies all rows of one source block to block `at` of the tile.
   __device__ void copy_block(uint32_t to, int at, int block, uint64_t policy) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -1,4 +1,4 @@
-// What a Hopper GPU and its SMs have.
+// Resources of Hopper GPUs (compute capability 9.0).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,21 +7,22 @@
 
 namespace jax_dsa {
 
-inline constexpr int kMaxSms = 132;  // that any of them has
+inline constexpr int kMaxSms = 132;  // the largest number of SMs of any of them
 
-// Of a SM:
-inline constexpr int kMaxSharedBytes = 227 * 1024;  // of a block
-inline constexpr int kReservedSharedBytes = 1024;   // of each block, beside its own
+// Resources of one SM.
+inline constexpr int kMaxSharedBytes = 227 * 1024;  // available to one CTA
+inline constexpr int kReservedSharedBytes = 1024;   // used by the system for each CTA
 inline constexpr int kRegisters = 64 * 1024;
 
-// Whether so many blocks with so much shared memory each run at a time.
+// Returns whether an SM can run `blocks` CTAs with `bytes` of shared memory each at the same time.
 constexpr bool shared_memory_fits(int blocks, int64_t bytes) {
   return blocks * (bytes + kReservedSharedBytes) <= kMaxSharedBytes + kReservedSharedBytes;
 }
 
-// Whether a block's `consumers` warpgroups and its producer can have so many registers a thread,
-// with so many blocks at a time. Registers move within what the block was launched with; setmaxnreg
-// waits for ever for more.
+// Returns whether an SM can run `blocks` CTAs at the same time, each with `consumers` warpgroups of
+// `consumer` registers per thread and one producer warpgroup of `producer` registers per thread.
+// setmaxnreg redistributes the registers that the CTA was launched with. It blocks forever if they
+// do not suffice.
 __host__ __device__ constexpr bool registers_fit(int blocks, int consumers, int consumer,
                                                  int producer) {
   const int warpgroups = consumers + 1;

@@ -1,4 +1,5 @@
-// The products of single warps: mma with bf16 or f16 operands in registers and f32 accumulators.
+// mma.sync: products by single warps, with bf16 or f16 operands in registers and float32
+// accumulators.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +8,11 @@
 
 namespace jax_dsa {
 
-// d [16, 8] += a [16, 16] b [16, 8]. A lane has, with row = lane / 4 and column = lane % 4 * 2, two
-// neighbours a register: of a (row, column), (row + 8, column), (row, column + 8) and
-// (row + 8, column + 8); of b, transposed, (row, column) and (row, column + 8); of d the floats at
-// (row, column + {0, 1}) and (row + 8, column + {0, 1}).
+// d [16, 8] += a [16, 16] b [16, 8]. Let row = lane / 4 and column = lane % 4 * 2. A register holds
+// two neighboring elements of a row. A lane holds the elements of
+//   a at (row, column), (row + 8, column), (row, column + 8) and (row + 8, column + 8);
+//   b^T at (row, column) and (row, column + 8);
+//   d at (row, column + {0, 1}) and (row + 8, column + {0, 1}), as floats.
 template <DType kType>
 __device__ __forceinline__ void mma_16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                        uint32_t b1) {
@@ -30,7 +32,7 @@ __device__ __forceinline__ void mma_16(float (&d)[4], const uint32_t (&a)[4], ui
   }
 }
 
-// The same with the first 8 columns of a: d [16, 8] += a [16, 8] b [8, 8].
+// The same for 8 columns of a: d [16, 8] += a [16, 8] b [8, 8].
 template <DType kType>
 __device__ __forceinline__ void mma_8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
   static_assert(kType == DType::kBF16);

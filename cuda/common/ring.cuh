@@ -1,4 +1,4 @@
-// Places in a ring of buffers in shared memory, each with mbarriers for "full" and "free".
+// Positions in a ring of shared-memory stages, each of which has a "full" and a "free" mbarrier.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,12 +12,12 @@ namespace jax_dsa {
 template <int kBuffers>
 struct RingPlace {
   int index = 0;
-  uint32_t parity = 0;  // of the barriers' phases in this round
+  uint32_t parity = 0;  // parity of the mbarriers' phases in this round
 
   __device__ void advance() {
     if (++index == kBuffers) index = 0, parity ^= 1;
   }
-  // So many buffers ahead, at most one round.
+  // Returns the position `buffers` further on, at most one round.
   __device__ RingPlace operator+(int buffers) const {
     const int next = index + buffers;
     return next < kBuffers ? RingPlace{next, parity} : RingPlace{next - kBuffers, parity ^ 1};

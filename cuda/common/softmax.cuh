@@ -1,4 +1,4 @@
-// Pieces of an online softmax that several kernels use.
+// Helpers for an online softmax.
 #pragma once
 
 #include "common/ptx.cuh"

@@ -1,4 +1,4 @@
-// Writing accumulators of wgmma to rows in global memory.
+// Writes wgmma accumulators to rows in global memory.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,11 @@
 
 namespace jax_dsa {
 
-// Stores a warp's 16 rows of an accumulator, 32 columns at a time through `stage`, which has rows
-// of 64 bytes whose 16-byte chunks are swizzled: 1 KiB. `out` is the row lane / 4, rows are
-// `stride` elements apart; `columns`, a multiple of 8, of a row are there. A factor of 0 makes
-// zeros of anything.
+// Stores a warp's 16 rows of an accumulator, multiplied by `factor`. A factor of 0 gives zeros
+// whatever the accumulator holds. The warp stages 32 columns at a time in 1 KiB of shared memory at
+// `stage`: rows of 64 bytes with swizzled 16-byte chunks. `out` points to row lane / 4, and rows
+// are `stride` elements apart. `rows_left` counts rows from there. Only the first `columns`
+// columns, a multiple of 8, exist in global memory.
 template <DType kType, int kN>
 __device__ __forceinline__ void store_rows(const float (&o)[kN], const float (&factor)[2],
                                            uint32_t stage, void* out, int64_t stride, int rows_left,

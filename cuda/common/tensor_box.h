@@ -1,4 +1,4 @@
-// A tensor as TMA sees it: how it lies in memory, and the boxes that are copied of it.
+// A tensor for TMA: its layout in memory and the size of the boxes that are copied.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@ inline constexpr int kMaxTensorRank = 4;
 struct TensorBox {
   const void* base;
   uint64_t extents[kMaxTensorRank];
-  uint64_t strides[kMaxTensorRank];  // in bytes, from one index of dimension i + 1 to the next
+  uint64_t strides[kMaxTensorRank];  // bytes between neighbors along dimension i + 1
   uint32_t box[kMaxTensorRank];
   int rank, element_bytes;
-  int row_bytes;  // of a box, which is the swizzle's width: 32, 64 or 128
+  int row_bytes;  // bytes of a box row, which is the swizzle width: 32, 64 or 128
 };
 
-// Dense in memory, the innermost dimension first. The base and the innermost extent are multiples
-// of 16 bytes.
+// Describes a dense tensor. Dimensions are listed innermost first. The base address and the
+// innermost extent must be multiples of 16 bytes.
 template <int kRank>
 TensorBox tensor_box(int element_bytes, const void* base, const int64_t (&dims)[kRank],
                      const int (&box)[kRank]) {

@@ -1,5 +1,5 @@
-// Encodes tensor maps for TMA. The driver's encoder is asked for at run time, so that nothing links
-// libcuda.
+// Encodes tensor maps for TMA. The driver's encoder is looked up at run time, so that the extension
+// does not link libcuda.
 #pragma once
 
 #include <cuda.h>

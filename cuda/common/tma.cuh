@@ -1,4 +1,5 @@
-// TMA: copies of boxes of a tensor into shared memory, with zeros for what lies outside the tensor.
+// TMA copies of boxes between a tensor and shared memory. A load fills elements outside of the
+// tensor with zeros; a store skips them.
 #pragma once
 
 #include <cuda.h>
@@ -13,7 +14,8 @@ __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// The box at coordinates (x, y, z[, w]), innermost first; completes on `barrier`.
+// Loads the box at coordinates (x, y, z[, w]), innermost first. The bytes count towards the phase
+// of `barrier`.
 __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int x,
                                          int y, int z) {
   asm volatile(
@@ -22,7 +24,7 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint6
       "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
-// With a policy of `l2_policy_*`.
+// Loads with an L2 policy; see common/copy.cuh.
 __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int x,
                                          int y, int z, uint64_t policy) {
   asm volatile(
@@ -40,8 +42,7 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint6
       : "memory");
 }
 
-// The box at these coordinates from shared memory, as far as there is a tensor; in this thread's
-// open group of bulk stores.
+// Stores the box at these coordinates, in this thread's open group of bulk stores.
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* from, int x, int y,
                                           int z) {
   asm volatile(
@@ -58,8 +59,8 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* fr
       : "memory");
 }
 
-// The box to the same place in all blocks of the cluster whose bits are in `ranks`; completes on
-// the same barrier in each of them.
+// Loads the box to the same address in every CTA of the cluster whose bit is set in `ranks`. The
+// bytes count towards the same mbarrier in each of them.
 __device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap* map,
                                                    uint64_t* barrier, uint16_t ranks, int x, int y,
                                                    int z) {

@@ -1,4 +1,4 @@
-// Types and arithmetic that kernels and launchers share. Nothing in cuda/ knows of JAX or XLA.
+// Types and arithmetic that kernels and launchers share. Nothing in cuda/ depends on JAX or XLA.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +7,7 @@
 
 namespace jax_dsa {
 
-// Element types of kernel inputs that come in more than one.
+// Element types, for kernels that accept more than one.
 enum class DType { kBF16, kF16, kF32 };
 
 inline constexpr float kLog2E = 1.4426950408889634f;

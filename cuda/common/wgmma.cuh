@@ -1,5 +1,5 @@
-// wgmma with bf16, f16 or e4m3 operands, in tiles of common/tile.cuh or in registers, and f32
-// accumulators.
+// wgmma with bf16, f16 or e4m3 operands and float32 accumulators. Operands are in registers or in
+// shared memory with the layouts of common/tile.cuh.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace jax_dsa {
 
-// Before the first wgmma, and again whenever registers of one were touched by anything else.
+// Must precede the first wgmma, and every wgmma whose registers other instructions have accessed.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Waits until at most `kPending` committed groups are unfinished.
+// Waits until at most kPending committed groups are unfinished.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -29,9 +29,9 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kN]) {
   for (int i = 0; i < kN; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Accumulators whose values do not matter any more. A product that is on its way across a loop's
-// end begins in such: were its values those of the last round, the compiler would copy them there,
-// and ptxas would serialise all products.
+// Declares the values of accumulators undefined. Use it before a product that is still in flight at
+// the end of a loop iteration. Otherwise the compiler would copy the values of the last iteration
+// into the accumulators, and ptxas would serialize all products.
 template <int kN>
 __device__ __forceinline__ void wgmma_forget(float (&d)[kN]) {
 #pragma unroll
@@ -64,14 +64,15 @@ __device__ __forceinline__ void wgmma_forget(float (&d)[kN]) {
 #define JAX_DSA_ACC64(d) JAX_DSA_ACC32(d, 0), JAX_DSA_ACC32(d, 32)
 #define JAX_DSA_ACC128(d) JAX_DSA_ACC64(d), JAX_DSA_ACC32(d, 64), JAX_DSA_ACC32(d, 96)
 
-// `operands` are the numbers of a and b, `predicate` that of the accumulate flag, `majors` those of
-// the operands' orders.
+// The asm operand numbers: `operands` are those of a and b, `predicate` is that of the accumulate
+// flag, and `majors` are those of the operands' majors.
 #define JAX_DSA_WGMMA(shape_and_types, registers, operands, predicate, majors) \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " predicate ", 0;\n" \
   "wgmma.mma_async.sync.aligned." shape_and_types " {" registers "}, " operands ", p, 1, 1" \
   majors ";\n}\n"
 
-// Whose elements lie side by side: those that are contracted, or the rows of a and columns of b.
+// Which elements of an operand are contiguous: along the summed dimension K, or along the rows of a
+// and the columns of b.
 enum Major { kKMajor = 0, kMNMajor = 1 };
 
 // The same instruction for bf16 and f16; `shape` is "m64n...k16".
@@ -85,7 +86,7 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
         : __VA_ARGS__); \
   }
 
-// d [64, n] (+)= a [64, 16] b [16, n], both in shared memory; d has n / 2 elements a thread.
+// d [64, n] (+)= a [64, 16] b [16, n], both in shared memory. A thread holds n / 2 elements of d.
 template <DType kType, Major kA, Major kB, int kD>
 __device__ __forceinline__ void wgmma_16(float (&d)[kD], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (kD == 8) {
@@ -120,7 +121,7 @@ __device__ __forceinline__ void wgmma_16(float (&d)[kD], uint64_t a, uint64_t b,
   }
 }
 
-// The same with a in registers.
+// The same with a in registers, as in mma_16.
 template <DType kType, Major kB, int kD>
 __device__ __forceinline__ void wgmma_16(float (&d)[kD], const uint32_t (&a)[4], uint64_t b,
                                          bool accumulate) {

@@ -90,7 +90,7 @@ __device__ void gather(const IndexerBwdParams& p, QueryShared<kC>& shared) {
     const Slots slots(p.indices + token * p.slots, p.slots, keys);
     const float* grad = p.grad + token * p.slots;
     const int64_t batch = token / p.queries;
-    const int tiles = tiles_that_count(slots, lane);
+    const int tiles = count_tiles(slots, lane);
     int slot = half * 32 + lane;
     int index = slots.index(slot);
     float g = load_now(grad + slot, slot < p.slots, 0.f);
@@ -115,7 +115,7 @@ __device__ void gather(const IndexerBwdParams& p, QueryShared<kC>& shared) {
     // Without this the compiler adds the batch to every key before it multiplies by the row size.
     asm("" : "+l"(k));
     for (int tile = 0; tile < tiles; ++tile) {
-      const bool counts = slots.counts(index);
+      const bool counts = slots.is_valid(index);
       const int key = counts ? index : 0;
       const uint32_t bits = __ballot_sync(~0u, counts) >> sub;
       float scaled_g = counts ? g : 0.f;

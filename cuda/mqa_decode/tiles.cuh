@@ -136,7 +136,7 @@ __device__ __forceinline__ uint32_t point_gather(const Decode& p, const KeyLocat
   const int64_t stride = int64_t{p.groups} * columns * 2;
   const char* base = static_cast<const char*>(from) + keys.rows_before * stride +
                      int64_t{split.group} * columns * 2 + chunk * 16;
-  return gather.aim(base, stride, sub, row, row >= 0);
+  return gather.set_rows(base, stride, sub, row, row >= 0);
 }
 
 // Replaces values that are not finite by zeros, among those that this lane has copied to a block.

@@ -108,7 +108,7 @@ __device__ void produce_dq(const SparseMlaBwdParams& p, const BwdWork& work,
                    heads.group * (kD * 2) + chunk * 16;
   for (int tile = 0; tile < tiles; ++tile) {
     const int key = index >> (kPacked ? kHeadMaskBits : 0), head_mask = index;
-    const uint32_t bits = gather.aim(kv, stride, sub, key, slots.counts(index));
+    const uint32_t bits = gather.set_rows(kv, stride, sub, key, slots.is_valid(index));
     if (tile + 1 < tiles) index = slots.index((tile + 1) * kTile + slot);
     fill(bits, head_mask, kBlocks, keep);
   }

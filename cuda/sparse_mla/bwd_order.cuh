@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kOrderThreads)
 #pragma unroll 8
     for (int i = thread; i < capacity; i += kOrderThreads) {
       const int index = slots.index(i);
-      lists[side][i] = slots.counts(index) && rows[side].heads > 0 ? index : kNoKey;
+      lists[side][i] = slots.is_valid(index) && rows[side].heads > 0 ? index : kNoKey;
     }
   }
   __syncthreads();

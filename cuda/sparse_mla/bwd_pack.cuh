@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kOrderThreads)
 #pragma unroll 8
     for (int i = thread; i < capacity; i += kOrderThreads) {
       const int index = slots.index(i);
-      const int32_t entry = slots.counts(index) ? index << kHeadMaskBits | head_mask : kNoKey;
+      const int32_t entry = slots.is_valid(index) ? index << kHeadMaskBits | head_mask : kNoKey;
       list[q * capacity + (q % 2 == 0 ? i : capacity - 1 - i)] = entry;
     }
   }

@@ -189,7 +189,7 @@ struct HeadTile {
   }
   // Returns the number of key tiles. All lanes of a warp must call it.
   __device__ int tiles(const SparseMlaBwdParams& p, int lane) const {
-    return heads > 0 ? tiles_that_count(slots(p), lane) : 0;
+    return heads > 0 ? count_tiles(slots(p), lane) : 0;
   }
 };
 

@@ -19,7 +19,7 @@ struct KeyRows {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int key = __shfl_sync(~0u, index, i / 2 * 8 + lane / 8 * 2 + i % 2);
-      const bool exists = slots.counts(key);
+      const bool exists = slots.is_valid(key);
       valid |= uint32_t{exists} << i;
       to[i] = dkv + lane % 8 * 4 + (exists ? key >> bits : 0) * stride;
     }

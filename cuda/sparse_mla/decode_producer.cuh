@@ -35,16 +35,15 @@ struct SelectedKeys {
   // Returns the number of the split's tiles up to the last one with a valid slot.
   __device__ int tiles(const Decode& p, int lane) const {
     const int own = ceil_div(max(slots.length, 0), kTile * p.splits) * kTile;
-    return tiles_that_count(slots, own, lane,
-                            [&](int first, int row) { return index(p, first, row); });
+    return count_tiles(slots, own, lane, [&](int first, int row) { return index(p, first, row); });
   }
 
   __device__ Location location(const Decode& p, int index) const {
-    const bool counts = slots.counts(index);
-    if (!table) return {counts ? 0 : -1, index};
+    const bool valid = slots.is_valid(index);
+    if (!table) return {valid ? 0 : -1, index};
     const int page =
         static_cast<int>(uint64_t{static_cast<uint32_t>(index)} * p.page_factor >> p.page_shift);
-    return {load_now(table + page, counts, -1), index - page * p.page_size};
+    return {load_now(table + page, valid, -1), index - page * p.page_size};
   }
   // Returns the row in the cache, or -1 if there is none. A flat cache is treated as one page.
   __device__ int cache_row(const Decode& p, Location at) const {

@@ -108,7 +108,7 @@ __device__ void produce_few(const SparseMlaFwdParams& p, mla::FewShared<Tr>& sha
        work_index += gridDim.x, q_parity ^= 1) {
     const WorkTile work_tile(p, work_index);
     const Slots slots(p, work_tile.token, work_tile.group);
-    const int tiles = tiles_that_count(slots, lane);
+    const int tiles = count_tiles(slots, lane);
     int index = slots.index(slot);
 
     mla::begin_work_tile(shared, q_parity, tiles, [&] {  // rows beyond the work tile's heads become
@@ -132,7 +132,7 @@ __device__ void produce_few(const SparseMlaFwdParams& p, mla::FewShared<Tr>& sha
     const char* kv = static_cast<const char*>(p.kv) + work_tile.batch * p.keys * stride +
                      work_tile.group * (kD * 2) + chunk * 16;
     for (int tile = 0; tile < tiles; ++tile, ++tile_count) {
-      const uint32_t bits = gather.aim(kv, stride, sub, index, slots.counts(index));
+      const uint32_t bits = gather.set_rows(kv, stride, sub, index, slots.is_valid(index));
       if (tile + 1 < tiles) index = slots.index((tile + 1) * kTile + slot);
 #pragma unroll
       for (int i = 0; i < kTileBlocks; ++i) {

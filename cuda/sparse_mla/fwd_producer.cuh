@@ -41,7 +41,7 @@ __device__ void produce(const SparseMlaFwdParams& p, mla::Shared<kD>& shared) {
        work_index += gridDim.x, q_parity ^= 1) {
     const WorkTile work_tile(p, work_index);
     const Slots slots(p, work_tile.token, work_tile.group);
-    const int tiles = tiles_that_count(slots, lane);
+    const int tiles = count_tiles(slots, lane);
     int index = slots.index(slot);
 
     mla::begin_work_tile(shared, q_parity, tiles,
@@ -51,7 +51,7 @@ __device__ void produce(const SparseMlaFwdParams& p, mla::Shared<kD>& shared) {
     const char* kv = static_cast<const char*>(p.kv) + work_tile.batch * p.keys * stride +
                      work_tile.group * (kD * 2) + chunk * 16;
     for (int tile = 0; tile < tiles; ++tile) {
-      const uint32_t bits = gather.aim(kv, stride, sub, index, slots.counts(index));
+      const uint32_t bits = gather.set_rows(kv, stride, sub, index, slots.is_valid(index));
       if (tile + 1 < tiles) index = slots.index((tile + 1) * kTile + slot);
 
       auto fill = [&]<int kParity>() {

@@ -147,9 +147,11 @@ class Draw:
         """Returns one of the choices."""
         return choices[self.rng.integers(len(choices))]
 
-    def dims(self, on_kernel: dict[str, tuple[int, ...]] | None = None, **most: int) -> list[int]:
+    def dims(
+        self, on_kernel: dict[str, tuple[int, ...]] | None = None, **max_sizes: int
+    ) -> list[int]:
         """Returns sizes from 1 to those given; at the edge up to two sizes are 0."""
-        sizes = {name: int(self.rng.integers(1, high + 1)) for name, high in most.items()}
+        sizes = {name: int(self.rng.integers(1, high + 1)) for name, high in max_sizes.items()}
         if self.kernel:
             own = {n: choices for n, choices in (on_kernel or {}).items() if n in sizes}
             sizes |= {name: self.one(*choices) for name, choices in own.items()}

@@ -252,7 +252,7 @@ def misuse(case: Any) -> str:
         assert_refused_well(call, e, names)
         return "refused"
     changed = {n: x for n, x in kwargs.items() if x is not call.kwargs.get(n)}
-    assert may_pass, f"takes {changed}"
+    assert may_pass, f"the call accepts {changed}"
     return "passed"
 
 

@@ -69,11 +69,11 @@ def mistakes(call: Call, r: Draw) -> tuple[dict[str, Any], set[str], bool]:
     if isinstance(value, np.ndarray) and r.chance(0.7):
         wrong, others = _wrong_array(call, hints, name, value, r)
         return {**call.kwargs, name: wrong}, {name, *others}, False
-    wrong, takers = r.one(*POOL)
+    wrong, accepted_by = r.one(*POOL)
     if r.chance(0.05):
-        wrong, takers = jax.random.key(0), ""
+        wrong, accepted_by = jax.random.key(0), ""
     may_pass = (
-        bool(kinds_of(hints[name]) & set(takers.split()))
+        bool(kinds_of(hints[name]) & set(accepted_by.split()))
         or wrong is parameters[name].default
         or (isinstance(wrong, np.integer) and _may_be_scalar(hints[name]))
     )

@@ -1,4 +1,5 @@
-// What kernels use of the standard library, for NVRTC, which has none: see tools/oldest_cuda.py.
+// The parts of the C++ standard library that the kernels use. NVRTC has no standard library; see
+// tools/oldest_cuda.py.
 #pragma once
 
 #include <cuda/std/cstddef>
@@ -36,4 +37,4 @@ using cuda::std::uint16_t, cuda::std::uint32_t, cuda::std::uint64_t, cuda::std::
 #define INFINITY __int_as_float(0x7f800000)
 #define NAN __int_as_float(0x7fffffff)
 #undef offsetof
-#define offsetof(type, member) 0  // NVRTC has none that is constant; nothing runs
+#define offsetof(type, member) 0  // NVRTC has no constant offsetof, and nothing is run

@@ -1,4 +1,4 @@
-// A problem's arrays on the emulator.
+// The arrays of a test problem, on the emulator.
 #pragma once
 
 #include <algorithm>
@@ -10,10 +10,10 @@
 #include "emulator.h"
 
 struct Memory {
-  static constexpr uint8_t kPoison = 0xff;  // NaN where it is read
+  static constexpr uint8_t kPoison = 0xff;  // bytes that are NaN in every float type
   std::deque<std::vector<uint4>> all;
 
-  // Room that is poison, `offset` bytes from an aligned address.
+  // Returns memory filled with kPoison, `offset` bytes after an aligned address.
   template <typename T = uint8_t>
   T* room(size_t n, int offset = 0) {
     all.emplace_back((n * sizeof(T) + offset) / 16 + 1);

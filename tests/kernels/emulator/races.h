@@ -70,7 +70,7 @@ struct Line {
 };
 
 inline constexpr uint32_t kAsynchronous = 64;  // actors, which asynchronous work uses in rotation
-inline constexpr size_t kMostBlocks = 32;      // CTAs that run at a time
+inline constexpr size_t kMaxCtas = 32;         // CTAs that run at a time
 
 struct State {
   Actor* current = nullptr;
@@ -81,7 +81,7 @@ struct State {
     const uint8_t* begin;
     Line* lines;
   };
-  Memory memories[kMostBlocks];  // the shared memory of each CTA
+  Memory memories[kMaxCtas];  // the shared memory of each CTA
   size_t count = 0, size = 0;
   const uint8_t *low = nullptr, *high = nullptr;  // bounds of all CTAs' shared memory
   bool busy = false;                              // whether accesses come from this file itself
@@ -182,8 +182,8 @@ EMULATOR_UNSEEN inline void begin(const std::vector<uint8_t*>& shared, size_t by
   state.low = *std::min_element(shared.begin(), shared.end());
   state.high = *std::max_element(shared.begin(), shared.end()) + bytes;
   for (const uint8_t* const at : shared) {
-    if (state.count == kMostBlocks) {
-      printf("races.h: more than %zu CTAs at a time\n", kMostBlocks);
+    if (state.count == kMaxCtas) {
+      printf("races.h: more than %zu CTAs at a time\n", kMaxCtas);
       abort();
     }
     state.memories[state.count++] = {at, new Line[(bytes + 15) / 16]};

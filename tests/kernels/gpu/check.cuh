@@ -1,4 +1,4 @@
-// What the check programs beside this file share.
+// Shared code of the check programs in this folder.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,7 +18,7 @@
     }                                                                          \
   } while (0)
 
-// Random bits of a number.
+// Returns pseudorandom bits that depend on `x`.
 __host__ __device__ inline uint64_t mix(uint64_t x) {
   x += 0x9e3779b97f4a7c15ull;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -51,9 +51,9 @@ std::vector<T> download(const T* p, size_t n) {
   return v;
 }
 
-// A problem's arrays, freed with this.
+// The device arrays of a test problem, which the destructor frees.
 struct Memory {
-  static constexpr uint8_t kPoison = 0xff;  // NaN where it is read
+  static constexpr uint8_t kPoison = 0xff;  // bytes that are NaN in every float type
   std::vector<void*> all;
 
   Memory() = default;
@@ -62,7 +62,7 @@ struct Memory {
   ~Memory() {
     for (void* p : all) CHECK(cudaFree(p));
   }
-  // Room that is poison, `offset` bytes from an aligned address.
+  // Returns memory filled with kPoison, `offset` bytes after an aligned address.
   template <typename T = uint8_t>
   T* room(size_t n, int offset = 0) {
     const size_t bytes = n * sizeof(T) + offset;
@@ -87,7 +87,7 @@ struct Memory {
   }
 };
 
-// The shortest of four launches of what `launch` enqueues.
+// Returns the shortest time of four runs of the work that `launch` enqueues.
 template <typename F>
 float best_milliseconds(F launch) {
   cudaEvent_t a, b;

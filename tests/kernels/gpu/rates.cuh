@@ -1,11 +1,12 @@
-// Rates beside a copy's, for the check programs of kernels that memory bounds.
+// Memory rates compared with that of a device copy, for the check programs of kernels whose time is
+// bounded by memory.
 #pragma once
 
 #include <string>
 
 #include "gpu/check.cuh"
 
-// Two bf16, or an f32, of sizes from 2^-3 to 2.
+// Fills words that can be read as two bf16 or as one float32, with magnitudes from 2^-3 to 2.
 __global__ void fill(uint32_t* x, int64_t n) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
        i += int64_t{gridDim.x} * blockDim.x) {
@@ -15,7 +16,7 @@ __global__ void fill(uint32_t* x, int64_t n) {
 
 class Rates {
  public:
-  // Launches in a row make a measurement; names have this many columns.
+  // A measurement takes `launches` consecutive launches. Names are padded to `width` columns.
   Rates(int launches, int width) : launches_(launches), width_(width) {
     const size_t bytes = size_t{1} << 30;
     auto *const a = device<uint8_t>(bytes), *const b = device<uint8_t>(bytes);
@@ -24,7 +25,7 @@ class Rates {
     CHECK(cudaFree(a));
     CHECK(cudaFree(b));
   }
-  // Of a launch that reads and writes so many bytes.
+  // Measures and prints the rate of a launch that reads and writes `bytes` bytes in total.
   template <typename F>
   void print(const std::string& name, double bytes, F launch) {
     const float ms = best_milliseconds([&] {

@@ -1,10 +1,12 @@
-// Two warps write different numbers to the same words; whichever stays, all read after a barrier.
+// Two warps write different numbers to the same words. Whichever remains, all warps read it after a
+// barrier.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o any_of_several tests/kernels/races/any_of_several.cu
-// The two writes race, on purpose: one of them stays whole, since both are of the whole word, and
-// __syncthreads orders both before the reads, so that exactly one warp finds its number. So does
-// the indexer's backward pass with a key that a query has in several slots, of which one gets into
-// the table. With -DRACE what the table held before may come last, which would be wrong.
+// The two writes race on purpose. Each covers the whole word, so one value remains intact.
+// __syncthreads orders both writes before the reads, so that exactly one warp finds its own number.
+// The indexer's backward pass does this when a query selects a key in several slots and one of
+// these slots is entered in a table. With -DRACE the table's earlier content may be written last,
+// which is wrong.
 #include "races/pattern.cuh"
 
 struct Shared {

@@ -1,9 +1,10 @@
-// bar.arrive by those who write or have read, bar.sync on the same barrier by those who wait.
+// Threads that write or have finished reading execute bar.arrive. Threads that wait for them
+// execute bar.sync on the same barrier.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o arrive_and_sync tests/kernels/races/arrive_and_sync.cu
-// Right: PTX orders the accesses of a thread before its bar.arrive before those of others after
-// their bar.sync, and both count towards the barrier's 64 threads. So do the two warpgroups of the
-// sparse MLA forward kernel with P, references and sums.
+// This is correct: PTX orders a thread's accesses before its bar.arrive before the accesses of
+// other threads after their bar.sync. Both count towards the barrier's 64 threads. The two consumer
+// warpgroups of the sparse MLA forward kernel exchange P, running maxima and sums in this way.
 #include "races/pattern.cuh"
 
 struct Shared {

@@ -1,10 +1,11 @@
 // One lane of each warp writes a note and arrives at the mbarrier on which the cp.async of all
-// lanes complete; four warps read all notes, and one lane of each of these arrives for its warp.
+// lanes complete. Four warps read all notes, and one lane of each of them arrives for its warp.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o beside_copies tests/kernels/races/beside_copies.cu
-// Right: as elected_writer.cu is; that the phase has arrivals of copies, too, only makes it later.
-// So do the kernels that gather with what a tile or an item has besides rows: which of them are
-// valid, how many tiles follow, the list of tiles.
+// This is correct for the reason given in elected_writer.cu. The phase also waits for the arrivals
+// of copies, which can only complete it later. The kernels that gather rows use this for what
+// belongs to a tile or a work tile besides the rows: which rows are valid, how many tiles follow,
+// the list of tiles.
 #include "races/pattern.cuh"
 
 struct Shared {
@@ -15,7 +16,7 @@ struct Shared {
 
 __global__ void pattern(const int* from, int* to) {
   auto& [box, notes, full, free] = dynamic_shared<Shared>();
-  for (int i = 0; i < 2; ++i) initialise(full[i], 128 + 4, free[i], 4);
+  for (int i = 0; i < 2; ++i) initialize(full[i], 128 + 4, free[i], 4);
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
   const uint64_t policy = l2_policy_evict_first();
   for (int round = 0; round < kRounds; ++round) {

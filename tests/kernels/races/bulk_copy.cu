@@ -1,11 +1,13 @@
-// One lane writes a note, arrives at the mbarrier on which its bulk copies complete, and starts
-// them; four warps read note and copies, and one lane of each of these arrives for its warp.
+// One lane writes a note, arrives at the mbarrier on which its bulk copies complete, and starts the
+// copies. Four warps read the note and the copies, and one lane of each of them arrives for its
+// warp.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o bulk_copy \
 //       tests/kernels/races/bulk_copy.cu
-// Right: the arrival releases the note, as in elected_writer.cu; a phase ends when all its bytes
-// are there, and a wait for it sees them; the way back is that of elected_arrival.cu, after which
-// the next copies may write. So do the kernels whose producer is one lane, with items, tiles and
-// the blocks or rows of numbers that come with them.
+// This is correct: the arrival releases the note, as in elected_writer.cu. A phase completes when
+// all of its bytes have been written, and a thread that has waited for it sees them. The readers
+// report back as in elected_arrival.cu, after which the next copies may write. Kernels whose
+// producer is a single lane use this for work tiles, tiles, and the blocks or rows of numbers that
+// come with them.
 #include "races/pattern.cuh"
 
 struct Shared {
@@ -16,7 +18,7 @@ struct Shared {
 
 __global__ void pattern(const int* from, int* to) {
   auto& [box, note, full, free] = dynamic_shared<Shared>();
-  for (int i = 0; i < 2; ++i) initialise(full[i], 1, free[i], 4);
+  for (int i = 0; i < 2; ++i) initialize(full[i], 1, free[i], 4);
   const int lane = threadIdx.x % 32;
   const uint64_t policy = l2_policy_evict_first();
   for (int round = 0; round < kRounds; ++round) {

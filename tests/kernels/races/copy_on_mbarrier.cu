@@ -1,9 +1,10 @@
-// cp.async whose completion is an arrival at an mbarrier, and ordinary loads after a wait there.
+// The completion of cp.async is an arrival at an mbarrier. Ordinary loads follow a wait there.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o copy_on_mbarrier tests/kernels/races/copy_on_mbarrier.cu
-// Right: cp.async.mbarrier.arrive.noinc arrives once all cp.async of its thread so far have
-// completed, all 128 arrivals end the phase, and who has waited for it sees what was copied. All
-// kernels that gather rows fill their tiles so, several in flight.
+// This is correct: cp.async.mbarrier.arrive.noinc arrives once all earlier cp.async of its thread
+// have completed, and all 128 arrivals complete the phase. A thread that has waited for the phase
+// sees what was copied. All kernels that gather rows fill their tiles in this way, with several
+// tiles in flight.
 #include "races/pattern.cuh"
 
 struct Shared {
@@ -13,7 +14,7 @@ struct Shared {
 
 __global__ void pattern(const int* from, int* to) {
   auto& [box, full, free] = dynamic_shared<Shared>();
-  for (int i = 0; i < 2; ++i) initialise(full[i], 128, free[i], 128);
+  for (int i = 0; i < 2; ++i) initialize(full[i], 128, free[i], 128);
   const int thread = threadIdx.x % 128;
   const uint64_t policy = l2_policy_evict_first();
   for (int round = 0; round < kRounds; ++round) {

@@ -1,9 +1,10 @@
-// One lane arrives at an mbarrier for its warp, after __syncwarp.
+// One lane arrives at an mbarrier for its whole warp, after __syncwarp.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o elected_arrival tests/kernels/races/elected_arrival.cu
-// Right: __syncwarp orders the lanes' accesses before lane 0's arrival, which releases; the wait at
-// the other end acquires; and both orders are one, since causality order is transitive. So do the
-// producers of the indexer's backward pass with g, and consumers everywhere with tiles.
+// This is correct: __syncwarp orders the lanes' accesses before lane 0's arrival, which has release
+// semantics, and the other warp's wait has acquire semantics. Causality order is transitive, so the
+// two orders combine. The producers of the indexer's backward pass do this for g, and the consumers
+// of all kernels do it for tiles.
 #include "races/pattern.cuh"
 
 struct Shared {
@@ -13,7 +14,7 @@ struct Shared {
 
 __global__ void pattern(const int* from, int* to) {
   auto& [box, full, free] = dynamic_shared<Shared>();
-  initialise(full, 1, free, 1);
+  initialize(full, 1, free, 1);
   const int lane = threadIdx.x % 32;
   const auto arrive = [&](uint64_t& barrier) {
     __syncwarp();

@@ -1,10 +1,10 @@
-// One lane of each warp writes a note and arrives at an mbarrier; four warps read all notes, and
-// one lane of each of these arrives for its warp.
+// One lane of each warp writes a note and arrives at an mbarrier. Four warps read all notes, and
+// one lane of each of them arrives for its warp.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o elected_writer tests/kernels/races/elected_writer.cu
-// Right: a lane's arrival releases what it wrote itself; the way back is that of
-// elected_arrival.cu. So do the producers of the sparse MLA forward kernel for few heads with the
-// valid rows of a tile.
+// This is correct: a lane's arrival releases what the lane itself wrote. The readers report back as
+// in elected_arrival.cu. The producers of the sparse MLA forward kernel for few heads do this for
+// the valid rows of a tile.
 #include "races/pattern.cuh"
 
 struct Shared {
@@ -14,7 +14,7 @@ struct Shared {
 
 __global__ void pattern(const int* from, int* to) {
   auto& [notes, full, free] = dynamic_shared<Shared>();
-  for (int i = 0; i < 2; ++i) initialise(full[i], 4, free[i], 4);
+  for (int i = 0; i < 2; ++i) initialize(full[i], 4, free[i], 4);
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
   for (int round = 0; round < kRounds; ++round) {
     const int stage = round % 2, parity = round / 2 % 2;

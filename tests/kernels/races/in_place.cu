@@ -1,10 +1,11 @@
-// What cp.async of one warp brought, another warp reads to registers and writes over, and one of
-// its lanes arrives for it; then the next copies come to the same place.
+// A warp reads into registers what another warp's cp.async has copied, and overwrites it. One of
+// its lanes then arrives for the warp, and the next copies write to the same place.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels -o in_place \
 //       tests/kernels/races/in_place.cu
-// Right: the mbarrier on which the copies complete orders them before the reads, __syncwarp all
-// lanes' reads before their stores, and __syncwarp and lane 0's arrival the stores before the next
-// copies. So do the warpgroups that multiply with FP8 records, which become bf16 where they lie.
+// This is correct: the mbarrier on which the copies complete orders them before the reads.
+// __syncwarp orders the reads of all lanes before their stores. __syncwarp and lane 0's arrival
+// order the stores before the next copies. The consumer warpgroups that use FP8 records do this
+// when they convert the records to bf16 in place.
 #include "races/pattern.cuh"
 
 struct Shared {
@@ -14,7 +15,7 @@ struct Shared {
 
 __global__ void pattern(const int* from, int* to) {
   auto& [box, full, free] = dynamic_shared<Shared>();
-  initialise(full, 32, free, 1);
+  initialize(full, 32, free, 1);
   const int lane = threadIdx.x % 32;
   const uint32_t own = lane * 16, other = (lane ^ 1) * 16, at = smem_address(box);
   const uint64_t policy = l2_policy_evict_first();

@@ -1,9 +1,10 @@
-// ldmatrix of what cp.async brought, and cp.async into what ldmatrix has read.
+// ldmatrix reads what cp.async has copied, and cp.async overwrites what ldmatrix has read.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o load_matrix tests/kernels/races/load_matrix.cu
-// Right: the copies complete on `full`, as in copy_on_mbarrier.cu; lane 0 frees the matrices for
-// its warp, as in elected_arrival.cu, when ldmatrix, which is synchronous, has given the values. So
-// do attn_dist and the indexer's backward pass with the heads that they keep in registers.
+// This is correct: the copies complete on `full`, as in copy_on_mbarrier.cu. ldmatrix is
+// synchronous, so lane 0 may free the matrices for its warp, as in elected_arrival.cu, once
+// ldmatrix has returned the values. attn_dist and the indexer's backward pass do this for the heads
+// that they keep in registers.
 #include "races/pattern.cuh"
 
 struct Shared {
@@ -13,7 +14,7 @@ struct Shared {
 
 __global__ void pattern(const int* from, int* to) {
   auto& [matrices, full, free] = dynamic_shared<Shared>();
-  for (int i = 0; i < 2; ++i) initialise(full[i], 128, free[i], 4);
+  for (int i = 0; i < 2; ++i) initialize(full[i], 128, free[i], 4);
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
   const uint64_t policy = l2_policy_evict_first();
   const auto arrive = [&](uint64_t& barrier) {
@@ -30,7 +31,7 @@ __global__ void pattern(const int* from, int* to) {
     } else {
       mbarrier_wait(&full[stage], parity);
       if (kRace) arrive(free[stage]), dawdle();
-      uint32_t x[4];  // of a row of each of the warp's matrices, by 4 lanes
+      uint32_t x[4];  // four lanes hold a row of each of the warp's matrices
       load_matrix_x4(row, x);
       if (!kRace) arrive(free[stage]);
       int* const own = to + round * 512 + warp * 128 + lane;

@@ -1,10 +1,12 @@
-// A warp that has read tells a second one by bar.arrive, which tells the writer by an mbarrier.
+// A warp that has finished reading tells a second warp by bar.arrive. The second warp tells the
+// writer by an mbarrier.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o over_two_barriers tests/kernels/races/over_two_barriers.cu
-// Right: causality order is transitive, from the first warp's read over its bar.arrive, the second
-// one's bar.sync and lane 0's arrival, to the writer's wait and its next write. So does the sparse
-// MLA backward kernel with the validity of a tile's slots: make_gradients reads it, sum_gradients
-// frees the tile's first blocks, and produce_queries writes the next.
+// This is correct because causality order is transitive: it leads from the first warp's read over
+// its bar.arrive, the second warp's bar.sync and lane 0's arrival to the writer's wait and next
+// write. The sparse MLA backward kernel does this for the validity of a tile's slots:
+// make_gradients reads it, sum_gradients frees the tile's first blocks, and produce_queries writes
+// the next.
 #include "races/pattern.cuh"
 
 struct Shared {
@@ -15,7 +17,7 @@ struct Shared {
 __global__ void pattern(const int* from, int* to) {
   constexpr int kGradientsReady = 1;
   auto& [valid, block_full, block_free] = dynamic_shared<Shared>();
-  initialise(block_full, 1, block_free, 1);
+  initialize(block_full, 1, block_free, 1);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto arrive = [&](uint64_t& barrier) {
     __syncwarp();

@@ -1,7 +1,8 @@
-// What the programs beside this file share. Each is one pattern of synchronisation that the kernels
-// use, right by the PTX memory model, in few lines: what racecheck says of it, it says of the
-// kernels. With -DRACE a barrier comes before the access that it is for, or is left out, or a place
-// is used again too early, which is a race.
+// Shared code of the programs in this folder. Each program shows in a few lines one pattern of
+// synchronization that the kernels use. The pattern is correct under the PTX memory model. A report
+// of racecheck about the program explains the same report about a kernel. With -DRACE the program
+// has a race: a barrier comes before the access that it should order, or is missing, or memory is
+// reused too early.
 #pragma once
 
 #include <cstring>
@@ -18,8 +19,8 @@ inline constexpr bool kRace = false;
 #endif
 inline constexpr int kRounds = 64;
 
-// Two mbarriers, with so many arrivals each.
-__device__ inline void initialise(uint64_t& a, int arrivals_a, uint64_t& b, int arrivals_b) {
+// Initializes two mbarriers that expect `arrivals_a` and `arrivals_b` arrivals.
+__device__ inline void initialize(uint64_t& a, int arrivals_a, uint64_t& b, int arrivals_b) {
   if (threadIdx.x == 0) {
     mbarrier_init(&a, arrivals_a);
     mbarrier_init(&b, arrivals_b);
@@ -28,10 +29,11 @@ __device__ inline void initialise(uint64_t& a, int arrivals_a, uint64_t& b, int 
   __syncthreads();
 }
 
-// Time in which others do what they may.
+// Waits, so that other threads can proceed as far as synchronization permits.
 __device__ inline void dawdle() { __nanosleep(5000); }
 
-// Runs the pattern, which copies `words` numbers a round, and compares.
+// Runs the pattern, which copies `words` numbers per round, and compares the result. Returns the
+// exit status.
 template <typename Shared>
 int run_pattern(void (*pattern)(const int*, int*), int threads, int words) {
   std::vector<int> from(kRounds * words);

@@ -1,4 +1,4 @@
-// cuda/common/device.h for NVRTC, which compiles no host code.
+// Replaces cuda/common/device.h for NVRTC, which compiles no host code.
 #pragma once
 
 #include <cuda_runtime_api.h>

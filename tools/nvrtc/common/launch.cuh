@@ -1,4 +1,4 @@
-// cuda/common/launch.cuh for NVRTC, which compiles no host code.
+// Replaces cuda/common/launch.cuh for NVRTC, which compiles no host code.
 #pragma once
 
 #include "common/device.h"

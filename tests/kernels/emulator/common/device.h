@@ -15,7 +15,7 @@ struct Device {
   int64_t l2_bytes;
 };
 
-// One so small that few queries take several rounds and few keys several windows.
+// A device so small that a few queries take several rounds, and a few keys several partitions.
 inline cudaError_t current_device(Device* device) {
   *device = {emulator::machine.num_sms, 4};
   return cudaSuccess;

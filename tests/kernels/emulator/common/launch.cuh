@@ -38,13 +38,13 @@ cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int ran
   return cudaSuccess;
 }
 
-// However many blocks share a SM, one does here.
+// The emulator runs one CTA per SM, whatever kBlocks is.
 template <typename Shared, int kBlocks = 1, typename... Params>
-cudaError_t launch_persistent(void (*kernel)(Params...), int64_t pieces, int threads, cudaStream_t,
-                              const std::type_identity_t<Params>&... params) {
+cudaError_t launch_persistent(void (*kernel)(Params...), int64_t work_tiles, int threads,
+                              cudaStream_t, const std::type_identity_t<Params>&... params) {
   static_assert(shared_memory_fits(kBlocks, sizeof(Shared)));
-  emulator::launch(std::min(pieces, int64_t{emulator::machine.num_sms}), threads, sizeof(Shared),
-                   [&] { kernel(params...); });
+  emulator::launch(std::min(work_tiles, int64_t{emulator::machine.num_sms}), threads,
+                   sizeof(Shared), [&] { kernel(params...); });
   return cudaSuccess;
 }
 

@@ -8,7 +8,7 @@
 
 namespace jax_dsa {
 
-// Of 8 kHalves columns of a.
+// Multiplies 8 * kHalves columns of a.
 template <DType kType, int kHalves>
 void multiply(float (&d)[4], const uint32_t (&a)[2 * kHalves], const uint32_t (&b)[kHalves]) {
   const auto value = [](uint64_t packed, int half) {
@@ -16,7 +16,8 @@ void multiply(float (&d)[4], const uint32_t (&a)[2 * kHalves], const uint32_t (&
     return kType == DType::kBF16 ? emulator::bf16_of(bits, half) : emulator::f16_of(bits, half);
   };
   const int lane = emulator::self().thread % 32;
-  float rows[2][8 * kHalves], columns[2][8 * kHalves];  // this lane's
+  // The rows of a and the columns of b that this lane's elements of d need.
+  float rows[2][8 * kHalves], columns[2][8 * kHalves];
   for (int i = 0; i < 2 * kHalves; ++i) {
     const uint64_t* all = emulator::exchange(a[i]);
     for (int k = 0; k < 8; ++k) {

@@ -1,4 +1,4 @@
-// cuda/common/tensor_map.h for the emulator: a tensor map is what it was encoded from.
+// cuda/common/tensor_map.h for the emulator. A tensor map contains the TensorBox it was made from.
 #pragma once
 
 #include <cuda.h>

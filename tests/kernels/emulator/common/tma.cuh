@@ -9,8 +9,9 @@ namespace jax_dsa {
 inline void tma_prefetch_map(const CUtensorMap*) {}
 
 namespace detail {
-// Calls visit(the place in shared memory, that in the tensor or null outside it) for each byte of
-// the box whose place in shared memory begins at `start`; returns how many there are.
+// Calls visit(byte in shared memory, pointer to the byte in the tensor or null outside of it) for
+// each byte of a box. The box starts at offset `start` of shared memory. Returns the number of
+// bytes.
 template <typename Visit>
 uint32_t visit_box(uint8_t* shared, uint32_t start, const TensorBox& tensor, int x, int y, int z,
                    int w, Visit visit) {
@@ -39,7 +40,8 @@ uint32_t visit_box(uint8_t* shared, uint32_t start, const TensorBox& tensor, int
   return bytes;
 }
 
-// The map's tensor, with the place of a box in shared memory checked.
+// Returns the tensor that a map describes. Fails if the map or the box's address would fail on a
+// GPU.
 inline TensorBox tensor_of(const CUtensorMap* map, uint32_t start) {
   TensorBox tensor;
   memcpy(&tensor, map, sizeof tensor);
@@ -53,7 +55,7 @@ inline TensorBox tensor_of(const CUtensorMap* map, uint32_t start) {
   return tensor;
 }
 
-// To `shared` of some block.
+// Copies a box into `shared`, the shared memory of some CTA of the cluster.
 inline void load(uint8_t* shared, void* to, const CUtensorMap* map, uint64_t* barrier, int x, int y,
                  int z, int w) {
   const uint32_t start = emulator::shared_offset(to), signal = emulator::shared_offset(barrier);
@@ -80,7 +82,7 @@ inline void tma_store(const CUtensorMap* map, const void* from, int x, int y, in
     });
   });
 }
-// Each block may get it at another time.
+// Each CTA may receive the box at a different time.
 inline void tma_load_multicast(void* to, const CUtensorMap* map, uint64_t* barrier, uint16_t ranks,
                                int x, int y, int z) {
   for (unsigned rank = 0; rank < emulator::machine.ranks; ++rank) {

@@ -12,7 +12,7 @@ inline constexpr bool kRace = false;
 #endif
 inline constexpr int kRounds = 64;
 
-inline void initialise(uint64_t& a, int arrivals_a, uint64_t& b, int arrivals_b) {
+inline void initialize(uint64_t& a, int arrivals_a, uint64_t& b, int arrivals_b) {
   if (threadIdx.x == 0) {
     mbarrier_init(&a, arrivals_a);
     mbarrier_init(&b, arrivals_b);
