@@ -50,7 +50,7 @@ def test_remat_policies_keep_gradients_and_selection(rng):
         got, again = differentiated(policy)
         assert_matches(got, want, 1e-5, policy)
         np.testing.assert_array_equal(again, indices)
-    with pytest.raises(ValueError, match="'name' is 'some', want one of"):
+    with pytest.raises(ValueError, match="'name' is 'some', expected one of"):
         remat_policy("some")
 
 
