@@ -92,11 +92,11 @@ ffi::Error gated_pool_bwd(cudaStream_t stream, AnyBuffer values, AnyBuffer gates
   DSA_FFI_RETURN_IF_ERROR(check_gradient(kOp, "dvalues", *dvalues, values));
   DSA_FFI_RETURN_IF_ERROR(check_gradient(kOp, "dgates", *dgates, values));
   DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "sums", sums->dimensions(), {"B", "P", "rows", "D"}));
-  params.parts = sums->dimensions()[1];
-  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "P", params.parts, 1, INT16_MAX));
+  params.splits = sums->dimensions()[1];
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "P", params.splits, 1, INT16_MAX));
   const int64_t rows = int64_t{p.ratio} * p.halves + present(scale);
   DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "sums", sums->dimensions(), {p.batch, params.parts, rows, p.dim}));
+      check_shape(kOp, "sums", sums->dimensions(), {p.batch, params.splits, rows, p.dim}));
   DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "dsquares", dsquares, DataType::F32,
                                         {p.batch, p.tokens / p.ratio}, &params.dsquares));
   if (present(scale) != present(dsquares)) {

@@ -159,7 +159,7 @@ ffi::Error indexer_topk_bwd(cudaStream_t stream, BF16 q, BF16 k, F32 weights, An
   DSA_FFI_RETURN_IF_ERROR(
       check_shape(kOp, "dweights", dweights->dimensions(), weights.dimensions(), {}));
   DSA_FFI_RETURN_IF_ERROR(check_workspace(kOp, "relu_mask", relu_mask->size_bytes(),
-                                          8 * indexer_bwd_gates_words(batch * queries, slots)));
+                                          8 * indexer_bwd_relu_mask_words(batch * queries, slots)));
   IndexerBwdParams params = {
       .q = q.untyped_data(),
       .k = k.untyped_data(),
@@ -169,7 +169,7 @@ ffi::Error indexer_topk_bwd(cudaStream_t stream, BF16 q, BF16 k, F32 weights, An
       .dq = dq->untyped_data(),
       .dk = dk->typed_data(),
       .dweights = dweights->typed_data(),
-      .gates = reinterpret_cast<uint64_t*>(relu_mask->typed_data()),
+      .relu_mask = reinterpret_cast<uint64_t*>(relu_mask->typed_data()),
       .batch = batch,
       .queries = queries,
       .keys = keys,

@@ -33,9 +33,9 @@ inline constexpr int64_t kRowBytes = 16;               // TMA copies rows of a m
 }  // namespace fp8_matmul
 
 namespace gated_pool {
-inline constexpr int64_t kMaxPooled = kMostPooled;
+inline constexpr int64_t kMaxPooled = kGatedPoolMaxPooled;
 inline constexpr int64_t kMaxDim = int64_t{1} << 22;
-inline constexpr int64_t kMaxTokens = kInt32Max - 4 * kMostPooled;
+inline constexpr int64_t kMaxTokens = kInt32Max - 4 * kGatedPoolMaxPooled;
 inline constexpr int64_t kMaxBlocks = kInt32Max;  // of the whole batch
 inline constexpr int64_t kDimMultiple = 4;
 }  // namespace gated_pool

@@ -35,7 +35,7 @@ ffi::Error indexer_kl_loss_fwd(cudaStream_t stream, F32 logits, F32 teacher, Any
   params.kl = kl->typed_data();
   params.counts = counts->typed_data();
   params.grad = grad->typed_data();
-  params.share = share;
+  params.row_weight = share;
   params.rows = dims[0] * dims[1];
   params.slots = dims[2];
   return launch_status(kOp, launch_kl_rows(params, stream));

@@ -131,15 +131,17 @@ int sparse_mla_decode_splits(int64_t items, int slots, bool batch_invariant) {
                          : jax_dsa::sparse_mla_decode_splits(items, slots, jax_dsa::kMaxSms);
 }
 
-// Returns the bytes of the counters, images and order of sparse MLA's backward pass, for `count`
-// queries at a time.
+// Returns the bytes of the counters, P and dS tiles, and order of sparse MLA's backward pass, for
+// `queries_at_once` queries at a time.
 nb::tuple sparse_mla_bwd_workspace(int64_t batch, int64_t queries, int64_t keys, int heads,
-                                   int groups, int slots, int dim, int64_t count, bool by_rows) {
+                                   int groups, int slots, int dim, int64_t queries_at_once,
+                                   bool by_rows) {
   jax_dsa::SparseMlaBwdParams p = {};
-  p.batch = batch, p.queries = queries, p.keys = keys, p.count = count;
+  p.batch = batch, p.queries = queries, p.keys = keys;
+  p.queries_at_once = queries_at_once;
   p.heads = heads, p.groups = groups, p.slots = slots, p.dim = dim, p.by_rows = by_rows;
   return nb::make_tuple(jax_dsa::sparse_mla_bwd_counter_bytes(p),
-                        jax_dsa::sparse_mla_bwd_image_bytes(p),
+                        jax_dsa::sparse_mla_bwd_p_ds_bytes(p),
                         jax_dsa::sparse_mla_bwd_order_bytes(p));
 }
 
@@ -224,8 +226,8 @@ NB_MODULE(_cuda, m) {
   m.def("cuda_versions", &cuda_versions);
   m.def("dense_loss_bytes", &jax_dsa::dense_loss_bytes, nb::kw_only(), "batch"_a, "queries"_a,
         "keys"_a, "channels"_a, "heads"_a);
-  m.def("gated_pool_parts", &jax_dsa::gated_pool_parts, nb::kw_only(), "batch"_a, "tokens"_a,
-        "ratio"_a, "halves"_a, "dim"_a);
+  m.def("gated_pool_bwd_splits", &jax_dsa::gated_pool_bwd_splits, nb::kw_only(), "batch"_a,
+        "tokens"_a, "ratio"_a, "halves"_a, "dim"_a);
   m.def("gated_pool_tiles", &jax_dsa::gated_pool_tiles, nb::kw_only(), "ratio"_a, "halves"_a,
         "dim"_a);
   m.def("htree_decode_workspace", &htree_decode_workspace, nb::kw_only(), "batch"_a, "capacity"_a,
@@ -239,7 +241,8 @@ NB_MODULE(_cuda, m) {
   m.def("mqa_decode_workspace", &mqa_decode_workspace, nb::kw_only(), "queries"_a, "heads"_a,
         "groups"_a, "dim"_a, "records"_a);
   m.def("sparse_mla_bwd_workspace", &sparse_mla_bwd_workspace, nb::kw_only(), "batch"_a,
-        "queries"_a, "keys"_a, "heads"_a, "groups"_a, "slots"_a, "dim"_a, "count"_a, "by_rows"_a);
+        "queries"_a, "keys"_a, "heads"_a, "groups"_a, "slots"_a, "dim"_a, "queries_at_once"_a,
+        "by_rows"_a);
   m.def("sparse_mla_decode_splits", &sparse_mla_decode_splits, nb::kw_only(), "items"_a, "slots"_a,
         "batch_invariant"_a);
   m.def("targets", &targets);

@@ -12,7 +12,8 @@ namespace {
 // q [B, T, N, D], kv [B, S, G, D], indices [B, T, G, K], ends [B, T]?, topk_length [B, T]?,
 // dout [B, T, N, 512], lse [B, T, N], out [B, T, N, 512], dlse [B, T, N],
 // row_order [B * T, R]? and row_key [B * T, R]?, uint32 (see sparse_mla.h)
-// -> dq [B, T, N, D], dkv [B, S, G, D], and the workspaces counters, images, order and rows [_, D]
+// -> dq [B, T, N, D], dkv [B, S, G, D], and the workspaces counters, p_ds (P and dS tiles), order
+// and rows [_, D]
 //
 // With row_order and row_key, dkv is a sum of stored rows, for as many queries at a time as `rows`
 // has space for. Without them it is summed by atomic reductions, and its columns are in the order
@@ -20,7 +21,7 @@ namespace {
 ffi::Error sparse_mla_bwd(cudaStream_t stream, BF16 q, BF16 kv, S32 indices, AnyBuffer ends,
                           AnyBuffer topk_length, BF16 dout, F32 lse, BF16 out, F32 dlse,
                           AnyBuffer row_order, AnyBuffer row_key, Result<BF16> dq, Result<F32> dkv,
-                          Result<U8> counters, Result<U8> images, Result<S32> order,
+                          Result<U8> counters, Result<U8> p_ds, Result<S32> order,
                           Result<BF16> rows, Attr<float, "scale"> scale) {
   constexpr const char* kOp = "sparse_mla_bwd";
   SparseMlaBwdParams params = {};
@@ -42,30 +43,30 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, BF16 q, BF16 kv, S32 indices, Any
   params.dkv = dkv->typed_data();
   params.rows = rows->untyped_data();
   params.counters = counters->untyped_data();
-  params.images = images->untyped_data();
+  params.p_ds = p_ds->untyped_data();
   params.order = order->typed_data();
-  params.count = batch * queries;
+  params.queries_at_once = batch * queries;
   params.by_rows = present(row_order);
   if (present(row_key) != params.by_rows) {
     return invalid_argument(kOp, "'row_order' and 'row_key' must be given together");
   }
   const int64_t query_rows = sparse_mla_bwd_query_rows(params);
   DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "row_order", row_order, DataType::S32,
-                                        {params.count, query_rows}, &params.row_order));
+                                        {params.queries_at_once, query_rows}, &params.row_order));
   DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "row_key", row_key, DataType::U32,
-                                        {params.count, query_rows}, &params.row_key));
-  if (params.by_rows && params.count * query_rows > 0) {
+                                        {params.queries_at_once, query_rows}, &params.row_key));
+  if (params.by_rows && params.queries_at_once * query_rows > 0) {
     DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "rows", rows->dimensions(), {"rows", "D"}));
     const int64_t stored = rows->dimensions()[0];
     DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "rows", rows->dimensions(), {stored, params.dim}));
     DSA_FFI_RETURN_IF_ERROR(
         check_workspace(kOp, "rows", rows->size_bytes(), query_rows * params.dim * 2));
-    params.count = std::min(params.count, stored / query_rows);
+    params.queries_at_once = std::min(params.queries_at_once, stored / query_rows);
   }
   DSA_FFI_RETURN_IF_ERROR(check_workspace(kOp, "counters", counters->size_bytes(),
                                           sparse_mla_bwd_counter_bytes(params)));
   DSA_FFI_RETURN_IF_ERROR(
-      check_workspace(kOp, "images", images->size_bytes(), sparse_mla_bwd_image_bytes(params)));
+      check_workspace(kOp, "p_ds", p_ds->size_bytes(), sparse_mla_bwd_p_ds_bytes(params)));
   DSA_FFI_RETURN_IF_ERROR(
       check_workspace(kOp, "order", order->size_bytes(), sparse_mla_bwd_order_bytes(params)));
   return launch_status(kOp, launch_sparse_mla_bwd(params, stream));

@@ -1,4 +1,4 @@
-"""`attn_dist` against the float64 oracle, and at its edges."""
+"""Tests `attn_dist` against the float64 oracle, its edge cases and its error messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def inputs(
     k: int = K,
     g: int = G,
 ) -> tuple:
-    """q, kv, indices (with duplicates and invalid ones, one row of only those) and their lse."""
+    """Returns q, kv, indices and lse.
+
+    The indices contain duplicates and invalid ones, and one row has only invalid ones.
+    """
     q = rng.normal(size=(B, t, N, D)).astype(dtype)
     kv = rng.normal(size=(B, s, g, D)).astype(dtype)
     indices = rng.integers(0, max(s, 1), size=(B, t, g, k)).astype(np.int32)
@@ -103,7 +106,7 @@ def test_gradients_against_finite_differences(sinks: bool, rng: np.random.Genera
 
 
 def test_deterministic_gradients(rng: np.random.Generator) -> None:
-    """The same sums, in an order of their own, for which the slots are sorted."""
+    """Deterministic gradients are the same sums in a fixed order, which needs a sort of slots."""
     q, kv, indices, lse = inputs(rng)
 
     def gradient(deterministic: bool) -> Any:
@@ -119,10 +122,10 @@ def test_deterministic_gradients(rng: np.random.Generator) -> None:
     assert_matches(gradient(True), gradient(False), tol=1e-5)
 
 
-def test_slots_that_do_not_count_are_zero_beside_nan(rng: np.random.Generator) -> None:
+def test_invalid_slots_are_zero_where_all_lse_are_nan(rng: np.random.Generator) -> None:
     q, kv, indices, lse = inputs(rng)
     dist = np.asarray(attn_dist(q, kv, indices, np.full_like(lse, np.nan), head_group=3))
-    counts = ((indices >= 0) & (indices < S)).transpose(0, 2, 1, 3)  # of the groups
+    counts = ((indices >= 0) & (indices < S)).transpose(0, 2, 1, 3)  # [B, G, T, K]
     counts = np.repeat(counts, dist.shape[1] // counts.shape[1], axis=1)
     np.testing.assert_array_equal(np.isnan(dist), counts)
     assert np.all(dist[~counts] == 0)
@@ -130,7 +133,7 @@ def test_slots_that_do_not_count_are_zero_beside_nan(rng: np.random.Generator) -
 
 def test_rows_and_sinks_without_weight(rng: np.random.Generator) -> None:
     q, kv, indices, lse = inputs(rng)
-    lse[1, 1] = -np.inf  # a row that another shard found empty
+    lse[1, 1] = -np.inf  # as if the row had no key
     sinks = np.array([np.inf, -np.inf, 0.0] * 4, np.float32)
 
     def fn(q: Any, kv: Any, lse: Any, sinks: Any) -> Any:
@@ -147,8 +150,8 @@ def test_rows_and_sinks_without_weight(rng: np.random.Generator) -> None:
     assert np.all(np.asarray(dsinks).reshape(4, 3)[:, :2] == 0)
 
 
-def test_slots_that_do_not_count_are_0_beside_nan(rng: np.random.Generator) -> None:
-    """A sink's share of a NaN is NaN, but not theirs."""
+def test_invalid_slots_are_zero_where_one_lse_is_nan(rng: np.random.Generator) -> None:
+    """The gate of a NaN lse is NaN, which must not reach invalid slots."""
     q, kv, indices, lse = inputs(rng)
     lse[0, 1] = np.nan
     sinks = np.zeros(N, np.float32)

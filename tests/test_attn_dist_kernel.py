@@ -1,4 +1,4 @@
-"""The attn_dist kernel against the XLA implementation in float32."""
+"""Tests the attn_dist kernel against the XLA implementation in float32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 def inputs(
     rng: np.random.Generator, *, b: int = 2, t: int, s: int, n: int, g: int = 1, d: int, k: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q, kv with NaN in the last two keys, and indices with every kind of invalid one."""
+    """Returns q, kv with NaN in the last two keys, and indices with all kinds of invalid ones."""
     q = rng.standard_normal((b, t, n, d), np.float32)
     kv = rng.standard_normal((b, s, g, d), np.float32)
     indices = rng.integers(0, max(s - 2, 1), (b, t, g, k)).astype(np.int32)
@@ -36,7 +36,7 @@ def compare(q: jax.Array, kv: jax.Array, indices: jax.Array, **options: Any) -> 
     exact = q.astype(jnp.float32), kv.astype(jnp.float32), indices
     shared = {x: y for x, y in options.items() if x != "head_group"}
 
-    # All arrays are arguments: of large constants XLA folds for minutes what it can.
+    # Pass all arrays as arguments. If they were constants, XLA would spend minutes folding them.
     @jax.jit
     def statistics(*arrays: jax.Array) -> jax.Array:
         return sparse_mla(*arrays, return_lse=True, implementation="xla", **shared)[1]

@@ -1,4 +1,4 @@
-"""The pooling of blocks of tokens: against sums written out in float64, and its kernels."""
+"""Gated pooling: XLA against loops in float64, and the kernels against XLA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax_dsa.ops.gated_pool import gated_pool, gated_pool_for_norm
 
 
 def pooled(values: Any, gates: Any, bias: Any, starts: Any) -> np.ndarray:
-    """The keys in float64, document by document."""
+    """Returns the keys in float64, computed one document after the other."""
     values, gates, bias = (np.asarray(x, np.float64) for x in (values, gates, bias))
     batch, length, halves, dim = values.shape
     ratio = len(bias)
@@ -35,9 +35,12 @@ def pooled(values: Any, gates: Any, bias: Any, starts: Any) -> np.ndarray:
     return keys
 
 
-def documents(rng: np.random.Generator, batch: int, length: int, share: float) -> np.ndarray:
-    """The rows that the tokens' documents begin at."""
-    begins = np.where(rng.random((batch, length)) < share, np.arange(length), 0)
+def documents(rng: np.random.Generator, batch: int, length: int, density: float) -> np.ndarray:
+    """Returns the first row of each token's document.
+
+    A row begins a document with probability `density`.
+    """
+    begins = np.where(rng.random((batch, length)) < density, np.arange(length), 0)
     return np.maximum.accumulate(begins, axis=1).astype(np.int32)
 
 
@@ -108,7 +111,7 @@ def test_keys_for_a_norm(packed: bool, rng: np.random.Generator) -> None:
         assert_matches(grads, list(pull(cts)), tol=1e-5)
 
 
-def test_documents_are_as_if_they_were_alone(rng: np.random.Generator) -> None:
+def test_documents_do_not_influence_each_other(rng: np.random.Generator) -> None:
     values, gates, bias = inputs(rng, (1, 40, 2, 8), 4)
     starts = jnp.asarray(np.repeat([0, 9, 11, 30], [9, 2, 19, 10]), jnp.int32)[None]
     keys = gated_pool(values, gates, bias, starts)
@@ -118,10 +121,10 @@ def test_documents_are_as_if_they_were_alone(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(keys[:, first : first + alone.shape[1]], alone)
 
 
-def test_what_no_key_is_made_of_is_never_used(rng: np.random.Generator) -> None:
+def test_nan_in_unused_contributions_reaches_no_result(rng: np.random.Generator) -> None:
     values, gates, bias = inputs(rng, (1, 22, 2, 8), 4)
     starts = jnp.asarray(np.repeat([0, 7, 13], [7, 6, 9]), jnp.int32)[None]
-    # The first halves of a document's last block, and the rows of blocks that are not whole.
+    # No key uses the first halves of a document's last block, nor the rows after that block.
     unused = np.zeros((1, 22, 2, 8), bool)
     unused[:, [4, 5, 6, 11, 12, 21]] = True
     unused[:, [0, 1, 2, 3, 7, 8, 9, 10, 17, 18, 19, 20], 0] = True
@@ -169,7 +172,7 @@ KERNEL_SHAPES = {
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("name", KERNEL_SHAPES)
 def test_kernels(name: str, dtype: Any, packed: bool, rng: np.random.Generator) -> None:
-    """As good as XLA's implementation, twice the same bits."""
+    """Checks the kernels' accuracy against XLA's, and that a second run returns the same bits."""
     shape, ratio = KERNEL_SHAPES[name]
     args = inputs(rng, shape, ratio, dtype)
     starts = jnp.asarray(documents(rng, *shape[:2], 0.02)) if packed else None
@@ -193,7 +196,7 @@ def test_kernels(name: str, dtype: Any, packed: bool, rng: np.random.Generator) 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", KERNEL_SHAPES)
 def test_kernels_for_a_norm(name: str, dtype: Any, packed: bool, rng: np.random.Generator) -> None:
-    """As good as XLA's implementation, twice the same bits."""
+    """Checks the kernels' accuracy against XLA's, and that a second run returns the same bits."""
     shape, ratio = KERNEL_SHAPES[name]
     args = inputs(rng, shape, ratio, dtype)
     scale = jnp.asarray(rng.standard_normal(shape[3]), jnp.float32)
@@ -220,10 +223,10 @@ def test_kernels_for_a_norm(name: str, dtype: Any, packed: bool, rng: np.random.
 
 
 @pytest.mark.gpu
-def test_what_kernels_do_not_take(rng: np.random.Generator) -> None:
+def test_unsupported_calls_of_the_kernels(rng: np.random.Generator) -> None:
     for shape, ratio, why in (
-        ((1, 8, 2, 6), 4, "it has D in multiples of 4 up to .*, got D=6"),
-        ((1, 300, 2, 8), 65, "it has R H up to 128, got R H=130"),
+        ((1, 8, 2, 6), 4, "it takes D in multiples of 4 up to .*, got D=6"),
+        ((1, 300, 2, 8), 65, "it takes R H up to 128, got R H=130"),
     ):
         args = inputs(rng, shape, ratio)
         with pytest.raises(NotImplementedError, match=why):

@@ -1,4 +1,4 @@
-"""The indexer's kernels against the XLA implementation in float32."""
+"""The indexer's CUDA kernels against the XLA implementation in float32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ FP8 = jnp.float8_e4m3fn
 def inputs(
     rng: np.random.Generator, *, b: int = 2, t: int, s: int, j: int, c: int, dtype: Any
 ) -> dict[str, Any]:
-    """Random ranges, some empty; NaN in the last two keys, which no range has."""
+    """Returns inputs with random ranges, some of them empty.
+
+    The last two keys are NaN and lie in no range.
+    """
     q = jnp.asarray(rng.standard_normal((b, t, j, c)), jnp.bfloat16)
     k = jnp.asarray(rng.standard_normal((b, s, c)), jnp.bfloat16)
     weights = jnp.asarray(rng.standard_normal((b, t, j)), jnp.float32)
@@ -66,7 +69,7 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits(name: str, dtype: Any, rng: np.random.Generator) -> None:
     given = inputs(rng, **SHAPES[name], dtype=dtype)
-    # The tensor cores add e4m3 products with fewer bits than f32 has.
+    # The sums of the FP8 tensor cores have fewer bits than float32.
     tol = 2e-5 if dtype == jnp.bfloat16 else 1e-3
     for relu in (True, False):
         got = logits(given, "cuda", relu=relu)
@@ -91,7 +94,7 @@ def test_empty_axes(empty: str) -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("few", [1, 2, 4])
 def test_few_queries_get_the_bits_of_many(few: int, dtype: Any, rng: np.random.Generator) -> None:
-    """Which has another kernel."""
+    """The kernels for few and for many queries agree bit for bit."""
     given = inputs(rng, t=40, s=1111, j=64, c=128, dtype=dtype)
     whole = logits(given, "cuda")
     queries = ("index_q", "index_weights", "starts", "ends")
@@ -105,35 +108,35 @@ def test_more_than_2_31_logits() -> None:
     k = jax.random.normal(b, (1, 31000, 32), jnp.bfloat16)
     weights = jax.random.normal(c, (1, 70000, 8))
     got = indexer_logits(q, k, weights, implementation="cuda")[:, -3:]
-    want = indexer_logits(q[:, -3:], k, weights[:, -3:], implementation="cuda")
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    expected = indexer_logits(q[:, -3:], k, weights[:, -3:], implementation="cuda")
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("k", [1, 100, 2048])
 def test_topk_is_that_of_the_logits(k: int, dtype: Any, rng: np.random.Generator) -> None:
     given = inputs(rng, t=300, s=3000, j=64, c=128, dtype=dtype)
-    want, values = topk(logits(given, "cuda"), k, return_values=True, implementation="cuda")
+    expected, values = topk(logits(given, "cuda"), k, return_values=True, implementation="cuda")
     select = jax.jit(lambda given: indexer_topk(**given, top_k=k, implementation="cuda"))
     for _ in range(20):
         got = select(given)
-        np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want))
+        np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(expected))
         np.testing.assert_array_equal(np.asarray(got[1]), np.asarray(values))
 
 
 @pytest.mark.parametrize(("b", "t"), [(3, 700), (2, 1300)], ids=["entries", "queries"])
 def test_topk_in_chunks(b: int, t: int, rng: np.random.Generator) -> None:
-    """More logits than are in memory at a time."""
+    """The logits do not fit in the workspace at once."""
     given = inputs(rng, b=b, t=t, s=40000, j=8, c=32, dtype=jnp.bfloat16)
     got, _ = indexer_topk(**given, top_k=64, implementation="cuda")
-    want = topk(logits(given, "cuda"), 64, implementation="cuda")
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    expected = topk(logits(given, "cuda"), 64, implementation="cuda")
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize(("t", "page"), [(1, 64), (2, 128), (3, 192), (30, 64)])
 def test_pages(t: int, page: int, dtype: Any, rng: np.random.Generator) -> None:
-    """As from a cache without pages, but for the keys on pages that are not there."""
+    """A paged cache gives the same selection as a flat one without the keys on unmapped pages."""
     batch, own = 5, 8
     given = inputs(rng, b=batch, t=t, s=own * page, j=64, c=128, dtype=dtype)
     k, k_scale = given.pop("index_k"), given.pop("index_k_scale")
@@ -153,9 +156,11 @@ def test_pages(t: int, page: int, dtype: Any, rng: np.random.Generator) -> None:
         **given, index_k=cache, index_k_scale=scales, top_k=100, implementation="cuda"
     )
     whole = logits(given | {"index_k": k, "index_k_scale": k_scale}, "cuda")
-    there = jnp.asarray(np.repeat(~hole, page, axis=1))[:, None]
-    want = topk(jnp.where(there, whole, -jnp.inf), 100, return_values=True, implementation="cuda")
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, want)
+    mapped = jnp.asarray(np.repeat(~hole, page, axis=1))[:, None]
+    expected = topk(
+        jnp.where(mapped, whole, -jnp.inf), 100, return_values=True, implementation="cuda"
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, expected)
 
 
 BACKWARD_SHAPES = {
@@ -174,7 +179,7 @@ BACKWARD_SHAPES = {
 def test_gradients_of_selected_logits(
     name: str, with_scale: bool, relu: bool, rng: np.random.Generator
 ) -> None:
-    """On given selections: which keys are selected last hangs on the logits' last bits."""
+    """The selections are given, because the last selected key may depend on rounding."""
     shape = dict(BACKWARD_SHAPES[name])
     slots = shape.pop("k")
     given = inputs(rng, **shape, dtype=jnp.bfloat16)
@@ -186,7 +191,7 @@ def test_gradients_of_selected_logits(
     for row in indices.reshape(-1, slots):
         count = rng.integers(0, min(slots, shape["s"]) + 1)
         row[:count] = np.sort(rng.choice(shape["s"], count, replace=False))
-    if name == "any slots":  # in any order, several of one key, empty ones in between
+    if name == "any slots":  # Unsorted, with duplicates, and with empty slots in between.
         indices = rng.integers(-5, shape["s"] + 5, indices.shape).astype(np.int32)
     g = jnp.asarray(rng.standard_normal(indices.shape), jnp.float32)
     options = Options(relu=relu, top_k=slots)
@@ -197,13 +202,13 @@ def test_gradients_of_selected_logits(
         x = Selected(q, k.astype(dtype), weights, k_scale, jnp.asarray(indices))
         return TOPK_BWD(Call("indexer_topk", implementation), options, x, Selection(None, g))
 
-    # The kernels round g and the weighted q to bfloat16, and dq.
-    got, want = gradients("cuda", jnp.bfloat16), gradients("xla", jnp.bfloat16)
-    assert_matches(got, want, tol=8e-3)
+    # The kernels round g, the weighted q and dq to bfloat16.
+    got, expected = gradients("cuda", jnp.bfloat16), gradients("xla", jnp.bfloat16)
+    assert_matches(got, expected, tol=8e-3)
 
 
 def test_deterministic_gradients_repeat(rng: np.random.Generator) -> None:
-    """Of the whole layer, where this is the operator whose kernel has no such mode."""
+    """With `deterministic`, `dsa_attention` uses XLA for the indexer, whose kernel is not."""
     given = inputs(rng, t=200, s=600, j=64, c=128, dtype=jnp.bfloat16)
     q, kv = (
         jnp.asarray(rng.standard_normal((2, n, h, 576)), jnp.bfloat16)
@@ -234,5 +239,5 @@ def test_in_a_replayed_program(rng: np.random.Generator) -> None:
     program = jax.jit(lambda given: indexer_topk(**given, top_k=64, implementation="cuda"))
     for _ in range(6):
         given = inputs(rng, t=30, s=500, j=64, c=128, dtype=jnp.bfloat16)
-        want = indexer_topk(**given, top_k=64, implementation="cuda")
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), program(given), want)
+        expected = indexer_topk(**given, top_k=64, implementation="cuda")
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), program(given), expected)

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from support.compare import Variable, assert_as_good_as, assert_matches, assert_unmoved
+from support.losses import dense_inputs
 from support.oracles import indexer as indexer_oracle
 from support.oracles import losses as oracle
 
@@ -26,16 +25,11 @@ INF, NAN = np.inf, np.nan
 
 
 def slots(rng, shape=(2, 5, 7)):
-    """Logits that end in -inf, some rows all of them; a teacher that is 0 at places."""
+    """Returns logits whose rows end in -inf, some entirely, and a teacher with some zeros."""
     filled = np.arange(shape[-1]) < rng.integers(0, shape[-1] + 1, size=(*shape[:-1], 1))
     logits = np.where(filled, 3 * rng.normal(size=shape), -INF).astype(np.float32)
     teacher = (rng.exponential(size=shape) * (rng.random(shape) < 0.8)).astype(np.float32)
     return logits, teacher
-
-
-def index_inputs(rng, B=2, T=5, J=2, C=3, S=8, N=4, G=2, D=3):
-    shapes = [(B, T, J, C), (B, S, C), (B, T, J), (B, T, N, D), (B, S, G, D)]
-    return tuple(rng.normal(size=s).astype(np.float32) for s in shapes)
 
 
 value_and_grad = jax.jit(jax.value_and_grad(indexer_kl_loss))
@@ -67,7 +61,7 @@ def test_valid_restricts_both_sides(rng):
 def test_only_rows_with_slots_and_teacher_mass_count():
     logits = np.array([[0.0, 1.0], [-INF, -INF], [0.0, 1.0], [2.0, -INF]], np.float32)
     teacher = np.array([[1.0, 3.0], [1.0, 1.0], [0.0, 0.0], [5.0, 5.0]], np.float32)
-    loss, grad = value_and_grad(logits, teacher)  # rows 0 and 3; the latter's KL is 0
+    loss, grad = value_and_grad(logits, teacher)  # rows 0 and 3 count; the KL of row 3 is 0
     q = np.exp(logits[0]) / np.exp(logits[0]).sum()
     assert_matches(loss, np.float32((0.25 * np.log(0.25 / q[0]) + 0.75 * np.log(0.75 / q[1])) / 2))
     np.testing.assert_allclose(grad[0], (q - [0.25, 0.75]) / 2, rtol=1e-5)
@@ -82,13 +76,13 @@ def test_no_row_counts(shape):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 49, 1000, 8192, 99991])
-def test_the_share_of_a_row_is_exact(rows):
-    """Or the kernel multiplies all gradients again, by 1."""
-    share = jax.jit(jax.grad(lambda kl: mean_over_rows(kl, jnp.ones(rows, bool), rows)))
-    np.testing.assert_array_equal(share(jnp.ones(rows)), np.full(rows, np.float32(1 / rows)))
+def test_the_weight_of_a_row_is_exact(rows):
+    """Checks the last bit. If it were wrong, the kernel would scale all gradients by about 1."""
+    weight = jax.jit(jax.grad(lambda kl: mean_over_rows(kl, jnp.ones(rows, bool), rows)))
+    np.testing.assert_array_equal(weight(jnp.ones(rows)), np.full(rows, np.float32(1 / rows)))
 
 
-def test_a_valid_slot_of_logit_minus_inf():
+def test_a_valid_slot_with_a_logit_of_minus_inf():
     logits, valid = np.array([[0.0, -INF, 1.0]], np.float32), np.ones((1, 3), bool)
     loss, grad = value_and_grad(logits, np.array([[1.0, 0.0, 1.0]], np.float32), valid)
     assert np.isfinite(loss) and np.isfinite(grad).all()
@@ -103,7 +97,7 @@ def test_a_valid_slot_of_logit_minus_inf():
 
 
 def test_small_gradients_survive():
-    """Where log(pred + eps) would round them away: probabilities of 1e-20."""
+    """Uses probabilities of 1e-20, for which log(pred + eps) would round the gradient to 0."""
     logits = np.array([[0.0, -46.0, -46.0]], np.float32)
     teacher = np.array([[1.0, 3e-20, 0.0]], np.float32)
     _, grad = value_and_grad(logits, teacher)
@@ -121,14 +115,14 @@ def test_far_apart_logits_and_tiny_teachers_stay_finite():
 def test_the_teacher_gets_no_gradient(rng):
     logits, teacher = slots(rng)
     assert (np.asarray(jax.grad(indexer_kl_loss, argnums=1)(logits, teacher)) == 0).all()
-    inputs = index_inputs(rng)
+    inputs = dense_inputs(rng)
     for grad in jax.grad(dense_indexer_kl_loss, argnums=(3, 4))(*inputs):
         assert (np.asarray(grad) == 0).all()
 
 
-def test_the_teacher_is_a_constant_in_plain_xla_too(rng):
+def test_the_teacher_gets_no_gradient_in_plain_xla(rng):
     logits, teacher = slots(rng)
-    inputs = index_inputs(rng)
+    inputs = dense_inputs(rng)
     with jax_dsa.plain_xla():
         grads = (
             jax.grad(indexer_kl_loss, argnums=1)(logits, teacher),
@@ -138,17 +132,16 @@ def test_the_teacher_is_a_constant_in_plain_xla_too(rng):
         assert (np.asarray(grad) == 0).all()
 
 
-def test_nan_in_the_teacher_shows(rng):
-    """In the loss, and in its row's gradient alone."""
+def test_nan_in_the_teacher_reaches_the_loss_and_its_own_row(rng):
     logits, teacher = rng.normal(size=(2, 3, 4)), rng.exponential(size=(2, 3, 4))
     logits, teacher = logits.astype(np.float32), teacher.astype(np.float32)
     teacher[1, 2, 0] = NAN
     loss, grad = value_and_grad(logits, teacher)
     assert np.isnan(loss)
     np.testing.assert_array_equal(np.isnan(grad).any(-1), [[0, 0, 0], [0, 0, 1]])
-    index_q, index_k, weights, q, k = index_inputs(rng)
+    index_q, index_k, weights, q, k = dense_inputs(rng)
     q[1, 2, 0] = NAN
-    # Every product is positive: where ReLU lets none through, a row's gradient is 0, not NaN.
+    # All scores are positive: if the ReLU zeroed a whole row, its gradient would be 0, not NaN.
     index_q, index_k = np.abs(index_q), np.abs(index_k)
     loss, grads = jax.value_and_grad(dense_indexer_kl_loss, argnums=(0, 2))(
         index_q, index_k, weights, q, k
@@ -164,7 +157,7 @@ def test_variables_and_wide_integers(rng):
     valid = logits > -INF
     got = indexer_kl_loss(Variable(logits), Variable(teacher), Variable(valid))
     assert got == indexer_kl_loss(logits, teacher, valid)
-    inputs, starts = index_inputs(rng), np.array([[0, 1, 2, 3, 4], [9, 0, -3, 2, 0]])
+    inputs, starts = dense_inputs(rng), np.array([[0, 1, 2, 3, 4], [9, 0, -3, 2, 0]])
     options = {"starts": starts, "ends": starts + 4, "query_start": np.array([2, 2**31 - 1])}
     got = dense_indexer_kl_loss(
         *map(Variable, inputs), **{n: Variable(x) for n, x in options.items()}
@@ -189,7 +182,7 @@ def test_gradients_against_finite_differences(rng):
         logits, teacher = (x.astype(np.float64) for x in slots(rng, (3, 4)))
         logits = np.maximum(logits, -4)
         check_grads(lambda x: indexer_kl_loss(x, teacher) ** 2, (logits,), 1, ["rev"], rtol=1e-6)
-        inputs = [x.astype(np.float64) for x in index_inputs(rng, B=1, T=3, S=4)]
+        inputs = [x.astype(np.float64) for x in dense_inputs(rng, B=1, T=3, S=4)]
         scale = np.exp(rng.normal(size=(1, 4)))
 
         def dense(index_q, index_k, weights, k_scale):
@@ -203,7 +196,7 @@ OPTIONS = {
     "default": {},
     "not causal": {"is_causal": False, "scale": 0.3},
     "later queries": {"query_start": 3, "relu": False},
-    "each its start": {"query_start": np.array([-2, 5], np.int32)},
+    "query_start per request": {"query_start": np.array([-2, 5], np.int32)},
     "ranges": {
         "starts": np.array([[0, 1, 2, 3, 4], [9, 0, -3, 2, 0]], np.int32),
         "ends": np.array([[8, 8, 2, 4, 99], [9, 1, 3, 3, 0]], np.int32),
@@ -213,7 +206,7 @@ OPTIONS = {
 
 
 def dense_oracle(inputs, k_scale, options):
-    """The loss and the four gradients."""
+    """Returns the loss and the four gradients."""
     (B, T), S, D = inputs[0].shape[:2], inputs[1].shape[1], inputs[3].shape[-1]
     starts, ends = options.get("starts", np.zeros((B, T))), options.get("ends", np.full((B, T), S))
     if options.get("is_causal", True):
@@ -233,7 +226,7 @@ def dense_oracle(inputs, k_scale, options):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_dense_loss_and_gradients(name, rng):
-    inputs, options = index_inputs(rng), OPTIONS[name]
+    inputs, options = dense_inputs(rng), OPTIONS[name]
     k_scale = np.exp(rng.normal(size=(2, 8))).astype(np.float32)
 
     @jax.jit
@@ -251,7 +244,7 @@ def test_dense_loss_and_gradients(name, rng):
 
 @pytest.mark.parametrize("budget", [1, 5_000])
 def test_chunks(budget, rng, monkeypatch):
-    inputs = index_inputs(rng, B=3, T=7)
+    inputs = dense_inputs(rng, B=3, T=7)
     index_q, index_k, weights, q, kv = inputs
     starts, ends = np.zeros((3, 7), np.int32), np.tile(np.arange(1, 8, dtype=np.int32), (3, 1))
     options = DenseOptions(relu=True, scale=3**-0.5)
@@ -268,7 +261,7 @@ def test_chunks(budget, rng, monkeypatch):
 
 @pytest.mark.full_optimization
 def test_workspace_is_bounded():
-    """Less than one array [B, T, S], forward and backward."""
+    """Checks that forward and backward pass need less than one array [B, T, S]."""
     B, T, S = 2, 4096, 8192
     shapes = [(B, T, 2, 8), (B, S, 8), (B, T, 2), (B, T, 4, 8), (B, S, 1, 8)]
     run = jax.jit(jax.value_and_grad(dense_indexer_kl_loss, argnums=(0, 1, 2)))
@@ -277,9 +270,9 @@ def test_workspace_is_bounded():
 
 
 @pytest.mark.parametrize("poison", [NAN, INF])
-def test_keys_that_no_query_sees_do_not_matter(poison, rng):
-    """Bit for bit: the loss is causal, so that keys from T on are never seen."""
-    inputs = index_inputs(rng)
+def test_keys_that_no_query_sees_have_no_effect(poison, rng):
+    """Compares bit for bit. The loss is causal, so no query sees the keys from T on."""
+    inputs = dense_inputs(rng)
     poisoned = [x.copy() for x in inputs]
     poisoned[1][:, 5:] = poisoned[4][:, 5:] = poison
     run = jax.jit(jax.value_and_grad(dense_indexer_kl_loss, argnums=(0, 1, 2)))
@@ -287,7 +280,7 @@ def test_keys_that_no_query_sees_do_not_matter(poison, rng):
 
 
 def test_queries_that_see_no_key_do_not_count(rng):
-    inputs = index_inputs(rng)
+    inputs = dense_inputs(rng)
     run = jax.jit(
         jax.value_and_grad(dense_indexer_kl_loss, argnums=(0, 1, 2)), static_argnames="query_start"
     )
@@ -301,12 +294,12 @@ def test_queries_that_see_no_key_do_not_count(rng):
 
 
 def test_bfloat16(rng):
-    inputs = [jnp.asarray(x, jnp.bfloat16) for x in index_inputs(rng, J=4, C=16, D=16)]
+    inputs = [jnp.asarray(x, jnp.bfloat16) for x in dense_inputs(rng, J=4, C=16, D=16)]
     inputs[2] = inputs[2].astype(jnp.float32)
     exact = [x.astype(jnp.float32) for x in inputs]
 
     def plain(index_q, index_k, weights, q, kv):
-        """What one would write, in the dtype of the inputs."""
+        """Computes the loss in the obvious way, in the dtype of the inputs."""
         mask = np.tril(np.ones((5, 8), bool))
         kv = jnp.repeat(kv, 2, axis=2)
         s = jnp.einsum("btnd,bsnd->btns", q, kv) * 0.25
@@ -325,8 +318,8 @@ def test_bfloat16(rng):
 
 
 def test_inside_shard_map(rng, cpus):
-    """Each device's loss is that of its rows; here all rows count, so that the mean is the loss."""
-    inputs = index_inputs(rng)
+    """Each device computes the loss of its rows. All rows count, so the mean is the whole loss."""
+    inputs = dense_inputs(rng)
     mesh = jax.make_mesh((2,), ("x",), devices=cpus[:2], axis_types=(AxisType.Auto,))
 
     @jax.shard_map(mesh=mesh, in_specs=P("x"), out_specs=P())
@@ -343,7 +336,7 @@ def test_inside_shard_map(rng, cpus):
 
 
 def test_no_batch_axis_and_empty_batch(rng):
-    inputs = index_inputs(rng, B=1)
+    inputs = dense_inputs(rng, B=1)
     got = dense_indexer_kl_loss(*(x[0] for x in inputs))
     np.testing.assert_array_equal(got, dense_indexer_kl_loss(*inputs))
     assert dense_indexer_kl_loss(*(x[:0] for x in inputs)) == 0
@@ -352,78 +345,6 @@ def test_no_batch_axis_and_empty_batch(rng):
     assert_matches(indexer_kl_loss(*flat), indexer_kl_loss(logits, teacher), 1e-6)
 
 
-X = np.zeros((2, 3, 4), np.float32)
-NAMES = ("index_q", "index_k", "index_weights", "q", "kv")
-DENSE = dict(zip(NAMES, index_inputs(np.random.default_rng(0)), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("error", "name", "args"),
-    [
-        (TypeError, "logits", ([1.0], X)),
-        (ValueError, "logits", (X[0, 0], X[0, 0])),
-        (TypeError, "logits", (X.astype(np.int32), X)),
-        (ValueError, "teacher", (X, X[..., :2])),
-        (TypeError, "teacher", (X, X > 0)),
-        (ValueError, "valid", (X, X, X[0] > 0)),
-        (TypeError, "valid", (X, X, X)),
-    ],
-)
-def test_misuse_of_the_sparse_loss(error, name, args):
-    with pytest.raises(error, match=rf"^indexer_kl_loss: argument '{name}' .*want"):
-        indexer_kl_loss(*args)
-
-
-@pytest.mark.parametrize(
-    ("error", "name", "change"),
-    [
-        (TypeError, "index_q", {"index_q": 1.0}),
-        (ValueError, "index_q", {"index_q": DENSE["index_weights"][0]}),
-        (ValueError, "index_k", {"index_k": DENSE["index_k"][..., :2]}),
-        (TypeError, "index_weights", {"index_weights": DENSE["index_weights"].astype(np.int32)}),
-        (ValueError, "index_weights", {"index_weights": DENSE["index_weights"][..., :1]}),
-        (ValueError, "q", {"q": DENSE["q"][:, :2]}),
-        (TypeError, "q", {"q": DENSE["q"].astype(np.int32)}),
-        (TypeError, "kv", {"kv": DENSE["kv"].astype(np.float16)}),
-        (ValueError, "kv", {"kv": DENSE["kv"][:, :7]}),
-        (ValueError, "q", {"kv": DENSE["kv"][:, :, [0, 0, 0]]}),
-        (TypeError, "scale", {"scale": "1"}),
-        (ValueError, "scale", {"scale": NAN}),
-        (TypeError, "is_causal", {"is_causal": None}),
-        (TypeError, "query_start", {"query_start": 0.5}),
-        (ValueError, "query_start", {"query_start": np.zeros(3, np.int32)}),
-        (ValueError, "index_k_scale", {"index_k_scale": X[..., 0]}),
-        (TypeError, "starts", {"starts": 0}),
-        (ValueError, "ends", {"ends": np.zeros((2, 4), np.int32)}),
-        (TypeError, "relu", {"relu": "yes"}),
-        (ValueError, "implementation", {"implementation": "pallas"}),
-    ],
-)
-def test_misuse_of_the_dense_loss(error, name, change):
-    arrays = {**DENSE, **{n: x for n, x in change.items() if n in NAMES}}
-    options = {n: x for n, x in change.items() if n not in NAMES}
-    with pytest.raises(error, match=rf"^dense_indexer_kl_loss: argument '{name}' .*want"):
-        dense_indexer_kl_loss(*arrays.values(), **options)
-
-
-def test_cuda_on_request_or_an_error(without_kernels):
-    with pytest.raises(NotImplementedError, match=r"^indexer_kl_loss.*implementation='xla'"):
-        indexer_kl_loss(X, X, implementation="cuda")
-    with pytest.raises(NotImplementedError, match=r"^dense_indexer_kl_loss.*'xla'"):
-        dense_indexer_kl_loss(*DENSE.values(), implementation="cuda")
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(0, 3), max_size=4), st.lists(st.integers(0, 3), max_size=4))
-def test_any_two_shapes_work_or_say_why_not(a, b):
-    call = lambda: indexer_kl_loss(jnp.zeros(a), jnp.ones(b))  # noqa: E731
-    if a == b and len(a) in (2, 3):
-        assert np.isfinite(call())
-    else:
-        with pytest.raises(ValueError, match=r"^indexer_kl_loss: argument '(logits|teacher)' has"):
-            call()
-
-
-def test_are_exported_under_their_names():
+def test_the_package_exports_both_losses():
     assert jax_dsa.indexer_kl_loss is indexer_kl_loss
     assert jax_dsa.dense_indexer_kl_loss is dense_indexer_kl_loss

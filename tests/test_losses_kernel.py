@@ -26,7 +26,7 @@ def sparse(
 
 @pytest.mark.parametrize("slots", [1, 77, 512, 2048, 5000, 20000])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("plain", [False, True])  # gradients are right before the backward pass
+@pytest.mark.parametrize("plain", [False, True])  # plain: the backward pass has nothing to scale
 def test_selected_keys(slots: int, masked: bool, plain: bool, rng: np.random.Generator) -> None:
     logits = 3 * rng.standard_normal((2, 31, slots), np.float32)
     teacher = rng.random((2, 31, slots), np.float32)
@@ -44,14 +44,14 @@ def test_selected_keys(slots: int, masked: bool, plain: bool, rng: np.random.Gen
     args = (logits, teacher, valid) if masked else (logits, teacher)
     run = functools.partial(sparse, *args, weight=1 if plain else 3)
     got, want = (run(implementation=which) for which in ("cuda", "xla"))
-    # A row's loss is a difference of logarithms of some units, whatever is left of it.
+    # A row's KL is a difference of logarithms, so its rounding error does not shrink with it.
     assert_matches(got[0], want[0], tol=2e-6, what="loss", least=0.1)
     assert_matches(got[1], want[1], tol=2e-6, what="gradient")
     again = run(implementation="cuda")
     jax.tree.map(np.testing.assert_array_equal, got, again)
 
 
-def test_nan_in_the_teacher_shows(rng: np.random.Generator) -> None:
+def test_nan_in_the_teacher_reaches_the_loss_and_its_own_row(rng: np.random.Generator) -> None:
     logits = rng.standard_normal((1, 4, 300), np.float32)
     teacher = rng.random((1, 4, 300), np.float32)
     teacher[0, 2, 7] = np.nan
@@ -84,7 +84,7 @@ def inputs(
     j: int,
     c: int,
 ) -> list[jax.Array]:
-    """Index q, k and weights, q, kv."""
+    """Returns index_q, index_k, index_weights, q and kv."""
     shapes = (b, t, j, c), (b, s, c), (b, t, j), (b, t, n, d), (b, s, g, d)
     index_q, index_k, weights, q, kv = (rng.standard_normal(x, np.float32) for x in shapes)
     low = [jnp.asarray(x, jnp.bfloat16) for x in (index_q, index_k, q, kv)]
@@ -93,7 +93,7 @@ def inputs(
 
 @functools.partial(jax.jit, static_argnames=("implementation", "relu", "scale", "is_causal"))
 def dense(*args: Any, **options: Any) -> Any:
-    """Value and gradients; of index_k_scale, too, if there is a sixth argument."""
+    """Returns value and gradients. The optional sixth argument is index_k_scale."""
     index, (q, kv) = (*args[:3], *args[5:]), args[3:5]
 
     def loss(*index: Any) -> Any:
@@ -108,7 +108,7 @@ def compare(args: list[jax.Array], **options: Any) -> None:
     want, want_grads = dense(*exact, implementation="xla", **options)
     got, grads = dense(*args, implementation="cuda", **options)
     assert_matches(got, want, tol=1e-4, what="loss")
-    # The kernels round what is multiplied with keys and queries to bfloat16: by up to 2^-9.
+    # The kernels round the factors of keys and queries to bfloat16, with errors of up to 2^-9.
     for i, (g, w) in enumerate(zip(grads, want_grads, strict=True)):
         g = g.astype(jnp.float32)
         assert_matches(g, w, tol=8e-3, what=f"gradient {i}", least=1e-6)
@@ -130,11 +130,9 @@ def test_all_keys_with_options(rng: np.random.Generator) -> None:
     compare(args, starts=starts, query_start=230, relu=False, scale=0.01)
 
 
-def test_parts_of_the_queries_at_a_time(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_queries(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     args = inputs(rng, **SHAPES["several rounds"])
     whole = dense(*args, implementation="cuda")
     monkeypatch.setattr("jax_dsa.ops.losses.cuda.DENSE_BUDGET", 2**22)
     jax.clear_caches()
-    assert_matches(dense(*args, implementation="cuda"), whole, tol=1e-2, what="in parts")
+    assert_matches(dense(*args, implementation="cuda"), whole, tol=1e-2, what="in chunks")

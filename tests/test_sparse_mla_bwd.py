@@ -1,4 +1,4 @@
-"""The JAX code around the backward kernels of sparse MLA, with JAX code instead of the kernels."""
+"""Tests the JAX code around the backward kernels of sparse MLA, which JAX code replaces here."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_workspace_of_the_kernel() -> None:
             groups=1,
             slots=slots,
             dim=576,
-            count=queries,
+            queries_at_once=queries,
             by_rows=by_rows,
         )
 

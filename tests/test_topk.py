@@ -23,13 +23,13 @@ TINY = float(np.finfo(np.float32).smallest_subnormal)
 
 
 def check(x, k, starts=None, ends=None):
-    """Indices and values agree with the oracle; returns the indices."""
+    """Compares indices and values with the oracle and returns the indices."""
     indices, values = topk(jnp.asarray(x), k, starts=starts, ends=ends, return_values=True)
-    want = oracle.topk(x, k, starts, ends)
+    expected = oracle.topk(x, k, starts, ends)
     assert indices.dtype == jnp.int32
-    np.testing.assert_array_equal(indices, want)
+    np.testing.assert_array_equal(indices, expected)
     assert values.dtype == x.dtype
-    np.testing.assert_array_equal(np.asarray(values, np.float64), oracle.values(x, want))
+    np.testing.assert_array_equal(np.asarray(values, np.float64), oracle.values(x, expected))
     return np.asarray(indices)
 
 
@@ -73,14 +73,14 @@ def test_signed_zeros_tie_by_index():
 
 
 def test_more_candidates_in_one_coarse_bin_than_a_buffer_holds(rng):
-    """16385 values in [1, 1.25), which share sign, exponent and two bits of mantissa."""
+    """16385 values in [1, 1.25) share the sign, the exponent and two bits of the mantissa."""
     x = np.concatenate([rng.uniform(1, 1.25, size=16385), rng.uniform(-1, 1, size=4000)])
     check(rng.permutation(x.astype(np.float32))[None], 2048)
 
 
 @pytest.mark.parametrize("above", [0, 99, 100, 101])
 def test_plateau_of_zeros_across_the_boundary(above, rng):
-    """As a relu makes them: K = 100 falls inside, at the edge of, or above a plateau of 0.0."""
+    """The last of 100 selected values is in or at the edge of a plateau of 0.0, as of a ReLU."""
     x = np.zeros(1501, np.float32)
     x[:above] = rng.uniform(0.1, 1, size=above)
     x[1000:] = -1
@@ -95,7 +95,7 @@ def test_ranges(rng):
         check(x, k, starts, ends)
 
 
-def test_what_lies_outside_a_range_does_not_matter(rng):
+def test_values_outside_a_range_do_not_matter(rng):
     x = rng.normal(size=(2, 50)).astype(np.float32)
     x[:, :10], x[:, 40:] = NAN, INF
     starts, ends = np.full(2, 10, np.int32), np.full(2, 40, np.int32)
@@ -114,12 +114,12 @@ def test_variables_and_wide_integers(rng):
     x = np.round(rng.normal(size=(2, 3, 40)), 1).astype(np.float32)
     ends = rng.integers(0, 41, size=(2, 3))
     ends[0, 0], ends[1, 1] = 2**40, -(2**40)
-    want = oracle.topk(x, 7, None, ends)
-    np.testing.assert_array_equal(topk(x, np.int16(7), ends=ends), want)
+    expected = oracle.topk(x, 7, None, ends)
+    np.testing.assert_array_equal(topk(x, np.int16(7), ends=ends), expected)
     got = topk(
         Variable(x), 7, starts=Variable(np.zeros_like(ends)), ends=Variable(ends.clip(0, 40))
     )
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 9), (2, 0, 9), (2, 3, 0), (0,)])
@@ -137,7 +137,7 @@ def test_k_beyond_the_row_and_k_of_zero():
 
 def test_float64(rng):
     with jax.enable_x64(True):
-        x = 1 + np.round(rng.normal(size=(3, 100)), 1) * 1e-14  # one value in float32
+        x = 1 + np.round(rng.normal(size=(3, 100)), 1) * 1e-14  # All values are equal in float32.
         check(x, 17)
 
 
@@ -145,17 +145,17 @@ def test_chunks_of_rows_change_nothing(rng, monkeypatch):
     x = np.round(rng.normal(size=(4, 9, 60)), 1).astype(np.float32)
     rows = Operands(x, np.zeros((4, 9), np.int32), np.full((4, 9), 60, np.int32))
     options = Options(top_k=11, size=60, return_values=True)
-    for rows_of_budget in (1, 5, 36):  # 36 rows in all: no remainder, one, no chunks
+    for rows_of_budget in (1, 5, 36):  # There are 36 rows: no remainder, a remainder, one chunk.
         monkeypatch.setattr(streaming, "BUDGET", rows_of_budget * 60 * 16)
         indices, values = jax.jit(lambda x: xla.topk_fwd(options, x))(rows)
-        want = oracle.topk(x, 11)
-        np.testing.assert_array_equal(indices, want)
-        np.testing.assert_array_equal(values, oracle.values(x, want))
+        expected = oracle.topk(x, 11)
+        np.testing.assert_array_equal(indices, expected)
+        np.testing.assert_array_equal(values, oracle.values(x, expected))
 
 
 @pytest.mark.gpu
 def test_runs_are_identical(rng):
-    """Those of the XLA implementation, where additions could change their order."""
+    """Checks the XLA implementation, because additions on a GPU could change their order."""
     x = jnp.asarray(np.round(rng.normal(size=(8, 300)), 1), jnp.float32)
     runs = {np.asarray(topk(x, 50, implementation="xla")).tobytes() for _ in range(20)}
     assert len(runs) == 1
@@ -163,19 +163,19 @@ def test_runs_are_identical(rng):
 
 def test_gradient_of_the_values_goes_to_the_selected_positions(rng):
     x = np.round(rng.normal(size=(3, 30)), 1).astype(np.float32)
-    ends = np.array([30, 2, 0], np.int32)  # the last two rows have fewer than k
+    ends = np.array([30, 2, 0], np.int32)  # The last two rows have fewer than k candidates.
     weights = rng.normal(size=(3, 5)).astype(np.float32)
-    weights[1, 2:], weights[2] = NAN, NAN  # a gradient of what was not selected is not used
+    weights[1, 2:], weights[2] = NAN, NAN  # Gradients of empty slots are not used.
 
     def loss(x):
         return jnp.sum(topk(x, 5, ends=ends, return_values=True)[1] * weights)
 
-    want = np.zeros((3, 30), np.float32)
+    expected = np.zeros((3, 30), np.float32)
     for r, row in enumerate(oracle.topk(x, 5, None, ends)):
         for slot, s in enumerate(row):
             if s >= 0:
-                want[r, s] = weights[r, slot]
-    np.testing.assert_array_equal(jax.grad(loss)(jnp.asarray(x)), want)
+                expected[r, s] = weights[r, slot]
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.asarray(x)), expected)
 
 
 X = np.zeros((2, 3, 8), np.float32)
@@ -217,7 +217,7 @@ def test_misuse(error, message, call):
     k=st.one_of(st.integers(-2, 9), st.none(), st.text(max_size=2)),
 )
 def test_any_call_selects_or_says_why_not(x, rows, k):
-    """Shapes and k at random: the result's shape, or an error that names operator and argument."""
+    """Random shapes and k give a result of the right shape or an error that names the argument."""
     good = len(x) >= 1 and rows == x[:-1] and isinstance(k, int) and k >= 0
     call = lambda: topk(jnp.zeros(x), k, ends=jnp.zeros(rows, jnp.int32))  # noqa: E731
     if good:
@@ -227,7 +227,7 @@ def test_any_call_selects_or_says_why_not(x, rows, k):
             call()
 
 
-def test_what_the_kernel_covers():
+def test_calls_that_the_kernel_supports():
     def unsupported_reason(k, *shape, dtype=jnp.float32):
         each = jax.ShapeDtypeStruct(shape[:2], jnp.int32)
         x = Operands(jax.ShapeDtypeStruct(shape, dtype), each, each)
@@ -235,10 +235,10 @@ def test_what_the_kernel_covers():
 
     assert unsupported_reason(4096, 2, 2**27 - 1, 9000) is None
     assert "float32, got bfloat16" in unsupported_reason(8, 1, 1, 16, dtype=jnp.bfloat16)
-    assert "at most 4096 values of a row, want 4097" in unsupported_reason(5000, 1, 1, 4097)
+    assert "at most 4096 values of a row, got 4097" in unsupported_reason(5000, 1, 1, 4097)
     assert "at most 268435455 rows, got 268435456" in unsupported_reason(1, 2, 2**27, 8)
     assert "rows of at most" in unsupported_reason(1, 1, 1, 2**31 - 2**16)
 
 
-def test_is_exported_under_its_name():
+def test_exported_name():
     assert jax_dsa.topk is topk

@@ -1,4 +1,4 @@
-"""The top-k kernel against a stable sort, and against itself."""
+"""The top-k kernels against a stable sort, and repeated runs against each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 
 def by_sorting(x: np.ndarray, k: int) -> np.ndarray:
-    """Indices of the k largest of each row by (value, then index), ascending, then -1."""
+    """Returns the indices of the k largest values of each row, ascending, then -1."""
     order = np.argsort(-x.astype(np.float64) + 0.0, axis=-1, kind="stable")[:, :k]
     chosen = np.take_along_axis(x, order, axis=-1)
     last = x.shape[-1]
@@ -42,9 +42,11 @@ def rows(kind: str, count: int, size: int, k: int, rng: np.random.Generator) -> 
 
 
 def at_an_edge(count: int, size: int, k: int, rng: np.random.Generator) -> np.ndarray:
-    """The k-th largest is just above 1, and many values are just below: an edge of the bins by
-    which short rows are bracketed. Of the positions that are sampled for the bracket too many hold
-    large values, so that it begins there.
+    """Returns rows that are hard for the bracket of the kernel for short rows.
+
+    The k-th largest value is just above 1, which is an edge of the histogram's bins, and many
+    values are just below 1. The sampled positions hold too many large values, so the bracket begins
+    at 1.
     """
     i = np.arange(size)
     more = (6 * np.sqrt(k / 8) + 8) / (size / 8)
@@ -66,7 +68,7 @@ KINDS = [
     "ascending",
     "mostly masked",
 ]
-# Rows held in registers, streamed by one block, and streamed by a cluster; aligned and not.
+# Rows that are held in registers, streamed by one CTA, and streamed by a cluster; aligned or not.
 SHAPES = [
     (300, 4096, 2048),
     (213, 8191, 512),
@@ -82,10 +84,10 @@ def test_kernel_is_exact(kind: str, shape: tuple[int, int, int], rng: np.random.
     count, size, k = shape
     x = rows(kind, count, size, k, rng)
     indices, values = topk(jnp.asarray(x), k, return_values=True, implementation="cuda")
-    want = by_sorting(x, k)
-    np.testing.assert_array_equal(np.asarray(indices), want)
-    picked = np.take_along_axis(x, np.maximum(want, 0), axis=-1)
-    np.testing.assert_array_equal(np.asarray(values), np.where(want >= 0, picked, -np.inf))
+    expected = by_sorting(x, k)
+    np.testing.assert_array_equal(np.asarray(indices), expected)
+    picked = np.take_along_axis(x, np.maximum(expected, 0), axis=-1)
+    np.testing.assert_array_equal(np.asarray(values), np.where(expected >= 0, picked, -np.inf))
 
 
 def test_kernel_repeats_itself(rng: np.random.Generator) -> None:
@@ -96,7 +98,7 @@ def test_kernel_repeats_itself(rng: np.random.Generator) -> None:
 
 
 def test_kernel_in_a_replayed_program(rng: np.random.Generator) -> None:
-    """XLA records programs into CUDA graphs and replays them: new inputs must give new results."""
+    """XLA may replay a program as a CUDA graph, where new inputs must give new results."""
     program = jax.jit(lambda x, e: topk(x * 2, 64, ends=e, implementation="cuda") + 0)
     for _ in range(8):
         x = rng.standard_normal((40, 3000), np.float32)

@@ -59,7 +59,7 @@ KERNELS = {
     "mqa_decode/combine.cuh": ["mqa_decode::combine_kernel<true, 2>"],
     "mqa_decode/wide.cuh": ["mqa_decode::wide_kernel<576, true>"],
     "losses/index_grads.cuh": [
-        "index_grads::index_grads_kernel<128, jax_dsa::index_grads::Of::kKeys>"
+        "index_grads::index_grads_kernel<128, jax_dsa::index_grads::Gradient::kKeys>"
     ],
     "losses/kl_rows.cuh": [
         "losses::kl_rows_kernel<jax_dsa::losses::Mask::kLogits, 128, 16, 4, true>",

@@ -143,17 +143,17 @@ EXPLANATIONS = {
     # In the backward kernel the readers report back as in over_two_barriers.
     frozenset(["common/gather.cuh:all", "common/gather.cuh:set"]): "beside_copies",
     frozenset(
-        ["sparse_mla/bwd_queries.cuh:make_gradients", "sparse_mla/bwd_queries.cuh:produce_queries"]
+        ["sparse_mla/bwd_dq.cuh:compute_p_ds", "sparse_mla/bwd_dq.cuh:produce_dq"]
     ): "over_two_barriers",
     frozenset(["sparse_mla/bwd.cuh:bwd_kernel"]): "in_turns",
-    frozenset(["common/gather.cuh:index", "sparse_mla/bwd_keys.cuh:produce_keys"]): "beside_copies",
-    frozenset(["sparse_mla/bwd_keys.cuh:consume_keys", "sparse_mla/bwd_keys.cuh:produce_keys"]): (
+    frozenset(["common/gather.cuh:index", "sparse_mla/bwd_dkv.cuh:produce_dkv"]): "beside_copies",
+    frozenset(["sparse_mla/bwd_dkv.cuh:consume_dkv", "sparse_mla/bwd_dkv.cuh:produce_dkv"]): (
         "beside_copies"
     ),
-    frozenset(["sparse_mla/bwd_keys.cuh:produce_keys", "sparse_mla/bwd_plan.cuh:find"]): (
+    frozenset(["sparse_mla/bwd_dkv.cuh:produce_dkv", "sparse_mla/bwd_plan.cuh:find"]): (
         "beside_copies"
     ),
-    frozenset(["sparse_mla/bwd_keys.cuh:produce_keys", "sparse_mla/bwd_plan.cuh:tiles"]): (
+    frozenset(["sparse_mla/bwd_dkv.cuh:produce_dkv", "sparse_mla/bwd_plan.cuh:tiles"]): (
         "beside_copies"
     ),
 }

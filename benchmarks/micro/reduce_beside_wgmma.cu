@@ -1,10 +1,10 @@
-// Whether reductions into global memory leave a SM's tensor cores alone.
+// Measures whether reductions into global memory slow down the tensor cores of the same SM.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o reduce_beside_wgmma benchmarks/micro/reduce_beside_wgmma.cu
-// One warpgroup multiplies from shared memory (m64n256k16), the other one adds f32 to scattered
-// rows of 576, by red.v4 (128 bytes of a row by eight lanes) or by cp.reduce.async.bulk (256
-// bytes), or stores to them; each alone, then both. If both take as long as the slower one, they do
-// not disturb each other.
+// One warpgroup multiplies from shared memory (m64n256k16). The other one adds float32 values to
+// scattered rows of 576 elements, by red.v4 (eight lanes per 128 bytes of a row) or by
+// cp.reduce.async.bulk (256 bytes), or stores to them. Each runs alone, then both together. If both
+// together take as long as the slower one alone, they do not slow each other down.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -27,7 +27,7 @@ struct alignas(1024) Tiles {
 
 template <Mode kMode>
 __global__ void __launch_bounds__(256, 1)
-    run(float* to, const int* rows, int rows_a_warp, int products) {
+    run(float* to, const int* rows, int rows_per_warp, int products) {
   auto& shared = dynamic_shared<Tiles>();
   for (int i = threadIdx.x; i < int{sizeof(Tiles) / 4}; i += 256) {
     reinterpret_cast<uint32_t*>(&shared)[i] = i < 10240 ? mix(i) & 0x3fff3fff : 0x3f800000;
@@ -53,11 +53,11 @@ __global__ void __launch_bounds__(256, 1)
     for (float x : d) sum += x;
     if (sum == 12345.f) to[threadIdx.x] = sum;
   } else if (kMode != kNone) {
-    const int* mine = rows + (blockIdx.x * 4 + warp - 4) * int64_t{rows_a_warp};
+    const int* own_rows = rows + (blockIdx.x * 4 + warp - 4) * int64_t{rows_per_warp};
     if constexpr (kMode == kBulk) {
       if (lane < 16) {
-        for (int row = lane; row < rows_a_warp; row += 16) {
-          float* const at = to + int64_t{__ldg(mine + row)} * kColumns;
+        for (int row = lane; row < rows_per_warp; row += 16) {
+          float* const at = to + int64_t{__ldg(own_rows + row)} * kColumns;
 #pragma unroll
           for (int i = 0; i < 256; i += 64) {
             asm volatile(
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(256, 1)
         bulk_wait();
       }
     } else {
-      for (int row = lane / 8; row < rows_a_warp; row += 4) {
-        float* const at = to + int64_t{__ldg(mine + row)} * kColumns + lane % 8 * 4;
+      for (int row = lane / 8; row < rows_per_warp; row += 4) {
+        float* const at = to + int64_t{__ldg(own_rows + row)} * kColumns + lane % 8 * 4;
 #pragma unroll
         for (int i = 0; i < 256; i += 32) {
           if constexpr (kMode == kRed) {
@@ -89,9 +89,9 @@ __global__ void __launch_bounds__(256, 1)
 }
 
 int main() {
-  const int rows_a_warp = 4096, keys = 8192;
+  const int rows_per_warp = 4096, keys = 8192;
   for (int blocks : {num_sms(), num_sms() / 2, 8}) {
-    const int64_t count = int64_t{blocks} * 4 * rows_a_warp;
+    const int64_t count = int64_t{blocks} * 4 * rows_per_warp;
     std::vector<int> rows(count);
     for (int64_t i = 0; i < count; ++i) rows[i] = mix(i) % keys;
     int* d_rows = upload(rows);
@@ -101,7 +101,7 @@ int main() {
       CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  int{sizeof(Tiles)}));
       return best_milliseconds(
-          [&] { kernel<<<blocks, 256, sizeof(Tiles)>>>(to, d_rows, rows_a_warp, products); });
+          [&] { kernel<<<blocks, 256, sizeof(Tiles)>>>(to, d_rows, rows_per_warp, products); });
     };
     const int products = 1200;
     printf("%3d SMs, us: wgmma alone %.0f", blocks, 1e3 * time(run<kNone>, products));

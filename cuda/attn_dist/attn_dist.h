@@ -1,4 +1,4 @@
-// The attention of sparse MLA, slot by slot, summed over groups of heads.
+// The attention distribution of sparse MLA: probabilities by slot, summed over groups of heads.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,23 +7,23 @@
 
 namespace jax_dsa {
 
-// A slot k of a row of indices counts if 0 <= index < min(keys, end) and k < topk_length; the
-// others get 0.
+// Slot k of a row of indices is valid if 0 <= index < min(keys, end) and k < topk_length. The
+// result for other slots is 0.
 struct AttnDistFwdParams {
   const void* q;               // [batch, queries, heads, dim], bf16
   const void* kv;              // [batch, keys, groups, dim], bf16
   const int32_t* indices;      // [batch, queries, groups, slots]
   const float* lse;            // [batch, queries, heads]; natural logarithm, without the sink
   const int32_t* ends;         // [batch, queries], or null: all keys are visible
-  const int32_t* topk_length;  // [batch, queries], or null: all slots count
+  const int32_t* topk_length;  // [batch, queries], or null: all slots are valid
   const float* sinks;          // [batch, heads], or [heads] with sinks_stride = 0, or null
   float* out;                  // [batch, heads / head_group, queries, slots]
   int64_t batch;
   int64_t queries;
   int64_t keys;
   int heads;       // a multiple of groups
-  int groups;      // of keys
-  int head_group;  // how many consecutive heads one sum takes; divides heads / groups
+  int groups;      // KV head groups
+  int head_group;  // consecutive heads per sum; divides heads / groups
   int slots;
   int dim;  // 576 or 512
   int sinks_stride;

@@ -1,4 +1,4 @@
-// Launcher of the attn_dist forward kernels.
+// Launcher of the attn_dist forward kernel.
 
 #include "attn_dist/attn_dist.h"
 #include "attn_dist/fwd.cuh"
@@ -9,9 +9,9 @@ namespace {
 
 template <int kD>
 cudaError_t launch(const AttnDistFwdParams& p, cudaStream_t stream) {
-  const int64_t items = attn_dist::item_count(p);
-  if (items > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  const int64_t tiles = items * ceil_div(p.slots, kTile);
+  const int64_t work_tiles = attn_dist::work_tile_count(p);
+  if (work_tiles > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  const int64_t tiles = work_tiles * ceil_div(p.slots, kTile);
   return launch_persistent<attn_dist::Shared<kD>>(attn_dist::fwd_kernel<kD>, tiles,
                                                   attn_dist::kThreads, stream, p);
 }

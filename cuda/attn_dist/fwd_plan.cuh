@@ -1,5 +1,4 @@
-// What the warpgroups of the attn_dist kernel share: how heads make tiles, the work items, the ring
-// in shared memory. See fwd.cuh.
+// Head tiles, work tiles and shared memory of the attn_dist kernel. See fwd.cuh.
 #pragma once
 
 #include <cstdint>
@@ -15,88 +14,91 @@ namespace jax_dsa::attn_dist {
 inline constexpr int kThreads = 384;  // three warpgroups
 inline constexpr int kHeads = 64;     // rows of a head tile
 inline constexpr int kStages = 3;
-inline constexpr int kFirstPart = 5;  // blocks of a tile that are waited for before the others
+inline constexpr int kFirstBlocks = 5;  // blocks of a tile that have a barrier of their own
 
-// 0 is __syncthreads.
+// Barrier 0 is __syncthreads.
 enum NamedBarrier {
-  kTurn = 1,    // warpgroup kTurn + i may issue its products
-  kSummed = 3,  // the warps' sums of warpgroup i are in shared memory
-  kJoined = 5,  // ... of both warpgroups, in buffer i
+  kPingPong = 1,  // barrier kPingPong + i: warpgroup i may issue its MMAs
+  kSummed = 3,    // barrier kSummed + i: the warps' sums of warpgroup i are in shared memory
+  kJoined = 5,    // barrier kJoined + i: both warpgroups' sums are in buffer i of shared memory
 };
 
 template <int kD>
 struct alignas(1024) Shared {
   uint8_t tiles[kStages][kD / 64][kBlockBytes];
-  float sums[2][8][kTile];  // by buffer and warp: of the warp's 16 heads
+  float sums[2][8][kTile];  // by buffer and warp; each is over the warp's 16 heads
   ValidRows valid[kStages];
-  int key_tiles[kStages];     // with head tiles: how many key tiles follow
-  uint64_t full[kStages][2];  // the first part; all
+  int key_tiles[kStages];     // for stages with a head tile: how many key tiles follow
+  uint64_t full[kStages][2];  // [0]: the first kFirstBlocks blocks; [1]: all blocks
   uint64_t free[kStages];
 };
 
-// How the heads of one group of keys make head tiles and work items.
+// How the heads of one KV head group are divided into head tiles and work tiles.
 struct Layout {
-  int sums;  // of the heads of a group of keys
-  int rows;  // of a head tile that one sum has, 16, 32 or 64; what exceeds the sum's heads is empty
-  int tiles;   // of an item
-  int items;   // of a group of keys
-  bool joint;  // the sum takes more than one head tile
+  int sums;          // sums per KV head group
+  int rows_per_sum;  // rows of a head tile for one sum: 16, 32 or 64, of which some may be empty
+  int head_tiles;    // head tiles per work tile
+  int work_tiles;    // work tiles per query and KV head group
+  bool joint;        // one sum takes several head tiles
 
   __host__ __device__ explicit Layout(const AttnDistFwdParams& p) {
     sums = p.heads / p.groups / p.head_group;
-    rows = p.head_group <= 16 ? 16 : p.head_group <= 32 ? 32 : kHeads;
+    rows_per_sum = p.head_group <= 16 ? 16 : p.head_group <= 32 ? 32 : kHeads;
     joint = p.head_group > kHeads;
-    tiles = joint ? ceil_div(p.head_group, 2 * kHeads) * 2 : ceil_div(sums, kHeads / rows);
-    items = joint ? sums : 1;
+    head_tiles =
+        joint ? ceil_div(p.head_group, 2 * kHeads) * 2 : ceil_div(sums, kHeads / rows_per_sum);
+    work_tiles = joint ? sums : 1;
   }
 };
 
-__host__ __device__ inline int64_t item_count(const AttnDistFwdParams& p) {
-  return p.batch * p.queries * p.groups * Layout(p).items;
+__host__ __device__ inline int64_t work_tile_count(const AttnDistFwdParams& p) {
+  return p.batch * p.queries * p.groups * Layout(p).work_tiles;
 }
 
-// What a block does, one piece after the other: key tiles first..last of a work item. Items are
-// dealt out whole as long as there is one for every block; the rest is cut into equal shares.
-struct Pieces {
-  int number;  // of the item
+// The KV splits that a CTA processes: each is the key tiles first..last of a work tile. As long as
+// there is one for every CTA, CTAs take whole work tiles. The key tiles of the remaining work
+// tiles, end to end, are divided into equal work ranges.
+struct KvSplits {
+  int work_index;
   int first, last;
 
-  __device__ explicit Pieces(const AttnDistFwdParams& p) : per_item(ceil_div(p.slots, kTile)) {
-    const int items = static_cast<int>(item_count(p)), blocks = gridDim.x, block = blockIdx.x;
-    whole = items / blocks;
-    const int64_t rest = int64_t{items - whole * blocks} * per_item;
-    begin = rest * block / blocks;
-    end = rest * (block + 1) / blocks;
+  __device__ explicit KvSplits(const AttnDistFwdParams& p) : key_tiles(ceil_div(p.slots, kTile)) {
+    const int work_tiles = static_cast<int>(work_tile_count(p)), ctas = gridDim.x, cta = blockIdx.x;
+    whole = work_tiles / ctas;
+    const int64_t rest = int64_t{work_tiles - whole * ctas} * key_tiles;
+    begin = rest * cta / ctas;
+    end = rest * (cta + 1) / ctas;
   }
 
   __device__ bool next() {
     if (round < whole) {
-      number = blockIdx.x + round * gridDim.x;
-      first = 0, last = per_item;
+      work_index = blockIdx.x + round * gridDim.x;
+      first = 0, last = key_tiles;
       ++round;
       return true;
     }
     if (begin == end) return false;
-    number = whole * gridDim.x + static_cast<int>(begin / per_item);
-    first = static_cast<int>(begin % per_item);
-    last = static_cast<int>(min(int64_t{per_item}, first + end - begin));
+    work_index = whole * gridDim.x + static_cast<int>(begin / key_tiles);
+    first = static_cast<int>(begin % key_tiles);
+    last = static_cast<int>(min(int64_t{key_tiles}, first + end - begin));
     begin += last - first;
     return true;
   }
 
  private:
-  int per_item, whole, round = 0;
-  int64_t begin, end;  // of this block's share of the rest
+  int key_tiles;         // key tiles per work tile
+  int whole, round = 0;  // whole work tiles per CTA, and how many of them were taken
+  int64_t begin, end;    // this CTA's work range
 };
 
-struct Item {
+struct WorkTile {
   int64_t token;  // batch * queries + query
   int64_t query;
-  int batch, group, sum;  // the first of its sums among those of the group of keys
+  int batch, group, sum;  // its first sum, among those of the KV head group
 
-  __device__ Item(const AttnDistFwdParams& p, const Layout& layout, int number) {
-    int rest = number / layout.items;
-    sum = number - rest * layout.items;
+  __device__ WorkTile(const AttnDistFwdParams& p, const Layout& layout, int work_index) {
+    int rest = work_index / layout.work_tiles;
+    sum = work_index - rest * layout.work_tiles;
     token = rest / p.groups;
     group = rest - static_cast<int>(token) * p.groups;
     batch = static_cast<int>(token) / static_cast<int>(p.queries);
@@ -104,25 +106,25 @@ struct Item {
   }
 };
 
-// Tile `index` of an item's heads.
+// Head tile `index` of a work tile.
 struct HeadTile {
-  int first;  // head
-  int sum;    // the first of its sums among all
+  int first;  // first head
+  int sum;    // first sum, among those of all heads
   int sums;
-  int used;  // of a sum's rows
+  int used;  // rows per sum that hold a head
 
-  __device__ HeadTile(const AttnDistFwdParams& p, const Layout& layout, const Item& item,
+  __device__ HeadTile(const AttnDistFwdParams& p, const Layout& layout, const WorkTile& work_tile,
                       int index) {
-    const int before = layout.joint ? item.sum : index * (kHeads / layout.rows);
-    sum = item.group * layout.sums + before;
+    const int before = layout.joint ? work_tile.sum : index * (kHeads / layout.rows_per_sum);
+    sum = work_tile.group * layout.sums + before;
     first = sum * p.head_group + (layout.joint ? index * kHeads : 0);
-    sums = layout.joint ? 1 : min(kHeads / layout.rows, layout.sums - before);
+    sums = layout.joint ? 1 : min(kHeads / layout.rows_per_sum, layout.sums - before);
     used = layout.joint ? p.head_group - index * kHeads : p.head_group;
   }
 
-  // The head of a row, or -1.
+  // Returns the head of a row, or -1 if the row is empty.
   __device__ int head(const AttnDistFwdParams& p, const Layout& layout, int row) const {
-    const int i = row / layout.rows, local = row - i * layout.rows;
+    const int i = row / layout.rows_per_sum, local = row - i * layout.rows_per_sum;
     return i < sums && local < used ? first + i * p.head_group + local : -1;
   }
 };

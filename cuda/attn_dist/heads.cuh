@@ -1,51 +1,68 @@
-// A tile of 64 heads in the registers of a warpgroup: its products with tiles of 64 keys, and sums
-// over its rows of the powers of scores.
+// A head tile (64 heads) in the registers of a warpgroup: its products with key tiles of 64 keys,
+// and sums over its rows of the exponentials of the scores.
 //
-// A thread has 2 rows and 16 columns of a product. Adding its rows leaves 16 values, one a column;
-// in three exchanges between lanes that differ in their rows each passes on half of its columns,
-// until a lane has two columns of the warp's 16 rows.
+// A thread holds 2 rows and 16 columns of a product. Adding the rows leaves 16 values, one per
+// column. Then lanes that differ in their rows exchange values three times. In each exchange a lane
+// passes on half of its columns, until it has two columns of the sum over the warp's 16 rows.
 #pragma once
 
 #include <cstdint>
 
+#include "common/limits.h"
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
 #include "common/wgmma.cuh"
 
 namespace jax_dsa::attn_dist {
 
-// Loads the head tile at `tile` in shared memory; wait() comes before the blocks from kFirstPart
-// on.
-template <int kD, int kFirstPart, typename Wait>
+// Runs consume(i) in consumer warpgroups i = 0 and 1, with kConsumer registers per thread, and
+// produce() in the producer warpgroup, with kProducer registers.
+template <int kConsumer, int kProducer, typename Consume, typename Produce>
+__device__ __forceinline__ void run_warpgroups(Consume consume, Produce produce) {
+  static_assert(registers_fit(1, 2, kConsumer, kProducer));
+  const int warpgroup = threadIdx.x / 128;
+  if (warpgroup < 2) {
+    raise_registers<kConsumer>();
+    consume(warpgroup);
+  } else {
+    lower_registers<kProducer>();
+    produce();
+  }
+}
+
+// Loads the head tile at address `tile` of shared memory. Calls wait() before it reads blocks from
+// kFirstBlocks on.
+template <int kD, int kFirstBlocks, typename Wait>
 __device__ __forceinline__ void load_heads(uint32_t (&q)[kD / 16][4], uint32_t tile, Wait wait) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint32_t from = tile + (warp * 16 + lane % 16) * 128;
 #pragma unroll
   for (int i = 0; i < kD / 16; ++i) {
-    if (i == kFirstPart * 4) wait();
+    if (i == kFirstBlocks * 4) wait();
     const int chunk = (i % 4 * 2 + lane / 16) ^ (lane % 8);
     load_matrix_x4(from + i / 4 * kBlockBytes + chunk * 16, q[i]);
   }
 }
 
-// Starts the product with the key tile at `tile`. pass_on() lets another warpgroup's first product
-// queue behind the last ones here.
-template <int kD, int kFirstPart, typename Wait, typename PassOn>
+// Starts the product with the key tile at address `tile` of shared memory. Calls wait() before it
+// reads blocks from kFirstBlocks on, and hand_over() shortly before the last MMAs, so that another
+// warpgroup's first MMAs queue behind them.
+template <int kD, int kFirstBlocks, typename Wait, typename HandOver>
 __device__ __forceinline__ void multiply_heads(float (&s)[32], const uint32_t (&q)[kD / 16][4],
-                                               uint32_t tile, Wait wait, PassOn pass_on) {
+                                               uint32_t tile, Wait wait, HandOver hand_over) {
   const uint64_t keys = k_major_descriptor(tile);
 #pragma unroll
   for (int i = 0; i < kD / 16; ++i) {
-    if (i == kFirstPart * 4) wait();
-    if (i % (kFirstPart * 4) == 0) wgmma_fence();
+    if (i == kFirstBlocks * 4) wait();
+    if (i % (kFirstBlocks * 4) == 0) wgmma_fence();
     wgmma_bf16<kKMajor>(s, q[i], keys + i / 4 * (kBlockBytes / 16) + i % 4 * 2, i > 0);
-    if (i == kD / 16 - 3) pass_on();
+    if (i == kD / 16 - 3) hand_over();
   }
   wgmma_commit();
 }
 
-// Adds what lanes that differ in the bit 2 * kHalf have of the first 2 * kHalf sums: the lower lane
-// gets the first half of them, the upper one the second.
+// Adds the first 2 * kHalf sums of lanes that differ in bit 2 * kHalf. The lower lane receives the
+// first half of the results, the upper one the second half.
 template <int kHalf>
 __device__ __forceinline__ void exchange_half(float (&sum)[16]) {
   const bool upper = threadIdx.x & (2 * kHalf);
@@ -57,7 +74,8 @@ __device__ __forceinline__ void exchange_half(float (&sum)[16]) {
   }
 }
 
-// This lane's columns 2 * lane + {0, 1} of the sum over the warp's rows of exp2(scores).
+// Returns this lane's columns 2 * lane + {0, 1} of the sum over the warp's rows of exp2(s *
+// scale_log2 + offset). A row whose offset is -inf adds nothing, whatever its scores are.
 __device__ __forceinline__ float2 sum_rows(float (&s)[32], float scale_log2,
                                            const float (&offset)[2]) {
 #pragma unroll
@@ -67,7 +85,7 @@ __device__ __forceinline__ float2 sum_rows(float (&s)[32], float scale_log2,
 #pragma unroll
     for (int i = 0; i < 32; ++i) s[i] = off[i / 2 % 2] ? 0.f : s[i];
   }
-  float sum[16];  // by column: 8 * (i / 2) + 2 * (lane % 4) + i % 2
+  float sum[16];  // entry i is column 8 * (i / 2) + 2 * (lane % 4) + i % 2
 #pragma unroll
   for (int i = 0; i < 16; ++i) sum[i] = s[i / 2 * 4 + i % 2] + s[i / 2 * 4 + 2 + i % 2];
   exchange_half<8>(sum);
@@ -76,6 +94,7 @@ __device__ __forceinline__ float2 sum_rows(float (&s)[32], float scale_log2,
   return make_float2(sum[0], sum[1]);
 }
 
+// Returns the total of the sums of kWarps warps, which are kTile elements apart.
 template <int kWarps>
 __device__ __forceinline__ float sum_warps(const float* sums) {
   float x[kWarps];

@@ -1,4 +1,4 @@
-// Launchers of the pooling of blocks of tokens.
+// Launchers of gated pooling.
 
 #include <algorithm>
 
@@ -11,17 +11,17 @@ namespace {
 
 using namespace gated_pool;
 
-bool is_few(int ratio, int halves) { return ratio * halves <= Few::kMost; }
+bool is_few(int ratio, int halves) { return ratio * halves <= Few::kMaxContributions; }
 
 cudaError_t check(const GatedPoolParams& p) {
   const bool fits = p.ratio > 0 && (p.halves == 1 || p.halves == 2) &&
-                    int64_t{p.ratio} * p.halves <= kMostPooled && p.dim % kWidth == 0 &&
-                    p.tokens <= INT32_MAX - 4 * kMostPooled &&
+                    int64_t{p.ratio} * p.halves <= kGatedPoolMaxPooled && p.dim % kWidth == 0 &&
+                    p.tokens <= INT32_MAX - 4 * kGatedPoolMaxPooled &&
                     p.batch * ceil_div(p.tokens, int64_t{p.ratio}) <= INT32_MAX;
   return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Calls f<dtype, shape, whether there are documents>().
+// Calls f<dtype, shape, whether `starts` is given>().
 template <typename F>
 cudaError_t dispatch(const GatedPoolParams& p, F f) {
   const auto typed = [&]<DType kType>() {
@@ -29,9 +29,11 @@ cudaError_t dispatch(const GatedPoolParams& p, F f) {
       return p.starts ? f.template operator()<kType, Shape, true>()
                       : f.template operator()<kType, Shape, false>();
     };
-    const auto is = [&](int ratio, int halves) { return p.ratio == ratio && p.halves == halves; };
-    return is(4, 2)                    ? shaped.template operator()<Few4>()
-           : is(128, 1)                ? shaped.template operator()<Many128>()
+    const auto matches = [&](int ratio, int halves) {
+      return p.ratio == ratio && p.halves == halves;
+    };
+    return matches(4, 2)               ? shaped.template operator()<Few4>()
+           : matches(128, 1)           ? shaped.template operator()<Many128>()
            : is_few(p.ratio, p.halves) ? shaped.template operator()<Few>()
                                        : shaped.template operator()<Many>();
   };
@@ -51,15 +53,15 @@ cudaError_t dispatch(const GatedPoolParams& p, F f) {
 cudaError_t launch_gated_pool_fwd(const GatedPoolFwdParams& params, cudaStream_t stream) {
   const GatedPoolParams& p = params.in;
   DSA_RETURN_IF_CUDA_ERROR(check(p));
-  const int64_t slots = p.tokens / p.ratio, items = p.batch * slots;
-  if (items == 0 || p.dim == 0) return cudaSuccess;
+  const int64_t slots = p.tokens / p.ratio, keys = p.batch * slots;
+  if (keys == 0 || p.dim == 0) return cudaSuccess;
   return dispatch(p, [&]<DType kType, typename Shape, bool kPacked>() {
     const int tiles = ceil_div(p.dim, Shape::kTile);
-    constexpr int kBlocks = kType == DType::kF32 ? 4 : 5;
-    return launch_blocks(fwd_kernel<kType, Shape, kPacked, kBlocks>,
-                         ceil_div(items, int64_t{Shape::kTeams}) * tiles, kThreads,
-                         Shape::kRanks == 1 ? 0 : sizeof(JoinShared<Shape>), stream, params,
-                         static_cast<uint32_t>(items), static_cast<uint32_t>(slots), tiles);
+    constexpr int kCtasPerSm = kType == DType::kF32 ? 4 : 5;
+    return launch_blocks(fwd_kernel<kType, Shape, kPacked, kCtasPerSm>,
+                         ceil_div(keys, int64_t{Shape::kThreadGroups}) * tiles, kThreads,
+                         Shape::kRanks == 1 ? 0 : sizeof(CombineShared<Shape>), stream, params,
+                         static_cast<uint32_t>(keys), static_cast<uint32_t>(slots), tiles);
   });
 }
 
@@ -67,26 +69,27 @@ int gated_pool_tiles(int ratio, int halves, int dim) {
   return ceil_div(dim, is_few(ratio, halves) ? Few::kTile : Many::kTile);
 }
 
-int64_t gated_pool_parts(int64_t batch, int64_t tokens, int ratio, int halves, int dim) {
+int64_t gated_pool_bwd_splits(int64_t batch, int64_t tokens, int ratio, int halves, int dim) {
   const bool few = is_few(ratio, halves);
   const int64_t slots = ceil_div(tokens, int64_t{ratio});
-  const int64_t most = ceil_div(slots, int64_t{few ? Few::kTeams : Many::kTeams});
-  const int64_t rest = std::max(int64_t{1}, batch * gated_pool_tiles(ratio, halves, dim));
-  return std::max(int64_t{1}, std::min(most, kMaxSms * kBwdBlocks / rest));
+  const int64_t max_splits =
+      ceil_div(slots, int64_t{few ? Few::kThreadGroups : Many::kThreadGroups});
+  const int64_t ctas_per_split = std::max(int64_t{1}, batch * gated_pool_tiles(ratio, halves, dim));
+  return std::max(int64_t{1}, std::min(max_splits, kMaxSms * kBwdCtasPerSm / ctas_per_split));
 }
 
 cudaError_t launch_gated_pool_bwd(const GatedPoolBwdParams& params, cudaStream_t stream) {
   const GatedPoolParams& p = params.in;
   DSA_RETURN_IF_CUDA_ERROR(check(p));
-  if (params.parts < 1) return cudaErrorInvalidValue;
+  if (params.splits < 1) return cudaErrorInvalidValue;
   if (p.batch == 0 || p.dim == 0) return cudaSuccess;
-  // A slot more than there are keys has the tokens at the end.
+  // One slot more than there are keys covers the tokens at the end, whose gradients are zero.
   const auto slots = static_cast<int>(ceil_div(p.tokens, int64_t{p.ratio}));
   return dispatch(p, [&]<DType kType, typename Shape, bool kPacked>() {
     const int tiles = ceil_div(p.dim, Shape::kTile);
-    return launch_blocks(bwd_kernel<kType, Shape, kPacked>, p.batch * params.parts * tiles,
+    return launch_blocks(bwd_kernel<kType, Shape, kPacked>, p.batch * params.splits * tiles,
                          kThreads,
-                         Shape::kRanks == 1 ? sizeof(SumsShared) : sizeof(JoinShared<Shape>),
+                         Shape::kRanks == 1 ? sizeof(SumsShared) : sizeof(CombineShared<Shape>),
                          stream, params, slots, tiles);
   });
 }

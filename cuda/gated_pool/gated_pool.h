@@ -1,4 +1,5 @@
-// Pooling of blocks of tokens: element by element a softmax over the tokens' gates.
+// Gated pooling: pools each block of tokens into one key. Each channel is a mean of the tokens'
+// values, weighted by a softmax over the tokens' gates.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,17 +10,21 @@
 
 namespace jax_dsa {
 
-// A document's blocks begin with it, `ratio` tokens each; block i of one that begins at row s has
-// the slot s / ratio + i. With two halves a key is pooled from the block's second halves and from
-// the first halves of the block before. Tokens of a block that is not whole make none, and a slot
-// without a block gets zeros. In all: ratio * halves <= kMostPooled, dim a multiple of 4,
-// everything 16-byte aligned.
+// Each document is divided into blocks of `ratio` tokens, starting at its first row. The key of
+// block i of a document that begins at row s is stored in slot s / ratio + i. With two halves, a
+// key is pooled from the second halves of its block's tokens and the first halves of the previous
+// block's tokens. The remaining tokens at the end of a document form no block, and a slot without a
+// block gets zeros.
+//
+// The kernels require ratio * halves <= kGatedPoolMaxPooled, a dim that is a multiple of 4, and
+// 16-byte aligned arrays.
 struct GatedPoolParams {
-  const void* values;     // [batch, tokens, halves, dim], of `dtype`
-  const void* gates;      // [batch, tokens, halves, dim], of `dtype`
-  const float* bias;      // [batch, ratio, halves, dim], of the gates
-  const float* scale;     // [batch, dim], of the keys; null: ones
-  const int32_t* starts;  // [batch, tokens], each document's first row, >= 0; null: one, from 0
+  const void* values;     // [batch, tokens, halves, dim], `dtype`
+  const void* gates;      // [batch, tokens, halves, dim], `dtype`
+  const float* bias;      // [batch, ratio, halves, dim], added to the gates
+  const float* scale;     // [batch, dim], multiplies the keys; null: ones
+  const int32_t* starts;  // [batch, tokens], first row of each token's document, >= 0; null:
+                          // one document, from row 0 on
   int64_t batch;
   int64_t tokens;
   int ratio;
@@ -30,30 +35,32 @@ struct GatedPoolParams {
 
 struct GatedPoolFwdParams {
   GatedPoolParams in;
-  void* out;       // [batch, tokens / ratio, dim], of `dtype`
-  float* squares;  // with `scale` [batch, gated_pool_tiles(), tokens / ratio]: their sum over tiles
-                   // is that of the squares of a key's elements before `scale`
+  void* out;  // [batch, tokens / ratio, dim], `dtype`
+  // With `scale`: [batch, gated_pool_tiles(), tokens / ratio]. The sum over tiles is the sum of
+  // squares of a key's elements before they are multiplied by `scale`.
+  float* squares;
 };
 
 struct GatedPoolBwdParams {
   GatedPoolParams in;
-  const void* dout;       // [batch, tokens / ratio, dim], of `dtype`
-  const float* dsquares;  // with `scale` [batch, tokens / ratio]
-  void* dvalues;          // as values
-  void* dgates;           // as gates
-  float* sums;    // [batch, parts, rows, dim], whose sum over parts is the gradients of the bias,
-                  // ratio * halves rows, and in one more of `scale` if there is one
-  int64_t parts;  // >= 1, which share out a batch entry's keys
+  const void* dout;       // [batch, tokens / ratio, dim], `dtype`
+  const float* dsquares;  // with `scale`: [batch, tokens / ratio]
+  void* dvalues;          // shape and dtype of `values`
+  void* dgates;           // shape and dtype of `gates`
+  // [batch, splits, rows, dim]. The sum over splits is the gradient of the bias in the first
+  // ratio * halves rows and, with `scale`, that of `scale` in one more row.
+  float* sums;
+  int64_t splits;  // >= 1; the keys of a batch entry are divided among so many CTAs per tile
 };
 
-inline constexpr int kMostPooled = 128;
+inline constexpr int kGatedPoolMaxPooled = 128;
 
 cudaError_t launch_gated_pool_fwd(const GatedPoolFwdParams& params, cudaStream_t stream);
 cudaError_t launch_gated_pool_bwd(const GatedPoolBwdParams& params, cudaStream_t stream);
 
-// How many blocks of threads share a key's channels.
+// Returns the number of channel tiles of a key. Each CTA processes one of them.
 int gated_pool_tiles(int ratio, int halves, int dim);
-// Parts that keep a GPU busy and make few sums.
-int64_t gated_pool_parts(int64_t batch, int64_t tokens, int ratio, int halves, int dim);
+// Returns the number of splits that fills the GPU with CTAs and still leaves few sums to add up.
+int64_t gated_pool_bwd_splits(int64_t batch, int64_t tokens, int ratio, int halves, int dim);
 
 }  // namespace jax_dsa

@@ -1,16 +1,22 @@
-// A key is pooled, element by element, from the contributions i of its block's tokens:
+// Gated pooling, forward and backward kernels. In each channel, a key y is pooled from the
+// contributions i of its block's tokens:
 //
 //     p_i = softmax_i(gate_i + bias_i)        y = sum_i p_i v_i
 //     dv_i = p_i dy                           dgate_i = p_i (v_i - y) dy
 //
-// Where a norm follows, the key is scale y, and the sum of all y^2 is a result, too.
+// If a norm follows, the key is scale * y, and the sum of y^2 over the channels is a second
+// result.
 //
-// Bound by memory: each direction reads values and gates once, and the backward pass, which finds
-// p and y again, writes each gradient once: a token's two halves belong to different blocks. A
-// team of threads makes a key: kLanes of them lie along the channels, four channels each, and
-// kRanks such rows have kHeld contributions each, whose loads are all issued before the first use.
-// One team writes an element, and the sum over keys that the bias's gradient is stays in registers
-// until the last: all orders are fixed.
+// Both passes are bound by memory bandwidth. Each reads values and gates once. The backward pass
+// recomputes p and y, and writes each gradient once, because each half of a token contributes to
+// one key only.
+//
+// A thread group computes a tile of a key's channels. kLanes threads lie along the channels, with
+// four channels each. kRanks such rows of threads divide the contributions, kPerThread for each
+// thread. A thread issues all its loads before it uses the first one.
+//
+// Results are deterministic. Each element is written by one thread group. The gradient of the bias
+// is a sum over keys, which stays in registers until the last key and is added up in a fixed order.
 #pragma once
 
 #include <type_traits>
@@ -21,20 +27,21 @@
 namespace jax_dsa::gated_pool {
 
 inline constexpr int kThreads = 128;
-inline constexpr int kBwdBlocks = 3;  // of a SM, all that there are
-inline constexpr int kHeld = 8;       // contributions of a thread
-inline constexpr int kWidth = 4;      // channels of a thread
+inline constexpr int kBwdCtasPerSm = 3;  // sizes the grid of the backward pass
+inline constexpr int kPerThread = 8;     // contributions per thread
+inline constexpr int kWidth = 4;         // channels per thread
 
-// With a ratio and halves of its own, or 0 for those of the call.
+// How a CTA divides keys among its threads. The ratio and the number of halves are compile-time
+// constants, or 0 if they come from the call's parameters.
 template <int kLanes_, int kRanks_, int kRatio_ = 0, int kHalves_ = 0>
 struct Shape {
   static constexpr int kLanes = kLanes_, kRanks = kRanks_, kRatio = kRatio_, kHalves = kHalves_;
-  static constexpr int kTeams = kThreads / (kLanes * kRanks);
-  static constexpr int kTile = kLanes * kWidth;  // channels of a block of threads
-  static constexpr int kMost = kRanks * kHeld;   // contributions
-  static constexpr bool kIsFull = kRatio * kHalves == kMost;
-  static_assert(kTeams * kLanes * kRanks == kThreads && (kRanks == 1 || kTeams == 1));
-  static_assert((kRatio > 0) == (kHalves > 0) && kRatio * kHalves <= kMost);
+  static constexpr int kThreadGroups = kThreads / (kLanes * kRanks);
+  static constexpr int kTile = kLanes * kWidth;                  // channels per CTA
+  static constexpr int kMaxContributions = kRanks * kPerThread;  // contributions per thread group
+  static constexpr bool kIsFull = kRatio * kHalves == kMaxContributions;
+  static_assert(kThreadGroups * kLanes * kRanks == kThreads && (kRanks == 1 || kThreadGroups == 1));
+  static_assert((kRatio > 0) == (kHalves > 0) && kRatio * kHalves <= kMaxContributions);
 
   static constexpr __device__ int ratio(const GatedPoolParams& p) {
     return kRatio > 0 ? kRatio : p.ratio;
@@ -43,13 +50,15 @@ struct Shape {
     return kHalves > 0 ? kHalves : p.halves;
   }
 };
-using Few = Shape<32, 1>;   // a team is a warp
-using Many = Shape<8, 16>;  // a team is the block
+using Few = Shape<32, 1>;   // A thread group is a warp.
+using Many = Shape<8, 16>;  // A thread group is the CTA.
+// DeepSeek-V4 pools 4 tokens with overlapping halves, or 128 tokens without. These two shapes are
+// compiled with the constants.
 using Few4 = Shape<32, 1, 4, 2>;
 using Many128 = Shape<8, 16, 128, 1>;
-static_assert(Many::kMost == kMostPooled);
+static_assert(Many::kMaxContributions == kGatedPoolMaxPooled);
 
-// `x`, which is not computed anew at each use.
+// Returns x as a value that the compiler keeps in registers and does not recompute at each use.
 __device__ __forceinline__ int64_t opaque(int64_t x) {
   const uint32_t low = jax_dsa::opaque(static_cast<uint32_t>(x));
   return static_cast<int64_t>(jax_dsa::opaque(static_cast<uint32_t>(x >> 32))) << 32 | low;
@@ -59,12 +68,12 @@ using jax_dsa::opaque;
 template <DType kType>
 using Element = std::conditional_t<kType == DType::kF32, float, uint16_t>;
 
-// Four elements as they lie.
+// Four elements, packed as in memory.
 template <DType kType>
-using Four = std::conditional_t<kType == DType::kF32, uint4, uint2>;
+using Packed4 = std::conditional_t<kType == DType::kF32, uint4, uint2>;
 
 template <DType kType>
-__device__ __forceinline__ void widen(const Four<kType>& x, float (&y)[kWidth]) {
+__device__ __forceinline__ void widen(const Packed4<kType>& x, float (&y)[kWidth]) {
   if constexpr (kType == DType::kF32) {
     y[0] = __uint_as_float(x.x), y[1] = __uint_as_float(x.y);
     y[2] = __uint_as_float(x.z), y[3] = __uint_as_float(x.w);
@@ -75,7 +84,7 @@ __device__ __forceinline__ void widen(const Four<kType>& x, float (&y)[kWidth]) 
 }
 
 template <DType kType>
-__device__ __forceinline__ Four<kType> narrow(const float (&x)[kWidth]) {
+__device__ __forceinline__ Packed4<kType> narrow(const float (&x)[kWidth]) {
   if constexpr (kType == DType::kF32) {
     return {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
             __float_as_uint(x[3])};
@@ -85,7 +94,7 @@ __device__ __forceinline__ Four<kType> narrow(const float (&x)[kWidth]) {
 }
 
 template <DType kType>
-__device__ __forceinline__ Four<kType> minus_infinity() {
+__device__ __forceinline__ Packed4<kType> minus_infinity() {
   if constexpr (kType == DType::kF32) {
     return {0xff800000u, 0xff800000u, 0xff800000u, 0xff800000u};
   } else {
@@ -94,61 +103,63 @@ __device__ __forceinline__ Four<kType> minus_infinity() {
   }
 }
 
-// What is read once, and what nothing here reads again.
+// Loads and stores with the streaming cache policy: this data is accessed only once.
 template <DType kType>
-__device__ __forceinline__ Four<kType> load(const Element<kType>* from) {
-  return __ldcs(reinterpret_cast<const Four<kType>*>(from));
+__device__ __forceinline__ Packed4<kType> load(const Element<kType>* from) {
+  return __ldcs(reinterpret_cast<const Packed4<kType>*>(from));
 }
 template <DType kType>
-__device__ __forceinline__ void store(Element<kType>* to, const Four<kType>& x) {
-  __stcs(reinterpret_cast<Four<kType>*>(to), x);
+__device__ __forceinline__ void store(Element<kType>* to, const Packed4<kType>& x) {
+  __stcs(reinterpret_cast<Packed4<kType>*>(to), x);
 }
 
-// The largest gate of some contributions, and the sums of exp(gate - largest) and of their values
-// times it. Of no contribution the largest is -inf, and exponentials are relative to 0.
+// The running softmax over some contributions: the largest gate, the sum of the weights
+// exp(gate - largest), and the sum of the weights times the values. Without contributions, the
+// largest gate is -inf and the exponentials are relative to 0.
 struct Sums {
-  float most[kWidth], weight[kWidth], value[kWidth];
+  float largest[kWidth], weight[kWidth], value[kWidth];
 
-  __device__ float base(int c) const { return most[c] == -INFINITY ? 0.f : most[c]; }
+  __device__ float base(int c) const { return largest[c] == -INFINITY ? 0.f : largest[c]; }
 
-  __device__ void join(const Sums& other) {
+  __device__ void combine(const Sums& other) {
 #pragma unroll
     for (int c = 0; c < kWidth; ++c) {
-      const float own = most[c];
-      most[c] = fmaxf(own, other.most[c]);
+      const float own = largest[c];
+      largest[c] = fmaxf(own, other.largest[c]);
       const float kept = exp2_approx((own - base(c)) * kLog2E);
-      const float added = exp2_approx((other.most[c] - base(c)) * kLog2E);
+      const float added = exp2_approx((other.largest[c] - base(c)) * kLog2E);
       weight[c] = weight[c] * kept + other.weight[c] * added;
       value[c] = value[c] * kept + other.value[c] * added;
     }
   }
 };
 
-// Of a team that is the whole block; keys take turns.
+// Used if the thread group is the whole CTA. Consecutive keys alternate between two buffers.
 template <typename Shape>
-struct JoinShared {
+struct CombineShared {
   static constexpr int kWarps = kThreads / 32;
   float sums[2][kWarps][3 * kWidth][Shape::kLanes];
 };
 struct SumsShared {
-  float4 sums[kHeld + 1][kThreads];
+  float4 sums[kPerThread + 1][kThreads];
 };
 
 template <DType kType, typename Shape, bool kPacked>
-struct Team {
+struct ThreadGroup {
   using T = Element<kType>;
 
   const GatedPoolParams& p;
   const int ratio, halves, rank;
-  const bool active;  // whether the thread has channels of its own; else it does the first ones'
+  const bool active;  // false past the last channel: computes channel 0 and writes nothing
   const int channel;
-  int stride;  // from a token to the next
-  // Of the block that it works on.
-  int64_t entry;   // of the batch
-  int slot, last;  // row of the last token; -1 without a block
-  bool follows;    // whether there is a block before it
+  int stride;  // elements from a token to the next
+  // The current block of tokens:
+  int64_t entry;  // batch entry
+  int slot;
+  int last;           // row of the last token; -1 if the slot has no block
+  bool has_previous;  // whether the document has a block before this one
 
-  __device__ Team(const GatedPoolParams& p, int tile)
+  __device__ ThreadGroup(const GatedPoolParams& p, int tile)
       : p(p),
         ratio(Shape::ratio(p)),
         halves(Shape::halves(p)),
@@ -164,12 +175,12 @@ struct Team {
 
   __device__ void find(int64_t entry_, int slot_) {
     entry = entry_, slot = slot_;
-    // Hidden, or the offsets and the biases of all contributions would stay in registers.
+    // Opaque: otherwise the compiler keeps the offsets and biases of all contributions in registers
+    // from key to key.
     stride = static_cast<int>(opaque(static_cast<uint32_t>(halves * p.dim)));
     const int tokens = static_cast<int>(p.tokens), first = (slot + 1) * ratio - 1;
     if constexpr (kPacked) {
-      // A block's end lies as far behind `first` as its document's first row is behind a multiple
-      // of the ratio.
+      // The block ends d rows after `first`, where d is the document's first row modulo the ratio.
       const int32_t* starts = p.starts + entry * p.tokens;
       int found = -1;
       for (int d = static_cast<int>(threadIdx.x) % 32; d < ratio && first + d < tokens; d += 32) {
@@ -177,29 +188,29 @@ struct Team {
         if (start >= 0 && start % ratio == d && start <= first + d - ratio + 1) found = first + d;
       }
       last = __reduce_max_sync(~0u, found);
-      follows = last >= 0 && __ldg(starts + max(last, 0)) <= last - 2 * ratio + 1;
+      has_previous = last >= 0 && __ldg(starts + max(last, 0)) <= last - 2 * ratio + 1;
     } else {
       last = first < tokens ? first : -1;
-      follows = slot > 0;
+      has_previous = slot > 0;
     }
   }
 
-  __device__ int index(int j) const { return rank * kHeld + j; }
-  // Whether contribution i is of the block itself, and not of the one before.
+  __device__ int index(int j) const { return rank * kPerThread + j; }
+  // Whether contribution i comes from the block itself and not from the previous block.
   __device__ bool is_own(int i) const { return halves == 1 || i >= ratio; }
   __device__ bool exists(int i) const { return Shape::kIsFull || i < ratio * halves; }
-  // Of a block that there is.
-  __device__ bool used(int i) const { return exists(i) && (is_own(i) || follows); }
+  // Whether contribution i counts, provided that the slot has a block.
+  __device__ bool used(int i) const { return exists(i) && (is_own(i) || has_previous); }
   __device__ int64_t at(int row, int half) const {
     return ((entry * p.tokens + row) * halves + half) * p.dim + channel;
   }
-  // Where contribution i lies, from contribution 0 on.
+  // The offset of contribution 0. That of contribution i is offset(i) further on.
   __device__ int64_t at_first() const {
-    const int first = last - ratio * halves + 1;  // below 0 if no block is before
+    const int first = last - ratio * halves + 1;  // may be negative if no block precedes
     return opaque(((entry * p.tokens + first) * halves) * p.dim + channel);
   }
   __device__ int offset(int i) const { return i * stride + (halves == 2 && is_own(i) ? p.dim : 0); }
-  // And of the bias, from an entry's first on.
+  // The offset of contribution i's bias within those of a batch entry.
   __device__ uint32_t bias_offset(int i) const {
     return channel + offset(i) - (halves == 2 && is_own(i) ? ratio * stride : 0);
   }
@@ -213,30 +224,31 @@ struct Team {
     scale[0] = four.x, scale[1] = four.y, scale[2] = four.z, scale[3] = four.w;
   }
 
-  // Reads the thread's contributions to a block that there is: weights are exp(gate - the thread's
-  // largest). Those that are not used have gates of -inf.
-  __device__ Sums read(float (&weights)[kHeld][kWidth], Four<kType> (&values)[kHeld]) const {
-    Four<kType> gates[kHeld];
+  // Reads the thread's contributions and returns their sums. The slot must have a block. The
+  // weights are exp(gate - the thread's largest gate). Unused contributions have gates of -inf.
+  __device__ Sums read(float (&weights)[kPerThread][kWidth],
+                       Packed4<kType> (&values)[kPerThread]) const {
+    Packed4<kType> gates[kPerThread];
     const int64_t first = at_first();
     const T* const from_gates = static_cast<const T*>(p.gates) + first;
     const T* const from_values = static_cast<const T*>(p.values) + first;
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      // Without a branch: in place of what is not used the last one.
+    for (int j = 0; j < kPerThread; ++j) {
+      // Avoid a branch: load the last contribution in place of an unused one.
       const uint32_t from = offset(used(index(j)) ? index(j) : ratio * halves - 1);
       gates[j] = load<kType>(from_gates + from);
       values[j] = load<kType>(from_values + from);
     }
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
+    for (int j = 0; j < kPerThread; ++j) {
       if (!used(index(j))) values[j] = {}, gates[j] = minus_infinity<kType>();
     }
     const float* const biases = p.bias + entry * (ratio * stride);
     Sums all = {};
 #pragma unroll
-    for (int c = 0; c < kWidth; ++c) all.most[c] = -INFINITY;
+    for (int c = 0; c < kWidth; ++c) all.largest[c] = -INFINITY;
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
+    for (int j = 0; j < kPerThread; ++j) {
       float4 four = {};
       if (exists(index(j))) {
         four = __ldg(reinterpret_cast<const float4*>(biases + bias_offset(index(j))));
@@ -247,14 +259,14 @@ struct Team {
 #pragma unroll
       for (int c = 0; c < kWidth; ++c) {
         weights[j][c] = gate[c] + bias[c];
-        all.most[c] = fmaxf(all.most[c], weights[j][c]);
+        all.largest[c] = fmaxf(all.largest[c], weights[j][c]);
       }
     }
     float base[kWidth];
 #pragma unroll
     for (int c = 0; c < kWidth; ++c) base[c] = -all.base(c) * kLog2E;
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
+    for (int j = 0; j < kPerThread; ++j) {
       float value[kWidth];
       widen<kType>(values[j], value);
 #pragma unroll
@@ -267,9 +279,9 @@ struct Team {
     return all;
   }
 
-  // The whole team's sums; `turn` goes up by one from call to call, as it says whose turn a buffer
-  // is: slots without a block, which have no barrier, do not count.
-  __device__ Sums joined(Sums own, JoinShared<Shape>& shared, int turn) const {
+  // Returns the sums of the whole thread group. `count` counts the calls and selects the buffer.
+  // Slots without a block do not count, because they do not reach the barrier.
+  __device__ Sums combined(Sums own, CombineShared<Shape>& shared, int count) const {
     if constexpr (Shape::kRanks == 1) {
       return own;
     } else {
@@ -278,19 +290,19 @@ struct Team {
         Sums other;
 #pragma unroll
         for (int c = 0; c < kWidth; ++c) {
-          other.most[c] = __shfl_xor_sync(~0u, own.most[c], d);
+          other.largest[c] = __shfl_xor_sync(~0u, own.largest[c], d);
           other.weight[c] = __shfl_xor_sync(~0u, own.weight[c], d);
           other.value[c] = __shfl_xor_sync(~0u, own.value[c], d);
         }
-        own.join(other);
+        own.combine(other);
       }
-      auto& sums = shared.sums[turn % 2];
+      auto& sums = shared.sums[count % 2];
       const int lane = static_cast<int>(threadIdx.x) % 32,
                 warp = static_cast<int>(threadIdx.x) / 32;
       if (lane < Shape::kLanes) {
 #pragma unroll
         for (int c = 0; c < kWidth; ++c) {
-          sums[warp][c][lane] = own.most[c];
+          sums[warp][c][lane] = own.largest[c];
           sums[warp][kWidth + c][lane] = own.weight[c];
           sums[warp][2 * kWidth + c][lane] = own.value[c];
         }
@@ -298,25 +310,25 @@ struct Team {
       __syncthreads();
       Sums all;
 #pragma unroll
-      for (int w = 0; w < JoinShared<Shape>::kWarps; ++w) {
+      for (int w = 0; w < CombineShared<Shape>::kWarps; ++w) {
         Sums one;
 #pragma unroll
         for (int c = 0; c < kWidth; ++c) {
-          one.most[c] = sums[w][c][lane % Shape::kLanes];
+          one.largest[c] = sums[w][c][lane % Shape::kLanes];
           one.weight[c] = sums[w][kWidth + c][lane % Shape::kLanes];
           one.value[c] = sums[w][2 * kWidth + c][lane % Shape::kLanes];
         }
         if (w == 0) {
           all = one;
         } else {
-          all.join(one);
+          all.combine(one);
         }
       }
       return all;
     }
   }
 
-  // Zeros in the gradients of the slot's tokens that no key is made of.
+  // Writes zeros to the gradients of those halves of the slot's tokens that contribute to no key.
   __device__ void clear(T* dvalues, T* dgates) const {
     const int tokens = static_cast<int>(p.tokens);
     if (!active || (!kPacked && (slot + 2) * int64_t{ratio} <= tokens)) return;
@@ -329,7 +341,7 @@ struct Team {
       const auto is_whole = [&](int end) {
         return end < tokens && (!kPacked || __ldg(starts + end) == start);
       };
-      const Four<kType> zeros = {};
+      const Packed4<kType> zeros = {};
       if (!is_whole(end)) {
         store<kType>(dvalues + at(row, halves - 1), zeros);
         store<kType>(dgates + at(row, halves - 1), zeros);
@@ -342,69 +354,71 @@ struct Team {
   }
 };
 
-template <DType kType, typename Shape, bool kPacked, int kBlocks>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    fwd_kernel(const __grid_constant__ GatedPoolFwdParams params, uint32_t items, uint32_t slots,
+template <DType kType, typename Shape, bool kPacked, int kCtasPerSm>
+__global__ void __launch_bounds__(kThreads, kCtasPerSm)
+    fwd_kernel(const __grid_constant__ GatedPoolFwdParams params, uint32_t keys, uint32_t slots,
                int tiles) {
-  auto& shared = dynamic_shared<JoinShared<Shape>>();
-  using OneTeam = Team<kType, Shape, kPacked>;
-  OneTeam team(params.in, static_cast<int>(blockIdx.x % tiles));
-  const uint32_t item = blockIdx.x / tiles * Shape::kTeams + OneTeam::number();
-  if (item >= items) return;  // a whole team, or the whole block
-  team.find(item / slots, static_cast<int>(item % slots));
+  auto& shared = dynamic_shared<CombineShared<Shape>>();
+  using Group = ThreadGroup<kType, Shape, kPacked>;
+  Group group(params.in, static_cast<int>(blockIdx.x % tiles));
+  const uint32_t key_index = blockIdx.x / tiles * Shape::kThreadGroups + Group::number();
+  if (key_index >= keys) return;  // uniform in each thread group
+  group.find(key_index / slots, static_cast<int>(key_index % slots));
   float key[kWidth] = {};
-  if (team.last >= 0) {  // the same for a whole team
-    float weights[kHeld][kWidth];
-    Four<kType> values[kHeld];
-    const Sums all = team.joined(team.read(weights, values), shared, 0);
+  if (group.last >= 0) {  // uniform in a thread group
+    float weights[kPerThread][kWidth];
+    Packed4<kType> values[kPerThread];
+    const Sums all = group.combined(group.read(weights, values), shared, 0);
 #pragma unroll
     for (int c = 0; c < kWidth; ++c) key[c] = all.value[c] * reciprocal_approx(all.weight[c]);
   }
   if (params.in.scale) {
     float squares = 0.f, scale[kWidth];
-    team.read_scale(scale);
+    group.read_scale(scale);
 #pragma unroll
     for (int c = 0; c < kWidth; ++c) {
-      if (team.active) squares = fmaf(key[c], key[c], squares);
+      if (group.active) squares = fmaf(key[c], key[c], squares);
       key[c] *= scale[c];
     }
 #pragma unroll
     for (int d = 1; d < Shape::kLanes; d *= 2) squares += __shfl_xor_sync(~0u, squares, d);
-    if (threadIdx.x % Shape::kLanes == 0 && team.rank == 0) {
-      const int64_t tile = team.entry * tiles + blockIdx.x % tiles;
-      params.squares[tile * slots + team.slot] = squares;
+    if (threadIdx.x % Shape::kLanes == 0 && group.rank == 0) {
+      const int64_t tile = group.entry * tiles + blockIdx.x % tiles;
+      params.squares[tile * slots + group.slot] = squares;
     }
   }
-  if (team.active && team.rank == 0) {
-    store<kType>(static_cast<Element<kType>*>(params.out) + team.at_key(), narrow<kType>(key));
+  if (group.active && group.rank == 0) {
+    store<kType>(static_cast<Element<kType>*>(params.out) + group.at_key(), narrow<kType>(key));
   }
 }
 
-// The blocks of an entry share out its keys, so that each sums the bias's gradient of many.
+// The keys of a batch entry are divided among `splits` CTAs per channel tile. Each CTA sums the
+// gradient of the bias over many keys.
 template <DType kType, typename Shape, bool kPacked>
-__global__ void __launch_bounds__(kThreads, kBwdBlocks - (Shape::kRanks > 1 && !Shape::kIsFull))
+__global__ void __launch_bounds__(kThreads, kBwdCtasPerSm - (Shape::kRanks > 1 && !Shape::kIsFull))
     bwd_kernel(const __grid_constant__ GatedPoolBwdParams params, int slots, int tiles) {
   const GatedPoolParams& p = params.in;
-  using OneTeam = Team<kType, Shape, kPacked>;
-  OneTeam team(p, static_cast<int>(blockIdx.x % tiles));
-  const int64_t block = blockIdx.x / tiles, entry = block / params.parts;
-  const int part = static_cast<int>(block % params.parts);
+  using Group = ThreadGroup<kType, Shape, kPacked>;
+  Group group(p, static_cast<int>(blockIdx.x % tiles));
+  const int64_t cta = blockIdx.x / tiles, entry = cta / params.splits;
+  const int split = static_cast<int>(cta % params.splits);
   auto* const dvalues = static_cast<Element<kType>*>(params.dvalues);
   auto* const dgates = static_cast<Element<kType>*>(params.dgates);
-  float sums[kHeld + 1][kWidth] = {};  // the last of `scale`
-  auto& dscale = sums[kHeld];
-  int turn = 0;
-  for (int64_t slot = part * Shape::kTeams + OneTeam::number(); slot < slots;
-       slot += params.parts * Shape::kTeams) {
-    team.find(entry, static_cast<int>(slot));
-    if (team.last >= 0) {  // the same for a whole team
+  // The gradient of the bias, and in the last row that of `scale`.
+  float sums[kPerThread + 1][kWidth] = {};
+  auto& dscale = sums[kPerThread];
+  int count = 0;
+  for (int64_t slot = split * Shape::kThreadGroups + Group::number(); slot < slots;
+       slot += params.splits * Shape::kThreadGroups) {
+    group.find(entry, static_cast<int>(slot));
+    if (group.last >= 0) {  // uniform in a thread group
       float dkey[kWidth];
-      widen<kType>(load<kType>(static_cast<const Element<kType>*>(params.dout) + team.at_key()),
+      widen<kType>(load<kType>(static_cast<const Element<kType>*>(params.dout) + group.at_key()),
                    dkey);
-      float weights[kHeld][kWidth];
-      Four<kType> values[kHeld];
-      const Sums own = team.read(weights, values);
-      const Sums all = team.joined(own, dynamic_shared<JoinShared<Shape>>(), turn++);
+      float weights[kPerThread][kWidth];
+      Packed4<kType> values[kPerThread];
+      const Sums own = group.read(weights, values);
+      const Sums all = group.combined(own, dynamic_shared<CombineShared<Shape>>(), count++);
       float mean[kWidth], factor[kWidth];
 #pragma unroll
       for (int c = 0; c < kWidth; ++c) {
@@ -416,8 +430,8 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks - (Shape::kRanks > 1 && !
       }
       if (p.scale) {
         float scale[kWidth];
-        team.read_scale(scale);
-        const int64_t key = entry * (p.tokens / team.ratio) + slot;
+        group.read_scale(scale);
+        const int64_t key = entry * (p.tokens / group.ratio) + slot;
         const float twice = 2.f * __ldg(params.dsquares + key);
 #pragma unroll
         for (int c = 0; c < kWidth; ++c) {
@@ -427,12 +441,12 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks - (Shape::kRanks > 1 && !
       }
 #pragma unroll
       for (int c = 0; c < kWidth; ++c) dkey[c] *= factor[c];
-      const int64_t first = team.at_first();
+      const int64_t first = group.at_first();
       Element<kType>* const to_dvalues = dvalues + first;
       Element<kType>* const to_dgates = dgates + first;
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
-        // They stay as they lie until here.
+      for (int j = 0; j < kPerThread; ++j) {
+        // Opaque: otherwise the compiler widens the values early, which costs registers.
         values[j].x = opaque(values[j].x), values[j].y = opaque(values[j].y);
         float value[kWidth], dvalue[kWidth], dgate[kWidth];
         widen<kType>(values[j], value);
@@ -442,42 +456,42 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks - (Shape::kRanks > 1 && !
           dgate[c] = dvalue[c] * (value[c] - mean[c]);
           sums[j][c] += dgate[c];
         }
-        const Four<kType> new_values = narrow<kType>(dvalue), new_gates = narrow<kType>(dgate);
-        const uint32_t offset = team.offset(team.index(j));
-        if (team.active && team.used(team.index(j))) {
+        const Packed4<kType> new_values = narrow<kType>(dvalue), new_gates = narrow<kType>(dgate);
+        const uint32_t offset = group.offset(group.index(j));
+        if (group.active && group.used(group.index(j))) {
           store<kType>(to_dvalues + offset, new_values);
           store<kType>(to_dgates + offset, new_gates);
         }
       }
     }
-    team.clear(dvalues, dgates);
+    group.clear(dvalues, dgates);
   }
-  if constexpr (Shape::kTeams > 1) {
+  if constexpr (Shape::kThreadGroups > 1) {
     auto& shared = dynamic_shared<SumsShared>().sums;
 #pragma unroll
-    for (int j = 0; j <= kHeld; ++j) {
+    for (int j = 0; j <= kPerThread; ++j) {
       shared[j][threadIdx.x] = {sums[j][0], sums[j][1], sums[j][2], sums[j][3]};
     }
     __syncthreads();
-    if (OneTeam::number() > 0) return;
+    if (Group::number() > 0) return;
 #pragma unroll
-    for (int j = 0; j <= kHeld; ++j) {
+    for (int j = 0; j <= kPerThread; ++j) {
 #pragma unroll
-      for (int t = 1; t < Shape::kTeams; ++t) {
+      for (int t = 1; t < Shape::kThreadGroups; ++t) {
         const float4 x = shared[j][threadIdx.x + t * Shape::kLanes];
         sums[j][0] += x.x, sums[j][1] += x.y, sums[j][2] += x.z, sums[j][3] += x.w;
       }
     }
   }
-  if (!team.active) return;
-  const int of_bias = team.ratio * team.stride;
-  float* const to = params.sums + block * (of_bias + (p.scale ? p.dim : 0));
+  if (!group.active) return;
+  const int bias_size = group.ratio * group.stride;
+  float* const to = params.sums + cta * (bias_size + (p.scale ? p.dim : 0));
 #pragma unroll
-  for (int j = 0; j < kHeld; ++j) {
-    const int i = team.index(j);
-    if (team.exists(i)) store_4(to + team.bias_offset(i), sums[j]);
+  for (int j = 0; j < kPerThread; ++j) {
+    const int i = group.index(j);
+    if (group.exists(i)) store_4(to + group.bias_offset(i), sums[j]);
   }
-  if (p.scale && team.rank == 0) store_4(to + of_bias + team.channel, dscale);
+  if (p.scale && group.rank == 0) store_4(to + bias_size + group.channel, dscale);
 }
 
 }  // namespace jax_dsa::gated_pool

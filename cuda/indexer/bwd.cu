@@ -1,4 +1,4 @@
-// Launcher of the indexer's backward kernels.
+// Launches the indexer's backward kernels.
 
 #include <algorithm>
 
@@ -11,7 +11,7 @@
 namespace jax_dsa {
 namespace {
 
-template <int kC, int kWindow>
+template <int kC, int kPartition>
 cudaError_t launch(const IndexerBwdParams& p, cudaStream_t stream) {
   using namespace indexer_bwd;
   const int64_t tokens = p.batch * p.queries;
@@ -20,21 +20,22 @@ cudaError_t launch(const IndexerBwdParams& p, cudaStream_t stream) {
       e != cudaSuccess || p.slots == 0 || p.keys == 0) {
     return e;
   }
-  // Few groups of queries are cut by windows of keys, so that every processor gets some.
+  // If there are too few query tiles to occupy all SMs, their KV partitions are divided among
+  // several CTAs.
   Device device;
   DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
-  const int64_t windows = ceil_div(p.keys, int64_t{kWindow});
-  const auto parts = static_cast<int>(
-      std::min(windows, ceil_div(int64_t{2} * device.num_sms, key_item_count(p, 1))));
-  const int64_t items = key_item_count(p, parts);
-  if (items > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  return launch_persistent<KeyShared<kC, kWindow>>(keys_kernel<kC, kWindow>, items, kKeyThreads,
-                                                   stream, p, parts);
+  const int64_t partitions = ceil_div(p.keys, int64_t{kPartition});
+  const auto splits = static_cast<int>(
+      std::min(partitions, ceil_div(int64_t{2} * device.num_sms, key_work_tile_count(p, 1))));
+  const int64_t work_tiles = key_work_tile_count(p, splits);
+  if (work_tiles > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  return launch_persistent<KeyShared<kC, kPartition>>(keys_kernel<kC, kPartition>, work_tiles,
+                                                      kKeyThreads, stream, p, splits);
 }
 
-// kWindow: keys of a window.
-template <int kWindow>
-cudaError_t launch_windows(const IndexerBwdParams& p, cudaStream_t stream) {
+// kPartition is the number of keys per KV partition.
+template <int kPartition>
+cudaError_t launch_partitions(const IndexerBwdParams& p, cudaStream_t stream) {
   if (p.keys > INT32_MAX - 4096 || p.heads < 1 || p.heads > kIndexerMaxHeads || p.slots < 0 ||
       p.slots > kIndexerBwdMaxSlots || (p.k_scale == nullptr) != (p.dk_scale == nullptr)) {
     return cudaErrorInvalidValue;
@@ -44,7 +45,7 @@ cudaError_t launch_windows(const IndexerBwdParams& p, cudaStream_t stream) {
   DSA_RETURN_IF_CUDA_ERROR(clear(p.dk, rows * p.channels * sizeof(float), stream));
   if (p.batch > 0 && p.queries > 0) {
     const cudaError_t e =
-        p.channels == 128 ? launch<128, kWindow>(p, stream) : launch<64, kWindow>(p, stream);
+        p.channels == 128 ? launch<128, kPartition>(p, stream) : launch<64, kPartition>(p, stream);
     if (e != cudaSuccess) return e;
   }
   if (rows == 0 || p.k_scale == nullptr) return cudaSuccess;
@@ -54,7 +55,7 @@ cudaError_t launch_windows(const IndexerBwdParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_indexer_bwd(const IndexerBwdParams& p, cudaStream_t stream) {
-  return launch_windows<indexer_bwd::kKeyWindow>(p, stream);
+  return launch_partitions<indexer_bwd::kKeyPartition>(p, stream);
 }
 
 }  // namespace jax_dsa

@@ -1,29 +1,32 @@
-// Lightning indexer, backward over selected keys, second kernel: dk. With the gates a that the
-// first kernel (bwd_queries.cuh) left,
+// Lightning indexer, backward pass over selected keys, second kernel: dk. The first kernel
+// (bwd_queries.cuh) has stored the ReLU mask a.
 //
-//     dk[s] = sum over queries t and their slots i of key s:  sum_j h[t,j,i] wq[t,j]
-//     h = bf16(g[t,i]) a[t,j,i]        wq = bf16(w[t,j] q[t,j])
+//   dk[s] = sum over queries t and their slots i that hold key s of sum_j h[t,j,i] wq[t,j]
+//   h = bf16(g[t,i]) a[t,j,i]        wq = bf16(w[t,j] q[t,j])
 //
-// Adding every slot's row to dk in memory would take T K C floats of reductions, and that alone all
-// the time there is. So a block takes 8 neighbouring queries, whose selections overlap: a key that
-// several of them selected is one row, contracted over the heads of all of them, and is added once.
+// Why rows are shared. Adding the row of every slot to dk in global memory would take T K C float
+// reductions, which alone exceed the time budget. A CTA therefore processes a query tile of 8
+// neighbouring queries, whose selections overlap. A key that several of them selected becomes one
+// row, which is reduced over the heads of all these queries and added to dk once.
 //
-// Rows: for a window of 4096 keys, a table in shared memory has for every key the slots, one of
-// each query, that selected it. The keys in use are counted and ordered by their mask of queries,
-// masks in Gray order; 64 of them make a tile, which is multiplied with the queries in the union of
-// its masks: neighbours in this order differ in few queries, so that little is multiplied with
-// zeros. A query with the same key in several slots gets one into the table; the others are
-// remembered, and the window is gone through again for them.
+// Building the rows. The keys are processed in KV partitions of 4096 keys. For every key of the
+// partition a table in shared memory holds the slots, at most one per query, that selected it. The
+// selected keys are counted and sorted by their query mask (which queries of the tile selected
+// them), in Gray code order. Each 64 of them form a key tile, which is multiplied with the queries
+// in the union of its masks. Neighbours in Gray code order differ in few queries, so few of the
+// multiplications are with zeros. If a query has the same key in several slots, only one of them
+// fits in the table. The partition is then processed again for the remaining slots.
 //
-// Four warpgroups, each a tile of its own at a time, run the same code: the left operand (keys by
-// heads) is made in registers from gates and g, the right one is wq in shared memory, and while one
-// waits for gates, g or reductions the others multiply.
+// Warpgroups. All four run the same code, each on its own key tile. The left operand (keys by
+// heads) is built in registers from the mask and g; the right operand wq comes from shared memory.
+// While one warpgroup waits for loads or reductions, the others multiply.
 //
-// wq's channels are stored in another order within each 16: a thread's accumulators of two groups
-// of eight columns are then four channels in a row, which is what a reduction takes.
+// Column order. Within each 16 channels, wq is stored in a permuted order. The accumulators that a
+// thread holds for two groups of eight columns are then four consecutive channels, which is what
+// one vector reduction takes.
 //
-// Shared memory: wq of 8 queries (16 KiB each at 128 channels), table (64 KiB), rows in order
-// (16 KiB), which slots are done (8 KiB), counts by mask.
+// Shared memory for 128 channels: wq of 8 queries, 16 KiB each; table of slots, 64 KiB; sorted
+// rows, 16 KiB; bits of finished slots, 8 KiB; counts per query mask, 1 KiB.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -34,44 +37,45 @@
 
 namespace jax_dsa::indexer_bwd {
 
-inline constexpr int kGroup = 8;  // queries of a block
-inline constexpr int kMasks = 1 << kGroup;
+inline constexpr int kQueryTile = 8;
+inline constexpr int kMasks = 1 << kQueryTile;
 inline constexpr int kKeyThreads = 512;
-inline constexpr int kKeyWindow = 4096;
+inline constexpr int kKeyPartition = 4096;
 inline constexpr uint16_t kNoSlot = 0xffff;
 static_assert(kIndexerBwdMaxSlots < kNoSlot && kIndexerBwdMaxSlots % 32 == 0);
 
-// kC: channels, padded to 64 or 128. kWindow: keys of a window.
-template <int kC, int kWindow>
+// kC is the number of channels, padded to 64 or 128; kPartition is the number of keys
+// per KV partition.
+template <int kC, int kPartition>
 struct alignas(1024) KeyShared {
-  static_assert(kWindow % 32 == 0);
-  uint8_t wq[kGroup][kC / 64][kBlockBytes];
-  uint16_t slots[kWindow][kGroup];
-  uint32_t order[kWindow];  // key within the window | mask << 16
-  uint32_t done[kGroup][kIndexerBwdMaxSlots / 32];
-  int bins[kMasks];  // by mask: count of rows, then their next place in `order`
+  static_assert(kPartition % 32 == 0);
+  uint8_t wq[kQueryTile][kC / 64][kBlockBytes];
+  uint16_t slots[kPartition][kQueryTile];
+  uint32_t order[kPartition];  // key within the partition | query mask << 16
+  uint32_t done[kQueryTile][kIndexerBwdMaxSlots / 32];
+  int bins[kMasks];  // number of rows per query mask, then their next place in `order`
   int rows;
-  int lost;  // slots of the window that found their place in the table taken
+  int collisions;  // slots of the partition whose entry in the table was taken by another slot
 };
 
-// One block's work: the windows `part`, `part` + parts, ... of a group of queries.
-struct KeyItem {
-  int64_t token;  // the first query's
-  int batch, members, part;
+// A work tile: the KV partitions split, split + splits, ... of one query tile.
+struct KeyWorkTile {
+  int64_t token;  // index of the first query in [batch, queries]
+  int batch, query_count, split;
 
-  __device__ KeyItem(const IndexerBwdParams& p, int number, int parts) {
-    const int groups = static_cast<int>(ceil_div(p.queries, int64_t{kGroup}));
-    const int group = number / parts;
-    part = number - group * parts;
-    batch = group / groups;
-    const int64_t query = int64_t{group - batch * groups} * kGroup;
+  __device__ KeyWorkTile(const IndexerBwdParams& p, int tile_index, int splits) {
+    const int query_tiles = static_cast<int>(ceil_div(p.queries, int64_t{kQueryTile}));
+    const int query_tile = tile_index / splits;
+    split = tile_index - query_tile * splits;
+    batch = query_tile / query_tiles;
+    const int64_t query = int64_t{query_tile - batch * query_tiles} * kQueryTile;
     token = batch * p.queries + query;
-    members = static_cast<int>(min(p.queries - query, int64_t{kGroup}));
+    query_count = static_cast<int>(min(p.queries - query, int64_t{kQueryTile}));
   }
 };
 
-__host__ __device__ inline int64_t key_item_count(const IndexerBwdParams& p, int parts) {
-  return p.batch * ceil_div(p.queries, int64_t{kGroup}) * parts;
+__host__ __device__ inline int64_t key_work_tile_count(const IndexerBwdParams& p, int splits) {
+  return p.batch * ceil_div(p.queries, int64_t{kQueryTile}) * splits;
 }
 
 __device__ __forceinline__ int gray_rank(int mask) {
@@ -82,31 +86,34 @@ __device__ __forceinline__ int gray_rank(int mask) {
 
 // ---- right operand -----------------------------------------------------------------------------
 
-// wq of the group. Channels 4 u + 2 h + {0, 1} of 16 go to columns 8 h + 2 u + {0, 1}.
-template <int kC, int kWindow>
-__device__ __noinline__ void load_queries(const IndexerBwdParams& p, KeyItem item) {
-  auto& shared = dynamic_shared<KeyShared<kC, kWindow>>();
-  constexpr int kPieces = kC / 16;                           // of a row, 32 bytes each
-  constexpr int kAtOnce = kKeyThreads / (kHeads * kPieces);  // queries
-  constexpr int kBatch = 4;
-  const int piece = threadIdx.x % kPieces, head = threadIdx.x / kPieces % kHeads;
-  const bool there = head < p.heads && piece * 16 < p.channels;
+// Computes wq of the query tile. Channels 4 u + 2 h + {0, 1} of each 16 go to columns
+// 8 h + 2 u + {0, 1}.
+template <int kC, int kPartition>
+__device__ __noinline__ void load_queries(const IndexerBwdParams& p, KeyWorkTile work) {
+  auto& shared = dynamic_shared<KeyShared<kC, kPartition>>();
+  constexpr int kSlices = kC / 16;                                // slices of 32 bytes per row
+  constexpr int kStepQueries = kKeyThreads / (kHeads * kSlices);  // queries per step
+  constexpr int kUnroll = 4;
+  const int slice = threadIdx.x % kSlices, head = threadIdx.x / kSlices % kHeads;
+  const bool in_bounds = head < p.heads && slice * 16 < p.channels;
 #pragma unroll 1
-  for (int base = threadIdx.x / kPieces / kHeads; base < kGroup; base += kBatch * kAtOnce) {
-    const int64_t row = (item.token + base) * p.heads + head;
-    const char* q = static_cast<const char*>(p.q) + (row * p.channels + piece * 16) * 2;
-    uint4 from[kBatch][2];
-    float w[kBatch];
+  for (int base = threadIdx.x / kSlices / kHeads; base < kQueryTile;
+       base += kUnroll * kStepQueries) {
+    const int64_t row = (work.token + base) * p.heads + head;
+    const char* q = static_cast<const char*>(p.q) + (row * p.channels + slice * 16) * 2;
+    uint4 from[kUnroll][2];
+    float w[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const bool valid = there && base + i * kAtOnce < item.members;
-      const auto* at = reinterpret_cast<const uint4*>(q + i * kAtOnce * p.heads * p.channels * 2);
+    for (int i = 0; i < kUnroll; ++i) {
+      const bool valid = in_bounds && base + i * kStepQueries < work.query_count;
+      const auto* at =
+          reinterpret_cast<const uint4*>(q + i * kStepQueries * p.heads * p.channels * 2);
       from[i][0] = valid ? __ldg(at) : uint4{};
       from[i][1] = valid ? __ldg(at + 1) : uint4{};
-      w[i] = load_now(p.weights + row + i * kAtOnce * p.heads, valid, 0.f);
+      w[i] = load_now(p.weights + row + i * kStepQueries * p.heads, valid, 0.f);
     }
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       const uint32_t pair[8] = {from[i][0].x, from[i][0].y, from[i][0].z, from[i][0].w,
                                 from[i][1].x, from[i][1].y, from[i][1].z, from[i][1].w};
       uint32_t scaled[8];
@@ -117,9 +124,9 @@ __device__ __noinline__ void load_queries(const IndexerBwdParams& p, KeyItem ite
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int chunk = 2 * piece + h;
-        uint8_t* to =
-            shared.wq[base + i * kAtOnce][chunk / 8] + head * 128 + ((chunk % 8) ^ (head % 8)) * 16;
+        const int chunk = 2 * slice + h;
+        uint8_t* to = shared.wq[base + i * kStepQueries][chunk / 8] + head * 128 +
+                      ((chunk % 8) ^ (head % 8)) * 16;
         *reinterpret_cast<uint4*>(to) =
             make_uint4(scaled[4 * h], scaled[4 * h + 1], scaled[4 * h + 2], scaled[4 * h + 3]);
       }
@@ -129,34 +136,35 @@ __device__ __noinline__ void load_queries(const IndexerBwdParams& p, KeyItem ite
 
 // ---- rows --------------------------------------------------------------------------------------
 
-// Calls visit(slot, key within the window, whether the slot is open) for all slots of the group, 64
-// threads a query and 32 slots in a row a warp.
-template <int kC, int kWindow, typename Visit>
-__device__ void visit_slots(const IndexerBwdParams& p, const KeyItem& item, int window, bool again,
-                            KeyShared<kC, kWindow>& shared, Visit visit) {
-  constexpr int kBatch = 16, kStep = kKeyThreads / kGroup;
-  const int member = threadIdx.x / kStep, own = threadIdx.x % kStep;
-  const int32_t* indices = p.indices + (item.token + member) * p.slots;
-  const int end = member < item.members ? p.slots : 0;
-  const int size = static_cast<int>(min(p.keys - window, int64_t{kWindow}));
-  for (int base = own; base - own < end; base += kBatch * kStep) {
-    int index[kBatch];
+// Calls visit(query, slot, key within the partition, open) for all slots of the query tile. `open`
+// says whether the slot holds a key of the partition and is still to be processed. Each query has
+// 64 threads, and each warp visits 32 consecutive slots at a time.
+template <int kC, int kPartition, typename Visit>
+__device__ void visit_slots(const IndexerBwdParams& p, const KeyWorkTile& work, int first_key,
+                            bool again, KeyShared<kC, kPartition>& shared, Visit visit) {
+  constexpr int kUnroll = 16, kStep = kKeyThreads / kQueryTile;
+  const int query = threadIdx.x / kStep, own = threadIdx.x % kStep;
+  const int32_t* indices = p.indices + (work.token + query) * p.slots;
+  const int end = query < work.query_count ? p.slots : 0;
+  const int size = static_cast<int>(min(p.keys - first_key, int64_t{kPartition}));
+  for (int base = own; base - own < end; base += kUnroll * kStep) {
+    int index[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       index[i] = load_now(indices + base + i * kStep, base + i * kStep < end, -1);
     }
-    asm volatile("" ::: "memory");  // or each load would be moved to its use
+    asm volatile("" ::: "memory");  // keeps the compiler from moving each load down to its use
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       const int slot = base + i * kStep;
-      bool open = index[i] >= window && index[i] - window < size;
-      if (again && open) open = !(shared.done[member][slot / 32] >> slot % 32 & 1);
-      visit(member, slot, index[i] - window, open);
+      bool open = index[i] >= first_key && index[i] - first_key < size;
+      if (again && open) open = !(shared.done[query][slot / 32] >> slot % 32 & 1);
+      visit(query, slot, index[i] - first_key, open);
     }
   }
 }
 
-// The queries of a row of the table.
+// Returns the query mask of one row of the table.
 __device__ __forceinline__ int mask_of(const uint4& slots) {
   const uint32_t pair[4] = {slots.x, slots.y, slots.z, slots.w};
   int mask = 0;
@@ -168,36 +176,36 @@ __device__ __forceinline__ int mask_of(const uint4& slots) {
   return mask;
 }
 
-// Fills `slots`, `order`, `rows` and `lost`. `again`: slots that are done do not count.
-template <int kC, int kWindow>
-__device__ __noinline__ void find_rows(const IndexerBwdParams& p, KeyItem item, int window,
+// Fills `slots`, `order`, `rows` and `collisions`. With `again`, finished slots are left out.
+template <int kC, int kPartition>
+__device__ __noinline__ void find_rows(const IndexerBwdParams& p, KeyWorkTile work, int first_key,
                                        bool again) {
-  auto& shared = dynamic_shared<KeyShared<kC, kWindow>>();
+  auto& shared = dynamic_shared<KeyShared<kC, kPartition>>();
   const int lane = threadIdx.x % 32;
   auto* table = reinterpret_cast<uint4*>(shared.slots);
-  for (int i = threadIdx.x; i < kWindow; i += kKeyThreads) {
+  for (int i = threadIdx.x; i < kPartition; i += kKeyThreads) {
     table[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
   }
   for (int i = threadIdx.x; i < kMasks; i += kKeyThreads) shared.bins[i] = 0;
-  if (threadIdx.x == 0) shared.lost = 0;
+  if (threadIdx.x == 0) shared.collisions = 0;
   __syncthreads();
-  int lost = 0;
-  visit_slots(p, item, window, again, shared, [&](int member, int slot, int key, bool open) {
+  int collisions = 0;
+  visit_slots(p, work, first_key, again, shared, [&](int query, int slot, int key, bool open) {
     if (open) {
-      store_any(shared.slots[key][member], static_cast<uint16_t>(slot));
-      ++lost;
+      store_any(shared.slots[key][query], static_cast<uint16_t>(slot));
+      ++collisions;
     }
   });
   __syncthreads();
 
 #pragma unroll 2
-  for (int row = threadIdx.x; row < kWindow; row += kKeyThreads) {
+  for (int row = threadIdx.x; row < kPartition; row += kKeyThreads) {
     const int mask = mask_of(table[row]);
     if (mask != 0) atomicAdd(&shared.bins[gray_rank(mask)], 1);
-    lost -= __popc(mask);
+    collisions -= __popc(mask);
   }
-  lost = __reduce_add_sync(~0u, lost);
-  if (lane == 0 && lost != 0) atomicAdd(&shared.lost, lost);
+  collisions = __reduce_add_sync(~0u, collisions);
+  if (lane == 0 && collisions != 0) atomicAdd(&shared.collisions, collisions);
   __syncthreads();
 
   if (threadIdx.x < 32) {
@@ -219,9 +227,9 @@ __device__ __noinline__ void find_rows(const IndexerBwdParams& p, KeyItem item, 
   }
   __syncthreads();
 #pragma unroll 2
-  for (int row = threadIdx.x; row < kWindow; row += kKeyThreads) {
+  for (int row = threadIdx.x; row < kPartition; row += kKeyThreads) {
     const int mask = mask_of(table[row]);
-    // One addition for all rows of the warp with this mask: there may be few masks.
+    // There may be few different masks, so one lane adds for all rows of the warp that share one.
     const unsigned alike = __match_any_sync(~0u, mask);
     const int first = __ffs(alike) - 1;
     int place = 0;
@@ -234,35 +242,35 @@ __device__ __noinline__ void find_rows(const IndexerBwdParams& p, KeyItem item, 
   __syncthreads();
 }
 
-// Slots that are in the table are done.
-template <int kC, int kWindow>
-__device__ __noinline__ void mark_done(const IndexerBwdParams& p, KeyItem item, int window,
+// Marks the slots that are in the table as finished.
+template <int kC, int kPartition>
+__device__ __noinline__ void mark_done(const IndexerBwdParams& p, KeyWorkTile work, int first_key,
                                        bool again) {
-  auto& shared = dynamic_shared<KeyShared<kC, kWindow>>();
-  visit_slots(p, item, window, again, shared, [&](int member, int slot, int key, bool open) {
-    const unsigned bits = __ballot_sync(~0u, open && shared.slots[key][member] == slot);
-    __syncwarp();  // all have read `done`, which a vote does not promise
-    if (threadIdx.x % 32 == 0 && bits != 0) shared.done[member][slot / 32] |= bits;
+  auto& shared = dynamic_shared<KeyShared<kC, kPartition>>();
+  visit_slots(p, work, first_key, again, shared, [&](int query, int slot, int key, bool open) {
+    const unsigned bits = __ballot_sync(~0u, open && shared.slots[key][query] == slot);
+    __syncwarp();  // All lanes have now read `done`. A vote alone does not order memory accesses.
+    if (threadIdx.x % 32 == 0 && bits != 0) shared.done[query][slot / 32] |= bits;
   });
 }
 
 // ---- products ----------------------------------------------------------------------------------
 
-// What one query has for a thread's two rows.
-struct Gated {
-  uint64_t gates[2];
+// The mask and the gradient of one query at the two rows of a thread.
+struct MaskedGradients {
+  uint64_t relu_mask[2];
   float g[2];
 };
 
-// The left operand: rows lane / 4 + {0, 8} of a warp's 16, all heads.
-__device__ __forceinline__ void expand(const Gated& x, uint32_t (&h)[4][4]) {
+// Builds the left operand h for rows lane / 4 + {0, 8} of the warp's 16 rows and all heads.
+__device__ __forceinline__ void expand_mask(const MaskedGradients& x, uint32_t (&h)[4][4]) {
   const int shift = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     const uint32_t g = pack_bf16(x.g[row], x.g[row]);
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
-      const uint32_t bits = static_cast<uint32_t>(x.gates[row] >> (32 * pair)) >> shift;
+      const uint32_t bits = static_cast<uint32_t>(x.relu_mask[row] >> (32 * pair)) >> shift;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const uint32_t top = bits << (7 - r);
@@ -273,26 +281,27 @@ __device__ __forceinline__ void expand(const Gated& x, uint32_t (&h)[4][4]) {
   }
 }
 
-// Rows [first, first + 64) of the order, by a warpgroup.
-template <int kC, int kWindow>
-__device__ void add_tile(const IndexerBwdParams& p, const KeyItem& item, int window, int first,
-                         KeyShared<kC, kWindow>& shared) {
+// Multiplies rows [first, first + 64) of `order` and adds the results to dk. One warpgroup calls
+// it.
+template <int kC, int kPartition>
+__device__ void add_tile(const IndexerBwdParams& p, const KeyWorkTile& work, int first_key,
+                         int first, KeyShared<kC, kPartition>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int64_t padded = ceil_div(p.slots, kTile) * kTile;
+  const int64_t padded_slots = ceil_div(p.slots, kTile) * kTile;
   const auto entry = [&](int i) { return first + i < shared.rows ? shared.order[first + i] : 0; };
   uint32_t masks = __reduce_or_sync(~0u, (entry(lane) | entry(lane + 32)) >> 16);
   const uint32_t own[2] = {entry(warp * 16 + lane / 4), entry(warp * 16 + lane / 4 + 8)};
 
-  const auto load = [&](int member) {
-    Gated x;
-    const int64_t token = item.token + member;
+  const auto load = [&](int query) {
+    MaskedGradients x;
+    const int64_t token = work.token + query;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      x.gates[row] = 0;
+      x.relu_mask[row] = 0;
       x.g[row] = 0.f;
-      if (own[row] >> (16 + member) & 1) {
-        const int slot = shared.slots[own[row] & 0xffff][member];
-        x.gates[row] = __ldg(p.gates + token * padded + slot);
+      if (own[row] >> (16 + query) & 1) {
+        const int slot = shared.slots[own[row] & 0xffff][query];
+        x.relu_mask[row] = __ldg(p.relu_mask + token * padded_slots + slot);
         x.g[row] = __ldg(p.grad + token * p.slots + slot);
       }
     }
@@ -301,21 +310,21 @@ __device__ void add_tile(const IndexerBwdParams& p, const KeyItem& item, int win
 
   float d[kC / 2] = {};
   uint32_t h[4][4];
-  int member = __ffs(masks) - 1;
-  for (Gated now = load(member);;) {
+  int query = __ffs(masks) - 1;
+  for (MaskedGradients now = load(query);;) {
     masks &= masks - 1;
     const int next = __ffs(masks) - 1;
-    Gated ahead;
+    MaskedGradients ahead;
     if (next >= 0) ahead = load(next);
-    wgmma_wait<0>();  // for the registers of h
-    expand(now, h);
-    const uint64_t wq = mn_major_descriptor(smem_address(shared.wq[member]), kBlockBytes);
+    wgmma_wait<0>();  // The previous product must finish before the registers of h are overwritten.
+    expand_mask(now, h);
+    const uint64_t wq = mn_major_descriptor(smem_address(shared.wq[query]), kBlockBytes);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) wgmma_bf16<kMNMajor>(d, h[i], wq + i * (2048 / 16), true);
     wgmma_commit();
     if (next < 0) break;
-    member = next;
+    query = next;
     now = ahead;
   }
   wgmma_wait<0>();
@@ -323,7 +332,7 @@ __device__ void add_tile(const IndexerBwdParams& p, const KeyItem& item, int win
 
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    const int64_t key = item.batch * p.keys + window + (own[row] & 0xffff);
+    const int64_t key = work.batch * p.keys + first_key + (own[row] & 0xffff);
     float* to = p.dk + key * p.channels + lane % 4 * 4;
 #pragma unroll
     for (int i = 0; i < kC / 16; ++i) {
@@ -334,40 +343,41 @@ __device__ void add_tile(const IndexerBwdParams& p, const KeyItem& item, int win
   }
 }
 
-template <int kC, int kWindow>
+template <int kC, int kPartition>
 __global__ void __launch_bounds__(kKeyThreads, 1)
-    keys_kernel(const __grid_constant__ IndexerBwdParams p, int parts) {
-  auto& shared = dynamic_shared<KeyShared<kC, kWindow>>();
-  const int items = static_cast<int>(key_item_count(p, parts));
-  const int64_t padded = ceil_div(p.slots, kTile) * kTile;
-  const int windows = static_cast<int>(ceil_div(p.keys, int64_t{kWindow}));
-  for (int number = blockIdx.x; number < items; number += gridDim.x) {
-    const KeyItem item(p, number, parts);
+    keys_kernel(const __grid_constant__ IndexerBwdParams p, int splits) {
+  auto& shared = dynamic_shared<KeyShared<kC, kPartition>>();
+  const int work_tiles = static_cast<int>(key_work_tile_count(p, splits));
+  const int64_t padded_slots = ceil_div(p.slots, kTile) * kTile;
+  const int partitions = static_cast<int>(ceil_div(p.keys, int64_t{kPartition}));
+  for (int tile_index = blockIdx.x; tile_index < work_tiles; tile_index += gridDim.x) {
+    const KeyWorkTile work(p, tile_index, splits);
     if (threadIdx.x == 0) {
-      prefetch_l2(p.gates + item.token * padded, item.members * padded * 8);
+      prefetch_l2(p.relu_mask + work.token * padded_slots, work.query_count * padded_slots * 8);
       if (p.slots % 4 == 0) {
-        prefetch_l2(p.grad + item.token * p.slots, item.members * p.slots * 4);
+        prefetch_l2(p.grad + work.token * p.slots, work.query_count * p.slots * 4);
       }
     }
-    load_queries<kC, kWindow>(p, item);
-    for (int i = threadIdx.x; i < kGroup * kIndexerBwdMaxSlots / 32; i += kKeyThreads) {
+    load_queries<kC, kPartition>(p, work);
+    for (int i = threadIdx.x; i < kQueryTile * kIndexerBwdMaxSlots / 32; i += kKeyThreads) {
       (&shared.done[0][0])[i] = 0;
     }
-    fence_async_proxy();  // wgmma reads wq
-    for (int w = item.part; w < windows; w += parts) {
-      const int window = w * kWindow;
-      if (threadIdx.x == 0 && w + parts >= windows && number + gridDim.x < items) {
-        const KeyItem next(p, number + gridDim.x, parts);
+    fence_async_proxy();  // makes wq visible to wgmma
+    for (int partition = work.split; partition < partitions; partition += splits) {
+      const int first_key = partition * kPartition;
+      if (threadIdx.x == 0 && partition + splits >= partitions &&
+          tile_index + gridDim.x < work_tiles) {
+        const KeyWorkTile next(p, tile_index + gridDim.x, splits);
         const int row = p.heads * p.channels * 2;
-        prefetch_l2(static_cast<const char*>(p.q) + next.token * row, next.members * row);
+        prefetch_l2(static_cast<const char*>(p.q) + next.token * row, next.query_count * row);
       }
       for (bool again = false;; again = true) {
-        find_rows<kC, kWindow>(p, item, window, again);
+        find_rows<kC, kPartition>(p, work, first_key, again);
         for (int first = threadIdx.x / 128 * 64; first < shared.rows; first += kKeyThreads / 2) {
-          add_tile(p, item, window, first, shared);
+          add_tile(p, work, first_key, first, shared);
         }
-        const bool more = shared.lost != 0;
-        if (more) mark_done<kC, kWindow>(p, item, window, again);
+        const bool more = shared.collisions != 0;
+        if (more) mark_done<kC, kPartition>(p, work, first_key, again);
         __syncthreads();
         if (!more) break;
       }
@@ -375,7 +385,8 @@ __global__ void __launch_bounds__(kKeyThreads, 1)
   }
 }
 
-// From dk = f, that is without k_scale: dk = k_scale f, dk_scale = k . f. A warp a key.
+// Reads f, the gradient without k_scale, from dk and writes dk = k_scale f and dk_scale = k . f.
+// Each warp processes one key.
 static __global__ void __launch_bounds__(256)
     scale_kernel(const __grid_constant__ IndexerBwdParams p) {
   const int64_t key = blockIdx.x * int64_t{8} + threadIdx.x / 32;

@@ -1,29 +1,33 @@
-// Lightning indexer, backward over selected keys, first kernel: what belongs to the queries. For a
-// query with slots i of keys s_i, gradients g_i and weights w_j of its heads,
+// Lightning indexer, backward pass over selected keys, first kernel: dq, dweights and the ReLU
+// mask. For one query whose slots i hold keys s_i, with gradients g_i of the logits and head
+// weights w_j:
 //
-//     x[j,i] = q_j . k[s_i]        a[j,i] = [x[j,i] > 0]        h[j,i] = bf16(g_i ks_i) a[j,i]
-//     dw_j = sum_i g_i ks_i a[j,i] x[j,i]        dq_j = w_j sum_i h[j,i] k[s_i]
+//   x[j,i] = q_j . k[s_i]        a[j,i] = [x[j,i] > 0]        h[j,i] = bf16(g_i ks_i) a[j,i]
+//   dw_j = sum_i g_i ks_i a[j,i] x[j,i]        dq_j = w_j sum_i h[j,i] k[s_i]
 //
-// and the gates a, 64 bits a slot, from which the second kernel (bwd_keys.cuh) makes dk without any
-// of the scores. ks = 1 without k_scale, a = 1 without relu; a slot without a valid index has g =
-// 0.
+// ks is k_scale, or 1 without it; a is 1 without ReLU; g is 0 for a slot without a valid index. The
+// kernel stores the ReLU mask a, 64 bits per slot, from which the second kernel (bwd_keys.cuh)
+// computes dk without the scores.
 //
-// Heads (padded to 64) are the rows of both products. Q then stays in registers as the first
-// product's left operand; a thread's accumulators of x, gated and packed, are the second product's
-// left operand as they are; and every key that is gathered is read twice from shared memory, once
-// K-major and once MN-major.
+// Operand layout. Heads (padded to 64) are the M dimension of both MMAs. Q then stays in registers
+// as the left operand of the first MMA, and the accumulator fragments of x, masked and packed, are
+// the left operand of the second. Each gathered key tile is read twice from shared memory, once as
+// a K-major and once as an MN-major operand.
 //
-// Warpgroups: 0 and 1 multiply, each a query of its own; 2 gathers, two warps for each of them.
-// A multiplying warpgroup moves a tile's scores to other registers and starts those of the next
-// tile before it gates them.
+// Warpgroups.
+//   0, 1  MMA: one query each
+//   2     producer: two warps gather keys for each MMA warpgroup
+// An MMA warpgroup copies a tile's scores to other registers and starts the scores of the next tile
+// before it processes them.
 //
-// Gates leave through shared memory: a thread has the gates of 16 keys and 2 heads; three exchanges
-// between lanes turn that into 2 keys and 16 heads; a slot's 64 bits are those of four warps. The
-// 16 bits of warp w are those of heads 16 w .., bit (l / 2) * 2 + r of byte l % 2 being head 8 r +
-// l: what lane l / 2 of a quad needs for its operand in the second kernel is adjacent.
+// Layout of the ReLU mask. A thread computes the bits of 16 keys and 2 heads. Three exchanges
+// between lanes turn them into 2 keys and 16 heads, and shared memory joins the 16 bits of each of
+// the four warps to the 64 bits of a slot. The 16 bits of warp w belong to heads 16 w to 16 w + 15.
+// In them, bit (l / 2) * 2 + r of byte l % 2 belongs to head 8 r + l, so the bits that lane l / 2
+// of a quad needs for its operand in the second kernel are adjacent.
 //
-// Shared memory, for each multiplying warpgroup: a ring of 5 tiles of 64 keys (16 KiB at 128
-// channels, in blocks of 64 columns, 128-byte swizzle) with their g; Q; gates of two tiles.
+// Shared memory for each MMA warpgroup: a ring of 5 tiles of 64 keys (16 KiB each at 128 channels,
+// in blocks of 64 columns, 128-byte swizzle) with their g; Q; the mask of two tiles.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -38,20 +42,21 @@
 
 namespace jax_dsa::indexer_bwd {
 
-inline constexpr int kHeads = 64;  // with padding
+inline constexpr int kHeads = 64;  // including padding
 inline constexpr int kStages = 5;
 inline constexpr int kQueryThreads = 384;
 
-enum NamedBarrier { kGatesStored = 1 };  // plus the warpgroup's number
+// Named barrier kMaskStored + w belongs to MMA warpgroup w.
+enum NamedBarrier { kMaskStored = 1 };
 
-// kC: channels, padded to 64 or 128.
+// kC is the number of channels, padded to 64 or 128.
 template <int kC>
 struct alignas(1024) QueryShared {
   uint8_t keys[2][kStages][kC / 64][kBlockBytes];
   uint8_t q[2][kC / 64][kBlockBytes];
   float g[2][kStages][kTile];
-  uint16_t gates[2][2][kTile][4];
-  int tiles[2];  // of the query that is in `q`
+  uint16_t relu_mask[2][2][kTile][4];
+  int tiles[2];  // number of key tiles of the query in `q`
   uint64_t q_full[2], q_free[2];
   uint64_t key_full[2][kStages], key_free[2][kStages];
 };
@@ -61,20 +66,21 @@ struct alignas(1024) QueryShared {
 template <int kC>
 __device__ void gather(const IndexerBwdParams& p, QueryShared<kC>& shared) {
   const int lane = threadIdx.x % 32, side = threadIdx.x / 64 % 2, half = threadIdx.x / 32 % 2;
-  const int chunk = lane % 8, sub = lane / 8;  // eight lanes a row
-  const bool there = kC == 128 || chunk * 8 < p.channels;
+  const int chunk = lane % 8, sub = lane / 8;  // Eight lanes copy one row.
+  const bool in_bounds = kC == 128 || chunk * 8 < p.channels;
   const uint64_t keep = l2_policy_evict_last(), drop = l2_policy_evict_first();
   const int64_t tokens = p.batch * p.queries;
   const uint32_t row_bytes = kC == 128 ? 256 : p.channels * 2;
   const int keys = static_cast<int>(p.keys);
-  // Where this lane's chunk of row half * 32 + i * 4 + sub lies within a block, for even and odd i.
+  // The byte offset of this lane's chunk of row half * 32 + i * 4 + sub in a block, for even and
+  // odd i.
   const uint32_t first = (half * 32 + sub) * 128;
   const uint32_t offset[2] = {first + (chunk ^ sub) * 16, first + 512 + (chunk ^ (sub + 4)) * 16};
   const auto copy_row = [&](uint32_t to, int i, const char* from, bool valid, uint64_t policy) {
 #pragma unroll
     for (int block = 0; block < kC / 64; ++block) {
       cp_async_16(to + block * kBlockBytes + i / 2 * 1024 + offset[i % 2], from + block * 128,
-                  valid && there, policy);
+                  valid && in_bounds, policy);
     }
   };
   RingPlace<kStages> stage;
@@ -106,19 +112,20 @@ __device__ void gather(const IndexerBwdParams& p, QueryShared<kC>& shared) {
     cp_async_arrive(&shared.q_full[side]);
 
     const char* k = static_cast<const char*>(p.k) + batch * p.keys * row_bytes + chunk * 16;
-    asm("" : "+l"(k));  // or the batch is added to every key before it is multiplied
+    // Without this the compiler adds the batch to every key before it multiplies by the row size.
+    asm("" : "+l"(k));
     for (int tile = 0; tile < tiles; ++tile) {
-      const bool counts = slots.is_valid(index);
-      const int key = counts ? index : 0;
-      const uint32_t bits = __ballot_sync(~0u, counts) >> sub;
-      float gate = counts ? g : 0.f;
-      if (p.k_scale != nullptr && counts) gate *= __ldg(p.k_scale + batch * p.keys + index);
+      const bool valid = slots.is_valid(index);
+      const int key = valid ? index : 0;
+      const uint32_t bits = __ballot_sync(~0u, valid) >> sub;
+      float scaled_g = valid ? g : 0.f;
+      if (p.k_scale != nullptr && valid) scaled_g *= __ldg(p.k_scale + batch * p.keys + index);
       slot += kTile;
       index = slots.index(slot);
       g = load_now(grad + slot, slot < p.slots, 0.f);
 
       mbarrier_wait(&shared.key_free[side][stage.index], stage.parity ^ 1);
-      shared.g[side][stage.index][half * 32 + lane] = gate;
+      shared.g[side][stage.index][half * 32 + lane] = scaled_g;
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&shared.key_full[side][stage.index]);
       const uint32_t to = smem_address(shared.keys[side][stage.index]);
@@ -136,10 +143,11 @@ __device__ void gather(const IndexerBwdParams& p, QueryShared<kC>& shared) {
 
 // ---- products ----------------------------------------------------------------------------------
 
-// Bit 8 * (i % 2) + 2 * (i / 2 % 2) + 4 * (i / 4) + r + 16 * e of a lane's word is its gate of head
-// 8 r + lane / 4 and key 8 i + 2 * (lane % 4) + e; afterwards, with l for i, of head 8 r + l and
-// key 8 * (lane / 4) + 2 * (lane % 4) + e.
-__device__ __forceinline__ uint32_t exchange_gates(uint32_t word) {
+// Transposes mask bits between the lanes of a warp. Before the call, bit 8 * (i % 2) +
+// 2 * (i / 2 % 2) + 4 * (i / 4) + r + 16 * e of a lane's word belongs to head 8 r + lane / 4 and
+// key 8 i + 2 * (lane % 4) + e. Afterwards, with l in place of i, the bit belongs to head 8 r + l
+// and key 8 * (lane / 4) + 2 * (lane % 4) + e.
+__device__ __forceinline__ uint32_t exchange_mask(uint32_t word) {
   const int lane = threadIdx.x % 32;
   constexpr int kShift[] = {8, 2, 4};
   constexpr uint32_t kLow[] = {0x00ff00ff, 0x33333333, 0x0f0f0f0f};
@@ -152,27 +160,27 @@ __device__ __forceinline__ uint32_t exchange_gates(uint32_t word) {
   return word;
 }
 
-// Warpgroup `kSide`.
+// The main loop of MMA warpgroup kSide.
 template <int kC, int kSide>
 __device__ void multiply(const IndexerBwdParams& p, QueryShared<kC>& shared) {
   const int thread = threadIdx.x % 128;
   const int lane = threadIdx.x % 32, warp = thread / 32, column = lane % 4 * 2;
-  const int head = warp * 16 + lane / 4;  // and head + 8
+  const int head = warp * 16 + lane / 4;  // The thread holds this head and head + 8.
   const int64_t tokens = p.batch * p.queries;
-  const int64_t padded = ceil_div(p.slots, kTile) * kTile;
-  const uint32_t all = p.relu ? 0 : ~0u;  // gates that are open whatever x is
+  const int64_t padded_slots = ceil_div(p.slots, kTile) * kTile;
+  const uint32_t all = p.relu ? 0 : ~0u;  // Without ReLU every mask bit is set.
   const float floor = p.relu ? 0.f : -INFINITY;
   const uint64_t by_channel = k_major_descriptor(smem_address(shared.keys[kSide]));
   const uint64_t by_key = mn_major_descriptor(smem_address(shared.keys[kSide]), kBlockBytes);
-  constexpr int kStageStep = kC / 64 * kBlockBytes / 16;  // of a descriptor
+  constexpr int kStageStep = kC / 64 * kBlockBytes / 16;  // in descriptor units of 16 bytes
   const int q_row = warp * 16 + lane % 16;
   const uint32_t q_from = smem_address(shared.q[kSide]) + q_row * 128;
 
   uint32_t q[kC / 16][4], h[4][4];
   float dq[kC / 2], scores[32], dw[2];
-  RingPlace<kStages> ahead, stage;  // of the next scores; of the tile at hand
+  RingPlace<kStages> ahead, stage;  // stages of the next scores and of the current tile
   uint32_t q_parity = 0;
-  int turn = 0;
+  int buffer = 0;  // which of the two mask buffers the current tile writes
 
   const auto arrive = [&](uint64_t* barrier) {
     __syncwarp();
@@ -189,17 +197,18 @@ __device__ void multiply(const IndexerBwdParams& p, QueryShared<kC>& shared) {
     wgmma_commit();
     ahead.advance();
   };
-  const auto free_tile_before = [&] {
+  const auto free_previous_tile = [&] {
     arrive(&shared.key_free[kSide][stage.index == 0 ? kStages - 1 : stage.index - 1]);
   };
-  const auto write_gates = [&](int64_t token, int tile) {
-    named_barrier_sync<128>(kGatesStored + kSide);
+  const auto write_relu_mask = [&](int64_t token, int tile) {
+    named_barrier_sync<128>(kMaskStored + kSide);
     if (tile < 0) return;
-    const auto* from = reinterpret_cast<const uint32_t*>(shared.gates[kSide][turn ^ 1]);
-    reinterpret_cast<uint32_t*>(p.gates + token * padded + tile * kTile)[thread] = from[thread];
+    const auto* from = reinterpret_cast<const uint32_t*>(shared.relu_mask[kSide][buffer ^ 1]);
+    reinterpret_cast<uint32_t*>(p.relu_mask + token * padded_slots + tile * kTile)[thread] =
+        from[thread];
   };
-  // h, dw and the gates of the tile at hand.
-  const auto gate = [&](const float (&x)[32]) {
+  // Computes h, dw and the mask of the current tile.
+  const auto apply_mask = [&](const float (&x)[32]) {
     const float* g = shared.g[kSide][stage.index] + column;
     uint32_t word = all;
 #pragma unroll
@@ -215,11 +224,11 @@ __device__ void multiply(const IndexerBwdParams& p, QueryShared<kC>& shared) {
         word |= on & 0x00010001u << (8 * (i % 2) + 2 * (i / 2 % 2) + 4 * (i / 4) + r);
       }
     }
-    word = exchange_gates(word);
+    word = exchange_mask(word);
     const int slot = lane / 4 * 8 + column;
-    shared.gates[kSide][turn][slot][warp] = static_cast<uint16_t>(word);
-    shared.gates[kSide][turn][slot + 1][warp] = static_cast<uint16_t>(word >> 16);
-    turn ^= 1;
+    shared.relu_mask[kSide][buffer][slot][warp] = static_cast<uint16_t>(word);
+    shared.relu_mask[kSide][buffer][slot + 1][warp] = static_cast<uint16_t>(word >> 16);
+    buffer ^= 1;
   };
   const auto start_product = [&](bool accumulate) {
     const uint64_t k = by_key + stage.index * kStageStep;
@@ -235,8 +244,8 @@ __device__ void multiply(const IndexerBwdParams& p, QueryShared<kC>& shared) {
     float w[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const bool there = head + 8 * r < p.heads;
-      w[r] = load_now(p.weights + token * p.heads + head + 8 * r, there, 0.f);
+      const bool in_bounds = head + 8 * r < p.heads;
+      w[r] = load_now(p.weights + token * p.heads + head + 8 * r, in_bounds, 0.f);
       dw[r] = 0.f;
     }
     mbarrier_wait(&shared.q_full[kSide], q_parity);
@@ -258,23 +267,23 @@ __device__ void multiply(const IndexerBwdParams& p, QueryShared<kC>& shared) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) x[i] = scores[i];
         start_scores();
-        wgmma_wait<1>();  // for the product of the tile before
-        if (tile > 0) free_tile_before();
-        write_gates(token, tile - 1);
-        gate(x);
+        wgmma_wait<1>();  // The product of the previous tile has finished.
+        if (tile > 0) free_previous_tile();
+        write_relu_mask(token, tile - 1);
+        apply_mask(x);
         start_product(tile > 0);
         wgmma_wait<1>();
         wgmma_pin(scores);
       }
       wgmma_wait<0>();
-      if (tiles > 1) free_tile_before();
-      write_gates(token, tiles - 2);
-      gate(scores);
+      if (tiles > 1) free_previous_tile();
+      write_relu_mask(token, tiles - 2);
+      apply_mask(scores);
       start_product(tiles > 1);
       wgmma_wait<0>();
       wgmma_pin(dq);
-      free_tile_before();
-      write_gates(token, tiles - 1);
+      free_previous_tile();
+      write_relu_mask(token, tiles - 1);
     }
 
     auto* out = static_cast<__nv_bfloat16*>(p.dq) + (token * p.heads + head) * p.channels + column;

@@ -1,4 +1,5 @@
-// Entry point of the indexer's forward kernels; they are compiled by dtype, side by side.
+// Entry point of the indexer's forward kernels. Each dtype is a translation unit of its own, so
+// that they compile in parallel.
 
 #include "indexer/indexer.h"
 
@@ -15,7 +16,7 @@ extern template cudaError_t launch_channels<IndexerDType::kE4M3>(const IndexerFw
 
 cudaError_t launch_indexer_fwd(const IndexerFwdParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.queries == 0 || p.keys == 0) return cudaSuccess;
-  // The last tile of keys ends below 2^31, too.
+  // The end of the last key tile must be below 2^31, too.
   if (p.keys > INT32_MAX - 4096 || p.heads < 1 || p.heads > kIndexerMaxHeads) {
     return cudaErrorInvalidValue;
   }

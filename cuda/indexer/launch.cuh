@@ -25,8 +25,8 @@ cudaError_t launch_kernel(void (*kernel)(IndexerFwdParams, CUtensorMap, CUtensor
       &k, kType,
       tensor_box<3>(Tr::kElementBytes, p.k, {p.channels, keys, paged ? p.pools : p.batch},
                     {kRowElements, kTile, 1})));
-  const int64_t items = p.batch * ceil_div(p.queries, int64_t{Tr::kQueries});
-  const int64_t tiles = items * ceil_div(p.keys, int64_t{kTile});
+  const int64_t work_tiles = p.batch * ceil_div(p.queries, int64_t{Tr::kQueries});
+  const int64_t tiles = work_tiles * ceil_div(p.keys, int64_t{kTile});
   return launch_persistent<Memory>(kernel, tiles, Tr::kThreads, stream, p, q, k);
 }
 
@@ -53,7 +53,7 @@ cudaError_t launch_layout(const IndexerFwdParams& p, cudaStream_t stream) {
                       : launch_heads<kDType, kChannels, false>(p, stream);
 }
 
-// Of the kernels that would do, that with the fewest columns.
+// Launches the decode kernel with the fewest columns that hold the queries.
 template <IndexerDType kDType, int kChannels>
 cudaError_t launch_few_queries(const IndexerFwdParams& p, cudaStream_t stream) {
   if (p.heads <= 16) return launch_decode<DecodeTraits<kDType, kChannels, 16, 4>>(p, stream);

@@ -1,4 +1,5 @@
-// The warm-up loss: its kernels in turn, over as many queries as the workspace has room for.
+// Launcher of the warm-up loss. It runs the loss's kernels one after the other, over as many
+// queries at a time as the workspace can hold.
 
 #include <algorithm>
 
@@ -11,49 +12,49 @@
 namespace jax_dsa {
 namespace {
 
-// Takes the next so many bytes of the workspace.
+// Allocates an array of `count` elements from the workspace at `at`.
 template <typename T>
-T* take(char*& at, int64_t count) {
+T* allocate(char*& at, int64_t count) {
   T* const x = reinterpret_cast<T*>(at);
   at += ceil_div(count * int64_t{sizeof(T)}, int64_t{256}) * 256;
   return x;
 }
 
-// `count` queries, from `query` on, of `entries` batch entries from `batch` on. All of them, if
-// there are several entries.
-cudaError_t launch_some(const DenseLossParams& all, int64_t batch, int64_t entries, int64_t query,
-                        int64_t count, cudaStream_t stream) {
-  const int64_t tokens = entries * count, before = batch * all.index.queries + query;
+// Launches the kernels for the queries query .. query + count - 1 of the batch entries
+// batch .. batch + entries - 1. With several entries, these must be all queries.
+cudaError_t launch_chunk(const DenseLossParams& all, int64_t batch, int64_t entries, int64_t query,
+                         int64_t count, cudaStream_t stream) {
+  const int64_t tokens = entries * count, first_token = batch * all.index.queries + query;
   IndexGradsParams index = all.index;
   const int64_t keys = index.keys, rows = batch * keys;
   const int64_t segments = ceil_div(count, int64_t{kIndexGradsSegment}) * entries;
 
   char* at = static_cast<char*>(all.workspace);
-  float* const logits = take<float>(at, tokens * keys);
-  float* const taught = take<float>(at, tokens * keys);
-  index.parts = take<float>(at, segments * keys * index.channels);
-  index.used = take<bool>(at, segments * ceil_div(keys, int64_t{kIndexGradsKeys}));
-  float* const offsets = take<float>(at, tokens * all.teacher.heads);
-  float* const kl = take<float>(at, tokens);
-  bool* const counts = take<bool>(at, tokens);
+  float* const logits = allocate<float>(at, tokens * keys);
+  float* const probabilities = allocate<float>(at, tokens * keys);
+  index.partial_dk = allocate<float>(at, segments * keys * index.channels);
+  index.partial_used = allocate<bool>(at, segments * ceil_div(keys, int64_t{kIndexGradsKeys}));
+  float* const offsets = allocate<float>(at, tokens * all.teacher.heads);
+  float* const kl = allocate<float>(at, tokens);
+  bool* const counts = allocate<bool>(at, tokens);
   if (at - static_cast<char*>(all.workspace) > all.capacity) return cudaErrorInvalidValue;
 
   const int64_t values = index.heads * index.channels;
-  index.q = static_cast<const char*>(index.q) + before * values * 2;
+  index.q = static_cast<const char*>(index.q) + first_token * values * 2;
   index.k = static_cast<const char*>(index.k) + rows * index.channels * 2;
-  index.weights += before * index.heads;
-  index.starts += before, index.ends += before;
+  index.weights += first_token * index.heads;
+  index.starts += first_token, index.ends += first_token;
   index.grad = logits;
-  index.dq += before * values, index.dweights += before * index.heads;
+  index.dq += first_token * values, index.dweights += first_token * index.heads;
   index.dk += rows * index.channels;
   if (index.k_scale != nullptr) index.k_scale += rows, index.dk_scale += rows;
   index.batch = entries, index.queries = count;
   index.first = query == 0, index.last = query + count == all.index.queries;
 
   TeacherParams teacher = all.teacher;
-  teacher.q = static_cast<const char*>(teacher.q) + before * teacher.heads * teacher.dim * 2;
+  teacher.q = static_cast<const char*>(teacher.q) + first_token * teacher.heads * teacher.dim * 2;
   teacher.kv = static_cast<const char*>(teacher.kv) + rows * teacher.groups * teacher.dim * 2;
-  teacher.starts = index.starts, teacher.ends = index.ends, teacher.out = taught;
+  teacher.starts = index.starts, teacher.ends = index.ends, teacher.out = probabilities;
   teacher.offsets = offsets;
   teacher.batch = entries, teacher.queries = count, teacher.keys = keys;
 
@@ -64,14 +65,14 @@ cudaError_t launch_some(const DenseLossParams& all, int64_t batch, int64_t entri
   scores.heads = index.heads, scores.channels = index.channels;
   scores.dtype = IndexerDType::kBF16, scores.relu = index.relu;
 
-  const KlRowsParams rows_of = {.logits = logits,
-                                .teacher = taught,
+  const KlRowsParams kl_rows = {.logits = logits,
+                                .teacher = probabilities,
                                 .starts = index.starts,
                                 .ends = index.ends,
                                 .kl = kl,
                                 .counts = counts,
                                 .grad = logits,
-                                .share = 1.f,
+                                .row_weight = 1.f,
                                 .rows = tokens,
                                 .slots = keys};
   const SumKlParams sums = {.kl = kl,
@@ -83,7 +84,7 @@ cudaError_t launch_some(const DenseLossParams& all, int64_t batch, int64_t entri
                             .add = query > 0};
   DSA_RETURN_IF_CUDA_ERROR(launch_teacher(teacher, stream));
   DSA_RETURN_IF_CUDA_ERROR(launch_indexer_fwd(scores, stream));
-  DSA_RETURN_IF_CUDA_ERROR(launch_kl_rows(rows_of, stream));
+  DSA_RETURN_IF_CUDA_ERROR(launch_kl_rows(kl_rows, stream));
   DSA_RETURN_IF_CUDA_ERROR(launch_sum_kl(sums, stream));
   return launch_index_grads(index, stream);
 }
@@ -96,10 +97,10 @@ cudaError_t launch_dense_loss(const DenseLossParams& p, cudaStream_t stream) {
     return dense_loss_bytes(entries, count, keys, p.index.channels, p.teacher.heads) <= p.capacity;
   };
   if (batch == 0) return cudaSuccess;
-  if (queries == 0) return launch_some(p, 0, batch, 0, 0, stream);
+  if (queries == 0) return launch_chunk(p, 0, batch, 0, 0, stream);
   if (!fits(1, 1)) return cudaErrorInvalidValue;
-  // Whole batch entries where one fits, else parts of one: as many queries as there are num_sms,
-  // or a multiple, so that none is idle while the teacher is made.
+  // Process whole batch entries if one fits, otherwise chunks of one entry's queries. The size of a
+  // chunk is a multiple of num_sms if possible, so that no SM is idle in the teacher's kernel.
   int64_t entries = 1, count = queries;
   if (fits(1, queries)) {
     while (entries < batch && fits(entries + 1, queries)) ++entries;
@@ -115,8 +116,8 @@ cudaError_t launch_dense_loss(const DenseLossParams& p, cudaStream_t stream) {
   }
   for (int64_t entry = 0; entry < batch; entry += entries) {
     for (int64_t query = 0; query < queries; query += count) {
-      const cudaError_t e = launch_some(p, entry, std::min(entries, batch - entry), query,
-                                        std::min(count, queries - query), stream);
+      const cudaError_t e = launch_chunk(p, entry, std::min(entries, batch - entry), query,
+                                         std::min(count, queries - query), stream);
       if (e != cudaSuccess) return e;
     }
   }

@@ -1,4 +1,4 @@
-// Launcher of the gradients of the indexer's logits at all keys.
+// Launcher of the backward pass of the indexer's logits at all keys.
 
 #include "common/error.h"
 #include "common/launch.cuh"
@@ -11,14 +11,14 @@ namespace {
 template <int kC>
 cudaError_t launch(const IndexGradsParams& p, cudaStream_t stream) {
   using namespace index_grads;
-  const int64_t pairs = p.batch * ceil_div(p.queries, int64_t{2});
-  const int64_t blocks = ceil_div(p.queries, int64_t{kIndexGradsSegment}) * p.batch *
-                         ceil_div(p.keys, int64_t{kIndexGradsKeys});
-  if (pairs > INT32_MAX - 4096 || blocks > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  DSA_RETURN_IF_CUDA_ERROR(launch_persistent<Shared<kC>>(index_grads_kernel<kC, Of::kQueries>,
-                                                         pairs, kThreads, stream, p));
-  return launch_persistent<Shared<kC>>(index_grads_kernel<kC, Of::kKeys>, blocks, kThreads, stream,
-                                       p);
+  const int64_t query_pairs = p.batch * ceil_div(p.queries, int64_t{2});
+  const int64_t key_tiles = ceil_div(p.queries, int64_t{kIndexGradsSegment}) * p.batch *
+                            ceil_div(p.keys, int64_t{kIndexGradsKeys});
+  if (query_pairs > INT32_MAX - 4096 || key_tiles > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  DSA_RETURN_IF_CUDA_ERROR(launch_persistent<Shared<kC>>(index_grads_kernel<kC, Gradient::kQueries>,
+                                                         query_pairs, kThreads, stream, p));
+  return launch_persistent<Shared<kC>>(index_grads_kernel<kC, Gradient::kKeys>, key_tiles, kThreads,
+                                       stream, p);
 }
 
 }  // namespace
@@ -39,7 +39,7 @@ cudaError_t launch_index_grads(const IndexGradsParams& p, cudaStream_t stream) {
     if (e != cudaSuccess) return e;
   }
   if (rows == 0) return cudaSuccess;
-  return launch_blocks(index_grads::sum_parts_kernel, ceil_div(rows, int64_t{8}), 256, 0, stream,
+  return launch_blocks(index_grads::sum_segments_kernel, ceil_div(rows, int64_t{8}), 256, 0, stream,
                        p);
 }
 

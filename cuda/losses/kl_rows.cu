@@ -1,4 +1,4 @@
-// Launchers of the kernels of rows.
+// Launchers of the kernels that process rows of logits.
 
 #include "common/launch.cuh"
 #include "losses/kl_rows.cuh"
@@ -11,10 +11,10 @@ constexpr int kScaleThreads = 128;
 
 bool aligned(const void* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
-template <losses::Mask kMask, int kThreads, int kPerThread, int kWidth, bool kHeld>
+template <losses::Mask kMask, int kThreads, int kPerThread, int kWidth, bool kResident>
 cudaError_t launch(const KlRowsParams& p, cudaStream_t stream) {
-  return launch_blocks(losses::kl_rows_kernel<kMask, kThreads, kPerThread, kWidth, kHeld>, p.rows,
-                       kThreads, sizeof(losses::KlShared<kThreads>), stream, p);
+  return launch_blocks(losses::kl_rows_kernel<kMask, kThreads, kPerThread, kWidth, kResident>,
+                       p.rows, kThreads, sizeof(losses::KlShared<kThreads>), stream, p);
 }
 
 template <losses::Mask kMask, int kWidth>

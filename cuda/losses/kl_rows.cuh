@@ -1,14 +1,15 @@
-// The KL of rows of logits x and teachers t, with its gradient, in one pass over memory:
+// The KL of rows of logits x and teachers t, with its gradient, in one kernel:
 //
 //     M = sum_i t_i        p_i = t_i / M        q_i = exp(x_i - m) / sum_j exp(x_j - m)
 //     kl = sum_i p_i (log p_i - log q_i)        dkl / dx_i = q_i - p_i
 //
-// over the slots that take part. A block takes a row. A row that its registers hold is read once;
-// a longer one is read a second time, mostly from the L2. A thread has the maximum and the sum of
-// its own slots; lanes join theirs by shuffles, and warps through shared memory. All orders are
-// fixed.
+// over the slots that are used. Each CTA processes one row. A row that fits in the registers of a
+// CTA is read once. A longer row is read a second time, mostly from the L2. Each thread computes
+// the maximum and the sums of its own slots. Lanes combine them by shuffles, and warps through
+// shared memory. All sums have a fixed order.
 //
-// Bound by memory: 12 bytes a slot. Every load of a row is issued before the first use.
+// The kernel is bound by memory bandwidth, with 12 bytes per slot. All loads of a row that fits in
+// the registers are issued before the first use.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +20,16 @@
 
 namespace jax_dsa::losses {
 
-// What a part of a row amounts to: the largest logit, the sum of exp(x - largest), the teacher's
-// sum. The exponentials of a part without a finite logit are relative to 0.
+// Sums over some slots of a row: the largest logit, the sum of exp(x - largest), and the sum of the
+// teacher. Without a finite logit, the exponentials are relative to 0.
 struct Totals {
   float largest, sum, mass;
 
   __device__ float base() const { return largest == -INFINITY ? 0.f : largest; }
-  // And not mass > 0: NaN in the teacher must show.
+  // A NaN in the teacher must reach the results, so the test is not mass > 0.
   __device__ bool counts() const { return !(mass <= 0.f); }
 
-  __device__ void join(const Totals& other) {
+  __device__ void combine(const Totals& other) {
     const Totals own = *this;
     largest = fmaxf(own.largest, other.largest);
     sum = own.sum * exp2_approx((own.largest - base()) * kLog2E) +
@@ -49,18 +50,18 @@ struct SumShared {
   int counted[kThreads / 32];
 };
 
-// Which slots take part: those with a logit above -inf, or marked as valid, or in the row's range.
+// Which slots are used: those with a logit above -inf, those marked as valid, or the row's range.
 enum class Mask { kLogits, kValid, kRanges };
 
 template <int kPerThread>
 struct Slots {
   float x[kPerThread], t[kPerThread];
-  uint32_t used;  // bit i: slot i takes part; others have x = -inf, t = 0
+  uint32_t used;  // bit i: slot i is used; unused slots have x = -inf, t = 0
 };
 
-// A thread has kPerThread of kStep slots at a time, in pieces of kWidth neighbours. kHeld: kStep
-// slots are all of a row.
-template <Mask kMask, int kThreads, int kPerThread, int kWidth, bool kHeld>
+// One row. The CTA processes kStep slots at a time, of which each thread has kPerThread, in vectors
+// of kWidth neighbours. With kResident, kStep slots cover the whole row.
+template <Mask kMask, int kThreads, int kPerThread, int kWidth, bool kResident>
 struct KlRow {
   static_assert(kPerThread <= 32 && (kWidth == 4 || kWidth == 1));
   static constexpr int kStep = kThreads * kPerThread;
@@ -69,15 +70,15 @@ struct KlRow {
   const float* teacher;
   const bool* valid;
   float* grad;
-  float share;
-  int low, high;  // where slots may take part
+  float row_weight;
+  int low, high;  // range of slots that may be used
 
   __device__ KlRow(const KlRowsParams& p, int64_t row)
       : logits(p.logits + row * p.slots),
         teacher(p.teacher + row * p.slots),
         valid(p.valid + row * p.slots),
         grad(p.grad + row * p.slots),
-        share(p.share),
+        row_weight(p.row_weight),
         low(0),
         high(static_cast<int>(p.slots)) {
     if (kMask == Mask::kRanges) {
@@ -86,23 +87,24 @@ struct KlRow {
     }
   }
 
-  // Where a thread's slots from the i-th on lie, of those from `base` on.
-  __device__ static int piece(int base, int i) {
+  // Returns the index of the thread's slot i, the first of a vector, in the step that starts at
+  // base.
+  __device__ static int slot_index(int base, int i) {
     return base + (i / kWidth * kThreads + static_cast<int>(threadIdx.x)) * kWidth;
   }
 
   __device__ void load(int base, Slots<kPerThread>& s) const {
-    uint32_t marks[kPerThread / kWidth];  // a byte a slot
+    uint32_t marks[kPerThread / kWidth];  // one byte per slot
 #pragma unroll
     for (int i = 0; i < kPerThread; i += kWidth) {
-      const int at = piece(base, i);
+      const int at = slot_index(base, i);
       if constexpr (kWidth == 4) {
         float4 x = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, t = {};
         marks[i / 4] = 0;
         if (at < high) {
           const auto* from = reinterpret_cast<const float4*>(logits + at);
-          const auto* taught = reinterpret_cast<const float4*>(teacher + at);
-          x = kHeld ? __ldcs(from) : *from, t = kHeld ? __ldcs(taught) : *taught;
+          const auto* target = reinterpret_cast<const float4*>(teacher + at);
+          x = kResident ? __ldcs(from) : *from, t = kResident ? __ldcs(target) : *target;
           if (kMask == Mask::kValid) {
             marks[i / 4] = *reinterpret_cast<const uint32_t*>(valid + at);
           }
@@ -118,7 +120,7 @@ struct KlRow {
     s.used = 0;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const int at = piece(base, i) + i % kWidth;
+      const int at = slot_index(base, i) + i % kWidth;
       const bool used = kMask == Mask::kLogits  ? s.x[i] > -INFINITY
                         : kMask == Mask::kValid ? (marks[i / kWidth] >> (i % kWidth * 8) & 1) != 0
                                                 : at >= low && at < high;
@@ -141,26 +143,27 @@ struct KlRow {
     return all;
   }
 
-  // Writes the gradient and returns the thread's part of the KL in log2 units.
+  // Writes the gradient and returns the sum of the KL over the thread's slots, in log2 units.
   __device__ float finish(int base, const Slots<kPerThread>& s, const Totals& all) const {
     const bool counts = all.counts();
     const float largest = all.base(), log2_sum = all.sum == 0.f ? 0.f : log2_approx(all.sum);
-    const float up = all.mass < 0x1p-100f ? 0x1p100f : 1.f;  // or the inverse could be infinite
-    const float inverse = counts ? 1.f / (all.mass * up) : 0.f;
+    const float rescale =
+        all.mass < 0x1p-100f ? 0x1p100f : 1.f;  // the inverse of a tiny mass would be infinite
+    const float inverse = counts ? 1.f / (all.mass * rescale) : 0.f;
     float kl = 0.f;
 #pragma unroll
     for (int i = 0; i < kPerThread; i += kWidth) {
       float g[kWidth];
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        const float taught = s.t[i + j] * up * inverse;
+        const float target = s.t[i + j] * rescale * inverse;
         const float log2_q = fmaf(s.x[i + j] - largest, kLog2E, -log2_sum);
-        const float term = fmaf(taught, log2_approx(taught) - log2_q, kl);
-        if (!(taught <= 0.f)) kl = term;
+        const float term = fmaf(target, log2_approx(target) - log2_q, kl);
+        if (!(target <= 0.f)) kl = term;
         const bool used = counts && (s.used >> (i + j) & 1);
-        g[j] = used ? share * (exp2_approx(log2_q) - taught) : 0.f;
+        g[j] = used ? row_weight * (exp2_approx(log2_q) - target) : 0.f;
       }
-      const int at = piece(base, i);
+      const int at = slot_index(base, i);
       if (at >= high) continue;
       if constexpr (kWidth == 4) {
         store_4(grad + at, g);
@@ -172,9 +175,9 @@ struct KlRow {
   }
 };
 
-template <Mask kMask, int kThreads, int kPerThread, int kWidth, bool kHeld>
+template <Mask kMask, int kThreads, int kPerThread, int kWidth, bool kResident>
 __global__ void __launch_bounds__(kThreads) kl_rows_kernel(const __grid_constant__ KlRowsParams p) {
-  using Row = KlRow<kMask, kThreads, kPerThread, kWidth, kHeld>;
+  using Row = KlRow<kMask, kThreads, kPerThread, kWidth, kResident>;
   auto& shared = dynamic_shared<KlShared<kThreads>>();
   constexpr int kWarps = kThreads / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -184,25 +187,25 @@ __global__ void __launch_bounds__(kThreads) kl_rows_kernel(const __grid_constant
   Slots<kPerThread> slots;
   row.load(first, slots);
   Totals all = Row::totals(slots);
-  if constexpr (!kHeld) {
+  if constexpr (!kResident) {
     for (int base = first + Row::kStep; base < row.high; base += Row::kStep) {
       row.load(base, slots);
-      all.join(Row::totals(slots));
+      all.combine(Row::totals(slots));
     }
   }
 #pragma unroll
   for (int d = 16; d > 0; d /= 2) {
-    all.join({__shfl_xor_sync(~0u, all.largest, d), __shfl_xor_sync(~0u, all.sum, d),
-              __shfl_xor_sync(~0u, all.mass, d)});
+    all.combine({__shfl_xor_sync(~0u, all.largest, d), __shfl_xor_sync(~0u, all.sum, d),
+                 __shfl_xor_sync(~0u, all.mass, d)});
   }
   if (lane == 0) shared.totals[warp] = all;
   __syncthreads();
   all = shared.totals[0];
 #pragma unroll
-  for (int i = 1; i < kWarps; ++i) all.join(shared.totals[i]);
+  for (int i = 1; i < kWarps; ++i) all.combine(shared.totals[i]);
 
   float kl = 0.f;
-  if constexpr (kHeld) {
+  if constexpr (kResident) {
     kl = row.finish(first, slots, all);
   } else {
     for (int base = first; base < row.high; base += Row::kStep) {
@@ -222,7 +225,7 @@ __global__ void __launch_bounds__(kThreads) kl_rows_kernel(const __grid_constant
   }
 }
 
-// A block a batch entry: each thread adds rows in order, then lanes and warps join theirs.
+// One CTA per batch entry. Each thread adds up rows in order, then lanes and warps are combined.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) sum_kl_kernel(const __grid_constant__ SumKlParams p) {
   auto& shared = dynamic_shared<SumShared<kThreads>>();
@@ -254,13 +257,13 @@ __global__ void __launch_bounds__(kThreads) sum_kl_kernel(const __grid_constant_
   p.counted[blockIdx.x] = counted;
 }
 
-// From the last row to the first: the kernel that wrote x left its last rows in the L2. In place a
-// row whose factor is the share is right as it is, and not read.
+// Processes the last row first, because the kernel that wrote x left its last rows in the L2. If x
+// is scaled in place, a row whose factor equals the row weight is already right and is not read.
 template <int kThreads, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     scale_rows_kernel(const __grid_constant__ ScaleRowsParams p) {
   const int64_t row = p.rows - 1 - blockIdx.x;
-  const float factor = __ldg(p.factor + row) / p.share;
+  const float factor = __ldg(p.factor + row) / p.row_weight;
   const float* x = p.x + row * p.slots;
   float* out = p.out + row * p.slots;
   if (factor == 1.f && x == out) return;

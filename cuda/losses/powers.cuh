@@ -1,11 +1,12 @@
-// The log-sum-exp of the rows of products, in log2 units.
+// Running log-sum-exp of the rows of a product, in log2 units.
 #pragma once
 
 #include "common/ptx.cuh"
 
 namespace jax_dsa::teacher {
 
-// The largest of some scores, and the sum of powers of two relative to it (to 0, if it is -inf).
+// The largest of some scores, and the sum of 2^(score - largest). If the largest score is -inf, the
+// powers are relative to 0.
 struct Powers {
   float largest = -INFINITY, sum = 0.f;
 
@@ -14,23 +15,24 @@ struct Powers {
     sum *= exp2_approx(largest - base(to));
     largest = to;
   }
-  __device__ void join(int lanes) {
+  __device__ void combine(int lanes) {
     Powers other = {__shfl_xor_sync(~0u, largest, lanes), __shfl_xor_sync(~0u, sum, lanes)};
     const float both = fmaxf(largest, other.largest);
     rescale(both);
     other.rescale(both);
     sum += other.sum;
   }
-  // Minus the logarithm of the sum: what to add to scores in log2 units, so that their powers are
-  // probabilities; -inf, so that they are 0, if there are no powers.
+  // Returns minus the log-sum-exp. 2^(score + offset) is then a probability. Without finite scores
+  // the offset is -inf, so that all probabilities are 0.
   __device__ float offset() const {
     const float lse = base(largest) + log2_approx(sum);
     return lse == -INFINITY ? -INFINITY : -lse;
   }
 };
 
-// Adds a thread's scores to those of its two rows; x[i] is of key first + 8 * (i / 4) + i % 2 and
-// row i / 2 % 2. Without `whole` those count for which sees(row, key).
+// Adds a thread's scores to its two rows. x[i] is the score of row i / 2 % 2 and key
+// first + 8 * (i / 4) + i % 2. Unless the tile is `whole`, scores are masked where sees(row, key)
+// is false.
 template <typename Sees>
 __device__ __forceinline__ void add_scores(float (&x)[32], float scale_log2, int first, bool whole,
                                            Powers (&rows)[2], Sees sees) {

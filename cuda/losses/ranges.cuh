@@ -1,4 +1,4 @@
-// The keys that queries see, start <= key < end, and the tiles of keys that these lie in.
+// The range of keys that a query sees, start <= key < end, and the key tiles that contain it.
 #pragma once
 
 #include <climits>
@@ -16,14 +16,14 @@ struct Range {
   __device__ bool has(int key) const { return low <= key && key < high; }
 };
 
-// Tiles first..last have all keys that lie in low..high; none if first == last.
+// Tiles first .. last - 1 contain all keys low .. high - 1. If first == last, there are none.
 struct Tiles {
   int first, last;
   int low, high;
 };
 
-// What a query of a batch entry sees, nothing if there is no such query. Params have starts, ends,
-// queries and keys.
+// Returns the range of a query of a batch entry. It is empty if query >= p.queries. Params must
+// have the members starts, ends, queries and keys.
 template <typename Params>
 __device__ __forceinline__ Range range_of(const Params& p, int64_t batch, int64_t query) {
   if (query >= p.queries) return {0, 0};
@@ -33,7 +33,8 @@ __device__ __forceinline__ Range range_of(const Params& p, int64_t batch, int64_
   return low < high ? Range{low, high} : Range{0, 0};
 }
 
-// The key tiles that any of `count` <= 32 queries sees; called by whole warps.
+// Returns the key tiles that at least one of `count` <= 32 queries sees. All lanes of a warp must
+// call it.
 template <typename Params>
 __device__ __forceinline__ Tiles tiles_seen(const Params& p, int64_t batch, int64_t query,
                                             int count) {
@@ -45,22 +46,24 @@ __device__ __forceinline__ Tiles tiles_seen(const Params& p, int64_t batch, int6
   return low < high ? Tiles{low / kTile, ceil_div(high, kTile), low, high} : Tiles{0, 0, 0, 0};
 }
 
-// A block's items of `count` neighbouring queries that see a key, the last queries first and every
-// other round backwards, so that under causality all blocks have about the same number of tiles.
-struct QueryItems {
-  int batch, query;  // of the item; its first query
+// Iterates over a CTA's work tiles, each of `count` neighbouring queries. Work tiles whose queries
+// see no key are skipped. The last queries come first, and every other round assigns work tiles to
+// CTAs in reverse order, so that under a causal mask all CTAs get about the same number of key
+// tiles.
+struct QueryWorkTiles {
+  int batch, query;  // batch entry and first query of the current work tile
   Tiles tiles;
 
   template <typename Params>
   __device__ bool next(const Params& p, int count) {
     const int per_batch = static_cast<int>(ceil_div(p.queries, int64_t{count}));
-    const int items = static_cast<int>(p.batch) * per_batch, blocks = gridDim.x;
-    for (; round * blocks < items; ++round) {
-      const int own = round % 2 ? blocks - 1 - blockIdx.x : blockIdx.x;
-      const int item = items - 1 - round * blocks - own;
-      if (item < 0) continue;
-      batch = item / per_batch;
-      query = (item - batch * per_batch) * count;
+    const int work_tiles = static_cast<int>(p.batch) * per_batch, ctas = gridDim.x;
+    for (; round * ctas < work_tiles; ++round) {
+      const int own = round % 2 ? ctas - 1 - blockIdx.x : blockIdx.x;
+      const int work_tile = work_tiles - 1 - round * ctas - own;
+      if (work_tile < 0) continue;
+      batch = work_tile / per_batch;
+      query = (work_tile - batch * per_batch) * count;
       tiles = tiles_seen(p, batch, query, count);
       if (tiles.first == tiles.last) continue;
       ++round;

@@ -1,4 +1,4 @@
-// Launcher of the teacher's kernels.
+// Launcher of the kernels that compute the teacher of the warm-up loss.
 
 #include <algorithm>
 
@@ -13,17 +13,18 @@ namespace {
 
 template <int kD>
 cudaError_t launch(const TeacherParams& p, cudaStream_t stream) {
-  const int64_t items = p.batch * ceil_div(p.queries, int64_t{teacher::Layout(p).queries});
-  if (items > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  return launch_persistent<teacher::Shared<kD>>(teacher::teacher_kernel<kD>, items,
+  const int64_t work_tiles = p.batch * ceil_div(p.queries, int64_t{teacher::Layout(p).queries});
+  if (work_tiles > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  return launch_persistent<teacher::Shared<kD>>(teacher::teacher_kernel<kD>, work_tiles,
                                                 teacher::kThreads, stream, p);
 }
 
-// In multi-head form.
+// Launches the kernels of the multi-head form.
 template <int kD>
 cudaError_t launch_heads(const TeacherParams& p, cudaStream_t stream) {
   using namespace teacher_heads;
-  const int64_t first = item_count(p, Pass::kLogSumExp), second = item_count(p, Pass::kSums);
+  const int64_t first = work_tile_count(p, Pass::kLogSumExp),
+                second = work_tile_count(p, Pass::kSums);
   if (std::max(first, second) > INT32_MAX - 4096) return cudaErrorInvalidValue;
   DSA_RETURN_IF_CUDA_ERROR(launch_persistent<Shared<kD>>(teacher_heads_kernel<kD, Pass::kLogSumExp>,
                                                          first, kThreads, stream, p));

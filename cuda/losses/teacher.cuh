@@ -1,27 +1,31 @@
-// The teacher of the indexer's warm-up: dense softmax attention's probabilities, summed over heads,
+// The teacher of the indexer's warm-up loss: the probabilities of dense softmax attention, summed
+// over the heads,
 //
 //     lse_n = log sum_s exp(scale * q_n . k_s)        out_s = sum_n exp(scale * q_n . k_s - lse_n)
 //
-// over the keys that the query sees: attn_dist (attn_dist/fwd.cuh) with keys in a row, and the
-// log-sum-exp before it, which takes the same products once more.
+// over the keys that the query sees. This kernel is for the latent form, where many heads share a
+// key. It computes what attn_dist (attn_dist/fwd.cuh) does, for consecutive keys, and first the
+// log-sum-exp, for which it computes the scores once more.
 //
-// Heads are the rows of a product and keys its columns. A work item is what 128 rows take: a query
-// of up to 128 heads of a group of keys, or two, four or eight queries of up to 64, 32 or 16, each
-// padded to so many rows (a warp has 16). More heads and more groups come one after the other and
-// add to the output. An item's rows stay in registers while the key tiles that any of its queries
-// sees pass by twice: first each thread has the largest score and the sum of powers of its own
-// columns, which four lanes join at the end; then the powers are summed over rows.
+// Tiling. Heads are the rows of the MMA and keys its columns. A work tile is 128 rows: one query
+// with up to 128 heads of a KV head group, or two, four or eight queries with up to 64, 32 or 16
+// heads, padded to that number of rows (a warp has 16). More heads are further row passes. Row
+// passes and groups follow one another and add to the output. The rows stay in registers while the
+// key tiles that any of the queries sees are streamed twice. The first time, each thread
+// accumulates the largest score and the sum of powers over its own columns, which four lanes
+// combine at the end. The second time, the probabilities are summed over the rows.
 //
-// Blocks are persistent and take items in turn (ranges.cuh).
+// CTAs are persistent and iterate over work tiles (ranges.cuh).
 //
-// Warpgroups:
-//   0, 1  64 rows each, both with all key tiles. They take turns on the tensor cores: one
-//         exponentiates while the other's product runs.
-//   2     copies heads and keys, 16 bytes a cp.async: what is no key of the item becomes zeros, so
-//         that NaN in a key that no query sees goes nowhere
+// Warpgroups.
+//   0, 1  MMA: 64 rows each, both with all key tiles. Ping-pong barriers alternate them on the
+//         tensor cores: one computes exponentials while the other's MMA runs.
+//   2     producer: copies heads and keys with cp.async of 16 bytes, and writes zeros in place of
+//         keys outside the work tile's range, so that a NaN in a key that no query sees has no
+//         effect
 //
-// Shared memory: a ring of three tiles of 64 rows, as in attn_dist; sums of the warps (4 KiB),
-// mbarriers.
+// Shared memory: a ring of three tiles of 64 rows, as in attn_dist, the sums of the warps (4 KiB)
+// and mbarriers.
 #pragma once
 
 #include <cstdint>
@@ -38,34 +42,34 @@
 namespace jax_dsa::teacher {
 
 inline constexpr int kThreads = 384;  // three warpgroups
-inline constexpr int kRows = 64;      // of a head tile
+inline constexpr int kRows = 64;      // rows per head tile
 inline constexpr int kStages = 3;
 
-// Blocks of a tile that are waited for before the others.
+// The 64-column blocks of a tile that have their own mbarrier, so that the MMA can start with them.
 template <int kD>
-inline constexpr int kFirstPart = kD / 128 + 1;
+inline constexpr int kFirstBlocks = kD / 128 + 1;
 
-// 0 is __syncthreads.
+// Named barriers. Barrier 0 is __syncthreads.
 enum NamedBarrier {
-  kTurn = 1,    // warpgroup kTurn + i may issue its products
-  kSummed = 3,  // the warps' sums of warpgroup i are in shared memory
-  kJoined = 5,  // ... of both warpgroups, in buffer i
+  kPingPong = 1,  // ping-pong: warpgroup i may issue its MMAs after barrier kPingPong + i
+  kSummed = 3,    // kSummed + i: the sums of warpgroup i's warps are in shared memory
+  kCombined = 5,  // kCombined + i: those of both warpgroups are in buffer i
 };
 
 template <int kD>
 struct alignas(1024) Shared {
   uint8_t tiles[kStages][kD / 64][kBlockBytes];
-  float sums[2][8][kTile];    // by buffer and warp: of the warp's 16 rows
-  uint64_t full[kStages][2];  // the first part; all
+  float sums[2][8][kTile];    // [buffer][warp]: sums over the warp's 16 rows
+  uint64_t full[kStages][2];  // first kFirstBlocks blocks; whole tile
   uint64_t free[kStages];
 };
 
-// How the heads of a group of keys make rows.
+// How the heads of a KV head group are mapped to rows.
 struct Layout {
-  int heads;    // of a group
-  int rows;     // of a query, with padding: 16, 32, 64 or 128
-  int queries;  // of an item
-  int passes;   // over the keys of a group, of 128 rows each
+  int heads;       // heads per group
+  int rows;        // rows per query, with padding: 16, 32, 64 or 128
+  int queries;     // queries per work tile
+  int row_passes;  // row passes, of 128 rows each
 
   __host__ __device__ explicit Layout(const TeacherParams& p)
       : heads(p.heads / p.groups),
@@ -74,11 +78,11 @@ struct Layout {
              : heads <= 64 ? 64
                            : 128),
         queries(2 * kRows / rows),
-        passes(ceil_div(heads, 2 * kRows)) {}
+        row_passes(ceil_div(heads, 2 * kRows)) {}
 
-  // The query of the item, and the head of the group, that row r of the item's 128 has in a pass.
+  // The query within the work tile, and the head within the group, of row r in a row pass.
   __device__ int query(int r) const { return r / rows; }
-  __device__ int head(int r, int pass) const { return pass * 2 * kRows + r % rows; }
+  __device__ int head(int r, int row_pass) const { return row_pass * 2 * kRows + r % rows; }
 };
 
 // ---- copies ------------------------------------------------------------------------------------
@@ -91,36 +95,36 @@ __device__ void produce(const TeacherParams& p, Shared<kD>& shared) {
   const Layout layout(p);
   const int64_t stride = int64_t{p.groups} * kD * 2;
   Gather gather(warp, sub, chunk);
-  RingPlace<kStages> ring;  // of the tile that comes next
+  RingPlace<kStages> ring;  // stage of the next tile
   const auto fill = [&](uint64_t policy) {
     uint64_t (&full)[2] = shared.full[ring.index];
     mbarrier_wait(&shared.free[ring.index], ring.parity ^ 1);
     const uint32_t to = smem_address(shared.tiles[ring.index]);
-    gather.template copy<0, kFirstPart<kD>, 0>(to, policy);
-    gather.template copy<0, kFirstPart<kD>, 1>(to, policy);
+    gather.template copy<0, kFirstBlocks<kD>, 0>(to, policy);
+    gather.template copy<0, kFirstBlocks<kD>, 1>(to, policy);
     cp_async_arrive(&full[0]);
-    gather.template copy<kFirstPart<kD>, kD / 64, 0>(to, policy);
-    gather.template copy<kFirstPart<kD>, kD / 64, 1>(to, policy);
+    gather.template copy<kFirstBlocks<kD>, kD / 64, 0>(to, policy);
+    gather.template copy<kFirstBlocks<kD>, kD / 64, 1>(to, policy);
     cp_async_arrive(&full[1]);
     ring.advance();
   };
 
-  for (QueryItems items; items.next(p, layout.queries);) {
-    const Tiles tiles = items.tiles;
-    const int64_t token = items.batch * p.queries + items.query;
+  for (QueryWorkTiles work_tile; work_tile.next(p, layout.queries);) {
+    const Tiles tiles = work_tile.tiles;
+    const int64_t token = work_tile.batch * p.queries + work_tile.query;
     const char* const q = static_cast<const char*>(p.q) + token * p.heads * (kD * 2) + chunk * 16;
     const char* const kv =
-        static_cast<const char*>(p.kv) + items.batch * p.keys * stride + chunk * 16;
+        static_cast<const char*>(p.kv) + work_tile.batch * p.keys * stride + chunk * 16;
     for (int group = 0; group < p.groups; ++group) {
-      for (int pass = 0; pass < layout.passes; ++pass) {
+      for (int row_pass = 0; row_pass < layout.row_passes; ++row_pass) {
         for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int row = tile * kRows + Gather::row(warp, i, sub);
-            const int query = layout.query(row), head = layout.head(row, pass);
-            gather.valid[i] = head < layout.heads && items.query + query < p.queries;
-            const int64_t of = int64_t{query} * p.heads + group * layout.heads + head;
-            gather.from[i] = q + (gather.valid[i] ? of * (kD * 2) : 0);
+            const int query = layout.query(row), head = layout.head(row, row_pass);
+            gather.valid[i] = head < layout.heads && work_tile.query + query < p.queries;
+            const int64_t q_row = int64_t{query} * p.heads + group * layout.heads + head;
+            gather.from[i] = q + (gather.valid[i] ? q_row * (kD * 2) : 0);
           }
           fill(drop);
         }
@@ -142,57 +146,57 @@ __device__ void produce(const TeacherParams& p, Shared<kD>& shared) {
 
 // ---- products ----------------------------------------------------------------------------------
 
-// Warpgroup `side`.
+// The main loop of MMA warpgroup `warpgroup`.
 template <int kD>
-__device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
+__device__ void consume(const TeacherParams& p, Shared<kD>& shared, int warpgroup) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int column = threadIdx.x % kTile, first_sum = threadIdx.x % 128 / kTile;
   const float scale_log2 = p.scale * kLog2E;
   const Layout layout(p);
-  const bool joint = layout.rows > kRows;
-  const int warps = layout.rows / 16;                // of a sum
-  const int sums = joint ? 1 : kRows / layout.rows;  // of a warpgroup
-  const int own_query = layout.query(side * kRows + warp * 16);
+  const bool both_warpgroups = layout.rows > kRows;
+  const int warps = layout.rows / 16;  // warps whose sums add up to a query's
+  const int sums = both_warpgroups ? 1 : kRows / layout.rows;  // queries per warpgroup
+  const int own_query = layout.query(warpgroup * kRows + warp * 16);
   uint32_t q[kD / 16][4];
   float s[32];
-  RingPlace<kStages> ring;  // of the tile that comes next
-  int buffer = 0;           // of the next sums
+  RingPlace<kStages> ring;  // stage of the next tile
+  int buffer = 0;           // buffer of the next sums
 
-  const auto release = [&](int arrivals) {  // a warp's, of the tile
+  const auto release = [&](int arrivals) {  // arrivals of this warp
     __syncwarp();
     if (lane < arrivals) mbarrier_arrive(&shared.free[ring.index]);
     ring.advance();
   };
-  const auto wait_for = [&](int part) {
-    mbarrier_wait(&shared.full[ring.index][part], ring.parity);
+  const auto wait_for = [&](int barrier) {
+    mbarrier_wait(&shared.full[ring.index][barrier], ring.parity);
   };
   const auto multiply = [&] {
     wait_for(0);
-    named_barrier_sync<256>(kTurn + side);
-    // The same in all lanes, which the compiler has to know: descriptors are in uniform registers.
+    named_barrier_sync<256>(kPingPong + warpgroup);
+    // Tell the compiler that the index is uniform: descriptors must be in uniform registers.
     const int stage = __shfl_sync(~0u, ring.index, 0);
-    attn_dist::multiply_heads<kD, kFirstPart<kD>>(
+    attn_dist::multiply_heads<kD, kFirstBlocks<kD>>(
         s, q, smem_address(shared.tiles[stage]), [&] { wait_for(1); },
-        [&] { named_barrier_arrive<256>(kTurn + 1 - side); });
+        [&] { named_barrier_arrive<256>(kPingPong + 1 - warpgroup); });
     wgmma_wait<0>();
     wgmma_pin(s);
     release(1);
   };
 
-  // Turns alternate from the first tile to the last, so that neither warpgroup is ever two products
-  // ahead. This is also what makes it safe to pass over the other's head tile in the ring, without
-  // waiting for it, and to reuse a buffer of joined sums.
-  if (side == 1) named_barrier_arrive<256>(kTurn + 0);
-  for (QueryItems items; items.next(p, layout.queries);) {
-    const Tiles tiles = items.tiles;
-    const Range seen = range_of(p, items.batch, items.query + own_query);
-    for (int pass = 0; pass < p.groups * layout.passes; ++pass) {
-      if (side == 1) ring.advance();
+  // The warpgroups alternate from the first tile to the last, so neither is ever two MMAs ahead of
+  // the other. This also makes it safe to skip the other warpgroup's head tile in the ring without
+  // waiting for it, and to reuse a buffer of combined sums.
+  if (warpgroup == 1) named_barrier_arrive<256>(kPingPong + 0);
+  for (QueryWorkTiles work_tile; work_tile.next(p, layout.queries);) {
+    const Tiles tiles = work_tile.tiles;
+    const Range seen = range_of(p, work_tile.batch, work_tile.query + own_query);
+    for (int row_pass = 0; row_pass < p.groups * layout.row_passes; ++row_pass) {
+      if (warpgroup == 1) ring.advance();
       wait_for(0);
-      attn_dist::load_heads<kD, kFirstPart<kD>>(q, smem_address(shared.tiles[ring.index]),
-                                                [&] { wait_for(1); });
+      attn_dist::load_heads<kD, kFirstBlocks<kD>>(q, smem_address(shared.tiles[ring.index]),
+                                                  [&] { wait_for(1); });
       release(2);
-      if (side == 0) ring.advance();
+      if (warpgroup == 0) ring.advance();
 
       Powers rows[2];
       for (int tile = tiles.first; tile < tiles.last; ++tile) {
@@ -205,47 +209,46 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
       float offset[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        rows[r].join(1);
-        rows[r].join(2);
-        const int row = side * kRows + warp * 16 + lane / 4 + 8 * r;
-        const bool there = layout.head(row, pass % layout.passes) < layout.heads;
-        offset[r] = there ? rows[r].offset() : -INFINITY;
+        rows[r].combine(1);
+        rows[r].combine(2);
+        const int row = warpgroup * kRows + warp * 16 + lane / 4 + 8 * r;
+        const bool in_range = layout.head(row, row_pass % layout.row_passes) < layout.heads;
+        offset[r] = in_range ? rows[r].offset() : -INFINITY;
       }
 
       for (int tile = tiles.first; tile < tiles.last; ++tile) {
         multiply();
-        reinterpret_cast<float2*>(shared.sums[buffer][side * 4 + warp])[lane] =
+        reinterpret_cast<float2*>(shared.sums[buffer][warpgroup * 4 + warp])[lane] =
             attn_dist::sum_rows(s, scale_log2, offset);
-        if (!joint) {
-          named_barrier_sync<128>(kSummed + side);
-        } else if (side == 1) {
-          named_barrier_sync<256>(kJoined + buffer);
+        if (!both_warpgroups) {
+          named_barrier_sync<128>(kSummed + warpgroup);
+        } else if (warpgroup == 1) {
+          named_barrier_sync<256>(kCombined + buffer);
         } else {
-          named_barrier_arrive<256>(kJoined + buffer);
+          named_barrier_arrive<256>(kCombined + buffer);
         }
         const int key = tile * kTile + column;
-        for (int sum = first_sum; (side == 1 || !joint) && sum < sums; sum += 2) {
-          const int query = items.query + (joint ? 0 : side * sums + sum);
-          const Range range = sums == 1 ? seen : range_of(p, items.batch, query);
+        for (int sum = first_sum; (warpgroup == 1 || !both_warpgroups) && sum < sums; sum += 2) {
+          const int query = work_tile.query + (both_warpgroups ? 0 : warpgroup * sums + sum);
+          const Range range = sums == 1 ? seen : range_of(p, work_tile.batch, query);
           if (!range.has(key)) continue;
-          const float* from = &shared.sums[buffer][joint ? 0 : side * 4 + sum * warps][column];
+          const float* from =
+              &shared.sums[buffer][both_warpgroups ? 0 : warpgroup * 4 + sum * warps][column];
           const float total = attn_dist::sum_warps(from, warps);
-          float* const to = p.out + (items.batch * p.queries + query) * p.keys + key;
-          *to = pass > 0 ? *to + total : total;
+          float* const to = p.out + (work_tile.batch * p.queries + query) * p.keys + key;
+          *to = row_pass > 0 ? *to + total : total;
         }
         buffer ^= 1;
       }
     }
   }
-  // Takes the last turn, so that no barrier is left with arrivals.
-  if (side == 0) named_barrier_sync<256>(kTurn + 0);
+  // Warpgroup 1 arrives once more than warpgroup 0 waits. Consume this arrival.
+  if (warpgroup == 0) named_barrier_sync<256>(kPingPong + 0);
 }
 
 template <int kD>
 __global__ void __launch_bounds__(kThreads, 1)
     teacher_kernel(const __grid_constant__ TeacherParams p) {
-  constexpr int kConsumer = 216, kProducer = 72;
-  static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<Shared<kD>>();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
@@ -256,14 +259,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_init_fence();
   }
   __syncthreads();
-  const int warpgroup = threadIdx.x / 128;
-  if (warpgroup < 2) {
-    raise_registers<kConsumer>();
-    consume<kD>(p, shared, warpgroup);
-  } else {
-    lower_registers<kProducer>();
-    produce<kD>(p, shared);
-  }
+  attn_dist::run_warpgroups<216, 72>([&](int warpgroup) { consume<kD>(p, shared, warpgroup); },
+                                     [&] { produce<kD>(p, shared); });
 }
 
 }  // namespace jax_dsa::teacher

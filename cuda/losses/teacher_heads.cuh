@@ -1,14 +1,21 @@
-// The teacher of the warm-up loss (see teacher.cuh) where every head, or few of them, has keys of
-// its own: attention in multi-head form. Queries are the rows of a product, 128 of one head.
+// The teacher of the warm-up loss (see teacher.cuh) for attention in multi-head form, where each
+// head or a few heads have their own keys. The rows of the MMA are 128 queries of one head.
 //
-// The first kernel takes the log-sum-exp of each query and head: an item is 128 queries and a head,
-// whose rows stay in registers while the key tiles that any of the queries sees pass by. The second
-// one adds up the probabilities of a tile of 128 queries and 64 keys in registers, head by head, so
-// that no sum goes to memory before it is complete: for each head both tiles come anew, 72 KiB at
-// 192 dims for 3.1 MFLOP, which the L2 delivers in about twice the products' time.
+// The first kernel computes the log-sum-exp of each query and head. A work tile is 128 queries of
+// one head. Its rows stay in registers while the key tiles that any of the queries sees are
+// streamed.
 //
-// Warpgroups: 0 and 1 multiply, 64 queries each; 2 copies, 16 bytes a cp.async. Shared memory: a
-// ring of tiles of 64 rows, which queries and keys go through in the order in which they are used.
+// The second kernel sums the probabilities over the heads. A work tile is 128 queries and 64 keys.
+// The sums stay in registers until they are complete, so for each head both tiles are loaded again.
+// With 192 dims these are 72 KiB for 3.1 MFLOP, which the L2 delivers in about twice the MMAs'
+// time.
+//
+// Warpgroups.
+//   0, 1  MMA: 64 queries each
+//   2     producer: copies with cp.async of 16 bytes
+//
+// Shared memory: a ring of tiles of 64 rows, which holds queries and keys in the order of their
+// use.
 #pragma once
 
 #include <climits>
@@ -26,7 +33,7 @@
 namespace jax_dsa::teacher_heads {
 
 inline constexpr int kThreads = 384;
-inline constexpr int kQueries = 128;  // of an item
+inline constexpr int kQueries = 128;  // per work tile
 
 template <int kD>
 struct alignas(1024) Shared {
@@ -35,28 +42,30 @@ struct alignas(1024) Shared {
   uint64_t full[kStages], free[kStages];
 };
 
+// Which of the two kernels runs.
 enum class Pass { kLogSumExp, kSums };
 
-__host__ __device__ inline int64_t item_count(const TeacherParams& p, Pass pass) {
-  const int64_t others = pass == Pass::kLogSumExp ? p.heads : ceil_div(p.keys, int64_t{kTile});
-  return p.batch * ceil_div(p.queries, int64_t{kQueries}) * others;
+__host__ __device__ inline int64_t work_tile_count(const TeacherParams& p, Pass pass) {
+  const int64_t heads_or_tiles =
+      pass == Pass::kLogSumExp ? p.heads : ceil_div(p.keys, int64_t{kTile});
+  return p.batch * ceil_div(p.queries, int64_t{kQueries}) * heads_or_tiles;
 }
 
-// A block's items with the tiles of keys that any of the queries sees: in the pass of sums those
-// are one.
+// Iterates over a CTA's work tiles. `tiles` are the key tiles that any of the queries sees, in the
+// second kernel one tile.
 template <Pass kPass>
-struct Items {
-  int batch, query, head;  // the first query; in the first pass the head
+struct WorkTiles {
+  int batch, query, head;  // first query; head in the first kernel, 0 in the second
   Tiles tiles;
 
   __device__ bool next(const TeacherParams& p) {
-    const int items = static_cast<int>(item_count(p, kPass));
+    const int work_tiles = static_cast<int>(work_tile_count(p, kPass));
     const int per_batch = static_cast<int>(ceil_div(p.queries, int64_t{kQueries}));
-    const int others = items / per_batch / static_cast<int>(p.batch);
-    for (; number < items; number += gridDim.x) {
-      const int other = number % others, group = number / others;
-      batch = group / per_batch;
-      query = (per_batch - 1 - group % per_batch) * kQueries;  // the last first
+    const int heads_or_tiles = work_tiles / per_batch / static_cast<int>(p.batch);
+    for (; index < work_tiles; index += gridDim.x) {
+      const int head_or_tile = index % heads_or_tiles, query_tile = index / heads_or_tiles;
+      batch = query_tile / per_batch;
+      query = (per_batch - 1 - query_tile % per_batch) * kQueries;  // The last queries come first.
       int first = INT_MAX, last = 0;
       for (int i = 0; i < kQueries / 32; ++i) {
         const Tiles some = tiles_seen(p, batch, query + i * 32, 32);
@@ -64,18 +73,19 @@ struct Items {
         first = min(first, some.first);
         last = max(last, some.last);
       }
-      if (kPass == Pass::kSums) first = max(first, other), last = min(last, other + 1);
+      if (kPass == Pass::kSums)
+        first = max(first, head_or_tile), last = min(last, head_or_tile + 1);
       if (first >= last) continue;
-      head = kPass == Pass::kSums ? 0 : other;
+      head = kPass == Pass::kSums ? 0 : head_or_tile;
       tiles = {first, last, 0, 0};
-      number += gridDim.x;
+      index += gridDim.x;
       return true;
     }
     return false;
   }
 
  private:
-  int number = blockIdx.x;
+  int index = blockIdx.x;
 };
 
 template <int kD, Pass kPass>
@@ -85,7 +95,8 @@ __device__ void produce(const TeacherParams& p, Shared<kD>& shared) {
   const uint64_t keep = l2_policy_evict_last();
   Gather gather(warp, sub, chunk);
   RingPlace<Shared<kD>::kStages> ring;
-  // Rows first, first + 1, ... of `limit`, `stride` bytes apart.
+  // Copies the tile of rows first, first + 1, ..., which are `stride` bytes apart. Rows from
+  // `limit` on become zeros.
   const auto fill = [&](const char* from, int64_t stride, int first, int64_t limit) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -101,29 +112,29 @@ __device__ void produce(const TeacherParams& p, Shared<kD>& shared) {
     ring.advance();
   };
   const int64_t q_stride = int64_t{p.heads} * kD * 2, kv_stride = int64_t{p.groups} * kD * 2;
-  const int of_group = p.heads / p.groups;
-  for (Items<kPass> item; item.next(p);) {
+  const int group_heads = p.heads / p.groups;
+  for (WorkTiles<kPass> work_tile; work_tile.next(p);) {
     const char* const q =
-        static_cast<const char*>(p.q) + item.batch * p.queries * q_stride + chunk * 16;
+        static_cast<const char*>(p.q) + work_tile.batch * p.queries * q_stride + chunk * 16;
     const char* const kv =
-        static_cast<const char*>(p.kv) + item.batch * p.keys * kv_stride + chunk * 16;
-    const int heads = kPass == Pass::kSums ? p.heads : item.head + 1;
-    for (int head = item.head; head < heads; ++head) {
+        static_cast<const char*>(p.kv) + work_tile.batch * p.keys * kv_stride + chunk * 16;
+    const int heads = kPass == Pass::kSums ? p.heads : work_tile.head + 1;
+    for (int head = work_tile.head; head < heads; ++head) {
       for (int tile = 0; tile < 2; ++tile) {
-        fill(q + head * (kD * 2), q_stride, item.query + tile * kTile, p.queries);
+        fill(q + head * (kD * 2), q_stride, work_tile.query + tile * kTile, p.queries);
       }
-      for (int tile = item.tiles.first; tile < item.tiles.last; ++tile) {
-        fill(kv + head / of_group * (kD * 2), kv_stride, tile * kTile, p.keys);
+      for (int tile = work_tile.tiles.first; tile < work_tile.tiles.last; ++tile) {
+        fill(kv + head / group_heads * (kD * 2), kv_stride, tile * kTile, p.keys);
       }
     }
   }
 }
 
-// Warpgroup `side`.
+// The main loop of MMA warpgroup `warpgroup`.
 template <int kD, Pass kPass>
-__device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
+__device__ void consume(const TeacherParams& p, Shared<kD>& shared, int warpgroup) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, column = lane % 4 * 2;
-  const int own_row = side * kTile + warp * 16 + lane / 4;  // and own_row + 8
+  const int own_row = warpgroup * kTile + warp * 16 + lane / 4;  // and own_row + 8
   const float scale_log2 = p.scale * kLog2E;
   uint32_t q[kD / 16][4];
   float s[32];
@@ -139,10 +150,12 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       wait();
-      if (tile == side) {
+      if (tile == warpgroup) {
         attn_dist::load_heads<kD, kD / 64>(q, smem_address(shared.tiles[ring.index]), [] {});
       }
-      release();  // the other's tile, too: a wait for it could come a round late
+      // Wait for and release the other warpgroup's tile, too. Without this, a later wait for the
+      // stage could come a whole round late and misread the parity.
+      release();
     }
   };
   const auto multiply = [&] {
@@ -154,15 +167,16 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
     release();
   };
 
-  for (Items<kPass> item; item.next(p);) {
-    const int64_t token = item.batch * p.queries + item.query + own_row;
-    const Range seen[2] = {range_of(p, item.batch, item.query + own_row),
-                           range_of(p, item.batch, item.query + own_row + 8)};
-    const bool there[2] = {item.query + own_row < p.queries, item.query + own_row + 8 < p.queries};
+  for (WorkTiles<kPass> work_tile; work_tile.next(p);) {
+    const int64_t token = work_tile.batch * p.queries + work_tile.query + own_row;
+    const Range seen[2] = {range_of(p, work_tile.batch, work_tile.query + own_row),
+                           range_of(p, work_tile.batch, work_tile.query + own_row + 8)};
+    const bool in_range[2] = {work_tile.query + own_row < p.queries,
+                              work_tile.query + own_row + 8 < p.queries};
     if constexpr (kPass == Pass::kLogSumExp) {
       load_queries();
       teacher::Powers rows[2];
-      for (int tile = item.tiles.first; tile < item.tiles.last; ++tile) {
+      for (int tile = work_tile.tiles.first; tile < work_tile.tiles.last; ++tile) {
         multiply();
         const int first = tile * kTile;
         const auto covers = [&](Range x) { return x.low <= first && first + kTile <= x.high; };
@@ -172,10 +186,10 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        rows[r].join(1);
-        rows[r].join(2);
-        if (there[r] && lane % 4 == 0) {
-          p.offsets[(token + 8 * r) * p.heads + item.head] = rows[r].offset();
+        rows[r].combine(1);
+        rows[r].combine(2);
+        if (in_range[r] && lane % 4 == 0) {
+          p.offsets[(token + 8 * r) * p.heads + work_tile.head] = rows[r].offset();
         }
       }
     } else {
@@ -184,7 +198,8 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
         float offset[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          offset[r] = load_now(p.offsets + (token + 8 * r) * p.heads + head, there[r], -INFINITY);
+          offset[r] =
+              load_now(p.offsets + (token + 8 * r) * p.heads + head, in_range[r], -INFINITY);
         }
         load_queries();
         multiply();
@@ -193,7 +208,7 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
           sum[i] += exp2_approx(fmaf(s[i], scale_log2, offset[i / 2 % 2]));
         }
       }
-      const int key = item.tiles.first * kTile + column;
+      const int key = work_tile.tiles.first * kTile + column;
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         const int r = i / 2 % 2, own = key + i / 4 * 8 + i % 2;
@@ -206,8 +221,6 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int side) {
 template <int kD, Pass kPass>
 __global__ void __launch_bounds__(kThreads, 1)
     teacher_heads_kernel(const __grid_constant__ TeacherParams p) {
-  constexpr int kConsumer = 208, kProducer = 88;
-  static_assert(registers_fit(1, 2, kConsumer, kProducer));
   auto& shared = dynamic_shared<Shared<kD>>();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Shared<kD>::kStages; ++stage) {
@@ -217,14 +230,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_init_fence();
   }
   __syncthreads();
-  const int warpgroup = threadIdx.x / 128;
-  if (warpgroup < 2) {
-    raise_registers<kConsumer>();
-    consume<kD, kPass>(p, shared, warpgroup);
-  } else {
-    lower_registers<kProducer>();
-    produce<kD, kPass>(p, shared);
-  }
+  attn_dist::run_warpgroups<208, 88>(
+      [&](int warpgroup) { consume<kD, kPass>(p, shared, warpgroup); },
+      [&] { produce<kD, kPass>(p, shared); });
 }
 
 }  // namespace jax_dsa::teacher_heads

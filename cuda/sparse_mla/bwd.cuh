@@ -1,48 +1,61 @@
-// Sparse MLA, backward. For the slots i of a query and its heads,
+// Sparse MLA, backward pass. For each query, its heads, and its slots i:
 //
-//     P_i = exp(scale q . k_i - lse)         dS_i = scale P_i (dout . v_i - delta)
-//     dq = sum_i dS_i k_i                    dkv[idx_i] += dS_i q, and P_i dout in the values
+//   P_i  = exp(scale * q . k_i - lse)                  delta = sum(out * dout) - dlse
+//   dS_i = scale * P_i * (dout . v_i - delta)
+//   dq   = sum_i dS_i k_i                              dkv[idx_i] += dS_i q, and P_i dout in the
+//   values
 //
-// dq gathers per query and keeps what belongs to 64 heads; dkv scatters, and the fewer reductions
-// into global memory the better, so it wants all heads at once. Both do not fit one block. So there
-// are two kinds of work items, which run side by side on different SMs, the first bound
-// by the tensor cores, the second by the reductions. The words:
-//   row      a query and group of keys
-//   step     two neighbouring rows of one head tile (up to 64 heads) each, or one row of more
-//   source   a head tile of a step
-//   image    P or dS of a source and a tile of 64 slots, in memory as it lies in shared memory
-//   item     what a block does at a time, of the
-//              queries' kind (bwd_queries.cuh): P, dS and dq of a source; writes its images
-//              keys' kind (bwd_keys.cuh): dkv of two sources, half of the columns, one window
-//   part     which of its step's an item is: the source; or the pair of sources and the half
-//   window   a part of a step's tiles of slots. If dkv exceeds what the L2 keeps, a step has
-//            several, and the same windows of neighbouring steps follow each other: where slots are
-//            in the order of their keys, as top-k's are, those reduce into the same part of dkv
-//   ticket   an item's number, in the order in which persistent blocks take items
-//   turn     of the tickets: the queries' kind of one step, then as many items of the keys' kind as
-//            a step has, of steps about `lag` before
-//   ring     the room for images, of 2 `lag` steps
-//   packed   neighbouring queries of few heads that are one query of up to 64 (bwd_pack.cuh)
-// The two rows of a step have the slots of keys that both select first (bwd_order.cuh), which are
-// reduced once for both. With `by_rows` nothing is reduced: sums of slots are stored (as "rows" of
-// their own) and then added in a fixed order (sum_rows.cuh). docs/design/sparse_mla.md has an
-// example in numbers.
+// dq is gathered per query, and its MMA needs the operands of 64 heads. dkv is scattered with
+// atomic reductions into global memory, and since these limit its speed, all heads should be summed
+// first. One CTA cannot hold the operands of both. So there are two kinds of work tiles, which run
+// at the same time on different SMs. The first is bound by the tensor cores, the second by the
+// reductions.
 //
-// Deadlock-free: blocks take tickets in order, and an item waits only for its images to be written
-// or for its place in the ring to have been read, both by lower tickets. Blocks need not be
-// resident at the same time.
+//   row               A query and a KV head group. ("Stored rows" are something else, see below.)
+//   step              Two neighbouring rows if a row has one head tile (up to 64 heads), else one
+//   row. P tile, dS tile   P or dS of a head tile and a key tile (64 slots). They lie in the
+//   workspace as
+//                     they lie in shared memory.
+//   dQ tile           A work tile that computes P, dS and dq of one head tile and writes its P and
+//   dS
+//                     tiles (bwd_dq.cuh).
+//   dKV tile          A work tile that computes dkv of two head tiles, for one half of the columns
+//   and
+//                     one KV partition, from their P and dS tiles (bwd_dkv.cuh).
+//   KV partition      Some of the key tiles of a step. If dkv exceeds what the L2 keeps, a step has
+//                     several partitions, and the same partition of neighbouring steps is processed
+//                     one after the other. Where slots are in the order of their keys, as top-k
+//                     returns them, these reduce into the same range of dkv.
+//   tile index        The number of a work tile, from an atomic counter.
+//   scheduling group  The dQ tiles of one step, then as many dKV tiles as a step has. These are of
+//                     steps that are about `lag` earlier.
+//   ring              The space for P and dS tiles, which holds those of 2 * `lag` steps.
+//   packed queries    Neighbouring queries of few heads that are processed as one query of up to 64
+//                     heads (bwd_pack.cuh).
 //
-// Warpgroups: two that multiply, one that copies (roles at the top of each kind's file).
+// The two rows of a step have the slots of their common keys first (bwd_order.cuh). The gradients
+// of these keys are summed over both rows and reduced once. With `by_rows` nothing is reduced: the
+// sums of each slot are stored ("stored rows") and then added in a fixed order (sum_rows.cuh).
+// docs/design/sparse_mla.md has an example in numbers.
+//
+// Deadlocks are impossible. CTAs take work tiles in the order of tile indices, and a work tile
+// waits only until its P and dS tiles are written, or until their space in the ring has been read.
+// Work tiles with lower indices do both. So CTAs need not be resident at the same time.
+//
+// Warpgroups.
+//   0, 1  MMA, with roles that depend on the kind of work tile (see bwd_dq.cuh and bwd_dkv.cuh)
+//   2     producer: fetches work tiles and copies their operands
+//
 // Shared memory, in blocks of 64 rows by 64 columns of bf16 (8 KiB, 128-byte swizzle; see
-// common/tile.cuh), for D 576:
-//   queries' kind   q 9, dout 8, one key tile 9, P and dS of a tile 2: 28 blocks
-//   keys' kind      of two head tiles q 5 and dout 4, images of P and dS 4 a warpgroup: 26 blocks
-// q and dout of any item come while the item before is at its end.
+// common/tile.cuh), for D = 576:
+//   dQ tile   q 9, dout 8, one key tile 9, its P and dS 2: 28 blocks
+//   dKV tile  of two head tiles q 5 and dout 4 each, P and dS tiles 4 per warpgroup: 26 blocks
+// q and dout of a work tile are copied while the previous work tile is finishing.
 #pragma once
 
 #include "common/limits.h"
-#include "sparse_mla/bwd_keys.cuh"
-#include "sparse_mla/bwd_queries.cuh"
+#include "sparse_mla/bwd_dkv.cuh"
+#include "sparse_mla/bwd_dq.cuh"
 
 namespace jax_dsa::sparse_mla {
 
@@ -59,68 +72,71 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(&shared.block_full[i], i == block_order(0) ? 128 + 4 : 128);
       mbarrier_init(&shared.block_free[i], 4);
     }
-    mbarrier_init(&shared.item_done, 8);
+    mbarrier_init(&shared.work_tile_done, 8);
     mbarrier_init(&shared.operand_free, 4);
     for (int i = 0; i < 2; ++i) {
-      mbarrier_init(&shared.item_full[i], 1);
-      mbarrier_init(&shared.image_full[i], 1);
-      mbarrier_init(&shared.image_free[i], 4);
+      mbarrier_init(&shared.work_tile_full[i], 1);
+      mbarrier_init(&shared.p_ds_full[i], 1);
+      mbarrier_init(&shared.p_ds_free[i], 4);
     }
     mbarrier_init_fence();
   }
   __syncthreads();
   const int warpgroup = threadIdx.x / 128;
-  // Of rows_full; of the blocks of key tiles; of the images.
-  uint32_t item_parity = 0, key_parity = 0, image_parity = 0;
+  uint32_t rows_parity = 0, key_parity = 0, p_ds_parity = 0;
 
-  // The warpgroup that copies takes the next item when it has copied all of this one, and copies q
-  // and dout while this one ends: the products of the keys' kind have read theirs by then, those of
-  // the queries' kind when the last scores are made. What goes where this item still reads waits
-  // until it is over.
+  // The producer fetches the next work tile once it has issued all copies of the current one. It
+  // copies the next q and dout while the current work tile is finishing. At that time the MMAs of a
+  // dKV tile have read their q and dout, and those of a dQ tile have read them once the last scores
+  // are computed (`operand_free`). Copies to memory that is read until the end wait for
+  // `work_tile_done`.
   if (warpgroup == 2) {
     lower_registers<kProducer>();
-    uint32_t queries_parity = 0;
-    bool queries = false;
+    uint32_t operand_parity = 0;
+    bool after_dq = false;
     for (uint32_t n = 0;; ++n) {
       const uint32_t parity = n % 2;
       if (threadIdx.x % 128 == 0) {
-        shared.item[parity] = BwdItem(work, atomicAdd(static_cast<uint32_t*>(p.counters), 1u));
-        mbarrier_arrive(&shared.item_full[parity]);
+        shared.work_tile[parity] =
+            BwdWorkTile(work, atomicAdd(static_cast<uint32_t*>(p.counters), 1u));
+        mbarrier_arrive(&shared.work_tile_full[parity]);
       }
       __syncwarp();
-      mbarrier_wait(&shared.item_full[parity], n / 2 % 2);
-      const BwdItem item = shared.item[parity];
-      if (item.over) return;
-      // No warp may be an item behind: others' copies for this one would count as its arrivals at
-      // `rows_full` for the last one, and it could miss a phase of `item_done`.
-      named_barrier_sync<128>(kItemTaken);
-      if (queries) {
-        mbarrier_wait(&shared.operand_free, queries_parity);
-        queries_parity ^= 1;
+      mbarrier_wait(&shared.work_tile_full[parity], n / 2 % 2);
+      const BwdWorkTile work_tile = shared.work_tile[parity];
+      if (work_tile.over) return;
+      // No warp may be one work tile behind the others. Their copies for the new one would count as
+      // arrivals of the slow warp at `rows_full` for the old one, and it could miss a phase of
+      // `work_tile_done`.
+      named_barrier_sync<128>(kWorkTileTaken);
+      if (after_dq) {
+        mbarrier_wait(&shared.operand_free, operand_parity);
+        operand_parity ^= 1;
       }
-      const auto wait_for_last = [&] { mbarrier_wait(&shared.item_done, parity); };
-      if (item.keys) {
-        produce_keys<kD>(p, work, item, shared, image_parity, wait_for_last);
+      const auto wait_for_previous_tile = [&] { mbarrier_wait(&shared.work_tile_done, parity); };
+      if (work_tile.is_dkv) {
+        produce_dkv<kD>(p, work, work_tile, shared, p_ds_parity, wait_for_previous_tile);
       } else {
-        produce_queries<kD, kPacked>(p, work, item, shared, key_parity, wait_for_last);
+        produce_dq<kD, kPacked>(p, work, work_tile, shared, key_parity, wait_for_previous_tile);
       }
-      queries = !item.keys;
+      after_dq = !work_tile.is_dkv;
     }
   }
   raise_registers<kConsumer>();
   for (uint32_t n = 0;; ++n) {
-    fence_async_proxy();  // what ordinary accesses touched may next be the target of a copy
+    fence_async_proxy();  // copies may now overwrite what these threads accessed
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.item_done);
-    mbarrier_wait(&shared.item_full[n % 2], n / 2 % 2);
-    const BwdItem item = shared.item[n % 2];
-    if (item.over) return;
-    if (item.keys) {
-      consume_keys<kD, kRows, kPacked>(p, work, item, shared, warpgroup, item_parity, image_parity);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.work_tile_done);
+    mbarrier_wait(&shared.work_tile_full[n % 2], n / 2 % 2);
+    const BwdWorkTile work_tile = shared.work_tile[n % 2];
+    if (work_tile.over) return;
+    if (work_tile.is_dkv) {
+      consume_dkv<kD, kRows, kPacked>(p, work, work_tile, shared, warpgroup, rows_parity,
+                                      p_ds_parity);
     } else if (warpgroup == 0) {
-      make_gradients<kD, kPacked>(p, work, item, shared, item_parity, key_parity);
+      compute_p_ds<kD, kPacked>(p, work, work_tile, shared, rows_parity, key_parity);
     } else {
-      sum_gradients<kD>(p, work, item, shared, item_parity);
+      accumulate_dq<kD>(p, work, work_tile, shared, rows_parity);
     }
   }
 }

@@ -1,4 +1,4 @@
-// What the parts of the sparse MLA backward kernel share. See bwd.cuh.
+// Work tiles, workspaces and shared memory of the sparse MLA backward kernel. See bwd.cuh.
 #pragma once
 
 #include <algorithm>
@@ -17,212 +17,226 @@ namespace jax_dsa::sparse_mla {
 using mla::kHeads;
 using mla::kThreads;
 
-inline constexpr int kTileImages = 2;     // P and dS of 64 heads and 64 slots, a block each
-inline constexpr int kKeyTiles = 2;       // head tiles that an item of the keys' kind contracts
-inline constexpr int kOrderSlots = 8192;  // queries of more slots share nothing
-inline constexpr int kWindowTiles = 8;    // of slots, at least, that a window has of a step
-inline constexpr int kMemberHeads = 8;    // of packed queries, that share a bit below each index
-inline constexpr int kMemberBits = kHeads / kMemberHeads;
-// The order in which the blocks of a key tile are used and come free. The first warpgroup frees
-// those from 6 on, the second one the others.
+inline constexpr int kPdsBlocks = 2;          // blocks per head tile and key tile: P and dS
+inline constexpr int kDkvHeadTiles = 2;       // head tiles that a dKV tile sums over
+inline constexpr int kOrderSlots = 8192;      // queries with more slots do not share sums
+inline constexpr int kMinPartitionTiles = 8;  // fewest key tiles of a step in a KV partition
+inline constexpr int kHeadsPerMaskBit = 8;    // heads of packed queries that share a mask bit
+inline constexpr int kHeadMaskBits = kHeads / kHeadsPerMaskBit;
+// The order in which a key tile's blocks are used and become free. The first warpgroup frees the
+// blocks from 6 on, the second one frees the others.
 __host__ __device__ constexpr int block_order(int i) {
   return i < 2 || i == 8 ? i : i < 4 ? i + 4 : i - 2;
 }
 
-// The counters start with the next ticket, in 16 bytes of its own.
-inline constexpr int kTicketWords = 4;
+// The counters start with the next tile index, which has 16 bytes of its own.
+inline constexpr int kTileIndexWords = 4;
 
-// A step's counters; all zero when the kernel starts.
+// The counters of a step. The launcher clears all of them before the kernel starts.
 struct BwdCounters {
-  uint32_t written;  // warps that have stored their P and dS of an item
-  uint32_t read;     // items of the keys' kind that have read them
+  uint32_t written;  // warps that have stored their P and dS of a head tile
+  uint32_t read;     // dKV tiles that have read the P and dS tiles
 };
 
-// The distance, in tickets, between the item that writes P and dS and the one that reads them.
-// Below two for each resident block readers stall; above, only the workspace grows, which is
-// allocated before the device is known.
-inline int tickets_behind(const Device& device) { return 2 * std::min(device.num_sms, kMaxSms); }
-// Reductions go into windows of the keys of about so many bytes of dkv in turn, if there are enough
-// slots: 20 MiB are best on an H200, whose L2 has 60 and keeps P and dS, too. A smaller L2 has them
-// as long as they are two fifths of it, as of the 50 MiB of an H100.
-inline int64_t window_bytes(const Device& device) {
+// The distance, in tile indices, between the dQ tile that writes P and dS and the dKV tile that
+// reads them. With less than two per resident CTA, readers stall. With more, only the workspace
+// grows, whose size is fixed before the device is known.
+inline int lag_work_tiles(const Device& device) { return 2 * std::min(device.num_sms, kMaxSms); }
+// The bytes of dkv that one KV partition should cover. 20 MiB are best on an H200, whose L2 of 60
+// MiB must also keep P and dS. On smaller L2s the partition may take two fifths, which are the same
+// 20 MiB on an H100 (50 MiB).
+inline int64_t partition_bytes(const Device& device) {
   return std::min(int64_t{20} << 20, std::max<int64_t>(device.l2_bytes * 2 / 5, 1));
 }
 inline constexpr Device kLargestDevice = {kMaxSms, int64_t{60} << 20};
 
-// Sizes of the work, in the words of bwd.cuh.
+// The sizes of the work. bwd.cuh explains the words.
 struct BwdWork {
   int64_t rows;
-  int64_t tickets;
+  int64_t work_tiles;
   int steps;
-  int head_tiles;  // of a row
-  int span;        // rows of a step
-  int pairs;       // of a step's sources, ceil
-  int slot_tiles;  // at most, of a row
-  int windows;     // of a step
-  int lag;         // steps that the keys' kind follows behind the queries' kind
-  int ring;        // steps whose images have room at the same time
+  int head_tiles;       // of a row
+  int rows_per_step;    // 2 if a row has one head tile, else 1
+  int head_tile_pairs;  // pairs of head tiles in a step, rounded up
+  int key_tiles;        // of a row whose slots are all valid
+  int partitions;       // KV partitions of a step
+  int lag;              // steps between a dQ tile and the dKV tiles of its scheduling group
+  int ring;             // steps whose P and dS tiles fit in the workspace
 
   explicit BwdWork(const SparseMlaBwdParams& p, const Device& device = kLargestDevice)
-      : rows(p.count * p.groups),
+      : rows(p.queries_at_once * p.groups),
         head_tiles(std::max(1, ceil_div(p.heads / p.groups, kHeads))),
-        span(head_tiles == 1 ? 2 : 1),
-        pairs(ceil_div(sources(), kKeyTiles)),
-        slot_tiles(ceil_div(p.slots, kTile)) {
-    const int64_t steps = ceil_div(rows, int64_t{span});
-    const int most = std::max(1, span * slot_tiles / kWindowTiles);
-    const int64_t fit = ceil_div(p.keys * p.groups * p.dim * 4, window_bytes(device));
-    windows = p.by_rows ? 1 : static_cast<int>(std::clamp<int64_t>(fit, 1, most));
-    tickets = steps * per_step();
+        rows_per_step(head_tiles == 1 ? 2 : 1),
+        head_tile_pairs(ceil_div(step_head_tiles(), kDkvHeadTiles)),
+        key_tiles(ceil_div(p.slots, kTile)) {
+    const int64_t steps = ceil_div(rows, int64_t{rows_per_step});
+    const int max_partitions = std::max(1, rows_per_step * key_tiles / kMinPartitionTiles);
+    const int64_t wanted_partitions =
+        ceil_div(p.keys * p.groups * p.dim * 4, partition_bytes(device));
+    partitions =
+        p.by_rows ? 1 : static_cast<int>(std::clamp<int64_t>(wanted_partitions, 1, max_partitions));
+    work_tiles = steps * work_tiles_per_step();
     this->steps = static_cast<int>(steps);
-    const int64_t round = ceil_div(tickets_behind(device), sources() + window_items());
-    lag = static_cast<int>(std::min(steps, round));
+    const int64_t lag_steps =
+        ceil_div(lag_work_tiles(device), step_head_tiles() + dkv_tiles_per_partition());
+    lag = static_cast<int>(std::min(steps, lag_steps));
     ring = 2 * lag;
   }
-  __host__ __device__ int sources() const { return span * head_tiles; }  // head tiles of a step
-  __host__ __device__ int window_items() const { return pairs * 2; }     // of a step
-  __host__ __device__ int keys_items() const { return windows * window_items(); }
-  __host__ __device__ int per_step() const { return sources() + keys_items(); }
-  // Sums of 128 heads, or of fewer, that a slot of a row has.
-  __host__ __device__ int row_sums() const { return ceil_div(head_tiles, kKeyTiles); }
-  int64_t image_blocks() const { return int64_t{ring} * sources() * slot_tiles * kTileImages; }
-  // Whether a step's rows may share sums, by an order of their slots.
-  bool shares(const SparseMlaBwdParams& p) const {
-    return span == 2 && rows > 1 && p.groups == 1 && p.slots <= kOrderSlots && !p.by_rows;
+  __host__ __device__ int step_head_tiles() const { return rows_per_step * head_tiles; }
+  __host__ __device__ int dkv_tiles_per_partition() const { return head_tile_pairs * 2; }
+  __host__ __device__ int dkv_tiles_per_step() const {
+    return partitions * dkv_tiles_per_partition();
+  }
+  __host__ __device__ int work_tiles_per_step() const {
+    return step_head_tiles() + dkv_tiles_per_step();
+  }
+  // Returns how many rows are stored for a slot, each of which sums over up to 128 heads.
+  __host__ __device__ int stored_rows_per_slot() const {
+    return ceil_div(head_tiles, kDkvHeadTiles);
+  }
+  int64_t p_ds_blocks() const { return int64_t{ring} * step_head_tiles() * key_tiles * kPdsBlocks; }
+  // Returns whether the two rows of a step share the sums of their common keys, which requires that
+  // their slots are put in a common order.
+  bool shares_sums(const SparseMlaBwdParams& p) const {
+    return rows_per_step == 2 && rows > 1 && p.groups == 1 && p.slots <= kOrderSlots && !p.by_rows;
   }
 };
 
-struct BwdItem {
-  bool over;  // there is no more work
-  bool keys;  // which kind
+struct BwdWorkTile {
+  bool over;    // there is no such work tile, so the CTA is done
+  bool is_dkv;  // whether it is a dKV tile or a dQ tile
   int step;
-  int part;    // source; or 2 * pair + half
-  int window;  // of the keys' kind
+  int within_step;  // dQ tile: the head tile; dKV tile: 2 * pair of head tiles + half of the
+                    // columns
+  int partition;    // of a dKV tile
 
-  // The queries' kind of `lag` steps, then turns. The keys' kind is in order within `lag` steps:
-  // the first window of each of them, the next window of each, and so on.
-  __device__ BwdItem(const BwdWork& work, unsigned ticket)
-      : over(ticket >= work.tickets), keys(false), step(0), part(0), window(0) {
+  // The dQ tiles of the first `lag` steps come first, then the scheduling groups. The dKV tiles of
+  // `lag` consecutive steps are ordered by partition: the first partition of each of these steps,
+  // then the next partition of each, and so on.
+  __device__ BwdWorkTile(const BwdWork& work, unsigned tile_index)
+      : over(tile_index >= work.work_tiles), is_dkv(false), step(0), within_step(0), partition(0) {
     if (over) return;
-    const unsigned sources = work.sources(), ramp = work.lag * sources;
-    if (ticket < ramp) {
-      step = ticket / sources;
-      part = ticket % sources;
+    const unsigned step_head_tiles = work.step_head_tiles(), prologue = work.lag * step_head_tiles;
+    if (tile_index < prologue) {
+      step = tile_index / step_head_tiles;
+      within_step = tile_index % step_head_tiles;
       return;
     }
-    ticket -= ramp;
-    // The last turns have the keys' kind only.
-    const unsigned both = work.steps - work.lag, in_both = both * work.per_step();
-    const unsigned rest = ticket - min(ticket, in_both);
-    ticket -= rest;
-    const unsigned turn = ticket / work.per_step() + rest / work.keys_items();
-    unsigned place = ticket % work.per_step() + rest % work.keys_items();
-    if (turn < both && place < sources) {
-      step = turn + work.lag;
-      part = place;
+    tile_index -= prologue;
+    // The last scheduling groups consist of dKV tiles only.
+    const unsigned full_groups = work.steps - work.lag,
+                   in_full_groups = full_groups * work.work_tiles_per_step();
+    const unsigned rest = tile_index - min(tile_index, in_full_groups);
+    tile_index -= rest;
+    const unsigned group =
+        tile_index / work.work_tiles_per_step() + rest / work.dkv_tiles_per_step();
+    unsigned offset = tile_index % work.work_tiles_per_step() + rest % work.dkv_tiles_per_step();
+    if (group < full_groups && offset < step_head_tiles) {
+      step = group + work.lag;
+      within_step = offset;
       return;
     }
-    keys = true;
-    if (turn < both) place -= sources;
-    const unsigned first = turn / work.lag * work.lag, steps = min(work.lag, work.steps - first);
-    place += (turn - first) * work.keys_items();
-    window = place / (steps * work.window_items());
-    place %= steps * work.window_items();
-    step = first + place / work.window_items();
-    part = place % work.window_items();
+    is_dkv = true;
+    if (group < full_groups) offset -= step_head_tiles;
+    const unsigned first = group / work.lag * work.lag, steps = min(work.lag, work.steps - first);
+    offset += (group - first) * work.dkv_tiles_per_step();
+    partition = offset / (steps * work.dkv_tiles_per_partition());
+    offset %= steps * work.dkv_tiles_per_partition();
+    step = first + offset / work.dkv_tiles_per_partition();
+    within_step = offset % work.dkv_tiles_per_partition();
   }
 };
 
 inline int64_t counter_bytes(const BwdWork& work) {
-  return kTicketWords * 4 + work.steps * int64_t{sizeof(BwdCounters)};
+  return kTileIndexWords * 4 + work.steps * int64_t{sizeof(BwdCounters)};
 }
 __device__ inline BwdCounters* bwd_counters(const SparseMlaBwdParams& p) {
-  return reinterpret_cast<BwdCounters*>(static_cast<uint32_t*>(p.counters) + kTicketWords);
+  return reinterpret_cast<BwdCounters*>(static_cast<uint32_t*>(p.counters) + kTileIndexWords);
 }
 
-// Where the images of a step's source begin.
-__device__ inline char* image(const SparseMlaBwdParams& p, const BwdWork& work, int step,
-                              int source) {
-  const int64_t at = step % work.ring * work.sources() + source;
-  return static_cast<char*>(p.images) + at * work.slot_tiles * kTileImages * kBlockBytes;
+// Returns where the P and dS tiles of a head tile of a step begin.
+__device__ inline char* p_ds_tiles(const SparseMlaBwdParams& p, const BwdWork& work, int step,
+                                   int head_tile) {
+  const int64_t at = step % work.ring * work.step_head_tiles() + head_tile;
+  return static_cast<char*>(p.p_ds) + at * work.key_tiles * kPdsBlocks * kBlockBytes;
 }
 
-// A head tile of a step: heads of one row, with their place in [batch, queries, heads, ...].
+// A head tile of a step: heads of one row, with their position in [batch, queries, heads, ...].
 struct HeadTile {
   int row, group;
   int64_t token;  // batch * queries + query
-  int64_t first;  // place of the first head
+  int64_t first;  // position of the first head
   int heads;      // at most 64; 0 if there is no such row
 
-  __device__ HeadTile(const SparseMlaBwdParams& p, const BwdWork& work, int step, int source) {
-    const int per_group = p.heads / p.groups, tile = source % work.head_tiles;
-    row = step * work.span + source / work.head_tiles;
+  __device__ HeadTile(const SparseMlaBwdParams& p, const BwdWork& work, int step, int head_tile) {
+    const int per_group = p.heads / p.groups, tile = head_tile % work.head_tiles;
+    row = step * work.rows_per_step + head_tile / work.head_tiles;
     const bool exists = row < work.rows;
     if (!exists) --row;
-    token = p.first + row / p.groups, group = row % p.groups;
+    token = p.first_query + row / p.groups, group = row % p.groups;
     first = token * p.heads + group * per_group + tile * kHeads;
     heads = exists ? min(per_group - tile * kHeads, kHeads) : 0;
   }
   __device__ int64_t batch(const SparseMlaBwdParams& p) const {
     return static_cast<int>(token) / static_cast<int>(p.queries);
   }
-  // Packed indices are shifted, with members below them; with the limit shifted, too, whether a
-  // slot counts is the same question.
+  // Below the index of a packed slot there are `head_mask_bits` mask bits. Shifting the limit by as
+  // many bits gives the same comparison, so that the index need not be shifted.
   __device__ Slots slots(const SparseMlaBwdParams& p) const {
     Slots slots(p, token, group);
-    slots.limit <<= p.member_bits;
+    slots.limit <<= p.head_mask_bits;
     return slots;
   }
-  // Of slots; by all lanes.
+  // Returns the number of key tiles. All lanes of a warp must call it.
   __device__ int tiles(const SparseMlaBwdParams& p, int lane) const {
     return heads > 0 ? count_tiles(slots(p), lane) : 0;
   }
 };
 
-// `order`, if rows share sums: the indices in their new order, then for each step, how many tiles
-// of slots its two rows have in common.
+// If rows share sums, `order` holds the reordered indices, and after them for each step the number
+// of key tiles that its two rows have in common.
 inline int64_t order_words(const SparseMlaBwdParams& p, const BwdWork& work) {
-  return work.shares(p) ? work.rows * p.slots + work.steps : 0;
+  return work.shares_sums(p) ? work.rows * p.slots + work.steps : 0;
 }
 __device__ inline int32_t* common_tiles(const SparseMlaBwdParams& p, const BwdWork& work) {
   return p.order + work.rows * p.slots;
 }
 
-// The tiles of slots of an item of the keys' kind, whose one or two head tiles are of the same row
-// and have all tiles in common, or of two rows that have the first tiles in common. So there are
-// three ranges: common tiles, others of the first row, others of the second row.
-struct TileList {
-  struct Source {
+// The key tiles of a dKV tile. Its one or two head tiles belong to the same row, and then have all
+// key tiles in common, or to two rows, which have the first key tiles in common. So there are three
+// ranges: common key tiles, further ones of the first row, and further ones of the second row.
+struct KeyTileList {
+  struct Row {
     int tiles;
     Slots slots;
-    int64_t dkv;   // where the gradient of key 0 begins
-    int64_t sums;  // or its row of slot 0
+    int64_t dkv;         // where the gradient of key 0 begins, in elements
+    int64_t stored_row;  // by rows: the stored row of slot 0
   };
   int head_tiles;
-  int end[3];     // of a range, in this list
-  int offset[3];  // from a place in this list to the tile
-  Source source[2];
+  int end[3];     // of each range, in this list
+  int offset[3];  // what to add to a position in this list to get the key tile
+  Row rows[2];
 
-  // Of each range, the window-th of `windows` parts.
-  __device__ TileList(int head_tiles, const Source& first, const Source& second, int common,
-                      int window, int windows)
-      : head_tiles(head_tiles), source{first, second} {
+  // Takes from each range the key tiles of KV partition `partition` of `partitions`.
+  __device__ KeyTileList(int head_tiles, const Row& first, const Row& second, int common,
+                         int partition, int partitions)
+      : head_tiles(head_tiles), rows{first, second} {
     const int limits[3][2] = {{0, common}, {common, first.tiles}, {common, second.tiles}};
     int count = 0;
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-      const int size = limits[i][1] - limits[i][0], begin = size * window / windows;
+      const int size = limits[i][1] - limits[i][0], begin = size * partition / partitions;
       offset[i] = limits[i][0] + begin - count;
-      count += size * (window + 1) / windows - begin;
+      count += size * (partition + 1) / partitions - begin;
       end[i] = count;
     }
   }
   __device__ int tiles() const { return end[2]; }
-  // The n-th is tile `tile` of `number` head tiles from `first` on.
-  __device__ void find(int n, int* tile, int* first, int* number) const {
+  // Position n is key tile `*tile`, for `*head_tile_count` head tiles from `*first_head_tile` on.
+  __device__ void find(int n, int* tile, int* first_head_tile, int* head_tile_count) const {
     const int range = (n >= end[0]) + (n >= end[1]);
-    *first = range / 2;
-    *number = range == 0 ? head_tiles : 1;
+    *first_head_tile = range / 2;
+    *head_tile_count = range == 0 ? head_tiles : 1;
     *tile = n + offset[range];
   }
 };
@@ -231,47 +245,49 @@ template <int kD>
 struct alignas(1024) BwdShared {
   static constexpr int kBlocks = kD / 64;
 
-  struct Queries {
-    uint8_t operand[kBlocks + 8][kBlockBytes];  // q and dout in turns; q's ninth block
+  struct Dq {
+    uint8_t operand[kBlocks + 8][kBlockBytes];  // blocks of q and dout alternate; then q's ninth
     uint8_t keys[kBlocks][kBlockBytes];
-    uint8_t p[kBlockBytes];   // of the tile at hand, rows are slots
-    uint8_t ds[kBlockBytes];  // and dS
-    float2 of_head[kHeads];   // lse in log2 units, delta
-    uint8_t members[kTile];   // of the tile's slots: a bit for every 8 heads
+    uint8_t p[kBlockBytes];  // of the current key tile; rows are slots
+    uint8_t ds[kBlockBytes];
+    float2 head_stats[kHeads];  // lse in log2 units, delta
+    uint8_t head_mask[kTile];   // per slot of the key tile; a bit for every 8 heads
   };
-  struct Keys {
-    uint8_t q[kKeyTiles][4][kBlockBytes];  // half of the value columns
-    uint8_t dout[kKeyTiles][4][kBlockBytes];
-    uint8_t ninth[kKeyTiles][kBlockBytes];                   // q's ninth block
-    uint8_t images[2][kKeyTiles][kTileImages][kBlockBytes];  // by warpgroup
-    uint8_t stage[8][1024];                                  // each warp's, for its sums
+  struct Dkv {
+    uint8_t q[kDkvHeadTiles][4][kBlockBytes];  // one half of the value columns
+    uint8_t dout[kDkvHeadTiles][4][kBlockBytes];
+    uint8_t ninth[kDkvHeadTiles][kBlockBytes];                // q's ninth block
+    uint8_t p_ds[2][kDkvHeadTiles][kPdsBlocks][kBlockBytes];  // by warpgroup, head tile, P or dS
+    uint8_t staging[8][1024];                                 // by warp, for stored rows
   };
   union {
-    Queries queries;
-    Keys keys;
+    Dq dq;
+    Dkv dkv;
   };
-  // So q and dout have room as soon as those of the item before have been read.
-  static_assert(offsetof(Keys, ninth) <= offsetof(Queries, keys));
-  ValidRows valid;     // of the tile at hand
-  BwdItem item[2];     // this one and the next
-  int tiles;           // of slots, of the item, if of the queries' kind
-  TileList list;       // or of the keys' kind
-  uint64_t rows_full;  // Q and dO of the item are here
+  // The q and dout of a dKV tile overlap only the q and dout of a preceding dQ tile, so their
+  // copies may start as soon as `operand_free` is complete.
+  static_assert(offsetof(Dkv, ninth) <= offsetof(Dq, keys));
+  ValidRows valid;           // of the current key tile
+  BwdWorkTile work_tile[2];  // the current and the next work tile
+  int tiles;                 // dQ tile: its key tiles
+  KeyTileList list;          // dKV tile: its key tiles
+  uint64_t rows_full;        // q and dout of the work tile are in shared memory
   uint64_t block_full[kBlocks], block_free[kBlocks];
-  uint64_t image_full[2], image_free[2];  // by warpgroup
-  uint64_t item_done;                     // the multiplying warps are ready for the next item
-  // In turns: a warp may not yet have seen one item when the next one is here.
-  uint64_t item_full[2];
-  uint64_t operand_free;  // q and dout of an item of the queries' kind have been read
+  uint64_t p_ds_full[2], p_ds_free[2];  // by warpgroup
+  uint64_t work_tile_done;              // the consumer warps are ready for the next work tile
+  // Two barriers alternate, because a warp may not yet have observed one work tile when the next
+  // one arrives.
+  uint64_t work_tile_full[2];
+  uint64_t operand_free;  // q and dout of a dQ tile have been read
 };
 
-// Named barriers; 0 is __syncthreads. Of two multiplying warpgroups, one waits.
+// Named barriers. Barrier 0 is __syncthreads.
 enum BwdBarrier {
-  kHeadsReady = 1,   // in the first warpgroup
-  kGradientsReady,   // the second one waits
-  kFirstBlocksFree,  // the first one waits
-  kGradientsRead,    // the second one waits
-  kItemTaken,        // in the warpgroup that copies
+  kHeadStatsReady = 1,  // within the first warpgroup: lse and delta are in shared memory
+  kDsReady,             // the first warpgroup has stored dS, for which the second one waits
+  kFirstBlocksFree,  // the second warpgroup has freed blocks 0 and 1, for which the first one waits
+  kDsRead,           // the first warpgroup has read dS, for which the second one waits
+  kWorkTileTaken,    // within the producer warpgroup: all warps have read the work tile
 };
 
 }  // namespace jax_dsa::sparse_mla

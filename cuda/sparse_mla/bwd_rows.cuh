@@ -1,4 +1,4 @@
-// How a warp of the sparse MLA backward kernel adds its rows of an accumulator to global memory.
+// Adds a warp's rows of an accumulator of the sparse MLA backward kernel to global memory.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -6,21 +6,21 @@
 
 namespace jax_dsa::sparse_mla {
 
-// Where the gradients of a warp's 16 slots belong: of this lane's columns, to[i] those of row
-// i / 2 * 8 + lane / 8 * 2 + i % 2, if bit i of `counts` is set.
+// The targets of the gradients of a warp's 16 slots. to[i] points to this lane's columns in row i /
+// 2 * 8 + lane / 8 * 2 + i % 2, which is valid if bit i of `valid` is set.
 struct KeyRows {
   float* to[4];
-  uint32_t counts;
+  uint32_t valid;
 
-  // `index` is that of slot lane % 16, shifted by so many bits.
+  // `index` is the index of slot lane % 16, with `bits` mask bits below it.
   __device__ KeyRows(float* dkv, int64_t stride, const Slots& slots, int index, int bits)
-      : counts(0) {
+      : valid(0) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int key = __shfl_sync(~0u, index, i / 2 * 8 + lane / 8 * 2 + i % 2);
       const bool exists = slots.is_valid(key);
-      counts |= uint32_t{exists} << i;
+      valid |= uint32_t{exists} << i;
       to[i] = dkv + lane % 8 * 4 + (exists ? key >> bits : 0) * stride;
     }
   }
@@ -30,18 +30,19 @@ struct KeyRows {
   }
 };
 
-// Adds the warp's 16 rows of an accumulator to global memory, 128 bytes of a row by eight lanes
-// side by side: reductions of 32 or 64 bytes run at 60 or 80 % of the rate. Of 32 columns, the quad
-// of a row has four pairs in each lane: two of the first 16 columns, two of the others. Quads of
-// neighbouring rows exchange halves, so that the first one has 16 columns of either row, the second
-// one the other 16; pairs stay together, at `sparse_mla_dkv_place`. kAll: every row counts.
+// Adds the warp's 16 rows of an accumulator to global memory. Eight neighbouring lanes reduce 128
+// bytes of a row, because reductions of 32 or 64 bytes reach only 60 or 80 % of the rate. Of 32
+// columns, each lane of a row's quad holds four pairs: two of the first 16 columns and two of the
+// others. Quads of neighbouring rows exchange halves, so that the first one has the first 16
+// columns of both rows and the second one the other 16. Pairs stay together, which gives the column
+// order of `sparse_mla_dkv_place`. kAll: every row is valid.
 template <bool kAll, int kN>
 __device__ __forceinline__ void reduce_rows(const float (&x)[kN], const KeyRows& rows) {
   const bool first = threadIdx.x % 8 < 4;
 #pragma unroll
   for (int columns = 0; columns < kN * 2; columns += 32) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // of the rows
+    for (int half = 0; half < 2; ++half) {  // rows 0..7 of the warp, then rows 8..15
       float sums[2][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -53,7 +54,7 @@ __device__ __forceinline__ void reduce_rows(const float (&x)[kN], const KeyRows&
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float (&y)[4] = sums[r];
-        if (kAll || rows.counts >> (half * 2 + r) & 1) {
+        if (kAll || rows.valid >> (half * 2 + r) & 1) {
           red_add(rows.to[half * 2 + r] + columns, y[0], y[1], y[2], y[3]);
         }
       }

@@ -47,33 +47,36 @@ struct SparseMlaBwdParams {
   void* dq;           // [batch, queries, heads, dim], bf16
   // [batch, keys, groups, dim]. Without by_rows, dkv is summed by atomic reductions in an order
   // that differs from run to run, and columns are permuted by `sparse_mla_dkv_place`. With by_rows,
-  // dkv is bit-identical on every run and columns are in order: `count` queries at a time, counted
-  // across the batch, first store their summands as rows, and then the rows of each key are added.
+  // dkv is bit-identical on every run and columns are in order: `queries_at_once` queries at a
+  // time, counted across the batch, first store their summands as rows, and then the rows of each
+  // key are added.
   float* dkv;
-  void* rows;  // [count, groups, ceil(heads per group / 128), slots rounded up to 64, dim], bf16
-  // Both have the shape [batch * queries, ... as `rows` without dim]. For every `count` queries,
-  // row_order lists the rows (as positions in `rows`) in the order of their keys, rows without a
-  // key last. row_key has their keys, as positions in [batch, keys, groups], plus batch * keys *
-  // groups + 1 for every `count` queries before.
+  // [queries_at_once, groups, ceil(heads per group / 128), slots rounded up to 64, dim], bf16
+  void* rows;
+  // Both have the shape [batch * queries, ... as `rows` without dim]. For every `queries_at_once`
+  // queries, row_order lists the rows (as positions in `rows`) in the order of their keys, rows
+  // without a key last. row_key has their keys, as positions in [batch, keys, groups], plus batch *
+  // keys * groups + 1 for every `queries_at_once` queries before.
   const int32_t* row_order;
   const uint32_t* row_key;
   void* counters;  // sparse_mla_bwd_counter_bytes bytes
-  void* images;    // sparse_mla_bwd_image_bytes bytes, aligned to 16
+  void* p_ds;      // P and dS tiles: sparse_mla_bwd_p_ds_bytes bytes, aligned to 16
   int32_t* order;  // sparse_mla_bwd_order_bytes bytes; not accessed if that is 0
   int64_t batch;
   int64_t queries;
   int64_t keys;
-  int64_t count;      // queries at a time, across the batch; all of them without by_rows
-  int64_t first = 0;  // first of the queries that are being processed
-  int heads;          // a multiple of groups
+  int64_t queries_at_once;  // queries at a time, across the batch; all of them without by_rows
+  int64_t first_query = 0;  // first of the queries that are being processed
+  int heads;                // a multiple of groups
   int groups;
   int slots;
   int dim;  // 576 or 512
   float scale;
   bool by_rows;
-  // Set by the launcher where it packs several queries into one (bwd_pack.cuh): this many bits
-  // below each index, one for every 8 heads, say for which of these heads the key is selected.
-  int member_bits = 0;
+  // The launcher sets this where it packs several queries into one (bwd_pack.cuh). Then each index
+  // is followed by this many lower bits, one for every 8 heads, which say whether these heads have
+  // selected the key.
+  int head_mask_bits = 0;
 };
 
 // Returns where the backward kernel keeps a column of dkv: every 16 columns are stored as the pairs
@@ -88,7 +91,7 @@ cudaError_t launch_sparse_mla_fwd(const SparseMlaFwdParams& params, cudaStream_t
 // query.
 int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& params);
 int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& params);
-int64_t sparse_mla_bwd_image_bytes(const SparseMlaBwdParams& params);
+int64_t sparse_mla_bwd_p_ds_bytes(const SparseMlaBwdParams& params);
 int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& params);
 
 cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& params, cudaStream_t stream);

@@ -1,10 +1,13 @@
-// Sums the rows that the sparse MLA backward kernel stores instead of reducing them (see bwd.cuh):
+// Sums the rows that the sparse MLA backward kernel stores if it does not reduce them (see
+// bwd.cuh):
 //
-//     dkv[key] += sum over its entries i, in order, of rows[order[i]]
+//   dkv[key] += sum over its entries i, in order, of rows[order[i]]
 //
-// in f32, bit-identical on every run. Eight columns a thread, so a row is 72 (or 64) threads' 16
-// bytes; a block has a few keys. Lists are short (slots over keys, 128 for 1M slots and 8192 keys),
-// and every row is read once: bound by memory.
+// The sum is in float32 and bit-identical on every run.
+//
+// Tiling. A CTA processes kSumKeys keys. Each thread sums 8 columns (16 bytes) of one key, so a key
+// takes 72 (or 64) threads. A key has few rows (slots over keys: 128 for 1M slots and 8192 keys),
+// and every row is read once, so the kernel is bound by memory.
 #pragma once
 
 #include <cstdint>
@@ -13,20 +16,20 @@
 
 namespace jax_dsa::sparse_mla {
 
-inline constexpr int kSumKeys = 4;    // of a block
-inline constexpr int kSumUnroll = 4;  // rows on their way at the same time
+inline constexpr int kSumKeys = 4;    // keys per CTA
+inline constexpr int kSumUnroll = 4;  // rows that a thread loads at a time
 
 struct SumRowsParams {
   const void* rows;      // [row_count, dim], bf16
-  const int32_t* order;  // [row_count]: rows, those of key 0 first
-  const uint32_t* key;   // [row_count]: whose row order[i] is, plus `first_key`, ascending
-  float* dkv;            // [keys, dim], added to
-  int64_t first_key;     // where keys start
-  int64_t keys;          // rows of those from first_key + keys on are no key's
+  const int32_t* order;  // [row_count], positions in `rows`, in the order of their keys
+  const uint32_t* key;   // [row_count], ascending: first_key + the key of row order[i]
+  float* dkv;            // [keys, dim], accumulated
+  int64_t first_key;     // what `key` holds for key 0
+  int64_t keys;          // rows whose `key` is at least first_key + keys are skipped
   int row_count;
 };
 
-// The first row of `key` or of a later one.
+// Returns the first position in `order` whose row belongs to `key` or a later key.
 __device__ inline int first_row(const SumRowsParams& p, int64_t key) {
   int low = 0, high = p.row_count;
   while (low < high) {

@@ -1,5 +1,6 @@
-// Which top-k kernel runs a call: short rows in registers; many rows a block each, a wide one if
-// they are long; few long rows a cluster each.
+// Chooses the top-k kernel. Short rows are held in registers. Otherwise, a few long rows are
+// processed by one cluster each, and many rows by one CTA each, which has more threads if the rows
+// are long.
 
 #include <algorithm>
 
@@ -11,11 +12,14 @@
 namespace jax_dsa {
 namespace {
 
-constexpr int kMaxRanks = 8;  // of a portable cluster
-constexpr int64_t kMinPart = int64_t{1}
-                             << 15;  // logits that make another block worth its synchronisation
-constexpr int64_t kLong = int64_t{1} << 16;  // from where a wide block is faster, whatever the rows
+constexpr int kMaxRanks = 8;  // CTAs of the largest portable cluster
+// The number of logits per CTA from which another CTA in the cluster is worth its synchronisation.
+constexpr int64_t kMinSplit = int64_t{1} << 15;
+// The row size from which a wide CTA is faster for any number of rows.
+constexpr int64_t kLongRow = int64_t{1} << 16;
 
+// Returns the number of entries of a list for `wanted` values. Beside these it has room for as many
+// again, and for at least one tile.
 int capacity_for(int64_t wanted, int64_t tile) {
   return static_cast<int>(ceil_div(wanted + std::max(wanted, tile), int64_t{4}) * 4);
 }
@@ -31,16 +35,16 @@ cudaError_t launch_topk(const TopkParams& p, cudaStream_t stream) {
   Device device;
   DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
 
-  const int64_t resident = int64_t{device.num_sms} * topk::Wide::kBlocksPerSm;
+  const int64_t resident = int64_t{device.num_sms} * topk::Wide::kCtasPerSm;
   int ranks = 1;
-  while (ranks < kMaxRanks && p.rows * ranks * 2 <= resident && p.size >= 2 * ranks * kMinPart) {
+  while (ranks < kMaxRanks && p.rows * ranks * 2 <= resident && p.size >= 2 * ranks * kMinSplit) {
     ranks *= 2;
   }
   if (ranks > 1) {
     return topk::launch<topk::Latency>(p, capacity_for(wanted, topk::Latency::kTile), ranks,
                                        stream);
   }
-  if (p.rows <= resident || p.size >= kLong) {
+  if (p.rows <= resident || p.size >= kLongRow) {
     return topk::launch<topk::Wide>(p, capacity_for(wanted, topk::Wide::kTile), 1, stream);
   }
   return topk::launch<topk::Throughput>(p, capacity_for(wanted, topk::Throughput::kTile), 1,

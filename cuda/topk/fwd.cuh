@@ -1,26 +1,32 @@
-// Top-k of f32 rows in one read of the logits, exact for every input.
+// Top-k of float32 rows in one read of the logits, exact for every input.
 //
-// A row's range is streamed in index order, a tile of kThreads x kVec x 4 logits at a time, from
-// registers into a list in shared memory of (value, index). Only what exceeds a threshold is
-// appended, at places given by a prefix sum, so the list stays in index order. When a tile does not
-// fit, the list is cut to its exact k largest (select.cuh) and the threshold rises to the smallest
-// of them: a later logit that only equals it loses the tie. The list holds k and a tile at least,
-// so it never overflows: it is a cache, and all-equal rows, plateaus or ascending rows only make it
-// be cut more often, at most once a tile. At the end the list is cut once more and copied out.
+// The list. A row's range is streamed in index order, one tile of kThreads x kVec x 4 logits at a
+// time, from registers into a list of (value, index) entries in shared memory. Only logits above a
+// threshold are appended, at places given by a prefix sum, so the list stays in index order. When a
+// tile does not fit, the list is cut to its exact k largest entries (select.cuh), and the threshold
+// rises to the smallest of these. A later logit that equals the threshold loses the tie. The list
+// has room for k entries and one tile, so it never overflows. Rows of equal values, plateaus or
+// ascending values only cause more cuts, at most one per tile. At the end the list is cut once more
+// and copied out.
 //
-// The threshold starts as a guess, so that a typical row appends little more than k and is cut
-// once: 2048 logits, in quads spread evenly over the range, are ranked, and the guess is what about
-// k + 4 standard deviations should exceed or equal. Too low a guess costs time only; if fewer than
-// k passed it, the row is streamed again with none.
+// The first threshold is estimated from a sample, so that a typical row appends little more than k
+// entries and is cut once. The sample consists of 2048 logits in quads (4 consecutive logits),
+// spread evenly over the range. The threshold is a value that about k + 4 standard deviations of
+// the logits should reach. If it is too low, only time is lost. If fewer than k logits pass it, the
+// row is streamed again without a threshold.
 //
-// Throughput: a row a block, five blocks an SM, so that one row's cut hides behind another's loads.
-// Wide: the same with more threads, for long rows and for few. Latency: a row's range is split over
-// the blocks of a cluster. Each takes the same sample of the whole row, streams its part and cuts
-// its own list; then the first block appends the others' lists to its own and cuts once more.
+// Variants.
+//   Throughput  one CTA per row, five CTAs per SM, so that the cuts of one row overlap the loads of
+//               another
+//   Wide        the same with more threads, for long rows and for few rows
+//   Latency     one cluster per row. Every CTA takes the same sample of the whole row, streams its
+//               split of the range and cuts its own list. CTA 0 then appends the lists of the
+//               others to its own and cuts once more.
 //
-// Shared memory: Scratch (4.5 KB of bins and sums), then the list, 8 bytes an entry.
-// Rows need no alignment: quads of 16 bytes are counted from the aligned address at or below the
-// row's start, and a quad that reaches past the range is read element by element.
+// Shared memory: Scratch (4.5 KB of bins and sums), then the list, 8 bytes per entry.
+//
+// Rows need no alignment. Quads of 16 bytes are counted from the aligned address at or below the
+// start of the row, and a quad that extends beyond the range is read element by element.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -31,19 +37,20 @@
 
 namespace jax_dsa::topk {
 
-constexpr int kSample = 2048;  // logits of a row that are ranked for the guess
+constexpr int kSample = 2048;  // logits per row from which the first threshold is estimated
 constexpr float kGuessDeviations = 4.f;
 
-template <int kThreads_, int kVec_, int kBlocksPerSm_, bool kCluster_>
+template <int kThreads_, int kVec_, int kCtasPerSm_, bool kCluster_>
 struct Traits {
   static constexpr int kThreads = kThreads_;
-  static constexpr int kVec = kVec_;  // quads of a tile that a thread holds
-  static constexpr int kBlocksPerSm = kBlocksPerSm_;
-  static constexpr bool kCluster = kCluster_;     // a row is a cluster's, not a block's
-  static constexpr int kQuads = kThreads * kVec;  // of a tile
+  static constexpr int kVec = kVec_;  // quads per thread and tile
+  static constexpr int kCtasPerSm = kCtasPerSm_;
+  static constexpr bool kCluster = kCluster_;     // whether a cluster processes a row
+  static constexpr int kQuads = kThreads * kVec;  // quads per tile
   static constexpr int kTile = 4 * kQuads;
-  static constexpr int kFirst = 8192;  // logits that the L2 is asked for while the guess is made
-  static_assert(kVec <= 4, "a byte a quad in one word");
+  // The number of logits that are prefetched into L2 while the sample is evaluated.
+  static constexpr int kPrefetchLogits = 8192;
+  static_assert(kVec <= 4, "one byte per quad in a 32-bit word");
   static_assert(kTile >= kSample);
   static constexpr int shared_bytes(int capacity) {
     return sizeof(Scratch<kThreads>) + capacity * kEntryBytes;
@@ -51,65 +58,66 @@ struct Traits {
 };
 
 using Throughput = Traits<256, 2, 5, false>;
-using Wide = Traits<512, 4, kTopkLongRowsAtOnce, false>;
+using Wide = Traits<512, 4, kTopkWideCtasPerSm, false>;
 using Latency = Traits<512, 4, 2, true>;
 
-// A run of a row's candidates. Positions are counted from the aligned address `base`.
-struct Run {
+// A range of candidates of a row. Positions are counted from the aligned address `base`.
+struct RowRange {
   const float* base;
-  int shift;        // position of the row's element 0, 0..3
+  int shift;        // position of element 0 of the row, 0..3
   int first, last;  // positions, half open
 };
 
-// -inf outside the run.
-__device__ __forceinline__ float4 load_quad(const Run& run, int quad) {
+// Loads a quad, with -inf for elements outside the range.
+__device__ __forceinline__ float4 load_quad(const RowRange& range, int quad) {
   const int at = 4 * quad;
-  if (at >= run.first && at + 4 <= run.last) return load_aligned(run.base + at);
+  if (at >= range.first && at + 4 <= range.last) return load_aligned(range.base + at);
   float x[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const bool inside = at + j >= run.first && at + j < run.last;
-    x[j] = inside ? __ldg(run.base + at + j) : -INFINITY;
+    const bool inside = at + j >= range.first && at + j < range.last;
+    x[j] = inside ? __ldg(range.base + at + j) : -INFINITY;
   }
   return {x[0], x[1], x[2], x[3]};
 }
 
-// Warps hold consecutive runs of 32 x kVec quads of a tile.
+// Returns the index of the v-th quad of this thread. Each warp has 32 x kVec consecutive quads of a
+// tile.
 template <typename T>
 __device__ __forceinline__ int quad_of(int tile, int v) {
   return tile + threadIdx.x / 32 * (32 * T::kVec) + 32 * v + threadIdx.x % 32;
 }
 
 template <typename T>
-__device__ __forceinline__ void load_tile(const Run& run, int tile, float4 (&x)[T::kVec]) {
+__device__ __forceinline__ void load_tile(const RowRange& range, int tile, float4 (&x)[T::kVec]) {
   const int quad = quad_of<T>(tile, 0);
-  if (4 * tile >= run.first && 4 * (tile + T::kQuads) <= run.last) {
-    const float* from = run.base + 4 * static_cast<int64_t>(quad);
+  if (4 * tile >= range.first && 4 * (tile + T::kQuads) <= range.last) {
+    const float* from = range.base + 4 * static_cast<int64_t>(quad);
 #pragma unroll
     for (int v = 0; v < T::kVec; ++v) x[v] = load_aligned(from + 4 * 32 * v);
   } else {
 #pragma unroll
-    for (int v = 0; v < T::kVec; ++v) x[v] = load_quad(run, quad + 32 * v);
+    for (int v = 0; v < T::kVec; ++v) x[v] = load_quad(range, quad + 32 * v);
   }
 }
 
-// A key that `wanted` of the run's candidates, and a margin, should exceed; or the lowest if a
-// sample cannot tell.
+// Estimates a key that slightly more than `wanted` candidates of the range exceed. Returns the
+// lowest key if the sample is too small to tell.
 template <typename T>
-__device__ __forceinline__ int guess(const Run& run, int wanted) {
+__device__ __forceinline__ int guess(const RowRange& range, int wanted) {
   using L = List<T::kThreads>;
   constexpr int kQuads = kSample / 4;
-  const float mean = __fdividef(static_cast<float>(kSample) * wanted, run.last - run.first);
+  const float mean = __fdividef(static_cast<float>(kSample) * wanted, range.last - range.first);
   const float target = mean + kGuessDeviations * (mean * rsqrtf(mean)) + kGuessDeviations;
   if (target >= kSample) return kLowestKey;
-  const int low_quad = ceil_div(run.first, 4);
-  const int quads = run.last / 4 - low_quad;
+  const int low_quad = ceil_div(range.first, 4);
+  const int quads = range.last / 4 - low_quad;
   float4* sample = reinterpret_cast<float4*>(L::entries());
   float4 x[kQuads / T::kThreads];
 #pragma unroll
   for (int v = 0; v < kQuads / T::kThreads; ++v) {
     const int64_t i = v * T::kThreads + threadIdx.x;
-    x[v] = load_aligned(run.base + 4 * (low_quad + i * quads / kQuads));
+    x[v] = load_aligned(range.base + 4 * (low_quad + i * quads / kQuads));
   }
   int low = INT_MAX, high = INT_MIN;
 #pragma unroll
@@ -129,33 +137,34 @@ __device__ __forceinline__ int guess(const Run& run, int wanted) {
   return max(cut.ties > 0 ? cut.key - 1 : cut.key, kLowestKey);
 }
 
-// Asks the L2 for the `count` logits (a multiple of 4) from position `at`, as far as they lie in
-// the run: one instruction of one thread, which no register waits for.
-__device__ __forceinline__ void prefetch(const Run& run, int at, int count) {
-  const int from = max(at, ceil_div(run.first, 4) * 4);
-  const int size = (min(at + count, run.last) - from) / 4 * 4;
+// Prefetches `count` logits (a multiple of 4) from position `at` on into L2, as far as they lie in
+// the range. This takes one instruction of one thread and no register.
+__device__ __forceinline__ void prefetch(const RowRange& range, int at, int count) {
+  const int from = max(at, ceil_div(range.first, 4) * 4);
+  const int size = (min(at + count, range.last) - from) / 4 * 4;
   if (size > 0) {
-    prefetch_l2(run.base + from, size * static_cast<int>(sizeof(float)));
+    prefetch_l2(range.base + from, size * static_cast<int>(sizeof(float)));
   }
 }
 
-// Lists what exceeds the key `above`, cut to `wanted` whenever there is no room; returns the list's
-// length.
+// Appends the logits that exceed the key `above` to the list, which is cut to `wanted` entries
+// whenever it is full. Returns the length of the list.
 template <typename T>
-__device__ __forceinline__ int stream(const Run& run, int above, int wanted, int capacity) {
+__device__ __forceinline__ int stream(const RowRange& range, int above, int wanted, int capacity) {
   using L = List<T::kThreads>;
   constexpr int kVec = T::kVec;
   const uint32_t base = L::base(), list = base + sizeof(typename L::Scratch);
-  const int end = ceil_div(run.last, 4);
-  int tile = run.first / 4;
+  const int end = ceil_div(range.last, 4);
+  int tile = range.first / 4;
   int count = 0, parity = 0;
   float cut = value_of(above);
 #pragma unroll 1
-  while (tile < end) {  // once, and once more after every cut: no tile is held in registers over it
+  // The loop runs once, and once more after every cut. No tile stays in registers during a cut.
+  while (tile < end) {
     float4 next[kVec];
-    load_tile<T>(run, tile, next);
-    const float* from = run.base + 4 * static_cast<int64_t>(quad_of<T>(tile, 0));
-    int index = 4 * quad_of<T>(tile, 0) - run.shift;
+    load_tile<T>(range, tile, next);
+    const float* from = range.base + 4 * static_cast<int64_t>(quad_of<T>(tile, 0));
+    int index = 4 * quad_of<T>(tile, 0) - range.shift;
     if constexpr (kVec > 2) L::keep(base, cut);
 #pragma unroll 1
     do {
@@ -164,14 +173,14 @@ __device__ __forceinline__ int stream(const Run& run, int above, int wanted, int
       for (int v = 0; v < kVec; ++v) x[v] = next[v];
       from += T::kTile;
       const int following = tile + T::kQuads;
-      if (4 * (following + T::kQuads) <= run.last) {
+      if (4 * (following + T::kQuads) <= range.last) {
 #pragma unroll
         for (int v = 0; v < kVec; ++v) next[v] = load_aligned(from + 4 * 32 * v);
       } else if (following < end) {
-        load_tile<T>(run, following, next);
+        load_tile<T>(range, following, next);
       }
 
-      unsigned counts = 0;  // a byte a quad
+      unsigned counts = 0;  // one byte per quad
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
         count_above(cut, counts, x[v].x, 1u << (8 * v));
@@ -179,7 +188,8 @@ __device__ __forceinline__ int stream(const Run& run, int above, int wanted, int
         count_above(cut, counts, x[v].z, 1u << (8 * v));
         count_above(cut, counts, x[v].w, 1u << (8 * v));
       }
-      const unsigned inclusive = inclusive_scan(counts);  // a warp's quads hold 128 logits
+      // The 32 lanes of a quad row hold 128 logits, so the sums fit in one byte.
+      const unsigned inclusive = inclusive_scan(counts);
       const unsigned totals = __shfl_sync(kAllLanes, inclusive, 31);
       const int2 warps = L::sum_warps(base, __dp4a(totals, 0x01010101u, 0u), parity);
       parity ^= 1;
@@ -208,50 +218,50 @@ __device__ __forceinline__ int stream(const Run& run, int above, int wanted, int
   return count;
 }
 
-// Appends the lists of the cluster's other blocks to this one's, the first; returns its length.
-// `counts`: lane r holds the length of block r's.
+// CTA 0 appends the lists of the other CTAs of the cluster to its own and returns its length. Lane
+// r passes in `counts` the length of the list of CTA r, and `all` is the sum of the lengths.
 template <typename T>
 __device__ __forceinline__ int gather(int all, int counts, int wanted, int capacity) {
   using L = List<T::kThreads>;
   float2* entries = L::entries();
   int count = __shfl_sync(kAllLanes, counts, 0);
-  if (all <= capacity) {  // every warp takes another list
+  if (all <= capacity) {  // Everything fits. Warps copy the lists in parallel.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int ranks = cluster_size();
     const int starts = inclusive_scan(counts) - counts;
     constexpr int kWarps = T::kThreads / 32;
     for (int r = 1 + warp % max(ranks - 1, 1); r < ranks; r += kWarps) {
       const int start = __shfl_sync(kAllLanes, starts, r),
-                theirs = __shfl_sync(kAllLanes, counts, r);
-      const float2* their_entries = cluster_peer(entries, r);
+                peer_count = __shfl_sync(kAllLanes, counts, r);
+      const float2* peer_entries = cluster_peer(entries, r);
       const int helpers = (kWarps - 1 - (r - 1)) / (ranks - 1) + 1;
 #pragma unroll 4
-      for (int i = warp / (ranks - 1) * 32 + lane; i < theirs; i += helpers * 32) {
-        entries[start + i] = their_entries[i];
+      for (int i = warp / (ranks - 1) * 32 + lane; i < peer_count; i += helpers * 32) {
+        entries[start + i] = peer_entries[i];
       }
     }
     return all;
   }
   for (int r = 1; r < cluster_size(); ++r) {
-    const float2* their_entries = cluster_peer(entries, r);
-    const int theirs = __shfl_sync(kAllLanes, counts, r);
-    for (int done = 0; done < theirs;) {
+    const float2* peer_entries = cluster_peer(entries, r);
+    const int peer_count = __shfl_sync(kAllLanes, counts, r);
+    for (int done = 0; done < peer_count;) {
       if (count == capacity) {
         L::cut_to(count, wanted);
         count = wanted;
       }
-      const int some = min(theirs - done, capacity - count);
-      for (int i = threadIdx.x; i < some; i += T::kThreads) {
-        entries[count + i] = their_entries[done + i];
+      const int copied = min(peer_count - done, capacity - count);
+      for (int i = threadIdx.x; i < copied; i += T::kThreads) {
+        entries[count + i] = peer_entries[done + i];
       }
-      done += some;
-      count += some;
+      done += copied;
+      count += copied;
     }
   }
   return count;
 }
 
-// Copies the list to the row's output, and fills up what is left of it.
+// Copies the list to the outputs of the row and fills their rest with -1 and -inf.
 template <int kThreads>
 __device__ __forceinline__ void write_out(const TopkParams& p, int64_t row, int count) {
   const float2* entries = List<kThreads>::entries();
@@ -266,13 +276,13 @@ __device__ __forceinline__ void write_out(const TopkParams& p, int64_t row, int 
 }
 
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
+__global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     topk_kernel(const __grid_constant__ TopkParams p, int capacity) {
   using L = List<T::kThreads>;
   const int rank = T::kCluster ? cluster_rank() : 0;
   const int ranks = T::kCluster ? cluster_size() : 1;
 
-  // Causal rows grow with their number: the longest go first.
+  // Causal rows grow with their index. Start with the longest.
   const int64_t row = p.rows - 1 - blockIdx.x / ranks;
   const int size = static_cast<int>(p.size);
   const int start = p.starts ? min(max(p.starts[row], 0), size) : 0;
@@ -281,28 +291,28 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
 
   const float* logits = p.logits + row * p.size;
   const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(logits) / sizeof(float) % 4);
-  const Run whole = {logits - shift, shift, start + shift, end + shift};
-  Run part = whole;
+  const RowRange whole = {logits - shift, shift, start + shift, end + shift};
+  RowRange split = whole;
   if constexpr (T::kCluster) {
     const int quad = whole.first / 4;
     const int64_t quads = ceil_div(whole.last, 4) - quad;
-    part.first = max(whole.first, 4 * (quad + static_cast<int>(quads * rank / ranks)));
-    part.last = min(whole.last, 4 * (quad + static_cast<int>(quads * (rank + 1) / ranks)));
+    split.first = max(whole.first, 4 * (quad + static_cast<int>(quads * rank / ranks)));
+    split.last = min(whole.last, 4 * (quad + static_cast<int>(quads * (rank + 1) / ranks)));
   }
 
-  int count = 0;  // of this block's list
+  int count = 0;  // length of this CTA's list
   if (wanted > 0) {
-    if (threadIdx.x == 0) prefetch(part, part.first / 4 * 4, T::kFirst);
+    if (threadIdx.x == 0) prefetch(split, split.first / 4 * 4, T::kPrefetchLogits);
     L::init();
     int above = end - start > capacity ? guess<T>(whole, wanted) : kLowestKey;
     for (int attempt = 0;; ++attempt) {
-      count = stream<T>(part, above, wanted, capacity);
+      count = stream<T>(split, above, wanted, capacity);
       int all = count;
       if (count > wanted) {
         L::cut_to(count, wanted);
         count = wanted;
       }
-      [[maybe_unused]] int counts = 0;  // lane r: of block r
+      [[maybe_unused]] int counts = 0;  // Lane r holds the length of the list of CTA r.
       if constexpr (T::kCluster) {
         if (threadIdx.x == 0) L::scratch().counts[attempt] = count;
         cluster_sync();
@@ -317,10 +327,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
         break;
       }
       above = kLowestKey;
-      __syncthreads();  // all have read the last tile's sums, where the first one's may go
+      // All threads have now read the sums of the last tile. The first tile of the next attempt may
+      // overwrite them.
+      __syncthreads();
     }
     if constexpr (T::kCluster) {
-      cluster_sync();  // the first block has read the others' lists
+      cluster_sync();  // CTA 0 has read the lists of the others.
       if (rank > 0) return;
       if (count > wanted) {
         L::cut_to(count, wanted);
@@ -330,12 +342,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   } else if (rank > 0) {
     return;
   }
-  __syncthreads();  // the list is written
+  __syncthreads();  // The list is complete.
 
   write_out<T::kThreads>(p, row, count);
 }
 
-// Launches with `ranks` blocks a row (1 unless T::kCluster).
+// Launches the kernel with `ranks` CTAs per row (1 unless T::kCluster).
 template <typename T>
 cudaError_t launch(const TopkParams& p, int capacity, int ranks, cudaStream_t stream) {
   const int bytes = T::shared_bytes(capacity);

@@ -1,6 +1,6 @@
-// What the top-k kernels ask of the hardware beside common/ptx.cuh. Shared memory is addressed by
-// 32-bit addresses and predicated stores: the kernels are bound by instruction issue, and the
-// compiler would branch around every store and compute its base anew.
+// PTX instructions that only the top-k kernels use. Shared memory is accessed with 32-bit addresses
+// and predicated stores. The kernels are limited by instruction issue, and the compiler would
+// branch around every store and recompute its base address.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,7 +9,7 @@
 
 namespace jax_dsa::topk {
 
-// 16 bytes, which no one writes meanwhile.
+// Loads 16 bytes that are constant while the kernel runs.
 __device__ __forceinline__ float4 load_aligned(const float* from) {
   float4 x;
   asm("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -18,7 +18,7 @@ __device__ __forceinline__ float4 load_aligned(const float* from) {
   return x;
 }
 
-// Two entries: value, index, value, index.
+// Loads two entries: value, index, value, index.
 __device__ __forceinline__ int4 load_entries(uint32_t from) {
   int4 x;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -32,7 +32,7 @@ __device__ __forceinline__ float load_value(uint32_t from) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
   return x;
 }
-// Increments word distance >> shift of `bins`, if distance <= range.
+// Increments word distance >> shift of `bins` if distance <= range.
 __device__ __forceinline__ void increment_within(uint32_t bins, unsigned distance, unsigned range,
                                                  int shift) {
   asm volatile(
@@ -44,7 +44,7 @@ __device__ __forceinline__ void increment_within(uint32_t bins, unsigned distanc
       "r"(range), "r"(bins + 4 * (distance >> shift))
       : "memory");
 }
-// Stores an entry and moves on, if `keep`.
+// Stores an entry at `to` and advances `to`, if `keep`.
 __device__ __forceinline__ void append_if(bool keep, uint32_t& to, float value, int index) {
   asm volatile(
       "{\n"
@@ -57,7 +57,7 @@ __device__ __forceinline__ void append_if(bool keep, uint32_t& to, float value, 
       : "r"(static_cast<int>(keep)), "r"(__float_as_int(value)), "r"(index)
       : "memory");
 }
-// The same, if the value exceeds `cut`: false for NaN.
+// Does the same if the value exceeds `cut`, which NaN never does.
 __device__ __forceinline__ void append_above(float cut, uint32_t& to, float value, int index) {
   asm volatile(
       "{\n"
@@ -81,7 +81,7 @@ __device__ __forceinline__ void count_above(float cut, unsigned& sum, float valu
       : "f"(cut), "f"(value), "r"(step));
 }
 
-// The same, of an index alone.
+// Stores only the index at `to` and advances `to`, if the value exceeds `cut`.
 __device__ __forceinline__ void append_index_above(float cut, uint32_t& to, float value,
                                                    int index) {
   asm volatile(
@@ -99,7 +99,8 @@ __device__ __forceinline__ void append_index_above(float cut, uint32_t& to, floa
 __device__ __forceinline__ void store_value(uint32_t to, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
-// What this thread stored there, in a register of its own.
+// Reads back what this thread stored, in a way that the compiler cannot replace by the stored
+// value.
 __device__ __forceinline__ float reload_value(uint32_t from) {
   float x;
   asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
@@ -110,7 +111,7 @@ __device__ __forceinline__ int load_int(uint32_t from) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
 }
-// Stores x, if `lane` is 0.
+// Stores x if `lane` is 0.
 __device__ __forceinline__ void store_by_first(int lane, uint32_t to, int x) {
   asm volatile(
       "{\n"

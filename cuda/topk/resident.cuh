@@ -1,42 +1,44 @@
-// Top-k of f32 rows short enough for the registers of one block.
+// Top-k of float32 rows that fit in the registers of one CTA.
 //
-// Every thread holds kVec quads of the row. The k-th largest is first bracketed by ranks k +- 4
-// standard deviations of a sample, one logit in 4 of half of the quads; then one pass counts what
-// lies above the bracket and histograms what lies in it, and brackets again until 32 keys or fewer
-// are left (select.cuh). A bracket that missed is replaced by the whole range. Ties that must go
-// are struck out in the registers, by position. Then every thread's share of the output is placed
-// by a prefix sum, staged in shared memory and copied out.
+// Every thread holds kVec quads of the row. The k-th largest value is first bracketed: a sample of
+// one logit from every second quad, one logit in 8, gives values at ranks k +- 4 standard
+// deviations. Then one step counts the logits above the bracket and computes a histogram of those
+// in it. This repeats with a narrower bracket until at most 32 keys are left (select.cuh). If the
+// bracket misses the k-th largest value, it is replaced by the whole range. Ties that must not be
+// selected are overwritten in the registers, by position. A prefix sum then assigns each thread its
+// places in the output, which is staged in shared memory and copied out.
 //
-// Shared memory: Scratch, then the output's indices [min(k, size)]. Values, if wanted, are read
-// again.
+// Shared memory: Scratch, then the indices of the output [min(k, size)]. Values, if needed, are
+// read from global memory again.
 #pragma once
 
 #include "topk/fwd.cuh"
 
 namespace jax_dsa::topk {
 
-template <int kThreads_, int kVec_, int kBlocksPerSm_>
+template <int kThreads_, int kVec_, int kCtasPerSm_>
 struct ResidentTraits {
   static constexpr int kThreads = kThreads_;
   static constexpr int kVec = kVec_;
-  static constexpr int kBlocksPerSm = kBlocksPerSm_;
-  static constexpr int kSize =
-      4 * kThreads * kVec;  // positions that fit, up to 3 of them before the row
+  static constexpr int kCtasPerSm = kCtasPerSm_;
+  // The number of positions that fit. Up to 3 of them may lie before the row.
+  static constexpr int kSize = 4 * kThreads * kVec;
   static constexpr int kQuads = kThreads * kVec;
-  static_assert(kVec % 4 == 0, "a word counts four quads");
+  static_assert(kVec % 4 == 0, "one word holds the counts of four quads");
 };
 
 using Resident = ResidentTraits<256, 8, 4>;
 
+// The part of the row in the registers of one thread, and the steps of the selection.
 template <typename T>
-struct Held {
+struct RowRegisters {
   static constexpr int kThreads = T::kThreads;
   static constexpr int kVec = T::kVec;
   using L = List<kThreads>;
 
   float x[kVec][4];
 
-  // Keys within [low, high], to their bins; returns how many of the thread's lie above.
+  // Counts the keys within [low, high] in the bins. Returns how many keys of the thread lie above.
   __device__ __forceinline__ unsigned fill_bins(int low, int high, int shift) const {
     const uint32_t bins = smem_address(L::scratch().bins);
     const unsigned range = static_cast<unsigned>(high) - static_cast<unsigned>(low);
@@ -59,7 +61,8 @@ struct Held {
     return max(0, 32 - __clz(static_cast<unsigned>(high) - static_cast<unsigned>(low)) - kBinBits);
   }
 
-  // A bracket [low, high] for the `wanted`-th largest, from a sample of one position in 8.
+  // Estimates a bracket [low, high] of the `wanted`-th largest key from a sample of one position
+  // in 8.
   __device__ __forceinline__ void guess(int wanted, int& low, int& high) const {
     const float mean = wanted / 8.f;
     const float margin = kGuessDeviations * (mean * rsqrtf(mean)) + kGuessDeviations;
@@ -82,17 +85,19 @@ struct Held {
     if (lowest.z > 0) low = edge(lowest.x);
   }
 
-  // The cut in [low, high] by one histogram that is linear in the value, at half the instructions a
-  // logit; false if the bracket missed or 1023 bins do not tell enough.
+  // Finds the cut in [low, high] with one histogram that is linear in the value, which takes half
+  // as many instructions per logit. Returns false if the bracket missed or 1023 bins are too
+  // coarse.
   __device__ __forceinline__ bool find_linear(int wanted, int low, int high, Cut& cut) const {
-    constexpr float kMagic =
-        8388608.f;  // 2^23: a float from here on is an integer, in its lowest bits
+    // From 2^23 on, floats are integers, and their lowest bits hold the integer.
+    constexpr float kMagic = 8388608.f;
     typename L::Scratch& s = L::scratch();
     const float bottom = value_of(low), top = value_of(high);
     const float width = __fsub_rn(top, bottom);
     if (!(width > 1e-30f && width < INFINITY)) return false;
     float scale = __fdividef(kBins - 2, width);
-    const auto place_of = [&](float x) {  // rises with x; 0 to 1023 past kMagic within the bracket
+    // Increases with x. Within the bracket the result is 0 to 1023 above the bits of kMagic.
+    const auto linear_bin = [&](float x) {
       return __float_as_int(__fmaf_rn(__fsub_rn(x, bottom), scale, kMagic));
     };
     const uint32_t bins = smem_address(s.bins) - 4u * __float_as_uint(kMagic);
@@ -101,25 +106,26 @@ struct Held {
     for (int v = 0; v < kVec; ++v) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        // Outside the bracket to no_bin, since a predicated increment becomes a branch around one.
+        // Logits outside the bracket increment no_bin. A predicated increment would become a
+        // branch.
         const bool is_above = x[v][j] > top, is_within = x[v][j] >= bottom && !is_above;
         count_above(top, own, x[v][j], 1);
-        const int place = is_within ? place_of(x[v][j]) : __float_as_int(kMagic) + kBins;
-        increment(bins + 4 * place);
+        const int bin = is_within ? linear_bin(x[v][j]) : __float_as_int(kMagic) + kBins;
+        increment(bins + 4 * bin);
       }
     }
     L::keep(L::base(), scale);
     const int above = L::sum_warps(L::base(), __reduce_add_sync(kAllLanes, own), 1).y;
     const int4 found = L::find_bin(wanted - above);
-    // In the lowest bin there is also what lies less than a quarter of one below the bracket.
+    // The lowest bin also counts values up to a quarter of a bin below the bracket.
     if (above >= wanted || found.z == 0 || found.z > kFew || found.x == 0) return false;
-    const int place = __float_as_int(kMagic) + found.x;
+    const int bin = __float_as_int(kMagic) + found.x;
     scale = L::reload(L::base());
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       bool here[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) here[j] = place_of(x[v][j]) == place && x[v][j] <= top;
+      for (int j = 0; j < 4; ++j) here[j] = linear_bin(x[v][j]) == bin && x[v][j] <= top;
       if (here[0] || here[1] || here[2] || here[3]) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -131,8 +137,8 @@ struct Held {
     return true;
   }
 
-  // The cut that leaves the `wanted` largest; everything that can be selected, if there are not
-  // that many.
+  // Returns the cut that leaves the `wanted` largest values, or all that can be selected if there
+  // are fewer.
   __device__ __forceinline__ Cut find_cut(int wanted) const {
     constexpr int kBottom = kLowestKey + 1, kTop = 0x7f800000;
     typename L::Scratch& s = L::scratch();
@@ -147,7 +153,7 @@ struct Held {
       const unsigned own = fill_bins(low, high, shift);
       const int above = L::sum_warps(L::base(), __reduce_add_sync(kAllLanes, own), parity).y;
       const int4 found = L::find_bin(wanted - above);
-      if (above >= wanted || found.z == 0) {  // not in the bracket
+      if (above >= wanted || found.z == 0) {  // The bracket missed.
         if (low == kBottom && high == kTop) return {kLowestKey, 0};
         low = kBottom, high = kTop;
         continue;
@@ -173,14 +179,15 @@ struct Held {
     }
   }
 
-  // Where a thread's share of something counted by quads goes: totals of each quad's row of 32
-  // lanes, and what comes before this lane in it, a byte each; and what comes before the warp.
+  // Places of the thread's elements in the output. For each of the thread's quads, one byte holds
+  // the total over the 32 lanes and one byte the sum over the lanes before this one. `warps` holds
+  // the sums over the warps before this one and over all warps.
   struct Places {
     unsigned totals[kVec / 4], before[kVec / 4];
     int2 warps;
   };
   template <typename Count>
-  static __device__ __forceinline__ Places place(const Count& count, int parity) {
+  static __device__ __forceinline__ Places find_places(const Count& count, int parity) {
     Places places;
     int all = 0;
 #pragma unroll
@@ -197,10 +204,11 @@ struct Held {
     return places;
   }
 
-  // Strikes out what equals the cut beyond its first `ties`; the cut that then remains.
-  __device__ __forceinline__ int strike_ties(Cut cut) {
+  // Overwrites the values that equal the cut with -inf, except for the first `ties`. Returns the
+  // key above which values are then selected.
+  __device__ __forceinline__ int drop_ties(Cut cut) {
     const float tied = value_of(cut.key);
-    const Places places = place(
+    const Places places = find_places(
         [&](int v, unsigned& sum, unsigned step) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) sum += x[v][j] == tied ? step : 0;
@@ -223,7 +231,7 @@ struct Held {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
+__global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     resident_kernel(const __grid_constant__ TopkParams p) {
   using L = List<T::kThreads>;
   const int64_t row = p.rows - 1 - blockIdx.x;
@@ -235,28 +243,29 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   if (wanted > 0) {
     const float* logits = p.logits + row * p.size;
     const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(logits) / sizeof(float) % 4);
-    const Run run = {logits - shift, shift, start + shift, end + shift};
+    const RowRange range = {logits - shift, shift, start + shift, end + shift};
     const int quad = quad_of<T>(0, 0);
-    Held<T> held;
+    RowRegisters<T> registers;
     float4 x[T::kVec];
-    load_tile<T>(run, 0, x);
+    load_tile<T>(range, 0, x);
 #pragma unroll
     for (int v = 0; v < T::kVec; ++v) {
-      held.x[v][0] = x[v].x, held.x[v][1] = x[v].y, held.x[v][2] = x[v].z, held.x[v][3] = x[v].w;
+      registers.x[v][0] = x[v].x, registers.x[v][1] = x[v].y, registers.x[v][2] = x[v].z,
+      registers.x[v][3] = x[v].w;
     }
     L::init();
     __syncthreads();
     int above = kLowestKey;
     if (wanted < end - start) {
-      const Cut cut = held.find_cut(wanted);
-      above = cut.ties > 0 ? held.strike_ties(cut) : cut.key;
+      const Cut cut = registers.find_cut(wanted);
+      above = cut.ties > 0 ? registers.drop_ties(cut) : cut.key;
     }
     float cut = value_of(above);
     L::keep(L::base(), cut);
-    const auto places = Held<T>::place(
+    const auto places = RowRegisters<T>::find_places(
         [&](int v, unsigned& sum, unsigned step) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) count_above(cut, sum, held.x[v][j], step);
+          for (int j = 0; j < 4; ++j) count_above(cut, sum, registers.x[v][j], step);
         },
         1);
     count = places.warps.y;
@@ -268,11 +277,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     for (int v = 0; v < T::kVec; ++v) {
       uint32_t to = to_row + __byte_perm(places.before[v / 4], 0, 0x4440 + v % 4) * 4;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) append_index_above(cut, to, held.x[v][j], at + 128 * v + j);
+      for (int j = 0; j < 4; ++j) append_index_above(cut, to, registers.x[v][j], at + 128 * v + j);
       to_row += __byte_perm(places.totals[v / 4], 0, 0x4440 + v % 4) * 4;
     }
   }
-  __syncthreads();  // the list is written
+  __syncthreads();  // The list is complete.
 
   const int* list = reinterpret_cast<const int*>(L::entries());
   int32_t* indices = p.indices + row * p.k;
@@ -292,7 +301,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   }
 }
 
-// Whether every row fits, whatever its alignment.
+// Returns whether every row fits, whatever its alignment.
 template <typename T>
 bool fits(const TopkParams& p) {
   const bool aligned = p.size % 4 == 0 && reinterpret_cast<uintptr_t>(p.logits) % 16 == 0;

@@ -1,15 +1,14 @@
-// A list of (value, index) in shared memory, cut down in place to its k largest values.
+// A list of (value, index) entries in shared memory, cut down in place to its k largest values.
 //
-// A float's key is an int that orders as the value does, with -0 at +0: the magnitude's bits,
-// negated below zero. The k-th largest key is found by histograms of 1024 bins, each spread over
-// the range that the one before left (at first the list's own minimum to maximum, so that no
-// distribution puts everything into a few bins); when 32 keys or fewer are left they are ranked
-// directly.
+// The key of a float is an int with the same order, in which -0 equals +0: the bits of the
+// magnitude, negated for negative values. The k-th largest key is found by histograms of 1024 bins.
+// Each histogram covers the range that the one before left over. The first covers the list's own
+// minimum to maximum, so no distribution puts all keys into a few bins. Once at most 32 keys are
+// left, they are ranked directly.
 //
-// The list is in ascending index order and stays so: what is kept moves to places given by a prefix
-// sum. So ties go to the lower index and nothing depends on the order in which threads run; atomics
+// The list stays in ascending index order: kept entries move to places given by a prefix sum. Ties
+// therefore go to the lower index, and nothing depends on the order in which threads run. Atomics
 // only count.
-//
 #pragma once
 
 #include <climits>
@@ -24,8 +23,8 @@ namespace jax_dsa::topk {
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kBinBits = 10;
 constexpr int kBins = 1 << kBinBits;
-constexpr int kFew = 32;                 // keys that a warp ranks directly
-constexpr int kLowestKey = -0x7f800000;  // of -inf
+constexpr int kFew = 32;                 // the number of keys that a warp can rank directly
+constexpr int kLowestKey = -0x7f800000;  // the key of -inf
 constexpr int kEntryBytes = 8;           // a float and its index
 
 __device__ __forceinline__ int key_of(float x) {
@@ -36,24 +35,24 @@ __device__ __forceinline__ float value_of(int key) {
   return __int_as_float(key < 0 ? INT_MIN | -key : key);
 }
 
-// Keeps the keys above `key`, and the first `ties` of those that equal it.
+// A cut keeps the keys above `key` and the first `ties` of those that equal it.
 struct Cut {
   int key;
   int ties;
 };
 
-// Shared memory besides the list, which follows it.
+// Shared memory beside the list. The list follows it.
 template <int kThreads>
 struct alignas(16) Scratch {
   static constexpr int kWarps = kThreads / 32;
-  int append_sums[2][kWarps];  // two, so that one barrier a step is enough
+  int append_sums[2][kWarps];  // double buffered, so that one barrier per step is enough
   int bins[kBins];             // zero between uses
-  int no_bin[4];               // takes increments that no bin should
+  int no_bin[4];               // takes the increments of values that belong to no bin
   int few[kFew];
   int few_count;  // zero between uses
-  int counts[2];  // of a block's list after each attempt, for the cluster
+  int counts[2];  // length of this CTA's list after each attempt, read by the cluster
   int2 bounds[kWarps];
-  float same[kWarps];  // see reload
+  float kept[kWarps];  // see List::keep
   int scan_sums[kWarps];
   int4 found[2];
 };
@@ -75,35 +74,35 @@ struct List {
 
   static __device__ __forceinline__ uint32_t base() { return opaque(smem_address(&scratch())); }
 
-  // Keeps a number that is the same in a warp's lanes where `reload` reads it. What is computed
-  // from the number read back is computed again: dozens of comparisons held over a barrier would
-  // cost more than making them twice.
+  // Stores a number that is the same in all lanes of a warp, for `reload` to read. The compiler
+  // must then repeat the comparisons with the reloaded number. Keeping dozens of their results in
+  // registers over a barrier would cost more than comparing twice.
   static __device__ __forceinline__ void keep(uint32_t base, float x) {
-    store_value(same_address(base), x);
+    store_value(kept_address(base), x);
   }
   static __device__ __forceinline__ float reload(uint32_t base) {
-    return reload_value(same_address(base));
+    return reload_value(kept_address(base));
   }
-  static __device__ __forceinline__ uint32_t same_address(uint32_t base) {
-    return base + static_cast<uint32_t>(offsetof(Scratch, same)) + threadIdx.x / 32 * 4;
+  static __device__ __forceinline__ uint32_t kept_address(uint32_t base) {
+    return base + static_cast<uint32_t>(offsetof(Scratch, kept)) + threadIdx.x / 32 * 4;
   }
 
-  // The sums over the warps before this one and over all warps, of a number that each warp holds.
-  // One barrier; consecutive calls alternate `parity`.
-  static __device__ __forceinline__ int2 sum_warps(uint32_t base, int of_this_warp, int parity) {
+  // Each warp passes one number. Returns the sums over the warps before this one and over all
+  // warps. The function contains one barrier. Consecutive calls must alternate `parity`.
+  static __device__ __forceinline__ int2 sum_warps(uint32_t base, int own, int parity) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const uint32_t sums = base + parity * (kWarps * 4);  // of append_sums, which is first
-    store_by_first(lane, sums + warp * 4, of_this_warp);
+    const uint32_t sums = base + parity * (kWarps * 4);  // append_sums is the first member.
+    store_by_first(lane, sums + warp * 4, own);
     __syncthreads();
-    const int x = load_int(sums + lane % kWarps * 4);
+    const int x = load_int(sums + lane % kWarps * 4);  // 32 / kWarps lanes read each sum.
     return {static_cast<int>(__reduce_add_sync(kAllLanes, lane < warp ? x : 0)),
-            static_cast<int>(__reduce_add_sync(kAllLanes, x)) / (32 / kWarps)};  // read that often
+            static_cast<int>(__reduce_add_sync(kAllLanes, x)) / (32 / kWarps)};
   }
 
-  // The cut that leaves the `wanted` largest of the `count` values that lie `stride` bytes apart
-  // from `from`, which are more than `wanted`; up to `slack` more may be left. low and high bound
-  // the keys that this thread has seen, every key being seen by one. All must be written before a
-  // barrier.
+  // Returns the cut that leaves the `wanted` largest of `count` values, or up to `slack` more. The
+  // values lie `stride` bytes apart, beginning at `from`, and must be more than `wanted`. `low` and
+  // `high` are the smallest and the largest key that this thread has seen; each key must have been
+  // seen by some thread. The caller need not synchronise: a barrier precedes the first read.
   static __device__ __forceinline__ Cut find_cut(uint32_t from, int stride, int count, int wanted,
                                                  int slack, int low, int high) {
     Scratch& s = scratch();
@@ -148,7 +147,7 @@ struct List {
       if (left <= kFew) break;
     }
 
-    // Few enough to rank directly.
+    // At most kFew keys are left. Collect and rank them.
     const unsigned range = static_cast<unsigned>(high) - static_cast<unsigned>(low);
 #pragma unroll 4
     for (uint32_t at = first; at < end; at += step) {
@@ -159,11 +158,11 @@ struct List {
     return rank_few(s.found[0].z, wanted);
   }
 
-  // The cut that leaves the `wanted` largest of the `left` keys in few.
+  // Returns the cut that leaves the `wanted` largest of the `left` keys in `few`.
   static __device__ __forceinline__ Cut rank_few(int left, int wanted) {
     Scratch& s = scratch();
     const int lane = threadIdx.x % 32;
-    __syncthreads();  // few is written
+    __syncthreads();  // `few` is complete.
     const int key = lane < left ? s.few[lane] : INT_MIN;
     int greater = 0, equal = 0;
 #pragma unroll 4
@@ -176,21 +175,22 @@ struct List {
     const int chosen = __ffs(__ballot_sync(kAllLanes, is_cut)) - 1;
     const int cut = __shfl_sync(kAllLanes, key, chosen);
     const int ties = wanted - __shfl_sync(kAllLanes, greater, chosen);
-    __syncthreads();  // all have read few
+    __syncthreads();  // All threads have read `few`.
     if (threadIdx.x == 0) s.few_count = 0;
-    // Without a tie to break, the plain form.
+    // If all ties are kept, return a cut without ties, which is cheaper to apply.
     if (ties == __shfl_sync(kAllLanes, equal, chosen)) return {cut - 1, 0};
     return {cut, ties};
   }
 
-  // Clears the bins, having found the one that holds the `wanted`-th largest: its number, how many
-  // keys lie in higher bins, and in it; all 0 if there are fewer keys. found[1] is the same for the
-  // `other`-th.
+  // Finds the bin that holds the `wanted`-th largest key and clears all bins. Returns the index of
+  // the bin, the number of keys in higher bins, and the number of keys in it, or zeros if there are
+  // fewer than `wanted` keys. With other > 0, found[1] receives the same for the `other`-th largest
+  // key.
   static __device__ __forceinline__ int4 find_bin(int wanted, int other = 0) {
     constexpr int kEach = kBins / kThreads;  // 2, 4 or 8
     Scratch& s = scratch();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int first = kBins - (threadIdx.x + 1) * kEach;  // the highest bins are thread 0's
+    const int first = kBins - (threadIdx.x + 1) * kEach;  // Thread 0 has the highest bins.
     int2* own = reinterpret_cast<int2*>(&s.bins[first]);
     int bin[kEach];
     int sum = 0;
@@ -224,14 +224,16 @@ struct List {
     return s.found[0];
   }
 
-  // Cuts the list in place. Every round reads, passes a barrier, and writes at or before where it
-  // read.
+  // Applies a cut to the list in place. Every round reads entries, passes a barrier, and writes at
+  // or before the places that it read.
   template <bool kTies>
   static __device__ __forceinline__ void compress(uint32_t base, int count, Cut cut) {
     const uint32_t list = base + sizeof(Scratch);
     const float cut_value = value_of(cut.key);
-    int kept = 0;                   // without ties: of the rounds before; with: those above, and
-    [[maybe_unused]] int tied = 0;  // those that tie
+    // Entries of the earlier rounds: those kept (with ties, those above the cut), and those that
+    // tie.
+    int kept = 0;
+    [[maybe_unused]] int tied = 0;
     int parity = 0;
 #pragma unroll 1
     for (int round = 0; round < count; round += 4 * kThreads, parity ^= 1) {
@@ -239,11 +241,11 @@ struct List {
       const uint32_t from = list + i * kEntryBytes;
       int4 a = {}, b = {};
       if (i < count) a = load_entries(from), b = load_entries(from + 2 * kEntryBytes);
-      const int none = __float_as_int(-INFINITY);  // never above a cut
+      const int none = __float_as_int(-INFINITY);  // -inf is never above a cut.
       const int bits[4] = {i < count ? a.x : none, i + 1 < count ? a.z : none,
                            i + 2 < count ? b.x : none, i + 3 < count ? b.z : none};
       const int index[4] = {a.y, a.w, b.y, b.w};
-      unsigned sums = 0;  // above in the low half, tied in the high half
+      unsigned sums = 0;  // number above in the low 16 bits, number tied in the high 16 bits
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         count_above(cut_value, sums, __int_as_float(bits[j]), 1);
@@ -274,11 +276,11 @@ struct List {
     }
   }
 
-  // Cuts the list of `count` entries to its `wanted` largest; returns the key that later entries
+  // Cuts the list of `count` entries to its `wanted` largest. Returns the key that later entries
   // must exceed.
   static __device__ __noinline__ int cut_to(int count, int wanted) {
     const uint32_t base = List::base(), list = base + sizeof(Scratch);
-    __syncthreads();  // the list is written
+    __syncthreads();  // The list is complete.
     int low = INT_MAX, high = INT_MIN;
 #pragma unroll 4
     for (int i = threadIdx.x; i < count; i += kThreads) {

@@ -1,5 +1,5 @@
-// Exact top-k of f32 rows: the k largest by (value descending, index ascending), in ascending index
-// order, then -1.
+// Exact top-k of float32 rows: the indices of the k largest values, in ascending order, then -1. Of
+// equal values, those with the lowest indices are selected.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,22 +8,22 @@
 
 namespace jax_dsa {
 
-inline constexpr int64_t kTopkMaxSelected = 4096;               // of min(k, size)
-inline constexpr int kTopkLongRowsAtOnce = 2;                   // by a SM
-inline constexpr int64_t kTopkMaxSize = INT32_MAX - (1 << 16);  // positions are int32
+inline constexpr int64_t kTopkMaxSelected = 4096;               // limit of min(k, size)
+inline constexpr int kTopkWideCtasPerSm = 2;                    // CTAs per SM for long rows
+inline constexpr int64_t kTopkMaxSize = INT32_MAX - (1 << 16);  // Positions are int32.
 
 struct TopkParams {
   const float* logits;    // [rows, size]; NaN and -inf are never selected
-  const int32_t* starts;  // [rows], first candidate, clipped to 0..size; null: 0
-  const int32_t* ends;    // [rows], one past the last candidate, clipped; null: size
+  const int32_t* starts;  // [rows], first candidate, clipped to 0..size; null for 0
+  const int32_t* ends;    // [rows], one past the last candidate, clipped; null for size
   int32_t* indices;       // [rows, k]
-  float* values;          // [rows, k], -inf where the index is -1; null: not wanted
+  float* values;          // [rows, k], -inf where the index is -1; null if not needed
   int64_t rows;
   int64_t size;
   int64_t k;
 };
 
-// cudaErrorInvalidValue if min(k, size) or size is above the limits.
+// Returns cudaErrorInvalidValue if min(k, size) or size exceeds its limit.
 cudaError_t launch_topk(const TopkParams& params, cudaStream_t stream);
 
 }  // namespace jax_dsa

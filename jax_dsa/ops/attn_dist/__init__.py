@@ -1,4 +1,4 @@
-"""Attention probabilities over the selected keys."""
+"""Attention probabilities over the selected keys, summed over heads."""
 
 from jax_dsa.ops.attn_dist.api import attn_dist
 

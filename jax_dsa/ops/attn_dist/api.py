@@ -1,4 +1,4 @@
-"""`attn_dist`: how the attention of all heads is spread over each query's selected keys."""
+"""The public function `attn_dist`: attention over the selected keys, summed over heads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FWD = Pass(
 )
 BWD = Pass("attn_dist_bwd", xla.attn_dist_bwd, shardable="b t g h m")
 
-# The operator without its checks.
+# The operator without the checks of its arguments.
 attn_dist_op = differentiable("attn_dist", FWD, BWD, residuals=lambda x, y: (x,))
 
 
@@ -44,42 +44,47 @@ def attn_dist(
     deterministic: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T K"] | Float[Array, "B N/H T K"]:
-    """Attention probabilities of `sparse_mla`, slot by slot, summed over groups of heads.
+    """Returns the attention probabilities of `sparse_mla` by slot, summed over groups of heads.
 
         dist[b, h, t, i] = sum over the heads n of group h of
                            exp(s_i[n] - lse[n]) / (1 + exp(sink[n] - lse[n]))
 
-    with `s_i[n] = scale * q[n] . kv[idx_i]`; 0 for slots that do not count, and for queries with
-    lse = -inf. It is not normalised, so that shards of heads can be added up first. It is the
-    teacher of the indexer's loss.
+    with `s_i[n] = scale * q[n] . kv[idx_i]`. The result is 0 for invalid slots (see `sparse_mla`)
+    and for queries with lse = -inf. It is not normalised, so that sums of shards of heads can be
+    added first. The loss of the indexer uses it as the target distribution.
 
     Args:
-        q: absorbed queries, bfloat16, float16 or float32. N is a multiple of G.
-        kv: latent keys, dtype of `q`.
-        indices: as for `sparse_mla`.
-        lse: float32, natural logarithm, without the sinks: what `sparse_mla(..., return_lse=True)`
-            returns for the same arguments.
-        scale: of the scores, default D^-1/2.
-        head_group: how many consecutive heads one sum takes, a divisor of N/G; or None, all of
-            them, where G = 1 (the slots of several KV groups may hold different keys, which have no
-            common sum).
-        is_causal: as for `sparse_mla`.
-        query_start: as for `sparse_mla`.
-        key_stride: as for `sparse_mla`.
-        topk_length: as for `sparse_mla`.
-        sinks: as for `sparse_mla`.
-        deterministic: bit-identical gradients on every run.
-        implementation: None chooses, "cuda" and "xla" insist.
+        q: Absorbed queries [B, T, N, D]; bfloat16, float16 or float32. N is a multiple of G.
+        kv: Latent keys [B, S, G, D] in the dtype of `q`. Query head n attends to KV head
+            n // (N/G).
+        indices: Positions along S [B, T, G, K] or [B, T, K], int32, in any order. Any value outside
+            0..S-1 is an empty slot.
+        lse: Log-sum-exp of the scores [B, T, N], float32, a natural logarithm without the sinks:
+            what `sparse_mla(..., return_lse=True)` returns for the same arguments.
+        scale: Factor of the scores. Default: D^-1/2.
+        head_group: Number of consecutive heads per sum, a divisor of N/G. Default: all heads, which
+            requires G = 1, because the slots of several KV heads may hold different keys.
+        is_causal: Whether query t sees only the keys
+            `j <= (query_start + t + 1) // key_stride - 1`. Default: all keys are visible.
+        query_start: Position of the first query in the sequence: an int, a scalar, or int32 [B].
+        key_stride: Tokens per key, for compressed keys.
+        topk_length: Number of slots that are used, from the first one, int32 [B, T]. The others are
+            never read. Default: K.
+        sinks: Logits [N], float32, that take part in the softmax denominator but have no value.
+            +-inf are legal.
+        deterministic: Whether gradients are bit-identical on every run.
+        implementation: "cuda" or "xla". Default: the CUDA kernel where it supports the call.
 
     Returns:
-        float32 [B, T, K], or with a head_group [B, N/head_group, T, K]. It has gradients for
-        `q`, `kv`, `lse` and `sinks`. Without a batch axis in the arguments there is none in the
-        result.
+        The sums [B, T, K], or [B, N/head_group, T, K] if `head_group` is given; float32. They are
+        differentiable with respect to `q`, `kv`, `lse` and `sinks`. If the arguments have no batch
+        axis, the result has none.
 
     Raises:
-        ValueError, TypeError: wrong shapes, dtypes or ranges.
-        NotImplementedError: forward mode, gradients of gradients, or `implementation="cuda"` for
-            what it does not cover.
+        ValueError: If a shape or a value is out of range.
+        TypeError: If a dtype or the type of an argument is wrong.
+        NotImplementedError: If forward-mode or second derivatives are taken, or if
+            `implementation="cuda"` and the kernel does not support the call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
@@ -102,15 +107,13 @@ def attn_dist(
     lse = args.array("lse", lse, "B T N", WIDE_FLOATS)
     heads, groups = args.sizes["N"], args.sizes["G"]
     if head_group is None:
-        fits, want = (
-            groups == 1,
-            f"{heads // groups}, since G={groups} KV groups have no common sum",
-        )
+        fits = groups == 1
+        expected = f"{heads // groups}, because G={groups} KV heads have no common sum"
     else:
         head_group = args.integer("head_group", head_group, 1)
         fits = heads // groups % head_group == 0
-        want = f"a divisor of N/G={heads // groups}, or None"
-    args.option("head_group", head_group, fits, want)
+        expected = f"a divisor of N/G={heads // groups}, or None"
+    args.option("head_group", head_group, fits, expected)
     options = Options(
         scale=scale_or_default(args, scale),
         head_group=head_group,

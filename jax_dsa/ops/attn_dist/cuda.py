@@ -1,4 +1,4 @@
-"""attn_dist on its CUDA kernel."""
+"""Calls of the CUDA kernel of `attn_dist`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIMS = (576, 512)
 
 
 def supports(options: Options, x: Operands) -> str | None:
-    """None, or why the kernel does not run this call."""
+    """Returns why the kernel cannot run this call, or None if it can."""
     if x.q.dtype != jnp.bfloat16 or x.kv.dtype != jnp.bfloat16:
         return f"it takes bfloat16, got q of {x.q.dtype} and kv of {x.kv.dtype}"
     if x.q.shape[2] == 0:
@@ -24,6 +24,6 @@ def supports(options: Options, x: Operands) -> str | None:
 
 
 def attn_dist_fwd(options: Options, avals: Results, x: Operands) -> Results:
-    """`xla.attn_dist_fwd`."""
+    """Does what `xla.attn_dist_fwd` does."""
     scale = np.float32(options.scale)
     return Results(*ffi.call("jax_dsa.attn_dist_fwd.v1", x, avals, scale=scale))

@@ -1,4 +1,4 @@
-"""What attn_dist takes and gives."""
+"""Options, operands, results and gradients of `attn_dist`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from jax_dsa.core.typing import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options."""
+    """Static options.
+
+    Attributes:
+        scale: Factor of the scores.
+        head_group: Number of consecutive heads per sum. None: all heads.
+        deterministic: Whether gradients are bit-identical on every run.
+    """
 
     scale: float
     head_group: int | None
@@ -20,16 +26,19 @@ class Options:
 
     @property
     def heads(self) -> str:
-        """The factors of the heads' axis: h head groups of m heads in each of g KV groups."""
+        """Returns the factors of the head axis: g KV heads x h head groups x m heads."""
         return "(g m)" if self.head_group is None else "(g h m)"
 
     @property
     def sums(self) -> str:
-        """The axes of the distribution before K."""
+        """Returns the axes of the distribution before K."""
         return "b t" if self.head_group is None else "b (g h) t"
 
     def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
-        """Returns h and m, of which a device that holds half a head group has one and a half m."""
+        """Returns the sizes of h and m.
+
+        A device that holds only half of a head group has h = 1 and half of m.
+        """
         if self.head_group is None:
             return {}
         heads = known["g h m"] // max(1, known["g"])
@@ -38,14 +47,16 @@ class Options:
 
 
 class Operands(NamedTuple):
-    """What both passes read.
+    """The arrays that both passes read.
 
     Attributes:
-        q, kv, indices: queries, keys, and the keys that each query selects.
-        lse: of the scores, without the sinks.
-        ends: one past the last key that a query sees.
-        topk_length: how many of the first slots of a row count.
-        sinks: logits without a value.
+        q: Queries.
+        kv: Keys.
+        indices: The keys that each query selects.
+        lse: Log-sum-exp of the scores, without the sinks.
+        ends: Exclusive end of the keys that a query sees. None: all keys.
+        topk_length: Number of slots of a row that are used, from the first one. None: all slots.
+        sinks: Logits that take part in the softmax denominator but have no value.
     """
 
     q: Float[Array, "b t {o.heads} d"]
@@ -58,13 +69,13 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The sums in float32."""
+    """The sums over head groups, in float32."""
 
     dist: Float[Array, "{o.sums} k", accumulated("q")]
 
 
 class Gradients(NamedTuple):
-    """Of q in its dtype, of the others in float32."""
+    """The gradients of q in its dtype, and of kv, lse and sinks in float32."""
 
     q: Array
     kv: Float[Array, "", accumulated("q")]

@@ -1,14 +1,15 @@
-"""XLA implementation of the attention distribution, summed over heads: what the indexer is taught.
+"""XLA implementation of the attention distribution, summed over heads.
 
-Per query and slot i of its row of indices, over the heads of a group, with p_i = exp(s_i - lse) and
-the sink's gate as in sparse MLA:
+Per query and valid slot i of its indices, with sums over the heads of a head group:
+
+    p_i = exp(s_i - lse)      gate = 1 / (1 + exp(sink - lse))
 
     a_i = sum_heads gate * p_i
     ds_i = da_i * gate * p_i
     dlse = -sum_i da_i * gate^2 * p_i
     dsink = -sum_i da_i * gate * (1 - gate) * p_i
 
-`lse` is an input, and its gradient is taken with the scores held fixed.
+`lse` is an input of its own. Its gradient is taken with the scores held constant.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from jax_dsa.ops.attn_dist.spec import Gradients, Operands, Options, Results
 
 
 def _heads_summed(head_group: int | None, heads: int) -> int:
-    """How many of the `heads` local heads of one KV group make one sum.
+    """Returns how many of the `heads` local heads of one KV head make one sum.
 
-    A shard that holds less than a head group holds part of one: the machinery adds the parts up.
+    A shard with fewer heads than a head group computes a partial sum. The partial sums of the
+    shards are added outside.
     """
     return heads if head_group is None else max(1, min(head_group, heads))
 
 
 def attn_dist_fwd(options: Options, x: Operands) -> Results:
-    """The sums, [B, T, K] if options.head_group is None, else [B, H, T, K]."""
+    """Returns the sums, [B, T, K] if options.head_group is None, else [B, H, T, K]."""
     kv, sinks = x.kv, x.sinks
     G, S = x.indices.shape[2], kv.shape[1]
 
@@ -46,7 +48,7 @@ def attn_dist_fwd(options: Options, x: Operands) -> Results:
         lse = grouped(lse, G)
         p = probabilities(scores(options.scale, grouped(q, G), rows, valid), lse)
         gate = sink_gate(sinks, lse)
-        if gate is not None:  # which may be NaN
+        if gate is not None:  # A NaN gate must not reach invalid slots.
             p = jnp.where(valid[:, :, :, None], p * gate[..., None], 0)
         B, T, _, m, K = p.shape
         summed = _heads_summed(options.head_group, m)
@@ -61,7 +63,7 @@ def attn_dist_fwd(options: Options, x: Operands) -> Results:
 
 
 def attn_dist_bwd(options: Options, x: Operands, dy: Results) -> Gradients:
-    """Gradients of q, kv, lse and the sinks."""
+    """Returns the gradients of q, kv, lse and the sinks."""
     kv, sinks = x.kv, x.sinks
     B, _, N, D = x.q.shape
     S, G = kv.shape[1], x.indices.shape[2]

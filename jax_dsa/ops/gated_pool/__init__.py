@@ -1,4 +1,4 @@
-"""Pooling of blocks of tokens."""
+"""Gated pooling, which pools each block of tokens into one key."""
 
 from jax_dsa.ops.gated_pool.api import gated_pool, gated_pool_for_norm
 

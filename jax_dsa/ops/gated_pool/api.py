@@ -1,4 +1,4 @@
-"""`gated_pool`: one key for every block of tokens."""
+"""`gated_pool`, which pools each block of tokens into one key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BWD = Pass(
     kernel=Kernel(cuda.gated_pool_bwd, cuda.supports, limits=_LIMITS),
 )
 
-# The operator without its checks.
+# The operator without the checks of its arguments.
 gated_pool_op = differentiable("gated_pool", FWD, BWD, residuals=lambda x, y: (x,))
 
 
@@ -41,31 +41,31 @@ def gated_pool(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B S/R D"]:
-    """Pools every R tokens into a key: element by element a softmax over the tokens' gates.
+    """Pools each block of R tokens into a key, with a softmax over gates in each channel.
 
         key[b, w] = sum over contributions i of softmax_i(gate_i + bias_i) * value_i
 
-    With H = 1 a block's tokens contribute to its key. With H = 2 they do so by their second halves,
-    and by their first halves to the next block's, so that keys are pooled from 2 R contributions.
-    The batch axis may be absent from all arguments.
+    With H = 1, the tokens of a block contribute to the key of their block. With H = 2, their second
+    halves contribute to that key and their first halves to the key of the next block, so that each
+    key is pooled from 2 R contributions. The batch axis may be absent from all arguments.
 
     Args:
-        values: bfloat16, float16 or float32.
-        gates: of the values' dtype.
-        bias: float32, added to the gates, by the token's place in its block.
-        starts: the first row of each token's document, for several documents in one sequence. Each
-            has blocks of its own, which begin with it: block i of a document that begins at row s
-            has the slot s // R + i. None: one document, from row 0 on.
+        values: Values of the tokens; bfloat16, float16 or float32.
+        gates: Gates of the values, in the dtype of `values`.
+        bias: Bias that is added to the gates, by the token's position in its block; float32.
+        starts: First row of each token's document, if a sequence holds several documents. The
+            blocks of a document begin at its first row: block i of a document that begins at row s
+            has the slot s // R + i. Default: one document, from row 0 on.
         implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
 
     Returns:
-        The keys, of the values' dtype; zeros in the slots that have no block. The tokens of a block
-        that is not whole make none. It has gradients for values, gates and bias.
+        The keys [B, S // R, D] in the dtype of `values`, with gradients for values, gates and bias.
+        Slots without a block are zero. Fewer than R tokens at the end of a document form no block.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type or shape.
-        NotImplementedError: forward mode, gradients of gradients, or `implementation="cuda"` for
-            what it does not cover.
+        TypeError, ValueError: If an argument has the wrong type or shape.
+        NotImplementedError: For forward mode, gradients of gradients, or `implementation="cuda"`
+            where the kernel does not cover the arguments.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -74,7 +74,7 @@ def gated_pool(
         >>> gated_pool(values, jnp.zeros_like(values), jnp.zeros((4, 1, 1)))[0, :, 0].tolist()
         [1.5, 5.5]
 
-    Source: DeepSeek-V4 (2026), the compressor of keys.
+    Source: The compressor of keys of DeepSeek-V4 (2026).
     """
     return _pooled(values, gates, bias, starts, None, implementation).keys
 
@@ -134,6 +134,7 @@ def _pooled(
     scale: Array | None,
     implementation: Implementation | None,
 ) -> Results:
+    """Checks the arguments and runs the operator, with a scale or without."""
     args = Args("gated_pool", "values", values, "B S H D")
     call = args.call(implementation)
     values = args.array("values", values, "B S H D", FLOATS)

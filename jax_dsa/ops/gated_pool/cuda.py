@@ -1,4 +1,4 @@
-"""The pooling of blocks of tokens on its CUDA kernels."""
+"""Gated pooling on its CUDA kernels."""
 
 from __future__ import annotations
 
@@ -19,47 +19,51 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def supports(options: Options, x: Operands, *_: Any) -> str | None:
-    """None, or why the kernels do not run this call: either direction."""
+    """Returns None, or the reason why the kernels do not cover this call, in either pass."""
     wide = [a.dtype for a in (x.bias, x.scale) if a is not None]
     if x.values.dtype not in _DTYPES or any(dtype != jnp.float32 for dtype in wide):
         return f"it takes bfloat16, float16 and float32, got {x.values.dtype}, {wide[0]}"
     pooled = options.ratio * x.values.shape[2]
     if pooled > MAX_POOLED:
-        return f"it has R H up to {MAX_POOLED}, got R H={pooled}"
+        return f"it takes R H up to {MAX_POOLED}, got R H={pooled}"
     if x.values.shape[3] % DIM_MULTIPLE or x.values.shape[3] > MAX_DIM:
-        return f"it has D in multiples of {DIM_MULTIPLE} up to {MAX_DIM}, got D={x.values.shape[3]}"
+        return (
+            f"it takes D in multiples of {DIM_MULTIPLE} up to {MAX_DIM}, got D={x.values.shape[3]}"
+        )
     if x.values.shape[1] > MAX_TOKENS:
         return f"it takes S up to {MAX_TOKENS}, got S={x.values.shape[1]}"
     return None
 
 
 def gated_pool_fwd(options: Options, avals: Results, x: Operands) -> Results:
-    """`xla.gated_pool_fwd`; blocks of threads that share a key leave parts of its squares' sum."""
+    """Runs the forward kernel, and adds up the sums of squares of each key's channel tiles."""
     halves, dim = x.values.shape[2:]
-    parts = None
+    partial_squares = None
     if avals.squares is not None:
         tiles = int(ffi.extension().gated_pool_tiles(ratio=options.ratio, halves=halves, dim=dim))
         batch, slots = avals.squares.shape
-        parts = jax.ShapeDtypeStruct((batch, tiles, slots), jnp.float32)
-    keys, squares = ffi.call("jax_dsa.gated_pool_fwd.v1", x, (avals.keys, parts))
+        partial_squares = jax.ShapeDtypeStruct((batch, tiles, slots), jnp.float32)
+    keys, squares = ffi.call("jax_dsa.gated_pool_fwd.v1", x, (avals.keys, partial_squares))
     return Results(keys, None if squares is None else jnp.sum(squares, axis=1))
 
 
 def gated_pool_bwd(options: Options, avals: Gradients, x: Operands, dy: Results) -> Gradients:
-    """`xla.gated_pool_bwd`; the kernel leaves parts of the sums that are gradients of the bias, and
-    of the scale in the last row.
+    """Runs the backward kernel, and adds up its partial sums.
+
+    Each split of the keys has its own sums, which make the gradient of the bias and, in the last
+    row, that of the scale.
     """
     batch, length, halves, dim = x.values.shape
-    parts = int(
-        ffi.extension().gated_pool_parts(
+    splits = int(
+        ffi.extension().gated_pool_bwd_splits(
             batch=batch, tokens=length, ratio=options.ratio, halves=halves, dim=dim
         )
     )
     pooled = options.ratio * halves
     rows = pooled + (x.scale is not None)
-    of_parts = jax.ShapeDtypeStruct((batch, parts, rows, dim), jnp.float32)
+    partial_sums = jax.ShapeDtypeStruct((batch, splits, rows, dim), jnp.float32)
     dvalues, dgates, sums = ffi.call(
-        "jax_dsa.gated_pool_bwd.v1", (*x, *dy), (avals.values, avals.gates, of_parts)
+        "jax_dsa.gated_pool_bwd.v1", (*x, *dy), (avals.values, avals.gates, partial_sums)
     )
     dbias = jnp.sum(sums[:, :, :pooled], axis=1).reshape(avals.bias.shape)
     dscale = None if x.scale is None else jnp.sum(sums[:, :, pooled], axis=1)

@@ -1,4 +1,4 @@
-"""What the pooling of blocks of tokens takes and gives."""
+"""Options, operands, results and gradients of gated pooling."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jax_dsa.core.typing import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options."""
+    """Static options of gated pooling."""
 
     ratio: int
-    """Tokens of a block."""
+    """Number of tokens in a block."""
 
     def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
         """Returns the number of keys."""
@@ -23,14 +23,15 @@ class Options:
 
 
 class Operands(NamedTuple):
-    """What both passes read.
+    """The operands of both passes.
 
     Attributes:
-        values, gates: contributions of the tokens to their block's key; with two halves the first
-            to the next block's.
-        bias: of the gates, by the token's place in its block.
-        starts: the first row of each token's document; None: all have one, from row 0 on.
-        scale: of the keys, where a norm follows.
+        values: Values that the tokens contribute to the key of their block. With two halves, the
+            first half contributes to the key of the next block.
+        gates: Gates of the values.
+        bias: Bias of the gates, by the token's position in its block.
+        starts: First row of each token's document; None: one document, from row 0 on.
+        scale: Factor of each channel of the keys, if a norm follows.
     """
 
     values: Float[Array, "b s h d"]
@@ -41,11 +42,11 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What comes of the blocks.
+    """The results of the forward pass.
 
     Attributes:
-        keys: of the values' dtype, zeros where there is no block.
-        squares: with a scale, the sums of the squares of a key's elements before it.
+        keys: Pooled keys, in the dtype of the values; zeros in slots without a block.
+        squares: With a scale, the sum of squares of each key before it is multiplied by the scale.
     """
 
     keys: Float[Array, "b w d", like("values")]
@@ -53,7 +54,7 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the operands in their dtypes."""
+    """The gradients of the operands, in the operands' dtypes."""
 
     values: Array
     gates: Array

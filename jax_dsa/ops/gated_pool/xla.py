@@ -1,4 +1,4 @@
-"""The pooling of blocks of tokens in plain JAX."""
+"""Gated pooling in plain JAX."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from jax_dsa.ops.gated_pool.spec import Gradients, Operands, Options, Results
 
 
 class _Blocks(NamedTuple):
-    """Where the slots' blocks lie; any row where there is none."""
+    """The block of each slot. A slot without a block has arbitrary rows."""
 
     last: Int[Array, "B W"]
-    """The rows of their last tokens."""
+    """Row of the block's last token."""
     exists: Bool[Array, "B W"]
-    follows: Bool[Array, "B W"]
-    """Whether there is a block before it."""
+    """Whether the slot has a block."""
+    has_previous: Bool[Array, "B W"]
+    """Whether the document has a block before this one."""
 
 
 def _blocks(ratio: int, starts: Int[Array, "B S"]) -> _Blocks:
-    """Block i of a document that begins at row s has the slot s // ratio + i, and ends less than
-    `ratio` rows behind the first row that it can end at.
+    """Finds the block of each slot.
+
+    Block i of a document that begins at row s has the slot w = s // ratio + i. Its last row is one
+    of the `ratio` rows from (w + 1) * ratio - 1 on.
     """
     batch, length = starts.shape
     slots = length // ratio
@@ -33,14 +36,14 @@ def _blocks(ratio: int, starts: Int[Array, "B S"]) -> _Blocks:
     ends = ends[:, ratio - 1 : (slots + 1) * ratio - 1].reshape(batch, slots, ratio)
     first = (jnp.arange(slots, dtype=jnp.int32) + 1)[None] * ratio - 1
     last = jnp.minimum(first + jnp.argmax(ends, axis=2).astype(jnp.int32), length - 1)
-    follows = last - jnp.take_along_axis(starts, last, axis=1) + 1 >= 2 * ratio
-    return _Blocks(last, ends.any(axis=2), follows)
+    has_previous = last - jnp.take_along_axis(starts, last, axis=1) + 1 >= 2 * ratio
+    return _Blocks(last, ends.any(axis=2), has_previous)
 
 
 def _contributions(
     ratio: int, last: Int[Array, "B W"] | None, x: Float[Array, "B S H D"]
 ) -> Float[Array, "B W C D"]:
-    """What each block's key is made of: what the tokens before give it, then what its own do."""
+    """Returns each key's contributions: those of the previous block, then those of its own."""
     batch, length, halves, dim = x.shape
     slots = length // ratio
     if last is not None:
@@ -56,40 +59,43 @@ def _contributions(
 
 
 def _bias(x: Float[Array, "B R H D"]) -> Float[Array, "B 1 C D"]:
-    """As `_contributions`, the same for all blocks."""
+    """Arranges the bias as `_contributions` does. It is the same for all blocks."""
     batch, ratio, halves, dim = x.shape
     return jnp.moveaxis(x, 2, 1).reshape(batch, 1, halves * ratio, dim)
 
 
-class _Parts(NamedTuple):
+class _Weighted(NamedTuple):
+    """The contributions to each key, and their weights."""
+
     values: Float[Array, "B W C D"]
-    shares: Float[Array, "B W C D"]
-    """Their weights in the mean; 0 in a slot without a block."""
+    weights: Float[Array, "B W C D"]
+    """Weights of the values in the mean; 0 in a slot without a block."""
 
 
-def _parts(options: Options, x: Operands, blocks: _Blocks | None) -> _Parts:
+def _weighted(options: Options, x: Operands, blocks: _Blocks | None) -> _Weighted:
+    """Gathers the contributions to each key and computes their weights."""
     ratio, halves = options.ratio, x.values.shape[2]
     wide = jnp.promote_types(x.values.dtype, jnp.float32)
     gather = functools.partial(_contributions, ratio, None if blocks is None else blocks.last)
     values, gates = (gather(a).astype(wide) for a in (x.values, x.gates))
     gates = gates + _bias(x.bias).astype(wide)
-    count = jnp.arange(halves * ratio, dtype=jnp.int32)[None, None]
+    position = jnp.arange(halves * ratio, dtype=jnp.int32)[None, None]
     if blocks is None:
-        follows = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :, None] > 0
-        used = follows | (count >= (halves - 1) * ratio)
+        has_previous = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :, None] > 0
+        used = has_previous | (position >= (halves - 1) * ratio)
     else:
-        used = blocks.follows[..., None] | (count >= (halves - 1) * ratio)
+        used = blocks.has_previous[..., None] | (position >= (halves - 1) * ratio)
         used &= blocks.exists[..., None]
     used = used[..., None]
-    values = jnp.where(used, values, 0)  # what is not used may be NaN
-    return _Parts(values, jax.nn.softmax(gates, axis=2, where=used))
+    values = jnp.where(used, values, 0)  # unused values may be NaN
+    return _Weighted(values, jax.nn.softmax(gates, axis=2, where=used))
 
 
 def gated_pool_fwd(options: Options, x: Operands) -> Results:
-    """The mean of the contributions' values, weighted by the softmax of their gates."""
+    """Returns the mean of each key's contributions, weighted by the softmax of their gates."""
     blocks = None if x.starts is None else _blocks(options.ratio, x.starts)
-    parts = _parts(options, x, blocks)
-    keys = jnp.sum(parts.shares * parts.values, axis=2)
+    values, weights = _weighted(options, x, blocks)
+    keys = jnp.sum(weights * values, axis=2)
     squares = None
     if x.scale is not None:
         squares = jnp.sum(keys * keys, axis=2)
@@ -98,28 +104,28 @@ def gated_pool_fwd(options: Options, x: Operands) -> Results:
 
 
 def gated_pool_bwd(options: Options, x: Operands, dy: Results) -> Gradients:
-    """The gradients, of the contributions found again."""
+    """Returns the gradients. Gathers the contributions and computes their weights again."""
     blocks = None if x.starts is None else _blocks(options.ratio, x.starts)
-    values, shares = _parts(options, x, blocks)
+    values, weights = _weighted(options, x, blocks)
     dkeys = dy.keys.astype(values.dtype)
     if blocks is not None:
         dkeys = jnp.where(blocks.exists[..., None], dkeys, 0)
-    mean = jnp.sum(shares * values, axis=2)
+    mean = jnp.sum(weights * values, axis=2)
     dscale = None
     if x.scale is not None:
         assert dy.squares is not None
         dscale = jnp.sum(dkeys * mean, axis=1).astype(x.scale.dtype)
         dkeys = dkeys * x.scale[:, None] + 2 * mean * dy.squares[..., None]
-    dvalues = shares * dkeys[:, :, None]
+    dvalues = weights * dkeys[:, :, None]
     dgates = dvalues * (values - mean[:, :, None])
     gather = functools.partial(
         _contributions, options.ratio, None if blocks is None else blocks.last
     )
-    spread = jax.vjp(gather, x.values.astype(values.dtype))[1]
+    scatter = jax.vjp(gather, x.values.astype(values.dtype))[1]
     dbias = jax.vjp(_bias, x.bias.astype(values.dtype))[1]
     return Gradients(
-        values=spread(dvalues)[0].astype(x.values.dtype),
-        gates=spread(dgates)[0].astype(x.gates.dtype),
+        values=scatter(dvalues)[0].astype(x.values.dtype),
+        gates=scatter(dgates)[0].astype(x.gates.dtype),
         bias=dbias(jnp.sum(dgates, axis=1, keepdims=True))[0].astype(x.bias.dtype),
         scale=dscale,
     )

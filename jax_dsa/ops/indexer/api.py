@@ -1,4 +1,4 @@
-"""The lightning indexer: which keys a query should attend to."""
+"""The lightning indexer, which selects the keys that each query attends to."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def _topk_bwd(call: Call, options: Options, x: Selected, dy: Selection) -> Gradi
 
 
 def selected(x: Operands | IndexerOperands, indices: Int[Array, "B T K"]) -> Selected:
-    """Returns the indexer's inputs with a selection of keys."""
+    """Returns the inputs of the indexer together with a selection of keys."""
     return Selected(q=x.q, k=x.k, weights=x.weights, k_scale=x.k_scale, indices=indices)
 
 
-# The operators without their checks.
+# The operators without checks of their arguments.
 indexer_logits_op = differentiable(
     "indexer_logits", LOGITS_FWD, LOGITS_BWD, residuals=lambda x, y: (x,)
 )
@@ -94,7 +94,7 @@ indexer_selected_op = differentiable(
 
 
 def _weights(args: Args, index_weights: Any) -> Float[Array, "B T J"]:
-    """The argument of this name, in float32 at least."""
+    """Returns the checked argument 'index_weights' in float32 or wider."""
     weights = args.array("index_weights", index_weights, "B T J", FLOATS)
     return weights if weights.dtype in WIDE_FLOATS else weights.astype(jnp.float32)
 
@@ -102,7 +102,7 @@ def _weights(args: Args, index_weights: Any) -> Float[Array, "B T J"]:
 def indexer_inputs(
     args: Args, index_q: Any, index_k: Any, index_weights: Any, index_k_scale: Any
 ) -> IndexerOperands:
-    """Returns the checked arguments of these names, all of which are arrays."""
+    """Returns the checked arguments of these names, where `index_k` is an array, not a cache."""
     q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
     keys = Keys(args.array("index_k", index_k, "B S C", (q.dtype,)), None, None, None)
     return _inputs(args, q, keys, index_weights, index_k_scale)
@@ -145,36 +145,37 @@ def indexer_logits(
     relu: bool = True,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T S"]:
-    """How much every query wants every key, by the lightning indexer.
+    """Returns the lightning indexer's logit of every key for every query.
 
     `I[t,s] = index_k_scale[s] * sum_j index_weights[t,j] * relu(index_q[t,j] . index_k[s])`. Keys
-    that a query does not see get -inf. All of index_q, index_k, index_weights and index_k_scale are
-    differentiable; relu's derivative at 0 is 0. The batch axis may be absent from all arguments.
+    that a query does not see get -inf. The logits are differentiable in index_q, index_k,
+    index_weights and index_k_scale; the derivative of the ReLU at 0 is 0. The batch axis may be
+    absent from all arguments.
 
     Args:
-        index_q: queries of J heads; bfloat16, float16, float32 or float8_e4m3fn, whose scale
-            belongs in `index_weights`.
-        index_k: keys, one head, of index_q's dtype.
-        index_weights: weight of each head for each query, float32 (or bfloat16 or float16, which
-            become float32), with every constant factor (J^-1/2 C^-1/2, say) already multiplied in.
-        index_k_scale: float32 scale of each key, for FP8 keys.
-        is_causal: query t sees only keys up to its own position `query_start + t`.
-        query_start: position of the first query among the keys: an int, a scalar, or one for each
-            batch entry.
-        starts: each query's first key; default 0. Clipped to 0..S.
-        ends: one past each query's last key; default S. Clipped to 0..S. A causal query sees up to
-            the lesser of both ends.
-        relu: False leaves the relu out.
-        implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
+        index_q: Queries of J heads; bfloat16, float16, float32 or float8_e4m3fn. The scales of FP8
+            queries must be multiplied into `index_weights`.
+        index_k: Keys, shared by all heads, in the dtype of index_q.
+        index_weights: Weight of each head for each query, in float32, or in bfloat16 or float16,
+            which become float32. Constant factors (such as J^-1/2 C^-1/2) must be multiplied in.
+        index_k_scale: Scale of each key, float32, for FP8 keys. Default: 1.
+        is_causal: Whether query t sees only keys up to its own position `query_start + t`.
+        query_start: Position of the first query among the keys: an int, a scalar, or one position
+            per batch entry.
+        starts: First key of each query, clipped to 0..S. Default: 0.
+        ends: Exclusive end of the keys of each query, clipped to 0..S. Default: S. A causal query
+            sees keys up to the smaller of both ends.
+        relu: Whether to apply the ReLU.
+        implementation: None (the CUDA kernel if it supports the call, else XLA), "cuda" or "xla".
 
     Returns:
-        float32 logits. NaN or Inf in a key reaches no logit but its own, and none if no query sees
-        it.
+        Logits of shape [B, T, S], float32. NaN or Inf in a key affects only the logits of this key
+        for queries that see it.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, shape or range.
-        NotImplementedError: forward mode, gradients of gradients, or `implementation="cuda"` for
-            what it does not cover.
+        TypeError, ValueError: If an argument has the wrong type, shape or range.
+        NotImplementedError: For forward mode, for gradients of gradients, and if
+            `implementation="cuda"` and the kernel does not support the call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
@@ -209,30 +210,38 @@ def indexer_topk(
     deterministic: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Int[Array, "B T K"], Float[Array, "B T K"]]:
-    """The `top_k` keys of the largest `indexer_logits` for every query, without a [T, S] array.
+    """Returns the `top_k` keys with the largest `indexer_logits` for every query.
 
-    The same set as `topk(indexer_logits(...), top_k)`, in bounded memory, forward and backward. The
-    indices are named "dsa_topk_indices" for remat policies.
+    The selection equals `topk(indexer_logits(...), top_k)`, but neither the forward nor the
+    backward pass stores a [T, S] array. The indices are named "dsa_topk_indices" for remat
+    policies.
 
     Args:
-        index_q, index_weights, index_k_scale, starts, ends, relu: as in `indexer_logits`.
-        index_k: keys, as in `indexer_logits`; or, for decoding, a cache of rows [..., 1, C], whose
-            lengths then bound what the last T tokens of each request see. Keys on an unmapped page
-            are not seen. With a `PagedCache` index_k_scale is [P, L], and there is no gradient.
-        top_k: K, how many keys to select, >= 0; may exceed S.
-        is_causal, query_start: as in `indexer_logits`. With a cache, query t stands at position
-            `lengths[b] - T + t`, and query_start stays 0.
-        deterministic: gradients that are bit-identical from run to run; on XLA only. The selection
-            always is.
-        implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
+        index_q: As in `indexer_logits`.
+        index_k: Keys as in `indexer_logits`, or, for decoding, a cache of rows [..., 1, C]. The
+            queries are then the last T tokens of each request, and `cache.lengths` bounds the keys
+            that they see. Keys on an unmapped page are not seen.
+        index_weights: As in `indexer_logits`.
+        top_k: Number of keys K to select per query, >= 0; may exceed S.
+        index_k_scale: As in `indexer_logits`; with a `PagedCache` the shape is [P, L].
+        is_causal: As in `indexer_logits`.
+        query_start: As in `indexer_logits`. With a cache it must be 0, and query t has position
+            `lengths[b] - T + t`.
+        starts: As in `indexer_logits`.
+        ends: As in `indexer_logits`.
+        relu: As in `indexer_logits`.
+        deterministic: Whether gradients are bit-identical on every run, which only XLA supports.
+            The selection always is.
+        implementation: None (the CUDA kernel if it supports the call, else XLA), "cuda" or "xla".
 
     Returns:
-        indices: int32, ascending, valid ones first, then -1.
-        logits: float32, -inf where the index is -1; differentiable, through the selected keys only.
+        A tuple (indices, logits). Indices have shape [B, T, K], int32; valid ones come first, in
+        ascending order, then -1. Logits have shape [B, T, K], float32, and are -inf where the index
+        is -1. They are differentiable through the selected keys, but not with a `PagedCache`.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, shape or range.
-        NotImplementedError: as for `indexer_logits`, or gradients through a page table.
+        TypeError, ValueError: If an argument has the wrong type, shape or range.
+        NotImplementedError: As in `indexer_logits`, and for gradients through a page table.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa

@@ -1,4 +1,4 @@
-"""The lightning indexer on its CUDA kernels."""
+"""The lightning indexer on CUDA kernels."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from jax_dsa.core.checks import FP8
 from jax_dsa.ops.indexer.spec import Gradients, Logits, Operands, Options, Selected, Selection
 from jax_dsa.ops.topk.cuda import selects
 
-# The kernels' limits; tests/test_ffi.py compares them with those of the extension.
+# The limits of the kernels. tests/test_ffi.py compares them with those of the extension.
 CHANNELS = (32, 64, 128)
 MAX_HEADS = 64
 MAX_KEYS = 2**31 - 1 - 4096
 MAX_SLOTS = 8192
 PAGE_MULTIPLE = 64
 
-# Bytes of logits that `indexer_topk`'s kernels have in memory at a time: at 131072 keys, the two
-# rows that each of 132 SMs selects from at once.
+# Bytes of logits that the kernels of `indexer_topk` hold in memory at a time. Tuned for an H100 or
+# H200 with 132 SMs: each SM selects from two rows at once, which takes 138 MB of float32 logits at
+# 131072 keys. With a smaller workspace, some SMs would be idle at this length. GPUs with more SMs
+# would gain from a larger one. Results do not depend on the size.
 LOGITS_BUDGET = 144 * 10**6
 
 
 def logits_fwd_supports(options: Options, x: Operands) -> str | None:
-    """None, or why the kernel of `indexer_logits` does not run this call."""
+    """Returns why the kernel of `indexer_logits` does not support a call, or None if it does."""
     if x.q.dtype not in (jnp.bfloat16, FP8):
         return f"it takes bfloat16 or float8_e4m3fn, got {x.q.dtype}"
     return _shapes_supported(x.q, x.k)
 
 
 def topk_fwd_supports(options: Options, x: Operands) -> str | None:
-    """None, or why the kernels of `indexer_topk` do not run this call."""
+    """Returns why the kernels of `indexer_topk` do not support a call, or None if they do."""
     if (options.page_size or 0) % PAGE_MULTIPLE != 0:
         return f"it takes pages of a multiple of {PAGE_MULTIPLE} keys, got {options.page_size}"
     if x.page_table is not None and not 0 < x.k.shape[1] <= MAX_KEYS:
@@ -42,7 +44,7 @@ def topk_fwd_supports(options: Options, x: Operands) -> str | None:
 
 
 def topk_bwd_supports(options: Options, x: Selected, dy: Selection) -> str | None:
-    """None, or why the kernel of the gradients of `indexer_topk` does not run this call."""
+    """Returns why the kernels of the backward pass do not support a call, or None if they do."""
     if options.deterministic:
         return "its sums over a key's slots have no fixed order (deterministic=True)"
     if x.q.dtype != jnp.bfloat16:
@@ -63,7 +65,7 @@ def _shapes_supported(q: Any, k: Any) -> str | None:
 
 
 def _keys(options: Options, x: Operands) -> int:
-    """S: how many keys a request may have."""
+    """Returns S, the number of keys that a request may have."""
     if x.page_table is None:
         return x.k.shape[1]
     assert options.page_size is not None
@@ -71,23 +73,24 @@ def _keys(options: Options, x: Operands) -> int:
 
 
 def indexer_logits_fwd(options: Options, avals: Logits, x: Operands) -> Logits:
-    """`xla.indexer_logits_fwd`."""
+    """Runs the kernel of `xla.indexer_logits_fwd`."""
     operands = x.q, x.k, x.weights, x.k_scale, x.starts, x.ends
     relu = np.bool_(options.relu)
     return Logits(*ffi.call("jax_dsa.indexer_logits_fwd.v1", operands, avals, relu=relu))
 
 
 def indexer_topk_fwd(options: Options, avals: Selection, x: Operands) -> Selection:
-    """`xla.indexer_topk_fwd`. The kernels select in turn from the logits of as many queries as
-    fit.
+    """Runs the kernels of `xla.indexer_topk_fwd`.
+
+    The workspace holds the logits of some queries. The kernels process these queries at a time.
     """
     keys = max(1, _keys(options, x))
     queries = min(x.q.shape[0] * x.q.shape[1], LOGITS_BUDGET // (4 * keys))
-    some_logits = jax.ShapeDtypeStruct((max(1, queries) * keys,), jnp.float32)
+    workspace = jax.ShapeDtypeStruct((max(1, queries) * keys,), jnp.float32)
     indices, logits, _ = ffi.call(
         "jax_dsa.indexer_topk_fwd.v1",
         x,
-        [*avals, some_logits],
+        [*avals, workspace],
         relu=np.bool_(options.relu),
         page_size=np.int64(options.page_size or 0),
     )
@@ -95,8 +98,9 @@ def indexer_topk_fwd(options: Options, avals: Selection, x: Operands) -> Selecti
 
 
 def indexer_topk_bwd(options: Options, avals: Gradients, x: Selected, dy: Selection) -> Gradients:
-    """`xla.indexer_topk_bwd`. Of every slot and head the kernels keep one bit: where the score is
-    positive.
+    """Runs the kernels of `xla.indexer_topk_bwd`.
+
+    The workspace `relu_mask` holds one bit per slot and head: whether the score is positive.
     """
     batch, queries, slots = x.indices.shape
     relu_mask = jax.ShapeDtypeStruct((batch, queries, -(-slots // 64) * 64, 2), jnp.uint32)

@@ -1,4 +1,4 @@
-"""What the lightning indexer takes and gives: all logits, or those of the keys that it selects."""
+"""Operands, results and static options of the lightning indexer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from jax_dsa.core.typing import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options; `indexer_logits` knows `relu` alone.
+    """Static options. `indexer_logits` uses only `relu`.
 
     Attributes:
-        page_size: the keys per page; None without a page table.
+        relu: Whether a ReLU is applied to the scores.
+        top_k: Number of selected keys per query.
+        deterministic: Whether the gradients must be bit-identical on every run.
+        page_size: Number of keys per page, or None without a page table.
     """
 
     relu: bool
@@ -31,7 +34,7 @@ class Options:
 
 
 class IndexerOperands(NamedTuple):
-    """The arrays that every function of the indexer starts with, checked."""
+    """The checked arrays that every operator of the indexer takes."""
 
     q: Float[Array, "B T J C"]
     k: Float[Array, "B S C"]
@@ -40,12 +43,16 @@ class IndexerOperands(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What both operators read.
+    """Operands of `indexer_logits` and `indexer_topk`.
 
     Attributes:
-        q, k, weights, k_scale: queries, keys, head weights, and the scales of FP8 keys.
-        starts, ends: the half-open range of keys that each query sees.
-        page_table: the pages of each request, where `k` is a pool of pages.
+        q: Queries.
+        k: Keys, or a pool of pages.
+        weights: Head weights.
+        k_scale: Scales of FP8 keys, or None.
+        starts: First key of each query.
+        ends: Exclusive end of the keys of each query.
+        page_table: Pages of each request, or None if `k` is not a pool.
     """
 
     q: Float[Array, "b t j c"]
@@ -58,20 +65,20 @@ class Operands(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """Those of all keys, -inf outside a query's range."""
+    """Logits of all keys, -inf for keys outside the range of a query."""
 
     logits: Float[Array, "b t s", accumulated("q")]
 
 
 class Selection(NamedTuple):
-    """The keys of the largest logits, and these."""
+    """The keys with the largest logits, and their logits."""
 
     indices: Int[Array, "b t k", jnp.int32, Remat("dsa_topk_indices")]
     logits: Float[Array, "b t k", accumulated("q")]
 
 
 class Selected(NamedTuple):
-    """What the backward pass over the selected keys reads."""
+    """Operands of the passes over selected keys."""
 
     q: Float[Array, "b t j c"]
     k: Float[Array, "b s c"]
@@ -81,7 +88,10 @@ class Selected(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the inputs; those of keys are sums, which are rounded after shards have been added."""
+    """Gradients of the inputs.
+
+    Those of keys are sums over queries. They are rounded after the shards have been added.
+    """
 
     q: Array
     k: Float[Array, "", accumulated("k")]

@@ -1,15 +1,16 @@
-"""The lightning indexer, streamed over queries.
+"""The lightning indexer in XLA, streamed over queries.
 
     x[t,j,s] = q[t,j] . k[s]        I[t,s] = k_scale[s] * sum_j w[t,j] * relu(x[t,j,s])
 
-With g = dL/dI and the gates a[t,j,s] = g[t,s] * [x > 0], all gradients follow from two products,
+With g = dL/dI and the masked gradients a[t,j,s] = g[t,s] * [x > 0], all gradients follow from two
+products:
 
     h[t,j] = sum_s  a[t,j,s] * k_scale[s] * k[s]        f[s] = sum_tj a[t,j,s] * w[t,j] * q[t,j]
 
     dq[t,j] = w[t,j] * h[t,j]                           dk[s]       = k_scale[s] * f[s]
     dw[t,j] = q[t,j] . h[t,j]                           dk_scale[s] = k[s] . f[s]
 
-since relu(x) = [x > 0] * x is linear in q and in k once the gates are fixed.
+because relu(x) = [x > 0] * x is linear in q and in k once the ReLU mask is fixed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from jax_dsa.ops.topk.xla import BYTES_PER_POSITION, select, values_at, visible
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Four times a score's own four bytes, for its gate and temporaries of both.
+# Bytes of temporaries per score: four each for the score, its masked gradient, and one temporary
+# of either.
 _BYTES_PER_SCORE = 16
 
 
@@ -44,21 +46,20 @@ def stream_queries(
     """Runs `carry, ys = body(carry, keys, *queries)` over chunks of queries and of batch entries.
 
     Args:
-        body: takes the carry and `keys` of some batch entries, and a chunk of their queries'
-            arrays.
-        carry: arrays [B, ...] that accumulate over the queries.
-        keys: arrays [B, ...] that every query of a batch entry sees, or None.
-        queries: arrays [B, T, ...].
-        bytes_per_query: what one query needs in temporaries.
+        body: Function of the carry and `keys` of some batch entries, and of a chunk of their
+            queries.
+        carry: Arrays [B, ...] that accumulate over the queries.
+        keys: Arrays [B, ...] that every query of a batch entry reads, or None.
+        queries: Arrays [B, T, ...].
+        bytes_per_query: Bytes of temporaries per query.
 
     Returns:
         The carry after the last chunk, and the results ys [B, T, ...].
     """
     batch, total = next(x.shape[:2] for x in queries if x is not None)
-    # Many queries of few batch entries a chunk, rather than the other way round: that reads the
-    # keys less often.
+    # Prefer many queries of few batch entries to few queries of many: the keys are read less often.
     entries = chunk_length(batch, total * bytes_per_query)
-    if not isinstance(entries, int):  # a formula in the formula below would be slow to export
+    if not isinstance(entries, int):  # A formula within the formula below is slow to export.
         entries = 1
     chunk = chunk_length(total, entries * bytes_per_query)
     n, m = len(carry), len(carry) + len(keys)
@@ -74,13 +75,13 @@ def stream_queries(
 
 
 def score_bytes(heads: int, size: int) -> int:
-    """The temporaries of one query's scores, gates and logits."""
+    """Returns the bytes of temporaries for the scores, masked gradients and logits of one query."""
     return (heads + 1) * size * _BYTES_PER_SCORE
 
 
 def scores(q: Array, k: Array) -> Float[Array, "B T J S"]:
-    """q . k for every head, before the relu."""
-    # bfloat16 holds every FP8 value, and every device multiplies it.
+    """Returns q . k for every head, before the ReLU."""
+    # bfloat16 represents every FP8 value, and every device supports bfloat16 products.
     dtype = jnp.bfloat16 if q.dtype.itemsize == 1 else q.dtype
     return jnp.einsum(
         "btjc,bsc->btjs",
@@ -97,7 +98,7 @@ def combine(
     k_scale: Float[Array, "B S"] | None,
     mask: Bool[Array, "B T S"],
 ) -> Float[Array, "B T S"]:
-    """The logits of the scores `x`, -inf where `mask` is false."""
+    """Returns the logits for the scores `x`, -inf where `mask` is false."""
     x = jax.nn.relu(x) if options.relu else x
     logits = jnp.sum(x * weights.astype(x.dtype)[..., None], axis=2)
     if k_scale is not None:
@@ -114,24 +115,24 @@ def gradients(
     k_scale: Float[Array, "B S"] | None,
     g: Float[Array, "B T S"],
 ) -> tuple[Float[Array, "B S C"], Float[Array, "B T J C"], Float[Array, "B T J"]]:
-    """f, dq, dw of the file's head comment, for g that is 0 wherever a key is not used."""
-    gates = g.astype(x.dtype)[:, :, None]
-    gates = jnp.where(x > 0, gates, 0) if options.relu else jnp.broadcast_to(gates, x.shape)
+    """Returns f, dq and dw as in the module docstring. g must be 0 where a key is not used."""
+    masked = g.astype(x.dtype)[:, :, None]
+    masked = jnp.where(x > 0, masked, 0) if options.relu else jnp.broadcast_to(masked, x.shape)
     q, k, weights = q.astype(x.dtype), k.astype(x.dtype), weights.astype(x.dtype)
-    # Whatever a query without gradients holds must not reach a key: 0 * NaN is NaN.
+    # NaN in a query without gradients must not reach the gradient of a key, and 0 * NaN is NaN.
     live = (g != 0).any(-1)[..., None]
     q, weights = jnp.where(live[..., None], q, 0), jnp.where(live, weights, 0)
     if k_scale is not None:
         k = k * k_scale.astype(x.dtype)[..., None]
-    h = jnp.einsum("btjs,bsc->btjc", gates, _finite(k))
-    f = jnp.einsum("btjs,btjc->bsc", gates, q * weights[..., None])
+    h = jnp.einsum("btjs,bsc->btjc", masked, _finite(k))
+    f = jnp.einsum("btjs,btjc->bsc", masked, q * weights[..., None])
     return f, h * weights[..., None], jnp.sum(q * h, axis=-1)
 
 
 def key_gradients(
     f: Float[Array, "B S C"], k: Float[Array, "B S C"], k_scale: Float[Array, "B S"] | None
 ) -> tuple[Float[Array, "B S C"], Float[Array, "B S"] | None]:
-    """dk and dk_scale from f."""
+    """Returns dk and dk_scale, computed from f."""
     if k_scale is None:
         return f, None
     k, k_scale = k.astype(f.dtype), k_scale.astype(f.dtype)
@@ -139,24 +140,26 @@ def key_gradients(
 
 
 def _finite(k: Array) -> Array:
-    """Zeros for NaN and Inf: what no query uses of a key is multiplied by 0, which must stay 0.
+    """Replaces NaN and Inf by 0.
 
-    Where a query does use one, its logit, and with that its g, is not finite either.
+    Keys that no query uses are multiplied by 0, and the result must be 0. If a query does use such
+    a key, its logit, and so g, is not finite either.
     """
     return jnp.where(jnp.isfinite(k), k, 0)
 
 
 def indexer_logits_fwd(options: Options, x: Operands) -> Logits:
-    """Logits of all keys."""
+    """Returns the logits of all keys."""
     queries = x.q, x.weights, x.starts, x.ends
     size = x.k.shape[1]
     return Logits(*_stream_logits(options, queries, (x.k, x.k_scale), size, lambda y: (y,)))
 
 
 def indexer_topk_fwd(options: Options, x: Operands) -> Selection:
-    """The keys of the largest logits, and these.
+    """Returns the keys with the largest logits, and their logits.
 
-    With a page table k and k_scale have a pool's axis in place of S, and perhaps a batch axis of 1.
+    With a page table, the axis S of k and k_scale is that of a pool, and their batch axis may have
+    size 1.
     """
 
     def selected(logits: Array) -> tuple[Array, Array]:
@@ -196,21 +199,21 @@ def _stream_logits(
     finish: Callable[[Array], tuple[Array, ...]],
     load: Callable[..., Any] = lambda k, k_scale: (k, k_scale, None),
 ) -> Any:
-    """What `finish` makes of the logits, given those of many queries at a time.
+    """Returns `finish(logits)`, evaluated for chunks of queries.
 
-    The chunks of queries that it gets are larger than those whose scores fit the budget, since
-    selecting takes some forty steps however few the rows are. `load` makes of `keys` the indexer's
-    keys, their scales, and which of them are there.
+    A selection takes about forty steps for any number of rows, so the chunks that `finish` gets are
+    larger than those whose scores fit in the memory budget. `load` converts `keys` to the indexer's
+    keys, their scales, and a mask of the keys that are mapped.
     """
 
     def few(_: tuple[()], keys: Any, q: Array, weights: Array, starts: Array, ends: Array) -> Any:
-        k, k_scale, there = load(*keys)
+        k, k_scale, mapped = load(*keys)
         mask = visible(starts, ends, size)
-        mask = mask if there is None else mask & there[:, None]
+        mask = mask if mapped is None else mask & mapped[:, None]
         return (), (combine(options, scores(q, k), weights, k_scale, mask),)
 
     scores_cost = score_bytes(queries[0].shape[2], size)
-    # With symbolic sizes both chunks are the same one, for the same reason as above.
+    # With symbolic sizes, both kinds of chunks are the same: nested formulas are slow to export.
     nested = all(isinstance(n, int) for n in (size, *queries[0].shape))
 
     def many(_: tuple[()], keys: Any, *queries: Array) -> Any:
@@ -218,7 +221,7 @@ def _stream_logits(
             _, (logits,) = stream_queries(few, (), keys, queries, scores_cost)
         else:
             _, (logits,) = few((), keys, *queries)
-        # Behind the barrier the logits are computed alike, bit for bit, whatever `finish` does.
+        # The barrier keeps XLA from fusing `finish` into the logits, which could change their bits.
         return (), finish(jax.lax.optimization_barrier(logits))
 
     cost = size * BYTES_PER_POSITION + (0 if nested else scores_cost)
@@ -226,7 +229,7 @@ def _stream_logits(
 
 
 def indexer_logits_bwd(options: Options, x: Operands, dy: Logits) -> Gradients:
-    """Gradients of the inputs, from that of all logits."""
+    """Returns the gradients of the inputs, given the gradient of all logits."""
     size = x.k.shape[1]
 
     def body(
@@ -242,14 +245,14 @@ def indexer_logits_bwd(options: Options, x: Operands, dy: Logits) -> Gradients:
 
 
 def indexer_selected_fwd(options: Options, x: Selected) -> Selection:
-    """The logits of keys that are selected already."""
+    """Returns the logits of keys that are already selected."""
     (size, _), slots = x.k.shape[1:], x.indices.shape[2]
 
     def body(_: tuple[()], keys: Any, q: Array, weights: Array, indices: Array) -> Any:
         k, k_scale = keys
         own_k, own_scale = _selected_keys(k, k_scale, indices)
-        valid = _alone((indices >= 0) & (indices < size))[:, None]
-        own_q, own_w = _alone(q)[:, None], _alone(weights)[:, None]
+        valid = _as_batch_entries((indices >= 0) & (indices < size))[:, None]
+        own_q, own_w = _as_batch_entries(q)[:, None], _as_batch_entries(weights)[:, None]
         logits = combine(options, scores(own_q, own_k), own_w, own_scale, valid)
         return (), (logits.reshape(indices.shape),)
 
@@ -262,22 +265,23 @@ def indexer_selected_fwd(options: Options, x: Selected) -> Selection:
     return Selection(x.indices, logits)
 
 
-def _alone(x: Array) -> Array:
-    """Every query as a batch entry of its own, whose keys are those that it selected."""
+def _as_batch_entries(x: Array) -> Array:
+    """Merges the axes B and T, so that each query becomes a batch entry with its own keys."""
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def _selected_keys(k: Array, k_scale: Array | None, indices: Array) -> tuple[Array, Array | None]:
-    """Keys and scales of each query alone; what lies at an empty slot counts for nothing."""
+    """Returns the selected keys and scales of each query, with any key in empty slots."""
     entry = jnp.arange(indices.shape[0], dtype=jnp.int32)[:, None, None]
     used = jnp.clip(indices, 0, k.shape[1] - 1)
-    return _alone(k[entry, used]), None if k_scale is None else _alone(k_scale[entry, used])
+    own_scale = None if k_scale is None else _as_batch_entries(k_scale[entry, used])
+    return _as_batch_entries(k[entry, used]), own_scale
 
 
 def indexer_topk_bwd(options: Options, x: Selected, dy: Selection) -> Gradients:
-    """Gradients of the inputs, from that of the selected logits."""
+    """Returns the gradients of the inputs, given the gradient of the selected logits."""
     (size, channels), heads, slots = x.k.shape[1:], x.q.shape[2], x.indices.shape[2]
-    if size == 0:  # nothing to gather from
+    if size == 0:  # There are no keys to gather.
         dk, dk_scale = key_gradients(x.k.astype(compat.accum_dtype(x.k.dtype)), x.k, x.k_scale)
         return Gradients(
             q=jnp.zeros_like(x.q), k=dk, weights=jnp.zeros_like(x.weights), k_scale=dk_scale
@@ -286,9 +290,9 @@ def indexer_topk_bwd(options: Options, x: Selected, dy: Selection) -> Gradients:
     def body(carry: Any, keys: Any, q: Array, weights: Array, indices: Array, g: Array) -> Any:
         (f,), (k, k_scale) = carry, keys
         own_k, own_scale = _selected_keys(k, k_scale, indices)
-        own_q, own_w = _alone(q)[:, None], _alone(weights)[:, None]
+        own_q, own_w = _as_batch_entries(q)[:, None], _as_batch_entries(weights)[:, None]
         valid = (indices >= 0) & (indices < size)
-        own_g = _alone(jnp.where(valid, g, 0))[:, None]
+        own_g = _as_batch_entries(jnp.where(valid, g, 0))[:, None]
         x = scores(own_q, own_k)
         df, dq, dw = gradients(options, x, own_q, own_k, own_w, own_scale, own_g)
         df = df.reshape(*indices.shape, channels)
@@ -299,7 +303,7 @@ def indexer_topk_bwd(options: Options, x: Selected, dy: Selection) -> Gradients:
             dw.astype(weights.dtype).reshape(weights.shape),
         )
 
-    # A fixed order of the sums takes sorted rows and their partial sums besides.
+    # A fixed order of the sums needs sorted rows and their partial sums, too.
     row_bytes = (6 if options.deterministic else 1) * channels * _BYTES_PER_SCORE
     cost = score_bytes(heads, slots) + slots * row_bytes
     queries = x.q, x.weights, x.indices, dy.logits
@@ -313,7 +317,7 @@ def _stream_gradients(
     queries: tuple[Array, ...],
     cost: int,
 ) -> Gradients:
-    """dq, dk, dweights, dk_scale from a body that accumulates f."""
+    """Returns the gradients of the inputs from a body that accumulates f."""
     f = jnp.zeros(k.shape, compat.accum_dtype(k.dtype))
     (f,), (dq, dw) = stream_queries(body, (f,), (k, k_scale), queries, cost)
     dk, dk_scale = key_gradients(f, k, k_scale)

@@ -1,4 +1,4 @@
-"""What trains the indexer: to attend as the model does."""
+"""The losses that train the indexer to select the keys that the model attends to."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ DENSE_FWD = Pass(
 def _dense_bwd(
     call: Call, options: DenseOptions, grads: DenseGradients, dy: DenseResults
 ) -> DenseGradients:
-    """The gradients that came with the loss, times the loss's own."""
+    """Returns the gradients from the forward pass, times the gradient of the summed KL."""
     return jax.tree.map(lambda x: jnp.einsum("b...,b->b...", x, dy.kl), grads)
 
 
-# The operators without their checks.
+# The operators without the checks of their arguments.
 indexer_kl_loss_op = differentiable(
     "indexer_kl_loss", SPARSE_FWD, SPARSE_BWD, residuals=lambda x, y: (Saved(y.grad),)
 )
@@ -71,9 +71,10 @@ dense_indexer_kl_loss_op = differentiable(
 def mean_over_rows(
     kl: Float[Array, "..."], counts: Int[Array, "..."] | Bool[Array, "..."], rows: int = 1
 ) -> Float[Array, ""]:
-    """The mean of the rows' KL over those that count; 0 if there are none.
+    """Returns the mean of the KL over the rows that count, or 0 if no row counts.
 
-    If so many `rows` count, its derivative is 1 / `rows` to the last bit.
+    If exactly `rows` rows count, the derivative with respect to each KL is 1 / `rows` to the last
+    bit. The kernel of the backward pass then has nothing to multiply.
     """
     counted = jnp.sum(counts)
     fewer = jnp.where(counted == rows, 1, rows / jnp.maximum(counted, 1).astype(kl.dtype))
@@ -81,9 +82,9 @@ def mean_over_rows(
 
 
 def selected_kl(call: Call, x: Operands) -> Float[Array, ""]:
-    """The loss over selected keys, without its checks."""
+    """Returns the loss over selected keys. The operands must be checked already."""
     batch, queries = x.logits.shape[:2]
-    known = isinstance(batch, int) and isinstance(queries, int)  # or they are symbolic
+    known = isinstance(batch, int) and isinstance(queries, int)  # false for symbolic sizes
     options = Options(rows=max(batch * queries, 1) if known else 1)
     results = indexer_kl_loss_op(call, options, x)
     return mean_over_rows(results.kl, results.counts, options.rows)
@@ -96,32 +97,33 @@ def indexer_kl_loss(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, ""]:
-    """The indexer's loss on its selected keys: the mean over rows of `KL(p || softmax(logits))`.
+    """Returns the indexer's loss on its selected keys: the mean of `KL(p || softmax(logits))`.
 
-    p is the teacher, normalised over the row's valid slots, to which the softmax is restricted too.
-    The loss of the sparse stage of DeepSeek-V3.2 (DeepSeek-AI, 2025). Its gradient,
-    `(softmax(logits) - p) / rows`, is formed directly, along with the loss. The teacher gets none.
-    The batch axis may be absent from all arguments.
+    p is the teacher, normalised over the row's valid slots. The softmax is restricted to these
+    slots, too. This is the loss of the sparse stage of DeepSeek-V3.2 (DeepSeek-AI, 2025). The
+    gradient, `(softmax(logits) - p) / rows`, is computed directly, together with the loss. The
+    teacher gets no gradient. The batch axis may be absent from all arguments.
 
     Args:
-        logits: the indexer's logits of the selected keys, as from `indexer_topk`.
-        teacher: the main attention's probabilities of these keys, summed over heads, not
-            normalised, >= 0, as from `attn_dist` with `head_group=None`.
-        valid: which slots take part; default `logits > -inf`. Values in the others are never used.
+        logits: The indexer's logits of the selected keys, as `indexer_topk` returns them; bfloat16,
+            float16 or float32.
+        teacher: The main attention's probabilities of these keys, summed over heads, as `attn_dist`
+            returns them with `head_group=None`. They are >= 0 and need not be normalised.
+        valid: Which slots are used; default `logits > -inf`. Values in other slots have no effect.
         implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
 
     Returns:
-        A float32 scalar, the mean over the rows that have a valid slot and teacher mass; 0 if there
-        are none. It is inf if a valid slot has teacher mass and a logit of -inf.
+        A float32 scalar, the mean over the rows that have a valid slot and teacher mass, or 0 if no
+        row has. It is inf if a valid slot has teacher mass and a logit of -inf.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type or shape.
-        NotImplementedError: `implementation="cuda"` cannot run this call here.
+        TypeError, ValueError: If an argument has the wrong type or shape.
+        NotImplementedError: If `implementation="cuda"` and no kernel covers this call.
 
     Examples:
         >>> import jax.numpy as jnp, jax_dsa
         >>> teacher = jnp.array([[[1.0, 3.0]]])
-        >>> bool(jax_dsa.indexer_kl_loss(jnp.log(teacher), teacher) < 1e-6)  # it attends as taught
+        >>> bool(jax_dsa.indexer_kl_loss(jnp.log(teacher), teacher) < 1e-6)  # the same distribution
         True
     """
     args = Args("indexer_kl_loss", "logits", logits, "B T K")
@@ -149,32 +151,39 @@ def dense_indexer_kl_loss(
     relu: bool = True,
     implementation: Implementation | None = None,
 ) -> Float[Array, ""]:
-    """The indexer's warm-up loss: the mean over queries of `KL(p || softmax(I))`.
+    """Returns the indexer's warm-up loss: the mean over queries of `KL(p || softmax(I))`.
 
-    Over all keys that a query sees; I are the `indexer_logits`, and p is dense softmax attention of
-    q on kv, averaged over the heads. The loss of the dense warm-up stage of DeepSeek-V3.2
-    (DeepSeek-AI, 2025). Everything is computed in chunks of queries, and nothing of size [T, S] is
-    kept. index_q, index_k, index_weights and index_k_scale get gradients, formed directly from
-    `softmax(I) - p`; q and kv get exactly zero. The gradients are computed along with the loss,
-    even if they are not asked for, and wait for the backward pass under the name "dsa_kl_grads" for
-    remat policies. The batch axis may be absent from all arguments.
+    The KL is over all keys that a query sees. I are the `indexer_logits`, and p are the
+    probabilities of dense softmax attention of q on kv, averaged over the heads. This is the loss
+    of the dense warm-up stage of DeepSeek-V3.2 (DeepSeek-AI, 2025). It is computed in chunks of
+    queries, and no array of size [T, S] is kept.
+
+    index_q, index_k, index_weights and index_k_scale get gradients, which are computed directly
+    from `softmax(I) - p`. q and kv get gradients that are exactly zero. The gradients are computed
+    together with the loss, even if nothing asks for them, and are saved for the backward pass under
+    the name "dsa_kl_grads" for remat policies. The batch axis may be absent from all arguments.
 
     Args:
-        index_q, index_k, index_weights, index_k_scale, relu: the indexer's inputs, as in
-            `indexer_logits`.
-        q: the main attention's queries; bfloat16, float16 or float32.
-        kv: its keys, of q's dtype; N is a multiple of G.
-        scale: of the attention's scores; default D^-1/2.
-        is_causal: query t sees no key after position `query_start + t`.
-        query_start, starts, ends: as in `indexer_logits`.
+        index_q: The indexer's queries, as in `indexer_logits`.
+        index_k: The indexer's keys, as in `indexer_logits`.
+        index_weights: The weights of the indexer's heads, as in `indexer_logits`.
+        q: The main attention's queries; bfloat16, float16 or float32.
+        kv: The main attention's keys, in the dtype of `q`; N is a multiple of G.
+        scale: Scale of the attention's scores; default D^-1/2.
+        is_causal: Whether query t sees no key after position `query_start + t`.
+        query_start: Position of the first query, as in `indexer_logits`.
+        index_k_scale: Scales of the indexer's keys, as in `indexer_logits`.
+        starts: First key that each query sees, as in `indexer_logits`.
+        ends: Exclusive end of the keys that each query sees, as in `indexer_logits`.
+        relu: Whether a ReLU is applied to the scores of the indexer's heads.
         implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
 
     Returns:
-        A float32 scalar, the mean over the queries that see a key; 0 if there are none.
+        A float32 scalar, the mean over the queries that see a key, or 0 if no query does.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, shape or range.
-        NotImplementedError: `implementation="cuda"` cannot run this call here.
+        TypeError, ValueError: If an argument has the wrong type, shape or range.
+        NotImplementedError: If `implementation="cuda"` and no kernel covers this call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa

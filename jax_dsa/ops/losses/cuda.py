@@ -26,77 +26,78 @@ DIMS = (576, 512, 256, 192, 128, 64)
 CHANNELS = (32, 64, 128)
 MAX_INDEX_HEADS = 64
 
-# Bytes of logits, teachers and parts of gradients that the dense loss's kernels have in memory at a
-# time: at 32768 keys, those of some 1300 queries.
+# Bytes of workspace for logits, teachers and partial gradients in the kernels of the dense loss.
+# With 32768 keys, it holds those of some 1300 queries at a time.
 DENSE_BUDGET = 512 * 2**20
 
 
 def fwd_supports(options: Options, x: Operands) -> str | None:
-    """None, or why the kernel of `indexer_kl_loss` does not run this call."""
+    """Returns None, or the reason why the kernel of `indexer_kl_loss` does not cover this call."""
     if x.logits.dtype != jnp.float32 or x.teacher.dtype != jnp.float32:
         return f"it takes float32, got logits of {x.logits.dtype}, teacher of {x.teacher.dtype}"
     return _slots_supported(x.logits)
 
 
 def bwd_supports(options: Options, x: Saved, dy: Results) -> str | None:
-    """None, or why the kernel of the loss's gradient does not run this call."""
+    """Returns None, or the reason why the kernel of the gradient does not cover this call."""
     if x.logits.dtype != jnp.float32:
         return f"it takes float32, got {x.logits.dtype}"
     return _slots_supported(x.logits)
 
 
 def _slots_supported(x: Any) -> str | None:
+    """Returns None, or the reason why the kernels do not cover this number of slots."""
     return None if x.shape[2] <= MAX_SLOTS else f"it takes K up to {MAX_SLOTS}, got {x.shape[2]}"
 
 
 def dense_fwd_supports(options: DenseOptions, x: DenseOperands) -> str | None:
-    """None, or why the kernels of `dense_indexer_kl_loss` do not run this call."""
+    """Returns None, or the reason why the kernels of the dense loss do not cover this call."""
     if any(a.dtype != jnp.bfloat16 for a in (x.index_q, x.index_k, x.q, x.kv)):
         dtypes = ", ".join(str(a.dtype) for a in (x.index_q, x.index_k, x.q, x.kv))
         return f"it takes bfloat16, got index_q, index_k, q, kv of {dtypes}"
     heads, channels = x.index_q.shape[2:]
     if channels not in CHANNELS:
-        return f"it has C in {CHANNELS}, got C={channels}"
+        return f"it takes C in {CHANNELS}, got C={channels}"
     if not 1 <= heads <= MAX_INDEX_HEADS:
-        return f"it has J in 1..{MAX_INDEX_HEADS}, got J={heads}"
+        return f"it takes J in 1..{MAX_INDEX_HEADS}, got J={heads}"
     if x.q.shape[2] == 0:
         return "it takes at least one head"
     if x.q.shape[3] not in DIMS:
-        return f"it has D in {DIMS}, got D={x.q.shape[3]}"
+        return f"it takes D in {DIMS}, got D={x.q.shape[3]}"
     if max(x.q.shape[1], x.kv.shape[1]) > MAX_SLOTS:
         return f"it takes T and S up to {MAX_SLOTS}, got T={x.q.shape[1]}, S={x.kv.shape[1]}"
     return None
 
 
 def indexer_kl_loss_fwd(options: Options, avals: Results, x: Operands) -> Results:
-    """`xla.indexer_kl_loss_fwd`."""
-    share = np.float32(options.share)
-    return Results(*ffi.call("jax_dsa.indexer_kl_loss_fwd.v2", x, avals, share=share))
+    """Computes `xla.indexer_kl_loss_fwd` on its kernel."""
+    row_weight = np.float32(options.row_weight)
+    return Results(*ffi.call("jax_dsa.indexer_kl_loss_fwd.v2", x, avals, share=row_weight))
 
 
 def indexer_kl_loss_bwd(options: Options, avals: Gradients, x: Saved, dy: Results) -> Gradients:
-    """`xla.indexer_kl_loss_bwd`, over the gradients that came with the loss."""
-    args, share = (x.logits, dy.kl), np.float32(options.share)
+    """Computes `xla.indexer_kl_loss_bwd` on its kernel, which overwrites the saved gradients."""
+    args, row_weight = (x.logits, dy.kl), np.float32(options.row_weight)
     return Gradients(
-        *ffi.call("jax_dsa.indexer_kl_loss_bwd.v2", args, avals, aliases={0: 0}, share=share)
+        *ffi.call("jax_dsa.indexer_kl_loss_bwd.v2", args, avals, aliases={0: 0}, share=row_weight)
     )
 
 
 def dense_indexer_kl_loss_fwd(
     options: DenseOptions, avals: DenseResults, x: DenseOperands
 ) -> DenseResults:
-    """`xla.dense_indexer_kl_loss_fwd`, as many queries at a time as the budget has room for."""
+    """Runs the kernels of the dense loss, in as few chunks of queries as the budget allows."""
     batch, queries, heads, _ = x.q.shape
     keys, channels = x.index_k.shape[1:]
 
-    def need(batch: int, queries: int) -> int:
+    def workspace_bytes(batch: int, queries: int) -> int:
         return int(
             ffi.extension().dense_loss_bytes(
                 batch=batch, queries=queries, keys=keys, channels=channels, heads=heads
             )
         )
 
-    size = max(need(1, 1), min(need(batch, queries), DENSE_BUDGET))
+    size = max(workspace_bytes(1, 1), min(workspace_bytes(batch, queries), DENSE_BUDGET))
     *results, _ = ffi.call(
         "jax_dsa.dense_indexer_kl_loss_fwd.v1",
         x,

@@ -1,4 +1,4 @@
-"""What the indexer's losses take and give."""
+"""Options, operands, results and gradients of the indexer's losses."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ class Options:
     """Static options of the loss over selected keys.
 
     Attributes:
-        rows: over how many rows the loss is a mean if all of them count, on all devices together.
+        rows: Number of rows on all devices. The loss is their mean if all of them count.
     """
 
     rows: int
 
     @property
-    def share(self) -> float:
-        """Of one row in the loss, if all of them count."""
+    def row_weight(self) -> float:
+        """The weight of one row in the loss if all rows count."""
         return 1 / self.rows
 
 
 class Operands(NamedTuple):
-    """What the loss over selected keys reads.
+    """The operands of the loss over selected keys.
 
     Attributes:
-        valid: which slots take part; None: those with a logit above -inf.
+        logits: The indexer's logits of the selected keys.
+        teacher: The main attention's probabilities of the selected keys, not normalised.
+        valid: Which slots are used; None: those with a logit above -inf.
     """
 
     logits: Float[Array, "b t k"]
@@ -40,12 +42,16 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Each row's KL, whether the row counts, and the gradient of its KL times `Options.share`, not
-    rounded.
+    """The results of the loss over selected keys.
 
-    The mean over rows is taken outside the passes: there it is one over all devices, and its
-    derivative brings each row's share. Where all rows count and nothing weights the loss, that is
-    what the gradient has already, and the backward pass has nothing to do.
+    The mean over rows is computed outside the operator, over the rows of all devices. Its
+    derivative gives each row its weight. If all rows count and the loss itself has no weight, this
+    is `Options.row_weight`, which `grad` contains already, and the backward pass has nothing to do.
+
+    Attributes:
+        kl: The KL of each row.
+        counts: Whether each row counts.
+        grad: The gradient of each row's KL, times `Options.row_weight`, not rounded.
     """
 
     kl: Float[Array, "b t", accumulated("logits")]
@@ -54,27 +60,32 @@ class Results(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward pass reads: the gradients that came with the rows' KL, times the share."""
+    """The residuals of the backward pass: `Results.grad`."""
 
     logits: Float[Array, "b t k"]
 
 
 class Gradients(NamedTuple):
-    """Of the loss over selected keys. The teacher is a constant."""
+    """The gradients of the loss over selected keys. The teacher is a constant."""
 
     logits: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseOptions:
-    """Static options of the loss over all keys."""
+    """Static options of the loss over all keys.
+
+    Attributes:
+        relu: Whether a ReLU is applied to the scores of the indexer's heads.
+        scale: Scale of the attention's scores.
+    """
 
     relu: bool
     scale: float
 
 
 class DenseOperands(NamedTuple):
-    """What the loss over all keys reads: the indexer's operands, and the attention's."""
+    """The operands of the loss over all keys: those of the indexer and of the attention."""
 
     index_q: Float[Array, "b t j c"]
     index_k: Float[Array, "b s c"]
@@ -87,10 +98,11 @@ class DenseOperands(NamedTuple):
 
 
 class DenseResults(NamedTuple):
-    """KL, summed over the rows that count, how many do, and that sum's gradients, not rounded.
+    """The KL summed over the rows that count, the number of these rows, and the sum's gradients.
 
-    In one go, since the attention is by far the most of the work and its probabilities are too many
-    to keep for a backward pass, while the gradients are of the size of the inputs.
+    The gradients are computed in the forward pass and not rounded. The attention is most of the
+    work and its probabilities are too large to keep for a backward pass, but the gradients are only
+    as large as the inputs.
     """
 
     kl: Float[Array, "b", accumulated("index_k")]
@@ -104,7 +116,7 @@ class DenseResults(NamedTuple):
 
 
 class DenseGradients(NamedTuple):
-    """Of the loss over all keys."""
+    """The gradients of the loss over all keys."""
 
     index_q: Array
     index_k: Array

@@ -1,7 +1,7 @@
-"""The indexer's losses: KL(p || softmax(I)) of every query, p its normalised teacher.
+"""The indexer's losses in plain JAX: KL(p || softmax(I)) of every query, with normalised teacher p.
 
-The gradient is formed directly, dL/dI = softmax(I) - p, where the derivative of a logarithm would
-lose the small ones.
+The gradient is computed directly, as dL/dI = softmax(I) - p. The derivative of a logarithm would
+round small gradients to zero.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from jax_dsa.ops.topk.xla import visible
 
 
 def indexer_kl_loss_fwd(options: Options, x: Operands) -> Results:
-    """Each row's KL, whether the row counts, and the KL's gradient times the share."""
+    """Returns each row's KL, whether the row counts, and the KL's gradient times the row weight."""
     valid = x.logits > -jnp.inf if x.valid is None else x.valid
     kl, counts, grad = _kl(x.logits, x.teacher, valid)
-    return Results(kl, counts, grad * options.share)
+    return Results(kl, counts, grad * options.row_weight)
 
 
 def indexer_kl_loss_bwd(options: Options, x: Saved, dy: Results) -> Gradients:
-    """The logits' gradient, from that of each row's KL."""
+    """Returns the gradient of the logits, from that of each row's KL."""
     return Gradients(logits=x.logits * (dy.kl * options.rows)[..., None])
 
 
 def dense_indexer_kl_loss_fwd(options: DenseOptions, x: DenseOperands) -> DenseResults:
-    """The summed KL with its gradients."""
+    """Returns the summed KL with its gradients."""
     batch, size = x.kv.shape[:2]
-    own = indexer.Options(relu=options.relu)
+    index_options = indexer.Options(relu=options.relu)
 
     def body(carry: tuple[Array, ...], keys: Any, *queries: Array) -> tuple[Any, tuple[Array, ...]]:
         total, rows, f = carry
@@ -58,10 +58,10 @@ def dense_indexer_kl_loss_fwd(options: DenseOptions, x: DenseOperands) -> DenseR
         index_q, weights, starts, ends, q = queries
         mask = visible(starts, ends, size)
         x = scores(index_q, index_k)
-        logits = combine(own, x, weights, k_scale, mask)
+        logits = combine(index_options, x, weights, k_scale, mask)
         teacher = _attention(q, kv, options.scale, mask)
         kl, counts, g = _kl(logits, teacher, mask)
-        df, dq, dw = gradients(own, x, index_q, index_k, weights, k_scale, g)
+        df, dq, dw = gradients(index_options, x, index_q, index_k, weights, k_scale, g)
         carry = (
             total + jnp.sum(kl, axis=1),
             rows + jnp.sum(counts, axis=1, dtype=jnp.int32),
@@ -87,7 +87,7 @@ def _attention(
     scale: float,
     mask: Bool[Array, "B T S"],
 ) -> Float[Array, "B T S"]:
-    """Softmax attention's probabilities, summed over the heads."""
+    """Returns the probabilities of softmax attention, summed over the heads."""
     batch, queries, heads, width = q.shape
     groups = kv.shape[2]
     s = jnp.einsum(
@@ -103,18 +103,18 @@ def _attention(
 def _kl(
     logits: Float[Array, "B T K"], teacher: Float[Array, "B T K"], valid: Bool[Array, "B T K"]
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], Float[Array, "B T K"]]:
-    """Each row's KL over its valid slots, whether the row counts, and the KL's gradient.
+    """Returns each row's KL over its valid slots, whether the row counts, and the KL's gradient.
 
     Rows without a valid slot or without teacher mass do not count: their KL and gradient are 0.
     """
     dtype = compat.accum_dtype(logits.dtype)
     teacher = jnp.where(valid, teacher.astype(dtype), 0)
     mass = jnp.sum(teacher, axis=-1)
-    counts = ~(mass <= 0)  # and not `mass > 0`: NaN in the teacher must show
+    counts = ~(mass <= 0)  # not `mass > 0`: a NaN in the teacher must reach the results
     p = teacher / jnp.where(counts, mass, 1)[..., None]
     log_q, q = _softmax(logits.astype(dtype), valid)
-    held = ~(p <= 0)
-    kl = jnp.sum(jnp.where(held, p * (jnp.log(jnp.where(held, p, 1)) - log_q), 0), axis=-1)
+    has_mass = ~(p <= 0)
+    kl = jnp.sum(jnp.where(has_mass, p * (jnp.log(jnp.where(has_mass, p, 1)) - log_q), 0), axis=-1)
     used = valid & counts[..., None]
     return jnp.where(counts, kl, 0), counts, jnp.where(used, q - p, 0)
 
@@ -122,7 +122,7 @@ def _kl(
 def _softmax(
     x: Float[Array, "... K"], valid: Bool[Array, "... K"]
 ) -> tuple[Float[Array, "... K"], Float[Array, "... K"]]:
-    """log softmax and softmax over the valid slots; -inf and 0 elsewhere, in empty rows too."""
+    """Returns log softmax and softmax over the valid slots, and -inf and 0 in other slots."""
     x = jnp.where(valid, x, -jnp.inf)
     largest = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)
     x = x - jax.lax.stop_gradient(jnp.where(largest == -jnp.inf, 0, largest))

@@ -239,7 +239,7 @@ def _workspace(
         groups=G,
         slots=K,
         dim=D,
-        count=count,
+        queries_at_once=count,
         by_rows=by_rows,
     )
     return (

@@ -29,7 +29,7 @@ FWD = Pass(
 )
 BWD = Pass("topk_bwd", xla.topk_bwd, shardable="b t")
 
-# The operator without its checks.
+# The operator without checks of its arguments.
 topk_op = differentiable("topk", FWD, BWD, residuals=lambda x, y: (Selected(y.indices),))
 
 IndicesValues = tuple[Int[Array, "... K"], Float[Array, "... K"]]
@@ -64,29 +64,29 @@ def topk(
     return_values: bool = False,
     implementation: Implementation | None = None,
 ) -> Int[Array, "... K"] | IndicesValues:
-    """The positions of the `top_k` largest values of every row, in ascending order.
+    """Returns the indices of the `top_k` largest values of each row, in ascending index order.
 
-    The set is the `top_k` largest by (value descending, index ascending): exact, and the same bit
-    for bit on every run, device and implementation. NaN and -inf are never selected, and +0 equals
-    -0. A row with fewer than `top_k` candidates gives all of them, then -1.
+    The selection is exact and the same on every run, device and implementation: larger values come
+    first, and among equal values smaller indices come first. NaN and -inf are never selected, and
+    +0 equals -0. If a row has fewer than `top_k` candidates, the remaining entries are -1.
 
     Args:
-        x: rows of bfloat16, float16 or float32 values (float64 where JAX has it enabled), with any
-            leading axes or none.
-        top_k: how many to select, >= 0; may exceed S.
-        starts: int32, each row's first candidate; default 0. Clipped to 0..S.
-        ends: int32, one past each row's last candidate; default S. Clipped to 0..S; a row with end
-            <= start is empty.
-        return_values: also return the values at the positions, -inf where there is none. They are
-            differentiable.
-        implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
+        x: Values; bfloat16, float16 or float32 (float64 if JAX has it enabled), with any number of
+            leading axes.
+        top_k: Number of indices per row, >= 0; may exceed S. At most 4096 on the CUDA kernel.
+        starts: First candidate of each row, int32, clipped to 0..S. Default: 0.
+        ends: Exclusive end of the candidates of each row, int32, clipped to 0..S. Default: S. A row
+            with end <= start has no candidates.
+        return_values: Whether to return the selected values, too. They are differentiable.
+        implementation: None (the CUDA kernel if it supports the call, else XLA), "cuda" or "xla".
 
     Returns:
-        int32 positions, or (positions, values of x's dtype).
+        Indices of shape [..., K], int32. With `return_values`, a tuple (indices, values), where the
+        values have shape [..., K] and the dtype of x, and are -inf where the index is -1.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, shape or range.
-        NotImplementedError: `implementation="cuda"` cannot run this call here.
+        TypeError, ValueError: If an argument has the wrong type, shape or range.
+        NotImplementedError: If `implementation="cuda"` and the kernel does not support the call.
 
     Examples:
         >>> import jax.numpy as jnp, jax_dsa
@@ -108,7 +108,7 @@ def topk_of(
     return_values: Any = False,
     implementation: Any = None,
 ) -> Any:
-    """`topk` as part of the public function `op`, whose argument `name` the rows are."""
+    """Runs `topk` for the public function `op`, whose argument `name` holds the rows."""
     rank = getattr(as_array(x), "ndim", 1)
     leading = ["B", "T", *(f"T{i}" for i in range(2, rank))][: max(1, rank - 1)]
     rows = " ".join(leading)
@@ -128,11 +128,13 @@ def topk_of(
         return jnp.clip(args.array(name, given, rows, INT32), 0, options.size).reshape(flat)
 
     ranges = bound("starts", starts, 0), bound("ends", ends, options.size)
-    if len(flat) > 2:  # what vmap maps has to lie alike
+    if len(flat) > 2:  # vmap needs operands with the same sharding.
         ranges = compat.shard_as(ranges[0], x), compat.shard_as(ranges[1], x)
-    operands = Operands(x.reshape(*flat, options.size), *ranges)
+    starts, ends = ranges
+    operands = Operands(x=x.reshape(*flat, options.size), starts=starts, ends=ends)
     select: Callable[[Operands], Results] = functools.partial(topk_op, call, options)
-    for _ in range(len(flat) - 2):  # not one reshape, which would gather axes that are sharded
+    # One reshape to two leading axes would gather axes that are sharded.
+    for _ in range(len(flat) - 2):
         select = jax.vmap(select)
     shape = (*x.shape[:-1], options.top_k)
     indices, values = jax.tree.map(lambda y: y.reshape(shape), select(operands))

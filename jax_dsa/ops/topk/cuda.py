@@ -1,4 +1,4 @@
-"""Top-k on its CUDA kernel."""
+"""Top-k on a CUDA kernel."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jax_dsa.core import ffi
 from jax_dsa.ops.topk.spec import Operands, Options, Results
 
-# The kernel's limits; tests/test_ffi.py compares them with those of the extension.
+# The limits of the kernel. tests/test_ffi.py compares them with those of the extension.
 MAX_SELECTED = 4096
 MAX_SIZE = 2**31 - 1 - 2**16
 MAX_ROWS = (2**31 - 1) // 8
 
 
 def supports(options: Options, x: Operands) -> str | None:
-    """None, or why the kernel does not run this call."""
+    """Returns why the kernel does not support a call, or None if it does."""
     if x.x.dtype != jnp.float32:
         return f"it takes float32, got {x.x.dtype}"
     B, T, _ = x.x.shape
@@ -24,14 +24,14 @@ def supports(options: Options, x: Operands) -> str | None:
 
 
 def selects(top_k: int, size: int) -> str | None:
-    """None, or why the kernel does not select so many of rows of so many float32 values."""
+    """Returns why the kernel cannot select `top_k` of `size` values, or None if it can."""
     if min(top_k, size) > MAX_SELECTED:
-        return f"it selects at most {MAX_SELECTED} values of a row, want {min(top_k, size)}"
+        return f"it selects at most {MAX_SELECTED} values of a row, got {min(top_k, size)}"
     if size > MAX_SIZE:
         return f"it takes rows of at most {MAX_SIZE} values, got {size}"
     return None
 
 
 def topk_fwd(options: Options, avals: Results, x: Operands) -> Results:
-    """`xla.topk_fwd`."""
+    """Runs the kernel of `xla.topk_fwd`."""
     return Results(*ffi.call("jax_dsa.topk_fwd.v2", x, avals))

@@ -1,4 +1,4 @@
-"""What top-k takes and gives."""
+"""Operands, results and static options of top-k."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from jax_dsa.core.typing import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options; `size` is S, which the gradient's operands do not show."""
+    """Static options.
+
+    Attributes:
+        top_k: Number of selected values per row.
+        size: Length S of a row, which the operands of the backward pass do not show.
+        return_values: Whether the selected values are returned, too.
+    """
 
     top_k: int
     size: int
@@ -26,7 +32,7 @@ class Options:
 
 
 class Operands(NamedTuple):
-    """Rows, and the half-open range of candidates in each."""
+    """Rows, and the half-open range of candidates of each row."""
 
     x: Float[Array, "b t s"]
     starts: Int[Array, "b t"]
@@ -38,19 +44,19 @@ def _values_dtype(options: Options, x: Operands) -> Any:
 
 
 class Results(NamedTuple):
-    """Where the largest values are, and, if they are wanted, the values."""
+    """Indices of the largest values, and optionally the values."""
 
     indices: Int[Array, "b t k", jnp.int32]
     values: Float[Array, "b t k", Dtype(_values_dtype)] | None
 
 
 class Selected(NamedTuple):
-    """What the backward pass reads."""
+    """Operands of the backward pass."""
 
     indices: Int[Array, "b t k"]
 
 
 class Gradients(NamedTuple):
-    """Of the rows. Their axis S is in none of the operands, so its dims stand here."""
+    """Gradient of the rows. No operand has the axis S, so the dimensions are declared here."""
 
     x: Float[Array, "b t s", like("values")]

@@ -1,9 +1,9 @@
-"""Exact top-k without a sort.
+"""Exact top-k in XLA, without a sort.
 
-A row's threshold, the k-th largest value, is found by bisection over the bits of an integer key
-that orders as the values do: one counting pass a bit. What lies above it is selected, ties fill up
-from the left, and the selection, packed to one bit a position, expands to ascending indices.
-Nothing is staged in a buffer that could overflow.
+Values are mapped to integer keys of the same order. A bisection over the bits of the keys finds the
+k-th largest key of each row, with one count per bit. Larger keys are selected, and equal keys from
+the left until there are k. The selection is packed to one bit per position and expanded to
+ascending indices. No step collects candidates in a buffer, so none can overflow.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from jax_dsa.ops.topk.spec import Gradients, Operands, Options, Results, Selecte
 
 _WORD = 32
 
-# Temporaries of a selection for each position of a row: value, key, what is counted, padded masks.
+# Bytes of temporaries per position of a row: value, key, summand of the count, padded masks.
 BYTES_PER_POSITION = 16
 
 
 def visible(starts: Int[Array, "..."], ends: Int[Array, "..."], size: int) -> Bool[Array, "... S"]:
-    """Which of `size` positions lie in each row's half-open range."""
+    """Returns which of `size` positions lie in the half-open range of each row."""
     position = jnp.arange(size, dtype=jnp.int32).reshape(*[1] * starts.ndim, size)
     return (position >= starts[..., None]) & (position < ends[..., None])
 
 
 def topk_fwd(options: Options, x: Operands) -> Results:
-    """Indices [B, T, K], and with `options.return_values` the values there."""
+    """Returns the indices [B, T, K], and with `options.return_values` the values at them."""
     batch, queries, size = x.x.shape
     count = batch * queries
     rows = (x.x.reshape(count, size), x.starts.reshape(count), x.ends.reshape(count))
@@ -46,13 +46,13 @@ def topk_fwd(options: Options, x: Operands) -> Results:
 
 
 def topk_bwd(options: Options, selected: Selected, dy: Results) -> Gradients:
-    """The gradient of the values: each goes back to where it came from."""
+    """Returns the gradient of the rows: each value's gradient at the position of the value."""
     assert dy.values is not None
     return Gradients(scatter_values(selected.indices, dy.values, options.size))
 
 
 def values_at(x: Float[Array, "... S"], indices: Int[Array, "... K"]) -> Float[Array, "... K"]:
-    """The values at `indices`, -inf where an index is -1."""
+    """Returns the values at `indices`, -inf where an index is -1."""
     if x.shape[-1] == 0:
         return jnp.full(indices.shape, -jnp.inf, x.dtype)
     values = jnp.take_along_axis(x, jnp.maximum(indices, 0), axis=-1, mode="promise_in_bounds")
@@ -62,9 +62,12 @@ def values_at(x: Float[Array, "... S"], indices: Int[Array, "... K"]) -> Float[A
 def scatter_values(
     indices: Int[Array, "B T K"], values: Float[Array, "B T K"], size: int
 ) -> Float[Array, "B T S"]:
-    """Zeros [B, T, size] with each row's values added at its indices; those at -1 are dropped."""
+    """Returns zeros [B, T, size] to which the values are added at their indices.
+
+    Values at index -1 are dropped.
+    """
     batch, queries, k = indices.shape
-    where = jnp.where(indices >= 0, indices, size)  # negative ones would wrap around
+    where = jnp.where(indices >= 0, indices, size)  # Negative indices would wrap around.
     rows = (where.reshape(batch * queries, k), values.reshape(batch * queries, k))
 
     def row(index: Array, value: Array) -> Array:
@@ -74,7 +77,7 @@ def scatter_values(
 
 
 def select(x: Float[Array, "R S"], k: int) -> Int[Array, "R K"]:
-    """The k largest by (value descending, index ascending) of each row; ascending, -1 last."""
+    """Returns the indices of the k largest values of each row, ascending, with -1 at the end."""
     size = x.shape[1]
     reach = min(k, size) if isinstance(size, int) else k
     if reach == 0:
@@ -92,15 +95,16 @@ def select(x: Float[Array, "R S"], k: int) -> Int[Array, "R K"]:
 
 
 def _ordered_keys(x: Float[Array, "R S"]) -> tuple[Int[Array, "R S"], int]:
-    """Signed integers that order as the values do, NaN and -inf as the lowest; and their bits.
+    """Returns signed integers with the order of the values, and their number of bits.
 
-    Integers, since comparisons of floats flush denormals to zero on some devices.
+    NaN and -inf become the lowest integer. Comparisons of floats would not do, because they flush
+    denormals to zero on some devices.
     """
     info = jnp.finfo(x.dtype)
     bits = info.bits
     raw = jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{bits}"))
     magnitude = raw & np.array(2 ** (bits - 1) - 1, raw.dtype)
-    keys = jnp.where(raw < 0, -magnitude, magnitude)  # -0 joins +0
+    keys = jnp.where(raw < 0, -magnitude, magnitude)  # -0 becomes the key of +0.
     infinity = np.array(np.inf, x.dtype).view(raw.dtype)
     lowest = np.array(-(2 ** (bits - 1)), raw.dtype)
     keys = jnp.where((magnitude > infinity) | (keys == -infinity), lowest, keys)
@@ -108,14 +112,14 @@ def _ordered_keys(x: Float[Array, "R S"]) -> tuple[Int[Array, "R S"], int]:
 
 
 def _kth_largest(keys: Int[Array, "R S"], k: int, bits: int) -> Int[Array, "R"]:
-    """The largest t of `bits` bits that at least k of a row's keys reach."""
-    # Sums of floats vectorise on CPU where sums of integers do not; they are exact up to 2^24.
+    """Returns the largest integer of `bits` bits that at least k keys of a row reach."""
+    # On CPU, sums of floats are vectorized and sums of integers are not. They are exact up to 2^24.
     size = keys.shape[1]
     count = jnp.float32 if isinstance(size, int) and size <= 2**24 else jnp.int32
 
     def raise_bit(i: Array, t: Array) -> Array:
         step = jax.lax.shift_left(jnp.ones((), keys.dtype), jnp.asarray(bits - 1 - i, keys.dtype))
-        higher = t + step  # the first step wraps from the lowest key to 0, at full width
+        higher = t + step  # At full width, the first step wraps around from the lowest key to 0.
         reached = jnp.sum((keys >= higher[:, None]).astype(count), axis=1)
         return jnp.where(reached >= k, higher, t)
 
@@ -128,7 +132,7 @@ def _popcount(words: Int[Array, "..."]) -> Int[Array, "..."]:
 
 
 def _pack(mask: Bool[Array, "R S"]) -> Int[Array, "R W"]:
-    """32 positions a word, the first in the lowest bit."""
+    """Packs 32 positions into each word, the first into the lowest bit."""
     rows, size = mask.shape
     words = -(-size // _WORD)
     mask = jnp.pad(mask, ((0, 0), (0, words * _WORD - size))).reshape(rows, words, _WORD)
@@ -137,7 +141,10 @@ def _pack(mask: Bool[Array, "R S"]) -> Int[Array, "R W"]:
 
 
 def _nth_bit(words: Int[Array, "..."], n: Int[Array, "..."]) -> Int[Array, "..."]:
-    """Where each word's n-th set bit is, the lowest being the first; it must have that many."""
+    """Returns the index of the n-th set bit of each word, counted from the lowest, n >= 1.
+
+    The word must have at least n set bits.
+    """
     at = jnp.zeros(words.shape, jnp.uint32)
     for width in (16, 8, 4, 2, 1):
         low = _popcount(words & np.uint32(2**width - 1))
@@ -149,13 +156,16 @@ def _nth_bit(words: Int[Array, "..."], n: Int[Array, "..."]) -> Int[Array, "..."
 
 
 def _first_bits(words: Int[Array, "R W"], n: Int[Array, "R W"]) -> Int[Array, "R W"]:
-    """Each word with only its lowest n set bits."""
+    """Returns each word with only its lowest n set bits."""
     last = np.uint32(1) << _nth_bit(words, n)
     return jnp.where(n >= _popcount(words), words, jnp.where(n > 0, words & (last | (last - 1)), 0))
 
 
 def _positions(words: Int[Array, "R W"], k: int) -> Int[Array, "R K"]:
-    """The positions of each row's set bits, ascending, then -1; at most k are set."""
+    """Returns the positions of the set bits of each row, ascending, then -1.
+
+    At most k bits of a row may be set.
+    """
     ends = jnp.cumsum(_popcount(words), axis=1, dtype=jnp.int32)
     slot = jnp.arange(k, dtype=jnp.int32)[None]
 

@@ -1,4 +1,7 @@
-"""The lightning indexer, of odd numbers: its sums are exact, so that its selection is too."""
+"""Random calls of the lightning indexer.
+
+The inputs are -3, -1, 1 and 3, so that all sums, and with them the selection, are exact.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ KERNEL = {"T": (1, 5), "S": (70, 300), "J": (4, 64), "C": (32, 64, 128)}
 
 
 def draw_inputs(c: Draw, r: Draw, B: int, T: int, S: int, J: int, C: int) -> dict[str, Any]:
-    """What the indexer reads of arrays; C is odd, so that no score is 0."""
+    """Draws the arrays of the indexer. C is odd, so that no score is 0."""
     C = C if c.kernel or not C else C | 1
     dtype = c.one(bf16, e4m3) if c.kernel else c.one(c.dtype(), c.dtype(), e4m3)
     if c.gradient and dtype == e4m3:
@@ -34,7 +37,7 @@ def draw_inputs(c: Draw, r: Draw, B: int, T: int, S: int, J: int, C: int) -> dic
 
 
 def draw_ranges(c: Draw, r: Draw, B: int, T: int, S: int) -> dict[str, Any]:
-    """What says which keys each query sees."""
+    """Draws the arguments that determine which keys each query sees."""
     return {
         "is_causal": c.flag(),
         "query_start": draw_start(c, r, B, S),
@@ -46,7 +49,7 @@ def draw_ranges(c: Draw, r: Draw, B: int, T: int, S: int) -> dict[str, Any]:
 def ranges(
     shape: tuple[int, ...], is_causal: Any, query_start: Any, starts: Any, ends: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The half-open range of keys of each query, for keys [B, S] and queries [B, T]."""
+    """Returns the half-open range of keys of each query, for keys [B, S] and queries [B, T]."""
     B, T, S = shape
     first = np.zeros((B, T), np.int64) if starts is None else np.clip(starts, 0, S)
     last = np.full((B, T), S, np.int64) if ends is None else np.clip(ends, 0, S)
@@ -59,7 +62,7 @@ def ranges(
 def logits_of(
     index_q: Any, index_k: Any, index_weights: Any, index_k_scale: Any, relu: Any, **which: Any
 ) -> np.ndarray:
-    """I [B, T, S]."""
+    """Returns the expected logits [B, T, S]."""
     starts, ends = ranges((*index_q.shape[:2], index_k.shape[1]), **which)
     scale = {"index_k_scale": index_k_scale}
     return oracle.indexer_logits(
@@ -68,13 +71,13 @@ def logits_of(
 
 
 def gradients(kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """The indexer's arguments that have one."""
+    """Returns the names of the arguments that have gradients."""
     names = "index_q", "index_k", "index_weights", "index_k_scale"
     return tuple(n for n in names if isinstance(kwargs[n], np.ndarray))
 
 
 def result_dtype(kwargs: dict[str, Any]) -> np.dtype:
-    """What logits are in."""
+    """Returns the dtype of the logits."""
     return f64 if kwargs["index_q"].dtype == f64 else f32
 
 
@@ -123,7 +126,7 @@ def draw_indexer_topk(c: Draw, r: Draw) -> Call:
     ) -> np.ndarray:  # fmt: skip
         keys: Any = {"index_k": index_k, "index_k_scale": index_k_scale, "ends": ends}
         if isinstance(index_k, FlatCache | PagedCache):
-            keys["index_k"], there = cached_rows(index_k)
+            keys["index_k"], mapped = cached_rows(index_k)
             keys["index_k"] = keys["index_k"][:, :, 0]
             if index_k_scale is not None and isinstance(index_k, PagedCache):
                 pool = PagedCache(index_k_scale[:, :, None], index_k.page_table, index_k.lengths)
@@ -135,7 +138,7 @@ def draw_indexer_topk(c: Draw, r: Draw) -> Call:
             is_causal, query_start = False, 0
         I = logits_of(**keys, is_causal=is_causal, query_start=query_start, **others)
         if isinstance(index_k, FlatCache | PagedCache):
-            I = np.where(there[:, None], I, -np.inf)
+            I = np.where(mapped[:, None], I, -np.inf)
         return I
 
     def hold(**kwargs: Any) -> dict[str, Any]:

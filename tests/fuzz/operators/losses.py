@@ -1,4 +1,4 @@
-"""What trains the indexer, and DeepSeek Sparse Attention as a whole."""
+"""Random calls of the indexer's losses and of `dsa_attention`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def draw_indexer_kl_loss(c: Draw, r: Draw) -> Call:
         "teacher": teacher,
         "valid": r.bools(B, T, K) if c.chance() else None,
     }
-    if c.gradient and kwargs["valid"] is not None:  # where the loss is infinite it has no gradient
+    if c.gradient and kwargs["valid"] is not None:  # an infinite loss has no gradient
         kwargs["valid"] &= logits > -np.inf
 
     def want(logits: Any, teacher: Any, valid: Any) -> list[np.ndarray]:
@@ -103,7 +103,7 @@ def draw_dense_indexer_kl_loss(c: Draw, r: Draw) -> Call:
 
 
 def draw_dsa_attention(c: Draw, r: Draw) -> Call:
-    """With the indexer's selection, or with one that is given, with or without a loss."""
+    """Draws a call with the indexer's selection or given indices, with or without a loss."""
     on_kernel = {**KERNEL, "G": (1,), "M": (64,), "D": (576,)}
     B, T, S, J, C, G, M, D = c.dims(on_kernel, B=3, T=4, S=8, J=2, C=3, G=2, M=2, D=5)
     dtype = c.dtype()
@@ -111,16 +111,16 @@ def draw_dsa_attention(c: Draw, r: Draw) -> Call:
     if f64 in (dtype, index["index_q"].dtype):
         dtype = f64
         index = {n: x if x is None else x.astype(f64) for n, x in index.items()}
-    given = c.chance(0.3)
-    if given and c.chance():
+    indices_given = c.chance(0.3)
+    if indices_given and c.chance():
         index = dict.fromkeys(index)
     K = c.below(S + 2)
     kwargs = {
         "q": r.floats(dtype, B, T, G * M, D),
         "kv": r.floats(dtype, B, S, G, D),
         **index,
-        "top_k": None if given else c.integer(K),
-        "indices": r.positions(S, B, T, K) if given else None,
+        "top_k": None if indices_given else c.integer(K),
+        "indices": r.positions(S, B, T, K) if indices_given else None,
         "value_dim": 512 if c.kernel else c.one(None, c.integer(c.below(D))),
         "scale": c.scale(),
         **draw_ranges(c, r, B, T, S),

@@ -1,4 +1,4 @@
-"""Top-k, and the masks that are made of it."""
+"""Random calls of top-k and of the masks that are computed with it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from jax_dsa import topk, topk_indices, topk_mask
 
 
 def rows(c: Draw, r: Draw, *shape: int) -> np.ndarray:
-    """Rows with ties, signed zeros, infinities and NaN; some all -inf; some with values that depend
-    on where they are, which a sample of positions may misjudge.
+    """Draws rows with ties, signed zeros, infinities and NaN; some rows are all -inf.
+
+    In some rows the values depend on the position, so that a sample of positions may mislead.
     """
     x = r.rng.normal(size=shape)
     if r.chance():

@@ -1,4 +1,4 @@
-// The pooling of blocks of tokens on the emulator, against float64.
+// Gated pooling on the emulator, against float64.
 #include "gated_pool/dispatch.cu"
 #include "memory.h"
 #include "problems/gated_pool_problem.h"

@@ -1,4 +1,4 @@
-// The indexer's forward kernels on the emulator, against float64.
+// Runs the indexer's forward kernels on the emulator and compares them with a float64 reference.
 #include <climits>
 #include <string>
 
@@ -12,8 +12,8 @@ struct Case {
   const char* name;
   int batch, queries, keys, heads;
   bool scale = false, relu = true;
-  int page_tiles = 0;      // of a page; 0: flat
-  bool own_pools = false;  // one for each request
+  int page_tiles = 0;      // key tiles per page; 0 means no pages
+  bool own_pools = false;  // whether each request has a pool of its own
   bool whole_rows = true;
 };
 
@@ -29,7 +29,7 @@ struct Element<IndexerDType::kBF16> {
 template <>
 struct Element<IndexerDType::kE4M3> {
   using Type = uint8_t;
-  static Type random(uint64_t bits, float) { return bits % 64 | bits % 2 << 7; }  // up to 1.875
+  static Type random(uint64_t bits, float) { return bits % 64 | bits % 2 << 7; }  // at most 1.875
   static double value(Type x) { return emulator::e4m3_at(&x); }
   static Type nan() { return 0x7f; }
 };
@@ -38,7 +38,8 @@ int failures = 0;
 
 using Launch = cudaError_t (*)(const IndexerFwdParams&, cudaStream_t);
 
-// Paged: `c.keys` is a multiple of a page; a request's second page is not there.
+// Runs one case. With pages, `c.keys` is a multiple of the page size, and the second page of each
+// request is unmapped.
 template <IndexerDType kDType, int kChannels>
 void run(Launch launch, const Case& c, const emulator::Options& options) {
   using E = Element<kDType>;
@@ -100,18 +101,19 @@ void run(Launch launch, const Case& c, const emulator::Options& options) {
     for (int s = 0; s < c.keys; ++s) {
       if (!c.whole_rows && (s < starts[t] || s >= ends[t])) continue;
       const int64_t key = t / c.queries * c.keys + s;
-      double want = 0;
+      double expected = 0;
       for (int j = 0; j < c.heads; ++j) {
         double x = 0;
         for (int i = 0; i < kChannels; ++i) {
           x += E::value(q[(t * c.heads + j) * kChannels + i]) * E::value(k[key * kChannels + i]);
         }
-        want += weights[t * c.heads + j] * (c.relu ? std::max(x, 0.) : x);
+        expected += weights[t * c.heads + j] * (c.relu ? std::max(x, 0.) : x);
       }
-      want = seen(t, s) ? c.scale ? want * scale[key] : want : -INFINITY;
-      const double e = out[t * c.keys + s] == want ? 0 : std::fabs(out[t * c.keys + s] - want);
+      expected = seen(t, s) ? c.scale ? expected * scale[key] : expected : -INFINITY;
+      const double e =
+          out[t * c.keys + s] == expected ? 0 : std::fabs(out[t * c.keys + s] - expected);
       worst = std::max(worst, std::isnan(e) ? INFINITY : e);
-      if (seen(t, s)) top = std::max(top, std::fabs(want));
+      if (seen(t, s)) top = std::max(top, std::fabs(expected));
     }
   }
   for (int i = 0; i < 4; ++i) worst += std::fabs(out[tokens * c.keys + i] - 7.f);

@@ -1,5 +1,5 @@
-// The indexer's backward kernels on the emulator, against float64 with the kernels' two roundings:
-// g and w q are rounded to bf16 before they are multiplied.
+// Runs the indexer's backward kernels on the emulator and compares them with a float64 reference
+// that makes the kernels' two roundings: g and w q are rounded to bf16 before they are multiplied.
 #include <climits>
 #include <string>
 
@@ -10,7 +10,7 @@ namespace {
 using bf16 = __nv_bfloat16;
 using namespace jax_dsa;
 
-enum Mode { kDistinct, kAnything, kSame };
+enum Mode { kDistinct, kArbitrary, kSameKeys };
 
 struct Case {
   const char* name;
@@ -25,7 +25,7 @@ struct Problem {
   std::vector<int32_t> indices;
   std::vector<float> weights, grad, k_scale;
 
-  bool counts(int64_t slot) const { return indices[slot] >= 0 && indices[slot] < c.keys; }
+  bool is_valid(int64_t slot) const { return indices[slot] >= 0 && indices[slot] < c.keys; }
 };
 
 double rounded(float x) { return __bfloat162float(__float2bfloat16(x)); }
@@ -39,7 +39,7 @@ Problem make(const Case& c, uint64_t seed) {
   p.k.resize(int64_t{c.batch} * c.keys * c.channels + 8);
   for (auto& x : p.q) x = __float2bfloat16(normal(random));
   for (auto& x : p.k) x = __float2bfloat16(normal(random));
-  // x == 0 exactly: the gate is closed.
+  // These scores are exactly 0, where the ReLU mask is 0.
   for (int i = 0; i < c.channels; ++i) p.q[(tokens - 1) * c.heads * c.channels + i] = bf16(0.f);
   p.weights.resize(tokens * c.heads);
   p.grad.resize(tokens * c.slots);
@@ -47,29 +47,29 @@ Problem make(const Case& c, uint64_t seed) {
   for (auto& x : p.weights) x = normal(random);
   for (auto& x : p.grad) x = normal(random);
   for (auto& x : p.k_scale) x = normal(random);
-  const int odd[] = {INT_MIN, -1, c.keys, INT_MAX, 0, c.keys - 1};
+  const int boundary[] = {INT_MIN, -1, c.keys, INT_MAX, 0, c.keys - 1};
   std::vector<int32_t> all(c.keys);
   for (int64_t t = 0; t < tokens; ++t) {
     for (int i = 0; i < c.keys; ++i) all[i] = i;
-    if (c.mode != kSame || t % c.queries == 0) std::shuffle(all.begin(), all.end(), random);
-    const int some = c.mode == kDistinct ? c.slots - static_cast<int>(random() % 9) : c.slots;
-    const int count = std::max(0, std::min(some, c.keys));
+    if (c.mode != kSameKeys || t % c.queries == 0) std::shuffle(all.begin(), all.end(), random);
+    const int wanted = c.mode == kDistinct ? c.slots - static_cast<int>(random() % 9) : c.slots;
+    const int count = std::max(0, std::min(wanted, c.keys));
     std::sort(all.begin(), all.begin() + count);
     for (int i = 0; i < c.slots; ++i) {
-      int x = c.mode == kSame && t % c.queries > 0 ? p.indices[p.indices.size() - c.slots]
-              : i < count                          ? all[i]
-                                                   : -1;
-      if (c.mode == kAnything) {
-        x = random() % 3 && c.keys ? static_cast<int>(random() % c.keys) : odd[random() % 6];
-        if (t % 5 == 3) x = odd[random() % 4];
+      int x = c.mode == kSameKeys && t % c.queries > 0 ? p.indices[p.indices.size() - c.slots]
+              : i < count                              ? all[i]
+                                                       : -1;
+      if (c.mode == kArbitrary) {
+        x = random() % 3 && c.keys ? static_cast<int>(random() % c.keys) : boundary[random() % 6];
+        if (t % 5 == 3) x = boundary[random() % 4];
       }
       p.indices.push_back(x);
     }
   }
-  // NaN in what nothing may use: keys that no slot selects, gradients of slots that do not count.
+  // Put NaN where nothing may be read: keys that no slot selects, gradients of invalid slots.
   std::vector<bool> used(int64_t{c.batch} * c.keys);
   for (int64_t i = 0; i < tokens * c.slots; ++i) {
-    if (p.counts(i)) {
+    if (p.is_valid(i)) {
       used[i / c.slots / c.queries * c.keys + p.indices[i]] = true;
     } else {
       p.grad[i] = NAN;
@@ -96,7 +96,7 @@ Gradients reference(const Problem& p) {
                    std::vector<double>(int64_t{c.batch} * c.keys * c.channels),
                    std::vector<double>(int64_t{c.batch} * c.keys)};
   for (int64_t slot = 0; slot < tokens * c.slots; ++slot) {
-    if (!p.counts(slot)) continue;
+    if (!p.is_valid(slot)) continue;
     const int64_t token = slot / c.slots, key = token / c.queries * c.keys + p.indices[slot];
     const bf16* k = &p.k[key * c.channels];
     const float scale = c.scale ? p.k_scale[key] : 1.f;
@@ -128,10 +128,10 @@ Gradients reference(const Problem& p) {
 struct Error {
   double worst = 0, top = 0;
   template <typename T>
-  void add(const std::vector<T>& got, const std::vector<double>& want, double relative) {
-    for (double x : want) top = std::max(top, std::fabs(x));
-    for (size_t i = 0; i < want.size(); ++i) {
-      const double e = std::fabs(double(got[i]) - want[i]) - relative * std::fabs(want[i]);
+  void add(const std::vector<T>& got, const std::vector<double>& expected, double relative) {
+    for (double x : expected) top = std::max(top, std::fabs(x));
+    for (size_t i = 0; i < expected.size(); ++i) {
+      const double e = std::fabs(double(got[i]) - expected[i]) - relative * std::fabs(expected[i]);
       worst = std::max(worst, std::isnan(e) ? INFINITY : e);
     }
   }
@@ -140,30 +140,30 @@ struct Error {
 
 int failures = 0;
 
-template <int kWindow>
+template <int kPartition>
 void run(const Case& c, const emulator::Options& options) {
   const Problem x = make(c, options.seed);
   const int64_t tokens = int64_t{c.batch} * c.queries, keys = int64_t{c.batch} * c.keys;
   std::vector<bf16> dq(tokens * c.heads * c.channels, __float2bfloat16(NAN));
   std::vector<float> dk(keys * c.channels), dw(tokens * c.heads, NAN), dk_scale(keys, NAN);
-  std::vector<uint64_t> gates(indexer_bwd_gates_words(tokens, c.slots) + 2, ~uint64_t{0});
+  std::vector<uint64_t> relu_mask(indexer_bwd_relu_mask_words(tokens, c.slots) + 2, ~uint64_t{0});
   IndexerBwdParams p = {};
   p.q = x.q.data(), p.k = x.k.data(), p.weights = x.weights.data();
   p.k_scale = c.scale ? x.k_scale.data() : nullptr;
   p.indices = x.indices.data(), p.grad = x.grad.data();
   p.dq = dq.data(), p.dk = dk.data(), p.dweights = dw.data();
   p.dk_scale = c.scale ? dk_scale.data() : nullptr;
-  p.gates = gates.data();
+  p.relu_mask = relu_mask.data();
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.slots = c.slots;
   p.heads = c.heads, p.channels = c.channels, p.relu = c.relu;
   emulator::machine.options = options;
-  emulator::require(launch_windows<kWindow>(p, nullptr));
-  const Gradients want = reference(x);
+  emulator::require(launch_partitions<kPartition>(p, nullptr));
+  const Gradients expected = reference(x);
   Error dq_error, dw_error, dk_error, dk_scale_error;
-  dq_error.add(dq, want.dq, 1. / 256);
-  dw_error.add(dw, want.dw, 0);
-  dk_error.add(dk, want.dk, 0);
-  if (c.scale) dk_scale_error.add(dk_scale, want.dk_scale, 0);
+  dq_error.add(dq, expected.dq, 1. / 256);
+  dw_error.add(dw, expected.dw, 0);
+  dk_error.add(dk, expected.dk, 0);
+  if (c.scale) dk_scale_error.add(dk_scale, expected.dk_scale, 0);
   bool good = true;
   for (const Error* e : {&dq_error, &dw_error, &dk_error, &dk_scale_error}) good &= e->good();
   printf("%-4s %-22s %s %s seed %llu ", good ? "ok" : "BAD", c.name,
@@ -180,9 +180,9 @@ void run(const Case& c, const emulator::Options& options) {
 const Case kCases[] = {
     {"one tile", 1, 1, 64, 64, 128, 64},
     {"ring of tiles", 1, 6, 450, 64, 128, 400},
-    {"groups", 2, 11, 300, 40, 128, 90},
-    {"same keys", 1, 8, 200, 64, 128, 70, kSame},
-    {"anything", 1, 9, 60, 33, 64, 50, kAnything, true},
+    {"query tiles", 2, 11, 300, 40, 128, 90},
+    {"same keys", 1, 8, 200, 64, 128, 70, kSameKeys},
+    {"arbitrary slots", 1, 9, 60, 33, 64, 50, kArbitrary, true},
     {"no relu", 1, 9, 150, 17, 32, 80, kDistinct, true, false},
     {"no slots", 1, 3, 10, 16, 64, 0},
 };

@@ -1,11 +1,11 @@
-// The indexer's warm-up loss, all its kernels in turn, on the emulator, against float64.
+// The indexer's warm-up loss with all its kernels on the emulator, against float64.
 #include "indexer/launch.cuh"
 #include "problems/dense_loss_problem.h"
 
 namespace jax_dsa::indexer {
 template <>
 cudaError_t launch_channels<IndexerDType::kE4M3>(const IndexerFwdParams&, bool, cudaStream_t) {
-  return cudaErrorInvalidValue;  // not called, and long to compile
+  return cudaErrorInvalidValue;  // not called, and slow to compile
 }
 }  // namespace jax_dsa::indexer
 
@@ -23,17 +23,17 @@ int main(int argc, char** argv) {
   int failures = 0;
   const auto cases = emulator::cases(
       argc, argv, kCases,
-      {"96 heads, ranges", "four queries an item", "two groups", "multi-head, groups"});
+      {"96 heads, ranges", "four queries per work tile", "two groups", "multi-head, groups"});
   for (const Case& c : cases) {
     const auto schedules = emulator::schedules(argc, argv, &c - kCases);
     const Problem x = make(c, schedules[0].seed);
     const Loss want = loss(x);
-    // All queries at once; an entry at a time; parts of an entry.
+    // All queries at once, one batch entry at a time, and chunks of an entry.
     const int64_t all = jax_dsa::dense_loss_bytes(c.batch, c.queries, c.keys, c.channels, c.heads);
     const int64_t entry = jax_dsa::dense_loss_bytes(1, c.queries, c.keys, c.channels, c.heads);
-    const int64_t part =
+    const int64_t chunk =
         jax_dsa::dense_loss_bytes(1, (c.queries + 2) / 3, c.keys, c.channels, c.heads);
-    for (const int64_t capacity : {all, entry, part}) {
+    for (const int64_t capacity : {all, entry, chunk}) {
       emulator::machine.options = schedules[0], emulator::machine.num_sms = 2;
       Results got(x);
       std::vector<char> memory(capacity + 256, 0x7f);

@@ -1,18 +1,18 @@
-// The gradients of the indexer's logits at all keys on the emulator, against float64.
+// The backward pass of the indexer's logits at all keys on the emulator, against float64.
 #include "losses/index_grads.cu"
 #include "problems/dense_loss_problem.h"
 
 using namespace dense_loss_problem;
 using jax_dsa::IndexGradsParams;
 
-// The queries of one batch entry in two launches, or all at once.
+// Runs the kernels. With `cut`, the queries of a single batch entry are divided among two launches.
 Results run(const Problem& x, const std::vector<float>& grad, bool cut) {
   const Case& c = x.c;
   Results r(x);
   const int64_t segments = c.queries / jax_dsa::kIndexGradsSegment + 1;
   const int64_t blocks = c.keys / jax_dsa::kIndexGradsKeys + 1;
-  std::vector<float> parts(segments * x.index_k.size(), NAN);
-  std::vector<uint8_t> used(segments * c.batch * blocks, 7);
+  std::vector<float> partial_dk(segments * x.index_k.size(), NAN);
+  std::vector<uint8_t> partial_used(segments * c.batch * blocks, 7);
   const int half = c.queries / 2;
   for (int launch = 0; launch < (cut ? 2 : 1); ++launch) {
     const int64_t token = launch * half;
@@ -25,7 +25,7 @@ Results run(const Problem& x, const std::vector<float>& grad, bool cut) {
     p.dq = r.q.data() + token * c.index_heads * c.channels, p.dk = r.k.data();
     p.dweights = r.weights.data() + token * c.index_heads;
     p.dk_scale = c.scaled ? r.k_scale.data() : nullptr;
-    p.parts = parts.data(), p.used = reinterpret_cast<bool*>(used.data());
+    p.partial_dk = partial_dk.data(), p.partial_used = reinterpret_cast<bool*>(partial_used.data());
     p.batch = c.batch, p.keys = c.keys, p.heads = c.index_heads, p.channels = c.channels;
     p.queries = !cut ? c.queries : launch == 0 ? half : c.queries - half;
     p.relu = c.relu, p.first = launch == 0, p.last = !cut || launch == 1;
@@ -36,8 +36,8 @@ Results run(const Problem& x, const std::vector<float>& grad, bool cut) {
 
 int main(int argc, char** argv) {
   int failures = 0;
-  const auto cases = emulator::cases(argc, argv, kCases,
-                                     {"96 heads, ranges", "two queries an item", "two groups"});
+  const auto cases = emulator::cases(
+      argc, argv, kCases, {"96 heads, ranges", "two queries per work tile", "two groups"});
   for (const Case& c : cases) {
     const auto schedules = emulator::schedules(argc, argv, &c - kCases);
     const Problem x = make(c, schedules[0].seed);

@@ -1,4 +1,4 @@
-// The kernels of rows of the indexer's losses on the emulator, against float64.
+// The row kernels of the indexer's losses on the emulator, against float64.
 #include "losses/kl_rows.cu"
 #include "problems/kl_rows_problem.h"
 
@@ -13,7 +13,7 @@ int main() {
   for (const Case& c : kCases) {
     const Problem x = make(c, 1);
     const int64_t n = c.rows * c.slots;
-    // Sixteen-byte aligned, then `offset` elements further on.
+    // Arrays start `offset` elements after a 16-byte aligned address.
     std::vector<float4> logits_memory(n / 4 + 2), teacher_memory(n / 4 + 2);
     std::vector<float4> grad_memory(n / 4 + 2, make_float4(NAN, NAN, NAN, NAN));
     float* logits = reinterpret_cast<float*>(logits_memory.data()) + c.offset;
@@ -30,7 +30,7 @@ int main() {
     p.ends = c.mask == kRanges ? x.ends.data() : nullptr;
     p.kl = kl.data(), p.counts = reinterpret_cast<bool*>(counts.data());
     p.grad = c.in_place ? logits : grad;
-    p.share = kShare;
+    p.row_weight = kRowWeight;
     p.rows = c.rows, p.slots = c.slots;
     emulator::require(jax_dsa::launch_kl_rows(p, nullptr));
     const std::vector<float> got(p.grad, p.grad + n);
@@ -40,8 +40,8 @@ int main() {
     for (const bool in_place : {false, true}) {
       std::vector<float> scaled = in_place ? got : std::vector<float>(n, -7.f);
       emulator::require(
-          jax_dsa::launch_scale_rows({in_place ? scaled.data() : got.data(), factor.data(), kShare,
-                                      scaled.data(), c.rows, c.slots},
+          jax_dsa::launch_scale_rows({in_place ? scaled.data() : got.data(), factor.data(),
+                                      kRowWeight, scaled.data(), c.rows, c.slots},
                                      nullptr));
       report(c.name, in_place ? "scaled in place" : "scaled",
              good_scaled(c, got, factor, scaled) ? 0 : INFINITY);

@@ -1,4 +1,4 @@
-// The teacher's kernel of the indexer's warm-up loss on the emulator, against float64.
+// The teacher's kernels of the indexer's warm-up loss on the emulator, against float64.
 #include "losses/teacher.cu"
 #include "problems/dense_loss_problem.h"
 
@@ -8,7 +8,7 @@ int main(int argc, char** argv) {
   int failures = 0;
   const auto cases = emulator::cases(
       argc, argv, kCases,
-      {"96 heads, ranges", "four queries an item", "two groups", "multi-head, groups"});
+      {"96 heads, ranges", "four queries per work tile", "two groups", "multi-head, groups"});
   for (const Case& c : cases) {
     const auto schedules = emulator::schedules(argc, argv, &c - kCases);
     const Problem x = make(c, schedules[0].seed);
@@ -25,7 +25,7 @@ int main(int argc, char** argv) {
       double worst = 0;
       for (size_t k = 0; k < want.size(); ++k) {
         if (want[k] == 0) {
-          if (!std::isnan(got[k])) worst = INFINITY;  // not to be written
+          if (!std::isnan(got[k])) worst = INFINITY;  // must not be written
           got[k] = 0;
         }
         const double error = std::fabs(got[k] - want[k]) / (want[k] + 1e-3);

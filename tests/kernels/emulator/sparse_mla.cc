@@ -60,15 +60,15 @@ void backward(const Case& c, const emulator::Options& options) {
   p.dlse = want.dlse.data();
   p.dq = dq.data(), p.dkv = dkv.data();
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
-  p.count = tokens;
+  p.queries_at_once = tokens;
   p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
   const auto check = [&](const char* what, auto place) {
     std::fill(dq.begin(), dq.end(), __float2bfloat16(NAN));
     std::fill(dkv.begin(), dkv.end(), NAN);
     std::vector<uint32_t> counters(sparse_mla_bwd_counter_bytes(p) / 4, ~0u);
-    std::vector<uint4> images(sparse_mla_bwd_image_bytes(p) / 16, {~0u, ~0u, ~0u, ~0u});
+    std::vector<uint4> p_ds(sparse_mla_bwd_p_ds_bytes(p) / 16, {~0u, ~0u, ~0u, ~0u});
     std::vector<int32_t> order(sparse_mla_bwd_order_bytes(p) / 4, -1);
-    p.counters = counters.data(), p.images = images.data(), p.order = order.data();
+    p.counters = counters.data(), p.p_ds = p_ds.data(), p.order = order.data();
     emulator::machine.options = options;
     emulator::require(launch_sparse_mla_bwd(p, nullptr));
     Error dq_error, dkv_error;
@@ -80,7 +80,7 @@ void backward(const Case& c, const emulator::Options& options) {
     int shared_tiles = 0;
     const SparseMlaBwdParams one = packed(p);
     const sparse_mla::BwdWork work(one);
-    for (int i = 0; work.shares(one) && i < work.steps; ++i) {
+    for (int i = 0; work.shares_sums(one) && i < work.steps; ++i) {
       shared_tiles += common_tiles(one, work)[i];
     }
     const bool enough = p.by_rows || shared_tiles >= c.shared_tiles;
@@ -91,9 +91,9 @@ void backward(const Case& c, const emulator::Options& options) {
 
   // The same by rows, two queries at a time; the rows are summed afterwards.
   p.by_rows = true;
-  p.count = std::min<int64_t>(tokens, 2);
-  const RowOrder of_rows = order_rows(x, p.count);
-  rows.assign(p.count * sparse_mla_bwd_query_rows(p) * c.dim, __float2bfloat16(NAN));
+  p.queries_at_once = std::min<int64_t>(tokens, 2);
+  const RowOrder of_rows = order_rows(x, p.queries_at_once);
+  rows.assign(p.queries_at_once * sparse_mla_bwd_query_rows(p) * c.dim, __float2bfloat16(NAN));
   p.rows = rows.data(), p.row_order = of_rows.order.data(), p.row_key = of_rows.key.data();
   check("rows", [](int column) { return column; });
 }
@@ -109,8 +109,8 @@ const Case kCases[] = {
     {"sharp", 1, 3, 200, 64, 1, 576, 320, false, true, false, 1, 12.f},
     {"groups", 1, 3, 70, 6, 3, 512, 77, true, false, true, 1},
     {"three head tiles", 1, 3, 60, 160, 1, 512, 80},
-    {"windows", 2, 3, 900, 64, 1, 512, 520, false, false, false, 0, 1.f, true, 3},
-    {"windows of two head tiles", 1, 1, 40, 72, 1, 512, 1030},
+    {"KV partitions", 2, 3, 900, 64, 1, 512, 520, false, false, false, 0, 1.f, true, 3},
+    {"KV partitions of two head tiles", 1, 1, 40, 72, 1, 512, 1030},
     {"steps without slots", 1, 240, 5, 64, 1, 512, 4, false, true, true},
     {"no slots", 1, 3, 10, 16, 1, 576, 0},
     {"16 heads", 1, 16, 700, 16, 1, 576, 330, false, false, false, 0, 1.f, true, 8},

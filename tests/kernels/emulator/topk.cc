@@ -1,4 +1,5 @@
-// The top-k kernels on the emulator, bit for bit: in registers, a block a row, a cluster a row.
+// Runs the top-k kernels on the emulator and compares their results bit for bit with a CPU
+// reference.
 #include "problems/topk_problem.h"
 #include "topk/dispatch.cu"
 
@@ -9,7 +10,7 @@ using namespace topk_problem;
 
 struct Case {
   int64_t rows, size, k;
-  bool whole = false;  // rows are aligned, and all of them counts
+  bool whole = false;  // The rows are aligned and have no ranges.
 };
 
 int failures = 0;
@@ -18,7 +19,8 @@ template <typename Run>
 void run(const char* kernel, const Case& c, Kind kind, const emulator::Options& options,
          Run launch) {
   const bool ranges = options.seed % 2 == 0 && !c.whole;
-  const int offset = c.whole ? 0 : static_cast<int>((c.size + options.seed) % 4);  // of the rows
+  // The rows begin `offset` floats after an aligned address.
+  const int offset = c.whole ? 0 : static_cast<int>((c.size + options.seed) % 4);
   std::vector<float4> store((c.rows * c.size + offset) / 4 + 1);
   float* const x = reinterpret_cast<float*>(store.data()) + offset;
   for (int64_t i = 0; i < c.rows * c.size; ++i) {
@@ -41,22 +43,22 @@ void run(const char* kernel, const Case& c, Kind kind, const emulator::Options& 
                         c.size,
                         c.k};
   emulator::require(launch(p));
-  bool right = indices.back() == -7 && std::isnan(values.back());
+  bool correct = indices.back() == -7 && std::isnan(values.back());
   for (int64_t r = 0; r < c.rows; ++r) {
     const std::vector<float> row(x + r * c.size, x + (r + 1) * c.size);
-    right &=
-        good(row, reference(row, c.k, starts[r], ends[r]), &indices[r * c.k], &values[r * c.k]);
+    correct &=
+        matches(row, reference(row, c.k, starts[r], ends[r]), &indices[r * c.k], &values[r * c.k]);
   }
-  printf("%-4s %-12s %-10s %lld rows of %lld, k %lld, seed %llu\n", right ? "ok" : "BAD", kernel,
+  printf("%-4s %-12s %-10s %lld rows of %lld, k %lld, seed %llu\n", correct ? "ok" : "BAD", kernel,
          kNames[static_cast<int>(kind)], (long long)c.rows, (long long)c.size, (long long)c.k,
          (unsigned long long)options.seed);
   fflush(stdout);
-  failures += !right;
+  failures += !correct;
 }
 
-// A list has room for twice what is wanted, or a tile.
+// Returns a launcher of variant T with the list size that the dispatcher chooses.
 template <typename T>
-auto by(int ranks) {
+auto launcher(int ranks) {
   return [ranks](const TopkParams& p) {
     return topk::launch<T>(p, capacity_for(std::min(p.k, p.size), T::kTile), ranks, nullptr);
   };
@@ -74,21 +76,23 @@ int main(int argc, char** argv) {
       const Kind kind = static_cast<Kind>(i);
       run("resident", {3, 3001, 200}, kind, options,
           [](const auto& p) { return topk::launch_resident<topk::Resident>(p, nullptr); });
-      run("throughput", {2, 9003, 300}, kind, options, by<topk::Throughput>(1));
-      run("wide", {2, 20001, 700}, kind, options, by<topk::Wide>(1));
-      run("cluster of 2", {2, 40002, 100}, kind, options, by<topk::Latency>(2));
-      run("cluster of 4", {1, 40001, 2048}, kind, options, by<topk::Latency>(4));
-      run("cluster of 8", {1, 60003, 4096}, kind, options, by<topk::Latency>(8));
+      run("throughput", {2, 9003, 300}, kind, options, launcher<topk::Throughput>(1));
+      run("wide", {2, 20001, 700}, kind, options, launcher<topk::Wide>(1));
+      run("cluster of 2", {2, 40002, 100}, kind, options, launcher<topk::Latency>(2));
+      run("cluster of 4", {1, 40001, 2048}, kind, options, launcher<topk::Latency>(4));
+      run("cluster of 8", {1, 60003, 4096}, kind, options, launcher<topk::Latency>(8));
     }
-    // All high values are in the sample, so that the guess is too high and all is read again.
-    run("throughput", {1, 1 << 15, 1000, true}, Kind::kComb, options, by<topk::Throughput>(1));
-    run("cluster of 2", {1, 1 << 16, 2048, true}, Kind::kComb, options, by<topk::Latency>(2));
-    // The same with an odd number of tiles: both readings begin with the same of the two sums.
+    // The sample holds all high values, so the first threshold is too high and the row is read
+    // again.
+    run("throughput", {1, 1 << 15, 1000, true}, Kind::kComb, options,
+        launcher<topk::Throughput>(1));
+    run("cluster of 2", {1, 1 << 16, 2048, true}, Kind::kComb, options, launcher<topk::Latency>(2));
+    // The same with an odd number of tiles. Both attempts then begin with the same sum buffer.
     run("throughput", {1, (1 << 15) + 4, 1000, true}, Kind::kComb, options,
-        by<topk::Throughput>(1));
-    run("wide", {1, (1 << 15) + 4, 1000, true}, Kind::kComb, options, by<topk::Wide>(1));
+        launcher<topk::Throughput>(1));
+    run("wide", {1, (1 << 15) + 4, 1000, true}, Kind::kComb, options, launcher<topk::Wide>(1));
     emulator::machine.num_sms = seed % 2 ? 2 : 16;
-    // What the launcher chooses: with few rows of a long size, a cluster.
+    // The dispatcher chooses the kernel, a cluster for few long rows.
     for (const Case& c : {Case{2, 3, 5},
                           {5, 8192, 62},
                           {7, 8193, 4096},

@@ -1,14 +1,13 @@
-// Tests the attn_dist forward kernel against a float64 CPU reference, then times it.
+// Tests the attn_dist forward kernel against float64 results of the CPU, then times it.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o attn_dist_check tests/kernels/gpu/attn_dist_check.cu cuda/attn_dist/fwd.cu
 //   ./attn_dist_check [test|small|bench|profile] [seed]
-// Wrong values everywhere mean wrong scores (Q K^T); values that are a part of the right ones, or
-// columns in each other's place, mean wrong sums.
+// Wrong values everywhere mean wrong scores (Q K^T). Values that lack some heads, or exchanged
+// columns, mean wrong sums.
 #include <cuda_bf16.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -18,31 +17,14 @@
 
 #include "attn_dist/fwd.cuh"
 #include "gpu/check.cuh"
+#include "gpu/selected_keys.cuh"
 
 using jax_dsa::AttnDistFwdParams;
-using bf16 = __nv_bfloat16;
 
-// About normal, unit variance, exactly reproducible on the host.
-__host__ __device__ inline bf16 random_value(uint64_t seed, int64_t i, float size) {
-  const uint64_t h = mix(seed * 0x1000003 + i);
-  int sum = 0;
-  for (int k = 0; k < 4; ++k) sum += static_cast<int>(h >> (16 * k) & 0xffff);
-  return __float2bfloat16(static_cast<float>(sum - 131070) * (size / 37837.f));
-}
-__global__ void fill_random(bf16* x, int64_t n, uint64_t seed, float size) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
-       i += int64_t{gridDim.x} * blockDim.x)
-    x[i] = random_value(seed, i, size);
-}
 __global__ void fill(float* x, int64_t n, float value) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
        i += int64_t{gridDim.x} * blockDim.x)
     x[i] = value;
-}
-__global__ void poison_rows(bf16* kv, const uint8_t* used, int64_t rows, int dim) {
-  for (int64_t r = blockIdx.x; r < rows; r += gridDim.x)
-    if (!used[r])
-      for (int i = threadIdx.x; i < dim; i += blockDim.x) kv[r * dim + i] = __float2bfloat16(NAN);
 }
 
 using Launch = cudaError_t (*)(const AttnDistFwdParams&);
@@ -55,11 +37,11 @@ cudaError_t launch_grid(const AttnDistFwdParams& p) {
   const auto kernel = jax_dsa::attn_dist::fwd_kernel<kD>;
   constexpr int kBytes = sizeof(jax_dsa::attn_dist::Shared<kD>);
   CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const int64_t items = jax_dsa::attn_dist::item_count(p);
-  kernel<<<items, jax_dsa::attn_dist::kThreads, kBytes>>>(p);
+  const int64_t work_tiles = jax_dsa::attn_dist::work_tile_count(p);
+  kernel<<<work_tiles, jax_dsa::attn_dist::kThreads, kBytes>>>(p);
   return cudaGetLastError();
 }
-cudaError_t launch_one_item(const AttnDistFwdParams& p) {
+cudaError_t launch_one_work_tile(const AttnDistFwdParams& p) {
   return p.dim == 576 ? launch_grid<576>(p) : launch_grid<512>(p);
 }
 struct Variant {
@@ -68,68 +50,35 @@ struct Variant {
 };
 const Variant kVariants[] = {
     {"shipped", launch_shipped},
-    {"one item a block", launch_one_item},
+    {"one work tile per CTA", launch_one_work_tile},
 };
 
-enum Mode { kValid, kAdversarial, kTails };
 struct Case {
   const char* name;
-  int B, T, S, N, G, H, D, K;  // H: heads of a sum
+  int B, T, S, N, G, H, D, K;  // H: heads per sum
   Mode mode = kValid;
   bool ends = false, lengths = false;
   int sinks = 0;  // 1: [N], 2: [B, N]
   bool poison = true;
   float q_size = 1.f, scale = 0.f;  // 0: D^-1/2
-  int samples = 24;                 // rows of the output
+  int samples = 24;                 // rows of the output that are checked
 };
 
 bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
   const int64_t tokens = int64_t{c.B} * c.T;
   const int64_t nq = tokens * c.N * c.D, nkv = int64_t{c.B} * c.S * c.G * c.D;
-  const int64_t ni = tokens * c.G * c.K, rows = tokens * (c.N / c.H), no = rows * c.K;
-  std::vector<int32_t> idx(ni), ends(tokens), lengths(tokens);
-  auto random = [&](uint64_t stream, uint64_t i) { return mix(mix(seed + stream) + i); };
-  for (int64_t t = 0; t < tokens; ++t) {
-    ends[t] = static_cast<int>(random(1, t) % (c.S + 20)) - 5;
-    lengths[t] = static_cast<int>(random(2, t) % (c.K + 9)) - 4;
-    for (int g = 0; g < c.G; ++g) {
-      const int64_t tail = random(3, t * c.G + g) % 3 == 0 ? 0 : random(4, t * c.G + g) % (c.K + 1);
-      for (int k = 0; k < c.K; ++k) {
-        const int64_t at = (t * c.G + g) * c.K + k;
-        const uint64_t r = random(5, at);
-        int v = c.S ? static_cast<int>(r % c.S) : 0;
-        if (c.mode == kAdversarial) {
-          const int odd[] = {INT_MIN, -1, c.S, INT_MAX, 0, c.S - 1};
-          if (r >> 40 & 1) v = odd[(r >> 48) % 6];
-          if (t % 5 == 3) v = odd[(r >> 48) % 4];
-        }
-        if (c.mode == kTails && k >= tail) v = -1;
-        idx[at] = v;
-      }
-    }
-  }
-  std::vector<float> sinks(c.sinks == 2 ? c.B * c.N : c.N), lse(tokens * c.N);
-  for (size_t i = 0; i < sinks.size(); ++i) {
-    sinks[i] = (random(6, i) % 1000) / 100.f - 3.f;
-    if (i % 7 == 2) sinks[i] = INFINITY;
-    if (i % 7 == 4) sinks[i] = -INFINITY;
-  }
+  const int64_t rows = tokens * (c.N / c.H), no = rows * c.K;
+  const SelectedKeys selected(c, seed);
+  std::vector<float> lse(tokens * c.N);
   for (size_t i = 0; i < lse.size(); ++i) {
-    lse[i] = random(7, i) % 16 ? (random(8, i) % 1000) / 200.f : -INFINITY;
+    lse[i] = selected.random(7, i) % 16 ? (selected.random(8, i) % 1000) / 200.f : -INFINITY;
   }
-  auto counts = [&](int64_t t, int g, int k) {
-    const int v = idx[(t * c.G + g) * c.K + k];
-    return v >= 0 && v < c.S && (!c.ends || v < ends[t]) && (!c.lengths || k < lengths[t]);
-  };
-  std::vector<uint8_t> used(int64_t{c.B} * c.S * c.G, c.poison ? 0 : 1);
-  for (int64_t t = 0; t < tokens; ++t)
-    for (int g = 0; g < c.G; ++g)
-      for (int k = 0; k < c.K; ++k)
-        if (counts(t, g, k)) used[(t / c.T * c.S + idx[(t * c.G + g) * c.K + k]) * c.G + g] = 1;
 
   bf16 *q = device<bf16>(nq), *kv = device<bf16>(nkv);
-  float *out = device<float>(no), *d_lse = upload(lse), *d_sinks = upload(sinks);
-  int32_t *d_idx = upload(idx), *d_ends = upload(ends), *d_lengths = upload(lengths);
+  float *out = device<float>(no), *d_lse = upload(lse), *d_sinks = upload(selected.sinks);
+  int32_t *d_idx = upload(selected.indices), *d_ends = upload(selected.ends),
+          *d_lengths = upload(selected.lengths);
+  const std::vector<uint8_t> used = selected.used_rows();
   uint8_t* d_used = upload(used);
   if (nq) fill_random<<<1024, 256>>>(q, nq, seed * 2 + 1, c.q_size);
   if (nkv) fill_random<<<1024, 256>>>(kv, nkv, seed * 2 + 2, 1.f);
@@ -156,18 +105,18 @@ bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
   int64_t nans = 0;
   for (float x : got) nans += std::isnan(x);
 
-  // A sample of rows: out[b, h, t, :].
+  // Check a sample of rows out[b, h, t, :].
   const int sums = c.N / c.H;
   double worst = 0, top = 0;
   for (int sample = 0; sample < c.samples && rows > 0; ++sample) {
-    const int64_t r = sample == 0 ? rows - 1 : random(9, sample) % rows;
+    const int64_t r = sample == 0 ? rows - 1 : selected.random(9, sample) % rows;
     const int64_t b = r / (int64_t{sums} * c.T), t = b * c.T + r % c.T;
     const int h = r / c.T % sums, g = h * c.H / (c.N / c.G);
     std::vector<double> want(c.K), row(c.D);
     std::vector<float> keys(int64_t{c.K} * c.D);
     for (int k = 0; k < c.K; ++k) {
-      if (!counts(t, g, k)) continue;
-      const int64_t key = (b * c.S + idx[(t * c.G + g) * c.K + k]) * c.G + g;
+      if (!selected.valid(t, g, k)) continue;
+      const int64_t key = selected.key_row(t, g, k);
       for (int d = 0; d < c.D; ++d) {
         keys[int64_t{k} * c.D + d] =
             __bfloat162float(random_value(seed * 2 + 2, key * c.D + d, 1.f));
@@ -176,13 +125,12 @@ bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
     for (int n = h * c.H; n < (h + 1) * c.H; ++n) {
       const double l = lse[t * c.N + n];
       if (l == -INFINITY) continue;
-      const double sink = c.sinks ? sinks[(c.sinks == 2 ? b * c.N : 0) + n] : -INFINITY;
-      const double gate = 1 / (1 + std::exp(sink - l));
+      const double gate = 1 / (1 + std::exp(selected.sink(t, n) - l));
       for (int d = 0; d < c.D; ++d) {
         row[d] = __bfloat162float(random_value(seed * 2 + 1, (t * c.N + n) * c.D + d, c.q_size));
       }
       for (int k = 0; k < c.K; ++k) {
-        if (!counts(t, g, k)) continue;
+        if (!selected.valid(t, g, k)) continue;
         double s = 0;
         for (int d = 0; d < c.D; ++d) s += row[d] * keys[int64_t{k} * c.D + d];
         want[k] += gate * std::exp(s * p.scale - l);
@@ -207,16 +155,6 @@ bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
   return good;
 }
 
-// The slots of query t: `visible` keys, in random order or ascending, distinct when ascending.
-__global__ void bench_indices(int32_t* idx, int T, int K, int visible_first, bool ascending) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < int64_t{T} * K;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    const int t = i / K, k = i % K, visible = visible_first + t;
-    const uint64_t h = mix(i);
-    idx[i] = ascending ? (int)(((double)k + (h >> 12) * 0x1p-52) * visible / K) : h % visible;
-  }
-}
-
 void bench(int T, int S, int N, int H, int D, int K, bool ascending = false) {
   const int64_t nq = int64_t{T} * N * D, nkv = int64_t{S} * D, no = int64_t{T} * (N / H) * K;
   bf16 *q = device<bf16>(nq), *kv = device<bf16>(nkv);
@@ -233,10 +171,10 @@ void bench(int T, int S, int N, int H, int D, int K, bool ascending = false) {
   cudaEvent_t a, b;
   CHECK(cudaEventCreate(&a));
   CHECK(cudaEventCreate(&b));
-  // Variants take turns, so that clocks and heat are the same for all; the pause lets the device
-  // cool down before a turn.
+  // Alternate between the variants, so that clocks and heat are the same for all. The pause lets
+  // the device cool down.
   std::vector<std::vector<float>> ms(std::size(kVariants));
-  for (int turn = 0; turn < 3; ++turn) {
+  for (int round = 0; round < 3; ++round) {
     for (size_t v = 0; v < std::size(kVariants); ++v) {
       usleep(150000);
       for (int i = 0; i < 5; ++i) {
@@ -273,15 +211,15 @@ int main(int argc, char** argv) {
       {"K 2048", 1, 3, 4096, 128, 1, 64, 576, 2048},
       {"K 2048, all heads", 1, 3, 4096, 128, 1, 128, 576, 2048},
       {"K 2048, D 512, sharp", 1, 3, 4096, 128, 1, 64, 512, 2048, kValid, false, false, 0, true, 8},
-      {"many items", 2, 213, 700, 128, 1, 64, 576, 320, kValid, true, true, 1},
-      {"many items, all heads", 2, 213, 700, 128, 1, 128, 576, 320, kValid, true, true, 1},
-      {"many items, 64 heads", 2, 213, 700, 64, 1, 64, 576, 300, kTails, true, true},
+      {"many work tiles", 2, 213, 700, 128, 1, 64, 576, 320, kValid, true, true, 1},
+      {"many work tiles, all heads", 2, 213, 700, 128, 1, 128, 576, 320, kValid, true, true, 1},
+      {"many work tiles, 64 heads", 2, 213, 700, 64, 1, 64, 576, 300, kTails, true, true},
       {"adversarial", 2, 62, 333, 96, 1, 96, 576, 201, kAdversarial, true, false, 2},
       {"adversarial, lengths", 3, 31, 100, 40, 1, 20, 512, 131, kAdversarial, false, true, 1},
       {"tails, groups", 2, 41, 300, 40, 4, 10, 576, 300, kTails, false, false, 1},
       {"tails, 192 heads", 1, 300, 900, 192, 1, 64, 576, 700, kTails, true},
       {"320 heads joined", 1, 50, 900, 320, 1, 320, 512, 130, kTails, true},
-      {"every head by itself", 1, 7, 99, 10, 2, 1, 512, 77, kTails, false, true},
+      {"one head per sum", 1, 7, 99, 10, 2, 1, 512, 77, kTails, false, true},
       {"scale < 0", 1, 40, 99, 48, 1, 24, 512, 77, kValid, false, false, 0, true, 1.f, -0.05f},
       {"S 0", 1, 300, 0, 128, 1, 64, 576, 66},
       {"K 1", 1, 300, 50, 16, 1, 16, 576, 1, kAdversarial},

@@ -1,9 +1,9 @@
-// Tests the pooling of blocks of tokens against float64 on the CPU, then times it.
+// Tests gated pooling against float64 on the CPU, or times it.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o gated_pool_check tests/kernels/gpu/gated_pool_check.cu cuda/gated_pool/dispatch.cu
 //   ./gated_pool_check [test|small|bench]
-// Rates count what must be read and written: values, gates and keys, and in the backward pass the
-// gradients of all three. The copy's count bytes read and written.
+// Rates count the bytes that must be read and written: values, gates and keys, and in the backward
+// pass the gradients of all three. Those of the copy count the bytes that it reads and writes.
 #include <algorithm>
 #include <string>
 
@@ -18,7 +18,7 @@ using namespace gated_pool_problem;
 using jax_dsa::GatedPoolBwdParams;
 using jax_dsa::GatedPoolFwdParams;
 
-// Documents of 1000 tokens, which no ratio divides.
+// Times both passes, also with documents of 1000 tokens, a length that 128 does not divide.
 void bench_shape(Rates& rates, int64_t tokens, int ratio, int halves, int dim, DType dtype) {
   Memory memory;
   const int64_t n = tokens * halves * dim, keys = tokens / ratio * dim;
@@ -38,9 +38,9 @@ void bench_shape(Rates& rates, int64_t tokens, int ratio, int halves, int dim, D
   bwd.in = fwd.in;
   bwd.dout = filled(keys * size);
   bwd.dvalues = memory.room<uint8_t>(n * size), bwd.dgates = memory.room<uint8_t>(n * size);
-  const int64_t parts = jax_dsa::gated_pool_parts(1, tokens, ratio, halves, dim);
-  bwd.sums = memory.room<float>(parts * (ratio * halves + 1) * dim);
-  bwd.parts = parts;
+  const int64_t splits = jax_dsa::gated_pool_bwd_splits(1, tokens, ratio, halves, dim);
+  bwd.sums = memory.room<float>(splits * (ratio * halves + 1) * dim);
+  bwd.splits = splits;
   std::vector<int32_t> starts;
   for (int64_t t = 0; t < tokens; ++t) starts.push_back(static_cast<int32_t>(t / 1000 * 1000));
   const auto* const documents = memory.put(starts);
@@ -55,9 +55,10 @@ void bench_shape(Rates& rates, int64_t tokens, int ratio, int halves, int dim, D
   for (const std::string with : {"", ", scaled", ", documents"}) {
     fwd.in.starts = bwd.in.starts = with == ", documents" ? documents : nullptr;
     fwd.in.scale = bwd.in.scale = with == ", scaled" ? scale : nullptr;
-    const std::string of = shape + with;
-    rates.print(of + ", fwd", once, [&] { return jax_dsa::launch_gated_pool_fwd(fwd, nullptr); });
-    rates.print(of + ", bwd", twice, [&] { return jax_dsa::launch_gated_pool_bwd(bwd, nullptr); });
+    const std::string name = shape + with;
+    rates.print(name + ", fwd", once, [&] { return jax_dsa::launch_gated_pool_fwd(fwd, nullptr); });
+    rates.print(name + ", bwd", twice,
+                [&] { return jax_dsa::launch_gated_pool_bwd(bwd, nullptr); });
   }
 }
 
@@ -73,7 +74,7 @@ int main(int argc, char** argv) {
       bad += !run(c, scaled, 1, memory);
     };
     for (const Case& c : kCases) check(c, false), check(c, true);
-    if (what == "test") {  // more than run at a time
+    if (what == "test") {  // more CTAs than run at a time
       check({"many keys, documents", 3, 5000, 4, 2, 512, DType::kBF16, true}, true);
       check({"many keys, f32", 2, 6001, 4, 2, 128, DType::kF32}, true);
       check({"many long blocks, documents", 2, 9000, 128, 1, 256, DType::kBF16, true}, true);

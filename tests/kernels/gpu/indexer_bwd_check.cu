@@ -2,11 +2,11 @@
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o indexer_bwd_check tests/kernels/gpu/indexer_bwd_check.cu cuda/indexer/bwd.cu
 //   ./indexer_bwd_check [test|small|bench|profile] [seed]
-// The reference makes the kernels' two roundings (g and w q to bf16), so that what is left is f32
-// summation, and dq's own rounding. Where a score is so close to 0 that its gate may be open or
-// not, what hangs on it is allowed as an error. A wrong dweights means wrong scores; a right one
-// with a wrong dq, a wrong second product; wrong dk with both right, the gates' layout or the
-// second kernel.
+// The reference makes the kernels' two roundings (g and w q to bf16). What remains is the float32
+// summation and the rounding of dq. Where a score is so close to 0 that its ReLU mask bit may be 0
+// or 1, the contribution of that bit is allowed as an error. How to locate a failure: wrong
+// dweights mean wrong scores. If dweights are right and dq is wrong, the second product is wrong.
+// If both are right and dk is wrong, the layout of the ReLU mask or the second kernel is wrong.
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@
 using jax_dsa::IndexerBwdParams;
 using bf16 = __nv_bfloat16;
 
-// About normal, unit variance, exactly reproducible on the host.
+// Returns a random value from roughly a normal distribution of unit variance, the same on the host.
 __host__ __device__ inline float random_value(uint64_t seed, int64_t i) {
   const uint64_t h = mix(seed * 0x1000003 + i);
   int sum = 0;
@@ -44,9 +44,9 @@ __global__ void poison_rows(T* x, const uint8_t* used, int64_t rows, int width) 
       for (int i = threadIdx.x; i < width; i += blockDim.x) x[r * width + i] = T(NAN);
 }
 
-// Each query's slots: K distinct keys of those it sees, ascending, then -1. `alike`: neighbouring
-// queries mostly choose the same ones. A thread a query.
-__global__ void choose(int32_t* indices, int T, int S, int K, uint64_t seed, bool alike) {
+// Fills the slots of each query with K distinct keys that it sees, ascending, then with -1. With
+// `alike`, neighbouring queries mostly select the same keys. Each thread processes one query.
+__global__ void select_keys(int32_t* indices, int T, int S, int K, uint64_t seed, bool alike) {
   const int64_t t = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (t >= T) return;
   const int visible = S - T + static_cast<int>(t) + 1;
@@ -62,22 +62,22 @@ __global__ void choose(int32_t* indices, int T, int S, int K, uint64_t seed, boo
 
 // ---- test --------------------------------------------------------------------------------------
 
-enum Mode { kDistinct, kAlike, kAnything, kOneKey };
+enum Mode { kDistinct, kAlike, kArbitrary, kOneKey };
 struct Case {
   const char* name;
   int B, T, S, J, C, K;
   Mode mode = kDistinct;
   bool scale = false, relu = true;
-  int tokens = INT_MAX, keys = INT_MAX;  // how many are compared
+  int tokens = INT_MAX, keys = INT_MAX;  // number of queries and of keys that are compared
 };
 
 struct Error {
   double worst = 0, top = 0;
   int64_t nans = 0;
-  void add(double got, double want, double allowed) {
+  void add(double got, double expected, double allowed) {
     nans += std::isnan(got);
-    worst = std::max(worst, std::fabs(got - want) - allowed);
-    top = std::max(top, std::fabs(want));
+    worst = std::max(worst, std::fabs(got - expected) - allowed);
+    top = std::max(top, std::fabs(expected));
   }
   bool good() const { return nans == 0 && worst <= 1e-4 * top + 1e-6; }
 };
@@ -87,36 +87,36 @@ double rounded(float x) { return __bfloat162float(__float2bfloat16(x)); }
 bool run_case(const Case& c, uint64_t seed) {
   const int64_t tokens = int64_t{c.B} * c.T, all_keys = int64_t{c.B} * c.S;
   const int64_t nq = tokens * c.J * c.C, nk = all_keys * c.C, nw = tokens * c.J;
-  const int64_t ni = tokens * c.K, ng = jax_dsa::indexer_bwd_gates_words(tokens, c.K);
+  const int64_t ni = tokens * c.K, ng = jax_dsa::indexer_bwd_relu_mask_words(tokens, c.K);
   auto random = [&](uint64_t stream, uint64_t i) { return mix(mix(seed + stream) + i); };
 
   int32_t* d_indices = device<int32_t>(ni);
   for (int b = 0; b < c.B && c.T > 0; ++b) {
-    choose<<<(c.T + 63) / 64, 64>>>(d_indices + int64_t{b} * c.T * c.K, c.T, c.S, c.K, seed + b,
-                                    c.mode == kAlike);
+    select_keys<<<(c.T + 63) / 64, 64>>>(d_indices + int64_t{b} * c.T * c.K, c.T, c.S, c.K,
+                                         seed + b, c.mode == kAlike);
   }
   CHECK(cudaGetLastError());
   std::vector<int32_t> indices = download(d_indices, ni);
-  const int odd[] = {INT_MIN, -1, c.S, INT_MAX, 0, c.S - 1};
+  const int boundary[] = {INT_MIN, -1, c.S, INT_MAX, 0, c.S - 1};
   for (int64_t i = 0; i < ni; ++i) {
     if (c.mode == kOneKey) indices[i] = c.S / 2;
-    if (c.mode != kAnything) continue;
+    if (c.mode != kArbitrary) continue;
     const uint64_t r = random(1, i);
-    indices[i] = r % 3 && c.S ? static_cast<int>((r >> 8) % c.S) : odd[(r >> 40) % 6];
-    if (i / c.K % 5 == 3) indices[i] = odd[(r >> 40) % 4];
+    indices[i] = r % 3 && c.S ? static_cast<int>((r >> 8) % c.S) : boundary[(r >> 40) % 6];
+    if (i / c.K % 5 == 3) indices[i] = boundary[(r >> 40) % 4];
   }
   CHECK(cudaMemcpy(d_indices, indices.data(), ni * 4, cudaMemcpyHostToDevice));
-  auto counts = [&](int64_t i) { return indices[i] >= 0 && indices[i] < c.S; };
+  auto is_valid = [&](int64_t i) { return indices[i] >= 0 && indices[i] < c.S; };
   std::vector<uint8_t> used(all_keys), open(ni);
   for (int64_t i = 0; i < ni; ++i) {
-    open[i] = counts(i);
+    open[i] = is_valid(i);
     if (open[i]) used[i / c.K / c.T * c.S + indices[i]] = 1;
   }
 
   bf16 *q = device<bf16>(nq), *k = device<bf16>(nk), *dq = device<bf16>(nq);
   float *w = device<float>(nw), *g = device<float>(ni), *ks = device<float>(all_keys);
   float *dk = device<float>(nk), *dw = device<float>(nw), *dks = device<float>(all_keys);
-  uint64_t* gates = device<uint64_t>(ng);
+  uint64_t* relu_mask = device<uint64_t>(ng);
   uint8_t *d_used = upload(used), *d_open = upload(open);
   fill_random<<<1024, 256>>>(q, nq, seed * 8 + 1);
   fill_random<<<1024, 256>>>(k, nk, seed * 8 + 2);
@@ -132,7 +132,7 @@ bool run_case(const Case& c, uint64_t seed) {
 
   IndexerBwdParams p = {};
   p.q = q, p.k = k, p.weights = w, p.indices = d_indices, p.grad = g;
-  p.dq = dq, p.dk = dk, p.dweights = dw, p.gates = gates;
+  p.dq = dq, p.dk = dk, p.dweights = dw, p.relu_mask = relu_mask;
   if (c.scale) p.k_scale = ks, p.dk_scale = dks;
   p.batch = c.B, p.queries = c.T, p.keys = c.S, p.slots = c.K, p.heads = c.J, p.channels = c.C;
   p.relu = c.relu;
@@ -143,7 +143,7 @@ bool run_case(const Case& c, uint64_t seed) {
     CHECK(cudaMemset(dk, 0xff, nk * 4));
     CHECK(cudaMemset(dw, 0xff, nw * 4));
     CHECK(cudaMemset(dks, 0xff, all_keys * 4));
-    CHECK(cudaMemset(gates, 0xff, ng * 8));
+    CHECK(cudaMemset(relu_mask, 0xff, ng * 8));
     CHECK(jax_dsa::launch_indexer_bwd(p, nullptr));
     CHECK(cudaDeviceSynchronize());
     h_dq[run] = download(dq, nq), h_dw[run] = download(dw, nw);
@@ -152,7 +152,7 @@ bool run_case(const Case& c, uint64_t seed) {
   const bool same = !memcmp(h_dq[0].data(), h_dq[1].data(), nq * 2) &&
                     !memcmp(h_dw[0].data(), h_dw[1].data(), nw * 4);
 
-  // x of slot i and head j, and whether its gate may be open or closed.
+  // Returns the score of slot i and head j, and whether its mask bit may be 0 or 1.
   auto score = [&](int64_t i, int j, bool* unsure) {
     const int64_t token = i / c.K, key = token / c.T * c.S + indices[i];
     double x = 0, size = 0;
@@ -177,7 +177,7 @@ bool run_case(const Case& c, uint64_t seed) {
       std::fill(slack.begin(), slack.end(), 0.);
       const int64_t row = token * c.J + j;
       for (int64_t i = token * c.K; i < (token + 1) * c.K; ++i) {
-        if (!counts(i)) continue;
+        if (!is_valid(i)) continue;
         const int64_t key = token / c.T * c.S + indices[i];
         bool unsure;
         const double x = score(i, j, &unsure);
@@ -198,7 +198,7 @@ bool run_case(const Case& c, uint64_t seed) {
     }
   }
 
-  // The slots of every key that is compared.
+  // Collect the slots of every key that is compared.
   std::vector<int64_t> compared;
   for (int64_t n = 0; n < std::min<int64_t>(all_keys, c.keys); ++n) {
     compared.push_back(c.keys == INT_MAX ? n
@@ -211,7 +211,7 @@ bool run_case(const Case& c, uint64_t seed) {
   for (size_t n = 0; n < compared.size(); ++n) place[compared[n]] = static_cast<int>(n);
   std::vector<std::vector<int64_t>> slots(compared.size());
   for (int64_t i = 0; i < ni; ++i) {
-    if (!counts(i)) continue;
+    if (!is_valid(i)) continue;
     const int at = place[i / c.K / c.T * c.S + indices[i]];
     if (at >= 0) slots[at].push_back(i);
   }
@@ -249,13 +249,13 @@ bool run_case(const Case& c, uint64_t seed) {
   const Error* errors[] = {&dq_error, &dw_error, &dk_error, &dks_error};
   for (int i = 0; i < 4; ++i) {
     printf("  %s %.1e of %.1e", names[i], std::max(errors[i]->worst, 0.), errors[i]->top);
-    if (errors[i]->nans) printf(" (%lld nan)", (long long)errors[i]->nans);
+    if (errors[i]->nans) printf(" (%lld NaN)", (long long)errors[i]->nans);
   }
   printf("  %s\n", same ? "repeats" : "DIFFERS");
   fflush(stdout);
   for (void* x :
        {(void*)q, (void*)k, (void*)dq, (void*)w, (void*)g, (void*)ks, (void*)dk, (void*)dw,
-        (void*)dks, (void*)gates, (void*)d_used, (void*)d_open, (void*)d_indices})
+        (void*)dks, (void*)relu_mask, (void*)d_used, (void*)d_open, (void*)d_indices})
     CHECK(cudaFree(x));
   return good;
 }
@@ -274,26 +274,26 @@ void launch_queries(const IndexerBwdParams& p, int blocks) {
   queries_kernel<kC><<<blocks, kQueryThreads, kBytes>>>(p);
   CHECK(cudaGetLastError());
 }
-// Needs gates from before.
-template <int kC, int kWindow>
+// Reads the ReLU mask that an earlier launch has stored.
+template <int kC, int kPartition>
 void launch_keys(const IndexerBwdParams& p, int blocks) {
   using namespace jax_dsa::indexer_bwd;
-  constexpr int kBytes = sizeof(KeyShared<kC, kWindow>);
-  const auto kernel = keys_kernel<kC, kWindow>;
+  constexpr int kBytes = sizeof(KeyShared<kC, kPartition>);
+  const auto kernel = keys_kernel<kC, kPartition>;
   CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   kernel<<<blocks, kKeyThreads, kBytes>>>(p, 1);
   CHECK(cudaGetLastError());
 }
 struct Variant {
   const char* name;
-  int channels;  // that it takes; 0: any
+  int channels;  // the number of channels it supports; 0 means any
   Launch launch;
 };
 const Variant kVariants[] = {
     {"shipped", 0, launch_all},
     {"queries kernel alone", 128, launch_queries<128>},
     {"keys kernel alone", 128, launch_keys<128, 4096>},
-    {"keys kernel, window 2048", 128, launch_keys<128, 2048>},
+    {"keys kernel, partition 2048", 128, launch_keys<128, 2048>},
 };
 
 void bench(int T, int S, int J, int C, int K, bool alike, size_t variants) {
@@ -302,25 +302,25 @@ void bench(int T, int S, int J, int C, int K, bool alike, size_t variants) {
   bf16 *q = device<bf16>(nq), *k = device<bf16>(nk), *dq = device<bf16>(nq);
   float *w = device<float>(nw), *g = device<float>(ni), *dk = device<float>(nk);
   float* dw = device<float>(nw);
-  uint64_t* gates = device<uint64_t>(jax_dsa::indexer_bwd_gates_words(T, K));
+  uint64_t* relu_mask = device<uint64_t>(jax_dsa::indexer_bwd_relu_mask_words(T, K));
   int32_t* indices = device<int32_t>(ni);
   fill_random<<<1024, 256>>>(q, nq, 1);
   fill_random<<<1024, 256>>>(k, nk, 2);
   fill_random<<<1024, 256>>>(w, nw, 3);
   fill_random<<<1024, 256>>>(g, ni, 4);
-  choose<<<(T + 63) / 64, 64>>>(indices, T, S, K, 5, alike);
+  select_keys<<<(T + 63) / 64, 64>>>(indices, T, S, K, 5, alike);
   CHECK(cudaGetLastError());
   IndexerBwdParams p = {};
   p.q = q, p.k = k, p.weights = w, p.indices = indices, p.grad = g;
-  p.dq = dq, p.dk = dk, p.dweights = dw, p.gates = gates;
+  p.dq = dq, p.dk = dk, p.dweights = dw, p.relu_mask = relu_mask;
   p.batch = 1, p.queries = T, p.keys = S, p.slots = K, p.heads = J, p.channels = C;
   p.relu = true;
   cudaEvent_t a, b;
   CHECK(cudaEventCreate(&a));
   CHECK(cudaEventCreate(&b));
-  // Variants take turns, so that clocks and heat are the same for all.
+  // Interleave the variants, so that clocks and temperature are the same for all.
   std::vector<std::vector<float>> ms(variants);
-  for (int turn = 0; turn < 3; ++turn) {
+  for (int round = 0; round < 3; ++round) {
     for (size_t v = 0; v < variants; ++v) {
       if (kVariants[v].channels != 0 && kVariants[v].channels != C) continue;
       usleep(150000);
@@ -335,9 +335,9 @@ void bench(int T, int S, int J, int C, int K, bool alike, size_t variants) {
       }
     }
   }
-  const std::vector<int32_t> chosen = download(indices, ni);
+  const std::vector<int32_t> selected = download(indices, ni);
   const auto filled =
-      std::count_if(chosen.begin(), chosen.end(), [](int32_t index) { return index >= 0; });
+      std::count_if(selected.begin(), selected.end(), [](int32_t index) { return index >= 0; });
   const double flops = 6e-9 * filled * J * C;
   for (size_t v = 0; v < variants; ++v) {
     if (ms[v].empty()) continue;
@@ -353,26 +353,26 @@ void bench(int T, int S, int J, int C, int K, bool alike, size_t variants) {
   }
   fflush(stdout);
   for (void* x : {(void*)q, (void*)k, (void*)dq, (void*)w, (void*)g, (void*)dk, (void*)dw,
-                  (void*)gates, (void*)indices})
+                  (void*)relu_mask, (void*)indices})
     CHECK(cudaFree(x));
 }
 
 int main(int argc, char** argv) {
-  const std::string what = argc > 1 ? argv[1] : "test";
+  const std::string mode = argc > 1 ? argv[1] : "test";
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 20240607;
   printf("seed %llu\n", (unsigned long long)seed);
   const Case cases[] = {
       {"one tile", 1, 1, 64, 64, 128, 64},
       {"one slot", 1, 3, 5, 64, 128, 1},
       {"ring of tiles", 1, 9, 1000, 64, 128, 700},
-      {"many items", 1, 1500, 1700, 64, 128, 100, kDistinct, false, true, 40, 40},
-      {"windows", 1, 20, 20000, 64, 128, 1000, kDistinct, false, true, 20, 2000},
+      {"many work tiles", 1, 1500, 1700, 64, 128, 100, kDistinct, false, true, 40, 40},
+      {"partitions", 1, 20, 20000, 64, 128, 1000, kDistinct, false, true, 20, 2000},
       {"alike", 2, 37, 9000, 64, 128, 500, kAlike, false, true, 30, 1500},
-      {"anything, few keys", 2, 62, 90, 64, 128, 130, kAnything},
-      {"anything, k_scale", 2, 33, 700, 40, 128, 201, kAnything, true},
+      {"arbitrary, few keys", 2, 62, 90, 64, 128, 130, kArbitrary},
+      {"arbitrary, k_scale", 2, 33, 700, 40, 128, 201, kArbitrary, true},
       {"one key", 1, 17, 100, 64, 128, 150, kOneKey},
       {"J 17 C 64", 3, 21, 300, 17, 64, 128, kDistinct},
-      {"J 32 C 32, k_scale", 1, 29, 300, 32, 32, 77, kAnything, true},
+      {"J 32 C 32, k_scale", 1, 29, 300, 32, 32, 77, kArbitrary, true},
       {"no relu", 1, 21, 300, 64, 128, 96, kDistinct, true, false},
       {"K > S", 1, 20, 30, 64, 128, 260},
       {"K 0", 1, 5, 10, 16, 128, 0},
@@ -381,27 +381,27 @@ int main(int argc, char** argv) {
       {"K 8192", 1, 3, 9000, 64, 128, 8192, kDistinct, false, true, 2, 100},
       {"K 2048", 1, 4096, 8192, 64, 128, 2048, kDistinct, false, true, 4, 12},
   };
-  if (what == "test" || what == "small") {
+  if (mode == "test" || mode == "small") {
     int bad = 0;
     for (const Case& c : cases) {
-      if (what == "small" && int64_t{c.B} * c.T * c.K > 40000) continue;
+      if (mode == "small" && int64_t{c.B} * c.T * c.K > 40000) continue;
       bad += !run_case(c, seed);
     }
     printf(bad ? "FAILED %d\n" : "all good\n", bad);
     return bad != 0;
   }
-  const size_t all = std::size(kVariants);
-  if (what == "profile") {
+  const size_t variants = std::size(kVariants);
+  if (mode == "profile") {
     bench(2048, 8192, 64, 128, 2048, false, 1);
     return 0;
   }
-  bench(4096, 4096, 64, 128, 2048, false, all);
-  bench(4096, 8192, 64, 128, 2048, false, all);
-  bench(4096, 8192, 64, 128, 2048, true, all);
-  bench(4096, 32768, 64, 128, 2048, false, all);
-  bench(4096, 32768, 64, 128, 2048, true, all);
-  bench(4096, 131072, 64, 128, 2048, false, all);
-  bench(4096, 131072, 64, 128, 2048, true, all);
+  bench(4096, 4096, 64, 128, 2048, false, variants);
+  bench(4096, 8192, 64, 128, 2048, false, variants);
+  bench(4096, 8192, 64, 128, 2048, true, variants);
+  bench(4096, 32768, 64, 128, 2048, false, variants);
+  bench(4096, 32768, 64, 128, 2048, true, variants);
+  bench(4096, 131072, 64, 128, 2048, false, variants);
+  bench(4096, 131072, 64, 128, 2048, true, variants);
   bench(4096, 8192, 32, 128, 2048, false, 1);
   bench(4096, 8192, 64, 64, 2048, false, 1);
   return 0;

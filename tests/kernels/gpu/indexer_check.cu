@@ -1,16 +1,13 @@
-// Tests the indexer's forward kernels against a float64 reference, then times them.
+// Tests the indexer's forward kernels against a float64 reference and times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o indexer_check tests/kernels/gpu/indexer_check.cu cuda/indexer/dispatch.cu \
 //       cuda/indexer/fwd_*.cu cuda/topk/dispatch.cu
 //   ./indexer_check [test|small|bench|decode|profile] [seed]
-// `decode` times the kernels for few queries beside those for many, `bench` the latter.
-// The reference runs on the GPU for every element of small cases; the CPU repeats some of it.
-#include <cuda_bf16.h>
-#include <cuda_fp8.h>
+// `bench` times the kernels for many queries; `decode` times those for few and for many queries.
+// The reference runs on the GPU, for every element of small cases. The CPU checks some of it again.
 #include <unistd.h>
 
 #include <algorithm>
-#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -19,217 +16,11 @@
 #include <vector>
 
 #include "gpu/check.cuh"
+#include "gpu/indexer_data.cuh"
 #include "indexer/launch.cuh"
 #include "topk/topk.h"
 
-using jax_dsa::IndexerDType;
-using jax_dsa::IndexerFwdParams;
-
-constexpr uint32_t kPoison = 0x7fc0dead;  // a NaN that no arithmetic makes
-
-// About normal, unit variance.
-__host__ __device__ inline float random_value(uint64_t seed, int64_t i) {
-  const uint64_t h = mix(seed * 0x1000003 + i);
-  int sum = 0;
-  for (int k = 0; k < 4; ++k) sum += static_cast<int>(h >> (16 * k) & 0xffff);
-  return static_cast<float>(sum - 131070) * (1.f / 37837.f);
-}
-__host__ __device__ inline float load(const void* x, IndexerDType dtype, int64_t i) {
-  return dtype == IndexerDType::kBF16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(x)[i])
-                                      : static_cast<float>(static_cast<const __nv_fp8_e4m3*>(x)[i]);
-}
-__global__ void fill(void* x, IndexerDType dtype, int64_t n, uint64_t seed) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    if (dtype == IndexerDType::kBF16) {
-      static_cast<__nv_bfloat16*>(x)[i] = __float2bfloat16(random_value(seed, i));
-    } else {
-      static_cast<__nv_fp8_e4m3*>(x)[i] = __nv_fp8_e4m3(random_value(seed, i));
-    }
-  }
-}
-__global__ void fill_f32(float* x, int64_t n, uint64_t seed, bool positive) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    const float v = random_value(seed, i);
-    x[i] = positive ? 0.5f + fabsf(v) : v;
-  }
-}
-__global__ void fill_word(uint32_t* x, int64_t n, uint32_t word) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
-       i += int64_t{gridDim.x} * blockDim.x)
-    x[i] = word;
-}
-// NaN into the keys of `state` 1 (seen by no query) and, in one channel, 2 (seen).
-__global__ void poison_keys(void* k, float* scale, const uint8_t* state, IndexerDType dtype,
-                            int64_t rows, int channels) {
-  for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
-    if (state[r] == 0) continue;
-    if (state[r] == 1 && scale && threadIdx.x == 0) scale[r] = NAN;
-    for (int c = threadIdx.x; c < (state[r] == 1 ? channels : 1); c += blockDim.x) {
-      if (dtype == IndexerDType::kBF16) {
-        static_cast<__nv_bfloat16*>(k)[r * channels + c] = __float2bfloat16(NAN);
-      } else {
-        static_cast<uint8_t*>(k)[r * channels + c] = 0x7f;
-      }
-    }
-  }
-}
-
-// Where a request's key lies, -1 if its page is not there.
-__host__ __device__ inline int64_t key_row(const IndexerFwdParams& p, int64_t batch, int64_t s) {
-  if (p.page_table == nullptr) return batch * p.keys + s;
-  const int page = p.page_table[batch * p.pages_per_request + s / p.page_size];
-  return page >= 0 && page < p.pages ? page * int64_t{p.page_size} + s % p.page_size : -1;
-}
-
-// The logit and the sum of its terms' absolute values, by which errors are measured.
-__host__ __device__ inline void logit(const IndexerFwdParams& p, int64_t token, int64_t s,
-                                      double& value, double& size) {
-  const int64_t batch = token / p.queries;
-  value = size = 0;
-  const int64_t row = key_row(p, batch, s);
-  if (s < p.starts[token] || s >= p.ends[token] || row < 0) {
-    value = -INFINITY;
-    return;
-  }
-  for (int j = 0; j < p.heads; ++j) {
-    double x = 0, a = 0;
-    for (int c = 0; c < p.channels; ++c) {
-      const double y = double{load(p.q, p.dtype, (token * p.heads + j) * p.channels + c)} *
-                       double{load(p.k, p.dtype, row * p.channels + c)};
-      x += y;
-      a += fabs(y);
-    }
-    if (p.relu && x < 0) x = 0;
-    value += double{p.weights[token * p.heads + j]} * x;
-    size += fabs(double{p.weights[token * p.heads + j]}) * a;
-  }
-  const double scale = p.k_scale ? p.k_scale[row] : 1.f;
-  value *= scale;
-  size *= scale;
-}
-
-struct Errors {
-  unsigned long long unwritten, wrong_inf, wrong_nan, changed;
-  unsigned worst;  // bits of the largest |error| / size
-};
-__global__ void compare(IndexerFwdParams p, const int64_t* tokens, int64_t count, Errors* errors) {
-  for (int64_t i = blockIdx.x; i < count; i += gridDim.x) {
-    const int64_t token = tokens[i];
-    for (int64_t s = threadIdx.x; s < p.keys; s += blockDim.x) {
-      double value, size;
-      logit(p, token, s, value, size);
-      const float got = p.out[token * p.keys + s];
-      if (isnan(value) != isnan(got)) atomicAdd(&errors->wrong_nan, 1ull);
-      if ((value == -INFINITY) != (got == -INFINITY)) atomicAdd(&errors->wrong_inf, 1ull);
-      if (isfinite(value) && isfinite(got)) {
-        const float error = fabs(got - value) / fmax(size, 1e-30);
-        atomicMax(&errors->worst, __float_as_uint(error));
-      }
-    }
-  }
-}
-__global__ void scan(const uint32_t* x, const uint32_t* other, int64_t n, Errors* errors) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    if (x[i] == kPoison) atomicAdd(&errors->unwritten, 1ull);
-    if (other && x[i] != other[i]) atomicAdd(&errors->changed, 1ull);
-  }
-}
-
-template <typename T>
-std::vector<T> download(const void* p, size_t n) {
-  std::vector<T> v(n);
-  CHECK(cudaMemcpy(v.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
-  return v;
-}
-
-enum Ranges { kFull, kCausal, kRandom, kPacked, kNone };
-struct Case {
-  const char* name;
-  IndexerDType dtype;
-  int B, T, S, J, C;
-  Ranges ranges = kCausal;
-  bool relu = true, scale = true, poison = true;
-  int page = 0;  // keys of a page; 0: flat. Every seventh page is not there
-};
-
-void make_ranges(const Case& c, uint64_t seed, std::vector<int>& starts, std::vector<int>& ends) {
-  for (int64_t i = 0; i < int64_t{c.B} * c.T; ++i) {
-    const int t = i % c.T;
-    const uint64_t a = mix(seed + 2 * i), b = mix(seed + 2 * i + 1);
-    int start = 0, end = c.S;
-    if (c.ranges == kCausal) end = std::clamp(c.S - c.T + t + 1, 0, c.S);
-    if (c.ranges == kRandom) start = a % (c.S + 1), end = b % (c.S + 1);
-    if (c.ranges == kRandom && i % 5 == 0) end = start;
-    if (c.ranges == kPacked) start = t / 100 * 100 % (c.S + 1), end = std::min(t + 1, c.S);
-    if (c.ranges == kNone) start = a % (c.S + 1), end = b % (start + 1);
-    starts.push_back(start);
-    ends.push_back(end);
-  }
-}
-
-struct Data {
-  IndexerFwdParams p = {};
-  std::vector<int> starts, ends, table;
-  int64_t tokens, keys, q_size, k_size, out_size;
-
-  Data(const Case& c, uint64_t seed) {
-    tokens = int64_t{c.B} * c.T, keys = int64_t{c.B} * c.S;
-    if (c.page > 0) {
-      p.page_size = c.page, p.pages_per_request = c.S / c.page, p.pools = 1;
-      const int needed = static_cast<int>(c.B * p.pages_per_request);
-      p.pages = needed + 3, keys = int64_t{p.pages} * c.page;
-      std::vector<int> free(p.pages);
-      for (int i = 0; i < p.pages; ++i) free[i] = i;
-      for (int i = p.pages - 1; i > 0; --i) std::swap(free[i], free[mix(seed + i) % (i + 1)]);
-      const int odd[] = {-1, INT_MIN, p.pages, INT_MAX};
-      for (int i = 0; i < needed; ++i) {
-        table.push_back(c.poison && i % 7 == 3 ? odd[i / 7 % 4] : free[i]);
-      }
-    }
-    q_size = tokens * c.J * c.C, k_size = keys * c.C, out_size = tokens * c.S;
-    const int bytes = c.dtype == IndexerDType::kBF16 ? 2 : 1;
-    void *q = device<char>(q_size * bytes), *k = device<char>(k_size * bytes);
-    float *w = device<float>(tokens * c.J), *scale = device<float>(keys);
-    make_ranges(c, seed, starts, ends);
-    p.q = q, p.k = k, p.weights = w, p.k_scale = c.scale ? scale : nullptr;
-    p.starts = upload(starts), p.ends = upload(ends), p.out = device<float>(out_size);
-    p.batch = c.B, p.queries = c.T, p.keys = c.S, p.heads = c.J, p.channels = c.C;
-    p.dtype = c.dtype, p.relu = c.relu, p.whole_rows = true;
-    if (c.page > 0) p.page_table = table.data();
-    fill<<<1024, 256>>>(q, c.dtype, q_size, seed + 1);
-    fill<<<1024, 256>>>(k, c.dtype, k_size, seed + 2);
-    fill_f32<<<1024, 256>>>(w, tokens * c.J, seed + 3, false);
-    fill_f32<<<1024, 256>>>(scale, keys, seed + 4, true);
-    if (c.poison) {
-      std::vector<uint8_t> state(keys, 1);
-      for (int64_t i = 0; i < tokens; ++i) {
-        for (int s = starts[i]; s < ends[i]; ++s) {
-          const int64_t row = key_row(p, i / c.T, s);
-          if (row >= 0) state[row] = 0;
-        }
-      }
-      for (int64_t s = 0; s < keys; s += 37) {
-        if (state[s] == 0) state[s] = 2;
-      }
-      uint8_t* there = upload(state);
-      poison_keys<<<1024, 128>>>(k, c.scale ? scale : nullptr, there, c.dtype, keys, c.C);
-      CHECK(cudaDeviceSynchronize());
-      CHECK(cudaFree(there));
-    }
-    if (c.page > 0) p.page_table = upload(table);
-    CHECK(cudaDeviceSynchronize());
-  }
-  ~Data() {
-    for (const void* x :
-         {p.q, p.k, (const void*)p.weights, (const void*)p.k_scale, (const void*)p.starts,
-          (const void*)p.ends, (const void*)p.out, (const void*)p.page_table}) {
-      CHECK(cudaFree(const_cast<void*>(x)));
-    }
-  }
-};
+constexpr auto kBF16 = IndexerDType::kBF16, kE4M3 = IndexerDType::kE4M3;
 
 bool run_case(const Case& c, uint64_t seed) {
   Data data(c, seed);
@@ -244,29 +35,30 @@ bool run_case(const Case& c, uint64_t seed) {
   const int64_t step = std::max<int64_t>(1, data.out_size * c.J * c.C / 3000000000);
   for (int64_t i = 0; i < data.tokens; i += step) tokens.push_back(i);
   tokens.push_back(data.tokens - 1);
-  int64_t* there = upload(tokens);
-  compare<<<2048, 128>>>(p, there, tokens.size(), errors);
+  int64_t* device_tokens = upload(tokens);
+  compare_logits<<<2048, 128>>>(p, device_tokens, tokens.size(), errors);
   float* first = nullptr;
-  if (small) {  // again, into another array
+  if (small) {  // Run the kernel again with another output, whose bits must be the same.
     first = p.out;
     p.out = device<float>(data.out_size);
     fill_word<<<1024, 256>>>(reinterpret_cast<uint32_t*>(p.out), data.out_size, kPoison);
     CHECK(jax_dsa::launch_indexer_fwd(p, nullptr));
   }
-  scan<<<1024, 256>>>(reinterpret_cast<uint32_t*>(p.out), reinterpret_cast<uint32_t*>(first),
-                      data.out_size, errors);
+  check_written<<<1024, 256>>>(reinterpret_cast<uint32_t*>(p.out),
+                               reinterpret_cast<uint32_t*>(first), data.out_size, errors);
   CHECK(cudaDeviceSynchronize());
-  const Errors e = download<Errors>(errors, 1)[0];
-  // The CPU's word on a few elements.
+  const Errors e = download_as<Errors>(errors, 1)[0];
+  // Check a few elements on the CPU.
   int cpu_bad = 0;
   const double allowed = c.dtype == IndexerDType::kBF16 ? 2e-6 : 3e-4;
   if (small) {
     const int bytes = c.dtype == IndexerDType::kBF16 ? 2 : 1;
-    const auto q = download<char>(p.q, data.q_size * bytes);
-    const auto k = download<char>(p.k, data.k_size * bytes);
-    const auto w = download<float>(p.weights, data.tokens * c.J);
-    const auto scale = download<float>(p.k_scale ? p.k_scale : nullptr, p.k_scale ? data.keys : 0);
-    const auto out = download<float>(p.out, data.out_size);
+    const auto q = download_as<char>(p.q, data.q_size * bytes);
+    const auto k = download_as<char>(p.k, data.k_size * bytes);
+    const auto w = download_as<float>(p.weights, data.tokens * c.J);
+    const auto scale =
+        download_as<float>(p.k_scale ? p.k_scale : nullptr, p.k_scale ? data.keys : 0);
+    const auto out = download_as<float>(p.out, data.out_size);
     IndexerFwdParams h = p;
     h.q = q.data(), h.k = k.data(), h.weights = w.data();
     h.k_scale = p.k_scale ? scale.data() : nullptr;
@@ -295,11 +87,9 @@ bool run_case(const Case& c, uint64_t seed) {
   }
   printf("\n");
   CHECK(cudaFree(errors));
-  CHECK(cudaFree(there));
+  CHECK(cudaFree(device_tokens));
   return good;
 }
-
-constexpr auto kBF16 = IndexerDType::kBF16, kE4M3 = IndexerDType::kE4M3;
 
 template <typename F>
 std::vector<float> time_ms(int count, F run) {
@@ -324,8 +114,8 @@ void bench(const Case& c) {
   double pairs = 0;
   for (int64_t i = 0; i < data.tokens; ++i) pairs += std::max(0, data.ends[i] - data.starts[i]);
   std::vector<float> ms;
-  for (int turn = 0; turn < 3; ++turn) {
-    usleep(100000);  // the device cools down
+  for (int round = 0; round < 3; ++round) {
+    usleep(100000);  // lets the device cool down
     for (float x : time_ms(5, [&] { CHECK(jax_dsa::launch_indexer_fwd(data.p, nullptr)); })) {
       ms.push_back(x);
     }
@@ -352,8 +142,8 @@ double bench_copy() {
 
 // ---- few queries -------------------------------------------------------------------------------
 
-// Microseconds a call, in a graph of calls that take turns over so many caches that none is in the
-// L2. A call is launched with the set's number.
+// Returns the microseconds per call, measured in a graph of calls. Each call uses another of `sets`
+// sets of inputs, so that its keys are not in L2. `launch` gets the index of the set.
 template <typename F>
 float graph_us(int sets, F launch) {
   cudaStream_t stream;
@@ -395,7 +185,7 @@ void bench_few(int B, int T, int S, int J, int page, double rate) {
   const int64_t row_bytes = kC * (kDType == kBF16 ? 2 : 1);
   const int64_t bytes = int64_t{B} * S * (row_bytes + (c.scale ? 4 : 0));
   const int sets = static_cast<int>(std::clamp<int64_t>((int64_t{200} << 20) / bytes, 1, 32));
-  // One pool for all sets, each of which has its own pages, or its own batch.
+  // All sets share one pool. Each has its own pages or its own batch entries.
   Case all = c;
   all.B = B * sets;
   Data data(all, 5);
@@ -446,7 +236,7 @@ void bench_few(int B, int T, int S, int J, int page, double rate) {
 }
 
 int main(int argc, char** argv) {
-  const std::string what = argc > 1 ? argv[1] : "test";
+  const std::string mode = argc > 1 ? argv[1] : "test";
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : time(nullptr);
   setvbuf(stdout, nullptr, _IOLBF, 0);
   printf("seed %llu\n", (unsigned long long)seed);
@@ -472,9 +262,9 @@ int main(int argc, char** argv) {
       {"one query", kBF16, 5, 1, 4099, 64, 128, kFull},
       {"one key", kE4M3, 3, 50, 1, 64, 128, kRandom},
       {"keys beyond T, no queries see", kBF16, 1, 300, 77, 32, 64},
-      {"many items", kE4M3, 1, 4000, 4001, 64, 128, kCausal},
-      {"many items", kBF16, 2, 2050, 3001, 64, 128, kRandom},
-      {"many items", kE4M3, 7, 900, 1025, 32, 64, kPacked},
+      {"many work tiles", kE4M3, 1, 4000, 4001, 64, 128, kCausal},
+      {"many work tiles", kBF16, 2, 2050, 3001, 64, 128, kRandom},
+      {"many work tiles", kE4M3, 7, 900, 1025, 32, 64, kPacked},
       {"one query", kE4M3, 3, 1, 4099, 64, 128, kRandom},
       {"one query, pages", kE4M3, 130, 1, 1024, 64, 128, kRandom, true, true, true, 64},
       {"two queries, pages", kE4M3, 5, 2, 2304, 64, 128, kRandom, false, true, true, 128},
@@ -487,25 +277,25 @@ int main(int argc, char** argv) {
       {"small, pages", kE4M3, 3, 2, 448, 64, 128, kRandom, true, true, true, 64},
       {"beyond 2^31", kE4M3, 1, 32771, 65601, 3, 32, kCausal, true, true, false},
   };
-  if (what == "test" || what == "small") {
+  if (mode == "test" || mode == "small") {
     int bad = 0;
     for (const Case& c : cases) {
       const int64_t work = int64_t{c.B} * c.T * c.S;
-      if (what == "small" && work > 30000) continue;
+      if (mode == "small" && work > 30000) continue;
       bad += !run_case(c, seed);
     }
     printf(bad ? "FAILED %d\n" : "all good\n", bad);
     return bad != 0;
   }
   const Case fp8 = {"fp8 T4096 S8192 J64", kE4M3, 1, 4096, 8192, 64, 128, kFull, true, true, false};
-  if (what == "profile") {
+  if (mode == "profile") {
     Data data(fp8, 5);
     for (int i = 0; i < 2; ++i) CHECK(jax_dsa::launch_indexer_fwd(data.p, nullptr));
     CHECK(cudaDeviceSynchronize());
     return 0;
   }
   const double rate = bench_copy();
-  if (what == "decode") {
+  if (mode == "decode") {
     for (int S : {8192, 131072}) {
       for (int B : {1, 8, 64, 128}) bench_few<kE4M3>(B, 1, S, 64, 64, rate);
     }

@@ -1,11 +1,12 @@
-// Tests the kernels of the indexer's losses against float64 on the CPU, then times them.
+// Tests the kernels of the indexer's losses against float64 on the CPU, or times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o losses_check tests/kernels/gpu/losses_check.cu cuda/losses/*.cu \
 //       cuda/indexer/dispatch.cu cuda/indexer/fwd_bf16.cu cuda/indexer/fwd_fp8.cu
 //   ./losses_check [test|small|bench]
-// Rates of rows count the bytes of logits, teacher and gradient, 12 a slot; the copy's, those read
-// and written. Those of products count what the sums over the pairs (query, key seen) take: 2 N D
-// for each pass of the teacher, 2 J C for each product with the indexer's heads.
+// Rates of rows count the bytes of logits, teacher and gradient, 12 per slot. The rate of the copy
+// counts the bytes that it reads and writes. Rates of products count the flops of each pair of a
+// query and a key that it sees: 2 N D for each of the teacher's two products, 2 J C for each
+// product with the indexer's heads.
 #include <unistd.h>
 
 #include <algorithm>
@@ -33,19 +34,20 @@ __global__ void fill_uniform(float* x, int64_t n, uint64_t seed, float low, floa
   }
 }
 
-// Medians of launches that take turns, so that clocks and heat are the same for all.
+// Measures medians of launches. Rounds over all launches are repeated, so that changes of clock and
+// temperature affect all of them equally.
 struct Timed {
   std::string name;
   std::function<void()> launch;
-  double work;  // what `unit` counts, a launch
+  double work;  // amount that `unit` counts, per launch
   const char* unit;
   std::vector<float> ms = {};
 };
-void time_in_turn(std::vector<Timed> all, int turns = 3) {
+void time_in_rounds(std::vector<Timed> all, int rounds = 3) {
   cudaEvent_t a, b;
   CHECK(cudaEventCreate(&a));
   CHECK(cudaEventCreate(&b));
-  for (int turn = 0; turn < turns; ++turn) {
+  for (int round = 0; round < rounds; ++round) {
     for (Timed& t : all) {
       usleep(100000);
       for (int i = 0; i < 6; ++i) {
@@ -89,14 +91,14 @@ bool run_rows(const kl_rows_problem::Case& c) {
   p.logits = logits, p.teacher = teacher, p.kl = kl, p.counts = reinterpret_cast<bool*>(counts);
   p.valid = c.mask == kValid ? reinterpret_cast<bool*>(valid) : nullptr;
   p.starts = c.mask == kRanges ? starts : nullptr, p.ends = c.mask == kRanges ? ends : nullptr;
-  p.grad = grad, p.share = kShare, p.rows = c.rows, p.slots = c.slots;
+  p.grad = grad, p.row_weight = kRowWeight, p.rows = c.rows, p.slots = c.slots;
   CHECK(launch_kl_rows(p, nullptr));
   CHECK(cudaDeviceSynchronize());
   const std::vector<float> got = download(grad, n), factor = factors(c.rows);
   const double worst =
       worst_error(x, expected(x), download(kl, c.rows), download(counts, c.rows), got);
   float* const by = upload(factor);
-  CHECK(jax_dsa::launch_scale_rows({grad, by, kShare, grad, c.rows, c.slots}, nullptr));
+  CHECK(jax_dsa::launch_scale_rows({grad, by, kRowWeight, grad, c.rows, c.slots}, nullptr));
   const bool right = good_scaled(c, got, factor, download(grad, n));
   const bool good = worst < 4e-6 && right;
   printf("%-4s rows: %-24s error %.1e%s\n", good ? "ok" : "BAD", c.name, worst,
@@ -126,7 +128,7 @@ void bench_rows(int64_t rows, int64_t slots) {
   CHECK(cudaMemset(valid, 1, n));
   KlRowsParams p = {};
   p.logits = logits, p.teacher = teacher, p.grad = grad, p.kl = kl;
-  p.counts = reinterpret_cast<bool*>(counts), p.share = 1.f, p.rows = rows, p.slots = slots;
+  p.counts = reinterpret_cast<bool*>(counts), p.row_weight = 1.f, p.rows = rows, p.slots = slots;
   KlRowsParams masked = p;
   masked.valid = reinterpret_cast<bool*>(valid);
   const jax_dsa::ScaleRowsParams scale = {grad, kl, 1.f, grad, rows, slots};
@@ -145,7 +147,7 @@ void bench_rows(int64_t rows, int64_t slots) {
          CHECK(launch_scale_rows(scale, nullptr));
        },
        bytes, "GB/s"},
-      {"the same, all rows right as they are",
+      {"the same, no row needs scaling",
        [&] {
          CHECK(launch_kl_rows(p, nullptr));
          CHECK(launch_scale_rows(nothing, nullptr));
@@ -160,7 +162,7 @@ void bench_rows(int64_t rows, int64_t slots) {
     add("256 threads", launch_variant<Mask::kLogits, 256, 8>);
     add("512 threads", launch_variant<Mask::kLogits, 512, 4>);
   }
-  time_in_turn(all);
+  time_in_rounds(all);
   for (float* x : {logits, teacher, grad, kl, ones}) CHECK(cudaFree(x));
   for (uint8_t* x : {counts, valid}) CHECK(cudaFree(x));
 }
@@ -169,9 +171,9 @@ void bench_rows(int64_t rows, int64_t slots) {
 
 using jax_dsa::DenseLossParams;
 
-// Larger than those of the emulator.
+// Cases that are too large for the emulator.
 const dense_loss_problem::Case kLargeCases[] = {
-    {"three rounds of blocks", 1, 400, 400, 128, 1, 576, 64, 128},
+    {"three rounds of CTAs", 1, 400, 400, 128, 1, 576, 64, 128},
     {"many keys, ranges", 2, 60, 1500, 64, 1, 512, 64, 128, false, true, true},
     {"many segments", 1, 1000, 300, 16, 1, 512, 32, 64},
 };
@@ -189,10 +191,10 @@ bool run_dense(const dense_loss_problem::Case& c) {
   Results first(x);
   bool good = true;
   const int64_t all = jax_dsa::dense_loss_bytes(c.batch, c.queries, c.keys, c.channels, c.heads);
-  const int64_t part =
+  const int64_t chunk =
       jax_dsa::dense_loss_bytes(1, (c.queries + 2) / 3, c.keys, c.channels, c.heads);
-  for (int run = 0; run < 3; ++run) {  // the last in chunks
-    const int64_t capacity = run < 2 ? all : part;
+  for (int run = 0; run < 3; ++run) {  // the last run in chunks
+    const int64_t capacity = run < 2 ? all : chunk;
     Results got(x);
     DenseLossParams p = params(x, got);
     std::vector<void*> memory;
@@ -249,7 +251,8 @@ __global__ void fill_causal(int32_t* starts, int32_t* ends, int queries, int key
   }
 }
 
-// `apart`: every kernel, over all queries at once.
+// Times the loss with workspaces of several sizes. With `apart`, also times each kernel alone, over
+// all queries at once.
 void bench_dense(int T, int S, int N, int D, int J, int C, bool apart) {
   using namespace jax_dsa;
   std::vector<void*> memory;
@@ -298,12 +301,12 @@ void bench_dense(int T, int S, int N, int D, int J, int C, bool apart) {
     if (some.capacity == whole) break;
   }
   if (apart) {
-    float *const logits = floats(int64_t{T} * S), *const taught = floats(int64_t{T} * S);
+    float *const logits = floats(int64_t{T} * S), *const probabilities = floats(int64_t{T} * S);
     float* const kl = floats(T);
     auto* const counts = device<bool>(T);
     memory.push_back(counts);
     TeacherParams teacher = p.teacher;
-    teacher.batch = 1, teacher.queries = T, teacher.keys = S, teacher.out = taught,
+    teacher.batch = 1, teacher.queries = T, teacher.keys = S, teacher.out = probabilities,
     teacher.offsets = floats(int64_t{T} * N);
     teacher.starts = starts, teacher.ends = ends;
     IndexerFwdParams scores = {};
@@ -312,19 +315,19 @@ void bench_dense(int T, int S, int N, int D, int J, int C, bool apart) {
     scores.batch = 1, scores.queries = T, scores.keys = S, scores.heads = J, scores.channels = C;
     scores.dtype = IndexerDType::kBF16, scores.relu = true;
     const KlRowsParams rows = {.logits = logits,
-                               .teacher = taught,
+                               .teacher = probabilities,
                                .starts = starts,
                                .ends = ends,
                                .kl = kl,
                                .counts = counts,
                                .grad = logits,
-                               .share = 1.f,
+                               .row_weight = 1.f,
                                .rows = T,
                                .slots = S};
     IndexGradsParams index = p.index;
     const int64_t segments = ceil_div(T, kIndexGradsSegment);
-    index.grad = logits, index.parts = floats(segments * S * C);
-    memory.push_back(index.used = device<bool>(segments * ceil_div(S, kIndexGradsKeys)));
+    index.grad = logits, index.partial_dk = floats(segments * S * C);
+    memory.push_back(index.partial_used = device<bool>(segments * ceil_div(S, kIndexGradsKeys)));
     index.first = index.last = true;
     all.push_back(
         {"teacher", [=] { CHECK(launch_teacher(teacher, nullptr)); }, teacher_work, "TFLOPS"});
@@ -339,13 +342,14 @@ void bench_dense(int T, int S, int N, int D, int J, int C, bool apart) {
       const auto one = [=](auto kernel) {
         CHECK((launch_persistent<Shared<128>>(kernel, INT32_MAX, kThreads, nullptr, index)));
       };
-      all.push_back({"of queries alone", [=] { one(index_grads_kernel<128, Of::kQueries>); },
+      all.push_back({"queries alone", [=] { one(index_grads_kernel<128, Gradient::kQueries>); },
                      2 * index_work, "TFLOPS"});
-      all.push_back({"of keys alone, parts not summed",
-                     [=] { one(index_grads_kernel<128, Of::kKeys>); }, 2 * index_work, "TFLOPS"});
+      all.push_back({"keys alone, segments not summed",
+                     [=] { one(index_grads_kernel<128, Gradient::kKeys>); }, 2 * index_work,
+                     "TFLOPS"});
     }
   }
-  time_in_turn(all, apart ? 3 : 1);
+  time_in_rounds(all, apart ? 3 : 1);
   for (void* m : memory) CHECK(cudaFree(m));
 }
 

@@ -23,11 +23,10 @@ using namespace sparse_mla_problem;
 // Allocates enough for all queries without rows, and for `at_once` queries by rows.
 void allocate_workspace(SparseMlaBwdParams& p, int64_t at_once) {
   SparseMlaBwdParams rows = p;
-  rows.by_rows = true, rows.count = at_once;
+  rows.by_rows = true, rows.queries_at_once = at_once;
   p.counters = device<uint8_t>(
       std::max(sparse_mla_bwd_counter_bytes(p), sparse_mla_bwd_counter_bytes(rows)));
-  p.images =
-      device<uint8_t>(std::max(sparse_mla_bwd_image_bytes(p), sparse_mla_bwd_image_bytes(rows)));
+  p.p_ds = device<uint8_t>(std::max(sparse_mla_bwd_p_ds_bytes(p), sparse_mla_bwd_p_ds_bytes(rows)));
   p.order = device<int32_t>(sparse_mla_bwd_order_bytes(p) / 4);
 }
 
@@ -44,7 +43,7 @@ bool run_case(const Case& c, uint64_t seed) {
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
   p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
   const int64_t queries = p.batch * p.queries, at_once = std::max<int64_t>(1, queries * 2 / 5);
-  p.count = queries;
+  p.queries_at_once = queries;
   allocate_workspace(p, at_once);
   const RowOrder order = order_rows(x, at_once);
   p.row_order = upload(order.order), p.row_key = upload(order.key);
@@ -61,9 +60,9 @@ bool run_case(const Case& c, uint64_t seed) {
     CHECK(cudaMemset(p.dq, 0xff, want.dq.size() * 2));
     CHECK(cudaMemset(p.dkv, 0xff, want.dkv.size() * 4));
     CHECK(cudaMemset(p.rows, 0xff, row_bytes));
-    p.by_rows = rows, p.count = rows ? at_once : queries;
+    p.by_rows = rows, p.queries_at_once = rows ? at_once : queries;
     CHECK(cudaMemset(p.counters, 0xff, sparse_mla_bwd_counter_bytes(p)));
-    CHECK(cudaMemset(p.images, 0xff, sparse_mla_bwd_image_bytes(p)));
+    CHECK(cudaMemset(p.p_ds, 0xff, sparse_mla_bwd_p_ds_bytes(p)));
     CHECK(cudaMemset(p.order, 0xff, sparse_mla_bwd_order_bytes(p)));
     CHECK(launch_sparse_mla_bwd(p, nullptr));
     CHECK(cudaDeviceSynchronize());
@@ -88,7 +87,7 @@ bool run_case(const Case& c, uint64_t seed) {
   for (const void* a :
        {p.q, p.kv, (const void*)p.indices, (const void*)p.ends, (const void*)p.topk_length, p.dout,
         (const void*)p.lse, p.out, (const void*)p.dlse, (const void*)p.dq, (const void*)p.dkv,
-        (const void*)p.counters, (const void*)p.images, (const void*)p.order, (const void*)p.rows,
+        (const void*)p.counters, (const void*)p.p_ds, (const void*)p.order, (const void*)p.rows,
         (const void*)p.row_order, (const void*)p.row_key}) {
     CHECK(cudaFree(const_cast<void*>(a)));
   }
@@ -160,7 +159,7 @@ void bench(int T, int S, int N, int D, int K) {
   p.q = q, p.kv = kv, p.indices = indices, p.dout = dout, p.lse = lse, p.out = out, p.dlse = dlse;
   p.dq = device<bf16>(nq), p.dkv = device<float>(int64_t{S} * D);
   p.batch = 1, p.queries = T, p.keys = S, p.heads = N, p.groups = 1, p.slots = K, p.dim = D;
-  p.scale = f.scale, p.count = T;
+  p.scale = f.scale, p.queries_at_once = T;
   allocate_workspace(p, 512);
   const float fwd = milliseconds([&] { CHECK(launch_sparse_mla_fwd(f, nullptr)); });
   CHECK(cudaMemset(dlse, 0, int64_t{T} * N * 4));
@@ -171,8 +170,8 @@ void bench(int T, int S, int N, int D, int K) {
       .indices = download(indices, int64_t{T} * K)};
   const RowOrder order = order_rows(selected, 512);
   p.row_order = upload(order.order), p.row_key = upload(order.key);
-  p.by_rows = true, p.count = 512;
-  p.rows = device<bf16>(p.count * sparse_mla_bwd_query_rows(p) * D);
+  p.by_rows = true, p.queries_at_once = 512;
+  p.rows = device<bf16>(p.queries_at_once * sparse_mla_bwd_query_rows(p) * D);
   const float by_rows = milliseconds([&] { CHECK(launch_sparse_mla_bwd(p, nullptr)); });
   const auto filled = std::count_if(selected.indices.begin(), selected.indices.end(),
                                     [](int32_t index) { return index >= 0; });
@@ -181,7 +180,7 @@ void bench(int T, int S, int N, int D, int K) {
          T, S, N, D, K, fwd, pairs * (D + 512) / fwd, bwd, flops / bwd, by_rows, flops / by_rows);
   fflush(stdout);
   for (void* a : {(void*)q, (void*)kv, (void*)out, (void*)dout, (void*)lse, (void*)dlse,
-                  (void*)indices, p.dq, (void*)p.dkv, p.counters, p.images, (void*)p.order, p.rows,
+                  (void*)indices, p.dq, (void*)p.dkv, p.counters, p.p_ds, (void*)p.order, p.rows,
                   (void*)p.row_order, (void*)p.row_key}) {
     CHECK(cudaFree(a));
   }
@@ -203,8 +202,8 @@ int main(int argc, char** argv) {
       {"sharp", 1, 9, 700, 128, 1, 576, 320, false, true, true, 1, 12.f},
       {"one head a group", 1, 7, 99, 5, 5, 512, 77, true, false, true},
       {"selected by top-k", 2, 63, 900, 64, 1, 576, 600, false, false, false, 0, 1.f, true},
-      {"windows", 1, 41, 12000, 64, 1, 576, 1100, false, false, true, 0, 1.f, true},
-      {"windows, two head tiles", 1, 11, 12000, 128, 1, 512, 1300},
+      {"KV partitions", 1, 41, 12000, 64, 1, 576, 1100, false, false, true, 0, 1.f, true},
+      {"KV partitions, two head tiles", 1, 11, 12000, 128, 1, 512, 1300},
       {"repeated keys", 1, 41, 200, 24, 1, 512, 1100, false, false, true},
       {"no slots", 1, 5, 10, 16, 1, 576, 0},
       {"no keys", 1, 5, 0, 16, 1, 576, 66},
@@ -214,7 +213,7 @@ int main(int argc, char** argv) {
       {"16 heads, adversarial", 2, 60, 333, 16, 1, 576, 201, true, true, true, 2},
       {"16 heads, few queries", 1, 9, 300, 16, 1, 576, 200, true, true, true},
       {"16 heads, K 2048", 1, 8, 4096, 16, 1, 576, 2048},
-      {"16 heads, windows", 1, 64, 40000, 16, 1, 576, 1100, false, false, true, 0, 1.f, true},
+      {"16 heads, KV partitions", 1, 64, 40000, 16, 1, 576, 1100, false, false, true, 0, 1.f, true},
       {"8 heads, repeated keys", 1, 64, 200, 8, 1, 512, 700, false, false, true},
       {"24 heads, sharp", 2, 62, 700, 24, 1, 576, 320, false, true, true, 1, 12.f},
       {"32 heads", 1, 62, 4096, 32, 1, 512, 2048, false, true, false, 0, 1.f, true},

@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -17,28 +16,10 @@
 #include <vector>
 
 #include "gpu/check.cuh"
+#include "gpu/selected_keys.cuh"
 #include "sparse_mla/fwd.cuh"
 
 using jax_dsa::SparseMlaFwdParams;
-using bf16 = __nv_bfloat16;
-
-// Nearly normal with unit variance, and exactly reproducible on the host.
-__host__ __device__ inline bf16 random_value(uint64_t seed, int64_t i, float size) {
-  const uint64_t h = mix(seed * 0x1000003 + i);
-  int sum = 0;
-  for (int k = 0; k < 4; ++k) sum += static_cast<int>(h >> (16 * k) & 0xffff);
-  return __float2bfloat16(static_cast<float>(sum - 131070) * (size / 37837.f));
-}
-__global__ void fill_random(bf16* x, int64_t n, uint64_t seed, float size) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n;
-       i += int64_t{gridDim.x} * blockDim.x)
-    x[i] = random_value(seed, i, size);
-}
-__global__ void poison_rows(bf16* kv, const uint8_t* used, int64_t rows, int dim) {
-  for (int64_t r = blockIdx.x; r < rows; r += gridDim.x)
-    if (!used[r])
-      for (int i = threadIdx.x; i < dim; i += blockDim.x) kv[r * dim + i] = __float2bfloat16(NAN);
-}
 
 using Launch = cudaError_t (*)(const SparseMlaFwdParams&);
 
@@ -66,7 +47,6 @@ const Variant kVariants[] = {
     {"64 rows, one work tile per CTA", launch_one_work_tile},
 };
 
-enum Mode { kValid, kAdversarial, kTails };
 struct Case {
   const char* name;
   int B, T, S, N, G, D, K;
@@ -81,48 +61,15 @@ struct Case {
 bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
   const int64_t tokens = int64_t{c.B} * c.T;
   const int64_t nq = tokens * c.N * c.D, nkv = int64_t{c.B} * c.S * c.G * c.D;
-  const int64_t ni = tokens * c.G * c.K, no = tokens * c.N * 512, nl = tokens * c.N;
-  std::vector<int32_t> idx(ni), ends(tokens), lengths(tokens);
-  auto random = [&](uint64_t stream, uint64_t i) { return mix(mix(seed + stream) + i); };
-  for (int64_t t = 0; t < tokens; ++t) {
-    ends[t] = static_cast<int>(random(1, t) % (c.S + 20)) - 5;
-    lengths[t] = static_cast<int>(random(2, t) % (c.K + 9)) - 4;
-    for (int g = 0; g < c.G; ++g) {
-      const int64_t tail = random(3, t * c.G + g) % 3 == 0 ? 0 : random(4, t * c.G + g) % (c.K + 1);
-      for (int k = 0; k < c.K; ++k) {
-        const int64_t at = (t * c.G + g) * c.K + k;
-        const uint64_t r = random(5, at);
-        int v = c.S ? static_cast<int>(r % c.S) : 0;
-        if (c.mode == kAdversarial) {
-          const int odd[] = {INT_MIN, -1, c.S, INT_MAX, 0, c.S - 1};
-          if (r >> 40 & 1) v = odd[(r >> 48) % 6];
-          if (t % 5 == 3) v = odd[(r >> 48) % 4];
-        }
-        if (c.mode == kTails && k >= tail) v = -1;
-        idx[at] = v;
-      }
-    }
-  }
-  std::vector<float> sinks(c.sinks == 2 ? c.B * c.N : c.N);
-  for (size_t i = 0; i < sinks.size(); ++i) {
-    sinks[i] = (random(6, i) % 1000) / 100.f - 3.f;
-    if (i % 7 == 2) sinks[i] = INFINITY;
-    if (i % 7 == 4) sinks[i] = -INFINITY;
-  }
-  auto counts = [&](int64_t t, int g, int k) {
-    const int v = idx[(t * c.G + g) * c.K + k];
-    return v >= 0 && v < c.S && (!c.ends || v < ends[t]) && (!c.lengths || k < lengths[t]);
-  };
-  std::vector<uint8_t> used(int64_t{c.B} * c.S * c.G, c.poison ? 0 : 1);
-  for (int64_t t = 0; t < tokens; ++t)
-    for (int g = 0; g < c.G; ++g)
-      for (int k = 0; k < c.K; ++k)
-        if (counts(t, g, k)) used[(t / c.T * c.S + idx[(t * c.G + g) * c.K + k]) * c.G + g] = 1;
+  const int64_t no = tokens * c.N * 512, nl = tokens * c.N;
+  const SelectedKeys selected(c, seed);
 
   bf16 *q = device<bf16>(nq), *kv = device<bf16>(nkv), *out = device<bf16>(no);
   float* lse = device<float>(nl);
-  int32_t *d_idx = upload(idx), *d_ends = upload(ends), *d_lengths = upload(lengths);
-  float* d_sinks = upload(sinks);
+  int32_t *d_idx = upload(selected.indices), *d_ends = upload(selected.ends),
+          *d_lengths = upload(selected.lengths);
+  float* d_sinks = upload(selected.sinks);
+  const std::vector<uint8_t> used = selected.used_rows();
   uint8_t* d_used = upload(used);
   if (nq) fill_random<<<1024, 256>>>(q, nq, seed * 2 + 1, c.q_size);
   if (nkv) fill_random<<<1024, 256>>>(kv, nkv, seed * 2 + 2, 1.f);
@@ -156,19 +103,19 @@ bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
   double err_out = 0, err_lse = 0, top = 0, dot = 0, aa = 0, bb = 0;
   std::vector<double> s(c.K), ref(512), row(c.D);
   for (int i = 0; i < c.samples && nl > 0; ++i) {
-    const int64_t at = i < 16 ? std::min<int64_t>(i, nl - 1) : random(7, i) % nl;
+    const int64_t at = i < 16 ? std::min<int64_t>(i, nl - 1) : selected.random(7, i) % nl;
     const int64_t t = at / c.N;
-    const int h = at % c.N, g = h / (c.N / c.G), b = t / c.T;
+    const int h = at % c.N, g = h / (c.N / c.G);
     for (int d = 0; d < c.D; ++d)
       row[d] = __bfloat162float(random_value(seed * 2 + 1, at * c.D + d, c.q_size));
     double big = -INFINITY;
     auto key = [&](int k, int d) {
-      const int64_t r = (int64_t{b} * c.S + idx[(t * c.G + g) * c.K + k]) * c.G + g;
+      const int64_t r = selected.key_row(t, g, k);
       return static_cast<double>(__bfloat162float(random_value(seed * 2 + 2, r * c.D + d, 1.f)));
     };
     for (int k = 0; k < c.K; ++k) {
       s[k] = -INFINITY;
-      if (!counts(t, g, k)) continue;
+      if (!selected.valid(t, g, k)) continue;
       double sum = 0;
       for (int d = 0; d < c.D; ++d) sum += row[d] * key(k, d);
       s[k] = sum * p.scale;
@@ -185,8 +132,7 @@ bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
     }
     const double want = total > 0 ? big + std::log(total) : -INFINITY;
     double gate = total > 0 ? 1 / total : 0;
-    if (c.sinks && total > 0)
-      gate /= 1 + std::exp(double{sinks[(c.sinks == 2 ? b * c.N : 0) + h]} - want);
+    if (c.sinks && total > 0) gate /= 1 + std::exp(selected.sink(t, h) - want);
     const double got = h_lse[at];
     err_lse = std::max(err_lse, got == want       ? 0.
                                 : std::isnan(got) ? INFINITY
@@ -210,16 +156,6 @@ bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
                   (void*)d_lengths, (void*)d_sinks, (void*)d_used})
     CHECK(cudaFree(x));
   return good;
-}
-
-// Fills the slots of query t, which sees `visible` keys: random, or distinct and ascending.
-__global__ void bench_indices(int32_t* idx, int T, int K, int visible_first, bool ascending) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < int64_t{T} * K;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    const int t = i / K, k = i % K, visible = visible_first + t;
-    const uint64_t h = mix(i);
-    idx[i] = ascending ? (int)(((double)k + (h >> 12) * 0x1p-52) * visible / K) : h % visible;
-  }
 }
 
 void bench(int T, int S, int N, int D, int K, bool ascending, bool all) {

@@ -1,11 +1,11 @@
-// Exactness and speed of the top-k kernels, without JAX:
+// Tests the exactness of the top-k kernels and times them, without JAX.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o topk_check tests/kernels/gpu/topk_check.cu cuda/topk/dispatch.cu
 //
-// topk_check test            every kernel against a stable order on the CPU, bit for bit
-// topk_check small           a few small shapes of it, for compute-sanitizer
-// topk_check bench [shape]   timings, for all shapes or one by number
-// topk_check once S V        three launches of variant V on shape S, for a profiler
+// topk_check test            compares every kernel with a CPU reference, bit for bit
+// topk_check small           the same for a few small shapes, for compute-sanitizer
+// topk_check bench [shape]   times all shapes, or one by number
+// topk_check once S V        launches variant V on shape S three times, for a profiler
 
 #include <algorithm>
 #include <cmath>
@@ -45,10 +45,11 @@ struct Variant {
 };
 
 template <typename T>
-Variant variant(std::string name, int ranks, double room = 1) {
+Variant variant(std::string name, int ranks, double list_room = 1) {
   return {name, [=](const TopkParams& p) {
             const int64_t wanted = std::min(p.k, p.size);
-            const int64_t extra = std::max<int64_t>(T::kTile, static_cast<int64_t>(wanted * room));
+            const int64_t extra =
+                std::max<int64_t>(T::kTile, static_cast<int64_t>(wanted * list_room));
             return topk::launch<T>(p, static_cast<int>((wanted + extra + 3) / 4 * 4), ranks, 0);
           }};
 }
@@ -96,8 +97,7 @@ struct Array {
   void poison() { CHECK(cudaMemset(p, 0x7b, n * sizeof(T))); }
 };
 
-// ---- test
-// ----------------------------------------------------------------------------------------
+// ---- test --------------------------------------------------------------------------------------
 
 int failures = 0, checked = 0;
 
@@ -112,15 +112,15 @@ void test(int64_t rows, int64_t size, int64_t k, Kind kind, bool ranges, uint64_
   if (ranges) std::tie(s, e) = random_ranges(rows, size, seed);
   CHECK(cudaMemcpy(starts.p, s.data(), rows * 4, cudaMemcpyHostToDevice));
   CHECK(cudaMemcpy(ends.p, e.data(), rows * 4, cudaMemcpyHostToDevice));
-  std::vector<int64_t> which(std::min(rows, checked_rows));
-  for (size_t i = 0; i < which.size(); ++i) which[i] = i * rows / which.size();
-  if (!which.empty()) which.back() = rows - 1;
+  std::vector<int64_t> test_rows(std::min(rows, checked_rows));
+  for (size_t i = 0; i < test_rows.size(); ++i) test_rows[i] = i * rows / test_rows.size();
+  if (!test_rows.empty()) test_rows.back() = rows - 1;
   std::vector<std::vector<float>> logits;
-  std::vector<std::vector<int>> want;
-  for (const int64_t r : which) {
+  std::vector<std::vector<int>> expected;
+  for (const int64_t r : test_rows) {
     std::vector<float> row(size);
     CHECK(cudaMemcpy(row.data(), x + r * size, size * 4, cudaMemcpyDeviceToHost));
-    want.push_back(reference(row, k, s[r], e[r]));
+    expected.push_back(reference(row, k, s[r], e[r]));
     logits.push_back(std::move(row));
   }
   TopkParams p = {
@@ -139,19 +139,19 @@ void test(int64_t rows, int64_t size, int64_t k, Kind kind, bool ranges, uint64_
         continue;
       }
       if (reruns > 0) first = indices.host(0, rows * k);
-      for (size_t i = 0; i < which.size(); ++i) {
-        const auto got = indices.host(which[i] * k, k);
-        const auto got_values = values.host(which[i] * k, k);
+      for (size_t i = 0; i < test_rows.size(); ++i) {
+        const auto got = indices.host(test_rows[i] * k, k);
+        const auto got_values = values.host(test_rows[i] * k, k);
         ++checked;
-        if (!good(logits[i], want[i], got.data(), got_values.data()) && failures++ < 20) {
+        if (!matches(logits[i], expected[i], got.data(), got_values.data()) && failures++ < 20) {
           size_t at = 0;
-          while (at < got.size() && got[at] == want[i][at]) ++at;
+          while (at < got.size() && got[at] == expected[i][at]) ++at;
           printf(
               "FAIL %s: %s rows %ld size %ld k %ld ranges %d row %ld [%d, %d): slot %zu is %d, "
-              "want %d\n",
-              v.name.c_str(), kNames[static_cast<int>(kind)], rows, size, k, ranges, which[i],
-              s[which[i]], e[which[i]], at, at < got.size() ? got[at] : 0,
-              at < got.size() ? want[i][at] : 0);
+              "expected %d\n",
+              v.name.c_str(), kNames[static_cast<int>(kind)], rows, size, k, ranges, test_rows[i],
+              s[test_rows[i]], e[test_rows[i]], at, at < got.size() ? got[at] : 0,
+              at < got.size() ? expected[i][at] : 0);
         }
       }
     }
@@ -165,7 +165,7 @@ double median(std::vector<double> v) {
   return v[v.size() / 2];
 }
 
-// Microseconds of a call between two events, and of one of ten back to back.
+// Returns the median microseconds of a single call, and of one of ten calls back to back.
 std::pair<double, double> time_us(const std::function<void(int)>& call, int reps) {
   cudaEvent_t a, b;
   CHECK(cudaEventCreate(&a));
@@ -197,7 +197,7 @@ const Shape kShapes[] = {{64, 32768, 2048},    {4096, 8192, 2048},  {4096, 32768
                          {128, 8192, 2048},    {512, 131072, 2048}, {4096, 32768, 512},
                          {8192, 131072, 2048}};
 
-// A few launches of one variant, for a profiler.
+// Launches one variant a few times, for a profiler.
 void once(const Shape& shape, const Variant& v) {
   const auto [rows, size, k] = shape;
   Array<float> x(rows * size);
@@ -222,7 +222,7 @@ void bench(int only) {
     if (only >= 0 && i != only) continue;
     for (const Kind kind :
          {Kind::kNormal, Kind::kRelu, Kind::kPlateau, Kind::kEqual, Kind::kAscending}) {
-      // As many copies as take the data out of the L2.
+      // Use so many copies of the rows that they do not fit in L2.
       const int64_t bytes = rows * size * 4;
       const int copies = static_cast<int>(std::max<int64_t>(1, (256 << 20) / bytes));
       Array<float> x(rows * size * copies);

@@ -1,5 +1,5 @@
-// Problems of the indexer's warm-up loss, and what must come of them in float64; also used by
-// tests/kernels/gpu.
+// Test problems of the indexer's warm-up loss with their expected results in float64, for the
+// emulator and for tests/kernels/gpu.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,9 +21,9 @@ using bf16 = __nv_bfloat16;
 struct Case {
   const char* name;
   int batch, queries, keys;
-  int heads, groups, dim;     // of the attention
-  int index_heads, channels;  // of the indexer
-  bool causal = true;         // else random ranges, some of them empty or beyond the keys
+  int heads, groups, dim;     // attention
+  int index_heads, channels;  // indexer
+  bool causal = true;         // false: random ranges, some of them empty or beyond the keys
   bool relu = true, scaled = false;
   float scale = 0.f;  // 0: D^-1/2
 };
@@ -31,9 +31,9 @@ struct Case {
 inline const Case kCases[] = {
     {"128 heads", 1, 5, 150, 128, 1, 576, 64, 128},
     {"96 heads, ranges", 2, 4, 200, 96, 1, 576, 64, 128, false, true, true},
-    {"two queries an item", 2, 7, 130, 40, 1, 512, 32, 64, false},
-    {"four queries an item", 1, 11, 90, 20, 1, 512, 17, 32, true, false, true},
-    {"eight queries an item", 1, 19, 140, 9, 1, 576, 1, 128, false, false},
+    {"two queries per work tile", 2, 7, 130, 40, 1, 512, 32, 64, false},
+    {"four queries per work tile", 1, 11, 90, 20, 1, 512, 17, 32, true, false, true},
+    {"eight queries per work tile", 1, 19, 140, 9, 1, 576, 1, 128, false, false},
     {"192 heads", 1, 3, 100, 192, 1, 512, 64, 128, false},
     {"two groups", 1, 6, 140, 40, 2, 512, 48, 64, true, true, true, -0.03f},
     {"three groups of 16", 1, 9, 70, 48, 3, 576, 8, 32, false},
@@ -98,7 +98,7 @@ inline Problem make(const Case& c, uint64_t seed) {
                            : p.starts.back() + 1 + static_cast<int>(random() % (keys + 1)));
     }
   }
-  // NaN in every key that no query sees, in every scale of one.
+  // Keys that no query sees are NaN, and so are their scales.
   std::vector<bool> seen(rows);
   for (int64_t t = 0; t < tokens; ++t) {
     for (int s = p.low(t); s < p.high(t); ++s) seen[t / c.queries * c.keys + s] = true;
@@ -112,7 +112,7 @@ inline Problem make(const Case& c, uint64_t seed) {
   return p;
 }
 
-// [batch, queries, keys], 0 where nothing is seen.
+// Returns the teacher [batch, queries, keys], 0 where the query does not see the key.
 inline std::vector<double> teacher(const Problem& p) {
   const Case& c = p.c;
   std::vector<double> out(p.tokens() * c.keys), s(c.keys);
@@ -138,7 +138,7 @@ struct Gradients {
   std::vector<double> q, k, weights, k_scale;
 };
 
-// Of sum_ts grad[t, s] * I[t, s] over the keys seen.
+// Returns the gradients of sum_ts grad[t, s] * I[t, s] over the keys s that query t sees.
 inline Gradients index_gradients(const Problem& p, const std::vector<double>& grad) {
   const Case& c = p.c;
   Gradients g;
@@ -166,7 +166,7 @@ inline Gradients index_gradients(const Problem& p, const std::vector<double>& gr
   return g;
 }
 
-// [batch, queries, keys], -inf where nothing is seen.
+// Returns the logits [batch, queries, keys], -inf where the query does not see the key.
 inline std::vector<double> index_logits(const Problem& p) {
   const Case& c = p.c;
   std::vector<double> out(p.tokens() * c.keys, -INFINITY);
@@ -186,7 +186,8 @@ inline std::vector<double> index_logits(const Problem& p) {
   return out;
 }
 
-// The largest difference, relative to the largest value wanted (or 1e-3); infinite for NaN.
+// Returns the largest error, relative to the largest expected value (or 1e-3). NaN counts as
+// infinite.
 inline double difference(const std::vector<float>& got, const std::vector<double>& want) {
   double worst = 0, top = 1e-3;
   for (size_t i = 0; i < want.size(); ++i) {
@@ -206,8 +207,8 @@ struct Loss {
 
 inline Loss loss(const Problem& p) {
   const Case& c = p.c;
-  const std::vector<double> taught = teacher(p), logits = index_logits(p);
-  std::vector<double> grad(taught.size());
+  const std::vector<double> target = teacher(p), logits = index_logits(p);
+  std::vector<double> grad(target.size());
   Loss out;
   out.kl.resize(c.batch), out.rows.resize(c.batch);
   for (int64_t t = 0; t < p.tokens(); ++t) {
@@ -219,7 +220,7 @@ inline Loss loss(const Problem& p) {
     for (int s = p.low(t); s < p.high(t); ++s) sum += std::exp(logits[t * c.keys + s] - largest);
     for (int s = p.low(t); s < p.high(t); ++s) {
       const double log_q = logits[t * c.keys + s] - largest - std::log(sum);
-      const double own = taught[t * c.keys + s] / c.heads;
+      const double own = target[t * c.keys + s] / c.heads;
       if (own > 0) out.kl[t / c.queries] += own * (std::log(own) - log_q);
       grad[t * c.keys + s] = std::exp(log_q) - own;
     }
@@ -229,7 +230,7 @@ inline Loss loss(const Problem& p) {
   return out;
 }
 
-// What the kernels make of it, poisoned before.
+// The kernels' results. They are NaN or -7 before the kernels run.
 struct Results {
   std::vector<float> kl, q, k, weights, k_scale;
   std::vector<int32_t> rows;
@@ -253,7 +254,7 @@ struct Results {
   }
 };
 
-// The loss's, in this machine's memory and without a workspace.
+// Returns the parameters of the loss with pointers to host memory, without a workspace.
 inline jax_dsa::DenseLossParams params(const Problem& x, Results& to) {
   const Case& c = x.c;
   jax_dsa::DenseLossParams p = {};
@@ -271,7 +272,7 @@ inline jax_dsa::DenseLossParams params(const Problem& x, Results& to) {
   return p;
 }
 
-// Prints how far the results are off, and returns whether that is near enough.
+// Prints the errors of the results, and returns whether they are within the tolerance.
 inline bool report(const char* name, const Problem& p, const Loss& want, const Results& got) {
   const double kl = difference(got.kl, want.kl), q = difference(got.q, want.gradients.q);
   const double k = difference(got.k, want.gradients.k);
@@ -279,7 +280,7 @@ inline bool report(const char* name, const Problem& p, const Loss& want, const R
   const double k_scale = difference(got.k_scale, want.gradients.k_scale);
   bool rows = true;
   for (int b = 0; b < p.c.batch; ++b) rows = rows && got.rows[b] == want.rows[b];
-  // bf16 has 8 bits: each number that is multiplied is off by up to 2^-9 of itself.
+  // bf16 has 8 significant bits: the factors of each product have a relative error of up to 2^-9.
   const bool good = kl < 1e-5 && q < 4e-3 && k < 4e-3 && weights < 1e-4 && k_scale < 4e-3 && rows;
   printf("%-4s %-24s KL %.1e dq %.1e dk %.1e dw %.1e dk_scale %.1e%s\n", good ? "ok" : "BAD", name,
          kl, q, k, weights, k_scale, rows ? "" : "  ROWS DIFFER");

@@ -1,4 +1,4 @@
-// Elements as bytes of their dtype.
+// Access to arrays of bytes whose elements have a dtype known at run time.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,7 +18,7 @@ inline float element(const std::vector<uint8_t>& bytes, jax_dsa::DType dtype, si
                                          : __bfloat162float(*static_cast<const __nv_bfloat16*>(p));
 }
 
-// Appends x as bytes of `dtype`, and gives what it is then.
+// Appends x, rounded to `dtype`, and returns the rounded value.
 inline float append(std::vector<uint8_t>& bytes, jax_dsa::DType dtype, float x) {
   const __half half = __float2half(x);
   const __nv_bfloat16 bf16 = __float2bfloat16(x);

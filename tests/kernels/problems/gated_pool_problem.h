@@ -1,4 +1,4 @@
-// Problems of the pooling of blocks of tokens, and what must come of them in float64; also used by
+// Test problems of gated pooling with their expected results in float64, for the emulator and for
 // tests/kernels/gpu.
 #pragma once
 
@@ -21,7 +21,7 @@ struct Case {
   int ratio, halves, dim;
   DType dtype = DType::kBF16;
   bool packed = false;
-  float size = 1.f;  // of gates
+  float size = 1.f;  // standard deviation of the gates
 };
 
 inline const Case kCases[] = {
@@ -35,7 +35,7 @@ inline const Case kCases[] = {
     {"ratio 128, documents", 1, 700, 128, 1, 36, DType::kF16, true},
     {"ratio 64, overlapping", 1, 200, 64, 2, 32, DType::kF32},
     {"ratio 17, overlapping, documents, large gates", 2, 90, 17, 2, 4, DType::kF32, true, 60.f},
-    // So many documents that teams have keys, slots without one, and keys again.
+    // A thread group processes keys, then slots without a key, then keys again.
     {"ratio 17, overlapping, many documents", 1, 680, 17, 2, 4, DType::kF32, true},
     {"ratio 128, many documents", 2, 5120, 128, 1, 12, DType::kBF16, true},
     {"no whole block", 2, 3, 4, 2, 16},
@@ -46,14 +46,14 @@ inline const Case kCases[] = {
 
 struct Problem {
   Case c;
-  std::vector<uint8_t> values, gates, dout;  // what no key is made of is NaN
+  std::vector<uint8_t> values, gates, dout;  // NaN where no key uses them
   std::vector<float> bias, scale, dsquares;
   std::vector<int32_t> starts;
-  // What is wanted, and of the sums the size of their terms.
+  // Expected results, and for sums over keys the sums of their terms' magnitudes.
   std::vector<double> out, squares, dvalues, dgates, dbias, dbias_size, dscale, dscale_size;
 };
 
-// With a scale of the keys if `scaled`.
+// Makes the problem, with a scale of the keys if `scaled`.
 inline Problem make(const Case& c, bool scaled, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal;
@@ -63,7 +63,7 @@ inline Problem make(const Case& c, bool scaled, uint64_t seed) {
   struct Contribution {
     int64_t at, bias;
   };
-  // Of each key the first elements of what it is made of; of a slot without a key none.
+  // The offsets of each key's contributions. Slots without a key have none.
   std::vector<std::vector<Contribution>> keys(c.batch * slots);
   std::vector<bool> used(c.batch * c.tokens * c.halves);
   for (int64_t b = 0; b < c.batch; ++b) {
@@ -140,7 +140,8 @@ inline Problem make(const Case& c, bool scaled, uint64_t seed) {
   return p;
 }
 
-// Runs both directions; `Memory` has `put`, `room`, which gives poison, `get` and `require`.
+// Runs both passes and compares their results. `Memory` provides `put`, `room` (returns poisoned
+// memory), `get` and `require`.
 template <typename Memory>
 bool run(const Case& c, bool scaled, uint64_t seed, Memory& memory) {
   const Problem x = make(c, scaled, seed);
@@ -160,28 +161,29 @@ bool run(const Case& c, bool scaled, uint64_t seed, Memory& memory) {
   bwd.dout = memory.put(x.dout);
   bwd.dvalues = memory.template room<uint8_t>(x.values.size());
   bwd.dgates = memory.template room<uint8_t>(x.gates.size());
-  const int64_t most = jax_dsa::gated_pool_parts(c.batch, c.tokens, c.ratio, c.halves, c.dim);
-  bwd.parts = std::min<int64_t>(most, 3);  // so that a team has several keys
-  bwd.sums = memory.template room<float>(bwd.parts * (x.bias.size() + x.scale.size()));
+  const int64_t max_splits =
+      jax_dsa::gated_pool_bwd_splits(c.batch, c.tokens, c.ratio, c.halves, c.dim);
+  bwd.splits = std::min<int64_t>(max_splits, 3);  // so that a thread group processes several keys
+  bwd.sums = memory.template room<float>(bwd.splits * (x.bias.size() + x.scale.size()));
   memory.require(jax_dsa::launch_gated_pool_fwd(fwd, nullptr));
   memory.require(jax_dsa::launch_gated_pool_bwd(bwd, nullptr));
 
   const double rounding = c.dtype == DType::kF32 ? 0 : c.dtype == DType::kF16 ? 0x1p-11 : 0x1p-8;
-  double worst = 0;  // in units of what is allowed
+  double worst = 0;  // relative to the tolerance
   const auto compare = [&](double got, double want, double size) {
     const double error =
         std::fabs(got - want) / (rounding * std::fabs(want) + 4e-6 * (1 + c.size / 10) * size);
     worst = std::fmax(worst, std::isnan(error) ? INFINITY : error);
   };
-  const auto each = [&](const void* from, const std::vector<double>& want) {
+  const auto compare_all = [&](const void* from, const std::vector<double>& want) {
     const auto got = memory.get(static_cast<const uint8_t*>(from), want.size() * bytes_of(c.dtype));
     for (size_t i = 0; i < want.size(); ++i) {
       compare(element(got, c.dtype, i), want[i], 1 + std::fabs(want[i]));
     }
   };
-  each(fwd.out, x.out);
-  each(bwd.dvalues, x.dvalues);
-  each(bwd.dgates, x.dgates);
+  compare_all(fwd.out, x.out);
+  compare_all(bwd.dvalues, x.dvalues);
+  compare_all(bwd.dgates, x.dgates);
   const int64_t slots = c.tokens / c.ratio;
   const auto squares = memory.get(fwd.squares, tiles * x.squares.size());
   for (size_t i = 0; i < x.squares.size(); ++i) {
@@ -191,20 +193,21 @@ bool run(const Case& c, bool scaled, uint64_t seed, Memory& memory) {
     }
     compare(sum, x.squares[i], 1 + x.squares[i]);
   }
-  const size_t of_bias = c.ratio * c.halves * c.dim, all = of_bias + (scaled ? c.dim : 0);
-  const auto parts = memory.get(bwd.sums, bwd.parts * c.batch * all);
+  const size_t bias_size = c.ratio * c.halves * c.dim, all = bias_size + (scaled ? c.dim : 0);
+  const auto sums = memory.get(bwd.sums, bwd.splits * c.batch * all);
   for (size_t i = 0; i < c.batch * all; ++i) {
     double sum = 0;
-    for (int64_t part = 0; part < bwd.parts; ++part) {
-      sum += parts[(i / all * bwd.parts + part) * all + i % all];
+    for (int64_t split = 0; split < bwd.splits; ++split) {
+      sum += sums[(i / all * bwd.splits + split) * all + i % all];
     }
-    const size_t of_entry = i % all;
-    const bool is_bias = of_entry < of_bias;
-    const size_t at = is_bias ? i / all * of_bias + of_entry : i / all * c.dim + of_entry - of_bias;
+    const size_t within_entry = i % all;
+    const bool is_bias = within_entry < bias_size;
+    const size_t at =
+        is_bias ? i / all * bias_size + within_entry : i / all * c.dim + within_entry - bias_size;
     compare(sum, (is_bias ? x.dbias : x.dscale)[at],
             1 + (is_bias ? x.dbias_size : x.dscale_size)[at]);
   }
-  printf("%-4s %-48s%s %.2f of what is allowed\n", worst < 1 ? "ok" : "BAD", c.name,
+  printf("%-4s %-48s%s error / tolerance %.2f\n", worst < 1 ? "ok" : "BAD", c.name,
          scaled ? " scaled" : "       ", worst);
   return worst < 1;
 }

@@ -1,4 +1,4 @@
-// Problems of the KL of rows, and what must come of them in float64; also used by
+// Test problems of the KL of rows with their expected results in float64, for the emulator and for
 // tests/kernels/gpu.
 #pragma once
 
@@ -14,7 +14,7 @@ namespace kl_rows_problem {
 
 enum Mask { kLogits, kValid, kRanges };
 
-inline constexpr float kShare = 1.f / 49;  // of a row in the loss
+inline constexpr float kRowWeight = 1.f / 49;  // weight of a row in the loss
 
 struct Case {
   const char* name;
@@ -22,8 +22,8 @@ struct Case {
   Mask mask = kLogits;
   bool in_place = false;
   bool nans = false;  // some rows have a NaN in the teacher, some in the logits
-  float size = 2.f;   // of logits
-  int offset = 0;     // of the first element, from an aligned address
+  float size = 2.f;   // standard deviation of the logits
+  int offset = 0;     // elements between an aligned address and the first element
 };
 
 inline const Case kCases[] = {
@@ -74,7 +74,8 @@ inline Problem make(const Case& c, uint64_t seed) {
     const int64_t row = i / c.slots;
     p.valid.push_back(row % 5 == 4 ? 0 : random() % 3 != 0);
     p.teacher.push_back(row % 6 == 5 || random() % 9 == 0 ? 0.f : std::exp(2 * normal(random)));
-    // One row is all but taught already: its KL is a difference of nearly equal logarithms.
+    // The logits of row 1 nearly equal the teacher's logarithms, so that its KL is a difference of
+    // nearly equal numbers.
     p.logits.push_back(row == 1 && p.teacher[i] > 0 ? std::log(p.teacher[i])
                                                     : c.size * normal(random));
     if (c.mask == kLogits && random() % 7 == 0) p.logits[i] = -INFINITY;
@@ -116,9 +117,9 @@ inline Wanted expected(const Problem& p) {
     const double total = sum == 0 ? 1 : sum;
     for (int64_t i = 0; counts && i < c.slots; ++i) {
       if (!p.used(row, i)) continue;
-      const double taught = t[i] / mass, log_q = x[i] - base - std::log(total);
-      if (!(taught <= 0)) kl += taught * (std::log(taught) - log_q);
-      w.grad[row * c.slots + i] = kShare * (std::exp(log_q) - taught);
+      const double target = t[i] / mass, log_q = x[i] - base - std::log(total);
+      if (!(target <= 0)) kl += target * (std::log(target) - log_q);
+      w.grad[row * c.slots + i] = kRowWeight * (std::exp(log_q) - target);
     }
     w.kl.push_back(kl);
     w.counts.push_back(counts);
@@ -126,8 +127,8 @@ inline Wanted expected(const Problem& p) {
   return w;
 }
 
-// The largest error of the KL, relative to its terms' size, and of the gradient, relative to the
-// share; infinite where NaN, infinities or counts differ.
+// Returns the largest error of the KL, relative to the size of its terms, and of the gradient,
+// relative to the row weight. It is infinite if NaN, infinities or counts differ.
 inline double worst_error(const Problem& p, const Wanted& w, const std::vector<float>& kl,
                           const std::vector<uint8_t>& counts, const std::vector<float>& grad) {
   double worst = 0;
@@ -145,25 +146,26 @@ inline double worst_error(const Problem& p, const Wanted& w, const std::vector<f
         const bool beside = slot > p.starts[row] - 4 && slot < int64_t{p.ends[row]} + 3;
         if (!std::isnan(grad[i]) && !(beside && grad[i] == 0)) worst = INFINITY;
       } else {
-        compare(grad[i], w.grad[i], kShare);
+        compare(grad[i], w.grad[i], kRowWeight);
       }
     }
   }
   return worst;
 }
 
-// What follows the loss: nothing in every third row, whose gradient is right as it is.
+// Returns the gradients of the rows' KL. In every third row it is the row weight, so that the row's
+// gradient is already right.
 inline std::vector<float> factors(int64_t rows) {
   std::vector<float> all;
-  for (int64_t row = 0; row < rows; ++row) all.push_back(row % 3 ? .25f * row : kShare);
+  for (int64_t row = 0; row < rows; ++row) all.push_back(row % 3 ? .25f * row : kRowWeight);
   return all;
 }
 
-// Whether `scaled` are the gradients times their row's factor, by the share.
+// Returns whether `scaled` is the gradient times its row's factor, divided by the row weight.
 inline bool good_scaled(const Case& c, const std::vector<float>& grad,
                         const std::vector<float>& factor, const std::vector<float>& scaled) {
   for (int64_t i = 0; i < c.rows * c.slots; ++i) {
-    const float want = grad[i] * (factor[i / c.slots] / kShare);
+    const float want = grad[i] * (factor[i / c.slots] / kRowWeight);
     if (scaled[i] != want && !(std::isnan(want) && std::isnan(scaled[i]))) return false;
   }
   return true;

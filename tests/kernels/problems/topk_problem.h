@@ -1,5 +1,5 @@
-// Rows that are hard for top-k, and what must come of them bit for bit; also used by
-// tests/kernels/gpu.
+// Rows that are hard for top-k, and a CPU reference whose results must be matched bit for bit. The
+// emulator program and the check program on the GPU use them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -52,7 +52,7 @@ __host__ __device__ inline float sample(Kind kind, uint64_t seed, int64_t row, i
       return normal;
     case Kind::kRelu:
       return normal > 0.f ? normal : 0.f;
-    case Kind::kPlateau:  // half of k positive, the rest 0 or -0
+    case Kind::kPlateau:  // k / 2 values are positive, the rest is 0 or -0.
       return u < .5f * k / size ? 1 + v : (v < .5f ? 0.f : -0.f);
     case Kind::kEqual:
       return -3.25f;
@@ -72,18 +72,20 @@ __host__ __device__ inline float sample(Kind kind, uint64_t seed, int64_t row, i
       return std::floor(5 * v) - 2;
     case Kind::kOutlier:
       return i == size / 2 ? 1e30f : 1 + .25f * v;
-    case Kind::kComb:  // as periodic as the sampling of a row may be
+    case Kind::kComb:  // The values have a period that the sample of a row may have, too.
       return i / 4 % 16 == row % 16 ? normal + 4 : normal;
-    case Kind::kEdge: {  // the k-th largest right above a bin's edge, many values right below it
-      // Of a short row's sample too many are large, so that the bin is the lowest of the guess.
-      const float more = (6 * std::sqrt(k / 8.f) + 8) / (size / 8.f), share = float(k) / size;
+    case Kind::kEdge: {
+      // The k-th largest value is just above the edge of a bin, and many values are just below it.
+      // The sample of a short row has too many large values, so the estimated bracket begins at
+      // this bin.
+      const float more = (6 * std::sqrt(k / 8.f) + 8) / (size / 8.f), fraction = float(k) / size;
       const bool sampled = i % 4 == 0 && i / 128 % 2 == 0;
-      const float large = sampled ? share + more : share - more / 7 - 14.f / size;
+      const float large = sampled ? fraction + more : fraction - more / 7 - 14.f / size;
       if (u < large) return 1.1f + .3f * v;
       if (u < large + 20.f / size) return 1 + 1e-6f * v;
       return u < large + .1f ? 1 - 1e-5f * (v + .01f) : .5f * v;
     }
-    case Kind::kMixed: {  // each row by a recipe of its own: tails, steps, places, edges
+    case Kind::kMixed: {  // Each row has random tails, steps, trends and ties of its own.
       const uint64_t recipe = hash(seed * 0x51ed270b0a1f39c1ull + row);
       const auto pick = [&](int n, int which) {
         return static_cast<int>(hash(recipe * 7 + which) % n);
@@ -104,7 +106,8 @@ __host__ __device__ inline float sample(Kind kind, uint64_t seed, int64_t row, i
   }
 }
 
-// Starts and ends of each row's candidates: also none, and bounds far outside it.
+// Returns starts and ends of the candidates of each row. Some ranges are empty, and some bounds are
+// far outside the row.
 inline std::pair<std::vector<int>, std::vector<int>> random_ranges(int64_t rows, int64_t size,
                                                                    uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -118,7 +121,8 @@ inline std::pair<std::vector<int>, std::vector<int>> random_ranges(int64_t rows,
   return {starts, ends};
 }
 
-// The indices of a row's k largest by value, then by index; in ascending order, then -1.
+// Returns the indices of the k largest values of a row in ascending order, then -1. Ties go to the
+// lower index.
 inline std::vector<int> reference(const std::vector<float>& x, int64_t k, int start, int end) {
   std::vector<int> order;
   const int size = static_cast<int>(x.size());
@@ -135,12 +139,12 @@ inline std::vector<int> reference(const std::vector<float>& x, int64_t k, int st
   return order;
 }
 
-// Whether these are a row's `indices` and their values, bit for bit.
-inline bool good(const std::vector<float>& row, const std::vector<int>& want, const int* indices,
-                 const float* values) {
-  for (size_t j = 0; j < want.size(); ++j) {
-    const float value = want[j] < 0 ? -INFINITY : row[want[j]];
-    if (indices[j] != want[j] || std::memcmp(&value, &values[j], 4) != 0) return false;
+// Returns whether `indices` and `values` are the expected ones, bit for bit.
+inline bool matches(const std::vector<float>& row, const std::vector<int>& expected,
+                    const int* indices, const float* values) {
+  for (size_t j = 0; j < expected.size(); ++j) {
+    const float value = expected[j] < 0 ? -INFINITY : row[expected[j]];
+    if (indices[j] != expected[j] || std::memcmp(&value, &values[j], 4) != 0) return false;
   }
   return true;
 }

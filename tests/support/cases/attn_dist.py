@@ -1,4 +1,4 @@
-"""`attn_dist`, its sums over all heads and over groups of them."""
+"""Cases of `attn_dist` with sums over all heads and over groups of heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gated_pool`, of one half and of two, and of packed documents."""
+"""Cases of `gated_pool`: one half and two halves, packed documents, and a scale for a norm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def make_packed_args(rng: np.random.Generator) -> tuple:
 ROUTES = {
     "batch": (P("x"), P("x"), P()),
     "head": (P(None, None, None, "x"), P(None, None, None, "x"), P(None, None, "x")),
-    # Mesh axes of the tokens take the channels: each device has all tokens of some.
+    # Mesh axes that shard the tokens are moved to the channels: each device then has all tokens of
+    # some channels.
     "keys": (P(None, "x"), P(None, "x"), P()),
 }
 
@@ -44,7 +45,7 @@ def case(name: str, make: Callable, ratio: int, halves: int) -> TransformCase:
         route: (*given, P("x") if route == "batch" else P())[: 4 if packed else 3]
         for route, given in ROUTES.items()
     }
-    gathered = {(B, S // ratio, D), (B, ratio, halves, D)}  # the keys, the bias's gradient
+    gathered = {(B, S // ratio, D), (B, ratio, halves, D)}  # keys; gradient of the bias
     return TransformCase(name, gated_pool, make, (0, 1, 2), specs, {"keys": gathered})
 
 
@@ -55,7 +56,7 @@ def make_scaled_args(rng: np.random.Generator) -> tuple:
 def scaled_case() -> TransformCase:
     scale = {"batch": P(), "head": P("x"), "keys": P()}
     specs = {route: (*given, scale[route]) for route, given in ROUTES.items()}
-    # The squares' sums and the scale's gradient, too.
+    # The sums of squares and the gradient of the scale are gathered as well.
     gathered = {(B, S // 4, D), (B, S // 4), (B, 4, 2, D), (B, D)}
     return TransformCase(
         "gated_pool-scaled",

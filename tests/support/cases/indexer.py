@@ -1,4 +1,4 @@
-"""`indexer_logits` and `indexer_topk`."""
+"""Cases of `indexer_logits` and `indexer_topk` for the tests of transformations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_args(rng: np.random.Generator) -> tuple:
 
 
 def make_ranged_args(rng: np.random.Generator) -> tuple:
-    """With a scale of each key and a range of each query."""
+    """Returns inputs with a scale for each key and a range for each query."""
     starts = rng.integers(0, S, size=(B, T))
     ends = starts + rng.integers(0, 2 * K, size=(B, T))
     ranges = (jnp.asarray(x, jnp.int32) for x in (starts, ends))
@@ -37,7 +37,7 @@ def select(q, k, weights):
 
 
 def make_paged_args(rng: np.random.Generator) -> tuple:
-    """A pool of 7 pages of 4 keys, three pages a request, some of which are not there."""
+    """Returns a pool of 7 pages of 4 keys, with three pages per request, some of them unmapped."""
     q, _, weights = make_args(rng)
     table = jnp.asarray(rng.integers(-1, 8, size=(B, 3)), jnp.int32)
     lengths = jnp.asarray(rng.integers(0, 13, size=B), jnp.int32)

@@ -1,7 +1,8 @@
-"""`indexer_kl_loss` and `dense_indexer_kl_loss`.
+"""Cases of `indexer_kl_loss` and `dense_indexer_kl_loss`.
 
-The route "rows" is the batch, by a name that keeps a scalar of local means out of the tests inside
-shard_map: `test_losses.py` has one that takes their mean.
+The route that shards the batch is named "rows" and not "batch". Otherwise the general tests inside
+shard_map would take it, although each device returns the mean of its own rows there.
+`test_losses.py` tests the losses inside shard_map.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def floats(rng: np.random.Generator, *shape: int) -> jnp.ndarray:
 
 
 def make_sparse_args(rng: np.random.Generator) -> tuple:
-    """Some slots invalid, and some whole rows."""
+    """Makes arguments with some invalid slots and some invalid rows."""
     filled = np.arange(K) < rng.integers(0, K + 1, size=(B, T, 1))
     logits = jnp.where(filled, floats(rng, B, T, K), -jnp.inf)
     return logits, jnp.exp(floats(rng, B, T, K)), jnp.asarray(rng.random((B, T, K)) < 0.8)

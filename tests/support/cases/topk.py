@@ -1,4 +1,4 @@
-"""`topk`."""
+"""Cases of `topk` for the tests of transformations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ B, T, S, K = 8, 8, 37, 5
 
 
 def make_args(rng: np.random.Generator) -> tuple:
-    """Rows with ties, a range for each, some shorter than K."""
+    """Returns rows with ties, each with a range, some of them shorter than K."""
     x = np.round(rng.normal(size=(B, T, S)), 1)
     starts = rng.integers(0, S, size=(B, T))
     ends = starts + rng.integers(0, 2 * K, size=(B, T))

@@ -1,4 +1,4 @@
-"""Attention probabilities summed over groups of heads, one slot at a time, in float64."""
+"""Computes attention probabilities summed over groups of heads, slot by slot, in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def attn_dist(
     sinks: np.ndarray | None = None,
     **which: Any,
 ) -> np.ndarray:
-    """[B, N / head_group, T, K], or [B, T, K] if head_group is None."""
+    """Returns the sums [B, N / head_group, T, K], or [B, T, K] if head_group is None."""
     B, T, N, _ = q.shape
     heads, sums = (N, 1) if head_group is None else (head_group, N // head_group)
     q, kv = q.astype(np.float64), kv.astype(np.float64)
@@ -27,8 +27,8 @@ def attn_dist(
     for (b, t, n), g, slots in selections(q, kv, indices, **which):
         if lse[b, t, n] == -np.inf:
             continue
-        share = 1.0 if sinks is None else gate(sinks[n], lse[b, t, n])
+        weight = 1.0 if sinks is None else gate(sinks[n], lse[b, t, n])
         scores = slot_scores(q[b, t, n], kv[b, :, g], slots, scale)
         for (i, _), s in zip(slots, scores, strict=True):
-            dist[b, n // heads, t, i] += share * np.exp(s - lse[b, t, n])
+            dist[b, n // heads, t, i] += weight * np.exp(s - lse[b, t, n])
     return dist[:, 0] if head_group is None else dist

@@ -15,7 +15,7 @@ def indexer_logits(
     ends: np.ndarray | None = None,
     relu: bool = True,
 ) -> np.ndarray:
-    """I [B, T, S] in float64, -inf outside [starts, ends)."""
+    """Returns the logits [B, T, S] in float64, -inf outside [starts, ends)."""
     q, k, weights = (x.astype(np.float64) for x in (q, k, weights))
     batch, queries, heads, _ = q.shape
     size = k.shape[1]
@@ -44,7 +44,7 @@ def indexer_gradients(
     index_k_scale: np.ndarray | None = None,
     relu: bool = True,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """dq, dk, dweights, dk_scale for g = dL/dI, which is 0 wherever the logit is masked."""
+    """Returns dq, dk, dweights and dk_scale for g = dL/dI, which must be 0 for masked logits."""
     q, k, weights = (x.astype(np.float64) for x in (q, k, weights))
     scale = np.ones(k.shape[:2])
     if index_k_scale is not None:

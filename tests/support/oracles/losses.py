@@ -1,4 +1,4 @@
-"""The indexer's losses, one row at a time."""
+"""The indexer's losses in float64, computed one row at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from support.oracles.indexer import indexer_logits
 
 
 def kl_rows(logits: np.ndarray, teacher: np.ndarray, valid: np.ndarray) -> tuple[float, np.ndarray]:
-    """Mean over rows of KL(p || softmax(logits)), and its gradient with respect to the logits."""
+    """Returns the mean over rows of KL(p || softmax(logits)) and its gradient for the logits."""
     gradient = np.zeros(logits.shape)
     losses, rows = [], []
     for i in np.ndindex(*logits.shape[:-1]):
@@ -17,12 +17,12 @@ def kl_rows(logits: np.ndarray, teacher: np.ndarray, valid: np.ndarray) -> tuple
             continue
         p = np.array([float(teacher[i][s]) / mass for s in slots])
         x = np.array([float(logits[i][s]) for s in slots])
-        largest = np.max(x)  # NaN if one is
+        largest = np.max(x)  # NaN if a logit is NaN
         e = np.exp(x - largest) if largest != -np.inf else np.zeros(len(x))
         with np.errstate(divide="ignore"):
             log_q = x - largest - np.log(np.sum(e)) if largest != -np.inf else x
-        held = [(a, b) for a, b in zip(p, log_q, strict=True) if not a <= 0]
-        losses.append(sum(a * (np.log(a) - b) for a, b in held))
+        terms = [(a, b) for a, b in zip(p, log_q, strict=True) if not a <= 0]
+        losses.append(sum(a * (np.log(a) - b) for a, b in terms))
         gradient[i][slots] = np.exp(log_q) - p
         rows.append(i)
     return (sum(losses) / len(rows) if rows else 0.0), gradient / max(1, len(rows))
@@ -31,7 +31,7 @@ def kl_rows(logits: np.ndarray, teacher: np.ndarray, valid: np.ndarray) -> tuple
 def attention_mass(
     q: np.ndarray, kv: np.ndarray, scale: float, starts: np.ndarray, ends: np.ndarray
 ) -> np.ndarray:
-    """Softmax attention probabilities over keys [starts, ends), summed over heads: [B, T, S]."""
+    """Returns softmax attention over keys [starts, ends), summed over heads: [B, T, S]."""
     q, kv = q.astype(np.float64), kv.astype(np.float64)
     batch, queries, heads, _ = q.shape
     per_group = heads // kv.shape[2]
@@ -60,7 +60,7 @@ def dense_kl(
     index_k_scale: np.ndarray | None = None,
     relu: bool = True,
 ) -> tuple[float, np.ndarray]:
-    """The warm-up loss over keys [starts, ends), and its gradient with respect to the logits."""
+    """Returns the warm-up loss over keys [starts, ends) and its gradient for the logits."""
     logits = indexer_logits(
         index_q, index_k, weights, index_k_scale=index_k_scale, starts=starts, ends=ends, relu=relu
     )

@@ -6,12 +6,12 @@ import numpy as np
 
 
 def topk_row(row: np.ndarray, k: int, start: int = 0, end: int | None = None) -> np.ndarray:
-    """The k largest of row[start:end] by (value descending, index ascending), then -1."""
+    """Returns the indices of the k largest values of row[start:end], ascending, then -1."""
     size = len(row)
     start = min(max(start, 0), size)
     end = size if end is None else min(max(end, 0), size)
     values = row.astype(np.float64)
-    candidates = [s for s in range(start, end) if values[s] > -np.inf]  # false for NaN
+    candidates = [s for s in range(start, end) if values[s] > -np.inf]  # NaN > -inf is False.
     best = sorted(candidates, key=lambda s: (-values[s], s))[:k]
     return np.array(sorted(best) + [-1] * (k - len(best)), np.int32)
 
@@ -19,7 +19,7 @@ def topk_row(row: np.ndarray, k: int, start: int = 0, end: int | None = None) ->
 def topk(
     x: np.ndarray, k: int, starts: np.ndarray | None = None, ends: np.ndarray | None = None
 ) -> np.ndarray:
-    """`topk_row` of every row of x [..., S]; starts and ends are [...]."""
+    """Returns `topk_row` of every row of x [..., S]; starts and ends have shape [...]."""
     out = np.empty((*x.shape[:-1], k), np.int32)
     for i in np.ndindex(*x.shape[:-1]):
         start = 0 if starts is None else int(starts[i])
@@ -29,7 +29,7 @@ def topk(
 
 
 def values(x: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """The values at the indices, -inf at -1."""
+    """Returns the values at the indices, -inf where an index is -1."""
     out = np.full(indices.shape, -np.inf)
     for i in np.ndindex(*indices.shape):
         if indices[i] >= 0:

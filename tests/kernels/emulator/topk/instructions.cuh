@@ -1,4 +1,4 @@
-// cuda/topk/instructions.cuh for the emulator.
+// Replaces cuda/topk/instructions.cuh on the emulator.
 #pragma once
 
 #include <cstdint>
