@@ -197,7 +197,7 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
       if (first_tile > 0 && tiles > 0) ring.advance();
       for (int tile = first_tile; tile < tiles; tile += step) {
         wait_for(0);
-        const bool counts = shared.valid[ring.index][column];
+        const bool valid = shared.valid[ring.index][column];
         named_barrier_sync<256>(kPingPong + side);
         multiply();
         wgmma_wait<0>();
@@ -220,7 +220,7 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
           const int first = layout.joint ? 0 : side * 4 + sum * warps;
           const float total = sum_warps(&shared.sums[buffer][first][column], warps);
           float* const to = out + sum * stride + at;
-          *to = counts ? head_tile > 0 && layout.joint ? *to + total : total : 0.f;
+          *to = valid ? head_tile > 0 && layout.joint ? *to + total : total : 0.f;
         }
         buffer ^= 1;
       }

@@ -115,11 +115,11 @@ __device__ void gather(const IndexerBwdParams& p, QueryShared<kC>& shared) {
     // Without this the compiler adds the batch to every key before it multiplies by the row size.
     asm("" : "+l"(k));
     for (int tile = 0; tile < tiles; ++tile) {
-      const bool counts = slots.is_valid(index);
-      const int key = counts ? index : 0;
-      const uint32_t bits = __ballot_sync(~0u, counts) >> sub;
-      float scaled_g = counts ? g : 0.f;
-      if (p.k_scale != nullptr && counts) scaled_g *= __ldg(p.k_scale + batch * p.keys + index);
+      const bool valid = slots.is_valid(index);
+      const int key = valid ? index : 0;
+      const uint32_t bits = __ballot_sync(~0u, valid) >> sub;
+      float scaled_g = valid ? g : 0.f;
+      if (p.k_scale != nullptr && valid) scaled_g *= __ldg(p.k_scale + batch * p.keys + index);
       slot += kTile;
       index = slots.index(slot);
       g = load_now(grad + slot, slot < p.slots, 0.f);

@@ -261,10 +261,10 @@ __device__ void compute_p_ds(const SparseMlaBwdParams& p, const BwdWork& work,
     }
     __syncwarp();
     if (valid != ~uint64_t{0}) {
-      const bool counts[2] = {(valid >> row & 1) != 0, (valid >> (row + 8) & 1) != 0};
+      const bool rows_valid[2] = {(valid >> row & 1) != 0, (valid >> (row + 8) & 1) != 0};
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
-        if (!counts[i / 2 % 2]) s[i] = -INFINITY;
+        if (!rows_valid[i / 2 % 2]) s[i] = -INFINITY;
       }
     }
     if constexpr (kPacked) {

@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(kOrderThreads)
     const int at = begin + i;
     const int32_t entry = list[at];
     const bool first = at == 0 || list[at - 1] >> kHeadMaskBits != entry >> kHeadMaskBits;
-    const bool counts = entry != kNoKey && (first || list[at - 1] == entry);
-    stays |= uint32_t{counts} << i;
+    const bool keep = entry != kNoKey && (first || list[at - 1] == entry);
+    stays |= uint32_t{keep} << i;
   }
   const int2 count = cta_sum(__popc(stays), warp_sums);
   int to = count.y;
