@@ -203,9 +203,9 @@ def test_kernels_support_the_large_preset(monkeypatch):
     )
     found = {}
 
-    def record(self, call, options, groups):
+    def record(self, call, options, groups, *described):
         found[self.name] = self.kernel.unsupported_reason(options, *groups)
-        return implementation(self, call, options, groups)
+        return implementation(self, call, options, groups, *described)
 
     implementation = op._implementation
     monkeypatch.setattr(op, "_implementation", record)
