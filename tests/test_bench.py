@@ -31,6 +31,7 @@ def rows(path: pathlib.Path) -> list[dict[str, str]]:
         return list(csv.DictReader(f))
 
 
+@pytest.mark.slow
 def test_csv_table_and_plot(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results.csv"
     plot = tmp_path / "plot.png"
@@ -68,6 +69,7 @@ def test_speed_ups_compare_the_same_problem() -> None:
     assert report.speed_ups(rows) == want
 
 
+@pytest.mark.slow
 def test_a_folder_gets_one_file_per_operator(tmp_path: pathlib.Path) -> None:
     only = "R8-S64-K8 .* (xla|lax)|M8-C14 .* xla"
     assert main(["topk", "fp8", *TINY, "--only", only, "--csv", str(tmp_path)]) == 0

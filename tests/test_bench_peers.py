@@ -55,6 +55,7 @@ def test_libraries_are_compared_and_timed(
     assert "Peer agrees with ours to 0" in out
 
 
+@pytest.mark.slow
 def test_gradients_are_compared(
     library: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +170,7 @@ def test_torch_libraries_are_timed_by_events(
     assert re.search(r"^topk +fwd +R8-S64-K8 +f32 +Torch +3 ", out, re.M)
 
 
+@pytest.mark.slow
 def test_preparation_is_not_timed(
     library: dict[str, Any],
     torch: types.ModuleType,

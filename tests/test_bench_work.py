@@ -169,6 +169,7 @@ def case(label: str) -> Case:
     return found
 
 
+@pytest.mark.slow
 def test_empty_slots_do_not_count() -> None:
     """With T = S = 4096 and 2048 selected keys, a quarter of the slots is empty."""
     rates = {"bf16-matmul": 800e12}

@@ -51,8 +51,8 @@ def test_docstring_example(public: Any) -> None:
 PAGES = [
     "README.md",
     "docs/quickstart.md",
-    "docs/tutorial.md",
-    "docs/training.md",
+    slow("docs/tutorial.md"),
+    slow("docs/training.md"),
     "docs/meshes.md",
     "docs/models.md",
     *(slow(f"docs/ops/{path.name}") for path in sorted((ROOT / "docs" / "ops").glob("*.md"))),

@@ -6,6 +6,7 @@ import pytest
 from support.scripts import load_script
 
 
+@pytest.mark.slow
 def test_own_training_loop(monkeypatch):
     found = load_script("examples/own_loop.py", monkeypatch).main(
         ["--steps", "8", "--length", "32"]

@@ -19,6 +19,7 @@ def share(monkeypatch):
     share_programs(monkeypatch)
 
 
+@pytest.mark.slow
 def test_both_runs_are_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)
     monkeypatch.setattr(compare_fp8, "load_corpus", lambda *_, **__: corpus())

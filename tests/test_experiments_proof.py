@@ -35,6 +35,7 @@ def arguments(folder, top_k):
     return [f"--{name}={value}" for name, value in options.items()]
 
 
+@pytest.mark.slow
 def test_the_proof(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     folder.mkdir()

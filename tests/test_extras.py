@@ -24,6 +24,7 @@ except ModuleNotFoundError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statement", "hidden", "message"),
     [

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.compare import assert_matches
+from support.marks import slow
 from support.oracles import fp4 as oracle
 from support.published_layers import COMPRESSED, SEGMENT_IDS, VARIANT, B, T, hidden, layer
 
@@ -123,7 +124,7 @@ def test_invalid_arguments_raise():
         dataclasses.replace(VARIANT, index_dim=32, index_fp8=True, index_fp4=True)
 
 
-@pytest.mark.parametrize("config", [VARIANT, COMPRESSED], ids=["latent", "compressed"])
+@pytest.mark.parametrize("config", [VARIANT, slow(COMPRESSED)], ids=["latent", "compressed"])
 def test_indexer_in_fp4(rng, config):
     """Queries and keys are FP4 values; packed documents, decoding and training work."""
     config = dataclasses.replace(config, index_dim=32, index_fp4=True, index_hadamard=True)

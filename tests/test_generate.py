@@ -152,6 +152,7 @@ def run_example(example, monkeypatch, capsys, *arguments):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_example_continues_a_prompt(example, tmp_path, monkeypatch, capsys):
     program = training.Program(CONFIG)
     state = program.init()

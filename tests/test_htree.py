@@ -142,6 +142,7 @@ def test_accumulated_nodes_are_a_partition_of_many_tokens(
     oracle.assert_partition(selected, positions, tokens, layers, **sizes)
 
 
+@pytest.mark.slow
 def test_selection_is_exact_with_many_ties(rng: np.random.Generator) -> None:
     """Checks 1000 queries in two layers."""
     tokens, sizes = 20_000, {"compression": 16, "top_k": 32}

@@ -28,6 +28,7 @@ def read(option: str) -> str:
     return subprocess.run([tool, option, built], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_no_copy_has_an_address_that_the_assembler_breaks() -> None:
     """ptxas 13.0 emits an illegal instruction for a cp.async whose shared-memory address is a
     register plus a uniform register; `whole_sum` in cuda/common/address.cuh prevents that.

@@ -147,6 +147,24 @@ def test_bfloat16(rng: np.random.Generator) -> None:
         assert_as_good_as(grads[i], low_grads[i], exact_grads[i], 4, f"gradient {i}")
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_return_attn_probs_is_a_deprecated_option(
+    return_lse: bool, rng: np.random.Generator
+) -> None:
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in qkv(rng))
+    want = attention_probs(q, k, is_causal=True)
+    options: Any = {"is_causal": True, "return_lse": return_lse, "return_attn_probs": True}
+    with pytest.warns(DeprecationWarning, match="use jax_dsa.attention_probs"):
+        found = masked_attention(q, k, v, **options)
+    assert len(found) == 2 + return_lse
+    np.testing.assert_array_equal(found[-1], want)
+    with pytest.warns(DeprecationWarning, match="use jax_dsa.attention_probs"):
+        found = masked_attention_varlen(
+            q[0], k[0], v[0], jnp.array([0, T]), jnp.array([0, S]), **options
+        )
+    np.testing.assert_allclose(found[-1], want[0], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("b", "t", "s", "w"),
     [(0, 3, 4, 2), (2, 0, 4, None), (2, 3, 0, None), (2, 3, 0, 2), (2, 3, 4, 0)],

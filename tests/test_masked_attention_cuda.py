@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.compare import assert_matches
+from support.marks import slow
 
 from jax_dsa import make_block_mask, masked_attention
 from jax_dsa.core import ffi
@@ -225,7 +226,8 @@ def test_keys_that_are_not_kept_are_not_read(rng: np.random.Generator, kernels: 
 
 
 @pytest.mark.parametrize(
-    ("b", "t", "s", "w"), [(0, T, S, W), (B, 0, S, W), (B, T, 0, W), (B, T, S, 0), (B, T, 0, None)]
+    ("b", "t", "s", "w"),
+    [slow(0, T, S, W), slow(B, 0, S, W), (B, T, 0, W), slow(B, T, S, 0), (B, T, 0, None)],
 )
 def test_empty_axes(
     b: int, t: int, s: int, w: int | None, rng: np.random.Generator, kernels: None

@@ -41,7 +41,8 @@ ONE_KIND = pytest.mark.parametrize(
 )
 
 
-@ONE_KIND
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LAYERS)
 def test_packed_documents_do_not_see_each_other(rng, kind):
     graph, params = nnx.split(layer(rng, LAYERS[kind]))
     x = hidden(rng)
@@ -70,7 +71,7 @@ def test_packed_documents_do_not_see_each_other(rng, kind):
             assert_matches(got[int(b), int(start) : int(start) + each.shape[1]], each[0], 1e-5)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@ONE_KIND
 def test_decoding_in_chunks(rng, kind):
     module, x = layer(rng, LAYERS[kind]), hidden(rng)
     want, aux = jax.jit(lambda x: module(x))(x)
@@ -128,6 +129,7 @@ def test_the_indexer_loss_trains_only_the_indexer(rng, kind):
     assert sum(own.values()) >= 4
 
 
+@pytest.mark.slow
 def test_warm_up_of_compressed_attention(rng):
     """Checks the warm-up against the sparse stage with all keys selected, and its loss.
 
@@ -164,6 +166,7 @@ def test_warm_up_of_compressed_attention(rng):
         module(x, indices=aux.indices, sparse=False)
 
 
+@pytest.mark.slow
 def test_warm_up_in_chunks(rng, monkeypatch):
     """The chunks have 5 queries, and there is a remainder."""
     graph, params = nnx.split(layer(rng, COMPRESSED))
@@ -350,6 +353,7 @@ def test_decoder_replays_selections(rng):
     assert np.abs(run(tokens, [first, None, None])[0] - want).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_benchmark_of_layers(tmp_path, monkeypatch):
     benchmark = load_script("benchmarks/models.py", monkeypatch)
     monkeypatch.setattr(benchmark, "GROUPS", ({"tiny": COMPRESSED, "latent": VARIANT},))

@@ -163,6 +163,7 @@ def test_decoder_matches_numpy(rng, changes, sparse):
     assert_matches(logits, want.astype(np.float32), 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(0, T), slow((B, 0))])
 def test_empty_batches_and_sequences(shape):
     model, tokens = decoder(SHARING), jnp.zeros(shape, jnp.int32)
@@ -232,7 +233,8 @@ def test_shared_layers_reuse_a_selection(rng):
     assert [c.index_k is None for c in cache.layers] == [False, True, True, False]
 
 
-@pytest.mark.parametrize("sparse", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sparse", [True, False])
 def test_packed_documents_do_not_see_each_other(rng, sparse):
     graph, params = nnx.split(attention())
     x = hidden(rng)

@@ -22,6 +22,7 @@ from support.decoders import (
     decoder,
     hidden,
 )
+from support.marks import slow
 
 from jax_dsa import nn
 from jax_dsa.nn.cache import LayerCache
@@ -40,8 +41,9 @@ def empty_cache(model, capacity, *, paged, **options):
     return cache.with_page_table(jnp.asarray(order, jnp.int32)[table])
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("index_fp8", [False, True])
+@pytest.mark.parametrize(
+    ("paged", "index_fp8"), [(True, True), slow(False, False), slow(False, True), slow(True, False)]
+)
 def test_cached_decode_equals_the_forward_pass(rng, paged, index_fp8):
     config = dataclasses.replace(
         SHARING, attention=dataclasses.replace(CONFIG, index_fp8=index_fp8)
@@ -55,7 +57,7 @@ def test_cached_decode_equals_the_forward_pass(rng, paged, index_fp8):
         np.testing.assert_array_equal(cache.layers[0].lengths, [T, T])
 
 
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("paged", [False, slow(True)])
 def test_decode_from_fp8_records_equals_the_forward_pass_over_their_values(rng, paged, monkeypatch):
     wide = dataclasses.replace(CONFIG, kv_rank=512, rope_dim=64)
     model = decoder(dataclasses.replace(SHARING, attention=wide))

@@ -19,6 +19,7 @@ from jax_dsa import nn, training
 from jax_dsa.training.remat import RESIDUALS, SELECTION, remat_policy
 
 
+@pytest.mark.slow
 def test_remat_of_shared_layers(rng):
     tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
     graph, params = nnx.split(decoder(SHARING))
@@ -82,6 +83,7 @@ def test_barriers_order_the_gradients_of_blocks():
     assert [line.count("%") for line in barriers].count(one) == 2 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -35,7 +35,7 @@ def text(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("model", [slow("glm"), "v4"])
+@pytest.mark.parametrize("model", [slow("glm"), slow("v4")])
 def test_training_in_both_stages(example, text, tmp_path, model):
     setting = example.MODELS[model](False)
     setting = dataclasses.replace(setting, seq_len=48, batch=2, steps=10, dense_steps=3)

@@ -64,6 +64,7 @@ def test_declared_results_are_those_of_xla(
     assert checked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_declared_results_of_what_the_kernels_take(operator: str, checked: set[str]) -> None:
     # The benchmark has the dtypes of the kernels. This scale is used nowhere else.

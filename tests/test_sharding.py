@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support.cases.registry import CASES, one_fast
 from support.compare import assert_matches
 from support.decoders import DECODER
+from support.marks import slow
 from support.transforms import both_ways, grad, loss, outputs, weighted
 
 import jax_dsa
@@ -124,7 +125,7 @@ def test_two_axes(case: Any, types: str, rng: np.random.Generator, cpus: list[ja
 
 @pytest.mark.parametrize("manual", [False, True], ids=["explicit", "manual"])
 @pytest.mark.parametrize(
-    "name", ["sparse_mla", "masked_attention", "htree_attention", "indexer_logits"]
+    "name", ["sparse_mla", slow("masked_attention"), slow("htree_attention"), "indexer_logits"]
 )
 def test_two_auto_axes_beside_another(
     name: str, manual: bool, rng: np.random.Generator, cpus: list[jax.Device]
@@ -176,7 +177,11 @@ def test_an_explicit_axis_that_shards_nothing(
 
 @pytest.mark.parametrize(
     "case",
-    [c for c in CASES if c.name in ("sparse_mla", "topk", "htree_attention")],
+    [
+        c if c.name == "sparse_mla" else slow(c, id=c.name)
+        for c in CASES
+        if c.name in ("sparse_mla", "topk", "htree_attention")
+    ],
     ids=lambda c: c.name,
 )
 def test_plain_xla_on_an_explicit_mesh(
@@ -365,7 +370,9 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "axis_type", [slow(AxisType.Auto, id="auto"), pytest.param(AxisType.Explicit, id="explicit")]
+)
 @pytest.mark.parametrize("case", WHOLE)
 def test_what_a_mesh_does_not_divide(
     case: str, axis_type: Any, rng: np.random.Generator, cpus: list[jax.Device]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import slow
 from support.training import ATTENTION, CONFIG, STAGES, corpus, interrupt_at, share_programs
 
 from jax_dsa import training
@@ -121,6 +122,7 @@ def check_output(out, trainer):
     assert verdicts[2] == ("PASS" if missed[0] < missed[1] / 2 else "FAIL")
 
 
+@pytest.mark.slow
 def test_the_demo(tmp_path, monkeypatch, capsys):
     """Runs the command line, interrupts it, and resumes it."""
     monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)
@@ -169,7 +171,7 @@ def test_the_demo_in_fp8(monkeypatch):
     assert (folder.name, fp8_folder.name) == ("cpu", "cpu-fp8")
 
 
-@pytest.mark.parametrize("absent", [("dense",), tuple(STAGES)], ids=str)
+@pytest.mark.parametrize("absent", [slow(("dense",)), tuple(STAGES)], ids=str)
 def test_a_demo_without_a_stage(tmp_path, monkeypatch, capsys, absent):
     """Without a stage, checks that need it do not pass."""
     monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)

@@ -21,11 +21,9 @@ from jax_dsa.training.mesh import AXES, make_mesh
 from jax_dsa.training.steps import Program
 
 MESHES = [
-    # The context axis is the one over which devices exchange keys.
-    {"context": 2},
-    *(slow({axis: 2}) for axis in AXES if axis != "context"),
-    *(slow({a: 2, b: 2}) for a, b in itertools.combinations(AXES, 2)),
-    slow({"fsdp": 2, "context": 2, "tensor": 2}),
+    *({axis: 2} for axis in AXES),
+    *({a: 2, b: 2} for a, b in itertools.combinations(AXES, 2)),
+    {"fsdp": 2, "context": 2, "tensor": 2},
 ]
 
 
@@ -46,6 +44,7 @@ def one_step(*sizes):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", MESHES, ids=lambda sizes: "-".join(f"{a}{n}" for a, n in sizes.items())
 )

@@ -46,6 +46,7 @@ def test_attention_mass_and_recall(rng):
     assert training.mass_recall(mass, everything) == 0  # No query had to leave keys out.
 
 
+@pytest.mark.slow
 def test_layers_without_an_indexer_have_a_recall_and_no_kl():
     model = dataclasses.replace(CONFIG.model, num_layers=3, indexer_types=("full", "shared"))
     program = Program(dataclasses.replace(CONFIG, model=model))

@@ -105,6 +105,7 @@ def test_every_stage_learns_the_same_from_documents_alone(rng, sizes):
         assert_matches(*steps, 2e-5, stage, least=1e-3)
 
 
+@pytest.mark.slow
 def test_evaluation_of_packed_documents_matches_documents_alone(rng):
     one, two = documents(rng, (16,) * 3), documents(rng, (16,) * 3)
     program = packed_program()

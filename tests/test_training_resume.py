@@ -70,6 +70,7 @@ def stops_after(monkeypatch, trainer, steps):
     monkeypatch.setattr(trainer.program, "step", stepping)
 
 
+@pytest.mark.slow
 def test_a_run_can_resume_from_any_moment(tmp_path, monkeypatch):
     """Copies the folder before each change of a file, and resumes from some of the copies."""
     config = dataclasses.replace(CONFIG, checkpoint_every=2, log_every=1)

@@ -17,6 +17,7 @@ from jax_dsa.ops.masked_attention.arguments import (
     queries_and_keys,
     require_no_batch_axis,
 )
+from jax_dsa.ops.masked_attention.spec import Options
 
 _NONE_IF_PACKED = "None beside 'cu_seqlens_q' and 'cu_seqlens_k'"
 PROBS = Pass("attention_probs", xla.attention_probs)
@@ -104,6 +105,13 @@ def attention_probs(
         scale=scale,
         softcap=softcap,
     )
+    return probabilities(args, options, q, k, masks)
+
+
+def probabilities(
+    args: Args, options: Options, q: Array, k: Array, masks: dict[str, Array | None]
+) -> Float[Array, "B N T S"]:
+    """Returns the probabilities for checked arguments."""
     operands = jax.lax.stop_gradient(Operands(q=q, k=k, **masks))
     (probs,) = args.restore(PROBS(args.call("xla"), options, operands))
     return probs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jax_dsa.core.arguments import CausalAlignment, SegmentIds, Window
@@ -109,8 +110,9 @@ def masked_attention(
     kv_indices: Int[Array, "B G W"] | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    return_attn_probs: bool = False,
     implementation: Implementation | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, ...]:
     """Returns softmax attention under any mask and a trainable bias.
 
     No array of shape [T, S] is stored. The logits are scale * q.k + bias in float32, then
@@ -150,6 +152,7 @@ def masked_attention(
             `topk_indices` returns. Cannot be combined with `block_mask`.
         deterministic: Whether gradients must be bit-identical from run to run.
         return_lse: Whether to return the log-sum-exp of each query's logits too.
+        return_attn_probs: Deprecated: use `attention_probs`. Whether to return its result too.
         implementation: "cuda", "xla", or None for the best one that is available.
 
     Returns:
@@ -182,6 +185,7 @@ def masked_attention(
         (q, k, v),
         visible,
         return_lse=return_lse,
+        return_attn_probs=return_attn_probs,
         implementation=implementation,
         bias=bias,
         mask=mask,
@@ -233,8 +237,9 @@ def masked_attention_varlen(
     kv_indices: Int[Array, "G W"] | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    return_attn_probs: bool = False,
     implementation: Implementation | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, ...]:
     """Returns `masked_attention` of R sequences that are packed one after the other.
 
     Sequence r has the queries cu_seqlens_q[r] : cu_seqlens_q[r+1] and the keys cu_seqlens_k[r] :
@@ -252,7 +257,7 @@ def masked_attention_varlen(
         cu_seqlens_q, cu_seqlens_k: Bounds of the sequences, int32, ascending. Sequences may be
             empty.
         scale, is_causal, causal_alignment, local_window_size, softcap, block_mask, kv_indices,
-            deterministic, return_lse, implementation: As in `masked_attention`.
+            deterministic, return_lse, return_attn_probs, implementation: As in `masked_attention`.
 
     Returns:
         The output of shape [T, N, E] in q's dtype. With `return_lse`, a tuple of the output and the
@@ -281,6 +286,7 @@ def masked_attention_varlen(
         (q, k, v),
         visible,
         return_lse=return_lse,
+        return_attn_probs=return_attn_probs,
         implementation=implementation,
         bias=bias,
         mask=mask,
@@ -298,6 +304,7 @@ def _attend(
     visible: Visible,
     *,
     return_lse: bool,
+    return_attn_probs: bool,
     implementation: Implementation | None,
     **arguments: Any,
 ) -> Any:
@@ -305,7 +312,18 @@ def _attend(
     q, k, v = qkv
     options, masks = options_and_masks(args, q, k, visible, **arguments)
     return_lse = args.flag("return_lse", return_lse)
+    return_attn_probs = args.flag("return_attn_probs", return_attn_probs)
     call = args.call(implementation)
     results = masked_attention_op(call, options, Operands(q=q, k=k, v=v, **masks))
     out, lse = args.restore(tuple(results))
-    return (out, lse) if return_lse else out
+    returned: tuple[Array, ...] = (out, lse) if return_lse else (out,)
+    if return_attn_probs:
+        from jax_dsa.ops.attention_probs.api import probabilities  # It imports this package.
+
+        warnings.warn(
+            "return_attn_probs is deprecated, use jax_dsa.attention_probs",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        returned += (probabilities(args, options, q, k, masks),)
+    return returned if len(returned) > 1 else out
