@@ -5,6 +5,7 @@ The results are right, and the compiled program gathers only what the case's `ga
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -26,20 +27,29 @@ import jax_dsa
 from jax_dsa import nn
 
 
-def mesh_cases() -> list[Any]:
-    """Returns cases, routes and axis types of a mesh; one of each operator is fast.
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+MESHES = {
+    "auto": (AUTO, jax.set_mesh),
+    "explicit": (EXPLICIT, jax.set_mesh),
+    "explicit-of-types": (EXPLICIT, contextlib.nullcontext),
+}
+"""The type of the axis, and whether the mesh is current or only the arrays' types name it."""
 
-    It is the last route of the operator's first case, on an Auto axis. The last route is that of
-    the keys, whose gradients are exchanged, or else of the heads.
+
+def mesh_cases() -> list[Any]:
+    """Returns cases, routes and kinds of meshes; two of each operator are fast.
+
+    They are the last route of the operator's first case, on an Auto axis and on an Explicit one.
+    The last route is that of the keys, whose gradients are exchanged, or else of the heads.
     """
     params = []
     for case in one_fast(CASES):
         (each,) = case.values
-        for route, axis_type in itertools.product(each.specs, (AxisType.Auto, AxisType.Explicit)):
-            fast = not case.marks and route == list(each.specs)[-1] and axis_type == AxisType.Auto
-            name = f"{each.name}-{route}-{axis_type.name.lower()}"
+        for route, kind in itertools.product(each.specs, MESHES):
+            fast = not case.marks and route == list(each.specs)[-1] and kind != "explicit"
+            name = f"{each.name}-{route}-{kind}"
             marks = [] if fast else [pytest.mark.slow]
-            params.append(pytest.param(each, route, axis_type, id=name, marks=marks))
+            params.append(pytest.param(each, route, kind, id=name, marks=marks))
     return params
 
 
@@ -50,20 +60,25 @@ def exchanged(text: str, collective: str) -> set[tuple[int, ...]]:
     return {tuple(map(int, filter(None, s.split(",")))) for found in shapes for s in found}
 
 
-@pytest.mark.parametrize(("case", "route", "axis_type"), mesh_cases())
+@pytest.mark.parametrize(("case", "route", "kind"), mesh_cases())
 def test_mesh(
-    case: Any, route: str, axis_type: Any, rng: np.random.Generator, cpus: list[jax.Device]
+    case: Any, route: str, kind: str, rng: np.random.Generator, cpus: list[jax.Device]
 ) -> None:
     host = case.make_args(rng)
     want = both_ways(case)(*host)
     count = 4 if route == "keys" else 8
+    axis_type, context = MESHES[kind]
     mesh = jax.make_mesh((count,), ("x",), axis_types=(axis_type,), devices=cpus[:count])
-    with jax.set_mesh(mesh):
-        args = [
-            jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
-            for x, spec in zip(host, case.specs[route], strict=True)
-        ]
-        compiled = jax.jit(both_ways(case)).lower(*args).compile()
+    args = [
+        jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
+        for x, spec in zip(host, case.specs[route], strict=True)
+    ]
+    with context(mesh):
+        traced = jax.jit(both_ways(case)).trace(*args)
+        lowered = traced.lower()
+        # Outside of a manual computation, a kernel's call would gather its operands.
+        assert axis_type == AUTO or "sdy.manual_computation" in lowered.as_text()
+        compiled = lowered.compile()
         text = compiled.as_text()
         gathered = exchanged(text, "all-gather")
         assert gathered == case.gathers.get(route, set())
@@ -74,14 +89,20 @@ def test_mesh(
             assert exchanged(text, "reduce-scatter") == blocks
             assert not exchanged(text, "all-reduce") & keys
         assert_matches(compiled(*args), want)
+    if kind == "explicit-of-types":
+        with jax.set_mesh(mesh):
+            current = jax.jit(both_ways(case)).trace(*args)
+        specs = [[x.sharding.spec for x in jax.tree.leaves(t.out_info)] for t in (traced, current)]
+        assert specs[0] == specs[1]
 
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 TWO_AXES = {
-    "manual-auto": (AUTO, AUTO, True),
-    "manual-explicit": (EXPLICIT, EXPLICIT, True),
-    "explicit-auto": (EXPLICIT, AUTO, False),
-    "auto-explicit": (AUTO, EXPLICIT, False),
+    "manual-auto": (AUTO, AUTO, True, jax.set_mesh),
+    "manual-explicit": (EXPLICIT, EXPLICIT, True, jax.set_mesh),
+    "explicit-auto": (EXPLICIT, AUTO, False, jax.set_mesh),
+    "auto-explicit": (AUTO, EXPLICIT, False, jax.set_mesh),
+    "explicit-auto-of-types": (EXPLICIT, AUTO, False, contextlib.nullcontext),
+    "auto-explicit-of-types": (AUTO, EXPLICIT, False, contextlib.nullcontext),
 }
 
 
@@ -103,14 +124,14 @@ def test_two_axes(case: Any, types: str, rng: np.random.Generator, cpus: list[ja
     axis of another type.
     """
     host = case.make_args(rng)
-    *axis_types, manual = TWO_AXES[types]
+    *axis_types, manual, context = TWO_AXES[types]
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=tuple(axis_types), devices=cpus)
     batch, other = case.specs["batch"], next(case.specs[r] for r in case.specs if r != "batch")
     fn = lambda *args: outputs(case, *args)  # noqa: E731
     if manual:
         fn = jax.shard_map(fn, in_specs=batch, out_specs=PartitionSpec("x"), axis_names={"x"})
     sharded = dataclasses.replace(case, fn=fn)
-    with jax.set_mesh(mesh):
+    with context(mesh):
         specs = map(crossed, batch, other)
         args = [
             jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
@@ -118,7 +139,8 @@ def test_two_axes(case: Any, types: str, rng: np.random.Generator, cpus: list[ja
         ]
         compiled = jax.jit(both_ways(sharded)).lower(*args).compile()
         # JAX itself gathers the shards of an Explicit axis when a shard_map over another begins.
-        if types != "manual-explicit":
+        # Without the current mesh, what Auto axes shard may be gathered.
+        if types != "manual-explicit" and context is jax.set_mesh:
             assert not exchanged(compiled.as_text(), "all-gather")
         assert_matches(compiled(*args), both_ways(case)(*host))
 
@@ -203,9 +225,9 @@ def test_plain_xla_on_an_explicit_mesh(
 
 
 @pytest.mark.parametrize("spec", [("x",), (None, "y", "x"), ("x", "y"), (None, None, None, "x")])
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("kind", MESHES)
 def test_rows_with_many_leading_axes(
-    axis_type: Any, spec: tuple, rng: np.random.Generator, cpus: list[jax.Device]
+    kind: str, spec: tuple, rng: np.random.Generator, cpus: list[jax.Device]
 ) -> None:
     """The rows are those of a bias [B, N, T, S]; their ranges are replicated."""
     x = rng.normal(size=(2, 4, 8, 6)).astype(np.float32)
@@ -218,17 +240,19 @@ def test_rows_with_many_leading_axes(
         return values(x), grad, jax_dsa.topk_mask(x, 2), jax_dsa.topk_indices(x, 2)
 
     want = jax.tree.map(np.asarray, run(x))
+    axis_type, context = MESHES[kind]
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=cpus[:4])
-    with jax.set_mesh(mesh):
+    with context(mesh):
         given = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
         jax.tree.map(np.testing.assert_array_equal, jax.jit(run)(given), want)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["explicit", "explicit-of-types"])
 @pytest.mark.parametrize("mapped", [None, "x"], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("case", [c for c in CASES if c.diff], ids=lambda c: c.name)
 def test_vmap_on_an_explicit_mesh(
-    case: Any, mapped: str | None, rng: np.random.Generator, cpus: list[jax.Device]
+    case: Any, mapped: str | None, kind: str, rng: np.random.Generator, cpus: list[jax.Device]
 ) -> None:
     """vmap, vmap(grad) and grad(vmap) over an axis that is sharded or replicated, of a call whose
     batch is sharded.
@@ -249,16 +273,16 @@ def test_vmap_on_an_explicit_mesh(
         )
 
     want = jax.jit(all_three)(*host)
-    with jax.set_mesh(mesh):
+    with MESHES[kind][1](mesh):
         pairs = zip(host, specs, strict=True)
         args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
         assert_matches(jax.jit(all_three)(*args), want)
 
 
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("cache", ["flat", "htree"])
 def test_appending_to_a_sharded_cache(
-    cache: str, axis_type: Any, rng: np.random.Generator, cpus: list[jax.Device]
+    cache: str, kind: str, rng: np.random.Generator, cpus: list[jax.Device]
 ) -> None:
     B, T, D = 8, 3, 4
     new = [np.asarray(rng.normal(size=(B, T, 1, D)), np.float32) for _ in range(2)]
@@ -269,10 +293,11 @@ def test_appending_to_a_sharded_cache(
     else:
         empty = jax_dsa.HTreeCache.empty(B, 8, D, compression=2, top_k=2, dtype=jnp.float32)
         append = lambda cache, k, v, counts: cache.append(k, v, counts)  # noqa: E731
+    axis_type, context = MESHES[kind]
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,), devices=cpus)
     args = (jax.tree.map(np.asarray, empty), *new, counts)
     want = append(*jax.tree.map(jnp.asarray, args))
-    with jax.set_mesh(mesh):
+    with context(mesh):
         placed = jax.device_put(args, NamedSharding(mesh, PartitionSpec("x")))
         compiled = jax.jit(append).lower(*placed).compile()
         assert "all-" not in compiled.as_text()
@@ -280,10 +305,10 @@ def test_appending_to_a_sharded_cache(
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(got), jax.tree.leaves(want))
 
 
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize(("dim", "fp8"), [(4, False), (576, True), (512, True)])
 def test_appending_to_pages_that_sharded_requests_share(
-    dim: int, fp8: bool, axis_type: Any, rng: np.random.Generator, cpus: list[jax.Device]
+    dim: int, fp8: bool, kind: str, rng: np.random.Generator, cpus: list[jax.Device]
 ) -> None:
     B, T = 8, 3
     cache = jax_dsa.PagedCache.empty(2 * B, 2, B, 2, dim, dtype=jnp.float32, fp8=fp8)
@@ -292,8 +317,10 @@ def test_appending_to_pages_that_sharded_requests_share(
     args = jax.tree.map(np.asarray, cache), np.asarray(rng.normal(size=(B, T, 1, dim)), np.float32)
     append = jax.jit(lambda cache, rows: cache.append(rows).pages)
     want = append(*args)
+    axis_type, context = MESHES[kind]
+    axis_type, context = MESHES[kind]
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,), devices=cpus)
-    with jax.set_mesh(mesh):
+    with context(mesh):
         replicated, sharded = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("x",)))
         placement = dataclasses.replace(
             args[0], pages=replicated, page_table=sharded, lengths=sharded
@@ -370,12 +397,10 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize(
-    "axis_type", [slow(AxisType.Auto, id="auto"), pytest.param(AxisType.Explicit, id="explicit")]
-)
+@pytest.mark.parametrize("kind", [slow("auto"), "explicit", slow("explicit-of-types")])
 @pytest.mark.parametrize("case", WHOLE)
 def test_what_a_mesh_does_not_divide(
-    case: str, axis_type: Any, rng: np.random.Generator, cpus: list[jax.Device]
+    case: str, kind: str, rng: np.random.Generator, cpus: list[jax.Device]
 ) -> None:
     """What cannot be divided is replicated, and the results are right."""
     fn, shapes, specs = WHOLE[case]
@@ -384,8 +409,9 @@ def test_what_a_mesh_does_not_divide(
     total = lambda *a: sum(map(weighted, fn(*a)))  # noqa: E731
     run = jax.jit(lambda *a: (fn(*a), jax.grad(total, (0, 1))(*a)))
     want = run(*arrays)
+    axis_type, context = MESHES[kind]
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,), devices=cpus)
-    with jax.set_mesh(mesh):
+    with context(mesh):
         pairs = zip(arrays, specs, strict=True)
         args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
         assert_matches(run(*args), want)

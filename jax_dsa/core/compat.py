@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.core import get_axis_env
+from jax._src.mesh import get_concrete_mesh
 from jax._src.sharding_impls import parse_flatten_op_sharding as specs_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -137,14 +139,47 @@ def auto_mesh(
     return mesh, auto, specs
 
 
+def explicit_mesh(*arrays: Any) -> Any:
+    """Returns the abstract mesh that the arrays' types name if it has Explicit axes; else None."""
+    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+
+
+def devices_are_known() -> bool:
+    """Returns whether `jax.set_mesh` has set the devices of the current mesh."""
+    return not get_concrete_mesh().empty
+
+
+def on_mesh_of_types(fun: Fun) -> Fun:
+    """Returns `fun` with the Explicit mesh that its arguments' types name as the current mesh.
+
+    A mesh that is current already stays. `fun` is compiled if it is called outside of `jax.jit`,
+    because operations on an abstract mesh cannot run one by one.
+    """
+
+    @functools.partial(jax.jit, keep_unused=True)  # Every argument tells where to run.
+    @functools.wraps(fun)
+    def on_mesh(*args: jax.Array) -> Any:
+        with jax.sharding.use_abstract_mesh(explicit_mesh(*args)):
+            return fun(*args)
+
+    @functools.wraps(fun)
+    def run(*args: jax.Array) -> Any:
+        current = not jax.sharding.get_abstract_mesh().empty
+        return fun(*args) if current or explicit_mesh(*args) is None else on_mesh(*args)
+
+    return run  # type: ignore[return-value]
+
+
 def left_to_compiler(fun: Fun, like: Any) -> Fun:
     """Returns `fun` with Explicit mesh axes turned into Auto axes inside.
 
     `fun` must be a function that does not work on Explicit axes. Its result is sharded as `like`.
     """
-    if not jax.sharding.get_abstract_mesh().explicit_axes:
+    if explicit_mesh(like) is None:
         return fun
-    return jax.sharding.auto_axes(fun, out_sharding=jax.typeof(like).sharding)
+    spec = jax.typeof(like).sharding.spec
+    return on_mesh_of_types(jax.sharding.auto_axes(fun, out_sharding=spec))
 
 
 def mapped_mesh_axes() -> frozenset[str]:
@@ -157,7 +192,7 @@ def no_mesh() -> Any:
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
-def shard_first(x: jax.Array, names: Any) -> jax.Array:
+def shard_first(x: jax.Array, mesh: Any, names: Any) -> jax.Array:
     """Returns `x` with its first axis sharded over the Explicit axes `names`; unchanged if None."""
     if names is None:
         return x
@@ -166,14 +201,15 @@ def shard_first(x: jax.Array, names: Any) -> jax.Array:
         None if s is None or taken & ({s} if isinstance(s, str) else set(s)) else s
         for s in jax.typeof(x).sharding.spec[1:]
     ]
-    return jax.reshard(x, PartitionSpec(names, *rest))
+    return jax.reshard(x, NamedSharding(mesh, PartitionSpec(names, *rest)))
 
 
 def shard_as(x: jax.Array, like: jax.Array) -> jax.Array:
     """Returns `x` with its axes sharded over Explicit axes like the first axes of `like`."""
-    if not jax.sharding.get_abstract_mesh().explicit_axes:
+    if explicit_mesh(like) is None:
         return x
-    return jax.reshard(x, PartitionSpec(*jax.typeof(like).sharding.spec[: x.ndim]))
+    spec = PartitionSpec(*jax.typeof(like).sharding.spec[: x.ndim])
+    return on_mesh_of_types(lambda x, like: jax.reshard(x, spec))(x, like)
 
 
 def mapped_aval(aval: Any, size: int, names: Any) -> Any:

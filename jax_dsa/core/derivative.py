@@ -68,16 +68,20 @@ def _transpose(
 def _batched(
     args: Sequence[Any], dims: Sequence[Any], *, name: str, transpose: Any, saved: int, avals: Any
 ) -> tuple[list[Any], list[int]]:
-    size, names = next(
-        (x.shape[d], jax.typeof(x).sharding.spec[d])
+    size, sharding, axis = next(
+        (x.shape[d], jax.typeof(x).sharding, d)
         for x, d in zip(args, dims, strict=True)
         if d is not None
     )
+    names = sharding.spec[axis]
+
+    def shard(x: jax.Array) -> jax.Array:
+        return compat.shard_first(x, sharding.mesh, names)
 
     # Map all tangents. The cotangent of an unmapped tangent would have to be summed here.
     def mapped(x: Any, d: Any) -> jax.Array:
         x = jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-        return compat.shard_first(x, names)
+        return shard(x)
 
     tangents = [mapped(x, d) for x, d in zip(args[saved:], dims[saved:], strict=True)]
     each = jax.vmap(transpose, in_axes=(list(dims[:saved]), 0))
@@ -85,7 +89,7 @@ def _batched(
         *args[:saved],
         *tangents,
         name=name,
-        transpose=lambda saved, cts: each(saved, [compat.shard_first(ct, names) for ct in cts]),
+        transpose=lambda saved, cts: each(saved, [shard(ct) for ct in cts]),
         saved=saved,
         avals=tuple(compat.mapped_aval(a, size, names) for a in avals),
     )

@@ -296,7 +296,7 @@ def _mesh_axes(assignment: Assignment) -> list[str]:
 def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local:
     """Returns `fun` with sharding rules for the mesh that is current while tracing.
 
-    Over Explicit axes `fun` runs in a `shard_map`. For Auto axes, or if the mesh is not known yet,
+    If no mesh is current, it is the Explicit mesh that the operands' types name, if any. Over Explicit axes `fun` runs in a `shard_map`. For Auto axes, or if the mesh is not known yet,
     the compiler decides, through `custom_partitioning`. Over Manual axes the arrays are already
     local.
 
@@ -314,7 +314,9 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
         sizes = {name: mesh.shape[name] for name in mesh.auto_axes if mesh.shape[name] > 1}
         # Without jit there is nothing to partition.
         without_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
-        if plain or without_jit or not (mesh.empty or sizes):
+        # Types name a mesh without its devices, which `custom_partitioning` needs.
+        unknown = not explicit and not compat.devices_are_known()
+        if plain or without_jit or unknown or not (mesh.empty or sizes):
             return fun(*args)
         plan = Plan.of(declared, args)
         probe = compat.device_order_probe(mesh, *args)
@@ -345,7 +347,7 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
         )
         return op(*args, *probe)
 
-    return call
+    return compat.on_mesh_of_types(call)
 
 
 def _over_explicit(fun: Local, declared: Declared, mesh: Any, args: Any) -> list[jax.Array]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_dsa.core import compat
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.cache import DecoderCache
@@ -250,9 +251,9 @@ class DecoderLM(nnx.Module):
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         # On a mesh with Explicit axes, the lookup needs the sharding of its result.
-        spec = jax.typeof(tokens).sharding.spec
-        explicit = jax.sharding.get_abstract_mesh().explicit_axes
-        return self.embed(tokens, PartitionSpec(*spec, None) if explicit else None)
+        mesh = compat.explicit_mesh(tokens, self.embed.embedding[...])
+        spec = PartitionSpec(*jax.typeof(tokens).sharding.spec, None)
+        return self.embed(tokens, None if mesh is None else NamedSharding(mesh, spec))
 
     def _logits(self, x: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
         return self.head(self.norm(x)).astype(jnp.float32)
