@@ -8,32 +8,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from support.cases.registry import CASES, one_fast
 from support.compare import assert_matches
-from support.decoders import DECODER
 from support.marks import slow
+from support.meshes import AUTO, EXPLICIT, MESHES, exchanged
 from support.transforms import both_ways, grad, loss, outputs, weighted
 
 import jax_dsa
-from jax_dsa import nn
-
-
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-MESHES = {
-    "auto": (AUTO, jax.set_mesh),
-    "explicit": (EXPLICIT, jax.set_mesh),
-    "explicit-of-types": (EXPLICIT, contextlib.nullcontext),
-}
-"""The type of the axis, and whether the mesh is current or only the arrays' types name it."""
 
 
 def mesh_cases() -> list[Any]:
@@ -51,13 +39,6 @@ def mesh_cases() -> list[Any]:
             marks = [] if fast else [pytest.mark.slow]
             params.append(pytest.param(each, route, kind, id=name, marks=marks))
     return params
-
-
-def exchanged(text: str, collective: str) -> set[tuple[int, ...]]:
-    """Returns the shapes that a compiled program exchanges by one kind of collective."""
-    results = re.findall(rf"= (\S.*?) {collective}(?:-start)?\(", text)
-    shapes = (re.findall(r"\w+\[([\d,]*)\]", result) for result in results)
-    return {tuple(map(int, filter(None, s.split(",")))) for found in shapes for s in found}
 
 
 @pytest.mark.parametrize(("case", "route", "kind"), mesh_cases())
@@ -277,83 +258,6 @@ def test_vmap_on_an_explicit_mesh(
         pairs = zip(host, specs, strict=True)
         args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
         assert_matches(jax.jit(all_three)(*args), want)
-
-
-@pytest.mark.parametrize("kind", MESHES)
-@pytest.mark.parametrize("cache", ["flat", "htree"])
-def test_appending_to_a_sharded_cache(
-    cache: str, kind: str, rng: np.random.Generator, cpus: list[jax.Device]
-) -> None:
-    B, T, D = 8, 3, 4
-    new = [np.asarray(rng.normal(size=(B, T, 1, D)), np.float32) for _ in range(2)]
-    counts = rng.integers(0, T + 1, B).astype(np.int32)
-    if cache == "flat":
-        empty: Any = jax_dsa.FlatCache.empty(B, 8, D, dtype=jnp.float32)
-        append = lambda cache, k, v, counts: cache.append(k, counts)  # noqa: E731
-    else:
-        empty = jax_dsa.HTreeCache.empty(B, 8, D, compression=2, top_k=2, dtype=jnp.float32)
-        append = lambda cache, k, v, counts: cache.append(k, v, counts)  # noqa: E731
-    axis_type, context = MESHES[kind]
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,), devices=cpus)
-    args = (jax.tree.map(np.asarray, empty), *new, counts)
-    want = append(*jax.tree.map(jnp.asarray, args))
-    with context(mesh):
-        placed = jax.device_put(args, NamedSharding(mesh, PartitionSpec("x")))
-        compiled = jax.jit(append).lower(*placed).compile()
-        assert "all-" not in compiled.as_text()
-        got = compiled(*placed)
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(got), jax.tree.leaves(want))
-
-
-@pytest.mark.parametrize("kind", MESHES)
-@pytest.mark.parametrize(("dim", "fp8"), [(4, False), (576, True), (512, True)])
-def test_appending_to_pages_that_sharded_requests_share(
-    dim: int, fp8: bool, kind: str, rng: np.random.Generator, cpus: list[jax.Device]
-) -> None:
-    B, T = 8, 3
-    cache = jax_dsa.PagedCache.empty(2 * B, 2, B, 2, dim, dtype=jnp.float32, fp8=fp8)
-    table = rng.permutation(2 * B).reshape(B, 2).astype(np.int32)
-    cache = dataclasses.replace(cache, page_table=table)
-    args = jax.tree.map(np.asarray, cache), np.asarray(rng.normal(size=(B, T, 1, dim)), np.float32)
-    append = jax.jit(lambda cache, rows: cache.append(rows).pages)
-    want = append(*args)
-    axis_type, context = MESHES[kind]
-    axis_type, context = MESHES[kind]
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,), devices=cpus)
-    with context(mesh):
-        replicated, sharded = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("x",)))
-        placement = dataclasses.replace(
-            args[0], pages=replicated, page_table=sharded, lengths=sharded
-        )
-        got = append(*jax.device_put(args, (placement, sharded)))
-    np.testing.assert_array_equal(got, want)
-    assert np.asarray(want).any()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
-@pytest.mark.parametrize("spec", [("x",), (None, "x"), ("x", "y")], ids=str)
-def test_decoder_on_an_explicit_mesh(
-    spec: tuple, sparse: bool, rng: np.random.Generator, cpus: list[jax.Device]
-) -> None:
-    """The loss and the gradients do not change when tokens are sharded by batch and sequence."""
-    tokens = rng.integers(0, DECODER.vocab, (4, 12)).astype(np.int32)
-    documents = np.sort(rng.integers(0, 3, (4, 12)), axis=1).astype(np.int32)
-    graph, params = nnx.split(nn.DecoderLM(DECODER, rngs=nnx.Rngs(0)))
-
-    def loss(params: Any, tokens: jax.Array, documents: jax.Array) -> jax.Array:
-        logits, layers = nnx.merge(graph, params)(tokens, segment_ids=documents, sparse=sparse)
-        return jnp.sin(logits).sum() + sum(layer.kl for layer in layers)
-
-    step = jax.jit(jax.value_and_grad(loss))
-    want = step(params, tokens, documents)
-    mesh = jax.make_mesh((2, 4), ("x", "y"), devices=cpus)
-    with jax.set_mesh(mesh):
-        placed = jax.device_put((tokens, documents), NamedSharding(mesh, PartitionSpec(*spec)))
-        params = jax.device_put(
-            jax.tree.map(np.asarray, params), NamedSharding(mesh, PartitionSpec())
-        )
-        assert_matches(step(params, *placed), want)
 
 
 WHOLE = {

@@ -171,14 +171,15 @@ def on_mesh_of_types(fun: Fun) -> Fun:
     return run  # type: ignore[return-value]
 
 
-def left_to_compiler(fun: Fun, like: Any) -> Fun:
+def left_to_compiler(fun: Fun, like: Any, spec: PartitionSpec | None = None) -> Fun:
     """Returns `fun` with Explicit mesh axes turned into Auto axes inside.
 
-    `fun` must be a function that does not work on Explicit axes. Its result is sharded as `like`.
+    `fun` must be a function that does not work on Explicit axes. Its result is on the mesh of
+    `like`, with the sharding `spec`, by default that of `like`.
     """
     if explicit_mesh(like) is None:
         return fun
-    spec = jax.typeof(like).sharding.spec
+    spec = jax.typeof(like).sharding.spec if spec is None else spec
     return on_mesh_of_types(jax.sharding.auto_axes(fun, out_sharding=spec))
 
 

@@ -296,7 +296,9 @@ def _mesh_axes(assignment: Assignment) -> list[str]:
 def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local:
     """Returns `fun` with sharding rules for the mesh that is current while tracing.
 
-    If no mesh is current, it is the Explicit mesh that the operands' types name, if any. Over Explicit axes `fun` runs in a `shard_map`. For Auto axes, or if the mesh is not known yet,
+    If no mesh is current, it is the Explicit mesh that the operands' types name, if any.
+
+    Over Explicit axes `fun` runs in a `shard_map`. For Auto axes, or if the mesh is not known yet,
     the compiler decides, through `custom_partitioning`. Over Manual axes the arrays are already
     local.
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
+from jax_dsa.core import compat
+from jax_dsa.core.placement import names_of
 from jax_dsa.core.typing import Array, Int
 
 if TYPE_CHECKING:
@@ -77,15 +81,30 @@ def map_query_chunks(
         inputs = inputs._replace(ends=jnp.broadcast_to(ends, shape[:2]))
     chunks = length // chunk
 
+    # On Explicit axes, every chunk is sharded like the sequence, so that all devices take part in
+    # it. If the axes do not divide a chunk, every device has all of it.
+    rows = jax.typeof(inputs.projections.q_latent).sharding
+
     def cut(a: jax.Array) -> jax.Array:
-        rest = a.shape[2:]
-        a = jnp.moveaxis(a.reshape(batch, stripes, chunks, chunk, *rest), 2, 0)
-        return a.reshape(chunks, batch, stripes * chunk, *rest)
+        def run(a: jax.Array) -> jax.Array:
+            rest = a.shape[2:]
+            a = jnp.moveaxis(a.reshape(batch, stripes, chunks, chunk, *rest), 2, 0)
+            return a.reshape(chunks, batch, stripes * chunk, *rest)
+
+        sharding = jax.typeof(a).sharding
+        b, t, *rest = sharding.spec
+        shards = math.prod(sharding.mesh.shape[name] for name in names_of(t))
+        t = t if stripes * chunk % shards == 0 else None
+        return compat.left_to_compiler(run, a, PartitionSpec(None, b, t, *rest))(a)
 
     def joined(a: jax.Array) -> jax.Array:
-        rest = a.shape[3:]
-        a = jnp.moveaxis(a.reshape(chunks, batch, stripes, chunk, *rest), 0, 2)
-        return a.reshape(batch, stripes * length, *rest)
+        def run(a: jax.Array) -> jax.Array:
+            rest = a.shape[3:]
+            a = jnp.moveaxis(a.reshape(chunks, batch, stripes, chunk, *rest), 0, 2)
+            return a.reshape(batch, stripes * length, *rest)
+
+        spec = PartitionSpec(*rows.spec[:2], *jax.typeof(a).sharding.spec[3:])
+        return compat.left_to_compiler(run, a, spec)(a)
 
     policy = jax.checkpoint_policies.save_only_these_names(*SELECTION)
     kl, y, *others = jax.lax.map(jax.checkpoint(attend, policy=policy), jax.tree.map(cut, inputs))

@@ -3,7 +3,8 @@
 If a causal sequence is cut into contiguous shards, the last shard has almost twice the mean work.
 In stripes, token t belongs to stripe t % n, and the stripes are stored one after the other, so
 every shard has early and late tokens. If a mesh has an Auto axis "context", the results of both
-functions are sharded over it. On n devices, each function is then one all-to-all.
+functions are sharded over it. On Explicit axes, a result is sharded like its operand. On n devices,
+each function is then one all-to-all.
 
 Source: Striped Attention (Brandon et al., 2023).
 """
@@ -15,6 +16,8 @@ from typing import TypeVar
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
+
+from jax_dsa.core import compat
 
 A = TypeVar("A", jax.Array, np.ndarray)
 
@@ -44,8 +47,14 @@ def _transposed(x: A, shape: tuple[int, int]) -> A:
     if 1 in shape:
         return x
     batch, length, *rest = x.shape
-    x = x.reshape(batch, *shape, *rest).swapaxes(1, 2).reshape(batch, length, *rest)
-    if isinstance(x, np.ndarray) or "context" not in jax.sharding.get_abstract_mesh().auto_axes:
+
+    def transposed(x: A) -> A:
+        return x.reshape(batch, *shape, *rest).swapaxes(1, 2).reshape(batch, length, *rest)
+
+    if isinstance(x, np.ndarray):
+        return transposed(x)
+    x = compat.left_to_compiler(transposed, x)(x)
+    if "context" not in jax.sharding.get_abstract_mesh().auto_axes:
         return x
     free = PartitionSpec.UNCONSTRAINED
     spec = PartitionSpec(free, "context", *[free] * len(rest))

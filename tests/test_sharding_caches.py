@@ -1,0 +1,63 @@
+"""Caches on meshes of eight devices: appending to them exchanges nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from support.meshes import MESHES, mesh_of
+
+import jax_dsa
+
+
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("cache", ["flat", "htree"])
+def test_appending_to_a_sharded_cache(
+    cache: str, kind: str, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    B, T, D = 8, 3, 4
+    new = [np.asarray(rng.normal(size=(B, T, 1, D)), np.float32) for _ in range(2)]
+    counts = rng.integers(0, T + 1, B).astype(np.int32)
+    if cache == "flat":
+        empty: Any = jax_dsa.FlatCache.empty(B, 8, D, dtype=jnp.float32)
+        append = lambda cache, k, v, counts: cache.append(k, counts)  # noqa: E731
+    else:
+        empty = jax_dsa.HTreeCache.empty(B, 8, D, compression=2, top_k=2, dtype=jnp.float32)
+        append = lambda cache, k, v, counts: cache.append(k, v, counts)  # noqa: E731
+    mesh, context = mesh_of(kind, (8,), ("x",), cpus)
+    args = (jax.tree.map(np.asarray, empty), *new, counts)
+    want = append(*jax.tree.map(jnp.asarray, args))
+    with context(mesh):
+        placed = jax.device_put(args, NamedSharding(mesh, PartitionSpec("x")))
+        compiled = jax.jit(append).lower(*placed).compile()
+        assert "all-" not in compiled.as_text()
+        got = compiled(*placed)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(got), jax.tree.leaves(want))
+
+
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize(("dim", "fp8"), [(4, False), (576, True), (512, True)])
+def test_appending_to_pages_that_sharded_requests_share(
+    dim: int, fp8: bool, kind: str, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    B, T = 8, 3
+    cache = jax_dsa.PagedCache.empty(2 * B, 2, B, 2, dim, dtype=jnp.float32, fp8=fp8)
+    table = rng.permutation(2 * B).reshape(B, 2).astype(np.int32)
+    cache = dataclasses.replace(cache, page_table=table)
+    args = jax.tree.map(np.asarray, cache), np.asarray(rng.normal(size=(B, T, 1, dim)), np.float32)
+    append = jax.jit(lambda cache, rows: cache.append(rows).pages)
+    want = append(*args)
+    mesh, context = mesh_of(kind, (8,), ("x",), cpus)
+    with context(mesh):
+        replicated, sharded = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("x",)))
+        placement = dataclasses.replace(
+            args[0], pages=replicated, page_table=sharded, lengths=sharded
+        )
+        got = append(*jax.device_put(args, (placement, sharded)))
+    np.testing.assert_array_equal(got, want)
+    assert np.asarray(want).any()
