@@ -319,3 +319,27 @@ def test_what_a_mesh_does_not_divide(
         pairs = zip(arrays, specs, strict=True)
         args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
         assert_matches(run(*args), want)
+
+
+def test_calls_outside_of_jit_find_the_mesh_in_the_types(
+    rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    """Operators with one pass, with several, and with constants that are not on the mesh."""
+    mesh = jax.make_mesh((4,), ("x",), devices=cpus[:4])
+    q, keys = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 6, 2, 8), (4, 9, 1, 8)))
+    indices = rng.integers(0, 9, (4, 6, 1, 5)).astype(np.int32)
+    host = q, keys, indices
+
+    def run(q: Any, keys: Any, indices: Any) -> Any:
+        return (
+            jax_dsa.topk(q, 3),
+            jax_dsa.sparse_mla(q, keys, indices, value_dim=4),
+            jax_dsa.mqa_decode(q, keys, value_dim=4),
+            jax_dsa.masked_attention(q, keys, keys, is_causal=True),
+            jax.vmap(lambda q, k: jax_dsa.masked_attention(q, k, k))(q, keys),
+        )
+
+    sharded = NamedSharding(mesh, PartitionSpec("x"))
+    got = run(*(jax.device_put(x, sharded) for x in host))
+    assert_matches(got, run(*map(jnp.asarray, host)))
+    assert all(x.sharding.is_equivalent_to(sharded, x.ndim) for x in got)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
 from support.compare import assert_matches
 from support.marks import slow
 from support.training import ATTENTION, CONFIG, MESH_CONFIG, STAGES, corpus
@@ -28,14 +29,16 @@ MESHES = [
 
 
 @functools.cache
-def program_on(*sizes):
-    return Program(MESH_CONFIG, make_mesh({"data": 1} | dict(sizes)))
+def program_on(*sizes, axis_type=AxisType.Auto):
+    mesh = make_mesh({"data": 1} | dict(sizes))
+    types = (axis_type,) * len(mesh.axis_names)
+    return Program(MESH_CONFIG, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
 
 
 @functools.cache
-def one_step(*sizes):
+def one_step(*sizes, axis_type=AxisType.Auto):
     """Losses and the state after the first step of each stage, from the first state."""
-    program = program_on(*sizes)
+    program = program_on(*sizes, axis_type=axis_type)
     batch = Batches(corpus().train, MESH_CONFIG.seq_len + 1, MESH_CONFIG.batch_size, 0)[0]
     found = {}
     for stage, step in STAGES.items():
@@ -45,11 +48,12 @@ def one_step(*sizes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 @pytest.mark.parametrize(
     "sizes", MESHES, ids=lambda sizes: "-".join(f"{a}{n}" for a, n in sizes.items())
 )
-def test_a_step_on_a_mesh_matches_a_step_on_one_device(sizes):
-    for stage, (state, losses) in one_step(*sizes.items()).items():
+def test_a_step_on_a_mesh_matches_a_step_on_one_device(sizes, axis_type):
+    for stage, (state, losses) in one_step(*sizes.items(), axis_type=axis_type).items():
         want_state, want_losses = one_step()[stage]
         assert losses.keys() == want_losses.keys()
         assert_matches(losses, want_losses, 1e-5, stage)
@@ -72,7 +76,7 @@ def test_a_step_on_a_mesh_matches_a_step_on_one_device(sizes):
 def test_selections_do_not_depend_on_the_mesh(sizes):
     batch = Batches(corpus().train, MESH_CONFIG.seq_len + 1, MESH_CONFIG.batch_size, 0)[0]
     chosen = []
-    for program in (program_on(), program_on(*sizes.items())):
+    for program in (program_on(), program_on(*sizes.items(), axis_type=AxisType.Explicit)):
         state, stripes = program.init(), program.mesh.shape["context"]
 
         def select(backbone, indexer, batch, program=program, stripes=stripes):

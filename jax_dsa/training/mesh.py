@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_dsa.training.data import RunError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from jax.sharding import Mesh
 
 AXES = ("data", "fsdp", "context", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"), "context")
@@ -74,6 +72,16 @@ def make_mesh(
         )
     devices = devices[: math.prod(shape)]
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=devices)
+
+
+def auto_mesh(mesh: Mesh) -> Mesh:
+    """Returns `mesh` with Auto axes.
+
+    Parameters are sharded for storage and gathered where they are used. On Explicit axes, every
+    product with them would have to say so.
+    """
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def annotate(model: nnx.Module) -> None:

@@ -15,7 +15,7 @@ from jax_dsa.nn import DecoderLM
 from jax_dsa.nn.stripes import striped
 from jax_dsa.training.data import RunError
 from jax_dsa.training.losses import INDEXER, indexer_loss, next_token_loss
-from jax_dsa.training.mesh import BATCH, annotate, fitted, make_mesh, shardings
+from jax_dsa.training.mesh import BATCH, annotate, auto_mesh, fitted, make_mesh, shardings
 from jax_dsa.training.remat import remat_policy
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ class Program:
 
     Args:
         config: The run's configuration.
-        mesh: The mesh to run on; see `jax_dsa.training.mesh`. Default: one device.
+        mesh: The mesh to run on; see `jax_dsa.training.mesh`. Its axes may have any type, and the
+            compiler shards over all of them. Default: one device.
 
     Raises:
         RunError: If the mesh does not divide the batch, the sequence or the heads.
@@ -81,7 +82,7 @@ class Program:
 
     def __init__(self, config: TrainConfig, mesh: Mesh | None = None) -> None:
         self.config = config
-        self.mesh = make_mesh({"data": 1}) if mesh is None else mesh
+        self.mesh = make_mesh({"data": 1}) if mesh is None else auto_mesh(mesh)
         self._check_sizes()
         # Striped sequences give all devices of the context axis the same amount of causal work.
         self._stripes = self.mesh.shape["context"]
