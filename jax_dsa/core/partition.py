@@ -310,6 +310,8 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
 
     def call(*args: jax.Array, explicit: bool = True) -> list[jax.Array]:
         mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty and compat.explicit_mesh(*args) is not None:
+            return on_mesh_of_types(*args)
         if explicit and mesh.explicit_axes:
             return _over_explicit(functools.partial(call, explicit=False), declared, mesh, args)
         args = compat.match_vary(args, *args)
@@ -349,7 +351,8 @@ def partitioned(fun: Local, declared: Declared, *, plain: bool = False) -> Local
         )
         return op(*args, *probe)
 
-    return compat.on_mesh_of_types(call)
+    on_mesh_of_types = compat.on_mesh_of_types(call)
+    return call
 
 
 def _over_explicit(fun: Local, declared: Declared, mesh: Any, args: Any) -> list[jax.Array]:
