@@ -329,7 +329,7 @@ def htree_decode(
     Args:
         q: Queries without RoPE, in the dtype of the cache, of the tokens `lengths - T ..
             lengths - 1`, which must have been appended. A query before the first token has
-            out = 0 and lse = -inf.
+            out = 0 and lse = -inf. A query beyond the capacity sees all tokens of the cache.
         cache: Keys and values; it also sets `compression` and `top_k`.
         scale: Factor of the scores. Default: D^-1/2.
         rope_base: As for `htree_attention`.
@@ -364,7 +364,8 @@ def htree_decode(
     rotary = check_attention(args, "cache.k", scale, rope_base)
     options = check_tree(args, cache.compression, cache.top_k, capacity=cache.capacity, **rotary)
     queries = jnp.arange(-q.shape[1], 0, dtype=jnp.int32)
-    positions = jnp.maximum(lengths[:, None] + queries[None], -1)
+    # A query whose token did not fit sees all tokens that the cache holds.
+    positions = jnp.clip(lengths[:, None] + queries[None], -1, cache.capacity - 1)
     out, lse, _ = htree_op(call, options, Operands(q, k, v, positions))
     out, lse = args.restore((out, lse))
     return (out, lse) if return_lse else out
