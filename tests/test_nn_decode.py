@@ -154,7 +154,31 @@ def test_fp8_records_in_a_cache(rng):
 
 def test_a_full_cache_drops_new_tokens(rng):
     module, x = attention(), hidden(rng)
-    _, cache = decode(module, x, LayerCache.empty(CONFIG, B, T - 2))
-    np.testing.assert_array_equal(cache.lengths, [T - 2] * B)
-    _, exact = decode(module, x[:, : T - 2], LayerCache.empty(CONFIG, B, T - 2))
+    got, cache = decode(module, x, LayerCache.empty(CONFIG, B, T - 2))
+    np.testing.assert_array_equal(cache.lengths, [T] * B)
+    want, exact = decode(module, x[:, : T - 2], LayerCache.empty(CONFIG, B, T - 2))
+    assert_matches(got[:, : T - 2], want)
+    exact = exact._replace(kv=dataclasses.replace(exact.kv, lengths=cache.lengths))
     assert_matches(cache, exact)
+
+
+@pytest.mark.parametrize("page_size", [None, PAGE])
+def test_tokens_that_fit_into_a_full_cache(rng, page_size):
+    """Their outputs are those of a larger cache, also in a layer that reads another layer's keys."""
+    module, x = attention(), hidden(rng)
+    sharing = attention(shares_keys=True)
+
+    @jax.jit
+    def both(x, cache, shared):
+        out, cache, _ = module.decode(x, cache)
+        more, shared, _ = sharing.decode(x, shared, kv=cache.kv)
+        return (out, more), cache, shared
+
+    results = []
+    for capacity in (T - 3, T):
+        cache = LayerCache.empty(CONFIG, B, capacity, page_size=page_size)
+        shared = LayerCache.empty(sharing.config, B, capacity)
+        _, cache, shared = both(x[:, : T - 5], cache, shared)
+        results.append(both(x[:, T - 5 :], cache, shared)[0])
+    few, all_tokens = (jax.tree.map(lambda y: y[:, :2], y) for y in results)
+    assert_matches(few, all_tokens, 1e-5)
