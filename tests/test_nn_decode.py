@@ -162,9 +162,9 @@ def test_a_full_cache_drops_new_tokens(rng):
     assert_matches(cache, exact)
 
 
-@pytest.mark.parametrize("page_size", [None, PAGE])
+@pytest.mark.parametrize("page_size", [None, slow(PAGE)])
 def test_tokens_that_fit_into_a_full_cache(rng, page_size):
-    """Their outputs are those of a larger cache, also in a layer that reads another layer's keys."""
+    """Their outputs are those of a larger cache, also where a layer reads another layer's keys."""
     module, x = attention(), hidden(rng)
     sharing = attention(shares_keys=True)
 

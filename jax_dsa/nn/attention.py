@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
 from jax_dsa.nn.mla import MLA
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from jax_dsa.ops.cache import FlatCache, PagedCache
 
 
+@exportable
 class AttentionAux(NamedTuple):
     """What an attention layer returns beside its output.
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core.checks import Args
+from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import put_in_pages, put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.ops.cache import FlatCache, PagedCache
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from jax_dsa.nn.indexer import IndexerInputs
 
 
+@exportable
 class LayerCache(NamedTuple):
     """One layer's keys of up to S tokens of each request, flat or in P pages of L tokens."""
 
@@ -125,6 +127,7 @@ class LayerCache(NamedTuple):
         return LayerCache(extended, *jax.tree.map(write, old, new))
 
 
+@exportable
 class DecoderCache(NamedTuple):
     """The caches of all layers of a decoder."""
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core.checks import FLOATS, FP8, INT32, LARGEST, Args, as_array
+from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import (
     PAGE_RECORD_BYTES,
     PAGE_RECORD_DIM,
@@ -190,6 +191,7 @@ def _encoded(args: Args, rows: Any, stored: jax.Array) -> jax.Array:
     return rows.astype(stored.dtype)
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)  # Comparing arrays gives no bool.
 class FlatCache(_Cache):
@@ -262,6 +264,7 @@ class FlatCache(_Cache):
         return dataclasses.replace(self, data=data, **changes)
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)  # Comparing arrays gives no bool.
 class PagedCache(_Cache):

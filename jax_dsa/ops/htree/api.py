@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax_dsa.core.arguments import NO_SYMBOL, check_heads, scale_or_default
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import FLOATS, Args
+from jax_dsa.core.export import exportable
 from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
@@ -52,6 +53,7 @@ htree_op = differentiable("htree", FWD, BWD)
 htree_build_op = differentiable("htree_build", BUILD_FWD, BUILD_BWD, residuals=lambda x, y: ())
 
 
+@exportable
 class HTreeSelection(NamedTuple):
     """The candidates and the selected nodes of one layer, by query and KV head group.
 

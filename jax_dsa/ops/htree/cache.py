@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core.checks import FLOATS, INT32, Args
+from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.ops.cache.api import extended, in_dtype_of
 from jax_dsa.ops.htree import tree
 from jax_dsa.ops.htree.spec import check_tree
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)  # == of arrays is not a bool
 class HTreeCache:
