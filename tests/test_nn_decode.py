@@ -182,3 +182,22 @@ def test_tokens_that_fit_into_a_full_cache(rng, page_size):
         results.append(both(x[:, T - 5 :], cache, shared)[0])
     few, all_tokens = (jax.tree.map(lambda y: y[:, :2], y) for y in results)
     assert_matches(few, all_tokens, 1e-5)
+
+
+def test_page_tables_of_a_decoder():
+    """They become int32, one array per layer, and errors name the argument."""
+    cache = decoder().init_cache(B, 8, page_size=4)
+    table = np.array([[1, 0], [3, 2]], np.int64)
+    tables = [layer.kv.page_table for layer in cache.with_page_table(table).layers]
+    assert all(x.dtype == jnp.int32 for x in tables)
+    assert len({x.unsafe_buffer_pointer() for x in tables}) == len(tables)
+    for wrong, error, message in (
+        (table.tolist(), TypeError, "argument 'page_table' is list, want an array"),
+        (table.astype(np.float32), TypeError, "argument 'page_table' has dtype float32"),
+        (table[0], ValueError, r"'page_table' has shape \(2,\), want \[B, R\] with B=2"),
+        (table[:1], ValueError, r"'page_table' has shape \(1, 2\), want \[B, R\] with B=2"),
+    ):
+        with pytest.raises(error, match=r"DecoderCache\.with_page_table: .*" + message):
+            cache.with_page_table(wrong)
+    with pytest.raises(ValueError, match=r"DecoderCache\.with_page_table: the cache is flat"):
+        decoder().init_cache(B, 8).with_page_table(table)

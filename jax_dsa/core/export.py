@@ -8,10 +8,10 @@ from typing import TypeVar
 import jax
 import jax.export
 
-Class = TypeVar("Class", bound=type)
+T = TypeVar("T")
 
 
-def exportable(cls: Class) -> Class:
+def exportable(cls: type[T]) -> type[T]:
     """Lets `jax.export` serialize programs that take or return `cls`. Use it as a decorator.
 
     A stored program contains the public name, such as "jax_dsa.nn.LayerCache", so the name of a
@@ -24,10 +24,12 @@ def exportable(cls: Class) -> Class:
     prefix = "jax_dsa" if package == "ops" else f"jax_dsa.{package}"
     name = f"{prefix}.{cls.__name__}"
     if issubclass(cls, tuple):
-        return jax.export.register_namedtuple_serialization(cls, serialized_name=name)
-    return jax.export.register_pytree_node_serialization(
-        cls,
-        serialized_name=name,
-        serialize_auxdata=lambda static: json.dumps(static).encode(),
-        deserialize_auxdata=lambda stored: tuple(json.loads(stored)),
-    )
+        jax.export.register_namedtuple_serialization(cls, serialized_name=name)
+    else:
+        jax.export.register_pytree_node_serialization(
+            cls,
+            serialized_name=name,
+            serialize_auxdata=lambda static: json.dumps(static).encode(),
+            deserialize_auxdata=lambda stored: tuple(json.loads(stored)),
+        )
+    return cls
