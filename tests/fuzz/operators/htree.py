@@ -239,7 +239,7 @@ def draw_htree_append(c: Draw, r: Draw) -> Call:
         for b in range(B):
             for tree, old, new in zip(trees, tokens_of(cache, b), (x["k"], x["v"]), strict=True):
                 tokens = np.concatenate([old, new[b, : counts[b]]])[:capacity].astype(np.float64)
-                lengths[b] = min(max(0, int(cache.lengths[b])) + counts[b], INT_MAX)
+                lengths[b] = min(max(0, int(cache.lengths[b])) + int(counts[b]), INT_MAX)
                 for level, layer in enumerate(tree):
                     full = len(tokens) // r**level
                     for i in range(full):
