@@ -198,7 +198,7 @@ class DSAttention(nnx.Module):
             cache: The layer's cache.
             indices: The keys to attend to, int32; keys after a token's own position are left out.
                 By default the indexer selects them.
-            kv: Another layer's cached keys, which already hold the new tokens, for a layer with
+            kv: Another layer's cached keys, which already count all new tokens, for a layer with
                 `config.shares_keys`.
 
         Returns:
