@@ -72,6 +72,7 @@ CONFIGS = {
             **SIZES,
             "model_type": "mistral_large4_text",
             "num_hidden_layers": 4,
+            "indexer_types": ["full", "full", "full", "shared"],
             "no_rope_layers": [1, 0, 1, 0],
             "kv_source_layers": [0, 1, 0, 1],
             "rope_parameters": {**ROPE, "rope_type": "yarn", **YARN, "attention_factor": 1.0},
@@ -115,7 +116,8 @@ REQUIRED = {
     "deepseek_v32": set(SIZES) - {"rms_norm_eps"},
     "glm_moe_dsa": set(SIZES) - {"rms_norm_eps"},
     "hy_v4": set(SIZES),
-    "mistral_large4": set(SIZES) - {"q_lora_rank"},
+    "mistral_large4": set(SIZES) - {"q_lora_rank"}
+    | {"indexer_types", "kv_source_layers", "no_rope_layers"},
     "deepseek_v4": set(COMPRESSED),
 }
 FULL, SHARED = "full", "shared"
@@ -257,6 +259,11 @@ def test_every_fourth_layer_of_hy4_has_an_indexer_by_default():
         ("glm_moe_dsa", {"num_hidden_layers": 8.5}, "'num_hidden_layers' in .* is 8.5, expected"),
         ("glm_moe_dsa", {"rope_parameters": {"rope_type": "linear"}, "rope_theta": 1e4}, "linear"),
         ("glm_moe_dsa", {"rope_parameters": {**ROPE, "rope_theta": "a"}}, "'rope_theta' in .* 'a'"),
+        (
+            "glm_moe_dsa",
+            {"rope_parameters": {**ROPE, "rope_theta": 1}},
+            "is 1, expected .* above 1",
+        ),
         ("deepseek_v32", {"kv_source_layers": [1] * 8}, r"kv_source_layers\[0\] in .* is 1, expec"),
         (
             "deepseek_v32",

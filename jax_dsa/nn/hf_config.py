@@ -132,6 +132,24 @@ def _mla(
     return tuple(layers)
 
 
+def _mistral(c: Fields, alpha: Sequence[float] | None, dtype: Any) -> tuple[HFLayer, ...]:
+    """Returns layers of Mistral-Large-4.
+
+    Without the fields that tell the layers apart, they would all be of the first layer's type.
+    """
+    c.require("indexer_types", "kv_source_layers", "no_rope_layers")
+    return _mla(
+        c,
+        alpha,
+        dtype,
+        q_rank=None,
+        index_rope_layout="interleaved",
+        norm_eps=c["rms_norm_eps"],
+        index_norm_eps=1e-6,
+        log_scaling=True,
+    )
+
+
 def _indexer_types(c: Fields, frequency: int) -> list[IndexerType]:
     """Returns the layers' indexer types, which a configuration gives in one of three ways.
 
@@ -245,14 +263,7 @@ _MODELS: dict[str, Callable[[Fields, Any, Any], tuple[HFLayer, ...]]] = {
         sinks=True,
         gate=True,
     ),
-    "mistral_large4_text": lambda c, a, d: _mla(
-        *(c, a, d),
-        q_rank=None,
-        index_rope_layout="interleaved",
-        norm_eps=c["rms_norm_eps"],
-        index_norm_eps=1e-6,
-        log_scaling=True,
-    ),
+    "mistral_large4_text": _mistral,
 }
 
 
@@ -281,7 +292,7 @@ def _scale_factor(rope: Fields) -> float:
 
 def _rotation(rope: Fields, width: int, alpha: Sequence[float] | None = None) -> dict[str, Any]:
     """Returns the rotary fields of a layer's configuration for a model's `rope_parameters`."""
-    kind, base = rope["rope_type"], float(rope.number("rope_theta"))
+    kind, base = rope["rope_type"], float(rope.number("rope_theta", above=1))
     factor = 1.0
     if kind == "default":
         frequencies = base ** (-np.arange(0, width, 2) / width)

@@ -23,8 +23,14 @@ class Fields(dict[str, Any]):
         """Returns a field that must be given; `get` returns one that may be absent."""
         value = self.get(field)
         if value is None:
-            raise KeyError(f"from_hf: {self.name} lacks the field {field!r}")
+            raise self._lacks(field)
         return value
+
+    def require(self, *fields: str) -> None:
+        """Raises KeyError unless all of these fields are given, even if as null."""
+        for field in fields:
+            if field not in self:
+                raise self._lacks(field)
 
     def optional(self, field: str, default: Any) -> Any:
         """Returns a field, or `default` if it is absent or null."""
@@ -39,12 +45,13 @@ class Fields(dict[str, Any]):
             )
         return value
 
-    def number(self, field: str) -> float:
-        """Returns a field that must be a number above 0."""
+    def number(self, field: str, above: float = 0) -> float:
+        """Returns a field that must be a number larger than `above`."""
         value = self[field]
-        if not isinstance(value, int | float) or not 0 < value < math.inf:
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        if not known or not above < value < math.inf:
             raise ValueError(
-                f"from_hf: {field!r} in {self.name} is {value!r}, expected a number above 0"
+                f"from_hf: {field!r} in {self.name} is {value!r}, expected a number above {above}"
             )
         return value
 
@@ -63,6 +70,9 @@ class Fields(dict[str, Any]):
             raise ValueError(
                 f"from_hf: {field} in {self.name} is {value!r}, expected one of {known}"
             )
+
+    def _lacks(self, field: str) -> KeyError:
+        return KeyError(f"from_hf: {self.name} lacks the field {field!r}")
 
     def per_layer(self, field: str, values: Any = None) -> list[Any]:
         """Returns one value for each layer, from a field or from `values` that it stands for.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -122,9 +123,11 @@ def checked_block_size(value: Any, name: str) -> BlockSize | None:
     """
     if value is None:
         return None
-    pair = tuple(value) if isinstance(value, list | tuple) else ()
-    known = all(isinstance(x, int) and not isinstance(x, bool) and x >= 1 for x in pair)
-    if len(pair) != 2 or not known:
+    pair = value if isinstance(value, list | tuple) else ()
+    try:
+        rows, columns = (operator.index(x) for x in pair if not isinstance(x, bool))
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if min(rows, columns) < 1:
         raise ValueError(f"load_hf: {name} is {value!r}, expected two ints of at least 1")
-    rows, columns = pair
     return rows, columns
