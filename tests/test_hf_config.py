@@ -116,8 +116,7 @@ REQUIRED = {
     "deepseek_v32": set(SIZES) - {"rms_norm_eps"},
     "glm_moe_dsa": set(SIZES) - {"rms_norm_eps"},
     "hy_v4": set(SIZES),
-    "mistral_large4": set(SIZES) - {"q_lora_rank"}
-    | {"indexer_types", "kv_source_layers", "no_rope_layers"},
+    "mistral_large4": set(SIZES) - {"q_lora_rank"},
     "deepseek_v4": set(COMPRESSED),
 }
 FULL, SHARED = "full", "shared"
@@ -247,6 +246,15 @@ def test_indexer_types(kind, fields, want):
 def test_every_fourth_layer_of_hy4_has_an_indexer_by_default():
     types = [FULL, *[FULL, SHARED, SHARED, SHARED] * 2][:8]
     assert [x.indexer_type for x in nn.from_hf(CONFIGS["hy_v4"])] == types
+
+
+def test_every_fourth_layer_of_mistral_has_no_position_by_default():
+    config = without(without(CONFIGS["mistral_large4"], "no_rope_layers"), "kv_source_layers")
+    config["text_config"] |= {"num_hidden_layers": 8, "indexer_types": None}
+    assert [x.config.rope_dim for x in nn.from_hf(config)] == [8, 8, 8, 0] * 2
+    assert [x.kv_source for x in nn.from_hf(config)] == list(range(8))
+    config["text_config"]["no_rope_layer_interval"] = 2
+    assert [x.config.rope_dim for x in nn.from_hf(config)] == [8, 0] * 4
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,9 @@ def load_hf(
             `transformers` renames them. Files are read one tensor at a time.
         prefix: Prefix of the layer's names, for example "model.layers.3.self_attn.". The final dot
             may be absent.
-        weight_block_size: Rows and columns of the blocks that share a scale. By default a
-            `config.json` beside the files gives the size, as
-            `quantization_config.weight_block_size`. Without one, the size is inferred from the
-            number of scales: 128 x 128, or squares of another power of two or blocks of 1 x 32, if
-            these divide the weight without a remainder.
+        weight_block_size: Rows and columns of the blocks that share a scale. Default: the
+            `quantization_config.weight_block_size` of a `config.json` beside the files, or
+            128 x 128 without one.
 
     Returns:
         `module`.

@@ -123,7 +123,7 @@ def _mla(
     has_rope = c.per_layer("no_rope_layers", c.optional("no_rope_layers", [1] * count))
     layers = []
     for i, (kind, source, rotary) in enumerate(zip(types, sources, has_rope, strict=True)):
-        c.option(f"kv_source_layers[{i}]", source, range(i + 1))
+        c.option(f"kv_source_layers[{i}]", source, [i, *(j for j in range(i) if sources[j] == j)])
         layer = dict(fields, shares_keys=source != i)
         if not rotary:
             layer |= {"nope_dim": layer["nope_dim"] + rope_dim, "rope_dim": 0, "index_rope_dim": 0}
@@ -133,11 +133,10 @@ def _mla(
 
 
 def _mistral(c: Fields, alpha: Sequence[float] | None, dtype: Any) -> tuple[HFLayer, ...]:
-    """Returns layers of Mistral-Large-4.
-
-    Without the fields that tell the layers apart, they would all be of the first layer's type.
-    """
-    c.require("indexer_types", "kv_source_layers", "no_rope_layers")
+    """Returns layers of Mistral-Large-4. By default every fourth one has no position."""
+    period = c.integer("no_rope_layer_interval", default=4)
+    has_rope = [int((i + 1) % period != 0) for i in range(c.integer("num_hidden_layers"))]
+    c = Fields({**c, "no_rope_layers": c.optional("no_rope_layers", has_rope)}, c.name)
     return _mla(
         c,
         alpha,

@@ -23,14 +23,8 @@ class Fields(dict[str, Any]):
         """Returns a field that must be given; `get` returns one that may be absent."""
         value = self.get(field)
         if value is None:
-            raise self._lacks(field)
+            raise KeyError(f"from_hf: {self.name} lacks the field {field!r}")
         return value
-
-    def require(self, *fields: str) -> None:
-        """Raises KeyError unless all of these fields are given, even if as null."""
-        for field in fields:
-            if field not in self:
-                raise self._lacks(field)
 
     def optional(self, field: str, default: Any) -> Any:
         """Returns a field, or `default` if it is absent or null."""
@@ -70,9 +64,6 @@ class Fields(dict[str, Any]):
             raise ValueError(
                 f"from_hf: {field} in {self.name} is {value!r}, expected one of {known}"
             )
-
-    def _lacks(self, field: str) -> KeyError:
-        return KeyError(f"from_hf: {self.name} lacks the field {field!r}")
 
     def per_layer(self, field: str, values: Any = None) -> list[Any]:
         """Returns one value for each layer, from a field or from `values` that it stands for.

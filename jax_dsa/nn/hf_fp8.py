@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BlockSize = tuple[int, int]
 """Rows and columns of a weight that share a scale."""
@@ -42,7 +39,7 @@ def dequantized(
         codes: The weight matrix, FP8 or uint8.
         scale: One scale per block, or a single one for the whole weight. The last block of a row or
             a column may be smaller than the others.
-        block: Size of the blocks. None infers it from the shapes.
+        block: Size of the blocks, or None if the checkpoint does not name it.
         label: The scales' name in messages.
 
     Raises:
@@ -56,59 +53,26 @@ def dequantized(
     if scale.dtype not in _SCALES:
         names = ", ".join(np.dtype(x).name for x in (*_SCALES, np.uint8))
         raise ValueError(f"load_hf: {label} has dtype {scale.dtype}, expected one of {names}")
+    rows, columns = block or DEFAULT_BLOCK
     if scale.shape in ((), (1,)):
-        scale, block = scale.reshape(1, 1), codes.shape
-    block = _block_size(codes.shape, scale.shape, block, label)
-    rows, columns = (min(size) for size in zip(block, codes.shape, strict=True))
+        scale, (rows, columns) = scale.reshape(1, 1), codes.shape
+    expected = tuple(-(-n // size) for n, size in zip(codes.shape, (rows, columns), strict=True))
+    if scale.shape != expected:
+        hint = "" if block else "; if the blocks have another size, pass weight_block_size"
+        raise ValueError(
+            f"load_hf: {label} has shape {scale.shape}, expected {expected} for the {rows} x "
+            f"{columns} blocks of a weight of shape {codes.shape}{hint}"
+        )
     scale = scale.astype(np.float32)
     if not np.isfinite(scale).all():
         where = tuple(map(int, np.argwhere(~np.isfinite(scale))[0]))
         raise ValueError(f"load_hf: {label} has {scale[where]} at {where}, expected finite scales")
     weight = codes.astype(np.float32)
-    scale = scale.repeat(rows, 0)[: weight.shape[0]].repeat(columns, 1)[:, : weight.shape[1]]
+    height, width = weight.shape
+    scale = scale.repeat(min(rows, height), 0)[:height].repeat(min(columns, width), 1)[:, :width]
     with np.errstate(over="ignore"):  # The caller rejects infinities.
         weight *= scale
     return weight
-
-
-def _block_size(
-    shape: tuple[int, ...], grid: tuple[int, ...], block: BlockSize | None, label: str
-) -> BlockSize:
-    """Returns the size of the blocks of a weight of this shape with such a grid of scales.
-
-    Raises:
-        ValueError: If no known block size, or not the given one, results in this grid.
-    """
-    for candidate in [block] if block is not None else _candidates(shape):
-        if grid == _grid(shape, candidate):
-            return candidate
-    rows, columns = block or DEFAULT_BLOCK
-    expected = _grid(shape, (rows, columns))
-    hint = "" if block else "; if the blocks have another size, pass weight_block_size"
-    raise ValueError(
-        f"load_hf: {label} has shape {grid}, expected {expected} for the {rows} x {columns} blocks "
-        f"of a weight of shape {shape}{hint}"
-    )
-
-
-def _grid(shape: tuple[int, ...], block: BlockSize) -> tuple[int, ...]:
-    """Returns the number of blocks along each axis of a weight."""
-    return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
-
-
-def _candidates(shape: tuple[int, ...]) -> Iterator[BlockSize]:
-    """Iterates over the block sizes that a checkpoint may have without naming them.
-
-    These are 128 x 128, other squares of a power of two, and the 1 x 32 blocks of MX formats. Only
-    squares of 128 may leave a remainder. No two of them have the same grid, unless they divide the
-    weight into the same blocks. The transposed grid of a square's blocks, unless it is square
-    itself, is not the grid of other squares either.
-    """
-    yield DEFAULT_BLOCK
-    sides = [2**i for i in range((max(*shape, 1) - 1).bit_length() + 1)]
-    for candidate in [*((side, side) for side in sides), (1, 32)]:
-        if all(n <= m or n % m == 0 for n, m in zip(shape, candidate, strict=True)):
-            yield candidate
 
 
 def checked_block_size(value: Any, name: str) -> BlockSize | None:
