@@ -86,6 +86,8 @@ def test_a_layer(
     host = jax.tree.map(np.asarray, params)
     with context(mesh):
         got = jax.jit(step)(on(mesh, host, PartitionSpec()), *on(mesh, args, SPECS[spec]))
+    # The gradients of FP8 weights reduce over tokens, which each device quantises with scales of
+    # its own. They are as far from the float32 gradients as those of one device are.
     assert_matches(got, want, 0.1 if "fp8" in name else 1e-4)
     if kind != "auto":
         assert got[0][1][0].sharding.is_equivalent_to(on(mesh, x, SPECS[spec]).sharding, 3)
