@@ -195,7 +195,8 @@ class DecoderLM(nnx.Module):
             ) -> tuple[jax.Array, AttentionAux]:
                 return nnx.merge(graph, params)(x, **arrays, stripes=stripes, sparse=sparse)
 
-            if remat_policy is not None:
+            # With nothing to recompute, `jax.checkpoint` would only add barriers.
+            if remat_policy not in (None, jax.checkpoint_policies.everything_saveable):
                 run = jax.checkpoint(run, policy=remat_policy)
             x, aux = run(params, x, {"indices": replayed, **token_arrays})
             x, last = sharded(x), aux.indices
