@@ -126,11 +126,11 @@ def test_tiles_beyond_a_short_mask(block_q: int, block_k: int, rng: np.random.Ge
     q = jnp.asarray(rng.normal(size=(1, 9, 2, 8)), f32)
     k = jnp.asarray(rng.normal(size=(1, 21, 2, 8)), f32)
     mask = rng.random((1, 1, 9, 21)) < 0.5
-    for given in (mask, np.ones_like(mask), mask[:, :, :0]):
-        blocks = make_block_mask(given, block_q=block_q, block_k=block_k)
-        check(blocks, given)
-        some = q[:, : given.shape[2]]
-        want = masked_attention(some, k, k, mask=given)
+    for some_mask in (mask, np.ones_like(mask), mask[:, :, :0]):
+        blocks = make_block_mask(some_mask, block_q=block_q, block_k=block_k)
+        check(blocks, some_mask)
+        some = q[:, : some_mask.shape[2]]
+        want = masked_attention(some, k, k, mask=some_mask)
         assert_matches(masked_attention(some, k, k, block_mask=blocks), want, 1e-5)
     options = {"shape": (1, 1, 9, 9), "block_q": block_q, "block_k": block_k}
     check(make_block_mask(is_causal=True, **options), np.tri(9, dtype=bool)[None, None])
