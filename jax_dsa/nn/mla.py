@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dsa.core.checks import INT32
+from jax_dsa.core.softmax import logistic
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_module, hidden_states
 from jax_dsa.nn.config import AttentionConfig
@@ -144,7 +145,7 @@ class MLA(nnx.Module):
             q, k, v, scale=c.scale, is_causal=True, segment_ids=starts, return_lse=True
         )
         if self.sink_logits is not None:
-            out = out * jax.nn.sigmoid(lse - self.sink_logits)[..., None].astype(out.dtype)
+            out = out * logistic(lse - self.sink_logits)[..., None].astype(out.dtype)
         return self._gated_output(out, p), lse
 
     def _gated_output(
