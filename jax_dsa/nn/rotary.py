@@ -75,13 +75,14 @@ def rope(
     if frequencies is None:
         base = args.real("base", base)
         args.option("base", base, base > 0, "a positive float")
-        frequencies = base ** (-np.arange(0, width, 2) / width)
-    elif len(frequencies) != width // 2:
+        frequency = base ** (-np.arange(0, width, 2) / width)
+    elif len(frequencies) == width // 2:
+        frequency = np.array([args.real("frequencies", f) for f in frequencies])
+    else:
         raise ValueError(
             f"rope: argument 'frequencies' has {len(frequencies)} numbers, expected {width // 2} "
             f"because the last axis of x has {width} elements"
         )
-    frequency = np.array([args.real("frequencies", f) for f in frequencies])
     angle = _angles(positions, frequency)
     angle = angle.reshape(*positions.shape, *(1,) * (x.ndim - positions.ndim - 1), width // 2)
     cos, sin = factor * jnp.cos(angle), factor * jnp.sin(angle)

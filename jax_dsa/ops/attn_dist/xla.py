@@ -91,7 +91,7 @@ def attn_dist_bwd(options: Options, x: Operands, dy: Results) -> Gradients:
         dp = jnp.repeat(ddist, summed, axis=2).reshape(p.shape)
         ds = jnp.where(valid[:, :, :, None], p * dp, 0)
         dlse = -ds.sum(-1)
-        if gate is not None:
+        if sinks is not None and gate is not None:
             dsinks += jnp.sum(dlse * sink_share(sinks, lse), axis=1).reshape(B, N)
             dlse *= gate
         ds = (ds * options.scale).astype(q.dtype)

@@ -122,7 +122,7 @@ def sparse_mla_bwd(
     lse = grouped(y.lse, G)
     gate = sink_gate(x.sinks, lse)
     dout, dsinks = dy.out, None
-    if gate is not None:
+    if x.sinks is not None and gate is not None:
         gate = gate.reshape(y.lse.shape)
         (dout_dot_out,) = of_rows_with_keys(y.lse, row_products(dout, y.out))
         dsinks = sink_gradient(x.sinks, lse, grouped(dout_dot_out, G))
