@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dsa.core.checks import FLOATS
+from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import (
     check_cache,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from jax_dsa.nn.config import IndexerType
 
 
+@exportable
 class AttentionAux(NamedTuple):
     """What an attention layer returns beside its output.
 
@@ -213,7 +215,7 @@ class DSAttention(nnx.Module):
             cache: The layer's cache.
             indices: The keys to attend to, int32; keys after a token's own position are left out.
                 By default the indexer selects them.
-            kv: Another layer's cached keys, which already hold the new tokens, for a layer with
+            kv: Another layer's cached keys, which already count all new tokens, for a layer with
                 `config.shares_keys`.
 
         Returns:

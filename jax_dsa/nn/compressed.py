@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dsa.core import compat
+from jax_dsa.core.export import exportable
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_cache, check_module, hidden_states, selected_keys
@@ -31,6 +32,7 @@ from jax_dsa.ops.losses import dense_indexer_kl_loss, indexer_kl_loss
 from jax_dsa.ops.sparse_mla import sparse_mla
 
 
+@exportable
 class CompressedAux(NamedTuple):
     """What a layer returns beside its output.
 
@@ -47,6 +49,7 @@ class CompressedAux(NamedTuple):
     indexer's warm-up, and if the layer has no compressed keys."""
 
 
+@exportable
 class CompressedCache(NamedTuple):
     """One layer's keys of some requests."""
 

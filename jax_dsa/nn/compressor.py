@@ -11,6 +11,7 @@ from flax import nnx
 
 from jax_dsa.core import compat
 from jax_dsa.core.checks import INT32
+from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_module, hidden_states
@@ -18,6 +19,7 @@ from jax_dsa.nn.compressed_config import CompressedConfig
 from jax_dsa.ops.gated_pool import gated_pool_for_norm
 
 
+@exportable
 class Stream(NamedTuple):
     """Compressed keys of some requests, and the contributions that the next keys will pool."""
 

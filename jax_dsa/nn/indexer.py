@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dsa.core.checks import FLOATS, INT32
+from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_module, hidden_states
 from jax_dsa.nn.config import AttentionConfig
@@ -19,6 +20,7 @@ from jax_dsa.nn.stripes import unstriped
 from jax_dsa.ops.quantize_fp8 import quantize_fp8
 
 
+@exportable
 class IndexerInputs(NamedTuple):
     """The arguments, by name, of every operator with an indexer."""
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dsa.core.checks import INT32
+from jax_dsa.core.export import exportable
 from jax_dsa.core.softmax import logistic
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_module, hidden_states
@@ -19,6 +20,7 @@ from jax_dsa.nn.rotary import rope
 from jax_dsa.ops.masked_attention import masked_attention
 
 
+@exportable
 class MLAProjections(NamedTuple):
     """The projections of a layer's tokens: queries of every head, and the key that heads share."""
 
