@@ -120,6 +120,22 @@ def test_from_options(options: dict[str, Any], rng: np.random.Generator) -> None
     check(blocks, count > 0)
 
 
+@pytest.mark.parametrize(("block_q", "block_k"), [(128, 256), (256, 128), (1024, 1024)])
+def test_tiles_beyond_a_short_mask(block_q: int, block_k: int, rng: np.random.Generator) -> None:
+    """One block size serves sequences of all lengths."""
+    q = jnp.asarray(rng.normal(size=(1, 9, 2, 8)), f32)
+    k = jnp.asarray(rng.normal(size=(1, 21, 2, 8)), f32)
+    mask = rng.random((1, 1, 9, 21)) < 0.5
+    for some_mask in (mask, np.ones_like(mask), mask[:, :, :0]):
+        blocks = make_block_mask(some_mask, block_q=block_q, block_k=block_k)
+        check(blocks, some_mask)
+        some = q[:, : some_mask.shape[2]]
+        want = masked_attention(some, k, k, mask=some_mask)
+        assert_matches(masked_attention(some, k, k, block_mask=blocks), want, 1e-5)
+    options = {"shape": (1, 1, 9, 9), "block_q": block_q, "block_k": block_k}
+    check(make_block_mask(is_causal=True, **options), np.tri(9, dtype=bool)[None, None])
+
+
 def test_attention_with_a_block_mask_equals_attention_with_the_mask(
     rng: np.random.Generator,
 ) -> None:
@@ -223,6 +239,7 @@ ERRORS = [
     ((ARRAY,), {"shape": (2, 1, 5, 9)}, ValueError, "'mask' has shape"),
     ((lambda b, h, t, s: s,), {"shape": (1, 1, 4, 9)}, TypeError, "'mask' has dtype int32"),
     ((ARRAY,), {"block_q": 0}, ValueError, "'block_q' is 0"),
+    ((ARRAY,), {"block_q": 1025}, ValueError, r"'block_q' is 1025, want int in 1\.\.1024"),
     ((ARRAY,), {"block_k": 12}, ValueError, "'block_k' is 12, want a multiple of 8"),
     ((ARRAY,), {"local_window_size": "all"}, TypeError, "'local_window_size'"),
     (

@@ -130,6 +130,25 @@ def test_asking_for_kernels_does_not_concern_steps_without_kernels(
     assert ("jax_dsa.indexer_topk_fwd.v1" in text) == (not given)
 
 
+def test_asking_for_kernels_does_not_concern_gradients_that_need_none(machine: Any) -> None:
+    """The backward passes are a scatter and a sum per block."""
+    machine((9, 0))
+    rows = next(QUERIES)
+
+    def values(x: Any) -> Any:
+        return jax_dsa.topk(x, 2, return_values=True, implementation="cuda")[1].sum()
+
+    text = str(jax.make_jaxpr(jax.grad(values))(jnp.ones((2, rows, 7))))
+    assert "jax_dsa.topk_fwd" in text and "topk_bwd" in text
+
+    def dequantized(scale: Any) -> Any:
+        codes = jnp.ones((rows, 128), jnp.float8_e4m3fn)
+        return jax_dsa.dequantize_fp8(codes, scale, implementation="cuda").sum()
+
+    text = str(jax.make_jaxpr(jax.grad(dequantized))(jnp.ones((rows, 1))))
+    assert "jax_dsa.dequantize_fp8" in text and "dequantize_fp8_bwd" in text
+
+
 @pytest.mark.parametrize("found", [((8, 0),), ((12, 0),), ((9, 0), (10, 0))])
 def test_other_gpus_use_xla_and_the_error_says_why(machine: Any, found: tuple) -> None:
     machine(*found)

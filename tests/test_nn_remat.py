@@ -43,7 +43,7 @@ def test_remat_policies_keep_gradients_and_selection(rng):
         return jnp.sin(y).sum() + aux.kl, aux.indices
 
     def differentiated(policy):
-        fn = run if policy == "none" else jax.checkpoint(run, policy=remat_policy(policy))
+        fn = jax.checkpoint(run, policy=remat_policy(policy))
         return jax.jit(jax.grad(fn, argnums=(0, 1), has_aux=True))(params, x)
 
     want, indices = differentiated("none")
@@ -145,7 +145,8 @@ def test_query_chunks_reduce_memory():
 
 
 @pytest.mark.parametrize(
-    ("policy", "once"), [("full", ()), ("selection", SELECTION), ("attention", RESIDUALS)]
+    ("policy", "once"),
+    [("none", RESIDUALS), ("full", ()), ("selection", SELECTION), ("attention", RESIDUALS)],
 )
 @pytest.mark.parametrize("chunk", [None, slow(4)])
 def test_values_that_remat_policies_save(rng, policy, once, chunk):
@@ -164,7 +165,20 @@ def test_values_that_remat_policies_save(rng, policy, once, chunk):
         assert program.count(f"name[name={name}]") in times, name
 
 
-@pytest.mark.parametrize(("policy", "times"), [("selection", 2), ("attention", 1)])
+def test_policy_none_saves_everything():
+    """The backward pass then contains no operation of the forward pass."""
+
+    def loss(x):
+        return jnp.sin(jnp.sin(x)).sum()
+
+    kept = jax.checkpoint(loss, policy=remat_policy("none"))
+    program = str(jax.make_jaxpr(jax.grad(kept))(jnp.ones(8)))
+    assert program.count(" = sin ") == str(jax.make_jaxpr(jax.grad(loss))(jnp.ones(8))).count(
+        " = sin "
+    )
+
+
+@pytest.mark.parametrize(("policy", "times"), [("selection", 2), ("attention", 1), ("none", 1)])
 def test_how_often_remat_computes_the_warm_up_loss(rng, policy, times):
     module, x = attention(), hidden(rng)
     graph, params = nnx.split(module)

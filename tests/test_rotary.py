@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +23,52 @@ def test_rope_rotates_complex_numbers(rng, layout):
     np.testing.assert_allclose(got[0] + 1j * got[1], z, atol=1e-5)
 
 
+@pytest.mark.parametrize("start", [0, 2**20 - 2, 2**31 - 1 - T, -(2**20), -(2**31)])
+@pytest.mark.parametrize("base", [10000.0, 5e6, None])
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "jit"])
+def test_rope_is_exact_at_any_position(start: int, base: float | None, traced: bool, rng) -> None:
+    """Angles are as exact far into a sequence as at its beginning."""
+    x = rng.normal(size=(B, T, 64)).astype(np.float32)
+    frequencies = rng.uniform(0, 4, 32) if base is None else base ** (-np.arange(32) / 32)
+    where = start + np.arange(T)
+    given = {"frequencies": tuple(frequencies)} if base is None else {"base": base}
+    rope = lambda x, p: nn.rope(x, p, **given)  # noqa: E731
+    rope = jax.jit(rope) if traced else rope
+    got = np.asarray(rope(x, jnp.broadcast_to(jnp.asarray(where, jnp.int32), (B, T))))
+    angle = where[:, None].astype(np.longdouble) * frequencies
+    rotation = np.exp(1j * (angle % (2 * np.longdouble(np.pi))).astype(np.float64))
+    z = (x[..., :32] + 1j * x[..., 32:]) * rotation
+    np.testing.assert_allclose(got[..., :32] + 1j * got[..., 32:], z, atol=5e-6)
+
+
+def test_small_angles_of_rope_keep_their_relative_precision():
+    frequencies = (1e-3, 1e-6, 1e-9, 1e-12)
+    x = jnp.repeat(jnp.array([1.0, 0.0]), 4)[None, None]
+    got = nn.rope(x, jnp.full((1, 1), 7, jnp.int32), frequencies=frequencies)[0, 0, 4:]
+    np.testing.assert_allclose(got, 7 * np.array(frequencies), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x, p: nn.rope(x[0], p), ValueError, r"rope: argument 'positions' has shape \(2,"),
+        (lambda x, p: nn.rope(x, p[:, 1:]), ValueError, "rope: argument 'positions' has shape"),
+        (lambda x, p: nn.rope(x.astype(int), p), TypeError, "rope: argument 'x' has dtype int32"),
+        (lambda x, p: nn.rope(x, p * 1.0), TypeError, "rope: argument 'positions' has dtype float"),
+        (lambda x, p: nn.rope(x, p, base=0.0), ValueError, "rope: argument 'base' is 0.0, want a"),
+        (
+            lambda x, p: nn.rope(x, p, frequencies=[np.nan] * 4),
+            ValueError,
+            "rope: argument 'frequencies' is nan, want a finite float",
+        ),
+        (lambda x, p: nn.hadamard(x.astype(int)), TypeError, "hadamard: argument 'x' has dtype in"),
+    ],
+)
+def test_misuse(call, error, message):
+    with pytest.raises(error, match=message):
+        call(jnp.ones((B, T, 8)), positions())
+
+
 def test_rope_layouts_differ_by_a_permutation_only(rng):
     x = hidden(rng, B, T, 8)
     order = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # Pairs of "half" become neighbours.
@@ -37,7 +84,7 @@ def test_rope_scores_depend_only_on_distance(rng):
             jnp.einsum("btc,bsc->bts", *(nn.rope(x, positions(p), layout=layout) for x in (q, k)))
             for p in (0, 1000)
         )
-        assert_matches(near, far, 1e-3)
+        assert_matches(near, far, 1e-5)
 
 
 def test_hadamard_is_orthogonal():

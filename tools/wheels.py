@@ -8,9 +8,9 @@ of Python 3.12 and newer. The extension links CUDA's runtime and the C++ library
 needs no newer glibc than jaxlib does: zig links it against stubs of that version, because this
 machine's glibc would be too new. The kernels are compiled once.
 
-The script needs nvcc, and python3.11 and python3.12 with their headers, on PATH. With --try it
-installs the wheels in dist into empty environments of every Python on PATH and runs
-tools/try_wheel.py there.
+The script needs nvcc, and python3.11 and python3.12 with their headers, on PATH. CUDACXX may name
+another nvcc. All of them are tried before the build begins. With --try the script installs the
+wheels in dist into empty environments of every Python on PATH and runs tools/try_wheel.py there.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import build_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "wheels"
@@ -46,14 +50,45 @@ def run(*command: object, **environment: str) -> str:
     return done.stdout.strip()
 
 
+def check_tools(pythons: Sequence[str], *, compiles: bool) -> None:
+    """Exits with a list of the tools that are missing or do not run.
+
+    Args:
+        pythons: The versions of Python that must run and be able to create environments.
+        compiles: Whether the extension is built, which needs nvcc and the headers of each Python.
+    """
+    probe = "import ensurepip, pathlib, sys, sysconfig, venv; print(*sys.version_info[:2], sep='.')"
+    if compiles:
+        probe += "; open(pathlib.Path(sysconfig.get_path('include'), 'Python.h')).close()"
+    commands = {f"python{version}": ["-c", probe] for version in pythons}
+    if compiles:
+        commands[os.environ.get("CUDACXX", "nvcc")] = ["--version"]
+    problems = []
+    for tool, options in commands.items():
+        found = shutil.which(tool)
+        if found is None:
+            problems.append(f"{tool}: not found on PATH")
+            continue
+        try:
+            done = subprocess.run([found, *options], capture_output=True, text=True, timeout=60)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problems.append(f"{found}: does not run: {error}")
+            continue
+        if done.returncode:
+            printed = (done.stderr or done.stdout).strip().splitlines()
+            why = printed[-1] if printed else "it printed nothing"
+            problems.append(f"{found}: exit status {done.returncode}: {why}")
+        elif tool.startswith("python") and done.stdout.strip() != tool.removeprefix("python"):
+            problems.append(f"{found}: is Python {done.stdout.strip()}")
+    if problems:
+        sys.exit("\n".join(["These tools are needed and cannot be used:", *problems]))
+
+
 def venv(python: str, *packages: str) -> Path:
     """Creates a virtual environment with these packages and returns its folder of programs."""
     directory = BUILD / f"python{python}"
-    found = shutil.which(f"python{python}")
-    if not found:
-        sys.exit(f"no python{python} on PATH")
     if not directory.exists():
-        run(found, "-m", "venv", directory)
+        run(f"python{python}", "-m", "venv", directory)
         run(directory / "bin/pip", "install", "--quiet", *packages)
     return directory / "bin"
 
@@ -119,6 +154,7 @@ def with_extension(tools: Path, wheel: Path, extension: Path, python: str) -> No
 
 def try_all() -> None:
     """Runs tools/try_wheel.py in empty environments, with and without the extension."""
+    check_tools([python for python in TRIED if shutil.which(f"python{python}")], compiles=False)
     (without,) = DIST.glob("jax_dsa-*-py3-none-any.whl")
     wheels = [(python, jax, "jax_dsa") for python, releases in TRIED.items() for jax in releases]
     for python, jax, wheel in [*wheels, ("3.11", JAX[0], without), ("3.12", JAX[-1], without)]:
@@ -147,6 +183,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.tried:
         return try_all()
+    check_tools(PYTHONS[:1] if asked.pure else PYTHONS, compiles=not asked.pure)
     shutil.rmtree(DIST, ignore_errors=True)
     tools = venv(PYTHONS[0], *TOOLS, build_backend.NANOBIND, build_backend.OLDEST_JAXLIB)
     wheel = pure(tools)

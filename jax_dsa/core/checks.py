@@ -94,6 +94,11 @@ class Args:
         """The size B of the batch axis; 1 if the call has none."""
         return self.sizes["B"] if self.batched else 1
 
+    def bind(self, letter: str, size: int, name: str) -> None:
+        """Sets the size of a letter, where `name` says in messages what determines it."""
+        self.sizes[letter] = size
+        self._bound_by[letter] = name
+
     def array(self, name: str, x: Any, dims: str, dtypes: Sequence[Any]) -> jax.Array:
         """Returns `x` as an array whose axes match `dims` (letters or numbers).
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -9,10 +12,36 @@ from jax_dsa.core import compat
 from jax_dsa.core.typing import Array, Float
 
 
+def split_scale(scale: float, dtype: Any) -> tuple[float, float]:
+    """Returns two factors of the scale of a backward pass: one for before its sums, one for after.
+
+    The sums dout . v may be too large for float32 although their products with the scale are not.
+    So the first factor multiplies `dout`, of this `dtype`, before. It is a power of two, which
+    costs no digits, at most 1 and about the scale. It is 1 for float16, whose sums are never too
+    large, and whose smallest numbers would lose digits.
+    """
+    exponent = 0 if dtype == jnp.float16 or scale == 0 else math.frexp(scale)[1] - 1
+    first = 2.0 ** min(0, max(exponent, -16))
+    return first, scale / first
+
+
 def grouped(x: Array, groups: int) -> Array:
     """Returns [B, T, N, ...] reshaped to [B, T, G, N/G, ...]."""
     B, T, N = x.shape[:3]
     return x.reshape(B, T, groups, N // groups, *x.shape[3:])
+
+
+@jax.custom_jvp
+def logistic(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Returns 1 / (1 + exp(-x)), with a derivative that is precise for large x, too.
+
+    JAX computes the derivative of its function from the result y as y (1 - y), which has no correct
+    digit where y is close to 1.
+    """
+    return jax.nn.sigmoid(x)
+
+
+logistic.defjvp(lambda x, dx: (logistic(*x), logistic(*x) * logistic(-x[0]) * dx[0]))
 
 
 def sink_gate(
@@ -22,22 +51,35 @@ def sink_gate(
 
     It is 1 for rows without a key. The result is None if there are no sinks.
     """
-    if sinks is None:
-        return None
+    return None if sinks is None else logistic(_above_sink(sinks, lse))
+
+
+def sink_share(sinks: Float[Array, "B N"], lse: Float[Array, "B T G m"]) -> Float[Array, "B T G m"]:
+    """Returns 1 - gate, the sink's share of the softmax; 0 for rows without a key.
+
+    The difference of 1 and the gate would have no correct digit for a share below 6e-8.
+    """
+    return logistic(-_above_sink(sinks, lse))
+
+
+def _above_sink(
+    sinks: Float[Array, "B N"], lse: Float[Array, "B T G m"]
+) -> Float[Array, "B T G m"]:
+    """Returns lse - sink, which is infinite for rows without a key."""
     B, _, G, m = lse.shape
     empty = lse == -jnp.inf
     sinks = sinks.reshape(B, 1, G, m).astype(lse.dtype)
-    return jnp.where(empty, 1, jax.nn.sigmoid(jnp.where(empty, 0, lse) - sinks))
+    return jnp.where(empty, jnp.inf, jnp.where(empty, 0, lse) - sinks)
 
 
 def sink_gradient(
-    gate: Float[Array, "B T ..."], dout_dot_out: Float[Array, "B T ..."]
+    sinks: Float[Array, "B N"],
+    lse: Float[Array, "B T G m"],
+    dout_dot_out: Float[Array, "B T G m"],
 ) -> Float[Array, "B N"]:
-    """Returns the sinks' gradient from `sink_gate` and the row sums of dout * out.
-
-    Both are [B, T, G, m] or [B, T, N]. Rows without a key must have a gate of 1 or a sum of 0.
-    """
-    return -jnp.sum((1 - gate) * dout_dot_out, axis=1).reshape(gate.shape[0], -1)
+    """Returns the sinks' gradient from the row sums of dout * out."""
+    share = sink_share(sinks, lse)
+    return -jnp.sum(share * dout_dot_out, axis=1).reshape(lse.shape[0], -1)
 
 
 def of_rows_with_keys(lse: Float[Array, "*b"], *arrays: Array) -> tuple[Array, ...]:

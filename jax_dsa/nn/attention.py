@@ -8,22 +8,32 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_dsa.core.checks import FLOATS
 from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.nn.arguments import (
+    check_cache,
+    check_module,
+    check_type,
+    hidden_states,
+    selected_keys,
+)
+from jax_dsa.nn.cache import LayerCache
+from jax_dsa.nn.config import AttentionConfig
 from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
 from jax_dsa.nn.mla import MLA
 from jax_dsa.nn.positions import token_positions
 from jax_dsa.nn.query_chunks import QueryInputs, map_query_chunks
 from jax_dsa.nn.stripes import striped, unstriped
+from jax_dsa.ops.cache import FlatCache, PagedCache
 from jax_dsa.ops.dsa_attention import dsa_attention
 from jax_dsa.ops.indexer import indexer_topk
 from jax_dsa.ops.losses import dense_indexer_kl_loss
 from jax_dsa.ops.sparse_mla import sparse_mla_decode
 
 if TYPE_CHECKING:
-    from jax_dsa.nn.cache import LayerCache
-    from jax_dsa.nn.config import AttentionConfig, IndexerType
-    from jax_dsa.ops.cache import FlatCache, PagedCache
+    from jax_dsa.core.checks import Args
+    from jax_dsa.nn.config import IndexerType
 
 
 @exportable
@@ -62,6 +72,7 @@ class DSAttention(nnx.Module):
         rngs: Random streams that initialise the parameters.
 
     Raises:
+        TypeError: If `config` or `rngs` has the wrong type.
         ValueError: If `indexer_type` is neither "full" nor "shared".
 
     Examples:
@@ -81,6 +92,7 @@ class DSAttention(nnx.Module):
     def __init__(
         self, config: AttentionConfig, indexer_type: IndexerType = "full", *, rngs: nnx.Rngs
     ) -> None:
+        check_module("DSAttention", config, AttentionConfig, rngs)
         if indexer_type not in ("full", "shared"):
             raise ValueError(
                 f"DSAttention: argument 'indexer_type' is {indexer_type!r}, expected 'full' or "
@@ -128,8 +140,13 @@ class DSAttention(nnx.Module):
                 given where the layer takes none; if T is no multiple of `config.query_chunk`.
         """
         c = self.config
+        args, x = hidden_states("DSAttention", x, c.model_dim)
         self._check_selection(indices, sparse)
         self._check_keys(kv)
+        indices = selected_keys(args, indices)
+        if kv is not None:
+            args.bind("D", c.kv_rank + c.rope_dim, "config")
+            kv = args.array("kv", kv, "B T 1 D", FLOATS)
         positions, starts, ends = token_positions("DSAttention", x, positions, segment_ids, stripes)
         p = self.mla.project(x, positions)
         stored = p.kv if kv is None else kv
@@ -206,11 +223,18 @@ class DSAttention(nnx.Module):
             -1 in empty slots.
 
         Raises:
-            ValueError: If a selection or keys are missing, or given where the layer takes none.
+            TypeError: If an argument has the wrong type.
+            ValueError: If an argument has the wrong shape or is the cache of another layer; if a
+                selection or keys are missing, or given where the layer takes none.
         """
         c = self.config
+        args, x = hidden_states("DSAttention.decode", x, c.model_dim)
         self._check_selection(indices, True)
         self._check_keys(kv)
+        indices = selected_keys(args, indices)
+        self._check_cache(args, cache)
+        if kv is not None:
+            check_cache(args, "kv", kv, FlatCache, PagedCache)
         lengths = cache.lengths if kv is None else kv.lengths - x.shape[1]
         positions = lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
         p = self.mla.project(x, positions)
@@ -239,6 +263,20 @@ class DSAttention(nnx.Module):
             sinks=self.mla.sink_logits,
         )
         return self.mla.output(out, p), cache, indices
+
+    def _check_cache(self, args: Args, cache: LayerCache) -> None:
+        """Raises unless the cache is one for this layer and these requests."""
+        check_type(args.op, "cache", cache, LayerCache)
+        for name, want in (
+            ("kv", not self.config.shares_keys),
+            ("index_k", self.indexer is not None),
+        ):
+            got, expected = (
+                ("None", "given")[has] for has in (getattr(cache, name) is not None, want)
+            )
+            args.option(f"cache.{name}", got, got == expected, f"{expected} in this layer")
+        if cache.kv is not None:
+            check_cache(args, "cache.kv", cache.kv, FlatCache, PagedCache)
 
     def _check_keys(self, kv: object) -> None:
         if (kv is not None) != self.config.shares_keys:

@@ -11,7 +11,7 @@ Source: DeepSeek-V4 (2026), section 2.3; its configuration and names in `transfo
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from jax_dsa.core import compat
 from jax_dsa.core.export import exportable
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.nn.arguments import check_cache, check_module, hidden_states, selected_keys
+from jax_dsa.nn.compressed_config import CompressedConfig
 from jax_dsa.nn.compressed_indexer import CompressedIndexer
 from jax_dsa.nn.compressor import Compressor, Stream
 from jax_dsa.nn.positions import token_positions
@@ -28,9 +30,6 @@ from jax_dsa.ops.attn_dist import attn_dist
 from jax_dsa.ops.indexer import indexer_selected_logits, indexer_topk
 from jax_dsa.ops.losses import dense_indexer_kl_loss, indexer_kl_loss
 from jax_dsa.ops.sparse_mla import sparse_mla
-
-if TYPE_CHECKING:
-    from jax_dsa.nn.compressed_config import CompressedConfig
 
 
 @exportable
@@ -89,6 +88,7 @@ class CompressedAttention(nnx.Module):
     """
 
     def __init__(self, config: CompressedConfig, *, rngs: nnx.Rngs) -> None:
+        check_module("CompressedAttention", config, CompressedConfig, rngs)
         self.config = config
         c = config
         linear = {"use_bias": False, "dtype": c.dtype, "rngs": rngs}
@@ -138,6 +138,8 @@ class CompressedAttention(nnx.Module):
                 `sparse=False`.
         """
         c = self.config
+        args, x = hidden_states("CompressedAttention", x, c.model_dim)
+        indices = selected_keys(args, indices)
         if not sparse and indices is not None:
             raise ValueError(
                 "CompressedAttention: argument 'indices' is given, expected None with sparse=False"
@@ -220,8 +222,14 @@ class CompressedAttention(nnx.Module):
         Returns:
             The hidden states; the cache with the new tokens in it; the compressed keys attended to,
             int32, -1 in empty slots, or None if the layer has no compressed keys.
+
+        Raises:
+            TypeError, ValueError: If an argument has the wrong type or shape.
         """
         c = self.config
+        args, x = hidden_states("CompressedAttention.decode", x, c.model_dim)
+        indices = selected_keys(args, indices)
+        check_cache(args, "cache", cache, CompressedCache)
         step = jnp.arange(x.shape[1], dtype=jnp.int32)
         positions = cache.lengths[:, None] + step
         q, kv, q_latent = self._project(x, positions)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_dsa.core import compat
+from jax_dsa.core.checks import INT32
 from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import put_rows
 from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.nn.arguments import check_module, hidden_states
+from jax_dsa.nn.compressed_config import CompressedConfig
 from jax_dsa.ops.gated_pool import gated_pool_for_norm
-
-if TYPE_CHECKING:
-    from jax_dsa.nn.compressed_config import CompressedConfig
 
 
 @exportable
@@ -74,6 +74,7 @@ class Compressor(nnx.Module):
     """
 
     def __init__(self, config: CompressedConfig, dim: int, *, rngs: nnx.Rngs) -> None:
+        check_module("Compressor", config, CompressedConfig, rngs)
         assert config.ratio is not None
         self.config, self.dim, self.ratio = config, dim, config.ratio
         c, width = config, dim * (2 if config.overlap else 1)
@@ -97,7 +98,12 @@ class Compressor(nnx.Module):
             starts: Index of the first token of each token's document, int32. Block i of a document
                 that begins at token s has the number s // ratio + i. None: each sequence is one
                 document.
+
+        Raises:
+            TypeError, ValueError: If an argument has the wrong type or shape.
         """
+        args, x = hidden_states("Compressor", x, self.config.model_dim)
+        positions = args.array("positions", positions, "B T", INT32)
         complete = x.shape[1] - x.shape[1] % self.ratio
         block_positions = positions[:, : complete : self.ratio]
         if starts is not None:

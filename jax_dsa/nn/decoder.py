@@ -11,8 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dsa.core import compat
 from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.nn.arguments import check_module, check_type, hidden_states, token_numbers
 from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.cache import DecoderCache
+from jax_dsa.nn.config import DecoderConfig
 from jax_dsa.nn.linear import projection
 
 if TYPE_CHECKING:
@@ -20,9 +22,10 @@ if TYPE_CHECKING:
 
     from jax.sharding import Sharding
 
+    from jax_dsa.core.checks import Args
     from jax_dsa.nn.attention import AttentionAux
     from jax_dsa.nn.cache import LayerCache
-    from jax_dsa.nn.config import DecoderConfig, IndexerType
+    from jax_dsa.nn.config import IndexerType
 
 
 class SwiGLU(nnx.Module):
@@ -34,12 +37,14 @@ class SwiGLU(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        check_module("SwiGLU", config, DecoderConfig, rngs)
         a = config.attention
         self.gate_up = projection(a, a.model_dim, 2 * config.mlp_dim, rngs)
         self.down = projection(a, config.mlp_dim, a.model_dim, rngs)
 
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """Returns the layer's output for hidden states `x`."""
+        _, x = hidden_states("SwiGLU", x, self.gate_up.in_features)
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(jax.nn.silu(gate) * up)
 
@@ -56,6 +61,7 @@ class Block(nnx.Module):
     def __init__(
         self, config: DecoderConfig, indexer_type: IndexerType = "full", *, rngs: nnx.Rngs
     ) -> None:
+        check_module("Block", config, DecoderConfig, rngs)
         a = config.attention
         norm = {"epsilon": a.norm_eps, "dtype": a.dtype, "rngs": rngs}
         self.attention_norm = nnx.RMSNorm(a.model_dim, **norm)
@@ -77,6 +83,7 @@ class Block(nnx.Module):
 
         The arguments are those of `DSAttention`.
         """
+        _, x = hidden_states("Block", x, self.attention.config.model_dim)
         y, aux = self.attention(
             self.attention_norm(x),
             indices=indices,
@@ -99,6 +106,7 @@ class Block(nnx.Module):
 
         Arguments and results are those of `DSAttention.decode`.
         """
+        _, x = hidden_states("Block.decode", x, self.attention.config.model_dim)
         y, cache, indices = self.attention.decode(self.attention_norm(x), cache, indices=indices)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), cache, indices
@@ -127,6 +135,7 @@ class DecoderLM(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        check_module("DecoderLM", config, DecoderConfig, rngs)
         self.config = config
         a = config.attention
         self.embed = nnx.Embed(config.vocab, a.model_dim, dtype=a.dtype, rngs=rngs)
@@ -164,7 +173,13 @@ class DecoderLM(nnx.Module):
 
         Returns:
             The logits, float32, and each layer's attention results.
+
+        Raises:
+            TypeError, ValueError: If an argument has the wrong type or shape.
         """
+        args, tokens = token_numbers("DecoderLM", tokens)
+        if indices is not None:
+            self._check_number(args, "indices", len(indices), "selections")
 
         def sharded(x: jax.Array) -> jax.Array:
             if activation_sharding is None:
@@ -196,7 +211,8 @@ class DecoderLM(nnx.Module):
             ) -> tuple[jax.Array, AttentionAux]:
                 return nnx.merge(graph, params)(x, **arrays, stripes=stripes, sparse=sparse)
 
-            if remat_policy is not None:
+            # With nothing to recompute, `jax.checkpoint` would only add barriers.
+            if remat_policy not in (None, jax.checkpoint_policies.everything_saveable):
                 run = jax.checkpoint(run, policy=remat_policy)
             x, aux = run(params, x, {"indices": replayed, **token_arrays})
             x, last = sharded(x), aux.indices
@@ -237,7 +253,13 @@ class DecoderLM(nnx.Module):
         Returns:
             The logits, float32; the cache with the new tokens in it; with `return_indices`, each
             layer's selected keys, int32.
+
+        Raises:
+            TypeError, ValueError: If an argument has the wrong type or shape.
         """
+        args, tokens = token_numbers("DecoderLM.decode", tokens)
+        check_type(args.op, "cache", cache, DecoderCache)
+        self._check_number(args, "cache.layers", len(cache.layers), "caches")
         x = self._embed(tokens)
         selections: list[jax.Array] = []
         layers = []
@@ -248,6 +270,11 @@ class DecoderLM(nnx.Module):
             selections.append(indices)
         results = self._logits(x), DecoderCache(tuple(layers))
         return (*results, selections) if return_indices else results
+
+    def _check_number(self, args: Args, name: str, number: int, what: str) -> None:
+        """Raises unless there is one entry per layer."""
+        layers = len(self.blocks)
+        args.option(name, f"{number} {what}", number == layers, f"one for each of {layers} layers")
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         # On a mesh with Explicit axes, the lookup needs the sharding of its result.

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_dsa.core.checks import FLOATS, INT32
 from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.nn.arguments import check_module, hidden_states
+from jax_dsa.nn.config import AttentionConfig
 from jax_dsa.nn.fp4 import fake_quantize_fp4
 from jax_dsa.nn.linear import projection
 from jax_dsa.nn.rotary import hadamard, rope
 from jax_dsa.nn.stripes import unstriped
 from jax_dsa.ops.quantize_fp8 import quantize_fp8
-
-if TYPE_CHECKING:
-    from jax_dsa.nn.config import AttentionConfig
 
 
 @exportable
@@ -76,6 +76,7 @@ class LightningIndexer(nnx.Module):
     """
 
     def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs) -> None:
+        check_module("LightningIndexer", config, AttentionConfig, rngs)
         self.config = config
         c = config
         width = c.index_heads * c.index_dim
@@ -101,8 +102,15 @@ class LightningIndexer(nnx.Module):
             x: Hidden states.
             q_latent: The input of the attention's query projection; see `MLAProjections`.
             positions: Rotary positions of the tokens, int32.
+
+        Raises:
+            TypeError, ValueError: If an argument has the wrong type or shape.
         """
         c = self.config
+        args, x = hidden_states("LightningIndexer", x, c.model_dim)
+        args.bind("Q", c.q_rank or c.model_dim, "config")
+        q_latent = args.array("q_latent", q_latent, "B T Q", FLOATS)
+        positions = args.array("positions", positions, "B T", INT32)
         x, q_latent = jax.lax.stop_gradient((x, q_latent))
         if self.q_norm is not None:
             q_latent = self.q_norm(q_latent)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_dsa.core.checks import INT32
 from jax_dsa.core.export import exportable
+from jax_dsa.core.softmax import logistic
 from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.nn.arguments import check_module, hidden_states
+from jax_dsa.nn.config import AttentionConfig
 from jax_dsa.nn.indexer import LogScale
 from jax_dsa.nn.linear import projection
 from jax_dsa.nn.rotary import rope
 from jax_dsa.ops.masked_attention import masked_attention
-
-if TYPE_CHECKING:
-    from jax_dsa.nn.config import AttentionConfig
 
 
 @exportable
@@ -54,6 +55,7 @@ class MLA(nnx.Module):
     """
 
     def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs) -> None:
+        check_module("MLA", config, AttentionConfig, rngs)
         self.config = config
         c = config
         heads = c.num_heads
@@ -80,8 +82,13 @@ class MLA(nnx.Module):
         Args:
             x: Hidden states.
             positions: Rotary positions of the tokens, int32.
+
+        Raises:
+            TypeError, ValueError: If an argument has the wrong type or shape.
         """
         c = self.config
+        args, x = hidden_states("MLA.project", x, c.model_dim)
+        positions = args.array("positions", positions, "B T", INT32)
         q_latent = x
         if self.wq_a is not None and self.q_norm is not None:
             q_latent = self.q_norm(self.wq_a(x))
@@ -140,7 +147,7 @@ class MLA(nnx.Module):
             q, k, v, scale=c.scale, is_causal=True, segment_ids=starts, return_lse=True
         )
         if self.sink_logits is not None:
-            out = out * jax.nn.sigmoid(lse - self.sink_logits)[..., None].astype(out.dtype)
+            out = out * logistic(lse - self.sink_logits)[..., None].astype(out.dtype)
         return self._gated_output(out, p), lse
 
     def _gated_output(

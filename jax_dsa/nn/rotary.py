@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 
+from jax_dsa.core.checks import FLOATS, INT32, Args
 from jax_dsa.core.typing import Array, Float, Int
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def rope(
 
     Args:
         x: Floating-point array; R is even. It is rotated in float32.
-        positions: Positions of the tokens, int32.
+        positions: Positions of the tokens, int32. Angles are exact to about 1e-6 radians at any
+            position.
         base: Base of the frequencies.
         layout: "half" pairs element i with i + R/2, "interleaved" pairs 2i with 2i + 1.
         frequencies: R/2 frequencies in radians per position, which replace those of `base`.
@@ -44,7 +46,9 @@ def rope(
         The rotated array, in the shape and dtype of `x`.
 
     Raises:
-        ValueError: If R is odd, `layout` is unknown, or the number of `frequencies` is not R/2.
+        TypeError: If `x` holds no floats, or `positions` no integers.
+        ValueError: If the axes of `positions` are not the first ones of `x`, R is odd, `layout` is
+            unknown, `base` is not positive, or the number of `frequencies` is not R/2.
 
     Examples:
         >>> import math, jax.numpy as jnp
@@ -56,6 +60,11 @@ def rope(
 
     Source: RoFormer (Su et al., 2021).
     """
+    args = Args("rope", "x", np.empty(0), "R")
+    x = args.typed("x", x, FLOATS)
+    positions = args.typed("positions", positions, INT32)
+    fits = positions.ndim < x.ndim and positions.shape == x.shape[: positions.ndim]
+    args.shape("positions", positions, fits, f"the first axes of x {x.shape}")
     if layout not in ROPE_LAYOUTS:
         raise ValueError(f"rope: argument 'layout' is {layout!r}, expected one of {ROPE_LAYOUTS}")
     width = x.shape[-1]
@@ -64,15 +73,17 @@ def rope(
     if width == 0:
         return x
     if frequencies is None:
-        frequency = base ** (-np.arange(0, width, 2, dtype=np.float32) / width)
+        base = args.real("base", base)
+        args.option("base", base, base > 0, "a positive float")
+        frequency = base ** (-np.arange(0, width, 2) / width)
     elif len(frequencies) == width // 2:
-        frequency = np.asarray(frequencies, np.float32)
+        frequency = np.array([args.real("frequencies", f) for f in frequencies])
     else:
         raise ValueError(
             f"rope: argument 'frequencies' has {len(frequencies)} numbers, expected {width // 2} "
             f"because the last axis of x has {width} elements"
         )
-    angle = positions[..., None].astype(jnp.float32) * frequency
+    angle = _angles(positions, frequency)
     angle = angle.reshape(*positions.shape, *(1,) * (x.ndim - positions.ndim - 1), width // 2)
     cos, sin = factor * jnp.cos(angle), factor * jnp.sin(angle)
     exact = x.astype(jnp.float32)
@@ -83,6 +94,23 @@ def rope(
         a, b = exact[..., 0::2], exact[..., 1::2]
         rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
     return rotated.astype(x.dtype)
+
+
+def _angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Array, "B T R/2"]:
+    """Returns positions * frequencies modulo 2 pi, in -pi..pi.
+
+    A float32 product would be off by 0.03 radians at position 2^20. A frequency in turns per
+    position therefore is the sum of an integer number of 2^-32 turns and a remainder. The product
+    of the first part and the position is an int32 product that wraps around with each turn. It is
+    exact. The product of the second part is below half a turn at any position.
+    """
+    turns = frequencies / (2 * np.pi) % 1 * 2.0**32
+    whole = np.rint(turns)
+    rest = ((turns - whole) * 2.0**-32).astype(np.float32)
+    steps = (whole % 2.0**32).astype(np.uint32).view(np.int32)
+    positions = positions[..., None]
+    product = (positions * steps).astype(jnp.float32) * np.float32(2.0**-32)
+    return (product + positions.astype(jnp.float32) * rest) * np.float32(2 * np.pi)
 
 
 def yarn_frequencies(
@@ -143,9 +171,11 @@ def hadamard(x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
         The transformed array, in the shape and dtype of `x`, computed in float32.
 
     Raises:
+        TypeError: If `x` holds no floats.
         ValueError: If C is not a power of two.
     """
-    width = x.shape[-1]
+    x = Args("hadamard", "x", np.empty(0), "C").typed("x", x, FLOATS)
+    width = x.shape[-1] if x.ndim else 0
     if width < 1 or width & (width - 1):
         raise ValueError(
             f"hadamard: argument 'x' has shape {x.shape}, expected a power of two as the last axis"

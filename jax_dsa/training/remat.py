@@ -15,15 +15,15 @@ RESIDUALS = (*SELECTION, "dsa_teacher", "dsa_out", "dsa_lse")
 WARMUP = ("dsa_kl_grads",)
 
 _save = jax.checkpoint_policies.save_only_these_names
-_POLICIES: dict[str, Callable[..., Any] | None] = {
-    "none": None,
+_POLICIES: dict[str, Callable[..., Any]] = {
+    "none": jax.checkpoint_policies.everything_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
     "selection": _save(*SELECTION, CHUNKED),
     "attention": _save(*RESIDUALS, *WARMUP, CHUNKED),
 }
 
 
-def remat_policy(name: str) -> Callable[..., Any] | None:
+def remat_policy(name: str) -> Callable[..., Any]:
     """Returns a policy for `jax.checkpoint` around a decoder block.
 
     The operators are deterministic, so recomputing a selection gives the same selection. Below, K
@@ -43,7 +43,7 @@ def remat_policy(name: str) -> Callable[..., Any] | None:
               probabilities of dense attention are computed once.
 
     Returns:
-        The policy, or None for no rematerialisation.
+        The policy.
 
     Raises:
         ValueError: If the name is unknown.

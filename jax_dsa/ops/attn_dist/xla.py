@@ -7,7 +7,7 @@ Per query and valid slot i of its indices, with sums over the heads of a head gr
     a_i = sum_heads gate * p_i
     ds_i = da_i * gate * p_i
     dlse = -sum_i da_i * gate^2 * p_i
-    dsink = -sum_i da_i * gate * (1 - gate) * p_i
+    dsink = -sum_i da_i * gate * p_i / (1 + exp(lse - sink))
 
 `lse` is an input of its own. Its gradient is taken with the scores held constant.
 """
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jax_dsa.core import compat
 from jax_dsa.core.rows import gather_rows, query_bytes, scatter_rows, scores, valid_slots
-from jax_dsa.core.softmax import grouped, probabilities, sink_gate
+from jax_dsa.core.softmax import grouped, probabilities, sink_gate, sink_share
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array
 from jax_dsa.ops.attn_dist.spec import Gradients, Operands, Options, Results
@@ -91,8 +91,8 @@ def attn_dist_bwd(options: Options, x: Operands, dy: Results) -> Gradients:
         dp = jnp.repeat(ddist, summed, axis=2).reshape(p.shape)
         ds = jnp.where(valid[:, :, :, None], p * dp, 0)
         dlse = -ds.sum(-1)
-        if gate is not None:
-            dsinks += jnp.sum(dlse * (1 - gate), axis=1).reshape(B, N)
+        if sinks is not None and gate is not None:
+            dsinks += jnp.sum(dlse * sink_share(sinks, lse), axis=1).reshape(B, N)
             dlse *= gate
         ds = (ds * options.scale).astype(q.dtype)
         dq = jnp.einsum("btgmk,btgkd->btgmd", ds, rows, preferred_element_type=acc)

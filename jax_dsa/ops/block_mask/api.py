@@ -40,6 +40,10 @@ from jax_dsa.ops.topk.api import topk_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# A tile may have this many queries and keys even if T and S are smaller, so that one setting serves
+# sequences of all lengths. The limit keeps the bits of a tile small.
+LARGEST_TILE = 1024
+
 _LIMITS = "arrays, ranges and segments; no mask function"
 CLASSIFY = Pass(
     "block_mask_classify",
@@ -87,8 +91,8 @@ def make_block_mask(
         is_causal, causal_alignment, local_window_size, segment_ids, key_value_seq_lengths: As in
             `masked_attention`, and combined with `mask`. Do not repeat them in the call of
             `masked_attention`.
-        block_q: Number of queries per tile, up to T (or 128).
-        block_k: Number of keys per tile, a multiple of 8, up to S (or 128).
+        block_q: Number of queries per tile, up to T or 1024.
+        block_k: Number of keys per tile, a multiple of 8, up to S or 1024.
 
     Returns:
         The block mask. Its B or H is 1 if the mask is an array or None and does not depend on the
@@ -120,8 +124,8 @@ def make_block_mask(
     options = Options(
         queries=queries,
         keys=keys,
-        block_q=args.integer("block_q", block_q, 1, max(128, queries)),
-        block_k=args.integer("block_k", block_k, 8, max(128, keys + 7)),
+        block_q=args.integer("block_q", block_q, 1, max(LARGEST_TILE, queries)),
+        block_k=args.integer("block_k", block_k, 8, max(LARGEST_TILE, keys + 7)),
     )
     args.option("block_k", block_k, block_k % 8 == 0, "a multiple of 8")
     visible = Visible.from_arguments(

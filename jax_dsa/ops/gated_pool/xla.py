@@ -118,6 +118,12 @@ def gated_pool_bwd(options: Options, x: Operands, dy: Results) -> Gradients:
         dkeys = dkeys * x.scale[:, None] + 2 * mean * dy.squares[..., None]
     dvalues = weights * dkeys[:, :, None]
     dgates = dvalues * (values - mean[:, :, None])
+    # The gradients of a key's gates add up to zero. The largest weight may be so close to 1 that
+    # the difference of its value and the mean has no correct digit. The other gradients have.
+    position = jnp.arange(weights.shape[2], dtype=jnp.int32)[None, None, :, None]
+    is_largest = jnp.argmax(weights, axis=2, keepdims=True).astype(jnp.int32) == position
+    others = jnp.where(is_largest, 0, dgates)
+    dgates = jnp.where(is_largest, -jnp.sum(others, axis=2, keepdims=True), others)
     gather = functools.partial(
         _contributions, options.ratio, None if blocks is None else blocks.last
     )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_dsa.core import compat, streaming
+from jax_dsa.core.softmax import split_scale
 from jax_dsa.core.typing import Array
 from jax_dsa.ops.htree import spec, tree
 from jax_dsa.ops.htree.nodes import (
@@ -185,7 +186,9 @@ def _attend_transposed(
     live = (dout != 0).any(-1, keepdims=True) | (dlse != 0)[..., None]
     live &= lse[..., None] != -jnp.inf
     dout = jnp.where(live, dout, 0)
-    delta = (out.astype(dtype) * dout.astype(dtype)).sum(-1, keepdims=True) - dlse[..., None]
+    first, last = split_scale(options.scale, dout.dtype)
+    delta = (out.astype(dtype) * (first * dout).astype(dtype)).sum(-1, keepdims=True)
+    delta -= first * dlse[..., None]
     q, dout, live, delta, lse = (
         x.reshape(*shape[:2], groups, shape[2] // groups, x.shape[-1])
         for x in (jnp.where(live, q, 0), dout, live, delta, lse[..., None])
@@ -206,8 +209,8 @@ def _attend_transposed(
             counted &= ~mark(ordinals, counted.shape[-1])[:, :, :, None]
         scores = options.scale * columns.scores(rotated)
         p = jnp.where(counted, jnp.exp(scores - lse), 0)
-        dp = columns.dot("btgme,*e->btgmw", dout, columns.values)
-        ds = jnp.where(counted, p * (dp - delta) * options.scale, 0)
+        dp = columns.dot("btgme,*e->btgmw", first * dout, columns.values)
+        ds = jnp.where(counted, p * (dp - delta) * last, 0)
 
         dq += rotate(columns.dot("btgmw,*d->btgmd", ds, columns.keys), cos, -sin)
         dk = nodes.add(dk, *layer, columns.key_gradients(ds, rotated))

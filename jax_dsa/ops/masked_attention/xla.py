@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_dsa.core import compat
+from jax_dsa.core.softmax import split_scale
 from jax_dsa.core.typing import Array
 from jax_dsa.ops.masked_attention.scores import (
     Keys,
@@ -51,10 +52,12 @@ def masked_attention_bwd(options: Options, x: Operands, y: Results, dy: Results)
     With x the scaled and biased scores, s = cap * tanh(x / cap) and P = exp(s - lse):
     delta = sum(out * dout) - dlse, dS = P * (dout V^T - delta), dX = dS * (1 - (s / cap)^2),
     dV = P^T dout, dQ = scale * dX K, dK = scale * dX^T Q, dbias = dX summed to bias's shape.
+    The code computes dX times the first factor of the scale (see `split_scale`).
     """
     acc = compat.accum_dtype(x.q.dtype)
     keys, queries = Keys.of(x), Queries.of(x)
-    delta = (y.out.astype(acc) * dy.out.astype(acc)).sum(-1) - dy.lse
+    first, last = split_scale(options.scale, x.q.dtype)
+    delta = (y.out.astype(acc) * (first * dy.out).astype(acc)).sum(-1) - first * dy.lse
 
     def body(
         carry: Any, rows: Array, q: Array, dout: Array, lse: Array, delta: Array, *per_query: Any
@@ -69,17 +72,17 @@ def masked_attention_bwd(options: Options, x: Operands, y: Results, dy: Results)
         s = scores(options, q, k, chunk.visible_bias(keys, visible))
         p = weights(s, jnp.where(sees_any, lse, 0))
         p = keys.multiply_by_count(jnp.where(visible, p, 0))
-        dx = p * (dot("bgmtd,bgsd->bgmts", dout, v) - delta)
+        dx = p * (dot("bgmtd,bgsd->bgmts", first * dout, v) - delta)
         if options.softcap is not None:
             dx *= 1 - (s / options.softcap) ** 2
         dx = jnp.where(visible, dx, 0)
         dx_low = dx.astype(q.dtype)
-        dq = options.scale * dot("bgmts,bgsd->bgmtd", dx_low, k)
+        dq = last * dot("bgmts,bgsd->bgmtd", dx_low, k)
         dk, dv, dbias = carry
         dk += dot("bgmts,bgmtd->bgsd", dx_low, q)
         dv += dot("bgmts,bgmtd->bgsd", p.astype(v.dtype), dout)
         if chunk.bias is not None:
-            chunk_dbias = keys.scatter_scores(dx, chunk.bias.shape)
+            chunk_dbias = keys.scatter_scores(dx / first, chunk.bias.shape)
             if dbias.shape[3] == 1:
                 dbias = dbias + chunk_dbias
             else:
@@ -94,7 +97,7 @@ def masked_attention_bwd(options: Options, x: Operands, y: Results, dy: Results)
     carry = compat.match_vary(carry, *x, *y, *dy)
     xs = (x.q, dy.out, y.lse[..., None], delta[..., None])
     (dk, dv, dbias), (dq,) = scan_query_chunks(body, carry, xs, queries, keys, copies=5)
-    dk, dv = keys.scatter_rows(options.scale * dk), keys.scatter_rows(dv)
+    dk, dv = keys.scatter_rows(last * dk), keys.scatter_rows(dv)
     if x.bias is not None:
         dbias = dbias.reshape(x.bias.shape).astype(x.bias.dtype)
     return Gradients(_by_token(dq), dk.astype(x.k.dtype), dv.astype(x.v.dtype), dbias)

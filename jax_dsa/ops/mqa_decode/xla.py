@@ -26,6 +26,7 @@ from jax_dsa.core.softmax import (
     row_products,
     sink_gate,
     sink_gradient,
+    split_scale,
 )
 from jax_dsa.core.streaming import chunk_length, entry_by_entry, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
@@ -179,7 +180,8 @@ def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
     q, dout, lse, dlse = (grouped(x, G) for x in (q, dout, lse, dlse))
     E = dout.shape[-1]
     q, dout, dlse = of_rows_with_keys(lse, q, dout.astype(q.dtype), dlse)
-    dout_dot_out = row_products(dout, grouped(out, G))
+    first, last = split_scale(options.scale, q.dtype)
+    dout_dot_out = row_products(first * dout, grouped(out, G))
     gate = sink_gate(sinks, lse)
     has_dk = k.dtype != jnp.uint8
 
@@ -198,10 +200,10 @@ def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
         dq, dk, dv = carry
         keys, values, visible = read(units)
         p = probabilities(_scores(options.scale, q, keys, visible), lse)
-        dp = jnp.einsum("btgme,blge->btgml", dout, values, preferred_element_type=acc)
+        dp = jnp.einsum("btgme,blge->btgml", first * dout, values, preferred_element_type=acc)
         dp = jnp.where(visible[:, :, None, None], dp - dout_dot_out[..., None], 0)
         weighted = p if gate is None else p * gate[..., None]
-        ds = ((weighted * dp + p * dlse[..., None]) * options.scale).astype(q.dtype)
+        ds = ((weighted * dp + p * (first * dlse)[..., None]) * last).astype(q.dtype)
         dq += jnp.einsum(
             "btgml,blgd->btgmd", ds, _split_finite(keys)[0], preferred_element_type=acc
         )
@@ -225,7 +227,7 @@ def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
     if units:
         carry, _ = scan_chunks(chunk, carry, (ids,), chunk=size)
     dq, dk, dv = carry
-    dsinks = None if gate is None else sink_gradient(gate, dout_dot_out)
+    dsinks = None if sinks is None else sink_gradient(sinks, lse, dout_dot_out) / first
     return Gradients(q=dq.reshape(B, T, N, D).astype(q.dtype), k=dk, v=dv, sinks=dsinks)
 
 

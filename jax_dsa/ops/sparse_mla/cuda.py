@@ -119,12 +119,13 @@ def sparse_mla_bwd(
     The kernels do not know sinks. The gate of a sink is multiplied into `dout` here.
     """
     B, S, G, D = x.kv.shape
-    gate = sink_gate(x.sinks, grouped(y.lse, G))
+    lse = grouped(y.lse, G)
+    gate = sink_gate(x.sinks, lse)
     dout, dsinks = dy.out, None
-    if gate is not None:
+    if x.sinks is not None and gate is not None:
         gate = gate.reshape(y.lse.shape)
         (dout_dot_out,) = of_rows_with_keys(y.lse, row_products(dout, y.out))
-        dsinks = sink_gradient(gate, dout_dot_out)
+        dsinks = sink_gradient(x.sinks, lse, grouped(dout_dot_out, G))
         dout = (dout.astype(gate.dtype) * gate[..., None]).astype(dout.dtype)
     xs = x.q, x.indices, x.ends, x.topk_length, dout, y.lse, y.out, dy.lse
     if not sums_by_rows(options, x):

@@ -6,7 +6,7 @@ Per query and head, over the valid slots i of its indices, with v_i the first E 
     p_i = exp(s_i - lse)             out = gate * sum_i p_i v_i
 
     ds_i = p_i * (gate * (dout . v_i - dout . out) + dlse)
-    dsink = -(1 - gate) * dout . out
+    dsink = -dout . out / (1 + exp(lse - sink))
 
 where `out` is the gated output, so neither the gate nor its inverse has to be kept. The row of an
 invalid slot is read as zeros and its score as -inf. This keeps the contents of unselected keys, NaN
@@ -32,6 +32,7 @@ from jax_dsa.core.softmax import (
     row_products,
     sink_gate,
     sink_gradient,
+    split_scale,
 )
 from jax_dsa.core.streaming import chunk_length, entry_by_entry, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float
@@ -83,6 +84,7 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
     B, _, N, D = x.q.shape
     S, G = kv.shape[1], x.indices.shape[2]
     acc = compat.accum_dtype(x.q.dtype)
+    first, last = split_scale(options.scale, x.q.dtype)
     has_dkv = kv.dtype != jnp.uint8
     carry = (
         jnp.zeros((kv.shape[0], S, G, D), acc) if has_dkv else None,
@@ -97,13 +99,16 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
         rows = gather_rows(kv, x.indices, valid, q.dtype, options.page_size)
         p = probabilities(scores(options.scale, q, rows, valid), lse)
         dp = jnp.einsum(
-            "btgme,btgke->btgmk", dout, rows[..., : options.value_dim], preferred_element_type=acc
+            "btgme,btgke->btgmk",
+            first * dout,
+            rows[..., : options.value_dim],
+            preferred_element_type=acc,
         )
-        dout_dot_out = row_products(dout, out)
+        dout_dot_out = row_products(first * dout, out)
         gate = sink_gate(sinks, lse)
         dp -= dout_dot_out[..., None]
         weighted = p if gate is None else p * gate[..., None]
-        ds = ((weighted * dp + p * dlse[..., None]) * options.scale).astype(q.dtype)
+        ds = ((weighted * dp + p * (first * dlse)[..., None]) * last).astype(q.dtype)
         dq = jnp.einsum("btgmk,btgkd->btgmd", ds, rows, preferred_element_type=acc)
         if dkv is not None:
             # One product computes ds^T q + p^T dout: the operands are stacked along the head axis.
@@ -111,8 +116,8 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
             right = jnp.concatenate([q, _padded(dout, D)], axis=3)
             drows = jnp.einsum("btgmk,btgmd->btgkd", left, right, preferred_element_type=acc)
             dkv = scatter_rows(dkv, x.indices, valid, drows, deterministic=options.deterministic)
-        if gate is not None:
-            dsinks += sink_gradient(gate, dout_dot_out)
+        if sinks is not None:
+            dsinks += sink_gradient(sinks, lse, dout_dot_out) / first
         return (dkv, dsinks), (dq.reshape(*dq.shape[:2], N, D).astype(q.dtype),)
 
     row_copies = 6 if options.deterministic else 2

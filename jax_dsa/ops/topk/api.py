@@ -14,10 +14,12 @@ from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.topk import cuda, xla
-from jax_dsa.ops.topk.spec import Operands, Options, Results, Selected
+from jax_dsa.ops.topk.spec import Gradients, Operands, Options, Results, Selected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from jax_dsa.core.call import Call
 
 FWD = Pass(
     "topk_fwd",
@@ -29,8 +31,14 @@ FWD = Pass(
 )
 BWD = Pass("topk_bwd", xla.topk_bwd, shardable="b t")
 
+
+def _bwd(call: Call, options: Options, x: Selected, dy: Results) -> Gradients:
+    # The backward pass only scatters values; it has no kernel and needs none.
+    return BWD(call.auxiliary, options, x, dy)
+
+
 # The operator without checks of its arguments.
-topk_op = differentiable("topk", FWD, BWD, residuals=lambda x, y: (Selected(y.indices),))
+topk_op = differentiable("topk", FWD, _bwd, residuals=lambda x, y: (Selected(y.indices),))
 
 IndicesValues = tuple[Int[Array, "... K"], Float[Array, "... K"]]
 

@@ -1,0 +1,219 @@
+"""Modules check their arguments as operators do, and name themselves and the argument."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support.compare import Variable, assert_matches
+
+import jax_dsa
+from jax_dsa import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CONFIG = nn.AttentionConfig(
+    model_dim=16,
+    num_heads=2,
+    q_rank=None,
+    kv_rank=8,
+    nope_dim=4,
+    rope_dim=4,
+    v_dim=4,
+    index_heads=2,
+    index_dim=8,
+    index_rope_dim=4,
+    top_k=3,
+)
+COMPRESSED = nn.CompressedConfig(
+    model_dim=16,
+    num_heads=2,
+    q_rank=8,
+    head_dim=8,
+    rope_dim=4,
+    out_groups=1,
+    out_rank=8,
+    window=4,
+    ratio=2,
+    top_k=3,
+    index_dim=8,
+)
+DECODER = nn.DecoderConfig(CONFIG, vocab=11, num_layers=1, mlp_dim=32)
+RNGS = nnx.Rngs(0)
+LAYER, LM = nn.DSAttention(CONFIG, rngs=RNGS), nn.DecoderLM(DECODER, rngs=RNGS)
+SHARED = nn.DSAttention(CONFIG, "shared", rngs=RNGS)
+CLAYER = nn.CompressedAttention(COMPRESSED, rngs=RNGS)
+
+B, T, M = 2, 3, 16
+X, POSITIONS = jnp.ones((B, T, M)), jnp.zeros((B, T), jnp.int32)
+TOKENS, INDICES = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, T, 2), jnp.int32)
+CACHE, MODEL_CACHE = nn.LayerCache.empty(CONFIG, B, 8), LM.init_cache(B, 8)
+FLAT, CCACHE = jax_dsa.FlatCache.empty(B, 8, 12), CLAYER.init_cache(B, 8)
+
+# By the function's name in messages: a call with these hidden states.
+HIDDEN: dict[str, Callable[[Any], Any]] = {
+    "DSAttention": LAYER,
+    "DSAttention.decode": lambda x: LAYER.decode(x, CACHE),
+    "MLA.project": lambda x: LAYER.mla.project(x, POSITIONS),
+    "LightningIndexer": lambda x: LAYER.indexer(x, X, POSITIONS),
+    "CompressedAttention": CLAYER,
+    "CompressedAttention.decode": lambda x: CLAYER.decode(x, CCACHE),
+    "Compressor": lambda x: CLAYER.compressor(x, POSITIONS, None),
+    "Block": LM.blocks[0],
+    "Block.decode": lambda x: LM.blocks[0].decode(x, CACHE),
+    "SwiGLU": LM.blocks[0].mlp,
+}
+
+
+@pytest.mark.parametrize("op", HIDDEN)
+def test_hidden_states(op: str) -> None:
+    call = HIDDEN[op]
+    for wrong in (X[0], X[None], X[..., :15], X[..., None]):
+        shape = re.escape(str(wrong.shape))
+        want = rf"{op}: argument 'x' has shape {shape}, want \[B, T, M\] with .*M=16"
+        with pytest.raises(ValueError, match=want):
+            call(wrong)
+    with pytest.raises(TypeError, match=f"{op}: argument 'x' has dtype int32, want "):
+        call(X.astype(jnp.int32))
+    with pytest.raises(TypeError, match=f"{op}: argument 'x' is list, want "):
+        call(np.asarray(X).tolist())
+
+
+@pytest.mark.parametrize("op", ["DSAttention", "CompressedAttention.decode", "SwiGLU"])
+def test_hidden_states_that_convert_to_arrays(op: str) -> None:
+    assert_matches(*(jax.tree.leaves(HIDDEN[op](x)) for x in (Variable(X), X)), tol=0)
+
+
+CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "indices": (
+        lambda: LAYER(X, indices=INDICES[:, :2]),
+        ValueError,
+        r"DSAttention: argument 'indices' has shape \(2, 2, 2\), want \[B, T, K\] with .*T=3",
+    ),
+    "indices-dtype": (
+        lambda: CLAYER(X, indices=INDICES.astype(jnp.float32)),
+        TypeError,
+        "CompressedAttention: argument 'indices' has dtype float32, want int32",
+    ),
+    "indices-rank": (
+        lambda: CLAYER.decode(X, CCACHE, indices=INDICES[0]),
+        ValueError,
+        "CompressedAttention.decode: argument 'indices' has shape",
+    ),
+    "indices-decode": (
+        lambda: LAYER.decode(X, CACHE, indices=INDICES[:1]),
+        ValueError,
+        "DSAttention.decode: argument 'indices' has shape",
+    ),
+    "positions": (
+        lambda: LAYER.mla.project(X, POSITIONS[:, :2]),
+        ValueError,
+        r"MLA.project: argument 'positions' has shape \(2, 2\), want \[B, T\]",
+    ),
+    "positions-dtype": (
+        lambda: CLAYER.compressor(X, POSITIONS.astype(jnp.float32), None),
+        TypeError,
+        "Compressor: argument 'positions' has dtype float32, want int32",
+    ),
+    "q_latent": (
+        lambda: LAYER.indexer(X, X[..., :8], POSITIONS),
+        ValueError,
+        "LightningIndexer: argument 'q_latent' has shape",
+    ),
+    "batch": (
+        lambda: LAYER.decode(jnp.ones((3, 1, M)), CACHE),
+        ValueError,
+        r"DSAttention.decode: argument 'cache.kv.lengths' has shape \(2,\), want \[B\] with B=3",
+    ),
+    "batch-compressed": (
+        lambda: CLAYER.decode(jnp.ones((3, 1, M)), CCACHE),
+        ValueError,
+        r"CompressedAttention.decode: argument 'cache.lengths' has shape \(2,\), want .*B=3",
+    ),
+    "batch-model": (
+        lambda: LM.decode(TOKENS[:1], MODEL_CACHE),
+        ValueError,
+        r"decode: argument 'cache.*lengths' has shape \(2,\), want \[B\] with B=1",
+    ),
+    "cache-flat": (
+        lambda: LAYER.decode(X, FLAT),
+        TypeError,
+        "DSAttention.decode: argument 'cache' is FlatCache, want LayerCache",
+    ),
+    "cache-none": (lambda: LAYER.decode(X, None), TypeError, "'cache' is NoneType, want LayerCa"),
+    "cache-model": (lambda: LAYER.decode(X, MODEL_CACHE), TypeError, "'cache' is DecoderCache"),
+    "cache-compressed": (
+        lambda: CLAYER.decode(X, CACHE),
+        TypeError,
+        "CompressedAttention.decode: argument 'cache' is LayerCache, want CompressedCache",
+    ),
+    "cache-without-index": (
+        lambda: LAYER.decode(X, nn.LayerCache.empty(CONFIG, B, 8, indexer_type="shared")),
+        ValueError,
+        "DSAttention.decode: argument 'cache.index_k' is 'None', want given in this layer",
+    ),
+    "cache-with-index": (
+        lambda: SHARED.decode(X, CACHE, indices=INDICES),
+        ValueError,
+        "DSAttention.decode: argument 'cache.index_k' is 'given', want None in this layer",
+    ),
+    "cache-of-model-flat": (
+        lambda: LM.decode(TOKENS, FLAT),
+        TypeError,
+        "DecoderLM.decode: argument 'cache' is FlatCache, want DecoderCache",
+    ),
+    "cache-of-model-short": (
+        lambda: LM.decode(TOKENS, nn.DecoderCache(())),
+        ValueError,
+        "DecoderLM.decode: argument 'cache.layers' is '0 caches', want one for each of 1 layers",
+    ),
+    "tokens-rank": (lambda: LM(TOKENS[0]), ValueError, r"DecoderLM: argument 'tokens' has shape"),
+    "tokens-dtype": (lambda: LM(X[..., 0]), TypeError, "DecoderLM: argument 'tokens' has dtype fl"),
+    "tokens-list": (lambda: LM([[1, 2]]), TypeError, "DecoderLM: argument 'tokens' is list, want"),
+    "tokens-decode": (
+        lambda: LM.decode(X, MODEL_CACHE),
+        TypeError,
+        "DecoderLM.decode: argument 'tokens' has dtype float32",
+    ),
+    "selections": (
+        lambda: LM(TOKENS, indices=[]),
+        ValueError,
+        "DecoderLM: argument 'indices' is '0 selections', want one for each of 1 layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_other_arguments(case: str) -> None:
+    call, error, message = CALLS[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+CONSTRUCTORS: dict[str, tuple[Callable[..., Any], Any, Any]] = {
+    "DSAttention": (nn.DSAttention, CONFIG, COMPRESSED),
+    "MLA": (nn.MLA, CONFIG, DECODER),
+    "LightningIndexer": (nn.LightningIndexer, CONFIG, None),
+    "DecoderLM": (nn.DecoderLM, DECODER, CONFIG),
+    "Block": (nn.Block, DECODER, CONFIG),
+    "SwiGLU": (nn.SwiGLU, DECODER, CONFIG),
+    "CompressedAttention": (nn.CompressedAttention, COMPRESSED, CONFIG),
+    "Compressor": (lambda c, rngs: nn.Compressor(c, 8, rngs=rngs), COMPRESSED, CONFIG),
+}
+
+
+@pytest.mark.parametrize("op", CONSTRUCTORS)
+def test_constructors(op: str) -> None:
+    make, config, wrong = CONSTRUCTORS[op]
+    for rngs in (jax.random.key(0), 0, None):
+        with pytest.raises(TypeError, match=rf"{op}: argument 'rngs' is .*, want Rngs, such as nn"):
+            make(config, rngs=rngs)
+    expected = type(config).__name__
+    with pytest.raises(TypeError, match=f"{op}: argument 'config' is .*, want {expected}"):
+        make(wrong, rngs=RNGS)
