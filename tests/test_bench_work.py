@@ -42,6 +42,14 @@ class Sizes:
         return int(np.minimum(self.visible(), self.K).sum())
 
 
+class AllSlots(Sizes):
+    """The same, but with K keys for each query, also where it sees fewer."""
+
+    @property
+    def selected(self) -> int:
+        return self.T * self.K
+
+
 def product(m: int, n: int, k: int) -> int:
     """Operations of a matrix product: a multiplication and an addition per element of [m, n, k]."""
     return 2 * m * n * k
@@ -143,7 +151,12 @@ def all_cases(operator: str, scale: int = 1) -> list[Case]:
 def test_work_is_what_a_count_by_hand_gives(operator: str) -> None:
     for case in all_cases(operator):
         kind = " ".join(filter(None, (case.operator, case.step, case.dtype, case.note)))
-        assert case.work == BY_HAND[kind](Sizes(case.dims)), case.label
+        work = BY_HAND[kind](Sizes(case.dims))
+        assert case.work == work, case.label
+        if "T" in case.dims and "K" in case.dims:
+            every = BY_HAND[kind](AllSlots(case.dims))
+            has_empty_slots = BF16 in work and every != work
+            assert case.all_slots == every.get(BF16) or not has_empty_slots, case.label
 
 
 def test_backward_work_of_masked_attention_is_what_a_count_by_hand_gives() -> None:
