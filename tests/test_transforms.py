@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from support.cases.registry import CASES, one_fast
 from support.compare import assert_matches
-from support.transforms import grad, loss, outputs
+from support.transforms import executions, grad, loss, outputs
 
 import jax_dsa
 from jax_dsa.core.call import in_plain_xla
@@ -132,15 +131,6 @@ def test_remat(case: Any, rng: np.random.Generator) -> None:
     for policy in (None, remat_policy("attention")):
         fn = jax.checkpoint(lambda *a: loss(case, *a), policy=policy)
         assert_matches(jax.jit(jax.grad(fn, argnums=case.diff))(*args), want, what=str(policy))
-
-
-def executions(jaxpr: Any, name: str) -> int:
-    """Returns how often a program calls the pass of this name."""
-    return sum(
-        1 if eqn.params.get("name") == name else sum(executions(sub, name) for sub in subjaxprs)
-        for eqn in jaxpr.eqns
-        for subjaxprs in [list(jaxprs_in_params(eqn.params))]
-    )
 
 
 @DIFFERENTIABLE
