@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsa.core.checks import Args
+from jax_dsa.core.checks import INT32, Args
+from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import put_in_pages, put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.ops.cache import FlatCache, PagedCache
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from jax_dsa.nn.indexer import IndexerInputs
 
 
+@exportable
 class LayerCache(NamedTuple):
     """One layer's keys of up to S tokens of each request, flat or in P pages of L tokens."""
 
@@ -125,6 +127,7 @@ class LayerCache(NamedTuple):
         return LayerCache(extended, *jax.tree.map(write, old, new))
 
 
+@exportable
 class DecoderCache(NamedTuple):
     """The caches of all layers of a decoder."""
 
@@ -160,16 +163,20 @@ class DecoderCache(NamedTuple):
             page_table: For each request, the numbers of its pages in the pool, int32.
 
         Raises:
-            ValueError: If the cache is flat.
+            TypeError: If `page_table` is not an array of integers.
+            ValueError: If the cache is flat, or `page_table` has the wrong shape.
         """
+        op = "DecoderCache.with_page_table"
 
         def with_table(layer: LayerCache) -> LayerCache:
             if not isinstance(layer.kv, PagedCache):
                 raise ValueError(
-                    "DecoderCache.with_page_table: the cache is flat and has no page table; create "
-                    "it with a page_size"
+                    f"{op}: the cache is flat and has no page table; create it with a page_size"
                 )
+            args = Args(op, "lengths", layer.lengths, "B")
+            args.array("lengths", layer.lengths, "B", INT32)
+            table = args.restore(args.array("page_table", page_table, "B R", INT32))
             # Every layer gets a copy, because a buffer that several arrays share cannot be donated.
-            return layer._replace(kv=dataclasses.replace(layer.kv, page_table=page_table.copy()))
+            return layer._replace(kv=dataclasses.replace(layer.kv, page_table=table.copy()))
 
         return DecoderCache(tuple(with_table(layer) for layer in self.layers))

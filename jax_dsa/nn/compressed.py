@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dsa.core import compat
+from jax_dsa.core.export import exportable
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.compressed_indexer import CompressedIndexer
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from jax_dsa.nn.compressed_config import CompressedConfig
 
 
+@exportable
 class CompressedAux(NamedTuple):
     """What a layer returns beside its output.
 
@@ -48,6 +50,7 @@ class CompressedAux(NamedTuple):
     indexer's warm-up, and if the layer has no compressed keys."""
 
 
+@exportable
 class CompressedCache(NamedTuple):
     """One layer's keys of some requests."""
 
