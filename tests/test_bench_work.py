@@ -42,6 +42,14 @@ class Sizes:
         return int(np.minimum(self.visible(), self.K).sum())
 
 
+class AllSlots(Sizes):
+    """The same, but with K keys for each query, also where it sees fewer."""
+
+    @property
+    def selected(self) -> int:
+        return self.T * self.K
+
+
 def product(m: int, n: int, k: int) -> int:
     """Operations of a matrix product: a multiplication and an addition per element of [m, n, k]."""
     return 2 * m * n * k
@@ -143,7 +151,12 @@ def all_cases(operator: str, scale: int = 1) -> list[Case]:
 def test_work_is_what_a_count_by_hand_gives(operator: str) -> None:
     for case in all_cases(operator):
         kind = " ".join(filter(None, (case.operator, case.step, case.dtype, case.note)))
-        assert case.work == BY_HAND[kind](Sizes(case.dims)), case.label
+        work = BY_HAND[kind](Sizes(case.dims))
+        assert case.work == work, case.label
+        if "T" in case.dims and "K" in case.dims:
+            every = BY_HAND[kind](AllSlots(case.dims))
+            if every != work or case.all_slots is not None:
+                assert case.all_slots == every[BF16], case.label
 
 
 def test_backward_work_of_masked_attention_is_what_a_count_by_hand_gives() -> None:
@@ -161,6 +174,17 @@ def test_backward_work_of_masked_attention_is_what_a_count_by_hand_gives() -> No
         else:
             pairs = forward[case.name] // attention(n, 1, d, e)
         assert case.work[BF16] == attention_backward(n, pairs, d, e), case.label
+
+
+def test_other_work_of_masked_attention_is_what_a_count_by_hand_gives() -> None:
+    """A bfloat16 bias [N, T, S] is read, and its gradient is written in the backward pass."""
+    for case in all_cases("masked_attention"):
+        x = Sizes(case.dims)
+        bias = 2 * x.N * x.T * x.S * (1 if case.step == "fwd" else 2)
+        assert case.work.get(COPY) == (bias if case.note == "bias" else None), case.label
+        every = attention if case.step == "fwd" else attention_backward
+        scores = every(x.N, x.T * x.S, x.D, x.dims.get("E", x.D))
+        assert case.all_slots == (scores if case.note == "random" else None), case.label
 
 
 def case(label: str) -> Case:

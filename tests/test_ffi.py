@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import pytest
+from support.emulator import compile_host
 
 import jax_dsa
 from jax_dsa.core import compat, ffi
@@ -263,16 +264,9 @@ def called_targets() -> set[str]:
 
 def test_handlers_check_their_arguments(tmp_path: pathlib.Path) -> None:
     """Runs the handlers with launchers that only record their arguments."""
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc")
     program = ROOT / "tests" / "kernels" / "handlers" / "handlers.cc"
-    include = [f"-I{path}" for path in (ROOT, ROOT / "cuda", jax.ffi.include_dir())]
-    # The program is plain C++. nvcc adds the paths of CUDA's headers and of its runtime.
-    compiled, binary = tmp_path / "handlers.o", tmp_path / "handlers"
-    plain = [nvcc, "-x", "c++", "-std=c++20", "-O0", "-w", *include]
-    subprocess.run([*plain, "-c", "-o", str(compiled), str(program)], check=True)
-    subprocess.run([nvcc, "-o", str(binary), str(compiled)], check=True)
+    folders = (ROOT, ROOT / "cuda", pathlib.Path(jax.ffi.include_dir()))
+    binary = compile_host(program, tmp_path / "handlers", "-O0", folders=folders)
     ran = subprocess.run([binary], capture_output=True, text=True)
     assert ran.returncode == 0 and "all good" in ran.stdout, ran.stdout
     targets = re.findall(r"^target (\S+)$", ran.stdout, re.M)

@@ -204,7 +204,7 @@ def test_no_batch_axis(queries: int, keys: int, dtype: Any, rng: np.random.Gener
     np.testing.assert_allclose(probs.sum(-1), np.isfinite(got[1]).T, atol=1e-5)
 
 
-CU_Q, CU_K = np.array([0, 2, 2, 7], np.int32), np.array([1, 5, 6, 9])
+CU_Q, CU_K = np.array([1, 3, 3, 8], np.int32), np.array([1, 5, 6, 9])
 
 
 @pytest.mark.parametrize(
@@ -227,10 +227,13 @@ def test_packed(options: dict[str, Any], rng: np.random.Generator) -> None:
         blocks = make_block_mask(jnp.asarray(mask)[None], block_q=4, block_k=8)
         mask_or_blocks = {"block_mask": blocks}
     with jax.enable_x64(True):
-        q = normal(rng, queries, N, D, dtype=np.float64).at[7:].set(np.nan)
-        inside = (jnp.arange(keys) >= 1) & (jnp.arange(keys) < 9)
-        k, v = (normal(rng, keys, G, dim, dtype=np.float64) for dim in (D, E))
-        k, v = (jnp.where(inside[:, None, None], x, np.nan) for x in (k, v))
+        q, k, v = (
+            normal(rng, rows, heads, dim, dtype=np.float64).at[: cu[0]].set(np.nan)
+            .at[cu[-1] :].set(np.nan)
+            for rows, heads, dim, cu in (
+                (queries, N, D, CU_Q), (keys, G, D, CU_K), (keys, G, E, CU_K)
+            )
+        )  # fmt: skip
         bias = normal(rng, G, 1, keys, dtype=np.float64)
         shapes = (queries, N, E), (queries, N)
         douts = tuple(normal(rng, *shape, dtype=np.float64) for shape in shapes)

@@ -31,6 +31,29 @@ def test_merge(as_list: bool, rng: np.random.Generator) -> None:
     assert np.all(np.asarray(grads[1])[np.isneginf(lses)] == 0)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision_is_rounded_once(dtype: Any, rng: np.random.Generator) -> None:
+    """The sum is float32, and so are the weights and lse, for sets that are many and uneven."""
+    outs = jnp.asarray(rng.normal(size=(16, B, T, N, E)), dtype)
+    lses = rng.normal(size=(16, B, T, N), scale=3).astype(np.float32)
+    want_out, want_lse = oracle.merge_attention(np.asarray(outs, np.float64), lses)
+    out, lse = merge_attention(outs, lses)
+    assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
+    unit = float(jnp.finfo(dtype).eps) / 2
+    np.testing.assert_allclose(np.asarray(out, np.float64), want_out, rtol=1.01 * unit, atol=1e-6)
+
+    def loss(outs: Any, lses: Any) -> Any:
+        out, lse = merge_attention(outs, lses)
+        return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
+
+    got = jax.grad(loss, argnums=(0, 1))(outs, lses)
+    want = jax.grad(loss, argnums=(0, 1))(outs.astype(jnp.float32), lses)
+    assert [x.dtype for x in got] == [dtype, jnp.float32]
+    assert_matches(got[0].astype(jnp.float32), want[0], tol=1.01 * unit)
+    assert_matches(got[1], want[1], tol=1e-5)
+
+
 def test_arguments_with_a_jax_array_method(rng: np.random.Generator) -> None:
     outs = rng.normal(size=(2, T, N, E)).astype(np.float32)
     lses = rng.normal(size=(2, T, N)).astype(np.float32)

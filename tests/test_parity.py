@@ -12,19 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.hf_layers import (
+    assert_close,
+    decode_ours,
+    empty_caches,
+    run_ours,
+    same_selection,
+)
 from support.parity import (
     BATCH,
     MODELS,
     SEEDS,
     SIZES,
     SLOW,
-    assert_close,
     compiled,
     filled,
     our_layers,
     run_hf,
-    run_ours,
-    same_selection,
     stack,
     torch,
     transformers,
@@ -87,20 +91,7 @@ def test_prefill_and_token_by_token_decode(kind: str, prefill: int, length: int)
 
     @jax.jit
     def step(params: Any, inputs: Any, caches: Any) -> Any:
-        outs, new, selections = [], [], []
-        for module, spec, x, cache in zip(
-            nnx.merge(graph, params), specs, inputs, caches, strict=True
-        ):
-            given: dict[str, Any] = {}
-            if spec.indexer_type == "shared":
-                given["indices"] = selections[-1]
-            if spec.kv_source != len(new):
-                given["kv"] = new[spec.kv_source].kv
-            out, cache, indices = module.decode(x, cache, **given)
-            outs.append(out)
-            new.append(cache)
-            selections.append(indices)
-        return outs, new, selections
+        return decode_ours(specs, nnx.merge(graph, params), inputs, caches)
 
     for seed in SEEDS:
         params = filled(kind, seed)
@@ -109,12 +100,7 @@ def test_prefill_and_token_by_token_decode(kind: str, prefill: int, length: int)
         x = rng.normal(size=shape).astype(np.float32)
         scores = compiled(kind)[0](params, list(x))[2]
         cache = transformers.DynamicCache(config=config)
-        caches = [
-            module.init_cache(BATCH, length + 3)
-            if isinstance(module, nn.CompressedAttention)
-            else nn.LayerCache.empty(spec.config, BATCH, length + 3, indexer_type=spec.indexer_type)
-            for module, spec in zip(our_layers(kind), specs, strict=True)
-        ]
+        caches = empty_caches(specs, BATCH, length + 3)
         ends = [*([prefill] if prefill else []), *range(prefill + 1, length + 1)]
         for start, end in zip([0, *ends], ends, strict=False):
             chunk = x[:, :, start:end]
@@ -141,7 +127,7 @@ def test_packed_documents(kind: str) -> None:
 
     @jax.jit
     def packed(params: Any, inputs: Any) -> Any:
-        outs, found = run_ours(kind, nnx.merge(graph, params), inputs, segment_ids=ids)
+        outs, found = run_ours(specs, nnx.merge(graph, params), inputs, segment_ids=ids)
         return outs, [aux.indices for aux in found]
 
     for seed in SEEDS:

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.hf_layers import assert_close
 from support.parity import (
     BATCH,
     MODELS,
     SIZES,
-    assert_close,
     fill,
     hf_config,
     our_layers,

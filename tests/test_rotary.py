@@ -103,3 +103,17 @@ def test_yarn_frequencies():
     assert (np.diff(between) < 0).all() and between.max() < 1 and between.min() > 1 / 40
     same = nn.yarn_frequencies(64, base=1e4, factor=1.0, original_length=4096)
     np.testing.assert_allclose(same, plain)
+
+
+@pytest.mark.parametrize(
+    ("original_length", "want"),
+    [
+        (4096, [0.05623413, 0.008334509, 7.905694e-4, 1.874735e-5, 4.445698e-6, 3.333804e-6]),
+        # Pairs 20 to 33 are interpolated, although the last pair is number 31.
+        (65536, [0.05623413, 0.01333521, 3.162278e-3, 4.686839e-4, 4.445699e-5, 2.333662e-5]),
+    ],
+)
+def test_yarn_frequencies_by_number(original_length, want):
+    """The numbers were computed by `transformers`."""
+    got = nn.yarn_frequencies(64, base=1e4, factor=40.0, original_length=original_length)
+    np.testing.assert_allclose([got[i] for i in (10, 15, 20, 25, 30, 31)], want, rtol=1e-6)

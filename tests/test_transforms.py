@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from support.cases.registry import CASES, one_fast
 from support.compare import assert_matches
-from support.transforms import grad, loss, outputs
+from support.transforms import executions, grad, loss, outputs
 
 import jax_dsa
 from jax_dsa.core.call import in_plain_xla
+from jax_dsa.core.op import passes
+from jax_dsa.training.remat import remat_policy
 
 ALL = pytest.mark.parametrize("case", one_fast(CASES))
 DIFFERENTIABLE = pytest.mark.parametrize("case", one_fast(c for c in CASES if c.diff))
@@ -126,10 +128,25 @@ def test_jacrev(case: Any, rng: np.random.Generator) -> None:
 def test_remat(case: Any, rng: np.random.Generator) -> None:
     args = case.make_args(rng)
     want = grad(case)(*args)
-    names = ("dsa_out", "dsa_lse", "dsa_topk_indices")
-    for policy in (None, jax.checkpoint_policies.save_only_these_names(*names)):
+    for policy in (None, remat_policy("attention")):
         fn = jax.checkpoint(lambda *a: loss(case, *a), policy=policy)
         assert_matches(jax.jit(jax.grad(fn, argnums=case.diff))(*args), want, what=str(policy))
+
+
+@DIFFERENTIABLE
+def test_saved_residuals_are_not_computed_again(case: Any, rng: np.random.Generator) -> None:
+    """The policy saves every result that an operator names, so each such pass runs once."""
+
+    def total(*args: Any) -> Any:
+        # The derivative of a sum needs none of the terms, unlike that of `loss`.
+        floats = [y for y in outputs(case, *args) if jnp.issubdtype(y.dtype, jnp.floating)]
+        return sum(y.astype(jnp.float32).sum() for y in floats)
+
+    fn = jax.checkpoint(total, policy=remat_policy("attention"))
+    program = jax.make_jaxpr(jax.grad(fn, argnums=case.diff))(*case.make_args(rng)).jaxpr
+    for one in passes():
+        if any(field.remat for field in one.signature.result_fields):
+            assert executions(program, one.name) <= 1, one.name
 
 
 @pytest.mark.slow

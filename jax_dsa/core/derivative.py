@@ -179,7 +179,8 @@ def differentiable(
                 _fit_cotangent(by_name.get(names[i]), a) for i, a in zip(inputs, avals, strict=True)
             ]
 
-        saved, outputs = _guarded(call.op, (saved, outputs), operands)
+        # The guards are two, so that a remat policy that keeps `saved` spares the outputs' pass.
+        saved, outputs = (_guarded(call.op, x, operands) for x in (saved, outputs))
         moved = _tangent_p.bind(
             *saved,
             *(tangents[0][i] for i in inputs),

@@ -45,24 +45,39 @@ def cuda_headers() -> Path:
     pytest.skip("no CUDA headers: install nvcc, or on Linux the extra 'dev'")
 
 
-def build(program: Path, binary: Path, *options: str) -> Path:
-    """Compiles a program and returns the path of its binary."""
-    compiler = os.environ.get("CXX") or shutil.which("c++")
-    if compiler is None:
+def compiler() -> str:
+    """Returns the host's C++ compiler."""
+    found = os.environ.get("CXX") or shutil.which("c++")
+    if found is None:
         pytest.skip("no C++ compiler")
+    return found
+
+
+def compile_host(program: Path, binary: Path, *options: str, folders: tuple[Path, ...]) -> Path:
+    """Compiles a C++20 program with the host's compiler and CUDA's headers.
+
+    Returns:
+        The path of the binary. It is not linked with CUDA's runtime.
+    """
     cuda = cuda_headers()
-    folders = (KERNELS / "emulator", ROOT / "cuda", KERNELS)
     include = [f"-I{folder}" for folder in folders]
     include += [f"-isystem{folder}" for folder in (cuda, cuda / "cccl")]
-    # Fibers jump between stacks, which hardened C libraries take for an error.
-    flags = ["-x", "c++", "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE"]
+    flags = ["-x", "c++", "-std=c++20", "-w", *include, *options]
     compiled = binary.with_suffix(".o")
-    command = [compiler, *flags, *include, *options, "-c", "-o", str(compiled), str(program)]
+    command = [compiler(), *flags, "-c", "-o", str(compiled), str(program)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
     # Without -no-pie the addresses that a race is reported with are not those of the file.
-    subprocess.run([compiler, "-no-pie", "-o", str(binary), str(compiled)], check=True)
+    subprocess.run([compiler(), "-no-pie", "-o", str(binary), str(compiled)], check=True)
     return binary
+
+
+def build(program: Path, binary: Path, *options: str) -> Path:
+    """Compiles a program for the emulator and returns the path of its binary."""
+    folders = (KERNELS / "emulator", ROOT / "cuda", KERNELS)
+    # Fibers jump between stacks, which hardened C libraries take for an error.
+    options = ("-O1", "-U_FORTIFY_SOURCE", *options)
+    return compile_host(program, binary, *options, folders=folders)
 
 
 def run(binary: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

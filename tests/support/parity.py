@@ -8,23 +8,18 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-import jax_dsa
 from jax_dsa import nn
+from support.hf_layers import compiled_layers, make_layers
 
 torch = pytest.importorskip("torch", reason="needs the extra 'parity'")
 transformers = pytest.importorskip("transformers", reason="needs the extra 'parity'")
 
 SLOW = pytest.mark.slow
 SEEDS, BATCH = (0, 1, 2), 2
-TOLERANCE = 1e-5
-"""Largest permitted difference, relative to the largest value."""
-
 SIZES = {
     "hidden_size": 48,
     "num_attention_heads": 6,
@@ -158,7 +153,7 @@ def stack(kind: str) -> tuple[Any, Any, list[Any], tuple[nn.HFLayer, ...]]:
     rotary = getattr(modeling, f"{model.names}RotaryEmbedding")(config)
     alpha = None
     if hasattr(rotary, "alpha"):
-        rotary.alpha += torch.linspace(-0.2, 0.3, len(rotary.alpha))
+        rotary.alpha.data += torch.linspace(-0.2, 0.3, len(rotary.alpha))
         alpha = rotary.alpha.tolist()
     layers = [
         getattr(modeling, f"{model.names}Attention")(config, i)
@@ -170,12 +165,7 @@ def stack(kind: str) -> tuple[Any, Any, list[Any], tuple[nn.HFLayer, ...]]:
 @functools.cache
 def our_layers(kind: str) -> list[Any]:
     """Returns our attention layers of a model."""
-    return [
-        nn.CompressedAttention(layer.config, rngs=nnx.Rngs(0))
-        if isinstance(layer.config, nn.CompressedConfig)
-        else nn.DSAttention(layer.config, layer.indexer_type, rngs=nnx.Rngs(0))
-        for layer in stack(kind)[3]
-    ]
+    return make_layers(stack(kind)[3])
 
 
 def fill(layers: list[Any], seed: int) -> None:
@@ -248,103 +238,10 @@ def run_hf(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> tuple
     return outs, selections
 
 
-def run_ours(
-    kind: str, modules: list[Any], inputs: Any, selections: Any = None, **given: Any
-) -> tuple:
-    """Runs our layers, each on inputs of its own, and replays `selections` if they are given.
-
-    Returns the outputs and the other results of all layers.
-    """
-    outs, found = [], []
-    for i, (layer, x) in enumerate(zip(stack(kind)[3], inputs, strict=True)):
-        indices = None if selections is None else selections[i]
-        if isinstance(modules[i], nn.CompressedAttention):
-            out, aux = modules[i](x, indices=indices, **given)
-        else:
-            if indices is None and layer.indexer_type == "shared":
-                indices = found[-1].indices
-            kv = found[layer.kv_source].kv if layer.config.shares_keys else None
-            out, aux = modules[i](x, indices=indices, kv=kv, **given)
-        outs.append(out)
-        found.append(aux)
-    return outs, found
-
-
-def index_scores(module: Any, x: Any, aux: Any) -> Any:
-    """Returns the indexer's scores of all keys, -inf for keys that a token does not see.
-
-    The result is None if the layer has no indexer.
-    """
-    if module.indexer is None:
-        return None
-    if not isinstance(module, nn.CompressedAttention):
-        return jax_dsa.indexer_logits(**aux.indexer._asdict(), is_causal=True)
-    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    q, weights = module.indexer(x, module.q_norm(module.wq_a(x)), positions)
-    keys = module.indexer.compressor(x, positions, None)
-    return jax_dsa.indexer_logits(q, keys, weights, ends=(positions + 1) // module.config.ratio)
-
-
-def assert_close(got: Any, want: Any, what: str, least: float = 0.0) -> None:
-    """Asserts a difference of at most `TOLERANCE` times the largest value, or times `least`."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape, what
-    scale = max(np.abs(want).max(initial=0), least)
-    worst = np.abs(got - want).max(initial=0)
-    assert worst <= TOLERANCE * scale, f"{what}: error {worst}, largest value {scale}"
-    model = what.split()[0]
-    WORST[model] = max(WORST.get(model, 0.0), worst / scale if worst else 0.0)
-
-
-WORST: dict[str, float] = {}
-"""The largest relative error of each model, a column of the table in docs/models.md."""
-
-
-def same_selection(got: Any, want: Any, scores: Any, what: str) -> np.ndarray:
-    """Returns a mask of the rows that select the same keys, and checks the other rows.
-
-    In the other rows, scores must tie: every key that only one side selects has, up to rounding,
-    the smallest selected score.
-    """
-    got, want, scores = np.asarray(got), np.asarray(want), np.asarray(scores, np.float64)
-    finite = np.isfinite(scores)
-    scale = np.abs(scores[finite]).max(initial=0)
-    same = np.ones(got.shape[:2], bool)
-    for b, t in np.ndindex(same.shape):
-        ours = set(got[b, t].tolist()) - {-1}
-        theirs = set(want[b, t].tolist()) & set(np.flatnonzero(finite[b, t]).tolist())
-        same[b, t] = ours == theirs
-        if same[b, t]:
-            continue
-        assert len(ours) == len(theirs), what
-        last, after = np.sort(scores[b, t])[::-1][len(ours) - 1 : len(ours) + 1]
-        assert last - after <= TOLERANCE * scale, f"{what}: row {b, t} has no tie"
-        for key in ours ^ theirs:
-            assert abs(scores[b, t, key] - last) <= TOLERANCE * scale, f"{what}: row {b, t}"
-    return same
-
-
 @functools.cache
 def compiled(kind: str) -> tuple[Any, Any]:
-    graph = nnx.split(our_layers(kind))[0]
-
-    @jax.jit
-    def forward(params: Any, inputs: Any) -> Any:
-        modules = nnx.merge(graph, params)
-        outs, found = run_ours(kind, modules, inputs)
-        scores = [index_scores(*each) for each in zip(modules, inputs, found, strict=True)]
-        return outs, [aux.indices for aux in found], scores
-
-    @jax.jit
-    def replayed(params: Any, inputs: Any, selections: Any, weights: Any) -> Any:
-        def loss(params: Any, inputs: Any) -> Any:
-            outs, _ = run_ours(kind, nnx.merge(graph, params), inputs, selections)
-            return sum(jnp.sum(o * w) for o, w in zip(outs, weights, strict=True)), outs
-
-        (_, outs), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, inputs)
-        return outs, grads
-
-    return forward, replayed
+    """Returns a model's `compiled_layers`."""
+    return compiled_layers(stack(kind)[3])
 
 
 def filled(kind: str, seed: int) -> Any:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,3 +41,14 @@ def both_ways(case: TransformCase) -> Callable[..., tuple]:
     if not case.diff:
         return lambda *args: (outputs(case, *args), ())
     return lambda *args: (outputs(case, *args), grad(case)(*args))
+
+
+def executions(jaxpr: Any, name: str) -> int:
+    """Returns how often a program calls the pass of this name."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        if eqn.params.get("name") == name:
+            count += 1
+        else:
+            count += sum(executions(sub, name) for sub in jaxprs_in_params(eqn.params))
+    return count

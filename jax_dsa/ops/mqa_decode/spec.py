@@ -78,7 +78,7 @@ class Results(NamedTuple):
 
     out: Float[Array, "b t (g m) e", Dtype(_out_dtype), Remat("dsa_out")]
     lse: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
-    top: Float[Array, "b t (g m)", Dtype(_top_dtype), CONSTANT] | None
+    top: Float[Array, "b t (g m)", Dtype(_top_dtype), CONSTANT, Remat("dsa_lse")] | None
 
 
 class Gradients(NamedTuple):

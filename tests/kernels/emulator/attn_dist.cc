@@ -2,6 +2,7 @@
 #include <climits>
 
 #include "attn_dist/fwd.cu"
+#include "far_rows.h"
 
 namespace {
 
@@ -127,17 +128,23 @@ std::vector<double> expected(const Problem& x) {
   return out;
 }
 
-std::vector<float> run(const Problem& x, int num_sms, const emulator::Options& options) {
+// The kernel's keys follow `far` others that no slot selects.
+std::vector<float> run(const Problem& x, int num_sms, const emulator::Options& options,
+                       int64_t far = 0) {
   const Case& c = x.c;
+  const int64_t row_bytes = int64_t{c.groups} * c.dim * 2;
+  const emulator::FarRows kv(x.kv.data(), c.batch, c.keys * row_bytes, far * row_bytes);
+  const std::vector<int32_t> indices = emulator::far_positions(x.indices, far);
+  const std::vector<int32_t> ends = emulator::far_positions(x.ends, far, 1);
   std::vector<float> out(int64_t{c.batch} * (c.heads / c.head_group) * c.queries * c.slots, NAN);
   AttnDistFwdParams p = {};
-  p.q = x.q.data(), p.kv = x.kv.data(), p.indices = x.indices.data(), p.lse = x.lse.data();
-  p.ends = c.ends ? x.ends.data() : nullptr;
+  p.q = x.q.data(), p.kv = kv.data(), p.indices = indices.data(), p.lse = x.lse.data();
+  p.ends = c.ends ? ends.data() : nullptr;
   p.topk_length = c.lengths ? x.lengths.data() : nullptr;
   p.sinks = c.sinks ? x.sinks.data() : nullptr;
   p.sinks_stride = c.sinks == 2 ? c.heads : 0;
   p.out = out.data();
-  p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
+  p.batch = c.batch, p.queries = c.queries, p.keys = c.keys + far, p.heads = c.heads;
   p.groups = c.groups, p.head_group = c.head_group, p.slots = c.slots, p.dim = c.dim;
   p.scale = x.scale;
   emulator::machine.options = options, emulator::machine.num_sms = num_sms;
@@ -174,6 +181,16 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
   }
 }
 
+// Expects the same bits if keys come first that no slot selects.
+void check_far(const Case& c) {
+  const Problem x = make(c, 0);
+  const std::vector<float> want = run(x, 2, {});
+  const std::vector<float> got = run(x, 2, {}, emulator::far_rows(int64_t{c.groups} * c.dim * 2));
+  const bool good = memcmp(got.data(), want.data(), want.size() * sizeof(float)) == 0;
+  printf("%-4s %-24s far keys\n", good ? "ok" : "BAD", c.name);
+  failures += !good;
+}
+
 const Case kCases[] = {
     {"one tile, one query", 1, 1, 64, 128, 1, 64, 576, 64},
     {"three queries per CTA", 1, 5, 300, 128, 1, 64, 576, 250},
@@ -201,6 +218,9 @@ int main(int argc, char** argv) {
                                      {"one tile, one query", "adversarial, two sums",
                                       "96 heads joined", "groups, small sums", "one head per sum"});
   for (const Case& c : cases) check(c, emulator::schedules(argc, argv, &c - kCases));
+  for (const char* name : {"adversarial, two sums", "groups, small sums"}) {
+    check_far(emulator::named(kCases, name));
+  }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;
 }

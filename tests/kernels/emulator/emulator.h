@@ -54,6 +54,19 @@ inline bool small(int argc, char** argv) { return argc > 1 && strcmp(argv[1], "s
   abort();
 }
 
+// Returns the case of a name. `name_of` returns the name of a case.
+template <typename Case, size_t kCount, typename Name>
+const Case& named(const Case (&all)[kCount], const char* wanted, Name name_of) {
+  const auto same = [&](const Case& c) { return strcmp(name_of(c), wanted) == 0; };
+  const Case* const found = std::find_if(all, all + kCount, same);
+  if (found == all + kCount) fail("no case has the name");
+  return *found;
+}
+template <typename Case, size_t kCount>
+const Case& named(const Case (&all)[kCount], const char* wanted) {
+  return named(all, wanted, [](const Case& c) { return c.name; });
+}
+
 // The cases that a program runs: all of them, or the small ones, which are given by name. `name`
 // returns the name of a case.
 template <typename Case, size_t kCount, typename Name>
@@ -63,12 +76,7 @@ std::vector<std::reference_wrapper<const Case>> cases(int argc, char** argv,
                                                       Name name) {
   if (!small(argc, argv)) return {all, all + kCount};
   std::vector<std::reference_wrapper<const Case>> chosen;
-  for (const char* wanted : names) {
-    const auto same = [&](const Case& c) { return strcmp(name(c), wanted) == 0; };
-    const Case* const found = std::find_if(all, all + kCount, same);
-    if (found == all + kCount) fail("a small case has a name that no case has");
-    chosen.push_back(*found);
-  }
+  for (const char* wanted : names) chosen.push_back(named(all, wanted, name));
   return chosen;
 }
 template <typename Case, size_t kCount>

@@ -2,6 +2,7 @@
 #include <climits>
 #include <string>
 
+#include "far_rows.h"
 #include "indexer/launch.cuh"
 
 namespace {
@@ -15,6 +16,7 @@ struct Case {
   int page_tiles = 0;      // key tiles per page; 0 means no pages
   bool own_pools = false;  // whether each request has a pool of its own
   bool whole_rows = true;
+  bool far = false;  // whether each pool begins with so many pages that offsets pass 32 bits
 };
 
 template <IndexerDType kDType>
@@ -89,9 +91,19 @@ void run(Launch launch, const Case& c, const emulator::Options& options) {
       std::copy_n(&k[int64_t{i} * elements], elements, &pool[int64_t{at} * elements]);
       std::copy_n(&scale[i * page_size], page_size, &pool_scale[at * page_size]);
     }
-    p.k = pool.data(), p.k_scale = c.scale ? pool_scale.data() : nullptr;
-    p.page_table = table.data(), p.pools = pools, p.pages = pages;
+    p.pools = pools, p.pages = pages;
     p.pages_per_request = per_request, p.page_size = page_size;
+  }
+  const int64_t row_bytes = kChannels * sizeof(typename E::Type);
+  const int64_t far = c.far ? emulator::far_rows(row_bytes, page_size) : 0;
+  const int64_t pool_rows = int64_t{pages} * page_size;
+  const emulator::FarRows far_pool(pool.data(), pools, pool_rows * row_bytes, far * row_bytes);
+  const emulator::FarRows far_scale(pool_scale.data(), pools, pool_rows * 4, far * 4);
+  table = emulator::far_positions(table, far / page_size);
+  if (paged) {
+    p.page_table = table.data(), p.pages += far / page_size;
+    p.k = far_pool.data();
+    p.k_scale = c.scale ? reinterpret_cast<const float*>(far_scale.data()) : nullptr;
   }
   emulator::machine.options = options;
   emulator::require(launch(p, nullptr));
@@ -167,6 +179,12 @@ int main(int argc, char** argv) {
     run_decode<kBF16, 32>({"decode T1 J16", 2, 1, 1001, 16, true, false}, options);
     run_decode<kE4M3, 32>({"decode one key", 3, 1, 1, 1}, options);
   }
+  run_fwd<kBF16, 64, 32, true>({"bf16 far pages", 3, 5, 192, 32, true, true, 1, false, true, true},
+                               {});
+  run_fwd<kE4M3, 64, 32, true>({"e4m3 far pools", 2, 3, 384, 32, true, true, 2, true, true, true},
+                               {});
+  run_decode<kE4M3, 128>({"decode far pages", 4, 2, 512, 64, true, true, 2, false, true, true}, {});
+  run_decode<kBF16, 128>({"decode far pools", 2, 3, 768, 40, true, false, 1, true, true, true}, {});
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;
 }

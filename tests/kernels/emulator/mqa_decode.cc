@@ -1,5 +1,6 @@
 // Runs the mqa_decode kernels on the emulator and compares them with float64 results.
 #include "emulator.h"
+#include "far_rows.h"
 #include "mqa_decode/fwd.cu"
 #include "problems/mqa_decode_problem.h"
 
@@ -16,9 +17,28 @@ struct DecodeCase {
 
 int failures = 0;
 
-void run(const DecodeCase& tried, const emulator::Options& options) {
+// The kernel's keys follow `far` others that no query sees, in each request or page pool.
+void run(const DecodeCase& tried, const emulator::Options& options, int64_t far = 0) {
   const Case& c = tried.c;
   const Problem x = make(c, options.seed);
+  const bool paged = c.with.page_size > 0;
+  const int64_t key_bytes = c.with.records ? kMlaRecordBytes : c.dim * 2;
+  const auto far_rows = [&](const void* from, int64_t row_bytes) {
+    const int64_t blocks = c.with.shared || (paged && !c.with.pools) ? 1 : c.batch;
+    const int64_t rows = paged ? int64_t{x.pages} * c.with.page_size : c.keys;
+    return std::make_unique<emulator::FarRows>(from, blocks, rows * c.groups * row_bytes,
+                                               far * c.groups * row_bytes);
+  };
+  const auto k =
+      far_rows(c.with.records ? static_cast<const void*>(x.records.data()) : x.k.data(), key_bytes);
+  const auto v = c.with.separate_values ? far_rows(x.v.data(), c.dim * 2) : nullptr;
+  std::vector<int32_t> starts = x.starts, ends = x.ends, page_table = x.page_table;
+  if (paged) {
+    page_table = emulator::far_positions(page_table, far / c.with.page_size);
+  } else if (far) {
+    for (int32_t& start : starts) start = std::max(start, 0) + far;
+    for (int32_t& end : ends) end = std::max(end, 0) + far;
+  }
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads, E = x.value_dim();
   std::vector<bf16> out(rows * E, __float2bfloat16(NAN));
   std::vector<float> floats(rows * E, NAN), lse(rows, NAN), top(rows, NAN);
@@ -28,11 +48,13 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
   std::vector<float2> partial_rows(room.rows, make_float2(NAN, NAN));
   std::vector<int2> split_tiles(room.split_tiles, make_int2(-1, -1));
   MqaDecodeParams p = shapes(x);
-  p.q = x.q.data(), p.v = c.with.separate_values ? x.v.data() : nullptr;
-  p.k = c.with.records ? static_cast<const void*>(x.records.data()) : x.k.data();
-  p.starts = x.starts.data(), p.ends = x.ends.data();
+  if (paged) p.pages += far / c.with.page_size;
+  if (!paged) p.keys += far;
+  if (p.batch_rows > 0) p.batch_rows += far;
+  p.q = x.q.data(), p.k = k->data(), p.v = v ? v->data() : nullptr;
+  p.starts = starts.data(), p.ends = ends.data();
   p.sinks = c.with.sinks ? x.sinks.data() : nullptr;
-  p.page_table = c.with.page_size > 0 ? x.page_table.data() : nullptr;
+  p.page_table = paged ? page_table.data() : nullptr;
   p.out = c.with.normalized ? static_cast<void*>(out.data()) : floats.data();
   p.lse = lse.data(), p.top = c.with.normalized ? nullptr : top.data();
   p.partial = reinterpret_cast<float*>(partial.data());
@@ -51,8 +73,9 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
   for (const int2& x : split_tiles) split += x.y > 0, splits = std::max(splits, x.y);
   const bool good = errors.good();
   printf(
-      "%-4s %-32s %2d split in up to %2d, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e%s\n",
-      good ? "ok" : "BAD", c.name, split, splits,
+      "%-4s %-32s%s %2d split in up to %2d, %s %s seed %llu  lse %.1e of %.1e  out %.1e of "
+      "%.1e%s\n",
+      good ? "ok" : "BAD", c.name, far ? " far" : "", split, splits,
       options.late_wgmma ? "late wgmma, " : "early wgmma,",
       options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
       errors.lse.worst, errors.lse.top, errors.out.worst, errors.out.top,
@@ -223,6 +246,14 @@ int main(int argc, char** argv) {
       [](const DecodeCase& c) { return c.c.name; });
   for (const DecodeCase& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options);
+  }
+  for (const char* name :
+       {"queries", "pages of 7, sharp", "few, pools", "few, floats", "separate values 128",
+        "separate values 256, pages", "records, queries, pages", "few, records"}) {
+    const DecodeCase& c =
+        emulator::named(kCases, name, [](const DecodeCase& c) { return c.c.name; });
+    const int64_t row_bytes = c.c.with.records ? kMlaRecordBytes : c.c.dim * 2;
+    run(c, {}, emulator::far_rows(c.c.groups * row_bytes, std::max(c.c.with.page_size, 1)));
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

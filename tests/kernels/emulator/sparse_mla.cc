@@ -1,4 +1,5 @@
 // Runs the sparse MLA kernels on the emulator and compares them with float64 results.
+#include "far_rows.h"
 #include "problems/sparse_mla_problem.h"
 #include "sparse_mla/bwd.cu"
 #include "sparse_mla/fwd.cu"
@@ -21,19 +22,24 @@ void report(const char* what, const Case& c, const emulator::Options& options, b
   failures += !good;
 }
 
-void forward(const Case& c, const emulator::Options& options) {
+// The kernel's keys follow `far` others that no slot selects.
+void forward(const Case& c, const emulator::Options& options, int64_t far = 0) {
   const Problem x = make(c, options.seed);
+  const int64_t row_bytes = int64_t{c.groups} * c.dim * 2;
+  const emulator::FarRows kv(x.kv.data(), c.batch, c.keys * row_bytes, far * row_bytes);
+  const std::vector<int32_t> indices = emulator::far_positions(x.indices, far);
+  const std::vector<int32_t> ends = emulator::far_positions(x.ends, far, 1);
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
   std::vector<bf16> out(rows * 512, __float2bfloat16(NAN));
   std::vector<float> lse(rows, NAN);
   SparseMlaFwdParams p = {};
-  p.q = x.q.data(), p.kv = x.kv.data(), p.indices = x.indices.data();
-  p.ends = c.ends ? x.ends.data() : nullptr;
+  p.q = x.q.data(), p.kv = kv.data(), p.indices = indices.data();
+  p.ends = c.ends ? ends.data() : nullptr;
   p.topk_length = c.lengths ? x.lengths.data() : nullptr;
   p.sinks = c.sinks ? x.sinks.data() : nullptr;
   p.sinks_stride = c.sinks == 2 ? c.heads : 0;
   p.out = out.data(), p.lse = lse.data();
-  p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
+  p.batch = c.batch, p.queries = c.queries, p.keys = c.keys + far, p.heads = c.heads;
   p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
   emulator::machine.options = options;
   emulator::require(launch_sparse_mla_fwd(p, nullptr));
@@ -43,7 +49,8 @@ void forward(const Case& c, const emulator::Options& options) {
     lse_error.add(lse[r], want.lse);
     for (int d = 0; d < 512; ++d) out_error.add(__bfloat162float(out[r * 512 + d]), want.out[d]);
   }
-  report("fwd", c, options, lse_error.good(1e-4) && out_error.good(6e-3), {lse_error, out_error});
+  report(far ? "far" : "fwd", c, options, lse_error.good(1e-4) && out_error.good(6e-3),
+         {lse_error, out_error});
 }
 
 void backward(const Case& c, const emulator::Options& options) {
@@ -134,6 +141,10 @@ int main(int argc, char** argv) {
       forward(c, options);
       backward(c, options);
     }
+  }
+  for (const char* name : {"adversarial", "groups", "32 heads, sharp"}) {
+    const Case& c = emulator::named(kCases, name);
+    forward(c, {}, emulator::far_rows(int64_t{c.groups} * c.dim * 2));
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

@@ -1,5 +1,6 @@
 // Runs the sparse MLA decode kernels on the emulator and compares them with float64 results.
 #include "emulator.h"
+#include "far_rows.h"
 #include "problems/record_values.h"
 #include "problems/sparse_mla_cache.h"
 #include "sparse_mla/decode.cu"
@@ -17,10 +18,25 @@ struct DecodeCase {
 
 int failures = 0;
 
-void run(const DecodeCase& tried, const emulator::Options& options) {
+// The kernel's keys follow `far` others that no slot selects, in each request or page pool.
+void run(const DecodeCase& tried, const emulator::Options& options, int64_t far = 0) {
   const Case& c = tried.c;
   Problem x = make(c, options.seed);
-  const Cache cache = store(x, tried.layout, options.seed);
+  const Layout& layout = tried.layout;
+  Cache cache = store(x, layout, options.seed);
+  const bool paged = layout.page_size > 0;
+  const int64_t row_bytes = int64_t{c.groups} * (layout.records ? kMlaRecordBytes : c.dim * 2);
+  const int64_t blocks = paged && !layout.pools ? 1 : c.batch;
+  const emulator::FarRows kv(cache.rows.data(), blocks, cache.rows.size() / blocks,
+                             far * row_bytes);
+  std::vector<int32_t> ends = x.ends;
+  if (paged) {
+    cache.page_table = emulator::far_positions(cache.page_table, far / layout.page_size);
+    cache.pages += far / layout.page_size;
+  } else {
+    cache.indices = emulator::far_positions(cache.indices, far);
+    ends = emulator::far_positions(ends, far, 1);
+  }
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
   std::vector<bf16> out(rows * 512, __float2bfloat16(NAN));
   std::vector<float> lse(rows, NAN);
@@ -28,12 +44,13 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
   std::vector<float4> partial(sparse_mla_decode_partial_count(work_tiles, tried.splits) / 4,
                               make_float4(NAN, NAN, NAN, NAN));
   std::vector<float> partial_lse(sparse_mla_decode_lse_count(work_tiles, tried.splits), NAN);
-  SparseMlaDecodeParams p = decode_shapes(x, tried.layout, cache, tried.splits);
-  p.q = x.q.data(), p.kv = cache.rows.data(), p.indices = cache.indices.data();
-  p.ends = c.ends ? x.ends.data() : nullptr;
+  SparseMlaDecodeParams p = decode_shapes(x, layout, cache, tried.splits);
+  if (!paged) p.keys += far, p.batch_rows += far;
+  p.q = x.q.data(), p.kv = kv.data(), p.indices = cache.indices.data();
+  p.ends = c.ends ? ends.data() : nullptr;
   p.topk_length = c.lengths ? x.lengths.data() : nullptr;
   p.sinks = c.sinks ? x.sinks.data() : nullptr;
-  p.page_table = tried.layout.page_size > 0 ? cache.page_table.data() : nullptr;
+  p.page_table = paged ? cache.page_table.data() : nullptr;
   p.out = out.data(), p.lse = lse.data();
   p.partial = reinterpret_cast<float*>(partial.data()), p.partial_lse = partial_lse.data();
   emulator::machine.options = options, emulator::machine.num_sms = 3;
@@ -53,8 +70,7 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
     SparseMlaDecodeParams own = p;
     own.batch = 1;
     own.q = x.q.data() + int64_t{b} * c.queries * c.heads * c.dim;
-    own.kv = cache.rows.data() +
-             b * p.batch_rows * c.groups * (tried.layout.records ? kMlaRecordBytes : c.dim * 2);
+    own.kv = kv.data() + b * p.batch_rows * row_bytes;
     own.indices += int64_t{b} * c.queries * c.groups * c.slots;
     if (own.ends) own.ends += b * c.queries;
     if (own.topk_length) own.topk_length += b * c.queries;
@@ -68,8 +84,8 @@ void run(const DecodeCase& tried, const emulator::Options& options) {
              !std::memcmp(own_lse.data(), lse_of_batch, own_lse.size() * sizeof(float));
   }
   const bool good = lse_error.good(1e-4) && out_error.good(6e-3) && alone;
-  printf("%-4s %-24s %2d splits, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e%s\n",
-         good ? "ok" : "BAD", c.name, tried.splits,
+  printf("%-4s %-24s%s %2d splits, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e%s\n",
+         good ? "ok" : "BAD", c.name, far ? " far" : "", tried.splits,
          options.late_wgmma ? "late wgmma, " : "early wgmma,",
          options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
          lse_error.worst, lse_error.top, out_error.worst, out_error.top,
@@ -125,6 +141,13 @@ int main(int argc, char** argv) {
       [](const DecodeCase& c) { return c.c.name; });
   for (const DecodeCase& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options);
+  }
+  for (const char* name : {"adversarial", "D 512, groups, sharp", "pages", "pools of records",
+                           "records", "records in pages"}) {
+    const DecodeCase& c =
+        emulator::named(kCases, name, [](const DecodeCase& c) { return c.c.name; });
+    const int64_t row_bytes = c.layout.records ? kMlaRecordBytes : c.c.dim * 2;
+    run(c, {}, emulator::far_rows(c.c.groups * row_bytes, std::max(c.layout.page_size, 1)));
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

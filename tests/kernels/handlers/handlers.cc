@@ -27,6 +27,13 @@
 #include "ffi/sparse_mla_decode.cc"
 #include "ffi/topk.cc"
 
+// The functions of CUDA's runtime that handlers call, for a machine without it.
+const char* cudaGetErrorString(cudaError_t) { return "an error"; }
+cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  return *value = 132, cudaSuccess;
+}
+
 namespace jax_dsa {
 
 // The parameters of the last launch.
@@ -264,10 +271,10 @@ void test_other_operands_of_masked_attention() {
 }
 
 void test_block_mask() {
-  const auto compress = [](Array mask, int64_t map_heads) {
+  const auto compress = [](Array mask, int64_t map_heads, Array ranges = kAbsent) {
     const Array rows = s32({1, 130}), tiles = s32({1, map_heads, 2, 2});
     const Array bits = u8({1, map_heads, 3, 128, 16});
-    return block_mask_compress(nullptr, mask, kAbsent, kAbsent, kAbsent, kAbsent, rows, tiles, bits,
+    return block_mask_compress(nullptr, mask, ranges, ranges, kAbsent, kAbsent, rows, tiles, bits,
                                s32({2, 12, 2, 2}), u8({2, 12, 4, 128, 16}), 130, 256);
   };
   // Unlike masked attention, making a block mask takes another one with any divisor of the heads.
@@ -277,6 +284,10 @@ void test_block_mask() {
     check_true("its heads", p.others.map_heads == heads && p.others.map_rows_stride == 0);
     check_true("the mask", p.mask_batch == 1 && p.mask_heads == 6 && p.mask_queries == 1);
   }
+  expect("ranges of each batch entry", compress(kAbsent, 1, s32({2, 130})));
+  check_true("their stride", launched<BlockMaskParams>.others.range_stride == 130);
+  expect("ranges that the batch shares", compress(kAbsent, 1, s32({1, 130})));
+  check_true("their stride", launched<BlockMaskParams>.others.range_stride == 0);
   expect("another block mask of 5 heads", compress(kAbsent, 5),
          "block_mask_compress: the number of heads of 'tiles' is 5, expected a divisor of 12");
   expect("a mask of 5 heads", compress(Array(DataType::PRED, {2, 5, 130, 256}), 1),
@@ -314,6 +325,19 @@ void test_sparse_mla() {
   expect("pages of 15", decode(u8({1, 64, 1, 656}), s32({2, 3}), 15),
          "sparse_mla_decode: 'kv' has 64 rows, expected a multiple of page_size = 15 up to 2^31 - "
          "1");
+}
+
+void test_attn_dist() {
+  const auto forward = [](Array sinks) {
+    return attn_dist_fwd(nullptr, bf16({2, 3, 8, 576}), bf16({2, 9, 1, 576}), s32({2, 3, 1, 4}),
+                         f32({2, 3, 8}), kAbsent, kAbsent, sinks, f32({2, 3, 4}), 1.f);
+  };
+  expect("no sinks", forward(kAbsent));
+  check_true("no sinks", launched<AttnDistFwdParams>.sinks == nullptr);
+  expect("sinks of each batch entry", forward(f32({2, 8})));
+  check_true("their stride", launched<AttnDistFwdParams>.sinks_stride == 8);
+  expect("sinks that the batch shares", forward(f32({1, 8})));
+  check_true("their stride", launched<AttnDistFwdParams>.sinks_stride == 0);
 }
 
 void test_mqa_decode() {
@@ -394,6 +418,7 @@ int main() {
   test_other_operands_of_masked_attention();
   test_block_mask();
   test_sparse_mla();
+  test_attn_dist();
   test_mqa_decode();
   test_htree();
   test_topk();
