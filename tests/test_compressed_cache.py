@@ -69,6 +69,19 @@ def test_steps_with_padding_rollback_and_new_requests(kind, seed):
         cache = cache.with_lengths(jnp.asarray(lengths))
 
 
+@ONE_KIND
+def test_rollback_by_max_rollback_tokens(rng, kind):
+    """The rows of the oldest tokens are still there, for lengths of every remainder."""
+    module, x = layer(rng, KINDS[kind]), hidden(rng, 4, 12, M)
+    _, step = compiled(module)
+    lengths, most = jnp.array([8, 9, 10, 11]), 3
+    _, cache, _ = step(x, module.init_cache(4, 24, max_rollback=most), lengths)
+    want, _, _ = step(x, cache)
+    _, longer, _ = step(jnp.full_like(x, jnp.nan), cache, jnp.full_like(lengths, most))
+    got, _, _ = step(x, longer.with_lengths(lengths))
+    np.testing.assert_array_equal(got, want)
+
+
 def test_an_unsupported_length_gives_nan_until_a_new_request(rng):
     module, x = layer(rng, COMPRESSED), hidden(rng, 4, 12, M)
     _, step = compiled(module)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 def checked_lengths(op: str, old: Int[Array, "B"], lengths: Int[Array, "B"]) -> Int[Array, "B"]:
     """Returns a checked copy of the new lengths of a cache, which has the lengths `old`."""
-    args = Args(op, "cache.lengths", old[:, None], "B T")
+    args = Args(op, "cache.lengths", old, "B")
     args.array("cache.lengths", old, "B", INT32)
-    return args.array("lengths", lengths, "B", INT32).copy()
+    return args.restore(args.array("lengths", lengths, "B", INT32)).copy()
 
 
 class LayerCache(NamedTuple):
@@ -113,7 +113,7 @@ class LayerCache(NamedTuple):
         if self.kv is None:
             return self
         # A copy for each layer, because a buffer that several arrays share cannot be donated.
-        lengths = checked_lengths("with_lengths", self.lengths, lengths)
+        lengths = checked_lengths("LayerCache.with_lengths", self.lengths, lengths)
         return self._replace(kv=dataclasses.replace(self.kv, lengths=lengths))
 
     def append(

@@ -20,7 +20,7 @@ def rows_after_concatenation(
         positions: Positions in each request, int32.
         lengths: Position of each request's first new row, int32.
     """
-    lengths = lengths.reshape(-1, *(1,) * (positions.ndim - 1))
+    lengths = jnp.expand_dims(lengths, tuple(range(1, positions.ndim)))
     in_ring = positions % max(1, size)
     return jnp.where(positions < lengths, in_ring, size + positions - lengths)
 
