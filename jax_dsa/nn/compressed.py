@@ -195,9 +195,10 @@ class CompressedAttention(nnx.Module):
         c, args = self.config, Args("CompressedAttention.init_cache", "", np.empty(0), "K")
         sizes = {"batch": batch, "capacity": capacity, "max_rollback": max_rollback}
         batch, capacity, extra = (args.integer(name, size, 0) for name, size in sizes.items())
+        index_compressor = None if self.indexer is None else self.indexer.compressor
         streams = [
             None if compressor is None else compressor.stream(batch, capacity, extra)
-            for compressor in (self.compressor, self.indexer and self.indexer.compressor)
+            for compressor in (self.compressor, index_compressor)
         ]
         recent = jnp.zeros((batch, c.window - 1 + extra, c.head_dim), c.dtype)
         lengths, longest = (jnp.zeros(batch, jnp.int32) for _ in range(2))
