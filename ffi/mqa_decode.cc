@@ -11,7 +11,7 @@ namespace {
 // q [B, T, N, D]; k [B, S, G, D], or [1, S, G, D] shared by all requests; with a page table
 // [B or 1, P * page_size, G, D]; FP8 records are uint8 [..., 656]; v like k with E in place of D,
 // or absent: the values are then the first 512 elements of the keys; starts [B, T], ends [B, T],
-// sinks [B, N]?, page_table [B, M]?
+// sinks [B, N]?, page_table [B, R]?
 // -> out [B, T, N, E], lse [B, T, N], top [B, T, N]?, and the workspaces partial, partial_rows and
 //    split_tiles, whose sizes mqa_decode_workspace returns
 // `out` is bfloat16, or float32 if there is `top`.

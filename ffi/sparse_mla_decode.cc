@@ -13,7 +13,7 @@ namespace {
 
 // q [B, T, N, D]; kv [B, S, G, D], or [1, S, G, D] shared by all requests; with a page table
 // [B or 1, P * page_size, G, D]; FP8 records are uint8 [..., 656]; indices [B, T, G, K],
-// ends [B, T]?, topk_length [B, T]?, sinks [B, N]?, page_table [B, M]?
+// ends [B, T]?, topk_length [B, T]?, sinks [B, N]?, page_table [B, R]?
 // -> out [B, T, N, 512], lse [B, T, N], and if splits > 1 the workspaces
 //    partial [B * T * G * ceil(N / G / 64), splits, 64, 512] and partial_lse, the same without 512
 //

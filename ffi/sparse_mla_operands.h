@@ -78,16 +78,16 @@ ffi::Error read_scale(const char* op, float scale, Params* params) {
   return invalid_argument(op, "scale is " + std::to_string(scale) + ", expected a positive number");
 }
 
-// Reads a page table [B, M]? over the `rows` rows of a pool of keys. `params->keys` becomes the
+// Reads a page table [B, R]? over the `rows` rows of a pool of keys. `params->keys` becomes the
 // number of keys that a request's pages hold.
 template <typename Params>
 ffi::Error read_page_table(const char* op, const char* keys_name, const AnyBuffer& page_table,
                            int64_t rows, int64_t page_size, Params* params) {
   if (!present(page_table)) return ffi::Error::Success();
-  DSA_FFI_RETURN_IF_ERROR(check_rank(op, "page_table", page_table.dimensions(), {"B", "M"}));
+  DSA_FFI_RETURN_IF_ERROR(check_rank(op, "page_table", page_table.dimensions(), {"B", "R"}));
   const int64_t page_slots = page_table.dimensions()[1];
   DSA_FFI_RETURN_IF_ERROR(check_range(op, "page_size", page_size, 1, limits::kInt32Max));
-  DSA_FFI_RETURN_IF_ERROR(check_range(op, "M", page_slots, 0, limits::kInt32Max));
+  DSA_FFI_RETURN_IF_ERROR(check_range(op, "R", page_slots, 0, limits::kInt32Max));
   if (rows % page_size != 0 || rows > limits::kInt32Max) {
     return invalid_argument(op, "'" + std::string(keys_name) + "' has " + std::to_string(rows) +
                                     " rows, expected a multiple of page_size = " +

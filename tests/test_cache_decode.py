@@ -35,7 +35,7 @@ from jax_dsa import FlatCache, PagedCache, indexer_topk, mqa_decode, sparse_mla,
 def test_tokens_without_a_page(rng: np.random.Generator) -> None:
     cache = empty("paged", rng, dtype=jnp.float32)
     table = cache.page_table.at[0, 1].set(-1).at[2, 0].set(99)
-    cache = dataclasses.replace(cache, page_table=table).append(rows(rng, 7))
+    cache = dataclasses.replace(cache.append(rows(rng, 7)), page_table=table)
     q = jnp.asarray(rng.normal(size=(B, T, N, D)), jnp.float32)
     every = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, T, G, S))
     out, lse = sparse_mla_decode(q, cache, every, value_dim=E, return_lse=True)

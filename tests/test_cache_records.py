@@ -95,7 +95,7 @@ def test_pages_written_by_other_programs(rng: np.random.Generator) -> None:
     ones = page[0, :1].view(jnp.float8_e4m3fn).astype(np.float32)
     want = ones * 2.0 ** np.array([-126, 0, 3, 127, np.nan, -27])
     np.testing.assert_allclose(got[:6], np.where(want > 3e38, np.inf, want))
-    assert got[6] in (0, ones[0] * 2.0**-127)  # The CPU may flush it to zero.
+    assert got[6] == ones[0] * 2.0**-127
 
 
 def test_a_cache_of_pages_of_records(rng: np.random.Generator) -> None:
@@ -181,3 +181,25 @@ def test_fp8_cache(kind: str, rng: np.random.Generator) -> None:
     assert_matches(dense, mqa_decode(q, held, **options), tol=1e-5)
     low = mqa_decode(q.astype(jnp.bfloat16), cache, return_lse=True)
     assert low[0].dtype == jnp.bfloat16 and low[0].shape == (B, T, N, 512)
+
+
+def test_scales_that_are_subnormal_numbers() -> None:
+    """A CPU flushes subnormal numbers to zero, but the products of codes and scales are normal."""
+    codes = np.linspace(-448, 448, 512).astype(jnp.float8_e4m3fn)
+    small = np.array([2.0**-127, 2.0**-130, 1.5 * 2.0**-128, 2.0**-126], np.float32)
+    record = np.zeros(656, np.uint8)
+    record[:512], record[512:528] = codes.view(np.uint8), small.view(np.uint8)
+    page = np.zeros(584, np.uint8)
+    page[:448], page[576:583] = codes[:448].view(np.uint8), [0, 1, 2, 0, 0, 254, 100]
+    exact = codes.astype(np.float64)
+    wide = np.repeat(2.0 ** (page[576:583].astype(np.float64) - 127), 64)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for got, want in (
+            (unpack_records(jnp.asarray(record), dtype)[:512], exact * np.repeat(small, 128)),
+            (unpack_page_records(jnp.asarray(page[None]), dtype)[0, :448], exact[:448] * wide),
+        ):
+            with np.errstate(over="ignore"):
+                want = want.astype(np.float32).astype(dtype)
+            normal = np.abs(want.astype(np.float64)) >= 2.0**-126
+            assert normal.sum() > 300
+            np.testing.assert_array_equal(np.asarray(got)[normal], want[normal])

@@ -33,21 +33,23 @@ def test_append(kind: str, rng: np.random.Generator) -> None:
     """Prompts of different lengths, single tokens and finally too many tokens, against lists."""
     cache = empty(kind, rng, dtype=jnp.float32)
     want: list[list[np.ndarray]] = [[] for _ in range(B)]
+    lengths = np.zeros(B, int)
     append = jax.jit(lambda cache, new, counts: cache.append(new, counts))
     for t, counts in ((6, [6, 0, 3]), (1, None), (1, None), (14, [14, 14, 99])):
         new = rows(rng, t)
         cache = append(cache, new, None if counts is None else jnp.asarray(counts, jnp.int32))
         for b in range(B):
             want[b] = (want[b] + list(new[b, : t if counts is None else counts[b]]))[:S]
+            lengths[b] += t if counts is None else min(t, counts[b])
         assert cache.lengths.dtype == jnp.int32
-        np.testing.assert_array_equal(cache.lengths, [len(x) for x in want])
+        np.testing.assert_array_equal(cache.lengths, lengths)
         for b in range(B):
             np.testing.assert_array_equal(
                 contents(cache)[b, : len(want[b])],
                 np.stack(want[b]) if want[b] else np.zeros((0, G, D)),
             )
             assert not contents(cache)[b, len(want[b]) :].any()
-    assert cache.capacity == S and cache.lengths.tolist() == [20, 16, 19]
+    assert cache.capacity == S and cache.lengths.tolist() == [22, 16, 19]
 
 
 @BOTH
@@ -82,12 +84,27 @@ def test_misuse_of_caches() -> None:
     new = jnp.zeros((B, 1, G, D))
     for name, cache in (("FlatCache", flat), ("PagedCache", paged)):
         for call, error, message in (
-            (lambda c=cache: c.append(new[..., 1:]), ValueError, "append: argument 'rows'.*R=10"),
+            (
+                lambda c=cache: c.append(new[..., 1:]),
+                ValueError,
+                "append: argument 'rows'.*, 10\\]",
+            ),
+            (lambda c=cache: c.append(new[:, :, 1:]), ValueError, "append: argument 'rows'.*G=2"),
+            (
+                lambda c=cache: c.append(new[:, 0]),
+                ValueError,
+                r"'rows'.*\(3, 2, 10\).*\[B, T, G, 10",
+            ),
+            (lambda c=cache: c.append(new[None]), ValueError, r"'rows'.*\(1, 3, 1, 2, 10\)"),
             (lambda c=cache: c.append(new[:1]), ValueError, "append: argument 'rows'.*B=3"),
             (lambda c=cache: c.append(new.astype(jnp.int32)), TypeError, "'rows' has dtype int32"),
             (lambda c=cache: c.append(None), TypeError, "'rows' is NoneType"),
             (lambda c=cache: c.append(new, jnp.ones(2, jnp.int32)), ValueError, "'counts'.*B=3"),
-            (lambda c=cache: c.update(new, jnp.ones((B, 2), jnp.int32)), ValueError, "'rows'.*T=2"),
+            (
+                lambda c=cache: c.update(new, jnp.ones((B, 2), jnp.int32)),
+                ValueError,
+                "'positions'.*T=1",
+            ),
             (lambda c=cache: c.update(new, jnp.ones((B, 1))), TypeError, "'positions'.*int32"),
         ):
             with pytest.raises(error, match=f"{name}.*{message}"):
@@ -134,7 +151,7 @@ def test_free_tokens(rng: np.random.Generator) -> None:
         assert cache.free_tokens.tolist() == [S] * B
         for _ in range(4):
             cache = append(cache, jnp.asarray([6, 5, 0], jnp.int32))
-        assert cache.free_tokens.tolist() == [0, 0, S] and cache.lengths.tolist() == [S, S, 0]
+        assert cache.free_tokens.tolist() == [0, 0, S] and cache.lengths.tolist() == [24, S, 0]
         below = dataclasses.replace(cache, lengths=jnp.asarray([INT_MIN, INT_MAX, 3], jnp.int32))
         assert below.free_tokens.tolist() == [S, 0, S - 3]
 
@@ -160,7 +177,7 @@ def test_caches_compare_and_hash_by_identity(rng: np.random.Generator) -> None:
 def test_lengths_out_of_range(kind: str, rng: np.random.Generator) -> None:
     lengths = jnp.asarray([INT_MAX, INT_MIN, S - 1], jnp.int32)
     cache = dataclasses.replace(empty(kind, rng), lengths=lengths)
-    np.testing.assert_array_equal(cache.append(rows(rng, 3)).lengths, [S, 3, S])
+    np.testing.assert_array_equal(cache.append(rows(rng, 3)).lengths, [INT_MAX, 3, S + 2])
 
 
 @BOTH

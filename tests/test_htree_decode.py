@@ -97,22 +97,36 @@ def test_append_beyond_the_capacity(rng: np.random.Generator) -> None:
     _, k, v = inputs(rng)
     twice = [np.concatenate([x, x], axis=1) for x in (k, v)]
     cache = append(append(empty(), k, v), k, v)
+    assert cache.lengths.tolist() == [2 * T] * B
     for b in range(B):
-        assert_holds(cache, *(x[b, :CAPACITY] for x in twice), b)
+        held = dataclasses.replace(cache, lengths=jnp.full(B, CAPACITY, jnp.int32))
+        assert_holds(held, *(x[b, :CAPACITY] for x in twice), b)
+
+
+def test_queries_of_an_append_that_overflows(rng: np.random.Generator) -> None:
+    """Queries keep their positions. Those whose token did not fit see all tokens of the cache."""
+    q, k, v = inputs(rng)
+    before = append(append(empty(), k, v), k[:, : CAPACITY - T - 2], v[:, : CAPACITY - T - 2])
+    got = decode(q[:, :5], append(before, k[:, :5], v[:, :5]))
+    fitting = append(before, k[:, :2], v[:, :2])
+    want = decode(q[:, :2], fitting)
+    assert_matches([x[:, :2] for x in got], want, tol=1e-6)
+    last = [decode(q[:, t : t + 1], fitting) for t in (2, 3, 4)]
+    want = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *last)
+    assert_matches([x[:, 2:] for x in got], want, tol=1e-6)
 
 
 def test_lengths_out_of_range(rng: np.random.Generator) -> None:
-    """Lengths are clipped to 0..capacity, in `htree_decode` and in `append`."""
+    """A length below 0 is 0, and the length above which none grows is the largest int32."""
     q, k, v = inputs(rng)
     full = append(append(empty(), k, v), k, v)
     wrong = dataclasses.replace(full, lengths=jnp.asarray([2**31 - 1, -(2**31)], jnp.int32))
-    right = dataclasses.replace(full, lengths=jnp.asarray([CAPACITY, 0], jnp.int32))
-    for got, want in (
-        (append(wrong, k, v), append(right, k, v)),
-        (decode(q[:, :2], wrong), decode(q[:, :2], right)),
-    ):
-        jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert append(wrong, k, v).lengths.tolist() == [CAPACITY, T]
+    right = dataclasses.replace(full, lengths=jnp.asarray([CAPACITY + 1, 0], jnp.int32))
+    got, want = append(wrong, k, v), append(right, k, v)
+    jax.tree.map(np.testing.assert_array_equal, (got.k, got.v), (want.k, want.v))
+    assert got.lengths.tolist() == [2**31 - 1, T]
+    got, want = decode(q[:, :2], wrong), decode(q[:, :2], right)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.parametrize("capacity", [CAPACITY, 3 * CAPACITY])

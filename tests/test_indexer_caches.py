@@ -54,8 +54,8 @@ def test_caches(is_causal, rng):
     options = options_of(rng, B=4, T=3, S=24)
     scale = options.pop("index_k_scale")
     held = np.minimum(lengths, 24)[:, None]
-    seen = held - 3 + np.arange(3) + 1 if is_causal else np.broadcast_to(held, (4, 3))
-    ends = np.minimum(options["ends"], seen).astype(np.int32)
+    seen = lengths[:, None] - 3 + np.arange(3) + 1 if is_causal else held
+    ends = np.minimum(options["ends"], np.minimum(seen, held)).astype(np.int32)
     logits = indexer_logits(q, k, weights, index_k_scale=scale, starts=options["starts"], ends=ends)
     dirty = np.where(np.arange(24) < held, 1, np.nan).astype(np.float32)
     k, scale = k * dirty[..., None], scale * dirty

@@ -153,9 +153,11 @@ def test_fp8_records_in_a_cache(rng):
 
 def test_a_full_cache_drops_new_tokens(rng):
     module, x = attention(), hidden(rng)
-    _, cache = decode(module, x, LayerCache.empty(CONFIG, B, T - 2))
-    np.testing.assert_array_equal(cache.lengths, [T - 2] * B)
-    _, exact = decode(module, x[:, : T - 2], LayerCache.empty(CONFIG, B, T - 2))
+    got, cache = decode(module, x, LayerCache.empty(CONFIG, B, T - 2))
+    np.testing.assert_array_equal(cache.lengths, [T] * B)
+    want, exact = decode(module, x[:, : T - 2], LayerCache.empty(CONFIG, B, T - 2))
+    assert_matches(got[:, : T - 2], want)
+    exact = exact._replace(kv=dataclasses.replace(exact.kv, lengths=cache.lengths))
     assert_matches(cache, exact)
 
 
@@ -174,3 +176,44 @@ def test_rejected_draft_tokens_leave_nothing_behind(rng, page_size, index_fp8):
     assert_matches(got, jnp.stack([want[0, 4:8], want[1, 7:11]]), 1e-4)
     with pytest.raises(ValueError, match=r"with_lengths: argument 'lengths' has shape \(1,\)"):
         cache.with_lengths(lengths[:1])
+
+
+@pytest.mark.parametrize("page_size", [None, slow(PAGE)])
+def test_tokens_that_fit_into_a_full_cache(rng, page_size):
+    """Their outputs are those of a larger cache, also where a layer reads another layer's keys."""
+    module, x = attention(), hidden(rng)
+    sharing = attention(shares_keys=True)
+
+    @jax.jit
+    def both(x, cache, shared):
+        out, cache, _ = module.decode(x, cache)
+        more, shared, _ = sharing.decode(x, shared, kv=cache.kv)
+        return (out, more), cache, shared
+
+    results = []
+    for capacity in (T - 3, T):
+        cache = LayerCache.empty(CONFIG, B, capacity, page_size=page_size)
+        shared = LayerCache.empty(sharing.config, B, capacity)
+        _, cache, shared = both(x[:, : T - 5], cache, shared)
+        results.append(both(x[:, T - 5 :], cache, shared)[0])
+    few, all_tokens = (jax.tree.map(lambda y: y[:, :2], y) for y in results)
+    assert_matches(few, all_tokens, 1e-5)
+
+
+def test_page_tables_of_a_decoder():
+    """They become int32, one array per layer, and errors name the argument."""
+    cache = decoder().init_cache(B, 8, page_size=4)
+    table = np.array([[1, 0], [3, 2]], np.int64)
+    tables = [layer.kv.page_table for layer in cache.with_page_table(table).layers]
+    assert all(x.dtype == jnp.int32 for x in tables)
+    assert len({x.unsafe_buffer_pointer() for x in tables}) == len(tables)
+    for wrong, error, message in (
+        (table.tolist(), TypeError, "argument 'page_table' is list, want an array"),
+        (table.astype(np.float32), TypeError, "argument 'page_table' has dtype float32"),
+        (table[0], ValueError, r"'page_table' has shape \(2,\), want \[B, R\] with B=2"),
+        (table[:1], ValueError, r"'page_table' has shape \(1, 2\), want \[B, R\] with B=2"),
+    ):
+        with pytest.raises(error, match=r"DecoderCache\.with_page_table: .*" + message):
+            cache.with_page_table(wrong)
+    with pytest.raises(ValueError, match=r"DecoderCache\.with_page_table: the cache is flat"):
+        decoder().init_cache(B, 8).with_page_table(table)

@@ -131,8 +131,8 @@ def key_ranges(
     Args:
         args: the checks of the call.
         starts, ends, is_causal, query_start: the user's arguments.
-        lengths: the number of tokens that each request of a cache holds, the last T of which are
-            the queries' own; None without a cache.
+        lengths: the number of tokens that each request of a cache has, the last T of which are the
+            queries' own; None without a cache. A length beyond S still says where the queries are.
     """
     causal = args.flag("is_causal", is_causal)
     if lengths is None:
@@ -161,7 +161,7 @@ def _range_ends(
 ) -> Array:
     ends = jnp.full(shape, size, jnp.int32) if ends is None else jnp.clip(ends, 0, size)
     if lengths is not None:
-        lengths = jnp.clip(lengths, 0, size)
+        lengths = jnp.maximum(lengths, 0)
         ends = jnp.minimum(ends, lengths[:, None])
         first = None if first is None else lengths - shape[1]
     if first is not None:

@@ -42,7 +42,17 @@ def _unpacked(
     """Returns rows, given the e4m3 codes, the scale of each block of codes, and the RoPE bytes."""
     values = jax.lax.bitcast_convert_type(latent, jnp.float8_e4m3fn).astype(jnp.float32)
     block = latent.shape[-1] // scale.shape[-1]
-    values = values.reshape(*scale.shape, block) * scale[..., None]
+    # A CPU flushes subnormal numbers to zero, also as factors. Such a scale, m * 2^-149, is
+    # therefore split into two normal factors.
+    bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
+    is_subnormal = (bits >= 0) & (bits < 1 << 23)
+    factors = (
+        jnp.where(is_subnormal, bits.astype(jnp.float32) * 2.0**-23, scale),
+        jnp.where(is_subnormal, jnp.float32(2.0**-126), jnp.float32(1)),
+    )
+    values = values.reshape(*scale.shape, block)
+    for factor in factors:
+        values = values * factor[..., None]
     rope = rope.reshape(*rope.shape[:-1], RECORD_ROPE, 2)
     rope = jax.lax.bitcast_convert_type(rope, jnp.bfloat16)
     return jnp.concatenate([values.reshape(latent.shape).astype(dtype), rope.astype(dtype)], -1)

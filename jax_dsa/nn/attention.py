@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
 from jax_dsa.nn.mla import MLA
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from jax_dsa.ops.cache import FlatCache, PagedCache
 
 
+@exportable
 class AttentionAux(NamedTuple):
     """What an attention layer returns beside its output.
 
@@ -196,7 +198,7 @@ class DSAttention(nnx.Module):
             cache: The layer's cache.
             indices: The keys to attend to, int32; keys after a token's own position are left out.
                 By default the indexer selects them.
-            kv: Another layer's cached keys, which already hold the new tokens, for a layer with
+            kv: Another layer's cached keys, which already count all new tokens, for a layer with
                 `config.shares_keys`.
 
         Returns:

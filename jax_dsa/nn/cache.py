@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core.checks import INT32, Args
+from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import put_in_pages, put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.ops.cache import FlatCache, PagedCache
@@ -29,6 +30,7 @@ def checked_lengths(op: str, old: Int[Array, "B"], lengths: Int[Array, "B"]) -> 
     return args.restore(args.array("lengths", lengths, "B", INT32)).copy()
 
 
+@exportable
 class LayerCache(NamedTuple):
     """One layer's keys of up to S tokens of each request, flat or in P pages of L tokens."""
 
@@ -143,6 +145,7 @@ class LayerCache(NamedTuple):
         return LayerCache(extended, *jax.tree.map(write, old, new))
 
 
+@exportable
 class DecoderCache(NamedTuple):
     """The caches of all layers of a decoder."""
 
@@ -178,17 +181,21 @@ class DecoderCache(NamedTuple):
             page_table: For each request, the numbers of its pages in the pool, int32.
 
         Raises:
-            ValueError: If the cache is flat.
+            TypeError: If `page_table` is not an array of integers.
+            ValueError: If the cache is flat, or `page_table` has the wrong shape.
         """
+        op = "DecoderCache.with_page_table"
 
         def with_table(layer: LayerCache) -> LayerCache:
             if not isinstance(layer.kv, PagedCache):
                 raise ValueError(
-                    "DecoderCache.with_page_table: the cache is flat and has no page table; create "
-                    "it with a page_size"
+                    f"{op}: the cache is flat and has no page table; create it with a page_size"
                 )
+            args = Args(op, "lengths", layer.lengths, "B")
+            args.array("lengths", layer.lengths, "B", INT32)
+            table = args.restore(args.array("page_table", page_table, "B R", INT32))
             # Every layer gets a copy, because a buffer that several arrays share cannot be donated.
-            return layer._replace(kv=dataclasses.replace(layer.kv, page_table=page_table.copy()))
+            return layer._replace(kv=dataclasses.replace(layer.kv, page_table=table.copy()))
 
         return DecoderCache(tuple(with_table(layer) for layer in self.layers))
 

@@ -20,6 +20,7 @@ from flax import nnx
 
 from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, INT32, Args
+from jax_dsa.core.export import exportable
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.compressed_cache import CompressedCache
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from jax_dsa.nn.compressed_config import CompressedConfig
 
 
+@exportable
 class CompressedAux(NamedTuple):
     """What a layer returns beside its output.
 

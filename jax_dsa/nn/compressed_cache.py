@@ -7,12 +7,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jax_dsa.core.checks import LARGEST
+from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.nn.cache import checked_lengths
 from jax_dsa.nn.compressor import Stream
 from jax_dsa.nn.ring import put_in_ring
 
 
+@exportable
 class CompressedCache(NamedTuple):
     """One layer's keys of some requests.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dsa.core import compat
+from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.ring import put_in_ring, rows_after_concatenation
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from jax_dsa.nn.compressed_config import CompressedConfig
 
 
+@exportable
 class Stream(NamedTuple):
     """Compressed keys of some requests, and the contributions that the next keys will pool."""
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.fp4 import fake_quantize_fp4
 from jax_dsa.nn.linear import projection
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from jax_dsa.nn.config import AttentionConfig
 
 
+@exportable
 class IndexerInputs(NamedTuple):
     """The arguments, by name, of every operator with an indexer."""
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.indexer import LogScale
 from jax_dsa.nn.linear import projection
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from jax_dsa.nn.config import AttentionConfig
 
 
+@exportable
 class MLAProjections(NamedTuple):
     """The projections of a layer's tokens: queries of every head, and the key that heads share."""
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn import Fp8Linear
 
@@ -64,6 +65,7 @@ def generate(
     return jnp.concatenate([token[None], tokens]).T
 
 
+@exportable
 class Stream(NamedTuple):
     """The state that a decode step continues from, in addition to the last tokens."""
 

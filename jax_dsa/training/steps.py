@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn import DecoderLM
 from jax_dsa.nn.stripes import striped
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 Params = Any  # a tree of nnx variables
 
 
+@exportable
 class Batch(NamedTuple):
     """A batch of sequences on the devices of the mesh."""
 
@@ -39,6 +41,7 @@ class Batch(NamedTuple):
     """The document of each input token, or None if each sequence counts as one document."""
 
 
+@exportable
 class Learner(NamedTuple):
     """Parameters and the state of their optimizer."""
 
@@ -46,6 +49,7 @@ class Learner(NamedTuple):
     opt: Any
 
 
+@exportable
 class Rates(NamedTuple):
     """The learning rates of a step."""
 
@@ -53,6 +57,7 @@ class Rates(NamedTuple):
     indexer: Any
 
 
+@exportable
 class TrainState(NamedTuple):
     """Everything that a run needs to resume as if it had not stopped."""
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_dsa.core.export import exportable
 from jax_dsa.core.spec import SHARED
 from jax_dsa.core.typing import Array, Bool, Int, UInt8
 
@@ -19,6 +20,7 @@ MaskFunction = Callable[[Array, Array, Array, Array], Array]
 EMPTY, FULL = -2, -1
 
 
+@exportable
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["tiles", "bits", "num_kv_tiles", "kv_tiles", "num_q_tiles", "q_tiles"],

@@ -9,8 +9,8 @@ as they are or as FP8 records.
   bfloat16 RoPE values. The scales follow the values of the whole page: for each token 7 exponents
   of powers of two (one per 64 values) and a zero byte.
 
-Requests are the batch axis, and `lengths` is the number of tokens that each request holds. A cache
-of a single request may have no batch axis.
+Requests are the batch axis, and `lengths` is the number of tokens that each request has. A cache of
+a single request may have no batch axis.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_dsa.core.checks import FLOATS, FP8, INT32, LARGEST, Args, as_array
+from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import (
     PAGE_RECORD_BYTES,
     PAGE_RECORD_DIM,
+    RECORD_BYTES,
     RECORD_DIM,
     put_in_pages,
     put_page_records,
@@ -74,8 +77,10 @@ class _Cache:
 
     @property
     def free_tokens(self) -> Int[Array, "B"]:
-        """The number of tokens that can be appended to each request; 0 where the cache is full."""
-        return self.capacity - jnp.clip(self.lengths, 0, self.capacity)
+        """The number of tokens that can be appended to each request; 0 where none fits."""
+        args, lengths = self._checked("free_tokens")
+        lengths = jnp.minimum(lengths, self.capacity)
+        return args.restore(jnp.maximum(self._end(self._arrays(args), lengths) - lengths, 0))
 
     @property
     def room(self) -> Int[Array, "B"]:
@@ -87,8 +92,13 @@ class _Cache:
         """Returns the cache with T more tokens in each request, or only the first `counts` of them.
 
         Rows are rounded to the dtype that the cache stores. A cache of e4m3 takes rows of e4m3,
-        whose scales the caller keeps. Tokens that do not fit are dropped, and the length stays at
-        the capacity, because a traced function cannot raise. Compare with `free_tokens` before.
+        whose scales the caller keeps.
+
+        Tokens that do not fit are dropped, because a traced function cannot raise. Tokens beyond
+        the capacity still count: readers need the true length to know the positions of the queries.
+        So `lengths > capacity` says that tokens were lost. Tokens from the first one on whose page
+        is not mapped do not count, and they can be appended again once it is. The queries of such
+        an append have no valid results. Compare `free_tokens` before.
 
         Args:
             rows: The new rows of keys.
@@ -97,20 +107,20 @@ class _Cache:
         Raises:
             TypeError, ValueError: An argument has the wrong type or shape.
         """
-        args = Args(f"{type(self).__name__}.append", "rows", rows, "B T G D")
-        lengths = args.array("lengths", self.lengths, "B", INT32)
-        lengths = jnp.clip(lengths, 0, self.capacity)
-        rows = as_array(rows)  # type: ignore[assignment]
-        queries = rows.shape[-3]
-        step = jnp.arange(queries, dtype=jnp.int32)[None]
-        positions = lengths[:, None] + step
-        if counts is None:
-            lengths = jnp.minimum(lengths + queries, self.capacity)
-        else:
-            counts = args.array("counts", counts, "B", INT32)
-            positions = jnp.where(step < counts[:, None], positions, -1)
-            lengths = jnp.minimum(lengths + jnp.clip(counts, 0, queries), self.capacity)
-        return self._written(args, rows, positions, lengths=args.restore(lengths))
+        args, start = self._checked("append")
+        arrays = self._arrays(args)
+        rows = _encoded(args, rows, arrays[0])
+        new: Any = rows.shape[1]
+        if counts is not None:
+            new = jnp.clip(args.array("counts", counts, "B", INT32), 0, new)
+        lengths, end = extended(start, new), self._end(arrays, start)
+        positions = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+        fits = positions < jnp.minimum(lengths, end)[:, None]
+        positions = jnp.where(fits, positions, -1)
+        counted = jnp.maximum(start, jnp.minimum(lengths, end))
+        lengths = jnp.where(end < self.capacity, counted, lengths)
+        lengths = in_dtype_of(self.lengths, args.restore(lengths))
+        return self._written(args, arrays, rows, positions, lengths=lengths)
 
     def update(self, rows: Float[Array, "B T G D"], positions: Int[Array, "B T"]) -> Self:
         """Returns the cache with rows written at given positions. The lengths stay the same.
@@ -122,29 +132,66 @@ class _Cache:
         Raises:
             TypeError, ValueError: An argument has the wrong type or shape.
         """
-        args = Args(f"{type(self).__name__}.update", "rows", rows, "B T G D")
-        args.array("lengths", self.lengths, "B", INT32)
+        args, _ = self._checked("update")
+        arrays = self._arrays(args)
+        rows = _encoded(args, rows, arrays[0])
         positions = args.array("positions", positions, "B T", INT32)
-        return self._written(args, rows, positions)
+        return self._written(args, arrays, rows, positions)
 
-    def _written(self, args: Args, rows: Any, positions: jax.Array, **changes: Any) -> Self:
+    def _checked(self, method: str) -> tuple[Args, Int[Array, "B"]]:
+        """Returns the checks of a call of a method, and the lengths with a batch axis."""
+        args = Args(f"{type(self).__name__}.{method}", "lengths", self.lengths, "B")
+        return args, jnp.maximum(args.array("lengths", self.lengths, "B", INT32), 0)
+
+    def _arrays(self, args: Args) -> tuple[Array, ...]:
+        """Returns the checked array of rows, and that of a page table if there is one."""
+        raise NotImplementedError
+
+    def _end(self, arrays: tuple[Array, ...], lengths: Int[Array, "B"]) -> Int[Array, "B"] | int:
+        """Returns the first position from `lengths` on that the cache has no place for."""
+        return self.capacity
+
+    def _written(
+        self,
+        args: Args,
+        arrays: tuple[Array, ...],
+        rows: Array,
+        positions: Int[Array, "B T"],
+        **changes: Any,
+    ) -> Self:
         """Returns the cache with rows written at positions [B, T]; those outside it are dropped."""
         raise NotImplementedError
 
 
-def _encoded(args: Args, rows: Any, stored: jax.Array, dims: str) -> jax.Array:
-    """Returns new rows in the form that the cache stores, checked against the stored array."""
-    rows = args.typed("rows", rows, (FP8,) if stored.dtype == FP8 else FLOATS)
-    if stored.dtype == jnp.uint8:
-        in_pages = stored.shape[-1] == PAGE_RECORD_BYTES
+def extended(start: Int[Array, "B"], new: Int[Array, "B"] | int) -> Int[Array, "B"]:
+    """Returns `start + new` for start >= 0, at most the largest int32."""
+    return jnp.minimum(start, LARGEST - new) + new
+
+
+def in_dtype_of(old: Any, lengths: Int[Array, "*B"]) -> Int[Array, "*B"]:
+    """Returns int32 lengths in the dtype of the old ones, so that a scan can carry them.
+
+    They stay int32 if that dtype cannot hold every length.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(as_array(old).dtype)  # type: ignore[union-attr]
+    return lengths.astype(dtype) if jnp.iinfo(dtype).max >= LARGEST else lengths
+
+
+def _encoded(args: Args, rows: Any, stored: jax.Array) -> jax.Array:
+    """Returns the checked argument 'rows' in the form that the cache stores."""
+    is_record, dim = stored.dtype == jnp.uint8, stored.shape[-1]
+    in_pages = dim == PAGE_RECORD_BYTES
+    if is_record:
         dim = PAGE_RECORD_DIM if in_pages else RECORD_DIM
-        args.shape("rows", rows, rows.shape[-1:] == (dim,), f"[B, T, G, {dim}]")
+    dtypes = (FP8,) if stored.dtype == FP8 else FLOATS
+    rows = args.array("rows", rows, f"B T G {dim}", dtypes)
+    if is_record:
         low = rows.dtype if rows.dtype in INPUTS else jnp.float32
         rows = (packed_for_page if in_pages else packed)(args, rows.astype(low))
-    rows = rows.astype(stored.dtype)
-    return args.array("rows", rows, dims, (stored.dtype,))
+    return rows.astype(stored.dtype)
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)  # Comparing arrays gives no bool.
 class FlatCache(_Cache):
@@ -152,7 +199,7 @@ class FlatCache(_Cache):
 
     Attributes:
         data: The rows, or the FP8 records, of all tokens.
-        lengths: The number of tokens that each request holds.
+        lengths: The number of tokens that each request has; above S where an append lost tokens.
 
     Examples:
         >>> import jax.numpy as jnp, jax_dsa
@@ -197,15 +244,27 @@ class FlatCache(_Cache):
     @property
     def capacity(self) -> int:
         """The number of tokens that a request may have."""
-        return self.data.shape[-3]
+        return np.shape(self.data)[-3]
 
-    def _written(self, args: Args, rows: Any, positions: jax.Array, **changes: Any) -> Self:
-        data = args.array("data", self.data, "B S G R", STORED)
-        rows = _encoded(args, rows, data, "B T G R")
-        data = args.restore(put_rows(data, positions, rows))
+    def _arrays(self, args: Args) -> tuple[Array, ...]:
+        data = args.array("data", self.data, "B S G row", STORED)
+        fits = data.dtype != jnp.uint8 or data.shape[-1] == RECORD_BYTES
+        args.shape("data", data, fits, f"[B, S, G, {RECORD_BYTES}] for FP8 records")
+        return (data,)
+
+    def _written(
+        self,
+        args: Args,
+        arrays: tuple[Array, ...],
+        rows: Array,
+        positions: Int[Array, "B T"],
+        **changes: Any,
+    ) -> Self:
+        data = args.restore(put_rows(arrays[0], positions, rows))
         return dataclasses.replace(self, data=data, **changes)
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)  # Comparing arrays gives no bool.
 class PagedCache(_Cache):
@@ -213,12 +272,14 @@ class PagedCache(_Cache):
 
     Entry r of a request's table is the page of its tokens r*L to r*L + L-1. An entry outside 0..P-1
     maps no page. The caller assigns pages to requests before it appends:
-    `dataclasses.replace(cache, page_table=...)`.
+    `dataclasses.replace(cache, page_table=...)`. An append to a place without a page writes nothing
+    and does not count, so a page that is mapped later shows no rows of its former request.
 
     Attributes:
         pages: The pool of pages, with the rows or the FP8 records of their tokens.
         page_table: The pages of each request.
-        lengths: The number of tokens that each request holds.
+        lengths: The number of tokens that each request has; above R * L where an append lost
+            tokens. Set it back to R * L before the request gets a longer table.
 
     Examples:
         >>> import dataclasses, jax.numpy as jnp, jax_dsa
@@ -273,12 +334,31 @@ class PagedCache(_Cache):
     @property
     def capacity(self) -> int:
         """The number of tokens that a request may have."""
-        return self.page_table.shape[-1] * self.pages.shape[-3]
+        return np.shape(self.page_table)[-1] * np.shape(self.pages)[-3]
 
-    def _written(self, args: Args, rows: Any, positions: jax.Array, **changes: Any) -> Self:
-        pages = checked_pages(args, "pages", self.pages, "G R", STORED)
-        table = args.array("page_table", self.page_table, "B M", INT32)
-        rows = _encoded(args, rows, pages, "B T G R")
+    def _arrays(self, args: Args) -> tuple[Array, ...]:
+        pages = checked_pages(args, "pages", self.pages, "G row", STORED)
+        fits = pages.dtype != jnp.uint8 or pages.shape[-1] in RECORDS.values()
+        args.shape("pages", pages, fits, "[P, L, G, 656] or [P, L, G, 584] for FP8 records")
+        return pages, args.array("page_table", self.page_table, "B R", INT32)
+
+    def _end(self, arrays: tuple[Array, ...], lengths: Int[Array, "B"]) -> Int[Array, "B"]:
+        pages, table = arrays
+        count, size = pages.shape[:2]
+        entry = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+        is_missing = ((table < 0) | (table >= count)) & (entry >= lengths[:, None] // size)
+        first = jnp.min(entry, axis=1, initial=table.shape[1], where=is_missing)
+        return first * size
+
+    def _written(
+        self,
+        args: Args,
+        arrays: tuple[Array, ...],
+        rows: Array,
+        positions: Int[Array, "B T"],
+        **changes: Any,
+    ) -> Self:
+        pages, table = arrays
         scales_apart = pages.dtype == jnp.uint8 and pages.shape[-1] == PAGE_RECORD_BYTES
         pages = (put_page_records if scales_apart else put_in_pages)(pages, table, positions, rows)
         return dataclasses.replace(self, pages=pages, **changes)

@@ -17,17 +17,17 @@ class Keys(NamedTuple):
     """The keys of a call, as the operands of a pass.
 
     Attributes:
-        rows: [B, S, G, R], or [B, S, R] for operators whose keys have no heads. The pages of a
+        rows: [B, S, G, D], or [B, S, D] for operators whose keys have no heads. The pages of a
             paged cache are one batch entry [1, P * L, ...] that all requests share.
-        lengths: the number of tokens that each request holds; None if the keys are an array and the
-            caller gave no lengths.
+        lengths: the number of tokens that each request has, which may exceed S; None if the keys
+            are an array and the caller gave no lengths.
         page_table: the page table of a paged cache, else None.
         page_size: L, the tokens per page; None if there are no pages.
     """
 
     rows: Array
     lengths: Int[Array, "B"] | None
-    page_table: Int[Array, "B M"] | None
+    page_table: Int[Array, "B R"] | None
     page_size: int | None
 
     def alongside(self, args: Args, name: str, x: Any, tail: str, dtypes: Any) -> Array:
@@ -96,7 +96,7 @@ def read_cache(args: Args, name: str, cache: Any, dims: str, dtypes: Any) -> Key
     table, page_size = None, None
     if isinstance(cache, PagedCache):
         pages = checked_pages(args, f"{name}.pages", cache.pages, dims, dtypes)
-        table = args.array(f"{name}.page_table", cache.page_table, "B M", INT32)
+        table = args.array(f"{name}.page_table", cache.page_table, "B R", INT32)
         count, page_size = pages.shape[:2]
         rows = pages.reshape(count * page_size, *pages.shape[2:])[None]
         capacity = args.sizes["S"] = table.shape[1] * page_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.ops.indexer.spec import IndexerOperands
 
@@ -40,6 +41,7 @@ class Operands(NamedTuple):
     sinks: Float[Array, "1 N"] | None
 
 
+@exportable
 class DSAAux(NamedTuple):
     """The results of `dsa_attention` besides its output."""
 

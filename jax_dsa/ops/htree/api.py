@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax_dsa.core.arguments import NO_SYMBOL, check_heads, scale_or_default
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import FLOATS, Args
+from jax_dsa.core.export import exportable
 from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
@@ -52,6 +53,7 @@ htree_op = differentiable("htree", FWD, BWD)
 htree_build_op = differentiable("htree_build", BUILD_FWD, BUILD_BWD, residuals=lambda x, y: ())
 
 
+@exportable
 class HTreeSelection(NamedTuple):
     """The candidates and the selected nodes of one layer, by query and KV head group.
 
@@ -329,7 +331,7 @@ def htree_decode(
     Args:
         q: Queries without RoPE, in the dtype of the cache, of the tokens `lengths - T ..
             lengths - 1`, which must have been appended. A query before the first token has
-            out = 0 and lse = -inf.
+            out = 0 and lse = -inf. A query beyond the capacity sees all tokens of the cache.
         cache: Keys and values; it also sets `compression` and `top_k`.
         scale: Factor of the scores. Default: D^-1/2.
         rope_base: As for `htree_attention`.
@@ -364,7 +366,8 @@ def htree_decode(
     rotary = check_attention(args, "cache.k", scale, rope_base)
     options = check_tree(args, cache.compression, cache.top_k, capacity=cache.capacity, **rotary)
     queries = jnp.arange(-q.shape[1], 0, dtype=jnp.int32)
-    positions = jnp.maximum(lengths[:, None] + queries[None], -1)
+    # A query whose token did not fit sees all tokens that the cache holds.
+    positions = jnp.clip(lengths[:, None] + queries[None], -1, cache.capacity - 1)
     out, lse, _ = htree_op(call, options, Operands(q, k, v, positions))
     out, lse = args.restore((out, lse))
     return (out, lse) if return_lse else out

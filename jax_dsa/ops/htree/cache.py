@@ -11,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core.checks import FLOATS, INT32, Args
+from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.ops.cache.api import extended, in_dtype_of
 from jax_dsa.ops.htree import tree
 from jax_dsa.ops.htree.spec import check_tree
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)  # == of arrays is not a bool
 class HTreeCache:
@@ -34,8 +37,9 @@ class HTreeCache:
 
     Attributes:
         k, v: Keys (without RoPE) and values of all nodes.
-        lengths: int32, number of tokens that each request holds. Set it to 0 to empty the cache,
-            or to a smaller number to truncate a request: nodes past the end are never read.
+        lengths: int32, number of tokens that each request has; above `capacity` where an append
+            lost tokens. Set it to 0 to empty the cache, or to a smaller number to truncate a
+            request: nodes past the end are never read.
         capacity: Maximum number of tokens per request.
         compression, top_k: As for `htree_attention`.
     """
@@ -104,9 +108,10 @@ class HTreeCache:
         """Returns the cache with T more tokens of each request, or the first `counts` of them.
 
         Only about T / r^l nodes of layer l are computed again. Keys and values are rounded to the
-        dtype of the cache. Tokens beyond `free_tokens` are dropped and the length stays at the
-        capacity, because a traced function cannot raise. Under `jit`, donate the old cache;
-        otherwise it is copied.
+        dtype of the cache. Tokens beyond the capacity are dropped, because a traced function cannot
+        raise. They still count: `htree_decode` needs the true length to know the positions of the
+        queries. So `lengths > capacity` says that tokens were lost; compare `free_tokens` before.
+        Under `jit`, donate the old cache; otherwise it is copied.
 
         Args:
             k: Keys without RoPE.
@@ -119,23 +124,26 @@ class HTreeCache:
         Raises:
             ValueError, TypeError: If an argument has the wrong shape or dtype.
         """
-        args = Args("HTreeCache.append", "k", k, "B T G D")
+        args = Args("HTreeCache.append", "cache.lengths", self.lengths, "B")
         old_k, old_v, start = self.checked(args)
         k = args.array("k", k, "B T G D", FLOATS)
         v = args.array("v", v, "B T G E", FLOATS)
         new: Any = k.shape[1]
         if counts is not None:
             new = jnp.clip(args.array("counts", counts, "B", INT32), 0, new)
-        end = jnp.minimum(start + new, self.capacity)
+        lengths = extended(start, new)
+        start, end = jnp.minimum(start, self.capacity), jnp.minimum(lengths, self.capacity)
         k = tree.append(old_k, k, start, end, self._layers, self.compression)
         v = tree.append(old_v, v, start, end, self._layers, self.compression)
-        k, v, end = args.restore((k, v, end))
-        return dataclasses.replace(self, k=k, v=v, lengths=end)
+        k, v, lengths = args.restore((k, v, lengths))
+        return dataclasses.replace(self, k=k, v=v, lengths=in_dtype_of(self.lengths, lengths))
 
     @property
     def free_tokens(self) -> Int[Array, "B"]:
         """The number of tokens that can still be appended to each request, int32 [B]."""
-        return self.capacity - jnp.clip(self.lengths, 0, self.capacity)
+        args = Args("HTreeCache.free_tokens", "lengths", self.lengths, "B")
+        lengths = args.array("lengths", self.lengths, "B", INT32)
+        return args.restore(self.capacity - jnp.clip(lengths, 0, self.capacity))
 
     @property
     def room(self) -> Int[Array, "B"]:
@@ -162,9 +170,9 @@ class HTreeCache:
         return tree.tree_layers(self.capacity, self.compression, self.top_k)
 
     def checked(self, args: Args) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the checked arrays, with a batch axis; lengths are clipped to 0..capacity."""
+        """Returns the checked arrays, with a batch axis; lengths are at least 0."""
         nodes = tree.node_count(self._layers, self.compression)
         k = args.array("cache.k", self.k, f"B {nodes} G D", FLOATS)
         v = args.array("cache.v", self.v, f"B {nodes} G E", (k.dtype,))
         lengths = args.array("cache.lengths", self.lengths, "B", INT32)
-        return k, v, jnp.clip(lengths, 0, self.capacity)
+        return k, v, jnp.maximum(lengths, 0)

@@ -181,7 +181,7 @@ def mqa_decode(
         raise ValueError(f"{args.op}: argument 'sinks' is an array, want None with normalize=False")
     q = args.array("q", q, "B T N D", FLOATS)
     keys = read_keys(
-        args, "k", k, "G D", "G R", (q.dtype,), (q.dtype, jnp.uint8), key_value_seq_lengths
+        args, "k", k, "G D", "G row", (q.dtype,), (q.dtype, jnp.uint8), key_value_seq_lengths
     )
     check_row(args, "k", keys)
     lengths = keys.lengths

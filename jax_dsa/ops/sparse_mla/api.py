@@ -280,7 +280,7 @@ def sparse_mla_decode(
     call = args.call(implementation)
     return_lse = args.flag("return_lse", return_lse)
     q = args.array("q", q, "B T N D", FLOATS)
-    keys = read_cache(args, "cache", cache, "G R", (q.dtype, jnp.uint8))
+    keys = read_cache(args, "cache", cache, "G row", (q.dtype, jnp.uint8))
     check_row(args, "cache", keys)
     check_heads(args, "q", "cache")
     indices, topk_length = selection(args, indices, topk_length)

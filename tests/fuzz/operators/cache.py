@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from fuzz.draw import Call, Draw, bf16, f16, f32, i32
+from fuzz.draw import INT_MAX, Call, Draw, bf16, f16, f32, i32
 from support.oracles.cache import packed
 
 from jax_dsa import FlatCache, PagedCache
@@ -47,6 +47,17 @@ def written(cache: Any, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return data
 
 
+def places_end(cache: Any, lengths: np.ndarray) -> np.ndarray:
+    """Returns the first position from `lengths` on that has no place in the cache."""
+    ends = np.full(lengths.shape, cache.capacity)
+    if isinstance(cache, PagedCache):
+        count, size = cache.pages.shape[:2]
+        for b, r in np.ndindex(*cache.page_table.shape):
+            if not 0 <= cache.page_table[b, r] < count and r >= lengths[b] // max(1, size):
+                ends[b] = min(ends[b], r * size)
+    return ends
+
+
 def result(cache: Any, data: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     """Returns the leaves of a cache."""
     if isinstance(cache, FlatCache):
@@ -72,13 +83,17 @@ def appender(kind: type) -> Any:
         kwargs = {"self": cache, "rows": rows, "counts": r.positions(T, B) if c.chance() else None}
 
         def want(**x: Any) -> list[np.ndarray]:
-            cache, capacity = x["self"], x["self"].capacity
-            lengths = np.clip(cache.lengths.astype(np.int64), 0, capacity)
+            cache = x["self"]
+            start = np.maximum(cache.lengths.astype(np.int64), 0)
             counts = np.full(B, T) if x["counts"] is None else np.clip(x["counts"], 0, T)
-            step = np.arange(T)
-            positions = np.where(step < counts[:, None], lengths[:, None] + step, -1)
-            data = written(cache, x["rows"], positions)
-            return result(cache, data, np.minimum(lengths + counts, capacity))
+            lengths = np.minimum(start + counts, INT_MAX)
+            ends = places_end(cache, start)
+            counted = np.maximum(start, np.minimum(lengths, ends))
+            lengths = np.where(ends < cache.capacity, counted, lengths)
+            positions = start[:, None] + np.arange(T)
+            inside = positions < np.minimum(lengths, ends)[:, None]
+            data = written(cache, x["rows"], np.where(inside, positions, -1))
+            return result(cache, data, lengths)
 
         return Call(kind.append, kwargs, want, dtypes, exact=True)
 

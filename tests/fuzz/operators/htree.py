@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from fuzz.draw import Call, Draw, bf16, f32, f64, i32, peak
+from fuzz.draw import INT_MAX, Call, Draw, bf16, f32, f64, i32, peak
 from fuzz.operators.sparse_mla import wide
 from support.oracles import htree as oracle
 
@@ -188,12 +188,13 @@ def draw_htree_decode(c: Draw, r: Draw) -> Call:
         out, lse = np.zeros((B, T, G * M, E)), np.full((B, T, G * M), -np.inf)
         for b in range(B):
             k, v = tokens_of(cache, b)
-            valid, first = slice(max(0, T - len(k)), T), max(0, len(k) - T)
-            padded = np.zeros((1, len(k), G * M, D))
-            padded[0, first:] = np.asarray(q, np.float64)[b, valid]
-            if padded.size:
-                whole = oracle.attention(padded, k[None], v[None], **options)
-                out[b, valid], lse[b, valid] = (y[0, first:] for y in whole[:2])
+            for t in range(T):
+                position = min(int(cache.lengths[b]) - T + t, len(k) - 1)
+                if position >= 0:
+                    padded = np.zeros((1, len(k), G * M, D))
+                    padded[0, position] = q[b, t]
+                    whole = oracle.attention(padded, k[None], v[None], **options)
+                    out[b, t], lse[b, t] = (y[0, position] for y in whole[:2])
         return [out, lse] if return_lse else [out]
 
     return Call(
@@ -209,10 +210,10 @@ def draw_htree_decode(c: Draw, r: Draw) -> Call:
 def appended(self: Any, k: Any, v: Any, counts: Any) -> list[Any]:
     """Returns lengths and nodes, with zeros for nodes that are not full of tokens."""
     cache = HTreeCache.append(self, k, v, counts)
-    results, size = [cache.lengths], 1
+    results, size, held = [cache.lengths], 1, jnp.minimum(cache.lengths, cache.capacity)
     for layer in cache.layers:
         for x in layer:
-            full = jnp.arange(x.shape[1]) < cache.lengths[:, None] // size
+            full = jnp.arange(x.shape[1]) < held[:, None] // size
             results.append(jnp.where(full[..., None, None], x, 0))
         size *= cache.compression
     return results
@@ -238,7 +239,7 @@ def draw_htree_append(c: Draw, r: Draw) -> Call:
         for b in range(B):
             for tree, old, new in zip(trees, tokens_of(cache, b), (x["k"], x["v"]), strict=True):
                 tokens = np.concatenate([old, new[b, : counts[b]]])[:capacity].astype(np.float64)
-                lengths[b] = len(tokens)
+                lengths[b] = min(max(0, int(cache.lengths[b])) + int(counts[b]), INT_MAX)
                 for level, layer in enumerate(tree):
                     full = len(tokens) // r**level
                     for i in range(full):

@@ -132,7 +132,7 @@ def draw_indexer_topk(c: Draw, r: Draw) -> Call:
                 pool = PagedCache(index_k_scale[:, :, None], index_k.page_table, index_k.lengths)
                 keys["index_k_scale"] = cached_rows(pool)[0][:, :, 0]
             shape = *others["index_q"].shape[:2], keys["index_k"].shape[1]
-            lengths = np.clip(index_k.lengths.astype(np.int64), 0, shape[2])
+            lengths = np.maximum(index_k.lengths.astype(np.int64), 0)
             _, last = ranges(shape, is_causal, lengths - shape[1], None, ends)
             keys["ends"] = np.minimum(last, lengths[:, None])
             is_causal, query_start = False, 0

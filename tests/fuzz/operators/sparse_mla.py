@@ -148,11 +148,11 @@ def draw_sparse_mla_decode(c: Draw, r: Draw) -> Call:
         E = min(512, q.shape[3]) if value_dim is None else int(value_dim)
         rows, exists = cached_rows(cache)
         options = oracle_options(others, q, rows.shape[2])
-        lengths = np.clip(cache.lengths.astype(np.int64), 0, rows.shape[1])
+        lengths = np.maximum(cache.lengths.astype(np.int64), 0)
         indices = options["indices"]
         b = np.arange(len(indices))[:, None, None, None]
         t = np.arange(indices.shape[1])[:, None, None]
-        seen = (indices >= 0) & (indices < lengths[b])
+        seen = (indices >= 0) & (indices < np.minimum(lengths, rows.shape[1])[b])
         if is_causal:
             seen &= indices <= lengths[b] - indices.shape[1] + t
         inside = np.clip(indices, 0, max(0, rows.shape[1] - 1))
