@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.published_layers import LAYERS, VARIANT, layer
+from support.checkpoints import write_safetensors
+from support.published_layers import COMPRESSED, LAYERS, VARIANT, layer
 
 from jax_dsa import nn
 
@@ -67,19 +67,6 @@ def test_saved_weights_can_be_loaded(rng, kind):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(other), nnx.state(module))
 
 
-def write_safetensors(path, tensors):
-    """Writes a safetensors file: the length of the header, the header, the data."""
-    header, start, blobs = {}, 0, []
-    names = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
-    for name, x in tensors.items():
-        blobs.append(np.ascontiguousarray(x).tobytes())
-        end = start + len(blobs[-1])
-        entry = {"dtype": names[x.dtype.name], "shape": x.shape, "data_offsets": [start, end]}
-        header[name], start = entry, end
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
-
-
 def test_loading_files_onto_a_mesh(rng, tmp_path):
     module = layer(rng, VARIANT)
     weights = nn.save_hf(module, "a.", dtype=jnp.bfloat16)
@@ -100,20 +87,6 @@ def test_loading_files_onto_a_mesh(rng, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(abstract), nnx.state(other))
 
 
-def test_fp8_weights_are_scaled_by_block(rng):
-    config = dataclasses.replace(VARIANT, model_dim=300, bias=False)
-    module = nn.DSAttention(config, rngs=nnx.Rngs(0))
-    weights = nn.save_hf(module)
-    name = "o_proj.weight"
-    rows, columns = weights[name].shape
-    assert rows == 300 and columns < 128
-    scale = rng.uniform(0.5, 2, size=(3, 1)).astype(np.float32)
-    weights[name] = weights[name].astype(jnp.float8_e4m3fn)
-    want = weights[name].astype(np.float32) * np.repeat(scale, 128, 0)[:rows]
-    nn.load_hf(module, {**weights, f"{name}_scale_inv": scale})
-    np.testing.assert_array_equal(nn.save_hf(module)[name], want)
-
-
 def corrupted(weights, defect):
     """Returns a layer's weights with a defect in a tensor that is loaded after others."""
     weights = dict(weights)
@@ -124,7 +97,27 @@ def corrupted(weights, defect):
     elif defect == "size":  # It cannot be reshaped to the heads.
         weights["kv_b_proj.weight"] = weights["kv_b_proj.weight"][1:]
     elif defect == "scale":
-        weights["o_proj.weight_scale_inv"] = np.ones((2, 1), np.float32)
+        weights["o_proj.weight"] = weights["o_proj.weight"].astype(jnp.float8_e4m3fn)
+        weights["o_proj.weight_scale_inv"] = np.ones((2, 3), np.float32)
+    elif defect == "scales of floats":
+        weights["o_proj.weight_scale_inv"] = np.ones((1, 1), np.float32)
+    elif defect == "scale of a norm":
+        weights["kv_a_layernorm.weight_scale_inv"] = np.ones((1, 1), np.float32)
+    elif defect == "no scale":
+        weights["o_proj.weight"] = weights["o_proj.weight"].astype(jnp.float8_e4m3fn)
+    elif defect == "two scales":
+        weights["o_proj.weight"] = weights["o_proj.weight"].astype(jnp.float8_e4m3fn)
+        weights["o_proj.weight_scale_inv"] = weights["wo.qscale_weight"] = np.float32(1)
+    elif defect == "twice":
+        weights["wo.weight"] = weights["o_proj.weight"]
+    elif defect == "integers":
+        weights["o_proj.weight"] = weights["o_proj.weight"].astype(np.int8)
+    elif defect == "FP8 sinks":
+        weights["sinks"] = weights["sinks"].astype(jnp.float8_e4m3fn)
+    elif defect == "no array":
+        weights["o_proj.weight"] = object()
+    elif defect == "overflow":
+        weights["o_proj.weight"] = np.full((16, 14), 1e200)
     elif defect == "unknown":
         weights["q_b_proj.weight"] = weights["q_proj.weight"]
     return weights
@@ -136,7 +129,16 @@ def corrupted(weights, defect):
         ("missing", KeyError, r"'tensors' lacks \['a.o_proj.weight'\]"),
         ("shape", ValueError, r"'a.o_proj.weight' has shape \(16, 13\), expected \(16, 14\)"),
         ("size", ValueError, r"'a.kv_b_proj.weight' has shape \(25, 8\), expected \(26, 8\)"),
-        ("scale", ValueError, r"weight_scale_inv' has shape \(2, 1\), expected \(1, 1\)"),
+        ("scale", ValueError, r"'a.o_proj.weight_scale_inv' has shape \(2, 3\), expected \(1, 1\)"),
+        ("scales of floats", ValueError, r"float32 and scales 'a.o_proj.weight_scale_inv', expect"),
+        ("scale of a norm", ValueError, r"\['a.kv_a_layernorm.weight_scale_inv'\], for which"),
+        ("no scale", ValueError, r"no scales, expected one of \['a.o_proj.weight_scale_inv', 'a.o"),
+        ("two scales", ValueError, r"weight_scale_inv' and tensor 'a.wo.qscale_weight' are both"),
+        ("twice", ValueError, r"'a.o_proj.weight' and tensor 'a.wo.weight' are both o_proj.weight"),
+        ("integers", ValueError, r"'a.o_proj.weight' has dtype int8, expected bfloat16, float16"),
+        ("FP8 sinks", ValueError, r"'a.sinks' has dtype float8_e4m3fn, expected bfloat16, float16"),
+        ("no array", TypeError, r"tensor 'a.o_proj.weight' is object, expected an array"),
+        ("overflow", ValueError, r"tensor 'a.o_proj.weight' as float32 overflows"),
         ("unknown", ValueError, r"has \['a.q_b_proj.weight'\], for which the module has no"),
     ],
 )
@@ -149,6 +151,82 @@ def test_weights_that_do_not_fit_leave_the_module_unchanged(rng, defect, error, 
     jax.tree.map(np.testing.assert_array_equal, nnx.state(module), before)
 
 
-def test_unknown_model_type_raises():
-    with pytest.raises(ValueError, match="model_type is 'llama', expected one of"):
-        nn.from_hf({"model_type": "llama"})
+class OwnAttention(nn.DSAttention):
+    """A user's subclass."""
+
+
+class OwnCompressedAttention(nn.CompressedAttention):
+    """A user's subclass."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [(OwnAttention, VARIANT), (OwnCompressedAttention, COMPRESSED)]
+)
+def test_subclasses_of_the_layers(rng, kind, config):
+    want = nn.save_hf(layer(rng, config))
+    got = nn.save_hf(nn.load_hf(kind(config, rngs=nnx.Rngs(1)), want))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_the_final_dot_of_a_prefix_may_be_absent(rng):
+    module = layer(rng, VARIANT)
+    weights = nn.save_hf(module, "layers.1")
+    assert weights.keys() == nn.save_hf(module, "layers.1.").keys()
+    others = {f"layers.10.{name}": x for name, x in nn.save_hf(module).items()}
+    other = nn.load_hf(nn.DSAttention(VARIANT, rngs=nnx.Rngs(1)), {**weights, **others}, "layers.1")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(other), nnx.state(module))
+
+
+@pytest.mark.parametrize("part", ["mla", "indexer"])
+def test_a_part_of_a_layer_is_refused(rng, part):
+    module = layer(rng, VARIANT)
+    for function in (lambda m: nn.load_hf(m, nn.save_hf(module)), nn.save_hf):
+        with pytest.raises(
+            TypeError, match=r"_hf: argument 'module' is .*, expected a whole atten"
+        ):
+            function(getattr(module, part))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tensors": [1]}, "argument 'tensors' is list, expected a mapping"),
+        ({"prefix": None}, "argument 'prefix' is NoneType, expected a str"),
+    ],
+)
+def test_arguments_of_the_wrong_type(rng, arguments, message):
+    module = layer(rng, VARIANT)
+    with pytest.raises(TypeError, match=message):
+        nn.load_hf(module, **{"tensors": nn.save_hf(module), **arguments})
+
+
+def test_saving_what_cannot_be_loaded_raises(rng):
+    abstract = nnx.eval_shape(lambda: nn.DSAttention(VARIANT, rngs=nnx.Rngs(1)))
+    with pytest.raises(TypeError, match=r"parameter 'q_proj.weight' of .* is abstract"):
+        nn.save_hf(abstract)
+    with pytest.raises(ValueError, match="argument 'dtype' is 'float8_e4m3fn', want bfloat16"):
+        nn.save_hf(layer(rng, VARIANT), dtype=jnp.float8_e4m3fn)
+
+
+def test_a_parameter_in_float16_refuses_larger_values(rng):
+    module = layer(rng, VARIANT)
+    sinks = module.mla.sinks
+    sinks.set_value(sinks.get_value().astype(jnp.float16))
+    weights = nn.save_hf(module)
+    nn.load_hf(module, {**weights, "sinks": np.full(2, -np.inf, np.float32)})
+    with pytest.raises(ValueError, match="tensor 'sinks' as float16 overflows"):
+        nn.load_hf(module, {**weights, "sinks": np.full(2, 7e4, np.float32)})
+    assert np.isneginf(sinks.get_value()).all()
+
+
+def test_messages_name_the_file(rng, tmp_path: pathlib.Path):
+    module = layer(rng, VARIANT)
+    weights = nn.save_hf(module, "a.")
+    file = tmp_path / "model.safetensors"
+    write_safetensors(file, {**weights, "a.wo.weight": weights["a.o_proj.weight"]})
+    with pytest.raises(ValueError, match=rf"o_proj.weight' in {file} and tensor 'a.wo.weight' in"):
+        nn.load_hf(module, tmp_path, "a.")
+    del weights["a.o_proj.weight"]
+    write_safetensors(file, weights)
+    with pytest.raises(KeyError, match=rf"{file} lacks \['a.o_proj.weight'\]"):
+        nn.load_hf(module, file, "a.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pathlib
 from typing import Any
 
@@ -71,6 +72,29 @@ def test_yarn_at_the_models_sizes(rope: dict[str, Any]) -> None:
     np.testing.assert_allclose(layer.config.rope_frequencies, rotary.inv_freq, rtol=1e-5)
     np.testing.assert_allclose(layer.config.rope_factor, rotary.attention_scaling, rtol=1e-6)
     np.testing.assert_allclose(layer.config.scale, scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("glm_moe_dsa", {"index_topk_freq": 4, "index_skip_topk_offset": 3}),
+        ("glm_moe_dsa", {"index_topk_freq": 3}),
+        ("glm_moe_dsa", {"index_topk_pattern": "FFSSFSSS"}),
+        ("mistral_large4", {"index_topk_freq": 2}),
+        ("mistral_large4", {"no_rope_layer_interval": 3}),
+        ("hy_v4", {}),
+        ("deepseek_v4", {"compress_ratios": [0, 0, 4, 128, 4, 128, 4, 4, 0]}),
+    ],
+)
+def test_layers_that_transformers_derives(kind: str, fields: dict[str, Any]) -> None:
+    model = MODELS[kind]
+    own = ("indexer_types", "no_rope_layers", "kv_source_layers", "layer_types", "compress_rates")
+    plain = {**SIZES, **{name: x for name, x in model.config.items() if name not in own}}
+    plain |= {"num_hidden_layers": 8, "attention_bias": False, "rms_norm_eps": 1e-6, **fields}
+    if kind == "deepseek_v4":
+        plain |= {"rope_theta": 10000.0, "compress_rope_theta": 160000.0}
+    config = type(hf_config(kind))(**copy.deepcopy(plain))
+    assert nn.from_hf({**plain, "model_type": config.model_type}) == nn.from_hf(config)
 
 
 def test_a_published_checkpoint(tmp_path: pathlib.Path) -> None:

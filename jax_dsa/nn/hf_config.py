@@ -7,7 +7,7 @@ the user's model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 
 from jax_dsa.nn.compressed_config import CompressedConfig
 from jax_dsa.nn.config import AttentionConfig, IndexerType
+from jax_dsa.nn.hf_fields import Fields, read_fields
 from jax_dsa.nn.rotary import yarn_frequencies
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def from_hf(
     """Returns the attention layers of a model, from its configuration in `transformers`.
 
     Args:
-        config: The configuration, or the dictionary that its `to_dict` returns. If it contains a
+        config: The configuration, the dictionary that its `to_dict` returns, or a published
+            `config.json`: its dictionary, its path, or the path of its directory. If it contains a
             `text_config`, that one counts. The model types `deepseek_v32`, `glm_moe_dsa`, `hy_v4`,
             `mistral_large4` (by its `text_config`) and `deepseek_v4` are supported.
         rope_alpha: The checkpoint's learnt logarithms of frequency factors, one per rotary pair
@@ -51,7 +53,10 @@ def from_hf(
 
     Raises:
         KeyError: If the configuration lacks a field.
-        ValueError: If the model type or its type of rotary embedding is not supported.
+        OSError: If there is no such file.
+        TypeError: If the configuration is no configuration, or a field has the wrong type.
+        ValueError: If the model type or its type of rotary embedding is not supported, if a field
+            has a wrong value, or if the file is no JSON file.
 
     Examples:
         >>> from jax_dsa import nn
@@ -66,32 +71,36 @@ def from_hf(
         >>> [(layer.indexer_type, layer.config.top_k) for layer in layers]
         [('full', 8), ('shared', 8)]
     """
-    c = dict(config) if isinstance(config, Mapping) else config.to_dict()
-    c = c.get("text_config", c)
-    kind = c["model_type"]
-    if kind not in _MODELS:
+    fields = read_fields(config)
+    kind = fields["model_type"]
+    if kind not in tuple(_MODELS):
         raise ValueError(f"from_hf: model_type is {kind!r}, expected one of {tuple(_MODELS)}")
-    return _MODELS[kind](c, rope_alpha, dtype)
+    return _MODELS[kind](fields, rope_alpha, dtype)
 
 
 def _mla(
-    c: dict[str, Any], alpha: Sequence[float] | None, dtype: Any, **own: Any
+    c: Fields,
+    alpha: Sequence[float] | None,
+    dtype: Any,
+    *,
+    indexer_frequency: int = 1,
+    **own: Any,
 ) -> tuple[HFLayer, ...]:
     """Returns layers of multi-head latent attention.
 
     Args:
-        c: The configuration as a dictionary.
+        c: The configuration.
         alpha: `rope_alpha` of `from_hf`.
         dtype: Dtype of activations and caches.
+        indexer_frequency: The model type's default of `index_topk_freq`.
         **own: Fields of `AttentionConfig` that are particular to the model type.
     """
-    heads, rope_dim = c["num_attention_heads"], c["qk_rope_head_dim"]
+    rope_dim, rope = c.integer("qk_rope_head_dim"), _rope_parameters(c)
     fields = {
         "model_dim": c["hidden_size"],
-        "num_heads": heads,
-        "q_rank": c.get("q_lora_rank"),
+        "num_heads": c["num_attention_heads"],
         "kv_rank": c["kv_lora_rank"],
-        "nope_dim": c["qk_nope_head_dim"],
+        "nope_dim": c.integer("qk_nope_head_dim"),
         "rope_dim": rope_dim,
         "v_dim": c["v_head_dim"],
         "index_heads": c["index_n_heads"],
@@ -99,21 +108,22 @@ def _mla(
         "index_rope_dim": rope_dim,
         "top_k": c["index_topk"],
         "bias": c["attention_bias"],
-        "scale_factor": _scale_factor(c["rope_parameters"]),
+        "scale_factor": _scale_factor(rope),
         # `transformers` fixes the epsilon of these layers' norms. `rms_norm_eps` is that of the
         # residual stream's norms.
         "norm_eps": 1e-6,
         "dtype": dtype,
-        **_rotation(c["rope_parameters"], rope_dim, alpha),
+        **_rotation(rope, rope_dim, alpha),
         **own,
     }
-    count = c["num_hidden_layers"]
-    types = c.get("indexer_types") or ["full"] * count
-    sources = c.get("kv_source_layers") or range(count)
+    count = c.integer("num_hidden_layers")
+    types = _indexer_types(c, indexer_frequency)
+    sources = c.per_layer("kv_source_layers", c.optional("kv_source_layers", range(count)))
     # 1 marks a layer with RoPE, despite the name.
-    has_rope = c.get("no_rope_layers") or [1] * count
+    has_rope = c.per_layer("no_rope_layers", c.optional("no_rope_layers", [1] * count))
     layers = []
     for i, (kind, source, rotary) in enumerate(zip(types, sources, has_rope, strict=True)):
+        c.option(f"kv_source_layers[{i}]", source, [i, *(j for j in range(i) if sources[j] == j)])
         layer = dict(fields, shares_keys=source != i)
         if not rotary:
             layer |= {"nope_dim": layer["nope_dim"] + rope_dim, "rope_dim": 0, "index_rope_dim": 0}
@@ -122,16 +132,76 @@ def _mla(
     return tuple(layers)
 
 
-def _compressed(
-    c: dict[str, Any], alpha: Sequence[float] | None, dtype: Any
-) -> tuple[HFLayer, ...]:
+def _mistral(c: Fields, alpha: Sequence[float] | None, dtype: Any) -> tuple[HFLayer, ...]:
+    """Returns layers of Mistral-Large-4. By default every fourth one has no position."""
+    period = c.integer("no_rope_layer_interval", default=4)
+    has_rope = [int((i + 1) % period != 0) for i in range(c.integer("num_hidden_layers"))]
+    c = Fields({**c, "no_rope_layers": c.optional("no_rope_layers", has_rope)}, c.name)
+    return _mla(
+        c,
+        alpha,
+        dtype,
+        q_rank=None,
+        index_rope_layout="interleaved",
+        norm_eps=c["rms_norm_eps"],
+        index_norm_eps=1e-6,
+        log_scaling=True,
+    )
+
+
+def _indexer_types(c: Fields, frequency: int) -> list[IndexerType]:
+    """Returns the layers' indexer types, which a configuration gives in one of three ways.
+
+    These are a list of types, a pattern of F ("full") and S ("shared"), and a frequency. With the
+    frequency f, every f-th layer is "full" from layer `index_skip_topk_offset` - 1 on. All layers
+    before are "full" too.
+
+    Args:
+        c: The configuration.
+        frequency: The default of `index_topk_freq`.
+    """
+    field, types = "indexer_types", c.get("indexer_types")
+    if types is None:
+        field, types = "index_topk_pattern", c.get("index_topk_pattern")
+        if isinstance(types, str):
+            types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in types]
+    if types is None:
+        field = "index_topk_freq"
+        period = max(c.integer(field, 0, default=frequency), 1)
+        offset = c.integer("index_skip_topk_offset", 0, default=2)
+        layers = range(c.integer("num_hidden_layers"))
+        types = ["shared" if max(i - offset + 1, 0) % period else "full" for i in layers]
+    types = c.per_layer(field, types)
+    for i, kind in enumerate(types):
+        c.option(f"{field}[{i}]", kind, ("full", "shared") if i else ("full",))
+    return types
+
+
+_COMPRESSED_TYPES = {
+    0: "sliding_attention",
+    4: "compressed_sparse_attention",
+    128: "heavily_compressed_attention",
+}
+"""The layer types of DeepSeek-V4 by their published numbers of tokens per compressed key."""
+
+
+def _compressed(c: Fields, alpha: Sequence[float] | None, dtype: Any) -> tuple[HFLayer, ...]:
     """Returns layers of DeepSeek-V4, whose type decides how they compress and rotate keys."""
+    if c.get("layer_types") is not None:
+        field, kinds = "layer_types", c.per_layer("layer_types")
+    else:
+        field, ratios = "compress_ratios", c.per_layer("compress_ratios")
+        for i, ratio in enumerate(ratios):
+            c.option(f"compress_ratios[{i}]", ratio, _COMPRESSED_TYPES)
+        kinds = [_COMPRESSED_TYPES[ratio] for ratio in ratios]
+    rates = {kind: ratio for ratio, kind in _COMPRESSED_TYPES.items()}
+    rates |= c.inner("compress_rates") if c.get("compress_rates") is not None else {}
     layers = []
-    for i, kind in enumerate(c["layer_types"]):
+    for i, kind in enumerate(kinds):
+        c.option(f"{field}[{i}]", kind, _COMPRESSED_TYPES.values())
         window_only = kind == "sliding_attention"
         indexed = kind == "compressed_sparse_attention"
-        rope = c["rope_parameters"]["main" if window_only else "compress"]
-        width = int(c["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+        rope, width = _compressed_rope(c, window_only=window_only)
         config = CompressedConfig(
             model_dim=c["hidden_size"],
             num_heads=c["num_attention_heads"],
@@ -141,7 +211,7 @@ def _compressed(
             out_groups=c["o_groups"],
             out_rank=c["o_lora_rank"],
             window=c["sliding_window"],
-            ratio=None if window_only else c["compress_rates"][kind],
+            ratio=None if window_only else rates[kind],
             overlap=indexed,
             top_k=c["index_topk"] if indexed else None,
             index_heads=c["index_n_heads"],
@@ -154,27 +224,57 @@ def _compressed(
     return tuple(layers)
 
 
-_MODELS: dict[str, Callable[[dict[str, Any], Any, Any], tuple[HFLayer, ...]]] = {
-    "deepseek_v32": _mla,
+def _compressed_rope(c: Fields, *, window_only: bool) -> tuple[Fields, int]:
+    """Returns the `rope_parameters` of one of DeepSeek-V4's layers, and its rotary elements.
+
+    As published, layers with a window only have the base `rope_theta`, and no YaRN. The others have
+    the base `compress_rope_theta` and YaRN, whose attention factor is 1.
+    """
+    part = "main" if window_only else "compress"
+    rope = _rope_parameters(c)
+    if part in rope:
+        rope = rope.inner(part)
+    elif window_only:
+        rope = Fields({"rope_type": "default", "rope_theta": c["rope_theta"]}, rope.name)
+    else:
+        own = {"rope_theta": c["compress_rope_theta"]}
+        own |= {"attention_factor": rope.optional("attention_factor", 1.0)}
+        rope = Fields({**rope, **own}, rope.name)
+    for fields in (rope, c):
+        if fields.get("partial_rotary_factor") is not None:
+            return rope, int(c.integer("head_dim") * fields.number("partial_rotary_factor"))
+    return rope, c.integer("qk_rope_head_dim")
+
+
+_MODELS: dict[str, Callable[[Fields, Any, Any], tuple[HFLayer, ...]]] = {
+    "deepseek_v32": lambda c, a, d: _mla(c, a, d, q_rank=c["q_lora_rank"]),
     "deepseek_v4": _compressed,
-    "glm_moe_dsa": lambda c, a, d: _mla(c, a, d, index_rope_layout="interleaved"),
+    "glm_moe_dsa": lambda c, a, d: _mla(
+        *(c, a, d), q_rank=c["q_lora_rank"], index_rope_layout="interleaved"
+    ),
     "hy_v4": lambda c, a, d: _mla(
         *(c, a, d),
+        indexer_frequency=4,
+        q_rank=c["q_lora_rank"],
         rope_layout="half",
         index_rope_last=True,
         index_norm_eps=c["rms_norm_eps"],
         sinks=True,
         gate=True,
     ),
-    "mistral_large4_text": lambda c, a, d: _mla(
-        *(c, a, d),
-        q_rank=None,
-        index_rope_layout="interleaved",
-        norm_eps=c["rms_norm_eps"],
-        index_norm_eps=1e-6,
-        log_scaling=True,
-    ),
+    "mistral_large4_text": _mistral,
 }
+
+
+def _rope_parameters(c: Fields) -> Fields:
+    """Returns `rope_parameters`, which older configurations call `rope_scaling`.
+
+    These have the base outside of it, as `rope_theta`, and the type as `type`.
+    """
+    field = "rope_parameters" if c.get("rope_parameters") is not None else "rope_scaling"
+    rope = c.inner(field) if c.get(field) is not None else Fields({}, c.name)
+    defaults = {"rope_type": rope.get("type", "default"), "rope_theta": c.get("rope_theta")}
+    return Fields({**defaults, **rope}, rope.name)
 
 
 def _magnitude(factor: float, weight: float) -> float:
@@ -182,41 +282,56 @@ def _magnitude(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _scale_factor(rope: dict[str, Any]) -> float:
+def _scale_factor(rope: Fields) -> float:
     """Returns `AttentionConfig.scale_factor` for a model's `rope_parameters`."""
-    weight = rope.get("mscale_all_dim")
-    if rope["rope_type"] == "default" or not weight:
+    if rope["rope_type"] == "default" or not rope.get("mscale_all_dim"):
         return 1.0
-    return _magnitude(rope["factor"], weight) ** 2
+    return _magnitude(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
 
 
-def _rotation(
-    rope: dict[str, Any], width: int, alpha: Sequence[float] | None = None
-) -> dict[str, Any]:
+def _rotation(rope: Fields, width: int, alpha: Sequence[float] | None = None) -> dict[str, Any]:
     """Returns the rotary fields of a layer's configuration for a model's `rope_parameters`."""
-    kind, base = rope["rope_type"], float(rope["rope_theta"])
-    factor = rope.get("attention_factor")
+    kind, base = rope["rope_type"], float(rope.number("rope_theta", above=1))
+    factor = 1.0
     if kind == "default":
         frequencies = base ** (-np.arange(0, width, 2) / width)
     elif kind == "yarn":
-        stretch = rope["factor"]
-        names = ("beta_fast", "beta_slow", "truncate")
-        options: dict[str, Any] = {k: rope[k] for k in names if rope.get(k) is not None}
-        length = rope["original_max_position_embeddings"]
+        stretch = rope.number("factor")
+        options: dict[str, Any] = {
+            name: rope.number(name)
+            for name in ("beta_fast", "beta_slow")
+            if rope.get(name) is not None
+        }
         frequencies = np.asarray(
-            yarn_frequencies(width, base=base, factor=stretch, original_length=length, **options)
+            yarn_frequencies(
+                width,
+                base=base,
+                factor=stretch,
+                original_length=rope.integer("original_max_position_embeddings"),
+                truncate=bool(rope.optional("truncate", True)),
+                **options,
+            )
         )
-        own, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
-        if factor is None and own and all_dims:
+        own, all_dims = (rope.number(n) if rope.get(n) else 0 for n in ("mscale", "mscale_all_dim"))
+        if rope.get("attention_factor") is not None:
+            factor = float(rope.number("attention_factor"))
+        elif own and all_dims:
             factor = _magnitude(stretch, own) / _magnitude(stretch, all_dims)
-        elif factor is None:
+        else:
             factor = _magnitude(stretch, 1.0)
     else:
-        raise ValueError(f"from_hf: rope_type is {kind!r}, expected 'default' or 'yarn'")
+        raise ValueError(
+            f"from_hf: rope_type in {rope.name} is {kind!r}, expected 'default' or 'yarn'"
+        )
     if alpha is not None:
+        if np.shape(alpha) != frequencies.shape:
+            raise ValueError(
+                f"from_hf: argument 'rope_alpha' has shape {np.shape(alpha)}, expected "
+                f"{frequencies.shape}, one number per rotary pair"
+            )
         frequencies = frequencies * np.exp(np.asarray(alpha, np.float64))
     return {
         "rope_base": base,
         "rope_frequencies": tuple(map(float, frequencies)),
-        "rope_factor": 1.0 if factor is None else float(factor),
+        "rope_factor": factor,
     }

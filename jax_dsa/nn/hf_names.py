@@ -156,6 +156,7 @@ def transformers_name(module: DSAttention | CompressedAttention, name: str) -> s
         module: The layer that the tensor belongs to.
         name: The tensor's name without the layer's prefix.
     """
-    for pattern, replacement in _PUBLISHED[type(module)]:
+    rules = next(rules for kind, rules in _PUBLISHED.items() if isinstance(module, kind))
+    for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
     return name

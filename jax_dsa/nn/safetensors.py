@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +17,32 @@ _DTYPES = {
     "F16": np.float16,
     "BF16": jnp.bfloat16,
     "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
     "F8_E8M0": jnp.float8_e8m0fnu,
     "I64": np.int64,
     "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
 }
+_LFS_POINTER = b"version https://git-lfs"
+"""The first bytes of the small file that Git has in place of a large one."""
+
+
+class _Entry(NamedTuple):
+    """Where one tensor is stored."""
+
+    file: pathlib.Path
+    offset: int
+    """Offset of the tensor's first byte in the file."""
+    size: int
+    """Number of bytes."""
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class SafeTensors(Mapping[str, np.ndarray]):
@@ -29,27 +52,54 @@ class SafeTensors(Mapping[str, np.ndarray]):
 
     Args:
         path: A file, or a directory, whose files `*.safetensors` are all opened.
+
+    Attributes:
+        path: The file or the directory.
+
+    Raises:
+        OSError: If there is no such file or directory, or a directory has no safetensors file.
+        ValueError: If a file is a Git LFS pointer, is cut off or is no safetensors file, or if two
+            files have a tensor of the same name.
     """
 
     def __init__(self, path: str | pathlib.Path) -> None:
-        path = pathlib.Path(path)
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        # For each tensor: the file, the offset of the file's data in bytes, the header's entry.
-        self._entries: dict[str, tuple[pathlib.Path, int, dict[str, Any]]] = {}
+        self.path = pathlib.Path(path)
+        files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
+        if not files:
+            raise FileNotFoundError(f"SafeTensors: directory {path} has no file '*.safetensors'")
+        self._entries: dict[str, _Entry] = {}
         for file in files:
-            with file.open("rb") as f:
-                size = int.from_bytes(f.read(8), "little")
-                header = json.loads(f.read(size))
-            header.pop("__metadata__", None)
-            self._entries |= {name: (file, 8 + size, entry) for name, entry in header.items()}
+            for name, entry in _read_header(file).items():
+                if name in self._entries:
+                    raise ValueError(
+                        f"SafeTensors: {self._entries[name].file} and {file} both have a tensor "
+                        f"{name!r}, expected one; pass the path of one file"
+                    )
+                self._entries[name] = entry
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Returns the tensor as a view of its file."""
-        file, start, entry = self._entries[name]
-        first, last = entry["data_offsets"]
-        dtype = np.dtype(_DTYPES[entry["dtype"]])
-        raw = np.memmap(file, np.uint8, "r", start + first, (last - first,))
-        return raw.view(dtype).reshape(entry["shape"])
+        """Returns the tensor as a view of its file.
+
+        Raises:
+            KeyError: If there is no such tensor.
+            ValueError: If the tensor's dtype is unknown, or its size does not fit its shape.
+        """
+        entry = self._entries[name]
+        if entry.dtype not in _DTYPES:
+            raise ValueError(
+                f"SafeTensors: tensor {name!r} in {entry.file} has dtype {entry.dtype!r}, expected "
+                f"one of {tuple(_DTYPES)}"
+            )
+        dtype = np.dtype(_DTYPES[entry.dtype])
+        if entry.size != (expected := math.prod(entry.shape) * dtype.itemsize):
+            raise ValueError(
+                f"SafeTensors: tensor {name!r} in {entry.file} has {entry.size} bytes, expected "
+                f"{expected} for shape {entry.shape} and dtype {entry.dtype}"
+            )
+        if not entry.size:
+            return np.empty(entry.shape, dtype)
+        raw = np.memmap(entry.file, np.uint8, "r", entry.offset, (entry.size,))
+        return raw.view(dtype).reshape(entry.shape)
 
     def __iter__(self) -> Iterator[str]:
         """Iterates over the tensors' names."""
@@ -58,3 +108,91 @@ class SafeTensors(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         """Returns the number of tensors."""
         return len(self._entries)
+
+    def file(self, name: str) -> pathlib.Path:
+        """Returns the file that has the tensor.
+
+        Raises:
+            KeyError: If there is no such tensor.
+        """
+        return self._entries[name].file
+
+
+def read_json(op: str, file: pathlib.Path) -> dict[str, Any]:
+    """Returns the JSON object that a file contains.
+
+    Args:
+        op: Name of the public function, for messages.
+        file: Path of the file.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file contains no JSON object.
+    """
+    return _parse_json(op, file, file.read_bytes())
+
+
+def _parse_json(op: str, file: pathlib.Path, text: bytes, part: str = "the file") -> dict[str, Any]:
+    """Returns the JSON object in `text`, which is a `part` of `file`."""
+    _reject_pointer(op, file, text)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{op}: {part} of {len(text)} bytes in {file} is not JSON: {error}"
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{op}: {part} in {file} is a JSON {type(value).__name__}, expected an object"
+        )
+    return value
+
+
+def _reject_pointer(op: str, file: pathlib.Path, text: bytes) -> None:
+    if text.startswith(_LFS_POINTER):
+        raise ValueError(
+            f"{op}: {file} is a Git LFS pointer, expected the file itself; run 'git lfs pull'"
+        )
+
+
+def _read_header(file: pathlib.Path) -> dict[str, _Entry]:
+    """Returns the entries of a safetensors file.
+
+    The file begins with the length of the header in 8 bytes. The header and the data follow.
+    """
+    op, total = "SafeTensors", file.stat().st_size
+    with file.open("rb") as f:
+        start = f.read(len(_LFS_POINTER))
+        _reject_pointer(op, file, start)
+        length = int.from_bytes(start[:8], "little")
+        if total < 8 or total < 8 + length:
+            raise ValueError(
+                f"{op}: {file} has {total} bytes, expected at least "
+                f"{8 + length if total >= 8 else 8}; it is cut off or no safetensors file"
+            )
+        f.seek(8)
+        header = _parse_json(op, file, f.read(length), "the header")
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, entry in header.items():
+        try:
+            first, last = (int(x) for x in entry["data_offsets"])
+            shape = tuple(int(x) for x in entry["shape"])
+            dtype = str(entry["dtype"])
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"{op}: the header in {file} describes tensor {name!r} as {entry!r}, expected "
+                f"'dtype', 'shape' and 'data_offsets'"
+            ) from None
+        if not (0 <= first <= last and min(shape, default=0) >= 0):
+            raise ValueError(
+                f"{op}: the header in {file} gives tensor {name!r} shape {shape} and offsets "
+                f"{first} to {last}, expected no negative size"
+            )
+        if (end := 8 + length + last) > total:
+            raise ValueError(
+                f"{op}: {file} has {total} bytes, expected at least {end} for tensor {name!r}; the "
+                f"file is cut off"
+            )
+        entries[name] = _Entry(file, 8 + length + first, last - first, dtype, shape)
+    return entries

@@ -9,10 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from pathlib import Path
+TESTS = Path(__file__).parent.parent  # where programs find the package `support`
 
 
 def free_port() -> int:
@@ -30,11 +29,17 @@ class Worker:
 
     def __init__(self, log: Path, program: Path, *arguments: str, devices: int = 1) -> None:
         count = f"--xla_force_host_platform_device_count={devices}"
+        path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-X", "faulthandler", str(program), *arguments],
-                env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": count},
+                env={
+                    **os.environ,
+                    "JAX_PLATFORMS": "cpu",
+                    "XLA_FLAGS": count,
+                    "PYTHONPATH": os.pathsep.join(path),
+                },
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )

@@ -1,0 +1,214 @@
+"""Configurations of attention layers from those of `transformers` and from published files."""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+
+import numpy as np
+import pytest
+from support.published_configs import COMPRESSED, CONFIGS, ROPE, SIZES
+
+from jax_dsa import nn
+
+REQUIRED = {
+    "deepseek_v32": set(SIZES) - {"rms_norm_eps"},
+    "glm_moe_dsa": set(SIZES) - {"rms_norm_eps"},
+    "hy_v4": set(SIZES),
+    "mistral_large4": set(SIZES) - {"q_lora_rank"},
+    "deepseek_v4": set(COMPRESSED),
+}
+FULL, SHARED = "full", "shared"
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "deepseek_v4"])
+def test_published_configurations_equal_those_of_transformers(kind):
+    want, got = nn.from_hf(CONFIGS[kind]), nn.from_hf(CONFIGS[f"{kind} as published"])
+    assert got == want
+    assert nn.from_hf(types.SimpleNamespace(to_dict=lambda: CONFIGS[kind])) == want
+
+
+def test_yarn_as_published():
+    config = nn.from_hf(CONFIGS["deepseek_v32 as published"])[7].config
+    assert config.rope_factor == 1
+    np.testing.assert_allclose(config.scale, 20**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    want = nn.yarn_frequencies(8, base=1e4, factor=40, original_length=4096)
+    np.testing.assert_allclose(config.rope_frequencies, want)
+    window, compressed = (x.config for x in nn.from_hf(CONFIGS["deepseek_v4 as published"])[:2])
+    np.testing.assert_allclose(window.rope_frequencies, 1e4 ** -(np.arange(4) / 4))
+    want = nn.yarn_frequencies(8, base=1.6e5, factor=16, original_length=65536)
+    np.testing.assert_allclose(compressed.rope_frequencies, want)
+    assert compressed.rope_factor == 1
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_configurations_from_files(kind, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIGS[kind]))
+    for path in (tmp_path, file, str(tmp_path)):
+        assert nn.from_hf(path) == nn.from_hf(CONFIGS[kind])
+
+
+def without(config, field):
+    """Returns a configuration, or its `text_config`, without a field."""
+    if "text_config" in config:
+        return {**config, "text_config": without(config["text_config"], field)}
+    return {name: value for name, value in config.items() if name != field}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_missing_field_is_named(kind, tmp_path):
+    config = CONFIGS[kind].get("text_config", CONFIGS[kind])
+    names = {"model_type", *(REQUIRED[kind.removesuffix(" as published")])} & set(config)
+    if "published" in kind:
+        names |= {"rope_theta"}
+    for field in names:
+        config = without(CONFIGS[kind], field)
+        where = "'text_config' in argument 'config'" if "text_config" in config else "argument"
+        with pytest.raises(KeyError, match=rf"from_hf: .*{where}.* lacks the field '{field}'"):
+            nn.from_hf(config)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(KeyError, match=rf"{tmp_path / 'config.json'} lacks the field"):
+            nn.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "field"),
+    [
+        ("deepseek_v32", ["rope_parameters"], "factor"),
+        ("deepseek_v32 as published", ["rope_scaling"], "original_max_position_embeddings"),
+        ("deepseek_v4", ["rope_parameters", "main"], "rope_theta"),
+        ("deepseek_v4 as published", [], "compress_rope_theta"),
+        ("deepseek_v4 as published", [], "qk_rope_head_dim"),
+        ("deepseek_v4 as published", [], "compress_ratios"),
+        ("glm_moe_dsa", [], "rope_parameters"),
+    ],
+)
+def test_a_missing_field_of_the_rotary_embedding_is_named(kind, parts, field):
+    config = json.loads(json.dumps(CONFIGS[kind]))
+    inner = config
+    for part in parts:
+        inner = inner[part]
+    del inner[field]
+    name = "rope_theta" if field == "rope_parameters" else field
+    with pytest.raises(KeyError, match=f"lacks the field '{name}'"):
+        nn.from_hf(config)
+
+
+def test_broken_files_of_configurations(tmp_path):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        nn.from_hf(tmp_path)
+    file = tmp_path / "config.json"
+    for text, message in (
+        ("", r"the file of 0 bytes in {} is not JSON"),
+        ('{"model_type"', r"the file of 13 bytes in {} is not JSON"),
+        ("[1]", r"the file in {} is a JSON list, expected an object"),
+        ("version https://git-lfs.github.com/spec/v1\noid", r"{} is a Git LFS pointer, expected"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message.format(file)):
+            nn.from_hf(tmp_path)
+
+
+def derived(frequency, offset):
+    return [SHARED if max(i - offset + 1, 0) % frequency else FULL for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    [
+        ({}, [FULL] * 8),
+        ({"index_topk_freq": 1}, [FULL] * 8),
+        ({"index_topk_freq": 0}, [FULL] * 8),
+        ({"index_topk_freq": 4}, derived(4, 2)),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, derived(4, 3)),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 0}, None),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, derived(3, 1)),
+        ({"index_topk_pattern": "FFSSFSSS"}, [*[FULL] * 2, SHARED, SHARED, FULL, *[SHARED] * 3]),
+        ({"index_topk_pattern": "FSSSFSSSF"}, [FULL, *[SHARED] * 3] * 2),
+        ({"index_topk_pattern": [FULL] * 7 + [SHARED]}, [FULL] * 7 + [SHARED]),
+        ({"index_topk_pattern": "FSFSFSFS", "index_topk_freq": 4}, [FULL, SHARED] * 4),
+        ({"indexer_types": derived(4, 3), "index_topk_pattern": "F" * 8}, derived(4, 3)),
+        ({"indexer_types": None, "index_topk_pattern": None, "index_topk_freq": 2}, derived(2, 2)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["glm_moe_dsa", "deepseek_v32"])
+def test_indexer_types(kind, fields, want):
+    config = {**CONFIGS[kind], **fields}
+    if want is None:  # The first layer would have no selection.
+        with pytest.raises(ValueError, match=r"index_topk_freq\[0\] in .* is 'shared', expected"):
+            nn.from_hf(config)
+        return
+    assert [x.indexer_type for x in nn.from_hf(config)] == want
+
+
+def test_every_fourth_layer_of_hy4_has_an_indexer_by_default():
+    types = [FULL, *[FULL, SHARED, SHARED, SHARED] * 2][:8]
+    assert [x.indexer_type for x in nn.from_hf(CONFIGS["hy_v4"])] == types
+
+
+def test_every_fourth_layer_of_mistral_has_no_position_by_default():
+    config = without(without(CONFIGS["mistral_large4"], "no_rope_layers"), "kv_source_layers")
+    config["text_config"] |= {"num_hidden_layers": 8, "indexer_types": None}
+    assert [x.config.rope_dim for x in nn.from_hf(config)] == [8, 8, 8, 0] * 2
+    assert [x.kv_source for x in nn.from_hf(config)] == list(range(8))
+    config["text_config"]["no_rope_layer_interval"] = 2
+    assert [x.config.rope_dim for x in nn.from_hf(config)] == [8, 0] * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("glm_moe_dsa", {"indexer_types": [FULL]}, r"indexer_types in .* is \['full'\], expected"),
+        ("glm_moe_dsa", {"indexer_types": [SHARED] * 8}, r"indexer_types\[0\] in .* is 'shared'"),
+        ("glm_moe_dsa", {"index_topk_pattern": "FFFXFFFF"}, r"index_topk_pattern\[3\] .* is 'X'"),
+        ("glm_moe_dsa", {"index_topk_freq": "4"}, "'index_topk_freq' in .* is '4', expected an"),
+        ("glm_moe_dsa", {"num_hidden_layers": 8.5}, "'num_hidden_layers' in .* is 8.5, expected"),
+        ("glm_moe_dsa", {"rope_parameters": {"rope_type": "linear"}, "rope_theta": 1e4}, "linear"),
+        ("glm_moe_dsa", {"rope_parameters": {**ROPE, "rope_theta": "a"}}, "'rope_theta' in .* 'a'"),
+        (
+            "glm_moe_dsa",
+            {"rope_parameters": {**ROPE, "rope_theta": 1}},
+            "is 1, expected .* above 1",
+        ),
+        ("deepseek_v32", {"kv_source_layers": [1] * 8}, r"kv_source_layers\[0\] in .* is 1, expec"),
+        (
+            "deepseek_v32",
+            {"no_rope_layers": [1]},
+            r"no_rope_layers in .* is \[1\], expected a list",
+        ),
+        ("deepseek_v4", {"layer_types": ["x"] * 4}, r"layer_types\[0\] in .* is 'x', expected one"),
+        (
+            "deepseek_v4 as published",
+            {"compress_ratios": [0, 2, 1, 1]},
+            r"compress_ratios\[1\] in .* is 2, expected one of \(0, 4, 128\)",
+        ),
+    ],
+)
+def test_fields_with_a_wrong_value(kind, fields, message):
+    with pytest.raises(ValueError, match=message):
+        nn.from_hf({**CONFIGS[kind], **fields})
+
+
+def test_unknown_model_type_raises():
+    with pytest.raises(ValueError, match="model_type is 'llama', expected one of"):
+        nn.from_hf({"model_type": "llama"})
+
+
+@pytest.mark.parametrize("config", [None, 3, [CONFIGS["hy_v4"]], {"text_config": "x"}])
+def test_what_is_no_configuration(config):
+    with pytest.raises(TypeError, match=r"from_hf: .* is .*, expected a"):
+        nn.from_hf(config)
+
+
+def test_learnt_frequencies_of_another_length():
+    alpha = (0.1, -0.2, 0.0, 0.3)
+    plain, learnt = (nn.from_hf(CONFIGS["hy_v4"], rope_alpha=a)[0].config for a in (None, alpha))
+    want = np.exp(alpha) * plain.rope_frequencies
+    np.testing.assert_allclose(learnt.rope_frequencies, want)
+    for wrong in ((0.1,), alpha * 2, (alpha,)):
+        with pytest.raises(
+            ValueError, match=r"argument 'rope_alpha' has shape .*, expected \(4,\)"
+        ):
+            nn.from_hf(CONFIGS["hy_v4"], rope_alpha=wrong)
