@@ -101,7 +101,9 @@ def test_sampler_uses_a_new_key_for_each_token():
     model = decoder()
     sampler = training.Sampler(model, temperature=1e6)
     prompt = np.zeros((B, 1), np.int32)
-    token, stream = sampler.prefill(prompt, model.init_cache(B, 16), jax.random.key(0))
+    key = jax.random.key(0)
+    token, stream = sampler.prefill(prompt, model.init_cache(B, 16), key)
+    assert not key.is_deleted()  # Only the cache is donated.
     drawn = []
     for _ in range(8):
         drawn.append(np.asarray(token))

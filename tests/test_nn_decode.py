@@ -115,10 +115,9 @@ def test_decode_of_requests_of_different_lengths(rng):
     # Rows beyond a request's length are never read, so reducing the lengths is equivalent to a
     # shorter prefill. NaN in these rows shows any read.
     cut = jnp.array([short, long], jnp.int32)
-    layers = [c._replace(kv=dataclasses.replace(c.kv, lengths=cut)) for c in cache.layers]
     cache = jax.tree.map(
         lambda x: x if x.dtype == jnp.int32 else jnp.where(beyond_length(cut, x), jnp.nan, x),
-        nn.DecoderCache(tuple(layers)),
+        cache.with_lengths(cut),
     )
     new = jnp.stack([tokens[0, short : short + 3], tokens[1, long : long + 3]])
     got, cache = decode(model, new, cache)
@@ -160,6 +159,23 @@ def test_a_full_cache_drops_new_tokens(rng):
     assert_matches(got[:, : T - 2], want)
     exact = exact._replace(kv=dataclasses.replace(exact.kv, lengths=cache.lengths))
     assert_matches(cache, exact)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "index_fp8"), [(PAGE, True), slow(None, False), slow(PAGE, False)]
+)
+def test_rejected_draft_tokens_leave_nothing_behind(rng, page_size, index_fp8):
+    """Each request goes back by a number of tokens of its own; the rejected ones were NaN."""
+    module, x = attention(index_fp8=index_fp8), hidden(rng)
+    lengths = jnp.array([4, 7], jnp.int32)
+    cache = LayerCache.empty(module.config, B, T + 2, page_size=page_size)
+    _, cache = decode(module, x[:, :4], cache)
+    _, cache = decode(module, x[:, 4:8].at[0].set(jnp.nan).at[1, 3:].set(jnp.nan), cache)
+    got, _ = decode(module, jnp.stack([x[0, 4:8], x[1, 7:11]]), cache.with_lengths(lengths))
+    want, _ = attend(module, x)
+    assert_matches(got, jnp.stack([want[0, 4:8], want[1, 7:11]]), 1e-4)
+    with pytest.raises(ValueError, match=r"with_lengths: argument 'lengths' has shape \(1,\)"):
+        cache.with_lengths(lengths[:1])
 
 
 @pytest.mark.parametrize("page_size", [None, slow(PAGE)])

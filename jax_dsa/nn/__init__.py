@@ -8,7 +8,8 @@ from jax_dsa.core.extras import needs_extra
 with needs_extra("flax", __name__):
     from jax_dsa.nn.attention import AttentionAux, DSAttention
     from jax_dsa.nn.cache import DecoderCache, LayerCache
-    from jax_dsa.nn.compressed import CompressedAttention, CompressedAux, CompressedCache
+    from jax_dsa.nn.compressed import CompressedAttention, CompressedAux
+    from jax_dsa.nn.compressed_cache import CompressedCache
     from jax_dsa.nn.compressed_config import CompressedConfig
     from jax_dsa.nn.compressor import Compressor
     from jax_dsa.nn.config import AttentionConfig, DecoderConfig, IndexerType

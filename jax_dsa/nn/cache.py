@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from jax_dsa.nn.indexer import IndexerInputs
 
 
+def checked_lengths(op: str, old: Int[Array, "B"], lengths: Int[Array, "B"]) -> Int[Array, "B"]:
+    """Returns a checked copy of the new lengths of a cache, which has the lengths `old`."""
+    args = Args(op, "cache.lengths", old, "B")
+    args.array("cache.lengths", old, "B", INT32)
+    return args.restore(args.array("lengths", lengths, "B", INT32)).copy()
+
+
 @exportable
 class LayerCache(NamedTuple):
     """One layer's keys of up to S tokens of each request, flat or in P pages of L tokens."""
@@ -99,6 +106,17 @@ class LayerCache(NamedTuple):
         if isinstance(self.kv, FlatCache):
             return FlatCache(rows, self.lengths)
         return PagedCache(rows, self.kv.page_table, self.lengths)
+
+    def with_lengths(self, lengths: Int[Array, "B"]) -> LayerCache:
+        """Returns the cache with other lengths; see `DecoderCache.with_lengths`.
+
+        A layer that attends to another layer's keys counts no tokens, so its cache stays the same.
+        """
+        if self.kv is None:
+            return self
+        # A copy for each layer, because a buffer that several arrays share cannot be donated.
+        lengths = checked_lengths("LayerCache.with_lengths", self.lengths, lengths)
+        return self._replace(kv=dataclasses.replace(self.kv, lengths=lengths))
 
     def append(
         self,
@@ -180,3 +198,18 @@ class DecoderCache(NamedTuple):
             return layer._replace(kv=dataclasses.replace(layer.kv, page_table=table.copy()))
 
         return DecoderCache(tuple(with_table(layer) for layer in self.layers))
+
+    def with_lengths(self, lengths: Int[Array, "B"]) -> DecoderCache:
+        """Returns the cache with other lengths, the same ones in every layer.
+
+        Smaller lengths drop the last tokens, for example rejected draft tokens or the padding of
+        prompts. A length of 0 begins a new request.
+
+        Args:
+            lengths: Number of tokens to keep of each request, int32.
+
+        Raises:
+            TypeError: If `lengths` is not an integer array.
+            ValueError: If `lengths` has the wrong shape.
+        """
+        return DecoderCache(tuple(layer.with_lengths(lengths) for layer in self.layers))

@@ -15,17 +15,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jax_dsa.core import compat
+from jax_dsa.core.checks import INT32, Args
 from jax_dsa.core.export import exportable
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_cache, check_module, hidden_states, selected_keys
+from jax_dsa.nn.compressed_cache import CompressedCache
 from jax_dsa.nn.compressed_config import CompressedConfig
 from jax_dsa.nn.compressed_indexer import CompressedIndexer
-from jax_dsa.nn.compressor import Compressor, Stream
+from jax_dsa.nn.compressor import Compressor
 from jax_dsa.nn.positions import token_positions
+from jax_dsa.nn.ring import rows_after_concatenation
 from jax_dsa.ops.attn_dist import attn_dist
 from jax_dsa.ops.indexer import indexer_selected_logits, indexer_topk
 from jax_dsa.ops.losses import dense_indexer_kl_loss, indexer_kl_loss
@@ -47,20 +51,6 @@ class CompressedAux(NamedTuple):
     indices: Int[Array, "B T K"] | None
     """The compressed keys that each query attended to, int32, -1 in empty slots. None in the
     indexer's warm-up, and if the layer has no compressed keys."""
-
-
-@exportable
-class CompressedCache(NamedTuple):
-    """One layer's keys of some requests."""
-
-    lengths: Int[Array, "B"]
-    """Number of tokens that each request has had, int32."""
-    recent: Float[Array, "B W D"]
-    """The last window - 1 keys."""
-    compressed: Stream | None
-    """The compressed keys; None if the layer has none."""
-    index_keys: Stream | None
-    """The indexer's compressed keys; None without an indexer."""
 
 
 class CompressedAttention(nnx.Module):
@@ -192,36 +182,57 @@ class CompressedAttention(nnx.Module):
         teacher = attn_dist(main, taught, selected, total, scale=c.head_dim**-0.5)
         return y, CompressedAux(indexer_kl_loss(logits, teacher, seen), lse, indices)
 
-    def init_cache(self, batch: int, capacity: int) -> CompressedCache:
-        """Returns an empty cache for `capacity` tokens of each of `batch` requests."""
-        c = self.config
-        return CompressedCache(
-            jnp.zeros(batch, jnp.int32),
-            jnp.zeros((batch, c.window - 1, c.head_dim), c.dtype),
-            None if self.compressor is None else self.compressor.stream(batch, capacity),
-            None if self.indexer is None else self.indexer.compressor.stream(batch, capacity),
-        )
+    def init_cache(self, batch: int, capacity: int, *, max_rollback: int = 16) -> CompressedCache:
+        """Returns an empty cache.
+
+        Args:
+            batch: B, number of requests.
+            capacity: Number of tokens of each request that compressed keys are stored for. Tokens
+                beyond it are seen through the window only.
+            max_rollback: Number of tokens that `lengths` may be set back by, such as the number of
+                draft tokens per step in speculative decoding.
+
+        Raises:
+            TypeError: If an argument is not an int.
+            ValueError: If an argument is negative.
+        """
+        c, args = self.config, Args("CompressedAttention.init_cache", "", np.empty(0), "K")
+        sizes = {"batch": batch, "capacity": capacity, "max_rollback": max_rollback}
+        batch, capacity, extra = (args.integer(name, size, 0) for name, size in sizes.items())
+        index_compressor = None if self.indexer is None else self.indexer.compressor
+        streams = [
+            None if compressor is None else compressor.stream(batch, capacity, extra)
+            for compressor in (self.compressor, index_compressor)
+        ]
+        recent = jnp.zeros((batch, c.window - 1 + extra, c.head_dim), c.dtype)
+        lengths, longest = (jnp.zeros(batch, jnp.int32) for _ in range(2))
+        return CompressedCache(lengths, longest, recent, *streams)
 
     def decode(
         self,
         x: Float[Array, "B T M"],
         cache: CompressedCache,
         *,
+        counts: Int[Array, "B"] | None = None,
         indices: Int[Array, "B T K"] | None = None,
     ) -> tuple[Float[Array, "B T M"], CompressedCache, Int[Array, "B T K"] | None]:
-        """Computes `__call__` for each request's next T tokens.
+        """Computes `__call__` for each request's next T tokens, or only the first `counts` of them.
 
         T = 1 is a decode step, T = the length of the prompt a prefill, and anything between is a
-        chunk of a prefill.
+        chunk of a prefill. Prompts of different lengths are padded on the right to a common T.
 
         Args:
             x: Hidden states of the next tokens.
             cache: The layer's cache.
+            counts: How many of the T tokens each request has, int32, clipped to 0..T; the others
+                are padding. Default: all.
             indices: Compressed keys to attend to, int32. By default the indexer selects them.
 
         Returns:
             The hidden states; the cache with the new tokens in it; the compressed keys attended to,
-            int32, -1 in empty slots, or None if the layer has no compressed keys.
+            int32, -1 in empty slots, or None if the layer has no compressed keys. Padding gets
+            hidden states of 0 and empty slots. A request whose `cache.lengths` were set to a number
+            that the cache does not support gets NaN; see `CompressedCache`.
 
         Raises:
             TypeError, ValueError: If an argument has the wrong type or shape.
@@ -230,24 +241,26 @@ class CompressedAttention(nnx.Module):
         args, x = hidden_states("CompressedAttention.decode", x, c.model_dim)
         indices = selected_keys(args, indices)
         check_cache(args, "cache", cache, CompressedCache)
+        lengths = cache.lengths
+        if counts is None:
+            counts = jnp.full_like(lengths, x.shape[1])
+        counts = jnp.clip(args.array("counts", counts, "B", INT32), 0, x.shape[1])
         step = jnp.arange(x.shape[1], dtype=jnp.int32)
-        positions = cache.lengths[:, None] + step
+        positions = lengths[:, None] + step
+        is_token = (step < counts[:, None])[..., None]
         q, kv, q_latent = self._project(x, positions)
+        window = positions[..., None] + jnp.arange(1 - c.window, 1, dtype=jnp.int32)
+        slots = rows_after_concatenation(cache.recent.shape[1], window, lengths)
+        slots = jnp.where(is_token & (window >= 0), slots, -1)
         joined = jnp.concatenate([cache.recent, kv], axis=1)
-        last = joined[:, x.shape[1] :]
-        window = jnp.arange(c.window, dtype=jnp.int32)
-        slots = step[:, None] + window
-        # A request with fewer than window - 1 tokens has empty rows in the cache.
-        is_token = positions[..., None] + window >= c.window - 1
-        slots = jnp.where(is_token, slots, -1)
         compressed, index = cache.compressed, cache.index_keys
         if self.compressor is None or compressed is None or c.ratio is None:
             indices = None
         else:
-            compressed = self.compressor.extend(compressed, x, cache.lengths)
-            ends = (positions + 1) // c.ratio
+            compressed = self.compressor.extend(compressed, x, lengths, counts)
+            ends = jnp.where(is_token[..., 0], (positions + 1) // c.ratio, 0)
             if self.indexer is not None and index is not None:
-                index = self.indexer.compressor.extend(index, x, cache.lengths)
+                index = self.indexer.compressor.extend(index, x, lengths, counts)
             if indices is None and self.indexer is not None and index is not None:
                 index_q, weights = self.indexer(x, q_latent, positions)
                 assert c.top_k is not None
@@ -259,8 +272,9 @@ class CompressedAttention(nnx.Module):
             slots = jnp.concatenate([slots, selected], axis=-1)
             joined = jnp.concatenate([joined, compressed.keys], axis=1)
         out, _ = self._attend(q, joined, slots)
-        cache = CompressedCache(cache.lengths + x.shape[1], last, compressed, index)
-        return self._output(out, positions), cache, indices
+        cache, is_valid = cache.extended(c.window, kv, counts, compressed, index)
+        y = jnp.where(is_valid[:, None, None], self._output(out, positions), jnp.nan)
+        return y, cache, indices
 
     def _attend_to_all(
         self,

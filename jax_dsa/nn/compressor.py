@@ -16,6 +16,7 @@ from jax_dsa.core.layout import put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_module, hidden_states
 from jax_dsa.nn.compressed_config import CompressedConfig
+from jax_dsa.nn.ring import put_in_ring, rows_after_concatenation
 from jax_dsa.ops.gated_pool import gated_pool_for_norm
 
 
@@ -25,10 +26,10 @@ class Stream(NamedTuple):
 
     keys: Float[Array, "B W D"]
     """Row w holds the key of block w, once the block is complete."""
-    values: Float[Array, "B H F"]
-    """Values of the last H tokens, before the pooling."""
-    gates: Float[Array, "B H F"]
-    """Gates of the last H tokens, before the pooling."""
+    values: Float[Array, "B R F"]
+    """Values of the last R tokens, before the pooling, in a ring buffer; see `nn.ring`."""
+    gates: Float[Array, "B R F"]
+    """Gates of the last R tokens, before the pooling, in a ring buffer."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -111,52 +112,64 @@ class Compressor(nnx.Module):
             block_positions = compat.left_to_compiler(first, block_positions)(positions, starts)
         return self.pool(self.wkv(x), self.wg(x), block_positions, starts)
 
-    def stream(self, batch: int, capacity: int) -> Stream:
-        """Returns an empty stream for `capacity` tokens of each of `batch` requests."""
-        c = self.config
-        history = self.ratio * (2 if c.overlap else 1) - 1
-        state = jnp.zeros((batch, history, self.position_bias.shape[1]), c.dtype)
-        return Stream(jnp.zeros((batch, capacity // self.ratio, self.dim), c.dtype), state, state)
+    def stream(self, batch: int, capacity: int, max_rollback: int) -> Stream:
+        """Returns an empty stream; the arguments are those of `CompressedAttention.init_cache`."""
+        c, width = self.config, self.position_bias.shape[1]
+        history = self.ratio * (2 if c.overlap else 1) - 1  # tokens that the next key may need
+        shape = batch, history + max_rollback, width
+        return Stream(
+            jnp.zeros((batch, capacity // self.ratio, self.dim), c.dtype),
+            jnp.zeros(shape, c.dtype),
+            jnp.zeros(shape, c.dtype),
+        )
 
-    def extend(self, stream: Stream, x: Float[Array, "B T M"], lengths: Int[Array, "B"]) -> Stream:
-        """Returns the stream with T more tokens of each request.
+    def extend(
+        self,
+        stream: Stream,
+        x: Float[Array, "B T M"],
+        lengths: Int[Array, "B"],
+        counts: Int[Array, "B"],
+    ) -> Stream:
+        """Returns the stream with more tokens of each request.
 
         Args:
             stream: The keys and contributions of the tokens before.
             x: Hidden states of the new tokens.
-            lengths: Number of tokens that each request's stream has seen, int32.
+            lengths: Number of tokens before the new ones in each request, int32.
+            counts: Number of new tokens of each request, int32, 0 to T. The rest is padding.
         """
-        ratio, length = self.ratio, x.shape[1]
-        values = jnp.concatenate([stream.values, self.wkv(x)], axis=1)
-        gates = jnp.concatenate([stream.gates, self.wg(x)], axis=1)
-        history = values[:, length:], gates[:, length:]
+        ratio, length, size = self.ratio, x.shape[1], stream.values.shape[1]
+        new_values, new_gates = self.wkv(x), self.wg(x)
         blocks = length // ratio + 1  # as many as T tokens can complete
         earlier_blocks = int(self.config.overlap)
+        number = lengths[:, None] // ratio + jnp.arange(blocks, dtype=jnp.int32)
 
-        def aligned(x: Array, lengths: Array) -> Array:
-            """Returns the rows of all blocks that may have become complete.
+        def aligned(ring: Array, new: Array, first: Array, lengths: Array) -> Array:
+            """Returns the rows of all blocks that may become complete, from position `first` on."""
+            rows = jnp.arange((blocks + earlier_blocks) * ratio, dtype=jnp.int32)
+            rows = rows_after_concatenation(size, first + rows, lengths)
+            x = jnp.concatenate([ring, new], axis=1)
+            return jnp.take_along_axis(x, rows[..., None], axis=1, mode="clip")
 
-            The rows begin with the first token of the first such block or, with overlap, of the
-            block before it.
-            """
-            rows = ratio - 1 - lengths % ratio
-            rows = rows[:, None] + jnp.arange((blocks + earlier_blocks) * ratio, dtype=jnp.int32)
-            x = jnp.pad(x, ((0, 0), (0, ratio), (0, 0)))
-            return jnp.take_along_axis(x, rows[..., None], axis=1)
-
-        aligned = compat.left_to_compiler(aligned, values)
+        # With overlap, the rows begin with the block before the first one that may be complete.
+        first = (number[:, :1] - earlier_blocks) * ratio
+        aligned = compat.left_to_compiler(aligned, new_values)
+        values = aligned(stream.values, new_values, first, lengths)
+        gates = aligned(stream.gates, new_gates, first, lengths)
         starts = None
         if self.config.overlap:  # There is no block before a request's first one.
             is_first = (lengths < ratio)[:, None]
             rows = jnp.arange((blocks + 1) * ratio, dtype=jnp.int32)[None]
             starts = jnp.where(is_first & (rows >= ratio), jnp.int32(ratio), jnp.int32(0))
-        number = lengths[:, None] // ratio + jnp.arange(blocks, dtype=jnp.int32)
         pooled_blocks = jnp.arange(blocks + earlier_blocks, dtype=jnp.int32)
-        positions = (number[:, :1] - earlier_blocks + pooled_blocks) * ratio
-        new = self.pool(aligned(values, lengths), aligned(gates, lengths), positions, starts)
-        is_complete = (number + 1) * ratio - lengths[:, None] <= length
+        keys = self.pool(values, gates, first + pooled_blocks * ratio, starts)
+        is_complete = (number + 1) * ratio <= (lengths + counts)[:, None]
         rows = jnp.where(is_complete, number, -1)
-        return Stream(put_rows(stream.keys, rows, new[:, earlier_blocks:]), *history)
+        return Stream(
+            put_rows(stream.keys, rows, keys[:, earlier_blocks:]),
+            put_in_ring(stream.values, new_values, lengths, counts),
+            put_in_ring(stream.gates, new_gates, lengths, counts),
+        )
 
     def pool(
         self, values: Array, gates: Array, positions: Array, starts: Array | None

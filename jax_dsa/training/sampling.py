@@ -118,7 +118,7 @@ class Sampler:
         _check_prompt("Sampler.prefill", prompt)
         batch, length = prompt.shape
         chunk = max(1, self.PREFILL // max(1, batch))
-        stream = Stream(cache, key)
+        stream = Stream(cache, key.copy())  # The caller's key is not donated.
         for start in range(0, length, chunk):
             token, stream = self.step(prompt[:, start : start + chunk], stream)
         return token, stream
