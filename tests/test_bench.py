@@ -95,6 +95,7 @@ def test_an_interrupted_run_keeps_its_rows(
     assert [line.split()[0] for line in lines[:3]] == ["operator", "copy", "topk"]
 
 
+@pytest.mark.slow
 def test_a_backward_case(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "bwd.csv"
     only = "bwd T8-S8-N64-.* xla"

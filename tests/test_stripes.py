@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.compare import assert_matches
+from support.marks import slow
 from support.training import ATTENTION
 
 from jax_dsa import nn
@@ -21,8 +22,8 @@ def test_each_device_has_early_and_late_tokens(rng):
     assert seen.max() / seen.mean() < 1.002 and np.arange(3585, 4097).sum() / seen.mean() > 1.8
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("sparse", [True, slow(False)])
+@pytest.mark.parametrize("packed", [True, slow(False)])
 def test_attention_in_stripes(rng, sparse, packed):
     """Checks values, loss, selection, and gradients of inputs and parameters."""
     stripes, shape = 4, (2, 24)
