@@ -136,7 +136,7 @@ def test_invalid_arguments_raise(rng):
     ):
         with pytest.raises(error, match=message):
             module.decode(bad, cache)
-    with pytest.raises(TypeError, match="'cache' is tuple, expected the CompressedCache that"):
+    with pytest.raises(TypeError, match="'cache' is tuple, want CompressedCache"):
         module.decode(x, tuple(cache))
     with pytest.raises(ValueError, match=r"'counts' has shape \(3,\), want \[B\] with B=2"):
         module.decode(x, cache, counts=jnp.zeros(3, jnp.int32))
