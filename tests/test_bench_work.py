@@ -43,7 +43,7 @@ class Sizes:
 
 
 class AllSlots(Sizes):
-    """The same, but with K keys for each query, also where it sees fewer."""
+    """Returns the same for K keys per query, even where a query sees fewer."""
 
     @property
     def selected(self) -> int:

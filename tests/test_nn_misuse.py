@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support import decoders
 from support.compare import Variable, assert_matches
 
 import jax_dsa
@@ -18,19 +20,7 @@ from jax_dsa import nn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CONFIG = nn.AttentionConfig(
-    model_dim=16,
-    num_heads=2,
-    q_rank=None,
-    kv_rank=8,
-    nope_dim=4,
-    rope_dim=4,
-    v_dim=4,
-    index_heads=2,
-    index_dim=8,
-    index_rope_dim=4,
-    top_k=3,
-)
+CONFIG = dataclasses.replace(decoders.CONFIG, q_rank=None)
 COMPRESSED = nn.CompressedConfig(
     model_dim=16,
     num_heads=2,

@@ -179,7 +179,7 @@ def differentiable(
                 _fit_cotangent(by_name.get(names[i]), a) for i, a in zip(inputs, avals, strict=True)
             ]
 
-        # The guards are two, so that a remat policy that keeps `saved` spares the outputs' pass.
+        # With a guard each, a remat policy that keeps `saved` need not run the forward pass again.
         saved, outputs = (_guarded(call.op, x, operands) for x in (saved, outputs))
         moved = _tangent_p.bind(
             *saved,

@@ -42,8 +42,8 @@ def _unpacked(
     """Returns rows, given the e4m3 codes, the scale of each block of codes, and the RoPE bytes."""
     values = jax.lax.bitcast_convert_type(latent, jnp.float8_e4m3fn).astype(jnp.float32)
     block = latent.shape[-1] // scale.shape[-1]
-    # A CPU flushes subnormal numbers to zero, also as factors. Such a scale, m * 2^-149, is
-    # therefore split into two normal factors.
+    # A CPU replaces subnormal numbers by zero. A subnormal scale, m * 2^-149, is therefore split
+    # into two normal factors.
     bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
     is_subnormal = (bits >= 0) & (bits < 1 << 23)
     factors = (

@@ -57,7 +57,7 @@ def selected_keys(args: Args, indices: Any) -> Int[Array, "B T K"] | None:
     return None if indices is None else args.array("indices", indices, "B T K", INT32)
 
 
-def check_cache(args: Args, name: str, cache: Any, *kinds: type) -> None:
-    """Raises unless a cache has one of these types and as many requests as the call."""
+def check_cache(args: Args, name: str, cache: Any, *kinds: type) -> Int[Array, "B"]:
+    """Returns the lengths of a cache of one of these types with as many requests as the call."""
     check_type(args.op, name, cache, kinds)
-    args.array(f"{name}.lengths", cache.lengths, "B", INT32)
+    return args.array(f"{name}.lengths", cache.lengths, "B", INT32)

@@ -240,8 +240,7 @@ class CompressedAttention(nnx.Module):
         c = self.config
         args, x = hidden_states("CompressedAttention.decode", x, c.model_dim)
         indices = selected_keys(args, indices)
-        check_cache(args, "cache", cache, CompressedCache)
-        lengths = cache.lengths
+        lengths = check_cache(args, "cache", cache, CompressedCache)
         if counts is None:
             counts = jnp.full_like(lengths, x.shape[1])
         counts = jnp.clip(args.array("counts", counts, "B", INT32), 0, x.shape[1])
