@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.core import min_dim
 
+from jax_dsa.core import compat
 from jax_dsa.core.arguments import segments, window_ranges, window_reach
 from jax_dsa.core.checks import INT32, Args
 from jax_dsa.core.typing import Array, Int
@@ -60,15 +62,16 @@ class Visible(NamedTuple):
         fits = isinstance(cu_q.size, int) and cu_q.size > 1
         args.shape("cu_seqlens_q", cu_q, fits, "[R+1] with a number R >= 1, no symbol")
         left, right = window_reach(args, is_causal, causal_alignment, local_window_size)
-        starts, ends = _packed_ranges(
+        ranges = functools.partial(
+            _packed_ranges,
             args.sizes["T"],
             args.sizes["S"],
-            cu_q,
-            cu_k,
             bottom_right=causal_alignment == "bottom_right",
             left=left,
             right=right,
         )
+        # Under vmap, jnp.searchsorted fails if the mesh of its arguments is not the current one.
+        starts, ends = compat.on_mesh_of_types(ranges)(cu_q, cu_k)
         return cls(starts=starts[None], ends=ends[None])
 
 
