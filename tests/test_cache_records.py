@@ -145,6 +145,15 @@ def test_no_records(shape: tuple[int, int]) -> None:
         assert unpack(records, jnp.bfloat16).shape == (*shape, dim)
 
 
+@pytest.mark.parametrize(("pages", "batch", "entries"), [(3, 0, 2), (0, 2, 2), (3, 2, 0)])
+@pytest.mark.parametrize("dim", [512, 576])
+def test_pages_of_records_without_a_token(dim: int, pages: int, batch: int, entries: int) -> None:
+    cache = PagedCache.empty(pages, 4, batch, entries, dim, fp8=True)
+    q = jnp.ones((batch, 1, N, dim))
+    for out in (mqa_decode(q, cache), sparse_mla_decode(q, cache, jnp.zeros((batch, 1, 3), int))):
+        assert out.shape == (batch, 1, N, 512) and not np.any(np.asarray(out))
+
+
 def test_records_of_the_wrong_layout_are_refused() -> None:
     q = np.zeros((B, T, N, 512), np.float32)
     flat = FlatCache(np.zeros((B, S, G, 584), np.uint8), np.zeros(B, np.int32))

@@ -361,6 +361,9 @@ def test_empty(shape: tuple) -> None:
     out, lse = both(q, k, v)
     assert out.shape == (*shape, N, E) and lse.shape == (*shape, N)
     assert jax.grad(lambda k: both(q, k, v)[0].sum())(k).shape == k.shape
+    tree = lambda k: htree_build(k, v, **TREE)  # noqa: E731
+    (pooled, _), pull = jax.vjp(lambda k: tree(k)[0], k)
+    assert pooled.shape == k.shape and pull((pooled, v))[0].shape == k.shape
 
 
 def test_without_batch_axis(rng: np.random.Generator) -> None:

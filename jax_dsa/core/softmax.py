@@ -79,7 +79,7 @@ def sink_gradient(
 ) -> Float[Array, "B N"]:
     """Returns the sinks' gradient from the row sums of dout * out."""
     share = sink_share(sinks, lse)
-    return -jnp.sum(share * dout_dot_out, axis=1).reshape(lse.shape[0], -1)
+    return -jnp.sum(share * dout_dot_out, axis=1).reshape(sinks.shape)
 
 
 def of_rows_with_keys(lse: Float[Array, "*b"], *arrays: Array) -> tuple[Array, ...]:

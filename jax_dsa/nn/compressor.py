@@ -201,7 +201,9 @@ def _first_positions(
     Entries without a complete block are arbitrary. Of the rows that a block's number stands for,
     the last one at which a block begins is the block's first row.
     """
-    count = starts.shape[1] // ratio
-    rows = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
+    batch, length = starts.shape
+    count = length // ratio
+    rows = jnp.arange(length, dtype=jnp.int32)[None]
     begins = jnp.where((rows - starts) % ratio == 0, rows, 0)[:, : count * ratio]
-    return jnp.take_along_axis(positions, begins.reshape(-1, count, ratio).max(axis=2), axis=1)
+    first_rows = begins.reshape(batch, count, ratio).max(axis=2)
+    return jnp.take_along_axis(positions, first_rows, axis=1)

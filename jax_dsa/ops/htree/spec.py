@@ -40,7 +40,7 @@ class Options:
 
     def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
         """Returns the number of tokens, of layers that are selected from, and of nodes."""
-        tokens = self.capacity or known["s"]
+        tokens = known["s"] if self.capacity is None else self.capacity
         layers = tree_layers(tokens, self.compression, self.top_k)
         nodes = node_count(layers, self.compression)
         sizes = {"l": len(layers) - 1, "k": self.top_k, "u": nodes}

@@ -18,7 +18,12 @@ import jax.numpy as jnp
 from jax.core import max_dim, min_dim
 
 from jax_dsa.core import compat
-from jax_dsa.core.layout import PAGE_RECORD_BYTES, unpack_page_records, unpack_records
+from jax_dsa.core.layout import (
+    PAGE_RECORD_BYTES,
+    PAGE_RECORD_DIM,
+    unpack_page_records,
+    unpack_records,
+)
 from jax_dsa.core.softmax import (
     grouped,
     of_rows_with_keys,
@@ -83,7 +88,7 @@ def _unpacked(keys: Array, page: int, dtype: jnp.dtype) -> Float[Array, "B L G D
         return unpack_records(keys, dtype)
     B, rows, G, width = keys.shape
     pages = keys.reshape(B, rows // page, page * G, width)
-    return unpack_page_records(pages, dtype).reshape(B, rows, G, -1)
+    return unpack_page_records(pages, dtype).reshape(B, rows, G, PAGE_RECORD_DIM)
 
 
 def _split_finite(x: Array) -> tuple[Array, Bool[Array, "B L G"]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -163,7 +164,7 @@ def draw_fp8_linear(c: Draw, r: Draw) -> Call:
         return dequantized(*quantized(x, block, power), block)
 
     def hold(x: Any, w: Any, power_of_two_scale: Any, **_: Any) -> dict[str, Any]:
-        flat = np.asarray(x).reshape(-1, x.shape[-1]) if x.size else np.zeros((x[..., 0].size, K))
+        flat = np.asarray(x).reshape(math.prod(x.shape[:-1]), K)
         columns = rounded(np.ascontiguousarray(flat.T), 128, power_of_two_scale).T
         return {
             "rows": rounded(x, 128, power_of_two_scale),
