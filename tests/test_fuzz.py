@@ -9,9 +9,9 @@ CALLS = 10_000
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operator", fuzz.GENERATORS)
+@pytest.mark.parametrize("operator", fuzz.ALL)
 def test_fuzz(operator: str, seed: int) -> None:
-    calls = CALLS // len(fuzz.GENERATORS)
+    calls = CALLS // len(fuzz.ALL)
     outcomes = [case.run() for case in fuzz.cases(calls, seed, operators=(operator,))]
     wrong = [outcome for outcome in outcomes if outcome not in fuzz.RIGHT]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(outcomes)} are wrong", *wrong])

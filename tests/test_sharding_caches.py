@@ -61,3 +61,33 @@ def test_appending_to_pages_that_sharded_requests_share(
         got = append(*jax.device_put(args, (placement, sharded)))
     np.testing.assert_array_equal(got, want)
     assert np.asarray(want).any()
+
+
+@pytest.mark.parametrize("kind", ["explicit", "explicit-of-types"])
+@pytest.mark.parametrize("method", ["flat", "update", "htree"])
+@pytest.mark.parametrize("axis", [0, 1, 3], ids=["batch", "tokens", "dim"])
+def test_rows_that_are_sharded_unlike_the_cache(
+    axis: int, method: str, kind: str, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    """The result is sharded like the cache, which is replicated here."""
+    B, T, D = 2, 4, 4
+    rows = np.asarray(rng.normal(size=(B, T, 1, D)), np.float32)
+    if method == "htree":
+        cache: Any = jax_dsa.HTreeCache.empty(B, 8, D, compression=2, top_k=2, dtype=jnp.float32)
+        write = lambda cache, x: cache.append(x, 2 * x)  # noqa: E731
+    else:
+        cache = jax_dsa.FlatCache.empty(B, 8, D, dtype=jnp.float32)
+        places = np.arange(B * T, dtype=np.int32).reshape(B, T)
+        write = (  # noqa: E731
+            lambda cache, x: cache.append(x) if method == "flat" else cache.update(x, places)
+        )
+    cache = jax.tree.map(np.asarray, cache)
+    want = write(cache, rows)
+    mesh, context = mesh_of(kind, (2,), ("x",), cpus[:2])
+    with context(mesh):
+        given = jax.device_put(cache, NamedSharding(mesh, PartitionSpec()))
+        spec = PartitionSpec(*(("x" if i == axis else None) for i in range(4)))
+        got = jax.jit(write)(given, jax.device_put(rows, NamedSharding(mesh, spec)))
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert not any(g.sharding.spec)
+        np.testing.assert_array_equal(g, w)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_dsa.core import compat
 from jax_dsa.core.typing import Array, Bool, Float, Int, UInt8
 
 # One token of an FP8 cache is 512 e4m3 values, their 4 float32 scales and 64 bfloat16 RoPE values.
@@ -154,11 +155,15 @@ def physical_rows(
 def put_rows(
     rows: Float[Array, "B S *d"], positions: Int[Array, "B T"], new: Float[Array, "B T *d"]
 ) -> Float[Array, "B S *d"]:
-    """Returns `rows` with new ones at their positions; those outside 0..S-1 are dropped."""
+    """Returns `rows` with new ones at their positions; those outside 0..S-1 are dropped.
+
+    On an Explicit mesh the result has the sharding of `rows`, whatever that of the others.
+    """
     if rows.shape[1] == 0:  # The gradient could not gather from an empty array.
         return rows
     where = jnp.where(positions < 0, rows.shape[1], positions)  # -1 would mean the last row.
-    return jax.vmap(lambda x, i, y: x.at[i].set(y, mode="drop"))(rows, where, new)
+    put = jax.vmap(lambda x, i, y: x.at[i].set(y, mode="drop"))
+    return compat.left_to_compiler(put, rows)(rows, where, new)
 
 
 def put_page_records(
@@ -169,17 +174,20 @@ def put_page_records(
 ) -> UInt8[Array, "P L G 584"]:
     """Returns `pages` with new records at their positions; see `put_in_pages`."""
     count, size, groups, width = pages.shape
-    flat = pages.reshape(count, size * groups * width)
-    row = physical_rows(count, size, page_table, positions)[..., None, None]
-    page = jnp.where(row < 0, count, row // max(1, size))
-    place = row % max(1, size) * groups + jnp.arange(groups, dtype=jnp.int32)[:, None]
-    sharding = jax.typeof(flat).sharding
-    first = 0
-    for piece in jnp.split(new, [PAGE_RECORD_VALUES], axis=-1):
-        byte = first + place * piece.shape[-1] + jnp.arange(piece.shape[-1], dtype=jnp.int32)
-        flat = flat.at[page, byte].set(piece, mode="drop", out_sharding=sharding)
-        first = size * groups * piece.shape[-1]
-    return flat.reshape(pages.shape)
+
+    def put(pages: Array, page_table: Array, positions: Array, new: Array) -> Array:
+        flat = pages.reshape(count, size * groups * width)
+        row = physical_rows(count, size, page_table, positions)[..., None, None]
+        page = jnp.where(row < 0, count, row // max(1, size))
+        place = row % max(1, size) * groups + jnp.arange(groups, dtype=jnp.int32)[:, None]
+        first = 0
+        for piece in jnp.split(new, [PAGE_RECORD_VALUES], axis=-1):
+            byte = first + place * piece.shape[-1] + jnp.arange(piece.shape[-1], dtype=jnp.int32)
+            flat = flat.at[page, byte].set(piece, mode="drop")
+            first = size * groups * piece.shape[-1]
+        return flat.reshape(pages.shape)
+
+    return compat.left_to_compiler(put, pages)(pages, page_table, positions, new)
 
 
 def put_in_pages(
@@ -188,13 +196,19 @@ def put_in_pages(
     positions: Int[Array, "B T"],
     new: Float[Array, "B T *d"],
 ) -> Float[Array, "P L *d"]:
-    """Returns `pages` with new rows at their positions; rows without a page are dropped."""
+    """Returns `pages` with new rows at their positions; rows without a page are dropped.
+
+    On an Explicit mesh the result has the sharding of `pages`. Requests may be sharded while the
+    pool is not.
+    """
     count, size = pages.shape[:2]
     if count == 0:  # The gradient could not gather from an empty array.
         return pages
-    row = physical_rows(count, size, page_table, positions)
-    page = jnp.where(row < 0, count, row // size)
-    # Requests may be sharded while the pool is not, so an Explicit mesh needs the output sharding.
-    sharding = jax.typeof(pages).sharding
-    # Do not flatten the pool to one axis of rows. XLA may copy all of it for the gradient.
-    return pages.at[page, row % size].set(new, mode="drop", out_sharding=sharding)
+
+    def put(pages: Array, page_table: Array, positions: Array, new: Array) -> Array:
+        row = physical_rows(count, size, page_table, positions)
+        page = jnp.where(row < 0, count, row // size)
+        # Do not flatten the pool to one axis of rows. XLA may copy all of it for the gradient.
+        return pages.at[page, row % size].set(new, mode="drop")
+
+    return compat.left_to_compiler(put, pages)(pages, page_table, positions, new)

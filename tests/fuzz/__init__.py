@@ -6,6 +6,7 @@ The fuzzer finds wrong values, wrong gradients, crashes, and misuse that is not 
 A case is an operator, a kind and a seed, which determine it. A few seeds in a row share a
 configuration (shapes, dtypes, options) and with it a compiled program. `operators` draws calls and
 computes the expected results, `kinds` runs and checks a call, and `misuse` makes mistakes in one.
+`programs` has schedules of caches and checkpoint loaders, whose cases consist of many calls.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from fuzz.draw import Call, Draw
 GENERATORS: dict[str, Callable[[Draw, Draw], Call]] = {}
 for _path in sorted((pathlib.Path(__file__).parent / "operators").glob("*.py")):
     GENERATORS |= importlib.import_module(f"fuzz.operators.{_path.stem}").GENERATORS
+PROGRAMS: dict[str, Callable[[Any, Draw, Draw], None]] = {}
+for _path in sorted((pathlib.Path(__file__).parent / "programs").glob("*.py")):
+    PROGRAMS |= importlib.import_module(f"fuzz.programs.{_path.stem}").PROGRAMS
+ALL = (*GENERATORS, *PROGRAMS)
 WITHOUT_GRADIENT = {
     *("FlatCache.append", "FlatCache.update", "PagedCache.append", "PagedCache.update"),
     *("HTreeCache.append", "htree_decode", "htree_select", "make_block_mask", "quantize_fp8"),
@@ -43,6 +48,8 @@ TIME_LIMIT = 120.0  # s for one case
 
 # The number of cases of each kind that an operator has in a round.
 ROUND = {"value": 12, "gradient": 6, "vmap": 4, "edge": 4, "misuse": 10}
+ROUND |= {"mesh": 3, "mesh_gradient": 3}
+PROGRAM_ROUND = {"program": 50}
 KERNEL_ROUND = {"kernel": 60, "kernel_gradient": 40}
 
 
@@ -76,6 +83,10 @@ class Case:
         call = GENERATORS[self.operator](config, contents)
         return call, config, contents
 
+    def program(self) -> Callable[[Any, Draw, Draw], None]:
+        """Returns the program that the case runs."""
+        return PROGRAMS[self.operator]
+
     def compiled(self, run: Callable[..., Any], name: str = "") -> Callable[..., Any]:
         """Returns `run`, compiled once per configuration and `name`."""
         if any(key[0] != self.key for key in _compiled):
@@ -85,7 +96,8 @@ class Case:
     def run(self) -> str:
         """Runs the case and returns "passed", "refused" or "no kernel", or else what is wrong."""
         try:
-            with kinds.time_limit(TIME_LIMIT), jax.enable_x64(self.draw()[0].x64):
+            x64 = self.kind != "program" and self.draw()[0].x64
+            with kinds.time_limit(TIME_LIMIT), jax.enable_x64(x64):
                 return KINDS[self.kind](self)
         except Exception as e:
             text = " ".join(str(e).split())
@@ -93,6 +105,10 @@ class Case:
 
 
 _compiled: dict[Any, Callable[..., Any]] = {}
+
+
+def _round(operator: str, kernels: bool) -> dict[str, int]:
+    return KERNEL_ROUND if kernels else PROGRAM_ROUND if operator in PROGRAMS else ROUND
 
 
 def cases(
@@ -108,8 +124,8 @@ def cases(
     """
     plan = [
         (operator, kind, count)
-        for operator in operators or (WITH_KERNEL if kernels else GENERATORS)
-        for kind, count in (KERNEL_ROUND if kernels else ROUND).items()
+        for operator in operators or (WITH_KERNEL if kernels else ALL)
+        for kind, count in _round(operator, kernels).items()
         if "gradient" not in kind or operator not in WITHOUT_GRADIENT
     ]
     for number in itertools.count():

@@ -15,6 +15,7 @@ import numpy as np
 from support.compare import assert_matches
 
 from fuzz.draw import Call, Draw, is_float
+from fuzz.meshes import on_mesh
 from fuzz.misuse import mistakes
 from jax_dsa import BlockMask
 
@@ -256,6 +257,46 @@ def misuse(case: Any) -> str:
     return "passed"
 
 
+def mesh(case: Any) -> str:
+    """Compares results on an Explicit mesh with the oracle, with and without `jax.set_mesh`."""
+    call, c, _ = case.draw()
+    devices, arrays = on_mesh(call, c)
+    run = functools.partial(call.fn, **call.options)
+    if c.chance(0.8):
+        run = case.compiled(run)
+    with c.one(jax.set_mesh, contextlib.nullcontext)(devices):
+        got = run(**arrays)
+    assert_right(call, got, call.results())
+    return "passed"
+
+
+def mesh_gradient(case: Any) -> str:
+    """Compares gradients on an Explicit mesh with those on one device."""
+    call, c, r = case.draw()
+    devices, arrays = on_mesh(call, c)
+    shapes = jax.eval_shape(lambda: _floats(call, call.fn(**call.kwargs)))
+    weights = [r.rng.normal(size=y.shape).astype(y.dtype) for y in shapes]
+    names = (*call.diff, *call.constant)
+
+    def gradients(arrays: dict[str, Any]) -> dict[str, Any]:
+        def loss(x: dict[str, Any]) -> Any:
+            results = _floats(call, call.fn(**{**call.options, **arrays, **x}))
+            # Infinite sums of exponents have no gradient.
+            finite = [jnp.where(jnp.isfinite(y), y, 0) * w for y, w in zip(results, weights)]
+            return sum(y.sum() for y in finite)
+
+        return jax.grad(loss)({n: arrays[n] for n in names})
+
+    want = case.compiled(gradients, "one device")(call.arrays)
+    with c.one(jax.set_mesh, contextlib.nullcontext)(devices):
+        got = case.compiled(gradients, "mesh")(arrays)
+    for name in names:
+        assert got[name].sharding.spec == arrays[name].sharding.spec, name
+    got, want = (jax.tree.map(np.asarray, x) for x in (got, want))
+    assert_matches(got, want, call.gradient_tolerance(roundings=8), "gradients", least=1.0)
+    return "passed"
+
+
 def kernel(case: Any) -> str:
     """Compares the CUDA kernel's results with the XLA implementation's, on a GPU."""
     call, _, _ = case.draw()
@@ -294,8 +335,15 @@ def kernel_gradient(case: Any) -> str:
     return "passed"
 
 
+def program(case: Any) -> str:
+    """Runs a program that makes several calls and compares each with its expected result."""
+    case.program()(case, Draw(*case.key), Draw(case.operator, case.kind, case.seed, 0))
+    return "passed"
+
+
 # The number of cases of each kind that share a configuration and a compiled program.
 KINDS: dict[Callable[[Any], str], int] = {
     **{value: 12, gradient: 6, vmap: 4, edge: 2, misuse: 5},
+    **{mesh: 3, mesh_gradient: 3, program: 50},
     **{kernel: 60, kernel_gradient: 40},
 }

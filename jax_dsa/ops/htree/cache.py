@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, INT32, Args
 from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
@@ -133,8 +135,10 @@ class HTreeCache:
             new = jnp.clip(args.array("counts", counts, "B", INT32), 0, new)
         lengths = extended(start, new)
         start, end = jnp.minimum(start, self.capacity), jnp.minimum(lengths, self.capacity)
-        k = tree.append(old_k, k, start, end, self._layers, self.compression)
-        v = tree.append(old_v, v, start, end, self._layers, self.compression)
+        tree_options = {"layers": self._layers, "compression": self.compression}
+        append = functools.partial(tree.append, **tree_options)
+        k = compat.left_to_compiler(append, old_k)(old_k, k, start, end)
+        v = compat.left_to_compiler(append, old_v)(old_v, v, start, end)
         k, v, lengths = args.restore((k, v, lengths))
         return dataclasses.replace(self, k=k, v=v, lengths=in_dtype_of(self.lengths, lengths))
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from fuzz.draw import INT_MAX, Call, Draw, peak, without_batch
 from fuzz.operators.sparse_mla import wide
+from jax.sharding import PartitionSpec
 from support.oracles import masked_attention as oracle
 
 from jax_dsa import (
@@ -19,6 +20,7 @@ from jax_dsa import (
     masked_attention,
     masked_attention_varlen,
 )
+from jax_dsa.core import compat
 
 # Sizes that the kernels cover.
 KERNEL = {"T": (1, 62, 213), "S": (1, 70, 300), "M": (1, 3), "D": (64, 72, 128), "E": (40, 64, 128)}
@@ -230,9 +232,14 @@ def draw_masked_attention_varlen(c: Draw, r: Draw) -> Call:
 @functools.wraps(make_block_mask)
 def expanded_block_mask(**kwargs: Any) -> Any:
     """Makes a block mask and returns it as a mask of the requested shape."""
-    blocks = make_block_mask(**kwargs)
     shape = kwargs["mask"].shape if kwargs["shape"] is None else kwargs["shape"]
-    return jnp.broadcast_to(expanded(blocks), tuple(int(n) for n in shape))
+    shape = tuple(int(n) for n in shape)
+    leaves, tree = jax.tree.flatten(make_block_mask(**kwargs))
+
+    def expand(*leaves: Any) -> Any:
+        return jnp.broadcast_to(expanded(jax.tree.unflatten(tree, leaves)), shape)
+
+    return compat.left_to_compiler(expand, leaves[0], PartitionSpec())(*leaves)
 
 
 def draw_make_block_mask(c: Draw, r: Draw) -> Call:
