@@ -343,3 +343,17 @@ def test_calls_outside_of_jit_find_the_mesh_in_the_types(
     got = run(*(jax.device_put(x, sharded) for x in host))
     assert_matches(got, run(*map(jnp.asarray, host)))
     assert all(x.sharding.is_equivalent_to(sharded, x.ndim) for x in got)
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_rows_without_a_selected_value(
+    kind: str, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    """The empty results are constants in XLA, and not in the kernel."""
+    axis_type, context = MESHES[kind]
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(axis_type,), devices=cpus[:2])
+    x = rng.normal(size=(2, 4, 6)).astype(np.float32)
+    with context(mesh):
+        given = jax.device_put(x, NamedSharding(mesh, PartitionSpec("x")))
+        indices, values = jax.jit(lambda x: jax_dsa.topk(x, 0, return_values=True))(given)
+    assert indices.shape == values.shape == (2, 4, 0)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from support.marks import slow
 from support.meshes import MESHES, mesh_of
 
 import jax_dsa
@@ -91,3 +92,22 @@ def test_rows_that_are_sharded_unlike_the_cache(
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert not any(g.sharding.spec)
         np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("kind", ["explicit", slow("explicit-of-types")])
+@pytest.mark.parametrize(("dim", "paged"), [(576, False), slow(576, True), slow(512, True)])
+def test_appending_records_of_rows_that_are_sharded(
+    dim: int, paged: bool, kind: str, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    cache: Any = jax_dsa.FlatCache.empty(2, 8, dim, fp8=True) if not paged else None
+    if paged:
+        cache = jax_dsa.PagedCache.empty(4, 2, 2, 2, dim, fp8=True)
+        cache = dataclasses.replace(cache, page_table=np.array([[0, 3], [1, 2]], np.int32))
+    args = jax.tree.map(np.asarray, cache), np.asarray(rng.normal(size=(2, 3, 1, dim)), np.float32)
+    append = jax.jit(lambda cache, rows: cache.append(rows))
+    want = append(*args)
+    mesh, context = mesh_of(kind, (2,), ("x",), cpus[:2])
+    with context(mesh):
+        whole, split = (NamedSharding(mesh, PartitionSpec(*s)) for s in ((), (None,) * 3 + ("x",)))
+        got = append(*jax.device_put(args, (whole, split)))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(got), jax.tree.leaves(want))

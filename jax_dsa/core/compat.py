@@ -213,6 +213,14 @@ def shard_as(x: jax.Array, like: jax.Array) -> jax.Array:
     return on_mesh_of_types(lambda x, like: jax.reshard(x, spec))(x, like)
 
 
+def whole_rows(x: jax.Array) -> jax.Array:
+    """Returns `x` with its last axis on every device of the Explicit axes that shard it."""
+    if explicit_mesh(x) is None or not x.ndim:
+        return x
+    spec = PartitionSpec(*jax.typeof(x).sharding.spec[:-1], None)
+    return on_mesh_of_types(lambda x: jax.reshard(x, spec))(x)
+
+
 def mapped_aval(aval: Any, size: int, names: Any) -> Any:
     """Returns `aval` with a new first axis that is sharded over the Explicit axes `names`."""
     spec = PartitionSpec(names, *aval.sharding.spec)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_dsa.core import batching, ffi, partition
+from jax_dsa.core import batching, compat, ffi, partition
 from jax_dsa.core.derivative import differentiable, no_second_derivative
 from jax_dsa.core.spec import Signature
 
@@ -184,5 +184,10 @@ def _implementation(
     cuda = functools.partial(kernel.run, options, self.signature.results(*avals))
     if call.implementation == "cuda":
         return cuda
-    xla = functools.update_wrapper(xla, self.xla)
-    return functools.partial(jax.lax.platform_dependent, cuda=cuda, default=xla)
+
+    @functools.wraps(self.xla)
+    def default(*groups: Any) -> Any:
+        # Constant results, such as those of empty rows, have to be typed like the kernel's.
+        return compat.match_vary(xla(*groups), *itertools.chain(*groups))
+
+    return functools.partial(jax.lax.platform_dependent, cuda=cuda, default=default)

@@ -266,6 +266,8 @@ def mesh(case: Any) -> str:
         run = case.compiled(run)
     with c.one(jax.set_mesh, contextlib.nullcontext)(devices):
         got = run(**arrays)
+    # JAX cannot fetch the shards of an empty array.
+    got = [y if y.size else np.zeros(y.shape, y.dtype) for y in jax.tree.leaves(got)]
     assert_right(call, got, call.results())
     return "passed"
 
@@ -283,7 +285,7 @@ def mesh_gradient(case: Any) -> str:
             results = _floats(call, call.fn(**{**call.options, **arrays, **x}))
             # Infinite sums of exponents have no gradient.
             finite = [jnp.where(jnp.isfinite(y), y, 0) * w for y, w in zip(results, weights)]
-            return sum(y.sum() for y in finite)
+            return sum((y.sum() for y in finite), jnp.zeros(()))
 
         return jax.grad(loss)({n: arrays[n] for n in names})
 

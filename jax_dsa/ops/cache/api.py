@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, FP8, INT32, LARGEST, Args, as_array
 from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import (
@@ -187,6 +188,7 @@ def _encoded(args: Args, rows: Any, stored: jax.Array) -> jax.Array:
     rows = args.array("rows", rows, f"B T G {dim}", dtypes)
     if is_record:
         low = rows.dtype if rows.dtype in INPUTS else jnp.float32
+        rows = compat.whole_rows(rows)
         rows = (packed_for_page if in_pages else packed)(args, rows.astype(low))
     return rows.astype(stored.dtype)
 
