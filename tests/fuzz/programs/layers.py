@@ -1,0 +1,114 @@
+"""Schedules of decoding, compared with the forward pass over the tokens that were kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from fuzz.draw import Draw, f32
+from support.compare import assert_matches
+from support.decoders import CONFIG, DECODER, SHARING, decoder
+from support.published_layers import LAYERS, M, layer
+
+STEPS = 4
+INT_MAX = 2**31 - 1
+
+
+def compressed_schedule(case: Any, c: Draw, r: Draw) -> None:
+    """Appends tokens and padding, drops tokens, begins new requests, and sets wrong lengths.
+
+    The padding and the tokens that are dropped are NaN, so that any later read of them shows.
+    """
+    config = LAYERS[c.one("selected", "selected", "all", "window")]
+    config = dataclasses.replace(config, window=c.one(1, 3, 6))
+    batch, tokens, most, capacity = c.one(1, 3), c.one(1, 3, 6), c.one(0, 1, 5), 24
+    module = layer(c.rng, config)
+    forward = case.compiled(lambda x: module(x)[0], "forward")
+    step = case.compiled(lambda x, cache, counts: module.decode(x, cache, counts=counts), "decode")
+    cache = module.init_cache(batch, capacity, max_rollback=most)
+    lengths, longest = np.zeros((2, batch), int)
+    is_valid = np.ones(batch, bool)
+    kept = np.zeros((batch, capacity, M), f32)
+    for _ in range(STEPS):
+        counts = r.rng.integers(-1, tokens + 2, batch)  # clipped to 0..tokens
+        added = np.clip(counts, 0, tokens)
+        is_valid |= lengths == 0
+        is_valid &= (lengths == 0) | ((lengths <= longest) & (lengths >= longest - most))
+        is_valid &= lengths >= 0
+        longest = np.maximum(np.where(lengths, longest, 0), lengths + added)
+        least = np.clip(longest - most, 0, np.maximum(lengths + added, 0))
+        after = r.rng.integers(least, np.maximum(lengths + added, 0) + 1)
+        after[(r.rng.random(batch) < 0.1) | (after > capacity - tokens)] = 0
+        x = r.normal(f32, batch, tokens, M)
+        x[lengths[:, None] + np.arange(tokens) >= after[:, None]] = np.nan
+        y, cache, indices = jax.tree.map(np.asarray, step(x, cache, counts.astype(np.int32)))
+        for b in np.flatnonzero(is_valid):
+            kept[b, lengths[b] : after[b]] = x[b, : max(0, after[b] - lengths[b])]
+        want = np.asarray(forward(np.nan_to_num(kept)))
+        for b in range(batch):
+            if not is_valid[b]:
+                assert np.isnan(y[b]).all(), f"request {b} is not valid"
+                continue
+            here = slice(lengths[b], max(lengths[b], after[b]))
+            assert_matches(y[b, : here.stop - here.start], want[b, here], 1e-3, f"request {b}")
+            assert not y[b, added[b] :].any() and np.isfinite(y[b, added[b] :]).all()
+            assert indices is None or (indices[b, added[b] :] == -1).all()
+        # A request that is not valid stays so until its length is 0.
+        longest = np.where(is_valid, longest, INT_MAX)
+        wrong = r.one(-1, *(longest[:1] - most - 1).tolist(), *(longest[:1] + 1).tolist())
+        lengths = np.where(is_valid, after, r.one(0, 1))
+        if r.chance(0.2) and -1 <= wrong < capacity - tokens:
+            lengths[0] = wrong
+        cache = cache.with_lengths(lengths.astype(np.int32))
+
+
+def decoder_schedule(case: Any, c: Draw, r: Draw) -> None:
+    """Decodes with flat and paged caches: rollbacks, overflows, new requests and new pages."""
+    config = c.one(DECODER, SHARING)
+    attention = dataclasses.replace(CONFIG, top_k=c.one(2, CONFIG.top_k))
+    model = decoder(dataclasses.replace(config, attention=attention))
+    batch, tokens, capacity, page = c.one(1, 2), c.one(1, 2, 5), 12, c.one(None, 3, 4)
+    forward = case.compiled(lambda x: model(x)[0], "forward")
+    step = case.compiled(lambda x, cache: model.decode(x, cache), "decode")
+    cache = model.init_cache(batch, capacity, page_size=page)
+    lengths, kept = np.zeros(batch, int), np.zeros((batch, capacity), np.int32)
+    tables = None
+    if page is not None:
+        tables = r.rng.permutation(batch * capacity // page).reshape(batch, -1).astype(np.int32)
+        cache = cache.with_page_table(tables)
+    for _ in range(STEPS):
+        x = r.rng.integers(0, config.vocab, (batch, tokens)).astype(np.int32)
+        got, cache = step(x, cache)
+        for b in range(batch):
+            here = kept[b, lengths[b] : lengths[b] + tokens]
+            here[:] = x[b, : len(here)]
+        want = np.asarray(forward(kept))
+        for b in range(batch):
+            expected = want[b, lengths[b] : lengths[b] + tokens]
+            found = np.asarray(got)[b, : len(expected)]
+            assert_matches(found, expected, 1e-3, f"request {b}")
+        lengths = lengths + tokens
+        for one in cache.layers:
+            if one.kv is not None:
+                np.testing.assert_array_equal(one.lengths, lengths, err_msg="lengths")
+        lengths = np.minimum(lengths, r.one(capacity, r.rng.integers(0, capacity + 1, batch)))
+        lengths[r.rng.random(batch) < 0.2] = 0
+        cache = cache.with_lengths(jnp.asarray(lengths, jnp.int32))
+        if tables is not None and r.chance():  # Pages without tokens are dealt again.
+            used = [list(tables[b, : -(-n // page)]) for b, n in enumerate(lengths)]
+            taken = {p for pages in used for p in pages}
+            free = [p for p in r.rng.permutation(tables.size) if p not in taken]
+            for b, pages in enumerate(used):
+                rest = tables.shape[1] - len(pages)
+                tables[b] = [*pages, *free[:rest]]
+                del free[:rest]
+            cache = cache.with_page_table(tables.copy())
+
+
+PROGRAMS = {
+    "CompressedCache schedule": compressed_schedule,
+    "DecoderCache schedule": decoder_schedule,
+}
