@@ -191,6 +191,7 @@ def test_a_part_of_a_layer_is_refused(rng, part):
     ("arguments", "message"),
     [
         ({"tensors": [1]}, "argument 'tensors' is list, expected a mapping"),
+        ({"tensors": {1: np.zeros(2)}}, "argument 'tensors' has the name 1, expected only strs"),
         ({"prefix": None}, "argument 'prefix' is NoneType, expected a str"),
     ],
 )

@@ -175,6 +175,10 @@ def _match(
     """
     names: dict[str, str] = {}
     for name in tensors:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"load_hf: argument 'tensors' has the name {name!r}, expected only strs as names"
+            )
         if name.startswith(prefix):
             own = transformers_name(module, name[len(prefix) :])
             if own in names:

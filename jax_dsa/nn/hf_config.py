@@ -242,7 +242,7 @@ def _compressed_rope(c: Fields, *, window_only: bool) -> tuple[Fields, int]:
         rope = Fields({**rope, **own}, rope.name)
     for fields in (rope, c):
         if fields.get("partial_rotary_factor") is not None:
-            return rope, int(c.integer("head_dim") * fields.number("partial_rotary_factor"))
+            return rope, int(c.integer("head_dim") * fields.number("partial_rotary_factor", most=1))
     return rope, c.integer("qk_rope_head_dim")
 
 

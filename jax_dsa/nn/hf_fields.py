@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 import pathlib
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jax_dsa.core.checks import LARGEST
 from jax_dsa.nn.safetensors import read_json
+
+LARGEST_FLOAT = sys.float_info.max
 
 
 class Fields(dict[str, Any]):
@@ -31,21 +34,25 @@ class Fields(dict[str, Any]):
         return default if self.get(field) is None else self[field]
 
     def integer(self, field: str, low: int = 1, default: int | None = None) -> int:
-        """Returns a field that must be an int of at least `low`, or may be absent."""
+        """Returns a field that must be an int from `low` to 2^31 - 1, or may be absent."""
         value = self[field] if default is None else self.optional(field, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        known = isinstance(value, int) and not isinstance(value, bool)
+        if not known or not low <= value <= LARGEST:
             raise ValueError(
-                f"from_hf: {field!r} in {self.name} is {value!r}, expected an int of at least {low}"
+                f"from_hf: {field!r} in {self.name} is {value!r}, expected an int from {low} to "
+                f"{LARGEST}"
             )
         return value
 
-    def number(self, field: str, above: float = 0) -> float:
-        """Returns a field that must be a number larger than `above`."""
+    def number(self, field: str, above: float = 0, most: float = LARGEST_FLOAT) -> float:
+        """Returns a field that must be a number larger than `above`, and at most `most`."""
         value = self[field]
         known = isinstance(value, int | float) and not isinstance(value, bool)
-        if not known or not above < value < math.inf:
+        if not known or not above < value <= most:
+            limit = "" if most == LARGEST_FLOAT else f" and up to {most}"
             raise ValueError(
                 f"from_hf: {field!r} in {self.name} is {value!r}, expected a number above {above}"
+                f"{limit}"
             )
         return value
 

@@ -28,7 +28,8 @@ for _path in sorted((pathlib.Path(__file__).parent / "operators").glob("*.py")):
     GENERATORS |= importlib.import_module(f"fuzz.operators.{_path.stem}").GENERATORS
 PROGRAMS: dict[str, Callable[[Any, Draw, Draw], None]] = {}
 for _path in sorted((pathlib.Path(__file__).parent / "programs").glob("*.py")):
-    PROGRAMS |= importlib.import_module(f"fuzz.programs.{_path.stem}").PROGRAMS
+    _module = importlib.import_module(f"fuzz.programs.{_path.stem}")
+    PROGRAMS |= getattr(_module, "PROGRAMS", {})
 ALL = (*GENERATORS, *PROGRAMS)
 WITHOUT_GRADIENT = {
     *("FlatCache.append", "FlatCache.update", "PagedCache.append", "PagedCache.update"),

@@ -135,7 +135,11 @@ class Schedule:
             return
         free = np.maximum(ends - np.minimum(start, self.cache.capacity), 0)
         self.cache, before = self.call(
-            "append", lambda x, rows, n: (x.append(rows, n), x.free_tokens), self.cache, rows, counts
+            "append",
+            lambda x, rows, n: (x.append(rows, n), x.free_tokens),
+            self.cache,
+            rows,
+            counts,
         )
         np.testing.assert_array_equal(before, free, err_msg="free_tokens")
         values = stored(rows, self.storage)
@@ -154,7 +158,9 @@ class Schedule:
             slots = self.slots(positions)
         except LookupError:
             return
-        self.cache = self.call("update", lambda *x: x[0].update(*x[1:]), self.cache, rows, positions)
+        self.cache = self.call(
+            "update", lambda *x: x[0].update(*x[1:]), self.cache, rows, positions
+        )
         values = stored(rows, self.storage)
         for (b, t), place in slots.items():
             self.pool[place] = values[b, t]
