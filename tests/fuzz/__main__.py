@@ -8,17 +8,9 @@ from __future__ import annotations
 
 import argparse
 import collections
-import os
 import sys
 import time
 from collections.abc import Iterator
-
-# Meshes need eight CPU devices. Without its newest emitters XLA compiles in half the time.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8"
-    + " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-)
 
 import jax
 import tqdm

@@ -335,7 +335,7 @@ def htree_schedule(case: Any, c: Draw, r: Draw) -> None:
 
 
 PROGRAMS = {
-    "FlatCache schedule": schedule(paged=False),
-    "PagedCache schedule": schedule(paged=True),
-    "HTreeCache schedule": htree_schedule,
+    "flat_cache": schedule(paged=False),
+    "paged_cache": schedule(paged=True),
+    "htree_cache": htree_schedule,
 }

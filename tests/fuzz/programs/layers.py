@@ -109,6 +109,6 @@ def decoder_schedule(case: Any, c: Draw, r: Draw) -> None:
 
 
 PROGRAMS = {
-    "CompressedCache schedule": compressed_schedule,
-    "DecoderCache schedule": decoder_schedule,
+    "compressed_cache": compressed_schedule,
+    "decoder_cache": decoder_schedule,
 }
