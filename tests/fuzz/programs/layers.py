@@ -59,7 +59,9 @@ def compressed_schedule(case: Any, c: Draw, r: Draw) -> None:
         # A request that is not valid stays so until its length is 0.
         longest = np.where(is_valid, longest, INT_MAX)
         wrong = r.one(-1, *(longest[:1] - most - 1).tolist(), *(longest[:1] + 1).tolist())
-        lengths = np.where(is_valid, after, r.one(0, 1))
+        onwards = np.maximum(lengths + added, 1)  # what a caller who does not notice goes on from
+        onwards[(onwards > capacity - tokens) | r.chance(0.3)] = 0
+        lengths = np.where(is_valid, after, onwards)
         if r.chance(0.2) and -1 <= wrong < capacity - tokens:
             lengths[0] = wrong
         cache = cache.with_lengths(lengths.astype(np.int32))
