@@ -123,16 +123,21 @@ class LayerCache(NamedTuple):
         kv: Float[Array, "B T 1 D"] | None,
         index: IndexerInputs | None,
         positions: Int[Array, "B T"],
+        counts: Int[Array, "B"] | None = None,
     ) -> LayerCache:
-        """Returns the cache with T more tokens of each request.
+        """Returns the cache with T more tokens of each request, or only the first `counts` of them.
 
-        Tokens beyond the capacity are dropped.
+        Tokens that do not fit are dropped, as in `FlatCache.append` and `PagedCache.append`.
 
         Args:
             kv: Rows of the new tokens; None if the layer attends to another layer's keys.
             index: The new tokens' indexer inputs; None without an indexer.
             positions: Positions of the new tokens, int32, which continue from `lengths`.
+            counts: How many of the T tokens each request has, int32. Default: all.
         """
+        if counts is not None:
+            step = jnp.arange(positions.shape[1], dtype=jnp.int32)
+            positions = jnp.where(step < counts[:, None], positions, -1)
         old = self.index_k, self.index_k_scale
         new = (None, None) if index is None else (index.index_k, index.index_k_scale)
 
@@ -141,7 +146,7 @@ class LayerCache(NamedTuple):
                 return put_in_pages(rows, self.kv.page_table, positions, new_rows)
             return put_rows(rows, positions, new_rows)
 
-        extended = None if self.kv is None or kv is None else self.kv.append(kv)
+        extended = None if self.kv is None or kv is None else self.kv.append(kv, counts)
         return LayerCache(extended, *jax.tree.map(write, old, new))
 
 
