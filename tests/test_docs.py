@@ -14,7 +14,7 @@ import pytest
 from support.marks import slow
 
 import jax_dsa
-from jax_dsa import nn
+from jax_dsa import nn, serving
 from jax_dsa.core import ffi
 from jax_dsa.ops.gated_pool import gated_pool_for_norm
 from jax_dsa.ops.indexer import indexer_selected_logits
@@ -34,6 +34,7 @@ PUBLIC = [
     nn.from_hf,
     nn.load_hf,
     nn.rope,
+    serving.PageAllocator,
 ]
 
 

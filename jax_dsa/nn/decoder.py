@@ -230,13 +230,20 @@ class DecoderLM(nnx.Module):
         return self._logits(x), layers
 
     def init_cache(
-        self, batch: int, capacity: int, *, fp8: bool = False, page_size: int | None = None
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        fp8: bool = False,
+        page_size: int | None = None,
+        num_pages: int | None = None,
     ) -> DecoderCache:
         """Returns an empty cache for `capacity` tokens of each of `batch` requests.
 
         The arguments are those of `LayerCache.empty`.
         """
-        return DecoderCache.empty(self.config, batch, capacity, fp8=fp8, page_size=page_size)
+        options: dict[str, Any] = {"fp8": fp8, "page_size": page_size, "num_pages": num_pages}
+        return DecoderCache.empty(self.config, batch, capacity, **options)
 
     @overload
     def decode(
