@@ -116,11 +116,11 @@ class Sampler:
         """Processes the prompts and returns the first token after each of them.
 
         Args:
-            prompt: The prompts, int32, with at least one token each.
-            cache: An empty cache, which is donated.
+            prompt: The prompts, int32, with at least one token each unless `counts` is given.
+            cache: A cache in which the requests that begin have a length of 0. It is donated.
             key: Random key of this stream's draws.
             counts: Number of tokens of each prompt, int32, 0 to P; the tokens that follow are
-                padding. Default: P.
+                padding. A request with 0 stays as it is, so others can begin beside it. Default: P.
 
         Returns:
             The token after each prompt's own last token, int32 [B, 1], -1 where a prompt has no
@@ -151,8 +151,7 @@ class Sampler:
         """Returns the token after `tokens`, and the next stream.
 
         Args:
-            tokens: The tokens to append, usually those that the last call returned. They may also
-                be prompts of requests that begin while others have a count of 0.
+            tokens: The tokens to append, usually those that the last call returned.
             stream: The stream that the last call returned, which is donated.
             counts: How many of the T tokens each request has, as in `DecoderLM.decode`. A request
                 with a count of 0 stays as it is and gets the token -1. Default: all.
