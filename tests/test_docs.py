@@ -56,6 +56,7 @@ PAGES = [
     slow("docs/training.md"),
     "docs/meshes.md",
     "docs/models.md",
+    slow("docs/serving.md"),
     *(slow(f"docs/ops/{path.name}") for path in sorted((ROOT / "docs" / "ops").glob("*.md"))),
 ]
 
@@ -91,7 +92,8 @@ def test_troubleshooting(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {}
     exec(setup, names)
     for code, message in errors:
-        with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+        kinds = TypeError, ValueError, NotImplementedError, serving.OutOfPagesError
+        with pytest.raises(kinds) as raised:
             exec(code, names)
         assert f"{raised.type.__name__}: {raised.value}" == one_line(message)
     monkeypatch.undo()
