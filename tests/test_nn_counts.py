@@ -118,7 +118,7 @@ def test_padding_of_layers(rng, page_size):
 def test_sampler_returns_the_token_after_each_prompts_end(rng, size, monkeypatch):
     """The prompts end in the first chunk, in the last one, and nowhere."""
     monkeypatch.setattr(training.Sampler, "PREFILL", size * 3)
-    model = decoder(DECODER)
+    model = decoder(dataclasses.replace(DECODER, num_layers=1))
     counts = np.array([2, 6, 0])
     sampler = training.Sampler(model, temperature=0)
     prompt = rng.integers(0, 11, size=(3, 6)).astype(np.int32)
@@ -169,8 +169,7 @@ def test_invalid_counts_raise(rng):
 
 
 def test_counts_beyond_their_range_are_clipped(rng):
-    model = decoder()
-    tokens = jnp.asarray(rng.integers(0, 11, size=(B, 4)), jnp.int32)
-    step = jax.jit(lambda n: model.decode(tokens, model.init_cache(B, 8), counts=n))
+    module, x, cache = attention(), hidden(rng, B, 4, M), nn.LayerCache.empty(CONFIG, B, 8)
+    step = jax.jit(lambda n: module.decode(x, cache, counts=n))
     got, want = (step(np.array(n)) for n in ([-3, 99], [0, 4]))
     jax.tree.map(np.testing.assert_array_equal, got, want)

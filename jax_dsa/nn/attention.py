@@ -221,7 +221,8 @@ class DSAttention(nnx.Module):
             indices: The keys to attend to, int32; keys after a token's own position are left out.
                 By default the indexer selects them.
             kv: Another layer's cached keys, which already count all new tokens, for a layer with
-                `config.shares_keys`.
+                `config.shares_keys`. They tell the positions of the tokens, so no token may have
+                lacked a page: otherwise the layer overwrites keys of earlier tokens.
 
         Returns:
             The hidden states, the cache with the new tokens in it, and the keys attended to, int32,
