@@ -22,8 +22,7 @@ class PageAllocator:
     to at most one slot. Set the length of a slot to 0 for its next request (`with_lengths`), so
     that the rows of the former request are not visible.
 
-    The allocator runs on the host and holds no device arrays. Copy it (`copy.deepcopy`) to try a
-    schedule.
+    The allocator runs on the host and holds no device arrays.
 
     Args:
         num_pages: P, number of pages in the pool.
@@ -114,7 +113,8 @@ class PageAllocator:
     def free(self, slot: int) -> None:
         """Gives all pages of a slot back to the pool. A slot without pages stays as it is.
 
-        Pass the new `table` to the cache before another slot's request writes to these pages.
+        Append nothing to the slot until the cache has the new `table`: another slot may get these
+        pages.
 
         Args:
             slot: Number of the slot, 0 to B - 1.
