@@ -113,6 +113,7 @@ def dsa_attention(
     query_start: int | Int[Array, "*B"] = 0,
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     index_k_scale: Float[Array, "B S"] | None = None,
     sinks: Float[Array, "N"] | None = None,
     deterministic: bool = False,
@@ -151,7 +152,7 @@ def dsa_attention(
         value_dim: E, in 1..D. Default: 512, or D if that is smaller.
         scale: Scale of the attention scores. Default: D^-1/2.
         is_causal: Whether query t sees only keys up to its own position `query_start + t`.
-        query_start, starts, ends: As in `indexer_logits`.
+        query_start, starts, ends, segment_ids: As in `indexer_logits`.
         sinks: Attention sinks, float32. They affect `out`, but neither `aux.lse` nor the teacher.
         deterministic: Whether gradients are bit-identical on every run. Those of the indexer then
             come from XLA.
@@ -195,7 +196,7 @@ def dsa_attention(
         args.option("top_k", top_k, top_k is None, "None beside 'indices', whose last axis it is")
         indices = args.array("indices", indices, "B T K", INT32)
         top_k = args.sizes["K"]
-    starts, ends = key_ranges(args, starts, ends, is_causal, query_start)
+    starts, ends = key_ranges(args, starts, ends, is_causal, query_start, segment_ids)
     options = Options(
         top_k=top_k,
         value_dim=value_dim_or_default(args, value_dim),

@@ -142,6 +142,7 @@ def indexer_logits(
     query_start: int | Int[Array, "*B"] = 0,
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     relu: bool = True,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T S"]:
@@ -165,6 +166,9 @@ def indexer_logits(
         starts: First key of each query, clipped to 0..S. Default: 0.
         ends: Exclusive end of the keys of each query, clipped to 0..S. Default: S. A causal query
             sees keys up to the smaller of both ends.
+        segment_ids: Numbers of packed documents, int32, if queries and keys are the same tokens
+            (T == S, and `query_start` is 0). Each run of equal numbers is a document, and a query
+            sees only its own document.
         relu: Whether to apply the ReLU.
         implementation: None (the CUDA kernel if it supports the call, else XLA), "cuda" or "xla".
 
@@ -190,7 +194,7 @@ def indexer_logits(
     args = Args("indexer_logits", "index_q", index_q, "B T J C")
     call = args.call(implementation)
     inputs = indexer_inputs(args, index_q, index_k, index_weights, index_k_scale)
-    ranges = key_ranges(args, starts, ends, is_causal, query_start)
+    ranges = key_ranges(args, starts, ends, is_causal, query_start, segment_ids)
     options = Options(relu=args.flag("relu", relu))
     return args.restore(indexer_logits_op(call, options, _operands(inputs, ranges))).logits
 
@@ -206,6 +210,7 @@ def indexer_topk(
     query_start: int | Int[Array, "*B"] = 0,
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     relu: bool = True,
     deterministic: bool = False,
     implementation: Implementation | None = None,
@@ -229,6 +234,7 @@ def indexer_topk(
             `lengths[b] - T + t`.
         starts: As in `indexer_logits`.
         ends: As in `indexer_logits`.
+        segment_ids: As in `indexer_logits`; None with a cache.
         relu: As in `indexer_logits`.
         deterministic: Whether gradients are bit-identical on every run, which only XLA supports.
             The selection always is.
@@ -258,7 +264,7 @@ def indexer_topk(
     q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
     keys = read_keys(args, "index_k", index_k, "C", "1 C", (q.dtype,))
     inputs = _inputs(args, q, keys, index_weights, index_k_scale)
-    ranges = key_ranges(args, starts, ends, is_causal, query_start, keys.lengths)
+    ranges = key_ranges(args, starts, ends, is_causal, query_start, segment_ids, keys.lengths)
     options = Options(
         relu=args.flag("relu", relu),
         top_k=args.integer("top_k", top_k, 0),

@@ -148,6 +148,7 @@ def dense_indexer_kl_loss(
     index_k_scale: Float[Array, "B S"] | None = None,
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     relu: bool = True,
     implementation: Implementation | None = None,
 ) -> Float[Array, ""]:
@@ -175,6 +176,7 @@ def dense_indexer_kl_loss(
         index_k_scale: Scales of the indexer's keys, as in `indexer_logits`.
         starts: First key that each query sees, as in `indexer_logits`.
         ends: Exclusive end of the keys that each query sees, as in `indexer_logits`.
+        segment_ids: Numbers of packed documents, as in `indexer_logits`.
         relu: Whether a ReLU is applied to the scores of the indexer's heads.
         implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
 
@@ -199,7 +201,7 @@ def dense_indexer_kl_loss(
     q = args.array("q", q, "B T N D", FLOATS)
     kv = args.array("kv", kv, "B S G D", (q.dtype,))
     check_heads(args, "q", "kv")
-    ranges = key_ranges(args, starts, ends, is_causal, query_start)
+    ranges = key_ranges(args, starts, ends, is_causal, query_start, segment_ids)
     options = DenseOptions(relu=args.flag("relu", relu), scale=scale_or_default(args, scale))
     attended = jax.lax.stop_gradient((q, kv))
     operands = DenseOperands(*inputs, *ranges, *attended)
