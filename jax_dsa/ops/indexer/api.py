@@ -158,7 +158,8 @@ def indexer_logits(
             queries must be multiplied into `index_weights`.
         index_k: Keys, shared by all heads, in the dtype of index_q.
         index_weights: Weight of each head for each query, in float32, or in bfloat16 or float16,
-            which become float32. Constant factors (such as J^-1/2 C^-1/2) must be multiplied in.
+            which become float32. They include the scale of the logits, which is J^-1/2 C^-1/2 in
+            DeepSeek's models and in `jax_dsa.nn`. The operators apply no scale of their own.
         index_k_scale: Scale of each key, float32, for FP8 keys. Default: 1.
         is_causal: Whether query t sees only keys up to its own position `query_start + t`.
         query_start: Position of the first query among the keys: an int, a scalar, or one position
@@ -226,7 +227,8 @@ def indexer_topk(
         index_k: Keys as in `indexer_logits`, or, for decoding, a cache of rows [..., 1, C]. The
             queries are then the last T tokens of each request, and `cache.lengths` bounds the keys
             that they see. Keys on an unmapped page are not seen.
-        index_weights: As in `indexer_logits`.
+        index_weights: As in `indexer_logits`. Their scale J^-1/2 C^-1/2 changes the logits, but not
+            the selection.
         top_k: Number of keys K to select per query, >= 0; may exceed S.
         index_k_scale: As in `indexer_logits`; with a `PagedCache` the shape is [P, L].
         is_causal: As in `indexer_logits`.
@@ -294,7 +296,7 @@ def indexer_selected_logits(
     Args:
         index_q: As in `indexer_logits`.
         index_k: As in `indexer_logits`.
-        index_weights: As in `indexer_logits`.
+        index_weights: As in `indexer_logits`, with the scale of the logits.
         indices: Selected keys of each query, int32. Negative entries, and entries from S on, are
             empty slots.
         index_k_scale: As in `indexer_logits`.

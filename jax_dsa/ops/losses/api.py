@@ -106,7 +106,7 @@ def indexer_kl_loss(
 
     Args:
         logits: The indexer's logits of the selected keys, as `indexer_topk` returns them; bfloat16,
-            float16 or float32.
+            float16 or float32. Their scale is that of `index_weights`; see `indexer_logits`.
         teacher: The main attention's probabilities of these keys, summed over heads, as `attn_dist`
             returns them with `head_group=None`. They are >= 0 and need not be normalised.
         valid: Which slots are used; default `logits > -inf`. Values in other slots have no effect.
@@ -167,7 +167,8 @@ def dense_indexer_kl_loss(
     Args:
         index_q: The indexer's queries, as in `indexer_logits`.
         index_k: The indexer's keys, as in `indexer_logits`.
-        index_weights: The weights of the indexer's heads, as in `indexer_logits`.
+        index_weights: The weights of the indexer's heads, as in `indexer_logits`. They include the
+            scale of the logits, J^-1/2 C^-1/2. Without it, the loss is much too large.
         q: The main attention's queries; bfloat16, float16 or float32.
         kv: The main attention's keys, in the dtype of `q`; N is a multiple of G.
         scale: Scale of the attention's scores; default D^-1/2.
@@ -190,7 +191,8 @@ def dense_indexer_kl_loss(
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
-        >>> index = normal(0, 1, 8, 4, 32), normal(1, 1, 8, 32), normal(2, 1, 8, 4)
+        >>> weights = normal(2, 1, 8, 4) * (4 * 32) ** -0.5
+        >>> index = normal(0, 1, 8, 4, 32), normal(1, 1, 8, 32), weights
         >>> q, kv = normal(3, 1, 8, 2, 96), normal(4, 1, 8, 1, 96)
         >>> bool(jax_dsa.dense_indexer_kl_loss(*index, q, kv) > 0)
         True
