@@ -32,9 +32,9 @@ def check_heads(args: Args, q: str, kv: str) -> None:
     numbers = isinstance(heads, int) and isinstance(groups, int)
     args.option(q, f"N={heads} heads and G={groups} groups", numbers, NO_SYMBOL)
     if groups == 0 or heads % groups:
-        raise ValueError(
-            f"{args.op}: argument '{q}' has N={heads} heads and '{kv}' has G={groups}, want N to "
-            f"be a multiple of G (heads are the axis before the last one)"
+        raise args.disagreement(
+            f"argument '{q}' has N={heads} heads and '{kv}' has G={groups}, want N to be a "
+            f"multiple of G (heads are the axis before the last one)"
         )
 
 
@@ -262,11 +262,10 @@ def document_numbers(args: Args, segment_ids: Any, otherwise: str = "") -> Int[A
         otherwise: what to pass where T and S differ, for the message.
     """
     ids = args.array("segment_ids", segment_ids, "B T", INT32)
-    queries, keys = args.sizes["T"], args.sizes["S"]
-    same = f"[B, T] with T == S, because queries and keys are the same tokens, and not T={queries}"
-    args.shape(
-        "segment_ids", as_array(segment_ids), queries == keys, f"{same} and S={keys}{otherwise}"
-    )
+    same = "[B, T] with T == S, because queries and keys are the same tokens, and not"
+    want = f"{same} {args.size('T')} and {args.size('S')}{otherwise}"
+    fits = args.sizes["T"] == args.sizes["S"]
+    args.shape("segment_ids", as_array(segment_ids), fits, want, "B S")
     return ids
 
 
