@@ -14,7 +14,7 @@ import pytest
 from support.marks import slow
 
 import jax_dsa
-from jax_dsa import nn
+from jax_dsa import nn, serving
 from jax_dsa.core import ffi
 from jax_dsa.ops.gated_pool import gated_pool_for_norm
 from jax_dsa.ops.indexer import indexer_selected_logits
@@ -34,6 +34,7 @@ PUBLIC = [
     nn.from_hf,
     nn.load_hf,
     nn.rope,
+    serving.PageAllocator,
 ]
 
 
@@ -55,6 +56,7 @@ PAGES = [
     slow("docs/training.md"),
     "docs/meshes.md",
     "docs/models.md",
+    slow("docs/serving.md"),
     *(slow(f"docs/ops/{path.name}") for path in sorted((ROOT / "docs" / "ops").glob("*.md"))),
 ]
 
@@ -90,7 +92,8 @@ def test_troubleshooting(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {}
     exec(setup, names)
     for code, message in errors:
-        with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+        kinds = TypeError, ValueError, NotImplementedError, serving.OutOfPagesError
+        with pytest.raises(kinds) as raised:
             exec(code, names)
         assert f"{raised.type.__name__}: {raised.value}" == one_line(message)
     monkeypatch.undo()
