@@ -241,9 +241,9 @@ def draw_masked_attention_varlen(c: Draw, r: Draw) -> Call:
 @functools.wraps(make_block_mask)
 def expanded_block_mask(**kwargs: Any) -> Any:
     """Makes a block mask and returns it as a mask of the requested shape."""
+    leaves, tree = jax.tree.flatten(make_block_mask(**kwargs))
     shape = kwargs["mask"].shape if kwargs["shape"] is None else kwargs["shape"]
     shape = tuple(int(n) for n in shape)
-    leaves, tree = jax.tree.flatten(make_block_mask(**kwargs))
 
     def expand(*leaves: Any) -> Any:
         return jnp.broadcast_to(expanded(jax.tree.unflatten(tree, leaves)), shape)
