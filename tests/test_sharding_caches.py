@@ -66,7 +66,7 @@ def test_appending_to_pages_that_sharded_requests_share(
     assert np.asarray(want).any()
 
 
-@pytest.mark.parametrize("kind", ["explicit", "explicit-of-types"])
+@pytest.mark.parametrize("kind", [slow("explicit"), "explicit-of-types"])
 @pytest.mark.parametrize("method", ["flat", "update", "htree"])
 @pytest.mark.parametrize("axis", [0, 1, 3], ids=["batch", "tokens", "dim"])
 def test_rows_that_are_sharded_unlike_the_cache(

@@ -195,7 +195,7 @@ def test_export(case: Any, rng: np.random.Generator) -> None:
     assert_matches(tuple(again.call(*args)), outputs(case, *args))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.diff], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", one_fast([c for c in CASES if c.diff], ("mqa_decode",)))
 def test_gradients_of_an_empty_batch(case: Any, rng: np.random.Generator) -> None:
     args = tuple(x[:0] if x.shape[:1] == (8,) else x for x in case.make_args(rng))
     grads = jax.eval_shape(grad(case), *args)
