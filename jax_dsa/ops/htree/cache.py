@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from typing import Any
 
@@ -150,10 +149,12 @@ class HTreeCache:
             new = jnp.clip(args.array("counts", counts, "B", INT32), 0, new)
         lengths = extended(start, new)
         start, end = jnp.minimum(start, self.capacity), jnp.minimum(lengths, self.capacity)
-        tree_options = {"layers": self._layers, "compression": self.compression}
-        append = functools.partial(tree.append, **tree_options)
-        k = compat.left_to_compiler(append, old_k)(old_k, k, start, end)
-        v = compat.left_to_compiler(append, old_v)(old_v, v, start, end)
+
+        def appended(nodes: Array, new: Array, start: Array, end: Array) -> Array:
+            return tree.append(nodes, new, start, end, self._layers, self.compression)
+
+        k = compat.left_to_compiler(appended, old_k)(old_k, k, start, end)
+        v = compat.left_to_compiler(appended, old_v)(old_v, v, start, end)
         k, v, lengths = args.restore((k, v, lengths))
         return dataclasses.replace(self, k=k, v=v, lengths=in_dtype_of(self.lengths, lengths))
 
