@@ -41,21 +41,24 @@ class AttentionAux(NamedTuple):
     """What an attention layer returns beside its output.
 
     Under `jax.jit`, results that nothing reads cost nothing.
+
+    Attributes:
+        kl: The indexer's loss, in nats, the mean over queries. In sparse attention it compares the
+            selected keys, in dense attention all visible keys. None without an indexer.
+        lse: Log of the sum of exponentials of each head's scores, float32.
+        indices: The keys that each query attended to, int32, -1 in empty slots; None in dense
+            attention.
+        q: Queries in the absorbed form.
+        kv: The latent keys, in the order in which the sequence is stored.
+        indexer: The indexer's queries, keys and weights; None without an indexer.
     """
 
     kl: Float[Array, ""] | None
-    """The indexer's loss, in nats, the mean over queries. In sparse attention it compares the
-    selected keys, in dense attention all visible keys. None without an indexer."""
     lse: Float[Array, "B T N"]
-    """Log of the sum of exponentials of each head's scores, float32."""
     indices: Int[Array, "B T K"] | None
-    """The keys that each query attended to, int32, -1 in empty slots; None in dense attention."""
     q: Float[Array, "B T N D"]
-    """Queries in the absorbed form."""
     kv: Float[Array, "B T 1 D"]
-    """The latent keys, in the order in which the sequence is stored."""
     indexer: IndexerInputs | None
-    """The indexer's queries, keys and weights; None without an indexer."""
 
 
 class DSAttention(nnx.Module):

@@ -41,16 +41,18 @@ class CompressedAux(NamedTuple):
     """What a layer returns beside its output.
 
     Under `jax.jit`, results that nothing reads cost nothing.
+
+    Attributes:
+        kl: The indexer's loss, in nats, the mean over queries. In sparse attention it compares the
+            selected compressed keys, in the warm-up all compressed keys. None without an indexer.
+        lse: Log of the sum of exponentials of each head's scores, float32.
+        indices: The compressed keys that each query attended to, int32, -1 in empty slots. None in
+            the indexer's warm-up, and if the layer has no compressed keys.
     """
 
     kl: Float[Array, ""] | None
-    """The indexer's loss, in nats, the mean over queries. In sparse attention it compares the
-    selected compressed keys, in the warm-up all compressed keys. None without an indexer."""
     lse: Float[Array, "B T N"]
-    """Log of the sum of exponentials of each head's scores, float32."""
     indices: Int[Array, "B T K"] | None
-    """The compressed keys that each query attended to, int32, -1 in empty slots. None in the
-    indexer's warm-up, and if the layer has no compressed keys."""
 
 
 class CompressedAttention(nnx.Module):

@@ -22,14 +22,17 @@ from jax_dsa.ops.gated_pool import gated_pool_for_norm
 
 @exportable
 class Stream(NamedTuple):
-    """Compressed keys of some requests, and the contributions that the next keys will pool."""
+    """Compressed keys of some requests, and the contributions that the next keys will pool.
+
+    Attributes:
+        keys: Row w holds the key of block w, once the block is complete.
+        values: Values of the last R tokens, before the pooling, in a ring buffer; see `nn.ring`.
+        gates: Gates of the last R tokens, before the pooling, in a ring buffer.
+    """
 
     keys: Float[Array, "B W D"]
-    """Row w holds the key of block w, once the block is complete."""
     values: Float[Array, "B R F"]
-    """Values of the last R tokens, before the pooling, in a ring buffer; see `nn.ring`."""
     gates: Float[Array, "B R F"]
-    """Gates of the last R tokens, before the pooling, in a ring buffer."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

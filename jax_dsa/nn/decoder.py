@@ -43,7 +43,7 @@ class SwiGLU(nnx.Module):
         self.down = projection(a, config.mlp_dim, a.model_dim, rngs)
 
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-        """Returns the layer's output for hidden states `x`."""
+        """Returns the layer's output for hidden states `x`, in the configuration's dtype."""
         _, x = hidden_states("SwiGLU", x, self.gate_up.in_features)
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(jax.nn.silu(gate) * up)
@@ -81,7 +81,8 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T M"], AttentionAux]:
         """Returns hidden states, and the attention's other results.
 
-        The arguments are those of `DSAttention`.
+        The arguments are those of `DSAttention`. The hidden states have the wider of the dtypes of
+        `x` and of the configuration, because the block adds to `x`.
         """
         _, x = hidden_states("Block", x, self.attention.config.model_dim)
         y, aux = self.attention(

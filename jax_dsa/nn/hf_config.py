@@ -23,15 +23,19 @@ if TYPE_CHECKING:
 
 
 class HFLayer(NamedTuple):
-    """The arguments from which one attention layer of a model is built."""
+    """The arguments from which one attention layer of a model is built.
+
+    Attributes:
+        config: An `AttentionConfig` for `DSAttention`, a `CompressedConfig` for
+            `CompressedAttention`.
+        indexer_type: Second argument of `DSAttention`.
+        kv_source: Number of the layer whose keys this one attends to: its own number, or that of an
+            earlier layer, whose `aux.kv` it takes as `kv`.
+    """
 
     config: AttentionConfig | CompressedConfig
-    """An `AttentionConfig` for `DSAttention`, a `CompressedConfig` for `CompressedAttention`."""
     indexer_type: IndexerType
-    """Second argument of `DSAttention`."""
     kv_source: int
-    """Number of the layer whose keys this one attends to: its own number, or that of an earlier
-    layer, whose `aux.kv` it takes as `kv`."""
 
 
 def from_hf(

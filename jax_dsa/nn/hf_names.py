@@ -15,15 +15,19 @@ from jax_dsa.nn.compressor import Compressor
 
 
 class HFTensor(NamedTuple):
-    """One tensor of a checkpoint and the parameters whose values it holds."""
+    """One tensor of a checkpoint and the parameters whose values it holds.
+
+    Attributes:
+        name: The tensor's name in `transformers`, without the layer's prefix.
+        params: The parameters.
+        to_params: Returns the parameters' values, views of the tensor where possible.
+        from_params: Returns the tensor for the parameters' values.
+    """
 
     name: str
-    """The tensor's name in `transformers`, without the layer's prefix."""
     params: tuple[nnx.Variable[Any], ...]
     to_params: Callable[[np.ndarray], tuple[np.ndarray, ...]]
-    """Returns the parameters' values, views of the tensor where possible."""
     from_params: Callable[..., np.ndarray]
-    """Returns the tensor for the parameters' values."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -22,16 +22,19 @@ from jax_dsa.ops.quantize_fp8 import quantize_fp8
 
 @exportable
 class IndexerInputs(NamedTuple):
-    """The arguments, by name, of every operator with an indexer."""
+    """The arguments, by name, of every operator with an indexer.
+
+    Attributes:
+        index_q: Queries, in the layer's dtype or float8_e4m3fn.
+        index_k: Keys, in the dtype of the queries.
+        index_weights: Weight of each head for each query, float32.
+        index_k_scale: Scale of each FP8 key, float32; None without quantisation.
+    """
 
     index_q: Float[Array, "B T J C"]
-    """Queries, in the layer's dtype or float8_e4m3fn."""
     index_k: Float[Array, "B T C"]
-    """Keys, in the dtype of the queries."""
     index_weights: Float[Array, "B T J"]
-    """Weight of each head for each query, float32."""
     index_k_scale: Float[Array, "B T"] | None
-    """Scale of each FP8 key, float32; None without quantisation."""
 
     def unstriped_keys(self, stripes: int) -> IndexerInputs:
         """Returns these arguments with the keys in the sequence's order.

@@ -22,20 +22,23 @@ from jax_dsa.ops.masked_attention import masked_attention
 
 @exportable
 class MLAProjections(NamedTuple):
-    """The projections of a layer's tokens: queries of every head, and the key that heads share."""
+    """The projections of a layer's tokens: queries of every head, and the key that heads share.
+
+    Attributes:
+        q_nope: The elements of the queries without position.
+        q_rope: The elements of the queries that have been rotated by their position.
+        kv: The normalised latent (the first E elements) and the rotary key (the last R): the row
+            that a cache stores. None if the layer attends to another layer's keys.
+        q_latent: The input of the query projection: the queries' latent, or the hidden states if
+            `config.q_rank` is None.
+        gate: Sigmoid gate on each head's values; None if `config.gate` is False.
+    """
 
     q_nope: Float[Array, "B T N P"]
-    """The elements of the queries without position."""
     q_rope: Float[Array, "B T N R"]
-    """The elements of the queries that have been rotated by their position."""
     kv: Float[Array, "B T 1 D"] | None
-    """The normalised latent (the first E elements) and the rotary key (the last R): the row that a
-    cache stores. None if the layer attends to another layer's keys."""
     q_latent: Float[Array, "B T Q"]
-    """The input of the query projection: the queries' latent, or the hidden states if
-    `config.q_rank` is None."""
     gate: Float[Array, "B T N V"] | None
-    """Sigmoid gate on each head's values; None if `config.gate` is False."""
 
 
 class MLA(nnx.Module):

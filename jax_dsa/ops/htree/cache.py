@@ -37,7 +37,7 @@ class HTreeCache:
 
     Attributes:
         k, v: Keys (without RoPE) and values of all nodes.
-        lengths: int32, number of tokens that each request has; above `capacity` where an append
+        lengths: Number of tokens that each request has, int32; above `capacity` where an append
             lost tokens. Set it to 0 to empty the cache, or to a smaller number to truncate a
             request: nodes past the end are never read.
         capacity: Maximum number of tokens per request.
