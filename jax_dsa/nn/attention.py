@@ -24,6 +24,7 @@ from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
 from jax_dsa.nn.mla import MLA
 from jax_dsa.nn.positions import token_positions
 from jax_dsa.nn.query_chunks import QueryInputs, map_query_chunks
+from jax_dsa.nn.scopes import Module, scoped
 from jax_dsa.nn.stripes import striped, unstriped
 from jax_dsa.ops.cache import FlatCache, PagedCache
 from jax_dsa.ops.dsa_attention import dsa_attention
@@ -61,7 +62,7 @@ class AttentionAux(NamedTuple):
     indexer: IndexerInputs | None
 
 
-class DSAttention(nnx.Module):
+class DSAttention(Module):
     """DeepSeek sparse attention: MLA over the keys that a lightning indexer selects.
 
     The attribute `indexer` holds the indexer. Its own loss, `aux.kl`, trains its parameters and no
@@ -105,6 +106,7 @@ class DSAttention(nnx.Module):
         self.mla = MLA(config, rngs=rngs)
         self.indexer = LightningIndexer(config, rngs=rngs) if indexer_type == "full" else None
 
+    @scoped
     def __call__(
         self,
         x: Float[Array, "B T M"],
@@ -200,6 +202,7 @@ class DSAttention(nnx.Module):
             y, kl = jax.lax.optimization_barrier((y, kl))
         return y, AttentionAux(kl, lse, None, q, stored, index)
 
+    @scoped
     def decode(
         self,
         x: Float[Array, "B T M"],

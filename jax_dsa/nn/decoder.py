@@ -16,6 +16,7 @@ from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.cache import DecoderCache
 from jax_dsa.nn.config import DecoderConfig
 from jax_dsa.nn.linear import projection
+from jax_dsa.nn.scopes import Embed, Linear, Module, RMSNorm, scoped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from jax_dsa.nn.config import IndexerType
 
 
-class SwiGLU(nnx.Module):
+class SwiGLU(Module):
     """Gated feed-forward layer: `down(silu(gate(x)) * up(x))` (Shazeer, 2020).
 
     Args:
@@ -42,6 +43,7 @@ class SwiGLU(nnx.Module):
         self.gate_up = projection(a, a.model_dim, 2 * config.mlp_dim, rngs)
         self.down = projection(a, config.mlp_dim, a.model_dim, rngs)
 
+    @scoped
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """Returns the layer's output for hidden states `x`, in the configuration's dtype."""
         _, x = hidden_states("SwiGLU", x, self.gate_up.in_features)
@@ -49,7 +51,7 @@ class SwiGLU(nnx.Module):
         return self.down(jax.nn.silu(gate) * up)
 
 
-class Block(nnx.Module):
+class Block(Module):
     """Pre-norm residual block: attention, then SwiGLU.
 
     Args:
@@ -64,9 +66,9 @@ class Block(nnx.Module):
         check_module("Block", config, DecoderConfig, rngs)
         a = config.attention
         norm = {"epsilon": a.norm_eps, "dtype": a.dtype, "rngs": rngs}
-        self.attention_norm = nnx.RMSNorm(a.model_dim, **norm)
+        self.attention_norm = RMSNorm(a.model_dim, **norm)
         self.attention = DSAttention(a, indexer_type, rngs=rngs)
-        self.mlp_norm = nnx.RMSNorm(a.model_dim, **norm)
+        self.mlp_norm = RMSNorm(a.model_dim, **norm)
         self.mlp = SwiGLU(config, rngs=rngs)
 
     def __call__(
@@ -113,7 +115,7 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), cache, indices
 
 
-class DecoderLM(nnx.Module):
+class DecoderLM(Module):
     """A language model: embedding, blocks, final norm and vocabulary projection.
 
     Args:
@@ -139,10 +141,10 @@ class DecoderLM(nnx.Module):
         check_module("DecoderLM", config, DecoderConfig, rngs)
         self.config = config
         a = config.attention
-        self.embed = nnx.Embed(config.vocab, a.model_dim, dtype=a.dtype, rngs=rngs)
+        self.embed = Embed(config.vocab, a.model_dim, dtype=a.dtype, rngs=rngs)
         self.blocks = nnx.List([Block(config, kind, rngs=rngs) for kind in config.layers])
-        self.norm = nnx.RMSNorm(a.model_dim, epsilon=a.norm_eps, dtype=a.dtype, rngs=rngs)
-        self.head = nnx.Linear(a.model_dim, config.vocab, use_bias=False, dtype=a.dtype, rngs=rngs)
+        self.norm = RMSNorm(a.model_dim, epsilon=a.norm_eps, dtype=a.dtype, rngs=rngs)
+        self.head = Linear(a.model_dim, config.vocab, use_bias=False, dtype=a.dtype, rngs=rngs)
 
     def __call__(
         self,
@@ -208,9 +210,10 @@ class DecoderLM(nnx.Module):
                 blocks[i + 1] = next_graph, next_params
 
             def run(
-                params: Any, x: jax.Array, arrays: dict[str, Any], graph: Any = graph
+                params: Any, x: jax.Array, arrays: dict[str, Any], i: int = i, graph: Any = graph
             ) -> tuple[jax.Array, AttentionAux]:
-                return nnx.merge(graph, params)(x, **arrays, stripes=stripes, sparse=sparse)
+                with jax.named_scope(f"blocks/{i}"):
+                    return nnx.merge(graph, params)(x, **arrays, stripes=stripes, sparse=sparse)
 
             # With nothing to recompute, `jax.checkpoint` would only add barriers.
             if remat_policy not in (None, jax.checkpoint_policies.everything_saveable):
@@ -264,9 +267,11 @@ class DecoderLM(nnx.Module):
         x = self._embed(tokens)
         selections: list[jax.Array] = []
         layers = []
-        for block, kind, old in zip(self.blocks, self.config.layers, cache.layers, strict=True):
-            reused = selections[-1] if kind == "shared" else None
-            x, new, indices = block.decode(x, old, indices=reused)
+        kinds = self.config.layers
+        for i, (block, old) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+            reused = selections[-1] if kinds[i] == "shared" else None
+            with jax.named_scope(f"blocks/{i}"):
+                x, new, indices = block.decode(x, old, indices=reused)
             layers.append(new)
             selections.append(indices)
         results = self._logits(x), DecoderCache(tuple(layers))
