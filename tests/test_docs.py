@@ -53,6 +53,7 @@ PAGES = [
     "docs/quickstart.md",
     slow("docs/tutorial.md"),
     slow("docs/training.md"),
+    slow("docs/profiles.md"),
     "docs/meshes.md",
     "docs/models.md",
     *(slow(f"docs/ops/{path.name}") for path in sorted((ROOT / "docs" / "ops").glob("*.md"))),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 import re
+import runpy
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -127,6 +129,21 @@ def test_names_do_not_change_the_program(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(jax, "named_scope", lambda name: contextlib.nullcontext())
     program, params = gradient(decoder(), remat_policy=training.remat_policy("attention"))
     assert jax.jit(program).lower(params).as_text() == named
+
+
+def test_flame_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drawing of a profile takes the blocks together and leaves out loops."""
+    folder = pathlib.Path(__file__).parent.parent / "docs"
+    monkeypatch.syspath_prepend(str(folder))
+    script = runpy.run_path(str(folder / "flame_graph.py"))
+    times = {
+        ("forward", "blocks", "0", "attention", "while", "body"): 2,
+        ("forward", "blocks", "1", "attention"): 1,
+        ("backward", "head"): 1,
+    }
+    titles = re.findall(r"<g><title>(.*?)</title>", script["flame_graph"](times))
+    assert titles[:3] == ["forward, 75.0 %", "blocks, 75.0 %", "attention, 75.0 %"]
+    assert titles[3:] == ["backward, 25.0 %", "head, 25.0 %"]
 
 
 def test_children_are_named_after_their_attributes() -> None:
