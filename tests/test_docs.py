@@ -54,7 +54,7 @@ PAGES = [
     slow("docs/tutorial.md"),
     slow("docs/training.md"),
     slow("docs/profiles.md"),
-    "docs/meshes.md",
+    slow("docs/meshes.md"),
     "docs/models.md",
     *(slow(f"docs/ops/{path.name}") for path in sorted((ROOT / "docs" / "ops").glob("*.md"))),
 ]
