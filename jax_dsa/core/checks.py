@@ -94,10 +94,10 @@ class Args:
         """The size B of the batch axis; 1 if the call has none."""
         return self.sizes["B"] if self.batched else 1
 
-    def bind(self, letter: str, size: int, name: str) -> None:
-        """Sets the size of a letter, where `name` says in messages what determines it."""
+    def bind(self, letter: str, size: int, source: str) -> None:
+        """Sets the size of a letter, where `source` says in messages what determines it."""
         self.sizes[letter] = size
-        self._bound_by[letter] = name
+        self._bound_by[letter] = source
 
     def array(self, name: str, x: Any, dims: str, dtypes: Sequence[Any]) -> jax.Array:
         """Returns `x` as an array whose axes match `dims` (letters or numbers).
@@ -122,7 +122,7 @@ class Args:
                     f"{self.op}: argument '{name}' has shape {x.shape}, want "
                     f"{self._expected(' '.join(tokens))}"
                 )
-            self._bound_by.setdefault(token, name)
+            self._bound_by.setdefault(token, f"'{name}'")
         if not self.batched and "B" in dims.split():
             x = jnp.expand_dims(x, dims.split().index("B"))
         return x
@@ -229,7 +229,7 @@ class Args:
 
     def _expected(self, dims: str) -> str:
         known = [
-            f"{d}={self.sizes[d]} (from '{self._bound_by[d]}')"
+            f"{d}={self.sizes[d]} (from {self._bound_by[d]})"
             for d in dims.split()
             if d in self.sizes
         ]

@@ -150,7 +150,7 @@ class DSAttention(Module):
         self._check_keys(kv)
         indices = selected_keys(args, indices)
         if kv is not None:
-            args.bind("D", c.kv_rank + c.rope_dim, "config")
+            args.bind("D", c.kv_rank + c.rope_dim, "'config'")
             kv = args.array("kv", kv, "B T 1 D", FLOATS)
         positions, starts, ends = token_positions("DSAttention", x, positions, segment_ids, stripes)
         p = self.mla.project(x, positions)

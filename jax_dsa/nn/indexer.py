@@ -114,7 +114,7 @@ class LightningIndexer(Module):
         """
         c = self.config
         args, x = hidden_states("LightningIndexer", x, c.model_dim)
-        args.bind("Q", c.q_rank or c.model_dim, "config")
+        args.bind("Q", c.q_rank or c.model_dim, "'config'")
         q_latent = args.array("q_latent", q_latent, "B T Q", FLOATS)
         positions = args.array("positions", positions, "B T", INT32)
         x, q_latent = jax.lax.stop_gradient((x, q_latent))

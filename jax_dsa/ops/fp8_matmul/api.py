@@ -153,12 +153,12 @@ def fp8_matmul(
     call = args.call(implementation)
     a = args.array("a", a, rows, INPUTS if a_scale is None else E4M3)
     b = args.array("b", b, "N K", INPUTS if b_scale is None else E4M3)
-    blocks_n, blocks_k = (-(-n // BLOCK) for n in b.shape)
+    for letter, axis in (("I", "N"), ("J", "K")):
+        args.bind(letter, -(-args.sizes[axis] // BLOCK), f"{axis} in blocks of {BLOCK}")
     if a_scale is not None:
-        dims = " ".join(map(str, (*a.shape[:-1], blocks_k)))
-        a_scale = args.array("a_scale", a_scale, dims, SCALES)[None]
+        a_scale = args.array("a_scale", a_scale, leading_dims(a, "J"), SCALES)[None]
     if b_scale is not None:
-        b_scale = args.array("b_scale", b_scale, f"{blocks_n} {blocks_k}", SCALES)[None]
+        b_scale = args.array("b_scale", b_scale, "I J", SCALES)[None]
     power = args.flag("power_of_two_scale", power_of_two_scale)
     if dtype is None:
         dtype = jnp.bfloat16 if a_scale is not None else a.dtype

@@ -172,7 +172,8 @@ class HTreeCache:
     def checked(self, args: Args) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the checked arrays, with a batch axis; lengths are at least 0."""
         nodes = tree.node_count(self._layers, self.compression)
-        k = args.array("cache.k", self.k, f"B {nodes} G D", FLOATS)
-        v = args.array("cache.v", self.v, f"B {nodes} G E", (k.dtype,))
+        args.bind("nodes", nodes, f"capacity={self.capacity} and compression={self.compression}")
+        k = args.array("cache.k", self.k, "B nodes G D", FLOATS)
+        v = args.array("cache.v", self.v, "B nodes G E", (k.dtype,))
         lengths = args.array("cache.lengths", self.lengths, "B", INT32)
         return k, v, jnp.maximum(lengths, 0)

@@ -202,13 +202,16 @@ def dequantize_fp8(
         >>> jax_dsa.dequantize_fp8(*jax_dsa.quantize_fp8(x, power_of_two_scale=True))
         Array([1., 2., 4.], dtype=float32)
     """
+    given = block
     args, x, block = _check_x("dequantize_fp8", x, block, E4M3)
     call = args.call(implementation)
     options = Options.of(x.shape, block, dtype=args.dtype("dtype", dtype, INPUTS))
-    shape = [*x.shape[:-1], -(-x.shape[-1] // block[1])]
+    dims = leading_dims(x, "J").split()
+    args.bind("J", -(-x.shape[-1] // block[1]), f"'x' and block={given}")
     if block[0] != 1:
-        shape[-2] = -(-shape[-2] // block[0])
-    scale = args.array("scale", scale, " ".join(map(str, shape)), SCALES)
+        dims[-2] = "I"
+        args.bind("I", -(-x.shape[-2] // block[0]), f"'x' and block={given}")
+    scale = args.array("scale", scale, " ".join(dims), SCALES)
     return dequantize_fp8_op(call, options, Codes(x[None], scale[None])).x[0]
 
 
