@@ -137,7 +137,8 @@ class DSAttention(Module):
                 then the indexer's warm-up loss over all of them.
 
         Returns:
-            The hidden states, in the layer's dtype, and what else the layer computed.
+            The hidden states, in `config.dtype` whatever the dtype of `x`, and what else the layer
+            computed.
 
         Raises:
             TypeError: If an argument has the wrong type.

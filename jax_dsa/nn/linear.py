@@ -26,8 +26,11 @@ class Fp8Linear(Linear):
     """
 
     @scoped
-    def __call__(self, inputs: Float[Array, "... K"], out_sharding: Any = None) -> Array:
-        """Returns `inputs @ kernel + bias`, in the layer's dtype."""
+    def __call__(self, inputs: Float[Array, "... F"], out_sharding: Any = None) -> Array:
+        """Returns `inputs @ kernel + bias`, in the layer's `dtype`.
+
+        If the layer has none, the result has the widest dtype of input and parameters.
+        """
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]
         x, _, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
