@@ -34,6 +34,8 @@ PUBLIC = [
     nn.from_hf,
     nn.load_hf,
     nn.rope,
+    nn.sparse_from_hf,
+    nn.sparse_hf_config,
 ]
 
 
