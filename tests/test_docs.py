@@ -55,6 +55,7 @@ PAGES = [
     "docs/quickstart.md",
     slow("docs/tutorial.md"),
     slow("docs/training.md"),
+    slow("docs/dense_to_sparse.md"),
     "docs/meshes.md",
     "docs/models.md",
     *(slow(f"docs/ops/{path.name}") for path in sorted((ROOT / "docs" / "ops").glob("*.md"))),
@@ -62,11 +63,33 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_page(page: str) -> None:
-    """The Python blocks of the page run, one after the other."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+def test_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The Python blocks of the page run, one after the other.
+
+    A block of text that follows one is what it prints. Numbers may differ by 0.03 or by 20%.
+    """
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", text, re.S)
     assert blocks
-    exec(compile("\n".join(blocks), page, "exec"), {})
+    names: dict[str, Any] = {}
+    for code, output in blocks:
+        exec(compile(code, page, "exec"), names)
+        printed = capsys.readouterr().out
+        if output:
+            number = r"\d+\.\d+"
+            assert re.sub(number, "", printed) == re.sub(number, "", output)
+            got, want = ([float(x) for x in re.findall(number, t)] for t in (printed, output))
+            assert got == pytest.approx(want, rel=0.2, abs=0.03), printed
+
+
+def test_the_page_on_conversion_has_the_functions_of_the_example() -> None:
+    page = (ROOT / "docs" / "dense_to_sparse.md").read_text()
+    example = (ROOT / "examples" / "dense_to_sparse.py").read_text()
+    functions = re.findall(r"^def .*?(?=\n\n\n)", example, re.M | re.S)
+    shared = [
+        f for f in functions if re.match(r"def (decoder|rest_of|load_rest|weights_of|save)", f)
+    ]
+    assert len(shared) == 5 and all(function in page for function in shared)
 
 
 def one_line(text: str) -> str:
