@@ -13,6 +13,7 @@ from flax import nnx
 from jax_dsa.core.checks import Args
 from jax_dsa.nn.arguments import check_type
 from jax_dsa.nn.attention import DSAttention
+from jax_dsa.nn.config import AttentionConfig
 from jax_dsa.nn.hf import load_hf, tensors_of
 from jax_dsa.nn.hf_config import DENSE_MODELS, layers_of
 from jax_dsa.nn.hf_fields import Fields, read_fields
@@ -156,8 +157,9 @@ def sparse_from_hf(
     block = configured_block_size(dense, dense.name)
     layers = []
     for i, spec in enumerate(layers_of(c, dtype=dtype)):
+        assert isinstance(spec.config, AttentionConfig)
         # Abstract parameters, because each of them gets a value from the checkpoint.
-        layer = nnx.eval_shape(lambda spec=spec: DSAttention(spec.config, rngs=nnx.Rngs(0)))
+        layer = nnx.eval_shape(lambda config=spec.config: DSAttention(config, rngs=nnx.Rngs(0)))
         layer.indexer = LightningIndexer(spec.config, rngs=rngs)
         load_hf(
             layer,
