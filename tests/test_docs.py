@@ -14,7 +14,7 @@ import pytest
 from support.marks import slow
 
 import jax_dsa
-from jax_dsa import nn
+from jax_dsa import nn, serving
 from jax_dsa.core import ffi
 from jax_dsa.ops.gated_pool import gated_pool_for_norm
 from jax_dsa.ops.indexer import indexer_selected_logits
@@ -36,6 +36,7 @@ PUBLIC = [
     nn.rope,
     nn.sparse_from_hf,
     nn.sparse_hf_config,
+    serving.PageAllocator,
 ]
 
 
@@ -58,6 +59,7 @@ PAGES = [
     slow("docs/dense_to_sparse.md"),
     "docs/meshes.md",
     "docs/models.md",
+    slow("docs/serving.md"),
     *(slow(f"docs/ops/{path.name}") for path in sorted((ROOT / "docs" / "ops").glob("*.md"))),
 ]
 
@@ -124,7 +126,8 @@ def test_troubleshooting(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {}
     exec(setup, names)
     for code, message in errors:
-        with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+        kinds = TypeError, ValueError, NotImplementedError, serving.OutOfPagesError
+        with pytest.raises(kinds) as raised:
             exec(code, names)
         assert f"{raised.type.__name__}: {raised.value}" == one_line(message)
     monkeypatch.undo()

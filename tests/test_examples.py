@@ -1,7 +1,8 @@
-"""The examples that train without the trainer."""
+"""The examples that train without the trainer, and the one that serves requests."""
 
 from __future__ import annotations
 
+import collections
 import json
 
 import numpy as np
@@ -41,3 +42,24 @@ def test_a_dense_checkpoint_becomes_sparse(tmp_path, capsys, monkeypatch):
     assert weights.keys() == files.keys()
     for name, x in files.items():
         np.testing.assert_array_equal(weights[name], x)
+
+
+@pytest.mark.slow
+def test_continuous_batching(capsys, monkeypatch):
+    """Requests begin and end without a new program. There is one for each number of tokens."""
+    traced, decode = collections.Counter(), nn.DecoderLM.decode
+
+    def counted(self, tokens, *args, **options):
+        traced[tokens.shape] += 1
+        return decode(self, tokens, *args, **options)
+
+    monkeypatch.setattr(nn.DecoderLM, "decode", counted)
+    module = load_script("examples/serve.py", monkeypatch)
+    requests = module.main([])
+    assert len(requests) == 8 and all(len(r.tokens) == r.steps for r in requests)
+    assert traced == {(3, 1): 1, (3, 8): 1, (3, 24): 1, (1, 1): 1}
+    out = capsys.readouterr().out
+    assert "8 requests in 3 slots, 12 pages of 8 tokens for 192 places" in out
+    assert "tokens/s" in out and "equal those of decoding one request at a time" in out
+    with pytest.raises(SystemExit):
+        module.main(["--pages", "2"])

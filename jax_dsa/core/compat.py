@@ -177,10 +177,13 @@ def left_to_compiler(fun: Fun, like: Any, spec: PartitionSpec | None = None) -> 
     `fun` must be a function that does not work on Explicit axes. Its result is on the mesh of
     `like`, with the sharding `spec`, by default that of `like`.
     """
-    if explicit_mesh(like) is None:
+    mesh = explicit_mesh(like)
+    if mesh is None:
         return fun
     spec = jax.typeof(like).sharding.spec if spec is None else spec
-    return on_mesh_of_types(jax.sharding.auto_axes(fun, out_sharding=spec))
+    # Inside a shard_map, other axes may be Manual, and must stay so.
+    auto = jax.sharding.auto_axes(fun, axes=mesh.explicit_axes, out_sharding=spec)
+    return on_mesh_of_types(auto)
 
 
 def mapped_mesh_axes() -> frozenset[str]:

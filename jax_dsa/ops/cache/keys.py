@@ -99,7 +99,8 @@ def read_cache(args: Args, name: str, cache: Any, dims: str, dtypes: Any) -> Key
         table = args.array(f"{name}.page_table", cache.page_table, "B R", INT32)
         count, page_size = pages.shape[:2]
         rows = pages.reshape(count * page_size, *pages.shape[2:])[None]
-        capacity = args.sizes["S"] = table.shape[1] * page_size
+        capacity = table.shape[1] * page_size
+        args.bind("S", capacity, name)
         fits = not isinstance(capacity, int) or capacity <= LARGEST
         args.option(f"{name}.page_table", capacity, fits, "room for less than 2**31 rows")
     elif isinstance(cache, FlatCache):
