@@ -30,7 +30,7 @@ def decoder_caches():
         for page_size in (None, 4):
             yield empty(page_size=page_size)
             yield empty(page_size=page_size).with_lengths(LENGTHS)
-        yield empty(page_size=4).with_page_table(TABLE)
+        yield empty(page_size=4, num_pages=3).with_page_table(TABLE)
 
 
 def layer_caches(rng):
@@ -49,7 +49,11 @@ def operator_caches():
     for fp8 in (False, True):
         yield jax_dsa.FlatCache.empty(B, 8, fp8=fp8)
         yield jax_dsa.PagedCache.empty(4, 4, B, 2, fp8=fp8)
+        # Two layers that get the same lengths and the same page table.
+        flat = [jax_dsa.FlatCache.empty(B, 8, fp8=fp8).with_lengths(LENGTHS) for _ in range(2)]
+        yield flat, jax_dsa.PagedCache.empty(4, 4, B, 2).with_page_table(TABLE)
     yield jax_dsa.HTreeCache.empty(B, 16, 8, compression=4, top_k=3)
+    yield [jax_dsa.HTreeCache.empty(B, 16, 8).with_lengths(LENGTHS) for _ in range(2)]
 
 
 def check_donation(cache):

@@ -41,6 +41,19 @@ def test_options(rng):
         assert_same(got, oracle(*args, starts, stop, sinks=sinks, k_scale=k_scale, scale=0.7))
 
 
+def test_the_scale_of_the_indexers_logits(rng):
+    """The operator applies none. With that of the documentation, the loss is small at first."""
+    J, C, T = 16, 64, 64
+    shapes = (1, T, N, D), (1, T, 1, D), (1, T, J, C), (1, T, C), (1, T, J)
+    *args, weights = (rng.normal(size=s).astype(np.float32) for s in shapes)
+    scaled, whole = (
+        dsa_attention(*args, w, top_k=16, value_dim=E)[1]
+        for w in (weights * (J * C) ** -0.5, weights)
+    )
+    np.testing.assert_array_equal(scaled.indices, whole.indices)
+    assert scaled.kl < 0.5 and whole.kl > 5
+
+
 def test_groups_share_the_selection(rng):
     args = inputs(rng, G=2)
     got = dsa_attention(*args, top_k=K, value_dim=E)

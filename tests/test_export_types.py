@@ -104,6 +104,19 @@ def test_a_decode_step_of_a_decoder() -> None:
     assert logits.shape == (B, 1, 11) and cache.layers[0].lengths.tolist() == [1] * B
 
 
+@pytest.mark.slow
+def test_a_padded_prefill_of_symbolic_length() -> None:
+    """One program takes prompts of every length."""
+    model = decoder(dataclasses.replace(SHARING, num_layers=1))
+    (t,) = jax.export.symbolic_shape("t")
+    cache, counts = model.init_cache(B, T), np.array([3, 1], np.int32)
+    step = lambda tokens, cache, counts: model.decode(tokens, cache, counts=counts)  # noqa: E731
+    tokens = np.arange(2 * B, dtype=np.int32).reshape(B, 2)
+    call = stored(step, jax.ShapeDtypeStruct((B, t), jnp.int32), cache, counts)
+    got = call(tokens, cache, counts)
+    assert got[1].lengths.tolist() == [2, 1]
+
+
 def test_selected_attention_returns_its_record() -> None:
     x = jnp.ones((1, 4, 2, 8))
     weights = jnp.ones((1, 4, 2))

@@ -76,4 +76,4 @@ def test_the_quickstart_lists_the_extras():
     assert listed.keys() == extras.keys()
     for name in extras.keys() - {"cuda12", "cuda13", "dev"}:
         packages = [re.match(r"[\w-]+", requirement)[0] for requirement in extras[name]]
-        assert re.findall(r"`(.*?)`", listed[name]) == packages
+        assert re.findall(r"`([\w-]+)", listed[name]) == packages

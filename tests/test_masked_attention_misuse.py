@@ -128,7 +128,7 @@ def test_misuse_of_combined_arguments() -> None:
         kept = np.zeros((B, G, 2), np.int32)
         masked_attention(**arguments, block_mask=blocks, kv_indices=kept)
     other = make_block_mask(lambda b, h, t, s: t >= s, shape=(1, 3, T, S))
-    with pytest.raises(ValueError, match=r"'block_mask' is \(1, 3, 5, 7\)"):
+    with pytest.raises(ValueError, match=r"'block_mask' has shape \(1, 3, 5, 7\)"):
         masked_attention(**arguments, block_mask=other)
     with pytest.raises(ValueError, match="masked_attention_varlen: argument 'q' has shape"):
         masked_attention_varlen(arguments["q"], arguments["k"], arguments["v"], CU_Q, CU_K)

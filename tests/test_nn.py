@@ -335,7 +335,8 @@ def exact_attention(q, k, v, *, scale, is_causal, segment_ids, return_lse):
     s = scale * jnp.einsum("btnd,bsnd->bnts", q, k)
     seen = jnp.tril(jnp.ones((T, T), bool))[None, None]
     if segment_ids is not None:
-        seen = seen & (segment_ids[:, None, :, None] == segment_ids[:, None, None])
+        of_queries, of_keys = segment_ids
+        seen = seen & (of_queries[:, None, :, None] == of_keys[:, None, None])
     s = jnp.where(seen, s, -jnp.inf)
     out = jnp.einsum("bnts,bsne->btne", jax.nn.softmax(s), v)
     return out, jax.nn.logsumexp(s, axis=-1).swapaxes(1, 2)

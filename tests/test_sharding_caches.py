@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from support.decoders import SHARING, decoder
 from support.meshes import MESHES, mesh_of
 
 import jax_dsa
+from jax_dsa import nn, training
 
 
 @pytest.mark.parametrize("kind", MESHES)
@@ -61,3 +63,41 @@ def test_appending_to_pages_that_sharded_requests_share(
         got = append(*jax.device_put(args, (placement, sharded)))
     np.testing.assert_array_equal(got, want)
     assert np.asarray(want).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [None, 3])
+@pytest.mark.parametrize("kind", MESHES)
+def test_serving_sharded_requests(
+    kind: str, page_size: int | None, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    """Requests end and begin on a mesh. Their pool of pages is on every device."""
+    model = decoder(dataclasses.replace(SHARING, num_layers=2))
+    prompts = rng.integers(0, 11, size=(4, 3)).astype(np.int32)
+    counts, other = np.array([3, 1, 0, 2], np.int32), np.array([0, 0, 2, 3], np.int32)
+    table = rng.permutation(8).reshape(4, 2).astype(np.int32)
+
+    def tokens(place: Any) -> list[Any]:
+        cache = model.init_cache(4, 6, page_size=page_size, num_pages=page_size and 8)
+        sampler = training.Sampler(model, temperature=0)
+        pool = PartitionSpec() if page_size else PartitionSpec("x")
+        spec = jax.tree.map(lambda x: PartitionSpec("x") if x.dtype == jnp.int32 else pool, cache)
+        cache = nn.DecoderCache(*jax.tree.map(place, cache, spec))
+        rows = PartitionSpec("x")
+        if page_size:
+            cache = cache.with_page_table(place(table, rows))
+        args = place(prompts, rows), cache, jax.random.key(0)
+        first, stream = sampler.prefill(*args, counts=place(counts, rows))
+        active = place((counts > 0).astype(np.int32), rows)
+        second, (cache, key) = sampler.step(first, stream, counts=active)
+        cache = cache.with_lengths(cache.lengths * place(np.array([1, 1, 0, 0]), rows))
+        args = place(prompts[::-1].copy(), rows), cache, key
+        third, stream = sampler.prefill(*args, counts=place(other, rows))
+        return [np.asarray(x) for x in (first, second, third, stream.cache.lengths)]
+
+    want = tokens(lambda x, spec: jnp.asarray(x))
+    assert want[3].tolist() == [4, 2, 2, 3]
+    mesh, context = mesh_of(kind, (4,), ("x",), cpus[:4])
+    with context(mesh):
+        got = tokens(lambda x, spec: jax.device_put(np.asarray(x), NamedSharding(mesh, spec)))
+    jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -97,7 +97,7 @@ def test_a_layer(
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_decoding(name: str, kind: str, rng: np.random.Generator, cpus: list[jax.Device]) -> None:
-    """The requests are sharded. A prefill of several tokens precedes a decode step."""
+    """The requests are sharded. A prefill of right-padded prompts precedes a decode step."""
     graph, params = nnx.split(layer(LAYERS[name]))
     x = rng.normal(size=(B, 7, CONFIG.model_dim)).astype(np.float32)
     module = layer(LAYERS[name])
@@ -105,14 +105,15 @@ def test_decoding(name: str, kind: str, rng: np.random.Generator, cpus: list[jax
     cache = nn.LayerCache.empty(module.config, B, 8) if latent else module.init_cache(B, 8)
 
     @jax.jit
-    def run(params: Any, x: jax.Array, cache: Any) -> Any:
+    def run(params: Any, x: jax.Array, cache: Any, counts: jax.Array) -> Any:
         module = nnx.merge(graph, params)
-        first, cache, _ = module.decode(x[:, :6], cache)
+        first, cache, _ = module.decode(x[:, :6], cache, counts=counts)
         return first, module.decode(x[:, 6:], cache)
 
-    want = run(params, x, cache)
+    counts = np.array([6, 3, 0, 5], np.int32)
+    want = run(params, x, cache, counts)
     mesh, context = mesh_of(kind, (4,), ("data",), cpus[:4])
-    host = jax.tree.map(np.asarray, (params, (x, cache)))
+    host = jax.tree.map(np.asarray, (params, (x, cache, counts)))
     with context(mesh):
         placed = on(mesh, host[0], PartitionSpec()), *on(mesh, host[1], PartitionSpec("data"))
         assert_matches(run(*placed), want, 1e-4)

@@ -44,6 +44,14 @@ CASES: dict[str, tuple[Callable, list]] = {
     "indexer_logits": (lambda *x: jax_dsa.indexer_logits(*x, is_causal=True), INDEX),
     "indexer_topk": (lambda *x: jax_dsa.indexer_topk(*x, 3, is_causal=True), INDEX),
     "dsa_attention": (lambda *x: jax_dsa.dsa_attention(*x, top_k=3), [*ATTENTION, *INDEX]),
+    "dsa_attention-documents": (
+        lambda ids, *x: jax_dsa.dsa_attention(*x, top_k=3, is_causal=False, segment_ids=ids),
+        [("b, t", i32), *[(d.replace("s", "t"), x) for d, x in (*ATTENTION, *INDEX)]],
+    ),
+    "masked_attention-documents": (
+        lambda ids, *x: jax_dsa.masked_attention(*x, segment_ids=ids),
+        [("b, t", i32), ("b, t, 4, 8", f32), *[("b, t, 2, 8", f32)] * 2],
+    ),
     "indexer_kl_loss": (
         lambda logits, teacher: jax_dsa.indexer_kl_loss(logits, jnp.abs(teacher)),
         [("b, t, s", f32)] * 2,

@@ -13,6 +13,7 @@ from jax.errors import InconclusiveDimensionOperation
 
 from jax_dsa.core.checks import INT32, LARGEST, WIDE_FLOATS, Args, as_array
 from jax_dsa.core.deferred import Deferred
+from jax_dsa.core.documents import document_ends, document_starts
 from jax_dsa.core.typing import Array, ArrayLike, Float, Int
 
 CausalAlignment = Literal["top_left", "bottom_right"]
@@ -31,9 +32,9 @@ def check_heads(args: Args, q: str, kv: str) -> None:
     numbers = isinstance(heads, int) and isinstance(groups, int)
     args.option(q, f"N={heads} heads and G={groups} groups", numbers, NO_SYMBOL)
     if groups == 0 or heads % groups:
-        raise ValueError(
-            f"{args.op}: argument '{q}' has N={heads} heads and '{kv}' has G={groups}, want N to "
-            f"be a multiple of G (heads are the axis before the last one)"
+        raise args.disagreement(
+            f"argument '{q}' has N={heads} heads and '{kv}' has G={groups}, want N to be a "
+            f"multiple of G (heads are the axis before the last one)"
         )
 
 
@@ -124,42 +125,66 @@ def key_ranges(
     ends: Any,
     is_causal: Any = False,
     query_start: Any = 0,
+    segment_ids: Any = None,
     lengths: Int[Array, "B"] | None = None,
 ) -> tuple[Any, Any]:
     """Returns the half-open range of keys that each query sees: two int32 [B, T] in 0..S.
 
     Args:
         args: the checks of the call.
-        starts, ends, is_causal, query_start: the user's arguments.
+        starts, ends, is_causal, query_start, segment_ids: the user's arguments.
         lengths: the number of tokens that each request of a cache has, the last T of which are the
             queries' own; None without a cache. A length beyond S still says where the queries are.
     """
     causal = args.flag("is_causal", is_causal)
+    ids = None
+    if segment_ids is not None:
+        given = type(segment_ids).__name__
+        args.option("segment_ids", given, lengths is None, "None with a cache")
+        ids = document_numbers(args, segment_ids)
+        _only_zero(args, query_start, "0 beside 'segment_ids', where query t is the token of key t")
+    first: Any = lengths
     if lengths is None:
         first = first_position(args, query_start)
     else:
-        number = args.integer("query_start", query_start, -(2**31))
-        args.option("query_start", number, number == 0, "0 with a cache, whose lengths say it")
-        first = lengths
+        _only_zero(args, query_start, "0 with a cache, whose lengths say it")
     starts, ends = (
         None if x is None else args.array(name, x, "B T", INT32)
         for name, x in (("starts", starts), ("ends", ends))
     )
     sizes = (args.batch, args.sizes["T"]), args.sizes["S"]
     return (
-        Deferred(_range_starts, (starts,), sizes),
-        Deferred(_range_ends, (ends, first if causal else None, lengths), sizes),
+        Deferred(_range_starts, (starts, ids), sizes),
+        # A causal query sees nothing after itself, so the end of its document changes nothing.
+        Deferred(_range_ends, (ends, first, None, lengths), sizes)
+        if causal
+        else Deferred(_range_ends, (ends, None, ids, lengths), sizes),
     )
 
 
-def _range_starts(starts: Array | None, shape: tuple[int, int], size: int) -> Array:
-    return jnp.zeros(shape, jnp.int32) if starts is None else jnp.clip(starts, 0, size)
+def _only_zero(args: Args, query_start: Any, why: str) -> None:
+    number = args.integer("query_start", query_start, -(2**31))
+    args.option("query_start", number, number == 0, why)
+
+
+def _range_starts(
+    starts: Array | None, ids: Array | None, shape: tuple[int, int], size: int
+) -> Array:
+    starts = jnp.zeros(shape, jnp.int32) if starts is None else jnp.clip(starts, 0, size)
+    return starts if ids is None else jnp.maximum(starts, document_starts(ids))
 
 
 def _range_ends(
-    ends: Array | None, first: Any, lengths: Array | None, shape: tuple[int, int], size: int
+    ends: Array | None,
+    first: Any,
+    ids: Array | None,
+    lengths: Array | None,
+    shape: tuple[int, int],
+    size: int,
 ) -> Array:
     ends = jnp.full(shape, size, jnp.int32) if ends is None else jnp.clip(ends, 0, size)
+    if ids is not None:
+        ends = jnp.minimum(ends, document_ends(ids))
     if lengths is not None:
         lengths = jnp.maximum(lengths, 0)
         ends = jnp.minimum(ends, lengths[:, None])
@@ -228,14 +253,38 @@ def _window_ranges(
     return starts, ends
 
 
+def document_numbers(args: Args, segment_ids: Any, otherwise: str = "") -> Int[Array, "B T"]:
+    """Returns the checked `segment_ids`, one array for queries and keys.
+
+    Args:
+        args: the checks of the call.
+        segment_ids: the user's argument.
+        otherwise: what to pass where T and S differ, for the message.
+    """
+    ids = args.array("segment_ids", segment_ids, "B T", INT32)
+    same = "[B, T] with T == S, because queries and keys are the same tokens, and not"
+    want = f"{same} {args.size('T')} and {args.size('S')}{otherwise}"
+    fits = args.sizes["T"] == args.sizes["S"]
+    args.shape("segment_ids", as_array(segment_ids), fits, want, "B S")
+    return ids
+
+
 def segments(
     args: Args, segment_ids: Any
 ) -> tuple[Int[Array, "B T"] | None, Int[Array, "B S"] | None]:
-    """Returns the segment numbers of queries and keys, given as one array or as a pair."""
+    """Returns numbers of queries and keys, which see each other where the numbers are equal.
+
+    They are a pair that the user gives, or the documents that one array describes.
+    """
     if segment_ids is None:
         return None, None
-    pair = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids, segment_ids)
-    given = f"a {type(segment_ids).__name__} of {len(pair)}"
-    args.option("segment_ids", given, len(pair) == 2, "an array for both sides or a pair")
-    ids = [args.array("segment_ids", x, f"B {d}", INT32) for x, d in zip(pair, "TS", strict=True)]
-    return ids[0], ids[1]
+    if not isinstance(segment_ids, tuple | list):
+        pair = "; with different ones, pass a pair of arrays [B, T] and [B, S]"
+        starts = document_starts(document_numbers(args, segment_ids, pair))
+        return starts, starts
+    given = f"a {type(segment_ids).__name__} of {len(segment_ids)}"
+    want = "one array [B, T] or a pair of arrays [B, T] and [B, S]"
+    args.option("segment_ids", given, len(segment_ids) == 2, want)
+    q_ids, kv_ids = segment_ids
+    q_ids = args.array("segment_ids", q_ids, "B T", INT32)
+    return q_ids, args.array("segment_ids", kv_ids, "B S", INT32)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_dsa.core.axis_order import Given, exchanged, heads_divide, sizes_of
 from jax_dsa.core.call import Call, in_plain_xla
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class Args:
         self.op = op
         self.sizes: dict[str, int] = {}
         self._bound_by: dict[str, str] = {}
+        self._given: list[Given] = []  # the arrays so far
+        self._bound: dict[str, int] = {}  # the sizes that no array determines
         rank = len(dims.split())
         argument, lead = lead, as_array(lead)
         if lead is None:
@@ -96,7 +99,7 @@ class Args:
 
     def bind(self, letter: str, size: int, source: str) -> None:
         """Sets the size of a letter, where `source` says in messages what determines it."""
-        self.sizes[letter] = size
+        self.sizes[letter] = self._bound[letter] = size
         self._bound_by[letter] = source
 
     def array(self, name: str, x: Any, dims: str, dtypes: Sequence[Any]) -> jax.Array:
@@ -113,13 +116,14 @@ class Args:
                 f"{self.op}: argument '{name}' has shape {x.shape}, want "
                 f"{self._expected(' '.join(tokens))}"
             )
+        self._given.append(Given(name, x.shape, tuple(tokens)))
         for token, size in zip(tokens, x.shape, strict=True):
             expected = int(token) if token.isdigit() else self.sizes.setdefault(token, size)
             if isinstance(size, int) and size > LARGEST:
                 self.shape(name, x, False, "axes of less than 2**31")
             if size != expected:
-                raise ValueError(
-                    f"{self.op}: argument '{name}' has shape {x.shape}, want "
+                raise self.disagreement(
+                    f"argument '{name}' has shape {x.shape}, want "
                     f"{self._expected(' '.join(tokens))}"
                 )
             self._bound_by.setdefault(token, f"'{name}'")
@@ -159,10 +163,45 @@ class Args:
         if not ok:
             raise ValueError(f"{self.op}: argument '{name}' is {_shown(value)}, want {expected}")
 
-    def shape(self, name: str, x: Any, fits: bool, expected: str) -> None:
-        """Raises ValueError unless the shape of `x` `fits`."""
+    def shape(self, name: str, x: Any, fits: bool, expected: str, dims: str = "") -> None:
+        """Raises ValueError unless the shape of `x` `fits`.
+
+        Args:
+            name: the argument's name.
+            x: the argument, an array.
+            fits: whether its shape is right.
+            expected: the right shape, for the message.
+            dims: its dims, also with alternatives as "1|T", if they are related to other arguments.
+                An absent batch axis is ignored.
+        """
+        tokens = tuple(dims.split()[not self.batched :])
+        if dims and len(tokens) == x.ndim:
+            self._given.append(Given(name, x.shape, tokens))
         if not fits:
-            raise ValueError(f"{self.op}: argument '{name}' has shape {x.shape}, want {expected}")
+            raise self.disagreement(f"argument '{name}' has shape {x.shape}, want {expected}")
+
+    def disagreement(self, message: str) -> ValueError:
+        """Returns the error for sizes of several arguments that do not fit each other.
+
+        If axes of an argument are exchanged, the error names this argument. Otherwise it has the
+        message, which names the last argument.
+        """
+        wrong = exchanged(self._given, self._bound)
+        if not wrong:
+            return ValueError(f"{self.op}: {message}")
+        first, *others = wrong
+        right = sizes_of([x for x in self._given if x not in wrong])
+        known = [f"{d}={right[d][0]} (from '{right[d][1]}')" for d in first.dims if d in right]
+        if not heads_divide(self.sizes):
+            known.append("N a multiple of G")
+        want = f"[{', '.join(first.dims)}]" + (f" with {', '.join(known)}" if known else "")
+        passed = first.other_dims
+        if others:
+            passed += f" (and {' and '.join(repr(x.name) for x in others)} in the same order)"
+        return ValueError(
+            f"{self.op}: argument '{first.name}' has shape {first.shape}, want {want}; did you "
+            f"pass {passed}?"
+        )
 
     def integer(self, name: str, value: Any, low: int, high: int = LARGEST) -> int:
         """Returns `value` as a static int in low..high."""
@@ -227,10 +266,10 @@ class Args:
             return results
         return jax.tree.map(lambda x: x[0], results)
 
+    def size(self, letter: str) -> str:
+        """Returns the size of a letter and the argument that determines it, for a message."""
+        return f"{letter}={self.sizes[letter]} (from {self._bound_by[letter]})"
+
     def _expected(self, dims: str) -> str:
-        known = [
-            f"{d}={self.sizes[d]} (from {self._bound_by[d]})"
-            for d in dims.split()
-            if d in self.sizes
-        ]
+        known = [self.size(d) for d in dims.split() if d in self.sizes]
         return f"[{', '.join(dims.split())}]" + (f" with {', '.join(known)}" if known else "")

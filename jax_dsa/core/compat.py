@@ -50,9 +50,8 @@ def saturated(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype)
 
 
-def _manual_axis_type(x: Any) -> Any:
-    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
-    return aval.manual_axis_type if hasattr(aval, "manual_axis_type") else aval.mat
+_AVAL = jax.core.ShapedArray((), np.dtype(np.float32))
+_MANUAL_AXIS_TYPE = "manual_axis_type" if hasattr(_AVAL, "manual_axis_type") else "mat"
 
 
 def varying_axes(*xs: Any) -> frozenset[str]:
@@ -64,7 +63,8 @@ def varying_axes(*xs: Any) -> frozenset[str]:
     axes: frozenset[str] = frozenset()
     for x in xs:
         if x is not None:
-            axes |= _manual_axis_type(x).varying
+            aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+            axes |= getattr(aval, _MANUAL_AXIS_TYPE).varying
     return axes
 
 
@@ -177,10 +177,13 @@ def left_to_compiler(fun: Fun, like: Any, spec: PartitionSpec | None = None) -> 
     `fun` must be a function that does not work on Explicit axes. Its result is on the mesh of
     `like`, with the sharding `spec`, by default that of `like`.
     """
-    if explicit_mesh(like) is None:
+    mesh = explicit_mesh(like)
+    if mesh is None:
         return fun
     spec = jax.typeof(like).sharding.spec if spec is None else spec
-    return on_mesh_of_types(jax.sharding.auto_axes(fun, out_sharding=spec))
+    # Inside a shard_map, other axes may be Manual, and must stay so.
+    auto = jax.sharding.auto_axes(fun, axes=mesh.explicit_axes, out_sharding=spec)
+    return on_mesh_of_types(auto)
 
 
 def mapped_mesh_axes() -> frozenset[str]:
@@ -228,7 +231,10 @@ def out_aval(shape: Sequence[int], dtype: Any, *like: Any) -> jax.ShapeDtypeStru
     if not axes:
         return jax.ShapeDtypeStruct(tuple(shape), dtype)
     widest = match_vary(next(x for x in like if x is not None), *like)
-    sharding = NamedSharding(jax.typeof(widest).sharding.mesh, PartitionSpec())
+    aval = jax.typeof(widest)
     return jax.ShapeDtypeStruct(
-        tuple(shape), dtype, sharding=sharding, manual_axis_type=_manual_axis_type(widest)
+        tuple(shape),
+        dtype,
+        sharding=NamedSharding(aval.sharding.mesh, PartitionSpec()),
+        manual_axis_type=getattr(aval, _MANUAL_AXIS_TYPE),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -41,20 +42,25 @@ def hidden_states(
     return args, args.array(name, x, "B T M", FLOATS)
 
 
-def token_numbers(op: str, tokens: Any) -> tuple[Args, Int[Array, "B T"]]:
+def token_numbers(op: str, tokens: Any, name: str = "tokens") -> tuple[Args, Int[Array, "B T"]]:
     """Returns the checks of a model's call, and its checked tokens.
 
     Raises:
-        TypeError: If the argument 'tokens' is no array of integers.
+        TypeError: If the argument `name` is no array of integers.
         ValueError: If its shape is not [B, T].
     """
-    args = Args(op, "tokens", np.empty((0, 0)), "B T")
-    return args, args.array("tokens", tokens, "B T", INT32)
+    args = Args(op, name, np.empty((0, 0)), "B T")
+    return args, args.array(name, tokens, "B T", INT32)
 
 
 def selected_keys(args: Args, indices: Any) -> Int[Array, "B T K"] | None:
     """Returns the checked argument 'indices', which may be None."""
     return None if indices is None else args.array("indices", indices, "B T K", INT32)
+
+
+def token_counts(args: Args, counts: Any, length: int) -> Int[Array, "B"] | None:
+    """Returns the checked argument 'counts', clipped to 0..length; it may be None."""
+    return None if counts is None else jnp.clip(args.array("counts", counts, "B", INT32), 0, length)
 
 
 def check_cache(args: Args, name: str, cache: Any, *kinds: type) -> Int[Array, "B"]:

@@ -17,6 +17,7 @@ from jax_dsa.nn.arguments import (
     check_type,
     hidden_states,
     selected_keys,
+    token_counts,
 )
 from jax_dsa.nn.cache import LayerCache
 from jax_dsa.nn.config import AttentionConfig
@@ -209,25 +210,31 @@ class DSAttention(Module):
         x: Float[Array, "B T M"],
         cache: LayerCache,
         *,
+        counts: Int[Array, "B"] | None = None,
         indices: Int[Array, "B T K"] | None = None,
         kv: FlatCache | PagedCache | None = None,
     ) -> tuple[Float[Array, "B T M"], LayerCache, Int[Array, "B T K"]]:
-        """Computes sparse attention of each request's next T tokens.
+        """Computes sparse attention of each request's next T tokens, or the first `counts` of them.
 
         The tokens attend to those in the cache and, causally, to each other. T = 1 is a decode
         step, T = the length of the prompt a prefill, and anything between is a chunk of a prefill.
+        Prompts of different lengths are padded on the right to a common T.
 
         Args:
             x: Hidden states of the next tokens.
             cache: The layer's cache.
+            counts: How many of the T tokens each request has, int32, clipped to 0..T; the others
+                are padding, which no token sees. Default: all.
             indices: The keys to attend to, int32; keys after a token's own position are left out.
                 By default the indexer selects them.
             kv: Another layer's cached keys, which already count all new tokens, for a layer with
-                `config.shares_keys`.
+                `config.shares_keys`. They tell the positions of the tokens, so no token may have
+                lacked a page: otherwise the layer overwrites keys of earlier tokens.
 
         Returns:
             The hidden states, the cache with the new tokens in it, and the keys attended to, int32,
-            -1 in empty slots.
+            -1 in empty slots. Padding gets hidden states of 0 and empty slots. Tokens that do not
+            fit into the cache get no valid results; compare `cache.free_tokens` before.
 
         Raises:
             TypeError: If an argument has the wrong type.
@@ -242,11 +249,17 @@ class DSAttention(Module):
         self._check_cache(args, cache)
         if kv is not None:
             check_cache(args, "kv", kv, FlatCache, PagedCache)
-        lengths = cache.lengths if kv is None else kv.lengths - x.shape[1]
-        positions = lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
+        counts = token_counts(args, counts, x.shape[1])
+        new = x.shape[1] if counts is None else counts
+        lengths = cache.lengths if kv is None else kv.lengths - new
+        step = jnp.arange(x.shape[1], dtype=jnp.int32)
+        positions = lengths[:, None] + step
+        ends = positions + 1
+        if counts is not None:
+            ends = jnp.where(step < counts[:, None], ends, 0)
         p = self.mla.project(x, positions)
         index = None if self.indexer is None else self.indexer(x, p.q_latent, positions)
-        cache = cache.append(p.kv, index, positions)
+        cache = cache.append(p.kv, index, positions, counts)
         if indices is None:
             assert index is not None
             indices, _ = indexer_topk(
@@ -255,10 +268,10 @@ class DSAttention(Module):
                 index.index_weights,
                 c.top_k,
                 index_k_scale=cache.index_k_scale,
-                ends=positions + 1,
+                ends=ends,
             )
         else:
-            indices = jnp.where(indices <= positions[..., None], indices, -1)
+            indices = jnp.where(indices < ends[..., None], indices, -1)
         keys = cache.kv if kv is None else kv
         assert keys is not None
         out = sparse_mla_decode(
@@ -269,7 +282,10 @@ class DSAttention(Module):
             scale=c.scale,
             sinks=self.mla.sink_logits,
         )
-        return self.mla.output(out, p), cache, indices
+        y = self.mla.output(out, p)
+        if counts is not None:
+            y = jnp.where((ends > 0)[..., None], y, 0)
+        return y, cache, indices
 
     def _check_cache(self, args: Args, cache: LayerCache) -> None:
         """Raises unless the cache is one for this layer and these requests."""

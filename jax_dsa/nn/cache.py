@@ -12,22 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsa.core.checks import INT32, Args
+from jax_dsa.core.checks import Args
 from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import put_in_pages, put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.ops.cache import FlatCache, PagedCache
+from jax_dsa.ops.cache.lengths import checked_copy
 
 if TYPE_CHECKING:
     from jax_dsa.nn.config import AttentionConfig, DecoderConfig, IndexerType
     from jax_dsa.nn.indexer import IndexerInputs
-
-
-def checked_lengths(op: str, old: Int[Array, "B"], lengths: Int[Array, "B"]) -> Int[Array, "B"]:
-    """Returns a checked copy of the new lengths of a cache, which has the lengths `old`."""
-    args = Args(op, "cache.lengths", old, "B")
-    args.array("cache.lengths", old, "B", INT32)
-    return args.restore(args.array("lengths", lengths, "B", INT32)).copy()
 
 
 @exportable
@@ -57,6 +51,7 @@ class LayerCache(NamedTuple):
         indexer_type: IndexerType = "full",
         fp8: bool = False,
         page_size: int | None = None,
+        num_pages: int | None = None,
     ) -> LayerCache:
         """Returns an empty cache.
 
@@ -66,10 +61,18 @@ class LayerCache(NamedTuple):
             capacity: S, number of tokens that each request may have.
             indexer_type: The layer's indexer type; "shared" stores no indexer's keys.
             fp8: Whether to store FP8 records, as in `FlatCache.empty`.
-            page_size: L, tokens per page; None: the cache is flat. In a paged cache each request
-                owns consecutive pages of the pool for its capacity;
-                `DecoderCache.with_page_table` replaces this table.
+            page_size: L, tokens per page; None: the cache is flat.
+            num_pages: P, number of pages in the pool, which may be fewer than all requests need for
+                their capacity. No page is mapped before `DecoderCache.with_page_table`; see
+                `jax_dsa.serving.PageAllocator`. By default the pool has pages for the capacity of
+                all requests, and each request owns consecutive ones.
+
+        Raises:
+            TypeError, ValueError: If an argument has the wrong type or is out of range.
         """
+        args = Args("LayerCache.empty", "", np.empty(0), "K")
+        if page_size is None:
+            args.option("num_pages", num_pages, num_pages is None, "None without 'page_size'")
         c = config
         dim = c.kv_rank + c.rope_dim
         tokens = batch, capacity
@@ -77,14 +80,15 @@ class LayerCache(NamedTuple):
         if not c.shares_keys and page_size is None:
             kv = FlatCache.empty(*tokens, dim, dtype=c.dtype, fp8=fp8)
         elif not c.shares_keys:
-            page_size = Args("LayerCache.empty", "", np.empty(0), "K").integer(
-                "page_size", page_size, 1
-            )
-            pages = -(-capacity // page_size)  # of each request
-            tokens = batch * pages, page_size
-            kv = PagedCache.empty(*tokens, batch, pages, dim, dtype=c.dtype, fp8=fp8)
-            table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
-            kv = dataclasses.replace(kv, page_table=table)
+            page_size = args.integer("page_size", page_size, 1)
+            entries = -(-capacity // page_size)  # of each request in the page table
+            owned = batch * entries
+            pool = owned if num_pages is None else args.integer("num_pages", num_pages, 0)
+            tokens = pool, page_size
+            kv = PagedCache.empty(*tokens, batch, entries, dim, dtype=c.dtype, fp8=fp8)
+            if num_pages is None:
+                table = jnp.arange(owned, dtype=jnp.int32).reshape(batch, entries)
+                kv = dataclasses.replace(kv, page_table=table)
         if indexer_type == "shared":
             return cls(kv, None, None)
         index_dtype = jnp.float8_e4m3fn if c.index_fp8 else c.dtype
@@ -99,6 +103,12 @@ class LayerCache(NamedTuple):
         """Number of tokens of each request in the cache, int32."""
         assert self.kv is not None, "the cache of a layer with shares_keys does not count tokens"
         return self.kv.lengths
+
+    @property
+    def free_tokens(self) -> Int[Array, "B"]:
+        """The number of tokens that can be appended to each request, as in `FlatCache`, int32."""
+        assert self.kv is not None, "the cache of a layer with shares_keys does not count tokens"
+        return self.kv.free_tokens
 
     @property
     def index_keys(self) -> Array | FlatCache | PagedCache:
@@ -118,8 +128,8 @@ class LayerCache(NamedTuple):
         """
         if self.kv is None:
             return self
-        # A copy for each layer, because a buffer that several arrays share cannot be donated.
-        lengths = checked_lengths("LayerCache.with_lengths", self.lengths, lengths)
+        op = "LayerCache.with_lengths"
+        lengths = checked_copy(op, "lengths", lengths, "B", self.lengths)
         return self._replace(kv=dataclasses.replace(self.kv, lengths=lengths))
 
     def append(
@@ -127,16 +137,21 @@ class LayerCache(NamedTuple):
         kv: Float[Array, "B T 1 D"] | None,
         index: IndexerInputs | None,
         positions: Int[Array, "B T"],
+        counts: Int[Array, "B"] | None = None,
     ) -> LayerCache:
-        """Returns the cache with T more tokens of each request.
+        """Returns the cache with T more tokens of each request, or only the first `counts` of them.
 
-        Tokens beyond the capacity are dropped.
+        Tokens that do not fit are dropped, as in `FlatCache.append` and `PagedCache.append`.
 
         Args:
             kv: Rows of the new tokens; None if the layer attends to another layer's keys.
             index: The new tokens' indexer inputs; None without an indexer.
             positions: Positions of the new tokens, int32, which continue from `lengths`.
+            counts: How many of the T tokens each request has, int32. Default: all.
         """
+        if counts is not None:
+            step = jnp.arange(positions.shape[1], dtype=jnp.int32)
+            positions = jnp.where(step < counts[:, None], positions, -1)
         old = self.index_k, self.index_k_scale
         new = (None, None) if index is None else (index.index_k, index.index_k_scale)
 
@@ -145,7 +160,7 @@ class LayerCache(NamedTuple):
                 return put_in_pages(rows, self.kv.page_table, positions, new_rows)
             return put_rows(rows, positions, new_rows)
 
-        extended = None if self.kv is None or kv is None else self.kv.append(kv)
+        extended = None if self.kv is None or kv is None else self.kv.append(kv, counts)
         return LayerCache(extended, *jax.tree.map(write, old, new))
 
 
@@ -168,12 +183,14 @@ class DecoderCache(NamedTuple):
         *,
         fp8: bool = False,
         page_size: int | None = None,
+        num_pages: int | None = None,
     ) -> DecoderCache:
         """Returns an empty cache for `capacity` tokens of each of `batch` requests.
 
-        The arguments are those of `LayerCache.empty`.
+        The arguments are those of `LayerCache.empty`. A page number means the same place in every
+        layer's pool, so all layers have the same page table.
         """
-        options: dict[str, Any] = {"fp8": fp8, "page_size": page_size}
+        options: dict[str, Any] = {"fp8": fp8, "page_size": page_size, "num_pages": num_pages}
         return cls(
             tuple(
                 LayerCache.empty(config.attention, batch, capacity, indexer_type=t, **options)
@@ -181,11 +198,25 @@ class DecoderCache(NamedTuple):
             )
         )
 
+    @property
+    def lengths(self) -> Int[Array, "B"]:
+        """Number of tokens of each request in the cache, int32; the same in every layer."""
+        return self.layers[0].lengths
+
+    @property
+    def free_tokens(self) -> Int[Array, "B"]:
+        """The number of tokens that can be appended to each request, int32.
+
+        In a paged cache, only places on mapped pages count.
+        """
+        return self.layers[0].free_tokens
+
     def with_page_table(self, page_table: Int[Array, "B R"]) -> DecoderCache:
         """Returns the paged cache with another page table, the same one in every layer.
 
         Args:
-            page_table: For each request, the numbers of its pages in the pool, int32.
+            page_table: For each request, the numbers of its pages in the pool, int32, -1 in entries
+                without a page.
 
         Raises:
             TypeError: If `page_table` is not an array of integers.
@@ -198,11 +229,8 @@ class DecoderCache(NamedTuple):
                 raise ValueError(
                     f"{op}: the cache is flat and has no page table; create it with a page_size"
                 )
-            args = Args(op, "lengths", layer.lengths, "B")
-            args.array("lengths", layer.lengths, "B", INT32)
-            table = args.restore(args.array("page_table", page_table, "B R", INT32))
-            # Every layer gets a copy, because a buffer that several arrays share cannot be donated.
-            return layer._replace(kv=dataclasses.replace(layer.kv, page_table=table.copy()))
+            table = checked_copy(op, "page_table", page_table, "B R", layer.lengths)
+            return layer._replace(kv=dataclasses.replace(layer.kv, page_table=table))
 
         return DecoderCache(tuple(with_table(layer) for layer in self.layers))
 

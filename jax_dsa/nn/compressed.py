@@ -19,11 +19,17 @@ import numpy as np
 from flax import nnx
 
 from jax_dsa.core import compat
-from jax_dsa.core.checks import INT32, Args
+from jax_dsa.core.checks import Args
 from jax_dsa.core.export import exportable
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.nn.arguments import check_cache, check_module, hidden_states, selected_keys
+from jax_dsa.nn.arguments import (
+    check_cache,
+    check_module,
+    hidden_states,
+    selected_keys,
+    token_counts,
+)
 from jax_dsa.nn.compressed_cache import CompressedCache
 from jax_dsa.nn.compressed_config import CompressedConfig
 from jax_dsa.nn.compressed_indexer import CompressedIndexer
@@ -247,9 +253,9 @@ class CompressedAttention(Module):
         args, x = hidden_states("CompressedAttention.decode", x, c.model_dim)
         indices = selected_keys(args, indices)
         lengths = check_cache(args, "cache", cache, CompressedCache)
+        counts = token_counts(args, counts, x.shape[1])
         if counts is None:
             counts = jnp.full_like(lengths, x.shape[1])
-        counts = jnp.clip(args.array("counts", counts, "B", INT32), 0, x.shape[1])
         step = jnp.arange(x.shape[1], dtype=jnp.int32)
         positions = lengths[:, None] + step
         is_token = (step < counts[:, None])[..., None]

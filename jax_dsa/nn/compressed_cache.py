@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax_dsa.core.checks import LARGEST
 from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Bool, Float, Int
-from jax_dsa.nn.cache import checked_lengths
 from jax_dsa.nn.compressor import Stream
 from jax_dsa.nn.ring import put_in_ring
+from jax_dsa.ops.cache.lengths import checked_copy
 
 
 @exportable
@@ -49,7 +49,8 @@ class CompressedCache(NamedTuple):
             TypeError: If `lengths` is not an integer array.
             ValueError: If `lengths` has the wrong shape.
         """
-        lengths = checked_lengths("CompressedCache.with_lengths", self.lengths, lengths)
+        op = "CompressedCache.with_lengths"
+        lengths = checked_copy(op, "lengths", lengths, "B", self.lengths)
         return self._replace(lengths=lengths)
 
     def extended(

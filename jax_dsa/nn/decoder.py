@@ -11,7 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dsa.core import compat
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.nn.arguments import check_module, check_type, hidden_states, token_numbers
+from jax_dsa.nn.arguments import (
+    check_module,
+    check_type,
+    hidden_states,
+    token_counts,
+    token_numbers,
+)
 from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.cache import DecoderCache
 from jax_dsa.nn.config import DecoderConfig
@@ -103,14 +109,18 @@ class Block(Module):
         x: Float[Array, "B T M"],
         cache: LayerCache,
         *,
+        counts: Int[Array, "B"] | None = None,
         indices: Int[Array, "B T K"] | None = None,
     ) -> tuple[Float[Array, "B T M"], LayerCache, Int[Array, "B T K"]]:
         """Computes `__call__` for the T tokens after those in the cache.
 
-        Arguments and results are those of `DSAttention.decode`.
+        Arguments and results are those of `DSAttention.decode`. The hidden states of padding are
+        arbitrary.
         """
         _, x = hidden_states("Block.decode", x, self.attention.config.model_dim)
-        y, cache, indices = self.attention.decode(self.attention_norm(x), cache, indices=indices)
+        y, cache, indices = self.attention.decode(
+            self.attention_norm(x), cache, counts=counts, indices=indices
+        )
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), cache, indices
 
@@ -224,13 +234,20 @@ class DecoderLM(Module):
         return self._logits(x), layers
 
     def init_cache(
-        self, batch: int, capacity: int, *, fp8: bool = False, page_size: int | None = None
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        fp8: bool = False,
+        page_size: int | None = None,
+        num_pages: int | None = None,
     ) -> DecoderCache:
         """Returns an empty cache for `capacity` tokens of each of `batch` requests.
 
         The arguments are those of `LayerCache.empty`.
         """
-        return DecoderCache.empty(self.config, batch, capacity, fp8=fp8, page_size=page_size)
+        options: dict[str, Any] = {"fp8": fp8, "page_size": page_size, "num_pages": num_pages}
+        return DecoderCache.empty(self.config, batch, capacity, **options)
 
     @overload
     def decode(
@@ -238,20 +255,33 @@ class DecoderLM(Module):
         tokens: Int[Array, "B T"],
         cache: DecoderCache,
         *,
+        counts: Int[Array, "B"] | None = None,
         return_indices: Literal[False] = False,
     ) -> tuple[Float[Array, "B T V"], DecoderCache]: ...
     @overload
     def decode(
-        self, tokens: Int[Array, "B T"], cache: DecoderCache, *, return_indices: Literal[True]
+        self,
+        tokens: Int[Array, "B T"],
+        cache: DecoderCache,
+        *,
+        counts: Int[Array, "B"] | None = None,
+        return_indices: Literal[True],
     ) -> tuple[Float[Array, "B T V"], DecoderCache, list[Int[Array, "B T K"]]]: ...
     def decode(
-        self, tokens: Int[Array, "B T"], cache: DecoderCache, *, return_indices: bool = False
+        self,
+        tokens: Int[Array, "B T"],
+        cache: DecoderCache,
+        *,
+        counts: Int[Array, "B"] | None = None,
+        return_indices: bool = False,
     ) -> Any:
-        """Computes logits of each request's next T tokens.
+        """Computes logits of each request's next T tokens, or only the first `counts` of them.
 
         Args:
-            tokens: Numbers of the next tokens, int32.
+            tokens: Numbers of the next tokens, int32. Padding may be any number.
             cache: The caches of all layers.
+            counts: How many of the T tokens each request has, as in `DSAttention.decode`. The
+                logits of padding are finite and mean nothing.
             return_indices: Whether to return each layer's selection, which `__call__` can replay.
 
         Returns:
@@ -264,6 +294,11 @@ class DecoderLM(Module):
         args, tokens = token_numbers("DecoderLM.decode", tokens)
         check_type(args.op, "cache", cache, DecoderCache)
         self._check_number(args, "cache.layers", len(cache.layers), "caches")
+        counts = token_counts(args, counts, tokens.shape[1])
+        if counts is not None:
+            step = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+            # A number outside the vocabulary would have an embedding of NaN.
+            tokens = jnp.where(step < counts[:, None], tokens, 0)
         x = self._embed(tokens)
         selections: list[jax.Array] = []
         layers = []
@@ -271,7 +306,7 @@ class DecoderLM(Module):
         for i, (block, old) in enumerate(zip(self.blocks, cache.layers, strict=True)):
             reused = selections[-1] if kinds[i] == "shared" else None
             with jax.named_scope(f"blocks/{i}"):
-                x, new, indices = block.decode(x, old, indices=reused)
+                x, new, indices = block.decode(x, old, counts=counts, indices=reused)
             layers.append(new)
             selections.append(indices)
         results = self._logits(x), DecoderCache(tuple(layers))

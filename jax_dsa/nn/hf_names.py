@@ -13,6 +13,9 @@ from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.compressed import CompressedAttention
 from jax_dsa.nn.compressor import Compressor
 
+INDEXER = "indexer."
+"""What the names of the indexer's tensors of `DSAttention` begin with."""
+
 
 class HFTensor(NamedTuple):
     """One tensor of a checkpoint and the parameters whose values it holds.

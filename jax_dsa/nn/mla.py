@@ -151,8 +151,9 @@ class MLA(Module):
         v = self._up_projected("w_uv", "bse,nev->bsnv", latent)
         q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
         k = jnp.concatenate([k_nope, k_rope], axis=-1)
+        own = None if starts is None else (starts, starts)  # A document's start identifies it.
         out, lse = masked_attention(
-            q, k, v, scale=c.scale, is_causal=True, segment_ids=starts, return_lse=True
+            q, k, v, scale=c.scale, is_causal=True, segment_ids=own, return_lse=True
         )
         if self.sink_logits is not None:
             out = out * logistic(lse - self.sink_logits)[..., None].astype(out.dtype)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, INT32, Args
+from jax_dsa.core.documents import document_starts
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.stripes import striped, unstriped
 
@@ -57,16 +56,9 @@ def token_positions(
     starts = None
     if segment_ids is not None:
         ids = unstriped(args.array("segment_ids", segment_ids, "B T", INT32), stripes)
-        starts = striped(compat.left_to_compiler(document_starts, ids)(ids), stripes)
+        starts = striped(document_starts(ids), stripes)
     if positions is not None:
         positions = args.array("positions", positions, "B T", INT32)
     else:
         positions = order if starts is None else order - starts
     return TokenPositions(positions, starts, ends)
-
-
-def document_starts(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Returns the index of the first token of each token's document, a run of equal `ids`."""
-    begins = ids != jnp.roll(ids, 1, axis=1)
-    order = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    return jax.lax.cummax(jnp.where(begins, order, 0), axis=1)

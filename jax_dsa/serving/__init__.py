@@ -1,7 +1,25 @@
-"""The public names for decoding: flat and paged key caches, and packing of FP8 cache records.
+"""The public names for decoding: key caches, their pages, and packing of FP8 records.
 
-They are defined in `jax_dsa.ops.cache`.
+The caches and the packing are defined in `jax_dsa.ops.cache`.
 """
 
-from jax_dsa.ops.cache import *  # noqa: F403
-from jax_dsa.ops.cache import __all__ as __all__
+from jax_dsa.ops.cache import (
+    FlatCache,
+    PagedCache,
+    pack_page_records,
+    pack_records,
+    unpack_page_records,
+    unpack_records,
+)
+from jax_dsa.serving.pages import OutOfPagesError, PageAllocator
+
+__all__ = [
+    "FlatCache",
+    "OutOfPagesError",
+    "PageAllocator",
+    "PagedCache",
+    "pack_page_records",
+    "pack_records",
+    "unpack_page_records",
+    "unpack_records",
+]

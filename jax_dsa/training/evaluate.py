@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_dsa.core.documents import document_starts
 from jax_dsa.core.typing import Array, Float
-from jax_dsa.nn.positions import document_starts
 from jax_dsa.ops.indexer import indexer_topk
 from jax_dsa.ops.topk import topk
 from jax_dsa.training.losses import next_token_loss, token_losses

@@ -74,7 +74,7 @@ def make_mesh(
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=devices)
 
 
-def auto_mesh(mesh: Mesh) -> Mesh:
+def with_auto_axes(mesh: Mesh) -> Mesh:
     """Returns `mesh` with Auto axes.
 
     Parameters are sharded for storage and gathered where they are used. On Explicit axes, every

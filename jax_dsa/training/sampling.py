@@ -12,6 +12,7 @@ from flax import nnx
 from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn import Fp8Linear
+from jax_dsa.nn.arguments import token_counts, token_numbers
 
 if TYPE_CHECKING:
     from jax_dsa.nn import DecoderCache, DecoderLM
@@ -23,6 +24,7 @@ def generate(
     steps: int,
     key: jax.Array,
     *,
+    counts: Int[Array, "B"] | None = None,
     temperature: float = 1.0,
 ) -> Int[Array, "B L"]:
     """Returns the tokens that a model generates after each prompt, with sparse attention.
@@ -34,6 +36,8 @@ def generate(
         prompt: The prompts, int32, with at least one token each.
         steps: Number of tokens to generate, at least 1.
         key: Random key of the draws.
+        counts: Number of tokens of each prompt, int32, 1 to P; the tokens that follow are padding.
+            Default: P.
         temperature: With 0 the most likely token is taken, and with 1 tokens are drawn from the
             model's distribution. Must be finite and not negative.
 
@@ -45,7 +49,7 @@ def generate(
     """
     if steps < 1:
         raise ValueError(f"generate: argument 'steps' is {steps}, expected at least 1")
-    _check_prompt("generate", prompt)
+    counts = _check_prompt("generate", prompt, counts)
     _check_temperature("generate", temperature)
 
     def step(
@@ -56,9 +60,10 @@ def generate(
         token = _pick(key, logits[:, -1], temperature)
         return (token, cache), token
 
-    logits, cache = model.decode(prompt, model.init_cache(len(prompt), prompt.shape[1] + steps))
+    cache = model.init_cache(len(prompt), prompt.shape[1] + steps)
+    logits, cache = model.decode(prompt, cache, counts=counts)
     first, *rest = jax.random.split(key, steps)
-    token = _pick(first, logits[:, -1], temperature)
+    token = _pick(first, _last(logits, counts), temperature)
     if not rest:
         return token[:, None]
     _, tokens = jax.lax.scan(step, (token, cache), jnp.stack(rest))
@@ -79,7 +84,8 @@ class Sampler:
     `prefill` processes the prompts. `step` is one compiled program per token: it appends to the
     caches, scores and selects keys, and attends to them. Both methods donate the stream that they
     are given, so that the cache is updated in place. Tokens stay on the device, so the next step
-    can run while the caller reads a token.
+    can run while the caller reads a token. With `counts`, requests may have different numbers of
+    tokens in a call, also none, so that they can begin and end at different times.
 
     Args:
         model: The model. Its matrices are stored in the dtype that the layers multiply in.
@@ -100,51 +106,84 @@ class Sampler:
         self._decode = jax.jit(self._next, donate_argnums=2)
 
     def prefill(
-        self, prompt: Int[Array, "B P"], cache: DecoderCache, key: jax.Array
+        self,
+        prompt: Int[Array, "B P"],
+        cache: DecoderCache,
+        key: jax.Array,
+        *,
+        counts: Int[Array, "B"] | None = None,
     ) -> tuple[Int[Array, "B 1"], Stream]:
         """Processes the prompts and returns the first token after each of them.
 
         Args:
-            prompt: The prompts, int32, with at least one token each.
-            cache: An empty cache, which is donated.
+            prompt: The prompts, int32, with at least one token each unless `counts` is given.
+            cache: A cache in which the requests that begin have a length of 0. It is donated.
             key: Random key of this stream's draws.
+            counts: Number of tokens of each prompt, int32, 0 to P; the tokens that follow are
+                padding. A request with 0 stays as it is, so others can begin beside it. Default: P.
 
         Returns:
-            The tokens, int32 [B, 1], and the stream for the next `step`.
+            The token after each prompt's own last token, int32 [B, 1], -1 where a prompt has no
+            token; and the stream for the next `step`.
 
         Raises:
-            ValueError: If the prompt's shape is invalid.
+            TypeError, ValueError: If the prompt or `counts` has the wrong type or shape.
         """
-        _check_prompt("Sampler.prefill", prompt)
+        counts = _check_prompt("Sampler.prefill", prompt, counts)
         batch, length = prompt.shape
         chunk = max(1, self.PREFILL // max(1, batch))
         stream = Stream(cache, key.copy())  # The caller's key is not donated.
-        for start in range(0, length, chunk):
-            token, stream = self.step(prompt[:, start : start + chunk], stream)
+        token, stream = self.step(prompt[:, :chunk], stream, counts=counts)
+        for start in range(chunk, length, chunk):
+            left = None if counts is None else counts - start
+            following, stream = self.step(prompt[:, start : start + chunk], stream, counts=left)
+            # A prompt without a token in this chunk keeps the token of the chunk it ended in.
+            token = jnp.where(following < 0, token, following)
         return token, stream
 
-    def step(self, tokens: Int[Array, "B T"], stream: Stream) -> tuple[Int[Array, "B 1"], Stream]:
+    def step(
+        self,
+        tokens: Int[Array, "B T"],
+        stream: Stream,
+        *,
+        counts: Int[Array, "B"] | None = None,
+    ) -> tuple[Int[Array, "B 1"], Stream]:
         """Returns the token after `tokens`, and the next stream.
 
         Args:
             tokens: The tokens to append, usually those that the last call returned.
             stream: The stream that the last call returned, which is donated.
+            counts: How many of the T tokens each request has, as in `DecoderLM.decode`. A request
+                with a count of 0 stays as it is and gets the token -1. Default: all.
         """
-        return self._decode(self._params, tokens, stream)
+        return self._decode(self._params, tokens, stream, counts)
 
     def _next(
-        self, params: Any, tokens: Int[Array, "B T"], stream: Stream
+        self,
+        params: Any,
+        tokens: Int[Array, "B T"],
+        stream: Stream,
+        counts: Int[Array, "B"] | None = None,
     ) -> tuple[Int[Array, "B 1"], Stream]:
-        logits, cache = nnx.merge(self._graph, params).decode(tokens, stream.cache)
+        model = nnx.merge(self._graph, params)
+        logits, cache = model.decode(tokens, stream.cache, counts=counts)
         key, own = jax.random.split(stream.key)
-        return _pick(own, logits[:, -1:], self.temperature), Stream(cache, key)
+        token = _pick(own, _last(logits, counts), self.temperature)
+        if counts is not None:
+            token = jnp.where(counts > 0, token, -1)
+        return token[:, None], Stream(cache, key)
 
 
-def _check_prompt(function: str, prompt: Int[Array, "B P"]) -> None:
+def _check_prompt(
+    function: str, prompt: Int[Array, "B P"], counts: Int[Array, "B"] | None
+) -> Int[Array, "B"] | None:
+    """Returns the checked `counts`. The prompt must have a token."""
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(
             f"{function}: argument 'prompt' has shape {prompt.shape}, expected [B, P >= 1]"
         )
+    args, _ = token_numbers(function, prompt, "prompt")
+    return token_counts(args, counts, prompt.shape[1])
 
 
 def _check_temperature(function: str, temperature: float) -> None:
@@ -153,6 +192,14 @@ def _check_temperature(function: str, temperature: float) -> None:
             f"{function}: argument 'temperature' is {temperature}, expected a finite number of at "
             f"least 0; 0 takes the most likely token"
         )
+
+
+def _last(logits: Float[Array, "B T V"], counts: Int[Array, "B"] | None) -> Float[Array, "B V"]:
+    """Returns the logits of each request's last token; arbitrary ones if it has none."""
+    if counts is None:
+        return logits[:, -1]
+    last = jnp.clip(counts, 1, logits.shape[1]) - 1
+    return jax.vmap(lambda x, i: x[i])(logits, last)
 
 
 def _pick(key: jax.Array, logits: Float[Array, "*B V"], temperature: float) -> Int[Array, "*B"]:

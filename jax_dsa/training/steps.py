@@ -16,7 +16,7 @@ from jax_dsa.nn import DecoderLM
 from jax_dsa.nn.stripes import striped
 from jax_dsa.training.data import RunError
 from jax_dsa.training.losses import INDEXER, indexer_loss, next_token_loss
-from jax_dsa.training.mesh import BATCH, annotate, auto_mesh, fitted, make_mesh, shardings
+from jax_dsa.training.mesh import BATCH, annotate, fitted, make_mesh, shardings, with_auto_axes
 from jax_dsa.training.remat import remat_policy
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Program:
 
     def __init__(self, config: TrainConfig, mesh: Mesh | None = None) -> None:
         self.config = config
-        self.mesh = make_mesh({"data": 1}) if mesh is None else auto_mesh(mesh)
+        self.mesh = make_mesh({"data": 1}) if mesh is None else with_auto_axes(mesh)
         self._check_sizes()
         # Striped sequences give all devices of the context axis the same amount of causal work.
         self._stripes = self.mesh.shape["context"]

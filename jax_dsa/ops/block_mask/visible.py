@@ -22,7 +22,7 @@ class Visible(NamedTuple):
 
     Attributes:
         starts, ends: The half-open range of keys of each query.
-        q_segments, kv_segments: Segment ids. A query sees the keys of its own segment.
+        q_segments, kv_segments: Numbers. A query sees the keys that have its own number.
     """
 
     starts: Int[Array, "1|B T"] | None = None

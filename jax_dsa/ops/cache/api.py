@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsa.core.checks import FLOATS, FP8, INT32, LARGEST, Args, as_array
+from jax_dsa.core.checks import FLOATS, FP8, INT32, LARGEST, Args
 from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import (
     PAGE_RECORD_BYTES,
@@ -35,6 +35,7 @@ from jax_dsa.core.layout import (
     put_rows,
 )
 from jax_dsa.core.typing import Array, Float, Int, UInt8
+from jax_dsa.ops.cache.lengths import checked_copy, extended, in_dtype_of
 from jax_dsa.ops.cache.records import RECORDS, checks_of, packed, packed_for_page
 from jax_dsa.ops.quantize_fp8.spec import INPUTS
 
@@ -87,6 +88,22 @@ class _Cache:
         """Deprecated name of `free_tokens`."""
         warnings.warn("room is deprecated, use free_tokens", DeprecationWarning, stacklevel=2)
         return self.free_tokens
+
+    def with_lengths(self, lengths: Int[Array, "B"]) -> Self:
+        """Returns the cache with other lengths.
+
+        A smaller length drops the last tokens of a request, for example rejected draft tokens, and
+        a length of 0 begins a new request. Rows beyond a length are never read.
+
+        Args:
+            lengths: Number of tokens to keep of each request, int32. The array is copied.
+
+        Raises:
+            TypeError, ValueError: If `lengths` has the wrong type or shape.
+        """
+        op = f"{type(self).__name__}.with_lengths"
+        lengths = checked_copy(op, "lengths", lengths, "B", self.lengths)
+        return dataclasses.replace(self, lengths=lengths)  # type: ignore[type-var]
 
     def append(self, rows: Float[Array, "B T G D"], counts: Int[Array, "B"] | None = None) -> Self:
         """Returns the cache with T more tokens in each request, or only the first `counts` of them.
@@ -161,20 +178,6 @@ class _Cache:
     ) -> Self:
         """Returns the cache with rows written at positions [B, T]; those outside it are dropped."""
         raise NotImplementedError
-
-
-def extended(start: Int[Array, "B"], new: Int[Array, "B"] | int) -> Int[Array, "B"]:
-    """Returns `start + new` for start >= 0, at most the largest int32."""
-    return jnp.minimum(start, LARGEST - new) + new
-
-
-def in_dtype_of(old: Any, lengths: Int[Array, "*B"]) -> Int[Array, "*B"]:
-    """Returns int32 lengths in the dtype of the old ones, so that a scan can carry them.
-
-    They stay int32 if that dtype cannot hold every length.
-    """
-    dtype = jax.dtypes.canonicalize_dtype(as_array(old).dtype)  # type: ignore[union-attr]
-    return lengths.astype(dtype) if jnp.iinfo(dtype).max >= LARGEST else lengths
 
 
 def _encoded(args: Args, rows: Any, stored: jax.Array) -> jax.Array:
@@ -272,9 +275,9 @@ class PagedCache(_Cache):
     """A cache whose requests use pages of L tokens from one pool, through a page table.
 
     Entry r of a request's table is the page of its tokens r*L to r*L + L-1. An entry outside 0..P-1
-    maps no page. The caller assigns pages to requests before it appends:
-    `dataclasses.replace(cache, page_table=...)`. An append to a place without a page writes nothing
-    and does not count, so a page that is mapped later shows no rows of its former request.
+    maps no page. The caller assigns pages to requests before it appends, with `with_page_table`;
+    `jax_dsa.serving.PageAllocator` keeps such a table. An append to a place without a page writes
+    nothing and does not count, so a page that is mapped later shows no rows of its former request.
 
     Attributes:
         pages: The pool of pages, with the rows or the FP8 records of their tokens.
@@ -283,9 +286,9 @@ class PagedCache(_Cache):
             tokens. Set it back to R * L before the request gets a longer table.
 
     Examples:
-        >>> import dataclasses, jax.numpy as jnp, jax_dsa
+        >>> import jax.numpy as jnp, jax_dsa
         >>> cache = jax_dsa.PagedCache.empty(8, 4, batch=2, pages_per_request=2, dim=96)
-        >>> cache = dataclasses.replace(cache, page_table=jnp.array([[5, 0], [2, 3]]))
+        >>> cache = cache.with_page_table(jnp.array([[5, 0], [2, 3]]))
         >>> cache.append(jnp.ones((2, 6, 1, 96))).lengths
         Array([6, 6], dtype=int32)
     """
@@ -336,6 +339,20 @@ class PagedCache(_Cache):
     def capacity(self) -> int:
         """The number of tokens that a request may have."""
         return np.shape(self.page_table)[-1] * np.shape(self.pages)[-3]
+
+    def with_page_table(self, page_table: Int[Array, "B R"]) -> PagedCache:
+        """Returns the cache with another page table.
+
+        Args:
+            page_table: The pages of each request, int32, -1 in entries without a page. The array is
+                copied.
+
+        Raises:
+            TypeError, ValueError: If `page_table` has the wrong type or shape.
+        """
+        op = "PagedCache.with_page_table"
+        table = checked_copy(op, "page_table", page_table, "B R", self.lengths)
+        return dataclasses.replace(self, page_table=table)
 
     def _arrays(self, args: Args) -> tuple[Array, ...]:
         pages = checked_pages(args, "pages", self.pages, "G row", STORED)

@@ -113,6 +113,7 @@ def dsa_attention(
     query_start: int | Int[Array, "*B"] = 0,
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     index_k_scale: Float[Array, "B S"] | None = None,
     sinks: Float[Array, "N"] | None = None,
     deterministic: bool = False,
@@ -143,7 +144,8 @@ def dsa_attention(
         kv: Latent keys of q's dtype. The values are `kv[..., :value_dim]`. All G heads share one
             selection.
         index_q, index_k, index_weights, index_k_scale: The indexer's inputs, as in
-            `indexer_logits`. Required unless `indices` is given.
+            `indexer_logits`. Required unless `indices` is given. `index_weights` include the scale
+            of the logits, J^-1/2 C^-1/2. Without it, `aux.kl` is much too large.
         top_k: K, the number of keys selected per query, at least 1. A query that sees fewer keys
             attends to all of them. Required unless `indices` is given.
         indices: A selection from elsewhere, in any order. An entry outside 0..S-1, or of a key that
@@ -151,7 +153,7 @@ def dsa_attention(
         value_dim: E, in 1..D. Default: 512, or D if that is smaller.
         scale: Scale of the attention scores. Default: D^-1/2.
         is_causal: Whether query t sees only keys up to its own position `query_start + t`.
-        query_start, starts, ends: As in `indexer_logits`.
+        query_start, starts, ends, segment_ids: As in `indexer_logits`.
         sinks: Attention sinks, float32. They affect `out`, but neither `aux.lse` nor the teacher.
         deterministic: Whether gradients are bit-identical on every run. Those of the indexer then
             come from XLA.
@@ -169,7 +171,8 @@ def dsa_attention(
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
         >>> q, kv = normal(0, 1, 16, 8, 96), normal(1, 1, 16, 1, 96)
-        >>> index = normal(2, 1, 16, 4, 32), normal(3, 1, 16, 32), normal(4, 1, 16, 4)
+        >>> weights = normal(4, 1, 16, 4) * (4 * 32) ** -0.5
+        >>> index = normal(2, 1, 16, 4, 32), normal(3, 1, 16, 32), weights
         >>> out, aux = jax_dsa.dsa_attention(q, kv, *index, top_k=8)
         >>> again, _ = jax_dsa.dsa_attention(q, kv, indices=aux.indices)  # Reuse the selection.
         >>> out.shape, aux.indices.shape, bool(jnp.allclose(again, out, atol=1e-5))
@@ -195,7 +198,7 @@ def dsa_attention(
         args.option("top_k", top_k, top_k is None, "None beside 'indices', whose last axis it is")
         indices = args.array("indices", indices, "B T K", INT32)
         top_k = args.sizes["K"]
-    starts, ends = key_ranges(args, starts, ends, is_causal, query_start)
+    starts, ends = key_ranges(args, starts, ends, is_causal, query_start, segment_ids)
     options = Options(
         top_k=top_k,
         value_dim=value_dim_or_default(args, value_dim),

@@ -13,7 +13,7 @@ import numpy as np
 from jax_dsa.core.checks import FLOATS, INT32, Args
 from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.ops.cache.api import extended, in_dtype_of
+from jax_dsa.ops.cache.lengths import checked_copy, extended, in_dtype_of
 from jax_dsa.ops.htree import tree
 from jax_dsa.ops.htree.spec import check_tree
 
@@ -38,8 +38,7 @@ class HTreeCache:
     Attributes:
         k, v: Keys (without RoPE) and values of all nodes.
         lengths: Number of tokens that each request has, int32; above `capacity` where an append
-            lost tokens. Set it to 0 to empty the cache, or to a smaller number to truncate a
-            request: nodes past the end are never read.
+            lost tokens; see `with_lengths`.
         capacity: Maximum number of tokens per request.
         compression, top_k: As for `htree_attention`.
     """
@@ -98,6 +97,22 @@ class HTreeCache:
             options.compression,
             options.top_k,
         )
+
+    def with_lengths(self, lengths: Int[Array, "B"]) -> HTreeCache:
+        """Returns the cache with other lengths.
+
+        A smaller length drops the last tokens of a request, for example rejected draft tokens, and
+        a length of 0 begins a new request. Nodes past the end are never read.
+
+        Args:
+            lengths: Number of tokens to keep of each request, int32. The array is copied.
+
+        Raises:
+            TypeError, ValueError: If `lengths` has the wrong type or shape.
+        """
+        op = "HTreeCache.with_lengths"
+        lengths = checked_copy(op, "lengths", lengths, "B", self.lengths)
+        return dataclasses.replace(self, lengths=lengths)
 
     def append(
         self,

@@ -142,6 +142,7 @@ def indexer_logits(
     query_start: int | Int[Array, "*B"] = 0,
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     relu: bool = True,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T S"]:
@@ -157,7 +158,8 @@ def indexer_logits(
             queries must be multiplied into `index_weights`.
         index_k: Keys, shared by all heads, in the dtype of index_q.
         index_weights: Weight of each head for each query, in float32, or in bfloat16 or float16,
-            which become float32. Constant factors (such as J^-1/2 C^-1/2) must be multiplied in.
+            which become float32. They include the scale of the logits, which is J^-1/2 C^-1/2 in
+            DeepSeek's models and in `jax_dsa.nn`. The operators apply no scale of their own.
         index_k_scale: Scale of each key, float32, for FP8 keys. Default: 1.
         is_causal: Whether query t sees only keys up to its own position `query_start + t`.
         query_start: Position of the first query among the keys: an int, a scalar, or one position
@@ -165,6 +167,9 @@ def indexer_logits(
         starts: First key of each query, clipped to 0..S. Default: 0.
         ends: Exclusive end of the keys of each query, clipped to 0..S. Default: S. A causal query
             sees keys up to the smaller of both ends.
+        segment_ids: Numbers of packed documents, int32, if queries and keys are the same tokens
+            (T == S, and `query_start` is 0). Each run of equal numbers is a document, and a query
+            sees only its own document.
         relu: Whether to apply the ReLU.
         implementation: None (the CUDA kernel if it supports the call, else XLA), "cuda" or "xla".
 
@@ -190,7 +195,7 @@ def indexer_logits(
     args = Args("indexer_logits", "index_q", index_q, "B T J C")
     call = args.call(implementation)
     inputs = indexer_inputs(args, index_q, index_k, index_weights, index_k_scale)
-    ranges = key_ranges(args, starts, ends, is_causal, query_start)
+    ranges = key_ranges(args, starts, ends, is_causal, query_start, segment_ids)
     options = Options(relu=args.flag("relu", relu))
     return args.restore(indexer_logits_op(call, options, _operands(inputs, ranges))).logits
 
@@ -206,6 +211,7 @@ def indexer_topk(
     query_start: int | Int[Array, "*B"] = 0,
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     relu: bool = True,
     deterministic: bool = False,
     implementation: Implementation | None = None,
@@ -221,7 +227,8 @@ def indexer_topk(
         index_k: Keys as in `indexer_logits`, or, for decoding, a cache of rows [..., 1, C]. The
             queries are then the last T tokens of each request, and `cache.lengths` bounds the keys
             that they see. Keys on an unmapped page are not seen.
-        index_weights: As in `indexer_logits`.
+        index_weights: As in `indexer_logits`. Their scale J^-1/2 C^-1/2 changes the logits, but not
+            the selection.
         top_k: Number of keys K to select per query, >= 0; may exceed S.
         index_k_scale: As in `indexer_logits`; with a `PagedCache` the shape is [P, L].
         is_causal: As in `indexer_logits`.
@@ -229,6 +236,7 @@ def indexer_topk(
             `lengths[b] - T + t`.
         starts: As in `indexer_logits`.
         ends: As in `indexer_logits`.
+        segment_ids: As in `indexer_logits`; None with a cache.
         relu: As in `indexer_logits`.
         deterministic: Whether gradients are bit-identical on every run, which only XLA supports.
             The selection always is.
@@ -258,7 +266,7 @@ def indexer_topk(
     q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
     keys = read_keys(args, "index_k", index_k, "C", "1 C", (q.dtype,))
     inputs = _inputs(args, q, keys, index_weights, index_k_scale)
-    ranges = key_ranges(args, starts, ends, is_causal, query_start, keys.lengths)
+    ranges = key_ranges(args, starts, ends, is_causal, query_start, segment_ids, keys.lengths)
     options = Options(
         relu=args.flag("relu", relu),
         top_k=args.integer("top_k", top_k, 0),
@@ -288,7 +296,7 @@ def indexer_selected_logits(
     Args:
         index_q: As in `indexer_logits`.
         index_k: As in `indexer_logits`.
-        index_weights: As in `indexer_logits`.
+        index_weights: As in `indexer_logits`, with the scale of the logits.
         indices: Selected keys of each query, int32. Negative entries, and entries from S on, are
             empty slots.
         index_k_scale: As in `indexer_logits`.

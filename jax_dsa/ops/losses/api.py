@@ -106,7 +106,7 @@ def indexer_kl_loss(
 
     Args:
         logits: The indexer's logits of the selected keys, as `indexer_topk` returns them; bfloat16,
-            float16 or float32.
+            float16 or float32. Their scale is that of `index_weights`; see `indexer_logits`.
         teacher: The main attention's probabilities of these keys, summed over heads, as `attn_dist`
             returns them with `head_group=None`. They are >= 0 and need not be normalised.
         valid: Which slots are used; default `logits > -inf`. Values in other slots have no effect.
@@ -148,6 +148,7 @@ def dense_indexer_kl_loss(
     index_k_scale: Float[Array, "B S"] | None = None,
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     relu: bool = True,
     implementation: Implementation | None = None,
 ) -> Float[Array, ""]:
@@ -166,7 +167,8 @@ def dense_indexer_kl_loss(
     Args:
         index_q: The indexer's queries, as in `indexer_logits`.
         index_k: The indexer's keys, as in `indexer_logits`.
-        index_weights: The weights of the indexer's heads, as in `indexer_logits`.
+        index_weights: The weights of the indexer's heads, as in `indexer_logits`. They include the
+            scale of the logits, J^-1/2 C^-1/2. Without it, the loss is much too large.
         q: The main attention's queries; bfloat16, float16 or float32.
         kv: The main attention's keys, in the dtype of `q`; N is a multiple of G.
         scale: Scale of the attention's scores; default D^-1/2.
@@ -175,6 +177,7 @@ def dense_indexer_kl_loss(
         index_k_scale: Scales of the indexer's keys, as in `indexer_logits`.
         starts: First key that each query sees, as in `indexer_logits`.
         ends: Exclusive end of the keys that each query sees, as in `indexer_logits`.
+        segment_ids: Numbers of packed documents, as in `indexer_logits`.
         relu: Whether a ReLU is applied to the scores of the indexer's heads.
         implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
 
@@ -188,7 +191,8 @@ def dense_indexer_kl_loss(
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
-        >>> index = normal(0, 1, 8, 4, 32), normal(1, 1, 8, 32), normal(2, 1, 8, 4)
+        >>> weights = normal(2, 1, 8, 4) * (4 * 32) ** -0.5
+        >>> index = normal(0, 1, 8, 4, 32), normal(1, 1, 8, 32), weights
         >>> q, kv = normal(3, 1, 8, 2, 96), normal(4, 1, 8, 1, 96)
         >>> bool(jax_dsa.dense_indexer_kl_loss(*index, q, kv) > 0)
         True
@@ -199,7 +203,7 @@ def dense_indexer_kl_loss(
     q = args.array("q", q, "B T N D", FLOATS)
     kv = args.array("kv", kv, "B S G D", (q.dtype,))
     check_heads(args, "q", "kv")
-    ranges = key_ranges(args, starts, ends, is_causal, query_start)
+    ranges = key_ranges(args, starts, ends, is_causal, query_start, segment_ids)
     options = DenseOptions(relu=args.flag("relu", relu), scale=scale_or_default(args, scale))
     attended = jax.lax.stop_gradient((q, kv))
     operands = DenseOperands(*inputs, *ranges, *attended)

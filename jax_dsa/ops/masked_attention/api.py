@@ -140,8 +140,10 @@ def masked_attention(
         causal_alignment: "top_left" or "bottom_right"; for `is_causal` and `local_window_size`.
         local_window_size: (left, right), the numbers of keys before and after its own position that
             a query may see, or an int for both. With `is_causal`, right is 0.
-        segment_ids: Segment ids, int32. A query sees the keys of its own segment. One array for
-            both sides if T == S, else a pair (of queries, of keys).
+        segment_ids: Numbers of packed documents, int32 [B, T], if queries and keys are the same
+            tokens (T == S). Each run of equal numbers is a document, and a query sees only its own
+            document. Or a pair (numbers of queries, numbers of keys): a query sees all keys that
+            have its own number.
         key_value_seq_lengths: Number of keys of each batch entry, int32. Later keys are masked.
             Values are clipped to 0..S.
         softcap: Softcap in 1e-30..1e30, or None.

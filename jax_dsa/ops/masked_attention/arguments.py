@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
 from jax_dsa.core.arguments import check_heads, scale_or_default
@@ -89,7 +90,7 @@ def _per_score(
     want = ["|".join(map(str, dict.fromkeys(sizes))) for sizes in allowed]
     letters = "[1|B, 1|G|N, 1|T, S]" if args.batched else "[1|G|N, 1|T, S]"
     numbers = ", ".join(want[not args.batched :])
-    args.shape(name, x, fits, f"{letters} = [{numbers}]")
+    args.shape(name, x, fits, f"{letters} = [{numbers}]", "1|B 1|G|N 1|T S")
     return own, _head_factors(own.shape[1], heads)
 
 
@@ -117,7 +118,8 @@ def _block_mask_operands(
         args.array(f"block_mask.{name}", getattr(mask, name), f"b h {dims}", INT32)
     got = (*tiles.shape[:2], mask.query_length, mask.key_length)
     fits = got[0] in (1, batch) and got[1] in (1, groups, heads) and got[2:] == (queries, keys)
-    want = f"one of shape [1|{batch}, 1|{groups}|{heads}, {queries}, {keys}]"
-    args.option("block_mask", got, fits, want)
+    want = f"[1|{batch}, 1|{groups}|{heads}, {queries}, {keys}]"
+    whole = jax.ShapeDtypeStruct(got, bool)
+    args.shape("block_mask", whole, fits, want, "1|B 1|G|N T S")
     rows = jnp.arange(queries, dtype=jnp.int32)[None]
     return {"rows": rows, "tiles": tiles, "bits": bits}, _head_factors(got[1], heads)

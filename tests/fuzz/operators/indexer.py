@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from fuzz.draw import Call, Draw, bf16, e4m3, f32, f64, i32, without_batch
 from fuzz.operators.sparse_mla import cached_rows, draw_cache, draw_start, whole
+from support.oracles import documents
 from support.oracles import indexer as oracle
 from support.oracles import topk as topk_oracle
 
@@ -38,16 +39,23 @@ def draw_inputs(c: Draw, r: Draw, B: int, T: int, S: int, J: int, C: int) -> dic
 
 def draw_ranges(c: Draw, r: Draw, B: int, T: int, S: int) -> dict[str, Any]:
     """Draws the arguments that determine which keys each query sees."""
+    packed = T == S and c.chance(0.7)
     return {
         "is_causal": c.flag(),
-        "query_start": draw_start(c, r, B, S),
+        "query_start": c.integer(0) if packed else draw_start(c, r, B, S),
+        "segment_ids": r.rng.integers(0, 2, (B, T)).astype(i32) if packed else None,
         "starts": r.positions(S, B, T) if c.chance() else None,
         "ends": r.positions(S, B, T) if c.chance() else None,
     }
 
 
 def ranges(
-    shape: tuple[int, ...], is_causal: Any, query_start: Any, starts: Any, ends: Any
+    shape: tuple[int, ...],
+    is_causal: Any,
+    query_start: Any,
+    starts: Any,
+    ends: Any,
+    segment_ids: Any = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the half-open range of keys of each query, for keys [B, S] and queries [B, T]."""
     B, T, S = shape
@@ -56,6 +64,9 @@ def ranges(
     if is_causal:
         start = np.broadcast_to(np.asarray(whole(query_start), np.int64), (B,))
         last = np.minimum(last, start[:, None] + np.arange(1, T + 1))
+    if segment_ids is not None:
+        own_first, own_last = documents.bounds(segment_ids)
+        first, last = np.maximum(first, own_first), np.minimum(last, own_last)
     return first, last
 
 
@@ -83,6 +94,7 @@ def result_dtype(kwargs: dict[str, Any]) -> np.dtype:
 
 def draw_indexer_logits(c: Draw, r: Draw) -> Call:
     B, T, S, J, C = c.dims(KERNEL, B=3, T=4, S=10, J=3, C=5)
+    S = T if c.chance(0.3) else S  # as `segment_ids` need it
     kwargs = {
         **draw_inputs(c, r, B, T, S, J, C),
         **draw_ranges(c, r, B, T, S),
@@ -102,6 +114,7 @@ def draw_indexer_logits(c: Draw, r: Draw) -> Call:
 
 def draw_indexer_topk(c: Draw, r: Draw) -> Call:
     B, T, S, J, C = c.dims(KERNEL, B=3, T=4, S=10, J=3, C=5)
+    S = T if c.chance(0.3) else S  # as `segment_ids` need it
     kwargs: dict[str, Any] = {
         **draw_inputs(c, r, B, T, S, J, C),
         **draw_ranges(c, r, B, T, S),
@@ -118,7 +131,7 @@ def draw_indexer_topk(c: Draw, r: Draw) -> Call:
         kwargs["index_k"] = type(cache)(rows, *list(vars(cache).values())[1:])
         if kwargs["index_k_scale"] is not None:
             kwargs["index_k_scale"] = r.powers(kwargs["index_weights"].dtype, *rows.shape[:2])
-        kwargs["query_start"] = 0
+        kwargs |= {"query_start": 0, "segment_ids": None}
 
     def logits(
         index_k: Any, index_k_scale: Any, is_causal: Any, query_start: Any, ends: Any, top_k: Any,

@@ -22,6 +22,7 @@ from support.oracles import topk as topk_oracle
 from jax_dsa import dense_indexer_kl_loss, dsa_attention, indexer_kl_loss
 
 INDEXER = "index_q", "index_k", "index_weights", "index_k_scale"
+RANGES = "is_causal", "query_start", "starts", "ends", "segment_ids"
 
 
 def scale_of(scale: Any, dim: int) -> float:
@@ -66,6 +67,7 @@ def draw_indexer_kl_loss(c: Draw, r: Draw) -> Call:
 def draw_dense_indexer_kl_loss(c: Draw, r: Draw) -> Call:
     on_kernel = {**KERNEL, "G": (1,), "M": (1, 64, 70), "D": (192, 512, 576)}
     B, T, S, J, C, G, M, D = c.dims(on_kernel, B=3, T=4, S=8, J=2, C=3, G=2, M=2, D=5)
+    S = T if c.chance(0.3) else S  # as `segment_ids` need it
     dtype = c.dtype()
     index = draw_inputs(c, r, B, T, S, J, C)
     if f64 in (dtype, index["index_q"].dtype):
@@ -82,7 +84,7 @@ def draw_dense_indexer_kl_loss(c: Draw, r: Draw) -> Call:
 
     def want(q: Any, kv: Any, scale: Any, **index: Any) -> list[np.ndarray]:
         logits = logits_of(**index)
-        which = {n: index[n] for n in ("is_causal", "query_start", "starts", "ends")}
+        which = {n: index[n] for n in RANGES}
         starts, ends = ranges(logits.shape, **which)
         teacher = losses.attention_mass(q, kv, scale_of(scale, q.shape[3]), starts, ends)
         s = np.arange(logits.shape[2])
@@ -106,6 +108,7 @@ def draw_dsa_attention(c: Draw, r: Draw) -> Call:
     """Draws a call with the indexer's selection or given indices, with or without a loss."""
     on_kernel = {**KERNEL, "G": (1,), "M": (64,), "D": (576,)}
     B, T, S, J, C, G, M, D = c.dims(on_kernel, B=3, T=4, S=8, J=2, C=3, G=2, M=2, D=5)
+    S = T if c.chance(0.3) else S  # as `segment_ids` need it
     dtype = c.dtype()
     index = draw_inputs(c, r, B, T, S, J, C)
     if f64 in (dtype, index["index_q"].dtype):
@@ -130,7 +133,7 @@ def draw_dsa_attention(c: Draw, r: Draw) -> Call:
     indexed = index["index_q"] is not None
 
     def logits(kwargs: dict[str, Any]) -> np.ndarray:
-        names = (*INDEXER, "is_causal", "query_start", "starts", "ends")
+        names = (*INDEXER, *RANGES)
         return logits_of(**{n: kwargs[n] for n in names}, relu=True)
 
     def hold(**x: Any) -> dict[str, Any]:
@@ -138,7 +141,7 @@ def draw_dsa_attention(c: Draw, r: Draw) -> Call:
             selected = topk_oracle.topk(logits(x), int(x["top_k"]))
         else:
             shape = *x["q"].shape[:2], x["kv"].shape[1]
-            which = {n: x[n] for n in ("is_causal", "query_start", "starts", "ends")}
+            which = {n: x[n] for n in RANGES}
             starts, ends = ranges(shape, **which)
             seen = (x["indices"] >= starts[..., None]) & (x["indices"] < ends[..., None])
             selected = np.where(seen, x["indices"], -1)

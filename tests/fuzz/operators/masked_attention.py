@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from fuzz.draw import INT_MAX, Call, Draw, peak, without_batch
 from fuzz.operators.sparse_mla import wide
+from support.oracles import documents
 from support.oracles import masked_attention as oracle
 
 from jax_dsa import (
@@ -139,25 +140,33 @@ def finish(c: Draw, call: Call, dtype: np.dtype) -> Call:
 
 def draw_batched(c: Draw, r: Draw) -> tuple[dict[str, Any], np.dtype]:
     """Draws the arguments of `masked_attention` and their dtype."""
-    B, T, S, *_ = shape = c.dims(KERNEL, B=2, T=5, S=7, G=2, M=2, D=5, E=4)
-    dtype = c.dtype()
+    B, T, S, *sizes = c.dims(KERNEL, B=2, T=5, S=7, G=2, M=2, D=5, E=4)
+    S = T if c.chance(0.3) else S
+    shape, dtype = (B, T, S, *sizes), c.dtype()
     ids = (
         r.rng.integers(0, 2, (B, T)).astype(np.int32),
         r.rng.integers(0, 2, (B, S)).astype(np.int32),
     )
     kwargs = {
-        **draw_common(c, r, tuple(shape), dtype),
+        **draw_common(c, r, shape, dtype),
         "segment_ids": c.one(None, ids, *([ids[0]] if T == S else [])),
         "key_value_seq_lengths": r.positions(S, B) if c.chance() else None,
     }
     return kwargs, dtype
 
 
+def numbers_of(segment_ids: Any) -> tuple[Any, Any]:
+    """Returns numbers of queries and keys, which are equal where a query sees a key."""
+    if segment_ids is None or isinstance(segment_ids, tuple):
+        return segment_ids or (None, None)
+    starts, _ = documents.bounds(segment_ids)
+    return starts, starts
+
+
 def counts(x: dict[str, Any]) -> np.ndarray:
     """Returns how often each key counts for each query, by the oracle."""
     B, T, N, _ = x["q"].shape
-    ids = x["segment_ids"]
-    pair = (None, None) if ids is None else ids if isinstance(ids, tuple) else (ids, ids)
+    of_queries, of_keys = numbers_of(x["segment_ids"])
     return oracle.counts(
         (B, N, T, x["k"].shape[1]),
         x["k"].shape[2],
@@ -165,8 +174,8 @@ def counts(x: dict[str, Any]) -> np.ndarray:
         is_causal=x["is_causal"],
         causal_alignment=x["causal_alignment"],
         local_window_size=window_of(x["local_window_size"]),
-        q_segments=pair[0],
-        kv_segments=pair[1],
+        q_segments=of_queries,
+        kv_segments=of_keys,
         key_value_seq_lengths=x["key_value_seq_lengths"],
         kv_indices=x["kv_indices"],
     )
@@ -237,6 +246,7 @@ def expanded_block_mask(**kwargs: Any) -> Any:
 
 def draw_make_block_mask(c: Draw, r: Draw) -> Call:
     B, H, T, S = c.dims(B=2, H=3, T=6, S=19)
+    S = T if c.chance(0.3) else S
     mask = r.bools(c.one(1, B), c.one(1, H), c.one(1, T), S) if c.chance(0.7) else None
     if mask is not None and c.chance():
         mask = r.bools(B, H, T, S)
@@ -249,7 +259,7 @@ def draw_make_block_mask(c: Draw, r: Draw) -> Call:
         "mask": mask,
         "shape": None if full and c.chance() else tuple(map(c.integer, (B, H, T, S))),
         **draw_window(c),
-        "segment_ids": c.one(None, ids),
+        "segment_ids": c.one(None, ids, *([ids[0]] if T == S else [])),
         "key_value_seq_lengths": r.positions(S, B) if mask is None or c.chance() else None,
         "block_q": c.integer(c.one(1, 2, 3, 100)),
         "block_k": c.integer(c.one(8, 16, 24)),
@@ -257,6 +267,7 @@ def draw_make_block_mask(c: Draw, r: Draw) -> Call:
 
     def want(**x: Any) -> list[np.ndarray]:
         shape = (B, H, T, S)
+        of_queries, of_keys = numbers_of(x["segment_ids"])
         count = oracle.counts(
             shape,
             max(1, H),
@@ -264,8 +275,8 @@ def draw_make_block_mask(c: Draw, r: Draw) -> Call:
             is_causal=x["is_causal"],
             causal_alignment=x["causal_alignment"],
             local_window_size=window_of(x["local_window_size"]),
-            q_segments=None if x["segment_ids"] is None else x["segment_ids"][0],
-            kv_segments=None if x["segment_ids"] is None else x["segment_ids"][1],
+            q_segments=of_queries,
+            kv_segments=of_keys,
             key_value_seq_lengths=x["key_value_seq_lengths"],
         )
         return [count > 0]

@@ -27,6 +27,18 @@ def attend(q, kv, index_q, index_k, index_weights):
     )
 
 
+def make_documents(rng: np.random.Generator) -> tuple:
+    """Returns inputs for as many keys as queries, and numbers of documents."""
+    shapes = (B, T, N, D), (B, T, G, D), (B, T, J, C), (B, T, C), (B, T, J)
+    ids = jnp.asarray(rng.integers(0, 2, (B, T)), jnp.int32)
+    return *(jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes), ids
+
+
+def attend_documents(q, kv, index_q, index_k, index_weights, ids):
+    options = {"top_k": K, "value_dim": E, "is_causal": False}
+    return dsa_attention(q, kv, index_q, index_k, index_weights, segment_ids=ids, **options)
+
+
 QUERY, WHOLE = P(None, "x"), P()
 CASES = [
     TransformCase(
@@ -45,5 +57,16 @@ CASES = [
             "shared": {(B, T, K), (B, T, J, C), (B, T, J)},
             "keys": {(B, S, G, D), (B, S, C)},
         },
+    ),
+    TransformCase(
+        "dsa_attention-documents",
+        attend_documents,
+        make_documents,
+        (0, 1, 2, 3, 4),
+        {
+            "rows": (P("x"),) * 6,
+            "query": (QUERY, WHOLE, QUERY, WHOLE, QUERY, QUERY),
+        },
+        {"query": {(B, T)}},
     ),
 ]

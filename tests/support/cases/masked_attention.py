@@ -42,6 +42,14 @@ def attend_causal(q, k, v):
     return masked_attention(q, k, v, is_causal=True, return_lse=True)
 
 
+def make_documents(rng: np.random.Generator) -> tuple:
+    return *make_causal_args(rng), integers(rng, 0, 2, B, T)
+
+
+def attend_documents(q, k, v, ids):
+    return masked_attention(q, k, v, segment_ids=ids, return_lse=True)
+
+
 def make_masked_args(rng: np.random.Generator) -> tuple:
     """Makes a bias that heads share and a mask that queries share."""
     mask = jnp.asarray(rng.random((1, N, 1, S)) < 0.8)
@@ -135,6 +143,18 @@ CASES = [
             "keys": (query, query, query),
         },
         {"keys": {(B, T, 2, D), (B, T, 2, E)}},
+    ),
+    TransformCase(
+        "masked_attention-documents",
+        attend_documents,
+        make_documents,
+        (0, 1, 2),
+        {
+            "batch": (batch,) * 4,
+            "head": (head, P(), P(), P()),
+            "keys": (query,) * 4,
+        },
+        {"keys": {(B, T), (B, T, 2, D), (B, T, 2, E)}},
     ),
     TransformCase(
         "masked_attention",
