@@ -2,7 +2,7 @@
 # make test-op OP=topk   every test of one operator, on the CPU and, where there is one, on the GPU
 # make test-all          every test, with a fresh seed (SEED=5 repeats one)
 # make lint, make format check or format the code
-# make docs              build the site into build/site
+# make docs              build the site into build/site, and run the tutorial's notebook
 # make demo              train a small model with sparse attention on real text
 PYTHON ?= python3
 VENV ?= .venv

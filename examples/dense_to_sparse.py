@@ -1,33 +1,40 @@
 """Turns a dense model into a sparse one by DeepSeek's recipe.
 
-python examples/dense_to_sparse.py --checkpoint runs/dense
+python examples/dense_to_sparse.py --checkpoint runs/dense --output runs/sparse
 
-In the warm-up only the indexers learn, from the distribution of dense attention. Then indexers and
-model learn with sparse attention. The checkpoint (Orbax) has the parameters of a decoder with
-latent attention and without indexers. If it does not exist, the script first trains a small model
-in place of yours and stores it there.
+The checkpoint is a Hugging Face folder of a DeepSeek-V3 model whose feed-forward layers are all
+dense. Its attention layers get new indexers. In the warm-up only the indexers learn, from the
+distribution of dense attention. Then indexers and model learn with sparse attention. The output is
+a folder of a DeepSeek-V3.2 model.
+
+If the checkpoint does not exist, the script first trains a small model in place of yours and stores
+it there. docs/dense_to_sparse.md explains the steps.
 """
 
 import argparse
+import json
 import sysconfig
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
+from safetensors.numpy import save_file
 
 from jax_dsa import nn, training
 
 LENGTH, BATCH = 256, 4
-CONFIG = nn.DecoderConfig(
-    nn.AttentionConfig(
-        model_dim=128, num_heads=4, q_rank=96, kv_rank=64, nope_dim=32, rope_dim=16, v_dim=32,
-        index_heads=4, index_dim=32, index_rope_dim=16, top_k=16,
-    ),
-    vocab=256, num_layers=2, mlp_dim=384,
-)  # fmt: skip
+DENSE = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 384,
+    "num_hidden_layers": 2, "first_k_dense_replace": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "attention_bias": False,
+    "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+INDEXER = {"top_k": 16, "index_heads": 4, "index_dim": 32}
 
 
 def main(argv=None):
@@ -35,6 +42,7 @@ def main(argv=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/dense"))
+    parser.add_argument("--output", type=Path, default=Path("runs/sparse"))
     parser.add_argument(
         "--dense-steps", type=int, default=300, help="steps of the model without a checkpoint"
     )
@@ -43,7 +51,15 @@ def main(argv=None):
     args = parser.parse_args(argv)
     train, validation = texts()
     rng = np.random.default_rng(0)
-    model = nn.DecoderLM(CONFIG, rngs=nnx.Rngs(0))
+    if not args.checkpoint.exists():
+        print("training a dense model")
+        train_dense_model(args.checkpoint, batches(train, args.dense_steps, rng))
+
+    layers, config = nn.sparse_from_hf(args.checkpoint, rngs=nnx.Rngs(1), **INDEXER)
+    model = decoder(config)
+    load_rest(model, nn.SafeTensors(args.checkpoint))
+    for block, layer in zip(model.blocks, layers, strict=True):
+        block.attention = layer
     graph, indexer, backbone = nnx.split(model, training.INDEXER, ...)
 
     def losses(backbone, indexer, tokens, sparse):
@@ -54,18 +70,6 @@ def main(argv=None):
     def evaluate(backbone, indexer, *, sparse):
         return losses(backbone, indexer, validation, sparse)[0]
 
-    path = args.checkpoint.absolute()
-    with ocp.StandardCheckpointer() as checkpoints:
-        if not path.exists():
-            print("training a dense model")
-            backbone = trained(
-                lambda params, tokens: losses(params, indexer, tokens, False)[0],
-                backbone,
-                batches(train, args.dense_steps, rng),
-            )
-            checkpoints.save(path, nnx.to_pure_dict(backbone))
-        checkpoints.wait_until_finished()
-        nnx.replace_by_pure_dict(backbone, checkpoints.restore(path, nnx.to_pure_dict(backbone)))
     found = {
         "the dense checkpoint": evaluate(backbone, indexer, sparse=False),
         "sparse, indexers untrained": evaluate(backbone, indexer, sparse=True),
@@ -86,10 +90,75 @@ def main(argv=None):
         batches(train, args.sparse_steps, rng),
     )
     found["sparse after sparse training"] = evaluate(backbone, indexer, sparse=True)
-    print(f"\nvalidation loss, nats per byte, top {CONFIG.attention.top_k} of {LENGTH} keys")
+    save(args.output, config, weights_of(nnx.merge(graph, indexer, backbone)))
+    print(f"\nvalidation loss, nats per byte, top {INDEXER['top_k']} of {LENGTH} keys")
     for name, loss in found.items():
         print(f"{name:30} {loss:.4f}")
     return {name: float(loss) for name, loss in found.items()}
+
+
+def train_dense_model(folder, batches):
+    """Trains a small model with dense attention and saves it without its indexers."""
+    model = decoder(nn.sparse_hf_config(DENSE, **INDEXER))
+    graph, params = nnx.split(model)
+
+    def loss(params, tokens):
+        logits, _ = nnx.merge(graph, params)(tokens[:, :-1], sparse=False)
+        return training.next_token_loss(logits, tokens[:, 1:])
+
+    weights = weights_of(nnx.merge(graph, trained(loss, params, batches)))
+    save(folder, DENSE, {name: x for name, x in weights.items() if ".indexer." not in name})
+
+
+def decoder(config):
+    """Returns a new decoder of the sizes in a sparse model's configuration."""
+    sizes = nn.DecoderConfig(
+        nn.from_hf(config)[0].config,
+        vocab=config["vocab_size"],
+        num_layers=config["num_hidden_layers"],
+        mlp_dim=config["intermediate_size"],
+    )
+    return nn.DecoderLM(sizes, rngs=nnx.Rngs(0))
+
+
+def rest_of(model):
+    """Yields the parameters outside of attention and their names; True for transposed ones."""
+    yield model.embed.embedding, ["model.embed_tokens"], False
+    yield model.norm.scale, ["model.norm"], False
+    yield model.head.kernel, ["lm_head"], True
+    for i, block in enumerate(model.blocks):
+        layer = f"model.layers.{i}"
+        yield block.attention_norm.scale, [f"{layer}.input_layernorm"], False
+        yield block.mlp_norm.scale, [f"{layer}.post_attention_layernorm"], False
+        gate_up = [f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"]
+        yield block.mlp.gate_up.kernel, gate_up, True
+        yield block.mlp.down.kernel, [f"{layer}.mlp.down_proj"], True
+
+
+def load_rest(model, files):
+    """Loads the parameters outside of attention, which must be stored as floats."""
+    for param, names, transposed in rest_of(model):
+        x = np.concatenate([files[f"{name}.weight"] for name in names])
+        assert x.dtype in (np.float32, np.float16, jnp.bfloat16), names
+        param.set_value(jnp.asarray(x.T if transposed else x, jnp.float32))
+
+
+def weights_of(model):
+    """Returns all weights of a decoder by their names in `transformers`."""
+    weights = {}
+    for i, block in enumerate(model.blocks):
+        weights |= nn.save_hf(block.attention, f"model.layers.{i}.self_attn.")
+    for param, names, transposed in rest_of(model):
+        x = np.asarray(param[...].T if transposed else param[...])
+        for name, part in zip(names, np.split(x, len(names)), strict=True):
+            weights[f"{name}.weight"] = np.ascontiguousarray(part)
+    return weights
+
+
+def save(folder, config, weights):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def trained(loss, params, batches):

@@ -87,13 +87,13 @@ def test_misuse_of_caches() -> None:
             (
                 lambda c=cache: c.append(new[..., 1:]),
                 ValueError,
-                "append: argument 'rows'.*, 10\\]",
+                "append: argument 'rows'.*D=10 .from the cache.",
             ),
             (lambda c=cache: c.append(new[:, :, 1:]), ValueError, "append: argument 'rows'.*G=2"),
             (
                 lambda c=cache: c.append(new[:, 0]),
                 ValueError,
-                r"'rows'.*\(3, 2, 10\).*\[B, T, G, 10",
+                r"'rows'.*\(3, 2, 10\).*\[B, T, G, D\].*D=10",
             ),
             (lambda c=cache: c.append(new[None]), ValueError, r"'rows'.*\(1, 3, 1, 2, 10\)"),
             (lambda c=cache: c.append(new[:1]), ValueError, "append: argument 'rows'.*B=3"),

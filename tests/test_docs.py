@@ -34,6 +34,8 @@ PUBLIC = [
     nn.from_hf,
     nn.load_hf,
     nn.rope,
+    nn.sparse_from_hf,
+    nn.sparse_hf_config,
     serving.PageAllocator,
 ]
 
@@ -54,7 +56,9 @@ PAGES = [
     "docs/quickstart.md",
     slow("docs/tutorial.md"),
     slow("docs/training.md"),
-    "docs/meshes.md",
+    slow("docs/profiles.md"),
+    slow("docs/dense_to_sparse.md"),
+    slow("docs/meshes.md"),
     "docs/models.md",
     slow("docs/serving.md"),
     *(slow(f"docs/ops/{path.name}") for path in sorted((ROOT / "docs" / "ops").glob("*.md"))),
@@ -62,11 +66,42 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_page(page: str) -> None:
-    """The Python blocks of the page run, one after the other."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+def test_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The Python blocks of the page run, one after the other.
+
+    A block of text that follows one is what it prints. Numbers may differ by 0.1 or by 20%.
+    """
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", text, re.S)
     assert blocks
-    exec(compile("\n".join(blocks), page, "exec"), {})
+    names: dict[str, Any] = {}
+    for code, output in blocks:
+        exec(compile(code, page, "exec"), names)
+        printed = capsys.readouterr().out
+        if output:
+            number = r"\d+\.\d+"
+            assert re.sub(number, "", printed) == re.sub(number, "", output)
+            got, want = ([float(x) for x in re.findall(number, t)] for t in (printed, output))
+            assert got == pytest.approx(want, rel=0.2, abs=0.1), printed
+
+
+def test_the_page_on_conversion_has_the_functions_of_the_example() -> None:
+    page = (ROOT / "docs" / "dense_to_sparse.md").read_text()
+    example = (ROOT / "examples" / "dense_to_sparse.py").read_text()
+    functions = re.findall(r"^def .*?(?=\n\n\n)", example, re.M | re.S)
+    shared = [
+        f for f in functions if re.match(r"def (decoder|rest_of|load_rest|weights_of|save)", f)
+    ]
+    assert len(shared) == 5 and all(function in page for function in shared)
+
+
+def test_the_notebook_has_the_code_of_the_tutorial() -> None:
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    cells = runpy.run_path(str(ROOT / "docs" / "notebook.py"))["notebook"](page)["cells"]
+    code = [cell["source"] + "\n" for cell in cells if cell["cell_type"] == "code"]
+    assert code == re.findall(r"```python\n(.*?)```", page, re.S)
+    text = "".join(cell["source"] for cell in cells if cell["cell_type"] == "markdown")
+    assert text.startswith("# Tutorial") and "```" not in text and "](" not in text
 
 
 def one_line(text: str) -> str:
@@ -163,6 +198,8 @@ def test_links() -> None:
                 continue
             path, _, anchor = link.partition("#")
             target = page.parent / path if path else page
+            if target.suffix == ".ipynb":  # The build makes it of the page.
+                target = target.with_suffix(".md")
             if not target.exists() or (anchor and anchor not in anchors(target)):
                 dead.append(f"{page.name}: {link}")
     assert not dead

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
+ROOT = pathlib.Path(__file__).parent.parent
 PROGRAM = """
 import sys
 
@@ -61,3 +65,15 @@ def test_a_missing_extra_is_named(statement, hidden, message):
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(f"ModuleNotFoundError {hidden}") and message in run.stdout
     assert "pip install 'jax_dsa[" in run.stdout
+
+
+def test_the_quickstart_lists_the_extras():
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    rows = dict(re.findall(r"^\| (`.*?`) \| .* \| (.*) \|$", page, re.M))
+    listed = {name: cell for names, cell in rows.items() for name in re.findall(r"\w+", names)}
+    assert listed.keys() == extras.keys()
+    for name in extras.keys() - {"cuda12", "cuda13", "dev"}:
+        packages = [re.match(r"[\w-]+", requirement)[0] for requirement in extras[name]]
+        assert re.findall(r"`([\w-]+)", listed[name]) == packages

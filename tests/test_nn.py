@@ -321,7 +321,7 @@ def test_decoder_in_fp8(rng):
         for path, module in nnx.iter_modules(fp8)
         if isinstance(module, nnx.Linear)
     }
-    others = {name for name, kind in kinds.items() if kind is nnx.Linear}
+    others = {name for name, kind in kinds.items() if kind is not nn.Fp8Linear}
     assert others == {"head", *(f"blocks/{i}/attention/indexer/weights" for i in range(2))}
     assert len(kinds) == len(others) + 2 * (4 + 2 + 2)
     tokens = jnp.asarray(rng.integers(0, 11, size=(B, T)), jnp.int32)
@@ -374,3 +374,25 @@ def test_sparse_mla_is_a_deprecated_name_of_mla() -> None:
         assert nn.SparseMLA is nn.MLA
     with pytest.raises(AttributeError, match=r"'jax_dsa\.nn' has no attribute 'nothing'"):
         nn.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_dtypes_of_results(dtype, given):
+    """A layer returns its own dtype. A block adds to its input, so it returns the wider one."""
+    config = dataclasses.replace(DECODER, attention=dataclasses.replace(CONFIG, dtype=dtype))
+    block = nn.Block(config, rngs=nnx.Rngs(0))
+    x = jnp.ones((1, 4, CONFIG.model_dim), given)
+
+    def results(x):
+        y, aux = block.attention(x)
+        dense, _ = block.attention(x, sparse=False)
+        cache = nn.LayerCache.empty(config.attention, 1, 8)
+        decoded, cache, _ = block.attention.decode(x, cache)
+        own = y, dense, decoded, cache.kv.data, aux.q, aux.kv, block.mlp(x)
+        return own, (aux.lse, aux.kl), block(x)[0]
+
+    own, exact, wider = jax.eval_shape(results, x)
+    assert {a.dtype for a in own} == {jnp.dtype(dtype)}
+    assert {a.dtype for a in exact} == {jnp.dtype(jnp.float32)}
+    assert wider.dtype == jnp.promote_types(dtype, given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 import re
 
 import jax
@@ -164,6 +165,33 @@ def test_values_that_remat_policies_save(rng, policy, once, chunk):
         # A policy that saves nothing recomputes the block and then each chunk.
         times = (1,) if name in once else (2, 3) if chunk and not once else (2,)
         assert program.count(f"name[name={name}]") in times, name
+
+
+def recomputed_passes():
+    """Returns what the table of docs/training.md says of each pass of the sparse stage."""
+    page = (pathlib.Path(__file__).parent.parent / "docs" / "training.md").read_text()
+    (policies,) = re.findall(r"^\| computed again \| (.*) \|$", page, re.M)
+    rows = dict(re.findall(r"^\| `(\w+_fwd)` \| ((?:yes|no).*) \|$", page, re.M))
+    return {
+        policy.strip("`"): {name: cells.split(" | ")[i] for name, cells in rows.items()}
+        for i, policy in enumerate(policies.split(" | "))
+    }
+
+
+@pytest.mark.parametrize(("policy", "recomputed"), recomputed_passes().items())
+def test_the_table_of_what_is_recomputed(rng, policy, recomputed):
+    module, x = attention(), hidden(rng)
+    graph, params = nnx.split(module)
+
+    @functools.partial(jax.checkpoint, policy=remat_policy(policy))
+    def run(params):
+        y, aux = nnx.merge(graph, params)(jnp.sin(x))
+        return jnp.sin(y).sum() + aux.kl
+
+    program = jax.make_jaxpr(jax.grad(run))(params).jaxpr
+    assert len(recomputed) == 4
+    for name, answer in recomputed.items():
+        assert executions(program, name) == {"no": 1, "yes": 2}[answer], name
 
 
 def test_policy_none_saves_everything():

@@ -15,12 +15,15 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.hf_layers import (
+    DENSE,
     assert_close,
     compiled_layers,
     decode_ours,
     empty_caches,
     make_layers,
+    run_ours,
     same_selection,
+    specs_of,
 )
 from support.parity_references import (
     FOLDER,
@@ -43,7 +46,7 @@ def model(kind: str) -> tuple[Any, Any, Any, Any]:
     with np.load(FOLDER / f"{kind}.npz") as file:
         wanted = dict(file)
     alpha = wanted["rope_alpha"].tolist() if "rope_alpha" in wanted else None
-    specs = nn.from_hf(json.loads(str(wanted["config"])), rope_alpha=alpha)
+    specs = specs_of(kind, json.loads(str(wanted["config"])), rope_alpha=alpha)
     layers = make_layers(specs)
     for i, layer in enumerate(layers):
         names = nn.save_hf(layer)
@@ -58,7 +61,7 @@ def layer_inputs(kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_every_model_has_a_file() -> None:
-    assert {path.stem for path in FOLDER.glob("*.npz")} == set(KINDS)
+    assert {path.stem for path in FOLDER.glob("*.npz")} == {*KINDS, *DENSE}
 
 
 @every_model
@@ -87,6 +90,30 @@ def test_outputs_and_gradients(kind: str) -> None:
                 assert_close(kept_numbers(got), wanted[key], f"{what} gradient of {name}")
             else:  # The indexer gets its gradients from its own loss.
                 assert not np.any(got), f"{what} {name}"
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_layers_with_new_indexers_compute_dense_attention(kind: str) -> None:
+    wanted, specs, graph, params = model(kind)
+    x, cotangents = layer_inputs(kind)
+
+    @jax.jit
+    def dense(params: Any, inputs: Any) -> Any:
+        def loss(params: Any, inputs: Any) -> Any:
+            outs, _ = run_ours(specs, nnx.merge(graph, params), inputs, sparse=False)
+            return sum((o * c).sum() for o, c in zip(outs, cotangents, strict=True)), outs
+
+        return jax.grad(loss, (0, 1), has_aux=True)(params, inputs)
+
+    (d_params, d_inputs), outs = dense(params, list(x))
+    for i, gradients in enumerate(nnx.merge(graph, d_params)):
+        what, want = f"{kind} layer {i}", wanted["input_gradients"][i]
+        assert_close(kept_columns(outs[i]), wanted["outputs"][i], f"{what} dense output")
+        assert_close(kept_columns(d_inputs[i]), want, f"{what} dense gradient of the input")
+        for name, got in nn.save_hf(gradients).items():
+            if not name.startswith("indexer."):
+                want = wanted[f"gradient {i} {name}"]
+                assert_close(kept_numbers(got), want, f"{what} dense gradient of {name}")
 
 
 @every_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pathlib
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.hf_layers import assert_close
+from support.hf_layers import DENSE, assert_close, load
 from support.parity import (
     BATCH,
     MODELS,
@@ -27,6 +28,7 @@ from support.parity import (
 
 from jax_dsa import nn
 
+save_file = pytest.importorskip("safetensors.numpy", reason="needs the extra 'parity'").save_file
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs the extra 'parity'")
 
 
@@ -37,15 +39,15 @@ def test_saved_weights_equal_loaded_weights(kind: str, tmp_path: pathlib.Path) -
     fill(layers, 0)
     for i, (module, layer) in enumerate(zip(our_layers(kind), layers, strict=True)):
         want, prefix = tensors(layer), f"model.layers.{i}.self_attn."
-        got = nn.save_hf(nn.load_hf(module, want))
-        assert got.keys() == want.keys()
+        got = nn.save_hf(load(kind, module, want))
+        assert {n for n in got if kind not in DENSE or "indexer." not in n} == want.keys()
         for name, x in want.items():
             np.testing.assert_array_equal(got[name], x)
         half = {prefix + name: x.bfloat16().contiguous() for name, x in layer.state_dict().items()}
         safetensors_torch.save_file(half, tmp_path / f"model-{i}.safetensors")
     for i, (module, layer) in enumerate(zip(our_layers(kind), layers, strict=True)):
         prefix = f"model.layers.{i}.self_attn."
-        got = nn.save_hf(nn.load_hf(module, tmp_path, prefix), prefix, dtype=jnp.bfloat16)
+        got = nn.save_hf(load(kind, module, tmp_path, prefix), prefix, dtype=jnp.bfloat16)
         for name, x in layer.state_dict().items():
             np.testing.assert_array_equal(got[prefix + name], x.bfloat16().float().numpy())
 
@@ -156,3 +158,29 @@ def test_a_model_from_files(tmp_path: pathlib.Path) -> None:
         same &= (ours == theirs).all(-1)
     assert same.mean() > 0.9
     assert_close(np.asarray(own)[same], logits.numpy()[same], "deepseek_v32 logits of two blocks")
+
+
+def test_a_dense_model_becomes_a_sparse_one_of_transformers(tmp_path: pathlib.Path) -> None:
+    """The sparse model's files, read by `transformers`, compute the dense model's attention."""
+    config = hf_config("deepseek_v3")
+    config.first_k_dense_replace = config.num_hidden_layers
+    torch.manual_seed(0)
+    dense = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    dense.save_pretrained(tmp_path / "dense")
+    sizes = {"top_k": 512, "index_heads": 4, "index_dim": 16}
+    layers, sparse = nn.sparse_from_hf(tmp_path / "dense", rngs=nnx.Rngs(0), **sizes)
+    weights = dict(nn.SafeTensors(tmp_path / "dense"))
+    for i, layer in enumerate(layers):
+        weights |= nn.save_hf(layer, f"model.layers.{i}.self_attn.")
+    (tmp_path / "sparse").mkdir()
+    (tmp_path / "sparse" / "config.json").write_text(json.dumps(sparse))
+    save_file(weights, tmp_path / "sparse" / "model.safetensors")
+    tokens = torch.arange(2 * 40).reshape(2, 40) % SIZES["vocab_size"]
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "sparse", attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    with torch.no_grad():
+        assert_close(
+            model(tokens).logits, dense(tokens).logits, "deepseek_v3 logits of the sparse model"
+        )

@@ -97,10 +97,10 @@ class Args:
         """The size B of the batch axis; 1 if the call has none."""
         return self.sizes["B"] if self.batched else 1
 
-    def bind(self, letter: str, size: int, name: str) -> None:
-        """Sets the size of a letter, where `name` says in messages what determines it."""
+    def bind(self, letter: str, size: int, source: str) -> None:
+        """Sets the size of a letter, where `source` says in messages what determines it."""
         self.sizes[letter] = self._bound[letter] = size
-        self._bound_by[letter] = name
+        self._bound_by[letter] = source
 
     def array(self, name: str, x: Any, dims: str, dtypes: Sequence[Any]) -> jax.Array:
         """Returns `x` as an array whose axes match `dims` (letters or numbers).
@@ -126,7 +126,7 @@ class Args:
                     f"argument '{name}' has shape {x.shape}, want "
                     f"{self._expected(' '.join(tokens))}"
                 )
-            self._bound_by.setdefault(token, name)
+            self._bound_by.setdefault(token, f"'{name}'")
         if not self.batched and "B" in dims.split():
             x = jnp.expand_dims(x, dims.split().index("B"))
         return x
@@ -268,7 +268,7 @@ class Args:
 
     def size(self, letter: str) -> str:
         """Returns the size of a letter and the argument that determines it, for a message."""
-        return f"{letter}={self.sizes[letter]} (from '{self._bound_by[letter]}')"
+        return f"{letter}={self.sizes[letter]} (from {self._bound_by[letter]})"
 
     def _expected(self, dims: str) -> str:
         known = [self.size(d) for d in dims.split() if d in self.sizes]

@@ -107,6 +107,8 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     >>> exported.out_avals
     (ShapedArray(int32[2]),)
 
+    `exported.serialize()` needs the package `flatbuffers`, which the extra `export` installs.
+
     Returns:
         One entry for each handler of the extension; none if there is no extension.
     """

@@ -17,6 +17,7 @@ with needs_extra("flax", __name__):
     from jax_dsa.nn.fp4 import fake_quantize_fp4
     from jax_dsa.nn.hf import load_hf, save_hf
     from jax_dsa.nn.hf_config import HFLayer, from_hf
+    from jax_dsa.nn.hf_dense import sparse_from_hf, sparse_hf_config
     from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
     from jax_dsa.nn.linear import Fp8Linear
     from jax_dsa.nn.linen import linen_dsattention
@@ -56,6 +57,8 @@ __all__ = [
     "load_hf",
     "rope",
     "save_hf",
+    "sparse_from_hf",
+    "sparse_hf_config",
     "striped",
     "unstriped",
     "yarn_frequencies",

@@ -38,7 +38,7 @@ def hidden_states(
         ValueError: If its shape is not [B, T, M].
     """
     args = Args(op, name, np.empty((0, 0, 0)), "B T M")
-    args.bind("M", width, "config.model_dim")
+    args.bind("M", width, "'config.model_dim'")
     return args, args.array(name, x, "B T M", FLOATS)
 
 

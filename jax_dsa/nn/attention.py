@@ -25,6 +25,7 @@ from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
 from jax_dsa.nn.mla import MLA
 from jax_dsa.nn.positions import token_positions
 from jax_dsa.nn.query_chunks import QueryInputs, map_query_chunks
+from jax_dsa.nn.scopes import Module, scoped
 from jax_dsa.nn.stripes import striped, unstriped
 from jax_dsa.ops.cache import FlatCache, PagedCache
 from jax_dsa.ops.dsa_attention import dsa_attention
@@ -42,24 +43,27 @@ class AttentionAux(NamedTuple):
     """What an attention layer returns beside its output.
 
     Under `jax.jit`, results that nothing reads cost nothing.
+
+    Attributes:
+        kl: The indexer's loss, in nats, the mean over queries. In sparse attention it compares the
+            selected keys, in dense attention all visible keys. None without an indexer.
+        lse: Log of the sum of exponentials of each head's scores, float32.
+        indices: The keys that each query attended to, int32, -1 in empty slots; None in dense
+            attention.
+        q: Queries in the absorbed form.
+        kv: The latent keys, in the order in which the sequence is stored.
+        indexer: The indexer's queries, keys and weights; None without an indexer.
     """
 
     kl: Float[Array, ""] | None
-    """The indexer's loss, in nats, the mean over queries. In sparse attention it compares the
-    selected keys, in dense attention all visible keys. None without an indexer."""
     lse: Float[Array, "B T N"]
-    """Log of the sum of exponentials of each head's scores, float32."""
     indices: Int[Array, "B T K"] | None
-    """The keys that each query attended to, int32, -1 in empty slots; None in dense attention."""
     q: Float[Array, "B T N D"]
-    """Queries in the absorbed form."""
     kv: Float[Array, "B T 1 D"]
-    """The latent keys, in the order in which the sequence is stored."""
     indexer: IndexerInputs | None
-    """The indexer's queries, keys and weights; None without an indexer."""
 
 
-class DSAttention(nnx.Module):
+class DSAttention(Module):
     """DeepSeek sparse attention: MLA over the keys that a lightning indexer selects.
 
     The attribute `indexer` holds the indexer. Its own loss, `aux.kl`, trains its parameters and no
@@ -103,6 +107,7 @@ class DSAttention(nnx.Module):
         self.mla = MLA(config, rngs=rngs)
         self.indexer = LightningIndexer(config, rngs=rngs) if indexer_type == "full" else None
 
+    @scoped
     def __call__(
         self,
         x: Float[Array, "B T M"],
@@ -133,7 +138,8 @@ class DSAttention(nnx.Module):
                 then the indexer's warm-up loss over all of them.
 
         Returns:
-            The hidden states, in the layer's dtype, and what else the layer computed.
+            The hidden states, in `config.dtype` whatever the dtype of `x`, and what else the layer
+            computed.
 
         Raises:
             TypeError: If an argument has the wrong type.
@@ -146,7 +152,7 @@ class DSAttention(nnx.Module):
         self._check_keys(kv)
         indices = selected_keys(args, indices)
         if kv is not None:
-            args.bind("D", c.kv_rank + c.rope_dim, "config")
+            args.bind("D", c.kv_rank + c.rope_dim, "'config'")
             kv = args.array("kv", kv, "B T 1 D", FLOATS)
         positions, starts, ends = token_positions("DSAttention", x, positions, segment_ids, stripes)
         p = self.mla.project(x, positions)
@@ -198,6 +204,7 @@ class DSAttention(nnx.Module):
             y, kl = jax.lax.optimization_barrier((y, kl))
         return y, AttentionAux(kl, lse, None, q, stored, index)
 
+    @scoped
     def decode(
         self,
         x: Float[Array, "B T M"],

@@ -26,16 +26,20 @@ if TYPE_CHECKING:
 
 @exportable
 class LayerCache(NamedTuple):
-    """One layer's keys of up to S tokens of each request, flat or in P pages of L tokens."""
+    """One layer's keys of up to S tokens of each request, flat or in P pages of L tokens.
+
+    Attributes:
+        kv: The rows that attention reads; its `lengths` count the tokens. None if the layer attends
+            to another layer's keys.
+        index_k: The indexer's keys, in the layout of `kv`, and flat if `kv` is None. None without
+            an indexer.
+        index_k_scale: Scales of the indexer's keys, float32; None unless the indexer is quantised
+            to FP8.
+    """
 
     kv: FlatCache | PagedCache | None
-    """The rows that attention reads; its `lengths` count the tokens. None if the layer attends to
-    another layer's keys."""
     index_k: Float[Array, "B S C"] | Float[Array, "P L C"] | None
-    """The indexer's keys, in the layout of `kv`, and flat if `kv` is None. None without an
-    indexer."""
     index_k_scale: Float[Array, "B S"] | Float[Array, "P L"] | None
-    """Scales of the indexer's keys, float32; None unless the indexer is quantised to FP8."""
 
     @classmethod
     def empty(
@@ -162,10 +166,13 @@ class LayerCache(NamedTuple):
 
 @exportable
 class DecoderCache(NamedTuple):
-    """The caches of all layers of a decoder."""
+    """The caches of all layers of a decoder.
+
+    Attributes:
+        layers: One cache per layer, from the first layer on.
+    """
 
     layers: tuple[LayerCache, ...]
-    """One cache per layer, from the first layer on."""
 
     @classmethod
     def empty(

@@ -36,6 +36,7 @@ from jax_dsa.nn.compressed_indexer import CompressedIndexer
 from jax_dsa.nn.compressor import Compressor
 from jax_dsa.nn.positions import token_positions
 from jax_dsa.nn.ring import rows_after_concatenation
+from jax_dsa.nn.scopes import Linear, Module, RMSNorm, scoped
 from jax_dsa.ops.attn_dist import attn_dist
 from jax_dsa.ops.indexer import indexer_selected_logits, indexer_topk
 from jax_dsa.ops.losses import dense_indexer_kl_loss, indexer_kl_loss
@@ -47,19 +48,21 @@ class CompressedAux(NamedTuple):
     """What a layer returns beside its output.
 
     Under `jax.jit`, results that nothing reads cost nothing.
+
+    Attributes:
+        kl: The indexer's loss, in nats, the mean over queries. In sparse attention it compares the
+            selected compressed keys, in the warm-up all compressed keys. None without an indexer.
+        lse: Log of the sum of exponentials of each head's scores, float32.
+        indices: The compressed keys that each query attended to, int32, -1 in empty slots. None in
+            the indexer's warm-up, and if the layer has no compressed keys.
     """
 
     kl: Float[Array, ""] | None
-    """The indexer's loss, in nats, the mean over queries. In sparse attention it compares the
-    selected compressed keys, in the warm-up all compressed keys. None without an indexer."""
     lse: Float[Array, "B T N"]
-    """Log of the sum of exponentials of each head's scores, float32."""
     indices: Int[Array, "B T K"] | None
-    """The compressed keys that each query attended to, int32, -1 in empty slots. None in the
-    indexer's warm-up, and if the layer has no compressed keys."""
 
 
-class CompressedAttention(nnx.Module):
+class CompressedAttention(Module):
     """Attention to the last `window` keys and to compressed keys; see `CompressedConfig`.
 
     The indexer's own loss, `aux.kl`, trains the indexer's parameters and no others. No other loss
@@ -89,19 +92,20 @@ class CompressedAttention(nnx.Module):
         c = config
         linear = {"use_bias": False, "dtype": c.dtype, "rngs": rngs}
         norm = {"epsilon": c.norm_eps, "dtype": c.dtype, "rngs": rngs}
-        self.wq_a = nnx.Linear(c.model_dim, c.q_rank, **linear)
-        self.q_norm = nnx.RMSNorm(c.q_rank, **norm)
-        self.wq_b = nnx.Linear(c.q_rank, c.num_heads * c.head_dim, **linear)
-        self.wkv = nnx.Linear(c.model_dim, c.head_dim, **linear)
-        self.kv_norm = nnx.RMSNorm(c.head_dim, **norm)
+        self.wq_a = Linear(c.model_dim, c.q_rank, **linear)
+        self.q_norm = RMSNorm(c.q_rank, **norm)
+        self.wq_b = Linear(c.q_rank, c.num_heads * c.head_dim, **linear)
+        self.wkv = Linear(c.model_dim, c.head_dim, **linear)
+        self.kv_norm = RMSNorm(c.head_dim, **norm)
         per_group = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
         group_width = c.num_heads * c.head_dim // c.out_groups
         self.wo_a = nnx.Param(per_group(rngs.params(), (c.out_groups, group_width, c.out_rank)))
-        self.wo_b = nnx.Linear(c.out_groups * c.out_rank, c.model_dim, **linear)
+        self.wo_b = Linear(c.out_groups * c.out_rank, c.model_dim, **linear)
         self.sinks = nnx.Param(jnp.zeros(c.num_heads))
         self.compressor = None if c.ratio is None else Compressor(c, c.head_dim, rngs=rngs)
         self.indexer = None if c.top_k is None else CompressedIndexer(c, rngs=rngs)
 
+    @scoped
     def __call__(
         self,
         x: Float[Array, "B T M"],
@@ -126,7 +130,8 @@ class CompressedAttention(nnx.Module):
                 all of them, and `aux.kl` is then the indexer's warm-up loss over all of them.
 
         Returns:
-            The hidden states, in the layer's dtype, and what else the layer computed.
+            The hidden states, in `config.dtype` whatever the dtype of `x`, and what else the layer
+            computed.
 
         Raises:
             TypeError: If an argument has the wrong type.
@@ -156,7 +161,7 @@ class CompressedAttention(nnx.Module):
         if self.indexer is not None:
             x, q_latent = jax.lax.stop_gradient((x, q_latent))
             index_q, weights = self.indexer(x, q_latent, positions)
-            index = index_q, self.indexer.compressor(x, positions, starts), weights
+            index = index_q, self.indexer.keys(x, positions, starts), weights
         joined = jnp.concatenate([kv, keys], axis=1)
         if index is not None and not sparse:
             out, lse = self._attend_to_all(q, joined, rows, first, begin, end)
@@ -214,6 +219,7 @@ class CompressedAttention(nnx.Module):
         lengths, longest = (jnp.zeros(batch, jnp.int32) for _ in range(2))
         return CompressedCache(lengths, longest, recent, *streams)
 
+    @scoped
     def decode(
         self,
         x: Float[Array, "B T M"],
@@ -265,7 +271,7 @@ class CompressedAttention(nnx.Module):
             compressed = self.compressor.extend(compressed, x, lengths, counts)
             ends = jnp.where(is_token[..., 0], (positions + 1) // c.ratio, 0)
             if self.indexer is not None and index is not None:
-                index = self.indexer.compressor.extend(index, x, lengths, counts)
+                index = self.indexer.extend(index, x, lengths, counts)
             if indices is None and self.indexer is not None and index is not None:
                 index_q, weights = self.indexer(x, q_latent, positions)
                 assert c.top_k is not None
@@ -365,5 +371,6 @@ class CompressedAttention(nnx.Module):
         heads = c.num_heads // c.out_groups
         grouped = c.rotate(out, -positions).reshape(*out.shape[:2], c.out_groups, heads, c.head_dim)
         weights = self.wo_a[...].reshape(c.out_groups, heads, c.head_dim, c.out_rank)
-        ranks = jnp.einsum("btgnd,gndr->btgr", grouped, weights.astype(c.dtype))
+        with jax.named_scope("wo_a"):
+            ranks = jnp.einsum("btgnd,gndr->btgr", grouped, weights.astype(c.dtype))
         return self.wo_b(ranks.reshape(*out.shape[:2], c.out_groups * c.out_rank))

@@ -22,18 +22,20 @@ class CompressedCache(NamedTuple):
     token needs. So `lengths` may be set back, for each request on its own: by up to `max_rollback`
     tokens from the largest length that the request has had, or to 0 to begin a new request. After
     any other change, the request's outputs are NaN until its length is set to 0.
+
+    Attributes:
+        lengths: Number of tokens of each request, int32.
+        longest: The largest length that each request has had, int32.
+        recent: The last R = window - 1 + max_rollback keys, in a ring buffer; see `nn.ring`.
+        compressed: The compressed keys; None if the layer has none.
+        index_keys: The indexer's compressed keys; None without an indexer.
     """
 
     lengths: Int[Array, "B"]
-    """Number of tokens of each request, int32."""
     longest: Int[Array, "B"]
-    """The largest length that each request has had, int32."""
     recent: Float[Array, "B R D"]
-    """The last R = window - 1 + max_rollback keys, in a ring buffer; see `nn.ring`."""
     compressed: Stream | None
-    """The compressed keys; None if the layer has none."""
     index_keys: Stream | None
-    """The indexer's compressed keys; None without an indexer."""
 
     def with_lengths(self, lengths: Int[Array, "B"]) -> CompressedCache:
         """Returns the cache with other lengths, for example without rejected draft tokens.

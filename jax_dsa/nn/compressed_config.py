@@ -18,51 +18,67 @@ from jax_dsa.nn.rotary import rope
 class CompressedConfig:
     """One layer that attends to a window of keys and, with a `ratio`, to compressed keys.
 
+    Attributes:
+        model_dim: M, width of the hidden states.
+        num_heads: N, number of attention heads, a multiple of `out_groups`. 64 or 128 in
+            DeepSeek-V4.
+        q_rank: Width of the latent that the queries of attention and indexer are both projected
+            from.
+        head_dim: D, width of queries, keys and values alike; all heads share one key, which is
+            their value. 512 in DeepSeek-V4.
+        rope_dim: Number of rotary elements, the last ones of queries and keys; even.
+        out_groups: Number of head groups whose outputs are projected to `out_rank` numbers each.
+        out_rank: Width of each group's projected output.
+        window: Number of latest keys that each query attends to, its own among them. 128 in
+            DeepSeek-V4.
+        ratio: Tokens per compressed key; 4 or 128 in DeepSeek-V4. With None the layer has no
+            compressed keys. Default: None.
+        overlap: Whether a compressed key pools the tokens of its own block and of the block before
+            it, as with ratio 4 in DeepSeek-V4. Default: False.
+        top_k: Number of compressed keys that the indexer selects for a query; 512 or 1024 with
+            ratio 4 in DeepSeek-V4. None attends to all, as with ratio 128. Default: None.
+        index_heads: J, number of the indexer's heads. 64 in DeepSeek-V4. Default: 1.
+        index_dim: C, width of the indexer's queries and keys. Default: 128.
+        index_hadamard: Whether to apply the Hadamard transform to the indexer's queries and keys,
+            which spreads outliers before rounding and changes no score. Default: False.
+        index_fp4: Whether to round the indexer's queries and keys to FP4 values with
+            `fake_quantize_fp4`, as DeepSeek-V4 is served. Default: False.
+        rope_base: Base of the rotary frequencies of attention and indexer. In DeepSeek-V4, layers
+            without compressed keys have another base than the others. Default: 10000.0.
+        rope_frequencies: Radians per position of each rotary pair, in attention and indexer, which
+            replace those of `rope_base`. Default: None.
+        rope_factor: Multiplies the rotary elements of queries and keys (YaRN's attention factor).
+            Default: 1.0.
+        norm_eps: Epsilon of the layer's norms. Default: 1e-06.
+        dtype: Dtype of activations, caches and results, whatever the dtype of the layer's input; a
+            float32 layer returns float32 for bfloat16 hidden states. Parameters are float32.
+            Default: float32.
+
     Raises:
         TypeError: If a field has the wrong type.
         ValueError: If no layer has such sizes.
     """
 
     model_dim: int
-    """M, width of the hidden states."""
     num_heads: int
-    """N, number of attention heads, a multiple of `out_groups`."""
     q_rank: int
-    """Width of the latent that the queries of attention and indexer are both projected from."""
     head_dim: int
-    """D, width of queries, keys and values alike; all heads share one key, which is their value."""
     rope_dim: int
-    """Number of rotary elements, the last ones of queries and keys; even."""
     out_groups: int
-    """Number of head groups whose outputs are projected to `out_rank` numbers each."""
     out_rank: int
-    """Width of each group's projected output."""
     window: int
-    """Number of latest keys that each query attends to, its own among them."""
     ratio: int | None = None
-    """Tokens per compressed key; None: the layer has no compressed keys."""
     overlap: bool = False
-    """Whether a compressed key pools the tokens of its own block and of the block before it."""
     top_k: int | None = None
-    """Number of compressed keys that the indexer selects for a query; None attends to all."""
     index_heads: int = 1
-    """J, number of the indexer's heads."""
     index_dim: int = 128
-    """C, width of the indexer's queries and keys."""
     index_hadamard: bool = False
-    """As in `AttentionConfig`."""
     index_fp4: bool = False
-    """As in `AttentionConfig`."""
     rope_base: float = 10000.0
-    """As in `AttentionConfig`."""
     rope_frequencies: tuple[float, ...] | None = None
-    """As in `AttentionConfig`."""
     rope_factor: float = 1.0
-    """As in `AttentionConfig`."""
     norm_eps: float = 1e-6
-    """Epsilon of the layer's norms."""
     dtype: Any = jnp.float32
-    """Dtype of activations and caches; parameters are float32."""
 
     def __post_init__(self) -> None:
         """Rejects sizes that no layer can have."""

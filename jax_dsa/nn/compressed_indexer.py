@@ -10,9 +10,11 @@ from flax import nnx
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.compressor import Compressor
 from jax_dsa.nn.indexer import prepare_for_scoring
+from jax_dsa.nn.scopes import Linear, Module, scoped
 
 if TYPE_CHECKING:
     from jax_dsa.nn.compressed_config import CompressedConfig
+    from jax_dsa.nn.compressor import Stream
 
 
 class IndexCompressor(Compressor):
@@ -28,7 +30,7 @@ class IndexCompressor(Compressor):
         )
 
 
-class CompressedIndexer(nnx.Module):
+class CompressedIndexer(Module):
     """A lightning indexer over compressed keys of its own.
 
     The caller passes inputs behind `jax.lax.stop_gradient`, so that the indexer's loss trains the
@@ -42,10 +44,11 @@ class CompressedIndexer(nnx.Module):
     def __init__(self, config: CompressedConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         c, width = config, config.index_heads * config.index_dim
-        self.wq = nnx.Linear(c.q_rank, width, use_bias=False, dtype=c.dtype, rngs=rngs)
+        self.wq = Linear(c.q_rank, width, use_bias=False, dtype=c.dtype, rngs=rngs)
         self.compressor = IndexCompressor(c, c.index_dim, rngs=rngs)
-        self.weights = nnx.Linear(c.model_dim, c.index_heads, use_bias=False, rngs=rngs)
+        self.weights = Linear(c.model_dim, c.index_heads, use_bias=False, rngs=rngs)
 
+    @scoped
     def __call__(
         self,
         x: Float[Array, "B T M"],
@@ -66,3 +69,24 @@ class CompressedIndexer(nnx.Module):
             c.rotate(q, positions), use_hadamard=c.index_hadamard, fp4=c.index_fp4
         )
         return q, weights
+
+    @scoped
+    def keys(
+        self,
+        x: Float[Array, "B T M"],
+        positions: Int[Array, "B T"],
+        starts: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B W C"]:
+        """Returns the indexer's compressed keys; the arguments are those of `Compressor`."""
+        return self.compressor(x, positions, starts)
+
+    @scoped
+    def extend(
+        self,
+        stream: Stream,
+        x: Float[Array, "B T M"],
+        lengths: Int[Array, "B"],
+        counts: Int[Array, "B"],
+    ) -> Stream:
+        """Returns the compressed keys with more tokens, as `Compressor.extend`."""
+        return self.compressor.extend(stream, x, lengths, counts)

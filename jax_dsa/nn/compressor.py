@@ -17,19 +17,23 @@ from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_module, hidden_states
 from jax_dsa.nn.compressed_config import CompressedConfig
 from jax_dsa.nn.ring import put_in_ring, rows_after_concatenation
+from jax_dsa.nn.scopes import Linear, Module, RMSNorm, scoped
 from jax_dsa.ops.gated_pool import gated_pool_for_norm
 
 
 @exportable
 class Stream(NamedTuple):
-    """Compressed keys of some requests, and the contributions that the next keys will pool."""
+    """Compressed keys of some requests, and the contributions that the next keys will pool.
+
+    Attributes:
+        keys: Row w holds the key of block w, once the block is complete.
+        values: Values of the last R tokens, before the pooling, in a ring buffer; see `nn.ring`.
+        gates: Gates of the last R tokens, before the pooling, in a ring buffer.
+    """
 
     keys: Float[Array, "B W D"]
-    """Row w holds the key of block w, once the block is complete."""
     values: Float[Array, "B R F"]
-    """Values of the last R tokens, before the pooling, in a ring buffer; see `nn.ring`."""
     gates: Float[Array, "B R F"]
-    """Gates of the last R tokens, before the pooling, in a ring buffer."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -62,7 +66,7 @@ def _rms_norm_bwd(epsilon: float, saved: Any, dy: Array) -> tuple[Array, Array]:
 _rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
 
 
-class Compressor(nnx.Module):
+class Compressor(Module):
     """Pools every `ratio` tokens into a key, elementwise by a softmax over the tokens' gates.
 
     With `overlap` a token contributes to two keys, its own block's and the next block's, and each
@@ -80,11 +84,12 @@ class Compressor(nnx.Module):
         self.config, self.dim, self.ratio = config, dim, config.ratio
         c, width = config, dim * (2 if config.overlap else 1)
         linear = {"use_bias": False, "dtype": c.dtype, "rngs": rngs}
-        self.wkv = nnx.Linear(c.model_dim, width, **linear)
-        self.wg = nnx.Linear(c.model_dim, width, **linear)
+        self.wkv = Linear(c.model_dim, width, **linear)
+        self.wg = Linear(c.model_dim, width, **linear)
         self.position_bias = nnx.Param(jnp.zeros((self.ratio, width)))
-        self.norm = nnx.RMSNorm(dim, epsilon=c.norm_eps, dtype=c.dtype, rngs=rngs)
+        self.norm = RMSNorm(dim, epsilon=c.norm_eps, dtype=c.dtype, rngs=rngs)
 
+    @scoped
     def __call__(
         self,
         x: Float[Array, "B T M"],
@@ -123,6 +128,7 @@ class Compressor(nnx.Module):
             jnp.zeros(shape, c.dtype),
         )
 
+    @scoped
     def extend(
         self,
         stream: Stream,

@@ -28,85 +28,107 @@ class AttentionConfig:
     A cache stores, for each token, a row of D = kv_rank + rope_dim numbers (the latent and the
     rotary key) and the indexer's key.
 
+    Attributes:
+        model_dim: M, width of the hidden states. 7168 in DeepSeek-V3.2.
+        num_heads: N, number of attention heads. 128 in DeepSeek-V3.2, 64 in GLM-5.
+        q_rank: Width of the latent that the queries of attention and indexer are both projected
+            from; 1536 in DeepSeek-V3.2. None, as in Mistral-Large-4, projects them from the hidden
+            states; the indexer then applies a layer norm to these first.
+        kv_rank: E, width of the latent that keys and values are projected from. 512 in all
+            published models.
+        nope_dim: P, number of elements without position in each head's query and key. 128 in
+            DeepSeek-V3.2.
+        rope_dim: R, number of rotary elements in each head's query and in the key that all heads
+            share; even. 64 in all published models, and 0 in the layers of Mistral-Large-4 that
+            have no position.
+        v_dim: V, width of each head's value. 128 in DeepSeek-V3.2, 256 in GLM-5.
+        index_heads: J, number of the indexer's heads. 64 in DeepSeek-V3.2, 32 in GLM-5.
+        index_dim: C, width of the indexer's queries and keys. 128 in all published models.
+        index_rope_dim: Number of rotary elements of the indexer's queries and keys; even. Published
+            models have `rope_dim`.
+        top_k: K, number of keys that the indexer selects for a query. 2048 in all published models.
+        rope_base: Base of the rotary frequencies of attention and indexer. Default: 10000.0.
+        rope_layout: Rotary layout of the attention's queries and keys, "interleaved" or "half"
+            (Hy4); see `rope`. Default: 'interleaved'.
+        index_rope_layout: Rotary layout of the indexer's queries and keys, "interleaved" (GLM-5 and
+            Mistral-Large-4) or "half". Default: 'half'.
+        index_hadamard: Whether to apply the Hadamard transform to the indexer's queries and keys,
+            which spreads outliers before quantisation and changes no score. Default: False.
+        index_fp8: Whether to quantise the indexer's queries and keys to float8_e4m3fn. This stops
+            their gradient, so it is for inference. Default: False.
+        index_fp4: Whether to round the indexer's queries and keys to FP4 values with
+            `fake_quantize_fp4`, which passes gradients straight through, for quantisation-aware
+            training. Default: False.
+        fp8: Whether projections, and the feed-forward layers of a decoder, multiply in FP8 in both
+            passes, as `Fp8Linear`. The indexer's head weights and the up-projections of the latent
+            stay in `dtype`. Default: False.
+        norm_eps: Epsilon of the layer's norms. Default: 1e-06.
+        dtype: Dtype of activations, caches and results, whatever the dtype of the layer's input; a
+            float32 layer returns float32 for bfloat16 hidden states. Parameters are float32.
+            Default: float32.
+        rope_frequencies: Radians per position of each rotary pair, in attention and indexer, which
+            replace those of `rope_base`. `yarn_frequencies` computes those of DeepSeek-V3.2, and
+            `from_hf` computes those of every model. Default: None.
+        rope_factor: Multiplies the rotary elements of queries and keys (YaRN's attention factor).
+            Default: 1.0.
+        scale_factor: Multiplies the attention scores (YaRN's correction of the softmax scale, as in
+            DeepSeek-V3.2). Default: 1.0.
+        bias: Whether the projections to the latents and the output projection have a bias. Default:
+            False.
+        sinks: Whether each head has a sink, a learnt logit without a value in the softmax's
+            denominator, as in Hy4. Default: False.
+        gate: Whether the heads' values are multiplied by the sigmoid of a projection of the hidden
+            states, as in Hy4. Default: False.
+        log_scaling: Whether the queries of each head, and of each head of the indexer, are
+            multiplied by `scale log(position + 1) + bias`, where both parameters are learnt, as in
+            Mistral-Large-4. Default: False.
+        index_rope_last: Whether the rotary elements of the indexer are its last ones, as in Hy4,
+            instead of its first ones. Default: False.
+        index_norm_eps: Epsilon of the indexer's layer norms, which Hy4 and Mistral-Large-4 choose
+            separately. None means `norm_eps`. Default: None.
+        shares_keys: Whether the layer attends to another layer's keys and has none of its own, like
+            some layers of Mistral-Large-4. Default: False.
+        query_chunk: Number of queries, of each stripe, that sparse attention processes at a time;
+            None means all. The backward pass recomputes each chunk. A query of the absorbed form
+            has num_heads (kv_rank + rope_dim) numbers, which for long sequences are most of a
+            step's memory. T must be a multiple of the chunk, or at most as large. Default: None.
+
     Raises:
         TypeError: If a field has the wrong type.
         ValueError: If no layer has such sizes.
     """
 
     model_dim: int
-    """M, width of the hidden states."""
     num_heads: int
-    """N, number of attention heads."""
     q_rank: int | None
-    """Width of the latent that the queries of attention and indexer are both projected from. None
-    projects them from the hidden states; the indexer then applies a layer norm to these first."""
     kv_rank: int
-    """E, width of the latent that keys and values are projected from."""
     nope_dim: int
-    """P, number of elements without position in each head's query and key."""
     rope_dim: int
-    """R, number of rotary elements in each head's query and in the key that all heads share;
-    even."""
     v_dim: int
-    """V, width of each head's value."""
     index_heads: int
-    """J, number of the indexer's heads."""
     index_dim: int
-    """C, width of the indexer's queries and keys."""
     index_rope_dim: int
-    """Number of rotary elements of the indexer's queries and keys; even."""
     top_k: int
-    """K, number of keys that the indexer selects for a query."""
     rope_base: float = 10000.0
-    """Base of the rotary frequencies of attention and indexer."""
     rope_layout: RopeLayout = "interleaved"
-    """Rotary layout of the attention's queries and keys; see `rope`."""
     index_rope_layout: RopeLayout = "half"
-    """Rotary layout of the indexer's queries and keys; see `rope`."""
     index_hadamard: bool = False
-    """Whether to apply the Hadamard transform to the indexer's queries and keys."""
     index_fp8: bool = False
-    """Whether to quantise the indexer's queries and keys to float8_e4m3fn. This stops their
-    gradient, so it is for inference."""
     index_fp4: bool = False
-    """Whether to round the indexer's queries and keys to FP4 values with `fake_quantize_fp4`, which
-    passes gradients straight through, for quantisation-aware training."""
     fp8: bool = False
-    """Whether projections, and the feed-forward layers of a decoder, multiply in FP8 in both
-    passes, as `Fp8Linear`. The indexer's head weights and the up-projections of the latent stay in
-    `dtype`."""
     norm_eps: float = 1e-6
-    """Epsilon of the layer's norms."""
     dtype: Any = jnp.float32
-    """Dtype of activations and caches; parameters are float32."""
     rope_frequencies: tuple[float, ...] | None = None
-    """Radians per position of each rotary pair, in attention and indexer, which replace those of
-    `rope_base`; `yarn_frequencies` computes some."""
     rope_factor: float = 1.0
-    """Multiplies the rotary elements of queries and keys (YaRN's attention factor)."""
     scale_factor: float = 1.0
-    """Multiplies the attention scores (YaRN's correction of the softmax scale)."""
     bias: bool = False
-    """Whether the projections to the latents and the output projection have a bias."""
     sinks: bool = False
-    """Whether each head has a sink: a learnt logit without a value in the softmax's denominator."""
     gate: bool = False
-    """Whether the heads' values are multiplied by the sigmoid of a projection of the hidden
-    states."""
     log_scaling: bool = False
-    """Whether the queries of each head, and of each head of the indexer, are multiplied by
-    `scale log(position + 1) + bias`, where both parameters are learnt."""
     index_rope_last: bool = False
-    """Whether the rotary elements of the indexer are its last ones instead of its first ones."""
     index_norm_eps: float | None = None
-    """Epsilon of the indexer's layer norms; None: `norm_eps`."""
     shares_keys: bool = False
-    """Whether the layer attends to another layer's keys and has none of its own."""
     query_chunk: int | None = None
-    """Number of queries, of each stripe, that sparse attention processes at a time; None: all. The
-    backward pass recomputes each chunk. A query of the absorbed form has
-    num_heads (kv_rank + rope_dim) numbers, which for long sequences are most of a step's memory. T
-    must be a multiple of the chunk, or at most as large."""
 
     def __post_init__(self) -> None:
         """Rejects sizes that no layer can have."""
@@ -186,23 +208,26 @@ def check_index_dim(name: str, config: Any) -> None:
 class DecoderConfig:
     """A decoder-only language model of pre-norm blocks: attention, then a SwiGLU layer.
 
+    Attributes:
+        attention: Configuration of every attention layer.
+        vocab: Number of tokens in the vocabulary.
+        num_layers: Number of blocks.
+        mlp_dim: Width of the hidden layer of SwiGLU.
+        indexer_types: Indexer types of the layers, from the first one on; the pattern repeats. A
+            "full" layer selects with its own indexer. A "shared" layer has none and attends to the
+            keys that the last "full" layer before it selected. In GLM-5.2 three of four layers are
+            "shared". Default: ('full',).
+
     Raises:
         TypeError: If a field has the wrong type.
         ValueError: If a size is less than 1, or `indexer_types` leaves a layer without a selection.
     """
 
     attention: AttentionConfig
-    """Configuration of every attention layer."""
     vocab: int
-    """Number of tokens in the vocabulary."""
     num_layers: int
-    """Number of blocks."""
     mlp_dim: int
-    """Width of the hidden layer of SwiGLU."""
     indexer_types: tuple[IndexerType, ...] = ("full",)
-    """Indexer types of the layers, from the first one on; the pattern repeats. A "full" layer
-    selects with its own indexer. A "shared" layer has none and attends to the keys that the last
-    "full" layer before it selected."""
 
     def __post_init__(self) -> None:
         """Rejects sizes below 1, and a pattern that leaves a layer without a selection."""

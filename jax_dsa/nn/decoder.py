@@ -22,6 +22,7 @@ from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.cache import DecoderCache
 from jax_dsa.nn.config import DecoderConfig
 from jax_dsa.nn.linear import projection
+from jax_dsa.nn.scopes import Embed, Linear, Module, RMSNorm, scoped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from jax_dsa.nn.config import IndexerType
 
 
-class SwiGLU(nnx.Module):
+class SwiGLU(Module):
     """Gated feed-forward layer: `down(silu(gate(x)) * up(x))` (Shazeer, 2020).
 
     Args:
@@ -48,14 +49,15 @@ class SwiGLU(nnx.Module):
         self.gate_up = projection(a, a.model_dim, 2 * config.mlp_dim, rngs)
         self.down = projection(a, config.mlp_dim, a.model_dim, rngs)
 
+    @scoped
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-        """Returns the layer's output for hidden states `x`."""
+        """Returns the layer's output for hidden states `x`, in the configuration's dtype."""
         _, x = hidden_states("SwiGLU", x, self.gate_up.in_features)
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(jax.nn.silu(gate) * up)
 
 
-class Block(nnx.Module):
+class Block(Module):
     """Pre-norm residual block: attention, then SwiGLU.
 
     Args:
@@ -70,9 +72,9 @@ class Block(nnx.Module):
         check_module("Block", config, DecoderConfig, rngs)
         a = config.attention
         norm = {"epsilon": a.norm_eps, "dtype": a.dtype, "rngs": rngs}
-        self.attention_norm = nnx.RMSNorm(a.model_dim, **norm)
+        self.attention_norm = RMSNorm(a.model_dim, **norm)
         self.attention = DSAttention(a, indexer_type, rngs=rngs)
-        self.mlp_norm = nnx.RMSNorm(a.model_dim, **norm)
+        self.mlp_norm = RMSNorm(a.model_dim, **norm)
         self.mlp = SwiGLU(config, rngs=rngs)
 
     def __call__(
@@ -87,7 +89,8 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T M"], AttentionAux]:
         """Returns hidden states, and the attention's other results.
 
-        The arguments are those of `DSAttention`.
+        The arguments are those of `DSAttention`. The hidden states have the wider of the dtypes of
+        `x` and of the configuration, because the block adds to `x`.
         """
         _, x = hidden_states("Block", x, self.attention.config.model_dim)
         y, aux = self.attention(
@@ -122,7 +125,7 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), cache, indices
 
 
-class DecoderLM(nnx.Module):
+class DecoderLM(Module):
     """A language model: embedding, blocks, final norm and vocabulary projection.
 
     Args:
@@ -148,10 +151,10 @@ class DecoderLM(nnx.Module):
         check_module("DecoderLM", config, DecoderConfig, rngs)
         self.config = config
         a = config.attention
-        self.embed = nnx.Embed(config.vocab, a.model_dim, dtype=a.dtype, rngs=rngs)
+        self.embed = Embed(config.vocab, a.model_dim, dtype=a.dtype, rngs=rngs)
         self.blocks = nnx.List([Block(config, kind, rngs=rngs) for kind in config.layers])
-        self.norm = nnx.RMSNorm(a.model_dim, epsilon=a.norm_eps, dtype=a.dtype, rngs=rngs)
-        self.head = nnx.Linear(a.model_dim, config.vocab, use_bias=False, dtype=a.dtype, rngs=rngs)
+        self.norm = RMSNorm(a.model_dim, epsilon=a.norm_eps, dtype=a.dtype, rngs=rngs)
+        self.head = Linear(a.model_dim, config.vocab, use_bias=False, dtype=a.dtype, rngs=rngs)
 
     def __call__(
         self,
@@ -217,9 +220,10 @@ class DecoderLM(nnx.Module):
                 blocks[i + 1] = next_graph, next_params
 
             def run(
-                params: Any, x: jax.Array, arrays: dict[str, Any], graph: Any = graph
+                params: Any, x: jax.Array, arrays: dict[str, Any], i: int = i, graph: Any = graph
             ) -> tuple[jax.Array, AttentionAux]:
-                return nnx.merge(graph, params)(x, **arrays, stripes=stripes, sparse=sparse)
+                with jax.named_scope(f"blocks/{i}"):
+                    return nnx.merge(graph, params)(x, **arrays, stripes=stripes, sparse=sparse)
 
             # With nothing to recompute, `jax.checkpoint` would only add barriers.
             if remat_policy not in (None, jax.checkpoint_policies.everything_saveable):
@@ -298,9 +302,11 @@ class DecoderLM(nnx.Module):
         x = self._embed(tokens)
         selections: list[jax.Array] = []
         layers = []
-        for block, kind, old in zip(self.blocks, self.config.layers, cache.layers, strict=True):
-            reused = selections[-1] if kind == "shared" else None
-            x, new, indices = block.decode(x, old, counts=counts, indices=reused)
+        kinds = self.config.layers
+        for i, (block, old) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+            reused = selections[-1] if kinds[i] == "shared" else None
+            with jax.named_scope(f"blocks/{i}"):
+                x, new, indices = block.decode(x, old, counts=counts, indices=reused)
             layers.append(new)
             selections.append(indices)
         results = self._logits(x), DecoderCache(tuple(layers))

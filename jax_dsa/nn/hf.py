@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.compressed import CompressedAttention
-from jax_dsa.nn.hf_fp8 import SCALE_NAMES, BlockSize, checked_block_size, dequantized, is_fp8
-from jax_dsa.nn.hf_names import HFTensor, hf_tensors, transformers_name
+from jax_dsa.nn.hf_fp8 import (
+    SCALE_NAMES,
+    BlockSize,
+    checked_block_size,
+    configured_block_size,
+    dequantized,
+    is_fp8,
+)
+from jax_dsa.nn.hf_names import INDEXER, HFTensor, hf_tensors, transformers_name
 from jax_dsa.nn.safetensors import SafeTensors, read_json
 
 if TYPE_CHECKING:
@@ -30,11 +38,13 @@ def load_hf(
     prefix: str = "",
     *,
     weight_block_size: Sequence[int] | None = None,
+    new_indexer: bool = False,
 ) -> Attention:
     """Loads a checkpoint's weights into an attention layer, in place.
 
     Each parameter keeps its dtype and sharding. All values are computed before the first parameter
-    is replaced, so an error leaves the module unchanged.
+    is replaced, so an error leaves the module unchanged. Stored rotary frequencies
+    (`rotary_emb.inv_freq`) are ignored, because the configuration determines them.
 
     FP8 weights (float8_e4m3fn, float8_e5m2, or the bytes of float8_e4m3fn as uint8) are multiplied
     by the scales of their blocks. The scales of a weight `x.weight` are called
@@ -51,6 +61,8 @@ def load_hf(
         weight_block_size: Rows and columns of the blocks that share a scale. Default: the
             `quantization_config.weight_block_size` of a `config.json` beside the files, or
             128 x 128 without one.
+        new_indexer: True loads the weights of a dense layer and leaves the indexer as it is. The
+            checkpoint must have no weight of this layer's indexer.
 
     Returns:
         `module`.
@@ -62,7 +74,8 @@ def load_hf(
             argument or a tensor has the wrong type.
         ValueError: If a weight has the wrong shape or dtype, the module has no parameter for it, an
             FP8 weight has no scales or scales of the wrong shape, a parameter's dtype cannot hold
-            a value, or a file is broken.
+            a value, or a file is broken. With `new_indexer`, if the checkpoint has weights of the
+            indexer, or the module is no `DSAttention` with an indexer that has values.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -80,16 +93,12 @@ def load_hf(
     """
     _check_module("load_hf", module)
     prefix = _with_dot("load_hf", prefix)
-    if isinstance(tensors, str | os.PathLike):
-        tensors = SafeTensors(pathlib.Path(tensors))
-    elif not isinstance(tensors, Mapping):
-        raise TypeError(
-            f"load_hf: argument 'tensors' is {type(tensors).__name__}, expected a mapping of "
-            f"arrays, or the path of a file or directory"
-        )
+    tensors = tensors_of(tensors)
+    if new_indexer:
+        _check_new_indexer(module)
     block = checked_block_size(weight_block_size, "argument 'weight_block_size'")
     values: list[tuple[Any, jax.Array]] = []
-    for tensor, name, scale_name in _match(module, tensors, prefix):
+    for tensor, name, scale_name in _match(module, tensors, prefix, new_indexer):
         x = _weight(tensors, name, scale_name, tensor.shape, block)
         for param, new in zip(tensor.params, tensor.to_params(x), strict=True):
             values.append((param, _placed(new, param.get_value(), _label(tensors, name))))
@@ -138,11 +147,44 @@ def save_hf(
     return weights
 
 
+def tensors_of(tensors: Any) -> Mapping[str, Any]:
+    """Returns the checkpoint that `load_hf`'s argument `tensors` stands for.
+
+    Raises:
+        OSError: If there is no such file.
+        TypeError: If the argument is neither a mapping nor a path.
+        ValueError: If a file is broken.
+    """
+    if isinstance(tensors, str | os.PathLike):
+        return SafeTensors(pathlib.Path(tensors))
+    if not isinstance(tensors, Mapping):
+        raise TypeError(
+            f"load_hf: argument 'tensors' is {type(tensors).__name__}, expected a mapping of "
+            f"arrays, or the path of a file or directory"
+        )
+    return tensors
+
+
 def _check_module(op: str, module: Any) -> None:
     if not isinstance(module, DSAttention | CompressedAttention):
         raise TypeError(
             f"{op}: argument 'module' is {type(module).__name__}, expected a whole attention "
             f"layer, a DSAttention or CompressedAttention"
+        )
+
+
+def _check_new_indexer(module: DSAttention | CompressedAttention) -> None:
+    """Raises ValueError unless the module has a lightning indexer with values."""
+    indexer = module.indexer if isinstance(module, DSAttention) else None
+    if indexer is None:
+        raise ValueError(
+            f"load_hf: argument 'module' is a {type(module).__name__} without a lightning indexer, "
+            f"expected one with new_indexer=True"
+        )
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(indexer))):
+        raise ValueError(
+            "load_hf: the indexer of argument 'module' is abstract, expected values with "
+            "new_indexer=True, because the checkpoint gives it none"
         )
 
 
@@ -160,18 +202,22 @@ def _label(tensors: Mapping[str, Any], name: str) -> str:
 
 
 def _match(
-    module: DSAttention | CompressedAttention, tensors: Mapping[str, Any], prefix: str
+    module: DSAttention | CompressedAttention,
+    tensors: Mapping[str, Any],
+    prefix: str,
+    new_indexer: bool,
 ) -> list[tuple[HFTensor, str, str | None]]:
     """Matches the tensors of a module with the names in a checkpoint.
 
     Returns:
         The module's tensors, each with its name in `tensors` and, if there are some, that of its
-        scales.
+        scales; without those of the indexer if `new_indexer` is True.
 
     Raises:
         KeyError: If a tensor is missing.
-        ValueError: If the module has no parameter for a tensor, or two tensors are the same
-            parameter or both are its scales.
+        ValueError: If the module has no parameter for a tensor, two tensors are the same parameter
+            or both are its scales, or the checkpoint has the weights of an indexer although
+            `new_indexer` is True.
     """
     names: dict[str, str] = {}
     for name in tensors:
@@ -181,16 +227,26 @@ def _match(
             )
         if name.startswith(prefix):
             own = transformers_name(module, name[len(prefix) :])
+            if own == "rotary_emb.inv_freq":
+                continue
             if own in names:
                 raise _twice(tensors, own, [names[own], name])
             names[own] = name
-    expected = list(hf_tensors(module))
-    missing = [prefix + tensor.name for tensor in expected if tensor.name not in names]
     source = tensors.path if isinstance(tensors, SafeTensors) else "argument 'tensors'"
+    expected = list(hf_tensors(module))
+    if new_indexer:
+        expected = [tensor for tensor in expected if not tensor.name.startswith(INDEXER)]
+        if indexer := sorted(name for own, name in names.items() if own.startswith(INDEXER)):
+            raise ValueError(
+                f"load_hf: {source} has the weights {indexer} of an indexer, expected none with "
+                f"new_indexer=True; without it, load_hf loads a layer with its indexer"
+            )
+    missing = [prefix + tensor.name for tensor in expected if tensor.name not in names]
     if missing:
-        raise KeyError(
-            f"load_hf: {source} lacks {missing}; do the names begin with prefix = {prefix!r}?"
-        )
+        hint = f"do the names begin with prefix = {prefix!r}?"
+        if isinstance(module, DSAttention) and all(INDEXER in name for name in missing):
+            hint = "load the layer of a dense model with new_indexer=True"
+        raise KeyError(f"load_hf: {source} lacks {missing}; {hint}")
     found = []
     for tensor in expected:
         name, scales = names.pop(tensor.name), []
@@ -288,10 +344,8 @@ def _published_block_size(tensors: SafeTensors) -> BlockSize | None:
         return None
     config = read_json("load_hf", file)
     for level in (config, config.get("text_config")):
-        quantization = level.get("quantization_config") if isinstance(level, Mapping) else None
-        if isinstance(quantization, Mapping):
-            size = quantization.get("weight_block_size")
-            return checked_block_size(size, f"weight_block_size in {file}")
+        if isinstance(level, Mapping) and isinstance(level.get("quantization_config"), Mapping):
+            return configured_block_size(level, str(file))
     return None
 
 

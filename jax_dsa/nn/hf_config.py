@@ -22,16 +22,24 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+DENSE_MODELS = ("deepseek_v3", "deepseek_v2", "kimi_k2")
+"""The types of models whose attention is that of `deepseek_v32` without indexers."""
+
+
 class HFLayer(NamedTuple):
-    """The arguments from which one attention layer of a model is built."""
+    """The arguments from which one attention layer of a model is built.
+
+    Attributes:
+        config: An `AttentionConfig` for `DSAttention`, a `CompressedConfig` for
+            `CompressedAttention`.
+        indexer_type: Second argument of `DSAttention`.
+        kv_source: Number of the layer whose keys this one attends to: its own number, or that of an
+            earlier layer, whose `aux.kv` it takes as `kv`.
+    """
 
     config: AttentionConfig | CompressedConfig
-    """An `AttentionConfig` for `DSAttention`, a `CompressedConfig` for `CompressedAttention`."""
     indexer_type: IndexerType
-    """Second argument of `DSAttention`."""
     kv_source: int
-    """Number of the layer whose keys this one attends to: its own number, or that of an earlier
-    layer, whose `aux.kv` it takes as `kv`."""
 
 
 def from_hf(
@@ -43,7 +51,8 @@ def from_hf(
         config: The configuration, the dictionary that its `to_dict` returns, or a published
             `config.json`: its dictionary, its path, or the path of its directory. If it contains a
             `text_config`, that one counts. The model types `deepseek_v32`, `glm_moe_dsa`, `hy_v4`,
-            `mistral_large4` (by its `text_config`) and `deepseek_v4` are supported.
+            `mistral_large4` (by its `text_config`) and `deepseek_v4` are supported. For a dense
+            model, pass the result of `sparse_hf_config`.
         rope_alpha: The checkpoint's learnt logarithms of frequency factors, one per rotary pair
             (Mistral's `rotary_emb.alpha`).
         dtype: Dtype of activations and caches.
@@ -71,10 +80,17 @@ def from_hf(
         >>> [(layer.indexer_type, layer.config.top_k) for layer in layers]
         [('full', 8), ('shared', 8)]
     """
-    fields = read_fields(config)
+    return layers_of(read_fields(config), rope_alpha, dtype)
+
+
+def layers_of(
+    fields: Fields, rope_alpha: Sequence[float] | None = None, dtype: Any = jnp.float32
+) -> tuple[HFLayer, ...]:
+    """Returns what `from_hf` returns for these fields."""
     kind = fields["model_type"]
     if kind not in tuple(_MODELS):
-        raise ValueError(f"from_hf: model_type is {kind!r}, expected one of {tuple(_MODELS)}")
+        hint = "; sparse_from_hf gives a dense model indexers" if kind in DENSE_MODELS else ""
+        raise ValueError(f"from_hf: model_type is {kind!r}, expected one of {tuple(_MODELS)}{hint}")
     return _MODELS[kind](fields, rope_alpha, dtype)
 
 
@@ -247,7 +263,10 @@ def _compressed_rope(c: Fields, *, window_only: bool) -> tuple[Fields, int]:
 
 
 _MODELS: dict[str, Callable[[Fields, Any, Any], tuple[HFLayer, ...]]] = {
-    "deepseek_v32": lambda c, a, d: _mla(c, a, d, q_rank=c["q_lora_rank"]),
+    # Dense models without a latent of the queries have q_lora_rank null.
+    "deepseek_v32": lambda c, a, d: _mla(
+        *(c, a, d), q_rank=None if c.get("q_lora_rank", 1) is None else c["q_lora_rank"]
+    ),
     "deepseek_v4": _compressed,
     "glm_moe_dsa": lambda c, a, d: _mla(
         *(c, a, d), q_rank=c["q_lora_rank"], index_rope_layout="interleaved"

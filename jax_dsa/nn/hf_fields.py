@@ -108,4 +108,8 @@ def read_fields(config: Any) -> Fields:
             )
         c = c.to_dict()
     fields = Fields(c, name)
-    return fields if fields.get("text_config") is None else fields.inner("text_config")
+    if fields.get("text_config") is None:
+        return fields
+    shared = {n: fields[n] for n in ("quantization_config",) if n in fields}
+    text = fields.inner("text_config")
+    return Fields({**shared, **text}, text.name)

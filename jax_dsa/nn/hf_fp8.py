@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -95,3 +96,18 @@ def checked_block_size(value: Any, name: str) -> BlockSize | None:
     if min(rows, columns) < 1:
         raise ValueError(f"load_hf: {name} is {value!r}, expected two ints of at least 1")
     return rows, columns
+
+
+def configured_block_size(config: Mapping[str, Any], name: str) -> BlockSize | None:
+    """Returns the `quantization_config.weight_block_size` of a configuration, if there is one.
+
+    Args:
+        config: The configuration.
+        name: What to call the configuration in a message.
+
+    Raises:
+        ValueError: If the size is no pair of ints.
+    """
+    quantization = config.get("quantization_config")
+    size = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+    return checked_block_size(size, f"weight_block_size in {name}")

@@ -13,17 +13,24 @@ from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.compressed import CompressedAttention
 from jax_dsa.nn.compressor import Compressor
 
+INDEXER = "indexer."
+"""What the names of the indexer's tensors of `DSAttention` begin with."""
+
 
 class HFTensor(NamedTuple):
-    """One tensor of a checkpoint and the parameters whose values it holds."""
+    """One tensor of a checkpoint and the parameters whose values it holds.
+
+    Attributes:
+        name: The tensor's name in `transformers`, without the layer's prefix.
+        params: The parameters.
+        to_params: Returns the parameters' values, views of the tensor where possible.
+        from_params: Returns the tensor for the parameters' values.
+    """
 
     name: str
-    """The tensor's name in `transformers`, without the layer's prefix."""
     params: tuple[nnx.Variable[Any], ...]
     to_params: Callable[[np.ndarray], tuple[np.ndarray, ...]]
-    """Returns the parameters' values, views of the tensor where possible."""
     from_params: Callable[..., np.ndarray]
-    """Returns the tensor for the parameters' values."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -16,22 +16,26 @@ from jax_dsa.nn.config import AttentionConfig
 from jax_dsa.nn.fp4 import fake_quantize_fp4
 from jax_dsa.nn.linear import projection
 from jax_dsa.nn.rotary import hadamard, rope
+from jax_dsa.nn.scopes import LayerNorm, Linear, Module, scoped
 from jax_dsa.nn.stripes import unstriped
 from jax_dsa.ops.quantize_fp8 import quantize_fp8
 
 
 @exportable
 class IndexerInputs(NamedTuple):
-    """The arguments, by name, of every operator with an indexer."""
+    """The arguments, by name, of every operator with an indexer.
+
+    Attributes:
+        index_q: Queries, in the layer's dtype or float8_e4m3fn.
+        index_k: Keys, in the dtype of the queries.
+        index_weights: Weight of each head for each query, float32.
+        index_k_scale: Scale of each FP8 key, float32; None without quantisation.
+    """
 
     index_q: Float[Array, "B T J C"]
-    """Queries, in the layer's dtype or float8_e4m3fn."""
     index_k: Float[Array, "B T C"]
-    """Keys, in the dtype of the queries."""
     index_weights: Float[Array, "B T J"]
-    """Weight of each head for each query, float32."""
     index_k_scale: Float[Array, "B T"] | None
-    """Scale of each FP8 key, float32; None without quantisation."""
 
     def unstriped_keys(self, stripes: int) -> IndexerInputs:
         """Returns these arguments with the keys in the sequence's order.
@@ -42,7 +46,7 @@ class IndexerInputs(NamedTuple):
         return self._replace(index_k=k, index_k_scale=scale)
 
 
-class LogScale(nnx.Module):
+class LogScale(Module):
     """Multiplies each head's queries by `scale log(position + 1) + bias`.
 
     The factor of a new module is 1.
@@ -52,6 +56,7 @@ class LogScale(nnx.Module):
         self.scale = nnx.Param(jnp.zeros(num_heads))
         self.bias = nnx.Param(jnp.ones(num_heads))
 
+    @scoped
     def __call__(
         self, q: Float[Array, "B T N D"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T N D"]:
@@ -60,7 +65,7 @@ class LogScale(nnx.Module):
         return q * (self.scale[...] * log + self.bias[...])[..., None].astype(q.dtype)
 
 
-class LightningIndexer(nnx.Module):
+class LightningIndexer(Module):
     """Projects hidden states to the indexer's queries, keys and head weights.
 
     The keys have a layer norm. Queries and keys have rotary position in their first (or last)
@@ -82,14 +87,15 @@ class LightningIndexer(nnx.Module):
         width = c.index_heads * c.index_dim
         eps = c.norm_eps if c.index_norm_eps is None else c.index_norm_eps
         norm = {"epsilon": eps, "dtype": c.dtype, "rngs": rngs}
-        self.q_norm = nnx.LayerNorm(c.model_dim, **norm) if c.q_rank is None else None
+        self.q_norm = LayerNorm(c.model_dim, **norm) if c.q_rank is None else None
         self.wq = projection(c, c.q_rank or c.model_dim, width, rngs)
         self.wk = projection(c, c.model_dim, c.index_dim, rngs)
-        self.k_norm = nnx.LayerNorm(c.index_dim, **norm)
+        self.k_norm = LayerNorm(c.index_dim, **norm)
         self.q_scale = LogScale(c.index_heads) if c.log_scaling else None
         # The weights decide between close scores and are few, so they stay in float32.
-        self.weights = nnx.Linear(c.model_dim, c.index_heads, use_bias=False, rngs=rngs)
+        self.weights = Linear(c.model_dim, c.index_heads, use_bias=False, rngs=rngs)
 
+    @scoped
     def __call__(
         self,
         x: Float[Array, "B T M"],
@@ -108,7 +114,7 @@ class LightningIndexer(nnx.Module):
         """
         c = self.config
         args, x = hidden_states("LightningIndexer", x, c.model_dim)
-        args.bind("Q", c.q_rank or c.model_dim, "config")
+        args.bind("Q", c.q_rank or c.model_dim, "'config'")
         q_latent = args.array("q_latent", q_latent, "B T Q", FLOATS)
         positions = args.array("positions", positions, "B T", INT32)
         x, q_latent = jax.lax.stop_gradient((x, q_latent))

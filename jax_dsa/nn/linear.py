@@ -8,13 +8,14 @@ import jax
 from flax import nnx
 
 from jax_dsa.core.typing import Array, Float
+from jax_dsa.nn.scopes import Linear, scoped
 from jax_dsa.ops.fp8_linear import fp8_linear
 
 if TYPE_CHECKING:
     from jax_dsa.nn.config import AttentionConfig
 
 
-class Fp8Linear(nnx.Linear):
+class Fp8Linear(Linear):
     """An `nnx.Linear` whose three matrix products, forward and backward, run in FP8.
 
     `jax_dsa.fp8_linear` computes them. Arguments and parameters are those of `nnx.Linear`. The
@@ -24,8 +25,12 @@ class Fp8Linear(nnx.Linear):
     Source: DeepSeek-V3 (2024), section 3.3.
     """
 
-    def __call__(self, inputs: Float[Array, "... K"], out_sharding: Any = None) -> Array:
-        """Returns `inputs @ kernel + bias`, in the layer's dtype."""
+    @scoped
+    def __call__(self, inputs: Float[Array, "... F"], out_sharding: Any = None) -> Array:
+        """Returns `inputs @ kernel + bias`, in the layer's `dtype`.
+
+        If the layer has none, the result has the widest dtype of input and parameters.
+        """
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]
         x, _, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
@@ -37,7 +42,7 @@ class Fp8Linear(nnx.Linear):
 
 def projection(
     config: AttentionConfig, inputs: int, outputs: int, rngs: nnx.Rngs, *, bias: bool = False
-) -> nnx.Linear:
+) -> Linear:
     """Returns a linear layer, in FP8 if `config.fp8` is True.
 
     Args:
@@ -47,5 +52,5 @@ def projection(
         rngs: Random streams that initialise the parameters.
         bias: Whether the projection has a bias.
     """
-    layer = Fp8Linear if config.fp8 else nnx.Linear
+    layer = Fp8Linear if config.fp8 else Linear
     return layer(inputs, outputs, use_bias=bias, dtype=config.dtype, rngs=rngs)

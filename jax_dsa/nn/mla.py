@@ -17,28 +17,32 @@ from jax_dsa.nn.config import AttentionConfig
 from jax_dsa.nn.indexer import LogScale
 from jax_dsa.nn.linear import projection
 from jax_dsa.nn.rotary import rope
+from jax_dsa.nn.scopes import Module, RMSNorm, scoped
 from jax_dsa.ops.masked_attention import masked_attention
 
 
 @exportable
 class MLAProjections(NamedTuple):
-    """The projections of a layer's tokens: queries of every head, and the key that heads share."""
+    """The projections of a layer's tokens: queries of every head, and the key that heads share.
+
+    Attributes:
+        q_nope: The elements of the queries without position.
+        q_rope: The elements of the queries that have been rotated by their position.
+        kv: The normalised latent (the first E elements) and the rotary key (the last R): the row
+            that a cache stores. None if the layer attends to another layer's keys.
+        q_latent: The input of the query projection: the queries' latent, or the hidden states if
+            `config.q_rank` is None.
+        gate: Sigmoid gate on each head's values; None if `config.gate` is False.
+    """
 
     q_nope: Float[Array, "B T N P"]
-    """The elements of the queries without position."""
     q_rope: Float[Array, "B T N R"]
-    """The elements of the queries that have been rotated by their position."""
     kv: Float[Array, "B T 1 D"] | None
-    """The normalised latent (the first E elements) and the rotary key (the last R): the row that a
-    cache stores. None if the layer attends to another layer's keys."""
     q_latent: Float[Array, "B T Q"]
-    """The input of the query projection: the queries' latent, or the hidden states if
-    `config.q_rank` is None."""
     gate: Float[Array, "B T N V"] | None
-    """Sigmoid gate on each head's values; None if `config.gate` is False."""
 
 
-class MLA(nnx.Module):
+class MLA(Module):
     """The projections of multi-head latent attention, in its absorbed and its expanded form.
 
     Keys and values of all heads are linear in one latent of E numbers per token. In the absorbed
@@ -62,13 +66,13 @@ class MLA(nnx.Module):
         norm = {"epsilon": c.norm_eps, "dtype": c.dtype, "rngs": rngs}
         rank = c.q_rank
         self.wq_a = None if rank is None else projection(c, c.model_dim, rank, rngs, bias=c.bias)
-        self.q_norm = None if rank is None else nnx.RMSNorm(rank, **norm)
+        self.q_norm = None if rank is None else RMSNorm(rank, **norm)
         self.wq_b = projection(c, rank or c.model_dim, heads * (c.nope_dim + c.rope_dim), rngs)
         self.q_scale = LogScale(heads) if c.log_scaling else None
         own_keys = not c.shares_keys
         latent = c.kv_rank + c.rope_dim
         self.wkv_a = projection(c, c.model_dim, latent, rngs, bias=c.bias) if own_keys else None
-        self.kv_norm = nnx.RMSNorm(c.kv_rank, **norm) if own_keys else None
+        self.kv_norm = RMSNorm(c.kv_rank, **norm) if own_keys else None
         per_head = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
         self.w_uk = nnx.Param(per_head(rngs.params(), (heads, c.kv_rank, c.nope_dim)))
         self.w_uv = nnx.Param(per_head(rngs.params(), (heads, c.kv_rank, c.v_dim)))
@@ -76,6 +80,7 @@ class MLA(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(heads)) if c.sinks else None
         self.wg = projection(c, c.model_dim, heads * c.v_dim, rngs) if c.gate else None
 
+    @scoped
     def project(self, x: Float[Array, "B T M"], positions: Int[Array, "B T"]) -> MLAProjections:
         """Returns the queries, the latent keys and the gate of hidden states.
 
@@ -112,16 +117,19 @@ class MLA(nnx.Module):
         """The heads' sink logits, float32, as operators take them; None without sinks."""
         return None if self.sinks is None else self.sinks[...]
 
+    @scoped
     def absorbed_queries(self, p: MLAProjections) -> Float[Array, "B T N D"]:
         """Returns the queries of the absorbed form, which attend to the latent keys."""
-        q = jnp.einsum("btnp,nep->btne", p.q_nope, self.w_uk.astype(self.config.dtype))
+        q = self._up_projected("w_uk", "btnp,nep->btne", p.q_nope)
         return jnp.concatenate([q, p.q_rope], axis=-1)
 
+    @scoped
     def output(self, out: Float[Array, "B T N E"], p: MLAProjections) -> Float[Array, "B T M"]:
         """Returns hidden states for the heads' outputs in the absorbed form."""
-        values = jnp.einsum("btne,nev->btnv", out, self.w_uv.astype(self.config.dtype))
+        values = self._up_projected("w_uv", "btne,nev->btnv", out)
         return self._gated_output(values, p)
 
+    @scoped
     def dense(
         self, p: MLAProjections, starts: Int[Array, "B T"] | None = None
     ) -> tuple[Float[Array, "B T M"], Float[Array, "B T N"]]:
@@ -138,9 +146,9 @@ class MLA(nnx.Module):
         c = self.config
         assert p.kv is not None
         latent, k_rope = jnp.split(p.kv[:, :, 0], [c.kv_rank], axis=-1)
-        k_nope = jnp.einsum("bse,nep->bsnp", latent, self.w_uk.astype(c.dtype))
+        k_nope = self._up_projected("w_uk", "bse,nep->bsnp", latent)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], c.rope_dim))
-        v = jnp.einsum("bse,nev->bsnv", latent, self.w_uv.astype(c.dtype))
+        v = self._up_projected("w_uv", "bse,nev->bsnv", latent)
         q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
         k = jnp.concatenate([k_nope, k_rope], axis=-1)
         own = None if starts is None else (starts, starts)  # A document's start identifies it.
@@ -150,6 +158,11 @@ class MLA(nnx.Module):
         if self.sink_logits is not None:
             out = out * logistic(lse - self.sink_logits)[..., None].astype(out.dtype)
         return self._gated_output(out, p), lse
+
+    def _up_projected(self, name: str, equation: str, x: Array) -> Array:
+        """Returns the product of `x` with the heads' up-projections "w_uk" or "w_uv"."""
+        with jax.named_scope(name):
+            return jnp.einsum(equation, x, getattr(self, name).astype(self.config.dtype))
 
     def _gated_output(
         self, values: Float[Array, "B T N V"], p: MLAProjections

@@ -13,13 +13,16 @@ from jax_dsa.nn.stripes import striped, unstriped
 
 
 class TokenPositions(NamedTuple):
-    """The rotary position of each token and the range of keys that it may attend to."""
+    """The rotary position of each token and the range of keys that it may attend to.
+
+    Attributes:
+        starts: First key of each token's document; None if each sequence is one document.
+        ends: One past each token's index in the sequence; None if tokens are stored in this order.
+    """
 
     positions: Int[Array, "B T"]
     starts: Int[Array, "B T"] | None
-    """First key of each token's document; None if each sequence is one document."""
     ends: Int[Array, "B T"] | None
-    """One past each token's index in the sequence; None if tokens are stored in this order."""
 
 
 def token_positions(

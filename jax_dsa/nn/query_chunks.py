@@ -30,11 +30,18 @@ this output, or the chunks are computed a third time.
 
 
 class QueryInputs(NamedTuple):
-    """The arrays of a chunk of queries. Keys are not among them: every chunk sees all keys."""
+    """The arrays of a chunk of queries. Keys are not among them: every chunk sees all keys.
+
+    Attributes:
+        projections: What MLA projects the queries' tokens to.
+        scoring: `index_q` and `index_weights`, if the layer has an indexer.
+        starts: First key that each query sees, int32; None: key 0.
+        ends: End of the range of keys that each query sees, int32; None: causal.
+        indices: A given selection, int32; None: the indexer selects.
+    """
 
     projections: MLAProjections
     scoring: dict[str, Any]
-    """`index_q` and `index_weights`, if the layer has an indexer."""
     starts: Int[Array, "B T"] | None
     ends: Int[Array, "B T"] | None
     indices: Int[Array, "B T K"] | None

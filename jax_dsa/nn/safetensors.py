@@ -34,13 +34,19 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 class _Entry(NamedTuple):
-    """Where one tensor is stored."""
+    """Where one tensor is stored.
+
+    Attributes:
+        file: The file.
+        offset: Offset of the tensor's first byte in the file.
+        size: Number of bytes.
+        dtype: The tensor's dtype, by its name in the format.
+        shape: The tensor's shape.
+    """
 
     file: pathlib.Path
     offset: int
-    """Offset of the tensor's first byte in the file."""
     size: int
-    """Number of bytes."""
     dtype: str
     shape: tuple[int, ...]
 

@@ -49,14 +49,15 @@ class TrainConfig:
         eval_batch: Validation sequences per batch.
         checkpoint_every: Steps between checkpoints.
         sample_tokens: Tokens of the text that the demo generates at the end.
-        weight_decay: AdamW's decay of matrices; other parameters do not decay.
-        clip_norm: The norm to which each optimizer clips its gradients.
+        weight_decay: AdamW's decay of matrices; other parameters do not decay. Default: 0.1.
+        clip_norm: The norm to which each optimizer clips its gradients. Default: 1.0.
         final_learning_rate: The learning rate at the end of the sparse stage, as a fraction of the
-            peak.
-        seed: Seed of the parameters, of the order of the data, and of all random draws.
+            peak. Default: 0.1.
+        seed: Seed of the parameters, of the order of the data, and of all random draws. Default: 0.
         accumulate: Microbatches per step. They are processed one after the other to save memory.
+            Default: 1.
         packed: Whether tokens attend only to tokens of their own document. Otherwise a window of
-            the text is one sequence, even if it contains several documents.
+            the text is one sequence, even if it contains several documents. Default: False.
     """
 
     model: DecoderConfig

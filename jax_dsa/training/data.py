@@ -56,18 +56,24 @@ class Corpus:
     """Token streams for training and validation, in which the token `bos` precedes each file.
 
     The streams may be memory-mapped files, so that only the parts that are used are read.
+
+    Attributes:
+        train: The tokens for training.
+        validation: The tokens for validation.
+        files: Number of files for training and for validation.
+        name: Name of the text, for messages and plots.
+        vocab: Number of tokens in the vocabulary.
+        size: Bytes of text in both streams; None if tokens are bytes.
+        tokenizer: File of the tokenizer, or None if tokens are bytes.
     """
 
     train: np.ndarray
     validation: np.ndarray
     files: tuple[int, int]
-    """Number of files for training and for validation."""
     name: str
     vocab: int = VOCAB
     size: int | None = None
-    """Bytes of text in both streams; None if tokens are bytes."""
     tokenizer: Path | None = None
-    """File of the tokenizer, or None if tokens are bytes."""
 
     @property
     def bos(self) -> int:

@@ -40,7 +40,8 @@ def remat_policy(name: str) -> Callable[..., Any]:
             - "attention": Save also the teacher, 4 K bytes per token, and the attention's output
               and lse, so that attention runs once too. In the warm-up, save the gradients of the
               loss, 4 bytes for each element of the indexer's queries and keys, so that the
-              probabilities of dense attention are computed once.
+              probabilities of dense attention are computed once. Projections, SwiGLU and the loss
+              over the selected keys are recomputed.
 
     Returns:
         The policy.

@@ -32,18 +32,28 @@ Params = Any  # a tree of nnx variables
 
 @exportable
 class Batch(NamedTuple):
-    """A batch of sequences on the devices of the mesh."""
+    """A batch of sequences on the devices of the mesh.
+
+    Attributes:
+        inputs: Token numbers, int32.
+        targets: The token that follows each input token.
+        segment_ids: The document of each input token, or None if each sequence counts as one
+            document.
+    """
 
     inputs: Int[Array, "B T"]
     targets: Int[Array, "B T"]
-    """The token that follows each input token."""
     segment_ids: Int[Array, "B T"] | None
-    """The document of each input token, or None if each sequence counts as one document."""
 
 
 @exportable
 class Learner(NamedTuple):
-    """Parameters and the state of their optimizer."""
+    """Parameters and the state of their optimizer.
+
+    Attributes:
+        params: The parameters, a tree of NNX variables.
+        opt: The optimizer's state, as Optax returns it.
+    """
 
     params: Params
     opt: Any
@@ -51,7 +61,12 @@ class Learner(NamedTuple):
 
 @exportable
 class Rates(NamedTuple):
-    """The learning rates of a step."""
+    """The learning rates of a step.
+
+    Attributes:
+        backbone: The backbone's learning rate.
+        indexer: The indexers' learning rate.
+    """
 
     backbone: Any
     indexer: Any
@@ -59,18 +74,23 @@ class Rates(NamedTuple):
 
 @exportable
 class TrainState(NamedTuple):
-    """Everything that a run needs to resume as if it had not stopped."""
+    """Everything that a run needs to resume as if it had not stopped.
+
+    Attributes:
+        step: Number of completed steps, which is also the number of the next batch.
+        rng: Key of the run's random draws. Each use folds in the step.
+        backbone: The model without its indexers, and its optimizer.
+        indexer: The indexers of all layers, and their optimizer.
+        control: The model that sparse training is compared with. It is a copy of the backbone from
+            the first sparse step, and continues with dense attention on the same batches. Before
+            that step it has no meaning.
+    """
 
     step: Int[Array, ""]
-    """Number of completed steps, which is also the number of the next batch."""
     rng: Array
-    """Key of the run's random draws. Each use folds in the step."""
     backbone: Learner
     indexer: Learner
     control: Learner
-    """The model that sparse training is compared with. It is a copy of the backbone from the first
-    sparse step, and continues with dense attention on the same batches. Before that step it has no
-    meaning."""
 
 
 class Program:

@@ -19,6 +19,22 @@ TOLERANCE = 1e-5
 """Largest permitted difference, relative to the largest value."""
 
 
+DENSE = "deepseek_v3", "deepseek_v2"
+"""Models without indexers. Our layers get new ones, which select all keys of short sequences."""
+
+
+def specs_of(kind: str, config: Any, **options: Any) -> tuple[nn.HFLayer, ...]:
+    """Returns the specs of the layers of a model."""
+    if kind in DENSE:
+        config = nn.sparse_hf_config(config, top_k=512, index_heads=4, index_dim=16)
+    return nn.from_hf(config, **options)
+
+
+def load(kind: str, module: Any, weights: Any, prefix: str = "") -> Any:
+    """Loads the weights of a layer of a model into ours."""
+    return nn.load_hf(module, weights, prefix, new_indexer=kind in DENSE)
+
+
 def make_layers(specs: Sequence[nn.HFLayer]) -> list[Any]:
     """Returns the layers of these specs."""
     return [

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jax_dsa import nn
-from support.hf_layers import compiled_layers, make_layers
+from support.hf_layers import DENSE, compiled_layers, load, make_layers, specs_of
 
 torch = pytest.importorskip("torch", reason="needs the extra 'parity'")
 transformers = pytest.importorskip("transformers", reason="needs the extra 'parity'")
@@ -58,6 +58,27 @@ class Model(NamedTuple):
 
 
 MODELS = {
+    "deepseek_v3": Model(
+        "deepseek_v3",
+        "DeepseekV3",
+        {
+            "q_lora_rank": 20,
+            "v_head_dim": 12,
+            "num_hidden_layers": 2,
+            "attention_bias": True,
+            "rope_parameters": YARN,
+        },
+    ),
+    "deepseek_v2": Model(
+        "deepseek_v2",
+        "DeepseekV2",
+        {
+            "q_lora_rank": None,
+            "v_head_dim": 20,
+            "num_hidden_layers": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
     "deepseek_v32": Model(
         "deepseek_v32",
         "DeepseekV32",
@@ -140,7 +161,8 @@ def hf_config(kind: str) -> Any:
     name = next(
         n for n in (f"{model.names}Config", f"{model.names[:-1]}Config") if hasattr(package, n)
     )
-    return getattr(package, name)(**{**SIZES, **model.config})
+    sizes = {n: x for n, x in SIZES.items() if kind not in DENSE or not n.startswith("index_")}
+    return getattr(package, name)(**{**sizes, **model.config})
 
 
 @functools.cache
@@ -159,7 +181,7 @@ def stack(kind: str) -> tuple[Any, Any, list[Any], tuple[nn.HFLayer, ...]]:
         getattr(modeling, f"{model.names}Attention")(config, i)
         for i in range(config.num_hidden_layers)
     ]
-    return config, rotary, layers, nn.from_hf(config, rope_alpha=alpha)
+    return config, rotary, layers, specs_of(kind, config, rope_alpha=alpha)
 
 
 @functools.cache
@@ -219,7 +241,7 @@ def run_hf(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> tuple
         indexer = getattr(layer.compressor if compressed else layer, "indexer", None)
         if indexer is not None:
             hook = indexer.register_forward_hook(lambda m, i, o, found=found: found.append(o))
-        if kind not in ("deepseek_v32", "deepseek_v4"):
+        if kind not in (*DENSE, "deepseek_v32", "deepseek_v4"):
             extra["prev_topk_indices"] = selected
         out, *_ = layer(
             x,
@@ -233,7 +255,7 @@ def run_hf(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> tuple
             hook.remove()
             selected = found[0]
         outs.append(out)
-        has_no_selection = compressed and indexer is None
+        has_no_selection = kind in DENSE or (compressed and indexer is None)
         selections.append(None if has_no_selection else selected.int().numpy())
     return outs, selections
 
@@ -249,5 +271,5 @@ def filled(kind: str, seed: int) -> Any:
     _, _, layers, _ = stack(kind)
     fill(layers, seed)
     for module, layer in zip(our_layers(kind), layers, strict=True):
-        nn.load_hf(module, tensors(layer))
+        load(kind, module, tensors(layer))
     return nnx.split(our_layers(kind))[1]

@@ -188,7 +188,8 @@ def _encoded(args: Args, rows: Any, stored: jax.Array) -> jax.Array:
     if is_record:
         dim = PAGE_RECORD_DIM if in_pages else RECORD_DIM
     dtypes = (FP8,) if stored.dtype == FP8 else FLOATS
-    rows = args.array("rows", rows, f"B T G {dim}", dtypes)
+    args.bind("D", dim, "the cache's records" if is_record else "the cache")
+    rows = args.array("rows", rows, "B T G D", dtypes)
     if is_record:
         low = rows.dtype if rows.dtype in INPUTS else jnp.float32
         rows = compat.whole_rows(rows)

@@ -100,7 +100,7 @@ def read_cache(args: Args, name: str, cache: Any, dims: str, dtypes: Any) -> Key
         count, page_size = pages.shape[:2]
         rows = pages.reshape(count * page_size, *pages.shape[2:])[None]
         capacity = table.shape[1] * page_size
-        args.bind("S", capacity, name)
+        args.bind("S", capacity, f"'{name}'")
         fits = not isinstance(capacity, int) or capacity <= LARGEST
         args.option(f"{name}.page_table", capacity, fits, "room for less than 2**31 rows")
     elif isinstance(cache, FlatCache):

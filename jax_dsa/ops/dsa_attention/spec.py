@@ -43,12 +43,17 @@ class Operands(NamedTuple):
 
 @exportable
 class DSAAux(NamedTuple):
-    """The results of `dsa_attention` besides its output."""
+    """The results of `dsa_attention` besides its output.
+
+    Attributes:
+        indices: The selected keys of each query in ascending order, then -1; or the given
+            selection.
+        kl: The indexer's loss: the mean over queries of KL(attention || indexer) on the selected
+            keys; 0 without an indexer.
+        lse: Logarithm of the sum of the exponentiated scores of the selected keys, without the
+            sink.
+    """
 
     indices: Int[Array, "B T K"]
-    """The selected keys of each query in ascending order, then -1; or the given selection."""
     kl: Float[Array, ""]
-    """The indexer's loss: the mean over queries of KL(attention || indexer) on the selected keys; 0
-    without an indexer."""
     lse: Float[Array, "B T N"]
-    """Logarithm of the sum of the exponentiated scores of the selected keys, without the sink."""

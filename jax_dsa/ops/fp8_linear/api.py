@@ -45,7 +45,7 @@ WEIGHTS = Pass(
     shardable="b i j",
     kernel=Kernel(cuda.fp8_linear_weights, cuda.supports, limits="any shape"),
 )
-# As in fp8_matmul, K is not sharded in the forward pass.
+# As in fp8_matmul, F is not sharded in the forward pass.
 FWD = Pass(
     "fp8_linear_fwd",
     xla.fp8_linear_fwd,
@@ -108,20 +108,20 @@ fp8_linear_op = differentiable(
 
 
 def fp8_linear(
-    x: Float[Array, "... K"],
-    w: Float[Array, "K N"],
+    x: Float[Array, "... F"],
+    w: Float[Array, "F O"],
     *,
     power_of_two_scale: bool = False,
     dtype: Any = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "... N"]:
+) -> Float[Array, "... O"]:
     """Returns `x @ w`, where the product and both of its gradients are FP8 matmuls.
 
     This is the training recipe of DeepSeek-V3 (arXiv:2412.19437, section 3.3). Each of the three
     matmuls multiplies e4m3 codes and accumulates in float32:
 
-        y  = x @ w       x has blocks of 1x128 along K, w of 128x128
-        dx = dy @ w.T    dy has blocks of 1x128 along N; w has the same codes
+        y  = x @ w       x has blocks of 1x128 along F, w of 128x128
+        dx = dy @ w.T    dy has blocks of 1x128 along O; w has the same codes
         dw = x.T @ dy    both have blocks of 128x1 along the rows, which are contracted
 
     The rows are all leading axes together. `quantize_fp8` describes the quantisation of a block.
@@ -129,8 +129,8 @@ def fp8_linear(
     may be small.
 
     Args:
-        x: Input of shape [..., K]; bfloat16, float16 or float32.
-        w: Weights of shape [K, N]; bfloat16, float16 or float32, not necessarily x's dtype. The
+        x: Input of shape [..., F]; bfloat16, float16 or float32.
+        w: Weights of shape [F, O]; bfloat16, float16 or float32, not necessarily x's dtype. The
             gradient is rounded only once, to w's dtype, so float32 master weights get the float32
             sum.
         power_of_two_scale: Whether all scales are rounded up to powers of two.
@@ -138,7 +138,7 @@ def fp8_linear(
         implementation: None (the CUDA kernels if available, else XLA), "cuda" or "xla".
 
     Returns:
-        The product, of shape [..., N] and dtype `dtype`.
+        The product, of shape [..., O] and dtype `dtype`.
 
     Raises:
         TypeError: If an argument has the wrong type or dtype.
@@ -153,11 +153,11 @@ def fp8_linear(
         >>> dw.shape, dw.dtype.name
         ((256, 8), 'float32')
     """
-    rows = leading_dims(x, "K")
+    rows = leading_dims(x, "F")
     args = Args("fp8_linear", "x", x, rows)
     call = args.call(implementation)
     x = args.array("x", x, rows, INPUTS)
-    w = args.array("w", w, "K N", INPUTS)
+    w = args.array("w", w, "F O", INPUTS)
     power = args.flag("power_of_two_scale", power_of_two_scale)
     (k, k_blocks), (n, n_blocks) = row_axis(w.shape[0], BLOCK), column_axis(w.shape[1], BLOCK)
     options = Options(

@@ -93,23 +93,23 @@ fp8_matmul_op = differentiable(
 
 
 def fp8_matmul(
-    a: Float[Array, "... K"],
+    a: Float[Array, "... F"],
     a_scale: Float[Array, "... J"] | None,
-    b: Float[Array, "N K"],
+    b: Float[Array, "O F"],
     b_scale: Float[Array, "I J"] | None,
     *,
     power_of_two_scale: bool = False,
     dtype: Any = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "... N"]:
+) -> Float[Array, "... O"]:
     """Returns `a @ b.T` for operands that are quantised to FP8.
 
     Blocks of a, the activations, are 1x128. Blocks of b, the weights, are 128x128:
 
-        out[m, n] = sum over K blocks j of
-            a_scale[m, j] * b_scale[n // 128, j] * (sum over k in block j of a[m, k] * b[n, k])
+        out[r, o] = sum over blocks j of F of
+            a_scale[r, j] * b_scale[o // 128, j] * (sum over f in block j of a[r, f] * b[o, f])
 
-    The sum over K blocks is accumulated in float32 and rounded once.
+    The sum over blocks is accumulated in float32 and rounded once.
 
     An operand without a scale is quantised by this function and has a gradient. The gradient passes
     straight through the quantisation. It is a matmul, in the result's dtype, with the dequantised
@@ -117,23 +117,23 @@ def fp8_matmul(
     a scale is a constant.
 
     Args:
-        a: First operand of shape [..., K]. With `a_scale` float8_e4m3fn codes, else bfloat16,
+        a: First operand of shape [..., F]. With `a_scale` float8_e4m3fn codes, else bfloat16,
             float16 or float32.
-        a_scale: Scales of shape [..., ceil(K / 128)], float32, or None.
-        b: Second operand of shape [N, K]. With `b_scale` float8_e4m3fn codes, else bfloat16,
+        a_scale: Scales of shape [..., ceil(F / 128)], float32, or None.
+        b: Second operand of shape [O, F]. With `b_scale` float8_e4m3fn codes, else bfloat16,
             float16 or float32.
-        b_scale: Scales of shape [ceil(N / 128), ceil(K / 128)], float32, or None.
+        b_scale: Scales of shape [ceil(O / 128), ceil(F / 128)], float32, or None.
         power_of_two_scale: Whether scales of operands that are quantised here are rounded up to
             powers of two.
         dtype: Dtype of the result: bfloat16, float16 or float32. Default: a's dtype, or bfloat16 if
             `a` holds codes.
         implementation: None (the CUDA kernels if available, else XLA), "cuda" or "xla". The kernels
-            promote partial sums to float32 after each K block of 128. XLA multiplies in float32,
-            which is TF32 on a GPU unless `jax.default_matmul_precision` is set. Gradients always
-            run in XLA, so with "cuda" they raise.
+            promote partial sums to float32 after each block of 128 features. XLA multiplies in
+            float32, which is TF32 on a GPU unless `jax.default_matmul_precision` is set. Gradients
+            always run in XLA, so with "cuda" they raise.
 
     Returns:
-        The product, of shape [..., N] and dtype `dtype`.
+        The product, of shape [..., O] and dtype `dtype`.
 
     Raises:
         TypeError: If an argument has the wrong type or dtype.
@@ -148,17 +148,17 @@ def fp8_matmul(
         >>> jax_dsa.fp8_matmul(a, None, *weights).shape
         (4, 8)
     """
-    rows = leading_dims(a, "K")
+    rows = leading_dims(a, "F")
     args = Args("fp8_matmul", "a", a, rows)
     call = args.call(implementation)
     a = args.array("a", a, rows, INPUTS if a_scale is None else E4M3)
-    b = args.array("b", b, "N K", INPUTS if b_scale is None else E4M3)
-    blocks_n, blocks_k = (-(-n // BLOCK) for n in b.shape)
+    b = args.array("b", b, "O F", INPUTS if b_scale is None else E4M3)
+    for letter, axis in (("I", "O"), ("J", "F")):
+        args.bind(letter, -(-args.sizes[axis] // BLOCK), f"{axis} in blocks of {BLOCK}")
     if a_scale is not None:
-        dims = " ".join(map(str, (*a.shape[:-1], blocks_k)))
-        a_scale = args.array("a_scale", a_scale, dims, SCALES)[None]
+        a_scale = args.array("a_scale", a_scale, leading_dims(a, "J"), SCALES)[None]
     if b_scale is not None:
-        b_scale = args.array("b_scale", b_scale, f"{blocks_n} {blocks_k}", SCALES)[None]
+        b_scale = args.array("b_scale", b_scale, "I J", SCALES)[None]
     power = args.flag("power_of_two_scale", power_of_two_scale)
     if dtype is None:
         dtype = jnp.bfloat16 if a_scale is not None else a.dtype

@@ -12,10 +12,13 @@ from jax_dsa.core.typing import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options of gated pooling."""
+    """Static options of gated pooling.
+
+    Attributes:
+        ratio: Number of tokens in a block.
+    """
 
     ratio: int
-    """Number of tokens in a block."""
 
     def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
         """Returns the number of keys."""

@@ -13,14 +13,17 @@ from jax_dsa.ops.gated_pool.spec import Gradients, Operands, Options, Results
 
 
 class _Blocks(NamedTuple):
-    """The block of each slot. A slot without a block has arbitrary rows."""
+    """The block of each slot. A slot without a block has arbitrary rows.
+
+    Attributes:
+        last: Row of the block's last token.
+        exists: Whether the slot has a block.
+        has_previous: Whether the document has a block before this one.
+    """
 
     last: Int[Array, "B W"]
-    """Row of the block's last token."""
     exists: Bool[Array, "B W"]
-    """Whether the slot has a block."""
     has_previous: Bool[Array, "B W"]
-    """Whether the document has a block before this one."""
 
 
 def _blocks(ratio: int, starts: Int[Array, "B S"]) -> _Blocks:
@@ -65,11 +68,15 @@ def _bias(x: Float[Array, "B R H D"]) -> Float[Array, "B 1 C D"]:
 
 
 class _Weighted(NamedTuple):
-    """The contributions to each key, and their weights."""
+    """The contributions to each key, and their weights.
+
+    Attributes:
+        values: The contributions.
+        weights: Weights of the values in the mean; 0 in a slot without a block.
+    """
 
     values: Float[Array, "B W C D"]
     weights: Float[Array, "B W C D"]
-    """Weights of the values in the mean; 0 in a slot without a block."""
 
 
 def _weighted(options: Options, x: Operands, blocks: _Blocks | None) -> _Weighted:

@@ -38,7 +38,7 @@ class HTreeCache:
 
     Attributes:
         k, v: Keys (without RoPE) and values of all nodes.
-        lengths: int32, number of tokens that each request has; above `capacity` where an append
+        lengths: Number of tokens that each request has, int32; above `capacity` where an append
             lost tokens; see `with_lengths`.
         capacity: Maximum number of tokens per request.
         compression, top_k: As for `htree_attention`.
@@ -192,7 +192,8 @@ class HTreeCache:
     def checked(self, args: Args) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the checked arrays, with a batch axis; lengths are at least 0."""
         nodes = tree.node_count(self._layers, self.compression)
-        k = args.array("cache.k", self.k, f"B {nodes} G D", FLOATS)
-        v = args.array("cache.v", self.v, f"B {nodes} G E", (k.dtype,))
+        args.bind("nodes", nodes, f"capacity={self.capacity} and compression={self.compression}")
+        k = args.array("cache.k", self.k, "B nodes G D", FLOATS)
+        v = args.array("cache.v", self.v, "B nodes G E", (k.dtype,))
         lengths = args.array("cache.lengths", self.lengths, "B", INT32)
         return k, v, jnp.maximum(lengths, 0)

@@ -104,11 +104,11 @@ def _check_block(args: Args, block: Any) -> tuple[int, int]:
 
 def _check_x(op: str, x: Any, block: Any, dtypes: Any) -> tuple[Args, Any, tuple[int, int]]:
     """Returns the checks of the call, the checked array, and the rows and columns of a block."""
-    dims = leading_dims(x, "C")
+    dims = leading_dims(x, "F")
     args = Args(op, "x", x, dims)
     rows, cols = _check_block(args, block)
-    if rows != 1 and dims == "C":
-        dims = "R C"
+    if rows != 1 and dims == "F":
+        dims = "R F"
     x = args.array("x", x, dims, dtypes)
     blocked = x.shape[-1:] if rows == 1 else x.shape[-2:]
     args.shape("x", x, all(isinstance(n, int) for n in blocked), f"blocks of {NO_SYMBOL}")
@@ -116,12 +116,12 @@ def _check_x(op: str, x: Any, block: Any, dtypes: Any) -> tuple[Args, Any, tuple
 
 
 def quantize_fp8(
-    x: Float[Array, "... C"],
+    x: Float[Array, "... F"],
     *,
     block: Block = BLOCK,
     power_of_two_scale: bool = False,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "... C"], Float[Array, "... J"]]:
+) -> tuple[Float[Array, "... F"], Float[Array, "... J"]]:
     """Quantises an array to float8_e4m3fn with one scale per block of elements.
 
     For each block, `scale = max(max|x|, 1e-4) / 448` and `q = e4m3(x / scale)`. Both divisions are
@@ -134,7 +134,7 @@ def quantize_fp8(
     not affected.
 
     Args:
-        x: Array of shape [..., C] or [..., R, C]; bfloat16, float16 or float32.
+        x: Array of shape [..., F] or [..., R, F]; bfloat16, float16 or float32.
         block: Number of elements of the last axis that share a scale, or a pair (rows, columns) of
             sizes along the last two axes. The last block of an axis may be shorter.
         power_of_two_scale: Whether to round each scale up to a power of two. Division by the scale
@@ -144,8 +144,8 @@ def quantize_fp8(
 
     Returns:
         The codes, float8_e4m3fn, of the shape of `x`, and the scales, float32. The last axis of the
-        scales has length ceil(C / block). With a pair, the last two axes have lengths
-        ceil(R / rows) and ceil(C / columns).
+        scales has length ceil(F / block). With a pair, the last two axes have lengths
+        ceil(R / rows) and ceil(F / columns).
 
     Raises:
         TypeError: If an argument has the wrong type or dtype, or if a gradient reaches the results.
@@ -168,19 +168,19 @@ def quantize_fp8(
 
 
 def dequantize_fp8(
-    x: Float[Array, "... C"],
+    x: Float[Array, "... F"],
     scale: Float[Array, "... J"],
     *,
     block: Block = BLOCK,
     dtype: Any = jnp.float32,
     implementation: Implementation | None = None,
-) -> Float[Array, "... C"]:
+) -> Float[Array, "... F"]:
     """Returns each code times the scale of its block, which inverts `quantize_fp8`.
 
     The result is differentiable with respect to the scales. The codes are constants.
 
     Args:
-        x: Codes of shape [..., C] or [..., R, C]; float8_e4m3fn.
+        x: Codes of shape [..., F] or [..., R, F]; float8_e4m3fn.
         scale: Scales of the blocks, of the shape that `quantize_fp8` returns; float32.
         block: The `block` that was passed to `quantize_fp8`.
         dtype: Dtype of the result: float32, bfloat16 or float16. With power-of-two scales the
@@ -202,30 +202,33 @@ def dequantize_fp8(
         >>> jax_dsa.dequantize_fp8(*jax_dsa.quantize_fp8(x, power_of_two_scale=True))
         Array([1., 2., 4.], dtype=float32)
     """
+    given = block
     args, x, block = _check_x("dequantize_fp8", x, block, E4M3)
     call = args.call(implementation)
     options = Options.of(x.shape, block, dtype=args.dtype("dtype", dtype, INPUTS))
-    shape = [*x.shape[:-1], -(-x.shape[-1] // block[1])]
+    dims = leading_dims(x, "J").split()
+    args.bind("J", -(-x.shape[-1] // block[1]), f"'x' and block={given}")
     if block[0] != 1:
-        shape[-2] = -(-shape[-2] // block[0])
-    scale = args.array("scale", scale, " ".join(map(str, shape)), SCALES)
+        dims[-2] = "I"
+        args.bind("I", -(-x.shape[-2] // block[0]), f"'x' and block={given}")
+    scale = args.array("scale", scale, " ".join(dims), SCALES)
     return dequantize_fp8_op(call, options, Codes(x[None], scale[None])).x[0]
 
 
 def fake_quantize_fp8(
-    x: Float[Array, "... C"],
+    x: Float[Array, "... F"],
     *,
     block: Block = BLOCK,
     power_of_two_scale: bool = False,
     implementation: Implementation | None = None,
-) -> Float[Array, "... C"]:
+) -> Float[Array, "... F"]:
     """Quantises `x` to FP8 and dequantises it again, with a straight-through gradient.
 
     The result is `dequantize_fp8(*quantize_fp8(x))` in x's dtype. Its gradient with respect to `x`
     is the cotangent, unchanged. This is for training a model that will run on quantised values.
 
     Args:
-        x: Array of shape [..., C] or [..., R, C]; bfloat16, float16 or float32.
+        x: Array of shape [..., F] or [..., R, F]; bfloat16, float16 or float32.
         block: As in `quantize_fp8`.
         power_of_two_scale: As in `quantize_fp8`.
         implementation: As in `quantize_fp8`.
