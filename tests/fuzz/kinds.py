@@ -295,7 +295,9 @@ def mesh_gradient(case: Any) -> str:
     for name in names:
         assert got[name].sharding.spec == arrays[name].sharding.spec, name
     got, want = (jax.tree.map(np.asarray, x) for x in (got, want))
-    assert_matches(got, want, call.gradient_tolerance(roundings=8), "gradients", least=1.0)
+    # Each device quantises its own blocks of tokens, so FP8 gradients of weights round differently.
+    tolerance = 0.1 if call.signs else call.gradient_tolerance(roundings=8)
+    assert_matches(got, want, tolerance, "gradients", least=1.0)
     return "passed"
 
 

@@ -148,7 +148,9 @@ def configure(case: Any, c: Draw, r: Draw) -> None:
     config = copy.deepcopy(CONFIGS[kind])
     changes, options = r.one(0, 1, 1, 2, 3), {}
     for _ in range(changes):
-        value, key = r.one(*places(config))
+        if not (found := places(config)):
+            break
+        value, key = r.one(*found)
         if isinstance(value, dict) and r.chance(0.3):
             del value[key]
         else:
@@ -171,7 +173,8 @@ def configure(case: Any, c: Draw, r: Draw) -> None:
             if not changes and not options:
                 raise
             starts = "from_hf: ", "AttentionConfig: ", "CompressedConfig: ", "yarn_frequencies: "
-            assert_named(error, starts, [name, "argument '", "field '", "dim", *map(str, config)])
+            names = [name, "argument '", "field '", "Config: ", *map(str, config)]
+            assert_named(error, starts, names)
             return
     build(r, r.one(*layers))
 
