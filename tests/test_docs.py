@@ -59,7 +59,7 @@ PAGES = [
     slow("docs/profiles.md"),
     slow("docs/dense_to_sparse.md"),
     slow("docs/meshes.md"),
-    "docs/models.md",
+    slow("docs/models.md"),
     slow("docs/serving.md"),
     *(slow(f"docs/ops/{path.name}") for path in sorted((ROOT / "docs" / "ops").glob("*.md"))),
 ]

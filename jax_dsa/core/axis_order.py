@@ -71,7 +71,8 @@ def exchanged(arrays: Sequence[Given], bound: Mapping[str, int]) -> list[Given]:
 
     The sizes agree if the axes of these arguments are swapped, and none of them is unusual then.
     Among several such sets of arguments, the one that leaves the fewest unusual arguments counts,
-    and then the smallest. The result is empty if there is none, or if it is not unique.
+    and then the smallest. The result is empty if there is none, if it is not unique, or if the
+    sizes agree as they are, because the call then fails for another reason.
 
     Args:
         arrays: the arguments so far.
@@ -81,6 +82,8 @@ def exchanged(arrays: Sequence[Given], bound: Mapping[str, int]) -> list[Given]:
         isinstance(n, int) for n in (*bound.values(), *(n for x in arrays for n in x.shape))
     ):
         return []  # Symbolic sizes cannot be compared.
+    if _agree(arrays, bound):
+        return []
     other_order = {i: x.swapped() for i, x in enumerate(arrays) if x.axis is not None}
     movable = [i for i, x in other_order.items() if x != arrays[i] and not x.unusual]
     found: dict[tuple[int, int], list[tuple[int, ...]]] = {}

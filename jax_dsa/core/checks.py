@@ -190,17 +190,19 @@ class Args:
         if not wrong:
             return ValueError(f"{self.op}: {message}")
         first, *others = wrong
-        right = sizes_of([x for x in self._given if x not in wrong])
-        known = [f"{d}={right[d][0]} (from '{right[d][1]}')" for d in first.dims if d in right]
-        if not heads_divide(self.sizes):
-            known.append("N a multiple of G")
-        want = f"[{', '.join(first.dims)}]" + (f" with {', '.join(known)}" if known else "")
         passed = first.other_dims
         if others:
             passed += f" (and {' and '.join(repr(x.name) for x in others)} in the same order)"
+        right = sizes_of([x for x in self._given if x not in wrong])
+        known = [f"{d}={right[d][0]} (from '{right[d][1]}')" for d in first.dims if d in right]
+        want = f"[{', '.join(first.dims)}]" + (f" with {', '.join(known)}" if known else "")
+        heads = ""
+        if not heads_divide(self.sizes):
+            n, g = self.sizes["N"], self.sizes["G"]
+            heads = f"N={n} heads for G={g} groups are not a multiple of G; "
         return ValueError(
-            f"{self.op}: argument '{first.name}' has shape {first.shape}, want {want}; did you "
-            f"pass {passed}?"
+            f"{self.op}: argument '{first.name}' has shape {first.shape}, want "
+            f"{want}; {heads}did you pass {passed}?"
         )
 
     def integer(self, name: str, value: Any, low: int, high: int = LARGEST) -> int:
