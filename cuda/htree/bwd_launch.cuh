@@ -113,6 +113,7 @@ cudaError_t launch_spread(const HTreeBwdParams& p, const BwdPlan& x, cudaStream_
       .dv = static_cast<__nv_bfloat16*>(p.dv),
       .tokens = p.fwd.tokens,
       .groups = p.fwd.groups,
+      .scale = p.fwd.scale,
   };
   constexpr int kTokens = kSpreadThreads / (kD / 2);
   const int64_t blocks = ceil_div(p.fwd.tokens, int64_t{kTokens}) * p.fwd.batch * p.fwd.groups;

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
   }
   __syncthreads();
 
-  const float scale = plan.p.scale, scale_log2 = scale * kLog2E;
+  const float scale_log2 = plan.p.scale * kLog2E;
   const uint64_t keep = l2_policy_evict_last();
   const uint32_t row_offset = swizzled<kD>(lane % 16, lane / 16);
   const uint32_t key_offset = swizzled<kD>(lane % kRows, lane / 16);
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
           const float own_lse = j % 2 ? lse.y : lse.x;
           const bool counts = !(masked >> (lane / 4 + j / 2 * 8) & 1) && own_lse < INFINITY;
           y[j] = counts ? exp2_approx(s[half][j] * scale_log2 - own_lse) : 0.f;
-          z[j] = counts ? y[j] * fmaf(dp[half][j], scale, -(j % 2 ? delta.y : delta.x)) : 0.f;
+          z[j] = counts ? y[j] * (dp[half][j] - (j % 2 ? delta.y : delta.x)) : 0.f;
         }
         p[half * 2] = pack_bf16(y[0], y[1]), p[half * 2 + 1] = pack_bf16(y[2], y[3]);
         ds[half * 2] = pack_bf16(z[0], z[1]), ds[half * 2 + 1] = pack_bf16(z[2], z[3]);

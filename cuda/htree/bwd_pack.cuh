@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kTileHeads* kD / 8)
       live ? make_uint4(dout[0], dout[1], dout[2], dout[3]) : make_uint4(0, 0, 0, 0);
   if (chunk != 0) return;
   reinterpret_cast<float*>(record + R::kLse)[row] = live ? x.lse[source] * kLog2E : INFINITY;
-  reinterpret_cast<float*>(record + R::kDelta)[row] = live ? (sum - dlse) * p.scale : 0.f;
+  reinterpret_cast<float*>(record + R::kDelta)[row] = live ? sum - dlse : 0.f;
 }
 
 }  // namespace jax_dsa::htree

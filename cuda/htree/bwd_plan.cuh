@@ -1,9 +1,7 @@
 // What the kernels of the backward pass share. docs/design/htree.md describes the pass.
 //
-//   P  = exp(S - lse)           dS = scale * P * (dP - delta)           dP = dO V^T
-//   dV = P^T dO                 dK = dS^T Q                             dQ = dS K
-//
-// The scale is part of dS, because sums without it could overflow where dQ and dK do not.
+//   P  = exp(S - lse)           dS = P * (dP - delta)          dP = dO V^T
+//   dV = P^T dO                 dK = scale * dS^T Q            dQ = scale * dS K
 //
 // dQ comes from a walk like that of the attention. A query visits a block of the tree if any of
 // the block's nodes counts in its softmax. The gradients of nodes are sums over the visits of
@@ -16,7 +14,7 @@
 namespace jax_dsa::htree {
 
 // A record: one head tile of a query as nodes_kernel reads it. First the queries, then dO, both
-// swizzled like a block; then lse of each head in log2 units, then scale * delta. Heads without
+// swizzled like a block; then lse of each head in log2 units, then delta. Heads without
 // cotangents have zeros, and the lse +inf.
 template <int kD>
 struct Record {
@@ -46,7 +44,7 @@ struct BwdPlan {
   const void* dout;
   const float* dlse;
   void* dq;
-  float* gradients;  // of the tree, in its layout but not swizzled
+  float* gradients;  // of the tree, in its layout but not swizzled; dK without the scale
 
   // For the chunk. There is a list for each block of the tree of each batch entry and group.
   uint8_t* records;  // [batch entry and group, query, head tile]

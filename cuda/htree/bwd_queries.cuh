@@ -1,4 +1,5 @@
-// The gradients of queries: dQ = the sum over the layers of dS K, in the walk of the attention.
+// The gradients of queries: dQ = scale * sum over the layers of dS K, in the walk of the
+// attention.
 //
 // A warp has one head tile of one query. It rotates the keys of a block back to the query's
 // position, so that the gradients of all blocks add up, and keeps the rotated keys in shared
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             const int key = i * 8 + lane % 4 * 2 + j % 2;
             const bool counts = !(masked >> key & 1) && lse[j / 2] < INFINITY;
             const float prob = exp2_approx(s[i][j] * scale_log2 - lse[j / 2]);
-            ds[i][j] = counts ? prob * fmaf(dp[i][j], p.scale, -delta[j / 2]) : 0.f;
+            ds[i][j] = counts ? prob * (dp[i][j] - delta[j / 2]) : 0.f;
           }
         }
         __syncwarp();  // rotated keys are in shared memory
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     auto* const to = static_cast<uint32_t*>(x.dq) + ((tile.head + head) * kD + lane % 4 * 2) / 2;
 #pragma unroll
     for (int i = 0; i < kD / 8; ++i) {
-      to[i * 4] = live ? pack_bf16(dq[i][2 * r], dq[i][2 * r + 1]) : 0;
+      to[i * 4] = live ? pack_bf16(dq[i][2 * r] * p.scale, dq[i][2 * r + 1] * p.scale) : 0;
     }
   }
 }
