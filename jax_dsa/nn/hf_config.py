@@ -47,6 +47,10 @@ def from_hf(
 ) -> tuple[HFLayer, ...]:
     """Returns the attention layers of a model, from its configuration in `transformers`.
 
+    As in `transformers`, `rms_norm_eps` belongs to the norms of the residual stream, and so to your
+    model (`DecoderConfig.norm_eps`). In attention it holds for the norms of DeepSeek-V4, for the
+    norm of the latent of Mistral-Large-4 and for the indexer of Hy4; all others have 1e-6.
+
     Args:
         config: The configuration, the dictionary that its `to_dict` returns, or a published
             `config.json`: its dictionary, its path, or the path of its directory. If it contains a
