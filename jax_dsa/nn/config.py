@@ -235,7 +235,7 @@ class DecoderConfig:
     norm_eps: float | None = None
 
     def __post_init__(self) -> None:
-        """Rejects sizes below 1, a negative epsilon, and a pattern that leaves a layer without a selection."""
+        """Rejects wrong sizes, and a pattern that leaves a layer without a selection."""
         args = Args("DecoderConfig", "", np.empty(0), "K")
         for name in ("vocab", "num_layers", "mlp_dim"):
             args.integer(name, getattr(self, name), 1)

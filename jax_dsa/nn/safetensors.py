@@ -125,6 +125,10 @@ class SafeTensors(Mapping[str, np.ndarray]):
             ValueError: If the tensor's dtype is unknown, its size does not fit its shape, or
                 something wrote to the file after it was opened.
         """
+        if name not in self._entries:
+            file = self.absent().get(name)
+            reason = "" if file is None else f": its file {file} does not exist"
+            raise KeyError(f"SafeTensors: {self.path} lacks tensor {name!r}{reason}")
         entry = self._entries[name]
         path = entry.file.path
         if entry.dtype not in _DTYPES:
@@ -151,6 +155,26 @@ class SafeTensors(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         """Returns the number of tensors."""
         return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        """Returns whether there is such a tensor."""
+        return name in self._entries
+
+    def absent(self) -> dict[str, pathlib.Path]:
+        """Returns the files that do not exist, by the names of the tensors that they should have.
+
+        The names come from the directory's index `*.safetensors.index.json`.
+
+        Raises:
+            ValueError: If the index is not JSON.
+        """
+        files = {}
+        for index in sorted(self.path.glob("*.safetensors.index.json")):
+            shards = read_json("SafeTensors", index).get("weight_map")
+            for name, shard in shards.items() if isinstance(shards, dict) else ():
+                if not (file := self.path / str(shard)).exists():
+                    files[name] = file
+        return files
 
     def file(self, name: str) -> pathlib.Path:
         """Returns the file that has the tensor.
