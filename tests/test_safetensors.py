@@ -103,8 +103,11 @@ def test_broken_tensors_are_named(header, message, tmp_path):
 def test_absent_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no file"):
         nn.SafeTensors(tmp_path)
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path / 'absent'}"):
-        nn.SafeTensors(tmp_path / "absent")
+    absent = tmp_path / "absent"
+    with pytest.raises(FileNotFoundError, match=f"SafeTensors: .*'{absent}'.* expected a safeten"):
+        nn.SafeTensors(absent)
+    with pytest.raises(OSError, match=f"SafeTensors: .*'{tmp_path}x*'.* expected a safetensors f"):
+        nn.SafeTensors(f"{tmp_path}{'x' * 500}")
 
 
 def test_two_files_with_the_same_tensor(tmp_path):

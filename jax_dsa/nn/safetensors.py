@@ -32,6 +32,9 @@ _DTYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
+_LONGEST_NAME = 1000
+"""Characters of a path that a message shows. A longer string is no path."""
+
 _LFS_POINTER = b"version https://git-lfs"
 """The first bytes of the small file that Git has in place of a large one."""
 
@@ -104,12 +107,17 @@ class SafeTensors(Mapping[str, np.ndarray]):
 
     def __init__(self, path: str | pathlib.Path) -> None:
         self.path = pathlib.Path(path)
-        files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
+        try:
+            files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
+            headers = {file: _read_header(file) for file in files}
+        except OSError as error:
+            expected = "a safetensors file, or a directory of such files"
+            raise unreadable("SafeTensors", self.path, error, expected) from None
         if not files:
             raise FileNotFoundError(f"SafeTensors: directory {path} has no file '*.safetensors'")
         self._entries: dict[str, _Entry] = {}
-        for file in files:
-            for name, entry in _read_header(file).items():
+        for file, header in headers.items():
+            for name, entry in header.items():
                 if name in self._entries:
                     raise ValueError(
                         f"SafeTensors: {self.file(name)} and {file} both have a tensor "
@@ -183,6 +191,22 @@ class SafeTensors(Mapping[str, np.ndarray]):
             KeyError: If there is no such tensor.
         """
         return self._entries[name].file.path
+
+
+def unreadable(op: str, path: pathlib.Path, error: OSError, expected: str) -> OSError:
+    """Returns the error for a path that the operating system cannot read.
+
+    Args:
+        op: Name of the public function, for messages.
+        path: The path.
+        error: The system's error.
+        expected: What the path should be.
+    """
+    name = error.filename or str(path)
+    shown = name if len(name) <= _LONGEST_NAME else f"{name[:60]}..."
+    return OSError(
+        error.errno, f"{op}: cannot read {shown!r} ({error.strerror}), expected {expected}"
+    )
 
 
 def read_json(op: str, file: pathlib.Path) -> dict[str, Any]:
