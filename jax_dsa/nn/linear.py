@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_dsa.core.checks import Args, as_array
@@ -39,7 +38,7 @@ class Fp8Linear(Linear):
             ValueError: If its last axis does not have `in_features` elements.
         """
         args = Args("Fp8Linear", "inputs", inputs, leading_dims(inputs, "F"))
-        shape = jnp.shape(as_array(inputs))
+        shape = getattr(as_array(inputs), "shape", ())
         if shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"{args.op}: argument 'inputs' has shape {shape}, want [..., F] with "
