@@ -234,7 +234,7 @@ def test_sizes_that_do_not_fit_name_the_file(kind, fields, message, tmp_path):
         nn.from_hf(CONFIGS[kind], dtype="int32")
 
 
-def test_paths_that_are_none(tmp_path):
+def test_paths_that_cannot_be_read(tmp_path):
     """The error names the function, the path and what it should be."""
     expected = "expected a dictionary, or the path of a config.json or of its directory"
     for path in (tmp_path, tmp_path / "absent", str(tmp_path / "absent")):
