@@ -117,6 +117,7 @@ def decoder(config):
         vocab=config["vocab_size"],
         num_layers=config["num_hidden_layers"],
         mlp_dim=config["intermediate_size"],
+        norm_eps=config["rms_norm_eps"],
     )
     return nn.DecoderLM(sizes, rngs=nnx.Rngs(0))
 

@@ -225,6 +225,8 @@ def test_decoder_config(name: str) -> None:
     assert nn.DecoderConfig(attention, **sizes).layers == ("full",)
     with pytest.raises(ValueError, match=f"DecoderConfig: argument '{name}' is 0"):
         nn.DecoderConfig(attention, **(sizes | {name: 0}))
+    with pytest.raises(ValueError, match="DecoderConfig: argument 'norm_eps' is -1"):
+        nn.DecoderConfig(attention, **sizes, norm_eps=-1.0)
 
 
 @pytest.mark.parametrize(

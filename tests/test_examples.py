@@ -44,6 +44,16 @@ def test_a_dense_checkpoint_becomes_sparse(tmp_path, capsys, monkeypatch):
         np.testing.assert_array_equal(weights[name], x)
 
 
+def test_the_decoder_of_a_checkpoint_has_its_epsilon(monkeypatch):
+    module = load_script("examples/dense_to_sparse.py", monkeypatch)
+    config = {**module.DENSE, "hidden_size": 16, "intermediate_size": 16, "rms_norm_eps": 0.25}
+    model = module.decoder(nn.sparse_hf_config(config, **module.INDEXER))
+    block = model.blocks[-1]
+    residual = [model.norm, block.attention_norm, block.mlp_norm]
+    assert [norm.epsilon for norm in residual] == [0.25] * 3
+    assert block.attention.mla.kv_norm.epsilon == block.attention.indexer.k_norm.epsilon == 1e-6
+
+
 @pytest.mark.slow
 def test_continuous_batching(capsys, monkeypatch):
     """Requests begin and end without a new program. There is one for each number of tokens."""

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
-from jax_dsa import dequantize_fp8, fake_quantize_fp8, fp8_linear, fp8_matmul, quantize_fp8
+from jax_dsa import dequantize_fp8, fake_quantize_fp8, fp8_linear, fp8_matmul, nn, quantize_fp8
 
 X = np.zeros((4, 256), np.float32)
 CODES = np.zeros((4, 256), ml_dtypes.float8_e4m3fn)
 SCALE = np.zeros((4, 2), np.float32)
 W = np.zeros((8, 256), np.float32)
+LAYER = nn.Fp8Linear(256, 8, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,24 @@ W = np.zeros((8, 256), np.float32)
         (lambda: fake_quantize_fp8(CODES), TypeError, "fake_quantize_fp8: argument 'x'"),
         (lambda: fp8_matmul(CODES, None, W, None), TypeError, "fp8_matmul: argument 'a'.*bfloat16"),
         (lambda: fp8_matmul(X, SCALE, W, None), TypeError, "'a' has dtype float32, want float8"),
+        (
+            lambda: fp8_matmul(CODES, None, W, None),
+            TypeError,
+            "'a' has .*float32 without 'a_scale'",
+        ),
+        (
+            lambda: fp8_matmul(X, None, CODES, None),
+            TypeError,
+            "'b' has .*float32 without 'b_scale'",
+        ),
+        (lambda: fp8_matmul(X, SCALE, W, None), TypeError, "'a' has .*e4m3fn beside 'a_scale'"),
+        (lambda: fp8_matmul(X, None, W, SCALE), TypeError, "'b' has .*e4m3fn beside 'b_scale'"),
+        (lambda: fp8_matmul(X, None, W.T, None), ValueError, r"'b' .*; did you pass \[F, O\]\?"),
+        (lambda: fp8_matmul(X, None, W[:, :5], None), ValueError, r"F=256 \(from 'a'\)$"),
+        (lambda: fp8_linear(X, W), ValueError, r"'w' has .*; did you pass \[O, F\]\?"),
+        (lambda: LAYER([[1.0]]), TypeError, "Fp8Linear: argument 'inputs' is list, want an array"),
+        (lambda: LAYER(X[:, :5]), ValueError, r"Fp8Linear: .*'inputs' has shape .4, 5.*F=256"),
+        (lambda: LAYER(X[0, 0]), ValueError, r"Fp8Linear: .*'inputs' has shape \(\), want"),
         (lambda: fp8_matmul(CODES, SCALE[:3], W, None), ValueError, "'a_scale'.*B=4 .from 'a'"),
         (lambda: fp8_matmul(X, None, W[:, :5], None), ValueError, "'b' has shape .8, 5.*F=256"),
         (lambda: fp8_matmul(X, None, W[None], None), ValueError, "'b' has shape .1, 8, 256"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 
 import jax
@@ -218,6 +219,57 @@ def test_a_parameter_in_float16_refuses_larger_values(rng):
     with pytest.raises(ValueError, match="tensor 'sinks' as float16 overflows"):
         nn.load_hf(module, {**weights, "sinks": np.full(2, 7e4, np.float32)})
     assert np.isneginf(sinks.get_value()).all()
+
+
+def test_hints_about_missing_weights(rng):
+    """A hint is given only if its reason explains all missing weights."""
+    module = layer(rng, VARIANT)
+    weights = nn.save_hf(module, "a.")
+    indexer = [name for name in weights if ".indexer." in name]
+
+    def message(tensors, prefix="a"):
+        with pytest.raises(KeyError, match="load_hf: argument 'tensors' lacks") as error:
+            nn.load_hf(module, tensors, prefix)
+        return str(error.value)
+
+    def without(*names):
+        return {name: x for name, x in weights.items() if name not in names}
+
+    assert "with new_indexer=True" in message(without(*indexer))
+    for names in (indexer[:1], indexer[1:], [*indexer, "a.o_proj.weight"], ["a.o_proj.weight"]):
+        text = message(without(*names))
+        assert all(repr(name) in text for name in names)
+        assert "new_indexer" not in text and "prefix" not in text
+    first, second, *_ = weights
+    text = message(weights, "model.layers.0")
+    assert f"begin with prefix = 'model.layers.0.'? It has [{first!r}, {second!r}]" in text
+    text = message(weights, "")
+    assert f"begin with prefix = ''? It has [{first!r}, {second!r}]" in text
+
+
+def test_a_shard_that_is_not_there_is_named(rng, tmp_path):
+    """The index may have the published names."""
+    module = layer(rng, VARIANT)
+    weights = {
+        name: "model-2.safetensors"
+        if "o_proj" in name or "indexer" in name
+        else "model-1.safetensors"
+        for name in nn.save_hf(module, "a.")
+    }
+    renamed = {name.replace("o_proj", "wo"): file for name, file in weights.items()}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": renamed}))
+    first = {name: x for name, x in nn.save_hf(module, "a.").items() if weights[name][6] == "1"}
+    write_safetensors(tmp_path / "model-1.safetensors", first)
+    absent = tmp_path / "model-2.safetensors"
+    with pytest.raises(KeyError, match=rf"o_proj.* the files \['{absent}'\] of this checkpoint do"):
+        nn.load_hf(module, tmp_path, "a")
+    files = nn.SafeTensors(tmp_path)
+    assert "a.wo.weight" not in files and files.keys() == first.keys()
+    with pytest.raises(KeyError, match=f"lacks tensor 'a.wo.weight': its file {absent} does not"):
+        files["a.wo.weight"]
+    with pytest.raises(KeyError, match="lacks tensor 'b'\""):
+        files["b"]
 
 
 def test_messages_name_the_file(rng, tmp_path: pathlib.Path):

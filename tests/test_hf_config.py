@@ -199,6 +199,53 @@ def test_fields_with_a_wrong_value(kind, fields, message):
         nn.from_hf({**CONFIGS[kind], **fields})
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("deepseek_v32", "index_topk"),
+        ("glm_moe_dsa", "q_lora_rank"),
+        ("hy_v4", "rms_norm_eps"),
+        ("deepseek_v4", "index_topk"),
+        ("deepseek_v4", "o_groups"),
+        ("deepseek_v4", "rms_norm_eps"),
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1, "8", True])
+def test_sizes_are_called_as_in_the_file(kind, name, value, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**CONFIGS[kind], name: value}))
+    with pytest.raises(ValueError, match=f"from_hf: '{name}' in {file} is {value!r}, expected"):
+        nn.from_hf(file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("glm_moe_dsa", {"index_head_dim": 2}, "AttentionConfig: index_rope_dim is 8, expected at"),
+        ("deepseek_v4", {"o_groups": 3}, "CompressedConfig: num_heads is .*, expected a multiple"),
+    ],
+)
+def test_sizes_that_do_not_fit_name_the_file(kind, fields, message, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**CONFIGS[kind], **fields}))
+    with pytest.raises(ValueError, match=f"from_hf: no layer has the sizes in {file}: {message}"):
+        nn.from_hf(tmp_path)
+    with pytest.raises(ValueError, match=r"^from_hf: argument 'dtype' is 'int32', want"):
+        nn.from_hf(CONFIGS[kind], dtype="int32")
+
+
+def test_paths_that_cannot_be_read(tmp_path):
+    """The error names the function, the path and what it should be."""
+    expected = "expected a dictionary, or the path of a config.json or of its directory"
+    for path in (tmp_path, tmp_path / "absent", str(tmp_path / "absent")):
+        with pytest.raises(FileNotFoundError, match=f"from_hf: cannot read '{path}.*{expected}"):
+            nn.from_hf(path)
+    text = json.dumps(CONFIGS["glm_moe_dsa"] | {"note": "x" * 5000})
+    with pytest.raises(OSError, match=f"from_hf: cannot .*(?i:name too long).*{expected}") as error:
+        nn.from_hf(text)
+    assert len(str(error.value)) < 300
+
+
 def test_unknown_model_type_raises():
     with pytest.raises(ValueError, match="model_type is 'llama', expected one of"):
         nn.from_hf({"model_type": "llama"})

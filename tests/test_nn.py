@@ -143,6 +143,7 @@ def test_decoder_matches_numpy(rng, changes, sparse):
         attention=dataclasses.replace(CONFIG, **changes),
         num_layers=3,
         indexer_types=("full", "full", "shared"),
+        norm_eps=0.3 if "norm_eps" in changes else None,
     )
     model = nn.DecoderLM(config, rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))

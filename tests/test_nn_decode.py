@@ -98,6 +98,28 @@ def test_paged_cache_shapes():
         LayerCache.empty(CONFIG, B, 7, page_size=0)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"page_size": PAGE, "num_pages": 4}], ids=["flat", "paged"]
+)
+@pytest.mark.parametrize("kind", ["full", "shared"])
+def test_a_layer_creates_its_cache(kind, options):
+    layer = nn.DSAttention(CONFIG, kind, rngs=nnx.Rngs(0))
+    want = LayerCache.empty(CONFIG, B, 7, indexer_type=kind, **options)
+    jax.tree.map(np.testing.assert_array_equal, layer.init_cache(B, 7, **options), want)
+    wide = dataclasses.replace(CONFIG, kv_rank=512, rope_dim=64)
+    layer = nnx.eval_shape(lambda: nn.DSAttention(wide, kind, rngs=nnx.Rngs(0)))
+    rows = jax.tree.leaves(layer.init_cache(B, 7, fp8=True, **options).kv)[0]
+    assert rows.shape[-1] == 656
+
+
+def test_a_module_in_place_of_its_configuration():
+    layer, model = attention(), decoder()
+    with pytest.raises(TypeError, match=r"LayerCache.empty: .*'config' is DSAttention, want Atte"):
+        LayerCache.empty(layer, B, 7)
+    with pytest.raises(TypeError, match=r"DecoderCache.empty: .*'config' is DecoderLM, want Deco"):
+        nn.DecoderCache.empty(model, B, 7)
+
+
 def beyond_length(lengths, x):
     """Returns a mask of the tokens of `x` [B, S, ...] that lie beyond the lengths."""
     beyond = jnp.arange(x.shape[1]) >= lengths[:, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,8 +103,11 @@ def test_broken_tensors_are_named(header, message, tmp_path):
 def test_absent_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no file"):
         nn.SafeTensors(tmp_path)
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path / 'absent'}"):
-        nn.SafeTensors(tmp_path / "absent")
+    absent = tmp_path / "absent"
+    with pytest.raises(FileNotFoundError, match=f"SafeTensors: .*'{absent}'.* expected a safeten"):
+        nn.SafeTensors(absent)
+    with pytest.raises(OSError, match=f"SafeTensors: .*'{tmp_path}x*'.* expected a safetensors f"):
+        nn.SafeTensors(f"{tmp_path}{'x' * 500}")
 
 
 def test_two_files_with_the_same_tensor(tmp_path):
@@ -110,6 +115,38 @@ def test_two_files_with_the_same_tensor(tmp_path):
         write_safetensors(tmp_path / f"{name}.safetensors", {"x": np.ones(3, np.float32)})
     with pytest.raises(ValueError, match=r"a.safetensors and .*b.safetensors both have .* 'x'"):
         nn.SafeTensors(tmp_path)
+
+
+def test_a_replaced_file_keeps_its_tensors(tmp_path):
+    """Reads are of the file that was opened, before and after another one takes its path."""
+    file, other = tmp_path / "a.safetensors", tmp_path / "b"
+    old = {"w": np.full(3, 1, np.float32), "z": np.full(3, 2, np.float32)}
+    write_safetensors(file, old)
+    files = nn.SafeTensors(tmp_path)
+    np.testing.assert_array_equal(files["w"], old["w"])
+    write_safetensors(other, {name: np.full(3, 7, np.float32) for name in ("a", "w", "z")})
+    other.replace(file)
+    for name, x in old.items():
+        np.testing.assert_array_equal(files[name], x)
+    file.unlink()
+    np.testing.assert_array_equal(files["z"], old["z"])
+
+
+@pytest.mark.parametrize("change", ["longer", "shorter", "same size"])
+def test_a_file_that_is_written_to_is_an_error(change, tmp_path):
+    file = tmp_path / "a.safetensors"
+    tensors = {"w": np.full(3, 1, np.float32), "z": np.full(3, 2, np.float32)}
+    write_safetensors(file, tensors)
+    files, size = nn.SafeTensors(file), file.stat().st_size
+    assert files["w"][0] == 1
+    if change == "shorter":
+        os.truncate(file, size - 1)
+    else:
+        more = {"a": tensors["w"]} if change == "longer" else {}
+        write_safetensors(file, {**more, **tensors, "z": np.full(3, 5, np.float32)})
+        os.utime(file, (0, 0))
+    with pytest.raises(ValueError, match=f"{file} was written to .*had {size} bytes"):
+        files["w"]
 
 
 def test_files_that_are_cut_off_leave_a_module_unchanged(tmp_path):

@@ -204,6 +204,23 @@ class DSAttention(Module):
             y, kl = jax.lax.optimization_barrier((y, kl))
         return y, AttentionAux(kl, lse, None, q, stored, index)
 
+    def init_cache(
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        fp8: bool = False,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+    ) -> LayerCache:
+        """Returns an empty cache for `capacity` tokens of each of `batch` requests.
+
+        The arguments are those of `LayerCache.empty`.
+        """
+        kind: IndexerType = "shared" if self.indexer is None else "full"
+        options: dict[str, Any] = {"fp8": fp8, "page_size": page_size, "num_pages": num_pages}
+        return LayerCache.empty(self.config, batch, capacity, indexer_type=kind, **options)
+
     @scoped
     def decode(
         self,

@@ -16,11 +16,13 @@ from jax_dsa.core.checks import Args
 from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import put_in_pages, put_rows
 from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.nn.arguments import check_type
+from jax_dsa.nn.config import AttentionConfig, DecoderConfig
 from jax_dsa.ops.cache import FlatCache, PagedCache
 from jax_dsa.ops.cache.lengths import checked_copy
 
 if TYPE_CHECKING:
-    from jax_dsa.nn.config import AttentionConfig, DecoderConfig, IndexerType
+    from jax_dsa.nn.config import IndexerType
     from jax_dsa.nn.indexer import IndexerInputs
 
 
@@ -53,7 +55,7 @@ class LayerCache(NamedTuple):
         page_size: int | None = None,
         num_pages: int | None = None,
     ) -> LayerCache:
-        """Returns an empty cache.
+        """Returns an empty cache; `DSAttention.init_cache` returns that of a layer.
 
         Args:
             config: Configuration of the layer.
@@ -71,6 +73,7 @@ class LayerCache(NamedTuple):
             TypeError, ValueError: If an argument has the wrong type or is out of range.
         """
         args = Args("LayerCache.empty", "", np.empty(0), "K")
+        check_type(args.op, "config", config, AttentionConfig, "such as a layer's 'config'")
         if page_size is None:
             args.option("num_pages", num_pages, num_pages is None, "None without 'page_size'")
         c = config
@@ -190,6 +193,9 @@ class DecoderCache(NamedTuple):
         The arguments are those of `LayerCache.empty`. A page number means the same place in every
         layer's pool, so all layers have the same page table.
         """
+        check_type(
+            "DecoderCache.empty", "config", config, DecoderConfig, "such as a model's 'config'"
+        )
         options: dict[str, Any] = {"fp8": fp8, "page_size": page_size, "num_pages": num_pages}
         return cls(
             tuple(

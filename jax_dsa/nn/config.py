@@ -217,10 +217,14 @@ class DecoderConfig:
             "full" layer selects with its own indexer. A "shared" layer has none and attends to the
             keys that the last "full" layer before it selected. In GLM-5.2 three of four layers are
             "shared". Default: ('full',).
+        norm_eps: Epsilon of the residual stream's norms, which are those before attention, before
+            SwiGLU and before the vocabulary projection; `rms_norm_eps` in a `config.json`. None
+            means `attention.norm_eps`. Default: None.
 
     Raises:
         TypeError: If a field has the wrong type.
-        ValueError: If a size is less than 1, or `indexer_types` leaves a layer without a selection.
+        ValueError: If a size is less than 1, if `norm_eps` is negative, or if `indexer_types`
+            leaves a layer without a selection.
     """
 
     attention: AttentionConfig
@@ -228,12 +232,15 @@ class DecoderConfig:
     num_layers: int
     mlp_dim: int
     indexer_types: tuple[IndexerType, ...] = ("full",)
+    norm_eps: float | None = None
 
     def __post_init__(self) -> None:
-        """Rejects sizes below 1, and a pattern that leaves a layer without a selection."""
+        """Rejects wrong sizes, and a pattern that leaves a layer without a selection."""
         args = Args("DecoderConfig", "", np.empty(0), "K")
         for name in ("vocab", "num_layers", "mlp_dim"):
             args.integer(name, getattr(self, name), 1)
+        if (eps := self.norm_eps) is not None:
+            args.option("norm_eps", eps, args.real("norm_eps", eps) >= 0, ">= 0")
         types = self.indexer_types
         known = isinstance(types, tuple) and set(types) <= {"full", "shared"}
         if not known or types[:1] != ("full",):
@@ -247,3 +254,9 @@ class DecoderConfig:
         """The indexer type of each layer."""
         types = self.indexer_types
         return tuple(types[i % len(types)] for i in range(self.num_layers))
+
+    @property
+    def residual_norm(self) -> dict[str, Any]:
+        """The keyword arguments of the residual stream's norms, except for the random streams."""
+        a, eps = self.attention, self.norm_eps
+        return {"epsilon": a.norm_eps if eps is None else eps, "dtype": a.dtype}

@@ -71,10 +71,9 @@ class Block(Module):
     ) -> None:
         check_module("Block", config, DecoderConfig, rngs)
         a = config.attention
-        norm = {"epsilon": a.norm_eps, "dtype": a.dtype, "rngs": rngs}
-        self.attention_norm = RMSNorm(a.model_dim, **norm)
+        self.attention_norm = RMSNorm(a.model_dim, **config.residual_norm, rngs=rngs)
         self.attention = DSAttention(a, indexer_type, rngs=rngs)
-        self.mlp_norm = RMSNorm(a.model_dim, **norm)
+        self.mlp_norm = RMSNorm(a.model_dim, **config.residual_norm, rngs=rngs)
         self.mlp = SwiGLU(config, rngs=rngs)
 
     def __call__(
@@ -153,7 +152,7 @@ class DecoderLM(Module):
         a = config.attention
         self.embed = Embed(config.vocab, a.model_dim, dtype=a.dtype, rngs=rngs)
         self.blocks = nnx.List([Block(config, kind, rngs=rngs) for kind in config.layers])
-        self.norm = RMSNorm(a.model_dim, epsilon=a.norm_eps, dtype=a.dtype, rngs=rngs)
+        self.norm = RMSNorm(a.model_dim, **config.residual_norm, rngs=rngs)
         self.head = Linear(a.model_dim, config.vocab, use_bias=False, dtype=a.dtype, rngs=rngs)
 
     def __call__(

@@ -241,12 +241,9 @@ def _match(
                 f"load_hf: {source} has the weights {indexer} of an indexer, expected none with "
                 f"new_indexer=True; without it, load_hf loads a layer with its indexer"
             )
-    missing = [prefix + tensor.name for tensor in expected if tensor.name not in names]
-    if missing:
-        hint = f"do the names begin with prefix = {prefix!r}?"
-        if isinstance(module, DSAttention) and all(INDEXER in name for name in missing):
-            hint = "load the layer of a dense model with new_indexer=True"
-        raise KeyError(f"load_hf: {source} lacks {missing}; {hint}")
+    if missing := [tensor.name for tensor in expected if tensor.name not in names]:
+        hint = _hint(module, tensors, prefix, names, missing)
+        raise KeyError(f"load_hf: {source} lacks {[prefix + name for name in missing]}{hint}")
     found = []
     for tensor in expected:
         name, scales = names.pop(tensor.name), []
@@ -262,6 +259,40 @@ def _match(
             f"parameter; does its configuration belong to this checkpoint?"
         )
     return found
+
+
+def _hint(
+    module: DSAttention | CompressedAttention,
+    tensors: Mapping[str, Any],
+    prefix: str,
+    names: Mapping[str, str],
+    missing: Sequence[str],
+) -> str:
+    """Returns what a message adds about missing tensors: why they are, or nothing.
+
+    Args:
+        module: The layer.
+        tensors: The checkpoint.
+        prefix: Prefix of the layer's names.
+        names: The checkpoint's names with this prefix, by their names in `transformers`.
+        missing: The missing tensors' names in `transformers`.
+    """
+    if isinstance(tensors, SafeTensors):
+        absent = {
+            transformers_name(module, name.removeprefix(prefix)): str(file)
+            for name, file in tensors.absent().items()
+            if name.startswith(prefix)
+        }
+        if files := sorted({absent[name] for name in missing if name in absent}):
+            return f"; the files {files} of this checkpoint do not exist"
+    expected = {tensor.name for tensor in hf_tensors(module)}
+    if not expected & names.keys():
+        examples = [*names.values(), *tensors][:2]
+        return f"; do the names begin with prefix = {prefix!r}? It has {examples}"
+    indexer = {name for name in expected if name.startswith(INDEXER)}
+    if set(missing) == indexer and not any(name.startswith(INDEXER) for name in names):
+        return "; load the layer of a dense model with new_indexer=True"
+    return ""
 
 
 def _twice(tensors: Mapping[str, Any], own: str, names: list[str]) -> ValueError:

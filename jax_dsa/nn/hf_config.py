@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.nn.compressed_config import CompressedConfig
 from jax_dsa.nn.config import AttentionConfig, IndexerType
 from jax_dsa.nn.hf_fields import Fields, read_fields
@@ -46,6 +47,10 @@ def from_hf(
     config: Any, *, rope_alpha: Sequence[float] | None = None, dtype: Any = jnp.float32
 ) -> tuple[HFLayer, ...]:
     """Returns the attention layers of a model, from its configuration in `transformers`.
+
+    As in `transformers`, `rms_norm_eps` belongs to the norms of the residual stream, and so to your
+    model (`DecoderConfig.norm_eps`). In attention it holds for the norms of DeepSeek-V4, for the
+    norm of the latent of Mistral-Large-4 and for the indexer of Hy4; all others have 1e-6.
 
     Args:
         config: The configuration, the dictionary that its `to_dict` returns, or a published
@@ -87,6 +92,7 @@ def layers_of(
     fields: Fields, rope_alpha: Sequence[float] | None = None, dtype: Any = jnp.float32
 ) -> tuple[HFLayer, ...]:
     """Returns what `from_hf` returns for these fields."""
+    Args("from_hf", "", np.empty(0), "K").dtype("dtype", dtype, FLOATS)
     kind = fields["model_type"]
     if kind not in tuple(_MODELS):
         hint = "; sparse_from_hf gives a dense model indexers" if kind in DENSE_MODELS else ""
@@ -113,16 +119,16 @@ def _mla(
     """
     rope_dim, rope = c.integer("qk_rope_head_dim"), _rope_parameters(c)
     fields = {
-        "model_dim": c["hidden_size"],
-        "num_heads": c["num_attention_heads"],
-        "kv_rank": c["kv_lora_rank"],
+        "model_dim": c.integer("hidden_size"),
+        "num_heads": c.integer("num_attention_heads"),
+        "kv_rank": c.integer("kv_lora_rank"),
         "nope_dim": c.integer("qk_nope_head_dim"),
         "rope_dim": rope_dim,
-        "v_dim": c["v_head_dim"],
-        "index_heads": c["index_n_heads"],
-        "index_dim": c["index_head_dim"],
+        "v_dim": c.integer("v_head_dim"),
+        "index_heads": c.integer("index_n_heads"),
+        "index_dim": c.integer("index_head_dim"),
         "index_rope_dim": rope_dim,
-        "top_k": c["index_topk"],
+        "top_k": c.integer("index_topk"),
         "bias": c["attention_bias"],
         "scale_factor": _scale_factor(rope),
         # `transformers` fixes the epsilon of these layers' norms. `rms_norm_eps` is that of the
@@ -144,7 +150,7 @@ def _mla(
         if not rotary:
             layer |= {"nope_dim": layer["nope_dim"] + rope_dim, "rope_dim": 0, "index_rope_dim": 0}
             layer |= {"rope_frequencies": None}
-        layers.append(HFLayer(AttentionConfig(**layer), kind, source))
+        layers.append(HFLayer(c.built(AttentionConfig, **layer), kind, source))
     return tuple(layers)
 
 
@@ -159,7 +165,7 @@ def _mistral(c: Fields, alpha: Sequence[float] | None, dtype: Any) -> tuple[HFLa
         dtype,
         q_rank=None,
         index_rope_layout="interleaved",
-        norm_eps=c["rms_norm_eps"],
+        norm_eps=c.number("rms_norm_eps"),
         index_norm_eps=1e-6,
         log_scaling=True,
     )
@@ -218,21 +224,22 @@ def _compressed(c: Fields, alpha: Sequence[float] | None, dtype: Any) -> tuple[H
         window_only = kind == "sliding_attention"
         indexed = kind == "compressed_sparse_attention"
         rope, width = _compressed_rope(c, window_only=window_only)
-        config = CompressedConfig(
-            model_dim=c["hidden_size"],
-            num_heads=c["num_attention_heads"],
-            q_rank=c["q_lora_rank"],
-            head_dim=c["head_dim"],
+        config = c.built(
+            CompressedConfig,
+            model_dim=c.integer("hidden_size"),
+            num_heads=c.integer("num_attention_heads"),
+            q_rank=c.integer("q_lora_rank"),
+            head_dim=c.integer("head_dim"),
             rope_dim=width,
-            out_groups=c["o_groups"],
-            out_rank=c["o_lora_rank"],
-            window=c["sliding_window"],
+            out_groups=c.integer("o_groups"),
+            out_rank=c.integer("o_lora_rank"),
+            window=c.integer("sliding_window"),
             ratio=None if window_only else rates[kind],
             overlap=indexed,
-            top_k=c["index_topk"] if indexed else None,
-            index_heads=c["index_n_heads"],
-            index_dim=c["index_head_dim"],
-            norm_eps=c["rms_norm_eps"],
+            top_k=c.integer("index_topk") if indexed else None,
+            index_heads=c.integer("index_n_heads"),
+            index_dim=c.integer("index_head_dim"),
+            norm_eps=c.number("rms_norm_eps"),
             dtype=dtype,
             **_rotation(rope, width, alpha),
         )
@@ -265,19 +272,19 @@ def _compressed_rope(c: Fields, *, window_only: bool) -> tuple[Fields, int]:
 _MODELS: dict[str, Callable[[Fields, Any, Any], tuple[HFLayer, ...]]] = {
     # Dense models without a latent of the queries have q_lora_rank null.
     "deepseek_v32": lambda c, a, d: _mla(
-        *(c, a, d), q_rank=None if c.get("q_lora_rank", 1) is None else c["q_lora_rank"]
+        *(c, a, d), q_rank=None if c.get("q_lora_rank", 1) is None else c.integer("q_lora_rank")
     ),
     "deepseek_v4": _compressed,
     "glm_moe_dsa": lambda c, a, d: _mla(
-        *(c, a, d), q_rank=c["q_lora_rank"], index_rope_layout="interleaved"
+        *(c, a, d), q_rank=c.integer("q_lora_rank"), index_rope_layout="interleaved"
     ),
     "hy_v4": lambda c, a, d: _mla(
         *(c, a, d),
         indexer_frequency=4,
-        q_rank=c["q_lora_rank"],
+        q_rank=c.integer("q_lora_rank"),
         rope_layout="half",
         index_rope_last=True,
-        index_norm_eps=c["rms_norm_eps"],
+        index_norm_eps=c.number("rms_norm_eps"),
         sinks=True,
         gate=True,
     ),

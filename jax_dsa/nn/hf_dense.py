@@ -32,13 +32,16 @@ def sparse_hf_config(
 ) -> dict[str, Any]:
     """Returns the configuration of a dense model with indexers added to all layers.
 
-    The result has the model type `deepseek_v32`. It is the `config.json` for weights from
-    `save_hf`, and `from_hf` takes it. All fields that do not concern attention are copied.
+    The result is the `config.json` for weights from `save_hf`, and `from_hf` takes it. These fields
+    are new: `index_topk`, `index_n_heads` and `index_head_dim`; `model_type`, "deepseek_v32"; and
+    `architectures`, ["DeepseekV32ForCausalLM"]. These are dropped: `auto_map` (the dense model's
+    code), `quantization_config` (the weights are floats) and `rope_interleave` (always True). All
+    others are copied. `torch_dtype` or `dtype` among them should be that of the saved weights.
 
     Args:
         config: The dense model's configuration, in any form that `from_hf` takes. The model types
             `deepseek_v3`, `deepseek_v2` and `kimi_k2` are supported. If it contains a
-            `text_config`, the result is for that one.
+            `text_config`, the result has only the fields of that one.
         top_k: K, number of keys that a query selects.
         index_heads: J, number of the indexer's heads.
         index_dim: C, width of the indexer's queries and keys; at least `qk_rope_head_dim`.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import pathlib
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from jax_dsa.core.checks import LARGEST
-from jax_dsa.nn.safetensors import read_json
+from jax_dsa.nn.safetensors import read_json, unreadable
 
+Config = TypeVar("Config")
 LARGEST_FLOAT = sys.float_info.max
 
 
@@ -36,13 +38,13 @@ class Fields(dict[str, Any]):
     def integer(self, field: str, low: int = 1, default: int | None = None) -> int:
         """Returns a field that must be an int from `low` to 2^31 - 1, or may be absent."""
         value = self[field] if default is None else self.optional(field, default)
-        known = isinstance(value, int) and not isinstance(value, bool)
+        known = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         if not known or not low <= value <= LARGEST:
             raise ValueError(
                 f"from_hf: {field!r} in {self.name} is {value!r}, expected an int from {low} to "
                 f"{LARGEST}"
             )
-        return value
+        return int(value)
 
     def number(self, field: str, above: float = 0, most: float = LARGEST_FLOAT) -> float:
         """Returns a field that must be a number larger than `above`, and at most `most`."""
@@ -64,6 +66,18 @@ class Fields(dict[str, Any]):
                 f"from_hf: {field!r} in {self.name} is {value!r}, expected a dictionary"
             )
         return Fields(value, f"{field!r} in {self.name}")
+
+    def built(self, kind: Callable[..., Config], **sizes: Any) -> Config:
+        """Returns a layer's configuration. Its errors name these fields.
+
+        Args:
+            kind: The configuration's class.
+            **sizes: Its own fields.
+        """
+        try:
+            return kind(**sizes)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"from_hf: no layer has the sizes in {self.name}: {error}") from None
 
     def option(self, field: str, value: Any, options: Iterable[Any]) -> None:
         """Raises ValueError unless `value`, which comes from a field, is one of `options`."""
@@ -98,8 +112,12 @@ def read_fields(config: Any) -> Fields:
     c, name = config, "argument 'config'"
     if isinstance(c, str | os.PathLike):
         path = pathlib.Path(c)
-        path = path / "config.json" if path.is_dir() else path
-        c, name = read_json("from_hf", path), str(path)
+        try:
+            path = path / "config.json" if path.is_dir() else path
+            c, name = read_json("from_hf", path), str(path)
+        except OSError as error:
+            expected = "a dictionary, or the path of a config.json or of its directory"
+            raise unreadable("from_hf", path, error, expected) from None
     elif not isinstance(c, Mapping):
         if not hasattr(c, "to_dict"):
             raise TypeError(

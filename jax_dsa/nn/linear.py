@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 from flax import nnx
 
+from jax_dsa.core.checks import Args, as_array
 from jax_dsa.core.typing import Array, Float
 from jax_dsa.nn.scopes import Linear, scoped
 from jax_dsa.ops.fp8_linear import fp8_linear
+from jax_dsa.ops.quantize_fp8.spec import leading_dims
 
 if TYPE_CHECKING:
     from jax_dsa.nn.config import AttentionConfig
@@ -30,7 +32,18 @@ class Fp8Linear(Linear):
         """Returns `inputs @ kernel + bias`, in the layer's `dtype`.
 
         If the layer has none, the result has the widest dtype of input and parameters.
+
+        Raises:
+            TypeError: If `inputs` is not an array.
+            ValueError: If its last axis does not have `in_features` elements.
         """
+        args = Args("Fp8Linear", "inputs", inputs, leading_dims(inputs, "F"))
+        shape = getattr(as_array(inputs), "shape", ())
+        if shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"{args.op}: argument 'inputs' has shape {shape}, want [..., F] with "
+                f"F={self.in_features} (from 'in_features')"
+            )
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]
         x, _, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)

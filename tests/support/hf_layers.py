@@ -47,12 +47,7 @@ def make_layers(specs: Sequence[nn.HFLayer]) -> list[Any]:
 
 def empty_caches(specs: Sequence[nn.HFLayer], batch: int, capacity: int) -> list[Any]:
     """Returns an empty cache for each layer."""
-    return [
-        module.init_cache(batch, capacity)
-        if isinstance(module, nn.CompressedAttention)
-        else nn.LayerCache.empty(spec.config, batch, capacity, indexer_type=spec.indexer_type)
-        for module, spec in zip(make_layers(specs), specs, strict=True)
-    ]
+    return [module.init_cache(batch, capacity) for module in make_layers(specs)]
 
 
 def run_ours(

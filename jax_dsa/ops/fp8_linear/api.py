@@ -37,6 +37,7 @@ from jax_dsa.ops.quantize_fp8.spec import (
     leading_axes,
     leading_dims,
     row_axis,
+    weights,
 )
 
 WEIGHTS = Pass(
@@ -157,7 +158,7 @@ def fp8_linear(
     args = Args("fp8_linear", "x", x, rows)
     call = args.call(implementation)
     x = args.array("x", x, rows, INPUTS)
-    w = args.array("w", w, "F O", INPUTS)
+    w = weights(args, "w", w, "F O", INPUTS)
     power = args.flag("power_of_two_scale", power_of_two_scale)
     (k, k_blocks), (n, n_blocks) = row_axis(w.shape[0], BLOCK), column_axis(w.shape[1], BLOCK)
     options = Options(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,11 @@ from jax_dsa.ops.quantize_fp8.spec import (
     leading_axes,
     leading_dims,
     row_axis,
+    weights,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # The contracted axis is not sharded in the forward pass, because the sum is rounded only once.
 FWD = Pass(
@@ -81,6 +86,16 @@ def _bwd(call: Call, options: Options, a: A, b: B, dy: Results) -> Gradients:
     if not options.quantized[1]:
         (db,) = BWD_B(call, options, RowProduct(dy.out), a)
     return Gradients(da, db)
+
+
+@contextlib.contextmanager
+def _naming_scale(name: str, scale: Any) -> Iterator[None]:
+    """Adds to the error about an operand's dtype whether the operand has a scale."""
+    try:
+        yield
+    except TypeError as error:
+        given = "without" if scale is None else "beside"
+        raise TypeError(f"{error} {given} '{name}_scale'") from None
 
 
 # The operator without argument checks.
@@ -151,8 +166,10 @@ def fp8_matmul(
     rows = leading_dims(a, "F")
     args = Args("fp8_matmul", "a", a, rows)
     call = args.call(implementation)
-    a = args.array("a", a, rows, INPUTS if a_scale is None else E4M3)
-    b = args.array("b", b, "O F", INPUTS if b_scale is None else E4M3)
+    with _naming_scale("a", a_scale):
+        a = args.array("a", a, rows, INPUTS if a_scale is None else E4M3)
+    with _naming_scale("b", b_scale):
+        b = weights(args, "b", b, "O F", INPUTS if b_scale is None else E4M3)
     for letter, axis in (("I", "O"), ("J", "F")):
         args.bind(letter, -(-args.sizes[axis] // BLOCK), f"{axis} in blocks of {BLOCK}")
     if a_scale is not None:

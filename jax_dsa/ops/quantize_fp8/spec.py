@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_dsa.core.checks import as_array
+from jax_dsa.core.checks import Args, as_array
 from jax_dsa.core.spec import Dtype
 from jax_dsa.core.typing import Array, Float
 
@@ -121,6 +121,25 @@ class Gradients(NamedTuple):
     """The straight-through gradient of fake quantisation."""
 
     x: Array
+
+
+def weights(args: Args, name: str, w: Any, dims: str, dtypes: Sequence[Any]) -> Array:
+    """Returns the checked weights of a product over F, whose axes may be exchanged by mistake.
+
+    Args:
+        args: The checks of the call, which know the size of F.
+        name: The argument's name.
+        w: The argument.
+        dims: "F O" or "O F".
+        dtypes: The allowed dtypes.
+    """
+    try:
+        return args.array(name, w, dims, dtypes)
+    except ValueError as error:
+        order, shape = dims.split(), getattr(as_array(w), "shape", ())
+        if len(shape) == 2 and shape[1 - order.index("F")] == args.sizes["F"]:
+            raise ValueError(f"{error}; did you pass [{order[1]}, {order[0]}]?") from None
+        raise
 
 
 def leading_dims(x: Any, last: str) -> str:

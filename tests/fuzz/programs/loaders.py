@@ -56,9 +56,9 @@ def assert_named(error: Exception, starts: tuple[str, ...], names: list[str]) ->
     """Asserts that an error is one of ours, and that its message names what is wrong."""
     text = f"{type(error).__name__}: {error}"
     message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    if isinstance(error, OSError) and error.strerror is not None:
+        message = error.strerror
     assert isinstance(error, ERRORS), text
-    if isinstance(error, OSError) and error.filename is not None:
-        return
     assert message.startswith(starts), f"does not name the function: {text}"
     assert any(name in message for name in names), f"names none of {names}: {text}"
 

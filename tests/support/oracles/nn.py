@@ -103,16 +103,17 @@ def decoder(
 ) -> tuple[np.ndarray, list[np.ndarray], list[float | None]]:
     """Returns the logits, and each layer's mask and KL loss as `attention` returns them."""
     c = config.attention
+    eps = c.norm_eps if config.norm_eps is None else config.norm_eps
     x = p["embed"]["embedding"][tokens]
     selected, masks, losses = None, [], []
     for i in range(config.num_layers):
         block = p["blocks"][i]
-        y = rms_norm(x, block["attention_norm"], c.norm_eps)
+        y = rms_norm(x, block["attention_norm"], eps)
         y, selected, kl = attention(block["attention"], c, y, selected, sparse=sparse)
         x = x + y
-        h = rms_norm(x, block["mlp_norm"], c.norm_eps) @ block["mlp"]["gate_up"]["kernel"]
+        h = rms_norm(x, block["mlp_norm"], eps) @ block["mlp"]["gate_up"]["kernel"]
         gate, up = np.split(h, 2, axis=-1)
         x = x + (gate / (1 + np.exp(-gate)) * up) @ block["mlp"]["down"]["kernel"]
         masks.append(selected)
         losses.append(kl)
-    return rms_norm(x, p["norm"], c.norm_eps) @ p["head"]["kernel"], masks, losses
+    return rms_norm(x, p["norm"], eps) @ p["head"]["kernel"], masks, losses
