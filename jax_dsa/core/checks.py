@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_dsa.core import compat
 from jax_dsa.core.axis_order import Given, exchanged, heads_divide, sizes_of
 from jax_dsa.core.call import Call, in_plain_xla
 
@@ -81,6 +82,7 @@ class Args:
         self._bound_by: dict[str, str] = {}
         self._given: list[Given] = []  # the arrays so far
         self._bound: dict[str, int] = {}  # the sizes that no array determines
+        self._mesh: tuple[Any, str] | None = None  # the Explicit mesh, and what determines it
         rank = len(dims.split())
         argument, lead = lead, as_array(lead)
         if lead is None:
@@ -156,7 +158,30 @@ class Args:
             raise TypeError(
                 f"{self.op}: argument '{name}' has dtype {dtype}, want {_names(dtypes)}"
             )
+        self.one_mesh(f"argument '{name}'", x)
         return x
+
+    def one_mesh(self, what: str, x: Any) -> None:
+        """Raises ValueError if `x` is on another Explicit mesh than the arrays before it.
+
+        Args:
+            what: what `x` is, for the message.
+            x: an array.
+        """
+        mesh = compat.explicit_mesh(x)
+        if mesh is None:
+            return
+        if self._mesh is None:
+            current = jax.sharding.get_abstract_mesh()
+            self._mesh = (mesh, what) if current.empty else (current, "jax.set_mesh")
+        first, source = self._mesh
+        # The types of axes may differ, because some are Manual inside `shard_map`.
+        if mesh.shape != first.shape:
+            raise ValueError(
+                f"{self.op}: {what} is on the mesh {dict(mesh.shape)}, want the mesh "
+                f"{dict(first.shape)} of {source}; move the arrays to one mesh with jax.device_put "
+                f"or jax.reshard"
+            )
 
     def option(self, name: str, value: Any, ok: bool, expected: str) -> None:
         """Raises ValueError unless `ok`."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_dsa.core import compat
 from jax_dsa.core.checks import FLOATS, INT32, Args
 from jax_dsa.core.typing import Array, Float, Int
 
@@ -29,28 +30,42 @@ def check_type(
 
 
 def hidden_states(
-    op: str, x: Any, width: int, name: str = "x"
+    op: str, module: nnx.Module, x: Any, width: int
 ) -> tuple[Args, Float[Array, "B T M"]]:
     """Returns the checks of a module's call, and its checked hidden states of this width M.
 
     Raises:
-        TypeError: If the argument `name` is no floating-point array.
-        ValueError: If its shape is not [B, T, M].
+        TypeError: If the argument 'x' is no floating-point array.
+        ValueError: If its shape is not [B, T, M], or the parameters are on another Explicit mesh.
     """
-    args = Args(op, name, np.empty((0, 0, 0)), "B T M")
+    args = Args(op, "x", np.empty((0, 0, 0)), "B T M")
     args.bind("M", width, "'config.model_dim'")
-    return args, args.array(name, x, "B T M", FLOATS)
+    x = args.array("x", x, "B T M", FLOATS)
+    _check_mesh(args, module, x)
+    return args, x
 
 
-def token_numbers(op: str, tokens: Any, name: str = "tokens") -> tuple[Args, Int[Array, "B T"]]:
+def token_numbers(
+    op: str, module: nnx.Module | None, tokens: Any, name: str = "tokens"
+) -> tuple[Args, Int[Array, "B T"]]:
     """Returns the checks of a model's call, and its checked tokens.
 
     Raises:
         TypeError: If the argument `name` is no array of integers.
-        ValueError: If its shape is not [B, T].
+        ValueError: If its shape is not [B, T], or the parameters are on another Explicit mesh.
     """
     args = Args(op, name, np.empty((0, 0)), "B T")
-    return args, args.array(name, tokens, "B T", INT32)
+    tokens = args.array(name, tokens, "B T", INT32)
+    _check_mesh(args, module, tokens)
+    return args, tokens
+
+
+def _check_mesh(args: Args, module: nnx.Module | None, x: Array) -> None:
+    """Raises ValueError if a parameter is on another Explicit mesh than the input `x`."""
+    if module is None or compat.explicit_mesh(x) is None:
+        return
+    for path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        args.one_mesh(f"parameter '{'.'.join(map(str, path))}'", parameter[...])
 
 
 def selected_keys(args: Args, indices: Any) -> Int[Array, "B T K"] | None:

@@ -147,7 +147,7 @@ class DSAttention(Module):
                 given where the layer takes none; if T is no multiple of `config.query_chunk`.
         """
         c = self.config
-        args, x = hidden_states("DSAttention", x, c.model_dim)
+        args, x = hidden_states("DSAttention", self, x, c.model_dim)
         self._check_selection(indices, sparse)
         self._check_keys(kv)
         indices = selected_keys(args, indices)
@@ -259,7 +259,7 @@ class DSAttention(Module):
                 selection or keys are missing, or given where the layer takes none.
         """
         c = self.config
-        args, x = hidden_states("DSAttention.decode", x, c.model_dim)
+        args, x = hidden_states("DSAttention.decode", self, x, c.model_dim)
         self._check_selection(indices, True)
         self._check_keys(kv)
         indices = selected_keys(args, indices)

@@ -139,7 +139,7 @@ class CompressedAttention(Module):
                 `sparse=False`.
         """
         c = self.config
-        args, x = hidden_states("CompressedAttention", x, c.model_dim)
+        args, x = hidden_states("CompressedAttention", self, x, c.model_dim)
         indices = selected_keys(args, indices)
         if not sparse and indices is not None:
             raise ValueError(
@@ -250,7 +250,7 @@ class CompressedAttention(Module):
             TypeError, ValueError: If an argument has the wrong type or shape.
         """
         c = self.config
-        args, x = hidden_states("CompressedAttention.decode", x, c.model_dim)
+        args, x = hidden_states("CompressedAttention.decode", self, x, c.model_dim)
         indices = selected_keys(args, indices)
         lengths = check_cache(args, "cache", cache, CompressedCache)
         counts = token_counts(args, counts, x.shape[1])

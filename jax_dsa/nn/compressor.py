@@ -108,7 +108,7 @@ class Compressor(Module):
         Raises:
             TypeError, ValueError: If an argument has the wrong type or shape.
         """
-        args, x = hidden_states("Compressor", x, self.config.model_dim)
+        args, x = hidden_states("Compressor", self, x, self.config.model_dim)
         positions = args.array("positions", positions, "B T", INT32)
         complete = x.shape[1] - x.shape[1] % self.ratio
         block_positions = positions[:, : complete : self.ratio]

@@ -52,7 +52,7 @@ class SwiGLU(Module):
     @scoped
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """Returns the layer's output for hidden states `x`, in the configuration's dtype."""
-        _, x = hidden_states("SwiGLU", x, self.gate_up.in_features)
+        _, x = hidden_states("SwiGLU", self, x, self.gate_up.in_features)
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(jax.nn.silu(gate) * up)
 
@@ -91,7 +91,7 @@ class Block(Module):
         The arguments are those of `DSAttention`. The hidden states have the wider of the dtypes of
         `x` and of the configuration, because the block adds to `x`.
         """
-        _, x = hidden_states("Block", x, self.attention.config.model_dim)
+        _, x = hidden_states("Block", self, x, self.attention.config.model_dim)
         y, aux = self.attention(
             self.attention_norm(x),
             indices=indices,
@@ -116,7 +116,7 @@ class Block(Module):
         Arguments and results are those of `DSAttention.decode`. The hidden states of padding are
         arbitrary.
         """
-        _, x = hidden_states("Block.decode", x, self.attention.config.model_dim)
+        _, x = hidden_states("Block.decode", self, x, self.attention.config.model_dim)
         y, cache, indices = self.attention.decode(
             self.attention_norm(x), cache, counts=counts, indices=indices
         )
@@ -189,7 +189,7 @@ class DecoderLM(Module):
         Raises:
             TypeError, ValueError: If an argument has the wrong type or shape.
         """
-        args, tokens = token_numbers("DecoderLM", tokens)
+        args, tokens = token_numbers("DecoderLM", self, tokens)
         if indices is not None:
             self._check_number(args, "indices", len(indices), "selections")
 
@@ -290,7 +290,7 @@ class DecoderLM(Module):
         Raises:
             TypeError, ValueError: If an argument has the wrong type or shape.
         """
-        args, tokens = token_numbers("DecoderLM.decode", tokens)
+        args, tokens = token_numbers("DecoderLM.decode", self, tokens)
         check_type(args.op, "cache", cache, DecoderCache)
         self._check_number(args, "cache.layers", len(cache.layers), "caches")
         counts = token_counts(args, counts, tokens.shape[1])

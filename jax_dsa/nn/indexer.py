@@ -113,7 +113,7 @@ class LightningIndexer(Module):
             TypeError, ValueError: If an argument has the wrong type or shape.
         """
         c = self.config
-        args, x = hidden_states("LightningIndexer", x, c.model_dim)
+        args, x = hidden_states("LightningIndexer", self, x, c.model_dim)
         args.bind("Q", c.q_rank or c.model_dim, "'config'")
         q_latent = args.array("q_latent", q_latent, "B T Q", FLOATS)
         positions = args.array("positions", positions, "B T", INT32)

@@ -92,7 +92,7 @@ class MLA(Module):
             TypeError, ValueError: If an argument has the wrong type or shape.
         """
         c = self.config
-        args, x = hidden_states("MLA.project", x, c.model_dim)
+        args, x = hidden_states("MLA.project", self, x, c.model_dim)
         positions = args.array("positions", positions, "B T", INT32)
         q_latent = x
         if self.wq_a is not None and self.q_norm is not None:

@@ -182,7 +182,7 @@ def _check_prompt(
         raise ValueError(
             f"{function}: argument 'prompt' has shape {prompt.shape}, expected [B, P >= 1]"
         )
-    args, _ = token_numbers(function, prompt, "prompt")
+    args, _ = token_numbers(function, None, prompt, "prompt")
     return token_counts(args, counts, prompt.shape[1])
 
 

@@ -214,7 +214,7 @@ def relu_mask(bias: Float[Array, "..."]) -> Bool[Array, "..."]:
         >>> jax_dsa.relu_mask(jnp.array([0.5, -0.5]))
         Array([ True, False], dtype=bool)
     """
-    return _rows_of("relu_mask", bias) > 0
+    return _rows_of("relu_mask", bias)[1] > 0
 
 
 def topk_mask(
@@ -241,8 +241,7 @@ def topk_mask(
         >>> jax_dsa.topk_mask(jnp.array([1.0, 3.0, 2.0]), 2)
         Array([False,  True,  True], dtype=bool)
     """
-    x = _rows_of("topk_mask", bias)
-    args = _checks("topk_mask")
+    args, x = _rows_of("topk_mask", bias)
     top_k = args.integer("top_k", top_k, 1)
     if mask is not None:
         mask = args.typed("mask", mask, BOOL)
@@ -282,18 +281,14 @@ def topk_indices(bias: Float[Array, "... S"], top_k: int) -> Int[Array, "... W"]
         >>> jax_dsa.topk_indices(jnp.array([1.0, 3.0, 2.0]), 2)
         Array([1, 2], dtype=int32)
     """
-    x = _rows_of("topk_indices", bias)
-    top_k = _checks("topk_indices").integer("top_k", top_k, 1)
+    args, x = _rows_of("topk_indices", bias)
+    top_k = args.integer("top_k", top_k, 1)
     return topk_of("topk_indices", "bias", x, top_k)
 
 
-def _checks(name: str) -> Args:
-    """Returns checks for a function of rows, which has no batch axis."""
-    return Args(name, "bias", np.empty(0), "S")
-
-
-def _rows_of(name: str, bias: Float[Array, "... S"]) -> Float[Array, "... S"]:
-    args = _checks(name)
+def _rows_of(name: str, bias: Any) -> tuple[Args, Float[Array, "... S"]]:
+    """Returns the checks of a function of rows, which has no batch axis, and its checked rows."""
+    args = Args(name, "bias", np.empty(0), "S")
     bias = args.typed("bias", bias, FLOATS)
     args.shape("bias", bias, bias.ndim > 0, "[..., S]")
-    return jax.lax.stop_gradient(bias)
+    return args, jax.lax.stop_gradient(bias)
