@@ -38,6 +38,7 @@ DECODER = nn.DecoderConfig(CONFIG, vocab=11, num_layers=1, mlp_dim=32)
 RNGS = nnx.Rngs(0)
 LAYER, LM = nn.DSAttention(CONFIG, rngs=RNGS), nn.DecoderLM(DECODER, rngs=RNGS)
 SHARED = nn.DSAttention(CONFIG, "shared", rngs=RNGS)
+SHARING = nn.DSAttention(dataclasses.replace(CONFIG, shares_keys=True), rngs=RNGS)
 CLAYER = nn.CompressedAttention(COMPRESSED, rngs=RNGS)
 
 B, T, M = 2, 3, 16
@@ -175,6 +176,96 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: LM(TOKENS, indices=[]),
         ValueError,
         "DecoderLM: argument 'indices' is '0 selections', want one for each of 1 layers",
+    ),
+}
+WIDE, NARROW = (dataclasses.replace(CONFIG, kv_rank=16), dataclasses.replace(CONFIG, index_dim=4))
+ROUNDED, IN_FP8 = (
+    dataclasses.replace(CONFIG, dtype=jnp.bfloat16),
+    dataclasses.replace(CONFIG, index_fp8=True),
+)
+HALF_STREAM = CCACHE.compressed._replace(gates=CCACHE.compressed.gates.astype(jnp.float16))
+
+
+def other_cache(config: nn.AttentionConfig, **options: Any) -> nn.LayerCache:
+    return nn.LayerCache.empty(config, B, 8, **options)
+
+
+# Caches of a layer with another configuration, or with another dtype.
+CALLS |= {
+    "rows-width": (
+        lambda: LAYER.decode(X, other_cache(WIDE)),
+        ValueError,
+        r"^DSAttention.decode: argument 'cache.kv.data' has shape \(2, 8, 1, 20\), want .*, 12\]",
+    ),
+    "rows-dtype": (
+        lambda: LAYER.decode(X, other_cache(ROUNDED)),
+        TypeError,
+        "^DSAttention.decode: argument 'cache.kv.data' has dtype bfloat16, want float32",
+    ),
+    "pages-dtype": (
+        lambda: LAYER.decode(X, other_cache(ROUNDED, page_size=4)),
+        TypeError,
+        "^DSAttention.decode: argument 'cache.kv.pages' has dtype bfloat16, want float32",
+    ),
+    "rows-of-another-layer": (
+        lambda: SHARING.decode(X, other_cache(SHARING.config), kv=other_cache(ROUNDED).kv),
+        TypeError,
+        "^DSAttention.decode: argument 'kv.data' has dtype bfloat16, want float32",
+    ),
+    "records": (
+        lambda: LAYER.decode(X, CACHE._replace(kv=jax_dsa.FlatCache.empty(B, 8, fp8=True))),
+        TypeError,
+        "^DSAttention.decode: argument 'cache.kv.data' has dtype uint8, want float32",
+    ),
+    "index-width": (
+        lambda: LAYER.decode(X, other_cache(NARROW)),
+        ValueError,
+        r"^DSAttention.decode: argument 'cache.index_k' has shape \(2, 8, 4\), want .*S, 8\]",
+    ),
+    "index-dtype": (
+        lambda: LAYER.decode(X, CACHE._replace(index_k=CACHE.index_k.astype(jnp.bfloat16))),
+        TypeError,
+        "^DSAttention.decode: argument 'cache.index_k' has dtype bfloat16, want float32",
+    ),
+    "index-fp8": (
+        lambda: LAYER.decode(X, other_cache(IN_FP8)),
+        ValueError,
+        "^DSAttention.decode: argument 'cache.index_k_scale' is 'given', want None in this layer",
+    ),
+    "block-dtype": (
+        lambda: LM.blocks[0].decode(X, other_cache(ROUNDED)),
+        TypeError,
+        "^Block.decode: argument 'cache.kv.data' has dtype bfloat16, want float32",
+    ),
+    "model-dtype": (
+        lambda: LM.decode(TOKENS, nn.DecoderCache((other_cache(ROUNDED),))),
+        TypeError,
+        r"^DecoderLM.decode: argument 'cache.layers\[0\].kv.data' has dtype bfloat16, want float32",
+    ),
+    "model-layer": (
+        lambda: LM.decode(TOKENS, nn.DecoderCache((FLAT,))),
+        TypeError,
+        r"^DecoderLM.decode: argument 'cache.layers\[0\]' is FlatCache, want LayerCache",
+    ),
+    "compressed-width": (
+        lambda: CLAYER.decode(X, CCACHE._replace(recent=CCACHE.recent[..., :4])),
+        ValueError,
+        r"^CompressedAttention.decode: argument 'cache.recent' has shape .*, want \[B, R, 8\]",
+    ),
+    "compressed-window": (
+        lambda: CLAYER.decode(X, CCACHE._replace(recent=CCACHE.recent[:, :2])),
+        ValueError,
+        "^CompressedAttention.decode: argument 'cache.recent' .* R of at least window - 1 = 3",
+    ),
+    "compressed-stream": (
+        lambda: CLAYER.decode(X, CCACHE._replace(compressed=HALF_STREAM)),
+        TypeError,
+        "^CompressedAttention.decode: argument 'cache.compressed.gates' has dtype float16, want fl",
+    ),
+    "compressed-index": (
+        lambda: CLAYER.decode(X, CCACHE._replace(index_keys=None)),
+        ValueError,
+        "^CompressedAttention.decode: argument 'cache.index_keys' is 'None', want given",
     ),
 }
 

@@ -82,3 +82,9 @@ def check_cache(args: Args, name: str, cache: Any, *kinds: type) -> Int[Array, "
     """Returns the lengths of a cache of one of these types with as many requests as the call."""
     check_type(args.op, name, cache, kinds)
     return args.array(f"{name}.lengths", cache.lengths, "B", INT32)
+
+
+def check_presence(args: Args, name: str, value: object, want: bool) -> None:
+    """Raises ValueError unless the part `name` of a cache is there, or None, as the layer needs."""
+    got, expected = (("None", "given")[has] for has in (value is not None, want))
+    args.option(name, got, got == expected, f"{expected} in this layer")

@@ -12,14 +12,12 @@ from jax_dsa.core.checks import FLOATS
 from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import (
-    check_cache,
     check_module,
-    check_type,
     hidden_states,
     selected_keys,
     token_counts,
 )
-from jax_dsa.nn.cache import LayerCache
+from jax_dsa.nn.cache import LayerCache, check_layer_cache, check_rows
 from jax_dsa.nn.config import AttentionConfig
 from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
 from jax_dsa.nn.mla import MLA
@@ -34,7 +32,6 @@ from jax_dsa.ops.losses import dense_indexer_kl_loss
 from jax_dsa.ops.sparse_mla import sparse_mla_decode
 
 if TYPE_CHECKING:
-    from jax_dsa.core.checks import Args
     from jax_dsa.nn.config import IndexerType
 
 
@@ -239,7 +236,7 @@ class DSAttention(Module):
 
         Args:
             x: Hidden states of the next tokens.
-            cache: The layer's cache.
+            cache: The layer's cache. Its rows have `config.dtype`, or are FP8 records.
             counts: How many of the T tokens each request has, int32, clipped to 0..T; the others
                 are padding, which no token sees. Default: all.
             indices: The keys to attend to, int32; keys after a token's own position are left out.
@@ -263,9 +260,9 @@ class DSAttention(Module):
         self._check_selection(indices, True)
         self._check_keys(kv)
         indices = selected_keys(args, indices)
-        self._check_cache(args, cache)
+        check_layer_cache(args, "cache", cache, c, self.indexer is not None)
         if kv is not None:
-            check_cache(args, "kv", kv, FlatCache, PagedCache)
+            check_rows(args, "kv", kv, c)
         counts = token_counts(args, counts, x.shape[1])
         new = x.shape[1] if counts is None else counts
         lengths = cache.lengths if kv is None else kv.lengths - new
@@ -303,20 +300,6 @@ class DSAttention(Module):
         if counts is not None:
             y = jnp.where((ends > 0)[..., None], y, 0)
         return y, cache, indices
-
-    def _check_cache(self, args: Args, cache: LayerCache) -> None:
-        """Raises unless the cache is one for this layer and these requests."""
-        check_type(args.op, "cache", cache, LayerCache)
-        for name, want in (
-            ("kv", not self.config.shares_keys),
-            ("index_k", self.indexer is not None),
-        ):
-            got, expected = (
-                ("None", "given")[has] for has in (getattr(cache, name) is not None, want)
-            )
-            args.option(f"cache.{name}", got, got == expected, f"{expected} in this layer")
-        if cache.kv is not None:
-            check_cache(args, "cache.kv", cache.kv, FlatCache, PagedCache)
 
     def _check_keys(self, kv: object) -> None:
         if (kv is not None) != self.config.shares_keys:

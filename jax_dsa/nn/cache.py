@@ -12,14 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsa.core.checks import Args
+from jax_dsa.core.checks import FP8, WIDE_FLOATS, Args
 from jax_dsa.core.export import exportable
-from jax_dsa.core.layout import put_in_pages, put_rows
+from jax_dsa.core.layout import RECORD_DIM, put_in_pages, put_rows
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.nn.arguments import check_type
+from jax_dsa.nn.arguments import check_cache, check_presence, check_type
 from jax_dsa.nn.config import AttentionConfig, DecoderConfig
 from jax_dsa.ops.cache import FlatCache, PagedCache
 from jax_dsa.ops.cache.lengths import checked_copy
+from jax_dsa.ops.cache.records import RECORDS
 
 if TYPE_CHECKING:
     from jax_dsa.nn.config import IndexerType
@@ -165,6 +166,43 @@ class LayerCache(NamedTuple):
 
         extended = None if self.kv is None or kv is None else self.kv.append(kv, counts)
         return LayerCache(extended, *jax.tree.map(write, old, new))
+
+
+def check_layer_cache(
+    args: Args, name: str, cache: LayerCache, config: AttentionConfig, has_indexer: bool
+) -> None:
+    """Raises unless the argument `name` is a cache of such a layer, for the call's requests.
+
+    The rows must have the layer's dtype or be FP8 records: an append would round other rows, and
+    the operators do not mix dtypes.
+    """
+    c = config
+    check_type(args.op, name, cache, LayerCache)
+    check_presence(args, f"{name}.kv", cache.kv, not c.shares_keys)
+    check_presence(args, f"{name}.index_k", cache.index_k, has_indexer)
+    check_presence(args, f"{name}.index_k_scale", cache.index_k_scale, has_indexer and c.index_fp8)
+    if cache.kv is not None:
+        check_rows(args, f"{name}.kv", cache.kv, config)
+    lead = "P L" if isinstance(cache.kv, PagedCache) else "B S"
+    if cache.index_k is not None:
+        dtypes = (FP8 if c.index_fp8 else jnp.dtype(c.dtype),)
+        args.array(f"{name}.index_k", cache.index_k, f"{lead} {c.index_dim}", dtypes)
+    if cache.index_k_scale is not None:
+        args.array(f"{name}.index_k_scale", cache.index_k_scale, lead, WIDE_FLOATS)
+
+
+def check_rows(args: Args, name: str, cache: Any, config: AttentionConfig) -> None:
+    """Raises unless the argument `name` is a cache of the rows that such a layer attends to."""
+    check_cache(args, name, cache, FlatCache, PagedCache)
+    paged = isinstance(cache, PagedCache)
+    name, lead = (f"{name}.pages", "P L") if paged else (f"{name}.data", "B S")
+    dim = config.kv_rank + config.rope_dim
+    stored: tuple[Any, ...] = (jnp.dtype(config.dtype),)
+    if dim == RECORD_DIM or (paged and dim in RECORDS):
+        stored += (jnp.uint8,)
+    rows = args.typed(name, cache.pages if paged else cache.data, stored)
+    width = RECORDS[dim] if rows.dtype == jnp.uint8 else dim
+    args.array(name, rows, f"{lead} 1 {width}", stored)
 
 
 @exportable

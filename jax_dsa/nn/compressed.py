@@ -24,13 +24,12 @@ from jax_dsa.core.export import exportable
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import (
-    check_cache,
     check_module,
     hidden_states,
     selected_keys,
     token_counts,
 )
-from jax_dsa.nn.compressed_cache import CompressedCache
+from jax_dsa.nn.compressed_cache import CompressedCache, check_compressed_cache
 from jax_dsa.nn.compressed_config import CompressedConfig
 from jax_dsa.nn.compressed_indexer import CompressedIndexer
 from jax_dsa.nn.compressor import Compressor
@@ -235,7 +234,7 @@ class CompressedAttention(Module):
 
         Args:
             x: Hidden states of the next tokens.
-            cache: The layer's cache.
+            cache: The layer's cache, as `init_cache` makes it.
             counts: How many of the T tokens each request has, int32, clipped to 0..T; the others
                 are padding. Default: all.
             indices: Compressed keys to attend to, int32. By default the indexer selects them.
@@ -252,7 +251,8 @@ class CompressedAttention(Module):
         c = self.config
         args, x = hidden_states("CompressedAttention.decode", self, x, c.model_dim)
         indices = selected_keys(args, indices)
-        lengths = check_cache(args, "cache", cache, CompressedCache)
+        own = None if self.indexer is None else self.indexer.compressor
+        lengths = check_compressed_cache(args, cache, c, self.compressor, own)
         counts = token_counts(args, counts, x.shape[1])
         if counts is None:
             counts = jnp.full_like(lengths, x.shape[1])

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_dsa.core.checks import LARGEST
+from jax_dsa.core.checks import INT32, LARGEST
 from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Bool, Float, Int
+from jax_dsa.nn.arguments import check_cache, check_presence
 from jax_dsa.nn.compressor import Stream
 from jax_dsa.nn.ring import put_in_ring
 from jax_dsa.ops.cache.lengths import checked_copy
+
+if TYPE_CHECKING:
+    from jax_dsa.core.checks import Args
+    from jax_dsa.nn.compressed_config import CompressedConfig
+    from jax_dsa.nn.compressor import Compressor
 
 
 @exportable
@@ -80,3 +86,31 @@ class CompressedCache(NamedTuple):
         longest = jnp.where(is_valid, longest, LARGEST)
         recent = put_in_ring(self.recent, kv, self.lengths, counts)
         return CompressedCache(lengths, longest, recent, compressed, index_keys), is_valid
+
+
+def check_compressed_cache(
+    args: Args,
+    cache: CompressedCache,
+    config: CompressedConfig,
+    compressor: Compressor | None,
+    index_compressor: Compressor | None,
+) -> Int[Array, "B"]:
+    """Returns the lengths of the argument 'cache', for the call's requests.
+
+    Raises:
+        TypeError, ValueError: If it is not a cache of a layer with this configuration.
+    """
+    c = config
+    lengths = check_cache(args, "cache", cache, CompressedCache)
+    args.array("cache.longest", cache.longest, "B", INT32)
+    dtypes = (jnp.dtype(c.dtype),)
+    recent = args.array("cache.recent", cache.recent, f"B R {c.head_dim}", dtypes)
+    max_rollback = recent.shape[1] - (c.window - 1)
+    want = f"[B, R, {c.head_dim}] with R of at least window - 1 = {c.window - 1}"
+    args.shape("cache.recent", recent, max_rollback >= 0, want)
+    for name, owner in (("compressed", compressor), ("index_keys", index_compressor)):
+        stream = getattr(cache, name)
+        check_presence(args, f"cache.{name}", stream, owner is not None)
+        if owner is not None:
+            owner.check_stream(args, f"cache.{name}", stream, max_rollback)
+    return lengths

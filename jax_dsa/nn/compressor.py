@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,14 @@ from jax_dsa.core.checks import INT32
 from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import put_rows
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.nn.arguments import check_module, hidden_states
+from jax_dsa.nn.arguments import check_module, check_type, hidden_states
 from jax_dsa.nn.compressed_config import CompressedConfig
 from jax_dsa.nn.ring import put_in_ring, rows_after_concatenation
 from jax_dsa.nn.scopes import Linear, Module, RMSNorm, scoped
 from jax_dsa.ops.gated_pool import gated_pool_for_norm
+
+if TYPE_CHECKING:
+    from jax_dsa.core.checks import Args
 
 
 @exportable
@@ -119,14 +122,26 @@ class Compressor(Module):
 
     def stream(self, batch: int, capacity: int, max_rollback: int) -> Stream:
         """Returns an empty stream; the arguments are those of `CompressedAttention.init_cache`."""
-        c, width = self.config, self.position_bias.shape[1]
-        history = self.ratio * (2 if c.overlap else 1) - 1  # tokens that the next key may need
-        shape = batch, history + max_rollback, width
+        shape, dtype = (batch, *self._ring_shape(max_rollback)), self.config.dtype
         return Stream(
-            jnp.zeros((batch, capacity // self.ratio, self.dim), c.dtype),
-            jnp.zeros(shape, c.dtype),
-            jnp.zeros(shape, c.dtype),
+            jnp.zeros((batch, capacity // self.ratio, self.dim), dtype),
+            jnp.zeros(shape, dtype),
+            jnp.zeros(shape, dtype),
         )
+
+    def check_stream(self, args: Args, name: str, stream: Stream, max_rollback: int) -> None:
+        """Raises unless the argument `name` is a stream of these sizes in the layer's dtype."""
+        check_type(args.op, name, stream, Stream)
+        rows, width = self._ring_shape(max_rollback)
+        dtypes = (jnp.dtype(self.config.dtype),)
+        args.array(f"{name}.keys", stream.keys, f"B W {self.dim}", dtypes)
+        args.array(f"{name}.values", stream.values, f"B {rows} {width}", dtypes)
+        args.array(f"{name}.gates", stream.gates, f"B {rows} {width}", dtypes)
+
+    def _ring_shape(self, max_rollback: int) -> tuple[int, int]:
+        """Returns the sizes R and F of a stream's ring buffers."""
+        history = self.ratio * (2 if self.config.overlap else 1) - 1  # what the next key may need
+        return history + max_rollback, self.position_bias.shape[1]
 
     @scoped
     def extend(

@@ -19,7 +19,7 @@ from jax_dsa.nn.arguments import (
     token_numbers,
 )
 from jax_dsa.nn.attention import DSAttention
-from jax_dsa.nn.cache import DecoderCache
+from jax_dsa.nn.cache import DecoderCache, check_layer_cache
 from jax_dsa.nn.config import DecoderConfig
 from jax_dsa.nn.linear import projection
 from jax_dsa.nn.scopes import Embed, Linear, Module, RMSNorm, scoped
@@ -116,7 +116,9 @@ class Block(Module):
         Arguments and results are those of `DSAttention.decode`. The hidden states of padding are
         arbitrary.
         """
-        _, x = hidden_states("Block.decode", self, x, self.attention.config.model_dim)
+        a = self.attention
+        args, x = hidden_states("Block.decode", self, x, a.config.model_dim)
+        check_layer_cache(args, "cache", cache, a.config, a.indexer is not None)
         y, cache, indices = self.attention.decode(
             self.attention_norm(x), cache, counts=counts, indices=indices
         )
@@ -278,7 +280,7 @@ class DecoderLM(Module):
 
         Args:
             tokens: Numbers of the next tokens, int32. Padding may be any number.
-            cache: The caches of all layers.
+            cache: The caches of all layers, as `init_cache` makes them.
             counts: How many of the T tokens each request has, as in `DSAttention.decode`. The
                 logits of padding are finite and mean nothing.
             return_indices: Whether to return each layer's selection, which `__call__` can replay.
@@ -293,6 +295,9 @@ class DecoderLM(Module):
         args, tokens = token_numbers("DecoderLM.decode", self, tokens)
         check_type(args.op, "cache", cache, DecoderCache)
         self._check_number(args, "cache.layers", len(cache.layers), "caches")
+        a, kinds = self.config.attention, self.config.layers
+        for i, (kind, layer) in enumerate(zip(kinds, cache.layers, strict=True)):
+            check_layer_cache(args, f"cache.layers[{i}]", layer, a, kind == "full")
         counts = token_counts(args, counts, tokens.shape[1])
         if counts is not None:
             step = jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -301,7 +306,6 @@ class DecoderLM(Module):
         x = self._embed(tokens)
         selections: list[jax.Array] = []
         layers = []
-        kinds = self.config.layers
         for i, (block, old) in enumerate(zip(self.blocks, cache.layers, strict=True)):
             reused = selections[-1] if kinds[i] == "shared" else None
             with jax.named_scope(f"blocks/{i}"):
