@@ -210,6 +210,7 @@ CONFIG |= {"v_dim": 4, "index_heads": 2, "index_dim": 4, "index_rope_dim": 2, "t
         ("index_rope_layout", ["half"], ValueError),
         ("dtype", jnp.int32, ValueError),
         ("dtype", "wrong", TypeError),
+        *((name, x, TypeError) for name in ("gate", "index_fp8", "shares_keys") for x in ("no", 0)),
     ],
 )
 def test_attention_config(name: str, value: Any, error: type[Exception]) -> None:

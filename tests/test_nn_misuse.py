@@ -172,6 +172,11 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "DecoderLM.decode: argument 'tokens' has dtype float32",
     ),
+    "return_indices": (
+        lambda: LM.decode(TOKENS, MODEL_CACHE, return_indices="no"),
+        TypeError,
+        "DecoderLM.decode: argument 'return_indices' is 'no' .*, want a bool",
+    ),
     "selections": (
         lambda: LM(TOKENS, indices=[]),
         ValueError,
@@ -275,6 +280,18 @@ def test_other_arguments(case: str) -> None:
     call, error, message = CALLS[case]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("op", ["DSAttention", "CompressedAttention", "Block", "DecoderLM"])
+def test_sparse_is_a_static_bool(op: str) -> None:
+    calls = {"Block": LM.blocks[0], "DecoderLM": LM}
+    call, given = calls.get(op) or HIDDEN[op], TOKENS if op == "DecoderLM" else X
+    message = f"^{op}: argument 'sparse' is .*, want a bool"
+    for wrong in ("no", 0, None, jnp.bool_(False)):
+        with pytest.raises(TypeError, match=message):
+            call(given, sparse=wrong)
+    with pytest.raises(TypeError, match=message):
+        jax.jit(lambda x, sparse: call(x, sparse=sparse))(given, True)
 
 
 CONSTRUCTORS: dict[str, tuple[Callable[..., Any], Any, Any]] = {

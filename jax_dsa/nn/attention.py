@@ -145,6 +145,7 @@ class DSAttention(Module):
         """
         c = self.config
         args, x = hidden_states("DSAttention", self, x, c.model_dim)
+        sparse = args.flag("sparse", sparse)
         self._check_selection(indices, sparse)
         self._check_keys(kv)
         indices = selected_keys(args, indices)

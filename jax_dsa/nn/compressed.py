@@ -139,6 +139,7 @@ class CompressedAttention(Module):
         """
         c = self.config
         args, x = hidden_states("CompressedAttention", self, x, c.model_dim)
+        sparse = args.flag("sparse", sparse)
         indices = selected_keys(args, indices)
         if not sparse and indices is not None:
             raise ValueError(

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.nn.config import check_index_dim
+from jax_dsa.nn.config import check_flags, check_index_dim
 from jax_dsa.nn.rotary import rope
 
 
@@ -91,6 +91,7 @@ class CompressedConfig:
                 args.integer(name, getattr(self, name), 1)
         args.integer("rope_dim", self.rope_dim, 0)
         args.dtype("dtype", self.dtype, FLOATS)
+        check_flags(args, self)
         most = self.head_dim if self.top_k is None else min(self.head_dim, self.index_dim)
         if self.rope_dim % 2 or self.rope_dim > most:
             raise ValueError(

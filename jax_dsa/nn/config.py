@@ -149,6 +149,7 @@ class AttentionConfig:
         args.option("rope_base", self.rope_base, args.real("rope_base", self.rope_base) > 0, "> 0")
         args.option("norm_eps", self.norm_eps, args.real("norm_eps", self.norm_eps) >= 0, ">= 0")
         args.dtype("dtype", self.dtype, FLOATS)
+        check_flags(args, self)
         if self.index_rope_dim > self.index_dim:
             raise ValueError(
                 f"AttentionConfig: index_rope_dim is {self.index_rope_dim}, expected at most "
@@ -181,6 +182,13 @@ class AttentionConfig:
             "frequencies": self.rope_frequencies,
             "factor": self.rope_factor,
         }
+
+
+def check_flags(args: Args, config: Any) -> None:
+    """Raises TypeError for a field that has a bool as its default, but not as its value."""
+    for field in dataclasses.fields(config):
+        if isinstance(field.default, bool):
+            args.flag(field.name, getattr(config, field.name))
 
 
 def check_index_dim(name: str, config: Any) -> None:

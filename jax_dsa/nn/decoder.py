@@ -91,14 +91,14 @@ class Block(Module):
         The arguments are those of `DSAttention`. The hidden states have the wider of the dtypes of
         `x` and of the configuration, because the block adds to `x`.
         """
-        _, x = hidden_states("Block", self, x, self.attention.config.model_dim)
+        args, x = hidden_states("Block", self, x, self.attention.config.model_dim)
         y, aux = self.attention(
             self.attention_norm(x),
             indices=indices,
             positions=positions,
             segment_ids=segment_ids,
             stripes=stripes,
-            sparse=sparse,
+            sparse=args.flag("sparse", sparse),
         )
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), aux
@@ -192,6 +192,7 @@ class DecoderLM(Module):
             TypeError, ValueError: If an argument has the wrong type or shape.
         """
         args, tokens = token_numbers("DecoderLM", self, tokens)
+        sparse = args.flag("sparse", sparse)
         if indices is not None:
             self._check_number(args, "indices", len(indices), "selections")
 
@@ -293,6 +294,7 @@ class DecoderLM(Module):
             TypeError, ValueError: If an argument has the wrong type or shape.
         """
         args, tokens = token_numbers("DecoderLM.decode", self, tokens)
+        return_indices = args.flag("return_indices", return_indices)
         check_type(args.op, "cache", cache, DecoderCache)
         self._check_number(args, "cache.layers", len(cache.layers), "caches")
         a, kinds = self.config.attention, self.config.layers
