@@ -104,6 +104,18 @@ def test_floats_out_of_range() -> None:
         ATTENTION["htree_attention"](rope_base=1e39)
 
 
+@pytest.mark.parametrize(("name", "value"), [("value_dim", 4), ("scale", 0.5), ("is_causal", True)])
+def test_traced_values_of_static_arguments(name: str, value: Any) -> None:
+    """The message gives the way out, which works."""
+    call = functools.partial(jax_dsa.sparse_mla, Q, KV, INDICES)
+    way_out = r"; under jax.jit, pass it by static_argnames or functools.partial"
+    with pytest.raises(TypeError, match=rf"argument '{name}' is .*, want a static \w+{way_out}"):
+        jax.jit(call)(**{name: value})
+    assert jax.jit(call, static_argnames=name)(**{name: value}).shape[:3] == Q.shape[:3]
+    with pytest.raises(TypeError, match=f"argument '{name}' is .*, want an? (int|float|bool)$"):
+        call(**{name: "no"})
+
+
 TOO_LARGE = 2**31
 INTEGERS: dict[str, Callable[[Any], Any]] = {
     "topk 'top_k'": lambda n: jax_dsa.topk(Q, n),

@@ -54,6 +54,14 @@ def _typed(x: Any) -> str:
     return f"{_shown(x)} ({type(x).__name__})"
 
 
+def _static(kind: str, x: Any) -> str:
+    """Returns `kind`, such as "an int", for a message; with the way out if `x` is traced."""
+    if not isinstance(x, jax.core.Tracer):
+        return kind
+    static = f"a static {kind.split()[-1]}"
+    return f"{static}; under jax.jit, pass it by static_argnames or functools.partial"
+
+
 def as_array(x: Any) -> jax.Array | np.ndarray | np.generic | None:
     """Returns `x` if it is an array, or what its `__jax_array__` returns; otherwise None."""
     if isinstance(x, jax.Array | np.ndarray | np.generic):
@@ -238,7 +246,7 @@ class Args:
             number = operator.index(value)
         except TypeError:
             raise TypeError(
-                f"{self.op}: argument '{name}' is {_typed(value)}, want an int"
+                f"{self.op}: argument '{name}' is {_typed(value)}, want {_static('an int', value)}"
             ) from None
         self.option(name, number, low <= number <= high, f"int in {low}..{high}")
         return number
@@ -246,7 +254,9 @@ class Args:
     def flag(self, name: str, value: Any) -> bool:
         """Returns `value` as a static bool."""
         if not isinstance(value, bool | np.bool_):
-            raise TypeError(f"{self.op}: argument '{name}' is {_typed(value)}, want a bool")
+            raise TypeError(
+                f"{self.op}: argument '{name}' is {_typed(value)}, want {_static('a bool', value)}"
+            )
         return bool(value)
 
     def real(self, name: str, value: Any) -> float:
@@ -254,7 +264,9 @@ class Args:
         x = value if isinstance(value, int | float) else as_array(value)
         known = not isinstance(value, bool) and x is not None and np.ndim(x) == 0
         if not known or isinstance(x, jax.core.Tracer) or not _is_real(x):
-            raise TypeError(f"{self.op}: argument '{name}' is {_typed(value)}, want a static float")
+            raise TypeError(
+                f"{self.op}: argument '{name}' is {_typed(value)}, want {_static('a float', value)}"
+            )
         try:
             number = float(x)  # type: ignore[arg-type]
         except OverflowError:  # A Python int may be too large.
