@@ -11,14 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 from support.compare import assert_matches
 from support.marks import slow
 from support.training import ATTENTION, CONFIG, MESH_CONFIG, STAGES, corpus
 
 from jax_dsa import nn
 from jax_dsa.training.data import Batches, RunError
-from jax_dsa.training.mesh import AXES, make_mesh
+from jax_dsa.training.mesh import AXES, annotate, make_mesh, shardings
 from jax_dsa.training.steps import Program
 
 MESHES = [
@@ -154,6 +156,21 @@ def test_microbatches_make_the_same_step():
             for name in ("backbone", "indexer", "control"):
                 got, exact = getattr(state, name).opt, getattr(want, name).opt
                 assert_matches(got, exact, 1e-4, f"{stage} {name}", least=1e-3)
+
+
+def test_meshes_without_some_of_the_axes(cpus):
+    """What they lack shards nothing. An axis of another name is refused."""
+    model = nn.DecoderLM(MESH_CONFIG.model, rngs=nnx.Rngs(0))
+    annotate(model)
+    params = nnx.state(model, nnx.Param)
+    mesh = jax.make_mesh((2,), ("fsdp",), devices=cpus[:2])
+    found = jax.device_put(params, shardings(params, mesh))["blocks"][0]
+    assert found["attention"]["mla"]["w_uk"][...].sharding.spec == P(None, "fsdp", None)
+    other = jax.make_mesh((2,), ("batch",), devices=cpus[:2])
+    assert all(x.is_fully_replicated for x in jax.tree.leaves(shardings(params, other)))
+    assert Program(MESH_CONFIG, mesh).mesh.shape == {"fsdp": 2}
+    with pytest.raises(RunError, match=r"'mesh' has the axes \('batch',\), expected .*make_mesh"):
+        Program(MESH_CONFIG, other)
 
 
 def test_sizes_that_do_not_fit_are_rejected():

@@ -84,6 +84,24 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
+def axis_sizes(function: str, mesh: Mesh) -> dict[str, int]:
+    """Returns the size of each of `AXES` on a mesh; 1 for an axis that it lacks.
+
+    Args:
+        function: The function whose argument the mesh is, for the error message.
+        mesh: The mesh.
+
+    Raises:
+        RunError: If the mesh has an axis that is not in `AXES`.
+    """
+    if not set(mesh.axis_names) <= set(AXES):
+        raise RunError(
+            f"{function}: argument 'mesh' has the axes {mesh.axis_names}, expected some of {AXES}, "
+            f"as training.mesh.make_mesh makes them"
+        )
+    return dict.fromkeys(AXES, 1) | dict(mesh.shape)
+
+
 def annotate(model: nnx.Module) -> None:
     """Writes the axes of `PARAMETERS` into the parameters' NNX metadata.
 
@@ -101,7 +119,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     Args:
         tree: A pytree. The metadata of its `nnx.Variable`s says how they are sharded; all other
             arrays are replicated.
-        mesh: The mesh.
+        mesh: The mesh. An axis that it lacks, or that does not divide an array, shards nothing.
     """
 
     def place(x: Any) -> Any:
@@ -114,11 +132,12 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def fitted(mesh: Mesh, spec: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
-    """Returns the sharding by `spec`, without the axes that the mesh does not divide."""
+    """Returns the sharding by `spec`, without the axes that the mesh lacks or does not divide."""
 
-    def fits(entry: Any, size: int) -> bool:
+    def fit(entry: Any, size: int) -> tuple[str, ...]:
         names = entry if isinstance(entry, tuple) else (entry,)
-        return size % math.prod(mesh.shape[name] for name in names if name) == 0
+        names = tuple(name for name in names if name in mesh.shape)
+        return names if size % math.prod(mesh.shape[name] for name in names) == 0 else ()
 
-    entries = [entry if fits(entry, size) else None for entry, size in zip(spec, shape)]
+    entries = [fit(entry, size) or None for entry, size in zip(spec, shape)]
     return NamedSharding(mesh, PartitionSpec(*entries))

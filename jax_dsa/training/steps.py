@@ -16,7 +16,15 @@ from jax_dsa.nn import DecoderLM
 from jax_dsa.nn.stripes import striped
 from jax_dsa.training.data import RunError
 from jax_dsa.training.losses import INDEXER, indexer_loss, next_token_loss
-from jax_dsa.training.mesh import BATCH, annotate, fitted, make_mesh, shardings, with_auto_axes
+from jax_dsa.training.mesh import (
+    BATCH,
+    annotate,
+    axis_sizes,
+    fitted,
+    make_mesh,
+    shardings,
+    with_auto_axes,
+)
 from jax_dsa.training.remat import remat_policy
 
 if TYPE_CHECKING:
@@ -98,11 +106,11 @@ class Program:
 
     Args:
         config: The run's configuration.
-        mesh: The mesh to run on; see `jax_dsa.training.mesh`. Its axes may have any type, and the
-            compiler shards over all of them. Default: one device.
+        mesh: The mesh to run on, with some of the axes of `jax_dsa.training.mesh`. They may have
+            any type, and the compiler shards over all of them. Default: one device.
 
     Raises:
-        RunError: If the mesh does not divide the batch, the sequence or the heads.
+        RunError: If the mesh has another axis, or does not divide the batch, sequence or heads.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh | None = None) -> None:
@@ -110,7 +118,7 @@ class Program:
         self.mesh = make_mesh({"data": 1}) if mesh is None else with_auto_axes(mesh)
         self._check_sizes()
         # Striped sequences give all devices of the context axis the same amount of causal work.
-        self._stripes = self.mesh.shape["context"]
+        self._stripes = self.mesh.shape.get("context", 1)
         self._graph: Any = nnx.graphdef(nnx.eval_shape(lambda: self._initial_model(nnx.Rngs(0))))
         self._indexers = config.model.layers.count("full")
         self._optimizer = _optimizer(config)
@@ -337,7 +345,7 @@ class Program:
         )
 
     def _check_sizes(self) -> None:
-        sizes, c = self.mesh.shape, self.config
+        sizes, c = axis_sizes("Program", self.mesh), self.config
         rows = sizes["data"] * sizes["fsdp"] * c.accumulate
         for name, size, divisor, axes in (
             ("batch_size", c.batch_size, rows, "data * fsdp * accumulate"),
