@@ -13,7 +13,7 @@ from support.training import ATTENTION, CONFIG, STAGES, shared_program, tokens
 
 import jax_dsa
 from jax_dsa import training
-from jax_dsa.training import evaluate
+from jax_dsa.training import evaluate, losses
 from jax_dsa.training.evaluate import Evaluator
 from jax_dsa.training.steps import Program
 
@@ -130,3 +130,66 @@ def test_an_empty_selection_is_rejected(top_k):
         training.recency_indices(1, 8, top_k)
     with pytest.raises(ValueError, match=f"random_indices: argument 'top_k' is {top_k}"):
         training.random_indices(jax.random.key(0), 1, 8, top_k)
+
+
+LOGITS, TARGETS = jnp.zeros((2, 5, 11)), jnp.zeros((2, 5), jnp.int32)
+AUX = jax_dsa.DSAAux(indices=TARGETS, kl=jnp.float32(3), lse=LOGITS)
+Q, KV, LSE = jnp.ones((2, 5, 3, 4)), jnp.ones((2, 5, 1, 4)), jnp.zeros((2, 5, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: training.next_token_loss(LOGITS[:, :-1], TARGETS),
+            ValueError,
+            r"next_token_loss: argument 'targets' has shape \(2, 5\), want \[B, T\] with .*T=4",
+        ),
+        (
+            lambda: training.next_token_loss(LOGITS, TARGETS * 1.0),
+            TypeError,
+            "next_token_loss: argument 'targets' has dtype float32, want int32",
+        ),
+        (
+            lambda: training.next_token_loss((LOGITS, [AUX]), TARGETS),
+            TypeError,
+            "next_token_loss: argument 'logits' is tuple, want an array",
+        ),
+        (
+            lambda: training.indexer_loss(AUX),
+            TypeError,
+            "indexer_loss: argument 'layers' is DSAAux, want a list with the aux of each layer",
+        ),
+        (
+            lambda: training.indexer_loss([AUX, (LOGITS, AUX)]),
+            TypeError,
+            r"indexer_loss: argument 'layers\[1\]' is tuple, want the aux of a layer",
+        ),
+        (
+            lambda: training.indexer_loss([AUX._replace(kl=None)]),
+            ValueError,
+            "indexer_loss: argument 'layers' has no layer with an indexer",
+        ),
+        (
+            lambda: training.attention_mass(Q, KV[:, :, 0], LSE, scale=0.5),
+            ValueError,
+            r"attention_mass: argument 'kv' has shape \(2, 5, 4\), want \[B, S, 1, D\]",
+        ),
+        (
+            lambda: training.mass_recall(jnp.ones((2, 5, 5)), TARGETS),
+            ValueError,
+            r"mass_recall: argument 'indices' has shape \(2, 5\), want \[B, T, K\]",
+        ),
+    ],
+)
+def test_wrong_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("target", [-1, -100, 11])
+def test_a_target_outside_the_vocabulary(target):
+    """It is NaN in its own place, and does not count from the end of the vocabulary."""
+    found = losses.token_losses(LOGITS, TARGETS.at[1, 2].set(target))
+    np.testing.assert_array_equal(np.isnan(found), np.arange(10).reshape(2, 5) == 7)
+    assert np.isnan(training.next_token_loss(LOGITS[1], TARGETS[1].at[2].set(target)))

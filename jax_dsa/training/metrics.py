@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_dsa.core.checks import FLOATS, INT32, WIDE_FLOATS, Args
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.ops.topk import topk
@@ -40,8 +41,15 @@ def attention_mass(
 
     Returns:
         The attention mass, float32 [B, T, S]. Each row sums to one.
+
+    Raises:
+        TypeError, ValueError: If an argument has the wrong type or shape.
     """
-    keys = kv[:, :, 0]
+    args = Args("attention_mass", "q", q, "B T N D")
+    q = args.array("q", q, "B T N D", FLOATS)
+    keys = args.array("kv", kv, "B S 1 D", FLOATS)[:, :, 0]
+    lse = args.array("lse", lse, "B T N", WIDE_FLOATS)
+    scale = args.real("scale", scale)
     batch, queries, heads, _ = q.shape
     key = jnp.arange(keys.shape[1])
 
@@ -54,9 +62,9 @@ def attention_mass(
         return (), (jnp.where(visible, mass, 0.0),)
 
     chunk = chunk_length(queries, batch * heads * keys.shape[1] * 4)
-    ranges = _ranges(batch, queries, starts, ends)
+    ranges = _checked_ranges(args, starts, ends)
     _, (mass,) = scan_chunks(body, (), (q, lse, *ranges), chunk=chunk)
-    return mass
+    return args.restore(mass)
 
 
 def mass_recall(
@@ -78,11 +86,17 @@ def mass_recall(
 
     Returns:
         A scalar in 0..1, float32.
+
+    Raises:
+        TypeError, ValueError: If an argument has the wrong type or shape.
     """
-    batch, queries, top_k = indices.shape
+    args = Args("mass_recall", "mass", mass, "B T S")
+    mass = args.array("mass", mass, "B T S", WIDE_FLOATS)
+    indices = args.array("indices", indices, "B T K", INT32)
+    top_k = indices.shape[-1]
     held = jnp.take_along_axis(mass, jnp.maximum(indices, 0), axis=-1)
     held = jnp.where(indices >= 0, held, 0.0).sum(-1)
-    first, stop = _ranges(batch, queries, starts, ends)
+    first, stop = _checked_ranges(args, starts, ends)
     counted = (stop - first > top_k).astype(held.dtype)
     return (held * counted).sum() / jnp.maximum(counted.sum(), 1.0)
 
@@ -149,6 +163,15 @@ def random_indices(
 def _check_top_k(function: str, top_k: int) -> None:
     if top_k < 1:
         raise ValueError(f"{function}: argument 'top_k' is {top_k}, expected at least 1")
+
+
+def _checked_ranges(args: Args, starts: Any, ends: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the checked arguments 'starts' and 'ends' with their defaults filled in."""
+    starts, ends = (
+        None if x is None else args.array(name, x, "B T", INT32)
+        for name, x in (("starts", starts), ("ends", ends))
+    )
+    return _ranges(args.batch, args.sizes["T"], starts, ends)
 
 
 def _ranges(batch: int, queries: int, starts: Any, ends: Any) -> tuple[jax.Array, jax.Array]:
