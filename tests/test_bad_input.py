@@ -116,6 +116,26 @@ def test_traced_values_of_static_arguments(name: str, value: Any) -> None:
         call(**{name: "no"})
 
 
+@pytest.mark.parametrize(
+    ("call", "question"),
+    [
+        (lambda: jax_dsa.sparse_mla(Q, KV[:, :, 0], INDICES), "did you mean kv[:, :, None]?"),
+        (lambda: jax_dsa.sparse_mla(Q[0], KV[0, :, 0], INDICES[0]), "did you mean kv[:, None]?"),
+        (
+            lambda: jax_dsa.dsa_attention(Q, KV, INDEX[0], KV, INDEX[2], top_k=1),
+            "did you mean index_k[:, :, 0]?",
+        ),
+        (lambda: jax_dsa.sparse_mla(Q, KV[0], INDICES), None),
+        (lambda: jax_dsa.sparse_mla(Q[0], KV, INDICES[0]), None),
+    ],
+)
+def test_an_axis_of_heads_that_is_missing_or_too_many(call: Callable, question: str | None) -> None:
+    with pytest.raises(ValueError, match="has shape") as raised:
+        call()
+    text = str(raised.value)
+    assert text.endswith("; " + question) if question else "did you mean" not in text
+
+
 TOO_LARGE = 2**31
 INTEGERS: dict[str, Callable[[Any], Any]] = {
     "topk 'top_k'": lambda n: jax_dsa.topk(Q, n),

@@ -286,7 +286,7 @@ def test_other_arguments(case: str) -> None:
 def test_sparse_is_a_static_bool(op: str) -> None:
     calls = {"Block": LM.blocks[0], "DecoderLM": LM}
     call, given = calls.get(op) or HIDDEN[op], TOKENS if op == "DecoderLM" else X
-    message = f"^{op}: argument 'sparse' is .*, want a bool"
+    message = f"^{op}: argument 'sparse' is .*, want a (static )?bool"
     for wrong in ("no", 0, None, jnp.bool_(False)):
         with pytest.raises(TypeError, match=message):
             call(given, sparse=wrong)

@@ -112,19 +112,22 @@ class Args:
         self.sizes[letter] = self._bound[letter] = size
         self._bound_by[letter] = source
 
-    def array(self, name: str, x: Any, dims: str, dtypes: Sequence[Any]) -> jax.Array:
+    def array(
+        self, name: str, x: Any, dims: str, dtypes: Sequence[Any], hint: str = ""
+    ) -> jax.Array:
         """Returns `x` as an array whose axes match `dims` (letters or numbers).
 
-        If the call has no batch axis, an axis of length 1 is added for "B".
+        If the call has no batch axis, an axis of length 1 is added for "B". The message about a
+        wrong dtype ends with the `hint`.
         """
-        x = self.typed(name, x, dtypes)
+        x = self.typed(name, x, dtypes, hint)
         tokens = dims.split()
         if not self.batched:
             tokens = [d for d in tokens if d != "B"]
         if x.ndim != len(tokens):
             raise ValueError(
                 f"{self.op}: argument '{name}' has shape {x.shape}, want "
-                f"{self._expected(' '.join(tokens))}"
+                f"{self._expected(' '.join(tokens))}{self._group_hint(name, x.shape, tokens)}"
             )
         self._given.append(Given(name, x.shape, tuple(tokens)))
         for token, size in zip(tokens, x.shape, strict=True):
@@ -141,7 +144,7 @@ class Args:
             x = jnp.expand_dims(x, dims.split().index("B"))
         return x
 
-    def typed(self, name: str, x: Any, dtypes: Sequence[Any]) -> jax.Array:
+    def typed(self, name: str, x: Any, dtypes: Sequence[Any], hint: str = "") -> jax.Array:
         """Returns `x` as an array of one of `dtypes`, without a check of its shape.
 
         If int32 is expected, integers of another width are converted. A number outside int32
@@ -164,7 +167,7 @@ class Args:
                 x = jnp.asarray(x)  # Without x64, float64 becomes float32.
         if x.dtype not in dtypes:
             raise TypeError(
-                f"{self.op}: argument '{name}' has dtype {dtype}, want {_names(dtypes)}"
+                f"{self.op}: argument '{name}' has dtype {dtype}, want {_names(dtypes)}{hint}"
             )
         self.one_mesh(f"argument '{name}'", x)
         return x
@@ -308,6 +311,20 @@ class Args:
     def size(self, letter: str) -> str:
         """Returns the size of a letter and the argument that determines it, for a message."""
         return f"{letter}={self.sizes[letter]} (from {self._bound_by[letter]})"
+
+    def _group_hint(self, name: str, shape: tuple[int, ...], tokens: list[str]) -> str:
+        """Returns a question for a message, if only an axis of KV heads is missing or too many."""
+
+        def fits(sizes: tuple[int, ...], dims: list[str]) -> bool:
+            pairs = zip(sizes, dims, strict=False)
+            return len(sizes) == len(dims) and all(self.sizes.get(d, n) == n for n, d in pairs)
+
+        heads = next((i for i, d in enumerate(tokens) if d in ("G", "1")), None)
+        if heads is not None and fits(shape, tokens[:heads] + tokens[heads + 1 :]):
+            return f"; did you mean {name}[{':, ' * heads}None]?"
+        if heads is None and shape[-2:-1] == (1,) and fits(shape[:-2] + shape[-1:], tokens):
+            return f"; did you mean {name}[{':, ' * (len(shape) - 2)}0]?"
+        return ""
 
     def _expected(self, dims: str) -> str:
         known = [self.size(d) for d in dims.split() if d in self.sizes]

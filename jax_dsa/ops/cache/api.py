@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core import compat
-from jax_dsa.core.checks import FLOATS, FP8, INT32, LARGEST, Args
+from jax_dsa.core.checks import FLOATS, FP8, INT32, LARGEST, Args, as_array
 from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import (
     PAGE_RECORD_BYTES,
@@ -40,7 +40,7 @@ from jax_dsa.ops.cache.lengths import checked_copy, extended, in_dtype_of
 from jax_dsa.ops.cache.records import RECORDS, checks_of, packed, packed_for_page
 from jax_dsa.ops.quantize_fp8.spec import INPUTS
 
-__all__ = ["FlatCache", "PagedCache", "checked_pages"]
+__all__ = ["FlatCache", "PagedCache", "checked_pages", "stored_dims"]
 
 STORED = (*FLOATS, FP8, jnp.uint8)
 
@@ -236,7 +236,7 @@ class FlatCache(_Cache):
             capacity: S, the number of tokens that a request may have.
             dim: D, the size of a row; 576 with `fp8`.
             groups: G, the number of KV heads.
-            dtype: The dtype of the rows.
+            dtype: The dtype of the rows, which is that of the queries that will read them.
             fp8: Whether to store FP8 records in place of rows of `dtype`.
 
         Raises:
@@ -253,7 +253,7 @@ class FlatCache(_Cache):
         return np.shape(self.data)[-3]
 
     def _arrays(self, args: Args) -> tuple[Array, ...]:
-        data = args.array("data", self.data, "B S G row", STORED)
+        data = args.array("data", self.data, stored_dims("B S G D", self.data), STORED)
         fits = data.dtype != jnp.uint8 or data.shape[-1] == RECORD_BYTES
         args.shape("data", data, fits, f"[B, S, G, {RECORD_BYTES}] for FP8 records")
         return (data,)
@@ -321,7 +321,7 @@ class PagedCache(_Cache):
             pages_per_request: The number of entries that a request has in the page table.
             dim: D, the size of a row; 576 or 512 with `fp8`.
             groups: G, the number of KV heads.
-            dtype: The dtype of the rows.
+            dtype: The dtype of the rows, which is that of the queries that will read them.
             fp8: Whether to store FP8 records in place of rows of `dtype`: of 656 bytes for D = 576,
                 of 584 bytes for D = 512.
 
@@ -357,7 +357,7 @@ class PagedCache(_Cache):
         return dataclasses.replace(self, page_table=table)
 
     def _arrays(self, args: Args) -> tuple[Array, ...]:
-        pages = checked_pages(args, "pages", self.pages, "G row", STORED)
+        pages = checked_pages(args, "pages", self.pages, "G D", STORED)
         fits = pages.dtype != jnp.uint8 or pages.shape[-1] in RECORDS.values()
         args.shape("pages", pages, fits, "[P, L, G, 656] or [P, L, G, 584] for FP8 records")
         return pages, args.array("page_table", self.page_table, "B R", INT32)
@@ -384,8 +384,16 @@ class PagedCache(_Cache):
         return dataclasses.replace(self, pages=pages, **changes)
 
 
-def checked_pages(args: Args, name: str, pages: Any, row: str, dtypes: Any) -> Array:
-    """Returns the checked argument `name`: pages of rows with the dims `row`."""
-    pages = args.array(name, pages, f"P L {row}", dtypes)
+def stored_dims(dims: str, rows: Any) -> str:
+    """Returns the dims of stored rows. FP8 records have a number of bytes in place of D."""
+    is_record = getattr(as_array(rows), "dtype", None) == jnp.uint8
+    return dims.replace("D", "bytes") if is_record else dims
+
+
+def checked_pages(
+    args: Args, name: str, pages: Any, row: str, dtypes: Any, hint: str = ""
+) -> Array:
+    """Returns the checked argument `name`: pages of rows with the dims `row`; see `Args.array`."""
+    pages = args.array(name, pages, stored_dims(f"P L {row}", pages), dtypes, hint)
     args.shape(name, pages, pages.shape[1] > 0, "pages of at least one row")
     return pages

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_dsa.core.checks import INT32, LARGEST, Args
 from jax_dsa.core.layout import PAGE_RECORD_BYTES, PAGE_RECORD_DIM, RECORD_BYTES, RECORD_DIM
 from jax_dsa.core.typing import Array, Int
-from jax_dsa.ops.cache.api import FlatCache, PagedCache, checked_pages
+from jax_dsa.ops.cache.api import FlatCache, PagedCache, checked_pages, stored_dims
 from jax_dsa.ops.cache.records import RECORDS
 
 
@@ -94,8 +94,10 @@ def read_cache(args: Args, name: str, cache: Any, dims: str, dtypes: Any) -> Key
         dtypes: the dtypes that the cache may store.
     """
     table, page_size = None, None
+    has_one_head, kind = dims.startswith("1 "), type(cache).__name__
+    hint = f"; {kind}.empty(..., dtype=jnp.{jnp.dtype(dtypes[0]).name}) makes such a cache"
     if isinstance(cache, PagedCache):
-        pages = checked_pages(args, f"{name}.pages", cache.pages, dims, dtypes)
+        pages = checked_pages(args, f"{name}.pages", cache.pages, dims, dtypes, hint)
         table = args.array(f"{name}.page_table", cache.page_table, "B R", INT32)
         count, page_size = pages.shape[:2]
         rows = pages.reshape(count * page_size, *pages.shape[2:])[None]
@@ -104,31 +106,23 @@ def read_cache(args: Args, name: str, cache: Any, dims: str, dtypes: Any) -> Key
         fits = not isinstance(capacity, int) or capacity <= LARGEST
         args.option(f"{name}.page_table", capacity, fits, "room for less than 2**31 rows")
     elif isinstance(cache, FlatCache):
-        rows = args.array(f"{name}.data", cache.data, f"B S {dims}", dtypes)
+        dims = stored_dims(f"B S {dims}", cache.data)
+        rows = args.array(f"{name}.data", cache.data, dims, dtypes, hint)
     else:
-        raise TypeError(
-            f"{args.op}: argument '{name}' is {type(cache).__name__}, want a FlatCache or a "
-            f"PagedCache"
-        )
-    if dims.startswith("1 "):
+        raise TypeError(f"{args.op}: argument '{name}' is {kind}, want a FlatCache or a PagedCache")
+    if has_one_head:
         rows = rows[:, :, 0]
     lengths = args.array(f"{name}.lengths", cache.lengths, "B", INT32)
     return Keys(rows, lengths, table, page_size)
 
 
-def check_row(args: Args, name: str, keys: Keys) -> None:
-    """Raises unless the rows of a cache have the D values of q, or are FP8 records of as many."""
+def check_record(args: Args, name: str, keys: Keys) -> None:
+    """Raises ValueError if a cache holds FP8 records of rows that have not the D values of q."""
     dim, rows = args.sizes["D"], keys.rows
-    fits, rule = rows.shape[-1] == dim, f"D={dim}"
-    if rows.dtype == jnp.uint8:
-        paged = keys.page_table is not None
-        fits = rows.shape[-1] == RECORDS.get(dim) and (paged or dim == RECORD_DIM)
-        rule = (
-            f"FP8 records of {RECORD_BYTES} bytes with D={RECORD_DIM} or, in pages, of "
-            f"{PAGE_RECORD_BYTES} with D={PAGE_RECORD_DIM}"
-        )
-    if not fits:
+    fits = keys.page_table is not None or dim == RECORD_DIM
+    if rows.dtype == jnp.uint8 and not (fits and rows.shape[-1] == RECORDS.get(dim)):
         raise ValueError(
             f"{args.op}: argument '{name}' holds rows of {rows.shape[-1]} elements of "
-            f"{rows.dtype} for queries of D={dim}, want {rule}"
+            f"{rows.dtype} for queries of D={dim}, want FP8 records of {RECORD_BYTES} bytes with "
+            f"D={RECORD_DIM} or, in pages, of {PAGE_RECORD_BYTES} with D={PAGE_RECORD_DIM}"
         )

@@ -21,7 +21,7 @@ from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.cache.api import FlatCache, PagedCache
-from jax_dsa.ops.cache.keys import Keys, check_row, read_keys
+from jax_dsa.ops.cache.keys import Keys, check_record, read_keys
 from jax_dsa.ops.mqa_decode import cuda, xla
 from jax_dsa.ops.mqa_decode.spec import Operands, Options
 
@@ -181,9 +181,9 @@ def mqa_decode(
         raise ValueError(f"{args.op}: argument 'sinks' is an array, want None with normalize=False")
     q = args.array("q", q, "B T N D", FLOATS)
     keys = read_keys(
-        args, "k", k, "G D", "G row", (q.dtype,), (q.dtype, jnp.uint8), key_value_seq_lengths
+        args, "k", k, "G D", "G D", (q.dtype,), (q.dtype, jnp.uint8), key_value_seq_lengths
     )
-    check_row(args, "k", keys)
+    check_record(args, "k", keys)
     lengths = keys.lengths
     if lengths is None:
         lengths = jnp.full(args.batch, keys.rows.shape[1], jnp.int32)

@@ -21,7 +21,7 @@ from jax_dsa.core.layout import RECORD_DIM
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.cache.api import FlatCache, PagedCache
-from jax_dsa.ops.cache.keys import check_row, read_cache
+from jax_dsa.ops.cache.keys import check_record, read_cache
 from jax_dsa.ops.sparse_mla import cuda, xla
 from jax_dsa.ops.sparse_mla.spec import Operands, Options
 
@@ -280,8 +280,8 @@ def sparse_mla_decode(
     call = args.call(implementation)
     return_lse = args.flag("return_lse", return_lse)
     q = args.array("q", q, "B T N D", FLOATS)
-    keys = read_cache(args, "cache", cache, "G row", (q.dtype, jnp.uint8))
-    check_row(args, "cache", keys)
+    keys = read_cache(args, "cache", cache, "G D", (q.dtype, jnp.uint8))
+    check_record(args, "cache", keys)
     check_heads(args, "q", "cache")
     indices, topk_length = selection(args, indices, topk_length)
     _, ends = key_ranges(args, None, None, is_causal, lengths=keys.lengths)
