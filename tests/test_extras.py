@@ -34,8 +34,12 @@ except ModuleNotFoundError as error:
     [
         ("jax_dsa.nn", "flax", "jax_dsa.nn needs 'flax', which the extra 'flax' brings"),
         ("import jax_dsa.nn", "flax", "jax_dsa.nn needs 'flax', which the extra 'flax' brings"),
-        ("jax_dsa.training", "flax", "jax_dsa.training needs 'flax', which the extra 'examples'"),
-        ("import jax_dsa.training", "optax", "jax_dsa.training needs 'optax', which the extra"),
+        ("jax_dsa.training", "flax", "jax_dsa.training needs 'flax', which the extra 'flax'"),
+        (
+            "import jax_dsa.training",
+            "optax",
+            "jax_dsa.training needs 'optax', which the extra 'flax'",
+        ),
         (
             "import jax_dsa.bench.__main__",
             "tqdm",

@@ -1,12 +1,13 @@
 """Training with sparse attention: losses, stages, metrics and rematerialisation policies.
 
-This package needs the extra `examples`. The demo (`examples/train_lm.py`) is built from it; the
-modules `trainer`, `summary`, `plots` and `cli` serve only the demo.
+This package needs Flax and Optax, which the extra `flax` installs. The demo
+(`examples/train_lm.py`) is built from it; the modules `trainer`, `summary`, `plots` and `cli` serve
+only the demo and need the extra `examples`.
 """
 
 from jax_dsa.core.extras import needs_extra
 
-with needs_extra("examples", __name__):
+with needs_extra("flax", __name__):
     from jax_dsa.training.config import PRESETS, TrainConfig
     from jax_dsa.training.losses import INDEXER, indexer_loss, next_token_loss
     from jax_dsa.training.metrics import (
