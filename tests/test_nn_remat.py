@@ -55,7 +55,9 @@ def test_remat_policies_keep_gradients_and_selection(rng):
         np.testing.assert_array_equal(again, indices)
 
 
-@pytest.mark.parametrize("name", ["some", None, ["selection"], jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize(
+    "name", ["some", None, ["selection"], jax.checkpoint_policies.dots_saveable]
+)
 def test_names_of_policies(name):
     with pytest.raises(ValueError, match="remat_policy: argument 'name' is .*, expected one of"):
         remat_policy(name)
