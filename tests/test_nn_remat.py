@@ -59,7 +59,7 @@ def test_remat_policies_keep_gradients_and_selection(rng):
     "name", ["some", None, ["selection"], jax.checkpoint_policies.dots_saveable]
 )
 def test_names_of_policies(name):
-    with pytest.raises(ValueError, match="remat_policy: argument 'name' is .*, expected one of"):
+    with pytest.raises(ValueError, match=r"remat_policy: argument 'name' is .*, expected one of"):
         remat_policy(name)
 
 
