@@ -148,6 +148,7 @@ def sparse_from_hf(
             f"sparse_from_hf: argument 'prefix' is {prefix!r}, expected a str with one '{{}}' in "
             f"the place of the layer's number"
         )
+    dense = read_fields(config)
     if tensors is None:
         if not isinstance(config, str | os.PathLike) or not os.path.isdir(config):
             raise TypeError(
@@ -155,7 +156,7 @@ def sparse_from_hf(
                 "argument 'config' is not the path of a directory"
             )
         tensors = config
-    dense, tensors = read_fields(config), tensors_of(tensors)
+    tensors = tensors_of(tensors)
     c = _sparse_fields("sparse_from_hf", dense, top_k, index_heads, index_dim)
     block = configured_block_size(dense, dense.name)
     layers = []
