@@ -116,7 +116,7 @@ CASES = [
         {"batch": (batch,) * 4, "head": (head, P(), P(), P())},
     ),
     TransformCase(
-        "sparse_attention_varlen",
+        "sparse_attention-packed",
         attend_packed,
         make_packed_args,
         (0, 1, 2),
