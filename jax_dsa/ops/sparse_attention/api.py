@@ -365,11 +365,13 @@ def _attend(
 
     `where` has the operands `positions`, `starts` and `lengths` by name.
     """
+    q, k, v = qkv
     options, slots = options_and_slots(args, **arguments)
     return_lse = args.flag("return_lse", return_lse)
     return_max_logit = args.flag("return_max_logit", return_max_logit)
     call = args.call(implementation)
-    y = args.restore(sparse_attention_op(call, options, Operands(*qkv, **slots, **where)))
+    operands = Operands(q=q, k=k, v=v, **slots, **where)
+    y = args.restore(sparse_attention_op(call, options, operands))
     returned: tuple[Array, ...] = (y.out,)
     if return_lse:
         returned += (y.max_logit + y.log_sum,)
