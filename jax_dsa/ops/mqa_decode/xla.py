@@ -232,7 +232,7 @@ def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
     if units:
         carry, _ = scan_chunks(chunk, carry, (ids,), chunk=size)
     dq, dk, dv = carry
-    dsinks = None if sinks is None else sink_gradient(sinks, lse, dout_dot_out) / first
+    dsinks = None if sinks is None else sink_gradient(sinks, lse, 0.0, dout_dot_out) / first
     return Gradients(q=dq.reshape(B, T, N, D).astype(q.dtype), k=dk, v=dv, sinks=dsinks)
 
 

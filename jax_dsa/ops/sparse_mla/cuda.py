@@ -125,7 +125,7 @@ def sparse_mla_bwd(
     if x.sinks is not None and gate is not None:
         gate = gate.reshape(y.lse.shape)
         (dout_dot_out,) = of_rows_with_keys(y.lse, row_products(dout, y.out))
-        dsinks = sink_gradient(x.sinks, lse, grouped(dout_dot_out, G))
+        dsinks = sink_gradient(x.sinks, lse, 0.0, grouped(dout_dot_out, G))
         dout = (dout.astype(gate.dtype) * gate[..., None]).astype(dout.dtype)
     xs = x.q, x.indices, x.ends, x.topk_length, dout, y.lse, y.out, dy.lse
     if not sums_by_rows(options, x):

@@ -117,7 +117,7 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
             drows = jnp.einsum("btgmk,btgmd->btgkd", left, right, preferred_element_type=acc)
             dkv = scatter_rows(dkv, x.indices, valid, drows, deterministic=options.deterministic)
         if sinks is not None:
-            dsinks += sink_gradient(sinks, lse, dout_dot_out) / first
+            dsinks += sink_gradient(sinks, lse, 0.0, dout_dot_out) / first
         return (dkv, dsinks), (dq.reshape(*dq.shape[:2], N, D).astype(q.dtype),)
 
     row_copies = 6 if options.deterministic else 2
