@@ -196,6 +196,7 @@ __device__ void prepare_steps(const MaskedAttentionBwdParams& p, const BwdWorksp
       const BwdStage stage = shared.stage[at];
       last = stage.last;
       if (stage.partial) build_mask_bits<Tr>(p, work_tile, stage, shared.bits[at], warp, lane);
+      if (thread == 0) shared.huge[at] = w.huge[stage.step];
       const uint64_t* const fully_masked = w.fully_masked + stage.step;
       if (*fully_masked != 0) {
         const auto* const rows = reinterpret_cast<const uint32_t*>(fully_masked);
