@@ -214,11 +214,14 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
   };
 
   if (capped && warpgroup == 1) named_barrier_arrive<256>(kDsRead);
-  for_each_work_tile(shared, step, [&](const BwdWorkTile& work_tile) {
-    if (p.deterministic) publish_pending_add(shared);
-    store_dk_dv<Tr::kType>(p, work_tile, dk, dv, row_now(lane_now() / 4), Tr::kKeys,
-                           warpgroup * kDHalf, warpgroup * kEHalf, shared.out[thread_index() / 32]);
-  });
+  for_each_work_tile(
+      shared, [] {}, step,
+      [&](const BwdWorkTile& work_tile) {
+        if (p.deterministic) publish_pending_add(shared);
+        store_dk_dv<Tr::kType>(p, work_tile, dk, dv, row_now(lane_now() / 4), Tr::kKeys,
+                               warpgroup * kDHalf, warpgroup * kEHalf,
+                               shared.out[thread_index() / 32]);
+      });
   // Consume the last arrival, so that no barrier is left with a pending one.
   if (capped && warpgroup == 0) named_barrier_sync<256>(kDsRead);
 }
