@@ -121,6 +121,31 @@ def test_probabilities_sum_to_one(level: float, rng: np.random.Generator) -> Non
     np.testing.assert_allclose(p, attention_probs(q, k, bias, x.mask), atol=1e-6)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scale", [0.3, 1 / 3, 1.7])
+def test_products_are_rounded_before_the_largest_is_subtracted(
+    scale: float, masked: bool, rng: np.random.Generator
+) -> None:
+    """Neighbouring float32 keys of -1e9. Many of their products with the scale are equal."""
+    T, D = 16, 8
+    q, k = np.zeros((1, T, 1, D), np.float32), np.zeros((1, S, 1, D), np.float32)
+    q[..., -1], k[..., -1] = (
+        rng.uniform(0.5, 1, (1, T, 1)),
+        -1e9 - 64 * rng.integers(0, 3, (1, S, 1)),
+    )
+    v, dout = rng.normal(size=k.shape), rng.normal(size=q.shape)
+    mask = jnp.ones((1, 1, 1, S), bool) if masked else None
+    call = functools.partial(masked_attention, mask=mask, scale=scale, return_lse=True)
+    low = [jnp.asarray(a, jnp.float32) for a in (q, k, v)]
+    (out, _), pull = jax.vjp(jax.jit(call), *low)
+    _, _, dv = pull((jnp.asarray(dout, jnp.float32), jnp.ones((1, T, 1))))
+    s = (np.float32(scale) * (q[0, :, 0, -1:] * k[0, :, 0, -1])).astype(np.float64)
+    p = np.exp(s - s.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    check(out[0, :, 0], p @ v[0, :, 0], 1e-5)
+    check(dv[0, :, 0], p.T @ dout[0, :, 0], 1e-5)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
 def test_products_without_a_bias(
