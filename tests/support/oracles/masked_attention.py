@@ -81,7 +81,9 @@ def attention(
         peak = max(logits)
         weights = [count[b, n, t, s] * np.exp(x - peak) for s, x in zip(seen, logits)]
         lse[b, t, n] = peak + np.log(sum(weights))
-        total = sum(weights) + (0 if sinks is None else np.exp(np.float64(sinks[n]) - peak))
+        with np.errstate(over="ignore"):
+            sink = 0 if sinks is None else np.exp(np.float64(sinks[n]) - peak)
+        total = sum(weights) + sink
         for s, w in zip(seen, weights):
             probs[b, n, t, s] = w / total
             out[b, t, n] += probs[b, n, t, s] * v[b, s, g]
