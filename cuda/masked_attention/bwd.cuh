@@ -85,7 +85,8 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     const uint32_t q_at = smem_address(shared.q[at]), dout_at = smem_address(shared.dout[at]);
     mbarrier_wait(&shared.q_full[at], ring.parity);
     mbarrier_wait(&shared.step_ready[at], ring.parity);
-    const bool partial = shared.stage[at].partial;
+    const int flags = shared.flags[at];
+    const bool partial = flags & kPartial;
     // Keeps ptxas from moving a wait for products up; see bwd_dq.cuh. With biases this costs more
     // than it gains.
     const auto end_block = [&] {
@@ -130,7 +131,6 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     if constexpr (Tr::kGeneral) {
       cap_scores(s, Tr::kBias ? 1.f : p.scale, p.softcap, cap_inverse);
     }
-    if (partial) mask_scores(s, &shared.bits[at][row_now(lane_now() / 4)]);
     const auto lse_of = [&](int i) {  // lse of the queries of scores i and i + 1
       return *reinterpret_cast<const float2*>(&shared.lse[at][i / 4 * 8 + lane_now() % 4 * 2]);
     };
@@ -142,9 +142,14 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     const bool capped = Tr::kGeneral && cap_inverse > 0.f;
     // Nobody reads this buffer yet: the barrier of the previous step came after the last read.
     if (capped) store_cap_derivatives<Tr::kType>(s, cap_inverse, ds_chunk);
-    if (shared.huge[at]) {
-      subtract_huge_rows<Tr::kGeneral>(s, w.huge_rows + shared.stage[at].step * kStepQueries,
-                                       p.scale);
+    float to_log2 = scale_log2;
+    if (__builtin_expect(flags != 0, 0)) {
+      if (partial) mask_scores(s, &shared.bits[at][row_now(lane_now() / 4)]);
+      if (flags & kHugeRows) {
+        subtract_huge_rows<Tr::kGeneral>(s, w.huge_rows + shared.stage[at].step * kStepQueries,
+                                         p.scale);
+        to_log2 = kLog2E;
+      }
     }
     uint32_t probabilities[kSteps][4], gradients[kSteps][4];
 #pragma unroll
@@ -157,8 +162,8 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
           s[i] = exp2_approx(fmaf(s[i], kLog2E, -lse.x));
           s[i + 1] = exp2_approx(fmaf(s[i + 1], kLog2E, -lse.y));
         } else {
-          s[i] = exp2_approx(s[i] * scale_log2);
-          s[i + 1] = exp2_approx(s[i + 1] * scale_log2);
+          s[i] = exp2_approx(s[i] * to_log2);
+          s[i + 1] = exp2_approx(s[i + 1] * to_log2);
         }
         probabilities[k][j] = pack_16<Tr::kType>(s[i], s[i + 1]);
       }

@@ -79,6 +79,9 @@ struct BwdStage {
   int64_t step;  // index of the step among the steps of all heads
 };
 
+// Scores of a step with any of these flags need more work.
+enum StepFlags { kPartial = 1, kHugeRows = 2 };
+
 // Describes a buffer of dS for the warpgroup that computes dQ; see BwdStage.
 struct DsDescription {
   int64_t step;
@@ -106,8 +109,8 @@ struct alignas(1024) BwdShared {
   float delta[Tr::kStages][kStepQueries];
   uint32_t bits[Tr::kStages][Tr::kKeys][kStepQueries / 32];  // mask bits of partial tiles
   BwdStage stage[Tr::kStages];
-  bool huge[Tr::kStages];    // whether the step has huge rows
-  uint32_t* pending_add[8];  // per warp: the counter of its last addition, not yet incremented
+  uint8_t flags[Tr::kStages];  // StepFlags; written by the mask warps
+  uint32_t* pending_add[8];    // per warp: the counter of its last addition, not yet incremented
   BwdWorkTile work_tile;
   uint64_t work_tile_full, kv_full, kv_cleared, kv_free;
   // Barriers of a stage: it is described; Q, lse and delta are loaded; dO is loaded; mask bits are

@@ -57,7 +57,8 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
     const int at = uniform(ring.index);
     mbarrier_wait(&shared.q_full[at], ring.parity);
     mbarrier_wait(&shared.step_ready[at], ring.parity);
-    const bool partial = shared.stage[at].partial;
+    const int flags = shared.flags[at];
+    const bool partial = flags & kPartial;
     const auto lse_of = [&](int i) {  // lse of the queries of scores i and i + 1
       return *reinterpret_cast<const float2*>(&shared.lse[at][i / 4 * 8 + lane_now() % 4 * 2]);
     };
@@ -82,14 +83,18 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
       if constexpr (Tr::kGeneral) {
         cap_scores(x, Tr::kBias ? 1.f : p.scale, p.softcap, cap_inverse);
       }
-      if (partial) mask_scores(x, &shared.bits[at][row_now(lane_now() / 4)]);
       if (capped) {
         named_barrier_sync<256>(kDsRead);
         store_cap_derivatives<Tr::kType>(x, cap_inverse, ds_chunk);
       }
-      if (shared.huge[at]) {
-        subtract_huge_rows<Tr::kGeneral>(x, w.huge_rows + shared.stage[at].step * kStepQueries,
-                                         p.scale);
+      float to_log2 = scale_log2;
+      if (__builtin_expect(flags != 0, 0)) {
+        if (partial) mask_scores(x, &shared.bits[at][row_now(lane_now() / 4)]);
+        if (flags & kHugeRows) {
+          subtract_huge_rows<Tr::kGeneral>(x, w.huge_rows + shared.stage[at].step * kStepQueries,
+                                           p.scale);
+          to_log2 = kLog2E;
+        }
       }
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -100,7 +105,7 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
             const float2 lse = lse_of(i);
             x[i] = fmaf(x[i], kLog2E, -lse.x), x[i + 1] = fmaf(x[i + 1], kLog2E, -lse.y);
           } else {
-            x[i] *= scale_log2, x[i + 1] *= scale_log2;
+            x[i] *= to_log2, x[i + 1] *= to_log2;
           }
           probabilities[k][j] = pack_16<Tr::kType>(exp2_approx(x[i]), exp2_approx(x[i + 1]));
         }

@@ -49,7 +49,7 @@ struct RowState {
   float running_max[2];
   float max_score;  // the exact maximum of row r in lanes with lane % 2 == r
   float sum[2];     // sum of this thread's probabilities, relative to the running maximum
-  bool huge;  // whether any row of the warp is huge (see kHugeRow); only for tiles of 128 keys
+  bool huge;        // whether any row of the warp is huge; see kHugeRow
 
   // Returns the value to subtract from a score. It is 0 for a maximum of -inf, so that exp2(-inf -
   // finite(-inf)) = 0.
@@ -81,7 +81,6 @@ struct ScoreUnits {
 template <bool kNatural, int kScores>
 __device__ __forceinline__ bool softmax(float (&s)[kScores], const ScoreUnits<kNatural>& units,
                                         RowState& rows, float (&factor)[2]) {
-  constexpr bool kKeepFlag = kScores > 32;  // kernels with smaller tiles have no register for it
   float top[4];  // four independent chains, for instruction-level parallelism
 #pragma unroll
   for (int i = 0; i < 4; ++i) top[i] = s[i];
@@ -98,36 +97,34 @@ __device__ __forceinline__ bool softmax(float (&s)[kScores], const ScoreUnits<kN
     new_max[r] = moves ? m : rows.running_max[r];
   }
   rows.max_score = fmaxf(rows.max_score, threadIdx.x % 2 ? largest[1] : largest[0]);
-  const auto any_huge = [&] {
-    const float x = RowState::finite(new_max[0]), y = RowState::finite(new_max[1]);
-    return __any_sync(~0u, fmaxf(fabsf(x), fabsf(y)) * units.scale_log2 > kHugeRow);
-  };
   const bool rescale =
       __any_sync(~0u, new_max[0] != rows.running_max[0] || new_max[1] != rows.running_max[1]);
-  if (rescale) {
+  float base[2], to_log2 = units.scale_log2;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float base = RowState::finite(new_max[r]);
-      factor[r] = exp2_approx((units.natural(rows.running_max[r]) - units.natural(base)) * kLog2E);
-      rows.sum[r] *= factor[r];
-      rows.running_max[r] = new_max[r];
-    }
-    if constexpr (kKeepFlag) rows.huge = any_huge();
-  }
-  const float from[2] = {RowState::finite(new_max[0]), RowState::finite(new_max[1])};
-  float base[2] = {from[0] * units.scale_log2, from[1] * units.scale_log2};
-  if (kKeepFlag ? rows.huge : any_huge()) {
-    const float inverse = kNatural ? 1.f : 1.f / units.scale;
+  for (int r = 0; r < 2; ++r) base[r] = RowState::finite(new_max[r]) * units.scale_log2;
+  // One branch for everything that is rare, because it ends a basic block.
+  if (__builtin_expect(rescale || rows.huge, 0)) {
+    const float from[2] = {units.natural(RowState::finite(new_max[0])),
+                           units.natural(RowState::finite(new_max[1]))};
+    if (rescale) {
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      s[i] = (units.natural(s[i]) - units.natural(from[i / 2 % 2])) * inverse;
+      for (int r = 0; r < 2; ++r) {
+        factor[r] = exp2_approx((units.natural(rows.running_max[r]) - from[r]) * kLog2E);
+        rows.sum[r] *= factor[r];
+        rows.running_max[r] = new_max[r];
+      }
+      rows.huge = __any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > kHugeRow);
     }
-    base[0] = base[1] = 0.f;
+    if (__builtin_expect(rows.huge, 0)) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) s[i] = units.natural(s[i]) - from[i / 2 % 2];
+      base[0] = base[1] = 0.f, to_log2 = kLog2E;
+    }
   }
   float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {
-    s[i] = exp2_approx(fmaf(s[i], units.scale_log2, -base[i / 2 % 2]));
+    s[i] = exp2_approx(fmaf(s[i], to_log2, -base[i / 2 % 2]));
     sum[i % 4] += s[i];
   }
   rows.sum[0] += sum[0] + sum[1];

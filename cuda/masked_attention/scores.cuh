@@ -74,8 +74,8 @@ struct HugeRow {
 };
 
 // Subtracts them from the scores of one thread, which are in natural units if kNatural and
-// otherwise in units of 1 / scale. `rows` are those of the queries of a step. The product with the
-// scale is rounded as in the forward pass.
+// otherwise lack the scale. The results are in natural units. `rows` are those of the queries of a
+// step. The product with the scale is rounded as in the forward pass.
 template <bool kNatural, int kScores>
 __device__ __forceinline__ void subtract_huge_rows(float (&s)[kScores], const HugeRow* rows,
                                                    float scale) {
@@ -83,7 +83,6 @@ __device__ __forceinline__ void subtract_huge_rows(float (&s)[kScores], const Hu
   for (int i = 0; i < kScores; ++i) {
     const volatile HugeRow* row = rows + (i / 4 * 8 + thread_index() % 4 * 2 + i % 2);
     s[i] = (kNatural ? s[i] : __fmul_rn(s[i], scale)) - row->max_logit - row->log_sum;
-    if (!kNatural) s[i] /= scale;
   }
 }
 
