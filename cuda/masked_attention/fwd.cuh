@@ -273,10 +273,11 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
           };
       const float max_logit = units.natural(__shfl_sync(~0u, rows.max_score, lane / 2 * 2 + r));
       const float sink = p.sinks ? exp2_approx(exponent(sink_logit)) : 0.f;
-      factor[r] = empty ? 0.f : 1.f / (total + sink);
+      factor[r] = empty ? 0.f : reciprocal_approx(total + sink);
       if (r * 8 < rows_left && lane % 4 == 0) {
         p.max_logit[at + r * 8 * p.heads] = empty ? -INFINITY : max_logit;
-        p.log_sum[at + r * 8 * p.heads] = empty ? 0.f : (log2f(total) - exponent(max_logit)) * kLn2;
+        p.log_sum[at + r * 8 * p.heads] =
+            empty ? 0.f : (log2_approx(total) - exponent(max_logit)) * kLn2;
       }
     }
     store_rows<Tr::kType>(o, factor, smem_address(shared.out[kWarpgroup * 4 + warp]),

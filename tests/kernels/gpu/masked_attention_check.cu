@@ -94,7 +94,7 @@ bool test_backward(const AttentionProblem& x, uint64_t seed, bool deterministic,
   const double v_error = difference(c.dtype, download(dv, expected.dv.size()), expected.dv);
   const double bias_error =
       bias_difference(x, download(dbias, expected.dbias.size()), expected.dbias);
-  const bool good = std::max({q_error, k_error, v_error, bias_error}) < 0.03;
+  const bool good = std::max({q_error, k_error, v_error, bias_error}) < gradient_tolerance(c);
   if (print || !good) {
     printf("%-4s %s  %-32s dq %.1e  dk %.1e  dv %.1e  dbias %.1e\n", good ? "ok" : "BAD",
            deterministic ? "deterministic" : "backward", c.name, q_error, k_error, v_error,
