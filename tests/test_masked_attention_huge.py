@@ -181,3 +181,18 @@ def test_products_without_a_bias(
     ds = p * (ds - np.einsum("tnd,td->nt", dout, want[0, :, 0])[..., None] + 1)
     check(dk[0, :, 0, -1], ds.sum((0, 1)), 5e-2)
     del dq  # It sums huge numbers.
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_a_saturated_softcap_has_no_gradient(
+    dim: int, value_dim: int, implementation: str, rng: np.random.Generator
+) -> None:
+    shapes = (1, 5, N, dim), (1, 20, G, dim), (1, 20, G, value_dim)
+    q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    call = functools.partial(
+        masked_attention, softcap=2.0, scale=100.0, implementation=implementation
+    )
+    out, pull = jax.vjp(call, abs(q), abs(k), v)
+    dq, dk, dv = pull(out)
+    assert abs(dq).max() < 1e-3 and abs(dk).max() < 1e-3 < abs(dv).max()

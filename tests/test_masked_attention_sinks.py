@@ -102,6 +102,21 @@ def test_plain_xla_has_the_same_gradients(rng: np.random.Generator) -> None:
     assert_matches(all_of(fn, arrays, douts), all_of(plain, arrays, douts), 1e-5)
 
 
+def test_float16(rng: np.random.Generator) -> None:
+    """The gradient of the log-sum-exp survives a sink that takes almost everything."""
+    sinks = jnp.asarray([12.0, 30.0, jnp.inf, 0.0])
+    low = qkv(rng, np.float16)
+    wide = tuple(x.astype(jnp.float32) for x in low)
+    douts = normal(rng, B, T, N, E), normal(rng, B, T, N)
+
+    def fn(q: Any, k: Any, v: Any, sinks: Any) -> tuple:
+        return masked_attention(q, k, v, sinks=sinks, is_causal=True, return_lse=True)
+
+    got, want = (all_of(fn, (*arrays, sinks), douts) for arrays in (low, wide))
+    got = jax.tree.map(lambda x: x.astype(jnp.float32), got)
+    assert_matches(got, want, 5e-3)
+
+
 def test_packed_sequences(rng: np.random.Generator) -> None:
     """Each sequence alone gives the same results, and padding has the largest logit -inf."""
     q = normal(rng, 8, N, D)

@@ -14,9 +14,10 @@ from jax_dsa.core.softmax import (
 from jax_dsa.core.typing import Array, Float
 from jax_dsa.ops.masked_attention.spec import Operands, Results
 
-# With a gate of 0, the gradient of the log-sum-exp would be lost. This is the smallest gate whose
-# inverse and whose product with a probability are ordinary float32 numbers.
-_MIN_GATE = 2.0**-100
+# With a gate of 0, the gradient of the log-sum-exp would be lost. These are the smallest gates
+# whose inverse is an ordinary float32 number and whose product with a probability is an ordinary
+# number, also where the kernels round probabilities to 16 bits.
+_MIN_GATE, _MIN_GATE_FLOAT16 = 2.0**-100, 2.0**-4
 
 
 def gates(
@@ -42,7 +43,8 @@ def without_sinks(
         P * (gate * (dP - sum(out * dout)) + dlse) = (P * gate) * (dP - sum(out * dout) + dlse/gate)
 
     and that of the values is (P * gate)^T dout. So the pass needs another `log_sum`, which makes
-    each probability P * gate, and another cotangent of the log-sum-exp.
+    each probability P * gate, and another cotangent of the log-sum-exp. Where a gate is too small
+    for float16, a part of it multiplies dout instead.
 
     Returns:
         The results, the cotangents, and the gradient of the sinks, or None without sinks.
@@ -54,6 +56,9 @@ def without_sinks(
         return y, dy, None
     (dout_dot_out,) = of_rows_with_keys(y.max_logit, row_products(dy.out, y.out))
     dsinks = sink_gradient(x.sinks, max_logit, log_sum, grouped(dout_dot_out, groups))
-    gate = jnp.maximum(gate.reshape(y.log_sum.shape), _MIN_GATE)
-    y = y._replace(log_sum=y.log_sum - jnp.log(gate))
-    return y, dy._replace(log_sum=dy.log_sum / gate), dsinks
+    gate = gate.reshape(y.log_sum.shape)
+    low = x.q.dtype == jnp.float16
+    kept = jnp.maximum(gate, _MIN_GATE_FLOAT16 if low else _MIN_GATE)
+    dout = (dy.out * (gate / kept)[..., None]).astype(dy.out.dtype) if low else dy.out
+    y = y._replace(log_sum=y.log_sum - jnp.log(kept))
+    return y, dy._replace(out=dout, log_sum=dy.log_sum / kept), dsinks

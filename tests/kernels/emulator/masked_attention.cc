@@ -50,9 +50,10 @@ void check(const AttentionCase& c, const std::vector<emulator::Options>& schedul
 }  // namespace
 
 int main(int argc, char** argv) {
-  const auto cases = emulator::cases(argc, argv, kAttentionCases,
-                                     {"dense", "causal", "200 dims, segments, softcap",
-                                      "segments and ranges", "bias", "bias, 256 dims"});
+  const auto cases =
+      emulator::cases(argc, argv, kAttentionCases,
+                      {"dense", "causal", "200 dims, segments, softcap", "segments and ranges",
+                       "bias", "bias, 256 dims", "keys of -1e9", "sinks"});
   for (const AttentionCase& c : cases) {
     if (argc > 2 && !strstr(c.name, argv[2])) continue;
     check(c, emulator::schedules(argc, argv, &c - kAttentionCases));
