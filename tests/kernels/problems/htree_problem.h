@@ -21,12 +21,13 @@ struct Case {
   const char* name;
   int batch, tokens, queries, heads, groups, dim, compression, top_k;
   int end = 0;  // queries are at random tokens below it, later tokens are NaN; 0: none are NaN
-  bool none = false;  // a third of the queries have no token
-  float scale = 0.f;  // 0: D^-1/2
-  float size = 1.f;   // scale of the queries' elements
-  bool ties = false;  // the keys of half of the blocks are 0
-  int chunk = 0;      // rows that the workspace is made for; 0: all
-  int distant = 0;    // scores from this token on are -inf in float32; 0: none
+  bool none = false;       // a third of the queries have no token
+  float scale = 0.f;       // 0: D^-1/2
+  float size = 1.f;        // scale of the queries' elements
+  bool ties = false;       // the keys of half of the blocks are 0
+  int chunk = 0;           // rows that the workspace is made for; 0: all
+  int distant = 0;         // scores from this token on are -inf in float32; 0: none
+  float cotangents = 1.f;  // scale of the cotangents
 };
 
 inline float rounded(double x) { return __bfloat162float(__float2bfloat16(static_cast<float>(x))); }
