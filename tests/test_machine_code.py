@@ -53,6 +53,7 @@ STACKS = {
     "mqa_decode11wide_kernel": 56,
     "sparse_mla10bwd_kernel": 224,
     "sparse_mla13decode_kernel": 32,
+    "sparse_mla14fwd_few_kernel": 8,  # at the end of a work tile
     "topk11topk_kernel": 16,
     "topk15resident_kernel": 64,
 }

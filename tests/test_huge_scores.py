@@ -1,0 +1,140 @@
+"""Attention to keys whose scores are huge and equal, with every operator, against float64."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.huge import LEVELS, Expected, Rows, expected, rows
+
+import jax_dsa
+
+BOTH = [
+    ("xla", 4),
+    pytest.param("cuda", 4, marks=pytest.mark.gpu),
+    pytest.param("cuda", 64, marks=pytest.mark.gpu),
+]
+
+
+def mqa_decode(x: Rows, q: Any, k: Any, sinks: Any, **options: Any) -> Any:
+    return jax_dsa.mqa_decode(
+        q, k, key_value_seq_lengths=x.lengths, value_dim=x.dout.shape[3], sinks=sinks,
+        return_lse=True, **options,
+    )  # fmt: skip
+
+
+def indices(x: Rows) -> np.ndarray:
+    """Returns the keys of each row in descending order, with an empty slot behind each."""
+    slots = np.full((len(x.lengths), 1, 2 * x.k.shape[1]), -1, np.int32)
+    for b, n in enumerate(x.lengths):
+        slots[b, 0, : 2 * n : 2] = np.arange(n)[::-1]
+    return slots
+
+
+def sparse_mla(x: Rows, q: Any, k: Any, sinks: Any, **options: Any) -> Any:
+    return jax_dsa.sparse_mla(
+        q, k, indices(x), value_dim=x.dout.shape[3], sinks=sinks, return_lse=True, **options
+    )
+
+
+def sparse_mla_decode(x: Rows, q: Any, k: Any, sinks: Any, **options: Any) -> Any:
+    cache = jax_dsa.FlatCache(k, x.lengths)
+    return jax_dsa.sparse_mla_decode(
+        q, cache, indices(x), value_dim=x.dout.shape[3], sinks=sinks, return_lse=True, **options
+    )
+
+
+def dsa_attention(x: Rows, q: Any, k: Any, sinks: Any, **options: Any) -> Any:
+    out, aux = jax_dsa.dsa_attention(
+        q, k, indices=indices(x), value_dim=x.dout.shape[3], sinks=sinks, is_causal=False,
+        **options,
+    )  # fmt: skip
+    return out, aux.lse
+
+
+OPERATORS = {
+    "mqa_decode": mqa_decode,
+    "sparse_mla": sparse_mla,
+    "sparse_mla_decode": sparse_mla_decode,
+    "dsa_attention": dsa_attention,
+}
+
+
+def results(
+    operator: Any, x: Rows, with_sinks: bool, scale: float = 1.0, **options: Any
+) -> tuple[Any, ...]:
+    """Returns out, lse and the gradients."""
+    sinks = x.sinks if with_sinks else None
+    args = (x.q, x.k, sinks) if with_sinks else (x.q, x.k)
+
+    def call(q: Any, k: Any, sinks: Any = None) -> Any:
+        return operator(x, q, k, sinks, scale=scale, **options)
+
+    y, pull = jax.vjp(call, *map(jnp.asarray, args))
+    return (*y, *pull((jnp.asarray(x.dout), jnp.asarray(x.dlse))))
+
+
+def check(got: tuple[Any, ...], want: Expected, tol: float) -> None:
+    out, lse, dq, dk, *dsinks = (np.asarray(a, np.float64) for a in got)
+    scale = lambda a: max(1.0, np.abs(a).max())  # noqa: E731
+    np.testing.assert_allclose(lse, want.max_logit + want.log_sum, rtol=1e-6)
+    close = functools.partial(np.testing.assert_allclose, rtol=0)
+    close(out, want.out, atol=tol * scale(want.out))
+    close(dq[..., :-1], want.dq, atol=tol * scale(want.dq))
+    close(dk, want.dk, atol=tol * scale(want.dk))
+    if dsinks:
+        close(dsinks[0], want.dsinks, atol=tol * scale(want.dsinks))
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["operator", "plain"])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_gradients(
+    name: str, level: float, with_sinks: bool, plain: bool, rng: np.random.Generator
+) -> None:
+    x = rows(rng, level, jnp.float32)
+    if plain:
+        with jax_dsa.plain_xla():
+            got = results(OPERATORS[name], x, with_sinks)
+    else:
+        got = results(OPERATORS[name], x, with_sinks, implementation="xla")
+    check(got, expected(x, with_sinks=with_sinks), 1e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_probabilities_sum_to_one(name: str, level: float, rng: np.random.Generator) -> None:
+    """The gradient of lse for a key is the sum of its probabilities over the heads, times q."""
+    x = rows(rng, level, jnp.float32)
+    x = x._replace(dout=np.zeros_like(x.dout), dlse=np.ones_like(x.dlse))
+    dk = results(OPERATORS[name], x, with_sinks=False, implementation="xla")[3]
+    want = expected(x).p.sum(1)
+    np.testing.assert_allclose(dk[:, :, 0, -1], want, atol=1e-6)
+    np.testing.assert_allclose(dk[:, :, 0, -1].sum(1), x.q.shape[2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1 / 3, 1.7])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_scores_with_a_scale(name: str, scale: float, rng: np.random.Generator) -> None:
+    """The rounding of the product with the scale is that of the forward pass."""
+    x = rows(rng, -1e9, jnp.float32)
+    x = x._replace(dout=np.zeros_like(x.dout), dlse=np.ones_like(x.dlse))
+    dk = results(OPERATORS[name], x, with_sinks=False, implementation="xla", scale=scale)[3]
+    np.testing.assert_allclose(dk[:, :, 0, -1].sum(1), x.q.shape[2] * scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("implementation", "N"), BOTH)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_bfloat16(
+    name: str, N: int, level: float, implementation: str, rng: np.random.Generator
+) -> None:
+    D, E = (576, 512) if implementation == "cuda" else (8, 6)
+    x = rows(rng, level, jnp.bfloat16, N=N, D=D, E=E)
+    got = results(OPERATORS[name], x, with_sinks=True, implementation=implementation)
+    check(got, expected(x), 2e-2)
