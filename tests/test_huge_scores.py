@@ -138,3 +138,42 @@ def test_bfloat16(
     x = rows(rng, level, jnp.bfloat16, N=N, D=D, E=E)
     got = results(OPERATORS[name], x, with_sinks=True, implementation=implementation)
     check(got, expected(x), 2e-2)
+
+
+@pytest.mark.parametrize(("implementation", "N"), BOTH)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("selected", [False, True], ids=["all keys", "selected"])
+def test_losses(
+    selected: bool, level: float, implementation: str, N: int, rng: np.random.Generator
+) -> None:
+    """The teacher of the indexer's losses, against float64."""
+    D, E = (576, 512) if implementation == "cuda" else (8, 6)
+    x = rows(rng, level, jnp.bfloat16 if implementation == "cuda" else jnp.float32, N=N, D=D, E=E)
+    B, S = x.k.shape[:2]
+    low = lambda *shape: jnp.asarray(rng.normal(size=shape), x.q.dtype)  # noqa: E731
+    index_q, index_k, weights = low(B, 1, 8, 64), low(B, S, 64), jnp.ones((B, 1, 8), jnp.float32)
+    q, k = jnp.asarray(x.q), jnp.asarray(x.k)
+    options: dict[str, Any] = {"scale": 1.0, "is_causal": False, "implementation": implementation}
+
+    def loss(index_q: Any) -> Any:
+        index = index_q, index_k, weights
+        if selected:
+            slots = indices(x)
+            return jax_dsa.dsa_attention(q, k, *index, indices=slots, **options)[1].kl
+        ends = x.lengths[:, None]
+        return jax_dsa.dense_indexer_kl_loss(*index, q, k, ends=ends, **options)
+
+    kl, dq = jax.value_and_grad(loss)(index_q)
+    teacher, want, want_dq = expected(x).p, 0.0, np.zeros(index_q.shape)
+    for b, n in enumerate(x.lengths):
+        p = teacher[b, :, :n].mean(0)
+        keys, queries = (np.asarray(a, np.float64)[b] for a in (index_k, index_q))
+        scores = queries[0] @ keys[:n].T
+        logits = np.maximum(scores, 0).sum(0)
+        u = np.exp(logits - logits.max())
+        u /= u.sum()
+        want += (p[p > 0] * np.log(p[p > 0] / u[p > 0])).sum() / B
+        want_dq[b, 0] = ((u - p) * (scores > 0)) @ keys[:n] / B
+    tol = 3e-2 if implementation == "cuda" else 1e-4
+    np.testing.assert_allclose(kl, want, rtol=tol)
+    np.testing.assert_allclose(dq, want_dq, atol=tol * np.abs(want_dq).max())

@@ -237,9 +237,9 @@ const Case kCases[] = {
      true},
     {"three head tiles", 1, 20, 90, 12, 1, 1, 512, 128},
     {"no slots", 1, 3, 10, 16, 1, 16, 576, 0},
-    {"huge scores", 2, 2, 90, 40, 1, 20, 576, 131, true, false, true, 2, 0.7f, false, false, false,
+    {"huge scores", 2, 2, 90, 40, 1, 20, 576, 131, true, false, true, 2, 0.9f, false, false, false,
      -1e9f},
-    {"huge scores joined", 2, 2, 90, 96, 1, 96, 512, 131, true, false, true, 0, 0.7f, false, false,
+    {"huge scores joined", 2, 2, 90, 96, 1, 96, 512, 131, true, false, true, 0, 0.9f, false, false,
      false, -3e38f},
     {"no keys", 1, 9, 0, 128, 1, 64, 576, 70},
 };

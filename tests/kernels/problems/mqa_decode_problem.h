@@ -71,7 +71,7 @@ struct Problem {
 // for every third key, and for all keys of every second request.
 inline void make_huge(Problem& p) {
   const Case& c = p.c;
-  p.scale = 0.7f;
+  p.scale = 0.9f;
   for (size_t i = 0; i < p.q.size(); ++i) {
     p.q[i] = __float2bfloat16(i % c.dim == size_t(c.dim) - 1 ? 1.f : 0.f);
   }

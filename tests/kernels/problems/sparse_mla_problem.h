@@ -101,7 +101,7 @@ inline Problem make(const Case& c, uint64_t seed) {
   }
   // The last dimension alone makes the scores, with a scale that rounds.
   for (size_t i = 0; c.huge != 0 && i < p.q.size(); ++i) {
-    p.scale = 0.7f;
+    p.scale = 0.9f;
     p.q[i] = __float2bfloat16(i % c.dim == size_t(c.dim) - 1 ? 1.f : 0.f);
   }
   for (int64_t row = 0; c.huge != 0 && row < int64_t{c.batch} * c.keys * c.groups; ++row) {
