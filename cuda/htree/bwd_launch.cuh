@@ -45,7 +45,7 @@ inline int64_t assign_workspace(const HTreeBwdParams& p, BwdPlan& x) {
 inline BwdPlan make_bwd_plan(const HTreeBwdParams& p) {
   BwdPlan x = {};
   x.plan = make_plan(p.fwd);
-  x.out = p.fwd.out, x.lse = p.fwd.lse;
+  x.out = p.fwd.out, x.max_logit = p.fwd.max_logit, x.log_sum = p.fwd.log_sum;
   x.dout = p.dout, x.dlse = p.dlse, x.dq = p.dq;
   return x;
 }
