@@ -20,6 +20,7 @@ from jax_dsa.serving import pack_records, unpack_records
 from jax_dsa.training.checkpoint import Checkpoints
 from jax_dsa.training.config import settings
 from jax_dsa.training.data import VOCAB, to_text
+from jax_dsa.training.sampling import Stream
 
 B = 2
 DECODER = nn.DecoderConfig(ATTENTION, vocab=VOCAB, num_layers=2, mlp_dim=16)
@@ -79,6 +80,28 @@ def test_sampler_decodes_greedily(rng, page_size, monkeypatch):
     for wrong in (prompt[:, :0], prompt[0]):
         with pytest.raises(ValueError, match=r"Sampler.prefill: argument 'prompt' has shape \("):
             sampler.prefill(wrong, cache, jax.random.key(0))
+
+
+def test_wrong_arguments_of_a_sampler():
+    model, prompt, key = decoder(), jnp.ones((B, 2), jnp.int32), jax.random.key(0)
+    sampler, cache = training.Sampler(model), model.init_cache(B, 8)
+    stream = Stream(cache, key)
+    for arguments, message in (
+        (([[1, 2]], cache, key), "'prompt' is list, want an array"),
+        ((prompt, stream, key), "'cache' is Stream, want DecoderCache"),
+        ((prompt, cache, 0), "'key' is int, want a random key, such as jax.random.key"),
+    ):
+        with pytest.raises(TypeError, match=f"^Sampler.prefill: argument {message}"):
+            sampler.prefill(*arguments)
+    for arguments, counts, message in (
+        ((prompt, cache), None, "'stream' is DecoderCache, want Stream, which the last call"),
+        (([[1]], stream), None, "'tokens' is list, want an array"),
+        ((prompt, stream), [1] * B, "'counts' is list, want an array"),
+    ):
+        with pytest.raises(TypeError, match=f"^Sampler.step: argument {message}"):
+            sampler.step(*arguments, counts=counts)
+    with pytest.raises(TypeError, match=r"^generate: argument 'key' is int, want a random key"):
+        training.generate(model, prompt, 2, 0)
 
 
 def test_sampler_does_not_round_weights_of_fp8_layers():

@@ -213,6 +213,13 @@ def test_wrong_arguments(arguments, error, message):
         nn.sparse_from_hf(CONFIG, **given)
 
 
+def test_a_folder_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"sparse_from_hf: cannot read '.*nowhere'"):
+        nn.sparse_from_hf(tmp_path / "nowhere", rngs=nnx.Rngs(0))
+    with pytest.raises(FileNotFoundError, match=r"sparse_hf_config: cannot read '.*nowhere'"):
+        nn.sparse_hf_config(tmp_path / "nowhere")
+
+
 def test_a_dense_checkpoint_names_the_way_to_load_it():
     with pytest.raises(
         ValueError, match=r"is 'deepseek_v3', expected .*; sparse_from_hf gives a de"

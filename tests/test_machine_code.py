@@ -47,6 +47,8 @@ STACKS = {
     "htree14queries_kernel": 24,
     "indexer10fwd_kernel": 88,
     "masked_attention10bwd_kernel": 24,
+    # The same with a warpgroup for dQ. The producer, which has 32 registers, uses this stack.
+    "Li128ELi128ELb0ELb0EEEEEvNS_24MaskedAttentionBwdParams": 136,
     "Lb1ELb1EEEEEvNS_24MaskedAttentionBwdParams": 48,  # the same with biases
     "masked_attention10fwd_kernel": 24,
     "mqa_decode10few_kernel": 8,

@@ -56,7 +56,14 @@ ERRORS = [
     ("local_window_size", (1, 2, 3), ValueError, r"argument 'local_window_size' is \(1, 2, 3\)"),
     ("segment_ids", np.ones((B, T), i32), ValueError, "argument 'segment_ids' has shape.*S=7"),
     ("segment_ids", (np.ones((B, T), i32),), ValueError, "argument 'segment_ids'"),
-    ("segment_ids", (np.ones((B, T), i32), np.ones((B, S))), TypeError, "argument 'segment_ids'"),
+    (
+        "segment_ids",
+        (np.ones((B, T), i32), np.ones((B, S))),
+        TypeError,
+        r"'segment_ids\[1\]' has dtype",
+    ),
+    ("segment_ids", (np.ones((B, S), i32),) * 2, ValueError, r"'segment_ids\[0\]' has.*T=5"),
+    ("segment_ids", (np.ones((B, T), i32),) * 2, ValueError, r"'segment_ids\[1\]' has.*S=7"),
     ("key_value_seq_lengths", 3, TypeError, "argument 'key_value_seq_lengths' is int"),
     (
         "key_value_seq_lengths",

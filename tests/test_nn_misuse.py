@@ -177,6 +177,17 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "DecoderLM.decode: argument 'return_indices' is 'no' .*, want a bool",
     ),
+    "remat-name": (
+        lambda: LM(TOKENS, remat_policy="attention"),
+        TypeError,
+        "^DecoderLM: argument 'remat_policy' is 'attention', want None or a policy, such as "
+        r'jax_dsa.training.remat_policy\("attention"\) or one of jax.checkpoint_policies',
+    ),
+    "remat-flag": (
+        lambda: LM(TOKENS, remat_policy=True),
+        TypeError,
+        r"^DecoderLM: argument 'remat_policy' is True, .*remat_policy\(\"selection\"\)",
+    ),
     "selections": (
         lambda: LM(TOKENS, indices=[]),
         ValueError,

@@ -53,8 +53,14 @@ def test_remat_policies_keep_gradients_and_selection(rng):
         got, again = differentiated(policy)
         assert_matches(got, want, 1e-5, policy)
         np.testing.assert_array_equal(again, indices)
-    with pytest.raises(ValueError, match="'name' is 'some', expected one of"):
-        remat_policy("some")
+
+
+@pytest.mark.parametrize(
+    "name", ["some", None, ["selection"], jax.checkpoint_policies.dots_saveable]
+)
+def test_names_of_policies(name):
+    with pytest.raises(ValueError, match=r"remat_policy: argument 'name' is .*, expected one of"):
+        remat_policy(name)
 
 
 def test_decoder_rematerialises_each_block():

@@ -171,7 +171,7 @@ def test_the_demo_in_fp8(monkeypatch):
     assert (folder.name, fp8_folder.name) == ("cpu", "cpu-fp8")
 
 
-@pytest.mark.parametrize("absent", [slow(("dense",)), tuple(STAGES)], ids=str)
+@pytest.mark.parametrize("absent", [slow(("dense",)), slow(tuple(STAGES))], ids=str)
 def test_a_demo_without_a_stage(tmp_path, monkeypatch, capsys, absent):
     """Without a stage, checks that need it do not pass."""
     monkeypatch.setitem(training.PRESETS, "cpu", lambda: CONFIG)

@@ -106,7 +106,7 @@ def test_generate_is_greedy_decoding():
     assert run(1, 1.0).shape == (2, 1)
     with pytest.raises(ValueError, match="'steps' is 0, expected at least 1"):
         training.generate(model, prompt, 0, jax.random.key(0))
-    with pytest.raises(ValueError, match=r"'prompt' has shape \(2, 0\), expected \[B, P >= 1\]"):
+    with pytest.raises(ValueError, match=r"'prompt' has shape \(2, 0\), want \[B, P\] with P"):
         training.generate(model, prompt[:, :0], 1, jax.random.key(0))
 
 

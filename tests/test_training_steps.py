@@ -253,9 +253,11 @@ def test_flops_match_a_count_by_hand():
         ("final_learning_rate", -0.1),
         ("clip_norm", 0.0),
         ("clip_norm", -1.0),
+        ("remat", "selections"),
+        ("remat", None),
     ],
 )
-def test_invalid_rates_are_rejected(name, value):
+def test_invalid_values_are_rejected(name, value):
     """A negative learning rate would increase the loss."""
-    with pytest.raises(ValueError, match=f"TrainConfig: argument '{name}' is {value}"):
+    with pytest.raises(ValueError, match=f"TrainConfig: argument '{name}' is {value!r}"):
         dataclasses.replace(CONFIG, **{name: value})

@@ -82,20 +82,29 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t 
       : "memory");
 }
 
-// Closes this thread's open group of bulk stores.
+// Adds floats in shared memory to global memory, in this thread's open group.
+__device__ __forceinline__ void bulk_add(float* to, const void* from, uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+      "r"(smem_address(from)), "r"(bytes)
+      : "memory");
+}
+
+// Closes this thread's open group of bulk stores and additions.
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until all but this thread's last `kGroups` groups of bulk stores have read shared memory.
+// Waits until all but this thread's last `kGroups` groups have read shared memory.
 template <int kGroups = 0>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
 }
 
-// Waits until all bulk stores of this thread have been written.
+// Waits until all but this thread's last `kGroups` groups have been written.
+template <int kGroups = 0>
 __device__ __forceinline__ void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
 // Prefetches `bytes` into the L2 cache. The size and the address are multiples of 16.

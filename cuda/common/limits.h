@@ -20,15 +20,15 @@ constexpr bool shared_memory_fits(int blocks, int64_t bytes) {
 }
 
 // Returns whether an SM can run `blocks` CTAs at the same time, each with `consumers` warpgroups of
-// `consumer` registers per thread and one producer warpgroup of `producer` registers per thread.
-// setmaxnreg redistributes the registers that the CTA was launched with. It blocks forever if they
-// do not suffice.
+// `consumer` registers per thread, one producer warpgroup of `producer` registers per thread and,
+// unless `other` is 0, one more of `other` registers. setmaxnreg redistributes the registers that
+// the CTA was launched with. It blocks forever if they do not suffice.
 __host__ __device__ constexpr bool registers_fit(int blocks, int consumers, int consumer,
-                                                 int producer) {
-  const int warpgroups = consumers + 1;
+                                                 int producer, int other = 0) {
+  const int warpgroups = consumers + 1 + (other > 0);
   const int launched = kRegisters / (128 * warpgroups * blocks) / 8 * 8;
   return consumer % 8 == 0 && consumer <= 256 && producer % 8 == 0 && producer >= 24 &&
-         consumers * consumer + producer <= warpgroups * launched;
+         other % 8 == 0 && consumers * consumer + producer + other <= warpgroups * launched;
 }
 
 }  // namespace jax_dsa

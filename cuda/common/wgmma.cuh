@@ -29,6 +29,16 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kN]) {
   for (int i = 0; i < kN; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// The same for packed operands.
+template <int kN, int kM>
+__device__ __forceinline__ void wgmma_pin(uint32_t (&x)[kN][kM]) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+#pragma unroll
+    for (int j = 0; j < kM; ++j) asm volatile("" : "+r"(x[i][j])::"memory");
+  }
+}
+
 // Declares the values of accumulators undefined. Use it before a product that is still in flight at
 // the end of a loop iteration. Otherwise the compiler would copy the values of the last iteration
 // into the accumulators, and ptxas would serialize all products.

@@ -1,6 +1,9 @@
 // The backward pass: workspace layout and launches.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+
 #include "common/error.h"
 #include "htree/bwd_lists.cuh"
 #include "htree/bwd_nodes.cuh"
@@ -47,6 +50,9 @@ inline BwdPlan make_bwd_plan(const HTreeBwdParams& p) {
   x.plan = make_plan(p.fwd);
   x.out = p.fwd.out, x.max_logit = p.fwd.max_logit, x.log_sum = p.fwd.log_sum;
   x.dout = p.dout, x.dlse = p.dlse, x.dq = p.dq;
+  x.first_factor =
+      p.fwd.scale == 0.f ? 1.f : std::exp2(std::clamp(std::ilogb(p.fwd.scale), -16, 0));
+  x.last_factor = p.fwd.scale / x.first_factor;
   return x;
 }
 
@@ -113,7 +119,8 @@ cudaError_t launch_spread(const HTreeBwdParams& p, const BwdPlan& x, cudaStream_
       .dv = static_cast<__nv_bfloat16*>(p.dv),
       .tokens = p.fwd.tokens,
       .groups = p.fwd.groups,
-      .scale = p.fwd.scale,
+      .key_factor = x.last_factor,
+      .value_factor = 1.f / x.first_factor,
   };
   constexpr int kTokens = kSpreadThreads / (kD / 2);
   const int64_t blocks = ceil_div(p.fwd.tokens, int64_t{kTokens}) * p.fwd.batch * p.fwd.groups;

@@ -31,6 +31,7 @@ __global__ void __launch_bounds__(kTileHeads* kD / 8)
   bool live = false;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
+    dout[i] = scaled_bf16(dout[i], x.first_factor);
     const float2 a = unpack_bf16(out[i]), b = unpack_bf16(dout[i]);
     sum += a.x * b.x + a.y * b.y;
     live |= (dout[i] & 0x7fff7fff) != 0;
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(kTileHeads* kD / 8)
     sum += __shfl_xor_sync(~0u, sum, mask);
     live |= __shfl_xor_sync(~0u, int{live}, mask) != 0;
   }
-  const float dlse = valid ? x.dlse[source] : 0.f;
+  const float dlse = valid ? x.dlse[source] * x.first_factor : 0.f;
   live |= dlse != 0.f;
   uint8_t* const record = x.records + int64_t{blockIdx.x} * R::kBytes;
   const uint32_t to = swizzled<kD>(row, chunk);

@@ -13,6 +13,12 @@
 
 namespace jax_dsa::htree {
 
+// Returns two packed bf16 numbers, multiplied by a power of two.
+__device__ __forceinline__ uint32_t scaled_bf16(uint32_t packed, float factor) {
+  const float2 x = unpack_bf16(packed);
+  return pack_bf16(x.x * factor, x.y * factor);
+}
+
 // A record: one head tile of a query as nodes_kernel reads it. First the queries, then dO, both
 // swizzled like a block; then lse of each head in log2 units, then delta. Heads without
 // cotangents have zeros, and the lse +inf. Where max_logit exceeds kExactBaseLimit, it is the
@@ -49,7 +55,11 @@ struct BwdPlan {
   const void* dout;
   const float* dlse;
   void* dq;
-  float* gradients;  // of the tree, in its layout but not swizzled; dK without the scale
+  // dO and delta are multiplied by `first_factor` when they are loaded, because sums without the
+  // scale could overflow where the gradients do not. It is a power of two, which costs no digits.
+  // dQ and dK are multiplied by `last_factor` in the end, and dV is divided by `first_factor`.
+  float first_factor, last_factor;
+  float* gradients;  // of the tree, in its layout but not swizzled, without the last factors
 
   // For the chunk. There is a list for each block of the tree of each batch entry and group.
   uint8_t* records;  // [batch entry and group, query, head tile]

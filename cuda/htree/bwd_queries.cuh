@@ -75,6 +75,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   {
     const HeadTile tile(plan);
     load_heads<kD>(x.dout, tile, dout);
+#pragma unroll
+    for (int i = 0; i < kD / 16; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) dout[i][j] = scaled_bf16(dout[i][j], x.first_factor);
+    }
     const uint8_t* const record =
         x.records + (tile.row * plan.head_tiles + warp % plan.head_tiles) * Record<kD>::kBytes;
 #pragma unroll
@@ -201,7 +206,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     auto* const to = static_cast<uint32_t*>(x.dq) + ((tile.head + head) * kD + lane % 4 * 2) / 2;
 #pragma unroll
     for (int i = 0; i < kD / 8; ++i) {
-      to[i * 4] = live ? pack_bf16(dq[i][2 * r] * p.scale, dq[i][2 * r + 1] * p.scale) : 0;
+      to[i * 4] =
+          live ? pack_bf16(dq[i][2 * r] * x.last_factor, dq[i][2 * r + 1] * x.last_factor) : 0;
     }
   }
 }

@@ -15,7 +15,7 @@ struct Spread {
   __nv_bfloat16* dk;  // [B, S, G, D]
   __nv_bfloat16* dv;
   int64_t tokens, groups;
-  float scale;
+  float key_factor, value_factor;
 };
 
 inline constexpr int kSpreadThreads = 256;
@@ -52,10 +52,10 @@ __global__ void __launch_bounds__(kSpreadThreads) spread_kernel(const __grid_con
     node = block;
   }
   const int64_t to = ((bg / x.groups * x.tokens + token) * x.groups + bg % x.groups) * kD + pair;
-  x.dk[to] = __float2bfloat16(key[0] * x.scale);
-  x.dk[to + kPairs] = __float2bfloat16(key[1] * x.scale);
-  x.dv[to] = __float2bfloat16(value[0]);
-  x.dv[to + kPairs] = __float2bfloat16(value[1]);
+  x.dk[to] = __float2bfloat16(key[0] * x.key_factor);
+  x.dk[to + kPairs] = __float2bfloat16(key[1] * x.key_factor);
+  x.dv[to] = __float2bfloat16(value[0] * x.value_factor);
+  x.dv[to + kPairs] = __float2bfloat16(value[1] * x.value_factor);
 }
 
 }  // namespace jax_dsa::htree

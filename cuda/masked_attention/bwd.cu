@@ -62,9 +62,9 @@ cudaError_t launch_main_kernel(const MaskedAttentionBwdParams& p, const BwdWorks
     DSA_RETURN_IF_CUDA_ERROR(
         encode_bias(&bias_maps[i], p, i == 0 ? p.bias.x : p.dbias, kStepQueries));
   }
-  return launch_persistent<BwdShared<Tr>>(bwd_kernel<Tr>, scheduler.work_tiles, kThreads, stream, p,
-                                          scheduler, w, bounds, maps[0], maps[1], maps[2], maps[3],
-                                          bias_maps[0], bias_maps[1]);
+  return launch_persistent<BwdShared<Tr>>(bwd_kernel<Tr>, scheduler.work_tiles, Tr::kThreads,
+                                          stream, p, scheduler, w, bounds, maps[0], maps[1],
+                                          maps[2], maps[3], bias_maps[0], bias_maps[1]);
 }
 
 // Clears the bias gradients, or their float32 sums, where the main kernel accumulates or skips
@@ -113,8 +113,9 @@ cudaError_t launch(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
     DSA_RETURN_IF_CUDA_ERROR(round_bias_gradients<Tr::kType>(p, w, stream));
   }
   if (blocks == 0) return cudaSuccess;
-  return launch_blocks(dq_kernel<Tr::kType, Tr::kDqSlices, Tr::kDqSliceColumns>, blocks,
-                       128 * Tr::kDqSlices, 4 * Tr::kDqSlices * 1024, stream, p, w.dq, steps);
+  return launch_blocks(dq_kernel < Tr::kType, Tr::kDqSlices, Tr::kDqSliceColumns,
+                       Tr::kDqWarpgroup ? 32 : 128 >, blocks, 128 * Tr::kDqSlices,
+                       4 * Tr::kDqSlices * 1024, stream, p, w.dq, steps);
 }
 
 template <DType kType, bool kGeneral, bool kBias>

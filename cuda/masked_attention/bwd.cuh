@@ -19,13 +19,16 @@
 //   0, 1  MMA: 64 keys each for P, dS, dK and dV, and half of the columns of dQ
 //   2     producer: warp 0 schedules work tiles and steps and issues TMA loads, warps 1-3 build
 //         the mask bits of partial tiles (bwd_producer.cuh)
-// Dims above 192 use another division of the work (bwd_wide.cuh).
+// With up to 128 dims and without biases or a softcap, another MMA warpgroup comes before the
+// producer and computes dQ (bwd_dq.cuh). Dims above 192 use yet another division of the work
+// (bwd_wide.cuh).
 //
 // Shared memory for D = E = 128, in blocks of 64 columns (128-byte swizzle; see common/tile.cuh):
 //   k, v     128 rows each, 64 KiB for both
 //   q, dout  two stages, 32 KiB for each array
 //   ds       two stages of 128 keys by 64 queries, 16 KiB each
 //   out      1 KiB per warp, staging for dK and dV
+//   dq       with the dQ warpgroup: 32 KiB, staging for dQ
 //   bias     with biases: two stages of 64 queries by 128 keys, 16 KiB each; their gradients
 //            overwrite them (bwd_bias.cuh)
 // The rest holds lse, delta, mask bits, descriptions of work tiles and steps, and mbarriers.
@@ -35,6 +38,7 @@
 
 #include "common/wgmma.cuh"
 #include "masked_attention/bwd_bias.cuh"
+#include "masked_attention/bwd_dq.cuh"
 #include "masked_attention/bwd_producer.cuh"
 #include "masked_attention/bwd_rows.cuh"
 #include "masked_attention/bwd_wide.cuh"
@@ -42,7 +46,7 @@
 
 namespace jax_dsa::masked_attention {
 
-// The main loop of MMA warpgroup `warpgroup`.
+// The main loop of MMA warpgroup `warpgroup`, without a dQ warpgroup.
 template <typename Tr>
 __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
                         const CUtensorMap& dbias_map, BwdShared<Tr>& shared, int warpgroup) {
@@ -81,6 +85,11 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     mbarrier_wait(&shared.q_full[at], ring.parity);
     mbarrier_wait(&shared.step_ready[at], ring.parity);
     const bool partial = shared.stage[at].partial;
+    // Keeps ptxas from moving a wait for products up; see bwd_dq.cuh. With biases this costs more
+    // than it gains.
+    const auto end_block = [&] {
+      if constexpr (!Tr::kBias) mbarrier_wait(&shared.q_full[at], ring.parity);
+    };
 
     float s[kScores], dp[kScores];
     if constexpr (!Tr::kGeneral) init_negated(s, shared.lse[at]);
@@ -152,6 +161,10 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     if constexpr (Tr::kSerialProducts) {
       init_negated(dp, shared.delta[at]);
       multiply_values();
+    } else {
+      wgmma_pin(s);
+      wgmma_pin(probabilities);
+      end_block();
     }
     wgmma_wait<0>();
     wgmma_pin(dp);
@@ -279,6 +292,7 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
       wait_for_earlier_adds(w, shared, stage.step, warpgroup, stage.earlier_adds);
     wgmma_wait<1>();
     add_dq_slice(warpgroup);
+    end_block();
     wgmma_wait<0>();
     wgmma_pin(dk);
     wgmma_pin(dv);
@@ -295,15 +309,17 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     return last;
   };
 
-  for_each_work_tile(shared, step, [&](const BwdWorkTile& work_tile) {
-    if (p.deterministic) publish_pending_add(shared);
-    store_dk_dv<Tr::kType>(p, work_tile, dk, dv, row_now(lane_now() / 4), Tr::kKeys, 0, 0,
-                           shared.out[thread_index() / 32]);
-  });
+  for_each_work_tile(
+      shared, [] {}, step,
+      [&](const BwdWorkTile& work_tile) {
+        if (p.deterministic) publish_pending_add(shared);
+        store_dk_dv<Tr::kType>(p, work_tile, dk, dv, row_now(lane_now() / 4), Tr::kKeys, 0, 0,
+                               shared.out[thread_index() / 32]);
+      });
 }
 
 template <typename Tr>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(Tr::kThreads, 1)
     bwd_kernel(const __grid_constant__ MaskedAttentionBwdParams p,
                const __grid_constant__ BwdTileScheduler scheduler,
                const __grid_constant__ BwdWorkspace w, const __grid_constant__ Bounds bounds,
@@ -318,7 +334,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_init(&shared.work_tile_full, 1);
     mbarrier_init(&shared.kv_full, 1);
     mbarrier_init(&shared.kv_cleared, kMaskWarps);
-    mbarrier_init(&shared.kv_free, 8 + kMaskWarps);
+    mbarrier_init(&shared.kv_free, Tr::kThreads / 32 - 4 + kMaskWarps);
+    for (int i = 0; i < kDsBuffers; ++i) {
+      mbarrier_init(&shared.ds_full[i], 8);
+      mbarrier_init(&shared.ds_free[i], 4);
+    }
     for (int i = 0; i < Tr::kStages; ++i) {
       mbarrier_init(&shared.stage_described[i], 1);
       mbarrier_init(&shared.q_full[i], 1);
@@ -339,10 +359,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup < 2) {
     raise_registers<Tr::kConsumerRegisters>();
-    if constexpr (Tr::kWide) {
+    if constexpr (Tr::kDqWarpgroup) {
+      consume_keys<Tr>(p, shared, warpgroup);
+    } else if constexpr (Tr::kWide) {
       consume_wide<Tr>(p, w, dbias_map, shared, warpgroup);
     } else {
       consume<Tr>(p, w, dbias_map, shared, warpgroup);
+    }
+  } else if (Tr::kDqWarpgroup && warpgroup == 2) {
+    if constexpr (Tr::kDqWarpgroup) {
+      lower_registers<Tr::kDqRegisters>();
+      consume_ds<Tr>(p, w, shared);
     }
   } else {
     lower_registers<Tr::kProducerRegisters>();

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(128)
   const int64_t index = blockIdx.x, tile = index / boxes, row = tile / steps;
   const int64_t key = (index - tile * boxes) * 64, query = (tile - row * steps) * kStepQueries;
   constexpr int kN = kStepQueries / 2;
-  const float* const from = dq_fragment<kN>(const_cast<float*>(sums), index);
+  const float* const from = dq_fragment<kN, 128>(const_cast<float*>(sums), index);
   auto& stage = dynamic_shared<uint8_t[kStepQueries * 128]>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll

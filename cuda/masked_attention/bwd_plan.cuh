@@ -34,14 +34,21 @@ struct BwdTraits {
   static constexpr int kKeyBlockBytes = kKeys * 128, kQBlockBytes = kStepQueries * 128;
   static constexpr int kStages = 2;
   static constexpr int kBiasBuffers = !kBias ? 0 : kWide ? 1 : kStages;
-  // dQ of a step is computed in column slices of this width, one per MMA warpgroup. A third slice,
-  // if any, is split over keys: each warpgroup multiplies its own 64 keys.
-  static constexpr int kDqSlices = kD > 128 && !kWide ? 3 : 2, kDqSliceColumns = kD / kDqSlices;
+  // Whether a third MMA warpgroup computes dQ; see bwd_dq.cuh.
+  static constexpr bool kDqWarpgroup = !kGeneral && kD <= 128 && kE <= 128;
+  // dQ of a step is computed in column slices of this width. The third warpgroup takes one after
+  // the other. Without it there is one per MMA warpgroup, and a third slice, if any, is split over
+  // keys: each warpgroup multiplies its own 64 keys.
+  static constexpr int kDqSlices = kDqWarpgroup ? kD / 64 : kD > 128 && !kWide ? 3 : 2;
+  static constexpr int kDqSliceColumns = kD / kDqSlices;
   // Whether the products QK^T and dO V^T run one after the other and P goes through shared memory,
   // because there are not enough registers to overlap them.
   static constexpr bool kSerialProducts = kD > 128 && !kWide;
-  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
-  static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
+  static constexpr int kThreads = kDqWarpgroup ? 512 : 384;
+  static constexpr int kConsumerRegisters = !kDqWarpgroup ? 224 : kD <= 64 ? 192 : 208;
+  static constexpr int kDqRegisters = kDqWarpgroup ? 64 : 0;
+  static constexpr int kProducerRegisters = kDqWarpgroup && kD > 64 ? 32 : 56;
+  static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters, kDqRegisters));
 };
 
 // Barrier 0 is __syncthreads.
@@ -70,6 +77,14 @@ struct BwdStage {
   int64_t step;  // index of the step among the steps of all heads
 };
 
+// Describes a buffer of dS for the warpgroup that computes dQ; see BwdStage.
+struct DsDescription {
+  int64_t step;
+  uint32_t earlier_adds;
+  bool last;
+};
+
+inline constexpr int kDsBuffers = 2;
 inline constexpr int kMaxDqSlices = 3;  // maximum number of column slices of dQ
 
 template <typename Tr>
@@ -78,11 +93,13 @@ struct alignas(1024) BwdShared {
   uint8_t v[Tr::kEBlocks][Tr::kKeyBlockBytes];
   uint8_t q[Tr::kStages][Tr::kDBlocks][Tr::kQBlockBytes];
   uint8_t dout[Tr::kStages][Tr::kEBlocks][Tr::kQBlockBytes];
-  uint8_t ds[Tr::kWide ? 1 : Tr::kStages][Tr::kKeys * kStepQueries * 2];  // [keys, queries]
+  uint8_t ds[Tr::kWide ? 1 : kDsBuffers][Tr::kKeys * kStepQueries * 2];  // [keys, queries]
   // P, with the layout of ds, where it goes through shared memory.
   uint8_t p[Tr::kSerialProducts || Tr::kWide ? Tr::kKeys * kStepQueries * 2 : 1024];
   uint8_t out[8][1024];
   [[no_unique_address]] BiasBuffers<Tr::kBiasBuffers, kStepQueries, Tr::kKeys / 64> bias;
+  // With a dQ warpgroup: the accumulators of each slice and warp, on their way to global memory.
+  uint8_t dq[Tr::kDqWarpgroup ? Tr::kDqSlices : 1][4][Tr::kDqWarpgroup ? kStepQueries * 64 : 32];
   float lse[Tr::kStages][kStepQueries];
   float delta[Tr::kStages][kStepQueries];
   uint32_t bits[Tr::kStages][Tr::kKeys][kStepQueries / 32];  // mask bits of partial tiles
@@ -94,6 +111,9 @@ struct alignas(1024) BwdShared {
   // built and fully masked rows are zero; the stage is free.
   uint64_t stage_described[Tr::kStages], q_full[Tr::kStages], dout_full[Tr::kStages];
   uint64_t step_ready[Tr::kStages], free[Tr::kStages];
+  // With a dQ warpgroup: dS of all keys is in the buffer; its product is done.
+  uint64_t ds_full[kDsBuffers], ds_free[kDsBuffers];
+  DsDescription ds_description[kDsBuffers];
 };
 
 // Maps the tile counter to work tiles. KV heads are processed in sections. The queries of a section
@@ -137,10 +157,11 @@ struct BwdTileScheduler {
 };
 
 // Returns the factor of lse in the workspace. With biases, lse is subtracted from scores in natural
-// units; with other general scores, from the argument of exp2; else from unscaled scores.
+// units; with other general scores and in bwd_dq.cuh, from the argument of exp2; else from unscaled
+// scores.
 template <typename Tr>
 float lse_factor(const MaskedAttentionBwdParams& p) {
-  return Tr::kBias ? 1.f : Tr::kGeneral ? kLog2E : 1.f / p.scale;
+  return Tr::kBias ? 1.f : Tr::kGeneral || Tr::kDqWarpgroup ? kLog2E : 1.f / p.scale;
 }
 
 // Returns how many boxes of 64 keys cover `keys` when rounded up to whole tiles of 128 keys.

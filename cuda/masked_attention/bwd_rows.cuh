@@ -75,18 +75,20 @@ __global__ void __launch_bounds__(kRowsThreads)
   if (lane == 0) w.fully_masked[index] = high << 32 | low;
 }
 
-// dQ in the workspace holds the accumulator fragments of the slices of all steps: first four floats
-// of each of the 128 threads, then the next four, and so on. `slice` counts the slices of all
-// steps.
-template <int kN>
+// dQ in the workspace holds the accumulator fragments of the slices of all steps. A slice consists
+// of parts, one for each kThreads of its 128 threads. A part holds first four floats of each
+// thread, then the next four, and so on. kThreads is 32 where bulk reductions add the part of a
+// warp. `slice` counts the slices of all steps.
+template <int kN, int kThreads>
 __device__ __forceinline__ float* dq_fragment(float* dq, int64_t slice) {
-  return dq + slice * (kN * 128) + threadIdx.x % 128 * 4;
+  const int thread = threadIdx.x % 128;
+  return dq + slice * (kN * 128) + thread / kThreads * (kN * kThreads) + thread % kThreads * 4;
 }
 
 // Adds the accumulator fragment of a thread to a slice.
 template <int kN>
 __device__ __forceinline__ void add_dq(const float (&x)[kN], float* dq, int64_t slice) {
-  float* const sum = dq_fragment<kN>(dq, slice);
+  float* const sum = dq_fragment<kN, 128>(dq, slice);
 #pragma unroll
   for (int i = 0; i < kN; i += 4) {
     red_add(sum + i * 128, x[i], x[i + 1], x[i + 2], x[i + 3]);
@@ -140,8 +142,9 @@ __device__ __forceinline__ void store_dk_dv(const MaskedAttentionBwdParams& p,
 
 // The loop of an MMA warp over work tiles. `step(accumulate)` processes a step and returns whether
 // it was the last one of its work tile; `store(work_tile)` stores the results.
-template <typename Tr, typename Step, typename Store>
-__device__ __forceinline__ void for_each_work_tile(BwdShared<Tr>& shared, Step step, Store store) {
+template <typename Tr, typename Begin, typename Step, typename Store>
+__device__ __forceinline__ void for_each_work_tile(BwdShared<Tr>& shared, Begin begin, Step step,
+                                                   Store store) {
   uint32_t kv_parity = 0;
   for (uint32_t parity = 0;; parity ^= 1) {
     mbarrier_wait(&shared.work_tile_full, parity);
@@ -150,6 +153,7 @@ __device__ __forceinline__ void for_each_work_tile(BwdShared<Tr>& shared, Step s
       mbarrier_wait(&shared.kv_full, kv_parity);
       mbarrier_wait(&shared.kv_cleared, kv_parity);
       kv_parity ^= 1;
+      begin();
       for (bool accumulate = false; !step(accumulate);) accumulate = true;
     }
     const BwdWorkTile work_tile = shared.work_tile;
@@ -160,18 +164,18 @@ __device__ __forceinline__ void for_each_work_tile(BwdShared<Tr>& shared, Step s
 }
 
 // Scales and rounds dQ; one CTA per step of 64 queries.
-template <DType kType, int kDqSlices, int kDqSliceColumns>
+template <DType kType, int kDqSlices, int kDqSliceColumns, int kThreads>
 __global__ void __launch_bounds__(128 * kDqSlices)
     dq_kernel(const __grid_constant__ MaskedAttentionBwdParams p, float* dq, int64_t steps) {
   constexpr int kN = kDqSliceColumns / 2;  // registers per thread
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, slice = threadIdx.x / 128;
   const int64_t index = blockIdx.x, pair = index / steps, step = index - pair * steps;
   const int64_t batch = pair / p.heads, head = pair - batch * p.heads;
-  const float* const from = dq_fragment<kN>(dq, index * kDqSlices + slice);
+  const float* const from = dq_fragment<kN, kThreads>(dq, index * kDqSlices + slice);
   float x[kN];
 #pragma unroll
   for (int i = 0; i < kN; i += 4) {
-    const float4 y = __ldcs(reinterpret_cast<const float4*>(from + i * 128));
+    const float4 y = __ldcs(reinterpret_cast<const float4*>(from + i * kThreads));
     x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
   }
   const int64_t query = step * kStepQueries + warp * 16 + lane / 4;

@@ -209,11 +209,14 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
     return last;
   };
 
-  for_each_work_tile(shared, step, [&](const BwdWorkTile& work_tile) {
-    if (p.deterministic) publish_pending_add(shared);
-    store_dk_dv<Tr::kType>(p, work_tile, dk, dv, row_now(lane_now() / 4), Tr::kKeys,
-                           warpgroup * kDHalf, warpgroup * kEHalf, shared.out[thread_index() / 32]);
-  });
+  for_each_work_tile(
+      shared, [] {}, step,
+      [&](const BwdWorkTile& work_tile) {
+        if (p.deterministic) publish_pending_add(shared);
+        store_dk_dv<Tr::kType>(p, work_tile, dk, dv, row_now(lane_now() / 4), Tr::kKeys,
+                               warpgroup * kDHalf, warpgroup * kEHalf,
+                               shared.out[thread_index() / 32]);
+      });
 }
 
 }  // namespace jax_dsa::masked_attention

@@ -286,5 +286,5 @@ def segments(
     want = "one array [B, T] or a pair of arrays [B, T] and [B, S]"
     args.option("segment_ids", given, len(segment_ids) == 2, want)
     q_ids, kv_ids = segment_ids
-    q_ids = args.array("segment_ids", q_ids, "B T", INT32)
-    return q_ids, args.array("segment_ids", kv_ids, "B S", INT32)
+    q_ids = args.array("segment_ids[0]", q_ids, "B T", INT32)
+    return q_ids, args.array("segment_ids[1]", kv_ids, "B S", INT32)

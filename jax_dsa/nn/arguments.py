@@ -68,6 +68,19 @@ def _check_mesh(args: Args, module: nnx.Module | None, x: Array) -> None:
         args.one_mesh(f"parameter '{'.'.join(map(str, path))}'", parameter[...])
 
 
+def check_policy(op: str, policy: Any) -> None:
+    """Raises TypeError unless 'remat_policy' is None or a function, as `jax.checkpoint` needs.
+
+    `jax.checkpoint` itself would complain only in the backward pass, and without a name.
+    """
+    if policy is not None and not callable(policy):
+        name = policy if isinstance(policy, str) else "selection"
+        raise TypeError(
+            f"{op}: argument 'remat_policy' is {policy!r}, want None or a policy, such as "
+            f'jax_dsa.training.remat_policy("{name}") or one of jax.checkpoint_policies'
+        )
+
+
 def selected_keys(args: Args, indices: Any) -> Int[Array, "B T K"] | None:
     """Returns the checked argument 'indices', which may be None."""
     return None if indices is None else args.array("indices", indices, "B T K", INT32)

@@ -13,6 +13,7 @@ from jax_dsa.core import compat
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import (
     check_module,
+    check_policy,
     check_type,
     hidden_states,
     token_counts,
@@ -193,6 +194,7 @@ class DecoderLM(Module):
         """
         args, tokens = token_numbers("DecoderLM", self, tokens)
         sparse = args.flag("sparse", sparse)
+        check_policy("DecoderLM", remat_policy)
         if indices is not None:
             self._check_number(args, "indices", len(indices), "selections")
 

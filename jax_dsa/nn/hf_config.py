@@ -85,7 +85,7 @@ def from_hf(
         >>> [(layer.indexer_type, layer.config.top_k) for layer in layers]
         [('full', 8), ('shared', 8)]
     """
-    return layers_of(read_fields(config), rope_alpha, dtype)
+    return layers_of(read_fields("from_hf", config), rope_alpha, dtype)
 
 
 def layers_of(

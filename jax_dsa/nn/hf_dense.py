@@ -67,7 +67,9 @@ def sparse_hf_config(
         >>> nn.from_hf(sparse)[1].config.top_k
         8
     """
-    c = _sparse_fields("sparse_hf_config", read_fields(config), top_k, index_heads, index_dim)
+    c = _sparse_fields(
+        "sparse_hf_config", read_fields("sparse_hf_config", config), top_k, index_heads, index_dim
+    )
     layers_of(c)  # Rejects wrong values.
     return dict(c)
 
@@ -148,6 +150,7 @@ def sparse_from_hf(
             f"sparse_from_hf: argument 'prefix' is {prefix!r}, expected a str with one '{{}}' in "
             f"the place of the layer's number"
         )
+    dense = read_fields("sparse_from_hf", config)
     if tensors is None:
         if not isinstance(config, str | os.PathLike) or not os.path.isdir(config):
             raise TypeError(
@@ -155,7 +158,7 @@ def sparse_from_hf(
                 "argument 'config' is not the path of a directory"
             )
         tensors = config
-    dense, tensors = read_fields(config), tensors_of(tensors)
+    tensors = tensors_of(tensors)
     c = _sparse_fields("sparse_from_hf", dense, top_k, index_heads, index_dim)
     block = configured_block_size(dense, dense.name)
     layers = []

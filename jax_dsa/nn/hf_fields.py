@@ -101,8 +101,8 @@ class Fields(dict[str, Any]):
         return list(values[:count])
 
 
-def read_fields(config: Any) -> Fields:
-    """Returns the fields of `from_hf`'s argument `config` that describe the language model.
+def read_fields(op: str, config: Any) -> Fields:
+    """Returns the fields of the argument `config` of `op` that describe the language model.
 
     Raises:
         OSError: If there is no such file.
@@ -114,14 +114,14 @@ def read_fields(config: Any) -> Fields:
         path = pathlib.Path(c)
         try:
             path = path / "config.json" if path.is_dir() else path
-            c, name = read_json("from_hf", path), str(path)
+            c, name = read_json(op, path), str(path)
         except OSError as error:
             expected = "a dictionary, or the path of a config.json or of its directory"
-            raise unreadable("from_hf", path, error, expected) from None
+            raise unreadable(op, path, error, expected) from None
     elif not isinstance(c, Mapping):
         if not hasattr(c, "to_dict"):
             raise TypeError(
-                f"from_hf: argument 'config' is {type(c).__name__}, expected a configuration of "
+                f"{op}: argument 'config' is {type(c).__name__}, expected a configuration of "
                 f"transformers, a dictionary or a path"
             )
         c = c.to_dict()

@@ -11,6 +11,7 @@ import numpy as np
 from jax_dsa.core.checks import Args
 from jax_dsa.nn import AttentionConfig, DecoderConfig
 from jax_dsa.training.data import VOCAB
+from jax_dsa.training.remat import POLICY_NAMES
 
 Stage = Literal["dense", "warmup", "sparse"]
 
@@ -88,12 +89,14 @@ class TrainConfig:
         """Checks the numbers.
 
         Raises:
-            ValueError: If a count is too small, or a rate is negative or not finite.
+            ValueError: If a count is too small, a rate is negative or not finite, or `remat` is no
+                name of a policy.
         """
         args = Args("TrainConfig", "", np.empty(0), "K")
         for least, names in enumerate((_AT_LEAST_0, _AT_LEAST_1)):
             for name in names:
                 args.integer(name, getattr(self, name), least, 2**63 - 1)
+        args.option("remat", self.remat, self.remat in POLICY_NAMES, f"one of {POLICY_NAMES}")
         for name in _RATES:
             value = args.real(name, getattr(self, name))
             args.option(name, value, value >= 0, "a number of at least 0")

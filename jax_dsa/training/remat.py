@@ -21,6 +21,7 @@ _POLICIES: dict[str, Callable[..., Any]] = {
     "selection": _save(*SELECTION, CHUNKED),
     "attention": _save(*RESIDUALS, *WARMUP, CHUNKED),
 }
+POLICY_NAMES = tuple(_POLICIES)
 
 
 def remat_policy(name: str) -> Callable[..., Any]:
@@ -49,8 +50,8 @@ def remat_policy(name: str) -> Callable[..., Any]:
     Raises:
         ValueError: If the name is unknown.
     """
-    if name not in _POLICIES:
+    if name not in POLICY_NAMES:
         raise ValueError(
-            f"remat_policy: argument 'name' is {name!r}, expected one of {list(_POLICIES)}"
+            f"remat_policy: argument 'name' is {name!r}, expected one of {POLICY_NAMES}"
         )
     return _POLICIES[name]

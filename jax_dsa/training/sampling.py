@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from jax_dsa.core.checks import INT32
 from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.nn import Fp8Linear
-from jax_dsa.nn.arguments import token_counts, token_numbers
+from jax_dsa.nn import DecoderCache, Fp8Linear
+from jax_dsa.nn.arguments import check_type, token_counts, token_numbers
 
 if TYPE_CHECKING:
-    from jax_dsa.nn import DecoderCache, DecoderLM
+    from jax_dsa.nn import DecoderLM
 
 
 def generate(
@@ -45,11 +47,13 @@ def generate(
         The generated tokens, int32 [B, steps].
 
     Raises:
+        TypeError: If the prompt, `counts` or the key has the wrong type.
         ValueError: If `steps`, `temperature` or the prompt's shape is invalid.
     """
     if steps < 1:
         raise ValueError(f"generate: argument 'steps' is {steps}, expected at least 1")
     counts = _check_prompt("generate", prompt, counts)
+    _check_key("generate", key)
     _check_temperature("generate", temperature)
 
     def step(
@@ -127,9 +131,11 @@ class Sampler:
             token; and the stream for the next `step`.
 
         Raises:
-            TypeError, ValueError: If the prompt or `counts` has the wrong type or shape.
+            TypeError, ValueError: If an argument has the wrong type or shape.
         """
         counts = _check_prompt("Sampler.prefill", prompt, counts)
+        check_type("Sampler.prefill", "cache", cache, DecoderCache)
+        _check_key("Sampler.prefill", key)
         batch, length = prompt.shape
         chunk = max(1, self.PREFILL // max(1, batch))
         stream = Stream(cache, key.copy())  # The caller's key is not donated.
@@ -155,7 +161,14 @@ class Sampler:
             stream: The stream that the last call returned, which is donated.
             counts: How many of the T tokens each request has, as in `DecoderLM.decode`. A request
                 with a count of 0 stays as it is and gets the token -1. Default: all.
+
+        Raises:
+            TypeError, ValueError: If an argument has the wrong type or shape.
         """
+        args, tokens = token_numbers("Sampler.step", None, tokens)
+        check_type(args.op, "stream", stream, Stream, "which the last call returned")
+        if counts is not None:
+            counts = args.array("counts", counts, "B", INT32)
         return self._decode(self._params, tokens, stream, counts)
 
     def _next(
@@ -178,12 +191,18 @@ def _check_prompt(
     function: str, prompt: Int[Array, "B P"], counts: Int[Array, "B"] | None
 ) -> Int[Array, "B"] | None:
     """Returns the checked `counts`. The prompt must have a token."""
-    if prompt.ndim != 2 or prompt.shape[1] < 1:
-        raise ValueError(
-            f"{function}: argument 'prompt' has shape {prompt.shape}, expected [B, P >= 1]"
-        )
-    args, _ = token_numbers(function, None, prompt, "prompt")
+    args, prompt = token_numbers(function, None, prompt, "prompt")
+    args.shape("prompt", prompt, prompt.shape[1] > 0, "[B, P] with P of at least 1")
     return token_counts(args, counts, prompt.shape[1])
+
+
+def _check_key(function: str, key: Any) -> None:
+    """Raises TypeError unless the key is an array: of keys, or of numbers as of `PRNGKey`."""
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise TypeError(
+            f"{function}: argument 'key' is {type(key).__name__}, want a random key, such as "
+            f"jax.random.key(0)"
+        )
 
 
 def _check_temperature(function: str, temperature: float) -> None:

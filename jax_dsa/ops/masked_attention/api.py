@@ -254,10 +254,10 @@ def masked_attention_varlen(
     has no effect where these belong to different sequences.
 
     Args:
-        q, k, v, bias, mask: As in `masked_attention`, without a batch axis. Use `jax.vmap` for
-            batches.
+        q, k, v: As in `masked_attention`, without a batch axis. Use `jax.vmap` for batches.
         cu_seqlens_q, cu_seqlens_k: Bounds of the sequences, int32, ascending. Sequences may be
             empty.
+        bias, mask: As in `masked_attention`, of shape [1|G|N, 1|T, S] and by keyword only.
         scale, is_causal, causal_alignment, local_window_size, softcap, block_mask, kv_indices,
             deterministic, return_lse, return_attn_probs, implementation: As in `masked_attention`.
 
@@ -273,7 +273,10 @@ def masked_attention_varlen(
         >>> import jax, jax.numpy as jnp, jax_dsa
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 10, 4, 32))
         >>> lengths = jnp.array([0, 3, 10])  # two sequences, of 3 and 7 tokens
-        >>> jax_dsa.masked_attention_varlen(q, k, v, lengths, lengths, is_causal=True).shape
+        >>> bias = jnp.zeros((4, 1, 10))  # one number per head and packed key
+        >>> jax_dsa.masked_attention_varlen(
+        ...     q, k, v, lengths, lengths, bias=bias, is_causal=True
+        ... ).shape
         (10, 4, 32)
     """
     args = Args("masked_attention_varlen", "q", q, "B T N D")

@@ -103,7 +103,9 @@ def merge_attention(
             "merge_attention: implementation='cuda' is not available: it has no CUDA kernel; "
             "implementation='xla' covers this call"
         )
-    return xla.merge_sums(outs, max_logits, sums) if lses is None else xla.merge(outs, lses)
+    if lses is None:
+        return xla.merge_sums(outs, max_logits, sums)  # type: ignore[arg-type]
+    return xla.merge(outs, lses)
 
 
 def _stacked(name: str, given: Any) -> jax.Array:

@@ -374,7 +374,7 @@ void test_htree() {
     const bool valid = compression > 1 && top_k > 0;
     const int64_t layers = valid ? htree_layers(tokens, compression, top_k).count : 1;
     const Array q = bf16({1, 3, heads, 64}), k = bf16({1, tokens, 1, 64});
-    return htree_fwd(nullptr, q, k, k, s32({1, 3}), q, f32({1, 3, heads}),
+    return htree_fwd(nullptr, q, k, k, s32({1, 3}), q, f32({1, 3, heads}), f32({1, 3, heads}),
                      Array(DataType::S16, {1, 3, 1, layers - 1, top_k}),
                      u8({valid ? htree_tree_bytes(build) : 0}),
                      u8({valid ? htree_rotation_bytes(build) : 0}), u8({building}), u8({64}),

@@ -21,13 +21,14 @@ struct Case {
   const char* name;
   int batch, tokens, queries, heads, groups, dim, compression, top_k;
   int end = 0;  // queries are at random tokens below it, later tokens are NaN; 0: none are NaN
-  bool none = false;  // a third of the queries have no token
-  float scale = 0.f;  // 0: D^-1/2
-  float size = 1.f;   // scale of the queries' elements
-  bool ties = false;  // the keys of half of the blocks are 0
-  int chunk = 0;      // rows that the workspace is made for; 0: all
-  int distant = 0;    // scores from this token on are -inf in float32; 0: none
-  float huge = 0.f;   // the scores of all tokens, in every second batch entry of every third token
+  bool none = false;       // a third of the queries have no token
+  float scale = 0.f;       // 0: D^-1/2
+  float size = 1.f;        // scale of the queries' elements
+  bool ties = false;       // the keys of half of the blocks are 0
+  int chunk = 0;           // rows that the workspace is made for; 0: all
+  int distant = 0;         // scores from this token on are -inf in float32; 0: none
+  float cotangents = 1.f;  // scale of the cotangents
+  float huge = 0.f;  // the scores of all tokens, in every second batch entry of every third token
 };
 
 inline float rounded(double x) { return __bfloat162float(__float2bfloat16(static_cast<float>(x))); }
@@ -225,7 +226,7 @@ inline const Case kDecodeCases[] = {
     {"ties, sharp", 1, 700, 3, 4, 1, 64, 8, 12, 690, false, 0.f, 6, true},
     {"all equal", 1, 18000, 2, 2, 1, 64, 16, 80, 18000, false, 0.f, 0},
     {"few within reach", 1, 1100, 2, 5, 1, 64, 8, 4, 1090, false, 0.f, 1, false, 0, 64},
-    {"huge scores", 2, 120, 2, 5, 1, 64, 8, 16, 0, false, 1.f, 1, false, 0, 0, -1e9f},
+    {"huge scores", 2, 120, 2, 5, 1, 64, 8, 16, 0, false, 1.f, 1, false, 0, 0, 1.f, -1e9f},
     {"no queries", 1, 30, 0, 4, 1, 64, 8, 4},
 };
 
@@ -247,8 +248,9 @@ inline const Case kSmallCases[] = {
     {"ties, sharp", 1, 700, 13, 16, 1, 128, 16, 5, 650, false, 0.f, 6, true},
     {"very sharp", 1, 700, 7, 16, 1, 128, 16, 5, 650, false, 0.f, 30},
     {"few within reach", 1, 1100, 7, 5, 1, 64, 8, 4, 1090, false, 0.f, 1, false, 0, 64},
-    {"huge scores", 2, 120, 13, 20, 1, 64, 8, 16, 0, false, 1.f, 1, false, 0, 0, -1e9f},
-    {"huge scores, 128 dims", 2, 60, 7, 16, 1, 128, 16, 4, 0, false, 1.f, 1, false, 0, 0, -3e38f},
+    {"huge scores", 2, 120, 13, 20, 1, 64, 8, 16, 0, false, 1.f, 1, false, 0, 0, 1.f, -1e9f},
+    {"huge scores, 128 dims", 2, 60, 7, 16, 1, 128, 16, 4, 0, false, 1.f, 1, false, 0, 0, 1.f,
+     -3e38f},
     {"no queries", 1, 30, 0, 16, 1, 128, 16, 4},
 };
 

@@ -89,6 +89,17 @@ inline void bulk_store(void* to, const void* from, uint32_t bytes, uint64_t) {
   });
 }
 
+inline void bulk_add(float* to, const void* from, uint32_t bytes) {
+  if (emulator::shared_offset(from) % 16 || reinterpret_cast<uintptr_t>(to) % 16 || bytes % 16) {
+    emulator::fail("a misaligned bulk addition");
+  }
+  emulator::self().stores.open.push_back([=] {
+    emulator::races::reads(from, bytes);
+    const auto* const x = static_cast<const float*>(from);
+    for (uint32_t i = 0; i < bytes / 4; ++i) to[i] += x[i];
+  });
+}
+
 inline void bulk_commit() {
   auto* stores = &emulator::self().stores;
   const size_t group = stores->done.size();
@@ -117,7 +128,10 @@ void bulk_wait_read() {
   }
 }
 
-inline void bulk_wait() { bulk_wait_read(); }
+template <int kGroups = 0>
+void bulk_wait() {
+  bulk_wait_read<kGroups>();
+}
 
 inline void prefetch_l2(const void* from, uint32_t bytes) {
   if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) emulator::fail("a misaligned prefetch");

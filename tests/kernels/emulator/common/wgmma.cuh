@@ -17,6 +17,8 @@ void wgmma_wait() {
 }
 template <int kN>
 void wgmma_pin(float (&)[kN]) {}
+template <int kN, int kM>
+void wgmma_pin(uint32_t (&)[kN][kM]) {}
 template <int kN>
 void wgmma_forget(float (&d)[kN]) {
   for (float& x : d) x = NAN;
