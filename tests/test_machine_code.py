@@ -42,7 +42,7 @@ def test_no_copy_has_an_address_that_the_assembler_breaks() -> None:
 STACKS = {
     "fp813matmul_kernel": 8,
     "htree13attend_kernel": 48,
-    "htree13decode_kernel": 96,
+    "htree13decode_kernel": 104,
     "htree13scores_kernel": 40,
     "htree14queries_kernel": 24,
     "indexer10fwd_kernel": 88,
