@@ -47,8 +47,13 @@ def decoding(q: Array, rows: Array, indices: Array) -> None:
     assert_type(jax_dsa.sparse_mla_decode(q, flat, indices, batch_invariant=True), Array)
     assert_type(jax_dsa.mqa_decode(q, rows), Array)
     out, lse = jax_dsa.mqa_decode(q, paged, return_lse=True)
+    assert_type(jax_dsa.mqa_decode(q, rows, return_max_logit=True), tuple[Array, Array])
+    both = jax_dsa.mqa_decode(q, rows, return_lse=True, return_max_logit=True)
+    assert_type(both, tuple[Array, Array, Array])
     assert_type(jax_dsa.mqa_decode(q, rows, normalize=False), tuple[Array, Array, Array])
     assert_type(jax_dsa.merge_attention([out, out], [lse, lse]), tuple[Array, Array])
+    sums = jax_dsa.merge_attention([out, out], max_logits=[lse, lse], sums=[lse, lse])
+    assert_type(sums, tuple[Array, Array, Array])
 
 
 def masked(q: Array, k: Array, v: Array, ends: Array) -> None:
