@@ -10,10 +10,10 @@ namespace jax_dsa {
 namespace {
 
 // q [B, T, N, D], kv [B, S, G, D], indices [B, T, G, K], lse [B, T, N], ends [B, T]?,
-// topk_length [B, T]?, sinks [B, N]?
+// topk_length [B, T]?, sinks [B, N]?, log_sum [B, T, N]?
 // -> out [B, H, T, K], sums over N / H heads each; or [B, T, K], sums over all heads
 ffi::Error attn_dist_fwd(cudaStream_t stream, BF16 q, BF16 kv, S32 indices, F32 lse, AnyBuffer ends,
-                         AnyBuffer topk_length, AnyBuffer sinks, Result<F32> out,
+                         AnyBuffer topk_length, AnyBuffer sinks, AnyBuffer log_sum, Result<F32> out,
                          Attr<float, "scale"> scale) {
   constexpr const char* kOp = "attn_dist_fwd";
   AttnDistFwdParams params = {};
@@ -22,6 +22,8 @@ ffi::Error attn_dist_fwd(cudaStream_t stream, BF16 q, BF16 kv, S32 indices, F32 
   const int64_t batch = params.batch, queries = params.queries, slots = params.slots;
   DSA_FFI_RETURN_IF_ERROR(
       check_shape(kOp, "lse", lse.dimensions(), {batch, queries, params.heads}));
+  DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "log_sum", log_sum, DataType::F32,
+                                        {batch, queries, params.heads}, &params.log_sum));
   int64_t sums = 1;
   if (out->dimensions().size() == 4) {
     sums = out->dimensions()[1];
@@ -43,7 +45,7 @@ ffi::Error attn_dist_fwd(cudaStream_t stream, BF16 q, BF16 kv, S32 indices, F32 
   return launch_status(kOp, launch_attn_dist_fwd(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.attn_dist_fwd.v1", attn_dist_fwd);
+DSA_FFI_HANDLER("jax_dsa.attn_dist_fwd.v2", attn_dist_fwd);
 
 }  // namespace
 }  // namespace jax_dsa

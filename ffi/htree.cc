@@ -23,7 +23,8 @@ struct Arrays {
   const BF16& v;         // the same
   const S32& positions;  // [B, T]
   const BF16& out;       // [B, T, N, D]
-  const F32& lse;        // [B, T, N]
+  const F32& max_logit;  // [B, T, N]
+  const F32& log_sum;    // [B, T, N]
   const S16& selected;   // [B, T, G, layers - 1, K]
 };
 
@@ -61,7 +62,10 @@ ffi::Error check(const char* op, const Arrays& x, const Options& options,
   DSA_FFI_RETURN_IF_ERROR(check_shape(op, "v", x.v.dimensions(), k_dims, {}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(op, "positions", x.positions.dimensions(), {batch, queries}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(op, "out", x.out.dimensions(), q_dims, {}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(op, "lse", x.lse.dimensions(), {batch, queries, heads}));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(op, "max_logit", x.max_logit.dimensions(), {batch, queries, heads}));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(op, "log_sum", x.log_sum.dimensions(), {batch, queries, heads}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(op, "selected", x.selected.dimensions(),
                                       {batch, queries, groups, layers - 1, top_k}));
   *params = {
@@ -70,7 +74,8 @@ ffi::Error check(const char* op, const Arrays& x, const Options& options,
       .tree = nullptr,
       .rotations = nullptr,
       .out = x.out.untyped_data(),
-      .lse = x.lse.typed_data(),
+      .max_logit = x.max_logit.typed_data(),
+      .log_sum = x.log_sum.typed_data(),
       .selected = x.selected.typed_data(),
       .workspace = nullptr,
       .workspace_bytes = 0,
@@ -125,15 +130,17 @@ ffi::Error set_workspace(const char* op, const U8& workspace, int64_t least,
   return check_workspace(op, "attending", bytes, least);
 }
 
-// q, k, v, positions -> out, lse, selected, and the workspaces tree, rotations, building, attending
+// q, k, v, positions -> out, max_logit, log_sum, selected, and the workspaces tree, rotations,
+// building, attending
 ffi::Error htree_fwd(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positions, Result<BF16> out,
-                     Result<F32> lse, Result<S16> selected, Result<U8> tree, Result<U8> rotations,
-                     Result<U8> building, Result<U8> attending,
-                     Attr<int64_t, "compression"> compression, Attr<int64_t, "top_k"> top_k,
-                     Attr<float, "scale"> scale, Attr<double, "rope_base"> rope_base) {
+                     Result<F32> max_logit, Result<F32> log_sum, Result<S16> selected,
+                     Result<U8> tree, Result<U8> rotations, Result<U8> building,
+                     Result<U8> attending, Attr<int64_t, "compression"> compression,
+                     Attr<int64_t, "top_k"> top_k, Attr<float, "scale"> scale,
+                     Attr<double, "rope_base"> rope_base) {
   constexpr const char* kOp = "htree_fwd";
   HTreeFwdParams params;
-  DSA_FFI_RETURN_IF_ERROR(check(kOp, {q, k, v, positions, *out, *lse, *selected},
+  DSA_FFI_RETURN_IF_ERROR(check(kOp, {q, k, v, positions, *out, *max_logit, *log_sum, *selected},
                                 {compression, top_k, scale, rope_base}, std::nullopt,
                                 limits::htree::kMaxGroupHeads, &params));
   DSA_FFI_RETURN_IF_ERROR(
@@ -143,14 +150,14 @@ ffi::Error htree_fwd(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positions,
   return launch_status(kOp, launch_htree_fwd(params, stream));
 }
 
-// q, k, v, positions, out, lse, selected, dout, dlse
+// q, k, v, positions, out, max_logit, log_sum, selected, dout, dlse
 // -> dq, dk, dv, and the workspaces tree, rotations, building, attending
-ffi::Error htree_bwd(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positions, BF16 out, F32 lse,
-                     S16 selected, BF16 dout, F32 dlse, Result<BF16> dq, Result<BF16> dk,
-                     Result<BF16> dv, Result<U8> tree, Result<U8> rotations, Result<U8> building,
-                     Result<U8> attending, Attr<int64_t, "compression"> compression,
-                     Attr<int64_t, "top_k"> top_k, Attr<float, "scale"> scale,
-                     Attr<double, "rope_base"> rope_base) {
+ffi::Error htree_bwd(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positions, BF16 out,
+                     F32 max_logit, F32 log_sum, S16 selected, BF16 dout, F32 dlse, Result<BF16> dq,
+                     Result<BF16> dk, Result<BF16> dv, Result<U8> tree, Result<U8> rotations,
+                     Result<U8> building, Result<U8> attending,
+                     Attr<int64_t, "compression"> compression, Attr<int64_t, "top_k"> top_k,
+                     Attr<float, "scale"> scale, Attr<double, "rope_base"> rope_base) {
   constexpr const char* kOp = "htree_bwd";
   HTreeBwdParams params = {
       .fwd = {},
@@ -160,11 +167,11 @@ ffi::Error htree_bwd(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positions,
       .dk = dk->untyped_data(),
       .dv = dv->untyped_data(),
   };
-  DSA_FFI_RETURN_IF_ERROR(check(kOp, {q, k, v, positions, out, lse, selected},
+  DSA_FFI_RETURN_IF_ERROR(check(kOp, {q, k, v, positions, out, max_logit, log_sum, selected},
                                 {compression, top_k, scale, rope_base}, std::nullopt,
                                 limits::htree::kMaxBwdGroupHeads, &params.fwd));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dout", dout.dimensions(), q.dimensions(), {}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dlse", dlse.dimensions(), lse.dimensions(), {}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dlse", dlse.dimensions(), log_sum.dimensions(), {}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dq", dq->dimensions(), q.dimensions(), {}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dk", dk->dimensions(), k.dimensions(), {}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dv", dv->dimensions(), k.dimensions(), {}));
@@ -175,11 +182,12 @@ ffi::Error htree_bwd(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positions,
   return launch_status(kOp, launch_htree_bwd(params, stream));
 }
 
-// The forward pass over a cache, whose nodes k and v hold: q, k, v, positions -> out, lse,
-// selected, workspace
+// The forward pass over a cache, whose nodes k and v hold: q, k, v, positions -> out,
+// max_logit, log_sum, selected, workspace
 ffi::Error htree_decode(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positions,
-                        Result<BF16> out, Result<F32> lse, Result<S16> selected,
-                        Result<U8> workspace, Attr<int64_t, "capacity"> capacity,
+                        Result<BF16> out, Result<F32> max_logit, Result<F32> log_sum,
+                        Result<S16> selected, Result<U8> workspace,
+                        Attr<int64_t, "capacity"> capacity,
                         Attr<int64_t, "compression"> compression, Attr<int64_t, "top_k"> top_k,
                         Attr<float, "scale"> scale, Attr<double, "rope_base"> rope_base) {
   constexpr const char* kOp = "htree_decode";
@@ -189,7 +197,7 @@ ffi::Error htree_decode(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positio
       .v = v.untyped_data(),
       .rope_base = rope_base,
   };
-  DSA_FFI_RETURN_IF_ERROR(check(kOp, {q, k, v, positions, *out, *lse, *selected},
+  DSA_FFI_RETURN_IF_ERROR(check(kOp, {q, k, v, positions, *out, *max_logit, *log_sum, *selected},
                                 {compression, top_k, scale, rope_base}, capacity.value,
                                 limits::htree::kMaxDecodeGroupHeads, &params.fwd));
   DSA_FFI_RETURN_IF_ERROR(
@@ -197,9 +205,9 @@ ffi::Error htree_decode(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positio
   return launch_status(kOp, launch_htree_decode(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.htree_bwd.v1", htree_bwd);
-DSA_FFI_HANDLER("jax_dsa.htree_decode.v1", htree_decode);
-DSA_FFI_HANDLER("jax_dsa.htree_fwd.v1", htree_fwd);
+DSA_FFI_HANDLER("jax_dsa.htree_bwd.v2", htree_bwd);
+DSA_FFI_HANDLER("jax_dsa.htree_decode.v2", htree_decode);
+DSA_FFI_HANDLER("jax_dsa.htree_fwd.v2", htree_fwd);
 
 }  // namespace
 }  // namespace jax_dsa

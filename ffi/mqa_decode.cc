@@ -12,14 +12,13 @@ namespace {
 // [B or 1, P * page_size, G, D]; FP8 records are uint8 [..., 656]; v like k with E in place of D,
 // or absent: the values are then the first 512 elements of the keys; starts [B, T], ends [B, T],
 // sinks [B, N]?, page_table [B, R]?
-// -> out [B, T, N, E], lse [B, T, N], top [B, T, N]?, and the workspaces partial, partial_rows and
-//    split_tiles, whose sizes mqa_decode_workspace returns
-// `out` is bfloat16, or float32 if there is `top`.
+// -> out [B, T, N, E], bfloat16 or float32, max_logit and log_sum [B, T, N], and the workspaces
+//    partial, partial_rows and split_tiles, whose sizes mqa_decode_workspace returns
 ffi::Error mqa_decode(cudaStream_t stream, BF16 q, AnyBuffer k, AnyBuffer v, S32 starts, S32 ends,
-                      AnyBuffer sinks, AnyBuffer page_table, Result<AnyBuffer> out, Result<F32> lse,
-                      Result<F32> top, Result<F32> partial, Result<F32> partial_rows,
-                      Result<S32> split_tiles, Attr<float, "scale"> scale,
-                      Attr<int32_t, "page_size"> page_size) {
+                      AnyBuffer sinks, AnyBuffer page_table, Result<AnyBuffer> out,
+                      Result<F32> max_logit, Result<F32> log_sum, Result<F32> partial,
+                      Result<F32> partial_rows, Result<S32> split_tiles, Attr<float, "scale"> scale,
+                      Attr<int32_t, "page_size"> page_size, Attr<bool, "exact_max"> exact_max) {
   constexpr const char* kOp = "mqa_decode";
   namespace limits = ::jax_dsa::limits::mqa_decode;
   DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "q", q.dimensions(), {"B", "T", "N", "D"}));
@@ -64,19 +63,16 @@ ffi::Error mqa_decode(cudaStream_t stream, BF16 q, AnyBuffer k, AnyBuffer v, S32
   DSA_FFI_RETURN_IF_ERROR(read_page_table(kOp, "k", page_table, rows, page_size, &params));
   DSA_FFI_RETURN_IF_ERROR(
       check_range(kOp, "the number of keys of a request", params.keys, 0, limits::kMaxRows));
-  const bool has_top = present(*top);
   DSA_FFI_RETURN_IF_ERROR(
-      check_dtype(kOp, "out", out->element_type(), {has_top ? DataType::F32 : DataType::BF16}));
+      check_dtype(kOp, "out", out->element_type(), {DataType::BF16, DataType::F32}));
   DSA_FFI_RETURN_IF_ERROR(
       check_shape(kOp, "out", out->dimensions(), {batch, queries, heads, value_dim}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse->dimensions(), {batch, queries, heads}));
-  if (has_top) {
-    DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "top", top->dimensions(), {batch, queries, heads}));
-    if (present(sinks)) {
-      return invalid_argument(kOp, "there are sinks, expected none where 'top' is a result");
-    }
-    params.top = top->typed_data();
-  }
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(kOp, "max_logit", max_logit->dimensions(), {batch, queries, heads}));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(kOp, "log_sum", log_sum->dimensions(), {batch, queries, heads}));
+  params.out_float = out->element_type() == DataType::F32;
+  params.exact_max = exact_max;
   const MqaDecodeWorkspace workspace = mqa_decode_workspace(
       mqa_decode_rows(queries, params.heads, params.groups, params.dim, params.records));
   DSA_FFI_RETURN_IF_ERROR(
@@ -91,14 +87,15 @@ ffi::Error mqa_decode(cudaStream_t stream, BF16 q, AnyBuffer k, AnyBuffer v, S32
   params.starts = starts.typed_data();
   params.ends = ends.typed_data();
   params.out = out->untyped_data();
-  params.lse = lse->typed_data();
+  params.max_logit = max_logit->typed_data();
+  params.log_sum = log_sum->typed_data();
   params.partial = partial->typed_data();
   params.partial_rows = reinterpret_cast<float2*>(partial_rows->typed_data());
   params.split_tiles = reinterpret_cast<int2*>(split_tiles->typed_data());
   return launch_status(kOp, launch_mqa_decode(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.mqa_decode.v1", mqa_decode);
+DSA_FFI_HANDLER("jax_dsa.mqa_decode.v2", mqa_decode);
 
 }  // namespace
 }  // namespace jax_dsa

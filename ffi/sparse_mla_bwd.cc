@@ -10,7 +10,7 @@ namespace jax_dsa {
 namespace {
 
 // q [B, T, N, D], kv [B, S, G, D], indices [B, T, G, K], ends [B, T]?, topk_length [B, T]?,
-// dout [B, T, N, 512], lse [B, T, N], out [B, T, N, 512], dlse [B, T, N],
+// dout [B, T, N, 512], max_logit and log_sum [B, T, N], out [B, T, N, 512], dlse [B, T, N],
 // row_order [B * T, R]? and row_key [B * T, R]?, uint32 (see sparse_mla.h)
 // -> dq [B, T, N, D], dkv [B, S, G, D], and the workspaces counters, p_ds (P and dS tiles), order
 // and rows [_, D]
@@ -19,9 +19,9 @@ namespace {
 // has space for. Without them it is summed by atomic reductions, and its columns are in the order
 // of sparse_mla_dkv_place.
 ffi::Error sparse_mla_bwd(cudaStream_t stream, BF16 q, BF16 kv, S32 indices, AnyBuffer ends,
-                          AnyBuffer topk_length, BF16 dout, F32 lse, BF16 out, F32 dlse,
-                          AnyBuffer row_order, AnyBuffer row_key, Result<BF16> dq, Result<F32> dkv,
-                          Result<U8> counters, Result<U8> p_ds, Result<S32> order,
+                          AnyBuffer topk_length, BF16 dout, F32 max_logit, F32 log_sum, BF16 out,
+                          F32 dlse, AnyBuffer row_order, AnyBuffer row_key, Result<BF16> dq,
+                          Result<F32> dkv, Result<U8> counters, Result<U8> p_ds, Result<S32> order,
                           Result<BF16> rows, Attr<float, "scale"> scale) {
   constexpr const char* kOp = "sparse_mla_bwd";
   SparseMlaBwdParams params = {};
@@ -30,13 +30,17 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, BF16 q, BF16 kv, S32 indices, Any
   const int64_t batch = params.batch, queries = params.queries, heads = params.heads;
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dout", dout.dimensions(),
                                       {batch, queries, heads, limits::sparse_mla::kValueDim}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse.dimensions(), {batch, queries, heads}));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(kOp, "max_logit", max_logit.dimensions(), {batch, queries, heads}));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(kOp, "log_sum", log_sum.dimensions(), {batch, queries, heads}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "out", out.dimensions(), dout.dimensions(), {}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dlse", dlse.dimensions(), {batch, queries, heads}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dq", dq->dimensions(), q.dimensions(), {}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dkv", dkv->dimensions(), kv.dimensions(), {}));
   params.dout = dout.untyped_data();
-  params.lse = lse.typed_data();
+  params.max_logit = max_logit.typed_data();
+  params.log_sum = log_sum.typed_data();
   params.out = out.untyped_data();
   params.dlse = dlse.typed_data();
   params.dq = dq->untyped_data();
@@ -72,7 +76,7 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, BF16 q, BF16 kv, S32 indices, Any
   return launch_status(kOp, launch_sparse_mla_bwd(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.sparse_mla_bwd.v2", sparse_mla_bwd);
+DSA_FFI_HANDLER("jax_dsa.sparse_mla_bwd.v3", sparse_mla_bwd);
 
 }  // namespace
 }  // namespace jax_dsa

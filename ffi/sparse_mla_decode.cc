@@ -14,16 +14,18 @@ namespace {
 // q [B, T, N, D]; kv [B, S, G, D], or [1, S, G, D] shared by all requests; with a page table
 // [B or 1, P * page_size, G, D]; FP8 records are uint8 [..., 656]; indices [B, T, G, K],
 // ends [B, T]?, topk_length [B, T]?, sinks [B, N]?, page_table [B, R]?
-// -> out [B, T, N, 512], lse [B, T, N], and if splits > 1 the workspaces
-//    partial [B * T * G * ceil(N / G / 64), splits, 64, 512] and partial_lse, the same without 512
+// -> out [B, T, N, 512], max_logit and log_sum [B, T, N], and if splits > 1 the workspaces
+//    partial [B * T * G * ceil(N / G / 64), splits, 64, 512] and partial_rows, the same with 2 in
+//    place of 512
 //
 // `splits` is the largest number of KV splits that the workspaces have space for. A device with few
 // SMs uses fewer, unless `batch_invariant` asks for exactly this number.
 ffi::Error sparse_mla_decode(cudaStream_t stream, BF16 q, AnyBuffer kv, S32 indices, AnyBuffer ends,
                              AnyBuffer topk_length, AnyBuffer sinks, AnyBuffer page_table,
-                             Result<BF16> out, Result<F32> lse, Result<F32> partial,
-                             Result<F32> partial_lse, Attr<float, "scale"> scale,
-                             Attr<int32_t, "page_size"> page_size, Attr<int32_t, "splits"> splits,
+                             Result<BF16> out, Result<F32> max_logit, Result<F32> log_sum,
+                             Result<F32> partial, Result<F32> partial_rows,
+                             Attr<float, "scale"> scale, Attr<int32_t, "page_size"> page_size,
+                             Attr<int32_t, "splits"> splits,
                              Attr<bool, "batch_invariant"> batch_invariant) {
   constexpr const char* kOp = "sparse_mla_decode";
   namespace limits = ::jax_dsa::limits::sparse_mla;
@@ -36,7 +38,7 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, BF16 q, AnyBuffer kv, S32 indi
       read_operands(kOp, q, kv, indices, ends, topk_length, &params,
                     {.shared = shared, .record_bytes = records ? kMlaRecordBytes : 0}));
   DSA_FFI_RETURN_IF_ERROR(read_sinks(kOp, sinks, &params));
-  DSA_FFI_RETURN_IF_ERROR(read_results(kOp, *out, *lse, &params));
+  DSA_FFI_RETURN_IF_ERROR(read_results(kOp, *out, *max_logit, *log_sum, &params));
   DSA_FFI_RETURN_IF_ERROR(read_scale(kOp, scale, &params));
   if (records) {
     DSA_FFI_RETURN_IF_ERROR(
@@ -54,10 +56,10 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, BF16 q, AnyBuffer kv, S32 indi
         sparse_mla_decode_work_tiles(params.batch, params.queries, params.heads, params.groups);
     DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "partial", partial->dimensions(),
                                         {items, splits, limits::kTileSlots, limits::kValueDim}));
-    DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "partial_lse", partial_lse->dimensions(),
-                                        {items, splits, limits::kTileSlots}));
+    DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "partial_rows", partial_rows->dimensions(),
+                                        {items, splits, limits::kTileSlots, 2}));
     params.partial = partial->typed_data();
-    params.partial_lse = partial_lse->typed_data();
+    params.partial_rows = reinterpret_cast<float2*>(partial_rows->typed_data());
     Device device;
     if (cudaError_t e = current_device(&device); e != cudaSuccess) return launch_status(kOp, e);
     const int fastest = sparse_mla_decode_splits(items, params.slots, device.num_sms);
@@ -66,7 +68,7 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, BF16 q, AnyBuffer kv, S32 indi
   return launch_status(kOp, launch_sparse_mla_decode(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.sparse_mla_decode.v3", sparse_mla_decode);
+DSA_FFI_HANDLER("jax_dsa.sparse_mla_decode.v4", sparse_mla_decode);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -58,15 +58,19 @@ ffi::Error read_sinks(const char* op, const AnyBuffer& sinks, Params* params) {
   return optional_data(op, "sinks", sinks, DataType::F32, {batch, params->heads}, &params->sinks);
 }
 
-// Reads sparse MLA's out [B, T, N, 512] and lse [B, T, N], after the operands above.
-inline ffi::Error read_results(const char* op, const BF16& out, const F32& lse,
-                               SparseMlaFwdParams* params) {
+// Reads sparse MLA's out [B, T, N, 512], max_logit and log_sum [B, T, N], after the operands above.
+inline ffi::Error read_results(const char* op, const BF16& out, const F32& max_logit,
+                               const F32& log_sum, SparseMlaFwdParams* params) {
   const int64_t batch = params->batch, queries = params->queries, heads = params->heads;
   DSA_FFI_RETURN_IF_ERROR(check_shape(op, "out", out.dimensions(),
                                       {batch, queries, heads, limits::sparse_mla::kValueDim}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(op, "lse", lse.dimensions(), {batch, queries, heads}));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(op, "max_logit", max_logit.dimensions(), {batch, queries, heads}));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(op, "log_sum", log_sum.dimensions(), {batch, queries, heads}));
   params->out = out.untyped_data();
-  params->lse = lse.typed_data();
+  params->max_logit = max_logit.typed_data();
+  params->log_sum = log_sum.typed_data();
   return ffi::Error::Success();
 }
 

@@ -117,12 +117,13 @@ def test_the_arguments_of_the_kernel(batch_invariant: bool, monkeypatch: Any) ->
     monkeypatch.setattr(cuda, "ffi", SimpleNamespace(call=call, extension=lambda: extension))
     q, kv = jnp.zeros((5, 1, 128, 576), jnp.bfloat16), jnp.zeros((5, 9, 1, 576), jnp.bfloat16)
     x = Operands(q, kv, jnp.zeros((5, 1, 1, 1100), jnp.int32))
-    avals = Results(jax.ShapeDtypeStruct((5, 1, 128, 512), q.dtype), jnp.zeros((5, 1, 128)))
+    row = jnp.zeros((5, 1, 128))
+    avals = Results(jax.ShapeDtypeStruct((5, 1, 128, 512), q.dtype), row, row)
     options = Options(0.1, 512, batch_invariant=batch_invariant)
     cuda.sparse_mla_decode_fwd(options, avals, x)
     assert asked == [{"items": 10, "slots": 1100, "batch_invariant": batch_invariant}]
     assert bool(passed["batch_invariant"]) == batch_invariant and passed["splits"] == 3
-    assert passed["shapes"][2:] == [(10, 3, 64, 512), (10, 3, 64)]
+    assert passed["shapes"][3:] == [(10, 3, 64, 512), (10, 3, 64, 2)]
 
 
 def test_kv_splits_of_the_kernel() -> None:

@@ -107,7 +107,7 @@ def text_for_gpus() -> str:
 def test_kernels_are_chosen_for_hopper_and_without_a_gpu(machine: Any, capabilities: tuple) -> None:
     machine(*capabilities)
     assert ffi.status() == (True, "")
-    assert "jax_dsa.sparse_mla_fwd.v1" in text_for_gpus()
+    assert "jax_dsa.sparse_mla_fwd.v2" in text_for_gpus()
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["selected", "given"])
@@ -127,7 +127,7 @@ def test_asking_for_kernels_does_not_concern_steps_without_kernels(
         return jax_dsa.dsa_attention(q, kv, *index, **which, implementation="cuda")[1].kl
 
     text = str(jax.make_jaxpr(kl)(q))
-    assert "jax_dsa.attn_dist_fwd.v1" in text
+    assert "jax_dsa.attn_dist_fwd.v2" in text
     assert ("jax_dsa.indexer_topk_fwd.v1" in text) == (not given)
 
 
@@ -153,7 +153,7 @@ def test_asking_for_kernels_does_not_concern_gradients_that_need_none(machine: A
 @pytest.mark.parametrize("found", [((8, 0),), ((12, 0),), ((9, 0), (10, 0))])
 def test_other_gpus_use_xla_and_the_error_says_why(machine: Any, found: tuple) -> None:
     machine(*found)
-    assert "jax_dsa.sparse_mla_fwd.v1" not in text_for_gpus()
+    assert "jax_dsa.sparse_mla_fwd.v2" not in text_for_gpus()
     q = jnp.ones((1, 3, 64, 576), jnp.bfloat16)
     other = ".".join(map(str, found[-1]))
     with pytest.raises(NotImplementedError, match=f"sparse_mla: .*9.0.*GPUs of {other} here"):
@@ -167,7 +167,7 @@ def test_with_an_old_driver_xla_is_used_and_the_status_says_why(machine: Any, dr
     fine, why = ffi.status()
     assert not fine
     assert "CUDA 13.0" in why and f"CUDA 12.{driver % 1000 // 10}:" in why
-    assert "jax_dsa.sparse_mla_fwd.v1" not in text_for_gpus()
+    assert "jax_dsa.sparse_mla_fwd.v2" not in text_for_gpus()
 
 
 @pytest.mark.parametrize("driver", [0, 13000, 13010, 14000])

@@ -13,7 +13,7 @@ from support.compare import Variable, assert_matches
 from support.mqa_decode import B, E, N, S, T, as_float32, both, inputs, lengths
 from support.oracles import mqa_decode as oracle
 
-from jax_dsa.ops.mqa_decode import merge_attention
+from jax_dsa.ops.mqa_decode import merge_attention, mqa_decode
 
 
 @pytest.mark.parametrize("as_list", [False, True])
@@ -85,6 +85,50 @@ def test_combined_sets_equal_the_whole(rng: np.random.Generator) -> None:
     assert_matches(pull_got(cotangent), pull_want(cotangent), tol=1e-5)
 
 
+@pytest.mark.parametrize("level", [0.0, -1e9, -3e38])
+def test_sums_equal_the_whole(level: float, rng: np.random.Generator) -> None:
+    """In (o, m, l), no score is so large that a set loses the number of its keys."""
+    q, k, v = inputs(rng)
+    if level != 0:
+        q[...], k[..., -1] = np.eye(q.shape[-1], dtype=np.float32)[-1], level
+        k[0, :2, :, -1] = 1
+    starts = [np.full(B, s, np.int32) for s in (0, 4, 5)]
+    ends = [4, 5, 13]
+
+    def split(q: Any, k: Any, v: Any) -> Any:
+        sets = [
+            mqa_decode(q, k[:, :e], v[:, :e], starts=s, normalize=False, **lengths(S, S, S))
+            for s, e in zip(starts, ends, strict=True)
+        ]
+        outs, max_logits, sums = zip(*sets, strict=True)
+        o, m, total = merge_attention(outs, max_logits=max_logits, sums=sums)
+        return o / total[..., None], m + jnp.log(total)
+
+    want, pull_want = jax.vjp(both, q, k, v)
+    got, pull_got = jax.vjp(split, q, k, v)
+    assert_matches(got, want, tol=1e-5)
+    dout, dlse = (jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in want)
+    _, dk, dv = pull_want((dout, dlse))
+    assert_matches(pull_got((dout, dlse))[1:], (dk, dv), tol=1e-5)
+
+
+def test_sums_of_empty_sets(rng: np.random.Generator) -> None:
+    outs = rng.normal(size=(2, 3, E)).astype(np.float32)
+    tops = np.array([[-np.inf, 1, -np.inf], [-np.inf, -np.inf, 2]], np.float32)
+    sums = np.array([[0, 3, 0], [0, 0, 4]], np.float32)
+    outs[tops == -np.inf] = np.nan
+    (o, m, total), pull = jax.vjp(lambda *a: merge_sums(*a), outs, tops, sums)
+    np.testing.assert_array_equal(m, [-np.inf, 1, 2])
+    np.testing.assert_array_equal(total, [0, 3, 4])
+    np.testing.assert_array_equal(o, np.stack([np.zeros(E), outs[0, 1], outs[1, 2]]))
+    grads = pull((jnp.ones_like(o), jnp.zeros_like(m), jnp.ones_like(total)))
+    assert all(np.isfinite(g).all() for g in grads)
+
+
+def merge_sums(outs: Any, max_logits: Any, sums: Any) -> Any:
+    return merge_attention(outs, max_logits=max_logits, sums=sums)
+
+
 def test_gradients_to_second_order(rng: np.random.Generator) -> None:
     outs, lses = rng.normal(size=(3, 2, 4)), rng.normal(size=(3, 2))
     with jax.enable_x64(True):
@@ -103,6 +147,12 @@ WRONG = {
     "lses shape": (OUTS, LSES[:, :2], {}, ValueError, "'lses' has shape"),
     "lses count": (OUTS, [LSES[0]], {}, ValueError, "'lses' has shape"),
     "lses dtype": (OUTS, LSES.astype(np.float16), {}, TypeError, "'lses' has dtype float16"),
+    "neither": (OUTS, None, {}, ValueError, "'max_logits' is None.*'lses'"),
+    "no sums": (OUTS, None, {"max_logits": LSES}, ValueError, "'sums' is None"),
+    "no maxima": (OUTS, None, {"sums": LSES}, ValueError, "'max_logits' is None"),
+    "maxima too": (OUTS, LSES, {"max_logits": LSES}, ValueError, "'lses' is an array.*max_logits"),
+    "sums too": (OUTS, LSES, {"sums": LSES}, ValueError, "'sums' is an array"),
+    "sums shape": (OUTS, None, {"max_logits": LSES, "sums": OUTS}, ValueError, "'sums' has shape"),
     "implementation": (OUTS, LSES, {"implementation": "best"}, ValueError, "'implementation'"),
     "cuda": (OUTS, LSES, {"implementation": "cuda"}, NotImplementedError, "no CUDA kernel"),
 }

@@ -27,6 +27,7 @@ from support.mqa_decode import (
 )
 from support.oracles import mqa_decode as oracle
 
+import jax_dsa
 from jax_dsa.core import streaming
 from jax_dsa.ops.cache import FlatCache, PagedCache
 from jax_dsa.ops.mqa_decode import mqa_decode, xla
@@ -67,8 +68,9 @@ CASES = {
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
 def test_forward(options: dict, rng: np.random.Generator) -> None:
     q, k, v = inputs(rng)
-    out, lse, _ = oracle.mqa_decode(q, k, v, **{"scale": D**-0.5, **options})
-    assert_matches(both(q, k, v, **options), as_float32((out, lse)), tol=1e-5)
+    want = oracle.mqa_decode(q, k, v, **{"scale": D**-0.5, **options})
+    got = both(q, k, v, return_max_logit=True, **options)
+    assert_matches(got, as_float32(want), tol=1e-5)
 
 
 def test_wide_integers_of_jax(rng: np.random.Generator) -> None:
@@ -155,6 +157,29 @@ def test_unnormalized_gradients(rng: np.random.Generator) -> None:
     got, pull_got = jax.vjp(unnormalized, q, k, v)
     assert_matches(got, want, tol=1e-5)
     assert_matches(pull_got((dout, dlse)), pull_want((dout, dlse)), tol=1e-5)
+
+
+def test_results_are_those_asked_for(rng: np.random.Generator) -> None:
+    q, k, v = inputs(rng)
+    out, lse, top = both(q, k, v, return_max_logit=True)
+    assert_matches(mqa_decode(q, k, v), out, tol=0)
+    assert_matches(mqa_decode(q, k, v, return_lse=True), (out, lse), tol=0)
+    assert_matches(mqa_decode(q, k, v, return_max_logit=True), (out, top), tol=0)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_largest_score_has_no_gradient(plain: bool, rng: np.random.Generator) -> None:
+    q, k, v = inputs(rng)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return mqa_decode(q, k, v, return_max_logit=True)[1].sum()
+
+    if plain:
+        with jax_dsa.plain_xla():
+            grads = jax.grad(loss, (0, 1, 2))(q, k, v)
+    else:
+        grads = jax.grad(loss, (0, 1, 2))(q, k, v)
+    assert all(np.all(np.asarray(g) == 0) for g in grads)
 
 
 @pytest.mark.parametrize("num_splits", [None, 2])
@@ -323,7 +348,7 @@ def test_chunks_of_keys(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatc
 
     def run() -> tuple:
         y = xla.mqa_decode_fwd(options, x)
-        return *y, *xla.mqa_decode_bwd(options, x, y, Results(jnp.cos(y.out), y.lse, None))
+        return *y, *xla.mqa_decode_bwd(options, x, y, Results(jnp.cos(y.out), None, y.log_sum))
 
     whole = jax.jit(run)()
     monkeypatch.setattr(streaming, "BUDGET", 6 * B * (G * D * 16 + T * N * 24))  # 6 + 6 + 1 keys

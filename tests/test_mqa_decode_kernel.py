@@ -306,8 +306,8 @@ def test_ffi_calls(batch_invariant: bool, normalize: bool, monkeypatch: pytest.M
     calls: list[Any] = []
 
     def call(target: str, operands: Any, avals: Any, **attrs: Any) -> Any:
-        calls.append((operands[0].shape, [a if a is None else a.shape for a in avals], attrs))
-        return [a if a is None else jnp.zeros(a.shape, a.dtype) for a in avals]
+        calls.append((operands[0].shape, [a.shape for a in avals], attrs))
+        return [jnp.zeros(a.shape, a.dtype) for a in avals]
 
     extension = SimpleNamespace(mqa_decode_workspace=lambda **_: (1000, 132))
     monkeypatch.setattr(cuda, "ffi", SimpleNamespace(call=call, extension=lambda: extension))
@@ -315,7 +315,7 @@ def test_ffi_calls(batch_invariant: bool, normalize: bool, monkeypatch: pytest.M
     dtype = jnp.bfloat16 if normalize else jnp.float32
     row = jax.ShapeDtypeStruct((5, 2, 64), jnp.float32)
     out = jax.ShapeDtypeStruct((5, 2, 64, 512), dtype)
-    avals: Any = Results(out, row, None if normalize else row)  # type: ignore[arg-type]
+    avals: Any = Results(out, row, row)  # type: ignore[arg-type]
     options = Options(
         0.1, 512, None, normalize=normalize, page_size=7, batch_invariant=batch_invariant
     )
@@ -326,9 +326,8 @@ def test_ffi_calls(batch_invariant: bool, normalize: bool, monkeypatch: pytest.M
     b = 1 if batch_invariant else 5
     (shape, shapes, attrs), *more = calls
     assert not more and shape == (b, 2, 64, 576)
-    top = None if normalize else (b, 2, 64)
-    assert shapes == [(b, 2, 64, 512), (b, 2, 64), top, (1000, 512), (1000, 2), (132, 2)]
-    assert attrs == {"scale": np.float32(0.1), "page_size": 7}
+    assert shapes == [(b, 2, 64, 512), (b, 2, 64), (b, 2, 64), (1000, 512), (1000, 2), (132, 2)]
+    assert attrs == {"scale": np.float32(0.1), "page_size": 7, "exact_max": True}
 
 
 def test_workspace() -> None:

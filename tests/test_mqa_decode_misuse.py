@@ -108,6 +108,7 @@ WRONG = {
         "'sinks'.*normalize",
     ),
     "return_lse": ({"return_lse": 1}, TypeError, "'return_lse' is 1"),
+    "return_max_logit": ({"return_max_logit": 1}, TypeError, "'return_max_logit' is 1"),
     "implementation": ({"implementation": "cpu"}, ValueError, "'implementation' is 'cpu'"),
 }
 

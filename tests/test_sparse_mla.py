@@ -200,7 +200,7 @@ def test_chunks_of_queries(
 
     def run() -> tuple:
         y = xla.sparse_mla_fwd(options, operands)
-        return *y, *xla.sparse_mla_bwd(options, operands, y, Results(dout, dlse))
+        return *y, *xla.sparse_mla_bwd(options, operands, y, Results(dout, None, dlse))
 
     whole = jax.jit(run)()
     per_query = query_bytes(q, indices, 8, 12)
@@ -224,7 +224,7 @@ def test_memory_is_bounded(rng: np.random.Generator, monkeypatch: pytest.MonkeyP
                 yield from sizes(sub)
 
     options = Options(scale=1.0, value_dim=dim)
-    operands, results = Operands(q, kv, indices), Results(out, lse)
+    operands, results = Operands(q, kv, indices), Results(out, lse, lse)
     for fn, args in (
         (xla.sparse_mla_fwd, (operands,)),
         (xla.sparse_mla_bwd, (operands, results, results)),

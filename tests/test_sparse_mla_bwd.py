@@ -23,12 +23,12 @@ PLACES = np.array([c // 16 * 16 + c % 8 // 2 * 4 + c // 8 % 2 * 2 + c % 2 for c 
 
 def call(target: str, operands: Any, avals: Any, scale: np.float32) -> tuple[Any, ...]:
     """Does what the FFI handler promises."""
-    q, kv, indices, ends, topk_length, dout, lse, out, dlse, order, key = operands
+    q, kv, indices, ends, topk_length, dout, top, log_sum, out, dlse, order, key = operands
     delta = jnp.sum(out * dout, axis=-1) - dlse
     valid = valid_slots(indices, ends, topk_length, S)
     gathered = gather_rows(kv, indices, valid, q.dtype)
-    q, dout, lse, delta = (grouped(x, G) for x in (q, dout, lse, delta))
-    p = probabilities(scores(float(scale), q, gathered, valid), lse)
+    q, dout, top, log_sum, delta = (grouped(x, G) for x in (q, dout, top, log_sum, delta))
+    p = probabilities(scores(float(scale), q, gathered, valid), top, log_sum)
     dp = jnp.einsum("btgme,btgke->btgmk", dout, gathered[..., :E])
     ds = p * (dp - delta[..., None]) * float(scale)
     dq = jnp.einsum("btgmk,btgkd->btgmd", ds, gathered).reshape(avals[0].shape)
@@ -90,7 +90,8 @@ def test_gradients(
     lengths = jnp.asarray(rng.integers(0, K + 1, size=(B, T)), jnp.int32)
     sinks = jnp.tile(normal(1, N), (B, 1)).at[:, 0].set(jnp.inf) if with_sinks else None
     x = Operands(normal(B, T, N, D), normal(B, S, G, D), indices, ends, lengths, sinks)
-    everything = x, xla.sparse_mla_fwd(options, x), Results(normal(B, T, N, E), normal(B, T, N))
+    cotangents = Results(normal(B, T, N, E), None, normal(B, T, N))
+    everything = x, xla.sparse_mla_fwd(options, x), cotangents
     want = xla.sparse_mla_bwd(options, *everything)
     by_rows = []
 
@@ -156,7 +157,7 @@ def test_no_queries(monkeypatch: Any) -> None:
     options = Options(scale=0.3, value_dim=E, deterministic=True)
     shapes = (B, 0, N, D), (B, S, G, D), (B, 0, G, K), (B, 0, N, E), (B, 0, N)
     q, kv, indices, out, lse = (jnp.zeros(shape) for shape in shapes)
-    operands, results = Operands(q, kv, indices.astype(jnp.int32)), Results(out, lse)
+    operands, results = Operands(q, kv, indices.astype(jnp.int32)), Results(out, lse, lse)
     monkeypatch.setattr(cuda, "ffi", KERNELS)
     avals = Gradients(q, kv, None)
     dq, dkv, _ = cuda.sparse_mla_bwd(options, avals, operands, results, results)

@@ -10,11 +10,13 @@ namespace jax_dsa {
 // Slot k of a row of indices is valid if 0 <= index < min(keys, end) and k < topk_length. The
 // result for other slots is 0.
 struct AttnDistFwdParams {
-  const void* q;               // [batch, queries, heads, dim], bf16
-  const void* kv;              // [batch, keys, groups, dim], bf16
-  const int32_t* indices;      // [batch, queries, groups, slots]
-  const float* lse;            // [batch, queries, heads]; natural logarithm, without the sink
-  const int32_t* ends;         // [batch, queries], or null: all keys are visible
+  const void* q;           // [batch, queries, heads, dim], bf16
+  const void* kv;          // [batch, keys, groups, dim], bf16
+  const int32_t* indices;  // [batch, queries, groups, slots]
+  const float* lse;        // [batch, queries, heads]; natural logarithm, without the sink
+  const float* log_sum;    // [batch, queries, heads], or null. If given, the logarithm is the sum
+                           // of `lse`, a row's largest score, and this
+  const int32_t* ends;     // [batch, queries], or null: all keys are visible
   const int32_t* topk_length;  // [batch, queries], or null: all slots are valid
   const float* sinks;          // [batch, heads], or [heads] with sinks_stride = 0, or null
   float* out;                  // [batch, heads / head_group, queries, slots]

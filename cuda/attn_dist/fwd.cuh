@@ -31,6 +31,7 @@
 #include "attn_dist/fwd_plan.cuh"
 #include "attn_dist/heads.cuh"
 #include "common/ptx.cuh"
+#include "common/softmax.cuh"
 
 namespace jax_dsa::attn_dist {
 
@@ -104,18 +105,28 @@ __device__ void produce(const AttnDistFwdParams& p, Shared<kD>& shared) {
 
 // ---- Consumers ---------------------------------------------------------------------------------
 
+// Returns lse of a head without `log_sum`, or 0 if there is no head or key.
+__device__ __forceinline__ float score_base(const AttnDistFwdParams& p, const WorkTile& work_tile,
+                                            int head) {
+  return head < 0 ? 0.f : finite_max(__ldg(p.lse + work_tile.token * p.heads + head));
+}
+
 // Returns what to add to the scores of a head, in log2 units, so that their exponentials are gated
-// probabilities. It is -inf if these are 0 whatever the scores are.
+// probabilities. It is -inf if these are 0 whatever the scores are. If `exact`, `score_base` is
+// subtracted from the scores before.
 __device__ __forceinline__ float score_offset(const AttnDistFwdParams& p, const WorkTile& work_tile,
-                                              int head) {
+                                              int head, bool exact) {
   if (head < 0) return -INFINITY;
-  const float lse = __ldg(p.lse + work_tile.token * p.heads + head) * kLog2E;
+  const int64_t at = work_tile.token * p.heads + head;
+  const float lse = __ldg(p.lse + at);
   if (lse == -INFINITY) return lse;
-  if (p.sinks == nullptr) return -lse;
-  const float sink = __ldg(p.sinks + int64_t{work_tile.batch} * p.sinks_stride + head) * kLog2E;
-  const float x = sink - lse;
+  const float log_sum = p.log_sum ? __ldg(p.log_sum + at) : 0.f;
+  const float offset = ((exact ? 0.f : lse) + log_sum) * kLog2E;
+  if (p.sinks == nullptr) return -offset;
+  const float sink = __ldg(p.sinks + int64_t{work_tile.batch} * p.sinks_stride + head);
+  const float x = (sink - lse - log_sum) * kLog2E;
   // The result is finite even for an infinite sink, so that a NaN score still gives NaN.
-  return -(lse + (x > 30.f ? fminf(x, 0x1p127f) : log2f(1.f + exp2_approx(x))));
+  return -(offset + (x > 30.f ? fminf(x, 0x1p127f) : log2f(1.f + exp2_approx(x))));
 }
 
 // Runs in consumer warpgroup `side`.
@@ -164,8 +175,15 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
     for (int head_tile = 0; head_tile < layout.head_tiles; head_tile += 2) {
       const bool pair = head_tile + 1 < layout.head_tiles;
       const HeadTile heads(p, layout, work_tile, head_tile + (pair ? side : 0));
-      const float offset[2] = {score_offset(p, work_tile, heads.head(p, layout, row)),
-                               score_offset(p, work_tile, heads.head(p, layout, row + 8))};
+      const float2 base = {score_base(p, work_tile, heads.head(p, layout, row)),
+                           score_base(p, work_tile, heads.head(p, layout, row + 8))};
+      const bool exact =
+          __any_sync(~0u, fmaxf(fabsf(base.x), fabsf(base.y)) * kLog2E > kExactBaseLimit);
+      // Shared memory spares registers.
+      shared.base[threadIdx.x] = base;
+      shared.exact[threadIdx.x] = exact;
+      const float offset[2] = {score_offset(p, work_tile, heads.head(p, layout, row), exact),
+                               score_offset(p, work_tile, heads.head(p, layout, row + 8), exact)};
       const bool writes = !layout.joint || side == 1;
       float* const out =
           p.out +
@@ -206,8 +224,17 @@ __device__ void consume(const AttnDistFwdParams& p, Shared<kD>& shared, int side
         ring.advance();
         if (!pair && tile + 1 < tiles) ring.advance();
 
+        float factor_log2 = scale_log2;
+        if (shared.exact[threadIdx.x]) {
+          const float2 base = shared.base[threadIdx.x];
+#pragma unroll
+          for (int i = 0; i < 32; ++i) {
+            s[i] = __fmul_rn(s[i], p.scale) - (i / 2 % 2 ? base.y : base.x);
+          }
+          factor_log2 = kLog2E;
+        }
         reinterpret_cast<float2*>(shared.sums[buffer][side * 4 + warp])[lane] =
-            sum_rows(s, scale_log2, offset);
+            sum_rows(s, factor_log2, offset);
         if (!layout.joint) {
           named_barrier_sync<128>(kSummed + side);
         } else if (side == 1) {

@@ -27,6 +27,10 @@ template <int kD>
 struct alignas(1024) Shared {
   uint8_t tiles[kStages][kD / 64][kBlockBytes];
   float sums[2][8][kTile];  // by buffer and warp; each is over the warp's 16 heads
+  // For each MMA thread: what to subtract from the scores of its two rows if a row of the warp
+  // exceeds kExactBaseLimit, and whether one does.
+  float2 base[256];
+  bool exact[256];
   ValidRows valid[kStages];
   int key_tiles[kStages];     // for stages with a head tile: how many key tiles follow
   uint64_t full[kStages][2];  // [0]: the first kFirstBlocks blocks; [1]: all blocks

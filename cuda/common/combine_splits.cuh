@@ -1,10 +1,8 @@
-// The weights by which the normalized results of KV splits are combined:
+// The weights by which the normalized results of KV splits are combined. A split has the largest
+// score max_i of a row and the sum l_i of exp(score - max_i). With max = max_i max_i:
 //
-//   lse  = log sum_i exp(lse_i)
-//   out  = gate * sum_i exp(lse_i - lse) out_i      gate = 1 / (1 + exp(sink - lse))
-//
-// With max = max_i lse_i, a split's weight is exp(lse_i - max), and the weighted sum of outputs is
-// multiplied once by gate / sum_i exp(lse_i - max).
+//   l    = sum_i exp(max_i - max) l_i
+//   out  = sum_i exp(max_i - max) l_i out_i / (l + exp(sink - max))
 #pragma once
 
 #include "common/softmax.cuh"
@@ -27,24 +25,25 @@ __device__ __forceinline__ float sum_over_lanes(float x) {
   return x;
 }
 
-// Returns the weight of a split; 0 if it has no visible key (lse = -inf).
-__device__ __forceinline__ float split_weight(float lse, float max_lse) {
-  return exp2_approx((lse - finite_max(max_lse)) * kLog2E);
+// Returns the weight of a split; 0 if it has no visible key (max = -inf, sum = 0).
+__device__ __forceinline__ float split_weight(float split_max, float sum, float max) {
+  return exp2_approx((split_max - finite_max(max)) * kLog2E) * sum;
 }
 
 // The combination of one row's splits.
 struct CombinedRow {
   bool empty;    // no split has a visible key
-  float lse;     // natural logarithm, without the sink; -inf if empty
+  float max;     // the largest score; -inf if empty
+  float total;   // the sum of exp(score - max), without the sink
   float factor;  // multiplies the weighted sum of the splits' outputs
 
   // `total` is the sum of all splits' weights.
-  __device__ __forceinline__ CombinedRow(float max_lse, float total)
-      : empty(total == 0.f),
-        lse(empty ? -INFINITY : max_lse + log2f(total) * kLn2),
-        factor(empty ? 0.f : 1.f / total) {}
+  __device__ __forceinline__ CombinedRow(float max, float total)
+      : empty(total == 0.f), max(max), total(total), factor(empty ? 0.f : 1.f / total) {}
 
-  __device__ __forceinline__ void apply_sink(float sink) { factor /= sink_divisor(sink, lse); }
+  __device__ __forceinline__ void apply_sink(float sink) {
+    factor = 1.f / (total + sink_weight(sink, max));
+  }
 };
 
 }  // namespace jax_dsa

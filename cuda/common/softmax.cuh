@@ -9,10 +9,22 @@ namespace jax_dsa {
 // masked score becomes exp2(-inf - 0) = 0 and not NaN.
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
-// Returns the factor by which an attention sink increases the softmax denominator. `lse` is the
-// natural logarithm of the denominator without the sink.
-__device__ __forceinline__ float sink_divisor(float sink, float lse) {
-  return 1.f + exp2_approx((sink - lse) * kLog2E);
+// Scores s become probabilities as exp2(s * log2(e) - base * log2(e)), in one instruction. Both
+// products are rounded, so this is only as precise as the last bit of base * log2(e). If a base
+// exceeds this limit, it is therefore subtracted from the scores first, which is exact for scores
+// next to it. The limit is in log2 units. Up to it the error is far below that of bf16.
+inline constexpr float kExactBaseLimit = 0x1p12f;
+
+// Returns log(total), or 0 for a row without a key, whose sum of probabilities is 0. A row's
+// largest score and this logarithm are what the backward pass needs: their sum is the log-sum-exp,
+// but in float32 it does not contain the logarithm if the largest score is huge.
+__device__ __forceinline__ float log_of_sum(float total) {
+  return total == 0.f ? 0.f : log2f(total) * kLn2;
+}
+
+// Returns what an attention sink adds to the sum of exp(score - max).
+__device__ __forceinline__ float sink_weight(float sink, float max) {
+  return exp2_approx((sink - max) * kLog2E);
 }
 
 }  // namespace jax_dsa

@@ -1,6 +1,6 @@
 // The attention: one softmax over all candidates that a query did not select, in all layers.
 //
-//   S = scale * Q K^T        P = exp(S - lse)        O = sum over layers of P V
+//   S = scale * Q K^T        P = exp(S - m) / l        O = sum over layers of P V
 //
 // CTA, producer and pipeline: see walk.cuh. An MMA warp has one head tile of one query. Its
 // query fragments and outputs stay in registers, as in FlashAttention-2: the accumulator
@@ -18,7 +18,7 @@
 
 namespace jax_dsa::htree {
 
-inline constexpr float kLazyMargin = 8.f;  // log2 units
+inline constexpr float kLazyMargin = 8.f * kLn2;
 
 template <typename S, int kD, int kR>
 struct alignas(1024) AttendShared {
@@ -29,8 +29,8 @@ struct alignas(1024) AttendShared {
 
 // The online softmax of a lane's two heads, lane / 4 and lane / 4 + 8.
 struct Softmax {
-  float running_max[2] = {-INFINITY, -INFINITY};  // log2 units
-  float sum[2] = {};                              // over this lane's probabilities only
+  float running_max[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {};  // over this lane's probabilities only
 
   // Turns scores into probabilities. If a score of the warp's exceeds its running max by more
   // than the margin, raises the running max and rescales the outputs.
@@ -50,7 +50,7 @@ struct Softmax {
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
         const float to = top[r] > running_max[r] + kLazyMargin ? top[r] : running_max[r];
-        factor[r] = exp2_approx(running_max[r] - finite_max(to));
+        factor[r] = exp2_approx((running_max[r] - finite_max(to)) * kLog2E);
         sum[r] *= factor[r];
         running_max[r] = to;
       }
@@ -60,12 +60,20 @@ struct Softmax {
         for (int j = 0; j < 4; ++j) o[i][j] *= factor[j / 2];
       }
     }
-    const float shift[2] = {finite_max(running_max[0]), finite_max(running_max[1])};
+    float shift[2] = {finite_max(running_max[0]) * kLog2E, finite_max(running_max[1]) * kLog2E};
+    if (__any_sync(~0u, fmaxf(fabsf(shift[0]), fabsf(shift[1])) > kExactBaseLimit)) {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) s[i][j] -= finite_max(running_max[j / 2]);
+      }
+      shift[0] = shift[1] = 0.f;
+    }
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        s[i][j] = exp2_approx(s[i][j] - shift[j / 2]);
+        s[i][j] = exp2_approx(fmaf(s[i][j], kLog2E, -shift[j / 2]));
         sum[j / 2] += s[i][j];
       }
     }
@@ -179,7 +187,6 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
   }
 
   raise_registers<S::kRegisters>();
-  const float scale_log2 = p.scale * kLog2E;
 
   uint32_t q[kD / 16][4];
   float o[kD / 8][4] = {};
@@ -237,7 +244,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
         for (int i = 0; i < kR / 8; ++i) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            s[i][j] = lane_masked >> (i * 8 + j % 2) & 1 ? -INFINITY : s[i][j] * scale_log2;
+            const bool masked_key = lane_masked >> (i * 8 + j % 2) & 1;
+            s[i][j] = masked_key ? -INFINITY : __fmul_rn(s[i][j], p.scale);
           }
         }
         softmax.apply(s, o);
@@ -274,7 +282,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_con
       out[i * 4] = pack_bf16(o[i][2 * r] * factor, o[i][2 * r + 1] * factor);
     }
     if (lane % 4 == 0) {
-      p.lse[tile.head + head] = empty ? -INFINITY : (softmax.running_max[r] + log2f(total)) * kLn2;
+      p.max_logit[tile.head + head] = softmax.running_max[r];
+      p.log_sum[tile.head + head] = log_of_sum(total);
     }
   }
 }

@@ -48,7 +48,7 @@ inline int64_t assign_workspace(const HTreeBwdParams& p, BwdPlan& x) {
 inline BwdPlan make_bwd_plan(const HTreeBwdParams& p) {
   BwdPlan x = {};
   x.plan = make_plan(p.fwd);
-  x.out = p.fwd.out, x.lse = p.fwd.lse;
+  x.out = p.fwd.out, x.max_logit = p.fwd.max_logit, x.log_sum = p.fwd.log_sum;
   x.dout = p.dout, x.dlse = p.dlse, x.dq = p.dq;
   x.first_factor =
       p.fwd.scale == 0.f ? 1.f : std::exp2(std::clamp(std::ilogb(p.fwd.scale), -16, 0));

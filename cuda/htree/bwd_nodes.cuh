@@ -139,6 +139,19 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
         }
       }
 
+      float factor_log2 = scale_log2;
+      if (*reinterpret_cast<const int*>(buffer.record + R::kExact)) {
+        factor_log2 = kLog2E;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int head = half * 8 + lane % 4 * 2;
+          const float2 base = *reinterpret_cast<const float2*>(buffer.record + R::kBase + head * 4);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            s[half][j] = __fmul_rn(s[half][j], plan.p.scale) - (j % 2 ? base.y : base.x);
+          }
+        }
+      }
       uint32_t p[4], ds[4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -150,7 +163,7 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
         for (int j = 0; j < 4; ++j) {
           const float own_lse = j % 2 ? lse.y : lse.x;
           const bool counts = !(masked >> (lane / 4 + j / 2 * 8) & 1) && own_lse < INFINITY;
-          y[j] = counts ? exp2_approx(s[half][j] * scale_log2 - own_lse) : 0.f;
+          y[j] = counts ? exp2_approx(fmaf(s[half][j], factor_log2, -own_lse)) : 0.f;
           z[j] = counts ? y[j] * (dp[half][j] - (j % 2 ? delta.y : delta.x)) : 0.f;
         }
         p[half * 2] = pack_bf16(y[0], y[1]), p[half * 2 + 1] = pack_bf16(y[2], y[3]);

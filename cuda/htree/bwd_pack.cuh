@@ -2,6 +2,7 @@
 // head, with 16 bytes each.
 #pragma once
 
+#include "common/softmax.cuh"
 #include "htree/bwd_plan.cuh"
 
 namespace jax_dsa::htree {
@@ -48,8 +49,19 @@ __global__ void __launch_bounds__(kTileHeads* kD / 8)
       live ? make_uint4(q[0], q[1], q[2], q[3]) : make_uint4(0, 0, 0, 0);
   *reinterpret_cast<uint4*>(record + R::kRows + to) =
       live ? make_uint4(dout[0], dout[1], dout[2], dout[3]) : make_uint4(0, 0, 0, 0);
+  // The logarithm of the sum is lost in the log-sum-exp of huge scores.
+  const float max_logit = live ? x.max_logit[source] : -INFINITY;
+  live &= max_logit != -INFINITY;
+  const bool exact = live && fabsf(max_logit) * kLog2E > kExactBaseLimit;
+  int* const any_exact = reinterpret_cast<int*>(record + R::kExact);
+  if (threadIdx.x == 0) *any_exact = 0;
+  __syncthreads();
   if (chunk != 0) return;
-  reinterpret_cast<float*>(record + R::kLse)[row] = live ? x.lse[source] * kLog2E : INFINITY;
+  if (exact) atomicOr(any_exact, 1);
+  const float above = live ? x.log_sum[source] * kLog2E : INFINITY;
+  reinterpret_cast<float*>(record + R::kLse)[row] =
+      live && !exact ? fmaf(max_logit, kLog2E, above) : above;
+  reinterpret_cast<float*>(record + R::kBase)[row] = exact ? max_logit : 0.f;
   reinterpret_cast<float*>(record + R::kDelta)[row] = live ? sum - dlse : 0.f;
 }
 

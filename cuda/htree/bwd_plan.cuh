@@ -1,6 +1,6 @@
 // What the kernels of the backward pass share. docs/design/htree.md describes the pass.
 //
-//   P  = exp(S - lse)           dS = P * (dP - delta)          dP = dO V^T
+//   P  = exp(S - m - log l)     dS = P * (dP - delta)          dP = dO V^T
 //   dV = P^T dO                 dK = scale * dS^T Q            dQ = scale * dS K
 //
 // dQ comes from a walk like that of the attention. A query visits a block of the tree if any of
@@ -21,13 +21,17 @@ __device__ __forceinline__ uint32_t scaled_bf16(uint32_t packed, float factor) {
 
 // A record: one head tile of a query as nodes_kernel reads it. First the queries, then dO, both
 // swizzled like a block; then lse of each head in log2 units, then delta. Heads without
-// cotangents have zeros, and the lse +inf.
+// cotangents have zeros, and the lse +inf. Where max_logit exceeds kExactBaseLimit, it is the
+// head's base, and lse is only log_sum; other heads have a base of 0. `exact` is whether any head
+// has a base.
 template <int kD>
 struct Record {
   static constexpr int kRows = kTileHeads * kD * 2;  // bytes of the queries
   static constexpr int kLse = 2 * kRows;             // byte offset
   static constexpr int kDelta = kLse + kTileHeads * 4;
-  static constexpr int kBytes = kDelta + kTileHeads * 4;
+  static constexpr int kBase = kDelta + kTileHeads * 4;
+  static constexpr int kExact = kBase + kTileHeads * 4;
+  static constexpr int kBytes = kExact + 64;  // a multiple of 128
 };
 
 // A visit of a block by a head tile of a query.
@@ -46,7 +50,8 @@ inline constexpr int kSegment = 256;
 struct BwdPlan {
   Plan plan;
   const void* out;
-  const float* lse;
+  const float* max_logit;
+  const float* log_sum;
   const void* dout;
   const float* dlse;
   void* dq;

@@ -20,6 +20,8 @@ struct alignas(1024) QueriesShared {
   BlockRing ring;
   uint8_t keys[S::kWarps][(kR < 16 ? 16 : kR) * kD * 2];  // rotated keys of the warp's block
   uint8_t rotations[S::kWarps][RotationLoader<kD>::kBytes];
+  float2 base[S::kWarps][32];  // of the lane's two heads
+  int exact[S::kWarps][32];    // see Record
 };
 
 // Rotates x [16 heads, D] in place; with kBack by the inverse.
@@ -86,6 +88,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       lse[r] = reinterpret_cast<const float*>(record + Record<kD>::kLse)[head];
       delta[r] = reinterpret_cast<const float*>(record + Record<kD>::kDelta)[head];
     }
+    // Shared memory spares registers.
+    const auto* const base = reinterpret_cast<const float*>(record + Record<kD>::kBase);
+    shared.base[warp][lane] = make_float2(base[lane / 4], base[lane / 4 + 8]);
+    shared.exact[warp][lane] = *reinterpret_cast<const int*>(record + Record<kD>::kExact);
   }
   RotationLoader<kD> rotations(p.rotations, shared.rotations[warp]);
   for (int layer = plan.layers.count - 1; layer >= 0; --layer) {
@@ -151,6 +157,18 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         const uint32_t masked = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
         ++mask;
         selected = fetch();
+        float factor_log2 = scale_log2;
+        if (shared.exact[warp][lane]) {
+          factor_log2 = kLog2E;
+          const float2 base = shared.base[warp][lane];
+#pragma unroll
+          for (int i = 0; i < kR / 8; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              s[i][j] = __fmul_rn(s[i][j], p.scale) - (j / 2 ? base.y : base.x);
+            }
+          }
+        }
         float ds[kR / 8][4];
 #pragma unroll
         for (int i = 0; i < kR / 8; ++i) {
@@ -158,7 +176,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           for (int j = 0; j < 4; ++j) {
             const int key = i * 8 + lane % 4 * 2 + j % 2;
             const bool counts = !(masked >> key & 1) && lse[j / 2] < INFINITY;
-            const float prob = exp2_approx(s[i][j] * scale_log2 - lse[j / 2]);
+            const float prob = exp2_approx(fmaf(s[i][j], factor_log2, -lse[j / 2]));
             ds[i][j] = counts ? prob * (dp[i][j] - delta[j / 2]) : 0.f;
           }
         }

@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kRegisterThreads<kStep, kFewTiles>, 1)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int key = i * 8 + lane % 4 * 2 + j % 2;
-          s[i][j] = masked >> key & 1 ? -INFINITY : s[i][j] * scale_log2;
+          s[i][j] = masked >> key & 1 ? -INFINITY : __fmul_rn(s[i][j], p.scale);
         }
       }
       softmax.apply(s, o);
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kRegisterThreads<kStep, kFewTiles>, 1)
       float4 sum = {};
       for (int j = head_tile; j < workers * head_tiles; j += head_tiles) {
         const float2 max_and_sum = shared.max_and_sum[j][head];
-        const float weight = exp2_approx(max_and_sum.x - finite_max(top));
+        const float weight = exp2_approx((max_and_sum.x - finite_max(top)) * kLog2E);
         const float4 y =
             *reinterpret_cast<const float4*>(&outputs[(j * kTileHeads + head) * kStride + column]);
         total += weight * max_and_sum.y;

@@ -53,12 +53,12 @@ __global__ void __launch_bounds__(kCombineThreads)
     float next = top;
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) next = fmaxf(next, max_and_sum[j].x);
-    const float factor = exp2_approx(top - finite_max(next));
+    const float factor = exp2_approx((top - finite_max(next)) * kLog2E);
     top = next, total *= factor;
     sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const float weight = exp2_approx(max_and_sum[j].x - finite_max(top));
+      const float weight = exp2_approx((max_and_sum[j].x - finite_max(top)) * kLog2E);
       const float4 y = outputs[j];
       total += weight * max_and_sum[j].y;
       sum.x += weight * y.x, sum.y += weight * y.y, sum.z += weight * y.z, sum.w += weight * y.w;
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   float all = 0.f, weights = 0.f;
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) {
-    const float weight = exp2_approx(shared.max_and_sum[i].x - finite_max(top));
+    const float weight = exp2_approx((shared.max_and_sum[i].x - finite_max(top)) * kLog2E);
     all += weight * shared.outputs[i][d], weights += weight * shared.max_and_sum[i].y;
   }
   const int64_t token = bg / p.groups * p.queries + row % p.queries;
@@ -83,7 +83,10 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int column = half * kColumns + d, dimension = column / 64 * 64 + d % 8 * 8 + column / 8 % 8;
   static_cast<__nv_bfloat16*>(p.out)[to * kD + dimension] =
       __float2bfloat16(weights == 0.f ? 0.f : all / weights);
-  if (column == 0) p.lse[to] = weights == 0.f ? -INFINITY : (top + log2f(weights)) * kLn2;
+  if (column == 0) {
+    p.max_logit[to] = top;
+    p.log_sum[to] = log_of_sum(weights);
+  }
 }
 
 }  // namespace jax_dsa::htree

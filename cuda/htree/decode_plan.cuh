@@ -29,7 +29,7 @@ struct DecodePlan {
   int32_t* lists;       // [layers - 1, rows, K]: nodes selected in layers 1, 2, ...
   uint32_t* bits;       // [layers - 1, rows, words]: ordinals selected
   float* outputs;       // [rows, splits, padded heads, D]: not normalized
-  float2* max_and_sum;  // [rows, splits, padded heads]: running max (log2 units), sum
+  float2* max_and_sum;  // [rows, splits, padded heads]: running max, sum
 };
 
 // Dynamic shared memory holds this struct, then Q in 16-head tiles that are swizzled like the

@@ -77,8 +77,11 @@ struct HTreeFwdParams {
   const int32_t* positions;  // [B, T], token of each query; negative: none
   const void* tree;
   const float* rotations;
-  void* out;   // [B, T, N, D], bfloat16
-  float* lse;  // [B, T, N], natural logarithm
+  void* out;  // [B, T, N, D], bfloat16
+  // Both are [B, T, N]. The log-sum-exp of the scores is their sum. `max_logit` is a score next to
+  // the largest one, at most log(2^8) smaller; -inf for a query without a token.
+  float* max_logit;
+  float* log_sum;  // log(sum(exp(score - max_logit))); 0 for a query without a token
   // [B, T, G, layers - 1, top_k]: selected ordinals of layers 1, 2, ..., ascending, then -1.
   // Ordinals are below compression * top_k, which is at most 2^15. May be null for the forward
   // pass.
@@ -107,9 +110,9 @@ constexpr int64_t htree_cache_nodes(int64_t capacity, int64_t compression, int64
 }
 
 struct HTreeBwdParams {
-  HTreeFwdParams fwd;  // of the forward pass; out, lse and selected are inputs
+  HTreeFwdParams fwd;  // of the forward pass; its results are inputs
   const void* dout;    // like out
-  const float* dlse;   // like lse
+  const float* dlse;   // like log_sum
   void* dq;            // like q
   void* dk;            // [B, S, G, D], bfloat16, of the tokens
   void* dv;            // like dk

@@ -34,7 +34,7 @@ cudaError_t launch_chunk(const DenseLossParams& all, int64_t batch, int64_t entr
   float* const probabilities = allocate<float>(at, tokens * keys);
   index.partial_dk = allocate<float>(at, segments * keys * index.channels);
   index.partial_used = allocate<bool>(at, segments * ceil_div(keys, int64_t{kIndexGradsKeys}));
-  float* const offsets = allocate<float>(at, tokens * all.teacher.heads);
+  float2* const pairs = allocate<float2>(at, tokens * all.teacher.heads);
   float* const kl = allocate<float>(at, tokens);
   bool* const counts = allocate<bool>(at, tokens);
   if (at - static_cast<char*>(all.workspace) > all.capacity) return cudaErrorInvalidValue;
@@ -55,7 +55,7 @@ cudaError_t launch_chunk(const DenseLossParams& all, int64_t batch, int64_t entr
   teacher.q = static_cast<const char*>(teacher.q) + first_token * teacher.heads * teacher.dim * 2;
   teacher.kv = static_cast<const char*>(teacher.kv) + rows * teacher.groups * teacher.dim * 2;
   teacher.starts = index.starts, teacher.ends = index.ends, teacher.out = probabilities;
-  teacher.offsets = offsets;
+  teacher.pairs = pairs;
   teacher.batch = entries, teacher.queries = count, teacher.keys = keys;
 
   IndexerFwdParams scores = {};

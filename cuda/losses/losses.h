@@ -61,7 +61,7 @@ struct TeacherParams {
   const int32_t* starts;  // [batch, queries]; a query sees the keys start <= s < end
   const int32_t* ends;    // [batch, queries]
   float* out;             // [batch, queries, keys]; written only where the query sees the key
-  float* offsets;         // workspace for dims up to 256: [batch, queries, heads]
+  float2* pairs;          // workspace for dims up to 256: [batch, queries, heads]
   int64_t batch;
   int64_t queries;
   int64_t keys;
@@ -126,7 +126,7 @@ constexpr int64_t dense_loss_bytes(int64_t batch, int64_t queries, int64_t keys,
   const int64_t segments = (queries + kIndexGradsSegment - 1) / kIndexGradsSegment * batch;
   const int64_t key_blocks = (keys + kIndexGradsKeys - 1) / kIndexGradsKeys;
   // Each of the seven arrays begins at a multiple of 256 bytes.
-  return batch * queries * (2 * 4 * keys + 4 * heads + 4 + 1) +
+  return batch * queries * (2 * 4 * keys + 8 * heads + 4 + 1) +
          segments * (keys * channels * 4 + key_blocks) + 7 * 256;
 }
 

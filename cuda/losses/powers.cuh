@@ -1,18 +1,18 @@
-// Running log-sum-exp of the rows of a product, in log2 units.
+// Running sums of the exponentials of the rows of a product.
 #pragma once
 
 #include "common/ptx.cuh"
+#include "common/softmax.cuh"
 
 namespace jax_dsa::teacher {
 
-// The largest of some scores, and the sum of 2^(score - largest). If the largest score is -inf, the
-// powers are relative to 0.
+// The largest of some scores, and the sum of exp(score - largest). If the largest score is -inf,
+// the exponentials are relative to 0.
 struct Powers {
   float largest = -INFINITY, sum = 0.f;
 
-  __device__ float base(float x) const { return x == -INFINITY ? 0.f : x; }
   __device__ void rescale(float to) {
-    sum *= exp2_approx(largest - base(to));
+    sum *= exp2_approx((largest - finite_max(to)) * kLog2E);
     largest = to;
   }
   __device__ void combine(int lanes) {
@@ -22,27 +22,28 @@ struct Powers {
     other.rescale(both);
     sum += other.sum;
   }
-  // Returns minus the log-sum-exp. 2^(score + offset) is then a probability. Without finite scores
-  // the offset is -inf, so that all probabilities are 0.
-  __device__ float offset() const {
-    const float lse = base(largest) + log2_approx(sum);
-    return lse == -INFINITY ? -INFINITY : -lse;
+  // Returns the largest score, and minus the logarithm of the sum in log2 units. The probabilities
+  // are exp2((score - largest) * log2(e) + logarithm). Without finite scores the logarithm is -inf,
+  // so that all probabilities are 0.
+  __device__ float2 pair() const {
+    return make_float2(finite_max(largest), sum == 0.f ? -INFINITY : -log2_approx(sum));
   }
 };
 
-// Adds a thread's scores to its two rows. x[i] is the score of row i / 2 % 2 and key
+// Adds a thread's scores to its two rows. x[i] times `scale` is the score of row i / 2 % 2 and key
 // first + 8 * (i / 4) + i % 2. Unless the tile is `whole`, scores are masked where sees(row, key)
 // is false.
 template <typename Sees>
-__device__ __forceinline__ void add_scores(float (&x)[32], float scale_log2, int first, bool whole,
+__device__ __forceinline__ void add_scores(float (&x)[32], float scale, int first, bool whole,
                                            Powers (&rows)[2], Sees sees) {
   if (whole) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) x[i] *= scale_log2;
+    for (int i = 0; i < 32; ++i) x[i] = __fmul_rn(x[i], scale);
   } else {
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      x[i] = sees(i / 2 % 2, first + i / 4 * 8 + i % 2) ? x[i] * scale_log2 : -INFINITY;
+      const bool seen = sees(i / 2 % 2, first + i / 4 * 8 + i % 2);
+      x[i] = seen ? __fmul_rn(x[i], scale) : -INFINITY;
     }
   }
 #pragma unroll
@@ -51,9 +52,25 @@ __device__ __forceinline__ void add_scores(float (&x)[32], float scale_log2, int
 #pragma unroll
     for (int i = 0; i < 16; ++i) largest = fmaxf(largest, x[i / 2 * 4 + 2 * r + i % 2]);
     rows[r].rescale(largest);
-    const float base = rows[r].base(largest);
+    float base = finite_max(largest) * kLog2E;
+    if (fabsf(base) > kExactBaseLimit) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) rows[r].sum += exp2_approx(x[i / 2 * 4 + 2 * r + i % 2] - base);
+      for (int i = 0; i < 16; ++i) x[i / 2 * 4 + 2 * r + i % 2] -= largest;
+      base = 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      rows[r].sum += exp2_approx(fmaf(x[i / 2 * 4 + 2 * r + i % 2], kLog2E, -base));
+    }
+  }
+}
+
+// Subtracts the largest scores of a thread's two rows from its scores, where they exceed
+// kExactBaseLimit. Afterwards the factor of the scores is log2(e).
+__device__ __forceinline__ void subtract_largest(float (&x)[32], float scale, float2 largest) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    x[i] = __fmul_rn(x[i], scale) - (i / 2 % 2 ? largest.y : largest.x);
   }
 }
 

@@ -1,11 +1,12 @@
 // The teacher of the indexer's warm-up loss: the probabilities of dense softmax attention, summed
 // over the heads,
 //
-//     lse_n = log sum_s exp(scale * q_n . k_s)        out_s = sum_n exp(scale * q_n . k_s - lse_n)
+//     m_n = max_s scale * q_n . k_s        l_n = sum_s exp(scale * q_n . k_s - m_n)
+//     out_s = sum_n exp(scale * q_n . k_s - m_n) / l_n
 //
 // over the keys that the query sees. This kernel is for the latent form, where many heads share a
 // key. It computes what attn_dist (attn_dist/fwd.cuh) does, for consecutive keys, and first the
-// log-sum-exp, for which it computes the scores once more.
+// maxima and sums, for which it computes the scores once more.
 //
 // Tiling. Heads are the rows of the MMA and keys its columns. A work tile is 128 rows: one query
 // with up to 128 heads of a KV head group, or two, four or eight queries with up to 64, 32 or 16
@@ -59,7 +60,11 @@ enum NamedBarrier {
 template <int kD>
 struct alignas(1024) Shared {
   uint8_t tiles[kStages][kD / 64][kBlockBytes];
-  float sums[2][8][kTile];    // [buffer][warp]: sums over the warp's 16 rows
+  float sums[2][8][kTile];  // [buffer][warp]: sums over the warp's 16 rows
+  // For each MMA thread: the largest scores of its two rows, and whether a row of its warp exceeds
+  // kExactBaseLimit.
+  float2 largest[256];
+  bool exact[256];
   uint64_t full[kStages][2];  // first kFirstBlocks blocks; whole tile
   uint64_t free[kStages];
 };
@@ -203,23 +208,35 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int warpgrou
         multiply();
         const int first = tile * kTile;
         const bool whole = seen.low <= first && first + kTile <= seen.high;
-        add_scores(s, scale_log2, first + lane % 4 * 2, whole, rows,
+        add_scores(s, p.scale, first + lane % 4 * 2, whole, rows,
                    [&](int, int key) { return seen.has(key); });
       }
-      float offset[2];
+      float2 pair[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         rows[r].combine(1);
         rows[r].combine(2);
         const int row = warpgroup * kRows + warp * 16 + lane / 4 + 8 * r;
         const bool in_range = layout.head(row, row_pass % layout.row_passes) < layout.heads;
-        offset[r] = in_range ? rows[r].offset() : -INFINITY;
+        pair[r] = in_range ? rows[r].pair() : make_float2(0.f, -INFINITY);
       }
+      const float bases[2] = {pair[0].x * kLog2E, pair[1].x * kLog2E};
+      const bool exact = __any_sync(~0u, fmaxf(fabsf(bases[0]), fabsf(bases[1])) > kExactBaseLimit);
+      const float offset[2] = {pair[0].y - (exact ? 0.f : bases[0]),
+                               pair[1].y - (exact ? 0.f : bases[1])};
+      // Shared memory spares registers.
+      shared.largest[threadIdx.x] = make_float2(pair[0].x, pair[1].x);
+      shared.exact[threadIdx.x] = exact;
 
       for (int tile = tiles.first; tile < tiles.last; ++tile) {
         multiply();
+        float factor_log2 = scale_log2;
+        if (shared.exact[threadIdx.x]) {
+          subtract_largest(s, p.scale, shared.largest[threadIdx.x]);
+          factor_log2 = kLog2E;
+        }
         reinterpret_cast<float2*>(shared.sums[buffer][warpgroup * 4 + warp])[lane] =
-            attn_dist::sum_rows(s, scale_log2, offset);
+            attn_dist::sum_rows(s, factor_log2, offset);
         if (!both_warpgroups) {
           named_barrier_sync<128>(kSummed + warpgroup);
         } else if (warpgroup == 1) {

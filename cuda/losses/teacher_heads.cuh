@@ -1,9 +1,9 @@
 // The teacher of the warm-up loss (see teacher.cuh) for attention in multi-head form, where each
 // head or a few heads have their own keys. The rows of the MMA are 128 queries of one head.
 //
-// The first kernel computes the log-sum-exp of each query and head. A work tile is 128 queries of
-// one head. Its rows stay in registers while the key tiles that any of the queries sees are
-// streamed.
+// The first kernel computes the largest score of each query and head, and the sum. A work tile is
+// 128 queries of one head. Its rows stay in registers while the key tiles that any of the queries
+// sees are streamed.
 //
 // The second kernel sums the probabilities over the heads. A work tile is 128 queries and 64 keys.
 // The sums stay in registers until they are complete, so for each head both tiles are loaded again.
@@ -181,7 +181,7 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int warpgrou
         const int first = tile * kTile;
         const auto covers = [&](Range x) { return x.low <= first && first + kTile <= x.high; };
         const bool whole = __all_sync(~0u, covers(seen[0]) && covers(seen[1]));
-        teacher::add_scores(s, scale_log2, first + column, whole, rows,
+        teacher::add_scores(s, p.scale, first + column, whole, rows,
                             [&](int r, int key) { return seen[r].has(key); });
       }
 #pragma unroll
@@ -189,23 +189,31 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int warpgrou
         rows[r].combine(1);
         rows[r].combine(2);
         if (in_range[r] && lane % 4 == 0) {
-          p.offsets[(token + 8 * r) * p.heads + work_tile.head] = rows[r].offset();
+          p.pairs[(token + 8 * r) * p.heads + work_tile.head] = rows[r].pair();
         }
       }
     } else {
       float sum[32] = {};
       for (int head = 0; head < p.heads; ++head) {
-        float offset[2];
+        float2 pair[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          offset[r] =
-              load_now(p.offsets + (token + 8 * r) * p.heads + head, in_range[r], -INFINITY);
+          pair[r] = make_float2(0.f, -INFINITY);
+          if (in_range[r]) pair[r] = p.pairs[(token + 8 * r) * p.heads + head];
         }
         load_queries();
         multiply();
+        float offset[2] = {fmaf(pair[0].x, -kLog2E, pair[0].y),
+                           fmaf(pair[1].x, -kLog2E, pair[1].y)};
+        float factor_log2 = scale_log2;
+        if (__any_sync(~0u, fmaxf(fabsf(pair[0].x), fabsf(pair[1].x)) * kLog2E > kExactBaseLimit)) {
+          teacher::subtract_largest(s, p.scale, make_float2(pair[0].x, pair[1].x));
+          factor_log2 = kLog2E;
+          offset[0] = pair[0].y, offset[1] = pair[1].y;
+        }
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-          sum[i] += exp2_approx(fmaf(s[i], scale_log2, offset[i / 2 % 2]));
+          sum[i] += exp2_approx(fmaf(s[i], factor_log2, offset[i / 2 % 2]));
         }
       }
       const int key = work_tile.tiles.first * kTile + column;

@@ -10,9 +10,10 @@
 // its softmax, the tensor cores have the other's products to work on.
 //
 // Running maximum. P of a tile is relative to a lazily rescaled running maximum of its row. The
-// maximum is raised only when a score exceeds it by more than 2^8, so the accumulators are rarely
-// rescaled and P stays in [0, 256]. The maxima of the tiles form one chain (even, odd, even, ...).
-// Both warpgroups add the tiles in this order, so each accumulator only ever follows that chain.
+// maximum is raised only when a score exceeds it by more than log(2^8), so the accumulators are
+// rarely rescaled and P stays in [0, 256]. The maxima of the tiles form one chain (even, odd, even,
+// ...). Both warpgroups add the tiles in this order, so each accumulator only ever follows that
+// chain.
 //
 // Shared memory, in blocks of 64 rows by 64 columns of bf16 (8 KiB, 128-byte swizzle; see
 // common/tile.cuh):
@@ -38,14 +39,13 @@ namespace jax_dsa::mla {
 // functions, found in the namespace of `Work`, say which work tiles there are and what becomes of
 // scores and results:
 //   work_tile_count(work), first_work_tile(work), work_tile_step(work)
-//   lazy_margin(work)    by how much, in log2 units, a score may exceed the running maximum
+//   lazy_margin(work)    by how much a score may exceed the running maximum
 //   mask_scores<kSide>(work, shared, valid, s)
 //   write_results<kSide>(work, work_index, o, rows, staging)
 template <int kD, int kSide, typename Work, typename Notes>
 __device__ void consume(const Work& work, Shared<kD, Notes>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int row = warp * 16 + lane / 4;
-  const float scale_log2 = work.scale * kLog2E;
   const int work_tiles = work_tile_count(work);
   const uint64_t q = k_major_descriptor(smem_address(shared.q));
   const uint64_t own_keys = k_major_descriptor(smem_address(shared.keys[kSide]));
@@ -110,7 +110,7 @@ __device__ void consume(const Work& work, Shared<kD, Notes>& shared) {
   const auto own_softmax = [&](bool last, auto between, auto before_store) {
     mask_scores<kSide>(work, shared, valid, s);
     const bool raised =
-        softmax(s, scale_log2, lazy_margin(work), rows, probabilities, factor, between);
+        softmax(s, work.scale, lazy_margin(work), rows, probabilities, factor, between);
     before_store();
     // P replaces keys that the scores of all four warps must have used.
     if constexpr (kD > 512) named_barrier_sync<128>(kEvenScored + kSide);

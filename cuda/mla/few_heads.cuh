@@ -78,7 +78,7 @@ struct alignas(1024) FewShared {
 template <int kN>
 struct HeadColumns {
   static constexpr int kHeadsPerThread = kN / 4;
-  float running_max[kHeadsPerThread];  // log2 units; -inf before the first valid score
+  float running_max[kHeadsPerThread];  // -inf before the first valid score
   float sum[kHeadsPerThread];          // of this thread's probabilities
 
   // local_head returns to which of the thread's heads an accumulator element belongs; head returns
@@ -157,7 +157,6 @@ __device__ void consume_few(const Work& work, FewShared<Tr, Notes>& shared) {
   constexpr int kThreadHeads = HeadColumns<kN>::kHeadsPerThread;
   using Place = RingPlace<Tr::kRingBlocks>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const float scale_log2 = work.scale * kLog2E;
   const int work_tiles = work_tile_count(work);
   const uint64_t q = k_major_descriptor(smem_address(shared.q));
   const uint64_t probabilities = k_major_descriptor(smem_address(shared.probabilities));
@@ -177,7 +176,8 @@ __device__ void consume_few(const Work& work, FewShared<Tr, Notes>& shared) {
     if (lane == 0) mbarrier_arrive(barrier);
   };
   // Stores P^T relative to the running maxima in shared memory and waits for the P^T of the other
-  // warps. Returns whether any warp has a score that exceeds its running maximum by too much.
+  // warps. Returns whether any warp has a score that exceeds its running maximum by too much. The
+  // maximum is subtracted before the product with log2(e), see kExactBaseLimit.
   const auto store_probabilities = [&](float (&sum)[kThreadHeads]) {
     uint32_t packed[kThreadHeads];
     bool exceeds = false;
@@ -190,7 +190,7 @@ __device__ void consume_few(const Work& work, FewShared<Tr, Notes>& shared) {
       for (int j = 0; j < 2; ++j) {
         const int head = HeadColumns<kN>::local_head(i + j);
         exceeds |= s[i + j] > columns.running_max[head] + lazy_margin(work);
-        x[j] = exp2_approx(s[i + j] - finite_max(columns.running_max[head]));
+        x[j] = exp2_approx((s[i + j] - finite_max(columns.running_max[head])) * kLog2E);
         sum[head] += x[j];
       }
       packed[i / 2] = pack_bf16(x[0], x[1]);
@@ -214,7 +214,7 @@ __device__ void consume_few(const Work& work, FewShared<Tr, Notes>& shared) {
     for (int i = 0; i < kThreadHeads; ++i) {
       const float from = columns.running_max[i];
       const float to = top[i] > from + lazy_margin(work) ? top[i] : from;
-      factor[i] = exp2_approx(from - finite_max(to));
+      factor[i] = exp2_approx((from - finite_max(to)) * kLog2E);
       columns.sum[i] *= factor[i];
       columns.running_max[i] = to;
     }
@@ -257,7 +257,7 @@ __device__ void consume_few(const Work& work, FewShared<Tr, Notes>& shared) {
 #pragma unroll
       for (int i = 0; i < kLeadingBlocks; ++i) arrive(&shared.free[(at + i).index]);
 
-      mask_scores(work, rows, scale_log2, s);
+      mask_scores(work, rows, s);
       // Wait until all four warps have multiplied with the last tile's P.
       mbarrier_wait(&shared.free[last.index], last.parity);
       float sum[kThreadHeads];

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/gather.cuh"
+#include "common/ptx.cuh"
 #include "common/tile.cuh"
 #include "mla/layout.h"
 
@@ -14,7 +15,7 @@ inline constexpr int kHeads = 64;     // heads (rows of Q) per work tile
 inline constexpr int kThreads = 384;  // three warpgroups
 inline constexpr int kKeyBlocks = 9;
 inline constexpr int kProbabilityBlock = 8;  // the block of a key tile that P replaces
-inline constexpr float kLazyMargin = 8.f;
+inline constexpr float kLazyMargin = 8.f * kLn2;
 
 // Barrier 0 is __syncthreads.
 enum NamedBarrier {
@@ -39,7 +40,7 @@ template <int kD, typename Notes = ProducerNotes>
 struct alignas(1024) Shared {
   uint8_t q[kD / 64][kBlockBytes];
   uint8_t keys[2][kKeyBlocks][kBlockBytes];
-  float running_max[2][kHeads];  // by tile parity, log2 units
+  float running_max[2][kHeads];  // by tile parity
   float2 sum[2][128];            // by tile parity, one entry per thread; written with a work tile's
                                  // last key tiles
   uint8_t staging[8][1024];      // per warp, for outputs

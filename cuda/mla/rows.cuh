@@ -12,7 +12,7 @@ namespace jax_dsa::mla {
 
 // Softmax state of two rows of a warpgroup's accumulator: a thread holds rows r and r + 8.
 struct Rows {
-  float running_max[2];  // log2 units; -inf before the first valid score
+  float running_max[2];  // -inf before the first valid score
   float sum[2];          // of this thread's probabilities, relative to the running maximum
   float peer_sum[2];     // the sum of the same thread of the peer warpgroup, known near the end
 
@@ -20,7 +20,7 @@ struct Rows {
   __device__ void raise(const float (&next)[2], float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      factor[r] = exp2_approx(running_max[r] - finite_max(next[r]));
+      factor[r] = exp2_approx((running_max[r] - finite_max(next[r])) * kLog2E);
       sum[r] *= factor[r];
       peer_sum[r] *= factor[r];
       running_max[r] = next[r];
@@ -31,10 +31,6 @@ struct Rows {
     float x = sum[r] + peer_sum[r];
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
-  }
-  // Returns the natural logarithm of the sum of exp(score).
-  __device__ float lse(int r, float total) const {
-    return total == 0.f ? -INFINITY : (running_max[r] + log2f(total)) * kLn2;
   }
 };
 
@@ -61,7 +57,7 @@ __device__ __forceinline__ void mask_columns(float (&s)[32], uint64_t valid) {
 // `rows`. Returns whether a running maximum of the warp's rows was raised; `factor` is then what
 // the accumulator must be scaled by. Calls `between` halfway.
 template <typename F>
-__device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float margin, Rows& rows,
+__device__ __forceinline__ bool softmax(float (&s)[32], float scale, float margin, Rows& rows,
                                         uint32_t (&probabilities)[4][4], float (&factor)[2],
                                         F between) {
   float top[4];  // by i % 4, to have independent dependency chains
@@ -75,20 +71,27 @@ __device__ __forceinline__ bool softmax(float (&s)[32], float scale_log2, float 
     float m = fmaxf(top[2 * r], top[2 * r + 1]);
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-    m *= scale_log2;
+    m = __fmul_rn(m, scale);
     next[r] = m > rows.running_max[r] + margin ? m : rows.running_max[r];
   }
   const bool raised =
       __any_sync(~0u, next[0] != rows.running_max[0] || next[1] != rows.running_max[1]);
   if (raised) rows.raise(next, factor);
   between();
-  const float base[2] = {finite_max(next[0]), finite_max(next[1])};
+  float factor_log2 = scale * kLog2E;
+  float base[2] = {finite_max(next[0]) * kLog2E, finite_max(next[1]) * kLog2E};
+  if (__any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > kExactBaseLimit)) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) s[i] = __fmul_rn(s[i], scale) - finite_max(next[i / 2 % 2]);
+    factor_log2 = kLog2E;
+    base[0] = base[1] = 0.f;
+  }
   float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < 32; i += 2) {
     const int r = i / 2 % 2;
-    const float a = exp2_approx(fmaf(s[i], scale_log2, -base[r]));
-    const float b = exp2_approx(fmaf(s[i + 1], scale_log2, -base[r]));
+    const float a = exp2_approx(fmaf(s[i], factor_log2, -base[r]));
+    const float b = exp2_approx(fmaf(s[i + 1], factor_log2, -base[r]));
     sum[i % 4] += a;
     sum[i % 4 + 1] += b;
     probabilities[i / 8][i / 2 % 4] = pack_bf16(a, b);

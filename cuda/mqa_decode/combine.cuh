@@ -1,6 +1,5 @@
-// Combines the results of work tiles that are divided into KV splits:
-//
-//   lse = log sum_p exp(lse_p)      out = gate * sum_p exp(lse_p - lse) out_p
+// Combines the results of work tiles that are divided into KV splits, as common/combine_splits.cuh
+// says.
 //
 // The splits of a work tile belong to consecutive CTA groups. A split's outputs are lines of 128
 // floats (PartialLine), of which each lane has four. A warp combines a few lines at a time. Where
@@ -32,6 +31,7 @@ struct CombineShared {
   SplitTile split_tiles[kMaxCtaGroups];
   float weights[kMaxCtaGroups][16];  // by split and row of a line; without kByCta each warp has
                                      // kWarpSplits splits of its own
+  float maxima[kMaxCtaGroups][16];   // as `weights`
   float factors[kCombineWarps][16];
   float4 sums[kCombineWarps][kMaxLines][32];
 };
@@ -66,8 +66,8 @@ template <bool kWide, int kLines, bool kByCta>
 struct CombineLines {
   static constexpr int kRows = kWide ? 2 : 1;  // rows that a lane has
   static constexpr int kRowsOfLine = kWide ? 16 : 2;
-  // kLanes lanes compute the weights of a row's splits. Each has the lse of kRounds splits in
-  // flight.
+  // kLanes lanes compute the weights of a row's splits. Each has the maxima and sums of kRounds
+  // splits in flight.
   static constexpr int kLanes = kByCta ? (kWide ? 16 : 32) : 32 / kRowsOfLine;
   static constexpr int kRounds = kByCta ? 4 : kWarpSplits / kLanes;
   // splits whose loads are in flight at a time
@@ -115,6 +115,7 @@ struct CombineLines {
     const int first = kByCta ? split_tile.splits * warp / kCombineWarps : 0;
     const int last = kByCta ? split_tile.splits * (warp + 1) / kCombineWarps : split_tile.splits;
     float* weights = shared.weights[kByCta ? 0 : warp * kWarpSplits];
+    float* maxima = shared.maxima[kByCta ? 0 : warp * kWarpSplits];
     float* factors = shared.factors[kByCta ? 0 : warp];
 
     load(first, last);  // issue the loads before anything waits
@@ -123,14 +124,14 @@ struct CombineLines {
     const int row_of_line = lane / kLanes + (kByCta ? warp * (32 / kLanes) : 0),
               first_split = lane % kLanes;
     const bool weighs = row_of_line < kRowsOfLine && (kWide || row_of_line * p.value_dim < 128);
-    float max_lse = -INFINITY, max_score = -INFINITY, total = 0.f;
+    float max = -INFINITY, total = 0.f;
 #pragma unroll 1
     for (int base = 0; base < split_tile.splits; base += kRounds * kLanes) {
       float2 found[kRounds];
 #pragma unroll
       for (int k = 0; k < kRounds; ++k) {
         const int split = base + k * kLanes + first_split;
-        found[k] = make_float2(-INFINITY, -INFINITY);
+        found[k] = make_float2(-INFINITY, 0.f);
         if (weighs && split < split_tile.splits) {
           found[k] =
               p.partial_rows[int64_t{partial_index(split)} * tile_rows + first_row + row_of_line];
@@ -139,10 +140,11 @@ struct CombineLines {
 #pragma unroll
       for (int k = 0; k < kRounds; ++k) {
         const int split = base + k * kLanes + first_split;
-        max_lse = fmaxf(max_lse, found[k].x);
-        max_score = fmaxf(max_score, found[k].y);
-        if (weighs && split < split_tile.splits)
-          weights[split * kRowsOfLine + row_of_line] = found[k].x;
+        max = fmaxf(max, found[k].x);
+        if (weighs && split < split_tile.splits) {
+          maxima[split * kRowsOfLine + row_of_line] = found[k].x;
+          weights[split * kRowsOfLine + row_of_line] = found[k].y;
+        }
       }
     }
     const int per_request = p.groups * p.row_passes,
@@ -150,13 +152,13 @@ struct CombineLines {
     const int rest = split_tile.work_tile - batch * per_request,
               group = quotient(rest, p.row_passes);
     const int row = ((rest - group * p.row_passes) * p.cta_group_size + cta_rank) * tile_rows;
-    max_lse = max_over_lanes<kLanes>(max_lse);
-    max_score = max_over_lanes<kLanes>(max_score);
+    max = max_over_lanes<kLanes>(max);
     if (weighs) {
 #pragma unroll 4
       for (int split = first_split; split < split_tile.splits; split += kLanes) {
-        float& weight = weights[split * kRowsOfLine + row_of_line];
-        weight = split_weight(weight, max_lse);
+        const int at = split * kRowsOfLine + row_of_line;
+        float& weight = weights[at];
+        weight = split_weight(maxima[at], weight, max);
         total += weight;
       }
     }
@@ -164,19 +166,19 @@ struct CombineLines {
     if (weighs && first_split == 0) {
       const int group_row = row + first_row + row_of_line;
       const bool has = group_row < p.rows;
-      CombinedRow combined(max_lse, total);
+      CombinedRow combined(max, total);
       if (p.sinks && !combined.empty && has) {
         const int head = group * p.per_group + group_row % p.per_group;
         combined.apply_sink(p.sinks[batch * p.sinks_stride + head]);
       }
       factors[row_of_line] = combined.factor;
-      // The warp that has the row's first column writes lse.
+      // The warp that has the row's first column writes max_logit and log_sum.
       const int column = kWide ? line / 128 * 256 + line % 32
                                : line * 128 - (first_row + row_of_line) * p.value_dim;
       if (has && column <= 0) {
         const int row_index = p.row_index(batch, group, group_row);
-        p.lse[row_index] = combined.lse;
-        if (p.top) p.top[row_index] = isnan(total) ? total : max_score;
+        p.max_logit[row_index] = isnan(total) ? total : max;
+        p.log_sum[row_index] = log_of_sum(total);
       }
     }
     if constexpr (kByCta) {
@@ -251,7 +253,7 @@ struct CombineLines {
       store_pair(out + row_index[0] * p.value_dim, y.x, y.y, has[0]);
       store_pair(out + row_index[kSecond] * p.value_dim + kNext, y.z, y.w, has[kSecond]);
     };
-    if (p.top) {
+    if (p.out_float) {
       to(static_cast<float*>(p.out));
     } else {
       to(static_cast<__nv_bfloat16*>(p.out));

@@ -31,9 +31,11 @@ __device__ __forceinline__ SplitKeyRows valid_key_rows(const Work<Shared>&, cons
 }
 template <typename Shared, int kN>
 __device__ __forceinline__ void mask_scores(const Work<Shared>& w, const SplitKeyRows& rows,
-                                            float scale_log2, float (&s)[kN]) {
+                                            float (&s)[kN]) {
 #pragma unroll
-  for (int i = 0; i < kN; ++i) s[i] = rows.valid[i / 2 % 2] ? s[i] * scale_log2 : -INFINITY;
+  for (int i = 0; i < kN; ++i) {
+    s[i] = rows.valid[i / 2 % 2] ? __fmul_rn(s[i], w.scale) : -INFINITY;
+  }
   const MixedTile tile = w.notes().mixed[rows.stage];
   if (tile.key < 0) return;
   using HeadColumns = mla::HeadColumns<kN * 2>;
@@ -87,7 +89,7 @@ __device__ void write_few_results(const Work<Shared>& w, int work_index, int til
         }
       }
     };
-    if (split.partial_index >= 0 || p.top) {
+    if (split.partial_index >= 0 || p.out_float) {
       store(float_row(p, split, kN, row, row_index));
     } else {
       store(static_cast<__nv_bfloat16*>(p.out) + int64_t{row_index} * Tr::kE);

@@ -41,7 +41,6 @@ bool valid(const MqaDecodeParams& p) {
   if (p.groups <= 0 || p.heads % p.groups != 0 || !(p.scale > 0.f)) return false;
   if (p.queries * p.batch * p.heads > INT32_MAX || p.keys > INT32_MAX - kTile) return false;
   if (p.v ? p.value_dim != p.dim : p.value_dim != kMlaValueDim) return false;
-  if (p.top && p.sinks) return false;
   if (p.records && (p.v || p.dim != 576)) return false;
   if (p.page_table == nullptr) return true;
   return p.page_size > 0 && p.pages >= 0 && p.page_slots >= 0 &&

@@ -24,14 +24,15 @@ struct MqaDecodeParams {
   const float* sinks;         // [batch, heads], or [heads] with sinks_stride = 0, or null
   const int32_t* page_table;  // [batch, page_slots]: entry r is the page of tokens r * page_size
                               // and on; any value outside 0..pages-1 means no page. Null: flat
-  void* out;                  // [batch, queries, heads, value_dim], bf16; float32 if `top` is given
-  float* lse;                 // [batch, queries, heads]; natural logarithm, without the sink
-  float* top;                 // [batch, queries, heads], or null: the largest score, natural
-                              // logarithm units
-  float* partial;             // [partial results, rows, value_dim], see `mqa_decode_workspace`
-  float2* partial_rows;       // [partial results, rows]: lse and largest score
-  int2* split_tiles;          // [CTA groups]: for a work tile that the group begins and does not
-                              // finish, its number and its number of splits; otherwise zeros
+  void* out;                  // [batch, queries, heads, value_dim], bf16; float32 if `out_float`
+  float* max_logit;      // [batch, queries, heads]: the largest score if `exact_max`, otherwise
+                         // a number at most log(2^8) smaller; -inf for a row without a key
+  float* log_sum;        // [batch, queries, heads]: log(sum(exp(score - max_logit))) without the
+                         // sink; 0 for a row without a key
+  float* partial;        // [partial results, rows, value_dim], see `mqa_decode_workspace`
+  float2* partial_rows;  // [partial results, rows]: maximum and sum
+  int2* split_tiles;     // [CTA groups]: for a work tile that the group begins and does not
+                         // finish, its number and its number of splits; otherwise zeros
   int64_t batch;
   int64_t queries;
   int64_t keys;        // per request
@@ -46,6 +47,8 @@ struct MqaDecodeParams {
   int page_slots;
   int sinks_stride = 0;
   float scale;  // > 0
+  bool out_float = false;
+  bool exact_max = false;
 };
 
 // Returns the number of rows (queries times heads of a KV head group) that are multiplied at a

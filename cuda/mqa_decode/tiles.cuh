@@ -76,10 +76,9 @@ template <typename Shared>
 __device__ int work_tile_count(const Work<Shared>& w) {
   return w.notes().range.splits;
 }
-// With `top` the largest score is a result, so the running maximum must be exact.
 template <typename Shared>
 __device__ float lazy_margin(const Work<Shared>& w) {
-  return w.p.top ? 0.f : mla::kLazyMargin;
+  return w.p.exact_max ? 0.f : mla::kLazyMargin;
 }
 
 // Finds the keys of a split.
@@ -201,28 +200,29 @@ __device__ __forceinline__ float* float_row(const Decode& p, const KvSplit& spli
              : p.partial + (int64_t{split.partial_index} * tile_rows + row) * p.value_dim;
 }
 
-// Finishes a row: stores its lse and largest score. Returns the factor for its outputs.
+// Finishes a row: stores its maximum and sum. Returns the factor for its outputs.
 __device__ __forceinline__ float finish_row(const Decode& p, const KvSplit& split, int tile_rows,
                                             int row, int row_index, float running_max, float total,
                                             bool store) {
   const bool empty = total == 0.f;
-  const float lse = empty ? -INFINITY : (running_max + log2f(total)) * kLn2;
-  const float top = isnan(total) ? total : running_max * kLn2;  // fmaxf drops NaN
   // If all scores are -inf the output is zero, unless an infinite value has made it NaN, which must
   // be visible.
   float factor = empty ? (split.has_tiles ? 1.f : 0.f) : 1.f / total;
   if (split.partial_index >= 0) {
-    if (store)
-      p.partial_rows[int64_t{split.partial_index} * tile_rows + row] = make_float2(lse, top);
+    if (store) {
+      p.partial_rows[int64_t{split.partial_index} * tile_rows + row] =
+          make_float2(running_max, total);
+    }
     return factor;
   }
   if (p.sinks && !empty) {
     const int head = split.group * p.per_group + (split.row + row) % p.per_group;
-    factor /= sink_divisor(p.sinks[int64_t{split.batch} * p.sinks_stride + head], lse);
+    const float sink = p.sinks[int64_t{split.batch} * p.sinks_stride + head];
+    factor = 1.f / (total + sink_weight(sink, running_max));
   }
   if (store) {
-    p.lse[row_index] = lse;
-    if (p.top) p.top[row_index] = top;
+    p.max_logit[row_index] = isnan(total) ? total : running_max;  // fmaxf drops NaN
+    p.log_sum[row_index] = log_of_sum(total);
   }
   return factor;
 }

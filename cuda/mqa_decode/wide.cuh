@@ -70,7 +70,7 @@ __device__ __forceinline__ void write_results(const Work<Shared>& w, int work_in
     for (int i = 0; i < 128; i += 4) {
       store_4(to + i * 32, {value(i), value(i + 1), value(i + 2), value(i + 3)});
     }
-  } else if (p.top) {
+  } else if (p.out_float) {
 #pragma unroll
     for (int i = 0; i < 128; i += 2) {
       const int r = i / 2 % 2, column = kSide * 256 + i / 4 * 8 + lane % 4 * 2;

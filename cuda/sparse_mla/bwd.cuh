@@ -1,6 +1,6 @@
 // Sparse MLA, backward pass. For each query, its heads, and its slots i:
 //
-//   P_i  = exp(scale * q . k_i - lse)                  delta = sum(out * dout) - dlse
+//   P_i  = exp((scale * q . k_i - max_logit) - log_sum)      delta = sum(out * dout) - dlse
 //   dS_i = scale * P_i * (dout . v_i - delta)
 //   dq   = sum_i dS_i k_i                              dkv[idx_i] += dS_i q, and P_i dout in the
 //   values

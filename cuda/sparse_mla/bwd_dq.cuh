@@ -1,7 +1,7 @@
 // dQ tiles of the sparse MLA backward kernel. For 64 heads of one query, over its key tiles (64
 // slots each):
 //
-//   P  = exp2(log2(e) * (scale * q . k - lse))       delta = sum(out * dout) - dlse
+//   P  = exp2(log2(e) * ((scale * q . k - max_logit) - log_sum))     delta = sum(out * dout) - dlse
 //   dS = scale * P * (dout . v - delta)              dq   += dS k
 //
 // P and dS are also written to global memory, as P and dS tiles for the dKV tiles (bwd_dkv.cuh).
@@ -180,14 +180,16 @@ __device__ void compute_p_ds(const SparseMlaBwdParams& p, const BwdWork& work,
   char* to = p_ds_tiles(p, work, work_tile.step, work_tile.within_step) + warp * 2048;
 
   const HeadTile heads(p, work, work_tile.step, work_tile.within_step);
-  float row_lse[2], row_dlse[2];
+  float row_max[2], row_log_sum[2], row_dlse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool exists = row + r * 8 < heads.heads;
     const int64_t head = heads.first + (exists ? row + r * 8 : 0);
-    const float x = exists ? __ldg(p.lse + head) : INFINITY;
-    row_lse[r] = x == -INFINITY ? INFINITY : x * kLog2E;  // no valid slot: P = 0
-    row_dlse[r] = exists && x != -INFINITY ? __ldg(p.dlse + head) : 0.f;
+    const float max_logit = exists ? __ldg(p.max_logit + head) : -INFINITY;
+    const bool has = max_logit != -INFINITY;
+    row_max[r] = has ? max_logit : 0.f;
+    row_log_sum[r] = has ? __ldg(p.log_sum + head) * kLog2E : INFINITY;  // no valid slot: P = 0
+    row_dlse[r] = has ? __ldg(p.dlse + head) : 0.f;
   }
 
   mbarrier_wait(&shared.rows_full, rows_parity);
@@ -225,9 +227,17 @@ __device__ void compute_p_ds(const SparseMlaBwdParams& p, const BwdWork& work,
     multiply(s, false, [] {}, [] {});
     parity ^= 1;
     for (int i = 0; i < kBlocks; ++i) consumer.free_block(block_order(i));
+    const bool exact = named_barrier_any<128>(
+        kHeadStatsReady, fmaxf(fabsf(row_max[0]), fabsf(row_max[1])) * kLog2E > kExactBaseLimit);
+    if (consumer.thread % 128 == 0) at.exact = exact;
     if (lane % 4 == lane / 8) {
-      at.head_stats[row] = {row_lse[0], diagonal<0>(s + 32) - row_dlse[0]};
-      at.head_stats[row + 8] = {row_lse[1], diagonal<8>(s + 32) - row_dlse[1]};
+      const float base[2] = {exact ? 0.f : row_max[0], exact ? 0.f : row_max[1]};
+      at.head_stats[row] = {fmaf(base[0], kLog2E, row_log_sum[0]),
+                            diagonal<0>(s + 32) - row_dlse[0]};
+      at.head_stats[row + 8] = {fmaf(base[1], kLog2E, row_log_sum[1]),
+                                diagonal<8>(s + 32) - row_dlse[1]};
+      at.max_logit[row] = row_max[0];
+      at.max_logit[row + 8] = row_max[1];
     }
     __syncwarp();
     named_barrier_sync<128>(kHeadStatsReady);
@@ -271,6 +281,13 @@ __device__ void compute_p_ds(const SparseMlaBwdParams& p, const BwdWork& work,
 #pragma unroll
       for (int i = 0; i < 32; ++i) {  // heads i / 4 * 8 to i / 4 * 8 + 7 share a bit
         if (!(head_mask[i / 2 % 2] >> (i / 4) & 1)) s[i] = -INFINITY;
+      }
+    }
+    if (at.exact) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const float max_logit = at.max_logit[i / 4 * 8 + lane % 4 * 2 + i % 2];
+        s[i] = (__fmul_rn(s[i], p.scale) - max_logit) / p.scale;
       }
     }
 #pragma unroll

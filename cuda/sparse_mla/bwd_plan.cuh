@@ -250,7 +250,9 @@ struct alignas(1024) BwdShared {
     uint8_t keys[kBlocks][kBlockBytes];
     uint8_t p[kBlockBytes];  // of the current key tile; rows are slots
     uint8_t ds[kBlockBytes];
-    float2 head_stats[kHeads];  // lse in log2 units, delta
+    float2 head_stats[kHeads];  // lse in log2 units, delta. If `exact`, log_sum in place of lse
+    float max_logit[kHeads];    // defined if `exact`
+    int exact;                  // whether a maximum exceeds kExactBaseLimit
     uint8_t head_mask[kTile];   // per slot of the key tile; a bit for every 8 heads
   };
   struct Dkv {
@@ -283,7 +285,7 @@ struct alignas(1024) BwdShared {
 
 // Named barriers. Barrier 0 is __syncthreads.
 enum BwdBarrier {
-  kHeadStatsReady = 1,  // within the first warpgroup: lse and delta are in shared memory
+  kHeadStatsReady = 1,  // within the first warpgroup: what the heads need is in shared memory
   kDsReady,             // the first warpgroup has stored dS, for which the second one waits
   kFirstBlocksFree,  // the second warpgroup has freed blocks 0 and 1, for which the first one waits
   kDsRead,           // the first warpgroup has read dS, for which the second one waits

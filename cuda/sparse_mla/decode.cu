@@ -24,7 +24,7 @@ bool valid(const SparseMlaDecodeParams& p) {
   if (p.groups <= 0 || p.heads % p.groups != 0 || !(p.scale > 0.f)) return false;
   if (p.dim != 576 && (p.dim != 512 || p.records)) return false;
   if (p.splits < 1 || p.splits > kSparseMlaMaxSplits) return false;
-  if (p.splits > 1 && (p.partial == nullptr || p.partial_lse == nullptr)) return false;
+  if (p.splits > 1 && (p.partial == nullptr || p.partial_rows == nullptr)) return false;
   // The producer computes slot numbers a few tiles past a row's end.
   if (p.slots > INT32_MAX - 8 * kTile * kSparseMlaMaxSplits) return false;
   if (p.page_table == nullptr) return true;

@@ -1,7 +1,7 @@
 // Sparse MLA, decode: the forward kernel (fwd.cuh) for so few queries that their heads alone would
 // leave most of the GPU idle.
 //
-//   lse = log sum_p exp(lse_p)      out = gate * sum_p exp(lse_p - lse) out_p
+// The results of the splits are combined as common/combine_splits.cuh says.
 //
 // Tiling. Each (query, KV head group, 64 heads) is divided into KV splits p. With n splits, each
 // split processes every n-th tile of the selected keys. A second kernel combines the splits.
@@ -10,7 +10,7 @@
 // memory and barriers. Two things differ. Keys may come through a page table, as FP8 records, or
 // both; the records are unpacked to bf16 in shared memory (decode_producer.cuh). Results go to
 // `out` if there is one split, and otherwise as float32 to `partial`. A split without a valid slot
-// writes only lse = -inf there.
+// writes only its maximum of -inf and its sum of 0 there.
 //
 // Combine kernel. A CTA processes 16 rows (those of one warp of the forward kernel) and 64 columns,
 // each of its 8 warps 8 columns. Splits are added in order, so results are the same on every run.
@@ -49,8 +49,8 @@ __device__ __forceinline__ void write_results(const SplitDecode& p, int work_ind
     const float total = rows.total(r);
     factor[r] = total == 0.f ? 0.f : 1.f / total;
     if (kSide == 0 && lane % 4 == 0) {
-      partial_lse(p, split.work_tile, split.index)[warp * 16 + r * 8 + lane / 4] =
-          rows.lse(r, total);
+      partial_rows(p, split.work_tile, split.index)[warp * 16 + r * 8 + lane / 4] =
+          make_float2(rows.running_max[r], total);
     }
   }
   const bool any = __any_sync(~0u, (factor[0] != 0.f) | (factor[1] != 0.f));
@@ -129,17 +129,18 @@ __global__ void __launch_bounds__(kCombineThreads)
   // 32.
 #pragma unroll
   for (int r = warp * 2; r < warp * 2 + 2; ++r) {
-    float lse[2], weight[2];
+    float2 found[2];  // maximum and sum
+    float weight[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int split = lane + i * 32;
-      lse[i] = r < rows && split < p.splits ? partial_lse(p, work_index, split)[strip * 16 + r]
-                                            : -INFINITY;
+      found[i] = r < rows && split < p.splits ? partial_rows(p, work_index, split)[strip * 16 + r]
+                                              : make_float2(-INFINITY, 0.f);
     }
-    const float max_lse = max_over_lanes(fmaxf(lse[0], lse[1]));
+    const float max = max_over_lanes(fmaxf(found[0].x, found[1].x));
 #pragma unroll
-    for (int i = 0; i < 2; ++i) weight[i] = split_weight(lse[i], max_lse);
-    CombinedRow combined(max_lse, sum_over_lanes(weight[0] + weight[1]));
+    for (int i = 0; i < 2; ++i) weight[i] = split_weight(found[i].x, found[i].y, max);
+    CombinedRow combined(max, sum_over_lanes(weight[0] + weight[1]));
     if (p.sinks && !combined.empty && r < rows) {
       combined.apply_sink(
           p.sinks[int64_t{work_tile.batch} * p.sinks_stride + work_tile.head + strip * 16 + r]);
@@ -148,7 +149,10 @@ __global__ void __launch_bounds__(kCombineThreads)
     for (int i = 0; i < 2; ++i) {
       if (lane + i * 32 < p.splits) shared.weight[lane + i * 32][r] = weight[i] * combined.factor;
     }
-    if (column_block == 0 && lane == 0 && r < rows) p.lse[head + r] = combined.lse;
+    if (column_block == 0 && lane == 0 && r < rows) {
+      p.max_logit[head + r] = combined.max;
+      p.log_sum[head + r] = log_of_sum(combined.total);
+    }
   }
   __syncthreads();
 

@@ -52,10 +52,10 @@ __host__ __device__ inline int64_t work_tile_count(const Decode& p) {
   return work_tile_count(static_cast<const SparseMlaFwdParams&>(p)) * p.splits;
 }
 
-// Returns where this warp's partial outputs of a work tile and split lie. A split stores lse and
-// the normalized output of its 64 heads. Outputs are ordered by warpgroup, warp and column group (8
-// columns), as the accumulator's lanes hold them: a lane has two columns of rows lane / 4 and lane
-// / 4 + 8 of its warp's 16 rows.
+// Returns where this warp's partial outputs of a work tile and split lie. A split stores the
+// maxima, sums and normalized outputs of its 64 heads. Outputs are ordered by warpgroup, warp and
+// column group (8 columns), as the accumulator's lanes hold them: a lane has two columns of rows
+// lane / 4 and lane / 4 + 8 of its warp's 16 rows.
 inline constexpr int kColumnGroups = 32;  // column groups: 16 rows by 8 columns each
 __device__ __forceinline__ float4* partial_columns(const Decode& p, int work_tile, int split,
                                                    int side, int warp) {
@@ -63,8 +63,8 @@ __device__ __forceinline__ float4* partial_columns(const Decode& p, int work_til
   return reinterpret_cast<float4*>(p.partial) +
          ((result * 2 + side) * 4 + warp) * (kColumnGroups * 32);
 }
-__device__ inline float* partial_lse(const Decode& p, int work_tile, int split) {
-  return p.partial_lse + (int64_t{work_tile} * p.splits + split) * mla::kHeads;
+__device__ inline float2* partial_rows(const Decode& p, int work_tile, int split) {
+  return p.partial_rows + (int64_t{work_tile} * p.splits + split) * mla::kHeads;
 }
 
 }  // namespace jax_dsa::sparse_mla

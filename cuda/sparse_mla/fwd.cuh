@@ -1,7 +1,10 @@
 // Sparse MLA, forward pass.
 //
-//   s_i = scale * q . kv[idx_i]                           lse  = log sum_i exp(s_i)
-//   out = gate * sum_i exp(s_i - lse) kv[idx_i, :512]     gate = 1 / (1 + exp(sink - lse))
+//   s_i = scale * q . kv[idx_i]      m = max s_i      l = sum_i exp(s_i - m)
+//   out = sum_i exp(s_i - m) kv[idx_i, :512] / (l + exp(sink - m))
+//
+// The results for the backward pass are m, or a number up to log(2^8) below it, and log(l) with
+// that number in place of m.
 //
 // Tiling. A work tile is (query, KV head group, 64 heads). CTAs are persistent and process work
 // tiles one after the other, so that a work tile's first keys are copied while the previous results
@@ -23,7 +26,7 @@
 namespace jax_dsa::sparse_mla {
 
 // Writes one warpgroup's half of a work tile's results: its columns of the output. The left
-// warpgroup also writes lse.
+// warpgroup also writes max_logit and log_sum.
 template <int kSide>
 __device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int work_index,
                                               const float (&o)[128], const mla::Rows& rows,
@@ -37,16 +40,19 @@ __device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int w
   for (int r = 0; r < 2; ++r) {
     const float total = rows.total(r);
     const bool empty = total == 0.f;
-    const float lse = rows.lse(r, total);
-    factor[r] = empty ? 0.f : 1.f / total;
+    float denominator = total;
     if (r * 8 < rows_left) {
       if (p.sinks) {
         const float sink =
             p.sinks[int64_t{work_tile.batch} * p.sinks_stride + work_tile.head + row + r * 8];
-        if (!empty) factor[r] /= sink_divisor(sink, lse);
+        if (!empty) denominator += sink_weight(sink, rows.running_max[r]);
       }
-      if (kSide == 0 && lane % 4 == 0) p.lse[head + r * 8] = lse;
+      if (kSide == 0 && lane % 4 == 0) {
+        p.max_logit[head + r * 8] = rows.running_max[r];
+        p.log_sum[head + r * 8] = log_of_sum(total);
+      }
     }
+    factor[r] = empty ? 0.f : 1.f / denominator;
   }
   auto* out = static_cast<__nv_bfloat16*>(p.out) + head * kMlaValueDim + kSide * 256;
   mla::store_rows<kMlaValueDim>(o, factor, staging, out, rows_left);

@@ -20,13 +20,14 @@ __device__ __forceinline__ mla::ValidKeyRows valid_key_rows(const SparseMlaFwdPa
                                                             int warp, int lane) {
   return mla::ValidKeyRows(shared.valid[valid_stage], warp, lane);
 }
-// Turns scores into log2 units; -inf for invalid keys.
+// Multiplies scores by their scale; -inf for invalid keys.
 template <int kN>
-__device__ __forceinline__ void mask_scores(const SparseMlaFwdParams&,
-                                            const mla::ValidKeyRows& rows, float scale_log2,
-                                            float (&s)[kN]) {
+__device__ __forceinline__ void mask_scores(const SparseMlaFwdParams& p,
+                                            const mla::ValidKeyRows& rows, float (&s)[kN]) {
 #pragma unroll
-  for (int i = 0; i < kN; ++i) s[i] = rows.valid[i / 2 % 2] ? s[i] * scale_log2 : -INFINITY;
+  for (int i = 0; i < kN; ++i) {
+    s[i] = rows.valid[i / 2 % 2] ? __fmul_rn(s[i], p.scale) : -INFINITY;
+  }
 }
 
 template <typename Tr, typename Notes>
@@ -49,16 +50,19 @@ __device__ void write_few_results(const SparseMlaFwdParams& p, int work_index, i
     const int head = mla::HeadColumns<kN>::head(i);
     const float total = columns.sum[i];
     const bool empty = total == 0.f;
-    const float lse = empty ? -INFINITY : (columns.running_max[i] + log2f(total)) * kLn2;
-    factor[i] = empty ? 0.f : 1.f / total;
+    float denominator = total;
     if (head < work_tile.heads) {
       if (p.sinks && !empty) {
         const float sink =
             p.sinks[int64_t{work_tile.batch} * p.sinks_stride + work_tile.head + head];
-        factor[i] /= sink_divisor(sink, lse);
+        denominator += sink_weight(sink, columns.running_max[i]);
       }
-      if (threadIdx.x < 4) p.lse[first + head] = lse;
+      if (threadIdx.x < 4) {
+        p.max_logit[first + head] = columns.running_max[i];
+        p.log_sum[first + head] = log_of_sum(total);
+      }
     }
+    factor[i] = empty ? 0.f : 1.f / denominator;
   }
 
   // Outputs are staged in the warp's own bytes of the probabilities. Lanes 0..15 read the first 8

@@ -18,7 +18,11 @@ struct SparseMlaFwdParams {
   const int32_t* topk_length;  // [batch, queries], or null: all slots are valid
   const float* sinks;          // [batch, heads], or [heads] with sinks_stride = 0, or null
   void* out;                   // [batch, queries, heads, 512], bf16
-  float* lse;                  // [batch, queries, heads]; natural logarithm, without the sink
+  // Both are [batch, queries, heads]. The log-sum-exp of the scores, without the sink, is their
+  // sum. `max_logit` is a score next to the largest one, at most log(2^8) smaller; -inf for a row
+  // without a valid slot, where `log_sum` is 0.
+  float* max_logit;
+  float* log_sum;  // log(sum(exp(score - max_logit)))
   int64_t batch;
   int64_t queries;
   int64_t keys;
@@ -30,7 +34,7 @@ struct SparseMlaFwdParams {
   float scale;  // > 0
 };
 
-// The gradients of the forward pass. With P = exp(scale * q . kv - lse):
+// The gradients of the forward pass. With P = exp((scale * q . kv - max_logit) - log_sum):
 //   delta = sum(out * dout) - dlse
 //   dS = P (dout . v - delta) scale    dq = dS kv    dkv = dS^T q, plus P^T dout in the values
 // The gate of a sink must already be a factor of `dout`.
@@ -40,8 +44,9 @@ struct SparseMlaBwdParams {
   const int32_t* indices;
   const int32_t* ends;
   const int32_t* topk_length;
-  const void* dout;   // [batch, queries, heads, 512], bf16
-  const float* lse;   // [batch, queries, heads]
+  const void* dout;        // [batch, queries, heads, 512], bf16
+  const float* max_logit;  // [batch, queries, heads]; the results of the forward pass
+  const float* log_sum;
   const void* out;    // [batch, queries, heads, 512], bf16
   const float* dlse;  // [batch, queries, heads]
   void* dq;           // [batch, queries, heads, dim], bf16

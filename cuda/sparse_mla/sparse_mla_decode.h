@@ -23,10 +23,11 @@ struct SparseMlaDecodeParams : SparseMlaFwdParams {
   int pages;
   int page_size;
   int page_slots;
-  int splits;          // KV splits of every row of slots, 1..64
-  float* partial;      // sparse_mla_decode_partial_count floats, aligned to 16 bytes; null if
-                       // splits = 1
-  float* partial_lse;  // sparse_mla_decode_lse_count floats; null if splits = 1
+  int splits;            // KV splits of every row of slots, 1..64
+  float* partial;        // sparse_mla_decode_partial_count floats, aligned to 16 bytes; null if
+                         // splits = 1
+  float2* partial_rows;  // sparse_mla_decode_row_count pairs of a row's maximum and sum; null if
+                         // splits = 1
 };
 
 // Returns the number of (query, KV head group, 64 heads).
@@ -36,7 +37,7 @@ inline int64_t sparse_mla_decode_work_tiles(int64_t batch, int64_t queries, int 
 inline int64_t sparse_mla_decode_partial_count(int64_t work_tiles, int splits) {
   return splits > 1 ? work_tiles * splits * 64 * kMlaValueDim : 0;
 }
-inline int64_t sparse_mla_decode_lse_count(int64_t work_tiles, int splits) {
+inline int64_t sparse_mla_decode_row_count(int64_t work_tiles, int splits) {
   return splits > 1 ? work_tiles * splits * 64 : 0;
 }
 

@@ -45,62 +45,86 @@ logistic.defjvp(lambda x, dx: (logistic(*x), logistic(*x) * logistic(-x[0]) * dx
 
 
 def sink_gate(
-    sinks: Float[Array, "B N"] | None, lse: Float[Array, "B T G m"]
+    sinks: Float[Array, "B N"] | None,
+    max_logit: Float[Array, "B T G m"],
+    log_sum: Float[Array, "B T G m"] | float = 0.0,
 ) -> Float[Array, "B T G m"] | None:
     """Returns 1 / (1 + exp(sink - lse)), the share of the softmax that the sink leaves to the keys.
 
-    It is 1 for rows without a key. The result is None if there are no sinks.
+    It is 1 for rows without a key. The result is None if there are no sinks. For `max_logit` and
+    `log_sum`, see `probabilities`.
     """
-    return None if sinks is None else logistic(_above_sink(sinks, lse))
+    return None if sinks is None else logistic(_above_sink(sinks, max_logit, log_sum))
 
 
-def sink_share(sinks: Float[Array, "B N"], lse: Float[Array, "B T G m"]) -> Float[Array, "B T G m"]:
+def sink_share(
+    sinks: Float[Array, "B N"],
+    max_logit: Float[Array, "B T G m"],
+    log_sum: Float[Array, "B T G m"] | float = 0.0,
+) -> Float[Array, "B T G m"]:
     """Returns 1 - gate, the sink's share of the softmax; 0 for rows without a key.
 
     The difference of 1 and the gate would have no correct digit for a share below 6e-8.
     """
-    return logistic(-_above_sink(sinks, lse))
+    return logistic(-_above_sink(sinks, max_logit, log_sum))
 
 
 def _above_sink(
-    sinks: Float[Array, "B N"], lse: Float[Array, "B T G m"]
+    sinks: Float[Array, "B N"],
+    max_logit: Float[Array, "B T G m"],
+    log_sum: Float[Array, "B T G m"] | float,
 ) -> Float[Array, "B T G m"]:
     """Returns lse - sink, which is infinite for rows without a key."""
-    B, _, G, m = lse.shape
-    empty = lse == -jnp.inf
-    sinks = sinks.reshape(B, 1, G, m).astype(lse.dtype)
-    return jnp.where(empty, jnp.inf, jnp.where(empty, 0, lse) - sinks)
+    B, _, G, m = max_logit.shape
+    empty = max_logit == -jnp.inf
+    sinks = sinks.reshape(B, 1, G, m).astype(max_logit.dtype)
+    return jnp.where(empty, jnp.inf, (jnp.where(empty, 0, max_logit) - sinks) + log_sum)
 
 
 def sink_gradient(
     sinks: Float[Array, "B N"],
-    lse: Float[Array, "B T G m"],
+    max_logit: Float[Array, "B T G m"],
+    log_sum: Float[Array, "B T G m"] | float,
     dout_dot_out: Float[Array, "B T G m"],
 ) -> Float[Array, "B N"]:
     """Returns the sinks' gradient from the row sums of dout * out."""
-    share = sink_share(sinks, lse)
+    share = sink_share(sinks, max_logit, log_sum)
     return -jnp.sum(share * dout_dot_out, axis=1).reshape(sinks.shape)
 
 
-def of_rows_with_keys(lse: Float[Array, "*b"], *arrays: Array) -> tuple[Array, ...]:
+def of_rows_with_keys(max_logit: Float[Array, "*b"], *arrays: Array) -> tuple[Array, ...]:
     """Returns arrays [*b] or [*b, D] with zeros in rows without a key.
 
     The contents of such rows must not reach a key or a row that other queries see, and multiplying
     them by 0 is not enough, because 0 * NaN is NaN.
     """
-    alive = lse != -jnp.inf
+    alive = max_logit != -jnp.inf
     return tuple(
-        [jnp.where(alive if x.ndim == lse.ndim else alive[..., None], x, 0) for x in arrays]
+        [jnp.where(alive if x.ndim == alive.ndim else alive[..., None], x, 0) for x in arrays]
     )
 
 
+def log_of_sum(total: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Returns log(total), or 0 for a row without a key, whose sum is 0."""
+    return jnp.log(jnp.where(total == 0, 1, total))
+
+
 def probabilities(
-    s: Float[Array, "B T G m K"], lse: Float[Array, "B T G m"]
+    s: Float[Array, "B T G m K"],
+    max_logit: Float[Array, "B T G m"],
+    log_sum: Float[Array, "B T G m"] | float = 0.0,
 ) -> Float[Array, "B T G m K"]:
-    """Returns exp(s - lse); 0 where either is -inf, whatever the other is."""
-    lse = lse[..., None]
-    empty = lse == -jnp.inf
-    return jnp.where(empty | (s == -jnp.inf), 0, jnp.exp(s - jnp.where(empty, 0, lse)))
+    """Returns exp(s - lse); 0 where either is -inf, whatever the other is.
+
+    lse is given as the pair of the row's largest score and log(sum(exp(s - max_logit))). If all
+    scores are -1e9, the float32 number lse is the largest score itself, whatever the sum is. The
+    difference of a score and the largest one is exact there, and is therefore computed first.
+    """
+    max_logit = max_logit[..., None]
+    empty = max_logit == -jnp.inf
+    rest = log_sum if isinstance(log_sum, float) else log_sum[..., None]
+    p = jnp.exp((s - jnp.where(empty, 0, max_logit)) - rest)
+    return jnp.where(empty | (s == -jnp.inf), 0, p)
 
 
 def row_products(dout: Float[Array, "*b E"], out: Float[Array, "*b E"]) -> Float[Array, "*b"]:

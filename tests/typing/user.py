@@ -47,8 +47,13 @@ def decoding(q: Array, rows: Array, indices: Array) -> None:
     assert_type(jax_dsa.sparse_mla_decode(q, flat, indices, batch_invariant=True), Array)
     assert_type(jax_dsa.mqa_decode(q, rows), Array)
     out, lse = jax_dsa.mqa_decode(q, paged, return_lse=True)
+    assert_type(jax_dsa.mqa_decode(q, rows, return_max_logit=True), tuple[Array, Array])
+    both = jax_dsa.mqa_decode(q, rows, return_lse=True, return_max_logit=True)
+    assert_type(both, tuple[Array, Array, Array])
     assert_type(jax_dsa.mqa_decode(q, rows, normalize=False), tuple[Array, Array, Array])
     assert_type(jax_dsa.merge_attention([out, out], [lse, lse]), tuple[Array, Array])
+    sums = jax_dsa.merge_attention([out, out], max_logits=[lse, lse], sums=[lse, lse])
+    assert_type(sums, tuple[Array, Array, Array])
 
 
 def masked(q: Array, k: Array, v: Array, ends: Array) -> None:
@@ -56,6 +61,11 @@ def masked(q: Array, k: Array, v: Array, ends: Array) -> None:
     assert_type(mask, BlockMask)
     assert_type(jax_dsa.masked_attention(q, k, v, block_mask=mask), Array)
     assert_type(jax_dsa.masked_attention(q, k, v, return_lse=True), tuple[Array, Array])
+    assert_type(jax_dsa.masked_attention(q, k, v, return_max_logit=True), tuple[Array, Array])
+    assert_type(
+        jax_dsa.masked_attention(q, k, v, return_lse=True, return_max_logit=True),
+        tuple[Array, Array, Array],
+    )
     assert_type(jax_dsa.attention_probs(q, k, block_mask=mask), Array)
     assert_type(jax_dsa.masked_attention_varlen(q, k, v, ends, ends), Array)
     assert_type(jax_dsa.topk_mask(q, 4), Array)

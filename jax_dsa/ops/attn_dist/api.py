@@ -60,7 +60,9 @@ def attn_dist(
         indices: Positions along S [B, T, G, K] or [B, T, K], int32, in any order. Any value outside
             0..S-1 is an empty slot.
         lse: Log-sum-exp of the scores [B, T, N], float32, a natural logarithm without the sinks:
-            what `sparse_mla(..., return_lse=True)` returns for the same arguments.
+            what `sparse_mla(..., return_lse=True)` returns for the same arguments. The
+            probabilities are as precise as this float32 number: if scores are above about 1e5, it
+            has lost digits of the logarithm of the sum.
         scale: Factor of the scores. Default: D^-1/2.
         head_group: Number of consecutive heads per sum, a divisor of N/G. Default: all heads, which
             requires G = 1, because the slots of several KV heads may hold different keys.

@@ -26,4 +26,4 @@ def supports(options: Options, x: Operands) -> str | None:
 def attn_dist_fwd(options: Options, avals: Results, x: Operands) -> Results:
     """Does what `xla.attn_dist_fwd` does."""
     scale = np.float32(options.scale)
-    return Results(*ffi.call("jax_dsa.attn_dist_fwd.v1", x, avals, scale=scale))
+    return Results(*ffi.call("jax_dsa.attn_dist_fwd.v2", x, avals, scale=scale))

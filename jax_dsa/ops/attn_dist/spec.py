@@ -53,7 +53,10 @@ class Operands(NamedTuple):
         q: Queries.
         kv: Keys.
         indices: The keys that each query selects.
-        lse: Log-sum-exp of the scores, without the sinks.
+        lse: Log-sum-exp of the scores, without the sinks. With `log_sum` it is the largest score of
+            a row, as in the results of sparse MLA.
+        log_sum: None, or log(sum(exp(score - lse))), which counts as a constant. The pair also
+            gives the probabilities of huge scores.
         ends: Exclusive end of the keys that a query sees. None: all keys.
         topk_length: Number of slots of a row that are used, from the first one. None: all slots.
         sinks: Logits that take part in the softmax denominator but have no value.
@@ -66,6 +69,7 @@ class Operands(NamedTuple):
     ends: Int[Array, "b t"] | None
     topk_length: Int[Array, "b t"] | None
     sinks: Float[Array, "b {o.heads}"] | None
+    log_sum: Float[Array, "b t {o.heads}"] | None = None
 
 
 class Results(NamedTuple):

@@ -47,16 +47,18 @@ def _dsa_attention(call: Call, options: Options, x: Operands) -> tuple[Array, DS
     attend = sparse_mla.Options(
         scale=options.scale, value_dim=options.value_dim, deterministic=options.deterministic
     )
-    out, lse = sparse_mla_op(call, attend, attended)
+    out, max_logit, log_sum = sparse_mla_op(call, attend, attended)
+    lse = max_logit + log_sum
     if logits is None:
         return out, DSAAux(indices=indices, kl=jnp.zeros((), lse.dtype), lse=lse)
 
-    q, kv, constant_lse = jax.lax.stop_gradient((x.q, x.kv, lse))
+    q, kv, log_sum = jax.lax.stop_gradient((x.q, x.kv, log_sum))
     taught = attn_dist.Operands(
         q=q,
         kv=kv,
         indices=slots,
-        lse=constant_lse,
+        lse=max_logit,
+        log_sum=log_sum,
         ends=None,
         topk_length=None,
         sinks=None,

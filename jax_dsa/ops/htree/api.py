@@ -191,9 +191,8 @@ def htree_attention(
     _check_tokens(args, "k", "T")
     v = args.array("v", v, "B T G E", (q.dtype,))
     options = check_tree(args, compression, top_k, **check_attention(args, "k", scale, rope_base))
-    out, lse, _ = htree_op(call, options, Operands(q, k, v, _positions(q)))
-    out, lse = args.restore((out, lse))
-    return (out, lse) if return_lse else out
+    y = args.restore(htree_op(call, options, Operands(q, k, v, _positions(q))))
+    return (y.out, y.max_logit + y.log_sum) if return_lse else y.out
 
 
 def htree_build(
@@ -368,6 +367,5 @@ def htree_decode(
     queries = jnp.arange(-q.shape[1], 0, dtype=jnp.int32)
     # A query whose token did not fit sees all tokens that the cache holds.
     positions = jnp.clip(lengths[:, None] + queries[None], -1, cache.capacity - 1)
-    out, lse, _ = htree_op(call, options, Operands(q, k, v, positions))
-    out, lse = args.restore((out, lse))
-    return (out, lse) if return_lse else out
+    y = args.restore(htree_op(call, options, Operands(q, k, v, positions)))
+    return (y.out, y.max_logit + y.log_sum) if return_lse else y.out

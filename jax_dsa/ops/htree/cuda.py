@@ -62,13 +62,13 @@ def htree_fwd(options: Options, avals: Results, x: Operands) -> Results:
     if options.capacity is not None:
         return _decode(options, avals, x)
     w = _workspaces(options, x)
-    out, lse, selected, *_ = ffi.call(
-        "jax_dsa.htree_fwd.v1",
+    results = ffi.call(
+        "jax_dsa.htree_fwd.v2",
         x,
         [*avals, w.tree, w.rotations, w.build, w.fwd],
         **_attributes(options),
     )
-    return Results(out=out, lse=lse, selected=selected)
+    return Results(*results[: len(avals)])
 
 
 def _decode(options: Options, avals: Results, x: Operands) -> Results:
@@ -85,14 +85,14 @@ def _decode(options: Options, avals: Results, x: Operands) -> Results:
         compression=options.compression,
         top_k=options.top_k,
     )
-    out, lse, selected, _ = ffi.call(
-        "jax_dsa.htree_decode.v1",
+    results = ffi.call(
+        "jax_dsa.htree_decode.v2",
         x,
         [*avals, jax.ShapeDtypeStruct((size,), jnp.uint8)],
         capacity=np.int64(options.capacity),
         **_attributes(options),
     )
-    return Results(out=out, lse=lse, selected=selected)
+    return Results(*results[: len(avals)])
 
 
 def htree_bwd(
@@ -104,8 +104,8 @@ def htree_bwd(
     """
     w = _workspaces(options, x)
     dq, dk, dv, *_ = ffi.call(
-        "jax_dsa.htree_bwd.v1",
-        [*x, *y, dy.out, dy.lse],
+        "jax_dsa.htree_bwd.v2",
+        [*x, *y, dy.out, dy.log_sum],
         [*avals, w.tree, w.rotations, w.build, w.bwd],
         **_attributes(options),
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jax_dsa.core.checks import Args
-from jax_dsa.core.spec import Dtype, Remat, accumulated, like
+from jax_dsa.core.spec import CONSTANT, Dtype, Remat, accumulated, like
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.ops.htree.tree import node_count, tree_layers
 
@@ -75,13 +75,17 @@ class Results(NamedTuple):
 
     Attributes:
         out: The output, in the dtype of q.
-        lse: Logsumexp of the scores, float32, natural logarithm.
+        max_logit: The largest score of a row, or one close to it; -inf without a token. It counts
+            as a constant.
+        log_sum: log(sum(exp(score - max_logit))); 0 without a token. The log-sum-exp is
+            `max_logit + log_sum`, and its cotangent is that of `log_sum`.
         selected: The ordinals of the candidates selected in layer l are in [..., l - 1, :],
             ascending, then -1.
     """
 
     out: Float[Array, "b t (g m) e", like("q"), Remat("dsa_out")]
-    lse: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
+    max_logit: Float[Array, "b t (g m)", accumulated("q"), CONSTANT, Remat("dsa_lse")]
+    log_sum: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
     selected: Int[
         Array,
         "b t g l k",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_dsa.core import compat, streaming
-from jax_dsa.core.softmax import split_scale
+from jax_dsa.core.softmax import log_of_sum, split_scale
 from jax_dsa.core.typing import Array
 from jax_dsa.ops.htree import spec, tree
 from jax_dsa.ops.htree.nodes import (
@@ -66,7 +66,7 @@ def htree_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gradien
     nodes = Nodes.of(options, x.k, x.v)
     dtype = compat.accum_dtype(x.k.dtype)
     grads = (jnp.zeros(nodes.k.shape, dtype), jnp.zeros(nodes.v.shape, dtype))
-    xs = (x.q, x.positions, y.selected, y.out, y.lse, dy.out, dy.lse)
+    xs = (x.q, x.positions, y.selected, *y[:3], dy.out, dy.log_sum)
 
     def body(grads: Any, nodes: Nodes, *xs: Array) -> Any:
         return _attend_transposed(options, nodes, grads, *xs)
@@ -116,7 +116,7 @@ def _scan(body: Any, carry: Any, nodes: Nodes, xs: tuple[Array, ...], cost: int)
 
 def _attend(
     options: Options, nodes: Nodes, q: Array, positions: Array
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array]:
     """Computes `htree_fwd` for a chunk of queries, with one running softmax over all layers."""
     batch, queries, heads, _ = q.shape
     groups, value_dim = nodes.v.shape[2:]
@@ -148,12 +148,12 @@ def _attend(
         out = out * decay + columns.mix(p)
         peak = highest
 
-    has_token = total != 0
-    total = jnp.where(has_token, total, 1)
-    lse = jnp.where(has_token, peak + jnp.log(total), -jnp.inf)
+    log_sum = log_of_sum(total)
+    total = jnp.where(total == 0, 1, total)
     return (
         (out / total).reshape(batch, queries, heads, value_dim).astype(q.dtype),
-        lse.reshape(batch, queries, heads),
+        peak.reshape(batch, queries, heads),
+        log_sum.reshape(batch, queries, heads),
         jnp.stack(selected, axis=3).astype(options.ordinal_dtype)
         if selected
         else jnp.zeros((batch, queries, groups, 0, top_k), options.ordinal_dtype),
@@ -168,7 +168,8 @@ def _attend_transposed(
     positions: Array,
     selected: Array,
     out: Array,
-    lse: Array,
+    max_logit: Array,
+    log_sum: Array,
     dout: Array,
     dlse: Array,
 ) -> tuple[tuple[Array, Array], tuple[Array]]:
@@ -184,14 +185,21 @@ def _attend_transposed(
     # A query without cotangents has zero gradients even if it sees NaN, and so has a query without
     # a token, whatever its cotangents are.
     live = (dout != 0).any(-1, keepdims=True) | (dlse != 0)[..., None]
-    live &= lse[..., None] != -jnp.inf
+    live &= max_logit[..., None] != -jnp.inf
     dout = jnp.where(live, dout, 0)
     first, last = split_scale(options.scale, dout.dtype)
     delta = (out.astype(dtype) * (first * dout).astype(dtype)).sum(-1, keepdims=True)
     delta -= first * dlse[..., None]
-    q, dout, live, delta, lse = (
+    q, dout, live, delta, max_logit, log_sum = (
         x.reshape(*shape[:2], groups, shape[2] // groups, x.shape[-1])
-        for x in (jnp.where(live, q, 0), dout, live, delta, lse[..., None])
+        for x in (
+            jnp.where(live, q, 0),
+            dout,
+            live,
+            delta,
+            max_logit[..., None],
+            log_sum[..., None],
+        )
     )
 
     dk, dv = grads
@@ -208,7 +216,7 @@ def _attend_transposed(
             parents = selected_nodes(ordinals, parents, r)
             counted &= ~mark(ordinals, counted.shape[-1])[:, :, :, None]
         scores = options.scale * columns.scores(rotated)
-        p = jnp.where(counted, jnp.exp(scores - lse), 0)
+        p = jnp.where(counted, jnp.exp((scores - max_logit) - log_sum), 0)
         dp = columns.dot("btgme,*e->btgmw", first * dout, columns.values)
         ds = jnp.where(counted, p * (dp - delta) * last, 0)
 

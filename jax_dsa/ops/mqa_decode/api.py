@@ -1,9 +1,8 @@
-"""`mqa_decode`, attention of a few new queries to a whole cache, and `merge_attention`."""
+"""`mqa_decode`, attention of a few new queries to a whole cache."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -16,7 +15,7 @@ from jax_dsa.core.arguments import (
     shared_sinks,
     value_dim_or_default,
 )
-from jax_dsa.core.checks import FLOATS, INT32, WIDE_FLOATS, Args, as_array
+from jax_dsa.core.checks import FLOATS, INT32, Args, as_array
 from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
@@ -56,6 +55,7 @@ class _Keywords(TypedDict, total=False):
 
 
 OutLSE = tuple[Float[Array, "B T N E"], Float[Array, "B T N"]]
+OutLSEMax = tuple[Float[Array, "B T N E"], Float[Array, "B T N"], Float[Array, "B T N"]]
 Unnormalized = tuple[Float[Array, "B T N E"], Float[Array, "B T N"], Float[Array, "B T N"]]
 
 
@@ -67,6 +67,7 @@ def mqa_decode(
     *,
     normalize: Literal[True] = True,
     return_lse: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
     **keywords: Unpack[_Keywords],
 ) -> Float[Array, "B T N E"]: ...
 @overload
@@ -77,6 +78,7 @@ def mqa_decode(
     *,
     normalize: Literal[True] = True,
     return_lse: Literal[True],
+    return_max_logit: Literal[False] = False,
     **keywords: Unpack[_Keywords],
 ) -> OutLSE: ...
 @overload
@@ -85,8 +87,31 @@ def mqa_decode(
     k: Float[Array, "B S G D"] | FlatCache | PagedCache,
     v: Float[Array, "B S G E"] | None = None,
     *,
+    normalize: Literal[True] = True,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[True],
+    **keywords: Unpack[_Keywords],
+) -> OutLSE: ...
+@overload
+def mqa_decode(
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B S G D"] | FlatCache | PagedCache,
+    v: Float[Array, "B S G E"] | None = None,
+    *,
+    normalize: Literal[True] = True,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **keywords: Unpack[_Keywords],
+) -> OutLSEMax: ...
+@overload
+def mqa_decode(
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B S G D"] | FlatCache | PagedCache,
+    v: Float[Array, "B S G E"] | None = None,
+    *,
     normalize: Literal[False],
     return_lse: bool = False,
+    return_max_logit: bool = False,
     **keywords: Unpack[_Keywords],
 ) -> Unnormalized: ...
 def mqa_decode(
@@ -104,8 +129,9 @@ def mqa_decode(
     batch_invariant: bool = False,
     normalize: bool = True,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N E"] | OutLSE | Unnormalized:
+) -> Float[Array, "B T N E"] | OutLSE | OutLSEMax | Unnormalized:
     """Computes the softmax attention of the newest T tokens of each request to its visible keys.
 
     Query t is the token at position `p = key_value_seq_lengths[b] - T + t` and sees the keys
@@ -148,13 +174,17 @@ def mqa_decode(
             m = -inf without a key. Gradients treat m as a constant, which is correct for every
             function of o/l and m + log l. False excludes `sinks`.
         return_lse: Whether to return `lse` as well. Ignored if `normalize` is False.
+        return_max_logit: Whether to return `max_logit`, the largest `s_j` of a row, as well; for
+            the clipping of queries and keys (QK-clip). It has no gradient. Ignored if `normalize`
+            is False.
         implementation: "cuda" or "xla". Default: the CUDA kernels where they support the call.
 
     Returns:
-        `out` [B, T, N, E] in the dtype of `q`. With `return_lse` a tuple of `out` and `lse`
-        [B, T, N], float32, the natural logarithm. The results are differentiable with respect to
-        `q`, `k` (except FP8 records), `v` and `sinks`. If the arguments have no batch axis, the
-        results have none.
+        `out` [B, T, N, E] in the dtype of `q`. With `return_lse` or `return_max_logit` a tuple of
+        `out` and then `lse`, `max_logit` or both, [B, T, N] in float32; `lse` is the natural
+        logarithm, rounded to float32. The results except `max_logit` are differentiable with
+        respect to `q`, `k` (except FP8 records), `v` and `sinks`. If the arguments have no batch
+        axis, the results have none.
 
     Raises:
         ValueError: If a shape or a value is out of range.
@@ -177,6 +207,7 @@ def mqa_decode(
     call = args.call(implementation)
     normalize = args.flag("normalize", normalize)
     return_lse = args.flag("return_lse", return_lse)
+    return_max_logit = args.flag("return_max_logit", return_max_logit)
     if not normalize and sinks is not None:
         raise ValueError(f"{args.op}: argument 'sinks' is an array, want None with normalize=False")
     q = args.array("q", q, "B T N D", FLOATS)
@@ -204,16 +235,21 @@ def mqa_decode(
         normalize=normalize,
         page_size=keys.page_size,
         batch_invariant=args.flag("batch_invariant", batch_invariant),
+        exact_max=return_max_logit or not normalize,
     )
     sinks = shared_sinks(args, sinks)
     operands = Operands(q, keys.rows, v, starts, ends, sinks, keys.page_table)
-    out, lse, top = mqa_decode_op(call, options, operands)
-    if top is None:
-        out, lse = args.restore((out, lse))
-        return (out, lse) if return_lse else out
-    top = jax.lax.stop_gradient(top)
-    total = jnp.where(top == -jnp.inf, 0, jnp.exp(lse - jnp.where(top == -jnp.inf, 0, top)))
-    return args.restore((out * total[..., None], top, total))
+    out, max_logit, log_sum = args.restore(mqa_decode_op(call, options, operands))
+    max_logit = jax.lax.stop_gradient(max_logit)
+    if not normalize:
+        total = jnp.where(max_logit == -jnp.inf, 0, jnp.exp(log_sum))
+        return out * total[..., None], max_logit, total
+    results = [out]
+    if return_lse:
+        results.append(max_logit + log_sum)
+    if return_max_logit:
+        results.append(max_logit)
+    return tuple(results) if len(results) > 1 else out  # type: ignore[return-value]
 
 
 def _values(args: Args, v: Any, keys: Keys, dtype: Any) -> Array:
@@ -260,89 +296,3 @@ def _visible_ranges(
     if left is not None:  # with a negative window a query sees nothing
         first = jnp.maximum(first, ends - 1 - jnp.maximum(left, -1).reshape(-1, 1))
     return first, ends
-
-
-def merge_attention(
-    outs: Float[Array, "P B T N E"] | Sequence[Float[Array, "B T N E"]],
-    lses: Float[Array, "P B T N"] | Sequence[Float[Array, "B T N"]],
-    *,
-    implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B T N E"], Float[Array, "B T N"]]:
-    """Combines the attention to P disjoint sets of keys into the attention to all of them.
-
-        lse = log sum_p exp(lses[p])        out = sum_p exp(lses[p] - lse) outs[p]
-
-    A set with lse = -inf contributes nothing, whatever its output is. If all sets have lse = -inf,
-    then out = 0 and lse = -inf.
-
-    Args:
-        outs: Normalized outputs of each set, stacked along the first axis or as a sequence. Any
-            number of axes; the last one is E.
-        lses: Log-sum-exp of each set without sinks, float32, the natural logarithm. It has the axes
-            of `outs` without E.
-        implementation: "xla". "cuda" is not available.
-
-    Returns:
-        `out` in the dtype of `outs`, and `lse`. Both are differentiable with respect to both
-        arguments, to any order.
-
-    Raises:
-        ValueError: If the shapes do not match or there are no sets.
-        TypeError: If a dtype or the type of an argument is wrong.
-        NotImplementedError: If `implementation="cuda"`.
-
-    Examples:
-        >>> import jax.numpy as jnp, jax_dsa
-        >>> outs = jnp.array([[[[1.0]]], [[[3.0]]]])  # [P=2, T=1, N=1, E=1]
-        >>> out, lse = jax_dsa.merge_attention(outs, jnp.log(jnp.array([[[3.0]], [[1.0]]])))
-        >>> out.round(5)
-        Array([[[1.5]]], dtype=float32)
-    """
-    outs = _stacked("outs", outs)
-    axes = ["P", *(f"A{i}" for i in range(1, outs.ndim - 1)), "E"]
-    args = Args("merge_attention", "outs", outs, " ".join(axes))
-    outs = args.array("outs", outs, " ".join(axes), FLOATS)
-    lses = args.array("lses", _stacked("lses", lses), " ".join(axes[:-1]), WIDE_FLOATS)
-    if args.call(implementation).implementation == "cuda":
-        raise NotImplementedError(
-            "merge_attention: implementation='cuda' is not available: it has no CUDA kernel; "
-            "implementation='xla' covers this call"
-        )
-    return xla.merge(outs, lses)
-
-
-def _stacked(name: str, given: Any) -> jax.Array:
-    """Returns a sequence of arrays stacked along a new first axis, or a stacked array as it is."""
-    op = "merge_attention"
-    if isinstance(given, list | tuple):
-        arrays: list[Any] = [as_array(x) for x in given]
-        if any(x is None for x in arrays):
-            raise TypeError(f"{op}: argument '{name}' is a sequence, want arrays as its elements")
-        kinds = {(x.shape, x.dtype.name) for x in arrays}
-        if len(kinds) != 1:
-            got = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in sorted(kinds)) or "nothing"
-            raise ValueError(
-                f"{op}: argument '{name}' holds {got}, want arrays of one shape and dtype"
-            )
-        return _as_jax(name, jnp.stack, arrays, kinds.pop()[1])
-    array = as_array(given)
-    if array is None:
-        raise TypeError(
-            f"{op}: argument '{name}' is {type(given).__name__}, want an array or a list of arrays"
-        )
-    if array.shape[:1] in ((), (0,)):
-        raise ValueError(
-            f"{op}: argument '{name}' has shape {array.shape}, want at least one set of keys along "
-            "the first axis"
-        )
-    return _as_jax(name, jnp.asarray, array, array.dtype)
-
-
-def _as_jax(name: str, make: Any, given: Any, dtype: Any) -> jax.Array:
-    """Returns `make(given)`. Raises a TypeError with the argument's name if JAX lacks its dtype."""
-    try:
-        return make(given)
-    except TypeError:
-        raise TypeError(
-            f"merge_attention: argument '{name}' has dtype {dtype}, want floats"
-        ) from None

@@ -57,10 +57,7 @@ def mqa_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
         per_entry = dataclasses.replace(options, batch_invariant=False)
 
         def of_entry(x: Operands) -> Results:
-            outs = (
-                a if a is None else jax.ShapeDtypeStruct((x.q.shape[0], *a.shape[1:]), a.dtype)
-                for a in avals
-            )
+            outs = [jax.ShapeDtypeStruct((x.q.shape[0], *a.shape[1:]), a.dtype) for a in avals]
             return mqa_decode_fwd(per_entry, Results(*outs), x)  # type: ignore[arg-type]
 
         return entry_by_entry(of_entry, x)
@@ -75,11 +72,12 @@ def mqa_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
         jax.ShapeDtypeStruct((split_tiles, 2), jnp.int32),
     )
     operands = x.q, x.k, x.v, x.starts, x.ends, x.sinks, x.page_table
-    out, lse, top, *_ = ffi.call(
-        "jax_dsa.mqa_decode.v1",
+    out, max_logit, log_sum, *_ = ffi.call(
+        "jax_dsa.mqa_decode.v2",
         operands,
         [*avals, *workspace],
         scale=np.float32(options.scale),
         page_size=np.int32(options.page_size or 1),
+        exact_max=np.bool_(options.exact_max),
     )
-    return Results(out, lse, top)
+    return Results(out, max_logit, log_sum)

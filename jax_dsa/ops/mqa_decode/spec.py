@@ -24,6 +24,8 @@ class Options:
         page_size: Tokens per page; used only with a page table.
         batch_invariant: Whether a request's result is independent of the other requests; used only
             in the forward pass.
+        exact_max: Whether `max_logit` must be the largest score. Otherwise it may be up to 5.6
+            smaller, which saves the kernels rescaling.
     """
 
     scale: float
@@ -32,6 +34,7 @@ class Options:
     normalize: bool
     page_size: int | None = None
     batch_invariant: bool = False
+    exact_max: bool = True
 
     def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
         """Returns the sizes of dims that no operand has: without v a value is part of its key."""
@@ -64,21 +67,17 @@ def _out_dtype(options: Options, x: Operands) -> Any:
     return x.q.dtype if options.normalize else accum_dtype(x.q.dtype)
 
 
-def _top_dtype(options: Options, x: Operands) -> Any:
-    return None if options.normalize else accum_dtype(x.q.dtype)
-
-
 class Results(NamedTuple):
-    """The output, the log-sum-exp without the sink, and the largest score.
+    """The output, the largest score, and log(sum(exp(score - max_logit))) without the sink.
 
-    The largest score is None if options.normalize is True. It only sets the unit of a result that
-    is not normalized, so it has no gradient. The output is in the dtype of q, or in float32 if
-    options.normalize is False.
+    The log-sum-exp is `max_logit + log_sum`. The cotangent of `log_sum` is that of the log-sum-exp,
+    because `max_logit` counts as a constant. A row without a key has a `max_logit` of -inf and a
+    `log_sum` of 0. The output is in the dtype of q, or in float32 if options.normalize is False.
     """
 
     out: Float[Array, "b t (g m) e", Dtype(_out_dtype), Remat("dsa_out")]
-    lse: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
-    top: Float[Array, "b t (g m)", Dtype(_top_dtype), CONSTANT, Remat("dsa_lse")] | None
+    max_logit: Float[Array, "b t (g m)", accumulated("q"), CONSTANT, Remat("dsa_lse")]
+    log_sum: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
 
 
 class Gradients(NamedTuple):

@@ -26,6 +26,7 @@ from jax_dsa.core.layout import (
 )
 from jax_dsa.core.softmax import (
     grouped,
+    log_of_sum,
     of_rows_with_keys,
     probabilities,
     row_products,
@@ -117,7 +118,7 @@ def _chunk(options: Options, q: Array, k: Array, units: int, page: int, score_by
 
 
 def mqa_decode_fwd(options: Options, x: Operands) -> Results:
-    """Returns the output, the log-sum-exp and the largest score."""
+    """Returns the output, the largest score and the logarithm of the sum."""
     if options.batch_invariant:
         per_entry = dataclasses.replace(options, batch_invariant=False)
         return entry_by_entry(functools.partial(mqa_decode_fwd, per_entry), x)
@@ -158,36 +159,33 @@ def mqa_decode_fwd(options: Options, x: Operands) -> Results:
         ids = jnp.arange(units, dtype=jnp.int32)[None]
         carry, _ = scan_chunks(chunk, carry, (ids,), chunk=size)
     out, total, top, poisoned = carry
-    empty = total == 0
-    total = jnp.where(empty, 1, total)
-    lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
+    log_sum = log_of_sum(total)
+    total = jnp.where(total == 0, 1, total)
     out = jnp.where(poisoned[..., None, None], jnp.nan, out / total[..., None])
-    gate = sink_gate(sinks, lse)
+    gate = sink_gate(sinks, top, log_sum)
     out = out if gate is None else out * gate[..., None]
     out = out.reshape(B, T, N, E)
-    lse, top = lse.reshape(B, T, N), top.reshape(B, T, N)
-    if options.normalize:
-        return Results(out.astype(q.dtype), lse, None)
-    return Results(out, lse, top)
+    out = out.astype(q.dtype) if options.normalize else out
+    return Results(out, top.reshape(B, T, N), log_sum.reshape(B, T, N))
 
 
 def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
     """Returns the gradients of q, k, v and the sinks."""
     q, k, v, _, _, sinks, page_table = x
-    out, lse, _ = y
-    dout, dlse, _ = dy
+    out, top, log_sum = y
+    dout, _, dlse = dy
     B, T, N, D = q.shape
     G = k.shape[2]
     acc = compat.accum_dtype(q.dtype)
     read, units, page = _reader(options, x)
     ids = jnp.arange(units, dtype=jnp.int32)[None]
     size = _chunk(options, q, k, units, page, 24)
-    q, dout, lse, dlse = (grouped(x, G) for x in (q, dout, lse, dlse))
+    q, dout, top, log_sum, dlse = (grouped(x, G) for x in (q, dout, top, log_sum, dlse))
     E = dout.shape[-1]
-    q, dout, dlse = of_rows_with_keys(lse, q, dout.astype(q.dtype), dlse)
+    q, dout, dlse = of_rows_with_keys(top, q, dout.astype(q.dtype), dlse)
     first, last = split_scale(options.scale, q.dtype)
     dout_dot_out = row_products(first * dout, grouped(out, G))
-    gate = sink_gate(sinks, lse)
+    gate = sink_gate(sinks, top, log_sum)
     has_dk = k.dtype != jnp.uint8
 
     def put(total: Array, units: Array, rows: Array) -> Array:
@@ -204,7 +202,7 @@ def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
     def chunk(carry: Any, units: Array) -> Any:
         dq, dk, dv = carry
         keys, values, visible = read(units)
-        p = probabilities(_scores(options.scale, q, keys, visible), lse)
+        p = probabilities(_scores(options.scale, q, keys, visible), top, log_sum)
         dp = jnp.einsum("btgme,blge->btgml", first * dout, values, preferred_element_type=acc)
         dp = jnp.where(visible[:, :, None, None], dp - dout_dot_out[..., None], 0)
         weighted = p if gate is None else p * gate[..., None]
@@ -232,7 +230,9 @@ def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
     if units:
         carry, _ = scan_chunks(chunk, carry, (ids,), chunk=size)
     dq, dk, dv = carry
-    dsinks = None if sinks is None else sink_gradient(sinks, lse, dout_dot_out) / first
+    dsinks = None
+    if sinks is not None:
+        dsinks = sink_gradient(sinks, top, log_sum, dout_dot_out) / first
     return Gradients(q=dq.reshape(B, T, N, D).astype(q.dtype), k=dk, v=dv, sinks=dsinks)
 
 
@@ -251,3 +251,19 @@ def merge(
     outs = jnp.where(lses[..., None] == -jnp.inf, 0, outs.astype(acc))
     out = jnp.sum(weights[..., None] * outs, axis=0) / total[..., None]
     return out.astype(dtype), jnp.where(empty, -jnp.inf, top + jnp.log(total))
+
+
+def merge_sums(
+    outs: Float[Array, "P ... E"], max_logits: Float[Array, "P ..."], sums: Float[Array, "P ..."]
+) -> tuple[Float[Array, "... E"], Float[Array, "..."], Float[Array, "..."]]:
+    """Combines results that are not normalized; see `merge_attention`."""
+    acc = compat.accum_dtype(outs.dtype)
+    max_logits = max_logits.astype(acc)
+    top = jax.lax.stop_gradient(max_logits.max(0))
+    empty = max_logits == -jnp.inf
+    weights = jnp.where(empty, 0, jnp.exp(max_logits - jnp.where(top == -jnp.inf, 0, top)))
+    outs, sums = (
+        jnp.where(empty[..., None], 0, outs.astype(acc)),
+        jnp.where(empty, 0, sums.astype(acc)),
+    )
+    return (weights[..., None] * outs).sum(0), top, (weights * sums).sum(0)

@@ -195,8 +195,8 @@ def sparse_mla(
     )
     ends = causal_ends(args, is_causal, query_start, key_stride)
     operands = Operands(q, kv, indices, ends, topk_length, shared_sinks(args, sinks))
-    out, lse = args.restore(sparse_mla_op(call, options, operands))
-    return (out, lse) if return_lse else out
+    y = args.restore(sparse_mla_op(call, options, operands))
+    return (y.out, y.max_logit + y.log_sum) if return_lse else y.out
 
 
 @overload
@@ -294,5 +294,5 @@ def sparse_mla_decode(
     operands = Operands(
         q, keys.rows, indices, ends, topk_length, shared_sinks(args, sinks), keys.page_table
     )
-    out, lse = args.restore(sparse_mla_decode_op(call, options, operands))
-    return (out, lse) if return_lse else out
+    y = args.restore(sparse_mla_decode_op(call, options, operands))
+    return (y.out, y.max_logit + y.log_sum) if return_lse else y.out

@@ -83,7 +83,7 @@ def sparse_mla_fwd(options: Options, avals: Results, x: Operands) -> Results:
     """Returns what `xla.sparse_mla_fwd` returns, for keys without a page table."""
     operands = [getattr(x, name) for name in TAKES]
     scale = np.float32(options.scale)
-    return Results(*ffi.call("jax_dsa.sparse_mla_fwd.v1", operands, avals, scale=scale))
+    return Results(*ffi.call("jax_dsa.sparse_mla_fwd.v2", operands, avals, scale=scale))
 
 
 def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
@@ -97,10 +97,10 @@ def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Resu
     rows = (work_tiles, splits, TILE)
     partial = [
         jax.ShapeDtypeStruct((*rows, VALUE_DIM), jnp.float32),
-        jax.ShapeDtypeStruct(rows, jnp.float32),
+        jax.ShapeDtypeStruct((*rows, 2), jnp.float32),
     ]
-    out, lse, *_ = ffi.call(
-        "jax_dsa.sparse_mla_decode.v3",
+    out, max_logit, log_sum, *_ = ffi.call(
+        "jax_dsa.sparse_mla_decode.v4",
         [getattr(x, name) for name in DECODE_TAKES],
         [*avals, *(partial if splits > 1 else (None, None))],
         scale=np.float32(options.scale),
@@ -108,7 +108,7 @@ def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Resu
         splits=np.int32(splits),
         batch_invariant=np.bool_(options.batch_invariant),
     )
-    return Results(out, lse)
+    return Results(out, max_logit, log_sum)
 
 
 def sparse_mla_bwd(
@@ -119,15 +119,15 @@ def sparse_mla_bwd(
     The kernels do not know sinks. The gate of a sink is multiplied into `dout` here.
     """
     B, S, G, D = x.kv.shape
-    lse = grouped(y.lse, G)
-    gate = sink_gate(x.sinks, lse)
+    pair = grouped(y.max_logit, G), grouped(y.log_sum, G)
+    gate = sink_gate(x.sinks, *pair)
     dout, dsinks = dy.out, None
     if x.sinks is not None and gate is not None:
-        gate = gate.reshape(y.lse.shape)
-        (dout_dot_out,) = of_rows_with_keys(y.lse, row_products(dout, y.out))
-        dsinks = sink_gradient(x.sinks, lse, grouped(dout_dot_out, G))
+        gate = gate.reshape(y.log_sum.shape)
+        (dout_dot_out,) = of_rows_with_keys(y.max_logit, row_products(dout, y.out))
+        dsinks = sink_gradient(x.sinks, *pair, grouped(dout_dot_out, G))
         dout = (dout.astype(gate.dtype) * gate[..., None]).astype(dout.dtype)
-    xs = x.q, x.indices, x.ends, x.topk_length, dout, y.lse, y.out, dy.lse
+    xs = x.q, x.indices, x.ends, x.topk_length, dout, *y[1:], y.out, dy.log_sum
     if not sums_by_rows(options, x):
         dq, dkv = _kernel(options, x.kv, xs, avals.kv, B * x.q.shape[1])
         return Gradients(q=dq, kv=_columns_in_order(dkv), sinks=dsinks)
@@ -201,7 +201,7 @@ def _kernel(
     q, indices, *rest = xs
     space = _workspace(q, kv, indices, count, by_rows=rows[0] is not None)
     dq, dkv, *_ = ffi.call(
-        "jax_dsa.sparse_mla_bwd.v2",
+        "jax_dsa.sparse_mla_bwd.v3",
         [q, kv, indices, *rest, *rows],
         [jax.ShapeDtypeStruct(q.shape, q.dtype), gradient, *space],
         scale=np.float32(options.scale),

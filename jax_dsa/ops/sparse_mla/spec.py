@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jax_dsa.core.spec import SHARED, Remat, accumulated, like
+from jax_dsa.core.spec import CONSTANT, SHARED, Remat, accumulated, like
 from jax_dsa.core.typing import Array, Float, Int
 
 
@@ -58,10 +58,16 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The output in the dtype of q, and the log-sum-exp of the scores without the sink."""
+    """The output in the dtype of q, and the log-sum-exp of the scores without the sink, as a pair.
+
+    `max_logit` is the largest score of a row, or one close to it; -inf without a key. `log_sum` is
+    log(sum(exp(score - max_logit))); 0 without a key. The cotangent of `log_sum` is that of their
+    sum, the log-sum-exp, because `max_logit` counts as a constant.
+    """
 
     out: Float[Array, "b t (g m) e", like("q"), Remat("dsa_out")]
-    lse: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
+    max_logit: Float[Array, "b t (g m)", accumulated("q"), CONSTANT, Remat("dsa_lse")]
+    log_sum: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
 
 
 class Gradients(NamedTuple):

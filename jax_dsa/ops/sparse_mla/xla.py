@@ -2,15 +2,15 @@
 
 Per query and head, over the valid slots i of its indices, with v_i the first E values of row i:
 
-    s_i = scale * q . kv[idx_i]      lse = log sum_i exp(s_i)      gate = 1 / (1 + exp(sink - lse))
-    p_i = exp(s_i - lse)             out = gate * sum_i p_i v_i
+    s_i = scale * q . kv[idx_i]      m = max s_i                   l = sum_i exp(s_i - m)
+    p_i = exp(s_i - m - log l)       out = gate * sum_i p_i v_i    gate = l / (l + exp(sink - m))
 
     ds_i = p_i * (gate * (dout . v_i - dout . out) + dlse)
-    dsink = -dout . out / (1 + exp(lse - sink))
+    dsink = -dout . out * (1 - gate)
 
-where `out` is the gated output, so neither the gate nor its inverse has to be kept. The row of an
-invalid slot is read as zeros and its score as -inf. This keeps the contents of unselected keys, NaN
-included, out of every sum.
+where `dlse` is the cotangent of m + log l, and `out` is the gated output, so neither the gate nor
+its inverse has to be kept. The row of an invalid slot is read as zeros and its score as -inf. This
+keeps the contents of unselected keys, NaN included, out of every sum.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from jax_dsa.core.layout import physical_rows
 from jax_dsa.core.rows import gather_rows, query_bytes, scatter_rows, scores, valid_slots
 from jax_dsa.core.softmax import (
     grouped,
+    log_of_sum,
     of_rows_with_keys,
     probabilities,
     row_products,
@@ -40,7 +41,7 @@ from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
 
 
 def sparse_mla_fwd(options: Options, x: Operands) -> Results:
-    """Returns the output and the log-sum-exp."""
+    """Returns the output, the largest score and the logarithm of the sum."""
     x = _without_page_table(options, x)
     if options.batch_invariant:
         per_entry = dataclasses.replace(options, batch_invariant=False)
@@ -52,25 +53,22 @@ def sparse_mla_fwd(options: Options, x: Operands) -> Results:
         q, valid = x.q, _valid(x, S)
         rows = gather_rows(kv, x.indices, valid, q.dtype, options.page_size)
         s = scores(options.scale, grouped(q, G), rows, valid)
-        top = jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf))
-        top = jnp.where(top == -jnp.inf, 0, top)
-        p = jnp.exp(s - top)
+        top = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
+        p = jnp.exp(s - jnp.where(top == -jnp.inf, 0, top)[..., None])
         total = p.sum(-1)
-        empty = total == 0
-        total = jnp.where(empty, 1, total)
-        lse = jnp.where(empty, -jnp.inf, top[..., 0] + jnp.log(total))
+        log_sum = log_of_sum(total)
         out = jnp.einsum(
             "btgmk,btgke->btgme",
             p.astype(rows.dtype),
             rows[..., : options.value_dim],
             preferred_element_type=p.dtype,
         )
-        out = out / total[..., None]
-        gate = sink_gate(sinks, lse)
+        out = out / jnp.where(total == 0, 1, total)[..., None]
+        gate = sink_gate(sinks, top, log_sum)
         out = out if gate is None else out * gate[..., None]
         heads = q.shape[:3]
         out = out.reshape(*heads, options.value_dim).astype(q.dtype)
-        return carry, (out, lse.reshape(heads))
+        return carry, (out, top.reshape(heads), log_sum.reshape(heads))
 
     per_query = query_bytes(x.q, x.indices, 2 * x.q.dtype.itemsize, 12)
     size = chunk_length(x.q.shape[1], per_query)
@@ -93,11 +91,11 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
 
     def chunk(carry: Any, x: Operands, y: Results, dy: Results) -> Any:
         dkv, dsinks = carry
-        q, out, lse, dout, dlse = (grouped(a, G) for a in (x.q, *y, *dy))
-        dout, dlse = of_rows_with_keys(lse, dout, dlse)
+        q, out, top, log_sum, dout, dlse = (grouped(a, G) for a in (x.q, *y, dy.out, dy.log_sum))
+        dout, dlse = of_rows_with_keys(top, dout, dlse)
         valid = _valid(x, S)
         rows = gather_rows(kv, x.indices, valid, q.dtype, options.page_size)
-        p = probabilities(scores(options.scale, q, rows, valid), lse)
+        p = probabilities(scores(options.scale, q, rows, valid), top, log_sum)
         dp = jnp.einsum(
             "btgme,btgke->btgmk",
             first * dout,
@@ -105,7 +103,7 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
             preferred_element_type=acc,
         )
         dout_dot_out = row_products(first * dout, out)
-        gate = sink_gate(sinks, lse)
+        gate = sink_gate(sinks, top, log_sum)
         dp -= dout_dot_out[..., None]
         weighted = p if gate is None else p * gate[..., None]
         ds = ((weighted * dp + p * (first * dlse)[..., None]) * last).astype(q.dtype)
@@ -117,7 +115,7 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
             drows = jnp.einsum("btgmk,btgmd->btgkd", left, right, preferred_element_type=acc)
             dkv = scatter_rows(dkv, x.indices, valid, drows, deterministic=options.deterministic)
         if sinks is not None:
-            dsinks += sink_gradient(sinks, lse, dout_dot_out) / first
+            dsinks += sink_gradient(sinks, top, log_sum, dout_dot_out) / first
         return (dkv, dsinks), (dq.reshape(*dq.shape[:2], N, D).astype(q.dtype),)
 
     row_copies = 6 if options.deterministic else 2

@@ -48,6 +48,7 @@ def draw_mqa_decode(c: Draw, r: Draw) -> Call:
         "num_splits": c.one(None, c.integer(c.below(5)), c.integer(100)),
         "normalize": normalize,
         "return_lse": c.flag(),
+        "return_max_logit": c.flag(),
     }
 
     def visible(k: Any, lengths: Any) -> tuple[Any, Any, Any]:
@@ -79,14 +80,17 @@ def draw_mqa_decode(c: Draw, r: Draw) -> Call:
     def hold(**kwargs: Any) -> dict[str, Any]:
         return {"top": attended(**kwargs)[2]}
 
-    def want(top: Any, normalize: Any, return_lse: Any, **kwargs: Any) -> list[np.ndarray]:
+    def want(
+        top: Any, normalize: Any, return_lse: Any, return_max_logit: Any, **kwargs: Any
+    ) -> list[np.ndarray]:
         out, lse, _ = attended(**kwargs)
         if normalize:
-            return [out, lse] if return_lse else [out]
+            return [out, *([lse] if return_lse else []), *([top] if return_max_logit else [])]
         total = np.where(top == -np.inf, 0, np.exp(lse - np.where(top == -np.inf, 0, top)))
         return [out * total[..., None], top, total]
 
-    results = [dtype, wide(dtype)] if kwargs["return_lse"] else [dtype]
+    more = [kwargs["return_lse"], kwargs["return_max_logit"]]
+    results = [dtype, *[wide(dtype) for returned in more if returned]]
     call = Call(
         mqa_decode,
         kwargs,
@@ -106,6 +110,8 @@ def draw_mqa_decode(c: Draw, r: Draw) -> Call:
 
 
 def draw_merge_attention(c: Draw, r: Draw) -> Call:
+    if c.chance(0.3):
+        return draw_merge_of_sums(c, r)
     P, *shape, E = c.dims(P=3, B=2, T=3, N=3, E=4)
     dtype = c.dtype()
     shape = shape[c.one(0, 1, 2, 3) :]
@@ -118,6 +124,27 @@ def draw_merge_attention(c: Draw, r: Draw) -> Call:
 
     kwargs = {"outs": outs, "lses": lses}
     return Call(merge_attention, kwargs, want, (dtype, wide(dtype)), diff=("outs", "lses"))
+
+
+def draw_merge_of_sums(c: Draw, r: Draw) -> Call:
+    P, *shape, E = c.dims(P=3, B=2, T=3, N=3, E=4)
+    dtype = c.dtype()
+    shape = shape[c.one(0, 1, 2, 3) :]
+    max_logits = r.limits(wide(dtype), P, *shape)
+    max_logits = np.where(max_logits == np.inf, -np.inf, max_logits)
+
+    def want(outs: Any, max_logits: Any, sums: Any) -> list[np.ndarray]:
+        outs, sums, top = outs.astype(np.float64), sums.astype(np.float64), max_logits.max(0)
+        empty = max_logits == -np.inf
+        weights = np.where(empty, 0, np.exp(max_logits - np.where(top == -np.inf, 0, top)))
+        return [(weights[..., None] * outs).sum(0), top, (weights * sums).sum(0)]
+
+    kwargs = {
+        "outs": r.floats(dtype, P, *shape, E),
+        "max_logits": max_logits,
+        "sums": np.abs(r.floats(wide(dtype), P, *shape)),
+    }
+    return Call(merge_attention, kwargs, want, (wide(dtype),) * 3, diff=("outs", "sums"))
 
 
 GENERATORS = {"mqa_decode": draw_mqa_decode, "merge_attention": draw_merge_attention}

@@ -18,6 +18,7 @@ struct Case {
   bool infinite = false;      // every row selects a key with an infinite element
   bool nan = false;           // every third head has NaN in its queries
   bool mostly_empty = false;  // of nine queries, three have all slots and six have none
+  float huge = 0.f;  // the score of all keys of every second request, and of every third key
 };
 
 struct Problem {
@@ -25,6 +26,7 @@ struct Problem {
   std::vector<bf16> q, kv;
   std::vector<int32_t> indices, ends, lengths;
   std::vector<float> lse, sinks;
+  std::vector<float> log_sum;  // with huge scores
   float scale;
 
   int index(int64_t token, int group, int slot) const {
@@ -46,12 +48,15 @@ struct Problem {
     for (int d = 0; d < c.dim; ++d) {
       sum += double(__bfloat162float(row[d])) * __bfloat162float(column[d]);
     }
-    return sum * scale;
+    return c.huge != 0.f ? double(float(sum) * scale) : sum * scale;
+  }
+  double rest(int64_t token, int head) const {
+    return log_sum.empty() ? 0 : log_sum[token * c.heads + head];
   }
   double gate(int64_t token, int head) const {
     if (!c.sinks) return 1;
     const double sink = sinks[(c.sinks == 2 ? token / c.queries * c.heads : 0) + head];
-    return 1 / (1 + std::exp(sink - lse[token * c.heads + head]));
+    return 1 / (1 + std::exp(sink - lse[token * c.heads + head] - rest(token, head)));
   }
 };
 
@@ -95,6 +100,29 @@ Problem make(const Case& c, uint64_t seed) {
   for (int64_t i = 0; i < tokens * c.heads; ++i) {
     p.lse.push_back(random() % 16 == 0 ? -INFINITY : 2 + normal(random));
   }
+  if (c.huge != 0.f) {
+    for (size_t i = 0; i < p.q.size(); ++i) {
+      p.q[i] = __float2bfloat16(i % c.dim == size_t(c.dim) - 1 ? 1.f : 0.f);
+    }
+    for (int64_t row = 0; row < int64_t{c.batch} * c.keys * c.groups; ++row) {
+      if (row / c.groups / c.keys % 2 == 1 || row / c.groups % 3 == 0) {
+        p.kv[(row + 1) * c.dim - 1] = __float2bfloat16(c.huge);
+      }
+    }
+    for (int64_t i = 0; i < tokens * c.heads; ++i) {
+      const int64_t token = i / c.heads;
+      const int head = i % c.heads, group = head / (c.heads / c.groups);
+      std::vector<double> scores;
+      for (int k = 0; k < c.slots; ++k) {
+        if (p.valid(token, group, k)) scores.push_back(p.score(token, head, k));
+      }
+      double top = -INFINITY, sum = 0;
+      for (double s : scores) top = std::max(top, s);
+      for (double s : scores) sum += std::exp(s - top);
+      p.lse[i] = top;
+      p.log_sum.push_back(scores.empty() ? 0 : std::log(sum));
+    }
+  }
   // Keys that no slot selects become NaN.
   std::vector<bool> used(int64_t{c.batch} * c.keys * c.groups);
   for (int64_t t = 0; t < tokens; ++t) {
@@ -121,7 +149,7 @@ std::vector<double> expected(const Problem& x) {
       const int64_t row = (t / c.queries * sums + n / c.head_group) * c.queries + t % c.queries;
       for (int k = 0; k < c.slots; ++k) {
         if (!x.valid(t, n / (c.heads / c.groups), k)) continue;
-        out[row * c.slots + k] += x.gate(t, n) * std::exp(x.score(t, n, k) - lse);
+        out[row * c.slots + k] += x.gate(t, n) * std::exp(x.score(t, n, k) - lse - x.rest(t, n));
       }
     }
   }
@@ -142,6 +170,7 @@ std::vector<float> run(const Problem& x, int num_sms, const emulator::Options& o
   p.ends = c.ends ? ends.data() : nullptr;
   p.topk_length = c.lengths ? x.lengths.data() : nullptr;
   p.sinks = c.sinks ? x.sinks.data() : nullptr;
+  p.log_sum = x.log_sum.empty() ? nullptr : x.log_sum.data();
   p.sinks_stride = c.sinks == 2 ? c.heads : 0;
   p.out = out.data();
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys + far, p.heads = c.heads;
@@ -208,15 +237,20 @@ const Case kCases[] = {
      true},
     {"three head tiles", 1, 20, 90, 12, 1, 1, 512, 128},
     {"no slots", 1, 3, 10, 16, 1, 16, 576, 0},
+    {"huge scores", 2, 2, 90, 40, 1, 20, 576, 131, true, false, true, 2, 0.9f, false, false, false,
+     -1e9f},
+    {"huge scores joined", 2, 2, 90, 96, 1, 96, 512, 131, true, false, true, 0, 0.9f, false, false,
+     false, -3e38f},
     {"no keys", 1, 9, 0, 128, 1, 64, 576, 70},
 };
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  const auto cases = emulator::cases(argc, argv, kCases,
-                                     {"one tile, one query", "adversarial, two sums",
-                                      "96 heads joined", "groups, small sums", "one head per sum"});
+  const auto cases =
+      emulator::cases(argc, argv, kCases,
+                      {"one tile, one query", "adversarial, two sums", "96 heads joined",
+                       "groups, small sums", "one head per sum", "huge scores"});
   for (const Case& c : cases) check(c, emulator::schedules(argc, argv, &c - kCases));
   for (const char* name : {"adversarial, two sums", "groups, small sums"}) {
     check_far(emulator::named(kCases, name));

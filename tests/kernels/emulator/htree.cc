@@ -60,7 +60,7 @@ int64_t wrong_rows(const Problem& p, const uint8_t* tree) {
 
 struct Outcome {
   std::vector<bf16> out;
-  std::vector<float> lse;
+  std::vector<float> max_logit, log_sum;
   std::vector<int16_t> selected;
   std::vector<float> importance;  // of layer 1, of the last chunk
   int64_t width = 0;
@@ -90,11 +90,12 @@ Outcome run(const Problem& x, int tokens) {
   if (tokens == c.tokens) y.wrong = wrong_rows(x, reinterpret_cast<uint8_t*>(tree.get()));
   const int64_t queries = int64_t{c.batch} * c.queries;
   y.out.assign(queries * c.heads * c.dim, __float2bfloat16(NAN));
-  y.lse.assign(queries * c.heads, NAN);
+  y.max_logit.assign(queries * c.heads, NAN), y.log_sum = y.max_logit;
   y.selected.assign(queries * c.groups * (layers.count - 1) * c.top_k, -7);
   HTreeFwdParams p = {};
   p.q = q.get(), p.positions = x.positions.data(), p.tree = tree.get();
-  p.rotations = rotations.get(), p.out = y.out.data(), p.lse = y.lse.data();
+  p.rotations = rotations.get(), p.out = y.out.data(), p.max_logit = y.max_logit.data();
+  p.log_sum = y.log_sum.data();
   p.selected = y.selected.data(), p.batch = c.batch, p.queries = c.queries, p.heads = c.heads;
   p.groups = c.groups, p.tokens = tokens, p.dim = c.dim, p.compression = c.compression;
   p.top_k = c.top_k, p.scale = x.scale;
@@ -134,15 +135,15 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
       const int64_t head = x.token(b, t) * c.heads + g * (c.heads / c.groups);
       const int64_t at = (x.token(b, t) * c.groups + g) * (x.layers.count - 1) * c.top_k;
       const float* importance = y.importance.empty() ? nullptr : &y.importance[row * y.width];
-      found +=
-          check(x, b, t, g, y.selected.data() + at, &y.out[head * c.dim], &y.lse[head], importance);
+      found += check(x, b, t, g, y.selected.data() + at, &y.out[head * c.dim], &y.max_logit[head],
+                     &y.log_sum[head], importance);
       inexact += importance && !selects_exactly(x, b, t, importance, y.selected.data() + at);
     }
     if (i == 0) first = y;
-    bool same = equal_bits(first.out, y.out) && equal_bits(first.lse, y.lse);
+    bool same = equal_bits(first.out, y.out) && equal_bits(first.log_sum, y.log_sum);
     if (c.batch == 1 && c.end > 0) {  // the number of tokens that follow has no influence
       const Outcome shorter = run(x, c.end);
-      same &= equal_bits(shorter.out, y.out) && equal_bits(shorter.lse, y.lse);
+      same &= equal_bits(shorter.out, y.out) && equal_bits(shorter.log_sum, y.log_sum);
     }
     const bool good = y.wrong == 0 && inexact == 0 && found.good(c.size) && same;
     printf(

@@ -14,7 +14,7 @@ int failures = 0;
 
 struct Outcome {
   std::vector<bf16> out;
-  std::vector<float> lse;
+  std::vector<float> max_logit, log_sum;
   std::vector<int16_t> selected;
 };
 
@@ -31,11 +31,13 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
     emulator::machine.num_sms = static_cast<int>(3 * rows);
     Outcome y;
     y.out.assign(queries * c.heads * c.dim, __float2bfloat16(NAN));
-    y.lse.assign(queries * c.heads, NAN);
+    y.max_logit.assign(queries * c.heads, NAN), y.log_sum = y.max_logit;
     y.selected.assign(rows * layers * c.top_k, -7);
     HTreeDecodeParams params = {};
     HTreeFwdParams& p = params.fwd;
-    p.q = q.get(), p.positions = x.positions.data(), p.out = y.out.data(), p.lse = y.lse.data();
+    p.q = q.get(), p.positions = x.positions.data(), p.out = y.out.data(),
+    p.max_logit = y.max_logit.data();
+    p.log_sum = y.log_sum.data();
     p.selected = y.selected.data(), p.batch = c.batch, p.queries = c.queries, p.heads = c.heads;
     p.groups = c.groups, p.tokens = c.tokens, p.dim = c.dim, p.compression = c.compression;
     p.top_k = c.top_k, p.scale = x.scale;
@@ -57,13 +59,13 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
       const int64_t head = x.token(b, t) * c.heads + g * (c.heads / c.groups);
       const int16_t* chosen = y.selected.data() + (x.token(b, t) * c.groups + g) * layers * c.top_k;
       const float* importance = layers ? plan.importance + (rows + row) * width : nullptr;
-      found +=
-          htree_problem::check(x, b, t, g, chosen, &y.out[head * c.dim], &y.lse[head], importance);
+      found += htree_problem::check(x, b, t, g, chosen, &y.out[head * c.dim], &y.max_logit[head],
+                                    &y.log_sum[head], importance);
       inexact += importance && !selects_exactly(x, b, t, importance, chosen);
     }
     if (first.out.empty()) first = y;
     const bool same = memcmp(first.out.data(), y.out.data(), y.out.size() * 2) == 0 &&
-                      memcmp(first.lse.data(), y.lse.data(), y.lse.size() * 4) == 0;
+                      memcmp(first.log_sum.data(), y.log_sum.data(), y.log_sum.size() * 4) == 0;
     const bool good = inexact == 0 && found.good(c.size) && same;
     printf(
         "%-4s %-26s %d layers %s seed %llu  out %.1e (%.1e), lse %.1e, gap %.1e, importance "

@@ -41,7 +41,7 @@ void run(const DecodeCase& tried, const emulator::Options& options, int64_t far 
   }
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads, E = x.value_dim();
   std::vector<bf16> out(rows * E, __float2bfloat16(NAN));
-  std::vector<float> floats(rows * E, NAN), lse(rows, NAN), top(rows, NAN);
+  std::vector<float> floats(rows * E, NAN), max_logit(rows, NAN), log_sum(rows, NAN);
   const MqaDecodeWorkspace room =
       mqa_decode_workspace(mqa_decode_rows(c.queries, c.heads, c.groups, c.dim, c.with.records));
   std::vector<float4> partial(room.rows * E / 4, make_float4(NAN, NAN, NAN, NAN));
@@ -56,7 +56,7 @@ void run(const DecodeCase& tried, const emulator::Options& options, int64_t far 
   p.sinks = c.with.sinks ? x.sinks.data() : nullptr;
   p.page_table = paged ? page_table.data() : nullptr;
   p.out = c.with.normalized ? static_cast<void*>(out.data()) : floats.data();
-  p.lse = lse.data(), p.top = c.with.normalized ? nullptr : top.data();
+  p.max_logit = max_logit.data(), p.log_sum = log_sum.data();
   p.partial = reinterpret_cast<float*>(partial.data());
   p.partial_rows = partial_rows.data(), p.split_tiles = split_tiles.data();
   emulator::machine.options = options, emulator::machine.num_sms = tried.num_sms;
@@ -67,7 +67,7 @@ void run(const DecodeCase& tried, const emulator::Options& options, int64_t far 
     for (int d = 0; d < E; ++d) {
       got[d] = c.with.normalized ? __bfloat162float(out[r * E + d]) : floats[r * E + d];
     }
-    errors.add(x, attend(x, r / c.heads, r % c.heads), got, lse[r], top[r]);
+    errors.add(x, attend(x, r / c.heads, r % c.heads), got, max_logit[r], log_sum[r]);
   }
   int split = 0, splits = 0;
   for (const int2& x : split_tiles) split += x.y > 0, splits = std::max(splits, x.y);
@@ -232,18 +232,34 @@ const DecodeCase kCases[] = {
      kSplitAll},
     {{"infinite key, whole", 1, 1, 1, 64, 1, 576, {.infinite = true, .full = true}}, 1, kWhole},
     {{"no keys", 2, 2, 0, 40, 1, 576}, 3, kSplitAll},
+    {{"huge scores", 4, 2, 300, 40, 1, 576, {.sinks = 1, .huge = -1e9f}}, 3, kSplitAll},
+    {{"few, huge scores", 4, 1, 400, 16, 1, 576, {.huge = -3e38f, .exact_max = true}},
+     3,
+     kSplitAll},
+    {{"few, huge scores, queries", 3, 3, 200, 10, 1, 576, {.huge = -1e9f}}, 3, kUsual},
+    {{"great scores",
+      4,
+      2,
+      300,
+      33,
+      1,
+      576,
+      {.normalized = false, .huge = 1e5f, .exact_max = true}},
+     3,
+     kSplitAll},
     {{"few, no keys", 3, 1, 0, 4, 2, 128, {.separate_values = true}}, 3, kSplitAll},
 };
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  const auto cases = emulator::cases(
-      argc, argv, kCases,
-      {"one request", "few requests", "many, whole", "queries", "pages of 7, sharp",
-       "few, equally long, pages", "few, floats", "separate values 128",
-       "separate values 256, pages", "separate values 64", "records", "few, records"},
-      [](const DecodeCase& c) { return c.c.name; });
+  const auto cases =
+      emulator::cases(argc, argv, kCases,
+                      {"one request", "few requests", "many, whole", "queries", "pages of 7, sharp",
+                       "few, equally long, pages", "few, floats", "separate values 128",
+                       "separate values 256, pages", "separate values 64", "records",
+                       "few, records", "huge scores", "few, huge scores"},
+                      [](const DecodeCase& c) { return c.c.name; });
   for (const DecodeCase& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options);
   }

@@ -39,11 +39,12 @@ void run(const DecodeCase& tried, const emulator::Options& options, int64_t far 
   }
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
   std::vector<bf16> out(rows * 512, __float2bfloat16(NAN));
-  std::vector<float> lse(rows, NAN);
+  std::vector<float> max_logit(rows, NAN), log_sum(rows, NAN);
   const int64_t work_tiles = sparse_mla_decode_work_tiles(c.batch, c.queries, c.heads, c.groups);
   std::vector<float4> partial(sparse_mla_decode_partial_count(work_tiles, tried.splits) / 4,
                               make_float4(NAN, NAN, NAN, NAN));
-  std::vector<float> partial_lse(sparse_mla_decode_lse_count(work_tiles, tried.splits), NAN);
+  std::vector<float2> partial_rows(sparse_mla_decode_row_count(work_tiles, tried.splits),
+                                   make_float2(NAN, NAN));
   SparseMlaDecodeParams p = decode_shapes(x, layout, cache, tried.splits);
   if (!paged) p.keys += far, p.batch_rows += far;
   p.q = x.q.data(), p.kv = kv.data(), p.indices = cache.indices.data();
@@ -51,21 +52,21 @@ void run(const DecodeCase& tried, const emulator::Options& options, int64_t far 
   p.topk_length = c.lengths ? x.lengths.data() : nullptr;
   p.sinks = c.sinks ? x.sinks.data() : nullptr;
   p.page_table = paged ? cache.page_table.data() : nullptr;
-  p.out = out.data(), p.lse = lse.data();
-  p.partial = reinterpret_cast<float*>(partial.data()), p.partial_lse = partial_lse.data();
+  p.out = out.data(), p.max_logit = max_logit.data(), p.log_sum = log_sum.data();
+  p.partial = reinterpret_cast<float*>(partial.data()), p.partial_rows = partial_rows.data();
   emulator::machine.options = options, emulator::machine.num_sms = 3;
   emulator::require(launch_sparse_mla_decode(p, nullptr));
   Error lse_error, out_error;
   for (int64_t r = 0; r < rows; ++r) {
     const Row want = attend(x, r / c.heads, r % c.heads);
-    lse_error.add(lse[r], want.lse);
+    lse_error.add(log_sum[r], log_sum_for(want, max_logit[r]));
     for (int d = 0; d < 512; ++d) out_error.add(__bfloat162float(out[r * 512 + d]), want.out[d]);
   }
   // Each request alone must give the same bits: results depend on the number of splits, not on the
   // batch.
   bool alone = true;
   std::vector<bf16> own_out(rows / c.batch * 512);
-  std::vector<float> own_lse(rows / c.batch);
+  std::vector<float> own_max(rows / c.batch), own_log_sum(rows / c.batch);
   for (int b = 0; b < c.batch; ++b) {
     SparseMlaDecodeParams own = p;
     own.batch = 1;
@@ -76,12 +77,13 @@ void run(const DecodeCase& tried, const emulator::Options& options, int64_t far 
     if (own.topk_length) own.topk_length += b * c.queries;
     if (own.sinks) own.sinks += b * p.sinks_stride;
     if (own.page_table) own.page_table += b * cache.page_slots;
-    own.out = own_out.data(), own.lse = own_lse.data();
+    own.out = own_out.data(), own.max_logit = own_max.data();
+    own.log_sum = own_log_sum.data();
     emulator::require(launch_sparse_mla_decode(own, nullptr));
     const bf16* const out_of_batch = out.data() + b * own_out.size();
-    const float* const lse_of_batch = lse.data() + b * own_lse.size();
+    const float* const sum_of_batch = log_sum.data() + b * own_log_sum.size();
     alone &= !std::memcmp(own_out.data(), out_of_batch, own_out.size() * sizeof(bf16)) &&
-             !std::memcmp(own_lse.data(), lse_of_batch, own_lse.size() * sizeof(float));
+             !std::memcmp(own_log_sum.data(), sum_of_batch, own_log_sum.size() * sizeof(float));
   }
   const bool good = lse_error.good(1e-4) && out_error.good(6e-3) && alone;
   printf("%-4s %-24s%s %2d splits, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e%s\n",
@@ -103,6 +105,9 @@ const DecodeCase kCases[] = {
     {{"D 512, groups, sharp", 1, 2, 70, 6, 3, 512, 200, false, true, false, 1, 12.f}, {}, 2},
     {{"more splits than tiles", 1, 1, 70, 70, 1, 512, 70, false, false, false, 1}, {}, 5},
     {{"no slots", 1, 2, 10, 16, 1, 576, 0}, {}, 2},
+    {{"huge scores", 2, 1, 90, 40, 1, 576, 200, true, false, false, 1, 1.f, false, 0, 0, -1e9f},
+     {},
+     3},
     {{"40 splits", 1, 1, 400, 16, 1, 512, 2600, false, false, false, 1}, {}, 40},
     {{"pages", 2, 1, 91, 16, 1, 576, 400, true, true, true, 1}, {false, 7, true}, 2},
     {{"pools", 3, 1, 96, 16, 2, 512, 130}, {.page_size = 16, .holes = true, .pools = true}, 2},

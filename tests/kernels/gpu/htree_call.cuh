@@ -47,7 +47,8 @@ struct Call : Memory {
     p.positions = room<int32_t>(batch * queries);
     p.tree = build.tree, p.rotations = build.rotations;
     p.out = room<bf16>(batch * queries * heads * dim);
-    p.lse = room<float>(batch * queries * heads);
+    p.max_logit = room<float>(batch * queries * heads);
+    p.log_sum = room<float>(batch * queries * heads);
     const int64_t slots = batch * queries * groups * (layers.count - 1) * top_k;
     if (wants_selected) p.selected = room<int16_t>(slots);
     p.workspace_bytes = htree_fwd_workspace(p, rows ? rows : batch * queries * groups);

@@ -35,14 +35,15 @@ bool run_case(const Case& c, uint64_t seed, int64_t samples) {
   const int64_t layers = x.layers.count - 1, heads = c.heads / c.groups;
   const int64_t tokens = int64_t{c.batch} * c.queries, slots = tokens * c.groups * layers * c.top_k;
   std::vector<bf16> out[2];
-  std::vector<float> lse;
+  std::vector<float> max_logit, log_sum;
   std::vector<int16_t> selected;
   for (auto& got : out) {
     CHECK(cudaMemset(p.out, 0xff, tokens * c.heads * c.dim * 2));
     CHECK(launch_htree_fwd(p, nullptr));
     CHECK(cudaDeviceSynchronize());
     got = download(static_cast<bf16*>(p.out), tokens * c.heads * c.dim);
-    lse = download(p.lse, tokens * c.heads);
+    max_logit = download(p.max_logit, tokens * c.heads);
+    log_sum = download(p.log_sum, tokens * c.heads);
     selected = download(p.selected, slots);
   }
   const bool same = memcmp(out[0].data(), out[1].data(), out[0].size() * 2) == 0;
@@ -66,7 +67,8 @@ bool run_case(const Case& c, uint64_t seed, int64_t samples) {
         importance.empty() ? nullptr : &importance[row * plan.chunk.width];
     inexact += row_importance && !selects_exactly(x, b, t, row_importance, chosen);
     if (row % step == 0)
-      found += check(x, b, t, g, chosen, &out[1][head * c.dim], &lse[head], row_importance);
+      found += check(x, b, t, g, chosen, &out[1][head * c.dim], &max_logit[head], &log_sum[head],
+                     row_importance);
   }
   const bool good = inexact == 0 && found.good(c.size, true) && same;
   printf(

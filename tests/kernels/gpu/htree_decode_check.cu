@@ -33,7 +33,8 @@ struct DecodeCall : Memory {
     p.q = room<bf16>(batch * queries * heads * dim);
     p.positions = room<int32_t>(batch * queries);
     p.out = room<bf16>(batch * queries * heads * dim);
-    p.lse = room<float>(batch * queries * heads);
+    p.max_logit = room<float>(batch * queries * heads);
+    p.log_sum = room<float>(batch * queries * heads);
     const int64_t layers = htree_layers(tokens, compression, top_k).count - 1;
     p.selected = room<int16_t>(batch * queries * groups * layers * top_k);
     p.workspace_bytes = htree_decode_workspace(d);
@@ -53,17 +54,18 @@ bool run_case(const Case& c, uint64_t seed, int runs) {
   const int64_t layers = x.layers.count - 1, tokens = int64_t{c.batch} * c.queries;
   const int64_t rows = tokens * c.groups, heads = c.heads / c.groups;
   std::vector<bf16> out[2];
-  std::vector<float> lse[2];
+  std::vector<float> max_logit, log_sum[2];
   bool same = true;
   for (int run = 0; run < runs; ++run) {
     CHECK(cudaMemset(p.out, 0xff, tokens * c.heads * c.dim * 2));
     CHECK(launch_htree_decode(call.d, nullptr));
     CHECK(cudaDeviceSynchronize());
     out[run > 0] = download(static_cast<bf16*>(p.out), tokens * c.heads * c.dim);
-    lse[run > 0] = download(p.lse, tokens * c.heads);
+    max_logit = download(p.max_logit, tokens * c.heads);
+    log_sum[run > 0] = download(p.log_sum, tokens * c.heads);
     if (run == 0) continue;
     same &= memcmp(out[0].data(), out[1].data(), out[0].size() * 2) == 0;
-    same &= memcmp(lse[0].data(), lse[1].data(), lse[0].size() * 4) == 0;
+    same &= memcmp(log_sum[0].data(), log_sum[1].data(), log_sum[0].size() * 4) == 0;
   }
   const auto selected = download(p.selected, rows * layers * c.top_k);
   htree::DecodePlan plan = {};
@@ -82,7 +84,8 @@ bool run_case(const Case& c, uint64_t seed, int runs) {
     const int16_t* chosen = selected.data() + (x.token(b, t) * c.groups + g) * layers * c.top_k;
     const float* row_importance = importance.empty() ? nullptr : &importance[row * plan.width];
     inexact += row_importance && !selects_exactly(x, b, t, row_importance, chosen);
-    found += check(x, b, t, g, chosen, &out[0][head * c.dim], &lse[0][head], row_importance);
+    found += check(x, b, t, g, chosen, &out[0][head * c.dim], &max_logit[head], &log_sum[0][head],
+                   row_importance);
   }
   const bool good = inexact == 0 && found.good(c.size) && same;
   printf(

@@ -307,7 +307,7 @@ void bench_dense(int T, int S, int N, int D, int J, int C, bool apart) {
     memory.push_back(counts);
     TeacherParams teacher = p.teacher;
     teacher.batch = 1, teacher.queries = T, teacher.keys = S, teacher.out = probabilities,
-    teacher.offsets = floats(int64_t{T} * N);
+    teacher.pairs = reinterpret_cast<float2*>(floats(int64_t{T} * N * 2));
     teacher.starts = starts, teacher.ends = ends;
     IndexerFwdParams scores = {};
     scores.q = p.index.q, scores.k = p.index.k, scores.weights = p.index.weights;

@@ -91,7 +91,7 @@ struct References {
 
 struct Replay {
   std::vector<uint8_t> out;
-  std::vector<float> lse, top;
+  std::vector<float> max_logit, log_sum;
 
   float value(const Problem& x, int64_t i) const {
     return x.c.with.normalized ? __bfloat162float(reinterpret_cast<const bf16*>(out.data())[i])
@@ -103,7 +103,7 @@ struct Replay {
     for (size_t i = 0; i < all.rows.size(); ++i) {
       std::vector<float> row(E);
       for (int d = 0; d < E; ++d) row[d] = value(x, all.rows[i] * E + d);
-      errors.add(x, all.want[i], row, lse[all.rows[i]], top[all.rows[i]]);
+      errors.add(x, all.want[i], row, max_logit[all.rows[i]], log_sum[all.rows[i]]);
     }
     return errors;
   }
@@ -123,14 +123,15 @@ int run_case(const Case& c, const std::vector<mqa_decode::Tuning>& tunings, uint
   const Workspace space(p);
   bf16 *q = upload(x.q), *k = upload(x.k), *v = upload(x.v);
   int32_t *starts = upload(x.starts), *ends = upload(x.ends), *table = upload(x.page_table);
-  float *sinks = upload(x.sinks), *lse = device<float>(rows), *top = device<float>(rows);
+  float* sinks = upload(x.sinks);
+  float *max_logit = device<float>(rows), *log_sum = device<float>(rows);
   auto* out = device<uint8_t>(rows * E * out_bytes);
   uint8_t* records = upload(x.records);
   p.q = q, p.v = c.with.separate_values ? v : nullptr, p.starts = starts, p.ends = ends;
   p.k = c.with.records ? static_cast<const void*>(records) : k;
   p.sinks = c.with.sinks ? sinks : nullptr;
   p.page_table = c.with.page_size > 0 ? table : nullptr;
-  p.out = out, p.lse = lse, p.top = c.with.normalized ? nullptr : top;
+  p.out = out, p.max_logit = max_logit, p.log_sum = log_sum;
   space.give_to(p);
   cudaStream_t stream;
   CHECK(cudaStreamCreate(&stream));
@@ -139,19 +140,20 @@ int run_case(const Case& c, const std::vector<mqa_decode::Tuning>& tunings, uint
     cudaGraphExec_t calls = capture(stream, [&] { CHECK(mqa_decode::launch(p, tuning, stream)); });
     const auto replay = [&](const std::vector<int32_t>& its_ends) {
       CHECK(cudaMemset(out, 0xff, rows * E * out_bytes));
-      CHECK(cudaMemset(lse, 0xff, rows * 4));
-      CHECK(cudaMemset(top, 0xff, rows * 4));
+      CHECK(cudaMemset(max_logit, 0xff, rows * 4));
+      CHECK(cudaMemset(log_sum, 0xff, rows * 4));
       space.poison();
       CHECK(cudaMemcpy(ends, its_ends.data(), tokens * 4, cudaMemcpyHostToDevice));
       CHECK(cudaDeviceSynchronize());
       CHECK(cudaGraphLaunch(calls, stream));
       CHECK(cudaStreamSynchronize(stream));
-      return Replay{download(out, rows * E * out_bytes), download(lse, rows), download(top, rows)};
+      return Replay{download(out, rows * E * out_bytes), download(max_logit, rows),
+                    download(log_sum, rows)};
     };
     const Replay other = replay(half.ends), got = replay(x.ends), again = replay(x.ends);
     CHECK(cudaGraphExecDestroy(calls));
     const bool same =
-        got.out == again.out && !std::memcmp(got.lse.data(), again.lse.data(), rows * 4);
+        got.out == again.out && !std::memcmp(got.log_sum.data(), again.log_sum.data(), rows * 4);
     const Errors errors = got.errors(x, wanted), others = other.errors(half, half_wanted);
     int64_t nans = 0;
     for (int64_t i = 0; i < rows * E && !c.with.infinite; ++i) nans += std::isnan(got.value(x, i));
@@ -167,7 +169,7 @@ int run_case(const Case& c, const std::vector<mqa_decode::Tuning>& tunings, uint
   CHECK(cudaStreamDestroy(stream));
   space.free();
   for (void* x : {(void*)q, (void*)k, (void*)v, (void*)starts, (void*)ends, (void*)table,
-                  (void*)sinks, (void*)lse, (void*)top, (void*)out, (void*)records}) {
+                  (void*)sinks, (void*)max_logit, (void*)log_sum, (void*)out, (void*)records}) {
     CHECK(cudaFree(x));
   }
   return bad;
@@ -354,7 +356,8 @@ void bench(const Shape& s, const Ceilings& ceilings,
   auto* k = device<uint8_t>(sets * rows * k_bytes);
   auto* v = device<bf16>(s.separate_values ? sets * rows * s.G * E : 0);
   auto *q = device<bf16>(tokens * s.N * s.D), *out = device<bf16>(tokens * s.N * E);
-  auto* lse = device<float>(tokens * s.N);
+  auto* max_logit = device<float>(tokens * s.N);
+  auto* log_sum = device<float>(tokens * s.N);
   int32_t *starts_there = upload(starts), *ends_there = upload(ends);
   const int pages = s.page_size > 0 ? static_cast<int>(rows / s.page_size) : 0;
   auto* table = device<int32_t>(pages);
@@ -368,7 +371,8 @@ void bench(const Shape& s, const Ceilings& ceilings,
   if (pages > 0) fill_table<<<256, 256>>>(table, pages);
   CHECK(cudaDeviceSynchronize());
   MqaDecodeParams p = {};
-  p.q = q, p.starts = starts_there, p.ends = ends_there, p.out = out, p.lse = lse;
+  p.q = q, p.starts = starts_there, p.ends = ends_there, p.out = out, p.max_logit = max_logit,
+  p.log_sum = log_sum;
   p.batch = s.B, p.queries = s.T, p.keys = s.S, p.heads = s.N, p.groups = s.G, p.dim = s.D;
   p.records = s.records;
   p.value_dim = E, p.scale = 1 / std::sqrt(float(s.D)), p.batch_rows = pages > 0 ? 0 : s.S;
@@ -421,8 +425,8 @@ void bench(const Shape& s, const Ceilings& ceilings,
   }
   CHECK(cudaStreamDestroy(stream));
   space.free();
-  for (void* x : {(void*)k, (void*)v, (void*)q, (void*)out, (void*)lse, (void*)starts_there,
-                  (void*)ends_there, (void*)table}) {
+  for (void* x : {(void*)k, (void*)v, (void*)q, (void*)out, (void*)max_logit, (void*)log_sum,
+                  (void*)starts_there, (void*)ends_there, (void*)table}) {
     CHECK(cudaFree(x));
   }
 }

@@ -37,7 +37,8 @@ bool run_case(const Case& c, uint64_t seed) {
   p.q = upload(x.q), p.kv = upload(x.kv), p.indices = upload(x.indices);
   p.ends = c.ends ? upload(x.ends) : nullptr;
   p.topk_length = c.lengths ? upload(x.lengths) : nullptr;
-  p.dout = upload(want.dout), p.lse = upload(want.lse), p.out = upload(want.out);
+  p.dout = upload(want.dout), p.max_logit = upload(want.max_logit),
+  p.log_sum = upload(want.log_sum), p.out = upload(want.out);
   p.dlse = upload(want.dlse);
   p.dq = device<bf16>(want.dq.size()), p.dkv = device<float>(want.dkv.size());
   p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
@@ -86,9 +87,10 @@ bool run_case(const Case& c, uint64_t seed) {
   fflush(stdout);
   for (const void* a :
        {p.q, p.kv, (const void*)p.indices, (const void*)p.ends, (const void*)p.topk_length, p.dout,
-        (const void*)p.lse, p.out, (const void*)p.dlse, (const void*)p.dq, (const void*)p.dkv,
-        (const void*)p.counters, (const void*)p.p_ds, (const void*)p.order, (const void*)p.rows,
-        (const void*)p.row_order, (const void*)p.row_key}) {
+        (const void*)p.max_logit, (const void*)p.log_sum, p.out, (const void*)p.dlse,
+        (const void*)p.dq, (const void*)p.dkv, (const void*)p.counters, (const void*)p.p_ds,
+        (const void*)p.order, (const void*)p.rows, (const void*)p.row_order,
+        (const void*)p.row_key}) {
     CHECK(cudaFree(const_cast<void*>(a)));
   }
   return good;
@@ -145,18 +147,21 @@ void bench(int T, int S, int N, int D, int K) {
   const int64_t nq = int64_t{T} * N * D, no = int64_t{T} * N * 512;
   bf16 *q = device<bf16>(nq), *kv = device<bf16>(int64_t{S} * D);
   bf16 *out = device<bf16>(no), *dout = device<bf16>(no);
-  float *lse = device<float>(int64_t{T} * N), *dlse = device<float>(int64_t{T} * N);
+  float *max_logit = device<float>(int64_t{T} * N), *log_sum = device<float>(int64_t{T} * N);
+  float* dlse = device<float>(int64_t{T} * N);
   int32_t* indices = device<int32_t>(int64_t{T} * K);
   fill_random<<<1024, 256>>>(q, nq, 1);
   fill_random<<<1024, 256>>>(kv, int64_t{S} * D, 2);
   fill_random<<<1024, 256>>>(dout, no, 3);
   fill_indices<<<1024, 256>>>(indices, T, K, S - T);
   SparseMlaFwdParams f = {};
-  f.q = q, f.kv = kv, f.indices = indices, f.out = out, f.lse = lse;
+  f.q = q, f.kv = kv, f.indices = indices, f.out = out, f.max_logit = max_logit;
+  f.log_sum = log_sum;
   f.batch = 1, f.queries = T, f.keys = S, f.heads = N, f.groups = 1, f.slots = K, f.dim = D;
   f.scale = 1.f / std::sqrt(static_cast<float>(D));
   SparseMlaBwdParams p = {};
-  p.q = q, p.kv = kv, p.indices = indices, p.dout = dout, p.lse = lse, p.out = out, p.dlse = dlse;
+  p.q = q, p.kv = kv, p.indices = indices, p.dout = dout, p.max_logit = max_logit,
+  p.log_sum = log_sum, p.out = out, p.dlse = dlse;
   p.dq = device<bf16>(nq), p.dkv = device<float>(int64_t{S} * D);
   p.batch = 1, p.queries = T, p.keys = S, p.heads = N, p.groups = 1, p.slots = K, p.dim = D;
   p.scale = f.scale, p.queries_at_once = T;
@@ -179,9 +184,9 @@ void bench(int T, int S, int N, int D, int K) {
   printf("T%d-S%d-N%d-D%d-K%d  fwd %.3f ms %.0f TFLOPS  bwd %.3f ms %.0f  by rows %.3f ms %.0f\n",
          T, S, N, D, K, fwd, pairs * (D + 512) / fwd, bwd, flops / bwd, by_rows, flops / by_rows);
   fflush(stdout);
-  for (void* a : {(void*)q, (void*)kv, (void*)out, (void*)dout, (void*)lse, (void*)dlse,
-                  (void*)indices, p.dq, (void*)p.dkv, p.counters, p.p_ds, (void*)p.order, p.rows,
-                  (void*)p.row_order, (void*)p.row_key}) {
+  for (void* a : {(void*)q, (void*)kv, (void*)out, (void*)dout, (void*)max_logit, (void*)log_sum,
+                  (void*)dlse, (void*)indices, p.dq, (void*)p.dkv, p.counters, p.p_ds,
+                  (void*)p.order, p.rows, (void*)p.row_order, (void*)p.row_key}) {
     CHECK(cudaFree(a));
   }
 }

@@ -65,7 +65,7 @@ bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
   const SelectedKeys selected(c, seed);
 
   bf16 *q = device<bf16>(nq), *kv = device<bf16>(nkv), *out = device<bf16>(no);
-  float* lse = device<float>(nl);
+  float *max_logit = device<float>(nl), *log_sum = device<float>(nl);
   int32_t *d_idx = upload(selected.indices), *d_ends = upload(selected.ends),
           *d_lengths = upload(selected.lengths);
   float* d_sinks = upload(selected.sinks);
@@ -76,7 +76,8 @@ bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
   if (nkv) poison_rows<<<1024, 128>>>(kv, d_used, used.size(), c.D);
   CHECK(cudaGetLastError());
   SparseMlaFwdParams p = {};
-  p.q = q, p.kv = kv, p.indices = d_idx, p.out = out, p.lse = lse;
+  p.q = q, p.kv = kv, p.indices = d_idx, p.out = out;
+  p.max_logit = max_logit, p.log_sum = log_sum;
   p.ends = c.ends ? d_ends : nullptr;
   p.topk_length = c.lengths ? d_lengths : nullptr;
   p.sinks = c.sinks ? d_sinks : nullptr;
@@ -85,14 +86,18 @@ bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
   p.dim = c.D, p.scale = 1.f / std::sqrt(static_cast<float>(c.D));
 
   std::vector<bf16> h_out(no), again(no);
-  std::vector<float> h_lse(nl), lse_again(nl);
+  std::vector<float> h_max(nl), h_lse(nl), lse_again(nl);
   for (int run = 0; run < 2; ++run) {
     CHECK(cudaMemset(out, 0xff, no * 2));
-    CHECK(cudaMemset(lse, 0xff, nl * 4));
+    CHECK(cudaMemset(max_logit, 0xff, nl * 4));
+    CHECK(cudaMemset(log_sum, 0xff, nl * 4));
     CHECK(variant.launch(p));
     CHECK(cudaDeviceSynchronize());
     CHECK(cudaMemcpy((run ? again : h_out).data(), out, no * 2, cudaMemcpyDeviceToHost));
-    CHECK(cudaMemcpy((run ? lse_again : h_lse).data(), lse, nl * 4, cudaMemcpyDeviceToHost));
+    std::vector<float>& lse = run ? lse_again : h_lse;
+    CHECK(cudaMemcpy(h_max.data(), max_logit, nl * 4, cudaMemcpyDeviceToHost));
+    CHECK(cudaMemcpy(lse.data(), log_sum, nl * 4, cudaMemcpyDeviceToHost));
+    for (int64_t i = 0; i < nl; ++i) lse[i] += h_max[i];
   }
   const bool same = !memcmp(h_out.data(), again.data(), no * 2) &&
                     !memcmp(h_lse.data(), lse_again.data(), nl * 4);
@@ -152,8 +157,8 @@ bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
          good ? "ok" : "BAD", c.name, variant.name, err_lse, err_out, top, cosine, (long long)nans,
          same ? "repeats" : "DIFFERS");
   fflush(stdout);
-  for (void* x : {(void*)q, (void*)kv, (void*)out, (void*)lse, (void*)d_idx, (void*)d_ends,
-                  (void*)d_lengths, (void*)d_sinks, (void*)d_used})
+  for (void* x : {(void*)q, (void*)kv, (void*)out, (void*)max_logit, (void*)log_sum, (void*)d_idx,
+                  (void*)d_ends, (void*)d_lengths, (void*)d_sinks, (void*)d_used})
     CHECK(cudaFree(x));
   return good;
 }
@@ -161,13 +166,14 @@ bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
 void bench(int T, int S, int N, int D, int K, bool ascending, bool all) {
   const int64_t nq = int64_t{T} * N * D, nkv = int64_t{S} * D, no = int64_t{T} * N * 512;
   bf16 *q = device<bf16>(nq), *kv = device<bf16>(nkv), *out = device<bf16>(no);
-  float* lse = device<float>(int64_t{T} * N);
+  float *max_logit = device<float>(int64_t{T} * N), *log_sum = device<float>(int64_t{T} * N);
   int32_t* idx = device<int32_t>(int64_t{T} * K);
   fill_random<<<1024, 256>>>(q, nq, 1, 1.f);
   fill_random<<<1024, 256>>>(kv, nkv, 2, 1.f);
   bench_indices<<<1024, 256>>>(idx, T, K, S - T, ascending);
   SparseMlaFwdParams p = {};
-  p.q = q, p.kv = kv, p.indices = idx, p.out = out, p.lse = lse;
+  p.q = q, p.kv = kv, p.indices = idx, p.out = out;
+  p.max_logit = max_logit, p.log_sum = log_sum;
   p.batch = 1, p.queries = T, p.keys = S, p.heads = N, p.groups = 1, p.slots = K, p.dim = D;
   p.scale = 1.f / std::sqrt(static_cast<float>(D));
   cudaEvent_t a, b;
@@ -200,7 +206,8 @@ void bench(int T, int S, int N, int D, int K, bool ascending, bool all) {
            flops / ms[v][0], flops / ms[v].back());
   }
   fflush(stdout);
-  for (void* x : {(void*)q, (void*)kv, (void*)out, (void*)lse, (void*)idx}) CHECK(cudaFree(x));
+  for (void* x : {(void*)q, (void*)kv, (void*)out, (void*)max_logit, (void*)log_sum, (void*)idx})
+    CHECK(cudaFree(x));
 }
 
 int main(int argc, char** argv) {

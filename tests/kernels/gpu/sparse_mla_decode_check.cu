@@ -35,40 +35,43 @@ bool run_case(const DecodeCase& tried, uint64_t seed) {
   const int splits =
       tried.splits ? tried.splits : sparse_mla_decode_splits(work_tiles, c.slots, num_sms());
   const int64_t partials = sparse_mla_decode_partial_count(work_tiles, splits);
-  const int64_t partial_lses = sparse_mla_decode_lse_count(work_tiles, splits);
+  const int64_t partial_row_count = sparse_mla_decode_row_count(work_tiles, splits);
   SparseMlaDecodeParams p = decode_shapes(x, tried.layout, cache, splits);
   bf16 *q = upload(x.q), *out = device<bf16>(rows * 512);
   uint8_t* kv = upload(cache.rows);
   int32_t *indices = upload(cache.indices), *table = upload(cache.page_table);
   int32_t *ends = upload(x.ends), *lengths = upload(x.lengths);
-  float *sinks = upload(x.sinks), *lse = device<float>(rows);
-  float *partial = device<float>(partials), *partial_lse = device<float>(partial_lses);
-  p.q = q, p.kv = kv, p.indices = indices, p.out = out, p.lse = lse;
+  float *sinks = upload(x.sinks), *max_logit = device<float>(rows), *log_sum = device<float>(rows);
+  float* partial = device<float>(partials);
+  float2* partial_rows = device<float2>(partial_row_count);
+  p.q = q, p.kv = kv, p.indices = indices, p.out = out;
+  p.max_logit = max_logit, p.log_sum = log_sum;
   p.ends = c.ends ? ends : nullptr;
   p.topk_length = c.lengths ? lengths : nullptr;
   p.sinks = c.sinks ? sinks : nullptr;
   p.page_table = tried.layout.page_size > 0 ? table : nullptr;
-  p.partial = partial, p.partial_lse = partial_lse;
+  p.partial = partial, p.partial_rows = partial_rows;
   std::vector<bf16> got[2];
-  std::vector<float> got_lse[2];
+  std::vector<float> got_max[2], got_sum[2];
   for (int run = 0; run < 2; ++run) {
     CHECK(cudaMemset(out, 0xff, rows * 512 * 2));
-    CHECK(cudaMemset(lse, 0xff, rows * 4));
+    CHECK(cudaMemset(max_logit, 0xff, rows * 4));
+    CHECK(cudaMemset(log_sum, 0xff, rows * 4));
     CHECK(cudaMemset(partial, 0xff, partials * 4));
-    CHECK(cudaMemset(partial_lse, 0xff, partial_lses * 4));
+    CHECK(cudaMemset(partial_rows, 0xff, partial_row_count * 8));
     CHECK(launch_sparse_mla_decode(p, nullptr));
     CHECK(cudaDeviceSynchronize());
     got[run] = download(out, rows * 512);
-    got_lse[run] = download(lse, rows);
+    got_max[run] = download(max_logit, rows), got_sum[run] = download(log_sum, rows);
   }
   const bool same = !std::memcmp(got[0].data(), got[1].data(), rows * 512 * 2) &&
-                    !std::memcmp(got_lse[0].data(), got_lse[1].data(), rows * 4);
+                    !std::memcmp(got_sum[0].data(), got_sum[1].data(), rows * 4);
   Error out_error, lse_error;
   std::mt19937_64 random(seed);
   for (int64_t i = 0; i < std::min<int64_t>(rows, 200); ++i) {
     const int64_t r = i < 64 ? std::min(i, rows - 1) : random() % rows;
     const Row want = attend(x, r / c.heads, r % c.heads);
-    lse_error.add(got_lse[0][r], want.lse);
+    lse_error.add(got_sum[0][r], log_sum_for(want, got_max[0][r]));
     for (int d = 0; d < 512; ++d) {
       out_error.add(__bfloat162float(got[0][r * 512 + d]), want.out[d]);
     }
@@ -76,15 +79,16 @@ bool run_case(const DecodeCase& tried, uint64_t seed) {
   int64_t nans = 0;
   if (tried.layout.scales != kWithNans) {
     for (bf16 v : got[0]) nans += std::isnan(__bfloat162float(v));
-    for (float v : got_lse[0]) nans += std::isnan(v);
+    for (float v : got_sum[0]) nans += std::isnan(v);
   }
   const bool good = same && nans == 0 && lse_error.good(3e-4) && out_error.good(6e-3);
   printf("%-4s %-28s %2d splits  lse %.1e of %.1e  out %.1e of %.1e  nan %lld  %s\n",
          good ? "ok" : "BAD", c.name, splits, lse_error.worst, lse_error.top, out_error.worst,
          out_error.top, (long long)nans, same ? "repeats" : "DIFFERS");
   fflush(stdout);
-  for (void* v : {(void*)q, (void*)out, (void*)kv, (void*)indices, (void*)table, (void*)ends,
-                  (void*)lengths, (void*)sinks, (void*)lse, (void*)partial, (void*)partial_lse}) {
+  for (void* v :
+       {(void*)q, (void*)out, (void*)kv, (void*)indices, (void*)table, (void*)ends, (void*)lengths,
+        (void*)sinks, (void*)max_logit, (void*)log_sum, (void*)partial, (void*)partial_rows}) {
     CHECK(cudaFree(v));
   }
   return good;
@@ -177,7 +181,8 @@ void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
     fill_bf16<<<2048, 256>>>(reinterpret_cast<bf16*>(kv), rows * D, 1);
   }
   auto *q = device<bf16>(tokens * N * D), *out = device<bf16>(tokens * N * 512);
-  auto* lse = device<float>(tokens * N);
+  auto* max_logit = device<float>(tokens * N);
+  auto* log_sum = device<float>(tokens * N);
   auto* indices = device<int32_t>(sets * tokens * K);
   auto* table = device<int32_t>(rows / kPageSize);
   fill_bf16<<<2048, 256>>>(q, tokens * N * D, 2);
@@ -198,9 +203,10 @@ void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
   CHECK(cudaStreamCreate(&stream));
   for (int splits : tried) {
     auto* partial = device<float>(sparse_mla_decode_partial_count(work_tiles, splits));
-    auto* partial_lse = device<float>(sparse_mla_decode_lse_count(work_tiles, splits));
+    auto* partial_rows = device<float2>(sparse_mla_decode_row_count(work_tiles, splits));
     SparseMlaDecodeParams p = {};
-    p.q = q, p.kv = kv, p.out = out, p.lse = lse, p.partial = partial, p.partial_lse = partial_lse;
+    p.q = q, p.kv = kv, p.out = out, p.partial = partial, p.partial_rows = partial_rows;
+    p.max_logit = max_logit, p.log_sum = log_sum;
     p.batch = B, p.queries = T, p.keys = S, p.heads = N, p.groups = 1, p.slots = K, p.dim = D;
     p.scale = 1 / std::sqrt(float(D)), p.records = records, p.splits = splits;
     p.batch_rows = kind == kFlat ? S : 0;
@@ -241,10 +247,11 @@ void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
     CHECK(cudaGraphExecDestroy(calls));
     CHECK(cudaGraphDestroy(graph));
     CHECK(cudaFree(partial));
-    CHECK(cudaFree(partial_lse));
+    CHECK(cudaFree(partial_rows));
   }
   CHECK(cudaStreamDestroy(stream));
-  for (void* v : {(void*)kv, (void*)q, (void*)out, (void*)lse, (void*)indices, (void*)table}) {
+  for (void* v : {(void*)kv, (void*)q, (void*)out, (void*)max_logit, (void*)log_sum, (void*)indices,
+                  (void*)table}) {
     CHECK(cudaFree(v));
   }
 }

@@ -168,7 +168,7 @@ void expect(const char* what, const ffi::Error& error, const std::string& messag
 // A call of masked attention's two handlers.
 struct Attention {
   int64_t batch = 2, queries = 5, keys = 256, heads = 12, groups = 4, dim = 64;
-  Array starts, ends, q_segments, kv_segments, rows, tiles, bits, bias;
+  Array starts, ends, q_segments, kv_segments, rows, tiles, bits, bias, sinks;
   int64_t workspace = kWorkspaceBytes;
   bool deterministic = false;
 
@@ -185,12 +185,13 @@ struct Attention {
 
   ffi::Error forward() const {
     return masked_attention_fwd(nullptr, q(), k(), k(), starts, ends, q_segments, kv_segments, rows,
-                                tiles, bits, bias, q(), row(), u8({workspace}), 1.f, 0.f);
+                                tiles, bits, bias, sinks, q(), row(), row(), u8({workspace}), 1.f,
+                                0.f);
   }
   ffi::Error backward() const {
     return masked_attention_bwd(nullptr, q(), k(), k(), starts, ends, q_segments, kv_segments, rows,
-                                tiles, bits, bias, q(), row(), q(), row(), q(), k(), k(), bias,
-                                u8({workspace}), 1.f, 0.f, deterministic);
+                                tiles, bits, bias, q(), row(), row(), q(), row(), q(), k(), k(),
+                                bias, u8({workspace}), 1.f, 0.f, deterministic);
   }
   // Expects this message of both, after the operator's name.
   void expect_both(const char* what, const std::string& message = "") const {
@@ -257,6 +258,12 @@ void test_other_operands_of_masked_attention() {
   expect("a shared bias, deterministic", x.backward(),
          "masked_attention_bwd: the gradient of a bias that several scores share is summed in no "
          "fixed order, so deterministic must be false");
+  x = {}, x.sinks = f32({2, 12});
+  expect("sinks of each batch entry", x.forward());
+  check_true("their stride", launched<MaskedAttentionFwdParams>.sinks_stride == 12);
+  x.sinks = f32({2, 4});
+  expect("sinks of 4 heads", x.forward(),
+         "masked_attention_fwd: 'sinks' has shape (2, 4), expected (2, 12)");
   x = {}, x.dim = 264;
   x.expect_both("too many dimensions", "D is 264, expected 1 to 256");
   x.dim = 12;
@@ -298,7 +305,8 @@ void test_block_mask() {
 void test_sparse_mla() {
   const auto forward = [](int64_t dim, Array sinks, float scale = 1.f) {
     return sparse_mla_fwd(nullptr, bf16({2, 3, 8, dim}), bf16({2, 9, 1, dim}), s32({2, 3, 1, 4}),
-                          kAbsent, kAbsent, sinks, bf16({2, 3, 8, 512}), f32({2, 3, 8}), scale);
+                          kAbsent, kAbsent, sinks, bf16({2, 3, 8, 512}), f32({2, 3, 8}),
+                          f32({2, 3, 8}), scale);
   };
   const SparseMlaFwdParams& p = launched<SparseMlaFwdParams>;
   expect("no sinks", forward(576, kAbsent));
@@ -313,8 +321,8 @@ void test_sparse_mla() {
 
   const auto decode = [](Array kv, Array page_table, int page_size) {
     return sparse_mla_decode(nullptr, bf16({2, 3, 8, 576}), kv, s32({2, 3, 1, 4}), kAbsent, kAbsent,
-                             kAbsent, page_table, bf16({2, 3, 8, 512}), f32({2, 3, 8}), kAbsent,
-                             kAbsent, 1.f, page_size, 1, false);
+                             kAbsent, page_table, bf16({2, 3, 8, 512}), f32({2, 3, 8}),
+                             f32({2, 3, 8}), kAbsent, kAbsent, 1.f, page_size, 1, false);
   };
   const SparseMlaDecodeParams& d = launched<SparseMlaDecodeParams>;
   expect("keys of each request", decode(bf16({2, 9, 1, 576}), kAbsent, 1));
@@ -330,7 +338,7 @@ void test_sparse_mla() {
 void test_attn_dist() {
   const auto forward = [](Array sinks) {
     return attn_dist_fwd(nullptr, bf16({2, 3, 8, 576}), bf16({2, 9, 1, 576}), s32({2, 3, 1, 4}),
-                         f32({2, 3, 8}), kAbsent, kAbsent, sinks, f32({2, 3, 4}), 1.f);
+                         f32({2, 3, 8}), kAbsent, kAbsent, sinks, kAbsent, f32({2, 3, 4}), 1.f);
   };
   expect("no sinks", forward(kAbsent));
   check_true("no sinks", launched<AttnDistFwdParams>.sinks == nullptr);
@@ -341,23 +349,24 @@ void test_attn_dist() {
 }
 
 void test_mqa_decode() {
-  const auto decode = [](Array k, Array v, int64_t dim, Array sinks, Array top) {
+  const auto decode = [](Array k, Array v, int64_t dim, DataType type) {
     const int64_t value_dim = present(AnyBuffer(v)) ? dim : 512;
     const MqaDecodeWorkspace w = mqa_decode_workspace(mqa_decode_rows(1, 8, 1, dim, false));
-    const bool floats = present(AnyBuffer(top));
-    return mqa_decode(nullptr, bf16({2, 1, 8, dim}), k, v, s32({2, 1}), s32({2, 1}), sinks, kAbsent,
-                      Array(floats ? DataType::F32 : DataType::BF16, {2, 1, 8, value_dim}),
-                      f32({2, 1, 8}), top, f32({w.rows, value_dim}), f32({w.rows, 2}),
-                      s32({w.split_tiles, 2}), 1.f, 1);
+    return mqa_decode(nullptr, bf16({2, 1, 8, dim}), k, v, s32({2, 1}), s32({2, 1}), kAbsent,
+                      kAbsent, Array(type, {2, 1, 8, value_dim}), f32({2, 1, 8}), f32({2, 1, 8}),
+                      f32({w.rows, value_dim}), f32({w.rows, 2}), s32({w.split_tiles, 2}), 1.f, 1,
+                      true);
   };
-  expect("latent keys", decode(bf16({2, 9, 1, 576}), kAbsent, 576, kAbsent, kAbsent));
+  expect("latent keys", decode(bf16({2, 9, 1, 576}), kAbsent, 576, DataType::BF16));
   check_true("their stride", launched<MqaDecodeParams>.batch_rows == 9);
-  expect("shared keys", decode(bf16({1, 9, 1, 64}), bf16({1, 9, 1, 64}), 64, kAbsent, kAbsent));
+  check_true("their output", !launched<MqaDecodeParams>.out_float);
+  expect("shared keys", decode(bf16({1, 9, 1, 64}), bf16({1, 9, 1, 64}), 64, DataType::F32));
   check_true("their stride", launched<MqaDecodeParams>.batch_rows == 0);
-  expect("96 dimensions", decode(bf16({1, 9, 1, 96}), bf16({1, 9, 1, 96}), 96, kAbsent, kAbsent),
+  check_true("their output", launched<MqaDecodeParams>.out_float);
+  expect("96 dimensions", decode(bf16({1, 9, 1, 96}), bf16({1, 9, 1, 96}), 96, DataType::BF16),
          "mqa_decode: D of keys with values is 96, expected 64, 128 or 256");
-  expect("sinks and top", decode(bf16({2, 9, 1, 576}), kAbsent, 576, f32({1, 8}), f32({2, 1, 8})),
-         "mqa_decode: there are sinks, expected none where 'top' is a result");
+  expect("integers", decode(bf16({2, 9, 1, 576}), kAbsent, 576, DataType::S32),
+         "mqa_decode: 'out' has dtype int32, expected bfloat16 or float32");
 }
 
 void test_htree() {
@@ -372,7 +381,7 @@ void test_htree() {
     const bool valid = compression > 1 && top_k > 0;
     const int64_t layers = valid ? htree_layers(tokens, compression, top_k).count : 1;
     const Array q = bf16({1, 3, heads, 64}), k = bf16({1, tokens, 1, 64});
-    return htree_fwd(nullptr, q, k, k, s32({1, 3}), q, f32({1, 3, heads}),
+    return htree_fwd(nullptr, q, k, k, s32({1, 3}), q, f32({1, 3, heads}), f32({1, 3, heads}),
                      Array(DataType::S16, {1, 3, 1, layers - 1, top_k}),
                      u8({valid ? htree_tree_bytes(build) : 0}),
                      u8({valid ? htree_rotation_bytes(build) : 0}), u8({building}), u8({64}),

@@ -26,6 +26,7 @@ struct Case {
   bool causal = true;         // false: random ranges, some of them empty or beyond the keys
   bool relu = true, scaled = false;
   float scale = 0.f;  // 0: D^-1/2
+  float huge = 0.f;   // the score of every third key, and of all keys of every second batch entry
 };
 
 inline const Case kCases[] = {
@@ -43,6 +44,8 @@ inline const Case kCases[] = {
     {"multi-head, ranges", 1, 70, 200, 4, 4, 128, 8, 32, false},
     {"multi-head, groups", 1, 9, 70, 6, 2, 64, 8, 32, false, true, true, -0.2f},
     {"multi-head, 256 dims", 1, 130, 64, 2, 1, 256, 8, 32},
+    {"huge scores", 2, 4, 150, 96, 1, 576, 64, 128, false, true, false, 0.7f, -1e9f},
+    {"multi-head, huge scores", 2, 30, 100, 4, 2, 128, 8, 32, true, true, false, -0.9f, 3e38f},
     {"one key", 2, 1, 1, 128, 1, 576, 64, 128},
     {"no keys", 1, 3, 0, 128, 1, 576, 64, 128},
     {"no queries", 1, 0, 70, 128, 1, 576, 64, 128},
@@ -98,6 +101,14 @@ inline Problem make(const Case& c, uint64_t seed) {
                            : p.starts.back() + 1 + static_cast<int>(random() % (keys + 1)));
     }
   }
+  for (size_t i = 0; c.huge != 0.f && i < p.q.size(); ++i) {
+    p.q[i] = __float2bfloat16(i % c.dim == size_t(c.dim) - 1 ? 1.f : 0.f);
+  }
+  for (int64_t r = 0; c.huge != 0.f && r < rows * c.groups; ++r) {
+    if (r / c.groups % 3 == 0 || r / c.groups / c.keys % 2 == 1) {
+      p.kv[(r + 1) * c.dim - 1] = __float2bfloat16(c.huge);
+    }
+  }
   // Keys that no query sees are NaN, and so are their scales.
   std::vector<bool> seen(rows);
   for (int64_t t = 0; t < tokens; ++t) {
@@ -123,6 +134,7 @@ inline std::vector<double> teacher(const Problem& p) {
         const int64_t key = t / c.queries * c.keys + k;
         s[k] = p.scale * dot(&p.q[(t * c.heads + n) * c.dim],
                              &p.kv[(key * c.groups + n / (c.heads / c.groups)) * c.dim], c.dim);
+        if (c.huge != 0.f) s[k] = float(s[k]);
         largest = std::max(largest, s[k]);
       }
       for (int k = p.low(t); k < p.high(t); ++k) sum += std::exp(s[k] - largest);

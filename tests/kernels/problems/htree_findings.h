@@ -50,10 +50,12 @@ struct Findings {
   }
 };
 
-// Checks one query and KV head group. `selected` is [layers - 1, K]; `out` and `lse` are those
-// of the group's heads. The selection is taken as it is, if it is a valid one.
+// Checks one query and KV head group. `selected` is [layers - 1, K]; `out`, `max_logit`
+// and `log_sum` are those of the group's heads. The selection is taken as it is, if it is a valid
+// one.
 inline Findings check(const Problem& p, int b, int t, int g, const int16_t* selected,
-                      const bf16* out, const float* lse, const float* importance) {
+                      const bf16* out, const float* max_logit, const float* log_sum,
+                      const float* importance) {
   const Case& c = p.c;
   const int heads = c.heads / c.groups, position = p.positions[p.token(b, t)];
   Findings found;
@@ -136,8 +138,12 @@ inline Findings check(const Problem& p, int b, int t, int g, const int16_t* sele
         worst = std::max(worst, off / std::max(1., std::fabs(x)));
       }
       if (rounding == 1) {
-        const double x = values.empty() ? -INFINITY : peak + std::log(total);
-        found.lse = std::max(found.lse, error(lse[h], x));
+        if (values.empty()) {
+          if (max_logit[h] != -INFINITY || log_sum[h] != 0.f) found.lse = INFINITY;
+          continue;
+        }
+        const double above = peak == max_logit[h] ? 0 : peak - max_logit[h];
+        found.lse = std::max(found.lse, error(log_sum[h], above + std::log(total)));
       }
     }
   }

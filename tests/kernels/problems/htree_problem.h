@@ -28,6 +28,7 @@ struct Case {
   int chunk = 0;           // rows that the workspace is made for; 0: all
   int distant = 0;         // scores from this token on are -inf in float32; 0: none
   float cotangents = 1.f;  // scale of the cotangents
+  float huge = 0.f;  // the scores of all tokens, in every second batch entry of every third token
 };
 
 inline float rounded(double x) { return __bfloat162float(__float2bfloat16(static_cast<float>(x))); }
@@ -84,6 +85,14 @@ inline Problem make(const Case& c, uint64_t seed) {
   for (size_t i = slow; i < p.q.size() && c.distant; i += c.dim) p.q[i] = __float2bfloat16(128.f);
   for (auto* x : {&p.k, &p.v}) {
     for (auto& y : *x) y = __float2bfloat16(normal(random));
+  }
+  if (c.huge != 0.f) p.rope_base = 1e30;  // so that it does not rotate at all
+  for (size_t i = 0; c.huge != 0.f && i < p.q.size(); ++i) {
+    p.q[i] = __float2bfloat16(i % c.dim == size_t(slow) ? 1.f : 0.f);
+  }
+  for (int64_t i = 0; c.huge != 0.f && i < int64_t(p.k.size()); i += c.dim) {
+    const int64_t token = i / row;
+    if (token / c.tokens % 2 == 0 || token % 3 == 0) p.k[i + slow] = __float2bfloat16(c.huge);
   }
   const int end = c.end ? c.end : c.tokens;
   bool zero = false;
@@ -217,6 +226,7 @@ inline const Case kDecodeCases[] = {
     {"ties, sharp", 1, 700, 3, 4, 1, 64, 8, 12, 690, false, 0.f, 6, true},
     {"all equal", 1, 18000, 2, 2, 1, 64, 16, 80, 18000, false, 0.f, 0},
     {"few within reach", 1, 1100, 2, 5, 1, 64, 8, 4, 1090, false, 0.f, 1, false, 0, 64},
+    {"huge scores", 2, 120, 2, 5, 1, 64, 8, 16, 0, false, 1.f, 1, false, 0, 0, 1.f, -1e9f},
     {"no queries", 1, 30, 0, 4, 1, 64, 8, 4},
 };
 
@@ -238,6 +248,9 @@ inline const Case kSmallCases[] = {
     {"ties, sharp", 1, 700, 13, 16, 1, 128, 16, 5, 650, false, 0.f, 6, true},
     {"very sharp", 1, 700, 7, 16, 1, 128, 16, 5, 650, false, 0.f, 30},
     {"few within reach", 1, 1100, 7, 5, 1, 64, 8, 4, 1090, false, 0.f, 1, false, 0, 64},
+    {"huge scores", 2, 120, 13, 20, 1, 64, 8, 16, 0, false, 1.f, 1, false, 0, 0, 1.f, -1e9f},
+    {"huge scores, 128 dims", 2, 60, 7, 16, 1, 128, 16, 4, 0, false, 1.f, 1, false, 0, 0, 1.f,
+     -3e38f},
     {"no queries", 1, 30, 0, 16, 1, 128, 16, 4},
 };
 

@@ -26,6 +26,7 @@ struct Case {
   bool sorted = false;    // distinct keys in ascending order, as top-k selects them
   int shared_tiles = 0;   // at least this many key tiles are common to neighboring queries
   float common_keys = 0;  // fraction of sorted keys that the previous query selects too
+  float huge = 0;  // the score of all keys of every second batch entry, and of every third key
 };
 
 struct Problem {
@@ -98,6 +99,15 @@ inline Problem make(const Case& c, uint64_t seed) {
   for (size_t i = 0; i < p.sinks.size(); ++i) {
     p.sinks[i] = i % 7 == 2 ? INFINITY : i % 7 == 4 ? -INFINITY : normal(random) * 2;
   }
+  // The last dimension alone makes the scores, with a scale that rounds.
+  for (size_t i = 0; c.huge != 0 && i < p.q.size(); ++i) {
+    p.scale = 0.9f;
+    p.q[i] = __float2bfloat16(i % c.dim == size_t(c.dim) - 1 ? 1.f : 0.f);
+  }
+  for (int64_t row = 0; c.huge != 0 && row < int64_t{c.batch} * c.keys * c.groups; ++row) {
+    if (row / c.groups / c.keys % 2 == 1 || row / c.groups % 3 == 0)
+      p.kv[(row + 1) * c.dim - 1] = __float2bfloat16(c.huge);
+  }
   // Keys that no slot selects become NaN.
   std::vector<bool> used(int64_t{c.batch} * c.keys * c.groups);
   for (int64_t t = 0; t < tokens; ++t) {
@@ -147,13 +157,13 @@ inline RowOrder order_rows(const Problem& p, int64_t count) {
 struct Row {
   std::vector<double> score, out;  // scores are -inf in invalid slots; the output has the sink's
                                    // gate
-  double lse, gate;
+  double max_logit, log_sum, gate;
 };
 
 inline Row attend(const Problem& p, int64_t token, int head) {
   const Case& c = p.c;
   const int group = head / (c.heads / c.groups);
-  Row row = {std::vector<double>(c.slots, -INFINITY), std::vector<double>(512), -INFINITY, 1};
+  Row row = {std::vector<double>(c.slots, -INFINITY), std::vector<double>(512), -INFINITY, 0, 1};
   const bf16* q = &p.q[(token * c.heads + head) * c.dim];
   double top = -INFINITY, total = 0;
   for (int k = 0; k < c.slots; ++k) {
@@ -162,19 +172,19 @@ inline Row attend(const Problem& p, int64_t token, int head) {
     for (int d = 0; d < c.dim; ++d) {
       sum += double(__bfloat162float(q[d])) * __bfloat162float(p.key(token, group, k)[d]);
     }
-    row.score[k] = sum * p.scale;
+    row.score[k] = c.huge != 0 ? double(float(sum) * p.scale) : sum * p.scale;
     top = std::max(top, row.score[k]);
   }
   if (top == -INFINITY) return row;
   for (double s : row.score) total += std::exp(s - top);
-  row.lse = top + std::log(total);
+  row.max_logit = top, row.log_sum = std::log(total);
   if (c.sinks) {
     const double sink = p.sinks[(c.sinks == 2 ? token / c.queries * c.heads : 0) + head];
-    row.gate = 1 / (1 + std::exp(sink - row.lse));
+    row.gate = 1 / (1 + std::exp(sink - top - row.log_sum));
   }
   for (int k = 0; k < c.slots; ++k) {
     if (row.score[k] == -INFINITY) continue;
-    const double weight = row.gate * std::exp(row.score[k] - row.lse);
+    const double weight = row.gate * std::exp(row.score[k] - top - row.log_sum);
     for (int d = 0; d < 512; ++d) {
       row.out[d] += weight * __bfloat162float(p.key(token, group, k)[d]);
     }
@@ -194,11 +204,16 @@ struct Error {
   bool good(double relative) const { return worst <= relative * top + 1e-6; }
 };
 
+// Returns the log_sum that belongs to another maximum than the largest score.
+inline double log_sum_for(const Row& row, double max_logit) {
+  return row.log_sum + (row.max_logit == max_logit ? 0 : row.max_logit - max_logit);
+}
+
 // Gradients of the results, and the expected gradients of the inputs.
 struct Gradients {
   std::vector<bf16> dout;  // with the gate of a sink as a factor
   std::vector<bf16> out;
-  std::vector<float> lse, dlse;
+  std::vector<float> max_logit, log_sum, dlse;
   std::vector<double> dq, dkv;
 };
 
@@ -207,7 +222,8 @@ inline Gradients differentiate(const Problem& x, uint64_t seed) {
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
   Gradients g;
   g.dout.resize(rows * 512);
-  g.lse.resize(rows);
+  g.max_logit.resize(rows);
+  g.log_sum.resize(rows);
   g.out.resize(rows * 512);
   g.dlse.resize(rows);
   g.dq.resize(rows * c.dim);
@@ -234,13 +250,13 @@ inline Gradients differentiate(const Problem& x, uint64_t seed) {
           g.out[r * 512 + d] = __float2bfloat16(row.out[d]);
           delta += dout[d] * __bfloat162float(g.out[r * 512 + d]);
         }
-        g.lse[r] = row.lse;
-        if (row.lse == -INFINITY)
+        g.max_logit[r] = row.max_logit, g.log_sum[r] = row.log_sum;
+        if (row.max_logit == -INFINITY)
           g.dlse[r] = NAN;  // this row has no key, so the gradient must not
                             // reach anything
         for (int k = 0; k < c.slots; ++k) {
           if (row.score[k] == -INFINITY) continue;
-          const double p = std::exp(row.score[k] - row.lse);
+          const double p = std::exp(row.score[k] - row.max_logit - row.log_sum);
           const bf16* key = x.key(token, group, k);
           double dp = 0;
           for (int d = 0; d < 512; ++d) dp += dout[d] * __bfloat162float(key[d]);
