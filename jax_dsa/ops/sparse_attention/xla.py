@@ -25,14 +25,15 @@ from jax_dsa.core import compat
 from jax_dsa.core.rows import gather_rows, scatter_rows, scores
 from jax_dsa.core.softmax import (
     grouped,
-    logistic,
+    log_of_sum,
     of_rows_with_keys,
     probabilities,
     row_products,
+    sink_gate,
+    sink_gradient,
     split_scale,
 )
 from jax_dsa.core.streaming import chunk_length, scan_chunks
-from jax_dsa.core.typing import Array, Float
 from jax_dsa.ops.sparse_attention.blocks import num_slots, selected_keys
 from jax_dsa.ops.sparse_attention.spec import Gradients, Operands, Options, Results
 
@@ -46,17 +47,16 @@ def sparse_attention_fwd(options: Options, x: Operands) -> Results:
         keys, seen = selected_keys(options, x, S)
         s = scores(options.scale, grouped(x.q, G), gather_rows(k, keys, seen, x.q.dtype), seen)
         top = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
-        p = jnp.exp(s - _finite(top)[..., None])
+        p = jnp.exp(s - jnp.where(top == -jnp.inf, 0, top)[..., None])
         total = p.sum(-1)
-        total = jnp.where(total == 0, 1, total)
-        log_sum = jnp.log(total)
+        log_sum = log_of_sum(total)
         values = gather_rows(v, keys, seen, x.q.dtype)
         out = jnp.einsum(
             "btgmk,btgke->btgme", p.astype(v.dtype), values, preferred_element_type=p.dtype
         )
-        out = out / total[..., None]
-        if sinks is not None:
-            out *= logistic(_above_sink(sinks, top, log_sum))[..., None]
+        out = out / jnp.where(total == 0, 1, total)[..., None]
+        gate = sink_gate(sinks, top, log_sum)
+        out = out if gate is None else out * gate[..., None]
         heads = x.q.shape[:3]
         out = out.reshape(*heads, E).astype(x.q.dtype)
         return carry, (out, top.reshape(heads), log_sum.reshape(heads))
@@ -85,16 +85,14 @@ def sparse_attention_bwd(options: Options, x: Operands, y: Results, dy: Results)
         keys, seen = selected_keys(options, x, S)
         rows, values = (gather_rows(a, keys, seen, x.q.dtype) for a in (k, v))
         s = scores(options.scale, q, rows, seen)
-        p = probabilities(s - _finite(top)[..., None], log_sum)
+        p = probabilities(s, top, log_sum)
         dp = jnp.einsum("btgme,btgke->btgmk", first * dout, values, preferred_element_type=acc)
         dout_dot_out = row_products(first * dout, out)
         dp -= dout_dot_out[..., None]
-        weighted = p
+        gate = sink_gate(sinks, top, log_sum)
+        weighted = p if gate is None else p * gate[..., None]
         if sinks is not None:
-            above = _above_sink(sinks, top, log_sum)
-            weighted = p * logistic(above)[..., None]
-            share = logistic(-above) * dout_dot_out / first
-            dsinks -= share.sum(1).reshape(B, N)
+            dsinks += sink_gradient(sinks, top, log_sum, dout_dot_out) / first
         ds = ((weighted * dp + p * (first * dlse)[..., None]) * last).astype(q.dtype)
         dq = jnp.einsum("btgmk,btgkd->btgmd", ds, rows, preferred_element_type=acc)
         drows = jnp.einsum("btgmk,btgmd->btgkd", ds, q, preferred_element_type=acc)
@@ -132,17 +130,3 @@ def _chunk_length(options: Options, x: Operands, element_bytes: int, score_bytes
     rows = G * (x.k.shape[3] + x.v.shape[3]) * element_bytes + x.q.shape[2] * score_bytes
     # The numbers of forced blocks are compared with those of all slots.
     return chunk_length(T, B * slots * (options.block_size * rows + G * (slots - K)))
-
-
-def _finite(top: Float[Array, "B T G m"]) -> Float[Array, "B T G m"]:
-    """Returns the largest scores; 0 for a row without a key."""
-    return jnp.where(top == -jnp.inf, 0, top)
-
-
-def _above_sink(
-    sinks: Float[Array, "B N"], top: Float[Array, "B T G m"], log_sum: Float[Array, "B T G m"]
-) -> Float[Array, "B T G m"]:
-    """Returns the log-sum-exp minus the sink, which is infinite for rows without a key."""
-    B, _, G, m = top.shape
-    sinks = sinks.reshape(B, 1, G, m).astype(top.dtype)
-    return jnp.where(top == -jnp.inf, jnp.inf, (_finite(top) - sinks) + log_sum)
