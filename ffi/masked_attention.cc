@@ -4,35 +4,42 @@
 
 #include "ffi/common.h"
 #include "ffi/masked_attention_operands.h"
+#include "ffi/sparse_mla_operands.h"
 
 namespace jax_dsa {
 namespace {
 
-// q [B, T, N, D], k [B, S, G, D], v [B, S, G, E], the seven MaskOperands, bias?
-// -> out [B, T, N, E], lse [B, T, N], workspace
+// q [B, T, N, D], k [B, S, G, D], v [B, S, G, E], the seven MaskOperands, bias?,
+// sinks [B, N]?
+// -> out [B, T, N, E], max_logit [B, T, N], log_sum [B, T, N], workspace
 ffi::Error masked_attention_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, AnyBuffer v,
                                 AnyBuffer starts, AnyBuffer ends, AnyBuffer q_segments,
                                 AnyBuffer kv_segments, AnyBuffer rows, AnyBuffer tiles,
-                                AnyBuffer bits, AnyBuffer bias, Result<AnyBuffer> out,
-                                Result<F32> lse, Result<U8> workspace, Attr<float, "scale"> scale,
+                                AnyBuffer bits, AnyBuffer bias, AnyBuffer sinks,
+                                Result<AnyBuffer> out, Result<F32> max_logit, Result<F32> log_sum,
+                                Result<U8> workspace, Attr<float, "scale"> scale,
                                 Attr<float, "softcap"> softcap) {
   constexpr const char* kOp = "masked_attention_fwd";
   MaskedAttentionFwdParams params = {};
   const MaskOperands mask = {starts, ends, q_segments, kv_segments, rows, tiles, bits};
   DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, q, k, v, mask, bias, scale, softcap, &params));
+  DSA_FFI_RETURN_IF_ERROR(read_sinks(kOp, sinks, &params));
   const int64_t batch = params.batch, queries = params.queries, heads = params.heads;
   DSA_FFI_RETURN_IF_ERROR(
       check_like_q(kOp, "out", *out, q, {batch, queries, heads, params.value_dim}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse->dimensions(), {batch, queries, heads}));
+  const std::initializer_list<int64_t> per_row = {batch, queries, heads};
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "max_logit", max_logit->dimensions(), per_row));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "log_sum", log_sum->dimensions(), per_row));
   params.out = out->untyped_data();
-  params.lse = lse->typed_data();
+  params.max_logit = max_logit->typed_data();
+  params.log_sum = log_sum->typed_data();
   params.workspace = workspace->untyped_data();
   DSA_FFI_RETURN_IF_ERROR(check_workspace(kOp, "workspace", workspace->size_bytes(),
                                           masked_attention_fwd_workspace_bytes(params)));
   return launch_status(kOp, launch_masked_attention_fwd(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.masked_attention_fwd.v1", masked_attention_fwd);
+DSA_FFI_HANDLER("jax_dsa.masked_attention_fwd.v2", masked_attention_fwd);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -14,13 +14,13 @@ bool is_shared(const MaskedAttentionBwdParams& p) {
 }
 
 // q [B, T, N, D], k [B, S, G, D], v [B, S, G, E], the seven MaskOperands, bias?,
-// out [B, T, N, E], lse [B, T, N], dout [B, T, N, E], dlse [B, T, N]
+// out [B, T, N, E], max_logit [B, T, N], log_sum [B, T, N], dout [B, T, N, E], dlse [B, T, N]
 // -> dq, dk, dv and dbias?, like q, k, v and bias; workspace
 ffi::Error masked_attention_bwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, AnyBuffer v,
                                 AnyBuffer starts, AnyBuffer ends, AnyBuffer q_segments,
                                 AnyBuffer kv_segments, AnyBuffer rows, AnyBuffer tiles,
-                                AnyBuffer bits, AnyBuffer bias, AnyBuffer out, F32 lse,
-                                AnyBuffer dout, F32 dlse, Result<AnyBuffer> dq,
+                                AnyBuffer bits, AnyBuffer bias, AnyBuffer out, F32 max_logit,
+                                F32 log_sum, AnyBuffer dout, F32 dlse, Result<AnyBuffer> dq,
                                 Result<AnyBuffer> dk, Result<AnyBuffer> dv, Result<AnyBuffer> dbias,
                                 Result<U8> workspace, Attr<float, "scale"> scale,
                                 Attr<float, "softcap"> softcap,
@@ -34,8 +34,10 @@ ffi::Error masked_attention_bwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, A
   const int64_t dim = params.dim, value_dim = params.value_dim;
   DSA_FFI_RETURN_IF_ERROR(check_like_q(kOp, "out", out, q, {batch, queries, heads, value_dim}));
   DSA_FFI_RETURN_IF_ERROR(check_like_q(kOp, "dout", dout, q, {batch, queries, heads, value_dim}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "lse", lse.dimensions(), {batch, queries, heads}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dlse", dlse.dimensions(), {batch, queries, heads}));
+  const std::initializer_list<int64_t> per_row = {batch, queries, heads};
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "max_logit", max_logit.dimensions(), per_row));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "log_sum", log_sum.dimensions(), per_row));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "dlse", dlse.dimensions(), per_row));
   DSA_FFI_RETURN_IF_ERROR(check_like_q(kOp, "dq", *dq, q, {batch, queries, heads, dim}));
   DSA_FFI_RETURN_IF_ERROR(check_like_q(kOp, "dk", *dk, q, {batch, keys, groups, dim}));
   DSA_FFI_RETURN_IF_ERROR(check_like_q(kOp, "dv", *dv, q, {batch, keys, groups, value_dim}));
@@ -48,7 +50,8 @@ ffi::Error masked_attention_bwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, A
     }
   }
   params.out = out.untyped_data();
-  params.lse = lse.typed_data();
+  params.max_logit = max_logit.typed_data();
+  params.log_sum = log_sum.typed_data();
   params.dout = dout.untyped_data();
   params.dlse = dlse.typed_data();
   params.dq = dq->untyped_data();
@@ -62,7 +65,7 @@ ffi::Error masked_attention_bwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, A
   return launch_status(kOp, launch_masked_attention_bwd(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.masked_attention_bwd.v1", masked_attention_bwd);
+DSA_FFI_HANDLER("jax_dsa.masked_attention_bwd.v2", masked_attention_bwd);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -104,6 +104,15 @@ def test_the_notebook_has_the_code_of_the_tutorial() -> None:
     assert text.startswith("# Tutorial") and "```" not in text and "](" not in text
 
 
+def test_the_first_page_links_every_page() -> None:
+    """Pages about how the kernels were built are linked from the operators' pages."""
+    docs = ROOT / "docs"
+    pages = {path.name for path in docs.glob("*.md")} - {"index.md"}
+    pages |= {f"ops/{path.name}" for path in (docs / "ops").glob("*.md")}
+    links = re.findall(r"\]\(([\w/-]+\.md)\)", (docs / "index.md").read_text())
+    assert pages == set(links)
+
+
 def one_line(text: str) -> str:
     return " ".join(text.split())
 

@@ -256,4 +256,4 @@ def test_packed(options: dict[str, Any], rng: np.random.Generator) -> None:
         numbers = [np.asarray(x)[None] for x in douts]
         want_grads = oracle.gradients(*arrays, count, D**-0.5, softcap, *numbers)
         assert_matches(got, tuple(x[0] for x in want), 1e-12, "outputs")
-        assert_matches(grads, tuple(x[0] for x in want_grads), 1e-12, "gradients")
+        assert_matches(grads, tuple(x[0] for x in want_grads[:4]), 1e-12, "gradients")

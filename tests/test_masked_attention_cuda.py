@@ -22,7 +22,7 @@ from jax_dsa.ops.masked_attention.spec import Operands, Options, Results
 
 B, T, S, N, G, D, E, W = 2, 6, 9, 4, 2, 8, 16, 7
 OPTIONS = Options(0.3, None, "x", "x", "x", deterministic=False)
-FORWARD, BACKWARD = "jax_dsa.masked_attention_fwd.v1", "jax_dsa.masked_attention_bwd.v1"
+FORWARD, BACKWARD = "jax_dsa.masked_attention_fwd.v2", "jax_dsa.masked_attention_bwd.v2"
 FIELDS = (
     "q", "k", "v", "starts", "ends", "q_segments", "kv_segments", "rows", "tiles", "bits", "bias",
 )  # fmt: skip
@@ -58,12 +58,13 @@ def call(
         assert x.bias.shape[3] == -(-keys // 8) * 8
         own = dataclasses.replace(own, bias_heads=factors(x.bias.shape[1], x))
         x = x._replace(bias=x.bias[..., :keys])
+    rest = operands[len(FIELDS) :]
     if target == FORWARD:
-        results = xla.masked_attention_fwd(own, x)
+        results = xla.masked_attention_fwd(own, x._replace(sinks=rest[0]))
     else:
         assert target == BACKWARD
-        y, dy = Results(*operands[-4:-2]), Results(*operands[-2:])
-        results = list(xla.masked_attention_bwd(own, x, y, dy))
+        y, dy = Results(*rest[:3]), Results(rest[3], None, rest[4])
+        results = list(xla.masked_attention_bwd(own, x, y, dy))[:4]
         if x.bias is not None:
             results[3] = jnp.pad(results[3], [(0, 0)] * 3 + [(0, -keys % 8)], constant_values=9)
     *shapes, space = avals
@@ -131,11 +132,17 @@ def problem(rng: np.random.Generator, **given: Any) -> Operands:
     return problem_of(**({"q": q, "k": k, "v": v} | given))
 
 
+def cotangents(rng: np.random.Generator, y: Results) -> Results:
+    """Returns cotangents of the results; that of `max_logit` is None."""
+    dy = Results(*(jnp.asarray(rng.normal(size=z.shape), jnp.float32) for z in y))
+    return dy._replace(max_logit=None)
+
+
 def both_ways(rng: np.random.Generator, options: Options, x: Operands) -> None:
     """Asserts that both passes agree with the XLA implementation."""
     y = xla.masked_attention_fwd(options, x)
     assert_matches(cuda.masked_attention_fwd(options, y, x), y, 1e-5)
-    dy = Results(*(jnp.asarray(rng.normal(size=z.shape), jnp.float32) for z in y))
+    dy = cotangents(rng, y)
     want = xla.masked_attention_bwd(options, x, y, dy)
     assert_matches(cuda.masked_attention_bwd(options, want, x, y, dy), want, 1e-5)
 
@@ -221,8 +228,18 @@ def test_keys_that_are_not_kept_are_not_read(rng: np.random.Generator, kernels: 
     y = xla.masked_attention_fwd(OPTIONS, x)
     got = cuda.masked_attention_fwd(OPTIONS, y, dirty)
     assert_matches(got, y, 1e-5)
-    grads = cuda.masked_attention_bwd(OPTIONS, x, dirty, y, y)
-    assert_matches(grads, xla.masked_attention_bwd(OPTIONS, x, y, y), 1e-5)
+    dy = y._replace(max_logit=None)
+    grads = cuda.masked_attention_bwd(OPTIONS, x, dirty, y, dy)
+    assert_matches(grads, xla.masked_attention_bwd(OPTIONS, x, y, dy), 1e-5)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["all keys", "kept keys"])
+def test_composition_with_sinks(kept: bool, rng: np.random.Generator, kernels: None) -> None:
+    sinks = jnp.asarray(rng.normal(size=(B, N)), jnp.float32).at[0, :2].set([jnp.inf, -jnp.inf])
+    given = {"ends": integers(rng, 0, S + 1, B, T), "sinks": sinks}
+    if kept:
+        given["kv_indices"] = integers(rng, -1, S + 1, B, G, W)
+    both_ways(rng, OPTIONS, problem(rng, **given))
 
 
 @pytest.mark.parametrize(

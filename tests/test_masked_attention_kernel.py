@@ -67,6 +67,26 @@ def test_scores(options: dict[str, Any], dtype: Any, rng: np.random.Generator) -
     compare(inputs(rng, t=213, d=128, dtype=dtype), is_causal=True, **options)
 
 
+def attend_with_sinks(q: Any, k: Any, v: Any, sinks: Any, **options: Any) -> Any:
+    return masked_attention(q, k, v, sinks=sinks.astype(jnp.float32), **options)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["all keys", "kept keys"])
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_sinks(d: int, e: int, kept: bool, rng: np.random.Generator) -> None:
+    arrays = inputs(rng, t=150, s=213, d=d, e=e)
+    sinks = jnp.asarray([-2.0, jnp.inf, -jnp.inf, 5.0], jnp.bfloat16)
+    masks = {"kv_indices": integers(rng, -1, 214, 2, 2, 100)} if kept else {}
+    compare((*arrays, sinks), masks, call=attend_with_sinks, is_causal=True)
+
+
+def test_max_logit(rng: np.random.Generator) -> None:
+    arrays = inputs(rng, t=150, s=213)
+    options = {"is_causal": True, "softcap": 3.0, "return_max_logit": True}
+    got, want = (masked_attention(*arrays, **options, implementation=i) for i in ("cuda", "xla"))
+    assert_matches(got[1], want[1], 2e-5)
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, rng: np.random.Generator) -> None:
     arrays = inputs(rng, t=300, s=450, d=128)

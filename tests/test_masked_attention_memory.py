@@ -47,9 +47,10 @@ def test_chunks(kind: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyP
         rows=rows,
         tiles=tiles,
         bits=bits,
+        sinks=normal(rng, B, N),
     )
     options = Options(0.4, None, bias_heads, "x", "x", deterministic=False)
-    dy = Results(normal(rng, B, T, N, E), normal(rng, B, T, N))
+    dy = Results(normal(rng, B, T, N, E), None, normal(rng, B, T, N))
 
     def run(x: Operands) -> tuple:
         y = xla.masked_attention_fwd(options, x)

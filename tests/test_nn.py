@@ -330,9 +330,9 @@ def test_decoder_in_fp8(rng):
     assert 0 < np.linalg.norm(got - want) < 0.3 * np.linalg.norm(want)
 
 
-def exact_attention(q, k, v, *, scale, is_causal, segment_ids, return_lse):
+def exact_attention(q, k, v, *, scale, is_causal, segment_ids, sinks, return_lse):
     """Computes the case of `masked_attention` that the model uses, by the formula."""
-    assert is_causal and return_lse
+    assert is_causal and return_lse and sinks is None
     s = scale * jnp.einsum("btnd,bsnd->bnts", q, k)
     seen = jnp.tril(jnp.ones((T, T), bool))[None, None]
     if segment_ids is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +111,30 @@ def test_a_layer_creates_its_cache(kind, options):
     layer = nnx.eval_shape(lambda: nn.DSAttention(wide, kind, rngs=nnx.Rngs(0)))
     rows = jax.tree.leaves(layer.init_cache(B, 7, fp8=True, **options).kv)[0]
     assert rows.shape[-1] == 656
+
+
+@pytest.mark.parametrize("paged", [{}, {"page_size": PAGE, "num_pages": 4}], ids=["flat", "paged"])
+def test_misuse_of_init_cache(paged):
+    """Messages name `init_cache` and the user's argument, also before the pages are computed."""
+    layer, model = attention(), decoder()
+    for op, init in (
+        ("DSAttention.init_cache", layer.init_cache),
+        ("DecoderLM.init_cache", model.init_cache),
+        ("LayerCache.empty", functools.partial(LayerCache.empty, CONFIG)),
+        ("DecoderCache.empty", functools.partial(nn.DecoderCache.empty, model.config)),
+    ):
+        for name, value, error in (
+            ("batch", 2.0, TypeError),
+            ("batch", -1, ValueError),
+            ("capacity", "8", TypeError),
+            ("capacity", -1, ValueError),
+            ("fp8", "yes", TypeError),
+        ):
+            with pytest.raises(error, match=rf"^{op}: argument '{name}' is {value!r}"):
+                init(**{"batch": 2, "capacity": 8, **paged, name: value})
+        expected = rf"^{op}: the configuration has kv_rank \+ rope_dim = 12, want 576"
+        with pytest.raises(ValueError, match=expected):
+            init(2, 8, fp8=True, **paged)
 
 
 def test_a_module_in_place_of_its_configuration():

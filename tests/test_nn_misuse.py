@@ -326,3 +326,12 @@ def test_constructors(op: str) -> None:
     expected = type(config).__name__
     with pytest.raises(TypeError, match=f"{op}: argument 'config' is .*, want {expected}"):
         make(wrong, rngs=RNGS)
+
+
+def test_tokens_outside_of_the_vocabulary():
+    """As the page on troubleshooting says; the lookup is that of `nnx.Embed`."""
+    vocab = LM.config.vocab
+    tokens = jnp.array([[0, vocab], [0, -1], [0, vocab - 1]])
+    logits = jax.jit(lambda tokens: LM(tokens)[0])(tokens)
+    large, negative, last = logits[:, 1]
+    assert jnp.isnan(large).all() and (negative == last).all()

@@ -175,7 +175,7 @@ def test_pools_of_other_sizes():
         ({"page_size": 4, "num_pages": -1}, ValueError, "'num_pages' is -1, want int in 0"),
         ({"page_size": 4, "num_pages": 1.5}, TypeError, "'num_pages' is 1.5"),
     ):
-        with pytest.raises(error, match=rf"LayerCache\.empty: argument {message}"):
+        with pytest.raises(error, match=rf"DecoderCache\.empty: argument {message}"):
             nn.DecoderCache.empty(DECODER, 2, 8, **wrong)
 
 

@@ -56,3 +56,17 @@ def test_modules(name: str, meshes: list[Mesh]) -> None:
     decode = [moved.init_cache(2, 8)] if name.endswith("decode") else []
     with pytest.raises(ValueError, match=rf"^{name}: parameter '[\w.]+' {WANT}"):
         (moved.decode if decode else moved)(on(one, x, PartitionSpec("x")), *decode)
+
+
+def test_parameters_without_a_mesh(meshes: list[Mesh]) -> None:
+    """The two ways out that the page on troubleshooting names; without them, JAX raises."""
+    mesh, _ = meshes
+    graph, params = nnx.split(nn.DSAttention(CONFIG, rngs=nnx.Rngs(0)))
+    x = on(mesh, jnp.ones((2, 3, CONFIG.model_dim)), PartitionSpec("x"))
+    gradient = jax.jit(jax.grad(lambda params: nnx.merge(graph, params)(x)[0].sum()))
+    with pytest.raises(Exception, match="Contracting dimensions are sharded and it is ambiguous"):
+        gradient.eval_shape(params)
+    placed = gradient.eval_shape(on(mesh, params, PartitionSpec()))
+    with jax.set_mesh(mesh):
+        entered = gradient.eval_shape(params)
+    assert jax.tree.map(jnp.shape, placed) == jax.tree.map(jnp.shape, entered)

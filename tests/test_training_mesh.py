@@ -92,7 +92,10 @@ def test_selections_do_not_depend_on_the_mesh(sizes):
     np.testing.assert_array_equal(*chosen)
 
 
-@pytest.mark.parametrize("axis, share", [slow("data", 1.0), slow("fsdp", 0.52), slow("tensor", 0.85)])
+SHARES = [slow("data", 1.0), slow("fsdp", 0.52), slow("tensor", 0.85)]
+
+
+@pytest.mark.parametrize("axis, share", SHARES)
 def test_parameters_and_optimizer_states_are_sharded(axis, share):
     """ "tensor" does not divide the 257 tokens of the embedding, half of all parameters here."""
     state = one_step((axis, 2))["sparse"][0]

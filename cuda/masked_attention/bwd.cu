@@ -102,7 +102,7 @@ cudaError_t launch(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
     DSA_RETURN_IF_CUDA_ERROR(clear(w.tile_counter, 16, stream));
   } else {
     DSA_RETURN_IF_CUDA_ERROR(launch_blocks(rows_kernel<Tr::kType>, blocks, kRowsThreads,
-                                           kStepQueries, stream, p, w, steps, Tr::kD,
+                                           sizeof(RowsShared), stream, p, w, steps, Tr::kD,
                                            lse_factor<Tr>(p)));
   }
   if constexpr (Tr::kBias) {

@@ -1,10 +1,11 @@
 // Masked attention, backward pass.
 //
-//   P  = exp(y - lse)                dS = P * (dP - delta) * dy/dx       dP = dO V^T
+//   P  = exp(y - max_logit - log_sum)                                    dP = dO V^T
+//   dS = P * dy/dx * (dP - delta)
 //   dV = P^T dO                      dK = scale * dS^T Q                 dQ = scale * dS K
 //   dbias = dS                       delta = rowsum(O * dO) - dlse
 //
-// with x and y as in fwd.cuh.
+// with x and y as in fwd.cuh. lse is max_logit + log_sum; see HugeRow for large ones.
 //
 // Tiling. A work tile is (batch, KV head, 128 keys). Persistent CTAs fetch work tiles from an
 // atomic counter and loop over the steps (64 queries of one head of the group) that can see these
@@ -84,7 +85,8 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     const uint32_t q_at = smem_address(shared.q[at]), dout_at = smem_address(shared.dout[at]);
     mbarrier_wait(&shared.q_full[at], ring.parity);
     mbarrier_wait(&shared.step_ready[at], ring.parity);
-    const bool partial = shared.stage[at].partial;
+    const int flags = shared.flags[at];
+    const bool partial = flags & kPartial;
     // Keeps ptxas from moving a wait for products up; see bwd_dq.cuh. With biases this costs more
     // than it gains.
     const auto end_block = [&] {
@@ -129,13 +131,26 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     if constexpr (Tr::kGeneral) {
       cap_scores(s, Tr::kBias ? 1.f : p.scale, p.softcap, cap_inverse);
     }
-    if (partial) mask_scores(s, &shared.bits[at][row_now(lane_now() / 4)]);
     const auto lse_of = [&](int i) {  // lse of the queries of scores i and i + 1
       return *reinterpret_cast<const float2*>(&shared.lse[at][i / 4 * 8 + lane_now() % 4 * 2]);
     };
     const int lane = lane_now();
     const uint32_t own_row = row_now(lane % 16) * 128;
     const auto chunk = [&](int k) { return own_row + ((2 * k + lane / 16) ^ (lane % 8)) * 16; };
+    const uint32_t ds_at = smem_address(shared.ds[at]);
+    const auto ds_chunk = [&](int k) { return ds_at + chunk(k); };
+    const bool capped = Tr::kGeneral && cap_inverse > 0.f;
+    // Nobody reads this buffer yet: the barrier of the previous step came after the last read.
+    if (capped) store_cap_derivatives<Tr::kType>(s, cap_inverse, ds_chunk);
+    float to_log2 = scale_log2;
+    if (__builtin_expect(flags != 0, 0)) {
+      if (partial) mask_scores(s, &shared.bits[at][row_now(lane_now() / 4)]);
+      if (flags & kHugeRows) {
+        subtract_huge_rows<Tr::kGeneral>(s, w.huge_rows + shared.stage[at].step * kStepQueries,
+                                         p.scale);
+        to_log2 = kLog2E;
+      }
+    }
     uint32_t probabilities[kSteps][4], gradients[kSteps][4];
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -144,11 +159,11 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
         const int i = 8 * k + 2 * j;
         if constexpr (Tr::kGeneral) {
           const float2 lse = lse_of(i);
-          s[i] = exp2_approx(exponent<Tr::kBias>(s[i], lse.x));
-          s[i + 1] = exp2_approx(exponent<Tr::kBias>(s[i + 1], lse.y));
+          s[i] = exp2_approx(fmaf(s[i], kLog2E, -lse.x));
+          s[i + 1] = exp2_approx(fmaf(s[i + 1], kLog2E, -lse.y));
         } else {
-          s[i] = exp2_approx(s[i] * scale_log2);
-          s[i + 1] = exp2_approx(s[i + 1] * scale_log2);
+          s[i] = exp2_approx(s[i] * to_log2);
+          s[i + 1] = exp2_approx(s[i + 1] * to_log2);
         }
         probabilities[k][j] = pack_16<Tr::kType>(s[i], s[i + 1]);
       }
@@ -168,40 +183,22 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     }
     wgmma_wait<0>();
     wgmma_pin(dp);
-    const uint32_t ds_at = smem_address(shared.ds[at]);
-    const auto load_probabilities = [&](int k) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
       if constexpr (Tr::kSerialProducts) {
         load_matrix_x4(smem_address(shared.p) + chunk(k), probabilities[k]);
       }
-    };
-    const auto probability = [&](int k, int j) {  // probabilities of two scores
-      const int i = 8 * k + 2 * j;
-      return Tr::kSerialProducts ? unpack_16<Tr::kType>(probabilities[k][j])
-                                 : make_float2(s[i], s[i + 1]);
-    };
-    if (Tr::kGeneral && cap_inverse > 0.f) {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        load_probabilities(k);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int i = 8 * k + 2 * j;
-          cap_gradients<Tr::kBias>(dp[i], dp[i + 1], probability(k, j), lse_of(i), cap_inverse);
-        }
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      load_probabilities(k);
+      if (capped) multiply_by_cap_derivatives<Tr::kType>(&dp[8 * k], ds_chunk(k));
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int i = 8 * k + 2 * j;
-        const float2 ds =
-            score_gradients(probability(k, j), make_float2(dp[i], dp[i + 1]), partial);
+        const float2 x = Tr::kSerialProducts ? unpack_16<Tr::kType>(probabilities[k][j])
+                                             : make_float2(s[i], s[i + 1]);
+        const float2 ds = score_gradients(x, make_float2(dp[i], dp[i + 1]), partial);
         gradients[k][j] = pack_16<Tr::kType>(ds.x, ds.y);
         if constexpr (Tr::kBias) dp[i] = ds.x, dp[i + 1] = ds.y;
       }
-      store_matrix_x4(ds_at + chunk(k), gradients[k][0], gradients[k][1], gradients[k][2],
+      store_matrix_x4(ds_chunk(k), gradients[k][0], gradients[k][1], gradients[k][2],
                       gradients[k][3]);
       if constexpr (Tr::kBias) {
         if (w.dbias == nullptr) {
@@ -360,7 +357,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (warpgroup < 2) {
     raise_registers<Tr::kConsumerRegisters>();
     if constexpr (Tr::kDqWarpgroup) {
-      consume_keys<Tr>(p, shared, warpgroup);
+      consume_keys<Tr>(p, w, shared, warpgroup);
     } else if constexpr (Tr::kWide) {
       consume_wide<Tr>(p, w, dbias_map, shared, warpgroup);
     } else {

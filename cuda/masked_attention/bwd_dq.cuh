@@ -19,8 +19,8 @@ namespace jax_dsa::masked_attention {
 
 // The main loop of MMA warpgroup `warpgroup` (0 or 1): P and dS of 64 keys, dK and dV.
 template <typename Tr>
-__device__ void consume_keys(const MaskedAttentionBwdParams& p, BwdShared<Tr>& shared,
-                             int warpgroup) {
+__device__ void consume_keys(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
+                             BwdShared<Tr>& shared, int warpgroup) {
   constexpr int kScores = kStepQueries / 2, kSteps = kStepQueries / 16;
   // Whether the scores of the next step are computed beside dK. With more dims, whose products take
   // longer, this gains nothing, and it loses 4 % where the producer builds many mask bits.
@@ -68,7 +68,7 @@ __device__ void consume_keys(const MaskedAttentionBwdParams& p, BwdShared<Tr>& s
     if constexpr (!kScoresAhead) start_scores();
     const int at = uniform(ring.index), ds_at = uniform(ds_ring.index);
     const uint32_t q_at = smem_address(shared.q[at]), dout_at = smem_address(shared.dout[at]);
-    const bool partial = shared.stage[at].partial;
+    const int flags = shared.flags[at];
     // Two queries of a thread's scores, 8 columns apart from the next two.
     const auto of_queries = [&](const float (&x)[kStepQueries], int i) {
       return *reinterpret_cast<const float2*>(&x[i / 4 * 8 + lane_now() % 4 * 2]);
@@ -78,14 +78,20 @@ __device__ void consume_keys(const MaskedAttentionBwdParams& p, BwdShared<Tr>& s
     wgmma_wait<0>();
     wgmma_pin(s);
 
-    if (partial) mask_scores(s, &shared.bits[at][row_now(lane_now() / 4)]);
+    float to_log2 = scale_log2;
+    if (__builtin_expect(flags != 0, 0)) {
+      if (flags & kPartial) mask_scores(s, &shared.bits[at][row_now(lane_now() / 4)]);
+      if (flags & kHugeRows) {
+        subtract_huge_rows<false>(s, w.huge_rows + shared.stage[at].step * kStepQueries, p.scale);
+        to_log2 = kLog2E;
+      }
+    }
     uint32_t packed[kSteps][4];  // P, then dS
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
       const float2 lse = of_queries(shared.lse[at], i);
-      packed[i / 8][i / 2 % 4] =
-          pack_16<Tr::kType>(exp2_approx(fmaf(s[i], scale_log2, -lse.x)),
-                             exp2_approx(fmaf(s[i + 1], scale_log2, -lse.y)));
+      packed[i / 8][i / 2 % 4] = pack_16<Tr::kType>(exp2_approx(fmaf(s[i], to_log2, -lse.x)),
+                                                    exp2_approx(fmaf(s[i + 1], to_log2, -lse.y)));
     }
     wgmma_pin(packed);
     mbarrier_wait(&shared.dout_full[at], ring.parity);  // also ends the basic block
@@ -112,7 +118,7 @@ __device__ void consume_keys(const MaskedAttentionBwdParams& p, BwdShared<Tr>& s
     wgmma_pin(dp);
     wgmma_pin(dv);
 
-    if (partial) {  // dP of hidden scores is undefined, and 0 * NaN is NaN
+    if (flags & kPartial) {  // dP of hidden scores is undefined, and 0 * NaN is NaN
 #pragma unroll
       for (int i = 0; i < kScores; i += 2) {
         const float2 x = unpack_16<Tr::kType>(packed[i / 8][i / 2 % 4]);

@@ -11,6 +11,7 @@
 #include "common/tile.cuh"
 #include "masked_attention/bias.cuh"
 #include "masked_attention/bwd_bounds.cuh"
+#include "masked_attention/scores.cuh"
 
 namespace jax_dsa::masked_attention {
 
@@ -57,6 +58,7 @@ enum BwdNamedBarrier {
   // Only for dims above 192:
   kProbabilities = 2,  // P of warpgroup 0 is in shared memory
   kOwnGradients = 3,   // all threads of warpgroup 1 have written their dS
+  kDsRead = 4,         // with a softcap: warpgroup 1 has finished reading the previous step's dS
 };
 
 // A work tile: 128 (or 64) keys of one KV head, from `key` on.
@@ -76,6 +78,9 @@ struct BwdStage {
   uint32_t earlier_adds;
   int64_t step;  // index of the step among the steps of all heads
 };
+
+// Scores of a step with any of these flags need more work.
+enum StepFlags { kPartial = 1, kHugeRows = 2 };
 
 // Describes a buffer of dS for the warpgroup that computes dQ; see BwdStage.
 struct DsDescription {
@@ -104,7 +109,8 @@ struct alignas(1024) BwdShared {
   float delta[Tr::kStages][kStepQueries];
   uint32_t bits[Tr::kStages][Tr::kKeys][kStepQueries / 32];  // mask bits of partial tiles
   BwdStage stage[Tr::kStages];
-  uint32_t* pending_add[8];  // per warp: the counter of its last addition, not yet incremented
+  uint8_t flags[Tr::kStages];  // StepFlags; written by the mask warps
+  uint32_t* pending_add[8];    // per warp: the counter of its last addition, not yet incremented
   BwdWorkTile work_tile;
   uint64_t work_tile_full, kv_full, kv_cleared, kv_free;
   // Barriers of a stage: it is described; Q, lse and delta are loaded; dO is loaded; mask bits are
@@ -156,12 +162,11 @@ struct BwdTileScheduler {
   }
 };
 
-// Returns the factor of lse in the workspace. With biases, lse is subtracted from scores in natural
-// units; with other general scores and in bwd_dq.cuh, from the argument of exp2; else from unscaled
-// scores.
+// Returns the factor of lse in the workspace. With general scores and in bwd_dq.cuh, lse is
+// subtracted from the argument of exp2; else from unscaled scores.
 template <typename Tr>
 float lse_factor(const MaskedAttentionBwdParams& p) {
-  return Tr::kBias ? 1.f : Tr::kGeneral || Tr::kDqWarpgroup ? kLog2E : 1.f / p.scale;
+  return Tr::kGeneral || Tr::kDqWarpgroup ? kLog2E : 1.f / p.scale;
 }
 
 // Returns how many boxes of 64 keys cover `keys` when rounded up to whole tiles of 128 keys.
@@ -190,9 +195,12 @@ struct BwdWorkspace {
   unsigned* tile_counter;  // alone in its 16 bytes
   QueryBounds* queries;
   SegmentBounds* segments;
-  KeyBounds* keys;         // [batch, groups, key tiles]
-  int* order;              // [batch, groups, key tiles]; see BwdTileScheduler
-  float* lse;              // [.., 64]; see lse_factor; +inf for fully masked or missing queries
+  KeyBounds* keys;  // [batch, groups, key tiles]
+  int* order;       // [batch, groups, key tiles]; see BwdTileScheduler
+  // [.., 64]; see lse_factor; +inf for fully masked or missing queries, 0 for huge rows
+  float* lse;
+  HugeRow* huge_rows;      // [.., 64]; written only for steps that have a huge row
+  bool* huge;              // [..]; whether the step has a huge row
   float* delta;            // [.., 64]; 0 for fully masked or missing queries
   uint64_t* fully_masked;  // [..]; one bit per query, set if it is fully masked
   // [.., kMaxDqSlices, 4]; if deterministic: the number of work tiles that have added, per warp.
@@ -218,6 +226,8 @@ struct BwdWorkspace {
     keys = reinterpret_cast<KeyBounds*>(take(key_tiles * sizeof(KeyBounds)));
     order = reinterpret_cast<int*>(take(key_tiles * sizeof(int)));
     lse = reinterpret_cast<float*>(take(steps * kStepQueries * 4));
+    huge_rows = reinterpret_cast<HugeRow*>(take(steps * kStepQueries * sizeof(HugeRow)));
+    huge = reinterpret_cast<bool*>(take(steps));
     delta = reinterpret_cast<float*>(take(steps * kStepQueries * 4));
     fully_masked = reinterpret_cast<uint64_t*>(take(steps * 8));
     add_counts = reinterpret_cast<uint32_t*>(take(steps * kMaxDqSlices * 4 * 4));

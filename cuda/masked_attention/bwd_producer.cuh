@@ -196,6 +196,9 @@ __device__ void prepare_steps(const MaskedAttentionBwdParams& p, const BwdWorksp
       const BwdStage stage = shared.stage[at];
       last = stage.last;
       if (stage.partial) build_mask_bits<Tr>(p, work_tile, stage, shared.bits[at], warp, lane);
+      if (thread == 0) {
+        shared.flags[at] = (stage.partial ? kPartial : 0) | (w.huge[stage.step] ? kHugeRows : 0);
+      }
       const uint64_t* const fully_masked = w.fully_masked + stage.step;
       if (*fully_masked != 0) {
         const auto* const rows = reinterpret_cast<const uint32_t*>(fully_masked);

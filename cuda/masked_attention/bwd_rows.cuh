@@ -9,9 +9,13 @@ namespace jax_dsa::masked_attention {
 
 inline constexpr int kRowsThreads = 256;
 
-// Computes lse, delta = rowsum(O * dO) - dlse and the bits of fully masked queries of one step per
-// CTA. Also clears dQ and the tile counter. 16 lanes share a query, and all 64 queries are in
-// flight at once, because hiding the latency takes many outstanding loads.
+struct RowsShared {
+  bool fully_masked[kStepQueries], huge[kStepQueries];
+};
+
+// Computes lse, delta = rowsum(O * dO) - dlse, the bits of fully masked queries and the huge rows
+// of one step per CTA. Also clears dQ and the tile counter. 16 lanes share a query, and all 64
+// queries are in flight at once, because hiding the latency takes many outstanding loads.
 template <DType kType>
 __global__ void __launch_bounds__(kRowsThreads)
     rows_kernel(const __grid_constant__ MaskedAttentionBwdParams p,
@@ -28,10 +32,11 @@ __global__ void __launch_bounds__(kRowsThreads)
   const auto exists = [&](int round) { return first + round * kRowsPerRound < p.queries; };
 
   if (index == 0 && threadIdx.x == 0) *w.tile_counter = 0;
-  float lse[kRounds], dlse[kRounds], sum[kRounds] = {};
+  float max_logit[kRounds], log_sum[kRounds], dlse[kRounds], sum[kRounds] = {};
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {
-    lse[i] = load_now(p.lse + row(i), exists(i), INFINITY);
+    max_logit[i] = load_now(p.max_logit + row(i), exists(i), 0.f);
+    log_sum[i] = load_now(p.log_sum + row(i), exists(i), INFINITY);
     dlse[i] = load_now(p.dlse + row(i), exists(i), 0.f);
   }
   for (int e = group_lane * 8; e < p.value_dim; e += 128) {
@@ -55,24 +60,36 @@ __global__ void __launch_bounds__(kRowsThreads)
   const float4 zero = {0.f, 0.f, 0.f, 0.f};
   auto* const dq = reinterpret_cast<float4*>(w.dq + index * kStepQueries * dq_dim);
   for (int i = threadIdx.x; i < kStepQueries * dq_dim / 4; i += kRowsThreads) dq[i] = zero;
+  auto& shared = dynamic_shared<RowsShared>();
+  const auto is_huge = [&](int i) {
+    return fabsf(max_logit[i]) * kLog2E > kHugeRow && max_logit[i] != -INFINITY;
+  };
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {
 #pragma unroll
     for (int d = 8; d > 0; d /= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], d);
     const int query = threadIdx.x / 16 + i * kRowsPerRound;
-    const bool fully_masked = lse[i] == -INFINITY;
+    const bool fully_masked = max_logit[i] == -INFINITY;
     if (group_lane == 0) {
-      w.lse[index * kStepQueries + query] =
-          exists(i) && !fully_masked ? lse[i] * lse_factor : INFINITY;
+      const float lse = is_huge(i) ? 0.f : (max_logit[i] + log_sum[i]) * lse_factor;
+      w.lse[index * kStepQueries + query] = exists(i) && !fully_masked ? lse : INFINITY;
       w.delta[index * kStepQueries + query] = exists(i) && !fully_masked ? sum[i] - dlse[i] : 0.f;
-      dynamic_shared<bool[kStepQueries]>()[query] = fully_masked;
+      shared.fully_masked[query] = fully_masked, shared.huge[query] = is_huge(i);
     }
   }
   __syncthreads();
+  const bool any_huge = __any_sync(~0u, shared.huge[lane] || shared.huge[lane + 32]);
+  if (any_huge && group_lane == 0) {
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      w.huge_rows[index * kStepQueries + threadIdx.x / 16 + i * kRowsPerRound] =
+          is_huge(i) ? HugeRow{max_logit[i], log_sum[i]} : HugeRow{0.f, 0.f};
+    }
+  }
   if (warp > 0) return;
-  const auto& all = dynamic_shared<bool[kStepQueries]>();
-  const uint64_t low = __ballot_sync(~0u, all[lane]), high = __ballot_sync(~0u, all[lane + 32]);
-  if (lane == 0) w.fully_masked[index] = high << 32 | low;
+  const uint64_t low = __ballot_sync(~0u, shared.fully_masked[lane]);
+  const uint64_t high = __ballot_sync(~0u, shared.fully_masked[lane + 32]);
+  if (lane == 0) w.fully_masked[index] = high << 32 | low, w.huge[index] = any_huge;
 }
 
 // dQ in the workspace holds the accumulator fragments of the slices of all steps. A slice consists

@@ -2,7 +2,8 @@
 //
 // dK and dV of 64 keys fill the registers of both warpgroups. A work tile therefore has 64 keys,
 // and each warpgroup owns half of the columns of dK, dV and dQ. Warpgroup 0 computes P and
-// warpgroup 1 computes dS. They exchange P and dS through shared memory.
+// warpgroup 1 computes dS. They exchange P and dS through shared memory. With a softcap, warpgroup
+// 0 also writes the derivatives of the softcap to the buffer of dS, where dS later replaces them.
 #pragma once
 
 #include "common/store_rows.cuh"
@@ -21,6 +22,7 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
   static_assert(kDHalf % 64 == 0 && kEHalf % 64 == 0 && Tr::kKeys == 64);
   const float scale_log2 = p.scale * kLog2E;
   const float cap_inverse = Tr::kGeneral && p.softcap > 0.f ? 1.f / p.softcap : 0.f;
+  const bool capped = Tr::kGeneral && cap_inverse > 0.f;
 
   float dk[kDHalf / 2], dv[kEHalf / 2];
   RingPlace<Tr::kStages> ring;
@@ -55,7 +57,8 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
     const int at = uniform(ring.index);
     mbarrier_wait(&shared.q_full[at], ring.parity);
     mbarrier_wait(&shared.step_ready[at], ring.parity);
-    const bool partial = shared.stage[at].partial;
+    const int flags = shared.flags[at];
+    const bool partial = flags & kPartial;
     const auto lse_of = [&](int i) {  // lse of the queries of scores i and i + 1
       return *reinterpret_cast<const float2*>(&shared.lse[at][i / 4 * 8 + lane_now() % 4 * 2]);
     };
@@ -63,6 +66,7 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
     const uint32_t own_row = row_now(lane % 16) * 128;
     const auto chunk = [&](int k) { return own_row + ((2 * k + lane / 16) ^ (lane % 8)) * 16; };
     const uint32_t p_at = smem_address(shared.p), ds_at = smem_address(shared.ds[0]);
+    const auto ds_chunk = [&](int k) { return ds_at + chunk(k); };
     uint32_t probabilities[kSteps][4];
     float x[kScores];
     if (warpgroup == 0) {
@@ -79,7 +83,19 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
       if constexpr (Tr::kGeneral) {
         cap_scores(x, Tr::kBias ? 1.f : p.scale, p.softcap, cap_inverse);
       }
-      if (partial) mask_scores(x, &shared.bits[at][row_now(lane_now() / 4)]);
+      if (capped) {
+        named_barrier_sync<256>(kDsRead);
+        store_cap_derivatives<Tr::kType>(x, cap_inverse, ds_chunk);
+      }
+      float to_log2 = scale_log2;
+      if (__builtin_expect(flags != 0, 0)) {
+        if (partial) mask_scores(x, &shared.bits[at][row_now(lane_now() / 4)]);
+        if (flags & kHugeRows) {
+          subtract_huge_rows<Tr::kGeneral>(x, w.huge_rows + shared.stage[at].step * kStepQueries,
+                                           p.scale);
+          to_log2 = kLog2E;
+        }
+      }
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
@@ -87,10 +103,9 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
           const int i = 8 * k + 2 * j;
           if constexpr (Tr::kGeneral) {
             const float2 lse = lse_of(i);
-            x[i] = exponent<Tr::kBias>(x[i], lse.x);
-            x[i + 1] = exponent<Tr::kBias>(x[i + 1], lse.y);
+            x[i] = fmaf(x[i], kLog2E, -lse.x), x[i + 1] = fmaf(x[i + 1], kLog2E, -lse.y);
           } else {
-            x[i] *= scale_log2, x[i + 1] *= scale_log2;
+            x[i] *= to_log2, x[i + 1] *= to_log2;
           }
           probabilities[k][j] = pack_16<Tr::kType>(exp2_approx(x[i]), exp2_approx(x[i + 1]));
         }
@@ -108,17 +123,10 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
       named_barrier_sync<256>(kProbabilities);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) load_matrix_x4(p_at + chunk(k), probabilities[k]);
-      if (Tr::kGeneral && cap_inverse > 0.f) {
-#pragma unroll
-        for (int i = 0; i < kScores; i += 2) {
-          cap_gradients<Tr::kBias>(x[i], x[i + 1],
-                                   unpack_16<Tr::kType>(probabilities[i / 8][i / 2 % 4]), lse_of(i),
-                                   cap_inverse);
-        }
-      }
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         uint32_t gradients[4];
+        if (capped) multiply_by_cap_derivatives<Tr::kType>(&x[8 * k], ds_chunk(k));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int i = 8 * k + 2 * j;
@@ -127,7 +135,7 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
           gradients[j] = pack_16<Tr::kType>(ds.x, ds.y);
           if constexpr (Tr::kBias) x[i] = ds.x, x[i + 1] = ds.y;
         }
-        store_matrix_x4(ds_at + chunk(k), gradients[0], gradients[1], gradients[2], gradients[3]);
+        store_matrix_x4(ds_chunk(k), gradients[0], gradients[1], gradients[2], gradients[3]);
         if constexpr (Tr::kBias) {
           if (w.dbias == nullptr) {
             store_matrix_x4_transposed(bias_fragment(shared.bias, bias.index, 0, false, k),
@@ -205,10 +213,12 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
       }
       bias.advance();
     }
+    if (capped && warpgroup == 1) named_barrier_arrive<256>(kDsRead);
     ring.advance();
     return last;
   };
 
+  if (capped && warpgroup == 1) named_barrier_arrive<256>(kDsRead);
   for_each_work_tile(
       shared, [] {}, step,
       [&](const BwdWorkTile& work_tile) {
@@ -217,6 +227,8 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
                                warpgroup * kDHalf, warpgroup * kEHalf,
                                shared.out[thread_index() / 32]);
       });
+  // Consume the last arrival, so that no barrier is left with a pending one.
+  if (capped && warpgroup == 0) named_barrier_sync<256>(kDsRead);
 }
 
 }  // namespace jax_dsa::masked_attention

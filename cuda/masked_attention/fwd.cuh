@@ -1,8 +1,9 @@
 // Masked attention, forward pass.
 //
 //   x   = scale * q . k + bias           y = softcap * tanh(x / softcap), or x without softcap
-//   lse = log sum over visible keys of exp(y)
-//   out = sum over visible keys of exp(y - lse) * v
+//   max_logit = max over visible keys of y
+//   log_sum   = log sum over visible keys of exp(y - max_logit)
+//   out = sum over visible keys of exp(y - max_logit - log_sum) * v, times the sink's gate
 //
 // Tiling. A work tile is (batch, head, 128 queries). Persistent CTAs fetch work tiles from an
 // atomic counter, which balances uneven masks. Each work tile loops over tiles of 128 keys (64
@@ -18,7 +19,7 @@
 //
 // Running maximum. Probabilities are relative to a running maximum that is updated lazily: it moves
 // only when a score exceeds it by more than 8 in log2 units. The accumulators are then rarely
-// rescaled, and probabilities stay in [0, 256].
+// rescaled, and probabilities stay in [0, 256]. The exact maximum is kept beside it.
 //
 // Shared memory for D = E = 128, in blocks of 64 columns (128-byte swizzle; see common/tile.cuh):
 //   q     128 rows, 32 KiB
@@ -41,14 +42,14 @@ namespace jax_dsa::masked_attention {
 // A score may exceed the running maximum of its row by this much before the maximum moves; in log2
 // units.
 inline constexpr float kRescaleThreshold = 8.f;
-// Above this magnitude, a float32 maximum in log2 units has no fractional bits left.
-inline constexpr float kExactMaxLimit = 0x1p24f;
 
 // Softmax state of the two accumulator rows of a thread, r and r + 8.
 struct RowState {
-  // In log2 units, or natural units with biases; -inf before the first visible score.
+  // In units of the scores; -inf before the first visible score.
   float running_max[2];
-  float sum[2];  // sum of this thread's probabilities, relative to the running maximum
+  float max_score;  // the exact maximum of row r in lanes with lane % 2 == r
+  float sum[2];     // sum of this thread's probabilities, relative to the running maximum
+  bool huge;        // whether any row of the warp is huge; see kHugeRow
 
   // Returns the value to subtract from a score. It is 0 for a maximum of -inf, so that exp2(-inf -
   // finite(-inf)) = 0.
@@ -62,54 +63,68 @@ struct RowState {
   }
 };
 
+// The units of the scores that `softmax` gets: x * scale in natural units, where scale is 1 if
+// kNatural.
+template <bool kNatural>
+struct ScoreUnits {
+  float scale;
+  float scale_log2;  // scale * log2(e)
+
+  __device__ explicit ScoreUnits(float factor)
+      : scale(kNatural ? 1.f : factor), scale_log2(kNatural ? kLog2E : factor * kLog2E) {}
+  // Returns x in natural units, rounded as the backward pass rounds it.
+  __device__ float natural(float x) const { return kNatural ? x : __fmul_rn(x, scale); }
+};
+
 // Replaces scores by probabilities. Returns whether a running maximum of the warp's rows moved;
-// `factor` is then what to multiply the accumulators by. A bias may mask all keys of a row with
-// -1e9 or less. Scores are then just as far from 0, and their distance from the maximum is computed
-// exactly.
-template <bool kBias, int kScores>
-__device__ __forceinline__ bool softmax(float (&s)[kScores], float scale_log2, RowState& rows,
-                                        float (&factor)[2]) {
+// `factor` is then what to multiply the accumulators by.
+template <bool kNatural, int kScores>
+__device__ __forceinline__ bool softmax(float (&s)[kScores], const ScoreUnits<kNatural>& units,
+                                        RowState& rows, float (&factor)[2]) {
   float top[4];  // four independent chains, for instruction-level parallelism
 #pragma unroll
   for (int i = 0; i < 4; ++i) top[i] = s[i];
 #pragma unroll
   for (int i = 4; i < kScores; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
-  float new_max[2];
+  float new_max[2], largest[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float m = fmaxf(top[2 * r], top[2 * r + 1]);
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-    if constexpr (!kBias) m *= scale_log2;
-    new_max[r] = m > rows.running_max[r] + (kBias ? kRescaleThreshold * kLn2 : kRescaleThreshold)
-                     ? m
-                     : rows.running_max[r];
+    largest[r] = m;
+    const bool moves = (m - rows.running_max[r]) * units.scale_log2 > kRescaleThreshold;
+    new_max[r] = moves ? m : rows.running_max[r];
   }
+  rows.max_score = fmaxf(rows.max_score, threadIdx.x % 2 ? largest[1] : largest[0]);
   const bool rescale =
       __any_sync(~0u, new_max[0] != rows.running_max[0] || new_max[1] != rows.running_max[1]);
-  if (rescale) {
+  float base[2], to_log2 = units.scale_log2;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float down = rows.running_max[r] - RowState::finite(new_max[r]);
-      factor[r] = exp2_approx(kBias ? down * scale_log2 : down);
-      rows.sum[r] *= factor[r];
-      rows.running_max[r] = new_max[r];
+  for (int r = 0; r < 2; ++r) base[r] = RowState::finite(new_max[r]) * units.scale_log2;
+  // One branch for everything that is rare, because it ends a basic block.
+  if (__builtin_expect(rescale || rows.huge, 0)) {
+    const float from[2] = {units.natural(RowState::finite(new_max[0])),
+                           units.natural(RowState::finite(new_max[1]))};
+    if (rescale) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        factor[r] = exp2_approx((units.natural(rows.running_max[r]) - from[r]) * kLog2E);
+        rows.sum[r] *= factor[r];
+        rows.running_max[r] = new_max[r];
+      }
+      rows.huge = __any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > kHugeRow);
     }
-  }
-  float base[2] = {RowState::finite(new_max[0]), RowState::finite(new_max[1])};
-  if constexpr (kBias) {
-    const float from[2] = {base[0], base[1]};
-    base[0] *= scale_log2, base[1] *= scale_log2;
-    if (__any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > kExactMaxLimit)) {
+    if (__builtin_expect(rows.huge, 0)) {
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) s[i] -= from[i / 2 % 2];
-      base[0] = base[1] = 0.f;
+      for (int i = 0; i < kScores; ++i) s[i] = units.natural(s[i]) - from[i / 2 % 2];
+      base[0] = base[1] = 0.f, to_log2 = kLog2E;
     }
   }
   float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {
-    s[i] = exp2_approx(fmaf(s[i], scale_log2, -base[i / 2 % 2]));
+    s[i] = exp2_approx(fmaf(s[i], to_log2, -base[i / 2 % 2]));
     sum[i % 4] += s[i];
   }
   rows.sum[0] += sum[0] + sum[1];
@@ -124,7 +139,7 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
                 kQInRegisters = Tr::kQRegisterSteps;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int row = kWarpgroup * 64 + warp * 16 + lane / 4;  // row in the work tile
-  const float scale_log2 = Tr::kGeneral ? kLog2E : p.scale * kLog2E;
+  const ScoreUnits<Tr::kGeneral> units(p.scale);
   const float cap_inverse = Tr::kGeneral && p.softcap > 0.f ? 1.f / p.softcap : 0.f;
   const uint64_t q = k_major_descriptor(smem_address(shared.q) + kWarpgroup * kBlockBytes);
 
@@ -224,7 +239,7 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
       mbarrier_arrive(&shared.k_free[at]);  // after this, `stage` may be overwritten
     }
     k_ring.advance();
-    return softmax<Tr::kBias>(s, scale_log2, rows, factor);
+    return softmax(s, units, rows, factor);
   };
   const auto pack = [&] {
 #pragma unroll
@@ -244,15 +259,25 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
     const int64_t stride = int64_t{p.heads} * p.value_dim;
     const int rows_left =
         static_cast<int>(min(p.queries - work_tile.query, int64_t{kQueryTile})) - row;
+    const float sink_logit =
+        p.sinks ? p.sinks[work_tile.batch * p.sinks_stride + work_tile.head] : 0.f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float total = nonempty ? rows.total(r) : 0.f;
       const bool empty = total == 0.f;
-      factor[r] = empty ? 0.f : 1.f / total;
+      const float from = RowState::finite(rows.running_max[r]), base = from * units.scale_log2;
+      const auto exponent =
+          [&](float x) {  // of x in natural units, relative to the running maximum
+            return fabsf(base) > kHugeRow ? (x - units.natural(from)) * kLog2E
+                                          : fmaf(x, kLog2E, -base);
+          };
+      const float max_logit = units.natural(__shfl_sync(~0u, rows.max_score, lane / 2 * 2 + r));
+      const float sink = p.sinks ? exp2_approx(exponent(sink_logit)) : 0.f;
+      factor[r] = empty ? 0.f : reciprocal_approx(total + sink);
       if (r * 8 < rows_left && lane % 4 == 0) {
-        const float lse = Tr::kBias ? fmaf(log2f(total), kLn2, rows.running_max[r])
-                                    : (rows.running_max[r] + log2f(total)) * kLn2;
-        p.lse[at + r * 8 * p.heads] = empty ? -INFINITY : lse;
+        p.max_logit[at + r * 8 * p.heads] = empty ? -INFINITY : max_logit;
+        p.log_sum[at + r * 8 * p.heads] =
+            empty ? 0.f : (log2_approx(total) - exponent(max_logit)) * kLn2;
       }
     }
     store_rows<Tr::kType>(o, factor, smem_address(shared.out[kWarpgroup * 4 + warp]),
@@ -266,7 +291,7 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
     mbarrier_wait(&shared.q_full, q_parity);
     const WorkTile work_tile = shared.work_tile;
     if (work_tile.done) break;
-    rows = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
+    rows = {{-INFINITY, -INFINITY}, -INFINITY, {0.f, 0.f}, false};
     if (!work_tile.nonempty) {
       arrive(&shared.q_free);
       write_results(work_tile, false);

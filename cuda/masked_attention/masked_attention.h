@@ -45,12 +45,19 @@ struct AttentionBias {
 };
 
 struct MaskedAttentionFwdParams {
-  const void* q;    // [batch, queries, heads, dim]
-  const void* k;    // [batch, keys, groups, dim]
-  const void* v;    // [batch, keys, groups, value_dim]
-  void* out;        // [batch, queries, heads, value_dim]
-  float* lse;       // [batch, queries, heads]; natural logarithm
+  const void* q;  // [batch, queries, heads, dim]
+  const void* k;  // [batch, keys, groups, dim]
+  const void* v;  // [batch, keys, groups, value_dim]
+  void* out;      // [batch, queries, heads, value_dim]
+  // Per query and head, [batch, queries, heads]: the largest score, and the natural logarithm of
+  // the sum of exp(score - max_logit). They are -inf and 0 for a query that sees no key.
+  float* max_logit;
+  float* log_sum;
   void* workspace;  // masked_attention_fwd_workspace_bytes
+  // Logits without a value, [batch, heads], or [heads] with sinks_stride = 0. Null for none. They
+  // change `out` only.
+  const float* sinks;
+  int64_t sinks_stride;
   AttentionMask mask;
   AttentionBias bias;
   int64_t batch;
@@ -60,19 +67,22 @@ struct MaskedAttentionFwdParams {
   int groups;     // number of KV heads
   int dim;        // a multiple of 8, up to 256
   int value_dim;  // a multiple of 8, up to 256
-  DType dtype;    // bf16 or f16; the type of all arrays except lse
+  DType dtype;    // bf16 or f16; the type of q, k, v, out and the bias
   float scale;
   float softcap;  // 0 for no softcap
 };
 
 struct MaskedAttentionBwdParams {
-  const void* q;      // [batch, queries, heads, dim]
-  const void* k;      // [batch, keys, groups, dim]
-  const void* v;      // [batch, keys, groups, value_dim]
-  const void* out;    // [batch, queries, heads, value_dim]
-  const float* lse;   // [batch, queries, heads]
+  const void* q;    // [batch, queries, heads, dim]
+  const void* k;    // [batch, keys, groups, dim]
+  const void* v;    // [batch, keys, groups, value_dim]
+  const void* out;  // [batch, queries, heads, value_dim]
+  // The results of the forward pass, [batch, queries, heads]. Probabilities are exp(score -
+  // max_logit - log_sum). With sinks, the caller adds to log_sum what the sink takes.
+  const float* max_logit;
+  const float* log_sum;
   const void* dout;   // like out
-  const float* dlse;  // like lse
+  const float* dlse;  // like log_sum: the gradient of log_sum
   void* dq;           // like q
   void* dk;           // like k
   void* dv;           // like v

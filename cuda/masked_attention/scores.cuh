@@ -59,28 +59,68 @@ __device__ __forceinline__ void cap_scores(float (&s)[kScores], float scale, flo
   }
 }
 
-// Returns the argument of exp2 for the probability of a general score. See lse_factor for the units
-// of `lse`. A bias may mask all keys of a query with -1e9 or less. lse is then just as far from 0,
-// so no product may be rounded before the two are subtracted.
-template <bool kBias>
-__device__ __forceinline__ float exponent(float s, float lse) {
-  return kBias ? (s - lse) * kLog2E : fmaf(s, kLog2E, -lse);
+// A row is huge if its largest score is beyond this magnitude, in log2 units. Up to here,
+// exp2(fma(score, scale, -largest)) is exact enough: rounding of `largest` changes all
+// probabilities of the row by the same factor, at most 2^(2^-14). Scores of huge rows have no
+// fractional bits to spare. A bias may give all keys of a row the score -1e9 or less, for example.
+// The largest score is therefore subtracted first, which is exact, in a branch that is rarely
+// taken.
+inline constexpr float kHugeRow = 0x1p10f;
+
+// What the backward pass subtracts from the scores of a huge row, in natural units and in this
+// order. Both are 0 for other rows. See kHugeRow.
+struct HugeRow {
+  float max_logit, log_sum;
+};
+
+// Subtracts them from the scores of one thread, which are in natural units if kNatural and
+// otherwise lack the scale. The results are in natural units. `rows` are those of the queries of a
+// step. The product with the scale is rounded as in the forward pass.
+template <bool kNatural, int kScores>
+__device__ __forceinline__ void subtract_huge_rows(float (&s)[kScores], const HugeRow* rows,
+                                                   float scale) {
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    const volatile HugeRow* row = rows + (i / 4 * 8 + thread_index() % 4 * 2 + i % 2);
+    s[i] = (kNatural ? s[i] : __fmul_rn(s[i], scale)) - row->max_logit - row->log_sum;
+  }
 }
 
-// Multiplies dP - delta of two neighbouring scores by the derivative of the softcap, 1 - (y /
-// softcap)^2. The capped score y is recomputed from the probability x and the lse of its query.
-template <bool kBias>
-__device__ __forceinline__ void cap_gradients(float& first, float& second, float2 x, float2 lse,
-                                              float inverse) {
-  const auto y = [](float x, float lse) {
-    return kBias ? fmaf(log2f(x), kLn2, lse) : (log2f(x) + lse) * kLn2;
-  };
-  const float t = y(x.x, lse.x) * inverse, u = y(x.y, lse.y) * inverse;
-  first *= x.x > 0.f ? 1.f - t * t : 0.f, second *= x.y > 0.f ? 1.f - u * u : 0.f;
+// Stores the derivatives of the softcap, 1 - (y / softcap)^2, at capped scores y. chunk(k) is the
+// address of a lane for the scores of 16 columns. They go through shared memory, because there are
+// no registers for them while the probabilities are computed. (They cannot be recovered from
+// rounded probabilities, because those of saturated scores are almost 0.)
+template <DType kType, int kScores, typename Chunk>
+__device__ __forceinline__ void store_cap_derivatives(const float (&s)[kScores], float inverse,
+                                                      Chunk chunk) {
+  const auto derivative = [&](float y) { return 1.f - y * inverse * (y * inverse); };
+#pragma unroll
+  for (int k = 0; k < kScores / 8; ++k) {
+    uint32_t x[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int i = 8 * k + 2 * j;
+      x[j] = pack_16<kType>(derivative(s[i]), derivative(s[i + 1]));
+    }
+    store_matrix_x4(chunk(k), x[0], x[1], x[2], x[3]);
+  }
 }
 
-// Returns dS of two neighbouring scores from their probabilities x and from dP - delta. dP is
-// undefined where the mask hides a score, so multiply only where the probability is not 0.
+// Multiplies eight values by the derivatives at this address.
+template <DType kType>
+__device__ __forceinline__ void multiply_by_cap_derivatives(float* x, uint32_t address) {
+  uint32_t y[4];
+  load_matrix_x4(address, y);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float2 z = unpack_16<kType>(y[j]);
+    x[2 * j] *= z.x, x[2 * j + 1] *= z.y;
+  }
+}
+
+// Returns dS of two neighbouring scores from x, their probabilities times the derivative of the
+// softcap, and from dP - delta. dP is undefined where the mask hides a score, so multiply only
+// where x is not 0.
 __device__ __forceinline__ float2 score_gradients(float2 x, float2 dp, bool partial) {
   float2 ds = {x.x * dp.x, x.y * dp.y};
   if (partial) ds.x = x.x == 0.f ? 0.f : ds.x, ds.y = x.y == 0.f ? 0.f : ds.y;

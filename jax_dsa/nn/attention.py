@@ -17,7 +17,7 @@ from jax_dsa.nn.arguments import (
     selected_keys,
     token_counts,
 )
-from jax_dsa.nn.cache import LayerCache, check_layer_cache, check_rows
+from jax_dsa.nn.cache import LayerCache, check_layer_cache, check_rows, empty_layer
 from jax_dsa.nn.config import AttentionConfig
 from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
 from jax_dsa.nn.mla import MLA
@@ -217,7 +217,7 @@ class DSAttention(Module):
         """
         kind: IndexerType = "shared" if self.indexer is None else "full"
         options: dict[str, Any] = {"fp8": fp8, "page_size": page_size, "num_pages": num_pages}
-        return LayerCache.empty(self.config, batch, capacity, indexer_type=kind, **options)
+        return empty_layer("DSAttention.init_cache", self.config, batch, capacity, kind, **options)
 
     @scoped
     def decode(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_dsa.core.checks import FP8, WIDE_FLOATS, Args
 from jax_dsa.core.export import exportable
@@ -20,7 +19,7 @@ from jax_dsa.nn.arguments import check_cache, check_presence, check_type
 from jax_dsa.nn.config import AttentionConfig, DecoderConfig
 from jax_dsa.ops.cache import FlatCache, PagedCache
 from jax_dsa.ops.cache.lengths import checked_copy
-from jax_dsa.ops.cache.records import RECORDS
+from jax_dsa.ops.cache.records import RECORDS, checks_of
 
 if TYPE_CHECKING:
     from jax_dsa.nn.config import IndexerType
@@ -73,34 +72,8 @@ class LayerCache(NamedTuple):
         Raises:
             TypeError, ValueError: If an argument has the wrong type or is out of range.
         """
-        args = Args("LayerCache.empty", "", np.empty(0), "K")
-        check_type(args.op, "config", config, AttentionConfig, "such as a layer's 'config'")
-        if page_size is None:
-            args.option("num_pages", num_pages, num_pages is None, "None without 'page_size'")
-        c = config
-        dim = c.kv_rank + c.rope_dim
-        tokens = batch, capacity
-        kv: FlatCache | PagedCache | None = None
-        if not c.shares_keys and page_size is None:
-            kv = FlatCache.empty(*tokens, dim, dtype=c.dtype, fp8=fp8)
-        elif not c.shares_keys:
-            page_size = args.integer("page_size", page_size, 1)
-            entries = -(-capacity // page_size)  # of each request in the page table
-            owned = batch * entries
-            pool = owned if num_pages is None else args.integer("num_pages", num_pages, 0)
-            tokens = pool, page_size
-            kv = PagedCache.empty(*tokens, batch, entries, dim, dtype=c.dtype, fp8=fp8)
-            if num_pages is None:
-                table = jnp.arange(owned, dtype=jnp.int32).reshape(batch, entries)
-                kv = dataclasses.replace(kv, page_table=table)
-        if indexer_type == "shared":
-            return cls(kv, None, None)
-        index_dtype = jnp.float8_e4m3fn if c.index_fp8 else c.dtype
-        return cls(
-            kv,
-            jnp.zeros((*tokens, c.index_dim), index_dtype),
-            jnp.zeros(tokens, jnp.float32) if c.index_fp8 else None,
-        )
+        options: dict[str, Any] = {"fp8": fp8, "page_size": page_size, "num_pages": num_pages}
+        return empty_layer("LayerCache.empty", config, batch, capacity, indexer_type, **options)
 
     @property
     def lengths(self) -> Int[Array, "B"]:
@@ -231,16 +204,8 @@ class DecoderCache(NamedTuple):
         The arguments are those of `LayerCache.empty`. A page number means the same place in every
         layer's pool, so all layers have the same page table.
         """
-        check_type(
-            "DecoderCache.empty", "config", config, DecoderConfig, "such as a model's 'config'"
-        )
         options: dict[str, Any] = {"fp8": fp8, "page_size": page_size, "num_pages": num_pages}
-        return cls(
-            tuple(
-                LayerCache.empty(config.attention, batch, capacity, indexer_type=t, **options)
-                for t in config.layers
-            )
-        )
+        return empty_decoder("DecoderCache.empty", config, batch, capacity, **options)
 
     @property
     def lengths(self) -> Int[Array, "B"]:
@@ -292,3 +257,66 @@ class DecoderCache(NamedTuple):
             ValueError: If `lengths` has the wrong shape.
         """
         return DecoderCache(tuple(layer.with_lengths(lengths) for layer in self.layers))
+
+
+def empty_layer(
+    op: str,
+    config: AttentionConfig,
+    batch: int,
+    capacity: int,
+    indexer_type: IndexerType,
+    *,
+    fp8: bool,
+    page_size: int | None,
+    num_pages: int | None,
+) -> LayerCache:
+    """Returns `LayerCache.empty`, where `op` is the public function, for messages."""
+    args = checks_of(op)
+    check_type(op, "config", config, AttentionConfig, "such as a layer's 'config'")
+    batch, capacity = args.integer("batch", batch, 0), args.integer("capacity", capacity, 0)
+    if page_size is None:
+        args.option("num_pages", num_pages, num_pages is None, "None without 'page_size'")
+    c = config
+    dim = c.kv_rank + c.rope_dim
+    if args.flag("fp8", fp8) and not c.shares_keys:
+        known = (RECORD_DIM,) if page_size is None else tuple(RECORDS)
+        if dim not in known:
+            raise ValueError(
+                f"{op}: the configuration has kv_rank + rope_dim = {dim}, "
+                f"want {' or '.join(map(str, known))} with fp8=True"
+            )
+    tokens = batch, capacity
+    kv: FlatCache | PagedCache | None = None
+    if not c.shares_keys and page_size is None:
+        kv = FlatCache.empty(*tokens, dim, dtype=c.dtype, fp8=fp8)
+    elif not c.shares_keys:
+        page_size = args.integer("page_size", page_size, 1)
+        entries = -(-capacity // page_size)  # of each request in the page table
+        owned = batch * entries
+        pool = owned if num_pages is None else args.integer("num_pages", num_pages, 0)
+        tokens = pool, page_size
+        kv = PagedCache.empty(*tokens, batch, entries, dim, dtype=c.dtype, fp8=fp8)
+        if num_pages is None:
+            table = jnp.arange(owned, dtype=jnp.int32).reshape(batch, entries)
+            kv = dataclasses.replace(kv, page_table=table)
+    if indexer_type == "shared":
+        return LayerCache(kv, None, None)
+    index_dtype = jnp.float8_e4m3fn if c.index_fp8 else c.dtype
+    return LayerCache(
+        kv,
+        jnp.zeros((*tokens, c.index_dim), index_dtype),
+        jnp.zeros(tokens, jnp.float32) if c.index_fp8 else None,
+    )
+
+
+def empty_decoder(
+    op: str, config: DecoderConfig, batch: int, capacity: int, **options: Any
+) -> DecoderCache:
+    """Returns `DecoderCache.empty`, where `op` is the public function, for messages."""
+    check_type(op, "config", config, DecoderConfig, "such as a model's 'config'")
+    return DecoderCache(
+        tuple(
+            empty_layer(op, config.attention, batch, capacity, kind, **options)
+            for kind in config.layers
+        )
+    )

@@ -20,7 +20,7 @@ from jax_dsa.nn.arguments import (
     token_numbers,
 )
 from jax_dsa.nn.attention import DSAttention
-from jax_dsa.nn.cache import DecoderCache, check_layer_cache
+from jax_dsa.nn.cache import DecoderCache, check_layer_cache, empty_decoder
 from jax_dsa.nn.config import DecoderConfig
 from jax_dsa.nn.linear import projection
 from jax_dsa.nn.scopes import Embed, Linear, Module, RMSNorm, scoped
@@ -251,7 +251,7 @@ class DecoderLM(Module):
         The arguments are those of `LayerCache.empty`.
         """
         options: dict[str, Any] = {"fp8": fp8, "page_size": page_size, "num_pages": num_pages}
-        return DecoderCache.empty(self.config, batch, capacity, **options)
+        return empty_decoder("DecoderLM.init_cache", self.config, batch, capacity, **options)
 
     @overload
     def decode(

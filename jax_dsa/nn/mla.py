@@ -10,7 +10,6 @@ from flax import nnx
 
 from jax_dsa.core.checks import INT32
 from jax_dsa.core.export import exportable
-from jax_dsa.core.softmax import logistic
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_module, hidden_states
 from jax_dsa.nn.config import AttentionConfig
@@ -153,10 +152,15 @@ class MLA(Module):
         k = jnp.concatenate([k_nope, k_rope], axis=-1)
         own = None if starts is None else (starts, starts)  # A document's start identifies it.
         out, lse = masked_attention(
-            q, k, v, scale=c.scale, is_causal=True, segment_ids=own, return_lse=True
+            q,
+            k,
+            v,
+            scale=c.scale,
+            is_causal=True,
+            segment_ids=own,
+            sinks=self.sink_logits,
+            return_lse=True,
         )
-        if self.sink_logits is not None:
-            out = out * logistic(lse - self.sink_logits)[..., None].astype(out.dtype)
         return self._gated_output(out, p), lse
 
     def _up_projected(self, name: str, equation: str, x: Array) -> Array:

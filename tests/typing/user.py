@@ -61,6 +61,11 @@ def masked(q: Array, k: Array, v: Array, ends: Array) -> None:
     assert_type(mask, BlockMask)
     assert_type(jax_dsa.masked_attention(q, k, v, block_mask=mask), Array)
     assert_type(jax_dsa.masked_attention(q, k, v, return_lse=True), tuple[Array, Array])
+    assert_type(jax_dsa.masked_attention(q, k, v, return_max_logit=True), tuple[Array, Array])
+    assert_type(
+        jax_dsa.masked_attention(q, k, v, return_lse=True, return_max_logit=True),
+        tuple[Array, Array, Array],
+    )
     assert_type(jax_dsa.attention_probs(q, k, block_mask=mask), Array)
     assert_type(jax_dsa.masked_attention_varlen(q, k, v, ends, ends), Array)
     assert_type(jax_dsa.topk_mask(q, 4), Array)

@@ -40,19 +40,21 @@ def attention_probs(
     softcap: float | None = None,
     block_mask: BlockMask | None = None,
     kv_indices: Int[Array, "B G W"] | None = None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B N T S"]:
     """Returns the attention probabilities that `masked_attention` gives each key.
 
     This function is for inspection. The result takes the memory that `masked_attention` avoids, it
     has no gradient, and no CUDA kernel computes it.
 
-    The probabilities of a query sum to 1, or are all 0 if the query sees no key. A key that
+    The probabilities of a query sum to 1, or with sinks to less, by the share of the sink. They are
+    all 0 if the query sees no key. A key that
     `kv_indices` lists twice has the probability of both entries.
 
     Args:
         q, k, bias, mask: As in `masked_attention`. The batch axis may be absent from all arrays.
         scale, is_causal, causal_alignment, local_window_size, segment_ids, key_value_seq_lengths,
-            softcap, block_mask, kv_indices: As in `masked_attention`.
+            softcap, block_mask, kv_indices, sinks: As in `masked_attention`.
         cu_seqlens_q, cu_seqlens_k: Bounds of packed sequences, as in `masked_attention_varlen`. The
             arrays then have no batch axis, and `segment_ids` and `key_value_seq_lengths` must be
             None.
@@ -102,6 +104,7 @@ def attention_probs(
         mask=mask,
         block_mask=block_mask,
         kv_indices=kv_indices,
+        sinks=sinks,
         scale=scale,
         softcap=softcap,
     )

@@ -23,6 +23,7 @@ class Operands(NamedTuple):
     rows: Int[Array, "b t", SHARED] | None
     tiles: Int[Array, "b {o.tile_heads} i j", SHARED] | None
     bits: UInt8[Array, "b {o.tile_heads} p r c", SHARED] | None
+    sinks: Float[Array, "b (g m)"] | None
 
 
 class Probabilities(NamedTuple):

@@ -16,6 +16,7 @@ from jax_dsa.ops.masked_attention.scores import (
     scan_query_chunks,
     scores,
 )
+from jax_dsa.ops.masked_attention.sinks import gates
 
 if TYPE_CHECKING:
     from jax_dsa.core.typing import Array
@@ -32,8 +33,10 @@ def attention_probs(options: attention.Options, x: Operands) -> Probabilities:
         visible = chunk.visible(keys)
         k, _ = keys.zero_unseen(visible)
         s = scores(options, q, k, chunk.visible_bias(keys, visible))
-        p, total, _lse = exponentials(s, visible, keys)
+        p, total, max_logit = exponentials(s, visible, keys)
         p /= total
+        if x.sinks is not None:
+            p *= gates(x.sinks, max_logit, jnp.log(total))
         if visible is not None:
             p = jnp.where(visible, p, 0)  # a NaN of the query shows at visible keys only
         return (), (keys.scatter_scores(p),)

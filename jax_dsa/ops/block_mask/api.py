@@ -111,6 +111,8 @@ def make_block_mask(
     args = Args("make_block_mask", "shape", np.empty((0,) * 4), "B H T S")
     array = None if mask is None or callable(mask) else args.typed("mask", mask, BOOL)
     if array is not None and shape is None:
+        hint = "; did you mean mask[None, None]?" if array.ndim == 2 else ""
+        args.shape("mask", array, array.ndim == 4, f"[B, H, T, S]{hint}")
         shape = array.shape  # type: ignore[assignment]
     known = isinstance(shape, tuple | list) and len(shape) == 4
     args.option("shape", shape, known, "(B, H, T, S), or an array [1|B, 1|H, T, S] as the mask")

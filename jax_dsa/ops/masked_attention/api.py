@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from jax_dsa.core.arguments import CausalAlignment, SegmentIds, Window
 from jax_dsa.core.checks import Args
@@ -14,6 +14,8 @@ from jax_dsa.ops.block_mask.spec import BlockMask
 from jax_dsa.ops.block_mask.visible import Visible
 from jax_dsa.ops.masked_attention import cuda, xla
 from jax_dsa.ops.masked_attention.arguments import (
+    Keywords,
+    VarlenKeywords,
     options_and_masks,
     queries_and_keys,
     require_no_batch_axis,
@@ -46,30 +48,6 @@ BWD = Pass(
 masked_attention_op = differentiable("masked_attention", FWD, BWD)
 
 
-class _SharedKeywords(TypedDict, total=False):
-    """Keyword arguments of both functions, for the overloads."""
-
-    scale: float | None
-    is_causal: bool
-    causal_alignment: CausalAlignment
-    local_window_size: Window | None
-    softcap: float | None
-    block_mask: BlockMask | None
-    kv_indices: Int[Array, "B G W"] | None
-    deterministic: bool
-    implementation: Implementation | None
-
-
-class _Keywords(_SharedKeywords, total=False):
-    segment_ids: SegmentIds | None
-    key_value_seq_lengths: Int[Array, "B"] | None
-
-
-class _VarlenKeywords(_SharedKeywords, total=False):
-    bias: Float[Array, "1|G|N 1|T S"] | None
-    mask: Bool[Array, "1|G|N 1|T S"] | None
-
-
 @overload
 def masked_attention(
     q: Float[Array, "B T N D"],
@@ -79,7 +57,8 @@ def masked_attention(
     mask: Bool[Array, "1|B 1|G|N 1|T S"] | None = None,
     *,
     return_lse: Literal[False] = False,
-    **keywords: Unpack[_Keywords],
+    return_max_logit: Literal[False] = False,
+    **keywords: Unpack[Keywords],
 ) -> Array: ...
 @overload
 def masked_attention(
@@ -90,8 +69,33 @@ def masked_attention(
     mask: Bool[Array, "1|B 1|G|N 1|T S"] | None = None,
     *,
     return_lse: Literal[True],
-    **keywords: Unpack[_Keywords],
+    return_max_logit: Literal[False] = False,
+    **keywords: Unpack[Keywords],
 ) -> tuple[Array, Array]: ...
+@overload
+def masked_attention(
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B S G D"],
+    v: Float[Array, "B S G E"],
+    bias: Float[Array, "1|B 1|G|N 1|T S"] | None = None,
+    mask: Bool[Array, "1|B 1|G|N 1|T S"] | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[True],
+    **keywords: Unpack[Keywords],
+) -> tuple[Array, Array]: ...
+@overload
+def masked_attention(
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B S G D"],
+    v: Float[Array, "B S G E"],
+    bias: Float[Array, "1|B 1|G|N 1|T S"] | None = None,
+    mask: Bool[Array, "1|B 1|G|N 1|T S"] | None = None,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **keywords: Unpack[Keywords],
+) -> tuple[Array, Array, Array]: ...
 def masked_attention(
     q: Float[Array, "B T N D"],
     k: Float[Array, "B S G D"],
@@ -108,8 +112,10 @@ def masked_attention(
     softcap: float | None = None,
     block_mask: BlockMask | None = None,
     kv_indices: Int[Array, "B G W"] | None = None,
+    sinks: Float[Array, "N"] | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     return_attn_probs: bool = False,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, ...]:
@@ -121,8 +127,10 @@ def masked_attention(
     output 0, lse -inf and zero gradients. NaN and Inf in keys, values and biases that no query sees
     do not affect any result.
 
-    The operator is differentiable in q, k, v and bias, through the output and the log-sum-exp. Bias
-    and mask stay in their broadcast shapes, and the gradient of the bias has the same shape.
+    The operator is differentiable in q, k, v, bias and sinks, through the output and the
+    log-sum-exp. Bias and mask stay in their broadcast shapes, and the gradient of the bias has the
+    same shape. A bias of -1e9 or the lowest float masks a key only beside larger logits: if all
+    visible keys of a query have it, they share the softmax evenly.
 
     The batch axis may be absent from all arrays. The first axis of a `block_mask` is then 1.
 
@@ -152,14 +160,19 @@ def masked_attention(
             keys are masked and not read. Entries outside 0..S-1 are no keys; a key that is listed
             twice counts twice. Use it for masks that keep few, scattered keys, such as those that
             `topk_indices` returns. Cannot be combined with `block_mask`.
+        sinks: One logit per query head that takes part in the softmax denominator but has no value,
+            float32. It is not scaled, not softcapped and has no bias. +-inf are legal.
         deterministic: Whether gradients must be bit-identical from run to run.
-        return_lse: Whether to return the log-sum-exp of each query's logits too.
+        return_lse: Whether to return the log-sum-exp of each query's logits too, without the sink.
+        return_max_logit: Whether to return the largest logit of each query too, after softcap and
+            masks, without the sink. It has no gradient. QK-clip needs it.
         return_attn_probs: Deprecated: use `attention_probs`. Whether to return its result too.
         implementation: "cuda", "xla", or None for the best one that is available.
 
     Returns:
-        The output of shape [B, T, N, E] in q's dtype. With `return_lse`, a tuple of the output and
-        the log-sum-exp of shape [B, T, N], float32 (float64 if q is).
+        The output of shape [B, T, N, E] in q's dtype. With `return_lse` or `return_max_logit`, a
+        tuple of the output, the log-sum-exp and the largest logit, as requested. These have the
+        shape [B, T, N] and are float32 (float64 if q is). Both are -inf for a query without a key.
 
     Raises:
         ValueError, TypeError: If a shape, dtype or option is wrong.
@@ -187,12 +200,14 @@ def masked_attention(
         (q, k, v),
         visible,
         return_lse=return_lse,
+        return_max_logit=return_max_logit,
         return_attn_probs=return_attn_probs,
         implementation=implementation,
         bias=bias,
         mask=mask,
         block_mask=block_mask,
         kv_indices=kv_indices,
+        sinks=sinks,
         scale=scale,
         softcap=softcap,
         deterministic=deterministic,
@@ -208,7 +223,8 @@ def masked_attention_varlen(
     cu_seqlens_k: Int[Array, "R+1"],
     *,
     return_lse: Literal[False] = False,
-    **keywords: Unpack[_VarlenKeywords],
+    return_max_logit: Literal[False] = False,
+    **keywords: Unpack[VarlenKeywords],
 ) -> Array: ...
 @overload
 def masked_attention_varlen(
@@ -219,8 +235,33 @@ def masked_attention_varlen(
     cu_seqlens_k: Int[Array, "R+1"],
     *,
     return_lse: Literal[True],
-    **keywords: Unpack[_VarlenKeywords],
+    return_max_logit: Literal[False] = False,
+    **keywords: Unpack[VarlenKeywords],
 ) -> tuple[Array, Array]: ...
+@overload
+def masked_attention_varlen(
+    q: Float[Array, "T N D"],
+    k: Float[Array, "S G D"],
+    v: Float[Array, "S G E"],
+    cu_seqlens_q: Int[Array, "R+1"],
+    cu_seqlens_k: Int[Array, "R+1"],
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[True],
+    **keywords: Unpack[VarlenKeywords],
+) -> tuple[Array, Array]: ...
+@overload
+def masked_attention_varlen(
+    q: Float[Array, "T N D"],
+    k: Float[Array, "S G D"],
+    v: Float[Array, "S G E"],
+    cu_seqlens_q: Int[Array, "R+1"],
+    cu_seqlens_k: Int[Array, "R+1"],
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **keywords: Unpack[VarlenKeywords],
+) -> tuple[Array, Array, Array]: ...
 def masked_attention_varlen(
     q: Float[Array, "T N D"],
     k: Float[Array, "S G D"],
@@ -237,8 +278,10 @@ def masked_attention_varlen(
     softcap: float | None = None,
     block_mask: BlockMask | None = None,
     kv_indices: Int[Array, "G W"] | None = None,
+    sinks: Float[Array, "N"] | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     return_attn_probs: bool = False,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, ...]:
@@ -246,8 +289,8 @@ def masked_attention_varlen(
 
     Sequence r has the queries cu_seqlens_q[r] : cu_seqlens_q[r+1] and the keys cu_seqlens_k[r] :
     cu_seqlens_k[r+1], and sees no others. T and S are the total lengths. Rows before the first and
-    after the last sequence are padding: a query there has output 0 and lse -inf, and no query sees
-    a key there.
+    after the last sequence are padding: a query there has output 0, lse and largest logit -inf, and
+    no query sees a key there.
 
     Causality, its alignment and windows apply within each sequence. `bias`, `mask`, `block_mask`
     and `kv_indices` refer to packed rows: bias[h, t, s] is for packed query t and packed key s. It
@@ -259,11 +302,13 @@ def masked_attention_varlen(
             empty.
         bias, mask: As in `masked_attention`, of shape [1|G|N, 1|T, S] and by keyword only.
         scale, is_causal, causal_alignment, local_window_size, softcap, block_mask, kv_indices,
-            deterministic, return_lse, return_attn_probs, implementation: As in `masked_attention`.
+            sinks, deterministic, return_lse, return_max_logit, return_attn_probs, implementation:
+            As in `masked_attention`.
 
     Returns:
-        The output of shape [T, N, E] in q's dtype. With `return_lse`, a tuple of the output and the
-        log-sum-exp of shape [T, N], float32 (float64 if q is).
+        The output of shape [T, N, E] in q's dtype. With `return_lse` or `return_max_logit`, a tuple
+        of the output, the log-sum-exp and the largest logit, as requested. These have the shape
+        [T, N] and are float32 (float64 if q is).
 
     Raises:
         ValueError, TypeError: If a shape, dtype or option is wrong.
@@ -291,12 +336,14 @@ def masked_attention_varlen(
         (q, k, v),
         visible,
         return_lse=return_lse,
+        return_max_logit=return_max_logit,
         return_attn_probs=return_attn_probs,
         implementation=implementation,
         bias=bias,
         mask=mask,
         block_mask=block_mask,
         kv_indices=kv_indices,
+        sinks=sinks,
         scale=scale,
         softcap=softcap,
         deterministic=deterministic,
@@ -309,6 +356,7 @@ def _attend(
     visible: Visible,
     *,
     return_lse: bool,
+    return_max_logit: bool,
     return_attn_probs: bool,
     implementation: Implementation | None,
     **arguments: Any,
@@ -317,11 +365,16 @@ def _attend(
     q, k, v = qkv
     options, masks = options_and_masks(args, q, k, visible, **arguments)
     return_lse = args.flag("return_lse", return_lse)
+    return_max_logit = args.flag("return_max_logit", return_max_logit)
     return_attn_probs = args.flag("return_attn_probs", return_attn_probs)
     call = args.call(implementation)
     results = masked_attention_op(call, options, Operands(q=q, k=k, v=v, **masks))
-    out, lse = args.restore(tuple(results))
-    returned: tuple[Array, ...] = (out, lse) if return_lse else (out,)
+    out, max_logit, log_sum = args.restore(tuple(results))
+    returned: tuple[Array, ...] = (out,)
+    if return_lse:
+        returned += (max_logit + log_sum,)
+    if return_max_logit:
+        returned += (max_logit,)
     if return_attn_probs:
         from jax_dsa.ops.attention_probs.api import probabilities  # It imports this package.
 

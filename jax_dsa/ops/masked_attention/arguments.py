@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 
-from jax_dsa.core.arguments import check_heads, scale_or_default
+from jax_dsa.core.arguments import (
+    CausalAlignment,
+    SegmentIds,
+    Window,
+    check_heads,
+    scale_or_default,
+    shared_sinks,
+)
 from jax_dsa.core.checks import BOOL, FLOATS, INT32, Args
-from jax_dsa.core.typing import Array
+from jax_dsa.core.typing import Array, Bool, Float, Implementation, Int
 from jax_dsa.ops.block_mask.spec import BlockMask
 from jax_dsa.ops.masked_attention.spec import Options
 
@@ -17,6 +24,35 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jax_dsa.ops.block_mask.visible import Visible
+
+
+class SharedKeywords(TypedDict, total=False):
+    """Keyword arguments of both functions, for the overloads."""
+
+    scale: float | None
+    is_causal: bool
+    causal_alignment: CausalAlignment
+    local_window_size: Window | None
+    softcap: float | None
+    block_mask: BlockMask | None
+    kv_indices: Int[Array, "B G W"] | None
+    sinks: Float[Array, "N"] | None
+    deterministic: bool
+    implementation: Implementation | None
+
+
+class Keywords(SharedKeywords, total=False):
+    """Keyword arguments of `masked_attention`, for the overloads."""
+
+    segment_ids: SegmentIds | None
+    key_value_seq_lengths: Int[Array, "B"] | None
+
+
+class VarlenKeywords(SharedKeywords, total=False):
+    """Keyword arguments of `masked_attention_varlen`, for the overloads."""
+
+    bias: Float[Array, "1|G|N 1|T S"] | None
+    mask: Bool[Array, "1|G|N 1|T S"] | None
 
 
 def queries_and_keys(args: Args, q: Any, k: Any) -> tuple[Array, Array]:
@@ -43,6 +79,7 @@ def options_and_masks(
     mask: Any,
     block_mask: Any,
     kv_indices: Any,
+    sinks: Any,
     scale: Any,
     softcap: Any,
     deterministic: Any = False,
@@ -73,6 +110,7 @@ def options_and_masks(
         deterministic=args.flag("deterministic", deterministic),
     )
     masks = {"bias": bias, "mask": mask, "kv_indices": kv_indices}
+    masks["sinks"] = shared_sinks(args, sinks)
     return options, masks | visible._asdict() | blocks
 
 

@@ -14,6 +14,7 @@ from jax_dsa.core.rows import gather_rows, scatter_rows
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.ops.block_mask.cuda import compress
 from jax_dsa.ops.block_mask.spec import Map
+from jax_dsa.ops.masked_attention.sinks import without_sinks
 from jax_dsa.ops.masked_attention.spec import Gradients, Operands, Options, Results
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 # The operands of the kernels. `mask` and `kv_indices` are converted in this module.
 TAKES = (
     "q", "k", "v", "bias", "mask", "starts", "ends", "q_segments", "kv_segments", "kv_indices",
-    "rows", "tiles", "bits",
+    "rows", "tiles", "bits", "sinks",
 )  # fmt: skip
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -75,26 +76,30 @@ def masked_attention_fwd(options: Options, avals: Results, x: Operands) -> Resul
     if x.kv_indices is None:
         return _forward(options, x)
     groups = x.k.shape[2]
-    out, lse = _forward(options, _KeptKeys.of(x, x.kv_indices).operands)
-    return Results(_groups_to_heads(out, groups), _groups_to_heads(lse, groups))
+    y = _forward(options, _KeptKeys.of(x, x.kv_indices).operands)
+    return Results(*(_groups_to_heads(z, groups) for z in y))
 
 
 def masked_attention_bwd(
     options: Options, avals: Gradients, x: Operands, y: Results, dy: Results
 ) -> Gradients:
-    """Computes `xla.masked_attention_bwd` on the kernels."""
+    """Computes `xla.masked_attention_bwd` on the kernels, which know no sinks."""
+    y, dy, dsinks = without_sinks(x, y, dy)
     if x.kv_indices is None:
-        return _backward(options, x, y, dy)
+        return _backward(options, x, y, dy)._replace(sinks=dsinks)
     groups, kept = x.k.shape[2], _KeptKeys.of(x, x.kv_indices)
-    y, dy = (Results(*(_groups_to_batch(z, groups) for z in given)) for given in (y, dy))
-    dq, dk, dv, dbias = _backward(options, kept.operands, y, dy)
+    y, dy = (
+        Results(*(None if z is None else _groups_to_batch(z, groups) for z in given))
+        for given in (y, dy)
+    )
+    dq, dk, dv, dbias, _ = _backward(options, kept.operands, y, dy)
     scatter = functools.partial(kept.scatter, deterministic=options.deterministic)
     dk, dv = scatter(dk, avals.k), scatter(dv, avals.v)
     if x.bias is not None and dbias is not None:
         like = jax.eval_shape(functools.partial(_bias_by_key, groups=groups), x.bias)
         total = scatter(_bias_by_key(dbias, 1), like.update(dtype=jnp.float32))
         dbias = _bias_from_keys(total, x.bias)
-    return Gradients(_groups_to_heads(dq, groups), dk, dv, dbias)
+    return Gradients(_groups_to_heads(dq, groups), dk, dv, dbias, dsinks)
 
 
 def _forward(options: Options, x: Operands) -> Results:
@@ -102,9 +107,13 @@ def _forward(options: Options, x: Operands) -> Results:
     x = _mask_to_block_mask(x)
     space, _ = _workspaces(x)
     out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
-    lse = jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
+    row = jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
+    sinks = None if x.sinks is None else x.sinks.astype(jnp.float32)
     *results, _ = ffi.call(
-        "jax_dsa.masked_attention_fwd.v1", _operands(x), [out, lse, space], **_attributes(options)
+        "jax_dsa.masked_attention_fwd.v2",
+        [*_operands(x), sinks],
+        [out, row, row, space],
+        **_attributes(options),
     )
     return Results(*results)
 
@@ -115,13 +124,13 @@ def _backward(options: Options, x: Operands, y: Results, dy: Results) -> Gradien
     _, space = _workspaces(x)
     operands = _operands(x)
     dq, dk, dv, dbias, _ = ffi.call(
-        "jax_dsa.masked_attention_bwd.v1",
-        [*operands, *y, *dy],
+        "jax_dsa.masked_attention_bwd.v2",
+        [*operands, *y, dy.out, dy.log_sum],
         [x.q, x.k, x.v, operands[-1], space],
         **_attributes(options),
         deterministic=np.bool_(options.deterministic),
     )
-    return Gradients(dq, dk, dv, None if dbias is None else dbias[..., : x.k.shape[1]])
+    return Gradients(dq, dk, dv, None if dbias is None else dbias[..., : x.k.shape[1]], None)
 
 
 def _mask_to_block_mask(x: Operands) -> Operands:
@@ -136,7 +145,7 @@ def _mask_to_block_mask(x: Operands) -> Operands:
 
 
 def _operands(x: Operands) -> Sequence[Any]:
-    """Returns the operands in the order of the FFI handlers.
+    """Returns the operands of both passes in the order of the FFI handlers.
 
     The handlers require that starts and ends have the same shape, and that the rows of the bias are
     padded to a multiple of 8 keys.
@@ -264,6 +273,7 @@ class _KeptKeys(NamedTuple):
             q_segments=q_segments,
             kv_segments=kv_segments,
             kv_indices=None,
+            sinks=None if x.sinks is None else x.sinks.reshape(B * G, -1),
         )
         return cls(operands, position, valid)
 

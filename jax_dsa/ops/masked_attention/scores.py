@@ -32,32 +32,34 @@ def scores(options: Options, q: Array, k: Array, bias: Array | None) -> Array:
     x = options.scale * dot("bgmtd,bgsd->bgmts", q, k)
     if bias is not None:
         x += bias.astype(x.dtype)
-    return x if options.softcap is None else options.softcap * jnp.tanh(x / options.softcap)
+    if options.softcap is not None:
+        x = options.softcap * jnp.tanh(x / options.softcap)
+    # A compiler may compute scale * dot - max_logit in one instruction, which does not round the
+    # product. Where logits are huge, this is no difference of two logits. A selection prevents it.
+    return jnp.where(x < jnp.inf, x, jnp.inf)
 
 
-def weights(s: Array, base: Array) -> Array:
-    """Returns exp(s - base), at most 1.
+def weights(s: Array, max_logit: Array, log_sum: Array | float = 0.0) -> Array:
+    """Returns exp(s - max_logit - log_sum), at most exp(-log_sum).
 
-    The clamp matters for huge scores, whose rounding errors exceed the range of the exponent.
+    The difference of a score and the largest one is computed first, because it is exact where all
+    scores of a row are huge. The clamp matters if huge scores have rounding errors.
     """
-    x = s - base
-    return jnp.exp(jnp.where(x > 0, 0, x))  # jnp.minimum would halve the gradient at 0
+    x = s - max_logit
+    return jnp.exp(jnp.where(x > 0, 0, x) - log_sum)  # jnp.minimum would halve the gradient at 0
 
 
 def exponentials(s: Array, visible: Array | None, keys: Keys) -> tuple[Array, Array, Array]:
-    """Returns the unnormalized probabilities of scores, their sums, and the log-sum-exp.
+    """Returns the unnormalized probabilities of scores, their sums, and the largest scores.
 
-    A query that sees no key has the sum 1 and the log-sum-exp -inf.
+    A query that sees no key has the sum 1 and the largest score -inf.
     """
     if visible is not None:
         s = jnp.where(visible, s, -jnp.inf)
     peak = jax.lax.stop_gradient(s.max(-1, keepdims=True, initial=-jnp.inf))
-    peak = jnp.where(peak == -jnp.inf, 0, peak)
-    p = keys.multiply_by_count(weights(s, peak))
+    p = keys.multiply_by_count(weights(s, jnp.where(peak == -jnp.inf, 0, peak)))
     total = p.sum(-1, keepdims=True)
-    fully_masked = total == 0
-    total = jnp.where(fully_masked, 1, total)
-    return p, total, jnp.where(fully_masked, -jnp.inf, peak + jnp.log(total))
+    return p, jnp.where(peak == -jnp.inf, 1, total), peak
 
 
 def dot(equation: str, a: Array, b: Array) -> Array:

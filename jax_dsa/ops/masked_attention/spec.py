@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jax_dsa.core.spec import SHARED, Remat, accumulated, like
+from jax_dsa.core.spec import CONSTANT, SHARED, Remat, accumulated, like
 from jax_dsa.core.typing import Array, Bool, Float, Int, UInt8
 
 
@@ -44,6 +44,7 @@ class Operands(NamedTuple):
         rows: The row of each query in the block mask.
         tiles: EMPTY, FULL or a slot in `bits`, for each tile of the block mask.
         bits: One bit per key of the partial tiles, the lowest bit first.
+        sinks: Logits that take part in the softmax denominator but have no value.
     """
 
     q: Float[Array, "b t (g m) d"]
@@ -59,19 +60,30 @@ class Operands(NamedTuple):
     rows: Int[Array, "b t", SHARED] | None
     tiles: Int[Array, "b {o.tile_heads} i j", SHARED] | None
     bits: UInt8[Array, "b {o.tile_heads} p r c", SHARED] | None
+    sinks: Float[Array, "b (g m)"] | None
 
 
 class Results(NamedTuple):
-    """The output in q's dtype and the log-sum-exp."""
+    """The output in q's dtype, the largest score, and log(sum(exp(score - max_logit))).
+
+    Both are without the sink. The log-sum-exp is `max_logit + log_sum`. The cotangent of `log_sum`
+    is that of the log-sum-exp, because `max_logit` counts as a constant. A query that sees no key
+    has a `max_logit` of -inf and a `log_sum` of 0.
+    """
 
     out: Float[Array, "b t (g m) e", like("q"), Remat("dsa_out")]
-    lse: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
+    max_logit: Float[Array, "b t (g m)", accumulated("q"), CONSTANT, Remat("dsa_lse")]
+    log_sum: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
 
 
 class Gradients(NamedTuple):
-    """Gradients in the shapes and dtypes of the operands; the bias keeps its broadcast shape."""
+    """Gradients in the shapes and dtypes of the operands; the bias keeps its broadcast shape.
+
+    The gradient of the sinks is a sum over shards. It is rounded after the shards are added.
+    """
 
     q: Array
     k: Array
     v: Array
     bias: Array | None
+    sinks: Float[Array, "", accumulated("q")] | None

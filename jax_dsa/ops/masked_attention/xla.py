@@ -24,11 +24,12 @@ from jax_dsa.ops.masked_attention.scores import (
     scores,
     weights,
 )
+from jax_dsa.ops.masked_attention.sinks import gates, without_sinks
 from jax_dsa.ops.masked_attention.spec import Gradients, Operands, Options, Results
 
 
 def masked_attention_fwd(options: Options, x: Operands) -> Results:
-    """Returns the output and the log-sum-exp."""
+    """Returns the output, the largest scores and the logarithms of the sums."""
     keys, queries = Keys.of(x), Queries.of(x)
 
     def body(
@@ -38,39 +39,52 @@ def masked_attention_fwd(options: Options, x: Operands) -> Results:
         visible = chunk.visible(keys)
         k, v = keys.zero_unseen(visible)
         s = scores(options, q, k, chunk.visible_bias(keys, visible))
-        p, total, lse = exponentials(s, visible, keys)
+        p, total, max_logit = exponentials(s, visible, keys)
+        log_sum = jnp.log(total)
         out = dot("bgmts,bgsd->bgmtd", p.astype(v.dtype), v) / total
-        return (), (out.astype(q.dtype), lse)
+        if x.sinks is not None:
+            out *= gates(x.sinks, max_logit, log_sum)
+        return (), (out.astype(q.dtype), max_logit, log_sum)
 
-    _, (out, lse) = scan_query_chunks(body, (), (x.q,), queries, keys, copies=3)
-    return Results(_by_token(out), _by_token(lse)[..., 0])
+    _, (out, *pair) = scan_query_chunks(body, (), (x.q,), queries, keys, copies=3)
+    return Results(_by_token(out), *(_by_token(z)[..., 0] for z in pair))
 
 
 def masked_attention_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
-    """Returns the gradients of q, k, v and bias.
+    """Returns the gradients of q, k, v, bias and the sinks.
 
-    With x the scaled and biased scores, s = cap * tanh(x / cap) and P = exp(s - lse):
+    With x the scaled and biased scores, s = cap * tanh(x / cap) and
+    P = exp(s - max_logit - log_sum):
     delta = sum(out * dout) - dlse, dS = P * (dout V^T - delta), dX = dS * (1 - (s / cap)^2),
     dV = P^T dout, dQ = scale * dX K, dK = scale * dX^T Q, dbias = dX summed to bias's shape.
-    The code computes dX times the first factor of the scale (see `split_scale`).
+    The code computes dX times the first factor of the scale (see `split_scale`). For sinks, see
+    `without_sinks`.
     """
+    y, dy, dsinks = without_sinks(x, y, dy)
     acc = compat.accum_dtype(x.q.dtype)
     keys, queries = Keys.of(x), Queries.of(x)
     first, last = split_scale(options.scale, x.q.dtype)
-    delta = (y.out.astype(acc) * (first * dy.out).astype(acc)).sum(-1) - first * dy.lse
+    delta = (y.out.astype(acc) * (first * dy.out).astype(acc)).sum(-1) - first * dy.log_sum
 
     def body(
-        carry: Any, rows: Array, q: Array, dout: Array, lse: Array, delta: Array, *per_query: Any
+        carry: Any,
+        rows: Array,
+        q: Array,
+        dout: Array,
+        max_logit: Array,
+        log_sum: Array,
+        delta: Array,
+        *per_query: Any,
     ) -> tuple[Any, tuple[Array]]:
         chunk = queries.chunk(rows, per_query)
-        sees_any = lse != -jnp.inf
+        sees_any = max_logit != -jnp.inf
         visible = chunk.visible(keys)
         k, v = keys.zero_unseen(visible)
         visible = sees_any if visible is None else sees_any & visible
         # NaN in a fully masked query must not reach a key, and 0 * NaN is NaN.
         q, dout = jnp.where(sees_any, q, 0), jnp.where(sees_any, dout, 0)
         s = scores(options, q, k, chunk.visible_bias(keys, visible))
-        p = weights(s, jnp.where(sees_any, lse, 0))
+        p = weights(s, jnp.where(sees_any, max_logit, 0), log_sum)
         p = keys.multiply_by_count(jnp.where(visible, p, 0))
         dx = p * (dot("bgmtd,bgsd->bgmts", first * dout, v) - delta)
         if options.softcap is not None:
@@ -95,12 +109,13 @@ def masked_attention_bwd(options: Options, x: Operands, y: Results, dy: Results)
         dbias = jnp.zeros(bias.shape, acc if bias.shape[3] == 1 else bias.dtype)
     carry = jnp.zeros(keys.k.shape, acc), jnp.zeros(keys.v.shape, acc), dbias
     carry = compat.match_vary(carry, *x, *y, *dy)
-    xs = (x.q, dy.out, y.lse[..., None], delta[..., None])
+    xs = (x.q, dy.out, *(z[..., None] for z in (y.max_logit, y.log_sum, delta)))
     (dk, dv, dbias), (dq,) = scan_query_chunks(body, carry, xs, queries, keys, copies=5)
     dk, dv = keys.scatter_rows(last * dk), keys.scatter_rows(dv)
     if x.bias is not None:
         dbias = dbias.reshape(x.bias.shape).astype(x.bias.dtype)
-    return Gradients(_by_token(dq), dk.astype(x.k.dtype), dv.astype(x.v.dtype), dbias)
+    dk, dv = dk.astype(x.k.dtype), dv.astype(x.v.dtype)
+    return Gradients(_by_token(dq), dk, dv, dbias, dsinks)
 
 
 def _by_token(x: Array) -> Array:

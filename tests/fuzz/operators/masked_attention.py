@@ -83,9 +83,9 @@ def solution(x: dict[str, Any], count: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """Returns out, lse and probabilities of a call by the oracle."""
     scale, softcap = x["scale"], x["softcap"]
     scale = max(1, x["q"].shape[3]) ** -0.5 if scale is None else float(scale)
-    return oracle.attention(
-        x["q"], x["k"], x["v"], x["bias"], count, scale, None if softcap is None else float(softcap)
-    )
+    softcap = None if softcap is None else float(softcap)
+    arrays = (x[name] for name in ("q", "k", "v", "bias"))
+    return oracle.attention(*arrays, count, scale, softcap, x["sinks"])
 
 
 def results(x: dict[str, Any], count: np.ndarray) -> list[np.ndarray]:
@@ -114,6 +114,7 @@ def draw_common(c: Draw, r: Draw, shape: tuple[int, ...], dtype: np.dtype) -> di
         "softcap": draw_softcap(c),
         "block_mask": blocks,
         "kv_indices": r.positions(S, B, G, 70 if c.kernel else c.below(5)) if kept else None,
+        "sinks": r.limits(wide(dtype), N) if c.chance() else None,
         "deterministic": c.flag(),
         "return_lse": c.flag(),
     }
@@ -134,7 +135,7 @@ def finish(c: Draw, call: Call, dtype: np.dtype) -> Call:
     """Sets the properties of a call of either function."""
     x, sums = call.kwargs, wide(dtype)
     call.dtypes = (dtype, *[sums] * int(x["return_lse"]))
-    call.diff = ("q", "k", "v", *(["bias"] if x["bias"] is not None else []))
+    call.diff = ("q", "k", "v", *(n for n in ("bias", "sinks") if x[n] is not None))
     call.poison = ("k", "v")
     call.peak = peak(x["scale"], x["q"], x["k"]) + 4
     return call

@@ -168,7 +168,7 @@ void expect(const char* what, const ffi::Error& error, const std::string& messag
 // A call of masked attention's two handlers.
 struct Attention {
   int64_t batch = 2, queries = 5, keys = 256, heads = 12, groups = 4, dim = 64;
-  Array starts, ends, q_segments, kv_segments, rows, tiles, bits, bias;
+  Array starts, ends, q_segments, kv_segments, rows, tiles, bits, bias, sinks;
   int64_t workspace = kWorkspaceBytes;
   bool deterministic = false;
 
@@ -185,12 +185,13 @@ struct Attention {
 
   ffi::Error forward() const {
     return masked_attention_fwd(nullptr, q(), k(), k(), starts, ends, q_segments, kv_segments, rows,
-                                tiles, bits, bias, q(), row(), u8({workspace}), 1.f, 0.f);
+                                tiles, bits, bias, sinks, q(), row(), row(), u8({workspace}), 1.f,
+                                0.f);
   }
   ffi::Error backward() const {
     return masked_attention_bwd(nullptr, q(), k(), k(), starts, ends, q_segments, kv_segments, rows,
-                                tiles, bits, bias, q(), row(), q(), row(), q(), k(), k(), bias,
-                                u8({workspace}), 1.f, 0.f, deterministic);
+                                tiles, bits, bias, q(), row(), row(), q(), row(), q(), k(), k(),
+                                bias, u8({workspace}), 1.f, 0.f, deterministic);
   }
   // Expects this message of both, after the operator's name.
   void expect_both(const char* what, const std::string& message = "") const {
@@ -257,6 +258,12 @@ void test_other_operands_of_masked_attention() {
   expect("a shared bias, deterministic", x.backward(),
          "masked_attention_bwd: the gradient of a bias that several scores share is summed in no "
          "fixed order, so deterministic must be false");
+  x = {}, x.sinks = f32({2, 12});
+  expect("sinks of each batch entry", x.forward());
+  check_true("their stride", launched<MaskedAttentionFwdParams>.sinks_stride == 12);
+  x.sinks = f32({2, 4});
+  expect("sinks of 4 heads", x.forward(),
+         "masked_attention_fwd: 'sinks' has shape (2, 4), expected (2, 12)");
   x = {}, x.dim = 264;
   x.expect_both("too many dimensions", "D is 264, expected 1 to 256");
   x.dim = 12;

@@ -31,6 +31,8 @@ struct AttentionCase {
   int bias_heads = 0, bias_batch = 1;  // no bias if bias_heads is 0
   bool bias_rows = true;               // whether each query has a row of biases, or all share one
   float masking_bias = 0.f;            // a bias value that masks single keys and whole rows, or 0
+  float level = 0.f;                   // q.k of the first half of the keys, or 0 for random keys
+  bool sinks = false;
 };
 
 inline uint16_t to_16(DType dtype, float x) {
@@ -59,6 +61,7 @@ struct AttentionProblem {
   AttentionCase c;
   float scale;
   std::vector<uint16_t> q, k, v, bias;
+  std::vector<float> sinks;  // [batch, heads], or empty
   std::vector<int32_t> starts, ends, q_segments, kv_segments, rows, tiles;
   std::vector<uint8_t> bits;
   int64_t slots = 0;
@@ -111,7 +114,8 @@ struct AttentionProblem {
     for (int d = 0; d < c.dim; ++d) sum += double(at(q, row + d)) * at(k, key + d);
     sum *= scale;
     // In float32, a product is lost when it is added to a bias that masks its key.
-    if (c.bias_heads) sum = static_cast<float>(sum + at(bias, bias_at(b, n, t, s)));
+    if (c.bias_heads) sum += at(bias, bias_at(b, n, t, s));
+    sum = static_cast<float>(sum);
     return c.softcap > 0 ? c.softcap * std::tanh(sum / c.softcap) : sum;
   }
   AttentionMask mask() const {
@@ -143,6 +147,21 @@ inline AttentionProblem make_attention(const AttentionCase& c, uint64_t seed) {
   fill(p.q, int64_t{c.batch} * c.queries * c.heads * c.dim);
   fill(p.k, int64_t{c.batch} * c.keys * c.groups * c.dim);
   fill(p.v, int64_t{c.batch} * c.keys * c.groups * c.value_dim);
+  if (c.level != 0.f) {  // Two dimensions alone make the scores. Those of 1e9 are then exact.
+    for (size_t i = 0; i < p.q.size(); ++i) p.q[i] = to_16(c.dtype, i % c.dim < 2 ? 1.f : 0.f);
+    for (int b = 0; b < c.batch; ++b) {
+      for (int s = 0; s < c.keys * c.groups; ++s) {
+        uint16_t* const x = &p.k[(int64_t{b} * c.keys * c.groups + s) * c.dim];
+        if (s / c.groups >= c.keys / 2) continue;
+        x[0] = to_16(c.dtype, c.level), x[1] = to_16(c.dtype, s % 3 * 64.f);
+      }
+    }
+  }
+  if (c.sinks) {
+    for (int i = 0; i < c.batch * c.heads; ++i) {
+      p.sinks.push_back(i % 4 == 1 ? INFINITY : i % 4 == 2 ? -INFINITY : 3 * normal(random));
+    }
+  }
   for (int b = 0; b < c.batch; ++b) {
     for (int t = 0; t < c.queries; ++t) {
       int start = 0, end = c.keys;
@@ -230,14 +249,14 @@ inline AttentionProblem make_attention(const AttentionCase& c, uint64_t seed) {
 // ---- solutions ---------------------------------------------------------------------------------
 
 struct ForwardResult {
-  std::vector<double> out, lse;
+  std::vector<double> out, max_logit, log_sum;
 };
 
 inline ForwardResult solve_forward(const AttentionProblem& x) {
   const AttentionCase& c = x.c;
   ForwardResult y;
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
-  y.out.resize(rows * c.value_dim), y.lse.resize(rows, -INFINITY);
+  y.out.resize(rows * c.value_dim), y.max_logit.resize(rows, -INFINITY), y.log_sum.resize(rows);
   std::vector<double> scores(c.keys);
   for (int64_t row = 0; row < rows; ++row) {
     const int n = row % c.heads, t = row / c.heads % c.queries, b = row / c.heads / c.queries;
@@ -256,8 +275,9 @@ inline ForwardResult solve_forward(const AttentionProblem& x) {
         y.out[row * c.value_dim + e] += p * x.at(x.v, key * c.value_dim + e);
       }
     }
-    for (int e = 0; e < c.value_dim; ++e) y.out[row * c.value_dim + e] /= total;
-    y.lse[row] = max_score + std::log(total);
+    const double sink = c.sinks ? std::exp(x.sinks[b * c.heads + n] - max_score) : 0;
+    for (int e = 0; e < c.value_dim; ++e) y.out[row * c.value_dim + e] /= total + sink;
+    y.max_logit[row] = max_score, y.log_sum[row] = std::log(total);
   }
   return y;
 }
@@ -269,7 +289,7 @@ struct Gradients {
 // The results of the forward pass, and the gradients of these results.
 struct BackwardInputs {
   std::vector<uint16_t> out, dout;
-  std::vector<float> lse, dlse;
+  std::vector<float> max_logit, log_sum, dlse;
 };
 
 inline BackwardInputs make_backward_inputs(const AttentionProblem& x, uint64_t seed) {
@@ -279,7 +299,7 @@ inline BackwardInputs make_backward_inputs(const AttentionProblem& x, uint64_t s
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
   BackwardInputs y;
   y.out.resize(rows * c.value_dim + 8), y.dout.resize(rows * c.value_dim + 8);
-  y.lse.resize(rows, -INFINITY), y.dlse.resize(rows);
+  y.max_logit.resize(rows, -INFINITY), y.log_sum.resize(rows), y.dlse.resize(rows);
   std::vector<double> out(c.value_dim);
   for (int64_t row = 0; row < rows; ++row) {
     const int n = row % c.heads, t = row / c.heads % c.queries, b = row / c.heads / c.queries;
@@ -297,14 +317,12 @@ inline BackwardInputs make_backward_inputs(const AttentionProblem& x, uint64_t s
       total += p;
       for (int e = 0; e < c.value_dim; ++e) out[e] += p * x.at(x.v, key * c.value_dim + e);
     }
-    if (total > 0) y.lse[row] = static_cast<float>(max_score + std::log(total));
-    // If the bias masks a whole row, its lse cannot tell how many keys it has, so each key gets a
-    // probability of 1. Their sums are larger, which smaller gradients compensate.
-    const float size = std::fabs(y.lse[row]) > 1e6f && total > 0 ? 0.05f : 1.f;
-    y.dlse[row] = size * normal(random);
+    y.max_logit[row] = static_cast<float>(max_score);
+    y.log_sum[row] = total > 0 ? static_cast<float>(std::log(total)) : 0.f;
+    y.dlse[row] = normal(random);
     for (int e = 0; e < c.value_dim; ++e) {
       y.out[row * c.value_dim + e] = to_16(c.dtype, total > 0 ? out[e] / total : 0);
-      y.dout[row * c.value_dim + e] = to_16(c.dtype, total > 0 ? size * normal(random) : NAN);
+      y.dout[row * c.value_dim + e] = to_16(c.dtype, total > 0 ? normal(random) : NAN);
     }
     if (total == 0) y.dlse[row] = NAN;
   }
@@ -319,7 +337,7 @@ inline Gradients solve_backward(const AttentionProblem& x, const BackwardInputs&
   y.dq.resize(rows * c.dim), y.dk.resize(keys * c.dim), y.dv.resize(keys * c.value_dim);
   y.dbias.resize(x.bias_size());
   for (int64_t row = 0; row < rows; ++row) {
-    if (inputs.lse[row] == -INFINITY) continue;
+    if (inputs.max_logit[row] == -INFINITY) continue;
     const int n = row % c.heads, t = row / c.heads % c.queries, b = row / c.heads / c.queries;
     double delta = -inputs.dlse[row];
     for (int e = 0; e < c.value_dim; ++e) {
@@ -329,7 +347,8 @@ inline Gradients solve_backward(const AttentionProblem& x, const BackwardInputs&
     for (int s = 0; s < c.keys; ++s) {
       if (!x.visible(b, n, t, s)) continue;
       const int64_t key = (int64_t{b} * c.keys + s) * c.groups + n / (c.heads / c.groups);
-      const double score = x.score(b, n, t, s), p = std::exp(score - inputs.lse[row]);
+      const double score = x.score(b, n, t, s);
+      const double p = std::exp(score - inputs.max_logit[row] - inputs.log_sum[row]);
       double dp = 0;
       for (int e = 0; e < c.value_dim; ++e) {
         const double g = x.at(inputs.dout, row * c.value_dim + e);
@@ -361,8 +380,20 @@ inline double difference(DType dtype, const std::vector<uint16_t>& got,
   return worst;
 }
 
-// Returns the largest error of lse, relative for values above 1000.
-inline double lse_difference(const std::vector<float>& got, const std::vector<double>& expected) {
+// Returns the difference of the gradients of q. The first two dimensions are left out if they are
+// sums of huge keys.
+inline double query_difference(const AttentionProblem& x, std::vector<uint16_t> got,
+                               std::vector<double> expected) {
+  if (x.c.level != 0.f) {
+    for (size_t i = 0; i < got.size(); i += x.c.dim) {
+      got[i] = got[i + 1] = 0, expected[i] = expected[i + 1] = 0;
+    }
+  }
+  return difference(x.c.dtype, got, expected);
+}
+
+// Returns the largest error of max_logit or log_sum, relative for values above 1000.
+inline double row_difference(const std::vector<float>& got, const std::vector<double>& expected) {
   double worst = 0;
   for (size_t i = 0; i < got.size(); ++i) {
     if (got[i] == expected[i]) continue;
@@ -384,6 +415,10 @@ inline double bias_difference(const AttentionProblem& x, const std::vector<uint1
   }
   return difference(x.c.dtype, own, other);
 }
+
+// Returns the largest relative error that gradients may have. With keys of up to 3e38, dQ is a sum
+// of products that cancel, because dS sums up to zero over the keys.
+inline double gradient_tolerance(const AttentionCase& c) { return c.level != 0.f ? 0.1 : 0.03; }
 
 inline const AttentionCase kAttentionCases[] = {
     {"one query, one key", 1, 1, 1, 1, 1, 64, 64},
@@ -472,6 +507,117 @@ inline const AttentionCase kAttentionCases[] = {
      .value_dim = 256,
      .bias_heads = 1,
      .masking_bias = -3.38e38f},
+    {.name = "keys of -1e9",
+     .batch = 1,
+     .queries = 300,
+     .keys = 300,
+     .heads = 2,
+     .groups = 1,
+     .dim = 64,
+     .value_dim = 64,
+     .ranges = kWindow,
+     .scale = 0.3f,
+     .level = -1e9f},
+    {.name = "keys of 1e9",
+     .batch = 1,
+     .queries = 200,
+     .keys = 200,
+     .heads = 1,
+     .groups = 1,
+     .dim = 128,
+     .value_dim = 128,
+     .ranges = kWindow,
+     .scale = 0.5f,
+     .level = 1e9f},
+    {.name = "keys of the lowest float, 192 and 128",
+     .batch = 1,
+     .queries = 200,
+     .keys = 200,
+     .heads = 1,
+     .groups = 1,
+     .dim = 192,
+     .value_dim = 128,
+     .ranges = kWindow,
+     .scale = 0.5f,
+     .level = -3.38e38f},
+    {.name = "keys of -3e38, 256 dims",
+     .batch = 1,
+     .queries = 150,
+     .keys = 150,
+     .heads = 1,
+     .groups = 1,
+     .dim = 256,
+     .value_dim = 256,
+     .ranges = kWindow,
+     .scale = 0.3f,
+     .level = -3e38f},
+    {.name = "keys of -1e12, softcap of 2e9",
+     .batch = 1,
+     .queries = 150,
+     .keys = 150,
+     .heads = 1,
+     .groups = 1,
+     .dim = 64,
+     .value_dim = 64,
+     .ranges = kWindow,
+     .softcap = 2e9f,
+     .scale = 1.f,
+     .level = -1e12f},
+    {.name = "saturated softcap",
+     .batch = 1,
+     .queries = 100,
+     .keys = 100,
+     .heads = 1,
+     .groups = 1,
+     .dim = 128,
+     .value_dim = 128,
+     .ranges = kWindow,
+     .softcap = 2.f,
+     .scale = 20000.f},
+    {.name = "saturated softcap, 192 and 128",
+     .batch = 1,
+     .queries = 100,
+     .keys = 100,
+     .heads = 1,
+     .groups = 1,
+     .dim = 192,
+     .value_dim = 128,
+     .ranges = kWindow,
+     .softcap = 2.f,
+     .scale = 20000.f},
+    {.name = "saturated softcap, bias, 256 dims",
+     .batch = 1,
+     .queries = 100,
+     .keys = 100,
+     .heads = 1,
+     .groups = 1,
+     .dim = 256,
+     .value_dim = 256,
+     .ranges = kWindow,
+     .softcap = 2.f,
+     .scale = 20000.f,
+     .bias_heads = 1},
+    {.name = "sinks",
+     .batch = 2,
+     .queries = 150,
+     .keys = 150,
+     .heads = 4,
+     .groups = 2,
+     .dim = 64,
+     .value_dim = 64,
+     .ranges = kRandom,
+     .sinks = true},
+    {.name = "sinks, bias that masks by -1e9",
+     .batch = 1,
+     .queries = 130,
+     .keys = 130,
+     .heads = 4,
+     .groups = 1,
+     .dim = 128,
+     .value_dim = 128,
+     .bias_heads = 1,
+     .masking_bias = -1e9f,
+     .sinks = true},
     {"one query and key, bias", 1, 1, 1, 1, 1, 64, 64, kNoRanges, false, 0, 1, 128, DType::kBF16,
      0.f, 0.f, 0, 1},
     {"no keys", 1, 130, 0, 2, 1, 128, 128},

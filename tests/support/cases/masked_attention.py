@@ -38,8 +38,14 @@ def make_causal_args(rng: np.random.Generator) -> tuple:
     return floats(rng, B, T, N, D), floats(rng, B, T, 2, D), floats(rng, B, T, 2, E)
 
 
-def attend_causal(q, k, v):
-    return masked_attention(q, k, v, is_causal=True, return_lse=True)
+def make_sinks_args(rng: np.random.Generator) -> tuple:
+    return *make_causal_args(rng), floats(rng, 1, N)
+
+
+def attend_causal(q, k, v, sinks):
+    return masked_attention(
+        q, k, v, sinks=sinks[0], is_causal=True, return_lse=True, return_max_logit=True
+    )
 
 
 def make_documents(rng: np.random.Generator) -> tuple:
@@ -98,12 +104,12 @@ def make_packed_args(rng: np.random.Generator) -> tuple:
     cu_q = jnp.asarray([0, 3, 3, T - 1], jnp.int32)
     cu_k = jnp.asarray([1, 3, 4, S], jnp.int32)
     k, v = floats(rng, S, 2, D), floats(rng, S, 2, E)
-    return floats(rng, T, N, D), k, v, cu_q, cu_k, floats(rng, 2, 1, S)
+    return floats(rng, T, N, D), k, v, cu_q, cu_k, floats(rng, 2, 1, S), floats(rng, 1, N)
 
 
-def attend_packed(q, k, v, cu_q, cu_k, bias):
+def attend_packed(q, k, v, cu_q, cu_k, bias, sinks):
     window = {"local_window_size": (2, 1), "return_lse": True}
-    return masked_attention_varlen(q, k, v, cu_q, cu_k, bias=bias, **window)
+    return masked_attention_varlen(q, k, v, cu_q, cu_k, bias=bias, sinks=sinks[0], **window)
 
 
 def make_mask_args(rng: np.random.Generator) -> tuple:
@@ -134,13 +140,13 @@ CASES = [
     TransformCase(
         "masked_attention-causal",
         attend_causal,
-        make_causal_args,
-        (0, 1, 2),
+        make_sinks_args,
+        (0, 1, 2, 3),
         {
-            "batch": (batch, batch, batch),
-            "query": (query, P(), P()),
-            "head": (head, P(), P()),
-            "keys": (query, query, query),
+            "batch": (batch, batch, batch, P()),
+            "query": (query, P(), P(), P()),
+            "head": (head, P(), P(), query),
+            "keys": (query, query, query, P()),
         },
         {"keys": {(B, T, 2, D), (B, T, 2, E)}},
     ),
@@ -217,9 +223,9 @@ CASES = [
         "masked_attention_varlen",
         attend_packed,
         make_packed_args,
-        (0, 1, 2, 5),
+        (0, 1, 2, 5, 6),
         {
-            "query": (P("x"), P(), P(), P(), P(), P()),
+            "query": (P("x"), P(), P(), P(), P(), P(), P()),
         },
     ),
 ]

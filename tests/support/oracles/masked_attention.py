@@ -60,9 +60,13 @@ def at(x: Any, b: int, n: int, t: int, s: int, shape: tuple[int, int, int, int])
 
 
 def attention(
-    q: Any, k: Any, v: Any, bias: Any, count: np.ndarray, scale: float, softcap: float | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns out [B, T, N, E], lse [B, T, N] and probabilities [B, N, T, S]."""
+    q: Any, k: Any, v: Any, bias: Any, count: np.ndarray, scale: float,
+    softcap: float | None = None, sinks: Any = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """Returns out [B, T, N, E], lse [B, T, N] and probabilities [B, N, T, S].
+
+    lse is without the sinks [N]. They take their share of the probabilities.
+    """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     batch, heads, queries, keys = count.shape
     out = np.zeros((*q.shape[:3], v.shape[3]))
@@ -77,8 +81,11 @@ def attention(
         peak = max(logits)
         weights = [count[b, n, t, s] * np.exp(x - peak) for s, x in zip(seen, logits)]
         lse[b, t, n] = peak + np.log(sum(weights))
+        with np.errstate(over="ignore"):
+            sink = 0 if sinks is None else np.exp(np.float64(sinks[n]) - peak)
+        total = sum(weights) + sink
         for s, w in zip(seen, weights):
-            probs[b, n, t, s] = w / sum(weights)
+            probs[b, n, t, s] = w / total
             out[b, t, n] += probs[b, n, t, s] * v[b, s, g]
     return out, lse, probs
 
@@ -95,11 +102,12 @@ def logit(
 
 def gradients(
     q: Any, k: Any, v: Any, bias: Any, count: np.ndarray, scale: float, softcap: float | None,
-    dout: Any, dlse: Any,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:  # fmt: skip
-    """Returns the gradients of q, k, v and bias by the chain rule, score by score."""
+    dout: Any, dlse: Any, sinks: Any = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:  # fmt: skip
+    """Returns the gradients of q, k, v, bias and sinks by the chain rule, score by score."""
     q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in (q, k, v, dout, dlse))
-    out, _, probs = attention(q, k, v, bias, count, scale, softcap)
+    out, _, probs = attention(q, k, v, bias, count, scale, softcap, sinks)
+    _, _, without_sink = attention(q, k, v, bias, count, scale, softcap)
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
     dbias = None if bias is None else np.zeros(bias.shape)
     for b, n, t, s in np.ndindex(*count.shape):
@@ -107,7 +115,8 @@ def gradients(
             continue
         g = n // (q.shape[2] // k.shape[2])
         p = probs[b, n, t, s]
-        dx = p * (np.dot(dout[b, t, n], v[b, s, g] - out[b, t, n]) + dlse[b, t, n])
+        dx = p * np.dot(dout[b, t, n], v[b, s, g] - out[b, t, n])
+        dx += without_sink[b, n, t, s] * dlse[b, t, n]
         if softcap is not None:
             x = logit(q, k, bias, b, n, g, t, s, count.shape, scale, softcap)
             dx *= 1 - (x / softcap) ** 2
@@ -118,4 +127,8 @@ def gradients(
             h = n // (q.shape[2] // dbias.shape[1])
             own = (b if dbias.shape[0] > 1 else 0, h, t if dbias.shape[2] > 1 else 0, s)
             dbias[own] += dx
-    return dq, dk, dv, dbias
+    dsinks = None
+    if sinks is not None:
+        share = np.where(count.any(-1), 1 - probs.sum(-1), 0)
+        dsinks = -np.einsum("bnt,btne,btne->n", share, dout, out)
+    return dq, dk, dv, dbias, dsinks
