@@ -39,6 +39,11 @@ CALLS: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
     "dense": (jax_dsa.dense_indexer_kl_loss, {**INDEX, "q": Q, "kv": LATENT}, {}),
     "indexer_topk": (jax_dsa.indexer_topk, INDEX, {"top_k": 2}),
     "sparse_mla": (jax_dsa.sparse_mla, {"q": Q, "kv": KV, "indices": i(B, T, G, K)}, {}),
+    "sparse_attention": (
+        jax_dsa.sparse_attention,
+        {"q": Q, "k": KV, "v": KV, "indices": i(B, T, G, K)},
+        {"block_size": 4},
+    ),
     "decode": (
         jax_dsa.sparse_mla_decode,
         {"q": Q[:, :1], "cache": FlatCache(KV, i(B)), "indices": i(B, 1, K)},
@@ -107,6 +112,10 @@ WRONG = [
     ("sparse_mla", "kv", "kv"),
     ("sparse_mla", "q kv", "q"),
     ("sparse_mla", "indices", "indices"),
+    ("sparse_attention", "q", "q"),
+    ("sparse_attention", "k v", "k"),
+    ("sparse_attention", "q k v", "q"),
+    ("sparse_attention", "indices", "indices"),
     ("decode", "q", "q"),
     ("attn_dist", "q", "q"),
     ("attn_dist", "lse", "lse"),

@@ -28,11 +28,17 @@ INDICES, LSE = jnp.zeros((B, T, K), jnp.int32), jnp.zeros((B, T, N))
 INDEX = jnp.ones((B, T, N, D)), jnp.ones((B, S, D)), jnp.ones((B, T, N))
 CODES = jax_dsa.quantize_fp8(Q)
 
+
+def attend_to_blocks(v: Any = KV, block_size: Any = 4, **options: Any) -> Any:
+    return jax_dsa.sparse_attention(Q, KV, v, INDICES, block_size=block_size, **options)
+
+
 # For "function 'argument'": a call that takes this array, and a valid array.
 ARRAYS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "topk 'x'": (lambda x: jax_dsa.topk(x, 1), Q),
     "sparse_mla 'q'": (lambda x: jax_dsa.sparse_mla(x, KV, INDICES), Q),
     "sparse_mla 'indices'": (lambda x: jax_dsa.sparse_mla(Q, KV, x), INDICES),
+    "sparse_attention 'v'": (lambda x: attend_to_blocks(v=x), KV),
     "dsa_attention 'index_k'": (
         lambda x: jax_dsa.dsa_attention(Q, KV, INDEX[0], x, INDEX[2], top_k=1),
         INDEX[1],
@@ -77,6 +83,7 @@ def test_objects_that_jax_has_no_array_for(where: str, made: Callable) -> None:
 
 ATTENTION: dict[str, Callable[..., Any]] = {
     "sparse_mla": lambda **o: jax_dsa.sparse_mla(Q, KV, INDICES, **o),
+    "sparse_attention": attend_to_blocks,
     "attn_dist": lambda **o: jax_dsa.attn_dist(Q, KV, INDICES, LSE, **o),
     "dsa_attention": lambda **o: jax_dsa.dsa_attention(Q, KV, *INDEX, top_k=1, **o),
     "dense_indexer_kl_loss": lambda **o: jax_dsa.dense_indexer_kl_loss(*INDEX, Q, KV, **o),
@@ -145,6 +152,8 @@ INTEGERS: dict[str, Callable[[Any], Any]] = {
     "htree_build 'top_k'": lambda n: jax_dsa.htree_build(KV, KV, top_k=n),
     "htree_build 'compression'": lambda n: jax_dsa.htree_build(KV, KV, compression=n),
     "sparse_mla 'key_stride'": lambda n: ATTENTION["sparse_mla"](is_causal=True, key_stride=n),
+    "sparse_attention 'block_size'": lambda n: attend_to_blocks(block_size=n),
+    "sparse_attention 'local_blocks'": lambda n: attend_to_blocks(is_causal=True, local_blocks=n),
     "attn_dist 'head_group'": lambda n: ATTENTION["attn_dist"](head_group=n),
     "mqa_decode 'num_splits'": lambda n: ATTENTION["mqa_decode"](num_splits=n),
     "quantize_fp8 'block'": lambda n: jax_dsa.quantize_fp8(Q, block=n),

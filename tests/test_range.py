@@ -30,6 +30,9 @@ def arrays(rng: np.random.Generator) -> tuple[Any, Any, Any]:
 # Each takes q, kv, indices and the keyword arguments that all operators have.
 ATTENTION: dict[str, Callable[..., Any]] = {
     "sparse_mla": jax_dsa.sparse_mla,
+    "sparse_attention": lambda q, kv, i, **o: jax_dsa.sparse_attention(
+        q, kv, kv, i, block_size=1, **o
+    ),
     "sparse_mla_decode": lambda q, kv, i, **o: jax_dsa.sparse_mla_decode(
         q, FlatCache(kv, jnp.full(B, S)), i, **o
     ),

@@ -40,6 +40,12 @@ CASES: dict[str, tuple[Callable, list]] = {
         lambda q, k, table, n, i: jax_dsa.sparse_mla_decode(q, PagedCache(k, table, n), i),
         [ATTENTION[0], ("p, 2, 1, 8", f32), ("b, r", i32), LENGTHS, SLOTS],
     ),
+    "sparse_attention": (
+        lambda q, k, i: jax_dsa.sparse_attention(
+            q, k, k, i, block_size=4, is_causal=True, sink_blocks=1, local_blocks=3
+        ),
+        [*ATTENTION, SLOTS],
+    ),
     "attn_dist": (jax_dsa.attn_dist, [*ATTENTION, SLOTS, ("b, t, 4", f32)]),
     "indexer_logits": (lambda *x: jax_dsa.indexer_logits(*x, is_causal=True), INDEX),
     "indexer_topk": (lambda *x: jax_dsa.indexer_topk(*x, 3, is_causal=True), INDEX),

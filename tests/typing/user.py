@@ -73,6 +73,21 @@ def masked(q: Array, k: Array, v: Array, ends: Array) -> None:
     assert_type(jax_dsa.relu_mask(q), Array)
 
 
+def blocks(q: Array, k: Array, v: Array, indices: Array, ends: Array) -> None:
+    assert_type(jax_dsa.sparse_attention(q, k, v, indices, block_size=64), Array)
+    assert_type(
+        jax_dsa.sparse_attention(q, k, v, indices, block_size=64, return_lse=True),
+        tuple[Array, Array],
+    )
+    assert_type(
+        jax_dsa.sparse_attention(
+            q, k, v, indices, block_size=64, return_lse=True, return_max_logit=True
+        ),
+        tuple[Array, Array, Array],
+    )
+    assert_type(jax_dsa.sparse_attention_varlen(q, k, v, indices, ends, ends, block_size=64), Array)
+
+
 def tree(q: Array, k: Array, v: Array) -> None:
     assert_type(jax_dsa.htree_attention(q, k, v, top_k=8), Array)
     assert_type(jax_dsa.htree_attention(q, k, v, return_lse=True), tuple[Array, Array])

@@ -57,10 +57,7 @@ class Visible(NamedTuple):
         local_window_size: Any,
     ) -> Self:
         """Checks the public arguments of these names and returns what they mean for packed rows."""
-        cu_q = args.array("cu_seqlens_q", cu_seqlens_q, "R+1", INT32)
-        cu_k = args.array("cu_seqlens_k", cu_seqlens_k, "R+1", INT32)
-        fits = isinstance(cu_q.size, int) and cu_q.size > 1
-        args.shape("cu_seqlens_q", cu_q, fits, "[R+1] with a number R >= 1, no symbol")
+        cu_q, cu_k = packed_bounds(args, cu_seqlens_q, cu_seqlens_k)
         left, right = window_reach(args, is_causal, causal_alignment, local_window_size)
         ranges = functools.partial(
             _packed_ranges,
@@ -75,6 +72,47 @@ class Visible(NamedTuple):
         return cls(starts=starts[None], ends=ends[None])
 
 
+def packed_bounds(
+    args: Args, cu_seqlens_q: Any, cu_seqlens_k: Any
+) -> tuple[Int[Array, "R+1"], Int[Array, "R+1"]]:
+    """Returns the checked arguments of these names."""
+    cu_q = args.array("cu_seqlens_q", cu_seqlens_q, "R+1", INT32)
+    cu_k = args.array("cu_seqlens_k", cu_seqlens_k, "R+1", INT32)
+    fits = isinstance(cu_q.size, int) and cu_q.size > 1
+    args.shape("cu_seqlens_q", cu_q, fits, "[R+1] with a number R >= 1, no symbol")
+    return cu_q, cu_k
+
+
+class PackedRows(NamedTuple):
+    """Where each packed query stands; int32 [T].
+
+    Attributes:
+        first, stop: The half-open range of packed keys of the query's sequence. It is not clipped,
+            and it is empty for a query outside of all sequences.
+        position: The position of the query among its sequence's keys, whose first has position 0.
+    """
+
+    first: Int[Array, "T"]
+    stop: Int[Array, "T"]
+    position: Int[Array, "T"]
+
+
+def packed_rows(
+    queries: int, cu_q: Int[Array, "R+1"], cu_k: Int[Array, "R+1"], *, bottom_right: bool
+) -> PackedRows:
+    """Returns where each of the packed queries stands."""
+    row = jnp.arange(queries, dtype=jnp.int32)
+    sequence = jnp.searchsorted(cu_q, row, side="right", method="sort") - 1
+    inside = (sequence >= 0) & (sequence < cu_q.size - 1)
+    sequence = jnp.clip(sequence, 0, cu_q.size - 2)
+    q_first, q_stop = cu_q[sequence], cu_q[sequence + 1]
+    first, stop = cu_k[sequence], cu_k[sequence + 1]
+    position = row - q_first
+    if bottom_right:
+        position += (stop - first) - (q_stop - q_first)
+    return PackedRows(first, jnp.where(inside, stop, first), position)
+
+
 def _packed_ranges(
     queries: int,
     keys: int,
@@ -86,16 +124,10 @@ def _packed_ranges(
     right: int | None,
 ) -> tuple[Int[Array, "T"], Int[Array, "T"]]:
     """Returns the half-open range of packed keys that each packed query may see."""
-    row = jnp.arange(queries, dtype=jnp.int32)
-    sequence = jnp.searchsorted(cu_q, row, side="right", method="sort") - 1
-    inside = (sequence >= 0) & (sequence < cu_q.size - 1)
-    sequence = jnp.clip(sequence, 0, cu_q.size - 2)
-    q_first, q_stop = cu_q[sequence], cu_q[sequence + 1]
-    first, stop = cu_k[sequence], cu_k[sequence + 1]
-    position = first + row - q_first
-    if bottom_right:
-        position += (stop - first) - (q_stop - q_first)
+    first, stop, position = packed_rows(queries, cu_q, cu_k, bottom_right=bottom_right)
+    position += first
     starts = first if left is None else jnp.maximum(first, position - min_dim(left, keys + queries))
+    ends = stop
     if right is not None:
-        stop = jnp.minimum(stop, position + min_dim(right, keys + queries) + 1)
-    return jnp.clip(starts, 0, keys), jnp.where(inside, jnp.clip(stop, 0, keys), 0)
+        ends = jnp.minimum(stop, position + min_dim(right, keys + queries) + 1)
+    return jnp.clip(starts, 0, keys), jnp.where(stop > first, jnp.clip(ends, 0, keys), 0)

@@ -1,0 +1,128 @@
+"""Random calls of `sparse_attention` and `sparse_attention_varlen`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from fuzz.draw import INT_MAX, Call, Draw, peak, without_batch
+from fuzz.operators.sparse_mla import draw_start, whole, wide
+from support.oracles import sparse_attention as oracle
+
+from jax_dsa import sparse_attention, sparse_attention_varlen
+
+RETURNS = "return_lse", "return_max_logit"
+UNUSED = (*RETURNS, "deterministic")
+
+
+def draw_common(c: Draw, r: Draw, dtype: np.dtype) -> dict[str, Any]:
+    """Draws the arguments of both functions, with a batch axis."""
+    B, T, S, G, M, D, E, K = c.dims(B=3, T=4, S=21, G=2, M=2, D=5, E=4, K=4)
+    size = c.one(1, 4, 4, 16, 128)
+    blocks = -(-S // size)
+    causal = c.chance(0.7)
+    slots = (B, T, K) if c.chance(0.3) else (B, T, G, K)
+    counts = [0, 0, 1, 2, *([INT_MAX] if c.edge else [])]
+    return {
+        "q": r.floats(dtype, B, T, G * M, D),
+        "k": r.floats(dtype, B, S, G, D),
+        "v": r.floats(dtype, B, S, G, E),
+        "indices": r.positions(blocks, *slots),
+        "block_size": c.integer(size),
+        "scale": c.scale(),
+        "is_causal": c.one(bool, np.bool_)(causal),
+        "sink_blocks": c.integer(c.one(*counts) if causal else 0),
+        "local_blocks": c.integer(c.one(*counts) if causal else 0),
+        "tail_block": c.flag() if causal else False,
+        "topk_length": r.positions(K, B, T) if c.chance() else None,
+        "sinks": r.limits(wide(dtype), G * M) if c.chance() else None,
+        "deterministic": c.flag(),
+        "return_lse": c.flag(),
+        # The largest score has no gradient.
+        "return_max_logit": c.flag(0 if c.gradient else 0.5),
+    }
+
+
+def oracle_options(kwargs: dict[str, Any], S: int) -> dict[str, Any]:
+    """Converts the options of a call to those of the oracle."""
+    x = {n: y for n, y in kwargs.items() if n not in UNUSED}
+    x["scale"] = None if x["scale"] is None else float(x["scale"])
+    x["block_size"] = int(x["block_size"])
+    x["sink_blocks"] = min(int(x["sink_blocks"]), S + 1)  # The oracle enumerates them.
+    x["local_blocks"] = int(x["local_blocks"])
+    return x
+
+
+def finish(call: Call, dtype: np.dtype) -> Call:
+    """Sets the properties of a call of either function."""
+    x = call.kwargs
+    call.dtypes = (dtype, *[wide(dtype)] * sum(int(x[name]) for name in RETURNS))
+    call.diff = ("q", "k", "v", *(["sinks"] if x["sinks"] is not None else []))
+    call.poison = ("k", "v")
+    call.peak = peak(x["scale"], x["q"], x["k"])
+    return call
+
+
+def chosen(results: tuple[np.ndarray, ...], x: dict[str, Any]) -> list[np.ndarray]:
+    """Returns the results that a call returns."""
+    out, *others = results
+    return [out, *(y for y, name in zip(others, RETURNS, strict=True) if x[name])]
+
+
+def draw_sparse_attention(c: Draw, r: Draw) -> Call:
+    dtype = c.dtype()
+    kwargs = draw_common(c, r, dtype)
+    B, S = kwargs["k"].shape[:2]
+    kwargs["query_start"] = draw_start(c, r, B, S)
+    kwargs["key_value_seq_lengths"] = r.positions(S, B) if c.chance(0.3) else None
+
+    def want(**x: Any) -> list[np.ndarray]:
+        # The position of the last query is capped at the largest int32.
+        start = np.minimum(whole(x["query_start"]), INT_MAX - x["q"].shape[1])
+        options = oracle_options({**x, "query_start": start}, S)
+        return chosen(oracle.sparse_attention(**options), x)
+
+    call = finish(Call(sparse_attention, kwargs, want, ()), dtype)
+    return without_batch(call) if B == 1 and c.chance() else call
+
+
+def draw_sparse_attention_varlen(c: Draw, r: Draw) -> Call:
+    dtype, R = c.dtype(), c.below(3)
+    names = "q", "k", "v", "indices", "topk_length"
+    common = draw_common(c, r, dtype)
+    if not common["q"].shape[0]:
+        common = {
+            n: np.zeros((1, *x.shape[1:]), x.dtype) if n in names and x is not None else x
+            for n, x in common.items()
+        }
+    kwargs = {n: x[0] if n in names and x is not None else x for n, x in common.items()}
+    kwargs["causal_alignment"] = c.one("top_left", "bottom_right")
+    for name, array in (("cu_seqlens_q", "q"), ("cu_seqlens_k", "k")):
+        cuts = r.rng.integers(0, len(kwargs[array]) + 1, R + 1)
+        kwargs[name] = np.sort(cuts).astype(np.int32)
+
+    def want(
+        cu_seqlens_q: Any, cu_seqlens_k: Any, causal_alignment: Any, **x: Any
+    ) -> list[np.ndarray]:
+        options = oracle_options(x, len(x["k"]))
+        T, N, E = *x["q"].shape[:2], x["v"].shape[2]
+        results = np.zeros((T, N, E)), np.full((T, N), -np.inf), np.full((T, N), -np.inf)
+        bounds = (np.asarray(cu).tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
+        pairs = (z for cu in bounds for z in (cu[:-1], cu[1:]))
+        for a, b, first, last in zip(*pairs, strict=True):
+            rows, keys = slice(a, b), slice(first, last)
+            own = dict.fromkeys(names, rows) | {"k": keys, "v": keys}
+            sequence = {n: None if x[n] is None else x[n][own[n]][None] for n in names}
+            start = last - first - (b - a) if causal_alignment == "bottom_right" else 0
+            parts = oracle.sparse_attention(**{**options, **sequence, "query_start": start})
+            for whole_result, part in zip(results, parts, strict=True):
+                whole_result[rows] = part[0]
+        return chosen(results, x)
+
+    return finish(Call(sparse_attention_varlen, kwargs, want, ()), dtype)
+
+
+GENERATORS = {
+    "sparse_attention": draw_sparse_attention,
+    "sparse_attention_varlen": draw_sparse_attention_varlen,
+}

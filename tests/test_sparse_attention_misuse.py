@@ -1,0 +1,110 @@
+"""How `sparse_attention` and `sparse_attention_varlen` refuse wrong arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dsa import sparse_attention, sparse_attention_varlen
+
+B, T, S, N, G, D, E, K = 2, 3, 9, 4, 2, 6, 5, 2
+f32 = np.float32
+GOOD: dict[str, Any] = {
+    "q": np.zeros((B, T, N, D), f32),
+    "k": np.zeros((B, S, G, D), f32),
+    "v": np.zeros((B, S, G, E), f32),
+    "indices": np.zeros((B, T, G, K), np.int32),
+    "block_size": 4,
+}
+WRONG = {
+    "q dim": ({"q": np.zeros((B, T, N, 0), f32), "k": np.zeros((B, S, G, 0), f32)}, "'q'.*D >= 1"),
+    "heads": ({"q": np.zeros((B, T, 3, D), f32)}, "'q' has N=3 heads and 'k' has G=2.*multiple"),
+    "k dim": ({"k": np.zeros((B, S, G, D + 1), f32)}, "'k'.*D=6"),
+    "v keys": ({"v": np.zeros((B, S - 1, G, E), f32)}, "'v'.*S=9"),
+    "v heads": ({"v": np.zeros((B, S, 1, E), f32)}, "'v'.*G=2"),
+    "v batch": ({"v": np.zeros((1, S, G, E), f32)}, "'v'.*B=2"),
+    "indices": ({"indices": np.zeros((B, T, 1, K), np.int32)}, "'indices'.*G=2"),
+    "block size 0": ({"block_size": 0}, "'block_size' is 0, want int in 1"),
+    "block size 8": ({"block_size": 8}, r"'block_size' is 8, want one of \(1, 4, 16, 32, 64, 128"),
+    "negative count": ({"sink_blocks": -1, "is_causal": True}, "'sink_blocks' is -1, want int in"),
+    "local": ({"local_blocks": 1}, "'local_blocks' is 1, want 0 or False without is_causal=True"),
+    "sink blocks": ({"sink_blocks": 2}, "'sink_blocks' is 2.*is_causal=True"),
+    "tail": ({"tail_block": True}, "'tail_block' is True.*is_causal=True"),
+    "lengths": ({"key_value_seq_lengths": np.zeros(3, np.int32)}, "'key_value_seq_lengths'.*B=2"),
+    "topk_length": ({"topk_length": np.zeros((B, 1), np.int32)}, "'topk_length'.*T=3"),
+    "query_start": ({"query_start": np.zeros(3, np.int32)}, r"'query_start' has shape \(3,\)"),
+    "sinks": ({"sinks": np.zeros(3, f32)}, "'sinks'.*N=4"),
+    "implementation": ({"implementation": "triton"}, "'implementation' is 'triton'"),
+}
+WRONG_TYPES = {
+    "k dtype": ({"k": jnp.zeros((B, S, G, D), jnp.bfloat16)}, "'k' has dtype bfloat16"),
+    "v list": ({"v": [0.0]}, "'v' is list"),
+    "indices": ({"indices": np.zeros((B, T, K), f32)}, "'indices' has dtype float32"),
+    "block size": ({"block_size": 4.0}, r"'block_size' is 4.0 \(float\), want an int"),
+    "count": ({"local_blocks": True, "is_causal": True}, "'local_blocks' is True"),
+    "tail": ({"tail_block": 1, "is_causal": True}, "'tail_block' is 1.*want a bool"),
+    "sinks": ({"sinks": np.zeros(N, np.int32)}, "'sinks' has dtype int32"),
+    "return_lse": ({"return_lse": 1}, "'return_lse' is 1"),
+    "return_max_logit": ({"return_max_logit": "no"}, "'return_max_logit' is 'no'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_values(name: str) -> None:
+    change, message = WRONG[name]
+    with pytest.raises(ValueError, match=f"^sparse_attention: argument {message}"):
+        sparse_attention(**GOOD | change)
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_wrong_types(name: str) -> None:
+    change, message = WRONG_TYPES[name]
+    with pytest.raises(TypeError, match=f"^sparse_attention: argument {message}"):
+        sparse_attention(**GOOD | change)
+
+
+def test_traced_counts() -> None:
+    def call(count: Any) -> Any:
+        return sparse_attention(**GOOD, is_causal=True, local_blocks=count)
+
+    with pytest.raises(TypeError, match=r"'local_blocks' is .*want a static int; under jax\.jit"):
+        jax.jit(call)(1)
+
+
+def test_packed_sequences() -> None:
+    cu = np.array([0, 3], np.int32)
+    packed = {n: x[0] if isinstance(x, np.ndarray) else x for n, x in GOOD.items()}
+    op = "sparse_attention_varlen: argument"
+    with pytest.raises(ValueError, match=f"{op} 'q' has shape .*without a batch axis"):
+        sparse_attention_varlen(**GOOD, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    with pytest.raises(ValueError, match=f"{op} 'cu_seqlens_k' has shape"):
+        sparse_attention_varlen(**packed, cu_seqlens_q=cu, cu_seqlens_k=cu[:1])
+    with pytest.raises(ValueError, match=f"{op} 'cu_seqlens_q' has shape .*R >= 1"):
+        sparse_attention_varlen(**packed, cu_seqlens_q=cu[:1], cu_seqlens_k=cu[:1])
+    with pytest.raises(ValueError, match=f"{op} 'causal_alignment' is 'left'"):
+        sparse_attention_varlen(**packed, cu_seqlens_q=cu, cu_seqlens_k=cu, causal_alignment="left")
+    with pytest.raises(ValueError, match=f"{op} 'local_blocks' is 1.*is_causal=True"):
+        sparse_attention_varlen(**packed, cu_seqlens_q=cu, cu_seqlens_k=cu, local_blocks=1)
+    bad = np.array([-3, 100], np.int32)
+    out = sparse_attention_varlen(**packed, cu_seqlens_q=cu, cu_seqlens_k=bad)
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("empty", ["B", "T", "S", "K"])
+def test_empty_arrays(empty: str) -> None:
+    size = {"B": B, "T": T, "S": S, "K": K, empty: 0}
+    q = jnp.ones((size["B"], size["T"], N, D))
+    k, v = (jnp.ones((size["B"], size["S"], G, d)) for d in (D, E))
+    indices = jnp.zeros((size["B"], size["T"], size["K"]), jnp.int32)
+
+    def total(q: Any, k: Any, v: Any) -> Any:
+        out, lse = sparse_attention(q, k, v, indices, block_size=4, return_lse=True)
+        assert out.shape == (*q.shape[:3], E) and lse.shape == q.shape[:3]
+        return out.sum()
+
+    for gradient in jax.grad(total, (0, 1, 2))(q, k, v):
+        assert not gradient.any()
