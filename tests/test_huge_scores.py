@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.huge import LEVELS, Expected, Rows, expected, rows
+from support.marks import slow
 
 import jax_dsa
 
@@ -110,7 +111,7 @@ def check(got: tuple[Any, ...], want: Expected, tol: float, with_dq: bool = True
         close(dsinks[0], want.dsinks, atol=tol * scale(want.dsinks))
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["operator", "plain"])
+@pytest.mark.parametrize("plain", [pytest.param(False, id="operator"), slow(True, id="plain")])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", OPERATORS)
