@@ -163,7 +163,10 @@ def test_bfloat16(
     if tree and implementation == "cuda":
         D, E = 60, 58
     x = rows(rng, level, jnp.bfloat16, N=N, D=D, E=E)
-    got = results(OPERATORS[name], x, with_sinks=not tree, implementation=implementation)
+    chosen = implementation
+    if name in ("mqa_decode", "sparse_mla_decode") and implementation == "cuda":
+        chosen = None  # the kernel forward, XLA backward
+    got = results(OPERATORS[name], x, with_sinks=not tree, implementation=chosen)
     rotates = tree and implementation == "cuda"
     check(got, expected(x, with_sinks=not tree), 2e-2, with_dq=not rotates)
 
