@@ -46,11 +46,11 @@ STACKS = {
     "htree13scores_kernel": 40,
     "htree14queries_kernel": 24,
     "indexer10fwd_kernel": 88,
-    "masked_attention10bwd_kernel": 24,
+    "masked_attention10bwd_kernel": 32,
     # The same with a warpgroup for dQ. The producer, which has 32 registers, uses this stack.
-    "Li128ELi128ELb0ELb0EEEEEvNS_24MaskedAttentionBwdParams": 136,
+    "Li128ELi128ELb0ELb0EEEEEvNS_24MaskedAttentionBwdParams": 144,
     "Lb1ELb1EEEEEvNS_24MaskedAttentionBwdParams": 48,  # the same with biases
-    "masked_attention10fwd_kernel": 24,
+    "masked_attention10fwd_kernel": 32,
     "mqa_decode10few_kernel": 8,
     "mqa_decode11wide_kernel": 56,
     "sparse_mla10bwd_kernel": 224,
