@@ -135,6 +135,7 @@ T __ldcs(const T* p) {
   return *p;
 }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 inline float __fdividef(float a, float b) { return a / b; }
