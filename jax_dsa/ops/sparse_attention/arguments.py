@@ -97,7 +97,7 @@ def packed_positions(
 
 def _positions(first: Any, batch: int, queries: int) -> Int[Array, "B T"]:
     order = jnp.arange(queries, dtype=jnp.int32)
-    return jnp.broadcast_to(first[:, None] + order, (batch, queries))
+    return jnp.broadcast_to(first[:, None] + order[None], (batch, queries))
 
 
 def _for_all_queries(lengths: Array, batch: int, queries: int) -> Int[Array, "B T"]:

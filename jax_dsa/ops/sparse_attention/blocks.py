@@ -29,7 +29,8 @@ def selected_keys(
     size = options.block_size
     # A block number beyond the keys is replaced before its product with the block size overflows.
     blocks = jnp.where((blocks >= 0) & (blocks < -(-keys // size)), blocks, -1)
-    position = blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)
+    within = jnp.arange(size, dtype=jnp.int32).reshape(1, 1, 1, 1, size)
+    position = blocks[..., None] * size + within
     position = position.reshape(*blocks.shape[:3], blocks.shape[3] * size)
     seen = (position >= 0) & (position < keys)
     if x.lengths is not None:
@@ -54,7 +55,7 @@ def _blocks(options: Options, x: Operands, keys: int) -> Int[Array, "B T G K"]:
     """Returns the numbers of the blocks of each query, the forced ones last; -1 for none."""
     blocks = x.indices
     if x.topk_length is not None:
-        slot = jnp.arange(blocks.shape[3], dtype=jnp.int32)
+        slot = jnp.arange(blocks.shape[3], dtype=jnp.int32)[None, None, None]
         blocks = jnp.where(slot < x.topk_length[:, :, None, None], blocks, -1)
     if x.positions is None:
         return blocks
@@ -66,7 +67,7 @@ def _blocks(options: Options, x: Operands, keys: int) -> Int[Array, "B T G K"]:
     forced = [jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (*shape, sinks))]
     if options.local_blocks:
         first = jnp.maximum(own - (options.local_blocks - 1), options.sink_blocks)
-        number = first + jnp.arange(local, dtype=jnp.int32)
+        number = first + jnp.arange(local, dtype=jnp.int32)[None, None]
         forced.append(jnp.where((number >= first) & (number <= own), number, -1))
     if tail:
         is_tail = ((position + 1) % size != 0) & (own >= options.sink_blocks)
