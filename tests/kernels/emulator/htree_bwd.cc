@@ -104,7 +104,7 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  for (const Case& c : emulator::cases(argc, argv, kBwdCases, {"large cotangents"}))
+  for (const Case& c : emulator::cases(argc, argv, kBwdCases, {}))
     check(c, emulator::schedules(argc, argv, &c - kBwdCases));
   const auto cases = emulator::cases(argc, argv, kSmallCases,
                                      {"tokens alone", "two layers", "prefix of three layers",
